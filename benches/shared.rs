@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use tokio::runtime::{Builder, LocalOptions};
 use transom::clock::Clock;
-use transom::config::redis::{Node, Nodes, Shared};
+use transom::config::redis::{Node, Nodes, StoreConfig};
 use transom::redis_store::client::RedisClient;
 use transom::redis_store::scripts::{
     self, AcquireCall, AcquireReply, AcquireResult, CounterRequest, ScriptRef, Scripts, WindowRef,
@@ -155,8 +155,8 @@ fn wants(key: usize) -> [CounterRequest; 3] {
     [window(86_400_000, "day"), window(7 * 86_400_000, "week"), window(30 * 86_400_000, "month")]
 }
 
-fn settings(port: u16) -> Shared {
-    Shared::at(Nodes::Single(Node::Tcp { host: "127.0.0.1".to_owned(), port }))
+fn settings(port: u16) -> StoreConfig {
+    StoreConfig::with_defaults(Nodes::Single(Node::Tcp { host: "127.0.0.1".to_owned(), port }))
 }
 
 fn now_ms() -> u64 {

@@ -275,7 +275,7 @@ impl Gateway {
     /// configuration.
     pub fn reload(&mut self, config: Config) -> Result<(), ReloadError> {
         for (name, same) in [
-            ("the addresses in `listen`", config.listen.has_addresses_of(&self.config.listen)),
+            ("the addresses in `listen`", config.listen.has_same_addresses(&self.config.listen)),
             ("`workers`", config.workers == self.config.workers),
             ("`counters`", config.counters == self.config.counters),
         ] {

@@ -13,8 +13,8 @@ use proptest::prelude::*;
 use transom::config::diagnostics::{Problem, render};
 use transom::config::redis::{Node, Nodes};
 use transom::config::{
-    AccessLog, Config, EncodedSlash, ForwardPath, HostField, PathParameters, PathReading, Protocol, QuotaFields,
-    Refusal, Scheme, Segment, Target, TrailingSlash, read, read_in, read_with,
+    AccessLog, Config, EncodedSlash, ForwardPath, HostField, PathParameters, PathReading, Protocol, RateLimitStyle,
+    RefusalResponse, Scheme, Segment, Target, TrailingSlash, read, read_with_files, read_with_files_and_variables,
 };
 use transom_limiter::key::{KeyPart, OnMissing};
 use transom_limiter::rule::{Cost, KeyValue, OnLimit, OnOutage, Sharing};
@@ -37,7 +37,7 @@ fn good(name: &str) -> Config {
 /// Reads a file and those that it names, which lie beside it.
 fn read_file(file: &Path) -> (String, Result<Config, Vec<Problem>>) {
     let text = fs::read_to_string(file).unwrap();
-    let read = read_with(&text, &|other| fs::read(file.with_file_name(other)));
+    let read = read_with_files(&text, &|other| fs::read(file.with_file_name(other)));
     (text, read)
 }
 
@@ -51,7 +51,7 @@ fn difference(expected: &str, found: &str) -> String {
 }
 
 #[test]
-fn the_limits_on_http2_are_read() {
+fn limits_of_http2_are_read() {
     let http2 = good("http2.toml").http2;
     assert_eq!((http2.h2c, http2.max_concurrent_streams, http2.ping), (false, 32, None));
     assert_eq!((http2.idle.as_secs(), http2.max_resets, http2.max_control_frames), (180, 50, 5000));
@@ -72,7 +72,7 @@ fn every_good_file_is_accepted() {
 }
 
 #[test]
-fn every_bad_file_is_refused_with_exactly_its_message() {
+fn every_bad_file_is_rejected_with_exactly_its_message() {
     let update = std::env::var_os("UPDATE_EXPECTED").is_some();
     let files = files("bad", "toml");
     assert!(files.len() >= 40);
@@ -136,7 +136,7 @@ fn completed(block: &str) -> String {
 }
 
 /// Files of the tests in place of those that the documentation names.
-fn file_of_the_documentation(name: &Path, clients: &str) -> io::Result<Vec<u8>> {
+fn test_file_for(name: &Path, clients: &str) -> io::Result<Vec<u8>> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config");
     let beside = match name.file_name().unwrap().to_str().unwrap() {
         "clients.toml" => return Ok(clients.as_bytes().to_vec()),
@@ -179,7 +179,7 @@ fn every_snippet_of_the_documentation_is_accepted() {
             blocks.iter().map(|(_, block)| block.as_str()).filter(|block| block.starts_with("[clients.")).collect();
         for (line, block) in blocks {
             let whole = completed(&block);
-            if let Err(problems) = read_with(&whole, &|file| file_of_the_documentation(file, &clients)) {
+            if let Err(problems) = read_with_files(&whole, &|file| test_file_for(file, &clients)) {
                 panic!("{name}, line {line}:\n{}", render(&problems, "snippet.toml", &whole));
             }
             count += 1;
@@ -189,7 +189,7 @@ fn every_snippet_of_the_documentation_is_accepted() {
 }
 
 #[test]
-fn no_expectation_is_left_without_its_file() {
+fn every_expected_message_has_its_configuration() {
     for file in files("bad", "txt") {
         assert!(file.with_extension("toml").exists(), "{}", file.display());
     }
@@ -206,7 +206,7 @@ fn defaults_are_filled_in() {
     assert_eq!(config.forward_path, ForwardPath::Original);
     assert_eq!(config.upstreams[0].target, Target::Echo);
     assert_eq!(config.timeouts.tunnel.as_secs(), 3600);
-    let way = &config.upstreams[0].way;
+    let way = &config.upstreams[0].transport;
     assert_eq!((way.protocol, &way.host, &way.tls), (Protocol::Auto, &HostField::Keep, &None));
     assert_eq!(way.resolve.as_secs(), 30);
     let route = &config.routes[0];
@@ -232,20 +232,23 @@ fn everything_is_read_as_written() {
     let Target::Servers(servers) = &config.upstreams[1].target else { panic!() };
     let servers: Vec<_> = servers.iter().map(|server| (server.host.as_str(), server.port)).collect();
     assert_eq!(servers, [("127.0.0.1", 9001), ("::1", 9002), ("api.internal", 80)]);
-    let way = &config.upstreams[1].way;
+    let way = &config.upstreams[1].transport;
     assert_eq!((way.protocol, &way.host), (Protocol::Http1, &HostField::Fixed("api.example.com:8443".into())));
     assert_eq!((way.resolve.as_secs(), config.timeouts.tunnel.as_secs()), (60, 7200));
     let Target::Servers(servers) = &config.upstreams[2].target else { panic!() };
     let servers: Vec<_> = servers.iter().map(|server| (server.scheme, server.host.as_str(), server.port)).collect();
     assert_eq!(servers, [(Scheme::Https, "grpc.internal", 443), (Scheme::Unix, "/run/grpc.sock", 0)]);
-    let way = &config.upstreams[2].way;
+    let way = &config.upstreams[2].transport;
     assert_eq!((way.protocol, &way.host), (Protocol::Http2, &HostField::Server));
     assert!(way.tls.as_ref().is_some_and(|tls| tls.server_name.is_some()));
     assert!(!config.routes[0].websocket && config.routes[1].websocket);
 
     let names: Vec<_> = config.rules.iter().map(|rule| rule.name.as_str()).collect();
     assert_eq!(names, ["per-client", "per-key", "per-user", "all"], "in the order of the file");
-    assert_eq!(config.fields, [QuotaFields::Both, QuotaFields::Off, QuotaFields::Both, QuotaFields::Both]);
+    assert_eq!(
+        config.rate_limit_styles,
+        [RateLimitStyle::Both, RateLimitStyle::Off, RateLimitStyle::Both, RateLimitStyle::Both]
+    );
     assert_eq!(config.rules[0].key, [KeyPart::Ip { v4_prefix: 24, v6_prefix: 56 }]);
     assert_eq!(config.rules[1].key, [KeyPart::Header("x-api-key".into()), KeyPart::Host]);
     let fallback = OnMissing::Fallback(vec![KeyPart::Ip { v4_prefix: 32, v6_prefix: 64 }, KeyPart::Method]);
@@ -301,7 +304,9 @@ fn a_password_comes_from_the_environment() {
     let text = "[counters.shared]\nredis = \"redis://a\"\npassword_env = \"PASSWORD\"\n\
                 [upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/\"\nupstream = \"u\"\n";
     let read = |value: &[u8]| {
-        read_in(text, &|_| Err(ErrorKind::NotFound.into()), &|name| (name == "PASSWORD").then(|| value.to_vec()))
+        read_with_files_and_variables(text, &|_| Err(ErrorKind::NotFound.into()), &|name| {
+            (name == "PASSWORD").then(|| value.to_vec())
+        })
     };
     let password = read(b"hunter2\n").unwrap().counters.shared.unwrap().password.unwrap();
     assert_eq!(password.0, "hunter2");
@@ -311,7 +316,7 @@ fn a_password_comes_from_the_environment() {
 }
 
 #[test]
-fn the_language_of_rules_is_read_as_written() {
+fn every_setting_of_rules_is_read_as_written() {
     let config = good("language.toml");
     let rule = |name: &str| config.rules.iter().find(|rule| rule.name == name).unwrap();
     let windows = |name: &str| rule(name).layers.iter().map(|limit| limit.windows.to_string()).collect::<Vec<_>>();
@@ -351,14 +356,15 @@ fn the_language_of_rules_is_read_as_written() {
     );
     assert_eq!(rule("patient").on_limit, OnLimit::Delay { max_delay_ms: 2000, max_waiting: 50 });
     assert!(rule("patient").count_refused && !rule("settled").count_refused);
-    let refusal = |name: &str| &config.refusals[config.rules.iter().position(|rule| rule.name == name).unwrap()];
+    let refusal =
+        |name: &str| &config.refusal_responses[config.rules.iter().position(|rule| rule.name == name).unwrap()];
     assert_eq!((refusal("settled").status, refusal("patient").status), (Some(503), None));
     assert_eq!(refusal("patient").body.as_ref().unwrap().content_type, "text/plain; charset=utf-8");
-    assert_eq!(refusal("split"), &Refusal::default());
+    assert_eq!(refusal("split"), &RefusalResponse::default());
 }
 
 #[test]
-fn routes_are_named_by_as_much_as_tells_them_apart() {
+fn default_route_names_are_as_short_as_they_can_be_and_unique() {
     let names: Vec<String> = good("names.toml").routes.into_iter().map(|route| route.name).collect();
     assert_eq!(
         names,
@@ -377,7 +383,7 @@ fn routes_are_named_by_as_much_as_tells_them_apart() {
 }
 
 #[test]
-fn the_file_of_the_readme_is_read() {
+fn the_configuration_of_the_readme_is_read() {
     let config = good("first-minutes.toml");
     assert_eq!(config.rules[0].layers.iter().map(|limit| limit.tokens).collect::<Vec<_>>(), [2000, 33]);
 }
@@ -411,7 +417,7 @@ fn plans_overrides_and_exemptions_are_read_as_written() {
 }
 
 #[test]
-fn a_key_in_clear_is_not_shown_to_whoever_reads_the_message() {
+fn messages_do_not_show_keys_in_clear_text() {
     for (name, key) in [("clients-file", "hunter2"), ("clients-broken", "hunter2")] {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config/bad");
         let (text, read) = read_file(&folder.join(format!("{name}.toml")));
@@ -423,20 +429,20 @@ fn a_key_in_clear_is_not_shown_to_whoever_reads_the_message() {
 }
 
 #[test]
-fn no_clients_file_panics_when_it_is_cut_short() {
+fn a_truncated_clients_file_never_panics() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config");
     for (gateway, clients) in [("good/plans", "good/clients/plans"), ("bad/clients-broken", "bad/clients/file")] {
         let text = fs::read_to_string(folder.join(format!("{gateway}.toml"))).unwrap();
         let of_clients = fs::read(folder.join(format!("{clients}.toml"))).unwrap();
         for end in 0..of_clients.len() {
-            if let Err(problems) = read_with(&text, &|_| Ok(of_clients[..end].to_vec())) {
+            if let Err(problems) = read_with_files(&text, &|_| Ok(of_clients[..end].to_vec())) {
                 assert!(render(&problems, "gateway.toml", &text).contains("clients/"), "{problems:?}");
             }
         }
     }
 }
 
-fn places_are_inside(text: &str, problems: &[Problem]) {
+fn assert_positions_are_inside(text: &str, problems: &[Problem]) {
     for problem in problems {
         let line = text.split('\n').nth(problem.line - 1).unwrap_or_else(|| panic!("{problem:?} in {text:?}"));
         assert!(problem.column >= 1 && problem.column <= line.chars().count() + 1, "{problem:?} in {text:?}");
@@ -446,10 +452,10 @@ fn places_are_inside(text: &str, problems: &[Problem]) {
 }
 
 /// Reads a text and shows what is wrong with it: neither may panic, and all places are in the text.
-fn survives(text: &str) {
+fn assert_no_panic(text: &str) {
     if let Err(problems) = read(text) {
         assert!(!problems.is_empty());
-        places_are_inside(text, &problems);
+        assert_positions_are_inside(text, &problems);
         assert!(render(&problems, "gateway.toml", text).contains("fix: "));
     }
 }
@@ -463,7 +469,7 @@ fn texts() -> Vec<String> {
 fn a_truncated_file_never_panics() {
     for text in texts() {
         for end in (0..=text.len()).filter(|end| text.is_char_boundary(*end)) {
-            survives(&text[..end]);
+            assert_no_panic(&text[..end]);
         }
     }
 }
@@ -473,13 +479,13 @@ fn a_file_without_one_of_its_lines_never_panics() {
     for text in texts() {
         let lines: Vec<&str> = text.split_inclusive('\n').collect();
         for left_out in 0..lines.len() {
-            survives(&[&lines[..left_out], &lines[left_out + 1..]].concat().concat());
+            assert_no_panic(&[&lines[..left_out], &lines[left_out + 1..]].concat().concat());
         }
     }
 }
 
 /// What slips into a file by mistake.
-const SLIPS: [&str; 28] = [
+const TYPOS: [&str; 28] = [
     "\"",
     "'",
     "[",
@@ -515,30 +521,30 @@ proptest! {
 
     #[test]
     fn no_text_panics(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
-        survives(&String::from_utf8_lossy(&bytes));
+        assert_no_panic(&String::from_utf8_lossy(&bytes));
     }
 
     #[test]
-    fn no_soup_of_toml_panics(parts in proptest::collection::vec(proptest::sample::select(soup()), 0..40)) {
-        survives(&parts.concat());
+    fn no_sequence_of_toml_fragments_panics(parts in proptest::collection::vec(proptest::sample::select(toml_fragments()), 0..40)) {
+        assert_no_panic(&parts.concat());
     }
 
     #[test]
     fn no_mutated_file_panics(
         text in proptest::sample::select(texts()),
-        slips in proptest::collection::vec((any::<prop::sample::Index>(), 0..SLIPS.len(), 0..4_usize), 1..6),
+        slips in proptest::collection::vec((any::<prop::sample::Index>(), 0..TYPOS.len(), 0..4_usize), 1..6),
     ) {
         let mut chars: Vec<String> = text.chars().map(String::from).collect();
         for (at, slip, cut) in slips {
             let at = at.index(chars.len() + 1);
             let end = chars.len().min(at + cut);
-            chars.splice(at..end, [SLIPS[slip].to_owned()]);
+            chars.splice(at..end, [TYPOS[slip].to_owned()]);
         }
-        survives(&chars.concat());
+        assert_no_panic(&chars.concat());
     }
 }
 
-fn soup() -> Vec<&'static str> {
+fn toml_fragments() -> Vec<&'static str> {
     let words = [
         "[",
         "]",
@@ -568,5 +574,5 @@ fn soup() -> Vec<&'static str> {
         "0x1F",
         "1979-05-27",
     ];
-    words.into_iter().chain(SLIPS).collect()
+    words.into_iter().chain(TYPOS).collect()
 }

@@ -4,7 +4,7 @@
 use std::net::IpAddr;
 
 use http::header::{HeaderMap, HeaderName, HeaderValue};
-use transom::config::{ForwardedBy, Proxies};
+use transom::config::{ForwardedField, TrustedProxies};
 use transom::http::forwarded::Trust;
 
 const PROXY: &str = "10.0.0.1";
@@ -14,11 +14,11 @@ const STRANGER: &str = "203.0.113.9";
 pub fn holds(bytes: &[u8]) {
     let parse = |text: &str| text.parse::<IpAddr>().expect("an address");
     for (by, name, element) in [
-        (ForwardedBy::XForwardedFor, "x-forwarded-for", CLIENT),
-        (ForwardedBy::Forwarded, "forwarded", "for=192.0.2.7"),
+        (ForwardedField::XForwardedFor, "x-forwarded-for", CLIENT),
+        (ForwardedField::Forwarded, "forwarded", "for=192.0.2.7"),
     ] {
         let networks = ["10.0.0.0/8", "fd00::/8"].map(|text| text.parse().expect("a network")).to_vec();
-        let trust = Trust::new(&Proxies { networks, by });
+        let trust = Trust::new(&TrustedProxies { networks, field: by });
         let name = HeaderName::from_static(name);
         let mut headers = HeaderMap::new();
         let mut last = Vec::new();
@@ -40,6 +40,6 @@ pub fn holds(bytes: &[u8]) {
         same_line.insert(name, HeaderValue::from_bytes(&last).expect("a value"));
         let found = trust.client(parse(PROXY), false, &same_line).address;
         // A quotation that the client did not end makes the line unreadable, and the proxy the client.
-        assert!(found == parse(CLIENT) || (by == ForwardedBy::Forwarded && found == parse(PROXY)), "{found}");
+        assert!(found == parse(CLIENT) || (by == ForwardedField::Forwarded && found == parse(PROXY)), "{found}");
     }
 }

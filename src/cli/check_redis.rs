@@ -6,12 +6,12 @@ use tokio::runtime::{Builder, LocalOptions};
 
 use super::Exit;
 use crate::clock::Clock;
-use crate::config::redis::Shared;
+use crate::config::redis::StoreConfig;
 use crate::redis_store::diagnose::{Report, diagnose};
 use crate::redis_store::diagnose_rules::Severity;
 
 /// Diagnoses all configured servers and prints the findings.
-pub fn check_redis(shared: Option<&Shared>) -> Exit {
+pub fn check_redis(shared: Option<&StoreConfig>) -> Exit {
     let Some(shared) = shared else {
         show!("  nothing to connect to: there is no `[counters.shared]`");
         return Exit::Fine;
@@ -42,7 +42,7 @@ pub fn check_redis(shared: Option<&Shared>) -> Exit {
     exit
 }
 
-fn ask_servers(shared: &Shared) -> io::Result<Vec<Report>> {
+fn ask_servers(shared: &StoreConfig) -> io::Result<Vec<Report>> {
     let clock = Clock::system();
     let runtime = Builder::new_current_thread().enable_all().build_local(LocalOptions::default())?;
     Ok(runtime.block_on(diagnose(shared, &|| clock.now().unix_ms)))

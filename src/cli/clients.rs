@@ -15,7 +15,7 @@ use super::{Exit, read_config, read_config_with, read_file, resolve_path};
 use crate::atomic_file::Draft;
 use crate::config::Config;
 use crate::config::clients::{Client, Clients};
-use crate::config::diagnostics::{listed, shown};
+use crate::config::diagnostics::{quoted, quoted_list};
 use crate::config::toml_reader::nearest;
 use crate::file_watch::FileWatch;
 use transom_limiter::ip_prefix::{Network, NetworkError};
@@ -157,7 +157,7 @@ fn add(path: &Path, add: &Add) -> Result<(), Failure> {
     };
     let is_new = edit(path, clients, |document| document.add(&add.name, add.plan.as_deref(), &identifiers))?;
     let what = if known.is_some() { "changed" } else { "added" };
-    tell!("transom: client {} {what} in {}", shown(&add.name), resolve_path(path, &clients.file).display());
+    tell!("transom: client {} {what} in {}", quoted(&add.name), resolve_path(path, &clients.file).display());
     if is_new {
         tell!("transom: the new file is readable by its owner only: give the gateway's user read access");
     }
@@ -187,18 +187,18 @@ fn check_plan(config: &Config, add: &Add, known: Option<&Client>) -> Result<(), 
     let mut names: Vec<&str> = plans().collect();
     names.sort_unstable();
     names.dedup();
-    let there_is = || listed(names.iter().copied(), "and");
+    let there_is = || quoted_list(names.iter().copied(), "and");
     match &add.plan {
         None if known.is_none() => {
-            let message = format!("client {} is new and needs a plan", shown(&add.name));
+            let message = format!("client {} is new and needs a plan", quoted(&add.name));
             Err(Failure::usage(message, format!("add `--plan PLAN`; there is {}", there_is())))
         }
         Some(plan) if !names.contains(&plan.as_str()) => {
             let fix = match nearest(plan, plans()) {
-                Some(guess) => format!("did you mean {}?", shown(guess)),
+                Some(guess) => format!("did you mean {}?", quoted(guess)),
                 None => format!("define it in a rule: `[rules.NAME.plans.{plan}]`; there is {}", there_is()),
             };
-            Err(Failure::usage(format!("plan {} is not defined by any rule", shown(plan)), fix))
+            Err(Failure::usage(format!("plan {} is not defined by any rule", quoted(plan)), fix))
         }
         Some(_) | None => Ok(()),
     }
@@ -208,10 +208,10 @@ fn check_network(text: &str) -> Result<(), Failure> {
     match text.parse::<Network>() {
         Ok(_) => Ok(()),
         Err(NetworkError::Syntax) => {
-            Err(Failure::usage(format!("{} is no network", shown(text)), "write such as `203.0.113.0/24`"))
+            Err(Failure::usage(format!("{} is no network", quoted(text)), "write such as `203.0.113.0/24`"))
         }
         Err(NetworkError::HostBits(network)) => {
-            let message = format!("{} has bits set after its first `{}`", shown(text), network.prefix);
+            let message = format!("{} has bits set after its first `{}`", quoted(text), network.prefix);
             Err(Failure::usage(message, format!("write `{network}`")))
         }
     }
@@ -223,10 +223,10 @@ fn remove(path: &Path, remove: &Remove) -> Result<(), Failure> {
     let Some(client) = clients.list.iter().find(|client| client.name == remove.name) else {
         let names = clients.list.iter().map(|client| client.name.as_str());
         let fix = match nearest(&remove.name, names) {
-            Some(guess) => format!("did you mean {}?", shown(guess)),
+            Some(guess) => format!("did you mean {}?", quoted(guess)),
             None => "see `transom clients list`".to_owned(),
         };
-        return Err(Failure::usage(format!("there is no client {}", shown(&remove.name)), fix));
+        return Err(Failure::usage(format!("there is no client {}", quoted(&remove.name)), fix));
     };
     let key = remove.key.as_deref().map(|key| find_key(client, key)).transpose()?;
     let networks = remove.networks.iter().map(|text| {
@@ -244,16 +244,16 @@ fn remove(path: &Path, remove: &Remove) -> Result<(), Failure> {
     };
     if identifiers.is_empty() {
         edit(path, clients, |document| document.remove(&remove.name))?;
-        tell!("transom: client {} removed from {}", shown(&remove.name), resolve_path(path, &clients.file).display());
+        tell!("transom: client {} removed from {}", quoted(&remove.name), resolve_path(path, &clients.file).display());
     } else {
         edit(path, clients, |document| document.remove_identifiers(&remove.name, &identifiers))?;
-        tell!("transom: client {} changed in {}", shown(&remove.name), resolve_path(path, &clients.file).display());
+        tell!("transom: client {} changed in {}", quoted(&remove.name), resolve_path(path, &clients.file).display());
     }
     Ok(())
 }
 
 fn not_found(client: &Client, what: &str, text: &str) -> Failure {
-    let message = format!("{} is not a {what} of client {}", shown(text), shown(&client.name));
+    let message = format!("{} is not a {what} of client {}", quoted(text), quoted(&client.name));
     Failure::usage(message, "see `transom clients list`")
 }
 
@@ -268,11 +268,11 @@ fn find_key(client: &Client, text: &str) -> Result<Digest, Failure> {
     match (meant.next(), meant.next()) {
         (Some(digest), None) => Ok(*digest),
         (None, _) => {
-            let message = format!("this is not a key of client {}", shown(&client.name));
+            let message = format!("this is not a key of client {}", quoted(&client.name));
             Err(Failure::usage(message, "see `transom clients list` for the beginnings of its digests"))
         }
         (Some(_), Some(_)) => {
-            let message = format!("several keys of client {} begin like this", shown(&client.name));
+            let message = format!("several keys of client {} begin like this", quoted(&client.name));
             Err(Failure::usage(message, "write more of the digest"))
         }
     }

@@ -54,7 +54,7 @@ pub fn read_config(path: &Path, watch: &mut FileWatch) -> Result<Config, String>
 }
 
 /// Reads a configuration through `files`.
-fn read_config_with(path: &Path, files: config::Files) -> Result<Config, String> {
+fn read_config_with(path: &Path, files: config::ReadFile) -> Result<Config, String> {
     let name = path.display().to_string();
     let bytes = files(path).map_err(|error| {
         format!("{name}:1:1: cannot read the file: {error}\n  fix: name a file with `--config FILE`\n")
@@ -64,7 +64,7 @@ fn read_config_with(path: &Path, files: config::Files) -> Result<Config, String>
         Err(error) => return Err(not_utf8(&name, &bytes, error.valid_up_to())),
     };
     let variables = |name: &str| std::env::var_os(name).map(|value| value.into_encoded_bytes());
-    let config = config::read_in(text, &|file| files(&resolve_path(path, file)), &variables);
+    let config = config::read_with_files_and_variables(text, &|file| files(&resolve_path(path, file)), &variables);
     config.map_err(|problems| diagnostics::render(&problems, &name, text))
 }
 

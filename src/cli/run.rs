@@ -64,8 +64,8 @@ fn serve(path: &Path) -> Result<(), Failure> {
     let config = read_config(path, &mut watch).map_err(Failure::Config)?;
     let clock = Clock::system();
     warn_of_certificates(&config, &clock);
-    if let Some(channel) = lint::open_admin(&config) {
-        tracing::warn!("{channel}");
+    if let Some(note) = lint::exposed_admin_address(&config) {
+        tracing::warn!("{note}");
     }
     let (sockets, counters, former) = match handover {
         Some(Handover { from, sockets, counters, channel }) => (sockets, counters, Some((from, channel))),
@@ -302,7 +302,7 @@ fn stopped_twice() -> io::Error {
 
 /// Expired or expiring certificates are served with a warning: the clock may be wrong.
 fn warn_of_certificates(config: &Config, clock: &Clock) {
-    for channel in lint::certificates(config, clock.wall_ms()) {
-        tracing::warn!("{channel}");
+    for note in lint::certificate_dates(config, clock.wall_ms()) {
+        tracing::warn!("{note}");
     }
 }

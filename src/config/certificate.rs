@@ -21,7 +21,7 @@ pub struct Certificate {
     pub file: String,
     pub key: Arc<CertifiedKey>,
     /// The DNS names that it is for, in lower case; `*.example.com` for all right under a name.
-    pub names: Vec<String>,
+    pub dns_names: Vec<String>,
     /// Unix seconds.
     pub not_before_s: i64,
     pub not_after_s: i64,
@@ -29,34 +29,34 @@ pub struct Certificate {
 
 /// Why files are no certificate that can be used.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Flaw {
+pub enum CertificateFileError {
     /// The text breaks off within a section, or is no base64.
-    Pem,
+    InvalidPem,
     NoCertificate,
     /// What is in the section is none.
-    NotACertificate,
+    InvalidCertificate,
     NoKey,
     EncryptedKey,
     /// Of a kind that TLS has no use for, or broken.
-    BadKey,
+    UnusableKey,
     /// It belongs to another certificate.
-    OtherKey,
+    KeyMismatch,
 }
 
 impl Certificate {
     /// `chain` begins with the certificate itself, as `fullchain.pem` of most tools does.
-    pub fn read(file: &str, chain: &[u8], key: &[u8]) -> Result<Certificate, Flaw> {
-        let chain = certificates(chain)?;
-        let own = chain.first().ok_or(Flaw::NoCertificate)?;
-        let end_entity = EndEntityCert::try_from(own).map_err(|_broken| Flaw::NotACertificate)?;
+    pub fn read(file: &str, chain: &[u8], key: &[u8]) -> Result<Certificate, CertificateFileError> {
+        let chain = read_certificates(chain)?;
+        let own = chain.first().ok_or(CertificateFileError::NoCertificate)?;
+        let end_entity = EndEntityCert::try_from(own).map_err(|_broken| CertificateFileError::InvalidCertificate)?;
         let names = end_entity.valid_dns_names().map(str::to_ascii_lowercase).collect();
-        let (not_before_s, not_after_s) = validity(own).ok_or(Flaw::NotACertificate)?;
-        let key = private_key(key)?;
+        let (not_before_s, not_after_s) = validity(own).ok_or(CertificateFileError::InvalidCertificate)?;
+        let key = read_private_key(key)?;
         let key = CertifiedKey::from_der(chain, key, &default_provider()).map_err(|error| match error {
-            Error::InconsistentKeys(InconsistentKeys::KeyMismatch) => Flaw::OtherKey,
-            _ => Flaw::BadKey,
+            Error::InconsistentKeys(InconsistentKeys::KeyMismatch) => CertificateFileError::KeyMismatch,
+            _ => CertificateFileError::UnusableKey,
         })?;
-        Ok(Certificate { file: file.to_owned(), key: Arc::new(key), names, not_before_s, not_after_s })
+        Ok(Certificate { file: file.to_owned(), key: Arc::new(key), dns_names: names, not_before_s, not_after_s })
     }
 
     /// What its key signs with: a client that does not know RSA may know another.
@@ -66,29 +66,29 @@ impl Certificate {
 }
 
 /// Those who issue certificates.
-pub fn authorities(text: &[u8]) -> Result<Vec<CertificateDer<'static>>, Flaw> {
-    let found = certificates(text)?;
+pub fn read_authorities(text: &[u8]) -> Result<Vec<CertificateDer<'static>>, CertificateFileError> {
+    let found = read_certificates(text)?;
     let mut store = RootCertStore::empty();
     for certificate in &found {
-        store.add(certificate.clone()).map_err(|_broken| Flaw::NotACertificate)?;
+        store.add(certificate.clone()).map_err(|_broken| CertificateFileError::InvalidCertificate)?;
     }
-    if found.is_empty() { Err(Flaw::NoCertificate) } else { Ok(found) }
+    if found.is_empty() { Err(CertificateFileError::NoCertificate) } else { Ok(found) }
 }
 
-fn certificates(text: &[u8]) -> Result<Vec<CertificateDer<'static>>, Flaw> {
-    CertificateDer::pem_slice_iter(text).collect::<Result<_, _>>().map_err(|_broken| Flaw::Pem)
+fn read_certificates(text: &[u8]) -> Result<Vec<CertificateDer<'static>>, CertificateFileError> {
+    CertificateDer::pem_slice_iter(text).collect::<Result<_, _>>().map_err(|_broken| CertificateFileError::InvalidPem)
 }
 
-fn private_key(text: &[u8]) -> Result<PrivateKeyDer<'static>, Flaw> {
+fn read_private_key(text: &[u8]) -> Result<PrivateKeyDer<'static>, CertificateFileError> {
     for section in <(SectionKind, Vec<u8>)>::pem_slice_iter(text) {
-        let (kind, der) = section.map_err(|_broken| Flaw::Pem)?;
+        let (kind, der) = section.map_err(|_broken| CertificateFileError::InvalidPem)?;
         if let Some(key) = PrivateKeyDer::from_pem(kind, der) {
             return Ok(key);
         }
     }
     // A kind of section that is not known is passed over above.
     let is_encrypted = text.windows(ENCRYPTED.len()).any(|part| part == ENCRYPTED);
-    Err(if is_encrypted { Flaw::EncryptedKey } else { Flaw::NoKey })
+    Err(if is_encrypted { CertificateFileError::EncryptedKey } else { CertificateFileError::NoKey })
 }
 
 const ENCRYPTED: &[u8] = b"-----BEGIN ENCRYPTED PRIVATE KEY-----";
@@ -103,36 +103,36 @@ impl PartialEq for Certificate {
 
 impl fmt::Debug for Certificate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Certificate").field("file", &self.file).field("names", &self.names).finish_non_exhaustive()
+        f.debug_struct("Certificate").field("file", &self.file).field("names", &self.dns_names).finish_non_exhaustive()
     }
 }
 
-impl Flaw {
+impl CertificateFileError {
     /// Message and fix; `what` is the file.
     pub fn explain(&self, what: &str) -> (String, &'static str) {
         match self {
-            Flaw::Pem => (format!("{what} is no sound PEM"), "copy the file again, whole"),
-            Flaw::NoCertificate => (
+            CertificateFileError::InvalidPem => (format!("{what} is no sound PEM"), "copy the file again, whole"),
+            CertificateFileError::NoCertificate => (
                 format!("there is no certificate in {what}"),
                 "it begins with `-----BEGIN CERTIFICATE-----`; name the file with the full chain",
             ),
-            Flaw::NotACertificate => (
+            CertificateFileError::InvalidCertificate => (
                 format!("what {what} calls a certificate is none of X.509, version 3"),
                 "have it issued again; `openssl x509 -in FILE -noout -text` shows what it is",
             ),
-            Flaw::NoKey => (
+            CertificateFileError::NoKey => (
                 format!("there is no private key in {what}"),
                 "it begins with `-----BEGIN PRIVATE KEY-----`, or `RSA` or `EC` before `PRIVATE`",
             ),
-            Flaw::EncryptedKey => (
+            CertificateFileError::EncryptedKey => (
                 format!("the private key in {what} is encrypted"),
                 "decrypt it, `openssl pkey -in FILE -out NEW`, and let only the gateway read it",
             ),
-            Flaw::BadKey => (
+            CertificateFileError::UnusableKey => (
                 format!("the private key in {what} can not be used"),
                 "use RSA of 2048 to 8192 bits, ECDSA on P-256, P-384 or P-521, or Ed25519",
             ),
-            Flaw::OtherKey => (
+            CertificateFileError::KeyMismatch => (
                 format!("the private key in {what} belongs to another certificate"),
                 "name the key that the certificate was issued for; the chain begins with that certificate",
             ),
@@ -142,23 +142,23 @@ impl Flaw {
 
 /// From when and until when a certificate is valid (RFC 5280, section 4.1.2.5), Unix seconds.
 fn validity(certificate: &[u8]) -> Option<(i64, i64)> {
-    let (_, outer, _) = element(certificate)?;
-    let (_, mut rest, _) = element(outer)?;
+    let (_, outer, _) = der_element(certificate)?;
+    let (_, mut rest, _) = der_element(outer)?;
     // The version may be left out; then follow serial number, algorithm and issuer.
     if rest.first() == Some(&0xa0) {
-        rest = element(rest)?.2;
+        rest = der_element(rest)?.2;
     }
     for _ in 0..3 {
-        rest = element(rest)?.2;
+        rest = der_element(rest)?.2;
     }
-    let (_, times, _) = element(rest)?;
-    let (before_tag, before, rest) = element(times)?;
-    let (after_tag, after, _) = element(rest)?;
-    Some((time(before_tag, before)?, time(after_tag, after)?))
+    let (_, times, _) = der_element(rest)?;
+    let (before_tag, before, rest) = der_element(times)?;
+    let (after_tag, after, _) = der_element(rest)?;
+    Some((der_time(before_tag, before)?, der_time(after_tag, after)?))
 }
 
 /// The first element of DER: its tag, what is in it, and what follows.
-pub(super) fn element(der: &[u8]) -> Option<(u8, &[u8], &[u8])> {
+pub(super) fn der_element(der: &[u8]) -> Option<(u8, &[u8], &[u8])> {
     let (&tag, rest) = der.split_first()?;
     let (&first, mut rest) = rest.split_first()?;
     let mut length = usize::from(first);
@@ -176,7 +176,7 @@ pub(super) fn element(der: &[u8]) -> Option<(u8, &[u8], &[u8])> {
 }
 
 /// UTCTime, whose years have two digits, or GeneralizedTime; always in UTC and without fractions.
-pub(super) fn time(tag: u8, text: &[u8]) -> Option<i64> {
+pub(super) fn der_time(tag: u8, text: &[u8]) -> Option<i64> {
     let digits = text.strip_suffix(b"Z")?;
     let number =
         |range: std::ops::Range<usize>| -> Option<i16> { std::str::from_utf8(digits.get(range)?).ok()?.parse().ok() };
@@ -209,16 +209,16 @@ mod tests {
             (0x17, "20240229120000Z", None),
             (0x17, "7001010000é", None),
         ] {
-            assert_eq!(time(tag, text.as_bytes()), seconds, "{text}");
+            assert_eq!(der_time(tag, text.as_bytes()), seconds, "{text}");
         }
     }
 
     #[test]
-    fn der_that_is_cut_short_is_nothing() {
-        assert_eq!(element(&[0x30, 0x02, 1, 2, 3]), Some((0x30, &[1, 2][..], &[3][..])));
-        assert_eq!(element(&[0x30, 0x81, 0x01, 9]), Some((0x30, &[9][..], &[][..])));
+    fn truncated_der_is_rejected() {
+        assert_eq!(der_element(&[0x30, 0x02, 1, 2, 3]), Some((0x30, &[1, 2][..], &[3][..])));
+        assert_eq!(der_element(&[0x30, 0x81, 0x01, 9]), Some((0x30, &[9][..], &[][..])));
         for der in [&[][..], &[0x30], &[0x30, 2, 1], &[0x30, 0x80], &[0x30, 0x85, 1, 1, 1, 1, 1], &[0x30, 0x82, 1]] {
-            assert_eq!(element(der), None, "{der:?}");
+            assert_eq!(der_element(der), None, "{der:?}");
         }
         assert_eq!(validity(b"no certificate"), None);
     }

@@ -10,11 +10,11 @@ use std::time::Duration;
 
 use toml::de::DeTable;
 
-use super::diagnostics::{Problem, Report, Span, listed, shown};
+use super::diagnostics::{Problem, Report, Span, quoted, quoted_list};
 use super::toml_reader::{Item, Table, nearest, toml_errors};
 use super::{
-    AccessLog, Config, Counters, EncodedSlash, Files, ForwardPath, PathParameters, PathReading, QuotaFields, Timeouts,
-    TrailingSlash, Variables,
+    AccessLog, Config, Counters, EncodedSlash, ForwardPath, PathParameters, PathReading, RateLimitStyle, ReadFile,
+    ReadVariable, Timeouts, TrailingSlash,
 };
 use clients::Plans;
 use redis::Usual;
@@ -49,19 +49,19 @@ mod upstream_tls;
 mod upstreams;
 mod window_table;
 
-const FIELDS: [(&str, QuotaFields); 4] = [
-    ("ietf", QuotaFields::Ietf),
-    ("legacy", QuotaFields::Legacy),
-    ("both", QuotaFields::Both),
-    ("off", QuotaFields::Off),
+const FIELDS: [(&str, RateLimitStyle); 4] = [
+    ("ietf", RateLimitStyle::Ietf),
+    ("legacy", RateLimitStyle::Legacy),
+    ("both", RateLimitStyle::Both),
+    ("off", RateLimitStyle::Off),
 ];
 
 const DAY_MS: u64 = 24 * 60 * 60 * 1000;
 
 /// Reads a configuration, or returns everything that is wrong with it.
-pub fn config(text: &str, files: Files, variables: Variables) -> Result<Config, Vec<Problem>> {
+pub fn config(text: &str, files: ReadFile, variables: ReadVariable) -> Result<Config, Vec<Problem>> {
     let mut report = Report::new(text);
-    let sound = toml_errors::sound(text, &mut report);
+    let sound = toml_errors::skip_syntax_errors(text, &mut report);
     let (document, _) = DeTable::parse_recoverable(&sound);
     let mut config = file(Table::new(document.get_ref(), 0..0, "the file"), files, variables, &mut report);
     match report.into_problems() {
@@ -88,10 +88,10 @@ fn path_reading(top: &mut Table, report: &mut Report) -> PathReading {
     }
 }
 
-fn file(mut top: Table, files: Files, variables: Variables, report: &mut Report) -> Config {
+fn file(mut top: Table, files: ReadFile, variables: ReadVariable, report: &mut Report) -> Config {
     let workers = top.get("workers").and_then(|item| item.integer(1..=1024, report));
     let pid_file = top.get("pid_file").and_then(|item| pid_file(&item, report));
-    let fields = top.get("headers").and_then(|item| item.choice(&FIELDS, report)).unwrap_or(QuotaFields::Ietf);
+    let fields = top.get("headers").and_then(|item| item.choice(&FIELDS, report)).unwrap_or(RateLimitStyle::Ietf);
     let path_reading = path_reading(&mut top, report);
     let paths = [("original", ForwardPath::Original), ("normalized", ForwardPath::Normalized)];
     let forward_path = top.get("forward_path").and_then(|item| item.choice(&paths, report));
@@ -111,7 +111,7 @@ fn file(mut top: Table, files: Files, variables: Variables, report: &mut Report)
     let clients = top.get("clients");
     let routes = top.require("routes", "write `[[routes]]`, then its `path` and its `upstream`");
     for key in ["redis", "shared"] {
-        top.instead(key, "counters", redis::TABLE_FIX);
+        top.suggest_for(key, "counters", redis::TABLE_FIX);
     }
     let misspelt = top.finish(report);
 
@@ -144,7 +144,7 @@ fn file(mut top: Table, files: Files, variables: Variables, report: &mut Report)
         timeouts,
         http2,
         limits,
-        proxies,
+        trusted_proxies: proxies,
         access_log,
         clients,
         jwt,
@@ -152,8 +152,8 @@ fn file(mut top: Table, files: Files, variables: Variables, report: &mut Report)
         forward_path: forward_path.unwrap_or(ForwardPath::Original),
         upstreams: upstreams.into_values(),
         rules,
-        fields,
-        refusals,
+        rate_limit_styles: fields,
+        refusal_responses: refusals,
         routes,
     }
 }
@@ -166,7 +166,7 @@ fn section<'d>(item: Option<Item<'d>>, report: &mut Report) -> Option<Table<'d>>
 }
 
 /// The counters, and how rules are counted that do not say it themselves.
-fn counters(item: Option<Item>, files: Files, variables: Variables, report: &mut Report) -> (Counters, Usual) {
+fn counters(item: Option<Item>, files: ReadFile, variables: ReadVariable, report: &mut Report) -> (Counters, Usual) {
     let mut counters = Counters {
         capacity: 1_000_000,
         file: None,
@@ -198,7 +198,7 @@ fn counters(item: Option<Item>, files: Files, variables: Variables, report: &mut
             }
         }
         for key in ["redis", "mode", "on_outage", "prefix", "timeout"] {
-            table.instead(key, "shared", "write it below `[counters.shared]`");
+            table.suggest_for(key, "shared", "write it below `[counters.shared]`");
         }
         if table.finish(report).contains(&"shared") {
             usual = Usual::Shared(Sharing::Lease, OnOutage::Local);
@@ -209,12 +209,12 @@ fn counters(item: Option<Item>, files: Files, variables: Variables, report: &mut
 
 /// The path of a file that is one and the same wherever the gateway is started.
 fn absolute(item: &Item, example: &str, report: &mut Report) -> Option<PathBuf> {
-    let word = item.text(example, report)?;
+    let word = item.string(example, report)?;
     if word.text.starts_with('/') && !word.text.ends_with('/') {
         return Some(PathBuf::from(word.text));
     }
-    let message = format!("`{}` is {}, which is no absolute path of a file", item.key, shown(word.text));
-    report.problem(word.span, message, item.write(example));
+    let message = format!("`{}` is {}, which is no absolute path of a file", item.key, quoted(word.text));
+    report.problem(word.span, message, item.fix_with(example));
     None
 }
 
@@ -271,21 +271,21 @@ fn timeout(
 /// A duration in milliseconds.
 fn duration(item: &Item, range: RangeInclusive<u64>, default: Duration, report: &mut Report) -> Option<u64> {
     let example = format!("\"{}\"", written(default.as_millis() as u64));
-    let word = item.text(&example, report)?;
+    let word = item.string(&example, report)?;
     let (message, fix) = match duration_ms(word.text) {
         Some(ms) if range.contains(&ms) => return Some(ms),
         Some(ms) if ms > *range.end() => {
-            (format!("{} is too long", shown(word.text)), format!("at most `{}`", written(*range.end())))
+            (format!("{} is too long", quoted(word.text)), format!("at most `{}`", written(*range.end())))
         }
-        Some(0) => (format!("`{}` cannot be {}", item.key, shown(word.text)), item.write(&example)),
-        Some(_) => (format!("{} is too short", shown(word.text)), format!("at least `{}ms`", range.start())),
+        Some(0) => (format!("`{}` cannot be {}", item.key, quoted(word.text)), item.fix_with(&example)),
+        Some(_) => (format!("{} is too short", quoted(word.text)), format!("at least `{}ms`", range.start())),
         None => {
             let seconds = word.text.parse::<u32>();
             let fix = match seconds {
-                Ok(seconds) => format!("{}, if seconds are meant", item.write(&format!("\"{seconds}s\""))),
+                Ok(seconds) => format!("{}, if seconds are meant", item.fix_with(&format!("\"{seconds}s\""))),
                 Err(_) => format!("write a whole number with `ms`, `s`, `m`, `h` or `d`, such as `{example}`"),
             };
-            (format!("{} is no duration", shown(word.text)), fix)
+            (format!("{} is no duration", quoted(word.text)), fix)
         }
     };
     report.problem(word.span, message, fix);
@@ -303,9 +303,9 @@ fn written(ms: u64) -> String {
 
 fn pid_file(item: &Item, report: &mut Report) -> Option<PathBuf> {
     let example = "\"/run/transom/pid\"";
-    let path = item.text(example, report)?;
+    let path = item.string(example, report)?;
     if path.text.is_empty() {
-        report.problem(path.span, "`pid_file` is empty", format!("{}, or leave it out", item.write(example)));
+        report.problem(path.span, "`pid_file` is empty", format!("{}, or leave it out", item.fix_with(example)));
         return None;
     }
     Some(PathBuf::from(path.text))
@@ -314,7 +314,7 @@ fn pid_file(item: &Item, report: &mut Report) -> Option<PathBuf> {
 fn access_log(item: Option<Item>, report: &mut Report) -> Option<AccessLog> {
     let mut table = section(item, report)?;
     let file = table.require("file", "write `file = \"stdout\"`, or the path of a file");
-    let file = file.and_then(|item| item.text("\"stdout\"", report));
+    let file = file.and_then(|item| item.string("\"stdout\"", report));
     table.finish(report);
     let file = file?;
     match file.text {
@@ -348,7 +348,7 @@ impl<T> Section<T> {
         report: &mut Report,
         mut read: impl FnMut(&str, Option<Table>, &mut Report) -> T,
     ) -> Section<T> {
-        let mut section = Section { entries: Vec::new(), complete: !report.broken };
+        let mut section = Section { entries: Vec::new(), complete: !report.has_syntax_errors };
         let Some(item) = item else { return section };
         let header = format!("[{}.NAME]", item.key);
         let fix = format!("write `{header}`, then its settings, each on a line");
@@ -356,7 +356,7 @@ impl<T> Section<T> {
             section.complete = false;
             return section;
         };
-        for entry in table.all() {
+        for entry in table.items() {
             name(&entry, report);
             let title = format!("`[{}.{}]`", item.key, entry.key);
             let value = read(entry.key, entry.table(title, &fix, report), report);
@@ -371,11 +371,11 @@ impl<T> Section<T> {
         if found.is_none() && self.complete {
             let names = || self.entries.iter().map(|entry| entry.name.as_str());
             let fix = match nearest(name, names()) {
-                Some(guess) => format!("did you mean {}?", shown(guess)),
+                Some(guess) => format!("did you mean {}?", quoted(guess)),
                 None if self.entries.is_empty() => format!("define it: `[{what}s.{}]`", label(name)),
-                None => format!("define it: `[{what}s.{}]`; there is {}", label(name), listed(names(), "and")),
+                None => format!("define it: `[{what}s.{}]`; there is {}", label(name), quoted_list(names(), "and")),
             };
-            report.problem(span, format!("{what} {} is not defined", shown(name)), fix);
+            report.problem(span, format!("{what} {} is not defined", quoted(name)), fix);
         }
         found
     }
@@ -388,8 +388,8 @@ impl<T> Section<T> {
 /// Names of rules and upstreams go into header fields and metrics as they are.
 fn name(entry: &Item, report: &mut Report) {
     if entry.key != label(entry.key) {
-        let message = format!("{} cannot be a name", shown(entry.key));
-        let fix = format!("write {}: at most 64 letters, digits, `_`, `-` and `.`", shown(&label(entry.key)));
+        let message = format!("{} cannot be a name", quoted(entry.key));
+        let fix = format!("write {}: at most 64 letters, digits, `_`, `-` and `.`", quoted(&label(entry.key)));
         report.problem(entry.key_span.clone(), message, fix);
     }
 }

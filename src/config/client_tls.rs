@@ -22,17 +22,17 @@ pub struct ClientTls {
     /// Who the server must be, where it is not the host of its URL.
     pub server_name: Option<ServerName<'static>>,
     /// A digest of all that it was made of.
-    print: [u8; 32],
+    digest: [u8; 32],
 }
 
 impl ClientTls {
     /// `print` is a digest of all that the others are made of.
     pub fn new(client: ClientConfig, server_name: Option<ServerName<'static>>, print: [u8; 32]) -> ClientTls {
-        ClientTls { client: Arc::new(client), server_name, print }
+        ClientTls { client: Arc::new(client), server_name, digest: print }
     }
 
     /// The same with the protocols that are offered by ALPN.
-    pub fn offering(&self, protocols: &[&[u8]]) -> Arc<ClientConfig> {
+    pub fn with_alpn(&self, protocols: &[&[u8]]) -> Arc<ClientConfig> {
         let mut client = ClientConfig::clone(&self.client);
         client.alpn_protocols = protocols.iter().map(|protocol| protocol.to_vec()).collect();
         Arc::new(client)
@@ -43,12 +43,12 @@ impl ClientTls {
 /// itself: one that is its own authority, as `openssl req -x509` makes them, can not vouch for a server by
 /// the rules. Its name and its dates have to be right all the same.
 #[derive(Debug)]
-pub struct Vouched {
-    pub usual: Arc<WebPkiServerVerifier>,
-    pub named: Vec<CertificateDer<'static>>,
+pub struct PinningVerifier {
+    pub webpki: Arc<WebPkiServerVerifier>,
+    pub pinned: Vec<CertificateDer<'static>>,
 }
 
-impl ServerCertVerifier for Vouched {
+impl ServerCertVerifier for PinningVerifier {
     fn verify_server_cert(
         &self,
         certificate: &CertificateDer<'_>,
@@ -57,8 +57,8 @@ impl ServerCertVerifier for Vouched {
         ocsp: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        match self.usual.verify_server_cert(certificate, intermediates, name, ocsp, now) {
-            Err(error) if self.named.contains(certificate) && !is_about_dates(&error) => {
+        match self.webpki.verify_server_cert(certificate, intermediates, name, ocsp, now) {
+            Err(error) if self.pinned.contains(certificate) && !is_date_error(&error) => {
                 verify_server_name(&ParsedCertificate::try_from(certificate)?, name)?;
                 Ok(ServerCertVerified::assertion())
             }
@@ -72,7 +72,7 @@ impl ServerCertVerifier for Vouched {
         certificate: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        self.usual.verify_tls12_signature(message, certificate, signed)
+        self.webpki.verify_tls12_signature(message, certificate, signed)
     }
 
     fn verify_tls13_signature(
@@ -81,16 +81,16 @@ impl ServerCertVerifier for Vouched {
         certificate: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        self.usual.verify_tls13_signature(message, certificate, signed)
+        self.webpki.verify_tls13_signature(message, certificate, signed)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.usual.supported_verify_schemes()
+        self.webpki.supported_verify_schemes()
     }
 }
 
 /// webpki looks at dates before it looks at who may vouch for whom.
-fn is_about_dates(error: &Error) -> bool {
+fn is_date_error(error: &Error) -> bool {
     use CertificateError::{Expired, ExpiredContext, NotValidYet, NotValidYetContext};
     let Error::InvalidCertificate(why) = error else { return false };
     matches!(why, Expired | ExpiredContext { .. } | NotValidYet | NotValidYetContext { .. })
@@ -98,7 +98,7 @@ fn is_about_dates(error: &Error) -> bool {
 
 impl PartialEq for ClientTls {
     fn eq(&self, other: &ClientTls) -> bool {
-        self.print == other.print
+        self.digest == other.digest
     }
 }
 
@@ -106,7 +106,7 @@ impl Eq for ClientTls {}
 
 impl Hash for ClientTls {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        self.print.hash(state);
+        self.digest.hash(state);
     }
 }
 

@@ -9,7 +9,7 @@ use rustls_pki_types::CertificateRevocationListDer;
 use rustls_pki_types::pem::PemObject;
 use webpki::OwnedCertRevocationList;
 
-use super::certificate::{element, time};
+use super::certificate::{der_element, der_time};
 
 #[derive(Clone, PartialEq)]
 pub struct RevocationList {
@@ -22,25 +22,25 @@ pub struct RevocationList {
 
 /// Why a file holds no lists that can be used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Flaw {
+pub enum CrlFileError {
     /// The text breaks off within a section, or is no base64.
-    Pem,
-    None,
+    InvalidPem,
+    NoList,
     /// What is in the section is none, or less than a whole one.
-    NotAList,
+    InvalidList,
 }
 
 impl RevocationList {
     /// All that a file holds, one at least.
-    pub fn read(file: &str, text: &[u8]) -> Result<Vec<RevocationList>, Flaw> {
+    pub fn read(file: &str, text: &[u8]) -> Result<Vec<RevocationList>, CrlFileError> {
         let mut lists = Vec::new();
         for der in CertificateRevocationListDer::pem_slice_iter(text) {
-            let der = der.map_err(|_broken| Flaw::Pem)?;
-            OwnedCertRevocationList::from_der(&der).map_err(|_broken| Flaw::NotAList)?;
-            let next_update_s = next_update(&der).ok_or(Flaw::NotAList)?;
+            let der = der.map_err(|_broken| CrlFileError::InvalidPem)?;
+            OwnedCertRevocationList::from_der(&der).map_err(|_broken| CrlFileError::InvalidList)?;
+            let next_update_s = next_update(&der).ok_or(CrlFileError::InvalidList)?;
             lists.push(RevocationList { file: file.to_owned(), der, next_update_s });
         }
-        if lists.is_empty() { Err(Flaw::None) } else { Ok(lists) }
+        if lists.is_empty() { Err(CrlFileError::NoList) } else { Ok(lists) }
     }
 }
 
@@ -50,16 +50,16 @@ impl fmt::Debug for RevocationList {
     }
 }
 
-impl Flaw {
+impl CrlFileError {
     /// Message and fix; `what` is the file.
     pub fn explain(self, what: &str) -> (String, &'static str) {
         match self {
-            Flaw::Pem => (format!("{what} is no sound PEM"), "copy the file again, whole"),
-            Flaw::None => (
+            CrlFileError::InvalidPem => (format!("{what} is no sound PEM"), "copy the file again, whole"),
+            CrlFileError::NoList => (
                 format!("there is no revocation list in {what}"),
                 "it begins with `-----BEGIN X509 CRL-----`; from DER it is made by `openssl crl -inform DER -in FILE -out NEW`",
             ),
-            Flaw::NotAList => (
+            CrlFileError::InvalidList => (
                 format!(
                     "what {what} calls a revocation list is none of X.509, version 2, that says when the next one comes"
                 ),
@@ -71,14 +71,14 @@ impl Flaw {
 
 /// The date by which there will be another list (RFC 5280, section 5.1.2.5), Unix seconds.
 fn next_update(list: &[u8]) -> Option<i64> {
-    let (_, outer, _) = element(list)?;
-    let (_, mut rest, _) = element(outer)?;
+    let (_, outer, _) = der_element(list)?;
+    let (_, mut rest, _) = der_element(outer)?;
     // Version, algorithm, issuer, and when this one was issued.
     for _ in 0..4 {
-        rest = element(rest)?.2;
+        rest = der_element(rest)?.2;
     }
-    let (tag, text, _) = element(rest)?;
-    time(tag, text)
+    let (tag, text, _) = der_element(rest)?;
+    der_time(tag, text)
 }
 
 #[cfg(test)]
@@ -112,14 +112,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_list_is_told_apart() {
+    fn each_kind_of_invalid_list_is_distinguished() {
         let pem = pem();
         for (text, flaw) in [
-            ("", Flaw::None),
-            ("no PEM at all", Flaw::None),
-            (&pem[..pem.len() / 2], Flaw::Pem),
-            (&pem.replace("-----\nM", "-----\n*M"), Flaw::Pem),
-            ("-----BEGIN X509 CRL-----\naGVsbG8=\n-----END X509 CRL-----\n", Flaw::NotAList),
+            ("", CrlFileError::NoList),
+            ("no PEM at all", CrlFileError::NoList),
+            (&pem[..pem.len() / 2], CrlFileError::InvalidPem),
+            (&pem.replace("-----\nM", "-----\n*M"), CrlFileError::InvalidPem),
+            ("-----BEGIN X509 CRL-----\naGVsbG8=\n-----END X509 CRL-----\n", CrlFileError::InvalidList),
         ] {
             assert_eq!(RevocationList::read("list.pem", text.as_bytes()), Err(flaw), "{text}");
         }

@@ -42,21 +42,21 @@ pub struct Report<'t> {
     line_starts: Vec<usize>,
     problems: Vec<Problem>,
     /// Some of the text is no TOML and was left out, so what seems absent may be in there.
-    pub broken: bool,
+    pub has_syntax_errors: bool,
 }
 
 impl<'t> Report<'t> {
     pub fn new(text: &'t str) -> Report<'t> {
-        Report { text, file: None, line_starts: line_starts(text), problems: Vec::new(), broken: false }
+        Report { text, file: None, line_starts: line_starts(text), problems: Vec::new(), has_syntax_errors: false }
     }
 
     /// For a file that the first one names.
-    pub fn of_other(text: &'t str, file: &Path) -> Report<'t> {
+    pub fn for_named_file(text: &'t str, file: &Path) -> Report<'t> {
         Report { file: Some(file.to_owned()), ..Report::new(text) }
     }
 
     /// Takes over what is wrong with a file that this one names.
-    pub fn absorb(&mut self, other: Report) {
+    pub fn append(&mut self, other: Report) {
         self.problems.extend(other.problems);
     }
 
@@ -70,8 +70,8 @@ impl<'t> Report<'t> {
 
     /// Like `problem`, for what would also look so if a part of the file could not be read: then it
     /// is left unsaid, for the operator would search for a mistake that is not there.
-    pub fn unless_broken(&mut self, span: Span, message: impl Into<String>, fix: impl Into<String>) {
-        if !self.broken {
+    pub fn missing(&mut self, span: Span, message: impl Into<String>, fix: impl Into<String>) {
+        if !self.has_syntax_errors {
             self.problem(span, message, fix);
         }
     }
@@ -82,7 +82,7 @@ impl<'t> Report<'t> {
     }
 
     /// A piece of the text as it was written, to be shown.
-    pub fn written(&self, span: Span) -> &'t str {
+    pub fn source(&self, span: Span) -> &'t str {
         if self.file.is_some() { "…" } else { &self.text[self.clamp(span)] }
     }
 
@@ -97,8 +97,8 @@ impl<'t> Report<'t> {
         self.problems.dedup();
         let secrets = Secrets::find(self.text);
         for problem in &mut self.problems {
-            secrets.untold(&mut problem.message);
-            secrets.untold(&mut problem.fix);
+            secrets.remove_from(&mut problem.message);
+            secrets.remove_from(&mut problem.fix);
         }
         self.problems
     }
@@ -106,8 +106,8 @@ impl<'t> Report<'t> {
     /// What lies past the last visible character is moved right behind it, where an operator looks.
     fn clamp(&self, span: Span) -> Span {
         let end_of_text = self.text.trim_end().len();
-        let start = floor_char(self.text, span.start.min(end_of_text));
-        let end = floor_char(self.text, span.end.min(self.text.len())).max(start);
+        let start = floor_char_boundary(self.text, span.start.min(end_of_text));
+        let end = floor_char_boundary(self.text, span.end.min(self.text.len())).max(start);
         start..end
     }
 }
@@ -116,7 +116,7 @@ fn line_starts(text: &str) -> Vec<usize> {
     std::iter::once(0).chain(text.match_indices('\n').map(|(at, _)| at + 1)).collect()
 }
 
-fn floor_char(text: &str, mut at: usize) -> usize {
+fn floor_char_boundary(text: &str, mut at: usize) -> usize {
     while !text.is_char_boundary(at) {
         at -= 1;
     }
@@ -124,7 +124,7 @@ fn floor_char(text: &str, mut at: usize) -> usize {
 }
 
 /// A value as messages show it: in backticks, on one line, not too long, nothing invisible.
-pub fn shown(value: &str) -> String {
+pub fn quoted(value: &str) -> String {
     if value.is_empty() {
         return String::from("`\"\"`");
     }
@@ -144,8 +144,8 @@ pub fn shown(value: &str) -> String {
 }
 
 /// Values as messages list them: `a`, `b` or `c`.
-pub fn listed<'v>(values: impl IntoIterator<Item = &'v str>, last_word: &str) -> String {
-    let values: Vec<String> = values.into_iter().map(shown).collect();
+pub fn quoted_list<'v>(values: impl IntoIterator<Item = &'v str>, last_word: &str) -> String {
+    let values: Vec<String> = values.into_iter().map(quoted).collect();
     match values.as_slice() {
         [] => String::from("nothing"),
         [one] => one.clone(),
@@ -156,14 +156,14 @@ pub fn listed<'v>(values: impl IntoIterator<Item = &'v str>, last_word: &str) ->
 /// All problems as the operator reads them: place, message, the line itself, the fix; then how many.
 /// `text` is that of the file of this name; of other files no lines are shown.
 pub fn render(problems: &[Problem], file_name: &str, text: &str) -> String {
-    let text = &Secrets::find(text).covered();
+    let text = &Secrets::find(text).masked_text();
     let starts = line_starts(text);
     let mut out = String::new();
     let (own, others): (Vec<&Problem>, Vec<&Problem>) = problems.iter().partition(|problem| problem.file.is_none());
     for problem in sorted(own) {
         let start = starts.get(problem.line.saturating_sub(1)).copied().unwrap_or(text.len());
         let line = text[start..].split('\n').next().unwrap_or("");
-        write(problem, file_name, Some(line), &mut out);
+        write_problem(problem, file_name, Some(line), &mut out);
     }
     let mut files: Vec<&Path> = others.iter().filter_map(|problem| problem.file.as_deref()).collect();
     files.sort();
@@ -181,7 +181,7 @@ pub fn render(problems: &[Problem], file_name: &str, text: &str) -> String {
         let of_file: Vec<&Problem> =
             others.iter().copied().filter(|problem| problem.file.as_deref() == Some(file)).collect();
         let number = of_file.len();
-        sorted(of_file).into_iter().for_each(|problem| write(problem, &name, None, &mut out));
+        sorted(of_file).into_iter().for_each(|problem| write_problem(problem, &name, None, &mut out));
         count(number, &name, &mut out);
     }
     out
@@ -192,7 +192,7 @@ fn sorted(mut problems: Vec<&Problem>) -> Vec<&Problem> {
     problems
 }
 
-fn write(problem: &Problem, file_name: &str, line: Option<&str>, out: &mut String) {
+fn write_problem(problem: &Problem, file_name: &str, line: Option<&str>, out: &mut String) {
     // Writing to a string cannot fail.
     let _ = writeln!(out, "{file_name}:{}:{}: {}", problem.line, problem.column, problem.message);
     let (excerpt, carets) = line.map(|line| excerpt(line, problem)).unwrap_or_default();
@@ -242,7 +242,7 @@ fn excerpt(line: &str, problem: &Problem) -> (String, String) {
 mod tests {
     use super::*;
 
-    fn one(text: &str, span: Span) -> Problem {
+    fn problem_at(text: &str, span: Span) -> Problem {
         let mut report = Report::new(text);
         report.problem(span, "it is wrong", "mend it");
         report.into_problems().remove(0)
@@ -251,7 +251,7 @@ mod tests {
     #[test]
     fn columns_count_characters() {
         let text = "é = 1\r\nüü = \"ß\"\r\n";
-        let problem = one(text, 15..19);
+        let problem = problem_at(text, 15..19);
         assert_eq!((problem.line, problem.column), (2, 6));
         assert_eq!(
             render(&[problem], "gateway.toml", text),
@@ -260,11 +260,11 @@ mod tests {
     }
 
     #[test]
-    fn every_place_is_inside_the_text() {
+    fn every_position_is_inside_the_text() {
         for text in ["", "\n", "a", "a\r\n", "\r", "é\n\n\n", "\t\tx\n", "\u{feff}a"] {
             for start in 0..text.len() + 3 {
                 for end in 0..text.len() + 3 {
-                    let problem = one(text, start..end);
+                    let problem = problem_at(text, start..end);
                     assert!(problem.span.end <= text.len() && problem.line >= 1 && problem.column >= 1);
                     let rendered = render(&[problem], "f", text);
                     assert!(rendered.contains("fix: mend it"), "{rendered}");
@@ -275,14 +275,14 @@ mod tests {
 
     #[test]
     fn carets_keep_the_tabs_before_them() {
-        let problem = one("\tx = 1", 1..2);
+        let problem = problem_at("\tx = 1", 1..2);
         assert_eq!(excerpt("\tx = 1", &problem), ("\tx = 1".to_owned(), "\t^".to_owned()));
     }
 
     #[test]
-    fn a_long_line_is_shown_around_the_place() {
+    fn a_long_line_is_shown_around_the_problem() {
         let text = format!("{}x{}", "a".repeat(500), "b".repeat(500));
-        let (excerpt, carets) = excerpt(&text, &one(&text, 500..501));
+        let (excerpt, carets) = excerpt(&text, &problem_at(&text, 500..501));
         assert!(excerpt.chars().count() < LINE_CHARS + 6);
         let at = carets.chars().count() - 1;
         assert_eq!(excerpt.chars().nth(at), Some('x'));
@@ -290,9 +290,9 @@ mod tests {
 
     #[test]
     fn values_are_shown_on_one_line() {
-        assert_eq!(shown("a\nb"), "`a\\nb`");
-        assert_eq!(shown("say \"hi\""), "`say \"hi\"`");
-        assert_eq!(shown(&"x".repeat(100)).chars().count(), VALUE_CHARS + 3);
-        assert_eq!(listed(["a", "b", "c"], "or"), "`a`, `b` or `c`");
+        assert_eq!(quoted("a\nb"), "`a\\nb`");
+        assert_eq!(quoted("say \"hi\""), "`say \"hi\"`");
+        assert_eq!(quoted(&"x".repeat(100)).chars().count(), VALUE_CHARS + 3);
+        assert_eq!(quoted_list(["a", "b", "c"], "or"), "`a`, `b` or `c`");
     }
 }

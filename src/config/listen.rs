@@ -47,7 +47,7 @@ pub struct ClientAuth {
     /// Whether a client without one is turned away.
     pub required: bool,
     /// Which certificates are not believed any more. Where there is one, each issuer has to have one.
-    pub revoked: Vec<RevocationList>,
+    pub revocation_lists: Vec<RevocationList>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -66,7 +66,7 @@ pub enum ClientCerts {
 
 impl Listen {
     /// Whether another listens on the same addresses, in the same order.
-    pub fn has_addresses_of(&self, other: &Listen) -> bool {
+    pub fn has_same_addresses(&self, other: &Listen) -> bool {
         let https = |listen: &Listen| listen.https.iter().map(|https| https.addresses.clone()).collect::<Vec<_>>();
         (&self.http, https(self), self.admin) == (&other.http, https(other), other.admin)
     }

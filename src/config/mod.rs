@@ -34,9 +34,9 @@ use client_tls::ClientTls;
 use clients::Clients;
 use diagnostics::Problem;
 use listen::Listen;
-use redis::Shared;
+use redis::StoreConfig;
 use route_actions::Actions;
-use upstream_policy::Policy;
+use upstream_policy::UpstreamPolicy;
 
 /// Everything that `gateway.toml` says.
 #[derive(Clone, PartialEq, Debug)]
@@ -52,7 +52,7 @@ pub struct Config {
     pub http2: Http2,
     pub limits: Limits,
     /// Whom to believe about whom they were asked by.
-    pub proxies: Option<Proxies>,
+    pub trusted_proxies: Option<TrustedProxies>,
     pub access_log: Option<AccessLog>,
     /// Who is on which plan.
     pub clients: Option<Clients>,
@@ -65,9 +65,9 @@ pub struct Config {
     pub upstreams: Vec<Upstream>,
     pub rules: Vec<Rule>,
     /// Which fields tell a client about a rule, per rule, in the order of `rules`.
-    pub fields: Vec<QuotaFields>,
+    pub rate_limit_styles: Vec<RateLimitStyle>,
     /// What refusals by a rule look like, per rule, in the order of `rules`.
-    pub refusals: Vec<Refusal>,
+    pub refusal_responses: Vec<RefusalResponse>,
     pub routes: Vec<Route>,
 }
 
@@ -88,7 +88,7 @@ pub struct Counters {
     pub snapshot: Option<PathBuf>,
     pub snapshot_every: Duration,
     /// Where gateways count together.
-    pub shared: Option<Shared>,
+    pub shared: Option<StoreConfig>,
 }
 
 #[derive(Clone, PartialEq, Debug)]
@@ -153,14 +153,14 @@ pub struct Limits {
 
 /// Proxies in front of the gateway, and how they tell whom they were asked by.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Proxies {
+pub struct TrustedProxies {
     pub networks: Vec<Network>,
-    pub by: ForwardedBy,
+    pub field: ForwardedField,
 }
 
 /// The field that a proxy tells it in.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum ForwardedBy {
+pub enum ForwardedField {
     XForwardedFor,
     /// RFC 7239.
     Forwarded,
@@ -224,7 +224,7 @@ pub enum ForwardPath {
 
 /// The fields with which answers tell a client about a rule.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum QuotaFields {
+pub enum RateLimitStyle {
     /// `RateLimit` and `RateLimit-Policy` (draft-ietf-httpapi-ratelimit-headers-11).
     Ietf,
     /// `X-RateLimit-Limit`, `-Remaining` and `-Reset`.
@@ -235,7 +235,7 @@ pub enum QuotaFields {
 
 /// What a refusal by a rule looks like, where the rule says so.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct Refusal {
+pub struct RefusalResponse {
     /// From 400 to 599.
     pub status: Option<u16>,
     /// Instead of the problem document.
@@ -256,8 +256,8 @@ pub struct Upstream {
     pub name: String,
     pub target: Target,
     /// How its servers are chosen; without a meaning for one that is built in.
-    pub policy: Policy,
-    pub way: TransportSettings,
+    pub policy: UpstreamPolicy,
+    pub transport: TransportSettings,
 }
 
 /// How the servers of an upstream are spoken to.
@@ -314,7 +314,7 @@ pub struct Server {
 
 impl Server {
     /// Whether connections to the other are as good as connections to this one.
-    pub fn is_reached_as(&self, other: &Server) -> bool {
+    pub fn equals_except_weight(&self, other: &Server) -> bool {
         *self == Server { weight: self.weight, ..other.clone() }
     }
 }
@@ -361,8 +361,8 @@ pub struct PathPattern {
 
 /// Whether a character may stand in a segment of a path as it is: `pchar` of RFC 3986, section 3.3,
 /// but for escapes. Patterns and paths are compared in the spelling that has it so.
-pub fn is_plain(byte: u8) -> bool {
-    PLAIN[usize::from(byte)]
+pub fn is_pchar(byte: u8) -> bool {
+    PCHAR[usize::from(byte)]
 }
 
 /// Why a segment in normal form still names no endpoint for certain, if it does not. What is written so is read by
@@ -371,7 +371,7 @@ pub fn is_plain(byte: u8) -> bool {
 /// - `login%0A` as `login`, where `$` of a pattern matches before a line end; other control characters end
 ///   texts, or are left out;
 /// - `%C0%AF`, which is no UTF-8, as the `/` that it would be if more bytes than needed were allowed.
-pub fn doubt(segment: &str) -> Option<&'static str> {
+pub fn find_ambiguity(segment: &str) -> Option<&'static str> {
     let dots = segment.split(';').next().unwrap_or_default();
     if (dots == "." || dots == "..") && dots != segment {
         return Some("the path has dots before a semicolon");
@@ -392,7 +392,7 @@ pub fn doubt(segment: &str) -> Option<&'static str> {
     None
 }
 
-const PLAIN: [bool; 256] = byte_set(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~!$&'()*+,;=:@");
+const PCHAR: [bool; 256] = byte_set(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~!$&'()*+,;=:@");
 
 /// Which bytes are among these, to be looked up.
 pub const fn byte_set(bytes: &[u8]) -> [bool; 256] {
@@ -426,23 +426,27 @@ pub enum Segment {
 }
 
 /// What a file holds that the configuration names.
-pub type Files<'f> = &'f dyn Fn(&Path) -> io::Result<Vec<u8>>;
+pub type ReadFile<'f> = &'f dyn Fn(&Path) -> io::Result<Vec<u8>>;
 
 /// Reads a configuration that names no other files to read, or returns everything that is wrong
 /// with it.
 pub fn read(text: &str) -> Result<Config, Vec<Problem>> {
-    read_with(text, &|_path| Err(io::Error::from(io::ErrorKind::Unsupported)))
+    read_with_files(text, &|_path| Err(io::Error::from(io::ErrorKind::Unsupported)))
 }
 
 /// Reads a configuration and the files that it names, or returns everything that is wrong.
-pub fn read_with(text: &str, files: Files) -> Result<Config, Vec<Problem>> {
+pub fn read_with_files(text: &str, files: ReadFile) -> Result<Config, Vec<Problem>> {
     check::config(text, files, &|_name| None)
 }
 
 /// What a variable of the environment holds, if it is set.
-pub type Variables<'v> = &'v dyn Fn(&str) -> Option<Vec<u8>>;
+pub type ReadVariable<'v> = &'v dyn Fn(&str) -> Option<Vec<u8>>;
 
 /// As [`read_with`], for a configuration that may name variables of the environment as well.
-pub fn read_in(text: &str, files: Files, variables: Variables) -> Result<Config, Vec<Problem>> {
+pub fn read_with_files_and_variables(
+    text: &str,
+    files: ReadFile,
+    variables: ReadVariable,
+) -> Result<Config, Vec<Problem>> {
     check::config(text, files, variables)
 }

@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 /// How much of a value gives it away.
-const TELLING_CHARS: usize = 4;
+const REVEALING_CHARS: usize = 4;
 
 /// Where a text has values that are secret, with their quotes, in bytes.
 pub struct Secrets<'t> {
@@ -17,11 +17,11 @@ pub struct Secrets<'t> {
 
 impl<'t> Secrets<'t> {
     pub fn find(text: &'t str) -> Secrets<'t> {
-        Secrets { text, spans: spans(text) }
+        Secrets { text, spans: secret_spans(text) }
     }
 
     /// The text with its secrets covered, character by character, so that every place stays.
-    pub fn covered(&self) -> String {
+    pub fn masked_text(&self) -> String {
         let mut out = String::with_capacity(self.text.len());
         let mut at = 0;
         for span in &self.spans {
@@ -35,18 +35,18 @@ impl<'t> Secrets<'t> {
     }
 
     /// A message about the text, without what is secret in it.
-    pub fn untold(&self, message: &mut String) {
+    pub fn remove_from(&self, message: &mut String) {
         for span in &self.spans {
             let value = self.text[span.clone()].trim_matches(['"', '\'', ' ', '\t', '\r', '\n']);
-            let telling: String = value.chars().take(TELLING_CHARS).collect();
-            if telling.chars().count() == TELLING_CHARS && message.contains(&telling) {
-                *message = without(message, value, &telling);
+            let telling: String = value.chars().take(REVEALING_CHARS).collect();
+            if telling.chars().count() == REVEALING_CHARS && message.contains(&telling) {
+                *message = remove_value(message, value, &telling);
             }
         }
     }
 }
 
-fn spans(text: &str) -> Vec<Range<usize>> {
+fn secret_spans(text: &str) -> Vec<Range<usize>> {
     let mut spans: Vec<Range<usize>> = Vec::new();
     let is_name = |c: char| c.is_alphanumeric() || "_-".contains(c);
     let mut at = 0;
@@ -58,12 +58,12 @@ fn spans(text: &str) -> Vec<Range<usize>> {
         let rest = text[end..].trim_start_matches(['"', '\'', ' ', '\t']);
         let Some(value) = rest.strip_prefix(['=', ':']) else { continue };
         let value = value.trim_start_matches([' ', '\t']);
-        let label = label_length(value);
-        if !is_secret(&text[start..end]) && label == 0 {
+        let label = pem_label_length(value);
+        if !is_secret_key(&text[start..end]) && label == 0 {
             continue;
         }
         let from = text.len() - value.len();
-        at = from + length(value).max(label);
+        at = from + value_length(value).max(label);
         spans.push(from + label..at);
     }
     let apart = |url: &Range<usize>| spans.iter().all(|span| url.end <= span.start || span.end <= url.start);
@@ -73,7 +73,7 @@ fn spans(text: &str) -> Vec<Range<usize>> {
     spans
 }
 
-fn is_secret(name: &str) -> bool {
+fn is_secret_key(name: &str) -> bool {
     let name = name.to_lowercase();
     // Nobody misspells a key at such length.
     let is_near = |word: &str| name.len() < 16 && strsim::damerau_levenshtein(&name, word) <= 2;
@@ -102,7 +102,7 @@ fn url_passwords(text: &str) -> Vec<Range<usize>> {
 }
 
 /// Where a private key stands instead of the name of its file: how long it is up to the key itself, else 0.
-fn label_length(value: &str) -> usize {
+fn pem_label_length(value: &str) -> usize {
     const END: &str = "PRIVATE KEY-----";
     let label = value.trim_start_matches(['"', '\'', '\n', '\r']).strip_prefix("-----BEGIN ");
     let end = label.and_then(|label| label.lines().next()?.find(END).map(|at| value.len() - label.len() + at));
@@ -110,7 +110,7 @@ fn label_length(value: &str) -> usize {
 }
 
 /// How long a value is: to its closing quotes, or to the end of the line.
-fn length(value: &str) -> usize {
+fn value_length(value: &str) -> usize {
     for (quote, may_go_on) in [("\"\"\"", true), ("'''", true), ("\"", false), ("'", false)] {
         let Some(inner) = value.strip_prefix(quote) else { continue };
         let line = if may_go_on { inner.len() } else { inner.find('\n').unwrap_or(inner.len()) };
@@ -127,7 +127,7 @@ fn length(value: &str) -> usize {
 }
 
 /// Leaves out all of a value that a message repeats, wherever it begins as the value does.
-fn without(message: &str, value: &str, beginning: &str) -> String {
+fn remove_value(message: &str, value: &str, beginning: &str) -> String {
     let mut out = String::new();
     let mut rest = message;
     while let Some(at) = rest.find(beginning) {
@@ -147,7 +147,7 @@ mod tests {
     const VALUE: &str = "hunter2-hunter2";
 
     #[test]
-    fn a_secret_is_covered_however_it_is_written() {
+    fn a_secret_is_masked_in_every_notation() {
         for line in [
             "secret = \"hunter2-hunter2\"",
             "secret='hunter2-hunter2'",
@@ -166,14 +166,14 @@ mod tests {
             "private_key = \"-----BEGIN EC PRIVATE KEY-----\\nhunter2-hunter2\"",
             "private_key = \"\"\"\n-----BEGIN PRIVATE KEY-----\nhunter2-hunter2\n\"\"\"",
         ] {
-            let covered = Secrets::find(line).covered();
+            let covered = Secrets::find(line).masked_text();
             assert!(!covered.contains("hunter"), "{covered}");
             assert_eq!(covered.chars().count(), line.chars().count());
         }
     }
 
     #[test]
-    fn passwords_of_urls_are_covered() {
+    fn passwords_of_urls_are_masked() {
         for (line, covered) in [
             ("redis = \"redis://:hunter2@a\"", "redis = \"redis://:*******@a\""),
             ("redis = \"redis://me:h@nt:r/2@a:1/2\" # @", "redis = \"redis://me:********@a:1/2\" # @"),
@@ -184,12 +184,12 @@ mod tests {
             ("servers = [\"http://a:1\", \"http://b:2\"]", "servers = [\"http://a:1\", \"http://b:2\"]"),
             ("password = \"redis://:pw@a\"", "password = \"*************\""),
         ] {
-            assert_eq!(Secrets::find(line).covered(), covered);
+            assert_eq!(Secrets::find(line).masked_text(), covered);
         }
     }
 
     #[test]
-    fn what_is_no_secret_stays_in_sight() {
+    fn values_that_are_not_secret_are_not_masked() {
         for line in [
             "secret_file = \"hs.key\"",
             "password_file = \"redis.password\"",
@@ -200,17 +200,17 @@ mod tests {
             "key = \"cookie:session\"",
             "select = \"hs.key\"",
         ] {
-            assert_eq!(Secrets::find(line).covered(), line);
+            assert_eq!(Secrets::find(line).masked_text(), line);
         }
         let two = "secret = \"abc\", kid = \"k\"\nkid = \"l\"";
-        assert_eq!(Secrets::find(two).covered(), "secret = \"***\", kid = \"k\"\nkid = \"l\"");
+        assert_eq!(Secrets::find(two).masked_text(), "secret = \"***\", kid = \"k\"\nkid = \"l\"");
     }
 
     #[test]
-    fn messages_do_not_repeat_it() {
+    fn messages_do_not_repeat_a_secret() {
         let untold = |message: &str, text: &str| {
             let mut message = message.to_owned();
-            Secrets::find(text).untold(&mut message);
+            Secrets::find(text).remove_from(&mut message);
             message
         };
         let text = format!("secret = {VALUE}\n");

@@ -13,8 +13,8 @@ use super::client_tls::ClientTls;
 use transom_limiter::key::KeyPart;
 
 /// Unless the operator says otherwise.
-pub const PREFIX: &str = "transom";
-pub const TIMEOUT: Duration = Duration::from_millis(50);
+pub const DEFAULT_PREFIX: &str = "transom";
+pub const DEFAULT_TIMEOUT: Duration = Duration::from_millis(50);
 
 /// Fields that carry what lets somebody in.
 const SECRET_FIELDS: [&str; 4] = ["authorization", "proxy-authorization", "cookie", "x-api-key"];
@@ -23,10 +23,10 @@ const SECRET_WORDS: [&str; 8] = ["api-key", "api_key", "apikey", "password", "se
 
 /// The table `[counters.shared]`.
 #[derive(Clone, PartialEq, Debug)]
-pub struct Shared {
+pub struct StoreConfig {
     pub nodes: Nodes,
     pub username: Option<String>,
-    pub password: Option<Hidden<String>>,
+    pub password: Option<Secret<String>>,
     /// 0 in a cluster, which has no other.
     pub database: i64,
     /// What every key begins with.
@@ -34,21 +34,21 @@ pub struct Shared {
     /// How long a request waits for an answer, in all.
     pub timeout: Duration,
     /// What digests of secret parts of keys are made with, if the operator says: see [`Shared::digest_key`].
-    pub digest_key: Option<Hidden<Vec<u8>>>,
+    pub digest_key: Option<Secret<Vec<u8>>>,
     /// There if the nodes are reached by TLS.
     pub tls: Option<ClientTls>,
 }
 
-impl Shared {
+impl StoreConfig {
     /// As it is where only the servers are named.
-    pub fn at(nodes: Nodes) -> Shared {
-        Shared {
+    pub fn with_defaults(nodes: Nodes) -> StoreConfig {
+        StoreConfig {
             nodes,
             username: None,
             password: None,
             database: 0,
-            prefix: PREFIX.to_owned(),
-            timeout: TIMEOUT,
+            prefix: DEFAULT_PREFIX.to_owned(),
+            timeout: DEFAULT_TIMEOUT,
             digest_key: None,
             tls: None,
         }
@@ -65,7 +65,7 @@ impl Shared {
 
 /// Whether a part of a key is told by its digest alone, by what it is called. Claims of tokens are no secret, and
 /// neither is the fingerprint of a certificate.
-pub fn is_secret(part: &KeyPart) -> bool {
+pub fn is_secret_part(part: &KeyPart) -> bool {
     let tells = |name: &str| {
         let name = name.to_ascii_lowercase();
         SECRET_WORDS.iter().any(|word| name.contains(word))
@@ -145,9 +145,9 @@ impl fmt::Display for Node {
 
 /// What nobody is shown.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Hidden<T>(pub T);
+pub struct Secret<T>(pub T);
 
-impl<T> fmt::Debug for Hidden<T> {
+impl<T> fmt::Debug for Secret<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("***")
     }

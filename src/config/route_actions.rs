@@ -9,7 +9,7 @@ use super::{Body, PathPattern, Timeouts};
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct Actions {
     /// Instead of asking an upstream.
-    pub answer: Option<Answer>,
+    pub response: Option<LocalResponse>,
     pub path: Option<PathChange>,
     pub request_fields: FieldChanges,
     pub response_fields: FieldChanges,
@@ -23,8 +23,8 @@ pub struct Actions {
 
 /// What a route answers by itself.
 #[derive(Clone, PartialEq, Debug)]
-pub enum Answer {
-    Redirect { to: Text, status: u16 },
+pub enum LocalResponse {
+    Redirect { to: Template, status: u16 },
     Respond { status: u16, body: Option<Body> },
 }
 
@@ -42,9 +42,9 @@ pub enum PathChange {
 pub struct FieldChanges {
     pub remove: Vec<String>,
     /// Instead of all fields of that name.
-    pub set: Vec<(String, Text)>,
+    pub set: Vec<(String, Template)>,
     /// Beside others of that name.
-    pub add: Vec<(String, Text)>,
+    pub add: Vec<(String, Template)>,
 }
 
 impl FieldChanges {
@@ -55,10 +55,10 @@ impl FieldChanges {
 
 /// A text with variables.
 #[derive(Clone, PartialEq, Debug)]
-pub struct Text(pub Vec<Piece>);
+pub struct Template(pub Vec<TemplatePart>);
 
 #[derive(Clone, PartialEq, Debug)]
-pub enum Piece {
+pub enum TemplatePart {
     Literal(String),
     Variable(Variable),
 }

@@ -9,7 +9,7 @@ use std::ops::RangeInclusive;
 use toml::Spanned;
 use toml::de::{DeInteger, DeTable, DeValue};
 
-use super::diagnostics::{Report, Span, listed, shown};
+use super::diagnostics::{Report, Span, quoted, quoted_list};
 
 pub mod toml_errors;
 mod yaml;
@@ -23,11 +23,11 @@ pub struct Table<'d> {
     title: String,
     known: Vec<&'static str>,
     missing: Vec<(&'static str, String)>,
-    strays: Vec<Stray>,
+    common_mistakes: Vec<CommonMistake>,
 }
 
 /// A key that there is none of, and that is written all the same.
-struct Stray {
+struct CommonMistake {
     key: &'static str,
     /// The known key that is meant by it.
     meant: &'static str,
@@ -47,14 +47,21 @@ pub struct Item<'d> {
 
 /// A string and where it stands.
 #[derive(Clone)]
-pub struct Word<'d> {
+pub struct SpannedStr<'d> {
     pub text: &'d str,
     pub span: Span,
 }
 
 impl<'d> Table<'d> {
     pub fn new(entries: &'d DeTable<'d>, span: Span, title: impl Into<String>) -> Table<'d> {
-        Table { entries, span, title: title.into(), known: Vec::new(), missing: Vec::new(), strays: Vec::new() }
+        Table {
+            entries,
+            span,
+            title: title.into(),
+            known: Vec::new(),
+            missing: Vec::new(),
+            common_mistakes: Vec::new(),
+        }
     }
 
     /// The value of a key, which is known from here on.
@@ -73,12 +80,12 @@ impl<'d> Table<'d> {
     }
 
     /// What to write where somebody writes a key that there is none of, and means one that there is.
-    pub fn instead(&mut self, key: &'static str, meant: &'static str, fix: impl Into<String>) {
-        self.strays.push(Stray { key, meant, fix: fix.into() });
+    pub fn suggest_for(&mut self, key: &'static str, meant: &'static str, fix: impl Into<String>) {
+        self.common_mistakes.push(CommonMistake { key, meant, fix: fix.into() });
     }
 
     /// All entries in the order of the file, for a table whose keys are the operator's own names.
-    pub fn all(&self) -> Vec<Item<'d>> {
+    pub fn items(&self) -> Vec<Item<'d>> {
         let mut items: Vec<Item> = self.entries.iter().map(|(key, value)| item(key, value)).collect();
         items.sort_by_key(|item| item.key_span.start);
         items
@@ -89,29 +96,29 @@ impl<'d> Table<'d> {
     pub fn finish(self, report: &mut Report) -> Vec<&'static str> {
         let mut meant = Vec::new();
         let absent: Vec<&str> = self.known.iter().copied().filter(|key| !self.entries.contains_key(*key)).collect();
-        for item in self.all() {
+        for item in self.items() {
             if self.known.contains(&item.key) {
                 continue;
             }
-            let name = shown(item.key);
+            let name = quoted(item.key);
             // A key that is there already is hardly the one that was meant.
-            let likely = absent.iter().copied().chain(self.strays.iter().map(|stray| stray.key));
+            let likely = absent.iter().copied().chain(self.common_mistakes.iter().map(|stray| stray.key));
             let guess = nearest(item.key, likely).or(nearest(item.key, self.known.iter().copied()));
-            let stray = self.strays.iter().find(|stray| Some(stray.key) == guess);
+            let stray = self.common_mistakes.iter().find(|stray| Some(stray.key) == guess);
             let known = stray.map(|stray| stray.meant).or(guess);
             meant.extend(self.known.iter().copied().filter(|key| Some(*key) == known));
             let fix = match (stray, guess) {
                 (Some(stray), _) => stray.fix.clone(),
-                (None, Some(guess)) => format!("did you mean {}?", shown(guess)),
+                (None, Some(guess)) => format!("did you mean {}?", quoted(guess)),
                 (None, None) => {
-                    format!("remove it; {} knows {}", self.title, listed(self.known.iter().copied(), "and"))
+                    format!("remove it; {} knows {}", self.title, quoted_list(self.known.iter().copied(), "and"))
                 }
             };
             report.problem(item.key_span, format!("unknown key {name} in {}", self.title), fix);
         }
         for (key, fix) in self.missing {
             if !meant.contains(&key) {
-                report.unless_broken(self.span.clone(), format!("{} has no `{key}`", self.title), fix);
+                report.missing(self.span.clone(), format!("{} has no `{key}`", self.title), fix);
             }
         }
         meant
@@ -124,30 +131,30 @@ fn item<'d>(key: &'d Spanned<toml::de::DeString<'d>>, value: &'d Spanned<DeValue
 
 impl<'d> Item<'d> {
     /// The string; `example` is a value that could stand here, as TOML.
-    pub fn text(&self, example: &str, report: &mut Report) -> Option<Word<'d>> {
+    pub fn string(&self, example: &str, report: &mut Report) -> Option<SpannedStr<'d>> {
         match self.value {
-            DeValue::String(text) => Some(Word { text, span: self.span.clone() }),
-            _ => self.wrong_type("a string", &self.write(example), report),
+            DeValue::String(text) => Some(SpannedStr { text, span: self.span.clone() }),
+            _ => self.wrong_type("a string", &self.fix_with(example), report),
         }
     }
 
     /// The strings of a list, or the only one where no list is needed. What is no string is left out.
-    pub fn texts(&self, example: &str, report: &mut Report) -> Option<Vec<Word<'d>>> {
+    pub fn strings(&self, example: &str, report: &mut Report) -> Option<Vec<SpannedStr<'d>>> {
         match self.value {
-            DeValue::String(text) => Some(vec![Word { text, span: self.span.clone() }]),
+            DeValue::String(text) => Some(vec![SpannedStr { text, span: self.span.clone() }]),
             DeValue::Array(_) => {
                 let items = self.items();
-                let words: Vec<Word> = items.iter().filter_map(|item| item.text(example, report)).collect();
+                let words: Vec<SpannedStr> = items.iter().filter_map(|item| item.string(example, report)).collect();
                 (items.is_empty() || !words.is_empty()).then_some(words)
             }
-            _ => self.wrong_type("a string or a list of strings", &self.write(example), report),
+            _ => self.wrong_type("a string or a list of strings", &self.fix_with(example), report),
         }
     }
 
     pub fn list(&self, example: &str, report: &mut Report) -> Option<Vec<Item<'d>>> {
         match self.value {
             DeValue::Array(_) => Some(self.items()),
-            _ => self.wrong_type("a list", &self.write(example), report),
+            _ => self.wrong_type("a list", &self.fix_with(example), report),
         }
     }
 
@@ -162,24 +169,24 @@ impl<'d> Item<'d> {
         let fix = format!("write a whole number from `{}` to `{}`", range.start(), range.end());
         match self.value {
             DeValue::Integer(integer) => {
-                let value = whole(integer).filter(|value| range.contains(value));
+                let value = to_u64(integer).filter(|value| range.contains(value));
                 if value.is_none() {
-                    let written = shown(report.written(self.span.clone()));
+                    let written = quoted(report.source(self.span.clone()));
                     report.problem(self.span.clone(), format!("`{}` cannot be {written}", self.key), fix);
                 }
                 value
             }
             DeValue::String(text) if text.replace('_', "").parse().is_ok_and(|value| range.contains(&value)) => {
-                self.wrong_type("an integer", &format!("write {} without quotes", shown(text)), report)
+                self.wrong_type("an integer", &format!("write {} without quotes", quoted(text)), report)
             }
             _ => self.wrong_type("an integer", &fix, report),
         }
     }
 
-    pub fn flag(&self, report: &mut Report) -> Option<bool> {
+    pub fn boolean(&self, report: &mut Report) -> Option<bool> {
         match self.value {
             DeValue::Boolean(flag) => Some(*flag),
-            DeValue::String(text) => match boolean(text) {
+            DeValue::String(text) => match parse_boolean(text) {
                 Some(meant) => self.wrong_type("a boolean", &format!("write `{meant}` without quotes"), report),
                 None => self.wrong_type("a boolean", "write `true` or `false`", report),
             },
@@ -194,7 +201,7 @@ impl<'d> Item<'d> {
             let quoted: Vec<String> = words().map(|word| format!("\"{word}\"")).collect();
             return self.wrong_type(
                 "a string",
-                &format!("write {}", listed(quoted.iter().map(|q| &**q), "or")),
+                &format!("write {}", quoted_list(quoted.iter().map(|q| &**q), "or")),
                 report,
             );
         };
@@ -202,21 +209,21 @@ impl<'d> Item<'d> {
         if found.is_none() {
             let fix = match nearest(text, words()) {
                 Some(guess) => format!("did you mean `\"{guess}\"`?"),
-                None => format!("write {}", listed(words(), "or")),
+                None => format!("write {}", quoted_list(words(), "or")),
             };
-            report.problem(self.span.clone(), format!("`{}` cannot be {}", self.key, shown(text)), fix);
+            report.problem(self.span.clone(), format!("`{}` cannot be {}", self.key, quoted(text)), fix);
         }
         found
     }
 
     pub fn wrong_type<T>(&self, expected: &str, fix: &str, report: &mut Report) -> Option<T> {
-        let written = report.written(self.span.clone()).lines().next().unwrap_or("");
+        let written = report.source(self.span.clone()).lines().next().unwrap_or("");
         let found = match self.value {
-            DeValue::String(_) => format!("a string {}", shown(written)),
-            DeValue::Integer(_) => format!("an integer {}", shown(written)),
-            DeValue::Float(_) => format!("a float {}", shown(written)),
-            DeValue::Boolean(_) => format!("a boolean {}", shown(written)),
-            DeValue::Datetime(_) => format!("a date-time {}", shown(written)),
+            DeValue::String(_) => format!("a string {}", quoted(written)),
+            DeValue::Integer(_) => format!("an integer {}", quoted(written)),
+            DeValue::Float(_) => format!("a float {}", quoted(written)),
+            DeValue::Boolean(_) => format!("a boolean {}", quoted(written)),
+            DeValue::Datetime(_) => format!("a date-time {}", quoted(written)),
             DeValue::Array(_) => String::from("a list"),
             DeValue::Table(_) => String::from("a table"),
         };
@@ -225,7 +232,7 @@ impl<'d> Item<'d> {
     }
 
     /// The fix that spells out the whole line.
-    pub fn write(&self, value: &str) -> String {
+    pub fn fix_with(&self, value: &str) -> String {
         match self.in_list {
             true => format!("write a string here, as in `{} = {value}`", self.key),
             false => format!("write `{} = {value}`", self.key),
@@ -245,7 +252,7 @@ impl<'d> Item<'d> {
 }
 
 /// The boolean that a word means, as other formats write it.
-fn boolean(word: &str) -> Option<bool> {
+fn parse_boolean(word: &str) -> Option<bool> {
     match word.trim().to_ascii_lowercase().as_str() {
         "true" | "yes" | "on" | "1" => Some(true),
         "false" | "no" | "off" | "0" => Some(false),
@@ -253,7 +260,7 @@ fn boolean(word: &str) -> Option<bool> {
     }
 }
 
-fn whole(integer: &DeInteger) -> Option<u64> {
+fn to_u64(integer: &DeInteger) -> Option<u64> {
     u64::from_str_radix(integer.as_str(), integer.radix()).ok()
 }
 

@@ -8,20 +8,20 @@ use transom_limiter::key::KeyPart;
 
 /// All that an upstream says about its servers as a group.
 #[derive(Clone, PartialEq, Debug)]
-pub struct Policy {
-    pub balance: Balance,
+pub struct UpstreamPolicy {
+    pub balance: LoadBalancing,
     /// How long a server's share grows after it was away; zero: it is there at once.
     pub slow_start: Duration,
     /// `None`: nobody asks the servers how they are.
-    pub health: Option<Health>,
+    pub health: Option<HealthChecks>,
     /// `None`: failures of requests keep nobody away.
     pub ejection: Option<Ejection>,
     pub retries: Retries,
-    pub circuit: Circuit,
+    pub limits: UpstreamLimits,
 }
 
 #[derive(Clone, PartialEq, Debug)]
-pub enum Balance {
+pub enum LoadBalancing {
     /// Of two servers at random, the one with fewer requests under way.
     LeastRequests,
     RoundRobin,
@@ -31,7 +31,7 @@ pub enum Balance {
 
 /// Requests that the gateway makes by itself, to learn which servers work.
 #[derive(Clone, PartialEq, Debug)]
-pub struct Health {
+pub struct HealthChecks {
     /// With its query; sound as a request target.
     pub path: String,
     /// Upper-case.
@@ -82,7 +82,7 @@ pub struct Retries {
 
 /// What is too much for an upstream.
 #[derive(Clone, PartialEq, Debug)]
-pub struct Circuit {
+pub struct UpstreamLimits {
     /// To each server, in the whole process.
     pub max_connections: Option<u32>,
     /// Connections without a request that are kept to each server, in the whole process.
@@ -93,22 +93,22 @@ pub struct Circuit {
     pub max_requests: Option<u32>,
 }
 
-impl Default for Policy {
-    fn default() -> Policy {
-        Policy {
-            balance: Balance::LeastRequests,
+impl Default for UpstreamPolicy {
+    fn default() -> UpstreamPolicy {
+        UpstreamPolicy {
+            balance: LoadBalancing::LeastRequests,
             slow_start: Duration::ZERO,
             health: None,
             ejection: Some(Ejection::default()),
             retries: Retries::default(),
-            circuit: Circuit::default(),
+            limits: UpstreamLimits::default(),
         }
     }
 }
 
-impl Default for Health {
-    fn default() -> Health {
-        Health {
+impl Default for HealthChecks {
+    fn default() -> HealthChecks {
+        HealthChecks {
             path: String::from("/"),
             method: String::from("GET"),
             host: None,
@@ -155,8 +155,8 @@ impl Retries {
     }
 }
 
-impl Default for Circuit {
-    fn default() -> Circuit {
-        Circuit { max_connections: None, max_idle_connections: 10_000, max_pending: 1024, max_requests: None }
+impl Default for UpstreamLimits {
+    fn default() -> UpstreamLimits {
+        UpstreamLimits { max_connections: None, max_idle_connections: 10_000, max_pending: 1024, max_requests: None }
     }
 }

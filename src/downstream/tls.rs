@@ -34,7 +34,7 @@ pub fn server_config(tls: &Tls) -> Result<Arc<ServerConfig>, Error> {
     let builder = ServerConfig::builder_with_provider(Arc::clone(&provider)).with_protocol_versions(versions)?;
     let builder = match &tls.client_auth {
         None => builder.with_no_client_auth(),
-        Some(ClientAuth { authorities, required, revoked }) => {
+        Some(ClientAuth { authorities, required, revocation_lists: revoked }) => {
             let mut roots = RootCertStore::empty();
             for authority in authorities {
                 roots.add(authority.clone())?;
@@ -84,7 +84,7 @@ impl CertificateResolver {
     fn new(certificates: &[Certificate]) -> CertificateResolver {
         let mut resolver = CertificateResolver { exact: HashMap::new(), wildcard: HashMap::new(), default: Vec::new() };
         for certificate in certificates {
-            for name in &certificate.names {
+            for name in &certificate.dns_names {
                 let (names, name) = match name.strip_prefix("*.") {
                     Some(parent) => (&mut resolver.wildcard, parent),
                     None => (&mut resolver.exact, name.as_str()),
@@ -94,7 +94,7 @@ impl CertificateResolver {
         }
         if let Some(main) = certificates.first() {
             // Further certificates for the same names have another type of key.
-            let same_names = certificates.iter().skip(1).filter(|other| other.names == main.names);
+            let same_names = certificates.iter().skip(1).filter(|other| other.dns_names == main.dns_names);
             resolver.default =
                 std::iter::once(main).chain(same_names).map(|certificate| Arc::clone(&certificate.key)).collect();
         }

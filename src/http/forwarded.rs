@@ -9,7 +9,7 @@ use std::net::{IpAddr, Ipv6Addr};
 
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 
-use crate::config::{ForwardedBy, Proxies};
+use crate::config::{ForwardedField, TrustedProxies};
 use transom_limiter::ip_prefix::Networks;
 
 /// Proxies of a request that are looked at; a longer way is nobody's.
@@ -24,7 +24,7 @@ pub const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-p
 #[derive(Debug)]
 pub struct Trust {
     networks: Networks<()>,
-    by: ForwardedBy,
+    by: ForwardedField,
 }
 
 /// What is known of who asks.
@@ -34,12 +34,12 @@ pub struct Client {
     /// Whether it came by https.
     pub is_secure: bool,
     /// The field in which the peer was believed; `None`: nothing that it says about others is.
-    pub told: Option<ForwardedBy>,
+    pub told: Option<ForwardedField>,
 }
 
 impl Trust {
-    pub fn new(proxies: &Proxies) -> Trust {
-        Trust { networks: Networks::new(proxies.networks.iter().map(|network| (*network, ()))), by: proxies.by }
+    pub fn new(proxies: &TrustedProxies) -> Trust {
+        Trust { networks: Networks::new(proxies.networks.iter().map(|network| (*network, ()))), by: proxies.field }
     }
 
     fn has(&self, address: IpAddr) -> bool {
@@ -53,11 +53,11 @@ impl Trust {
         }
         let told = Some(self.by);
         match self.by {
-            ForwardedBy::XForwardedFor => {
+            ForwardedField::XForwardedFor => {
                 let address = self.walk(peer, addresses(headers));
                 Client { address, is_secure: last_proto(headers).unwrap_or(is_secure), told }
             }
-            ForwardedBy::Forwarded => self.walk_forwarded(peer, is_secure, headers),
+            ForwardedField::Forwarded => self.walk_forwarded(peer, is_secure, headers),
         }
     }
 
@@ -241,12 +241,12 @@ mod tests {
 
     const PEER: &str = "10.0.0.1";
 
-    fn trust(by: ForwardedBy) -> Trust {
+    fn trust(by: ForwardedField) -> Trust {
         let networks = ["10.0.0.0/8", "fd00::/8"].map(|text| text.parse().unwrap()).to_vec();
-        Trust::new(&Proxies { networks, by })
+        Trust::new(&TrustedProxies { networks, field: by })
     }
 
-    fn found(by: ForwardedBy, peer: &str, fields: &[(&'static str, &str)]) -> Client {
+    fn found(by: ForwardedField, peer: &str, fields: &[(&'static str, &str)]) -> Client {
         let mut headers = HeaderMap::new();
         for (name, value) in fields {
             headers.append(*name, HeaderValue::from_bytes(value.as_bytes()).unwrap());
@@ -256,12 +256,12 @@ mod tests {
 
     fn by_list(lines: &[&str]) -> String {
         let fields: Vec<_> = lines.iter().map(|line| ("x-forwarded-for", *line)).collect();
-        found(ForwardedBy::XForwardedFor, PEER, &fields).address.to_string()
+        found(ForwardedField::XForwardedFor, PEER, &fields).address.to_string()
     }
 
     fn by_forwarded(lines: &[&str]) -> String {
         let fields: Vec<_> = lines.iter().map(|line| ("forwarded", *line)).collect();
-        found(ForwardedBy::Forwarded, PEER, &fields).address.to_string()
+        found(ForwardedField::Forwarded, PEER, &fields).address.to_string()
     }
 
     #[test]
@@ -342,23 +342,23 @@ mod tests {
     #[test]
     fn the_scheme_is_that_of_the_hop_which_is_believed() {
         let secure = |by, peer, fields: &[(&'static str, &str)]| found(by, peer, fields).is_secure;
-        assert!(secure(ForwardedBy::XForwardedFor, PEER, &[("x-forwarded-proto", "http, HTTPS")]));
-        assert!(!secure(ForwardedBy::XForwardedFor, PEER, &[("x-forwarded-proto", "https, http")]));
-        assert!(!secure(ForwardedBy::XForwardedFor, "9.9.9.9", &[("x-forwarded-proto", "https")]));
+        assert!(secure(ForwardedField::XForwardedFor, PEER, &[("x-forwarded-proto", "http, HTTPS")]));
+        assert!(!secure(ForwardedField::XForwardedFor, PEER, &[("x-forwarded-proto", "https, http")]));
+        assert!(!secure(ForwardedField::XForwardedFor, "9.9.9.9", &[("x-forwarded-proto", "https")]));
         assert!(secure(
-            ForwardedBy::Forwarded,
+            ForwardedField::Forwarded,
             PEER,
             &[("forwarded", "for=192.0.2.7;proto=https, for=10.1.1.1;proto=http")]
         ));
-        assert!(!secure(ForwardedBy::Forwarded, PEER, &[("forwarded", "for=6.6.6.6;proto=https, for=192.0.2.7")]));
+        assert!(!secure(ForwardedField::Forwarded, PEER, &[("forwarded", "for=6.6.6.6;proto=https, for=192.0.2.7")]));
     }
 
     #[test]
     fn nobody_else_is_believed_and_no_other_field() {
         let field = |by, peer, name| found(by, peer, &[(name, "for=6.6.6.6"), (name, "6.6.6.6")]).address.to_string();
-        assert_eq!(field(ForwardedBy::XForwardedFor, "192.0.2.9", "x-forwarded-for"), "192.0.2.9");
-        assert_eq!(field(ForwardedBy::XForwardedFor, PEER, "forwarded"), PEER);
-        assert_eq!(field(ForwardedBy::Forwarded, PEER, "x-forwarded-for"), PEER);
+        assert_eq!(field(ForwardedField::XForwardedFor, "192.0.2.9", "x-forwarded-for"), "192.0.2.9");
+        assert_eq!(field(ForwardedField::XForwardedFor, PEER, "forwarded"), PEER);
+        assert_eq!(field(ForwardedField::Forwarded, PEER, "x-forwarded-for"), PEER);
     }
 
     /// An address, in one of its spellings in a list, and in Forwarded.
@@ -385,7 +385,7 @@ mod tests {
             noise in "[ -~]{0,60}",
             hops in proptest::collection::vec(spelt(), 1..20),
         ) {
-            let trusted = trust(ForwardedBy::XForwardedFor);
+            let trusted = trust(ForwardedField::XForwardedFor);
             let expected = hops.iter().rev().map(|(address, ..)| *address).find(|address| !trusted.has(*address));
             let list: Vec<&str> = hops.iter().map(|(_, text, _)| text.as_str()).collect();
             let forwarded: Vec<&str> = hops.iter().map(|(.., text)| text.as_str()).collect();

@@ -8,7 +8,7 @@ use std::num::NonZeroU64;
 
 use super::key_source::KeySource;
 use super::rate_limit_key::Caller;
-use crate::config::upstream_policy::Balance;
+use crate::config::upstream_policy::LoadBalancing;
 use transom_limiter::key::{KeyHasher, Seed};
 
 /// Where the parts of an upstream's hash are found.
@@ -17,11 +17,11 @@ pub struct Affinity(Vec<KeySource>);
 
 impl Affinity {
     /// `None` for an upstream that does not choose by a hash.
-    pub fn new(balance: &Balance) -> Option<Affinity> {
+    pub fn new(balance: &LoadBalancing) -> Option<Affinity> {
         match balance {
             // No part is a parameter of a route's path: the configuration has been checked.
-            Balance::Hash(parts) => Some(Affinity(parts.iter().map(|part| KeySource::new(part, &[])).collect())),
-            Balance::LeastRequests | Balance::RoundRobin => None,
+            LoadBalancing::Hash(parts) => Some(Affinity(parts.iter().map(|part| KeySource::new(part, &[])).collect())),
+            LoadBalancing::LeastRequests | LoadBalancing::RoundRobin => None,
         }
     }
 

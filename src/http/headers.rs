@@ -9,7 +9,7 @@ use std::net::IpAddr;
 use http::header::{self, Entry, HeaderMap, HeaderName, HeaderValue};
 
 use super::forwarded::{Client, X_FORWARDED_FOR, X_FORWARDED_PROTO};
-use crate::config::{ForwardedBy, byte_set};
+use crate::config::{ForwardedField, byte_set};
 
 const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
 
@@ -99,7 +99,7 @@ pub fn forward_request(
     client: &Client,
     keys: &[HeaderName],
 ) {
-    let way = if client.told == Some(ForwardedBy::Forwarded) { way_of(headers, peer, client) } else { None };
+    let way = if client.told == Some(ForwardedField::Forwarded) { way_of(headers, peer, client) } else { None };
     let wants_trailers = marks.has(SpecialFields::TE) && lists_trailers(headers);
     strip(headers, marks, keys);
     if marks.has(SpecialFields::ODD) {
@@ -114,7 +114,7 @@ pub fn forward_request(
         // Trailers in the answer are passed on, so the upstream may send them.
         headers.insert(header::TE, HeaderValue::from_static("trailers"));
     }
-    if client.told == Some(ForwardedBy::XForwardedFor) {
+    if client.told == Some(ForwardedField::XForwardedFor) {
         return add_hop(headers, peer, client);
     }
     // What an untrusted client says about itself is replaced by what is known.
@@ -331,7 +331,7 @@ mod tests {
         forwarded_from("::ffff:192.0.2.7", None, fields)
     }
 
-    fn forwarded_from(peer: &str, told: Option<ForwardedBy>, fields: &[(&'static str, &'static str)]) -> HeaderMap {
+    fn forwarded_from(peer: &str, told: Option<ForwardedField>, fields: &[(&'static str, &'static str)]) -> HeaderMap {
         let mut headers = headers(fields);
         let (marks, address) = (SpecialFields::of(&headers), address(peer.parse().unwrap()));
         let client = match told {
@@ -353,13 +353,13 @@ mod tests {
             ("x-forwarded-port", "443"),
             ("forwarded", "for=6.6.6.6"),
         ];
-        let out = forwarded_from("10.0.0.1", Some(ForwardedBy::XForwardedFor), &fields);
+        let out = forwarded_from("10.0.0.1", Some(ForwardedField::XForwardedFor), &fields);
         assert_eq!(out["x-forwarded-for"], "198.51.100.1, 10.0.0.2, 10.0.0.1");
         assert_eq!(out["x-forwarded-proto"], "https");
         assert_eq!(out["x-forwarded-host"], "shop.example");
         assert_eq!(out["x-forwarded-port"], "443");
         assert!(!out.contains_key("forwarded"));
-        let out = forwarded_from("fd00::1", Some(ForwardedBy::Forwarded), &fields);
+        let out = forwarded_from("fd00::1", Some(ForwardedField::Forwarded), &fields);
         assert_eq!(out["forwarded"], "for=6.6.6.6, for=\"[fd00::1]\";proto=https");
         assert_eq!(out["x-forwarded-for"], "198.51.100.1");
         assert_eq!(out["x-forwarded-proto"], "https");

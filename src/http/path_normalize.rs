@@ -9,7 +9,7 @@
 use std::borrow::Cow;
 
 use super::error::RequestError;
-use crate::config::{EncodedSlash, PathParameters, PathReading, TrailingSlash, doubt, is_plain};
+use crate::config::{EncodedSlash, PathParameters, PathReading, TrailingSlash, find_ambiguity, is_pchar};
 
 /// The normal form of an absolute path (it starts with a slash; no query).
 pub fn normalize(path: &str, reading: PathReading) -> Result<Cow<'_, str>, RequestError> {
@@ -33,7 +33,7 @@ fn is_normal(path: &[u8]) -> bool {
                 return false;
             }
             after_slash = true;
-        } else if !is_plain(byte) || (after_slash && byte == b'.') {
+        } else if !is_pchar(byte) || (after_slash && byte == b'.') {
             return false;
         } else {
             after_slash = false;
@@ -70,7 +70,7 @@ fn decode(path: &str, slashes: EncodedSlash) -> Result<String, RequestError> {
 /// Writes a byte of a segment: as it is, or escaped.
 fn push(byte: u8, out: &mut String) {
     const HEX: &[u8; 16] = b"0123456789ABCDEF";
-    if is_plain(byte) {
+    if is_pchar(byte) {
         out.push(char::from(byte));
     } else {
         out.extend(['%', HEX[usize::from(byte >> 4)].into(), HEX[usize::from(byte & 15)].into()]);
@@ -95,9 +95,9 @@ fn resolve(path: &str, reading: PathReading) -> Result<String, RequestError> {
                 Some("") => return Err(RequestError::Path("the path has a `..` behind an empty segment")),
                 Some(_) => {}
             },
-            segment => match doubt(segment) {
+            segment => match find_ambiguity(segment) {
                 None => segments.push(segment),
-                Some(doubt) => return Err(RequestError::Path(doubt)),
+                Some(ambiguity) => return Err(RequestError::Path(ambiguity)),
             },
         }
     }
@@ -120,7 +120,7 @@ fn without_parameters(segment: &str, parameters: PathParameters) -> Result<&str,
         (Some(_), PathParameters::Refuse) => Err(RequestError::Path("the path contains a semicolon")),
         // What is not counted goes upstream all the same.
         (Some((name, _)), PathParameters::Strip) => {
-            doubt(segment).map_or(Ok(name), |doubt| Err(RequestError::Path(doubt)))
+            find_ambiguity(segment).map_or(Ok(name), |ambiguity| Err(RequestError::Path(ambiguity)))
         }
     }
 }
@@ -292,7 +292,7 @@ mod tests {
         ];
         let segment = proptest::collection::vec(piece, 1..4).prop_map(|pieces| pieces.concat());
         segment.prop_filter("dots are no segment", |segment| {
-            doubt(segment).is_none() && !matches!(segment.as_str(), "." | "..")
+            find_ambiguity(segment).is_none() && !matches!(segment.as_str(), "." | "..")
         })
     }
 

@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use http::header::{HeaderMap, HeaderName, HeaderValue};
 
-use crate::config::QuotaFields;
+use crate::config::RateLimitStyle;
 use transom_limiter::acquire::Charge;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::rule_set::{ChargePlan, LayerRef, RuleSet};
@@ -55,12 +55,12 @@ struct Row {
 
 impl RateLimitTemplate {
     /// Shadow rules are left out: a client that slowed down for them would be limited by them.
-    pub fn new(rule_set: &RuleSet, charge_plan: &ChargePlan, fields: &[QuotaFields]) -> RateLimitTemplate {
+    pub fn new(rule_set: &RuleSet, charge_plan: &ChargePlan, fields: &[RateLimitStyle]) -> RateLimitTemplate {
         let (mut rules, mut rows) = (Vec::new(), Vec::new());
         for (position, &index) in charge_plan.rules.iter().enumerate() {
             let entry = &rule_set.rules[index];
             let style = fields[index];
-            if entry.rule.is_shadow() || style == QuotaFields::Off {
+            if entry.rule.is_shadow() || style == RateLimitStyle::Off {
                 continue;
             }
             let first = rows.len();
@@ -74,8 +74,8 @@ impl RateLimitTemplate {
                 limit: limit.tokens,
                 capacity: u64::from(limit.capacity.max(limit.tokens)),
                 windows: limit.windows.clone(),
-                ietf: matches!(style, QuotaFields::Ietf | QuotaFields::Both),
-                legacy: matches!(style, QuotaFields::Legacy | QuotaFields::Both),
+                ietf: matches!(style, RateLimitStyle::Ietf | RateLimitStyle::Both),
+                legacy: matches!(style, RateLimitStyle::Legacy | RateLimitStyle::Both),
             }));
         }
         RateLimitTemplate { rules, rows }

@@ -10,7 +10,7 @@ use http::{Method, Response, StatusCode, Version};
 
 use super::error::RequestError;
 use super::ratelimit_headers::{RateLimitFields, number, push_number, seconds_until};
-use crate::config::{Body, Refusal};
+use crate::config::{Body, RefusalResponse};
 use crate::http::error::DecisionError;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::rule_set::{ChargePlan, LayerRef, RuleSet};
@@ -54,7 +54,7 @@ enum Shape {
 }
 
 impl RefusalTemplate {
-    pub fn new(refusal: &Refusal) -> RefusalTemplate {
+    pub fn new(refusal: &RefusalResponse) -> RefusalTemplate {
         // The configuration has been checked: a number that is no status never gets here.
         let status = refusal.status.and_then(|status| StatusCode::from_u16(status).ok());
         let status = status.unwrap_or(StatusCode::TOO_MANY_REQUESTS);

@@ -14,7 +14,9 @@ use http::{Method, Uri};
 use super::error::RequestError;
 use super::rate_limit_key::Caller;
 use super::responses::{self, Reply};
-use crate::config::route_actions::{Actions, Answer, FieldChanges, PathChange, Piece, Text, Variable};
+use crate::config::route_actions::{
+    Actions, FieldChanges, LocalResponse, PathChange, Template, TemplatePart, Variable,
+};
 use crate::config::{PathPattern, Route, Segment, Timeouts};
 
 /// The actions of one route.
@@ -32,7 +34,7 @@ pub struct Action {
 
 #[derive(Debug)]
 enum Own {
-    Redirect { to: Text, status: u16 },
+    Redirect { to: Template, status: u16 },
     Respond(Reply),
 }
 
@@ -55,8 +57,8 @@ enum Step {
 #[derive(Debug)]
 enum Change {
     Remove(HeaderName),
-    Set(HeaderName, Text),
-    Add(HeaderName, Text),
+    Set(HeaderName, Template),
+    Add(HeaderName, Template),
 }
 
 /// What variables stand for.
@@ -96,9 +98,9 @@ enum Touch {
 impl Action {
     pub fn new(actions: &Actions, route: &Route) -> Action {
         Action {
-            answer: actions.answer.as_ref().map(|answer| match answer {
-                Answer::Redirect { to, status } => Own::Redirect { to: to.clone(), status: *status },
-                Answer::Respond { status, body } => Own::Respond(responses::own(*status, body.as_ref())),
+            answer: actions.response.as_ref().map(|answer| match answer {
+                LocalResponse::Redirect { to, status } => Own::Redirect { to: to.clone(), status: *status },
+                LocalResponse::Respond { status, body } => Own::Respond(responses::own(*status, body.as_ref())),
             }),
             path: actions.path.as_ref().map(|change| match change {
                 PathChange::Prefix { from, to } => Path::Prefix { from: from.clone(), to: to.clone() },
@@ -118,7 +120,7 @@ impl Action {
             None => None,
             Some(Own::Respond(reply)) => Some(reply.clone()),
             Some(Own::Redirect { to, status }) => {
-                if seen.host.is_empty() && to.0.contains(&Piece::Variable(Variable::Host)) {
+                if seen.host.is_empty() && to.0.contains(&TemplatePart::Variable(Variable::Host)) {
                     return Err(RequestError::Host("the Host field is missing"));
                 }
                 let to = seen.render(to).ok_or(RequestError::Target("the request target is malformed"))?;
@@ -223,15 +225,15 @@ impl<'a> Seen<'a> {
     }
 
     /// A text with what its variables stand for; `None` if that can be no field's value.
-    fn render(&self, text: &Text) -> Option<HeaderValue> {
+    fn render(&self, text: &Template) -> Option<HeaderValue> {
         let mut out = String::new();
         for piece in &text.0 {
             let variable = match piece {
-                Piece::Literal(text) => {
+                TemplatePart::Literal(text) => {
                     out.push_str(text);
                     continue;
                 }
-                Piece::Variable(variable) => variable,
+                TemplatePart::Variable(variable) => variable,
             };
             match variable {
                 Variable::ClientIp => out.push_str(&self.client.to_canonical().to_string()),

@@ -10,7 +10,7 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 
 use aws_lc_rs::hmac;
 
-use crate::config::redis::is_secret;
+use crate::config::redis::is_secret_part;
 use transom_limiter::key::KeyPart;
 use transom_limiter::store_key::percent_encode;
 
@@ -41,7 +41,7 @@ impl Spelling {
             let names: Vec<String> = parts.iter().map(KeyPart::to_string).collect();
             percent_encode(names.join(",").as_bytes(), &mut lead);
         }
-        Spelling { lead: lead.into(), parts: parts.to_vec(), secret: parts.iter().map(is_secret).collect() }
+        Spelling { lead: lead.into(), parts: parts.to_vec(), secret: parts.iter().map(is_secret_part).collect() }
     }
 
     /// What a part is called.
@@ -245,10 +245,13 @@ mod tests {
     fn what_lets_somebody_in_is_told_by_its_digest() {
         let header = |name: &str| KeyPart::Header(name.to_owned());
         for name in ["authorization", "proxy-authorization", "x-api-key", "x-auth-token", "my-session-id"] {
-            assert!(is_secret(&header(name)), "{name}");
+            assert!(is_secret_part(&header(name)), "{name}");
         }
-        assert!(is_secret(&KeyPart::Query("API_KEY".to_owned())) && is_secret(&KeyPart::Cookie("theme".to_owned())));
-        assert!(!is_secret(&header("x-user")) && !is_secret(&KeyPart::Jwt("sub".to_owned())));
+        assert!(
+            is_secret_part(&KeyPart::Query("API_KEY".to_owned()))
+                && is_secret_part(&KeyPart::Cookie("theme".to_owned()))
+        );
+        assert!(!is_secret_part(&header("x-user")) && !is_secret_part(&KeyPart::Jwt("sub".to_owned())));
         let user = headers(&[("x-user", b"bob")]);
         let configured = Digester::new(b"a key", Some(&header("x-user")));
         let known = |digester: &Digester| text_by(digester, &[header("x-user")], OnMissing::Refuse, "10.0.0.1", &user);

@@ -156,14 +156,14 @@ impl CompiledConfig {
         let claims = claims(&config);
         let token_hasher = KeyHasher::new(seed, 0);
         let router = Router::new(&config.routes, config.path_reading.trailing_slash);
-        let refusal_templates = config.refusals.iter().map(RefusalTemplate::new).collect();
+        let refusal_templates = config.refusal_responses.iter().map(RefusalTemplate::new).collect();
         let api_key = config.clients.as_ref().and_then(|clients| clients.api_key.as_ref());
         let digester = config.counters.shared.as_ref().map(|shared| Digester::new(&shared.digest_key(), api_key));
         let digester = digester.map(Arc::new);
         let decision_service = Arc::new(DecisionService::new(&rule_set, &overrides, seed, digester.clone()));
         Arc::new(CompiledConfig {
             digester,
-            trusted_proxies: config.proxies.as_ref().map(Trust::new),
+            trusted_proxies: config.trusted_proxies.as_ref().map(Trust::new),
             actions,
             router,
             upstream_health,
@@ -229,7 +229,7 @@ impl RouteRules {
         let is_repeatable = charge_plan.is_plain() && charge_plan.shadow_rules().is_empty() && config.jwt.is_none();
         RouteRules {
             rule_keys,
-            rate_limit_template: RateLimitTemplate::new(rule_set, &charge_plan, &config.fields),
+            rate_limit_template: RateLimitTemplate::new(rule_set, &charge_plan, &config.rate_limit_styles),
             charge_plan,
             response_costs,
             is_repeatable,

@@ -113,18 +113,21 @@ impl WorkerConfig {
                 let mut server_pool = |server: &Server| {
                     let name = (upstream.name.clone(), server.url.clone());
                     let is_same = |(previous, way, _): &&(Server, TransportSettings, _)| {
-                        previous.is_reached_as(server) && *way == upstream.way
+                        previous.equals_except_weight(server) && *way == upstream.transport
                     };
                     let same = previous.and_then(|previous| previous.server_pools.get(&name)).filter(is_same);
                     let server_pool = same.map_or_else(
                         || {
                             let active = ActiveGauge::new(registry, worker_id, &upstream.name, &server.url);
-                            ServerPool::new(ConnectionPool::new(server.clone(), &upstream.way, clock.clone()), active)
+                            ServerPool::new(
+                                ConnectionPool::new(server.clone(), &upstream.transport, clock.clone()),
+                                active,
+                            )
                         },
                         |(.., server_pool)| Rc::clone(server_pool),
                     );
-                    server_pool.set_limits(&upstream.policy.circuit, worker_id, upstream_health.workers, total_servers);
-                    server_pools.insert(name, (server.clone(), upstream.way.clone(), Rc::clone(&server_pool)));
+                    server_pool.set_limits(&upstream.policy.limits, worker_id, upstream_health.workers, total_servers);
+                    server_pools.insert(name, (server.clone(), upstream.transport.clone(), Rc::clone(&server_pool)));
                     server_pool
                 };
                 let urls: Vec<&str> = servers.iter().map(|server| server.url.as_str()).collect();

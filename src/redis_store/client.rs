@@ -20,7 +20,7 @@ use super::hash_slot::slot;
 use super::reconnecting::{Endpoint, ReconnectingConnection, ServerId};
 use super::scripts::{self, AcquireCall, AcquireReply, CounterRequest, Refund, Scripts, TOKENS_MAX, WindowRef};
 use super::sentinel::Sentinels;
-use crate::config::redis::{Node, Nodes, Shared};
+use crate::config::redis::{Node, Nodes, StoreConfig};
 
 /// Redirects that one call follows.
 const REDIRECTS_MAX: u32 = 8;
@@ -58,7 +58,7 @@ pub enum StoreError {
 
 impl RedisClient {
     /// Opens no connection yet.
-    pub fn new(settings: &Shared) -> RedisClient {
+    pub fn new(settings: &StoreConfig) -> RedisClient {
         let dial = Rc::new(Connector::new(settings));
         let opened = Rc::new(Cell::new(0));
         let link = |way| {

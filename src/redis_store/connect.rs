@@ -18,7 +18,7 @@ use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 
 use super::connection::{CallError, Connection, Transport};
-use crate::config::redis::{Node, Shared};
+use crate::config::redis::{Node, StoreConfig};
 
 /// Limit for opening a connection, up to the reply to PING.
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(1000);
@@ -46,7 +46,7 @@ struct Tls {
 }
 
 impl Connector {
-    pub fn new(settings: &Shared) -> Connector {
+    pub fn new(settings: &StoreConfig) -> Connector {
         let mut login = RedisConnectionInfo::default().set_db(settings.database).set_skip_set_lib_name();
         if let Some(username) = &settings.username {
             login = login.set_username(username);
@@ -55,7 +55,7 @@ impl Connector {
             login = login.set_password(&password.0);
         }
         let tls =
-            settings.tls.as_ref().map(|tls| Tls { client: tls.offering(&[]), server_name: tls.server_name.clone() });
+            settings.tls.as_ref().map(|tls| Tls { client: tls.with_alpn(&[]), server_name: tls.server_name.clone() });
         Connector { tls, login }
     }
 

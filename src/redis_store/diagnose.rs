@@ -17,7 +17,7 @@ use super::scripts::{
     self, AcquireCall, AcquireReply, CounterRequest, Refund, Scripts, TOKENS_MAX, WindowRef, refunds_of,
 };
 use super::sentinel::{self, reply_text};
-use crate::config::redis::{Node, Nodes, Shared};
+use crate::config::redis::{Node, Nodes, StoreConfig};
 
 /// Limit for one reply.
 const REPLY_TIMEOUT: Duration = Duration::from_millis(2000);
@@ -44,7 +44,7 @@ impl Report {
 }
 
 /// Diagnoses all servers of the configuration; `now_ms` is this machine's time.
-pub async fn diagnose(settings: &Shared, now_ms: &dyn Fn() -> u64) -> Vec<Report> {
+pub async fn diagnose(settings: &StoreConfig, now_ms: &dyn Fn() -> u64) -> Vec<Report> {
     let diagnosis = Diagnosis {
         dial: Rc::new(Connector::new(settings)),
         prefix: &settings.prefix,

@@ -18,7 +18,7 @@ use super::scripts::{AcquireReply, CounterRequest, KeyFormat, Refund, RefundTarg
 use super::sentinel::reply_text;
 use super::unreported_usage::UnreportedUsage;
 use crate::clock::Clock;
-use crate::config::redis::Shared as Settings;
+use crate::config::redis::StoreConfig as Settings;
 use crate::metrics::redis::{StoreMetrics, StoreOutcome};
 use transom_limiter::deferred_refunds::DeferredRefunds;
 use transom_limiter::store_key::counter_name;

@@ -82,8 +82,8 @@ impl Connector {
             };
             Tls {
                 name: tls.server_name.clone().map_or_else(host, Ok),
-                configured_alpn: tls.offering(protocols),
-                http1_alpn: tls.offering(&[HTTP_1]),
+                configured_alpn: tls.with_alpn(protocols),
+                http1_alpn: tls.with_alpn(&[HTTP_1]),
             }
         });
         Connector { server, protocol: transport.protocol, resolver, tls }

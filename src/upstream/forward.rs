@@ -213,7 +213,7 @@ impl Forwarder {
 
     /// Admits a request, unless too many are in flight.
     fn begin(&self, traits: RequestTraits, limits: &Timeouts) -> Result<Forwarding, RequestError> {
-        let permit = match self.upstream_health.policy.circuit.max_requests {
+        let permit = match self.upstream_health.policy.limits.max_requests {
             None => None,
             Some(max) => match self.upstream_health.request_limit.acquire_request(max) {
                 None => return Err(self.reject(UpstreamLimit::Requests)),
@@ -276,7 +276,7 @@ impl Forwarder {
                     return Ok((stream, true));
                 }
                 let Some(_pending) =
-                    self.upstream_health.request_limit.acquire_pending(self.upstream_health.policy.circuit.max_pending)
+                    self.upstream_health.request_limit.acquire_pending(self.upstream_health.policy.limits.max_pending)
                 else {
                     return Err(self.reject(UpstreamLimit::Pending));
                 };

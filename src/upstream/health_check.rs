@@ -20,7 +20,7 @@ use super::pool::ConnectionPool;
 use super::request_body::RequestBody;
 use super::server_health::UpstreamHealth;
 use crate::clock::Clock;
-use crate::config::upstream_policy::Health;
+use crate::config::upstream_policy::HealthChecks;
 use crate::config::{Server, TransportSettings};
 
 const USER_AGENT_VALUE: HeaderValue = HeaderValue::from_static("transom-health-check");
@@ -32,7 +32,7 @@ const FIRST_CHECK_SPREAD: Duration = Duration::from_secs(1);
 struct CheckedServer {
     server: Server,
     transport: TransportSettings,
-    health: Health,
+    health: HealthChecks,
     /// Where results go, and the position of the server there.
     reports_to: Rc<RefCell<(Arc<UpstreamHealth>, usize)>>,
     task: JoinHandle<()>,
@@ -61,7 +61,7 @@ pub async fn run(mut upstream_health: watch::Receiver<Vec<Arc<UpstreamHealth>>>,
                 let name = (upstream_health.name.clone(), server.url.clone());
                 let reports_to = (Arc::clone(upstream_health), position);
                 let is_same = |server_checks: &CheckedServer| {
-                    server_checks.server.is_reached_as(server)
+                    server_checks.server.equals_except_weight(server)
                         && server_checks.transport == upstream_health.transport
                         && server_checks.health == *health
                 };
@@ -92,7 +92,7 @@ pub async fn run(mut upstream_health: watch::Receiver<Vec<Arc<UpstreamHealth>>>,
 fn start_checks(
     server: Server,
     transport: TransportSettings,
-    health: Health,
+    health: HealthChecks,
     reports_to: (Arc<UpstreamHealth>, usize),
     clock: &Clock,
 ) -> CheckedServer {
@@ -105,7 +105,7 @@ fn start_checks(
 async fn check_repeatedly(
     server: Server,
     transport: TransportSettings,
-    health: Health,
+    health: HealthChecks,
     reports_to: Rc<RefCell<(Arc<UpstreamHealth>, usize)>>,
     clock: Clock,
 ) {
@@ -142,7 +142,7 @@ fn with_jitter(interval: Duration) -> Duration {
     interval.mul_f64(0.9 + fastrand::f64() * 0.2)
 }
 
-async fn check(pool: &ConnectionPool, health: &Health) -> Result<(), String> {
+async fn check(pool: &ConnectionPool, health: &HealthChecks) -> Result<(), String> {
     let mut connection =
         pool.connect(health.timeout, health.timeout, false, false).await.map_err(|error| error.for_operator())?;
     let host = match &health.host {

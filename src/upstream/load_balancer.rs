@@ -19,7 +19,7 @@ use super::pool::ServerPool;
 use super::request_body::RequestBody;
 use super::server_health::{ChoiceReason, ServerStatus, UpstreamHealth};
 use crate::clock::Clock;
-use crate::config::upstream_policy::Balance;
+use crate::config::upstream_policy::LoadBalancing;
 use transom_limiter::key::Seed;
 
 /// Chooses servers of one upstream, for one worker.
@@ -211,7 +211,7 @@ impl LoadBalancer {
         if !traits.is_repeatable && upstream_health.trial_overdue_ms(due, now_ms) < ejection_ms {
             return None;
         }
-        if let (Balance::Hash(_), Some(_)) = (&upstream_health.policy.balance, traits.hash_key) {
+        if let (LoadBalancing::Hash(_), Some(_)) = (&upstream_health.policy.balance, traits.hash_key) {
             // A key of another server stays with that server.
             let may =
                 |server, state| server == due || !matches!(state, ServerStatus::Ejected(_) | ServerStatus::Unhealthy);
@@ -246,15 +246,15 @@ impl LoadBalancer {
 
     fn pick_by_policy(
         &self,
-        balance: &Balance,
+        balance: &LoadBalancing,
         weights: &[u32],
         turns: &mut [i64],
         key: Option<NonZeroU64>,
     ) -> Option<usize> {
         match (balance, key) {
-            (Balance::RoundRobin, _) => round_robin(weights, turns),
-            (Balance::Hash(_), Some(key)) => rendezvous(weights, &self.name_hashes, key.get()),
-            (Balance::LeastRequests | Balance::Hash(_), _) => {
+            (LoadBalancing::RoundRobin, _) => round_robin(weights, turns),
+            (LoadBalancing::Hash(_), Some(key)) => rendezvous(weights, &self.name_hashes, key.get()),
+            (LoadBalancing::LeastRequests | LoadBalancing::Hash(_), _) => {
                 least_requests(weights, |server| self.servers[server].active_requests(), |below| fastrand::u64(..below))
             }
         }

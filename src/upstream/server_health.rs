@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::request_limit::RequestLimit;
-use crate::config::upstream_policy::{Ejection, Policy};
+use crate::config::upstream_policy::{Ejection, UpstreamPolicy};
 use crate::config::{Config, Server, Target, TransportSettings, Upstream};
 use crate::metrics::Registry;
 use crate::metrics::upstream::ServerMetrics;
@@ -31,7 +31,7 @@ pub struct UpstreamHealth {
     pub name: String,
     /// How connections to its servers are made.
     pub transport: TransportSettings,
-    pub policy: Policy,
+    pub policy: UpstreamPolicy,
     /// Workers that limits of the whole process are divided among.
     pub workers: usize,
     pub servers: Vec<Server>,
@@ -132,7 +132,7 @@ impl UpstreamHealth {
         drop(states_by_url);
         let upstream_health = UpstreamHealth {
             name: upstream.name.clone(),
-            transport: upstream.way.clone(),
+            transport: upstream.transport.clone(),
             policy: upstream.policy.clone(),
             workers,
             servers,
@@ -442,10 +442,11 @@ mod tests {
             port,
             weight: 2,
         };
-        let policy = Policy { ejection: Some(ejection), slow_start: 100 * MS, ..Policy::default() };
+        let policy = UpstreamPolicy { ejection: Some(ejection), slow_start: 100 * MS, ..UpstreamPolicy::default() };
         let servers: Vec<Server> = (1..=count).map(server).collect();
         let way = TransportSettings { protocol: Protocol::Http1, host: HostField::Keep, tls: None, resolve: MS };
-        let upstream = Upstream { name: "u".to_owned(), target: Target::Servers(servers.clone()), way, policy };
+        let upstream =
+            Upstream { name: "u".to_owned(), target: Target::Servers(servers.clone()), transport: way, policy };
         Arc::new(UpstreamHealth::new(&upstream, servers, previous, &Registry::default(), 1, now))
     }
 

@@ -12,7 +12,7 @@ use rustls::{ClientConfig, RootCertStore};
 use tokio::task::spawn_local;
 use tokio::time::sleep;
 use transom::config::client_tls::ClientTls;
-use transom::config::redis::{Nodes, Shared};
+use transom::config::redis::{Nodes, StoreConfig};
 use transom::redis_store::client::{RedisClient, StoreError};
 use transom::redis_store::scripts::{CounterRequest, KeyFormat, Refund};
 
@@ -25,7 +25,7 @@ use crate::support::{DEADLINE, eventually};
 
 /// A store that knows one node of the cluster at first.
 fn store_of(cluster: &RedisCluster) -> RedisClient {
-    RedisClient::new(&Shared::at(Nodes::Cluster(vec![node(cluster.nodes[0].port)])))
+    RedisClient::new(&StoreConfig::with_defaults(Nodes::Cluster(vec![node(cluster.nodes[0].port)])))
 }
 
 /// Several tasks request single tokens of each counter, one call per counter, during an action.
@@ -161,7 +161,7 @@ fn sentinels_name_the_promoted_master() {
     let replica = RedisServer::replica_of(&master, "");
     let sentinels = Sentinels::start(&master);
     let nodes = sentinels.ports().into_iter().map(node).collect();
-    let store = RedisClient::new(&Shared::at(Nodes::Sentinel { nodes, master: MASTER.to_owned() }));
+    let store = RedisClient::new(&StoreConfig::with_defaults(Nodes::Sentinel { nodes, master: MASTER.to_owned() }));
     let bases = ["t:{r|a}".to_owned()];
     on_loop(async {
         let tallies = load(&store, &bases, async |count| {
@@ -188,8 +188,11 @@ fn a_replaced_master_is_abandoned_even_if_it_responds() {
     let replica = RedisServer::replica_of(&master, "");
     let sentinels = Sentinels::start(&master);
     let nodes: Vec<_> = sentinels.ports().into_iter().map(node).collect();
-    let unknown = RedisClient::new(&Shared::at(Nodes::Sentinel { nodes: nodes.clone(), master: "nobody".to_owned() }));
-    let store = RedisClient::new(&Shared::at(Nodes::Sentinel { nodes, master: MASTER.to_owned() }));
+    let unknown = RedisClient::new(&StoreConfig::with_defaults(Nodes::Sentinel {
+        nodes: nodes.clone(),
+        master: "nobody".to_owned(),
+    }));
+    let store = RedisClient::new(&StoreConfig::with_defaults(Nodes::Sentinel { nodes, master: MASTER.to_owned() }));
     on_loop(async {
         let Err(StoreError::Unreachable(why)) = unknown.probe().await else { panic!("there is none") };
         assert!(why.ends_with("knows no master called `nobody`"), "{why}");
@@ -206,7 +209,7 @@ fn a_replaced_master_is_abandoned_even_if_it_responds() {
 }
 
 /// Settings for a server that speaks TLS.
-fn secured(redis: &RedisServer, authority: &Authority, identity: Option<&Issued>) -> Shared {
+fn secured(redis: &RedisServer, authority: &Authority, identity: Option<&Issued>) -> StoreConfig {
     let mut roots = RootCertStore::empty();
     roots.add(CertificateDer::from_pem_slice(authority.pem.as_bytes()).unwrap()).unwrap();
     let builder = ClientConfig::builder_with_provider(Arc::new(default_provider()))
@@ -222,7 +225,7 @@ fn secured(redis: &RedisServer, authority: &Authority, identity: Option<&Issued>
         None => builder.with_no_client_auth(),
     };
     let client = ClientTls::new(client, None, [0; 32]);
-    Shared { tls: Some(client), ..single(redis) }
+    StoreConfig { tls: Some(client), ..single(redis) }
 }
 
 #[test]
@@ -230,8 +233,8 @@ fn a_tls_server_is_used_if_its_certificate_verifies() {
     let (authority, stranger) = (Authority::new(), Authority::new());
     let redis = RedisServer::with_tls(&authority, "tls-auth-clients yes\nrequirepass sesame");
     let issued = authority.issue(&["gateway"]);
-    let with_password = |mut settings: Shared| {
-        settings.password = Some(transom::config::redis::Hidden("sesame".to_owned()));
+    let with_password = |mut settings: StoreConfig| {
+        settings.password = Some(transom::config::redis::Secret("sesame".to_owned()));
         RedisClient::new(&settings)
     };
     on_loop(async {

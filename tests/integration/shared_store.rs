@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use tokio::task::spawn_local;
 use tokio::time::{sleep, timeout};
-use transom::config::redis::{Hidden, Node, Nodes, Shared};
+use transom::config::redis::{Node, Nodes, Secret, StoreConfig};
 use transom::redis_store::client::{RedisClient, StoreError};
 use transom::redis_store::scripts::{AcquireReply, CounterRequest, KeyFormat, Refund, WindowRef};
 
@@ -416,7 +416,7 @@ fn lossy_way(redis: &RedisServer) -> (u16, Arc<AtomicBool>) {
 fn a_call_with_a_lost_reply_is_not_resent() {
     let redis = RedisServer::start();
     let (port, loses) = lossy_way(&redis);
-    let store = RedisClient::new(&Shared::at(Nodes::Single(node(port))));
+    let store = RedisClient::new(&StoreConfig::with_defaults(Nodes::Single(node(port))));
     on_loop(async {
         store.probe().await.unwrap();
         for counted in 1..=3 {
@@ -460,7 +460,7 @@ fn acl_users_limit_the_gateway() {
     let as_user = |name: Option<&str>, password: Option<&str>, database| {
         let mut settings = single(&redis);
         settings.username = name.map(str::to_owned);
-        settings.password = password.map(|password| Hidden(password.to_owned()));
+        settings.password = password.map(|password| Secret(password.to_owned()));
         settings.database = database;
         RedisClient::new(&settings)
     };
@@ -492,10 +492,11 @@ fn acl_users_limit_the_gateway() {
 #[test]
 fn a_unix_socket_works() {
     let redis = RedisServer::start();
-    let store = RedisClient::new(&Shared::at(Nodes::Single(Node::Unix(redis.socket()))));
+    let store = RedisClient::new(&StoreConfig::with_defaults(Nodes::Single(Node::Unix(redis.socket()))));
     on_loop(async {
         granted(store.acquire(&[plain("t:{a}", 1, 9)], 0).await.unwrap());
-        let nowhere = RedisClient::new(&Shared::at(Nodes::Single(Node::Unix(redis.folder().join("no.sock")))));
+        let nowhere =
+            RedisClient::new(&StoreConfig::with_defaults(Nodes::Single(Node::Unix(redis.folder().join("no.sock")))));
         let Err(StoreError::Unreachable(why)) = nowhere.probe().await else { panic!("there is nobody") };
         assert!(why.contains("no.sock: No such file"), "{why}");
     });

@@ -115,7 +115,7 @@ fn read(toml: &str, clients: &str) -> Config {
         Some("clients.toml") => Ok(clients.as_bytes().to_vec()),
         _ => std::fs::read(path),
     };
-    config::read_with(&toml, &files).unwrap_or_else(|problems| panic!("{problems:?}\n{toml}"))
+    config::read_with_files(&toml, &files).unwrap_or_else(|problems| panic!("{problems:?}\n{toml}"))
 }
 
 pub fn with_listen(toml: &str) -> String {

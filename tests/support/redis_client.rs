@@ -4,7 +4,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use tokio::runtime::{Builder, LocalOptions};
-use transom::config::redis::{Node, Nodes, Shared};
+use transom::config::redis::{Node, Nodes, StoreConfig};
 use transom::redis_store::client::{RedisClient, StoreError};
 use transom::redis_store::scripts::{AcquireReply, CounterReply, CounterRequest, WindowRef};
 
@@ -16,8 +16,8 @@ pub fn node(port: u16) -> Node {
     Node::Tcp { host: "127.0.0.1".to_owned(), port }
 }
 
-pub fn single(redis: &RedisServer) -> Shared {
-    Shared::at(Nodes::Single(node(redis.port)))
+pub fn single(redis: &RedisServer) -> StoreConfig {
+    StoreConfig::with_defaults(Nodes::Single(node(redis.port)))
 }
 
 /// Runs a test on an event loop like that of a worker.

@@ -8,9 +8,11 @@ use toml::de::DeValue;
 use super::route_match::{NAME_FIX, field_name};
 use super::template::text;
 use super::{limits, path, refusal_response};
-use crate::config::diagnostics::{Report, listed, shown};
-use crate::config::route_actions::{Actions, Answer, FieldChanges, PathChange, Piece, Text, Variable};
-use crate::config::toml_reader::{Item, Table, Word};
+use crate::config::diagnostics::{Report, quoted, quoted_list};
+use crate::config::route_actions::{
+    Actions, FieldChanges, LocalResponse, PathChange, Template, TemplatePart, Variable,
+};
+use crate::config::toml_reader::{Item, SpannedStr, Table};
 use crate::config::{EncodedSlash, PathPattern, PathReading, Segment, Timeouts};
 
 /// Fields that say where a message ends, or are about one connection only.
@@ -77,7 +79,7 @@ impl<'d> Settings<'d> {
         self.contradictions(report);
         let actions = Actions {
             path: self.path_change(path, slashes, report),
-            answer: answer(self.redirect, self.respond, path, report),
+            response: answer(self.redirect, self.respond, path, report),
             request_fields: self.request_headers.map(|item| fields(&item, path, report)).unwrap_or_default(),
             response_fields: self.response_headers.map(|item| fields(&item, path, report)).unwrap_or_default(),
             timeouts: self.timeouts.and_then(|item| own_timeouts(&item, timeouts, report)),
@@ -94,8 +96,9 @@ impl<'d> Settings<'d> {
         for (what, items) in [("change the path", &paths[..]), ("answer the request", &answers[..])] {
             let given: Vec<&Item> = items.iter().filter_map(|item| item.as_ref()).collect();
             if let [_, second, ..] = given.as_slice() {
-                let message = format!("{} {what}, and only one can", listed(given.iter().map(|item| item.key), "and"));
-                report.unless_broken(second.key_span.clone(), message, "keep the one that is meant");
+                let message =
+                    format!("{} {what}, and only one can", quoted_list(given.iter().map(|item| item.key), "and"));
+                report.missing(second.key_span.clone(), message, "keep the one that is meant");
             }
         }
         if let Some(answer) = answers.iter().find_map(|item| item.as_ref()) {
@@ -103,7 +106,7 @@ impl<'d> Settings<'d> {
             for item in in_vain.into_iter().flatten() {
                 let message =
                     format!("`{}` has no effect: no upstream is asked, for there is `{}`", item.key, answer.key);
-                report.unless_broken(item.key_span.clone(), message, "remove one of the two");
+                report.missing(item.key_span.clone(), message, "remove one of the two");
             }
         }
     }
@@ -128,7 +131,7 @@ impl<'d> Settings<'d> {
             return Some(PathChange::Prefix { from: from?, to: to? });
         }
         let item = self.rewrite.as_ref()?;
-        let word = item.text("\"/v2/{id}\"", report)?;
+        let word = item.string("\"/v2/{id}\"", report)?;
         let rewrite = path::path(&word, PathReading::verbatim(slashes), report)?;
         let lacking = rewrite.segments.iter().find(|segment| match segment {
             Segment::Literal(_) => false,
@@ -136,8 +139,8 @@ impl<'d> Settings<'d> {
         });
         if let Some(Segment::Param(name) | Segment::Rest(name)) = lacking {
             let message =
-                format!("the path of this route has no such parameter as {} names with `{name}`", shown(word.text));
-            let fix = format!("name parameters as {} does", shown(path.map_or("", |path| path.text.as_str())));
+                format!("the path of this route has no such parameter as {} names with `{name}`", quoted(word.text));
+            let fix = format!("name parameters as {} does", quoted(path.map_or("", |path| path.text.as_str())));
             report.problem(word.span, message, fix);
             return None;
         }
@@ -147,10 +150,10 @@ impl<'d> Settings<'d> {
 
 /// The beginning of a path, without a slash at its end; `/` is nothing at all.
 fn literal(item: &Item, slashes: EncodedSlash, report: &mut Report) -> Option<String> {
-    let word = item.text("\"/api\"", report)?;
+    let word = item.string("\"/api\"", report)?;
     let pattern = path::path(&word, PathReading::verbatim(slashes), report)?;
     if pattern.segments.iter().any(|segment| !matches!(segment, Segment::Literal(_))) {
-        let message = format!("{} has a parameter, and a prefix has none", shown(word.text));
+        let message = format!("{} has a parameter, and a prefix has none", quoted(word.text));
         report.problem(word.span, message, "write the prefix as it stands in the path, or use `rewrite`");
         return None;
     }
@@ -172,11 +175,11 @@ fn prefix(item: &Item, path: Option<&PathPattern>, slashes: EncodedSlash, report
         rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
     };
     if let Some(path) = path.filter(|path| !begins(path)) {
-        let message = format!("no path that this route takes begins with {}", shown(&prefix));
+        let message = format!("no path that this route takes begins with {}", quoted(&prefix));
         let own = literals(path);
         let fix = match own.trim_end_matches('/') {
             "" => String::from("write the path with its prefix, such as `/api/{*rest}`"),
-            own => format!("its paths begin with {}", shown(own)),
+            own => format!("its paths begin with {}", quoted(own)),
         };
         report.problem(item.span.clone(), message, fix);
         return None;
@@ -189,13 +192,13 @@ fn answer(
     respond: Option<Item>,
     path: Option<&PathPattern>,
     report: &mut Report,
-) -> Option<Answer> {
+) -> Option<LocalResponse> {
     let redirect = redirect.and_then(|item| self::redirect(&item, path, report));
     let respond = respond.and_then(|item| self::respond(&item, report));
     redirect.or(respond)
 }
 
-fn redirect(item: &Item, path: Option<&PathPattern>, report: &mut Report) -> Option<Answer> {
+fn redirect(item: &Item, path: Option<&PathPattern>, report: &mut Report) -> Option<LocalResponse> {
     let mut table = item.table("`redirect`", &format!("write `redirect = {REDIRECT}`"), report)?;
     let to = table.require("to", "write `to = \"https://{host}{uri}\"`");
     let status = table.get("status");
@@ -210,35 +213,35 @@ fn redirect(item: &Item, path: Option<&PathPattern>, report: &mut Report) -> Opt
         }
         u16::try_from(status).ok()
     });
-    let word = to?.text("\"https://{host}{uri}\"", report)?;
+    let word = to?.string("\"https://{host}{uri}\"", report)?;
     let to = text(&word, path, report)?;
     if !is_reference(&to) {
         let fix =
             "begin with `https://`, `http://`, `{scheme}://`, one `/`, `{path}` or `{uri}`; write no blanks in it";
-        report.problem(word.span, format!("{} is no place to send a client to", shown(word.text)), fix);
+        report.problem(word.span, format!("{} is no place to send a client to", quoted(word.text)), fix);
         return None;
     }
-    Some(Answer::Redirect { to, status: status? })
+    Some(LocalResponse::Redirect { to, status: status? })
 }
 
 /// Whether a text is an absolute URL, or a path of the same host: nothing that a request has may choose
 /// another host, but for its own.
-fn is_reference(Text(pieces): &Text) -> bool {
-    let sound = |piece: &Piece| match piece {
-        Piece::Literal(text) => text.bytes().all(|byte| byte.is_ascii_graphic()),
-        Piece::Variable(_) => true,
+fn is_reference(Template(pieces): &Template) -> bool {
+    let sound = |piece: &TemplatePart| match piece {
+        TemplatePart::Literal(text) => text.bytes().all(|byte| byte.is_ascii_graphic()),
+        TemplatePart::Variable(_) => true,
     };
     let begins = match pieces.as_slice() {
-        [Piece::Literal(text), rest @ ..] => {
+        [TemplatePart::Literal(text), rest @ ..] => {
             match text.strip_prefix("https://").or_else(|| text.strip_prefix("http://")) {
                 Some(host) => is_authority(host, rest),
                 // A second slash would begin a host.
-                None if text == "/" => matches!(rest, [] | [Piece::Variable(Variable::Param(_)), ..]),
+                None if text == "/" => matches!(rest, [] | [TemplatePart::Variable(Variable::Param(_)), ..]),
                 None => text.starts_with('/') && !text.starts_with("//"),
             }
         }
-        [Piece::Variable(Variable::Path | Variable::Uri), ..] => true,
-        [Piece::Variable(Variable::Scheme), Piece::Literal(text), rest @ ..] => {
+        [TemplatePart::Variable(Variable::Path | Variable::Uri), ..] => true,
+        [TemplatePart::Variable(Variable::Scheme), TemplatePart::Literal(text), rest @ ..] => {
             text.strip_prefix("://").is_some_and(|host| is_authority(host, rest))
         }
         _ => false,
@@ -247,8 +250,8 @@ fn is_reference(Text(pieces): &Text) -> bool {
 }
 
 /// Whether what stands before the path names a host, and takes nothing of the request but its host.
-fn is_authority(first: &str, rest: &[Piece]) -> bool {
-    if first.is_empty() && !matches!(rest.first(), Some(Piece::Variable(Variable::Host))) {
+fn is_authority(first: &str, rest: &[TemplatePart]) -> bool {
+    if first.is_empty() && !matches!(rest.first(), Some(TemplatePart::Variable(Variable::Host))) {
         return false;
     }
     if let Some(end) = first.find(['/', '?', '#']) {
@@ -256,16 +259,16 @@ fn is_authority(first: &str, rest: &[Piece]) -> bool {
     }
     for piece in rest {
         match piece {
-            Piece::Literal(text) if text.contains(['/', '?', '#']) => return true,
-            Piece::Literal(_) | Piece::Variable(Variable::Host) => {}
-            Piece::Variable(Variable::Path | Variable::Uri) => return true,
-            Piece::Variable(_) => return false,
+            TemplatePart::Literal(text) if text.contains(['/', '?', '#']) => return true,
+            TemplatePart::Literal(_) | TemplatePart::Variable(Variable::Host) => {}
+            TemplatePart::Variable(Variable::Path | Variable::Uri) => return true,
+            TemplatePart::Variable(_) => return false,
         }
     }
     true
 }
 
-fn respond(item: &Item, report: &mut Report) -> Option<Answer> {
+fn respond(item: &Item, report: &mut Report) -> Option<LocalResponse> {
     let mut table = item.table("`respond`", &format!("write `respond = {RESPOND}`"), report)?;
     let status = table.get("status");
     let kind = table.get("content_type");
@@ -277,7 +280,7 @@ fn respond(item: &Item, report: &mut Report) -> Option<Answer> {
         report.problem(body.key_span.clone(), message, "remove `body`, or write another status");
     }
     let body = refusal_response::own_body(body, kind, "the answer", report);
-    Some(Answer::Respond { status: u16::try_from(status?).ok()?, body })
+    Some(LocalResponse::Respond { status: u16::try_from(status?).ok()?, body })
 }
 
 fn fields(item: &Item, path: Option<&PathPattern>, report: &mut Report) -> FieldChanges {
@@ -288,22 +291,22 @@ fn fields(item: &Item, path: Option<&PathPattern>, report: &mut Report) -> Field
     table.finish(report);
     let set = set.map(|item| values(&item, path, report)).unwrap_or_default();
     let add = add.map(|item| values(&item, path, report)).unwrap_or_default();
-    let words = remove.and_then(|item| item.texts("[\"x-name\"]", report)).unwrap_or_default();
+    let words = remove.and_then(|item| item.strings("[\"x-name\"]", report)).unwrap_or_default();
     let remove: Vec<String> = words.iter().filter_map(|word| name(word, report)).collect();
     FieldChanges { remove, set, add }
 }
 
 /// Fields by name, each with a text.
-fn values(item: &Item, path: Option<&PathPattern>, report: &mut Report) -> Vec<(String, Text)> {
+fn values(item: &Item, path: Option<&PathPattern>, report: &mut Report) -> Vec<(String, Template)> {
     let fix = format!("write `{} = {{ x-name = \"value\" }}`", item.key);
     let Some(table) = item.table(format!("`{}`", item.key), &fix, report) else { return Vec::new() };
-    let mut values: Vec<(String, Text)> = Vec::new();
-    for entry in table.all() {
-        let name = name(&Word { text: entry.key, span: entry.key_span.clone() }, report);
-        let value = entry.text("\"value\"", report).and_then(|word| text(&word, path, report));
+    let mut values: Vec<(String, Template)> = Vec::new();
+    for entry in table.items() {
+        let name = name(&SpannedStr { text: entry.key, span: entry.key_span.clone() }, report);
+        let value = entry.string("\"value\"", report).and_then(|word| text(&word, path, report));
         let (Some(name), Some(value)) = (name, value) else { continue };
         if values.iter().any(|(other, _)| *other == name) {
-            let message = format!("{} is there twice: names of fields are compared in lower case", shown(entry.key));
+            let message = format!("{} is there twice: names of fields are compared in lower case", quoted(entry.key));
             report.problem(entry.key_span, message, "remove one of the two");
         }
         values.push((name, value));
@@ -312,13 +315,13 @@ fn values(item: &Item, path: Option<&PathPattern>, report: &mut Report) -> Vec<(
 }
 
 /// The name of a field that a route may change.
-fn name(word: &Word, report: &mut Report) -> Option<String> {
+fn name(word: &SpannedStr, report: &mut Report) -> Option<String> {
     let Some(name) = field_name(word.text) else {
-        report.problem(word.span.clone(), format!("{} is no name of a header field", shown(word.text)), NAME_FIX);
+        report.problem(word.span.clone(), format!("{} is no name of a header field", quoted(word.text)), NAME_FIX);
         return None;
     };
     if OWN.contains(&name.as_str()) {
-        let message = format!("{} is not for a route to change", shown(word.text));
+        let message = format!("{} is not for a route to change", quoted(word.text));
         let fix = "remove it: the gateway sets it as the connection, or the message's length, demands";
         report.problem(word.span.clone(), message, fix);
         return None;

@@ -6,9 +6,9 @@ use std::time::Duration;
 use toml::de::DeValue;
 
 use super::{DAY_MS, duration, key};
-use crate::config::diagnostics::{Report, shown};
-use crate::config::toml_reader::{Item, Table, Word};
-use crate::config::upstream_policy::{Balance, Circuit, Ejection, Health, Policy, Retries};
+use crate::config::diagnostics::{Report, quoted};
+use crate::config::toml_reader::{Item, SpannedStr, Table};
+use crate::config::upstream_policy::{Ejection, HealthChecks, LoadBalancing, Retries, UpstreamLimits, UpstreamPolicy};
 use transom_limiter::key::KeyPart;
 
 const WEIGHT_MAX: u64 = 1000;
@@ -60,33 +60,33 @@ impl<'d> Settings<'d> {
         ];
         for item in all.into_iter().flatten() {
             let message = format!("`{}` has no effect: the upstream has no `servers`", item.key);
-            report.unless_broken(item.key_span, message, "remove it, or write `servers` instead of `builtin`");
+            report.missing(item.key_span, message, "remove it, or write `servers` instead of `builtin`");
         }
     }
 
-    pub fn read(self, report: &mut Report) -> Policy {
+    pub fn read(self, report: &mut Report) -> UpstreamPolicy {
         let limited = self.max_connections.is_some();
         let mut count = |item: Option<Item>| item.and_then(|item| number(&item, 1..=COUNT_MAX, report));
         let max_requests = count(self.max_requests);
         let max_connections = count(self.max_connections);
         if let (Some(item), false) = (&self.max_pending, limited) {
             let message = "`max_pending` has no effect: nothing waits for a connection without `max_connections`";
-            report.unless_broken(item.key_span.clone(), message, "add `max_connections`, or remove it");
+            report.missing(item.key_span.clone(), message, "add `max_connections`, or remove it");
         }
         let max_pending = self.max_pending.and_then(|item| number(&item, 0..=COUNT_MAX, report));
         let max_idle = self.max_idle_connections.and_then(|item| number(&item, 0..=COUNT_MAX, report));
-        let default = Policy::default();
+        let default = UpstreamPolicy::default();
         let slow_start = self.slow_start.and_then(|item| time(&item, 0..=DAY_MS, Duration::from_secs(30), report));
-        Policy {
+        UpstreamPolicy {
             balance: self.balance.and_then(|item| balance(&item, report)).unwrap_or(default.balance),
             slow_start: slow_start.unwrap_or(default.slow_start),
             health: self.health.and_then(|item| health(&item, report)),
             ejection: self.ejection.map_or(default.ejection, |item| ejection(&item, report)),
             retries: self.retries.map_or(default.retries, |item| retries(&item, report)),
-            circuit: Circuit {
+            limits: UpstreamLimits {
                 max_connections,
-                max_idle_connections: max_idle.unwrap_or(default.circuit.max_idle_connections),
-                max_pending: max_pending.unwrap_or(default.circuit.max_pending),
+                max_idle_connections: max_idle.unwrap_or(default.limits.max_idle_connections),
+                max_pending: max_pending.unwrap_or(default.limits.max_pending),
                 max_requests,
             },
         }
@@ -94,41 +94,41 @@ impl<'d> Settings<'d> {
 }
 
 /// The servers of a list, each with its weight: a URL, or a table of `url` and `weight`.
-pub fn servers<'d>(item: &Item<'d>, example: &str, report: &mut Report) -> Option<Vec<(Word<'d>, u32)>> {
+pub fn servers<'d>(item: &Item<'d>, example: &str, report: &mut Report) -> Option<Vec<(SpannedStr<'d>, u32)>> {
     let DeValue::Array(_) = item.value else {
-        return item.texts(example, report).map(|words| words.into_iter().map(|word| (word, 1)).collect());
+        return item.strings(example, report).map(|words| words.into_iter().map(|word| (word, 1)).collect());
     };
     let items = item.list(example, report)?;
     let read = |item: &Item<'d>| match item.value {
         DeValue::Table(_) => {
             let fix = "write `{ url = \"http://127.0.0.1:9001\", weight = 3 }`";
             let mut table = item.table("a server", fix, report)?;
-            let url = table.require("url", fix).and_then(|item| item.text("\"http://127.0.0.1:9001\"", report));
+            let url = table.require("url", fix).and_then(|item| item.string("\"http://127.0.0.1:9001\"", report));
             let weight = table.get("weight").and_then(|item| number(&item, 1..=WEIGHT_MAX, report));
             table.finish(report);
             Some((url?, weight.unwrap_or(1)))
         }
-        _ => item.text(example, report).map(|word| (word, 1)),
+        _ => item.string(example, report).map(|word| (word, 1)),
     };
     let servers: Vec<_> = items.iter().filter_map(read).collect();
     (items.is_empty() || !servers.is_empty()).then_some(servers)
 }
 
-fn balance(item: &Item, report: &mut Report) -> Option<Balance> {
+fn balance(item: &Item, report: &mut Report) -> Option<LoadBalancing> {
     let DeValue::Table(_) = item.value else {
         let words = [("least-requests", Some(true)), ("round-robin", Some(false)), ("hash", None)];
         let chosen = item.choice(&words, report)?;
         if chosen.is_none() {
-            let fix = item.write(HASH_EXAMPLE);
+            let fix = item.fix_with(HASH_EXAMPLE);
             report.problem(item.span.clone(), "`balance` does not say what the hash is of", fix);
         }
-        return chosen.map(|least| if least { Balance::LeastRequests } else { Balance::RoundRobin });
+        return chosen.map(|least| if least { LoadBalancing::LeastRequests } else { LoadBalancing::RoundRobin });
     };
-    let mut table = item.table("`balance`", &item.write(HASH_EXAMPLE), report)?;
-    let parts = table.require("hash", item.write(HASH_EXAMPLE));
+    let mut table = item.table("`balance`", &item.fix_with(HASH_EXAMPLE), report)?;
+    let parts = table.require("hash", item.fix_with(HASH_EXAMPLE));
     let parts = parts.and_then(|item| hashed(&item, report));
     table.finish(report);
-    parts.map(Balance::Hash)
+    parts.map(LoadBalancing::Hash)
 }
 
 /// What a hash is of: parts of a key, as far as every route has them.
@@ -157,10 +157,10 @@ fn hashed(item: &Item, report: &mut Report) -> Option<Vec<KeyPart>> {
     Some(parts)
 }
 
-fn health(item: &Item, report: &mut Report) -> Option<Health> {
+fn health(item: &Item, report: &mut Report) -> Option<HealthChecks> {
     let mut table = item.table("`health`", "write `health = { path = \"/healthz\" }`", report)?;
     let path = table.require("path", "write `path = \"/healthz\"`, or `path = \"/\"`");
-    let default = Health::default();
+    let default = HealthChecks::default();
     let mut get = |name| table.get(name);
     let (method, host, statuses) = (get("method"), get("host"), get("status"));
     let (interval, limit) = (get("interval"), get("timeout"));
@@ -174,7 +174,7 @@ fn health(item: &Item, report: &mut Report) -> Option<Health> {
     };
     let method =
         method.and_then(|item| item.choice(&[("GET", "GET"), ("HEAD", "HEAD"), ("OPTIONS", "OPTIONS")], report));
-    Some(Health {
+    Some(HealthChecks {
         path: path.and_then(|item| path_of(&item, report)).unwrap_or(default.path),
         method: method.map_or(default.method, str::to_owned),
         host: host.and_then(|item| host_of(&item, report)),
@@ -187,10 +187,10 @@ fn health(item: &Item, report: &mut Report) -> Option<Health> {
 }
 
 fn path_of(item: &Item, report: &mut Report) -> Option<String> {
-    let word = item.text("\"/healthz\"", report)?;
+    let word = item.string("\"/healthz\"", report)?;
     let sound = |byte: u8| byte.is_ascii_graphic() && !b"#\"<>\\^`{|}".contains(&byte);
     if !word.text.starts_with('/') || !word.text.bytes().all(sound) {
-        let message = format!("{} is no path that a server could be asked for", shown(word.text));
+        let message = format!("{} is no path that a server could be asked for", quoted(word.text));
         report.problem(word.span, message, "write such as `\"/healthz\"`; other characters as `%XX`");
         return None;
     }
@@ -198,10 +198,10 @@ fn path_of(item: &Item, report: &mut Report) -> Option<String> {
 }
 
 fn host_of(item: &Item, report: &mut Report) -> Option<String> {
-    let word = item.text("\"api.example.com\"", report)?;
+    let word = item.string("\"api.example.com\"", report)?;
     let sound = |byte: u8| byte.is_ascii_alphanumeric() || b".-_:[]".contains(&byte);
     if word.text.is_empty() || !word.text.bytes().all(sound) {
-        let message = format!("{} can be no Host field", shown(word.text));
+        let message = format!("{} can be no Host field", quoted(word.text));
         report.problem(word.span, message, "write such as `\"api.example.com\"`");
         return None;
     }
@@ -215,19 +215,19 @@ fn ranges(item: &Item, report: &mut Report) -> Vec<RangeInclusive<u16>> {
         _ => vec![item.clone()],
     };
     if items.is_empty() {
-        report.problem(item.span.clone(), "`status` is an empty list", item.write("\"200-299\""));
+        report.problem(item.span.clone(), "`status` is an empty list", item.fix_with("\"200-299\""));
     }
     let read = |item: &Item| {
         if let DeValue::Integer(_) = item.value {
             let status = item.integer(100..=599, report).and_then(|status| u16::try_from(status).ok())?;
             return Some(status..=status);
         }
-        let word = item.text("\"200-299\"", report)?;
+        let word = item.string("\"200-299\"", report)?;
         let (from, to) = word.text.split_once('-').unwrap_or((word.text, word.text));
         let status = |text: &str| text.trim().parse().ok().filter(|status| (100..=599).contains(status));
         let range = status(from).zip(status(to)).filter(|(from, to)| from <= to);
         if range.is_none() {
-            let message = format!("{} is no range of status codes", shown(word.text));
+            let message = format!("{} is no range of status codes", quoted(word.text));
             report.problem(word.span, message, "write such as `\"200-299\"` or `204`");
         }
         range.map(|(from, to)| from..=to)
@@ -238,7 +238,7 @@ fn ranges(item: &Item, report: &mut Report) -> Vec<RangeInclusive<u16>> {
 fn ejection(item: &Item, report: &mut Report) -> Option<Ejection> {
     let default = Ejection::default();
     if let DeValue::Boolean(_) = item.value {
-        return item.flag(report).filter(|on| *on).map(|_| default);
+        return item.boolean(report).filter(|on| *on).map(|_| default);
     }
     let fix = "write `ejection = { failures = 5 }`, or `ejection = false`";
     let Some(mut table) = item.table("`ejection`", fix, report) else { return Some(default) };
@@ -267,7 +267,7 @@ fn ejection(item: &Item, report: &mut Report) -> Option<Ejection> {
 fn retries(item: &Item, report: &mut Report) -> Retries {
     let default = Retries::default();
     if let DeValue::Boolean(_) = item.value {
-        return if item.flag(report) == Some(false) { Retries::none() } else { default };
+        return if item.boolean(report) == Some(false) { Retries::none() } else { default };
     }
     let fix = "write `retries = { attempts = 2 }`, or `retries = false`";
     let Some(mut table) = item.table("`retries`", fix, report) else { return default };
@@ -303,7 +303,7 @@ fn on(item: &Item, retries: &mut Retries, report: &mut Report) {
             retries.on_statuses.extend(status(&item, report));
             continue;
         }
-        let Some(word) = item.text(example, report) else { continue };
+        let Some(word) = item.string(example, report) else { continue };
         match word.text {
             "connect-failure" => retries.on_connect_failure = true,
             "reset" => retries.on_reset = true,
@@ -317,7 +317,7 @@ fn on(item: &Item, retries: &mut Retries, report: &mut Report) {
                             String::from("write `connect-failure`, `reset`, `timeout`, or a status code such as `503`")
                         }
                     };
-                    report.problem(word.span, format!("{} is nothing to try again upon", shown(text)), fix);
+                    report.problem(word.span, format!("{} is nothing to try again upon", quoted(text)), fix);
                 }
             },
         }
@@ -340,7 +340,7 @@ fn percent(item: &Item, report: &mut Report) -> Option<u32> {
     let percent = text.strip_suffix('%').and_then(|digits| digits.trim().parse().ok());
     let percent = percent.filter(|percent| *percent <= 100);
     if percent.is_none() {
-        let message = format!("`{}` cannot be {}", item.key, shown(text));
+        let message = format!("`{}` cannot be {}", item.key, quoted(text));
         report.problem(item.span.clone(), message, "write a whole number from `0` to `100`");
     }
     percent

@@ -11,8 +11,8 @@ use std::sync::Arc;
 use jiff::tz::{self, TimeZone, TimeZoneDatabase};
 use jiff::{Timestamp, civil};
 
-use crate::config::diagnostics::{Report, shown};
-use crate::config::toml_reader::{Word, nearest};
+use crate::config::diagnostics::{Report, quoted};
+use crate::config::toml_reader::{SpannedStr, nearest};
 use transom_limiter::rule::Rule;
 use transom_limiter::window::{CALENDAR_END_MS, Calendar, Windows};
 
@@ -25,9 +25,9 @@ const MONDAY_MS: u64 = 4 * DAY_MS as u64;
 
 /// The windows of a period, one of [`PERIODS`], in a zone. The list of a calendar is still empty: see
 /// [`complete`].
-pub fn windows(period: &str, zone: &Word, report: &mut Report) -> Option<Windows> {
+pub fn windows(period: &str, zone: &SpannedStr, report: &mut Report) -> Option<Windows> {
     let Some(zone) = known(zone.text) else {
-        report.problem(zone.span.clone(), format!("there is no time zone {}", shown(zone.text)), meant(zone.text));
+        report.problem(zone.span.clone(), format!("there is no time zone {}", quoted(zone.text)), meant(zone.text));
         return None;
     };
     Some(match (period, zone.as_str()) {

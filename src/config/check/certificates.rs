@@ -6,11 +6,11 @@ use std::path::Path;
 
 use rustls_pki_types::CertificateDer;
 
-use crate::config::Files;
-use crate::config::certificate::{self, Certificate, Flaw};
+use crate::config::ReadFile;
+use crate::config::certificate::{self, Certificate, CertificateFileError};
 use crate::config::crl::RevocationList;
-use crate::config::diagnostics::{Report, shown};
-use crate::config::toml_reader::{Item, Table, Word};
+use crate::config::diagnostics::{Report, quoted};
+use crate::config::toml_reader::{Item, SpannedStr, Table};
 
 const FILE_FIX: &str = "name a file that the gateway may read; a relative path starts at the folder of this file";
 
@@ -29,13 +29,19 @@ impl<'d> Pair<'d> {
         }
     }
 
-    pub fn read(self, files: Files, report: &mut Report) -> Option<Certificate> {
+    pub fn read(self, files: ReadFile, report: &mut Report) -> Option<Certificate> {
         let chain = self.certificate.and_then(|item| file(&item, files, report));
         let key = self.private_key.and_then(|item| file(&item, files, report));
         let ((chain_word, chain), (key_word, key)) = (chain?, key?);
         Certificate::read(chain_word.text, &chain, &key)
             .map_err(|flaw| {
-                let is_of_key = matches!(flaw, Flaw::NoKey | Flaw::EncryptedKey | Flaw::BadKey | Flaw::OtherKey);
+                let is_of_key = matches!(
+                    flaw,
+                    CertificateFileError::NoKey
+                        | CertificateFileError::EncryptedKey
+                        | CertificateFileError::UnusableKey
+                        | CertificateFileError::KeyMismatch
+                );
                 complain(&flaw, if is_of_key { &key_word } else { &chain_word }, report);
             })
             .ok()
@@ -43,16 +49,16 @@ impl<'d> Pair<'d> {
 }
 
 /// The certificates of those who issue others.
-pub fn authorities(item: &Item, files: Files, report: &mut Report) -> Option<Vec<CertificateDer<'static>>> {
+pub fn authorities(item: &Item, files: ReadFile, report: &mut Report) -> Option<Vec<CertificateDer<'static>>> {
     let (word, text) = file(item, files, report)?;
-    certificate::authorities(&text).map_err(|flaw| complain(&flaw, &word, report)).ok()
+    certificate::read_authorities(&text).map_err(|flaw| complain(&flaw, &word, report)).ok()
 }
 
 /// What a file, or several, say about certificates that were taken back.
-pub fn revoked(item: &Item, files: Files, report: &mut Report) -> Vec<RevocationList> {
-    let words = item.texts("\"FILE\"", report);
+pub fn revoked(item: &Item, files: ReadFile, report: &mut Report) -> Vec<RevocationList> {
+    let words = item.strings("\"FILE\"", report);
     if words.as_ref().is_some_and(Vec::is_empty) {
-        let fix = format!("{}, or leave it out: nothing is taken back then", item.write("\"FILE\""));
+        let fix = format!("{}, or leave it out: nothing is taken back then", item.fix_with("\"FILE\""));
         report.problem(item.span.clone(), format!("`{}` is an empty list", item.key), fix);
     }
     let mut lists = Vec::new();
@@ -61,7 +67,7 @@ pub fn revoked(item: &Item, files: Files, report: &mut Report) -> Vec<Revocation
         match RevocationList::read(word.text, &text) {
             Ok(read) => lists.extend(read),
             Err(flaw) => {
-                let (message, fix) = flaw.explain(&shown(word.text));
+                let (message, fix) = flaw.explain(&quoted(word.text));
                 report.problem(word.span, message, fix);
             }
         }
@@ -69,21 +75,21 @@ pub fn revoked(item: &Item, files: Files, report: &mut Report) -> Vec<Revocation
     lists
 }
 
-fn complain(flaw: &Flaw, word: &Word, report: &mut Report) {
-    let (message, fix) = flaw.explain(&shown(word.text));
+fn complain(flaw: &CertificateFileError, word: &SpannedStr, report: &mut Report) {
+    let (message, fix) = flaw.explain(&quoted(word.text));
     report.problem(word.span.clone(), message, fix);
 }
 
-fn file<'d>(item: &Item<'d>, files: Files, report: &mut Report) -> Option<(Word<'d>, Vec<u8>)> {
-    let word = item.text("\"FILE\"", report)?;
+fn file<'d>(item: &Item<'d>, files: ReadFile, report: &mut Report) -> Option<(SpannedStr<'d>, Vec<u8>)> {
+    let word = item.string("\"FILE\"", report)?;
     let bytes = contents(item, &word, files, report)?;
     Some((word, bytes))
 }
 
 /// What is in a file that one of an item's words names.
-fn contents(item: &Item, word: &Word, files: Files, report: &mut Report) -> Option<Vec<u8>> {
+fn contents(item: &Item, word: &SpannedStr, files: ReadFile, report: &mut Report) -> Option<Vec<u8>> {
     if word.text.is_empty() {
-        report.problem(word.span.clone(), format!("`{}` is empty", item.key), item.write("\"FILE\""));
+        report.problem(word.span.clone(), format!("`{}` is empty", item.key), item.fix_with("\"FILE\""));
         return None;
     }
     if word.text.trim_start().starts_with("-----BEGIN ") {
@@ -92,6 +98,6 @@ fn contents(item: &Item, word: &Word, files: Files, report: &mut Report) -> Opti
         return None;
     }
     let complain =
-        |error| report.problem(word.span.clone(), format!("can not read {}: {error}", shown(word.text)), FILE_FIX);
+        |error| report.problem(word.span.clone(), format!("can not read {}: {error}", quoted(word.text)), FILE_FIX);
     files(Path::new(word.text)).map_err(complain).ok()
 }

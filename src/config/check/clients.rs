@@ -11,11 +11,11 @@ use std::path::PathBuf;
 use toml::de::{DeTable, DeValue};
 
 use super::{key, name, overrides, section};
-use crate::config::Files;
+use crate::config::ReadFile;
 use crate::config::clients::{Client, Clients};
-use crate::config::diagnostics::{Report, listed, shown};
+use crate::config::diagnostics::{Report, quoted, quoted_list};
 use crate::config::listen::ClientCerts;
-use crate::config::toml_reader::{Item, Table, Word, nearest, toml_errors};
+use crate::config::toml_reader::{Item, SpannedStr, Table, nearest, toml_errors};
 use transom_limiter::ip_prefix::Network;
 use transom_limiter::key::KeyPart;
 use transom_limiter::secret_digest::Digest;
@@ -37,7 +37,7 @@ pub fn clients(
     item: Option<Item>,
     plans: &Plans,
     certs: ClientCerts,
-    files: Files,
+    files: ReadFile,
     report: &mut Report,
 ) -> Option<Clients> {
     let mut table = section(item, report)?;
@@ -47,38 +47,38 @@ pub fn clients(
     table.finish(report);
     let api_key = api_key.map(|item| part(&item, "\"header:x-api-key\"", None, report));
     let subject = subject.map(|item| part(&item, "\"jwt:sub\"", Some(certs), report));
-    let file = file.and_then(|item| item.text("\"clients.toml\"", report))?;
+    let file = file.and_then(|item| item.string("\"clients.toml\"", report))?;
     let path = PathBuf::from(file.text);
     let bytes = match files(&path) {
         Ok(bytes) => bytes,
         Err(error) => {
-            let message = format!("can not read {}: {error}", shown(file.text));
+            let message = format!("can not read {}: {error}", quoted(file.text));
             report.problem(file.span, message, format!("name the file, or begin one: `{ADD}`"));
             return None;
         }
     };
     let Ok(text) = String::from_utf8(bytes) else {
-        report.problem(file.span, format!("{} is not UTF-8 text", shown(file.text)), "save it as UTF-8");
+        report.problem(file.span, format!("{} is not UTF-8 text", quoted(file.text)), "save it as UTF-8");
         return None;
     };
-    let mut own = Report::of_other(&text, &path);
+    let mut own = Report::for_named_file(&text, &path);
     let certified = subject == Some(Some(KeyPart::ClientCert));
     let (keys, subjects) = (api_key.is_some(), subject.is_some());
     let mut reader = Reader { plans, keys, subjects, certified, taken: Taken::default() };
     let list = reader.file(&text, &mut own);
-    report.absorb(own);
+    report.append(own);
     Some(Clients { file: path, api_key: api_key.flatten(), subject: subject.flatten(), list })
 }
 
 /// Where a client is named in a request; `certs`, if it can be by its certificate.
 fn part(item: &Item, example: &str, certs: Option<ClientCerts>, report: &mut Report) -> Option<KeyPart> {
-    let word = item.text(example, report)?;
+    let word = item.string(example, report)?;
     let part = key::only(&word, report)?;
     match part {
         KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::Query(_) | KeyPart::Jwt(_) => return Some(part),
         KeyPart::ClientCert if certs == Some(ClientCerts::Never) => {
             let fix = "name who issues them, in `[listen.https]`: `client_ca = \"FILE\"`";
-            report.unless_broken(word.span, "clients are not asked for certificates", fix);
+            report.missing(word.span, "clients are not asked for certificates", fix);
             return None;
         }
         KeyPart::ClientCert if certs.is_some() => return Some(part),
@@ -91,8 +91,8 @@ fn part(item: &Item, example: &str, certs: Option<ClientCerts>, report: &mut Rep
         | KeyPart::Route
         | KeyPart::Global => {}
     }
-    let message = format!("`{}` cannot be {}: it names no client", item.key, shown(word.text));
-    report.problem(word.span, message, item.write(example));
+    let message = format!("`{}` cannot be {}: it names no client", item.key, quoted(word.text));
+    report.problem(word.span, message, item.fix_with(example));
     None
 }
 
@@ -118,8 +118,8 @@ struct Taken {
 impl Reader<'_> {
     fn file(&mut self, text: &str, report: &mut Report) -> Vec<Client> {
         let mut flaws = Report::new(text);
-        let sound = toml_errors::sound(text, &mut flaws);
-        report.broken = flaws.broken;
+        let sound = toml_errors::skip_syntax_errors(text, &mut flaws);
+        report.has_syntax_errors = flaws.has_syntax_errors;
         for flaw in flaws.into_problems() {
             // Most flaws are told by showing what is written there.
             let (message, fix) = match flaw.message.as_str() {
@@ -135,7 +135,7 @@ impl Reader<'_> {
         top.finish(report);
         let Some(clients) = clients else { return Vec::new() };
         let Some(table) = clients.table("`[clients]`", CLIENT_FIX, report) else { return Vec::new() };
-        table.all().iter().filter_map(|entry| self.client(entry, report)).collect()
+        table.items().iter().filter_map(|entry| self.client(entry, report)).collect()
     }
 
     fn client(&mut self, entry: &Item, report: &mut Report) -> Option<Client> {
@@ -148,11 +148,11 @@ impl Reader<'_> {
         let named = [&api_keys, &subjects, &networks].iter().any(|item| item.as_ref().is_some_and(has_items));
         let misspelt = table.finish(report);
         if !named && misspelt.is_empty() {
-            let message = format!("nothing tells which requests are those of {}", shown(entry.key));
+            let message = format!("nothing tells which requests are those of {}", quoted(entry.key));
             let fix = "add `api_keys`, `subjects` or `networks`, or remove the client";
-            report.unless_broken(entry.key_span.clone(), message, fix);
+            report.missing(entry.key_span.clone(), message, fix);
         }
-        let plan = plan.and_then(|item| item.text("\"PLAN\"", report));
+        let plan = plan.and_then(|item| item.string("\"PLAN\"", report));
         let api_keys = api_keys.map(|item| self.api_keys(&item, entry.key, report)).unwrap_or_default();
         let subjects = subjects.map(|item| self.subjects(&item, entry.key, report)).unwrap_or_default();
         let networks = networks.map(|item| self.networks(&item, entry.key, report)).unwrap_or_default();
@@ -161,28 +161,28 @@ impl Reader<'_> {
         Some(Client { name: entry.key.to_owned(), plan: plan.text.to_owned(), api_keys, subjects, networks })
     }
 
-    fn known_plan(&self, plan: &Word, report: &mut Report) {
+    fn known_plan(&self, plan: &SpannedStr, report: &mut Report) {
         if !self.plans.complete || self.plans.names.contains(&plan.text) {
             return;
         }
         let names = self.plans.names.iter().copied();
         let fix = match nearest(plan.text, names.clone()) {
-            Some(guess) => format!("did you mean {}?", shown(guess)),
+            Some(guess) => format!("did you mean {}?", quoted(guess)),
             None if self.plans.names.is_empty() => {
                 format!("define it: `[rules.NAME.plans.{}]`", super::label(plan.text))
             }
             None => format!(
                 "define it: `[rules.NAME.plans.{}]`; there is {}",
                 super::label(plan.text),
-                listed(names, "and")
+                quoted_list(names, "and")
             ),
         };
-        report.problem(plan.span.clone(), format!("plan {} is not defined by any rule", shown(plan.text)), fix);
+        report.problem(plan.span.clone(), format!("plan {} is not defined by any rule", quoted(plan.text)), fix);
     }
 
     fn api_keys(&mut self, item: &Item, client: &str, report: &mut Report) -> Vec<Digest> {
         let mut digests = Vec::new();
-        for word in item.texts("[\"sha256:…\"]", report).unwrap_or_default() {
+        for word in item.strings("[\"sha256:…\"]", report).unwrap_or_default() {
             if !word.text.starts_with(Digest::PREFIX) {
                 let fix = format!(
                     "replace the key: anyone may have read it. Remove it here, then `transom clients add {client} --generate-key`; \
@@ -201,7 +201,7 @@ impl Reader<'_> {
 
     fn subjects(&mut self, item: &Item, client: &str, report: &mut Report) -> Vec<String> {
         let mut subjects = Vec::new();
-        for word in item.texts("[\"user-17\"]", report).unwrap_or_default() {
+        for word in item.strings("[\"user-17\"]", report).unwrap_or_default() {
             if word.text.is_empty() {
                 report.problem(word.span, "a subject is empty", "write it, or remove it");
                 continue;
@@ -222,7 +222,7 @@ impl Reader<'_> {
 
     fn networks(&mut self, item: &Item, client: &str, report: &mut Report) -> Vec<Network> {
         let mut networks = Vec::new();
-        for word in item.texts("[\"203.0.113.0/24\"]", report).unwrap_or_default() {
+        for word in item.strings("[\"203.0.113.0/24\"]", report).unwrap_or_default() {
             let Some(network) = overrides::network_of(&word, report) else { continue };
             claim(&mut self.taken.networks, network, client, "network", &word, report);
             networks.push(network);
@@ -241,7 +241,7 @@ fn claim<K: Hash + Eq>(
     claimed: K,
     client: &str,
     what: &str,
-    word: &Word,
+    word: &SpannedStr,
     report: &mut Report,
 ) {
     let owner = match taken.entry(claimed) {
@@ -253,7 +253,7 @@ fn claim<K: Hash + Eq>(
     };
     let (message, fix) = match owner.get() {
         owner if owner == client => (format!("this {what} is there twice"), "remove it"),
-        owner => (format!("this {what} is one of {} already", shown(owner)), "leave it with one of the two"),
+        owner => (format!("this {what} is one of {} already", quoted(owner)), "leave it with one of the two"),
     };
     report.problem(word.span.clone(), message, fix);
 }

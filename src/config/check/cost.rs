@@ -3,7 +3,7 @@
 use toml::de::DeValue;
 
 use super::route_match::{NAME_FIX, field_name};
-use crate::config::diagnostics::{Report, shown};
+use crate::config::diagnostics::{Report, quoted};
 use crate::config::toml_reader::{Item, Table};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, Rule};
@@ -89,9 +89,9 @@ fn told(mut table: Table, rule: &Rule, smallest: Option<u32>, report: &mut Repor
             affordable(item, usual, smallest, report);
         }
     }
-    let word = header.text("\"x-cost\"", report)?;
+    let word = header.string("\"x-cost\"", report)?;
     let Some(name) = field_name(word.text) else {
-        report.problem(word.span, format!("{} is no name of a header field", shown(word.text)), NAME_FIX);
+        report.problem(word.span, format!("{} is no name of a header field", quoted(word.text)), NAME_FIX);
         return None;
     };
     Some(match header.key {

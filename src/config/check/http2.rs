@@ -17,7 +17,7 @@ pub fn http2(item: Option<Item>, report: &mut Report) -> Http2 {
         max_control_frames: 1000,
     };
     let Some(mut table) = section(item, report) else { return http2 };
-    if let Some(h2c) = table.get("h2c").and_then(|item| item.flag(report)) {
+    if let Some(h2c) = table.get("h2c").and_then(|item| item.boolean(report)) {
         http2.h2c = h2c;
     }
     for (key, number, most) in [

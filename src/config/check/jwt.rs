@@ -9,9 +9,9 @@ use std::time::Duration;
 use toml::de::DeValue;
 
 use super::{DAY_MS, duration, section};
-use crate::config::Files;
-use crate::config::diagnostics::{Report, shown};
-use crate::config::toml_reader::{Item, Table, Word};
+use crate::config::ReadFile;
+use crate::config::diagnostics::{Report, quoted};
+use crate::config::toml_reader::{Item, SpannedStr, Table};
 use crate::jwt::jwks::{self, BadSet};
 use crate::jwt::verification_key::{Algorithm, Flaw, Key};
 use crate::jwt::{KEYS_TRIED_MAX, Trust};
@@ -30,7 +30,7 @@ const FILE_FIX: &str = "name a file that the gateway may read; a relative path s
 /// Old and new keys of a few issuers.
 const KEYS_MAX: usize = 32;
 
-pub fn jwt(item: Option<Item>, files: Files, report: &mut Report) -> Option<Trust> {
+pub fn jwt(item: Option<Item>, files: ReadFile, report: &mut Report) -> Option<Trust> {
     let mut table = section(item, report)?;
     let span = table.span.clone();
     let (keys, jwks) = (table.get("keys"), table.get("jwks_file"));
@@ -39,7 +39,7 @@ pub fn jwt(item: Option<Item>, files: Files, report: &mut Report) -> Option<Trus
     let misspelt = table.finish(report);
     let named = keys.is_some() || jwks.is_some() || misspelt.iter().any(|key| ["keys", "jwks_file"].contains(key));
     if !named {
-        report.unless_broken(span, "`[jwt]` has no keys", NO_KEYS);
+        report.missing(span, "`[jwt]` has no keys", NO_KEYS);
     }
     let mut trust = Trust::default();
     for item in keys.as_ref().and_then(|item| item.list("[{ … }]", report)).unwrap_or_default() {
@@ -94,7 +94,7 @@ fn add(key: Key, item: &Item, trust: &mut Trust, report: &mut Report) {
 }
 
 /// One item of `keys`.
-fn key(mut table: Table, files: Files, report: &mut Report) -> Option<Key> {
+fn key(mut table: Table, files: ReadFile, report: &mut Report) -> Option<Key> {
     let span = table.span.clone();
     let algorithm =
         table.require("algorithm", "write `algorithm = \"HS256\"`, `\"RS256\"`, `\"ES256\"` or `\"EdDSA\"`");
@@ -114,7 +114,7 @@ fn key(mut table: Table, files: Files, report: &mut Report) -> Option<Key> {
         [] if misspelt.iter().any(|key| *key != "algorithm" && *key != "kid") => return None,
         [] => {
             let message = format!("this key for `{}` has no `{file}`", algorithm.name());
-            report.unless_broken(span, message, format!("write `{file} = \"FILE\"`, or `{inline}`"));
+            report.missing(span, message, format!("write `{file} = \"FILE\"`, or `{inline}`"));
             return None;
         }
         [source] => source,
@@ -142,10 +142,10 @@ fn key(mut table: Table, files: Files, report: &mut Report) -> Option<Key> {
 }
 
 /// What a key is made of, and what to call it in messages: never by what it holds.
-fn material(source: &Item, is_file: bool, files: Files, report: &mut Report) -> Option<(String, Vec<u8>)> {
+fn material(source: &Item, is_file: bool, files: ReadFile, report: &mut Report) -> Option<(String, Vec<u8>)> {
     if is_file {
         let path = text(source, "\"FILE\"", report)?;
-        return Some((shown(&path), file(source, &path, files, report)?));
+        return Some((quoted(&path), file(source, &path, files, report)?));
     }
     match source.value {
         DeValue::String(text) => Some((format!("`{}`", source.key), text.as_bytes().to_vec())),
@@ -161,10 +161,10 @@ fn material(source: &Item, is_file: bool, files: Files, report: &mut Report) -> 
     }
 }
 
-fn set(item: &Item, files: Files, report: &mut Report) -> Option<Vec<Key>> {
+fn set(item: &Item, files: ReadFile, report: &mut Report) -> Option<Vec<Key>> {
     let path = text(item, "\"jwks.json\"", report)?;
     let bytes = file(item, &path, files, report)?;
-    let what = shown(&path);
+    let what = quoted(&path);
     let (message, fix) = match jwks::read(&bytes) {
         Ok(keys) => return Some(keys),
         Err(BadSet::Json(line, column)) => (
@@ -185,10 +185,10 @@ fn set(item: &Item, files: Files, report: &mut Report) -> Option<Vec<Key>> {
     None
 }
 
-fn file(item: &Item, path: &str, files: Files, report: &mut Report) -> Option<Vec<u8>> {
+fn file(item: &Item, path: &str, files: ReadFile, report: &mut Report) -> Option<Vec<u8>> {
     files(Path::new(path))
         .map_err(|error| {
-            report.problem(item.span.clone(), format!("can not read {}: {error}", shown(path)), FILE_FIX);
+            report.problem(item.span.clone(), format!("can not read {}: {error}", quoted(path)), FILE_FIX);
         })
         .ok()
 }
@@ -207,9 +207,9 @@ pub fn without_line_end(bytes: &[u8]) -> &[u8] {
 
 /// A text that is not empty.
 fn text(item: &Item, example: &str, report: &mut Report) -> Option<String> {
-    let word = item.text(example, report)?;
+    let word = item.string(example, report)?;
     if word.text.is_empty() {
-        report.problem(word.span, format!("`{}` is empty", item.key), item.write(example));
+        report.problem(word.span, format!("`{}` is empty", item.key), item.fix_with(example));
         return None;
     }
     Some(word.text.to_owned())
@@ -218,10 +218,10 @@ fn text(item: &Item, example: &str, report: &mut Report) -> Option<String> {
 /// One name or several, of which a token has to have one.
 fn names(item: Option<Item>, example: &str, report: &mut Report) -> Vec<String> {
     let Some(item) = item else { return Vec::new() };
-    let words = item.texts(example, report).unwrap_or_default();
+    let words = item.strings(example, report).unwrap_or_default();
     let empty = matches!(item.value, DeValue::Array(array) if array.is_empty());
     if empty || words.iter().any(|word| word.text.is_empty()) {
-        let fix = format!("{}, or leave it out: any is accepted then", item.write(example));
+        let fix = format!("{}, or leave it out: any is accepted then", item.fix_with(example));
         report.problem(item.span.clone(), format!("`{}` is empty", item.key), fix);
     }
     words.into_iter().map(|word| word.text.to_owned()).collect()
@@ -232,30 +232,30 @@ fn names(item: Option<Item>, example: &str, report: &mut Report) -> Vec<String> 
 pub fn weigh(jwt: Option<&Item>, rules: Option<&Item>, clients: Option<&Item>, misspelt: &[&str], report: &mut Report) {
     match (jwt, first_use(rules, clients)) {
         (None, Some(word)) if !misspelt.contains(&"jwt") => {
-            let message = format!("{} takes keys to verify tokens with, and there is no `[jwt]`", shown(word.text));
+            let message = format!("{} takes keys to verify tokens with, and there is no `[jwt]`", quoted(word.text));
             let fix = "write `[jwt]`, then `keys = [{ algorithm = \"RS256\", public_key_file = \"FILE\" }]`";
-            report.unless_broken(word.span, message, fix);
+            report.missing(word.span, message, fix);
         }
         (Some(item), None) if !misspelt.contains(&"rules") => {
             let message = "`[jwt]` has no effect: no rule counts by a claim";
-            report.unless_broken(item.key_span.clone(), message, "remove it, or write a rule with `key = \"jwt:sub\"`");
+            report.missing(item.key_span.clone(), message, "remove it, or write a rule with `key = \"jwt:sub\"`");
         }
         _ => {}
     }
 }
 
 /// The first claim that a rule counts by, or that names a client.
-fn first_use<'d>(rules: Option<&Item<'d>>, clients: Option<&Item<'d>>) -> Option<Word<'d>> {
+fn first_use<'d>(rules: Option<&Item<'d>>, clients: Option<&Item<'d>>) -> Option<SpannedStr<'d>> {
     let table = |item: &Item<'d>| if let DeValue::Table(table) = item.value { Some(table) } else { None };
     let rules = rules.and_then(table).into_iter().flat_map(|rules| rules.values());
     let keys = rules.filter_map(|rule| rule.get_ref().as_table()?.get("key"));
     let clients = clients.and_then(table);
     let named = ["api_key", "subject"].into_iter().filter_map(|key| clients?.get(key));
     let words = keys.chain(named).flat_map(|key| match key.get_ref() {
-        DeValue::String(text) => vec![Word { text, span: key.span() }],
+        DeValue::String(text) => vec![SpannedStr { text, span: key.span() }],
         DeValue::Array(items) => {
             let texts =
-                items.iter().filter_map(|item| Some(Word { text: item.get_ref().as_str()?, span: item.span() }));
+                items.iter().filter_map(|item| Some(SpannedStr { text: item.get_ref().as_str()?, span: item.span() }));
             texts.collect()
         }
         _ => Vec::new(),

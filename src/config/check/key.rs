@@ -5,9 +5,9 @@
 
 use super::path::is_param_name;
 use super::route_match::{NAME_FIX, field_name};
-use crate::config::diagnostics::{Report, shown};
+use crate::config::diagnostics::{Report, quoted};
 use crate::config::listen::ClientCerts;
-use crate::config::toml_reader::{Item, Word, nearest};
+use crate::config::toml_reader::{Item, SpannedStr, nearest};
 use transom_limiter::key::{KeyPart, OnMissing};
 
 const KINDS: [&str; 12] = [
@@ -77,7 +77,7 @@ impl Settings<'_> {
         if let (Some(item), true, ClientCerts::Never) = (&self.key, key.contains(&KeyPart::ClientCert), self.certs) {
             let message = "no request has a `client-cert`: clients are not asked for certificates";
             let fix = "name who issues them, in `[listen.https]`: `client_ca = \"FILE\"`";
-            report.unless_broken(item.span.clone(), message, fix);
+            report.missing(item.span.clone(), message, fix);
         }
         let uncertain = key.iter().find(|part| comes_with_the_request(part, self.certs));
         let depends = key.iter().any(|part| matches!(part, KeyPart::Param(_)));
@@ -87,11 +87,11 @@ impl Settings<'_> {
                     format!("a request may come without `{part}`, and the rule does not say what happens then");
                 let fix =
                     "add `on_missing_key = \"refuse\"`, `\"skip\"`, or a key to count by instead, such as `\"ip\"`";
-                report.unless_broken(item.span.clone(), message, fix);
+                report.missing(item.span.clone(), message, fix);
             }
             (_, Some(item), None) if !depends => {
                 let message = "`on_missing_key` has no effect: every part of `key` is always there";
-                report.unless_broken(item.key_span.clone(), message, "remove it");
+                report.missing(item.key_span.clone(), message, "remove it");
             }
             _ => {}
         }
@@ -104,7 +104,7 @@ impl Settings<'_> {
         if !misspelt && !key.iter().chain(fallback).any(|part| matches!(part, KeyPart::Ip { .. })) {
             for item in [&self.ipv4_prefix, &self.ipv6_prefix].into_iter().flatten() {
                 let message = format!("`{}` has no effect: `key` has no part `ip`", item.key);
-                report.unless_broken(item.key_span.clone(), message, "remove it, or count by `ip`");
+                report.missing(item.key_span.clone(), message, "remove it, or count by `ip`");
             }
         }
     }
@@ -126,7 +126,7 @@ fn comes_with_the_request(part: &KeyPart, certs: ClientCerts) -> bool {
 
 /// The parts of a key; `ip` is what the part of that name stands for.
 pub fn parts(item: &Item, ip: &KeyPart, report: &mut Report) -> Option<Vec<KeyPart>> {
-    let words = item.texts("\"ip\"", report)?;
+    let words = item.strings("\"ip\"", report)?;
     if words.is_empty() {
         report.problem(item.span.clone(), "the key has no parts", "write `key = \"global\"` to count all as one");
         return None;
@@ -135,7 +135,7 @@ pub fn parts(item: &Item, ip: &KeyPart, report: &mut Report) -> Option<Vec<KeyPa
     for word in &words {
         match part(word.text, ip) {
             Ok(part) if parts.contains(&part) => {
-                report.problem(word.span.clone(), format!("{} is there twice", shown(word.text)), "remove it");
+                report.problem(word.span.clone(), format!("{} is there twice", quoted(word.text)), "remove it");
             }
             Ok(part) => parts.push(part),
             Err((message, fix)) => report.problem(word.span.clone(), message, fix),
@@ -151,7 +151,7 @@ pub fn parts(item: &Item, ip: &KeyPart, report: &mut Report) -> Option<Vec<KeyPa
 }
 
 /// A part without what rules say about addresses, for settings that are no rule's.
-pub fn only(word: &Word, report: &mut Report) -> Option<KeyPart> {
+pub fn only(word: &SpannedStr, report: &mut Report) -> Option<KeyPart> {
     part(word.text, &KeyPart::Ip { v4_prefix: 32, v6_prefix: 128 })
         .map_err(|(message, fix)| report.problem(word.span.clone(), message, fix))
         .ok()
@@ -159,7 +159,7 @@ pub fn only(word: &Word, report: &mut Report) -> Option<KeyPart> {
 
 /// One part, or message and fix.
 fn part(text: &str, ip: &KeyPart) -> Result<KeyPart, (String, String)> {
-    let no_part = || format!("{} is no part of a key", shown(text));
+    let no_part = || format!("{} is no part of a key", quoted(text));
     if let Some((kind, name)) = text.split_once(':')
         && let Some(part) = named(kind, name, text)
     {
@@ -179,7 +179,7 @@ fn part(text: &str, ip: &KeyPart) -> Result<KeyPart, (String, String)> {
             }
             let fix = match nearest(text, KINDS.into_iter().filter(|kind| !kind.contains(':'))) {
                 Some(guess) => format!("did you mean `\"{guess}\"`?"),
-                None => format!("write {}", crate::config::diagnostics::listed(KINDS, "or")),
+                None => format!("write {}", crate::config::diagnostics::quoted_list(KINDS, "or")),
             };
             Err((no_part(), fix))
         }
@@ -188,9 +188,9 @@ fn part(text: &str, ip: &KeyPart) -> Result<KeyPart, (String, String)> {
 
 /// A part that has a name; `None` if there is no such kind.
 fn named(kind: &str, name: &str, text: &str) -> Option<Result<KeyPart, (String, String)>> {
-    let no_part = || format!("{} is no part of a key", shown(text));
+    let no_part = || format!("{} is no part of a key", quoted(text));
     let (_, what, example) = NAMED.iter().find(|(known, ..)| *known == kind)?;
-    let none = |fix: &str| Err((format!("{} names no {what}", shown(text)), fix.to_owned()));
+    let none = |fix: &str| Err((format!("{} names no {what}", quoted(text)), fix.to_owned()));
     let such_as = format!("write such as `\"{example}\"`");
     Some(match kind {
         "header" => match (field_name(name), field_name(name.trim())) {
@@ -202,7 +202,7 @@ fn named(kind: &str, name: &str, text: &str) -> Option<Result<KeyPart, (String, 
         "param" => {
             let bare = name.trim_matches(['{', '}', '*', ' ']).replace('-', "_");
             let bare = if is_param_name(&bare) { bare } else { String::from("id") };
-            Err((format!("{} names no parameter of a path", shown(text)), format!("write `\"param:{bare}\"`")))
+            Err((format!("{} names no parameter of a path", quoted(text)), format!("write `\"param:{bare}\"`")))
         }
         // White space would not be seen, and is not what was meant.
         _ if name.is_empty() || name.contains(char::is_control) => none(&such_as),
@@ -222,8 +222,8 @@ fn is_cookie_name(byte: u8) -> bool {
 
 /// `None` if it cannot be read.
 fn on_missing(item: &Item, ip: &KeyPart, certs: ClientCerts, report: &mut Report) -> Option<OnMissing> {
-    let words = item.texts("\"refuse\"", report)?;
-    if let [Word { text, span }] = words.as_slice() {
+    let words = item.strings("\"refuse\"", report)?;
+    if let [SpannedStr { text, span }] = words.as_slice() {
         match *text {
             "refuse" => return Some(OnMissing::Refuse),
             "skip" => return Some(OnMissing::Skip),
@@ -234,7 +234,7 @@ fn on_missing(item: &Item, ip: &KeyPart, certs: ClientCerts, report: &mut Report
                 Some(guess) => format!("did you mean `\"{guess}\"`?"),
                 None => String::from("write `\"refuse\"`, `\"skip\"`, or a key to count by instead, such as `\"ip\"`"),
             };
-            report.problem(span.clone(), format!("`on_missing_key` cannot be {}", shown(text)), fix);
+            report.problem(span.clone(), format!("`on_missing_key` cannot be {}", quoted(text)), fix);
             return None;
         }
     }
@@ -243,7 +243,7 @@ fn on_missing(item: &Item, ip: &KeyPart, certs: ClientCerts, report: &mut Report
     for (word, part) in words.iter().zip(&parts) {
         let uncertified = *part == KeyPart::ClientCert && certs != ClientCerts::Always;
         if uncertified || comes_with_the_request(part, certs) || matches!(part, KeyPart::Param(_)) {
-            let message = format!("{} may be missing as well", shown(word.text));
+            let message = format!("{} may be missing as well", quoted(word.text));
             let fix = format!("fall back to what is always there: {ALWAYS_THERE}");
             report.problem(word.span.clone(), message, fix);
             certain = false;

@@ -7,7 +7,7 @@ use toml::de::DeValue;
 
 use super::{DAY_MS, duration, section};
 use crate::config::Limits;
-use crate::config::diagnostics::{Report, shown};
+use crate::config::diagnostics::{Report, quoted};
 use crate::config::toml_reader::Item;
 
 const KIB: u64 = 1024;
@@ -69,7 +69,7 @@ fn size(item: &Item, range: RangeInclusive<u64>, example: &str, report: &mut Rep
     let DeValue::String(text) = item.value else {
         return match item.value {
             DeValue::Integer(_) => item.integer(range, report),
-            _ => item.wrong_type("a size", &item.write(example), report),
+            _ => item.wrong_type("a size", &item.fix_with(example), report),
         };
     };
     let bytes = UNITS.iter().find_map(|(unit, bytes)| {
@@ -80,12 +80,12 @@ fn size(item: &Item, range: RangeInclusive<u64>, example: &str, report: &mut Rep
     let (message, fix) = match bytes {
         Some(bytes) if range.contains(&bytes) => return Some(bytes),
         Some(_) => (
-            format!("`{}` cannot be {}", item.key, shown(text)),
+            format!("`{}` cannot be {}", item.key, quoted(text)),
             format!("write a size from `{}` to `{}` bytes", range.start(), range.end()),
         ),
         None => {
             let fix = "write a whole number of bytes, or one with `KiB`, `MiB` or `GiB`, such as";
-            (format!("{} is no size", shown(text)), format!("{fix} `{example}`"))
+            (format!("{} is no size", quoted(text)), format!("{fix} `{example}`"))
         }
     };
     report.problem(item.span.clone(), message, fix);

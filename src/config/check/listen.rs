@@ -10,10 +10,10 @@ use toml::de::DeValue;
 use super::certificates::{Pair, authorities, revoked};
 use super::{overrides, route_match, section, trusted_proxies};
 use crate::config::certificate::Certificate;
-use crate::config::diagnostics::{Report, shown};
+use crate::config::diagnostics::{Report, quoted};
 use crate::config::listen::{ClientAuth, Https, Listen, Tls, TlsVersion};
-use crate::config::toml_reader::{Item, Word};
-use crate::config::{Admin, Files, Proxies};
+use crate::config::toml_reader::{Item, SpannedStr};
+use crate::config::{Admin, ReadFile, TrustedProxies};
 use transom_limiter::ip_prefix::Network;
 
 const EXAMPLE: &str = "\"127.0.0.1:8080\"";
@@ -47,7 +47,7 @@ impl Bound {
     }
 }
 
-pub fn listen(item: Option<Item>, files: Files, report: &mut Report) -> (Listen, Option<Proxies>) {
+pub fn listen(item: Option<Item>, files: ReadFile, report: &mut Report) -> (Listen, Option<TrustedProxies>) {
     let mut listen = Listen {
         http: vec![SocketAddr::from(([127, 0, 0, 1], 8080))],
         https: Vec::new(),
@@ -70,7 +70,7 @@ pub fn listen(item: Option<Item>, files: Files, report: &mut Report) -> (Listen,
     if let Some(item) = https {
         listen.https = several(&item, files, &mut taken, report);
     }
-    if let Some(word) = table.get("admin").and_then(|item| item.text("\"127.0.0.1:9900\"", report)) {
+    if let Some(word) = table.get("admin").and_then(|item| item.string("\"127.0.0.1:9900\"", report)) {
         listen.admin = address(&word, true, &mut taken, report);
     }
     if let Some(item) = table.get("proxy_protocol") {
@@ -97,9 +97,9 @@ pub fn admin(item: Option<Item>, report: &mut Report) -> Admin {
 }
 
 fn addresses(item: &Item, example: &str, or: &str, taken: &mut Taken, report: &mut Report) -> Vec<SocketAddr> {
-    match item.texts(example, report) {
+    match item.strings(example, report) {
         Some(words) if words.is_empty() => {
-            let fix = format!("{}{or}", item.write(example));
+            let fix = format!("{}{or}", item.fix_with(example));
             report.problem(item.span.clone(), format!("`{}` is an empty list", item.key), fix);
             Vec::new()
         }
@@ -108,7 +108,7 @@ fn addresses(item: &Item, example: &str, or: &str, taken: &mut Taken, report: &m
 }
 
 /// `[listen.https]`, or several `[[listen.https]]` with certificates of their own.
-fn several(item: &Item, files: Files, taken: &mut Taken, report: &mut Report) -> Vec<Https> {
+fn several(item: &Item, files: ReadFile, taken: &mut Taken, report: &mut Report) -> Vec<Https> {
     let DeValue::Array(array) = item.value else { return https(item, files, taken, report).into_iter().collect() };
     if array.is_empty() {
         report.problem(item.span.clone(), "`https` is an empty list", HTTPS_FIX);
@@ -117,7 +117,7 @@ fn several(item: &Item, files: Files, taken: &mut Taken, report: &mut Report) ->
     items.iter().filter_map(|item| https(item, files, taken, report)).collect()
 }
 
-fn https(item: &Item, files: Files, taken: &mut Taken, report: &mut Report) -> Option<Https> {
+fn https(item: &Item, files: ReadFile, taken: &mut Taken, report: &mut Report) -> Option<Https> {
     let mut table = item.table("`[listen.https]`", HTTPS_FIX, report)?;
     let address = table.require("address", format!("write `address = {HTTPS_EXAMPLE}`"));
     let main = Pair::required(&mut table);
@@ -141,7 +141,7 @@ fn https(item: &Item, files: Files, taken: &mut Taken, report: &mut Report) -> O
 }
 
 /// `[[listen.https.certificates]]`: each is chosen by a name that no other of its kind has.
-fn more(item: &Item, files: Files, certificates: &mut Vec<Certificate>, report: &mut Report) {
+fn more(item: &Item, files: ReadFile, certificates: &mut Vec<Certificate>, report: &mut Report) {
     let fix = "write `[[listen.https.certificates]]`, then its `certificate` and its `private_key`";
     let DeValue::Array(_) = item.value else {
         item.wrong_type::<()>("a list of tables", fix, report);
@@ -153,19 +153,19 @@ fn more(item: &Item, files: Files, certificates: &mut Vec<Certificate>, report: 
         table.finish(report);
         let span = pair.certificate.as_ref().map_or(entry.span.clone(), |item| item.span.clone());
         let Some(certificate) = pair.read(files, report) else { continue };
-        let file = shown(&certificate.file);
+        let file = quoted(&certificate.file);
         let is_for = |other: &Certificate, name: &String| {
-            other.names.contains(name) && other.algorithm() == certificate.algorithm()
+            other.dns_names.contains(name) && other.algorithm() == certificate.algorithm()
         };
         let taken = certificate
-            .names
+            .dns_names
             .iter()
             .find_map(|name| Some((name, certificates.iter().find(|other| is_for(other, name))?)));
-        if certificate.names.is_empty() {
+        if certificate.dns_names.is_empty() {
             let message = format!("nobody can ask for {file}: it is for no DNS name");
             report.problem(span, message, "have it issued with names (subjectAltName), or make it the main one");
         } else if let Some((name, other)) = taken {
-            let message = format!("{file} is for {}, and so is {}", shown(name), shown(&other.file));
+            let message = format!("{file} is for {}, and so is {}", quoted(name), quoted(&other.file));
             report.problem(span, message, "keep one of the two; both can stay if one has an RSA and one an ECDSA key");
         }
         certificates.push(certificate);
@@ -179,47 +179,47 @@ struct Auth<'d> {
 }
 
 impl Auth<'_> {
-    fn read(self, ca: Option<Item>, is_misspelt: bool, files: Files, report: &mut Report) -> Option<ClientAuth> {
+    fn read(self, ca: Option<Item>, is_misspelt: bool, files: ReadFile, report: &mut Report) -> Option<ClientAuth> {
         let words = [("required", true), ("optional", false)];
         let required = self.word.as_ref().and_then(|item| item.choice(&words, report)).unwrap_or(true);
         let revoked = self.lists.as_ref().map(|item| revoked(item, files, report)).unwrap_or_default();
         if let Some(ca) = ca {
             let authorities = authorities(&ca, files, report).unwrap_or_default();
-            return Some(ClientAuth { authorities, required, revoked });
+            return Some(ClientAuth { authorities, required, revocation_lists: revoked });
         }
         for item in [self.word, self.lists].into_iter().flatten().filter(|_| !is_misspelt) {
             let message = format!("`{}` has no effect: nobody's certificates are believed", item.key);
             let fix = "name who issues them: `client_ca = \"FILE\"`, or remove it";
-            report.unless_broken(item.key_span, message, fix);
+            report.missing(item.key_span, message, fix);
         }
         None
     }
 }
 
 fn networks(item: &Item, report: &mut Report) -> Vec<Network> {
-    let words = item.texts(NETWORKS, report);
+    let words = item.strings(NETWORKS, report);
     if words.as_ref().is_some_and(Vec::is_empty) {
-        let fix = format!("{}, or leave it out: nobody is believed then", item.write(NETWORKS));
+        let fix = format!("{}, or leave it out: nobody is believed then", item.fix_with(NETWORKS));
         report.problem(item.span.clone(), "`proxy_protocol` is an empty list", fix);
     }
     words.iter().flatten().filter_map(|word| overrides::network_of(word, report)).collect()
 }
 
-fn address(word: &Word, takes_ipv4: bool, taken: &mut Taken, report: &mut Report) -> Option<SocketAddr> {
+fn address(word: &SpannedStr, takes_ipv4: bool, taken: &mut Taken, report: &mut Report) -> Option<SocketAddr> {
     let Ok(address) = word.text.parse::<SocketAddr>() else {
-        report.problem(word.span.clone(), format!("{} is no address to listen on", shown(word.text)), fix(word.text));
+        report.problem(word.span.clone(), format!("{} is no address to listen on", quoted(word.text)), fix(word.text));
         return None;
     };
     if let IpAddr::V6(ip) = address.ip()
         && let Some(mapped) = ip.to_ipv4_mapped()
     {
-        let message = format!("{} is an IPv4 address written as one of IPv6", shown(word.text));
+        let message = format!("{} is an IPv4 address written as one of IPv6", quoted(word.text));
         report.problem(word.span.clone(), message, format!("write `\"{mapped}:{}\"`", address.port()));
         return None;
     }
     let bound = Bound { address, takes_ipv4, line: report.line(word.span.start) };
     if let Some(other) = taken.iter().find(|other| bound.overlaps(other)) {
-        let (text, other_text) = (shown(word.text), shown(&other.address.to_string()));
+        let (text, other_text) = (quoted(word.text), quoted(&other.address.to_string()));
         let place = match other.line {
             0 => ": `http` listens on it by default".to_owned(),
             line => format!(", on line {line}"),

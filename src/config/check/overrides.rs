@@ -8,8 +8,8 @@ use std::collections::HashSet;
 use toml::de::DeValue;
 
 use super::{name, rule_windows};
-use crate::config::diagnostics::{Report, listed, shown};
-use crate::config::toml_reader::{Item, Word};
+use crate::config::diagnostics::{Report, quoted, quoted_list};
+use crate::config::toml_reader::{Item, SpannedStr};
 use transom_limiter::ip_prefix::{Network, NetworkError, canonical_address};
 use transom_limiter::key::KeyPart;
 use transom_limiter::rule::{Exemptions, KeyValue, Override, Plan, Rule};
@@ -43,7 +43,7 @@ impl Settings<'_> {
 fn plans(item: &Item, rule: &str, report: &mut Report) -> Vec<Plan> {
     let Some(table) = item.table("the plans", PLAN_FIX, report) else { return Vec::new() };
     let mut plans = Vec::new();
-    for entry in table.all() {
+    for entry in table.items() {
         name(&entry, report);
         let title = format!("`[rules.{rule}.plans.{}]`", entry.key);
         let Some(mut table) = entry.table(title, PLAN_FIX, report) else { continue };
@@ -78,7 +78,7 @@ fn exemptions(item: &Item, keys: &mut Keys, report: &mut Report) -> Exemptions {
         match entry.value {
             DeValue::String(text) => match text.strip_prefix(KEY) {
                 Some(value) => {
-                    let word = Word { text: value, span: entry.span.clone() };
+                    let word = SpannedStr { text: value, span: entry.span.clone() };
                     exemptions.keys.extend(keys.of(&[word], &entry, report));
                 }
                 None => exemptions.networks.extend(exempt_network(text, &entry, report)),
@@ -91,14 +91,14 @@ fn exemptions(item: &Item, keys: &mut Keys, report: &mut Report) -> Exemptions {
                 if key.is_none() == network.is_none() && misspelt.is_empty() {
                     let message = "an exemption is either a `key` or a `network`";
                     let fix = "write `{ key = \"VALUE\" }` or `{ network = \"10.0.0.0/8\" }`";
-                    report.unless_broken(entry.span.clone(), message, fix);
+                    report.missing(entry.span.clone(), message, fix);
                 }
                 exemptions.keys.extend(key.and_then(|item| keys.read(&item, report)));
-                let word = network.and_then(|item| item.text("\"10.0.0.0/8\"", report));
+                let word = network.and_then(|item| item.string("\"10.0.0.0/8\"", report));
                 exemptions.networks.extend(word.and_then(|word| network_of(&word, report)));
             }
             _ => {
-                let fix = entry.write(EXEMPTIONS);
+                let fix = entry.fix_with(EXEMPTIONS);
                 entry.wrong_type::<()>("a network or the value of a key", &fix, report);
             }
         }
@@ -109,24 +109,24 @@ fn exemptions(item: &Item, keys: &mut Keys, report: &mut Report) -> Exemptions {
 /// A text that looks like neither a network nor a key may have been meant as either.
 fn exempt_network(text: &str, entry: &Item, report: &mut Report) -> Option<Network> {
     if text.contains(['/', '.', ':']) || text.is_empty() {
-        return network_of(&Word { text, span: entry.span.clone() }, report);
+        return network_of(&SpannedStr { text, span: entry.span.clone() }, report);
     }
     let fix = format!("write `\"{KEY}{text}\"`, if the value of a key is meant");
-    report.problem(entry.span.clone(), format!("{} is no network", shown(text)), fix);
+    report.problem(entry.span.clone(), format!("{} is no network", quoted(text)), fix);
     None
 }
 
 /// A network, for rules and clients alike.
-pub fn network_of(word: &Word, report: &mut Report) -> Option<Network> {
+pub fn network_of(word: &SpannedStr, report: &mut Report) -> Option<Network> {
     match word.text.parse() {
         Ok(network) => Some(network),
         Err(NetworkError::Syntax) => {
-            let message = format!("{} is no network", shown(word.text));
+            let message = format!("{} is no network", quoted(word.text));
             report.problem(word.span.clone(), message, "write such as `\"10.0.0.0/8\"`, or an address");
             None
         }
         Err(NetworkError::HostBits(network)) => {
-            let message = format!("{} goes on behind its first `{}` bits", shown(word.text), network.prefix);
+            let message = format!("{} goes on behind its first `{}` bits", quoted(word.text), network.prefix);
             let address = word.text.split('/').next().unwrap_or_default();
             let fix = format!("write `\"{network}\"`, or `\"{address}\"` for the one address");
             report.problem(word.span.clone(), message, fix);
@@ -144,11 +144,11 @@ struct Keys<'r> {
 impl Keys<'_> {
     /// The value of a key: a string, or a list of as many as the key has parts.
     fn read(&mut self, item: &Item, report: &mut Report) -> Option<Vec<KeyValue>> {
-        let words = item.texts("\"VALUE\"", report)?;
+        let words = item.strings("\"VALUE\"", report)?;
         self.of(&words, item, report)
     }
 
-    fn of(&mut self, words: &[Word], item: &Item, report: &mut Report) -> Option<Vec<KeyValue>> {
+    fn of(&mut self, words: &[SpannedStr], item: &Item, report: &mut Report) -> Option<Vec<KeyValue>> {
         if self.parts.is_empty() {
             // The key could not be read, and that has been said.
             return None;
@@ -160,7 +160,7 @@ impl Keys<'_> {
         }
         if words.len() != self.parts.len() {
             let parts: Vec<String> = self.parts.iter().map(KeyPart::to_string).collect();
-            let parts = listed(parts.iter().map(String::as_str), "and");
+            let parts = quoted_list(parts.iter().map(String::as_str), "and");
             let one = if words.len() == 1 { "one value" } else { "another number of values" };
             let message = format!("the rule's key is made of {parts}, and this is {one}");
             let example: Vec<String> = self.parts.iter().map(|part| format!("\"{}\"", example(part))).collect();
@@ -201,12 +201,12 @@ fn example(part: &KeyPart) -> &'static str {
 }
 
 /// What a part of a key has to be in a request, as it has to be there.
-fn value(part: &KeyPart, word: &Word, report: &mut Report) -> Option<KeyValue> {
+fn value(part: &KeyPart, word: &SpannedStr, report: &mut Report) -> Option<KeyValue> {
     let text = word.text;
     if let KeyPart::Ip { v4_prefix, v6_prefix } = part {
         let Ok(address) = text.parse().map(canonical_address) else {
             let fix = "write such as `192.0.2.7`; whole networks can be exempt, but have no windows of their own";
-            report.problem(word.span.clone(), format!("{} is no address", shown(text)), fix);
+            report.problem(word.span.clone(), format!("{} is no address", quoted(text)), fix);
             return None;
         };
         // All that the rule counts as one client are meant; so are they in whatever spelling.
@@ -246,24 +246,24 @@ fn value(part: &KeyPart, word: &Word, report: &mut Report) -> Option<KeyValue> {
         | KeyPart::Route
         | KeyPart::Global => return Some(KeyValue::Clear(text.to_owned())),
     };
-    report.problem(word.span.clone(), format!("no request has {} as its `{part}`", shown(text)), fix);
+    report.problem(word.span.clone(), format!("no request has {} as its `{part}`", quoted(text)), fix);
     None
 }
 
 /// The fingerprint of a certificate, as requests are counted by it: however it is written here, such as by
 /// `openssl x509 -fingerprint -sha256`.
-pub fn fingerprint(word: &Word, report: &mut Report) -> Option<String> {
+pub fn fingerprint(word: &SpannedStr, report: &mut Report) -> Option<String> {
     let digits = word.text.strip_prefix(Digest::PREFIX).unwrap_or(word.text).replace(':', "").to_ascii_lowercase();
     if digits.len() == 64 && digits.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return Some(digits);
     }
     let fix = "write its SHA-256, as `openssl x509 -in FILE -noout -fingerprint -sha256` does";
-    report.problem(word.span.clone(), format!("{} is no fingerprint of a certificate", shown(word.text)), fix);
+    report.problem(word.span.clone(), format!("{} is no fingerprint of a certificate", quoted(word.text)), fix);
     None
 }
 
 /// The digest of a secret.
-pub fn digest(word: &Word, report: &mut Report) -> Option<Digest> {
+pub fn digest(word: &SpannedStr, report: &mut Report) -> Option<Digest> {
     let digest = Digest::parse(word.text);
     if digest.is_none() {
         let message = "this is no digest: behind `sha256:` stand 64 hex digits";

@@ -4,10 +4,10 @@
 //! other form would never match. Here it is refused with the spelling that does. A pattern's
 //! segments are what stands between slashes: `/` has one, which is empty, and so has `/a/` at its end.
 
-use crate::config::diagnostics::{Report, shown};
-use crate::config::toml_reader::Word;
+use crate::config::diagnostics::{Report, quoted};
+use crate::config::toml_reader::SpannedStr;
 use crate::config::{EncodedSlash, PathParameters, PathPattern, PathReading, Segment, TrailingSlash};
-use crate::config::{doubt, is_plain};
+use crate::config::{find_ambiguity, is_pchar};
 
 /// Segments beyond this one are not told apart when requests are matched.
 const SEGMENTS_MAX: usize = 64;
@@ -15,7 +15,7 @@ const SEGMENTS_MAX: usize = 64;
 /// What is wrong with a pattern, and the fix.
 type Flaw = (String, String);
 
-pub fn path(word: &Word, reading: PathReading, report: &mut Report) -> Option<PathPattern> {
+pub fn path(word: &SpannedStr, reading: PathReading, report: &mut Report) -> Option<PathPattern> {
     match parse(word.text, reading) {
         Ok(segments) => Some(PathPattern { text: word.text.to_owned(), segments }),
         Err((message, fix)) => {
@@ -31,7 +31,7 @@ pub fn is_param_name(text: &str) -> bool {
 }
 
 fn parse(text: &str, reading: PathReading) -> Result<Vec<Segment>, Flaw> {
-    let path = |what: &str| format!("the path {} {what}", shown(text));
+    let path = |what: &str| format!("the path {} {what}", quoted(text));
     let write = || format!("write `path = \"{}\"`", normal(text));
     let Some(rest) = text.strip_prefix('/') else {
         return Err(match text.split_once("://") {
@@ -67,7 +67,7 @@ fn parse(text: &str, reading: PathReading) -> Result<Vec<Segment>, Flaw> {
         }
         if name_of(&segment).is_some() && segments.iter().any(|other| name_of(other) == name_of(&segment)) {
             return Err((
-                path(&format!("has {} twice", shown(part))),
+                path(&format!("has {} twice", quoted(part))),
                 String::from("give one of the two another name"),
             ));
         }
@@ -89,7 +89,7 @@ fn name_of(segment: &Segment) -> Option<&str> {
 
 /// `{name}`, `{*name}`, or neither; and what other routers write.
 fn parameter(part: &str) -> Result<Option<Segment>, Flaw> {
-    let no_parameter = |fix: String| Err((format!("{} is no parameter", shown(part)), fix));
+    let no_parameter = |fix: String| Err((format!("{} is no parameter", quoted(part)), fix));
     if part == "*" || part == "**" {
         return no_parameter(String::from("write `{*rest}` for all that is left, or `{name}` for one segment"));
     }
@@ -103,7 +103,7 @@ fn parameter(part: &str) -> Result<Option<Segment>, Flaw> {
     let inner = part.strip_prefix('{').and_then(|rest| rest.strip_suffix('}'));
     let Some(inner) = inner.filter(|inner| !inner.contains(['{', '}'])) else {
         let fix = "write one `{name}` between two slashes and nothing beside it, such as `/users/{id}/files`";
-        return Err((format!("{} is neither a parameter nor a literal", shown(part)), fix.to_owned()));
+        return Err((format!("{} is neither a parameter nor a literal", quoted(part)), fix.to_owned()));
     };
     let (name, rest) = inner.strip_prefix('*').map_or((inner, false), |name| (name, true));
     if is_param_name(name) {
@@ -137,7 +137,7 @@ fn literal(part: &str, last: bool, reading: PathReading) -> Result<Segment, Lite
     }
     let plain = normal_segment(part);
     if plain == "." || plain == ".." {
-        return form(&format!("has the segment {}, which no request has once it is normalised", shown(part)));
+        return form(&format!("has the segment {}, which no request has once it is normalised", quoted(part)));
     }
     if plain != part {
         return form(&match first_flaw(part) {
@@ -145,7 +145,7 @@ fn literal(part: &str, last: bool, reading: PathReading) -> Result<Segment, Lite
             None => String::from("is not in its normal form"),
         });
     }
-    if let Some(doubt) = doubt(part) {
+    if let Some(doubt) = find_ambiguity(part) {
         let what = format!("can never match: where {doubt}, requests are refused");
         return Err(Literal::Other(what, String::from("write the path as clients ask for it")));
     }
@@ -173,15 +173,15 @@ fn first_flaw(part: &str) -> Option<String> {
         let code = rest.get(..3).and_then(encoded);
         match (c, code) {
             ('%', None) => return Some(String::from("has a `%` that begins no percent-encoding")),
-            ('%', Some(byte)) if is_plain(byte) => {
+            ('%', Some(byte)) if is_pchar(byte) => {
                 return Some(format!("encodes `{}`, which stands for itself", char::from(byte)));
             }
             ('%', Some(_)) if rest[..3].contains(|c: char| c.is_ascii_lowercase()) => {
                 return Some(format!("has the encoding `{}` in lower case", &rest[..3]));
             }
             ('%', Some(_)) => rest = &rest[3..],
-            (c, _) if !c.is_ascii() || !is_plain(c as u8) => {
-                return Some(format!("has {}, which a path has only percent-encoded", shown(&c.to_string())));
+            (c, _) if !c.is_ascii() || !is_pchar(c as u8) => {
+                return Some(format!("has {}, which a path has only percent-encoded", quoted(&c.to_string())));
             }
             (c, _) => rest = &rest[c.len_utf8()..],
         }
@@ -217,7 +217,7 @@ fn normal_segment(part: &str) -> String {
         let code = rest.get(..3).and_then(|code| std::str::from_utf8(code).ok()).and_then(encoded);
         let (byte, width, escaped) = code.map_or((byte, 1, false), |byte| (byte, 3, true));
         match escaped {
-            _ if is_plain(byte) => out.push(char::from(byte)),
+            _ if is_pchar(byte) => out.push(char::from(byte)),
             _ => out.push_str(&format!("%{byte:02X}")),
         }
         rest = &rest[width..];

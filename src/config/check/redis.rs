@@ -12,10 +12,10 @@ use super::jwt::without_line_end;
 use super::redis_url::{Address, DATABASE_MAX, address};
 use super::{duration, upstream_tls};
 use crate::config::client_tls::ClientTls;
-use crate::config::diagnostics::{Report, Span, shown};
-use crate::config::redis::{Hidden, Node, Nodes, PREFIX, Shared, TIMEOUT};
-use crate::config::toml_reader::{Item, Table, Word};
-use crate::config::{Files, Variables};
+use crate::config::diagnostics::{Report, Span, quoted};
+use crate::config::redis::{DEFAULT_PREFIX, DEFAULT_TIMEOUT, Node, Nodes, Secret, StoreConfig};
+use crate::config::toml_reader::{Item, SpannedStr, Table};
+use crate::config::{ReadFile, ReadVariable};
 use transom_limiter::rule::{OnOutage, Rule, Sharing};
 
 const EXAMPLE: &str = "\"redis://127.0.0.1:6379\"";
@@ -44,7 +44,12 @@ pub enum Usual {
 }
 
 /// Reads the table. `files` and `variables` are where secrets come from.
-pub fn shared(item: &Item, files: Files, variables: Variables, report: &mut Report) -> (Option<Shared>, Usual) {
+pub fn shared(
+    item: &Item,
+    files: ReadFile,
+    variables: ReadVariable,
+    report: &mut Report,
+) -> (Option<StoreConfig>, Usual) {
     let mut usual = Usual::Shared(Sharing::Lease, OnOutage::Local);
     if matches!(item.value, DeValue::String(_)) {
         // It is not shown: who writes a URL here may have put a password into it.
@@ -54,13 +59,13 @@ pub fn shared(item: &Item, files: Files, variables: Variables, report: &mut Repo
     let Some(mut table) = item.table("`[counters.shared]`", TABLE_FIX, report) else { return (None, usual) };
     let redis = table.require("redis", format!("write `redis = {EXAMPLE}`"));
     for (key, meant) in [("password", "password_file"), ("digest_key", "digest_key_file")] {
-        table.instead(key, meant, SECRET_FIX.replace("{}", key));
+        table.suggest_for(key, meant, SECRET_FIX.replace("{}", key));
     }
     for key in ["url", "host", "servers", "nodes"] {
-        table.instead(key, "redis", format!("write `redis = {EXAMPLE}`, or a list for a cluster"));
+        table.suggest_for(key, "redis", format!("write `redis = {EXAMPLE}`, or a list for a cluster"));
     }
-    table.instead("tls", "redis", "write `rediss://` in `redis`");
-    table.instead("shared", "mode", "did you mean `mode`? That is how it is called here, for all rules");
+    table.suggest_for("tls", "redis", "write `rediss://` in `redis`");
+    table.suggest_for("shared", "mode", "did you mean `mode`? That is how it is called here, for all rules");
     let master = table.get("sentinel_master");
     let login = Login {
         username: table.get("username"),
@@ -71,7 +76,7 @@ pub fn shared(item: &Item, files: Files, variables: Variables, report: &mut Repo
     let mode = table.get("mode").and_then(|item| item.choice(&MODES, report)).unwrap_or(Sharing::Lease);
     let on_outage = table.get("on_outage").and_then(|item| item.choice(&OUTAGES, report)).unwrap_or(OnOutage::Local);
     usual = Usual::Shared(mode, on_outage);
-    let timeout = table.get("timeout").and_then(|item| duration(&item, 1..=TIMEOUT_MAX_MS, TIMEOUT, report));
+    let timeout = table.get("timeout").and_then(|item| duration(&item, 1..=TIMEOUT_MAX_MS, DEFAULT_TIMEOUT, report));
     let (key_file, key_variable) = (table.get("digest_key_file"), table.get("digest_key_env"));
     let tls = upstream_tls::Settings {
         ca: table.get("ca"),
@@ -81,8 +86,8 @@ pub fn shared(item: &Item, files: Files, variables: Variables, report: &mut Repo
     };
     let misspelt = table.finish(report);
 
-    let prefix = prefix.and_then(|item| self::prefix(&item, report)).unwrap_or_else(|| PREFIX.to_owned());
-    let timeout = timeout.map_or(TIMEOUT, Duration::from_millis);
+    let prefix = prefix.and_then(|item| self::prefix(&item, report)).unwrap_or_else(|| DEFAULT_PREFIX.to_owned());
+    let timeout = timeout.map_or(DEFAULT_TIMEOUT, Duration::from_millis);
     let places = Places { files, variables };
     let digest_key = digest_key(key_file.as_ref(), key_variable.as_ref(), &places, report);
     let servers = redis.as_ref().and_then(|item| Servers::read(item, report));
@@ -90,7 +95,7 @@ pub fn shared(item: &Item, files: Files, variables: Variables, report: &mut Repo
     let database = self::database(database.as_ref(), servers.as_ref(), nodes.as_ref(), report);
     let (username, password) = login.read(servers.as_ref(), &misspelt, &places, report);
     let tls = self::tls(tls, servers.as_ref(), &misspelt, files, report);
-    let shared = nodes.zip(database).map(|(nodes, database)| Shared {
+    let shared = nodes.zip(database).map(|(nodes, database)| StoreConfig {
         nodes,
         username,
         password,
@@ -123,7 +128,7 @@ impl<'d> OfRule<'d> {
             let asks = self.shared.as_ref().filter(|_| shared != Some(Some(Sharing::Local)));
             for item in asks.into_iter().chain(&self.on_outage) {
                 let message = format!("`{}` has no effect: there is no `[counters.shared]`", item.key);
-                report.unless_broken(item.key_span.clone(), message, format!("remove it, or {TABLE_FIX}"));
+                report.missing(item.key_span.clone(), message, format!("remove it, or {TABLE_FIX}"));
             }
             return;
         };
@@ -131,7 +136,7 @@ impl<'d> OfRule<'d> {
         rule.on_outage = on_outage.flatten().unwrap_or(outage);
         if let (Sharing::Local, Some(item), false) = (rule.sharing, &self.on_outage, misspelt) {
             let message = "`on_outage` has no effect: the rule is not counted together with other gateways";
-            report.unless_broken(item.key_span.clone(), message, "remove it, or remove `shared = \"off\"`");
+            report.missing(item.key_span.clone(), message, "remove it, or remove `shared = \"off\"`");
         }
     }
 }
@@ -140,7 +145,7 @@ impl<'d> OfRule<'d> {
 struct Servers<'d> {
     item: Item<'d>,
     is_list: bool,
-    words: Vec<Word<'d>>,
+    words: Vec<SpannedStr<'d>>,
     addresses: Vec<Address>,
 }
 
@@ -148,9 +153,9 @@ impl<'d> Servers<'d> {
     /// `None` beside a problem.
     fn read(item: &Item<'d>, report: &mut Report) -> Option<Servers<'d>> {
         let is_list = matches!(item.value, DeValue::Array(_));
-        let words = item.texts(EXAMPLE, report)?;
+        let words = item.strings(EXAMPLE, report)?;
         if words.is_empty() {
-            report.problem(item.span.clone(), "`redis` is an empty list", item.write(EXAMPLE));
+            report.problem(item.span.clone(), "`redis` is an empty list", item.fix_with(EXAMPLE));
         }
         let before = report.count();
         let mut addresses: Vec<Address> = Vec::new();
@@ -197,10 +202,10 @@ impl<'d> Servers<'d> {
             }
         }
         if let Some(item) = master {
-            let master = item.text("\"mymaster\"", report)?;
+            let master = item.string("\"mymaster\"", report)?;
             let is_name = |c: char| c.is_ascii_alphanumeric() || ".-_".contains(c);
             if master.text.is_empty() || !master.text.chars().all(is_name) {
-                let message = format!("{} is no name that Sentinel can give to a master", shown(master.text));
+                let message = format!("{} is no name that Sentinel can give to a master", quoted(master.text));
                 report.problem(
                     master.span,
                     message,
@@ -241,29 +246,29 @@ fn database(item: Option<&Item>, servers: Option<&Servers>, nodes: Option<&Nodes
 
 /// Where secrets come from.
 struct Places<'f> {
-    files: Files<'f>,
-    variables: Variables<'f>,
+    files: ReadFile<'f>,
+    variables: ReadVariable<'f>,
 }
 
 impl Places<'_> {
     /// What a file or a variable holds, without the line end that editors put there.
     fn secret(&self, item: &Item, report: &mut Report) -> Option<Vec<u8>> {
         let is_file = item.key.ends_with("_file");
-        let word = item.text(if is_file { "\"FILE\"" } else { "\"VARIABLE\"" }, report)?;
+        let word = item.string(if is_file { "\"FILE\"" } else { "\"VARIABLE\"" }, report)?;
         let (bytes, what) = if is_file {
             let read = (self.files)(Path::new(word.text));
             let read = read.map_err(|error| {
-                report.problem(word.span.clone(), format!("can not read {}: {error}", shown(word.text)), FILE_FIX);
+                report.problem(word.span.clone(), format!("can not read {}: {error}", quoted(word.text)), FILE_FIX);
             });
-            (read.ok()?, shown(word.text))
+            (read.ok()?, quoted(word.text))
         } else {
             let Some(value) = (self.variables)(word.text) else {
-                let message = format!("there is no variable {} in the environment", shown(word.text));
+                let message = format!("there is no variable {} in the environment", quoted(word.text));
                 let fix = "set it where the gateway is started, or name a file instead";
                 report.problem(word.span, message, fix);
                 return None;
             };
-            (value, format!("the variable {}", shown(word.text)))
+            (value, format!("the variable {}", quoted(word.text)))
         };
         let secret = without_line_end(&bytes).to_vec();
         if secret.is_empty() {
@@ -294,7 +299,7 @@ impl Login<'_> {
         misspelt: &[&str],
         places: &Places,
         report: &mut Report,
-    ) -> (Option<String>, Option<Hidden<String>>) {
+    ) -> (Option<String>, Option<Secret<String>>) {
         let of_url = servers.filter(|servers| !servers.is_list).and_then(|servers| servers.addresses.first());
         let (url_name, url_password) =
             of_url.map_or((None, None), |address| (address.username.clone(), address.password.clone()));
@@ -304,8 +309,8 @@ impl Login<'_> {
                 return (None, None);
             }
             (Some(item), None) => {
-                let word = item.text("\"transom\"", report);
-                if let Some(Word { span, .. }) = word.as_ref().filter(|word| word.text.is_empty()) {
+                let word = item.string("\"transom\"", report);
+                if let Some(SpannedStr { span, .. }) = word.as_ref().filter(|word| word.text.is_empty()) {
                     report.problem(span.clone(), "`username` is empty", "write it, or leave it out");
                 }
                 word.map(|word| word.text.to_owned())
@@ -337,13 +342,13 @@ impl Login<'_> {
         let nameless = name.is_some() && password.is_none() && !is_meant;
         if let (true, Some(servers)) = (nameless, servers) {
             let span = self.username.as_ref().map_or(servers.item.span.clone(), |item| item.key_span.clone());
-            report.unless_broken(
+            report.missing(
                 span,
                 "a user name is given without a password",
                 "add `password_file = \"FILE\"` or `password_env = \"VARIABLE\"`",
             );
         }
-        (name, password.map(Hidden))
+        (name, password.map(Secret))
     }
 }
 
@@ -353,7 +358,7 @@ fn digest_key(
     variable: Option<&Item>,
     places: &Places,
     report: &mut Report,
-) -> Option<Hidden<Vec<u8>>> {
+) -> Option<Secret<Vec<u8>>> {
     let item = match (file, variable) {
         (Some(_), Some(variable)) => {
             both("`digest_key_file`", variable, report);
@@ -368,16 +373,16 @@ fn digest_key(
         report.problem(item.span.clone(), message, "make one at random: `openssl rand -hex 32`");
         return None;
     }
-    Some(Hidden(key))
+    Some(Secret(key))
 }
 
 fn prefix(item: &Item, report: &mut Report) -> Option<String> {
-    let word = item.text(&format!("\"{PREFIX}\""), report)?;
+    let word = item.string(&format!("\"{DEFAULT_PREFIX}\""), report)?;
     let is_plain = |c: char| c.is_ascii_alphanumeric() || ".~_:-".contains(c);
     if !word.text.is_empty() && word.text.len() <= PREFIX_MAX_BYTES && word.text.chars().all(is_plain) {
         return Some(word.text.to_owned());
     }
-    let message = format!("{} can not be what keys begin with", shown(word.text));
+    let message = format!("{} can not be what keys begin with", quoted(word.text));
     let fix = format!("write at most {PREFIX_MAX_BYTES} letters, digits and `.~_:-`");
     report.problem(word.span, message, fix);
     None
@@ -387,7 +392,7 @@ fn tls(
     settings: upstream_tls::Settings,
     servers: Option<&Servers>,
     misspelt: &[&str],
-    files: Files,
+    files: ReadFile,
     report: &mut Report,
 ) -> Option<ClientTls> {
     let servers = servers?;
@@ -395,7 +400,7 @@ fn tls(
     if !servers.addresses.iter().any(|address| address.secure) {
         for item in given.into_iter().flatten() {
             let message = format!("`{}` has no effect: no server is reached by TLS", item.key);
-            report.unless_broken(item.key_span.clone(), message, "remove it, or write `rediss://` in `redis`");
+            report.missing(item.key_span.clone(), message, "remove it, or write `rediss://` in `redis`");
         }
         return None;
     }

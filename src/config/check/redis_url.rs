@@ -4,7 +4,7 @@
 //! socket. What stands before `@` never goes into a message.
 
 use super::upstreams::{Parsed, authority, socket_path};
-use crate::config::diagnostics::shown;
+use crate::config::diagnostics::quoted;
 use crate::config::redis::Node;
 
 const PORT: u16 = 6379;
@@ -36,7 +36,7 @@ pub fn address(url: &str) -> Parsed<Address> {
             return Ok(Address { secure: false, node, username: None, password: None, database: None });
         }
         scheme => {
-            let message = format!("{} is no scheme of a server that counters can be shared through", shown(scheme));
+            let message = format!("{} is no scheme of a server that counters can be shared through", quoted(scheme));
             let fix = "write `redis://HOST:PORT`, `rediss://HOST:PORT` for TLS, or `redis+unix:///PATH`";
             return Err((message, fix.to_owned()));
         }
@@ -45,7 +45,7 @@ pub fn address(url: &str) -> Parsed<Address> {
     let (username, password) = login.map_or(Ok((None, None)), self::login)?;
     let bare = format!("{scheme}://{rest}");
     if let Some(end) = rest.find(['?', '#']) {
-        let message = format!("the URL of {} has settings behind `{}`", shown(&rest[..end]), &rest[end..=end]);
+        let message = format!("the URL of {} has settings behind `{}`", quoted(&rest[..end]), &rest[end..=end]);
         return Err((message, "remove them; there are keys of `[counters.shared]` for what can be set".to_owned()));
     }
     let (host, path) = rest.split_once('/').map_or((rest, ""), |(host, path)| (host, path));
@@ -54,7 +54,7 @@ pub fn address(url: &str) -> Parsed<Address> {
         path => {
             let number = path.bytes().all(|byte| byte.is_ascii_digit()).then(|| path.parse::<u64>().ok()).flatten();
             let Some(number) = number.filter(|number| *number <= DATABASE_MAX) else {
-                let message = format!("{} has {} for a database", shown(&bare), shown(path));
+                let message = format!("{} has {} for a database", quoted(&bare), quoted(path));
                 return Err((message, format!("write a number from `0` to `{DATABASE_MAX}`, or none")));
             };
             Some(number)
@@ -70,7 +70,7 @@ fn without_scheme(url: &str) -> (String, String) {
         _ if url.is_empty() || url.contains('@') => "write `\"redis://HOST:PORT\"`".to_owned(),
         _ => format!("write `\"redis://{}\"`", url.trim()),
     };
-    let shown = if url.contains('@') { "this".to_owned() } else { shown(url) };
+    let shown = if url.contains('@') { "this".to_owned() } else { quoted(url) };
     (format!("{shown} is no URL of a server"), fix)
 }
 

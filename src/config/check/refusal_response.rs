@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use super::{DAY_MS, Table, duration};
-use crate::config::diagnostics::{Report, shown};
+use crate::config::diagnostics::{Report, quoted};
 use crate::config::toml_reader::Item;
-use crate::config::{Body, Refusal};
+use crate::config::{Body, RefusalResponse};
 
 /// Every refusal carries it, so it should not be long.
 const BODY_MAX_BYTES: usize = 64 * 1024;
@@ -28,11 +28,11 @@ impl<'d> Settings<'d> {
         }
     }
 
-    pub fn read(self, report: &mut Report) -> Refusal {
+    pub fn read(self, report: &mut Report) -> RefusalResponse {
         let status = self.status.and_then(|item| item.integer(400..=599, report));
         let body = own_body(self.body, self.content_type, "the rule", report);
         let jitter_ms = self.retry_jitter.and_then(|item| duration(&item, 0..=DAY_MS, Duration::from_secs(5), report));
-        Refusal {
+        RefusalResponse {
             status: status.and_then(|status| u16::try_from(status).ok()),
             body,
             retry_jitter_s: jitter_ms.unwrap_or(0).div_ceil(1000),
@@ -52,7 +52,7 @@ pub fn own_body(body: Option<Item>, kind: Option<Item>, of: &str, report: &mut R
 }
 
 fn body(item: &Item, report: &mut Report) -> Option<String> {
-    let word = item.text("\"slow down\\n\"", report)?;
+    let word = item.string("\"slow down\\n\"", report)?;
     if word.text.len() > BODY_MAX_BYTES {
         let message = format!("`body` has `{}` bytes", word.text.len());
         report.problem(word.span, message, format!("write at most `{BODY_MAX_BYTES}`"));
@@ -63,7 +63,7 @@ fn body(item: &Item, report: &mut Report) -> Option<String> {
 
 /// A media type (RFC 9110, section 8.3.1), as far as it has to be one to be a field's value.
 fn content_type(item: &Item, report: &mut Report) -> Option<String> {
-    let word = item.text("\"application/json\"", report)?;
+    let word = item.string("\"application/json\"", report)?;
     let token = |text: &str| {
         !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte))
     };
@@ -71,7 +71,7 @@ fn content_type(item: &Item, report: &mut Report) -> Option<String> {
     let sound = name.trim_end().split_once('/').is_some_and(|(kind, sub)| token(kind) && token(sub));
     if !sound || !parameters.bytes().all(|byte| (b' '..=b'~').contains(&byte)) {
         let fix = "write such as `\"application/json\"` or `\"text/html; charset=utf-8\"`";
-        report.problem(word.span, format!("{} is no media type", shown(word.text)), fix);
+        report.problem(word.span, format!("{} is no media type", quoted(word.text)), fix);
         return None;
     }
     Some(word.text.trim().to_owned())

@@ -8,19 +8,19 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 use http::{HeaderName, HeaderValue, Method};
 use toml::de::DeValue;
 
-use crate::config::diagnostics::{Report, shown};
-use crate::config::toml_reader::{Item, Word};
+use crate::config::diagnostics::{Report, quoted};
+use crate::config::toml_reader::{Item, SpannedStr};
 
 /// A list of hosts; empty where there is none. `without` tells what holds then.
 pub fn hosts(item: Option<Item>, without: &str, report: &mut Report) -> Option<Vec<String>> {
     let Some(item) = item else { return Some(Vec::new()) };
-    let words = item.texts("\"api.example.com\"", report)?;
-    let host = |word: &Word| match host(word.text) {
+    let words = item.strings("\"api.example.com\"", report)?;
+    let host = |word: &SpannedStr| match host(word.text) {
         Ok(host) => Ok(host),
         Err(_) if ["", "*"].contains(&word.text) => {
-            Err((format!("{} is no host to match", shown(word.text)), format!("leave `{}` out: {without}", item.key)))
+            Err((format!("{} is no host to match", quoted(word.text)), format!("leave `{}` out: {without}", item.key)))
         }
-        Err(fix) => Err((format!("{} is no host to match", shown(word.text)), fix)),
+        Err(fix) => Err((format!("{} is no host to match", quoted(word.text)), fix)),
     };
     distinct(&item, &words, without, host, report)
 }
@@ -28,10 +28,10 @@ pub fn hosts(item: Option<Item>, without: &str, report: &mut Report) -> Option<V
 /// The methods of a route; empty: any.
 pub fn methods(item: Option<Item>, report: &mut Report) -> Option<Vec<String>> {
     let Some(item) = item else { return Some(Vec::new()) };
-    let words = item.texts("[\"GET\"]", report)?;
-    let method = |word: &Word| {
+    let words = item.strings("[\"GET\"]", report)?;
+    let method = |word: &SpannedStr| {
         let upper = word.text.to_ascii_uppercase();
-        let message = || format!("{} is no method", shown(word.text));
+        let message = || format!("{} is no method", quoted(word.text));
         match Method::from_bytes(word.text.as_bytes()) {
             _ if ["", "*", "ANY", "ALL"].contains(&upper.as_str()) => {
                 Err((message(), String::from("leave `methods` out: the route then takes any")))
@@ -47,9 +47,9 @@ pub fn methods(item: Option<Item>, report: &mut Report) -> Option<Vec<String>> {
 /// Reads each word; reports what is none, what is there twice, and a list of nothing.
 fn distinct(
     item: &Item,
-    words: &[Word],
+    words: &[SpannedStr],
     without: &str,
-    read: impl Fn(&Word) -> Result<String, (String, String)>,
+    read: impl Fn(&SpannedStr) -> Result<String, (String, String)>,
     report: &mut Report,
 ) -> Option<Vec<String>> {
     if words.is_empty() {
@@ -61,7 +61,7 @@ fn distinct(
     for word in words {
         match read(word) {
             Ok(value) if found.contains(&value) => {
-                report.problem(word.span.clone(), format!("{} is there twice", shown(word.text)), "remove it");
+                report.problem(word.span.clone(), format!("{} is there twice", quoted(word.text)), "remove it");
             }
             Ok(value) => found.push(value),
             Err((message, fix)) => report.problem(word.span.clone(), message, fix),
@@ -75,7 +75,7 @@ fn host(text: &str) -> Result<String, String> {
     let lower = text.to_lowercase();
     if let Some((_, rest)) = lower.split_once("://") {
         let bare = rest.split(['/', ':', '?']).next().unwrap_or(rest);
-        return Err(format!("write the name alone: {}", shown(bare)));
+        return Err(format!("write the name alone: {}", quoted(bare)));
     }
     if let Some(ip) = lower.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
         return ip.parse::<Ipv6Addr>().map(|ip| format!("[{ip}]")).map_err(|_| String::from("write `[::1]` for IPv6"));
@@ -84,13 +84,13 @@ fn host(text: &str) -> Result<String, String> {
         return Err(format!("an IPv6 address has brackets: write `\"[{ip}]\"`"));
     }
     if let Some((bare, _)) = lower.rsplit_once(':') {
-        return Err(format!("write {}: hosts are compared without their port", shown(bare)));
+        return Err(format!("write {}: hosts are compared without their port", quoted(bare)));
     }
     if let Some((bare, _)) = lower.split_once('/') {
-        return Err(format!("write {}, and the rest in `path`", shown(bare)));
+        return Err(format!("write {}, and the rest in `path`", quoted(bare)));
     }
     if let Some(bare) = lower.strip_suffix('.') {
-        return Err(format!("write {}, without the last dot", shown(bare)));
+        return Err(format!("write {}, without the last dot", quoted(bare)));
     }
     let name = lower.strip_prefix("*.").unwrap_or(&lower);
     let valid = if is_ipv4_like(&lower) { lower.parse::<Ipv4Addr>().is_ok() } else { is_name(name) };
@@ -100,7 +100,7 @@ fn host(text: &str) -> Result<String, String> {
     Err(if name.contains('*') {
         String::from("a `*` stands for the first label alone, such as `\"*.example.com\"`")
     } else if lower.starts_with('.') {
-        format!("write {}", shown(&format!("*{lower}")))
+        format!("write {}", quoted(&format!("*{lower}")))
     } else if !lower.is_ascii() {
         String::from("write the name as it is sent, in punycode: `xn--…`")
     } else {
@@ -147,20 +147,20 @@ pub fn headers(item: Option<Item>, report: &mut Report) -> Option<Vec<(String, O
     let table = item.table("`headers`", fix, report)?;
     let before = report.count();
     let mut found: Vec<(String, Option<String>)> = Vec::new();
-    for entry in table.all() {
+    for entry in table.items() {
         let Some(name) = field_name(entry.key) else {
-            let message = format!("{} is no name of a header field", shown(entry.key));
+            let message = format!("{} is no name of a header field", quoted(entry.key));
             report.problem(entry.key_span, message, NAME_FIX);
             continue;
         };
         if found.iter().any(|(other, _)| *other == name) {
-            let message = format!("{} is there twice: names of fields are compared in lower case", shown(entry.key));
+            let message = format!("{} is there twice: names of fields are compared in lower case", quoted(entry.key));
             report.problem(entry.key_span, message, "remove one of the two");
             continue;
         }
         if NOT_FORWARDED.contains(&name.as_str()) {
             let message =
-                format!("a route cannot ask for {}: the upstream does not get it as the client sent it", shown(&name));
+                format!("a route cannot ask for {}: the upstream does not get it as the client sent it", quoted(&name));
             let fix = "remove it: choose by another field, or by `hosts` or `scheme`";
             report.problem(entry.key_span, message, fix);
             continue;
@@ -171,7 +171,7 @@ pub fn headers(item: Option<Item>, report: &mut Report) -> Option<Vec<(String, O
                 found.push((name, Some(value.to_string())));
             }
             DeValue::String(value) => {
-                let message = format!("{} is no value that a header field can have", shown(value));
+                let message = format!("{} is no value that a header field can have", quoted(value));
                 report.problem(entry.span, message, "write it without line ends, and without blanks around it");
             }
             DeValue::Boolean(false) => {

@@ -5,8 +5,8 @@ use toml::de::DeValue;
 use super::rules::Looks;
 use super::unreachable_routes::Draft;
 use super::{Section, actions, cost, path, route_match, unreachable_routes};
-use crate::config::diagnostics::{Report, shown};
-use crate::config::toml_reader::{Item, Table, Word};
+use crate::config::diagnostics::{Report, quoted};
+use crate::config::toml_reader::{Item, SpannedStr, Table};
 use crate::config::{PathPattern, PathReading, Route, Segment, Timeouts, Upstream};
 use transom_limiter::key::{KeyPart, OnMissing};
 use transom_limiter::rule::{Cost, Rule};
@@ -37,7 +37,7 @@ pub fn routes(
     let items = item.list("[{ path = \"/{*rest}\", upstream = \"NAME\" }]", report).unwrap_or_default();
     if items.is_empty() && matches!(item.value, DeValue::Array(_)) {
         let fix = "write `[[routes]]`, then its `path` and its `upstream`";
-        report.unless_broken(item.key_span, "there are no routes", fix);
+        report.missing(item.key_span, "there are no routes", fix);
     }
     let mut drafts: Vec<Draft> = Vec::new();
     for item in items {
@@ -76,15 +76,15 @@ fn draft(
     };
     let names = table.get("rules");
     let cost = table.get("cost");
-    let websocket = table.get("websocket").and_then(|item| item.flag(report)).unwrap_or(true);
+    let websocket = table.get("websocket").and_then(|item| item.boolean(report)).unwrap_or(true);
     let misspelt = table.finish(report);
 
     let named = name.as_ref().map(|item| item.span.clone());
     let name = name.and_then(|item| self::name(&item, report));
     let path =
-        path.and_then(|item| item.text("\"/{*rest}\"", report)).and_then(|word| path::path(&word, reading, report));
+        path.and_then(|item| item.string("\"/{*rest}\"", report)).and_then(|word| path::path(&word, reading, report));
     let upstream = upstream.and_then(|item| {
-        let word = item.text(&format!("\"{}\"", a_name(upstreams)), report)?;
+        let word = item.string(&format!("\"{}\"", a_name(upstreams)), report)?;
         upstreams.find("upstream", word.text, word.span, report)
     });
     let actions = actions.read(path.as_ref(), reading.encoded_slash, timeouts, report);
@@ -125,7 +125,7 @@ fn scheme(item: &Item, schemes: Schemes, report: &mut Report) -> Option<bool> {
         ),
         secure => return Some(secure),
     };
-    report.unless_broken(item.span.clone(), message, fix);
+    report.missing(item.span.clone(), message, fix);
     Some(secure)
 }
 
@@ -133,7 +133,7 @@ fn scheme(item: &Item, schemes: Schemes, report: &mut Report) -> Option<bool> {
 fn no_upstream<'d>(item: Option<Item<'d>>, report: &mut Report) -> Option<Item<'d>> {
     if let Some(item) = item {
         let message = "`upstream` has no effect: the route answers by itself";
-        report.unless_broken(item.key_span, message, "remove it, or what the route answers");
+        report.missing(item.key_span, message, "remove it, or what the route answers");
     }
     None
 }
@@ -151,9 +151,9 @@ fn upstream_fix(upstreams: &Section<Upstream>) -> String {
 }
 
 fn name(item: &Item, report: &mut Report) -> Option<String> {
-    let word = item.text("\"login\"", report)?;
+    let word = item.string("\"login\"", report)?;
     if word.text.is_empty() || word.text.chars().count() > 128 || word.text.contains(char::is_control) {
-        let message = format!("{} cannot be the name of a route", shown(word.text));
+        let message = format!("{} cannot be the name of a route", quoted(word.text));
         report.problem(word.span, message, "write from 1 to 128 characters on one line, or leave it out");
         return None;
     }
@@ -162,11 +162,11 @@ fn name(item: &Item, report: &mut Report) -> Option<String> {
 
 /// The positions of the rules that a route names.
 fn used(item: &Item, path: Option<&PathPattern>, rules: &Rules, report: &mut Report) -> Option<Vec<usize>> {
-    let words = item.texts("[]", report)?;
+    let words = item.strings("[]", report)?;
     let mut found = Vec::new();
     for (i, word) in words.iter().enumerate() {
         if words[..i].iter().any(|other| other.text == word.text) {
-            report.problem(word.span.clone(), format!("{} is there twice", shown(word.text)), "remove it");
+            report.problem(word.span.clone(), format!("{} is there twice", quoted(word.text)), "remove it");
             continue;
         }
         let Some(position) = rules.find("rule", word.text, word.span.clone(), report) else { continue };
@@ -185,7 +185,7 @@ fn cost(item: &Item, used: &[usize], rules: &Rules, report: &mut Report) -> Opti
     let fixed: Vec<&Rule> = fixed.filter(|rule| matches!(rule.cost, Cost::Fixed(_))).collect();
     if fixed.is_empty() && rules.complete {
         let message = "`cost` has no effect: no rule of this route has a fixed cost";
-        report.unless_broken(item.key_span.clone(), message, "remove it, or name a rule in `rules`");
+        report.missing(item.key_span.clone(), message, "remove it, or name a rule in `rules`");
     }
     let smallest = fixed.iter().flat_map(|rule| rule.variants()).filter_map(cost::smallest).min();
     cost::affordable(item, cost, smallest, report);
@@ -193,7 +193,7 @@ fn cost(item: &Item, used: &[usize], rules: &Rules, report: &mut Report) -> Opti
 }
 
 /// A rule that counts by a parameter is told what to do where a path has none.
-fn has_params(word: &Word, path: &PathPattern, rule: &Rule, report: &mut Report) {
+fn has_params(word: &SpannedStr, path: &PathPattern, rule: &Rule, report: &mut Report) {
     let has = |name: &str| {
         path.segments.iter().any(|segment| match segment {
             Segment::Literal(_) => false,
@@ -207,10 +207,10 @@ fn has_params(word: &Word, path: &PathPattern, rule: &Rule, report: &mut Report)
     if let (Some(name), OnMissing::Never) = (lacking, &rule.on_missing) {
         let message = format!(
             "the rule {} counts by `param:{name}`, and the path {} has no `{{{name}}}`",
-            shown(word.text),
-            shown(&path.text)
+            quoted(word.text),
+            quoted(&path.text)
         );
         let fix = format!("add `{{{name}}}` to the path, or `on_missing_key = \"skip\"` to `[rules.{}]`", word.text);
-        report.unless_broken(word.span.clone(), message, fix);
+        report.missing(word.span.clone(), message, fix);
     }
 }

@@ -7,7 +7,7 @@
 use toml::de::DeValue;
 
 use super::window_table;
-use crate::config::diagnostics::{Report, shown};
+use crate::config::diagnostics::{Report, quoted};
 use crate::config::toml_reader::{Item, nearest};
 use transom_limiter::burst_bound;
 use transom_limiter::limit::{Limit, LimitError};
@@ -21,12 +21,12 @@ const PERIODS: [&str; 6] = ["second", "minute", "hour", "day", "week", "month"];
 /// The layers in the order of the file.
 pub fn layers(item: &Item, report: &mut Report) -> Vec<Limit> {
     if let DeValue::String(text) = item.value {
-        let fix = item.write(&format!("[\"{}\"]", text.trim()));
+        let fix = item.fix_with(&format!("[\"{}\"]", text.trim()));
         return item.wrong_type("a list", &fix, report).unwrap_or_default();
     }
     let items = item.list(EXAMPLE, report).unwrap_or_default();
     if items.is_empty() && matches!(item.value, DeValue::Array(_)) {
-        report.problem(item.span.clone(), "`windows` is an empty list", item.write(EXAMPLE));
+        report.problem(item.span.clone(), "`windows` is an empty list", item.fix_with(EXAMPLE));
     }
     let mut found: Vec<Limit> = Vec::new();
     for item in items {
@@ -62,13 +62,13 @@ fn layer(item: &Item, report: &mut Report) -> Option<Limit> {
         DeValue::String(text) => match Limit::parse(text) {
             Ok(limit) => Some(limit),
             Err(error) => {
-                report.problem(item.span.clone(), format!("{} is no limit", shown(text)), fix(text, error));
+                report.problem(item.span.clone(), format!("{} is no limit", quoted(text)), fix(text, error));
                 None
             }
         },
         DeValue::Table(_) => window_table::table(item, report),
         DeValue::Integer(_) => {
-            let fix = format!("write `\"{}/minute\"`, if minutes are meant", report.written(item.span.clone()));
+            let fix = format!("write `\"{}/minute\"`, if minutes are meant", report.source(item.span.clone()));
             item.wrong_type("a limit", &fix, report)
         }
         _ => item.wrong_type("a limit", &format!("write such as `windows = {EXAMPLE}`"), report),

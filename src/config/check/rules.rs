@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use super::redis::{OfRule, Usual};
 use super::{DAY_MS, FIELDS, Section, cost, duration, key, overrides, refusal_response, rule_windows};
-use crate::config::diagnostics::{Report, shown};
+use crate::config::diagnostics::{Report, quoted};
 use crate::config::listen::ClientCerts;
 use crate::config::toml_reader::{Item, Table};
-use crate::config::{QuotaFields, Refusal};
+use crate::config::{RateLimitStyle, RefusalResponse};
 use transom_limiter::key::OnMissing;
 use transom_limiter::rule::{Cost, OnLimit, Rule};
 
@@ -21,13 +21,13 @@ const WAITING_MAX: u64 = 1_000_000;
 
 /// What answers show of a rule.
 pub struct Looks {
-    pub fields: QuotaFields,
-    pub refusal: Refusal,
+    pub fields: RateLimitStyle,
+    pub refusal: RefusalResponse,
 }
 
 pub fn rules(
     item: Option<Item>,
-    fields: QuotaFields,
+    fields: RateLimitStyle,
     certs: ClientCerts,
     usual: Usual,
     report: &mut Report,
@@ -35,7 +35,7 @@ pub fn rules(
     let rules = Section::read(item, report, |name, table, report| {
         // Stands in for a rule that cannot be read; it asks for nothing, so no problem follows.
         let mut rule = Rule::new(name, Vec::new(), OnMissing::Skip, Vec::new());
-        let mut looks = Looks { fields, refusal: Refusal::default() };
+        let mut looks = Looks { fields, refusal: RefusalResponse::default() };
         if let Some(table) = table {
             read(&mut rule, &mut looks, table, certs, usual, report);
         }
@@ -68,7 +68,7 @@ fn read(rule: &mut Rule, looks: &mut Looks, mut table: Table, certs: ClientCerts
         exemptions: table.get("exemptions"),
     };
     let fields = table.get("headers").and_then(|item| item.choice(&FIELDS, report));
-    table.instead("mode", "shared", "did you mean `shared`? That is how it is called in a rule");
+    table.suggest_for("mode", "shared", "did you mean `shared`? That is how it is called in a rule");
     let misspelt = table.finish(report);
 
     (rule.key, rule.on_missing) = key.read(misspelt.contains(&"on_missing_key"), report);
@@ -78,7 +78,7 @@ fn read(rule: &mut Rule, looks: &mut Looks, mut table: Table, certs: ClientCerts
     rule.cost = cost.and_then(|item| cost::cost(&item, rule, report)).unwrap_or(Cost::Fixed(1));
     rule.on_limit = limits.read(misspelt.contains(&"max_delay"), report).unwrap_or(OnLimit::Refuse);
     sharing.read(rule, usual, misspelt.contains(&"shared"), report);
-    rule.count_refused = count_refused.and_then(|item| item.flag(report)).unwrap_or(false);
+    rule.count_refused = count_refused.and_then(|item| item.boolean(report)).unwrap_or(false);
     if let (Some(span), true) = (shards, rule.variants().flatten().any(|limit| limit.shards > 1)) {
         let other = match (&rule.cost, rule.on_limit) {
             (Cost::Response { .. }, _) => Some("a cost that the answer tells"),
@@ -122,7 +122,7 @@ impl AtLimit<'_> {
             (OnLimit::Delay { .. }, Some(item), None) => {
                 if !misspelt {
                     let message = "the rule does not say how long a request may wait";
-                    report.unless_broken(item.span.clone(), message, "add `max_delay = \"2s\"`");
+                    report.missing(item.span.clone(), message, "add `max_delay = \"2s\"`");
                 }
                 None
             }
@@ -132,7 +132,7 @@ impl AtLimit<'_> {
             (OnLimit::Refuse | OnLimit::Shadow, ..) => {
                 for item in [&self.delay, &self.waiting].into_iter().flatten() {
                     let message = format!("`{}` has no effect: the rule does not delay requests", item.key);
-                    report.unless_broken(item.key_span.clone(), message, "add `on_limit = \"delay\"`, or remove it");
+                    report.missing(item.key_span.clone(), message, "add `on_limit = \"delay\"`, or remove it");
                 }
                 Some(chosen)
             }
@@ -150,9 +150,9 @@ fn layer_names(rules: &Section<(Rule, Looks)>, report: &mut Report) {
         if let Some((name, other)) = taken.iter().find(|(name, _)| names.contains(name)) {
             let message = format!(
                 "answers would call two layers {}: one of the rule {}, one of the rule {}",
-                shown(name),
-                shown(other),
-                shown(&rule.name)
+                quoted(name),
+                quoted(other),
+                quoted(&rule.name)
             );
             report.problem(entry.span.clone(), message, "give one of the two rules another name");
         }

@@ -1,9 +1,9 @@
 //! Texts with variables, such as `https://{host}{uri}`: what stands in braces is taken from the request.
 
 use crate::config::PathPattern;
-use crate::config::diagnostics::{Report, listed, shown};
-use crate::config::route_actions::{Piece, Text, Variable};
-use crate::config::toml_reader::{Word, nearest};
+use crate::config::diagnostics::{Report, quoted, quoted_list};
+use crate::config::route_actions::{Template, TemplatePart, Variable};
+use crate::config::toml_reader::{SpannedStr, nearest};
 
 const VARIABLES: [(&str, Variable); 8] = [
     ("client_ip", Variable::ClientIp),
@@ -50,9 +50,9 @@ const NGINX_PREFIXES: [&str; 8] = ["arg_", "connection_", "cookie_", "geoip_", "
 const PARAM: &str = "param.";
 
 /// Reads a text; `{{` and `}}` stand for braces.
-pub fn text(word: &Word, path: Option<&PathPattern>, report: &mut Report) -> Option<Text> {
+pub fn text(word: &SpannedStr, path: Option<&PathPattern>, report: &mut Report) -> Option<Template> {
     if let Some(c) = word.text.chars().find(|c| c.is_control() && *c != '\t') {
-        let message = format!("a header field can not have {} in it", shown(&c.to_string()));
+        let message = format!("a header field can not have {} in it", quoted(&c.to_string()));
         report.problem(word.span.clone(), message, "write it on one line, without characters that can not be seen");
         return None;
     }
@@ -61,10 +61,10 @@ pub fn text(word: &Word, path: Option<&PathPattern>, report: &mut Report) -> Opt
             Some(meant) => format!("write `{meant}`"),
             None => {
                 let known: Vec<String> = VARIABLES.iter().map(|(known, _)| format!("{{{known}}}")).collect();
-                format!("remove it; there is {}", listed(known.iter().map(String::as_str), "and"))
+                format!("remove it; there is {}", quoted_list(known.iter().map(String::as_str), "and"))
             }
         };
-        let message = format!("{} is a variable of nginx, and would be sent as it is written", shown(written));
+        let message = format!("{} is a variable of nginx, and would be sent as it is written", quoted(written));
         report.problem(word.span.clone(), message, fix);
         return None;
     }
@@ -81,21 +81,21 @@ pub fn text(word: &Word, path: Option<&PathPattern>, report: &mut Report) -> Opt
             continue;
         }
         let Some((name, behind)) = behind.split_once('}').filter(|_| brace == "{") else {
-            let message = format!("{} has a brace that belongs to no variable", shown(word.text));
+            let message = format!("{} has a brace that belongs to no variable", quoted(word.text));
             report.problem(word.span.clone(), message, "write `{{` or `}}` for a brace, and `{host}` for a variable");
             return None;
         };
         if !literal.is_empty() {
-            pieces.push(Piece::Literal(std::mem::take(&mut literal)));
+            pieces.push(TemplatePart::Literal(std::mem::take(&mut literal)));
         }
-        pieces.push(Piece::Variable(variable(name, path, word, report)?));
+        pieces.push(TemplatePart::Variable(variable(name, path, word, report)?));
         rest = behind;
     }
     literal.push_str(rest);
     if !literal.is_empty() {
-        pieces.push(Piece::Literal(literal));
+        pieces.push(TemplatePart::Literal(literal));
     }
-    Some(Text(pieces))
+    Some(Template(pieces))
 }
 
 /// The first variable of nginx in a text, such as `$remote_addr` or `${host}`, and what is written for it here.
@@ -113,7 +113,7 @@ fn nginx_variable(text: &str) -> Option<(&str, Option<&'static str>)> {
     })
 }
 
-fn variable(name: &str, path: Option<&PathPattern>, word: &Word, report: &mut Report) -> Option<Variable> {
+fn variable(name: &str, path: Option<&PathPattern>, word: &SpannedStr, report: &mut Report) -> Option<Variable> {
     if let Some((_, variable)) = VARIABLES.iter().find(|(known, _)| *known == name) {
         return Some(variable.clone());
     }
@@ -130,13 +130,13 @@ fn variable(name: &str, path: Option<&PathPattern>, word: &Word, report: &mut Re
     if param.is_none() || path.is_some() {
         let braced = |name: &str| format!("{{{name}}}");
         let fix = match nearest(name, known()) {
-            Some(guess) => format!("did you mean {}?", shown(&braced(guess))),
+            Some(guess) => format!("did you mean {}?", quoted(&braced(guess))),
             None => {
                 let known: Vec<String> = known().map(braced).collect();
-                format!("there is {}", listed(known.iter().map(String::as_str), "and"))
+                format!("there is {}", quoted_list(known.iter().map(String::as_str), "and"))
             }
         };
-        report.problem(word.span.clone(), format!("{} is no variable", shown(&braced(name))), fix);
+        report.problem(word.span.clone(), format!("{} is no variable", quoted(&braced(name))), fix);
     }
     None
 }

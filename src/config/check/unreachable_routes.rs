@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use crate::config::diagnostics::{Report, Span, listed, shown};
+use crate::config::diagnostics::{Report, Span, quoted, quoted_list};
 use crate::config::{Route, Segment};
 
 /// A route as far as it could be read.
@@ -30,12 +30,12 @@ pub fn never_matched(drafts: &[Draft], report: &mut Report) {
                 [line] => format!("this route can never match: the route on line `{line}` takes all its requests"),
                 lines => {
                     let lines: Vec<String> = lines.iter().map(usize::to_string).collect();
-                    let lines = listed(lines.iter().map(String::as_str), "and");
+                    let lines = quoted_list(lines.iter().map(String::as_str), "and");
                     format!("this route can never match: the routes on lines {lines} take all its requests")
                 }
             };
             let fix = "remove one of them, or tell them apart by `path`, `host`, `scheme`, `methods` or `headers`";
-            report.unless_broken(draft.span.clone(), message, fix);
+            report.missing(draft.span.clone(), message, fix);
         }
         before.push(draft);
     }
@@ -90,7 +90,7 @@ pub fn name(drafts: Vec<Draft>, report: &mut Report) -> Vec<Route> {
         let Some(span) = &draft.named else { continue };
         let line = report.line(span.start);
         if let Some(other) = explicit.insert(&draft.route.name, line) {
-            let message = format!("the route {} has its name on line `{other}` already", shown(&draft.route.name));
+            let message = format!("the route {} has its name on line `{other}` already", quoted(&draft.route.name));
             report.problem(span.clone(), message, "give one of the two another name");
         }
     }

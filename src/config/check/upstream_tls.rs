@@ -14,9 +14,9 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, RootCertStore};
 use sha2::{Digest, Sha256};
 
-use crate::config::Files;
-use crate::config::client_tls::{ClientTls, Vouched};
-use crate::config::diagnostics::{Report, Span, shown};
+use crate::config::ReadFile;
+use crate::config::client_tls::{ClientTls, PinningVerifier};
+use crate::config::diagnostics::{Report, Span, quoted};
 use crate::config::toml_reader::{Item, Table};
 
 const FILE_FIX: &str = "name a file that the gateway may read; a relative path starts at the folder of this file";
@@ -50,7 +50,7 @@ impl SystemRoots {
 pub fn tls(
     item: Option<&Item>,
     span: Span,
-    files: Files,
+    files: ReadFile,
     roots: &mut SystemRoots,
     report: &mut Report,
 ) -> Option<ClientTls> {
@@ -81,7 +81,7 @@ impl Settings<'_> {
         &self,
         span: Span,
         misspelt: &[&str],
-        files: Files,
+        files: ReadFile,
         roots: &mut SystemRoots,
         report: &mut Report,
     ) -> Option<ClientTls> {
@@ -103,7 +103,7 @@ impl Settings<'_> {
                 let other = if one.key == "certificate" { "private_key" } else { "certificate" };
                 if !misspelt.contains(&other) {
                     let message = format!("`{}` is given without `{other}`", one.key);
-                    report.unless_broken(one.key_span.clone(), message, format!("write `{other} = \"FILE\"` as well"));
+                    report.missing(one.key_span.clone(), message, format!("write `{other} = \"FILE\"` as well"));
                 }
                 return None;
             }
@@ -134,12 +134,16 @@ fn builder(roots: Arc<RootCertStore>, named: Vec<CertificateDer<'static>>) -> Op
     // The provider that is named here has suites for both versions; there are no roots only beside a problem.
     let builder = builder.with_safe_default_protocol_versions().ok()?;
     let usual = WebPkiServerVerifier::builder_with_provider(roots, provider).build().ok()?;
-    Some(builder.dangerous().with_custom_certificate_verifier(Arc::new(Vouched { usual, named })))
+    Some(
+        builder
+            .dangerous()
+            .with_custom_certificate_verifier(Arc::new(PinningVerifier { webpki: usual, pinned: named })),
+    )
 }
 
 type Anchors = (Arc<RootCertStore>, Vec<CertificateDer<'static>>);
 
-fn ca_file(item: &Item, files: Files, print: &mut Sha256, report: &mut Report) -> Option<Anchors> {
+fn ca_file(item: &Item, files: ReadFile, print: &mut Sha256, report: &mut Report) -> Option<Anchors> {
     let (name, bytes) = file(item, "\"ca.pem\"", files, print, report)?;
     let mut roots = RootCertStore::empty();
     let named = certificates(item, &name, &bytes, report)?;
@@ -157,7 +161,7 @@ fn ca_file(item: &Item, files: Files, print: &mut Sha256, report: &mut Report) -
 fn identity(
     certificate: &Item,
     private_key: &Item,
-    files: Files,
+    files: ReadFile,
     print: &mut Sha256,
     report: &mut Report,
 ) -> Option<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>, Span)> {
@@ -185,12 +189,12 @@ fn certificates(item: &Item, name: &str, bytes: &[u8], report: &mut Report) -> O
 }
 
 fn server_name(item: &Item, print: &mut Sha256, report: &mut Report) -> Option<ServerName<'static>> {
-    let word = item.text("\"api.internal\"", report)?;
+    let word = item.string("\"api.internal\"", report)?;
     print.update([1]);
     print.update(word.text);
     let name = ServerName::try_from(word.text.to_owned());
     name.map_err(|_no_name| {
-        let message = format!("{} is no name that a certificate can have", shown(word.text));
+        let message = format!("{} is no name that a certificate can have", quoted(word.text));
         report.problem(word.span, message, "write a host name or an IP address, without port");
     })
     .ok()
@@ -200,19 +204,19 @@ fn server_name(item: &Item, print: &mut Sha256, report: &mut Report) -> Option<S
 fn file(
     item: &Item,
     example: &str,
-    files: Files,
+    files: ReadFile,
     print: &mut Sha256,
     report: &mut Report,
 ) -> Option<(String, Vec<u8>)> {
-    let word = item.text(example, report)?;
+    let word = item.string(example, report)?;
     match files(Path::new(word.text)) {
         Ok(bytes) => {
             print.update(item.key);
             print.update(Sha256::digest(&bytes));
-            Some((shown(word.text), bytes))
+            Some((quoted(word.text), bytes))
         }
         Err(error) => {
-            report.problem(word.span, format!("can not read {}: {error}", shown(word.text)), FILE_FIX);
+            report.problem(word.span, format!("can not read {}: {error}", quoted(word.text)), FILE_FIX);
             None
         }
     }

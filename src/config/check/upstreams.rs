@@ -9,10 +9,10 @@ use std::time::Duration;
 use super::route_match::{is_ipv4_like, is_name};
 use super::upstream_tls::{SystemRoots, tls};
 use super::{DAY_MS, Section, balance, duration};
-use crate::config::diagnostics::{Report, shown};
-use crate::config::toml_reader::{Item, Table, Word};
-use crate::config::upstream_policy::Policy;
-use crate::config::{Files, HostField, Protocol, Scheme, Server, Target, TransportSettings, Upstream};
+use crate::config::diagnostics::{Report, quoted};
+use crate::config::toml_reader::{Item, SpannedStr, Table};
+use crate::config::upstream_policy::UpstreamPolicy;
+use crate::config::{HostField, Protocol, ReadFile, Scheme, Server, Target, TransportSettings, Upstream};
 
 const EXAMPLE: &str = "[\"http://127.0.0.1:9001\"]";
 const PROTOCOLS: [(&str, Protocol); 3] =
@@ -21,7 +21,7 @@ const RESOLVE: Duration = Duration::from_secs(30);
 /// Of the path of a Unix socket: what the system has room for.
 const SOCKET_PATH_MAX_BYTES: usize = 107;
 
-pub fn upstreams(item: Option<Item>, files: Files, report: &mut Report) -> Section<Upstream> {
+pub fn upstreams(item: Option<Item>, files: ReadFile, report: &mut Report) -> Section<Upstream> {
     let mut roots = SystemRoots::default();
     Section::read(item, report, |name, table, report| {
         let read = table.map(|table| upstream(table, files, &mut roots, report)).unwrap_or_default();
@@ -32,7 +32,7 @@ pub fn upstreams(item: Option<Item>, files: Files, report: &mut Report) -> Secti
             tls: None,
             resolve: RESOLVE,
         });
-        Upstream { name: name.to_owned(), target: target.unwrap_or(Target::Echo), way, policy }
+        Upstream { name: name.to_owned(), target: target.unwrap_or(Target::Echo), transport: way, policy }
     })
 }
 
@@ -46,10 +46,10 @@ struct Settings<'d> {
 
 fn upstream(
     mut table: Table,
-    files: Files,
+    files: ReadFile,
     roots: &mut SystemRoots,
     report: &mut Report,
-) -> (Option<Target>, Option<TransportSettings>, Policy) {
+) -> (Option<Target>, Option<TransportSettings>, UpstreamPolicy) {
     let span = table.span.clone();
     let builtin = table.get("builtin");
     let servers = table.get("servers");
@@ -61,27 +61,27 @@ fn upstream(
     };
     let group = balance::Settings::of(&mut table);
     let misspelt = !table.finish(report).is_empty();
-    let none = (None, None, Policy::default());
+    let none = (None, None, UpstreamPolicy::default());
     match (builtin, servers) {
         (None, None) if misspelt => none,
         (None, None) => {
             let fix = format!("write `servers = {EXAMPLE}`, or `builtin = \"echo\"` for an upstream that needs none");
-            report.unless_broken(span, "the upstream has no `servers`", fix);
+            report.missing(span, "the upstream has no `servers`", fix);
             none
         }
         (Some(builtin), Some(_)) => {
             let message = "an upstream has `servers` or is `builtin`, not both";
-            report.unless_broken(builtin.key_span, message, "remove this line to use the servers");
+            report.missing(builtin.key_span, message, "remove this line to use the servers");
             none
         }
         (Some(builtin), None) => {
             let Settings { protocol, host, tls, resolve } = settings;
             for item in [protocol, host, tls, resolve].into_iter().flatten() {
                 let message = format!("`{}` has no effect: the upstream has no `servers`", item.key);
-                report.unless_broken(item.key_span, message, "remove it, or write `servers` instead of `builtin`");
+                report.missing(item.key_span, message, "remove it, or write `servers` instead of `builtin`");
             }
             group.in_vain(report);
-            (builtin.choice(&[("echo", ())], report).map(|()| Target::Echo), None, Policy::default())
+            (builtin.choice(&[("echo", ())], report).map(|()| Target::Echo), None, UpstreamPolicy::default())
         }
         (None, Some(item)) => {
             let policy = group.read(report);
@@ -95,14 +95,14 @@ fn upstream(
 fn servers_of(item: &Item, report: &mut Report) -> Option<Vec<Server>> {
     let words = balance::servers(item, EXAMPLE, report)?;
     if words.is_empty() {
-        report.problem(item.span.clone(), "`servers` is an empty list", item.write(EXAMPLE));
+        report.problem(item.span.clone(), "`servers` is an empty list", item.fix_with(EXAMPLE));
     }
     let mut servers: Vec<Server> = Vec::new();
     for (word, weight) in words {
         let Some(server) = server(&word, weight, report) else { continue };
         let same = |other: &&Server| other.host == server.host && other.port == server.port;
         if let Some(other) = servers.iter().find(same) {
-            let message = format!("{} is the same server as {}", shown(word.text), shown(&other.url));
+            let message = format!("{} is the same server as {}", quoted(word.text), quoted(&other.url));
             report.problem(word.span, message, "remove one of the two");
         }
         servers.push(server);
@@ -115,7 +115,7 @@ fn way(
     settings: &Settings,
     servers: Option<&[Server]>,
     item: &Item,
-    files: Files,
+    files: ReadFile,
     roots: &mut SystemRoots,
     report: &mut Report,
 ) -> TransportSettings {
@@ -127,7 +127,7 @@ fn way(
     let tls = match (&settings.tls, secure) {
         (Some(item), false) => {
             let message = "`tls` has no effect: no server is reached by `https`";
-            report.unless_broken(item.key_span.clone(), message, "remove it, or write `https://` in `servers`");
+            report.missing(item.key_span.clone(), message, "remove it, or write `https://` in `servers`");
             None
         }
         (None, true) if servers.is_none() => None,
@@ -143,13 +143,13 @@ fn way(
 }
 
 fn host_field(item: &Item, report: &mut Report) -> Option<HostField> {
-    let word = item.text("\"server\"", report)?;
+    let word = item.string("\"server\"", report)?;
     match word.text {
         "keep" => Some(HostField::Keep),
         "server" => Some(HostField::Server),
         host if authority(host, host, HTTP).is_ok() => Some(HostField::Fixed(host.to_owned())),
         host => {
-            let message = format!("`host` cannot be {}", shown(host));
+            let message = format!("`host` cannot be {}", quoted(host));
             let fix = "write `\"keep\"` (what the client said), `\"server\"` (the host of the server), or a host name";
             report.problem(word.span, message, fix);
             None
@@ -157,7 +157,7 @@ fn host_field(item: &Item, report: &mut Report) -> Option<HostField> {
     }
 }
 
-fn server(word: &Word, weight: u32, report: &mut Report) -> Option<Server> {
+fn server(word: &SpannedStr, weight: u32, report: &mut Report) -> Option<Server> {
     match parse(word.text) {
         Ok((scheme, host, port)) => Some(Server { url: word.text.to_owned(), scheme, host, port, weight }),
         Err((message, fix)) => {
@@ -175,7 +175,7 @@ const HTTP: (&str, u16) = ("http", 80);
 
 /// Scheme, host in lower case, and port of a server; or message and fix.
 fn parse(url: &str) -> Parsed<(Scheme, String, u16)> {
-    let is = |what: &str| format!("{} {what}", shown(url));
+    let is = |what: &str| format!("{} {what}", quoted(url));
     let write = |scheme: &str, rest: &str| format!("write `\"{scheme}://{}\"`", rest.trim());
     if let Some(path) = url.strip_prefix("unix:") {
         return socket(url, path);
@@ -200,7 +200,7 @@ fn socket(url: &str, path: &str) -> Parsed<(Scheme, String, u16)> {
 
 /// The absolute path of a socket that stands behind a scheme; or message and fix.
 pub fn socket_path<'u>(url: &str, path: &'u str, scheme: &str) -> Parsed<&'u str> {
-    let message = |what: &str| format!("{} {what}", shown(url));
+    let message = |what: &str| format!("{} {what}", quoted(url));
     if !path.starts_with('/') || path.starts_with("//") {
         let fix = format!("write `\"{scheme}/{}\"`", path.trim_start_matches('/'));
         return Err((message("has no absolute path of a socket"), fix));
@@ -215,7 +215,7 @@ pub fn socket_path<'u>(url: &str, path: &'u str, scheme: &str) -> Parsed<&'u str
 /// Host, in lower case, and port of what stands behind the scheme; or message and fix. The scheme comes with its usual
 /// port.
 pub fn authority(url: &str, authority: &str, (name, usual): (&str, u16)) -> Parsed<(String, u16)> {
-    let is = |what: &str| format!("{} {what}", shown(url));
+    let is = |what: &str| format!("{} {what}", quoted(url));
     let write = |rest: &str| format!("write `\"{name}://{}\"`", rest.trim());
     if let Some((_, rest)) = authority.rsplit_once('@') {
         return Err((is("has a user name, which is not supported"), write(rest)));
@@ -236,7 +236,7 @@ pub fn authority(url: &str, authority: &str, (name, usual): (&str, u16)) -> Pars
         Some((digits, Ok(port))) if port > 0 && digits.bytes().all(|b| b.is_ascii_digit()) => port,
         Some((port, _)) => {
             let fix = format!("write a port from `1` to `65535`, or none for `{usual}`");
-            return Err((is(&format!("has {} for a port", shown(port))), fix));
+            return Err((is(&format!("has {} for a port", quoted(port))), fix));
         }
     };
     if let Some(ip) = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {

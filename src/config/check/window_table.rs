@@ -5,8 +5,8 @@
 use toml::de::DeValue;
 
 use super::{calendar_windows, rule_windows};
-use crate::config::diagnostics::{Report, listed, shown};
-use crate::config::toml_reader::{Item, Word};
+use crate::config::diagnostics::{Report, quoted, quoted_list};
+use crate::config::toml_reader::{Item, SpannedStr};
 use transom_limiter::limit::{Limit, SHARDS_MAX};
 use transom_limiter::window::{Period, Windows};
 
@@ -42,9 +42,9 @@ pub fn table(item: &Item, report: &mut Report) -> Option<Limit> {
 
     let start_span = start.as_ref().map(|item| item.span.clone());
     let start = start.map_or(Some(Start::Epoch), |item| self::start(&item, report));
-    let zone = zone.map(|item| (item.key_span.clone(), item.text("\"Europe/Paris\"", report)));
+    let zone = zone.map(|item| (item.key_span.clone(), item.string("\"Europe/Paris\"", report)));
     let tokens = limit.and_then(|item| item.integer(1..=u64::from(u32::MAX), report));
-    let period = period.and_then(|item| item.text("\"minute\"", report));
+    let period = period.and_then(|item| item.string("\"minute\"", report));
     let (tokens, period) = (u32::try_from(tokens?).ok()?, period?);
     let mut limit = match Limit::new(tokens, period.text) {
         Ok(limit) => limit,
@@ -53,7 +53,7 @@ pub fn table(item: &Item, report: &mut Report) -> Option<Limit> {
                 Some(meant) => format!("write `period = \"{meant}\"`"),
                 None => error.to_string(),
             };
-            report.problem(period.span, format!("{} is no period", shown(period.text)), fix);
+            report.problem(period.span, format!("{} is no period", quoted(period.text)), fix);
             return None;
         }
     };
@@ -96,20 +96,20 @@ fn time(item: &Item, text: &str, report: &mut Report) -> Option<Start> {
     }
     let (message, fix) = if [text, text.trim()].iter().any(|text| format!("{text}Z").parse::<jiff::Timestamp>().is_ok())
     {
-        let message = format!("`start = {}` does not say in which offset from UTC", report.written(item.span.clone()));
+        let message = format!("`start = {}` does not say in which offset from UTC", report.source(item.span.clone()));
         (message, format!("write `{}Z`, or the offset, such as `{}+01:00`", text.trim(), text.trim()))
     } else if text.parse::<jiff::civil::Date>().is_ok() {
-        let message = format!("`start = {}` says no time of the day", report.written(item.span.clone()));
+        let message = format!("`start = {}` says no time of the day", report.source(item.span.clone()));
         (message, format!("write `{text}T00:00:00Z`"))
     } else {
-        (format!("{} is no time", shown(text)), String::from("write such as `2024-01-01T09:00:00Z`"))
+        (format!("{} is no time", quoted(text)), String::from("write such as `2024-01-01T09:00:00Z`"))
     };
     report.problem(item.span.clone(), message, fix);
     None
 }
 
 /// Windows of a period that start elsewhere than at the epoch.
-fn started(start: Start, period: &Word, span: std::ops::Range<usize>, report: &mut Report) -> Option<Windows> {
+fn started(start: Start, period: &SpannedStr, span: std::ops::Range<usize>, report: &mut Report) -> Option<Windows> {
     let Ok(Period::Fixed { ms: period_ms }) = Period::parse(period.text) else {
         let message = "a `month` starts with the first of the month, and `start` says otherwise";
         report.problem(span, message, "remove `start`, or write a period of days, such as `period = \"30d\"`");
@@ -124,16 +124,18 @@ fn started(start: Start, period: &Word, span: std::ops::Range<usize>, report: &m
     })
 }
 
-fn in_zone(period: &Word, zone: &Word, report: &mut Report) -> Option<Windows> {
+fn in_zone(period: &SpannedStr, zone: &SpannedStr, report: &mut Report) -> Option<Windows> {
     if calendar_windows::PERIODS.contains(&period.text) {
         return calendar_windows::windows(period.text, zone, report);
     }
-    let message =
-        format!("`timezone` says when a `day`, a `week` or a `month` begins, and the period is {}", shown(period.text));
+    let message = format!(
+        "`timezone` says when a `day`, a `week` or a `month` begins, and the period is {}",
+        quoted(period.text)
+    );
     let word = |text: &str| Period::parse(period.text) == Period::parse(text);
     let fix = match calendar_windows::PERIODS.into_iter().find(|text| word(text)) {
         Some(calendar) => format!("write `period = \"{calendar}\"`"),
-        None => format!("remove `timezone`, or write {}", listed(calendar_windows::PERIODS, "or")),
+        None => format!("remove `timezone`, or write {}", quoted_list(calendar_windows::PERIODS, "or")),
     };
     report.problem(period.span.clone(), message, fix);
     None

@@ -35,16 +35,16 @@ impl<'t> YamlLine<'t> {
 
     /// Key and value of `key: value`; the value is empty where it stands on the next lines.
     fn setting(&self) -> Option<(&'t str, &'t str)> {
-        setting(self.content)
+        split_setting(self.content)
     }
 }
 
 /// What to write instead of a line, counted from 0, if it is a line of YAML.
-pub fn fix(text: &str, number: usize) -> Option<String> {
+pub fn toml_fix(text: &str, number: usize) -> Option<String> {
     let lines: Vec<Option<YamlLine>> = text.lines().map(YamlLine::parse).collect();
     let line = lines.get(number)?.as_ref()?;
     let (before, after) = (&lines[..number], &lines[number + 1..]);
-    let path = path(before, line);
+    let path = parent_keys(before, line);
     let Some((key, value)) = line.setting() else {
         let is_in_list = line.is_item && !path.is_empty();
         if is_in_list && line.content.is_empty() {
@@ -54,14 +54,18 @@ pub fn fix(text: &str, number: usize) -> Option<String> {
             .then(|| format!("write `{}` in the list `{} = […]`", to_toml(line.content), path[path.len() - 1]));
     };
     let whole = [path.as_slice(), &[key]].concat().join(".");
-    let toml = if value.is_empty() { block(key, &whole, line, after) } else { format!("`{key} = {}`", to_toml(value)) };
+    let toml = if value.is_empty() {
+        block_to_toml(key, &whole, line, after)
+    } else {
+        format!("`{key} = {}`", to_toml(value))
+    };
     // The first key of a list's item begins a table of that list.
     let header = if line.is_item { format!("`[[{}]]`, then ", path.join(".")) } else { String::new() };
     Some(format!("write {header}{toml}"))
 }
 
 /// The keys that a line stands below, outermost first.
-fn path<'t>(before: &[Option<YamlLine<'t>>], line: &YamlLine) -> Vec<&'t str> {
+fn parent_keys<'t>(before: &[Option<YamlLine<'t>>], line: &YamlLine) -> Vec<&'t str> {
     let mut keys = Vec::new();
     // An item may be indented as far as the key of its list.
     let mut level = if line.is_item { line.indent + 1 } else { line.indent };
@@ -78,7 +82,7 @@ fn path<'t>(before: &[Option<YamlLine<'t>>], line: &YamlLine) -> Vec<&'t str> {
 }
 
 /// A key whose value is the block behind it.
-fn block(key: &str, path: &str, line: &YamlLine, after: &[Option<YamlLine>]) -> String {
+fn block_to_toml(key: &str, path: &str, line: &YamlLine, after: &[Option<YamlLine>]) -> String {
     let belongs = |other: &&YamlLine| {
         other.indent > line.content_indent || (other.is_item && other.indent == line.content_indent)
     };
@@ -99,7 +103,7 @@ fn block(key: &str, path: &str, line: &YamlLine, after: &[Option<YamlLine>]) -> 
     }
 }
 
-fn setting(text: &str) -> Option<(&str, &str)> {
+fn split_setting(text: &str) -> Option<(&str, &str)> {
     let (key, value) = text.split_once(':')?;
     let key = key.trim_end();
     let is_key = !key.is_empty() && key.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_' || b == b'-');
@@ -114,12 +118,12 @@ fn to_toml(value: &str) -> String {
     let inside = |open, close| value.strip_prefix(open).and_then(|rest: &str| rest.strip_suffix(close));
     let joined = |values: Option<Vec<String>>| values.map(|values| values.join(", "));
     if let Some(items) = inside('[', ']') {
-        let items = parts(items).map(|items| items.into_iter().map(to_toml).collect());
+        let items = split_list(items).map(|items| items.into_iter().map(to_toml).collect());
         return joined(items).map_or("…".to_owned(), |items| format!("[{items}]"));
     }
     if let Some(entries) = inside('{', '}') {
-        let entry = |entry| setting(entry).map(|(key, value)| format!("{key} = {}", to_toml(value)));
-        let entries = parts(entries).and_then(|entries| entries.into_iter().map(entry).collect());
+        let entry = |entry| split_setting(entry).map(|(key, value)| format!("{key} = {}", to_toml(value)));
+        let entries = split_list(entries).and_then(|entries| entries.into_iter().map(entry).collect());
         return joined(entries).map_or("…".to_owned(), |entries| format!("{{ {entries} }}"));
     }
     let is_quoted = |quote| value.len() > 1 && value.starts_with(quote) && value.ends_with(quote);
@@ -137,7 +141,7 @@ fn to_toml(value: &str) -> String {
 }
 
 /// What commas divide, but for those within brackets or quotes; `None` if these do not match.
-fn parts(text: &str) -> Option<Vec<&str>> {
+fn split_list(text: &str) -> Option<Vec<&str>> {
     let mut parts = Vec::new();
     let (mut depth, mut quote, mut start) = (0_usize, None, 0);
     for (at, c) in text.char_indices() {
@@ -179,7 +183,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_line_is_told_as_toml() {
+    fn every_line_is_translated_to_toml() {
         let text = "\
 listen:
   http: 127.0.0.1:8080 # a comment
@@ -207,7 +211,7 @@ routes:
   - path: \"/b
 http://a
 ";
-        let fixes: Vec<Option<String>> = (0..text.lines().count()).map(|line| fix(text, line)).collect();
+        let fixes: Vec<Option<String>> = (0..text.lines().count()).map(|line| toml_fix(text, line)).collect();
         let fixes: Vec<&str> = fixes.iter().map(|fix| fix.as_deref().unwrap_or("")).collect();
         let expected = [
             "write `[listen]`",
