@@ -16,8 +16,8 @@ use super::{
     AccessLog, Config, Counters, EncodedSlash, ForwardPath, PathParameters, PathReading, RateLimitStyle, ReadFile,
     ReadVariable, Timeouts, TrailingSlash,
 };
-use clients::Plans;
-use redis::Usual;
+use clients::DefinedPlans;
+use redis::DefaultSharing;
 use routes::Schemes;
 use transom_limiter::rule::{OnOutage, Rule, Sharing};
 use transom_limiter::window::duration_ms;
@@ -49,7 +49,7 @@ mod upstream_tls;
 mod upstreams;
 mod window_table;
 
-const FIELDS: [(&str, RateLimitStyle); 4] = [
+const HEADER_FORMATS: [(&str, RateLimitStyle); 4] = [
     ("ietf", RateLimitStyle::Ietf),
     ("legacy", RateLimitStyle::Legacy),
     ("both", RateLimitStyle::Both),
@@ -59,21 +59,21 @@ const FIELDS: [(&str, RateLimitStyle); 4] = [
 const DAY_MS: u64 = 24 * 60 * 60 * 1000;
 
 /// Reads a configuration, or returns everything that is wrong with it.
-pub fn config(text: &str, files: ReadFile, variables: ReadVariable) -> Result<Config, Vec<Problem>> {
+pub fn read_config(text: &str, files: ReadFile, variables: ReadVariable) -> Result<Config, Vec<Problem>> {
     let mut report = Report::new(text);
     let sound = toml_errors::skip_syntax_errors(text, &mut report);
     let (document, _) = DeTable::parse_recoverable(&sound);
-    let mut config = file(Table::new(document.get_ref(), 0..0, "the file"), files, variables, &mut report);
+    let mut config = read_top_level(Table::new(document.get_ref(), 0..0, "the file"), files, variables, &mut report);
     match report.into_problems() {
         problems if problems.is_empty() => {
-            calendar_windows::complete(&mut config.rules);
+            calendar_windows::fill_calendars(&mut config.rules);
             Ok(config)
         }
         problems => Err(problems),
     }
 }
 
-fn path_reading(top: &mut Table, report: &mut Report) -> PathReading {
+fn read_path_reading(top: &mut Table, report: &mut Report) -> PathReading {
     let slashes = [("refuse", EncodedSlash::Refuse), ("keep", EncodedSlash::Keep)];
     let encoded_slash = top.get("encoded_slash").and_then(|item| item.choice(&slashes, report));
     let parameters =
@@ -88,23 +88,24 @@ fn path_reading(top: &mut Table, report: &mut Report) -> PathReading {
     }
 }
 
-fn file(mut top: Table, files: ReadFile, variables: ReadVariable, report: &mut Report) -> Config {
+fn read_top_level(mut top: Table, files: ReadFile, variables: ReadVariable, report: &mut Report) -> Config {
     let workers = top.get("workers").and_then(|item| item.integer(1..=1024, report));
-    let pid_file = top.get("pid_file").and_then(|item| pid_file(&item, report));
-    let fields = top.get("headers").and_then(|item| item.choice(&FIELDS, report)).unwrap_or(RateLimitStyle::Ietf);
-    let path_reading = path_reading(&mut top, report);
+    let pid_file = top.get("pid_file").and_then(|item| read_pid_file(&item, report));
+    let fields =
+        top.get("headers").and_then(|item| item.choice(&HEADER_FORMATS, report)).unwrap_or(RateLimitStyle::Ietf);
+    let path_reading = read_path_reading(&mut top, report);
     let paths = [("original", ForwardPath::Original), ("normalized", ForwardPath::Normalized)];
     let forward_path = top.get("forward_path").and_then(|item| item.choice(&paths, report));
     let before = report.count();
-    let (listen, proxies) = listen::listen(top.get("listen"), files, report);
+    let (listen, proxies) = listen::read_listen(top.get("listen"), files, report);
     let listen_is_sound = report.count() == before;
-    let admin = listen::admin(top.get("admin"), report);
+    let admin = listen::read_admin(top.get("admin"), report);
     let certs = listen.client_certs();
-    let (counters, mut sharing) = counters(top.get("counters"), files, variables, report);
-    let timeouts = timeouts(top.get("timeouts"), report);
-    let http2 = http2::http2(top.get("http2"), report);
-    let limits = limits::limits(top.get("limits"), report);
-    let access_log = access_log(top.get("access_log"), report);
+    let (counters, mut sharing) = read_counters(top.get("counters"), files, variables, report);
+    let timeouts = read_timeouts(top.get("timeouts"), report);
+    let http2 = http2::read_http2(top.get("http2"), report);
+    let limits = limits::read_limits(top.get("limits"), report);
+    let access_log = read_access_log(top.get("access_log"), report);
     let jwt = top.get("jwt");
     let upstreams = top.get("upstreams");
     let rules = top.get("rules");
@@ -116,24 +117,25 @@ fn file(mut top: Table, files: ReadFile, variables: ReadVariable, report: &mut R
     let misspelt = top.finish(report);
 
     if misspelt.contains(&"counters") {
-        sharing = Usual::Shared(Sharing::Lease, OnOutage::Local);
+        sharing = DefaultSharing::Shared(Sharing::Lease, OnOutage::Local);
     }
-    jwt::weigh(jwt.as_ref(), rules.as_ref(), clients.as_ref(), &misspelt, report);
-    let jwt = jwt::jwt(jwt, files, report);
-    let mut upstreams = upstreams::upstreams(upstreams, files, report);
+    jwt::report_missing_or_unused_jwt(jwt.as_ref(), rules.as_ref(), clients.as_ref(), &misspelt, report);
+    let jwt = jwt::read_jwt(jwt, files, report);
+    let mut upstreams = upstreams::read_upstreams(upstreams, files, report);
     upstreams.complete &= !misspelt.contains(&"upstreams");
-    let mut rules = rules::rules(rules, fields, certs, sharing, report);
+    let mut rules = rules::read_rules(rules, fields, certs, sharing, report);
     rules.complete &= !misspelt.contains(&"rules");
     // A trusted proxy says by which scheme it was asked. Addresses that could not be read may be of either.
     let any_scheme = proxies.is_some() || !listen_is_sound || misspelt.contains(&"listen");
     let schemes =
         Schemes { http: any_scheme || !listen.http.is_empty(), https: any_scheme || !listen.https.is_empty() };
-    let routes = routes::routes(routes, path_reading, &upstreams, &rules, &timeouts, schemes, report);
+    let routes = routes::read_routes(routes, path_reading, &upstreams, &rules, &timeouts, schemes, report);
 
     let plans = rules.entries.iter().flat_map(|rule| &rule.value.0.plans).map(|plan| plan.name.as_str()).collect();
-    let clients = clients::clients(clients, &Plans { names: plans, complete: rules.complete }, certs, files, report);
+    let clients =
+        clients::read_clients(clients, &DefinedPlans { names: plans, complete: rules.complete }, certs, files, report);
 
-    let (rules, looks): (Vec<Rule>, Vec<rules::Looks>) = rules.into_values().into_iter().unzip();
+    let (rules, looks): (Vec<Rule>, Vec<rules::RuleResponses>) = rules.into_values().into_iter().unzip();
     let (fields, refusals) = looks.into_iter().map(|looks| (looks.fields, looks.refusal)).unzip();
     Config {
         listen,
@@ -159,14 +161,19 @@ fn file(mut top: Table, files: ReadFile, variables: ReadVariable, report: &mut R
 }
 
 /// A table that may be left out and has a header of its own.
-fn section<'d>(item: Option<Item<'d>>, report: &mut Report) -> Option<Table<'d>> {
+fn section_table<'d>(item: Option<Item<'d>>, report: &mut Report) -> Option<Table<'d>> {
     let item = item?;
     let header = format!("[{}]", item.key);
     item.table(format!("`{header}`"), &format!("write `{header}`, then its settings, each on a line"), report)
 }
 
 /// The counters, and how rules are counted that do not say it themselves.
-fn counters(item: Option<Item>, files: ReadFile, variables: ReadVariable, report: &mut Report) -> (Counters, Usual) {
+fn read_counters(
+    item: Option<Item>,
+    files: ReadFile,
+    variables: ReadVariable,
+    report: &mut Report,
+) -> (Counters, DefaultSharing) {
     let mut counters = Counters {
         capacity: 1_000_000,
         file: None,
@@ -174,15 +181,16 @@ fn counters(item: Option<Item>, files: ReadFile, variables: ReadVariable, report
         snapshot_every: Duration::from_secs(5),
         shared: None,
     };
-    let mut usual = Usual::Own;
-    if let Some(mut table) = section(item, report) {
+    let mut usual = DefaultSharing::Own;
+    if let Some(mut table) = section_table(item, report) {
         let capacity = table.get("capacity").and_then(|item| item.integer(64..=1_000_000_000, report));
         counters.capacity = capacity.map_or(counters.capacity, |capacity| capacity as usize);
-        counters.file = table.get("file").and_then(|item| absolute(&item, "\"/run/transom/counters\"", report));
+        counters.file =
+            table.get("file").and_then(|item| read_absolute_path(&item, "\"/run/transom/counters\"", report));
         let snapshot = table.get("snapshot");
         let at = snapshot.as_ref().map(|item| item.span.clone());
-        counters.snapshot = snapshot.and_then(|item| absolute(&item, "\"/var/lib/transom/counts\"", report));
-        timeout(&mut table, "snapshot_every", &mut counters.snapshot_every, 1000..=DAY_MS, report);
+        counters.snapshot = snapshot.and_then(|item| read_absolute_path(&item, "\"/var/lib/transom/counts\"", report));
+        read_timeout(&mut table, "snapshot_every", &mut counters.snapshot_every, 1000..=DAY_MS, report);
         let taken = |file: &PathBuf| ["", ".lock", ".new", ".old"].map(|ending| format!("{}{ending}", file.display()));
         let taken = counters.file.as_ref().map(taken).unwrap_or_default();
         let is_taken = |path: &&PathBuf| taken.iter().any(|taken| Path::new(taken) == path.as_path());
@@ -190,7 +198,7 @@ fn counters(item: Option<Item>, files: ReadFile, variables: ReadVariable, report
             report.problem(at, "`snapshot` is `file`, or what lies beside it", "name another for `snapshot`");
         }
         if let Some(item) = table.get("shared") {
-            (counters.shared, usual) = redis::shared(&item, files, variables, report);
+            (counters.shared, usual) = redis::read_shared(&item, files, variables, report);
             if let Some(at) = at {
                 let message =
                     "`snapshot` is given, and `[counters.shared]`: tokens that were spent would be there again";
@@ -201,14 +209,14 @@ fn counters(item: Option<Item>, files: ReadFile, variables: ReadVariable, report
             table.suggest_for(key, "shared", "write it below `[counters.shared]`");
         }
         if table.finish(report).contains(&"shared") {
-            usual = Usual::Shared(Sharing::Lease, OnOutage::Local);
+            usual = DefaultSharing::Shared(Sharing::Lease, OnOutage::Local);
         }
     }
     (counters, usual)
 }
 
 /// The path of a file that is one and the same wherever the gateway is started.
-fn absolute(item: &Item, example: &str, report: &mut Report) -> Option<PathBuf> {
+fn read_absolute_path(item: &Item, example: &str, report: &mut Report) -> Option<PathBuf> {
     let word = item.string(example, report)?;
     if word.text.starts_with('/') && !word.text.ends_with('/') {
         return Some(PathBuf::from(word.text));
@@ -218,7 +226,7 @@ fn absolute(item: &Item, example: &str, report: &mut Report) -> Option<PathBuf> 
     None
 }
 
-fn timeouts(item: Option<Item>, report: &mut Report) -> Timeouts {
+fn read_timeouts(item: Option<Item>, report: &mut Report) -> Timeouts {
     let mut timeouts = Timeouts {
         proxy_protocol: Duration::from_secs(5),
         tls_handshake: Duration::from_secs(10),
@@ -232,50 +240,50 @@ fn timeouts(item: Option<Item>, report: &mut Report) -> Timeouts {
         upgrade: Duration::from_secs(60),
         request: None,
     };
-    if let Some(mut table) = section(item, report) {
-        timeout(&mut table, "proxy_protocol", &mut timeouts.proxy_protocol, 1..=DAY_MS, report);
-        timeout(&mut table, "tls_handshake", &mut timeouts.tls_handshake, 1..=DAY_MS, report);
-        timeout(&mut table, "request_head", &mut timeouts.request_head, 1..=DAY_MS, report);
-        exchange_timeouts(&mut table, &mut timeouts, report);
-        timeout(&mut table, "upstream_idle", &mut timeouts.upstream_idle, 1..=DAY_MS, report);
-        timeout(&mut table, "tunnel", &mut timeouts.tunnel, 1..=DAY_MS, report);
-        timeout(&mut table, "drain", &mut timeouts.drain, 0..=DAY_MS, report);
-        timeout(&mut table, "upgrade", &mut timeouts.upgrade, 1..=DAY_MS, report);
+    if let Some(mut table) = section_table(item, report) {
+        read_timeout(&mut table, "proxy_protocol", &mut timeouts.proxy_protocol, 1..=DAY_MS, report);
+        read_timeout(&mut table, "tls_handshake", &mut timeouts.tls_handshake, 1..=DAY_MS, report);
+        read_timeout(&mut table, "request_head", &mut timeouts.request_head, 1..=DAY_MS, report);
+        read_request_timeouts(&mut table, &mut timeouts, report);
+        read_timeout(&mut table, "upstream_idle", &mut timeouts.upstream_idle, 1..=DAY_MS, report);
+        read_timeout(&mut table, "tunnel", &mut timeouts.tunnel, 1..=DAY_MS, report);
+        read_timeout(&mut table, "drain", &mut timeouts.drain, 0..=DAY_MS, report);
+        read_timeout(&mut table, "upgrade", &mut timeouts.upgrade, 1..=DAY_MS, report);
         table.finish(report);
     }
     timeouts
 }
 
 /// Those of one request, which routes may have of their own.
-fn exchange_timeouts(table: &mut Table, timeouts: &mut Timeouts, report: &mut Report) {
-    timeout(table, "connect", &mut timeouts.connect, 1..=DAY_MS, report);
-    timeout(table, "response_head", &mut timeouts.response_head, 1..=DAY_MS, report);
-    timeout(table, "body", &mut timeouts.body, 1..=DAY_MS, report);
+fn read_request_timeouts(table: &mut Table, timeouts: &mut Timeouts, report: &mut Report) {
+    read_timeout(table, "connect", &mut timeouts.connect, 1..=DAY_MS, report);
+    read_timeout(table, "response_head", &mut timeouts.response_head, 1..=DAY_MS, report);
+    read_timeout(table, "body", &mut timeouts.body, 1..=DAY_MS, report);
     if let Some(item) = table.get("request") {
-        let ms = duration(&item, 1..=DAY_MS, Duration::from_secs(300), report);
+        let ms = read_duration_ms(&item, 1..=DAY_MS, Duration::from_secs(300), report);
         timeouts.request = ms.map(Duration::from_millis);
     }
 }
 
-fn timeout(
+fn read_timeout(
     table: &mut Table,
     key: &'static str,
     timeout: &mut Duration,
     range: RangeInclusive<u64>,
     report: &mut Report,
 ) {
-    let ms = table.get(key).and_then(|item| duration(&item, range, *timeout, report));
+    let ms = table.get(key).and_then(|item| read_duration_ms(&item, range, *timeout, report));
     *timeout = ms.map_or(*timeout, Duration::from_millis);
 }
 
 /// A duration in milliseconds.
-fn duration(item: &Item, range: RangeInclusive<u64>, default: Duration, report: &mut Report) -> Option<u64> {
-    let example = format!("\"{}\"", written(default.as_millis() as u64));
+fn read_duration_ms(item: &Item, range: RangeInclusive<u64>, default: Duration, report: &mut Report) -> Option<u64> {
+    let example = format!("\"{}\"", format_ms(default.as_millis() as u64));
     let word = item.string(&example, report)?;
     let (message, fix) = match duration_ms(word.text) {
         Some(ms) if range.contains(&ms) => return Some(ms),
         Some(ms) if ms > *range.end() => {
-            (format!("{} is too long", quoted(word.text)), format!("at most `{}`", written(*range.end())))
+            (format!("{} is too long", quoted(word.text)), format!("at most `{}`", format_ms(*range.end())))
         }
         Some(0) => (format!("`{}` cannot be {}", item.key, quoted(word.text)), item.fix_with(&example)),
         Some(_) => (format!("{} is too short", quoted(word.text)), format!("at least `{}ms`", range.start())),
@@ -293,7 +301,7 @@ fn duration(item: &Item, range: RangeInclusive<u64>, default: Duration, report: 
 }
 
 /// A duration as operators write it.
-fn written(ms: u64) -> String {
+fn format_ms(ms: u64) -> String {
     match ms {
         DAY_MS => "1d".to_owned(),
         ms if ms.is_multiple_of(1000) => format!("{}s", ms / 1000),
@@ -301,7 +309,7 @@ fn written(ms: u64) -> String {
     }
 }
 
-fn pid_file(item: &Item, report: &mut Report) -> Option<PathBuf> {
+fn read_pid_file(item: &Item, report: &mut Report) -> Option<PathBuf> {
     let example = "\"/run/transom/pid\"";
     let path = item.string(example, report)?;
     if path.text.is_empty() {
@@ -311,8 +319,8 @@ fn pid_file(item: &Item, report: &mut Report) -> Option<PathBuf> {
     Some(PathBuf::from(path.text))
 }
 
-fn access_log(item: Option<Item>, report: &mut Report) -> Option<AccessLog> {
-    let mut table = section(item, report)?;
+fn read_access_log(item: Option<Item>, report: &mut Report) -> Option<AccessLog> {
+    let mut table = section_table(item, report)?;
     let file = table.require("file", "write `file = \"stdout\"`, or the path of a file");
     let file = file.and_then(|item| item.string("\"stdout\"", report));
     table.finish(report);
@@ -328,27 +336,27 @@ fn access_log(item: Option<Item>, report: &mut Report) -> Option<AccessLog> {
 }
 
 /// What a section such as `[rules.NAME]` defines, in the order of the file.
-struct Section<T> {
-    entries: Vec<Defined<T>>,
+struct Definitions<T> {
+    entries: Vec<Definition<T>>,
     /// Whether all that the operator meant to define is here, as far as can be told.
     complete: bool,
 }
 
-struct Defined<T> {
+struct Definition<T> {
     name: String,
     /// Of the name.
     span: Span,
     value: T,
 }
 
-impl<T> Section<T> {
+impl<T> Definitions<T> {
     /// Reads each table of a section; `read` takes its name, its place and, if it is one, the table.
     fn read(
         item: Option<Item>,
         report: &mut Report,
         mut read: impl FnMut(&str, Option<Table>, &mut Report) -> T,
-    ) -> Section<T> {
-        let mut section = Section { entries: Vec::new(), complete: !report.has_syntax_errors };
+    ) -> Definitions<T> {
+        let mut section = Definitions { entries: Vec::new(), complete: !report.has_syntax_errors };
         let Some(item) = item else { return section };
         let header = format!("[{}.NAME]", item.key);
         let fix = format!("write `{header}`, then its settings, each on a line");
@@ -357,10 +365,10 @@ impl<T> Section<T> {
             return section;
         };
         for entry in table.items() {
-            name(&entry, report);
+            check_name(&entry, report);
             let title = format!("`[{}.{}]`", item.key, entry.key);
             let value = read(entry.key, entry.table(title, &fix, report), report);
-            section.entries.push(Defined { name: entry.key.to_owned(), span: entry.key_span, value });
+            section.entries.push(Definition { name: entry.key.to_owned(), span: entry.key_span, value });
         }
         section
     }
@@ -372,8 +380,10 @@ impl<T> Section<T> {
             let names = || self.entries.iter().map(|entry| entry.name.as_str());
             let fix = match nearest(name, names()) {
                 Some(guess) => format!("did you mean {}?", quoted(guess)),
-                None if self.entries.is_empty() => format!("define it: `[{what}s.{}]`", label(name)),
-                None => format!("define it: `[{what}s.{}]`; there is {}", label(name), quoted_list(names(), "and")),
+                None if self.entries.is_empty() => format!("define it: `[{what}s.{}]`", nearest_name(name)),
+                None => {
+                    format!("define it: `[{what}s.{}]`; there is {}", nearest_name(name), quoted_list(names(), "and"))
+                }
             };
             report.problem(span, format!("{what} {} is not defined", quoted(name)), fix);
         }
@@ -386,16 +396,16 @@ impl<T> Section<T> {
 }
 
 /// Names of rules and upstreams go into header fields and metrics as they are.
-fn name(entry: &Item, report: &mut Report) {
-    if entry.key != label(entry.key) {
+fn check_name(entry: &Item, report: &mut Report) {
+    if entry.key != nearest_name(entry.key) {
         let message = format!("{} cannot be a name", quoted(entry.key));
-        let fix = format!("write {}: at most 64 letters, digits, `_`, `-` and `.`", quoted(&label(entry.key)));
+        let fix = format!("write {}: at most 64 letters, digits, `_`, `-` and `.`", quoted(&nearest_name(entry.key)));
         report.problem(entry.key_span.clone(), message, fix);
     }
 }
 
 /// The nearest text that can be a name.
-fn label(name: &str) -> String {
+fn nearest_name(name: &str) -> String {
     let fits = |c: char| if c.is_ascii_alphanumeric() || "_.-".contains(c) { c } else { '-' };
     let label: String = name.chars().map(fits).take(64).collect();
     if label.is_empty() { String::from("NAME") } else { label }

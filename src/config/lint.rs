@@ -8,7 +8,7 @@
 
 use std::fmt;
 
-use super::check::rule_windows::may_be_compared;
+use super::check::rule_windows::layers_are_comparable;
 use super::crl::RevocationList;
 use super::diagnostics::{quoted, quoted_list};
 use super::redis::is_secret_part;
@@ -85,7 +85,7 @@ fn rule_messages(config: &Config) -> Vec<LintMessage> {
         let plans = rule.plans.iter().map(|plan| (format!("{name}, plan {}", plan.name), &plan.layers));
         for (title, layers) in std::iter::once((name.clone(), &rule.layers)).chain(plans) {
             messages.push(LintMessage::statement(&title, told.worst_case(rule, layers) + &caveats(rule)));
-            if may_be_compared(rule) && !delays && rule.cost != Cost::Fixed(0) {
+            if layers_are_comparable(rule) && !delays && rule.cost != Cost::Fixed(0) {
                 messages.extend(layers_that_never_refuse(layers).map(|text| LintMessage::note_on(&title, text)));
             }
         }

@@ -436,7 +436,7 @@ pub fn read(text: &str) -> Result<Config, Vec<Problem>> {
 
 /// Reads a configuration and the files that it names, or returns everything that is wrong.
 pub fn read_with_files(text: &str, files: ReadFile) -> Result<Config, Vec<Problem>> {
-    check::config(text, files, &|_name| None)
+    check::read_config(text, files, &|_name| None)
 }
 
 /// What a variable of the environment holds, if it is set.
@@ -448,5 +448,5 @@ pub fn read_with_files_and_variables(
     files: ReadFile,
     variables: ReadVariable,
 ) -> Result<Config, Vec<Problem>> {
-    check::config(text, files, variables)
+    check::read_config(text, files, variables)
 }

@@ -7,7 +7,7 @@ use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use serde_json::{Map, Value};
 
-use super::verification_key::{Algorithm, Flaw, Key};
+use super::verification_key::{Algorithm, InvalidKey, Key};
 
 /// Why a file is no set of keys.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -19,7 +19,7 @@ pub enum BadSet {
     /// None of its keys is for us.
     Nothing,
     /// One is broken: its position from 1.
-    Key(usize, Flaw),
+    Key(usize, InvalidKey),
 }
 
 /// The keys of a set, with the algorithms that they are for.
@@ -37,7 +37,7 @@ pub fn read(text: &[u8]) -> Result<Vec<Key>, BadSet> {
 }
 
 /// One key; `None` if it is not for verifying, or not with what is known here.
-fn key(member: &Map<String, Value>) -> Option<Result<Key, Flaw>> {
+fn key(member: &Map<String, Value>) -> Option<Result<Key, InvalidKey>> {
     let text = |name: &str| member.get(name).and_then(Value::as_str);
     let algorithm = match (text("kty")?, text("crv")) {
         ("oct", _) => Algorithm::Hs256,
@@ -55,8 +55,8 @@ fn key(member: &Map<String, Value>) -> Option<Result<Key, Flaw>> {
     }
     let kid = text("kid").map(str::to_owned);
     let bytes = |name: &str| {
-        let encoded = text(name).ok_or(Flaw::OtherKind(algorithm))?;
-        URL_SAFE_NO_PAD.decode(encoded).map_err(|_invalid| Flaw::OtherKind(algorithm))
+        let encoded = text(name).ok_or(InvalidKey::OtherKind(algorithm))?;
+        URL_SAFE_NO_PAD.decode(encoded).map_err(|_invalid| InvalidKey::OtherKind(algorithm))
     };
     Some(match algorithm {
         Algorithm::Hs256 => bytes("k").and_then(|secret| Key::secret(&secret, kid)),
@@ -89,20 +89,20 @@ mod tests {
     #[test]
     fn a_key_for_us_that_is_broken_is_said() {
         for (member, flaw) in [
-            (r#"{"kty": "oct"}"#, Flaw::OtherKind(Algorithm::Hs256)),
-            (r#"{"kty": "oct", "k": "c2hvcnQ"}"#, Flaw::ShortSecret(5)),
-            (r#"{"kty": "oct", "k": "+/+/"}"#, Flaw::OtherKind(Algorithm::Hs256)),
-            (r#"{"kty": "RSA", "n": "AQAB"}"#, Flaw::OtherKind(Algorithm::Rs256)),
-            (r#"{"kty": "RSA", "n": "", "e": ""}"#, Flaw::OtherKind(Algorithm::Rs256)),
-            (r#"{"kty": "EC", "crv": "P-256", "x": "AQAB", "y": "AQAB"}"#, Flaw::OtherKind(Algorithm::Es256)),
-            (r#"{"kty": "OKP", "crv": "Ed25519", "x": "AQAB"}"#, Flaw::OtherKind(Algorithm::EdDsa)),
+            (r#"{"kty": "oct"}"#, InvalidKey::OtherKind(Algorithm::Hs256)),
+            (r#"{"kty": "oct", "k": "c2hvcnQ"}"#, InvalidKey::ShortSecret(5)),
+            (r#"{"kty": "oct", "k": "+/+/"}"#, InvalidKey::OtherKind(Algorithm::Hs256)),
+            (r#"{"kty": "RSA", "n": "AQAB"}"#, InvalidKey::OtherKind(Algorithm::Rs256)),
+            (r#"{"kty": "RSA", "n": "", "e": ""}"#, InvalidKey::OtherKind(Algorithm::Rs256)),
+            (r#"{"kty": "EC", "crv": "P-256", "x": "AQAB", "y": "AQAB"}"#, InvalidKey::OtherKind(Algorithm::Es256)),
+            (r#"{"kty": "OKP", "crv": "Ed25519", "x": "AQAB"}"#, InvalidKey::OtherKind(Algorithm::EdDsa)),
         ] {
             let set = format!(r#"{{"keys": [{{"kty": "new"}}, {member}]}}"#);
             assert_eq!(read(set.as_bytes()), Err(BadSet::Key(2, flaw)), "{member}");
         }
         // On no curve.
         let point = format!(r#"{{"keys": [{{"kty": "EC", "crv": "P-256", "x": "{SECRET}", "y": "{SECRET}"}}]}}"#);
-        assert_eq!(read(point.as_bytes()), Err(BadSet::Key(1, Flaw::OtherKind(Algorithm::Es256))));
+        assert_eq!(read(point.as_bytes()), Err(BadSet::Key(1, InvalidKey::OtherKind(Algorithm::Es256))));
     }
 
     #[test]

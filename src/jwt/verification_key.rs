@@ -54,7 +54,7 @@ enum Lock {
 
 /// Why bytes are no key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Flaw {
+pub enum InvalidKey {
     /// A secret of so many bytes, which are too few.
     ShortSecret(usize),
     /// Something in PEM where a secret is expected.
@@ -71,55 +71,55 @@ pub enum Flaw {
 
 impl Key {
     /// A key for HS256.
-    pub fn secret(secret: &[u8], kid: Option<String>) -> Result<Key, Flaw> {
+    pub fn secret(secret: &[u8], kid: Option<String>) -> Result<Key, InvalidKey> {
         if secret.trim_ascii_start().starts_with(b"-----BEGIN ") {
-            return Err(Flaw::PemAsSecret);
+            return Err(InvalidKey::PemAsSecret);
         }
         if secret.len() < SECRET_MIN_BYTES {
-            return Err(Flaw::ShortSecret(secret.len()));
+            return Err(InvalidKey::ShortSecret(secret.len()));
         }
         let lock = Lock::Secret(Arc::new(hmac::Key::new(hmac::HMAC_SHA256, secret)));
         Ok(Key { algorithm: Algorithm::Hs256, kid, lock, digest: digest_of(secret) })
     }
 
     /// A key for one of the other algorithms, in PEM.
-    pub fn public_pem(algorithm: Algorithm, text: &[u8], kid: Option<String>) -> Result<Key, Flaw> {
+    pub fn public_pem(algorithm: Algorithm, text: &[u8], kid: Option<String>) -> Result<Key, InvalidKey> {
         match Section::from_pem_slice(text) {
             Ok(Section(SectionKind::PublicKey, der)) => Key::public(algorithm, &der, kid),
-            Ok(Section(SectionKind::Certificate, _)) => Err(Flaw::Certificate),
+            Ok(Section(SectionKind::Certificate, _)) => Err(InvalidKey::Certificate),
             Ok(Section(SectionKind::PrivateKey | SectionKind::RsaPrivateKey | SectionKind::EcPrivateKey, _)) => {
-                Err(Flaw::PrivateKey)
+                Err(InvalidKey::PrivateKey)
             }
-            Ok(_) | Err(_) => Err(Flaw::NoPublicKey),
+            Ok(_) | Err(_) => Err(InvalidKey::NoPublicKey),
         }
     }
 
     /// A public key as a SubjectPublicKeyInfo (RFC 5280, section 4.1); also a point of P-256, or the
     /// bytes of an Ed25519 key.
-    pub fn public(algorithm: Algorithm, der: &[u8], kid: Option<String>) -> Result<Key, Flaw> {
+    pub fn public(algorithm: Algorithm, der: &[u8], kid: Option<String>) -> Result<Key, InvalidKey> {
         let parsed = match algorithm {
-            Algorithm::Hs256 => return Err(Flaw::NoPublicKey),
+            Algorithm::Hs256 => return Err(InvalidKey::NoPublicKey),
             Algorithm::Rs256 => ParsedPublicKey::new(&signature::RSA_PKCS1_2048_8192_SHA256, der),
             Algorithm::Es256 => ParsedPublicKey::new(&signature::ECDSA_P256_SHA256_FIXED, der),
             Algorithm::EdDsa => ParsedPublicKey::new(&signature::ED25519, der),
         };
-        Key::parsed(algorithm, parsed.map_err(|_rejected| Flaw::OtherKind(algorithm))?, kid)
+        Key::parsed(algorithm, parsed.map_err(|_rejected| InvalidKey::OtherKind(algorithm))?, kid)
     }
 
     /// An RSA key by modulus and exponent, big-endian.
-    pub fn rsa(n: &[u8], e: &[u8], kid: Option<String>) -> Result<Key, Flaw> {
+    pub fn rsa(n: &[u8], e: &[u8], kid: Option<String>) -> Result<Key, InvalidKey> {
         let plain = |bytes: &[u8]| bytes.iter().copied().skip_while(|byte| *byte == 0).collect::<Vec<u8>>();
         let parts = RsaPublicKeyComponents { n: plain(n), e: plain(e) };
         let parsed = parts.to_parsed_public_key(&signature::RSA_PKCS1_2048_8192_SHA256);
-        Key::parsed(Algorithm::Rs256, parsed.map_err(|_rejected| Flaw::OtherKind(Algorithm::Rs256))?, kid)
+        Key::parsed(Algorithm::Rs256, parsed.map_err(|_rejected| InvalidKey::OtherKind(Algorithm::Rs256))?, kid)
     }
 
-    fn parsed(algorithm: Algorithm, parsed: ParsedPublicKey, kid: Option<String>) -> Result<Key, Flaw> {
+    fn parsed(algorithm: Algorithm, parsed: ParsedPublicKey, kid: Option<String>) -> Result<Key, InvalidKey> {
         if algorithm == Algorithm::Rs256 {
             // A key of a size that is not verified with is otherwise noticed only when it refuses all
             // tokens. One to encrypt with has the same bounds, and says so at once.
-            let der: PublicKeyX509Der = parsed.as_der().map_err(|_failed| Flaw::OtherKind(algorithm))?;
-            PublicEncryptingKey::from_der(der.as_ref()).map_err(|_rejected| Flaw::RsaSize)?;
+            let der: PublicKeyX509Der = parsed.as_der().map_err(|_failed| InvalidKey::OtherKind(algorithm))?;
+            PublicEncryptingKey::from_der(der.as_ref()).map_err(|_rejected| InvalidKey::RsaSize)?;
         }
         let digest = digest_of(parsed.as_ref());
         Ok(Key { algorithm, kid, lock: Lock::Public(Arc::new(parsed)), digest })
@@ -164,35 +164,35 @@ impl PemObject for Section {
     }
 }
 
-impl Flaw {
+impl InvalidKey {
     /// Message and fix; `what` is what was read, such as a file.
     pub fn explain(self, what: &str) -> (String, String) {
         match self {
-            Flaw::ShortSecret(bytes) => (
+            InvalidKey::ShortSecret(bytes) => (
                 format!(
                     "{what} has {bytes} bytes, and a secret for HS256 at least {SECRET_MIN_BYTES} (RFC 7518, section 3.2)"
                 ),
                 String::from("let both sides use a longer one, such as from `openssl rand -base64 48`"),
             ),
-            Flaw::PemAsSecret => (
+            InvalidKey::PemAsSecret => (
                 format!("{what} is a key in PEM, and HS256 takes a secret"),
                 String::from("write the `algorithm` of the key, and name it with `public_key_file`"),
             ),
-            Flaw::PrivateKey => (
+            InvalidKey::PrivateKey => (
                 format!("{what} is a private key, which the gateway has no use for"),
                 String::from("name the public one, as `openssl pkey -in KEY -pubout` writes it"),
             ),
-            Flaw::Certificate => (
+            InvalidKey::Certificate => (
                 format!("{what} is a certificate"),
                 String::from("name its public key, as `openssl x509 -in CERTIFICATE -pubkey -noout` writes it"),
             ),
-            Flaw::NoPublicKey => (
+            InvalidKey::NoPublicKey => (
                 format!("{what} is no public key in PEM"),
                 String::from(
                     "it begins with `-----BEGIN PUBLIC KEY-----`; `openssl pkey -in KEY -pubout` writes it so",
                 ),
             ),
-            Flaw::OtherKind(algorithm) => (
+            InvalidKey::OtherKind(algorithm) => (
                 format!("{what} is no key for `{}`", algorithm.name()),
                 String::from(match algorithm {
                     Algorithm::Rs256 => "name an RSA key, or write the `algorithm` that the key is for",
@@ -201,7 +201,7 @@ impl Flaw {
                     Algorithm::Hs256 => "name a secret, or write the `algorithm` that the key is for",
                 }),
             ),
-            Flaw::RsaSize => (
+            InvalidKey::RsaSize => (
                 format!("{what} is no RSA key of 2048 to 8192 bits (RFC 7518, section 3.3)"),
                 String::from("let the issuer sign with a longer one"),
             ),
@@ -215,25 +215,25 @@ mod tests {
 
     #[test]
     fn a_secret_is_long_enough_and_no_pem() {
-        assert_eq!(Key::secret(&[7; 31], None), Err(Flaw::ShortSecret(31)));
+        assert_eq!(Key::secret(&[7; 31], None), Err(InvalidKey::ShortSecret(31)));
         assert!(Key::secret(&[7; 32], None).is_ok());
         // The public key of an issuer as a secret would let everybody sign.
         let pem = b"\n-----BEGIN PUBLIC KEY-----\nAAAAAAAAAAAAAAAAAAAAAAAA\n-----END PUBLIC KEY-----\n";
-        assert_eq!(Key::secret(pem, None), Err(Flaw::PemAsSecret));
+        assert_eq!(Key::secret(pem, None), Err(InvalidKey::PemAsSecret));
     }
 
     #[test]
     fn what_a_pem_file_holds_is_told_apart() {
         let pem = |kind: &str| format!("-----BEGIN {kind}-----\nAAAA\n-----END {kind}-----\n");
         for (text, flaw) in [
-            (pem("PRIVATE KEY"), Flaw::PrivateKey),
-            (pem("EC PRIVATE KEY"), Flaw::PrivateKey),
-            (pem("CERTIFICATE"), Flaw::Certificate),
-            (pem("RSA PUBLIC KEY"), Flaw::NoPublicKey),
-            (pem("PUBLIC KEY"), Flaw::OtherKind(Algorithm::Rs256)),
-            (String::new(), Flaw::NoPublicKey),
-            ("secret".to_owned(), Flaw::NoPublicKey),
-            (pem("PUBLIC KEY").replace("AAAA", "????"), Flaw::NoPublicKey),
+            (pem("PRIVATE KEY"), InvalidKey::PrivateKey),
+            (pem("EC PRIVATE KEY"), InvalidKey::PrivateKey),
+            (pem("CERTIFICATE"), InvalidKey::Certificate),
+            (pem("RSA PUBLIC KEY"), InvalidKey::NoPublicKey),
+            (pem("PUBLIC KEY"), InvalidKey::OtherKind(Algorithm::Rs256)),
+            (String::new(), InvalidKey::NoPublicKey),
+            ("secret".to_owned(), InvalidKey::NoPublicKey),
+            (pem("PUBLIC KEY").replace("AAAA", "????"), InvalidKey::NoPublicKey),
         ] {
             assert_eq!(Key::public_pem(Algorithm::Rs256, text.as_bytes(), None), Err(flaw), "{text}");
         }

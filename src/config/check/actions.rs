@@ -5,8 +5,8 @@
 
 use toml::de::DeValue;
 
-use super::route_match::{NAME_FIX, field_name};
-use super::template::text;
+use super::route_match::{FIELD_NAME_FIX, parse_field_name};
+use super::template::read_template;
 use super::{limits, path, refusal_response};
 use crate::config::diagnostics::{Report, quoted, quoted_list};
 use crate::config::route_actions::{
@@ -16,7 +16,7 @@ use crate::config::toml_reader::{Item, SpannedStr, Table};
 use crate::config::{EncodedSlash, PathPattern, PathReading, Segment, Timeouts};
 
 /// Fields that say where a message ends, or are about one connection only.
-const OWN: [&str; 10] = [
+const GATEWAY_FIELDS: [&str; 10] = [
     "connection",
     "content-length",
     "expect",
@@ -34,7 +34,7 @@ const RESPOND: &str = "{ status = 200, body = \"fine\\n\" }";
 const FIELDS_FIX: &str = "write such as `[routes.request_headers]`, then `set = { x-name = \"value\" }`";
 
 /// What a route says about it.
-pub struct Settings<'d> {
+pub struct ActionSettings<'d> {
     strip_prefix: Option<Item<'d>>,
     replace_prefix: Option<Item<'d>>,
     rewrite: Option<Item<'d>>,
@@ -47,9 +47,9 @@ pub struct Settings<'d> {
     min_request_rate: Option<Item<'d>>,
 }
 
-impl<'d> Settings<'d> {
-    pub fn of(table: &mut Table<'d>) -> Settings<'d> {
-        Settings {
+impl<'d> ActionSettings<'d> {
+    pub fn take_from(table: &mut Table<'d>) -> ActionSettings<'d> {
+        ActionSettings {
             strip_prefix: table.get("strip_prefix"),
             replace_prefix: table.get("replace_prefix"),
             rewrite: table.get("rewrite"),
@@ -64,7 +64,7 @@ impl<'d> Settings<'d> {
     }
 
     /// Whether the route answers by itself, and so needs no upstream.
-    pub fn answers(&self) -> bool {
+    pub fn responds_directly(&self) -> bool {
         self.redirect.is_some() || self.respond.is_some()
     }
 
@@ -76,21 +76,27 @@ impl<'d> Settings<'d> {
         timeouts: &Timeouts,
         report: &mut Report,
     ) -> Option<Box<Actions>> {
-        self.contradictions(report);
+        self.report_contradictions(report);
         let actions = Actions {
-            path: self.path_change(path, slashes, report),
-            response: answer(self.redirect, self.respond, path, report),
-            request_fields: self.request_headers.map(|item| fields(&item, path, report)).unwrap_or_default(),
-            response_fields: self.response_headers.map(|item| fields(&item, path, report)).unwrap_or_default(),
-            timeouts: self.timeouts.and_then(|item| own_timeouts(&item, timeouts, report)),
-            max_body: self.max_body.and_then(|item| limits::max_body(&item, report)),
-            min_request_rate: self.min_request_rate.and_then(|item| limits::rate(&item, report)),
+            path: self.read_path_change(path, slashes, report),
+            response: read_direct_response(self.redirect, self.respond, path, report),
+            request_fields: self
+                .request_headers
+                .map(|item| read_field_changes(&item, path, report))
+                .unwrap_or_default(),
+            response_fields: self
+                .response_headers
+                .map(|item| read_field_changes(&item, path, report))
+                .unwrap_or_default(),
+            timeouts: self.timeouts.and_then(|item| read_route_timeouts(&item, timeouts, report)),
+            max_body: self.max_body.and_then(|item| limits::read_max_body(&item, report)),
+            min_request_rate: self.min_request_rate.and_then(|item| limits::read_rate(&item, report)),
         };
         (actions != Actions::default()).then(|| Box::new(actions))
     }
 
     /// Settings of which one makes the others useless.
-    fn contradictions(&self, report: &mut Report) {
+    fn report_contradictions(&self, report: &mut Report) {
         let paths = [&self.strip_prefix, &self.replace_prefix, &self.rewrite];
         let answers = [&self.redirect, &self.respond];
         for (what, items) in [("change the path", &paths[..]), ("answer the request", &answers[..])] {
@@ -111,14 +117,14 @@ impl<'d> Settings<'d> {
         }
     }
 
-    fn path_change(
+    fn read_path_change(
         &self,
         path: Option<&PathPattern>,
         slashes: EncodedSlash,
         report: &mut Report,
     ) -> Option<PathChange> {
         if let Some(item) = &self.strip_prefix {
-            let from = prefix(item, path, slashes, report)?;
+            let from = read_matched_prefix(item, path, slashes, report)?;
             return Some(PathChange::Prefix { from, to: String::new() });
         }
         if let Some(item) = &self.replace_prefix {
@@ -126,13 +132,13 @@ impl<'d> Settings<'d> {
             let from = table.require("from", "write `from = \"/api\"`: how the path begins");
             let to = table.require("to", "write `to = \"/v2\"`: what stands there instead");
             table.finish(report);
-            let from = from.and_then(|item| prefix(&item, path, slashes, report));
-            let to = to.and_then(|item| literal(&item, slashes, report));
+            let from = from.and_then(|item| read_matched_prefix(&item, path, slashes, report));
+            let to = to.and_then(|item| read_prefix(&item, slashes, report));
             return Some(PathChange::Prefix { from: from?, to: to? });
         }
         let item = self.rewrite.as_ref()?;
         let word = item.string("\"/v2/{id}\"", report)?;
-        let rewrite = path::path(&word, PathReading::verbatim(slashes), report)?;
+        let rewrite = path::read_path(&word, PathReading::verbatim(slashes), report)?;
         let lacking = rewrite.segments.iter().find(|segment| match segment {
             Segment::Literal(_) => false,
             segment => path.is_some_and(|path| !path.segments.contains(segment)),
@@ -149,9 +155,9 @@ impl<'d> Settings<'d> {
 }
 
 /// The beginning of a path, without a slash at its end; `/` is nothing at all.
-fn literal(item: &Item, slashes: EncodedSlash, report: &mut Report) -> Option<String> {
+fn read_prefix(item: &Item, slashes: EncodedSlash, report: &mut Report) -> Option<String> {
     let word = item.string("\"/api\"", report)?;
-    let pattern = path::path(&word, PathReading::verbatim(slashes), report)?;
+    let pattern = path::read_path(&word, PathReading::verbatim(slashes), report)?;
     if pattern.segments.iter().any(|segment| !matches!(segment, Segment::Literal(_))) {
         let message = format!("{} has a parameter, and a prefix has none", quoted(word.text));
         report.problem(word.span, message, "write the prefix as it stands in the path, or use `rewrite`");
@@ -161,8 +167,13 @@ fn literal(item: &Item, slashes: EncodedSlash, report: &mut Report) -> Option<St
 }
 
 /// A prefix that all paths of the route have.
-fn prefix(item: &Item, path: Option<&PathPattern>, slashes: EncodedSlash, report: &mut Report) -> Option<String> {
-    let prefix = literal(item, slashes, report)?;
+fn read_matched_prefix(
+    item: &Item,
+    path: Option<&PathPattern>,
+    slashes: EncodedSlash,
+    report: &mut Report,
+) -> Option<String> {
+    let prefix = read_prefix(item, slashes, report)?;
     let literals = |path: &PathPattern| {
         let literals = path.segments.iter().map_while(|segment| match segment {
             Segment::Literal(text) => Some(format!("/{text}")),
@@ -187,18 +198,18 @@ fn prefix(item: &Item, path: Option<&PathPattern>, slashes: EncodedSlash, report
     Some(prefix)
 }
 
-fn answer(
+fn read_direct_response(
     redirect: Option<Item>,
     respond: Option<Item>,
     path: Option<&PathPattern>,
     report: &mut Report,
 ) -> Option<LocalResponse> {
-    let redirect = redirect.and_then(|item| self::redirect(&item, path, report));
-    let respond = respond.and_then(|item| self::respond(&item, report));
+    let redirect = redirect.and_then(|item| self::read_redirect(&item, path, report));
+    let respond = respond.and_then(|item| self::read_respond(&item, report));
     redirect.or(respond)
 }
 
-fn redirect(item: &Item, path: Option<&PathPattern>, report: &mut Report) -> Option<LocalResponse> {
+fn read_redirect(item: &Item, path: Option<&PathPattern>, report: &mut Report) -> Option<LocalResponse> {
     let mut table = item.table("`redirect`", &format!("write `redirect = {REDIRECT}`"), report)?;
     let to = table.require("to", "write `to = \"https://{host}{uri}\"`");
     let status = table.get("status");
@@ -214,8 +225,8 @@ fn redirect(item: &Item, path: Option<&PathPattern>, report: &mut Report) -> Opt
         u16::try_from(status).ok()
     });
     let word = to?.string("\"https://{host}{uri}\"", report)?;
-    let to = text(&word, path, report)?;
-    if !is_reference(&to) {
+    let to = read_template(&word, path, report)?;
+    if !is_safe_location(&to) {
         let fix =
             "begin with `https://`, `http://`, `{scheme}://`, one `/`, `{path}` or `{uri}`; write no blanks in it";
         report.problem(word.span, format!("{} is no place to send a client to", quoted(word.text)), fix);
@@ -226,7 +237,7 @@ fn redirect(item: &Item, path: Option<&PathPattern>, report: &mut Report) -> Opt
 
 /// Whether a text is an absolute URL, or a path of the same host: nothing that a request has may choose
 /// another host, but for its own.
-fn is_reference(Template(pieces): &Template) -> bool {
+fn is_safe_location(Template(pieces): &Template) -> bool {
     let sound = |piece: &TemplatePart| match piece {
         TemplatePart::Literal(text) => text.bytes().all(|byte| byte.is_ascii_graphic()),
         TemplatePart::Variable(_) => true,
@@ -234,7 +245,7 @@ fn is_reference(Template(pieces): &Template) -> bool {
     let begins = match pieces.as_slice() {
         [TemplatePart::Literal(text), rest @ ..] => {
             match text.strip_prefix("https://").or_else(|| text.strip_prefix("http://")) {
-                Some(host) => is_authority(host, rest),
+                Some(host) => is_safe_authority(host, rest),
                 // A second slash would begin a host.
                 None if text == "/" => matches!(rest, [] | [TemplatePart::Variable(Variable::Param(_)), ..]),
                 None => text.starts_with('/') && !text.starts_with("//"),
@@ -242,7 +253,7 @@ fn is_reference(Template(pieces): &Template) -> bool {
         }
         [TemplatePart::Variable(Variable::Path | Variable::Uri), ..] => true,
         [TemplatePart::Variable(Variable::Scheme), TemplatePart::Literal(text), rest @ ..] => {
-            text.strip_prefix("://").is_some_and(|host| is_authority(host, rest))
+            text.strip_prefix("://").is_some_and(|host| is_safe_authority(host, rest))
         }
         _ => false,
     };
@@ -250,7 +261,7 @@ fn is_reference(Template(pieces): &Template) -> bool {
 }
 
 /// Whether what stands before the path names a host, and takes nothing of the request but its host.
-fn is_authority(first: &str, rest: &[TemplatePart]) -> bool {
+fn is_safe_authority(first: &str, rest: &[TemplatePart]) -> bool {
     if first.is_empty() && !matches!(rest.first(), Some(TemplatePart::Variable(Variable::Host))) {
         return false;
     }
@@ -268,7 +279,7 @@ fn is_authority(first: &str, rest: &[TemplatePart]) -> bool {
     true
 }
 
-fn respond(item: &Item, report: &mut Report) -> Option<LocalResponse> {
+fn read_respond(item: &Item, report: &mut Report) -> Option<LocalResponse> {
     let mut table = item.table("`respond`", &format!("write `respond = {RESPOND}`"), report)?;
     let status = table.get("status");
     let kind = table.get("content_type");
@@ -279,31 +290,31 @@ fn respond(item: &Item, report: &mut Report) -> Option<LocalResponse> {
         let message = format!("an answer with status `{status}` has no body");
         report.problem(body.key_span.clone(), message, "remove `body`, or write another status");
     }
-    let body = refusal_response::own_body(body, kind, "the answer", report);
+    let body = refusal_response::read_body(body, kind, "the answer", report);
     Some(LocalResponse::Respond { status: u16::try_from(status?).ok()?, body })
 }
 
-fn fields(item: &Item, path: Option<&PathPattern>, report: &mut Report) -> FieldChanges {
+fn read_field_changes(item: &Item, path: Option<&PathPattern>, report: &mut Report) -> FieldChanges {
     let Some(mut table) = item.table(format!("`{}`", item.key), FIELDS_FIX, report) else {
         return FieldChanges::default();
     };
     let (set, add, remove) = (table.get("set"), table.get("add"), table.get("remove"));
     table.finish(report);
-    let set = set.map(|item| values(&item, path, report)).unwrap_or_default();
-    let add = add.map(|item| values(&item, path, report)).unwrap_or_default();
+    let set = set.map(|item| read_field_templates(&item, path, report)).unwrap_or_default();
+    let add = add.map(|item| read_field_templates(&item, path, report)).unwrap_or_default();
     let words = remove.and_then(|item| item.strings("[\"x-name\"]", report)).unwrap_or_default();
-    let remove: Vec<String> = words.iter().filter_map(|word| name(word, report)).collect();
+    let remove: Vec<String> = words.iter().filter_map(|word| read_field_name(word, report)).collect();
     FieldChanges { remove, set, add }
 }
 
 /// Fields by name, each with a text.
-fn values(item: &Item, path: Option<&PathPattern>, report: &mut Report) -> Vec<(String, Template)> {
+fn read_field_templates(item: &Item, path: Option<&PathPattern>, report: &mut Report) -> Vec<(String, Template)> {
     let fix = format!("write `{} = {{ x-name = \"value\" }}`", item.key);
     let Some(table) = item.table(format!("`{}`", item.key), &fix, report) else { return Vec::new() };
     let mut values: Vec<(String, Template)> = Vec::new();
     for entry in table.items() {
-        let name = name(&SpannedStr { text: entry.key, span: entry.key_span.clone() }, report);
-        let value = entry.string("\"value\"", report).and_then(|word| text(&word, path, report));
+        let name = read_field_name(&SpannedStr { text: entry.key, span: entry.key_span.clone() }, report);
+        let value = entry.string("\"value\"", report).and_then(|word| read_template(&word, path, report));
         let (Some(name), Some(value)) = (name, value) else { continue };
         if values.iter().any(|(other, _)| *other == name) {
             let message = format!("{} is there twice: names of fields are compared in lower case", quoted(entry.key));
@@ -315,12 +326,16 @@ fn values(item: &Item, path: Option<&PathPattern>, report: &mut Report) -> Vec<(
 }
 
 /// The name of a field that a route may change.
-fn name(word: &SpannedStr, report: &mut Report) -> Option<String> {
-    let Some(name) = field_name(word.text) else {
-        report.problem(word.span.clone(), format!("{} is no name of a header field", quoted(word.text)), NAME_FIX);
+fn read_field_name(word: &SpannedStr, report: &mut Report) -> Option<String> {
+    let Some(name) = parse_field_name(word.text) else {
+        report.problem(
+            word.span.clone(),
+            format!("{} is no name of a header field", quoted(word.text)),
+            FIELD_NAME_FIX,
+        );
         return None;
     };
-    if OWN.contains(&name.as_str()) {
+    if GATEWAY_FIELDS.contains(&name.as_str()) {
         let message = format!("{} is not for a route to change", quoted(word.text));
         let fix = "remove it: the gateway sets it as the connection, or the message's length, demands";
         report.problem(word.span.clone(), message, fix);
@@ -329,13 +344,13 @@ fn name(word: &SpannedStr, report: &mut Report) -> Option<String> {
     Some(name)
 }
 
-fn own_timeouts(item: &Item, timeouts: &Timeouts, report: &mut Report) -> Option<Timeouts> {
+fn read_route_timeouts(item: &Item, timeouts: &Timeouts, report: &mut Report) -> Option<Timeouts> {
     if !matches!(item.value, DeValue::Table(_)) {
         return item.wrong_type("a table", "write `timeouts = { response_head = \"5s\" }`", report);
     }
     let mut table = item.table("`timeouts` of a route", "", report)?;
     let mut own = timeouts.clone();
-    super::exchange_timeouts(&mut table, &mut own, report);
+    super::read_request_timeouts(&mut table, &mut own, report);
     table.finish(report);
     Some(own)
 }

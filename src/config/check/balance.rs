@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use toml::de::DeValue;
 
-use super::{DAY_MS, duration, key};
+use super::{DAY_MS, key, read_duration_ms};
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::toml_reader::{Item, SpannedStr, Table};
 use crate::config::upstream_policy::{Ejection, HealthChecks, LoadBalancing, Retries, UpstreamLimits, UpstreamPolicy};
@@ -18,7 +18,7 @@ const STATUSES_EXAMPLE: &str = "[502, 503, 504]";
 const CAUSES: [&str; 3] = ["connect-failure", "reset", "timeout"];
 
 /// What an upstream says about its servers as a group.
-pub struct Settings<'d> {
+pub struct PolicySettings<'d> {
     balance: Option<Item<'d>>,
     slow_start: Option<Item<'d>>,
     health: Option<Item<'d>>,
@@ -30,9 +30,9 @@ pub struct Settings<'d> {
     max_requests: Option<Item<'d>>,
 }
 
-impl<'d> Settings<'d> {
-    pub fn of(table: &mut Table<'d>) -> Settings<'d> {
-        Settings {
+impl<'d> PolicySettings<'d> {
+    pub fn take_from(table: &mut Table<'d>) -> PolicySettings<'d> {
+        PolicySettings {
             balance: table.get("balance"),
             slow_start: table.get("slow_start"),
             health: table.get("health"),
@@ -46,7 +46,7 @@ impl<'d> Settings<'d> {
     }
 
     /// Reports all of it: there are no servers.
-    pub fn in_vain(self, report: &mut Report) {
+    pub fn report_without_servers(self, report: &mut Report) {
         let all = [
             self.balance,
             self.slow_start,
@@ -66,23 +66,24 @@ impl<'d> Settings<'d> {
 
     pub fn read(self, report: &mut Report) -> UpstreamPolicy {
         let limited = self.max_connections.is_some();
-        let mut count = |item: Option<Item>| item.and_then(|item| number(&item, 1..=COUNT_MAX, report));
+        let mut count = |item: Option<Item>| item.and_then(|item| read_u32(&item, 1..=COUNT_MAX, report));
         let max_requests = count(self.max_requests);
         let max_connections = count(self.max_connections);
         if let (Some(item), false) = (&self.max_pending, limited) {
             let message = "`max_pending` has no effect: nothing waits for a connection without `max_connections`";
             report.missing(item.key_span.clone(), message, "add `max_connections`, or remove it");
         }
-        let max_pending = self.max_pending.and_then(|item| number(&item, 0..=COUNT_MAX, report));
-        let max_idle = self.max_idle_connections.and_then(|item| number(&item, 0..=COUNT_MAX, report));
+        let max_pending = self.max_pending.and_then(|item| read_u32(&item, 0..=COUNT_MAX, report));
+        let max_idle = self.max_idle_connections.and_then(|item| read_u32(&item, 0..=COUNT_MAX, report));
         let default = UpstreamPolicy::default();
-        let slow_start = self.slow_start.and_then(|item| time(&item, 0..=DAY_MS, Duration::from_secs(30), report));
+        let slow_start =
+            self.slow_start.and_then(|item| read_duration(&item, 0..=DAY_MS, Duration::from_secs(30), report));
         UpstreamPolicy {
-            balance: self.balance.and_then(|item| balance(&item, report)).unwrap_or(default.balance),
+            balance: self.balance.and_then(|item| read_balance(&item, report)).unwrap_or(default.balance),
             slow_start: slow_start.unwrap_or(default.slow_start),
-            health: self.health.and_then(|item| health(&item, report)),
-            ejection: self.ejection.map_or(default.ejection, |item| ejection(&item, report)),
-            retries: self.retries.map_or(default.retries, |item| retries(&item, report)),
+            health: self.health.and_then(|item| read_health(&item, report)),
+            ejection: self.ejection.map_or(default.ejection, |item| read_ejection(&item, report)),
+            retries: self.retries.map_or(default.retries, |item| read_retries(&item, report)),
             limits: UpstreamLimits {
                 max_connections,
                 max_idle_connections: max_idle.unwrap_or(default.limits.max_idle_connections),
@@ -94,7 +95,7 @@ impl<'d> Settings<'d> {
 }
 
 /// The servers of a list, each with its weight: a URL, or a table of `url` and `weight`.
-pub fn servers<'d>(item: &Item<'d>, example: &str, report: &mut Report) -> Option<Vec<(SpannedStr<'d>, u32)>> {
+pub fn read_server_list<'d>(item: &Item<'d>, example: &str, report: &mut Report) -> Option<Vec<(SpannedStr<'d>, u32)>> {
     let DeValue::Array(_) = item.value else {
         return item.strings(example, report).map(|words| words.into_iter().map(|word| (word, 1)).collect());
     };
@@ -104,7 +105,7 @@ pub fn servers<'d>(item: &Item<'d>, example: &str, report: &mut Report) -> Optio
             let fix = "write `{ url = \"http://127.0.0.1:9001\", weight = 3 }`";
             let mut table = item.table("a server", fix, report)?;
             let url = table.require("url", fix).and_then(|item| item.string("\"http://127.0.0.1:9001\"", report));
-            let weight = table.get("weight").and_then(|item| number(&item, 1..=WEIGHT_MAX, report));
+            let weight = table.get("weight").and_then(|item| read_u32(&item, 1..=WEIGHT_MAX, report));
             table.finish(report);
             Some((url?, weight.unwrap_or(1)))
         }
@@ -114,7 +115,7 @@ pub fn servers<'d>(item: &Item<'d>, example: &str, report: &mut Report) -> Optio
     (items.is_empty() || !servers.is_empty()).then_some(servers)
 }
 
-fn balance(item: &Item, report: &mut Report) -> Option<LoadBalancing> {
+fn read_balance(item: &Item, report: &mut Report) -> Option<LoadBalancing> {
     let DeValue::Table(_) = item.value else {
         let words = [("least-requests", Some(true)), ("round-robin", Some(false)), ("hash", None)];
         let chosen = item.choice(&words, report)?;
@@ -126,14 +127,14 @@ fn balance(item: &Item, report: &mut Report) -> Option<LoadBalancing> {
     };
     let mut table = item.table("`balance`", &item.fix_with(HASH_EXAMPLE), report)?;
     let parts = table.require("hash", item.fix_with(HASH_EXAMPLE));
-    let parts = parts.and_then(|item| hashed(&item, report));
+    let parts = parts.and_then(|item| read_hash_parts(&item, report));
     table.finish(report);
     parts.map(LoadBalancing::Hash)
 }
 
 /// What a hash is of: parts of a key, as far as every route has them.
-fn hashed(item: &Item, report: &mut Report) -> Option<Vec<KeyPart>> {
-    let parts = key::parts(item, &KeyPart::Ip { v4_prefix: 32, v6_prefix: 128 }, report)?;
+fn read_hash_parts(item: &Item, report: &mut Report) -> Option<Vec<KeyPart>> {
+    let parts = key::read_parts(item, &KeyPart::Ip { v4_prefix: 32, v6_prefix: 128 }, report)?;
     for part in &parts {
         let why = match part {
             KeyPart::Param(_) => "`param` is of one route, and an upstream may have many",
@@ -157,7 +158,7 @@ fn hashed(item: &Item, report: &mut Report) -> Option<Vec<KeyPart>> {
     Some(parts)
 }
 
-fn health(item: &Item, report: &mut Report) -> Option<HealthChecks> {
+fn read_health(item: &Item, report: &mut Report) -> Option<HealthChecks> {
     let mut table = item.table("`health`", "write `health = { path = \"/healthz\" }`", report)?;
     let path = table.require("path", "write `path = \"/healthz\"`, or `path = \"/\"`");
     let default = HealthChecks::default();
@@ -167,26 +168,26 @@ fn health(item: &Item, report: &mut Report) -> Option<HealthChecks> {
     let (healthy, unhealthy) = (get("healthy_after"), get("unhealthy_after"));
     table.finish(report);
     let streak = |item: Option<Item>, default, report: &mut Report| {
-        item.and_then(|item| number(&item, 1..=1000, report)).unwrap_or(default)
+        item.and_then(|item| read_u32(&item, 1..=1000, report)).unwrap_or(default)
     };
     let lasting = |item: Option<Item>, default: Duration, report: &mut Report| {
-        item.and_then(|item| time(&item, 10..=DAY_MS, default, report)).unwrap_or(default)
+        item.and_then(|item| read_duration(&item, 10..=DAY_MS, default, report)).unwrap_or(default)
     };
     let method =
         method.and_then(|item| item.choice(&[("GET", "GET"), ("HEAD", "HEAD"), ("OPTIONS", "OPTIONS")], report));
     Some(HealthChecks {
-        path: path.and_then(|item| path_of(&item, report)).unwrap_or(default.path),
+        path: path.and_then(|item| read_health_path(&item, report)).unwrap_or(default.path),
         method: method.map_or(default.method, str::to_owned),
-        host: host.and_then(|item| host_of(&item, report)),
+        host: host.and_then(|item| read_health_host(&item, report)),
         interval: lasting(interval, default.interval, report),
         timeout: lasting(limit, default.timeout, report),
         healthy_after: streak(healthy, default.healthy_after, report),
         unhealthy_after: streak(unhealthy, default.unhealthy_after, report),
-        statuses: statuses.map_or(default.statuses, |item| ranges(&item, report)),
+        statuses: statuses.map_or(default.statuses, |item| read_status_ranges(&item, report)),
     })
 }
 
-fn path_of(item: &Item, report: &mut Report) -> Option<String> {
+fn read_health_path(item: &Item, report: &mut Report) -> Option<String> {
     let word = item.string("\"/healthz\"", report)?;
     let sound = |byte: u8| byte.is_ascii_graphic() && !b"#\"<>\\^`{|}".contains(&byte);
     if !word.text.starts_with('/') || !word.text.bytes().all(sound) {
@@ -197,7 +198,7 @@ fn path_of(item: &Item, report: &mut Report) -> Option<String> {
     Some(word.text.to_owned())
 }
 
-fn host_of(item: &Item, report: &mut Report) -> Option<String> {
+fn read_health_host(item: &Item, report: &mut Report) -> Option<String> {
     let word = item.string("\"api.example.com\"", report)?;
     let sound = |byte: u8| byte.is_ascii_alphanumeric() || b".-_:[]".contains(&byte);
     if word.text.is_empty() || !word.text.bytes().all(sound) {
@@ -209,7 +210,7 @@ fn host_of(item: &Item, report: &mut Report) -> Option<String> {
 }
 
 /// Status codes and ranges of them.
-fn ranges(item: &Item, report: &mut Report) -> Vec<RangeInclusive<u16>> {
+fn read_status_ranges(item: &Item, report: &mut Report) -> Vec<RangeInclusive<u16>> {
     let items = match item.value {
         DeValue::Array(_) => item.list("[\"200-299\"]", report).unwrap_or_default(),
         _ => vec![item.clone()],
@@ -235,20 +236,20 @@ fn ranges(item: &Item, report: &mut Report) -> Vec<RangeInclusive<u16>> {
     items.iter().filter_map(read).collect()
 }
 
-fn ejection(item: &Item, report: &mut Report) -> Option<Ejection> {
+fn read_ejection(item: &Item, report: &mut Report) -> Option<Ejection> {
     let default = Ejection::default();
     if let DeValue::Boolean(_) = item.value {
         return item.boolean(report).filter(|on| *on).map(|_| default);
     }
     let fix = "write `ejection = { failures = 5 }`, or `ejection = false`";
     let Some(mut table) = item.table("`ejection`", fix, report) else { return Some(default) };
-    let failures = table.get("failures").and_then(|item| number(&item, 1..=1000, report));
-    let statuses = table.get("statuses").map(|item| statuses(&item, report));
+    let failures = table.get("failures").and_then(|item| read_u32(&item, 1..=1000, report));
+    let statuses = table.get("statuses").map(|item| read_error_statuses(&item, report));
     let (first, longest) = (table.get("time"), table.get("max_time"));
-    let share = table.get("max_ejected").and_then(|item| percent(&item, report));
+    let share = table.get("max_ejected").and_then(|item| read_percent(&item, report));
     table.finish(report);
     let lasting = |item: &Option<Item>, default: Duration, report: &mut Report| {
-        item.as_ref().and_then(|item| time(item, 1..=DAY_MS, default, report)).unwrap_or(default)
+        item.as_ref().and_then(|item| read_duration(item, 1..=DAY_MS, default, report)).unwrap_or(default)
     };
     let first_time = lasting(&first, default.time, report);
     let max_time = lasting(&longest, default.max_time.max(first_time), report);
@@ -264,34 +265,34 @@ fn ejection(item: &Item, report: &mut Report) -> Option<Ejection> {
     })
 }
 
-fn retries(item: &Item, report: &mut Report) -> Retries {
+fn read_retries(item: &Item, report: &mut Report) -> Retries {
     let default = Retries::default();
     if let DeValue::Boolean(_) = item.value {
         return if item.boolean(report) == Some(false) { Retries::none() } else { default };
     }
     let fix = "write `retries = { attempts = 2 }`, or `retries = false`";
     let Some(mut table) = item.table("`retries`", fix, report) else { return default };
-    let attempts = table.get("attempts").and_then(|item| number(&item, 0..=10, report));
+    let attempts = table.get("attempts").and_then(|item| read_u32(&item, 0..=10, report));
     let causes = table.get("on");
     let limit = table.get("try_timeout");
-    let budget = table.get("budget").and_then(|item| percent(&item, report));
-    let budget_min = table.get("budget_min").and_then(|item| number(&item, 0..=COUNT_MAX, report));
+    let budget = table.get("budget").and_then(|item| read_percent(&item, report));
+    let budget_min = table.get("budget_min").and_then(|item| read_u32(&item, 0..=COUNT_MAX, report));
     table.finish(report);
     let mut retries = Retries {
         attempts,
-        try_timeout: limit.and_then(|item| time(&item, 1..=DAY_MS, Duration::from_secs(2), report)),
+        try_timeout: limit.and_then(|item| read_duration(&item, 1..=DAY_MS, Duration::from_secs(2), report)),
         budget: budget.unwrap_or(default.budget),
         budget_min: budget_min.unwrap_or(default.budget_min),
         ..default
     };
     if let Some(item) = causes {
-        on(&item, &mut retries, report);
+        read_retry_causes(&item, &mut retries, report);
     }
     retries
 }
 
 /// What is tried again: words, and status codes with or without quotes.
-fn on(item: &Item, retries: &mut Retries, report: &mut Report) {
+fn read_retry_causes(item: &Item, retries: &mut Retries, report: &mut Report) {
     let example = "[\"connect-failure\", \"reset\", 503]";
     let items = match item.value {
         DeValue::Array(_) => item.list(example, report).unwrap_or_default(),
@@ -300,7 +301,7 @@ fn on(item: &Item, retries: &mut Retries, report: &mut Report) {
     (retries.on_connect_failure, retries.on_reset, retries.on_timeout) = (false, false, false);
     for item in items {
         if let DeValue::Integer(_) = item.value {
-            retries.on_statuses.extend(status(&item, report));
+            retries.on_statuses.extend(read_error_status(&item, report));
             continue;
         }
         let Some(word) = item.string(example, report) else { continue };
@@ -324,19 +325,19 @@ fn on(item: &Item, retries: &mut Retries, report: &mut Report) {
     }
 }
 
-fn statuses(item: &Item, report: &mut Report) -> Vec<u16> {
+fn read_error_statuses(item: &Item, report: &mut Report) -> Vec<u16> {
     let items = item.list(STATUSES_EXAMPLE, report).unwrap_or_default();
-    items.iter().filter_map(|item| status(item, report)).collect()
+    items.iter().filter_map(|item| read_error_status(item, report)).collect()
 }
 
 /// The status code of an error.
-fn status(item: &Item, report: &mut Report) -> Option<u16> {
+fn read_error_status(item: &Item, report: &mut Report) -> Option<u16> {
     item.integer(400..=599, report).and_then(|status| u16::try_from(status).ok())
 }
 
 /// A number of percent, with or without its sign.
-fn percent(item: &Item, report: &mut Report) -> Option<u32> {
-    let DeValue::String(text) = item.value else { return number(item, 0..=100, report) };
+fn read_percent(item: &Item, report: &mut Report) -> Option<u32> {
+    let DeValue::String(text) = item.value else { return read_u32(item, 0..=100, report) };
     let percent = text.strip_suffix('%').and_then(|digits| digits.trim().parse().ok());
     let percent = percent.filter(|percent| *percent <= 100);
     if percent.is_none() {
@@ -346,10 +347,10 @@ fn percent(item: &Item, report: &mut Report) -> Option<u32> {
     percent
 }
 
-fn number(item: &Item, range: RangeInclusive<u64>, report: &mut Report) -> Option<u32> {
+fn read_u32(item: &Item, range: RangeInclusive<u64>, report: &mut Report) -> Option<u32> {
     item.integer(range, report).and_then(|number| u32::try_from(number).ok())
 }
 
-fn time(item: &Item, range: RangeInclusive<u64>, default: Duration, report: &mut Report) -> Option<Duration> {
-    duration(item, range, default, report).map(Duration::from_millis)
+fn read_duration(item: &Item, range: RangeInclusive<u64>, default: Duration, report: &mut Report) -> Option<Duration> {
+    read_duration_ms(item, range, default, report).map(Duration::from_millis)
 }

@@ -24,10 +24,10 @@ const DAY_MS: i64 = 24 * 60 * 60 * 1000;
 const MONDAY_MS: u64 = 4 * DAY_MS as u64;
 
 /// The windows of a period, one of [`PERIODS`], in a zone. The list of a calendar is still empty: see
-/// [`complete`].
-pub fn windows(period: &str, zone: &SpannedStr, report: &mut Report) -> Option<Windows> {
-    let Some(zone) = known(zone.text) else {
-        report.problem(zone.span.clone(), format!("there is no time zone {}", quoted(zone.text)), meant(zone.text));
+/// [`fill_calendars`].
+pub fn windows_in_zone(period: &str, zone: &SpannedStr, report: &mut Report) -> Option<Windows> {
+    let Some(zone) = canonical_zone(zone.text) else {
+        report.problem(zone.span.clone(), format!("there is no time zone {}", quoted(zone.text)), zone_fix(zone.text));
         return None;
     };
     Some(match (period, zone.as_str()) {
@@ -39,7 +39,7 @@ pub fn windows(period: &str, zone: &SpannedStr, report: &mut Report) -> Option<W
 }
 
 /// Makes the lists of all calendars that rules name.
-pub fn complete(rules: &mut [Rule]) {
+pub fn fill_calendars(rules: &mut [Rule]) {
     let mut made: BTreeMap<String, Arc<[u64]>> = BTreeMap::new();
     for rule in rules {
         let plans = rule.plans.iter_mut().map(|plan| &mut plan.layers);
@@ -47,7 +47,7 @@ pub fn complete(rules: &mut [Rule]) {
         for limit in std::iter::once(&mut rule.layers).chain(plans).chain(overrides).flatten() {
             if let Windows::Calendar(calendar) = &mut limit.windows {
                 let ends = made.entry(calendar.name.clone()).or_insert_with(|| match calendar.name.split_once(' ') {
-                    Some((period, zone)) if calendar.ends.is_empty() => ends(period, zone),
+                    Some((period, zone)) if calendar.ends.is_empty() => window_ends(period, zone),
                     _ => Arc::clone(&calendar.ends),
                 });
                 calendar.ends = Arc::clone(ends);
@@ -57,8 +57,8 @@ pub fn complete(rules: &mut [Rule]) {
 }
 
 /// A zone's name as the database spells it.
-fn known(name: &str) -> Option<String> {
-    let zone = find(name)?;
+fn canonical_zone(name: &str) -> Option<String> {
+    let zone = find_zone(name)?;
     match zone.iana_name()? {
         "UTC" | "Etc/UTC" | "Etc/UCT" | "UCT" | "Zulu" | "Etc/Zulu" | "Universal" | "Etc/Universal" => {
             Some("UTC".to_owned())
@@ -67,14 +67,14 @@ fn known(name: &str) -> Option<String> {
     }
 }
 
-fn find(name: &str) -> Option<TimeZone> {
+fn find_zone(name: &str) -> Option<TimeZone> {
     let zone = tz::db().get(name).or_else(|_absent| TimeZoneDatabase::bundled().get(name)).ok();
     zone.filter(|zone| !zone.is_unknown())
 }
 
 /// What to write instead of a zone that there is none of.
-fn meant(text: &str) -> String {
-    if let Some(offset) = offset(text) {
+fn zone_fix(text: &str) -> String {
+    if let Some(offset) = utc_offset(text) {
         return offset_fix(offset);
     }
     let known: Vec<String> = TimeZoneDatabase::bundled().available().map(|name| name.as_str().to_owned()).collect();
@@ -92,7 +92,7 @@ fn meant(text: &str) -> String {
 }
 
 /// What follows `GMT`, `UTC` or nothing where a zone was written as an offset from UTC: `+2`, `-05:30`.
-fn offset(text: &str) -> Option<&str> {
+fn utc_offset(text: &str) -> Option<&str> {
     let text = text.trim();
     let named = text.get(..3).filter(|name| ["GMT", "UTC"].iter().any(|known| name.eq_ignore_ascii_case(known)));
     let offset = text[named.map_or(0, str::len)..].trim_start();
@@ -107,7 +107,7 @@ fn offset_fix(offset: &str) -> String {
     let digits = if digits.len() == 4 { digits.strip_suffix("00").unwrap_or(digits) } else { digits };
     let sign = if offset.starts_with('+') { '-' } else { '+' };
     match digits.parse::<u8>().map(|hours| format!("Etc/GMT{sign}{hours}")) {
-        Ok(name) if find(&name).is_some() => {
+        Ok(name) if find_zone(&name).is_some() => {
             format!("write {place}, or `\"{name}\"`: names in `Etc` have the opposite sign")
         }
         _ => format!("write {place}"),
@@ -115,16 +115,16 @@ fn offset_fix(offset: &str) -> String {
 }
 
 /// The moments at which windows end, Unix milliseconds, from 1970 to beyond the year 2110.
-fn ends(period: &str, zone: &str) -> Arc<[u64]> {
-    let Some(zone) = find(zone) else { return Arc::default() };
+fn window_ends(period: &str, zone: &str) -> Arc<[u64]> {
+    let Some(zone) = find_zone(zone) else { return Arc::default() };
     let mut ends = Vec::new();
     let mut open = None;
-    for (start_ms, day) in days(&zone) {
+    for (start_ms, day) in day_starts(&zone) {
         let number = match period {
             "day" => day,
             // The epoch was a Thursday; weeks begin on Monday.
             "week" => (day + 3).div_euclid(7),
-            _ => month(day),
+            _ => month_number(day),
         };
         if open.replace(number).is_some_and(|open| open != number)
             && let Ok(end_ms @ 1..) = u64::try_from(start_ms)
@@ -139,7 +139,7 @@ fn ends(period: &str, zone: &str) -> Arc<[u64]> {
 ///
 /// Between two changes of the clocks midnights are a day apart. Where clocks are set forward over a
 /// midnight, the day begins with that change; where they are set back over one, it does not begin again.
-fn days(zone: &TimeZone) -> Vec<(i64, i64)> {
+fn day_starts(zone: &TimeZone) -> Vec<(i64, i64)> {
     let first = Timestamp::UNIX_EPOCH - jiff::SignedDuration::from_hours(24 * 70);
     let changes = zone.following(first).map(|change| (change.timestamp(), change.offset()));
     let changes: Vec<_> = std::iter::once((first, zone.to_offset(first)))
@@ -168,7 +168,7 @@ fn days(zone: &TimeZone) -> Vec<(i64, i64)> {
 }
 
 /// Counts the months up to that of a day since the epoch.
-fn month(day: i64) -> i64 {
+fn month_number(day: i64) -> i64 {
     let date = civil::date(1970, 1, 1).saturating_add(jiff::Span::new().days(day.clamp(-DAYS_MAX, DAYS_MAX)));
     i64::from(date.year()) * 12 + i64::from(date.month())
 }
@@ -189,14 +189,14 @@ mod tests {
             ("utc -5", "Etc/GMT+5"),
             ("GMT+14", "Etc/GMT-14"),
         ] {
-            assert!(meant(text).contains(&format!("or `\"{name}\"`: ")), "{text}: {}", meant(text));
+            assert!(zone_fix(text).contains(&format!("or `\"{name}\"`: ")), "{text}: {}", zone_fix(text));
             let hours =
                 TimeZoneDatabase::bundled().get(name).unwrap().to_offset(Timestamp::UNIX_EPOCH).seconds() / 3600;
             assert_eq!(hours < 0, text.contains('-'), "{text} is {hours} hours from UTC");
         }
         // No zone in `Etc` has half hours, nor is one so far from UTC.
         for text in ["UTC+5:30", "GMT+20", "GMT+", "+x", "-é"] {
-            assert!(!meant(text).contains("Etc"), "{text}: {}", meant(text));
+            assert!(!zone_fix(text).contains("Etc"), "{text}: {}", zone_fix(text));
         }
     }
 
@@ -210,7 +210,7 @@ mod tests {
 
     /// The same, asked of jiff for every single day.
     fn by_jiff(zone: &str) -> Vec<u64> {
-        let zone = find(zone).unwrap();
+        let zone = find_zone(zone).unwrap();
         let mut ends: Vec<u64> = Vec::new();
         for day in civil::date(1970, 1, 2).series(jiff::Span::new().days(1)) {
             let at = day.to_zoned(zone.clone()).unwrap().start_of_day().unwrap().timestamp().as_millisecond() as u64;
@@ -240,7 +240,7 @@ mod tests {
             "Africa/Monrovia",
             "America/St_Johns",
         ] {
-            let (ends, expected) = (ends("day", zone), by_jiff(zone));
+            let (ends, expected) = (window_ends("day", zone), by_jiff(zone));
             // Neither need agree on the day in which the list begins.
             let expected = expected.iter().filter(|end| **end > 2 * DAY_MS as u64 && **end <= CALENDAR_END_MS);
             let found = ends.iter().filter(|end| **end > 2 * DAY_MS as u64 && **end <= CALENDAR_END_MS);
@@ -251,7 +251,7 @@ mod tests {
 
     #[test]
     fn days_have_23_and_25_hours_where_clocks_are_set() {
-        let ends = ends("day", "Europe/Paris");
+        let ends = window_ends("day", "Europe/Paris");
         for (start, end) in
             [("2025-03-29T23:00:00Z", "2025-03-30T22:00:00Z"), ("2025-10-25T22:00:00Z", "2025-10-26T23:00:00Z")]
         {
@@ -264,7 +264,7 @@ mod tests {
     #[test]
     fn a_day_without_a_midnight_begins_with_its_first_moment() {
         // In Beirut the clocks go from 24:00 to 01:00.
-        let ends = ends("day", "Asia/Beirut");
+        let ends = window_ends("day", "Asia/Beirut");
         assert!(has(&ends, "2024-03-30T22:00:00Z"));
         assert_eq!(
             "2024-03-31T01:00:00+03:00".parse::<Timestamp>().unwrap().as_millisecond() as u64,
@@ -274,24 +274,24 @@ mod tests {
 
     #[test]
     fn weeks_begin_on_monday_and_months_on_the_first() {
-        let weeks = ends("week", "America/New_York");
+        let weeks = window_ends("week", "America/New_York");
         assert!(has(&weeks, "2025-03-03T05:00:00Z") && has(&weeks, "2025-03-10T04:00:00Z"));
         assert!(weeks.windows(2).skip(1).all(|two| [167, 168, 169].contains(&((two[1] - two[0]) / 3_600_000))));
-        let months = ends("month", "America/New_York");
+        let months = window_ends("month", "America/New_York");
         assert!(has(&months, "2025-03-01T05:00:00Z") && has(&months, "2025-04-01T04:00:00Z"));
         assert!(months.len() > 12 * 139 && *months.last().unwrap() > CALENDAR_END_MS);
     }
 
     #[test]
     fn zones_are_known_by_the_databases_spelling() {
-        assert_eq!(known("europe/paris").as_deref(), Some("Europe/Paris"));
+        assert_eq!(canonical_zone("europe/paris").as_deref(), Some("Europe/Paris"));
         for utc in ["UTC", "utc", "Etc/UTC", "Zulu"] {
-            assert_eq!(known(utc).as_deref(), Some("UTC"), "{utc}");
+            assert_eq!(canonical_zone(utc).as_deref(), Some("UTC"), "{utc}");
         }
         for none in ["Mars/Olympus", "", "Etc/Unknown", "../UTC", "/etc/passwd", "+02:00"] {
-            assert_eq!(known(none), None, "{none}");
+            assert_eq!(canonical_zone(none), None, "{none}");
         }
-        assert_eq!(meant("Europe/Pariss"), "did you mean `\"Europe/Paris\"`?");
-        assert_eq!(meant("new_york"), "did you mean `\"America/New_York\"`?");
+        assert_eq!(zone_fix("Europe/Pariss"), "did you mean `\"Europe/Paris\"`?");
+        assert_eq!(zone_fix("new_york"), "did you mean `\"America/New_York\"`?");
     }
 }

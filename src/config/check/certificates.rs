@@ -15,23 +15,23 @@ use crate::config::toml_reader::{Item, SpannedStr, Table};
 const FILE_FIX: &str = "name a file that the gateway may read; a relative path starts at the folder of this file";
 
 /// The files of one certificate, as a table names them.
-pub struct Pair<'d> {
+pub struct CertificateFiles<'d> {
     pub certificate: Option<Item<'d>>,
     pub private_key: Option<Item<'d>>,
 }
 
-impl<'d> Pair<'d> {
+impl<'d> CertificateFiles<'d> {
     /// Both have to be there.
-    pub fn required(table: &mut Table<'d>) -> Pair<'d> {
-        Pair {
+    pub fn take_from(table: &mut Table<'d>) -> CertificateFiles<'d> {
+        CertificateFiles {
             certificate: table.require("certificate", "write `certificate = \"FILE\"`: PEM, with the full chain"),
             private_key: table.require("private_key", "write `private_key = \"FILE\"`: PEM"),
         }
     }
 
     pub fn read(self, files: ReadFile, report: &mut Report) -> Option<Certificate> {
-        let chain = self.certificate.and_then(|item| file(&item, files, report));
-        let key = self.private_key.and_then(|item| file(&item, files, report));
+        let chain = self.certificate.and_then(|item| read_file(&item, files, report));
+        let key = self.private_key.and_then(|item| read_file(&item, files, report));
         let ((chain_word, chain), (key_word, key)) = (chain?, key?);
         Certificate::read(chain_word.text, &chain, &key)
             .map_err(|flaw| {
@@ -42,20 +42,20 @@ impl<'d> Pair<'d> {
                         | CertificateFileError::UnusableKey
                         | CertificateFileError::KeyMismatch
                 );
-                complain(&flaw, if is_of_key { &key_word } else { &chain_word }, report);
+                report_certificate_error(&flaw, if is_of_key { &key_word } else { &chain_word }, report);
             })
             .ok()
     }
 }
 
 /// The certificates of those who issue others.
-pub fn authorities(item: &Item, files: ReadFile, report: &mut Report) -> Option<Vec<CertificateDer<'static>>> {
-    let (word, text) = file(item, files, report)?;
-    certificate::read_authorities(&text).map_err(|flaw| complain(&flaw, &word, report)).ok()
+pub fn read_authorities(item: &Item, files: ReadFile, report: &mut Report) -> Option<Vec<CertificateDer<'static>>> {
+    let (word, text) = read_file(item, files, report)?;
+    certificate::read_authorities(&text).map_err(|flaw| report_certificate_error(&flaw, &word, report)).ok()
 }
 
 /// What a file, or several, say about certificates that were taken back.
-pub fn revoked(item: &Item, files: ReadFile, report: &mut Report) -> Vec<RevocationList> {
+pub fn read_revocation_lists(item: &Item, files: ReadFile, report: &mut Report) -> Vec<RevocationList> {
     let words = item.strings("\"FILE\"", report);
     if words.as_ref().is_some_and(Vec::is_empty) {
         let fix = format!("{}, or leave it out: nothing is taken back then", item.fix_with("\"FILE\""));
@@ -63,7 +63,7 @@ pub fn revoked(item: &Item, files: ReadFile, report: &mut Report) -> Vec<Revocat
     }
     let mut lists = Vec::new();
     for word in words.into_iter().flatten() {
-        let Some(text) = contents(item, &word, files, report) else { continue };
+        let Some(text) = read_contents(item, &word, files, report) else { continue };
         match RevocationList::read(word.text, &text) {
             Ok(read) => lists.extend(read),
             Err(flaw) => {
@@ -75,19 +75,19 @@ pub fn revoked(item: &Item, files: ReadFile, report: &mut Report) -> Vec<Revocat
     lists
 }
 
-fn complain(flaw: &CertificateFileError, word: &SpannedStr, report: &mut Report) {
+fn report_certificate_error(flaw: &CertificateFileError, word: &SpannedStr, report: &mut Report) {
     let (message, fix) = flaw.explain(&quoted(word.text));
     report.problem(word.span.clone(), message, fix);
 }
 
-fn file<'d>(item: &Item<'d>, files: ReadFile, report: &mut Report) -> Option<(SpannedStr<'d>, Vec<u8>)> {
+fn read_file<'d>(item: &Item<'d>, files: ReadFile, report: &mut Report) -> Option<(SpannedStr<'d>, Vec<u8>)> {
     let word = item.string("\"FILE\"", report)?;
-    let bytes = contents(item, &word, files, report)?;
+    let bytes = read_contents(item, &word, files, report)?;
     Some((word, bytes))
 }
 
 /// What is in a file that one of an item's words names.
-fn contents(item: &Item, word: &SpannedStr, files: ReadFile, report: &mut Report) -> Option<Vec<u8>> {
+fn read_contents(item: &Item, word: &SpannedStr, files: ReadFile, report: &mut Report) -> Option<Vec<u8>> {
     if word.text.is_empty() {
         report.problem(word.span.clone(), format!("`{}` is empty", item.key), item.fix_with("\"FILE\""));
         return None;

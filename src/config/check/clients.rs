@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 use toml::de::{DeTable, DeValue};
 
-use super::{key, name, overrides, section};
+use super::{check_name, key, overrides, section_table};
 use crate::config::ReadFile;
 use crate::config::clients::{Client, Clients};
 use crate::config::diagnostics::{Report, quoted, quoted_list};
@@ -27,26 +27,26 @@ const TWICE: &str = "this name is there twice";
 const BROKEN_FIX: &str = "a line is `key = value` or `[table]`; texts go in quotes";
 
 /// The plans that rules define.
-pub struct Plans<'r> {
+pub struct DefinedPlans<'r> {
     pub names: Vec<&'r str>,
     /// Whether all that the operator meant to define is here, as far as can be told.
     pub complete: bool,
 }
 
-pub fn clients(
+pub fn read_clients(
     item: Option<Item>,
-    plans: &Plans,
+    plans: &DefinedPlans,
     certs: ClientCerts,
     files: ReadFile,
     report: &mut Report,
 ) -> Option<Clients> {
-    let mut table = section(item, report)?;
+    let mut table = section_table(item, report)?;
     let file = table.require("file", "write `file = \"clients.toml\"`");
     let api_key = table.get("api_key");
     let subject = table.get("subject");
     table.finish(report);
-    let api_key = api_key.map(|item| part(&item, "\"header:x-api-key\"", None, report));
-    let subject = subject.map(|item| part(&item, "\"jwt:sub\"", Some(certs), report));
+    let api_key = api_key.map(|item| read_key_source(&item, "\"header:x-api-key\"", None, report));
+    let subject = subject.map(|item| read_key_source(&item, "\"jwt:sub\"", Some(certs), report));
     let file = file.and_then(|item| item.string("\"clients.toml\"", report))?;
     let path = PathBuf::from(file.text);
     let bytes = match files(&path) {
@@ -64,16 +64,17 @@ pub fn clients(
     let mut own = Report::for_named_file(&text, &path);
     let certified = subject == Some(Some(KeyPart::ClientCert));
     let (keys, subjects) = (api_key.is_some(), subject.is_some());
-    let mut reader = Reader { plans, keys, subjects, certified, taken: Taken::default() };
-    let list = reader.file(&text, &mut own);
+    let mut reader =
+        ClientsFileReader { plans, keys, subjects, subjects_are_fingerprints: certified, owners: Owners::default() };
+    let list = reader.read_file(&text, &mut own);
     report.append(own);
     Some(Clients { file: path, api_key: api_key.flatten(), subject: subject.flatten(), list })
 }
 
 /// Where a client is named in a request; `certs`, if it can be by its certificate.
-fn part(item: &Item, example: &str, certs: Option<ClientCerts>, report: &mut Report) -> Option<KeyPart> {
+fn read_key_source(item: &Item, example: &str, certs: Option<ClientCerts>, report: &mut Report) -> Option<KeyPart> {
     let word = item.string(example, report)?;
-    let part = key::only(&word, report)?;
+    let part = key::read_part(&word, report)?;
     match part {
         KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::Query(_) | KeyPart::Jwt(_) => return Some(part),
         KeyPart::ClientCert if certs == Some(ClientCerts::Never) => {
@@ -97,26 +98,26 @@ fn part(item: &Item, example: &str, certs: Option<ClientCerts>, report: &mut Rep
 }
 
 /// Reads the clients file.
-struct Reader<'r> {
-    plans: &'r Plans<'r>,
+struct ClientsFileReader<'r> {
+    plans: &'r DefinedPlans<'r>,
     /// Whether requests are looked at for what these lists hold.
     keys: bool,
     subjects: bool,
     /// The subjects are fingerprints of certificates.
-    certified: bool,
-    taken: Taken,
+    subjects_are_fingerprints: bool,
+    owners: Owners,
 }
 
 /// What belongs to a client already, and to which.
 #[derive(Default)]
-struct Taken {
+struct Owners {
     keys: HashMap<Digest, String>,
     subjects: HashMap<String, String>,
     networks: HashMap<Network, String>,
 }
 
-impl Reader<'_> {
-    fn file(&mut self, text: &str, report: &mut Report) -> Vec<Client> {
+impl ClientsFileReader<'_> {
+    fn read_file(&mut self, text: &str, report: &mut Report) -> Vec<Client> {
         let mut flaws = Report::new(text);
         let sound = toml_errors::skip_syntax_errors(text, &mut flaws);
         report.has_syntax_errors = flaws.has_syntax_errors;
@@ -135,11 +136,11 @@ impl Reader<'_> {
         top.finish(report);
         let Some(clients) = clients else { return Vec::new() };
         let Some(table) = clients.table("`[clients]`", CLIENT_FIX, report) else { return Vec::new() };
-        table.items().iter().filter_map(|entry| self.client(entry, report)).collect()
+        table.items().iter().filter_map(|entry| self.read_client(entry, report)).collect()
     }
 
-    fn client(&mut self, entry: &Item, report: &mut Report) -> Option<Client> {
-        name(entry, report);
+    fn read_client(&mut self, entry: &Item, report: &mut Report) -> Option<Client> {
+        check_name(entry, report);
         let mut table = entry.table(format!("`[clients.{}]`", entry.key), CLIENT_FIX, report)?;
         let plan = table.require("plan", "write `plan = \"PLAN\"`, one that a rule defines");
         let api_keys = table.get("api_keys");
@@ -153,15 +154,15 @@ impl Reader<'_> {
             report.missing(entry.key_span.clone(), message, fix);
         }
         let plan = plan.and_then(|item| item.string("\"PLAN\"", report));
-        let api_keys = api_keys.map(|item| self.api_keys(&item, entry.key, report)).unwrap_or_default();
-        let subjects = subjects.map(|item| self.subjects(&item, entry.key, report)).unwrap_or_default();
-        let networks = networks.map(|item| self.networks(&item, entry.key, report)).unwrap_or_default();
+        let api_keys = api_keys.map(|item| self.read_api_keys(&item, entry.key, report)).unwrap_or_default();
+        let subjects = subjects.map(|item| self.read_subjects(&item, entry.key, report)).unwrap_or_default();
+        let networks = networks.map(|item| self.read_networks(&item, entry.key, report)).unwrap_or_default();
         let plan = plan?;
-        self.known_plan(&plan, report);
+        self.check_plan(&plan, report);
         Some(Client { name: entry.key.to_owned(), plan: plan.text.to_owned(), api_keys, subjects, networks })
     }
 
-    fn known_plan(&self, plan: &SpannedStr, report: &mut Report) {
+    fn check_plan(&self, plan: &SpannedStr, report: &mut Report) {
         if !self.plans.complete || self.plans.names.contains(&plan.text) {
             return;
         }
@@ -169,18 +170,18 @@ impl Reader<'_> {
         let fix = match nearest(plan.text, names.clone()) {
             Some(guess) => format!("did you mean {}?", quoted(guess)),
             None if self.plans.names.is_empty() => {
-                format!("define it: `[rules.NAME.plans.{}]`", super::label(plan.text))
+                format!("define it: `[rules.NAME.plans.{}]`", super::nearest_name(plan.text))
             }
             None => format!(
                 "define it: `[rules.NAME.plans.{}]`; there is {}",
-                super::label(plan.text),
+                super::nearest_name(plan.text),
                 quoted_list(names, "and")
             ),
         };
         report.problem(plan.span.clone(), format!("plan {} is not defined by any rule", quoted(plan.text)), fix);
     }
 
-    fn api_keys(&mut self, item: &Item, client: &str, report: &mut Report) -> Vec<Digest> {
+    fn read_api_keys(&mut self, item: &Item, client: &str, report: &mut Report) -> Vec<Digest> {
         let mut digests = Vec::new();
         for word in item.strings("[\"sha256:…\"]", report).unwrap_or_default() {
             if !word.text.starts_with(Digest::PREFIX) {
@@ -191,40 +192,40 @@ impl Reader<'_> {
                 report.problem(word.span, "an API key stands here in clear", fix);
                 continue;
             }
-            let Some(digest) = overrides::digest(&word, report) else { continue };
-            claim(&mut self.taken.keys, digest, client, "key", &word, report);
+            let Some(digest) = overrides::read_digest(&word, report) else { continue };
+            assign_owner(&mut self.owners.keys, digest, client, "key", &word, report);
             digests.push(digest);
         }
-        in_vain(item, self.keys, "api_key", "\"header:x-api-key\"", report);
+        report_without_setting(item, self.keys, "api_key", "\"header:x-api-key\"", report);
         digests
     }
 
-    fn subjects(&mut self, item: &Item, client: &str, report: &mut Report) -> Vec<String> {
+    fn read_subjects(&mut self, item: &Item, client: &str, report: &mut Report) -> Vec<String> {
         let mut subjects = Vec::new();
         for word in item.strings("[\"user-17\"]", report).unwrap_or_default() {
             if word.text.is_empty() {
                 report.problem(word.span, "a subject is empty", "write it, or remove it");
                 continue;
             }
-            let subject = match self.certified {
-                true => match overrides::fingerprint(&word, report) {
+            let subject = match self.subjects_are_fingerprints {
+                true => match overrides::read_fingerprint(&word, report) {
                     Some(fingerprint) => fingerprint,
                     None => continue,
                 },
                 false => word.text.to_owned(),
             };
-            claim(&mut self.taken.subjects, subject.clone(), client, "subject", &word, report);
+            assign_owner(&mut self.owners.subjects, subject.clone(), client, "subject", &word, report);
             subjects.push(subject);
         }
-        in_vain(item, self.subjects, "subject", "\"jwt:sub\"", report);
+        report_without_setting(item, self.subjects, "subject", "\"jwt:sub\"", report);
         subjects
     }
 
-    fn networks(&mut self, item: &Item, client: &str, report: &mut Report) -> Vec<Network> {
+    fn read_networks(&mut self, item: &Item, client: &str, report: &mut Report) -> Vec<Network> {
         let mut networks = Vec::new();
         for word in item.strings("[\"203.0.113.0/24\"]", report).unwrap_or_default() {
-            let Some(network) = overrides::network_of(&word, report) else { continue };
-            claim(&mut self.taken.networks, network, client, "network", &word, report);
+            let Some(network) = overrides::read_network(&word, report) else { continue };
+            assign_owner(&mut self.owners.networks, network, client, "network", &word, report);
             networks.push(network);
         }
         networks
@@ -236,7 +237,7 @@ fn has_items(item: &Item) -> bool {
 }
 
 /// Notes to whom something belongs; that it belongs to somebody already is a problem.
-fn claim<K: Hash + Eq>(
+fn assign_owner<K: Hash + Eq>(
     taken: &mut HashMap<K, String>,
     claimed: K,
     client: &str,
@@ -259,7 +260,7 @@ fn claim<K: Hash + Eq>(
 }
 
 /// What no request is looked at for has no effect.
-fn in_vain(item: &Item, is_looked_for: bool, setting: &str, example: &str, report: &mut Report) {
+fn report_without_setting(item: &Item, is_looked_for: bool, setting: &str, example: &str, report: &mut Report) {
     if !is_looked_for {
         let message = format!("`{}` has no effect: `[clients]` of the gateway's file has no `{setting}`", item.key);
         let fix = format!("write such as `{setting} = {example}` there");

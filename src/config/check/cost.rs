@@ -2,7 +2,7 @@
 
 use toml::de::DeValue;
 
-use super::route_match::{NAME_FIX, field_name};
+use super::route_match::{FIELD_NAME_FIX, parse_field_name};
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::toml_reader::{Item, Table};
 use transom_limiter::limit::Limit;
@@ -12,33 +12,33 @@ const MOST: u64 = u32::MAX as u64;
 const FORMS: &str = "write a whole number, or such as `cost = { request-header = \"x-cost\" }`";
 
 /// Reads the cost of a rule whose layers are known: they are what it is paid from.
-pub fn cost(item: &Item, rule: &Rule, report: &mut Report) -> Option<Cost> {
-    let smallest = rule.variants().filter_map(smallest).min();
+pub fn read_cost(item: &Item, rule: &Rule, report: &mut Report) -> Option<Cost> {
+    let smallest = rule.variants().filter_map(smallest_capacity).min();
     match item.value {
-        DeValue::Table(_) => told(item.table("the cost", FORMS, report)?, rule, smallest, report),
+        DeValue::Table(_) => read_header_cost(item.table("the cost", FORMS, report)?, rule, smallest, report),
         DeValue::String(text) if text.contains(':') || text.starts_with(|c: char| c.is_ascii_alphabetic()) => {
             let name = text.trim_start_matches("header:");
             let fix = format!(
                 "write `cost = {{ request-header = \"{}\" }}`",
-                field_name(name).as_deref().unwrap_or("x-cost")
+                parse_field_name(name).as_deref().unwrap_or("x-cost")
             );
             item.wrong_type("a whole number or a table", &fix, report)
         }
         _ => {
             let cost = u32::try_from(item.integer(0..=MOST, report)?).ok()?;
-            affordable(item, cost, smallest, report);
+            report_unaffordable(item, cost, smallest, report);
             Some(Cost::Fixed(cost))
         }
     }
 }
 
 /// The most that any request can pay in all layers.
-pub fn smallest(layers: &[Limit]) -> Option<u32> {
+pub fn smallest_capacity(layers: &[Limit]) -> Option<u32> {
     layers.iter().map(|limit| limit.capacity).min()
 }
 
 /// Reports a cost that no request can ever pay.
-pub fn affordable(item: &Item, cost: u32, smallest: Option<u32>, report: &mut Report) {
+pub fn report_unaffordable(item: &Item, cost: u32, smallest: Option<u32>, report: &mut Report) {
     if let Some(smallest) = smallest.filter(|smallest| *smallest < cost) {
         let message =
             format!("a request that costs `{cost}` can never be admitted: the smallest limit is `{smallest}`");
@@ -47,7 +47,7 @@ pub fn affordable(item: &Item, cost: u32, smallest: Option<u32>, report: &mut Re
     }
 }
 
-fn told(mut table: Table, rule: &Rule, smallest: Option<u32>, report: &mut Report) -> Option<Cost> {
+fn read_header_cost(mut table: Table, rule: &Rule, smallest: Option<u32>, report: &mut Report) -> Option<Cost> {
     let span = table.span.clone();
     let (request, response) = (table.get("request-header"), table.get("response-header"));
     let (default, reserve, max) = (table.get("default"), table.get("reserve"), table.get("max"));
@@ -78,7 +78,7 @@ fn told(mut table: Table, rule: &Rule, smallest: Option<u32>, report: &mut Repor
         report.problem(item.key_span.clone(), message, format!("write `{key}`, or remove it"));
     }
     // A key that has less than the others must not take from what these may spend at once.
-    let largest = rule.variants().filter_map(self::smallest).max();
+    let largest = rule.variants().filter_map(self::smallest_capacity).max();
     let most = number(&max, 1, report).or(largest).unwrap_or(u32::MAX);
     let usual = number(before, 0, report).unwrap_or(1);
     if let Some(item) = before {
@@ -86,12 +86,12 @@ fn told(mut table: Table, rule: &Rule, smallest: Option<u32>, report: &mut Repor
             let message = format!("`{key}` is `{usual}`, and `max` is `{most}`");
             report.problem(item.span.clone(), message, format!("write at most `{most}`, or raise `max`"));
         } else {
-            affordable(item, usual, smallest, report);
+            report_unaffordable(item, usual, smallest, report);
         }
     }
     let word = header.string("\"x-cost\"", report)?;
-    let Some(name) = field_name(word.text) else {
-        report.problem(word.span, format!("{} is no name of a header field", quoted(word.text)), NAME_FIX);
+    let Some(name) = parse_field_name(word.text) else {
+        report.problem(word.span, format!("{} is no name of a header field", quoted(word.text)), FIELD_NAME_FIX);
         return None;
     };
     Some(match header.key {

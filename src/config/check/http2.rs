@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use super::{DAY_MS, duration, section};
+use super::{DAY_MS, read_duration_ms, section_table};
 use crate::config::Http2;
 use crate::config::diagnostics::Report;
 use crate::config::toml_reader::Item;
 
-pub fn http2(item: Option<Item>, report: &mut Report) -> Http2 {
+pub fn read_http2(item: Option<Item>, report: &mut Report) -> Http2 {
     let mut http2 = Http2 {
         h2c: true,
         max_concurrent_streams: 100,
@@ -16,7 +16,7 @@ pub fn http2(item: Option<Item>, report: &mut Report) -> Http2 {
         max_resets: 200,
         max_control_frames: 1000,
     };
-    let Some(mut table) = section(item, report) else { return http2 };
+    let Some(mut table) = section_table(item, report) else { return http2 };
     if let Some(h2c) = table.get("h2c").and_then(|item| item.boolean(report)) {
         http2.h2c = h2c;
     }
@@ -29,10 +29,10 @@ pub fn http2(item: Option<Item>, report: &mut Report) -> Http2 {
             *number = value as u32;
         }
     }
-    if let Some(ms) = table.get("idle").and_then(|item| duration(&item, 1..=DAY_MS, http2.idle, report)) {
+    if let Some(ms) = table.get("idle").and_then(|item| read_duration_ms(&item, 1..=DAY_MS, http2.idle, report)) {
         http2.idle = Duration::from_millis(ms);
     }
-    let ping = table.get("ping").and_then(|item| duration(&item, 0..=DAY_MS, Duration::from_secs(30), report));
+    let ping = table.get("ping").and_then(|item| read_duration_ms(&item, 0..=DAY_MS, Duration::from_secs(30), report));
     if let Some(ms) = ping {
         http2.ping = (ms > 0).then(|| Duration::from_millis(ms));
     }

@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use toml::de::DeValue;
 
-use super::{DAY_MS, duration, section};
+use super::{DAY_MS, read_duration_ms, section_table};
 use crate::config::ReadFile;
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::toml_reader::{Item, SpannedStr, Table};
 use crate::jwt::jwks::{self, BadSet};
-use crate::jwt::verification_key::{Algorithm, Flaw, Key};
+use crate::jwt::verification_key::{Algorithm, InvalidKey, Key};
 use crate::jwt::{KEYS_TRIED_MAX, Trust};
 
 const ALGORITHMS: [(&str, Algorithm); 4] = [
@@ -30,8 +30,8 @@ const FILE_FIX: &str = "name a file that the gateway may read; a relative path s
 /// Old and new keys of a few issuers.
 const KEYS_MAX: usize = 32;
 
-pub fn jwt(item: Option<Item>, files: ReadFile, report: &mut Report) -> Option<Trust> {
-    let mut table = section(item, report)?;
+pub fn read_jwt(item: Option<Item>, files: ReadFile, report: &mut Report) -> Option<Trust> {
+    let mut table = section_table(item, report)?;
     let span = table.span.clone();
     let (keys, jwks) = (table.get("keys"), table.get("jwks_file"));
     let last = jwks.as_ref().or(keys.as_ref()).map(|item| item.span.clone());
@@ -45,8 +45,8 @@ pub fn jwt(item: Option<Item>, files: ReadFile, report: &mut Report) -> Option<T
     for item in keys.as_ref().and_then(|item| item.list("[{ … }]", report)).unwrap_or_default() {
         let fix = "write `{ algorithm = \"RS256\", public_key_file = \"FILE\" }`";
         let Some(table) = item.table("a key of `[jwt]`", fix, report) else { continue };
-        if let Some(key) = key(table, files, report) {
-            add(key, &item, &mut trust, report);
+        if let Some(key) = read_key(table, files, report) {
+            add_key(key, &item, &mut trust, report);
         }
     }
     if let (Some(Item { span, value: DeValue::Array(array), .. }), None) = (&keys, &jwks)
@@ -55,26 +55,26 @@ pub fn jwt(item: Option<Item>, files: ReadFile, report: &mut Report) -> Option<T
         report.problem(span.clone(), "`keys` is an empty list", NO_KEYS);
     }
     if let Some(item) = jwks {
-        for key in set(&item, files, report).unwrap_or_default() {
-            add(key, &item, &mut trust, report);
+        for key in read_jwks(&item, files, report).unwrap_or_default() {
+            add_key(key, &item, &mut trust, report);
         }
     }
-    if let (Some(algorithm), Some(span)) = (crowded(&trust.keys), last) {
+    if let (Some(algorithm), Some(span)) = (ambiguous_algorithm(&trust.keys), last) {
         let message = format!(
             "a token could be signed with any of more than {KEYS_TRIED_MAX} keys for `{}`, and is not verified with all of them",
             algorithm.name()
         );
         report.problem(span, message, "give each key a `kid` of its own, and let the issuer name it in tokens");
     }
-    trust.issuers = names(issuer, "\"https://issuer.example\"", report);
-    trust.audiences = names(audience, "\"api\"", report);
-    let leeway = leeway.and_then(|item| duration(&item, 0..=DAY_MS, Duration::from_secs(0), report));
+    trust.issuers = read_names(issuer, "\"https://issuer.example\"", report);
+    trust.audiences = read_names(audience, "\"api\"", report);
+    let leeway = leeway.and_then(|item| read_duration_ms(&item, 0..=DAY_MS, Duration::from_secs(0), report));
     trust.leeway_ms = leeway.unwrap_or(0);
     Some(trust)
 }
 
 /// The algorithm of a key that no token can name alone: too many others have its `kid`, or either has none.
-fn crowded(keys: &[Key]) -> Option<Algorithm> {
+fn ambiguous_algorithm(keys: &[Key]) -> Option<Algorithm> {
     let alike = |key: &Key, other: &Key| {
         key.algorithm == other.algorithm && (key.kid.is_none() || other.kid.is_none() || key.kid == other.kid)
     };
@@ -82,7 +82,7 @@ fn crowded(keys: &[Key]) -> Option<Algorithm> {
     keys.iter().find(is_crowded).map(|key| key.algorithm)
 }
 
-fn add(key: Key, item: &Item, trust: &mut Trust, report: &mut Report) {
+fn add_key(key: Key, item: &Item, trust: &mut Trust, report: &mut Report) {
     if trust.keys.contains(&key) {
         report.problem(item.span.clone(), "a key is there twice", "remove one of the two");
     } else if trust.keys.len() == KEYS_MAX {
@@ -94,12 +94,12 @@ fn add(key: Key, item: &Item, trust: &mut Trust, report: &mut Report) {
 }
 
 /// One item of `keys`.
-fn key(mut table: Table, files: ReadFile, report: &mut Report) -> Option<Key> {
+fn read_key(mut table: Table, files: ReadFile, report: &mut Report) -> Option<Key> {
     let span = table.span.clone();
     let algorithm =
         table.require("algorithm", "write `algorithm = \"HS256\"`, `\"RS256\"`, `\"ES256\"` or `\"EdDSA\"`");
     let algorithm = algorithm.and_then(|item| item.choice(&ALGORITHMS, report));
-    let kid = table.get("kid").map(|item| text(&item, "\"2024\"", report));
+    let kid = table.get("kid").map(|item| read_non_empty(&item, "\"2024\"", report));
     let mut sources = Vec::new();
     for name in ["secret", "secret_file", "public_key", "public_key_file"] {
         sources.extend(table.get(name));
@@ -129,23 +129,23 @@ fn key(mut table: Table, files: ReadFile, report: &mut Report) -> Option<Key> {
         report.problem(source.key_span.clone(), message, format!("write `{file}`, or another `algorithm`"));
         return None;
     }
-    let (what, bytes) = material(source, source.key == file, files, report)?;
+    let (what, bytes) = read_key_material(source, source.key == file, files, report)?;
     let kid = match kid {
         None => None,
         Some(kid) => Some(kid?),
     };
     let key = match algorithm {
-        Algorithm::Hs256 => Key::secret(without_line_end(&bytes), kid),
+        Algorithm::Hs256 => Key::secret(strip_line_end(&bytes), kid),
         Algorithm::Rs256 | Algorithm::Es256 | Algorithm::EdDsa => Key::public_pem(algorithm, &bytes, kid),
     };
-    key.map_err(|flaw| complain(flaw, &what, source, report)).ok()
+    key.map_err(|flaw| report_invalid_key(flaw, &what, source, report)).ok()
 }
 
 /// What a key is made of, and what to call it in messages: never by what it holds.
-fn material(source: &Item, is_file: bool, files: ReadFile, report: &mut Report) -> Option<(String, Vec<u8>)> {
+fn read_key_material(source: &Item, is_file: bool, files: ReadFile, report: &mut Report) -> Option<(String, Vec<u8>)> {
     if is_file {
-        let path = text(source, "\"FILE\"", report)?;
-        return Some((quoted(&path), file(source, &path, files, report)?));
+        let path = read_non_empty(source, "\"FILE\"", report)?;
+        return Some((quoted(&path), read_file(source, &path, files, report)?));
     }
     match source.value {
         DeValue::String(text) => Some((format!("`{}`", source.key), text.as_bytes().to_vec())),
@@ -161,9 +161,9 @@ fn material(source: &Item, is_file: bool, files: ReadFile, report: &mut Report) 
     }
 }
 
-fn set(item: &Item, files: ReadFile, report: &mut Report) -> Option<Vec<Key>> {
-    let path = text(item, "\"jwks.json\"", report)?;
-    let bytes = file(item, &path, files, report)?;
+fn read_jwks(item: &Item, files: ReadFile, report: &mut Report) -> Option<Vec<Key>> {
+    let path = read_non_empty(item, "\"jwks.json\"", report)?;
+    let bytes = read_file(item, &path, files, report)?;
     let what = quoted(&path);
     let (message, fix) = match jwks::read(&bytes) {
         Ok(keys) => return Some(keys),
@@ -185,7 +185,7 @@ fn set(item: &Item, files: ReadFile, report: &mut Report) -> Option<Vec<Key>> {
     None
 }
 
-fn file(item: &Item, path: &str, files: ReadFile, report: &mut Report) -> Option<Vec<u8>> {
+fn read_file(item: &Item, path: &str, files: ReadFile, report: &mut Report) -> Option<Vec<u8>> {
     files(Path::new(path))
         .map_err(|error| {
             report.problem(item.span.clone(), format!("can not read {}: {error}", quoted(path)), FILE_FIX);
@@ -193,20 +193,20 @@ fn file(item: &Item, path: &str, files: ReadFile, report: &mut Report) -> Option
         .ok()
 }
 
-fn complain(flaw: Flaw, what: &str, source: &Item, report: &mut Report) {
+fn report_invalid_key(flaw: InvalidKey, what: &str, source: &Item, report: &mut Report) {
     let (message, fix) = flaw.explain(what);
     report.problem(source.span.clone(), message, fix);
 }
 
 /// A secret in a text file ends before the line end that editors put there; any other stays whole.
-pub fn without_line_end(bytes: &[u8]) -> &[u8] {
+pub fn strip_line_end(bytes: &[u8]) -> &[u8] {
     let line = bytes.strip_suffix(b"\n").map_or(bytes, |line| line.strip_suffix(b"\r").unwrap_or(line));
     let is_text = std::str::from_utf8(line).is_ok_and(|line| !line.contains(char::is_control));
     if is_text { line } else { bytes }
 }
 
 /// A text that is not empty.
-fn text(item: &Item, example: &str, report: &mut Report) -> Option<String> {
+fn read_non_empty(item: &Item, example: &str, report: &mut Report) -> Option<String> {
     let word = item.string(example, report)?;
     if word.text.is_empty() {
         report.problem(word.span, format!("`{}` is empty", item.key), item.fix_with(example));
@@ -216,7 +216,7 @@ fn text(item: &Item, example: &str, report: &mut Report) -> Option<String> {
 }
 
 /// One name or several, of which a token has to have one.
-fn names(item: Option<Item>, example: &str, report: &mut Report) -> Vec<String> {
+fn read_names(item: Option<Item>, example: &str, report: &mut Report) -> Vec<String> {
     let Some(item) = item else { return Vec::new() };
     let words = item.strings(example, report).unwrap_or_default();
     let empty = matches!(item.value, DeValue::Array(array) if array.is_empty());
@@ -229,8 +229,14 @@ fn names(item: Option<Item>, example: &str, report: &mut Report) -> Vec<String> 
 
 /// Reports keys that nobody asks for, and a rule or the clients that ask for some where there are
 /// none. `misspelt`: keys of the file that others were taken for.
-pub fn weigh(jwt: Option<&Item>, rules: Option<&Item>, clients: Option<&Item>, misspelt: &[&str], report: &mut Report) {
-    match (jwt, first_use(rules, clients)) {
+pub fn report_missing_or_unused_jwt(
+    jwt: Option<&Item>,
+    rules: Option<&Item>,
+    clients: Option<&Item>,
+    misspelt: &[&str],
+    report: &mut Report,
+) {
+    match (jwt, first_claim(rules, clients)) {
         (None, Some(word)) if !misspelt.contains(&"jwt") => {
             let message = format!("{} takes keys to verify tokens with, and there is no `[jwt]`", quoted(word.text));
             let fix = "write `[jwt]`, then `keys = [{ algorithm = \"RS256\", public_key_file = \"FILE\" }]`";
@@ -245,7 +251,7 @@ pub fn weigh(jwt: Option<&Item>, rules: Option<&Item>, clients: Option<&Item>, m
 }
 
 /// The first claim that a rule counts by, or that names a client.
-fn first_use<'d>(rules: Option<&Item<'d>>, clients: Option<&Item<'d>>) -> Option<SpannedStr<'d>> {
+fn first_claim<'d>(rules: Option<&Item<'d>>, clients: Option<&Item<'d>>) -> Option<SpannedStr<'d>> {
     let table = |item: &Item<'d>| if let DeValue::Table(table) = item.value { Some(table) } else { None };
     let rules = rules.and_then(table).into_iter().flat_map(|rules| rules.values());
     let keys = rules.filter_map(|rule| rule.get_ref().as_table()?.get("key"));
@@ -280,7 +286,7 @@ mod tests {
             (b"\x01\n", b"\x01\n"),
             (b"", b""),
         ] {
-            assert_eq!(without_line_end(bytes), secret);
+            assert_eq!(strip_line_end(bytes), secret);
         }
     }
 }

@@ -4,7 +4,7 @@
 //! nobody put there; so the operator has to choose, and is told where a choice has no effect.
 
 use super::path::is_param_name;
-use super::route_match::{NAME_FIX, field_name};
+use super::route_match::{FIELD_NAME_FIX, parse_field_name};
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::listen::ClientCerts;
 use crate::config::toml_reader::{Item, SpannedStr, nearest};
@@ -34,10 +34,10 @@ const NAMED: [(&str, &str, &str); 5] = [
     ("jwt", "claim", "jwt:sub"),
 ];
 
-const ALWAYS_THERE: &str = "`ip`, `host`, `method`, `path`, `route` or `global`";
+const ALWAYS_PRESENT: &str = "`ip`, `host`, `method`, `path`, `route` or `global`";
 
 /// What a rule says about its key.
-pub struct Settings<'d> {
+pub struct KeySettings<'d> {
     pub key: Option<Item<'d>>,
     pub on_missing: Option<Item<'d>>,
     pub ipv4_prefix: Option<Item<'d>>,
@@ -46,7 +46,7 @@ pub struct Settings<'d> {
     pub certs: ClientCerts,
 }
 
-impl Settings<'_> {
+impl KeySettings<'_> {
     /// The key, and what to do without it. `misspelt`: there is a setting that was probably meant
     /// to be `on_missing_key`.
     pub fn read(self, misspelt: bool, report: &mut Report) -> (Vec<KeyPart>, OnMissing) {
@@ -57,13 +57,13 @@ impl Settings<'_> {
         let v4_prefix = prefix(&self.ipv4_prefix, 32, 32, report);
         let v6_prefix = prefix(&self.ipv6_prefix, 128, 64, report);
         let ip = KeyPart::Ip { v4_prefix, v6_prefix };
-        let key = self.key.as_ref().and_then(|item| parts(item, &ip, report));
-        let on_missing = self.on_missing.as_ref().map(|item| on_missing(item, &ip, self.certs, report));
+        let key = self.key.as_ref().and_then(|item| read_parts(item, &ip, report));
+        let on_missing = self.on_missing.as_ref().map(|item| read_on_missing(item, &ip, self.certs, report));
         let Some(key) = key else {
             // Whatever was said about a key that cannot be read may be right.
             return (Vec::new(), OnMissing::Skip);
         };
-        self.weigh(&key, &on_missing, misspelt, report);
+        self.report_contradictions(&key, &on_missing, misspelt, report);
         let on_missing = match on_missing {
             None if misspelt => OnMissing::Skip,
             None => OnMissing::Never,
@@ -73,13 +73,19 @@ impl Settings<'_> {
     }
 
     /// Reports what is said in vain, and what is not said and should be.
-    fn weigh(&self, key: &[KeyPart], on_missing: &Option<Option<OnMissing>>, misspelt: bool, report: &mut Report) {
+    fn report_contradictions(
+        &self,
+        key: &[KeyPart],
+        on_missing: &Option<Option<OnMissing>>,
+        misspelt: bool,
+        report: &mut Report,
+    ) {
         if let (Some(item), true, ClientCerts::Never) = (&self.key, key.contains(&KeyPart::ClientCert), self.certs) {
             let message = "no request has a `client-cert`: clients are not asked for certificates";
             let fix = "name who issues them, in `[listen.https]`: `client_ca = \"FILE\"`";
             report.missing(item.span.clone(), message, fix);
         }
-        let uncertain = key.iter().find(|part| comes_with_the_request(part, self.certs));
+        let uncertain = key.iter().find(|part| client_may_omit(part, self.certs));
         let depends = key.iter().any(|part| matches!(part, KeyPart::Param(_)));
         match (&self.key, &self.on_missing, uncertain) {
             (Some(item), None, Some(part)) if !misspelt => {
@@ -111,7 +117,7 @@ impl Settings<'_> {
 }
 
 /// Whether it is up to the client that a part is there.
-fn comes_with_the_request(part: &KeyPart, certs: ClientCerts) -> bool {
+fn client_may_omit(part: &KeyPart, certs: ClientCerts) -> bool {
     match part {
         // Where there are none, that is the problem.
         KeyPart::ClientCert => certs == ClientCerts::Sometimes,
@@ -125,7 +131,7 @@ fn comes_with_the_request(part: &KeyPart, certs: ClientCerts) -> bool {
 }
 
 /// The parts of a key; `ip` is what the part of that name stands for.
-pub fn parts(item: &Item, ip: &KeyPart, report: &mut Report) -> Option<Vec<KeyPart>> {
+pub fn read_parts(item: &Item, ip: &KeyPart, report: &mut Report) -> Option<Vec<KeyPart>> {
     let words = item.strings("\"ip\"", report)?;
     if words.is_empty() {
         report.problem(item.span.clone(), "the key has no parts", "write `key = \"global\"` to count all as one");
@@ -133,7 +139,7 @@ pub fn parts(item: &Item, ip: &KeyPart, report: &mut Report) -> Option<Vec<KeyPa
     }
     let mut parts: Vec<KeyPart> = Vec::new();
     for word in &words {
-        match part(word.text, ip) {
+        match parse_part(word.text, ip) {
             Ok(part) if parts.contains(&part) => {
                 report.problem(word.span.clone(), format!("{} is there twice", quoted(word.text)), "remove it");
             }
@@ -151,17 +157,17 @@ pub fn parts(item: &Item, ip: &KeyPart, report: &mut Report) -> Option<Vec<KeyPa
 }
 
 /// A part without what rules say about addresses, for settings that are no rule's.
-pub fn only(word: &SpannedStr, report: &mut Report) -> Option<KeyPart> {
-    part(word.text, &KeyPart::Ip { v4_prefix: 32, v6_prefix: 128 })
+pub fn read_part(word: &SpannedStr, report: &mut Report) -> Option<KeyPart> {
+    parse_part(word.text, &KeyPart::Ip { v4_prefix: 32, v6_prefix: 128 })
         .map_err(|(message, fix)| report.problem(word.span.clone(), message, fix))
         .ok()
 }
 
 /// One part, or message and fix.
-fn part(text: &str, ip: &KeyPart) -> Result<KeyPart, (String, String)> {
+fn parse_part(text: &str, ip: &KeyPart) -> Result<KeyPart, (String, String)> {
     let no_part = || format!("{} is no part of a key", quoted(text));
     if let Some((kind, name)) = text.split_once(':')
-        && let Some(part) = named(kind, name, text)
+        && let Some(part) = parse_named_part(kind, name, text)
     {
         return part;
     }
@@ -187,16 +193,16 @@ fn part(text: &str, ip: &KeyPart) -> Result<KeyPart, (String, String)> {
 }
 
 /// A part that has a name; `None` if there is no such kind.
-fn named(kind: &str, name: &str, text: &str) -> Option<Result<KeyPart, (String, String)>> {
+fn parse_named_part(kind: &str, name: &str, text: &str) -> Option<Result<KeyPart, (String, String)>> {
     let no_part = || format!("{} is no part of a key", quoted(text));
     let (_, what, example) = NAMED.iter().find(|(known, ..)| *known == kind)?;
     let none = |fix: &str| Err((format!("{} names no {what}", quoted(text)), fix.to_owned()));
     let such_as = format!("write such as `\"{example}\"`");
     Some(match kind {
-        "header" => match (field_name(name), field_name(name.trim())) {
+        "header" => match (parse_field_name(name), parse_field_name(name.trim())) {
             (Some(name), _) => Ok(KeyPart::Header(name)),
             (None, Some(name)) => Err((no_part(), format!("write `\"header:{name}\"`"))),
-            (None, None) => none(if name.is_empty() { &such_as } else { NAME_FIX }),
+            (None, None) => none(if name.is_empty() { &such_as } else { FIELD_NAME_FIX }),
         },
         "param" if is_param_name(name) => Ok(KeyPart::Param(name.to_owned())),
         "param" => {
@@ -207,7 +213,7 @@ fn named(kind: &str, name: &str, text: &str) -> Option<Result<KeyPart, (String, 
         // White space would not be seen, and is not what was meant.
         _ if name.is_empty() || name.contains(char::is_control) => none(&such_as),
         _ if name != name.trim() => Err((no_part(), format!("write `\"{kind}:{}\"`", name.trim()))),
-        "cookie" if name.bytes().all(is_cookie_name) => Ok(KeyPart::Cookie(name.to_owned())),
+        "cookie" if name.bytes().all(is_token_byte) => Ok(KeyPart::Cookie(name.to_owned())),
         "cookie" => none("write its name as it stands before `=`, letters, digits, `_`, `-` and the like"),
         "query" if !name.contains(['%', '&', '=']) => Ok(KeyPart::Query(name.to_owned())),
         "query" => none("write its name alone, as it is when decoded, such as `\"query:filter[user]\"`"),
@@ -216,12 +222,12 @@ fn named(kind: &str, name: &str, text: &str) -> Option<Result<KeyPart, (String, 
 }
 
 /// A token of RFC 9110, section 5.6.2, which is what RFC 6265 wants for the name of a cookie.
-fn is_cookie_name(byte: u8) -> bool {
+fn is_token_byte(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte)
 }
 
 /// `None` if it cannot be read.
-fn on_missing(item: &Item, ip: &KeyPart, certs: ClientCerts, report: &mut Report) -> Option<OnMissing> {
+fn read_on_missing(item: &Item, ip: &KeyPart, certs: ClientCerts, report: &mut Report) -> Option<OnMissing> {
     let words = item.strings("\"refuse\"", report)?;
     if let [SpannedStr { text, span }] = words.as_slice() {
         match *text {
@@ -229,7 +235,7 @@ fn on_missing(item: &Item, ip: &KeyPart, certs: ClientCerts, report: &mut Report
             "skip" => return Some(OnMissing::Skip),
             _ => {}
         }
-        if !text.contains(':') && part(text, ip).is_err() {
+        if !text.contains(':') && parse_part(text, ip).is_err() {
             let fix = match nearest(text, ["refuse", "skip"]) {
                 Some(guess) => format!("did you mean `\"{guess}\"`?"),
                 None => String::from("write `\"refuse\"`, `\"skip\"`, or a key to count by instead, such as `\"ip\"`"),
@@ -238,13 +244,13 @@ fn on_missing(item: &Item, ip: &KeyPart, certs: ClientCerts, report: &mut Report
             return None;
         }
     }
-    let parts = parts(item, ip, report)?;
+    let parts = read_parts(item, ip, report)?;
     let mut certain = true;
     for (word, part) in words.iter().zip(&parts) {
         let uncertified = *part == KeyPart::ClientCert && certs != ClientCerts::Always;
-        if uncertified || comes_with_the_request(part, certs) || matches!(part, KeyPart::Param(_)) {
+        if uncertified || client_may_omit(part, certs) || matches!(part, KeyPart::Param(_)) {
             let message = format!("{} may be missing as well", quoted(word.text));
-            let fix = format!("fall back to what is always there: {ALWAYS_THERE}");
+            let fix = format!("fall back to what is always there: {ALWAYS_PRESENT}");
             report.problem(word.span.clone(), message, fix);
             certain = false;
         }

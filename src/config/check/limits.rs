@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use toml::de::DeValue;
 
-use super::{DAY_MS, duration, section};
+use super::{DAY_MS, read_duration_ms, section_table};
 use crate::config::Limits;
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::toml_reader::Item;
@@ -24,7 +24,7 @@ const UNITS: [(&str, u64); 8] = [
     ("B", 1),
 ];
 
-pub fn limits(item: Option<Item>, report: &mut Report) -> Limits {
+pub fn read_limits(item: Option<Item>, report: &mut Report) -> Limits {
     let mut limits = Limits {
         request_head: 64 * KIB as usize,
         request_fields: 100,
@@ -33,39 +33,39 @@ pub fn limits(item: Option<Item>, report: &mut Report) -> Limits {
         rate_grace: Duration::from_secs(10),
         min_response_rate: 240,
     };
-    let Some(mut table) = section(item, report) else { return limits };
+    let Some(mut table) = section_table(item, report) else { return limits };
     // hyper's buffer is not smaller.
-    let head = table.get("request_head").and_then(|item| size(&item, 8 * KIB..=MIB, "\"64KiB\"", report));
+    let head = table.get("request_head").and_then(|item| read_size(&item, 8 * KIB..=MIB, "\"64KiB\"", report));
     limits.request_head = head.map_or(limits.request_head, |bytes| bytes as usize);
     let fields = table.get("request_fields").and_then(|item| item.integer(1..=1000, report));
     limits.request_fields = fields.map_or(limits.request_fields, |fields| fields as usize);
-    limits.max_body = table.get("max_body").and_then(|item| max_body(&item, report)).flatten();
+    limits.max_body = table.get("max_body").and_then(|item| read_max_body(&item, report)).flatten();
     for (key, rate) in
         [("min_request_rate", &mut limits.min_request_rate), ("min_response_rate", &mut limits.min_response_rate)]
     {
-        *rate = table.get(key).and_then(|item| self::rate(&item, report)).unwrap_or(*rate);
+        *rate = table.get(key).and_then(|item| self::read_rate(&item, report)).unwrap_or(*rate);
     }
-    let grace = table.get("rate_grace").and_then(|item| duration(&item, 1..=DAY_MS, limits.rate_grace, report));
+    let grace = table.get("rate_grace").and_then(|item| read_duration_ms(&item, 1..=DAY_MS, limits.rate_grace, report));
     limits.rate_grace = grace.map_or(limits.rate_grace, Duration::from_millis);
     table.finish(report);
     limits
 }
 
 /// The most that a body may have; `Some(None)`: any number of bytes.
-pub fn max_body(item: &Item, report: &mut Report) -> Option<Option<u64>> {
+pub fn read_max_body(item: &Item, report: &mut Report) -> Option<Option<u64>> {
     match item.value {
         DeValue::String(text) if text == "unlimited" => Some(None),
-        _ => size(item, 0..=u64::MAX / 2, "\"10MiB\"", report).map(Some),
+        _ => read_size(item, 0..=u64::MAX / 2, "\"10MiB\"", report).map(Some),
     }
 }
 
 /// Bytes a second; 0: any number.
-pub fn rate(item: &Item, report: &mut Report) -> Option<u64> {
-    size(item, 0..=GIB, "240", report)
+pub fn read_rate(item: &Item, report: &mut Report) -> Option<u64> {
+    read_size(item, 0..=GIB, "240", report)
 }
 
 /// A number of bytes: a whole number, or one with a unit.
-fn size(item: &Item, range: RangeInclusive<u64>, example: &str, report: &mut Report) -> Option<u64> {
+fn read_size(item: &Item, range: RangeInclusive<u64>, example: &str, report: &mut Report) -> Option<u64> {
     let DeValue::String(text) = item.value else {
         return match item.value {
             DeValue::Integer(_) => item.integer(range, report),

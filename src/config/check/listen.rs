@@ -7,8 +7,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use toml::de::DeValue;
 
-use super::certificates::{Pair, authorities, revoked};
-use super::{overrides, route_match, section, trusted_proxies};
+use super::certificates::{CertificateFiles, read_authorities, read_revocation_lists};
+use super::{overrides, route_match, section_table, trusted_proxies};
 use crate::config::certificate::Certificate;
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::listen::{ClientAuth, Https, Listen, Tls, TlsVersion};
@@ -22,10 +22,10 @@ const HTTPS_FIX: &str = "write `[listen.https]`, then its `address`, its `certif
 const NETWORKS: &str = "[\"10.0.0.0/8\"]";
 
 /// Addresses taken so far.
-type Taken = Vec<Bound>;
+type Taken = Vec<ListenSocket>;
 
 /// A socket that the start will open.
-struct Bound {
+struct ListenSocket {
     address: SocketAddr,
     /// `[::]` takes IPv4 as well: so it is with the admin address, and not with the others.
     takes_ipv4: bool,
@@ -33,21 +33,21 @@ struct Bound {
     line: usize,
 }
 
-impl Bound {
+impl ListenSocket {
     /// Whether the kernel refuses to open both. Port 0 is a different one each time.
-    fn overlaps(&self, other: &Bound) -> bool {
+    fn overlaps(&self, other: &ListenSocket) -> bool {
         let port = self.address.port();
         let is_same = self.address.ip() == other.address.ip();
         port != 0 && port == other.address.port() && (is_same || self.covers(other) || other.covers(self))
     }
 
-    fn covers(&self, other: &Bound) -> bool {
+    fn covers(&self, other: &ListenSocket) -> bool {
         let is_family = self.address.is_ipv4() == other.address.is_ipv4();
         self.address.ip().is_unspecified() && (is_family || (self.takes_ipv4 && self.address.is_ipv6()))
     }
 }
 
-pub fn listen(item: Option<Item>, files: ReadFile, report: &mut Report) -> (Listen, Option<TrustedProxies>) {
+pub fn read_listen(item: Option<Item>, files: ReadFile, report: &mut Report) -> (Listen, Option<TrustedProxies>) {
     let mut listen = Listen {
         http: vec![SocketAddr::from(([127, 0, 0, 1], 8080))],
         https: Vec::new(),
@@ -56,83 +56,83 @@ pub fn listen(item: Option<Item>, files: ReadFile, report: &mut Report) -> (List
         max_connections: None,
         max_connections_per_client: None,
     };
-    let Some(mut table) = section(item, report) else { return (listen, None) };
+    let Some(mut table) = section_table(item, report) else { return (listen, None) };
     let mut taken = Taken::new();
     let (http, https) = (table.get("http"), table.get("https"));
     if let Some(item) = http {
-        listen.http = addresses(&item, EXAMPLE, ", or leave `http` out: this is the default", &mut taken, report);
+        listen.http = read_addresses(&item, EXAMPLE, ", or leave `http` out: this is the default", &mut taken, report);
     } else if https.is_some() {
         // Who asks for TLS has not asked for anything in the clear.
         listen.http.clear();
     } else {
-        taken.extend(listen.http.iter().map(|address| Bound { address: *address, takes_ipv4: false, line: 0 }));
+        taken.extend(listen.http.iter().map(|address| ListenSocket { address: *address, takes_ipv4: false, line: 0 }));
     }
     if let Some(item) = https {
-        listen.https = several(&item, files, &mut taken, report);
+        listen.https = read_https_listeners(&item, files, &mut taken, report);
     }
     if let Some(word) = table.get("admin").and_then(|item| item.string("\"127.0.0.1:9900\"", report)) {
-        listen.admin = address(&word, true, &mut taken, report);
+        listen.admin = read_address(&word, true, &mut taken, report);
     }
     if let Some(item) = table.get("proxy_protocol") {
-        listen.proxy_protocol = networks(&item, report);
+        listen.proxy_protocol = read_proxy_networks(&item, report);
     }
     let most = table.get("max_connections").and_then(|item| item.integer(1..=10_000_000, report));
     listen.max_connections = most.and_then(|most| usize::try_from(most).ok());
     let most = table.get("max_connections_per_client").and_then(|item| item.integer(1..=1_000_000, report));
     listen.max_connections_per_client = most.and_then(|most| u32::try_from(most).ok());
-    let proxies = trusted_proxies::Settings::of(&mut table).read(report);
+    let proxies = trusted_proxies::ProxySettings::take_from(&mut table).read(report);
     table.finish(report);
     (listen, proxies)
 }
 
 /// `[admin]`
-pub fn admin(item: Option<Item>, report: &mut Report) -> Admin {
-    let Some(mut table) = section(item, report) else { return Admin { hosts: Vec::new() } };
+pub fn read_admin(item: Option<Item>, report: &mut Report) -> Admin {
+    let Some(mut table) = section_table(item, report) else { return Admin { hosts: Vec::new() } };
     let hosts = table.get("hosts");
     table.finish(report);
     Admin {
-        hosts: route_match::hosts(hosts, "the address is then asked by IP address or as `localhost`", report)
+        hosts: route_match::read_hosts(hosts, "the address is then asked by IP address or as `localhost`", report)
             .unwrap_or_default(),
     }
 }
 
-fn addresses(item: &Item, example: &str, or: &str, taken: &mut Taken, report: &mut Report) -> Vec<SocketAddr> {
+fn read_addresses(item: &Item, example: &str, or: &str, taken: &mut Taken, report: &mut Report) -> Vec<SocketAddr> {
     match item.strings(example, report) {
         Some(words) if words.is_empty() => {
             let fix = format!("{}{or}", item.fix_with(example));
             report.problem(item.span.clone(), format!("`{}` is an empty list", item.key), fix);
             Vec::new()
         }
-        words => words.iter().flatten().filter_map(|word| address(word, false, taken, report)).collect(),
+        words => words.iter().flatten().filter_map(|word| read_address(word, false, taken, report)).collect(),
     }
 }
 
 /// `[listen.https]`, or several `[[listen.https]]` with certificates of their own.
-fn several(item: &Item, files: ReadFile, taken: &mut Taken, report: &mut Report) -> Vec<Https> {
-    let DeValue::Array(array) = item.value else { return https(item, files, taken, report).into_iter().collect() };
+fn read_https_listeners(item: &Item, files: ReadFile, taken: &mut Taken, report: &mut Report) -> Vec<Https> {
+    let DeValue::Array(array) = item.value else { return read_https(item, files, taken, report).into_iter().collect() };
     if array.is_empty() {
         report.problem(item.span.clone(), "`https` is an empty list", HTTPS_FIX);
     }
     let items = item.list("[]", report).unwrap_or_default();
-    items.iter().filter_map(|item| https(item, files, taken, report)).collect()
+    items.iter().filter_map(|item| read_https(item, files, taken, report)).collect()
 }
 
-fn https(item: &Item, files: ReadFile, taken: &mut Taken, report: &mut Report) -> Option<Https> {
+fn read_https(item: &Item, files: ReadFile, taken: &mut Taken, report: &mut Report) -> Option<Https> {
     let mut table = item.table("`[listen.https]`", HTTPS_FIX, report)?;
     let address = table.require("address", format!("write `address = {HTTPS_EXAMPLE}`"));
-    let main = Pair::required(&mut table);
+    let main = CertificateFiles::take_from(&mut table);
     let others = table.get("certificates");
     let client_ca = table.get("client_ca");
-    let auth = Auth { word: table.get("client_auth"), lists: table.get("client_crl") };
+    let auth = ClientAuthSettings { word: table.get("client_auth"), lists: table.get("client_crl") };
     let versions = [("1.2", TlsVersion::V1_2), ("1.3", TlsVersion::V1_3)];
     let min_version = table.get("min_version").and_then(|item| item.choice(&versions, report));
     let misspelt = table.finish(report);
 
-    let addresses = address.map(|item| addresses(&item, HTTPS_EXAMPLE, "", taken, report)).unwrap_or_default();
+    let addresses = address.map(|item| read_addresses(&item, HTTPS_EXAMPLE, "", taken, report)).unwrap_or_default();
     let main = main.read(files, report);
     let mut certificates: Vec<Certificate> = main.into_iter().collect();
     if let Some(item) = others {
-        more(&item, files, &mut certificates, report);
+        read_further_certificates(&item, files, &mut certificates, report);
     }
     let is_misspelt = misspelt.contains(&"client_ca");
     let client_auth = auth.read(client_ca, is_misspelt, files, report);
@@ -141,7 +141,7 @@ fn https(item: &Item, files: ReadFile, taken: &mut Taken, report: &mut Report) -
 }
 
 /// `[[listen.https.certificates]]`: each is chosen by a name that no other of its kind has.
-fn more(item: &Item, files: ReadFile, certificates: &mut Vec<Certificate>, report: &mut Report) {
+fn read_further_certificates(item: &Item, files: ReadFile, certificates: &mut Vec<Certificate>, report: &mut Report) {
     let fix = "write `[[listen.https.certificates]]`, then its `certificate` and its `private_key`";
     let DeValue::Array(_) = item.value else {
         item.wrong_type::<()>("a list of tables", fix, report);
@@ -149,7 +149,7 @@ fn more(item: &Item, files: ReadFile, certificates: &mut Vec<Certificate>, repor
     };
     for entry in item.list("[]", report).unwrap_or_default() {
         let Some(mut table) = entry.table("the certificate", fix, report) else { continue };
-        let pair = Pair::required(&mut table);
+        let pair = CertificateFiles::take_from(&mut table);
         table.finish(report);
         let span = pair.certificate.as_ref().map_or(entry.span.clone(), |item| item.span.clone());
         let Some(certificate) = pair.read(files, report) else { continue };
@@ -173,18 +173,18 @@ fn more(item: &Item, files: ReadFile, certificates: &mut Vec<Certificate>, repor
 }
 
 /// What is said about the certificates of clients, beside who issues them.
-struct Auth<'d> {
+struct ClientAuthSettings<'d> {
     word: Option<Item<'d>>,
     lists: Option<Item<'d>>,
 }
 
-impl Auth<'_> {
+impl ClientAuthSettings<'_> {
     fn read(self, ca: Option<Item>, is_misspelt: bool, files: ReadFile, report: &mut Report) -> Option<ClientAuth> {
         let words = [("required", true), ("optional", false)];
         let required = self.word.as_ref().and_then(|item| item.choice(&words, report)).unwrap_or(true);
-        let revoked = self.lists.as_ref().map(|item| revoked(item, files, report)).unwrap_or_default();
+        let revoked = self.lists.as_ref().map(|item| read_revocation_lists(item, files, report)).unwrap_or_default();
         if let Some(ca) = ca {
-            let authorities = authorities(&ca, files, report).unwrap_or_default();
+            let authorities = read_authorities(&ca, files, report).unwrap_or_default();
             return Some(ClientAuth { authorities, required, revocation_lists: revoked });
         }
         for item in [self.word, self.lists].into_iter().flatten().filter(|_| !is_misspelt) {
@@ -196,18 +196,22 @@ impl Auth<'_> {
     }
 }
 
-fn networks(item: &Item, report: &mut Report) -> Vec<Network> {
+fn read_proxy_networks(item: &Item, report: &mut Report) -> Vec<Network> {
     let words = item.strings(NETWORKS, report);
     if words.as_ref().is_some_and(Vec::is_empty) {
         let fix = format!("{}, or leave it out: nobody is believed then", item.fix_with(NETWORKS));
         report.problem(item.span.clone(), "`proxy_protocol` is an empty list", fix);
     }
-    words.iter().flatten().filter_map(|word| overrides::network_of(word, report)).collect()
+    words.iter().flatten().filter_map(|word| overrides::read_network(word, report)).collect()
 }
 
-fn address(word: &SpannedStr, takes_ipv4: bool, taken: &mut Taken, report: &mut Report) -> Option<SocketAddr> {
+fn read_address(word: &SpannedStr, takes_ipv4: bool, taken: &mut Taken, report: &mut Report) -> Option<SocketAddr> {
     let Ok(address) = word.text.parse::<SocketAddr>() else {
-        report.problem(word.span.clone(), format!("{} is no address to listen on", quoted(word.text)), fix(word.text));
+        report.problem(
+            word.span.clone(),
+            format!("{} is no address to listen on", quoted(word.text)),
+            address_fix(word.text),
+        );
         return None;
     };
     if let IpAddr::V6(ip) = address.ip()
@@ -217,7 +221,7 @@ fn address(word: &SpannedStr, takes_ipv4: bool, taken: &mut Taken, report: &mut 
         report.problem(word.span.clone(), message, format!("write `\"{mapped}:{}\"`", address.port()));
         return None;
     }
-    let bound = Bound { address, takes_ipv4, line: report.line(word.span.start) };
+    let bound = ListenSocket { address, takes_ipv4, line: report.line(word.span.start) };
     if let Some(other) = taken.iter().find(|other| bound.overlaps(other)) {
         let (text, other_text) = (quoted(word.text), quoted(&other.address.to_string()));
         let place = match other.line {
@@ -236,7 +240,7 @@ fn address(word: &SpannedStr, takes_ipv4: bool, taken: &mut Taken, report: &mut 
 }
 
 /// The address that was meant.
-fn fix(text: &str) -> String {
+fn address_fix(text: &str) -> String {
     let text = text.trim();
     let bare = text.split_once("://").map_or(text, |(_, rest)| rest);
     let bare = bare.split('/').next().unwrap_or(bare);

@@ -7,7 +7,7 @@ use std::collections::HashSet;
 
 use toml::de::DeValue;
 
-use super::{name, rule_windows};
+use super::{check_name, rule_windows};
 use crate::config::diagnostics::{Report, quoted, quoted_list};
 use crate::config::toml_reader::{Item, SpannedStr};
 use transom_limiter::ip_prefix::{Network, NetworkError, canonical_address};
@@ -21,41 +21,41 @@ const WINDOWS_FIX: &str = "write `windows = [\"33/minute\"]`";
 const EXEMPTIONS: &str = "[\"10.0.0.0/8\", \"key:VALUE\"]";
 
 /// What the text of an exemption begins with if it is the value of a key.
-const KEY: &str = "key:";
+const KEY_PREFIX: &str = "key:";
 
 /// What a rule says about its exceptions.
-pub struct Settings<'d> {
+pub struct OverrideSettings<'d> {
     pub plans: Option<Item<'d>>,
     pub overrides: Option<Item<'d>>,
     pub exemptions: Option<Item<'d>>,
 }
 
-impl Settings<'_> {
+impl OverrideSettings<'_> {
     /// Fills in a rule whose key is known.
     pub fn read(self, rule: &mut Rule, report: &mut Report) {
-        rule.plans = self.plans.map(|item| plans(&item, &rule.name, report)).unwrap_or_default();
-        let mut keys = Keys { parts: &rule.key, seen: HashSet::new() };
-        rule.overrides = self.overrides.map(|item| overrides(&item, &mut keys, report)).unwrap_or_default();
-        rule.exemptions = self.exemptions.map(|item| exemptions(&item, &mut keys, report)).unwrap_or_default();
+        rule.plans = self.plans.map(|item| read_plans(&item, &rule.name, report)).unwrap_or_default();
+        let mut keys = OverrideKeys { parts: &rule.key, seen: HashSet::new() };
+        rule.overrides = self.overrides.map(|item| read_overrides(&item, &mut keys, report)).unwrap_or_default();
+        rule.exemptions = self.exemptions.map(|item| read_exemptions(&item, &mut keys, report)).unwrap_or_default();
     }
 }
 
-fn plans(item: &Item, rule: &str, report: &mut Report) -> Vec<Plan> {
+fn read_plans(item: &Item, rule: &str, report: &mut Report) -> Vec<Plan> {
     let Some(table) = item.table("the plans", PLAN_FIX, report) else { return Vec::new() };
     let mut plans = Vec::new();
     for entry in table.items() {
-        name(&entry, report);
+        check_name(&entry, report);
         let title = format!("`[rules.{rule}.plans.{}]`", entry.key);
         let Some(mut table) = entry.table(title, PLAN_FIX, report) else { continue };
         let windows = table.require("windows", WINDOWS_FIX);
         table.finish(report);
-        let layers = windows.map(|item| rule_windows::layers(&item, report)).unwrap_or_default();
+        let layers = windows.map(|item| rule_windows::read_layers(&item, report)).unwrap_or_default();
         plans.push(Plan { name: entry.key.to_owned(), layers });
     }
     plans
 }
 
-fn overrides(item: &Item, keys: &mut Keys, report: &mut Report) -> Vec<Override> {
+fn read_overrides(item: &Item, keys: &mut OverrideKeys, report: &mut Report) -> Vec<Override> {
     let DeValue::Array(_) = item.value else {
         return item.wrong_type("a list of tables", OVERRIDE_FIX, report).unwrap_or_default();
     };
@@ -66,22 +66,22 @@ fn overrides(item: &Item, keys: &mut Keys, report: &mut Report) -> Vec<Override>
         let windows = table.require("windows", WINDOWS_FIX);
         table.finish(report);
         let key = key.and_then(|item| keys.read(&item, report));
-        let layers = windows.map(|item| rule_windows::layers(&item, report)).unwrap_or_default();
+        let layers = windows.map(|item| rule_windows::read_layers(&item, report)).unwrap_or_default();
         overrides.extend(key.map(|key| Override { key, layers }));
     }
     overrides
 }
 
-fn exemptions(item: &Item, keys: &mut Keys, report: &mut Report) -> Exemptions {
+fn read_exemptions(item: &Item, keys: &mut OverrideKeys, report: &mut Report) -> Exemptions {
     let mut exemptions = Exemptions::default();
     for entry in item.list(EXEMPTIONS, report).unwrap_or_default() {
         match entry.value {
-            DeValue::String(text) => match text.strip_prefix(KEY) {
+            DeValue::String(text) => match text.strip_prefix(KEY_PREFIX) {
                 Some(value) => {
                     let word = SpannedStr { text: value, span: entry.span.clone() };
-                    exemptions.keys.extend(keys.of(&[word], &entry, report));
+                    exemptions.keys.extend(keys.read_values(&[word], &entry, report));
                 }
-                None => exemptions.networks.extend(exempt_network(text, &entry, report)),
+                None => exemptions.networks.extend(read_exempt_network(text, &entry, report)),
             },
             DeValue::Table(_) => {
                 let Some(mut table) = entry.table("the exemption", "", report) else { continue };
@@ -95,7 +95,7 @@ fn exemptions(item: &Item, keys: &mut Keys, report: &mut Report) -> Exemptions {
                 }
                 exemptions.keys.extend(key.and_then(|item| keys.read(&item, report)));
                 let word = network.and_then(|item| item.string("\"10.0.0.0/8\"", report));
-                exemptions.networks.extend(word.and_then(|word| network_of(&word, report)));
+                exemptions.networks.extend(word.and_then(|word| read_network(&word, report)));
             }
             _ => {
                 let fix = entry.fix_with(EXEMPTIONS);
@@ -107,17 +107,17 @@ fn exemptions(item: &Item, keys: &mut Keys, report: &mut Report) -> Exemptions {
 }
 
 /// A text that looks like neither a network nor a key may have been meant as either.
-fn exempt_network(text: &str, entry: &Item, report: &mut Report) -> Option<Network> {
+fn read_exempt_network(text: &str, entry: &Item, report: &mut Report) -> Option<Network> {
     if text.contains(['/', '.', ':']) || text.is_empty() {
-        return network_of(&SpannedStr { text, span: entry.span.clone() }, report);
+        return read_network(&SpannedStr { text, span: entry.span.clone() }, report);
     }
-    let fix = format!("write `\"{KEY}{text}\"`, if the value of a key is meant");
+    let fix = format!("write `\"{KEY_PREFIX}{text}\"`, if the value of a key is meant");
     report.problem(entry.span.clone(), format!("{} is no network", quoted(text)), fix);
     None
 }
 
 /// A network, for rules and clients alike.
-pub fn network_of(word: &SpannedStr, report: &mut Report) -> Option<Network> {
+pub fn read_network(word: &SpannedStr, report: &mut Report) -> Option<Network> {
     match word.text.parse() {
         Ok(network) => Some(network),
         Err(NetworkError::Syntax) => {
@@ -136,19 +136,19 @@ pub fn network_of(word: &SpannedStr, report: &mut Report) -> Option<Network> {
 }
 
 /// The keys that a rule treats in a way of their own; each once.
-struct Keys<'r> {
+struct OverrideKeys<'r> {
     parts: &'r [KeyPart],
     seen: HashSet<Vec<Digest>>,
 }
 
-impl Keys<'_> {
+impl OverrideKeys<'_> {
     /// The value of a key: a string, or a list of as many as the key has parts.
     fn read(&mut self, item: &Item, report: &mut Report) -> Option<Vec<KeyValue>> {
         let words = item.strings("\"VALUE\"", report)?;
-        self.of(&words, item, report)
+        self.read_values(&words, item, report)
     }
 
-    fn of(&mut self, words: &[SpannedStr], item: &Item, report: &mut Report) -> Option<Vec<KeyValue>> {
+    fn read_values(&mut self, words: &[SpannedStr], item: &Item, report: &mut Report) -> Option<Vec<KeyValue>> {
         if self.parts.is_empty() {
             // The key could not be read, and that has been said.
             return None;
@@ -163,7 +163,7 @@ impl Keys<'_> {
             let parts = quoted_list(parts.iter().map(String::as_str), "and");
             let one = if words.len() == 1 { "one value" } else { "another number of values" };
             let message = format!("the rule's key is made of {parts}, and this is {one}");
-            let example: Vec<String> = self.parts.iter().map(|part| format!("\"{}\"", example(part))).collect();
+            let example: Vec<String> = self.parts.iter().map(|part| format!("\"{}\"", example_value(part))).collect();
             let fix = match example.as_slice() {
                 [one] => format!("give one value: `key = {one}`"),
                 several => format!("give each of them, in that order: `{{ key = [{}] }}`", several.join(", ")),
@@ -172,7 +172,7 @@ impl Keys<'_> {
             return None;
         }
         let values: Vec<Option<KeyValue>> =
-            self.parts.iter().zip(words).map(|(part, word)| value(part, word, report)).collect();
+            self.parts.iter().zip(words).map(|(part, word)| read_value(part, word, report)).collect();
         let values: Vec<KeyValue> = values.into_iter().collect::<Option<_>>()?;
         if !self.seen.insert(values.iter().map(KeyValue::digest).collect()) {
             let message = "this key is overridden or exempt already";
@@ -183,7 +183,7 @@ impl Keys<'_> {
     }
 }
 
-fn example(part: &KeyPart) -> &'static str {
+fn example_value(part: &KeyPart) -> &'static str {
     match part {
         KeyPart::Ip { .. } => "192.0.2.7",
         KeyPart::Host => "api.example.com",
@@ -201,7 +201,7 @@ fn example(part: &KeyPart) -> &'static str {
 }
 
 /// What a part of a key has to be in a request, as it has to be there.
-fn value(part: &KeyPart, word: &SpannedStr, report: &mut Report) -> Option<KeyValue> {
+fn read_value(part: &KeyPart, word: &SpannedStr, report: &mut Report) -> Option<KeyValue> {
     let text = word.text;
     if let KeyPart::Ip { v4_prefix, v6_prefix } = part {
         let Ok(address) = text.parse().map(canonical_address) else {
@@ -214,10 +214,10 @@ fn value(part: &KeyPart, word: &SpannedStr, report: &mut Report) -> Option<KeyVa
         return Some(KeyValue::Clear(Network::of(address, prefix).address.to_string()));
     }
     if *part == KeyPart::ClientCert {
-        return fingerprint(word, report).map(KeyValue::Clear);
+        return read_fingerprint(word, report).map(KeyValue::Clear);
     }
     if text.starts_with(Digest::PREFIX) {
-        let digest = digest(word, report)?;
+        let digest = read_digest(word, report)?;
         return Some(KeyValue::Digest(digest));
     }
     let fix = match part {
@@ -252,7 +252,7 @@ fn value(part: &KeyPart, word: &SpannedStr, report: &mut Report) -> Option<KeyVa
 
 /// The fingerprint of a certificate, as requests are counted by it: however it is written here, such as by
 /// `openssl x509 -fingerprint -sha256`.
-pub fn fingerprint(word: &SpannedStr, report: &mut Report) -> Option<String> {
+pub fn read_fingerprint(word: &SpannedStr, report: &mut Report) -> Option<String> {
     let digits = word.text.strip_prefix(Digest::PREFIX).unwrap_or(word.text).replace(':', "").to_ascii_lowercase();
     if digits.len() == 64 && digits.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return Some(digits);
@@ -263,7 +263,7 @@ pub fn fingerprint(word: &SpannedStr, report: &mut Report) -> Option<String> {
 }
 
 /// The digest of a secret.
-pub fn digest(word: &SpannedStr, report: &mut Report) -> Option<Digest> {
+pub fn read_digest(word: &SpannedStr, report: &mut Report) -> Option<Digest> {
     let digest = Digest::parse(word.text);
     if digest.is_none() {
         let message = "this is no digest: behind `sha256:` stand 64 hex digits";

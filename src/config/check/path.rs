@@ -13,10 +13,10 @@ use crate::config::{find_ambiguity, is_pchar};
 const SEGMENTS_MAX: usize = 64;
 
 /// What is wrong with a pattern, and the fix.
-type Flaw = (String, String);
+type MessageAndFix = (String, String);
 
-pub fn path(word: &SpannedStr, reading: PathReading, report: &mut Report) -> Option<PathPattern> {
-    match parse(word.text, reading) {
+pub fn read_path(word: &SpannedStr, reading: PathReading, report: &mut Report) -> Option<PathPattern> {
+    match parse_pattern(word.text, reading) {
         Ok(segments) => Some(PathPattern { text: word.text.to_owned(), segments }),
         Err((message, fix)) => {
             report.problem(word.span.clone(), message, fix);
@@ -30,14 +30,17 @@ pub fn is_param_name(text: &str) -> bool {
     text.starts_with(first) && text.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
 }
 
-fn parse(text: &str, reading: PathReading) -> Result<Vec<Segment>, Flaw> {
+fn parse_pattern(text: &str, reading: PathReading) -> Result<Vec<Segment>, MessageAndFix> {
     let path = |what: &str| format!("the path {} {what}", quoted(text));
-    let write = || format!("write `path = \"{}\"`", normal(text));
+    let write = || format!("write `path = \"{}\"`", normalize_pattern(text));
     let Some(rest) = text.strip_prefix('/') else {
         return Err(match text.split_once("://") {
             Some((_, rest)) => {
                 let (host, path_of) = rest.split_once('/').unwrap_or((rest, ""));
-                let fix = format!("write `path = \"{}\"`, and `host = \"{host}\"`", normal(&format!("/{path_of}")));
+                let fix = format!(
+                    "write `path = \"{}\"`, and `host = \"{host}\"`",
+                    normalize_pattern(&format!("/{path_of}"))
+                );
                 (path("is a whole URL"), fix)
             }
             None => (path("does not begin with `/`"), write()),
@@ -48,24 +51,26 @@ fn parse(text: &str, reading: PathReading) -> Result<Vec<Segment>, Flaw> {
     }
     if reading.trailing_slash == TrailingSlash::Ignore && rest.ends_with('/') {
         let what = path("can never match: with `trailing_slash = \"ignore\"`, no request has a slash at its end");
-        return Err((what, format!("write `path = \"{}\"`", normal(text.trim_end_matches('/')))));
+        return Err((what, format!("write `path = \"{}\"`", normalize_pattern(text.trim_end_matches('/')))));
     }
     let parts: Vec<&str> = rest.split('/').collect();
     let mut segments: Vec<Segment> = Vec::new();
     for (i, part) in parts.iter().enumerate() {
         let last = i + 1 == parts.len();
-        let segment = match parameter(part)? {
+        let segment = match parse_parameter(part)? {
             Some(segment) => segment,
-            None => literal(part, last, reading).map_err(|what| match what {
-                Literal::Form(what) => (path(&what), write()),
-                Literal::Other(what, fix) => (path(&what), fix),
+            None => parse_literal(part, last, reading).map_err(|what| match what {
+                LiteralError::Form(what) => (path(&what), write()),
+                LiteralError::Other(what, fix) => (path(&what), fix),
             })?,
         };
         if let (Segment::Rest(name), false) = (&segment, last) {
             let message = path(&format!("goes on after `{{*{name}}}`, which takes all that is left"));
             return Err((message, format!("end the path with `{{*{name}}}`, or write `{{{name}}}` for one segment")));
         }
-        if name_of(&segment).is_some() && segments.iter().any(|other| name_of(other) == name_of(&segment)) {
+        if parameter_name(&segment).is_some()
+            && segments.iter().any(|other| parameter_name(other) == parameter_name(&segment))
+        {
             return Err((
                 path(&format!("has {} twice", quoted(part))),
                 String::from("give one of the two another name"),
@@ -80,7 +85,7 @@ fn parse(text: &str, reading: PathReading) -> Result<Vec<Segment>, Flaw> {
     Ok(segments)
 }
 
-fn name_of(segment: &Segment) -> Option<&str> {
+fn parameter_name(segment: &Segment) -> Option<&str> {
     match segment {
         Segment::Literal(_) => None,
         Segment::Param(name) | Segment::Rest(name) => Some(name),
@@ -88,7 +93,7 @@ fn name_of(segment: &Segment) -> Option<&str> {
 }
 
 /// `{name}`, `{*name}`, or neither; and what other routers write.
-fn parameter(part: &str) -> Result<Option<Segment>, Flaw> {
+fn parse_parameter(part: &str) -> Result<Option<Segment>, MessageAndFix> {
     let no_parameter = |fix: String| Err((format!("{} is no parameter", quoted(part)), fix));
     if part == "*" || part == "**" {
         return no_parameter(String::from("write `{*rest}` for all that is left, or `{name}` for one segment"));
@@ -124,30 +129,30 @@ fn parameter(part: &str) -> Result<Option<Segment>, Flaw> {
 }
 
 /// Why a literal cannot stand as it is.
-enum Literal {
+enum LiteralError {
     /// Its normal form is another.
     Form(String),
     Other(String, String),
 }
 
-fn literal(part: &str, last: bool, reading: PathReading) -> Result<Segment, Literal> {
-    let form = |what: &str| Err(Literal::Form(what.to_owned()));
+fn parse_literal(part: &str, last: bool, reading: PathReading) -> Result<Segment, LiteralError> {
+    let form = |what: &str| Err(LiteralError::Form(what.to_owned()));
     if part.is_empty() && !last {
         return form("has two slashes in a row");
     }
-    let plain = normal_segment(part);
+    let plain = normalize_segment(part);
     if plain == "." || plain == ".." {
         return form(&format!("has the segment {}, which no request has once it is normalised", quoted(part)));
     }
     if plain != part {
-        return form(&match first_flaw(part) {
+        return form(&match normalization_error(part) {
             Some(what) => what,
             None => String::from("is not in its normal form"),
         });
     }
     if let Some(doubt) = find_ambiguity(part) {
         let what = format!("can never match: where {doubt}, requests are refused");
-        return Err(Literal::Other(what, String::from("write the path as clients ask for it")));
+        return Err(LiteralError::Other(what, String::from("write the path as clients ask for it")));
     }
     if part.contains(';') && reading.parameters != PathParameters::Keep {
         let why = match reading.parameters {
@@ -155,22 +160,22 @@ fn literal(part: &str, last: bool, reading: PathReading) -> Result<Segment, Lite
             PathParameters::Keep | PathParameters::Refuse => "requests with it are refused",
         };
         let fix = String::from("write the path without it, or `path_parameters = \"keep\"` at the top of the file");
-        return Err(Literal::Other(format!("can never match: it has `;`, and {why}"), fix));
+        return Err(LiteralError::Other(format!("can never match: it has `;`, and {why}"), fix));
     }
     let slash = ["%2F", "%5C"].into_iter().find(|code| part.contains(code));
     match (slash, reading.encoded_slash) {
         (Some(code), EncodedSlash::Refuse) => {
             let what = format!("can never match: it has `{code}`, and requests with it are refused");
-            Err(Literal::Other(what, String::from("write `encoded_slash = \"keep\"` at the top of the file")))
+            Err(LiteralError::Other(what, String::from("write `encoded_slash = \"keep\"` at the top of the file")))
         }
         _ => Ok(Segment::Literal(part.to_owned())),
     }
 }
 
-fn first_flaw(part: &str) -> Option<String> {
+fn normalization_error(part: &str) -> Option<String> {
     let mut rest = part;
     while let Some(c) = rest.chars().next() {
-        let code = rest.get(..3).and_then(encoded);
+        let code = rest.get(..3).and_then(decode_escape);
         match (c, code) {
             ('%', None) => return Some(String::from("has a `%` that begins no percent-encoding")),
             ('%', Some(byte)) if is_pchar(byte) => {
@@ -190,12 +195,12 @@ fn first_flaw(part: &str) -> Option<String> {
 }
 
 /// The pattern as it should be written.
-fn normal(text: &str) -> String {
+fn normalize_pattern(text: &str) -> String {
     let path = text.split(['?', '#']).next().unwrap_or(text);
     let mut parts: Vec<String> = Vec::new();
     let count = path.split('/').count();
     for (i, part) in path.split('/').enumerate() {
-        let plain = if part.starts_with('{') { part.to_owned() } else { normal_segment(part) };
+        let plain = if part.starts_with('{') { part.to_owned() } else { normalize_segment(part) };
         match plain.as_str() {
             ".." => {
                 parts.pop();
@@ -210,11 +215,11 @@ fn normal(text: &str) -> String {
 
 /// A literal with everything encoded that must be, and nothing that need not be (RFC 3986, section
 /// 6.2.2).
-fn normal_segment(part: &str) -> String {
+fn normalize_segment(part: &str) -> String {
     let mut out = String::new();
     let mut rest = part.as_bytes();
     while let Some(byte) = rest.first().copied() {
-        let code = rest.get(..3).and_then(|code| std::str::from_utf8(code).ok()).and_then(encoded);
+        let code = rest.get(..3).and_then(|code| std::str::from_utf8(code).ok()).and_then(decode_escape);
         let (byte, width, escaped) = code.map_or((byte, 1, false), |byte| (byte, 3, true));
         match escaped {
             _ if is_pchar(byte) => out.push(char::from(byte)),
@@ -226,7 +231,7 @@ fn normal_segment(part: &str) -> String {
 }
 
 /// The byte that `%XX` stands for.
-fn encoded(code: &str) -> Option<u8> {
+fn decode_escape(code: &str) -> Option<u8> {
     let digits = code.strip_prefix('%').filter(|digits| digits.bytes().all(|b| b.is_ascii_hexdigit()))?;
     u8::from_str_radix(digits, 16).ok()
 }
@@ -244,7 +249,7 @@ mod tests {
     #[test]
     fn patterns_are_read_as_written() {
         let literal = |text: &str| Segment::Literal(text.to_owned());
-        let read = |text| parse(text, KEEP);
+        let read = |text| parse_pattern(text, KEEP);
         assert_eq!(read("/"), Ok(vec![literal("")]));
         assert_eq!(read("/a/"), Ok(vec![literal("a"), literal("")]));
         assert_eq!(read("/a/{id}/{*rest}").unwrap()[1..], [Segment::Param("id".into()), Segment::Rest("rest".into())]);
@@ -276,17 +281,17 @@ mod tests {
             "/a//",
             "/é%e9",
         ] {
-            assert!(parse(text, KEEP).is_err(), "{text}");
-            assert!(parse(&normal(text), KEEP).is_ok(), "{text} -> {}", normal(text));
+            assert!(parse_pattern(text, KEEP).is_err(), "{text}");
+            assert!(parse_pattern(&normalize_pattern(text), KEEP).is_ok(), "{text} -> {}", normalize_pattern(text));
         }
     }
 
     #[test]
     fn a_path_is_no_deeper_than_requests_are_matched() {
         let deep = "/a".repeat(SEGMENTS_MAX);
-        assert!(parse(&deep, KEEP).is_ok());
-        assert!(parse(&format!("{deep}/{{*rest}}"), KEEP).is_ok());
-        assert!(parse(&format!("{deep}/a"), KEEP).is_err());
+        assert!(parse_pattern(&deep, KEEP).is_ok());
+        assert!(parse_pattern(&format!("{deep}/{{*rest}}"), KEEP).is_ok());
+        assert!(parse_pattern(&format!("{deep}/a"), KEEP).is_err());
     }
 
     #[test]
@@ -301,7 +306,7 @@ mod tests {
             ("/files/{*}", "a parameter has a name: write `{*rest}`"),
             ("/{}", "a parameter has a name: write `{id}`"),
         ] {
-            assert_eq!(parse(text, KEEP).unwrap_err().1, fix);
+            assert_eq!(parse_pattern(text, KEEP).unwrap_err().1, fix);
         }
     }
 }

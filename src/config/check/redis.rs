@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use toml::de::DeValue;
 
-use super::jwt::without_line_end;
-use super::redis_url::{Address, DATABASE_MAX, address};
-use super::{duration, upstream_tls};
+use super::jwt::strip_line_end;
+use super::redis_url::{DATABASE_MAX, RedisUrl, parse_redis_url};
+use super::{read_duration_ms, upstream_tls};
 use crate::config::client_tls::ClientTls;
 use crate::config::diagnostics::{Report, Span, quoted};
 use crate::config::redis::{DEFAULT_PREFIX, DEFAULT_TIMEOUT, Node, Nodes, Secret, StoreConfig};
@@ -36,7 +36,7 @@ const DIGEST_KEY_MIN_BYTES: usize = 16;
 
 /// How rules are counted that do not say it themselves.
 #[derive(Clone, Copy)]
-pub enum Usual {
+pub enum DefaultSharing {
     /// There is no `[counters.shared]`.
     Own,
     /// There is one, or there may be: something was misspelt.
@@ -44,13 +44,13 @@ pub enum Usual {
 }
 
 /// Reads the table. `files` and `variables` are where secrets come from.
-pub fn shared(
+pub fn read_shared(
     item: &Item,
     files: ReadFile,
     variables: ReadVariable,
     report: &mut Report,
-) -> (Option<StoreConfig>, Usual) {
-    let mut usual = Usual::Shared(Sharing::Lease, OnOutage::Local);
+) -> (Option<StoreConfig>, DefaultSharing) {
+    let mut usual = DefaultSharing::Shared(Sharing::Lease, OnOutage::Local);
     if matches!(item.value, DeValue::String(_)) {
         // It is not shown: who writes a URL here may have put a password into it.
         report.problem(item.span.clone(), "`shared`: expected a table, found a string", TABLE_FIX);
@@ -67,7 +67,7 @@ pub fn shared(
     table.suggest_for("tls", "redis", "write `rediss://` in `redis`");
     table.suggest_for("shared", "mode", "did you mean `mode`? That is how it is called here, for all rules");
     let master = table.get("sentinel_master");
-    let login = Login {
+    let login = LoginSettings {
         username: table.get("username"),
         file: table.get("password_file"),
         variable: table.get("password_env"),
@@ -75,10 +75,11 @@ pub fn shared(
     let (database, prefix) = (table.get("database"), table.get("prefix"));
     let mode = table.get("mode").and_then(|item| item.choice(&MODES, report)).unwrap_or(Sharing::Lease);
     let on_outage = table.get("on_outage").and_then(|item| item.choice(&OUTAGES, report)).unwrap_or(OnOutage::Local);
-    usual = Usual::Shared(mode, on_outage);
-    let timeout = table.get("timeout").and_then(|item| duration(&item, 1..=TIMEOUT_MAX_MS, DEFAULT_TIMEOUT, report));
+    usual = DefaultSharing::Shared(mode, on_outage);
+    let timeout =
+        table.get("timeout").and_then(|item| read_duration_ms(&item, 1..=TIMEOUT_MAX_MS, DEFAULT_TIMEOUT, report));
     let (key_file, key_variable) = (table.get("digest_key_file"), table.get("digest_key_env"));
-    let tls = upstream_tls::Settings {
+    let tls = upstream_tls::TlsSettings {
         ca: table.get("ca"),
         server_name: None,
         certificate: table.get("certificate"),
@@ -86,15 +87,15 @@ pub fn shared(
     };
     let misspelt = table.finish(report);
 
-    let prefix = prefix.and_then(|item| self::prefix(&item, report)).unwrap_or_else(|| DEFAULT_PREFIX.to_owned());
+    let prefix = prefix.and_then(|item| self::read_prefix(&item, report)).unwrap_or_else(|| DEFAULT_PREFIX.to_owned());
     let timeout = timeout.map_or(DEFAULT_TIMEOUT, Duration::from_millis);
-    let places = Places { files, variables };
-    let digest_key = digest_key(key_file.as_ref(), key_variable.as_ref(), &places, report);
-    let servers = redis.as_ref().and_then(|item| Servers::read(item, report));
-    let nodes = servers.as_ref().and_then(|servers| servers.nodes(master.as_ref(), report));
-    let database = self::database(database.as_ref(), servers.as_ref(), nodes.as_ref(), report);
+    let places = SecretSources { files, variables };
+    let digest_key = read_digest_key(key_file.as_ref(), key_variable.as_ref(), &places, report);
+    let servers = redis.as_ref().and_then(|item| ServerList::read(item, report));
+    let nodes = servers.as_ref().and_then(|servers| servers.to_nodes(master.as_ref(), report));
+    let database = self::read_database(database.as_ref(), servers.as_ref(), nodes.as_ref(), report);
     let (username, password) = login.read(servers.as_ref(), &misspelt, &places, report);
-    let tls = self::tls(tls, servers.as_ref(), &misspelt, files, report);
+    let tls = self::read_tls(tls, servers.as_ref(), &misspelt, files, report);
     let shared = nodes.zip(database).map(|(nodes, database)| StoreConfig {
         nodes,
         username,
@@ -109,21 +110,21 @@ pub fn shared(
 }
 
 /// What a rule says about being counted together.
-pub struct OfRule<'d> {
+pub struct RuleSharingSettings<'d> {
     shared: Option<Item<'d>>,
     on_outage: Option<Item<'d>>,
 }
 
-impl<'d> OfRule<'d> {
-    pub fn of(table: &mut Table<'d>) -> OfRule<'d> {
-        OfRule { shared: table.get("shared"), on_outage: table.get("on_outage") }
+impl<'d> RuleSharingSettings<'d> {
+    pub fn take_from(table: &mut Table<'d>) -> RuleSharingSettings<'d> {
+        RuleSharingSettings { shared: table.get("shared"), on_outage: table.get("on_outage") }
     }
 
     /// Fills in a rule. `misspelt`: there is a setting that was probably meant to be `shared`.
-    pub fn read(self, rule: &mut Rule, usual: Usual, misspelt: bool, report: &mut Report) {
+    pub fn read(self, rule: &mut Rule, usual: DefaultSharing, misspelt: bool, report: &mut Report) {
         let shared = self.shared.as_ref().map(|item| item.choice(&RULE_MODES, report));
         let on_outage = self.on_outage.as_ref().map(|item| item.choice(&OUTAGES, report));
-        let Usual::Shared(mode, outage) = usual else {
+        let DefaultSharing::Shared(mode, outage) = usual else {
             // What is counted by this gateway alone is what such a rule asks for.
             let asks = self.shared.as_ref().filter(|_| shared != Some(Some(Sharing::Local)));
             for item in asks.into_iter().chain(&self.on_outage) {
@@ -142,25 +143,25 @@ impl<'d> OfRule<'d> {
 }
 
 /// What `redis` says.
-struct Servers<'d> {
+struct ServerList<'d> {
     item: Item<'d>,
     is_list: bool,
     words: Vec<SpannedStr<'d>>,
-    addresses: Vec<Address>,
+    addresses: Vec<RedisUrl>,
 }
 
-impl<'d> Servers<'d> {
+impl<'d> ServerList<'d> {
     /// `None` beside a problem.
-    fn read(item: &Item<'d>, report: &mut Report) -> Option<Servers<'d>> {
+    fn read(item: &Item<'d>, report: &mut Report) -> Option<ServerList<'d>> {
         let is_list = matches!(item.value, DeValue::Array(_));
         let words = item.strings(EXAMPLE, report)?;
         if words.is_empty() {
             report.problem(item.span.clone(), "`redis` is an empty list", item.fix_with(EXAMPLE));
         }
         let before = report.count();
-        let mut addresses: Vec<Address> = Vec::new();
+        let mut addresses: Vec<RedisUrl> = Vec::new();
         for word in &words {
-            match address(word.text) {
+            match parse_redis_url(word.text) {
                 Ok(address) if addresses.iter().any(|other| other.node == address.node) => {
                     let message = format!("`{}` is there twice", address.node);
                     report.problem(word.span.clone(), message, "remove one of the two");
@@ -178,10 +179,10 @@ impl<'d> Servers<'d> {
             report.problem(words[other].span.clone(), message, "write `rediss://` for all of them, or for none");
             return None;
         }
-        Some(Servers { item: item.clone(), is_list, words, addresses })
+        Some(ServerList { item: item.clone(), is_list, words, addresses })
     }
 
-    fn nodes(&self, master: Option<&Item>, report: &mut Report) -> Option<Nodes> {
+    fn to_nodes(&self, master: Option<&Item>, report: &mut Report) -> Option<Nodes> {
         let nodes: Vec<Node> = self.addresses.iter().map(|address| address.node.clone()).collect();
         if master.is_some() || self.is_list {
             for (address, word) in self.addresses.iter().zip(&self.words) {
@@ -222,7 +223,12 @@ impl<'d> Servers<'d> {
     }
 }
 
-fn database(item: Option<&Item>, servers: Option<&Servers>, nodes: Option<&Nodes>, report: &mut Report) -> Option<i64> {
+fn read_database(
+    item: Option<&Item>,
+    servers: Option<&ServerList>,
+    nodes: Option<&Nodes>,
+    report: &mut Report,
+) -> Option<i64> {
     let given = match item {
         Some(item) => Some(item.integer(0..=DATABASE_MAX, report)?),
         None => None,
@@ -245,14 +251,14 @@ fn database(item: Option<&Item>, servers: Option<&Servers>, nodes: Option<&Nodes
 }
 
 /// Where secrets come from.
-struct Places<'f> {
+struct SecretSources<'f> {
     files: ReadFile<'f>,
     variables: ReadVariable<'f>,
 }
 
-impl Places<'_> {
+impl SecretSources<'_> {
     /// What a file or a variable holds, without the line end that editors put there.
-    fn secret(&self, item: &Item, report: &mut Report) -> Option<Vec<u8>> {
+    fn read_secret(&self, item: &Item, report: &mut Report) -> Option<Vec<u8>> {
         let is_file = item.key.ends_with("_file");
         let word = item.string(if is_file { "\"FILE\"" } else { "\"VARIABLE\"" }, report)?;
         let (bytes, what) = if is_file {
@@ -270,7 +276,7 @@ impl Places<'_> {
             };
             (value, format!("the variable {}", quoted(word.text)))
         };
-        let secret = without_line_end(&bytes).to_vec();
+        let secret = strip_line_end(&bytes).to_vec();
         if secret.is_empty() {
             report.problem(word.span, format!("{what} is empty"), "put the secret there");
             return None;
@@ -280,24 +286,24 @@ impl Places<'_> {
 }
 
 /// Reports two settings of which one is enough, and says whether it did.
-fn both(first: &str, second: &Item, report: &mut Report) {
+fn report_both_given(first: &str, second: &Item, report: &mut Report) {
     let message = format!("{first} and `{}` are both given", second.key);
     report.problem(second.key_span.clone(), message, "keep one of the two");
 }
 
 /// Who the gateway is.
-struct Login<'d> {
+struct LoginSettings<'d> {
     username: Option<Item<'d>>,
     file: Option<Item<'d>>,
     variable: Option<Item<'d>>,
 }
 
-impl Login<'_> {
+impl LoginSettings<'_> {
     fn read(
         &self,
-        servers: Option<&Servers>,
+        servers: Option<&ServerList>,
         misspelt: &[&str],
-        places: &Places,
+        places: &SecretSources,
         report: &mut Report,
     ) -> (Option<String>, Option<Secret<String>>) {
         let of_url = servers.filter(|servers| !servers.is_list).and_then(|servers| servers.addresses.first());
@@ -305,7 +311,7 @@ impl Login<'_> {
             of_url.map_or((None, None), |address| (address.username.clone(), address.password.clone()));
         let name = match (&self.username, url_name) {
             (Some(item), Some(_)) => {
-                both("a user name in the URL", item, report);
+                report_both_given("a user name in the URL", item, report);
                 return (None, None);
             }
             (Some(item), None) => {
@@ -320,15 +326,15 @@ impl Login<'_> {
         let given = [&self.file, &self.variable].into_iter().flatten().collect::<Vec<_>>();
         let password = match (url_password, given.as_slice()) {
             (Some(_), [item, ..]) => {
-                both("a password in the URL", item, report);
+                report_both_given("a password in the URL", item, report);
                 return (None, None);
             }
             (None, [first, second, ..]) => {
-                both(&format!("`{}`", first.key), second, report);
+                report_both_given(&format!("`{}`", first.key), second, report);
                 return (None, None);
             }
             (None, [item]) => {
-                let Some(bytes) = places.secret(item, report) else { return (None, None) };
+                let Some(bytes) = places.read_secret(item, report) else { return (None, None) };
                 let Ok(password) = String::from_utf8(bytes) else {
                     report.problem(item.span.clone(), "the password is no UTF-8 text", "choose another password");
                     return (None, None);
@@ -353,21 +359,21 @@ impl Login<'_> {
 }
 
 /// The key of the digests that stand for secret parts of keys.
-fn digest_key(
+fn read_digest_key(
     file: Option<&Item>,
     variable: Option<&Item>,
-    places: &Places,
+    places: &SecretSources,
     report: &mut Report,
 ) -> Option<Secret<Vec<u8>>> {
     let item = match (file, variable) {
         (Some(_), Some(variable)) => {
-            both("`digest_key_file`", variable, report);
+            report_both_given("`digest_key_file`", variable, report);
             return None;
         }
         (None, None) => return None,
         (Some(item), None) | (None, Some(item)) => item,
     };
-    let key = places.secret(item, report)?;
+    let key = places.read_secret(item, report)?;
     if key.len() < DIGEST_KEY_MIN_BYTES {
         let message = format!("the key that `{}` names has less than {DIGEST_KEY_MIN_BYTES} bytes", item.key);
         report.problem(item.span.clone(), message, "make one at random: `openssl rand -hex 32`");
@@ -376,7 +382,7 @@ fn digest_key(
     Some(Secret(key))
 }
 
-fn prefix(item: &Item, report: &mut Report) -> Option<String> {
+fn read_prefix(item: &Item, report: &mut Report) -> Option<String> {
     let word = item.string(&format!("\"{DEFAULT_PREFIX}\""), report)?;
     let is_plain = |c: char| c.is_ascii_alphanumeric() || ".~_:-".contains(c);
     if !word.text.is_empty() && word.text.len() <= PREFIX_MAX_BYTES && word.text.chars().all(is_plain) {
@@ -388,9 +394,9 @@ fn prefix(item: &Item, report: &mut Report) -> Option<String> {
     None
 }
 
-fn tls(
-    settings: upstream_tls::Settings,
-    servers: Option<&Servers>,
+fn read_tls(
+    settings: upstream_tls::TlsSettings,
+    servers: Option<&ServerList>,
     misspelt: &[&str],
     files: ReadFile,
     report: &mut Report,

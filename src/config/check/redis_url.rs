@@ -3,7 +3,7 @@
 //! `redis://[user[:password]@]host[:port][/database]`, `rediss://` for TLS, `redis+unix:///path` or `unix:///path` for a
 //! socket. What stands before `@` never goes into a message.
 
-use super::upstreams::{Parsed, authority, socket_path};
+use super::upstreams::{Parsed, parse_authority, parse_socket_path};
 use crate::config::diagnostics::quoted;
 use crate::config::redis::Node;
 
@@ -12,7 +12,7 @@ pub const DATABASE_MAX: u64 = 65_535;
 
 /// What a URL says.
 #[derive(PartialEq, Debug)]
-pub struct Address {
+pub struct RedisUrl {
     /// Whether it is reached by TLS.
     pub secure: bool,
     pub node: Node,
@@ -21,8 +21,8 @@ pub struct Address {
     pub database: Option<u64>,
 }
 
-pub fn address(url: &str) -> Parsed<Address> {
-    let Some((scheme, rest)) = url.split_once("://") else { return Err(without_scheme(url)) };
+pub fn parse_redis_url(url: &str) -> Parsed<RedisUrl> {
+    let Some((scheme, rest)) = url.split_once("://") else { return Err(missing_scheme(url)) };
     let secure = match scheme {
         "redis" | "valkey" => false,
         "rediss" | "valkeys" => true,
@@ -31,9 +31,9 @@ pub fn address(url: &str) -> Parsed<Address> {
                 let fix = "write `redis+unix:///PATH`, and `username` and `password_file` beside it";
                 return Err(("the URL of a socket has a login".to_owned(), fix.to_owned()));
             }
-            let path = socket_path(url, rest, &format!("{scheme}://"))?;
+            let path = parse_socket_path(url, rest, &format!("{scheme}://"))?;
             let node = Node::Unix(path.into());
-            return Ok(Address { secure: false, node, username: None, password: None, database: None });
+            return Ok(RedisUrl { secure: false, node, username: None, password: None, database: None });
         }
         scheme => {
             let message = format!("{} is no scheme of a server that counters can be shared through", quoted(scheme));
@@ -42,7 +42,7 @@ pub fn address(url: &str) -> Parsed<Address> {
         }
     };
     let (login, rest) = rest.rsplit_once('@').map_or((None, rest), |(login, rest)| (Some(login), rest));
-    let (username, password) = login.map_or(Ok((None, None)), self::login)?;
+    let (username, password) = login.map_or(Ok((None, None)), self::parse_login)?;
     let bare = format!("{scheme}://{rest}");
     if let Some(end) = rest.find(['?', '#']) {
         let message = format!("the URL of {} has settings behind `{}`", quoted(&rest[..end]), &rest[end..=end]);
@@ -60,11 +60,11 @@ pub fn address(url: &str) -> Parsed<Address> {
             Some(number)
         }
     };
-    let (host, port) = authority(&bare, host, (scheme, PORT))?;
-    Ok(Address { secure, node: Node::Tcp { host, port }, username, password, database })
+    let (host, port) = parse_authority(&bare, host, (scheme, PORT))?;
+    Ok(RedisUrl { secure, node: Node::Tcp { host, port }, username, password, database })
 }
 
-fn without_scheme(url: &str) -> (String, String) {
+fn missing_scheme(url: &str) -> (String, String) {
     let fix = match url.strip_prefix("unix:") {
         Some(path) if path.starts_with('/') => format!("write `\"unix://{path}\"`"),
         _ if url.is_empty() || url.contains('@') => "write `\"redis://HOST:PORT\"`".to_owned(),
@@ -77,10 +77,10 @@ fn without_scheme(url: &str) -> (String, String) {
 type Login = (Option<String>, Option<String>);
 
 /// User name and password, which may be left out.
-fn login(text: &str) -> Parsed<Login> {
+fn parse_login(text: &str) -> Parsed<Login> {
     let (name, password) = text.split_once(':').map_or((text, None), |(name, password)| (name, Some(password)));
     let decoded = |text: &str| {
-        decoded(text).ok_or_else(|| {
+        percent_decode(text).ok_or_else(|| {
             let fix = "write such characters as `%` and two hex digits (`%40` for `@`, `%2F` for `/`, `%25` for `%`), or \
                        use `password_file`";
             ("the login in the URL has characters that can not stand there".to_owned(), fix.to_owned())
@@ -91,7 +91,7 @@ fn login(text: &str) -> Parsed<Login> {
 }
 
 /// Without its percent-encoding; `None` where something is not encoded that has to be, or is no text.
-fn decoded(text: &str) -> Option<String> {
+fn percent_decode(text: &str) -> Option<String> {
     if text.contains(['@', '/', '?', '#', '[', ']', ' ']) {
         return None;
     }
@@ -109,9 +109,9 @@ fn decoded(text: &str) -> Option<String> {
 mod tests {
     use super::*;
 
-    fn tcp(host: &str, port: u16) -> Address {
+    fn tcp(host: &str, port: u16) -> RedisUrl {
         let node = Node::Tcp { host: host.to_owned(), port };
-        Address { secure: false, node, username: None, password: None, database: None }
+        RedisUrl { secure: false, node, username: None, password: None, database: None }
     }
 
     #[test]
@@ -120,14 +120,14 @@ mod tests {
         for (url, expected) in [
             ("redis://127.0.0.1", tcp("127.0.0.1", 6379)),
             ("redis://Cache.internal:7000/", tcp("cache.internal", 7000)),
-            ("valkey://[::1]:7000/3", Address { database: Some(3), ..tcp("::1", 7000) }),
-            ("rediss://cache", Address { secure: true, ..tcp("cache", 6379) }),
-            ("redis://:p%40ss%2f@cache", Address { password: some("p@ss/"), ..tcp("cache", 6379) }),
-            ("redis://me:a:b@cache", Address { username: some("me"), password: some("a:b"), ..tcp("cache", 6379) }),
-            ("unix:///run/r@1.sock", Address { node: Node::Unix("/run/r@1.sock".into()), ..tcp("", 0) }),
-            ("redis+unix:///run/r.sock", Address { node: Node::Unix("/run/r.sock".into()), ..tcp("", 0) }),
+            ("valkey://[::1]:7000/3", RedisUrl { database: Some(3), ..tcp("::1", 7000) }),
+            ("rediss://cache", RedisUrl { secure: true, ..tcp("cache", 6379) }),
+            ("redis://:p%40ss%2f@cache", RedisUrl { password: some("p@ss/"), ..tcp("cache", 6379) }),
+            ("redis://me:a:b@cache", RedisUrl { username: some("me"), password: some("a:b"), ..tcp("cache", 6379) }),
+            ("unix:///run/r@1.sock", RedisUrl { node: Node::Unix("/run/r@1.sock".into()), ..tcp("", 0) }),
+            ("redis+unix:///run/r.sock", RedisUrl { node: Node::Unix("/run/r.sock".into()), ..tcp("", 0) }),
         ] {
-            assert_eq!(address(url), Ok(expected), "{url}");
+            assert_eq!(parse_redis_url(url), Ok(expected), "{url}");
         }
     }
 
@@ -155,7 +155,7 @@ mod tests {
             "unix://run/r.sock",
             "unix:/run/r.sock",
         ] {
-            let (message, fix) = address(url).expect_err(url);
+            let (message, fix) = parse_redis_url(url).expect_err(url);
             assert!(!message.contains("hunter2") && !fix.contains("hunter2"), "{url}: {message}: {fix}");
         }
     }

@@ -12,21 +12,21 @@ use crate::config::diagnostics::{Report, quoted};
 use crate::config::toml_reader::{Item, SpannedStr};
 
 /// A list of hosts; empty where there is none. `without` tells what holds then.
-pub fn hosts(item: Option<Item>, without: &str, report: &mut Report) -> Option<Vec<String>> {
+pub fn read_hosts(item: Option<Item>, without: &str, report: &mut Report) -> Option<Vec<String>> {
     let Some(item) = item else { return Some(Vec::new()) };
     let words = item.strings("\"api.example.com\"", report)?;
-    let host = |word: &SpannedStr| match host(word.text) {
+    let host = |word: &SpannedStr| match normalize_host(word.text) {
         Ok(host) => Ok(host),
         Err(_) if ["", "*"].contains(&word.text) => {
             Err((format!("{} is no host to match", quoted(word.text)), format!("leave `{}` out: {without}", item.key)))
         }
         Err(fix) => Err((format!("{} is no host to match", quoted(word.text)), fix)),
     };
-    distinct(&item, &words, without, host, report)
+    read_distinct(&item, &words, without, host, report)
 }
 
 /// The methods of a route; empty: any.
-pub fn methods(item: Option<Item>, report: &mut Report) -> Option<Vec<String>> {
+pub fn read_methods(item: Option<Item>, report: &mut Report) -> Option<Vec<String>> {
     let Some(item) = item else { return Some(Vec::new()) };
     let words = item.strings("[\"GET\"]", report)?;
     let method = |word: &SpannedStr| {
@@ -41,11 +41,11 @@ pub fn methods(item: Option<Item>, report: &mut Report) -> Option<Vec<String>> {
             Err(_) => Err((message(), String::from("write each method by itself, such as `[\"GET\", \"POST\"]`"))),
         }
     };
-    distinct(&item, &words, "the route then takes any method", method, report)
+    read_distinct(&item, &words, "the route then takes any method", method, report)
 }
 
 /// Reads each word; reports what is none, what is there twice, and a list of nothing.
-fn distinct(
+fn read_distinct(
     item: &Item,
     words: &[SpannedStr],
     without: &str,
@@ -71,7 +71,7 @@ fn distinct(
 }
 
 /// A host in the spelling in which requests are compared, or the fix.
-fn host(text: &str) -> Result<String, String> {
+fn normalize_host(text: &str) -> Result<String, String> {
     let lower = text.to_lowercase();
     if let Some((_, rest)) = lower.split_once("://") {
         let bare = rest.split(['/', ':', '?']).next().unwrap_or(rest);
@@ -141,16 +141,16 @@ const NOT_FORWARDED: [&str; 13] = [
 ];
 
 /// The header fields that a route asks for.
-pub fn headers(item: Option<Item>, report: &mut Report) -> Option<Vec<(String, Option<String>)>> {
+pub fn read_headers(item: Option<Item>, report: &mut Report) -> Option<Vec<(String, Option<String>)>> {
     let Some(item) = item else { return Some(Vec::new()) };
     let fix = "write `headers = { \"x-version\" = \"2\" }`, or `true` for any value";
     let table = item.table("`headers`", fix, report)?;
     let before = report.count();
     let mut found: Vec<(String, Option<String>)> = Vec::new();
     for entry in table.items() {
-        let Some(name) = field_name(entry.key) else {
+        let Some(name) = parse_field_name(entry.key) else {
             let message = format!("{} is no name of a header field", quoted(entry.key));
-            report.problem(entry.key_span, message, NAME_FIX);
+            report.problem(entry.key_span, message, FIELD_NAME_FIX);
             continue;
         };
         if found.iter().any(|(other, _)| *other == name) {
@@ -187,10 +187,10 @@ pub fn headers(item: Option<Item>, report: &mut Report) -> Option<Vec<(String, O
     (report.count() == before).then_some(found)
 }
 
-pub const NAME_FIX: &str = "write a name such as `x-api-key`: letters, digits and `-`";
+pub const FIELD_NAME_FIX: &str = "write a name such as `x-api-key`: letters, digits and `-`";
 
 /// The name of a header field, in lower case.
-pub fn field_name(text: &str) -> Option<String> {
+pub fn parse_field_name(text: &str) -> Option<String> {
     HeaderName::from_bytes(text.as_bytes()).ok().map(|name| name.as_str().to_owned())
 }
 
@@ -207,7 +207,7 @@ mod tests {
             ("[::1]", "[::1]"),
             ("localhost", "localhost"),
         ] {
-            assert_eq!(host(text).as_deref(), Ok(expected));
+            assert_eq!(normalize_host(text).as_deref(), Ok(expected));
         }
         for text in [
             "",
@@ -225,7 +225,7 @@ mod tests {
             "é.com",
             "a/b",
         ] {
-            assert!(host(text).is_err(), "{text}");
+            assert!(normalize_host(text).is_err(), "{text}");
         }
     }
 }

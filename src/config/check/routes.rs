@@ -2,16 +2,16 @@
 
 use toml::de::DeValue;
 
-use super::rules::Looks;
-use super::unreachable_routes::Draft;
-use super::{Section, actions, cost, path, route_match, unreachable_routes};
+use super::rules::RuleResponses;
+use super::unreachable_routes::ParsedRoute;
+use super::{Definitions, actions, cost, path, route_match, unreachable_routes};
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::toml_reader::{Item, SpannedStr, Table};
 use crate::config::{PathPattern, PathReading, Route, Segment, Timeouts, Upstream};
 use transom_limiter::key::{KeyPart, OnMissing};
 use transom_limiter::rule::{Cost, Rule};
 
-type Rules = Section<(Rule, Looks)>;
+type Rules = Definitions<(Rule, RuleResponses)>;
 
 /// By which schemes requests can come.
 #[derive(Clone, Copy)]
@@ -20,10 +20,10 @@ pub struct Schemes {
     pub https: bool,
 }
 
-pub fn routes(
+pub fn read_routes(
     item: Option<Item>,
     reading: PathReading,
-    upstreams: &Section<Upstream>,
+    upstreams: &Definitions<Upstream>,
     rules: &Rules,
     timeouts: &Timeouts,
     schemes: Schemes,
@@ -39,38 +39,38 @@ pub fn routes(
         let fix = "write `[[routes]]`, then its `path` and its `upstream`";
         report.missing(item.key_span, "there are no routes", fix);
     }
-    let mut drafts: Vec<Draft> = Vec::new();
+    let mut drafts: Vec<ParsedRoute> = Vec::new();
     for item in items {
         let fix = "write `[[routes]]`, then its `path` and its `upstream`, each on a line";
         let Some(table) = item.table("`[[routes]]`", fix, report) else { continue };
-        drafts.push(draft(table, reading, upstreams, rules, timeouts, schemes, report));
+        drafts.push(read_route(table, reading, upstreams, rules, timeouts, schemes, report));
     }
-    unreachable_routes::never_matched(&drafts, report);
-    unreachable_routes::name(drafts, report)
+    unreachable_routes::report_unreachable(&drafts, report);
+    unreachable_routes::assign_names(drafts, report)
 }
 
-fn draft(
+fn read_route(
     mut table: Table,
     reading: PathReading,
-    upstreams: &Section<Upstream>,
+    upstreams: &Definitions<Upstream>,
     rules: &Rules,
     timeouts: &Timeouts,
     schemes: Schemes,
     report: &mut Report,
-) -> Draft {
+) -> ParsedRoute {
     let header = table.span.clone();
     let name = table.get("name");
     let path = table.require("path", "write `path = \"/{*rest}\"` to take every request, or the path of some");
     let span = path.as_ref().map_or(header, |item| item.span.clone());
     let before = report.count();
-    let hosts = route_match::hosts(table.get("host"), "the route then takes any host", report);
-    let methods = route_match::methods(table.get("methods"), report);
-    let headers = route_match::headers(table.get("headers"), report);
-    let secure = table.get("scheme").map(|item| scheme(&item, schemes, report));
+    let hosts = route_match::read_hosts(table.get("host"), "the route then takes any host", report);
+    let methods = route_match::read_methods(table.get("methods"), report);
+    let headers = route_match::read_headers(table.get("headers"), report);
+    let secure = table.get("scheme").map(|item| read_scheme(&item, schemes, report));
     let certain = report.count() == before;
-    let actions = actions::Settings::of(&mut table);
-    let upstream = if actions.answers() {
-        no_upstream(table.get("upstream"), report)
+    let actions = actions::ActionSettings::take_from(&mut table);
+    let upstream = if actions.responds_directly() {
+        report_unused_upstream(table.get("upstream"), report)
     } else {
         table.require("upstream", upstream_fix(upstreams))
     };
@@ -80,21 +80,22 @@ fn draft(
     let misspelt = table.finish(report);
 
     let named = name.as_ref().map(|item| item.span.clone());
-    let name = name.and_then(|item| self::name(&item, report));
-    let path =
-        path.and_then(|item| item.string("\"/{*rest}\"", report)).and_then(|word| path::path(&word, reading, report));
+    let name = name.and_then(|item| self::read_name(&item, report));
+    let path = path
+        .and_then(|item| item.string("\"/{*rest}\"", report))
+        .and_then(|word| path::read_path(&word, reading, report));
     let upstream = upstream.and_then(|item| {
-        let word = item.string(&format!("\"{}\"", a_name(upstreams)), report)?;
+        let word = item.string(&format!("\"{}\"", example_upstream(upstreams)), report)?;
         upstreams.find("upstream", word.text, word.span, report)
     });
     let actions = actions.read(path.as_ref(), reading.encoded_slash, timeouts, report);
-    let used = names.and_then(|item| used(&item, path.as_ref(), rules, report)).unwrap_or_default();
-    let cost = cost.and_then(|item| self::cost(&item, &used, rules, report));
+    let used = names.and_then(|item| read_rule_names(&item, path.as_ref(), rules, report)).unwrap_or_default();
+    let cost = cost.and_then(|item| self::read_cost(&item, &used, rules, report));
 
-    Draft {
-        named: named.filter(|_| name.is_some()),
+    ParsedRoute {
+        name_span: named.filter(|_| name.is_some()),
         span,
-        certain: certain && path.is_some() && misspelt.is_empty(),
+        is_complete: certain && path.is_some() && misspelt.is_empty(),
         route: Route {
             name: name.unwrap_or_default(),
             hosts: hosts.unwrap_or_default(),
@@ -112,7 +113,7 @@ fn draft(
 }
 
 /// Whether a route is for https; no route can be for a scheme that no request comes by.
-fn scheme(item: &Item, schemes: Schemes, report: &mut Report) -> Option<bool> {
+fn read_scheme(item: &Item, schemes: Schemes, report: &mut Report) -> Option<bool> {
     let secure = item.choice(&[("http", false), ("https", true)], report)?;
     let (message, fix) = match secure {
         true if !schemes.https => (
@@ -130,7 +131,7 @@ fn scheme(item: &Item, schemes: Schemes, report: &mut Report) -> Option<bool> {
 }
 
 /// A route that answers by itself has no upstream.
-fn no_upstream<'d>(item: Option<Item<'d>>, report: &mut Report) -> Option<Item<'d>> {
+fn report_unused_upstream<'d>(item: Option<Item<'d>>, report: &mut Report) -> Option<Item<'d>> {
     if let Some(item) = item {
         let message = "`upstream` has no effect: the route answers by itself";
         report.missing(item.key_span, message, "remove it, or what the route answers");
@@ -139,18 +140,18 @@ fn no_upstream<'d>(item: Option<Item<'d>>, report: &mut Report) -> Option<Item<'
 }
 
 /// An upstream that there is, to show how to name one.
-fn a_name(upstreams: &Section<Upstream>) -> &str {
+fn example_upstream(upstreams: &Definitions<Upstream>) -> &str {
     upstreams.entries.first().map_or("NAME", |entry| entry.name.as_str())
 }
 
-fn upstream_fix(upstreams: &Section<Upstream>) -> String {
+fn upstream_fix(upstreams: &Definitions<Upstream>) -> String {
     match upstreams.entries.is_empty() {
-        false => format!("write `upstream = \"{}\"`", a_name(upstreams)),
+        false => format!("write `upstream = \"{}\"`", example_upstream(upstreams)),
         true => String::from("write `upstream = \"NAME\"`, and define it: `[upstreams.NAME]`"),
     }
 }
 
-fn name(item: &Item, report: &mut Report) -> Option<String> {
+fn read_name(item: &Item, report: &mut Report) -> Option<String> {
     let word = item.string("\"login\"", report)?;
     if word.text.is_empty() || word.text.chars().count() > 128 || word.text.contains(char::is_control) {
         let message = format!("{} cannot be the name of a route", quoted(word.text));
@@ -161,7 +162,7 @@ fn name(item: &Item, report: &mut Report) -> Option<String> {
 }
 
 /// The positions of the rules that a route names.
-fn used(item: &Item, path: Option<&PathPattern>, rules: &Rules, report: &mut Report) -> Option<Vec<usize>> {
+fn read_rule_names(item: &Item, path: Option<&PathPattern>, rules: &Rules, report: &mut Report) -> Option<Vec<usize>> {
     let words = item.strings("[]", report)?;
     let mut found = Vec::new();
     for (i, word) in words.iter().enumerate() {
@@ -171,7 +172,7 @@ fn used(item: &Item, path: Option<&PathPattern>, rules: &Rules, report: &mut Rep
         }
         let Some(position) = rules.find("rule", word.text, word.span.clone(), report) else { continue };
         if let Some(path) = path {
-            has_params(word, path, &rules.entries[position].value.0, report);
+            check_params(word, path, &rules.entries[position].value.0, report);
         }
         found.push(position);
     }
@@ -179,7 +180,7 @@ fn used(item: &Item, path: Option<&PathPattern>, rules: &Rules, report: &mut Rep
 }
 
 /// What a request costs on a route, under those of its rules that have a fixed cost.
-fn cost(item: &Item, used: &[usize], rules: &Rules, report: &mut Report) -> Option<u32> {
+fn read_cost(item: &Item, used: &[usize], rules: &Rules, report: &mut Report) -> Option<u32> {
     let cost = item.integer(0..=u64::from(u32::MAX), report).and_then(|cost| u32::try_from(cost).ok())?;
     let fixed = used.iter().map(|rule| &rules.entries[*rule].value.0);
     let fixed: Vec<&Rule> = fixed.filter(|rule| matches!(rule.cost, Cost::Fixed(_))).collect();
@@ -187,13 +188,13 @@ fn cost(item: &Item, used: &[usize], rules: &Rules, report: &mut Report) -> Opti
         let message = "`cost` has no effect: no rule of this route has a fixed cost";
         report.missing(item.key_span.clone(), message, "remove it, or name a rule in `rules`");
     }
-    let smallest = fixed.iter().flat_map(|rule| rule.variants()).filter_map(cost::smallest).min();
-    cost::affordable(item, cost, smallest, report);
+    let smallest = fixed.iter().flat_map(|rule| rule.variants()).filter_map(cost::smallest_capacity).min();
+    cost::report_unaffordable(item, cost, smallest, report);
     Some(cost)
 }
 
 /// A rule that counts by a parameter is told what to do where a path has none.
-fn has_params(word: &SpannedStr, path: &PathPattern, rule: &Rule, report: &mut Report) {
+fn check_params(word: &SpannedStr, path: &PathPattern, rule: &Rule, report: &mut Report) {
     let has = |name: &str| {
         path.segments.iter().any(|segment| match segment {
             Segment::Literal(_) => false,

@@ -19,7 +19,7 @@ const EXAMPLE: &str = "[\"2000/hour\", \"33/minute\"]";
 const PERIODS: [&str; 6] = ["second", "minute", "hour", "day", "week", "month"];
 
 /// The layers in the order of the file.
-pub fn layers(item: &Item, report: &mut Report) -> Vec<Limit> {
+pub fn read_layers(item: &Item, report: &mut Report) -> Vec<Limit> {
     if let DeValue::String(text) = item.value {
         let fix = item.fix_with(&format!("[\"{}\"]", text.trim()));
         return item.wrong_type("a list", &fix, report).unwrap_or_default();
@@ -30,8 +30,8 @@ pub fn layers(item: &Item, report: &mut Report) -> Vec<Limit> {
     }
     let mut found: Vec<Limit> = Vec::new();
     for item in items {
-        let Some(limit) = layer(&item, report) else { continue };
-        if let Some((message, fix)) = found.iter().find_map(|other| alike(&limit, other)) {
+        let Some(limit) = read_layer(&item, report) else { continue };
+        if let Some((message, fix)) = found.iter().find_map(|other| find_conflict(&limit, other)) {
             report.problem(item.span, message, fix);
             continue;
         }
@@ -41,7 +41,7 @@ pub fn layers(item: &Item, report: &mut Report) -> Vec<Limit> {
 }
 
 /// What is wrong with two layers that have the same windows, or would have the same name.
-fn alike(limit: &Limit, other: &Limit) -> Option<(String, String)> {
+fn find_conflict(limit: &Limit, other: &Limit) -> Option<(String, String)> {
     let (text, other_text) = (&limit.period_text, &other.period_text);
     if limit.windows == other.windows {
         let message = match text == other_text {
@@ -57,16 +57,16 @@ fn alike(limit: &Limit, other: &Limit) -> Option<(String, String)> {
     })
 }
 
-fn layer(item: &Item, report: &mut Report) -> Option<Limit> {
+fn read_layer(item: &Item, report: &mut Report) -> Option<Limit> {
     match item.value {
         DeValue::String(text) => match Limit::parse(text) {
             Ok(limit) => Some(limit),
             Err(error) => {
-                report.problem(item.span.clone(), format!("{} is no limit", quoted(text)), fix(text, error));
+                report.problem(item.span.clone(), format!("{} is no limit", quoted(text)), limit_fix(text, error));
                 None
             }
         },
-        DeValue::Table(_) => window_table::table(item, report),
+        DeValue::Table(_) => window_table::read_window_table(item, report),
         DeValue::Integer(_) => {
             let fix = format!("write `\"{}/minute\"`, if minutes are meant", report.source(item.span.clone()));
             item.wrong_type("a limit", &fix, report)
@@ -77,12 +77,12 @@ fn layer(item: &Item, report: &mut Report) -> Option<Limit> {
 
 /// Whether what a layer lets through is all that the others of a rule ever count. Refusals that count
 /// use up the others, answers may cost more than a window has, and who waits gives up what is left.
-pub fn may_be_compared(rule: &Rule) -> bool {
+pub fn layers_are_comparable(rule: &Rule) -> bool {
     !rule.count_refused && !rule.delays() && !matches!(rule.cost, Cost::Response { .. })
 }
 
 /// Reports layers that are larger than one with longer windows, so that they never refuse anything.
-pub fn pointless(item: &Item, layers: &[Limit], report: &mut Report) {
+pub fn report_unreachable_layers(item: &Item, layers: &[Limit], report: &mut Report) {
     // What could not be read is not among the layers.
     let items = if layers.len() < 2 { None } else { item.list(EXAMPLE, report) };
     let Some(items) = items.filter(|items| items.len() == layers.len()) else { return };
@@ -108,16 +108,16 @@ pub fn pointless(item: &Item, layers: &[Limit], report: &mut Report) {
 }
 
 /// What to write instead of a text that is no limit.
-fn fix(text: &str, error: LimitError) -> String {
+fn limit_fix(text: &str, error: LimitError) -> String {
     let plain: String = text.split_whitespace().collect();
     // ASCII letters alone change, so places are the same in both.
     let lower = plain.to_ascii_lowercase();
     let separator = lower.find('/').map(|at| at..at + 1).or(lower.find("per").map(|at| at..at + 3));
     let (amount, period) = match &separator {
-        Some(separator) => (&plain[..separator.start], period_meant(&plain[separator.end..])),
+        Some(separator) => (&plain[..separator.start], guess_period(&plain[separator.end..])),
         None => (plain.as_str(), Some("minute".to_owned())),
     };
-    let meant = tokens_meant(amount).zip(period).map(|(tokens, period)| format!("{tokens}/{period}"));
+    let meant = guess_tokens(amount).zip(period).map(|(tokens, period)| format!("{tokens}/{period}"));
     match (error, meant) {
         (LimitError::Syntax | LimitError::Period(PeriodError::Syntax), Some(meant)) if Limit::parse(&meant).is_ok() => {
             format!("write `\"{meant}\"`")
@@ -128,7 +128,7 @@ fn fix(text: &str, error: LimitError) -> String {
 
 /// The number of tokens that was likely meant: `2k` is 2000, `1.5M` is 1500000, `33r` (as in nginx) is 33. `None` where a unit
 /// is unknown, because dropping the unit would change the limit. A small `m` is ambiguous: nginx writes `30r/m` for minutes.
-fn tokens_meant(text: &str) -> Option<u64> {
+fn guess_tokens(text: &str) -> Option<u64> {
     let unit_at = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
     let (number, unit) = text.split_at(unit_at);
     let (factor, decimals): (u64, u32) = match unit {
@@ -150,7 +150,7 @@ fn tokens_meant(text: &str) -> Option<u64> {
 }
 
 /// The period that was likely meant by something that is none.
-pub fn period_meant(text: &str) -> Option<String> {
+pub fn guess_period(text: &str) -> Option<String> {
     let plain: String = text.to_lowercase().split_whitespace().collect();
     let unit = plain.trim_start_matches(|c: char| c.is_ascii_digit());
     let number = &plain[..plain.len() - unit.len()];
@@ -203,7 +203,7 @@ mod tests {
             ("0/minute", "a limit is at least `1`"),
             ("5/1ms", "the shortest period is `10ms`"),
         ] {
-            assert_eq!(fix(text, Limit::parse(text).unwrap_err()), meant, "{text}");
+            assert_eq!(limit_fix(text, Limit::parse(text).unwrap_err()), meant, "{text}");
         }
     }
 }

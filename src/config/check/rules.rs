@@ -6,8 +6,10 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use super::redis::{OfRule, Usual};
-use super::{DAY_MS, FIELDS, Section, cost, duration, key, overrides, refusal_response, rule_windows};
+use super::redis::{DefaultSharing, RuleSharingSettings};
+use super::{
+    DAY_MS, Definitions, HEADER_FORMATS, cost, key, overrides, read_duration_ms, refusal_response, rule_windows,
+};
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::listen::ClientCerts;
 use crate::config::toml_reader::{Item, Table};
@@ -20,34 +22,41 @@ const WAITING: u32 = 1000;
 const WAITING_MAX: u64 = 1_000_000;
 
 /// What answers show of a rule.
-pub struct Looks {
+pub struct RuleResponses {
     pub fields: RateLimitStyle,
     pub refusal: RefusalResponse,
 }
 
-pub fn rules(
+pub fn read_rules(
     item: Option<Item>,
     fields: RateLimitStyle,
     certs: ClientCerts,
-    usual: Usual,
+    usual: DefaultSharing,
     report: &mut Report,
-) -> Section<(Rule, Looks)> {
-    let rules = Section::read(item, report, |name, table, report| {
+) -> Definitions<(Rule, RuleResponses)> {
+    let rules = Definitions::read(item, report, |name, table, report| {
         // Stands in for a rule that cannot be read; it asks for nothing, so no problem follows.
         let mut rule = Rule::new(name, Vec::new(), OnMissing::Skip, Vec::new());
-        let mut looks = Looks { fields, refusal: RefusalResponse::default() };
+        let mut looks = RuleResponses { fields, refusal: RefusalResponse::default() };
         if let Some(table) = table {
-            read(&mut rule, &mut looks, table, certs, usual, report);
+            read_rule(&mut rule, &mut looks, table, certs, usual, report);
         }
         (rule, looks)
     });
-    layer_names(&rules, report);
+    report_equal_layer_names(&rules, report);
     rules
 }
 
 /// Fills in a rule, and what answers show of it.
-fn read(rule: &mut Rule, looks: &mut Looks, mut table: Table, certs: ClientCerts, usual: Usual, report: &mut Report) {
-    let key = key::Settings {
+fn read_rule(
+    rule: &mut Rule,
+    looks: &mut RuleResponses,
+    mut table: Table,
+    certs: ClientCerts,
+    usual: DefaultSharing,
+    report: &mut Report,
+) {
+    let key = key::KeySettings {
         key: table
             .require("key", "write `key = \"ip\"` to count each address, or `key = \"global\"` to count all as one"),
         on_missing: table.get("on_missing_key"),
@@ -57,25 +66,28 @@ fn read(rule: &mut Rule, looks: &mut Looks, mut table: Table, certs: ClientCerts
     };
     let windows = table.require("windows", "write `windows = [\"33/minute\"]`");
     let cost = table.get("cost");
-    let limits =
-        AtLimit { on_limit: table.get("on_limit"), delay: table.get("max_delay"), waiting: table.get("max_waiting") };
+    let limits = LimitActionSettings {
+        on_limit: table.get("on_limit"),
+        delay: table.get("max_delay"),
+        waiting: table.get("max_waiting"),
+    };
     let count_refused = table.get("count_refused");
-    let sharing = OfRule::of(&mut table);
-    let refusal = refusal_response::Settings::of(&mut table);
-    let exceptions = overrides::Settings {
+    let sharing = RuleSharingSettings::take_from(&mut table);
+    let refusal = refusal_response::RefusalSettings::take_from(&mut table);
+    let exceptions = overrides::OverrideSettings {
         plans: table.get("plans"),
         overrides: table.get("overrides"),
         exemptions: table.get("exemptions"),
     };
-    let fields = table.get("headers").and_then(|item| item.choice(&FIELDS, report));
+    let fields = table.get("headers").and_then(|item| item.choice(&HEADER_FORMATS, report));
     table.suggest_for("mode", "shared", "did you mean `shared`? That is how it is called in a rule");
     let misspelt = table.finish(report);
 
     (rule.key, rule.on_missing) = key.read(misspelt.contains(&"on_missing_key"), report);
     let shards = windows.as_ref().map(|item| item.span.clone());
-    rule.layers = windows.as_ref().map(|item| rule_windows::layers(item, report)).unwrap_or_default();
+    rule.layers = windows.as_ref().map(|item| rule_windows::read_layers(item, report)).unwrap_or_default();
     exceptions.read(rule, report);
-    rule.cost = cost.and_then(|item| cost::cost(&item, rule, report)).unwrap_or(Cost::Fixed(1));
+    rule.cost = cost.and_then(|item| cost::read_cost(&item, rule, report)).unwrap_or(Cost::Fixed(1));
     rule.on_limit = limits.read(misspelt.contains(&"max_delay"), report).unwrap_or(OnLimit::Refuse);
     sharing.read(rule, usual, misspelt.contains(&"shared"), report);
     rule.count_refused = count_refused.and_then(|item| item.boolean(report)).unwrap_or(false);
@@ -90,25 +102,25 @@ fn read(rule: &mut Rule, looks: &mut Looks, mut table: Table, certs: ClientCerts
             report.problem(span, message, "remove `shards`");
         }
     }
-    if let (Some(item), true) = (&windows, rule_windows::may_be_compared(rule)) {
-        rule_windows::pointless(item, &rule.layers, report);
+    if let (Some(item), true) = (&windows, rule_windows::layers_are_comparable(rule)) {
+        rule_windows::report_unreachable_layers(item, &rule.layers, report);
     }
     looks.fields = fields.unwrap_or(looks.fields);
     looks.refusal = refusal.read(report);
 }
 
 /// What a rule says about a request that finds a layer full.
-struct AtLimit<'d> {
+struct LimitActionSettings<'d> {
     on_limit: Option<Item<'d>>,
     delay: Option<Item<'d>>,
     waiting: Option<Item<'d>>,
 }
 
-impl AtLimit<'_> {
+impl LimitActionSettings<'_> {
     /// `misspelt`: there is a setting that was probably meant to be `max_delay`.
     fn read(self, misspelt: bool, report: &mut Report) -> Option<OnLimit> {
         let two_seconds = Duration::from_secs(2);
-        let delay_ms = self.delay.as_ref().map(|item| duration(item, 1..=DAY_MS, two_seconds, report));
+        let delay_ms = self.delay.as_ref().map(|item| read_duration_ms(item, 1..=DAY_MS, two_seconds, report));
         let waiting = self.waiting.as_ref().map(|item| item.integer(1..=WAITING_MAX, report));
         // Stands for what the two other settings complete.
         let delay = OnLimit::Delay { max_delay_ms: 0, max_waiting: WAITING };
@@ -141,7 +153,7 @@ impl AtLimit<'_> {
 }
 
 /// Answers and metrics tell layers apart by their names alone.
-fn layer_names(rules: &Section<(Rule, Looks)>, report: &mut Report) {
+fn report_equal_layer_names(rules: &Definitions<(Rule, RuleResponses)>, report: &mut Report) {
     let mut taken: Vec<(String, &str)> = Vec::new();
     for entry in &rules.entries {
         let rule = &entry.value.0;

@@ -50,13 +50,13 @@ const NGINX_PREFIXES: [&str; 8] = ["arg_", "connection_", "cookie_", "geoip_", "
 const PARAM: &str = "param.";
 
 /// Reads a text; `{{` and `}}` stand for braces.
-pub fn text(word: &SpannedStr, path: Option<&PathPattern>, report: &mut Report) -> Option<Template> {
+pub fn read_template(word: &SpannedStr, path: Option<&PathPattern>, report: &mut Report) -> Option<Template> {
     if let Some(c) = word.text.chars().find(|c| c.is_control() && *c != '\t') {
         let message = format!("a header field can not have {} in it", quoted(&c.to_string()));
         report.problem(word.span.clone(), message, "write it on one line, without characters that can not be seen");
         return None;
     }
-    if let Some((written, meant)) = nginx_variable(word.text) {
+    if let Some((written, meant)) = find_nginx_variable(word.text) {
         let fix = match meant {
             Some(meant) => format!("write `{meant}`"),
             None => {
@@ -88,7 +88,7 @@ pub fn text(word: &SpannedStr, path: Option<&PathPattern>, report: &mut Report) 
         if !literal.is_empty() {
             pieces.push(TemplatePart::Literal(std::mem::take(&mut literal)));
         }
-        pieces.push(TemplatePart::Variable(variable(name, path, word, report)?));
+        pieces.push(TemplatePart::Variable(read_variable(name, path, word, report)?));
         rest = behind;
     }
     literal.push_str(rest);
@@ -99,7 +99,7 @@ pub fn text(word: &SpannedStr, path: Option<&PathPattern>, report: &mut Report) 
 }
 
 /// The first variable of nginx in a text, such as `$remote_addr` or `${host}`, and what is written for it here.
-fn nginx_variable(text: &str) -> Option<(&str, Option<&'static str>)> {
+fn find_nginx_variable(text: &str) -> Option<(&str, Option<&'static str>)> {
     text.match_indices('$').find_map(|(at, _)| {
         let (start, close) = if text[at + 1..].starts_with('{') { (at + 2, 1) } else { (at + 1, 0) };
         let is_name = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
@@ -113,7 +113,7 @@ fn nginx_variable(text: &str) -> Option<(&str, Option<&'static str>)> {
     })
 }
 
-fn variable(name: &str, path: Option<&PathPattern>, word: &SpannedStr, report: &mut Report) -> Option<Variable> {
+fn read_variable(name: &str, path: Option<&PathPattern>, word: &SpannedStr, report: &mut Report) -> Option<Variable> {
     if let Some((_, variable)) = VARIABLES.iter().find(|(known, _)| *known == name) {
         return Some(variable.clone());
     }

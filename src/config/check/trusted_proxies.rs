@@ -1,6 +1,6 @@
 //! Whom to believe about whom they were asked by: the networks of proxies in front of the gateway.
 
-use super::overrides::network_of;
+use super::overrides::read_network;
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::toml_reader::{Item, Table};
 use crate::config::{ForwardedField, TrustedProxies};
@@ -8,14 +8,14 @@ use crate::config::{ForwardedField, TrustedProxies};
 const EXAMPLE: &str = "[\"10.0.0.0/8\", \"fd00::/8\"]";
 
 /// What `[listen]` says about proxies.
-pub struct Settings<'d> {
+pub struct ProxySettings<'d> {
     trusted: Option<Item<'d>>,
     forwarded: Option<Item<'d>>,
 }
 
-impl<'d> Settings<'d> {
-    pub fn of(table: &mut Table<'d>) -> Settings<'d> {
-        Settings { trusted: table.get("trusted_proxies"), forwarded: table.get("forwarded") }
+impl<'d> ProxySettings<'d> {
+    pub fn take_from(table: &mut Table<'d>) -> ProxySettings<'d> {
+        ProxySettings { trusted: table.get("trusted_proxies"), forwarded: table.get("forwarded") }
     }
 
     pub fn read(self, report: &mut Report) -> Option<TrustedProxies> {
@@ -35,7 +35,7 @@ impl<'d> Settings<'d> {
         }
         let mut networks = Vec::new();
         for word in words {
-            let Some(network) = network_of(&word, report) else { continue };
+            let Some(network) = read_network(&word, report) else { continue };
             if networks.contains(&network) {
                 report.problem(word.span, format!("{} is there twice", quoted(word.text)), "remove it");
             } else if network.prefix == 0 {

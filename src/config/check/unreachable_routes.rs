@@ -9,23 +9,24 @@ use crate::config::diagnostics::{Report, Span, quoted, quoted_list};
 use crate::config::{Route, Segment};
 
 /// A route as far as it could be read.
-pub struct Draft {
+pub struct ParsedRoute {
     pub route: Route,
     /// Of its name, if it has one of its own.
-    pub named: Option<Span>,
+    pub name_span: Option<Span>,
     /// Of the path, or else of the header.
     pub span: Span,
     /// Whether all that decides which requests it takes could be read.
-    pub certain: bool,
+    pub is_complete: bool,
 }
 
 /// Reports the routes that others leave nothing to. Only equals are compared: a route that asks
 /// for less than another never takes everything from it, for it is less specific.
-pub fn never_matched(drafts: &[Draft], report: &mut Report) {
-    let mut earlier: HashMap<_, Vec<&Draft>> = HashMap::new();
-    for draft in drafts.iter().filter(|draft| draft.certain) {
-        let before = earlier.entry((shape(&draft.route), fields(&draft.route), draft.route.secure)).or_default();
-        if let Some(lines) = takers(&draft.route, before, report) {
+pub fn report_unreachable(drafts: &[ParsedRoute], report: &mut Report) {
+    let mut earlier: HashMap<_, Vec<&ParsedRoute>> = HashMap::new();
+    for draft in drafts.iter().filter(|draft| draft.is_complete) {
+        let before =
+            earlier.entry((path_shape(&draft.route), sorted_headers(&draft.route), draft.route.secure)).or_default();
+        if let Some(lines) = covering_lines(&draft.route, before, report) {
             let message = match lines.as_slice() {
                 [line] => format!("this route can never match: the route on line `{line}` takes all its requests"),
                 lines => {
@@ -43,12 +44,13 @@ pub fn never_matched(drafts: &[Draft], report: &mut Report) {
 
 /// The lines of the routes that take all requests of another, of equal path and fields: for each
 /// of its hosts and methods the first that asks for both.
-fn takers(route: &Route, before: &[&Draft], report: &Report) -> Option<Vec<usize>> {
+fn covering_lines(route: &Route, before: &[&ParsedRoute], report: &Report) -> Option<Vec<usize>> {
     let mut lines = Vec::new();
-    for host in choices(&route.hosts) {
-        for method in choices(&route.methods) {
-            let takes = |other: &&&Draft| {
-                choices(&other.route.hosts).any(|h| h == host) && choices(&other.route.methods).any(|m| m == method)
+    for host in values_or_any(&route.hosts) {
+        for method in values_or_any(&route.methods) {
+            let takes = |other: &&&ParsedRoute| {
+                values_or_any(&other.route.hosts).any(|h| h == host)
+                    && values_or_any(&other.route.methods).any(|m| m == method)
             };
             lines.push(report.line(before.iter().find(takes)?.span.start));
         }
@@ -59,13 +61,13 @@ fn takers(route: &Route, before: &[&Draft], report: &Report) -> Option<Vec<usize
 }
 
 /// The values of a list; `None`, for any, where it is empty.
-fn choices(values: &[String]) -> impl Iterator<Item = Option<&str>> {
+fn values_or_any(values: &[String]) -> impl Iterator<Item = Option<&str>> {
     let any = values.is_empty().then_some(None);
     values.iter().map(|value| Some(value.as_str())).chain(any)
 }
 
 /// The path without the names of its parameters.
-fn shape(route: &Route) -> Vec<(&str, bool)> {
+fn path_shape(route: &Route) -> Vec<(&str, bool)> {
     let mut shape = Vec::new();
     for segment in &route.path.segments {
         shape.push(match segment {
@@ -77,17 +79,17 @@ fn shape(route: &Route) -> Vec<(&str, bool)> {
     shape
 }
 
-fn fields(route: &Route) -> Vec<&(String, Option<String>)> {
+fn sorted_headers(route: &Route) -> Vec<&(String, Option<String>)> {
     let mut fields: Vec<_> = route.headers.iter().collect();
     fields.sort();
     fields
 }
 
 /// Gives a name to each route that has none, and reports those that share one.
-pub fn name(drafts: Vec<Draft>, report: &mut Report) -> Vec<Route> {
+pub fn assign_names(drafts: Vec<ParsedRoute>, report: &mut Report) -> Vec<Route> {
     let mut explicit: HashMap<&str, usize> = HashMap::new();
     for draft in &drafts {
-        let Some(span) = &draft.named else { continue };
+        let Some(span) = &draft.name_span else { continue };
         let line = report.line(span.start);
         if let Some(other) = explicit.insert(&draft.route.name, line) {
             let message = format!("the route {} has its name on line `{other}` already", quoted(&draft.route.name));
@@ -96,11 +98,11 @@ pub fn name(drafts: Vec<Draft>, report: &mut Report) -> Vec<Route> {
     }
     // How much of itself each route tells; more, step by step, while two would be called alike.
     let mut levels = vec![0; drafts.len()];
-    let name = |i: usize, level: usize| match drafts[i].named {
+    let name = |i: usize, level: usize| match drafts[i].name_span {
         Some(_) => drafts[i].route.name.clone(),
         None => default_name(&drafts[i].route, i, level),
     };
-    for level in 0..LEVELS {
+    for level in 0..NAME_LEVELS {
         let names: Vec<String> = (0..drafts.len()).map(|i| name(i, levels[i])).collect();
         let mut count: HashMap<&str, usize> = HashMap::new();
         for name in &names {
@@ -116,7 +118,7 @@ pub fn name(drafts: Vec<Draft>, report: &mut Report) -> Vec<Route> {
     drafts.into_iter().zip(names).map(|(draft, name)| Route { name, ..draft.route }).collect()
 }
 
-const LEVELS: usize = 4;
+const NAME_LEVELS: usize = 4;
 
 fn default_name(route: &Route, position: usize, level: usize) -> String {
     let mut name = route.path.text.clone();
@@ -134,7 +136,7 @@ fn default_name(route: &Route, position: usize, level: usize) -> String {
         }
     }
     // An explicit name, or a value with blanks in it, may still spell the same.
-    if level >= LEVELS {
+    if level >= NAME_LEVELS {
         name = format!("{name} #{}", position + 1);
     }
     name

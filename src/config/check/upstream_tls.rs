@@ -47,16 +47,16 @@ impl SystemRoots {
 }
 
 /// Reads the table `tls` of an upstream; `span` is what takes TLS, where there is no table.
-pub fn tls(
+pub fn read_tls(
     item: Option<&Item>,
     span: Span,
     files: ReadFile,
     roots: &mut SystemRoots,
     report: &mut Report,
 ) -> Option<ClientTls> {
-    let Some(item) = item else { return Settings::default().read(span, &[], files, roots, report) };
+    let Some(item) = item else { return TlsSettings::default().read(span, &[], files, roots, report) };
     let mut table: Table = item.table("`tls`", "write `tls = { ca = \"FILE\" }`", report)?;
-    let settings = Settings {
+    let settings = TlsSettings {
         ca: table.get("ca"),
         server_name: table.get("server_name"),
         certificate: table.get("certificate"),
@@ -68,14 +68,14 @@ pub fn tls(
 
 /// What says how the gateway is a client of TLS.
 #[derive(Default)]
-pub struct Settings<'d> {
+pub struct TlsSettings<'d> {
     pub ca: Option<Item<'d>>,
     pub server_name: Option<Item<'d>>,
     pub certificate: Option<Item<'d>>,
     pub private_key: Option<Item<'d>>,
 }
 
-impl Settings<'_> {
+impl TlsSettings<'_> {
     /// `span` is what takes TLS, `misspelt` what other settings were likely meant to be.
     pub fn read(
         &self,
@@ -87,17 +87,17 @@ impl Settings<'_> {
     ) -> Option<ClientTls> {
         let mut print = Sha256::new();
         let anchors = match &self.ca {
-            Some(item) => ca_file(item, files, &mut print, report),
+            Some(item) => read_ca_file(item, files, &mut print, report),
             None => Some((roots.get(span, report), Vec::new())),
         };
         let name = match &self.server_name {
-            Some(item) => Some(server_name(item, &mut print, report)?),
+            Some(item) => Some(read_server_name(item, &mut print, report)?),
             None => None,
         };
         let identity = match (&self.certificate, &self.private_key) {
             (None, None) => None,
             (Some(certificate), Some(private_key)) => {
-                Some(identity(certificate, private_key, files, &mut print, report)?)
+                Some(read_identity(certificate, private_key, files, &mut print, report)?)
             }
             (Some(one), None) | (None, Some(one)) => {
                 let other = if one.key == "certificate" { "private_key" } else { "certificate" };
@@ -141,12 +141,12 @@ fn builder(roots: Arc<RootCertStore>, named: Vec<CertificateDer<'static>>) -> Op
     )
 }
 
-type Anchors = (Arc<RootCertStore>, Vec<CertificateDer<'static>>);
+type TrustAnchors = (Arc<RootCertStore>, Vec<CertificateDer<'static>>);
 
-fn ca_file(item: &Item, files: ReadFile, print: &mut Sha256, report: &mut Report) -> Option<Anchors> {
-    let (name, bytes) = file(item, "\"ca.pem\"", files, print, report)?;
+fn read_ca_file(item: &Item, files: ReadFile, print: &mut Sha256, report: &mut Report) -> Option<TrustAnchors> {
+    let (name, bytes) = read_file(item, "\"ca.pem\"", files, print, report)?;
     let mut roots = RootCertStore::empty();
-    let named = certificates(item, &name, &bytes, report)?;
+    let named = parse_certificates(item, &name, &bytes, report)?;
     for certificate in &named {
         if let Err(error) = roots.add(certificate.clone()) {
             let message = format!("{name} has a certificate that can not be an authority's: {error}");
@@ -158,16 +158,16 @@ fn ca_file(item: &Item, files: ReadFile, print: &mut Sha256, report: &mut Report
 }
 
 /// The client's own chain and key, and where the key is named.
-fn identity(
+fn read_identity(
     certificate: &Item,
     private_key: &Item,
     files: ReadFile,
     print: &mut Sha256,
     report: &mut Report,
 ) -> Option<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>, Span)> {
-    let chain = file(certificate, "\"client.pem\"", files, print, report);
-    let chain = chain.and_then(|(name, bytes)| certificates(certificate, &name, &bytes, report));
-    let (name, bytes) = file(private_key, "\"client.key\"", files, print, report)?;
+    let chain = read_file(certificate, "\"client.pem\"", files, print, report);
+    let chain = chain.and_then(|(name, bytes)| parse_certificates(certificate, &name, &bytes, report));
+    let (name, bytes) = read_file(private_key, "\"client.key\"", files, print, report)?;
     let Ok(key) = PrivateKeyDer::from_pem_slice(&bytes) else {
         let message = format!("{name} has no private key in PEM");
         let fix = "name a file with `-----BEGIN PRIVATE KEY-----`; one that takes a password can not be used";
@@ -177,7 +177,12 @@ fn identity(
     Some((chain?, key, private_key.span.clone()))
 }
 
-fn certificates(item: &Item, name: &str, bytes: &[u8], report: &mut Report) -> Option<Vec<CertificateDer<'static>>> {
+fn parse_certificates(
+    item: &Item,
+    name: &str,
+    bytes: &[u8],
+    report: &mut Report,
+) -> Option<Vec<CertificateDer<'static>>> {
     let read: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(bytes).collect();
     let message = match read {
         Ok(certificates) if !certificates.is_empty() => return Some(certificates),
@@ -188,7 +193,7 @@ fn certificates(item: &Item, name: &str, bytes: &[u8], report: &mut Report) -> O
     None
 }
 
-fn server_name(item: &Item, print: &mut Sha256, report: &mut Report) -> Option<ServerName<'static>> {
+fn read_server_name(item: &Item, print: &mut Sha256, report: &mut Report) -> Option<ServerName<'static>> {
     let word = item.string("\"api.internal\"", report)?;
     print.update([1]);
     print.update(word.text);
@@ -201,7 +206,7 @@ fn server_name(item: &Item, print: &mut Sha256, report: &mut Report) -> Option<S
 }
 
 /// What a file is called in messages, and what is in it.
-fn file(
+fn read_file(
     item: &Item,
     example: &str,
     files: ReadFile,

@@ -7,8 +7,8 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 use std::time::Duration;
 
 use super::route_match::{is_ipv4_like, is_name};
-use super::upstream_tls::{SystemRoots, tls};
-use super::{DAY_MS, Section, balance, duration};
+use super::upstream_tls::{SystemRoots, read_tls};
+use super::{DAY_MS, Definitions, balance, read_duration_ms};
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::toml_reader::{Item, SpannedStr, Table};
 use crate::config::upstream_policy::UpstreamPolicy;
@@ -21,10 +21,10 @@ const RESOLVE: Duration = Duration::from_secs(30);
 /// Of the path of a Unix socket: what the system has room for.
 const SOCKET_PATH_MAX_BYTES: usize = 107;
 
-pub fn upstreams(item: Option<Item>, files: ReadFile, report: &mut Report) -> Section<Upstream> {
+pub fn read_upstreams(item: Option<Item>, files: ReadFile, report: &mut Report) -> Definitions<Upstream> {
     let mut roots = SystemRoots::default();
-    Section::read(item, report, |name, table, report| {
-        let read = table.map(|table| upstream(table, files, &mut roots, report)).unwrap_or_default();
+    Definitions::read(item, report, |name, table, report| {
+        let read = table.map(|table| read_upstream(table, files, &mut roots, report)).unwrap_or_default();
         let (target, way, policy) = read;
         let way = way.unwrap_or(TransportSettings {
             protocol: Protocol::Auto,
@@ -37,14 +37,14 @@ pub fn upstreams(item: Option<Item>, files: ReadFile, report: &mut Report) -> Se
 }
 
 /// The settings that only servers have, as they stand.
-struct Settings<'d> {
+struct ServerSettings<'d> {
     protocol: Option<Item<'d>>,
     host: Option<Item<'d>>,
     tls: Option<Item<'d>>,
     resolve: Option<Item<'d>>,
 }
 
-fn upstream(
+fn read_upstream(
     mut table: Table,
     files: ReadFile,
     roots: &mut SystemRoots,
@@ -53,13 +53,13 @@ fn upstream(
     let span = table.span.clone();
     let builtin = table.get("builtin");
     let servers = table.get("servers");
-    let settings = Settings {
+    let settings = ServerSettings {
         protocol: table.get("protocol"),
         host: table.get("host"),
         tls: table.get("tls"),
         resolve: table.get("resolve"),
     };
-    let group = balance::Settings::of(&mut table);
+    let group = balance::PolicySettings::take_from(&mut table);
     let misspelt = !table.finish(report).is_empty();
     let none = (None, None, UpstreamPolicy::default());
     match (builtin, servers) {
@@ -75,31 +75,31 @@ fn upstream(
             none
         }
         (Some(builtin), None) => {
-            let Settings { protocol, host, tls, resolve } = settings;
+            let ServerSettings { protocol, host, tls, resolve } = settings;
             for item in [protocol, host, tls, resolve].into_iter().flatten() {
                 let message = format!("`{}` has no effect: the upstream has no `servers`", item.key);
                 report.missing(item.key_span, message, "remove it, or write `servers` instead of `builtin`");
             }
-            group.in_vain(report);
+            group.report_without_servers(report);
             (builtin.choice(&[("echo", ())], report).map(|()| Target::Echo), None, UpstreamPolicy::default())
         }
         (None, Some(item)) => {
             let policy = group.read(report);
-            let servers = servers_of(&item, report);
-            let way = way(&settings, servers.as_deref(), &item, files, roots, report);
+            let servers = read_servers(&item, report);
+            let way = read_transport(&settings, servers.as_deref(), &item, files, roots, report);
             (servers.map(Target::Servers), Some(way), policy)
         }
     }
 }
 
-fn servers_of(item: &Item, report: &mut Report) -> Option<Vec<Server>> {
-    let words = balance::servers(item, EXAMPLE, report)?;
+fn read_servers(item: &Item, report: &mut Report) -> Option<Vec<Server>> {
+    let words = balance::read_server_list(item, EXAMPLE, report)?;
     if words.is_empty() {
         report.problem(item.span.clone(), "`servers` is an empty list", item.fix_with(EXAMPLE));
     }
     let mut servers: Vec<Server> = Vec::new();
     for (word, weight) in words {
-        let Some(server) = server(&word, weight, report) else { continue };
+        let Some(server) = read_server(&word, weight, report) else { continue };
         let same = |other: &&Server| other.host == server.host && other.port == server.port;
         if let Some(other) = servers.iter().find(same) {
             let message = format!("{} is the same server as {}", quoted(word.text), quoted(&other.url));
@@ -111,8 +111,8 @@ fn servers_of(item: &Item, report: &mut Report) -> Option<Vec<Server>> {
 }
 
 /// How the servers are spoken to.
-fn way(
-    settings: &Settings,
+fn read_transport(
+    settings: &ServerSettings,
     servers: Option<&[Server]>,
     item: &Item,
     files: ReadFile,
@@ -121,8 +121,8 @@ fn way(
 ) -> TransportSettings {
     let choose = |item: &Item, report: &mut Report| item.choice(&PROTOCOLS, report);
     let protocol = settings.protocol.as_ref().and_then(|item| choose(item, report));
-    let host = settings.host.as_ref().and_then(|item| host_field(item, report));
-    let resolve = settings.resolve.as_ref().and_then(|item| duration(item, 1000..=DAY_MS, RESOLVE, report));
+    let host = settings.host.as_ref().and_then(|item| read_host_field(item, report));
+    let resolve = settings.resolve.as_ref().and_then(|item| read_duration_ms(item, 1000..=DAY_MS, RESOLVE, report));
     let secure = servers.is_none_or(|servers| servers.iter().any(|server| server.scheme == Scheme::Https));
     let tls = match (&settings.tls, secure) {
         (Some(item), false) => {
@@ -131,7 +131,7 @@ fn way(
             None
         }
         (None, true) if servers.is_none() => None,
-        (given, true) => tls(given.as_ref(), item.span.clone(), files, roots, report),
+        (given, true) => read_tls(given.as_ref(), item.span.clone(), files, roots, report),
         (None, false) => None,
     };
     TransportSettings {
@@ -142,12 +142,12 @@ fn way(
     }
 }
 
-fn host_field(item: &Item, report: &mut Report) -> Option<HostField> {
+fn read_host_field(item: &Item, report: &mut Report) -> Option<HostField> {
     let word = item.string("\"server\"", report)?;
     match word.text {
         "keep" => Some(HostField::Keep),
         "server" => Some(HostField::Server),
-        host if authority(host, host, HTTP).is_ok() => Some(HostField::Fixed(host.to_owned())),
+        host if parse_authority(host, host, HTTP).is_ok() => Some(HostField::Fixed(host.to_owned())),
         host => {
             let message = format!("`host` cannot be {}", quoted(host));
             let fix = "write `\"keep\"` (what the client said), `\"server\"` (the host of the server), or a host name";
@@ -157,8 +157,8 @@ fn host_field(item: &Item, report: &mut Report) -> Option<HostField> {
     }
 }
 
-fn server(word: &SpannedStr, weight: u32, report: &mut Report) -> Option<Server> {
-    match parse(word.text) {
+fn read_server(word: &SpannedStr, weight: u32, report: &mut Report) -> Option<Server> {
+    match parse_server_url(word.text) {
         Ok((scheme, host, port)) => Some(Server { url: word.text.to_owned(), scheme, host, port, weight }),
         Err((message, fix)) => {
             report.problem(word.span.clone(), message, fix);
@@ -174,11 +174,11 @@ pub type Parsed<T> = Result<T, (String, String)>;
 const HTTP: (&str, u16) = ("http", 80);
 
 /// Scheme, host in lower case, and port of a server; or message and fix.
-fn parse(url: &str) -> Parsed<(Scheme, String, u16)> {
+fn parse_server_url(url: &str) -> Parsed<(Scheme, String, u16)> {
     let is = |what: &str| format!("{} {what}", quoted(url));
     let write = |scheme: &str, rest: &str| format!("write `\"{scheme}://{}\"`", rest.trim());
     if let Some(path) = url.strip_prefix("unix:") {
-        return socket(url, path);
+        return parse_socket_url(url, path);
     }
     let (scheme, rest) = match url.split_once("://") {
         Some(("http", rest)) => (Scheme::Http, rest),
@@ -191,15 +191,15 @@ fn parse(url: &str) -> Parsed<(Scheme, String, u16)> {
         None => return Err((is("is no URL of a server"), write("http", url))),
     };
     let usual = if scheme == Scheme::Https { ("https", 443) } else { HTTP };
-    authority(url, rest, usual).map(|(host, port)| (scheme, host, port))
+    parse_authority(url, rest, usual).map(|(host, port)| (scheme, host, port))
 }
 
-fn socket(url: &str, path: &str) -> Parsed<(Scheme, String, u16)> {
-    socket_path(url, path, "unix:").map(|path| (Scheme::Unix, path.to_owned(), 0))
+fn parse_socket_url(url: &str, path: &str) -> Parsed<(Scheme, String, u16)> {
+    parse_socket_path(url, path, "unix:").map(|path| (Scheme::Unix, path.to_owned(), 0))
 }
 
 /// The absolute path of a socket that stands behind a scheme; or message and fix.
-pub fn socket_path<'u>(url: &str, path: &'u str, scheme: &str) -> Parsed<&'u str> {
+pub fn parse_socket_path<'u>(url: &str, path: &'u str, scheme: &str) -> Parsed<&'u str> {
     let message = |what: &str| format!("{} {what}", quoted(url));
     if !path.starts_with('/') || path.starts_with("//") {
         let fix = format!("write `\"{scheme}/{}\"`", path.trim_start_matches('/'));
@@ -214,7 +214,7 @@ pub fn socket_path<'u>(url: &str, path: &'u str, scheme: &str) -> Parsed<&'u str
 
 /// Host, in lower case, and port of what stands behind the scheme; or message and fix. The scheme comes with its usual
 /// port.
-pub fn authority(url: &str, authority: &str, (name, usual): (&str, u16)) -> Parsed<(String, u16)> {
+pub fn parse_authority(url: &str, authority: &str, (name, usual): (&str, u16)) -> Parsed<(String, u16)> {
     let is = |what: &str| format!("{} {what}", quoted(url));
     let write = |rest: &str| format!("write `\"{name}://{}\"`", rest.trim());
     if let Some((_, rest)) = authority.rsplit_once('@') {
@@ -278,7 +278,7 @@ mod tests {
             ("http://my_service:80", Scheme::Http, "my_service", 80),
             ("unix:/run/Api.sock", Scheme::Unix, "/run/Api.sock", 0),
         ] {
-            assert_eq!(parse(url), Ok((scheme, host.to_owned(), port)), "{url}");
+            assert_eq!(parse_server_url(url), Ok((scheme, host.to_owned(), port)), "{url}");
         }
         for url in [
             "",
@@ -307,7 +307,7 @@ mod tests {
             "unix:run/x.sock",
             "unix:///run/x.sock",
         ] {
-            assert!(parse(url).is_err(), "{url}");
+            assert!(parse_server_url(url).is_err(), "{url}");
         }
     }
 }

@@ -17,7 +17,7 @@ const STARTS: &str = "write `\"epoch\"`, `\"random\"`, `\"first-request\"`, or a
 
 /// Where the windows of a layer start.
 #[derive(Clone, Copy, PartialEq)]
-enum Start {
+enum WindowStart {
     Epoch,
     /// At this time, Unix milliseconds, and every period before and after it.
     At(i64),
@@ -26,22 +26,26 @@ enum Start {
 }
 
 /// What of a table is still to be weighed once the limit is known.
-struct Extras<'d> {
+struct OptionalSettings<'d> {
     capacity: Option<Item<'d>>,
     reserve: Option<Item<'d>>,
     shards: Option<Item<'d>>,
 }
 
-pub fn table(item: &Item, report: &mut Report) -> Option<Limit> {
+pub fn read_window_table(item: &Item, report: &mut Report) -> Option<Limit> {
     let mut table = item.table("the window", "", report)?;
     let limit = table.require("limit", "write `{ limit = 33, period = \"minute\" }`");
     let period = table.require("period", "write `{ limit = 33, period = \"minute\" }`");
     let (start, zone) = (table.get("start"), table.get("timezone"));
-    let extras = Extras { capacity: table.get("capacity"), reserve: table.get("reserve"), shards: table.get("shards") };
+    let extras = OptionalSettings {
+        capacity: table.get("capacity"),
+        reserve: table.get("reserve"),
+        shards: table.get("shards"),
+    };
     table.finish(report);
 
     let start_span = start.as_ref().map(|item| item.span.clone());
-    let start = start.map_or(Some(Start::Epoch), |item| self::start(&item, report));
+    let start = start.map_or(Some(WindowStart::Epoch), |item| self::read_start(&item, report));
     let zone = zone.map(|item| (item.key_span.clone(), item.string("\"Europe/Paris\"", report)));
     let tokens = limit.and_then(|item| item.integer(1..=u64::from(u32::MAX), report));
     let period = period.and_then(|item| item.string("\"minute\"", report));
@@ -49,7 +53,7 @@ pub fn table(item: &Item, report: &mut Report) -> Option<Limit> {
     let mut limit = match Limit::new(tokens, period.text) {
         Ok(limit) => limit,
         Err(error) => {
-            let fix = match rule_windows::period_meant(period.text) {
+            let fix = match rule_windows::guess_period(period.text) {
                 Some(meant) => format!("write `period = \"{meant}\"`"),
                 None => error.to_string(),
             };
@@ -58,9 +62,9 @@ pub fn table(item: &Item, report: &mut Report) -> Option<Limit> {
         }
     };
     limit.windows = match (start?, zone) {
-        (Start::Epoch, None) => limit.windows,
-        (Start::Epoch, Some((_, zone))) => in_zone(&period, &zone?, report)?,
-        (start, None) => started(start, &period, start_span.unwrap_or(period.span.clone()), report)?,
+        (WindowStart::Epoch, None) => limit.windows,
+        (WindowStart::Epoch, Some((_, zone))) => windows_in_zone(&period, &zone?, report)?,
+        (start, None) => windows_from_start(start, &period, start_span.unwrap_or(period.span.clone()), report)?,
         (_, Some((zone_key, _))) => {
             let message = "with `timezone`, windows start at midnight there, and `start` says otherwise";
             report.problem(zone_key, message, "remove `timezone`, or remove `start`");
@@ -72,27 +76,31 @@ pub fn table(item: &Item, report: &mut Report) -> Option<Limit> {
     Some(limit)
 }
 
-fn start(item: &Item, report: &mut Report) -> Option<Start> {
+fn read_start(item: &Item, report: &mut Report) -> Option<WindowStart> {
     match item.value {
         DeValue::String(text) => match text.as_ref() {
-            "epoch" => Some(Start::Epoch),
-            "random" => Some(Start::Random),
-            "first-request" => Some(Start::FirstRequest),
-            text if text.starts_with(|c: char| c.is_ascii_digit()) => time(item, text, report),
+            "epoch" => Some(WindowStart::Epoch),
+            "random" => Some(WindowStart::Random),
+            "first-request" => Some(WindowStart::FirstRequest),
+            text if text.starts_with(|c: char| c.is_ascii_digit()) => read_start_time(item, text, report),
             _ => item.choice(
-                &[("epoch", Start::Epoch), ("random", Start::Random), ("first-request", Start::FirstRequest)],
+                &[
+                    ("epoch", WindowStart::Epoch),
+                    ("random", WindowStart::Random),
+                    ("first-request", WindowStart::FirstRequest),
+                ],
                 report,
             ),
         },
-        DeValue::Datetime(time) => self::time(item, &time.to_string(), report),
+        DeValue::Datetime(time) => self::read_start_time(item, &time.to_string(), report),
         _ => item.wrong_type("a string or a time", STARTS, report),
     }
 }
 
 /// A time of RFC 3339.
-fn time(item: &Item, text: &str, report: &mut Report) -> Option<Start> {
+fn read_start_time(item: &Item, text: &str, report: &mut Report) -> Option<WindowStart> {
     if let Ok(time) = text.parse::<jiff::Timestamp>() {
-        return Some(Start::At(time.as_millisecond()));
+        return Some(WindowStart::At(time.as_millisecond()));
     }
     let (message, fix) = if [text, text.trim()].iter().any(|text| format!("{text}Z").parse::<jiff::Timestamp>().is_ok())
     {
@@ -109,24 +117,29 @@ fn time(item: &Item, text: &str, report: &mut Report) -> Option<Start> {
 }
 
 /// Windows of a period that start elsewhere than at the epoch.
-fn started(start: Start, period: &SpannedStr, span: std::ops::Range<usize>, report: &mut Report) -> Option<Windows> {
+fn windows_from_start(
+    start: WindowStart,
+    period: &SpannedStr,
+    span: std::ops::Range<usize>,
+    report: &mut Report,
+) -> Option<Windows> {
     let Ok(Period::Fixed { ms: period_ms }) = Period::parse(period.text) else {
         let message = "a `month` starts with the first of the month, and `start` says otherwise";
         report.problem(span, message, "remove `start`, or write a period of days, such as `period = \"30d\"`");
         return None;
     };
     Some(match start {
-        Start::Random => Windows::Random { period_ms },
-        Start::FirstRequest => Windows::FirstRequest { period_ms },
-        Start::Epoch => Windows::Even { period_ms, offset_ms: 0 },
+        WindowStart::Random => Windows::Random { period_ms },
+        WindowStart::FirstRequest => Windows::FirstRequest { period_ms },
+        WindowStart::Epoch => Windows::Even { period_ms, offset_ms: 0 },
         // Only where in its period it lies matters: equal grids are the same windows.
-        Start::At(ms) => Windows::Even { period_ms, offset_ms: ms.rem_euclid(period_ms as i64) as u64 },
+        WindowStart::At(ms) => Windows::Even { period_ms, offset_ms: ms.rem_euclid(period_ms as i64) as u64 },
     })
 }
 
-fn in_zone(period: &SpannedStr, zone: &SpannedStr, report: &mut Report) -> Option<Windows> {
+fn windows_in_zone(period: &SpannedStr, zone: &SpannedStr, report: &mut Report) -> Option<Windows> {
     if calendar_windows::PERIODS.contains(&period.text) {
-        return calendar_windows::windows(period.text, zone, report);
+        return calendar_windows::windows_in_zone(period.text, zone, report);
     }
     let message = format!(
         "`timezone` says when a `day`, a `week` or a `month` begins, and the period is {}",
@@ -141,7 +154,7 @@ fn in_zone(period: &SpannedStr, zone: &SpannedStr, report: &mut Report) -> Optio
     None
 }
 
-impl Extras<'_> {
+impl OptionalSettings<'_> {
     fn read(self, limit: &mut Limit, floats: bool, report: &mut Report) {
         let number = |item: &Option<Item>, range: std::ops::RangeInclusive<u64>, report: &mut Report| {
             let number = item.as_ref().and_then(|item| item.integer(range, report));
@@ -160,12 +173,12 @@ impl Extras<'_> {
             }
             limit.capacity = capacity.max(limit.tokens);
         }
-        self.weigh_shards(limit, floats, report);
-        self.weigh_debt(limit, report);
+        self.check_shards(limit, floats, report);
+        self.check_debt(limit, report);
     }
 
     /// Shards have their part of a plain window, and know nothing of the windows beside it.
-    fn weigh_shards(&self, limit: &Limit, floats: bool, report: &mut Report) {
+    fn check_shards(&self, limit: &Limit, floats: bool, report: &mut Report) {
         let Some(item) = self.shards.as_ref().filter(|_| limit.shards > 1) else { return };
         if limit.shards > limit.tokens {
             let message = format!("`{}` shards share a limit of `{}`", limit.shards, limit.tokens);
@@ -182,7 +195,7 @@ impl Extras<'_> {
     }
 
     /// A counter names the window that will have paid what it owes.
-    fn weigh_debt(&self, limit: &Limit, report: &mut Report) {
+    fn check_debt(&self, limit: &Limit, report: &mut Report) {
         let Some(item) = self.reserve.as_ref().filter(|_| limit.reserve > 0).or(self.capacity.as_ref()) else { return };
         let owed = u64::from(limit.capacity) + u64::from(limit.reserve);
         // An empty calendar is one of days, weeks or months that is still to be made.
