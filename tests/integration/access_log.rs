@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::support::client::request;
 use crate::support::process::Process;
 use crate::support::upstream::Upstream;
-use crate::support::{Scratch, eventually, one_rule, pass_all};
+use crate::support::{Scratch, eventually, forward_all, one_rule};
 
 fn lines(file: &Path) -> Vec<Value> {
     let text = fs::read_to_string(file).unwrap_or_default();
@@ -35,8 +35,8 @@ fn every_request_is_one_line() {
     let process = Process::spawn(&toml);
     let mut client = process.client();
     let fields = [("User-Agent", "a \"quoted\\agent\"\u{1F600}"), ("Authorization", "Bearer secret-token")];
-    let echo = client.ask("PUT", "/api/a%20b?token=secret-query", &fields, b"body").expect(200);
-    client.ask("HEAD", "/api/b", &[], b"").expect(200);
+    let echo = client.request("PUT", "/api/a%20b?token=secret-query", &fields, b"body").expect(200);
+    client.request("HEAD", "/api/b", &[], b"").expect(200);
     client.get("/api/c").expect(429);
     client.get("/nowhere").expect(404);
     client.get("/a/../../b").expect(400);
@@ -78,12 +78,12 @@ fn counted_and_written(settings: &str, cases: &[(Vec<u8>, u16, &str)]) {
         let start = String::from_utf8_lossy(&bytes[..bytes.len().min(60)]).into_owned();
         let mut client = process.client();
         client.send_if_open(bytes);
-        let mut answer = client.answer();
-        if answer.status == 200 {
+        let mut response = client.read_response();
+        if response.status == 200 {
             statuses.push(200);
-            answer = client.answer();
+            response = client.read_response();
         }
-        assert_eq!(answer.status, *status, "{start:?}");
+        assert_eq!(response.status, *status, "{start:?}");
         statuses.push(*status);
         let code = status.to_string();
         let since =
@@ -127,7 +127,7 @@ fn a_connection_refused_with_a_response_is_counted_and_logged() {
     let process = Process::spawn(&toml);
     let mut first = process.client();
     first.get("/a").expect(200);
-    process.client().answer().expect(503);
+    process.client().read_response().expect(503);
     assert_eq!(process.metrics().sum("transom_request_errors_total", &[("error", "too_many_connections")]), 1);
     assert_eq!(process.metrics().sum("transom_requests_total", &[("code", "503")]), 1);
     assert_eq!(so_many(&file, 2)[1]["status"], 503);
@@ -145,8 +145,8 @@ fn a_response_to_head_is_not_logged_as_cut_off() {
     let process = Process::spawn(&toml);
     let mut client = process.client();
     for (target, status) in [("/api/a", 200), ("/api/a", 429), ("/nowhere", 404)] {
-        let answer = client.ask("HEAD", target, &[], b"").expect(status);
-        assert!(answer.field("content-length").is_some_and(|length| length != "0"), "{answer:?}");
+        let response = client.request("HEAD", target, &[], b"").expect(status);
+        assert!(response.field("content-length").is_some_and(|length| length != "0"), "{response:?}");
     }
     let lines = so_many(&file, 3);
     assert_eq!(lines.iter().map(|line| &line["bytes"]).collect::<Vec<_>>(), [0, 0, 0]);
@@ -184,7 +184,7 @@ fn concurrent_requests_are_logged_as_whole_lines() {
 fn a_signal_reopens_a_moved_log_file() {
     let scratch = Scratch::new();
     let (file, moved) = (scratch.path().join("access.log"), scratch.path().join("access.log.1"));
-    let toml = format!("{}[access_log]\nfile = \"{}\"\n", pass_all(&Upstream::replying(200)), file.display());
+    let toml = format!("{}[access_log]\nfile = \"{}\"\n", forward_all(&Upstream::always(200)), file.display());
     let process = Process::spawn(&toml);
     process.get("/before").expect(502);
     so_many(&file, 1);
@@ -192,7 +192,7 @@ fn a_signal_reopens_a_moved_log_file() {
     process.get("/meanwhile").expect(502);
     so_many(&moved, 2);
     process.signal("HUP");
-    process.reloaded("applied", 1);
+    process.wait_for_reloads("applied", 1);
     eventually("there is a new file", || file.exists());
     process.get("/after").expect(502);
     assert_eq!(so_many(&file, 1)[0]["path"], "/after");
@@ -208,9 +208,9 @@ fn a_reload_turns_the_log_on_and_off() {
     let process = Process::spawn(&off);
     process.get("/before").expect(200);
     for (n, toml) in [(1, &on), (2, &off)] {
-        process.rewrite(toml);
+        process.write_config(toml);
         process.signal("HUP");
-        process.reloaded("applied", n);
+        process.wait_for_reloads("applied", n);
         if n == 1 {
             eventually("requests are written", || {
                 process.get("/during").expect(200);
@@ -233,8 +233,8 @@ fn the_log_may_be_standard_output_or_off() {
     let toml = one_rule("key = \"ip\"\nwindows = [\"1000/366d\"]");
     let mut process = Process::spawn(&format!("{toml}[access_log]\nfile = \"stdout\"\n"));
     process.get("/a").expect(200);
-    eventually("the line is printed", || process.printed().len() == 1);
-    let line: Value = serde_json::from_str(&process.printed()[0]).unwrap();
+    eventually("the line is printed", || process.stdout_lines().len() == 1);
+    let line: Value = serde_json::from_str(&process.stdout_lines()[0]).unwrap();
     assert_eq!(line["path"], "/a");
     process.signal("TERM");
     process.wait();
@@ -243,19 +243,19 @@ fn the_log_may_be_standard_output_or_off() {
     process.get("/a").expect(200);
     process.signal("TERM");
     assert!(process.wait().success());
-    assert!(process.printed().is_empty(), "{:?}", process.printed());
+    assert!(process.stdout_lines().is_empty(), "{:?}", process.stdout_lines());
 }
 
 #[test]
 fn a_client_that_disconnects_is_logged() {
     let scratch = Scratch::new();
     let file = scratch.path().join("access.log");
-    let upstream = Upstream::with(|talk| {
-        if talk.request().is_some() {
-            talk.closed();
+    let upstream = Upstream::with_script(|connection| {
+        if connection.read_request().is_some() {
+            connection.wait_for_close();
         }
     });
-    let toml = format!("{}[access_log]\nfile = \"{}\"\n", pass_all(&upstream), file.display());
+    let toml = format!("{}[access_log]\nfile = \"{}\"\n", forward_all(&upstream), file.display());
     let process = Process::spawn(&toml);
     let mut client = process.client();
     client.send(request("GET", "/a", &[], b""));

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use crate::support::client::HOST;
 use crate::support::gateway::Gateway;
-use crate::support::http2_client::{RST_STREAM, Raw};
+use crate::support::http2_client::{RST_STREAM, RawHttp2};
 use crate::support::ratelimit_parser::remaining;
-use crate::support::upstream::{Talk, Upstream, reply};
+use crate::support::upstream::{Connection, Upstream, reply};
 use crate::support::within;
 
 fn route(upstream: &Upstream, settings: &str) -> String {
@@ -15,10 +15,10 @@ fn route(upstream: &Upstream, settings: &str) -> String {
 
 /// The target that the upstream sees.
 fn target(settings: &str, asked: &str) -> String {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let gateway = Gateway::start(&route(&upstream, settings));
     gateway.get(asked).expect(200);
-    upstream.only().target
+    upstream.only_request().target
 }
 
 #[test]
@@ -45,7 +45,7 @@ fn path_prefixes_are_stripped_and_replaced() {
 
 #[test]
 fn rules_see_the_request_before_route_actions() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let gateway = Gateway::start(&format!(
         "[rules.r]\nkey = [\"path\", \"header:x-user\"]\non_missing_key = \"refuse\"\nwindows = [\"10/day\"]\n{}",
         route(
@@ -58,12 +58,12 @@ fn rules_see_the_request_before_route_actions() {
     assert_eq!([left("/1", "a"), left("/%31", "a"), left("/2", "a"), left("/1", "b")], [9, 8, 9, 9]);
     let received = upstream.received();
     assert!(received.iter().all(|received| received.target == "/same" && received.field("x-user").is_none()));
-    assert_eq!(received[2].all("x-id"), ["2"]);
+    assert_eq!(received[2].values("x-id"), ["2"]);
 }
 
 #[test]
 fn header_fields_are_set_added_and_removed() {
-    let upstream = Upstream::answering(|_| {
+    let upstream = Upstream::responding(|_| {
         reply(200, &[("Server", "secret/1"), ("X-Powered-By", "x"), ("Vary", "Accept"), ("X-Old", "1")], b"fine")
     });
     let settings = "name = \"the api\"
@@ -79,19 +79,19 @@ remove = [\"server\", \"x-powered-by\"]
 ";
     let gateway = Gateway::start(&route(&upstream, settings));
     let fields = [("Cookie", "a=b"), ("X-Tag", "own"), ("X-Client", "6.6.6.6"), ("X-Client", "7.7.7.7")];
-    let answer = gateway.get_with("/api//7/a%20b?c=d&e", &fields).expect(200);
-    let received = upstream.only();
-    assert_eq!(received.all("x-client"), ["127.0.0.1"]);
-    assert_eq!(received.all("x-where"), [format!("http://{HOST}/api/7/a%20b?c=d&e")]);
-    assert_eq!((received.all("x-route"), received.all("x-braces")), (vec!["the api"], vec!["{id}"]));
-    assert_eq!(received.all("x-tag"), ["own", "GET /api/7/a%20b c=d&e 7 a%20b"]);
+    let response = gateway.get_with("/api//7/a%20b?c=d&e", &fields).expect(200);
+    let received = upstream.only_request();
+    assert_eq!(received.values("x-client"), ["127.0.0.1"]);
+    assert_eq!(received.values("x-where"), [format!("http://{HOST}/api/7/a%20b?c=d&e")]);
+    assert_eq!((received.values("x-route"), received.values("x-braces")), (vec!["the api"], vec!["{id}"]));
+    assert_eq!(received.values("x-tag"), ["own", "GET /api/7/a%20b c=d&e 7 a%20b"]);
     assert!(received.field("cookie").is_none() && received.field("x-forwarded-host").is_none());
     // The path goes on as it came: nothing changes it.
     assert_eq!(received.target, "/api//7/a%20b?c=d&e");
-    assert_eq!((answer.all("x-old"), answer.all("x-asked")), (vec!["2"], vec!["7"]));
-    assert_eq!(answer.all("vary"), ["Accept", "Origin"]);
-    assert_eq!(answer.field("strict-transport-security"), Some("max-age=63072000"));
-    assert!(answer.field("server").is_none() && answer.field("x-powered-by").is_none());
+    assert_eq!((response.values("x-old"), response.values("x-asked")), (vec!["2"], vec!["7"]));
+    assert_eq!(response.values("vary"), ["Accept", "Origin"]);
+    assert_eq!(response.field("strict-transport-security"), Some("max-age=63072000"));
+    assert!(response.field("server").is_none() && response.field("x-powered-by").is_none());
 }
 
 #[test]
@@ -110,16 +110,16 @@ redirect = { to = \"https://www.example.com{uri}\", status = 301 }
 ",
     );
     let mut client = gateway.client();
-    let answer = client.get("//old/7/x").expect(308);
-    assert_eq!(answer.field("location"), Some(format!("https://{HOST}/new/7?from=/old/7/x").as_str()));
-    assert_eq!((answer.field("x-why"), answer.field("content-length")), (Some("moved"), Some("0")));
-    assert_eq!(remaining(&answer, "r"), 3);
-    let answer = client.get("//evil.example/%2e./a?b=c").expect(301);
-    assert_eq!(answer.field("location"), Some("https://www.example.com/a?b=c"));
-    client.ask("POST", "/x", &[], b"body").expect(301);
+    let response = client.get("//old/7/x").expect(308);
+    assert_eq!(response.field("location"), Some(format!("https://{HOST}/new/7?from=/old/7/x").as_str()));
+    assert_eq!((response.field("x-why"), response.field("content-length")), (Some("moved"), Some("0")));
+    assert_eq!(remaining(&response, "r"), 3);
+    let response = client.get("//evil.example/%2e./a?b=c").expect(301);
+    assert_eq!(response.field("location"), Some("https://www.example.com/a?b=c"));
+    client.request("POST", "/x", &[], b"body").expect(301);
     // HTTP/1.0 names no host to send it to.
     let mut old = gateway.client();
-    old.send("GET /old/7/ HTTP/1.0\r\n\r\n").answer().expect(400).problem();
+    old.send("GET /old/7/ HTTP/1.0\r\n\r\n").read_response().expect(400).problem();
     client.get("/x").expect(301);
     client.get("/x").expect(429);
 }
@@ -133,10 +133,10 @@ fn fixed_responses_need_no_upstream() {
 ",
     );
     let mut client = gateway.client();
-    let answer = client.get("/robots.txt").expect(200);
-    assert_eq!(answer.text(), "User-agent: *\nDisallow: /\n");
-    assert_eq!(answer.field("content-type"), Some("text/plain; charset=utf-8"));
-    let head = client.ask("HEAD", "/robots.txt", &[], b"").expect(200);
+    let response = client.get("/robots.txt").expect(200);
+    assert_eq!(response.text(), "User-agent: *\nDisallow: /\n");
+    assert_eq!(response.field("content-type"), Some("text/plain; charset=utf-8"));
+    let head = client.request("HEAD", "/robots.txt", &[], b"").expect(200);
     assert_eq!(head.field("content-length"), Some("26"));
     let none = client.get("/none").expect(204);
     assert_eq!((none.field("content-length"), none.field("content-type")), (None, None));
@@ -148,7 +148,7 @@ fn fixed_responses_need_no_upstream() {
 
 #[test]
 fn plain_http_requests_are_redirected_to_https() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let toml = format!(
         "[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\ntrusted_proxies = \"127.0.0.1\"\n{}
 [[routes]]
@@ -181,25 +181,25 @@ upstream = \"u\"
 #[test]
 fn a_route_has_its_own_response_timeout() {
     const WAIT: Duration = Duration::from_millis(200);
-    let silent = Upstream::with(|talk: &mut Talk| {
-        talk.head();
-        talk.closed();
+    let silent = Upstream::with_script(|connection: &mut Connection| {
+        connection.read_head();
+        connection.wait_for_close();
     });
     let gateway = Gateway::start(&route(&silent, "path = \"/a\"\ntimeouts = { response_head = \"200ms\" }"));
     within(WAIT, || gateway.get("/a").expect(504).problem());
 
-    let stalling = Upstream::with(|talk: &mut Talk| {
-        talk.head();
-        talk.send("HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc");
-        talk.closed();
+    let stalling = Upstream::with_script(|connection: &mut Connection| {
+        connection.read_head();
+        connection.send("HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc");
+        connection.wait_for_close();
     });
     let gateway = Gateway::start(&route(&stalling, "path = \"/a\"\ntimeouts = { body = \"200ms\" }"));
     let mut client = gateway.client();
     client.send("GET /a HTTP/1.1\r\nHost: a\r\n\r\n");
-    assert_eq!(client.head().unwrap().status, 200);
-    assert_eq!(within(WAIT, || client.rest()), b"abc");
+    assert_eq!(client.read_head().unwrap().status, 200);
+    assert_eq!(within(WAIT, || client.read_to_end()), b"abc");
     // A stream of HTTP/2 is reset.
-    let mut raw = Raw::connect(gateway.http);
+    let mut raw = RawHttp2::connect(gateway.http);
     raw.get(1, "/a");
-    within(WAIT, || raw.until(RST_STREAM));
+    within(WAIT, || raw.read_until(RST_STREAM));
 }

@@ -32,7 +32,7 @@ fn opened_by_another(listen: &str, scratch: Scratch, environment: &[(&str, &Path
     let mut command = Command::new(program("python3"));
     command.arg("-c").arg(OPENER).arg(BINARY).arg("run").envs(environment.iter().copied());
     let toml = format!("workers = 2\n[listen]\n{listen}\n{}", one_rule("key = \"ip\"\nwindows = [\"1000/hour\"]"));
-    Process::spawn_by(command, &toml, scratch)
+    Process::spawn_command(command, &toml, scratch)
 }
 
 const ALL: &str = "http = \"127.0.0.1:PORT0\"\nadmin = \"127.0.0.1:PORT1\"";
@@ -40,7 +40,7 @@ const ALL: &str = "http = \"127.0.0.1:PORT0\"\nadmin = \"127.0.0.1:PORT1\"";
 #[test]
 fn inherited_sockets_are_served_by_every_worker() {
     let process = opened_by_another(ALL, Scratch::new(), &[]);
-    let text = std::fs::read_to_string(process.config()).unwrap();
+    let text = std::fs::read_to_string(process.config_path()).unwrap();
     assert!(text.contains(&process.http.to_string()) && text.contains(&process.admin.to_string()), "{text}");
     let mut clients: Vec<_> = (0..20).map(|_| process.client()).collect();
     clients.iter_mut().for_each(|client| drop(client.get("/a").expect(200)));

@@ -21,11 +21,11 @@ fn toml(upstream: &Upstream) -> String {
 
 #[test]
 fn health_and_readiness_are_reported() {
-    let gateway = Gateway::start(&toml(&Upstream::replying(200)));
+    let gateway = Gateway::start(&toml(&Upstream::always(200)));
     let mut client = Client::connect(gateway.admin);
     for target in ["/healthz", "/readyz"] {
         assert!(client.get(target).expect(200).field("content-type").unwrap().starts_with("text/plain"));
-        client.ask("HEAD", target, &[], b"").expect(200);
+        client.request("HEAD", target, &[], b"").expect(200);
     }
     client.get("/nowhere").expect(404).problem();
     client.post("/metrics", "").expect(405).problem();
@@ -37,7 +37,7 @@ fn health_and_readiness_are_reported() {
 
 #[test]
 fn every_metric_has_its_documented_name_type_and_labels() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let gateway = Gateway::start(&toml(&upstream));
     for status in [200, 200, 200, 429, 429] {
         gateway.get("/api/a").expect(status);
@@ -45,8 +45,8 @@ fn every_metric_has_its_documented_name_type_and_labels() {
     gateway.get("/q").expect(200);
     gateway.get("/nowhere").expect(404);
     eventually("all is recorded", || gateway.metrics().sum("transom_requests_total", &[]) == 7);
-    let answer = Client::connect(gateway.admin).get("/metrics").expect(200);
-    assert_eq!(answer.field("content-type"), Some("text/plain; version=0.0.4; charset=utf-8"));
+    let response = Client::connect(gateway.admin).get("/metrics").expect(200);
+    assert_eq!(response.field("content-type"), Some("text/plain; version=0.0.4; charset=utf-8"));
     let page = gateway.metrics();
     for (name, kind, labels) in [
         ("transom_requests_total", "counter", &["code", "route"][..]),
@@ -66,7 +66,7 @@ fn every_metric_has_its_documented_name_type_and_labels() {
         // Reloads are the binary's business, and in `reload`.
         if name != "transom_config_reloads_total" {
             assert_eq!(page.kind(name), Some(kind), "{name}");
-            assert_eq!(page.labels(name), labels, "{name}");
+            assert_eq!(page.label_names(name), labels, "{name}");
         }
     }
     let sum = |name, labels: &[(&str, &str)]| page.sum(name, labels);
@@ -96,7 +96,7 @@ fn every_metric_has_its_documented_name_type_and_labels() {
 
 #[test]
 fn connections_are_counted_while_they_are_open() {
-    let gateway = Gateway::start(&toml(&Upstream::replying(200)));
+    let gateway = Gateway::start(&toml(&Upstream::always(200)));
     let open = || gateway.metrics().sum("transom_connections", &[("listener", "127.0.0.1:0")]);
     let mut clients: Vec<_> = (0..10).map(|_| gateway.client()).collect();
     eventually("ten are open", || open() == 10);
@@ -108,7 +108,7 @@ fn connections_are_counted_while_they_are_open() {
 
 #[test]
 fn client_input_never_becomes_a_label() {
-    let upstream = Upstream::answering(|received| {
+    let upstream = Upstream::responding(|received| {
         let status = received.target.rsplit('/').next().and_then(|n| n.parse().ok()).unwrap_or(200);
         reply(status, &[], b"")
     });
@@ -117,7 +117,7 @@ fn client_input_never_becomes_a_label() {
     let mut ask = |n: usize| {
         let fields = [("X-User", &*format!("u{n}")), ("Host", &*format!("h{n}.test"))];
         client.get_with(&format!("/api/{n}x"), &fields).expect(200);
-        client.ask(&format!("METHOD{n}"), &format!("/none/{n}"), &[], b"").expect(404);
+        client.request(&format!("METHOD{n}"), &format!("/none/{n}"), &[], b"").expect(404);
     };
     ask(0);
     eventually("it is recorded", || gateway.metrics().sum("transom_requests_total", &[]) == 2);
@@ -132,7 +132,7 @@ fn client_input_never_becomes_a_label() {
 
 #[test]
 fn an_idle_scraper_does_not_block_others() {
-    let gateway = Gateway::start(&toml(&Upstream::replying(200)));
+    let gateway = Gateway::start(&toml(&Upstream::always(200)));
     let _silent: Vec<_> = (0..50)
         .map(|n| {
             let mut client = Client::connect(gateway.admin);
@@ -147,7 +147,7 @@ fn an_idle_scraper_does_not_block_others() {
 #[test]
 fn the_admin_address_accepts_its_configured_hosts_only() {
     let own = "[admin]\nhosts = [\"transom.internal\", \"*.monitoring.svc\"]\n";
-    let gateway = Gateway::start(&format!("{}{own}", toml(&Upstream::replying(200))));
+    let gateway = Gateway::start(&format!("{}{own}", toml(&Upstream::always(200))));
     let ask = |host: &str, target: &str| Client::connect(gateway.admin).get_with(target, &[("Host", host)]);
     let port = gateway.admin.port();
     for host in ["127.0.0.1", "localhost", "LOCALHOST", "192.0.2.7", "transom.internal", "a.monitoring.svc"] {
@@ -164,12 +164,12 @@ fn the_admin_address_accepts_its_configured_hosts_only() {
     ask("127.0.0.1", &target).expect(421);
     let question = br#"{"rule": "r", "key": "a"}"#;
     let fields = [("Host", "evil.example"), ("Origin", "http://evil.example")];
-    Client::connect(gateway.admin).ask("POST", "/v1/limit", &fields, question).expect(421);
+    Client::connect(gateway.admin).request("POST", "/v1/limit", &fields, question).expect(421);
 }
 
 #[test]
 fn admin_connections_are_limited() {
-    let gateway = Gateway::start(&toml(&Upstream::replying(200)));
+    let gateway = Gateway::start(&toml(&Upstream::always(200)));
     let connected = || {
         let mut client = Client::connect(gateway.admin);
         client.get("/healthz").expect(200);
@@ -181,8 +181,8 @@ fn admin_connections_are_limited() {
     eventually("there is a place again", || {
         let mut stream = Client::connect(gateway.admin).stream;
         let asked = stream.write_all(b"GET /healthz HTTP/1.0\r\n\r\n");
-        let mut answer = Vec::new();
-        asked.and_then(|()| stream.read_to_end(&mut answer)).is_ok_and(|_| answer.starts_with(b"HTTP/1.0 200"))
+        let mut response = Vec::new();
+        asked.and_then(|()| stream.read_to_end(&mut response)).is_ok_and(|_| response.starts_with(b"HTTP/1.0 200"))
     });
 }
 
@@ -197,7 +197,7 @@ fn a_scrape_does_not_touch_unused_counter_pages() {
         client.get_with("/a", &[("X-User", &user.to_string())]).expect(200);
     }
     let shared_bytes = || {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", process.id())).unwrap();
+        let status = std::fs::read_to_string(format!("/proc/{}/status", process.pid())).unwrap();
         let line = status.lines().find_map(|line| line.strip_prefix("RssShmem:")).unwrap();
         line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024
     };
@@ -212,7 +212,7 @@ fn a_scrape_does_not_touch_unused_counter_pages() {
 /// Series of removed objects leave the metrics once nothing is in flight there.
 #[test]
 fn series_of_removed_routes_rules_and_upstreams_are_removed() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let named = |name: &str| {
         format!(
             "{}[rules.r-{name}]\nkey = \"ip\"\nwindows = [\"1/hour\"]\n\

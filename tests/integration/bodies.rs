@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::support::client::{HOST, request};
-use crate::support::pass_all;
+use crate::support::forward_all;
 use crate::support::process::Process;
 use crate::support::upstream::Upstream;
 
@@ -20,7 +20,7 @@ const MEMORY_KB: u64 = 6_000;
 const IN_FLIGHT_BYTES: usize = 30_000_000;
 
 fn spawn(upstream: &Upstream) -> (Process, u64) {
-    let process = Process::spawn(&format!("workers = 1\n{}\n[counters]\ncapacity = 1000\n", pass_all(upstream)));
+    let process = Process::spawn(&format!("workers = 1\n{}\n[counters]\ncapacity = 1000\n", forward_all(upstream)));
     process.get("/warm-up").expect(200);
     let idle_kb = process.memory_kb("VmHWM");
     (process, idle_kb)
@@ -62,26 +62,26 @@ fn send_rest(stream: &mut TcpStream, from: usize) {
 #[test]
 fn a_slow_client_applies_backpressure_to_the_upstream() {
     let (tell, told) = mpsc::channel();
-    let upstream = Upstream::with(move |talk| {
-        while let Some(received) = talk.request() {
+    let upstream = Upstream::with_script(move |connection| {
+        while let Some(received) = connection.read_request() {
             if received.target == "/warm-up" {
-                talk.reply(200, &[], b"");
+                connection.reply(200, &[], b"");
                 continue;
             }
-            talk.send(format!("HTTP/1.1 200 OK\r\nContent-Length: {LARGE_BYTES}\r\n\r\n"));
-            let sent = send_until_stalled(talk.stream(), 0);
+            connection.send(format!("HTTP/1.1 200 OK\r\nContent-Length: {LARGE_BYTES}\r\n\r\n"));
+            let sent = send_until_stalled(connection.stream(), 0);
             tell.send(sent).unwrap();
-            send_rest(talk.stream(), sent);
+            send_rest(connection.stream(), sent);
         }
     });
     let (process, idle_kb) = spawn(&upstream);
     let mut client = process.client();
     client.send(request("GET", "/large", &[], b""));
-    client.head().unwrap().expect(200);
+    client.read_head().unwrap().expect(200);
     let sent = told.recv().unwrap();
     assert!(sent < IN_FLIGHT_BYTES, "{sent} bytes were taken although nobody reads");
     for start in (0..LARGE_BYTES).step_by(PIECE) {
-        assert!(client.exactly(PIECE) == piece(start, PIECE), "after {start} bytes");
+        assert!(client.read_exactly(PIECE) == piece(start, PIECE), "after {start} bytes");
     }
     assert_eq!(client.get("/warm-up").expect(200).body.len(), 0);
     let grown_kb = process.memory_kb("VmHWM") - idle_kb;
@@ -93,16 +93,16 @@ fn a_slow_upstream_applies_backpressure_to_the_client() {
     for chunked in [false, true] {
         let (go, gone) = mpsc::channel::<()>();
         let gone = Arc::new(Mutex::new(gone));
-        let upstream = Upstream::with(move |talk| {
-            while let Some(received) = talk.head() {
+        let upstream = Upstream::with_script(move |connection| {
+            while let Some(received) = connection.read_head() {
                 if received.target == "/large" {
                     // The upload waits meanwhile.
                     gone.lock().unwrap().recv().unwrap();
-                    let body = talk.body(&received).unwrap();
+                    let body = connection.read_body(&received).unwrap();
                     assert_eq!(body.len(), LARGE_BYTES);
                     assert!(body.iter().enumerate().all(|(position, sent)| *sent == byte(position)));
                 }
-                talk.reply(200, &[], b"");
+                connection.reply(200, &[], b"");
             }
         });
         let (process, idle_kb) = spawn(&upstream);
@@ -121,7 +121,7 @@ fn a_slow_upstream_applies_backpressure_to_the_client() {
         if chunked {
             client.send("\r\n0\r\n\r\n");
         }
-        client.answer().expect(200);
+        client.read_response().expect(200);
         let grown_kb = process.memory_kb("VmHWM") - idle_kb;
         assert!(grown_kb < MEMORY_KB, "{grown_kb} kB more");
     }
@@ -129,7 +129,7 @@ fn a_slow_upstream_applies_backpressure_to_the_client() {
 
 #[test]
 fn idle_connections_take_little_memory() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let (process, idle_kb) = spawn(&upstream);
     let mut clients: Vec<_> = (0..500).map(|_| process.client()).collect();
     for client in &mut clients {

@@ -7,15 +7,15 @@ use std::sync::mpsc::{self, Receiver};
 use crate::support::client::{HOST, request};
 use crate::support::gateway::Gateway;
 use crate::support::upstream::Upstream;
-use crate::support::{eventually, pass_all};
+use crate::support::{eventually, forward_all};
 
 /// Reads requests and never responds; reports when a request has come and when its connection is closed.
-pub fn silent() -> (Upstream, Receiver<&'static str>) {
+pub fn silent_upstream() -> (Upstream, Receiver<&'static str>) {
     let (tell, told) = mpsc::channel();
-    let upstream = Upstream::with(move |talk| {
-        if talk.head().is_some() {
+    let upstream = Upstream::with_script(move |connection| {
+        if connection.read_head().is_some() {
             tell.send("asked").unwrap();
-            while !talk.closed() {}
+            while !connection.wait_for_close() {}
             tell.send("gone").unwrap();
         }
     });
@@ -24,8 +24,8 @@ pub fn silent() -> (Upstream, Receiver<&'static str>) {
 
 #[test]
 fn a_disconnect_before_the_response_cancels_the_request() {
-    let (upstream, told) = silent();
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let (upstream, told) = silent_upstream();
+    let gateway = Gateway::start(&forward_all(&upstream));
     let mut client = gateway.client();
     client.send(request("GET", "/a", &[], b""));
     assert_eq!(told.recv(), Ok("asked"));
@@ -42,8 +42,8 @@ fn a_disconnect_before_the_response_cancels_the_request() {
 #[test]
 fn a_disconnect_during_the_upload_cancels_the_request() {
     for framing in ["Content-Length: 100000", "Transfer-Encoding: chunked"] {
-        let (upstream, told) = silent();
-        let gateway = Gateway::start(&pass_all(&upstream));
+        let (upstream, told) = silent_upstream();
+        let gateway = Gateway::start(&forward_all(&upstream));
         let mut client = gateway.client();
         client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\n{framing}\r\n\r\n3\r\nabc\r\n"));
         assert_eq!(told.recv(), Ok("asked"));
@@ -55,19 +55,19 @@ fn a_disconnect_during_the_upload_cancels_the_request() {
 #[test]
 fn a_disconnect_during_the_response_cancels_the_request() {
     let (tell, told) = mpsc::channel();
-    let upstream = Upstream::with(move |talk| {
-        if talk.request().is_some() {
-            talk.send("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n");
-            while talk.send("10\r\n0123456789abcdef\r\n") {}
+    let upstream = Upstream::with_script(move |connection| {
+        if connection.read_request().is_some() {
+            connection.send("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n");
+            while connection.send("10\r\n0123456789abcdef\r\n") {}
             tell.send("gone").unwrap();
         }
     });
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let gateway = Gateway::start(&forward_all(&upstream));
     let mut client = gateway.client();
     client.send(request("GET", "/a", &[], b""));
-    client.head().unwrap().expect(200);
+    client.read_head().unwrap().expect(200);
     for _ in 0..10 {
-        assert_eq!(client.chunk().unwrap().len() % 16, 0);
+        assert_eq!(client.read_chunk().unwrap().len() % 16, 0);
     }
     drop(client);
     assert_eq!(told.recv(), Ok("gone"));
@@ -76,17 +76,17 @@ fn a_disconnect_during_the_response_cancels_the_request() {
 #[test]
 fn a_disconnect_while_the_response_pauses_cancels_the_request() {
     let (tell, told) = mpsc::channel();
-    let upstream = Upstream::with(move |talk| {
-        if talk.request().is_some() {
-            talk.send("HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc");
-            tell.send(talk.closed()).unwrap();
+    let upstream = Upstream::with_script(move |connection| {
+        if connection.read_request().is_some() {
+            connection.send("HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc");
+            tell.send(connection.wait_for_close()).unwrap();
         }
     });
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let gateway = Gateway::start(&forward_all(&upstream));
     let mut client = gateway.client();
     client.send(request("GET", "/a", &[], b""));
-    client.head().unwrap().expect(200);
-    assert_eq!(client.exactly(3), b"abc");
+    client.read_head().unwrap().expect(200);
+    assert_eq!(client.read_exactly(3), b"abc");
     drop(client);
     assert_eq!(told.recv(), Ok(true));
 }
@@ -94,9 +94,9 @@ fn a_disconnect_while_the_response_pauses_cancels_the_request() {
 #[test]
 fn a_cancelled_request_is_counted() {
     // Otherwise a client could send requests and never be charged.
-    let (upstream, told) = silent();
+    let (upstream, told) = silent_upstream();
     let rule = "[rules.r]\nkey = \"ip\"\nwindows = [\"3/minute\"]\n";
-    let toml = pass_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
+    let toml = forward_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
     let gateway = Gateway::start(&toml);
     for _ in 0..3 {
         let mut client = gateway.client();
@@ -110,8 +110,8 @@ fn a_cancelled_request_is_counted() {
 
 #[test]
 fn a_disconnect_after_any_byte_of_a_request_is_harmless() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&forward_all(&upstream));
     let whole = request("POST", "/a", &[("X-A", "b")], b"a body");
     for length in 0..=whole.len() {
         for reset in [false, true] {
@@ -129,8 +129,8 @@ fn a_disconnect_after_any_byte_of_a_request_is_harmless() {
 
 #[test]
 fn a_client_that_sends_without_reading_is_harmless() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&forward_all(&upstream));
     let mut client = gateway.client();
     client.stream.set_write_timeout(Some(std::time::Duration::from_millis(300))).unwrap();
     let many: Vec<u8> = (0..1000).flat_map(|_| request("GET", "/a", &[("X-Pad", &"x".repeat(500))], b"")).collect();

@@ -3,7 +3,7 @@
 use std::fs;
 
 use crate::support::process::{Process, run};
-use crate::support::tls::{Authority, Issued, Tls};
+use crate::support::tls::{Issued, RevokingCa, TlsClient};
 use crate::support::{Scratch, eventually, one_rule};
 
 fn toml() -> String {
@@ -23,74 +23,74 @@ fn place(scratch: &Scratch, issued: &Issued) {
 fn spawn(issued: &Issued) -> Process {
     let scratch = Scratch::new();
     place(&scratch, issued);
-    Process::spawn_by(std::process::Command::new(crate::support::process::BINARY), &toml(), scratch)
+    Process::spawn_command(std::process::Command::new(crate::support::process::BINARY), &toml(), scratch)
 }
 
 #[test]
 fn a_certificate_is_replaced_without_dropping_a_connection() {
-    let authority = Authority::new();
+    let authority = RevokingCa::new();
     let (old, new) = (authority.issue(&["a.test"]), authority.issue(&["a.test"]));
     let process = spawn(&old);
     let shown = || {
         // One that knows no session, for a session needs no certificate.
-        let client = Tls::trusting(&authority).connect(process.https.unwrap(), "a.test");
+        let client = TlsClient::trusting(&authority).connect(process.https.unwrap(), "a.test");
         client.stream.conn.peer_certificates().unwrap()[0].clone()
     };
-    let mut kept = Tls::trusting(&authority).connect(process.https.unwrap(), "a.test");
+    let mut kept = TlsClient::trusting(&authority).connect(process.https.unwrap(), "a.test");
     kept.get("/a").expect(200);
     assert!(shown() == old.der);
 
     // Something else, then a key without its certificate: both are refused, and nothing changes.
-    process.rewrite_file("server.pem", "no certificate\n");
-    process.reloaded("refused", 1);
+    process.replace_file("server.pem", "no certificate\n");
+    process.wait_for_reloads("refused", 1);
     eventually("it is told", || process.stderr().contains("there is no certificate in `server.pem`"));
-    process.rewrite_file("server.pem", &old.pem);
-    process.reloaded("applied", 1);
-    process.rewrite_file("server.key", &new.key_pem);
-    process.reloaded("refused", 2);
+    process.replace_file("server.pem", &old.pem);
+    process.wait_for_reloads("applied", 1);
+    process.replace_file("server.key", &new.key_pem);
+    process.wait_for_reloads("refused", 2);
     eventually("it is told", || process.stderr().contains("belongs to another certificate"));
     kept.get("/a").expect(200);
     assert!(shown() == old.der);
 
-    process.rewrite_file("server.pem", &new.pem);
+    process.replace_file("server.pem", &new.pem);
     eventually("the new one is shown", || shown() == new.der);
     kept.get("/a").expect(200);
     process.signal("HUP");
-    process.reloaded_at_least(3);
+    process.wait_for_applied_reloads(3);
     assert!(shown() == new.der);
     kept.get("/a").expect(200);
 }
 
 #[test]
 fn an_expired_certificate_is_warned_of_and_served() {
-    let authority = Authority::new();
+    let authority = RevokingCa::new();
     let key = rcgen::KeyPair::generate().unwrap();
-    let old = authority.issue_by(&["a.test"], key, |params| params.not_after = rcgen::date_time_ymd(2020, 2, 29));
+    let old = authority.issue_with(&["a.test"], key, |params| params.not_after = rcgen::date_time_ymd(2020, 2, 29));
     let process = spawn(&old);
     eventually("it is told", || process.stderr().contains("`server.pem` ended on 2020-02-29T00:00:00Z"));
     assert_eq!(process.metrics().sum("transom_certificate_expiry_timestamp_seconds", &[]), 1_582_934_400);
-    let refused = Tls::trusting(&authority).try_connect(process.https.unwrap(), "a.test").err().unwrap();
+    let refused = TlsClient::trusting(&authority).try_connect(process.https.unwrap(), "a.test").err().unwrap();
     assert!(refused.to_string().contains("expired"), "{refused}");
-    let (code, out, _) = run(&["check", "--config", &process.config().display().to_string()]);
+    let (code, out, _) = run(&["check", "--config", &process.config_path().display().to_string()]);
     assert_eq!(code, Some(0));
     assert!(out.contains("note: the certificate in `server.pem` ended on 2020-02-29T00:00:00Z"), "{out}");
 }
 
 #[test]
 fn a_revocation_list_is_replaced_while_clients_are_connected() {
-    let (servers, clients) = (Authority::new(), Authority::new());
+    let (servers, clients) = (RevokingCa::new(), RevokingCa::new());
     let scratch = Scratch::new();
     place(&scratch, &servers.issue(&["a.test"]));
     scratch.write("clients.pem", &clients.pem);
     scratch.write("list.pem", clients.revoke(&[], 4000));
     let more = "private_key = \"server.key\"\nclient_ca = \"clients.pem\"\nclient_crl = \"list.pem\"";
     let toml = toml().replace("private_key = \"server.key\"", more);
-    let process = Process::spawn_by(std::process::Command::new(crate::support::process::BINARY), &toml, scratch);
+    let process = Process::spawn_command(std::process::Command::new(crate::support::process::BINARY), &toml, scratch);
     let ends = || process.metrics().sum("transom_revocation_list_expiry_timestamp_seconds", &[]);
     assert_eq!(ends(), 64_060_588_800);
 
     let own = clients.issue(&["client"]);
-    let tls = Tls::showing(&servers, &own);
+    let tls = TlsClient::with_certificate(&servers, &own);
     let is_let_in = || {
         let Ok(mut client) = tls.try_connect(process.https.unwrap(), "a.test") else { return false };
         // With TLS 1.3 a client only hears afterwards that it is not.
@@ -100,18 +100,18 @@ fn a_revocation_list_is_replaced_while_clients_are_connected() {
     kept.get("/a").expect(200);
     assert!(is_let_in());
 
-    process.rewrite_file("list.pem", "no list\n");
-    process.reloaded("refused", 1);
+    process.replace_file("list.pem", "no list\n");
+    process.wait_for_reloads("refused", 1);
     eventually("it is told", || process.stderr().contains("there is no revocation list in `list.pem`"));
     assert!(is_let_in());
 
     // Also a session from before is not let in again.
-    process.rewrite_file("list.pem", &clients.revoke(&[&own], 4000));
-    process.reloaded("applied", 1);
+    process.replace_file("list.pem", &clients.revoke(&[&own], 4000));
+    process.wait_for_reloads("applied", 1);
     eventually("it is taken back", || (0..4).all(|_| !is_let_in()));
     kept.get("/a").expect(200);
 
-    process.rewrite_file("list.pem", &clients.revoke(&[], 2021));
+    process.replace_file("list.pem", &clients.revoke(&[], 2021));
     eventually("it is told", || {
         process.stderr().contains("the revocation list in `list.pem` ended on 2021-01-01T00:00:00Z")
     });
@@ -122,7 +122,7 @@ fn a_revocation_list_is_replaced_while_clients_are_connected() {
 #[test]
 fn contents_of_secret_files_are_never_shown() {
     let scratch = Scratch::new();
-    let issued = Authority::new().issue(&["a.test"]);
+    let issued = RevokingCa::new().issue(&["a.test"]);
     let body = issued.key_pem.lines().nth(1).unwrap().to_owned();
     place(&scratch, &issued);
     let pasted = toml().replace("\"server.key\"", &format!("\"{}\"", issued.key_pem.replace('\n', "\\n")));

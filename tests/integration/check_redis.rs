@@ -5,7 +5,7 @@ use crate::support::process::run;
 use crate::support::redis::{RedisServer, free_port};
 use crate::support::redis_cluster::RedisCluster;
 use crate::support::sentinel::{MASTER, Sentinels};
-use crate::support::tls::Authority;
+use crate::support::tls::RevokingCa;
 
 const REST: &str = "\n[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n[listen]\nhttp = \"127.0.0.1:0\"\n";
 
@@ -58,7 +58,7 @@ fn a_usable_server_is_reported_and_left_unchanged() {
     assert!(!said.contains("problem"), "{said}");
     assert!(server.keys().iter().all(|key| key.starts_with("transom:{transom-check|}:")));
     for key in server.keys() {
-        assert!(server.number(&["PTTL", &key]) <= 20_000);
+        assert!(server.integer(&["PTTL", &key]) <= 20_000);
     }
     fine(&format!("redis = \"redis+unix://{}\"\nprefix = \"edge\"", server.socket().display()));
     let (code, out, _) =
@@ -75,7 +75,7 @@ fn a_bad_configuration_is_reported_before_any_connection() {
 #[test]
 fn unreachable_and_refusing_servers_are_reported_with_the_fix() {
     unfit(checked(&format!("redis = \"redis://127.0.0.1:{}\"", free_port())), &["refused", "is it running"]);
-    let server = RedisServer::with("requirepass sesame");
+    let server = RedisServer::with_config("requirepass sesame");
     unfit(checked(&redis(&server)), &["NOAUTH", "password_file"]);
     unfit(checked(&as_user(&server, "eve:sesame")), &["does not accept the user and password"]);
     unfit(checked(&in_database(&as_user(&server, ":sesame"), 99)), &["`databases`"]);
@@ -85,9 +85,9 @@ fn unreachable_and_refusing_servers_are_reported_with_the_fix() {
     let (code, said) = checked_in(&scratch, &format!("{}\npassword_file = \"redis.password\"", redis(&server)));
     assert_eq!(code, Some(0), "{said}");
     unfit(checked("redis = \"redis+unix:///nowhere/redis.sock\""), &["No such file", "`unixsocket`"]);
-    server.stop();
+    server.suspend();
     unfit(checked(&as_user(&server, ":sesame")), &["no reply", "is the address right"]);
-    server.cont();
+    server.resume();
 }
 
 #[test]
@@ -143,13 +143,13 @@ fn an_evicting_server_is_unfit() {
     for (policy, fit) in
         [("noeviction", true), ("volatile-ttl", false), ("allkeys-lru", false), ("volatile-lru", false)]
     {
-        let server = RedisServer::with(&format!("maxmemory 100mb\nmaxmemory-policy {policy}"));
+        let server = RedisServer::with_config(&format!("maxmemory 100mb\nmaxmemory-policy {policy}"));
         match fit {
             true => drop(fine(&redis(&server))),
             false => unfit(checked(&redis(&server)), &[policy, "CONFIG SET maxmemory-policy noeviction"]),
         }
     }
-    let full = RedisServer::with("maxmemory 1mb");
+    let full = RedisServer::with_config("maxmemory 1mb");
     unfit(checked(&redis(&full)), &["OOM", "raise `maxmemory`"]);
 }
 
@@ -163,14 +163,14 @@ fn a_replica_is_reported_with_its_master() {
 
 #[test]
 fn a_wrong_clock_is_reported() {
-    let said = fine(&redis(&RedisServer::at_clock(-3600, "")));
+    let said = fine(&redis(&RedisServer::with_clock_offset(-3600, "")));
     assert!(said.contains("warning: its clock is 3") && said.contains(" s behind this machine's"), "{said}");
     assert!(!fine(&redis(&RedisServer::start())).contains("clock"));
 }
 
 #[test]
 fn tls_failures_are_reported_with_their_cause() {
-    let (authority, other) = (Authority::new(), Authority::new());
+    let (authority, other) = (RevokingCa::new(), RevokingCa::new());
     let server = RedisServer::with_tls(&authority, "");
     let scratch = Scratch::new();
     scratch.write("ca.pem", &authority.pem);

@@ -7,17 +7,17 @@ use std::process::Stdio;
 use serde_json::{Value, json};
 
 use crate::support::Scratch;
-use crate::support::external_scripts::Script;
+use crate::support::external_scripts::ScriptServer;
 use crate::support::external_servers::{node, program};
-use crate::support::tls_gateway::Edge;
+use crate::support::tls_gateway::TlsGateway;
 
 #[test]
 fn a_browser_uses_event_streams_and_websockets() {
-    let page = Script::start("page_server.py", &[""; 0]);
-    let sockets = Script::start("websocket_server.py", &[""; 0]);
+    let page = ScriptServer::start("page_server.py", &[""; 0]);
+    let sockets = ScriptServer::start("websocket_server.py", &[""; 0]);
     let scratch = Scratch::new();
     let log = scratch.path().join("access.log");
-    let edge = Edge::start(&format!(
+    let tls_gateway = TlsGateway::start(&format!(
         "[access_log]\nfile = {log:?}\n\
          [upstreams.page]\nservers = [\"http://{}\"]\n[upstreams.sockets]\nservers = [\"http://{}\"]\n\
          [[routes]]\npath = \"/echo\"\nupstream = \"sockets\"\n\
@@ -26,7 +26,7 @@ fn a_browser_uses_event_streams_and_websockets() {
     ));
     let output = node("browser.cjs")
         .arg(program("chromium"))
-        .args([edge.tls.to_string(), edge.authority.pin.clone()])
+        .args([tls_gateway.tls.to_string(), tls_gateway.authority.pin.clone()])
         .stdin(Stdio::null())
         .output()
         .unwrap();
@@ -52,7 +52,7 @@ fn a_browser_uses_event_streams_and_websockets() {
         })
     );
     assert_eq!(seen["outside"], json!({ "errors": [], "protocols": { "h2": true }, "sockets": [200] }));
-    drop(edge);
+    drop(tls_gateway);
     // The WebSocket was a stream of the connection that the page had come by.
     let lines = std::fs::read_to_string(&log).unwrap();
     let mut lines = lines.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());

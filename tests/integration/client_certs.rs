@@ -4,7 +4,7 @@ use serde_json::json;
 
 use crate::support::client::Client;
 use crate::support::gateway::Gateway;
-use crate::support::tls::{Authority, Issued, Tls, listen};
+use crate::support::tls::{Issued, RevokingCa, TlsClient, listen};
 use crate::support::{Scratch, one_rule};
 
 const PER_CERT: &str = "key = \"client-cert\"\nwindows = [\"2/hour\"]\n";
@@ -12,14 +12,14 @@ const PER_CERT: &str = "key = \"client-cert\"\nwindows = [\"2/hour\"]\n";
 /// A gateway that believes the certificates of the second authority, and one of each for clients.
 struct World {
     scratch: Scratch,
-    servers: Authority,
-    clients: Authority,
+    servers: RevokingCa,
+    clients: RevokingCa,
     main: Issued,
 }
 
 impl World {
     fn new() -> World {
-        let (servers, clients) = (Authority::new(), Authority::new());
+        let (servers, clients) = (RevokingCa::new(), RevokingCa::new());
         World { scratch: Scratch::new(), main: servers.issue(&["a.test"]), servers, clients }
     }
 
@@ -31,8 +31,8 @@ impl World {
 
     /// The status of a request with a certificate, or without; `None` if the client is not let in.
     fn status(&self, gateway: &Gateway, own: Option<&Issued>) -> Option<u16> {
-        let tls = own.map_or(Tls::trusting(&self.servers), |own| Tls::showing(&self.servers, own));
-        let mut client = tls.try_connect(gateway.https()[0], "a.test").ok()?;
+        let tls = own.map_or(TlsClient::trusting(&self.servers), |own| TlsClient::with_certificate(&self.servers, own));
+        let mut client = tls.try_connect(gateway.https_addresses()[0], "a.test").ok()?;
         // With TLS 1.3 a client only hears afterwards that it is not let in.
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| client.get("/a").status)).ok()
     }
@@ -46,7 +46,7 @@ fn clients_without_a_certificate_are_refused() {
     assert_eq!(world.status(&gateway, Some(&good)), Some(200));
     assert_eq!(world.status(&gateway, None), None);
     assert_eq!(world.status(&gateway, Some(&other)), None);
-    let expired = world.clients.issue_by(&["client"], rcgen::KeyPair::generate().unwrap(), |params| {
+    let expired = world.clients.issue_with(&["client"], rcgen::KeyPair::generate().unwrap(), |params| {
         params.not_after = rcgen::date_time_ymd(2020, 1, 1);
     });
     assert_eq!(world.status(&gateway, Some(&expired)), None);
@@ -65,8 +65,8 @@ fn a_revoked_certificate_is_refused() {
         assert_eq!(world.status(&gateway, Some(&bad)), None);
         let without = (!auth.is_empty()).then_some(200);
         assert_eq!(world.status(&gateway, None), without);
-        let old = Tls::new(&world.servers, Some(&bad), &[&rustls::version::TLS12]);
-        assert!(old.try_connect(gateway.https()[0], "a.test").is_err());
+        let old = TlsClient::new(&world.servers, Some(&bad), &[&rustls::version::TLS12]);
+        assert!(old.try_connect(gateway.https_addresses()[0], "a.test").is_err());
     }
 }
 
@@ -107,9 +107,9 @@ fn certificates_are_counted_separately() {
     let (first, second) = (world.clients.issue(&["client"]), world.clients.issue(&["client"]));
     for own in [&first, &second] {
         // On separate connections, some of which resume a session.
-        let tls = Tls::showing(&world.servers, own);
+        let tls = TlsClient::with_certificate(&world.servers, own);
         for status in [200, 200, 429, 429] {
-            tls.connect(gateway.https()[0], "a.test").get("/a").expect(status);
+            tls.connect(gateway.https_addresses()[0], "a.test").get("/a").expect(status);
         }
     }
     assert!(gateway.metrics().sum("transom_tls_handshakes_total", &[("outcome", "resumed")]) >= 6);
@@ -182,15 +182,15 @@ fn a_tls_session_ends_with_the_authority_that_verified_it() {
     let rule = "key = \"ip\"\nwindows = [\"100/hour\"]";
     let mut gateway = Gateway::start(&world.toml("", rule));
     let own = world.clients.issue(&["client"]);
-    let tls = Tls::showing(&world.servers, &own);
-    tls.connect(gateway.https()[0], "a.test").get("/a").expect(200);
-    let other = World { clients: Authority::new(), ..World::new() };
+    let tls = TlsClient::with_certificate(&world.servers, &own);
+    tls.connect(gateway.https_addresses()[0], "a.test").get("/a").expect(200);
+    let other = World { clients: RevokingCa::new(), ..World::new() };
     let ca = other.scratch.write("others.pem", &other.clients.pem);
     let toml = world.toml("", rule).replace("clients.pem", "replaced.pem");
     std::fs::copy(ca, world.scratch.path().join("replaced.pem")).unwrap();
     gateway.reload(&toml);
     let open = || {
-        let mut client = tls.try_connect(gateway.https()[0], "a.test").ok()?;
+        let mut client = tls.try_connect(gateway.https_addresses()[0], "a.test").ok()?;
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| client.get("/a").status)).ok()
     };
     crate::support::eventually("nobody is let in by the old one", || (0..8).all(|_| open().is_none()));

@@ -3,7 +3,7 @@
 use serde_json::json;
 use transom_limiter::secret_digest::Digest;
 
-use crate::support::client::{Answer, Client};
+use crate::support::client::{Client, HttpResponse};
 use crate::support::gateway::Gateway;
 use crate::support::jwt_issuer::Issuer;
 use crate::support::process::Process;
@@ -31,13 +31,13 @@ fn key(key: &str) -> String {
     format!("api_keys = [\"{}\"]", Digest::of(key.as_bytes()))
 }
 
-fn with_key(gateway: &Gateway, key: &str) -> Answer {
+fn with_key(gateway: &Gateway, key: &str) -> HttpResponse {
     gateway.get_with("/a", &[("X-API-Key", key)])
 }
 
 /// The limits in the fields of a response.
-fn limits(answer: &Answer) -> Vec<u64> {
-    items(answer, "ratelimit-policy").iter().map(|item| item.get("q")).collect()
+fn limits(response: &HttpResponse) -> Vec<u64> {
+    items(response, "ratelimit-policy").iter().map(|item| item.get("q")).collect()
 }
 
 #[test]
@@ -74,12 +74,12 @@ fn a_plan_is_found_by_the_most_specific_network() {
 }
 
 /// The response to a request from a loopback address.
-fn from(address: &str, gateway: &Gateway, fields: &[(&str, &str)]) -> Answer {
+fn from(address: &str, gateway: &Gateway, fields: &[(&str, &str)]) -> HttpResponse {
     use std::net::SocketAddr;
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     socket.bind(&format!("{address}:0").parse::<SocketAddr>().unwrap().into()).unwrap();
     socket.connect(&gateway.http.into()).unwrap();
-    Client::over(socket.into()).get_with("/a", fields)
+    Client::from_tcp(socket.into()).get_with("/a", fields)
 }
 
 #[test]
@@ -176,8 +176,8 @@ fn exempt_clients_are_not_counted_and_get_no_ratelimit_fields() {
 fn a_client_exempt_from_the_only_rule_gets_no_ratelimit_fields() {
     let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/minute\"]\nexemptions = [\"127.0.0.0/8\"]"));
     for _ in 0..3 {
-        let answer = gateway.get("/a").expect(200);
-        assert!(answer.field("ratelimit").is_none() && answer.field("ratelimit-policy").is_none(), "{answer:?}");
+        let response = gateway.get("/a").expect(200);
+        assert!(response.field("ratelimit").is_none() && response.field("ratelimit-policy").is_none(), "{response:?}");
     }
 }
 
@@ -219,8 +219,9 @@ fn many_clients_are_counted_separately() {
 fn connection_cannot_remove_the_api_key_from_the_forwarded_request() {
     let toml = format!("{SECTION}{}", one_rule("key = \"ip\"\nwindows = [\"10/minute\"]"));
     let gateway = Gateway::start_with(&toml, "");
-    let answer = gateway.get_with("/a", &[("X-API-Key", "abc"), ("Connection", "X-API-Key, X-User"), ("X-User", "b")]);
-    let text = answer.expect(200).text();
+    let response =
+        gateway.get_with("/a", &[("X-API-Key", "abc"), ("Connection", "X-API-Key, X-User"), ("X-User", "b")]);
+    let text = response.expect(200).text();
     assert!(text.contains("abc") && text.to_lowercase().contains("x-user"), "{text}");
 }
 
@@ -230,18 +231,18 @@ fn a_changed_clients_file_is_reloaded() {
     let mut client_ = process.client();
     let mut ask = || client_.get_with("/a", &[("X-API-Key", "abc")]).expect(200);
     assert_eq!(limits(&ask()), [50, 5]);
-    process.rewrite_file("clients.toml", &client("acme", "gold", &key("abc")));
-    process.reloaded("applied", 1);
+    process.replace_file("clients.toml", &client("acme", "gold", &key("abc")));
+    process.wait_for_reloads("applied", 1);
     let mut last = 0;
     eventually("the plan is known", || {
-        let answer = ask();
-        last = items(&answer, "ratelimit")[0].get("r");
-        limits(&answer) == [100]
+        let response = ask();
+        last = items(&response, "ratelimit")[0].get("r");
+        limits(&response) == [100]
     });
     assert!(last <= 98, "what was used is known: {last}");
     // An invalid file changes nothing and is reported.
-    process.rewrite_file("clients.toml", "[clients.acme]\nplan = \"gold\"\napi_keys = [\"hunter2hunter2\"]\n");
-    process.reloaded("refused", 1);
+    process.replace_file("clients.toml", "[clients.acme]\nplan = \"gold\"\napi_keys = [\"hunter2hunter2\"]\n");
+    process.wait_for_reloads("refused", 1);
     assert_eq!(limits(&ask()), [100]);
     let log = process.stderr();
     let place =
@@ -250,10 +251,10 @@ fn a_changed_clients_file_is_reloaded() {
     // Gone for good is a problem as well; the signal looks at both.
     std::fs::remove_file(process.scratch.path().join("clients.toml")).unwrap();
     process.signal("HUP");
-    process.reloaded("refused", 2);
+    process.wait_for_reloads("refused", 2);
     assert_eq!(limits(&ask()), [100]);
-    process.rewrite_file("clients.toml", "");
-    process.reloaded("applied", 2);
+    process.replace_file("clients.toml", "");
+    process.wait_for_reloads("applied", 2);
     eventually("nobody is known", || limits(&ask()) == [10]);
 }
 
@@ -263,12 +264,12 @@ fn api_keys_appear_neither_in_logs_nor_in_metrics() {
     let toml = format!("access_log = {{ file = \"stdout\" }}\n{toml}");
     let process = Process::spawn_with(&toml, &client("acme", "gold", &key("hunter2hunter2")));
     for key in ["hunter2hunter2", "unknown-unknown", "alice-alice", "alice-alice"] {
-        let answer = process.client().get_with("/a", &[("X-API-Key", key)]);
-        assert!(answer.status == 200 || !answer.text().contains(key), "{}", answer.text());
+        let response = process.client().get_with("/a", &[("X-API-Key", key)]);
+        assert!(response.status == 200 || !response.text().contains(key), "{}", response.text());
     }
-    eventually("all are logged", || process.printed().len() == 4);
+    eventually("all are logged", || process.stdout_lines().len() == 4);
     let metrics = process.admin_get("/metrics").expect(200).text();
-    let all = format!("{}{}{metrics}", process.printed().join("\n"), process.stderr());
+    let all = format!("{}{}{metrics}", process.stdout_lines().join("\n"), process.stderr());
     for key in ["hunter2hunter2", "unknown-unknown", "alice-alice"] {
         assert!(!all.contains(key), "{all}");
     }

@@ -221,14 +221,14 @@ fn edits_are_serialized_and_symbolic_links_are_kept() {
 #[test]
 fn a_running_gateway_learns_of_an_added_client() {
     let process = Process::spawn_with(&gateway(), "");
-    let config = process.config();
+    let config = process.config_path();
     let order = ["clients", "add", "acme", "--plan", "gold", "--generate-key", "--config"];
     let output = Command::new(BINARY).args(order).arg(config).stdin(Stdio::null()).output().unwrap();
     assert!(output.status.success());
     let key = String::from_utf8(output.stdout).unwrap();
-    process.reloaded("applied", 1);
+    process.wait_for_reloads("applied", 1);
     eventually("the key is known", || {
-        let answer = process.client().get_with("/a", &[("X-API-Key", key.trim_end())]).expect(200);
-        items(&answer, "ratelimit-policy")[0].get("q") == 100
+        let response = process.client().get_with("/a", &[("X-API-Key", key.trim_end())]).expect(200);
+        items(&response, "ratelimit-policy")[0].get("q") == 100
     });
 }

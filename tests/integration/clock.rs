@@ -44,7 +44,7 @@ impl Faked {
         let mut command = Command::new(BINARY);
         command.env("LD_PRELOAD", faketime()).env("FAKETIME_TIMESTAMP_FILE", &file);
         command.env("FAKETIME_NO_CACHE", "1").env("FAKETIME_DONT_FAKE_MONOTONIC", "1");
-        let process = Process::spawn_by(command, toml, scratch);
+        let process = Process::spawn_command(command, toml, scratch);
         // The loader only complains when it does not find the library.
         assert!(!process.stderr().contains("preload"), "{}", process.stderr());
         Faked { process, file, offset_ms }
@@ -89,8 +89,8 @@ impl Faked {
 
     /// The status of a request, and the seconds until the window ends.
     fn get(&self) -> (u16, u64) {
-        let answer = self.process.get("/a");
-        (answer.status, items(&answer, "ratelimit")[0].get("t"))
+        let response = self.process.get("/a");
+        (response.status, items(&response, "ratelimit")[0].get("t"))
     }
 
     fn use_up(&self, limit: u64) {

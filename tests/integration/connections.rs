@@ -8,7 +8,7 @@ use crate::support::client::Client;
 use crate::support::gateway::Gateway;
 use crate::support::process::{BINARY, Process};
 use crate::support::upstream::Upstream;
-use crate::support::{Scratch, eventually, one_rule, pass_all, within};
+use crate::support::{Scratch, eventually, forward_all, one_rule, within};
 
 fn toml(limits: &str) -> String {
     format!(
@@ -23,18 +23,18 @@ fn refused(gateway: &Gateway, reason: &str) -> u64 {
 
 /// Opens a connection and sends a request; `None` if the connection was refused.
 fn enter(address: std::net::SocketAddr, header: &str) -> Option<Client> {
-    let mut client = Client::over(TcpStream::connect(address).unwrap());
+    let mut client = Client::from_tcp(TcpStream::connect(address).unwrap());
     client.send_if_open(header);
     client.send_if_open("GET /a HTTP/1.1\r\nHost: a\r\n\r\n");
-    match client.answer_or_end() {
-        Some(answer) if answer.status == 503 => {
-            answer.problem();
+    match client.read_response_or_end() {
+        Some(response) if response.status == 503 => {
+            response.problem();
             None
         }
         // The connection was closed before the response could be read.
         None => None,
-        Some(answer) => {
-            answer.expect(200);
+        Some(response) => {
+            response.expect(200);
             Some(client)
         }
     }
@@ -45,7 +45,7 @@ fn connections_are_limited_in_total() {
     let mut gateway = Gateway::start(&toml("max_connections = 4"));
     let mut clients: Vec<Client> = (0..4).map(|_| enter(gateway.http, "").unwrap()).collect();
     for n in 1..=3 {
-        assert!(enter(gateway.addresses()[n % 2], "").is_none());
+        assert!(enter(gateway.http_addresses()[n % 2], "").is_none());
         assert_eq!(refused(&gateway, "max_connections"), n as u64);
     }
     assert_eq!(gateway.metrics().sum("transom_connections", &[("listener", "127.0.0.1:0")]), 4);
@@ -64,7 +64,7 @@ fn connections_are_limited_in_total() {
 #[test]
 fn connections_are_limited_per_client() {
     let gateway = Gateway::start(&toml("max_connections_per_client = 3\nproxy_protocol = [\"::1\"]"));
-    let (plain, behind_proxy) = (gateway.addresses()[0], gateway.addresses()[1]);
+    let (plain, behind_proxy) = (gateway.http_addresses()[0], gateway.http_addresses()[1]);
     let mut clients: Vec<Client> = (0..3).map(|_| enter(plain, "").unwrap()).collect();
     assert!(enter(plain, "").is_none());
     assert_eq!(refused(&gateway, "max_connections_per_client"), 1);
@@ -103,13 +103,13 @@ fn the_descriptor_limit_is_raised_and_respected() {
     let mut command = Command::new("sh");
     command.args(["-c", "ulimit -S -n 40; exec \"$0\" \"$@\"", BINARY]);
     let rule = one_rule("key = \"ip\"\nwindows = [\"1000/366d\"]");
-    let process = Process::spawn_by(command, &rule, Scratch::new());
+    let process = Process::spawn_command(command, &rule, Scratch::new());
     let mut clients: Vec<Client> = (0..100).map(|_| process.client()).collect();
     clients.iter_mut().for_each(|client| drop(client.get("/a").expect(200)));
     // With few descriptors, clients are refused before the gateway runs out.
     let mut command = Command::new("sh");
     command.args(["-c", "ulimit -n 168; exec \"$0\" \"$@\"", BINARY]);
-    let process = Process::spawn_by(command, &rule, Scratch::new());
+    let process = Process::spawn_command(command, &rule, Scratch::new());
     let mut clients: Vec<Client> = (0..20).map(|_| enter(process.http, "").unwrap()).collect();
     assert!(enter(process.http, "").is_none());
     clients.iter_mut().for_each(|client| drop(client.get("/a").expect(200)));
@@ -117,44 +117,44 @@ fn the_descriptor_limit_is_raised_and_respected() {
 
 #[test]
 fn an_idle_connection_is_served_as_before() {
-    let upstream = Upstream::replying(200);
-    let mut process = Process::spawn(&pass_all(&upstream));
+    let upstream = Upstream::always(200);
+    let mut process = Process::spawn(&forward_all(&upstream));
     let get = "GET /a HTTP/1.1\r\nHost: a\r\n\r\n";
     let (mut idle, mut untidy, mut chunked) = (process.client(), process.client(), process.client());
     // Behind its request it has sent the beginning of another.
     let mut hasty = process.client();
-    hasty.send(format!("{get}POST /b HTTP/1.1\r\nHost: a\r\nContent-Le")).answer().expect(200);
+    hasty.send(format!("{get}POST /b HTTP/1.1\r\nHost: a\r\nContent-Le")).read_response().expect(200);
     for pauses in 0..3 {
         idle.get("/a").expect(200);
         // An empty line is no request, nor is it the beginning of one that comes much later.
-        untidy.send(get).answer().expect(200);
+        untidy.send(get).read_response().expect(200);
         untidy.send("\r\n");
         chunked.send("POST /a HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n");
-        chunked.answer().expect(200);
+        chunked.read_response().expect(200);
         assert_eq!(upstream.received().len(), 3 * (pauses + 1) + 1);
         // The elapsed time is the subject of the test.
         std::thread::sleep(std::time::Duration::from_millis(1400));
     }
     idle.send(get.repeat(2));
-    idle.answer().expect(200);
-    idle.answer().expect(200);
-    untidy.send(&get[..9]).send(&get[9..]).answer().expect(200);
-    hasty.send("ngth: 3\r\n\r\nabc").answer().expect(200);
+    idle.read_response().expect(200);
+    idle.read_response().expect(200);
+    untidy.send(&get[..9]).send(&get[9..]).read_response().expect(200);
+    hasty.send("ngth: 3\r\n\r\nabc").read_response().expect(200);
     std::thread::sleep(std::time::Duration::from_millis(1400));
     process.signal("TERM");
     assert_eq!(process.wait().code(), Some(0));
     for client in [&mut idle, &mut untidy, &mut chunked, &mut hasty] {
-        assert!(client.rest().is_empty());
+        assert!(client.read_to_end().is_empty());
     }
 }
 
 #[test]
 fn an_idle_connection_is_kept_for_the_head_timeout() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&format!("{}[timeouts]\nrequest_head = \"1600ms\"\n", pass_all(&upstream)));
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&format!("{}[timeouts]\nrequest_head = \"1600ms\"\n", forward_all(&upstream)));
     let mut client = gateway.client();
     let start = std::time::Instant::now();
     client.get("/a").expect(200);
-    assert!(within(Duration::from_millis(1600), || client.rest()).is_empty());
+    assert!(within(Duration::from_millis(1600), || client.read_to_end()).is_empty());
     assert!(start.elapsed().as_millis() >= 1600, "closed after {:?}", start.elapsed());
 }

@@ -215,8 +215,8 @@ fn a_gateway_serves_while_its_counters_file_is_overwritten() {
     let mut ask_all = |keys: u64| {
         for (name, _) in &RULES[..RULES.len() - 1] {
             for key in 0..keys {
-                let answer = client.get_with(&format!("/{name}"), &[("X-Key", &key.to_string())]);
-                assert!([200, 429].contains(&answer.status), "{name}: {} {}", answer.status, answer.text());
+                let response = client.get_with(&format!("/{name}"), &[("X-Key", &key.to_string())]);
+                assert!([200, 429].contains(&response.status), "{name}: {} {}", response.status, response.text());
             }
         }
     };

@@ -1,12 +1,12 @@
 //! The cost of a request: set by the request, the response, or the route; and refusals that are counted.
 
-use crate::support::client::{Answer, Client};
+use crate::support::client::{Client, HttpResponse};
 use crate::support::gateway::Gateway;
 use crate::support::one_rule;
 use crate::support::ratelimit_parser::remaining;
 use crate::support::upstream::{Upstream, reply};
 
-fn cost(client: &mut Client, cost: &str) -> Answer {
+fn cost(client: &mut Client, cost: &str) -> HttpResponse {
     client.get_with("/a", &[("X-Cost", cost)])
 }
 
@@ -67,7 +67,7 @@ fn an_override_does_not_change_the_maximum_cost_of_other_keys() {
 
 /// An upstream whose response states the number in the request's path as the cost, if there is one.
 fn telling() -> Upstream {
-    Upstream::answering(|received| match received.target.trim_start_matches('/') {
+    Upstream::responding(|received| match received.target.trim_start_matches('/') {
         "silent" => reply(200, &[], b""),
         "twice" => reply(200, &[("X-Cost", "5"), ("X-Cost", "5")], b""),
         cost => reply(200, &[("X-Cost", cost)], b""),
@@ -105,10 +105,10 @@ fn a_response_field_sets_the_cost() {
         ("/41", 14),
         ("/99999999999999999999", 0),
     ] {
-        let answer = client.get(path).expect(200);
-        assert_eq!(remaining(&answer, "r-minute"), left, "{path}");
+        let response = client.get(path).expect(200);
+        assert_eq!(remaining(&response, "r-minute"), left, "{path}");
         let used = if path.len() > 9 { 126 } else { 100 - left };
-        assert_eq!(remaining(&answer, "r-hour"), 1000 - used, "{path}");
+        assert_eq!(remaining(&response, "r-hour"), 1000 - used, "{path}");
     }
 }
 
@@ -139,7 +139,7 @@ fn a_response_cost_beyond_the_limit_is_owed_by_the_next_windows() {
 fn an_ended_window_gets_no_refund() {
     use std::sync::{Arc, Barrier};
     let (came, go) = (Arc::new(Barrier::new(2)), Arc::new(Barrier::new(2)));
-    let upstream = Upstream::answering({
+    let upstream = Upstream::responding({
         let (came, go) = (Arc::clone(&came), Arc::clone(&go));
         move |received| {
             if received.target == "/slow" {
@@ -158,7 +158,7 @@ fn an_ended_window_gets_no_refund() {
     gateway.advance_s(60);
     assert_eq!(remaining(&gateway.get("/quick").expect(200), "r"), 8);
     go.wait();
-    assert_eq!(remaining(&slow.answer().expect(200), "r"), 8);
+    assert_eq!(remaining(&slow.read_response().expect(200), "r"), 8);
 }
 
 #[test]
@@ -171,8 +171,8 @@ fn a_route_can_set_the_cost() {
     let gateway = Gateway::start(toml);
     let mut client = gateway.client();
     for (path, left, of_told) in [("/dear", 15, 27), ("/else", 14, 24), ("/free", 14, 21), ("/dear", 9, 18)] {
-        let answer = client.get(path).expect(200);
-        assert_eq!((remaining(&answer, "r"), remaining(&answer, "told")), (left, of_told), "{path}");
+        let response = client.get(path).expect(200);
+        assert_eq!((remaining(&response, "r"), remaining(&response, "told")), (left, of_told), "{path}");
     }
 }
 
@@ -196,8 +196,8 @@ fn a_refused_request_opens_no_window() {
                 windows = [\"1/minute\", { limit = 3, period = \"10s\", start = \"first-request\" }]";
     let gateway = Gateway::start(&one_rule(rule));
     let mut client = gateway.client();
-    let floating = |answer: &Answer| {
-        let items = crate::support::ratelimit_parser::items(answer, "ratelimit");
+    let floating = |response: &HttpResponse| {
+        let items = crate::support::ratelimit_parser::items(response, "ratelimit");
         (items[1].get("r"), items[1].get("t"))
     };
     assert_eq!(floating(&client.get("/a").expect(200)), (2, 10));

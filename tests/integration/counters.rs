@@ -104,10 +104,10 @@ fn the_counter_format_is_not_changed_while_another_process_counts() {
         let one = counted.gateway("\"8/1h\"");
         let mut other = counted.gateway(&format!("{{ limit = 8, period = \"1h\", {settings} }}"));
         assert_eq!((admitted(&one, 2), admitted(&other, 3), admitted(&one, 1)), (2, 3, 1), "{settings}");
-        other.catch_up();
+        other.run_periodic_checks();
         assert_eq!((admitted(&other, 9), admitted(&one, 9)), (2, 0), "{settings}");
         one.stop();
-        other.catch_up();
+        other.run_periodic_checks();
         assert_eq!(admitted(&other, 20), more, "{settings}");
         // A process that opens the file now reads it.
         assert_eq!(admitted(&counted.gateway("\"8/1h\""), 9), 0, "{settings}");
@@ -126,7 +126,7 @@ fn a_reload_does_not_change_the_counter_format_while_another_process_counts() {
     assert_eq!((admitted(&one, 3), admitted(&other, 9), admitted(&one, 9)), (3, 5, 0));
     other.stop();
     // As the only process, it applies the format at once.
-    one.catch_up();
+    one.run_periodic_checks();
     one.reload(&toml(", capacity = 30"));
     assert_eq!(admitted(&one, 30), 22);
 }
@@ -140,13 +140,13 @@ fn delay_and_reserve_wait_until_the_counter_format_is_registered() {
     assert_eq!(admitted(&other, 3), 2);
     assert_eq!(admitted(&one, 1), 0);
     one.stop();
-    other.catch_up();
+    other.run_periodic_checks();
     // It waits for the next window now.
     let mut client = other.client();
     client.send(request("GET", "/a", &[], b""));
     eventually("it waits", || other.metrics().sum("transom_decisions_total", &[("outcome", "delayed")]) == 1);
     other.advance_s(HOUR_S);
-    client.answer().expect(200);
+    client.read_response().expect(200);
 }
 
 #[test]
@@ -227,7 +227,7 @@ fn the_next_version_finds_the_counters_of_this_one() {
              { limit = 10, period = \"4h\", shards = 2 }, { limit = 50, period = \"day\", timezone = \"Europe/Berlin\" }]\n";
     let gateway = Gateway::start_at(&toml, 1_700_000_000);
     let request = "GET /x?a=three HTTP/1.1\r\nHost: api.example\r\nX-A: one\r\nCookie: a=two\r\n\r\n";
-    gateway.client().send(request).answer().expect(200);
+    gateway.client().send(request).read_response().expect(200);
     gateway.stop();
     let bytes = fs::read(&path).unwrap();
     let at = header.table_at() + Table::layout(64).bytes() - 16 * (64 * 2 + 128 * 8);

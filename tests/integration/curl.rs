@@ -4,8 +4,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use crate::support::Scratch;
-use crate::support::external_servers::{self, Part, program};
-use crate::support::tls_gateway::{Edge, all_to};
+use crate::support::external_servers::{self, ExternalServer, program};
+use crate::support::tls_gateway::{TlsGateway, limited_route_to};
 
 const MIB: usize = 1024 * 1024;
 
@@ -31,22 +31,23 @@ const WAYS: [Way; 7] = [
 impl Way {
     /// Fetches one target after the other; they share a connection where curl can.
     #[track_caller]
-    fn curl(&self, edge: &Edge, options: &[&str], targets: &[&str]) -> Vec<Answer> {
+    fn curl(&self, tls_gateway: &TlsGateway, options: &[&str], targets: &[&str]) -> Vec<Answer> {
         // The curl of Debian 12 aborts the second request on such a connection, with any server.
         if self.option == "--http2-prior-knowledge" {
-            return targets.iter().flat_map(|target| self.run(edge, options, &[target])).collect();
+            return targets.iter().flat_map(|target| self.run(tls_gateway, options, &[target])).collect();
         }
-        self.run(edge, options, targets)
+        self.run(tls_gateway, options, targets)
     }
 
     /// Runs curl to its end, which must be a good one.
     #[track_caller]
-    fn run(&self, edge: &Edge, options: &[&str], targets: &[&str]) -> Vec<Answer> {
+    fn run(&self, tls_gateway: &TlsGateway, options: &[&str], targets: &[&str]) -> Vec<Answer> {
         let scratch = Scratch::new();
-        let base = if self.is_tls { format!("https://{}", edge.tls) } else { format!("http://{}", edge.clear) };
+        let base =
+            if self.is_tls { format!("https://{}", tls_gateway.tls) } else { format!("http://{}", tls_gateway.plain) };
         let mut command = Command::new(program("curl"));
         command.args(["--silent", "--show-error", "--max-time", "60", "--noproxy", "*", self.option]);
-        command.arg("--cacert").arg(&edge.authority.ca).args(["--write-out", "%{http_version} %{http_code}\\n"]);
+        command.arg("--cacert").arg(&tls_gateway.authority.ca).args(["--write-out", "%{http_version} %{http_code}\\n"]);
         command.args(options);
         let body = |number: usize| scratch.path().join(number.to_string());
         for (number, target) in targets.iter().enumerate() {
@@ -56,10 +57,10 @@ impl Way {
         let said = String::from_utf8(output.stdout).unwrap();
         let complaint = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{}: {}: {said}{complaint}", self.name, output.status);
-        let answers: Vec<Answer> = said.lines().enumerate().map(|(n, line)| Answer::read(line, &body(n))).collect();
-        assert_eq!(answers.len(), targets.len(), "{}: {said}", self.name);
-        answers.iter().for_each(|answer| assert_eq!(answer.version, self.version, "{}", self.name));
-        answers
+        let responses: Vec<Answer> = said.lines().enumerate().map(|(n, line)| Answer::read(line, &body(n))).collect();
+        assert_eq!(responses.len(), targets.len(), "{}: {said}", self.name);
+        responses.iter().for_each(|response| assert_eq!(response.version, self.version, "{}", self.name));
+        responses
     }
 }
 
@@ -91,21 +92,21 @@ fn pattern(length: usize) -> Vec<u8> {
     (0..length).map(|place| (place % 251) as u8 ^ (place / 65_521) as u8).collect()
 }
 
-fn files() -> (Part, Edge) {
+fn files() -> (ExternalServer, TlsGateway) {
     let nginx = external_servers::nginx(|root| {
         std::fs::write(root.join("a.txt"), "small\n").unwrap();
         std::fs::write(root.join("large.bin"), pattern(10 * MIB)).unwrap();
     });
-    let edge = Edge::start(&all_to(&nginx.toml("u"), false));
-    (nginx, edge)
+    let tls_gateway = TlsGateway::start(&limited_route_to(&nginx.toml("u"), false));
+    (nginx, tls_gateway)
 }
 
 #[test]
 fn files_of_every_size_arrive_in_every_http_version() {
-    let (_nginx, edge) = files();
+    let (_nginx, tls_gateway) = files();
     for way in WAYS {
-        let answers = way.curl(&edge, &[], &["/a.txt", "/large.bin", "/empty", "/nowhere", "/a.txt"]);
-        let [small, large, empty, nowhere, again] = answers.as_slice() else { panic!() };
+        let responses = way.curl(&tls_gateway, &[], &["/a.txt", "/large.bin", "/empty", "/nowhere", "/a.txt"]);
+        let [small, large, empty, nowhere, again] = responses.as_slice() else { panic!() };
         assert_eq!(small.expect(200).body, b"small\n", "{}", way.name);
         assert!(large.expect(200).body == pattern(10 * MIB), "{}", way.name);
         assert_eq!(empty.expect(204).body, b"", "{}", way.name);
@@ -116,12 +117,12 @@ fn files_of_every_size_arrive_in_every_http_version() {
 
 #[test]
 fn head_and_range_requests_work_in_every_http_version() {
-    let (_nginx, edge) = files();
+    let (_nginx, tls_gateway) = files();
     for way in WAYS {
-        let head = way.curl(&edge, &["--head"], &["/large.bin"]);
+        let head = way.curl(&tls_gateway, &["--head"], &["/large.bin"]);
         let fields = String::from_utf8_lossy(&head[0].expect(200).body).to_lowercase();
         assert!(fields.contains(&format!("content-length: {}", 10 * MIB)), "{}: {fields}", way.name);
-        let range = way.curl(&edge, &["--range", "1000-1999"], &["/large.bin"]);
+        let range = way.curl(&tls_gateway, &["--range", "1000-1999"], &["/large.bin"]);
         assert!(range[0].expect(206).body == pattern(2000)[1000..], "{}", way.name);
     }
 }
@@ -129,7 +130,7 @@ fn head_and_range_requests_work_in_every_http_version() {
 #[test]
 fn uploads_arrive_whole_in_every_http_version() {
     let httpbin = external_servers::httpbin();
-    let edge = Edge::start(&all_to(&httpbin.toml("u"), false));
+    let tls_gateway = TlsGateway::start(&limited_route_to(&httpbin.toml("u"), false));
     let scratch = Scratch::new();
     let text: String = (0..MIB / 2).map(|place| char::from(b'a' + (place % 23) as u8)).collect();
     let file = scratch.write("upload.txt", &text);
@@ -144,8 +145,8 @@ fn uploads_arrive_whole_in_every_http_version() {
             uploads.push(chunked.to_vec());
         }
         for options in uploads {
-            let answer = way.curl(&edge, &options, &["/anything"]);
-            let seen: serde_json::Value = serde_json::from_slice(&answer[0].expect(200).body).unwrap();
+            let response = way.curl(&tls_gateway, &options, &["/anything"]);
+            let seen: serde_json::Value = serde_json::from_slice(&response[0].expect(200).body).unwrap();
             assert!(seen["data"] == text.as_str(), "{}: {options:?}", way.name);
         }
     }
@@ -154,9 +155,9 @@ fn uploads_arrive_whole_in_every_http_version() {
 /// A client that is refused in the middle of its upload must learn so, rather than that something broke.
 #[test]
 fn a_refused_upload_always_receives_the_response() {
-    let edge = Edge::start(&all_to("[upstreams.u]\nbuiltin = \"echo\"\n", true));
+    let tls_gateway = TlsGateway::start(&limited_route_to("[upstreams.u]\nbuiltin = \"echo\"\n", true));
     let scratch = Scratch::new();
-    edge.gateway.get("/").expect(200);
+    tls_gateway.gateway.get("/").expect(200);
     for length in [200_000, 20_000_000] {
         let file = scratch.write("upload.bin", pattern(length));
         let data = format!("@{}", file.display());
@@ -164,8 +165,8 @@ fn a_refused_upload_always_receives_the_response() {
             for expect in ["Expect:", "Expect: 100-continue"] {
                 for turn in 0..if expect == "Expect:" { 20 } else { 3 } {
                     let options = ["--data-binary", data.as_str(), "--header", expect];
-                    let answer = way.curl(&edge, &options, &["/a"]);
-                    assert_eq!(answer[0].status, 429, "{}, {length} bytes, turn {turn}", way.name);
+                    let response = way.curl(&tls_gateway, &options, &["/a"]);
+                    assert_eq!(response[0].status, 429, "{}, {length} bytes, turn {turn}", way.name);
                 }
             }
         }

@@ -17,7 +17,7 @@ use transom_limiter::memory::LINE_BYTES;
 
 use crate::support::gateway::with_listen;
 use crate::support::load_checker::now_ms;
-use crate::support::process::{BINARY, Owned, Process};
+use crate::support::process::{BINARY, Process, ProcessGroup};
 use crate::support::ratelimit_parser::remaining;
 use crate::support::{Scratch, eventually, one_rule};
 
@@ -99,7 +99,7 @@ fn an_incompatible_file_is_renamed_with_a_warning() {
         put(&file, &bytes, mode);
         let process = Process::spawn(&toml(&file, CAPACITY));
         assert_eq!([left(&process), left(&process)], [8, 7], "{name}");
-        let said = process.says("counting starts from zero");
+        let said = process.wait_for_stderr("counting starts from zero");
         let of_it: Vec<&str> = said.lines().filter(|line| line.contains("counting starts from zero")).collect();
         assert!(of_it.len() == 1 && of_it[0].contains(&file.display().to_string()), "{name}: {said}");
         assert!(of_it[0].contains(says) && of_it[0].contains("WARN"), "{name}: {said}");
@@ -114,10 +114,10 @@ fn a_changed_capacity_starts_empty_unless_the_file_is_in_use() {
     let file = scratch.path().join("counters");
     three_counted(&file);
     let first = Process::spawn(&toml(&file, 2 * CAPACITY));
-    first.says("for another `counters.capacity`");
+    first.wait_for_stderr("for another `counters.capacity`");
     assert_eq!(left(&first), 8);
     let second = Process::spawn(&toml(&file, CAPACITY));
-    second.says("for another capacity, which is kept");
+    second.wait_for_stderr("for another capacity, which is kept");
     assert_eq!([left(&second), left(&first), left(&second)], [7, 6, 5]);
 }
 
@@ -127,7 +127,7 @@ fn refused(scratch: &Scratch, file: &Path, capacity: usize) -> String {
     let log = scratch.path().join("refused.log");
     let mut command = Command::new(BINARY);
     command.arg("--config").arg(config).stdin(Stdio::null()).stdout(Stdio::null());
-    let mut child = Owned::spawn(command.stderr(fs::File::create(&log).unwrap()));
+    let mut child = ProcessGroup::spawn(command.stderr(fs::File::create(&log).unwrap()));
     let mut status = None;
     eventually("the process ends", || {
         status = child.try_wait().unwrap();
@@ -151,7 +151,7 @@ fn a_path_that_is_not_a_file_is_refused_by_name() {
     // A running executable cannot be opened for writing, and nothing can be created under `/proc`.
     let program = at("program");
     fs::copy("/bin/sleep", &program).unwrap();
-    let mut running = Owned::spawn(Command::new(&program).arg("600"));
+    let mut running = ProcessGroup::spawn(Command::new(&program).arg("600"));
     for (file, says) in [
         (at("folder"), "it is a directory: use the path of a file"),
         (at("link"), "it is a symbolic link"),

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::support::client::{Answer, Client};
+use crate::support::client::{Client, HttpResponse};
 use crate::support::gateway::Gateway;
 use crate::support::ratelimit_parser::remaining;
 
@@ -13,7 +13,7 @@ fn with(rules: &str, named: &str) -> String {
     )
 }
 
-fn post(gateway: &Gateway, verb: &str, question: &Value) -> Answer {
+fn post(gateway: &Gateway, verb: &str, question: &Value) -> HttpResponse {
     Client::connect(gateway.admin).post(&format!("/v1/{verb}"), question.to_string())
 }
 
@@ -62,9 +62,10 @@ fn the_layer_nearest_its_limit_comes_first() {
     let rule = "[rules.r]\nkey = [\"header:x-user\", \"path\"]\non_missing_key = \"skip\"\nwindows = [\"10/hour\", \"3/minute\"]\n";
     let gateway = Gateway::start(&with(rule, "\"r\""));
     let question = || json!({"rule": "r", "key": ["abc", "/search"], "cost": 2});
-    let answer = ask(&gateway, "limit", question());
-    assert_eq!((&answer["limit"], &answer["remaining"]), (&json!(3), &json!(1)));
-    let names: Vec<&str> = answer["windows"].as_array().unwrap().iter().map(|w| w["name"].as_str().unwrap()).collect();
+    let response = ask(&gateway, "limit", question());
+    assert_eq!((&response["limit"], &response["remaining"]), (&json!(3), &json!(1)));
+    let names: Vec<&str> =
+        response["windows"].as_array().unwrap().iter().map(|w| w["name"].as_str().unwrap()).collect();
     assert_eq!(names, ["r-hour", "r-minute"]);
     assert_eq!(ask(&gateway, "limit", question())["allowed"], false);
     let request = gateway.get_with("/search", &[("X-User", "abc")]).expect(200);
@@ -80,8 +81,8 @@ fn a_global_counter_reports_the_retry_time() {
     for _ in 0..100 {
         assert_eq!(ask(&gateway, "limit", json!({"rule": "sign-ups"}))["allowed"], true);
     }
-    let answer = ask(&gateway, "limit", json!({"rule": "sign-ups"}));
-    assert_eq!((&answer["allowed"], &answer["retry_after"]), (&json!(false), &json!(3000)));
+    let response = ask(&gateway, "limit", json!({"rule": "sign-ups"}));
+    assert_eq!((&response["allowed"], &response["retry_after"]), (&json!(false), &json!(3000)));
     // Whatever key is given, it is the one counter.
     assert_eq!(ask(&gateway, "value", json!({"rule": "sign-ups", "key": "any"}))["count"], 100);
 }
@@ -149,8 +150,8 @@ fn a_malformed_query_is_400_and_an_unknown_rule_404() {
         ("{\"rule\": \"per-client\", \"key\": \"a\", \"costs\": 1}", 400),
         ("{\"rule\": \"per-user\", \"key\": \"a\"}", 404),
     ] {
-        let answer = Client::connect(gateway.admin).post("/v1/limit", question).expect(status);
-        assert_eq!(answer.problem()["status"], status, "{question}");
+        let response = Client::connect(gateway.admin).post("/v1/limit", question).expect(status);
+        assert_eq!(response.problem()["status"], status, "{question}");
     }
     let long = format!("{{\"rule\": \"per-client\", \"key\": \"{}\"}}", "a".repeat(70_000));
     Client::connect(gateway.admin).post("/v1/limit", long).expect(413);
@@ -160,19 +161,19 @@ fn a_malformed_query_is_400_and_an_unknown_rule_404() {
     let question = br#"{"rule": "per-client", "key": "a"}"#;
     for fields in [&[("Origin", "http://evil.example")][..], &[("Origin", "null")], &[("Sec-Fetch-Site", "cross-site")]]
     {
-        Client::connect(gateway.admin).ask("POST", "/v1/limit", fields, question).expect(403);
+        Client::connect(gateway.admin).request("POST", "/v1/limit", fields, question).expect(403);
     }
     let own = format!("http://{}", gateway.admin);
     let own = [("Host", own.trim_start_matches("http://")), ("Origin", &own), ("Sec-Fetch-Site", "same-origin")];
-    Client::connect(gateway.admin).ask("POST", "/v1/value", &own, question).expect(200);
+    Client::connect(gateway.admin).request("POST", "/v1/value", &own, question).expect(200);
     assert_eq!(ask(&gateway, "value", json!({"rule": "per-client", "key": "a"}))["count"], 0);
 }
 
 #[test]
 fn a_cost_above_the_limit_has_no_retry_time() {
     let gateway = Gateway::start(&with(PER_USER, "\"per-client\""));
-    let answer = ask(&gateway, "limit", json!({"rule": "per-client", "key": "a", "cost": 6}));
-    assert_eq!((&answer["allowed"], &answer["retry_after"]), (&json!(false), &Value::Null));
+    let response = ask(&gateway, "limit", json!({"rule": "per-client", "key": "a", "cost": 6}));
+    assert_eq!((&response["allowed"], &response["retry_after"]), (&json!(false), &Value::Null));
 }
 
 #[test]

@@ -55,14 +55,14 @@ fn window(gateway: &Gateway) {
 
 #[test]
 fn delayed_requests_pass_in_order_of_arrival() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let gateway = Gateway::start(&toml(&upstream, ONE, "max_delay = \"2s\""));
     gateway.get("/1").expect(200);
     let mut clients: Vec<Client> = (2..=4).map(|n| waiting(&gateway, &format!("/{n}"))).collect();
     assert_eq!(targets(&upstream), ["/1"]);
     for (client, passed) in clients.iter_mut().zip(2..) {
         window(&gateway);
-        client.answer().expect(200);
+        client.read_response().expect(200);
         let expected: Vec<String> = (1..=passed).map(|n| format!("/{n}")).collect();
         assert_eq!(targets(&upstream), expected);
     }
@@ -74,7 +74,7 @@ fn delayed_requests_pass_in_order_of_arrival() {
 
 #[test]
 fn a_request_that_would_exceed_max_delay_is_refused_at_once() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let gateway = Gateway::start(&toml(&upstream, ONE, "max_delay = \"600ms\""));
     gateway.get("/1").expect(200);
     let _waiting = [waiting(&gateway, "/2"), waiting(&gateway, "/3")];
@@ -89,20 +89,20 @@ fn a_request_that_would_exceed_max_delay_is_refused_at_once() {
 
 #[test]
 fn the_number_of_waiters_is_limited() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let gateway = Gateway::start(&toml(&upstream, ONE, "max_delay = \"1d\"\nmax_waiting = 2"));
     gateway.get("/1").expect(200);
     let mut second = waiting(&gateway, "/2");
     let _third = waiting(&gateway, "/3");
     gateway.get("/4").expect(429);
     window(&gateway);
-    second.answer().expect(200);
+    second.read_response().expect(200);
     waiting(&gateway, "/5");
 }
 
 #[test]
 fn a_waiter_that_disconnects_is_refunded() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let gateway = Gateway::start(&toml(&upstream, ONE, "max_delay = \"300ms\"\nmax_waiting = 1"));
     gateway.get("/1").expect(200);
     let gone = waiting(&gateway, "/gone");
@@ -113,25 +113,25 @@ fn a_waiter_that_disconnects_is_refunded() {
     });
     let mut next = waiting(&gateway, "/2");
     window(&gateway);
-    next.answer().expect(200);
+    next.read_response().expect(200);
     assert_eq!(targets(&upstream), ["/1", "/2"]);
 }
 
 #[test]
 fn a_delayed_request_waits_for_its_slowest_layer() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let gateway = Gateway::start(&toml(&upstream, "[\"1/300ms\", \"2/1s\"]", "max_delay = \"2s\""));
     gateway.get("/1").expect(200);
     let mut second = waiting(&gateway, "/2");
     window(&gateway);
-    second.answer().expect(200);
+    second.read_response().expect(200);
     // The next window of 300 ms opens at 600; the next second at 1000.
     let mut third = waiting(&gateway, "/3");
     gateway.advance(Duration::from_millis(699));
     still_waits(&mut third);
     assert_eq!(targets(&upstream), ["/1", "/2"]);
     gateway.advance(Duration::from_millis(1));
-    third.answer().expect(200);
+    third.read_response().expect(200);
 }
 
 #[test]
@@ -145,7 +145,7 @@ fn a_refusing_rule_precedes_a_delaying_rule() {
     let mut second = waiting(&gateway, "/2");
     gateway.get("/3").expect(429);
     window(&gateway);
-    second.answer().expect(200);
+    second.read_response().expect(200);
     gateway.get("/4").expect(429);
 }
 
@@ -159,7 +159,7 @@ fn the_binary_forwards_no_delayed_request_before_its_window() {
         client.send(request("GET", "/a", &[], b""));
     }
     for client in &mut clients {
-        client.answer().expect(200);
+        client.read_response().expect(200);
     }
     // Five windows, of which the first may be nearly over: three whole ones lie between.
     assert!(start.elapsed() >= Duration::from_millis(745), "{:?}", start.elapsed());
@@ -185,24 +185,24 @@ fn waiting_as(gateway: &Gateway, user: &str, path: &str) -> Client {
 
 #[test]
 fn a_waiter_does_not_block_other_keys() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let gateway = Gateway::start(&beside_all(&upstream, "5/second"));
     gateway.get_with("/a1", &[("X-User", "a")]).expect(200);
     let mut waits = waiting_as(&gateway, "a", "/a2");
     // It has consumed its part of the second in which it came, and of no other.
-    let answer = gateway.get_with("/b", &[("X-User", "b")]).expect(200);
-    assert_eq!(remaining(&answer, "all"), 2);
+    let response = gateway.get_with("/b", &[("X-User", "b")]).expect(200);
+    assert_eq!(remaining(&response, "all"), 2);
     gateway.advance_s(1);
-    let answer = gateway.get_with("/c", &[("X-User", "c")]).expect(200);
-    assert_eq!(remaining(&answer, "all"), 4);
+    let response = gateway.get_with("/c", &[("X-User", "c")]).expect(200);
+    assert_eq!(remaining(&response, "all"), 4);
     gateway.advance_s(59);
-    let answer = waits.answer().expect(200);
-    assert_eq!((remaining(&answer, "all"), remaining(&answer, "r")), (4, 0), "charged where it passes");
+    let response = waits.read_response().expect(200);
+    assert_eq!((remaining(&response, "all"), remaining(&response, "r")), (4, 0), "charged where it passes");
 }
 
 #[test]
 fn a_waiter_that_another_rule_refuses_is_refunded() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let gateway = Gateway::start(&beside_all(&upstream, "2/50s"));
     gateway.get_with("/a1", &[("X-User", "a")]).expect(200);
     let mut waits = waiting_as(&gateway, "a", "/a2");
@@ -211,7 +211,7 @@ fn a_waiter_that_another_rule_refuses_is_refunded() {
     gateway.get_with("/b", &[("X-User", "b")]).expect(200);
     gateway.get_with("/c", &[("X-User", "c")]).expect(200);
     gateway.advance_s(5);
-    let late = waits.answer().expect(429);
+    let late = waits.read_response().expect(429);
     assert_eq!(late.problem()["violated-policies"], serde_json::json!(["all"]));
     assert_eq!(late.field("retry-after"), Some("40"));
     assert_eq!(targets(&upstream), ["/a1", "/b", "/c"]);
@@ -224,7 +224,7 @@ fn a_waiter_that_another_rule_refuses_is_refunded() {
 /// Two rules delay on different keys: a request that waits for one and finds the other full keeps waiting, and is not refused.
 #[test]
 fn a_request_can_be_delayed_by_two_rules_in_turn() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let toml = format!(
         "workers = 1\n{}[rules.r]\nkey = \"ip\"\nwindows = [\"1/1s\"]\non_limit = \"delay\"\nmax_delay = \"60s\"\n\
          [rules.b]\nkey = \"global\"\nwindows = [\"1/4s\"]\non_limit = \"delay\"\nmax_delay = \"60s\"\n\
@@ -247,18 +247,18 @@ fn a_request_can_be_delayed_by_two_rules_in_turn() {
     // Its turn in the second rule comes when this second of the first is promised to others. It looks within
     // a second, and waits on for the first one that is free.
     gateway.advance_s(4);
-    others.drain(..3).for_each(|mut other| drop(other.answer().expect(200)));
+    others.drain(..3).for_each(|mut other| drop(other.read_response().expect(200)));
     (0..3).for_each(|_| still_waits(&mut first));
     gateway.advance_s(4);
-    let answer = first.answer().expect(200);
-    assert!(answer.field("ratelimit").unwrap().contains("\"b\""), "all rules are told of");
-    others.iter_mut().for_each(|other| drop(other.answer().expect(200)));
+    let response = first.read_response().expect(200);
+    assert!(response.field("ratelimit").unwrap().contains("\"b\""), "all rules are told of");
+    others.iter_mut().for_each(|other| drop(other.read_response().expect(200)));
 }
 
 /// The end of a connection is noticed although unread bytes precede it.
 #[test]
 fn a_waiter_that_disconnects_after_its_body_is_refunded() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let gateway = Gateway::start(&toml(&upstream, "[\"1/1h\"]", "max_delay = \"2h\"\nmax_waiting = 2"));
     gateway.get("/1").expect(200);
     for round in 0..3 {
@@ -276,7 +276,7 @@ fn a_waiter_that_disconnects_after_its_body_is_refunded() {
 /// Starts 42 requests that wait for windows of two, and hangs them up in an order in which most of them have
 /// others behind them; the next client of that key passes in the next window.
 fn hang_up_together(workers: u32, order: impl Fn(usize) -> usize) {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let toml =
         toml(&upstream, "[\"2/1s\"]", "max_delay = \"10m\"").replace("workers = 1", &format!("workers = {workers}"));
     let gateway = Gateway::start(&toml);

@@ -19,12 +19,12 @@ fn serve(listener: TcpListener) {
     thread::spawn(move || {
         for stream in listener.incoming().map_while(Result::ok) {
             let name = name.clone();
-            thread::spawn(move || answer(stream, &name));
+            thread::spawn(move || response(stream, &name));
         }
     });
 }
 
-fn answer(mut stream: std::net::TcpStream, name: &str) {
+fn response(mut stream: std::net::TcpStream, name: &str) {
     let mut head = Vec::new();
     let mut byte = [0];
     while stream.read(&mut byte).is_ok_and(|n| n > 0) {
@@ -32,8 +32,8 @@ fn answer(mut stream: std::net::TcpStream, name: &str) {
         if head.ends_with(b"\r\n\r\n") {
             // A request for `/once` closes the connection after its response.
             let close = if head.starts_with(b"GET /once") { "Connection: close\r\n" } else { "" };
-            let answer = format!("HTTP/1.1 200 OK\r\n{close}Content-Length: {}\r\n\r\n{name}", name.len());
-            if stream.write_all(answer.as_bytes()).is_err() || !close.is_empty() {
+            let response = format!("HTTP/1.1 200 OK\r\n{close}Content-Length: {}\r\n\r\n{name}", name.len());
+            if stream.write_all(response.as_bytes()).is_err() || !close.is_empty() {
                 return;
             }
             head.clear();
@@ -66,7 +66,7 @@ fn gateway(port: u16, addresses: &[&str]) -> Process {
         "workers = 1\n[upstreams.u]\nservers = [\"http://api.test:{port}\"]\nresolve = \"1s\"\n\
          [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n"
     );
-    Process::spawn_by(command, &toml, scratch)
+    Process::spawn_command(command, &toml, scratch)
 }
 
 /// `second`: of the file's time, by which it is known to have changed.
@@ -87,9 +87,9 @@ fn wrapper() -> String {
 #[test]
 fn all_addresses_of_a_name_are_used_in_turn() {
     let gateway = gateway(two(), &["127.0.0.1", "127.0.0.2"]);
-    let answers: Vec<String> = (0..6).map(|_| gateway.get("/once").expect(200).text()).collect();
-    let first = answers.iter().filter(|answer| *answer == "127.0.0.1").count();
-    assert_eq!(first, 3, "{answers:?}");
+    let responses: Vec<String> = (0..6).map(|_| gateway.get("/once").expect(200).text()).collect();
+    let first = responses.iter().filter(|response| *response == "127.0.0.1").count();
+    assert_eq!(first, 3, "{responses:?}");
 }
 
 #[test]

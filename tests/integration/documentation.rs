@@ -40,7 +40,7 @@ fn shipped(left_s: u64) -> Gateway {
 
 /// The output of a documented command, run against a gateway.
 fn printed(command: &str, gateway: &Gateway) -> String {
-    let command = command.replace("127.0.0.1:8080", &gateway.addresses()[0].to_string());
+    let command = command.replace("127.0.0.1:8080", &gateway.http_addresses()[0].to_string());
     let command = command.replace("127.0.0.1:9900", &gateway.admin.to_string());
     let output = Command::new("bash").args(["-c", &command]).output().unwrap();
     assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
@@ -92,8 +92,8 @@ fn the_documented_decision_api_responses_are_true() {
     let mut shown: serde_json::Value = serde_json::from_str(&shown).unwrap();
     let mut printed: serde_json::Value = serde_json::from_str(&printed(command.trim(), &gateway)).unwrap();
     assert_eq!(shown["windows"][0], printed["windows"][0]);
-    for answer in [&mut shown, &mut printed] {
-        answer["windows"].take();
+    for response in [&mut shown, &mut printed] {
+        response["windows"].take();
     }
     assert_eq!(shown, printed);
 }

@@ -7,24 +7,24 @@ use std::time::Duration;
 
 use crate::support::client::{Client, HOST, request};
 use crate::support::process::Process;
-use crate::support::tls::{Authority, listen};
+use crate::support::tls::{RevokingCa, listen};
 use crate::support::upstream::Upstream;
-use crate::support::{Scratch, eventually, one_rule, pass_all, within};
+use crate::support::{Scratch, eventually, forward_all, one_rule, within};
 
 /// Responds on a signal of the test; reports each request.
 fn held() -> (Upstream, mpsc::Receiver<()>, Sender<()>) {
     let (saw, seen) = mpsc::channel();
     let (go, gone) = mpsc::channel::<()>();
     let gone = Arc::new(Mutex::new(gone));
-    let upstream = Upstream::with(move |talk| {
-        while let Some(received) = talk.request() {
+    let upstream = Upstream::with_script(move |connection| {
+        while let Some(received) = connection.read_request() {
             if received.target == "/slow" {
                 saw.send(()).unwrap();
                 if gone.lock().unwrap().recv().is_err() {
                     return;
                 }
             }
-            talk.reply(200, &[], b"at last");
+            connection.reply(200, &[], b"at last");
         }
     });
     (upstream, seen, go)
@@ -34,7 +34,7 @@ fn held() -> (Upstream, mpsc::Receiver<()>, Sender<()>) {
 fn a_drain_finishes_requests_in_flight_and_accepts_no_new_ones() {
     for name in ["TERM", "INT"] {
         let (upstream, seen, go) = held();
-        let mut process = Process::spawn(&pass_all(&upstream));
+        let mut process = Process::spawn(&forward_all(&upstream));
         let mut idle = process.client();
         idle.get("/a").expect(200);
         let mut slow = process.client();
@@ -50,8 +50,8 @@ fn a_drain_finishes_requests_in_flight_and_accepts_no_new_ones() {
         idle.expect_closed();
 
         go.send(()).unwrap();
-        let answer = slow.answer().expect(200);
-        assert_eq!((answer.text().as_str(), answer.field("connection")), ("at last", Some("close")));
+        let response = slow.read_response().expect(200);
+        assert_eq!((response.text().as_str(), response.field("connection")), ("at last", Some("close")));
         slow.expect_closed();
         assert_eq!(process.wait().code(), Some(0), "{name}");
     }
@@ -62,39 +62,39 @@ fn a_drain_finishes_bodies_in_flight() {
     let (saw, seen) = mpsc::channel();
     let (go, gone) = mpsc::channel::<()>();
     let gone = Arc::new(Mutex::new(gone));
-    let upstream = Upstream::with(move |talk| {
-        if talk.request().is_some() {
-            talk.send("HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nfirst");
+    let upstream = Upstream::with_script(move |connection| {
+        if connection.read_request().is_some() {
+            connection.send("HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nfirst");
             saw.send(()).unwrap();
             gone.lock().unwrap().recv().unwrap();
-            talk.send("secnd");
+            connection.send("secnd");
         }
     });
-    let mut process = Process::spawn(&pass_all(&upstream));
+    let mut process = Process::spawn(&forward_all(&upstream));
     let mut client = process.client();
     client.send(request("GET", "/a", &[], b""));
-    client.head().unwrap().expect(200);
-    assert_eq!(client.exactly(5), b"first");
+    client.read_head().unwrap().expect(200);
+    assert_eq!(client.read_exactly(5), b"first");
     seen.recv().unwrap();
     let mut upload = process.client();
     upload.send(format!("POST /b HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 4\r\n\r\nbo"));
     process.signal("TERM");
     eventually("nobody new is let in", || TcpStream::connect(process.http).is_err());
     go.send(()).unwrap();
-    assert_eq!(client.exactly(5), b"secnd");
+    assert_eq!(client.read_exactly(5), b"secnd");
     client.expect_closed();
     upload.send("dy");
-    assert_eq!(upload.head().unwrap().status, 200);
-    assert_eq!(upload.exactly(5), b"first");
+    assert_eq!(upload.read_head().unwrap().status, 200);
+    assert_eq!(upload.read_exactly(5), b"first");
     go.send(()).unwrap();
-    assert_eq!(upload.exactly(5), b"secnd");
+    assert_eq!(upload.read_exactly(5), b"secnd");
     assert_eq!(process.wait().code(), Some(0));
 }
 
 #[test]
 fn a_drain_aborts_requests_after_its_deadline() {
     let (upstream, seen, _go) = held();
-    let mut process = Process::spawn(&format!("{}[timeouts]\ndrain = \"100ms\"\n", pass_all(&upstream)));
+    let mut process = Process::spawn(&format!("{}[timeouts]\ndrain = \"100ms\"\n", forward_all(&upstream)));
     let mut slow = process.client();
     slow.send(request("GET", "/slow", &[], b""));
     seen.recv().unwrap();
@@ -103,15 +103,15 @@ fn a_drain_aborts_requests_after_its_deadline() {
     dawdler.send("GET /a HTTP/1.1\r\nHo");
     process.signal("TERM");
     assert_eq!(within(Duration::from_millis(100), || process.wait()).code(), Some(0));
-    assert!(slow.rest().is_empty());
-    dawdler.rest();
+    assert!(slow.read_to_end().is_empty());
+    dawdler.read_to_end();
     assert!(process.stderr().contains("aborted"), "{}", process.stderr());
 }
 
 #[test]
 fn an_unfinished_head_does_not_delay_the_exit() {
     let (upstream, _seen, _go) = held();
-    let toml = format!("{}[timeouts]\nrequest_head = \"200ms\"\ndrain = \"1d\"\n", pass_all(&upstream));
+    let toml = format!("{}[timeouts]\nrequest_head = \"200ms\"\ndrain = \"1d\"\n", forward_all(&upstream));
     let mut process = Process::spawn(&toml);
     let mut dawdler = process.client();
     dawdler.send("GET /a HTTP/1.1\r\nHo");
@@ -124,9 +124,9 @@ fn an_unfinished_head_does_not_delay_the_exit() {
 
 #[test]
 fn an_idle_connection_does_not_delay_the_exit() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     for h2c in [true, false] {
-        let toml = format!("{}[timeouts]\ndrain = \"1d\"\n[http2]\nh2c = {h2c}\n", pass_all(&upstream));
+        let toml = format!("{}[timeouts]\ndrain = \"1d\"\n[http2]\nh2c = {h2c}\n", forward_all(&upstream));
         let mut process = Process::spawn(&toml);
         let (mut silent, mut idle) = (process.client(), process.client());
         idle.get("/a").expect(200);
@@ -143,19 +143,19 @@ fn an_idle_connection_does_not_delay_the_exit() {
 #[test]
 fn requests_at_the_end_are_answered_or_not_accepted() {
     // A connection that was let in is served, or closed before a byte of a request was sent upstream.
-    let upstream = Upstream::replying(200);
-    let mut process = Process::spawn(&pass_all(&upstream));
+    let upstream = Upstream::always(200);
+    let mut process = Process::spawn(&forward_all(&upstream));
     let address = process.http;
     let hammer: Vec<_> = (0..4)
         .map(|_| {
             std::thread::spawn(move || {
                 let mut answered = 0;
                 while let Ok(stream) = TcpStream::connect(address) {
-                    let mut client = Client::over(stream);
+                    let mut client = Client::from_tcp(stream);
                     client.send_if_open(request("GET", "/a", &[], b""));
-                    let answer = client.answer_or_end();
-                    if let Some(answer) = answer {
-                        assert_eq!(answer.status, 200);
+                    let response = client.read_response_or_end();
+                    if let Some(response) = response {
+                        assert_eq!(response.status, 200);
                         answered += 1;
                     }
                 }
@@ -172,7 +172,7 @@ fn requests_at_the_end_are_answered_or_not_accepted() {
 
 #[test]
 fn a_connection_without_a_detected_protocol_does_not_delay_the_exit() {
-    let (scratch, authority) = (Scratch::new(), Authority::new());
+    let (scratch, authority) = (Scratch::new(), RevokingCa::new());
     // The drain may take long, except for connections without a request.
     let timeouts = "[timeouts]\ntls_handshake = \"1h\"\nproxy_protocol = \"1h\"\ndrain = \"1h\"\n";
     let toml = listen(&scratch, &authority.issue(&["a.test"]), timeouts)

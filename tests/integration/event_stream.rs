@@ -7,9 +7,9 @@ use bytes::Bytes;
 use http::Response;
 
 use crate::support::client::request;
+use crate::support::forward_all;
 use crate::support::gateway::Gateway;
-use crate::support::http2_upstream::{Setup, Streams};
-use crate::support::pass_all;
+use crate::support::http2_upstream::{Http2Upstream, Options};
 use crate::support::upstream::Upstream;
 
 const EVENTS: usize = 200;
@@ -22,45 +22,45 @@ fn event(n: usize) -> String {
 fn read(gateway: &Gateway, mut here: impl FnMut()) {
     let mut client = gateway.client();
     client.send(request("GET", "/events", &[("Accept", "text/event-stream")], b""));
-    assert_eq!(client.head().unwrap().expect(200).field("content-type"), Some("text/event-stream"));
+    assert_eq!(client.read_head().unwrap().expect(200).field("content-type"), Some("text/event-stream"));
     for n in 0..EVENTS {
-        assert_eq!(String::from_utf8(client.chunk().unwrap()).unwrap(), event(n));
+        assert_eq!(String::from_utf8(client.read_chunk().unwrap()).unwrap(), event(n));
         here();
     }
-    assert_eq!(client.chunk(), None);
+    assert_eq!(client.read_chunk(), None);
 }
 
 #[test]
 fn events_are_forwarded_over_http1() {
     let (tell, told) = mpsc::channel::<()>();
     let told = Mutex::new(told);
-    let upstream = Upstream::with(move |talk| {
-        talk.request();
-        talk.send("HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n");
+    let upstream = Upstream::with_script(move |connection| {
+        connection.read_request();
+        connection.send("HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n");
         for n in 0..EVENTS {
             let event = event(n);
-            talk.send(format!("{:x}\r\n{event}\r\n", event.len()));
+            connection.send(format!("{:x}\r\n{event}\r\n", event.len()));
             told.lock().unwrap().recv().unwrap();
         }
-        talk.send("0\r\n\r\n");
+        connection.send("0\r\n\r\n");
     });
-    read(&Gateway::start(&pass_all(&upstream)), || tell.send(()).unwrap());
+    read(&Gateway::start(&forward_all(&upstream)), || tell.send(()).unwrap());
 }
 
 #[test]
 fn events_are_forwarded_over_http2() {
     let (tell, told) = tokio::sync::mpsc::unbounded_channel::<()>();
     let told = std::sync::Arc::new(tokio::sync::Mutex::new(told));
-    let upstream = Streams::with(Setup::default(), move |mut stream| {
+    let upstream = Http2Upstream::with_script(Options::default(), move |mut stream| {
         let told = std::sync::Arc::clone(&told);
         async move {
             let head = Response::builder().header("content-type", "text/event-stream").body(()).unwrap();
-            let mut answer = stream.begin(head);
+            let mut response = stream.send_head(head);
             for n in 0..EVENTS {
-                answer.send_data(Bytes::from(event(n)), false).unwrap();
+                response.send_data(Bytes::from(event(n)), false).unwrap();
                 told.lock().await.recv().await.unwrap();
             }
-            answer.send_data(Bytes::new(), true).unwrap();
+            response.send_data(Bytes::new(), true).unwrap();
         }
     });
     let toml = format!("{}[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u"));

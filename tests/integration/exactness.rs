@@ -23,11 +23,11 @@ fn hammer(gateway: &Gateway, attempts: usize, fields: impl Fn(usize, usize) -> V
                 for n in 0..attempts {
                     let fields = fields(thread, n);
                     let fields: Vec<(&str, &str)> = fields.iter().map(|(n, v)| (n.as_str(), v.as_str())).collect();
-                    let answer = client.get_with("/a", &fields);
-                    match answer.status {
+                    let response = client.get_with("/a", &fields);
+                    match response.status {
                         200 => admitted.fetch_add(1, Ordering::Relaxed),
                         429 => 0,
-                        status => panic!("{status}: {}", answer.text()),
+                        status => panic!("{status}: {}", response.text()),
                     };
                 }
             });
@@ -103,13 +103,13 @@ fn a_request_counts_once_in_every_layer_of_three_rules() {
     // The narrowest layer is the global minute, which was charged three times.
     assert_eq!(admitted, 500);
     for (user, count) in by_user.into_iter().map(AtomicU64::into_inner).enumerate() {
-        let answer = gateway.get_with("/a", &[("X-User", &format!("user-{user}"))]).expect(429);
-        assert_eq!(remaining(&answer, "user-hour"), 100 - count, "user {user}");
-        assert_eq!(remaining(&answer, "user-minute"), 90 - count, "user {user}");
-        assert_eq!(remaining(&answer, "address-hour"), 700 - admitted);
-        assert_eq!(remaining(&answer, "address-minute"), 600 - admitted);
-        assert_eq!(remaining(&answer, "all-hour"), 550 - admitted);
-        assert_eq!(remaining(&answer, "all-minute"), 0);
+        let response = gateway.get_with("/a", &[("X-User", &format!("user-{user}"))]).expect(429);
+        assert_eq!(remaining(&response, "user-hour"), 100 - count, "user {user}");
+        assert_eq!(remaining(&response, "user-minute"), 90 - count, "user {user}");
+        assert_eq!(remaining(&response, "address-hour"), 700 - admitted);
+        assert_eq!(remaining(&response, "address-minute"), 600 - admitted);
+        assert_eq!(remaining(&response, "all-hour"), 550 - admitted);
+        assert_eq!(remaining(&response, "all-minute"), 0);
     }
 }
 
@@ -131,11 +131,11 @@ fn a_refusal_by_one_layer_charges_no_other() {
         ";
     let gateway = Gateway::start(toml);
     assert_eq!(hammer(&gateway, 100, |_, _| vec![("X-User".to_owned(), "eve".to_owned())]), 10);
-    let answer = gateway.get_with("/a", &[("X-User", "bob")]).expect(200);
+    let response = gateway.get_with("/a", &[("X-User", "bob")]).expect(200);
     // Ten of eve's and this one; the 790 that were refused are nowhere.
-    assert_eq!(remaining(&answer, "all"), 1000 - 11);
-    let answer = gateway.get_with("/a", &[("X-User", "eve")]).expect(429);
-    assert_eq!(remaining(&answer, "user-hour"), 1000 - 10);
+    assert_eq!(remaining(&response, "all"), 1000 - 11);
+    let response = gateway.get_with("/a", &[("X-User", "eve")]).expect(429);
+    assert_eq!(remaining(&response, "user-hour"), 1000 - 10);
 }
 
 #[test]

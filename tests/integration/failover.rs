@@ -13,20 +13,20 @@ use crate::support::client::Client;
 use crate::support::gateway::Gateway;
 use crate::support::process::Process;
 use crate::support::redis::free_port;
-use crate::support::upstream::{Talk, Upstream};
-use crate::support::{eventually, pass_to};
+use crate::support::upstream::{Connection, Upstream};
+use crate::support::{eventually, forward_to};
 
 /// An address that a server can leave and come back to.
 fn address() -> SocketAddr {
     SocketAddr::from(([127, 0, 0, 1], free_port()))
 }
 
-fn answer_all(status: u16) -> impl Fn(&mut Talk) + Send + Sync + 'static {
-    move |talk| while talk.request().is_some() && talk.reply(status, &[], b"fine\n") {}
+fn answer_all(status: u16) -> impl Fn(&mut Connection) + Send + Sync + 'static {
+    move |connection| while connection.read_request().is_some() && connection.reply(status, &[], b"fine\n") {}
 }
 
 fn up(address: SocketAddr) -> Upstream {
-    Upstream::at(address, answer_all(200))
+    Upstream::at_address(address, answer_all(200))
 }
 
 fn is_ejected(gateway: &Gateway, server: SocketAddr) -> bool {
@@ -46,7 +46,7 @@ fn ask(gateway: &Gateway, times: usize) {
 
 /// With one worker, so that there is one connection pool and one retry budget.
 fn gateway(servers: &[SocketAddr], settings: &str) -> Gateway {
-    Gateway::start(&format!("workers = 1\n{}", pass_to(servers, settings)))
+    Gateway::start(&format!("workers = 1\n{}", forward_to(servers, settings)))
 }
 
 #[test]
@@ -73,7 +73,7 @@ fn two_servers_failing_in_turn_lose_no_request() {
 
 #[test]
 fn connect_failures_with_another_server_available_do_not_use_the_retry_budget() {
-    let servers = [Upstream::refusing(), Upstream::replying(200)];
+    let servers = [Upstream::refusing_connections(), Upstream::always(200)];
     let addresses = servers.each_ref().map(|server| server.address);
     let settings = "balance = \"round-robin\"\nejection = false\nretries = { budget = 0, budget_min = 0 }";
     let gateway = gateway(&addresses, settings);
@@ -86,7 +86,8 @@ fn connect_failures_with_another_server_available_do_not_use_the_retry_budget() 
 
 #[test]
 fn connect_failures_use_the_retry_budget_if_no_server_works() {
-    let servers = [Upstream::refusing(), Upstream::refusing(), Upstream::refusing()];
+    let servers =
+        [Upstream::refusing_connections(), Upstream::refusing_connections(), Upstream::refusing_connections()];
     let addresses = servers.each_ref().map(|server| server.address);
     let settings = "ejection = false\nretries = { attempts = 2, budget = 0, budget_min = 0 }";
     let gateway = gateway(&addresses, settings);
@@ -98,10 +99,10 @@ fn connect_failures_use_the_retry_budget_if_no_server_works() {
 
 #[test]
 fn a_passed_health_check_ends_an_ejection() {
-    let bad = Upstream::answering(|request| {
+    let bad = Upstream::responding(|request| {
         crate::support::upstream::reply(if request.target == "/healthz" { 200 } else { 503 }, &[], b"")
     });
-    let good = Upstream::replying(200);
+    let good = Upstream::always(200);
     let settings = "balance = \"round-robin\"\nejection = { failures = 2, statuses = [503], time = \"1h\" }\n\
                     health = { path = \"/healthz\", interval = \"500ms\" }\n";
     let gateway = gateway(&[bad.address, good.address], settings);
@@ -118,7 +119,7 @@ fn a_passed_health_check_ends_an_ejection() {
 fn an_ejected_server_is_preferred_to_an_unhealthy_one() {
     let status = |healthz: u16, others: fn(usize) -> u16| {
         let asked = AtomicU64::new(0);
-        Upstream::answering(move |request| {
+        Upstream::responding(move |request| {
             let status = match request.target.as_str() {
                 "/healthz" => healthz,
                 _ => others(asked.fetch_add(1, Ordering::SeqCst) as usize),
@@ -145,7 +146,7 @@ fn a_failing_server_that_cannot_be_ejected_does_not_hide_an_ejected_one() {
     // Failure responses are not retried here, so only the choice of a server can show that the first works again.
     let servers = [AtomicU64::new(503), AtomicU64::new(200)].map(|status| {
         let status = std::sync::Arc::new(status);
-        let server = Upstream::answering({
+        let server = Upstream::responding({
             let status = std::sync::Arc::clone(&status);
             move |_| crate::support::upstream::reply(status.load(Ordering::SeqCst) as u16, &[], b"")
         });
@@ -170,7 +171,7 @@ fn a_failing_server_that_cannot_be_ejected_does_not_hide_an_ejected_one() {
 fn servers_that_fail_most_requests_are_not_ejected_repeatedly() {
     let failing = || {
         let asked = AtomicU64::new(0);
-        Upstream::answering(move |_| {
+        Upstream::responding(move |_| {
             let is_fine = asked.fetch_add(1, Ordering::SeqCst) % 4 == 3;
             crate::support::upstream::reply(if is_fine { 200 } else { 503 }, &[], b"")
         })
@@ -198,7 +199,7 @@ const RATE: u32 = 2000;
 
 /// Sends requests at a steady rate during an action, and returns the number of 200 and of other responses.
 fn under_load(gateway: &Process, act: impl FnOnce()) -> (u64, u64) {
-    let (answers, over) = (Answers::default(), AtomicBool::new(false));
+    let (responses, over) = (Answers::default(), AtomicBool::new(false));
     thread::scope(|scope| {
         for _ in 0..CLIENTS {
             scope.spawn(|| {
@@ -206,7 +207,7 @@ fn under_load(gateway: &Process, act: impl FnOnce()) -> (u64, u64) {
                 let mut next = Instant::now();
                 while !over.load(Ordering::SeqCst) {
                     let is_fine = client.get("/a").status == 200;
-                    (if is_fine { &answers.fine } else { &answers.lost }).fetch_add(1, Ordering::SeqCst);
+                    (if is_fine { &responses.fine } else { &responses.lost }).fetch_add(1, Ordering::SeqCst);
                     // A client that is behind does not catch up.
                     next = (next + Duration::from_secs(1) * CLIENTS / RATE).max(Instant::now());
                     thread::sleep(next.saturating_duration_since(Instant::now()));
@@ -223,7 +224,7 @@ fn under_load(gateway: &Process, act: impl FnOnce()) -> (u64, u64) {
         let _end = End(&over);
         act();
     });
-    (answers.fine.into_inner(), answers.lost.into_inner())
+    (responses.fine.into_inner(), responses.lost.into_inner())
 }
 
 /// A server in its own process.
@@ -254,7 +255,7 @@ fn length() -> (Duration, u32) {
 fn gateway_process(addresses: &[SocketAddr], shorter: u32) -> Process {
     let ms = |seconds: u32| seconds * 1000 / shorter;
     let ejection = format!("ejection = {{ time = \"{}ms\", max_time = \"{}ms\" }}", ms(10), ms(300));
-    Process::spawn(&format!("workers = 2\n{}", pass_to(addresses, &ejection)))
+    Process::spawn(&format!("workers = 2\n{}", forward_to(addresses, &ejection)))
 }
 
 #[test]

@@ -6,29 +6,29 @@ use std::time::Duration;
 use crate::support::client::{Client, HOST, request};
 use crate::support::gateway::Gateway;
 use crate::support::upstream::{Upstream, reply};
-use crate::support::{eventually, pass_all, within};
+use crate::support::{eventually, forward_all, within};
 
 fn outcomes(gateway: &Gateway, outcome: &str) -> u64 {
     gateway.metrics().sum("transom_upstream_requests_total", &[("upstream", "u"), ("outcome", outcome)])
 }
 
 /// The response to a GET, when the upstream follows `script` after each request.
-fn answer_of(script: &'static [u8]) -> crate::support::client::Answer {
-    let upstream = Upstream::with(move |talk| {
-        if talk.request().is_some() {
-            talk.send(script);
+fn answer_of(script: &'static [u8]) -> crate::support::client::HttpResponse {
+    let upstream = Upstream::with_script(move |connection| {
+        if connection.read_request().is_some() {
+            connection.send(script);
         }
     });
-    let gateway = Gateway::start(&pass_all(&upstream));
-    let answer = gateway.get("/a");
+    let gateway = Gateway::start(&forward_all(&upstream));
+    let response = gateway.get("/a");
     assert_eq!(upstream.received().len(), 1, "asked more than once");
-    answer
+    response
 }
 
 #[test]
 fn an_unreachable_server_is_502() {
-    let upstream = Upstream::refusing();
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let upstream = Upstream::refusing_connections();
+    let gateway = Gateway::start(&forward_all(&upstream));
     let mut client = gateway.client();
     for _ in 0..3 {
         let problem = client.get("/a").expect(502).problem();
@@ -63,9 +63,9 @@ fn a_malformed_response_is_502() {
         b"HTTP/1.1 200 OK\r\nX: \0\r\nContent-Length: 0\r\n\r\n",
         b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
     ] {
-        let answer = answer_of(script);
-        assert_eq!(answer.status, 502, "{:?}: {}", String::from_utf8_lossy(script), answer.text());
-        answer.problem();
+        let response = answer_of(script);
+        assert_eq!(response.status, 502, "{:?}: {}", String::from_utf8_lossy(script), response.text());
+        response.problem();
     }
 }
 
@@ -73,26 +73,26 @@ fn a_malformed_response_is_502() {
 #[test]
 fn a_response_to_head_has_one_valid_content_length() {
     for length in ["5, 5", "5\r\nContent-Length: 5", "5\r\nTransfer-Encoding: chunked", "+5", "", "five"] {
-        let upstream = Upstream::with(move |talk| {
-            if talk.request().is_some() {
-                talk.send(format!("HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n"));
+        let upstream = Upstream::with_script(move |connection| {
+            if connection.read_request().is_some() {
+                connection.send(format!("HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n"));
             }
         });
-        let gateway = Gateway::start(&pass_all(&upstream));
-        let answer = gateway.client().ask("HEAD", "/a", &[], b"");
-        assert_eq!(answer.status, 502, "{length:?}: {:?}", answer.fields);
+        let gateway = Gateway::start(&forward_all(&upstream));
+        let response = gateway.client().request("HEAD", "/a", &[], b"");
+        assert_eq!(response.status, 502, "{length:?}: {:?}", response.fields);
     }
 }
 
 #[test]
 fn an_endless_response_head_is_502() {
-    let upstream = Upstream::with(|talk| {
-        if talk.request().is_some() {
-            talk.send("HTTP/1.1 200 OK\r\n");
-            while talk.send("X-More: and more, and more, and more, and more\r\n") {}
+    let upstream = Upstream::with_script(|connection| {
+        if connection.read_request().is_some() {
+            connection.send("HTTP/1.1 200 OK\r\n");
+            while connection.send("X-More: and more, and more, and more, and more\r\n") {}
         }
     });
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let gateway = Gateway::start(&forward_all(&upstream));
     gateway.get("/a").expect(502).problem();
 }
 
@@ -104,16 +104,16 @@ fn a_truncated_response_is_not_taken_for_complete() {
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\nzz\r\n", true),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n", true),
     ] {
-        let upstream = Upstream::with(move |talk| {
-            if talk.request().is_some() {
-                talk.send(script);
+        let upstream = Upstream::with_script(move |connection| {
+            if connection.read_request().is_some() {
+                connection.send(script);
             }
         });
-        let gateway = Gateway::start(&pass_all(&upstream));
+        let gateway = Gateway::start(&forward_all(&upstream));
         let mut client = gateway.client();
         client.send(request("GET", "/a", &[], b""));
-        client.head().unwrap().expect(200);
-        let rest = client.rest();
+        client.read_head().unwrap().expect(200);
+        let rest = client.read_to_end();
         let whole: &[u8] = if chunked { b"0\r\n\r\n" } else { b"abcdefghij" };
         assert!(!rest.ends_with(whole), "{:?}", String::from_utf8_lossy(&rest));
     }
@@ -122,12 +122,12 @@ fn a_truncated_response_is_not_taken_for_complete() {
 #[test]
 fn a_server_that_does_not_respond_is_504() {
     let (saw, seen) = mpsc::channel();
-    let upstream = Upstream::with(move |talk| {
-        if talk.request().is_some() {
-            saw.send(talk.closed()).unwrap();
+    let upstream = Upstream::with_script(move |connection| {
+        if connection.read_request().is_some() {
+            saw.send(connection.wait_for_close()).unwrap();
         }
     });
-    let gateway = Gateway::start(&format!("{}\n[timeouts]\nresponse_head = \"50ms\"\n", pass_all(&upstream)));
+    let gateway = Gateway::start(&format!("{}\n[timeouts]\nresponse_head = \"50ms\"\n", forward_all(&upstream)));
     let mut client = gateway.client();
     within(Duration::from_millis(50), || client.get("/a").expect(504).problem());
     // The closed connection tells the server that the request was cancelled.
@@ -139,31 +139,31 @@ fn a_server_that_does_not_respond_is_504() {
 
 #[test]
 fn a_stalled_upload_is_408() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&format!("{}\n[timeouts]\nresponse_head = \"50ms\"\n", pass_all(&upstream)));
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&format!("{}\n[timeouts]\nresponse_head = \"50ms\"\n", forward_all(&upstream)));
     let mut client = gateway.client();
     client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 10\r\n\r\nabc"));
-    within(Duration::from_millis(50), || client.answer().expect(408).problem());
+    within(Duration::from_millis(50), || client.read_response().expect(408).problem());
     client.expect_closed();
     // Malformed chunks are an error of the client.
     let mut client = gateway.client();
     client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n"));
-    client.answer().expect(400).problem();
+    client.read_response().expect(400).problem();
     client.expect_closed();
 }
 
 #[test]
 fn an_upload_in_progress_may_exceed_the_response_timeout() {
     let (step, steps) = mpsc::channel();
-    let upstream = Upstream::with(move |talk| {
-        if talk.head().is_some() {
+    let upstream = Upstream::with_script(move |connection| {
+        if connection.read_head().is_some() {
             for _ in 0..5 {
-                step.send(talk.exactly(1)).unwrap();
+                step.send(connection.read_exactly(1)).unwrap();
             }
-            talk.reply(200, &[], b"");
+            connection.reply(200, &[], b"");
         }
     });
-    let gateway = Gateway::start(&format!("{}\n[timeouts]\nresponse_head = \"1s\"\n", pass_all(&upstream)));
+    let gateway = Gateway::start(&format!("{}\n[timeouts]\nresponse_head = \"1s\"\n", forward_all(&upstream)));
     let mut client = gateway.client();
     client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 5\r\n\r\n"));
     let start = std::time::Instant::now();
@@ -174,12 +174,12 @@ fn an_upload_in_progress_may_exceed_the_response_timeout() {
         steps.recv().unwrap();
     }
     assert!(start.elapsed().as_millis() > 1000);
-    client.answer().expect(200);
+    client.read_response().expect(200);
 }
 
 #[test]
 fn requests_skip_a_dead_server() {
-    let (a, b) = (Upstream::replying(200), Upstream::replying(200));
+    let (a, b) = (Upstream::always(200), Upstream::always(200));
     let toml = |servers: &[&Upstream]| {
         let servers: Vec<String> = servers.iter().map(|server| format!("\"http://{}\"", server.address)).collect();
         format!(
@@ -194,7 +194,7 @@ fn requests_skip_a_dead_server() {
     }
     assert_eq!((a.received().len(), b.received().len()), (5, 5));
 
-    let dead = Upstream::refusing();
+    let dead = Upstream::refusing_connections();
     let gateway = Gateway::start(&toml(&[&dead, &a]));
     let mut client = gateway.client();
     for _ in 0..10 {
@@ -208,30 +208,30 @@ fn requests_skip_a_dead_server() {
 
 #[test]
 fn the_gateway_keeps_serving_after_every_failure() {
-    let upstream = Upstream::with(|talk| {
-        while let Some(received) = talk.request() {
+    let upstream = Upstream::with_script(|connection| {
+        while let Some(received) = connection.read_request() {
             match received.target.as_str() {
                 "/close" => return,
                 "/garbage" => {
-                    talk.send("garbage\r\n\r\n");
+                    connection.send("garbage\r\n\r\n");
                     return;
                 }
                 "/truncate" => {
-                    talk.send("HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc");
+                    connection.send("HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc");
                     return;
                 }
-                _ => talk.send(reply(200, &[], b"fine")),
+                _ => connection.send(reply(200, &[], b"fine")),
             };
         }
     });
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let gateway = Gateway::start(&forward_all(&upstream));
     for _ in 0..5 {
         gateway.get("/close").expect(502);
         gateway.get("/garbage").expect(502);
         let mut client = Client::connect(gateway.http);
         client.send(request("GET", "/truncate", &[], b""));
-        client.head().unwrap().expect(200);
-        assert_eq!(client.rest(), b"abc");
+        client.read_head().unwrap().expect(200);
+        assert_eq!(client.read_to_end(), b"abc");
         gateway.get("/fine").expect(200);
     }
     eventually("nobody is connected", || gateway.metrics().sum("transom_connections", &[]) == 0);

@@ -4,36 +4,36 @@ use std::sync::mpsc;
 
 use crate::support::client::{HOST, request};
 use crate::support::gateway::Gateway;
-use crate::support::http2_client::{self, Raw};
-use crate::support::http2_upstream::{Setup, Streams};
+use crate::support::http2_client::{self, RawHttp2};
+use crate::support::http2_upstream::{Http2Upstream, Options};
 use crate::support::upstream::{Upstream, reply};
-use crate::support::{one_rule, pass_all};
+use crate::support::{forward_all, one_rule};
 
 #[test]
 fn connections_are_kept_alive_on_both_sides() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&format!("workers = 1\n{}", pass_all(&upstream)));
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&format!("workers = 1\n{}", forward_all(&upstream)));
     let mut client = gateway.client();
     for _ in 0..20 {
-        let answer = client.get("/a").expect(200);
-        assert_eq!(answer.version, "HTTP/1.1");
-        assert_eq!(answer.field("connection"), None);
+        let response = client.get("/a").expect(200);
+        assert_eq!(response.version, "HTTP/1.1");
+        assert_eq!(response.field("connection"), None);
     }
     assert_eq!(upstream.connections(), 1);
-    let answer = client.get_with("/a", &[("Connection", "close")]).expect(200);
-    assert_eq!(answer.field("connection"), Some("close"));
+    let response = client.get_with("/a", &[("Connection", "close")]).expect(200);
+    assert_eq!(response.field("connection"), Some("close"));
     client.expect_closed();
 }
 
 #[test]
 fn ten_requests_in_one_write_are_answered_in_order() {
-    let upstream = Upstream::answering(|received| reply(200, &[], received.target.as_bytes()));
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let upstream = Upstream::responding(|received| reply(200, &[], received.target.as_bytes()));
+    let gateway = Gateway::start(&forward_all(&upstream));
     let mut client = gateway.client();
     let requests: Vec<u8> = (0..10).flat_map(|n| request("GET", &format!("/{n}"), &[], b"")).collect();
     client.send(requests);
     for n in 0..10 {
-        assert_eq!(client.answer().expect(200).text(), format!("/{n}"));
+        assert_eq!(client.read_response().expect(200).text(), format!("/{n}"));
     }
     // With bodies, refusals and faults among them.
     let mut requests = request("POST", "/a", &[], b"first body");
@@ -43,8 +43,8 @@ fn ten_requests_in_one_write_are_answered_in_order() {
     requests.extend(request("GET", "/e", &[], b""));
     client.send(requests);
     for (method, target) in [("POST", "/a"), ("GET", "/b"), ("POST", "/c"), ("HEAD", "/d"), ("GET", "/e")] {
-        let answer = client.answer_to(method).expect(200);
-        assert_eq!(answer.text(), if method == "HEAD" { "" } else { target });
+        let response = client.read_response_to(method).expect(200);
+        assert_eq!(response.text(), if method == "HEAD" { "" } else { target });
     }
 }
 
@@ -62,32 +62,32 @@ fn the_body_of_a_refused_request_does_not_desynchronize_the_connection() {
 
 #[test]
 fn chunked_bodies_and_trailers_are_forwarded_both_ways() {
-    let upstream = Upstream::with(|talk| {
-        while let Some(received) = talk.request() {
+    let upstream = Upstream::with_script(|connection| {
+        while let Some(received) = connection.read_request() {
             assert_eq!(received.body, b"hello, world");
-            talk.send(
+            connection.send(
                 "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTrailer: X-Sum\r\n\r\n\
                  4\r\nabcd\r\n1;x=y\r\ne\r\n0\r\nX-Sum: 5\r\n\r\n",
             );
         }
     });
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let gateway = Gateway::start(&forward_all(&upstream));
     let mut client = gateway.client();
     let head = format!(
         "POST /a HTTP/1.1\r\nHost: {HOST}\r\nTransfer-Encoding: chunked\r\nTrailer: X-Digest\r\nTE: trailers\r\n\
          Connection: TE\r\n\r\n"
     );
     client.send(head).send("5\r\nhello\r\n").send("7;a=b\r\n, world\r\n0\r\nX-Digest: abc\r\n\r\n");
-    let answer = client.answer().expect(200);
-    assert!(answer.chunked);
-    assert_eq!(answer.body, b"abcde");
-    assert_eq!(answer.trailers, [("x-sum".to_owned(), "5".to_owned())]);
-    let received = upstream.only();
-    assert_eq!(received.all("transfer-encoding"), ["chunked"]);
+    let response = client.read_response().expect(200);
+    assert!(response.chunked);
+    assert_eq!(response.body, b"abcde");
+    assert_eq!(response.trailers, [("x-sum".to_owned(), "5".to_owned())]);
+    let received = upstream.only_request();
+    assert_eq!(received.values("transfer-encoding"), ["chunked"]);
     assert_eq!(received.trailers, [("x-digest".to_owned(), "abc".to_owned())]);
     // Trailers are not sent to clients without `TE: trailers` (RFC 9110, section 6.5.1).
-    let answer = client.post("/a", "hello, world").expect(200);
-    assert_eq!((answer.body.as_slice(), answer.trailers.len()), (b"abcde".as_slice(), 0));
+    let response = client.post("/a", "hello, world").expect(200);
+    assert_eq!((response.body.as_slice(), response.trailers.len()), (b"abcde".as_slice(), 0));
 }
 
 /// Requests whose method usually has no body, with a body of unknown length.
@@ -95,15 +95,15 @@ const CHUNKED_BODY: &str = "Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\
 
 #[test]
 fn a_body_of_unknown_length_is_forwarded_for_every_method() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&forward_all(&upstream));
     let mut client = gateway.client();
     for method in ["GET", "HEAD", "OPTIONS", "DELETE"] {
         client.send(format!("{method} /a HTTP/1.1\r\nHost: {HOST}\r\n{CHUNKED_BODY}"));
-        client.answer_to(method).expect(200);
+        client.read_response_to(method).expect(200);
     }
     for received in upstream.received() {
-        assert_eq!(received.all("transfer-encoding"), ["chunked"], "{}", received.method);
+        assert_eq!(received.values("transfer-encoding"), ["chunked"], "{}", received.method);
         assert_eq!(received.body, b"hello", "{}", received.method);
     }
     assert_eq!(upstream.received().len(), 4);
@@ -111,15 +111,15 @@ fn a_body_of_unknown_length_is_forwarded_for_every_method() {
 
 #[test]
 fn a_body_of_unknown_length_is_forwarded_from_http2_for_every_method() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&pass_all(&upstream));
-    let mut client = Raw::connect(gateway.http);
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&forward_all(&upstream));
+    let mut client = RawHttp2::connect(gateway.http);
     for (stream, method) in [(1, "GET"), (3, "HEAD")] {
         client.send(http2_client::frame(
             http2_client::HEADERS,
             http2_client::END_HEADERS,
             stream,
-            &http2_client::request(method, "/a"),
+            &http2_client::request_block(method, "/a"),
         ));
         client.send(http2_client::frame(http2_client::DATA, 0, stream, b"hel")).send(http2_client::frame(
             http2_client::DATA,
@@ -127,7 +127,7 @@ fn a_body_of_unknown_length_is_forwarded_from_http2_for_every_method() {
             stream,
             b"lo",
         ));
-        assert_eq!(client.status(stream), http2_client::STATUS_200, "{method}");
+        assert_eq!(client.read_status(stream), http2_client::STATUS_200, "{method}");
     }
     for received in upstream.received() {
         assert_eq!(received.body, b"hello", "{}", received.method);
@@ -137,8 +137,8 @@ fn a_body_of_unknown_length_is_forwarded_from_http2_for_every_method() {
 
 #[test]
 fn a_body_of_unknown_length_is_forwarded_over_http2_for_every_method() {
-    let upstream = Streams::with(Setup::default(), |mut stream| async move {
-        let length = stream.whole_body().await;
+    let upstream = Http2Upstream::with_script(Options::default(), |mut stream| async move {
+        let length = stream.read_body().await;
         stream.reply(&format!("{length}"));
     });
     let gateway =
@@ -146,21 +146,21 @@ fn a_body_of_unknown_length_is_forwarded_over_http2_for_every_method() {
     let mut client = gateway.client();
     for method in ["GET", "OPTIONS"] {
         client.send(format!("{method} /a HTTP/1.1\r\nHost: {HOST}\r\n{CHUNKED_BODY}"));
-        assert_eq!(client.answer_to(method).expect(200).text(), "5", "{method}");
+        assert_eq!(client.read_response_to(method).expect(200).text(), "5", "{method}");
     }
-    assert!(upstream.heads().iter().all(|head| !head.fields.contains_key("transfer-encoding")));
+    assert!(upstream.request_heads().iter().all(|head| !head.fields.contains_key("transfer-encoding")));
 }
 
 #[test]
 fn malformed_chunks_are_refused_for_every_method() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&forward_all(&upstream));
     for method in ["GET", "HEAD", "OPTIONS", "POST"] {
         let mut client = gateway.client();
         client.send(format!("{method} /a HTTP/1.1\r\nHost: {HOST}\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"));
-        let answer = client.answer_to(method).expect(400);
-        assert_eq!(answer.field("connection"), Some("close"), "{method}");
-        client.finish().expect_closed();
+        let response = client.read_response_to(method).expect(400);
+        assert_eq!(response.field("connection"), Some("close"), "{method}");
+        client.shutdown_write().expect_closed();
     }
 }
 
@@ -168,59 +168,59 @@ fn malformed_chunks_are_refused_for_every_method() {
 fn response_chunks_are_forwarded_at_once() {
     let (go, gone) = mpsc::channel::<()>();
     let gone = std::sync::Mutex::new(gone);
-    let upstream = Upstream::with(move |talk| {
-        if talk.request().is_some() {
-            talk.send("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n");
+    let upstream = Upstream::with_script(move |connection| {
+        if connection.read_request().is_some() {
+            connection.send("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n");
             // Not before the client has seen the first piece.
             if gone.lock().unwrap().recv().is_ok() {
-                talk.send("6\r\nsecond\r\n0\r\n\r\n");
+                connection.send("6\r\nsecond\r\n0\r\n\r\n");
             }
         }
     });
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let gateway = Gateway::start(&forward_all(&upstream));
     let mut client = gateway.client();
     client.send(request("GET", "/a", &[], b""));
-    client.head().unwrap().expect(200);
-    assert_eq!(client.chunk().unwrap(), b"first");
+    client.read_head().unwrap().expect(200);
+    assert_eq!(client.read_chunk().unwrap(), b"first");
     go.send(()).unwrap();
-    assert_eq!(client.chunk().unwrap(), b"second");
-    assert_eq!(client.chunk(), None);
+    assert_eq!(client.read_chunk().unwrap(), b"second");
+    assert_eq!(client.read_chunk(), None);
 }
 
 #[test]
 fn request_chunks_are_forwarded_at_once() {
     let (saw, seen) = mpsc::channel();
-    let upstream = Upstream::with(move |talk| {
-        if talk.head().is_some() {
+    let upstream = Upstream::with_script(move |connection| {
+        if connection.read_head().is_some() {
             for _ in 0..3 {
-                saw.send(talk.exactly(5).unwrap()).unwrap();
+                saw.send(connection.read_exactly(5).unwrap()).unwrap();
             }
-            talk.reply(200, &[], b"");
+            connection.reply(200, &[], b"");
         }
     });
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let gateway = Gateway::start(&forward_all(&upstream));
     let mut client = gateway.client();
     client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 15\r\n\r\n"));
     for piece in ["first", "secnd", "third"] {
         client.send(piece);
         assert_eq!(seen.recv().unwrap(), piece.as_bytes());
     }
-    client.answer().expect(200);
+    client.read_response().expect(200);
 }
 
 #[test]
 fn responses_without_bodies_keep_the_connection_synchronized() {
-    let upstream = Upstream::answering(|received| match received.target.as_str() {
+    let upstream = Upstream::responding(|received| match received.target.as_str() {
         "/head" => b"HTTP/1.1 200 OK\r\nContent-Length: 1234567\r\n\r\n".to_vec(),
         "/204" => b"HTTP/1.1 204 No Content\r\nX-A: b\r\n\r\n".to_vec(),
         "/304" => b"HTTP/1.1 304 Not Modified\r\nETag: \"x\"\r\nContent-Length: 99\r\n\r\n".to_vec(),
         "/0" => b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n".to_vec(),
         _ => reply(200, &[], b"body"),
     });
-    let gateway = Gateway::start(&format!("workers = 1\n{}", pass_all(&upstream)));
+    let gateway = Gateway::start(&format!("workers = 1\n{}", forward_all(&upstream)));
     let mut client = gateway.client();
     for _ in 0..2 {
-        let head = client.ask("HEAD", "/head", &[], b"").expect(200);
+        let head = client.request("HEAD", "/head", &[], b"").expect(200);
         assert_eq!(head.field("content-length"), Some("1234567"));
         let none = client.get("/204").expect(204);
         assert_eq!((none.field("content-length"), none.field("x-a")), (None, Some("b")));
@@ -233,47 +233,47 @@ fn responses_without_bodies_keep_the_connection_synchronized() {
 
 #[test]
 fn a_response_delimited_by_close_is_complete() {
-    let upstream = Upstream::with(|talk| {
-        if talk.request().is_some() {
-            talk.send("HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\nuntil the end");
+    let upstream = Upstream::with_script(|connection| {
+        if connection.read_request().is_some() {
+            connection.send("HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\nuntil the end");
         }
     });
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let gateway = Gateway::start(&forward_all(&upstream));
     let mut client = gateway.client();
     for _ in 0..2 {
-        let answer = client.get("/a").expect(200);
+        let response = client.get("/a").expect(200);
         // The gateway knows how to end it without closing the client's connection.
-        assert_eq!((answer.text().as_str(), answer.chunked), ("until the end", true));
+        assert_eq!((response.text().as_str(), response.chunked), ("until the end", true));
     }
     // The response of an old server.
-    let upstream = Upstream::with(|talk| {
-        if talk.request().is_some() {
-            talk.send("HTTP/1.0 200 OK\r\n\r\nold");
+    let upstream = Upstream::with_script(|connection| {
+        if connection.read_request().is_some() {
+            connection.send("HTTP/1.0 200 OK\r\n\r\nold");
         }
     });
-    let gateway = Gateway::start(&pass_all(&upstream));
-    let answer = gateway.get("/a").expect(200);
-    assert_eq!((answer.version.as_str(), answer.text().as_str()), ("HTTP/1.1", "old"));
+    let gateway = Gateway::start(&forward_all(&upstream));
+    let response = gateway.get("/a").expect(200);
+    assert_eq!((response.version.as_str(), response.text().as_str()), ("HTTP/1.1", "old"));
 }
 
 #[test]
 fn continue_is_sent_only_when_the_body_is_needed() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let rule = "[rules.r]\nkey = \"ip\"\nwindows = [\"1/minute\"]\n";
-    let toml = pass_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
+    let toml = forward_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
     let gateway = Gateway::start(&toml);
     let head = format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 4\r\nExpect: 100-continue\r\n\r\n");
     let mut client = gateway.client();
     client.send(&head);
-    assert_eq!(client.head().unwrap().status, 100);
+    assert_eq!(client.read_head().unwrap().status, 100);
     client.send("body");
-    client.answer().expect(200);
-    assert_eq!(upstream.only().body, b"body");
-    assert_eq!(upstream.only().field("expect"), None);
+    client.read_response().expect(200);
+    assert_eq!(upstream.only_request().body, b"body");
+    assert_eq!(upstream.only_request().field("expect"), None);
     // Over the limit, nothing is uploaded.
     client.send(&head);
-    let refused = client.answer().expect(429);
-    assert!(refused.interim.is_empty(), "{:?}", refused.interim);
+    let refused = client.read_response().expect(429);
+    assert!(refused.informational.is_empty(), "{:?}", refused.informational);
     assert_eq!(upstream.received().len(), 1);
 }
 
@@ -281,40 +281,40 @@ fn continue_is_sent_only_when_the_body_is_needed() {
 fn informational_responses_are_forwarded_at_once() {
     let (tell, told) = std::sync::mpsc::channel::<()>();
     let told = std::sync::Mutex::new(told);
-    let upstream = Upstream::with(move |talk| {
-        while talk.request().is_some() {
-            talk.send("HTTP/1.1 103 Early Hints\r\nLink: </a.css>; rel=preload\r\nConnection: x\r\n\r\n");
+    let upstream = Upstream::with_script(move |connection| {
+        while connection.read_request().is_some() {
+            connection.send("HTTP/1.1 103 Early Hints\r\nLink: </a.css>; rel=preload\r\nConnection: x\r\n\r\n");
             // The client receives it before the final response exists.
             told.lock().unwrap().recv().unwrap();
-            talk.send("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 102 Processing\r\n\r\n");
-            talk.reply(200, &[], b"final");
+            connection.send("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 102 Processing\r\n\r\n");
+            connection.reply(200, &[], b"final");
         }
     });
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let gateway = Gateway::start(&forward_all(&upstream));
     let mut client = gateway.client();
     for body in ["", "body"] {
         client.send(request("POST", "/a", &[], body.as_bytes()));
         let hints = b"HTTP/1.1 103 Early Hints\r\nlink: </a.css>; rel=preload\r\n\r\n";
-        assert_eq!(client.exactly(hints.len()), hints);
+        assert_eq!(client.read_exactly(hints.len()), hints);
         tell.send(()).unwrap();
-        let answer = client.answer_to("POST").expect(200);
-        assert_eq!(answer.text(), "final");
-        assert_eq!(answer.interim, [102]);
+        let response = client.read_response_to("POST").expect(200);
+        assert_eq!(response.text(), "final");
+        assert_eq!(response.informational, [102]);
     }
     // HTTP/1.0 knows none of that.
     tell.send(()).unwrap();
     let mut old = gateway.client();
     old.send("GET /a HTTP/1.0\r\nHost: a\r\n\r\n");
-    assert!(old.rest().starts_with(b"HTTP/1.0 200"));
+    assert!(old.read_to_end().starts_with(b"HTTP/1.0 200"));
 }
 
 #[test]
 fn the_absolute_form_is_forwarded_as_a_path() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&forward_all(&upstream));
     gateway.get(&format!("http://{HOST}/a/b?c=d")).expect(200);
-    let received = upstream.only();
-    assert_eq!((received.target.as_str(), received.all("host").as_slice()), ("/a/b?c=d", [HOST].as_slice()));
+    let received = upstream.only_request();
+    assert_eq!((received.target.as_str(), received.values("host").as_slice()), ("/a/b?c=d", [HOST].as_slice()));
     gateway.get(&format!("http://{HOST}")).expect(200);
     assert_eq!(upstream.received()[1].target, "/");
     gateway.get(&format!("http://{HOST}?x=y")).expect(200);
@@ -323,39 +323,39 @@ fn the_absolute_form_is_forwarded_as_a_path() {
 
 #[test]
 fn http_1_0_clients_are_served() {
-    let upstream = Upstream::answering(|_| {
+    let upstream = Upstream::responding(|_| {
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n".to_vec()
     });
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let gateway = Gateway::start(&forward_all(&upstream));
     // Without keep-alive: the connection's end is the body's, for chunks would not be understood.
     let mut client = gateway.client();
-    let answer = client.send("GET /a HTTP/1.0\r\n\r\n").answer().expect(200);
-    assert_eq!((answer.text().as_str(), answer.field("transfer-encoding")), ("hello", None));
-    let received = upstream.only();
-    assert_eq!(received.all("host"), [upstream.address.to_string()]);
+    let response = client.send("GET /a HTTP/1.0\r\n\r\n").read_response().expect(200);
+    assert_eq!((response.text().as_str(), response.field("transfer-encoding")), ("hello", None));
+    let received = upstream.only_request();
+    assert_eq!(received.values("host"), [upstream.address.to_string()]);
     assert_eq!(received.field("x-forwarded-host"), None);
     // With it, where the length is known.
     let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/minute\"]"));
     let mut client = gateway.client();
     let ask = format!("GET /a HTTP/1.0\r\nHost: {HOST}\r\nConnection: keep-alive\r\n\r\n");
-    let answer = client.send(&ask).answer().expect(200);
-    assert_eq!(answer.field("connection"), Some("keep-alive"));
-    client.send(&ask).answer().expect(429).problem();
+    let response = client.send(&ask).read_response().expect(200);
+    assert_eq!(response.field("connection"), Some("keep-alive"));
+    client.send(&ask).read_response().expect(429).problem();
 }
 
 #[test]
 fn an_early_response_is_forwarded_during_the_upload() {
-    let upstream = Upstream::with(|talk| {
-        if talk.head().is_some() {
-            talk.reply(413, &[("Connection", "close")], b"too much");
-            talk.closed();
+    let upstream = Upstream::with_script(|connection| {
+        if connection.read_head().is_some() {
+            connection.reply(413, &[("Connection", "close")], b"too much");
+            connection.wait_for_close();
         }
     });
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let gateway = Gateway::start(&forward_all(&upstream));
     let mut client = gateway.client();
     client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 1000000\r\n\r\n"));
     client.send(vec![b'x'; 1000]);
-    assert_eq!(client.answer().expect(413).text(), "too much");
+    assert_eq!(client.read_response().expect(413).text(), "too much");
     // No other request continues on that connection.
     gateway.get("/b").expect(413);
     assert_eq!(upstream.connections(), 2);

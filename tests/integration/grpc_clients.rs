@@ -1,63 +1,63 @@
 //! gRPC through the gateway, with the gRPC library on both sides: all kinds of calls, statuses, deadlines, cancellation,
 //! reflection and health. The checks are in tests/external/grpc_client.py.
 
-use crate::support::external_scripts::{self, Script};
-use crate::support::test_ca::Authority;
-use crate::support::tls_gateway::{Edge, all_to};
+use crate::support::external_scripts::{self, ScriptServer};
+use crate::support::test_ca::TestCa;
+use crate::support::tls_gateway::{TlsGateway, limited_route_to};
 
-fn upstream(server: &Script) -> String {
+fn upstream(server: &ScriptServer) -> String {
     format!("[upstreams.u]\nservers = [\"http://{}\"]\nprotocol = \"http2\"\n", server.address)
 }
 
 /// A failure here is not caused by the gateway.
 #[test]
 fn the_client_script_passes_without_a_gateway() {
-    let theirs = Authority::new();
-    let server = Script::start("grpc_server.py", &theirs.tls_arguments());
+    let theirs = TestCa::new();
+    let server = ScriptServer::start("grpc_server.py", &theirs.tls_arguments());
     let ca = theirs.ca.display().to_string();
-    external_scripts::check("grpc_client.py", &[server.address.to_string(), "--ca".to_owned(), ca]);
+    external_scripts::run_checks("grpc_client.py", &[server.address.to_string(), "--ca".to_owned(), ca]);
 }
 
 #[test]
 fn every_kind_of_call_works_over_h2c() {
-    let server = Script::start("grpc_server.py", &[""; 0]);
-    let edge = Edge::start(&all_to(&upstream(&server), false));
-    let [clear, _] = edge.ways();
-    external_scripts::check("grpc_client.py", &clear);
+    let server = ScriptServer::start("grpc_server.py", &[""; 0]);
+    let tls_gateway = TlsGateway::start(&limited_route_to(&upstream(&server), false));
+    let [clear, _] = tls_gateway.client_arguments();
+    external_scripts::run_checks("grpc_client.py", &clear);
 }
 
 #[test]
 fn every_kind_of_call_works_over_tls() {
-    let server = Script::start("grpc_server.py", &[""; 0]);
-    let edge = Edge::start(&all_to(&upstream(&server), false));
-    let [_, tls] = edge.ways();
-    external_scripts::check("grpc_client.py", &tls);
+    let server = ScriptServer::start("grpc_server.py", &[""; 0]);
+    let tls_gateway = TlsGateway::start(&limited_route_to(&upstream(&server), false));
+    let [_, tls] = tls_gateway.client_arguments();
+    external_scripts::run_checks("grpc_client.py", &tls);
 }
 
 #[test]
 fn every_kind_of_call_works_to_a_tls_upstream() {
-    let theirs = Authority::new();
-    let server = Script::start("grpc_server.py", &theirs.tls_arguments());
+    let theirs = TestCa::new();
+    let server = ScriptServer::start("grpc_server.py", &theirs.tls_arguments());
     let upstream = format!(
         "[upstreams.u]\nservers = [\"https://{}\"]\nprotocol = \"http2\"\n[upstreams.u.tls]\nca = {:?}\n",
         server.address, theirs.ca
     );
-    let edge = Edge::start(&all_to(&upstream, false));
-    let [_, tls] = edge.ways();
-    external_scripts::check("grpc_client.py", &tls);
+    let tls_gateway = TlsGateway::start(&limited_route_to(&upstream, false));
+    let [_, tls] = tls_gateway.client_arguments();
+    external_scripts::run_checks("grpc_client.py", &tls);
 }
 
 #[test]
 fn a_refusal_is_a_grpc_error() {
-    let server = Script::start("grpc_server.py", &[""; 0]);
-    let edge = Edge::start(&all_to(&upstream(&server), true));
-    let [clear, tls] = edge.ways();
+    let server = ScriptServer::start("grpc_server.py", &[""; 0]);
+    let tls_gateway = TlsGateway::start(&limited_route_to(&upstream(&server), true));
+    let [clear, tls] = tls_gateway.client_arguments();
     // This one uses up the limit.
-    external_scripts::check(
+    external_scripts::run_checks(
         "grpc_client.py",
         &[clear.as_slice(), &["--only".to_owned(), "unary_once".to_owned()]].concat(),
     );
     for way in [clear, tls] {
-        external_scripts::check("grpc_client.py", &[way.as_slice(), &["--refused".to_owned()]].concat());
+        external_scripts::run_checks("grpc_client.py", &[way.as_slice(), &["--refused".to_owned()]].concat());
     }
 }

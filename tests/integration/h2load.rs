@@ -4,7 +4,7 @@ use std::process::{Command, Stdio};
 
 use crate::support::Scratch;
 use crate::support::external_servers::{self, program};
-use crate::support::tls_gateway::{Edge, all_to};
+use crate::support::tls_gateway::{TlsGateway, limited_route_to};
 
 const REQUESTS: usize = 4000;
 
@@ -44,16 +44,16 @@ fn numbers(said: &str, beginning: &str) -> Vec<usize> {
 }
 
 /// Over prior knowledge, and over ALPN.
-fn ways(edge: &Edge) -> [(Vec<&'static str>, String); 4] {
-    let (clear, tls) = (format!("http://{}/a.txt", edge.clear), format!("https://{}/a.txt", edge.tls));
+fn ways(tls_gateway: &TlsGateway) -> [(Vec<&'static str>, String); 4] {
+    let (clear, tls) = (format!("http://{}/a.txt", tls_gateway.plain), format!("https://{}/a.txt", tls_gateway.tls));
     [(vec![], clear.clone()), (vec![], tls.clone()), (vec!["--h1"], clear), (vec!["--h1"], tls)]
 }
 
 #[test]
 fn every_request_is_forwarded() {
     let nginx = external_servers::nginx(|root| std::fs::write(root.join("a.txt"), "small\n").unwrap());
-    let edge = Edge::start(&all_to(&nginx.toml("u"), false));
-    for (options, url) in ways(&edge) {
+    let tls_gateway = TlsGateway::start(&limited_route_to(&nginx.toml("u"), false));
+    for (options, url) in ways(&tls_gateway) {
         assert_eq!(load(&options, &url), [REQUESTS, 0, 0, 0], "{options:?} {url}");
     }
 }
@@ -62,8 +62,8 @@ fn every_request_is_forwarded() {
 fn every_request_with_a_body_is_forwarded() {
     let scratch = Scratch::new();
     let data = scratch.write("data", vec![b'x'; 30_000]).display().to_string();
-    let edge = Edge::start(&all_to("[upstreams.u]\nbuiltin = \"echo\"\n", false));
-    for (mut options, url) in ways(&edge) {
+    let tls_gateway = TlsGateway::start(&limited_route_to("[upstreams.u]\nbuiltin = \"echo\"\n", false));
+    for (mut options, url) in ways(&tls_gateway) {
         options.push("--data");
         let options = [options.as_slice(), &[data.as_str()]].concat();
         assert_eq!(load(&options, &url), [REQUESTS, 0, 0, 0], "{options:?} {url}");
@@ -72,8 +72,8 @@ fn every_request_with_a_body_is_forwarded() {
 
 #[test]
 fn every_request_beyond_the_limit_is_refused() {
-    let edge = Edge::start(&all_to("[upstreams.u]\nbuiltin = \"echo\"\n", true));
-    for (turn, (options, url)) in ways(&edge).into_iter().enumerate() {
+    let tls_gateway = TlsGateway::start(&limited_route_to("[upstreams.u]\nbuiltin = \"echo\"\n", true));
+    for (turn, (options, url)) in ways(&tls_gateway).into_iter().enumerate() {
         let admitted = usize::from(turn == 0);
         assert_eq!(load(&options, &url), [admitted, 0, REQUESTS - admitted, 0], "{options:?} {url}");
     }

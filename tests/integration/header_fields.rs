@@ -1,16 +1,16 @@
 //! Header fields: forwarded, removed and added ones.
 
 use crate::support::client::{HOST, request};
+use crate::support::forward_all;
 use crate::support::gateway::Gateway;
-use crate::support::pass_all;
 use crate::support::upstream::{Received, Upstream, reply};
 
 /// The fields that the upstream receives of a request.
 fn passed(fields: &[(&str, &str)]) -> Received {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&forward_all(&upstream));
     gateway.get_with("/a?b=c", fields).expect(200);
-    upstream.only()
+    upstream.only_request()
 }
 
 fn names(received: &Received) -> Vec<&str> {
@@ -23,11 +23,11 @@ fn names(received: &Received) -> Vec<&str> {
 fn only_documented_fields_are_added() {
     let received = passed(&[("Accept", "*/*"), ("X-Repeated", "1"), ("X-Repeated", "2")]);
     assert_eq!((received.method.as_str(), received.target.as_str()), ("GET", "/a?b=c"));
-    assert_eq!(received.all("host"), [HOST]);
-    assert_eq!(received.all("x-repeated"), ["1", "2"]);
-    assert_eq!(received.all("x-forwarded-for"), ["127.0.0.1"]);
-    assert_eq!(received.all("x-forwarded-proto"), ["http"]);
-    assert_eq!(received.all("x-forwarded-host"), [HOST]);
+    assert_eq!(received.values("host"), [HOST]);
+    assert_eq!(received.values("x-repeated"), ["1", "2"]);
+    assert_eq!(received.values("x-forwarded-for"), ["127.0.0.1"]);
+    assert_eq!(received.values("x-forwarded-proto"), ["http"]);
+    assert_eq!(received.values("x-forwarded-host"), [HOST]);
     let expected =
         ["accept", "host", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-repeated", "x-repeated"];
     assert_eq!(names(&received), expected);
@@ -60,19 +60,19 @@ fn connection_cannot_remove_protected_fields() {
         ("Content-Type", "text/plain"),
     ]);
     for name in ["host", "authorization", "cookie", "content-type", "x-forwarded-for", "x-forwarded-host"] {
-        assert_eq!(received.all(name).len(), 1, "{name}");
+        assert_eq!(received.values(name).len(), 1, "{name}");
     }
 }
 
 #[test]
 fn connection_cannot_remove_a_key_field() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let rule = "[rules.r]\nkey = \"header:x-user\"\non_missing_key = \"refuse\"\nwindows = [\"1/minute\"]\n";
-    let toml = pass_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
+    let toml = forward_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
     let gateway = Gateway::start(&toml);
     let fields = [("Connection", "X-User"), ("X-User", "bob")];
     gateway.get_with("/a", &fields).expect(200);
-    assert_eq!(upstream.only().all("x-user"), ["bob"]);
+    assert_eq!(upstream.only_request().values("x-user"), ["bob"]);
     gateway.get_with("/a", &fields).expect(429);
 }
 
@@ -85,16 +85,16 @@ fn forwarding_fields_of_a_client_are_replaced() {
         ("X-Forwarded-Host", "bank.example"),
         ("Forwarded", "for=10.0.0.1;host=bank.example"),
     ]);
-    assert_eq!(received.all("x-forwarded-for"), ["127.0.0.1"]);
-    assert_eq!(received.all("x-forwarded-proto"), ["http"]);
-    assert_eq!(received.all("x-forwarded-host"), [HOST]);
+    assert_eq!(received.values("x-forwarded-for"), ["127.0.0.1"]);
+    assert_eq!(received.values("x-forwarded-proto"), ["http"]);
+    assert_eq!(received.values("x-forwarded-host"), [HOST]);
     assert_eq!(received.field("forwarded"), None);
 }
 
 #[test]
 fn the_original_path_is_forwarded_although_a_normalized_one_was_matched() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&forward_all(&upstream));
     for target in ["//a/./b", "/x/../a?q=%2F..", "/%61", "/caf%C3%A9", "/a;b?c", "/?"] {
         gateway.get(target).expect(200);
         assert_eq!(upstream.received().last().unwrap().target, target);
@@ -103,7 +103,7 @@ fn the_original_path_is_forwarded_although_a_normalized_one_was_matched() {
     let before = upstream.received().len();
     gateway.get("/a#b").expect(400);
     assert_eq!(upstream.received().len(), before);
-    let toml = format!("forward_path = \"normalized\"\n{}", pass_all(&upstream));
+    let toml = format!("forward_path = \"normalized\"\n{}", forward_all(&upstream));
     let gateway = Gateway::start(&toml);
     for (target, normal) in [("//a/./b", "/a/b"), ("/x/../a?q=%2F..", "/a?q=%2F.."), ("/%61", "/a"), ("/b%2d", "/b-")] {
         gateway.get(target).expect(200);
@@ -113,7 +113,7 @@ fn the_original_path_is_forwarded_although_a_normalized_one_was_matched() {
 
 #[test]
 fn response_fields_arrive_without_hop_by_hop_fields() {
-    let upstream = Upstream::answering(|_| {
+    let upstream = Upstream::responding(|_| {
         let fields = [
             ("Server", "scripted"),
             ("Set-Cookie", "a=1; Path=/"),
@@ -129,53 +129,53 @@ fn response_fields_arrive_without_hop_by_hop_fields() {
         ];
         reply(200, &fields, b"fine")
     });
-    let gateway = Gateway::start(&pass_all(&upstream));
-    let answer = gateway.get("/a").expect(200);
-    assert_eq!(answer.all("set-cookie"), ["a=1; Path=/", "b=2; Expires=Thu, 01 Jan 1970 00:00:00 GMT"]);
-    let mut names: Vec<&str> = answer.fields.iter().map(|(name, _)| name.as_str()).collect();
+    let gateway = Gateway::start(&forward_all(&upstream));
+    let response = gateway.get("/a").expect(200);
+    assert_eq!(response.values("set-cookie"), ["a=1; Path=/", "b=2; Expires=Thu, 01 Jan 1970 00:00:00 GMT"]);
+    let mut names: Vec<&str> = response.fields.iter().map(|(name, _)| name.as_str()).collect();
     names.sort_unstable();
     assert_eq!(names, ["content-length", "date", "server", "set-cookie", "set-cookie", "x-odd"]);
-    assert_eq!(answer.field("server"), Some("scripted"));
-    assert_eq!(answer.field("date"), Some("Thu, 01 Jan 1970 00:00:00 GMT"));
+    assert_eq!(response.field("server"), Some("scripted"));
+    assert_eq!(response.field("date"), Some("Thu, 01 Jan 1970 00:00:00 GMT"));
 }
 
 #[test]
 fn non_ascii_bytes_are_forwarded_both_ways() {
-    let upstream = Upstream::answering(|received| {
+    let upstream = Upstream::responding(|received| {
         let value = received.field("x-name").unwrap().chars().map(|c| c as u8);
         let mut bytes = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nX-Name: ".to_vec();
         bytes.extend(value);
         bytes.extend(b"\r\n\r\n");
         bytes
     });
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let gateway = Gateway::start(&forward_all(&upstream));
     let mut bytes = b"GET /a HTTP/1.1\r\nHost: a\r\nX-Name: ".to_vec();
     bytes.extend([0xFF, 0x80, b'a', 0xC3, 0xA9]);
     bytes.extend(b"\r\n\r\n");
     let mut client = gateway.client();
-    let answer = client.send(bytes).answer().expect(200);
+    let response = client.send(bytes).read_response().expect(200);
     // The client reads fields as Latin-1.
-    assert_eq!(answer.field("x-name"), Some("\u{FF}\u{80}a\u{C3}\u{A9}"));
+    assert_eq!(response.field("x-name"), Some("\u{FF}\u{80}a\u{C3}\u{A9}"));
 }
 
 #[test]
 fn every_method_except_connect_and_trace_is_forwarded() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&forward_all(&upstream));
     for method in
         ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "PROPFIND", "M-SEARCH", "VERSION-CONTROL"]
     {
-        gateway.client().ask(method, "/a", &[], b"").expect(200);
+        gateway.client().request(method, "/a", &[], b"").expect(200);
         assert_eq!(upstream.received().last().unwrap().method, method);
     }
     let before = upstream.received().len();
     // Some servers take it for the method in capitals, which a route may limit.
     for method in ["get", "Post", "brew"] {
-        gateway.client().ask(method, "/a", &[], b"").expect(400);
+        gateway.client().request(method, "/a", &[], b"").expect(400);
     }
     for (method, target) in [("CONNECT", "gateway.test:80"), ("TRACE", "/a")] {
         let mut client = gateway.client();
-        let refused = client.send(request(method, target, &[], b"")).answer().expect(405);
+        let refused = client.send(request(method, target, &[], b"")).read_response().expect(405);
         refused.problem();
         assert!(refused.field("allow").is_some());
         client.expect_closed();

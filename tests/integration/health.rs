@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::support::client::Client;
 use crate::support::gateway::Gateway;
 use crate::support::upstream::Upstream;
-use crate::support::{eventually, pass_to};
+use crate::support::{eventually, forward_to};
 
 /// A server whose health the test sets.
 struct Patient {
@@ -19,12 +19,12 @@ struct Patient {
 impl Patient {
     fn new() -> Patient {
         let health = Arc::new(AtomicU16::new(200));
-        let upstream = Upstream::with({
+        let upstream = Upstream::with_script({
             let health = Arc::clone(&health);
-            move |talk| {
-                while let Some(request) = talk.request() {
+            move |connection| {
+                while let Some(request) = connection.read_request() {
                     let check = request.target.starts_with("/healthz");
-                    talk.reply(if check { health.load(Ordering::SeqCst) } else { 200 }, &[], b"");
+                    connection.reply(if check { health.load(Ordering::SeqCst) } else { 200 }, &[], b"");
                 }
             }
         });
@@ -50,7 +50,7 @@ const OFTEN: &str = "health = { path = \"/healthz\", interval = \"20ms\", health
 
 fn two(settings: &str) -> (Patient, Patient, String) {
     let (a, b) = (Patient::new(), Patient::new());
-    let toml = pass_to(&[a.upstream.address, b.upstream.address], &format!("balance = \"round-robin\"\n{settings}"));
+    let toml = forward_to(&[a.upstream.address, b.upstream.address], &format!("balance = \"round-robin\"\n{settings}"));
     (a, b, toml)
 }
 
@@ -111,10 +111,10 @@ fn a_health_check_sends_the_configured_request() {
 
 #[test]
 fn an_unreachable_or_silent_server_is_unhealthy() {
-    let (dead, fine) = (Upstream::refusing(), Patient::new());
-    let silent = Upstream::with(|talk| while talk.request().is_some() {});
+    let (dead, fine) = (Upstream::refusing_connections(), Patient::new());
+    let silent = Upstream::with_script(|connection| while connection.read_request().is_some() {});
     let settings = "health = { path = \"/healthz\", interval = \"20ms\", timeout = \"50ms\" }\n";
-    let gateway = Gateway::start(&pass_to(&[dead.address, silent.address, fine.upstream.address], settings));
+    let gateway = Gateway::start(&forward_to(&[dead.address, silent.address, fine.upstream.address], settings));
     eventually("two are down", || gateway.metrics().sum("transom_upstream_server_up", &[]) == 1);
     ask(&gateway, 20);
     assert_eq!(fine.served(), 20);
@@ -152,7 +152,7 @@ fn a_reload_keeps_the_health_state() {
 fn a_server_with_changed_transport_is_checked_again() {
     let server = Patient::new();
     let settings = "health = { path = \"/healthz\", interval = \"1h\" }\n";
-    let toml = |host: &str| pass_to(&[server.upstream.address], &format!("{settings}{host}"));
+    let toml = |host: &str| forward_to(&[server.upstream.address], &format!("{settings}{host}"));
     let mut gateway = Gateway::start(&toml(""));
     eventually("the first check", || server.upstream.received().len() == 1);
     gateway.reload(&toml("host = \"api.internal\""));

@@ -15,40 +15,41 @@ use crate::support::client::{Client, HOST};
 use crate::support::external_servers::program;
 use crate::support::gateway::Gateway;
 use crate::support::http2_client::{
-    CANCEL, CONTINUATION, Calm, DATA, GOAWAY, HEADERS, PING, RST_STREAM, Raw, SETTINGS, STATUS_200, STATUS_400,
+    CANCEL, CONTINUATION, DATA, GOAWAY, HEADERS, Http2Client, PING, RST_STREAM, RawHttp2, SETTINGS, STATUS_200,
+    STATUS_400,
 };
-use crate::support::http2_client::{END_HEADERS, END_STREAM, NO_ERROR, block, frame, request};
-use crate::support::http2_upstream::{Setup, Streams};
+use crate::support::http2_client::{END_HEADERS, END_STREAM, NO_ERROR, frame, header_block, request_block};
+use crate::support::http2_upstream::{Http2Upstream, Options};
 use crate::support::process::Process;
 use crate::support::ratelimit_parser::remaining;
-use crate::support::upstream::{Talk, Upstream, reply};
-use crate::support::{Scratch, eventually, one_rule, pass_all};
+use crate::support::upstream::{Connection, Upstream, reply};
+use crate::support::{Scratch, eventually, forward_all, one_rule};
 
 #[test]
 fn a_request_is_forwarded_as_http1() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&pass_all(&upstream));
-    let mut client = Calm::connect(gateway.http);
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&forward_all(&upstream));
+    let mut client = Http2Client::connect(gateway.http);
     let fields = [("cookie", "a=1"), ("x-forwarded-host", "evil"), ("cookie", "b=2"), ("te", "trailers"), ("x-a", "1")];
-    let answer = client.ask("POST", "/a?b=c", &fields, b"hello").expect(200);
-    assert_eq!((answer.version.as_str(), answer.text().as_str()), ("HTTP/2.0", "fine\n"));
-    let received = upstream.only();
+    let response = client.request_path("POST", "/a?b=c", &fields, b"hello").expect(200);
+    assert_eq!((response.version.as_str(), response.text().as_str()), ("HTTP/2.0", "fine\n"));
+    let received = upstream.only_request();
     assert_eq!((received.method.as_str(), received.target.as_str()), ("POST", "/a?b=c"));
-    assert_eq!(received.all("host"), [HOST]);
-    assert_eq!(received.all("cookie"), ["a=1; b=2"]);
-    assert_eq!(received.all("x-forwarded-host"), [HOST]);
-    assert_eq!(received.all("x-forwarded-for"), ["127.0.0.1"]);
-    assert_eq!(received.all("x-forwarded-proto"), ["http"]);
-    assert_eq!(received.all("te"), ["trailers"]);
-    assert_eq!((received.all("content-length"), received.body.as_slice()), (vec!["5"], &b"hello"[..]));
+    assert_eq!(received.values("host"), [HOST]);
+    assert_eq!(received.values("cookie"), ["a=1; b=2"]);
+    assert_eq!(received.values("x-forwarded-host"), [HOST]);
+    assert_eq!(received.values("x-forwarded-for"), ["127.0.0.1"]);
+    assert_eq!(received.values("x-forwarded-proto"), ["http"]);
+    assert_eq!(received.values("te"), ["trailers"]);
+    assert_eq!((received.values("content-length"), received.body.as_slice()), (vec!["5"], &b"hello"[..]));
     assert!(received.field("transfer-encoding").is_none());
 }
 
 #[test]
 fn an_ambiguous_request_is_refused() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&pass_all(&upstream));
-    let mut client = Calm::connect(gateway.http);
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&forward_all(&upstream));
+    let mut client = Http2Client::connect(gateway.http);
     for (method, uri, fields, status) in [
         ("GET", "http://u@gateway.test/a", &[][..], 400),
         ("GET", "http://gateway.test/a", &[("host", "other.test")], 400),
@@ -62,26 +63,26 @@ fn an_ambiguous_request_is_refused() {
         ("post", "http://gateway.test/a", &[], 400),
         ("GET", "http://gateway.test/a", &[("expect", "x")], 417),
     ] {
-        client.ask_for(method, uri, fields, b"").expect(status).problem();
+        client.request_uri(method, uri, fields, b"").expect(status).problem();
     }
     assert_eq!(upstream.received().len(), 0);
     // The connection is fine, and so are these.
-    client.ask_for("GET", "https://gateway.test:443/a", &[("host", HOST)], b"").expect(200);
-    client.ask_for("GET", "http://Gateway.test:80/a", &[("host", HOST)], b"").expect(200);
+    client.request_uri("GET", "https://gateway.test:443/a", &[("host", HOST)], b"").expect(200);
+    client.request_uri("GET", "http://Gateway.test:80/a", &[("host", HOST)], b"").expect(200);
 }
 
 #[test]
 fn malformed_pseudo_header_fields_are_refused() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&forward_all(&upstream));
     let head = |fields: &[(&str, &str)]| {
         let mut all = vec![(":method", "GET"), (":scheme", "http")];
         all.extend(fields);
-        block(&all)
+        header_block(&all)
     };
-    let mut raw = Raw::connect(gateway.http);
+    let mut raw = RawHttp2::connect(gateway.http);
     let mut stream = 1;
-    let mut ask = |raw: &mut Raw, block: &[u8]| {
+    let mut ask = |raw: &mut RawHttp2, block: &[u8]| {
         raw.send(frame(HEADERS, END_HEADERS | 1, stream, block));
         stream += 2;
         stream - 2
@@ -95,41 +96,42 @@ fn malformed_pseudo_header_fields_are_refused() {
         (&[(":path", "/a"), (":authority", "a"), ("content-length", "")], STATUS_400),
     ] {
         let stream = ask(&mut raw, &head(fields));
-        assert_eq!(raw.status(stream), status, "{fields:?}");
+        assert_eq!(raw.read_status(stream), status, "{fields:?}");
     }
     for field in [("te", "gzip"), ("connection", "x"), ("transfer-encoding", "chunked"), ("upgrade", "websocket")] {
         let stream = ask(&mut raw, &head(&[(":path", "/a"), (":authority", "a"), field]));
-        assert_eq!(raw.until(RST_STREAM).stream, stream, "{field:?}");
+        assert_eq!(raw.read_until(RST_STREAM).stream, stream, "{field:?}");
     }
-    let stream = ask(&mut raw, &block(&[(":method", "CONNECT"), (":authority", "a:80")]));
-    assert_ne!(raw.status(stream), STATUS_200);
+    let stream = ask(&mut raw, &header_block(&[(":method", "CONNECT"), (":authority", "a:80")]));
+    assert_ne!(raw.read_status(stream), STATUS_200);
     // A CONNECT cannot have a body; other streams of the connection are not affected.
-    let stream = ask(&mut raw, &block(&[(":method", "CONNECT"), (":authority", "a:80"), ("content-length", "0")]));
-    assert_ne!(raw.status(stream), STATUS_200);
-    let connect = block(&[(":method", "CONNECT"), (":authority", "a:80"), ("content-length", "5")]);
+    let stream =
+        ask(&mut raw, &header_block(&[(":method", "CONNECT"), (":authority", "a:80"), ("content-length", "0")]));
+    assert_ne!(raw.read_status(stream), STATUS_200);
+    let connect = header_block(&[(":method", "CONNECT"), (":authority", "a:80"), ("content-length", "5")]);
     raw.send(frame(HEADERS, END_HEADERS, stream + 2, &connect));
-    assert_eq!(raw.until(RST_STREAM).stream, stream + 2);
+    assert_eq!(raw.read_until(RST_STREAM).stream, stream + 2);
     raw.send(frame(HEADERS, END_HEADERS | 1, stream + 4, &head(&[(":path", "/a"), (":authority", "a")])));
-    assert_eq!(raw.status(stream + 4), STATUS_200);
+    assert_eq!(raw.read_status(stream + 4), STATUS_200);
     assert_eq!(upstream.received().len(), 2);
 }
 
 #[test]
 fn trailers_are_forwarded_both_ways() {
-    let upstream = Upstream::with(|talk: &mut Talk| {
-        let received = talk.request().unwrap();
+    let upstream = Upstream::with_script(|connection: &mut Connection| {
+        let received = connection.read_request().unwrap();
         assert_eq!(received.trailers, [("x-sum".to_owned(), "7".to_owned())]);
-        talk.send(
+        connection.send(
             "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTrailer: x-end\r\n\r\n3\r\nabc\r\n0\r\nx-end: 9\r\n\r\n",
         );
     });
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let gateway = Gateway::start(&forward_all(&upstream));
     let trailers = http::HeaderMap::from_iter([(http::HeaderName::from_static("x-sum"), "7".parse().unwrap())]);
     let body = Frames(VecDeque::from([Frame::data(Bytes::from("body")), Frame::trailers(trailers)])).boxed();
     let request = http::Request::post(format!("http://{HOST}/a")).header("trailer", "x-sum").header("te", "trailers");
-    let answer = Calm::connect(gateway.http).send(request.body(body).unwrap()).expect(200);
-    assert_eq!(answer.text(), "abc");
-    assert_eq!(answer.trailers, [("x-end".to_owned(), "9".to_owned())]);
+    let response = Http2Client::connect(gateway.http).send(request.body(body).unwrap()).expect(200);
+    assert_eq!(response.text(), "abc");
+    assert_eq!(response.trailers, [("x-end".to_owned(), "9".to_owned())]);
 }
 
 /// A body of frames that are all there.
@@ -146,58 +148,60 @@ impl Body for Frames {
 
 #[test]
 fn a_response_to_head_has_a_length_and_no_body() {
-    let upstream = Upstream::with(|talk| {
-        while talk.request().is_some() && talk.send("HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n") {}
+    let upstream = Upstream::with_script(|connection| {
+        while connection.read_request().is_some() && connection.send("HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+        {
+        }
     });
-    let gateway = Gateway::start(&pass_all(&upstream).replace("/{*rest}", "/a"));
-    let mut client = Calm::connect(gateway.http);
-    let answer = client.ask("HEAD", "/a", &[], b"").expect(200);
-    assert_eq!((answer.field("content-length"), answer.body.len()), (Some("1000"), 0));
+    let gateway = Gateway::start(&forward_all(&upstream).replace("/{*rest}", "/a"));
+    let mut client = Http2Client::connect(gateway.http);
+    let response = client.request_path("HEAD", "/a", &[], b"").expect(200);
+    assert_eq!((response.field("content-length"), response.body.len()), (Some("1000"), 0));
     let length = client.get("/b").expect(404).body.len().to_string();
-    let answer = client.ask("HEAD", "/b", &[], b"").expect(404);
-    assert_eq!((answer.field("content-length"), answer.body.len()), (Some(length.as_str()), 0));
+    let response = client.request_path("HEAD", "/b", &[], b"").expect(404);
+    assert_eq!((response.field("content-length"), response.body.len()), (Some(length.as_str()), 0));
 }
 
 #[test]
 fn every_response_has_one_date() {
-    let upstream = Upstream::answering(|received| {
+    let upstream = Upstream::responding(|received| {
         let date = [("Date", "Sun, 06 Nov 1994 08:49:37 GMT")];
         reply(200, &date[..usize::from(received.target == "/dated")], b"")
     });
     let rule = "[rules.few]\nkey = \"ip\"\nwindows = [\"2/day\"]\n";
-    let toml = pass_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]\nrules = [\"few\"]"));
+    let toml = forward_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]\nrules = [\"few\"]"));
     let gateway = Gateway::start(&format!("workers = 1\n{toml}"));
-    let mut client = Calm::connect(gateway.http);
-    assert_eq!(client.get("/dated").expect(200).all("date"), ["Sun, 06 Nov 1994 08:49:37 GMT"]);
-    let mut answers = vec![client.get("/a").expect(200)];
+    let mut client = Http2Client::connect(gateway.http);
+    assert_eq!(client.get("/dated").expect(200).values("date"), ["Sun, 06 Nov 1994 08:49:37 GMT"]);
+    let mut responses = vec![client.get("/a").expect(200)];
     // Some are the copy of one that went to a client of the other protocol.
     for _ in 0..20 {
-        answers.extend(client.gets("/a", 5));
-        answers.push(Client::connect(gateway.http).get("/a"));
+        responses.extend(client.get_many("/a", 5));
+        responses.push(Client::connect(gateway.http).get("/a"));
     }
-    answers.push(client.ask("TRACE", "/a", &[], b"").expect(405));
-    for answer in answers {
-        let dates = answer.all("date");
-        assert!(dates.len() == 1 && dates[0].len() == 29 && dates[0].ends_with(" GMT"), "{answer:?}");
+    responses.push(client.request_path("TRACE", "/a", &[], b"").expect(405));
+    for response in responses {
+        let dates = response.values("date");
+        assert!(dates.len() == 1 && dates[0].len() == 29 && dates[0].ends_with(" GMT"), "{response:?}");
     }
 }
 
 /// As many servers end their streams. Such a frame is nothing that a window is needed for.
 #[test]
 fn a_body_that_ends_with_an_empty_frame_ends_at_once() {
-    let upstream = Streams::with(Setup::default(), |mut stream| async move {
+    let upstream = Http2Upstream::with_script(Options::default(), |mut stream| async move {
         let is_empty = stream.head.uri.ends_with("/empty");
-        let mut answer = stream.begin(http::Response::new(()));
+        let mut response = stream.send_head(http::Response::new(()));
         if !is_empty {
-            answer.send_data(Bytes::from("some"), false).unwrap();
+            response.send_data(Bytes::from("some"), false).unwrap();
         }
-        answer.send_data(Bytes::new(), true).unwrap();
+        response.send_data(Bytes::new(), true).unwrap();
     });
     // It would be cancelled as stalled, which appears as a reset.
     let timeouts = "[timeouts]\nbody = \"1s\"\n";
     let route = "[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
     let gateway = Gateway::start(&format!("{timeouts}{}{route}", upstream.toml("u")));
-    let mut client = Calm::connect(gateway.http);
+    let mut client = Http2Client::connect(gateway.http);
     assert_eq!(client.get("/some").expect(200).text(), "some");
     assert_eq!(client.get("/empty").expect(200).text(), "");
 }
@@ -207,7 +211,7 @@ fn a_body_that_ends_with_an_empty_frame_ends_at_once() {
 fn a_body_cancelled_after_the_response_ends_its_stream() {
     let stop = Arc::new(tokio::sync::Notify::new());
     let stopped = Arc::clone(&stop);
-    let upstream = Streams::with(Setup::default(), move |mut stream| {
+    let upstream = Http2Upstream::with_script(Options::default(), move |mut stream| {
         let stopped = Arc::clone(&stopped);
         async move {
             stream.reply("enough");
@@ -216,24 +220,24 @@ fn a_body_cancelled_after_the_response_ends_its_stream() {
     });
     let gateway =
         Gateway::start(&format!("{}[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u")));
-    let mut raw = Raw::connect(gateway.http);
-    raw.send(frame(HEADERS, END_HEADERS, 1, &request("POST", "/a")));
-    assert_eq!(raw.status(1), STATUS_200);
-    while raw.until(DATA).flags & END_STREAM == 0 {}
+    let mut raw = RawHttp2::connect(gateway.http);
+    raw.send(frame(HEADERS, END_HEADERS, 1, &request_block("POST", "/a")));
+    assert_eq!(raw.read_status(1), STATUS_200);
+    while raw.read_until(DATA).flags & END_STREAM == 0 {}
     stop.notify_one();
-    assert_eq!(raw.until(RST_STREAM).stream, 1);
+    assert_eq!(raw.read_until(RST_STREAM).stream, 1);
 }
 
 #[test]
 fn large_bodies_are_forwarded_both_ways_at_once() {
-    let upstream = Upstream::answering(|received| reply(200, &[], &received.body));
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let upstream = Upstream::responding(|received| reply(200, &[], &received.body));
+    let gateway = Gateway::start(&forward_all(&upstream));
     let body: Vec<u8> = (0..3_000_000_u32).map(|n| (n % 251) as u8).collect();
-    let mut client = Calm::connect(gateway.http);
+    let mut client = Http2Client::connect(gateway.http);
     for _ in 0..3 {
-        assert!(client.ask("POST", "/a", &[], &body).expect(200).body == body);
+        assert!(client.request_path("POST", "/a", &[], &body).expect(200).body == body);
     }
-    assert!(client.gets("/a", 100).iter().all(|answer| answer.status == 200));
+    assert!(client.get_many("/a", 100).iter().all(|response| response.status == 200));
 }
 
 #[test]
@@ -244,17 +248,17 @@ fn exactly_the_limit_is_admitted_over_any_number_of_streams() {
         let threads: Vec<_> = (0..8)
             .map(|_| {
                 scope.spawn(|| {
-                    let mut client = Calm::connect(gateway.http);
-                    let answers = (0..2).flat_map(|_| client.gets("/a", 40)).collect::<Vec<_>>();
-                    assert!(answers.iter().all(|answer| [200, 429].contains(&answer.status)));
-                    answers.iter().filter(|answer| answer.status == 200).count()
+                    let mut client = Http2Client::connect(gateway.http);
+                    let responses = (0..2).flat_map(|_| client.get_many("/a", 40)).collect::<Vec<_>>();
+                    assert!(responses.iter().all(|response| [200, 429].contains(&response.status)));
+                    responses.iter().filter(|response| response.status == 200).count()
                 })
             })
             .collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).sum()
     });
     assert_eq!(admitted, 500);
-    let refused = Calm::connect(gateway.http).get("/a").expect(429);
+    let refused = Http2Client::connect(gateway.http).get("/a").expect(429);
     refused.problem();
     assert_eq!(remaining(&refused, "r"), 0);
     assert!(refused.field("retry-after").is_some());
@@ -264,15 +268,15 @@ fn exactly_the_limit_is_admitted_over_any_number_of_streams() {
 fn a_reset_request_is_cancelled_and_counted() {
     let (saw, seen) = mpsc::channel();
     let saw = Mutex::new(saw);
-    let upstream = Upstream::with(move |talk| {
-        if talk.request().is_some() {
+    let upstream = Upstream::with_script(move |connection| {
+        if connection.read_request().is_some() {
             saw.lock().unwrap().send(true).unwrap();
-            saw.lock().unwrap().send(talk.closed()).unwrap();
+            saw.lock().unwrap().send(connection.wait_for_close()).unwrap();
         }
     });
     let rule = "rules = [\"r\"]\n[rules.r]\nkey = \"ip\"\nwindows = [\"3/hour\"]\n";
-    let gateway = Gateway::start(&format!("{}{rule}", pass_all(&upstream)));
-    let mut raw = Raw::connect(gateway.http);
+    let gateway = Gateway::start(&format!("{}{rule}", forward_all(&upstream)));
+    let mut raw = RawHttp2::connect(gateway.http);
     for stream in [1, 3, 5] {
         raw.get(stream, "/a");
         assert!(seen.recv().unwrap());
@@ -287,35 +291,40 @@ fn a_reset_request_is_cancelled_and_counted() {
 fn a_reset_upload_never_looks_complete() {
     let (told, http1_heard) = mpsc::channel();
     let told = Mutex::new(told);
-    let http1 = Upstream::with(move |talk| {
-        if talk.head().is_some() {
+    let http1 = Upstream::with_script(move |connection| {
+        if connection.read_head().is_some() {
             let tell = |what| told.lock().unwrap().send(what).unwrap();
-            assert_eq!(talk.exactly(8).unwrap(), b"3\r\nabc\r\n");
+            assert_eq!(connection.read_exactly(8).unwrap(), b"3\r\nabc\r\n");
             tell("begun");
-            tell(if talk.exactly(5).is_some_and(|last| last == b"0\r\n\r\n") { "complete" } else { "cut off" });
+            tell(if connection.read_exactly(5).is_some_and(|last| last == b"0\r\n\r\n") {
+                "complete"
+            } else {
+                "cut off"
+            });
         }
     });
     let (told, http2_heard) = mpsc::channel();
-    let http2 = Streams::with(Setup::default(), move |mut stream| {
+    let http2 = Http2Upstream::with_script(Options::default(), move |mut stream| {
         let told = told.clone();
         async move {
-            assert_eq!(stream.piece().await.unwrap().unwrap(), "abc");
+            assert_eq!(stream.read_data().await.unwrap().unwrap(), "abc");
             told.send("begun").unwrap();
-            while let Some(Ok(_)) = stream.piece().await {}
+            while let Some(Ok(_)) = stream.read_data().await {}
             told.send(if stream.body.is_end_stream() { "complete" } else { "cut off" }).unwrap();
         }
     });
     let route = "[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
     for (toml, heard) in [(http1.toml("u"), &http1_heard), (http2.toml("u"), &http2_heard)] {
         let gateway = Gateway::start(&format!("{toml}{route}"));
-        let mut raw = Raw::connect(gateway.http);
+        let mut raw = RawHttp2::connect(gateway.http);
         let end = |stream, code: u32| frame(RST_STREAM, 0, stream, &code.to_be_bytes());
         for (stream, end, expected) in [
             (1, end(1, NO_ERROR), "cut off"),
             (3, end(3, CANCEL), "cut off"),
             (5, frame(DATA, END_STREAM, 5, b""), "complete"),
         ] {
-            raw.send(frame(HEADERS, END_HEADERS, stream, &request("POST", "/a"))).send(frame(DATA, 0, stream, b"abc"));
+            raw.send(frame(HEADERS, END_HEADERS, stream, &request_block("POST", "/a")))
+                .send(frame(DATA, 0, stream, b"abc"));
             assert_eq!(heard.recv(), Ok("begun"));
             raw.send(end);
             assert_eq!(heard.recv(), Ok(expected), "{toml}");
@@ -326,15 +335,15 @@ fn a_reset_upload_never_looks_complete() {
 #[test]
 fn a_malformed_request_is_an_error_of_its_stream_alone() {
     let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1000/hour\"]"));
-    let mut raw = Raw::connect(gateway.http);
+    let mut raw = RawHttp2::connect(gateway.http);
     // The upload of another client, which has to survive.
-    raw.send(frame(HEADERS, END_HEADERS, 1, &request("POST", "/whole"))).send(frame(DATA, 0, 1, b"be"));
-    let start = request("GET", "/a");
+    raw.send(frame(HEADERS, END_HEADERS, 1, &request_block("POST", "/whole"))).send(frame(DATA, 0, 1, b"be"));
+    let start = request_block("GET", "/a");
     let plus = |field: &[u8]| [&start[..], field].concat();
-    let field = |name: &str, value: &str| plus(&block(&[(name, value)]));
-    let pseudo = |pairs: &[(&str, &str)]| block(pairs);
+    let field = |name: &str, value: &str| plus(&header_block(&[(name, value)]));
+    let pseudo = |pairs: &[(&str, &str)]| header_block(pairs);
     let indexed = |name: &str, value: &str| {
-        let mut literal = block(&[(name, value)]);
+        let mut literal = header_block(&[(name, value)]);
         literal[0] = 0x40;
         plus(&literal)
     };
@@ -366,7 +375,7 @@ fn a_malformed_request_is_an_error_of_its_stream_alone() {
         ("an empty method", with(":method", "")),
         ("a target with a space", with(":path", "/a b")),
         ("a target with a line feed", with(":path", "/a\n")),
-        ("a second method", plus(&block(&[(":method", "GET")]))),
+        ("a second method", plus(&header_block(&[(":method", "GET")]))),
         ("no method", pseudo(&all[1..])),
         ("connection", field("connection", "close")),
         ("transfer-encoding", field("transfer-encoding", "chunked")),
@@ -394,7 +403,8 @@ fn a_malformed_request_is_an_error_of_its_stream_alone() {
         };
         let (first, second) = bytes.split_at(bytes.len() / 2);
         raw.send(first).send(second);
-        let end = std::iter::from_fn(|| raw.next()).find(|frame| [RST_STREAM, HEADERS, GOAWAY].contains(&frame.kind));
+        let end =
+            std::iter::from_fn(|| raw.next_frame()).find(|frame| [RST_STREAM, HEADERS, GOAWAY].contains(&frame.kind));
         let end = end.unwrap_or_else(|| panic!("{what}: closed"));
         assert_eq!((end.kind, end.stream), (RST_STREAM, stream), "{what}: {end:?}");
         assert_eq!(end.code(), 1, "{what}");
@@ -402,46 +412,47 @@ fn a_malformed_request_is_an_error_of_its_stream_alone() {
     // Others of the connection are served as if nothing had been.
     let last = 2 * malformed.len() as u32 + 3;
     raw.send(frame(HEADERS, END_STREAM | END_HEADERS, last, &field("x-a", "fine")));
-    assert_eq!(raw.status(last), STATUS_200);
+    assert_eq!(raw.read_status(last), STATUS_200);
     raw.send(frame(DATA, END_STREAM, 1, b"fore"));
-    assert_eq!(raw.status(1), STATUS_200);
+    assert_eq!(raw.read_status(1), STATUS_200);
 }
 
 #[test]
 fn malformed_trailers_abort_their_upload_alone() {
     let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1000/hour\"]"));
-    let mut raw = Raw::connect(gateway.http);
-    let many = block(&[("x-a", "b")]).repeat(101);
+    let mut raw = RawHttp2::connect(gateway.http);
+    let many = header_block(&[("x-a", "b")]).repeat(101);
     // More than the limit of bytes, including those that HPACK has to store.
-    let mut remembered = block(&[("x-a", &"x".repeat(500))]);
+    let mut remembered = header_block(&[("x-a", &"x".repeat(500))]);
     remembered[0] = 0x40;
     let large = remembered.repeat(124);
-    let malformed = [block(&[("x-a", "a\nb")]), block(&[("X-a", "b")]), many, large];
+    let malformed = [header_block(&[("x-a", "a\nb")]), header_block(&[("X-a", "b")]), many, large];
     for (stream, trailers) in [1, 3, 5, 7].into_iter().zip(malformed) {
-        raw.send(frame(HEADERS, END_HEADERS, stream, &request("POST", "/a"))).send(frame(DATA, 0, stream, b"abc"));
+        raw.send(frame(HEADERS, END_HEADERS, stream, &request_block("POST", "/a")))
+            .send(frame(DATA, 0, stream, b"abc"));
         let mut pieces = trailers.chunks(16 * 1024);
         raw.send(frame(HEADERS, END_STREAM, stream, pieces.next().unwrap()));
         for piece in pieces {
             raw.send(frame(CONTINUATION, 0, stream, piece));
         }
         raw.send(frame(CONTINUATION, END_HEADERS, stream, b""));
-        assert_eq!(raw.until(RST_STREAM).stream, stream);
+        assert_eq!(raw.read_until(RST_STREAM).stream, stream);
     }
     raw.get(9, "/a");
-    assert_eq!(raw.status(9), STATUS_200);
+    assert_eq!(raw.read_status(9), STATUS_200);
     // Trailers are answered with nothing.
     assert_eq!(gateway.metrics().sum("transom_requests_total", &[("code", "431")]), 0);
 }
 
 #[test]
 fn head_limits_apply() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let limits = "[limits]\nrequest_head = \"8KiB\"\nrequest_fields = 10\n";
-    let gateway = Gateway::start(&format!("{}{limits}", pass_all(&upstream)));
-    let mut client = Calm::connect(gateway.http);
+    let gateway = Gateway::start(&format!("{}{limits}", forward_all(&upstream)));
+    let mut client = Http2Client::connect(gateway.http);
     let mut ask = |count: usize, name: &str, length: usize| {
         let value = "v".repeat(length);
-        client.ask("GET", "/a", &vec![(name, value.as_str()); count], b"")
+        client.request_path("GET", "/a", &vec![(name, value.as_str()); count], b"")
     };
     // `:authority` is Host.
     ask(9, "x-a", 1).expect(200);
@@ -457,30 +468,35 @@ fn head_limits_apply() {
     let refused = || gateway.metrics().sum("transom_requests_total", &[("code", "431")]);
     assert_eq!(refused(), 5);
     // The HPACK table has to be kept in sync, so these reach h2, which answers them.
-    let mut raw = Raw::connect(gateway.http);
-    let mut remembered = block(&[("x-a", &"x".repeat(1000))]);
+    let mut raw = RawHttp2::connect(gateway.http);
+    let mut remembered = header_block(&[("x-a", &"x".repeat(1000))]);
     remembered[0] = 0x40;
-    raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 1, &[request("GET", "/a"), remembered.repeat(12)].concat()));
-    assert_ne!(raw.status(1), STATUS_200);
+    raw.send(frame(
+        HEADERS,
+        END_STREAM | END_HEADERS,
+        1,
+        &[request_block("GET", "/a"), remembered.repeat(12)].concat(),
+    ));
+    assert_ne!(raw.read_status(1), STATUS_200);
     eventually("it is recorded", || refused() == 6);
-    raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 3, &[&request("GET", "/a"), &b"\xbe"[..]].concat()));
-    assert_eq!(raw.status(3), STATUS_200);
+    raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 3, &[&request_block("GET", "/a"), &b"\xbe"[..]].concat()));
+    assert_eq!(raw.read_status(3), STATUS_200);
     assert_eq!(upstream.received()[3].field("x-a"), Some("x".repeat(1000).as_str()));
 }
 
 #[test]
 fn field_limits_apply_however_frames_are_split() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&format!("{}[limits]\nrequest_fields = 10\n", pass_all(&upstream)));
-    let start = request("GET", "/a");
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&format!("{}[limits]\nrequest_fields = 10\n", forward_all(&upstream)));
+    let start = request_block("GET", "/a");
     let remembered = |name: &str, value: &str| {
-        let mut field = block(&[(name, value)]);
+        let mut field = header_block(&[(name, value)]);
         field[0] = 0x40;
         field
     };
     let plus = |field: &[u8]| [&start[..], field].concat();
     let on_itself = |stream: u32, block: &[u8]| [&stream.to_be_bytes()[..], &[0], block].concat();
-    let connection = block(&[("connection", "x")]);
+    let connection = header_block(&[("connection", "x")]);
     let ping = frame(PING, 0, 0, &[0; 8]);
     let promised = [&[0, 0, 0, 2][..], &remembered("x-a", "1"), &connection].concat();
     // Errors of the connection, most of which h2 takes for those of a stream.
@@ -496,50 +512,50 @@ fn field_limits_apply_however_frames_are_split() {
             frame(HEADERS, END_HEADERS | 0x28, 3, &[&[99][..], &on_itself(3, &[])].concat()),
         ),
     ] {
-        let mut raw = Raw::connect(gateway.http);
+        let mut raw = RawHttp2::connect(gateway.http);
         raw.send(frame(HEADERS, END_HEADERS, 1, &start));
         raw.send(bytes);
-        raw.send_if_open(frame(HEADERS, END_STREAM | END_HEADERS, 5, &plus(&block(&[("x-a", "1")]).repeat(11))));
-        let end = raw.until(GOAWAY);
+        raw.send_if_open(frame(HEADERS, END_STREAM | END_HEADERS, 5, &plus(&header_block(&[("x-a", "1")]).repeat(11))));
+        let end = raw.read_until(GOAWAY);
         assert_eq!(end.code(), 1, "{what}");
     }
     // Errors of a stream, after which all of its fields are known to both sides.
-    let mut raw = Raw::connect(gateway.http);
+    let mut raw = RawHttp2::connect(gateway.http);
     let itself = on_itself(1, &plus(&remembered("x-a", "1")));
     raw.send(frame(HEADERS, END_STREAM | END_HEADERS | 0x20, 1, &itself));
-    let reset = raw.until(RST_STREAM);
+    let reset = raw.read_until(RST_STREAM);
     assert_eq!((reset.stream, reset.code()), (1, 1));
     raw.send(frame(HEADERS, END_STREAM, 3, &plus(&connection)));
     raw.send(frame(9, END_HEADERS, 3, &remembered("x-b", "2")));
-    let reset = raw.until(RST_STREAM);
+    let reset = raw.read_until(RST_STREAM);
     assert_eq!((reset.stream, reset.code()), (3, 1));
     raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 5, &plus(b"\xbe\xbf")));
-    assert_eq!(raw.status(5), STATUS_200);
+    assert_eq!(raw.read_status(5), STATUS_200);
     let received = upstream.received().pop().unwrap();
     assert_eq!((received.field("x-a"), received.field("x-b")), (Some("1"), Some("2")));
     raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 7, &plus(&b"\xbe".repeat(10))));
-    assert_ne!(raw.status(7), STATUS_200);
+    assert_ne!(raw.read_status(7), STATUS_200);
 }
 
 #[test]
 fn the_heads_of_a_connection_are_bounded_together() {
     let (asked, asks) = mpsc::channel();
     let asked = Mutex::new(asked);
-    let upstream = Upstream::with(move |talk: &mut Talk| {
-        while talk.head().is_some() {
+    let upstream = Upstream::with_script(move |connection: &mut Connection| {
+        while connection.read_head().is_some() {
             asked.lock().unwrap().send(()).unwrap();
         }
     });
-    let gateway = Gateway::start(&format!("{}[limits]\nrequest_head = \"8KiB\"\n", pass_all(&upstream)));
-    let mut raw = Raw::connect(gateway.http);
-    let head = [request("GET", "/a"), block(&[("x-a", &"v".repeat(7800))])].concat();
+    let gateway = Gateway::start(&format!("{}[limits]\nrequest_head = \"8KiB\"\n", forward_all(&upstream)));
+    let mut raw = RawHttp2::connect(gateway.http);
+    let head = [request_block("GET", "/a"), header_block(&[("x-a", &"v".repeat(7800))])].concat();
     // 16 heads of 8 KiB fit.
     for n in 0..16 {
         raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 2 * n + 1, &head));
         asks.recv().unwrap();
     }
     raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 33, &head));
-    let refused = raw.until(RST_STREAM);
+    let refused = raw.read_until(RST_STREAM);
     assert_eq!((refused.stream, refused.code()), (33, 7), "REFUSED_STREAM");
     // A small one has, and so has another when one of them is over.
     raw.get(35, "/a");
@@ -551,25 +567,25 @@ fn the_heads_of_a_connection_are_bounded_together() {
 
 #[test]
 fn empty_data_frames_within_the_rate_are_accepted() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&pass_all(&upstream));
-    let mut raw = Raw::connect(gateway.http);
-    raw.send(frame(HEADERS, END_HEADERS, 1, &request("POST", "/a")));
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&forward_all(&upstream));
+    let mut raw = RawHttp2::connect(gateway.http);
+    raw.send(frame(HEADERS, END_HEADERS, 1, &request_block("POST", "/a")));
     for byte in b"body" {
         raw.send(frame(DATA, 0, 1, b"").repeat(200)).send(frame(DATA, 0, 1, &[*byte]));
     }
     raw.send(frame(DATA, END_STREAM, 1, b""));
-    assert_eq!(raw.status(1), STATUS_200);
-    assert_eq!(upstream.only().body, b"body");
+    assert_eq!(raw.read_status(1), STATUS_200);
+    assert_eq!(upstream.only_request().body, b"body");
 }
 
 #[test]
 fn a_reset_refunds_a_delayed_request() {
     let rule = "key = \"ip\"\nwindows = [\"1/minute\"]\non_limit = \"delay\"\nmax_delay = \"5m\"\nmax_waiting = 1";
     let gateway = Gateway::start(&one_rule(rule));
-    let mut raw = Raw::connect(gateway.http);
+    let mut raw = RawHttp2::connect(gateway.http);
     raw.get(1, "/a");
-    assert_eq!(raw.status(1), STATUS_200);
+    assert_eq!(raw.read_status(1), STATUS_200);
     raw.get(3, "/a");
     // Behind the one that waits there is no place.
     eventually("it waits", || gateway.metrics().sum("transom_decisions_total", &[("outcome", "delayed")]) == 1);
@@ -579,21 +595,21 @@ fn a_reset_refunds_a_delayed_request() {
     raw.get(5, "/a");
     eventually("another waits", || gateway.metrics().sum("transom_decisions_total", &[("outcome", "delayed")]) == 2);
     gateway.advance_s(60);
-    assert_eq!(raw.status(5), STATUS_200);
+    assert_eq!(raw.read_status(5), STATUS_200);
 }
 
 #[test]
 fn a_refused_upload_is_not_reset_before_the_client_can_read_the_response() {
     let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/hour\"]"));
     gateway.get("/a").expect(200);
-    let mut raw = Raw::connect(gateway.http);
-    raw.send(frame(HEADERS, END_HEADERS, 1, &request("POST", "/a"))).send(frame(DATA, 0, 1, &[b'x'; 1000]));
-    raw.until(HEADERS);
+    let mut raw = RawHttp2::connect(gateway.http);
+    raw.send(frame(HEADERS, END_HEADERS, 1, &request_block("POST", "/a"))).send(frame(DATA, 0, 1, &[b'x'; 1000]));
+    raw.read_until(HEADERS);
     // That nothing happens meanwhile is the subject: otherwise the reset would be seen together with the response.
     std::thread::sleep(std::time::Duration::from_secs(3));
     raw.send(frame(DATA, END_STREAM, 1, b"")).send(frame(PING, 0, 0, b"together"));
     let seen: Vec<u8> =
-        std::iter::from_fn(|| raw.next()).map(|frame| frame.kind).take_while(|kind| *kind != PING).collect();
+        std::iter::from_fn(|| raw.next_frame()).map(|frame| frame.kind).take_while(|kind| *kind != PING).collect();
     assert!(!seen.contains(&RST_STREAM), "{seen:?}");
 }
 
@@ -620,16 +636,16 @@ fn curl_receives_a_refusal_during_an_upload() {
                 .unwrap();
             let said = String::from_utf8_lossy(&output.stderr);
             assert_eq!(String::from_utf8_lossy(&output.stdout), "429", "{protocol} {size}: {said}");
-            let answer = std::fs::read_to_string(scratch.path().join("answer")).unwrap();
-            assert!(answer.contains("quota-exceeded"), "{protocol} {size}: {answer}");
+            let response = std::fs::read_to_string(scratch.path().join("answer")).unwrap();
+            assert!(response.contains("quota-exceeded"), "{protocol} {size}: {response}");
         }
     }
 }
 
 #[test]
 fn h2load_reports_no_errors() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&forward_all(&upstream));
     let output = Command::new(program("h2load"))
         .args(["-n", "4000", "-c", "8", "-m", "32"])
         .arg(format!("http://{}/a", gateway.http))
@@ -647,7 +663,7 @@ fn the_log_names_the_protocol() {
     let toml =
         format!("{}[access_log]\nfile = \"{}\"\n", one_rule("key = \"ip\"\nwindows = [\"9/hour\"]"), log.display());
     let gateway = Gateway::start(&toml);
-    Calm::connect(gateway.http).get("/a").expect(200);
+    Http2Client::connect(gateway.http).get("/a").expect(200);
     gateway.get("/a").expect(200);
     let lines = || std::fs::read_to_string(&log).unwrap_or_default();
     eventually("both are logged", || lines().lines().count() == 2);
@@ -661,34 +677,34 @@ fn streams_in_flight_finish_when_the_gateway_stops() {
     let (saw, seen) = mpsc::channel();
     let (go, gone) = mpsc::channel::<()>();
     let gone = Arc::new(Mutex::new(gone));
-    let upstream = Upstream::with(move |talk| {
-        while talk.request().is_some() {
+    let upstream = Upstream::with_script(move |connection| {
+        while connection.read_request().is_some() {
             saw.send(()).unwrap();
             gone.lock().unwrap().recv().unwrap();
-            talk.reply(200, &[], b"at last");
+            connection.reply(200, &[], b"at last");
         }
     });
-    let mut process = Process::spawn(&pass_all(&upstream));
-    let (mut idle, mut busy) = (Raw::connect(process.http), Raw::connect(process.http));
-    idle.until(SETTINGS);
+    let mut process = Process::spawn(&forward_all(&upstream));
+    let (mut idle, mut busy) = (RawHttp2::connect(process.http), RawHttp2::connect(process.http));
+    idle.read_until(SETTINGS);
     busy.get(1, "/a");
     seen.recv().unwrap();
     process.signal("TERM");
-    assert_eq!(idle.until(GOAWAY).code(), 0);
+    assert_eq!(idle.read_until(GOAWAY).code(), 0);
     // Although it does not acknowledge the last PING.
-    idle.rest();
-    assert_eq!(busy.until(GOAWAY).code(), 0);
+    idle.read_to_end();
+    assert_eq!(busy.read_until(GOAWAY).code(), 0);
     go.send(()).unwrap();
-    assert_eq!(busy.status(1), STATUS_200);
-    assert_eq!(busy.until(DATA).payload, b"at last");
-    busy.rest();
+    assert_eq!(busy.read_status(1), STATUS_200);
+    assert_eq!(busy.read_until(DATA).payload, b"at last");
+    busy.read_to_end();
     assert_eq!(process.wait().code(), Some(0));
 }
 
 #[test]
 fn no_started_stream_fails_when_the_gateway_stops_under_load() {
-    let upstream = Upstream::replying(200);
-    let mut process = Process::spawn(&pass_all(&upstream));
+    let upstream = Upstream::always(200);
+    let mut process = Process::spawn(&forward_all(&upstream));
     let load = Command::new(program("h2load"))
         .args(["-n", "1000000", "-c", "4", "-m", "8"])
         .arg(format!("http://{}/a", process.http))
@@ -709,9 +725,9 @@ fn no_started_stream_fails_when_the_gateway_stops_under_load() {
 fn h2c_can_be_disabled() {
     let toml = format!("[http2]\nh2c = false\n{}", one_rule("key = \"ip\"\nwindows = [\"9/hour\"]"));
     let gateway = Gateway::start(&toml);
-    let raw = Raw::connect(gateway.http);
-    let mut client = Client::over(raw.stream.try_clone().unwrap());
-    client.answer().expect(400);
+    let raw = RawHttp2::connect(gateway.http);
+    let mut client = Client::from_tcp(raw.stream.try_clone().unwrap());
+    client.read_response().expect(400);
     raw.stream.shutdown(std::net::Shutdown::Write).unwrap();
     gateway.get("/a").expect(200);
 }
@@ -720,8 +736,8 @@ fn h2c_can_be_disabled() {
 fn a_silent_client_is_sent_a_ping() {
     let toml = format!("[http2]\nping = \"200ms\"\n{}", one_rule("key = \"ip\"\nwindows = [\"9/hour\"]"));
     let gateway = Gateway::start(&toml);
-    let mut raw = Raw::connect(gateway.http);
-    raw.until(PING);
-    raw.send(frame(HEADERS, END_HEADERS | 1, 1, &request("GET", "/a")));
-    assert_eq!(raw.status(1), STATUS_200);
+    let mut raw = RawHttp2::connect(gateway.http);
+    raw.read_until(PING);
+    raw.send(frame(HEADERS, END_HEADERS | 1, 1, &request_block("GET", "/a")));
+    assert_eq!(raw.read_status(1), STATUS_200);
 }

@@ -11,10 +11,10 @@ use crate::support::http2_client::{ACK, CANCEL, END_HEADERS, END_STREAM, ENHANCE
 use crate::support::http2_client::{
     CONTINUATION, DATA, GOAWAY, HEADERS, PING, PRIORITY, RST_STREAM, SETTINGS, WINDOW_UPDATE,
 };
-use crate::support::http2_client::{Calm, Frame, Raw, block, frame, request};
+use crate::support::http2_client::{Frame, Http2Client, RawHttp2, frame, header_block, request_block};
 use crate::support::ratelimit_parser::remaining;
-use crate::support::upstream::{Talk, Upstream};
-use crate::support::{eventually, one_rule, pass_all};
+use crate::support::upstream::{Connection, Upstream};
+use crate::support::{eventually, forward_all, one_rule};
 
 const SHORT: &str = "[timeouts]\nrequest_head = \"300ms\"\nbody = \"300ms\"\n[http2]\nidle = \"300ms\"\n";
 
@@ -32,7 +32,7 @@ fn beside<T>(gateway: &Gateway, attack: impl FnOnce() -> T) -> T {
     let over = AtomicBool::new(false);
     thread::scope(|scope| {
         let calm = scope.spawn(|| {
-            let mut calm = Calm::connect(gateway.http);
+            let mut calm = Http2Client::connect(gateway.http);
             loop {
                 // Once more when it is over.
                 let last = over.load(Ordering::SeqCst);
@@ -61,19 +61,19 @@ impl Drop for End<'_> {
 
 /// Sends the same bytes until the gateway reads no more, or the maximum is reached; then the gateway must have closed the
 /// connection. Returns what it sent before.
-fn flood(mut raw: Raw, times: usize, bytes: impl Fn(usize) -> Vec<u8>) -> Vec<Frame> {
+fn flood(mut raw: RawHttp2, times: usize, bytes: impl Fn(usize) -> Vec<u8>) -> Vec<Frame> {
     for n in 0..times {
         if !raw.send_if_open(bytes(n)) {
             break;
         }
     }
-    raw.rest()
+    raw.read_to_end()
 }
 
-fn opened(gateway: &Gateway) -> Raw {
-    let mut raw = Raw::connect(gateway.http);
+fn opened(gateway: &Gateway) -> RawHttp2 {
+    let mut raw = RawHttp2::connect(gateway.http);
     raw.get(1, "/a");
-    assert_eq!(raw.status(1), STATUS_200);
+    assert_eq!(raw.read_status(1), STATUS_200);
     raw
 }
 
@@ -101,7 +101,7 @@ fn exceeding_the_budget_ends_with_enhance_your_calm() {
     let mut raw = opened(&gateway);
     // All in one packet: nothing is left unread, so that nothing is lost.
     raw.send(frame(PING, 0, 0, &[0; 8]).repeat(40));
-    let last = raw.rest().pop().unwrap();
+    let last = raw.read_to_end().pop().unwrap();
     assert_eq!((last.kind, last.code()), (GOAWAY, ENHANCE_YOUR_CALM));
     assert_eq!(told(&gateway, "ping"), 1);
 }
@@ -109,8 +109,8 @@ fn exceeding_the_budget_ends_with_enhance_your_calm() {
 #[test]
 fn empty_data_floods_end_the_connection() {
     let gateway = gateway();
-    let mut raw = Raw::connect(gateway.http);
-    raw.send(frame(HEADERS, END_HEADERS, 1, &request("POST", "/a")));
+    let mut raw = RawHttp2::connect(gateway.http);
+    raw.send(frame(HEADERS, END_HEADERS, 1, &request_block("POST", "/a")));
     beside(&gateway, || flood(raw, 50_000, |_| frame(DATA, 0, 1, &[])));
     assert_eq!(told(&gateway, "empty_data") + told(&gateway, "protocol_error"), 1);
 }
@@ -121,10 +121,10 @@ fn rapid_reset_ends_the_connection_and_every_request_is_counted() {
     for pause in [Duration::ZERO, Duration::from_millis(2)] {
         let gateway = gateway();
         let sent = beside(&gateway, || {
-            let mut raw = Raw::connect(gateway.http);
+            let mut raw = RawHttp2::connect(gateway.http);
             let mut sent = 0;
             for n in 0..2000 {
-                let mut both = frame(HEADERS, END_STREAM | END_HEADERS, 2 * n + 1, &request("GET", "/attack"));
+                let mut both = frame(HEADERS, END_STREAM | END_HEADERS, 2 * n + 1, &request_block("GET", "/attack"));
                 both.extend(frame(RST_STREAM, 0, 2 * n + 1, &CANCEL.to_be_bytes()));
                 if !raw.send_if_open(both) {
                     break;
@@ -133,7 +133,7 @@ fn rapid_reset_ends_the_connection_and_every_request_is_counted() {
                 // The rate is the attack.
                 thread::sleep(pause);
             }
-            raw.rest();
+            raw.read_to_end();
             sent
         });
         assert!(pause.is_zero() || sent < 2000, "it was let go on");
@@ -144,7 +144,7 @@ fn rapid_reset_ends_the_connection_and_every_request_is_counted() {
     let mut raw = opened(&gateway);
     for n in 1..=50 {
         raw.get(2 * n + 1, "/a").send(frame(RST_STREAM, 0, 2 * n + 1, &CANCEL.to_be_bytes()));
-        raw.send(frame(PING, 0, 0, &[0; 8])).until(PING);
+        raw.send(frame(PING, 0, 0, &[0; 8])).read_until(PING);
     }
     let left = remaining(&gateway.get("/a").expect(200), "r");
     assert_eq!(left, 1_000_000 - 52);
@@ -153,12 +153,12 @@ fn rapid_reset_ends_the_connection_and_every_request_is_counted() {
 #[test]
 fn endless_and_inflating_header_blocks_end_the_connection() {
     let gateway = gateway();
-    let start = frame(HEADERS, END_STREAM, 1, &request("GET", "/a"));
-    let field = block(&[("x-a", "1")]);
+    let start = frame(HEADERS, END_STREAM, 1, &request_block("GET", "/a"));
+    let field = header_block(&[("x-a", "1")]);
     // 4 kB that are put into the table, and then named thousands of times.
-    let mut bomb = request("GET", "/a");
+    let mut bomb = request_block("GET", "/a");
     bomb.push(0x40);
-    bomb.extend(&block(&[("x-bomb", &"x".repeat(4000))])[1..]);
+    bomb.extend(&header_block(&[("x-bomb", &"x".repeat(4000))])[1..]);
     bomb.extend([0xbe; 4000]);
     let floods: [(&str, Vec<u8>, Vec<u8>); 3] = [
         ("empty continuations", start.clone(), frame(CONTINUATION, 0, 1, &[])),
@@ -166,7 +166,7 @@ fn endless_and_inflating_header_blocks_end_the_connection() {
         ("bomb", frame(HEADERS, END_STREAM | END_HEADERS, 1, &bomb), frame(PING, 0, 0, &[0; 8])),
     ];
     for (what, start, more) in floods {
-        let mut raw = Raw::connect(gateway.http);
+        let mut raw = RawHttp2::connect(gateway.http);
         raw.send(start);
         let came = beside(&gateway, || flood(raw, 50_000, |_| more.clone()));
         assert!(!came.iter().any(|frame| frame.kind == HEADERS && frame.payload[0] == STATUS_200), "{what}");
@@ -178,18 +178,18 @@ fn endless_and_inflating_header_blocks_end_the_connection() {
 #[test]
 fn repeated_bad_heads_end_the_connection() {
     let gateway = gateway();
-    let empty_fields = [request("GET", "/a"), block(&[("x-a", "")]).repeat(2000)].concat();
-    let cookies = [request("GET", "/a"), block(&[("cookie", "a")]).repeat(1500)].concat();
-    let malformed = [request("GET", "/a"), block(&[("X-A", "")])].concat();
+    let empty_fields = [request_block("GET", "/a"), header_block(&[("x-a", "")]).repeat(2000)].concat();
+    let cookies = [request_block("GET", "/a"), header_block(&[("cookie", "a")]).repeat(1500)].concat();
+    let malformed = [request_block("GET", "/a"), header_block(&[("X-A", "")])].concat();
     for (n, head) in [empty_fields, cookies, malformed].into_iter().enumerate() {
         let came = beside(&gateway, || {
-            flood(Raw::connect(gateway.http), 20_000, |n| {
+            flood(RawHttp2::connect(gateway.http), 20_000, |n| {
                 let stream = 2 * n as u32 + 1;
                 frame(HEADERS, END_STREAM | END_HEADERS, stream, &head)
             })
         });
-        let answers = came.iter().filter(|frame| frame.kind == HEADERS).map(|frame| frame.payload[0]);
-        assert!(answers.filter(|status| *status == STATUS_200).count() == 0);
+        let responses = came.iter().filter(|frame| frame.kind == HEADERS).map(|frame| frame.payload[0]);
+        assert!(responses.filter(|status| *status == STATUS_200).count() == 0);
         assert_eq!(told(&gateway, "bad_request"), n as u64 + 1);
     }
 }
@@ -198,9 +198,9 @@ fn repeated_bad_heads_end_the_connection() {
 fn provoked_stream_resets_end_the_connection() {
     let gateway = gateway();
     let came = beside(&gateway, || {
-        flood(Raw::connect(gateway.http), 20_000, |n| {
+        flood(RawHttp2::connect(gateway.http), 20_000, |n| {
             let stream = 2 * n as u32 + 1;
-            let mut both = frame(HEADERS, END_HEADERS, stream, &request("POST", "/a"));
+            let mut both = frame(HEADERS, END_HEADERS, stream, &request_block("POST", "/a"));
             both.extend(frame(WINDOW_UPDATE, 0, stream, &[0; 4]));
             both
         })
@@ -210,13 +210,13 @@ fn provoked_stream_resets_end_the_connection() {
 
 #[test]
 fn excess_streams_are_refused_without_harm_to_others() {
-    let upstream = Upstream::with(|talk: &mut Talk| while !talk.closed() {});
-    let gateway = Gateway::start(&format!("[http2]\nmax_concurrent_streams = 10\n{}", pass_all(&upstream)));
-    let mut raw = Raw::connect(gateway.http);
+    let upstream = Upstream::with_script(|connection: &mut Connection| while !connection.wait_for_close() {});
+    let gateway = Gateway::start(&format!("[http2]\nmax_concurrent_streams = 10\n{}", forward_all(&upstream)));
+    let mut raw = RawHttp2::connect(gateway.http);
     for n in 0..30 {
         raw.get(2 * n + 1, "/a");
     }
-    let mut refused: Vec<u32> = (0..20).map(|_| raw.until(RST_STREAM).stream).collect();
+    let mut refused: Vec<u32> = (0..20).map(|_| raw.read_until(RST_STREAM).stream).collect();
     refused.sort_unstable();
     assert_eq!(refused, (10..30).map(|n| 2 * n + 1).collect::<Vec<_>>());
 }
@@ -226,18 +226,18 @@ fn a_silent_connection_is_closed() {
     let gateway = Gateway::start(&format!("{}{SHORT}", one_rule("key = \"ip\"\nwindows = [\"9/hour\"]")));
     // Before the preface, within it, behind it, and within the first frame.
     for start in ["", "PRI * ", "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0"] {
-        let mut raw = Raw::silent(gateway.http);
-        raw.send(start).rest();
+        let mut raw = RawHttp2::connect_without_preface(gateway.http);
+        raw.send(start).read_to_end();
     }
     // Behind its settings: that is an idle connection.
-    for mut raw in [Raw::connect(gateway.http), opened(&gateway)] {
-        let rest = raw.rest();
+    for mut raw in [RawHttp2::connect(gateway.http), opened(&gateway)] {
+        let rest = raw.read_to_end();
         assert!(rest.iter().any(|frame| frame.kind == GOAWAY && frame.code() == NO_ERROR), "{rest:?}");
     }
     // A connection that answers every PING and sends its own is idle all the same.
-    let mut raw = Raw::connect(gateway.http);
+    let mut raw = RawHttp2::connect(gateway.http);
     while raw.send_if_open(frame(PING, 0, 0, &[1; 8])) {
-        match raw.next() {
+        match raw.next_frame() {
             Some(Frame { kind: PING, flags: 0, payload, .. }) => drop(raw.send_if_open(frame(PING, ACK, 0, &payload))),
             Some(_) => thread::sleep(Duration::from_millis(2)),
             None => break,
@@ -248,18 +248,18 @@ fn a_silent_connection_is_closed() {
 #[test]
 fn a_slow_head_times_out() {
     let gateway = Gateway::start(&format!("{}{SHORT}", one_rule("key = \"ip\"\nwindows = [\"9/hour\"]")));
-    let field = block(&[("x-a", "1")]);
-    let head = request("GET", "/a");
+    let field = header_block(&[("x-a", "1")]);
+    let head = request_block("GET", "/a");
     // Frame by frame, and not the last one.
-    let mut raw = Raw::connect(gateway.http);
-    raw.send(frame(HEADERS, END_STREAM, 1, &head)).send(frame(CONTINUATION, 0, 1, &field)).rest();
+    let mut raw = RawHttp2::connect(gateway.http);
+    raw.send(frame(HEADERS, END_STREAM, 1, &head)).send(frame(CONTINUATION, 0, 1, &field)).read_to_end();
     // Byte for byte.
-    let mut raw = Raw::connect(gateway.http);
+    let mut raw = RawHttp2::connect(gateway.http);
     raw.send(&frame(HEADERS, END_HEADERS, 1, &[&head[..], &[0; 9000]].concat())[..50]);
     while raw.send_if_open([0]) {
         thread::sleep(Duration::from_millis(20));
     }
-    raw.rest();
+    raw.read_to_end();
     let late = || gateway.metrics().sum("transom_requests_total", &[("code", "408")]);
     eventually("both are recorded", || late() == 2);
 }
@@ -267,20 +267,20 @@ fn a_slow_head_times_out() {
 #[test]
 fn a_stalled_body_ends_its_stream_only() {
     let gateway = Gateway::start(&format!("{}{SHORT}", one_rule("key = \"ip\"\nwindows = [\"9/hour\"]")));
-    let mut raw = Raw::connect(gateway.http);
-    raw.send(frame(HEADERS, END_HEADERS, 1, &request("POST", "/a"))).send(frame(DATA, 0, 1, b"abc"));
-    assert_ne!(raw.status(1), STATUS_200);
+    let mut raw = RawHttp2::connect(gateway.http);
+    raw.send(frame(HEADERS, END_HEADERS, 1, &request_block("POST", "/a"))).send(frame(DATA, 0, 1, b"abc"));
+    assert_ne!(raw.read_status(1), STATUS_200);
     raw.get(3, "/a");
-    assert_eq!(raw.status(3), STATUS_200);
+    assert_eq!(raw.read_status(3), STATUS_200);
 }
 
 /// Sends more than fits into any window, and reports when the gateway closed the connection.
 fn endless() -> (Upstream, std::sync::mpsc::Receiver<()>) {
     let (saw, seen) = std::sync::mpsc::channel();
-    let upstream = Upstream::with(move |talk: &mut Talk| {
-        talk.head();
-        talk.send("HTTP/1.1 200 OK\r\nContent-Length: 100000000\r\n\r\n");
-        while talk.send([b'x'; 65_536]) {}
+    let upstream = Upstream::with_script(move |connection: &mut Connection| {
+        connection.read_head();
+        connection.send("HTTP/1.1 200 OK\r\nContent-Length: 100000000\r\n\r\n");
+        while connection.send([b'x'; 65_536]) {}
         saw.send(()).unwrap();
     });
     (upstream, seen)
@@ -289,35 +289,35 @@ fn endless() -> (Upstream, std::sync::mpsc::Receiver<()>) {
 #[test]
 fn a_stream_whose_window_stays_closed_is_reset() {
     let (upstream, let_go) = endless();
-    let gateway = Gateway::start(&format!("{}{SHORT}", pass_all(&upstream)));
-    let mut raw = Raw::with(gateway.http, &[(4, 0)]);
+    let gateway = Gateway::start(&format!("{}{SHORT}", forward_all(&upstream)));
+    let mut raw = RawHttp2::connect_with(gateway.http, &[(4, 0)]);
     raw.get(1, "/a");
-    assert_eq!(raw.status(1), STATUS_200);
-    assert_eq!(raw.until(RST_STREAM).stream, 1);
+    assert_eq!(raw.read_status(1), STATUS_200);
+    assert_eq!(raw.read_until(RST_STREAM).stream, 1);
     let_go.recv().unwrap();
     // A stream with a partly written frame cannot be reset; the connection is closed instead.
-    let mut raw = Raw::with(gateway.http, &[(4, 1)]);
+    let mut raw = RawHttp2::connect_with(gateway.http, &[(4, 1)]);
     raw.get(1, "/a");
-    assert_eq!(raw.status(1), STATUS_200);
+    assert_eq!(raw.read_status(1), STATUS_200);
     let_go.recv().unwrap();
-    raw.rest();
+    raw.read_to_end();
 }
 
 #[test]
 fn a_refusal_waits_for_the_window_for_a_limited_time() {
     let rule = one_rule("key = \"ip\"\nwindows = [\"1/day\"]");
     let gateway = Gateway::start(&format!("{rule}{SHORT}"));
-    Calm::connect(gateway.http).get("/a").expect(200);
-    let mut raw = Raw::with(gateway.http, &[(4, 0)]);
+    Http2Client::connect(gateway.http).get("/a").expect(200);
+    let mut raw = RawHttp2::connect_with(gateway.http, &[(4, 0)]);
     raw.get(1, "/a");
-    assert_ne!(raw.status(1), STATUS_200);
+    assert_ne!(raw.read_status(1), STATUS_200);
     raw.send(frame(WINDOW_UPDATE, 0, 1, &[0, 0, 64, 0]));
-    let body = raw.until(DATA);
+    let body = raw.read_until(DATA);
     assert_eq!((body.stream, body.flags & END_STREAM), (1, END_STREAM));
     assert!(body.payload.ends_with(b"}\n"));
     raw.get(3, "/a");
-    assert_ne!(raw.status(3), STATUS_200);
-    assert_eq!(raw.until(RST_STREAM).stream, 3);
+    assert_ne!(raw.read_status(3), STATUS_200);
+    assert_eq!(raw.read_until(RST_STREAM).stream, 3);
 }
 
 #[test]
@@ -325,9 +325,9 @@ fn pings_do_not_prolong_a_stalled_response() {
     let rule = one_rule("key = \"ip\"\nwindows = [\"100/day\"]");
     let gateway = Gateway::start(&format!("{rule}{SHORT}"));
     // With the first byte the whole response is passed to h2, and there is no window for the rest.
-    let mut raw = Raw::with(gateway.http, &[(4, 1)]);
+    let mut raw = RawHttp2::connect_with(gateway.http, &[(4, 1)]);
     raw.get(1, "/a");
-    assert_eq!(raw.status(1), STATUS_200);
+    assert_eq!(raw.read_status(1), STATUS_200);
     eventually("the connection is closed", || {
         // Every one is answered, so that something moves.
         !raw.send_if_open(frame(PING, 0, 0, &[0; 8]))
@@ -337,9 +337,9 @@ fn pings_do_not_prolong_a_stalled_response() {
 #[test]
 fn a_connection_that_is_not_read_is_closed() {
     let (upstream, let_go) = endless();
-    let gateway = Gateway::start(&format!("{}{SHORT}", pass_all(&upstream)));
+    let gateway = Gateway::start(&format!("{}{SHORT}", forward_all(&upstream)));
     // A window that never ends, and not a byte taken out of the socket.
-    let mut raw = Raw::with(gateway.http, &[(4, 0x7fff_ffff)]);
+    let mut raw = RawHttp2::connect_with(gateway.http, &[(4, 0x7fff_ffff)]);
     raw.send(frame(WINDOW_UPDATE, 0, 0, &0x7fff_0000_u32.to_be_bytes())).get(1, "/a");
     let_go.recv().unwrap();
     let open = || gateway.metrics().sum("transom_connections", &[]);

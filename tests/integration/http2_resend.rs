@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use http::Response;
 
 use crate::support::gateway::Gateway;
-use crate::support::http2_client::{END_HEADERS, END_STREAM, GOAWAY, HEADERS, NO_ERROR, Raw, STATUS_200, frame};
-use crate::support::http2_upstream::{Setup, Stream, Streams};
+use crate::support::http2_client::{END_HEADERS, END_STREAM, GOAWAY, HEADERS, NO_ERROR, RawHttp2, STATUS_200, frame};
+use crate::support::http2_upstream::{Exchange, Http2Upstream, Options};
 use crate::support::upstream::Upstream;
 
 fn gateway(upstream: &str) -> Gateway {
@@ -20,26 +20,26 @@ fn body(length: usize) -> Vec<u8> {
 }
 
 /// Responds with the request that it received.
-async fn echo(mut stream: Stream) {
+async fn echo(mut stream: Exchange) {
     let mut whole = Vec::new();
-    while let Some(Ok(piece)) = stream.piece().await {
+    while let Some(Ok(piece)) = stream.read_data().await {
         whole.extend_from_slice(&piece);
     }
-    let mut body = stream.begin(Response::new(()));
+    let mut body = stream.send_head(Response::new(()));
     let _ = body.send_data(whole.into(), true);
 }
 
 /// Takes so much of the first body of each connection that comes, and refuses its stream then.
-fn refusing_behind(bytes: usize) -> Streams {
-    Streams::with(Setup::default(), move |mut stream| async move {
+fn refusing_behind(bytes: usize) -> Http2Upstream {
+    Http2Upstream::with_script(Options::default(), move |mut stream| async move {
         if stream.nth > 0 || stream.head.connection > 0 {
             return echo(stream).await;
         }
         let mut taken = 0;
         while taken < bytes {
-            taken += stream.piece().await.unwrap().unwrap().len();
+            taken += stream.read_data().await.unwrap().unwrap().len();
         }
-        stream.refuse();
+        stream.refuse_stream();
     })
 }
 
@@ -49,9 +49,9 @@ fn a_refused_request_is_resent_with_its_body() {
         let upstream = refusing_behind(taken);
         let gateway = gateway(&upstream.toml("u"));
         let sent = body(length);
-        let answer = gateway.client().post("/a", &sent).expect(200);
-        assert!(answer.body == sent, "{length} bytes, of which {taken} were taken");
-        assert_eq!(upstream.heads().len(), 2);
+        let response = gateway.client().post("/a", &sent).expect(200);
+        assert!(response.body == sent, "{length} bytes, of which {taken} were taken");
+        assert_eq!(upstream.request_heads().len(), 2);
     }
 }
 
@@ -60,7 +60,7 @@ fn a_request_whose_body_exceeds_the_buffer_is_not_resent() {
     let upstream = refusing_behind(64 * 1024 + 1);
     let gateway = gateway(&upstream.toml("u"));
     gateway.client().post("/a", body(200_000)).expect(502).problem();
-    assert_eq!(upstream.heads().len(), 1);
+    assert_eq!(upstream.request_heads().len(), 1);
     // The next is not touched by it.
     let sent = body(200_000);
     assert!(gateway.client().post("/a", &sent).expect(200).body == sent);
@@ -72,18 +72,18 @@ fn the_rest_of_an_upload_follows_a_resend() {
     let gateway = gateway(&upstream.toml("u"));
     let mut client = gateway.client();
     client.send(b"POST /a HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n5\r\nfirst\r\n");
-    crate::support::eventually("it is sent elsewhere", || upstream.heads().len() == 2);
+    crate::support::eventually("it is sent elsewhere", || upstream.request_heads().len() == 2);
     client.send(b"8\r\n, second\r\n0\r\n\r\n");
-    assert_eq!(client.answer().expect(200).body, b"first, second");
+    assert_eq!(client.read_response().expect(200).body, b"first, second");
 }
 
 /// Ends each connection by GOAWAY that still comes while `left` lasts; `last`: the last stream that it says it has looked at.
 fn leaving(left: usize, last: u32) -> Upstream {
     let left = AtomicUsize::new(left);
-    Upstream::with(move |talk| {
-        let mut raw = Raw::accepted(talk.stream().try_clone().unwrap());
+    Upstream::with_script(move |connection| {
+        let mut raw = RawHttp2::accept(connection.stream().try_clone().unwrap());
         let request =
-            std::iter::from_fn(|| raw.next()).find(|frame| frame.stream == 1 && frame.flags & END_STREAM != 0);
+            std::iter::from_fn(|| raw.next_frame()).find(|frame| frame.stream == 1 && frame.flags & END_STREAM != 0);
         if request.is_none() {
             return;
         }
@@ -93,7 +93,7 @@ fn leaving(left: usize, last: u32) -> Upstream {
         } else {
             raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 1, &[STATUS_200]));
             // Until the gateway goes.
-            raw.rest();
+            raw.read_to_end();
         }
         let _ = raw.stream.flush();
     })

@@ -4,11 +4,11 @@
 //! nonce) and `/cache` (an ETag and the time).
 
 use crate::support::client::HOST;
-use crate::support::compare_direct::Twin;
-use crate::support::external_servers::{self, Part};
+use crate::support::compare_direct::DirectComparison;
+use crate::support::external_servers::{self, ExternalServer};
 use crate::support::gateway::Gateway;
 
-fn twin() -> (Part, Gateway, Twin) {
+fn comparison() -> (ExternalServer, Gateway, DirectComparison) {
     let part = external_servers::httpbin();
     let toml = format!(
         "{}[rules.r]\nkey = \"ip\"\nwindows = [\"1000000/hour\", \"100000/minute\"]\n\
@@ -16,13 +16,13 @@ fn twin() -> (Part, Gateway, Twin) {
         part.toml("u")
     );
     let gateway = Gateway::start(&toml);
-    let twin = Twin { direct: part.address, gateway: gateway.http };
-    (part, gateway, twin)
+    let comparison = DirectComparison { direct: part.address, gateway: gateway.http };
+    (part, gateway, comparison)
 }
 
 #[test]
 fn pages_encodings_and_streams_are_identical() {
-    let (_part, _gateway, twin) = twin();
+    let (_part, _gateway, comparison) = comparison();
     for target in [
         "/html",
         "/robots.txt",
@@ -52,34 +52,34 @@ fn pages_encodings_and_streams_are_identical() {
         "/user-agent",
         "/",
     ] {
-        twin.same("GET", target, &[("User-Agent", "integration/1.0")], b"");
-        twin.same("HEAD", target, &[("User-Agent", "integration/1.0")], b"");
+        comparison.assert_same_response("GET", target, &[("User-Agent", "integration/1.0")], b"");
+        comparison.assert_same_response("HEAD", target, &[("User-Agent", "integration/1.0")], b"");
     }
     for accept in ["image/webp", "image/svg+xml", "image/jpeg", "image/*", "text/plain"] {
-        twin.same("GET", "/image", &[("Accept", accept)], b"");
+        comparison.assert_same_response("GET", "/image", &[("Accept", accept)], b"");
     }
-    twin.same_echo("GET", "/delay/1", &[("X-A", "b")], b"");
+    comparison.assert_same_echo("GET", "/delay/1", &[("X-A", "b")], b"");
 }
 
 #[test]
 fn every_status_is_identical() {
-    let (_part, _gateway, twin) = twin();
+    let (_part, _gateway, comparison) = comparison();
     for status in (200..=208).chain(300..=308).chain(400..=431).chain([451, 499]).chain(500..=511).chain([599, 700]) {
         let target = format!("/status/{status}");
-        let answer = twin.same("GET", &target, &[], b"");
+        let response = comparison.assert_same_response("GET", &target, &[], b"");
         if status < 600 {
-            assert_eq!(answer.status, status);
+            assert_eq!(response.status, status);
         }
         for method in ["HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"] {
-            twin.same(method, &target, &[], b"");
+            comparison.assert_same_response(method, &target, &[], b"");
         }
     }
 }
 
 #[test]
 fn redirects_cookies_conditions_and_credentials_are_identical() {
-    let (_part, _gateway, twin) = twin();
-    let get = |target: &str, fields: &[(&str, &str)]| twin.same("GET", target, fields, b"");
+    let (_part, _gateway, comparison) = comparison();
+    let get = |target: &str, fields: &[(&str, &str)]| comparison.assert_same_response("GET", target, fields, b"");
     for target in ["/redirect/3", "/relative-redirect/2", "/redirect-to?url=%2Fget%3Fa%3Db&status_code=307"] {
         assert!(get(target, &[]).field("location").is_some());
     }
@@ -88,9 +88,9 @@ fn redirects_cookies_conditions_and_credentials_are_identical() {
     assert_eq!(location.field("location"), Some(format!("http://{HOST}/absolute-redirect/1").as_str()));
 
     let set = get("/cookies/set?a=1&b=two&c=%22x%22", &[]);
-    assert_eq!(set.all("set-cookie").len(), 3);
+    assert_eq!(set.values("set-cookie").len(), 3);
     get("/cookies/set/name/value", &[]);
-    assert_eq!(get("/cookies/delete?a&b", &[("Cookie", "a=1; b=2; c=3")]).all("set-cookie").len(), 2);
+    assert_eq!(get("/cookies/delete?a&b", &[("Cookie", "a=1; b=2; c=3")]).values("set-cookie").len(), 2);
     get("/cookies", &[("Cookie", "a=1; b=\"quoted, and more\"")]);
     get("/cookies", &[("Cookie", "a=1"), ("Cookie", "b=2")]);
 
@@ -106,13 +106,13 @@ fn redirects_cookies_conditions_and_credentials_are_identical() {
     get("/hidden-basic-auth/user/passwd", &[]).expect(404);
     get("/bearer", &[]).expect(401);
     get("/bearer", &[("Authorization", "Bearer token")]).expect(200);
-    twin.same_echo("GET", "/etag/abc", &[], b"");
-    twin.same_echo("GET", "/cache/60", &[], b"");
+    comparison.assert_same_echo("GET", "/etag/abc", &[], b"");
+    comparison.assert_same_echo("GET", "/cache/60", &[], b"");
 }
 
 #[test]
 fn response_fields_are_identical() {
-    let (_part, _gateway, twin) = twin();
+    let (_part, _gateway, comparison) = comparison();
     for target in [
         "/response-headers?X-One=1&X-One=2&X-Two=",
         "/response-headers?Content-Type=text%2Fplain%3B%20charset%3DUTF-8&Server=httpbin",
@@ -121,14 +121,14 @@ fn response_fields_are_identical() {
         "/response-headers?X-Forwarded-For=upstream&X-RateLimit-Limit=5&X-RateLimit-Remaining=4",
         "/response-headers?X-Latin=caf%C3%A9",
     ] {
-        twin.same("GET", target, &[], b"");
-        twin.same("POST", target, &[], b"");
+        comparison.assert_same_response("GET", target, &[], b"");
+        comparison.assert_same_response("POST", target, &[], b"");
     }
 }
 
 #[test]
 fn the_server_receives_identical_requests() {
-    let (_part, _gateway, twin) = twin();
+    let (_part, _gateway, comparison) = comparison();
     let long = "x".repeat(6000);
     for fields in [
         &[][..],
@@ -138,8 +138,8 @@ fn the_server_receives_identical_requests() {
         &[("X-Long", &long)],
         &[("Referer", "http://elsewhere.test/?a=b#c"), ("Origin", "null"), ("Cache-Control", "no-cache")],
     ] {
-        twin.same_echo("GET", "/headers", fields, b"");
-        twin.same_echo("GET", "/get?a=1&a=2&b=%C3%BC&c=%2F%20+&d", fields, b"");
+        comparison.assert_same_echo("GET", "/headers", fields, b"");
+        comparison.assert_same_echo("GET", "/get?a=1&a=2&b=%C3%BC&c=%2F%20+&d", fields, b"");
     }
     for target in [
         "/anything/%C3%BCber/w%20w",
@@ -149,14 +149,14 @@ fn the_server_receives_identical_requests() {
         "/anything/a//b/./c/../d",
     ] {
         for method in ["GET", "POST", "PUT", "PATCH", "DELETE"] {
-            twin.same_echo(method, target, &[], b"");
+            comparison.assert_same_echo(method, target, &[], b"");
         }
     }
 }
 
 #[test]
 fn request_bodies_arrive_identically() {
-    let (_part, _gateway, twin) = twin();
+    let (_part, _gateway, comparison) = comparison();
     let form = ("Content-Type", "application/x-www-form-urlencoded");
     let multipart = ("Content-Type", "multipart/form-data; boundary=XX");
     let parts = b"--XX\r\nContent-Disposition: form-data; name=\"a\"\r\n\r\n1\r\n\
@@ -165,29 +165,45 @@ fn request_bodies_arrive_identically() {
     let large = "0123456789abcdef".repeat(16 * 1024);
     for method in ["POST", "PUT", "PATCH", "DELETE"] {
         let target = &format!("/{}", method.to_ascii_lowercase());
-        twin.same_echo(method, target, &[form], b"a=1&a=2&b=%C3%BC&c=");
-        twin.same_echo(method, target, &[multipart], parts);
-        twin.same_echo(method, target, &[("Content-Type", "application/json")], b"{\"a\": [1, null, \"\xc3\xbc\"]}");
-        twin.same_echo(method, target, &[("Content-Type", "application/octet-stream")], b"\x00\x01\xfe\xff");
-        twin.same_echo(method, target, &[], large.as_bytes());
-        twin.same_echo(method, target, &[("Content-Length", "0")], b"");
+        comparison.assert_same_echo(method, target, &[form], b"a=1&a=2&b=%C3%BC&c=");
+        comparison.assert_same_echo(method, target, &[multipart], parts);
+        comparison.assert_same_echo(
+            method,
+            target,
+            &[("Content-Type", "application/json")],
+            b"{\"a\": [1, null, \"\xc3\xbc\"]}",
+        );
+        comparison.assert_same_echo(
+            method,
+            target,
+            &[("Content-Type", "application/octet-stream")],
+            b"\x00\x01\xfe\xff",
+        );
+        comparison.assert_same_echo(method, target, &[], large.as_bytes());
+        comparison.assert_same_echo(method, target, &[("Content-Length", "0")], b"");
         let chunked = format!(
             "{method} {target} HTTP/1.1\r\nHost: {HOST}\r\nTransfer-Encoding: chunked\r\n\r\n\
              3\r\nabc\r\n1;extension=1\r\nd\r\n1A\r\nefghijklmnopqrstuvwxyz0123\r\n0\r\n\r\n"
         );
-        twin.same_echo_bytes(method, target, chunked.as_bytes());
+        comparison.assert_same_echo_for_bytes(method, target, chunked.as_bytes());
     }
-    twin.same("OPTIONS", "/get", &[("Origin", "http://a.test"), ("Access-Control-Request-Method", "PUT")], b"");
-    twin.same("POST", "/get", &[], b"not allowed here").expect(405);
+    comparison.assert_same_response(
+        "OPTIONS",
+        "/get",
+        &[("Origin", "http://a.test"), ("Access-Control-Request-Method", "PUT")],
+        b"",
+    );
+    comparison.assert_same_response("POST", "/get", &[], b"not allowed here").expect(405);
 }
 
 #[test]
 fn content_codings_are_forwarded_unchanged() {
-    let (_part, _gateway, twin) = twin();
+    let (_part, _gateway, comparison) = comparison();
     // The content depends on the received fields, so the length differs by the fields that the gateway adds; the coding does
     // not.
     for (target, coding) in [("/gzip", "gzip"), ("/deflate", "deflate"), ("/brotli", "br")] {
-        let (direct, through) = twin.both("GET", &crate::support::client::request("GET", target, &[], b""));
+        let (direct, through) =
+            comparison.send_to_both("GET", &crate::support::client::request("GET", target, &[], b""));
         assert_eq!(through.field("content-encoding"), Some(coding));
         assert_eq!(through.field("content-encoding"), direct.field("content-encoding"));
         let difference = through.body.len().abs_diff(direct.body.len());

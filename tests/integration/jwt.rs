@@ -5,9 +5,9 @@ use std::fs;
 
 use serde_json::{Value, json};
 
-use crate::support::client::{Answer, Client};
+use crate::support::client::{Client, HttpResponse};
 use crate::support::gateway::{Gateway, START_S};
-use crate::support::gateway_group::{PATIENT, shared};
+use crate::support::gateway_group::{LONG_TIMEOUT, shared_config};
 use crate::support::jwt_issuer::{ALGORITHMS, Issuer, encode, mac};
 use crate::support::load_checker::now_ms;
 use crate::support::process::{Process, run};
@@ -22,7 +22,7 @@ fn rule(key: &str, jwt: &str) -> String {
 
 const BY_SUBJECT: &str = "key = \"jwt:sub\"\non_missing_key = \"ip\"";
 
-fn ask(gateway: &Gateway, token: &str) -> Answer {
+fn ask(gateway: &Gateway, token: &str) -> HttpResponse {
     gateway.get_with("/a", &[("Authorization", &format!("Bearer {token}"))])
 }
 
@@ -34,10 +34,10 @@ fn two_then_refused(mut ask: impl FnMut() -> u16) {
 /// Expects a token to be refused, and nothing to be counted or given away.
 #[track_caller]
 fn refused(gateway: &Gateway, token: &str, why: &str) {
-    let answer = ask(gateway, token).expect(401);
-    assert_eq!(answer.field("www-authenticate"), Some("Bearer error=\"invalid_token\""));
-    assert_eq!(answer.problem()["detail"], why);
-    assert_eq!(answer.field("ratelimit"), None);
+    let response = ask(gateway, token).expect(401);
+    assert_eq!(response.field("www-authenticate"), Some("Bearer error=\"invalid_token\""));
+    assert_eq!(response.problem()["detail"], why);
+    assert_eq!(response.field("ratelimit"), None);
 }
 
 const UNKNOWN_KEY: &str = "the token is not signed with a key and an algorithm that are trusted here";
@@ -53,8 +53,8 @@ fn tokens_of_all_algorithms_count_by_their_claim() {
         two_then_refused(|| ask(&gateway, &token).status);
         // Another token of the same caller, by another algorithm and another scheme's spelling.
         let another = issuer.token("HS256", &json!({ "sub": algorithm, "jti": "other" }));
-        let answer = gateway.get_with("/a", &[("authorization", &format!("bEARER  {another}"))]);
-        answer.expect(429);
+        let response = gateway.get_with("/a", &[("authorization", &format!("bEARER  {another}"))]);
+        response.expect(429);
     }
     // No request was counted by address meanwhile.
     two_then_refused(|| gateway.get("/a").status);
@@ -196,16 +196,16 @@ fn a_missing_token_or_claim_is_a_missing_key() {
         let gateway = Gateway::start(&rule(&key, &keys));
         for _ in 0..3 {
             for fields in [&[][..], &[("Authorization", "Basic YWxpY2U6cHc=")], &[("Authorization", "")]] {
-                let answer = gateway.get_with("/a", fields).expect(status);
-                assert_eq!(answer.field("ratelimit"), None);
+                let response = gateway.get_with("/a", fields).expect(status);
+                assert_eq!(response.field("ratelimit"), None);
             }
             ask(&gateway, &without).expect(status);
         }
         ask(&gateway, &invalid).expect(401);
         for second in ["Bearer x", "Basic x"] {
             let token = format!("Bearer {}", issuer.token("HS256", &json!({ "sub": "a" })));
-            let answer = gateway.get_with("/a", &[("Authorization", &token), ("authorization", second)]).expect(400);
-            assert_eq!(answer.problem()["detail"], "the request gives `authorization` more than once");
+            let response = gateway.get_with("/a", &[("Authorization", &token), ("authorization", second)]).expect(400);
+            assert_eq!(response.problem()["detail"], "the request gives `authorization` more than once");
         }
     }
     // Counted by address instead, except for invalid tokens, whatever other key part is missing.
@@ -263,16 +263,16 @@ fn a_reload_forgets_tokens_verified_by_removed_keys() {
     // In one step, so that no half of it is read: a change is seen without a signal.
     let replace = |text: String| fs::rename(scratch.write("jwks.new", text), scratch.path().join("jwks.json")).unwrap();
     replace(new.jwks().to_string());
-    process.reloaded("applied", 1);
+    process.wait_for_reloads("applied", 1);
     eventually("the new keys hold", || get(&from_new).status == 200);
     get(&from_old).expect(401);
 
     // An invalid key set changes nothing, and is reported without its contents.
     let broken = new.jwks().to_string().replace("\"RSA\"", "\"RSA").replace("sig", "marked");
     replace(broken);
-    process.reloaded("refused", 1);
+    process.wait_for_reloads("refused", 1);
     get(&from_new).expect(200);
-    let log = process.says("jwks.json` is no JSON");
+    let log = process.wait_for_stderr("jwks.json` is no JSON");
     assert!(log.contains("fix: ") && !log.contains("marked"), "{log}");
 }
 
@@ -307,7 +307,7 @@ fn tokens_appear_neither_in_logs_nor_in_metrics() {
     let key =
         "key = [\"jwt:sub\", \"cookie:session\", \"query:token\", \"header:x-api-key\"]\non_missing_key = \"refuse\"";
     let process = Process::spawn(&rule(key, &keys));
-    let mut answers = String::new();
+    let mut responses = String::new();
     for (subject, expires) in [("marked-subject", 4_000_000_000_u64), ("marked-subject", 1)] {
         let token = issuer.token("HS256", &json!({ "sub": subject, "exp": expires }));
         for target in ["/a?token=marked-query", "/a?token=%zz-marked-query", "/a?token=marked-query&token=b", "/a"] {
@@ -317,16 +317,16 @@ fn tokens_appear_neither_in_logs_nor_in_metrics() {
                 ("X-API-Key", "marked-key".to_owned()),
             ];
             let fields: Vec<(&str, &str)> = fields.iter().map(|(name, value)| (*name, value.as_str())).collect();
-            let answer = process.client().get_with(target, &fields);
-            if answer.status != 200 {
-                answers += &answer.text();
+            let response = process.client().get_with(target, &fields);
+            if response.status != 200 {
+                responses += &response.text();
             }
         }
     }
     eventually("the lines are written", || std::fs::read_to_string(&log).unwrap_or_default().lines().count() == 8);
     let written = std::fs::read_to_string(&log).unwrap();
     let metrics = process.admin_get("/metrics").expect(200).text();
-    for text in [&written, &metrics, &process.stderr(), &answers] {
+    for text in [&written, &metrics, &process.stderr(), &responses] {
         assert!(!text.contains("marked") && !text.contains("eyJ") && !text.contains(&issuer.secret), "{text}");
     }
     assert!(written.contains("\"status\":401") && written.contains("\"status\":400"), "{written}");
@@ -346,18 +346,18 @@ fn a_bad_token_is_charged_to_rules_with_known_keys() {
     let (issuer, scratch) = (Issuer::new(), Scratch::new());
     let gateway = Gateway::start(&by_address_and_subject("", &issuer.keys(&scratch)));
     for left in [2, 1, 0] {
-        let answer = ask(&gateway, "nonsense").expect(401);
-        assert_eq!(remaining(&answer, "address"), left);
-        assert_eq!(items(&answer, "ratelimit").len(), 1);
-        assert_eq!(items(&answer, "ratelimit-policy").len(), 1);
-        assert_eq!(answer.problem()["detail"], MALFORMED);
+        let response = ask(&gateway, "nonsense").expect(401);
+        assert_eq!(remaining(&response, "address"), left);
+        assert_eq!(items(&response, "ratelimit").len(), 1);
+        assert_eq!(items(&response, "ratelimit-policy").len(), 1);
+        assert_eq!(response.problem()["detail"], MALFORMED);
     }
     // The address is over its limit, whatever the token is worth.
     let genuine = issuer.token("ES256", &json!({ "sub": "alice" }));
     for token in ["nonsense", "", &genuine] {
-        let answer = ask(&gateway, token).expect(429);
-        assert_eq!(answer.problem()["violated-policies"], json!(["address"]));
-        assert_eq!(answer.field("www-authenticate"), None);
+        let response = ask(&gateway, token).expect(429);
+        assert_eq!(response.problem()["violated-policies"], json!(["address"]));
+        assert_eq!(response.field("www-authenticate"), None);
     }
     let page = gateway.metrics();
     let decided = |rule, outcome| page.sum("transom_decisions_total", &[("rule", rule), ("outcome", outcome)]);
@@ -393,7 +393,7 @@ fn the_charge_of_a_bad_token_depends_on_the_rules() {
 fn a_bad_token_is_charged_to_shared_counters() {
     let (issuer, scratch, redis) = (Issuer::new(), Scratch::new(), RedisServer::start());
     let toml = by_address_and_subject("shared = \"exact\"", &issuer.keys(&scratch));
-    let store = format!("[counters.shared]\nredis = \"{}\"\n{PATIENT}", redis.url());
+    let store = format!("[counters.shared]\nredis = \"{}\"\n{LONG_TIMEOUT}", redis.url());
     let process = Process::spawn(&format!("{store}{}", toml.replace("3/minute", "3/366d")));
     let ask = |token: &str| process.client().get_with("/a", &[("Authorization", &format!("Bearer {token}"))]);
     for left in [2, 1, 0] {
@@ -471,9 +471,9 @@ fn token_times_follow_the_wall_clock_and_not_the_window_clock() {
 #[test]
 fn a_store_whose_clock_is_a_day_behind_does_not_make_expired_tokens_valid() {
     let (issuer, scratch) = (Issuer::new(), Scratch::new());
-    let redis = RedisServer::at_clock(-86_400, "");
+    let redis = RedisServer::with_clock_offset(-86_400, "");
     let rule = "[rules.r]\nkey = \"jwt:sub\"\non_missing_key = \"refuse\"\nwindows = [\"1000/day\"]\n";
-    let toml = shared(&format!("\"{}\"", redis.url()), &format!("mode = \"exact\"\n{PATIENT}"), rule);
+    let toml = shared_config(&format!("\"{}\"", redis.url()), &format!("mode = \"exact\"\n{LONG_TIMEOUT}"), rule);
     let process = Process::spawn(&format!("{toml}{}", issuer.keys(&scratch)));
     let now_s = now_ms() / 1000;
     let status = |from_s: u64, until_s: u64| {
@@ -486,7 +486,7 @@ fn a_store_whose_clock_is_a_day_behind_does_not_make_expired_tokens_valid() {
         assert_eq!(status(now_s - 7200, now_s - 1800), 401);
         assert_eq!(status(now_s + 1800, now_s + 7200), 401);
     }
-    process.says("windows follow a clock that is 86400 s behind this machine's");
+    process.wait_for_stderr("windows follow a clock that is 86400 s behind this machine's");
     let page = process.admin_get("/metrics").expect(200).text();
     assert!(page.contains("\ntransom_clock_offset_seconds -86400\n"), "{page}");
 }

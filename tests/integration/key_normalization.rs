@@ -67,30 +67,30 @@ fn repeated_or_malformed_values_are_refused() {
         &[("Cookie", "session=a"), ("cookie", "session=a")],
         &[("Cookie", "session; session=a")],
     ] {
-        let answer = by_cookie.get_with("/a", cookies).expect(400);
-        assert_eq!(answer.problem()["detail"], "the request gives `cookie:session` more than once");
+        let response = by_cookie.get_with("/a", cookies).expect(400);
+        assert_eq!(response.problem()["detail"], "the request gives `cookie:session` more than once");
     }
     let by_query = gateway("query:token", "skip");
     for target in ["/a?token=a&token=b", "/a?token=a&token=a", "/a?token=a&%74oken=a", "/a?token&token=a"] {
-        let answer = by_query.get(target).expect(400);
-        assert_eq!(answer.problem()["detail"], "the request gives `query:token` more than once");
+        let response = by_query.get(target).expect(400);
+        assert_eq!(response.problem()["detail"], "the request gives `query:token` more than once");
     }
     for target in ["/a?token=%", "/a?token=%zz", "/a?token=a%2", "/a?%zz=b&token=a"] {
-        let answer = by_query.get(target).expect(400);
-        assert_eq!(answer.problem()["detail"], "the query contains a `%` without two hex digits");
+        let response = by_query.get(target).expect(400);
+        assert_eq!(response.problem()["detail"], "the query contains a `%` without two hex digits");
     }
 }
 
 #[test]
 fn an_absent_or_empty_value_is_a_missing_key() {
     for target in ["/a", "/a?", "/a?token", "/a?token=", "/a?Token=x", "/a?a=token"] {
-        let answer = gateway("query:token", "refuse").get(target).expect(400);
-        assert_eq!(answer.problem()["detail"], "the request lacks `query:token`");
+        let response = gateway("query:token", "refuse").get(target).expect(400);
+        assert_eq!(response.problem()["detail"], "the request lacks `query:token`");
         assert_eq!(gateway("query:token", "skip").get(target).expect(200).field("ratelimit"), None, "{target}");
     }
     for cookies in [&[][..], &[("Cookie", "")], &[("Cookie", "session=")], &[("Cookie", "Session=a; a=session")]] {
-        let answer = gateway("cookie:session", "refuse").get_with("/a", cookies).expect(400);
-        assert_eq!(answer.problem()["detail"], "the request lacks `cookie:session`");
+        let response = gateway("cookie:session", "refuse").get_with("/a", cookies).expect(400);
+        assert_eq!(response.problem()["detail"], "the request lacks `cookie:session`");
         let by_address = gateway("cookie:session", "ip");
         assert_eq!([left(&by_address, "/a", &[]), left(&by_address, "/a", &["session=127.0.0.1"])], [99, 99]);
         assert_eq!(remaining(&by_address.get_with("/a", cookies).expect(200), "r"), 98);
@@ -141,14 +141,14 @@ fn no_equivalent_path_escapes_its_rule() {
         let (mut counted, mut refused) = (0, 0);
         for _ in 0..400 {
             let spelt = respelt(path, &mut rng);
-            let answer = client.get(&spelt);
-            if answer.status == 400 {
+            let response = client.get(&spelt);
+            if response.status == 400 {
                 refused += 1;
                 client = gateway.client();
                 continue;
             }
             counted += 1;
-            assert_eq!(remaining(&answer.expect(200), "r"), 100_000 - counted, "{spelt}");
+            assert_eq!(remaining(&response.expect(200), "r"), 100_000 - counted, "{spelt}");
         }
         assert!(counted > 100 && refused > 10, "{counted} {refused}");
         assert_eq!(gateway.metrics().sum("transom_requests_total", &[("route", name), ("code", "200")]), counted);

@@ -39,7 +39,7 @@ fn from(address: &str, gateway: &Gateway) -> u16 {
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     socket.bind(&format!("{address}:0").parse::<SocketAddr>().unwrap().into()).unwrap();
     socket.connect(&gateway.http.into()).unwrap();
-    Client::over(socket.into()).get("/a").status
+    Client::from_tcp(socket.into()).get("/a").status
 }
 
 #[test]
@@ -69,14 +69,14 @@ fn header_keys_compare_exact_values() {
 fn on_missing_key_is_applied() {
     let gateway = two_a_minute("key = \"header:x-user\"\non_missing_key = \"refuse\"");
     for fields in [&[][..], &[("X-User", "")]] {
-        let answer = gateway.get_with("/a", fields).expect(400);
-        assert!(answer.problem()["detail"].as_str().unwrap().contains("header:x-user"));
+        let response = gateway.get_with("/a", fields).expect(400);
+        assert!(response.problem()["detail"].as_str().unwrap().contains("header:x-user"));
     }
 
     let gateway = two_a_minute("key = \"header:x-user\"\non_missing_key = \"skip\"");
     for _ in 0..5 {
-        let answer = gateway.get("/a").expect(200);
-        assert_eq!((answer.field("ratelimit"), answer.field("ratelimit-policy")), (None, None));
+        let response = gateway.get("/a").expect(200);
+        assert_eq!((response.field("ratelimit"), response.field("ratelimit-policy")), (None, None));
     }
     two_then_refused(|| gateway.get_with("/a", &[("X-User", "bob")]).status);
 
@@ -162,7 +162,7 @@ fn ipv6_clients_are_counted_by_their_network() {
         one_rule("key = \"ip\"\nwindows = [\"2/minute\"]")
     );
     let gateway = Gateway::start(&toml);
-    let six = gateway.addresses()[1];
+    let six = gateway.http_addresses()[1];
     assert!(six.is_ipv6());
     two_then_refused(|| Client::connect(six).get("/a").status);
     two_then_refused(|| gateway.get("/a").status);
@@ -236,9 +236,9 @@ fn windows_of_all_lengths_end_at_their_boundaries() {
         ("month", 16 * 86_400 + 105 * 60, 30 * 86_400),
     ] {
         let gateway = Gateway::start(&one_rule(&format!("key = \"ip\"\nwindows = [\"1/{period}\"]")));
-        let answer = gateway.get("/a").expect(200);
-        assert_eq!(items(&answer, "ratelimit")[0].get("t"), left_s, "{period}");
-        assert_eq!(items(&answer, "ratelimit-policy")[0].get("w"), window_s, "{period}");
+        let response = gateway.get("/a").expect(200);
+        assert_eq!(items(&response, "ratelimit")[0].get("t"), left_s, "{period}");
+        assert_eq!(items(&response, "ratelimit-policy")[0].get("w"), window_s, "{period}");
         gateway.advance_s(left_s - 1);
         assert_eq!(gateway.get("/a").expect(429).field("retry-after"), Some("1"), "{period}");
         gateway.advance_s(1);

@@ -43,7 +43,7 @@ fn times(few: usize) -> usize {
 /// nothing would be proven.
 fn goes_on(load: &Load, kills: &mut usize, least: usize) -> bool {
     *kills += 1;
-    *kills <= least || (*kills <= 50 * least && !load.has_reached(&LAYERS))
+    *kills <= least || (*kills <= 50 * least && !load.has_reached_limits(&LAYERS))
 }
 
 /// Starts the gateway and kills it before it can have said that it serves, or just then.
@@ -58,7 +58,7 @@ fn kill_early(config: &Path, after: Duration) {
 
 fn start(toml: &str, starts: &mut Vec<Duration>) -> Process {
     let before = Instant::now();
-    let process = Process::spawn_by(Command::new(BINARY), toml, Scratch::in_memory());
+    let process = Process::spawn_command(Command::new(BINARY), toml, Scratch::in_memory());
     starts.push(before.elapsed());
     process
 }
@@ -66,7 +66,7 @@ fn start(toml: &str, starts: &mut Vec<Duration>) -> Process {
 fn report(
     what: &str,
     kills: usize,
-    tally: &crate::support::load_checker::Tally,
+    tally: &crate::support::load_checker::LoadResults,
     full: &[usize],
     starts: &mut [Duration],
 ) {
@@ -90,22 +90,22 @@ fn no_key_exceeds_its_limit_when_the_gateway_is_killed() {
     let toml = toml(&file);
     let config = scratch.write("gateway.toml", with_listen(&toml));
     let (mut kills, mut starts) = (0, Vec::new());
-    let tally = Load::default().while_under_way(&LAYERS, |load| {
+    let tally = Load::default().run_during(&LAYERS, |load| {
         let mut rng = seeded_rng();
         while goes_on(load, &mut kills, times(25)) {
             if rng.u8(..5) == 0 {
                 kill_early(&config, Duration::from_micros(rng.u64(..60_000)));
             } else {
                 let process = start(&toml, &mut starts);
-                load.ask(&[process.http]);
+                load.send_to(&[process.http]);
                 thread::sleep(Duration::from_micros(rng.u64(..200_000)));
-                load.ask(&[]);
+                load.send_to(&[]);
                 // Dropped, it is killed.
                 drop(process);
             }
         }
     });
-    let full = tally.judge(&LAYERS);
+    let full = tally.assert_limits(&LAYERS);
     assert!(full.iter().all(|full| *full > 0), "no limit was ever reached in {kills} kills");
     let records = every_record_is_possible(&file, &toml);
     report("killed", kills - 1, &tally, &full, &mut starts);
@@ -118,20 +118,20 @@ fn two_gateways_on_one_file_share_counters_despite_kills() {
     let file = scratch.path().join("counters");
     let toml = toml(&file);
     let (mut kills, mut starts) = (0, Vec::new());
-    let tally = Load::default().while_under_way(&LAYERS, |load| {
+    let tally = Load::default().run_during(&LAYERS, |load| {
         let mut rng = seeded_rng();
         let mut both = [start(&toml, &mut starts), start(&toml, &mut starts)];
-        load.ask(&both.each_ref().map(|process| process.http));
+        load.send_to(&both.each_ref().map(|process| process.http));
         while goes_on(load, &mut kills, times(50) / 5) {
             thread::sleep(Duration::from_micros(rng.u64(..300_000)));
             // One is killed when another serves in its place.
             let next = start(&toml, &mut starts);
-            load.ask(&[]);
+            load.send_to(&[]);
             both[rng.usize(..2)] = next;
-            load.ask(&both.each_ref().map(|process| process.http));
+            load.send_to(&both.each_ref().map(|process| process.http));
         }
     });
-    let full = tally.judge(&LAYERS);
+    let full = tally.assert_limits(&LAYERS);
     assert!(full.iter().all(|full| *full > 0), "no limit was ever reached in {kills} kills");
     every_record_is_possible(&file, &toml);
     report("two at once", kills - 1, &tally, &full, &mut starts);

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use crate::support::client::{HOST, request};
 use crate::support::gateway::Gateway;
-use crate::support::http2_client::{DATA, END_HEADERS, END_STREAM, HEADERS, Raw, block, frame};
-use crate::support::upstream::{Talk, Upstream};
-use crate::support::{eventually, one_rule, pass_all, within};
+use crate::support::http2_client::{DATA, END_HEADERS, END_STREAM, HEADERS, RawHttp2, frame, header_block};
+use crate::support::upstream::{Connection, Upstream};
+use crate::support::{eventually, forward_all, one_rule, within};
 
 const CHUNKED: &str = "POST /a HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n";
 
@@ -18,17 +18,17 @@ fn faults(gateway: &Gateway, kind: &str) -> u64 {
 
 #[test]
 fn a_declared_body_above_the_limit_is_refused_early() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let rule = "[rules.r]\nkey = \"ip\"\nwindows = [\"2/day\"]\n";
-    let toml = pass_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
+    let toml = forward_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
     let gateway = Gateway::start(&format!("{toml}[limits]\nmax_body = 10\n"));
     gateway.client().post("/a", "0123456789").expect(200);
     for expect in ["", "Expect: 100-continue\r\n"] {
         let mut client = gateway.client();
         client.send(format!("POST /a HTTP/1.1\r\nHost: a\r\nContent-Length: 11\r\n{expect}\r\n"));
-        let answer = client.answer_to("POST").expect(413);
-        assert_eq!(answer.problem()["detail"], "the body of the request has more than 10 bytes");
-        assert!(answer.interim.is_empty());
+        let response = client.read_response_to("POST").expect(413);
+        assert_eq!(response.problem()["detail"], "the body of the request has more than 10 bytes");
+        assert!(response.informational.is_empty());
         client.expect_closed();
     }
     assert_eq!((upstream.received().len(), faults(&gateway, "body_too_large")), (1, 2));
@@ -39,19 +39,19 @@ fn a_declared_body_above_the_limit_is_refused_early() {
 
 #[test]
 fn chunked_bodies_are_limited_as_they_arrive() {
-    let upstream = Upstream::with(|talk: &mut Talk| {
-        let Some(head) = talk.head() else { return };
+    let upstream = Upstream::with_script(|connection: &mut Connection| {
+        let Some(head) = connection.read_head() else { return };
         // The upload is aborted, so that the upstream does not take a part for the whole.
-        assert!(talk.body(&head).is_none(), "the body came to an end");
+        assert!(connection.read_body(&head).is_none(), "the body came to an end");
     });
     let echo = one_rule("key = \"ip\"\nwindows = [\"100/day\"]");
-    for toml in [pass_all(&upstream), echo] {
+    for toml in [forward_all(&upstream), echo] {
         let gateway = Gateway::start(&format!("{toml}[limits]\nmax_body = \"1kB\"\n"));
         let mut client = gateway.client();
         client.send(CHUNKED).send(format!("3e8\r\n{}\r\n", "x".repeat(1000)));
         client.send_if_open("1\r\nx\r\n");
-        client.answer_to("POST").expect(413).problem();
-        client.finish();
+        client.read_response_to("POST").expect(413).problem();
+        client.shutdown_write();
         client.expect_closed();
         assert_eq!(faults(&gateway, "body_too_large"), 1);
     }
@@ -66,7 +66,7 @@ fn a_route_can_set_the_body_limit() {
     let ask = |target: &str, bytes: usize| {
         let mut client = gateway.client();
         client.send_if_open(request("POST", target, &[], &vec![b'x'; bytes]));
-        client.answer_to("POST").status
+        client.read_response_to("POST").status
     };
     assert_eq!([ask("/a", 10), ask("/a", 11), ask("/large", 100_000)], [200, 413, 200]);
     assert_eq!([ask("/none", 0), ask("/none", 1)], [200, 413]);
@@ -74,13 +74,13 @@ fn a_route_can_set_the_body_limit() {
 
 #[test]
 fn a_body_below_the_minimum_rate_is_aborted() {
-    let upstream = Upstream::with(|talk: &mut Talk| {
-        let Some(head) = talk.head() else { return };
-        assert!(talk.body(&head).is_none());
+    let upstream = Upstream::with_script(|connection: &mut Connection| {
+        let Some(head) = connection.read_head() else { return };
+        assert!(connection.read_body(&head).is_none());
     });
     let limits = "[limits]\nmin_request_rate = 1000\nrate_grace = \"300ms\"\n";
     let echo = one_rule("key = \"ip\"\nwindows = [\"100/day\"]");
-    for toml in [pass_all(&upstream), echo] {
+    for toml in [forward_all(&upstream), echo] {
         let gateway = Gateway::start(&format!("{toml}{limits}"));
         let mut client = gateway.client();
         client.send("POST /a HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n");
@@ -91,7 +91,7 @@ fn a_body_below_the_minimum_rate_is_aborted() {
                 thread::sleep(Duration::from_millis(20));
             }
         });
-        within(Duration::from_millis(300), || client.answer_to("POST").expect(408).problem());
+        within(Duration::from_millis(300), || client.read_response_to("POST").expect(408).problem());
         client.expect_closed();
         assert_eq!(faults(&gateway, "body_too_slow"), 1);
         drop(client);
@@ -105,7 +105,7 @@ fn a_route_can_disable_the_minimum_rate_and_no_field_can() {
     let slow = "[[routes]]\npath = \"/slow\"\nupstream = \"u\"\nmin_request_rate = 0\n";
     let limits = "[limits]\nmin_request_rate = 1000\nrate_grace = \"300ms\"\n";
     let gateway = Gateway::start(&format!("{toml}{slow}{limits}"));
-    let mut raw = Raw::connect(gateway.http);
+    let mut raw = RawHttp2::connect(gateway.http);
     for (stream, path, content_type) in [
         (1, "/slow", "application/grpc"),
         (3, "/slow", "text/plain"),
@@ -119,15 +119,15 @@ fn a_route_can_disable_the_minimum_rate_and_no_field_can() {
             (":path", path),
             ("content-type", content_type),
         ];
-        raw.send(frame(HEADERS, END_HEADERS, stream, &block(&fields)));
+        raw.send(frame(HEADERS, END_HEADERS, stream, &header_block(&fields)));
     }
     // Only these are given up.
-    let mut refused = [raw.until(HEADERS).stream, raw.until(HEADERS).stream];
+    let mut refused = [raw.read_until(HEADERS).stream, raw.read_until(HEADERS).stream];
     refused.sort_unstable();
     assert_eq!(refused, [5, 7]);
     assert_eq!(faults(&gateway, "body_too_slow"), 2);
     raw.send(frame(DATA, END_STREAM, 1, b"")).send(frame(DATA, END_STREAM, 3, b""));
-    let mut answered = [raw.until(HEADERS).stream, raw.until(HEADERS).stream];
+    let mut answered = [raw.read_until(HEADERS).stream, raw.read_until(HEADERS).stream];
     answered.sort_unstable();
     assert_eq!(answered, [1, 3]);
 }
@@ -143,35 +143,35 @@ fn a_body_above_the_minimum_rate_may_take_long() {
         // The elapsed time is the subject of the test.
         thread::sleep(Duration::from_millis(100));
     }
-    assert_eq!(client.answer_to("POST").expect(200).json()["body_bytes"], 40_000);
+    assert_eq!(client.read_response_to("POST").expect(200).json()["body_bytes"], 40_000);
 }
 
 #[test]
 fn backpressure_of_the_upstream_is_not_a_slow_client() {
-    let upstream = Upstream::with(|talk: &mut Talk| {
-        let Some(head) = talk.head() else { return };
+    let upstream = Upstream::with_script(|connection: &mut Connection| {
+        let Some(head) = connection.read_head() else { return };
         // The server takes its time, and the client waits.
         thread::sleep(Duration::from_millis(1200));
-        assert_eq!(talk.body(&head).map(|body| body.len()), Some(20_000_000));
-        talk.reply(200, &[], b"late");
+        assert_eq!(connection.read_body(&head).map(|body| body.len()), Some(20_000_000));
+        connection.reply(200, &[], b"late");
     });
     let limits = "[limits]\nmin_request_rate = 1000000\nrate_grace = \"300ms\"\n";
-    let gateway = Gateway::start(&format!("{}{limits}", pass_all(&upstream)));
+    let gateway = Gateway::start(&format!("{}{limits}", forward_all(&upstream)));
     assert_eq!(gateway.client().post("/a", vec![b'x'; 20_000_000]).expect(200).text(), "late");
 }
 
 #[test]
 fn a_response_read_too_slowly_is_aborted() {
     let endless = || {
-        Upstream::with(|talk: &mut Talk| {
-            talk.head();
-            talk.send("HTTP/1.1 200 OK\r\nContent-Length: 10000000000\r\n\r\n");
-            while talk.send([b'x'; 65536]) {}
+        Upstream::with_script(|connection: &mut Connection| {
+            connection.read_head();
+            connection.send("HTTP/1.1 200 OK\r\nContent-Length: 10000000000\r\n\r\n");
+            while connection.send([b'x'; 65536]) {}
         })
     };
     let upstream = endless();
     let limits = "[timeouts]\nbody = \"500ms\"\n[limits]\nmin_response_rate = \"1GiB\"\n";
-    let gateway = Gateway::start(&format!("{}{limits}", pass_all(&upstream)));
+    let gateway = Gateway::start(&format!("{}{limits}", forward_all(&upstream)));
     let mut client = gateway.client();
     client.send("GET /a HTTP/1.1\r\nHost: a\r\n\r\n");
     // It always reads something, so it never stalls.
@@ -190,17 +190,17 @@ fn a_response_read_too_slowly_is_aborted() {
 
 #[test]
 fn a_slow_upstream_response_is_not_a_slow_client() {
-    let upstream = Upstream::with(|talk: &mut Talk| {
-        talk.head();
-        talk.send("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n");
+    let upstream = Upstream::with_script(|connection: &mut Connection| {
+        connection.read_head();
+        connection.send("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n");
         for _ in 0..12 {
             thread::sleep(Duration::from_millis(100));
-            talk.send("1\r\nx\r\n");
+            connection.send("1\r\nx\r\n");
         }
-        talk.send("0\r\n\r\n");
+        connection.send("0\r\n\r\n");
     });
     let limits = "[timeouts]\nbody = \"400ms\"\n[limits]\nmin_response_rate = \"1GiB\"\n";
-    let gateway = Gateway::start(&format!("{}{limits}", pass_all(&upstream)));
+    let gateway = Gateway::start(&format!("{}{limits}", forward_all(&upstream)));
     assert_eq!(gateway.get("/a").expect(200).text(), "x".repeat(12));
     assert_eq!(faults(&gateway, "stalled"), 0);
 }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Condvar, Mutex};
 
 use crate::support::gateway::Gateway;
 use crate::support::upstream::Upstream;
-use crate::support::{eventually, pass_to};
+use crate::support::{eventually, forward_to};
 
 fn counts(servers: &[Upstream]) -> Vec<usize> {
     servers.iter().map(|server| server.received().len()).collect()
@@ -14,11 +14,9 @@ fn counts(servers: &[Upstream]) -> Vec<usize> {
 /// Servers that respond with their number.
 fn numbered(count: usize) -> Vec<Upstream> {
     let server = |number: usize| {
-        Upstream::with(
-            move |talk| {
-                while talk.request().is_some() && talk.reply(200, &[], number.to_string().as_bytes()) {}
-            },
-        )
+        Upstream::with_script(move |connection| {
+            while connection.read_request().is_some() && connection.reply(200, &[], number.to_string().as_bytes()) {}
+        })
     };
     (0..count).map(server).collect()
 }
@@ -48,19 +46,19 @@ fn least_requests_avoids_busy_servers() {
     let (held, doors) = (Arc::new((Mutex::new(true), Condvar::new())), Arc::new(Mutex::new(Vec::new())));
     let server = |number: usize| {
         let (held, doors) = (Arc::clone(&held), Arc::clone(&doors));
-        Upstream::with(move |talk| {
-            while let Some(request) = talk.request() {
+        Upstream::with_script(move |connection| {
+            while let Some(request) = connection.read_request() {
                 if request.target == "/slow" {
                     doors.lock().unwrap().push(number);
                     let held = held.1.wait_while(held.0.lock().unwrap(), |held| *held).unwrap();
                     drop(held);
                 }
-                talk.reply(200, &[], number.to_string().as_bytes());
+                connection.reply(200, &[], number.to_string().as_bytes());
             }
         })
     };
     let servers = [server(0), server(1)];
-    let gateway = Gateway::start(&format!("workers = 1\n{}", pass_to(&addresses(&servers), "")));
+    let gateway = Gateway::start(&format!("workers = 1\n{}", forward_to(&addresses(&servers), "")));
     let mut slow = gateway.client();
     slow.send(crate::support::client::request("GET", "/slow", &[], b""));
     eventually("it is under way", || !doors.lock().unwrap().is_empty());
@@ -76,7 +74,7 @@ fn least_requests_avoids_busy_servers() {
     }
     *held.0.lock().unwrap() = false;
     held.1.notify_all();
-    slow.answer().expect(200);
+    slow.read_response().expect(200);
     eventually("nothing is under way", || under_way(busy) == 0);
     // Equals again, so both get some.
     eventually("the other one is asked as well", || client.get("/quick").expect(200).text() == busy.to_string());
@@ -93,7 +91,7 @@ fn homes(gateway: &Gateway, users: usize) -> HashMap<usize, String> {
 fn consistent_hashing_keeps_keys_on_their_servers() {
     let servers = numbered(4);
     let hash = "balance = { hash = \"header:x-user\" }";
-    let all = pass_to(&addresses(&servers), hash);
+    let all = forward_to(&addresses(&servers), hash);
     let mut gateway = Gateway::start(&all);
     let before = homes(&gateway, 60);
     assert_eq!(homes(&gateway, 60), before);
@@ -107,7 +105,7 @@ fn consistent_hashing_keeps_keys_on_their_servers() {
     // Without a key, any server may respond.
     gateway.get("/a").expect(200);
     // The last server leaves, and its keys only.
-    gateway.reload(&pass_to(&addresses(&servers[..3]), hash));
+    gateway.reload(&forward_to(&addresses(&servers[..3]), hash));
     eventually("the last is gone", || homes(&gateway, 60).values().all(|home| home != "3"));
     let after = homes(&gateway, 60);
     for (user, home) in &before {
@@ -118,17 +116,17 @@ fn consistent_hashing_keeps_keys_on_their_servers() {
 #[test]
 fn keys_of_a_dead_server_move_to_the_next_and_return() {
     let servers = numbered(3);
-    let dead = Upstream::refusing();
+    let dead = Upstream::refusing_connections();
     let mut with_dead = addresses(&servers);
     with_dead.push(dead.address);
     let settings = "balance = { hash = [\"path\", \"query:u\"] }\nejection = { failures = 1, time = \"1h\" }";
-    let gateway = Gateway::start(&pass_to(&with_dead, settings));
-    let without = Gateway::start(&pass_to(&addresses(&servers), settings));
+    let gateway = Gateway::start(&forward_to(&with_dead, settings));
+    let without = Gateway::start(&forward_to(&addresses(&servers), settings));
     let mut clients = (gateway.client(), without.client());
     for user in 0..60 {
         let target = format!("/a?u={user}");
-        let answers = (clients.0.get(&target).expect(200).text(), clients.1.get(&target).expect(200).text());
-        assert_eq!(answers.0, answers.1, "{target}");
+        let responses = (clients.0.get(&target).expect(200).text(), clients.1.get(&target).expect(200).text());
+        assert_eq!(responses.0, responses.1, "{target}");
     }
     assert_eq!(gateway.metrics().sum("transom_upstream_server_ejected", &[]), 1);
 }

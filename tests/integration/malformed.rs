@@ -10,26 +10,26 @@ use proptest::test_runner::{Config, TestRunner};
 use crate::support::client::{Client, request};
 use crate::support::gateway::Gateway;
 use crate::support::upstream::Upstream;
-use crate::support::{eventually, pass_all, within};
+use crate::support::{eventually, forward_all, within};
 
 /// Sends bytes to a gateway with this configuration's addition; expects this status, a problem
 /// document, the end of the connection, and an upstream that was not even connected to.
 fn refused_by(extra: &str, cases: &[(&str, Vec<u8>, u16)]) {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&format!("{}{extra}", pass_all(&upstream)));
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&format!("{}{extra}", forward_all(&upstream)));
     let (mut wrong, mut known) = (Vec::new(), 0);
     for (name, bytes, status) in cases {
         let mut client = gateway.client();
         // It may be refused before it is sent to its end.
         client.send_if_open(bytes);
-        let mut told = match client.head() {
-            Some(answer) => answer,
+        let mut told = match client.read_head() {
+            Some(response) => response,
             None => {
                 wrong.push(format!("{name}: closed without a word"));
                 continue;
             }
         };
-        client.body_of(&mut told, if bytes.starts_with(b"HEAD") { "HEAD" } else { "GET" });
+        client.read_body(&mut told, if bytes.starts_with(b"HEAD") { "HEAD" } else { "GET" });
         if told.status != *status {
             wrong.push(format!("{name}: {} {}", told.status, told.text()));
         } else if told.field("content-type") != Some("application/problem+json") {
@@ -37,14 +37,14 @@ fn refused_by(extra: &str, cases: &[(&str, Vec<u8>, u16)]) {
         } else if told.field("connection") != Some("close") {
             wrong.push(format!("{name}: the end is not announced"));
         }
-        client.finish();
-        let rest = client.rest();
+        client.shutdown_write();
+        let rest = client.read_to_end();
         if !rest.is_empty() {
             wrong.push(format!("{name}: answered again: {:?}", String::from_utf8_lossy(&rest)));
         }
-        if upstream.bytes() > known {
-            wrong.push(format!("{name}: {} bytes reached the upstream", upstream.bytes() - known));
-            known = upstream.bytes();
+        if upstream.bytes_received() > known {
+            wrong.push(format!("{name}: {} bytes reached the upstream", upstream.bytes_received() - known));
+            known = upstream.bytes_received();
         }
     }
     assert!(wrong.is_empty(), "{wrong:#?}");
@@ -196,8 +196,8 @@ fn ambiguous_body_framing_is_refused() {
 
 #[test]
 fn malformed_chunks_end_the_connection_without_smuggling() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&forward_all(&upstream));
     for chunks in [
         "zz\r\n",
         "-1\r\n",
@@ -218,10 +218,10 @@ fn malformed_chunks_end_the_connection_without_smuggling() {
         let mut client = gateway.client();
         client.send_if_open("POST /chunks HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n");
         client.send_if_open(chunks).send_if_open(request("GET", "/smuggled", &[], b""));
-        let answer = client.answer();
-        assert_eq!(answer.status, 400, "{chunks:?}: {}", answer.text());
-        answer.problem();
-        client.finish();
+        let response = client.read_response();
+        assert_eq!(response.status, 400, "{chunks:?}: {}", response.text());
+        response.problem();
+        client.shutdown_write();
         client.expect_closed();
     }
     assert!(upstream.received().iter().all(|received| received.target == "/chunks"), "{:?}", upstream.received());
@@ -231,8 +231,8 @@ fn malformed_chunks_end_the_connection_without_smuggling() {
 /// body for one and a request for the other.
 #[test]
 fn a_trailer_line_that_ends_in_a_line_feed_alone_ends_the_connection() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&forward_all(&upstream));
     let head = "POST /first HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n";
     // For hyper the body ends behind `A: b`. The second request is none that may pass.
     let trailers = "X: y\n\r\nA: b\r\n\r\n";
@@ -246,8 +246,8 @@ fn a_trailer_line_that_ends_in_a_line_feed_alone_ends_the_connection() {
         } else {
             client.send(format!("{head}3\r\nabc\r\n0\r\n{trailers}{second}"));
         }
-        client.answer().expect(400).problem();
-        client.finish().expect_closed();
+        client.read_response().expect(400).problem();
+        client.shutdown_write().expect_closed();
     }
     assert!(upstream.received().iter().all(|received| received.target == "/first"), "{:?}", upstream.received());
 }
@@ -278,19 +278,19 @@ fn oversized_heads_are_refused() {
 
 #[test]
 fn a_head_of_the_maximum_size_is_accepted() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&forward_all(&upstream));
     let head = |field: usize| format!("GET / HTTP/1.1\r\nHost: a\r\nX-A: {}\r\n\r\n", "a".repeat(field));
     let most = head(64 * 1024 - head(0).len());
     let mut client = gateway.client();
     // Two heads at once are more than one may be.
     client.send(most.repeat(2));
-    client.answer().expect(200);
-    client.answer().expect(200);
+    client.read_response().expect(200);
+    client.read_response().expect(200);
     // After another request a target is distinguished from other fields as well.
     client.send(format!("{}GET /{} HTTP/1.1\r\nHost: a\r\n\r\n", head(1), "a".repeat(66_000)));
-    client.answer().expect(200);
-    client.answer().expect(414).problem();
+    client.read_response().expect(200);
+    client.read_response().expect(414).problem();
 }
 
 #[test]
@@ -307,8 +307,8 @@ fn an_unfinished_head_times_out() {
 
 #[test]
 fn a_silent_connection_is_closed_without_a_response() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&format!("{}[timeouts]\nrequest_head = \"100ms\"\n", pass_all(&upstream)));
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&format!("{}[timeouts]\nrequest_head = \"100ms\"\n", forward_all(&upstream)));
     let head = Duration::from_millis(100);
     within(head, || gateway.client().expect_closed());
     let mut client = gateway.client();
@@ -318,9 +318,9 @@ fn a_silent_connection_is_closed_without_a_response() {
 
 #[test]
 fn a_key_given_twice_is_refused() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let rule = "[rules.r]\nkey = \"header:x-user\"\non_missing_key = \"skip\"\nwindows = [\"1/minute\"]\n";
-    let toml = pass_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
+    let toml = forward_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
     let gateway = Gateway::start(&toml);
     let mut client = gateway.client();
     client.get_with("/a", &[("X-User", "bob"), ("x-user", "eve")]).expect(400).problem();
@@ -330,17 +330,17 @@ fn a_key_given_twice_is_refused() {
 
 #[test]
 fn bytes_after_a_valid_request_do_not_affect_its_response() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&forward_all(&upstream));
     let mut client = gateway.client();
     let mut bytes = request("GET", "/good", &[], b"");
     bytes.extend(b"garbage\r\n\r\n");
     client.send(bytes);
-    client.answer().expect(200);
-    client.answer().expect(400).problem();
-    client.finish();
+    client.read_response().expect(200);
+    client.read_response().expect(400).problem();
+    client.shutdown_write();
     client.expect_closed();
-    assert_eq!(upstream.only().target, "/good");
+    assert_eq!(upstream.only_request().target, "/good");
 }
 
 /// Pieces of requests, in any order, and noise between them.
@@ -378,8 +378,8 @@ fn noise() -> impl Strategy<Value = Vec<u8>> {
 
 #[test]
 fn random_bytes_are_harmless() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&forward_all(&upstream));
     let address = gateway.http;
     let mut runner = TestRunner::new(Config { cases: 1500, failure_persistence: None, ..Config::default() });
     let ran = runner.run(&noise(), |bytes| {
@@ -390,28 +390,36 @@ fn random_bytes_are_harmless() {
         client.send_if_open(&bytes);
         let _ = client.stream.flush();
         let _ = client.stream.shutdown(std::net::Shutdown::Write);
-        let answer = client.rest();
-        prop_assert!(answer.is_empty() || answer.starts_with(b"HTTP/1.1 4"), "{:?}", String::from_utf8_lossy(&answer));
+        let response = client.read_to_end();
+        prop_assert!(
+            response.is_empty() || response.starts_with(b"HTTP/1.1 4"),
+            "{:?}",
+            String::from_utf8_lossy(&response)
+        );
         Ok(())
     });
     ran.unwrap();
-    assert_eq!((upstream.connections(), upstream.bytes()), (0, 0));
+    assert_eq!((upstream.connections(), upstream.bytes_received()), (0, 0));
     gateway.get("/a").expect(200);
 }
 
 #[test]
 fn near_valid_requests_are_harmless() {
     // Some of these are valid requests; the upstream then sees their unambiguous form.
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&forward_all(&upstream));
     let address = gateway.http;
     let mut runner = TestRunner::new(Config { cases: 1500, failure_persistence: None, ..Config::default() });
     let ran = runner.run(&noise(), |bytes| {
         let mut client = Client::connect(address);
         client.send_if_open("GET /a HTTP/1.1\r\nHost: a\r\n").send_if_open(&bytes).send_if_open("\r\n\r\n");
         let _ = client.stream.shutdown(std::net::Shutdown::Write);
-        let answer = client.rest();
-        prop_assert!(answer.is_empty() || answer.starts_with(b"HTTP/1.1 "), "{:?}", String::from_utf8_lossy(&answer));
+        let response = client.read_to_end();
+        prop_assert!(
+            response.is_empty() || response.starts_with(b"HTTP/1.1 "),
+            "{:?}",
+            String::from_utf8_lossy(&response)
+        );
         Ok(())
     });
     ran.unwrap();

@@ -6,8 +6,8 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::support::client::{Client, request};
-use crate::support::compare_direct::Twin;
-use crate::support::external_servers::{self, Part, program};
+use crate::support::compare_direct::DirectComparison;
+use crate::support::external_servers::{self, ExternalServer, program};
 use crate::support::gateway::Gateway;
 use crate::support::{DEADLINE, Scratch};
 
@@ -37,7 +37,7 @@ fn fill(root: &Path) {
     fs::write(root.join("list/one.txt"), "1").unwrap();
 }
 
-fn twin() -> (Part, Gateway, Twin) {
+fn comparison() -> (ExternalServer, Gateway, DirectComparison) {
     let part = external_servers::nginx(fill);
     let toml = format!(
         "{}[rules.r]\nkey = \"ip\"\nwindows = [\"1000000/hour\", \"100000/minute\"]\n\
@@ -45,13 +45,13 @@ fn twin() -> (Part, Gateway, Twin) {
         part.toml("u")
     );
     let gateway = Gateway::start(&toml);
-    let twin = Twin { direct: part.address, gateway: gateway.http };
-    (part, gateway, twin)
+    let comparison = DirectComparison { direct: part.address, gateway: gateway.http };
+    (part, gateway, comparison)
 }
 
 #[test]
 fn files_listings_and_errors_are_identical() {
-    let (_part, _gateway, twin) = twin();
+    let (_part, _gateway, comparison) = comparison();
     for target in [
         "/",
         "/a.txt",
@@ -71,68 +71,72 @@ fn files_listings_and_errors_are_identical() {
         "/teapot",
     ] {
         for method in ["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"] {
-            twin.same(method, target, &[], b"");
+            comparison.assert_same_response(method, target, &[], b"");
         }
-        twin.same("GET", target, &[("Accept-Encoding", "gzip")], b"");
+        comparison.assert_same_response("GET", target, &[("Accept-Encoding", "gzip")], b"");
     }
-    let zipped = twin.same("GET", "/compressed/b.txt", &[("Accept-Encoding", "gzip")], b"");
+    let zipped = comparison.assert_same_response("GET", "/compressed/b.txt", &[("Accept-Encoding", "gzip")], b"");
     assert_eq!(zipped.field("content-encoding"), Some("gzip"));
     assert!(zipped.chunked);
 }
 
 #[test]
 fn ranges_are_identical() {
-    let (_part, _gateway, twin) = twin();
+    let (_part, _gateway, comparison) = comparison();
     for range in
         ["bytes=0-0", "bytes=100-199", "bytes=9999990-", "bytes=-10", "bytes=10000000-", "bytes=abc", "bytes=0-9999999"]
     {
-        twin.same("HEAD", "/large.bin", &[("Range", range)], b"");
-        twin.same("GET", "/large.bin", &[("Range", range)], b"");
+        comparison.assert_same_response("HEAD", "/large.bin", &[("Range", range)], b"");
+        comparison.assert_same_response("GET", "/large.bin", &[("Range", range)], b"");
     }
-    several_parts(&twin);
-    let whole = twin.same("GET", "/large.bin", &[], b"").expect(200);
+    several_parts(&comparison);
+    let whole = comparison.assert_same_response("GET", "/large.bin", &[], b"").expect(200);
     assert!(whole.body == noise(LARGE_BYTES));
     let (etag, modified) = (whole.field("etag").unwrap(), whole.field("last-modified").unwrap());
-    twin.same("GET", "/large.bin", &[("If-None-Match", etag)], b"").expect(304);
-    twin.same("GET", "/large.bin", &[("If-Modified-Since", modified)], b"").expect(304);
-    twin.same("GET", "/large.bin", &[("If-Match", "\"other\"")], b"").expect(412);
-    twin.same("GET", "/large.bin", &[("If-Range", etag), ("Range", "bytes=5-9")], b"").expect(206);
-    twin.same("GET", "/large.bin", &[("If-Range", "\"other\""), ("Range", "bytes=5-9")], b"").expect(200);
+    comparison.assert_same_response("GET", "/large.bin", &[("If-None-Match", etag)], b"").expect(304);
+    comparison.assert_same_response("GET", "/large.bin", &[("If-Modified-Since", modified)], b"").expect(304);
+    comparison.assert_same_response("GET", "/large.bin", &[("If-Match", "\"other\"")], b"").expect(412);
+    comparison
+        .assert_same_response("GET", "/large.bin", &[("If-Range", etag), ("Range", "bytes=5-9")], b"")
+        .expect(206);
+    comparison
+        .assert_same_response("GET", "/large.bin", &[("If-Range", "\"other\""), ("Range", "bytes=5-9")], b"")
+        .expect(200);
 }
 
 /// The boundary between parts is a number that nginx counts up, so it is made equal first.
-fn several_parts(twin: &Twin) {
+fn several_parts(comparison: &DirectComparison) {
     let (mut direct, mut through) =
-        twin.both("GET", &request("GET", "/large.bin", &[("Range", "bytes=0-9,100-109,-5")], b""));
-    for answer in [&mut direct, &mut through] {
-        let content_type = answer.field("content-type").unwrap().to_owned();
+        comparison.send_to_both("GET", &request("GET", "/large.bin", &[("Range", "bytes=0-9,100-109,-5")], b""));
+    for response in [&mut direct, &mut through] {
+        let content_type = response.field("content-type").unwrap().to_owned();
         let boundary = content_type.strip_prefix("multipart/byteranges; boundary=").unwrap();
-        assert_eq!(answer.status, 206);
-        assert_eq!(answer.field("content-length"), Some(answer.body.len().to_string().as_str()));
-        answer.body = answer.text().replace(boundary, "BOUNDARY").into_bytes();
+        assert_eq!(response.status, 206);
+        assert_eq!(response.field("content-length"), Some(response.body.len().to_string().as_str()));
+        response.body = response.text().replace(boundary, "BOUNDARY").into_bytes();
     }
     assert_eq!(direct.body, through.body);
 }
 
 #[test]
 fn a_slowly_read_file_arrives_whole() {
-    let (_part, gateway, _twin) = twin();
+    let (_part, gateway, _twin) = comparison();
     let mut client = Client::connect(gateway.http);
     client.send(request("GET", "/large.bin", &[], b""));
-    let head = client.head().unwrap().expect(200);
+    let head = client.read_head().unwrap().expect(200);
     assert_eq!(head.field("content-length"), Some("10000000"));
     // A few bytes at a time at first, so that every buffer on the way fills up.
     let mut body = Vec::new();
     for _ in 0..2000 {
-        body.extend(client.exactly(37));
+        body.extend(client.read_exactly(37));
     }
-    body.extend(client.exactly(LARGE_BYTES - body.len()));
+    body.extend(client.read_exactly(LARGE_BYTES - body.len()));
     assert!(body == noise(LARGE_BYTES));
 }
 
 #[test]
 fn curl_receives_the_identical_file() {
-    let (part, gateway, _twin) = twin();
+    let (part, gateway, _twin) = comparison();
     let scratch = Scratch::new();
     for (name, address) in [("direct", part.address), ("through", gateway.http)] {
         let status = Command::new(program("curl"))
@@ -152,7 +156,7 @@ fn curl_receives_the_identical_file() {
 
 #[test]
 fn many_requests_on_one_connection_stay_synchronized() {
-    let (_part, gateway, _twin) = twin();
+    let (_part, gateway, _twin) = comparison();
     let mut client = gateway.client();
     let mut requests = Vec::new();
     let targets = ["/a.txt", "/empty.txt", "/nowhere", "/list/one.txt", "/compressed/b.txt", "/empty"];
@@ -161,12 +165,12 @@ fn many_requests_on_one_connection_stay_synchronized() {
     }
     client.stream.write_all(&requests).unwrap();
     for round in 0..50 {
-        let answer = client.answer();
+        let response = client.read_response();
         let (status, bytes) = [(200, 7), (200, 0), (404, 0), (200, 1), (200, 80_000), (204, 0)][round % 6];
-        assert_eq!(answer.status, status, "answer {round}");
-        assert!(status == 404 || answer.body.len() == bytes, "{}", answer.body.len());
+        assert_eq!(response.status, status, "answer {round}");
+        assert!(status == 404 || response.body.len() == bytes, "{}", response.body.len());
     }
-    client.finish();
+    client.shutdown_write();
     let mut rest = Vec::new();
     client.stream.read_to_end(&mut rest).unwrap();
     assert!(rest.is_empty());

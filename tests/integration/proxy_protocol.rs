@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::support::client::{Client, request};
 use crate::support::gateway::Gateway;
-use crate::support::tls::{Authority, Tls, listen};
+use crate::support::tls::{RevokingCa, TlsClient, listen};
 use crate::support::{Scratch, eventually, one_rule, within};
 
 const LINE: &str = "PROXY TCP4 192.0.2.7 198.51.100.1 4711 443\r\n";
@@ -28,8 +28,8 @@ fn v2(command: u8, family: u8, body: &[u8]) -> Vec<u8> {
 fn told(gateway: &Gateway, header: &[u8]) -> String {
     let mut client = gateway.client();
     client.send([header, &request("GET", "/a", &[], b"")].concat());
-    let answer = client.answer().expect(200);
-    answer.json()["fields"]["x-forwarded-for"].as_str().unwrap().to_owned()
+    let response = client.read_response().expect(200);
+    response.json()["fields"]["x-forwarded-for"].as_str().unwrap().to_owned()
 }
 
 fn refused(gateway: &Gateway, reason: &str) -> u64 {
@@ -77,8 +77,8 @@ fn a_header_may_arrive_byte_by_byte() {
             client.send([*byte]);
             std::thread::sleep(Duration::from_millis(1));
         }
-        let answer = client.get("/a").expect(200);
-        assert_eq!(answer.json()["fields"]["x-forwarded-for"], "192.0.2.7");
+        let response = client.get("/a").expect(200);
+        assert_eq!(response.json()["fields"]["x-forwarded-for"], "192.0.2.7");
     }
 }
 
@@ -88,7 +88,7 @@ fn a_header_of_an_untrusted_peer_is_a_malformed_request() {
     for header in [LINE.as_bytes(), &v2(0x21, 0x11, &[192, 0, 2, 7, 1, 2, 3, 4, 5, 6, 7, 8])] {
         let mut client = gateway.client();
         client.send([header, &request("GET", "/a", &[], b"")].concat());
-        client.answer().expect(400).problem();
+        client.read_response().expect(400).problem();
         client.expect_closed();
     }
     assert_eq!(gateway.metrics().sum("transom_connections_refused_total", &[]), 0);
@@ -130,21 +130,21 @@ fn a_stalled_header_is_refused() {
 
 #[test]
 fn the_header_comes_before_tls() {
-    let (scratch, authority) = (Scratch::new(), Authority::new());
+    let (scratch, authority) = (Scratch::new(), RevokingCa::new());
     let toml = listen(&scratch, &authority.issue(&["a.test"]), "")
         .replace("[listen.https]", "proxy_protocol = [\"127.0.0.1\", \"::1\"]\n[listen.https]");
     let gateway = Gateway::start(&(toml + &one_rule("key = \"ip\"\nwindows = [\"2/hour\"]")));
     let connect = |header: &str| {
-        let mut stream = TcpStream::connect(gateway.https()[0]).unwrap();
+        let mut stream = TcpStream::connect(gateway.https_addresses()[0]).unwrap();
         stream.write_all(header.as_bytes()).unwrap();
-        Tls::trusting(&authority).try_over(stream, "a.test")
+        TlsClient::trusting(&authority).try_connect_over(stream, "a.test")
     };
-    let answer = connect(LINE).unwrap().get("/a").expect(200);
-    assert_eq!(answer.json()["fields"]["x-forwarded-for"], "192.0.2.7");
-    assert_eq!(answer.json()["fields"]["x-forwarded-proto"], "https");
+    let response = connect(LINE).unwrap().get("/a").expect(200);
+    assert_eq!(response.json()["fields"]["x-forwarded-for"], "192.0.2.7");
+    assert_eq!(response.json()["fields"]["x-forwarded-proto"], "https");
     assert!(connect("").is_err());
     // And in the clear it is spoken of as cleartext only behind the header.
-    let mut client = Client::connect(gateway.https()[0]);
+    let mut client = Client::connect(gateway.https_addresses()[0]);
     client.send(LINE).get("/a").expect(400);
 }
 

@@ -23,19 +23,22 @@ fn the_34th_request_within_a_minute_is_refused() {
     let gateway = Gateway::start_at(&shipped(), HOUR_S + 29);
     let mut client = gateway.client();
     for n in 1..=33 {
-        let answer = client.get("/api/hello").expect(200);
+        let response = client.get("/api/hello").expect(200);
         assert_eq!(
-            answer.all("ratelimit-policy"),
+            response.values("ratelimit-policy"),
             ["\"per-client-hour\";q=2000;w=3600, \"per-client-minute\";q=33;w=60"]
         );
         let state = format!("\"per-client-hour\";r={};t=3571, \"per-client-minute\";r={};t=31", 2000 - n, 33 - n);
-        assert_eq!(answer.all("ratelimit"), [state]);
-        assert_eq!(answer.field("retry-after"), None);
+        assert_eq!(response.values("ratelimit"), [state]);
+        assert_eq!(response.field("retry-after"), None);
     }
     let refused = client.get("/api/hello").expect(429);
-    assert_eq!(refused.all("retry-after"), ["31"]);
-    assert_eq!(refused.all("ratelimit-policy"), ["\"per-client-hour\";q=2000;w=3600, \"per-client-minute\";q=33;w=60"]);
-    assert_eq!(refused.all("ratelimit"), ["\"per-client-hour\";r=1967;t=3571, \"per-client-minute\";r=0;t=31"]);
+    assert_eq!(refused.values("retry-after"), ["31"]);
+    assert_eq!(
+        refused.values("ratelimit-policy"),
+        ["\"per-client-hour\";q=2000;w=3600, \"per-client-minute\";q=33;w=60"]
+    );
+    assert_eq!(refused.values("ratelimit"), ["\"per-client-hour\";r=1967;t=3571, \"per-client-minute\";r=0;t=31"]);
     let problem = refused.problem();
     assert_eq!(problem["type"], "https://iana.org/assignments/http-problem-types#quota-exceeded");
     assert_eq!(problem["violated-policies"], serde_json::json!(["per-client-minute"]));
@@ -50,17 +53,17 @@ fn the_binary_serves_the_shipped_file() {
     let mut admitted_of_this_minute = 0;
     let mut last_t = u64::MAX;
     loop {
-        let answer = client.get("/api/hello");
-        let minute = items(&answer, "ratelimit").into_iter().find(|item| item.name == "per-client-minute").unwrap();
+        let response = client.get("/api/hello");
+        let minute = items(&response, "ratelimit").into_iter().find(|item| item.name == "per-client-minute").unwrap();
         if minute.get("t") > last_t {
             admitted_of_this_minute = 0;
         }
         last_t = minute.get("t");
-        if answer.status == 429 {
+        if response.status == 429 {
             break;
         }
         admitted_of_this_minute += 1;
-        let echo = answer.expect(200).json();
+        let echo = response.expect(200).json();
         assert_eq!((echo["method"].as_str(), echo["path"].as_str()), (Some("GET"), Some("/api/hello")));
     }
     assert_eq!(admitted_of_this_minute, 33);
@@ -93,9 +96,9 @@ fn refusals_by_the_minute_do_not_use_the_hour() {
     let mut admitted = 0;
     for minute in 0..60 {
         for attempt in 0..50 {
-            let answer = client.get("/api/a");
-            admitted += u64::from(answer.status == 200);
-            assert_eq!(answer.status, if attempt < 33 { 200 } else { 429 }, "minute {minute}, attempt {attempt}");
+            let response = client.get("/api/a");
+            admitted += u64::from(response.status == 200);
+            assert_eq!(response.status, if attempt < 33 { 200 } else { 429 }, "minute {minute}, attempt {attempt}");
         }
         if minute < 59 {
             gateway.advance_s(60);

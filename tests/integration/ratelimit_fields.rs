@@ -3,7 +3,7 @@
 use crate::support::gateway::Gateway;
 use crate::support::ratelimit_parser::{items, remaining};
 use crate::support::upstream::{Upstream, reply};
-use crate::support::{one_rule, pass_all};
+use crate::support::{forward_all, one_rule};
 
 const LEGACY: [&str; 3] = ["x-ratelimit-limit", "x-ratelimit-remaining", "x-ratelimit-reset"];
 
@@ -12,9 +12,9 @@ fn legacy_fields_describe_the_layer_nearest_its_limit() {
     let toml = one_rule("key = \"ip\"\nwindows = [\"5/hour\", \"3/minute\"]\nheaders = \"legacy\"");
     let gateway = Gateway::start(&toml);
     let told = |status: u16| {
-        let answer = gateway.get("/a").expect(status);
-        assert_eq!((answer.field("ratelimit"), answer.field("ratelimit-policy")), (None, None));
-        LEGACY.map(|name| answer.field(name).unwrap().parse::<u64>().unwrap())
+        let response = gateway.get("/a").expect(status);
+        assert_eq!((response.field("ratelimit"), response.field("ratelimit-policy")), (None, None));
+        LEGACY.map(|name| response.field(name).unwrap().parse::<u64>().unwrap())
     };
     assert_eq!(told(200), [3, 2, 60]);
     assert_eq!(told(200), [3, 1, 60]);
@@ -32,15 +32,15 @@ fn both_and_off_select_the_fields() {
     let rule = |headers: &str| one_rule(&format!("key = \"ip\"\nwindows = [\"1/minute\"]\nheaders = \"{headers}\""));
     let gateway = Gateway::start(&rule("both"));
     for status in [200, 429] {
-        let answer = gateway.get("/a").expect(status);
-        assert_eq!(items(&answer, "ratelimit")[0].get("r"), 0);
-        assert_eq!(LEGACY.map(|name| answer.field(name).unwrap()), ["1", "0", "60"]);
+        let response = gateway.get("/a").expect(status);
+        assert_eq!(items(&response, "ratelimit")[0].get("r"), 0);
+        assert_eq!(LEGACY.map(|name| response.field(name).unwrap()), ["1", "0", "60"]);
     }
     let gateway = Gateway::start(&rule("off"));
     for status in [200, 429] {
-        let answer = gateway.get("/a").expect(status);
-        assert!(answer.fields.iter().all(|(name, _)| !name.contains("ratelimit")), "{:?}", answer.fields);
-        assert_eq!(answer.field("retry-after").is_some(), status == 429);
+        let response = gateway.get("/a").expect(status);
+        assert!(response.fields.iter().all(|(name, _)| !name.contains("ratelimit")), "{:?}", response.fields);
+        assert_eq!(response.field("retry-after").is_some(), status == 429);
     }
     // For all rules at once, and one that differs.
     let toml = format!("headers = \"off\"\n{}", one_rule("key = \"ip\"\nwindows = [\"1/minute\"]"));
@@ -51,7 +51,7 @@ fn both_and_off_select_the_fields() {
 
 #[test]
 fn ratelimit_fields_of_the_upstream_are_kept_and_joined() {
-    let upstream = Upstream::answering(|_| {
+    let upstream = Upstream::responding(|_| {
         let fields = [
             ("RateLimit-Policy", "\"theirs\";q=10;w=1"),
             ("RateLimit", "\"theirs\";r=9;t=1"),
@@ -62,28 +62,28 @@ fn ratelimit_fields_of_the_upstream_are_kept_and_joined() {
         reply(200, &fields, b"")
     });
     let rule = "[rules.r]\nkey = \"ip\"\nwindows = [\"5/minute\"]\n";
-    let toml = pass_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
+    let toml = forward_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
     let gateway = Gateway::start(&toml);
-    let answer = gateway.get("/a").expect(200);
-    let names = |field| items(&answer, field).into_iter().map(|item| item.name).collect::<Vec<_>>();
+    let response = gateway.get("/a").expect(200);
+    let names = |field| items(&response, field).into_iter().map(|item| item.name).collect::<Vec<_>>();
     assert_eq!(names("ratelimit-policy"), ["theirs", "r"]);
     assert_eq!(names("ratelimit"), ["theirs", "more", "r"]);
-    assert_eq!(remaining(&answer, "r"), 4);
-    assert_eq!(remaining(&answer, "theirs"), 9);
-    assert_eq!((answer.field("retry-after"), answer.field("x-ratelimit-limit")), (Some("7"), Some("10")));
+    assert_eq!(remaining(&response, "r"), 4);
+    assert_eq!(remaining(&response, "theirs"), 9);
+    assert_eq!((response.field("retry-after"), response.field("x-ratelimit-limit")), (Some("7"), Some("10")));
 }
 
 #[test]
 fn every_response_to_a_charged_request_has_the_fields() {
     // The request consumed, so the client should know, also when there was nothing to be had for it.
-    let upstream = Upstream::refusing();
+    let upstream = Upstream::refusing_connections();
     let rule = "[rules.r]\nkey = \"ip\"\nwindows = [\"5/minute\"]\n";
-    let toml = pass_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
+    let toml = forward_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
     let gateway = Gateway::start(&toml);
     for left in [4, 3] {
-        let answer = gateway.get("/a").expect(502);
-        answer.problem();
-        assert_eq!(remaining(&answer, "r"), left);
+        let response = gateway.get("/a").expect(502);
+        response.problem();
+        assert_eq!(remaining(&response, "r"), left);
     }
 }
 
@@ -106,11 +106,11 @@ fn a_shadow_rule_decides_and_reports_but_never_enforces() {
         ";
     let gateway = Gateway::start(toml);
     for n in 1..=8 {
-        let answer = gateway.get("/a").expect(if n <= 5 { 200 } else { 429 });
-        let names: Vec<_> = items(&answer, "ratelimit").into_iter().map(|item| item.name).collect();
+        let response = gateway.get("/a").expect(if n <= 5 { 200 } else { 429 });
+        let names: Vec<_> = items(&response, "ratelimit").into_iter().map(|item| item.name).collect();
         assert_eq!(names, ["real"]);
         if n > 5 {
-            assert_eq!(answer.problem()["violated-policies"], serde_json::json!(["real"]));
+            assert_eq!(response.problem()["violated-policies"], serde_json::json!(["real"]));
         }
     }
     let page = gateway.metrics();
@@ -155,11 +155,11 @@ fn a_refusal_by_two_rules_names_both_and_the_later_retry() {
 fn a_head_request_is_refused_without_a_body() {
     let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/minute\"]"));
     let mut client = gateway.client();
-    client.ask("HEAD", "/a", &[], b"").expect(200);
-    let refused = client.ask("HEAD", "/a", &[], b"").expect(429);
+    client.request("HEAD", "/a", &[], b"").expect(200);
+    let refused = client.request("HEAD", "/a", &[], b"").expect(429);
     assert_eq!(refused.field("content-type"), Some("application/problem+json"));
     // In step: nothing of a body is left on the connection.
-    client.ask("GET", "/a", &[], b"").expect(429).problem();
+    client.request("GET", "/a", &[], b"").expect(429).problem();
 }
 
 #[test]
@@ -168,9 +168,9 @@ fn an_unmatched_request_is_404_and_not_counted() {
         Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/minute\"]").replace("/{*rest}", "/api/{*rest}"));
     let mut client = gateway.client();
     for _ in 0..3 {
-        let answer = client.get("/elsewhere").expect(404);
-        answer.problem();
-        assert_eq!(answer.field("ratelimit"), None);
+        let response = client.get("/elsewhere").expect(404);
+        response.problem();
+        assert_eq!(response.field("ratelimit"), None);
     }
     client.get("/api/a").expect(200);
     assert_eq!(gateway.metrics().sum("transom_requests_total", &[("route", ""), ("code", "404")]), 3);
@@ -213,7 +213,7 @@ fn the_most_specific_route_wins_in_any_order() {
         ];
         for (method, target, fields, route) in asked {
             let before = gateway.metrics().sum("transom_requests_total", &[("route", route)]);
-            gateway.client().ask(method, target, fields, b"").expect(200);
+            gateway.client().request(method, target, fields, b"").expect(200);
             let count = || gateway.metrics().sum("transom_requests_total", &[("route", route)]);
             crate::support::eventually(&format!("{target} {fields:?} is counted on {route}"), || count() == before + 1);
         }

@@ -7,18 +7,18 @@ use crate::support::load_checker::now_ms;
 use crate::support::redis::RedisServer;
 use crate::support::redis_cluster::RedisCluster;
 use crate::support::sentinel::Sentinels;
-use crate::support::tls::{Authority, Tls};
+use crate::support::tls::{RevokingCa, TlsClient};
 
 #[test]
 fn a_server_that_hangs_is_killed_and_restarted_is_used_again() {
-    let mut redis = RedisServer::with("requirepass sesame\nmaxmemory 50mb");
+    let mut redis = RedisServer::with_config("requirepass sesame\nmaxmemory 50mb");
     assert_eq!(redis.cli(&["SET", "a", "7"]), "OK");
-    assert_eq!((redis.number(&["GET", "a"]), redis.number(&["GET", "b"])), (7, 0));
-    assert_eq!((redis.keys(), redis.calls("get")), (vec!["a".to_owned()], 2));
-    redis.stop();
-    let state = || std::fs::read_to_string(format!("/proc/{}/status", redis.id())).unwrap();
+    assert_eq!((redis.integer(&["GET", "a"]), redis.integer(&["GET", "b"])), (7, 0));
+    assert_eq!((redis.keys(), redis.call_count("get")), (vec!["a".to_owned()], 2));
+    redis.suspend();
+    let state = || std::fs::read_to_string(format!("/proc/{}/status", redis.pid())).unwrap();
     eventually("it stands still", || state().contains("T (stopped)"));
-    redis.cont();
+    redis.resume();
     assert_eq!(redis.cli(&["PING"]), "PONG");
     let port = redis.port;
     redis.kill();
@@ -30,13 +30,13 @@ fn a_server_that_hangs_is_killed_and_restarted_is_used_again() {
 
 #[test]
 fn a_tls_server_with_another_clock_works() {
-    let authority = Authority::new();
+    let authority = RevokingCa::new();
     let redis = RedisServer::with_tls(&authority, "");
-    let mut client = Tls::trusting(&authority).connect(([127, 0, 0, 1], redis.port).into(), "127.0.0.1");
-    assert_eq!(client.send("PING\r\n").exactly(7), b"+PONG\r\n");
-    assert!(redis.url().starts_with("rediss://") && redis.folder().join("server.pem").is_file());
+    let mut client = TlsClient::trusting(&authority).connect(([127, 0, 0, 1], redis.port).into(), "127.0.0.1");
+    assert_eq!(client.send("PING\r\n").read_exactly(7), b"+PONG\r\n");
+    assert!(redis.url().starts_with("rediss://") && redis.directory().join("server.pem").is_file());
 
-    let redis = RedisServer::at_clock(-3600, "");
+    let redis = RedisServer::with_clock_offset(-3600, "");
     let time_s: u64 = redis.cli(&["TIME"]).lines().next().unwrap().parse().unwrap();
     assert!((now_ms() / 1000).abs_diff(time_s + 3600) < 60, "{time_s}");
 }
@@ -66,6 +66,6 @@ fn sentinels_promote_the_replica() {
     assert_eq!(master.cli(&["SET", "a", "1"]), "OK");
     eventually("the replica has it too", || replica.cli(&["GET", "a"]) == "1");
     master.kill();
-    sentinels.failed_over(&replica);
+    sentinels.wait_for_failover(&replica);
     assert_eq!(replica.cli(&["INCR", "a"]), "2");
 }

@@ -2,29 +2,29 @@
 
 use std::collections::BTreeSet;
 
-use crate::support::client::Answer;
+use crate::support::client::HttpResponse;
 use crate::support::gateway::Gateway;
 use crate::support::one_rule;
 
 const HOUR_S: u64 = 3600;
 
-fn refused(settings: &str) -> (Gateway, Answer) {
+fn refused(settings: &str) -> (Gateway, HttpResponse) {
     let gateway = Gateway::start(&one_rule(&format!("key = \"ip\"\nwindows = [\"1/minute\"]\n{settings}")));
     gateway.get("/a").expect(200);
-    let answer = gateway.get("/a");
-    (gateway, answer)
+    let response = gateway.get("/a");
+    (gateway, response)
 }
 
 #[test]
 fn a_configured_status_appears_in_the_problem_body() {
     for status in [400, 420, 499, 503, 599] {
-        let (_gateway, answer) = refused(&format!("status = {status}"));
-        let answer = answer.expect(status);
-        let problem = answer.problem();
+        let (_gateway, response) = refused(&format!("status = {status}"));
+        let response = response.expect(status);
+        let problem = response.problem();
         assert_eq!(problem["type"], "https://iana.org/assignments/http-problem-types#quota-exceeded");
         assert_eq!(problem["violated-policies"], serde_json::json!(["r"]));
-        assert_eq!(answer.field("retry-after"), Some(problem["retry-after"].to_string().as_str()));
-        assert_eq!(answer.all("ratelimit").len(), 1);
+        assert_eq!(response.field("retry-after"), Some(problem["retry-after"].to_string().as_str()));
+        assert_eq!(response.values("ratelimit").len(), 1);
     }
 }
 
@@ -40,12 +40,12 @@ fn a_configured_body_replaces_the_problem() {
             "{\"error\": \"é\"}",
         ),
     ] {
-        let (gateway, answer) = refused(settings);
-        let answer = answer.expect(status);
-        assert_eq!((answer.all("content-type"), answer.text().as_str()), (vec![kind], body));
-        assert_eq!(answer.field("content-length"), Some(body.len().to_string().as_str()));
-        assert!(answer.field("retry-after").is_some() && answer.field("ratelimit").is_some());
-        let head = gateway.client().ask("HEAD", "/a", &[], b"").expect(status);
+        let (gateway, response) = refused(settings);
+        let response = response.expect(status);
+        assert_eq!((response.values("content-type"), response.text().as_str()), (vec![kind], body));
+        assert_eq!(response.field("content-length"), Some(body.len().to_string().as_str()));
+        assert!(response.field("retry-after").is_some() && response.field("ratelimit").is_some());
+        let head = gateway.client().request("HEAD", "/a", &[], b"").expect(status);
         assert_eq!(head.field("content-length"), Some(body.len().to_string().as_str()));
         assert_eq!(gateway.metrics().sum("transom_requests_total", &[("code", &status.to_string())]), 2);
     }

@@ -10,7 +10,7 @@ use crate::support::client::{Client, request};
 use crate::support::process::Process;
 use crate::support::ratelimit_parser::{items, remaining};
 use crate::support::upstream::{Upstream, reply};
-use crate::support::{eventually, one_rule, pass_all};
+use crate::support::{eventually, forward_all, one_rule};
 
 /// A window that does not end while the test runs.
 fn rule(limit: u32) -> String {
@@ -33,10 +33,10 @@ fn a_reload_under_load_fails_no_request_and_loses_no_count() {
             });
         }
         for n in 1..=20 {
-            process.rewrite(&rule(1_000_000 + n));
+            process.write_config(&rule(1_000_000 + n));
             process.signal("HUP");
             // The change may be seen before the signal comes, and then there are two reloads.
-            process.reloaded_at_least(n.into());
+            process.wait_for_applied_reloads(n.into());
         }
         stop.store(true, Ordering::Relaxed);
     });
@@ -57,11 +57,11 @@ fn a_changed_file_is_reloaded() {
     let process = Process::spawn(&rule(10));
     let mut client = process.client();
     assert_eq!(remaining(&client.get("/a").expect(200), "r"), 9);
-    process.rewrite(&rule(20));
-    process.reloaded("applied", 1);
+    process.write_config(&rule(20));
+    process.wait_for_reloads("applied", 1);
     eventually("the connection sees the new limit", || {
-        let answer = client.get_with("/a", &[("Connection", "keep-alive")]).expect(200);
-        items(&answer, "ratelimit-policy")[0].get("q") == 20
+        let response = client.get_with("/a", &[("Connection", "keep-alive")]).expect(200);
+        items(&response, "ratelimit-policy")[0].get("q") == 20
     });
     assert_eq!(process.metrics().sum("transom_config_reloads_total", &[]), 1);
 }
@@ -71,33 +71,33 @@ fn a_bad_file_changes_nothing() {
     let process = Process::spawn(&rule(10));
     let mut client = process.client();
     client.get("/a").expect(200);
-    process.rewrite(&rule(10).replace("366d", "366x"));
+    process.write_config(&rule(10).replace("366d", "366x"));
     process.signal("HUP");
-    process.reloaded("refused", 1);
+    process.wait_for_reloads("refused", 1);
     assert_eq!(remaining(&client.get("/a").expect(200), "r"), 8);
     let log = process.stderr();
-    let place = format!("{}:", process.config().display());
+    let place = format!("{}:", process.config_path().display());
     assert!(log.contains(&place) && log.contains("fix: "), "{log}");
     assert_eq!(process.metrics().sum("transom_config_reloads_total", &[("outcome", "applied")]), 0);
     // Mended, it is taken over.
-    process.rewrite(&rule(5));
+    process.write_config(&rule(5));
     process.signal("HUP");
-    process.reloaded("applied", 1);
+    process.wait_for_reloads("applied", 1);
     eventually("the new limit holds", || {
-        let answer = client.get("/a");
-        items(&answer, "ratelimit-policy")[0].get("q") == 5
+        let response = client.get("/a");
+        items(&response, "ratelimit-policy")[0].get("q") == 5
     });
 }
 
 #[test]
 fn a_briefly_missing_file_is_not_a_change() {
     let process = Process::spawn(&rule(10));
-    std::fs::remove_file(process.config()).unwrap();
+    std::fs::remove_file(process.config_path()).unwrap();
     process.signal("HUP");
-    process.reloaded("refused", 1);
+    process.wait_for_reloads("refused", 1);
     process.get("/a").expect(200);
-    process.rewrite(&rule(11));
-    process.reloaded("applied", 1);
+    process.write_config(&rule(11));
+    process.wait_for_reloads("applied", 1);
 }
 
 #[test]
@@ -105,8 +105,8 @@ fn a_change_that_needs_a_restart_is_refused_and_reported() {
     let process = Process::spawn(&rule(10));
     for (n, change) in ["workers = 7\n", "counters = { capacity = 77 }\n"].into_iter().enumerate() {
         // Without a signal: the change and the signal could each cause a reload.
-        process.rewrite(&format!("{change}{}", rule(20)));
-        process.reloaded("refused", n as u64 + 1);
+        process.write_config(&format!("{change}{}", rule(20)));
+        process.wait_for_reloads("refused", n as u64 + 1);
     }
     let log = process.stderr();
     assert!(log.contains("`workers`") && log.contains("`counters`") && log.contains("restart"), "{log}");
@@ -118,30 +118,30 @@ fn a_request_in_flight_keeps_its_configuration() {
     let (go, gone) = mpsc::channel::<()>();
     let (saw, seen) = mpsc::channel();
     let gone = Arc::new(Mutex::new(gone));
-    let old = Upstream::with(move |talk| {
-        if talk.request().is_some() {
+    let old = Upstream::with_script(move |connection| {
+        if connection.read_request().is_some() {
             saw.send(()).unwrap();
             gone.lock().unwrap().recv().unwrap();
-            talk.send(reply(200, &[], b"old"));
+            connection.send(reply(200, &[], b"old"));
         }
     });
     // Dropped before the upstream, which waits for it.
     let go = go;
-    let new = Upstream::answering(|_| reply(200, &[], b"new"));
-    let process = Process::spawn(&pass_all(&old));
+    let new = Upstream::responding(|_| reply(200, &[], b"new"));
+    let process = Process::spawn(&forward_all(&old));
     let mut client = process.client();
     client.send(request("GET", "/a", &[], b""));
     seen.recv().unwrap();
-    process.rewrite(&pass_all(&new));
+    process.write_config(&forward_all(&new));
     process.signal("HUP");
-    process.reloaded("applied", 1);
+    process.wait_for_reloads("applied", 1);
     eventually("new requests go to the new upstream", || {
         let mut second = Client::connect(process.http);
         second.send(request("GET", "/b", &[], b""));
-        second.answer().text() == "new"
+        second.read_response().text() == "new"
     });
     go.send(()).unwrap();
-    assert_eq!(client.answer().expect(200).text(), "old");
+    assert_eq!(client.read_response().expect(200).text(), "old");
     // The connection lives on, with the new configuration.
     assert_eq!(client.get("/c").expect(200).text(), "new");
 }
@@ -152,22 +152,22 @@ fn routes_and_rules_can_be_added_and_removed() {
     let mut client = process.client();
     client.get("/a").expect(200);
     client.get("/b").expect(404);
-    process.rewrite(&rule(10).replace("/{*rest}", "/b"));
+    process.write_config(&rule(10).replace("/{*rest}", "/b"));
     process.signal("HUP");
-    process.reloaded("applied", 1);
+    process.wait_for_reloads("applied", 1);
     eventually("the new route is known", || client.get("/b").status == 200);
     client.get("/a").expect(404);
 }
 
 #[test]
 fn idle_connections_to_unchanged_servers_are_kept() {
-    let upstream = Upstream::replying(200);
-    let process = Process::spawn(&format!("workers = 1\n{}", pass_all(&upstream)));
+    let upstream = Upstream::always(200);
+    let process = Process::spawn(&format!("workers = 1\n{}", forward_all(&upstream)));
     let mut client = process.client();
     client.get("/a").expect(200);
     for n in 1..=3 {
         process.signal("HUP");
-        process.reloaded("applied", n);
+        process.wait_for_reloads("applied", n);
         client.get("/a").expect(200);
     }
     assert_eq!(upstream.connections(), 1);

@@ -7,7 +7,7 @@ use crate::support::client::{Client, HOST, request};
 use crate::support::gateway::{Gateway, START_S};
 use crate::support::jwt_issuer::Issuer;
 use crate::support::process::Process;
-use crate::support::tls::{Authority, Tls, listen};
+use crate::support::tls::{RevokingCa, TlsClient, listen};
 use crate::support::{Scratch, eventually, one_rule};
 
 const TWO: &str = "key = \"ip\"\nwindows = [\"2/minute\"]";
@@ -21,10 +21,10 @@ fn raw(client: &mut Client) -> String {
     client.send(request("GET", "/a", &[], b""));
     let mut text = String::new();
     while !text.ends_with("\r\n\r\n") {
-        text.push(char::from(client.exactly(1)[0]));
+        text.push(char::from(client.read_exactly(1)[0]));
     }
     let length = text.split("content-length: ").nth(1).unwrap().split_once("\r\n").unwrap().0.parse().unwrap();
-    text + std::str::from_utf8(&client.exactly(length)).unwrap()
+    text + std::str::from_utf8(&client.read_exactly(length)).unwrap()
 }
 
 #[test]
@@ -112,15 +112,15 @@ fn split_and_pipelined_requests_are_all_answered() {
             client.send(piece);
         }
         for _ in 0..10 {
-            client.answer().expect(429);
+            client.read_response().expect(429);
         }
         let at = head.len() / 2;
-        client.send(&head[..at]).send(&head[at..]).answer().expect(429);
+        client.send(&head[..at]).send(&head[at..]).read_response().expect(429);
         client.get("/a").expect(429);
         client.get("/a").expect(429);
         // One that repeats the last, and the beginning of another.
-        client.send([&head[..], b"GET /b "].concat()).answer().expect(429);
-        client.send(format!("HTTP/1.1\r\nHost: {HOST}\r\n\r\n")).answer().expect(429);
+        client.send([&head[..], b"GET /b "].concat()).read_response().expect(429);
+        client.send(format!("HTTP/1.1\r\nHost: {HOST}\r\n\r\n")).read_response().expect(429);
         client.get("/a").expect(429);
     }
 }
@@ -131,14 +131,14 @@ fn requests_with_bodies_are_answered_as_usual() {
     for body in [&b""[..], b"GET /a HTTP/1.1\r\n\r\n"] {
         let mut client = refused(&gateway);
         for _ in 0..4 {
-            client.ask("POST", "/a", &[("Expect", "100-continue")], body).expect(429);
+            client.request("POST", "/a", &[("Expect", "100-continue")], body).expect(429);
         }
         for _ in 0..4 {
-            client.ask("POST", "/a", &[], body).expect(429);
+            client.request("POST", "/a", &[], body).expect(429);
         }
         for _ in 0..4 {
-            let answer = client.ask("HEAD", "/a", &[], b"").expect(429);
-            assert!(answer.field("content-length").is_some_and(|length| length != "0"));
+            let response = client.request("HEAD", "/a", &[], b"").expect(429);
+            assert!(response.field("content-length").is_some_and(|length| length != "0"));
         }
         for _ in 0..4 {
             client.get_with("/a", &[("Connection", "keep-alive")]).expect(429);
@@ -153,7 +153,7 @@ fn requests_with_bodies_are_answered_as_usual() {
     // An HTTP/1.0 connection without keep-alive is closed.
     for _ in 0..3 {
         let mut client = gateway.client();
-        client.send("GET /a HTTP/1.0\r\nHost: a\r\n\r\n").answer().expect(429);
+        client.send("GET /a HTTP/1.0\r\nHost: a\r\n\r\n").read_response().expect(429);
         client.expect_closed();
     }
 }
@@ -186,7 +186,7 @@ fn a_client_that_reads_late_receives_every_response() {
         }
     }
     for _ in 0..sent {
-        assert_eq!(client.answer().expect(429).body.len(), body.len());
+        assert_eq!(client.read_response().expect(429).body.len(), body.len());
     }
     assert_eq!(answered(), before + sent);
     client.get("/a").expect(429);
@@ -211,9 +211,9 @@ fn the_last_response_before_the_close_announces_it() {
 
 #[test]
 fn a_repeated_request_over_tls_is_refused() {
-    let (scratch, authority) = (Scratch::new(), Authority::new());
+    let (scratch, authority) = (Scratch::new(), RevokingCa::new());
     let gateway = Gateway::start(&(listen(&scratch, &authority.issue(&["a.test"]), "") + &one_rule(TWO)));
-    let mut client = Tls::trusting(&authority).connect(gateway.https()[0], "a.test");
+    let mut client = TlsClient::trusting(&authority).connect(gateway.https_addresses()[0], "a.test");
     for _ in 0..3 {
         assert_eq!([0; 6].map(|_| client.get("/a").status), [200, 200, 429, 429, 429, 429]);
         gateway.advance_s(60);

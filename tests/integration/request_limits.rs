@@ -11,7 +11,7 @@ use crate::support::client::{Client, request};
 use crate::support::gateway::Gateway;
 use crate::support::process::{BINARY, Process};
 use crate::support::upstream::Upstream;
-use crate::support::{Scratch, eventually, pass_to, within};
+use crate::support::{Scratch, eventually, forward_to, within};
 
 /// Responds to each request when the test says so.
 struct Held {
@@ -26,14 +26,14 @@ impl Held {
     fn new() -> Held {
         let waiting = Arc::new(Mutex::new(Some(Vec::new())));
         let ended = Arc::new(AtomicUsize::new(0));
-        let upstream = Upstream::with({
+        let upstream = Upstream::with_script({
             let (waiting, ended) = (Arc::clone(&waiting), Arc::clone(&ended));
-            move |talk| {
-                while talk.request().is_some() {
+            move |connection| {
+                while connection.read_request().is_some() {
                     let (go, gone) = channel::<()>();
                     waiting.lock().unwrap().as_mut().map_or_else(Default::default, |waiting| waiting.push(go));
                     let _ = gone.recv();
-                    talk.reply(200, &[], b"held\n");
+                    connection.reply(200, &[], b"held\n");
                 }
                 ended.fetch_add(1, Ordering::SeqCst);
             }
@@ -72,14 +72,14 @@ fn refused(gateway: &Gateway, limit: &str) -> u64 {
 #[test]
 fn a_request_beyond_max_requests_is_503_at_once() {
     let held = Held::new();
-    let gateway = Gateway::start(&pass_to(&[held.upstream.address], "max_requests = 2"));
+    let gateway = Gateway::start(&forward_to(&[held.upstream.address], "max_requests = 2"));
     let mut first = [ask(&gateway), ask(&gateway)];
     held.arrived(2);
     let problem = gateway.get("/a").expect(503).problem();
     assert_eq!(problem["detail"], "the upstream has too many requests at the moment");
     assert_eq!(refused(&gateway, "max_requests"), 1);
     held.release();
-    first.iter_mut().for_each(|client| drop(client.answer().expect(200)));
+    first.iter_mut().for_each(|client| drop(client.read_response().expect(200)));
     // A client that disconnects frees capacity as well.
     let gone = [ask(&gateway), ask(&gateway)];
     held.arrived(2);
@@ -92,14 +92,14 @@ fn a_request_beyond_max_requests_is_503_at_once() {
     let mut client = ask(&gateway);
     held.arrived(1);
     held.release();
-    client.answer().expect(200);
+    client.read_response().expect(200);
 }
 
 #[test]
 fn a_request_without_a_connection_waits_in_order() {
     let held = Held::new();
     let settings = "max_connections = 1\nmax_pending = 2";
-    let gateway = Gateway::start(&format!("workers = 1\n{}", pass_to(&[held.upstream.address], settings)));
+    let gateway = Gateway::start(&format!("workers = 1\n{}", forward_to(&[held.upstream.address], settings)));
     let mut first = ask(&gateway);
     held.arrived(1);
     let mut line = [ask(&gateway), ask(&gateway)];
@@ -112,7 +112,7 @@ fn a_request_without_a_connection_waits_in_order() {
     for client in std::iter::once(&mut first).chain(&mut line) {
         held.arrived(1);
         held.release();
-        client.answer().expect(200);
+        client.read_response().expect(200);
     }
     assert_eq!((held.upstream.connections(), held.upstream.received().len()), (1, 3));
 }
@@ -121,7 +121,7 @@ fn a_request_without_a_connection_waits_in_order() {
 fn a_closed_connection_frees_capacity_for_a_waiter() {
     let held = Held::new();
     let settings = "max_connections = 1";
-    let gateway = Gateway::start(&format!("workers = 1\n{}", pass_to(&[held.upstream.address], settings)));
+    let gateway = Gateway::start(&format!("workers = 1\n{}", forward_to(&[held.upstream.address], settings)));
     let first = ask(&gateway);
     held.arrived(1);
     let mut second = ask(&gateway);
@@ -133,21 +133,21 @@ fn a_closed_connection_frees_capacity_for_a_waiter() {
     drop(first);
     held.arrived(2);
     held.release();
-    second.answer().expect(200);
+    second.read_response().expect(200);
     assert_eq!(held.upstream.connections(), 2);
 }
 
 #[test]
 fn the_wait_for_a_connection_is_bounded() {
     let held = Held::new();
-    let toml = pass_to(&[held.upstream.address], "max_connections = 1");
+    let toml = forward_to(&[held.upstream.address], "max_connections = 1");
     let gateway = Gateway::start(&format!("workers = 1\n{toml}\n[timeouts]\nconnect = \"50ms\"\n"));
     let mut first = ask(&gateway);
     held.arrived(1);
     within(Duration::from_millis(50), || gateway.get("/a").expect(503).problem());
     assert_eq!(refused(&gateway, "connect"), 1);
     held.release();
-    first.answer().expect(200);
+    first.read_response().expect(200);
 }
 
 /// Sends one request of each client at the same time, and lets the server respond.
@@ -161,13 +161,13 @@ fn round_of(path: &str, held: &Held, clients: &mut [Client]) {
     }
     held.arrived(clients.len());
     held.release();
-    clients.iter_mut().for_each(|client| drop(client.answer().expect(200)));
+    clients.iter_mut().for_each(|client| drop(client.read_response().expect(200)));
 }
 
 #[test]
 fn idle_connections_are_kept_for_the_next_requests() {
     let held = Held::new();
-    let gateway = Gateway::start(&format!("workers = 1\n{}", pass_to(&[held.upstream.address], "")));
+    let gateway = Gateway::start(&format!("workers = 1\n{}", forward_to(&[held.upstream.address], "")));
     let mut clients: Vec<Client> = (0..300).map(|_| gateway.client()).collect();
     (0..3).for_each(|_| round(&held, &mut clients));
     assert_eq!(held.upstream.connections(), 300);
@@ -178,7 +178,7 @@ fn idle_connections_are_limited_as_configured() {
     for (kept, opened) in [(10, 30 + 20 + 20), (0, 90)] {
         let held = Held::new();
         let settings = format!("max_idle_connections = {kept}");
-        let gateway = Gateway::start(&format!("workers = 1\n{}", pass_to(&[held.upstream.address], &settings)));
+        let gateway = Gateway::start(&format!("workers = 1\n{}", forward_to(&[held.upstream.address], &settings)));
         let mut clients: Vec<Client> = (0..30).map(|_| gateway.client()).collect();
         (0..3).for_each(|_| round(&held, &mut clients));
         assert_eq!(held.upstream.connections(), opened, "{kept} kept");
@@ -187,7 +187,7 @@ fn idle_connections_are_limited_as_configured() {
 
 #[test]
 fn surplus_idle_connections_are_closed_by_age() {
-    let toml = |held: &Held, timeouts| format!("workers = 1\n{}{timeouts}", pass_to(&[held.upstream.address], ""));
+    let toml = |held: &Held, timeouts| format!("workers = 1\n{}{timeouts}", forward_to(&[held.upstream.address], ""));
     let held = Held::new();
     let gateway = Gateway::start(&toml(&held, ""));
     let mut clients: Vec<Client> = (0..10).map(|_| gateway.client()).collect();
@@ -215,7 +215,7 @@ fn idle_connections_leave_descriptors_for_other_upstreams() {
     let toml = format!("workers = 1\n{}", routes.collect::<String>());
     let mut command = Command::new("sh");
     command.args(["-c", "ulimit -n 240; exec \"$0\" \"$@\"", BINARY]);
-    let process = Process::spawn_by(command, &toml, Scratch::new());
+    let process = Process::spawn_command(command, &toml, Scratch::new());
     let mut clients: Vec<Client> = (0..50).map(|_| process.client()).collect();
     // If all connections were kept, the fourth upstream would find no descriptor.
     for (n, held) in upstreams.iter().enumerate() {

@@ -81,22 +81,22 @@ fn ambiguous() -> Vec<(&'static str, String, u16)> {
 #[test]
 fn ambiguous_requests_are_refused_and_not_counted() {
     let cases = ambiguous();
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let gateway = Gateway::start(&toml(&upstream));
     let mut wrong = Vec::new();
     for (name, bytes, status) in &cases {
         let mut client = gateway.client();
         client.send_if_open(bytes).send_if_open(NEXT);
-        let Some(mut answer) = client.head() else {
+        let Some(mut response) = client.read_head() else {
             wrong.push(format!("{name}: closed without a word"));
             continue;
         };
-        client.body_of(&mut answer, "GET");
-        if answer.status != *status || answer.field("connection") != Some("close") {
-            wrong.push(format!("{name}: {} {:?}", answer.status, answer.fields));
+        client.read_body(&mut response, "GET");
+        if response.status != *status || response.field("connection") != Some("close") {
+            wrong.push(format!("{name}: {} {:?}", response.status, response.fields));
         }
-        client.finish();
-        if !client.rest().is_empty() {
+        client.shutdown_write();
+        if !client.read_to_end().is_empty() {
             wrong.push(format!("{name}: answered again"));
         }
         if upstream.connections() > 0 {
@@ -114,7 +114,7 @@ fn ambiguous_requests_are_refused_and_not_counted() {
 
 #[test]
 fn ambiguous_requests_are_refused_after_any_other_request() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let gateway = Gateway::start(&toml(&upstream));
     let first = [
         format!("{GET}\r\n"),
@@ -133,27 +133,27 @@ fn ambiguous_requests_are_refused_after_any_other_request() {
         let mut client = gateway.client();
         if at_once {
             client.send(format!("{first}{second}"));
-            client.answer().expect(200);
+            client.read_response().expect(200);
         } else {
             client.send(first);
-            client.answer().expect(200);
+            client.read_response().expect(200);
             client.send(second);
         }
-        let refused = client.answer();
+        let refused = client.read_response();
         assert_eq!(
             (refused.status, refused.field("connection")),
             (400, Some("close")),
             "{first:?} {second:?} {at_once}"
         );
-        client.finish();
-        assert!(client.rest().is_empty(), "{first:?} {second:?} {at_once}");
+        client.shutdown_write();
+        assert!(client.read_to_end().is_empty(), "{first:?} {second:?} {at_once}");
     }
     assert_eq!(upstream.received().len(), 18);
 }
 
 #[test]
 fn unambiguous_requests_are_forwarded_as_meant() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let gateway = Gateway::start(&toml(&upstream));
     let with_body = |fields: &str, body: &str| format!("{POST}{fields}\r\n\r\n{body}");
     for (name, bytes, body) in [
@@ -168,7 +168,7 @@ fn unambiguous_requests_are_forwarded_as_meant() {
         let before = upstream.received().len();
         let mut client = gateway.client();
         client.send(bytes);
-        client.answer().expect(200);
+        client.read_response().expect(200);
         let received = upstream.received();
         assert_eq!(received.len(), before + 1, "{name}");
         assert_eq!(received[before].body, body.as_bytes(), "{name}");
@@ -178,7 +178,7 @@ fn unambiguous_requests_are_forwarded_as_meant() {
 
 #[test]
 fn the_rest_of_a_refused_body_is_not_parsed_as_a_head() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let gateway = Gateway::start(&toml(&upstream).replace("1000/day", "1/day"));
     gateway.get("/a").expect(200);
     let body = "line\nline\nTransfer-Encoding: chunked\nContent-Length: 3\n\n".repeat(10);
@@ -187,12 +187,12 @@ fn the_rest_of_a_refused_body_is_not_parsed_as_a_head() {
     for with_head in [body.len(), 100, 0] {
         let mut client = gateway.client();
         client.send(format!("{head}{}", &body[..with_head])).send_if_open(&body[with_head..]);
-        client.answer().expect(429);
+        client.read_response().expect(429);
         client.send_if_open(format!("{GET}\r\n"));
-        if let Some(answer) = client.answer_or_end() {
-            answer.expect(429);
+        if let Some(response) = client.read_response_or_end() {
+            response.expect(429);
             client.send_if_open(format!("{GET}X: a\n\r\n"));
-            client.answer().expect(400);
+            client.read_response().expect(400);
         }
     }
     assert_eq!(upstream.received().len(), 1);
@@ -200,7 +200,7 @@ fn the_rest_of_a_refused_body_is_not_parsed_as_a_head() {
 
 #[test]
 fn connection_specific_fields_are_not_forwarded() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let gateway = Gateway::start(&toml(&upstream));
     let fields = [
         ("Connection", "X-Hop, keep-alive, X-Forwarded-For, Host, Cookie"),
@@ -219,7 +219,7 @@ fn connection_specific_fields_are_not_forwarded() {
     // An upgrade with a body is a request with a body.
     let mut client = gateway.client();
     client.send(request("POST", "/a", &fields, b"body"));
-    client.answer().expect(200);
+    client.read_response().expect(200);
     client.get("/b").expect(200);
     let received = &upstream.received()[0];
     assert_eq!(received.body, b"body");
@@ -236,19 +236,19 @@ fn connection_specific_fields_are_not_forwarded() {
         "x-kept",
     ];
     assert_eq!(names, expected);
-    assert_eq!(received.all("x-forwarded-for"), ["127.0.0.1"]);
+    assert_eq!(received.values("x-forwarded-for"), ["127.0.0.1"]);
 }
 
 #[test]
 fn head_limits_can_be_lowered() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let limits = "[limits]\nrequest_head = \"8KiB\"\nrequest_fields = 10\n";
     let gateway = Gateway::start(&format!("{}{limits}", toml(&upstream)));
     let fields = |count: usize| (0..count).map(|n| format!("X-{n}: a\r\n")).collect::<String>();
     let ask = |bytes: String| {
         let mut client = gateway.client();
         client.send_if_open(bytes);
-        client.answer().status
+        client.read_response().status
     };
     assert_eq!(ask(format!("{GET}{}\r\n", fields(9))), 200);
     assert_eq!(ask(format!("{GET}{}\r\n", fields(10))), 431);
@@ -257,12 +257,12 @@ fn head_limits_can_be_lowered() {
     let wide = Gateway::start(&format!("{}[limits]\nrequest_fields = 300\n", toml(&upstream)));
     let mut client = wide.client();
     client.send(format!("{GET}{}\r\n", fields(250)));
-    client.answer().expect(200);
+    client.read_response().expect(200);
 }
 
 #[test]
 fn floods_of_empty_lines_end_the_connection() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let gateway = Gateway::start(&toml(&upstream));
     let chunked = format!("{POST}Transfer-Encoding: chunked\r\n\r\n");
     for (name, flood) in [
@@ -273,8 +273,8 @@ fn floods_of_empty_lines_end_the_connection() {
     ] {
         let mut client = gateway.client();
         client.send_if_open(&chunked).send_if_open(flood);
-        assert_eq!(client.answer().status, 400, "{name}");
-        client.finish();
+        assert_eq!(client.read_response().status, 400, "{name}");
+        client.shutdown_write();
         client.expect_closed();
     }
 }

@@ -8,7 +8,7 @@ use crate::support::client::{Client, request};
 use crate::support::gateway::Gateway;
 use crate::support::process::Process;
 use crate::support::upstream::Upstream;
-use crate::support::{eventually, pass_to, within};
+use crate::support::{eventually, forward_to, within};
 
 fn retries(gateway: &Gateway, outcome: &str) -> u64 {
     gateway.metrics().sum("transom_upstream_retries_total", &[("upstream", "u"), ("outcome", outcome)])
@@ -28,7 +28,7 @@ fn killed_and_hung_servers_are_invisible_to_clients() {
     let addresses: Vec<_> = servers.iter().map(|server| server.http).collect();
     let settings = "ejection = { failures = 3, time = \"100ms\", max_time = \"400ms\" }\n\
                     retries = { attempts = 2, try_timeout = \"1s\" }\nslow_start = \"200ms\"\n";
-    let gateway = Gateway::start(&format!("workers = 2\n{}", pass_to(&addresses, settings)));
+    let gateway = Gateway::start(&format!("workers = 2\n{}", forward_to(&addresses, settings)));
     let url = format!("http://{}", addresses[1]);
     let labels: [(&str, &str); 2] = [("upstream", "u"), ("server", &url)];
     let ejected = |wanted: u64| {
@@ -50,13 +50,13 @@ fn killed_and_hung_servers_are_invisible_to_clients() {
             scope.spawn(|| {
                 let mut client = gateway.client();
                 while !over.load(Ordering::SeqCst) {
-                    let answer = client.get("/a");
+                    let response = client.get("/a");
                     assert_eq!(
-                        answer.status,
+                        response.status,
                         200,
                         "after {} requests: {}",
                         asked.load(Ordering::SeqCst),
-                        answer.text()
+                        response.text()
                     );
                     asked.fetch_add(1, Ordering::SeqCst);
                 }
@@ -94,9 +94,9 @@ impl Drop for Over<'_> {
 
 #[test]
 fn configured_statuses_are_retried_if_safe() {
-    let (bad, good) = (Upstream::replying(503), Upstream::replying(200));
+    let (bad, good) = (Upstream::always(503), Upstream::always(200));
     let settings = "balance = \"round-robin\"\nretries = { on = [503, \"connect-failure\"], budget = 100 }\n";
-    let gateway = Gateway::start(&format!("workers = 1\n{}", pass_to(&[bad.address, good.address], settings)));
+    let gateway = Gateway::start(&format!("workers = 1\n{}", forward_to(&[bad.address, good.address], settings)));
     let mut client = gateway.client();
     for _ in 0..10 {
         client.get("/a").expect(200);
@@ -106,17 +106,17 @@ fn configured_statuses_are_retried_if_safe() {
     let statuses: Vec<u16> = (0..4).map(|_| client.post("/a", "body").status).collect();
     assert_eq!(statuses.iter().filter(|status| **status == 503).count(), 2, "{statuses:?}");
     // 500 is not on the list.
-    let others = [Upstream::replying(500), Upstream::replying(500)];
-    let gateway = Gateway::start(&pass_to(&[others[0].address, others[1].address], settings));
+    let others = [Upstream::always(500), Upstream::always(500)];
+    let gateway = Gateway::start(&forward_to(&[others[0].address, others[1].address], settings));
     gateway.get("/a").expect(500);
     assert_eq!(retries(&gateway, "retried"), 0);
 }
 
 #[test]
 fn configured_statuses_eject_a_server() {
-    let (bad, good) = (Upstream::replying(503), Upstream::replying(200));
+    let (bad, good) = (Upstream::always(503), Upstream::always(200));
     let settings = "balance = \"round-robin\"\nejection = { failures = 2, statuses = [503], time = \"1h\" }\n";
-    let gateway = Gateway::start(&format!("workers = 1\n{}", pass_to(&[bad.address, good.address], settings)));
+    let gateway = Gateway::start(&format!("workers = 1\n{}", forward_to(&[bad.address, good.address], settings)));
     let mut client = gateway.client();
     let failed = (0..20).filter(|_| client.get("/a").status == 503).count();
     assert_eq!((failed, bad.received().len(), good.received().len()), (2, 2, 18));
@@ -125,10 +125,11 @@ fn configured_statuses_eject_a_server() {
 #[test]
 fn retries_end_with_the_budget() {
     // It closes the connection after every request.
-    let servers: Vec<Upstream> = (0..3).map(|_| Upstream::with(|talk| drop(talk.request()))).collect();
+    let servers: Vec<Upstream> =
+        (0..3).map(|_| Upstream::with_script(|connection| drop(connection.read_request()))).collect();
     let addresses: Vec<_> = servers.iter().map(|server| server.address).collect();
     let settings = "ejection = false\nretries = { budget = 20, budget_min = 5, attempts = 2 }\n";
-    let gateway = Gateway::start(&pass_to(&addresses, settings));
+    let gateway = Gateway::start(&forward_to(&addresses, settings));
     let start = Instant::now();
     let mut client = gateway.client();
     (0..200).for_each(|_| drop(client.get("/a").expect(502).problem()));
@@ -141,16 +142,17 @@ fn retries_end_with_the_budget() {
 
 #[test]
 fn every_retry_uses_another_server() {
-    let servers: Vec<Upstream> = (0..4).map(|_| Upstream::with(|talk| drop(talk.request()))).collect();
+    let servers: Vec<Upstream> =
+        (0..4).map(|_| Upstream::with_script(|connection| drop(connection.read_request()))).collect();
     let addresses: Vec<_> = servers.iter().map(|server| server.address).collect();
-    let gateway = Gateway::start(&pass_to(&addresses, "retries = { attempts = 3 }"));
+    let gateway = Gateway::start(&forward_to(&addresses, "retries = { attempts = 3 }"));
     gateway.get("/a").expect(502);
     assert!(servers.iter().all(|server| server.received().len() == 1));
     // A single server is tried again if so configured.
-    let gateway = Gateway::start(&pass_to(&addresses[..1], "retries = { attempts = 3 }"));
+    let gateway = Gateway::start(&forward_to(&addresses[..1], "retries = { attempts = 3 }"));
     gateway.get("/b").expect(502);
     assert_eq!(servers[0].received().iter().filter(|request| request.target == "/b").count(), 4);
-    let gateway = Gateway::start(&pass_to(&addresses, "retries = false"));
+    let gateway = Gateway::start(&forward_to(&addresses, "retries = false"));
     gateway.get("/c").expect(502);
     let asked = |server: &Upstream| server.received().iter().filter(|request| request.target == "/c").count();
     assert_eq!(servers.iter().map(asked).sum::<usize>(), 1);
@@ -159,25 +161,25 @@ fn every_retry_uses_another_server() {
 #[test]
 fn nothing_is_retried_after_response_bytes_were_forwarded() {
     let server = || {
-        Upstream::with(|talk| {
-            if talk.request().is_some() {
-                talk.send("HTTP/1.1 103 Early Hints\r\nlink: </a.css>\r\n\r\n");
+        Upstream::with_script(|connection| {
+            if connection.read_request().is_some() {
+                connection.send("HTTP/1.1 103 Early Hints\r\nlink: </a.css>\r\n\r\n");
             }
         })
     };
     let servers = [server(), server()];
-    let gateway = Gateway::start(&pass_to(&[servers[0].address, servers[1].address], ""));
-    let answer = gateway.get("/a").expect(502);
-    assert_eq!(answer.interim, [103]);
+    let gateway = Gateway::start(&forward_to(&[servers[0].address, servers[1].address], ""));
+    let response = gateway.get("/a").expect(502);
+    assert_eq!(response.informational, [103]);
     assert_eq!(servers[0].received().len() + servers[1].received().len(), 1);
 }
 
 #[test]
 fn a_slow_attempt_is_retried_on_another_server() {
-    let silent = Upstream::with(|talk| while talk.request().is_some() {});
-    let good = Upstream::replying(200);
+    let silent = Upstream::with_script(|connection| while connection.read_request().is_some() {});
+    let good = Upstream::always(200);
     let settings = "balance = \"round-robin\"\nretries = { try_timeout = \"50ms\" }\nejection = false\n";
-    let gateway = Gateway::start(&format!("workers = 1\n{}", pass_to(&[silent.address, good.address], settings)));
+    let gateway = Gateway::start(&format!("workers = 1\n{}", forward_to(&[silent.address, good.address], settings)));
     let mut client = gateway.client();
     for _ in 0..4 {
         within(Duration::from_millis(50), || client.get("/a").expect(200));
@@ -190,21 +192,21 @@ fn a_slow_attempt_is_retried_on_another_server() {
 
 #[test]
 fn the_request_deadline_covers_all_attempts() {
-    let upstream = Upstream::with(|talk| {
-        while let Some(request) = talk.request() {
+    let upstream = Upstream::with_script(|connection| {
+        while let Some(request) = connection.read_request() {
             match request.target.as_str() {
                 // Moves on and on.
-                "/endless" if talk.send("HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n") => {
-                    while talk.send("x") {
+                "/endless" if connection.send("HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n") => {
+                    while connection.send("x") {
                         thread::yield_now();
                     }
                 }
-                "/quick" => drop(talk.reply(200, &[], b"fine")),
-                _ => assert!(talk.closed()),
+                "/quick" => drop(connection.reply(200, &[], b"fine")),
+                _ => assert!(connection.wait_for_close()),
             }
         }
     });
-    let toml = pass_to(&[upstream.address], "retries = { attempts = 5, try_timeout = \"50ms\" }");
+    let toml = forward_to(&[upstream.address], "retries = { attempts = 5, try_timeout = \"50ms\" }");
     let gateway = Gateway::start(&format!("{toml}\n[timeouts]\nrequest = \"400ms\"\n"));
     let whole = Duration::from_millis(400);
     within(whole, || gateway.get("/silent").expect(504).problem());
@@ -213,7 +215,7 @@ fn the_request_deadline_covers_all_attempts() {
     within(whole, || gateway.client().post("/silent", "body").expect(504).problem());
     let mut client = Client::connect(gateway.http);
     client.send(request("GET", "/endless", &[], b""));
-    client.head().unwrap().expect(200);
-    assert!(within(whole, || client.rest()).len() < 1_000_000);
+    client.read_head().unwrap().expect(200);
+    assert!(within(whole, || client.read_to_end()).len() < 1_000_000);
     gateway.get("/quick").expect(200);
 }

@@ -5,20 +5,20 @@
 use std::sync::{Arc, Barrier};
 
 use crate::support::client::HOST;
+use crate::support::forward_all;
 use crate::support::gateway::Gateway;
-use crate::support::pass_all;
 use crate::support::upstream::Upstream;
 
 fn gateway(upstream: &Upstream) -> Gateway {
-    Gateway::start(&format!("workers = 1\n{}", pass_all(upstream)))
+    Gateway::start(&format!("workers = 1\n{}", forward_all(upstream)))
 }
 
 /// Responds to one request on each connection, reads a second and closes, for the connections that `dying` selects by number;
 /// other connections answer everything.
 fn dying_after_one(dying: impl Fn(usize) -> bool + Send + Sync + 'static) -> Upstream {
-    Upstream::with(move |talk| {
-        if talk.request().is_some() && talk.reply(200, &[], b"") {
-            while talk.request().is_some() && !dying(talk.number) && talk.reply(200, &[], b"") {}
+    Upstream::with_script(move |connection| {
+        if connection.read_request().is_some() && connection.reply(200, &[], b"") {
+            while connection.read_request().is_some() && !dying(connection.number) && connection.reply(200, &[], b"") {}
         }
     })
 }
@@ -41,7 +41,7 @@ fn head_put_and_delete_without_a_body_are_resent() {
         let gateway = gateway(&upstream);
         let mut client = gateway.client();
         client.get("/first").expect(200);
-        client.ask(method, "/second", &[], b"").expect(200);
+        client.request(method, "/second", &[], b"").expect(200);
         assert_eq!(upstream.received().len(), 3, "{method}");
     }
 }
@@ -49,9 +49,9 @@ fn head_put_and_delete_without_a_body_are_resent() {
 #[test]
 fn a_request_is_resent_only_once() {
     // Whatever is reused dies, and so does whatever is new from the second connection on.
-    let upstream = Upstream::with(|talk| {
-        if talk.request().is_some() && talk.number == 0 && talk.reply(200, &[], b"") {
-            talk.request();
+    let upstream = Upstream::with_script(|connection| {
+        if connection.read_request().is_some() && connection.number == 0 && connection.reply(200, &[], b"") {
+            connection.read_request();
         }
     });
     let gateway = gateway(&upstream);
@@ -63,7 +63,7 @@ fn a_request_is_resent_only_once() {
 
 #[test]
 fn nothing_is_resent_on_a_new_connection() {
-    let upstream = Upstream::with(|talk| drop(talk.request()));
+    let upstream = Upstream::with_script(|connection| drop(connection.read_request()));
     let gateway = gateway(&upstream);
     gateway.get("/a").expect(502).problem();
     assert_eq!(upstream.received().len(), 1);
@@ -87,26 +87,27 @@ fn a_get_with_a_body_is_not_resent() {
     let gateway = gateway(&upstream);
     let mut client = gateway.client();
     client.get("/first").expect(200);
-    client.ask("GET", "/second", &[], b"body").expect(502);
+    client.request("GET", "/second", &[], b"body").expect(502);
     let mut client = gateway.client();
     client.send(format!("PUT /third HTTP/1.1\r\nHost: {HOST}\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"));
-    client.answer().expect(200);
+    client.read_response().expect(200);
     assert_eq!(upstream.received().len(), 3);
 }
 
 #[test]
 fn a_request_is_not_resent_once_a_response_has_begun() {
-    let upstream = Upstream::with(|talk| {
-        if talk.request().is_some() && talk.reply(200, &[], b"") && talk.request().is_some() {
-            talk.send("HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc");
+    let upstream = Upstream::with_script(|connection| {
+        if connection.read_request().is_some() && connection.reply(200, &[], b"") && connection.read_request().is_some()
+        {
+            connection.send("HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc");
         }
     });
     let gateway = gateway(&upstream);
     let mut client = gateway.client();
     client.get("/first").expect(200);
     client.send(crate::support::client::request("GET", "/second", &[], b""));
-    client.head().unwrap().expect(200);
-    assert_eq!(client.rest(), b"abc");
+    client.read_head().unwrap().expect(200);
+    assert_eq!(client.read_to_end(), b"abc");
     assert_eq!(upstream.received().len(), 2);
 }
 
@@ -114,11 +115,11 @@ fn a_request_is_not_resent_once_a_response_has_begun() {
 fn a_connection_closed_while_idle_is_not_used() {
     // Then a POST is safe, too: nothing was sent.
     let closed = Arc::new(Barrier::new(2));
-    let upstream = Upstream::with({
+    let upstream = Upstream::with_script({
         let closed = Arc::clone(&closed);
-        move |talk| {
-            if talk.request().is_some() && talk.reply(200, &[], b"") {
-                talk.hang_up();
+        move |connection| {
+            if connection.read_request().is_some() && connection.reply(200, &[], b"") {
+                connection.close();
                 closed.wait();
             }
         }

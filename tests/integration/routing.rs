@@ -18,7 +18,7 @@ fn two_routes(upstream: &Upstream, route: &str) -> String {
 
 #[test]
 fn the_authority_of_an_http_1_0_target_becomes_host() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let gateway = Gateway::start(&two_routes(&upstream, "host = \"public.example\"\npath = \"/{*rest}\""));
     for (line, host, rule) in [
         ("GET http://public.example/a HTTP/1.0\r\n\r\n", "public.example", "loose"),
@@ -26,10 +26,10 @@ fn the_authority_of_an_http_1_0_target_becomes_host() {
         ("GET http://other.example/a HTTP/1.0\r\n\r\n", "other.example", "general"),
         ("GET http://public.example/a HTTP/1.0\r\nHost: public.example\r\n\r\n", "public.example", "loose"),
     ] {
-        let answer = gateway.client().send(line).answer().expect(200);
-        assert_eq!(items(&answer, "ratelimit")[0].name, rule, "{line}");
+        let response = gateway.client().send(line).read_response().expect(200);
+        assert_eq!(items(&response, "ratelimit")[0].name, rule, "{line}");
         let received = upstream.received().pop().unwrap();
-        assert_eq!((received.all("host"), received.all("x-forwarded-host")), (vec![host], vec![host]), "{line}");
+        assert_eq!((received.values("host"), received.values("x-forwarded-host")), (vec![host], vec![host]), "{line}");
         assert_eq!(received.target, "/a");
     }
     let before = upstream.received().len();
@@ -40,24 +40,24 @@ fn the_authority_of_an_http_1_0_target_becomes_host() {
         // Only HTTP/1.0 may leave Host out (RFC 9112, section 3.2).
         "GET http://public.example/a HTTP/1.1\r\n\r\n",
     ] {
-        gateway.client().send(line).answer().expect(400);
+        gateway.client().send(line).read_response().expect(400);
     }
     assert_eq!(upstream.received().len(), before);
     // A target without an authority names no host: the upstream gets the name of its server.
-    gateway.client().send("GET /a HTTP/1.0\r\n\r\n").answer().expect(200);
-    assert_eq!(upstream.received().pop().unwrap().all("host"), [upstream.address.to_string()]);
+    gateway.client().send("GET /a HTTP/1.0\r\n\r\n").read_response().expect(200);
+    assert_eq!(upstream.received().pop().unwrap().values("host"), [upstream.address.to_string()]);
 }
 
 #[test]
 fn connection_does_not_remove_fields_that_choose_a_route() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let route = "path = \"/{*rest}\"\nheaders = { x-version = \"2\", x-beta = true }";
     let gateway = Gateway::start(&two_routes(&upstream, route));
     let fields = [("X-Version", "2"), ("X-Beta", "1"), ("X-Other", "1"), ("Connection", "x-version, x-beta, x-other")];
-    let answer = gateway.get_with("/a", &fields).expect(200);
-    assert_eq!(items(&answer, "ratelimit")[0].name, "loose");
-    let received = upstream.only();
-    assert_eq!((received.all("x-version"), received.all("x-beta")), (vec!["2"], vec!["1"]));
+    let response = gateway.get_with("/a", &fields).expect(200);
+    assert_eq!(items(&response, "ratelimit")[0].name, "loose");
+    let received = upstream.only_request();
+    assert_eq!((received.values("x-version"), received.values("x-beta")), (vec!["2"], vec!["1"]));
     assert_eq!(received.field("x-other"), None);
 }
 
@@ -71,7 +71,7 @@ fn login_route(settings: &str, upstream: &Upstream) -> String {
 
 #[test]
 fn equivalent_paths_match_the_same_routes_and_rules() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let settings = "path_parameters = \"strip\"\ntrailing_slash = \"ignore\"";
     let gateway = Gateway::start(&login_route(settings, &upstream));
     let spellings =
@@ -94,7 +94,7 @@ fn equivalent_paths_match_the_same_routes_and_rules() {
 
 #[test]
 fn path_parameters_and_trailing_slashes_are_kept_unless_configured() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let gateway = Gateway::start(&login_route("", &upstream));
     for target in ["/login/", "/login;x"] {
         assert_eq!(items(&gateway.get(target).expect(200), "ratelimit")[0].name, "general", "{target}");
@@ -109,7 +109,7 @@ fn path_parameters_and_trailing_slashes_are_kept_unless_configured() {
 
 #[test]
 fn check_warns_of_equivalent_paths_that_escape_their_rules() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let scratch = Scratch::new();
     let check = |settings: &str| {
         let file = scratch.write("gateway.toml", with_listen(&login_route(settings, &upstream)));
@@ -131,7 +131,7 @@ fn check_warns_of_equivalent_paths_that_escape_their_rules() {
 
 #[test]
 fn a_repeated_route_field_is_refused() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let gateway = Gateway::start(&two_routes(&upstream, "path = \"/v/{*rest}\"\nheaders = { x-version = \"2\" }"));
     for fields in [
         &[("X-Version", "2"), ("X-Version", "3")][..],
@@ -139,14 +139,14 @@ fn a_repeated_route_field_is_refused() {
         &[("X-Version", "2"), ("X-Version", "2")],
         &[("X-Version", "1"), ("X-Version", "3")],
     ] {
-        let answer = gateway.get_with("/v/a", fields).expect(400);
-        assert_eq!(answer.problem()["detail"], "the request gives `x-version` more than once");
-        assert_eq!(answer.field("connection"), Some("close"));
+        let response = gateway.get_with("/v/a", fields).expect(400);
+        assert_eq!(response.problem()["detail"], "the request gives `x-version` more than once");
+        assert_eq!(response.field("connection"), Some("close"));
     }
     assert_eq!(upstream.received().len(), 0);
     // If no route compares its value, it is a field like any other.
-    let answer = gateway.get_with("/a", &[("X-Version", "2"), ("X-Version", "3")]).expect(200);
-    assert_eq!(remaining(&answer, "general"), 4);
+    let response = gateway.get_with("/a", &[("X-Version", "2"), ("X-Version", "3")]).expect(200);
+    assert_eq!(remaining(&response, "general"), 4);
     assert_eq!(remaining(&gateway.get_with("/v/a", &[("X-Version", "2")]).expect(200), "loose"), 999);
     assert_eq!(remaining(&gateway.get_with("/v/a", &[("X-Version", "2, 3")]).expect(200), "general"), 3);
 }

@@ -8,13 +8,15 @@ use std::time::Duration;
 use serde_json::json;
 
 use crate::support::eventually;
-use crate::support::gateway_group::{PATIENT, Siblings, admitted, decide, is_admitted, rule, shared};
+use crate::support::gateway_group::{
+    GatewayGroup, LONG_TIMEOUT, count_admitted_by, is_admitted, query_decision, rule_by_key, shared_config,
+};
 use crate::support::process::Process;
 use crate::support::ratelimit_parser::{items, remaining};
 use crate::support::redis::RedisServer;
 
 fn by(redis: &RedisServer, mode: &str, rules: &str) -> String {
-    shared(&format!("\"{}\"", redis.url()), &format!("mode = \"{mode}\"\n{PATIENT}"), rules)
+    shared_config(&format!("\"{}\"", redis.url()), &format!("mode = \"{mode}\"\n{LONG_TIMEOUT}"), rules)
 }
 
 /// The keys of counters, in order.
@@ -33,55 +35,55 @@ fn only_key(redis: &RedisServer) -> String {
 
 /// The sum of all plain counters.
 fn sum(redis: &RedisServer) -> i64 {
-    counters(redis).iter().map(|key| redis.number(&["GET", key])).sum()
+    counters(redis).iter().map(|key| redis.integer(&["GET", key])).sum()
 }
 
 #[test]
 fn exact_mode_admits_exactly_the_limit() {
     let redis = RedisServer::start();
-    let gateways = Siblings::start(3, &by(&redis, "exact", &rule("[\"100/30d\"]", "")));
-    assert_eq!(gateways.admitted("alice", 40), 100);
+    let gateways = GatewayGroup::start(3, &by(&redis, "exact", &rule_by_key("[\"100/30d\"]", "")));
+    assert_eq!(gateways.count_admitted("alice", 40), 100);
     // Nothing is counted for the refused.
     assert_eq!(redis.cli(&["GET", &only_key(&redis)]), "100");
-    assert_eq!(gateways.admitted("bob", 10), 60);
+    assert_eq!(gateways.count_admitted("bob", 10), 60);
 }
 
 #[test]
 fn leases_use_exactly_the_limit() {
     let redis = RedisServer::start();
-    let gateways = Siblings::start(4, &by(&redis, "lease", &rule("[\"1000/30d\"]", "")));
-    let admitted = gateways.admitted("alice", 400);
+    let gateways = GatewayGroup::start(4, &by(&redis, "lease", &rule_by_key("[\"1000/30d\"]", "")));
+    let admitted = gateways.count_admitted("alice", 400);
     assert!((990..=1000).contains(&admitted), "{admitted}");
-    let counted = redis.number(&["GET", &only_key(&redis)]);
+    let counted = redis.integer(&["GET", &only_key(&redis)]);
     assert!((990..=1000).contains(&counted), "{counted}");
     // Far fewer questions than requests.
-    assert!(redis.calls("evalsha") < 1000, "{}", redis.calls("evalsha"));
+    assert!(redis.call_count("evalsha") < 1000, "{}", redis.call_count("evalsha"));
 }
 
 #[test]
 fn leased_and_exact_mode_share_a_counter() {
     let redis = RedisServer::start();
-    let gateways = ["exact", "lease"].map(|mode| Process::spawn(&by(&redis, mode, &rule("[\"50/30d\"]", ""))));
-    assert_eq!(admitted(&gateways[0], "alice", 20), 20);
-    let leased = admitted(&gateways[1], "alice", 60);
-    assert_eq!((leased, admitted(&gateways[0], "alice", 5)), (30, 0));
+    let gateways = ["exact", "lease"].map(|mode| Process::spawn(&by(&redis, mode, &rule_by_key("[\"50/30d\"]", ""))));
+    assert_eq!(count_admitted_by(&gateways[0], "alice", 20), 20);
+    let leased = count_admitted_by(&gateways[1], "alice", 60);
+    assert_eq!((leased, count_admitted_by(&gateways[0], "alice", 5)), (30, 0));
 }
 
 #[test]
 fn a_counter_is_an_integer_key_that_expires_with_its_window() {
     let redis = RedisServer::start();
-    let gateway = Process::spawn(&by(&redis, "exact", &rule("[\"10/30d\"]", "")));
-    assert_eq!(admitted(&gateway, "alice", 3), 3);
+    let gateway = Process::spawn(&by(&redis, "exact", &rule_by_key("[\"10/30d\"]", "")));
+    assert_eq!(count_admitted_by(&gateway, "alice", 3), 3);
     let key = only_key(&redis);
     let number: u64 = key.strip_prefix("transom:{r|alice}:").unwrap_or_else(|| panic!("{key}")).parse().unwrap();
     assert_eq!((redis.cli(&["TYPE", &key]), redis.cli(&["GET", &key])), ("string".into(), "3".into()));
     let end_ms = ((number + 1) * 30 * 86_400_000).to_string();
     assert_eq!(redis.cli(&["PEXPIRETIME", &key]), end_ms);
     // The expiry is set once, and not by later calls.
-    assert_eq!(admitted(&gateway, "alice", 1), 1);
+    assert_eq!(count_admitted_by(&gateway, "alice", 1), 1);
     assert_eq!(redis.cli(&["PEXPIRETIME", &key]), end_ms);
     // Any bytes of a client's key are safe.
-    assert_eq!(admitted(&gateway, "a}:{b|c %*", 1), 1);
+    assert_eq!(count_admitted_by(&gateway, "a}:{b|c %*", 1), 1);
     let keys = counters(&redis);
     assert!(keys.contains(&format!("transom:{{r|a%7D%3A%7Bb%7Cc%20%25%2A}}:{number}")), "{keys:?}");
 }
@@ -90,28 +92,28 @@ fn a_counter_is_an_integer_key_that_expires_with_its_window() {
 fn another_service_can_share_the_limit() {
     let redis = RedisServer::start();
     for mode in ["exact", "lease"] {
-        let gateway = Process::spawn(&by(&redis, mode, &rule("[\"10/30d\"]", "")));
-        assert_eq!(admitted(&gateway, mode, 1), 1);
+        let gateway = Process::spawn(&by(&redis, mode, &rule_by_key("[\"10/30d\"]", "")));
+        assert_eq!(count_admitted_by(&gateway, mode, 1), 1);
         let key = redis.keys().into_iter().find(|key| key.contains(mode)).unwrap();
         (0..7).for_each(|_| drop(redis.cli(&["INCR", &key])));
-        assert_eq!((admitted(&gateway, mode, 9), redis.number(&["GET", &key])), (2, 10), "{mode}");
+        assert_eq!((count_admitted_by(&gateway, mode, 9), redis.integer(&["GET", &key])), (2, 10), "{mode}");
     }
 }
 
 #[test]
 fn a_refusal_by_one_shared_layer_charges_no_other() {
     let redis = RedisServer::start();
-    let rules = rule("[\"20/week\", \"5/day\"]", "");
-    let gateways = Siblings::start(2, &by(&redis, "exact", &rules));
-    assert_eq!(gateways.admitted("alice", 5), 5);
+    let rules = rule_by_key("[\"20/week\", \"5/day\"]", "");
+    let gateways = GatewayGroup::start(2, &by(&redis, "exact", &rules));
+    assert_eq!(gateways.count_admitted("alice", 5), 5);
     let keys = counters(&redis);
     assert_eq!(keys.len(), 2, "{keys:?}");
     for (key, layer) in keys.iter().zip(["day", "week"]) {
         assert!(key.starts_with(&format!("transom:{{r|alice}}:{layer}:")), "{key}");
         assert_eq!(redis.cli(&["GET", key]), "5", "{key}");
     }
-    let answer = gateways.0[0].client().get_with("/a", &[("X-Key", "alice")]).expect(429);
-    assert_eq!((remaining(&answer, "r-week"), remaining(&answer, "r-day")), (15, 0));
+    let response = gateways.0[0].client().get_with("/a", &[("X-Key", "alice")]).expect(429);
+    assert_eq!((remaining(&response, "r-week"), remaining(&response, "r-day")), (15, 0));
 }
 
 /// While a wide rule is known to be used up, requests with new keys are refused without a call, and nothing is known of
@@ -127,11 +129,11 @@ fn a_layer_without_a_lookup_reports_the_end_of_its_window() {
         let ask = |user: &str| gateway.client().get_with("/a", &[("X-User", user)]);
         assert_eq!(ask("first").status, 200);
         for user in ["a", "b", "c"] {
-            let answer = ask(user).expect(429);
-            let told = items(&answer, "ratelimit");
+            let response = ask(user).expect(429);
+            let told = items(&response, "ratelimit");
             let [of_user, of_all] = ["user", "all"].map(|name| told.iter().find(|item| item.name == name).unwrap());
-            assert_eq!((of_user.get("r"), of_all.get("r")), (33, 0), "{mode}: {answer:?}");
-            assert!(of_user.get("t").abs_diff(of_all.get("t")) <= 1, "{mode}: {answer:?}");
+            assert_eq!((of_user.get("r"), of_all.get("r")), (33, 0), "{mode}: {response:?}");
+            assert!(of_user.get("t").abs_diff(of_all.get("t")) <= 1, "{mode}: {response:?}");
         }
     }
 }
@@ -150,7 +152,7 @@ fn rules_with_different_keys_are_charged_together_or_not_at_all() {
         // One was left for all, whatever was refused by users before.
         assert_eq!([admitted("d"), admitted("e")], [1, 0], "{mode}");
         let key = redis.keys().into_iter().find(|key| key.starts_with("transom:{all|}")).unwrap();
-        assert_eq!(redis.number(&["GET", &key]), 10, "{mode}");
+        assert_eq!(redis.integer(&["GET", &key]), 10, "{mode}");
     }
 }
 
@@ -169,13 +171,13 @@ fn every_window_kind_is_shared_exactly() {
     for mode in ["exact", "lease"] {
         for (windows, limit) in kinds {
             redis.cli(&["FLUSHALL"]);
-            let gateways = Siblings::start(2, &by(&redis, mode, &rule(windows, "")));
-            let admitted = gateways.admitted("alice", 25);
+            let gateways = GatewayGroup::start(2, &by(&redis, mode, &rule_by_key(windows, "")));
+            let admitted = gateways.count_admitted("alice", 25);
             // In leases, one gateway may be refused while the other has a few left.
             let least = if mode == "exact" { limit } else { limit - 2 };
             assert!((least..=limit).contains(&admitted), "{mode}, {windows}: {admitted} of {limit}");
             let keys = counters(&redis);
-            assert!(keys.iter().all(|key| redis.number(&["PTTL", key]) > 0), "{windows}: {keys:?}");
+            assert!(keys.iter().all(|key| redis.integer(&["PTTL", key]) > 0), "{windows}: {keys:?}");
             if windows.contains("shards") {
                 assert_eq!((keys.len(), sum(&redis)), (4, limit as i64), "{keys:?}");
             }
@@ -186,17 +188,17 @@ fn every_window_kind_is_shared_exactly() {
 #[test]
 fn plans_are_shared() {
     let redis = RedisServer::start();
-    let rules = rule("[\"3/30d\"]", "[[rules.r.overrides]]\nkey = \"alice\"\nwindows = [\"7/30d\"]");
-    let gateways = Siblings::start(2, &by(&redis, "exact", &rules));
-    assert_eq!((gateways.admitted("alice", 4), gateways.admitted("bob", 4)), (7, 3));
+    let rules = rule_by_key("[\"3/30d\"]", "[[rules.r.overrides]]\nkey = \"alice\"\nwindows = [\"7/30d\"]");
+    let gateways = GatewayGroup::start(2, &by(&redis, "exact", &rules));
+    assert_eq!((gateways.count_admitted("alice", 4), gateways.count_admitted("bob", 4)), (7, 3));
 }
 
 #[test]
 fn a_new_window_grants_again() {
     let redis = RedisServer::start();
     for mode in ["exact", "lease"] {
-        let gateways = Siblings::start(2, &by(&redis, mode, &rule("[\"3/1s\"]", "")));
-        let ask = || gateways.0.iter().map(|gateway| admitted(gateway, "alice", 4)).sum::<usize>();
+        let gateways = GatewayGroup::start(2, &by(&redis, mode, &rule_by_key("[\"3/1s\"]", "")));
+        let ask = || gateways.0.iter().map(|gateway| count_admitted_by(gateway, "alice", 4)).sum::<usize>();
         let mut windows = 0;
         eventually("four windows grant", || {
             windows += usize::from(ask() > 0);
@@ -214,9 +216,9 @@ fn the_decision_api_uses_shared_counters() {
         "[rules.per-client]\nkey = [\"header:x-user\", \"path\"]\non_missing_key = \"skip\"\nwindows = [\"5/30d\"]\n";
     for mode in ["exact", "lease"] {
         redis.cli(&["FLUSHALL"]);
-        let gateways = Siblings::start(2, &by(&redis, mode, rules));
+        let gateways = GatewayGroup::start(2, &by(&redis, mode, rules));
         let limit = |gateway: usize, path: &str| {
-            decide(&gateways.0[gateway], "limit", &json!({"rule": "per-client", "key": ["abc", path]}))
+            query_decision(&gateways.0[gateway], "limit", &json!({"rule": "per-client", "key": ["abc", path]}))
         };
         let all: usize = thread::scope(|scope| {
             let ask = |gateway| (0..10).filter(|_| limit(gateway, "/search")["allowed"] == true).count();
@@ -229,7 +231,8 @@ fn the_decision_api_uses_shared_counters() {
         assert!(refused["ttl"].as_u64() > Some(0) && refused["retry_after"] == refused["ttl"], "{refused}");
         assert_eq!(limit(0, "/feed")["allowed"], true, "another endpoint counts apart");
         let count = |verb| {
-            decide(&gateways.0[1], verb, &json!({"rule": "per-client", "key": ["abc", "/feed"]}))["count"].clone()
+            query_decision(&gateways.0[1], verb, &json!({"rule": "per-client", "key": ["abc", "/feed"]}))["count"]
+                .clone()
         };
         assert_eq!((count("value"), count("check")), (json!(1), json!(1)), "{mode}");
     }
@@ -239,11 +242,11 @@ fn the_decision_api_uses_shared_counters() {
 fn a_known_full_counter_rarely_queries_redis() {
     let redis = RedisServer::start();
     for mode in ["exact", "lease"] {
-        let gateway = Process::spawn(&by(&redis, mode, &rule("[\"10/30d\"]", "")));
-        assert_eq!(admitted(&gateway, mode, 30), 10);
-        let before = redis.calls("evalsha");
-        assert_eq!(admitted(&gateway, mode, 1000), 0);
-        let calls = redis.calls("evalsha") - before;
+        let gateway = Process::spawn(&by(&redis, mode, &rule_by_key("[\"10/30d\"]", "")));
+        assert_eq!(count_admitted_by(&gateway, mode, 30), 10);
+        let before = redis.call_count("evalsha");
+        assert_eq!(count_admitted_by(&gateway, mode, 1000), 0);
+        let calls = redis.call_count("evalsha") - before;
         assert!(calls < 20, "{mode}: {calls} for a thousand refusals");
     }
 }
@@ -253,22 +256,22 @@ fn a_raised_limit_and_a_reset_apply() {
     let redis = RedisServer::start();
     for mode in ["exact", "lease"] {
         redis.cli(&["FLUSHALL"]);
-        let gateways = Siblings::start(2, &by(&redis, mode, &rule("[\"5/30d\"]", "")));
-        assert_eq!(gateways.admitted("alice", 5), 5, "{mode}");
-        gateways.rewrite(&by(&redis, mode, &rule("[\"8/30d\"]", "")));
+        let gateways = GatewayGroup::start(2, &by(&redis, mode, &rule_by_key("[\"5/30d\"]", "")));
+        assert_eq!(gateways.count_admitted("alice", 5), 5, "{mode}");
+        gateways.reload(&by(&redis, mode, &rule_by_key("[\"8/30d\"]", "")));
         let mut more = 0;
         eventually("the new limit holds", || {
-            more += gateways.0.iter().map(|gateway| admitted(gateway, "alice", 2)).sum::<usize>();
+            more += gateways.0.iter().map(|gateway| count_admitted_by(gateway, "alice", 2)).sum::<usize>();
             more >= 3
         });
-        assert_eq!((more, gateways.admitted("alice", 5)), (3, 0), "{mode}");
-        decide(&gateways.0[0], "reset", &json!({"rule": "r", "key": "alice"}));
+        assert_eq!((more, gateways.count_admitted("alice", 5)), (3, 0), "{mode}");
+        query_decision(&gateways.0[0], "reset", &json!({"rule": "r", "key": "alice"}));
         let mut after = 0;
         eventually("the other one knows of the reset", || {
-            after += admitted(&gateways.0[1], "alice", 2);
+            after += count_admitted_by(&gateways.0[1], "alice", 2);
             after > 0
         });
-        after += gateways.admitted("alice", 10);
+        after += gateways.count_admitted("alice", 10);
         assert!(after <= 8, "{mode}: {after}");
     }
 }
@@ -276,28 +279,28 @@ fn a_raised_limit_and_a_reset_apply() {
 #[test]
 fn an_unused_lease_is_returned() {
     let redis = RedisServer::start();
-    let gateways = Siblings::start(2, &by(&redis, "lease", &rule("[\"2000/30d\"]", "")));
-    let mut all = admitted(&gateways.0[0], "alice", 500);
+    let gateways = GatewayGroup::start(2, &by(&redis, "lease", &rule_by_key("[\"2000/30d\"]", "")));
+    let mut all = count_admitted_by(&gateways.0[0], "alice", 500);
     assert_eq!(all, 500);
     eventually("the other one can use what is left", || {
-        all += admitted(&gateways.0[1], "alice", 100);
+        all += count_admitted_by(&gateways.0[1], "alice", 100);
         all >= 1980
     });
     eventually("nothing is lost", || {
-        all += admitted(&gateways.0[1], "alice", 5) + admitted(&gateways.0[0], "alice", 5);
+        all += count_admitted_by(&gateways.0[1], "alice", 5) + count_admitted_by(&gateways.0[0], "alice", 5);
         all == 2000
     });
-    assert_eq!((gateways.admitted("alice", 20), redis.number(&["GET", &only_key(&redis)])), (0, 2000));
+    assert_eq!((gateways.count_admitted("alice", 20), redis.integer(&["GET", &only_key(&redis)])), (0, 2000));
 }
 
 #[test]
 fn a_draining_gateway_returns_its_leases() {
     let redis = RedisServer::start();
-    let mut gateway = Process::spawn(&by(&redis, "lease", &rule("[\"100000/30d\"]", "")));
-    let all = admitted(&gateway, "alice", 700);
+    let mut gateway = Process::spawn(&by(&redis, "lease", &rule_by_key("[\"100000/30d\"]", "")));
+    let all = count_admitted_by(&gateway, "alice", 700);
     assert_eq!(all, 700);
-    assert!(redis.number(&["GET", &only_key(&redis)]) >= 700);
+    assert!(redis.integer(&["GET", &only_key(&redis)]) >= 700);
     gateway.signal("TERM");
     assert!(gateway.wait().success());
-    assert_eq!(redis.number(&["GET", &only_key(&redis)]), 700);
+    assert_eq!(redis.integer(&["GET", &only_key(&redis)]), 700);
 }

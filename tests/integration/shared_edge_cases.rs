@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 
 use crate::support::client::Client;
-use crate::support::gateway_group::{PATIENT, Siblings, admitted, decide, rule, shared};
+use crate::support::gateway_group::{
+    GatewayGroup, LONG_TIMEOUT, count_admitted_by, query_decision, rule_by_key, shared_config,
+};
 use crate::support::load_checker::now_ms;
 use crate::support::process::Process;
 use crate::support::redis::RedisServer;
@@ -18,12 +20,12 @@ use crate::support::{eventually, within};
 const LOCAL: &str = "timeout = \"10s\"\non_outage = \"local\"\n";
 
 fn by(redis: &RedisServer, settings: &str, rules: &str) -> String {
-    shared(&format!("\"{}\"", redis.url()), settings, rules)
+    shared_config(&format!("\"{}\"", redis.url()), settings, rules)
 }
 
 /// A rule of this name by the header `x-key`.
 fn named(name: &str, windows: &str, more: &str) -> String {
-    rule(windows, more).replace("[rules.r]", &format!("[rules.{name}]"))
+    rule_by_key(windows, more).replace("[rules.r]", &format!("[rules.{name}]"))
 }
 
 fn status(gateway: &Process, key: &str) -> u16 {
@@ -33,7 +35,7 @@ fn status(gateway: &Process, key: &str) -> u16 {
 /// So many requests of a key, all at once; how many were let through, sooner or later.
 fn at_once(gateway: &Process, key: &str, times: usize) -> usize {
     thread::scope(|scope| {
-        let clients: Vec<_> = (0..times).map(|_| scope.spawn(|| admitted(gateway, key, 1))).collect();
+        let clients: Vec<_> = (0..times).map(|_| scope.spawn(|| count_admitted_by(gateway, key, 1))).collect();
         clients.into_iter().map(|client| client.join().unwrap()).sum()
     })
 }
@@ -43,10 +45,10 @@ fn a_full_table_admits_no_more_than_the_limit() {
     for mode in ["lease", "exact"] {
         let redis = RedisServer::start();
         let settings = format!("mode = \"{mode}\"\n{LOCAL}\n[counters]\ncapacity = 64\n");
-        let gateway = Process::spawn(&by(&redis, &settings, &rule("[\"2/30d\"]", "")));
+        let gateway = Process::spawn(&by(&redis, &settings, &rule_by_key("[\"2/30d\"]", "")));
         for key in 0..300 {
             let key = format!("key-{key}");
-            assert_eq!(admitted(&gateway, &key, 4), 2, "{mode} {key}");
+            assert_eq!(count_admitted_by(&gateway, &key, 4), 2, "{mode} {key}");
         }
     }
 }
@@ -57,10 +59,10 @@ fn a_request_delayed_by_one_rule_is_charged_by_the_others() {
         let redis = RedisServer::start();
         let rules = named("exact", "[\"6/30d\"]", "shared = \"exact\"")
             + &named("slow", "[\"2/1s\"]", "on_limit = \"delay\"\nmax_delay = \"20s\"");
-        let gateway = Process::spawn(&by(&redis, &format!("mode = \"{mode}\"\n{PATIENT}"), &rules));
+        let gateway = Process::spawn(&by(&redis, &format!("mode = \"{mode}\"\n{LONG_TIMEOUT}"), &rules));
         assert_eq!(at_once(&gateway, "alice", 12), 6, "{mode}");
         let key = redis.keys().into_iter().find(|key| key.starts_with("transom:{exact|alice}")).unwrap();
-        assert_eq!(redis.number(&["GET", &key]), 6, "{mode}");
+        assert_eq!(redis.integer(&["GET", &key]), 6, "{mode}");
     }
 }
 
@@ -94,15 +96,16 @@ fn a_store_that_lost_its_data_grants_no_window_twice() {
         for used in [10, 6] {
             let mut redis = RedisServer::start();
             let settings = format!("mode = \"{mode}\"\ntimeout = \"10s\"\non_outage = \"refuse\"\n");
-            let gateway = Process::spawn(&format!("workers = 1\n{}", by(&redis, &settings, &rule("[\"10/30d\"]", ""))));
-            assert_eq!(admitted(&gateway, "alice", used), used);
+            let gateway =
+                Process::spawn(&format!("workers = 1\n{}", by(&redis, &settings, &rule_by_key("[\"10/30d\"]", ""))));
+            assert_eq!(count_admitted_by(&gateway, "alice", used), used);
             redis.restart();
             eventually("Redis counts again", || status(&gateway, "bob") == 200);
             let start = Instant::now();
             let mut more = 0;
             // Also after the periodic query for returned tokens.
             while start.elapsed() < Duration::from_millis(if used == 10 { 12_000 } else { 500 }) {
-                more += admitted(&gateway, "alice", 5);
+                more += count_admitted_by(&gateway, "alice", 5);
                 thread::sleep(Duration::from_millis(50));
             }
             assert!(more <= 10 - used, "{mode}: {more} more than {used}");
@@ -114,28 +117,28 @@ fn a_store_that_lost_its_data_grants_no_window_twice() {
 fn a_reset_reaches_all_gateways() {
     for mode in ["lease", "exact"] {
         let redis = RedisServer::start();
-        let settings = format!("mode = \"{mode}\"\n{PATIENT}");
-        let gateways = Siblings::start(2, &by(&redis, &settings, &rule("[\"5/30d\"]", "")));
-        assert_eq!(gateways.admitted("alice", 5), 5);
-        assert_eq!(admitted(&gateways.0[1], "alice", 2), 0);
-        decide(&gateways.0[0], "reset", &json!({ "rule": "r", "key": "alice" }));
-        eventually("the other one admits again", || admitted(&gateways.0[1], "alice", 1) == 1);
+        let settings = format!("mode = \"{mode}\"\n{LONG_TIMEOUT}");
+        let gateways = GatewayGroup::start(2, &by(&redis, &settings, &rule_by_key("[\"5/30d\"]", "")));
+        assert_eq!(gateways.count_admitted("alice", 5), 5);
+        assert_eq!(count_admitted_by(&gateways.0[1], "alice", 2), 0);
+        query_decision(&gateways.0[0], "reset", &json!({ "rule": "r", "key": "alice" }));
+        eventually("the other one admits again", || count_admitted_by(&gateways.0[1], "alice", 1) == 1);
     }
 }
 
 #[test]
 fn returned_tokens_can_be_fetched_again() {
     let redis = RedisServer::start();
-    let settings = format!("mode = \"lease\"\n{PATIENT}");
-    let toml = format!("workers = 1\n{}", by(&redis, &settings, &rule("[\"1000/30d\"]", "")));
+    let settings = format!("mode = \"lease\"\n{LONG_TIMEOUT}");
+    let toml = format!("workers = 1\n{}", by(&redis, &settings, &rule_by_key("[\"1000/30d\"]", "")));
     let gateway = Process::spawn(&toml);
-    assert_eq!(admitted(&gateway, "alice", 100), 100);
+    assert_eq!(count_admitted_by(&gateway, "alice", 100), 100);
     let key = redis.keys().into_iter().find(|key| key.contains("alice")).unwrap();
-    eventually("what is left is returned", || redis.number(&["GET", &key]) == 100);
+    eventually("what is left is returned", || redis.integer(&["GET", &key]) == 100);
     // Longer than a counter is remembered with which there is nothing to do.
     thread::sleep(Duration::from_secs(14));
-    assert_eq!(admitted(&gateway, "alice", 1), 1);
-    assert_eq!(redis.number(&["GET", &key]), 101);
+    assert_eq!(count_admitted_by(&gateway, "alice", 1), 1);
+    assert_eq!(redis.integer(&["GET", &key]), 101);
 }
 
 #[test]
@@ -143,19 +146,19 @@ fn usage_during_an_outage_is_reported_for_the_open_window() {
     // Long enough that the report arrives in the window that is open, also on a busy machine.
     const PERIOD_MS: u64 = 6000;
     let mut redis = RedisServer::start();
-    let toml = by(&redis, "on_outage = \"local\"\n", &rule("[\"100/6s\"]", ""));
+    let toml = by(&redis, "on_outage = \"local\"\n", &rule_by_key("[\"100/6s\"]", ""));
     let gateway = Process::spawn(&format!("workers = 1\n{toml}"));
     redis.kill();
-    assert_eq!(admitted(&gateway, "alice", 1), 1);
+    assert_eq!(count_admitted_by(&gateway, "alice", 1), 1);
     let first = now_ms() / PERIOD_MS;
     eventually("another window has just begun", || now_ms() / PERIOD_MS > first && now_ms() % PERIOD_MS < 300);
     let window = now_ms() / PERIOD_MS;
-    assert_eq!(admitted(&gateway, "alice", 40), 40);
+    assert_eq!(count_admitted_by(&gateway, "alice", 40), 40);
     redis.restart();
     let key = format!("transom:{{r|alice}}:{window}");
     let mut counted = 0;
     while counted < 40 && now_ms() / PERIOD_MS == window {
-        counted = redis.number(&["GET", &key]);
+        counted = redis.integer(&["GET", &key]);
     }
     assert_eq!(counted, 40, "in the window in which they were admitted");
 }
@@ -163,15 +166,15 @@ fn usage_during_an_outage_is_reported_for_the_open_window() {
 #[test]
 fn each_worker_resumes_without_a_fresh_limit() {
     let mut redis = RedisServer::start();
-    let toml = by(&redis, "on_outage = \"local\"\n", &rule("[\"50/30d\"]", ""));
+    let toml = by(&redis, "on_outage = \"local\"\n", &rule_by_key("[\"50/30d\"]", ""));
     let gateway = Process::spawn(&format!("workers = 4\n{toml}"));
     redis.kill();
-    let mut passed: usize = (0..80).map(|_| admitted(&gateway, "alice", 1)).sum();
+    let mut passed: usize = (0..80).map(|_| count_admitted_by(&gateway, "alice", 1)).sum();
     assert_eq!(passed, 50);
     redis.restart();
     let until = Instant::now() + Duration::from_secs(2);
     while Instant::now() < until {
-        passed += admitted(&gateway, "alice", 1);
+        passed += count_admitted_by(&gateway, "alice", 1);
     }
     assert_eq!(passed, 50);
 }
@@ -179,14 +182,15 @@ fn each_worker_resumes_without_a_fresh_limit() {
 #[test]
 fn a_lowered_limit_applies_to_leased_tokens() {
     let redis = RedisServer::start();
-    let toml =
-        |limit: u32| by(&redis, &format!("mode = \"lease\"\n{PATIENT}"), &rule(&format!("[\"{limit}/30d\"]"), ""));
-    let gateways = Siblings::start(1, &toml(100_000));
-    assert_eq!(admitted(&gateways.0[0], "alice", 300), 300);
-    gateways.rewrite(&toml(200));
-    assert_eq!(admitted(&gateways.0[0], "alice", 20), 0);
-    gateways.rewrite(&toml(100_000));
-    assert_eq!(admitted(&gateways.0[0], "alice", 20), 20);
+    let toml = |limit: u32| {
+        by(&redis, &format!("mode = \"lease\"\n{LONG_TIMEOUT}"), &rule_by_key(&format!("[\"{limit}/30d\"]"), ""))
+    };
+    let gateways = GatewayGroup::start(1, &toml(100_000));
+    assert_eq!(count_admitted_by(&gateways.0[0], "alice", 300), 300);
+    gateways.reload(&toml(200));
+    assert_eq!(count_admitted_by(&gateways.0[0], "alice", 20), 0);
+    gateways.reload(&toml(100_000));
+    assert_eq!(count_admitted_by(&gateways.0[0], "alice", 20), 20);
 }
 
 #[test]
@@ -197,15 +201,15 @@ fn a_refusal_in_one_store_charges_no_other() {
         + &named("leased", "[\"1000/30d\"]", "shared = \"lease\"")
         + &named("exact", "[\"7/30d\"]", "shared = \"exact\"")
         + &named("tried", "[\"3/30d\"]", "shared = \"exact\"\non_limit = \"shadow\"");
-    let gateway = Process::spawn(&by(&redis, PATIENT, &rules));
+    let gateway = Process::spawn(&by(&redis, LONG_TIMEOUT, &rules));
     assert_eq!(at_once(&gateway, "alice", 30), 7);
-    assert_eq!(admitted(&gateway, "alice", 10), 0);
+    assert_eq!(count_admitted_by(&gateway, "alice", 10), 0);
     for (rule, used) in [("here", 7), ("exact", 7), ("tried", 3)] {
-        let said = decide(&gateway, "value", &json!({ "rule": rule, "key": "alice" }));
+        let said = query_decision(&gateway, "value", &json!({ "rule": rule, "key": "alice" }));
         assert_eq!(said["count"], json!(used), "{rule}");
     }
     eventually("what was fetched in vain is returned", || {
-        let said = decide(&gateway, "value", &json!({ "rule": "leased", "key": "alice" }));
+        let said = query_decision(&gateway, "value", &json!({ "rule": "leased", "key": "alice" }));
         said["count"] == json!(7)
     });
 }
@@ -215,9 +219,9 @@ fn a_waiter_that_disconnects_consumes_nothing() {
     let redis = RedisServer::start();
     let rules =
         named("here", "[\"10/30d\"]", "shared = \"off\"") + &named("exact", "[\"10/30d\"]", "shared = \"exact\"");
-    let gateway = Process::spawn(&by(&redis, PATIENT, &rules));
-    assert_eq!(admitted(&gateway, "alice", 1), 1);
-    redis.stop();
+    let gateway = Process::spawn(&by(&redis, LONG_TIMEOUT, &rules));
+    assert_eq!(count_admitted_by(&gateway, "alice", 1), 1);
+    redis.suspend();
     for gone in 1..=5 {
         let mut client = TcpStream::connect(gateway.http).unwrap();
         client.write_all(b"GET /a HTTP/1.1\r\nHost: a\r\nX-Key: alice\r\n\r\n").unwrap();
@@ -226,10 +230,10 @@ fn a_waiter_that_disconnects_consumes_nothing() {
             gateway.metrics().sum("transom_requests_total", &[("code", "499")]) == gone
         });
     }
-    redis.cont();
+    redis.resume();
     for rule in ["here", "exact"] {
         eventually("only the first one counts", || {
-            let said = decide(&gateway, "value", &json!({ "rule": rule, "key": "alice" }));
+            let said = query_decision(&gateway, "value", &json!({ "rule": rule, "key": "alice" }));
             said["count"] == json!(1)
         });
     }
@@ -240,10 +244,10 @@ fn tokens_of_several_disconnected_waiters_are_refunded() {
     let redis = RedisServer::start();
     let delay = "shared = \"off\"\non_limit = \"delay\"\nmax_delay = \"1d\"";
     let rules = named("here", "[\"1/8h\"]", delay) + &named("exact", "[\"10/30d\"]", "shared = \"exact\"");
-    let gateway = Process::spawn(&format!("workers = 1\n{}", by(&redis, PATIENT, &rules)));
-    let used = || decide(&gateway, "value", &json!({ "rule": "here", "key": "alice" }))["count"].clone();
-    assert_eq!(admitted(&gateway, "alice", 1), 1);
-    redis.stop();
+    let gateway = Process::spawn(&format!("workers = 1\n{}", by(&redis, LONG_TIMEOUT, &rules)));
+    let used = || query_decision(&gateway, "value", &json!({ "rule": "here", "key": "alice" }))["count"].clone();
+    assert_eq!(count_admitted_by(&gateway, "alice", 1), 1);
+    redis.suspend();
     let wait = |count: u64| {
         let mut waiting = TcpStream::connect(gateway.http).unwrap();
         waiting.write_all(b"GET /a HTTP/1.1\r\nHost: a\r\nX-Key: alice\r\n\r\n").unwrap();
@@ -262,9 +266,10 @@ fn tokens_of_several_disconnected_waiters_are_refunded() {
 
 #[test]
 fn a_gateway_whose_clock_is_ahead_counts_in_the_window_that_is_open() {
-    let redis = RedisServer::at_clock(-7200, "");
-    let gateway = Process::spawn(&by(&redis, &format!("mode = \"lease\"\n{PATIENT}"), &rule("[\"20/1h\"]", "")));
-    assert_eq!(admitted(&gateway, "alice", 5), 5);
+    let redis = RedisServer::with_clock_offset(-7200, "");
+    let gateway =
+        Process::spawn(&by(&redis, &format!("mode = \"lease\"\n{LONG_TIMEOUT}"), &rule_by_key("[\"20/1h\"]", "")));
+    assert_eq!(count_admitted_by(&gateway, "alice", 5), 5);
     let hour = now_ms() / 3_600_000 - 2;
     let keys: Vec<String> = redis.keys().into_iter().filter(|key| key.contains("alice")).collect();
     assert!(keys.iter().all(|key| *key == format!("transom:{{r|alice}}:{hour}")), "{keys:?} in hour {hour}");
@@ -288,10 +293,10 @@ fn every_rule_counts_exactly_the_admitted_requests() {
         let clients = keys.map(|key| [0; 4].map(|_| scope.spawn(move || ask(key))));
         for _ in 0..8 {
             thread::sleep(Duration::from_millis(60));
-            redis.stop();
+            redis.suspend();
             // Too short for a connection to be given up with its calls in flight.
             thread::sleep(Duration::from_millis(70));
-            redis.cont();
+            redis.resume();
         }
         clients.map(|clients| clients.into_iter().map(|client| client.join().unwrap()).sum()).to_vec()
     });
@@ -310,8 +315,8 @@ fn every_rule_counts_exactly_the_admitted_requests() {
 /// The usage of the layer nearest its limit; nothing while it is unknown.
 fn gateway_value(gateway: &Process, rule: &str, key: &str) -> serde_json::Value {
     let question = json!({ "rule": rule, "key": key }).to_string();
-    let answer = Client::connect(gateway.admin).post("/v1/value", question);
-    if answer.status == 200 { answer.json()["count"].clone() } else { json!(null) }
+    let response = Client::connect(gateway.admin).post("/v1/value", question);
+    if response.status == 200 { response.json()["count"].clone() } else { json!(null) }
 }
 
 #[test]
@@ -320,17 +325,17 @@ fn usage_is_reported_to_a_server_that_returns_empty() {
         for in_the_outage in [0, 1, 5] {
             let mut redis = RedisServer::start();
             let settings = format!("mode = \"{mode}\"\non_outage = \"local\"\n");
-            let gateway = Process::spawn(&by(&redis, &settings, &rule("[\"100/30d\"]", "")));
-            let mut passed = admitted(&gateway, "alice", 90);
+            let gateway = Process::spawn(&by(&redis, &settings, &rule_by_key("[\"100/30d\"]", "")));
+            let mut passed = count_admitted_by(&gateway, "alice", 90);
             redis.kill();
-            passed += admitted(&gateway, "alice", in_the_outage);
+            passed += count_admitted_by(&gateway, "alice", in_the_outage);
             redis.restart();
             let key = || redis.keys().into_iter().find(|key| key.starts_with("transom:{r|alice}"));
             eventually("all of it is counted there", || {
-                passed += admitted(&gateway, "alice", 5);
-                key().is_some_and(|key| redis.number(&["GET", &key]) >= 100)
+                passed += count_admitted_by(&gateway, "alice", 5);
+                key().is_some_and(|key| redis.integer(&["GET", &key]) >= 100)
             });
-            assert_eq!(passed + admitted(&gateway, "alice", 50), 100, "{mode}, {in_the_outage} in the outage");
+            assert_eq!(passed + count_admitted_by(&gateway, "alice", 50), 100, "{mode}, {in_the_outage} in the outage");
         }
     }
 }

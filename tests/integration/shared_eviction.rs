@@ -4,7 +4,7 @@
 use transom::redis_store::diagnose_rules::COMMANDS;
 
 use crate::support::eventually;
-use crate::support::gateway_group::{PATIENT, rule, shared};
+use crate::support::gateway_group::{LONG_TIMEOUT, rule_by_key, shared_config};
 use crate::support::process::Process;
 use crate::support::redis::RedisServer;
 
@@ -14,13 +14,13 @@ fn evicting(gateway: &Process) -> u64 {
 
 #[test]
 fn an_evicting_server_is_warned_of_on_each_new_connection() {
-    let redis = RedisServer::with(&format!(
+    let redis = RedisServer::with_config(&format!(
         "maxmemory 100mb\nmaxmemory-policy allkeys-lru\nuser gateway on >sesame ~transom:* {COMMANDS}"
     ));
     let url = redis.url().replace("://", "://gateway:sesame@");
-    let toml = shared(&format!("\"{url}\""), PATIENT, &rule("[\"1000/30d\"]", ""));
+    let toml = shared_config(&format!("\"{url}\""), LONG_TIMEOUT, &rule_by_key("[\"1000/30d\"]", ""));
     let gateway = Process::spawn(&format!("workers = 1\n{toml}"));
-    gateway.says("`maxmemory-policy` is `allkeys-lru`");
+    gateway.wait_for_stderr("`maxmemory-policy` is `allkeys-lru`");
     eventually("the gauge shows it", || evicting(&gateway) > 0);
 
     // The next request reopens the connections of the worker.
@@ -30,7 +30,7 @@ fn an_evicting_server_is_warned_of_on_each_new_connection() {
         assert_eq!(gateway.client().get_with("/a", &[("X-Key", policy)]).status, 200);
     };
     reconnected("volatile-ttl");
-    gateway.says("`maxmemory-policy` is `volatile-ttl`");
+    gateway.wait_for_stderr("`maxmemory-policy` is `volatile-ttl`");
     reconnected("noeviction");
     eventually("the gauge is back at 0", || evicting(&gateway) == 0);
     assert!(!gateway.stderr().contains("is `noeviction`"));
@@ -38,9 +38,13 @@ fn an_evicting_server_is_warned_of_on_each_new_connection() {
 
 #[test]
 fn a_server_without_a_memory_limit_evicts_nothing() {
-    let redis = RedisServer::with("maxmemory-policy allkeys-lru");
-    let gateway = Process::spawn(&shared(&format!("\"{}\"", redis.url()), PATIENT, &rule("[\"1000/30d\"]", "")));
-    eventually("its memory is looked at", || redis.calls("info") > 0);
+    let redis = RedisServer::with_config("maxmemory-policy allkeys-lru");
+    let gateway = Process::spawn(&shared_config(
+        &format!("\"{}\"", redis.url()),
+        LONG_TIMEOUT,
+        &rule_by_key("[\"1000/30d\"]", ""),
+    ));
+    eventually("its memory is looked at", || redis.call_count("info") > 0);
     assert_eq!(gateway.client().get_with("/a", &[("X-Key", "alice")]).status, 200);
     assert!(!gateway.stderr().contains("maxmemory-policy"), "{}", gateway.stderr());
     assert_eq!(evicting(&gateway), 0);

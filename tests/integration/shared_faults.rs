@@ -9,12 +9,12 @@ use tokio::task::spawn_local;
 use transom::redis_store::client::RedisClient;
 use transom::redis_store::scripts::CounterRequest;
 
-use crate::support::gateway_group::{rule, shared};
+use crate::support::gateway_group::{rule_by_key, shared_config};
 use crate::support::load_checker::now_ms;
 use crate::support::process::Process;
 use crate::support::redis::RedisServer;
-use crate::support::redis_client::{granted, on_loop, plain, single};
-use crate::support::upstream::{Talk, Upstream};
+use crate::support::redis_client::{expect_granted, plain_request, run_on_worker, single_server};
+use crate::support::upstream::{Connection, Upstream};
 use crate::support::{eventually, within};
 
 /// How long a request waits for the store, unless the configuration says otherwise.
@@ -24,7 +24,7 @@ const LAST_CALLS: Duration = Duration::from_secs(1);
 const BACK: &str = "shared counters are reachable again";
 
 fn gateway(redis: &str, settings: &str, windows: &str) -> Process {
-    Process::spawn(&shared(&format!("\"{redis}\""), settings, &rule(windows, "")))
+    Process::spawn(&shared_config(&format!("\"{redis}\""), settings, &rule_by_key(windows, "")))
 }
 
 #[track_caller]
@@ -63,12 +63,12 @@ fn an_outage_ends_under_load() {
             |number| number.to_string(),
             |number| {
                 eventually("it counts together", || number.load(Ordering::SeqCst) > 50);
-                redis.stop();
-                gateway.says("shared counters cannot be reached");
+                redis.suspend();
+                gateway.wait_for_stderr("shared counters cannot be reached");
                 let before = number.load(Ordering::SeqCst);
                 eventually("much is counted without it", || number.load(Ordering::SeqCst) > before + 3000);
-                redis.cont();
-                gateway.says(BACK);
+                redis.resume();
+                gateway.wait_for_stderr(BACK);
             },
         );
         // Nothing of it is forgotten.
@@ -87,14 +87,14 @@ fn usage_of_an_outage_is_reported_for_the_open_window() {
         &gateway,
         |_| "alice".to_owned(),
         |_| {
-            redis.stop();
+            redis.suspend();
             let began = now_ms() / PERIOD_MS;
             // Well within another window, so that something was counted in it when Redis returns.
             eventually("another window is open", || {
                 now_ms() / PERIOD_MS > began && (500..1500).contains(&(now_ms() % PERIOD_MS))
             });
-            redis.cont();
-            gateway.says(BACK);
+            redis.resume();
+            gateway.wait_for_stderr(BACK);
             assert!(reported(&gateway) > 0, "nothing is told");
         },
     );
@@ -105,9 +105,9 @@ fn a_locally_counted_request_is_reported_without_an_outage() {
     let redis = RedisServer::start();
     let gateway = gateway(&redis.url(), "", "[\"100/30d\"]");
     assert_eq!(ask(&gateway, "alice"), 200);
-    redis.stop();
+    redis.suspend();
     assert_eq!(ask(&gateway, "bob"), 200);
-    redis.cont();
+    redis.resume();
     eventually("it is told", || reported(&gateway) == 1);
 }
 
@@ -119,8 +119,8 @@ fn usage_is_reported_to_a_restarted_store() {
         let gateway = gateway(&redis.url(), &settings, "[\"160/30d\"]");
         let mut client = gateway.client();
         let mut admitted = |times: usize| -> usize {
-            let answers = (0..times).map(|_| client.get_with("/a", &[("X-Key", "alice")]).status);
-            answers.filter(|status| *status == 200).count()
+            let responses = (0..times).map(|_| client.get_with("/a", &[("X-Key", "alice")]).status);
+            responses.filter(|status| *status == 200).count()
         };
         assert_eq!(admitted(100), 100);
         redis.restart();
@@ -139,21 +139,21 @@ fn the_gateway_exits_soon_while_redis_hangs() {
         for key in 0..2000 {
             assert_eq!(client.get_with("/a", &[("X-Key", &key.to_string())]).status, 200);
         }
-        redis.stop();
+        redis.suspend();
         gateway.signal("TERM");
         assert!(within(LAST_CALLS, || gateway.wait()).success());
     }
 }
 
 /// A server that answers scripts as the test says, and everything else like Redis.
-fn strange(answer: impl Fn(&mut Talk) + Send + Sync + 'static) -> Upstream {
-    Upstream::with(move |talk| {
-        let mut calls = BufReader::new(talk.stream().try_clone().unwrap());
+fn strange(response: impl Fn(&mut Connection) + Send + Sync + 'static) -> Upstream {
+    Upstream::with_script(move |connection| {
+        let mut calls = BufReader::new(connection.stream().try_clone().unwrap());
         while let Some(name) = call(&mut calls) {
             match name.as_str() {
-                "EVALSHA" | "EVAL" => answer(talk),
-                "PING" => _ = talk.send("+PONG\r\n"),
-                _ => _ = talk.send("+OK\r\n"),
+                "EVALSHA" | "EVAL" => response(connection),
+                "PING" => _ = connection.send("+PONG\r\n"),
+                _ => _ = connection.send("+OK\r\n"),
             }
         }
     })
@@ -181,16 +181,16 @@ fn number(stream: &mut impl BufRead) -> Option<usize> {
 fn an_endless_reply_is_not_buffered() {
     for beginning in ["$1000000000000\r\n", "+", "*1000000000\r\n", "-ERR "] {
         let piece = if beginning.starts_with('*') { ":1\r\n".repeat(16_384) } else { "x".repeat(65_536) };
-        let redis = strange(move |talk| {
-            let _ = talk.send(beginning);
-            while talk.send(&piece) {}
+        let redis = strange(move |connection| {
+            let _ = connection.send(beginning);
+            while connection.send(&piece) {}
         });
         let gateway = gateway(&format!("redis://{}", redis.address), "", "[\"100/30d\"]");
         assert_eq!(ask(&gateway, "alice"), 200);
-        gateway.says("shared counters cannot be reached");
+        gateway.wait_for_stderr("shared counters cannot be reached");
         // One was admitted before; the limit is 100.
-        let answers: Vec<u16> = (0..110).map(|_| ask(&gateway, "alice")).collect();
-        assert_eq!(answers, [[200; 99].as_slice(), &[429; 11]].concat());
+        let responses: Vec<u16> = (0..110).map(|_| ask(&gateway, "alice")).collect();
+        assert_eq!(responses, [[200; 99].as_slice(), &[429; 11]].concat());
         assert!(gateway.memory_kb("VmHWM") < 400_000, "{} kB", gateway.memory_kb("VmHWM"));
         assert!(gateway.stderr().lines().all(|line| line.len() < 1000));
     }
@@ -199,10 +199,10 @@ fn an_endless_reply_is_not_buffered() {
 #[test]
 fn a_server_with_a_wrong_clock_is_not_retried_endlessly() {
     for mode in ["lease", "exact"] {
-        let redis = strange(|talk| _ = talk.send("*5\r\n:0\r\n:-1\r\n:0\r\n:0\r\n:0\r\n"));
+        let redis = strange(|connection| _ = connection.send("*5\r\n:0\r\n:-1\r\n:0\r\n:0\r\n:0\r\n"));
         let gateway = gateway(&format!("redis://{}", redis.address), &format!("mode = \"{mode}\""), "[\"5/30d\"]");
-        let answers: Vec<u16> = (0..7).map(|_| ask(&gateway, "alice")).collect();
-        assert_eq!(answers, [200, 200, 200, 200, 200, 429, 429], "{mode}");
+        let responses: Vec<u16> = (0..7).map(|_| ask(&gateway, "alice")).collect();
+        assert_eq!(responses, [200, 200, 200, 200, 200, 429, 429], "{mode}");
     }
 }
 
@@ -233,19 +233,19 @@ fn an_oversized_counter_value_affects_no_other_counter() {
 #[test]
 fn calls_beyond_the_script_limit_are_split() {
     let redis = RedisServer::start();
-    let store = RedisClient::new(&single(&redis));
-    on_loop(async {
+    let store = RedisClient::new(&single_server(&redis));
+    run_on_worker(async {
         let calls: Vec<_> = (0..64)
             .map(|call| {
                 let store = store.clone();
                 let wants: Vec<CounterRequest> =
-                    (0..200).map(|layer| plain(&format!("t:{{{call}}}:{layer}"), 1, 9)).collect();
-                spawn_local(async move { granted(store.acquire(&wants, 0).await.unwrap()).len() })
+                    (0..200).map(|layer| plain_request(&format!("t:{{{call}}}:{layer}"), 1, 9)).collect();
+                spawn_local(async move { expect_granted(store.acquire(&wants, 0).await.unwrap()).len() })
             })
             .collect();
         for call in calls {
             assert_eq!(call.await.unwrap(), 200);
         }
     });
-    assert_eq!(redis.number(&["DBSIZE"]), 64 * 200);
+    assert_eq!(redis.integer(&["DBSIZE"]), 64 * 200);
 }

@@ -6,7 +6,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::support::gateway_group::{rule, shared};
+use crate::support::gateway_group::{rule_by_key, shared_config};
 use crate::support::load_checker::{Layer, Load, now_ms};
 use crate::support::process::Process;
 use crate::support::redis::{RedisServer, free_port};
@@ -34,18 +34,21 @@ fn toml(redis: &RedisServer, settings: &str, windows: &str) -> String {
         format!("listen = {{ http = \"127.0.0.1:{}\", admin = \"127.0.0.1:{}\" }}\n", free_port(), free_port());
     // A request without a timely response is not admitted, and Redis may have counted it.
     let settings = format!("on_outage = \"refuse\"\ntimeout = \"1s\"\n{settings}");
-    format!("{listen}workers = 2\n{}", shared(&format!("\"{}\"", redis.url()), &settings, &rule(windows, "")))
+    format!(
+        "{listen}workers = 2\n{}",
+        shared_config(&format!("\"{}\"", redis.url()), &settings, &rule_by_key(windows, ""))
+    )
 }
 
 /// Every counter left in Redis holds at least the number of admitted requests, and at most the limit.
-fn agrees(redis: &RedisServer, tally: &crate::support::load_checker::Tally) -> usize {
+fn agrees(redis: &RedisServer, tally: &crate::support::load_checker::LoadResults) -> usize {
     let keys: Vec<String> = redis.keys().into_iter().filter(|key| key.starts_with("transom:{r|")).collect();
     assert!(!keys.is_empty());
     for key in &keys {
         let parts: Vec<&str> = key.split(['|', '}', ':']).filter(|part| !part.is_empty()).collect();
         let [_, _, client, layer, window] = parts[..] else { panic!("{key}") };
         let layer = ["2s", "10s", "hour"].iter().position(|name| *name == layer).unwrap_or_else(|| panic!("{key}"));
-        let admitted = tally.of_window(client.parse().unwrap(), layer, window.parse().unwrap());
+        let admitted = tally.admitted_in_window(client.parse().unwrap(), layer, window.parse().unwrap());
         let said = redis.cli(&["GET", key]);
         // It may have ended since.
         let counted = if said.is_empty() { u64::MAX } else { said.parse().unwrap() };
@@ -60,11 +63,11 @@ fn killed(mode: &str) {
     let redis = RedisServer::start();
     let tomls: Vec<String> = (0..GATEWAYS).map(|_| toml(&redis, &format!("mode = \"{mode}\""), WINDOWS)).collect();
     let (mut kills, end) = (0, Instant::now() + length());
-    let tally = Load::of(KEYS).while_under_way(&LAYERS, |load| {
+    let tally = Load::for_keys(KEYS).run_during(&LAYERS, |load| {
         let mut rng = seeded_rng();
         let mut gateways: Vec<Process> = tomls.iter().map(|toml| Process::spawn(toml)).collect();
-        load.ask(&gateways.iter().map(|gateway| gateway.http).collect::<Vec<_>>());
-        while Instant::now() < end || (!load.has_reached(&LAYERS[..2]) && kills < 1000) {
+        load.send_to(&gateways.iter().map(|gateway| gateway.http).collect::<Vec<_>>());
+        while Instant::now() < end || (!load.has_reached_limits(&LAYERS[..2]) && kills < 1000) {
             thread::sleep(Duration::from_micros(rng.u64(..400_000)));
             let which = rng.usize(..GATEWAYS);
             // Dropped, it is killed; then it is started again, at its port.
@@ -74,14 +77,14 @@ fn killed(mode: &str) {
             kills += 1;
         }
     });
-    let full = tally.judge(&LAYERS);
+    let full = tally.assert_limits(&LAYERS);
     let counters = agrees(&redis, &tally);
     println!(
         "{mode}: {kills} kills, {} requests answered, {} admitted, {full:?} keys and windows at the limit of each layer; \
          {counters} counters in Redis agree; {} calls",
         tally.requests,
         tally.admitted,
-        redis.calls("evalsha"),
+        redis.call_count("evalsha"),
     );
     assert!(full[0] > 0 && full[1] > 0, "no limit was ever reached in {kills} kills");
 }
@@ -102,20 +105,20 @@ fn demand_above_the_limit_uses_it_up() {
     let layers = [Layer { limit: 30, period_ms: 5000 }];
     let gateways: Vec<Process> =
         (0..GATEWAYS).map(|_| Process::spawn(&toml(&redis, "mode = \"lease\"", "[\"30/5s\"]"))).collect();
-    let tally = Load::of(20).while_under_way(&layers, |load| {
+    let tally = Load::for_keys(20).run_during(&layers, |load| {
         // From the beginning of a window to the end of one.
         while now_ms() % layers[0].period_ms > 100 {
             thread::sleep(Duration::from_millis(10));
         }
         let began = now_ms() / layers[0].period_ms;
-        load.ask(&gateways.iter().map(|gateway| gateway.http).collect::<Vec<_>>());
+        load.send_to(&gateways.iter().map(|gateway| gateway.http).collect::<Vec<_>>());
         let windows = 2.max(length().as_millis() as u64 / layers[0].period_ms);
         while now_ms() / layers[0].period_ms < began + windows {
             thread::sleep(Duration::from_millis(10));
         }
     });
-    tally.judge(&layers);
-    let (windows, share) = tally.used(&layers, 0);
+    tally.assert_limits(&layers);
+    let (windows, share) = tally.utilization(&layers, 0);
     println!("{windows} keys and windows with twice the demand: {:.2} % of the limit admitted", share * 100.0);
     assert!(windows > 0 && share >= 0.99, "{windows} windows, {share}");
 }

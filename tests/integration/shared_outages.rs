@@ -6,11 +6,11 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::Duration;
 
-use crate::support::gateway_group::{PATIENT, Siblings, admitted, rule, shared};
+use crate::support::gateway_group::{GatewayGroup, LONG_TIMEOUT, count_admitted_by, rule_by_key, shared_config};
 use crate::support::process::Process;
 use crate::support::redis::{RedisServer, free_port};
-use crate::support::upstream::{Talk, Upstream, reply};
-use crate::support::{eventually, pass_all, within};
+use crate::support::upstream::{Connection, Upstream, reply};
+use crate::support::{eventually, forward_all, within};
 
 /// How long a request waits for the store, unless the configuration says otherwise.
 const STORE_TIMEOUT: Duration = Duration::from_millis(50);
@@ -44,7 +44,7 @@ fn asked(gateway: &Process, path: &str, key: &str) -> Vec<u16> {
 /// The rules do what `on_outage` says, for a key that was not seen before.
 #[track_caller]
 fn does_without(gateway: &Process, key: &str) {
-    let admitted = |answers: &[u16]| answers.iter().filter(|status| **status == 200).count();
+    let admitted = |responses: &[u16]| responses.iter().filter(|status| **status == 200).count();
     let local = asked(gateway, "/local", key);
     assert_eq!((admitted(&local), local.last()), (LIMIT, Some(&429)), "{local:?}");
     assert_eq!(asked(gateway, "/allow", key), [200; LIMIT + 2]);
@@ -67,9 +67,9 @@ fn a_hanging_redis_is_an_outage() {
         let redis = RedisServer::start();
         let gateway = Process::spawn(&policies(&redis.url(), mode));
         assert_eq!(ask(&gateway, "/refuse", "before"), 200);
-        redis.stop();
+        redis.suspend();
         does_without(&gateway, "during");
-        redis.cont();
+        redis.resume();
         recovers(&gateway, &redis, "after");
         is_calm(&gateway);
         // The log names the server.
@@ -106,7 +106,7 @@ fn a_killed_redis_is_an_outage_until_restarted() {
         eventually("the outage is reported", || {
             let keys = redis.keys();
             let local = keys.iter().find(|name| name.starts_with("transom:{local|during}"));
-            local.is_some_and(|name| redis.number(&["GET", name]) >= LIMIT as i64)
+            local.is_some_and(|name| redis.integer(&["GET", name]) >= LIMIT as i64)
         });
         assert_eq!(ask(&gateway, "/local", "during"), 429);
         is_calm(&gateway);
@@ -121,12 +121,15 @@ fn known_usage_is_reported_to_an_empty_store() {
     const LIMIT: usize = 100;
     let rest = |asks_first: usize| {
         let mut redis = RedisServer::start();
-        let settings = format!("mode = \"exact\"\n{PATIENT}");
-        let toml = shared(&format!("\"{}\"", redis.url()), &settings, &rule("[\"100/30d\"]", ""));
-        let gateways = Siblings::start(2, &format!("workers = 1\n{toml}")).0;
-        assert_eq!((admitted(&gateways[0], "alice", 10), admitted(&gateways[1], "alice", 60)), (10, 60));
+        let settings = format!("mode = \"exact\"\n{LONG_TIMEOUT}");
+        let toml = shared_config(&format!("\"{}\"", redis.url()), &settings, &rule_by_key("[\"100/30d\"]", ""));
+        let gateways = GatewayGroup::start(2, &format!("workers = 1\n{toml}")).0;
+        assert_eq!(
+            (count_admitted_by(&gateways[0], "alice", 10), count_admitted_by(&gateways[1], "alice", 60)),
+            (10, 60)
+        );
         redis.restart();
-        let of = |gateway: usize| admitted(&gateways[gateway], "alice", LIMIT);
+        let of = |gateway: usize| count_admitted_by(&gateways[gateway], "alice", LIMIT);
         (of(asks_first), of(1 - asks_first))
     };
     // The second gateway knows of all 70, the first of its own 10: 60 beyond the limit, and no more.
@@ -156,9 +159,9 @@ fn local_usage_is_reported_before_the_next_request() {
 #[test]
 fn a_response_cost_during_an_outage_is_not_lost() {
     for mode in ["lease", "exact"] {
-        let (answer, told) = channel::<()>();
+        let (response, told) = channel::<()>();
         let told = Mutex::new(told);
-        let upstream = Upstream::answering(move |_request| {
+        let upstream = Upstream::responding(move |_request| {
             told.lock().unwrap().recv().unwrap();
             reply(200, &[("X-Cost", "5")], b"")
         });
@@ -168,14 +171,14 @@ fn a_response_cost_during_an_outage_is_not_lost() {
         let toml = format!(
             "workers = 1\n[counters.shared]\nredis = \"{}\"\nmode = \"{mode}\"\n{}rules = [\"r\"]\n{rule}",
             redis.url(),
-            pass_all(&upstream)
+            forward_all(&upstream)
         );
         let gateway = Process::spawn(&toml);
         thread::scope(|scope| {
             let client = scope.spawn(|| gateway.get("/a").expect(200));
             eventually("it waits for the answer", || upstream.received().len() == 1);
             redis.kill();
-            answer.send(()).unwrap();
+            response.send(()).unwrap();
             client.join().unwrap();
         });
         redis.restart();
@@ -199,8 +202,8 @@ fn a_gateway_starts_without_redis() {
 #[test]
 fn an_unreachable_or_closing_address_is_an_outage() {
     // Takes connections and says nothing; or ends them as they come.
-    let silent = Upstream::with(|talk: &mut Talk| while talk.exactly(1).is_some() {});
-    let rude = Upstream::with(Talk::hang_up);
+    let silent = Upstream::with_script(|connection: &mut Connection| while connection.read_exactly(1).is_some() {});
+    let rude = Upstream::with_script(Connection::close);
     for upstream in [silent, rude] {
         let gateway = Process::spawn(&policies(&format!("redis://{}", upstream.address), "lease"));
         does_without(&gateway, "during");
@@ -213,10 +216,10 @@ fn an_unreachable_or_closing_address_is_an_outage() {
 #[test]
 fn flushed_scripts_are_loaded_again() {
     let redis = RedisServer::start();
-    let toml = shared(
+    let toml = shared_config(
         &format!("\"{}\"", redis.url()),
         "timeout = \"10s\"\nmode = \"exact\"",
-        &rule("[\"9/30d\"]", "on_outage = \"refuse\""),
+        &rule_by_key("[\"9/30d\"]", "on_outage = \"refuse\""),
     );
     let gateway = Process::spawn(&toml);
     for _ in 0..3 {
@@ -224,7 +227,7 @@ fn flushed_scripts_are_loaded_again() {
         assert_eq!(redis.cli(&["SCRIPT", "FLUSH"]), "OK");
     }
     let key = redis.keys().into_iter().find(|name| name.contains("alice")).unwrap();
-    assert_eq!(redis.number(&["GET", &key]), 3);
+    assert_eq!(redis.integer(&["GET", &key]), 3);
 }
 
 #[test]
@@ -241,7 +244,7 @@ fn reset_connections_are_reopened() {
 
 #[test]
 fn a_missing_password_is_an_outage() {
-    let redis = RedisServer::with("requirepass sesame");
+    let redis = RedisServer::with_config("requirepass sesame");
     let gateway = Process::spawn(&policies(&redis.url(), "lease"));
     does_without(&gateway, "during");
     assert_eq!(redis.cli(&["CONFIG", "SET", "requirepass", ""]), "OK");
@@ -251,7 +254,7 @@ fn a_missing_password_is_an_outage() {
 
 #[test]
 fn a_redis_out_of_memory_is_an_outage() {
-    let redis = RedisServer::with("maxmemory-policy noeviction");
+    let redis = RedisServer::with_config("maxmemory-policy noeviction");
     let gateway = Process::spawn(&policies(&redis.url(), "lease"));
     assert_eq!(ask(&gateway, "/refuse", "before"), 200);
     assert_eq!(redis.cli(&["CONFIG", "SET", "maxmemory", "1"]), "OK");

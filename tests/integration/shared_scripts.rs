@@ -10,7 +10,7 @@ use transom::redis_store::client::RedisClient;
 use transom::redis_store::scripts::{AcquireReply, CounterReply, CounterRequest, KeyFormat, Refund, WindowRef};
 
 use crate::support::redis::RedisServer;
-use crate::support::redis_client::{floating, grid, on_loop, plain, single};
+use crate::support::redis_client::{floating_request, grid_request, plain_request, run_on_worker, single_server};
 
 const BASES: [&str; 4] = ["t:{plain}:minute", "t:{plain}:hour", "t:{grid}", "t:{floats}"];
 const KINDS: [KeyFormat; 4] = [KeyFormat::Plain, KeyFormat::Plain, KeyFormat::Grid, KeyFormat::Floating];
@@ -128,9 +128,9 @@ impl Oracle {
 
 fn want(oracle: &Oracle, (at, need, want, least, more): (usize, u64, u64, u64, u64)) -> CounterRequest {
     let made = match KINDS[at] {
-        KeyFormat::Plain => plain(BASES[at], oracle.window, LIMITS[at]),
-        KeyFormat::Grid => grid(BASES[at], oracle.window, LIMITS[at]),
-        KeyFormat::Floating => floating(BASES[at], PERIOD_MS, LIMITS[at]),
+        KeyFormat::Plain => plain_request(BASES[at], oracle.window, LIMITS[at]),
+        KeyFormat::Grid => grid_request(BASES[at], oracle.window, LIMITS[at]),
+        KeyFormat::Floating => floating_request(BASES[at], PERIOD_MS, LIMITS[at]),
     };
     CounterRequest { ceiling: made.ceiling + more, need, want, used_min: least, ..made }
 }
@@ -209,8 +209,8 @@ fn the_scripts_agree_with_counters_in_memory() {
     let connection = std::cell::RefCell::new(&mut connection);
     let played = runner.run(&actions(), |actions| {
         // A connection belongs to the event loop that opened it.
-        let store = RedisClient::new(&single(&server));
-        on_loop(play(&store, &mut connection.borrow_mut(), actions));
+        let store = RedisClient::new(&single_server(&server));
+        run_on_worker(play(&store, &mut connection.borrow_mut(), actions));
         Ok(())
     });
     played.unwrap_or_else(|failed| panic!("{failed}"));

@@ -1,7 +1,7 @@
 //! Gateways that find Redis by its Sentinels: when the master dies and its replica takes over, they go on by themselves.
 
 use crate::support::eventually;
-use crate::support::gateway_group::{Siblings, admitted, rule, shared};
+use crate::support::gateway_group::{GatewayGroup, count_admitted_by, rule_by_key, shared_config};
 use crate::support::redis::RedisServer;
 use crate::support::sentinel::{MASTER, Sentinels};
 
@@ -12,25 +12,26 @@ fn counting_continues_on_the_promoted_replica() {
     let sentinels = Sentinels::start(&master);
     let settings =
         format!("sentinel_master = \"{MASTER}\"\nmode = \"exact\"\non_outage = \"refuse\"\ntimeout = \"500ms\"");
-    let gateways = Siblings::start(2, &shared(&sentinels.urls(), &settings, &rule("[\"10/30d\"]", "")));
-    assert_eq!(gateways.0.iter().map(|gateway| admitted(gateway, "alice", 3)).sum::<usize>(), 6);
+    let gateways =
+        GatewayGroup::start(2, &shared_config(&sentinels.urls(), &settings, &rule_by_key("[\"10/30d\"]", "")));
+    assert_eq!(gateways.0.iter().map(|gateway| count_admitted_by(gateway, "alice", 3)).sum::<usize>(), 6);
     let counted =
-        || replica.keys().iter().find(|key| key.contains("alice")).map_or(0, |key| replica.number(&["GET", key]));
+        || replica.keys().iter().find(|key| key.contains("alice")).map_or(0, |key| replica.integer(&["GET", key]));
     eventually("the replica knows", || counted() == 6);
     master.kill();
     let status = |gateway: usize| gateways.0[gateway].client().get_with("/a", &[("X-Key", "alice")]).status;
     assert_eq!(status(0), 503);
-    sentinels.failed_over(&replica);
+    sentinels.wait_for_failover(&replica);
     let mut more = 0;
     for gateway in [0, 1] {
         eventually("it goes on by itself", || {
-            let answer = status(gateway);
-            more += i64::from(answer == 200);
-            answer == 200
+            let response = status(gateway);
+            more += i64::from(response == 200);
+            response == 200
         });
     }
     // Still one limit, with the earlier usage.
-    let rest = gateways.0.iter().map(|gateway| admitted(gateway, "alice", 5) as i64).sum::<i64>();
+    let rest = gateways.0.iter().map(|gateway| count_admitted_by(gateway, "alice", 5) as i64).sum::<i64>();
     assert_eq!((more + rest, counted()), (4, 10));
 }
 
@@ -40,16 +41,17 @@ fn counting_continues_on_the_promoted_replica() {
 #[test]
 fn a_demoted_master_with_min_replicas_stops_counting() {
     const LIMIT: usize = 60;
-    let master = RedisServer::with("min-replicas-to-write 1");
+    let master = RedisServer::with_config("min-replicas-to-write 1");
     let replica = RedisServer::replica_of(&master, "");
     let sentinels = Sentinels::start(&master);
     let settings = format!("sentinel_master = \"{MASTER}\"\nmode = \"exact\"\non_outage = \"refuse\"");
-    let toml = shared(&sentinels.urls(), &format!("{settings}\ntimeout = \"500ms\""), &rule("[\"60/30d\"]", ""));
-    let gateways = Siblings::start(2, &toml);
-    assert_eq!(gateways.0.iter().map(|gateway| admitted(gateway, "alice", 10)).sum::<usize>(), 20);
+    let toml =
+        shared_config(&sentinels.urls(), &format!("{settings}\ntimeout = \"500ms\""), &rule_by_key("[\"60/30d\"]", ""));
+    let gateways = GatewayGroup::start(2, &toml);
+    assert_eq!(gateways.0.iter().map(|gateway| count_admitted_by(gateway, "alice", 10)).sum::<usize>(), 20);
     let counted = || {
         let key = replica.keys().into_iter().find(|key| key.contains("alice"));
-        key.map_or(0, |key| replica.number(&["GET", &key]) as usize)
+        key.map_or(0, |key| replica.integer(&["GET", &key]) as usize)
     };
     eventually("the replica has all counts", || counted() == 20);
     sentinels.fail_over();

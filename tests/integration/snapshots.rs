@@ -74,8 +74,8 @@ impl Place {
 
 /// The remaining tokens in each of the three rules after one more request.
 fn left(process: &Process) -> [u64; 3] {
-    let answer = process.get("/a").expect(200);
-    ["plain", "saving", "ahead"].map(|rule| remaining(&answer, rule))
+    let response = process.get("/a").expect(200);
+    ["plain", "saving", "ahead"].map(|rule| remaining(&response, rule))
 }
 
 /// Ends a gateway as an operator does, which writes the last snapshot.
@@ -118,7 +118,7 @@ fn a_snapshot_replaces_a_missing_or_stale_file() {
     fs::remove_file(place.file()).unwrap();
     let second = Process::spawn(&place.toml(64));
     assert_eq!(left(&second), [6, 5, 4]);
-    second.says("restored the counters from the snapshot");
+    second.wait_for_stderr("restored the counters from the snapshot");
     end(second);
     let mut bytes = fs::read(place.file()).unwrap();
     let header = Header::decode(&bytes, bytes.len() as u64).unwrap_or_else(|why| panic!("{why}"));
@@ -126,7 +126,7 @@ fn a_snapshot_replaces_a_missing_or_stale_file() {
     fs::write(place.file(), bytes).unwrap();
     let third = Process::spawn(&place.toml(64));
     assert_eq!(left(&third), [5, 4, 3]);
-    third.says("before this machine was last started");
+    third.wait_for_stderr("before this machine was last started");
 }
 
 #[test]
@@ -152,7 +152,7 @@ fn a_snapshot_for_another_capacity_is_ignored_with_a_warning() {
     fs::remove_file(place.file()).unwrap();
     let second = Process::spawn(&place.toml(128));
     assert_eq!(left(&second), [8, 7, 6]);
-    let said = second.says("another `counters.capacity`");
+    let said = second.wait_for_stderr("another `counters.capacity`");
     assert!(said.contains(&place.snapshot().display().to_string()), "{said}");
 }
 
@@ -374,7 +374,7 @@ fn a_failed_write_is_reported_once_and_retried() {
     eventually("nobody writes", || fs::create_dir(&obstacle).is_ok());
     eventually("it fails more than once", || told(&process, "failed") >= 2);
     assert_eq!(left(&process), [8, 7, 6]);
-    let said = process.says("cannot be written");
+    let said = process.wait_for_stderr("cannot be written");
     assert_eq!(said.lines().filter(|line| line.contains("cannot be written")).count(), 1);
     let written = told(&process, "written");
     fs::remove_dir(&obstacle).unwrap();
@@ -422,10 +422,10 @@ fn a_full_file_system_keeps_the_former_snapshot() {
     let mut command = Command::new("sh");
     command.args(["-c", "trap '' XFSZ; ulimit -f $0; exec \"$@\"", &limit.to_string(), BINARY]);
     let toml = place.toml(capacity).replace(&format!("file = \"{}\"\n", place.file().display()), "");
-    let process = Process::spawn_by(command, &toml, Scratch::new());
+    let process = Process::spawn_command(command, &toml, Scratch::new());
     eventually("it fails", || told(&process, "failed") >= 1);
     process.get("/a").expect(200);
-    process.says("cannot be written: File too large");
+    process.wait_for_stderr("cannot be written: File too large");
     drop(process);
     assert!(fs::read(place.snapshot()).unwrap() == former);
 }

@@ -6,63 +6,63 @@ use std::time::Duration;
 use socket2::{Domain, Socket, Type};
 
 use crate::support::gateway::Gateway;
-use crate::support::upstream::{Talk, Upstream};
-use crate::support::{eventually, one_rule, pass_all, within};
+use crate::support::upstream::{Connection, Upstream};
+use crate::support::{eventually, forward_all, one_rule, within};
 
 const LIMITS: &str = "[timeouts]\nbody = \"300ms\"\nresponse_head = \"300ms\"\n";
 const LIMIT: Duration = Duration::from_millis(300);
 
 #[test]
 fn a_stalled_response_is_aborted_on_both_sides() {
-    let upstream = Upstream::with(|talk: &mut Talk| {
-        talk.head();
-        talk.send("HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc");
-        assert!(talk.closed(), "the gateway lets go of the server");
+    let upstream = Upstream::with_script(|connection: &mut Connection| {
+        connection.read_head();
+        connection.send("HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc");
+        assert!(connection.wait_for_close(), "the gateway lets go of the server");
     });
-    let gateway = Gateway::start(&format!("{}{LIMITS}", pass_all(&upstream)));
+    let gateway = Gateway::start(&format!("{}{LIMITS}", forward_all(&upstream)));
     let mut client = gateway.client();
     client.send("GET /a HTTP/1.1\r\nHost: a\r\n\r\n");
-    assert_eq!(client.head().unwrap().status, 200);
-    assert_eq!(within(LIMIT, || client.rest()), b"abc");
+    assert_eq!(client.read_head().unwrap().status, 200);
+    assert_eq!(within(LIMIT, || client.read_to_end()), b"abc");
     assert_eq!(gateway.metrics().sum("transom_request_errors_total", &[("error", "response_timeout")]), 1);
 }
 
 #[test]
 fn a_response_in_progress_may_exceed_the_idle_timeout() {
-    let upstream = Upstream::with(|talk: &mut Talk| {
-        talk.head();
-        talk.send("HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n");
+    let upstream = Upstream::with_script(|connection: &mut Connection| {
+        connection.read_head();
+        connection.send("HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n");
         for _ in 0..8 {
             // The elapsed time is the subject of the test.
             std::thread::sleep(std::time::Duration::from_millis(100));
-            talk.send("x");
+            connection.send("x");
         }
     });
-    let gateway = Gateway::start(&format!("{}{LIMITS}", pass_all(&upstream)));
+    let gateway = Gateway::start(&format!("{}{LIMITS}", forward_all(&upstream)));
     assert_eq!(gateway.get("/a").expect(200).text(), "xxxxxxxx");
 }
 
 #[test]
 fn a_missing_body_is_408() {
     let echo = Gateway::start(&format!("{}{LIMITS}", one_rule("key = \"ip\"\nwindows = [\"100/day\"]")));
-    let upstream = Upstream::replying(200);
-    let passing = Gateway::start(&format!("{}{LIMITS}", pass_all(&upstream)));
+    let upstream = Upstream::always(200);
+    let passing = Gateway::start(&format!("{}{LIMITS}", forward_all(&upstream)));
     for gateway in [&echo, &passing] {
         let mut client = gateway.client();
         client.send("POST /a HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\nab");
-        within(LIMIT, || client.answer_to("POST").expect(408).problem());
+        within(LIMIT, || client.read_response_to("POST").expect(408).problem());
         client.expect_closed();
     }
 }
 
 #[test]
 fn unsent_bytes_in_the_kernel_are_bounded() {
-    let upstream = Upstream::with(|talk: &mut Talk| {
-        talk.head();
-        talk.send("HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n");
-        while talk.send([b'x'; 65536]) {}
+    let upstream = Upstream::with_script(|connection: &mut Connection| {
+        connection.read_head();
+        connection.send("HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n");
+        while connection.send([b'x'; 65536]) {}
     });
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let gateway = Gateway::start(&forward_all(&upstream));
     let client = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
     client.set_recv_buffer_size(4096).unwrap();
     client.connect(&gateway.http.into()).unwrap();
@@ -92,12 +92,12 @@ fn unsent(from: u16, to: u16) -> u64 {
 
 #[test]
 fn a_client_that_does_not_read_is_closed() {
-    let upstream = Upstream::with(|talk: &mut Talk| {
-        talk.head();
-        talk.send("HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n");
-        while talk.send([b'x'; 65536]) {}
+    let upstream = Upstream::with_script(|connection: &mut Connection| {
+        connection.read_head();
+        connection.send("HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n");
+        while connection.send([b'x'; 65536]) {}
     });
-    let gateway = Gateway::start(&format!("{}{LIMITS}", pass_all(&upstream)));
+    let gateway = Gateway::start(&format!("{}{LIMITS}", forward_all(&upstream)));
     let mut client = gateway.client();
     client.send("GET /a HTTP/1.1\r\nHost: a\r\n\r\n");
     within(LIMIT, || {
@@ -123,6 +123,6 @@ fn a_refused_upload_is_drained_while_it_arrives() {
         client.send([b'x'; 100_000]);
         std::thread::sleep(std::time::Duration::from_millis(150));
     }
-    client.answer_to("POST").expect(429).problem();
+    client.read_response_to("POST").expect(429).problem();
     client.expect_closed();
 }

@@ -4,7 +4,7 @@ use std::fs;
 use std::net::TcpListener;
 use std::process::{Command, Stdio};
 
-use crate::support::process::{BINARY, Owned, Process, run};
+use crate::support::process::{BINARY, Process, ProcessGroup, run};
 use crate::support::{Scratch, one_rule};
 
 const GOOD: &str = "[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
@@ -121,7 +121,7 @@ fn a_public_admin_address_is_warned_of() {
         let log = scratch.path().join("log");
         let mut command = Command::new(BINARY);
         command.arg("--config").arg(file).stdout(Stdio::piped()).stderr(fs::File::create(&log).unwrap());
-        let mut child = Owned::spawn(&mut command);
+        let mut child = ProcessGroup::spawn(&mut command);
         let mut lines = std::io::BufRead::lines(std::io::BufReader::new(child.stdout.take().unwrap()));
         lines.next().unwrap().unwrap();
         crate::support::process::signal(child.id(), "TERM");
@@ -217,7 +217,8 @@ fn every_address_is_printed_and_served() {
     let scratch = Scratch::new();
     let text = format!("listen = {{ http = [\"127.0.0.1:0\", \"127.0.0.1:0\"], admin = \"127.0.0.1:0\" }}\n{GOOD}");
     let file = scratch.write("gateway.toml", text);
-    let mut child = Owned::spawn(Command::new(BINARY).arg("run").arg("--config").arg(file).stdout(Stdio::piped()));
+    let mut child =
+        ProcessGroup::spawn(Command::new(BINARY).arg("run").arg("--config").arg(file).stdout(Stdio::piped()));
     let mut lines = std::io::BufRead::lines(std::io::BufReader::new(child.stdout.take().unwrap()));
     let printed: Vec<String> = lines.by_ref().take(3).map(Result::unwrap).collect();
     let address = |n: usize, prefix: &str| printed[n].strip_prefix(prefix).unwrap().parse().unwrap();
@@ -239,7 +240,7 @@ fn no_admin_listener_is_opened_by_default() {
     let file = scratch.write("gateway.toml", text);
     let mut command = Command::new(BINARY);
     command.arg("--config").arg(file).stdout(Stdio::piped()).stderr(fs::File::create(log).unwrap());
-    let mut child = Owned::spawn(&mut command);
+    let mut child = ProcessGroup::spawn(&mut command);
     let mut lines = std::io::BufRead::lines(std::io::BufReader::new(child.stdout.take().unwrap()));
     let first = lines.next().unwrap().unwrap();
     let address = first.strip_prefix("listening on http://").unwrap().parse().unwrap();

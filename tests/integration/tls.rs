@@ -8,24 +8,24 @@ use std::time::Duration;
 use rcgen::{KeyPair, PKCS_RSA_SHA256};
 use rustls::version;
 
-use crate::cancellation::silent;
+use crate::cancellation::silent_upstream;
 use crate::support::client::{Client, request};
 use crate::support::external_servers::program;
 use crate::support::gateway::Gateway;
-use crate::support::tls::{Authority, Issued, Secure, Tls, listen};
+use crate::support::tls::{Issued, RevokingCa, TlsClient, TlsStream, listen};
 use crate::support::upstream::Upstream;
-use crate::support::{DEADLINE, Scratch, eventually, pass_all, within};
+use crate::support::{DEADLINE, Scratch, eventually, forward_all, within};
 
 const ECHO: &str = "[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
 
 /// The certificate that a client received.
-fn shown(client: &Client<Secure>) -> &[u8] {
+fn shown(client: &Client<TlsStream>) -> &[u8] {
     &client.stream.conn.peer_certificates().unwrap()[0]
 }
 
 /// An authority, a certificate of its for `a.test`, and a gateway that shows it.
-fn world(more: &str) -> (Scratch, Authority, Issued, Gateway) {
-    let (scratch, authority) = (Scratch::new(), Authority::new());
+fn world(more: &str) -> (Scratch, RevokingCa, Issued, Gateway) {
+    let (scratch, authority) = (Scratch::new(), RevokingCa::new());
     let issued = authority.issue(&["a.test"]);
     let gateway = Gateway::start(&(listen(&scratch, &issued, more) + ECHO));
     (scratch, authority, issued, gateway)
@@ -38,14 +38,14 @@ fn refused(gateway: &Gateway, reason: &str) -> u64 {
 #[test]
 fn requests_are_served_and_the_upstream_sees_the_scheme() {
     let (_scratch, authority, _, gateway) = world("");
-    let mut client = Tls::trusting(&authority).connect(gateway.https()[0], "a.test");
+    let mut client = TlsClient::trusting(&authority).connect(gateway.https_addresses()[0], "a.test");
     assert_eq!(client.stream.conn.alpn_protocol(), Some(&b"http/1.1"[..]));
     for _ in 0..3 {
         assert_eq!(client.get("/a").expect(200).json()["fields"]["x-forwarded-proto"], "https");
     }
     assert_eq!(gateway.get("/a").expect(200).json()["fields"]["x-forwarded-proto"], "http");
     // Both listeners have this label. The gateway may notice later that the plain connection was closed.
-    let listener = gateway.https()[0].ip().to_string() + ":0";
+    let listener = gateway.https_addresses()[0].ip().to_string() + ":0";
     eventually("one connection is open", || {
         gateway.metrics().sum("transom_connections", &[("listener", &listener)]) == 1
     });
@@ -56,10 +56,10 @@ fn requests_are_served_and_the_upstream_sees_the_scheme() {
 
 #[test]
 fn large_bodies_are_forwarded_over_tls() {
-    let upstream = Upstream::answering(|received| crate::support::upstream::reply(200, &[], &received.body));
-    let (scratch, authority) = (Scratch::new(), Authority::new());
-    let gateway = Gateway::start(&(listen(&scratch, &authority.issue(&["a.test"]), "") + &pass_all(&upstream)));
-    let mut client = Tls::trusting(&authority).connect(gateway.https()[0], "a.test");
+    let upstream = Upstream::responding(|received| crate::support::upstream::reply(200, &[], &received.body));
+    let (scratch, authority) = (Scratch::new(), RevokingCa::new());
+    let gateway = Gateway::start(&(listen(&scratch, &authority.issue(&["a.test"]), "") + &forward_all(&upstream)));
+    let mut client = TlsClient::trusting(&authority).connect(gateway.https_addresses()[0], "a.test");
     let body: Vec<u8> = (0..3_000_000_u32).map(|n| (n % 251) as u8).collect();
     for _ in 0..2 {
         assert!(client.post("/a", &body).expect(200).body == body);
@@ -67,7 +67,7 @@ fn large_bodies_are_forwarded_over_tls() {
 }
 
 /// The result of curl: its exit code, and the status with the HTTP version.
-fn curl(authority: &Authority, address: SocketAddr, arguments: &[&str]) -> (Option<i32>, String) {
+fn curl(authority: &RevokingCa, address: SocketAddr, arguments: &[&str]) -> (Option<i32>, String) {
     let scratch = Scratch::new();
     let ca = scratch.write("ca.pem", &authority.pem);
     let output = Command::new(program("curl"))
@@ -88,18 +88,18 @@ fn curl_uses_both_tls_versions_and_min_version_applies() {
     let old = ["--http1.1", "--tls-max", "1.2"];
     let new = ["--http1.1", "--tlsv1.3"];
     let (_scratch, authority, _, gateway) = world("");
-    assert_eq!(curl(&authority, gateway.https()[0], &old), fine);
-    assert_eq!(curl(&authority, gateway.https()[0], &new), fine);
-    assert_eq!(curl(&authority, gateway.https()[0], &["--http1.1", "--tls-max", "1.1"]).0, SSL_CONNECT_ERROR);
+    assert_eq!(curl(&authority, gateway.https_addresses()[0], &old), fine);
+    assert_eq!(curl(&authority, gateway.https_addresses()[0], &new), fine);
+    assert_eq!(curl(&authority, gateway.https_addresses()[0], &["--http1.1", "--tls-max", "1.1"]).0, SSL_CONNECT_ERROR);
     let (_scratch, authority, _, gateway) = world("min_version = \"1.3\"");
-    assert_eq!(curl(&authority, gateway.https()[0], &old).0, SSL_CONNECT_ERROR);
-    assert_eq!(curl(&authority, gateway.https()[0], &new), fine);
+    assert_eq!(curl(&authority, gateway.https_addresses()[0], &old).0, SSL_CONNECT_ERROR);
+    assert_eq!(curl(&authority, gateway.https_addresses()[0], &new), fine);
     eventually("it is counted", || refused(&gateway, "tls_handshake") == 1);
 }
 
 #[test]
 fn certificates_are_selected_by_server_name() {
-    let (scratch, authority) = (Scratch::new(), Authority::new());
+    let (scratch, authority) = (Scratch::new(), RevokingCa::new());
     let main = authority.issue(&["a.test", "127.0.0.1"]);
     let all = [
         authority.issue(&["b.test", "also-b.test"]),
@@ -111,7 +111,7 @@ fn certificates_are_selected_by_server_name() {
         more += &format!("[[listen.https.certificates]]\n{}", issued.toml(&scratch, &format!("more{n}")));
     }
     let gateway = Gateway::start(&(listen(&scratch, &main, &more) + ECHO));
-    let tls = Tls::trusting(&authority);
+    let tls = TlsClient::trusting(&authority);
     for (name, issued) in [
         ("a.test", &main),
         ("b.test", &all[0]),
@@ -121,33 +121,37 @@ fn certificates_are_selected_by_server_name() {
         // Clients do not send an address as server name.
         ("127.0.0.1", &main),
     ] {
-        let mut client = tls.connect(gateway.https()[0], name);
+        let mut client = tls.connect(gateway.https_addresses()[0], name);
         assert!(shown(&client) == &issued.der[..], "{name}");
         client.get("/a").expect(200);
     }
     // The main one is shown, and the client sees that it is for another name.
     for name in ["unknown.test", "c.test", "a.b.c.test"] {
-        let error = tls.try_connect(gateway.https()[0], name).err().unwrap().to_string();
+        let error = tls.try_connect(gateway.https_addresses()[0], name).err().unwrap().to_string();
         assert!(error.contains("NotValidForName") || error.contains("not valid for name"), "{error}");
     }
 }
 
 #[test]
 fn a_name_can_have_an_rsa_and_an_ecdsa_certificate() {
-    let (scratch, authority) = (Scratch::new(), Authority::new());
+    let (scratch, authority) = (Scratch::new(), RevokingCa::new());
     let ecdsa = authority.issue(&["a.test"]);
-    let rsa = authority.issue_by(&["a.test"], KeyPair::generate_for(&PKCS_RSA_SHA256).unwrap(), |_| {});
+    let rsa = authority.issue_with(&["a.test"], KeyPair::generate_for(&PKCS_RSA_SHA256).unwrap(), |_| {});
     let more = format!("[[listen.https.certificates]]\n{}", rsa.toml(&scratch, "rsa"));
     let gateway = Gateway::start(&(listen(&scratch, &ecdsa, &more) + ECHO));
     for cipher in ["ECDHE-RSA-AES128-GCM-SHA256", "ECDHE-ECDSA-AES128-GCM-SHA256"] {
         let arguments = ["--http1.1", "--tls-max", "1.2", "--ciphers", cipher];
-        assert_eq!(curl(&authority, gateway.https()[0], &arguments), (Some(0), "1.1 200".to_owned()), "{cipher}");
+        assert_eq!(
+            curl(&authority, gateway.https_addresses()[0], &arguments),
+            (Some(0), "1.1 200".to_owned()),
+            "{cipher}"
+        );
     }
 }
 
 #[test]
 fn listeners_have_separate_certificates() {
-    let (scratch, authority) = (Scratch::new(), Authority::new());
+    let (scratch, authority) = (Scratch::new(), RevokingCa::new());
     let both = [authority.issue(&["a.test"]), authority.issue(&["a.test"])];
     let mut toml = String::from("[listen]\nadmin = \"127.0.0.1:0\"\nhttp = \"127.0.0.1:0\"\n");
     for (n, issued) in both.iter().enumerate() {
@@ -155,9 +159,9 @@ fn listeners_have_separate_certificates() {
         toml += &format!("[[listen.https]]\naddress = [\"127.0.0.1:0\", \"[::1]:0\"]\n{pair}");
     }
     let gateway = Gateway::start(&(toml + ECHO));
-    assert_eq!(gateway.https().len(), 4);
-    for (n, address) in gateway.https().iter().enumerate() {
-        let mut client = Tls::trusting(&authority).connect(*address, "a.test");
+    assert_eq!(gateway.https_addresses().len(), 4);
+    for (n, address) in gateway.https_addresses().iter().enumerate() {
+        let mut client = TlsClient::trusting(&authority).connect(*address, "a.test");
         assert!(shown(&client) == &both[n / 2].der[..]);
         client.get("/a").expect(200);
     }
@@ -167,8 +171,8 @@ fn listeners_have_separate_certificates() {
 fn sessions_are_resumed_until_the_certificates_change() {
     for versions in [[&version::TLS13], [&version::TLS12]] {
         let (scratch, authority, issued, mut gateway) = world("");
-        let tls = Tls::new(&authority, None, &versions);
-        let ask = |gateway: &Gateway| tls.connect(gateway.https()[0], "a.test").get("/a").expect(200);
+        let tls = TlsClient::new(&authority, None, &versions);
+        let ask = |gateway: &Gateway| tls.connect(gateway.https_addresses()[0], "a.test").get("/a").expect(200);
         let counted = |gateway: &Gateway| {
             let of = |outcome| gateway.metrics().sum("transom_tls_handshakes_total", &[("outcome", outcome)]);
             (of("full"), of("resumed"))
@@ -195,9 +199,9 @@ fn a_stalled_handshake_is_closed() {
     // The beginning of a ClientHello, and nothing at all.
     for sent in [&b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"[..], b""] {
         let before = refused(&gateway, "tls_handshake_timeout");
-        let mut client = Client::connect(gateway.https()[0]);
+        let mut client = Client::connect(gateway.https_addresses()[0]);
         client.send(sent);
-        Tls::trusting(&authority).connect(gateway.https()[0], "a.test").get("/a").expect(200);
+        TlsClient::trusting(&authority).connect(gateway.https_addresses()[0], "a.test").get("/a").expect(200);
         within(Duration::from_millis(300), || client.expect_closed());
         eventually("it is counted", || refused(&gateway, "tls_handshake_timeout") == before + 1);
     }
@@ -207,13 +211,13 @@ fn a_stalled_handshake_is_closed() {
 #[test]
 fn a_malformed_handshake_gets_an_alert() {
     let (_scratch, _, _, gateway) = world("");
-    let mut client = Client::connect(gateway.https()[0]);
+    let mut client = Client::connect(gateway.https_addresses()[0]);
     client.send(b"\x16\x03\x01\x00\x04\x01\x00\x00\x00");
-    let alert = client.rest();
+    let alert = client.read_to_end();
     assert_eq!(alert.first(), Some(&21), "{alert:?}");
     eventually("it is counted", || refused(&gateway, "tls_handshake") == 1);
     // A connection that only tests whether the port is open is not an error.
-    drop(Client::connect(gateway.https()[0]));
+    drop(Client::connect(gateway.https_addresses()[0]));
     eventually("nobody is connected", || gateway.metrics().sum("transom_connections", &[]) == 0);
     assert_eq!(gateway.metrics().sum("transom_connections_refused_total", &[]), 1);
 }
@@ -221,10 +225,10 @@ fn a_malformed_handshake_gets_an_alert() {
 #[test]
 fn plain_http_on_a_tls_port_is_400() {
     let (_scratch, _, _, gateway) = world("");
-    let mut client = Client::connect(gateway.https()[0]);
-    let answer = client.ask("POST", "/a", &[], &[b'x'; 50_000]).expect(400);
-    assert!(answer.problem()["detail"].as_str().unwrap().contains("https"), "{}", answer.text());
-    assert_eq!(answer.field("connection"), Some("close"));
+    let mut client = Client::connect(gateway.https_addresses()[0]);
+    let response = client.request("POST", "/a", &[], &[b'x'; 50_000]).expect(400);
+    assert!(response.problem()["detail"].as_str().unwrap().contains("https"), "{}", response.text());
+    assert_eq!(response.field("connection"), Some("close"));
     client.expect_closed();
     eventually("it is counted", || refused(&gateway, "cleartext") == 1);
     assert_eq!(gateway.metrics().sum("transom_requests_total", &[("route", ""), ("code", "400")]), 1);
@@ -232,7 +236,7 @@ fn plain_http_on_a_tls_port_is_400() {
 
 #[test]
 fn a_tls_disconnect_cancels_the_request() {
-    let leave: [fn(Client<Secure>); 3] = [
+    let leave: [fn(Client<TlsStream>); 3] = [
         |mut client| {
             client.stream.conn.send_close_notify();
             client.stream.flush().unwrap();
@@ -247,10 +251,10 @@ fn a_tls_disconnect_cancels_the_request() {
         drop,
     ];
     for leave in leave {
-        let (upstream, told) = silent();
-        let (scratch, authority) = (Scratch::new(), Authority::new());
-        let gateway = Gateway::start(&(listen(&scratch, &authority.issue(&["a.test"]), "") + &pass_all(&upstream)));
-        let mut client = Tls::trusting(&authority).connect(gateway.https()[0], "a.test");
+        let (upstream, told) = silent_upstream();
+        let (scratch, authority) = (Scratch::new(), RevokingCa::new());
+        let gateway = Gateway::start(&(listen(&scratch, &authority.issue(&["a.test"]), "") + &forward_all(&upstream)));
+        let mut client = TlsClient::trusting(&authority).connect(gateway.https_addresses()[0], "a.test");
         client.send(request("GET", "/a", &[], b""));
         assert_eq!(told.recv_timeout(DEADLINE), Ok("asked"));
         leave(client);
@@ -262,10 +266,10 @@ fn a_tls_disconnect_cancels_the_request() {
 #[test]
 fn pipelined_requests_over_tls_are_answered() {
     let (_scratch, authority, _, gateway) = world("");
-    let mut client = Tls::trusting(&authority).connect(gateway.https()[0], "a.test");
+    let mut client = TlsClient::trusting(&authority).connect(gateway.https_addresses()[0], "a.test");
     for _ in 0..20 {
         client.send(request("GET", "/a", &[], b"").repeat(10));
-        (0..10).for_each(|_| drop(client.answer().expect(200)));
+        (0..10).for_each(|_| drop(client.read_response().expect(200)));
     }
 }
 
@@ -273,24 +277,24 @@ fn pipelined_requests_over_tls_are_answered() {
 fn a_disconnect_at_any_step_of_the_handshake_is_harmless() {
     let (_scratch, authority, _, gateway) = world("");
     for bytes in [1, 5, 6, 100, 200] {
-        let mut socket = TcpStream::connect(gateway.https()[0]).unwrap();
+        let mut socket = TcpStream::connect(gateway.https_addresses()[0]).unwrap();
         let name = rustls::pki_types::ServerName::try_from("a.test").unwrap();
-        let mut session = rustls::ClientConnection::new(Tls::trusting(&authority).config, name).unwrap();
+        let mut session = rustls::ClientConnection::new(TlsClient::trusting(&authority).config, name).unwrap();
         let mut hello = Vec::new();
         session.write_tls(&mut hello).unwrap();
         socket.write_all(&hello[..bytes.min(hello.len())]).unwrap();
     }
-    let mut half = TcpStream::connect(gateway.https()[0]).unwrap();
+    let mut half = TcpStream::connect(gateway.https_addresses()[0]).unwrap();
     half.write_all(&[22]).unwrap();
     half.shutdown(std::net::Shutdown::Write).unwrap();
     let _ = half.read_to_end(&mut Vec::new());
-    Tls::trusting(&authority).connect(gateway.https()[0], "a.test").get("/a").expect(200);
+    TlsClient::trusting(&authority).connect(gateway.https_addresses()[0], "a.test").get("/a").expect(200);
     eventually("nobody is connected", || gateway.metrics().sum("transom_connections", &[]) == 0);
 }
 
 #[test]
 fn no_plain_listener_is_opened_without_an_address() {
-    let (scratch, authority) = (Scratch::new(), Authority::new());
+    let (scratch, authority) = (Scratch::new(), RevokingCa::new());
     let toml = listen(&scratch, &authority.issue(&["a.test"]), "").replace("http = \"127.0.0.1:0\"\n", "");
     let config = transom::config::read_with_files(&(toml + ECHO), &|path| std::fs::read(path)).unwrap();
     assert!(config.listen.http.is_empty());

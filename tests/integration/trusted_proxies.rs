@@ -1,6 +1,6 @@
 //! Clients behind proxies: only configured proxies are trusted, up to the first hop that is not configured.
 
-use crate::support::client::Answer;
+use crate::support::client::HttpResponse;
 use crate::support::gateway::Gateway;
 use crate::support::ratelimit_parser::remaining;
 use crate::support::upstream::Upstream;
@@ -25,7 +25,7 @@ fn echo() -> &'static str {
     "[upstreams.u]\nbuiltin = \"echo\"\n"
 }
 
-fn by_list(gateway: &Gateway, lines: &[&str]) -> Answer {
+fn by_list(gateway: &Gateway, lines: &[&str]) -> HttpResponse {
     let fields: Vec<_> = lines.iter().map(|line| ("X-Forwarded-For", *line)).collect();
     gateway.get_with("/a", &fields).expect(200)
 }
@@ -101,11 +101,11 @@ fn the_upstream_receives_the_whole_chain() {
         ("Forwarded", "for=9.9.9.9;proto=https"),
     ];
     let told = |settings: &str| {
-        let upstream = Upstream::replying(200);
+        let upstream = Upstream::always(200);
         let gateway = Gateway::start(&counted_by_ip(settings, &upstream.toml("u")));
         gateway.get_with("/a", &fields).expect(200);
-        let received = upstream.only();
-        move |name: &str| received.all(name).join(" | ")
+        let received = upstream.only_request();
+        move |name: &str| received.values(name).join(" | ")
     };
     let trusted = told(TRUSTED);
     assert_eq!(trusted("x-forwarded-for"), "6.6.6.6, 192.0.2.7, 127.0.0.1");

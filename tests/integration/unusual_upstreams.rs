@@ -7,25 +7,25 @@ use std::sync::{Arc, Barrier};
 use crate::support::client::{Client, HOST, request};
 use crate::support::external_servers::program;
 use crate::support::gateway::Gateway;
-use crate::support::http2_client::{self, END_HEADERS, END_STREAM, HEADERS, Raw, STATUS_200, frame};
+use crate::support::http2_client::{self, END_HEADERS, END_STREAM, HEADERS, RawHttp2, STATUS_200, frame};
 use crate::support::upstream::{Upstream, reply};
-use crate::support::{Scratch, one_rule, pass_all};
+use crate::support::{Scratch, forward_all, one_rule};
 
 fn gateway(upstream: &Upstream) -> Gateway {
-    Gateway::start(&format!("workers = 1\n{}", pass_all(upstream)))
+    Gateway::start(&format!("workers = 1\n{}", forward_all(upstream)))
 }
 
 #[test]
 fn bytes_after_a_response_are_never_taken_for_the_next() {
     // Otherwise one client would receive the response to another.
     for body in [&b"fine"[..], b""] {
-        let upstream = Upstream::with(move |talk| {
-            while let Some(received) = talk.request() {
+        let upstream = Upstream::with_script(move |connection| {
+            while let Some(received) = connection.read_request() {
                 let mut bytes = reply(200, &[], if received.target == "/first" { body } else { b"right" });
                 if received.target == "/first" {
                     bytes.extend(reply(200, &[], b"wrong"));
                 }
-                talk.send(bytes);
+                connection.send(bytes);
             }
         });
         let gateway = gateway(&upstream);
@@ -40,13 +40,13 @@ fn bytes_after_a_response_are_never_taken_for_the_next() {
 fn unsolicited_bytes_on_an_idle_connection_are_not_a_response() {
     // Some servers send 408 before they close an idle connection.
     let said = Arc::new(Barrier::new(2));
-    let upstream = Upstream::with({
+    let upstream = Upstream::with_script({
         let said = Arc::clone(&said);
-        move |talk| {
-            if let Some(received) = talk.request() {
-                talk.reply(200, &[], received.target.as_bytes());
-                talk.send("HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
-                talk.hang_up();
+        move |connection| {
+            if let Some(received) = connection.read_request() {
+                connection.reply(200, &[], received.target.as_bytes());
+                connection.send("HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
+                connection.close();
                 said.wait();
             }
         }
@@ -62,21 +62,21 @@ fn unsolicited_bytes_on_an_idle_connection_are_not_a_response() {
 
 #[test]
 fn a_response_to_head_may_announce_chunks() {
-    let upstream = Upstream::answering(|_| b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n".to_vec());
+    let upstream = Upstream::responding(|_| b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n".to_vec());
     let gateway = gateway(&upstream);
     let mut client = gateway.client();
     for _ in 0..3 {
-        client.ask("HEAD", "/a", &[], b"").expect(200);
+        client.request("HEAD", "/a", &[], b"").expect(200);
     }
     assert_eq!(upstream.connections(), 1);
 }
 
 #[test]
 fn servers_may_be_named_by_host_name() {
-    let upstream = Upstream::replying(200);
-    let toml = pass_all(&upstream).replace("127.0.0.1", "localhost");
+    let upstream = Upstream::always(200);
+    let toml = forward_all(&upstream).replace("127.0.0.1", "localhost");
     Gateway::start(&toml).get("/a").expect(200);
-    let toml = pass_all(&upstream).replace("127.0.0.1", "no-such-host.invalid");
+    let toml = forward_all(&upstream).replace("127.0.0.1", "no-such-host.invalid");
     Gateway::start(&toml).get("/a").expect(502).problem();
 }
 
@@ -86,14 +86,14 @@ fn a_rejected_upload_still_receives_the_response() {
     // Refused by a rule, by no route, by a server that goes away.
     let refusing = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/hour\"]").replace("/{*rest}", "/a"));
     refusing.get("/a").expect(200);
-    let upstream = Upstream::with(|talk| drop(talk.head()));
+    let upstream = Upstream::with_script(|connection| drop(connection.read_head()));
     let failing = gateway(&upstream);
     for (address, target, status) in [(refusing.http, "/a", 429), (refusing.http, "/b", 404), (failing.http, "/c", 502)]
     {
         for _ in 0..10 {
             let mut client = Client::connect(address);
             client.send_if_open(request("POST", target, &[], &body));
-            client.answer().expect(status).problem();
+            client.read_response().expect(status).problem();
         }
     }
 }
@@ -124,7 +124,7 @@ fn curl_receives_a_refusal_during_a_large_upload() {
 
 #[test]
 fn a_hundred_fields_are_accepted() {
-    let upstream = Upstream::answering(|received| {
+    let upstream = Upstream::responding(|received| {
         let fields: Vec<(String, String)> =
             received.fields.iter().filter(|(name, _)| name.starts_with("x-n-")).cloned().collect();
         let fields: Vec<(&str, &str)> = fields.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
@@ -133,29 +133,32 @@ fn a_hundred_fields_are_accepted() {
     let gateway = gateway(&upstream);
     let fields: Vec<(String, String)> = (0..90).map(|n| (format!("X-N-{n}"), n.to_string())).collect();
     let fields: Vec<(&str, &str)> = fields.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
-    let answer = gateway.get_with("/a", &fields).expect(200);
-    assert_eq!(answer.fields.iter().filter(|(name, _)| name.starts_with("x-n-")).count(), 90);
+    let response = gateway.get_with("/a", &fields).expect(200);
+    assert_eq!(response.fields.iter().filter(|(name, _)| name.starts_with("x-n-")).count(), 90);
 }
 
 #[test]
 fn options_asterisk_is_answered_by_the_gateway() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let gateway = gateway(&upstream);
     let mut client = gateway.client();
     // It is about the server as a whole (RFC 9110, section 9.3.7).
-    let answer = client.ask("OPTIONS", "*", &[], b"").expect(200);
-    assert_eq!((answer.field("allow"), answer.body.len()), (Some("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"), 0));
-    client.ask("GET", "*", &[], b"").expect(400).problem();
-    let mut streams = Raw::connect(gateway.http);
-    streams.send(frame(HEADERS, END_STREAM | END_HEADERS, 1, &http2_client::request("OPTIONS", "*")));
-    assert_eq!(streams.status(1), STATUS_200);
+    let response = client.request("OPTIONS", "*", &[], b"").expect(200);
+    assert_eq!(
+        (response.field("allow"), response.body.len()),
+        (Some("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"), 0)
+    );
+    client.request("GET", "*", &[], b"").expect(400).problem();
+    let mut streams = RawHttp2::connect(gateway.http);
+    streams.send(frame(HEADERS, END_STREAM | END_HEADERS, 1, &http2_client::request_block("OPTIONS", "*")));
+    assert_eq!(streams.read_status(1), STATUS_200);
     assert_eq!(gateway.metrics().sum("transom_requests_total", &[("code", "200")]), 2);
     assert_eq!(upstream.connections(), 0);
 }
 
 #[test]
 fn a_body_of_many_small_chunks_arrives_whole() {
-    let upstream = Upstream::answering(|received| reply(200, &[], &received.body));
+    let upstream = Upstream::responding(|received| reply(200, &[], &received.body));
     let gateway = gateway(&upstream);
     let mut client = gateway.client();
     client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nTransfer-Encoding: chunked\r\n\r\n"));
@@ -164,5 +167,5 @@ fn a_body_of_many_small_chunks_arrives_whole() {
     }
     client.send("0\r\n\r\n");
     let expected: Vec<u8> = (0..2000_u32).map(|n| b'0' + (n % 10) as u8).collect();
-    assert!(client.answer().expect(200).body == expected);
+    assert!(client.read_response().expect(200).body == expected);
 }

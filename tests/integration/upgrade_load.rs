@@ -16,7 +16,7 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::runtime::Builder;
 
 use crate::support::client::{HOST, request};
-use crate::support::upgrade_chain::{Dynasty, is_alive};
+use crate::support::upgrade_chain::{UpgradeChain, is_alive};
 use crate::support::{DEADLINE, Scratch, eventually};
 
 /// More requests than the test needs.
@@ -66,7 +66,7 @@ fn ask_on_one(address: SocketAddr, pause: Duration, tally: &Tally) -> Result<(),
         thread::sleep(pause);
         let place = |what: &str, error: &dyn std::fmt::Display| format!("{what}, request {turn}: {error}");
         stream.write_all(&request("GET", "/a", &[], b"")).map_err(|error| place("sending", &error))?;
-        let head = answer(&mut stream).map_err(|error| place("receiving", &error))?;
+        let head = response(&mut stream).map_err(|error| place("receiving", &error))?;
         if !head.starts_with("HTTP/1.1 200 ") {
             return Err(place("answer", &head));
         }
@@ -82,7 +82,7 @@ fn ask_on_one(address: SocketAddr, pause: Duration, tally: &Tally) -> Result<(),
 }
 
 /// Reads one whole response; returns its head.
-fn answer(stream: &mut TcpStream) -> std::io::Result<String> {
+fn response(stream: &mut TcpStream) -> std::io::Result<String> {
     let mut received = Vec::new();
     let mut piece = [0; 4096];
     loop {
@@ -134,8 +134,8 @@ async fn ask_by_http2(mut sender: SendRequest<Empty<Bytes>>, tally: Arc<Tally>) 
             return;
         }
         let request = Request::get(format!("http://{HOST}/a")).body(Empty::new()).unwrap();
-        let answer = match tokio::time::timeout(DEADLINE, sender.try_send_request(request)).await.expect("in time") {
-            Ok(answer) => answer,
+        let response = match tokio::time::timeout(DEADLINE, sender.try_send_request(request)).await.expect("in time") {
+            Ok(response) => response,
             Err(mut error) => {
                 // The end had been announced, and the request was never accepted: a client sends it on another connection.
                 if error.take_message().is_none() && !is_untaken(error.error()) {
@@ -144,8 +144,8 @@ async fn ask_by_http2(mut sender: SendRequest<Empty<Bytes>>, tally: Arc<Tally>) 
                 return;
             }
         };
-        let status = answer.status();
-        match answer.into_body().collect().await {
+        let status = response.status();
+        match response.into_body().collect().await {
             Ok(_) if status == 200 => drop(tally.answered.fetch_add(1, Ordering::Relaxed)),
             Ok(_) => tally.failed(format!("HTTP/2: {status}")),
             Err(error) => tally.failed(format!("HTTP/2, the body: {error:?}")),
@@ -169,8 +169,8 @@ fn ten_upgrades_under_load_fail_no_request() {
          [rules.all]\nkey = \"global\"\nwindows = [{{ limit = {LIMIT}, period = \"1d\", start = \"first-request\" }}]\n",
         log.display()
     );
-    let mut dynasty = Dynasty::found(&toml);
-    let address = dynasty.first.http;
+    let mut chain = UpgradeChain::start(&toml);
+    let address = chain.first.http;
     let tally = Arc::new(Tally::default());
     let mut clients: Vec<_> = (0..64)
         .map(|n| {
@@ -192,16 +192,16 @@ fn ten_upgrades_under_load_fail_no_request() {
             });
         }
     }));
-    let mut pids = vec![dynasty.first.id()];
+    let mut pids = vec![chain.first.pid()];
     for turn in 0..10 {
         // Every other time so soon that several drain at once.
         let (kind, least) = if turn % 2 == 0 { (&tally.woken, 16) } else { (&tally.answered, 500) };
         let before = kind.load(Ordering::Relaxed);
         eventually("there is traffic", || kind.load(Ordering::Relaxed) >= before + least);
-        pids.push(dynasty.succeed());
+        pids.push(chain.upgrade());
     }
     // All connections that one of them let in have come to the next, so all but the last are gone.
-    assert!(dynasty.first.wait().success(), "{}", dynasty.first.stderr());
+    assert!(chain.first.wait().success(), "{}", chain.first.stderr());
     for pid in &pids[1..10] {
         eventually("one that was succeeded ends", || !is_alive(*pid));
     }
@@ -217,7 +217,7 @@ fn ten_upgrades_under_load_fail_no_request() {
     eventually("all answers are in the log", || lines() >= answered);
     assert_eq!(lines(), answered);
     // And it was counted once, by either process.
-    let quota = dynasty.first.get("/a").expect(200).field("ratelimit").unwrap().to_owned();
+    let quota = chain.first.get("/a").expect(200).field("ratelimit").unwrap().to_owned();
     let left = LIMIT - answered - 1;
     assert!(quota.starts_with(&format!("\"all\";r={left};")), "{answered} answers leave {quota}");
 }

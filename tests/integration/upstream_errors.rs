@@ -8,12 +8,12 @@ use std::sync::Mutex;
 use std::sync::mpsc;
 
 use crate::support::client::{HOST, request};
+use crate::support::forward_all;
 use crate::support::gateway::Gateway;
 use crate::support::http2_client::{
-    Calm, DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, RST_STREAM, Raw, STATUS_200, WINDOW_UPDATE, block, frame,
-    settings,
+    DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, Http2Client, RST_STREAM, RawHttp2, STATUS_200, WINDOW_UPDATE,
+    frame, header_block, settings,
 };
-use crate::support::pass_all;
 use crate::support::upstream::Upstream;
 
 const PROTOCOL_ERROR: u32 = 1;
@@ -30,12 +30,12 @@ const UPLOAD: &str = "POST /a HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n
 fn answering(bytes: Vec<u8>) -> (Upstream, mpsc::Receiver<(u8, u32)>) {
     let (tell, told) = mpsc::channel();
     let tell = Mutex::new(tell);
-    let upstream = Upstream::with(move |talk| {
-        let mut raw = Raw::accepted(talk.stream().try_clone().unwrap());
-        raw.until(HEADERS);
+    let upstream = Upstream::with_script(move |connection| {
+        let mut raw = RawHttp2::accept(connection.stream().try_clone().unwrap());
+        raw.read_until(HEADERS);
         raw.send(&bytes);
         // The first error that the gateway sends.
-        let error = std::iter::from_fn(|| raw.next()).find(|frame| [RST_STREAM, GOAWAY].contains(&frame.kind));
+        let error = std::iter::from_fn(|| raw.next_frame()).find(|frame| [RST_STREAM, GOAWAY].contains(&frame.kind));
         if let Some(frame) = error {
             tell.lock().unwrap().send((frame.kind, frame.code())).unwrap();
         }
@@ -44,7 +44,7 @@ fn answering(bytes: Vec<u8>) -> (Upstream, mpsc::Receiver<(u8, u32)>) {
 }
 
 fn gateway(upstream: &Upstream) -> Gateway {
-    let toml = pass_all(upstream).replace("[[routes]]", "protocol = \"http2\"\n[[routes]]");
+    let toml = forward_all(upstream).replace("[[routes]]", "protocol = \"http2\"\n[[routes]]");
     Gateway::start(&format!("workers = 1\n{toml}"))
 }
 
@@ -97,10 +97,10 @@ fn frames_on_closed_streams_and_beyond_the_window_are_errors() {
         let gateway = gateway(&upstream);
         let mut client = gateway.client();
         client.send(request);
-        assert_eq!(client.head().unwrap().status, status, "{name}");
+        assert_eq!(client.read_head().unwrap().status, status, "{name}");
         assert_eq!(told.recv(), Ok(error), "{name}");
         if name.contains("beyond") {
-            assert!(!client.rest().ends_with(b"0\r\n\r\n"), "{name}: it looks complete");
+            assert!(!client.read_to_end().ends_with(b"0\r\n\r\n"), "{name}: it looks complete");
         }
     }
 }
@@ -108,35 +108,36 @@ fn frames_on_closed_streams_and_beyond_the_window_are_errors() {
 /// RFC 9113, sections 8.1 and 8.3: malformed. h2 drops such fields and accepts the rest, so they are not forwarded.
 #[test]
 fn misplaced_pseudo_header_fields_of_a_response_are_not_forwarded() {
-    let trailers = block(&[(":status", "500"), ("x-end", "9")]);
+    let trailers = header_block(&[(":status", "500"), ("x-end", "9")]);
     let cases = [
         [head(), frame(HEADERS, END_STREAM | END_HEADERS, 1, &trailers)].concat(),
-        frame(HEADERS, END_STREAM | END_HEADERS, 1, &[&[STATUS_200][..], &block(&[(":path", "/")])].concat()),
+        frame(HEADERS, END_STREAM | END_HEADERS, 1, &[&[STATUS_200][..], &header_block(&[(":path", "/")])].concat()),
     ];
     for (bytes, trailers) in cases.into_iter().zip([&["x-end"][..], &[]]) {
         let (upstream, _told) = answering(bytes);
         let gateway = gateway(&upstream);
-        let answer = Calm::connect(gateway.http).ask("GET", "/a", &[("te", "trailers")], b"").expect(200);
+        let response =
+            Http2Client::connect(gateway.http).request_path("GET", "/a", &[("te", "trailers")], b"").expect(200);
         let names = |fields: &[(String, String)]| fields.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
         assert!(
-            answer.fields.iter().all(|(name, _)| ["date", "content-length"].contains(&name.as_str())),
-            "{answer:?}"
+            response.fields.iter().all(|(name, _)| ["date", "content-length"].contains(&name.as_str())),
+            "{response:?}"
         );
-        assert_eq!(names(&answer.trailers), trailers);
+        assert_eq!(names(&response.trailers), trailers);
     }
 }
 
 /// The other way round, over the other version of HTTP.
 #[test]
 fn misplaced_pseudo_header_fields_of_a_request_are_not_forwarded() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&pass_all(&upstream));
-    let mut raw = Raw::connect(gateway.http);
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&forward_all(&upstream));
+    let mut raw = RawHttp2::connect(gateway.http);
     let fields =
         [(":method", "POST"), (":scheme", "http"), (":authority", HOST), (":path", "/a"), ("trailer", "x-end")];
-    raw.send(frame(HEADERS, END_HEADERS, 1, &block(&fields))).send(frame(DATA, 0, 1, b"abc"));
-    raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 1, &block(&[(":path", "/admin"), ("x-end", "9")])));
-    assert_eq!(raw.status(1), STATUS_200);
-    let received = upstream.only();
+    raw.send(frame(HEADERS, END_HEADERS, 1, &header_block(&fields))).send(frame(DATA, 0, 1, b"abc"));
+    raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 1, &header_block(&[(":path", "/admin"), ("x-end", "9")])));
+    assert_eq!(raw.read_status(1), STATUS_200);
+    let received = upstream.only_request();
     assert_eq!((received.target.as_str(), received.trailers), ("/a", vec![("x-end".to_owned(), "9".to_owned())]));
 }

@@ -17,8 +17,8 @@ use rustix::process::{Pid, Signal, kill_process_group};
 use crate::support::client::{Client, HOST};
 use crate::support::external_servers::{self, program};
 use crate::support::gateway::Gateway;
-use crate::support::http2_client::Calm;
-use crate::support::{Scratch, eventually, external_scripts, pass_to};
+use crate::support::http2_client::Http2Client;
+use crate::support::{Scratch, eventually, external_scripts, forward_to};
 
 const CLIENTS: usize = 4;
 
@@ -92,7 +92,7 @@ impl Drop for Server {
 #[derive(Default)]
 struct Seen {
     is_over: AtomicBool,
-    answers: AtomicUsize,
+    responses: AtomicUsize,
     errors: AtomicUsize,
 }
 
@@ -117,8 +117,10 @@ fn outage(kind: &Kind) -> (usize, usize) {
          retries = {{ attempts = 2, try_timeout = \"2s\", budget_min = 100 }}\n{}",
         kind.settings
     );
-    let gateway =
-        Gateway::start(&format!("workers = 2\n{}[timeouts]\nresponse_head = \"3s\"\n", pass_to(&addresses, &settings)));
+    let gateway = Gateway::start(&format!(
+        "workers = 2\n{}[timeouts]\nresponse_head = \"3s\"\n",
+        forward_to(&addresses, &settings)
+    ));
     let url = format!("http://{}", addresses[1]);
     let count = |name: &str, labels: &[(&str, &str)]| gateway.metrics().sum(name, labels);
     let ejected = |wanted: u64| {
@@ -135,7 +137,7 @@ fn outage(kind: &Kind) -> (usize, usize) {
             scope.spawn(|| {
                 let mut ask = (kind.load)(gateway.http);
                 while !seen.is_over.load(Ordering::SeqCst) {
-                    let outcome = if ask() { &seen.answers } else { &seen.errors };
+                    let outcome = if ask() { &seen.responses } else { &seen.errors };
                     outcome.fetch_add(1, Ordering::SeqCst);
                 }
             });
@@ -150,8 +152,8 @@ fn outage(kind: &Kind) -> (usize, usize) {
         servers[1].signal(Signal::STOP);
         ejected(1);
         // The others have all of it.
-        let before = seen.answers.load(Ordering::SeqCst);
-        eventually("the others serve", || seen.answers.load(Ordering::SeqCst) > before + 20);
+        let before = seen.responses.load(Ordering::SeqCst);
+        eventually("the others serve", || seen.responses.load(Ordering::SeqCst) > before + 20);
         servers[1].signal(Signal::CONT);
         ejected(0);
         serves();
@@ -208,7 +210,7 @@ fn failover_between_websocket_servers_is_invisible_to_new_connections() {
         Box::new(move || {
             let mut client = Client::connect(address);
             client.send(crate::support::client::request("GET", "/echo", &HANDSHAKE, b""));
-            client.head().is_some_and(|answer| answer.status == 101)
+            client.read_head().is_some_and(|response| response.status == 101)
         })
     };
     let command = |_: &Path, address: SocketAddr| script("websocket_server.py", address);
@@ -222,16 +224,16 @@ fn failover_between_grpc_servers_is_invisible() {
     /// Responses whose head had come: the rest was lost with the server.
     static BROKEN: AtomicUsize = AtomicUsize::new(0);
     let load = |address: SocketAddr| -> Box<dyn FnMut() -> bool> {
-        let mut client = Calm::connect(address);
+        let mut client = Http2Client::connect(address);
         Box::new(move || {
             let call = Request::post(format!("http://{HOST}/parts.Talk/Echo"));
             let call = call.header("content-type", "application/grpc").header("te", "trailers");
             let body = Full::new(Bytes::from_static(&[0; 5])).map_err(|never| match never {}).boxed();
-            let Some(answer) = client.send_unless_broken(call.body(body).unwrap()) else {
+            let Some(response) = client.try_send(call.body(body).unwrap()) else {
                 BROKEN.fetch_add(1, Ordering::SeqCst);
                 return false;
             };
-            answer.trailers.iter().any(|(name, value)| name == "grpc-status" && value == "0")
+            response.trailers.iter().any(|(name, value)| name == "grpc-status" && value == "0")
         })
     };
     let command = |_: &Path, address: SocketAddr| script("grpc_server.py", address);

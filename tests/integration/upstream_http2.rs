@@ -12,29 +12,30 @@ use http::{HeaderMap, HeaderValue, Response};
 use crate::support::client::{HOST, request};
 use crate::support::gateway::Gateway;
 use crate::support::http2_client::{
-    Calm, DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, INTERNAL_ERROR, NO_ERROR, RST_STREAM, Raw, STATUS_200, frame,
+    DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, Http2Client, INTERNAL_ERROR, NO_ERROR, RST_STREAM, RawHttp2,
+    STATUS_200, frame,
 };
-use crate::support::http2_upstream::{After, Setup, Streams};
+use crate::support::http2_upstream::{AfterRequest, Http2Upstream, Options};
 use crate::support::upstream::Upstream;
-use crate::support::{eventually, pass_all, within};
+use crate::support::{eventually, forward_all, within};
 
-fn toml(upstream: &Streams) -> String {
+fn toml(upstream: &Http2Upstream) -> String {
     format!("workers = 1\n{}[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u"))
 }
 
-fn gateway(upstream: &Streams) -> Gateway {
+fn gateway(upstream: &Http2Upstream) -> Gateway {
     Gateway::start(&toml(upstream))
 }
 
 #[test]
 fn a_request_becomes_a_well_formed_stream() {
-    let upstream = Streams::replying(Setup::default());
+    let upstream = Http2Upstream::always_ok(Options::default());
     let gateway = gateway(&upstream);
     let mut client = gateway.client();
     let fields = [("Connection", "x-hop"), ("X-Hop", "1"), ("TE", "trailers"), ("X-A", "b"), ("Keep-Alive", "5")];
-    let answer = client.ask("GET", "/a/b?c=d", &fields, b"").expect(200);
-    assert_eq!(answer.text(), "fine\n");
-    let head = upstream.heads().remove(0);
+    let response = client.request("GET", "/a/b?c=d", &fields, b"").expect(200);
+    assert_eq!(response.text(), "fine\n");
+    let head = upstream.request_heads().remove(0);
     assert_eq!((head.method.as_str(), head.uri), ("GET", format!("http://{HOST}/a/b?c=d")));
     let mut names: Vec<&str> = head.fields.keys().map(http::HeaderName::as_str).collect();
     names.sort_unstable();
@@ -45,7 +46,7 @@ fn a_request_becomes_a_well_formed_stream() {
 #[test]
 fn requests_share_one_connection() {
     let together = Arc::new(tokio::sync::Barrier::new(20));
-    let upstream = Streams::with(Setup::default(), move |mut stream| {
+    let upstream = Http2Upstream::with_script(Options::default(), move |mut stream| {
         let together = Arc::clone(&together);
         async move {
             // No request is answered before all have come.
@@ -59,13 +60,13 @@ fn requests_share_one_connection() {
             scope.spawn(|| gateway.get("/a").expect(200));
         }
     });
-    assert_eq!((upstream.heads().len(), upstream.connections()), (20, 1));
+    assert_eq!((upstream.request_heads().len(), upstream.connections()), (20, 1));
 }
 
 #[test]
 fn a_server_with_few_streams_gets_more_connections() {
     let together = Arc::new(tokio::sync::Barrier::new(12));
-    let upstream = Streams::with(Setup { streams_max: 3, ..Setup::default() }, move |mut stream| {
+    let upstream = Http2Upstream::with_script(Options { max_streams: 3, ..Options::default() }, move |mut stream| {
         let together = Arc::clone(&together);
         async move {
             if stream.head.uri.ends_with("/a") {
@@ -87,7 +88,7 @@ fn a_server_with_few_streams_gets_more_connections() {
 #[test]
 fn requests_share_connections_if_those_are_limited() {
     let together = Arc::new(tokio::sync::Barrier::new(3));
-    let upstream = Streams::with(Setup { streams_max: 3, ..Setup::default() }, move |mut stream| {
+    let upstream = Http2Upstream::with_script(Options { max_streams: 3, ..Options::default() }, move |mut stream| {
         let together = Arc::clone(&together);
         async move {
             together.wait().await;
@@ -98,50 +99,50 @@ fn requests_share_connections_if_those_are_limited() {
     let gateway =
         Gateway::start(&format!("workers = 1\n{limited}[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n"));
     // Most of them come while the connection is being made.
-    let answers = Calm::connect(gateway.http).gets("/a", 30);
-    assert!(answers.iter().all(|answer| answer.status == 200));
-    assert_eq!((upstream.heads().len(), upstream.connections()), (30, 1));
+    let responses = Http2Client::connect(gateway.http).get_many("/a", 30);
+    assert!(responses.iter().all(|response| response.status == 200));
+    assert_eq!((upstream.request_heads().len(), upstream.connections()), (30, 1));
 }
 
 #[test]
 fn bodies_stream_both_ways_concurrently() {
-    let upstream = Streams::with(Setup::default(), |mut stream| async move {
-        let mut answer = stream.begin(Response::new(()));
-        while let Some(Ok(piece)) = stream.piece().await {
-            answer.send_data(piece, false).unwrap();
+    let upstream = Http2Upstream::with_script(Options::default(), |mut stream| async move {
+        let mut response = stream.send_head(Response::new(()));
+        while let Some(Ok(piece)) = stream.read_data().await {
+            response.send_data(piece, false).unwrap();
         }
-        answer.send_data(Bytes::new(), true).unwrap();
+        response.send_data(Bytes::new(), true).unwrap();
     });
     let gateway = gateway(&upstream);
     let mut client = gateway.client();
     client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nTransfer-Encoding: chunked\r\n\r\n"));
-    client.head().unwrap().expect(200);
+    client.read_head().unwrap().expect(200);
     // Each piece comes back before the next one is sent.
     for n in 0..20 {
         client.send(format!("4\r\n{n:04}\r\n"));
-        assert_eq!(client.chunk().unwrap(), format!("{n:04}").as_bytes());
+        assert_eq!(client.read_chunk().unwrap(), format!("{n:04}").as_bytes());
     }
     client.send("0\r\n\r\n");
-    assert_eq!(client.chunk(), None);
+    assert_eq!(client.read_chunk(), None);
 }
 
 #[test]
 fn a_response_to_head_has_a_length_and_no_body() {
-    let upstream = Streams::with(Setup::default(), |mut stream| async move {
+    let upstream = Http2Upstream::with_script(Options::default(), |mut stream| async move {
         let head = Response::builder().header("content-length", "100").body(()).unwrap();
         stream.respond.send_response(head, true).unwrap();
     });
     let gateway = gateway(&upstream);
     let mut client = gateway.client();
     for _ in 0..2 {
-        let answer = client.ask("HEAD", "/a", &[], b"").expect(200);
-        assert_eq!((answer.field("content-length"), answer.body.len()), (Some("100"), 0));
+        let response = client.request("HEAD", "/a", &[], b"").expect(200);
+        assert_eq!((response.field("content-length"), response.body.len()), (Some("100"), 0));
     }
 }
 
 #[test]
 fn an_empty_content_length_is_malformed() {
-    let upstream = Streams::with(Setup::default(), |mut stream| async move {
+    let upstream = Http2Upstream::with_script(Options::default(), |mut stream| async move {
         let head = Response::builder().header("content-length", "").body(()).unwrap();
         stream.respond.send_response(head, true).unwrap();
     });
@@ -150,48 +151,48 @@ fn an_empty_content_length_is_malformed() {
 
 #[test]
 fn a_response_with_two_lengths_is_502() {
-    let upstream = Streams::with(Setup::default(), |mut stream| async move {
+    let upstream = Http2Upstream::with_script(Options::default(), |mut stream| async move {
         let head = Response::builder().header("content-length", "5").header("content-length", "5").body(()).unwrap();
-        stream.begin(head).send_data(Bytes::from_static(b"hello"), true).unwrap();
+        stream.send_head(head).send_data(Bytes::from_static(b"hello"), true).unwrap();
     });
     gateway(&upstream).get("/a").expect(502).problem();
 }
 
 #[test]
 fn large_bodies_arrive_whole() {
-    let upstream = Streams::with(Setup::default(), |mut stream| async move {
-        let length = stream.whole_body().await;
-        let mut answer = stream.begin(Response::new(()));
+    let upstream = Http2Upstream::with_script(Options::default(), |mut stream| async move {
+        let length = stream.read_body().await;
+        let mut response = stream.send_head(Response::new(()));
         let mut left = 20_000_000;
         while left > 0 {
-            answer.reserve_capacity(left.min(100_000));
-            let Some(Ok(room)) = std::future::poll_fn(|cx| answer.poll_capacity(cx)).await else { return };
+            response.reserve_capacity(left.min(100_000));
+            let Some(Ok(room)) = std::future::poll_fn(|cx| response.poll_capacity(cx)).await else { return };
             let piece = room.min(left);
             left -= piece;
-            answer.send_data(Bytes::from(vec![b'x'; piece]), left == 0).unwrap();
+            response.send_data(Bytes::from(vec![b'x'; piece]), left == 0).unwrap();
         }
         assert_eq!(length, 20_000_000);
     });
     let gateway = gateway(&upstream);
-    let answer = gateway.client().ask("PUT", "/a", &[], &vec![b'y'; 20_000_000]).expect(200);
-    assert_eq!(answer.body.len(), 20_000_000);
+    let response = gateway.client().request("PUT", "/a", &[], &vec![b'y'; 20_000_000]).expect(200);
+    assert_eq!(response.body.len(), 20_000_000);
 }
 
 #[test]
 fn trailers_are_forwarded_without_protected_fields() {
     let (tell, told) = mpsc::channel();
-    let upstream = Streams::with(Setup::default(), move |mut stream| {
+    let upstream = Http2Upstream::with_script(Options::default(), move |mut stream| {
         let tell = tell.clone();
         async move {
-            stream.whole_body().await;
+            stream.read_body().await;
             tell.send(stream.body.trailers().await.unwrap()).unwrap();
             let mut head = Response::new(());
             head.headers_mut().insert("trailer", HeaderValue::from_static("grpc-status"));
-            let mut answer = stream.begin(head);
-            answer.send_data(Bytes::from_static(b"hello"), false).unwrap();
+            let mut response = stream.send_head(head);
+            response.send_data(Bytes::from_static(b"hello"), false).unwrap();
             let mut trailers = HeaderMap::new();
             trailers.insert("grpc-status", HeaderValue::from_static("0"));
-            answer.send_trailers(trailers).unwrap();
+            response.send_trailers(trailers).unwrap();
         }
     });
     let gateway = gateway(&upstream);
@@ -200,8 +201,8 @@ fn trailers_are_forwarded_without_protected_fields() {
         "POST /a HTTP/1.1\r\nHost: {HOST}\r\nTE: trailers\r\nTransfer-Encoding: chunked\r\nTrailer: x-digest\r\n\r\n\
          3\r\nabc\r\n0\r\nX-Digest: d\r\nX-Forwarded-For: 6.6.6.6\r\nx_y: 1\r\n\r\n"
     ));
-    let answer = client.answer().expect(200);
-    assert_eq!((answer.text(), answer.trailers), ("hello".into(), vec![("grpc-status".into(), "0".into())]));
+    let response = client.read_response().expect(200);
+    assert_eq!((response.text(), response.trailers), ("hello".into(), vec![("grpc-status".into(), "0".into())]));
     let trailers = told.recv().unwrap().unwrap();
     assert_eq!(trailers.keys().map(http::HeaderName::as_str).collect::<Vec<_>>(), ["x-digest"]);
 }
@@ -210,7 +211,7 @@ fn trailers_are_forwarded_without_protected_fields() {
 fn a_disconnect_resets_its_stream_and_no_other() {
     let (tell, told) = mpsc::channel();
     let go = Arc::new(tokio::sync::Notify::new());
-    let upstream = Streams::with(Setup::default(), {
+    let upstream = Http2Upstream::with_script(Options::default(), {
         let go = Arc::clone(&go);
         move |mut stream| {
             let (tell, go) = (tell.clone(), Arc::clone(&go));
@@ -223,14 +224,14 @@ fn a_disconnect_resets_its_stream_and_no_other() {
                         tell.send("reset").unwrap();
                     }
                     "within" => {
-                        let mut answer = stream.begin(Response::new(()));
-                        answer.send_data(Bytes::from_static(b"abc"), false).unwrap();
-                        let reset = std::future::poll_fn(|cx| answer.poll_reset(cx)).await;
+                        let mut response = stream.send_head(Response::new(()));
+                        response.send_data(Bytes::from_static(b"abc"), false).unwrap();
+                        let reset = std::future::poll_fn(|cx| response.poll_reset(cx)).await;
                         assert_eq!(reset.unwrap(), h2::Reason::CANCEL);
                         tell.send("reset").unwrap();
                     }
                     "upload" => {
-                        while let Some(Ok(_)) = stream.piece().await {}
+                        while let Some(Ok(_)) = stream.read_data().await {}
                         tell.send("reset").unwrap();
                     }
                     _ => {
@@ -255,22 +256,25 @@ fn a_disconnect_resets_its_stream_and_no_other() {
         };
         assert_eq!(told.recv(), Ok("asked"));
         if target == "/within" {
-            client.head().unwrap().expect(200);
-            assert_eq!(client.chunk().unwrap(), b"abc");
+            client.read_head().unwrap().expect(200);
+            assert_eq!(client.read_chunk().unwrap(), b"abc");
         }
         drop(client);
         assert_eq!(told.recv(), Ok("reset"), "{target}");
     }
     go.notify_one();
-    other.answer().expect(200);
+    other.read_response().expect(200);
     assert_eq!(upstream.connections(), 1);
 }
 
 #[test]
 fn a_graceful_goaway_costs_no_request() {
     // Every connection takes five requests and says GOAWAY with the fifth.
-    let setup = Setup { after: |_, nth| if nth == 4 { After::Leave } else { After::Go }, ..Setup::default() };
-    let upstream = Streams::replying(setup);
+    let setup = Options {
+        after: |_, nth| if nth == 4 { AfterRequest::GoAway } else { AfterRequest::Continue },
+        ..Options::default()
+    };
+    let upstream = Http2Upstream::always_ok(setup);
     let gateway = gateway(&upstream);
     thread::scope(|scope| {
         for _ in 0..4 {
@@ -288,16 +292,16 @@ fn a_graceful_goaway_costs_no_request() {
 
 #[test]
 fn a_refused_stream_is_resent_once_for_every_method() {
-    let upstream = Streams::with(Setup::default(), |mut stream| async move {
+    let upstream = Http2Upstream::with_script(Options::default(), |mut stream| async move {
         if stream.nth % 2 == 0 || stream.head.uri.ends_with("/never") {
-            stream.refuse();
+            stream.refuse_stream();
         } else {
             stream.reply("fine\n");
         }
     });
     let gateway = gateway(&upstream);
     gateway.client().post("/a", "").expect(200);
-    let sent = |target: &str| upstream.heads().iter().filter(|head| head.uri.ends_with(target)).count();
+    let sent = |target: &str| upstream.request_heads().iter().filter(|head| head.uri.ends_with(target)).count();
     assert_eq!(sent("/a"), 2);
     gateway.client().post("/never", "").expect(502).problem();
     assert_eq!(sent("/never"), 2);
@@ -305,7 +309,7 @@ fn a_refused_stream_is_resent_once_for_every_method() {
 
 #[test]
 fn a_stream_reset_for_other_reasons_is_502_and_not_resent() {
-    let upstream = Streams::with(Setup::default(), |mut stream| async move {
+    let upstream = Http2Upstream::with_script(Options::default(), |mut stream| async move {
         if stream.head.uri.ends_with("/whole") {
             stream.reply("fine\n");
         } else {
@@ -315,29 +319,30 @@ fn a_stream_reset_for_other_reasons_is_502_and_not_resent() {
     let gateway = gateway(&upstream);
     gateway.get("/whole").expect(200);
     gateway.get("/a").expect(502).problem();
-    assert_eq!(upstream.heads().len(), 2);
+    assert_eq!(upstream.request_heads().len(), 2);
 }
 
 #[test]
 fn a_truncated_response_is_visible_to_the_client() {
     let arrived = Arc::new(tokio::sync::Notify::new());
-    let upstream = Streams::with(Setup::default(), {
+    let upstream = Http2Upstream::with_script(Options::default(), {
         let arrived = Arc::clone(&arrived);
         move |mut stream| {
             let arrived = Arc::clone(&arrived);
             async move {
-                let mut answer = stream.begin(Response::builder().header("content-length", "10").body(()).unwrap());
-                answer.send_data(Bytes::from_static(b"abc"), false).unwrap();
+                let mut response =
+                    stream.send_head(Response::builder().header("content-length", "10").body(()).unwrap());
+                response.send_data(Bytes::from_static(b"abc"), false).unwrap();
                 arrived.notified().await;
-                answer.send_reset(h2::Reason::INTERNAL_ERROR);
+                response.send_reset(h2::Reason::INTERNAL_ERROR);
             }
         }
     });
     let gateway = gateway(&upstream);
     let mut client = gateway.client();
     client.send(request("GET", "/a", &[], b""));
-    client.head().unwrap().expect(200);
-    assert_eq!(client.exactly(3), b"abc");
+    client.read_head().unwrap().expect(200);
+    assert_eq!(client.read_exactly(3), b"abc");
     arrived.notify_one();
     client.expect_closed();
 }
@@ -346,17 +351,17 @@ fn a_truncated_response_is_visible_to_the_client() {
 #[test]
 fn a_response_reset_with_no_error_before_its_end_is_aborted() {
     let arrived = Arc::new(tokio::sync::Notify::new());
-    let upstream = Streams::with(Setup::default(), {
+    let upstream = Http2Upstream::with_script(Options::default(), {
         let arrived = Arc::clone(&arrived);
         move |mut stream| {
             let arrived = Arc::clone(&arrived);
             async move {
-                let mut answer = stream.begin(Response::new(()));
+                let mut response = stream.send_head(Response::new(()));
                 if !stream.head.uri.ends_with("/empty") {
-                    answer.send_data(Bytes::from_static(b"abc"), false).unwrap();
+                    response.send_data(Bytes::from_static(b"abc"), false).unwrap();
                 }
                 arrived.notified().await;
-                answer.send_reset(h2::Reason::NO_ERROR);
+                response.send_reset(h2::Reason::NO_ERROR);
             }
         }
     });
@@ -364,61 +369,61 @@ fn a_response_reset_with_no_error_before_its_end_is_aborted() {
     for (target, upload) in [("/data", ""), ("/empty", ""), ("/data", "Content-Length: 100\r\n")] {
         let mut client = gateway.client();
         client.send(format!("POST {target} HTTP/1.1\r\nHost: {HOST}\r\n{upload}\r\n"));
-        assert_eq!(client.head().unwrap().expect(200).field("transfer-encoding"), Some("chunked"));
+        assert_eq!(client.read_head().unwrap().expect(200).field("transfer-encoding"), Some("chunked"));
         if target == "/data" {
-            assert_eq!(client.chunk().unwrap(), b"abc");
+            assert_eq!(client.read_chunk().unwrap(), b"abc");
         }
         arrived.notify_one();
         // Without the last chunk.
         client.expect_closed();
     }
-    let mut raw = Raw::connect(gateway.http);
-    raw.get(1, "/data").until(DATA);
+    let mut raw = RawHttp2::connect(gateway.http);
+    raw.get(1, "/data").read_until(DATA);
     arrived.notify_one();
-    assert_eq!(raw.until(RST_STREAM).code(), INTERNAL_ERROR);
+    assert_eq!(raw.read_until(RST_STREAM).code(), INTERNAL_ERROR);
 }
 
 #[test]
 fn a_response_unfinished_at_goaway_is_aborted() {
-    let upstream = Upstream::with(|talk| {
-        let mut raw = Raw::accepted(talk.stream().try_clone().unwrap());
-        raw.until(HEADERS);
+    let upstream = Upstream::with_script(|connection| {
+        let mut raw = RawHttp2::accept(connection.stream().try_clone().unwrap());
+        raw.read_until(HEADERS);
         raw.send(frame(HEADERS, END_HEADERS, 1, &[STATUS_200])).send(frame(DATA, 0, 1, b"abc"));
         let last_stream = 0_u32;
         raw.send(frame(GOAWAY, 0, 0, &[last_stream.to_be_bytes(), NO_ERROR.to_be_bytes()].concat()));
-        raw.rest();
+        raw.read_to_end();
     });
-    let gateway = Gateway::start(&pass_all(&upstream).replace("[[routes]]", "protocol = \"http2\"\n[[routes]]"));
+    let gateway = Gateway::start(&forward_all(&upstream).replace("[[routes]]", "protocol = \"http2\"\n[[routes]]"));
     let mut client = gateway.client();
     client.send(request("GET", "/a", &[], b""));
-    client.head().unwrap().expect(200);
-    let rest = client.rest();
+    client.read_head().unwrap().expect(200);
+    let rest = client.read_to_end();
     assert!(!rest.ends_with(b"0\r\n\r\n"), "{:?}", String::from_utf8_lossy(&rest));
 }
 
 #[test]
 fn a_reset_with_no_error_after_a_complete_response_is_harmless() {
-    let upstream = Upstream::with(|talk| {
-        let mut raw = Raw::accepted(talk.stream().try_clone().unwrap());
-        while let Some(request) = std::iter::from_fn(|| raw.next()).find(|frame| frame.kind == HEADERS) {
+    let upstream = Upstream::with_script(|connection| {
+        let mut raw = RawHttp2::accept(connection.stream().try_clone().unwrap());
+        while let Some(request) = std::iter::from_fn(|| raw.next_frame()).find(|frame| frame.kind == HEADERS) {
             let stream = request.stream;
             let end =
                 [frame(DATA, END_STREAM, stream, b"enough"), frame(RST_STREAM, 0, stream, &NO_ERROR.to_be_bytes())];
             raw.send([frame(HEADERS, END_HEADERS, stream, &[STATUS_200]), end.concat()].concat());
         }
     });
-    let gateway = Gateway::start(&pass_all(&upstream).replace("[[routes]]", "protocol = \"http2\"\n[[routes]]"));
+    let gateway = Gateway::start(&forward_all(&upstream).replace("[[routes]]", "protocol = \"http2\"\n[[routes]]"));
     for _ in 0..20 {
         let mut client = gateway.client();
         client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 100000\r\n\r\nabc"));
-        assert_eq!(client.answer().expect(200).text(), "enough");
+        assert_eq!(client.read_response().expect(200).text(), "enough");
     }
 }
 
 #[test]
 fn a_silent_stream_is_504_and_reset() {
     let (tell, told) = mpsc::channel();
-    let upstream = Streams::with(Setup::default(), move |mut stream| {
+    let upstream = Http2Upstream::with_script(Options::default(), move |mut stream| {
         let tell = tell.clone();
         async move {
             let reset = std::future::poll_fn(|cx| stream.respond.poll_reset(cx)).await;
@@ -432,9 +437,9 @@ fn a_silent_stream_is_504_and_reset() {
 
 #[test]
 fn a_server_without_http2_is_502_and_receives_no_request() {
-    let upstream = crate::support::upstream::Upstream::with(|talk| {
-        talk.send("HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n");
-        while !talk.closed() {}
+    let upstream = crate::support::upstream::Upstream::with_script(|connection| {
+        connection.send("HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n");
+        while !connection.wait_for_close() {}
     });
     let toml =
         format!("{}protocol = \"http2\"\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u"));
@@ -446,9 +451,9 @@ fn a_server_without_http2_is_502_and_receives_no_request() {
 #[test]
 fn a_connection_without_ping_acknowledgement_is_closed() {
     // It sends the initial frames of a server, and then nothing.
-    let quiet = crate::support::upstream::Upstream::with(|talk| {
-        talk.send([0, 0, 0, 4, 0, 0, 0, 0, 0]);
-        while !talk.closed() {}
+    let quiet = crate::support::upstream::Upstream::with_script(|connection| {
+        connection.send([0, 0, 0, 4, 0, 0, 0, 0, 0]);
+        while !connection.wait_for_close() {}
     });
     let toml = format!(
         "workers = 1\n{}protocol = \"http2\"\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n\
@@ -462,11 +467,11 @@ fn a_connection_without_ping_acknowledgement_is_closed() {
 
 #[test]
 fn an_idle_connection_is_closed() {
-    let upstream = Streams::replying(Setup::default());
+    let upstream = Http2Upstream::always_ok(Options::default());
     let gateway = Gateway::start(&format!("{}[timeouts]\nupstream_idle = \"100ms\"\n", toml(&upstream)));
     gateway.get("/a").expect(200);
     // They are looked through every five seconds.
-    eventually("the connection ends", || upstream.state.ended.load(Ordering::SeqCst) == 1);
+    eventually("the connection ends", || upstream.state.connections_ended.load(Ordering::SeqCst) == 1);
     gateway.get("/a").expect(200);
     assert_eq!(upstream.connections(), 2);
 }
@@ -474,38 +479,38 @@ fn an_idle_connection_is_closed() {
 #[test]
 fn the_forwarded_host_is_configurable() {
     for (host, authority) in [("server", None), ("api.internal:8443", Some("api.internal:8443"))] {
-        let upstream = Streams::replying(Setup::default());
+        let upstream = Http2Upstream::always_ok(Options::default());
         let toml = toml(&upstream).replace("protocol", &format!("host = \"{host}\"\nprotocol"));
         Gateway::start(&toml).get("/a").expect(200);
         let expected = authority.map_or_else(|| upstream.address.to_string(), str::to_owned);
-        assert_eq!(upstream.heads()[0].uri, format!("http://{expected}/a"));
-        assert_eq!(upstream.heads()[0].fields["x-forwarded-host"], HOST);
+        assert_eq!(upstream.request_heads()[0].uri, format!("http://{expected}/a"));
+        assert_eq!(upstream.request_heads()[0].fields["x-forwarded-host"], HOST);
     }
 }
 
 #[test]
 fn the_forwarded_host_is_configurable_over_http1() {
     for (host, said) in [("keep", Some(HOST)), ("server", None), ("api.internal", Some("api.internal"))] {
-        let upstream = crate::support::upstream::Upstream::replying(200);
+        let upstream = crate::support::upstream::Upstream::always(200);
         let toml =
             format!("{}host = \"{host}\"\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u"));
         Gateway::start(&toml).get("/a").expect(200);
         let expected = said.map_or_else(|| upstream.address.to_string(), str::to_owned);
-        assert_eq!(upstream.only().all("host"), [expected.as_str()]);
+        assert_eq!(upstream.only_request().values("host"), [expected.as_str()]);
     }
 }
 
 #[test]
 fn a_slow_reader_does_not_block_other_streams() {
-    let upstream = Streams::with(Setup::default(), |mut stream| async move {
+    let upstream = Http2Upstream::with_script(Options::default(), |mut stream| async move {
         if stream.head.uri.ends_with("/quick") {
             return stream.reply("fine\n");
         }
-        let mut answer = stream.begin(Response::new(()));
+        let mut response = stream.send_head(Response::new(()));
         loop {
-            answer.reserve_capacity(16_000);
-            let Some(Ok(room)) = std::future::poll_fn(|cx| answer.poll_capacity(cx)).await else { return };
-            if answer.send_data(Bytes::from(vec![b'x'; room]), false).is_err() {
+            response.reserve_capacity(16_000);
+            let Some(Ok(room)) = std::future::poll_fn(|cx| response.poll_capacity(cx)).await else { return };
+            if response.send_data(Bytes::from(vec![b'x'; room]), false).is_err() {
                 return;
             }
         }
@@ -515,7 +520,7 @@ fn a_slow_reader_does_not_block_other_streams() {
         .map(|_| {
             let mut client = gateway.client();
             client.send(request("GET", "/endless", &[], b""));
-            client.head().unwrap().expect(200);
+            client.read_head().unwrap().expect(200);
             client
         })
         .collect();
@@ -528,7 +533,7 @@ fn a_slow_reader_does_not_block_other_streams() {
 
 #[test]
 fn an_unreachable_server_is_502_for_all_waiting_requests() {
-    let refusing = crate::support::upstream::Upstream::refusing();
+    let refusing = crate::support::upstream::Upstream::refusing_connections();
     let toml = format!(
         "workers = 1\n{}protocol = \"http2\"\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",
         refusing.toml("u")

@@ -7,22 +7,22 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::support::gateway::Gateway;
-use crate::support::http2_client::{END_HEADERS, END_STREAM, HEADERS, Raw, STATUS_200, frame, settings};
+use crate::support::http2_client::{END_HEADERS, END_STREAM, HEADERS, RawHttp2, STATUS_200, frame, settings};
 use crate::support::upstream::Upstream;
-use crate::support::{eventually, pass_all};
+use crate::support::{eventually, forward_all};
 
 const MAX_CONCURRENT_STREAMS: u16 = 3;
 
 const CONNECT: Duration = Duration::from_secs(2);
 
 fn gateway(upstream: &Upstream) -> Gateway {
-    let toml = pass_all(upstream).replace("[[routes]]", "protocol = \"http2\"\n[[routes]]");
+    let toml = forward_all(upstream).replace("[[routes]]", "protocol = \"http2\"\n[[routes]]");
     Gateway::start(&format!("workers = 1\n{toml}[timeouts]\nconnect = \"2s\"\nresponse_head = \"10s\"\n"))
 }
 
 /// Reads up to the next request, and returns its stream; `None` when the gateway has closed the connection.
-fn next_request(raw: &mut Raw) -> Option<u32> {
-    std::iter::from_fn(|| raw.next()).find(|frame| frame.kind == HEADERS).map(|frame| frame.stream)
+fn next_request(raw: &mut RawHttp2) -> Option<u32> {
+    std::iter::from_fn(|| raw.next_frame()).find(|frame| frame.kind == HEADERS).map(|frame| frame.stream)
 }
 
 fn ok(stream: u32) -> Vec<u8> {
@@ -30,7 +30,7 @@ fn ok(stream: u32) -> Vec<u8> {
 }
 
 /// Answers every request on a connection with 200.
-fn serve(raw: &mut Raw) {
+fn serve(raw: &mut RawHttp2) {
     while let Some(stream) = next_request(raw) {
         raw.send(ok(stream));
     }
@@ -38,9 +38,9 @@ fn serve(raw: &mut Raw) {
 
 #[test]
 fn a_full_connection_is_supplemented_by_one_other() {
-    let upstream = Upstream::with(|talk| {
-        let mut raw = Raw::accepted(talk.stream().try_clone().unwrap());
-        if talk.number == 0 {
+    let upstream = Upstream::with_script(|connection| {
+        let mut raw = RawHttp2::accept(connection.stream().try_clone().unwrap());
+        if connection.number == 0 {
             let stream = next_request(&mut raw).unwrap();
             raw.send([settings(&[(MAX_CONCURRENT_STREAMS, 0)]), ok(stream)].concat());
         }
@@ -55,8 +55,8 @@ fn a_full_connection_is_supplemented_by_one_other() {
 
 #[test]
 fn a_server_that_allows_no_streams_is_504_on_a_bounded_number_of_connections() {
-    let upstream = Upstream::with(|talk| {
-        let mut raw = Raw::accepted_with(talk.stream().try_clone().unwrap(), &[(MAX_CONCURRENT_STREAMS, 0)]);
+    let upstream = Upstream::with_script(|connection| {
+        let mut raw = RawHttp2::accept_with(connection.stream().try_clone().unwrap(), &[(MAX_CONCURRENT_STREAMS, 0)]);
         assert_eq!(next_request(&mut raw), None, "a request came");
     });
     let gateway = gateway(&upstream);
@@ -73,9 +73,10 @@ fn a_server_that_allows_no_streams_is_504_on_a_bounded_number_of_connections() {
 
 #[test]
 fn a_server_that_allows_no_streams_at_first_is_used_when_it_does() {
-    let upstream = Upstream::with(|talk| {
-        let allows = u32::from(talk.number > 0);
-        let mut raw = Raw::accepted_with(talk.stream().try_clone().unwrap(), &[(MAX_CONCURRENT_STREAMS, allows)]);
+    let upstream = Upstream::with_script(|connection| {
+        let allows = u32::from(connection.number > 0);
+        let mut raw =
+            RawHttp2::accept_with(connection.stream().try_clone().unwrap(), &[(MAX_CONCURRENT_STREAMS, allows)]);
         serve(&mut raw);
     });
     let gateway = gateway(&upstream);
@@ -89,17 +90,18 @@ fn a_server_that_allows_no_streams_at_first_is_used_when_it_does() {
 #[test]
 fn requests_wait_for_a_connection_to_allow_streams() {
     let allowed = Arc::new(AtomicBool::new(false));
-    let upstream = Upstream::with({
+    let upstream = Upstream::with_script({
         let allowed = Arc::clone(&allowed);
-        move |talk| {
-            let mut raw = Raw::accepted_with(talk.stream().try_clone().unwrap(), &[(MAX_CONCURRENT_STREAMS, 0)]);
+        move |connection| {
+            let mut raw =
+                RawHttp2::accept_with(connection.stream().try_clone().unwrap(), &[(MAX_CONCURRENT_STREAMS, 0)]);
             eventually("the test allows it", || allowed.load(Ordering::SeqCst));
             raw.send(settings(&[(MAX_CONCURRENT_STREAMS, 100)]));
             serve(&mut raw);
         }
     });
     // Connecting takes as long as the test wants.
-    let toml = pass_all(&upstream).replace("[[routes]]", "protocol = \"http2\"\n[[routes]]");
+    let toml = forward_all(&upstream).replace("[[routes]]", "protocol = \"http2\"\n[[routes]]");
     let gateway = Gateway::start(&format!("workers = 1\n{toml}[timeouts]\nconnect = \"30s\"\n"));
     thread::scope(|scope| {
         for _ in 0..5 {
@@ -115,12 +117,13 @@ fn requests_wait_for_a_connection_to_allow_streams() {
 fn a_connection_with_free_streams_is_preferred_to_a_full_one() {
     let (tell, told): (Sender<usize>, _) = mpsc::channel();
     let tell = Arc::new(Mutex::new(tell));
-    let upstream = Upstream::with(move |talk| {
-        let limit = if talk.number == 0 { 1 } else { 100 };
-        let mut raw = Raw::accepted_with(talk.stream().try_clone().unwrap(), &[(MAX_CONCURRENT_STREAMS, limit)]);
+    let upstream = Upstream::with_script(move |connection| {
+        let limit = if connection.number == 0 { 1 } else { 100 };
+        let mut raw =
+            RawHttp2::accept_with(connection.stream().try_clone().unwrap(), &[(MAX_CONCURRENT_STREAMS, limit)]);
         // The first request is never answered.
         if next_request(&mut raw).is_some() {
-            tell.lock().unwrap().send(talk.number).unwrap();
+            tell.lock().unwrap().send(connection.number).unwrap();
         }
         serve(&mut raw);
     });

@@ -4,12 +4,12 @@ use std::net::Shutdown;
 use std::sync::mpsc;
 use std::time::Duration;
 
-use crate::support::client::{Answer, Client, HOST, request};
+use crate::support::client::{Client, HOST, HttpResponse, request};
 use crate::support::gateway::Gateway;
-use crate::support::http2_upstream::{Setup, Streams};
+use crate::support::http2_upstream::{Http2Upstream, Options};
 use crate::support::process::Process;
-use crate::support::upstream::{Talk, Upstream};
-use crate::support::{eventually, pass_all, within};
+use crate::support::upstream::{Connection, Upstream};
+use crate::support::{eventually, forward_all, within};
 
 const HANDSHAKE: [(&str, &str); 4] = [
     ("Connection", "keep-alive, Upgrade"),
@@ -22,29 +22,29 @@ const SWITCH: &str = "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\
                       Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n";
 
 /// Responds with 101, and then does what the script says.
-fn switching(script: impl Fn(&mut Talk) + Send + Sync + 'static) -> Upstream {
-    Upstream::with(move |talk| {
-        if let Some(head) = talk.head() {
+fn switching(script: impl Fn(&mut Connection) + Send + Sync + 'static) -> Upstream {
+    Upstream::with_script(move |connection| {
+        if let Some(head) = connection.read_head() {
             if head.field("upgrade").is_none() {
-                talk.reply(200, &[], b"plain\n");
+                connection.reply(200, &[], b"plain\n");
                 return;
             }
-            talk.send(SWITCH);
-            script(talk);
+            connection.send(SWITCH);
+            script(connection);
         }
     })
 }
 
 /// Sends everything back, until the other side says no more.
-fn echo(talk: &mut Talk) {
-    while let Some(byte) = talk.exactly(1) {
-        talk.send(byte);
+fn echo(connection: &mut Connection) {
+    while let Some(byte) = connection.read_exactly(1) {
+        connection.send(byte);
     }
 }
 
-fn ask(client: &mut Client) -> Answer {
+fn ask(client: &mut Client) -> HttpResponse {
     client.send(request("GET", "/chat", &HANDSHAKE, b""));
-    client.head().unwrap()
+    client.read_head().unwrap()
 }
 
 fn opened(gateway: &Gateway) -> Client {
@@ -56,32 +56,32 @@ fn opened(gateway: &Gateway) -> Client {
 #[test]
 fn idle_connections_are_closed_for_a_tunnel() {
     let upstream = switching(echo);
-    let upstreams = pass_all(&upstream).replacen("[[routes]]", "max_connections = 1\n[[routes]]", 1);
+    let upstreams = forward_all(&upstream).replacen("[[routes]]", "max_connections = 1\n[[routes]]", 1);
     // In less time than it takes until idle connections are looked through.
     let gateway = Gateway::start(&format!("workers = 1\n{upstreams}\n[timeouts]\nconnect = \"1s\"\n"));
     gateway.get("/plain").expect(200);
     let mut client = opened(&gateway);
     client.send("hello");
-    assert_eq!(client.exactly(5), b"hello");
+    assert_eq!(client.read_exactly(5), b"hello");
     assert_eq!(upstream.connections(), 2);
 }
 
 #[test]
 fn a_handshake_and_the_bytes_after_it_are_forwarded() {
     let upstream = switching(echo);
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let gateway = Gateway::start(&forward_all(&upstream));
     let mut client = gateway.client();
-    let answer = ask(&mut client).expect(101);
-    assert_eq!((answer.field("upgrade"), answer.field("connection")), (Some("websocket"), Some("upgrade")));
-    assert_eq!(answer.field("sec-websocket-accept"), Some("s3pPLMBiTxaQ9kYGzzhZRbK+xOo="));
+    let response = ask(&mut client).expect(101);
+    assert_eq!((response.field("upgrade"), response.field("connection")), (Some("websocket"), Some("upgrade")));
+    assert_eq!(response.field("sec-websocket-accept"), Some("s3pPLMBiTxaQ9kYGzzhZRbK+xOo="));
     // The tunnel interprets nothing, not even bytes that look like HTTP.
     for said in ["hello", "HTTP/1.1 400 Bad Request\r\n\r\n", "GET /other HTTP/1.1\r\nHost: a\r\n\r\n", "\r\n"] {
         client.send(said);
-        assert_eq!(client.exactly(said.len()), said.as_bytes());
+        assert_eq!(client.read_exactly(said.len()), said.as_bytes());
     }
-    let head = upstream.only();
+    let head = upstream.only_request();
     assert_eq!((head.target.as_str(), head.field("host")), ("/chat", Some(HOST)));
-    assert_eq!((head.all("upgrade"), head.all("connection")), (vec!["websocket"], vec!["upgrade"]));
+    assert_eq!((head.values("upgrade"), head.values("connection")), (vec!["websocket"], vec!["upgrade"]));
     assert_eq!(head.field("sec-websocket-key"), Some("dGhlIHNhbXBsZSBub25jZQ=="));
 }
 
@@ -90,33 +90,36 @@ fn bytes_before_the_101_wait_for_it() {
     let (tell, told) = mpsc::channel();
     let (go, gone) = mpsc::channel::<()>();
     let gone = std::sync::Mutex::new(gone);
-    let upstream = Upstream::with(move |talk| {
-        talk.head();
-        talk.stream().set_read_timeout(Some(Duration::from_millis(200))).unwrap();
+    let upstream = Upstream::with_script(move |connection| {
+        connection.read_head();
+        connection.stream().set_read_timeout(Some(Duration::from_millis(200))).unwrap();
         // Time passes, and nothing comes.
-        tell.send(talk.exactly(1).is_none()).unwrap();
-        talk.stream().set_read_timeout(None).unwrap();
+        tell.send(connection.read_exactly(1).is_none()).unwrap();
+        connection.stream().set_read_timeout(None).unwrap();
         gone.lock().unwrap().recv().unwrap();
-        talk.send(format!("{SWITCH}welcome"));
-        echo(talk);
+        connection.send(format!("{SWITCH}welcome"));
+        echo(connection);
     });
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let gateway = Gateway::start(&forward_all(&upstream));
     let mut client = gateway.client();
     client.send([request("GET", "/chat", &HANDSHAKE, b""), b"early".to_vec()].concat());
     assert_eq!(told.recv(), Ok(true));
     go.send(()).unwrap();
-    client.head().unwrap().expect(101);
-    assert_eq!(client.exactly(12), b"welcomeearly");
+    client.read_head().unwrap().expect(101);
+    assert_eq!(client.read_exactly(12), b"welcomeearly");
 }
 
 #[test]
 fn a_response_other_than_101_is_ordinary() {
-    let upstream = Upstream::with(|talk| while talk.request().is_some() && talk.reply(426, &[], b"no\n") {});
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let upstream =
+        Upstream::with_script(
+            |connection| while connection.read_request().is_some() && connection.reply(426, &[], b"no\n") {},
+        );
+    let gateway = Gateway::start(&forward_all(&upstream));
     let mut client = gateway.client();
-    let mut answer = ask(&mut client).expect(426);
-    client.body_of(&mut answer, "GET");
-    assert_eq!(answer.text(), "no\n");
+    let mut response = ask(&mut client).expect(426);
+    client.read_body(&mut response, "GET");
+    assert_eq!(response.text(), "no\n");
     // The connection continues, and later bytes on it are requests.
     client.get("/next").expect(426);
     assert_eq!(upstream.received()[1].field("upgrade"), None);
@@ -124,7 +127,7 @@ fn a_response_other_than_101_is_ordinary() {
 
 #[test]
 fn a_101_to_another_protocol_is_502() {
-    for answer in [
+    for response in [
         "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
         "HTTP/1.1 101 Switching Protocols\r\n\r\n",
         // The switch is the right one, but `Sec-WebSocket-Accept` is missing, wrong, or there twice.
@@ -134,20 +137,20 @@ fn a_101_to_another_protocol_is_502() {
         "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
          Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\nSec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n",
     ] {
-        let upstream = Upstream::with(move |talk| {
-            talk.head();
-            talk.send(answer);
-            talk.closed();
+        let upstream = Upstream::with_script(move |connection| {
+            connection.read_head();
+            connection.send(response);
+            connection.wait_for_close();
         });
-        let gateway = Gateway::start(&pass_all(&upstream));
+        let gateway = Gateway::start(&forward_all(&upstream));
         ask(&mut gateway.client()).expect(502);
     }
 }
 
 #[test]
 fn other_upgrade_protocols_are_removed_and_the_request_forwarded() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&forward_all(&upstream));
     let mut client = gateway.client();
     for fields in [
         &[("Connection", "Upgrade, HTTP2-Settings"), ("Upgrade", "h2c"), ("HTTP2-Settings", "AAMAAABk")][..],
@@ -158,32 +161,32 @@ fn other_upgrade_protocols_are_removed_and_the_request_forwarded() {
     ] {
         client.get_with("/a", fields).expect(200);
     }
-    client.ask("POST", "/a", &HANDSHAKE, b"").expect(200);
-    client.ask("POST", "/a", &[("Connection", "Upgrade"), ("Upgrade", "h2c")], b"body").expect(200);
+    client.request("POST", "/a", &HANDSHAKE, b"").expect(200);
+    client.request("POST", "/a", &[("Connection", "Upgrade"), ("Upgrade", "h2c")], b"body").expect(200);
     assert!(upstream.received().iter().all(|received| received.field("upgrade").is_none()));
 }
 
 #[test]
 fn a_handshake_with_a_body_is_refused() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&forward_all(&upstream));
     let mut client = gateway.client();
-    client.ask("GET", "/a", &HANDSHAKE, b"body").expect(400).problem();
+    client.request("GET", "/a", &HANDSHAKE, b"body").expect(400).problem();
     client.expect_closed();
     assert!(upstream.received().is_empty());
 }
 
 #[test]
 fn a_route_can_disable_websockets() {
-    let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&format!("{}websocket = false\n", pass_all(&upstream)));
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&format!("{}websocket = false\n", forward_all(&upstream)));
     ask(&mut gateway.client()).expect(200);
-    assert_eq!(upstream.only().field("upgrade"), None);
+    assert_eq!(upstream.only_request().field("upgrade"), None);
 }
 
 #[test]
 fn an_http2_upstream_receives_an_ordinary_request() {
-    let upstream = Streams::replying(Setup::default());
+    let upstream = Http2Upstream::always_ok(Options::default());
     let toml = format!("{}[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u"));
     ask(&mut Gateway::start(&toml).client()).expect(200);
 }
@@ -192,18 +195,18 @@ fn an_http2_upstream_receives_an_ordinary_request() {
 fn a_websocket_counts_as_one_request() {
     let upstream = switching(echo);
     let rule = "[rules.r]\nkey = \"ip\"\nwindows = [\"2/minute\"]\n";
-    let toml = pass_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
+    let toml = forward_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
     let gateway = Gateway::start(&toml);
     let mut client = gateway.client();
-    let answer = ask(&mut client).expect(101);
-    assert_eq!(answer.field("ratelimit"), Some("\"r\";r=1;t=60"));
+    let response = ask(&mut client).expect(101);
+    assert_eq!(response.field("ratelimit"), Some("\"r\";r=1;t=60"));
     for _ in 0..10 {
         client.send("many messages");
-        assert_eq!(client.exactly(13), b"many messages");
+        assert_eq!(client.read_exactly(13), b"many messages");
     }
     let mut other = opened(&gateway);
     other.send("x");
-    assert_eq!(other.exactly(1), b"x");
+    assert_eq!(other.read_exactly(1), b"x");
     ask(&mut gateway.client()).expect(429);
     assert_eq!(upstream.connections(), 2);
 }
@@ -211,41 +214,41 @@ fn a_websocket_counts_as_one_request() {
 #[test]
 fn large_amounts_are_forwarded_both_ways_at_once() {
     const LENGTH: usize = 64 * 1024 * 1024;
-    let upstream = switching(|talk| {
-        let mut stream = talk.stream().try_clone().unwrap();
+    let upstream = switching(|connection| {
+        let mut stream = connection.stream().try_clone().unwrap();
         let sender = std::thread::spawn(move || std::io::Write::write_all(&mut stream, &vec![b'd'; LENGTH]));
-        let received = talk.exactly(LENGTH).unwrap();
+        let received = connection.read_exactly(LENGTH).unwrap();
         assert!(received.iter().all(|byte| *byte == b'u'));
         sender.join().unwrap().unwrap();
     });
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let gateway = Gateway::start(&forward_all(&upstream));
     let mut client = opened(&gateway);
     let mut stream = client.stream.try_clone().unwrap();
     let sender = std::thread::spawn(move || std::io::Write::write_all(&mut stream, &vec![b'u'; LENGTH]));
-    assert!(client.exactly(LENGTH).iter().all(|byte| *byte == b'd'));
+    assert!(client.read_exactly(LENGTH).iter().all(|byte| *byte == b'd'));
     sender.join().unwrap().unwrap();
 }
 
 #[test]
 fn half_closed_tunnels_are_supported() {
-    let upstream = switching(|talk| {
-        echo(talk);
-        talk.send("goodbye");
+    let upstream = switching(|connection| {
+        echo(connection);
+        connection.send("goodbye");
     });
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let gateway = Gateway::start(&forward_all(&upstream));
     let mut client = opened(&gateway);
-    client.send("hello").finish();
-    assert_eq!(client.rest(), b"hellogoodbye");
+    client.send("hello").shutdown_write();
+    assert_eq!(client.read_to_end(), b"hellogoodbye");
 
     let (tell, told) = mpsc::channel();
-    let upstream = switching(move |talk| {
-        talk.send("goodbye");
-        talk.stream().shutdown(Shutdown::Write).unwrap();
-        tell.send(talk.exactly(5)).unwrap();
+    let upstream = switching(move |connection| {
+        connection.send("goodbye");
+        connection.stream().shutdown(Shutdown::Write).unwrap();
+        tell.send(connection.read_exactly(5)).unwrap();
     });
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let gateway = Gateway::start(&forward_all(&upstream));
     let mut client = opened(&gateway);
-    assert_eq!(client.rest(), b"goodbye");
+    assert_eq!(client.read_to_end(), b"goodbye");
     client.send("hello");
     assert_eq!(told.recv().unwrap().unwrap(), b"hello");
 }
@@ -253,19 +256,19 @@ fn half_closed_tunnels_are_supported() {
 #[test]
 fn a_reset_on_one_side_resets_the_other() {
     let (tell, told) = mpsc::channel();
-    let upstream = switching(move |talk| {
-        tell.send(talk.closed()).unwrap();
+    let upstream = switching(move |connection| {
+        tell.send(connection.wait_for_close()).unwrap();
     });
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let gateway = Gateway::start(&forward_all(&upstream));
     let client = opened(&gateway);
     socket2::SockRef::from(&client.stream).set_linger(Some(Duration::ZERO)).unwrap();
     drop(client);
     assert_eq!(told.recv(), Ok(true));
 
-    let upstream = switching(|talk| {
-        socket2::SockRef::from(&*talk.stream()).set_linger(Some(Duration::ZERO)).unwrap();
+    let upstream = switching(|connection| {
+        socket2::SockRef::from(&*connection.stream()).set_linger(Some(Duration::ZERO)).unwrap();
     });
-    let gateway = Gateway::start(&pass_all(&upstream));
+    let gateway = Gateway::start(&forward_all(&upstream));
     opened(&gateway).expect_closed();
     eventually("nobody is connected", || gateway.metrics().sum("transom_connections", &[]) == 0);
 }
@@ -274,13 +277,13 @@ fn a_reset_on_one_side_resets_the_other() {
 fn an_idle_tunnel_is_closed_and_an_active_one_is_not() {
     let upstream = switching(echo);
     let limits = "[timeouts]\ntunnel = \"400ms\"\nbody = \"100ms\"\nrequest_head = \"100ms\"\n";
-    let gateway = Gateway::start(&format!("{}{limits}", pass_all(&upstream)));
+    let gateway = Gateway::start(&format!("{}{limits}", forward_all(&upstream)));
     let mut client = opened(&gateway);
     for _ in 0..6 {
         // The elapsed time is the subject of the test.
         std::thread::sleep(Duration::from_millis(100));
         client.send("x");
-        assert_eq!(client.exactly(1), b"x");
+        assert_eq!(client.read_exactly(1), b"x");
     }
     within(Duration::from_millis(400), || client.expect_closed());
 }
@@ -304,7 +307,7 @@ fn undelivered_bytes_wait_for_the_idle_timeout_at_most() {
         });
         // Let go of before the upstream is waited for, also if the test fails.
         let go = go;
-        let gateway = Gateway::start(&format!("{}{limits}", pass_all(&upstream)));
+        let gateway = Gateway::start(&format!("{}{limits}", forward_all(&upstream)));
         let client = opened(&gateway);
         fill(&client.stream);
         if is_reset {
@@ -315,13 +318,13 @@ fn undelivered_bytes_wait_for_the_idle_timeout_at_most() {
         drop(go);
 
         // The upstream goes away, and the client takes nothing.
-        let upstream = switching(move |talk| {
-            fill(talk.stream());
+        let upstream = switching(move |connection| {
+            fill(connection.stream());
             if is_reset {
-                socket2::SockRef::from(&*talk.stream()).set_linger(Some(Duration::ZERO)).unwrap();
+                socket2::SockRef::from(&*connection.stream()).set_linger(Some(Duration::ZERO)).unwrap();
             }
         });
-        let gateway = Gateway::start(&format!("{}{limits}", pass_all(&upstream)));
+        let gateway = Gateway::start(&format!("{}{limits}", forward_all(&upstream)));
         let _client = opened(&gateway);
         eventually("it is over", || gateway.metrics().sum("transom_tunnels", &[]) == 0);
     }
@@ -329,18 +332,18 @@ fn undelivered_bytes_wait_for_the_idle_timeout_at_most() {
 
 #[test]
 fn a_tunnel_is_logged_at_its_end() {
-    let upstream = switching(|talk| {
-        talk.exactly(5);
-        talk.send("goodbye");
+    let upstream = switching(|connection| {
+        connection.read_exactly(5);
+        connection.send("goodbye");
     });
     let scratch = crate::support::Scratch::new();
     let log = scratch.path().join("access.log");
-    let gateway = Gateway::start(&format!("[access_log]\nfile = \"{}\"\n{}", log.display(), pass_all(&upstream)));
+    let gateway = Gateway::start(&format!("[access_log]\nfile = \"{}\"\n{}", log.display(), forward_all(&upstream)));
     let mut client = opened(&gateway);
     assert_eq!(gateway.metrics().sum("transom_connections", &[]), 1);
     assert_eq!(gateway.metrics().sum("transom_tunnels", &[]), 1);
-    client.send("hello").finish();
-    assert_eq!(client.rest(), b"goodbye");
+    client.send("hello").shutdown_write();
+    assert_eq!(client.read_to_end(), b"goodbye");
     let mut line = String::new();
     eventually("a line is written", || {
         line = std::fs::read_to_string(&log).unwrap();
@@ -356,16 +359,16 @@ fn a_tunnel_is_logged_at_its_end() {
 
 #[test]
 fn a_tunnel_has_its_own_upstream_connection() {
-    let upstream = Upstream::with(|talk| {
-        while let Some(head) = talk.head() {
+    let upstream = Upstream::with_script(|connection| {
+        while let Some(head) = connection.read_head() {
             if head.field("upgrade").is_some() {
-                talk.send(SWITCH);
-                return echo(talk);
+                connection.send(SWITCH);
+                return echo(connection);
             }
-            talk.reply(200, &[], b"plain\n");
+            connection.reply(200, &[], b"plain\n");
         }
     });
-    let gateway = Gateway::start(&format!("workers = 1\n{}", pass_all(&upstream)));
+    let gateway = Gateway::start(&format!("workers = 1\n{}", forward_all(&upstream)));
     gateway.get("/a").expect(200);
     let client = opened(&gateway);
     gateway.get("/b").expect(200);
@@ -378,7 +381,7 @@ fn a_tunnel_has_its_own_upstream_connection() {
 #[test]
 fn a_drain_closes_tunnels_at_its_deadline() {
     let upstream = switching(echo);
-    let mut process = Process::spawn(&format!("{}[timeouts]\ndrain = \"300ms\"\n", pass_all(&upstream)));
+    let mut process = Process::spawn(&format!("{}[timeouts]\ndrain = \"300ms\"\n", forward_all(&upstream)));
     let mut client = process.client();
     ask(&mut client).expect(101);
     process.signal("TERM");

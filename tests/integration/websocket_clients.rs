@@ -1,61 +1,61 @@
 //! WebSocket through the gateway, with Python's `websockets` on both sides: messages of every size, fragments, pings, close
 //! codes and abrupt ends. The checks are in tests/external/websocket_client.py.
 
-use crate::support::external_scripts::{self, Script};
-use crate::support::test_ca::Authority;
-use crate::support::tls_gateway::{Edge, all_to};
+use crate::support::external_scripts::{self, ScriptServer};
+use crate::support::test_ca::TestCa;
+use crate::support::tls_gateway::{TlsGateway, limited_route_to};
 
-fn upstream(server: &Script) -> String {
+fn upstream(server: &ScriptServer) -> String {
     format!("[upstreams.u]\nservers = [\"http://{}\"]\n", server.address)
 }
 
 /// A failure here is not caused by the gateway.
 #[test]
 fn the_client_script_passes_without_a_gateway() {
-    let theirs = Authority::new();
-    let server = Script::start("websocket_server.py", &theirs.tls_arguments());
+    let theirs = TestCa::new();
+    let server = ScriptServer::start("websocket_server.py", &theirs.tls_arguments());
     let ca = theirs.ca.display().to_string();
-    external_scripts::check("websocket_client.py", &[server.address.to_string(), "--ca".to_owned(), ca]);
+    external_scripts::run_checks("websocket_client.py", &[server.address.to_string(), "--ca".to_owned(), ca]);
 }
 
 #[test]
 fn all_checks_pass_over_plain_http() {
-    let server = Script::start("websocket_server.py", &[""; 0]);
-    let edge = Edge::start(&all_to(&upstream(&server), false));
-    let [clear, _] = edge.ways();
-    external_scripts::check("websocket_client.py", &clear);
+    let server = ScriptServer::start("websocket_server.py", &[""; 0]);
+    let tls_gateway = TlsGateway::start(&limited_route_to(&upstream(&server), false));
+    let [clear, _] = tls_gateway.client_arguments();
+    external_scripts::run_checks("websocket_client.py", &clear);
 }
 
 #[test]
 fn all_checks_pass_over_tls() {
-    let server = Script::start("websocket_server.py", &[""; 0]);
-    let edge = Edge::start(&all_to(&upstream(&server), false));
-    let [_, tls] = edge.ways();
-    external_scripts::check("websocket_client.py", &tls);
+    let server = ScriptServer::start("websocket_server.py", &[""; 0]);
+    let tls_gateway = TlsGateway::start(&limited_route_to(&upstream(&server), false));
+    let [_, tls] = tls_gateway.client_arguments();
+    external_scripts::run_checks("websocket_client.py", &tls);
 }
 
 #[test]
 fn all_checks_pass_to_a_tls_upstream() {
-    let theirs = Authority::new();
-    let server = Script::start("websocket_server.py", &theirs.tls_arguments());
+    let theirs = TestCa::new();
+    let server = ScriptServer::start("websocket_server.py", &theirs.tls_arguments());
     let upstream =
         format!("[upstreams.u]\nservers = [\"https://{}\"]\n[upstreams.u.tls]\nca = {:?}\n", server.address, theirs.ca);
-    let edge = Edge::start(&all_to(&upstream, false));
-    let [_, tls] = edge.ways();
-    external_scripts::check("websocket_client.py", &tls);
+    let tls_gateway = TlsGateway::start(&limited_route_to(&upstream, false));
+    let [_, tls] = tls_gateway.client_arguments();
+    external_scripts::run_checks("websocket_client.py", &tls);
 }
 
 #[test]
 fn a_handshake_is_counted() {
-    let server = Script::start("websocket_server.py", &[""; 0]);
-    let edge = Edge::start(&all_to(&upstream(&server), true));
-    let [clear, tls] = edge.ways();
+    let server = ScriptServer::start("websocket_server.py", &[""; 0]);
+    let tls_gateway = TlsGateway::start(&limited_route_to(&upstream(&server), true));
+    let [clear, tls] = tls_gateway.client_arguments();
     // One handshake, which uses up the limit; all that is said on it costs nothing more.
-    external_scripts::check(
+    external_scripts::run_checks(
         "websocket_client.py",
         &[clear.as_slice(), &["--only".to_owned(), "many_at_once".to_owned()]].concat(),
     );
     for way in [clear, tls] {
-        external_scripts::check("websocket_client.py", &[way.as_slice(), &["--refused".to_owned()]].concat());
+        external_scripts::run_checks("websocket_client.py", &[way.as_slice(), &["--refused".to_owned()]].concat());
     }
 }

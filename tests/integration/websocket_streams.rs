@@ -8,19 +8,20 @@ use std::thread;
 use std::time::Duration;
 
 use crate::support::client::{Client, request};
-use crate::support::external_scripts::{self, Script};
+use crate::support::external_scripts::{self, ScriptServer};
 use crate::support::gateway::Gateway;
 use crate::support::http2_client::{
-    CANCEL, Calm, DATA, END_STREAM, GOAWAY, HEADERS, PING, RST_STREAM, Raw, STATUS_200, WINDOW_UPDATE, frame,
+    CANCEL, DATA, END_STREAM, GOAWAY, HEADERS, Http2Client, PING, RST_STREAM, RawHttp2, STATUS_200, WINDOW_UPDATE,
+    frame,
 };
-use crate::support::http2_upstream::{Setup, Streams};
+use crate::support::http2_upstream::{Http2Upstream, Options};
 use crate::support::process::Process;
-use crate::support::test_ca::Authority;
-use crate::support::tls_gateway::{Edge, all_to};
-use crate::support::upstream::{Talk, Upstream};
-use crate::support::{Scratch, eventually, pass_all, pass_to, within};
+use crate::support::test_ca::TestCa;
+use crate::support::tls_gateway::{TlsGateway, limited_route_to};
+use crate::support::upstream::{Connection, Upstream};
+use crate::support::{Scratch, eventually, forward_all, forward_to, within};
 
-fn upstream(server: &Script) -> String {
+fn upstream(server: &ScriptServer) -> String {
     format!("[upstreams.u]\nservers = [\"http://{}\"]\n", server.address)
 }
 
@@ -36,40 +37,40 @@ fn switch(key: &str) -> String {
 }
 
 /// Responds with 101, and then does what the script says.
-fn switching(script: impl Fn(&mut Talk) + Send + Sync + 'static) -> Upstream {
-    Upstream::with(move |talk| {
-        let Some(head) = talk.head() else { return };
+fn switching(script: impl Fn(&mut Connection) + Send + Sync + 'static) -> Upstream {
+    Upstream::with_script(move |connection| {
+        let Some(head) = connection.read_head() else { return };
         let Some(key) = head.field("sec-websocket-key") else {
-            talk.reply(200, &[], b"plain\n");
+            connection.reply(200, &[], b"plain\n");
             return;
         };
-        talk.send(switch(key));
-        script(talk);
+        connection.send(switch(key));
+        script(connection);
     })
 }
 
 /// Sends everything back, until the other side says no more.
-fn echo(talk: &mut Talk) {
-    while let Some(byte) = talk.exactly(1) {
-        talk.send(byte);
+fn echo(connection: &mut Connection) {
+    while let Some(byte) = connection.read_exactly(1) {
+        connection.send(byte);
     }
 }
 
 /// A stream that has become a tunnel.
-fn opened(gateway: &Gateway) -> Raw {
-    let mut client = Raw::connect(gateway.http);
-    assert_eq!(client.open(1, "/chat").status(1), STATUS_200);
+fn opened(gateway: &Gateway) -> RawHttp2 {
+    let mut client = RawHttp2::connect(gateway.http);
+    assert_eq!(client.open_websocket(1, "/chat").read_status(1), STATUS_200);
     client
 }
 
 /// A tunnel whose upstream reads nothing, with full buffers.
-fn filled(gateway: &Gateway) -> Raw {
-    let mut client = Raw::connect(gateway.http);
-    client.open(1, "/chat");
+fn filled(gateway: &Gateway) -> RawHttp2 {
+    let mut client = RawHttp2::connect(gateway.http);
+    client.open_websocket(1, "/chat");
     // Of the connection, and of the stream.
     let mut windows = [65_535; 2];
-    let next = |client: &mut Raw, windows: &mut [u32; 2]| {
-        let frame = client.next().unwrap();
+    let next = |client: &mut RawHttp2, windows: &mut [u32; 2]| {
+        let frame = client.next_frame().unwrap();
         if frame.kind == WINDOW_UPDATE {
             windows[frame.stream as usize] += frame.code();
         }
@@ -95,57 +96,57 @@ fn filled(gateway: &Gateway) -> Raw {
 
 #[test]
 fn all_checks_pass_with_prior_knowledge() {
-    let server = Script::start("websocket_server.py", &[""; 0]);
-    let edge = Edge::start(&all_to(&upstream(&server), false));
-    external_scripts::check("stream_client.py", &edge.ways()[0]);
-    assert_eq!(edge.gateway.metrics().sum("transom_tunnels", &[]), 0);
+    let server = ScriptServer::start("websocket_server.py", &[""; 0]);
+    let tls_gateway = TlsGateway::start(&limited_route_to(&upstream(&server), false));
+    external_scripts::run_checks("stream_client.py", &tls_gateway.client_arguments()[0]);
+    assert_eq!(tls_gateway.gateway.metrics().sum("transom_tunnels", &[]), 0);
 }
 
 #[test]
 fn all_checks_pass_over_tls_on_both_sides() {
-    let theirs = Authority::new();
-    let server = Script::start("websocket_server.py", &theirs.tls_arguments());
+    let theirs = TestCa::new();
+    let server = ScriptServer::start("websocket_server.py", &theirs.tls_arguments());
     let upstream =
         format!("[upstreams.u]\nservers = [\"https://{}\"]\n[upstreams.u.tls]\nca = {:?}\n", server.address, theirs.ca);
-    let edge = Edge::start(&all_to(&upstream, false));
-    external_scripts::check("stream_client.py", &edge.ways()[1]);
+    let tls_gateway = TlsGateway::start(&limited_route_to(&upstream, false));
+    external_scripts::run_checks("stream_client.py", &tls_gateway.client_arguments()[1]);
 }
 
 #[test]
 fn all_checks_pass_through_two_http2_gateways() {
-    let server = Script::start("websocket_server.py", &[""; 0]);
-    let inner = Edge::start(&all_to(&upstream(&server), false));
-    let outer = Edge::start(&all_to(
-        &format!("[upstreams.u]\nservers = [\"http://{}\"]\nprotocol = \"http2\"\n", inner.clear),
+    let server = ScriptServer::start("websocket_server.py", &[""; 0]);
+    let inner = TlsGateway::start(&limited_route_to(&upstream(&server), false));
+    let outer = TlsGateway::start(&limited_route_to(
+        &format!("[upstreams.u]\nservers = [\"http://{}\"]\nprotocol = \"http2\"\n", inner.plain),
         false,
     ));
-    let [clear, tls] = outer.ways();
-    external_scripts::check("stream_client.py", &tls);
+    let [clear, tls] = outer.client_arguments();
+    external_scripts::run_checks("stream_client.py", &tls);
     // By a connection that changes over, to a stream.
-    external_scripts::check("websocket_client.py", &clear);
+    external_scripts::run_checks("websocket_client.py", &clear);
     assert_eq!(inner.gateway.metrics().sum("transom_tunnels", &[]), 0);
 }
 
 #[test]
 fn an_extended_connect_is_counted_as_a_get() {
-    let upstream = switching(|talk| {
-        talk.exactly(5);
-        talk.send("goodbye");
+    let upstream = switching(|connection| {
+        connection.read_exactly(5);
+        connection.send("goodbye");
     });
     let scratch = Scratch::new();
     let log = scratch.path().join("access.log");
     let toml = format!("[access_log]\nfile = {log:?}\n[rules.r]\nkey = \"method\"\nwindows = [\"2/minute\"]\n");
-    let gateway = Gateway::start(&(toml + &pass_all(&upstream) + "methods = [\"GET\"]\nrules = [\"r\"]\n"));
+    let gateway = Gateway::start(&(toml + &forward_all(&upstream) + "methods = [\"GET\"]\nrules = [\"r\"]\n"));
     let mut client = opened(&gateway);
     let page = gateway.metrics();
     assert_eq!((page.sum("transom_connections", &[]), page.sum("transom_tunnels", &[])), (1, 1));
     client.send(frame(DATA, 0, 1, b"hello")).send(frame(DATA, END_STREAM, 1, b""));
-    assert_eq!(client.until(DATA).payload, b"goodbye");
-    while client.next().unwrap().flags & END_STREAM == 0 {}
-    let head = upstream.only();
+    assert_eq!(client.read_until(DATA).payload, b"goodbye");
+    while client.next_frame().unwrap().flags & END_STREAM == 0 {}
+    let head = upstream.only_request();
     assert_eq!((head.method.as_str(), head.target.as_str()), ("GET", "/chat"));
-    assert_eq!((head.all("upgrade"), head.all("connection")), (vec!["websocket"], vec!["upgrade"]));
-    assert_eq!(head.all("sec-websocket-version"), ["13"]);
+    assert_eq!((head.values("upgrade"), head.values("connection")), (vec!["websocket"], vec!["upgrade"]));
+    assert_eq!(head.values("sec-websocket-version"), ["13"]);
     let mut line = String::new();
     eventually("a line is written", || {
         line = std::fs::read_to_string(&log).unwrap();
@@ -158,22 +159,22 @@ fn an_extended_connect_is_counted_as_a_get() {
     assert_eq!((page.sum("transom_requests_total", &[("code", "200")]), page.sum("transom_tunnels", &[])), (1, 0));
     // It was counted as one request by GET, and a GET is the next.
     gateway.get("/plain");
-    let refused = Calm::connect(gateway.http).connect_to("websocket", "/chat", &[]).expect(429);
+    let refused = Http2Client::connect(gateway.http).connect_to("websocket", "/chat", &[]).expect(429);
     assert_eq!(refused.problem()["status"], 429);
 }
 
 #[test]
 fn a_refused_extended_connect_gets_an_ordinary_response() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let gateway = Gateway::start(&format!(
         "{}websocket = false\n\
          [[routes]]\npath = \"/own\"\nrespond = {{ status = 200, body = \"fine\" }}\n\
          [[routes]]\npath = \"/gone\"\nrespond = {{ status = 410 }}\n\
          [[routes]]\npath = \"/posts\"\nmethods = [\"POST\"]\nupstream = \"u\"\n\
          [[routes]]\npath = \"/taken\"\nupstream = \"u\"\n",
-        pass_all(&upstream)
+        forward_all(&upstream)
     ));
-    let mut client = Calm::connect(gateway.http);
+    let mut client = Http2Client::connect(gateway.http);
     client.connect_to("websocket", "/a", &[]).expect(501).problem();
     client.connect_to("connect-udp", "/taken", &[]).expect(501).problem();
     client.connect_to("websocket", "/own", &[]).expect(501).problem();
@@ -193,33 +194,33 @@ fn a_refused_extended_connect_gets_an_ordinary_response() {
 
 #[test]
 fn an_invalid_handshake_response_is_502() {
-    for answer in [
+    for response in [
         "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
         "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
          Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n",
         "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
     ] {
-        let upstream = Upstream::with(move |talk| {
-            talk.head();
-            talk.send(answer);
-            talk.closed();
+        let upstream = Upstream::with_script(move |connection| {
+            connection.read_head();
+            connection.send(response);
+            connection.wait_for_close();
         });
-        let gateway = Gateway::start(&pass_all(&upstream));
-        Calm::connect(gateway.http).connect_to("websocket", "/chat", &[]).expect(502).problem();
+        let gateway = Gateway::start(&forward_all(&upstream));
+        Http2Client::connect(gateway.http).connect_to("websocket", "/chat", &[]).expect(502).problem();
     }
 }
 
 #[test]
 fn extended_connect_is_not_offered_without_websocket_routes() {
-    let upstream = Upstream::replying(200);
+    let upstream = Upstream::always(200);
     let is_offered = |toml: String| {
         let gateway = Gateway::start(&toml);
-        let settings = Raw::connect(gateway.http).until(crate::support::http2_client::SETTINGS).payload;
+        let settings = RawHttp2::connect(gateway.http).read_until(crate::support::http2_client::SETTINGS).payload;
         // SETTINGS_ENABLE_CONNECT_PROTOCOL
         settings.chunks(6).any(|setting| setting == [0, 8, 0, 0, 0, 1])
     };
-    assert!(is_offered(pass_all(&upstream)));
-    assert!(!is_offered(pass_all(&upstream) + "websocket = false\n"));
+    assert!(is_offered(forward_all(&upstream)));
+    assert!(!is_offered(forward_all(&upstream) + "websocket = false\n"));
 }
 
 #[test]
@@ -238,22 +239,22 @@ fn an_upstream_reset_becomes_a_stream_reset() {
         stream.read_exact(&mut byte).unwrap();
         socket2::SockRef::from(&stream).set_linger(Some(Duration::ZERO)).unwrap();
     });
-    let gateway = Gateway::start(&pass_to(&[address], ""));
+    let gateway = Gateway::start(&forward_to(&[address], ""));
     let mut client = opened(&gateway);
     client.send(frame(DATA, 0, 1, b"x"));
-    let reset = client.until(RST_STREAM);
+    let reset = client.read_until(RST_STREAM);
     assert_eq!((reset.stream, reset.code()), (1, CANCEL));
     client.send(frame(PING, 0, 0, b"12345678"));
-    assert_eq!(client.until(PING).payload, b"12345678");
+    assert_eq!(client.read_until(PING).payload, b"12345678");
     upstream.join().unwrap();
 }
 
 #[test]
 fn an_idle_tunnel_is_closed() {
-    let upstream = switching(|talk| while talk.exactly(1).is_some() {});
-    let gateway = Gateway::start(&format!("[timeouts]\ntunnel = \"300ms\"\n{}", pass_all(&upstream)));
+    let upstream = switching(|connection| while connection.read_exactly(1).is_some() {});
+    let gateway = Gateway::start(&format!("[timeouts]\ntunnel = \"300ms\"\n{}", forward_all(&upstream)));
     let mut client = opened(&gateway);
-    let end = within(Duration::from_millis(300), || client.until(DATA));
+    let end = within(Duration::from_millis(300), || client.read_until(DATA));
     assert_eq!((end.stream, end.flags & END_STREAM), (1, END_STREAM));
     eventually("it is over", || gateway.metrics().sum("transom_tunnels", &[]) == 0);
 }
@@ -263,7 +264,7 @@ fn a_tunnel_outlives_request_and_connection_limits() {
     let upstream = switching(echo);
     let toml = "[timeouts]\nbody = \"200ms\"\nresponse_head = \"200ms\"\nrequest = \"400ms\"\n\
                 [http2]\nidle = \"200ms\"\n[limits]\nmax_body = \"1KiB\"\n";
-    let gateway = Gateway::start(&format!("{toml}{}", pass_all(&upstream)));
+    let gateway = Gateway::start(&format!("{toml}{}", forward_all(&upstream)));
     let mut client = opened(&gateway);
     for turn in 0..8 {
         thread::sleep(Duration::from_millis(150));
@@ -271,7 +272,7 @@ fn a_tunnel_outlives_request_and_connection_limits() {
         client.send(frame(DATA, 0, 1, &said));
         let mut heard = Vec::new();
         while heard.len() < said.len() {
-            heard.extend(client.until(DATA).payload);
+            heard.extend(client.read_until(DATA).payload);
         }
         assert_eq!(heard, said);
     }
@@ -280,30 +281,30 @@ fn a_tunnel_outlives_request_and_connection_limits() {
 #[test]
 fn a_drain_keeps_tunnels_until_the_deadline() {
     let upstream = switching(echo);
-    let mut process = Process::spawn(&format!("{}[timeouts]\ndrain = \"1s\"\n", pass_all(&upstream)));
-    let mut client = Raw::connect(process.http);
-    assert_eq!(client.open(1, "/chat").status(1), STATUS_200);
+    let mut process = Process::spawn(&format!("{}[timeouts]\ndrain = \"1s\"\n", forward_all(&upstream)));
+    let mut client = RawHttp2::connect(process.http);
+    assert_eq!(client.open_websocket(1, "/chat").read_status(1), STATUS_200);
     process.signal("TERM");
-    assert_eq!(client.until(GOAWAY).code(), 0);
+    assert_eq!(client.read_until(GOAWAY).code(), 0);
     client.send(frame(DATA, 0, 1, b"x"));
-    assert_eq!(client.until(DATA).payload, b"x");
-    within(Duration::from_secs(1), || client.rest());
+    assert_eq!(client.read_until(DATA).payload, b"x");
+    within(Duration::from_secs(1), || client.read_to_end());
     assert!(process.wait().success());
 }
 
 #[test]
 fn an_http2_server_without_extended_connect_receives_an_ordinary_request() {
-    let upstream = Streams::replying(Setup::default());
+    let upstream = Http2Upstream::always_ok(Options::default());
     let toml = format!("{}[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u"));
     let gateway = Gateway::start(&toml);
-    Calm::connect(gateway.http).connect_to("websocket", "/chat", &[]).expect(502).problem();
-    assert_eq!(upstream.heads()[0].method, "GET");
+    Http2Client::connect(gateway.http).connect_to("websocket", "/chat", &[]).expect(502).problem();
+    assert_eq!(upstream.request_heads()[0].method, "GET");
 }
 
 #[test]
 fn an_upgraded_connection_is_tunneled_to_a_stream() {
     let inner = switching(echo);
-    let inner = (Gateway::start(&pass_all(&inner)), inner);
+    let inner = (Gateway::start(&forward_all(&inner)), inner);
     let gateway = Gateway::start(&format!(
         "[upstreams.u]\nservers = [\"http://{}\"]\nprotocol = \"http2\"\n\
          [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",
@@ -313,22 +314,22 @@ fn an_upgraded_connection_is_tunneled_to_a_stream() {
     let fields =
         [("Connection", "Upgrade"), ("Upgrade", "websocket"), ("Sec-WebSocket-Key", "dGhlIHNhbXBsZSBub25jZQ==")];
     client.send(request("GET", "/chat", &fields, b""));
-    let answer = client.head().unwrap().expect(101);
-    assert_eq!(answer.field("sec-websocket-accept"), Some("s3pPLMBiTxaQ9kYGzzhZRbK+xOo="));
+    let response = client.read_head().unwrap().expect(101);
+    assert_eq!(response.field("sec-websocket-accept"), Some("s3pPLMBiTxaQ9kYGzzhZRbK+xOo="));
     client.send("hello");
-    assert_eq!(client.exactly(5), b"hello");
+    assert_eq!(client.read_exactly(5), b"hello");
     assert_eq!(inner.0.metrics().sum("transom_tunnels", &[]), 1);
-    client.finish();
+    client.shutdown_write();
     client.expect_closed();
 }
 
 /// Follows a script, and stays until the returned guard is dropped, which is before the upstream is joined, also if the test
 /// fails.
-fn staying(script: impl Fn(&mut Talk) + Send + Sync + 'static) -> (Upstream, mpsc::Sender<()>) {
+fn staying(script: impl Fn(&mut Connection) + Send + Sync + 'static) -> (Upstream, mpsc::Sender<()>) {
     let (go, gone) = mpsc::channel();
     let gone = Mutex::new(gone);
-    let upstream = switching(move |talk| {
-        script(talk);
+    let upstream = switching(move |connection| {
+        script(connection);
         let _ = gone.lock().unwrap().recv();
     });
     (upstream, go)
@@ -337,10 +338,10 @@ fn staying(script: impl Fn(&mut Talk) + Send + Sync + 'static) -> (Upstream, mps
 #[test]
 fn a_client_reset_ends_the_tunnel() {
     for code in [CANCEL, 0, 2] {
-        let (upstream, go) = staying(|talk| {
-            talk.closed();
+        let (upstream, go) = staying(|connection| {
+            connection.wait_for_close();
         });
-        let gateway = Gateway::start(&pass_all(&upstream));
+        let gateway = Gateway::start(&forward_all(&upstream));
         let mut client = opened(&gateway);
         client.send(frame(RST_STREAM, 0, 1, &u32::to_be_bytes(code)));
         eventually("it is over", || gateway.metrics().sum("transom_tunnels", &[]) == 0);
@@ -352,7 +353,7 @@ fn a_client_reset_ends_the_tunnel() {
 fn a_disconnect_ends_the_tunnel_of_a_stalled_upstream() {
     for code in [Some(CANCEL), Some(0), Some(2), None] {
         let (upstream, go) = staying(|_| {});
-        let gateway = Gateway::start(&pass_all(&upstream));
+        let gateway = Gateway::start(&forward_all(&upstream));
         let mut client = filled(&gateway);
         match code {
             Some(code) => {
@@ -368,34 +369,34 @@ fn a_disconnect_ends_the_tunnel_of_a_stalled_upstream() {
 
 #[test]
 fn undelivered_bytes_wait_for_the_idle_timeout_at_most() {
-    let upstream = switching(|talk| {
+    let upstream = switching(|connection| {
         // Goes away as soon as nothing moves.
-        talk.stream().set_write_timeout(Some(Duration::from_millis(100))).unwrap();
-        while talk.send([b'x'; 16 * 1024]) {}
+        connection.stream().set_write_timeout(Some(Duration::from_millis(100))).unwrap();
+        while connection.send([b'x'; 16 * 1024]) {}
     });
     let limits = "[timeouts]\ntunnel = \"300ms\"\nbody = \"300ms\"\n";
-    let gateway = Gateway::start(&format!("{limits}{}", pass_all(&upstream)));
+    let gateway = Gateway::start(&format!("{limits}{}", forward_all(&upstream)));
     let mut client = opened(&gateway);
     eventually("it is over", || gateway.metrics().sum("transom_tunnels", &[]) == 0);
-    assert_eq!(client.until(RST_STREAM).stream, 1);
+    assert_eq!(client.read_until(RST_STREAM).stream, 1);
 }
 
 #[test]
 fn a_client_may_keep_sending_after_the_upstream_ends() {
     let (tell, told) = mpsc::channel();
-    let upstream = switching(move |talk| {
-        talk.send("bye");
-        talk.stream().shutdown(Shutdown::Write).unwrap();
-        tell.send(talk.exactly(4)).unwrap();
+    let upstream = switching(move |connection| {
+        connection.send("bye");
+        connection.stream().shutdown(Shutdown::Write).unwrap();
+        tell.send(connection.read_exactly(4)).unwrap();
     });
-    let gateway = Gateway::start(&format!("[http2]\nidle = \"100ms\"\n{}", pass_all(&upstream)));
+    let gateway = Gateway::start(&format!("[http2]\nidle = \"100ms\"\n{}", forward_all(&upstream)));
     let mut client = opened(&gateway);
-    assert_eq!(client.until(DATA).payload, b"bye");
-    while client.next().unwrap().flags & END_STREAM == 0 {}
+    assert_eq!(client.read_until(DATA).payload, b"bye");
+    while client.next_frame().unwrap().flags & END_STREAM == 0 {}
     // The elapsed time is the subject of the test: this connection is not idle.
     thread::sleep(Duration::from_millis(500));
     client.send(frame(PING, 0, 0, b"12345678"));
-    assert_eq!(client.next().unwrap().kind, PING);
+    assert_eq!(client.next_frame().unwrap().kind, PING);
     client.send(frame(DATA, END_STREAM, 1, b"late"));
     assert_eq!(told.recv().unwrap().as_deref(), Some(&b"late"[..]));
 }

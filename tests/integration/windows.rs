@@ -6,7 +6,7 @@ use std::sync::mpsc::sync_channel;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::support::client::{Answer, Client};
+use crate::support::client::{Client, HttpResponse};
 use crate::support::gateway::{Gateway, START_S};
 use crate::support::process::Process;
 use crate::support::ratelimit_parser::{items, remaining};
@@ -19,12 +19,12 @@ fn per_user(window: &str) -> String {
     one_rule(&format!("key = \"header:x-user\"\non_missing_key = \"refuse\"\nwindows = [{{ {window} }}]"))
 }
 
-fn by(gateway: &Gateway, user: &str) -> Answer {
+fn by(gateway: &Gateway, user: &str) -> HttpResponse {
     gateway.get_with("/a", &[("X-User", user)])
 }
 
-fn t(answer: &Answer) -> u64 {
-    items(answer, "ratelimit")[0].get("t")
+fn t(response: &HttpResponse) -> u64 {
+    items(response, "ratelimit")[0].get("t")
 }
 
 #[test]
@@ -45,8 +45,8 @@ fn a_first_request_opens_a_window_that_does_not_move() {
     ] {
         gateway.advance(Duration::from_millis(ms - now));
         now = ms;
-        let answer = by(&gateway, user).expect(status);
-        assert_eq!(items(&answer, "ratelimit-policy")[0].get("w"), 2, "{ms}");
+        let response = by(&gateway, user).expect(status);
+        assert_eq!(items(&response, "ratelimit-policy")[0].get("w"), 2, "{ms}");
     }
     // Alice's window was opened at 3002: a client that waits for Retry-After is admitted.
     let refused = by(&gateway, "alice").expect(429);
@@ -106,7 +106,7 @@ fn priced(window: &str) -> String {
     one_rule(&format!("key = \"ip\"\nwindows = [{{ {window} }}]\ncost = {{ request-header = \"x-cost\", max = 1000 }}"))
 }
 
-fn spend(client: &mut Client, cost: u64) -> Answer {
+fn spend(client: &mut Client, cost: u64) -> HttpResponse {
     client.get_with("/a", &[("X-Cost", &cost.to_string())])
 }
 
@@ -169,9 +169,9 @@ fn begins(zone: &str, period: &str, unix_s: u64, seconds: u64) {
     }
     assert_eq!(client.get("/a").expect(429).field("retry-after"), Some("1"));
     gateway.advance_s(1);
-    let answer = client.get("/a").expect(200);
-    assert_eq!(items(&answer, "ratelimit-policy")[0].get("w"), seconds, "{zone} {period}");
-    assert_eq!(t(&answer), seconds, "{zone} {period}");
+    let response = client.get("/a").expect(200);
+    assert_eq!(items(&response, "ratelimit-policy")[0].get("w"), seconds, "{zone} {period}");
+    assert_eq!(t(&response), seconds, "{zone} {period}");
     client.get("/a").expect(200);
     gateway.advance_s(seconds - 1);
     client.get("/a").expect(429);

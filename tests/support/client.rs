@@ -20,18 +20,18 @@ pub struct Client<S = TcpStream> {
 
 impl Client {
     pub fn connect(address: SocketAddr) -> Client {
-        Client::over(TcpStream::connect(address).unwrap())
+        Client::from_tcp(TcpStream::connect(address).unwrap())
     }
 
-    pub fn over(stream: TcpStream) -> Client {
+    pub fn from_tcp(stream: TcpStream) -> Client {
         stream.set_nodelay(true).unwrap();
         stream.set_read_timeout(Some(DEADLINE)).unwrap();
         stream.set_write_timeout(Some(DEADLINE)).unwrap();
-        Client::speaking(stream)
+        Client::from_stream(stream)
     }
 
     /// Says that no more will come, if the other side still listens, but goes on reading.
-    pub fn finish(&mut self) -> &mut Client {
+    pub fn shutdown_write(&mut self) -> &mut Client {
         let _ = self.stream.shutdown(Shutdown::Write);
         self
     }
@@ -39,7 +39,7 @@ impl Client {
 
 impl<S: Read + Write> Client<S> {
     /// Over a connection of any type. The connection sets its own timeouts.
-    pub fn speaking(stream: S) -> Client<S> {
+    pub fn from_stream(stream: S) -> Client<S> {
         Client { stream, received: Vec::new() }
     }
 
@@ -55,102 +55,102 @@ impl<S: Read + Write> Client<S> {
         self
     }
 
-    pub fn get(&mut self, target: &str) -> Answer {
-        self.ask("GET", target, &[], b"")
+    pub fn get(&mut self, target: &str) -> HttpResponse {
+        self.request("GET", target, &[], b"")
     }
 
-    pub fn get_with(&mut self, target: &str, fields: &[(&str, &str)]) -> Answer {
-        self.ask("GET", target, fields, b"")
+    pub fn get_with(&mut self, target: &str, fields: &[(&str, &str)]) -> HttpResponse {
+        self.request("GET", target, fields, b"")
     }
 
-    pub fn post(&mut self, target: &str, body: impl AsRef<[u8]>) -> Answer {
-        self.ask("POST", target, &[], body.as_ref())
+    pub fn post(&mut self, target: &str, body: impl AsRef<[u8]>) -> HttpResponse {
+        self.request("POST", target, &[], body.as_ref())
     }
 
     /// Sends a request and reads its response. A body that is not empty gets a Content-Length.
-    pub fn ask(&mut self, method: &str, target: &str, fields: &[(&str, &str)], body: &[u8]) -> Answer {
+    pub fn request(&mut self, method: &str, target: &str, fields: &[(&str, &str)], body: &[u8]) -> HttpResponse {
         self.send(request(method, target, fields, body));
-        self.answer_to(method)
+        self.read_response_to(method)
     }
 
-    pub fn answer(&mut self) -> Answer {
-        self.answer_to("GET")
+    pub fn read_response(&mut self) -> HttpResponse {
+        self.read_response_to("GET")
     }
 
     /// Reads one response and the informational responses before it. `method` decides whether it has a body.
-    pub fn answer_to(&mut self, method: &str) -> Answer {
+    pub fn read_response_to(&mut self, method: &str) -> HttpResponse {
         let mut interim = Vec::new();
         loop {
-            let mut answer = self.head().unwrap_or_else(|| panic!("closed without an answer to {method}"));
-            if (100..200).contains(&answer.status) {
-                interim.push(answer.status);
+            let mut response = self.read_head().unwrap_or_else(|| panic!("closed without an answer to {method}"));
+            if (100..200).contains(&response.status) {
+                interim.push(response.status);
                 continue;
             }
-            answer.interim = interim;
-            self.body_of(&mut answer, method);
-            return answer;
+            response.informational = interim;
+            self.read_body(&mut response, method);
+            return response;
         }
     }
 
     /// One response, or `None` if the connection was closed instead.
-    pub fn answer_or_end(&mut self) -> Option<Answer> {
-        let mut answer = self.head()?;
-        self.body_of(&mut answer, "GET");
-        Some(answer)
+    pub fn read_response_or_end(&mut self) -> Option<HttpResponse> {
+        let mut response = self.read_head()?;
+        self.read_body(&mut response, "GET");
+        Some(response)
     }
 
     /// Reads the head of a response; `None` if the connection was closed before one.
-    pub fn head(&mut self) -> Option<Answer> {
-        let first = self.line_or_end()?;
+    pub fn read_head(&mut self) -> Option<HttpResponse> {
+        let first = self.read_line_or_end()?;
         let (version, rest) = first.split_once(' ').unwrap_or_else(|| panic!("no status line: {first:?}"));
         let status = rest.get(..3).and_then(|digits| digits.parse().ok());
         let status = status.unwrap_or_else(|| panic!("no status code: {first:?}"));
         assert!(version == "HTTP/1.1" || version == "HTTP/1.0", "{first:?}");
-        let mut answer = Answer { version: version.to_owned(), status, ..Answer::default() };
-        answer.fields = self.fields();
-        Some(answer)
+        let mut response = HttpResponse { version: version.to_owned(), status, ..HttpResponse::default() };
+        response.fields = self.read_fields();
+        Some(response)
     }
 
-    pub fn body_of(&mut self, answer: &mut Answer, method: &str) {
-        let lengths = answer.all("content-length");
-        if method == "HEAD" || [204, 304].contains(&answer.status) {
+    pub fn read_body(&mut self, response: &mut HttpResponse, method: &str) {
+        let lengths = response.values("content-length");
+        if method == "HEAD" || [204, 304].contains(&response.status) {
             return;
         }
-        match answer.field("transfer-encoding") {
+        match response.field("transfer-encoding") {
             Some(coding) => {
                 assert_eq!(coding, "chunked");
                 assert!(lengths.is_empty(), "Content-Length beside Transfer-Encoding");
-                answer.chunked = true;
-                while let Some(chunk) = self.chunk() {
-                    answer.body.extend(chunk);
+                response.chunked = true;
+                while let Some(chunk) = self.read_chunk() {
+                    response.body.extend(chunk);
                 }
-                answer.trailers = self.fields();
+                response.trailers = self.read_fields();
             }
             None if !lengths.is_empty() => {
                 assert_eq!(lengths.len(), 1, "{lengths:?}");
                 let length = lengths[0].parse().unwrap();
-                answer.body = self.exactly(length);
+                response.body = self.read_exactly(length);
             }
-            None => answer.body = self.rest(),
+            None => response.body = self.read_to_end(),
         }
     }
 
     /// The next chunk; `None` for the last. Trailers stay to be read.
-    pub fn chunk(&mut self) -> Option<Vec<u8>> {
-        let size = self.line();
+    pub fn read_chunk(&mut self) -> Option<Vec<u8>> {
+        let size = self.read_line();
         let size = usize::from_str_radix(&size, 16).unwrap_or_else(|_| panic!("no chunk size: {size:?}"));
         if size == 0 {
             return None;
         }
-        let chunk = self.exactly(size);
-        assert_eq!(self.exactly(2), b"\r\n");
+        let chunk = self.read_exactly(size);
+        assert_eq!(self.read_exactly(2), b"\r\n");
         Some(chunk)
     }
 
-    fn fields(&mut self) -> Vec<(String, String)> {
+    fn read_fields(&mut self) -> Vec<(String, String)> {
         let mut fields = Vec::new();
         loop {
-            let line = self.line();
+            let line = self.read_line();
             if line.is_empty() {
                 return fields;
             }
@@ -159,12 +159,12 @@ impl<S: Read + Write> Client<S> {
         }
     }
 
-    fn line(&mut self) -> String {
-        self.line_or_end().expect("the connection ended within a message")
+    fn read_line(&mut self) -> String {
+        self.read_line_or_end().expect("the connection ended within a message")
     }
 
     /// A line without its end, obs-text as Latin-1; `None` at the end of the connection.
-    fn line_or_end(&mut self) -> Option<String> {
+    fn read_line_or_end(&mut self) -> Option<String> {
         loop {
             if let Some(end) = self.received.windows(2).position(|two| two == b"\r\n") {
                 let line: Vec<u8> = self.received.drain(..end + 2).take(end).collect();
@@ -177,7 +177,7 @@ impl<S: Read + Write> Client<S> {
         }
     }
 
-    pub fn exactly(&mut self, length: usize) -> Vec<u8> {
+    pub fn read_exactly(&mut self, length: usize) -> Vec<u8> {
         while self.received.len() < length {
             assert!(self.fill(), "ended after {} of {length} bytes", self.received.len());
         }
@@ -185,7 +185,7 @@ impl<S: Read + Write> Client<S> {
     }
 
     /// Everything until the connection ends.
-    pub fn rest(&mut self) -> Vec<u8> {
+    pub fn read_to_end(&mut self) -> Vec<u8> {
         while self.fill() {}
         std::mem::take(&mut self.received)
     }
@@ -206,7 +206,7 @@ impl<S: Read + Write> Client<S> {
 
     /// Fails unless the gateway closes the connection, without another byte.
     pub fn expect_closed(&mut self) {
-        let rest = self.rest();
+        let rest = self.read_to_end();
         assert!(rest.is_empty(), "more after the answer: {:?}", String::from_utf8_lossy(&rest));
     }
 }
@@ -230,7 +230,7 @@ pub fn request(method: &str, target: &str, fields: &[(&str, &str)], body: &[u8])
 }
 
 #[derive(Clone, Debug, Default)]
-pub struct Answer {
+pub struct HttpResponse {
     pub version: String,
     pub status: u16,
     /// Names in lower case, in the order they came.
@@ -239,12 +239,12 @@ pub struct Answer {
     pub chunked: bool,
     pub trailers: Vec<(String, String)>,
     /// The informational responses before this one.
-    pub interim: Vec<u16>,
+    pub informational: Vec<u16>,
 }
 
-impl Answer {
+impl HttpResponse {
     #[track_caller]
-    pub fn expect(self, status: u16) -> Answer {
+    pub fn expect(self, status: u16) -> HttpResponse {
         assert_eq!(self.status, status, "{:?} {}", self.fields, self.text());
         self
     }
@@ -253,7 +253,7 @@ impl Answer {
         self.fields.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
     }
 
-    pub fn all(&self, name: &str) -> Vec<&str> {
+    pub fn values(&self, name: &str) -> Vec<&str> {
         self.fields.iter().filter(|(known, _)| known == name).map(|(_, value)| value.as_str()).collect()
     }
 

@@ -12,7 +12,7 @@ use rustls::{RootCertStore, ServerConfig};
 
 use super::Scratch;
 
-pub struct Notary {
+pub struct ClientCa {
     issuer: CertifiedIssuer<'static, KeyPair>,
     pub scratch: Scratch,
 }
@@ -23,8 +23,8 @@ pub struct Identity {
     pub private_key: String,
 }
 
-impl Notary {
-    pub fn new() -> Notary {
+impl ClientCa {
+    pub fn new() -> ClientCa {
         let mut params = CertificateParams::default();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         let key = KeyPair::generate().unwrap();
@@ -32,7 +32,7 @@ impl Notary {
         let name = key.public_key_raw().iter().map(|byte| format!("{byte:02x}")).take(16).collect::<String>();
         params.distinguished_name.push(DnType::CommonName, name);
         let issuer = CertifiedIssuer::self_signed(params, key).unwrap();
-        Notary { issuer, scratch: Scratch::new() }
+        ClientCa { issuer, scratch: Scratch::new() }
     }
 
     /// A certificate for these names and addresses.
@@ -49,7 +49,7 @@ impl Notary {
     }
 
     /// A certificate that is its own authority, as `openssl req -x509` makes them.
-    pub fn of_nobody(names: &[&str], change: impl FnOnce(&mut CertificateParams)) -> Identity {
+    pub fn self_signed(names: &[&str], change: impl FnOnce(&mut CertificateParams)) -> Identity {
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new(names.iter().map(ToString::to_string).collect::<Vec<_>>()).unwrap();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);

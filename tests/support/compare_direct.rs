@@ -9,62 +9,68 @@ use std::net::SocketAddr;
 
 use serde_json::Value;
 
-use super::client::{Answer, Client, HOST, request};
+use super::client::{Client, HOST, HttpResponse, request};
 
 const NOT_COMPARED: [&str; 6] =
     ["date", "connection", "keep-alive", "transfer-encoding", "ratelimit", "ratelimit-policy"];
 
 /// Two ways to one server.
-pub struct Twin {
+pub struct DirectComparison {
     pub direct: SocketAddr,
     pub gateway: SocketAddr,
 }
 
-impl Twin {
+impl DirectComparison {
     /// Compares the responses to a request; returns the gateway's.
-    pub fn same(&self, method: &str, target: &str, fields: &[(&str, &str)], body: &[u8]) -> Answer {
-        self.same_bytes(method, target, &request(method, target, fields, body))
+    pub fn assert_same_response(
+        &self,
+        method: &str,
+        target: &str,
+        fields: &[(&str, &str)],
+        body: &[u8],
+    ) -> HttpResponse {
+        self.assert_same_for_bytes(method, target, &request(method, target, fields, body))
     }
 
     /// Compares the responses to a request that is written out.
-    pub fn same_bytes(&self, method: &str, target: &str, bytes: &[u8]) -> Answer {
-        let (direct, through) = self.both(method, bytes);
+    pub fn assert_same_for_bytes(&self, method: &str, target: &str, bytes: &[u8]) -> HttpResponse {
+        let (direct, through) = self.send_to_both(method, bytes);
         assert_same(&format!("{method} {target}"), &direct, &through);
         through
     }
 
     /// For servers that say in JSON which fields they received: there, `X-Forwarded-Host` is one
     /// more, and the length differs by it.
-    pub fn same_echo(&self, method: &str, target: &str, fields: &[(&str, &str)], body: &[u8]) {
-        self.same_echo_bytes(method, target, &request(method, target, fields, body));
+    pub fn assert_same_echo(&self, method: &str, target: &str, fields: &[(&str, &str)], body: &[u8]) {
+        self.assert_same_echo_for_bytes(method, target, &request(method, target, fields, body));
     }
 
-    pub fn same_echo_bytes(&self, method: &str, target: &str, bytes: &[u8]) {
-        let (mut direct, mut through) = self.both(method, bytes);
+    pub fn assert_same_echo_for_bytes(&self, method: &str, target: &str, bytes: &[u8]) {
+        let (mut direct, mut through) = self.send_to_both(method, bytes);
         let mut json = through.json();
         let added = json["headers"].as_object_mut().unwrap().remove("X-Forwarded-Host");
         assert_eq!(added, Some(Value::from(HOST)), "{method} {target}");
         assert_eq!(json, direct.json(), "{method} {target}");
-        for answer in [&mut direct, &mut through] {
-            assert_eq!(answer.field("content-length"), Some(answer.body.len().to_string().as_str()));
-            answer.fields.retain(|(name, _)| name != "content-length");
-            answer.body.clear();
+        for response in [&mut direct, &mut through] {
+            assert_eq!(response.field("content-length"), Some(response.body.len().to_string().as_str()));
+            response.fields.retain(|(name, _)| name != "content-length");
+            response.body.clear();
         }
         assert_same(&format!("{method} {target}"), &direct, &through);
     }
 
-    pub fn both(&self, method: &str, bytes: &[u8]) -> (Answer, Answer) {
-        let answer = |address| Client::connect(address).send(bytes).answer_to(method);
-        let (direct, through) = (answer(self.direct), answer(self.gateway));
+    pub fn send_to_both(&self, method: &str, bytes: &[u8]) -> (HttpResponse, HttpResponse) {
+        let response = |address| Client::connect(address).send(bytes).read_response_to(method);
+        let (direct, through) = (response(self.direct), response(self.gateway));
         assert!(through.field("ratelimit").is_some() && through.field("ratelimit-policy").is_some(), "{through:?}");
         (direct, through)
     }
 }
 
-fn assert_same(what: &str, direct: &Answer, through: &Answer) {
+fn assert_same(what: &str, direct: &HttpResponse, through: &HttpResponse) {
     assert_eq!(direct.status, through.status, "{what}");
-    let mut fields = [direct, through].map(|answer| {
-        let compared = answer.fields.iter().filter(|(name, _)| !NOT_COMPARED.contains(&name.as_str()));
+    let mut fields = [direct, through].map(|response| {
+        let compared = response.fields.iter().filter(|(name, _)| !NOT_COMPARED.contains(&name.as_str()));
         compared.cloned().collect::<Vec<_>>()
     });
     // Stable, so that fields of one name stay in their order.

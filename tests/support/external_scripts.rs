@@ -17,13 +17,13 @@ use super::external_servers::program;
 const ALL_CHECKS_S: &str = "300";
 
 /// A server that runs until the test ends.
-pub struct Script {
+pub struct ScriptServer {
     pub address: SocketAddr,
     child: Child,
 }
 
-impl Script {
-    pub fn start(name: &str, arguments: &[impl AsRef<str>]) -> Script {
+impl ScriptServer {
+    pub fn start(name: &str, arguments: &[impl AsRef<str>]) -> ScriptServer {
         let mut child = python(name, arguments).stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
         let (say, said) = channel();
@@ -32,11 +32,11 @@ impl Script {
         let first = said.recv_timeout(DEADLINE).unwrap_or_else(|_| panic!("{name} does not start"));
         let address = first.strip_prefix("listening on ").and_then(|address| address.parse().ok());
         let address = address.unwrap_or_else(|| panic!("{name} said {first:?}"));
-        Script { address, child }
+        ScriptServer { address, child }
     }
 }
 
-impl Drop for Script {
+impl Drop for ScriptServer {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -45,7 +45,7 @@ impl Drop for Script {
 
 /// Runs a client to its end.
 #[track_caller]
-pub fn check(name: &str, arguments: &[impl AsRef<str>]) {
+pub fn run_checks(name: &str, arguments: &[impl AsRef<str>]) {
     let script = python(name, arguments);
     let output = Command::new(program("timeout"))
         .arg(ALL_CHECKS_S)

@@ -13,13 +13,13 @@ use super::process::signal;
 use super::{DEADLINE, Scratch, eventually};
 
 /// A server beside the gateway.
-pub struct Part {
+pub struct ExternalServer {
     pub address: SocketAddr,
     child: Child,
     _scratch: Scratch,
 }
 
-impl Drop for Part {
+impl Drop for ExternalServer {
     fn drop(&mut self) {
         // Not killed at first, for gunicorn has children to end.
         signal(self.child.id(), "TERM");
@@ -33,7 +33,7 @@ impl Drop for Part {
     }
 }
 
-impl Part {
+impl ExternalServer {
     /// Its section of a configuration.
     pub fn toml(&self, name: &str) -> String {
         format!("[upstreams.{name}]\nservers = [\"http://{}\"]\n", self.address)
@@ -80,7 +80,7 @@ pub fn gunicorn(home: &Path, address: &str) -> Command {
 }
 
 /// httpbin, behind gunicorn.
-pub fn httpbin() -> Part {
+pub fn httpbin() -> ExternalServer {
     let scratch = Scratch::new();
     let mut child = gunicorn(scratch.path(), "127.0.0.1:0")
         .stdin(Stdio::null())
@@ -103,16 +103,16 @@ pub fn httpbin() -> Part {
     let address = address.unwrap_or_else(|| panic!("httpbin does not start: {said:?}"));
     // Later output is not used, but has to be read, or the process would block.
     std::thread::spawn(move || lines.map_while(Result::ok).for_each(drop));
-    Part { address, child, _scratch: scratch }
+    ExternalServer { address, child, _scratch: scratch }
 }
 
 /// nginx, serving the files of `root`, which `fill` puts there.
-pub fn nginx(fill: impl FnOnce(&Path)) -> Part {
-    nginx_by("", "", fill)
+pub fn nginx(fill: impl FnOnce(&Path)) -> ExternalServer {
+    nginx_with("", "", fill)
 }
 
 /// nginx with parameters of `listen`, and settings of the server, of the test's own.
-pub fn nginx_by(listen: &str, settings: &str, fill: impl FnOnce(&Path)) -> Part {
+pub fn nginx_with(listen: &str, settings: &str, fill: impl FnOnce(&Path)) -> ExternalServer {
     let scratch = Scratch::new();
     let root = scratch.path().join("files");
     fs::create_dir(&root).unwrap();
@@ -136,7 +136,7 @@ pub fn nginx_by(listen: &str, settings: &str, fill: impl FnOnce(&Path)) -> Part 
             gone || TcpStream::connect(address).is_ok()
         });
         if !gone {
-            return Part { address, child, _scratch: scratch };
+            return ExternalServer { address, child, _scratch: scratch };
         }
     }
     panic!("nginx does not start: {}", fs::read_to_string(scratch.path().join("nginx.log")).unwrap());

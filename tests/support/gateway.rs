@@ -8,8 +8,8 @@ use transom::clock::Clock;
 use transom::config::{self, Config};
 use transom::server;
 
-use super::client::{Answer, Client, HOST};
-use super::metrics_parser::Page;
+use super::client::{Client, HOST, HttpResponse};
+use super::metrics_parser::Exposition;
 use super::panic_watch;
 
 /// When every gateway starts, unless the test says otherwise: the first second of a minute.
@@ -29,16 +29,16 @@ impl Gateway {
 
     /// Starts at a time of the test's choice, Unix seconds.
     pub fn start_at(toml: &str, unix_s: u64) -> Gateway {
-        Gateway::start_by(read(toml, ""), unix_s)
+        Gateway::start_config(parse_config(toml, ""), unix_s)
     }
 
     /// Starts with a clients file, whatever its name.
     pub fn start_with(toml: &str, clients: &str) -> Gateway {
-        Gateway::start_by(read(toml, clients), START_S)
+        Gateway::start_config(parse_config(toml, clients), START_S)
     }
 
-    fn start_by(config: Config, unix_s: u64) -> Gateway {
-        panic_watch::begin();
+    fn start_config(config: Config, unix_s: u64) -> Gateway {
+        panic_watch::install_hook();
         let clock = Clock::manual(unix_s * 1000);
         let inner = server::Gateway::start(config, clock.clone()).unwrap();
         let (http, admin) = (inner.http()[0], inner.admin().unwrap());
@@ -46,12 +46,12 @@ impl Gateway {
     }
 
     /// All addresses, in the order of the configuration.
-    pub fn addresses(&self) -> &[SocketAddr] {
+    pub fn http_addresses(&self) -> &[SocketAddr] {
         self.inner.as_ref().unwrap().http()
     }
 
     /// The addresses that speak TLS, in the order of the configuration.
-    pub fn https(&self) -> &[SocketAddr] {
+    pub fn https_addresses(&self) -> &[SocketAddr] {
         self.inner.as_ref().unwrap().https()
     }
 
@@ -60,11 +60,11 @@ impl Gateway {
     }
 
     /// One request on a new connection.
-    pub fn get(&self, target: &str) -> Answer {
+    pub fn get(&self, target: &str) -> HttpResponse {
         self.client().get(target)
     }
 
-    pub fn get_with(&self, target: &str, fields: &[(&str, &str)]) -> Answer {
+    pub fn get_with(&self, target: &str, fields: &[(&str, &str)]) -> HttpResponse {
         self.client().get_with(target, fields)
     }
 
@@ -81,11 +81,11 @@ impl Gateway {
     }
 
     pub fn reload_with(&mut self, toml: &str, clients: &str) {
-        self.inner.as_mut().unwrap().reload(read(toml, clients)).unwrap();
+        self.inner.as_mut().unwrap().reload(parse_config(toml, clients)).unwrap();
     }
 
     /// The work that the process does once a second.
-    pub fn catch_up(&mut self) {
+    pub fn run_periodic_checks(&mut self) {
         self.inner.as_mut().unwrap().run_periodic_checks();
     }
 
@@ -95,21 +95,22 @@ impl Gateway {
     }
 
     /// A scrape, checked to be valid.
-    pub fn metrics(&self) -> Page {
-        let answer = Client::connect(self.admin).get_with("/metrics", &[("Host", &self.admin.to_string())]).expect(200);
-        Page::parse(&answer.text())
+    pub fn metrics(&self) -> Exposition {
+        let response =
+            Client::connect(self.admin).get_with("/metrics", &[("Host", &self.admin.to_string())]).expect(200);
+        Exposition::parse(&response.text())
     }
 }
 
 impl Drop for Gateway {
     fn drop(&mut self) {
         drop(self.inner.take());
-        panic_watch::assert_calm();
+        panic_watch::assert_no_panic();
     }
 }
 
 /// Reads a configuration; ports are the system's to choose unless it says otherwise.
-fn read(toml: &str, clients: &str) -> Config {
+fn parse_config(toml: &str, clients: &str) -> Config {
     let toml = with_listen(toml);
     let files = |path: &Path| match path.to_str() {
         Some("clients.toml") => Ok(clients.as_bytes().to_vec()),

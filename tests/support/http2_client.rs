@@ -17,7 +17,7 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::runtime::{Builder, Runtime};
 
 use super::DEADLINE;
-use super::client::{Answer, HOST};
+use super::client::{HOST, HttpResponse};
 
 pub const DATA: u8 = 0;
 pub const HEADERS: u8 = 1;
@@ -69,12 +69,12 @@ pub fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
 }
 
 /// A header block of literal fields that are never indexed.
-pub fn block(fields: &[(&str, &str)]) -> Vec<u8> {
+pub fn header_block(fields: &[(&str, &str)]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for (name, value) in fields {
         bytes.push(0);
         for text in [name, value] {
-            number(text.len(), &mut bytes);
+            encode_integer(text.len(), &mut bytes);
             bytes.extend(text.bytes());
         }
     }
@@ -82,7 +82,7 @@ pub fn block(fields: &[(&str, &str)]) -> Vec<u8> {
 }
 
 /// An integer with a prefix of seven bits (RFC 7541, section 5.1).
-fn number(n: usize, bytes: &mut Vec<u8>) {
+fn encode_integer(n: usize, bytes: &mut Vec<u8>) {
     if n < 127 {
         return bytes.push(n as u8);
     }
@@ -102,33 +102,33 @@ pub fn settings(settings: &[(u16, u32)]) -> Vec<u8> {
 }
 
 /// The block of an ordinary request.
-pub fn request(method: &str, path: &str) -> Vec<u8> {
-    block(&[(":method", method), (":scheme", "http"), (":authority", HOST), (":path", path)])
+pub fn request_block(method: &str, path: &str) -> Vec<u8> {
+    header_block(&[(":method", method), (":scheme", "http"), (":authority", HOST), (":path", path)])
 }
 
-pub struct Raw {
+pub struct RawHttp2 {
     pub stream: TcpStream,
     received: Vec<u8>,
 }
 
-impl Raw {
+impl RawHttp2 {
     /// Connects and says nothing.
-    pub fn silent(address: SocketAddr) -> Raw {
+    pub fn connect_without_preface(address: SocketAddr) -> RawHttp2 {
         let stream = TcpStream::connect(address).unwrap();
         stream.set_nodelay(true).unwrap();
         stream.set_read_timeout(Some(DEADLINE)).unwrap();
         stream.set_write_timeout(Some(DEADLINE)).unwrap();
-        Raw { stream, received: Vec::new() }
+        RawHttp2 { stream, received: Vec::new() }
     }
 
     /// The server side of a connection on which nothing was read yet: skips the preface and sends SETTINGS.
-    pub fn accepted(stream: TcpStream) -> Raw {
-        Raw::accepted_with(stream, &[])
+    pub fn accept(stream: TcpStream) -> RawHttp2 {
+        RawHttp2::accept_with(stream, &[])
     }
 
     /// The same, with settings.
-    pub fn accepted_with(stream: TcpStream, settings: &[(u16, u32)]) -> Raw {
-        let mut raw = Raw { stream, received: Vec::new() };
+    pub fn accept_with(stream: TcpStream, settings: &[(u16, u32)]) -> RawHttp2 {
+        let mut raw = RawHttp2 { stream, received: Vec::new() };
         let mut preface = [0; 24];
         raw.stream.read_exact(&mut preface).unwrap();
         raw.send(self::settings(settings));
@@ -136,17 +136,17 @@ impl Raw {
     }
 
     /// Connects, and sends the preface and SETTINGS.
-    pub fn with(address: SocketAddr, settings: &[(u16, u32)]) -> Raw {
-        let mut raw = Raw::silent(address);
+    pub fn connect_with(address: SocketAddr, settings: &[(u16, u32)]) -> RawHttp2 {
+        let mut raw = RawHttp2::connect_without_preface(address);
         raw.send("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").send(self::settings(settings));
         raw
     }
 
-    pub fn connect(address: SocketAddr) -> Raw {
-        Raw::with(address, &[])
+    pub fn connect(address: SocketAddr) -> RawHttp2 {
+        RawHttp2::connect_with(address, &[])
     }
 
-    pub fn send(&mut self, bytes: impl AsRef<[u8]>) -> &mut Raw {
+    pub fn send(&mut self, bytes: impl AsRef<[u8]>) -> &mut RawHttp2 {
         self.stream.write_all(bytes.as_ref()).unwrap();
         self
     }
@@ -157,19 +157,19 @@ impl Raw {
     }
 
     /// A request without a body.
-    pub fn get(&mut self, stream: u32, path: &str) -> &mut Raw {
-        self.send(frame(HEADERS, END_STREAM | END_HEADERS, stream, &request("GET", path)))
+    pub fn get(&mut self, stream: u32, path: &str) -> &mut RawHttp2 {
+        self.send(frame(HEADERS, END_STREAM | END_HEADERS, stream, &request_block("GET", path)))
     }
 
     /// An extended CONNECT for a WebSocket.
-    pub fn open(&mut self, stream: u32, path: &str) -> &mut Raw {
+    pub fn open_websocket(&mut self, stream: u32, path: &str) -> &mut RawHttp2 {
         let pseudo = [(":method", "CONNECT"), (":protocol", "websocket"), (":scheme", "http"), (":authority", HOST)];
-        let head = [block(&pseudo), block(&[(":path", path), ("sec-websocket-version", "13")])].concat();
+        let head = [header_block(&pseudo), header_block(&[(":path", path), ("sec-websocket-version", "13")])].concat();
         self.send(frame(HEADERS, END_HEADERS, stream, &head))
     }
 
     /// The next frame; `None` at the end, and a reset is one. Acknowledges nothing.
-    pub fn next(&mut self) -> Option<Frame> {
+    pub fn next_frame(&mut self) -> Option<Frame> {
         loop {
             if let Some(head) = self.received.first_chunk::<9>() {
                 let length = u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize;
@@ -191,9 +191,9 @@ impl Raw {
     }
 
     /// Reads up to a frame of a kind, which must come.
-    pub fn until(&mut self, kind: u8) -> Frame {
+    pub fn read_until(&mut self, kind: u8) -> Frame {
         loop {
-            let frame = self.next().unwrap_or_else(|| panic!("closed before a frame of kind {kind}"));
+            let frame = self.next_frame().unwrap_or_else(|| panic!("closed before a frame of kind {kind}"));
             if frame.kind == kind {
                 return frame;
             }
@@ -201,9 +201,9 @@ impl Raw {
     }
 
     /// The first byte of the head of the response on a stream.
-    pub fn status(&mut self, stream: u32) -> u8 {
+    pub fn read_status(&mut self, stream: u32) -> u8 {
         loop {
-            let frame = self.until(HEADERS);
+            let frame = self.read_until(HEADERS);
             if frame.stream == stream {
                 return frame.payload[0];
             }
@@ -211,19 +211,19 @@ impl Raw {
     }
 
     /// Everything until the connection is closed, which must be.
-    pub fn rest(&mut self) -> Vec<Frame> {
-        std::iter::from_fn(|| self.next()).collect()
+    pub fn read_to_end(&mut self) -> Vec<Frame> {
+        std::iter::from_fn(|| self.next_frame()).collect()
     }
 }
 
 /// A client that does as it should.
-pub struct Calm {
+pub struct Http2Client {
     runtime: Runtime,
     sender: SendRequest<BoxBody<Bytes, std::io::Error>>,
 }
 
-impl Calm {
-    pub fn connect(address: SocketAddr) -> Calm {
+impl Http2Client {
+    pub fn connect(address: SocketAddr) -> Http2Client {
         let runtime = Builder::new_current_thread().enable_all().build().unwrap();
         let sender = runtime.block_on(async {
             let stream = tokio::net::TcpStream::connect(address).await.unwrap();
@@ -232,19 +232,19 @@ impl Calm {
             tokio::spawn(connection);
             sender
         });
-        Calm { runtime, sender }
+        Http2Client { runtime, sender }
     }
 
-    pub fn get(&mut self, path: &str) -> Answer {
-        self.ask("GET", path, &[], b"")
+    pub fn get(&mut self, path: &str) -> HttpResponse {
+        self.request_path("GET", path, &[], b"")
     }
 
-    pub fn ask(&mut self, method: &str, path: &str, fields: &[(&str, &str)], body: &[u8]) -> Answer {
-        self.ask_for(method, &format!("http://{HOST}{path}"), fields, body)
+    pub fn request_path(&mut self, method: &str, path: &str, fields: &[(&str, &str)], body: &[u8]) -> HttpResponse {
+        self.request_uri(method, &format!("http://{HOST}{path}"), fields, body)
     }
 
     /// Requests a whole target.
-    pub fn ask_for(&mut self, method: &str, uri: &str, fields: &[(&str, &str)], body: &[u8]) -> Answer {
+    pub fn request_uri(&mut self, method: &str, uri: &str, fields: &[(&str, &str)], body: &[u8]) -> HttpResponse {
         let mut request = Request::builder().method(method).uri(uri);
         for (name, value) in fields {
             request = request.header(*name, *value);
@@ -254,7 +254,7 @@ impl Calm {
     }
 
     /// Requests a tunnel by an extended CONNECT, and expects an ordinary response.
-    pub fn connect_to(&mut self, protocol: &'static str, path: &str, fields: &[(&str, &str)]) -> Answer {
+    pub fn connect_to(&mut self, protocol: &'static str, path: &str, fields: &[(&str, &str)]) -> HttpResponse {
         let mut request = Request::connect(format!("http://{HOST}{path}"));
         for (name, value) in fields {
             request = request.header(*name, *value);
@@ -263,55 +263,55 @@ impl Calm {
         self.send(request.extension(Protocol::from_static(protocol)).body(body).unwrap())
     }
 
-    pub fn send(&mut self, request: Request<BoxBody<Bytes, std::io::Error>>) -> Answer {
-        self.send_unless_broken(request).expect("the answer broke off")
+    pub fn send(&mut self, request: Request<BoxBody<Bytes, std::io::Error>>) -> HttpResponse {
+        self.try_send(request).expect("the answer broke off")
     }
 
     /// `None`: there was a response, and it was aborted.
-    pub fn send_unless_broken(&mut self, request: Request<BoxBody<Bytes, std::io::Error>>) -> Option<Answer> {
-        let Calm { runtime, sender } = self;
+    pub fn try_send(&mut self, request: Request<BoxBody<Bytes, std::io::Error>>) -> Option<HttpResponse> {
+        let Http2Client { runtime, sender } = self;
         runtime.block_on(async {
-            let answer = tokio::time::timeout(DEADLINE, async {
+            let response = tokio::time::timeout(DEADLINE, async {
                 sender.ready().await.unwrap();
                 read(sender.send_request(request).await.unwrap()).await
             });
-            answer.await.expect("no answer in time")
+            response.await.expect("no answer in time")
         })
     }
 
     /// Many concurrent requests; the responses in the order of the requests.
-    pub fn gets(&mut self, path: &str, count: usize) -> Vec<Answer> {
-        let Calm { runtime, sender } = self;
+    pub fn get_many(&mut self, path: &str, count: usize) -> Vec<HttpResponse> {
+        let Http2Client { runtime, sender } = self;
         runtime.block_on(async {
             let mut tasks = Vec::new();
             for _ in 0..count {
                 let body = Full::new(Bytes::new()).map_err(|never| match never {}).boxed();
                 let request = Request::get(format!("http://{HOST}{path}")).body(body).unwrap();
                 sender.ready().await.unwrap();
-                let answer = sender.send_request(request);
-                tasks.push(tokio::spawn(async move { read(answer.await.unwrap()).await.unwrap() }));
+                let response = sender.send_request(request);
+                tasks.push(tokio::spawn(async move { read(response.await.unwrap()).await.unwrap() }));
             }
-            let mut answers = Vec::new();
+            let mut responses = Vec::new();
             for task in tasks {
-                answers.push(tokio::time::timeout(DEADLINE, task).await.expect("no answer in time").unwrap());
+                responses.push(tokio::time::timeout(DEADLINE, task).await.expect("no answer in time").unwrap());
             }
-            answers
+            responses
         })
     }
 }
 
-async fn read(answer: Response<Incoming>) -> Option<Answer> {
-    let (head, body) = answer.into_parts();
+async fn read(response: Response<Incoming>) -> Option<HttpResponse> {
+    let (head, body) = response.into_parts();
     let text = |bytes: &[u8]| bytes.iter().copied().map(char::from).collect::<String>();
     let fields = |map: &http::HeaderMap| map.iter().map(|(n, v)| (n.to_string(), text(v.as_bytes()))).collect();
     let collected = body.collect().await.ok()?;
     let trailers = collected.trailers().map(fields).unwrap_or_default();
-    Some(Answer {
+    Some(HttpResponse {
         version: format!("{:?}", head.version),
         status: head.status.as_u16(),
         fields: fields(&head.headers),
         body: collected.to_bytes().to_vec(),
         trailers,
-        ..Answer::default()
+        ..HttpResponse::default()
     })
 }

@@ -17,7 +17,7 @@ use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 use tokio_rustls::TlsAcceptor;
 
-pub struct Streams {
+pub struct Http2Upstream {
     pub address: SocketAddr,
     pub state: Arc<State>,
     stop: Option<oneshot::Sender<()>>,
@@ -28,15 +28,15 @@ pub struct Streams {
 pub struct State {
     pub connections: AtomicUsize,
     /// Requests that were answered in whatever way, in their order.
-    pub heads: Mutex<Vec<Head>>,
+    pub heads: Mutex<Vec<RequestHead>>,
     /// Connections that are over.
-    pub ended: AtomicUsize,
+    pub connections_ended: AtomicUsize,
     /// Handshakes of TLS that were resumed.
-    pub resumed: AtomicUsize,
+    pub sessions_resumed: AtomicUsize,
 }
 
 #[derive(Clone, Debug)]
-pub struct Head {
+pub struct RequestHead {
     pub method: String,
     pub uri: String,
     pub fields: HeaderMap,
@@ -44,8 +44,8 @@ pub struct Head {
 }
 
 /// One request on a stream.
-pub struct Stream {
-    pub head: Head,
+pub struct Exchange {
+    pub head: RequestHead,
     /// How many requests came on this connection before.
     pub nth: usize,
     pub body: RecvStream,
@@ -54,29 +54,29 @@ pub struct Stream {
 
 /// What happens to the connection after a request.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum After {
-    Go,
+pub enum AfterRequest {
+    Continue,
     /// GOAWAY, as a server does that is restarted.
-    Leave,
+    GoAway,
 }
 
-pub type Script = dyn Fn(Stream) -> std::pin::Pin<Box<dyn Future<Output = ()> + Send>> + Send + Sync;
+pub type Script = dyn Fn(Exchange) -> std::pin::Pin<Box<dyn Future<Output = ()> + Send>> + Send + Sync;
 
-pub struct Setup {
+pub struct Options {
     pub tls: Option<Arc<ServerConfig>>,
-    pub streams_max: u32,
+    pub max_streams: u32,
     /// By connection and request, from 0.
-    pub after: fn(usize, usize) -> After,
+    pub after: fn(usize, usize) -> AfterRequest,
 }
 
-impl Default for Setup {
-    fn default() -> Setup {
-        Setup { tls: None, streams_max: 100, after: |_, _| After::Go }
+impl Default for Options {
+    fn default() -> Options {
+        Options { tls: None, max_streams: 100, after: |_, _| AfterRequest::Continue }
     }
 }
 
-impl Streams {
-    pub fn with<F>(setup: Setup, script: impl Fn(Stream) -> F + Send + Sync + 'static) -> Streams
+impl Http2Upstream {
+    pub fn with_script<F>(setup: Options, script: impl Fn(Exchange) -> F + Send + Sync + 'static) -> Http2Upstream
     where
         F: Future<Output = ()> + Send + 'static,
     {
@@ -105,7 +105,7 @@ impl Streams {
                                     let Ok(stream) = accepted else { return };
                                     let resumed =
                                         stream.get_ref().1.handshake_kind() == Some(rustls::HandshakeKind::Resumed);
-                                    state.resumed.fetch_add(usize::from(resumed), Ordering::SeqCst);
+                                    state.sessions_resumed.fetch_add(usize::from(resumed), Ordering::SeqCst);
                                     serve(stream, number, &setup, state, script).await;
                                 }
                             }
@@ -121,15 +121,15 @@ impl Streams {
         let thread = std::thread::spawn(move || {
             tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(run);
         });
-        Streams { address, state, stop: Some(stop), thread: Some(thread) }
+        Http2Upstream { address, state, stop: Some(stop), thread: Some(thread) }
     }
 
     /// Answers every request with status 200 and one line.
-    pub fn replying(setup: Setup) -> Streams {
-        Streams::with(setup, |mut stream| async move { stream.reply("fine\n") })
+    pub fn always_ok(setup: Options) -> Http2Upstream {
+        Http2Upstream::with_script(setup, |mut stream| async move { stream.reply("fine\n") })
     }
 
-    pub fn heads(&self) -> Vec<Head> {
+    pub fn request_heads(&self) -> Vec<RequestHead> {
         self.state.heads.lock().unwrap().clone()
     }
 
@@ -143,7 +143,7 @@ impl Streams {
     }
 }
 
-impl Drop for Streams {
+impl Drop for Http2Upstream {
     fn drop(&mut self) {
         drop(self.stop.take());
         let ended = self.thread.take().unwrap().join();
@@ -154,51 +154,51 @@ impl Drop for Streams {
 async fn serve(
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     number: usize,
-    setup: &Setup,
+    setup: &Options,
     state: Arc<State>,
     script: Arc<Script>,
 ) {
     let Ok(mut connection) =
-        Builder::new().max_concurrent_streams(setup.streams_max).handshake::<_, Bytes>(stream).await
+        Builder::new().max_concurrent_streams(setup.max_streams).handshake::<_, Bytes>(stream).await
     else {
         return;
     };
     let mut nth = 0;
     while let Some(Ok((request, respond))) = connection.accept().await {
         let (parts, body): (http::request::Parts, RecvStream) = Request::into_parts(request);
-        let head = Head {
+        let head = RequestHead {
             method: parts.method.to_string(),
             uri: parts.uri.to_string(),
             fields: parts.headers,
             connection: number,
         };
         state.heads.lock().unwrap().push(head.clone());
-        if (setup.after)(number, nth) == After::Leave {
+        if (setup.after)(number, nth) == AfterRequest::GoAway {
             connection.graceful_shutdown();
         }
-        tokio::spawn(script(Stream { head, nth, body, respond }));
+        tokio::spawn(script(Exchange { head, nth, body, respond }));
         nth += 1;
     }
-    state.ended.fetch_add(1, Ordering::SeqCst);
+    state.connections_ended.fetch_add(1, Ordering::SeqCst);
 }
 
-impl Stream {
+impl Exchange {
     pub fn reply(&mut self, text: &str) {
-        let mut body = self.begin(Response::new(()));
+        let mut body = self.send_head(Response::new(()));
         // A test that has ended no longer receives.
         let _ = body.send_data(Bytes::copy_from_slice(text.as_bytes()), true);
     }
 
-    pub fn begin(&mut self, answer: Response<()>) -> h2::SendStream<Bytes> {
-        self.respond.send_response(answer, false).unwrap()
+    pub fn send_head(&mut self, response: Response<()>) -> h2::SendStream<Bytes> {
+        self.respond.send_response(response, false).unwrap()
     }
 
-    pub fn refuse(&mut self) {
+    pub fn refuse_stream(&mut self) {
         self.respond.send_reset(Reason::REFUSED_STREAM);
     }
 
     /// The next piece of the request's body; `None` at its end, or when it is reset.
-    pub async fn piece(&mut self) -> Option<Result<Bytes, h2::Error>> {
+    pub async fn read_data(&mut self) -> Option<Result<Bytes, h2::Error>> {
         let piece = self.body.data().await?;
         if let Ok(piece) = &piece {
             let _ = self.body.flow_control().release_capacity(piece.len());
@@ -206,9 +206,9 @@ impl Stream {
         Some(piece)
     }
 
-    pub async fn whole_body(&mut self) -> usize {
+    pub async fn read_body(&mut self) -> usize {
         let mut length = 0;
-        while let Some(Ok(piece)) = self.piece().await {
+        while let Some(Ok(piece)) = self.read_data().await {
             length += piece.len();
         }
         length

@@ -32,52 +32,53 @@ pub struct Layer {
 
 /// The responses that clients received.
 #[derive(Default)]
-pub struct Tally {
+pub struct LoadResults {
     pub requests: u64,
     pub admitted: u64,
     /// By key, position of the layer, and number of the window.
-    by_window: HashMap<(u32, usize, u64), u64>,
+    admitted_by_window: HashMap<(u32, usize, u64), u64>,
     /// Of the responses in a window: their number, and the number of admitted ones.
-    by_answer: HashMap<(u32, usize, u64), (u64, u64)>,
+    responses_by_window: HashMap<(u32, usize, u64), (u64, u64)>,
 }
 
-impl Tally {
-    fn count(&mut self, layers: &[Layer], key: u32, sent_ms: u64, received_ms: u64) {
+impl LoadResults {
+    fn record_admitted(&mut self, layers: &[Layer], key: u32, sent_ms: u64, received_ms: u64) {
         self.admitted += 1;
         for (position, layer) in layers.iter().enumerate() {
             let window = sent_ms.saturating_sub(MARGIN_MS) / layer.period_ms;
             if window == (received_ms + MARGIN_MS) / layer.period_ms {
-                *self.by_window.entry((key, position, window)).or_default() += 1;
+                *self.admitted_by_window.entry((key, position, window)).or_default() += 1;
             }
         }
     }
 
-    fn answered(&mut self, layers: &[Layer], key: u32, received_ms: u64, is_admitted: bool) {
+    fn record_response(&mut self, layers: &[Layer], key: u32, received_ms: u64, is_admitted: bool) {
         for (position, layer) in layers.iter().enumerate() {
-            let answers = self.by_answer.entry((key, position, received_ms / layer.period_ms)).or_default();
-            *answers = (answers.0 + 1, answers.1 + u64::from(is_admitted));
+            let responses = self.responses_by_window.entry((key, position, received_ms / layer.period_ms)).or_default();
+            *responses = (responses.0 + 1, responses.1 + u64::from(is_admitted));
         }
     }
 
     /// How often a key was admitted in a window of a layer.
-    pub fn of_window(&self, key: u32, layer: usize, window: u64) -> u64 {
-        self.by_window.get(&(key, layer, window)).copied().unwrap_or(0)
+    pub fn admitted_in_window(&self, key: u32, layer: usize, window: u64) -> u64 {
+        self.admitted_by_window.get(&(key, layer, window)).copied().unwrap_or(0)
     }
 
     /// All windows in which a key sent at least twice as many requests as the layer grants: their number, and the share of the
     /// limit that was admitted.
-    pub fn used(&self, layers: &[Layer], layer: usize) -> (usize, f64) {
+    pub fn utilization(&self, layers: &[Layer], layer: usize) -> (usize, f64) {
         let limit = layers[layer].limit;
-        let wanted = self.by_answer.iter().filter(|((_, of, _), (asked, _))| *of == layer && *asked >= 2 * limit);
+        let wanted =
+            self.responses_by_window.iter().filter(|((_, of, _), (asked, _))| *of == layer && *asked >= 2 * limit);
         let (windows, admitted) =
             wanted.fold((0, 0), |(windows, sum), (_, (_, admitted))| (windows + 1, sum + (*admitted).min(limit)));
         (windows, admitted as f64 / (limit * windows as u64).max(1) as f64)
     }
 
     /// Fails if a key was admitted more often than its limit; returns how many keys and windows reached their limit per layer.
-    pub fn judge(&self, layers: &[Layer]) -> Vec<usize> {
+    pub fn assert_limits(&self, layers: &[Layer]) -> Vec<usize> {
         let mut full = vec![0; layers.len()];
-        for ((key, layer, window), admitted) in &self.by_window {
+        for ((key, layer, window), admitted) in &self.admitted_by_window {
             // Only the first layers, if the test names them.
             let Some(Layer { limit, .. }) = layers.get(*layer) else { continue };
             assert!(admitted <= limit, "key {key} was admitted {admitted} times in window {window} of layer {layer}");
@@ -95,7 +96,7 @@ pub struct Load {
     may_fail: bool,
     addresses: RwLock<Vec<SocketAddr>>,
     stopped: AtomicBool,
-    tally: Mutex<Tally>,
+    results: Mutex<LoadResults>,
 }
 
 impl Default for Load {
@@ -105,38 +106,38 @@ impl Default for Load {
             may_fail: false,
             addresses: RwLock::default(),
             stopped: AtomicBool::default(),
-            tally: Mutex::default(),
+            results: Mutex::default(),
         }
     }
 }
 
 impl Load {
     /// For this number of equal keys, sent to gateways that may have lost their counters.
-    pub fn of(keys: u32) -> Load {
+    pub fn for_keys(keys: u32) -> Load {
         Load { keys: (keys, keys), may_fail: true, ..Load::default() }
     }
 
     /// From now on requests go to these gateways. If there are none, clients keep their connections: after a gateway was
     /// killed, another process may get its port.
-    pub fn ask(&self, addresses: &[SocketAddr]) {
+    pub fn send_to(&self, addresses: &[SocketAddr]) {
         *self.addresses.write().unwrap() = addresses.to_vec();
     }
 
     /// Whether some key came to its limit in each layer so far.
-    pub fn has_reached(&self, layers: &[Layer]) -> bool {
-        self.tally.lock().unwrap().judge(layers).iter().all(|full| *full > 0)
+    pub fn has_reached_limits(&self, layers: &[Layer]) -> bool {
+        self.results.lock().unwrap().assert_limits(layers).iter().all(|full| *full > 0)
     }
 
     /// Four clients send requests while `during` runs; returns their responses.
-    pub fn while_under_way(self, layers: &[Layer], during: impl FnOnce(&Load)) -> Tally {
+    pub fn run_during(self, layers: &[Layer], during: impl FnOnce(&Load)) -> LoadResults {
         thread::scope(|scope| {
             let load = &self;
             (0..4).for_each(|number| drop(scope.spawn(move || load.client(number, layers))));
             // The clients are to end also if it fails.
-            let _stop = Stop(load);
+            let _stop = StopOnDrop(load);
             during(load);
         });
-        self.tally.into_inner().unwrap()
+        self.results.into_inner().unwrap()
     }
 
     fn client(&self, number: usize, layers: &[Layer]) {
@@ -158,19 +159,19 @@ impl Load {
             };
             let key = if rng.bool() { rng.u32(..self.keys.1) } else { rng.u32(..self.keys.0) };
             let sent_ms = now_ms();
-            let answer = ask(stream, key);
+            let response = send_request(stream, key);
             let received_ms = now_ms();
-            match answer {
+            match response {
                 Ok(status) => {
-                    let mut tally = self.tally.lock().unwrap();
+                    let mut tally = self.results.lock().unwrap();
                     tally.requests += 1;
                     match status {
-                        200 => tally.count(layers, key, sent_ms, received_ms),
+                        200 => tally.record_admitted(layers, key, sent_ms, received_ms),
                         429 => {}
                         503 if self.may_fail => continue,
                         status => panic!("{status}"),
                     }
-                    tally.answered(layers, key, received_ms, status == 200);
+                    tally.record_response(layers, key, received_ms, status == 200);
                 }
                 Err(_killed) => connection = None,
             }
@@ -178,9 +179,9 @@ impl Load {
     }
 }
 
-struct Stop<'l>(&'l Load);
+struct StopOnDrop<'l>(&'l Load);
 
-impl Drop for Stop<'_> {
+impl Drop for StopOnDrop<'_> {
     fn drop(&mut self) {
         self.0.stopped.store(true, Ordering::Relaxed);
     }
@@ -198,7 +199,7 @@ fn connect(address: SocketAddr) -> io::Result<TcpStream> {
 }
 
 /// One request, and the status of its response; an error if the peer ends in between, as a killed process does.
-fn ask(stream: &mut TcpStream, key: u32) -> io::Result<u16> {
+fn send_request(stream: &mut TcpStream, key: u32) -> io::Result<u16> {
     stream.write_all(&request("GET", "/a", &[("X-Key", &key.to_string())], b""))?;
     let (mut head, mut piece) = (Vec::new(), [0; 4096]);
     loop {

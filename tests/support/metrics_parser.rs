@@ -8,15 +8,15 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 type Labels = BTreeMap<String, String>;
 
 #[derive(Debug, Default)]
-pub struct Page {
+pub struct Exposition {
     kinds: HashMap<String, String>,
     samples: Vec<(String, Labels, f64)>,
 }
 
-impl Page {
-    pub fn parse(text: &str) -> Page {
+impl Exposition {
+    pub fn parse(text: &str) -> Exposition {
         assert!(text.ends_with('\n'), "the last line is not ended");
-        let mut page = Page::default();
+        let mut page = Exposition::default();
         let (mut helped, mut family, mut seen) = (HashSet::new(), String::new(), HashSet::new());
         for line in text.lines() {
             if let Some(rest) = line.strip_prefix("# HELP ") {
@@ -28,7 +28,7 @@ impl Page {
                 assert!(page.kinds.insert(name.to_owned(), kind.to_owned()).is_none(), "typed twice: {line}");
                 family = name.to_owned();
             } else if !line.is_empty() {
-                let (name, labels, value) = sample(line);
+                let (name, labels, value) = parse_sample(line);
                 let suffixes: &[&str] =
                     if page.kinds[&family] == "histogram" { &["_bucket", "_sum", "_count"] } else { &[""] };
                 let belongs = suffixes.iter().any(|suffix| name.strip_suffix(suffix) == Some(family.as_str()));
@@ -37,12 +37,12 @@ impl Page {
                 page.samples.push((name, labels, value));
             }
         }
-        page.buckets_add_up();
+        page.assert_buckets_cumulative();
         page
     }
 
     /// Buckets are cumulative, end with +Inf, and the count is the last of them.
-    fn buckets_add_up(&self) {
+    fn assert_buckets_cumulative(&self) {
         let mut last: HashMap<(String, Labels), (f64, f64)> = HashMap::new();
         for (name, labels, value) in self.samples.iter().filter(|(name, ..)| name.ends_with("_bucket")) {
             let mut labels = labels.clone();
@@ -70,7 +70,7 @@ impl Page {
     }
 
     /// All label names that a metric's samples have.
-    pub fn labels(&self, name: &str) -> Vec<&str> {
+    pub fn label_names(&self, name: &str) -> Vec<&str> {
         let of = self.samples.iter().find(|(known, ..)| known.strip_suffix("_count").unwrap_or(known) == name);
         of.map(|(_, labels, _)| labels.keys().map(String::as_str).collect()).unwrap_or_default()
     }
@@ -85,7 +85,7 @@ impl Page {
 }
 
 /// `name{key="value",…} number`
-fn sample(line: &str) -> (String, Labels, f64) {
+fn parse_sample(line: &str) -> (String, Labels, f64) {
     let end = line.find(['{', ' ']).unwrap_or_else(|| panic!("no sample: {line}"));
     let (name, mut rest) = line.split_at(end);
     let name_is_fine = |name: &str| {
@@ -99,7 +99,7 @@ fn sample(line: &str) -> (String, Labels, f64) {
         while !rest.starts_with('}') {
             let (key, after) = rest.split_once("=\"").unwrap_or_else(|| panic!("no label: {line}"));
             assert!(name_is_fine(key), "{line}");
-            let (value, after) = label_value(after);
+            let (value, after) = parse_label_value(after);
             assert!(labels.insert(key.to_owned(), value).is_none(), "label twice: {line}");
             rest = after.strip_prefix(',').unwrap_or(after);
         }
@@ -110,7 +110,7 @@ fn sample(line: &str) -> (String, Labels, f64) {
 }
 
 /// A label's value without its escapes, and the text after the closing quote.
-fn label_value(text: &str) -> (String, &str) {
+fn parse_label_value(text: &str) -> (String, &str) {
     let mut value = String::new();
     let mut chars = text.char_indices();
     while let Some((at, c)) = chars.next() {

@@ -77,13 +77,13 @@ pub fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
 }
 
 /// A configuration with one route for everything, without rules.
-pub fn pass_all(upstream: &upstream::Upstream) -> String {
+pub fn forward_all(upstream: &upstream::Upstream) -> String {
     format!("{}\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u"))
 }
 
 /// A configuration with one route for everything to these servers, of an upstream called `u` with these
 /// settings.
-pub fn pass_to(servers: &[std::net::SocketAddr], settings: &str) -> String {
+pub fn forward_to(servers: &[std::net::SocketAddr], settings: &str) -> String {
     let servers: Vec<String> = servers.iter().map(|address| format!("\"http://{address}\"")).collect();
     format!(
         "[upstreams.u]\nservers = [{}]\n{settings}\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",

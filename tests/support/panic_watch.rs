@@ -12,7 +12,7 @@ use std::thread;
 static SEEN: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
 /// Begins to watch, once for the whole process.
-pub fn begin() {
+pub fn install_hook() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         let before = panic::take_hook();
@@ -28,7 +28,7 @@ pub fn begin() {
 }
 
 /// Fails if a thread of any gateway has panicked so far.
-pub fn assert_calm() {
+pub fn assert_no_panic() {
     let seen = SEEN.lock().unwrap_or_else(PoisonError::into_inner).clone();
     assert!(seen.is_empty() || thread::panicking(), "a gateway panicked: {seen:?}");
 }

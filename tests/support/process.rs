@@ -11,24 +11,24 @@ use std::{fs, thread};
 
 use rustix::process::{Pid, Signal, kill_process_group};
 
-use super::client::{Answer, Client};
+use super::client::{Client, HttpResponse};
 use super::gateway::with_listen;
-use super::metrics_parser::Page;
+use super::metrics_parser::Exposition;
 use super::{Scratch, eventually};
 
 pub const BINARY: &str = env!("CARGO_BIN_EXE_transom");
 
 /// A process in its own process group. Dropping it kills the whole group, including processes that it has started, such as
 /// those of an upgrade, also if the test fails.
-pub struct Owned(Child);
+pub struct ProcessGroup(Child);
 
-impl Owned {
-    pub fn spawn(command: &mut Command) -> Owned {
-        Owned(command.process_group(0).spawn().unwrap())
+impl ProcessGroup {
+    pub fn spawn(command: &mut Command) -> ProcessGroup {
+        ProcessGroup(command.process_group(0).spawn().unwrap())
     }
 }
 
-impl Deref for Owned {
+impl Deref for ProcessGroup {
     type Target = Child;
 
     fn deref(&self) -> &Child {
@@ -36,13 +36,13 @@ impl Deref for Owned {
     }
 }
 
-impl DerefMut for Owned {
+impl DerefMut for ProcessGroup {
     fn deref_mut(&mut self) -> &mut Child {
         &mut self.0
     }
 }
 
-impl Drop for Owned {
+impl Drop for ProcessGroup {
     fn drop(&mut self) {
         let group = Pid::from_raw(self.0.id().cast_signed()).unwrap();
         // Nothing is left of the group if all have ended.
@@ -52,7 +52,7 @@ impl Drop for Owned {
 }
 
 pub struct Process {
-    child: Owned,
+    child: ProcessGroup,
     printed: Arc<Mutex<Vec<String>>>,
     pub http: SocketAddr,
     pub https: Option<SocketAddr>,
@@ -62,22 +62,22 @@ pub struct Process {
 
 impl Process {
     pub fn spawn(toml: &str) -> Process {
-        Process::spawn_by(Command::new(BINARY), toml, Scratch::new())
+        Process::spawn_command(Command::new(BINARY), toml, Scratch::new())
     }
 
     /// Like `spawn`, with a clients file beside the configuration.
     pub fn spawn_with(toml: &str, clients: &str) -> Process {
         let scratch = Scratch::new();
         scratch.write("clients.toml", clients);
-        Process::spawn_by(Command::new(BINARY), toml, scratch)
+        Process::spawn_command(Command::new(BINARY), toml, scratch)
     }
 
     /// Like `spawn`, through a command that runs the binary, such as one that fakes the time.
-    pub fn spawn_by(mut command: Command, toml: &str, scratch: Scratch) -> Process {
+    pub fn spawn_command(mut command: Command, toml: &str, scratch: Scratch) -> Process {
         let file = scratch.write("gateway.toml", with_listen(toml));
         let log = fs::File::create(scratch.path().join("stderr")).unwrap();
         command.arg("--config").arg(file).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);
-        let mut child = Owned::spawn(&mut command);
+        let mut child = ProcessGroup::spawn(&mut command);
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
         let mut address = |prefix: &str| {
             let line = lines.next().and_then(Result::ok).unwrap_or_else(|| {
@@ -96,16 +96,16 @@ impl Process {
         Process { child, printed, http, https, admin, scratch }
     }
 
-    pub fn config(&self) -> PathBuf {
+    pub fn config_path(&self) -> PathBuf {
         self.scratch.path().join("gateway.toml")
     }
 
-    pub fn rewrite(&self, toml: &str) {
-        self.rewrite_file("gateway.toml", &with_listen(toml));
+    pub fn write_config(&self, toml: &str) {
+        self.replace_file("gateway.toml", &with_listen(toml));
     }
 
     /// Replaces a file beside the configuration, or the configuration itself.
-    pub fn rewrite_file(&self, name: &str, text: &str) {
+    pub fn replace_file(&self, name: &str, text: &str) {
         // In one step, as editors and configuration managers do it.
         let new = self.scratch.write(&format!("{name}.written"), text);
         fs::rename(new, self.scratch.path().join(name)).unwrap();
@@ -115,19 +115,19 @@ impl Process {
         Client::connect(self.http)
     }
 
-    pub fn get(&self, target: &str) -> Answer {
+    pub fn get(&self, target: &str) -> HttpResponse {
         self.client().get(target)
     }
 
-    pub fn admin_get(&self, target: &str) -> Answer {
+    pub fn admin_get(&self, target: &str) -> HttpResponse {
         Client::connect(self.admin).get_with(target, &[("Host", &self.admin.to_string())])
     }
 
-    pub fn metrics(&self) -> Page {
-        Page::parse(&self.admin_get("/metrics").expect(200).text())
+    pub fn metrics(&self) -> Exposition {
+        Exposition::parse(&self.admin_get("/metrics").expect(200).text())
     }
 
-    pub fn id(&self) -> u32 {
+    pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
@@ -137,14 +137,14 @@ impl Process {
     }
 
     /// Waits until a reload with this outcome has been counted `times` times.
-    pub fn reloaded(&self, outcome: &str, times: u64) {
+    pub fn wait_for_reloads(&self, outcome: &str, times: u64) {
         eventually("the reload is counted", || {
             self.metrics().sum("transom_config_reloads_total", &[("outcome", outcome)]) == times
         });
     }
 
     /// As [`Process::reloaded`], where the change and the signal may each have caused a reload.
-    pub fn reloaded_at_least(&self, times: u64) {
+    pub fn wait_for_applied_reloads(&self, times: u64) {
         eventually("the reload is counted", || {
             self.metrics().sum("transom_config_reloads_total", &[("outcome", "applied")]) >= times
         });
@@ -164,7 +164,7 @@ impl Process {
     }
 
     /// The lines on standard output after those that print the addresses.
-    pub fn printed(&self) -> Vec<String> {
+    pub fn stdout_lines(&self) -> Vec<String> {
         self.printed.lock().unwrap().clone()
     }
 
@@ -173,7 +173,7 @@ impl Process {
     }
 
     /// Waits until this appears on standard error, and returns all of standard error so far.
-    pub fn says(&self, text: &str) -> String {
+    pub fn wait_for_stderr(&self, text: &str) -> String {
         eventually(&format!("it says `{text}`"), || self.stderr().contains(text));
         self.stderr()
     }

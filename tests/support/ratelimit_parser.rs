@@ -1,6 +1,6 @@
 //! Parses the RateLimit fields of responses (RFC 9651 lists of strings with integer parameters).
 
-use super::client::Answer;
+use super::client::HttpResponse;
 
 /// One item of `RateLimit` or `RateLimit-Policy`: its name, and its parameters in order.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -17,8 +17,8 @@ impl Item {
 }
 
 /// All items of a field, which may be given on several lines.
-pub fn items(answer: &Answer, field: &str) -> Vec<Item> {
-    let text = answer.all(field).join(", ");
+pub fn items(response: &HttpResponse, field: &str) -> Vec<Item> {
+    let text = response.values(field).join(", ");
     text.split(", ").filter(|item| !item.is_empty()).map(item).collect()
 }
 
@@ -34,8 +34,8 @@ fn item(text: &str) -> Item {
 }
 
 /// The remaining tokens of a layer after a response.
-pub fn remaining(answer: &Answer, layer: &str) -> u64 {
-    let items = items(answer, "ratelimit");
+pub fn remaining(response: &HttpResponse, layer: &str) -> u64 {
+    let items = items(response, "ratelimit");
     let item = items.iter().find(|item| item.name == layer);
     item.unwrap_or_else(|| panic!("no `{layer}` in {items:?}")).get("r")
 }

@@ -13,7 +13,7 @@ use std::sync::Mutex;
 use fastrand::Rng;
 
 use super::process::signal;
-use super::tls::Authority;
+use super::tls::RevokingCa;
 use super::{Scratch, eventually, external_servers};
 
 pub struct RedisServer {
@@ -28,17 +28,17 @@ pub struct RedisServer {
 
 impl RedisServer {
     pub fn start() -> RedisServer {
-        RedisServer::with("")
+        RedisServer::with_config("")
     }
 
     /// With lines of redis.conf, such as `requirepass`, `user` or `maxmemory`.
-    pub fn with(lines: &str) -> RedisServer {
-        RedisServer::start_in(Scratch::new(), lines, "redis", Vec::new())
+    pub fn with_config(lines: &str) -> RedisServer {
+        RedisServer::start_with(Scratch::new(), lines, "redis", Vec::new())
     }
 
     /// A replica of another, which follows it when it returns.
     pub fn replica_of(master: &RedisServer, lines: &str) -> RedisServer {
-        let replica = RedisServer::with(&format!("{lines}\nreplicaof 127.0.0.1 {}", master.port));
+        let replica = RedisServer::with_config(&format!("{lines}\nreplicaof 127.0.0.1 {}", master.port));
         eventually("the replica has its master's data", || {
             replica.cli(&["INFO", "replication"]).contains("master_link_status:up")
         });
@@ -47,7 +47,7 @@ impl RedisServer {
 
     /// Its port speaks TLS, with a certificate of this authority for `localhost` and 127.0.0.1, and believes the
     /// clients' certificates that it issued.
-    pub fn with_tls(authority: &Authority, lines: &str) -> RedisServer {
+    pub fn with_tls(authority: &RevokingCa, lines: &str) -> RedisServer {
         let scratch = Scratch::new();
         let issued = authority.issue(&["localhost", "127.0.0.1"]);
         scratch.write("server.pem", &issued.pem);
@@ -55,21 +55,21 @@ impl RedisServer {
         scratch.write("authority.pem", &authority.pem);
         let tls = "tls-cert-file server.pem\ntls-key-file server.key\ntls-ca-cert-file authority.pem\n";
         let clients = if lines.contains("tls-auth-clients") { "" } else { "tls-auth-clients no\n" };
-        RedisServer::start_in(scratch, &format!("{tls}{clients}{lines}"), "rediss", Vec::new())
+        RedisServer::start_with(scratch, &format!("{tls}{clients}{lines}"), "rediss", Vec::new())
     }
 
     /// Its clock is so many seconds ahead of the machine's, or behind.
-    pub fn at_clock(ahead_s: i64, lines: &str) -> RedisServer {
+    pub fn with_clock_offset(ahead_s: i64, lines: &str) -> RedisServer {
         let environment = vec![
             // The C library's memory before jemalloc's, which looks at the clock before libfaketime is ready.
             ("LD_PRELOAD", format!("{}:libc.so.6", external_servers::faketime().display())),
             ("FAKETIME", format!("{ahead_s:+}")),
             ("FAKETIME_DONT_FAKE_MONOTONIC", "1".to_owned()),
         ];
-        RedisServer::start_in(Scratch::new(), lines, "redis", environment)
+        RedisServer::start_with(Scratch::new(), lines, "redis", environment)
     }
 
-    fn start_in(
+    fn start_with(
         scratch: Scratch,
         lines: &str,
         scheme: &'static str,
@@ -80,7 +80,7 @@ impl RedisServer {
         // A port that was free may be taken by the time it starts: then another.
         for _ in 0..10 {
             server.port = free_port();
-            server.configure(lines);
+            server.write_config(lines);
             if server.try_start() {
                 return server;
             }
@@ -88,7 +88,7 @@ impl RedisServer {
         panic!("redis-server does not start:\n{}", server.log());
     }
 
-    fn configure(&self, lines: &str) {
+    fn write_config(&self, lines: &str) {
         let port = if self.scheme == "rediss" { "port 0\ntls-port" } else { "port" };
         let text = format!(
             "{port} {}\nbind 127.0.0.1\ndir {}\nunixsocket redis.sock\nsave \"\"\nappendonly no\n{lines}\n",
@@ -131,7 +131,7 @@ impl RedisServer {
         self.scratch.path().join("redis.sock")
     }
 
-    pub fn folder(&self) -> &Path {
+    pub fn directory(&self) -> &Path {
         self.scratch.path()
     }
 
@@ -147,7 +147,7 @@ impl RedisServer {
     }
 
     /// The number that a command returns; 0 for nil.
-    pub fn number(&self, command: &[&str]) -> i64 {
+    pub fn integer(&self, command: &[&str]) -> i64 {
         let said = self.cli(command);
         if said.is_empty() { 0 } else { said.parse().unwrap_or_else(|_| panic!("{command:?}: {said}")) }
     }
@@ -160,20 +160,20 @@ impl RedisServer {
     }
 
     /// How often a command was called since it started, such as `evalsha`; within scripts as well.
-    pub fn calls(&self, command: &str) -> u64 {
+    pub fn call_count(&self, command: &str) -> u64 {
         let said = self.cli(&["INFO", "commandstats"]);
         let line = said.lines().find_map(|line| line.strip_prefix(&format!("cmdstat_{command}:calls=")));
         line.map_or(0, |line| line.split(',').next().unwrap().parse().unwrap())
     }
 
     /// Suspends the process: connections stay open, and nothing is answered.
-    pub fn stop(&self) {
-        signal(self.id(), "STOP");
+    pub fn suspend(&self) {
+        signal(self.pid(), "STOP");
     }
 
     /// Goes on after `stop`.
-    pub fn cont(&self) {
-        signal(self.id(), "CONT");
+    pub fn resume(&self) {
+        signal(self.pid(), "CONT");
     }
 
     /// Kills the process. Later connections are refused.
@@ -194,7 +194,7 @@ impl RedisServer {
         self.child.is_some()
     }
 
-    pub fn id(&self) -> u32 {
+    pub fn pid(&self) -> u32 {
         self.child.as_ref().expect("it runs").id()
     }
 

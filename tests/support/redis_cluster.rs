@@ -15,12 +15,12 @@ pub struct RedisCluster {
 
 impl RedisCluster {
     pub fn start() -> RedisCluster {
-        RedisCluster::with("")
+        RedisCluster::with_config("")
     }
 
     /// With lines of redis.conf for each node.
-    pub fn with(lines: &str) -> RedisCluster {
-        let nodes: Vec<RedisServer> = (0..3).map(|_| RedisServer::with(&format!("{LINES}\n{lines}"))).collect();
+    pub fn with_config(lines: &str) -> RedisCluster {
+        let nodes: Vec<RedisServer> = (0..3).map(|_| RedisServer::with_config(&format!("{LINES}\n{lines}"))).collect();
         let addresses = nodes.iter().map(|node| format!("127.0.0.1:{}", node.port));
         let created = Command::new("timeout")
             .arg("60")
@@ -33,12 +33,12 @@ impl RedisCluster {
             .unwrap();
         assert!(created.status.success(), "{}", String::from_utf8_lossy(&created.stdout));
         let cluster = RedisCluster { nodes };
-        cluster.settle();
+        cluster.wait_until_complete();
         cluster
     }
 
     /// Waits until every node that runs says that all is well.
-    pub fn settle(&self) {
+    pub fn wait_until_complete(&self) {
         for node in &self.nodes {
             eventually("the cluster is complete", || {
                 let info = node.cli(&["CLUSTER", "INFO"]);
@@ -56,7 +56,7 @@ impl RedisCluster {
 
     pub fn slot(&self, key: &str) -> u16 {
         let running = self.nodes.iter().find(|node| node.is_running()).expect("a node that runs");
-        u16::try_from(running.number(&["CLUSTER", "KEYSLOT", key])).unwrap()
+        u16::try_from(running.integer(&["CLUSTER", "KEYSLOT", key])).unwrap()
     }
 
     /// The position of the node that has a slot, as it says itself.
@@ -90,20 +90,20 @@ impl RedisCluster {
     pub fn move_slot(&self, slot: u16, to: usize) {
         let from = self.owner(slot);
         assert_ne!(from, to);
-        self.begin_move(slot, from, to);
-        self.carry(slot, from, to);
-        self.end_move(slot, from, to);
+        self.begin_slot_move(slot, from, to);
+        self.migrate_keys(slot, from, to);
+        self.end_slot_move(slot, from, to);
     }
 
     /// From here on the old node redirects requests for keys that it no longer has to the new node (ASK).
-    pub fn begin_move(&self, slot: u16, from: usize, to: usize) {
+    pub fn begin_slot_move(&self, slot: u16, from: usize, to: usize) {
         let slot = slot.to_string();
-        self.ok(to, &["CLUSTER", "SETSLOT", &slot, "IMPORTING", &self.id(from)]);
-        self.ok(from, &["CLUSTER", "SETSLOT", &slot, "MIGRATING", &self.id(to)]);
+        self.expect_ok(to, &["CLUSTER", "SETSLOT", &slot, "IMPORTING", &self.node_id(from)]);
+        self.expect_ok(from, &["CLUSTER", "SETSLOT", &slot, "MIGRATING", &self.node_id(to)]);
     }
 
     /// Takes the keys of a slot over, one by one, until there are none.
-    pub fn carry(&self, slot: u16, from: usize, to: usize) {
+    pub fn migrate_keys(&self, slot: u16, from: usize, to: usize) {
         let port = self.nodes[to].port.to_string();
         loop {
             let keys = self.nodes[from].cli(&["CLUSTER", "GETKEYSINSLOT", &slot.to_string(), "100"]);
@@ -119,21 +119,21 @@ impl RedisCluster {
     }
 
     /// Says that a slot is now the other node's, to all.
-    pub fn end_move(&self, slot: u16, from: usize, to: usize) {
-        let (slot, id) = (slot.to_string(), self.id(to));
+    pub fn end_slot_move(&self, slot: u16, from: usize, to: usize) {
+        let (slot, id) = (slot.to_string(), self.node_id(to));
         let others = (0..self.nodes.len()).filter(|node| ![from, to].contains(node) && self.nodes[*node].is_running());
         // The new node first, so that the slot always has an owner.
         [to, from]
             .into_iter()
             .chain(others)
-            .for_each(|node| self.ok(node, &["CLUSTER", "SETSLOT", &slot, "NODE", &id]));
+            .for_each(|node| self.expect_ok(node, &["CLUSTER", "SETSLOT", &slot, "NODE", &id]));
     }
 
-    fn id(&self, node: usize) -> String {
+    fn node_id(&self, node: usize) -> String {
         self.nodes[node].cli(&["CLUSTER", "MYID"])
     }
 
-    fn ok(&self, node: usize, command: &[&str]) {
+    fn expect_ok(&self, node: usize, command: &[&str]) {
         assert_eq!(self.nodes[node].cli(command), "OK", "{command:?}");
     }
 }

@@ -10,10 +10,10 @@ use super::{Scratch, eventually, external_servers};
 pub const MASTER: &str = "counts";
 
 pub struct Sentinels {
-    watchers: Vec<Watcher>,
+    sentinels: Vec<Sentinel>,
 }
 
-struct Watcher {
+struct Sentinel {
     port: u16,
     child: Child,
     scratch: Scratch,
@@ -22,49 +22,49 @@ struct Watcher {
 impl Sentinels {
     /// Starts them, and waits until they know the replica and one another.
     pub fn start(master: &RedisServer) -> Sentinels {
-        let sentinels = Sentinels { watchers: (0..3).map(|_| Watcher::start(master)).collect() };
-        eventually("the sentinels know all", || sentinels.watchers.iter().all(|watcher| watcher.knows_all()));
+        let sentinels = Sentinels { sentinels: (0..3).map(|_| Sentinel::start(master)).collect() };
+        eventually("the sentinels know all", || sentinels.sentinels.iter().all(|watcher| watcher.knows_all()));
         sentinels
     }
 
     /// Their addresses as a list of the gateway's configuration.
     pub fn urls(&self) -> String {
         let urls: Vec<String> =
-            self.watchers.iter().map(|watcher| format!("\"redis://127.0.0.1:{}\"", watcher.port)).collect();
+            self.sentinels.iter().map(|watcher| format!("\"redis://127.0.0.1:{}\"", watcher.port)).collect();
         format!("[{}]", urls.join(", "))
     }
 
     pub fn ports(&self) -> Vec<u16> {
-        self.watchers.iter().map(|watcher| watcher.port).collect()
+        self.sentinels.iter().map(|watcher| watcher.port).collect()
     }
 
     /// The port of the master, as a majority of them has it.
     pub fn master(&self) -> Option<u16> {
-        let ports: Vec<Option<u16>> = self.watchers.iter().map(Watcher::master).collect();
+        let ports: Vec<Option<u16>> = self.sentinels.iter().map(Sentinel::master).collect();
         let mut of_two = ports.iter().filter(|port| ports.iter().filter(|other| other == port).count() >= 2);
         of_two.next().copied().flatten()
     }
 
     /// Orders a failover although the master is well.
     pub fn fail_over(&self) {
-        assert_eq!(self.watchers[0].cli(&["SENTINEL", "FAILOVER", MASTER]), "OK");
+        assert_eq!(self.sentinels[0].cli(&["SENTINEL", "FAILOVER", MASTER]), "OK");
     }
 
     /// Waits until the replica has taken over.
-    pub fn failed_over(&self, replica: &RedisServer) {
+    pub fn wait_for_failover(&self, replica: &RedisServer) {
         eventually("the replica takes over", || {
             self.master() == Some(replica.port) && replica.cli(&["ROLE"]).starts_with("master")
         });
     }
 }
 
-impl Watcher {
-    fn start(master: &RedisServer) -> Watcher {
+impl Sentinel {
+    fn start(master: &RedisServer) -> Sentinel {
         // A port that was free may be taken by the time it starts: then another.
-        (0..10).find_map(|_| Watcher::try_start(master)).expect("a sentinel that starts")
+        (0..10).find_map(|_| Sentinel::try_start(master)).expect("a sentinel that starts")
     }
 
-    fn try_start(master: &RedisServer) -> Option<Watcher> {
+    fn try_start(master: &RedisServer) -> Option<Sentinel> {
         let (scratch, port) = (Scratch::new(), free_port());
         let text = format!(
             "port {port}\nbind 127.0.0.1\ndir {}\nsentinel monitor {MASTER} 127.0.0.1 {} 2\n\
@@ -82,7 +82,7 @@ impl Watcher {
             .stdout(log)
             .spawn()
             .unwrap();
-        let (mut watcher, mut gone) = (Watcher { port, child, scratch }, false);
+        let (mut watcher, mut gone) = (Sentinel { port, child, scratch }, false);
         eventually("the sentinel answers", || {
             gone = watcher.child.try_wait().unwrap().is_some();
             gone || watcher.cli(&["PING"]) == "PONG"
@@ -107,7 +107,7 @@ impl Watcher {
     }
 }
 
-impl Drop for Watcher {
+impl Drop for Sentinel {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();

@@ -14,7 +14,7 @@ use super::Scratch;
 /// The names of the certificate beside 127.0.0.1.
 pub const NAMES: [&str; 2] = ["localhost", "gateway.test"];
 
-pub struct Authority {
+pub struct TestCa {
     /// The certificate of the authority, which clients trust.
     pub ca: PathBuf,
     pub certificate: PathBuf,
@@ -24,8 +24,8 @@ pub struct Authority {
     _scratch: Scratch,
 }
 
-impl Authority {
-    pub fn new() -> Authority {
+impl TestCa {
+    pub fn new() -> TestCa {
         let scratch = Scratch::new();
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new(Vec::new()).unwrap();
@@ -43,7 +43,7 @@ impl Authority {
         // OpenSSL refuses a certificate without, where it is strict.
         params.use_authority_key_identifier_extension = true;
         let certificate = params.signed_by(&key, &issuer).unwrap();
-        Authority {
+        TestCa {
             ca: scratch.write("ca.pem", own.pem()),
             certificate: scratch.write("certificate.pem", certificate.pem()),
             private_key: scratch.write("private.pem", key.serialize_pem()),

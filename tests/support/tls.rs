@@ -22,7 +22,7 @@ use super::client::{Client, HOST};
 use super::{DEADLINE, Scratch};
 
 /// A certificate authority.
-pub struct Authority {
+pub struct RevokingCa {
     issuer: Issuer<'static, KeyPair>,
     der: CertificateDer<'static>,
     pub pem: String,
@@ -37,23 +37,23 @@ pub struct Issued {
     serial: SerialNumber,
 }
 
-impl Authority {
+impl RevokingCa {
     /// Two are never alike.
-    pub fn new() -> Authority {
+    pub fn new() -> RevokingCa {
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new(Vec::new()).unwrap();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         params.distinguished_name.push(DnType::CommonName, "an authority of the tests");
         let certificate = params.self_signed(&key).unwrap();
-        Authority { der: certificate.der().clone(), pem: certificate.pem(), issuer: Issuer::new(params, key) }
+        RevokingCa { der: certificate.der().clone(), pem: certificate.pem(), issuer: Issuer::new(params, key) }
     }
 
     /// A certificate for names, with its own key (ECDSA on P-256).
     pub fn issue(&self, names: &[&str]) -> Issued {
-        self.issue_by(names, KeyPair::generate().unwrap(), |_| {})
+        self.issue_with(names, KeyPair::generate().unwrap(), |_| {})
     }
 
-    pub fn issue_by(&self, names: &[&str], key: KeyPair, change: impl FnOnce(&mut CertificateParams)) -> Issued {
+    pub fn issue_with(&self, names: &[&str], key: KeyPair, change: impl FnOnce(&mut CertificateParams)) -> Issued {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         let mut params = CertificateParams::new(names).unwrap();
         // Named alike, a certificate would look as if it had issued itself.
@@ -119,25 +119,29 @@ pub fn listen(scratch: &Scratch, certificate: &Issued, more: &str) -> String {
     )
 }
 
-pub type Secure = StreamOwned<ClientConnection, TcpStream>;
+pub type TlsStream = StreamOwned<ClientConnection, TcpStream>;
 
 /// The trusted authorities, the certificate and the sessions of a client.
 #[derive(Clone)]
-pub struct Tls {
+pub struct TlsClient {
     pub config: Arc<ClientConfig>,
 }
 
-impl Tls {
-    pub fn trusting(authority: &Authority) -> Tls {
-        Tls::new(authority, None, &[&version::TLS13, &version::TLS12])
+impl TlsClient {
+    pub fn trusting(authority: &RevokingCa) -> TlsClient {
+        TlsClient::new(authority, None, &[&version::TLS13, &version::TLS12])
     }
 
     /// With its own certificate.
-    pub fn showing(authority: &Authority, own: &Issued) -> Tls {
-        Tls::new(authority, Some(own), &[&version::TLS13, &version::TLS12])
+    pub fn with_certificate(authority: &RevokingCa, own: &Issued) -> TlsClient {
+        TlsClient::new(authority, Some(own), &[&version::TLS13, &version::TLS12])
     }
 
-    pub fn new(authority: &Authority, own: Option<&Issued>, versions: &[&'static SupportedProtocolVersion]) -> Tls {
+    pub fn new(
+        authority: &RevokingCa,
+        own: Option<&Issued>,
+        versions: &[&'static SupportedProtocolVersion],
+    ) -> TlsClient {
         let mut roots = RootCertStore::empty();
         roots.add(authority.der.clone()).unwrap();
         let builder = ClientConfig::builder_with_provider(Arc::new(default_provider()));
@@ -148,20 +152,20 @@ impl Tls {
         };
         config.alpn_protocols = vec![b"http/1.1".to_vec()];
         config.resumption = Resumption::in_memory_sessions(8);
-        Tls { config: Arc::new(config) }
+        TlsClient { config: Arc::new(config) }
     }
 
     /// Connects, and completes the handshake.
-    pub fn connect(&self, address: SocketAddr, name: &str) -> Client<Secure> {
+    pub fn connect(&self, address: SocketAddr, name: &str) -> Client<TlsStream> {
         self.try_connect(address, name).unwrap()
     }
 
-    pub fn try_connect(&self, address: SocketAddr, name: &str) -> io::Result<Client<Secure>> {
-        self.try_over(TcpStream::connect(address)?, name)
+    pub fn try_connect(&self, address: SocketAddr, name: &str) -> io::Result<Client<TlsStream>> {
+        self.try_connect_over(TcpStream::connect(address)?, name)
     }
 
     /// Over a connection on which something may have been sent already.
-    pub fn try_over(&self, mut stream: TcpStream, name: &str) -> io::Result<Client<Secure>> {
+    pub fn try_connect_over(&self, mut stream: TcpStream, name: &str) -> io::Result<Client<TlsStream>> {
         stream.set_nodelay(true)?;
         stream.set_read_timeout(Some(DEADLINE))?;
         stream.set_write_timeout(Some(DEADLINE))?;
@@ -170,6 +174,6 @@ impl Tls {
         while session.is_handshaking() {
             session.complete_io(&mut stream)?;
         }
-        Ok(Client::speaking(StreamOwned::new(session, stream)))
+        Ok(Client::from_stream(StreamOwned::new(session, stream)))
     }
 }

@@ -9,26 +9,26 @@ use std::process::Command;
 use super::process::{BINARY, Process, run, signal};
 use super::{Scratch, eventually};
 
-pub struct Dynasty {
+pub struct UpgradeChain {
     pub first: Process,
 }
 
-impl Dynasty {
+impl UpgradeChain {
     /// Starts the first process, which writes a `pid_file`.
-    pub fn found(toml: &str) -> Dynasty {
+    pub fn start(toml: &str) -> UpgradeChain {
         let scratch = Scratch::new();
         symlink(BINARY, scratch.path().join("transom")).unwrap();
-        Dynasty::found_in(scratch, toml, &[])
+        UpgradeChain::start_in(scratch, toml, &[])
     }
 
     /// Starts the program `transom` of a folder.
-    pub fn found_in(scratch: Scratch, toml: &str, environment: &[(&str, &Path)]) -> Dynasty {
+    pub fn start_in(scratch: Scratch, toml: &str, environment: &[(&str, &Path)]) -> UpgradeChain {
         let mut command = Command::new(scratch.path().join("transom"));
         command.envs(environment.iter().copied());
-        let first = Process::spawn_by(command, &with_pid_file(toml), scratch);
-        let dynasty = Dynasty { first };
-        eventually("it says which process serves", || dynasty.pid() == Some(dynasty.first.id()));
-        dynasty
+        let first = Process::spawn_command(command, &with_pid_file(toml), scratch);
+        let chain = UpgradeChain { first };
+        eventually("it says which process serves", || chain.serving_pid() == Some(chain.first.pid()));
+        chain
     }
 
     pub fn program(&self) -> PathBuf {
@@ -36,51 +36,51 @@ impl Dynasty {
     }
 
     /// Puts a shell script in the place of the program.
-    pub fn usurp(&self, script: &str) {
+    pub fn replace_program(&self, script: &str) {
         let file = self.first.scratch.write("usurper", format!("#!/bin/sh\n{script}\n"));
         fs::set_permissions(&file, fs::Permissions::from_mode(0o755)).unwrap();
         fs::rename(file, self.program()).unwrap();
     }
 
     /// Puts the program back in its place.
-    pub fn restore(&self) {
+    pub fn restore_program(&self) {
         let link = self.first.scratch.path().join("link");
         symlink(BINARY, &link).unwrap();
         fs::rename(link, self.program()).unwrap();
     }
 
-    pub fn rewrite(&self, toml: &str) {
-        self.first.rewrite(&with_pid_file(toml));
+    pub fn write_config(&self, toml: &str) {
+        self.first.write_config(&with_pid_file(toml));
     }
 
     /// The process that serves.
-    pub fn pid(&self) -> Option<u32> {
+    pub fn serving_pid(&self) -> Option<u32> {
         fs::read_to_string(self.first.scratch.path().join("pid")).ok()?.trim().parse().ok()
     }
 
     pub fn signal(&self, name: &str) {
-        signal(self.pid().unwrap(), name);
+        signal(self.serving_pid().unwrap(), name);
     }
 
     /// Signals the serving process to hand over, and waits until it has.
-    pub fn succeed(&self) -> u32 {
-        let old = self.pid().unwrap();
+    pub fn upgrade(&self) -> u32 {
+        let old = self.serving_pid().unwrap();
         signal(old, "USR2");
         let mut new = old;
         eventually("another process serves", || {
-            new = self.pid().unwrap();
+            new = self.serving_pid().unwrap();
             new != old
         });
         new
     }
 
     /// `transom upgrade`.
-    pub fn command(&self) -> (Option<i32>, String, String) {
-        run(&["upgrade", "--config", &self.first.config().display().to_string()])
+    pub fn run_upgrade_command(&self) -> (Option<i32>, String, String) {
+        run(&["upgrade", "--config", &self.first.config_path().display().to_string()])
     }
 
     /// Waits until the log has something.
-    pub fn logged(&self, text: &str) {
+    pub fn wait_for_log(&self, text: &str) {
         eventually(&format!("`{text}` in the log"), || self.first.stderr().contains(text));
     }
 }

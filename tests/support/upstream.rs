@@ -45,23 +45,23 @@ pub struct Received {
 }
 
 impl Received {
-    pub fn all(&self, name: &str) -> Vec<&str> {
+    pub fn values(&self, name: &str) -> Vec<&str> {
         self.fields.iter().filter(|(known, _)| known == name).map(|(_, value)| value.as_str()).collect()
     }
 
     pub fn field(&self, name: &str) -> Option<&str> {
-        self.all(name).first().copied()
+        self.values(name).first().copied()
     }
 }
 
 impl Upstream {
     /// Follows a script on every connection.
-    pub fn with(script: impl Fn(&mut Talk) + Send + Sync + 'static) -> Upstream {
-        Upstream::at(SocketAddr::from(([127, 0, 0, 1], 0)), script)
+    pub fn with_script(script: impl Fn(&mut Connection) + Send + Sync + 'static) -> Upstream {
+        Upstream::at_address(SocketAddr::from(([127, 0, 0, 1], 0)), script)
     }
 
     /// Like `with`, at an address of the test's choice.
-    pub fn at(address: SocketAddr, script: impl Fn(&mut Talk) + Send + Sync + 'static) -> Upstream {
+    pub fn at_address(address: SocketAddr, script: impl Fn(&mut Connection) + Send + Sync + 'static) -> Upstream {
         let listener = TcpListener::bind(address).unwrap();
         let address = listener.local_addr().unwrap();
         let state = Arc::new(State::default());
@@ -77,12 +77,13 @@ impl Upstream {
                     stream.set_read_timeout(Some(DEADLINE)).unwrap();
                     state.open.lock().unwrap().push(stream.try_clone().unwrap());
                     let number = state.connections.fetch_add(1, Ordering::SeqCst);
-                    let mut talk = Talk { number, stream, state: Arc::clone(&state), buffer: Vec::new(), place: 0 };
+                    let mut connection =
+                        Connection { number, stream, state: Arc::clone(&state), buffer: Vec::new(), index: 0 };
                     let script = Arc::clone(&script);
                     let thread = thread::spawn(move || {
-                        script(&mut talk);
+                        script(&mut connection);
                         // The copy in `open` would keep the connection up.
-                        let _ = talk.stream.shutdown(Shutdown::Both);
+                        let _ = connection.stream.shutdown(Shutdown::Both);
                     });
                     state.threads.lock().unwrap().push(thread);
                 }
@@ -92,15 +93,17 @@ impl Upstream {
     }
 
     /// Answers every request alike, and keeps connections open.
-    pub fn replying(status: u16) -> Upstream {
-        Upstream::with(move |talk| while talk.request().is_some() && talk.reply(status, &[], b"fine\n") {})
+    pub fn always(status: u16) -> Upstream {
+        Upstream::with_script(
+            move |connection| while connection.read_request().is_some() && connection.reply(status, &[], b"fine\n") {},
+        )
     }
 
     /// Maps every request to a response.
-    pub fn answering(answer: impl Fn(&Received) -> Vec<u8> + Send + Sync + 'static) -> Upstream {
-        Upstream::with(move |talk| {
-            while let Some(received) = talk.request() {
-                if !talk.send(answer(&received)) {
+    pub fn responding(response: impl Fn(&Received) -> Vec<u8> + Send + Sync + 'static) -> Upstream {
+        Upstream::with_script(move |connection| {
+            while let Some(received) = connection.read_request() {
+                if !connection.send(response(&received)) {
                     return;
                 }
             }
@@ -108,7 +111,7 @@ impl Upstream {
     }
 
     /// An address that refuses connections, and that no other process can listen on meanwhile.
-    pub fn refusing() -> Upstream {
+    pub fn refusing_connections() -> Upstream {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
         socket.bind(&"127.0.0.1:0".parse::<SocketAddr>().unwrap().into()).unwrap();
         let address = socket.local_addr().unwrap().as_socket().unwrap();
@@ -126,13 +129,13 @@ impl Upstream {
     }
 
     /// The only request so far.
-    pub fn only(&self) -> Received {
+    pub fn only_request(&self) -> Received {
         let received = self.received();
         assert_eq!(received.len(), 1, "{received:?}");
         received.into_iter().next().unwrap()
     }
 
-    pub fn bytes(&self) -> usize {
+    pub fn bytes_received(&self) -> usize {
         self.state.bytes.load(Ordering::SeqCst)
     }
 
@@ -158,29 +161,29 @@ impl Drop for Upstream {
 }
 
 /// One connection, as a script sees it.
-pub struct Talk {
+pub struct Connection {
     /// Which connection this is, from 0.
     pub number: usize,
     stream: TcpStream,
     state: Arc<State>,
     buffer: Vec<u8>,
     /// The position of the last request among all requests.
-    place: usize,
+    index: usize,
 }
 
-impl Talk {
+impl Connection {
     /// Reads a request with its body; `None` when the connection has ended.
-    pub fn request(&mut self) -> Option<Received> {
-        let mut received = self.head()?;
-        self.body_of(&mut received)?;
+    pub fn read_request(&mut self) -> Option<Received> {
+        let mut received = self.read_head()?;
+        self.read_body_into(&mut received)?;
         // Another connection may have put down a request since.
-        self.state.received.lock().unwrap()[self.place] = received.clone();
+        self.state.received.lock().unwrap()[self.index] = received.clone();
         Some(received)
     }
 
     /// Reads a request's head only.
-    pub fn head(&mut self) -> Option<Received> {
-        let first = self.line()?;
+    pub fn read_head(&mut self) -> Option<Received> {
+        let first = self.read_line()?;
         let words: Vec<&str> = first.split(' ').collect();
         assert!(words.len() == 3 && words[2] == "HTTP/1.1", "{first:?}");
         let mut received = Received {
@@ -189,17 +192,17 @@ impl Talk {
             connection: self.number,
             ..Received::default()
         };
-        received.fields = self.fields()?;
+        received.fields = self.read_fields()?;
         let mut all = self.state.received.lock().unwrap();
-        self.place = all.len();
+        self.index = all.len();
         all.push(received.clone());
         Some(received)
     }
 
     /// The body that belongs to a head.
-    pub fn body(&mut self, head: &Received) -> Option<Vec<u8>> {
+    pub fn read_body(&mut self, head: &Received) -> Option<Vec<u8>> {
         let mut received = head.clone();
-        self.body_of(&mut received)?;
+        self.read_body_into(&mut received)?;
         Some(received.body)
     }
 
@@ -207,30 +210,30 @@ impl Talk {
         &mut self.stream
     }
 
-    fn body_of(&mut self, received: &mut Received) -> Option<()> {
+    fn read_body_into(&mut self, received: &mut Received) -> Option<()> {
         if received.field("transfer-encoding").is_some() {
-            assert_eq!(received.all("transfer-encoding"), ["chunked"]);
-            assert!(received.all("content-length").is_empty());
+            assert_eq!(received.values("transfer-encoding"), ["chunked"]);
+            assert!(received.values("content-length").is_empty());
             loop {
-                let size = usize::from_str_radix(&self.line()?, 16).unwrap();
+                let size = usize::from_str_radix(&self.read_line()?, 16).unwrap();
                 if size == 0 {
                     break;
                 }
-                received.body.extend(self.exactly(size)?);
-                assert_eq!(self.line()?, "");
+                received.body.extend(self.read_exactly(size)?);
+                assert_eq!(self.read_line()?, "");
             }
-            received.trailers = self.fields()?;
+            received.trailers = self.read_fields()?;
         } else if let Some(length) = received.field("content-length") {
-            assert_eq!(received.all("content-length").len(), 1);
-            received.body = self.exactly(length.parse().unwrap())?;
+            assert_eq!(received.values("content-length").len(), 1);
+            received.body = self.read_exactly(length.parse().unwrap())?;
         }
         Some(())
     }
 
-    fn fields(&mut self) -> Option<Vec<(String, String)>> {
+    fn read_fields(&mut self) -> Option<Vec<(String, String)>> {
         let mut fields = Vec::new();
         loop {
-            let line = self.line()?;
+            let line = self.read_line()?;
             if line.is_empty() {
                 return Some(fields);
             }
@@ -239,7 +242,7 @@ impl Talk {
         }
     }
 
-    fn line(&mut self) -> Option<String> {
+    fn read_line(&mut self) -> Option<String> {
         loop {
             if let Some(end) = self.buffer.windows(2).position(|two| two == b"\r\n") {
                 let line: Vec<u8> = self.buffer.drain(..end + 2).take(end).collect();
@@ -249,7 +252,7 @@ impl Talk {
         }
     }
 
-    pub fn exactly(&mut self, length: usize) -> Option<Vec<u8>> {
+    pub fn read_exactly(&mut self, length: usize) -> Option<Vec<u8>> {
         while self.buffer.len() < length {
             self.fill()?;
         }
@@ -274,12 +277,12 @@ impl Talk {
     }
 
     /// Closes the connection, before the script is over.
-    pub fn hang_up(&mut self) {
+    pub fn close(&mut self) {
         let _ = self.stream.shutdown(Shutdown::Both);
     }
 
     /// Waits until the other side has closed the connection; `false` if it sent something instead.
-    pub fn closed(&mut self) -> bool {
+    pub fn wait_for_close(&mut self) -> bool {
         self.fill().is_none()
     }
 }
