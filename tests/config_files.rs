@@ -12,9 +12,10 @@ use std::path::{Path, PathBuf};
 use proptest::prelude::*;
 use transom::config::diagnostics::{Problem, render};
 use transom::config::redis::{Node, Nodes};
+use transom::config::route::{EncodedSlash, ForwardPath, PathParameters, PathReading, Segment, TrailingSlash};
+use transom::config::upstream::{HostField, Protocol, Scheme, Target};
 use transom::config::{
-    AccessLog, Config, EncodedSlash, ForwardPath, HostField, PathParameters, PathReading, Protocol, RateLimitStyle,
-    RefusalResponse, Scheme, Segment, Target, TrailingSlash, read, read_with_files, read_with_files_and_variables,
+    AccessLog, Config, RateLimitStyle, RefusalResponse, read, read_with_files, read_with_files_and_variables,
 };
 use transom_limiter::key::{KeyPart, OnMissing};
 use transom_limiter::rule::{Cost, KeyValue, OnLimit, OnOutage, Sharing};
@@ -55,7 +56,7 @@ fn limits_of_http2_are_read() {
     let http2 = good("http2.toml").http2;
     assert_eq!((http2.h2c, http2.max_concurrent_streams, http2.ping), (false, 32, None));
     assert_eq!((http2.idle.as_secs(), http2.max_resets, http2.max_control_frames), (180, 50, 5000));
-    let http2 = good("smallest.toml").http2;
+    let http2 = good("minimal.toml").http2;
     assert_eq!((http2.h2c, http2.max_concurrent_streams, http2.idle.as_secs()), (true, 100, 60));
 }
 
@@ -197,7 +198,7 @@ fn every_expected_message_has_its_configuration() {
 
 #[test]
 fn defaults_are_filled_in() {
-    let config = good("smallest.toml");
+    let config = good("minimal.toml");
     assert_eq!(config.listen.http, ["127.0.0.1:8080".parse().unwrap()]);
     assert_eq!((config.listen.admin, config.workers, config.access_log), (None, None, None));
     assert_eq!(config.counters.capacity, 1_000_000);
@@ -317,7 +318,7 @@ fn a_password_comes_from_the_environment() {
 
 #[test]
 fn every_setting_of_rules_is_read_as_written() {
-    let config = good("language.toml");
+    let config = good("rule-settings.toml");
     let rule = |name: &str| config.rules.iter().find(|rule| rule.name == name).unwrap();
     let windows = |name: &str| rule(name).layers.iter().map(|limit| limit.windows.to_string()).collect::<Vec<_>>();
     assert_eq!(
@@ -330,7 +331,7 @@ fn every_setting_of_rules_is_read_as_written() {
             "86400000ms"
         ]
     );
-    assert_eq!(windows("places"), ["day Europe/Paris", "week Europe/Paris", "604800000ms", "month Europe/Paris"]);
+    assert_eq!(windows("timezones"), ["day Europe/Paris", "week Europe/Paris", "604800000ms", "month Europe/Paris"]);
     assert_eq!(
         windows("utc"),
         ["86400000ms", "604800000ms from 345600000ms", "month"],
@@ -340,32 +341,32 @@ fn every_setting_of_rules_is_read_as_written() {
         Windows::Calendar(calendar) => calendar.ends.clone(),
         other => panic!("{other}"),
     };
-    assert!(std::sync::Arc::ptr_eq(&list("places"), &list("same-places")) && list("places").len() > 51_000);
+    assert!(std::sync::Arc::ptr_eq(&list("timezones"), &list("same-timezone")) && list("timezones").len() > 51_000);
 
-    let accounts = &rule("accounts").layers;
+    let capacities = &rule("capacities").layers;
     assert_eq!(
-        (accounts[0].capacity, accounts[0].reserve, accounts[1].capacity, accounts[1].reserve),
+        (capacities[0].capacity, capacities[0].reserve, capacities[1].capacity, capacities[1].reserve),
         (150, 0, 1000, 200)
     );
-    let told = |header: &str| header.to_owned();
-    assert_eq!(rule("accounts").cost, Cost::Request { header: told("x-cost"), default: 2, max: 150 });
-    assert_eq!(rule("settled").cost, Cost::Response { header: told("x-cost"), reserve: 10, max: 1000 });
+    let header = |name: &str| name.to_owned();
+    assert_eq!(rule("capacities").cost, Cost::Request { header: header("x-cost"), default: 2, max: 150 });
+    assert_eq!(rule("response-cost").cost, Cost::Response { header: header("x-cost"), reserve: 10, max: 1000 });
     assert_eq!(
-        (rule("split").layers[0].shards, &rule("split").cost, config.routes[0].cost),
+        (rule("sharded").layers[0].shards, &rule("sharded").cost, config.routes[0].cost),
         (10, &Cost::Fixed(3), Some(5))
     );
-    assert_eq!(rule("patient").on_limit, OnLimit::Delay { max_delay_ms: 2000, max_waiting: 50 });
-    assert!(rule("patient").count_refused && !rule("settled").count_refused);
+    assert_eq!(rule("delayed").on_limit, OnLimit::Delay { max_delay_ms: 2000, max_waiting: 50 });
+    assert!(rule("delayed").count_refused && !rule("response-cost").count_refused);
     let refusal =
         |name: &str| &config.refusal_responses[config.rules.iter().position(|rule| rule.name == name).unwrap()];
-    assert_eq!((refusal("settled").status, refusal("patient").status), (Some(503), None));
-    assert_eq!(refusal("patient").body.as_ref().unwrap().content_type, "text/plain; charset=utf-8");
-    assert_eq!(refusal("split"), &RefusalResponse::default());
+    assert_eq!((refusal("response-cost").status, refusal("delayed").status), (Some(503), None));
+    assert_eq!(refusal("delayed").body.as_ref().unwrap().content_type, "text/plain; charset=utf-8");
+    assert_eq!(refusal("sharded"), &RefusalResponse::default());
 }
 
 #[test]
 fn default_route_names_are_as_short_as_they_can_be_and_unique() {
-    let names: Vec<String> = good("names.toml").routes.into_iter().map(|route| route.name).collect();
+    let names: Vec<String> = good("route-names.toml").routes.into_iter().map(|route| route.name).collect();
     assert_eq!(
         names,
         [
@@ -383,8 +384,8 @@ fn default_route_names_are_as_short_as_they_can_be_and_unique() {
 }
 
 #[test]
-fn the_configuration_of_the_readme_is_read() {
-    let config = good("first-minutes.toml");
+fn the_quick_start_configuration_is_read() {
+    let config = good("quick-start.toml");
     assert_eq!(config.rules[0].layers.iter().map(|limit| limit.tokens).collect::<Vec<_>>(), [2000, 33]);
 }
 
@@ -418,10 +419,10 @@ fn plans_overrides_and_exemptions_are_read_as_written() {
 
 #[test]
 fn messages_do_not_show_keys_in_clear_text() {
-    for (name, key) in [("clients-file", "hunter2"), ("clients-broken", "hunter2")] {
+    for (name, key) in [("invalid-entries", "hunter2"), ("syntax-errors", "hunter2")] {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config/bad");
-        let (text, read) = read_file(&folder.join(format!("{name}.toml")));
-        let of_clients = fs::read_to_string(folder.join(format!("clients/{}.toml", &name[8..]))).unwrap();
+        let (text, read) = read_file(&folder.join(format!("clients-file-{name}.toml")));
+        let of_clients = fs::read_to_string(folder.join(format!("clients/{name}.toml"))).unwrap();
         assert!(of_clients.contains(key));
         let found = render(&read.unwrap_err(), "gateway.toml", &text);
         assert!(!found.contains(key), "{found}");
@@ -431,7 +432,9 @@ fn messages_do_not_show_keys_in_clear_text() {
 #[test]
 fn a_truncated_clients_file_never_panics() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config");
-    for (gateway, clients) in [("good/plans", "good/clients/plans"), ("bad/clients-broken", "bad/clients/file")] {
+    for (gateway, clients) in
+        [("good/plans", "good/clients/plans"), ("bad/clients-file-syntax-errors", "bad/clients/invalid-entries")]
+    {
         let text = fs::read_to_string(folder.join(format!("{gateway}.toml"))).unwrap();
         let of_clients = fs::read(folder.join(format!("{clients}.toml"))).unwrap();
         for end in 0..of_clients.len() {

@@ -114,8 +114,8 @@ fn proxy_headers() {
 fn configurations() {
     let seeds = [
         include_str!("config/good/everything.toml"),
-        include_str!("config/good/edge.toml"),
-        include_str!("config/good/language.toml"),
+        include_str!("config/good/behind-load-balancer.toml"),
+        include_str!("config/good/rule-settings.toml"),
         include_str!("config/bad/actions.toml"),
     ];
     let pieces = ["[", "]", "\"", "=", "\n", "{", "}", "'", ",", "[[routes]]\n", "path = ", "#", "\u{e9}", "1_0", "\\"];

@@ -4,7 +4,7 @@
 use std::net::IpAddr;
 
 use http::header::{HeaderMap, HeaderName, HeaderValue};
-use transom::config::{ForwardedField, TrustedProxies};
+use transom::config::listen::{ForwardedField, TrustedProxies};
 use transom::http::forwarded::Trust;
 
 const PROXY: &str = "10.0.0.1";

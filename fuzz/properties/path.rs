@@ -1,7 +1,7 @@
 //! Of any path: it is refused, or its normal form is its own, and has nothing left in it that another reader
 //! could resolve.
 
-use transom::config::{EncodedSlash, PathParameters, PathReading, TrailingSlash};
+use transom::config::route::{EncodedSlash, PathParameters, PathReading, TrailingSlash};
 use transom::http::path_normalize::normalize;
 
 pub fn holds(bytes: &[u8]) {

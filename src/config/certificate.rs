@@ -1,8 +1,8 @@
-//! A certificate with its chain and its private key, as read from PEM.
+//! Certificate chains with private keys, certificate authorities and revocation lists, read from PEM.
 //!
-//! It is made ready here, so that a key that does not fit is a problem of the file and not of the
-//! first handshake. Whether a certificate is still valid is not decided here: this file knows no time.
-//! What a private key is made of is shown to nobody.
+//! Keys and lists are parsed here, so that an unusable file is a configuration problem rather than a failed handshake.
+//! This file does not check validity periods, and does not verify signatures of revocation lists: handshakes do.
+//! `Debug` never shows private keys.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,60 +12,61 @@ use rustls::crypto::aws_lc_rs::default_provider;
 use rustls::sign::CertifiedKey;
 use rustls::{Error, InconsistentKeys, RootCertStore, SignatureAlgorithm};
 use rustls_pki_types::pem::{PemObject, SectionKind};
-use rustls_pki_types::{CertificateDer, PrivateKeyDer};
-use webpki::EndEntityCert;
+use rustls_pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer};
+use webpki::{EndEntityCert, OwnedCertRevocationList};
 
+/// A certificate with its chain and private key.
 #[derive(Clone)]
 pub struct Certificate {
     /// The file of the chain, as configured.
     pub file: String,
     pub key: Arc<CertifiedKey>,
-    /// The DNS names that it is for, in lower case; `*.example.com` for all right under a name.
+    /// In lower case; `*.example.com` for all names directly below one.
     pub dns_names: Vec<String>,
     /// Unix seconds.
     pub not_before_s: i64,
     pub not_after_s: i64,
 }
 
-/// Why files are no certificate that can be used.
+/// Why a certificate or key file cannot be used.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum CertificateFileError {
-    /// The text breaks off within a section, or is no base64.
+    /// A section is truncated or not base64.
     InvalidPem,
     NoCertificate,
-    /// What is in the section is none.
+    /// A section does not contain an X.509 certificate.
     InvalidCertificate,
     NoKey,
     EncryptedKey,
-    /// Of a kind that TLS has no use for, or broken.
+    /// Malformed, or of a kind that TLS does not support.
     UnusableKey,
-    /// It belongs to another certificate.
+    /// The key belongs to another certificate.
     KeyMismatch,
 }
 
 impl Certificate {
-    /// `chain` begins with the certificate itself, as `fullchain.pem` of most tools does.
+    /// `chain` begins with the end-entity certificate, like `fullchain.pem` of most tools.
     pub fn read(file: &str, chain: &[u8], key: &[u8]) -> Result<Certificate, CertificateFileError> {
         let chain = read_certificates(chain)?;
         let own = chain.first().ok_or(CertificateFileError::NoCertificate)?;
         let end_entity = EndEntityCert::try_from(own).map_err(|_broken| CertificateFileError::InvalidCertificate)?;
-        let names = end_entity.valid_dns_names().map(str::to_ascii_lowercase).collect();
+        let dns_names = end_entity.valid_dns_names().map(str::to_ascii_lowercase).collect();
         let (not_before_s, not_after_s) = validity(own).ok_or(CertificateFileError::InvalidCertificate)?;
         let key = read_private_key(key)?;
         let key = CertifiedKey::from_der(chain, key, &default_provider()).map_err(|error| match error {
             Error::InconsistentKeys(InconsistentKeys::KeyMismatch) => CertificateFileError::KeyMismatch,
             _ => CertificateFileError::UnusableKey,
         })?;
-        Ok(Certificate { file: file.to_owned(), key: Arc::new(key), dns_names: names, not_before_s, not_after_s })
+        Ok(Certificate { file: file.to_owned(), key: Arc::new(key), dns_names, not_before_s, not_after_s })
     }
 
-    /// What its key signs with: a client that does not know RSA may know another.
+    /// The signature algorithm of the key, by which a certificate is chosen that the client supports.
     pub fn algorithm(&self) -> SignatureAlgorithm {
         self.key.key.algorithm()
     }
 }
 
-/// Those who issue certificates.
+/// Reads the certificates of trusted issuers.
 pub fn read_authorities(text: &[u8]) -> Result<Vec<CertificateDer<'static>>, CertificateFileError> {
     let found = read_certificates(text)?;
     let mut store = RootCertStore::empty();
@@ -86,7 +87,7 @@ fn read_private_key(text: &[u8]) -> Result<PrivateKeyDer<'static>, CertificateFi
             return Ok(key);
         }
     }
-    // A kind of section that is not known is passed over above.
+    // The loop skips sections of unknown kinds, among them encrypted keys.
     let is_encrypted = text.windows(ENCRYPTED.len()).any(|part| part == ENCRYPTED);
     Err(if is_encrypted { CertificateFileError::EncryptedKey } else { CertificateFileError::NoKey })
 }
@@ -94,7 +95,7 @@ fn read_private_key(text: &[u8]) -> Result<PrivateKeyDer<'static>, CertificateFi
 const ENCRYPTED: &[u8] = b"-----BEGIN ENCRYPTED PRIVATE KEY-----";
 const EPOCH: DateTime = DateTime::constant(1970, 1, 1, 0, 0, 0, 0);
 
-/// Keys fit their certificates, so those of equal ones are equal.
+/// A key matches its certificate, so equal certificates have equal keys.
 impl PartialEq for Certificate {
     fn eq(&self, other: &Certificate) -> bool {
         (&self.file, &self.key.cert) == (&other.file, &other.key.cert)
@@ -108,43 +109,112 @@ impl fmt::Debug for Certificate {
 }
 
 impl CertificateFileError {
-    /// Message and fix; `what` is the file.
+    /// Message and fix; `what` names the file.
     pub fn explain(&self, what: &str) -> (String, &'static str) {
         match self {
-            CertificateFileError::InvalidPem => (format!("{what} is no sound PEM"), "copy the file again, whole"),
+            CertificateFileError::InvalidPem => (format!("{what} is not valid PEM"), "copy the complete file again"),
             CertificateFileError::NoCertificate => (
                 format!("there is no certificate in {what}"),
-                "it begins with `-----BEGIN CERTIFICATE-----`; name the file with the full chain",
+                "name the file with the full chain; a certificate begins with `-----BEGIN CERTIFICATE-----`",
             ),
             CertificateFileError::InvalidCertificate => (
-                format!("what {what} calls a certificate is none of X.509, version 3"),
-                "have it issued again; `openssl x509 -in FILE -noout -text` shows what it is",
+                format!("{what} contains a certificate that is not X.509 version 3"),
+                "issue it again; `openssl x509 -in FILE -noout -text` shows its contents",
             ),
             CertificateFileError::NoKey => (
                 format!("there is no private key in {what}"),
-                "it begins with `-----BEGIN PRIVATE KEY-----`, or `RSA` or `EC` before `PRIVATE`",
+                "name the file of the key; a key begins with `-----BEGIN PRIVATE KEY-----`, or with `RSA` or `EC` before `PRIVATE`",
             ),
             CertificateFileError::EncryptedKey => (
                 format!("the private key in {what} is encrypted"),
-                "decrypt it, `openssl pkey -in FILE -out NEW`, and let only the gateway read it",
+                "decrypt it with `openssl pkey -in FILE -out NEW`, and let only the gateway read the new file",
             ),
             CertificateFileError::UnusableKey => (
-                format!("the private key in {what} can not be used"),
+                format!("the private key in {what} cannot be used"),
                 "use RSA of 2048 to 8192 bits, ECDSA on P-256, P-384 or P-521, or Ed25519",
             ),
             CertificateFileError::KeyMismatch => (
                 format!("the private key in {what} belongs to another certificate"),
-                "name the key that the certificate was issued for; the chain begins with that certificate",
+                "name the key of the first certificate in the chain",
             ),
         }
     }
 }
 
-/// From when and until when a certificate is valid (RFC 5280, section 4.1.2.5), Unix seconds.
+/// A certificate revocation list.
+#[derive(Clone, PartialEq)]
+pub struct RevocationList {
+    /// The file, as configured; it may hold several.
+    pub file: String,
+    pub der: CertificateRevocationListDer<'static>,
+    /// When the issuer publishes the next list at the latest, in Unix seconds.
+    pub next_update_s: i64,
+}
+
+/// Why a file of revocation lists cannot be used.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum CrlFileError {
+    /// A section is truncated or not base64.
+    InvalidPem,
+    NoList,
+    /// A section does not contain a complete list.
+    InvalidList,
+}
+
+impl RevocationList {
+    /// Reads all lists of a file, at least one.
+    pub fn read(file: &str, text: &[u8]) -> Result<Vec<RevocationList>, CrlFileError> {
+        let mut lists = Vec::new();
+        for der in CertificateRevocationListDer::pem_slice_iter(text) {
+            let der = der.map_err(|_broken| CrlFileError::InvalidPem)?;
+            OwnedCertRevocationList::from_der(&der).map_err(|_broken| CrlFileError::InvalidList)?;
+            let next_update_s = next_update(&der).ok_or(CrlFileError::InvalidList)?;
+            lists.push(RevocationList { file: file.to_owned(), der, next_update_s });
+        }
+        if lists.is_empty() { Err(CrlFileError::NoList) } else { Ok(lists) }
+    }
+}
+
+impl fmt::Debug for RevocationList {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RevocationList").field("file", &self.file).finish_non_exhaustive()
+    }
+}
+
+impl CrlFileError {
+    /// Message and fix; `what` names the file.
+    pub fn explain(self, what: &str) -> (String, &'static str) {
+        match self {
+            CrlFileError::InvalidPem => (format!("{what} is not valid PEM"), "copy the complete file again"),
+            CrlFileError::NoList => (
+                format!("there is no revocation list in {what}"),
+                "a list begins with `-----BEGIN X509 CRL-----`; `openssl crl -inform DER -in FILE -out NEW` converts DER",
+            ),
+            CrlFileError::InvalidList => (
+                format!("{what} contains a revocation list that is not X.509 version 2 with a date of the next update"),
+                "issue it again, complete (not a delta) and with a CRL number; `openssl crl -in FILE -noout -text` shows its contents",
+            ),
+        }
+    }
+}
+
+/// The date of the next update (RFC 5280, section 5.1.2.5), in Unix seconds.
+fn next_update(list: &[u8]) -> Option<i64> {
+    let (_, outer, _) = der_element(list)?;
+    let (_, mut rest, _) = der_element(outer)?;
+    // Version, algorithm, issuer and date of this update.
+    for _ in 0..4 {
+        rest = der_element(rest)?.2;
+    }
+    let (tag, text, _) = der_element(rest)?;
+    der_time(tag, text)
+}
+
+/// Start and end of a certificate's validity (RFC 5280, section 4.1.2.5), in Unix seconds.
 fn validity(certificate: &[u8]) -> Option<(i64, i64)> {
     let (_, outer, _) = der_element(certificate)?;
     let (_, mut rest, _) = der_element(outer)?;
-    // The version may be left out; then follow serial number, algorithm and issuer.
+    // An optional version; then serial number, algorithm and issuer.
     if rest.first() == Some(&0xa0) {
         rest = der_element(rest)?.2;
     }
@@ -157,8 +227,8 @@ fn validity(certificate: &[u8]) -> Option<(i64, i64)> {
     Some((der_time(before_tag, before)?, der_time(after_tag, after)?))
 }
 
-/// The first element of DER: its tag, what is in it, and what follows.
-pub(super) fn der_element(der: &[u8]) -> Option<(u8, &[u8], &[u8])> {
+/// The first DER element: its tag, its contents, and the bytes that follow.
+fn der_element(der: &[u8]) -> Option<(u8, &[u8], &[u8])> {
     let (&tag, rest) = der.split_first()?;
     let (&first, mut rest) = rest.split_first()?;
     let mut length = usize::from(first);
@@ -175,8 +245,8 @@ pub(super) fn der_element(der: &[u8]) -> Option<(u8, &[u8], &[u8])> {
     Some((tag, inside, behind))
 }
 
-/// UTCTime, whose years have two digits, or GeneralizedTime; always in UTC and without fractions.
-pub(super) fn der_time(tag: u8, text: &[u8]) -> Option<i64> {
+/// UTCTime, whose years have two digits, or GeneralizedTime; always in UTC and without fractions. Unix seconds.
+fn der_time(tag: u8, text: &[u8]) -> Option<i64> {
     let digits = text.strip_suffix(b"Z")?;
     let number =
         |range: std::ops::Range<usize>| -> Option<i16> { std::str::from_utf8(digits.get(range)?).ok()?.parse().ok() };
@@ -188,12 +258,17 @@ pub(super) fn der_time(tag: u8, text: &[u8]) -> Option<i64> {
     let small = |from: usize| number(from..from + 2).and_then(|n| i8::try_from(n).ok());
     let date = Date::new(year, small(at)?, small(at + 2)?).ok()?;
     let time = Time::new(small(at + 4)?, small(at + 6)?, small(at + 8)?, 0).ok()?;
-    // The last second of 9999 stands for no end, and is no time of the clock.
+    // The last second of 9999 means "no end" and is outside the range of `jiff::Timestamp`.
     Some(DateTime::from_parts(date, time).duration_since(EPOCH).as_secs())
 }
 
 #[cfg(test)]
 mod tests {
+    use rcgen::{
+        BasicConstraints, CertificateParams, CertificateRevocationListParams, IsCa, Issuer, KeyIdMethod, KeyPair,
+        SerialNumber, date_time_ymd,
+    };
+
     use super::*;
 
     #[test]
@@ -221,5 +296,40 @@ mod tests {
             assert_eq!(der_element(der), None, "{der:?}");
         }
         assert_eq!(validity(b"no certificate"), None);
+    }
+
+    fn pem() -> String {
+        let mut params = CertificateParams::new(Vec::new()).unwrap();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let list = CertificateRevocationListParams {
+            this_update: date_time_ymd(2026, 1, 1),
+            next_update: date_time_ymd(2026, 2, 1),
+            crl_number: SerialNumber::from(1),
+            issuing_distribution_point: None,
+            revoked_certs: Vec::new(),
+            key_identifier_method: KeyIdMethod::Sha256,
+        };
+        list.signed_by(&Issuer::new(params, KeyPair::generate().unwrap())).unwrap().pem().unwrap()
+    }
+
+    #[test]
+    fn every_list_of_a_file_is_read() {
+        let lists = RevocationList::read("lists.pem", (pem() + &pem()).as_bytes()).unwrap();
+        assert_eq!(lists.iter().map(|list| list.next_update_s).collect::<Vec<_>>(), [1_769_904_000; 2]);
+        assert!(lists[0] != lists[1]);
+    }
+
+    #[test]
+    fn each_kind_of_invalid_list_is_distinguished() {
+        let pem = pem();
+        for (text, flaw) in [
+            ("", CrlFileError::NoList),
+            ("no PEM at all", CrlFileError::NoList),
+            (&pem[..pem.len() / 2], CrlFileError::InvalidPem),
+            (&pem.replace("-----\nM", "-----\n*M"), CrlFileError::InvalidPem),
+            ("-----BEGIN X509 CRL-----\naGVsbG8=\n-----END X509 CRL-----\n", CrlFileError::InvalidList),
+        ] {
+            assert_eq!(RevocationList::read("list.pem", text.as_bytes()), Err(flaw), "{text}");
+        }
     }
 }

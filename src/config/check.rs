@@ -11,11 +11,10 @@ use std::time::Duration;
 use toml::de::DeTable;
 
 use super::diagnostics::{Problem, Report, Span, quoted, quoted_list};
+use super::limits::Timeouts;
+use super::route::{EncodedSlash, ForwardPath, PathParameters, PathReading, TrailingSlash};
 use super::toml_reader::{Item, Table, nearest, toml_errors};
-use super::{
-    AccessLog, Config, Counters, EncodedSlash, ForwardPath, PathParameters, PathReading, RateLimitStyle, ReadFile,
-    ReadVariable, Timeouts, TrailingSlash,
-};
+use super::{AccessLog, Config, Counters, RateLimitStyle, ReadFile, ReadVariable};
 use clients::DefinedPlans;
 use redis::DefaultSharing;
 use routes::Schemes;

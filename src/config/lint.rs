@@ -8,11 +8,12 @@
 
 use std::fmt;
 
+use super::Config;
+use super::certificate::RevocationList;
 use super::check::rule_windows::layers_are_comparable;
-use super::crl::RevocationList;
 use super::diagnostics::{quoted, quoted_list};
 use super::redis::is_secret_part;
-use super::{Config, PathParameters, Route, Segment, TrailingSlash};
+use super::route::{PathParameters, Route, Segment, TrailingSlash};
 use transom_limiter::burst_bound;
 use transom_limiter::key::{KeyPart, OnMissing};
 use transom_limiter::limit::Limit;

@@ -1,52 +1,51 @@
-//! Where the gateway listens, and what holds for connections before their first request.
+//! `[listen]`: addresses, TLS for clients, limits on connections, PROXY protocol and trusted proxies.
 
 use std::net::SocketAddr;
 
 use rustls_pki_types::CertificateDer;
 
-use super::certificate::Certificate;
-use super::crl::RevocationList;
+use super::certificate::{Certificate, RevocationList};
 use transom_limiter::ip_prefix::Network;
 
 #[derive(Clone, PartialEq, Debug)]
 pub struct Listen {
-    /// Addresses that speak HTTP in the clear.
+    /// Addresses for HTTP without TLS.
     pub http: Vec<SocketAddr>,
-    /// Listeners that speak HTTP over TLS.
+    /// Addresses for HTTP over TLS, by certificates.
     pub https: Vec<Https>,
     pub admin: Option<SocketAddr>,
-    /// Connections from here begin with a PROXY header, which says who is behind them.
+    /// Networks whose connections begin with a PROXY header, which names the client.
     pub proxy_protocol: Vec<Network>,
-    /// Client connections at a time; `None`: as many as there are descriptors for.
+    /// Concurrent client connections; `None`: derived from the limit on file descriptors.
     pub max_connections: Option<usize>,
-    /// Of them, those of one IPv4 address or of one IPv6 network of 64 bits; `None`: any number.
+    /// Concurrent connections of one IPv4 address or one IPv6 /64; `None`: no limit.
     pub max_connections_per_client: Option<u32>,
 }
 
-/// Addresses with the same certificates.
+/// Addresses with the same TLS settings.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Https {
     pub addresses: Vec<SocketAddr>,
     pub tls: Tls,
 }
 
-/// What is needed to speak TLS.
+/// TLS settings of a listener.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Tls {
-    /// The first is shown to clients who ask for no name, or for one that none is for.
+    /// The first is the default: for clients that send no server name, or one that no certificate has.
     pub certificates: Vec<Certificate>,
     pub client_auth: Option<ClientAuth>,
     pub min_version: TlsVersion,
 }
 
-/// Whose certificates clients show.
+/// Verification of client certificates.
 #[derive(Clone, PartialEq, Debug)]
 pub struct ClientAuth {
-    /// Who issues them.
+    /// Issuers that are trusted.
     pub authorities: Vec<CertificateDer<'static>>,
-    /// Whether a client without one is turned away.
+    /// Whether connections without a certificate are rejected.
     pub required: bool,
-    /// Which certificates are not believed any more. Where there is one, each issuer has to have one.
+    /// If there are any, each issuer must have one.
     pub revocation_lists: Vec<RevocationList>,
 }
 
@@ -56,7 +55,7 @@ pub enum TlsVersion {
     V1_3,
 }
 
-/// Whether requests come with a verified certificate of their client.
+/// Whether requests have a verified client certificate.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ClientCerts {
     Never,
@@ -65,20 +64,34 @@ pub enum ClientCerts {
 }
 
 impl Listen {
-    /// Whether another listens on the same addresses, in the same order.
+    /// Whether both have the same addresses in the same order.
     pub fn has_same_addresses(&self, other: &Listen) -> bool {
         let https = |listen: &Listen| listen.https.iter().map(|https| https.addresses.clone()).collect::<Vec<_>>();
         (&self.http, https(self), self.admin) == (&other.http, https(other), other.admin)
     }
 
     pub fn client_certs(&self) -> ClientCerts {
-        let of = |https: &Https| https.tls.client_auth.as_ref().map(|auth| auth.required);
-        if !self.https.iter().any(|https| of(https).is_some()) {
+        let is_required = |https: &Https| https.tls.client_auth.as_ref().map(|auth| auth.required);
+        if !self.https.iter().any(|https| is_required(https).is_some()) {
             ClientCerts::Never
-        } else if self.http.is_empty() && self.https.iter().all(|https| of(https) == Some(true)) {
+        } else if self.http.is_empty() && self.https.iter().all(|https| is_required(https) == Some(true)) {
             ClientCerts::Always
         } else {
             ClientCerts::Sometimes
         }
     }
+}
+
+/// Proxies in front of the gateway, and the header field in which they name the client.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct TrustedProxies {
+    pub networks: Vec<Network>,
+    pub field: ForwardedField,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ForwardedField {
+    XForwardedFor,
+    /// RFC 7239.
+    Forwarded,
 }

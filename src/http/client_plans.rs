@@ -9,7 +9,7 @@ use std::collections::{BTreeSet, HashMap};
 
 use super::key_source::{KeyError, KeySource};
 use super::rate_limit_key::Caller;
-use crate::config::clients::{Client, Clients as Configured};
+use crate::config::{Client, Clients as Configured};
 use transom_limiter::ip_prefix::Networks;
 use transom_limiter::key::KeyPart;
 use transom_limiter::secret_digest::Digest;

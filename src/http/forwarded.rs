@@ -9,7 +9,7 @@ use std::net::{IpAddr, Ipv6Addr};
 
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 
-use crate::config::{ForwardedField, TrustedProxies};
+use crate::config::listen::{ForwardedField, TrustedProxies};
 use transom_limiter::ip_prefix::Networks;
 
 /// Proxies of a request that are looked at; a longer way is nobody's.

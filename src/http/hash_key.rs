@@ -8,7 +8,7 @@ use std::num::NonZeroU64;
 
 use super::key_source::KeySource;
 use super::rate_limit_key::Caller;
-use crate::config::upstream_policy::LoadBalancing;
+use crate::config::upstream::LoadBalancing;
 use transom_limiter::key::{KeyHasher, Seed};
 
 /// Where the parts of an upstream's hash are found.

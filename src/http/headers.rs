@@ -9,7 +9,8 @@ use std::net::IpAddr;
 use http::header::{self, Entry, HeaderMap, HeaderName, HeaderValue};
 
 use super::forwarded::{Client, X_FORWARDED_FOR, X_FORWARDED_PROTO};
-use crate::config::{ForwardedField, byte_set};
+use crate::config::listen::ForwardedField;
+use crate::config::route::byte_set;
 
 const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
 

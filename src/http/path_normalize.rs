@@ -9,7 +9,7 @@
 use std::borrow::Cow;
 
 use super::error::RequestError;
-use crate::config::{EncodedSlash, PathParameters, PathReading, TrailingSlash, find_ambiguity, is_pchar};
+use crate::config::route::{EncodedSlash, PathParameters, PathReading, TrailingSlash, find_ambiguity, is_pchar};
 
 /// The normal form of an absolute path (it starts with a slash; no query).
 pub fn normalize(path: &str, reading: PathReading) -> Result<Cow<'_, str>, RequestError> {

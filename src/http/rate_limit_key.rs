@@ -17,7 +17,7 @@ use super::error::RequestError;
 use super::key_source::{KeyError, KeySource};
 use super::overrides::{self, Overrides, RuleTreatment};
 use super::store_key_text::{Digester, Spelling};
-use crate::config::Route;
+use crate::config::route::Route;
 use crate::jwt::cache::Checker;
 use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::rule::Cost;
@@ -346,7 +346,7 @@ fn cost_fault(rule: &str, field: &HeaderName, max: u32) -> RequestError {
 #[cfg(test)]
 pub mod tests {
     use super::*;
-    use crate::config::{PathPattern, Segment};
+    use crate::config::route::{PathPattern, Segment};
     use crate::jwt::Trust;
     use transom_limiter::limit::Limit;
     use transom_limiter::rule::Rule;

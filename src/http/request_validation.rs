@@ -14,7 +14,7 @@ use http::{Method, Version};
 use super::error::RequestError;
 use super::headers::SpecialFields;
 use super::websocket_handshake::{self, UpgradeMethod};
-use crate::config::byte_set;
+use crate::config::route::byte_set;
 
 /// What the gate found out on the way.
 #[derive(Debug)]

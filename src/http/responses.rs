@@ -10,7 +10,8 @@ use http::{Method, Response, StatusCode, Version};
 
 use super::error::RequestError;
 use super::ratelimit_headers::{RateLimitFields, number, push_number, seconds_until};
-use crate::config::{Body, RefusalResponse};
+use crate::config::RefusalResponse;
+use crate::config::route::Body;
 use crate::http::error::DecisionError;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::rule_set::{ChargePlan, LayerRef, RuleSet};

@@ -14,10 +14,10 @@ use http::{Method, Uri};
 use super::error::RequestError;
 use super::rate_limit_key::Caller;
 use super::responses::{self, Reply};
-use crate::config::route_actions::{
-    Actions, FieldChanges, LocalResponse, PathChange, Template, TemplatePart, Variable,
+use crate::config::limits::Timeouts;
+use crate::config::route::{
+    Actions, FieldChanges, LocalResponse, PathChange, PathPattern, Route, Segment, Template, TemplatePart, Variable,
 };
-use crate::config::{PathPattern, Route, Segment, Timeouts};
 
 /// The actions of one route.
 #[derive(Debug)]

@@ -18,7 +18,7 @@ use foldhash::HashMap;
 use http::header::{HeaderMap, HeaderName};
 use http::{HeaderValue, Method};
 
-use crate::config::{PathPattern, Route, Segment, TrailingSlash};
+use crate::config::route::{PathPattern, Route, Segment, TrailingSlash};
 
 /// Segments that a path may have and still be matched; deeper ones meet catch-alls only.
 const DEPTH_MAX: usize = 64;

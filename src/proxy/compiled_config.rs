@@ -9,7 +9,8 @@ use std::sync::Arc;
 
 use http::{HeaderMap, HeaderName};
 
-use crate::config::{Config, Route};
+use crate::config::Config;
+use crate::config::route::Route;
 use crate::decision::DecisionService;
 use crate::http::client_plans::Clients;
 use crate::http::forwarded::Trust;

@@ -25,7 +25,7 @@ use super::websocket::{WebSocketHandshake, finish_handshake};
 use super::worker_config::{Scratch, Target, WorkerConfig};
 use super::worker_state::WorkerState;
 use crate::clock::Timestamp;
-use crate::config::ForwardPath;
+use crate::config::route::ForwardPath;
 use crate::http::error::RequestError;
 use crate::http::forwarded::Client;
 use crate::http::headers::SpecialFields;

@@ -14,7 +14,7 @@ use http::{HeaderMap, HeaderValue};
 use super::compiled_config::{CompiledConfig, CompiledRoute, RouteRules};
 use crate::access_log::LogSender;
 use crate::clock::Clock;
-use crate::config::{Server, Target as ConfiguredTarget, TransportSettings, Upstream};
+use crate::config::upstream::{Server, Target as ConfiguredTarget, TransportSettings, Upstream};
 use crate::http::ratelimit_headers::RateLimitFields;
 use crate::http::refusal_cache::RefusalCache;
 use crate::http::responses::{self, Refused};

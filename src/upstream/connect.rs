@@ -20,7 +20,7 @@ use tokio_rustls::{TlsConnector, TlsStream};
 
 use super::dns::Resolver;
 use crate::clock::Clock;
-use crate::config::{Protocol, Scheme, Server, TransportSettings};
+use crate::config::upstream::{Protocol, Scheme, Server, TransportSettings};
 use crate::io_stream::IoStream;
 
 /// How long an address may be silent before the next one is tried in parallel.

@@ -28,7 +28,7 @@ use super::response_body::{ResponseSource, UpstreamBody};
 use super::retry_budget::RetryBudget;
 use super::server_health::{AttemptResult, UpstreamHealth};
 use crate::clock::Clock;
-use crate::config::Timeouts;
+use crate::config::limits::Timeouts;
 use crate::http::error::RequestError;
 use crate::http::{headers, websocket_handshake};
 use crate::informational::InformationalQueue;

@@ -20,8 +20,7 @@ use super::pool::ConnectionPool;
 use super::request_body::RequestBody;
 use super::server_health::UpstreamHealth;
 use crate::clock::Clock;
-use crate::config::upstream_policy::HealthChecks;
-use crate::config::{Server, TransportSettings};
+use crate::config::upstream::{HealthChecks, Server, TransportSettings};
 
 const USER_AGENT_VALUE: HeaderValue = HeaderValue::from_static("transom-health-check");
 const ACCEPT_ANY: HeaderValue = HeaderValue::from_static("*/*");

@@ -19,7 +19,7 @@ use super::pool::ServerPool;
 use super::request_body::RequestBody;
 use super::server_health::{ChoiceReason, ServerStatus, UpstreamHealth};
 use crate::clock::Clock;
-use crate::config::upstream_policy::LoadBalancing;
+use crate::config::upstream::LoadBalancing;
 use transom_limiter::key::Seed;
 
 /// Chooses servers of one upstream, for one worker.

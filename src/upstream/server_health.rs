@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::request_limit::RequestLimit;
-use crate::config::upstream_policy::{Ejection, UpstreamPolicy};
-use crate::config::{Config, Server, Target, TransportSettings, Upstream};
+use crate::config::Config;
+use crate::config::upstream::{Ejection, Server, Target, TransportSettings, Upstream, UpstreamPolicy};
 use crate::metrics::Registry;
 use crate::metrics::upstream::ServerMetrics;
 
@@ -97,7 +97,7 @@ pub fn build_upstream_health(
     workers: usize,
     now: Instant,
 ) -> Vec<Arc<UpstreamHealth>> {
-    let health_of = |upstream: &crate::config::Upstream| {
+    let health_of = |upstream: &crate::config::upstream::Upstream| {
         let servers = match &upstream.target {
             Target::Servers(servers) => servers.clone(),
             Target::Echo => Vec::new(),
@@ -425,7 +425,7 @@ impl Drop for ServerState {
 mod tests {
     use super::*;
     use crate::clock::Clock;
-    use crate::config::{HostField, Protocol, Scheme};
+    use crate::config::upstream::{HostField, Protocol, Scheme};
 
     const MS: Duration = Duration::from_millis(1);
 

@@ -9,11 +9,12 @@ use super::route_match::{FIELD_NAME_FIX, parse_field_name};
 use super::template::read_template;
 use super::{limits, path, refusal_response};
 use crate::config::diagnostics::{Report, quoted, quoted_list};
-use crate::config::route_actions::{
-    Actions, FieldChanges, LocalResponse, PathChange, Template, TemplatePart, Variable,
+use crate::config::limits::Timeouts;
+use crate::config::route::{
+    Actions, EncodedSlash, FieldChanges, LocalResponse, PathChange, PathPattern, PathReading, Segment, Template,
+    TemplatePart, Variable,
 };
 use crate::config::toml_reader::{Item, SpannedStr, Table};
-use crate::config::{EncodedSlash, PathPattern, PathReading, Segment, Timeouts};
 
 /// Fields that say where a message ends, or are about one connection only.
 const GATEWAY_FIELDS: [&str; 10] = [

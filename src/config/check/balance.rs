@@ -8,7 +8,7 @@ use toml::de::DeValue;
 use super::{DAY_MS, key, read_duration_ms};
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::toml_reader::{Item, SpannedStr, Table};
-use crate::config::upstream_policy::{Ejection, HealthChecks, LoadBalancing, Retries, UpstreamLimits, UpstreamPolicy};
+use crate::config::upstream::{Ejection, HealthChecks, LoadBalancing, Retries, UpstreamLimits, UpstreamPolicy};
 use transom_limiter::key::KeyPart;
 
 const WEIGHT_MAX: u64 = 1000;

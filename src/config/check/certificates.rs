@@ -7,8 +7,8 @@ use std::path::Path;
 use rustls_pki_types::CertificateDer;
 
 use crate::config::ReadFile;
+use crate::config::certificate::RevocationList;
 use crate::config::certificate::{self, Certificate, CertificateFileError};
-use crate::config::crl::RevocationList;
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::toml_reader::{Item, SpannedStr, Table};
 

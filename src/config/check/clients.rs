@@ -12,10 +12,10 @@ use toml::de::{DeTable, DeValue};
 
 use super::{check_name, key, overrides, section_table};
 use crate::config::ReadFile;
-use crate::config::clients::{Client, Clients};
 use crate::config::diagnostics::{Report, quoted, quoted_list};
 use crate::config::listen::ClientCerts;
 use crate::config::toml_reader::{Item, SpannedStr, Table, nearest, toml_errors};
+use crate::config::{Client, Clients};
 use transom_limiter::ip_prefix::Network;
 use transom_limiter::key::KeyPart;
 use transom_limiter::secret_digest::Digest;

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use super::{DAY_MS, read_duration_ms, section_table};
-use crate::config::Http2;
 use crate::config::diagnostics::Report;
+use crate::config::limits::Http2;
 use crate::config::toml_reader::Item;
 
 pub fn read_http2(item: Option<Item>, report: &mut Report) -> Http2 {

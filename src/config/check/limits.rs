@@ -6,8 +6,8 @@ use std::time::Duration;
 use toml::de::DeValue;
 
 use super::{DAY_MS, read_duration_ms, section_table};
-use crate::config::Limits;
 use crate::config::diagnostics::{Report, quoted};
+use crate::config::limits::Limits;
 use crate::config::toml_reader::Item;
 
 const KIB: u64 = 1024;

@@ -11,9 +11,9 @@ use super::certificates::{CertificateFiles, read_authorities, read_revocation_li
 use super::{overrides, route_match, section_table, trusted_proxies};
 use crate::config::certificate::Certificate;
 use crate::config::diagnostics::{Report, quoted};
-use crate::config::listen::{ClientAuth, Https, Listen, Tls, TlsVersion};
+use crate::config::listen::{ClientAuth, Https, Listen, Tls, TlsVersion, TrustedProxies};
 use crate::config::toml_reader::{Item, SpannedStr};
-use crate::config::{Admin, ReadFile, TrustedProxies};
+use crate::config::{Admin, ReadFile};
 use transom_limiter::ip_prefix::Network;
 
 const EXAMPLE: &str = "\"127.0.0.1:8080\"";

@@ -5,9 +5,10 @@
 //! segments are what stands between slashes: `/` has one, which is empty, and so has `/a/` at its end.
 
 use crate::config::diagnostics::{Report, quoted};
+use crate::config::route::{
+    EncodedSlash, PathParameters, PathPattern, PathReading, Segment, TrailingSlash, find_ambiguity, is_pchar,
+};
 use crate::config::toml_reader::SpannedStr;
-use crate::config::{EncodedSlash, PathParameters, PathPattern, PathReading, Segment, TrailingSlash};
-use crate::config::{find_ambiguity, is_pchar};
 
 /// Segments beyond this one are not told apart when requests are matched.
 const SEGMENTS_MAX: usize = 64;

@@ -3,9 +3,10 @@
 use std::time::Duration;
 
 use super::{DAY_MS, Table, read_duration_ms};
+use crate::config::RefusalResponse;
 use crate::config::diagnostics::{Report, quoted};
+use crate::config::route::Body;
 use crate::config::toml_reader::Item;
-use crate::config::{Body, RefusalResponse};
 
 /// Every refusal carries it, so it should not be long.
 const BODY_MAX_BYTES: usize = 64 * 1024;

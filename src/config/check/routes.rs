@@ -6,8 +6,10 @@ use super::rules::RuleResponses;
 use super::unreachable_routes::ParsedRoute;
 use super::{Definitions, actions, cost, path, route_match, unreachable_routes};
 use crate::config::diagnostics::{Report, quoted};
+use crate::config::limits::Timeouts;
+use crate::config::route::{PathPattern, PathReading, Route, Segment};
 use crate::config::toml_reader::{Item, SpannedStr, Table};
-use crate::config::{PathPattern, PathReading, Route, Segment, Timeouts, Upstream};
+use crate::config::upstream::Upstream;
 use transom_limiter::key::{KeyPart, OnMissing};
 use transom_limiter::rule::{Cost, Rule};
 

@@ -1,8 +1,7 @@
 //! Texts with variables, such as `https://{host}{uri}`: what stands in braces is taken from the request.
 
-use crate::config::PathPattern;
 use crate::config::diagnostics::{Report, quoted, quoted_list};
-use crate::config::route_actions::{Template, TemplatePart, Variable};
+use crate::config::route::{PathPattern, Template, TemplatePart, Variable};
 use crate::config::toml_reader::{SpannedStr, nearest};
 
 const VARIABLES: [(&str, Variable); 8] = [

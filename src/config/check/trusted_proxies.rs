@@ -2,8 +2,8 @@
 
 use super::overrides::read_network;
 use crate::config::diagnostics::{Report, quoted};
+use crate::config::listen::{ForwardedField, TrustedProxies};
 use crate::config::toml_reader::{Item, Table};
-use crate::config::{ForwardedField, TrustedProxies};
 
 const EXAMPLE: &str = "[\"10.0.0.0/8\", \"fd00::/8\"]";
 

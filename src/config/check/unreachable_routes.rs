@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 
 use crate::config::diagnostics::{Report, Span, quoted, quoted_list};
-use crate::config::{Route, Segment};
+use crate::config::route::{Route, Segment};
 
 /// A route as far as it could be read.
 pub struct ParsedRoute {

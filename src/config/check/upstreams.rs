@@ -9,10 +9,12 @@ use std::time::Duration;
 use super::route_match::{is_ipv4_like, is_name};
 use super::upstream_tls::{SystemRoots, read_tls};
 use super::{DAY_MS, Definitions, balance, read_duration_ms};
+use crate::config::ReadFile;
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::toml_reader::{Item, SpannedStr, Table};
-use crate::config::upstream_policy::UpstreamPolicy;
-use crate::config::{HostField, Protocol, ReadFile, Scheme, Server, Target, TransportSettings, Upstream};
+use crate::config::upstream::{
+    HostField, Protocol, Scheme, Server, Target, TransportSettings, Upstream, UpstreamPolicy,
+};
 
 const EXAMPLE: &str = "[\"http://127.0.0.1:9001\"]";
 const PROTOCOLS: [(&str, Protocol); 3] =
