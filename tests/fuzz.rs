@@ -1,5 +1,5 @@
-//! The properties of the fuzz targets, for inputs that are the same each time: seeds, changed at random from a
-//! fixed start. `make fuzz` searches further.
+//! Checks the properties of the fuzz targets for a fixed set of inputs: seeds, mutated by a generator with a fixed seed.
+//! `make fuzz` searches further.
 
 #[path = "../fuzz/properties/configuration.rs"]
 mod configuration;
@@ -7,12 +7,12 @@ mod configuration;
 mod counters_file;
 #[path = "../fuzz/properties/forwarded.rs"]
 mod forwarded;
-#[path = "../fuzz/properties/gate.rs"]
-mod gate;
+#[path = "../fuzz/properties/request_validation.rs"]
+mod request_validation;
 #[path = "../fuzz/properties/path.rs"]
 mod path;
-#[path = "../fuzz/properties/proxy_header.rs"]
-mod proxy_header;
+#[path = "../fuzz/properties/proxy_protocol.rs"]
+mod proxy_protocol;
 
 use fastrand::Rng;
 use transom::persistence::file_header::Header;
@@ -21,8 +21,8 @@ use transom_limiter::key::Seed;
 use transom_limiter::table::Table;
 use transom_limiter::window::END_MAX_MS;
 
-/// Gives a property every seed, and many changes of each: bytes flipped, left out, repeated, or taken from
-/// another seed or from `pieces`.
+/// Checks a property for every seed and `rounds` mutations: bytes replaced, removed, repeated, or taken from another seed or
+/// from `pieces`.
 fn holds<T: AsRef<[u8]>>(property: fn(&[u8]), seeds: &[T], pieces: &[&str], rounds: usize) {
     let mut rng = Rng::with_seed(1711);
     for seed in seeds {
@@ -93,7 +93,7 @@ fn heads() {
         ":",
         "\n",
     ];
-    holds(gate::holds, &seeds, &pieces, 100_000);
+    holds(request_validation::holds, &seeds, &pieces, 100_000);
 }
 
 #[test]
@@ -107,7 +107,7 @@ fn proxy_headers() {
         "\r\n\r\n\0\r\nQUIT\n!\x21\0\x27123456789012345678901234567890123456\x04\0\0behind",
     ];
     let pieces = ["\r", "\n", "\0", " ", "PROXY ", "TCP4", "65536", "::", "!\x11", "\0\x10", "x12345678901234567890"];
-    holds(proxy_header::holds, &seeds, &pieces, 30_000);
+    holds(proxy_protocol::holds, &seeds, &pieces, 30_000);
 }
 
 #[test]
@@ -125,7 +125,7 @@ fn configurations() {
 #[test]
 fn counters_files() {
     let header = Header { layout: Table::layout(64), layers_max: 2048, seed: Seed(1, 2), boot: [b'0'; 36] };
-    // Counters of nobody, some of whose windows are open; 24 bytes each, as in a snapshot.
+    // Counters of unknown keys, some with open windows; 24 bytes each, as in a snapshot.
     let words = |end_ms: u64| -> Vec<u8> {
         let word = |n: u64| CounterWord::new(1 << 50 | n, end_ms + n, n as u32).bits();
         (0u64..9).flat_map(|n| [n.to_le_bytes().to_vec(), word(n).to_le_bytes().to_vec()].concat()).collect()

@@ -1,4 +1,4 @@
-//! See the property of this name.
+//! Fuzzes the property of the same name in `properties`.
 
 #![no_main]
 

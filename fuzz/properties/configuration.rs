@@ -1,4 +1,4 @@
-//! Of any text: it is a configuration, or there are problems, each with a place in the text and a fix.
+//! For any text: reading it returns a configuration, or problems that each have a position in the text and a fix.
 
 use transom::config::diagnostics::render;
 use transom::config::read;

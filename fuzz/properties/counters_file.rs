@@ -1,5 +1,5 @@
-//! Of any bytes in place of a counters file, its body, or a snapshot: they are read without a panic, what is not whole
-//! is not used at all, and requests are decided whatever stands in the table.
+//! For any bytes as a counters file, its body, or a snapshot: reading them does not panic, an invalid file or snapshot is not
+//! used at all, and requests are decided with any contents of the table.
 
 use std::cell::RefCell;
 use std::fs::{self, File};
@@ -24,7 +24,7 @@ const NOW_MS: u64 = 1_700_000_100_000;
 const CAPACITY: usize = 64;
 const SNAPSHOT_HEAD_BYTES: usize = 112;
 
-/// Every course that a counter can take.
+/// Every kind of window.
 const RULES: &str = "listen = { http = \"127.0.0.1:0\" }\n[upstreams.u]\nbuiltin = \"echo\"\n\
     [rules.r]\nkey = \"global\"\nwindows = [\n\
     { limit = 3, period = \"2s\", start = \"first-request\" },\n\
@@ -33,51 +33,51 @@ const RULES: &str = "listen = { http = \"127.0.0.1:0\" }\n[upstreams.u]\nbuiltin
     { limit = 20, period = \"day\", timezone = \"UTC\", capacity = 40 },\n]\n\
     [[routes]]\npath = \"/\"\nupstream = \"u\"\nrules = [\"r\"]\n";
 
-/// A folder of its own, and what good files begin with.
-struct Bench {
+/// A temporary folder, and the header of valid files.
+struct Fixture {
     folder: PathBuf,
     header: Header,
     config: Config,
 }
 
 thread_local! {
-    static BENCH: RefCell<Option<Bench>> = const { RefCell::new(None) };
+    static FIXTURE: RefCell<Option<Fixture>> = const { RefCell::new(None) };
 }
 
 pub fn holds(bytes: &[u8]) {
-    // As a header, whatever length the file claims to have.
-    let claimed = bytes.first_chunk().map_or(0, |claimed| u64::from_le_bytes(*claimed));
-    for length in [claimed, bytes.len() as u64] {
+    // As a header of a file of any length.
+    let announced = bytes.first_chunk().map_or(0, |announced| u64::from_le_bytes(*announced));
+    for length in [announced, bytes.len() as u64] {
         if let Ok(header) = Header::decode(bytes, length) {
             assert_eq!(header.file_bytes() as u64, length);
         }
     }
-    BENCH.with_borrow_mut(|bench| {
-        let bench = bench.get_or_insert_with(Bench::new);
-        bench.opens(bytes);
-        bench.decides(bytes);
-        bench.restores(bytes);
+    FIXTURE.with_borrow_mut(|fixture| {
+        let fixture = fixture.get_or_insert_with(Fixture::new);
+        fixture.check_file(bytes);
+        fixture.check_body(bytes);
+        fixture.check_snapshot(bytes);
     });
 }
 
-impl Bench {
-    fn new() -> Bench {
+impl Fixture {
+    fn new() -> Fixture {
         let shared = Path::new("/dev/shm");
         let folder = if shared.is_dir() { shared.to_owned() } else { std::env::temp_dir() };
         let thread = format!("{:?}", std::thread::current().id());
         let number: String = thread.chars().filter(char::is_ascii_digit).collect();
         let folder = folder.join(format!("transom-fuzz-{}-{number}", std::process::id()));
-        fs::create_dir_all(&folder).expect("there is room");
-        let config = config::read(RULES).expect("the rules are good");
+        fs::create_dir_all(&folder).expect("the folder can be created");
+        let config = config::read(RULES).expect("the rules are valid");
         let file = folder.join("first");
-        drop(open(Some(&file), None).expect("there is room"));
-        let bytes = fs::read(&file).expect("it was made");
+        drop(open(Some(&file), None).expect("the file can be created"));
+        let bytes = fs::read(&file).expect("the file was created");
         let header = Header::decode(&bytes, bytes.len() as u64).unwrap_or_else(|why| panic!("{why}"));
-        Bench { folder, header, config }
+        Fixture { folder, header, config }
     }
 
-    /// As a whole file: unless it is one by chance, counting begins anew.
-    fn opens(&self, bytes: &[u8]) {
+    /// Opens the bytes as a counters file: the counters are empty, or the file belongs to another program.
+    fn check_file(&self, bytes: &[u8]) {
         let file = self.folder.join("whole");
         put(&file, bytes);
         match open(Some(&file), None) {
@@ -86,8 +86,8 @@ impl Bench {
         }
     }
 
-    /// As what stands behind a good header and a good time, again and again until the file is full.
-    fn decides(&self, bytes: &[u8]) {
+    /// Decides with the bytes, repeated to the end of the file, as the body of a counters file with a valid header.
+    fn check_body(&self, bytes: &[u8]) {
         let path = self.folder.join("body");
         let mut whole = self.header.encode().to_vec();
         whole.resize(self.header.file_bytes(), 0);
@@ -96,9 +96,9 @@ impl Bench {
             body.zip(bytes.iter().cycle()).for_each(|(to, byte)| *to = *byte);
         }
         put(&path, &whole);
-        let counters = open(Some(&path), None).expect("it is used or set aside");
+        let counters = open(Some(&path), None).expect("the file is used or quarantined");
         let mut rule_set = RuleSet::new(&self.config.rules, counters.seed, None);
-        // There may be no room for more layers.
+        // The registry may be full.
         let _ = counters.formats.join(&rule_set.counter_formats());
         rule_set.adopt_formats(&counters.formats.formats());
         let charge_plan = rule_set.charge_plan(&[0]);
@@ -115,8 +115,8 @@ impl Bench {
         counters.table.stats(NOW_MS);
     }
 
-    /// As a snapshot, and as what stands behind the head of a good one: it is whole, or nothing of it is used.
-    fn restores(&self, bytes: &[u8]) {
+    /// Loads the bytes as a snapshot, and as the body of a valid snapshot: an invalid snapshot is not used at all.
+    fn check_snapshot(&self, bytes: &[u8]) {
         let path = self.folder.join("snapshot");
         let plan = Table::layout(CAPACITY);
         put(&path, bytes);
@@ -124,28 +124,28 @@ impl Bench {
         let before = open(None, None).expect("there is memory");
         let written = snapshot::write(&before, &path, &Clock::manual(NOW_MS), Duration::ZERO);
         assert!(written.is_ok(), "{written:?}");
-        let good = fs::read(&path).expect("it was written");
-        let file = File::options().write(true).open(&path).expect("it was written");
-        file.write_all_at(bytes, SNAPSHOT_HEAD_BYTES as u64).expect("there is room");
-        let is_same = fs::read(&path).expect("it is there") == good;
+        let valid = fs::read(&path).expect("the snapshot was written");
+        let file = File::options().write(true).open(&path).expect("the snapshot was written");
+        file.write_all_at(bytes, SNAPSHOT_HEAD_BYTES as u64).expect("the file can be written");
+        let is_same = fs::read(&path).expect("the snapshot exists") == valid;
         assert_eq!(snapshot::load(&path, plan).is_some(), is_same);
         let after = open(None, Some(&path)).expect("there is memory");
         assert!(after.table.live_counters(0).count() == 0 && after.formats.formats() == CounterFormats::default());
     }
 }
 
-impl Drop for Bench {
+impl Drop for Fixture {
     fn drop(&mut self) {
-        // What stays behind is no failure of what was tested.
+        // A folder that cannot be removed is not a failure of the property.
         let _ = fs::remove_dir_all(&self.folder);
     }
 }
 
 fn put(path: &Path, bytes: &[u8]) {
-    // A new one each time: who used the former may not have let go of it yet.
+    // A new file each time, because the previous one may still be mapped.
     let _ = fs::remove_file(path);
-    fs::write(path, bytes).expect("there is room");
-    fs::set_permissions(path, fs::Permissions::from_mode(0o600)).expect("it was made");
+    fs::write(path, bytes).expect("the file can be written");
+    fs::set_permissions(path, fs::Permissions::from_mode(0o600)).expect("the file was created");
 }
 
 fn open(file: Option<&Path>, snapshot: Option<&Path>) -> Result<Counters, OpenError> {

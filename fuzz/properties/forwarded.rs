@@ -1,5 +1,5 @@
-//! Of any fields that claim to tell who asks: nobody is believed who is not trusted, and what stands before the
-//! first address that is not a trusted proxy's changes nothing.
+//! For any `X-Forwarded-For` or `Forwarded` fields: fields from an untrusted peer are ignored, and with a trusted peer the
+//! client is the last address that is not a trusted proxy, whatever precedes it.
 
 use std::net::IpAddr;
 
@@ -9,37 +9,37 @@ use transom::http::forwarded::Trust;
 
 const PROXY: &str = "10.0.0.1";
 const CLIENT: &str = "192.0.2.7";
-const STRANGER: &str = "203.0.113.9";
+const UNTRUSTED: &str = "203.0.113.9";
 
 pub fn holds(bytes: &[u8]) {
     let parse = |text: &str| text.parse::<IpAddr>().expect("an address");
-    for (by, name, element) in [
+    for (field, name, element) in [
         (ForwardedField::XForwardedFor, "x-forwarded-for", CLIENT),
         (ForwardedField::Forwarded, "forwarded", "for=192.0.2.7"),
     ] {
         let networks = ["10.0.0.0/8", "fd00::/8"].map(|text| text.parse().expect("a network")).to_vec();
-        let trust = Trust::new(&TrustedProxies { networks, field: by });
+        let trust = Trust::new(&TrustedProxies { networks, field });
         let name = HeaderName::from_static(name);
         let mut headers = HeaderMap::new();
         let mut last = Vec::new();
-        for line in bytes.split(|byte| *byte == b'\n') {
-            let Ok(value) = HeaderValue::from_bytes(line) else { continue };
+        for text in bytes.split(|byte| *byte == b'\n') {
+            let Ok(value) = HeaderValue::from_bytes(text) else { continue };
             headers.append(name.clone(), value);
-            last = line.to_vec();
+            last = text.to_vec();
         }
-        assert_eq!(trust.client(parse(STRANGER), false, &headers).address, parse(STRANGER));
+        assert_eq!(trust.client(parse(UNTRUSTED), false, &headers).address, parse(UNTRUSTED));
         trust.client(parse(PROXY), false, &headers);
 
-        // On a line of its own, and at the end of what somebody else began.
-        let mut own_line = headers.clone();
-        own_line.append(name.clone(), HeaderValue::from_static(element));
-        assert_eq!(trust.client(parse(PROXY), false, &own_line).address, parse(CLIENT));
+        // The address in a field of its own, and at the end of the last field.
+        let mut own_field = headers.clone();
+        own_field.append(name.clone(), HeaderValue::from_static(element));
+        assert_eq!(trust.client(parse(PROXY), false, &own_field).address, parse(CLIENT));
         last.extend_from_slice(b", ");
         last.extend_from_slice(element.as_bytes());
-        let mut same_line = HeaderMap::new();
-        same_line.insert(name, HeaderValue::from_bytes(&last).expect("a value"));
-        let found = trust.client(parse(PROXY), false, &same_line).address;
-        // A quotation that the client did not end makes the line unreadable, and the proxy the client.
-        assert!(found == parse(CLIENT) || (by == ForwardedField::Forwarded && found == parse(PROXY)), "{found}");
+        let mut same_field = HeaderMap::new();
+        same_field.insert(name, HeaderValue::from_bytes(&last).expect("a value"));
+        let found = trust.client(parse(PROXY), false, &same_field).address;
+        // A quoted string that an earlier field leaves open makes the field invalid: then the proxy counts as the client.
+        assert!(found == parse(CLIENT) || (field == ForwardedField::Forwarded && found == parse(PROXY)), "{found}");
     }
 }

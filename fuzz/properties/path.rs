@@ -1,5 +1,5 @@
-//! Of any path: it is refused, or its normal form is its own, and has nothing left in it that another reader
-//! could resolve.
+//! For any path: normalization rejects it, or returns a path that normalization does not change and in which no other
+//! parser finds anything to resolve.
 
 use transom::config::route::{EncodedSlash, PathParameters, PathReading, TrailingSlash};
 use transom::http::path_normalize::normalize;

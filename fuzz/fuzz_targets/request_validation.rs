@@ -1,10 +1,10 @@
-//! See the property of this name.
+//! Fuzzes the property of the same name in `properties`.
 
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
 
-#[path = "../properties/gate.rs"]
+#[path = "../properties/request_validation.rs"]
 mod property;
 
 fuzz_target!(|bytes: &[u8]| property::holds(bytes));

@@ -1,5 +1,5 @@
-//! Of any bytes: a PROXY header ends where it ends, whatever comes behind it; until then all bytes are its own, and
-//! what is none with few bytes is none with more.
+//! For any bytes: the length of a PROXY header does not depend on the bytes after it, each shorter prefix of the header is
+//! incomplete, and malformed bytes stay malformed when more follow.
 
 use transom::downstream::proxy_protocol::{HeaderProgress, MAX_BYTES, parse};
 
