@@ -39,7 +39,7 @@ WAY_S = 0.020
 MARGIN_S = 0.2
 Load = collections.namedtuple("Load", "name keys zipf limit")
 LOADS = (Load("one counter for all", 1, 0, RATE * 5), Load("1,000 clients (Zipf), 100 in 10 s each", 1_000, 1, 100))
-ANSWERS = ("granted", "refused", "other_window", "given_back")
+ANSWERS = ("granted", "refused", "other_window", "refunded")
 
 
 class Relay(asyncio.Protocol):

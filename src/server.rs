@@ -223,7 +223,7 @@ impl Gateway {
                 });
                 worker::run(Rc::clone(&listener_context), listeners.collect(), inbox)
             };
-            self.worker_threads.push(spawn(format!("loop-{id}"), run)?);
+            self.worker_threads.push(spawn(format!("worker-{id}"), run)?);
             self.worker_commands.push(commands);
         }
         Ok(())

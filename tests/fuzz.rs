@@ -7,12 +7,12 @@ mod configuration;
 mod counters_file;
 #[path = "../fuzz/properties/forwarded.rs"]
 mod forwarded;
-#[path = "../fuzz/properties/request_validation.rs"]
-mod request_validation;
 #[path = "../fuzz/properties/path.rs"]
 mod path;
 #[path = "../fuzz/properties/proxy_protocol.rs"]
 mod proxy_protocol;
+#[path = "../fuzz/properties/request_validation.rs"]
+mod request_validation;
 
 use fastrand::Rng;
 use transom::persistence::file_header::Header;

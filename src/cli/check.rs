@@ -18,7 +18,7 @@ pub fn check(path: &Path, reach_out: bool, is_strict: bool) -> Exit {
     let config = match read_config(path, &mut FileWatch::default()) {
         Ok(config) => config,
         Err(problems) => {
-            tell!("{}", problems.trim_end());
+            print_err!("{}", problems.trim_end());
             return Exit::BadConfig;
         }
     };
@@ -28,14 +28,14 @@ pub fn check(path: &Path, reach_out: bool, is_strict: bool) -> Exit {
     let refused = lines.iter().filter(|line| is_strict && line.is_note).count();
     let (routes, rules, upstreams) = (config.routes.len(), config.rules.len(), config.upstreams.len());
     let fine = if refused == 0 { "fine: " } else { "" };
-    show!("{}: {fine}{routes} routes, {rules} rules, {upstreams} upstreams", path.display());
+    print_out!("{}: {fine}{routes} routes, {rules} rules, {upstreams} upstreams", path.display());
     for line in lines {
-        show!("  {line}");
+        print_out!("  {line}");
     }
     let connected = if reach_out { check_redis(config.counters.shared.as_ref()) } else { Exit::Fine };
     if refused > 0 {
         let notes = if refused == 1 { "note" } else { "notes" };
-        tell!("{}: {refused} {notes} with `--strict`", path.display());
+        print_err!("{}: {refused} {notes} with `--strict`", path.display());
         return Exit::BadConfig;
     }
     connected

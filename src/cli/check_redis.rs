@@ -13,31 +13,31 @@ use crate::redis_store::diagnose_rules::Severity;
 /// Diagnoses all configured servers and prints the findings.
 pub fn check_redis(shared: Option<&StoreConfig>) -> Exit {
     let Some(shared) = shared else {
-        show!("  nothing to connect to: there is no `[counters.shared]`");
+        print_out!("  nothing to connect to: there is no `[counters.shared]`");
         return Exit::Fine;
     };
     let reports = match ask_servers(shared) {
         Ok(reports) => reports,
         Err(error) => {
-            tell!("cannot check the servers: {error}");
+            print_err!("cannot check the servers: {error}");
             return Exit::Failed;
         }
     };
     let exit = if reports.iter().any(Report::has_problem) { Exit::Failed } else { Exit::Fine };
     for Report { subject: of, findings } in reports {
-        show!("{of}{}", if findings.is_empty() { ": fine" } else { "" });
+        print_out!("{of}{}", if findings.is_empty() { ": fine" } else { "" });
         for finding in findings {
             let word = match finding.severity {
                 Severity::Problem => "problem",
                 Severity::Warning => "warning",
                 Severity::Note => "note",
             };
-            show!("  {word}: {}", finding.text);
-            show!("    fix: {}", finding.fix);
+            print_out!("  {word}: {}", finding.text);
+            print_out!("    fix: {}", finding.fix);
         }
     }
     if exit == Exit::Fine {
-        show!("counters can be shared there, under keys that begin with `{}:`", shared.prefix);
+        print_out!("counters can be shared there, under keys that begin with `{}:`", shared.prefix);
     }
     exit
 }

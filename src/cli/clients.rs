@@ -105,7 +105,7 @@ pub fn clients(arguments: &Arguments) -> Exit {
     match done {
         Ok(()) => Exit::Fine,
         Err(Failure(exit, text)) => {
-            tell!("{}", text.trim_end());
+            print_err!("{}", text.trim_end());
             exit
         }
     }
@@ -130,7 +130,7 @@ fn list(path: &Path) -> Result<(), Failure> {
     let widths = [0, 1, 2, 3, 4].map(width);
     for row in &rows {
         let cells = row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}"));
-        show!("{}", cells.collect::<Vec<_>>().join("  ").trim_end());
+        print_out!("{}", cells.collect::<Vec<_>>().join("  ").trim_end());
     }
     Ok(())
 }
@@ -157,13 +157,13 @@ fn add(path: &Path, add: &Add) -> Result<(), Failure> {
     };
     let is_new = edit(path, clients, |document| document.add(&add.name, add.plan.as_deref(), &identifiers))?;
     let what = if known.is_some() { "changed" } else { "added" };
-    tell!("transom: client {} {what} in {}", quoted(&add.name), resolve_path(path, &clients.file).display());
+    print_err!("transom: client {} {what} in {}", quoted(&add.name), resolve_path(path, &clients.file).display());
     if is_new {
-        tell!("transom: the new file is readable by its owner only: give the gateway's user read access");
+        print_err!("transom: the new file is readable by its owner only: give the gateway's user read access");
     }
     match key {
         Some(key) if add.generate_key => {
-            tell!("transom: the key, shown only once:");
+            print_err!("transom: the key, shown only once:");
             let has_identifiers = writeln!(io::stdout(), "{key}");
             has_identifiers.map_err(|error| {
                 let fix = format!("remove it: `transom clients remove {} --key {}`", add.name, brief(&digest));
@@ -171,7 +171,7 @@ fn add(path: &Path, add: &Add) -> Result<(), Failure> {
             })?;
         }
         Some(key) if Digest::parse(&key).is_none() && key.chars().count() < SHORT_CHARS => {
-            tell!("transom: the key is so short that it can be guessed: use `--generate-key`");
+            print_err!("transom: the key is so short that it can be guessed: use `--generate-key`");
         }
         Some(_) | None => {}
     }
@@ -244,10 +244,18 @@ fn remove(path: &Path, remove: &Remove) -> Result<(), Failure> {
     };
     if identifiers.is_empty() {
         edit(path, clients, |document| document.remove(&remove.name))?;
-        tell!("transom: client {} removed from {}", quoted(&remove.name), resolve_path(path, &clients.file).display());
+        print_err!(
+            "transom: client {} removed from {}",
+            quoted(&remove.name),
+            resolve_path(path, &clients.file).display()
+        );
     } else {
         edit(path, clients, |document| document.remove_identifiers(&remove.name, &identifiers))?;
-        tell!("transom: client {} changed in {}", quoted(&remove.name), resolve_path(path, &clients.file).display());
+        print_err!(
+            "transom: client {} changed in {}",
+            quoted(&remove.name),
+            resolve_path(path, &clients.file).display()
+        );
     }
     Ok(())
 }

@@ -1,14 +1,14 @@
 //! The commands `run`, `check`, `upgrade` and `clients`, and how they read configuration files.
 
 /// Prints a line to standard output; write errors are ignored.
-macro_rules! show {
+macro_rules! print_out {
     ($($text:tt)*) => {{
         let _ = std::io::Write::write_fmt(&mut std::io::stdout(), format_args!("{}\n", format_args!($($text)*)));
     }};
 }
 
 /// Prints a line to standard error; write errors are ignored.
-macro_rules! tell {
+macro_rules! print_err {
     ($($text:tt)*) => {{
         let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("{}\n", format_args!($($text)*)));
     }};

@@ -29,7 +29,7 @@ pub fn run(path: &Path) -> Exit {
     match serve(path) {
         Ok(()) => Exit::Fine,
         Err(Failure::Config(problems)) => {
-            tell!("{}", problems.trim_end());
+            print_err!("{}", problems.trim_end());
             Exit::BadConfig
         }
         Err(Failure::Start(error)) => {
@@ -96,7 +96,7 @@ fn print_error(error: &dyn Error) {
         text.push_str(&format!(": {error}"));
         source = error.source();
     }
-    tell!("transom: {text}");
+    print_err!("transom: {text}");
 }
 
 /// Supervises a running gateway.
@@ -206,13 +206,13 @@ impl Supervisor<'_> {
     /// Prints the addresses, once signals are handled.
     fn report_listening(&self) {
         for address in self.gateway.http() {
-            show!("listening on http://{address}");
+            print_out!("listening on http://{address}");
         }
         for address in self.gateway.https() {
-            show!("listening on https://{address}");
+            print_out!("listening on https://{address}");
         }
         if let Some(address) = self.gateway.admin() {
-            show!("admin on http://{address}");
+            print_out!("admin on http://{address}");
         }
         if let Some(shared) = &self.gateway.config().counters.shared {
             tracing::info!("counters are shared through {}, under `{}:`", shared.nodes, shared.prefix);

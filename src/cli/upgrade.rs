@@ -55,7 +55,7 @@ pub fn upgrade(arguments: &Arguments) -> Exit {
     let config = match read_config(&arguments.config, &mut FileWatch::default()) {
         Ok(config) => config,
         Err(problems) => {
-            tell!("{}", problems.trim_end());
+            print_err!("{}", problems.trim_end());
             return Exit::BadConfig;
         }
     };
@@ -67,17 +67,17 @@ pub fn upgrade(arguments: &Arguments) -> Exit {
                 .ok_or_else(|| format!("{} names no process: is the gateway running?", file.display()))
         }
         (None, None) => {
-            tell!("transom: the process is unknown: set `pid_file` in the configuration, or pass `--pid PID`");
+            print_err!("transom: the process is unknown: set `pid_file` in the configuration, or pass `--pid PID`");
             return Exit::BadConfig;
         }
     };
     match found.and_then(|pid| request_upgrade(pid, config.timeouts.upgrade + child::SERVING_TIMEOUT + EXTRA_WAIT)) {
         Ok(line) => {
-            show!("{line}");
+            print_out!("{line}");
             Exit::Fine
         }
         Err(line) => {
-            tell!("transom: {line}");
+            print_err!("transom: {line}");
             Exit::Failed
         }
     }

@@ -173,7 +173,7 @@ pub struct UpstreamMetrics {
 impl UpstreamMetrics {
     pub fn new(registry: &Registry, worker: WorkerId, upstream: &str, servers: &[&str]) -> UpstreamMetrics {
         let cells = |server: &&str| {
-            ["answered", "connect_failed", "failed", "timed_out", "canceled"].map(|outcome| {
+            ["responded", "connect_failed", "failed", "timed_out", "canceled"].map(|outcome| {
                 registry.cell(
                     &UPSTREAM_REQUESTS,
                     worker,

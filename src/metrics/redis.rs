@@ -30,7 +30,7 @@ pub static OUTAGE_DECISIONS: Metric =
     counter("transom_shared_outage_decisions_total", "Decisions made during an outage of the shared store, by policy.");
 
 /// Values of the label `outcome`, in the order of `StoreOutcome`.
-const OUTCOMES: [&str; 7] = ["granted", "refused", "other_window", "given_back", "error", "unreachable", "timeout"];
+const OUTCOMES: [&str; 7] = ["granted", "refused", "other_window", "refunded", "error", "unreachable", "timeout"];
 
 /// Metrics of one worker's store client.
 #[derive(Debug)]

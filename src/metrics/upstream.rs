@@ -106,7 +106,7 @@ impl RetryMetrics {
         let refused = |limit| registry.cell(&REFUSED, worker, &[("upstream", upstream), ("limit", limit)]);
         RetryMetrics {
             retried: retries("retried"),
-            over_budget: retries("budget"),
+            over_budget: retries("over_budget"),
             refused: ["max_requests", "max_pending", "connect"].map(refused),
         }
     }

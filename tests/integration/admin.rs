@@ -83,7 +83,7 @@ fn every_metric_has_its_documented_name_type_and_labels() {
     assert_eq!(sum("transom_refused_total", &[("rule", "r"), ("window", "r-hour")]), 0);
     assert_eq!(sum("transom_decision_duration_seconds_count", &[]), 6);
     let server = format!("http://{}", upstream.address);
-    let answered = [("upstream", "u"), ("server", server.as_str()), ("outcome", "answered")];
+    let answered = [("upstream", "u"), ("server", server.as_str()), ("outcome", "responded")];
     assert_eq!(sum("transom_upstream_requests_total", &answered), 4);
     assert_eq!(sum("transom_upstream_requests_total", &[]), 4);
     assert_eq!(sum("transom_upstream_duration_seconds_count", &[("upstream", "u")]), 4);

@@ -68,7 +68,7 @@ fn two_servers_failing_in_turn_lose_no_request() {
     ask(&gateway, 500);
     assert_eq!((is_ejected(&gateway, a), is_ejected(&gateway, b)), (false, true));
     assert!(first.received().len() >= 500);
-    assert_eq!(retries(&gateway, "budget"), 0);
+    assert_eq!(retries(&gateway, "over_budget"), 0);
 }
 
 #[test]
@@ -78,7 +78,7 @@ fn connect_failures_with_another_server_available_do_not_use_the_retry_budget() 
     let settings = "balance = \"round-robin\"\nejection = false\nretries = { budget = 0, budget_min = 0 }";
     let gateway = gateway(&addresses, settings);
     ask(&gateway, 100);
-    assert_eq!((retries(&gateway, "retried"), retries(&gateway, "budget")), (50, 0));
+    assert_eq!((retries(&gateway, "retried"), retries(&gateway, "over_budget")), (50, 0));
     // A POST as well: nothing of it was sent.
     let mut client = gateway.client();
     (0..10).for_each(|_| drop(client.post("/a", "body").expect(200)));
@@ -94,7 +94,7 @@ fn connect_failures_use_the_retry_budget_if_no_server_works() {
     let mut client = gateway.client();
     (0..20).for_each(|_| drop(client.get("/a").expect(502)));
     // The first request is tried at both servers that have not failed yet; then none is known to work.
-    assert_eq!((retries(&gateway, "retried"), retries(&gateway, "budget")), (2, 19));
+    assert_eq!((retries(&gateway, "retried"), retries(&gateway, "over_budget")), (2, 19));
 }
 
 #[test]

@@ -202,7 +202,7 @@ fn requests_skip_a_dead_server() {
         client.post("/a", "body").expect(200);
     }
     assert_eq!(a.received().len(), 25);
-    assert_eq!(outcomes(&gateway, "answered"), 20);
+    assert_eq!(outcomes(&gateway, "responded"), 20);
     assert!(outcomes(&gateway, "connect_failed") >= 1);
 }
 

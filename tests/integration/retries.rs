@@ -38,7 +38,7 @@ fn killed_and_hung_servers_are_invisible_to_clients() {
     };
     let serves = || {
         let answered = || {
-            let labels = [labels[0], labels[1], ("outcome", "answered")];
+            let labels = [labels[0], labels[1], ("outcome", "responded")];
             gateway.metrics().sum("transom_upstream_requests_total", &labels)
         };
         let before = answered();
@@ -81,7 +81,7 @@ fn killed_and_hung_servers_are_invisible_to_clients() {
     });
     assert!(gateway.metrics().sum("transom_upstream_ejections_total", &labels) >= 2);
     assert!(retries(&gateway, "retried") >= 6);
-    assert_eq!(retries(&gateway, "budget"), 0);
+    assert_eq!(retries(&gateway, "over_budget"), 0);
 }
 
 struct Over<'a>(&'a AtomicBool);
@@ -137,7 +137,7 @@ fn retries_end_with_the_budget() {
     let tries: usize = servers.iter().map(|server| server.received().len()).sum();
     assert!(tries > 230 && tries as f64 <= most, "{tries} of {most}");
     assert_eq!(retries(&gateway, "retried"), tries as u64 - 200);
-    assert!(retries(&gateway, "budget") >= 100);
+    assert!(retries(&gateway, "over_budget") >= 100);
 }
 
 #[test]

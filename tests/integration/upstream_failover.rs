@@ -127,7 +127,7 @@ fn outage(kind: &Kind) -> (usize, usize) {
         eventually("it is ejected or back", || count("transom_upstream_server_ejected", &[("server", &url)]) == wanted);
     };
     let serves = || {
-        let answered = || count("transom_upstream_requests_total", &[("server", &url), ("outcome", "answered")]);
+        let answered = || count("transom_upstream_requests_total", &[("server", &url), ("outcome", "responded")]);
         let before = answered();
         eventually("it serves", || answered() > before + 10);
     };
@@ -159,7 +159,7 @@ fn outage(kind: &Kind) -> (usize, usize) {
         serves();
         drop(end);
     });
-    assert_eq!(count("transom_upstream_retries_total", &[("outcome", "budget")]), 0);
+    assert_eq!(count("transom_upstream_retries_total", &[("outcome", "over_budget")]), 0);
     assert!(count("transom_upstream_ejections_total", &[("server", &url)]) >= 2);
     let lost = |outcome| count("transom_upstream_requests_total", &[("server", &url), ("outcome", outcome)]);
     (seen.errors.load(Ordering::SeqCst), (lost("failed") + lost("timed_out")) as usize)

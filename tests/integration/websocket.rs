@@ -353,7 +353,7 @@ fn a_tunnel_is_logged_at_its_end() {
     assert_eq!((&line["status"], &line["bytes"], &line["bytes_received"]), (&101.into(), &7.into(), &5.into()));
     let page = gateway.metrics();
     assert_eq!(page.sum("transom_requests_total", &[("code", "101")]), 1);
-    assert_eq!(page.sum("transom_upstream_requests_total", &[("outcome", "answered")]), 1);
+    assert_eq!(page.sum("transom_upstream_requests_total", &[("outcome", "responded")]), 1);
     assert_eq!(page.sum("transom_tunnels", &[]), 0);
 }
 
