@@ -34,7 +34,7 @@ pub enum Operation {
     Value,
 }
 
-/// All rules, each with a charge plan of its own.
+/// All rules, each with a separate charge plan.
 #[derive(Debug)]
 pub struct DecisionService {
     rule_set: Arc<RuleSet>,
@@ -113,7 +113,7 @@ impl DecisionService {
     /// Runs a query on the local counters, and returns the JSON response.
     pub fn decide_locally(
         &self,
-        verb: Operation,
+        operation: Operation,
         query: &DecisionQuery,
         table: &Table,
         clock: &dyn Fn() -> u64,
@@ -123,20 +123,20 @@ impl DecisionService {
         let mut context = DecisionContext::default();
         context.inputs.keyed_requests.push(Some(query.keyed_request));
         context.inputs.reserve = query.reserve;
-        let (allowed, again_ms) = match verb {
+        let (allowed, retry_at_ms) = match operation {
             Operation::Limit => {
                 let decision = self.rule_set.decide(charge_plan, table, now, &mut context);
                 self.outcome(query, &decision, &context, context.result.decided_ms)
             }
-            // Whether tokens can be reserved in a later window is found out by taking them, and refunding them.
+            // The check acquires the tokens, which may reserve them in a later window, and refunds them.
             Operation::Check if query.reserve => match self.rule_set.decide(charge_plan, table, now, &mut context) {
                 Decision::Refused => {
                     (false, self.rule_set.retry_at_ms(charge_plan, &context, context.result.decided_ms))
                 }
-                taken => {
-                    let shares: Vec<_> = context.all_receipts().collect();
-                    self.rule_set.refund(&shares, u32::MAX, table, context.result.decided_ms);
-                    let outcome = self.outcome(query, &taken, &context, context.result.decided_ms);
+                admitted => {
+                    let receipts: Vec<_> = context.all_receipts().collect();
+                    self.rule_set.refund(&receipts, u32::MAX, table, context.result.decided_ms);
+                    let outcome = self.outcome(query, &admitted, &context, context.result.decided_ms);
                     self.rule_set.peek(charge_plan, table, DecisionTime::read(clock), &mut context);
                     outcome
                 }
@@ -152,7 +152,7 @@ impl DecisionService {
                 (fits, Some(context.result.decided_ms))
             }
         };
-        self.response(query, &context, allowed, again_ms, context.result.decided_ms)
+        self.response(query, &context, allowed, retry_at_ms, context.result.decided_ms)
     }
 
     /// Whether a decision allows the query; and when it is the caller's turn, or when to retry.
@@ -175,16 +175,16 @@ impl DecisionService {
         self.rule_set.retry_at_ms(&self.rules[query.rule].charge_plan, context, now_ms)
     }
 
-    /// The JSON response. `again_ms`: when it is the caller's turn, or when to retry.
+    /// The JSON response. `retry_at_ms`: when it is the caller's turn, or when to retry.
     pub fn response(
         &self,
         query: &DecisionQuery,
         context: &DecisionContext,
         allowed: bool,
-        again_ms: Option<u64>,
+        retry_at_ms: Option<u64>,
         now_ms: u64,
     ) -> Value {
-        response_json(&self.rule_set.rules[query.rule], context, allowed, again_ms, now_ms)
+        response_json(&self.rule_set.rules[query.rule], context, allowed, retry_at_ms, now_ms)
     }
 
     fn read(&self, text: &[u8]) -> Result<DecisionRequest, DecisionError> {
@@ -236,9 +236,9 @@ impl DecisionService {
     /// Appends a key's text in the shared store, equal to the text for requests with that key. Returns `false`, and appends
     /// nothing, if `key` does not fit the rule.
     pub(super) fn write_store_key(&self, rule: usize, key: &[String], digester: &Digester, out: &mut String) -> bool {
-        let (Some(ready), Some(entry)) = (self.rules.get(rule), self.rule_set.rules.get(rule)) else { return false };
+        let (Some(served), Some(entry)) = (self.rules.get(rule), self.rule_set.rules.get(rule)) else { return false };
         let start = out.len();
-        ready.key_text.begin(out);
+        served.key_text.begin(out);
         for (position, part) in entry.rule.key.iter().enumerate() {
             let value = match (part, key.get(position)) {
                 (_, Some(value)) => value.as_str(),
@@ -248,7 +248,7 @@ impl DecisionService {
                     return false;
                 }
             };
-            let mut take = |kind: u8, bytes: &[u8]| ready.key_text.part(position, kind, bytes, digester, out);
+            let mut take = |kind: u8, bytes: &[u8]| served.key_text.part(position, kind, bytes, digester, out);
             match (part, value.parse()) {
                 (KeyPart::Ip { v4_prefix, v6_prefix }, Ok(parsed)) => {
                     address(parsed, *v4_prefix, *v6_prefix, &mut take);
@@ -265,7 +265,7 @@ impl DecisionService {
 
     /// The key to charge; `None` if it is exempt.
     fn keyed_request(&self, request: &DecisionRequest) -> Result<Option<KeyedRequest>, DecisionError> {
-        let (ready, rule) = (&self.rules[request.rule], &self.rule_set.rules[request.rule].rule);
+        let (served, rule) = (&self.rules[request.rule], &self.rule_set.rules[request.rule].rule);
         // A global rule takes no key, and ignores a given one.
         let parts: &[KeyPart] = if rule.key == [KeyPart::Global] { &[] } else { &rule.key };
         if parts.len() != request.key.len() && !parts.is_empty() {
@@ -282,18 +282,18 @@ impl DecisionService {
             }
             Ok(hasher.finish())
         };
-        let key = hash(&ready.starts.own, false)?;
-        let offset = match &ready.starts.everywhere {
+        let key = hash(&served.starts.own, false)?;
+        let offset = match &served.starts.everywhere {
             Some(start) => hash(start, false)?.bucket_hash,
             None => 0,
         };
         let mut variant = 0;
-        if let Some(exceptions) = ready.overrides.as_ref().filter(|exceptions| exceptions.has_keys()) {
-            let known = match &exceptions.by_digest {
+        if let Some(overrides) = served.overrides.as_ref().filter(|overrides| overrides.has_keys()) {
+            let known = match &overrides.by_digest {
                 Some(start) => hash(start, true)?,
                 None => key,
             };
-            match exceptions.of_key(known) {
+            match overrides.of_key(known) {
                 Some(RuleTreatment::Exempt) => return Ok(None),
                 Some(RuleTreatment::Variant(of_key)) => variant = of_key,
                 None => {}
@@ -308,33 +308,35 @@ fn response_json(
     entry: &CompiledRule,
     context: &DecisionContext,
     allowed: bool,
-    again_ms: Option<u64>,
+    retry_at_ms: Option<u64>,
     now_ms: u64,
 ) -> Value {
     let seconds = |ms: u64| seconds_until(ms, now_ms);
     // In the order of the configuration; charges have another order.
     let mut layers: Vec<_> = context.result.charges.iter().zip(&context.result.layers).collect();
-    layers.sort_by_key(|(_, line)| line.layer);
-    let remaining = |charge: &Charge, line: &LayerRef| {
-        u64::from(entry.layer(line.layer).capacity).saturating_sub(charge.usage.used)
+    layers.sort_by_key(|(_, layer_ref)| layer_ref.layer);
+    let remaining = |charge: &Charge, layer_ref: &LayerRef| {
+        u64::from(entry.layer(layer_ref.layer).capacity).saturating_sub(charge.usage.used)
     };
-    let window = |(charge, line): &(&Charge, &LayerRef)| {
+    let window = |(charge, layer_ref): &(&Charge, &LayerRef)| {
         let mut window = Map::new();
         window.insert("count".to_owned(), json!(charge.usage.used));
         window.insert("limit".to_owned(), json!(charge.request.limit));
-        window.insert("remaining".to_owned(), json!(remaining(charge, line)));
+        window.insert("remaining".to_owned(), json!(remaining(charge, layer_ref)));
         window.insert("ttl".to_owned(), json!(seconds(charge.usage.end_ms)));
         window
     };
-    let nearness = |(charge, line): &&(&Charge, &LayerRef)| (remaining(charge, line), Reverse(charge.usage.end_ms));
+    let nearness =
+        |(charge, layer_ref): &&(&Charge, &LayerRef)| (remaining(charge, layer_ref), Reverse(charge.usage.end_ms));
     let mut response = layers.iter().min_by_key(nearness).map(window).unwrap_or_default();
     response.insert("allowed".to_owned(), json!(allowed));
     // Absent where the cost exceeds the capacity, so that the query can never succeed.
-    let retry_after = again_ms.map(|again_ms| if allowed { seconds(again_ms) } else { seconds(again_ms).max(1) });
+    let retry_after =
+        retry_at_ms.map(|retry_at_ms| if allowed { seconds(retry_at_ms) } else { seconds(retry_at_ms).max(1) });
     response.insert("retry_after".to_owned(), json!(retry_after));
-    let named = |asked: &(&Charge, &LayerRef)| {
-        let mut window = window(asked);
-        window.insert("name".to_owned(), json!(entry.layer_name(asked.1.layer)));
+    let named = |layer: &(&Charge, &LayerRef)| {
+        let mut window = window(layer);
+        window.insert("name".to_owned(), json!(entry.layer_name(layer.1.layer)));
         Value::Object(window)
     };
     response.insert("windows".to_owned(), layers.iter().map(named).collect());

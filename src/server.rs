@@ -354,16 +354,16 @@ impl Gateway {
             let joined = if alone { Some(join()) } else { self.counters.with_exclusive_use(join) };
             joined.transpose().map_err(|_full| TooManyLayers)?;
         }
-        let ways = registry.formats();
-        rule_set.adopt_formats(&ways);
-        let is_held = rule_set.restrict_to_formats(&ways);
-        if is_held && !self.has_restricted_rules {
+        let formats = registry.formats();
+        rule_set.adopt_formats(&formats);
+        let is_restricted = rule_set.restrict_to_formats(&formats);
+        if is_restricted && !self.has_restricted_rules {
             tracing::warn!(
                 "rules whose rollover, delay, reservation or shards are new have plain windows until no \
                  other process counts in the same memory"
             );
         }
-        self.has_restricted_rules = is_held;
+        self.has_restricted_rules = is_restricted;
         Ok(rule_set)
     }
 

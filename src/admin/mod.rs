@@ -1,8 +1,8 @@
 //! The admin address: `/metrics`, `/upstreams`, `/healthz`, `/readyz`, and the decision API under `/v1/`.
 //!
 //! Runs on its own thread, so that a scrape takes no time from requests. Accepts only IP addresses, `localhost` and configured
-//! names as host, which stops DNS rebinding: web pages that point their own name at this address to read it through a
-//! browser. `write_timeout` ends connections whose peer does not read.
+//! names as host, which stops DNS rebinding: a web page whose name resolves to this address could read the responses in a
+//! browser. `write_timeout` ends connections with a peer that does not read.
 
 use std::convert::Infallible;
 use std::net::{Ipv4Addr, Ipv6Addr, TcpListener as StdListener};
@@ -166,7 +166,7 @@ async fn decide(state: &AdminState, operation: Operation, request: Request<Incom
         Err(_elapsed) => return responses::unanswered(&DecisionError::TooSlow),
     };
     let service = state.decision_service.borrow().clone();
-    // Set before the listener accepts, so this is not reached.
+    // Not reached: the service is set before the listener accepts.
     let Some(service) = service else { return responses::not_ready(String::from("starting\n")) };
     match execute(state, &service, operation, &text).await {
         Ok(response) => responses::json(format!("{response}\n")),
@@ -195,29 +195,29 @@ async fn execute(
         key_text: text.into(),
     };
     let unavailable = |Unavailable| DecisionError::StoreUnavailable;
-    let (context, allowed, again_ms) = match operation {
+    let (context, allowed, retry_at_ms) = match operation {
         Operation::Limit => {
             let outcome = shared.limit(&subject).await.map_err(unavailable)?;
-            let (allowed, again_ms) = service.outcome(&query, &outcome.decision, &outcome.context, now_ms());
-            (outcome.context, allowed, again_ms)
+            let (allowed, retry_at_ms) = service.outcome(&query, &outcome.decision, &outcome.context, now_ms());
+            (outcome.context, allowed, retry_at_ms)
         }
-        // Whether tokens can be reserved in a later window is found out by taking them, and refunding them.
+        // The check acquires the tokens, which may reserve them in a later window, and refunds them.
         Operation::Check if query.reserve => {
-            let (judgement, standing) = shared.check(&subject).await.map_err(unavailable)?;
-            let (allowed, again_ms) = service.outcome(&query, &judgement, &standing.context, now_ms());
-            (standing.context, allowed, again_ms)
+            let (decision, key_state) = shared.check(&subject).await.map_err(unavailable)?;
+            let (allowed, retry_at_ms) = service.outcome(&query, &decision, &key_state.context, now_ms());
+            (key_state.context, allowed, retry_at_ms)
         }
         Operation::Check | Operation::Value => {
-            let KeyState { context, admits: room } = shared.value(&subject).await.map_err(unavailable)?;
-            let again_ms = service.retry_at_ms(&query, &context, now_ms());
-            (context, room, again_ms)
+            let KeyState { context, admits } = shared.value(&subject).await.map_err(unavailable)?;
+            let retry_at_ms = service.retry_at_ms(&query, &context, now_ms());
+            (context, admits, retry_at_ms)
         }
         Operation::Reset => {
-            let KeyState { context, admits: room } = shared.reset(&subject).await.map_err(unavailable)?;
-            (context, room, Some(now_ms()))
+            let KeyState { context, admits } = shared.reset(&subject).await.map_err(unavailable)?;
+            (context, admits, Some(now_ms()))
         }
     };
-    Ok(service.response(&query, &context, allowed, again_ms, now_ms()))
+    Ok(service.response(&query, &context, allowed, retry_at_ms, now_ms()))
 }
 
 /// Whether all hosts that a request names belong to the admin address. HTTP/1.0 clients may name none; browsers always do.

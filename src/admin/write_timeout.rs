@@ -1,4 +1,4 @@
-//! A stream whose peer has to read: a write that makes no progress for too long fails.
+//! A stream with a write timeout: a write that makes no progress for too long, because the peer does not read, fails.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -8,6 +8,7 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Sleep, sleep};
 
+/// Fails writes with `TimedOut` after `limit` without progress.
 pub struct WriteTimeout<S> {
     stream: S,
     limit: Duration,
@@ -21,10 +22,11 @@ impl<S> WriteTimeout<S> {
         WriteTimeout { stream, limit, deadline: None }
     }
 
-    fn within<T>(&mut self, written: Poll<io::Result<T>>, cx: &mut Context<'_>) -> Poll<io::Result<T>> {
-        if written.is_ready() {
+    /// Starts the timer when a write has to wait, and stops it when the write makes progress.
+    fn poll_with_timeout<T>(&mut self, result: Poll<io::Result<T>>, cx: &mut Context<'_>) -> Poll<io::Result<T>> {
+        if result.is_ready() {
             self.deadline = None;
-            return written;
+            return result;
         }
         let limit = self.limit;
         let deadline = self.deadline.get_or_insert_with(|| Box::pin(sleep(limit)));
@@ -42,7 +44,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for WriteTimeout<S> {
 impl<S: AsyncWrite + Unpin> AsyncWrite for WriteTimeout<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write(cx, bytes);
-        self.within(written, cx)
+        self.poll_with_timeout(written, cx)
     }
 
     fn poll_write_vectored(
@@ -51,7 +53,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for WriteTimeout<S> {
         bytes: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write_vectored(cx, bytes);
-        self.within(written, cx)
+        self.poll_with_timeout(written, cx)
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -60,12 +62,12 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for WriteTimeout<S> {
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let flushed = Pin::new(&mut self.stream).poll_flush(cx);
-        self.within(flushed, cx)
+        self.poll_with_timeout(flushed, cx)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let shut_down = Pin::new(&mut self.stream).poll_shutdown(cx);
-        self.within(shut_down, cx)
+        self.poll_with_timeout(shut_down, cx)
     }
 }
 
@@ -76,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_peer_that_does_not_read_is_given_up() {
+    fn writes_to_a_peer_that_does_not_read_time_out() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
         runtime.block_on(async {
             let (stream, mut peer) = duplex(4);
@@ -84,7 +86,7 @@ mod tests {
             stream.write_all(b"full").await.unwrap();
             let error = stream.write_all(b"more").await.unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::TimedOut);
-            // A peer that reads gets everything, however often the stream is full.
+            // A peer that reads receives all bytes, however often the stream is full.
             let (stream, sink) = duplex(4);
             let mut stream = WriteTimeout::new(stream, Duration::from_secs(60));
             let reader = async {

@@ -16,7 +16,7 @@ pub fn check_redis(shared: Option<&StoreConfig>) -> Exit {
         print_out!("  nothing to connect to: there is no `[counters.shared]`");
         return Exit::Fine;
     };
-    let reports = match ask_servers(shared) {
+    let reports = match diagnose_servers(shared) {
         Ok(reports) => reports,
         Err(error) => {
             print_err!("cannot check the servers: {error}");
@@ -42,7 +42,7 @@ pub fn check_redis(shared: Option<&StoreConfig>) -> Exit {
     exit
 }
 
-fn ask_servers(shared: &StoreConfig) -> io::Result<Vec<Report>> {
+fn diagnose_servers(shared: &StoreConfig) -> io::Result<Vec<Report>> {
     let clock = Clock::system();
     let runtime = Builder::new_current_thread().enable_all().build_local(LocalOptions::default())?;
     Ok(runtime.block_on(diagnose(shared, &|| clock.now().unix_ms)))

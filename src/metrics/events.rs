@@ -154,7 +154,7 @@ impl WindowMetrics {
 /// How a request to an upstream server ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum UpstreamOutcome {
-    Answered,
+    Responded,
     ConnectFailed,
     Failed,
     TimedOut,
@@ -189,7 +189,7 @@ impl UpstreamMetrics {
 
     pub fn request_ended(&self, server: usize, outcome: UpstreamOutcome) {
         let index = match outcome {
-            UpstreamOutcome::Answered => 0,
+            UpstreamOutcome::Responded => 0,
             UpstreamOutcome::ConnectFailed => 1,
             UpstreamOutcome::Failed => 2,
             UpstreamOutcome::TimedOut => 3,

@@ -54,7 +54,7 @@ pub enum StoreOutcome {
     Granted,
     Refused,
     OtherWindow,
-    GivenBack,
+    Refunded,
     Error,
     Unreachable,
     Timeout,

@@ -276,7 +276,7 @@ fn anonymous(header: Header, capacity: usize) -> Result<Counters, OpenError> {
     let make = || {
         let memory = memfd_create("transom-counters", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         ftruncate(&memory, header.file_bytes() as u64)?;
-        // Nobody with a copy of the descriptor can shrink memory that is in use.
+        // A process with a copy of the descriptor cannot shrink the memory while it is in use.
         fcntl_add_seals(&memory, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         let memory = File::from(memory);
         memory.lock_shared()?;

@@ -1,4 +1,4 @@
-//! Lets the rules decide a request: from the local table at once, or after asking the shared store.
+//! Decides a request by its rules: at once from the local table, or after a reply of the shared store.
 
 use std::rc::Rc;
 
@@ -27,7 +27,7 @@ pub struct PendingAdmission {
     rules_index: usize,
 }
 
-/// What an admitted request takes along.
+/// What later steps of an admitted request need.
 #[derive(Default)]
 pub struct Admission {
     pub fields: RateLimitFields,
@@ -39,7 +39,7 @@ pub struct Admission {
 
 impl Admission {
     /// The admission of a request that was decided locally, with the result in `context`.
-    #[allow(clippy::too_many_arguments, reason = "all of them are what the request takes along")]
+    #[allow(clippy::too_many_arguments, reason = "the parts of an admission")]
     pub fn new(
         decision: Decision,
         fields: RateLimitFields,
@@ -60,13 +60,13 @@ impl Admission {
     }
 }
 
-/// What the rules say so far.
+/// The decision, or what it waits for.
 pub enum Evaluation {
     Decided(Decision),
     Pending(Box<PendingAdmission>),
 }
 
-/// Lets the rules at `rules_index` decide a request whose keys are in `context`.
+/// Decides a request, with its keys in `context`, by the rules at `rules_index`.
 #[inline(always)]
 pub fn evaluate(
     worker: &WorkerState,
@@ -113,10 +113,10 @@ impl PendingAdmission {
         }
         let policy = config.policy_fields[rules_index].as_ref();
         let fields = rules.rate_limit_template.render(&outcome.context, policy, now_ms, &mut text);
-        let SharedOutcome { decision: judgement, context, refunds: gifts, key_texts: texts } = outcome;
-        let pending_cost = PendingCost::new(rules, rules_index, &context, &gifts, || texts.clone());
-        let charges = StoreCharges { refunds: gifts, keys: texts };
-        let delay = DelayedRequest::new(judgement, worker, config, peer, rules_index, &context, charges);
+        let SharedOutcome { decision, context, refunds, key_texts } = outcome;
+        let pending_cost = PendingCost::new(rules, rules_index, &context, &refunds, || key_texts.clone());
+        let charges = StoreCharges { refunds, keys: key_texts };
+        let delay = DelayedRequest::new(decision, worker, config, peer, rules_index, &context, charges);
         Ok(Admission { fields: fields.only_once(), delay, pending_cost })
     }
 }

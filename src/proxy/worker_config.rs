@@ -112,8 +112,8 @@ impl WorkerConfig {
             ConfiguredTarget::Servers(servers) => {
                 let mut server_pool = |server: &Server| {
                     let name = (upstream.name.clone(), server.url.clone());
-                    let is_same = |(previous, way, _): &&(Server, TransportSettings, _)| {
-                        previous.equals_except_weight(server) && *way == upstream.transport
+                    let is_same = |(previous, transport, _): &&(Server, TransportSettings, _)| {
+                        previous.equals_except_weight(server) && *transport == upstream.transport
                     };
                     let same = previous.and_then(|previous| previous.server_pools.get(&name)).filter(is_same);
                     let server_pool = same.map_or_else(

@@ -1,5 +1,5 @@
-//! Decisions asked for without a request: admin API, Envoy RLS, forward-auth. They are few and need the counts of all
-//! gateways, so the store is asked each time and nothing is leased.
+//! Decisions that other services request: admin API, Envoy RLS, forward-auth. They are few and need the counts of all
+//! gateways, so that every query is a call of the store and nothing is leased.
 
 use std::mem::take;
 use std::rc::Rc;
@@ -39,11 +39,11 @@ impl SharedCounters {
         context.inputs.reserve = query.reserve;
         context.inputs.keyed_requests.push(Some(query.keyed_request));
         let mut progress = DecisionProgress::new(1);
-        progress.always_asks = true;
+        progress.ignores_leases = true;
         let deadline = Instant::from_std(self.clock.instant()) + self.timeout;
-        let texts = vec![Some(Rc::clone(&query.key_text))];
+        let key_texts = vec![Some(Rc::clone(&query.key_text))];
         let (shared, rule_set) = (Rc::clone(self), Arc::clone(query.rule_set));
-        Box::new(SharedDecision { shared, rule_set, context, key_texts: texts, progress, next: None, deadline })
+        Box::new(SharedDecision { shared, rule_set, context, key_texts, progress, next: None, deadline })
     }
 
     /// Decides and charges.
@@ -57,8 +57,8 @@ impl SharedCounters {
         if let Decision::Refused = decision {
             return Ok((decision, KeyState { context, admits: false }));
         }
-        let shares: Vec<_> = context.all_receipts().collect();
-        query.rule_set.refund(&shares, u32::MAX, &self.table, self.clock.now().unix_ms);
+        let receipts: Vec<_> = context.all_receipts().collect();
+        query.rule_set.refund(&receipts, u32::MAX, &self.table, self.clock.now().unix_ms);
         self.refund(refunds.into_iter().map(|(_, refund)| refund).collect()).await;
         let state = self.value(query).await?;
         Ok((decision, state))
@@ -73,13 +73,13 @@ impl SharedCounters {
             let clock = || self.clock.now().unix_ms;
             rule_set.peek(charge_plan, &self.table, DecisionTime::read(&clock), context);
             // What is known of other gateways, plus what was counted here.
-            let lines = context.result.layers.clone();
-            rule_set.set_counting_modes(charge_plan, |_beyond| true, &mut context.sharing.counting_modes);
+            let layers = context.result.layers.clone();
+            rule_set.set_counting_modes(charge_plan, |_rule| true, &mut context.sharing.counting_modes);
             if context.sharing.counting_modes.contains(&CountingMode::Remote) {
                 return Err(Unavailable);
             }
             let admits =
-                rule_set.peek_local_fallback(charge_plan, &lines, &self.table, DecisionTime::read(&clock), context);
+                rule_set.peek_local_fallback(charge_plan, &layers, &self.table, DecisionTime::read(&clock), context);
             return Ok(KeyState { context: take(&mut pending.context), admits });
         }
         let admits = pending.context.result.charges.iter().all(|charge| charge.usage.admits(charge.request));
@@ -89,18 +89,17 @@ impl SharedCounters {
     /// Resets a key, in the store and here. Tokens that other gateways have leased can still be spent.
     pub async fn reset(self: &Rc<Self>, query: &KeyQuery<'_>) -> Result<KeyState, Unavailable> {
         let KeyQuery { rule_set, charge_plan, keyed_request, .. } = query;
-        let (pending, found) = self.read_usage(query).await;
+        let (pending, mut refunds) = self.read_usage(query).await;
         // A reset made only here would be undone when the store returns.
         if pending.progress.without_store.contains(&true) {
             return Err(Unavailable);
         }
-        let mut refunds = found;
         refunds.iter_mut().for_each(|refund| refund.deletes = true);
         self.refund(refunds).await;
         let now_ms = self.clock.now().unix_ms;
         rule_set.reset(&self.table, now_ms, &pending.context);
-        for line in &pending.context.result.layers {
-            let counter = rule_set.layer_of(charge_plan, *line).counter(*keyed_request);
+        for layer_ref in &pending.context.result.layers {
+            let counter = rule_set.layer_of(charge_plan, *layer_ref).counter(*keyed_request);
             if let Some((end_ms, _)) = self.table.known_usage(counter, now_ms) {
                 self.table.withdraw(counter, end_ms, u32::MAX);
                 self.table.set_known_usage(counter, end_ms, 0, now_ms);
@@ -116,22 +115,23 @@ impl SharedCounters {
         pending: &mut SharedDecision,
         refunds: &mut Vec<Refund>,
     ) {
-        let KeyQuery { rule_set, charge_plan, keyed_request, key_text: text, .. } = query;
+        let KeyQuery { rule_set, charge_plan, keyed_request, key_text, .. } = query;
         let now_ms = self.clock.now().unix_ms;
-        for (charge, line) in pending.context.result.charges.iter_mut().zip(&pending.context.result.layers) {
-            let layer = rule_set.layer_of(charge_plan, *line);
-            let suffix = rule_set.rules[charge_plan.rules[line.rule]].suffix(line.layer);
+        for (charge, layer_ref) in pending.context.result.charges.iter_mut().zip(&pending.context.result.layers) {
+            let layer = rule_set.layer_of(charge_plan, *layer_ref);
+            let suffix = rule_set.rules[charge_plan.rules[layer_ref.rule]].suffix(layer_ref.layer);
             if layer.store_shards == 1 || pending.progress.without_store.contains(&true) {
                 continue;
             }
             for shard in 1..layer.store_shards {
-                let blank = self.counter_request(rule_set, charge_plan, *line, *keyed_request, text, now_ms);
-                let want = CounterRequest { base: self.base(text, suffix, shard), used_min: 0, ..blank };
-                match self.acquire(std::slice::from_ref(&want)).await {
-                    Ok(AcquireReply::Granted { counters: took, .. }) => {
-                        let used = took.iter().fold(0, |sum: u64, took| sum.saturating_add(took.used));
+                let base_request =
+                    self.counter_request(rule_set, charge_plan, *layer_ref, *keyed_request, key_text, now_ms);
+                let request = CounterRequest { base: self.base(key_text, suffix, shard), used_min: 0, ..base_request };
+                match self.acquire(std::slice::from_ref(&request)).await {
+                    Ok(AcquireReply::Granted { counters: replies, .. }) => {
+                        let used = replies.iter().fold(0, |sum: u64, reply| sum.saturating_add(reply.used));
                         charge.usage.used = charge.usage.used.saturating_add(used);
-                        refunds.extend(took.iter().map(|took| want.refund_target(*took).refund(TOKENS_MAX)));
+                        refunds.extend(replies.iter().map(|reply| request.refund_target(*reply).refund(TOKENS_MAX)));
                     }
                     Ok(AcquireReply::Refused { .. } | AcquireReply::OtherWindow { .. }) | Err(_) => {
                         pending.progress.without_store.fill(true)
@@ -147,11 +147,17 @@ impl SharedCounters {
     async fn read_usage(self: &Rc<Self>, query: &KeyQuery<'_>) -> (Box<SharedDecision>, Vec<Refund>) {
         let KeyQuery { rule_set, charge_plan, keyed_request, .. } = query;
         let mut pending = self.new_decision(query);
-        let lines: Vec<LayerRef> = rule_set.enforced_layers(charge_plan, &mut pending.context);
-        rule_set.add_prepared_charges(charge_plan, &lines, &self.table, self.clock.now().unix_ms, &mut pending.context);
+        let layers: Vec<LayerRef> = rule_set.enforced_layers(charge_plan, &mut pending.context);
+        rule_set.add_prepared_charges(
+            charge_plan,
+            &layers,
+            &self.table,
+            self.clock.now().unix_ms,
+            &mut pending.context,
+        );
         let cost = keyed_request.cost;
         pending.context.result.charges.iter_mut().for_each(|charge| charge.request.cost = 0);
-        let mut refunds: Vec<Refund> = match pending.send_lines(rule_set, charge_plan, 0).await {
+        let mut refunds: Vec<Refund> = match pending.send_layers(rule_set, charge_plan, 0).await {
             SendResult::Granted(refunds) => {
                 refunds.into_iter().map(|(_, refund)| Refund { tokens: TOKENS_MAX, ..refund }).collect()
             }

@@ -59,18 +59,23 @@ pub enum StoreError {
 impl RedisClient {
     /// Opens no connection yet.
     pub fn new(settings: &StoreConfig) -> RedisClient {
-        let dial = Rc::new(Connector::new(settings));
+        let connector = Rc::new(Connector::new(settings));
         let opened = Rc::new(Cell::new(0));
-        let link = |way| {
-            Servers::Single(ReconnectingConnection::new(ServerId::ONLY, way, Rc::clone(&dial), Rc::clone(&opened)))
+        let single = |endpoint| {
+            Servers::Single(ReconnectingConnection::new(
+                ServerId::ONLY,
+                endpoint,
+                Rc::clone(&connector),
+                Rc::clone(&opened),
+            ))
         };
         let servers = match &settings.nodes {
-            Nodes::Single(node) => link(Endpoint::Fixed(node.clone())),
+            Nodes::Single(node) => single(Endpoint::Fixed(node.clone())),
             Nodes::Sentinel { nodes, master } => {
-                link(Endpoint::Sentinels(Sentinels::new(nodes.clone(), master.clone())))
+                single(Endpoint::Sentinels(Sentinels::new(nodes.clone(), master.clone())))
             }
             Nodes::Cluster(seeds) => {
-                Servers::Cluster(Cluster::new(seeds.clone(), Rc::clone(&dial), Rc::clone(&opened)))
+                Servers::Cluster(Cluster::new(seeds.clone(), Rc::clone(&connector), Rc::clone(&opened)))
             }
         };
         RedisClient(Rc::new(ClientState {
@@ -83,49 +88,49 @@ impl RedisClient {
 
     /// Acquires tokens in all counters or in none. The counters must be distinct and fit in one call: see
     /// [`RedisClient::is_one_call`]. `gateway_ms` is the gateway's time.
-    pub async fn acquire(&self, requests: &[CounterRequest], floor_ms: u64) -> Result<AcquireReply, StoreError> {
-        let base = requests.first().map_or("", |want| &*want.base);
-        let floor_ms = requests.iter().map(|want| want.computed_ms).fold(floor_ms, u64::max);
-        let mut at_ms = floor_ms;
+    pub async fn acquire(&self, requests: &[CounterRequest], gateway_ms: u64) -> Result<AcquireReply, StoreError> {
+        let base = requests.first().map_or("", |request| &*request.base);
+        let gateway_ms = requests.iter().map(|request| request.computed_ms).fold(gateway_ms, u64::max);
+        let mut window_ms = gateway_ms;
         for _ in 0..2 {
-            let call_data = AcquireCall { requests: requests.to_vec(), gateway_ms: floor_ms, window_ms: at_ms };
-            let take = async |connection: &Rc<Connection>, importing| {
+            let call_data = AcquireCall { requests: requests.to_vec(), gateway_ms, window_ms };
+            let acquire = async |connection: &Rc<Connection>, importing| {
                 let in_cluster = matches!(self.0.servers, Servers::Cluster(_));
-                let way = if importing {
+                let batching = if importing {
                     Batching::Never
                 } else if in_cluster {
                     Batching::SameBase
                 } else {
                     Batching::Any
                 };
-                connection::acquire(connection, &self.0.scripts, call_data.clone(), way).await
+                connection::acquire(connection, &self.0.scripts, call_data.clone(), batching).await
             };
-            let (decision, node) = self.run(base, &take).await?;
-            let holds = |key| StoreError::Key(format!("{node}: key `{key}` holds a value that is not a counter"));
-            let answer = decision.map_err(holds)?;
-            let AcquireReply::OtherWindow { time_ms } = answer else { return Ok(answer) };
+            let (decision, node) = self.run(base, &acquire).await?;
+            let wrong_type = |key| StoreError::Key(format!("{node}: key `{key}` holds a value that is not a counter"));
+            let reply = decision.map_err(wrong_type)?;
+            let AcquireReply::OtherWindow { time_ms } = reply else { return Ok(reply) };
             // Nothing was acquired: the first of the two windows has ended.
-            at_ms = scripts::effective_ms(time_ms, floor_ms);
-            if !scripts::are_windows_known(requests, at_ms) {
-                return Ok(answer);
+            window_ms = scripts::effective_ms(time_ms, gateway_ms);
+            if !scripts::are_windows_known(requests, window_ms) {
+                return Ok(reply);
             }
         }
-        Ok(AcquireReply::OtherWindow { time_ms: at_ms })
+        Ok(AcquireReply::OtherWindow { time_ms: window_ms })
     }
 
     /// Refunds tokens; returns how many the servers accepted.
     pub async fn refund(&self, refunds: &[Refund]) -> Result<u64, StoreError> {
-        let mut given = 0;
+        let mut accepted = 0;
         for refunds in refunds.chunk_by(|a, b| self.is_one_call(&a.base, &b.base)) {
             let call = |by| scripts::refund_command(&self.0.scripts.refund, by, refunds);
-            let give = async |connection: &Rc<Connection>, importing| {
+            let refund_call = async |connection: &Rc<Connection>, importing| {
                 let reply = connection.run_script(ScriptKind::Refund, importing, &call).await?;
                 scripts::parse_refund_reply(&reply).ok_or_else(|| unexpected_reply(&reply))
             };
             let base = refunds.first().map_or("", |refund| &*refund.base);
-            given += self.run(base, &give).await?.0;
+            accepted += self.run(base, &refund_call).await?.0;
         }
-        Ok(given)
+        Ok(accepted)
     }
 
     /// Connects to every server and acquires from a short-lived probe key. Returns the server's time, Unix
@@ -145,8 +150,8 @@ impl RedisClient {
 
     /// Opens the connection for calls with this key base if there is none.
     pub async fn ensure_connected(&self, base: &str) -> Result<(), StoreError> {
-        let nothing = async |_line: &Rc<Connection>, _importing: bool| Ok(());
-        self.run(base, &nothing).await.map(drop)
+        let no_call = async |_connection: &Rc<Connection>, _importing: bool| Ok(());
+        self.run(base, &no_call).await.map(drop)
     }
 
     /// As [`RedisClient::probe`], for one server. A cluster node without slots need not be reachable.
@@ -202,18 +207,18 @@ impl RedisClient {
     }
 
     async fn probe_all(&self) -> Result<u64, StoreError> {
-        let stem = format!("{}:{{#probe|", self.0.prefix);
+        let key_prefix = format!("{}:{{#probe|", self.0.prefix);
         let bases = match &self.0.servers {
             Servers::Single(link) => {
                 link.check_master().await;
-                vec![format!("{stem}0}}")]
+                vec![format!("{key_prefix}0}}")]
             }
             Servers::Cluster(cluster) => {
                 cluster.refresh().await.map_err(StoreError::Unreachable)?;
-                cluster.masters(&stem).into_iter().map(|(_, base)| base).collect()
+                cluster.masters(&key_prefix).into_iter().map(|(_, base)| base).collect()
             }
         };
-        let asked: Vec<JoinHandle<_>> = bases
+        let probes: Vec<JoinHandle<_>> = bases
             .into_iter()
             .map(|base| {
                 let store = self.clone();
@@ -221,7 +226,7 @@ impl RedisClient {
             })
             .collect();
         let mut time_ms = 0;
-        for reply in asked {
+        for reply in probes {
             let reply = reply.await.unwrap_or_else(|_| Err(StoreError::Unreachable("the gateway ends".to_owned())));
             time_ms = reply?.max(time_ms);
         }
@@ -231,7 +236,7 @@ impl RedisClient {
     async fn probe_one(&self, base: String) -> Result<u64, StoreError> {
         let at = WindowRef::Floating { period_ms: PROBE_PERIOD_MS };
         let (limit, ceiling) = (u32::MAX, TOKENS_MAX);
-        let want = CounterRequest {
+        let request = CounterRequest {
             base: base.into(),
             window: at,
             limit,
@@ -241,7 +246,7 @@ impl RedisClient {
             used_min: 0,
             computed_ms: 0,
         };
-        match self.acquire(&[want], 0).await? {
+        match self.acquire(&[request], 0).await? {
             AcquireReply::Granted { time_ms, .. }
             | AcquireReply::Refused { time_ms, .. }
             | AcquireReply::OtherWindow { time_ms } => Ok(time_ms),
@@ -276,7 +281,7 @@ async fn run_in_cluster<T>(cluster: &Rc<Cluster>, slot: u16, call: &impl Call<T>
         let connection = match link.get().await {
             Ok(connection) => connection,
             Err(error) => {
-                // The call was not sent. Another master of the slot, if there is one by now, can be asked.
+                // The call was not sent. Another master of the slot, if there is one by now, can serve it.
                 cluster.refresh().await.map_err(StoreError::Unreachable)?;
                 let other = cluster.master(slot).await.map_err(StoreError::Unreachable)?;
                 if Rc::ptr_eq(&other, &link) {

@@ -53,10 +53,10 @@ struct SlotRange {
 }
 
 impl Cluster {
-    pub fn new(seeds: Vec<Node>, dial: Rc<Connector>, opened: Rc<Cell<u64>>) -> Rc<Cluster> {
+    pub fn new(seeds: Vec<Node>, connector: Rc<Connector>, opened: Rc<Cell<u64>>) -> Rc<Cluster> {
         Rc::new(Cluster {
             seeds,
-            connector: dial,
+            connector,
             connections_opened: opened,
             map: RefCell::default(),
             map_waiters: RefCell::new(None),
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_without_a_host_name_has_the_address_that_was_asked() {
+    fn a_node_without_a_host_name_has_the_address_that_was_queried() {
         let asked_node = node("10.0.0.1", 6379);
         assert_eq!(parse_redirect("3999 10.0.0.2:6381", &asked_node), Some((3999, node("10.0.0.2", 6381))));
         assert_eq!(parse_redirect("3999 fe80::1:6381", &asked_node), Some((3999, node("fe80::1", 6381))));

@@ -71,8 +71,8 @@ impl Connector {
         if opened.is_ok() || self.login.password().is_none() {
             return opened;
         }
-        let stranger = RedisConnectionInfo::default().set_skip_set_lib_name();
-        self.open_as(node, &stranger).await.map_err(|_no_better| opened.err().unwrap_or_default())
+        let plain_login = RedisConnectionInfo::default().set_skip_set_lib_name();
+        self.open_as(node, &plain_login).await.map_err(|_no_better| opened.err().unwrap_or_default())
     }
 
     async fn open_as(&self, node: &Node, login: &RedisConnectionInfo) -> Result<Rc<Connection>, String> {
@@ -112,9 +112,9 @@ impl Connector {
 pub async fn with_timeout<T>(
     node: &Node,
     limit: Duration,
-    answer: impl Future<Output = Result<T, String>>,
+    future: impl Future<Output = Result<T, String>>,
 ) -> Result<T, String> {
-    timeout(limit, answer).await.unwrap_or_else(|_elapsed| Err(format!("{node}: no reply within {limit:?}")))
+    timeout(limit, future).await.unwrap_or_else(|_elapsed| Err(format!("{node}: no reply within {limit:?}")))
 }
 
 /// Tries the addresses of a host in turn.

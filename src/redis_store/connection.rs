@@ -1,6 +1,6 @@
 //! One connection to a server, and the batching of calls on it.
 //!
-//! Calls of many tasks are pipelined and answered in order. A call is sent once: when the connection breaks, all calls
+//! Calls of many tasks are pipelined, and replies arrive in order. A call is sent once: when the connection breaks, all calls
 //! in flight fail, and whether they were executed is unknown. A caller may be dropped at any time; its reply is then
 //! discarded.
 //!
@@ -9,7 +9,7 @@
 //! them in order.
 //!
 //! A connection on which nothing arrives for a while although calls are in flight is sent PING, and closed without a
-//! reply. So a dead server is detected even when no caller waits that long.
+//! reply. This detects a dead server even when no caller waits that long.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -61,9 +61,9 @@ pub struct Connection {
     watchdog: RefCell<Option<AbortHandle>>,
     /// Set when the connection is closed.
     close_reason: RefCell<Option<String>>,
-    /// Number of calls sent, and of the latest answered call.
+    /// Number of calls sent, and number of the latest call with a reply.
     sent: Cell<u64>,
-    answered: Cell<u64>,
+    last_completed: Cell<u64>,
     /// Whether the watchdog is timing calls already.
     is_watched: Cell<bool>,
     wake: Rc<Notify>,
@@ -82,24 +82,24 @@ pub enum ScriptKind {
 
 impl Connection {
     /// Must be called within a `LocalSet` or local runtime.
-    pub fn new(sender: Transport, node: Node) -> Rc<Connection> {
+    pub fn new(transport: Transport, node: Node) -> Rc<Connection> {
         let wake = Rc::new(Notify::new());
         let connection = Rc::new(Connection {
             node,
-            calls: sender.calls,
-            driver: sender.driver.abort_handle(),
+            calls: transport.calls,
+            driver: transport.driver.abort_handle(),
             watchdog: RefCell::new(None),
             close_reason: RefCell::new(None),
             sent: Cell::new(0),
-            answered: Cell::new(0),
+            last_completed: Cell::new(0),
             is_watched: Cell::new(false),
             wake: Rc::clone(&wake),
             full_sends: [Cell::new(0), Cell::new(0)],
             queue: CallQueue::default(),
             eviction: Eviction::default(),
         });
-        let guard = spawn_local(watch(Rc::downgrade(&connection), wake));
-        connection.watchdog.replace(Some(guard.abort_handle()));
+        let watchdog = spawn_local(watch(Rc::downgrade(&connection), wake));
+        connection.watchdog.replace(Some(watchdog.abort_handle()));
         connection
     }
 
@@ -142,13 +142,13 @@ impl Connection {
     ) -> Result<Value, CallError> {
         let call_once =
             async |by: ScriptRef| if importing { self.call_asking(call(by)).await } else { self.call(call(by)).await };
-        let taught = &self.full_sends[which as usize];
+        let full_sends = &self.full_sends[which as usize];
         for _ in 0..NOSCRIPT_MAX {
-            let before = taught.get();
+            let before = full_sends.get();
             match call_once(ScriptRef::Sha).await {
                 Err(CallError::Rejected(error)) if error.code() == "NOSCRIPT" => {
-                    if taught.get() == before {
-                        taught.set(before.wrapping_add(1));
+                    if full_sends.get() == before {
+                        full_sends.set(before.wrapping_add(1));
                         return call_once(ScriptRef::Text).await;
                     }
                 }
@@ -176,8 +176,8 @@ impl Connection {
     }
 
     fn end_call(&self, number: u64, reply: Result<Value, RedisError>) -> Result<Value, CallError> {
-        if self.answered.get() < number {
-            self.answered.set(number);
+        if self.last_completed.get() < number {
+            self.last_completed.set(number);
         }
         match reply {
             Ok(Value::ServerError(error)) => Err(CallError::Rejected(error)),
@@ -195,7 +195,7 @@ impl Connection {
         let ping = redis::cmd("PING");
         let alive = matches!(timeout(SILENCE_MAX, calls.send_packed_command(&ping)).await, Ok(Ok(_)));
         if alive {
-            self.answered.set(self.answered.get().max(number));
+            self.last_completed.set(self.last_completed.get().max(number));
         }
         alive
     }
@@ -204,8 +204,8 @@ impl Connection {
 impl Drop for Connection {
     fn drop(&mut self) {
         self.driver.abort();
-        if let Some(guard) = self.watchdog.take() {
-            guard.abort();
+        if let Some(watchdog) = self.watchdog.take() {
+            watchdog.abort();
         }
     }
 }
@@ -215,14 +215,16 @@ async fn watch(connection: Weak<Connection>, wake: Rc<Notify>) {
     loop {
         wake.notified().await;
         loop {
-            let Some(answered) = connection.upgrade().map(|connection| connection.answered.get()) else { return };
+            let Some(completed) = connection.upgrade().map(|connection| connection.last_completed.get()) else {
+                return;
+            };
             sleep(SILENCE_MAX).await;
             let Some(connection) = connection.upgrade() else { return };
-            if connection.answered.get() == answered && !connection.is_alive().await {
+            if connection.last_completed.get() == completed && !connection.is_alive().await {
                 connection.close("no reply");
                 return;
             }
-            if connection.answered.get() == connection.sent.get() {
+            if connection.last_completed.get() == connection.sent.get() {
                 connection.is_watched.set(false);
                 break;
             }
@@ -244,8 +246,8 @@ impl fmt::Display for ServerErrorText<'_> {
 /// their whole limit again, and no reply shows it.
 #[derive(Default)]
 pub struct Eviction {
-    pub is_asked: Cell<bool>,
-    pub is_found: Cell<bool>,
+    pub is_checked: Cell<bool>,
+    pub is_evicting: Cell<bool>,
 }
 
 /// Which calls may share a batch.
@@ -274,26 +276,26 @@ pub async fn acquire(
     connection: &Rc<Connection>,
     scripts: &Rc<Scripts>,
     call: AcquireCall,
-    together: Batching,
+    batching: Batching,
 ) -> Result<AcquireResult, CallError> {
-    if together == Batching::Never {
+    if batching == Batching::Never {
         let decided = run_batch(connection, scripts, std::slice::from_ref(&call), true).await;
         return decided.and_then(|mut decided| decided.pop().ok_or_else(|| unexpected_reply(&Value::Nil)));
     }
     let (sender, result) = oneshot::channel();
     connection.queue.waiting.borrow_mut().push_back(QueuedCall { call, reply_to: sender });
-    let runs = &connection.queue.batches_in_flight;
-    if runs.get() < BATCHES_MAX {
-        runs.set(runs.get() + 1);
-        spawn_local(send_batches(Rc::clone(connection), Rc::clone(scripts), together));
+    let in_flight = &connection.queue.batches_in_flight;
+    if in_flight.get() < BATCHES_MAX {
+        in_flight.set(in_flight.get() + 1);
+        spawn_local(send_batches(Rc::clone(connection), Rc::clone(scripts), batching));
     }
     result.await.unwrap_or_else(|_closed| Err(CallError::Lost("the gateway ends".to_owned())))
 }
 
 /// Sends batches until no call waits.
-async fn send_batches(connection: Rc<Connection>, scripts: Rc<Scripts>, together: Batching) {
+async fn send_batches(connection: Rc<Connection>, scripts: Rc<Scripts>, batching: Batching) {
     loop {
-        let (calls, senders) = connection.queue.next_batch(together);
+        let (calls, senders) = connection.queue.next_batch(batching);
         if calls.is_empty() {
             break;
         }
@@ -327,7 +329,7 @@ type ReplySender = oneshot::Sender<Result<AcquireResult, CallError>>;
 
 impl CallQueue {
     /// The next calls in the queue that can share a batch. Skips calls whose callers were dropped.
-    fn next_batch(&self, together: Batching) -> (Vec<AcquireCall>, Vec<ReplySender>) {
+    fn next_batch(&self, batching: Batching) -> (Vec<AcquireCall>, Vec<ReplySender>) {
         let mut waiting = self.waiting.borrow_mut();
         let most = waiting.len().min(CALLS_MAX);
         let (mut calls, mut senders): (Vec<AcquireCall>, Vec<ReplySender>) =
@@ -335,9 +337,9 @@ impl CallQueue {
         let mut counters = 0;
         while calls.len() < CALLS_MAX {
             let Some(next) = waiting.front() else { break };
-            let is_near = |first: &AcquireCall| together == Batching::Any || base(first) == base(&next.call);
-            let has_room = counters + next.call.requests.len() <= COUNTERS_MAX;
-            let joins = calls.first().is_none_or(|first| has_room && is_near(first));
+            let has_same_base = |first: &AcquireCall| batching == Batching::Any || base(first) == base(&next.call);
+            let fits = counters + next.call.requests.len() <= COUNTERS_MAX;
+            let joins = calls.first().is_none_or(|first| fits && has_same_base(first));
             if !joins && !next.reply_to.is_closed() {
                 break;
             }
@@ -353,7 +355,7 @@ impl CallQueue {
 }
 
 fn base(call: &AcquireCall) -> &str {
-    call.requests.first().map_or("", |want| &*want.base)
+    call.requests.first().map_or("", |request| &*request.base)
 }
 
 /// The error for a reply of unexpected form.

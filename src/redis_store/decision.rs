@@ -77,8 +77,8 @@ pub(super) struct DecisionProgress {
     pub(super) rounds: u32,
     /// Layers that are charged again; then nothing else is charged.
     recharged: Option<Vec<LayerRef>>,
-    /// The store decides even where tokens could be leased.
-    pub(super) always_asks: bool,
+    /// Whether the store also decides layers for which tokens could be leased.
+    pub(super) ignores_leases: bool,
 }
 
 /// What a decision needs next.
@@ -89,15 +89,15 @@ pub(super) enum NextStep {
     Fetch {
         first: usize,
     },
-    /// The store has to decide these layers.
-    Ask {
+    /// The store decides these layers.
+    Send {
         first: usize,
-        lines: Vec<LayerRef>,
+        layers: Vec<LayerRef>,
     },
     /// Reservations in later windows, for full rules.
     Reserve {
         first: usize,
-        lines: Vec<LayerRef>,
+        layers: Vec<LayerRef>,
     },
 }
 
@@ -108,21 +108,21 @@ pub(super) enum SendResult {
     Refused,
     /// The named windows are not open at the server.
     OtherWindow,
-    /// No reply, or the store was not asked. The rules of that server continue without it.
+    /// No reply, or no call was made. The rules of that server continue without the store.
     Failed,
 }
 
 impl DecisionProgress {
     pub(super) fn new(rules: usize) -> DecisionProgress {
-        let beyond = SmallVec::from_elem(false, rules);
+        let without_store = SmallVec::from_elem(false, rules);
         DecisionProgress {
             group: 0,
             decision: None,
-            without_store: beyond,
+            without_store,
             refunds: Vec::new(),
             rounds: 0,
             recharged: None,
-            always_asks: false,
+            ignores_leases: false,
         }
     }
 
@@ -134,7 +134,7 @@ impl DecisionProgress {
             &mut context.sharing.counting_modes,
         );
         for (mode, rule) in
-            context.sharing.counting_modes.iter_mut().zip(&charge_plan.rules).filter(|_| self.always_asks)
+            context.sharing.counting_modes.iter_mut().zip(&charge_plan.rules).filter(|_| self.ignores_leases)
         {
             if *mode == CountingMode::Leased && !rule_set.rules[*rule].is_sharded() {
                 *mode = CountingMode::Remote;
@@ -187,12 +187,12 @@ impl SharedCounters {
         self: &Rc<Self>,
         rule_set: &Arc<RuleSet>,
         charge_plan: &ChargePlan,
-        again: Vec<LayerRef>,
+        layers: Vec<LayerRef>,
         mut context: DecisionContext,
         key_texts: Vec<Option<Rc<str>>>,
     ) -> Box<SharedDecision> {
         context.clear();
-        let progress = DecisionProgress { recharged: Some(again), ..DecisionProgress::new(charge_plan.rules.len()) };
+        let progress = DecisionProgress { recharged: Some(layers), ..DecisionProgress::new(charge_plan.rules.len()) };
         let deadline = Instant::from_std(self.clock.instant()) + self.timeout;
         let (shared, rule_set) = (Rc::clone(self), Arc::clone(rule_set));
         Box::new(SharedDecision { shared, rule_set, context, key_texts, progress, next: None, deadline })
@@ -209,7 +209,7 @@ impl SharedCounters {
     ) -> NextStep {
         loop {
             let shadow = progress.group.checked_sub(1).map(|nth| charge_plan.shadow_rules().get(nth).copied());
-            let lines = match shadow {
+            let layers = match shadow {
                 None => progress.recharged.clone().unwrap_or_else(|| rule_set.enforced_layers(charge_plan, context)),
                 Some(_) if progress.recharged.is_some() => {
                     return NextStep::Done(progress.decision.take().unwrap_or(Decision::Refused));
@@ -221,7 +221,7 @@ impl SharedCounters {
                 },
             };
             progress.set_counting_modes(rule_set, charge_plan, context);
-            if shadow.is_none() && self.is_unavailable(rule_set, charge_plan, &lines, context, progress) {
+            if shadow.is_none() && self.is_unavailable(rule_set, charge_plan, &layers, context, progress) {
                 self.meter.decided_in_outage(OutageDecision::Refused);
                 return NextStep::Unavailable;
             }
@@ -230,7 +230,7 @@ impl SharedCounters {
             let clock = || self.clock.now().unix_ms;
             let step = rule_set.decide_locally(
                 charge_plan,
-                &lines,
+                &layers,
                 &self.table,
                 DecisionTime::read(&clock),
                 context,
@@ -238,7 +238,7 @@ impl SharedCounters {
             );
             let decision = match step {
                 LocalDecision::MissingTokens => {
-                    context.return_layer_buffer(lines);
+                    context.return_layer_buffer(layers);
                     return NextStep::Fetch { first };
                 }
                 LocalDecision::Decided(decision) => decision,
@@ -252,25 +252,25 @@ impl SharedCounters {
                     if rule_set.may_be_delayed(charge_plan, context)
                         && context.sharing.counting_modes.contains(&CountingMode::Leased) =>
                 {
-                    return NextStep::Reserve { first, lines };
+                    return NextStep::Reserve { first, layers };
                 }
                 (Decision::Refused, None) => {
-                    context.return_layer_buffer(lines);
+                    context.return_layer_buffer(layers);
                     return NextStep::Done(Decision::Refused);
                 }
-                (passes, shadow) => {
+                (admitted, shadow) => {
                     self.prefetch(rule_set, charge_plan, context);
                     self.record_unreported(rule_set, charge_plan, context, first, key_texts);
                     if shadow.is_none() {
-                        progress.decision = Some(passes);
+                        progress.decision = Some(admitted);
                     }
-                    let asked = self.lines_to_ask(&lines, context, progress);
-                    if !asked.is_empty() {
-                        return NextStep::Ask { first, lines: asked };
+                    let remote_layers = self.layers_to_send(&layers, context, progress);
+                    if !remote_layers.is_empty() {
+                        return NextStep::Send { first, layers: remote_layers };
                     }
                 }
             }
-            context.return_layer_buffer(lines);
+            context.return_layer_buffer(layers);
             progress.group += 1;
         }
     }
@@ -280,15 +280,15 @@ impl SharedCounters {
         &self,
         rule_set: &RuleSet,
         charge_plan: &ChargePlan,
-        lines: &[LayerRef],
+        layers: &[LayerRef],
         context: &DecisionContext,
         progress: &DecisionProgress,
     ) -> bool {
-        lines.iter().filter(|line| progress.without_store[line.rule]).any(|line| {
-            let rule = &rule_set.rules[charge_plan.rules[line.rule]].rule;
+        layers.iter().filter(|layer_ref| progress.without_store[layer_ref.rule]).any(|layer_ref| {
+            let rule = &rule_set.rules[charge_plan.rules[layer_ref.rule]].rule;
             rule.on_outage == OnOutage::Refuse
                 && rule.sharing != Sharing::Local
-                && context.inputs.keyed_requests[line.rule].is_some()
+                && context.inputs.keyed_requests[layer_ref.rule].is_some()
         })
     }
 
@@ -314,18 +314,20 @@ impl SharedCounters {
         }
     }
 
-    /// The layers that the store decides.
-    fn lines_to_ask(
+    /// The layers that the store decides in this step.
+    fn layers_to_send(
         &self,
-        lines: &[LayerRef],
+        layers: &[LayerRef],
         context: &DecisionContext,
         progress: &DecisionProgress,
     ) -> Vec<LayerRef> {
-        let is_asked = |line: &&LayerRef| {
-            let is_aside = context.sharing.counting_modes[line.rule] == CountingMode::Remote;
-            is_aside && !progress.without_store[line.rule] && context.inputs.keyed_requests[line.rule].is_some()
+        let is_sent = |layer_ref: &&LayerRef| {
+            let is_remote = context.sharing.counting_modes[layer_ref.rule] == CountingMode::Remote;
+            is_remote
+                && !progress.without_store[layer_ref.rule]
+                && context.inputs.keyed_requests[layer_ref.rule].is_some()
         };
-        lines.iter().filter(is_asked).copied().collect()
+        layers.iter().filter(is_sent).copied().collect()
     }
 }
 
@@ -357,13 +359,13 @@ impl SharedDecision {
                 // Dropping the decision refunds what was charged.
                 NextStep::Unavailable => return Err(Unavailable),
                 NextStep::Fetch { first } => self.next = self.fetch_lacking(rule_set, charge_plan, first).await,
-                NextStep::Ask { first, lines } => {
-                    if let Some(refused) = self.ask_store(rule_set, charge_plan, first, &lines).await {
+                NextStep::Send { first, layers } => {
+                    if let Some(refused) = self.charge_in_store(rule_set, charge_plan, first, &layers).await {
                         self.next = refused;
                     }
                 }
-                NextStep::Reserve { first, lines } => {
-                    self.next = Some(self.reserve(rule_set, charge_plan, first, &lines).await)
+                NextStep::Reserve { first, layers } => {
+                    self.next = Some(self.reserve(rule_set, charge_plan, first, &layers).await)
                 }
             }
         }
@@ -381,10 +383,10 @@ impl SharedDecision {
         if !rule_set.may_be_delayed(charge_plan, &self.context) {
             return Some(NextStep::Done(Decision::Refused));
         }
-        let lines =
+        let layers =
             self.progress.recharged.clone().unwrap_or_else(|| rule_set.enforced_layers(charge_plan, &mut self.context));
         self.context.result.decided_ms = self.shared.clock.now().unix_ms;
-        Some(NextStep::Reserve { first, lines })
+        Some(NextStep::Reserve { first, layers })
     }
 
     /// The store key of a rule; `None` if the rule is not shared or does not apply.
@@ -392,8 +394,8 @@ impl SharedDecision {
         self.key_texts.get(rule).cloned().flatten()
     }
 
-    /// Starts another round for these rules. `true`: the store is not asked, because there were too many rounds, or
-    /// because a server is unreachable; the rules then continue without the store.
+    /// Starts another round for these rules. `true`: the rules continue without the store, because there were too many
+    /// rounds, or a server is unreachable.
     pub(super) fn gives_up(&mut self, rules: &[usize]) -> bool {
         self.progress.rounds += 1;
         if self.progress.rounds > ROUNDS_MAX || self.is_past_deadline() {
@@ -432,7 +434,7 @@ impl SharedDecision {
     /// Lets rules continue without the server that they have waited for since `began`.
     pub(super) fn time_out(&mut self, rules: &[usize], began: Instant) {
         self.skip_store(rules);
-        // A server that has replied until just now is reachable.
+        // A server that replied a moment ago is reachable.
         if Instant::from_std(self.shared.clock.instant()) < began + self.shared.timeout / 2 {
             return;
         }
@@ -444,20 +446,21 @@ impl SharedDecision {
 
     /// Lets the store decide these layers, after all others were charged. `Some`: the charges are undone, and the
     /// decision continues with that step, or from the beginning.
-    async fn ask_store(
+    async fn charge_in_store(
         &mut self,
         rule_set: &Arc<RuleSet>,
         charge_plan: &ChargePlan,
         first: usize,
-        lines: &[LayerRef],
+        layers: &[LayerRef],
     ) -> Option<Option<NextStep>> {
         let now_ms = self.shared.clock.now().unix_ms;
-        let behind = rule_set.add_prepared_charges(charge_plan, lines, &self.shared.table, now_ms, &mut self.context);
-        let refuses = match self.send_lines(rule_set, charge_plan, behind).await {
+        let first_remote =
+            rule_set.add_prepared_charges(charge_plan, layers, &self.shared.table, now_ms, &mut self.context);
+        let is_refused = match self.send_layers(rule_set, charge_plan, first_remote).await {
             SendResult::Granted(refunds) => {
                 self.progress.refunds.extend(refunds);
                 if self.progress.group == 0 {
-                    self.recharge_ended_windows(behind, |_line| true);
+                    self.recharge_ended_windows(first_remote, |_layer_ref| true);
                 }
                 self.progress.group += 1;
                 return None;
@@ -467,11 +470,11 @@ impl SharedDecision {
         };
         let shared = Rc::clone(&self.shared);
         shared.undo(rule_set, &mut self.context, first, Vec::new());
-        if !refuses {
+        if !is_refused {
             self.context.truncate(first);
             return Some(None);
         }
-        self.context.subtract_costs(first, behind);
+        self.context.subtract_costs(first, first_remote);
         Some(self.refuse(rule_set, charge_plan, first))
     }
 }

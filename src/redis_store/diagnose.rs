@@ -46,7 +46,7 @@ impl Report {
 /// Diagnoses all servers of the configuration; `now_ms` is this machine's time.
 pub async fn diagnose(settings: &StoreConfig, now_ms: &dyn Fn() -> u64) -> Vec<Report> {
     let diagnosis = Diagnosis {
-        dial: Rc::new(Connector::new(settings)),
+        connector: Rc::new(Connector::new(settings)),
         prefix: &settings.prefix,
         uses_tls: settings.tls.is_some(),
         scripts: Scripts::default(),
@@ -68,7 +68,7 @@ struct Replicas {
 }
 
 struct Diagnosis<'s> {
-    dial: Rc<Connector>,
+    connector: Rc<Connector>,
     prefix: &'s str,
     uses_tls: bool,
     scripts: Scripts,
@@ -77,7 +77,7 @@ struct Diagnosis<'s> {
 
 impl Diagnosis<'_> {
     async fn diagnose_single(&self, node: &Node) -> Report {
-        match self.dial.open(node).await {
+        match self.connector.open(node).await {
             Ok(connection) => self.diagnose_server(&connection, None).await.0,
             Err(why) => Report::new(node.to_string(), vec![self.error_finding(&why)]),
         }
@@ -86,7 +86,7 @@ impl Diagnosis<'_> {
     async fn diagnose_sentinels(&self, nodes: &[Node], master: &str) -> Vec<Report> {
         let mut reports = Vec::new();
         for node in nodes {
-            let findings = match self.dial.open_sentinel(node).await {
+            let findings = match self.connector.open_sentinel(node).await {
                 Ok(connection) => self.diagnose_sentinel(&connection, master).await,
                 Err(why) => vec![self.error_finding(&why)],
             };
@@ -101,7 +101,7 @@ impl Diagnosis<'_> {
             reports.push(Report::new("sentinels", vec![Finding::note(text, fix)]));
         }
         let sentinels = sentinel::Sentinels::new(nodes.to_vec(), master.to_owned());
-        match sentinels.open_master(&self.dial).await {
+        match sentinels.open_master(&self.connector).await {
             Ok(connection) => {
                 let (mut report, replicas) = self.diagnose_server(&connection, None).await;
                 if replicas.is_some_and(|replicas| replicas.count == 0) {
@@ -125,8 +125,8 @@ impl Diagnosis<'_> {
     }
 
     /// What a sentinel knows of the master.
-    async fn diagnose_sentinel(&self, line: &Connection, master: &str) -> Vec<Finding> {
-        let reply = match self.ask(line, redis::cmd("SENTINEL").arg("master").arg(master)).await {
+    async fn diagnose_sentinel(&self, connection: &Connection, master: &str) -> Vec<Finding> {
+        let reply = match self.call(connection, redis::cmd("SENTINEL").arg("master").arg(master)).await {
             Ok(reply) => pairs(&reply),
             Err(why) if why.contains("No such master") => {
                 let fix = "write the name of its `sentinel monitor NAME …` as `sentinel_master`";
@@ -158,8 +158,8 @@ impl Diagnosis<'_> {
     async fn diagnose_cluster(&self, seeds: &[Node]) -> Vec<Report> {
         let mut reports = Vec::new();
         for node in seeds {
-            let findings = match self.dial.open(node).await {
-                Ok(line) => self.diagnose_seed(&line).await,
+            let findings = match self.connector.open(node).await {
+                Ok(connection) => self.diagnose_seed(&connection).await,
                 Err(why) => vec![self.error_finding(&why)],
             };
             if !findings.is_empty() {
@@ -169,14 +169,14 @@ impl Diagnosis<'_> {
         if reports.len() == seeds.len() && reports.iter().all(Report::has_problem) {
             return reports;
         }
-        let cluster = Cluster::new(seeds.to_vec(), Rc::clone(&self.dial), Rc::new(Cell::new(0)));
+        let cluster = Cluster::new(seeds.to_vec(), Rc::clone(&self.connector), Rc::new(Cell::new(0)));
         if let Err(why) = cluster.refresh().await {
             reports.push(Report::new("cluster", vec![self.error_finding(&why)]));
             return reports;
         }
         for (link, base) in cluster.masters(&format!("{}:{{transom-check|", self.prefix)) {
             match link.get().await {
-                Ok(line) => reports.push(self.diagnose_server(&line, Some(base)).await.0),
+                Ok(connection) => reports.push(self.diagnose_server(&connection, Some(base)).await.0),
                 Err(why) => reports.push(Report::new("a master", vec![self.error_finding(&why)])),
             }
         }
@@ -184,8 +184,8 @@ impl Diagnosis<'_> {
     }
 
     /// The state of the cluster as one node sees it.
-    async fn diagnose_seed(&self, line: &Connection) -> Vec<Finding> {
-        let reply = match self.ask(line, redis::cmd("CLUSTER").arg("INFO")).await {
+    async fn diagnose_seed(&self, connection: &Connection) -> Vec<Finding> {
+        let reply = match self.call(connection, redis::cmd("CLUSTER").arg("INFO")).await {
             Ok(reply) => reply,
             Err(why) if why.contains("cluster support disabled") => {
                 let fix = "write it without brackets: `redis = \"redis://HOST:PORT\"`";
@@ -209,7 +209,7 @@ impl Diagnosis<'_> {
         let mut title = "version and role unknown".to_owned();
         let mut findings = Vec::new();
         let mut replicas = None;
-        match self.ask(connection, &mut redis::cmd("INFO")).await {
+        match self.call(connection, &mut redis::cmd("INFO")).await {
             Ok(reply) => {
                 let info = Info::new(reply_text(&reply).unwrap_or_default());
                 title = info.title();
@@ -251,12 +251,12 @@ impl Diagnosis<'_> {
     /// The server's time, and the finding if it is wrong.
     async fn measure_time(&self, connection: &Connection) -> Result<(u64, Option<Finding>), String> {
         let before_ms = (self.now_ms)();
-        let reply = self.ask(connection, &mut redis::cmd("TIME")).await?;
+        let reply = self.call(connection, &mut redis::cmd("TIME")).await?;
         let after_ms = (self.now_ms)();
-        let strange = || format!("unexpected reply to TIME: {reply:?}");
-        let Value::Array(parts) = &reply else { return Err(strange()) };
+        let unexpected = || format!("unexpected reply to TIME: {reply:?}");
+        let Value::Array(parts) = &reply else { return Err(unexpected()) };
         let parts: Vec<u64> = parts.iter().filter_map(|part| reply_text(part)?.parse().ok()).collect();
-        let [seconds, micros] = parts.as_slice() else { return Err(strange()) };
+        let [seconds, micros] = parts.as_slice() else { return Err(unexpected()) };
         let server_ms = seconds * 1000 + micros / 1000;
         Ok((server_ms, clock_finding(server_ms, before_ms, after_ms)))
     }
@@ -284,24 +284,24 @@ impl Diagnosis<'_> {
             want(WindowRef::Floating { period_ms: WINDOW_MS }),
         ];
         let calls = [AcquireCall { requests: requests.into(), gateway_ms: 0, window_ms: server_ms }];
-        let take = |by| scripts::acquire_command(&self.scripts.acquire, by, calls.iter());
-        let reply = self.run(connection, ScriptKind::Acquire, &take).await?;
+        let acquire = |by| scripts::acquire_command(&self.scripts.acquire, by, calls.iter());
+        let reply = self.run(connection, ScriptKind::Acquire, &acquire).await?;
         let decisions = scripts::parse_acquire_reply(&reply, calls.iter()).unwrap_or_default();
         let replies = match decisions.into_iter().next() {
             Some(Ok(AcquireReply::Granted { counters: replies, .. })) => replies,
             _ => return Err(format!("unexpected reply to a script: {reply:?}")),
         };
         let refunds = refunds_of(&calls[0].requests, &replies);
-        let give = |by| scripts::refund_command(&self.scripts.refund, by, &refunds);
-        let given = scripts::parse_refund_reply(&self.run(connection, ScriptKind::Refund, &give).await?);
-        if given != Some(replies.iter().map(|replies| replies.granted).sum()) {
+        let refund = |by| scripts::refund_command(&self.scripts.refund, by, &refunds);
+        let refunded = scripts::parse_refund_reply(&self.run(connection, ScriptKind::Refund, &refund).await?);
+        if refunded != Some(replies.iter().map(|replies| replies.granted).sum()) {
             // `pcall` in the script hides the missing right.
-            return Err("tokens cannot be given back".to_owned());
+            return Err("tokens cannot be refunded".to_owned());
         }
         // Deletes the test counters, as a reset does.
         let all: Vec<Refund> = refunds.iter().map(|refund| Refund { deletes: true, ..refund.clone() }).collect();
-        let forget = |by| scripts::refund_command(&self.scripts.refund, by, &all);
-        self.run(connection, ScriptKind::Refund, &forget).await.map(|_nothing| ())
+        let delete = |by| scripts::refund_command(&self.scripts.refund, by, &all);
+        self.run(connection, ScriptKind::Refund, &delete).await.map(|_nothing| ())
     }
 
     /// The finding for an error, without the server's name, which the report already has.
@@ -316,8 +316,8 @@ impl Diagnosis<'_> {
         finding
     }
 
-    async fn ask(&self, connection: &Connection, question: &mut Cmd) -> Result<Value, String> {
-        let reply = async { connection.call(question.clone()).await.map_err(|failure| connection.describe(&failure)) };
+    async fn call(&self, connection: &Connection, command: &mut Cmd) -> Result<Value, String> {
+        let reply = async { connection.call(command.clone()).await.map_err(|failure| connection.describe(&failure)) };
         with_timeout(&connection.node, REPLY_TIMEOUT, reply).await
     }
 

@@ -229,7 +229,7 @@ pub fn clock_finding(server_ms: u64, before_ms: u64, after_ms: u64) -> Option<Fi
 /// Fixes for errors, by words in the error text; the first match applies. `PREFIX` and `RIGHTS` are replaced.
 const FIXES: [(&[&str], &str); 25] = [
     (
-        &["NOPERM", "ACL failure", "can't run this command", "No permissions", "given back"],
+        &["NOPERM", "ACL failure", "can't run this command", "No permissions", "cannot be refunded"],
         "grant the user the rights: `ACL SETUSER NAME on >PASSWORD ~PREFIX:* RIGHTS`",
     ),
     (&["NOAUTH"], "it requires a password: write `password_file` or `password_env`, and `username` for an ACL user"),
@@ -282,7 +282,7 @@ const NO_TLS: (&[&str], &str) = (
     &["InvalidContentType", "corrupt message", "no answer", "no reply"],
     "does it speak TLS at this port? If not, write `redis://`, or the port at which it does (`tls-port`)",
 );
-const NO_ANSWER: (&[&str], &str) = (
+const NO_REPLY: (&[&str], &str) = (
     &["no answer", "no reply", "timed out", "nreachable", "No route"],
     "is the address right, and is a firewall in between? If it speaks TLS at this port, write `rediss://`",
 );
@@ -291,11 +291,12 @@ const DEFAULT_FIX: &str =
     "try the same by hand, from this machine: `redis-cli -u URL PING`; is it Redis or Valkey that answers?";
 
 /// The finding for an error of a server or of its connection.
-pub fn error_finding(said: &str, prefix: &str, by_tls: bool) -> Finding {
+pub fn error_finding(message: &str, prefix: &str, by_tls: bool) -> Finding {
     let first = Some(&NO_TLS).filter(|_| by_tls);
-    let mut known = first.into_iter().chain(&FIXES).chain([&NO_ANSWER]);
-    let fix = known.find(|(words, _)| words.iter().any(|word| said.contains(word))).map_or(DEFAULT_FIX, |(_, fix)| fix);
-    Finding::problem(said, fix.replace("PREFIX", prefix).replace("RIGHTS", COMMANDS))
+    let mut known = first.into_iter().chain(&FIXES).chain([&NO_REPLY]);
+    let fix =
+        known.find(|(words, _)| words.iter().any(|word| message.contains(word))).map_or(DEFAULT_FIX, |(_, fix)| fix);
+    Finding::problem(message, fix.replace("PREFIX", prefix).replace("RIGHTS", COMMANDS))
 }
 
 #[cfg(test)]
@@ -375,7 +376,7 @@ mod tests {
 
     #[test]
     fn every_error_has_a_fix() {
-        for (said, fix) in [
+        for (message, fix) in [
             ("failed to lookup address information: Name or service not known", "getent hosts"),
             ("No such file or directory (os error 2)", "`unixsocket`"),
             ("Permission denied (os error 13)", "unixsocketperm"),
@@ -390,9 +391,9 @@ mod tests {
             ("it speaks in riddles", "by hand"),
         ] {
             assert!(
-                error_finding(said, "edge", false).fix.contains(fix),
-                "{said}: {}",
-                error_finding(said, "edge", false).fix
+                error_finding(message, "edge", false).fix.contains(fix),
+                "{message}: {}",
+                error_finding(message, "edge", false).fix
             );
         }
         assert!(error_finding("no reply within 1s", "edge", true).fix.contains("tls-port"));

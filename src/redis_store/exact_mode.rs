@@ -38,7 +38,7 @@ struct PendingCharge {
 }
 
 /// The layers of a request that reserves.
-struct SplitLines {
+struct SplitLayers {
     /// Layers of full rules: first `local` layers that are counted here, then those that the store decides.
     reserved: Vec<LayerRef>,
     local: usize,
@@ -107,8 +107,8 @@ impl SharedCounters {
         refunds: Vec<Refund>,
     ) {
         let now_ms = self.clock.now().unix_ms;
-        for share in context.take_receipts(first).into_iter().rev() {
-            self.deferred_refunds.refund([share], share.receipt.end_ms(), rule_set, &self.table, now_ms);
+        for charged in context.take_receipts(first).into_iter().rev() {
+            self.deferred_refunds.refund([charged], charged.receipt.end_ms(), rule_set, &self.table, now_ms);
         }
         self.refund_later(refunds);
     }
@@ -128,22 +128,22 @@ impl SharedCounters {
         rule_set: &Arc<RuleSet>,
         rule: usize,
         keyed_request: KeyedRequest,
-        text: &Rc<str>,
+        key_text: &Rc<str>,
     ) {
-        if self.is_unreachable(&self.base(text, "", 0)) {
-            return self.overdraw_locally(rule_set, rule, keyed_request, text);
+        if self.is_unreachable(&self.base(key_text, "", 0)) {
+            return self.overdraw_locally(rule_set, rule, keyed_request, key_text);
         }
-        let (shared, rule_set, text) = (Rc::clone(self), Arc::clone(rule_set), Rc::clone(text));
+        let (shared, rule_set, key_text) = (Rc::clone(self), Arc::clone(rule_set), Rc::clone(key_text));
         tokio::task::spawn_local(async move {
             for _ in 0..ATTEMPTS_MAX {
-                let requests = shared.overdraw_requests(&rule_set, rule, keyed_request, &text);
+                let requests = shared.overdraw_requests(&rule_set, rule, keyed_request, &key_text);
                 match shared.charge_calls(&requests, &Cell::new(0)).await {
                     ChargeOutcome::Granted(_) | ChargeOutcome::Refused(_) => return,
                     ChargeOutcome::OtherWindow => {}
                     ChargeOutcome::Failed => break,
                 }
             }
-            shared.overdraw_locally(&rule_set, rule, keyed_request, &text);
+            shared.overdraw_locally(&rule_set, rule, keyed_request, &key_text);
         });
     }
 
@@ -153,46 +153,46 @@ impl SharedCounters {
         rule_set: &RuleSet,
         rule: usize,
         keyed_request: KeyedRequest,
-        text: &str,
+        key_text: &str,
     ) -> Vec<CounterRequest> {
         let (cost, now_ms) = (u64::from(keyed_request.cost), self.clock.now().unix_ms);
         let want = |layer| {
-            let blank = self.counter_request_of(rule_set, rule, layer, keyed_request, text, now_ms);
-            CounterRequest { need: cost, want: cost, ceiling: TOKENS_MAX, ..blank }
+            let base_request = self.counter_request_of(rule_set, rule, layer, keyed_request, key_text, now_ms);
+            CounterRequest { need: cost, want: cost, ceiling: TOKENS_MAX, ..base_request }
         };
         rule_set.rules[rule].variant(keyed_request.variant).map(want).collect()
     }
 
-    fn overdraw_locally(&self, rule_set: &Arc<RuleSet>, rule: usize, keyed_request: KeyedRequest, text: &Rc<str>) {
+    fn overdraw_locally(&self, rule_set: &Arc<RuleSet>, rule: usize, keyed_request: KeyedRequest, key_text: &Rc<str>) {
         let entry = &rule_set.rules[rule];
         if entry.rule.on_outage == OnOutage::Local {
             rule_set.charge_excess(rule, keyed_request, &self.table, self.clock.now().unix_ms);
             entry
                 .variant(keyed_request.variant)
-                .for_each(|layer| self.record_unreported_layer(rule_set, rule, layer, keyed_request, text));
+                .for_each(|layer| self.record_unreported_layer(rule_set, rule, layer, keyed_request, key_text));
         }
     }
 }
 
 impl SharedDecision {
     /// Sends the charges from `first` on to the store and records its reply.
-    pub(super) async fn send_lines(
+    pub(super) async fn send_layers(
         &mut self,
         rule_set: &Arc<RuleSet>,
         charge_plan: &ChargePlan,
         first: usize,
     ) -> SendResult {
         let shared = Rc::clone(&self.shared);
-        let rules: Vec<usize> = self.context.result.layers[first..].iter().map(|line| line.rule).collect();
+        let rules: Vec<usize> = self.context.result.layers[first..].iter().map(|layer_ref| layer_ref.rule).collect();
         if self.gives_up(&rules) {
             return SendResult::Failed;
         }
         let now_ms = shared.clock.now().unix_ms;
-        let (mut requests, mut known, mut here) = (Vec::new(), Vec::new(), Vec::new());
-        let SharedDecision { context, key_texts: texts, .. } = self;
-        for (charge, line) in context.result.charges.iter_mut().zip(&context.result.layers).skip(first) {
-            let (Some(keyed_request), Some(Some(text))) =
-                (context.inputs.keyed_requests[line.rule], texts.get(line.rule))
+        let (mut requests, mut known, mut local_usage) = (Vec::new(), Vec::new(), Vec::new());
+        let SharedDecision { context, key_texts, .. } = self;
+        for (charge, layer_ref) in context.result.charges.iter_mut().zip(&context.result.layers).skip(first) {
+            let (Some(keyed_request), Some(Some(key_text))) =
+                (context.inputs.keyed_requests[layer_ref.rule], key_texts.get(layer_ref.rule))
             else {
                 continue;
             };
@@ -200,40 +200,42 @@ impl SharedDecision {
                 // Until the store replies, a window without usage is assumed.
                 charge.usage.end_ms = charge.request.end_ms;
             }
-            let blank = shared.counter_request(rule_set, charge_plan, *line, keyed_request, text, now_ms);
-            known.push(blank.used_min);
-            let alone = u64::from(rule_set.layer_of(charge_plan, *line).capacity).saturating_sub(blank.ceiling);
-            here.push(alone);
-            let (cost, ceiling) = (u64::from(charge.request.cost), charge.request.ceiling.saturating_sub(alone));
+            let base_request =
+                shared.counter_request(rule_set, charge_plan, *layer_ref, keyed_request, key_text, now_ms);
+            known.push(base_request.used_min);
+            let local =
+                u64::from(rule_set.layer_of(charge_plan, *layer_ref).capacity).saturating_sub(base_request.ceiling);
+            local_usage.push(local);
+            let (cost, ceiling) = (u64::from(charge.request.cost), charge.request.ceiling.saturating_sub(local));
             requests.push(CounterRequest {
                 need: cost,
                 want: cost,
                 ceiling,
-                used_min: blank.used_min.max(charge.request.floor),
-                ..blank
+                used_min: base_request.used_min.max(charge.request.floor),
+                ..base_request
             });
         }
-        if !self.progress.always_asks && self.is_used_up(rule_set, charge_plan, first, now_ms) {
+        if !self.progress.ignores_leases && self.is_known_exhausted(rule_set, charge_plan, first, now_ms) {
             return SendResult::Refused;
         }
         let (began, generation) = (Instant::from_std(shared.clock.instant()), shared.generation.get());
         let PendingCharge { outcome: receiver, granted } = shared.start_charge(requests.clone());
-        let answer = before_deadline(self.deadline, receiver).await;
+        let outcome = before_deadline(self.deadline, receiver).await;
         // Only rules whose server has not replied continue without the store.
-        let failing = || {
+        let failed_rules = || {
             let granted = granted.get();
             &rules[granted..granted + shared.first_call_len(&requests[granted..])]
         };
-        let (refused, replies) = match answer {
+        let (refused, replies) = match outcome {
             Some(Ok(ChargeOutcome::Granted(replies))) => (false, replies),
             Some(Ok(ChargeOutcome::Refused(replies))) => (true, replies),
             Some(Ok(ChargeOutcome::OtherWindow)) => return SendResult::OtherWindow,
             Some(Ok(ChargeOutcome::Failed) | Err(_)) => {
-                self.skip_store(failing());
+                self.skip_store(failed_rules());
                 return SendResult::Failed;
             }
             None => {
-                self.time_out(failing(), began);
+                self.time_out(failed_rules(), began);
                 return SendResult::Failed;
             }
         };
@@ -241,14 +243,14 @@ impl SharedDecision {
         for (i, replies) in replies.iter().enumerate() {
             let Some(charge) = self.context.result.charges.get_mut(first + i) else { break };
             let used = if refused { replies.used.saturating_sub(replies.granted) } else { replies.used };
-            let line = self.context.result.layers[first + i];
-            let counter = self.context.inputs.keyed_requests[line.rule]
-                .map(|keyed_request| rule_set.layer_of(charge_plan, line).counter(keyed_request));
+            let layer_ref = self.context.result.layers[first + i];
+            let counter = self.context.inputs.keyed_requests[layer_ref.rule]
+                .map(|keyed_request| rule_set.layer_of(charge_plan, layer_ref).counter(keyed_request));
             // If nothing was acquired, the reply is only what the store knows.
             let least = known.get(i).copied().unwrap_or(0);
             let known = counter.map_or(least, |counter| shared.known_usage(counter, replies.end_ms, least, generation));
             let used = used.max(known);
-            charge.usage.used = used.saturating_add(here.get(i).copied().unwrap_or(0));
+            charge.usage.used = used.saturating_add(local_usage.get(i).copied().unwrap_or(0));
             charge.usage.end_ms = replies.end_ms;
             charge.is_full = refused
                 && charge.usage.used.max(charge.request.floor) + u64::from(charge.request.cost)
@@ -260,20 +262,21 @@ impl SharedDecision {
         if refused { SendResult::Refused } else { SendResult::Granted(refunds) }
     }
 
-    /// Whether the store is known to refuse the charges from `first` on; records the refusal then. Sometimes the store
-    /// is asked all the same: a counter may have been reset, or tokens refunded.
-    fn is_used_up(&mut self, rule_set: &RuleSet, charge_plan: &ChargePlan, first: usize, now_ms: u64) -> bool {
+    /// Whether the store is known to refuse the charges from `first` on; records the refusal then. Periodically returns
+    /// `false` nevertheless, because a counter may have been reset, or tokens refunded.
+    fn is_known_exhausted(&mut self, rule_set: &RuleSet, charge_plan: &ChargePlan, first: usize, now_ms: u64) -> bool {
         let shared = Rc::clone(&self.shared);
         let now = shared.clock.instant();
         let mut is_full = false;
         let keyed_requests = &self.context.inputs.keyed_requests;
-        let DecisionResult { charges, layers: lines, .. } = &mut self.context.result;
-        for (charge, line) in charges.iter_mut().zip(lines.iter()).skip(first) {
-            let Some(keyed_request) = keyed_requests[line.rule] else { continue };
-            let layer = rule_set.layer_of(charge_plan, *line);
+        let DecisionResult { charges, layers, .. } = &mut self.context.result;
+        for (charge, layer_ref) in charges.iter_mut().zip(layers.iter()).skip(first) {
+            let Some(keyed_request) = keyed_requests[layer_ref.rule] else { continue };
+            let layer = rule_set.layer_of(charge_plan, *layer_ref);
             let known_usage = shared.table.known_usage(layer.counter(keyed_request), now_ms);
-            let here = shared.used_locally(rule_set, charge_plan.rules[line.rule], line.layer, keyed_request).used;
-            charge.usage.used = known_usage.map_or(0, |(_, used)| u64::from(used)).saturating_add(here);
+            let local_usage =
+                shared.used_locally(rule_set, charge_plan.rules[layer_ref.rule], layer_ref.layer, keyed_request).used;
+            charge.usage.used = known_usage.map_or(0, |(_, used)| u64::from(used)).saturating_add(local_usage);
             charge.usage.end_ms = known_usage.map_or(charge.usage.end_ms, |(end_ms, _)| end_ms);
             charge.is_full =
                 charge.usage.used.max(charge.request.floor) + u64::from(charge.request.cost) > charge.request.ceiling;
@@ -296,50 +299,58 @@ impl SharedDecision {
         rule_set: &Arc<RuleSet>,
         charge_plan: &ChargePlan,
         first: usize,
-        lines: &[LayerRef],
+        layers: &[LayerRef],
     ) -> NextStep {
         let shared = Rc::clone(&self.shared);
-        let mut wait: Option<Waiter> = None;
-        let SplitLines { reserved: placed, local: here, others: kept } =
-            self.split_lines(rule_set, charge_plan, first, lines);
+        let mut waiter: Option<Waiter> = None;
+        let SplitLayers { reserved, local: local_count, others } =
+            self.split_layers(rule_set, charge_plan, first, layers);
         let clock = || shared.clock.now().unix_ms;
         // Reservations count from the windows that were open when the rules were found full.
         let mut now = DecisionTime::starting_at(self.context.result.decided_ms, &clock);
         for _ in 0..ATTEMPTS_MAX {
             let now_ms = now.unix_ms;
             let time = rule_set.time(now_ms);
-            let Some(turns) = rule_set.admission_times(charge_plan, time, &self.context) else { break };
-            if wait.is_none() {
+            let Some(times) = rule_set.admission_times(charge_plan, time, &self.context) else { break };
+            if waiter.is_none() {
                 match rule_set.reserve_waiter(charge_plan, &self.context) {
-                    Some(entered) => wait = entered,
+                    Some(entered) => waiter = entered,
                     None => break,
                 }
             }
-            let receiver: Vec<_> = self
+            let usages: Vec<_> = self
                 .context
                 .result
                 .charges
                 .iter()
                 .zip(&self.context.result.layers)
-                .map(|(charge, line)| (*line, charge.usage))
+                .map(|(charge, layer_ref)| (*layer_ref, charge.usage))
                 .collect();
             self.context.truncate(first);
-            match rule_set.decide_locally(charge_plan, &kept, &shared.table, now, &mut self.context, false) {
+            match rule_set.decide_locally(charge_plan, &others, &shared.table, now, &mut self.context, false) {
                 LocalDecision::Decided(Decision::Admitted) => {}
                 LocalDecision::Decided(Decision::Refused | Decision::Delayed { .. }) => {
                     return NextStep::Done(Decision::Refused);
                 }
                 LocalDecision::MissingTokens => return NextStep::Fetch { first },
             }
-            let behind = rule_set.add_prepared_charges(charge_plan, &placed, &shared.table, now_ms, &mut self.context);
-            let until_ms = turns.iter().copied().max().unwrap_or(now_ms);
-            let again =
-                rule_set.request_future_windows(charge_plan, &turns, &receiver, time, &mut self.context, first, behind);
-            let mid = behind + here;
-            let sent = match rule_set.acquire_prepared(&shared.table, now_ms, &mut self.context, behind, mid) {
+            let first_reserved =
+                rule_set.add_prepared_charges(charge_plan, &reserved, &shared.table, now_ms, &mut self.context);
+            let until_ms = times.iter().copied().max().unwrap_or(now_ms);
+            let again = rule_set.request_future_windows(
+                charge_plan,
+                &times,
+                &usages,
+                time,
+                &mut self.context,
+                first,
+                first_reserved,
+            );
+            let mid = first_reserved + local_count;
+            let sent = match rule_set.acquire_prepared(&shared.table, now_ms, &mut self.context, first_reserved, mid) {
                 false => SendResult::Refused,
-                true if placed[here..].is_empty() => SendResult::Granted(Vec::new()),
-                true => self.send_lines(rule_set, charge_plan, mid).await,
+                true if reserved[local_count..].is_empty() => SendResult::Granted(Vec::new()),
+                true => self.send_layers(rule_set, charge_plan, mid).await,
             };
             if !matches!(sent, SendResult::Granted(_)) {
                 shared.undo(rule_set, &mut self.context, first, Vec::new());
@@ -347,15 +358,15 @@ impl SharedDecision {
             match sent {
                 SendResult::Granted(refunds) => {
                     shared.record_unreported(rule_set, charge_plan, &self.context, first, &self.key_texts);
-                    self.keep_reservations(refunds, &turns, now_ms, mid);
-                    self.progress.decision = Some(Decision::Delayed { until_ms, waiter: wait, recharge: again });
-                    self.recharge_ended_windows(mid, |line| turns[line.rule] <= now_ms);
+                    self.keep_reservations(refunds, &times, now_ms, mid);
+                    self.progress.decision = Some(Decision::Delayed { until_ms, waiter, recharge: again });
+                    self.recharge_ended_windows(mid, |layer_ref| times[layer_ref.rule] <= now_ms);
                     self.progress.group = 1;
                     return self.resume(rule_set, charge_plan);
                 }
                 SendResult::Refused => {
                     now = DecisionTime::read(&clock);
-                    rule_set.refresh_usage(charge_plan, &shared.table, now.unix_ms, &mut self.context, behind);
+                    rule_set.refresh_usage(charge_plan, &shared.table, now.unix_ms, &mut self.context, first_reserved);
                 }
                 SendResult::OtherWindow | SendResult::Failed => {
                     self.context.truncate(first);
@@ -367,13 +378,13 @@ impl SharedDecision {
     }
 
     /// Divides the layers of a request that reserves by what decides them.
-    fn split_lines(
+    fn split_layers(
         &mut self,
         rule_set: &RuleSet,
         charge_plan: &ChargePlan,
         first: usize,
-        lines: &[LayerRef],
-    ) -> SplitLines {
+        layers: &[LayerRef],
+    ) -> SplitLayers {
         let full = self.full_rules(first);
         let SharedDecision { context, progress, .. } = self;
         rule_set.set_counting_modes(
@@ -381,51 +392,51 @@ impl SharedDecision {
             |position| progress.without_store[position],
             &mut context.sharing.counting_modes,
         );
-        let lines = lines.iter().filter(|line| {
-            context.inputs.keyed_requests[line.rule].is_some() && !context.sharing.prepaid.contains(line)
+        let layers = layers.iter().filter(|layer_ref| {
+            context.inputs.keyed_requests[layer_ref.rule].is_some() && !context.sharing.prepaid.contains(layer_ref)
         });
-        let (mut placed, mut asked, mut kept) = (Vec::new(), Vec::new(), Vec::new());
-        for line in lines {
-            match (context.sharing.counting_modes[line.rule], full.contains(&line.rule)) {
-                (CountingMode::Local | CountingMode::LocalFallback, true) => placed.push(*line),
-                (CountingMode::Leased, true) => asked.push(*line),
+        let (mut reserved, mut remote, mut others) = (Vec::new(), Vec::new(), Vec::new());
+        for layer_ref in layers {
+            match (context.sharing.counting_modes[layer_ref.rule], full.contains(&layer_ref.rule)) {
+                (CountingMode::Local | CountingMode::LocalFallback, true) => reserved.push(*layer_ref),
+                (CountingMode::Leased, true) => remote.push(*layer_ref),
                 // The same call covers the exact rules.
-                (CountingMode::Remote, _) if !progress.without_store[line.rule] => asked.push(*line),
+                (CountingMode::Remote, _) if !progress.without_store[layer_ref.rule] => remote.push(*layer_ref),
                 (
                     CountingMode::Local | CountingMode::LocalFallback | CountingMode::Leased | CountingMode::Remote,
                     _,
-                ) => kept.push(*line),
+                ) => others.push(*layer_ref),
             }
         }
-        let here = placed.len();
-        placed.append(&mut asked);
-        SplitLines { reserved: placed, local: here, others: kept }
+        let local = reserved.len();
+        reserved.append(&mut remote);
+        SplitLayers { reserved, local, others }
     }
 
     /// Keeps the refunds of what the store has charged from `mid` on.
-    fn keep_reservations(&mut self, refunds: Vec<(usize, Refund)>, turns: &[u64], now_ms: u64, mid: usize) {
+    fn keep_reservations(&mut self, refunds: Vec<(usize, Refund)>, times: &[u64], now_ms: u64, mid: usize) {
         self.context.result.charges.iter_mut().for_each(|charge| charge.is_full = false);
         let used = self.context.result.charges[mid..].iter().map(|charge| charge.usage.used);
-        let places = refunds.into_iter().zip(used);
+        let with_usage = refunds.into_iter().zip(used);
         // A refund of a reservation must not move later reservations.
-        let last = |((rule, refund), used): ((usize, Refund), u64)| {
-            let only_if_used = (turns[rule] > now_ms).then_some(used);
+        let guarded = |((rule, refund), used): ((usize, Refund), u64)| {
+            let only_if_used = (times[rule] > now_ms).then_some(used);
             (rule, Refund { only_if_used, ..refund })
         };
-        self.progress.refunds.extend(places.map(last));
+        self.progress.refunds.extend(with_usage.map(guarded));
     }
 
     /// Records which open windows, of those that the store charged from `mid` on, end before the request is admitted.
     pub(super) fn recharge_ended_windows(&mut self, mid: usize, is_charged_now: impl Fn(&LayerRef) -> bool) {
         let Some(Decision::Delayed { until_ms, recharge: again, .. }) = &mut self.progress.decision else { return };
         let charged = self.context.result.charges[mid..].iter().zip(&self.context.result.layers[mid..]);
-        let ends = charged.filter(|(charge, line)| is_charged_now(line) && charge.usage.end_ms <= *until_ms);
-        again.extend(ends.map(|(_, line)| *line));
+        let ends = charged.filter(|(charge, layer_ref)| is_charged_now(layer_ref) && charge.usage.end_ms <= *until_ms);
+        again.extend(ends.map(|(_, layer_ref)| *layer_ref));
     }
 
     fn resume(&mut self, rule_set: &Arc<RuleSet>, charge_plan: &ChargePlan) -> NextStep {
-        let SharedDecision { shared, context, key_texts: texts, progress, .. } = self;
-        Rc::clone(shared).advance(rule_set, charge_plan, context, texts, progress)
+        let SharedDecision { shared, context, key_texts, progress, .. } = self;
+        Rc::clone(shared).advance(rule_set, charge_plan, context, key_texts, progress)
     }
 
     fn full_rules(&self, first: usize) -> Vec<usize> {
@@ -437,7 +448,7 @@ impl SharedDecision {
             .zip(&self.context.result.layers)
             .skip(first)
             .filter(|(charge, _)| charge.is_full);
-        let mut rules: Vec<usize> = full.map(|(_, line)| line.rule).collect();
+        let mut rules: Vec<usize> = full.map(|(_, layer_ref)| layer_ref.rule).collect();
         rules.sort_unstable();
         rules.dedup();
         rules

@@ -1,10 +1,10 @@
 //! How many tokens to lease for each counter.
 //!
-//! The leased tokens lie in the table. A record holds what is needed to lease more and to return the rest. Records may
+//! The table holds the leased tokens. A record holds what is needed to lease more and to return the rest. Records may
 //! be dropped at any time; then unused tokens are not returned.
 //!
 //! A new key leases what it needs. A key that comes back soon leases two or four times as much as before, so that a
-//! busy key asks about once a second; a key that comes rarely leases less again. Near the limit the store hands out
+//! busy key fetches about once a second; a key that is used rarely leases less again. Near the limit the store hands out
 //! only a part of what remains.
 
 use std::cell::{Cell, RefCell};
@@ -147,10 +147,10 @@ impl Leases {
         let mut records = self.records.borrow_mut();
         let is_full = records.len() >= RECORDS_MAX;
         match records.entry(counter_id(counter)) {
-            std::collections::hash_map::Entry::Occupied(known) => Some(change(known.into_mut())),
+            std::collections::hash_map::Entry::Occupied(entry) => Some(change(entry.into_mut())),
             std::collections::hash_map::Entry::Vacant(_) if is_full => None,
-            std::collections::hash_map::Entry::Vacant(place) => {
-                Some(change(place.insert(LeaseRecord::new(counter, shard, now))))
+            std::collections::hash_map::Entry::Vacant(entry) => {
+                Some(change(entry.insert(LeaseRecord::new(counter, shard, now))))
             }
         }
     }
@@ -172,17 +172,17 @@ impl Leases {
     ) -> Vec<(RefundTarget, u32)> {
         let mut returned = Vec::new();
         self.records.borrow_mut().retain(|_, record| {
-            let is_flying = record.in_flight.is_some();
-            let Some(origin) = &record.refund_target else {
-                return is_flying || now < record.next_recheck.max(record.last_fetch + RECORD_LIFETIME);
+            let is_in_flight = record.in_flight.is_some();
+            let Some(target) = &record.refund_target else {
+                return is_in_flight || now < record.next_recheck.max(record.last_fetch + RECORD_LIFETIME);
             };
             let left = left(record.counter);
-            let rests = left == record.last_balance && now > record.last_fetch + IDLE_AFTER;
+            let is_idle = left == record.last_balance && now > record.last_fetch + IDLE_AFTER;
             record.last_balance = left;
-            if all || (rests && !is_flying) {
-                let Some(tokens) = withdraw(record.counter, origin) else { return true };
+            if all || (is_idle && !is_in_flight) {
+                let Some(tokens) = withdraw(record.counter, target) else { return true };
                 if tokens > 0 {
-                    returned.push((origin.clone(), tokens));
+                    returned.push((target.clone(), tokens));
                 }
                 record.fetch_size /= 2;
                 record.refund_target = None;
@@ -207,7 +207,7 @@ impl Leases {
 pub struct InFlightFetch {
     /// The counters it fetches for.
     pub ids: Vec<CounterId>,
-    answered: Cell<Option<bool>>,
+    has_reply: Cell<Option<bool>>,
     notify: Notify,
     /// Tokens that the table had no place for, for the requests that wait.
     pub undeposited: RefCell<Vec<UndepositedTokens>>,
@@ -224,8 +224,8 @@ pub struct UndepositedTokens {
 
 impl InFlightFetch {
     pub fn new(ids: Vec<CounterId>) -> InFlightFetch {
-        let (unkept, refused) = (RefCell::default(), RefCell::default());
-        InFlightFetch { ids, answered: Cell::new(None), notify: Notify::new(), undeposited: unkept, refused }
+        let (undeposited, refused) = (RefCell::default(), RefCell::default());
+        InFlightFetch { ids, has_reply: Cell::new(None), notify: Notify::new(), undeposited, refused }
     }
 
     pub fn includes(&self, id: CounterId) -> bool {
@@ -236,15 +236,15 @@ impl InFlightFetch {
     pub async fn finished(&self) -> bool {
         loop {
             let notified = self.notify.notified();
-            if let Some(answered) = self.answered.get() {
-                return answered;
+            if let Some(has_reply) = self.has_reply.get() {
+                return has_reply;
             }
             notified.await;
         }
     }
 
-    pub fn finish(&self, answered: bool) {
-        self.answered.set(Some(answered));
+    pub fn finish(&self, has_reply: bool) {
+        self.has_reply.set(Some(has_reply));
         self.notify.notify_waiters();
     }
 }

@@ -126,7 +126,7 @@ impl SharedCounters {
         self.send_kept_refunds().await;
     }
 
-    /// Sends the refunds that were kept.
+    /// Sends the refunds that could not be sent during the outage.
     async fn send_kept_refunds(self: &Rc<Self>) {
         let refunds = self.unreported.refunds.take();
         self.refund(refunds).await;
@@ -139,18 +139,23 @@ impl SharedCounters {
         charge_plan: &ChargePlan,
         context: &DecisionContext,
         first: usize,
-        texts: &[Option<Rc<str>>],
+        key_texts: &[Option<Rc<str>>],
     ) {
-        for line in context
-            .result
-            .layers
-            .iter()
-            .skip(first)
-            .filter(|line| context.sharing.counting_modes.get(line.rule) == Some(&CountingMode::LocalFallback))
-        {
-            let text = texts.get(line.rule).and_then(Option::as_ref);
-            let (Some(text), Some(keyed_request)) = (text, context.inputs.keyed_requests[line.rule]) else { continue };
-            self.record_unreported_layer(rule_set, charge_plan.rules[line.rule], line.layer, keyed_request, text);
+        for layer_ref in context.result.layers.iter().skip(first).filter(|layer_ref| {
+            context.sharing.counting_modes.get(layer_ref.rule) == Some(&CountingMode::LocalFallback)
+        }) {
+            let key_text = key_texts.get(layer_ref.rule).and_then(Option::as_ref);
+            let (Some(key_text), Some(keyed_request)) = (key_text, context.inputs.keyed_requests[layer_ref.rule])
+            else {
+                continue;
+            };
+            self.record_unreported_layer(
+                rule_set,
+                charge_plan.rules[layer_ref.rule],
+                layer_ref.layer,
+                keyed_request,
+                key_text,
+            );
         }
     }
 
@@ -161,14 +166,14 @@ impl SharedCounters {
         rule: usize,
         layer: usize,
         keyed_request: KeyedRequest,
-        text: &Rc<str>,
+        key_text: &Rc<str>,
     ) {
         self.unreported.add(UnreportedCharge {
             rule_set: Arc::clone(rule_set),
             rule,
             layer,
             keyed_request,
-            key_text: Rc::clone(text),
+            key_text: Rc::clone(key_text),
         });
     }
 
@@ -192,29 +197,29 @@ impl SharedCounters {
     /// Some unreported counters of a server; drops those whose windows have ended.
     fn next_to_report(&self, server: ServerId) -> Vec<CounterId> {
         let (mut charges, reporting) = (self.unreported.charges.borrow_mut(), self.unreported.reporting.borrow());
-        let (mut some, mut over) = (Vec::new(), Vec::new());
+        let (mut due, mut ended) = (Vec::new(), Vec::new());
         for (id, charge) in
             charges.iter().filter(|(id, charge)| !reporting.contains(id) && self.server_of(charge) == server)
         {
-            let is_over =
+            let has_ended =
                 self.used_locally(&charge.rule_set, charge.rule, charge.layer, charge.keyed_request).used == 0;
-            if is_over { &mut over } else { &mut some }.push(*id);
-            if some.len() == REPORTS_AT_ONCE {
+            if has_ended { &mut ended } else { &mut due }.push(*id);
+            if due.len() == REPORTS_AT_ONCE {
                 break;
             }
         }
-        for id in over {
+        for id in ended {
             charges.remove(&id);
         }
-        some
+        due
     }
 
     /// Reports to a server what was counted without it; returns `false` if the server is unreachable again.
     async fn report(self: &Rc<Self>, server: ServerId) -> bool {
         let until = self.clock.instant() + REPORT_LIMIT;
         loop {
-            let some = self.next_to_report(server);
-            let Some(base) = some.first().and_then(|id| self.base_of(*id)) else { return true };
+            let due = self.next_to_report(server);
+            let Some(base) = due.first().and_then(|id| self.base_of(*id)) else { return true };
             if self.clock.instant() >= until {
                 return true;
             }
@@ -224,7 +229,7 @@ impl SharedCounters {
                 return false;
             }
             let reports: Vec<JoinHandle<bool>> =
-                some.into_iter().filter_map(|id| Rc::clone(self).start_report(id, server)).collect();
+                due.into_iter().filter_map(|id| Rc::clone(self).start_report(id, server)).collect();
             let mut arrives = true;
             for reports in reports {
                 arrives &= reports.await.unwrap_or(false);
@@ -238,8 +243,8 @@ impl SharedCounters {
     /// Records the usage that the store reports. Around an outage, workers learn at different times what others counted
     /// locally; a lower number is then an outdated one.
     pub(super) fn note_store_usage(&self, counter: Counter, end_ms: u64, used: u64, now_ms: u64) {
-        let is_calm = self.breaker.is_settled(self.clock.instant());
-        let before = self.table.known_usage(counter, now_ms).filter(|(end, _)| *end == end_ms && !is_calm);
+        let is_settled = self.breaker.is_settled(self.clock.instant());
+        let before = self.table.known_usage(counter, now_ms).filter(|(end, _)| *end == end_ms && !is_settled);
         let used = used.max(before.map_or(0, |(_, used)| u64::from(used)));
         self.table.set_known_usage(counter, end_ms, u32::try_from(used).unwrap_or(u32::MAX), now_ms);
     }
@@ -263,19 +268,19 @@ impl SharedCounters {
         let (mut reachable, mut unreachable) = (Vec::new(), Vec::new());
         for shard in 0..entry.layer(layer).store_shards {
             let base = self.base(&charge.key_text, entry.suffix(layer), shard);
-            let at = self.store.server_of(&base);
-            if at != server && (self.breaker.is_open(at) || unreachable.contains(&at)) {
+            let owner = self.store.server_of(&base);
+            if owner != server && (self.breaker.is_open(owner) || unreachable.contains(&owner)) {
                 continue;
             }
             match self.store.ensure_connected(&base).await {
                 Ok(()) => reachable.push(base),
                 Err(error) => {
-                    let at = self.store.server_of(&base);
-                    self.record_error(at, &error);
-                    if at == server {
+                    let owner = self.store.server_of(&base);
+                    self.record_error(owner, &error);
+                    if owner == server {
                         return Vec::new();
                     }
-                    unreachable.push(at);
+                    unreachable.push(owner);
                 }
             }
         }
@@ -285,7 +290,7 @@ impl SharedCounters {
     /// Reports one counter to a server and to its other shards; returns `false` if the server is unreachable.
     async fn report_counter(self: &Rc<Self>, id: CounterId, server: ServerId) -> bool {
         let Some(charge) = self.unreported.charges.borrow().get(&id).cloned() else { return true };
-        let UnreportedCharge { rule_set, rule, layer, keyed_request, key_text: text } = &charge;
+        let UnreportedCharge { rule_set, rule, layer, keyed_request, key_text } = &charge;
         let (rule, layer, keyed_request) = (*rule, *layer, *keyed_request);
         let shards = rule_set.rules[rule].layer(layer).store_shards;
         let began = self.clock.instant();
@@ -298,20 +303,20 @@ impl SharedCounters {
         self.note_reconnect(began);
         // No await until the counter is emptied: a charge made meanwhile is reported separately.
         self.unreported.charges.borrow_mut().remove(&id);
-        let here = self.used_locally(rule_set, rule, layer, keyed_request);
+        let local = self.used_locally(rule_set, rule, layer, keyed_request);
         let now_ms = self.clock.now().unix_ms;
-        if here.used == 0 {
+        if local.used == 0 {
             return true;
         }
         // The report includes known usage, in case the server has forgotten it and this call recreates the counter.
-        let least = self.counter_request_of(rule_set, rule, layer, keyed_request, text, now_ms).used_min;
+        let used_min = self.counter_request_of(rule_set, rule, layer, keyed_request, key_text, now_ms).used_min;
         let counter = charge.counter();
         // The local counter is emptied before the report, because usage must not be reported twice: whether a report
         // arrived is not always known, and other workers report the same counter. Those workers may still count locally
         // for a while; the tokens are therefore first added to the usage known to be used elsewhere. They are added,
         // not set, because several workers may report one counter at once.
-        let announce = |tokens: u64| {
-            self.table.add_known_usage(counter, here.end_ms, u32::try_from(tokens).unwrap_or(u32::MAX), now_ms);
+        let add_known = |tokens: u64| {
+            self.table.add_known_usage(counter, local.end_ms, u32::try_from(tokens).unwrap_or(u32::MAX), now_ms);
         };
         let tokens = rule_set.reset_local(
             rule,
@@ -319,7 +324,7 @@ impl SharedCounters {
             keyed_request,
             &self.table,
             DecisionTime::read(&|| self.clock.now().unix_ms),
-            announce,
+            add_known,
         );
         if tokens == 0 {
             return true;
@@ -331,15 +336,15 @@ impl SharedCounters {
             if part == 0 {
                 break;
             }
-            let blank = self.counter_request_of(rule_set, rule, layer, keyed_request, text, now_ms);
-            let at = self.store.server_of(&base);
+            let base_request = self.counter_request_of(rule_set, rule, layer, keyed_request, key_text, now_ms);
+            let owner = self.store.server_of(&base);
             let want = CounterRequest {
                 base,
                 need: part,
                 want: part,
                 ceiling: TOKENS_MAX,
-                used_min: if shards == 1 { least } else { 0 },
-                ..blank
+                used_min: if shards == 1 { used_min } else { 0 },
+                ..base_request
             };
             match self.acquire_unchecked(std::slice::from_ref(&want)).await {
                 Ok(AcquireReply::Granted { counters: replies, .. }) => {
@@ -351,7 +356,7 @@ impl SharedCounters {
                 // The window has ended, or the key holds another type.
                 Ok(AcquireReply::Refused { .. } | AcquireReply::OtherWindow { .. }) | Err(StoreError::Key(_)) => {}
                 // Other servers have their own breakers.
-                Err(StoreError::Unreachable(_)) => arrives &= at != server,
+                Err(StoreError::Unreachable(_)) => arrives &= owner != server,
             }
         }
         arrives

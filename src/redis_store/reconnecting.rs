@@ -56,14 +56,14 @@ type OpenResult = Result<Rc<Connection>, String>;
 impl ReconnectingConnection {
     pub fn new(
         server: ServerId,
-        way: Endpoint,
-        dial: Rc<Connector>,
+        endpoint: Endpoint,
+        connector: Rc<Connector>,
         opened: Rc<Cell<u64>>,
     ) -> Rc<ReconnectingConnection> {
         Rc::new(ReconnectingConnection {
             server,
-            endpoint: way,
-            connector: dial,
+            endpoint,
+            connector,
             state: RefCell::new(State::Closed),
             connections_opened: opened,
         })

@@ -418,7 +418,7 @@ fn parse_number(reply: &Value) -> Option<u64> {
 mod tests {
     use super::*;
 
-    fn asked(at: WindowRef, need: u64, want: u64) -> AcquireCall {
+    fn acquire_call(at: WindowRef, need: u64, want: u64) -> AcquireCall {
         let want = CounterRequest {
             base: Rc::from("t:{r|a}"),
             window: at,
@@ -444,11 +444,11 @@ mod tests {
     #[test]
     fn commands_have_the_arguments_that_the_script_reads() {
         let at = WindowRef::Plain { number: 7, end_ms: 1000, next_end_ms: 2000 };
-        assert_eq!(words(&[asked(at, 1, 1)]), ["1", "t:{r|a}:7", "900", "1", "e", "5", "1", "1000"]);
-        let late = AcquireCall { window_ms: 1000, ..asked(at, 1, 4) };
+        assert_eq!(words(&[acquire_call(at, 1, 1)]), ["1", "t:{r|a}:7", "900", "1", "e", "5", "1", "1000"]);
+        let late = AcquireCall { window_ms: 1000, ..acquire_call(at, 1, 4) };
         assert_eq!(words(&[late]), ["1", "t:{r|a}:8", "900", "1", "p", "5", "1", "2000", "4", "0"]);
-        let grid = asked(WindowRef::Grid { number: 7, end_ms: 1000, next_end_ms: 2000 }, 1, 1);
-        let floating = asked(WindowRef::Floating { period_ms: 60 }, 2, 1);
+        let grid = acquire_call(WindowRef::Grid { number: 7, end_ms: 1000, next_end_ms: 2000 }, 1, 1);
+        let floating = acquire_call(WindowRef::Floating { period_ms: 60 }, 2, 1);
         let both = words(&[grid, floating]);
         assert_eq!(both[..3], ["2", "t:{r|a}:account", "t:{r|a}:first-request"]);
         assert_eq!(both[3..14], ["900", "1", "g", "5", "1", "1000", "1", "0", "5", "7", "2000"]);
@@ -458,7 +458,7 @@ mod tests {
     #[test]
     fn numbers_beyond_the_range_of_lua_are_capped() {
         let at = WindowRef::Plain { number: 7, end_ms: 1000, next_end_ms: 2000 };
-        let mut call = asked(at, u64::MAX, u64::MAX);
+        let mut call = acquire_call(at, u64::MAX, u64::MAX);
         call.requests[0].ceiling = u64::MAX;
         let most = "9007199254740991";
         assert_eq!(words(&[call])[4..7], ["e", most, most]);
@@ -467,9 +467,9 @@ mod tests {
     #[test]
     fn replies_are_parsed_call_by_call() {
         let ints = |ints: &[i64]| Value::Array(ints.iter().map(|int| Value::Int(*int)).collect());
-        let plain = asked(WindowRef::Plain { number: 7, end_ms: 1000, next_end_ms: 2000 }, 1, 1);
-        let grid = asked(WindowRef::Grid { number: 7, end_ms: 1000, next_end_ms: 2000 }, 1, 1);
-        let floating = asked(WindowRef::Floating { period_ms: 60 }, 1, 1);
+        let plain = acquire_call(WindowRef::Plain { number: 7, end_ms: 1000, next_end_ms: 2000 }, 1, 1);
+        let grid = acquire_call(WindowRef::Grid { number: 7, end_ms: 1000, next_end_ms: 2000 }, 1, 1);
+        let floating = acquire_call(WindowRef::Floating { period_ms: 60 }, 1, 1);
         let calls = [plain, grid, floating];
         let reply = ints(&[950, 1, 1, 3, 0, 0, 0, 5, 8, -1, 0, 0, 0]);
         let replies = |granted, used, end_ms, number| vec![CounterReply { granted, used, end_ms, number }];

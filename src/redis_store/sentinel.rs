@@ -33,24 +33,24 @@ impl Sentinels {
     }
 
     /// Opens a connection to the master.
-    pub async fn open_master(&self, dial: &Connector) -> Result<Rc<Connection>, String> {
-        self.with_master(dial, async |master| open_verified(dial, &master).await).await
+    pub async fn open_master(&self, connector: &Connector) -> Result<Rc<Connection>, String> {
+        self.with_master(connector, async |master| open_verified(connector, &master).await).await
     }
 
     /// The master's address, from the first sentinel that knows it.
-    pub async fn master(&self, dial: &Connector) -> Result<Node, String> {
-        self.with_master(dial, async |master| Ok(master)).await
+    pub async fn master(&self, connector: &Connector) -> Result<Node, String> {
+        self.with_master(connector, async |master| Ok(master)).await
     }
 
     /// Runs `act` with the master that a sentinel names; if that fails, asks the next sentinel.
     async fn with_master<T>(
         &self,
-        dial: &Connector,
+        connector: &Connector,
         act: impl AsyncFn(Node) -> Result<T, String>,
     ) -> Result<T, String> {
         let mut why = "no sentinel is known".to_owned();
         for _ in &self.nodes {
-            let done = match self.ask_master(dial).await {
+            let done = match self.query_master(connector).await {
                 Ok(master) => act(master).await,
                 Err(error) => Err(error),
             };
@@ -64,13 +64,13 @@ impl Sentinels {
         Err(why)
     }
 
-    async fn ask_master(&self, dial: &Connector) -> Result<Node, String> {
+    async fn query_master(&self, connector: &Connector) -> Result<Node, String> {
         let Some(node) = self.nodes.get(self.preferred.get()) else { return Err("no sentinel is known".to_owned()) };
         let reply = with_timeout(node, REPLY_TIMEOUT, async {
             let open = self.connection.borrow().clone().filter(|connection| connection.is_usable());
             let connection = match open {
                 Some(connection) => connection,
-                None => dial.open_sentinel(node).await?,
+                None => connector.open_sentinel(node).await?,
             };
             self.connection.replace(Some(Rc::clone(&connection)));
             let mut question = redis::cmd("SENTINEL");
@@ -83,8 +83,8 @@ impl Sentinels {
 }
 
 /// Opens a connection to a server and verifies that it is a master.
-async fn open_verified(dial: &Connector, node: &Node) -> Result<Rc<Connection>, String> {
-    let connection = dial.open(node).await?;
+async fn open_verified(connector: &Connector, node: &Node) -> Result<Rc<Connection>, String> {
+    let connection = connector.open(node).await?;
     let role = async { connection.call(redis::cmd("ROLE")).await.map_err(|failure| connection.describe(&failure)) };
     match with_timeout(node, REPLY_TIMEOUT, role).await? {
         Value::Array(reply) if reply.first().and_then(reply_text) == Some("master") => Ok(connection),

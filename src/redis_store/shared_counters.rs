@@ -46,7 +46,7 @@ pub struct SharedCounters {
     pub(super) unreported: UnreportedUsage,
     pub(super) deferred_refunds: Arc<DeferredRefunds>,
     pub(super) meter: StoreMetrics,
-    /// The shard of a split counter that this worker asks first.
+    /// The shard of a split counter from which this worker fetches first.
     pub(super) own_shard: u32,
     /// When a connection was last opened anew, Unix milliseconds. The server may have lost what was counted before: it
     /// may be another one, or restarted.
@@ -95,11 +95,11 @@ impl SharedCounters {
 
     /// Reports usage and returns all unused tokens, as far as the store accepts them within `CLOSE_TIMEOUT`.
     pub async fn close(self: &Rc<Self>) {
-        let farewell = async {
+        let last_calls = async {
             self.report_to_reachable().await;
             self.return_idle(true).await;
         };
-        if tokio::time::timeout(CLOSE_TIMEOUT, farewell).await.is_err() {
+        if tokio::time::timeout(CLOSE_TIMEOUT, last_calls).await.is_err() {
             tracing::warn!("leased tokens were not returned: shared counters cannot be reached");
         }
     }
@@ -114,15 +114,15 @@ impl SharedCounters {
         let began = self.clock.instant();
         let now_ms = self.clock.now().unix_ms;
         // The time may have been corrected since the requests were made.
-        if requests.iter().any(|want| want.window.begins_after(now_ms)) {
+        if requests.iter().any(|request| request.window.begins_after(now_ms)) {
             return Ok(AcquireReply::OtherWindow { time_ms: now_ms });
         }
         // A server behind a new connection may have forgotten usage that the requests relied on.
         let generation = self.generation.get();
-        if let Some(want) = requests.first()
-            && let Err(error) = self.store.ensure_connected(&want.base).await
+        if let Some(request) = requests.first()
+            && let Err(error) = self.store.ensure_connected(&request.base).await
         {
-            self.record_error(self.store.server_of(&want.base), &error);
+            self.record_error(self.store.server_of(&request.base), &error);
             return Err(error);
         }
         if generation != 0 && self.store.generation() != generation {
@@ -142,10 +142,10 @@ impl SharedCounters {
         requests: &[CounterRequest],
     ) -> Result<AcquireReply, StoreError> {
         let (began, now_ms) = (self.clock.instant(), self.clock.now().unix_ms);
-        let server = requests.first().map_or(ServerId::ONLY, |want| self.store.server_of(&want.base));
-        let answer = self.store.acquire(requests, now_ms).await;
+        let server = requests.first().map_or(ServerId::ONLY, |request| self.store.server_of(&request.base));
+        let reply = self.store.acquire(requests, now_ms).await;
         self.note_reconnect(began);
-        match &answer {
+        match &reply {
             Ok(AcquireReply::Granted { time_ms, .. }) => {
                 self.record_reply(server, StoreOutcome::Granted, *time_ms, began)
             }
@@ -157,7 +157,7 @@ impl SharedCounters {
             }
             Err(error) => self.record_error(server, error),
         }
-        answer
+        reply
     }
 
     /// Refunds tokens, as far as the store can be reached; the others stay used until their window ends.
@@ -175,11 +175,11 @@ impl SharedCounters {
         }
         while calls.len() > 1 {
             let others = calls.split_off(calls.len().min(REFUND_CALLS_MAX));
-            let give = |call| tokio::task::spawn_local(Rc::clone(self).refund_in_one_call(call));
-            let given: Vec<_> = std::mem::replace(&mut calls, others).into_iter().map(give).collect();
-            for given in given {
+            let send = |call| tokio::task::spawn_local(Rc::clone(self).refund_in_one_call(call));
+            let sent: Vec<_> = std::mem::replace(&mut calls, others).into_iter().map(send).collect();
+            for sent in sent {
                 // A failed call has logged its error.
-                drop(given.await);
+                drop(sent.await);
             }
         }
         if let Some(call) = calls.pop() {
@@ -197,7 +197,7 @@ impl SharedCounters {
         match self.store.refund(&refunds).await {
             Ok(returned) => {
                 self.meter.returned(returned);
-                self.meter.call_completed(StoreOutcome::GivenBack, self.clock.instant().duration_since(began));
+                self.meter.call_completed(StoreOutcome::Refunded, self.clock.instant().duration_since(began));
             }
             Err(error) => self.record_error(self.store.server_of(&first.base), &error),
         }
@@ -208,17 +208,17 @@ impl SharedCounters {
         let now_ms = self.clock.now().unix_ms;
         let left = |counter| self.table.leased_tokens(counter, now_ms);
         // Tokens that cannot be returned now may still be spent.
-        let withdraw = |counter, origin: &RefundTarget| match self.is_unreachable(&origin.base) {
+        let withdraw = |counter, target: &RefundTarget| match self.is_unreachable(&target.base) {
             true => None,
-            false => Some(self.table.withdraw(counter, origin.end_ms, u32::MAX)),
+            false => Some(self.table.withdraw(counter, target.end_ms, u32::MAX)),
         };
         let idle = self.leases.take_idle(all, self.clock.instant(), left, withdraw);
         self.meter.outstanding(self.leases.outstanding(left));
         // An ended plain window takes nothing back; of other windows the tokens belong to the next one.
-        let (live, over): (Vec<_>, Vec<_>) =
-            idle.into_iter().partition(|(origin, _)| origin.end_ms > now_ms || origin.kind != KeyFormat::Plain);
-        self.meter.expired(over.iter().map(|(_, tokens)| u64::from(*tokens)).sum());
-        self.refund(live.iter().map(|(origin, tokens)| origin.refund(u64::from(*tokens))).collect()).await;
+        let (live, ended): (Vec<_>, Vec<_>) =
+            idle.into_iter().partition(|(target, _)| target.end_ms > now_ms || target.kind != KeyFormat::Plain);
+        self.meter.expired(ended.iter().map(|(_, tokens)| u64::from(*tokens)).sum());
+        self.refund(live.iter().map(|(target, tokens)| target.refund(u64::from(*tokens))).collect()).await;
     }
 
     /// Whether the gateway's time agrees with the store's.
@@ -247,22 +247,23 @@ impl SharedCounters {
     /// Checks each new connection once, in the background, with `INFO memory`: users without the right to `CONFIG GET`
     /// usually may run `INFO`. Sets the gauge to the number of connections whose servers evict.
     pub(super) fn watch_eviction(&self) {
-        let lines = self.store.connections();
-        for connection in lines.iter().filter(|connection| !connection.eviction.is_asked.replace(true)) {
+        let connections = self.store.connections();
+        for connection in connections.iter().filter(|connection| !connection.eviction.is_checked.replace(true)) {
             spawn_local(check_eviction(Rc::clone(connection)));
         }
-        self.meter.evicting(lines.iter().filter(|connection| connection.eviction.is_found.get()).count() as u64);
+        self.meter
+            .evicting(connections.iter().filter(|connection| connection.eviction.is_evicting.get()).count() as u64);
     }
 }
 
 /// Warns if the server of a connection evicts counters.
 async fn check_eviction(connection: Rc<Connection>) {
-    let mut question = redis::cmd("INFO");
-    question.arg("memory");
-    match connection.call(question).await {
+    let mut command = redis::cmd("INFO");
+    command.arg("memory");
+    match connection.call(command).await {
         Ok(reply) => {
             if let Some(policy) = Info::new(reply_text(&reply).unwrap_or_default()).evicting_policy() {
-                connection.eviction.is_found.set(true);
+                connection.eviction.is_evicting.set(true);
                 tracing::warn!("{}: {}; write {EVICTION_FIX}", connection.node, eviction_text(&log_excerpt(policy)));
             }
         }

@@ -63,14 +63,14 @@ impl SharedCounters {
         for id in &in_flight.ids {
             self.leases.with_existing(*id, |record| record.in_flight = Some(Rc::clone(&in_flight)));
         }
-        let (shared, under_way) = (Rc::clone(self), Rc::clone(&in_flight));
+        let (shared, started) = (Rc::clone(self), Rc::clone(&in_flight));
         tokio::task::spawn_local(async move {
-            let answered = shared.fetch_tokens(&call, &under_way).await;
-            under_way.ids.iter().for_each(|id| _ = shared.leases.with_existing(*id, |record| record.in_flight = None));
-            under_way.finish(answered);
+            let has_reply = shared.fetch_tokens(&call, &started).await;
+            started.ids.iter().for_each(|id| _ = shared.leases.with_existing(*id, |record| record.in_flight = None));
+            started.finish(has_reply);
             // Waiting requests run now and take what they need; the rest is refunded.
             tokio::task::yield_now().await;
-            let rest = under_way.undeposited.take();
+            let rest = started.undeposited.take();
             let rest = rest.iter().filter(|undeposited| undeposited.tokens > 0);
             shared.refund(rest.map(|undeposited| undeposited.refund_target.refund(undeposited.tokens)).collect()).await;
         });
@@ -85,10 +85,10 @@ impl SharedCounters {
         }
         let requests: Vec<CounterRequest> = call.iter().map(|fetch| fetch.request.clone()).collect();
         match self.acquire(&requests).await {
-            Ok(AcquireReply::Granted { counters: took, .. } | AcquireReply::Refused { counters: took, .. }) => {
+            Ok(AcquireReply::Granted { counters, .. } | AcquireReply::Refused { counters, .. }) => {
                 call.iter()
-                    .zip(took)
-                    .for_each(|(fetch, took)| self.deposit_tokens(fetch, &fetch.request, took, in_flight));
+                    .zip(counters)
+                    .for_each(|(fetch, reply)| self.deposit_tokens(fetch, &fetch.request, reply, in_flight));
                 true
             }
             Ok(AcquireReply::OtherWindow { time_ms }) => self.agrees_on_time(time_ms),
@@ -96,7 +96,7 @@ impl SharedCounters {
         }
     }
 
-    /// Asks the shards in turn until there are enough tokens, beginning with the shard that had tokens the last time.
+    /// Fetches from the shards in turn until there are enough tokens, beginning with the shard that had tokens the last time.
     async fn fetch_from_shards(self: &Rc<Self>, fetch: &TokenFetch, in_flight: &InFlightFetch) -> bool {
         let (shards, whole) = (fetch.shards, u64::from(fetch.request.limit));
         let first =
@@ -109,7 +109,7 @@ impl SharedCounters {
             let base = self.base(&fetch.key_text, &fetch.suffix, shard);
             // The next shard may have what one shard lacks.
             let (limit, mut need) = (part as u32, missing.min(part));
-            let took = loop {
+            let replies = loop {
                 let want = CounterRequest {
                     base: Rc::clone(&base),
                     limit,
@@ -119,31 +119,31 @@ impl SharedCounters {
                     ..fetch.request.clone()
                 };
                 match self.acquire(std::slice::from_ref(&want)).await {
-                    Ok(AcquireReply::Granted { counters: took, .. }) => break took,
+                    Ok(AcquireReply::Granted { counters, .. }) => break counters,
                     // The shard has fewer tokens left.
-                    Ok(AcquireReply::Refused { counters: took, .. }) => match took.first() {
+                    Ok(AcquireReply::Refused { counters, .. }) => match counters.first() {
                         Some(seen) if seen.used < part && part - seen.used < need => need = part - seen.used,
-                        _ => break took,
+                        _ => break counters,
                     },
                     Ok(AcquireReply::OtherWindow { time_ms }) => return self.agrees_on_time(time_ms),
                     Err(_reported) => return false,
                 }
             };
             let want = CounterRequest { base, limit, ceiling: part, need, ..fetch.request.clone() };
-            let Some(took) = took.first().copied() else { return false };
-            // The total usage is only known when all shards were asked; until then the counter is not reported as
+            let Some(reply) = replies.first().copied() else { return false };
+            // The total usage is only known when all shards have replied; until then the counter is not reported as
             // exhausted.
             used_most =
-                took.used.saturating_mul(u64::from(shards)).clamp(used_most, whole.saturating_sub(1).max(used_most));
+                reply.used.saturating_mul(u64::from(shards)).clamp(used_most, whole.saturating_sub(1).max(used_most));
             self.leases.with_existing(counter_id(fetch.counter), |record| record.shard = shard);
-            self.deposit_tokens(fetch, &want, CounterReply { used: used_most, ..took }, in_flight);
-            missing = missing.saturating_sub(took.granted);
+            self.deposit_tokens(fetch, &want, CounterReply { used: used_most, ..reply }, in_flight);
+            missing = missing.saturating_sub(reply.granted);
             if missing == 0 {
                 return true;
             }
             if i + 1 == shards {
-                self.table.set_known_usage(fetch.counter, took.end_ms, fetch.request.limit, self.clock.now().unix_ms);
-                let all = CounterReply { used: whole, ..took };
+                self.table.set_known_usage(fetch.counter, reply.end_ms, fetch.request.limit, self.clock.now().unix_ms);
+                let all = CounterReply { used: whole, ..reply };
                 in_flight.refused.borrow_mut().push((counter_id(fetch.counter), all));
             }
         }
@@ -155,44 +155,44 @@ impl SharedCounters {
         self: &Rc<Self>,
         fetch: &TokenFetch,
         want: &CounterRequest,
-        took: CounterReply,
+        reply: CounterReply,
         in_flight: &InFlightFetch,
     ) {
         let (now_ms, id) = (self.clock.now().unix_ms, counter_id(fetch.counter));
         // If nothing was acquired, the reply is only what the store knows.
-        let known = self.known_usage(fetch.counter, took.end_ms, want.used_min, fetch.generation);
-        let has_forgotten = took.used < known;
-        let used = took.used.max(known);
-        self.note_store_usage(fetch.counter, took.end_ms, used, now_ms);
-        if want.need > 0 && took.granted == 0 && fetch.shards == 1 {
-            in_flight.refused.borrow_mut().push((id, CounterReply { used, ..took }));
+        let known = self.known_usage(fetch.counter, reply.end_ms, want.used_min, fetch.generation);
+        let has_lost_counts = reply.used < known;
+        let used = reply.used.max(known);
+        self.note_store_usage(fetch.counter, reply.end_ms, used, now_ms);
+        if want.need > 0 && reply.granted == 0 && fetch.shards == 1 {
+            in_flight.refused.borrow_mut().push((id, CounterReply { used, ..reply }));
         }
-        let refund_target = want.refund_target(took);
+        let refund_target = want.refund_target(reply);
         let former = self.leases.with_existing(id, |record| {
-            if !has_forgotten {
+            if !has_lost_counts {
                 record.generation = self.generation.get();
             }
-            record.record_reply(took.granted, took.end_ms, want.need > 0);
+            record.record_reply(reply.granted, reply.end_ms, want.need > 0);
             record.refund_target.replace(refund_target.clone())
         });
-        if let Some(former) = former.flatten().filter(|former| former.end_ms < took.end_ms) {
+        if let Some(former) = former.flatten().filter(|former| former.end_ms < reply.end_ms) {
             self.discard_ended_lease(fetch.counter, &former);
         }
-        let Ok(tokens) = u32::try_from(took.granted) else { return };
+        let Ok(tokens) = u32::try_from(reply.granted) else { return };
         if tokens == 0 {
             return;
         }
-        self.meter.fetched(took.granted);
-        match self.table.deposit(fetch.counter, took.end_ms, tokens, now_ms) {
+        self.meter.fetched(reply.granted);
+        match self.table.deposit(fetch.counter, reply.end_ms, tokens, now_ms) {
             DepositResult::Stored => {}
             DepositResult::Full | DepositResult::Expired => {
-                in_flight.undeposited.borrow_mut().push(UndepositedTokens { id, tokens: took.granted, refund_target });
+                in_flight.undeposited.borrow_mut().push(UndepositedTokens { id, tokens: reply.granted, refund_target });
             }
         }
     }
 
-    /// Withdraws what remains of an ended window: of plain windows it has expired, of connected ones it belongs to the
-    /// next window.
+    /// Withdraws the tokens that are left of an ended window: those of plain windows have expired, those of connected
+    /// windows belong to the next window.
     fn discard_ended_lease(self: &Rc<Self>, counter: Counter, former: &RefundTarget) {
         let left = self.table.withdraw(counter, former.end_ms, u32::MAX);
         match former.kind {
@@ -217,18 +217,18 @@ impl SharedCounters {
         let now = self.clock.instant();
         let mut fetches = Vec::new();
         for i in std::mem::take(&mut context.sharing.low_leases) {
-            let (charge, line) = (&context.result.charges[i], context.result.layers[i]);
-            let Some(keyed_request) = context.inputs.keyed_requests[line.rule] else { continue };
-            let counter = rule_set.layer_of(charge_plan, line).counter(keyed_request);
+            let (charge, layer_ref) = (&context.result.charges[i], context.result.layers[i]);
+            let Some(keyed_request) = context.inputs.keyed_requests[layer_ref.rule] else { continue };
+            let counter = rule_set.layer_of(charge_plan, layer_ref).counter(keyed_request);
             let now_ms = self.clock.now().unix_ms;
             let left = u64::from(self.table.leased_tokens(counter, now_ms));
             let cost = u64::from(charge.request.cost);
             let low = self.leases.with_existing(counter_id(counter), |record| {
-                let text = record.key_text.clone().filter(|_| record.is_low(left, now_ms))?;
-                Some((text, record.next_fetch_size(cost, now)))
+                let key_text = record.key_text.clone().filter(|_| record.is_low(left, now_ms))?;
+                Some((key_text, record.next_fetch_size(cost, now)))
             });
-            if let Some((text, slice)) = low.flatten() {
-                fetches.push(self.token_fetch(rule_set, charge_plan, line, keyed_request, text, 0, slice));
+            if let Some((key_text, want)) = low.flatten() {
+                fetches.push(self.token_fetch(rule_set, charge_plan, layer_ref, keyed_request, key_text, 0, want));
             }
         }
         if !fetches.is_empty() {
@@ -243,19 +243,19 @@ impl SharedCounters {
         rule_set: &RuleSet,
         charge_plan: &ChargePlan,
         context: &DecisionContext,
-        text: impl Fn(usize) -> Option<Rc<str>>,
+        key_text: impl Fn(usize) -> Option<Rc<str>>,
     ) {
         let now = self.clock.instant();
         let mut fetches = Vec::new();
-        for (charge, line) in
+        for (charge, layer_ref) in
             context.result.charges.iter().zip(&context.result.layers).filter(|(charge, _)| charge.is_full)
         {
-            let Some(keyed_request) = context.inputs.keyed_requests[line.rule]
-                .filter(|_| context.sharing.counting_modes.get(line.rule) == Some(&CountingMode::Leased))
+            let Some(keyed_request) = context.inputs.keyed_requests[layer_ref.rule]
+                .filter(|_| context.sharing.counting_modes.get(layer_ref.rule) == Some(&CountingMode::Leased))
             else {
                 continue;
             };
-            let layer = rule_set.layer_of(charge_plan, *line);
+            let layer = rule_set.layer_of(charge_plan, *layer_ref);
             if u64::from(charge.request.cost) > u64::from(layer.capacity) {
                 continue;
             }
@@ -264,15 +264,15 @@ impl SharedCounters {
                 record.is_recheck_due(now, period_ms)
             });
             if due == Some(true)
-                && let Some(text) = text(line.rule)
-                && !self.is_unreachable(&self.base(&text, "", 0))
+                && let Some(key_text) = key_text(layer_ref.rule)
+                && !self.is_unreachable(&self.base(&key_text, "", 0))
             {
                 fetches.push(self.token_fetch(
                     rule_set,
                     charge_plan,
-                    *line,
+                    *layer_ref,
                     keyed_request,
-                    text,
+                    key_text,
                     0,
                     u64::from(charge.request.cost),
                 ));
@@ -290,26 +290,27 @@ impl SharedCounters {
         charge_plan: &ChargePlan,
         context: &DecisionContext,
         progress: &DecisionProgress,
-        text: impl Fn(usize) -> Option<Rc<str>>,
+        key_text: impl Fn(usize) -> Option<Rc<str>>,
     ) {
         if !charge_plan.counts_refused() {
             return;
         }
         let now_ms = self.clock.now().unix_ms;
         let mut requests = Vec::new();
-        for (charge, line) in context.result.charges.iter().zip(&context.result.layers) {
-            let rule = &rule_set.rules[charge_plan.rules[line.rule]].rule;
+        for (charge, layer_ref) in context.result.charges.iter().zip(&context.result.layers) {
+            let rule = &rule_set.rules[charge_plan.rules[layer_ref.rule]].rule;
             let is_elsewhere =
-                rule.count_refused && rule.sharing != Sharing::Local && !progress.without_store[line.rule];
-            let capacity = u64::from(rule_set.layer_of(charge_plan, *line).capacity);
+                rule.count_refused && rule.sharing != Sharing::Local && !progress.without_store[layer_ref.rule];
+            let capacity = u64::from(rule_set.layer_of(charge_plan, *layer_ref).capacity);
             let tokens = u64::from(charge.request.cost).min(capacity.saturating_sub(charge.usage.used));
-            let (true, Some(keyed_request), Some(text)) =
-                (is_elsewhere && tokens > 0, context.inputs.keyed_requests[line.rule], text(line.rule))
+            let (true, Some(keyed_request), Some(key_text)) =
+                (is_elsewhere && tokens > 0, context.inputs.keyed_requests[layer_ref.rule], key_text(layer_ref.rule))
             else {
                 continue;
             };
-            let blank = self.counter_request(rule_set, charge_plan, *line, keyed_request, &text, now_ms);
-            requests.push(CounterRequest { need: tokens, want: tokens, ..blank });
+            let base_request =
+                self.counter_request(rule_set, charge_plan, *layer_ref, keyed_request, &key_text, now_ms);
+            requests.push(CounterRequest { need: tokens, want: tokens, ..base_request });
         }
         // Separate calls: each counter is charged, whatever the others have left.
         for want in requests {
@@ -323,12 +324,19 @@ impl SharedCounters {
         &self,
         rule_set: &RuleSet,
         charge_plan: &ChargePlan,
-        line: LayerRef,
+        layer_ref: LayerRef,
         keyed_request: KeyedRequest,
-        text: &str,
+        key_text: &str,
         now_ms: u64,
     ) -> CounterRequest {
-        self.counter_request_of(rule_set, charge_plan.rules[line.rule], line.layer, keyed_request, text, now_ms)
+        self.counter_request_of(
+            rule_set,
+            charge_plan.rules[layer_ref.rule],
+            layer_ref.layer,
+            keyed_request,
+            key_text,
+            now_ms,
+        )
     }
 
     /// As [`SharedCounters::counter_request`], for a layer of the rule at a position in the rule set.
@@ -338,12 +346,12 @@ impl SharedCounters {
         rule: usize,
         layer: usize,
         keyed_request: KeyedRequest,
-        text: &str,
+        key_text: &str,
         now_ms: u64,
     ) -> CounterRequest {
         let entry = &rule_set.rules[rule];
         // Usage that was counted locally and is not reported yet is not handed out again.
-        let here = self.used_locally(rule_set, rule, layer, keyed_request).used;
+        let local_usage = self.used_locally(rule_set, rule, layer, keyed_request).used;
         let (suffix, layer) = (entry.suffix(layer), entry.layer(layer));
         let windows = &rule_set.windows[layer.windows_index];
         let at = match (layer.store_format, numbered_window(windows, now_ms, keyed_request.offset)) {
@@ -355,9 +363,9 @@ impl SharedCounters {
             }
             (StoreFormat::Floating, _) | (_, None) => WindowRef::Floating { period_ms: windows.typical_ms() },
         };
-        let base = self.base(text, suffix, 0);
-        let ceiling = u64::from(layer.capacity).saturating_sub(here);
-        let least = self.used_at_least(layer.counter(keyed_request), windows.typical_ms(), now_ms);
+        let base = self.base(key_text, suffix, 0);
+        let ceiling = u64::from(layer.capacity).saturating_sub(local_usage);
+        let used_min = self.used_at_least(layer.counter(keyed_request), windows.typical_ms(), now_ms);
         CounterRequest {
             base,
             window: at,
@@ -365,7 +373,7 @@ impl SharedCounters {
             ceiling,
             need: 0,
             want: 0,
-            used_min: least,
+            used_min,
             computed_ms: now_ms,
         }
     }
@@ -391,37 +399,38 @@ impl SharedCounters {
         if is_doubtful && is_confirmed != Some(true) { u64::from(used) } else { 0 }
     }
 
-    /// A lower bound of the usage after a reply: the request included `least`, or the connection was opened anew since,
-    /// in which case a store that lost counts is not believed.
-    pub(super) fn known_usage(&self, counter: Counter, end_ms: u64, least: u64, generation: u64) -> u64 {
+    /// A lower bound of the usage after a reply: the request included `used_min`, or the connection was reopened
+    /// since; then the store may have lost counts, and the known usage applies.
+    pub(super) fn known_usage(&self, counter: Counter, end_ms: u64, used_min: u64, generation: u64) -> u64 {
         if generation == self.generation.get() {
-            return least;
+            return used_min;
         }
         let known_usage = self.table.known_usage(counter, self.clock.now().unix_ms).filter(|(end, _)| *end == end_ms);
-        least.max(known_usage.map_or(0, |(_, used)| u64::from(used)))
+        used_min.max(known_usage.map_or(0, |(_, used)| u64::from(used)))
     }
 
-    #[allow(clippy::too_many_arguments, reason = "all of them are what is fetched, for whom")]
+    #[allow(clippy::too_many_arguments, reason = "the parts of a fetch")]
     pub(super) fn token_fetch(
         &self,
         rule_set: &RuleSet,
         charge_plan: &ChargePlan,
-        line: LayerRef,
+        layer_ref: LayerRef,
         keyed_request: KeyedRequest,
-        text: Rc<str>,
+        key_text: Rc<str>,
         need: u64,
         want: u64,
     ) -> TokenFetch {
-        let entry = &rule_set.rules[charge_plan.rules[line.rule]];
-        let layer = entry.layer(line.layer);
-        let blank = self.counter_request(rule_set, charge_plan, line, keyed_request, &text, self.clock.now().unix_ms);
+        let entry = &rule_set.rules[charge_plan.rules[layer_ref.rule]];
+        let layer = entry.layer(layer_ref.layer);
+        let base_request =
+            self.counter_request(rule_set, charge_plan, layer_ref, keyed_request, &key_text, self.clock.now().unix_ms);
         TokenFetch {
             counter: layer.counter(keyed_request),
-            suffix: entry.suffix(line.layer).into(),
-            key_text: text,
+            suffix: entry.suffix(layer_ref.layer).into(),
+            key_text,
             shards: layer.store_shards,
             generation: self.generation.get(),
-            request: CounterRequest { need, want, ..blank },
+            request: CounterRequest { need, want, ..base_request },
         }
     }
 }
@@ -435,9 +444,9 @@ impl SharedDecision {
         charge_plan: &ChargePlan,
         first: usize,
     ) -> Option<NextStep> {
-        let lacking = std::mem::take(&mut self.context.sharing.missing_tokens);
+        let missing = std::mem::take(&mut self.context.sharing.missing_tokens);
         self.progress.rounds += 1;
-        let rules = self.rules_of(&lacking);
+        let rules = self.rules_of(&missing);
         if self.skip_unreachable(&rules) {
             self.context.truncate(first);
             return None;
@@ -451,24 +460,24 @@ impl SharedDecision {
             self.context.truncate(first);
             return None;
         }
-        let (calls_in_flight, are_own) = self.start_or_join_fetches(rule_set, charge_plan, &lacking);
+        let (calls_in_flight, are_own) = self.start_or_join_fetches(rule_set, charge_plan, &missing);
         let began = Instant::from_std(self.shared.clock.instant());
         // Which of them the store refuses is not known yet.
-        lacking.iter().for_each(|i| self.context.result.charges[*i].is_full = false);
+        missing.iter().for_each(|i| self.context.result.charges[*i].is_full = false);
         let mut is_refused = false;
         for in_flight in &calls_in_flight {
-            let is_brought = |i: &usize| {
+            let is_fetched = |i: &usize| {
                 self.counter_of(rule_set, charge_plan, *i)
                     .is_some_and(|counter| in_flight.includes(counter_id(counter)))
             };
-            let brought: Vec<usize> = lacking.iter().copied().filter(is_brought).collect();
+            let fetched: Vec<usize> = missing.iter().copied().filter(is_fetched).collect();
             match before_deadline(self.deadline, in_flight.finished()).await {
                 Some(true) => {
-                    self.take_undeposited(rule_set, charge_plan, &brought, in_flight);
-                    is_refused |= are_own && self.is_refused(rule_set, charge_plan, &brought, in_flight);
+                    self.take_undeposited(rule_set, charge_plan, &fetched, in_flight);
+                    is_refused |= are_own && self.is_refused(rule_set, charge_plan, &fetched, in_flight);
                 }
-                Some(false) => self.skip_store(&self.rules_of(&brought)),
-                None => self.time_out(&self.rules_of(&brought), began),
+                Some(false) => self.skip_store(&self.rules_of(&fetched)),
+                None => self.time_out(&self.rules_of(&fetched), began),
             }
         }
         if is_refused {
@@ -486,9 +495,9 @@ impl SharedDecision {
 
     /// The ordinary counter of a charge.
     fn counter_of(&self, rule_set: &RuleSet, charge_plan: &ChargePlan, charge: usize) -> Option<Counter> {
-        let line = self.context.result.layers[charge];
-        self.context.inputs.keyed_requests[line.rule]
-            .map(|keyed_request| rule_set.layer_of(charge_plan, line).counter(keyed_request))
+        let layer_ref = self.context.result.layers[charge];
+        self.context.inputs.keyed_requests[layer_ref.rule]
+            .map(|keyed_request| rule_set.layer_of(charge_plan, layer_ref).counter(keyed_request))
     }
 
     /// The calls that fetch what is lacking, and whether this request has started them: fetches in flight are joined
@@ -497,28 +506,28 @@ impl SharedDecision {
         &self,
         rule_set: &RuleSet,
         charge_plan: &ChargePlan,
-        lacking: &[usize],
+        missing: &[usize],
     ) -> (Vec<Rc<InFlightFetch>>, bool) {
         let shared = &self.shared;
         let now = shared.clock.instant();
-        let (mut fetches, mut under_way) = (Vec::new(), Vec::<Rc<InFlightFetch>>::new());
-        for i in lacking {
-            let (charge, line) = (&self.context.result.charges[*i], self.context.result.layers[*i]);
-            let (Some(keyed_request), Some(text)) =
-                (self.context.inputs.keyed_requests[line.rule], self.key_text(line.rule))
+        let (mut fetches, mut joined) = (Vec::new(), Vec::<Rc<InFlightFetch>>::new());
+        for i in missing {
+            let (charge, layer_ref) = (&self.context.result.charges[*i], self.context.result.layers[*i]);
+            let (Some(keyed_request), Some(key_text)) =
+                (self.context.inputs.keyed_requests[layer_ref.rule], self.key_text(layer_ref.rule))
             else {
                 continue;
             };
             let cost = u64::from(charge.request.cost);
             let need = cost.saturating_sub(charge.request.ceiling.saturating_sub(charge.usage.used));
-            let counter = rule_set.layer_of(charge_plan, line).counter(keyed_request);
-            let slice = shared.leases.with_or_insert(counter, shared.own_shard, now, |record| {
-                record.key_text = Some(Rc::clone(&text));
+            let counter = rule_set.layer_of(charge_plan, layer_ref).counter(keyed_request);
+            let want = shared.leases.with_or_insert(counter, shared.own_shard, now, |record| {
+                record.key_text = Some(Rc::clone(&key_text));
                 match &record.in_flight {
                     Some(in_flight) => {
                         record.waiting_tokens += need;
-                        if !under_way.iter().any(|known| Rc::ptr_eq(known, in_flight)) {
-                            under_way.push(Rc::clone(in_flight));
+                        if !joined.iter().any(|known| Rc::ptr_eq(known, in_flight)) {
+                            joined.push(Rc::clone(in_flight));
                         }
                         need
                     }
@@ -528,14 +537,14 @@ impl SharedDecision {
             fetches.push(shared.token_fetch(
                 rule_set,
                 charge_plan,
-                line,
+                layer_ref,
                 keyed_request,
-                text,
+                key_text,
                 need,
-                slice.unwrap_or(need),
+                want.unwrap_or(need),
             ));
         }
-        if under_way.is_empty() { (shared.start_fetches(fetches), true) } else { (under_way, false) }
+        if joined.is_empty() { (shared.start_fetches(fetches), true) } else { (joined, false) }
     }
 
     /// Takes tokens that the table had no place for, as many as this request needs.
@@ -543,23 +552,23 @@ impl SharedDecision {
         &mut self,
         rule_set: &RuleSet,
         charge_plan: &ChargePlan,
-        brought: &[usize],
+        fetched: &[usize],
         in_flight: &InFlightFetch,
     ) {
         let mut undeposited = in_flight.undeposited.borrow_mut();
-        for i in brought {
+        for i in fetched {
             let Some(counter) = self.counter_of(rule_set, charge_plan, *i) else { continue };
-            let (line, cost) =
+            let (layer_ref, cost) =
                 (self.context.result.layers[*i], u64::from(self.context.result.charges[*i].request.cost));
             let found = undeposited
                 .iter_mut()
                 .find(|undeposited| undeposited.id == counter_id(counter) && undeposited.tokens >= cost);
             if let Some(UndepositedTokens { tokens, refund_target, .. }) = found
-                && !self.context.sharing.prepaid.contains(&line)
+                && !self.context.sharing.prepaid.contains(&layer_ref)
             {
                 *tokens -= cost;
-                self.context.sharing.prepaid.push(line);
-                self.progress.refunds.push((line.rule, refund_target.refund(cost)));
+                self.context.sharing.prepaid.push(layer_ref);
+                self.progress.refunds.push((layer_ref.rule, refund_target.refund(cost)));
             }
         }
     }
@@ -569,18 +578,18 @@ impl SharedDecision {
         &mut self,
         rule_set: &RuleSet,
         charge_plan: &ChargePlan,
-        brought: &[usize],
+        fetched: &[usize],
         in_flight: &InFlightFetch,
     ) -> bool {
         let (refused, now_ms) = (in_flight.refused.borrow(), self.shared.clock.now().unix_ms);
         let mut is_refused = false;
-        for i in brought {
+        for i in fetched {
             let Some(counter) = self.counter_of(rule_set, charge_plan, *i) else { continue };
-            let took = refused.iter().find(|(id_, _)| *id_ == counter_id(counter)).map(|(_, took)| took);
+            let reply = refused.iter().find(|(id_, _)| *id_ == counter_id(counter)).map(|(_, reply)| reply);
             let charge = &mut self.context.result.charges[*i];
-            charge.is_full = took.is_some();
-            if let Some(took) = took.filter(|_| self.shared.table.known_usage(counter, now_ms).is_none()) {
-                (charge.usage.used, charge.usage.end_ms) = (took.used, took.end_ms);
+            charge.is_full = reply.is_some();
+            if let Some(reply) = reply.filter(|_| self.shared.table.known_usage(counter, now_ms).is_none()) {
+                (charge.usage.used, charge.usage.end_ms) = (reply.used, reply.end_ms);
                 is_refused = true;
             }
         }

@@ -341,7 +341,7 @@ impl Forwarder {
         let responded_at = self.clock.instant();
         self.meter.responded_in(responded_at.duration_since(started));
         connection.on_response_head(responded_at);
-        attempt.set_outcome(UpstreamOutcome::Answered, self.result_of_status(response.status()));
+        attempt.set_outcome(UpstreamOutcome::Responded, self.result_of_status(response.status()));
         let replay =
             if forwarding.traits.is_repeatable && self.may_retry(forwarding, RetryCause::Status(response.status())) {
                 connection.take_replay()

@@ -1,9 +1,9 @@
 //! An HTTP/1.1 connection to an upstream server.
 //!
-//! hyper divides a connection into a sender of requests and a driver that does the I/O. The driver is not a task of its
-//! own: the task that waits for the response, or for the next frame of a body, polls it. That saves two task switches a
-//! request, and an idle connection costs nothing until it is used again. `GatedWaker` drops the wakes that this would
-//! cause in vain.
+//! hyper divides a connection into a sender of requests and a driver that does the I/O. The driver is not a separate task:
+//! the task that waits for the response, or for the next frame of a body, polls it. That saves two task switches a
+//! request, and an idle connection costs nothing until it is used again. `GatedWaker` drops the unnecessary wakes that
+//! this design would cause.
 
 use std::future::poll_fn;
 use std::pin::Pin;
@@ -44,7 +44,7 @@ pub struct Http1Connection {
     sender: SendRequest<RequestBody>,
     driver: Driver,
     tap: Rc<TapState>,
-    gate: Arc<GatedWaker>,
+    gated_waker: Arc<GatedWaker>,
     /// Waker of `gate`, which the driver is polled with.
     waker: Waker,
     /// Whether the last request had no body, so that its response ended the exchange.
@@ -73,7 +73,7 @@ impl Http1Connection {
             sender,
             driver: Driver::Running(driver),
             tap,
-            gate,
+            gated_waker: gate,
             waker,
             has_no_body: true,
             target,
@@ -85,7 +85,7 @@ impl Http1Connection {
     /// Does the I/O that is possible without waiting; wakes `task` when there is more to do.
     fn drive(&mut self, task: &Waker) {
         if let Driver::Running(driver) = &mut self.driver {
-            self.gate.arm(task);
+            self.gated_waker.arm(task);
             // The waiting response or body receives the error of the connection.
             if Pin::new(driver).poll(&mut Context::from_waker(&self.waker)).is_ready() {
                 self.finish_driver();
@@ -106,14 +106,14 @@ impl Http1Connection {
         self.drive(cx.waker());
         let polled = poll(&mut Context::from_waker(Waker::noop()));
         if polled.is_ready() {
-            self.gate.disarm();
+            self.gated_waker.disarm();
         }
         polled
     }
 
     /// Polls the next frame of the response body.
     pub fn poll_body(&mut self, body: &mut Incoming, cx: &Context<'_>) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
-        self.gate.disarm();
+        self.gated_waker.disarm();
         let frame = Pin::new(&mut *body).poll_frame(&mut Context::from_waker(Waker::noop()));
         if frame.is_ready() {
             return frame;
@@ -157,7 +157,7 @@ impl Http1Connection {
         if !self.sender.is_ready() {
             self.drive(Waker::noop());
         }
-        self.gate.disarm();
+        self.gated_waker.disarm();
         let mut response = std::pin::pin!(self.sender.try_send_request(*request));
         poll_fn(|cx| self.poll_driven(cx, |cx| response.as_mut().poll(cx))).await
     }
@@ -180,7 +180,7 @@ impl Http1Connection {
 /// Wakes the task that waits for a connection, and only while it waits.
 ///
 /// A task that drives its own connection would be woken by its own actions there (the request it sends, the response it
-/// takes) and by those of earlier tasks. Every such wake would run hyper once more in vain. There is one `GatedWaker`
+/// takes) and by those of earlier tasks. Every such wake would poll hyper once more without effect. There is one `GatedWaker`
 /// for each connection. A task and its connection belong to one worker; wakers must be `Send` and `Sync` all the same.
 #[derive(Debug)]
 struct GatedWaker {

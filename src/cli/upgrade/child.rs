@@ -96,7 +96,7 @@ impl Successor {
         (&mut self.outcome).await.unwrap_or_else(|error| Err(error.to_string()))
     }
 
-    /// Ends the new process, unless it was told to serve already. Returns whether it serves.
+    /// Ends the new process, unless it was already allowed to serve. Returns whether it serves.
     pub async fn cancel(self) -> bool {
         // If the receiver is gone, the process serves or has ended.
         let _ = self.cancel.send(());
@@ -117,7 +117,7 @@ async fn supervise(
         // Cancelling wins over a simultaneous message: nothing is lost yet.
         _ = given_up => {
             reap(&mut child, 0).await;
-            return Err(String::from("this process was told to stop"));
+            return Err(String::from("this process received a signal to stop"));
         }
         handed_over = tokio::time::timeout(limit, handover.hand_over(channel)) => handed_over,
     };

@@ -294,7 +294,7 @@ mod tests {
         let (old, mut new) = StdUnixStream::pair().unwrap();
         new.write_all(b"what?!").unwrap();
         assert_eq!(hand_over(old).unwrap_err().kind(), ErrorKind::InvalidData);
-        // Also after it was told to serve.
+        // Also after the new process was allowed to serve.
         let (old, mut new) = StdUnixStream::pair().unwrap();
         new.write_all(READY).unwrap();
         new.shutdown(Shutdown::Write).unwrap();

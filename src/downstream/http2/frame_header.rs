@@ -86,7 +86,7 @@ impl FrameHeader {
 #[derive(Debug)]
 pub struct FrameReader {
     /// The header being read; for RST_STREAM with its error code.
-    head: [u8; FRAME_HEADER_BYTES + CODE_BYTES],
+    header: [u8; FRAME_HEADER_BYTES + CODE_BYTES],
     /// Bytes of `head` received so far.
     filled: usize,
     /// Bytes to skip before the next frame header.
@@ -96,12 +96,12 @@ pub struct FrameReader {
 impl FrameReader {
     /// For the bytes of a client, which begin with the preface.
     pub fn for_client() -> FrameReader {
-        FrameReader { head: [0; FRAME_HEADER_BYTES + CODE_BYTES], filled: 0, skip: PREFACE.len() }
+        FrameReader { header: [0; FRAME_HEADER_BYTES + CODE_BYTES], filled: 0, skip: PREFACE.len() }
     }
 
     /// For the bytes of a server.
     pub fn for_server() -> FrameReader {
-        FrameReader { head: [0; FRAME_HEADER_BYTES + CODE_BYTES], filled: 0, skip: 0 }
+        FrameReader { header: [0; FRAME_HEADER_BYTES + CODE_BYTES], filled: 0, skip: 0 }
     }
 
     /// Reads the next bytes, and calls `on_frame` for every complete frame header.
@@ -116,13 +116,13 @@ impl FrameReader {
             let wanted =
                 if self.filled >= FRAME_HEADER_BYTES { FRAME_HEADER_BYTES + CODE_BYTES } else { FRAME_HEADER_BYTES };
             let taken = (wanted - self.filled).min(bytes.len());
-            self.head[self.filled..self.filled + taken].copy_from_slice(&bytes[..taken]);
+            self.header[self.filled..self.filled + taken].copy_from_slice(&bytes[..taken]);
             self.filled += taken;
             bytes = &bytes[taken..];
             if self.filled < wanted {
                 continue;
             }
-            let [head @ .., c0, c1, c2, c3] = self.head;
+            let [head @ .., c0, c1, c2, c3] = self.header;
             let mut frame = FrameHeader::read(&head);
             self.skip = frame.length as usize;
             if frame.kind == FrameHeader::RST_STREAM && self.skip >= CODE_BYTES {
