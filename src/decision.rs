@@ -8,11 +8,11 @@ use std::sync::Arc;
 use serde_json::{Map, Value, json};
 
 use crate::http::error::DecisionError;
-use crate::http::key_source::{address, kind};
+use crate::http::key_source::{feed_address, part_kind};
 use crate::http::overrides::{Overrides, RuleTreatment};
-use crate::http::rate_limit_key::Starts;
+use crate::http::rate_limit_key::KeyHashers;
 use crate::http::ratelimit_headers::seconds_until;
-use crate::http::store_key_text::{Digester, Spelling};
+use crate::http::store_key_text::{KeyDigester, KeyTextFormat};
 use transom_limiter::acquire::Charge;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
@@ -39,15 +39,15 @@ pub enum Operation {
 pub struct DecisionService {
     rule_set: Arc<RuleSet>,
     /// Digests secret key parts for the shared store; `None` without one.
-    digester: Option<Arc<Digester>>,
+    digester: Option<Arc<KeyDigester>>,
     rules: Vec<ServedRule>,
 }
 
 #[derive(Debug)]
 struct ServedRule {
     charge_plan: ChargePlan,
-    starts: Starts,
-    key_text: Spelling,
+    starts: KeyHashers,
+    key_text: KeyTextFormat,
     overrides: Option<Arc<Overrides>>,
 }
 
@@ -73,12 +73,12 @@ impl DecisionService {
         rule_set: &Arc<RuleSet>,
         overrides: &[Option<Arc<Overrides>>],
         seed: Seed,
-        digester: Option<Arc<Digester>>,
+        digester: Option<Arc<KeyDigester>>,
     ) -> DecisionService {
         let served = |(rule, entry): (usize, &CompiledRule)| ServedRule {
             charge_plan: rule_set.single_rule_plan(rule),
-            starts: Starts::new(entry, seed, None),
-            key_text: Spelling::new(&entry.rule.name, &entry.rule.key, false),
+            starts: KeyHashers::new(entry, seed, None),
+            key_text: KeyTextFormat::new(&entry.rule.name, &entry.rule.key, false),
             overrides: overrides[rule].clone(),
         };
         DecisionService {
@@ -235,10 +235,16 @@ impl DecisionService {
 
     /// Appends a key's text in the shared store, equal to the text for requests with that key. Returns `false`, and appends
     /// nothing, if `key` does not fit the rule.
-    pub(super) fn write_store_key(&self, rule: usize, key: &[String], digester: &Digester, out: &mut String) -> bool {
+    pub(super) fn write_store_key(
+        &self,
+        rule: usize,
+        key: &[String],
+        digester: &KeyDigester,
+        out: &mut String,
+    ) -> bool {
         let (Some(served), Some(entry)) = (self.rules.get(rule), self.rule_set.rules.get(rule)) else { return false };
         let start = out.len();
-        served.key_text.begin(out);
+        served.key_text.write_prefix(out);
         for (position, part) in entry.rule.key.iter().enumerate() {
             let value = match (part, key.get(position)) {
                 (_, Some(value)) => value.as_str(),
@@ -248,16 +254,16 @@ impl DecisionService {
                     return false;
                 }
             };
-            let mut take = |kind: u8, bytes: &[u8]| served.key_text.part(position, kind, bytes, digester, out);
+            let mut take = |kind: u8, bytes: &[u8]| served.key_text.write_part(position, kind, bytes, digester, out);
             match (part, value.parse()) {
                 (KeyPart::Ip { v4_prefix, v6_prefix }, Ok(parsed)) => {
-                    address(parsed, *v4_prefix, *v6_prefix, &mut take);
+                    feed_address(parsed, *v4_prefix, *v6_prefix, &mut take);
                 }
                 (KeyPart::Ip { .. }, Err(_)) => {
                     out.truncate(start);
                     return false;
                 }
-                _ => take(kind(part), value.as_bytes()),
+                _ => take(part_kind(part), value.as_bytes()),
             }
         }
         true
@@ -282,18 +288,18 @@ impl DecisionService {
             }
             Ok(hasher.finish())
         };
-        let key = hash(&served.starts.own, false)?;
-        let offset = match &served.starts.everywhere {
+        let key = hash(&served.starts.counter, false)?;
+        let offset = match &served.starts.window_offset {
             Some(start) => hash(start, false)?.bucket_hash,
             None => 0,
         };
         let mut variant = 0;
         if let Some(overrides) = served.overrides.as_ref().filter(|overrides| overrides.has_keys()) {
-            let known = match &overrides.by_digest {
+            let known = match &overrides.digest_hasher {
                 Some(start) => hash(start, true)?,
                 None => key,
             };
-            match overrides.of_key(known) {
+            match overrides.treatment_of(known) {
                 Some(RuleTreatment::Exempt) => return Ok(None),
                 Some(RuleTreatment::Variant(of_key)) => variant = of_key,
                 None => {}

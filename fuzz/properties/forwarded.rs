@@ -4,8 +4,8 @@
 use std::net::IpAddr;
 
 use http::header::{HeaderMap, HeaderName, HeaderValue};
-use transom::config::listen::{ForwardedField, TrustedProxies};
-use transom::http::forwarded::Trust;
+use transom::config::listen::{self, ForwardedField};
+use transom::http::forwarded::TrustedProxies;
 
 const PROXY: &str = "10.0.0.1";
 const CLIENT: &str = "192.0.2.7";
@@ -18,7 +18,7 @@ pub fn holds(bytes: &[u8]) {
         (ForwardedField::Forwarded, "forwarded", "for=192.0.2.7"),
     ] {
         let networks = ["10.0.0.0/8", "fd00::/8"].map(|text| text.parse().expect("a network")).to_vec();
-        let trust = Trust::new(&TrustedProxies { networks, field });
+        let trust = TrustedProxies::new(&listen::TrustedProxies { networks, field });
         let name = HeaderName::from_static(name);
         let mut headers = HeaderMap::new();
         let mut last = Vec::new();

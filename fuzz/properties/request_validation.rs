@@ -7,7 +7,7 @@ use transom::http::request_validation;
 pub fn holds(bytes: &[u8]) {
     let Some(request) = parsed(bytes) else { return };
     let (parts, ()) = request.into_parts();
-    let Ok(valid) = request_validation::check(&parts) else { return };
+    let Ok(valid) = request_validation::validate(&parts) else { return };
     assert!(parts.method != Method::CONNECT && parts.method != Method::TRACE);
     assert!(parts.uri.path().starts_with('/') || (parts.uri.path() == "*" && parts.method == Method::OPTIONS));
     let hosts = parts.headers.get_all("host").iter().count();

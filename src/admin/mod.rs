@@ -28,7 +28,7 @@ use crate::clock::Clock;
 use crate::decision::{DecisionService, Operation};
 use crate::http::error::DecisionError;
 use crate::http::error::RequestError;
-use crate::http::responses::{self, Reply};
+use crate::http::responses::{self, LocalResponse};
 use crate::metrics::Registry;
 use crate::metrics::events::{BUILD_INFO, CLOCK_OFFSET, COUNTERS, NAMES, OVERFLOW};
 use crate::metrics::exposition::{Reading, render};
@@ -128,7 +128,7 @@ pub async fn serve(listener: StdListener, state: Rc<AdminState>) -> std::io::Res
 
 async fn handle(state: Rc<AdminState>, request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
     if !has_allowed_host(&request, &state.hosts.borrow()) {
-        return Ok(finish_response(&state, responses::unanswered(&DecisionError::Host)));
+        return Ok(finish_response(&state, responses::decision_error_response(&DecisionError::UnknownHost)));
     }
     let operation = match request.uri().path() {
         "/v1/limit" => Operation::Limit,
@@ -142,7 +142,7 @@ async fn handle(state: Rc<AdminState>, request: Request<Incoming>) -> Result<Res
 }
 
 /// Closes the connection after this response if another process has taken over.
-fn finish_response(state: &AdminState, mut reply: Reply) -> Response<Full<Bytes>> {
+fn finish_response(state: &AdminState, mut reply: LocalResponse) -> Response<Full<Bytes>> {
     if *state.accept_state.borrow() == AcceptState::HandedOver {
         reply.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
     }
@@ -150,27 +150,27 @@ fn finish_response(state: &AdminState, mut reply: Reply) -> Response<Full<Bytes>
 }
 
 /// Handles a request to the decision API.
-async fn decide(state: &AdminState, operation: Operation, request: Request<Incoming>) -> Reply {
+async fn decide(state: &AdminState, operation: Operation, request: Request<Incoming>) -> LocalResponse {
     if request.method() != Method::POST {
-        let mut reply = responses::fault(&RequestError::Method);
+        let mut reply = responses::error_response(&RequestError::Method);
         reply.headers_mut().insert(http::header::ALLOW, http::HeaderValue::from_static("POST"));
         return reply;
     }
     if is_cross_origin(request.headers()) {
-        return responses::unanswered(&DecisionError::Foreign);
+        return responses::decision_error_response(&DecisionError::CrossOrigin);
     }
     let body = Limited::new(request.into_body(), QUERY_MAX_BYTES).collect();
     let text = match tokio::time::timeout(HEAD_TIMEOUT, body).await {
         Ok(Ok(text)) => text.to_bytes(),
-        Ok(Err(_too_long_or_broken)) => return responses::unanswered(&DecisionError::TooLong),
-        Err(_elapsed) => return responses::unanswered(&DecisionError::TooSlow),
+        Ok(Err(_too_long_or_broken)) => return responses::decision_error_response(&DecisionError::TooLarge),
+        Err(_elapsed) => return responses::decision_error_response(&DecisionError::Timeout),
     };
     let service = state.decision_service.borrow().clone();
     // Not reached: the service is set before the listener accepts.
-    let Some(service) = service else { return responses::not_ready(String::from("starting\n")) };
+    let Some(service) = service else { return responses::not_ready_response(String::from("starting\n")) };
     match execute(state, &service, operation, &text).await {
-        Ok(response) => responses::json(format!("{response}\n")),
-        Err(error) => responses::unanswered(&error),
+        Ok(response) => responses::json_response(format!("{response}\n")),
+        Err(error) => responses::decision_error_response(&error),
     }
 }
 
@@ -248,19 +248,19 @@ fn is_cross_origin(fields: &HeaderMap) -> bool {
     origin.split_once("://").is_none_or(|(_, authority)| authority != host)
 }
 
-fn handle_page<B>(state: &AdminState, request: &Request<B>) -> Reply {
+fn handle_page<B>(state: &AdminState, request: &Request<B>) -> LocalResponse {
     if ![Method::GET, Method::HEAD].contains(request.method()) {
-        let mut reply = responses::fault(&RequestError::Method);
+        let mut reply = responses::error_response(&RequestError::Method);
         reply.headers_mut().insert(http::header::ALLOW, http::HeaderValue::from_static("GET, HEAD"));
         return reply;
     }
     match request.uri().path() {
-        "/metrics" => responses::metrics(metrics(state)),
-        "/upstreams" => responses::json(format!("{:#}\n", upstreams(state))),
-        "/healthz" => responses::text("ok\n".to_owned()),
-        "/readyz" if state.ready.load(Ordering::Acquire) => responses::text("ready\n".to_owned()),
-        "/readyz" => responses::not_ready("draining\n".to_owned()),
-        _ => responses::fault(&RequestError::NoRoute),
+        "/metrics" => responses::metrics_response(metrics(state)),
+        "/upstreams" => responses::json_response(format!("{:#}\n", upstreams(state))),
+        "/healthz" => responses::text_response("ok\n".to_owned()),
+        "/readyz" if state.ready.load(Ordering::Acquire) => responses::text_response("ready\n".to_owned()),
+        "/readyz" => responses::not_ready_response("draining\n".to_owned()),
+        _ => responses::error_response(&RequestError::NoRoute),
     }
 }
 

@@ -9,7 +9,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::jwt::Trust;
+use crate::jwt::TokenVerifier;
 use transom_limiter::ip_prefix::Network;
 use transom_limiter::key::KeyPart;
 use transom_limiter::rule::Rule;
@@ -54,7 +54,7 @@ pub struct Config {
     /// Clients of the clients file.
     pub clients: Option<Clients>,
     /// Keys and conditions for valid tokens. Present if a rule or the clients use a claim.
-    pub jwt: Option<Trust>,
+    pub jwt: Option<TokenVerifier>,
     /// How request paths are normalized for routes and rules.
     pub path_reading: PathReading,
     /// The form in which the path is forwarded.

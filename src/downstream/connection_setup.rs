@@ -93,7 +93,7 @@ fn respond_too_many_connections(stream: TcpStream, address: IpAddr, listener: &L
     if !listener.is_tls() {
         let error = RequestError::TooManyConnections;
         request_record::record_rejected_head(&listener.listener_context.worker, address, &error);
-        IoStream::tcp(stream).try_send(&responses::written(&responses::fault(&error)));
+        IoStream::tcp(stream).try_send(&responses::http1_bytes(&responses::error_response(&error)));
     }
 }
 
@@ -187,7 +187,7 @@ async fn handshake(
 /// the socket with unread bytes would reset the connection, and the client could lose the response.
 async fn respond_and_close(mut stream: TcpStream, error: &RequestError) {
     let closing = async {
-        stream.write_all(&responses::written(&responses::fault(error))).await?;
+        stream.write_all(&responses::http1_bytes(&responses::error_response(error))).await?;
         stream.shutdown().await?;
         let mut rest = (&mut stream).take(LINGER_BYTES as u64);
         tokio::io::copy(&mut rest, &mut tokio::io::sink()).await

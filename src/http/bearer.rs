@@ -4,15 +4,15 @@ use http::header::{self, HeaderMap};
 
 /// Two Authorization fields: the upstream might believe the other one.
 #[derive(PartialEq, Eq, Debug)]
-pub struct Twice;
+pub struct DuplicateAuthorization;
 
 /// The token; `None` if there is no Authorization, or one of another scheme.
-pub fn token(headers: &HeaderMap) -> Result<Option<&[u8]>, Twice> {
+pub fn bearer_token(headers: &HeaderMap) -> Result<Option<&[u8]>, DuplicateAuthorization> {
     let mut fields = headers.get_all(header::AUTHORIZATION).iter();
     let credentials = match (fields.next(), fields.next()) {
         (None, _) => return Ok(None),
         (Some(field), None) => field.as_bytes().trim_ascii(),
-        (Some(_), Some(_)) => return Err(Twice),
+        (Some(_), Some(_)) => return Err(DuplicateAuthorization),
     };
     let end = credentials.iter().position(u8::is_ascii_whitespace).unwrap_or(credentials.len());
     let (scheme, rest) = credentials.split_at(end);
@@ -25,12 +25,12 @@ mod tests {
     use super::*;
     use http::HeaderValue;
 
-    fn of(fields: &[&'static str]) -> Result<Option<String>, Twice> {
+    fn of(fields: &[&'static str]) -> Result<Option<String>, DuplicateAuthorization> {
         let mut headers = HeaderMap::new();
         for field in fields {
             headers.append("authorization", HeaderValue::from_static(field));
         }
-        token(&headers).map(|token| token.map(|token| String::from_utf8(token.to_vec()).unwrap()))
+        bearer_token(&headers).map(|token| token.map(|token| String::from_utf8(token.to_vec()).unwrap()))
     }
 
     #[test]
@@ -53,7 +53,7 @@ mod tests {
 
     #[test]
     fn two_are_not_chosen_from() {
-        assert_eq!(of(&["Bearer abc", "Bearer abc"]), Err(Twice));
-        assert_eq!(of(&["Basic abc", "Bearer abc"]), Err(Twice));
+        assert_eq!(of(&["Bearer abc", "Bearer abc"]), Err(DuplicateAuthorization));
+        assert_eq!(of(&["Basic abc", "Bearer abc"]), Err(DuplicateAuthorization));
     }
 }

@@ -8,7 +8,7 @@
 use std::collections::{BTreeSet, HashMap};
 
 use super::key_source::{KeyError, KeySource};
-use super::rate_limit_key::Caller;
+use super::rate_limit_key::RequestAttributes;
 use crate::config::{Client, Clients as Configured};
 use transom_limiter::ip_prefix::Networks;
 use transom_limiter::key::KeyPart;
@@ -22,11 +22,11 @@ pub type PlanId = u32;
 
 /// The clients file made ready.
 #[derive(Debug)]
-pub struct Clients {
+pub struct ClientPlans {
     /// The plans that some client is on, by name.
     pub plans: Vec<String>,
     api_key: Option<ClientSource>,
-    by_key: HashMap<Digest, PlanId>,
+    by_api_key: HashMap<Digest, PlanId>,
     subject: Option<ClientSource>,
     by_subject: HashMap<Box<[u8]>, PlanId>,
     by_network: Networks<PlanId>,
@@ -40,8 +40,8 @@ struct ClientSource {
     name: String,
 }
 
-impl Clients {
-    pub fn new(configured: &Configured) -> Clients {
+impl ClientPlans {
+    pub fn new(configured: &Configured) -> ClientPlans {
         let plans: BTreeSet<&str> = configured.list.iter().map(|client| client.plan.as_str()).collect();
         let plans: Vec<String> = plans.into_iter().map(str::to_owned).collect();
         // Every plan is there: it was put there above.
@@ -51,9 +51,9 @@ impl Clients {
         let place = |part: &Option<KeyPart>| {
             part.as_ref().map(|part| ClientSource { source: KeySource::new(part, &[]), name: part.to_string() })
         };
-        Clients {
+        ClientPlans {
             api_key: place(&configured.api_key),
-            by_key: all().flat_map(|(client, plan)| client.api_keys.iter().map(move |key| (*key, plan))).collect(),
+            by_api_key: all().flat_map(|(client, plan)| client.api_keys.iter().map(move |key| (*key, plan))).collect(),
             subject: place(&configured.subject),
             by_subject: all()
                 .flat_map(|(client, plan)| client.subjects.iter().map(move |subject| (subject.as_bytes().into(), plan)))
@@ -67,15 +67,15 @@ impl Clients {
 
     /// The plan of whoever sent a request; `None`: it is nobody who is known. What is wrong with the
     /// request comes with the name of the part that it is about.
-    pub fn plan_of(&self, caller: &Caller<'_>) -> Result<Option<PlanId>, (&str, KeyError)> {
+    pub fn plan_of(&self, caller: &RequestAttributes<'_>) -> Result<Option<PlanId>, (&str, KeyError)> {
         let by_key = |key: &[u8]| match key.len() {
-            0..=SECRET_MAX_BYTES => self.by_key.get(&Digest::of(key)),
+            0..=SECRET_MAX_BYTES => self.by_api_key.get(&Digest::of(key)),
             _ => None,
         };
-        if let Some(plan) = found(self.api_key.as_ref(), caller, by_key)? {
+        if let Some(plan) = lookup(self.api_key.as_ref(), caller, by_key)? {
             return Ok(Some(plan));
         }
-        if let Some(plan) = found(self.subject.as_ref(), caller, |subject| self.by_subject.get(subject))? {
+        if let Some(plan) = lookup(self.subject.as_ref(), caller, |subject| self.by_subject.get(subject))? {
             return Ok(Some(plan));
         }
         Ok(self.by_network.of(caller.address))
@@ -83,9 +83,9 @@ impl Clients {
 }
 
 /// What is known of the value that a request has in a place, if it has one there.
-fn found<'s>(
+fn lookup<'s>(
     place: Option<&'s ClientSource>,
-    caller: &Caller<'_>,
+    caller: &RequestAttributes<'_>,
     known: impl Fn(&[u8]) -> Option<&'s PlanId>,
 ) -> Result<Option<PlanId>, (&'s str, KeyError)> {
     let Some(place) = place else { return Ok(None) };

@@ -10,11 +10,11 @@ use std::borrow::Cow;
 
 use http::header::{self, HeaderMap};
 
-use super::percent_decode::{Decoded, Malformed};
-use super::query::Given;
+use super::percent_decode::{InvalidEscape, PercentDecoder};
+use super::query::Occurrence;
 
 /// The value of a cookie.
-pub fn named<'a>(headers: &'a HeaderMap, name: &str) -> Given<'a> {
+pub fn cookie<'a>(headers: &'a HeaderMap, name: &str) -> Occurrence<'a> {
     let mut given = None;
     for field in headers.get_all(header::COOKIE) {
         for pair in field.as_bytes().split(|byte| *byte == b';') {
@@ -23,20 +23,20 @@ pub fn named<'a>(headers: &'a HeaderMap, name: &str) -> Given<'a> {
                 continue;
             }
             if given.is_some() {
-                return Given::Twice;
+                return Occurrence::Repeated;
             }
             given = Some(pair.get(equals + 1..).unwrap_or_default());
         }
     }
-    match given.map(bare) {
-        Some(value) if given != Some(value) && value.contains(&b'\\') => Given::Twice,
-        None | Some(b"") => Given::Nothing,
-        Some(value) => Given::Once(decoded(value)),
+    match given.map(unquote_cookie) {
+        Some(value) if given != Some(value) && value.contains(&b'\\') => Occurrence::Repeated,
+        None | Some(b"") => Occurrence::Absent,
+        Some(value) => Occurrence::Single(decode_cookie(value)),
     }
 }
 
 /// A value without white space and quotes around it.
-fn bare(value: &[u8]) -> &[u8] {
+fn unquote_cookie(value: &[u8]) -> &[u8] {
     let value = value.trim_ascii();
     match value {
         [b'"', inner @ .., b'"'] => inner,
@@ -45,13 +45,13 @@ fn bare(value: &[u8]) -> &[u8] {
 }
 
 /// A value that is no encoding stays as it is, as those do that decode values.
-fn decoded(value: &[u8]) -> Cow<'_, [u8]> {
-    if Decoded::is_plain(value) {
+fn decode_cookie(value: &[u8]) -> Cow<'_, [u8]> {
+    if PercentDecoder::is_plain(value) {
         return Cow::Borrowed(value);
     }
-    match Decoded::new(value).collect::<Result<Vec<u8>, Malformed>>() {
+    match PercentDecoder::new(value).collect::<Result<Vec<u8>, InvalidEscape>>() {
         Ok(decoded) => Cow::Owned(decoded),
-        Err(Malformed) => Cow::Borrowed(value),
+        Err(InvalidEscape) => Cow::Borrowed(value),
     }
 }
 
@@ -65,10 +65,10 @@ mod tests {
         for field in fields {
             headers.append("cookie", HeaderValue::from_bytes(field.as_bytes()).unwrap());
         }
-        match named(&headers, "session") {
-            Given::Nothing => None,
-            Given::Once(value) => Some(String::from_utf8(value.into_owned()).unwrap()),
-            Given::Twice => Some("twice".to_owned()),
+        match cookie(&headers, "session") {
+            Occurrence::Absent => None,
+            Occurrence::Single(value) => Some(String::from_utf8(value.into_owned()).unwrap()),
+            Occurrence::Repeated => Some("twice".to_owned()),
         }
     }
 
@@ -97,8 +97,8 @@ mod tests {
     fn nothing_is_copied_where_nothing_is_encoded() {
         let mut headers = HeaderMap::new();
         headers.insert("cookie", HeaderValue::from_static("a=%20; session=\"abc\""));
-        assert_eq!(named(&headers, "session"), Given::Once(Cow::Borrowed(b"abc")));
-        assert!(matches!(named(&headers, "session"), Given::Once(Cow::Borrowed(_))));
+        assert_eq!(cookie(&headers, "session"), Occurrence::Single(Cow::Borrowed(b"abc")));
+        assert!(matches!(cookie(&headers, "session"), Occurrence::Single(Cow::Borrowed(_))));
     }
 
     #[test]

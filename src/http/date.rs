@@ -19,7 +19,7 @@ impl Default for Date {
 
 impl Date {
     /// Says what time it is, in Unix milliseconds.
-    pub fn look_up(&mut self, unix_ms: u64) {
+    pub fn update(&mut self, unix_ms: u64) {
         let second = unix_ms / 1000;
         if second == self.second {
             return;
@@ -53,7 +53,7 @@ mod tests {
             (784_111_777_000, "Sun, 06 Nov 1994 08:49:37 GMT"),
             (u64::MAX, "Sun, 06 Nov 1994 08:49:37 GMT"),
         ] {
-            date.look_up(unix_ms);
+            date.update(unix_ms);
             assert_eq!(date.value(), text);
         }
     }

@@ -8,7 +8,7 @@ use std::fmt;
 
 use http::HeaderName;
 
-use crate::jwt::Invalid;
+use crate::jwt::TokenError;
 
 /// Whose doing a fault is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -67,7 +67,7 @@ pub enum RequestError {
         max: u32,
     },
     /// A rule counts by a claim of a token that is not valid.
-    Token(Invalid),
+    Token(TokenError),
     /// The client's body broke off or is malformed.
     Body,
     /// The client stopped sending its body.
@@ -96,12 +96,12 @@ pub enum RequestError {
 
 impl RequestError {
     /// The head may give two ends to the body.
-    pub const DOUBTFUL_LENGTH: RequestError =
+    pub const CONFLICTING_LENGTHS: RequestError =
         RequestError::Framing("both Transfer-Encoding and Content-Length are given");
     pub const REPEATED_LENGTH: RequestError = RequestError::Framing("Content-Length is given more than once");
     pub const UNKNOWN_PROTOCOL: RequestError =
         RequestError::Protocol("the only protocol that CONNECT opens here is `websocket`");
-    pub const NO_WEBSOCKET: RequestError = RequestError::Protocol("no WebSocket is served here");
+    pub const WEBSOCKET_NOT_SERVED: RequestError = RequestError::Protocol("no WebSocket is served here");
     /// Others may not take it for the end of a line.
     pub const BARE_LINE_FEED: RequestError = RequestError::Framing("a line ends in a line feed alone");
 
@@ -143,7 +143,7 @@ impl RequestError {
     ];
 
     /// The position of its name among [`RequestError::KINDS`].
-    pub fn kind(&self) -> usize {
+    pub fn kind_index(&self) -> usize {
         match self {
             RequestError::Target(_) => 0,
             RequestError::Host(_) => 1,
@@ -260,12 +260,12 @@ impl RequestError {
 
 impl RequestError {
     /// Whether it deserves a line in the log of an operator who did not ask for every request.
-    pub fn is_worth_a_warning(&self) -> bool {
+    pub fn is_logged_as_warning(&self) -> bool {
         self.side() != Side::Client
     }
 
     /// For the operator: with what the client is not told.
-    pub fn for_operator(&self) -> String {
+    pub fn operator_message(&self) -> String {
         match self {
             RequestError::Connect(why) | RequestError::Upstream(why) => format!("{self}: {why}"),
             RequestError::KeyMissing { rule, .. }
@@ -324,12 +324,12 @@ pub enum DecisionError {
     UnknownRule(String),
     /// The question is malformed.
     Malformed(String),
-    TooLong,
-    TooSlow,
+    TooLarge,
+    Timeout,
     /// The store of shared counters can not be asked, and the rule lets nobody pass uncounted.
     StoreUnavailable,
     /// The admin address is asked by a name that is not configured.
-    Host,
+    UnknownHost,
     /// A page of another origin asks, in the browser of somebody who can reach the admin address.
-    Foreign,
+    CrossOrigin,
 }

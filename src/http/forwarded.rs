@@ -9,7 +9,7 @@ use std::net::{IpAddr, Ipv6Addr};
 
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 
-use crate::config::listen::{ForwardedField, TrustedProxies};
+use crate::config::listen::{self, ForwardedField};
 use transom_limiter::ip_prefix::Networks;
 
 /// Proxies of a request that are looked at; a longer way is nobody's.
@@ -22,52 +22,59 @@ pub const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-p
 
 /// Whom to believe, made ready.
 #[derive(Debug)]
-pub struct Trust {
+pub struct TrustedProxies {
     networks: Networks<()>,
     by: ForwardedField,
 }
 
 /// What is known of who asks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Client {
+pub struct ClientInfo {
     pub address: IpAddr,
     /// Whether it came by https.
     pub is_secure: bool,
     /// The field in which the peer was believed; `None`: nothing that it says about others is.
-    pub told: Option<ForwardedField>,
+    pub trusted_header: Option<ForwardedField>,
 }
 
-impl Trust {
-    pub fn new(proxies: &TrustedProxies) -> Trust {
-        Trust { networks: Networks::new(proxies.networks.iter().map(|network| (*network, ()))), by: proxies.field }
+impl TrustedProxies {
+    pub fn new(proxies: &listen::TrustedProxies) -> TrustedProxies {
+        TrustedProxies {
+            networks: Networks::new(proxies.networks.iter().map(|network| (*network, ()))),
+            by: proxies.field,
+        }
     }
 
-    fn has(&self, address: IpAddr) -> bool {
+    fn contains(&self, address: IpAddr) -> bool {
         self.networks.of(address).is_some()
     }
 
     /// Who asks, where `peer` opened the connection.
-    pub fn client(&self, peer: IpAddr, is_secure: bool, headers: &HeaderMap) -> Client {
-        if !self.has(peer) {
-            return Client { address: peer, is_secure, told: None };
+    pub fn client(&self, peer: IpAddr, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
+        if !self.contains(peer) {
+            return ClientInfo { address: peer, is_secure, trusted_header: None };
         }
         let told = Some(self.by);
         match self.by {
             ForwardedField::XForwardedFor => {
-                let address = self.walk(peer, addresses(headers));
-                Client { address, is_secure: last_proto(headers).unwrap_or(is_secure), told }
+                let address = self.first_untrusted(peer, x_forwarded_for_addresses(headers));
+                ClientInfo {
+                    address,
+                    is_secure: last_x_forwarded_proto(headers).unwrap_or(is_secure),
+                    trusted_header: told,
+                }
             }
-            ForwardedField::Forwarded => self.walk_forwarded(peer, is_secure, headers),
+            ForwardedField::Forwarded => self.client_from_forwarded(peer, is_secure, headers),
         }
     }
 
     /// The first address, from the end, that no trusted proxy has.
-    fn walk(&self, peer: IpAddr, hops: impl Iterator<Item = Option<IpAddr>>) -> IpAddr {
+    fn first_untrusted(&self, peer: IpAddr, hops: impl Iterator<Item = Option<IpAddr>>) -> IpAddr {
         let mut client = peer;
         for hop in hops.take(HOPS_MAX) {
             let Some(address) = hop else { return client };
             client = address;
-            if !self.has(client) {
+            if !self.contains(client) {
                 return client;
             }
         }
@@ -75,18 +82,18 @@ impl Trust {
     }
 
     /// The same in Forwarded, whose elements also say by which scheme their client came.
-    fn walk_forwarded(&self, peer: IpAddr, is_secure: bool, headers: &HeaderMap) -> Client {
-        let mut client = Client { address: peer, is_secure, told: Some(self.by) };
+    fn client_from_forwarded(&self, peer: IpAddr, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
+        let mut client = ClientInfo { address: peer, is_secure, trusted_header: Some(self.by) };
         let mut seen = 0;
         for line in headers.get_all(header::FORWARDED).iter().rev() {
             let Some((elements, count)) = last_elements(line.as_bytes()) else { return client };
             for element in elements[..count].iter().rev() {
-                let hop = if seen < HOPS_MAX { read_element(element) } else { None };
+                let hop = if seen < HOPS_MAX { parse_element(element) } else { None };
                 seen += 1;
                 let Some(hop) = hop else { return client };
                 client.address = hop.address;
                 client.is_secure = hop.is_secure.unwrap_or(client.is_secure);
-                if !self.has(client.address) {
+                if !self.contains(client.address) {
                     return client;
                 }
             }
@@ -96,15 +103,15 @@ impl Trust {
 }
 
 /// The addresses of all X-Forwarded-For lines from the last on; `None` for what is none.
-fn addresses(headers: &HeaderMap) -> impl Iterator<Item = Option<IpAddr>> {
+fn x_forwarded_for_addresses(headers: &HeaderMap) -> impl Iterator<Item = Option<IpAddr>> {
     let lines = headers.get_all(X_FORWARDED_FOR).iter().rev().map(HeaderValue::as_bytes);
     let hops = lines.flat_map(|line| line.rsplit(|byte| *byte == b',')).map(<[u8]>::trim_ascii);
     // Lists may have empty elements (RFC 9110, section 5.6.1), which are none.
-    hops.filter(|hop| !hop.is_empty()).map(node)
+    hops.filter(|hop| !hop.is_empty()).map(parse_node)
 }
 
 /// The scheme that the nearest proxy was asked by.
-fn last_proto(headers: &HeaderMap) -> Option<bool> {
+fn last_x_forwarded_proto(headers: &HeaderMap) -> Option<bool> {
     let last = headers.get_all(X_FORWARDED_PROTO).iter().next_back()?.as_bytes();
     is_https(last.rsplit(|byte| *byte == b',').next().unwrap_or_default().trim_ascii())
 }
@@ -119,7 +126,7 @@ fn is_https(scheme: &[u8]) -> Option<bool> {
 
 /// An address, with or without a port; IPv6 with a port is in brackets. A zone means something only to
 /// whoever wrote it, and is left out.
-fn node(text: &[u8]) -> Option<IpAddr> {
+fn parse_node(text: &[u8]) -> Option<IpAddr> {
     let text = std::str::from_utf8(text).ok().filter(|text| text.len() <= NODE_MAX_BYTES)?;
     let v6 = |text: &str| {
         let address = text.split_once('%').map_or(text, |(address, _zone)| address);
@@ -143,7 +150,7 @@ fn is_port(text: &str) -> bool {
 }
 
 /// One element of Forwarded, as far as it matters.
-struct Hop {
+struct ForwardedElement {
     address: IpAddr,
     is_secure: Option<bool>,
 }
@@ -152,7 +159,7 @@ struct Hop {
 fn last_elements(line: &[u8]) -> Option<([&[u8]; HOPS_MAX], usize)> {
     let mut last: [&[u8]; HOPS_MAX] = [&[]; HOPS_MAX];
     let mut count = 0;
-    for element in unquoted(line, b',') {
+    for element in split_outside_quotes(line, b',') {
         let element = element?.trim_ascii();
         if element.is_empty() {
             continue;
@@ -168,7 +175,7 @@ fn last_elements(line: &[u8]) -> Option<([&[u8]; HOPS_MAX], usize)> {
 }
 
 /// Splits where a byte stands outside of quotations; `None`, and nothing more, if one does not end.
-fn unquoted(text: &[u8], separator: u8) -> impl Iterator<Item = Option<&[u8]>> {
+fn split_outside_quotes(text: &[u8], separator: u8) -> impl Iterator<Item = Option<&[u8]>> {
     let mut rest = Some(text);
     std::iter::from_fn(move || {
         let text = rest?;
@@ -191,9 +198,9 @@ fn unquoted(text: &[u8], separator: u8) -> impl Iterator<Item = Option<&[u8]>> {
 }
 
 /// Reads `for=…;proto=…` in any order; a name that is given twice makes it unreadable.
-fn read_element(element: &[u8]) -> Option<Hop> {
+fn parse_element(element: &[u8]) -> Option<ForwardedElement> {
     let (mut address, mut proto) = (None, None);
-    for pair in unquoted(element, b';') {
+    for pair in split_outside_quotes(element, b';') {
         let pair = pair?.trim_ascii();
         if pair.is_empty() {
             continue;
@@ -202,21 +209,20 @@ fn read_element(element: &[u8]) -> Option<Hop> {
         let (name, value) = (&pair[..equals], &pair[equals + 1..]);
         let mut buffer = [0; NODE_MAX_BYTES];
         if name.eq_ignore_ascii_case(b"for") {
-            let node = node(value_of(value, &mut buffer)?)?;
+            let node = parse_node(unquote(value, &mut buffer)?)?;
             if address.replace(node).is_some() {
                 return None;
             }
-        } else if name.eq_ignore_ascii_case(b"proto")
-            && proto.replace(is_https(value_of(value, &mut buffer)?)).is_some()
+        } else if name.eq_ignore_ascii_case(b"proto") && proto.replace(is_https(unquote(value, &mut buffer)?)).is_some()
         {
             return None;
         }
     }
-    Some(Hop { address: address?, is_secure: proto.flatten() })
+    Some(ForwardedElement { address: address?, is_secure: proto.flatten() })
 }
 
 /// A token, or what a quoted string says.
-fn value_of<'a>(value: &'a [u8], buffer: &'a mut [u8; NODE_MAX_BYTES]) -> Option<&'a [u8]> {
+fn unquote<'a>(value: &'a [u8], buffer: &'a mut [u8; NODE_MAX_BYTES]) -> Option<&'a [u8]> {
     let Some(inner) = value.strip_prefix(b"\"") else {
         return (!value.contains(&b'"')).then_some(value);
     };
@@ -241,12 +247,12 @@ mod tests {
 
     const PEER: &str = "10.0.0.1";
 
-    fn trust(by: ForwardedField) -> Trust {
+    fn trust(by: ForwardedField) -> TrustedProxies {
         let networks = ["10.0.0.0/8", "fd00::/8"].map(|text| text.parse().unwrap()).to_vec();
-        Trust::new(&TrustedProxies { networks, field: by })
+        TrustedProxies::new(&listen::TrustedProxies { networks, field: by })
     }
 
-    fn found(by: ForwardedField, peer: &str, fields: &[(&'static str, &str)]) -> Client {
+    fn found(by: ForwardedField, peer: &str, fields: &[(&'static str, &str)]) -> ClientInfo {
         let mut headers = HeaderMap::new();
         for (name, value) in fields {
             headers.append(*name, HeaderValue::from_bytes(value.as_bytes()).unwrap());
@@ -386,7 +392,7 @@ mod tests {
             hops in proptest::collection::vec(spelt(), 1..20),
         ) {
             let trusted = trust(ForwardedField::XForwardedFor);
-            let expected = hops.iter().rev().map(|(address, ..)| *address).find(|address| !trusted.has(*address));
+            let expected = hops.iter().rev().map(|(address, ..)| *address).find(|address| !trusted.contains(*address));
             let list: Vec<&str> = hops.iter().map(|(_, text, _)| text.as_str()).collect();
             let forwarded: Vec<&str> = hops.iter().map(|(.., text)| text.as_str()).collect();
             if let Some(expected) = expected {

@@ -7,26 +7,26 @@
 use std::num::NonZeroU64;
 
 use super::key_source::KeySource;
-use super::rate_limit_key::Caller;
+use super::rate_limit_key::RequestAttributes;
 use crate::config::upstream::LoadBalancing;
 use transom_limiter::key::{KeyHasher, Seed};
 
 /// Where the parts of an upstream's hash are found.
 #[derive(Debug)]
-pub struct Affinity(Vec<KeySource>);
+pub struct HashKey(Vec<KeySource>);
 
-impl Affinity {
+impl HashKey {
     /// `None` for an upstream that does not choose by a hash.
-    pub fn new(balance: &LoadBalancing) -> Option<Affinity> {
+    pub fn new(balance: &LoadBalancing) -> Option<HashKey> {
         match balance {
             // No part is a parameter of a route's path: the configuration has been checked.
-            LoadBalancing::Hash(parts) => Some(Affinity(parts.iter().map(|part| KeySource::new(part, &[])).collect())),
+            LoadBalancing::Hash(parts) => Some(HashKey(parts.iter().map(|part| KeySource::new(part, &[])).collect())),
             LoadBalancing::LeastRequests | LoadBalancing::RoundRobin => None,
         }
     }
 
     /// The hash; `None` if the request lacks a part, or gives one twice.
-    pub fn of(&self, caller: &Caller<'_>) -> Option<NonZeroU64> {
+    pub fn hash(&self, caller: &RequestAttributes<'_>) -> Option<NonZeroU64> {
         let mut hasher = KeyHasher::new(Seed::SHARED, 0);
         for part in &self.0 {
             part.feed(caller, &mut |kind, bytes| hasher.add_part(kind, bytes)).ok()?;

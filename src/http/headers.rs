@@ -8,7 +8,7 @@ use std::net::IpAddr;
 
 use http::header::{self, Entry, HeaderMap, HeaderName, HeaderValue};
 
-use super::forwarded::{Client, X_FORWARDED_FOR, X_FORWARDED_PROTO};
+use super::forwarded::{ClientInfo, X_FORWARDED_FOR, X_FORWARDED_PROTO};
 use crate::config::listen::ForwardedField;
 use crate::config::route::byte_set;
 
@@ -28,7 +28,7 @@ const NEVER_HOP_BY_HOP: [HeaderName; 9] = [
 ];
 
 /// Fields that are removed wherever they are marked.
-static ABOUT_THE_CONNECTION: [(SpecialFields, HeaderName); 4] = [
+static CONNECTION_FIELDS: [(SpecialFields, HeaderName); 4] = [
     (SpecialFields::TE, header::TE),
     (SpecialFields::TRANSFER_ENCODING, header::TRANSFER_ENCODING),
     (SpecialFields::EXPECT, header::EXPECT),
@@ -36,7 +36,7 @@ static ABOUT_THE_CONNECTION: [(SpecialFields, HeaderName); 4] = [
 ];
 
 /// The bytes of names that nobody takes for others; names are in small letters here.
-const USUAL: [bool; 256] = byte_set(b"abcdefghijklmnopqrstuvwxyz0123456789-");
+const PLAIN_NAME_BYTES: [bool; 256] = byte_set(b"abcdefghijklmnopqrstuvwxyz0123456789-");
 
 /// Which of the fields that need attention a message has: found in one pass, so that a message
 /// without them, the usual one, costs no look-up.
@@ -52,15 +52,15 @@ impl SpecialFields {
     /// Fields that go no further, whatever they say.
     const DROPPED: SpecialFields = SpecialFields(1 << 5);
     /// Names that some servers can not tell from others: CGI spells `x-user` and `x_user` alike.
-    const ODD: SpecialFields = SpecialFields(1 << 6);
+    const AMBIGUOUS_NAME: SpecialFields = SpecialFields(1 << 6);
     const TRAILER: SpecialFields = SpecialFields(1 << 7);
     /// What proxies say of the one they were asked by, and anybody can write.
-    const CLAIMS: SpecialFields = SpecialFields(1 << 9);
+    const UNTRUSTED_FORWARDING: SpecialFields = SpecialFields(1 << 9);
     pub const UPGRADE: SpecialFields = SpecialFields(1 << 8);
     pub const CONTENT_LENGTH: SpecialFields = SpecialFields(1 << 10);
     const FRAMING: SpecialFields = SpecialFields(SpecialFields::CONTENT_LENGTH.0 | SpecialFields::TRANSFER_ENCODING.0);
 
-    pub fn of(headers: &HeaderMap) -> SpecialFields {
+    pub fn present_in(headers: &HeaderMap) -> SpecialFields {
         headers.keys().fold(SpecialFields::default(), |marks, name| {
             SpecialFields(marks.0 | SpecialFields::of_name(name.as_str()).0)
         })
@@ -79,10 +79,10 @@ impl SpecialFields {
                 SpecialFields::DROPPED
             }
             "trailer" => SpecialFields::TRAILER,
-            "x-real-ip" => SpecialFields::CLAIMS,
-            name if name.starts_with("x-forwarded-") => SpecialFields::CLAIMS,
-            name if name.bytes().all(|byte| USUAL[usize::from(byte)]) => SpecialFields::default(),
-            _ => SpecialFields::ODD,
+            "x-real-ip" => SpecialFields::UNTRUSTED_FORWARDING,
+            name if name.starts_with("x-forwarded-") => SpecialFields::UNTRUSTED_FORWARDING,
+            name if name.bytes().all(|byte| PLAIN_NAME_BYTES[usize::from(byte)]) => SpecialFields::default(),
+            _ => SpecialFields::AMBIGUOUS_NAME,
         }
     }
 
@@ -97,56 +97,60 @@ pub fn forward_request(
     headers: &mut HeaderMap,
     marks: SpecialFields,
     peer: &HeaderValue,
-    client: &Client,
+    client: &ClientInfo,
     keys: &[HeaderName],
 ) {
-    let way = if client.told == Some(ForwardedField::Forwarded) { way_of(headers, peer, client) } else { None };
-    let wants_trailers = marks.has(SpecialFields::TE) && lists_trailers(headers);
-    strip(headers, marks, keys);
-    if marks.has(SpecialFields::ODD) {
-        remove_all(headers, |name| {
-            SpecialFields::of_name(name.as_str()).has(SpecialFields::ODD) && !keys.contains(name)
+    let way = if client.trusted_header == Some(ForwardedField::Forwarded) {
+        forwarded_value(headers, peer, client)
+    } else {
+        None
+    };
+    let wants_trailers = marks.has(SpecialFields::TE) && accepts_trailers(headers);
+    remove_hop_by_hop(headers, marks, keys);
+    if marks.has(SpecialFields::AMBIGUOUS_NAME) {
+        remove_matching(headers, |name| {
+            SpecialFields::of_name(name.as_str()).has(SpecialFields::AMBIGUOUS_NAME) && !keys.contains(name)
         });
     }
     if marks.has(SpecialFields::TRAILER) {
-        announce_trailers(headers, keys);
+        filter_trailer_field(headers, keys);
     }
     if wants_trailers {
         // Trailers in the answer are passed on, so the upstream may send them.
         headers.insert(header::TE, HeaderValue::from_static("trailers"));
     }
-    if client.told == Some(ForwardedField::XForwardedFor) {
-        return add_hop(headers, peer, client);
+    if client.trusted_header == Some(ForwardedField::XForwardedFor) {
+        return append_x_forwarded_for(headers, peer, client);
     }
     // What an untrusted client says about itself is replaced by what is known.
-    if marks.has(SpecialFields::CLAIMS) {
-        remove_all(headers, |name| {
-            SpecialFields::of_name(name.as_str()).has(SpecialFields::CLAIMS) && !keys.contains(name)
+    if marks.has(SpecialFields::UNTRUSTED_FORWARDING) {
+        remove_matching(headers, |name| {
+            SpecialFields::of_name(name.as_str()).has(SpecialFields::UNTRUSTED_FORWARDING) && !keys.contains(name)
         });
     }
     if let Some(way) = way {
         headers.insert(header::FORWARDED, way);
-        headers.insert(X_FORWARDED_FOR, address(client.address));
+        headers.insert(X_FORWARDED_FOR, address_value(client.address));
     } else {
         headers.insert(X_FORWARDED_FOR, peer.clone());
     }
-    headers.insert(X_FORWARDED_PROTO, scheme(client.is_secure));
+    headers.insert(X_FORWARDED_PROTO, scheme_value(client.is_secure));
     match headers.get(header::HOST).cloned() {
         Some(host) => headers.insert(X_FORWARDED_HOST, host),
         None => headers.remove(X_FORWARDED_HOST),
     };
 }
 
-fn scheme(is_secure: bool) -> HeaderValue {
+fn scheme_value(is_secure: bool) -> HeaderValue {
     HeaderValue::from_static(if is_secure { "https" } else { "http" })
 }
 
 /// What a trusted proxy says stays, and it is added that it was the one to ask.
-fn add_hop(headers: &mut HeaderMap, peer: &HeaderValue, client: &Client) {
-    let way = joined(headers.get_all(X_FORWARDED_FOR).iter().chain([peer]));
+fn append_x_forwarded_for(headers: &mut HeaderMap, peer: &HeaderValue, client: &ClientInfo) {
+    let way = join_lines(headers.get_all(X_FORWARDED_FOR).iter().chain([peer]));
     headers.insert(X_FORWARDED_FOR, way.unwrap_or_else(|| peer.clone()));
     if !headers.contains_key(X_FORWARDED_PROTO) {
-        headers.insert(X_FORWARDED_PROTO, scheme(client.is_secure));
+        headers.insert(X_FORWARDED_PROTO, scheme_value(client.is_secure));
     }
     if let (false, Some(host)) = (headers.contains_key(X_FORWARDED_HOST), headers.get(header::HOST).cloned()) {
         headers.insert(X_FORWARDED_HOST, host);
@@ -154,18 +158,18 @@ fn add_hop(headers: &mut HeaderMap, peer: &HeaderValue, client: &Client) {
 }
 
 /// The same in Forwarded (RFC 7239), where an IPv6 address stands in brackets and quotes.
-fn way_of(headers: &HeaderMap, peer: &HeaderValue, client: &Client) -> Option<HeaderValue> {
+fn forwarded_value(headers: &HeaderMap, peer: &HeaderValue, client: &ClientInfo) -> Option<HeaderValue> {
     let peer = peer.to_str().ok()?;
     let proto = if client.is_secure { "https" } else { "http" };
     let hop = match peer.contains(':') {
         true => format!("for=\"[{peer}]\";proto={proto}"),
         false => format!("for={peer};proto={proto}"),
     };
-    joined(headers.get_all(header::FORWARDED).iter().chain([&HeaderValue::from_str(&hop).ok()?]))
+    join_lines(headers.get_all(header::FORWARDED).iter().chain([&HeaderValue::from_str(&hop).ok()?]))
 }
 
 /// Several lines of a list as one.
-fn joined<'a>(lines: impl Iterator<Item = &'a HeaderValue>) -> Option<HeaderValue> {
+fn join_lines<'a>(lines: impl Iterator<Item = &'a HeaderValue>) -> Option<HeaderValue> {
     let lines: Vec<&[u8]> = lines.map(HeaderValue::as_bytes).filter(|line| !line.is_empty()).collect();
     HeaderValue::from_bytes(&lines.join(&b", "[..])).ok()
 }
@@ -181,7 +185,7 @@ pub fn forward_response(headers: &mut HeaderMap) -> bool {
         if mark.has(SpecialFields::FRAMING) {
             let value = value.as_bytes();
             let is_valid = match mark.has(SpecialFields::CONTENT_LENGTH) {
-                true => is_length(value),
+                true => is_content_length(value),
                 false => value.eq_ignore_ascii_case(b"chunked"),
             };
             if !is_valid || is_framed {
@@ -190,28 +194,29 @@ pub fn forward_response(headers: &mut HeaderMap) -> bool {
             is_framed = true;
         }
     }
-    strip(headers, marks, &[]);
+    remove_hop_by_hop(headers, marks, &[]);
     true
 }
 
 /// Whether this is a number of bytes; those of 19 digits fit into 64 bits.
-fn is_length(text: &[u8]) -> bool {
+fn is_content_length(text: &[u8]) -> bool {
     (1..=19).contains(&text.len()) && text.iter().all(u8::is_ascii_digit)
 }
 
 /// Makes the trailers of a response ready for the client.
 pub fn forward_response_trailers(trailers: &mut HeaderMap) {
-    strip(trailers, SpecialFields::of(trailers), &[]);
+    remove_hop_by_hop(trailers, SpecialFields::present_in(trailers), &[]);
 }
 
 static KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 static PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 
 /// Fields that no message of HTTP/2 may have (RFC 9113, section 8.2.2).
-static NOT_ON_STREAMS: [HeaderName; 4] = [header::CONNECTION, header::TRANSFER_ENCODING, header::UPGRADE, header::TE];
+static FORBIDDEN_IN_HTTP2: [HeaderName; 4] =
+    [header::CONNECTION, header::TRANSFER_ENCODING, header::UPGRADE, header::TE];
 
 /// Takes out of an answer what can not be said on a stream of HTTP/2; whether it tells the date.
-pub fn answer_on_stream(headers: &mut HeaderMap) -> bool {
+pub fn remove_connection_fields(headers: &mut HeaderMap) -> bool {
     let (mut is_dated, mut is_about_connection) = (false, false);
     for name in headers.keys() {
         match *name {
@@ -221,20 +226,20 @@ pub fn answer_on_stream(headers: &mut HeaderMap) -> bool {
         }
     }
     if is_about_connection {
-        let names = NOT_ON_STREAMS.iter().chain([&KEEP_ALIVE, &PROXY_CONNECTION]);
+        let names = FORBIDDEN_IN_HTTP2.iter().chain([&KEEP_ALIVE, &PROXY_CONNECTION]);
         names.for_each(|name| drop(headers.remove(name)));
     }
     is_dated
 }
 
-fn lists_trailers(headers: &HeaderMap) -> bool {
+fn accepts_trailers(headers: &HeaderMap) -> bool {
     let codings = headers.get_all(header::TE).iter().filter_map(|te| te.to_str().ok());
     codings.flat_map(|te| te.split(',')).any(|coding| coding.trim().eq_ignore_ascii_case("trailers"))
 }
 
 /// Removes what is about one connection only. Expect stays behind too: hyper asks the client for
 /// the body when the upstream takes it.
-fn strip(headers: &mut HeaderMap, marks: SpecialFields, keys: &[HeaderName]) {
+fn remove_hop_by_hop(headers: &mut HeaderMap, marks: SpecialFields, keys: &[HeaderName]) {
     if marks.has(SpecialFields::CONNECTION)
         && let Entry::Occupied(connection) = headers.entry(header::CONNECTION)
     {
@@ -246,17 +251,17 @@ fn strip(headers: &mut HeaderMap, marks: SpecialFields, keys: &[HeaderName]) {
             }
         }
     }
-    for (mark, name) in &ABOUT_THE_CONNECTION {
+    for (mark, name) in &CONNECTION_FIELDS {
         if marks.has(*mark) {
             headers.remove(name);
         }
     }
     if marks.has(SpecialFields::DROPPED) {
-        remove_all(headers, |name| SpecialFields::of_name(name.as_str()).has(SpecialFields::DROPPED));
+        remove_matching(headers, |name| SpecialFields::of_name(name.as_str()).has(SpecialFields::DROPPED));
     }
 }
 
-fn remove_all(headers: &mut HeaderMap, is_removed: impl Fn(&HeaderName) -> bool) {
+fn remove_matching(headers: &mut HeaderMap, is_removed: impl Fn(&HeaderName) -> bool) {
     while let Some(name) = headers.keys().find(|name| is_removed(name)).cloned() {
         headers.remove(name);
     }
@@ -264,11 +269,11 @@ fn remove_all(headers: &mut HeaderMap, is_removed: impl Fn(&HeaderName) -> bool)
 
 /// Leaves only those trailers announced that say nothing the head is trusted for. hyper sends no
 /// trailer that is not announced.
-fn announce_trailers(headers: &mut HeaderMap, keys: &[HeaderName]) {
+fn filter_trailer_field(headers: &mut HeaderMap, keys: &[HeaderName]) {
     let values = headers.get_all(header::TRAILER).iter().filter_map(|value| value.to_str().ok());
     let names = values.flat_map(|value| value.split(',')).map(str::trim);
     let names = names.filter_map(|name| HeaderName::from_bytes(name.as_bytes()).ok());
-    let names = names.filter(|name| is_fit_for_a_trailer(name) && !keys.contains(name));
+    let names = names.filter(|name| is_allowed_in_trailers(name) && !keys.contains(name));
     let names: Vec<String> = names.map(|name| name.to_string()).collect();
     headers.remove(header::TRAILER);
     if let (false, Ok(value)) = (names.is_empty(), HeaderValue::from_str(&names.join(", "))) {
@@ -277,11 +282,11 @@ fn announce_trailers(headers: &mut HeaderMap, keys: &[HeaderName]) {
 }
 
 /// Removes the trailers of a request that say what the head is trusted for.
-pub fn forward_trailers(trailers: &mut HeaderMap) {
-    remove_all(trailers, |name| !is_fit_for_a_trailer(name));
+pub fn forward_request_trailers(trailers: &mut HeaderMap) {
+    remove_matching(trailers, |name| !is_allowed_in_trailers(name));
 }
 
-fn is_fit_for_a_trailer(name: &HeaderName) -> bool {
+fn is_allowed_in_trailers(name: &HeaderName) -> bool {
     SpecialFields::of_name(name.as_str()) == SpecialFields::default() && !NEVER_HOP_BY_HOP.contains(name)
 }
 
@@ -298,7 +303,7 @@ fn connection_options<'a>(values: impl Iterator<Item = &'a HeaderValue>) -> Vec<
 }
 
 /// An address as a field value.
-pub fn address(peer: IpAddr) -> HeaderValue {
+pub fn address_value(peer: IpAddr) -> HeaderValue {
     let text = peer.to_canonical().to_string();
     HeaderValue::from_str(&text).unwrap_or_else(|_| HeaderValue::from_static("unknown"))
 }
@@ -318,12 +323,12 @@ mod tests {
     #[test]
     fn an_answer_on_a_stream_has_nothing_about_a_connection() {
         let mut answer = headers(&[("connection", "close"), ("keep-alive", "timeout=5"), ("upgrade", "a"), ("x", "y")]);
-        assert!(!answer_on_stream(&mut answer));
+        assert!(!remove_connection_fields(&mut answer));
         assert_eq!(answer, headers(&[("x", "y")]));
-        for name in NOT_ON_STREAMS.iter().chain([&KEEP_ALIVE, &PROXY_CONNECTION]) {
+        for name in FORBIDDEN_IN_HTTP2.iter().chain([&KEEP_ALIVE, &PROXY_CONNECTION]) {
             let mut answer = HeaderMap::from_iter([(name.clone(), HeaderValue::from_static("z"))]);
             answer.insert(header::DATE, HeaderValue::from_static("today"));
-            assert!(answer_on_stream(&mut answer));
+            assert!(remove_connection_fields(&mut answer));
             assert_eq!(answer.len(), 1, "{name}");
         }
     }
@@ -334,10 +339,10 @@ mod tests {
 
     fn forwarded_from(peer: &str, told: Option<ForwardedField>, fields: &[(&'static str, &'static str)]) -> HeaderMap {
         let mut headers = headers(fields);
-        let (marks, address) = (SpecialFields::of(&headers), address(peer.parse().unwrap()));
+        let (marks, address) = (SpecialFields::present_in(&headers), address_value(peer.parse().unwrap()));
         let client = match told {
-            None => Client { address: peer.parse().unwrap(), is_secure: false, told },
-            Some(_) => Client { address: "198.51.100.1".parse().unwrap(), is_secure: true, told },
+            None => ClientInfo { address: peer.parse().unwrap(), is_secure: false, trusted_header: told },
+            Some(_) => ClientInfo { address: "198.51.100.1".parse().unwrap(), is_secure: true, trusted_header: told },
         };
         forward_request(&mut headers, marks, &address, &client, &[HeaderName::from_static("x-api-key")]);
         headers

@@ -8,11 +8,11 @@ use std::net::IpAddr;
 
 use http::header::HeaderName;
 
-use super::percent_decode::Malformed;
-use super::query::Given;
-use super::rate_limit_key::Caller;
+use super::percent_decode::InvalidEscape;
+use super::query::Occurrence;
+use super::rate_limit_key::RequestAttributes;
 use super::{bearer, cookie, query};
-use crate::jwt::Invalid;
+use crate::jwt::TokenError;
 use transom_limiter::ip_prefix::canonical_address;
 use transom_limiter::key::KeyPart;
 
@@ -31,7 +31,7 @@ pub enum KeySource {
     /// By the parameter's position in the route's path.
     Param(usize),
     /// No request of the route has it.
-    Nowhere,
+    Unavailable,
     ClientCert,
     Host,
     Method,
@@ -45,9 +45,9 @@ pub enum KeyError {
     Missing,
     Ambiguous,
     /// More than one Authorization, whichever claim of its token is asked for.
-    Authorizations,
-    Escape,
-    Token(Invalid),
+    RepeatedAuthorization,
+    InvalidEscape,
+    Token(TokenError),
 }
 
 impl KeySource {
@@ -57,14 +57,14 @@ impl KeySource {
             KeyPart::Ip { v4_prefix, v6_prefix } => KeySource::Ip { v4_prefix: *v4_prefix, v6_prefix: *v6_prefix },
             // The configuration has been checked; what can be no name is in no request.
             KeyPart::Header(name) => {
-                HeaderName::from_bytes(name.as_bytes()).map_or(KeySource::Nowhere, KeySource::Header)
+                HeaderName::from_bytes(name.as_bytes()).map_or(KeySource::Unavailable, KeySource::Header)
             }
             KeyPart::Cookie(name) => KeySource::Cookie(name.clone()),
             KeyPart::Query(name) => KeySource::Query(name.clone()),
             KeyPart::Jwt(claim) => KeySource::Jwt(claim.clone()),
             KeyPart::Param(name) => {
                 let position = params.iter().position(|known| known == name);
-                position.map_or(KeySource::Nowhere, KeySource::Param)
+                position.map_or(KeySource::Unavailable, KeySource::Param)
             }
             KeyPart::ClientCert => KeySource::ClientCert,
             KeyPart::Host => KeySource::Host,
@@ -77,9 +77,9 @@ impl KeySource {
 
     /// Hands on the part of a request, and of what kind it is.
     #[inline]
-    pub fn feed(&self, caller: &Caller<'_>, take: &mut impl FnMut(u8, &[u8])) -> Result<(), KeyError> {
+    pub fn feed(&self, caller: &RequestAttributes<'_>, take: &mut impl FnMut(u8, &[u8])) -> Result<(), KeyError> {
         match self {
-            KeySource::Ip { v4_prefix, v6_prefix } => address(caller.address, *v4_prefix, *v6_prefix, take),
+            KeySource::Ip { v4_prefix, v6_prefix } => feed_address(caller.address, *v4_prefix, *v6_prefix, take),
             KeySource::Header(name) => {
                 let mut values = caller.headers.get_all(name).iter();
                 match (values.next(), values.next()) {
@@ -92,23 +92,27 @@ impl KeySource {
                 let range = caller.params.get(*position).ok_or(KeyError::Missing)?;
                 take(4, caller.path[range.clone()].as_bytes());
             }
-            KeySource::Nowhere => return Err(KeyError::Missing),
+            KeySource::Unavailable => return Err(KeyError::Missing),
             KeySource::ClientCert => take(13, caller.client_cert.ok_or(KeyError::Missing)?.as_bytes()),
             KeySource::Host => take(5, caller.host.as_bytes()),
             KeySource::Method => take(6, caller.method.as_str().as_bytes()),
             KeySource::Path => take(7, caller.path.as_bytes()),
             KeySource::Route => take(8, caller.route.as_bytes()),
             KeySource::Global => take(9, b""),
-            KeySource::Cookie(name) => take(10, &once(cookie::named(caller.headers, name))?),
+            KeySource::Cookie(name) => take(10, &single(cookie::cookie(caller.headers, name))?),
             KeySource::Query(name) => {
                 let query = caller.uri.query().unwrap_or_default();
-                take(11, &once(query::parameter(query, name).map_err(|Malformed| KeyError::Escape)?)?);
+                take(
+                    11,
+                    &single(query::query_parameter(query, name).map_err(|InvalidEscape| KeyError::InvalidEscape)?)?,
+                );
             }
             KeySource::Jwt(claim) => {
-                let token = bearer::token(caller.headers).map_err(|bearer::Twice| KeyError::Authorizations)?;
+                let token = bearer::bearer_token(caller.headers)
+                    .map_err(|bearer::DuplicateAuthorization| KeyError::RepeatedAuthorization)?;
                 let take = |value: &str| take(12, value.as_bytes());
                 let token = token.ok_or(KeyError::Missing)?;
-                if !caller.tokens.claim(token, claim, caller.wall_ms, take).map_err(KeyError::Token)? {
+                if !caller.tokens.with_claim(token, claim, caller.wall_ms, take).map_err(KeyError::Token)? {
                     return Err(KeyError::Missing);
                 }
             }
@@ -117,25 +121,25 @@ impl KeySource {
     }
 }
 
-fn once(given: Given<'_>) -> Result<Cow<'_, [u8]>, KeyError> {
+fn single(given: Occurrence<'_>) -> Result<Cow<'_, [u8]>, KeyError> {
     match given {
-        Given::Once(value) => Ok(value),
-        Given::Nothing => Err(KeyError::Missing),
-        Given::Twice => Err(KeyError::Ambiguous),
+        Occurrence::Single(value) => Ok(value),
+        Occurrence::Absent => Err(KeyError::Missing),
+        Occurrence::Repeated => Err(KeyError::Ambiguous),
     }
 }
 
 /// Hands on as much of an address as is counted.
 #[inline]
-pub fn address(address: IpAddr, v4_prefix: u8, v6_prefix: u8, take: &mut impl FnMut(u8, &[u8])) {
+pub fn feed_address(address: IpAddr, v4_prefix: u8, v6_prefix: u8, take: &mut impl FnMut(u8, &[u8])) {
     match canonical_address(address) {
-        IpAddr::V4(v4) => take(1, &prefix(v4.to_bits(), 32 - v4_prefix).to_be_bytes()),
-        IpAddr::V6(v6) => take(2, &prefix(v6.to_bits(), 128 - v6_prefix).to_be_bytes()),
+        IpAddr::V4(v4) => take(1, &mask_host_bits(v4.to_bits(), 32 - v4_prefix).to_be_bytes()),
+        IpAddr::V6(v6) => take(2, &mask_host_bits(v6.to_bits(), 128 - v6_prefix).to_be_bytes()),
     }
 }
 
 /// The kind of a part, as [`KeySource::feed`] tells it; addresses are of two, and tell it themselves.
-pub fn kind(part: &KeyPart) -> u8 {
+pub fn part_kind(part: &KeyPart) -> u8 {
     match part {
         KeyPart::Ip { .. } => 1,
         KeyPart::Header(_) => 3,
@@ -153,7 +157,7 @@ pub fn kind(part: &KeyPart) -> u8 {
 }
 
 /// Clears the last `host_bits` bits of an address.
-fn prefix<T>(bits: T, host_bits: u8) -> T
+fn mask_host_bits<T>(bits: T, host_bits: u8) -> T
 where
     T: Copy + Default + std::ops::Shr<u8, Output = T> + std::ops::Shl<u8, Output = T>,
 {

@@ -9,8 +9,8 @@ use std::net::IpAddr;
 
 use foldhash::fast::RandomState;
 
-use super::client_plans::{Clients, PlanId, SECRET_MAX_BYTES};
-use super::key_source::{address, kind};
+use super::client_plans::{ClientPlans, PlanId, SECRET_MAX_BYTES};
+use super::key_source::{feed_address, part_kind};
 use transom_limiter::ip_prefix::Networks;
 use transom_limiter::key::{KeyHash, KeyHasher, KeyPart};
 use transom_limiter::rule::KeyValue;
@@ -24,7 +24,7 @@ pub struct Overrides {
     /// The hashes are keyed already, so it matters little how the map hashes them.
     keys: HashMap<KeyHash, RuleTreatment, RandomState>,
     /// If some key is given as a digest, all are looked up by the digests of their parts.
-    pub by_digest: Option<KeyHasher>,
+    pub digest_hasher: Option<KeyHasher>,
     /// For each plan that a client is on, the variant of the rule.
     plans: Vec<usize>,
 }
@@ -40,7 +40,7 @@ pub enum RuleTreatment {
 impl Overrides {
     /// `None` if the rule has none. `start` is the hash of the rule's key as far as it does not depend
     /// on a request.
-    pub fn new(entry: &CompiledRule, start: &KeyHasher, clients: Option<&Clients>) -> Option<Overrides> {
+    pub fn new(entry: &CompiledRule, start: &KeyHasher, clients: Option<&ClientPlans>) -> Option<Overrides> {
         let rule = &entry.rule;
         let plans = clients.map_or(&[][..], |clients| &clients.plans);
         let plans: Vec<usize> = plans.iter().map(|plan| entry.variant_of_plan(plan)).collect();
@@ -53,8 +53,8 @@ impl Overrides {
         let exceptions = Overrides {
             networks: (!rule.exemptions.networks.is_empty())
                 .then(|| Networks::new(rule.exemptions.networks.iter().map(|network| (*network, ())))),
-            keys: keys.iter().map(|(key, standing)| (hash(start, &rule.key, key, digests), *standing)).collect(),
-            by_digest: digests.then(|| start.clone()),
+            keys: keys.iter().map(|(key, standing)| (hash_values(start, &rule.key, key, digests), *standing)).collect(),
+            digest_hasher: digests.then(|| start.clone()),
             plans: if plans.iter().any(|variant| *variant != 0) { plans } else { Vec::new() },
         };
         let any = exceptions.networks.is_some() || !exceptions.keys.is_empty() || !exceptions.plans.is_empty();
@@ -71,7 +71,7 @@ impl Overrides {
         !self.keys.is_empty()
     }
 
-    pub fn of_key(&self, key: KeyHash) -> Option<RuleTreatment> {
+    pub fn treatment_of(&self, key: KeyHash) -> Option<RuleTreatment> {
         self.keys.get(&key).copied()
     }
 
@@ -86,13 +86,13 @@ impl Overrides {
 }
 
 /// The hash that a request with these values has; as digests, if they are looked up so.
-fn hash(start: &KeyHasher, parts: &[KeyPart], values: &[KeyValue], digests: bool) -> KeyHash {
+fn hash_values(start: &KeyHasher, parts: &[KeyPart], values: &[KeyValue], digests: bool) -> KeyHash {
     let mut hasher = start.clone();
     for (part, value) in parts.iter().zip(values) {
         match value {
             // The configuration has been checked: what is no address never gets here.
             KeyValue::Clear(text) => feed_text(&mut hasher, part, text, digests).unwrap_or_default(),
-            KeyValue::Digest(digest) => hasher.add_part(kind(part), digest.bytes()),
+            KeyValue::Digest(digest) => hasher.add_part(part_kind(part), digest.bytes()),
         }
     }
     hasher.finish()
@@ -103,16 +103,16 @@ pub fn feed_text(hasher: &mut KeyHasher, part: &KeyPart, text: &str, digest: boo
     match part {
         KeyPart::Ip { v4_prefix, v6_prefix } => {
             let parsed = text.parse().ok()?;
-            address(parsed, *v4_prefix, *v6_prefix, &mut |kind, bytes| feed(hasher, kind, bytes, digest));
+            feed_address(parsed, *v4_prefix, *v6_prefix, &mut |kind, bytes| feed_part(hasher, kind, bytes, digest));
         }
-        _ => feed(hasher, kind(part), text.as_bytes(), digest),
+        _ => feed_part(hasher, part_kind(part), text.as_bytes(), digest),
     }
     Some(())
 }
 
 /// Adds a part of a key, or its digest. What is too long for a secret is no secret that is known, so
 /// it need not be digested.
-pub fn feed(hasher: &mut KeyHasher, kind: u8, bytes: &[u8], digest: bool) {
+pub fn feed_part(hasher: &mut KeyHasher, kind: u8, bytes: &[u8], digest: bool) {
     match digest && bytes.len() <= SECRET_MAX_BYTES {
         true => hasher.add_part(kind, Digest::of(bytes).bytes()),
         false => hasher.add_part(kind, bytes),
@@ -127,7 +127,7 @@ mod tests {
 
     use super::*;
     use crate::http::rate_limit_key::RuleKey;
-    use crate::http::rate_limit_key::tests::{SEED, of, route, rule};
+    use crate::http::rate_limit_key::tests::{SEED, resolve, route, rule};
     use transom_limiter::key::OnMissing;
     use transom_limiter::rule::Exemptions;
     use transom_limiter::rule_set::RuleSet;
@@ -152,8 +152,8 @@ mod tests {
         let mut rule = rule(key, OnMissing::Fallback(vec![KeyPart::Global]));
         rule.exemptions = Exemptions { keys, networks: vec!["192.0.2.0/24".parse().unwrap()] };
         let rule_set = RuleSet::new(&[rule], SEED, None);
-        let exceptions = RuleKey::exceptions(&rule_set.rules[0], None, SEED).map(Arc::new);
-        RuleKey::new(&rule_set.rules[0], &route(), SEED).with(exceptions)
+        let exceptions = RuleKey::compile_overrides(&rule_set.rules[0], None, SEED).map(Arc::new);
+        RuleKey::new(&rule_set.rules[0], &route(), SEED).with_overrides(exceptions)
     }
 
     #[test]
@@ -167,15 +167,15 @@ mod tests {
             };
             let key: Vec<KeyValue> = values.iter().enumerate().map(value).collect();
             let all = exempting(&parts, vec![key.clone()]);
-            assert_eq!(of(&all, "10.0.0.99", &headers), Ok(None));
-            assert!(of(&all, "10.0.1.7", &headers).unwrap().is_some());
-            assert!(of(&all, "10.0.0.99", &HeaderMap::new()).unwrap().is_some(), "counted under the fallback");
+            assert_eq!(resolve(&all, "10.0.0.99", &headers), Ok(None));
+            assert!(resolve(&all, "10.0.1.7", &headers).unwrap().is_some());
+            assert!(resolve(&all, "10.0.0.99", &HeaderMap::new()).unwrap().is_some(), "counted under the fallback");
             // Whichever part differs.
             for i in 0..parts.len() {
                 let mut other = key.clone();
                 other[i] = KeyValue::Clear("10.9.9.9".to_owned());
                 let other = exempting(&parts, vec![other]);
-                assert!(of(&other, "10.0.0.99", &headers).unwrap().is_some(), "{}", parts[i]);
+                assert!(resolve(&other, "10.0.0.99", &headers).unwrap().is_some(), "{}", parts[i]);
             }
         }
     }
@@ -183,14 +183,14 @@ mod tests {
     #[test]
     fn a_network_is_exempt_whatever_the_key() {
         let rule = exempting(&[KeyPart::Header("x-user".to_owned())], vec![]);
-        assert_eq!(of(&rule, "192.0.2.255", &HeaderMap::new()), Ok(None));
-        assert_eq!(of(&rule, "::ffff:192.0.2.1", &HeaderMap::new()), Ok(None));
-        assert!(of(&rule, "192.0.3.0", &HeaderMap::new()).unwrap().is_some());
+        assert_eq!(resolve(&rule, "192.0.2.255", &HeaderMap::new()), Ok(None));
+        assert_eq!(resolve(&rule, "::ffff:192.0.2.1", &HeaderMap::new()), Ok(None));
+        assert!(resolve(&rule, "192.0.3.0", &HeaderMap::new()).unwrap().is_some());
     }
 
     #[test]
     fn a_rule_without_exceptions_looks_for_none() {
         let rule_set = RuleSet::new(&[rule(&[KeyPart::Host], OnMissing::Never)], SEED, None);
-        assert!(RuleKey::exceptions(&rule_set.rules[0], None, SEED).is_none());
+        assert!(RuleKey::compile_overrides(&rule_set.rules[0], None, SEED).is_none());
     }
 }

@@ -20,7 +20,7 @@ pub fn normalize(path: &str, reading: PathReading) -> Result<Cow<'_, str>, Reque
     if is_normal(path.as_bytes()) && is_one(path) {
         return Ok(Cow::Borrowed(path));
     }
-    resolve(&decode(path, reading.encoded_slash)?, reading).map(Cow::Owned)
+    resolve_segments(&reencode(path, reading.encoded_slash)?, reading).map(Cow::Owned)
 }
 
 /// Whether there is nothing to do: only plain characters, no empty or dotted segment inside. A
@@ -42,7 +42,7 @@ fn is_normal(path: &[u8]) -> bool {
     path.first() == Some(&b'/')
 }
 
-fn decode(path: &str, slashes: EncodedSlash) -> Result<String, RequestError> {
+fn reencode(path: &str, slashes: EncodedSlash) -> Result<String, RequestError> {
     let mut out = String::with_capacity(path.len());
     let mut bytes = path.bytes();
     while let Some(byte) = bytes.next() {
@@ -58,17 +58,17 @@ fn decode(path: &str, slashes: EncodedSlash) -> Result<String, RequestError> {
                     b'/' | b'\\' if slashes == EncodedSlash::Refuse => {
                         return Err(RequestError::Path("the path contains an encoded slash"));
                     }
-                    byte => push(byte, &mut out),
+                    byte => push_encoded(byte, &mut out),
                 }
             }
-            byte => push(byte, &mut out),
+            byte => push_encoded(byte, &mut out),
         }
     }
     Ok(out)
 }
 
 /// Writes a byte of a segment: as it is, or escaped.
-fn push(byte: u8, out: &mut String) {
+fn push_encoded(byte: u8, out: &mut String) {
     const HEX: &[u8; 16] = b"0123456789ABCDEF";
     if is_pchar(byte) {
         out.push(char::from(byte));
@@ -77,7 +77,7 @@ fn push(byte: u8, out: &mut String) {
     }
 }
 
-fn resolve(path: &str, reading: PathReading) -> Result<String, RequestError> {
+fn resolve_segments(path: &str, reading: PathReading) -> Result<String, RequestError> {
     let Some(rest) = path.strip_prefix('/') else {
         return Err(RequestError::Path("the path does not start with a slash"));
     };

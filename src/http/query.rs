@@ -6,46 +6,49 @@
 
 use std::borrow::Cow;
 
-use super::percent_decode::{Decoded, Malformed};
+use super::percent_decode::{InvalidEscape, PercentDecoder};
 
 /// What a request says under one name.
 #[derive(PartialEq, Eq, Debug)]
-pub enum Given<'a> {
-    Nothing,
-    Once(Cow<'a, [u8]>),
+pub enum Occurrence<'a> {
+    Absent,
+    Single(Cow<'a, [u8]>),
     /// The upstream might believe the other one.
-    Twice,
+    Repeated,
 }
 
 /// The value of a parameter. Names are all read; of values, only the one that is asked for.
-pub fn parameter<'a>(query: &'a str, name: &str) -> Result<Given<'a>, Malformed> {
+pub fn query_parameter<'a>(query: &'a str, name: &str) -> Result<Occurrence<'a>, InvalidEscape> {
     let mut given = None;
     for pair in query.as_bytes().split(|byte| *byte == b'&') {
         let equals = pair.iter().position(|byte| *byte == b'=').unwrap_or(pair.len());
-        if !is(&pair[..equals], name.as_bytes())? {
+        if !name_matches(&pair[..equals], name.as_bytes())? {
             continue;
         }
         if given.is_some() {
-            return Ok(Given::Twice);
+            return Ok(Occurrence::Repeated);
         }
         given = Some(pair.get(equals + 1..).unwrap_or_default());
     }
     match given {
-        None | Some(b"") => Ok(Given::Nothing),
-        Some(value) if Decoded::is_plain(value) => Ok(Given::Once(Cow::Borrowed(value))),
-        Some(value) => Decoded::new(value).collect::<Result<Vec<u8>, Malformed>>().map(Cow::Owned).map(Given::Once),
+        None | Some(b"") => Ok(Occurrence::Absent),
+        Some(value) if PercentDecoder::is_plain(value) => Ok(Occurrence::Single(Cow::Borrowed(value))),
+        Some(value) => PercentDecoder::new(value)
+            .collect::<Result<Vec<u8>, InvalidEscape>>()
+            .map(Cow::Owned)
+            .map(Occurrence::Single),
     }
 }
 
 /// Whether a name, as it was sent, is the one.
-fn is(sent: &[u8], name: &[u8]) -> Result<bool, Malformed> {
-    if Decoded::is_plain(sent) {
+fn name_matches(sent: &[u8], name: &[u8]) -> Result<bool, InvalidEscape> {
+    if PercentDecoder::is_plain(sent) {
         return Ok(sent == name);
     }
     let mut wanted = name.iter();
     let mut same = true;
     // To its end, for what is malformed there.
-    for byte in Decoded::new(sent) {
+    for byte in PercentDecoder::new(sent) {
         same &= wanted.next() == Some(&byte?);
     }
     Ok(same && wanted.next().is_none())
@@ -55,11 +58,11 @@ fn is(sent: &[u8], name: &[u8]) -> Result<bool, Malformed> {
 mod tests {
     use super::*;
 
-    fn token(query: &str) -> Result<Option<String>, Malformed> {
-        Ok(match parameter(query, "token")? {
-            Given::Nothing => None,
-            Given::Once(value) => Some(String::from_utf8(value.into_owned()).unwrap()),
-            Given::Twice => Some("twice".to_owned()),
+    fn token(query: &str) -> Result<Option<String>, InvalidEscape> {
+        Ok(match query_parameter(query, "token")? {
+            Occurrence::Absent => None,
+            Occurrence::Single(value) => Some(String::from_utf8(value.into_owned()).unwrap()),
+            Occurrence::Repeated => Some("twice".to_owned()),
         })
     }
 
@@ -83,7 +86,7 @@ mod tests {
 
     #[test]
     fn nothing_is_copied_where_nothing_is_encoded() {
-        assert!(matches!(parameter("a=%20&token=abc", "token"), Ok(Given::Once(Cow::Borrowed(b"abc")))));
+        assert!(matches!(query_parameter("a=%20&token=abc", "token"), Ok(Occurrence::Single(Cow::Borrowed(b"abc")))));
     }
 
     #[test]
@@ -103,7 +106,7 @@ mod tests {
     #[test]
     fn what_can_not_be_decoded_is_malformed() {
         for query in ["token=%", "token=%zz", "token=a%2", "%zz=1&token=a", "token=a&%=", "token%=a"] {
-            assert_eq!(token(query), Err(Malformed), "{query}");
+            assert_eq!(token(query), Err(InvalidEscape), "{query}");
         }
         // The value of another parameter is nobody's business here.
         assert_eq!(token("discount=50%&token=a"), Ok(Some("a".to_owned())));

@@ -26,7 +26,7 @@ const LEGACY_RESET: HeaderName = HeaderName::from_static("x-ratelimit-reset");
 #[derive(Debug, Default)]
 pub struct RateLimitTemplate {
     rules: Vec<ReportedRule>,
-    rows: Vec<Row>,
+    layers: Vec<ReportedLayer>,
 }
 
 /// A rule that answers tell of. It may have thousands of variants, but a request only one of them.
@@ -39,18 +39,18 @@ struct ReportedRule {
 }
 
 #[derive(Debug)]
-struct Row {
-    line: LayerRef,
+struct ReportedLayer {
+    layer: LayerRef,
     /// Whether everyone has this layer, and not only some clients.
-    usual: bool,
+    is_default: bool,
     /// The name as a structured-field string, with what separates it from the item before.
     name: String,
     limit: u32,
     /// What may accumulate; used is what is missing of it.
     capacity: u64,
     windows: Windows,
-    ietf: bool,
-    legacy: bool,
+    is_ietf: bool,
+    is_legacy: bool,
 }
 
 impl RateLimitTemplate {
@@ -67,34 +67,34 @@ impl RateLimitTemplate {
             let variants = (0..entry.rule.variants().count()).map(|variant| entry.variant(variant));
             let variants = variants.map(|layers| first + layers.start..first + layers.end).collect();
             rules.push(ReportedRule { position, variants });
-            rows.extend(entry.rule.variants().flatten().enumerate().map(|(layer, limit)| Row {
-                line: LayerRef { rule: position, layer },
-                usual: entry.variant(0).contains(&layer),
+            rows.extend(entry.rule.variants().flatten().enumerate().map(|(layer, limit)| ReportedLayer {
+                layer: LayerRef { rule: position, layer },
+                is_default: entry.variant(0).contains(&layer),
                 name: format!(", \"{}\"", entry.layer_name(layer)),
                 limit: limit.tokens,
                 capacity: u64::from(limit.capacity.max(limit.tokens)),
                 windows: limit.windows.clone(),
-                ietf: matches!(style, RateLimitStyle::Ietf | RateLimitStyle::Both),
-                legacy: matches!(style, RateLimitStyle::Legacy | RateLimitStyle::Both),
+                is_ietf: matches!(style, RateLimitStyle::Ietf | RateLimitStyle::Both),
+                is_legacy: matches!(style, RateLimitStyle::Legacy | RateLimitStyle::Both),
             }));
         }
-        RateLimitTemplate { rules, rows }
+        RateLimitTemplate { rules, layers: rows }
     }
 
     /// The rows of the windows that a request was counted in, and their answers.
-    fn applied<'a>(&'a self, context: &'a DecisionContext) -> impl Iterator<Item = (&'a Row, &'a Charge)> {
+    fn applicable<'a>(&'a self, context: &'a DecisionContext) -> impl Iterator<Item = (&'a ReportedLayer, &'a Charge)> {
         let rows = self.rules.iter().filter_map(|told| {
             let keyed_request = context.inputs.keyed_requests.get(told.position).copied().flatten()?;
-            Some(&self.rows[told.variants[keyed_request.variant].clone()])
+            Some(&self.layers[told.variants[keyed_request.variant].clone()])
         });
-        rows.flatten().filter_map(|row| context.charge_of(row.line).map(|charge| (row, charge)))
+        rows.flatten().filter_map(|row| context.charge_of(row.layer).map(|charge| (row, charge)))
     }
 
     /// `RateLimit-Policy` for requests to which all rules apply, if it is the same for all of them:
     /// months differ in length.
-    pub fn policy(&self) -> Option<HeaderValue> {
+    pub fn constant_policy(&self) -> Option<HeaderValue> {
         let mut text = Vec::new();
-        for row in self.rows.iter().filter(|row| row.ietf && row.usual) {
+        for row in self.layers.iter().filter(|row| row.is_ietf && row.is_default) {
             row.write_policy(row.windows.period_ms()?, &mut text);
         }
         list(&text)
@@ -115,7 +115,7 @@ impl RateLimitTemplate {
         };
         let all = self.rules.iter().all(usual);
         text.clear();
-        for (row, charge) in self.applied(context).filter(|(row, _)| row.ietf) {
+        for (row, charge) in self.applicable(context).filter(|(row, _)| row.is_ietf) {
             row.write_state(charge, now_ms, text);
         }
         stamp.state = list(text);
@@ -130,18 +130,18 @@ impl RateLimitTemplate {
     /// `RateLimit-Policy` of the layers that applied to a request.
     fn policy_of(&self, context: &DecisionContext, text: &mut Vec<u8>) -> Option<HeaderValue> {
         text.clear();
-        for (row, charge) in self.applied(context).filter(|(row, _)| row.ietf) {
+        for (row, charge) in self.applicable(context).filter(|(row, _)| row.is_ietf) {
             row.write_policy(row.windows.length_ms(charge.usage.end_ms), text);
         }
         list(text)
     }
 
     /// The layer nearest its limit; of several, the one that takes longest to open again.
-    fn nearest(&self, context: &DecisionContext, now_ms: u64) -> Option<Legacy> {
-        let told = self.applied(context).filter(|(row, _)| row.legacy);
+    fn nearest(&self, context: &DecisionContext, now_ms: u64) -> Option<LegacyFields> {
+        let told = self.applicable(context).filter(|(row, _)| row.is_legacy);
         let nearness =
-            |(row, charge): &(&Row, &Charge)| (row.remaining(charge), std::cmp::Reverse(charge.usage.end_ms));
-        told.min_by_key(nearness).map(|(row, charge)| Legacy {
+            |(row, charge): &(&ReportedLayer, &Charge)| (row.remaining(charge), std::cmp::Reverse(charge.usage.end_ms));
+        told.min_by_key(nearness).map(|(row, charge)| LegacyFields {
             limit: row.limit,
             remaining: row.remaining(charge),
             reset_s: seconds_until(charge.usage.end_ms, now_ms),
@@ -149,7 +149,7 @@ impl RateLimitTemplate {
     }
 }
 
-impl Row {
+impl ReportedLayer {
     fn remaining(&self, charge: &Charge) -> u64 {
         self.capacity.saturating_sub(charge.usage.used)
     }
@@ -178,11 +178,11 @@ pub struct RateLimitFields {
     policy: Option<HeaderValue>,
     state: Option<HeaderValue>,
     /// Elsewhere, since few want it.
-    legacy: Option<Box<Legacy>>,
+    legacy: Option<Box<LegacyFields>>,
 }
 
 #[derive(Clone, Debug)]
-struct Legacy {
+struct LegacyFields {
     limit: u32,
     remaining: u64,
     reset_s: u64,
@@ -191,7 +191,7 @@ struct Legacy {
 impl RateLimitFields {
     /// Says that hardly another answer will say the same. HTTP/2 then leaves it out of the table that both sides keep of
     /// what is said again (RFC 7541, section 6.2.3), and that it would fill.
-    pub fn only_once(mut self) -> RateLimitFields {
+    pub fn without_indexing(mut self) -> RateLimitFields {
         if let Some(state) = &mut self.state {
             state.set_sensitive(true);
         }
@@ -199,10 +199,10 @@ impl RateLimitFields {
     }
 
     /// Adds the fields to an answer. Lists that the upstream sent are kept, and joined.
-    pub fn put(self, headers: &mut HeaderMap) {
+    pub fn add_to(self, headers: &mut HeaderMap) {
         for (name, value) in [(RATELIMIT_POLICY, self.policy), (RATELIMIT, self.state)] {
             if let Some(value) = value {
-                join(headers, name, value);
+                append_list(headers, name, value);
             }
         }
         if let Some(legacy) = self.legacy {
@@ -254,7 +254,7 @@ pub fn seconds_until(then_ms: u64, now_ms: u64) -> u64 {
 }
 
 /// Sets a list field, or adds to it behind what the upstream said.
-fn join(headers: &mut HeaderMap, name: HeaderName, value: HeaderValue) {
+fn append_list(headers: &mut HeaderMap, name: HeaderName, value: HeaderValue) {
     // Seldom is there one, and looking through the names is less than hashing ours.
     if !headers.keys().any(|known| *known == name) {
         headers.insert(name, value);

@@ -7,7 +7,7 @@
 use bytes::Bytes;
 use http::StatusCode;
 
-use super::responses::{self, Refused, Reply};
+use super::responses::{self, LocalResponse, RefusalResponse};
 use transom_limiter::acquire::Charge;
 use transom_limiter::counter::{AcquireRequest, Usage};
 use transom_limiter::decision_context::DecisionContext;
@@ -16,81 +16,81 @@ use transom_limiter::rule_set::LayerRef;
 /// The last refusal by the rules of one book.
 #[derive(Debug, Default)]
 pub struct RefusalCache {
-    slate: usize,
+    route_rules: usize,
     now_ms: u64,
-    facts: Vec<Fact>,
+    outcomes: Vec<LayerOutcome>,
     /// `None` before the first.
-    refused: Option<Refused>,
+    refused: Option<RefusalResponse>,
     /// The same as it is sent over HTTP/1.1; empty until it is asked for.
     bytes: Bytes,
 }
 
 /// What was found of one layer. Nothing here tells one client from another.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Fact {
-    line: LayerRef,
-    ask: AcquireRequest,
+struct LayerOutcome {
+    layer: LayerRef,
+    request: AcquireRequest,
     usage: Usage,
-    full: bool,
+    is_full: bool,
 }
 
-impl Fact {
-    fn of((charge, line): (&Charge, &LayerRef)) -> Fact {
-        Fact { line: *line, ask: charge.request, usage: charge.usage, full: charge.is_full }
+impl LayerOutcome {
+    fn of((charge, line): (&Charge, &LayerRef)) -> LayerOutcome {
+        LayerOutcome { layer: *line, request: charge.request, usage: charge.usage, is_full: charge.is_full }
     }
 }
 
 impl RefusalCache {
     /// What is answered: as the last time, or else what `work_out` finds. `slate` is the position of the rules that decided
     /// on `desk`.
-    pub fn refusal(
+    pub fn response(
         &mut self,
         slate: usize,
         now_ms: u64,
         context: &DecisionContext,
-        work_out: impl FnOnce() -> Refused,
-    ) -> Reply {
-        self.renew(slate, now_ms, context, work_out).0.clone()
+        work_out: impl FnOnce() -> RefusalResponse,
+    ) -> LocalResponse {
+        self.refresh(slate, now_ms, context, work_out).0.clone()
     }
 
     /// As [`RefusalCache::refusal`], as it is sent over HTTP/1.1; and its status.
-    pub fn written(
+    pub fn http1_bytes(
         &mut self,
         slate: usize,
         now_ms: u64,
         context: &DecisionContext,
-        work_out: impl FnOnce() -> Refused,
+        work_out: impl FnOnce() -> RefusalResponse,
     ) -> (StatusCode, Bytes) {
-        let (reply, bytes) = self.renew(slate, now_ms, context, work_out);
+        let (reply, bytes) = self.refresh(slate, now_ms, context, work_out);
         if bytes.is_empty() {
-            *bytes = responses::written(reply);
+            *bytes = responses::http1_bytes(reply);
         }
         (reply.status(), bytes.clone())
     }
 
-    fn renew(
+    fn refresh(
         &mut self,
         slate: usize,
         now_ms: u64,
         context: &DecisionContext,
-        work_out: impl FnOnce() -> Refused,
-    ) -> (&Reply, &mut Bytes) {
-        let facts = || context.result.charges.iter().zip(&context.result.layers).map(Fact::of);
-        let is_same = (self.slate, self.now_ms) == (slate, now_ms) && self.facts.iter().copied().eq(facts());
+        work_out: impl FnOnce() -> RefusalResponse,
+    ) -> (&LocalResponse, &mut Bytes) {
+        let facts = || context.result.charges.iter().zip(&context.result.layers).map(LayerOutcome::of);
+        let is_same = (self.route_rules, self.now_ms) == (slate, now_ms) && self.outcomes.iter().copied().eq(facts());
         // Where chance has a part in it, the next is told something else.
         if !is_same || self.refused.as_ref().is_none_or(|refused| refused.is_random) {
-            (self.slate, self.now_ms) = (slate, now_ms);
-            self.facts.clear();
-            self.facts.extend(facts());
+            (self.route_rules, self.now_ms) = (slate, now_ms);
+            self.outcomes.clear();
+            self.outcomes.extend(facts());
             self.bytes = Bytes::new();
             self.refused = None;
         }
         let refused = self.refused.get_or_insert_with(|| {
             let mut refused = work_out();
             // Whoever sends a copy adds a field or two, such as the date.
-            refused.reply.headers_mut().reserve(4);
+            refused.response.headers_mut().reserve(4);
             refused
         });
-        (&refused.reply, &mut self.bytes)
+        (&refused.response, &mut self.bytes)
     }
 }

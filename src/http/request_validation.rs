@@ -18,65 +18,65 @@ use crate::config::route::byte_set;
 
 /// What the gate found out on the way.
 #[derive(Debug)]
-pub struct Clear<'a> {
+pub struct ValidatedRequest<'a> {
     /// Lower case, without port and trailing dot; empty where HTTP/1.0 named none.
     pub host: Cow<'a, str>,
     /// Which fields need attention when the request is forwarded.
-    pub marks: SpecialFields,
+    pub special_fields: SpecialFields,
     /// How it asks for a WebSocket, if it does.
     pub websocket: Option<UpgradeMethod>,
 }
 
 /// Lets a request pass, or says what is wrong with it.
-pub fn check(parts: &Parts) -> Result<Clear<'_>, RequestError> {
+pub fn validate(parts: &Parts) -> Result<ValidatedRequest<'_>, RequestError> {
     if parts.method == Method::CONNECT || parts.method == Method::TRACE {
-        let is_extended = parts.method == Method::CONNECT && websocket_handshake::is_extended(parts);
+        let is_extended = parts.method == Method::CONNECT && websocket_handshake::is_extended_connect(parts);
         return Err(if is_extended { RequestError::UNKNOWN_PROTOCOL } else { RequestError::Method });
     }
-    if !is_clear_method(parts.method.as_str()) {
+    if !is_valid_method(parts.method.as_str()) {
         return Err(RequestError::Malformed);
     }
-    let marks = SpecialFields::of(&parts.headers);
+    let marks = SpecialFields::present_in(&parts.headers);
     if marks.has(SpecialFields::TRANSFER_ENCODING) {
-        framing(&parts.headers)?;
+        check_transfer_encoding(&parts.headers)?;
     }
     if marks.has(SpecialFields::CONTENT_LENGTH) {
-        length(&parts.headers)?;
+        check_content_length(&parts.headers)?;
     }
     if marks.has(SpecialFields::EXPECT) {
-        expectation(&parts.headers)?;
+        check_expect(&parts.headers)?;
     }
-    let websocket = websocket_handshake::way(parts, marks.has(SpecialFields::UPGRADE))?;
+    let websocket = websocket_handshake::requested_upgrade(parts, marks.has(SpecialFields::UPGRADE))?;
     let host = host_field(parts)?;
-    target(parts, host.map(|host| host.authority))?;
-    Ok(Clear { host: host.map_or(Cow::Borrowed(""), Host::in_normal_form), marks, websocket })
+    check_target(parts, host.map(|host| host.authority))?;
+    Ok(ValidatedRequest { host: host.map_or(Cow::Borrowed(""), Host::normalized), special_fields: marks, websocket })
 }
 
 /// Makes a request of another version look like one of HTTP/1.1.
 pub fn translate(parts: &mut Parts) -> Result<(), RequestError> {
     match parts.version {
         _ if parts.method == Method::CONNECT => Ok(()),
-        Version::HTTP_2 => translate_2(parts),
-        Version::HTTP_10 => translate_1_0(parts),
+        Version::HTTP_2 => translate_http2(parts),
+        Version::HTTP_10 => translate_http1_0(parts),
         _ => Ok(()),
     }
 }
 
 /// HTTP/1.0 may name the host in the target alone: then the target's authority becomes Host (RFC 9112, section 3.2.2), for
 /// routes and for the upstream.
-fn translate_1_0(parts: &mut Parts) -> Result<(), RequestError> {
+fn translate_http1_0(parts: &mut Parts) -> Result<(), RequestError> {
     let Some(authority) = parts.uri.authority() else { return Ok(()) };
     if !parts.headers.contains_key(header::HOST) {
-        let host = HeaderValue::from_str(authority.as_str()).map_err(|_| RequestError::Host(NO_AUTHORITY))?;
+        let host = HeaderValue::from_str(authority.as_str()).map_err(|_| RequestError::Host(MALFORMED_AUTHORITY))?;
         parts.headers.insert(header::HOST, host);
     }
     Ok(())
 }
 
-const NO_AUTHORITY: &str = "the authority of the request target is malformed";
+const MALFORMED_AUTHORITY: &str = "the authority of the request target is malformed";
 
 /// HTTP/2 (RFC 9113, section 8.3): Host says what `:authority` says, and cookies stand in one field.
-fn translate_2(parts: &mut Parts) -> Result<(), RequestError> {
+fn translate_http2(parts: &mut Parts) -> Result<(), RequestError> {
     let (mut hosts, mut cookies, mut lengths) = (0, 0, 0);
     for (name, value) in &parts.headers {
         if name == header::COOKIE {
@@ -109,7 +109,7 @@ fn translate_2(parts: &mut Parts) -> Result<(), RequestError> {
         Some("https") => "443",
         Some(_) | None => return Err(RequestError::Target("the request target is of another scheme")),
     };
-    let same = |host: &HeaderValue| host.to_str().is_ok_and(|host| same_authority(authority.as_str(), host, port));
+    let same = |host: &HeaderValue| host.to_str().is_ok_and(|host| is_same_authority(authority.as_str(), host, port));
     match hosts {
         0 => {}
         1 if parts.headers.get(header::HOST).is_some_and(same) => {}
@@ -124,18 +124,18 @@ fn translate_2(parts: &mut Parts) -> Result<(), RequestError> {
 }
 
 /// Methods are case-sensitive, but some servers take `post` for POST.
-fn is_clear_method(method: &str) -> bool {
+fn is_valid_method(method: &str) -> bool {
     method.len() <= 32
         && method.bytes().all(|byte| byte.is_ascii_uppercase() || byte.is_ascii_digit() || b"-_".contains(&byte))
 }
 
-fn framing(headers: &HeaderMap) -> Result<(), RequestError> {
+fn check_transfer_encoding(headers: &HeaderMap) -> Result<(), RequestError> {
     let mut codings = headers.get_all(header::TRANSFER_ENCODING).iter();
     match (codings.next(), codings.next()) {
         (None, _) => Ok(()),
         (Some(coding), None) if coding.as_bytes().eq_ignore_ascii_case(b"chunked") => {
             if headers.contains_key(header::CONTENT_LENGTH) {
-                return Err(RequestError::DOUBTFUL_LENGTH);
+                return Err(RequestError::CONFLICTING_LENGTHS);
             }
             Ok(())
         }
@@ -144,7 +144,7 @@ fn framing(headers: &HeaderMap) -> Result<(), RequestError> {
 }
 
 /// Content-Length as every server reads it. Some take a leading zero for octal, and some count in 63 bits.
-fn length(headers: &HeaderMap) -> Result<(), RequestError> {
+fn check_content_length(headers: &HeaderMap) -> Result<(), RequestError> {
     let is_clear = |length: &HeaderValue| match length.as_bytes() {
         b"0" => true,
         [b'1'..=b'9', ..] => length.to_str().is_ok_and(|digits| digits.parse::<i64>().is_ok()),
@@ -154,7 +154,7 @@ fn length(headers: &HeaderMap) -> Result<(), RequestError> {
     are_clear.then_some(()).ok_or(RequestError::Framing("Content-Length is not one number of bytes"))
 }
 
-fn expectation(headers: &HeaderMap) -> Result<(), RequestError> {
+fn check_expect(headers: &HeaderMap) -> Result<(), RequestError> {
     let mut expectations = headers.get_all(header::EXPECT).iter();
     let known = expectations.all(|value| value.as_bytes().eq_ignore_ascii_case(b"100-continue"));
     known.then_some(()).ok_or(RequestError::Expectation)
@@ -169,7 +169,7 @@ fn host_field(parts: &Parts) -> Result<Option<Host<'_>>, RequestError> {
         (None, _) => return Err(RequestError::Host("the Host field is missing")),
         (Some(_), Some(_)) => return Err(RequestError::Host("the Host field is given more than once")),
     };
-    valid_host(host).map(Some).ok_or(RequestError::Host("the Host field is malformed"))
+    parse_host(host).map(Some).ok_or(RequestError::Host("the Host field is malformed"))
 }
 
 /// A host as it was named.
@@ -179,27 +179,27 @@ struct Host<'a> {
     /// Without the port.
     name: &'a str,
     /// Some letter may be a capital.
-    is_mixed: bool,
+    has_uppercase: bool,
 }
 
 impl<'a> Host<'a> {
-    fn in_normal_form(self) -> Cow<'a, str> {
+    fn normalized(self) -> Cow<'a, str> {
         let name = self.name.strip_suffix('.').unwrap_or(self.name);
-        if self.is_mixed { Cow::Owned(name.to_ascii_lowercase()) } else { Cow::Borrowed(name) }
+        if self.has_uppercase { Cow::Owned(name.to_ascii_lowercase()) } else { Cow::Borrowed(name) }
     }
 }
 
 /// `host[:port]`, or `None`: RFC 3986's reg-name or IP literal, no user information.
-fn valid_host(host: &HeaderValue) -> Option<Host<'_>> {
+fn parse_host(host: &HeaderValue) -> Option<Host<'_>> {
     let authority = host.to_str().ok()?;
     let (name, port) = split_port(authority);
     let class = name.bytes().fold(0, |class, byte| class | REG_NAME[usize::from(byte)]);
     let port_is_fine = port.is_none_or(is_port);
     let name_is_fine = match name.strip_prefix('[').and_then(|name| name.strip_suffix(']')) {
         Some(address) => address.parse::<std::net::Ipv6Addr>().is_ok(),
-        None => class & OTHER == 0 && !has_empty_label(name.as_bytes()),
+        None => class & INVALID == 0 && !has_empty_label(name.as_bytes()),
     };
-    (port_is_fine && name_is_fine).then_some(Host { authority, name, is_mixed: class & CAPITAL != 0 })
+    (port_is_fine && name_is_fine).then_some(Host { authority, name, has_uppercase: class & UPPERCASE != 0 })
 }
 
 /// Whether this is the number of a port, or nothing, which stands for the usual one.
@@ -217,19 +217,19 @@ fn has_empty_label(name: &[u8]) -> bool {
 
 /// What a byte may be in a name: a capital letter, or nothing that belongs there. Classes are bits, so
 /// that one pass tells of all.
-const CAPITAL: u8 = 1;
-const OTHER: u8 = 2;
+const UPPERCASE: u8 = 1;
+const INVALID: u8 = 2;
 
 /// unreserved, pct-encoded or sub-delims (RFC 3986, section 3.2.2).
 const REG_NAME: [u8; 256] = {
     let known = byte_set(b"abcdefghijklmnopqrstuvwxyz0123456789-._~%!$&'()*+,;=");
-    let mut classes = [OTHER; 256];
+    let mut classes = [INVALID; 256];
     let mut byte = 0;
     while byte < 256 {
         if known[byte] {
             classes[byte] = 0;
         } else if (byte as u8).is_ascii_uppercase() {
-            classes[byte] = CAPITAL;
+            classes[byte] = UPPERCASE;
         }
         byte += 1;
     }
@@ -245,7 +245,7 @@ fn split_port(authority: &str) -> (&str, Option<&str>) {
 }
 
 /// Origin form, or absolute form that names the same host; `*` for OPTIONS.
-fn target(parts: &Parts, host: Option<&str>) -> Result<(), RequestError> {
+fn check_target(parts: &Parts, host: Option<&str>) -> Result<(), RequestError> {
     let uri = &parts.uri;
     if uri.path() == "*" && parts.method == Method::OPTIONS {
         return Ok(());
@@ -256,14 +256,14 @@ fn target(parts: &Parts, host: Option<&str>) -> Result<(), RequestError> {
     // A translated request has its authority from there.
     let Some(authority) = uri.authority().filter(|_| parts.version != Version::HTTP_2) else { return Ok(()) };
     match uri.scheme_str() {
-        Some("http") if host.is_none_or(|host| same_authority(authority.as_str(), host, "80")) => Ok(()),
+        Some("http") if host.is_none_or(|host| is_same_authority(authority.as_str(), host, "80")) => Ok(()),
         Some("http") => Err(RequestError::Host("the Host field is not the host of the request target")),
         Some(_) | None => Err(RequestError::Target("the request target is of another scheme")),
     }
 }
 
 /// Whether two name the same host; `port` is the one that need not be named.
-fn same_authority(a: &str, b: &str, port: &str) -> bool {
+fn is_same_authority(a: &str, b: &str, port: &str) -> bool {
     let split = |authority| {
         let (name, named) = split_port(authority);
         (name, named.filter(|named| !named.is_empty()).unwrap_or(port))
@@ -279,7 +279,7 @@ mod tests {
 
     fn pass(request: http::request::Builder) -> Result<String, RequestError> {
         let (parts, ()) = request.body(()).unwrap().into_parts();
-        check(&parts).map(|clear| clear.host.into_owned())
+        validate(&parts).map(|clear| clear.host.into_owned())
     }
 
     #[test]
@@ -338,7 +338,7 @@ mod tests {
         let translated = |request: http::request::Builder| {
             let (mut parts, ()) = request.version(Version::HTTP_10).body(()).unwrap().into_parts();
             translate(&mut parts)?;
-            let host = check(&parts)?.host.into_owned();
+            let host = validate(&parts)?.host.into_owned();
             Ok((host, parts.headers.get("host").map(|host| host.to_str().unwrap().to_owned())))
         };
         let told = |host: &str, field: &str| Ok((host.to_owned(), Some(field.to_owned())));
@@ -356,7 +356,7 @@ mod tests {
         let translated = |request: http::request::Builder| {
             let (mut parts, ()) = request.version(Version::HTTP_2).body(()).unwrap().into_parts();
             translate(&mut parts)?;
-            check(&parts).map(|clear| clear.host.into_owned())?;
+            validate(&parts).map(|clear| clear.host.into_owned())?;
             let fields = |name| parts.headers.get_all(name).iter().map(|value| value.to_str().unwrap().to_owned());
             Ok((fields("host").collect::<Vec<_>>().join("|"), fields("cookie").collect::<Vec<_>>().join("|")))
         };

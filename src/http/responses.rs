@@ -10,7 +10,7 @@ use http::{Method, Response, StatusCode, Version};
 
 use super::error::RequestError;
 use super::ratelimit_headers::{RateLimitFields, number, push_number, seconds_until};
-use crate::config::RefusalResponse;
+use crate::config;
 use crate::config::route::Body;
 use crate::http::error::DecisionError;
 use transom_limiter::decision_context::DecisionContext;
@@ -26,10 +26,10 @@ const QUOTA_EXCEEDED: &str = "Request cannot be satisfied as assigned quota has 
 const QUOTA_TOO_SMALL: &str = "Request can never be satisfied as it costs more than the assigned quota";
 
 /// What is recorded of a request whose client went away before the answer; it is never sent.
-pub const CLIENT_GONE: u16 = 499;
+pub const CLIENT_CLOSED_REQUEST: u16 = 499;
 
 /// An answer whose body is at hand.
-pub type Reply = Response<Bytes>;
+pub type LocalResponse = Response<Bytes>;
 
 /// What refusals by one rule look like, as far as it does not depend on the request.
 #[derive(Debug)]
@@ -37,31 +37,31 @@ pub struct RefusalTemplate {
     status: StatusCode,
     /// So that clients that wait do not all come back at once.
     retry_jitter_s: u64,
-    body: Shape,
+    body: RefusalBody,
 }
 
 #[derive(Debug)]
-enum Shape {
+enum RefusalBody {
     /// A problem document, up to the names of the layers: of a request that may come back, and of one
     /// that costs more than there ever is.
     Problem {
-        wait: Vec<u8>,
+        retryable: Vec<u8>,
         never: Vec<u8>,
     },
-    Own {
+    Custom {
         content_type: HeaderValue,
         body: Bytes,
     },
 }
 
 impl RefusalTemplate {
-    pub fn new(refusal: &RefusalResponse) -> RefusalTemplate {
+    pub fn new(refusal: &config::RefusalResponse) -> RefusalTemplate {
         // The configuration has been checked: a number that is no status never gets here.
         let status = refusal.status.and_then(|status| StatusCode::from_u16(status).ok());
         let status = status.unwrap_or(StatusCode::TOO_MANY_REQUESTS);
         let own = refusal.body.as_ref().and_then(|body| {
             let content_type = HeaderValue::from_str(&body.content_type).ok()?;
-            Some(Shape::Own { content_type, body: Bytes::from(body.text.clone()) })
+            Some(RefusalBody::Custom { content_type, body: Bytes::from(body.text.clone()) })
         });
         let problem = |title: &str, detail: &str| {
             let kind = "https://iana.org/assignments/http-problem-types#quota-exceeded";
@@ -72,15 +72,16 @@ impl RefusalTemplate {
             .into_bytes()
         };
         let detail = "\"detail\": \"waiting does not help: the request costs more than a window ever holds\", ";
-        let problems = || Shape::Problem { wait: problem(QUOTA_EXCEEDED, ""), never: problem(QUOTA_TOO_SMALL, detail) };
+        let problems =
+            || RefusalBody::Problem { retryable: problem(QUOTA_EXCEEDED, ""), never: problem(QUOTA_TOO_SMALL, detail) };
         RefusalTemplate { status, retry_jitter_s: refusal.retry_jitter_s, body: own.unwrap_or_else(problems) }
     }
 }
 
 /// The answer to a request that the rules refuse.
 #[derive(Debug)]
-pub struct Refused {
-    pub reply: Reply,
+pub struct RefusalResponse {
+    pub response: LocalResponse,
     /// Chance had a part in it, so the next is to be told something else.
     pub is_random: bool,
 }
@@ -90,7 +91,7 @@ pub struct Refused {
 /// request's map, used again. `forms` has one for each rule
 /// of the book; of several that refuse, the one that blocks longest decides.
 #[allow(clippy::too_many_arguments, reason = "two of them are only memory that is used again")]
-pub fn refusal(
+pub fn refusal_response(
     rule_set: &RuleSet,
     charge_plan: &ChargePlan,
     context: &DecisionContext,
@@ -99,7 +100,7 @@ pub fn refusal(
     fields: RateLimitFields,
     text: &mut Vec<u8>,
     mut headers: HeaderMap,
-) -> Refused {
+) -> RefusalResponse {
     let full = || context.result.charges.iter().zip(&context.result.layers).filter(|(charge, _)| charge.is_full);
     let entry = |line: &LayerRef| &rule_set.rules[charge_plan.rules[line.rule]];
     // `None`: it will never open for a request of this cost.
@@ -115,8 +116,8 @@ pub fn refusal(
     let jitter_s = if form.retry_jitter_s > 0 { fastrand::u64(..=form.retry_jitter_s) } else { 0 };
     let retry_after_s = again_ms.map(|again_ms| seconds_until(again_ms, now_ms).max(1) + jitter_s);
     let (content_type, body) = match &form.body {
-        Shape::Own { content_type, body } => (content_type.clone(), body.clone()),
-        Shape::Problem { wait, never } => {
+        RefusalBody::Custom { content_type, body } => (content_type.clone(), body.clone()),
+        RefusalBody::Problem { retryable: wait, never } => {
             text.clear();
             text.extend_from_slice(if retry_after_s.is_some() { wait } else { never });
             for (i, (_, line)) in full().enumerate() {
@@ -141,17 +142,17 @@ pub fn refusal(
     if let Some(retry_after_s) = retry_after_s {
         headers.insert(header::RETRY_AFTER, number(retry_after_s));
     }
-    fields.put(&mut headers);
+    fields.add_to(&mut headers);
     let mut reply = Response::new(body);
     *reply.status_mut() = form.status;
     *reply.headers_mut() = headers;
-    Refused { reply, is_random: form.retry_jitter_s > 0 }
+    RefusalResponse { response: reply, is_random: form.retry_jitter_s > 0 }
 }
 
 /// What the client is told of a fault.
-pub fn fault(fault: &RequestError) -> Reply {
-    let status = fault_status(fault);
-    let mut reply = problem(status, &fault.to_string());
+pub fn error_response(fault: &RequestError) -> LocalResponse {
+    let status = error_status(fault);
+    let mut reply = problem_response(status, &fault.to_string());
     if fault.closes_connection() {
         reply.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
     }
@@ -171,22 +172,22 @@ pub fn fault(fault: &RequestError) -> Reply {
 }
 
 /// The answer to `OPTIONS *`, which is about the server as a whole (RFC 9110, section 9.3.7).
-pub fn options() -> Reply {
-    let mut reply = own(StatusCode::OK.as_u16(), None);
+pub fn options_response() -> LocalResponse {
+    let mut reply = direct_response(StatusCode::OK.as_u16(), None);
     reply.headers_mut().insert(header::ALLOW, ALLOW);
     reply
 }
 
 /// What a route answers by itself.
-pub fn own(status: u16, body: Option<&Body>) -> Reply {
+pub fn direct_response(status: u16, body: Option<&Body>) -> LocalResponse {
     // The configuration has been checked: a number that is no status never gets here.
     let status = StatusCode::from_u16(status).unwrap_or_default();
     let mut reply = match body {
         Some(body) => {
             let content_type = HeaderValue::from_str(&body.content_type).unwrap_or(TEXT);
-            answer(status, content_type, body.text.clone())
+            response(status, content_type, body.text.clone())
         }
-        None => answer(status, TEXT, Bytes::new()),
+        None => response(status, TEXT, Bytes::new()),
     };
     if body.is_none() {
         reply.headers_mut().remove(header::CONTENT_TYPE);
@@ -198,13 +199,13 @@ pub fn own(status: u16, body: Option<&Body>) -> Reply {
 }
 
 /// Sends a client elsewhere.
-pub fn redirect(status: u16, to: HeaderValue) -> Reply {
-    let mut reply = own(status, None);
+pub fn redirect_response(status: u16, to: HeaderValue) -> LocalResponse {
+    let mut reply = direct_response(status, None);
     reply.headers_mut().insert(header::LOCATION, to);
     reply
 }
 
-pub fn fault_status(fault: &RequestError) -> StatusCode {
+pub fn error_status(fault: &RequestError) -> StatusCode {
     match fault {
         RequestError::Target(_)
         | RequestError::Host(_)
@@ -261,31 +262,31 @@ impl ErrorFormat {
     }
 
     /// A refusal by a rule, as the client understands it.
-    pub fn refusal(self, reply: Reply) -> Reply {
+    pub fn refusal(self, reply: LocalResponse) -> LocalResponse {
         match self {
             ErrorFormat::Http => reply,
             ErrorFormat::Grpc => {
                 let waits = reply.headers().contains_key(header::RETRY_AFTER);
-                grpc(reply, StatusCode::TOO_MANY_REQUESTS, if waits { QUOTA_EXCEEDED } else { QUOTA_TOO_SMALL })
+                to_grpc(reply, StatusCode::TOO_MANY_REQUESTS, if waits { QUOTA_EXCEEDED } else { QUOTA_TOO_SMALL })
             }
         }
     }
 
-    pub fn fault(self, told: &RequestError) -> Reply {
-        let reply = fault(told);
+    pub fn error(self, told: &RequestError) -> LocalResponse {
+        let reply = error_response(told);
         match self {
             ErrorFormat::Http => reply,
             ErrorFormat::Grpc => {
                 let status = reply.status();
-                grpc(reply, status, &told.to_string())
+                to_grpc(reply, status, &told.to_string())
             }
         }
     }
 }
 
 /// Makes of an answer one that consists of trailers only, as gRPC calls it: a head that ends the stream.
-fn grpc(mut reply: Reply, status: StatusCode, message: &str) -> Reply {
-    let (code, message) = (grpc_status(status), percent_encoded(message));
+fn to_grpc(mut reply: LocalResponse, status: StatusCode, message: &str) -> LocalResponse {
+    let (code, message) = (grpc_status(status), encode_grpc_message(message));
     *reply.body_mut() = Bytes::new();
     *reply.status_mut() = StatusCode::OK;
     let headers = reply.headers_mut();
@@ -321,7 +322,7 @@ fn grpc_status(status: StatusCode) -> u64 {
 }
 
 /// `grpc-message` has everything but visible ASCII and blanks encoded, and the percent sign.
-fn percent_encoded(message: &str) -> String {
+fn encode_grpc_message(message: &str) -> String {
     let mut encoded = String::with_capacity(message.len());
     for byte in message.bytes() {
         match byte {
@@ -333,36 +334,36 @@ fn percent_encoded(message: &str) -> String {
 }
 
 /// Why the decision API has no answer.
-pub fn unanswered(why: &DecisionError) -> Reply {
+pub fn decision_error_response(why: &DecisionError) -> LocalResponse {
     let (status, detail) = match why {
         DecisionError::UnknownRule(name) => (StatusCode::NOT_FOUND, format!("there is no rule `{name}`")),
         DecisionError::Malformed(what) => (StatusCode::BAD_REQUEST, what.clone()),
-        DecisionError::TooLong => (StatusCode::PAYLOAD_TOO_LARGE, String::from("the question is too long")),
-        DecisionError::Foreign => (StatusCode::FORBIDDEN, String::from("pages of other origins do not ask here")),
-        DecisionError::Host => (
+        DecisionError::TooLarge => (StatusCode::PAYLOAD_TOO_LARGE, String::from("the question is too long")),
+        DecisionError::CrossOrigin => (StatusCode::FORBIDDEN, String::from("pages of other origins do not ask here")),
+        DecisionError::UnknownHost => (
             StatusCode::MISDIRECTED_REQUEST,
             String::from("the admin address has no such name: use its IP address, or list the name in `[admin] hosts`"),
         ),
         DecisionError::StoreUnavailable => {
             (StatusCode::SERVICE_UNAVAILABLE, RequestError::StoreUnavailable.to_string())
         }
-        DecisionError::TooSlow => (StatusCode::REQUEST_TIMEOUT, String::from("the question did not come in time")),
+        DecisionError::Timeout => (StatusCode::REQUEST_TIMEOUT, String::from("the question did not come in time")),
     };
-    problem(status, &detail)
+    problem_response(status, &detail)
 }
 
-fn problem(status: StatusCode, detail: &str) -> Reply {
+fn problem_response(status: StatusCode, detail: &str) -> LocalResponse {
     let body = serde_json::json!({
         "type": "about:blank",
         "title": status.canonical_reason().unwrap_or("Error"),
         "status": status.as_u16(),
         "detail": detail,
     });
-    answer(status, PROBLEM_JSON, body.to_string())
+    response(status, PROBLEM_JSON, body.to_string())
 }
 
 /// The fault that a status of hyper's own answers stands for.
-pub fn fault_of_parser(status: u16) -> RequestError {
+pub fn error_of_parser_status(status: u16) -> RequestError {
     match StatusCode::from_u16(status) {
         Ok(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE) => RequestError::HeadTooLarge,
         Ok(StatusCode::URI_TOO_LONG) => RequestError::TargetTooLong,
@@ -370,26 +371,26 @@ pub fn fault_of_parser(status: u16) -> RequestError {
     }
 }
 
-pub fn json(body: String) -> Reply {
-    answer(StatusCode::OK, JSON, body)
+pub fn json_response(body: String) -> LocalResponse {
+    response(StatusCode::OK, JSON, body)
 }
 
-pub fn text(body: String) -> Reply {
-    answer(StatusCode::OK, TEXT, body)
+pub fn text_response(body: String) -> LocalResponse {
+    response(StatusCode::OK, TEXT, body)
 }
 
 /// A page in Prometheus's text format, version 0.0.4.
-pub fn metrics(page: String) -> Reply {
-    answer(StatusCode::OK, METRICS, page)
+pub fn metrics_response(page: String) -> LocalResponse {
+    response(StatusCode::OK, METRICS, page)
 }
 
 /// The answer of `/readyz` while the gateway drains.
-pub fn not_ready(body: String) -> Reply {
-    answer(StatusCode::SERVICE_UNAVAILABLE, TEXT, body)
+pub fn not_ready_response(body: String) -> LocalResponse {
+    response(StatusCode::SERVICE_UNAVAILABLE, TEXT, body)
 }
 
 /// An answer as it is sent over HTTP/1.1.
-pub fn written(reply: &Reply) -> Bytes {
+pub fn http1_bytes(reply: &LocalResponse) -> Bytes {
     let mut out = Vec::with_capacity(512 + reply.body().len());
     let status = reply.status();
     out.extend_from_slice(b"HTTP/1.1 ");
@@ -408,7 +409,7 @@ pub fn written(reply: &Reply) -> Bytes {
     Bytes::from(out)
 }
 
-fn answer(status: StatusCode, content_type: HeaderValue, body: impl Into<Bytes>) -> Reply {
+fn response(status: StatusCode, content_type: HeaderValue, body: impl Into<Bytes>) -> LocalResponse {
     let body = body.into();
     let mut headers = HeaderMap::with_capacity(8);
     headers.insert(header::CONTENT_TYPE, content_type);
@@ -425,13 +426,13 @@ mod tests {
 
     #[test]
     fn what_grpc_can_not_carry_is_encoded() {
-        assert_eq!(percent_encoded("100% of `a`\n\u{e9}"), "100%25 of `a`%0A%C3%A9");
+        assert_eq!(encode_grpc_message("100% of `a`\n\u{e9}"), "100%25 of `a`%0A%C3%A9");
     }
 
     #[test]
     fn a_fault_is_told_to_grpc_by_its_own_numbers() {
         let told =
-            |fault: &RequestError| ErrorFormat::Grpc.fault(fault).headers()["grpc-status"].to_str().unwrap().to_owned();
+            |fault: &RequestError| ErrorFormat::Grpc.error(fault).headers()["grpc-status"].to_str().unwrap().to_owned();
         for (fault, code) in [
             (RequestError::NoRoute, "12"),
             (RequestError::Malformed, "13"),
@@ -443,6 +444,6 @@ mod tests {
         ] {
             assert_eq!(told(&fault), code, "{fault}");
         }
-        assert!(!ErrorFormat::Grpc.fault(&RequestError::Malformed).headers().contains_key("connection"));
+        assert!(!ErrorFormat::Grpc.error(&RequestError::Malformed).headers().contains_key("connection"));
     }
 }

@@ -12,20 +12,20 @@ use http::header::{HeaderMap, HeaderName, HeaderValue};
 use http::{Method, Uri};
 
 use super::error::RequestError;
-use super::rate_limit_key::Caller;
-use super::responses::{self, Reply};
+use super::rate_limit_key::RequestAttributes;
+use super::responses::{self, LocalResponse};
 use crate::config::limits::Timeouts;
 use crate::config::route::{
-    Actions, FieldChanges, LocalResponse, PathChange, PathPattern, Route, Segment, Template, TemplatePart, Variable,
+    self, Actions, FieldChanges, PathChange, PathPattern, Route, Segment, Template, TemplatePart, Variable,
 };
 
 /// The actions of one route.
 #[derive(Debug)]
-pub struct Action {
-    answer: Option<Own>,
-    path: Option<Path>,
-    request: Vec<Change>,
-    response: Vec<Change>,
+pub struct RouteActions {
+    direct_response: Option<DirectResponse>,
+    path: Option<PathRewrite>,
+    request_changes: Vec<HeaderChange>,
+    response_changes: Vec<HeaderChange>,
     /// Instead of those of all routes.
     pub timeouts: Option<Timeouts>,
     pub max_body: Option<Option<u64>>,
@@ -33,36 +33,36 @@ pub struct Action {
 }
 
 #[derive(Debug)]
-enum Own {
+enum DirectResponse {
     Redirect { to: Template, status: u16 },
-    Respond(Reply),
+    Respond(LocalResponse),
 }
 
 #[derive(Debug)]
-enum Path {
+enum PathRewrite {
     Prefix {
         from: String,
         to: String,
     },
     /// Made of literals and parameters, by their position in the route's path.
-    Rewrite(Vec<Step>),
+    Template(Vec<PathPiece>),
 }
 
 #[derive(Debug)]
-enum Step {
+enum PathPiece {
     Literal(String),
     Param(usize),
 }
 
 #[derive(Debug)]
-enum Change {
+enum HeaderChange {
     Remove(HeaderName),
     Set(HeaderName, Template),
     Add(HeaderName, Template),
 }
 
 /// What variables stand for.
-pub struct Seen<'a> {
+pub struct TemplateVariables<'a> {
     pub client: IpAddr,
     pub is_secure: bool,
     /// Lower case, without port; empty where HTTP/1.0 named none.
@@ -81,33 +81,37 @@ pub struct Seen<'a> {
 #[derive(Debug, Default)]
 pub struct AppliedActions {
     /// Instead of asking an upstream.
-    pub reply: Option<Reply>,
+    pub direct_response: Option<LocalResponse>,
     /// Goes upstream instead of the one that was matched.
     pub path: Option<String>,
-    request: Vec<(HeaderName, Touch)>,
-    response: Vec<(HeaderName, Touch)>,
+    request_changes: Vec<(HeaderName, RenderedChange)>,
+    response_changes: Vec<(HeaderName, RenderedChange)>,
 }
 
 #[derive(Debug)]
-enum Touch {
+enum RenderedChange {
     Remove,
     Set(HeaderValue),
     Add(HeaderValue),
 }
 
-impl Action {
-    pub fn new(actions: &Actions, route: &Route) -> Action {
-        Action {
-            answer: actions.response.as_ref().map(|answer| match answer {
-                LocalResponse::Redirect { to, status } => Own::Redirect { to: to.clone(), status: *status },
-                LocalResponse::Respond { status, body } => Own::Respond(responses::own(*status, body.as_ref())),
+impl RouteActions {
+    pub fn new(actions: &Actions, route: &Route) -> RouteActions {
+        RouteActions {
+            direct_response: actions.response.as_ref().map(|answer| match answer {
+                route::LocalResponse::Redirect { to, status } => {
+                    DirectResponse::Redirect { to: to.clone(), status: *status }
+                }
+                route::LocalResponse::Respond { status, body } => {
+                    DirectResponse::Respond(responses::direct_response(*status, body.as_ref()))
+                }
             }),
             path: actions.path.as_ref().map(|change| match change {
-                PathChange::Prefix { from, to } => Path::Prefix { from: from.clone(), to: to.clone() },
-                PathChange::Rewrite(pattern) => Path::Rewrite(steps(pattern, &route.path.param_names())),
+                PathChange::Prefix { from, to } => PathRewrite::Prefix { from: from.clone(), to: to.clone() },
+                PathChange::Rewrite(pattern) => PathRewrite::Template(path_pieces(pattern, &route.path.param_names())),
             }),
-            request: changes(&actions.request_fields),
-            response: changes(&actions.response_fields),
+            request_changes: header_changes(&actions.request_fields),
+            response_changes: header_changes(&actions.response_fields),
             timeouts: actions.timeouts.clone(),
             max_body: actions.max_body,
             min_request_rate: actions.min_request_rate,
@@ -115,97 +119,103 @@ impl Action {
     }
 
     /// What is to be done to a request.
-    pub fn of(&self, seen: &Seen<'_>) -> Result<Box<AppliedActions>, RequestError> {
-        let reply = match &self.answer {
+    pub fn evaluate(&self, seen: &TemplateVariables<'_>) -> Result<Box<AppliedActions>, RequestError> {
+        let reply = match &self.direct_response {
             None => None,
-            Some(Own::Respond(reply)) => Some(reply.clone()),
-            Some(Own::Redirect { to, status }) => {
+            Some(DirectResponse::Respond(reply)) => Some(reply.clone()),
+            Some(DirectResponse::Redirect { to, status }) => {
                 if seen.host.is_empty() && to.0.contains(&TemplatePart::Variable(Variable::Host)) {
                     return Err(RequestError::Host("the Host field is missing"));
                 }
                 let to = seen.render(to).ok_or(RequestError::Target("the request target is malformed"))?;
-                Some(responses::redirect(*status, to))
+                Some(responses::redirect_response(*status, to))
             }
         };
-        let touches = |changes: &[Change]| changes.iter().filter_map(|change| touch(change, seen)).collect();
-        let path = self.path.as_ref().map(|path| path.of(seen));
-        Ok(Box::new(AppliedActions { reply, path, request: touches(&self.request), response: touches(&self.response) }))
+        let touches =
+            |changes: &[HeaderChange]| changes.iter().filter_map(|change| render_change(change, seen)).collect();
+        let path = self.path.as_ref().map(|path| path.render(seen));
+        Ok(Box::new(AppliedActions {
+            direct_response: reply,
+            path,
+            request_changes: touches(&self.request_changes),
+            response_changes: touches(&self.response_changes),
+        }))
     }
 }
 
 impl AppliedActions {
     /// Changes a request's fields, behind all that is done to every request.
-    pub fn to_request(&mut self, headers: &mut HeaderMap) {
-        apply(std::mem::take(&mut self.request), headers);
+    pub fn apply_to_request(&mut self, headers: &mut HeaderMap) {
+        apply(std::mem::take(&mut self.request_changes), headers);
     }
 
     /// Changes an answer's fields.
-    pub fn to_response(self, headers: &mut HeaderMap) {
-        apply(self.response, headers);
+    pub fn apply_to_response(self, headers: &mut HeaderMap) {
+        apply(self.response_changes, headers);
     }
 }
 
-fn apply(touches: Vec<(HeaderName, Touch)>, headers: &mut HeaderMap) {
+fn apply(touches: Vec<(HeaderName, RenderedChange)>, headers: &mut HeaderMap) {
     for (name, touch) in touches {
         match touch {
-            Touch::Remove => {
+            RenderedChange::Remove => {
                 headers.remove(name);
             }
-            Touch::Set(value) => {
+            RenderedChange::Set(value) => {
                 headers.insert(name, value);
             }
-            Touch::Add(value) => {
+            RenderedChange::Add(value) => {
                 headers.append(name, value);
             }
         }
     }
 }
 
-fn touch(change: &Change, seen: &Seen<'_>) -> Option<(HeaderName, Touch)> {
+fn render_change(change: &HeaderChange, seen: &TemplateVariables<'_>) -> Option<(HeaderName, RenderedChange)> {
     match change {
-        Change::Remove(name) => Some((name.clone(), Touch::Remove)),
-        Change::Set(name, text) => Some((name.clone(), Touch::Set(seen.render(text)?))),
-        Change::Add(name, text) => Some((name.clone(), Touch::Add(seen.render(text)?))),
+        HeaderChange::Remove(name) => Some((name.clone(), RenderedChange::Remove)),
+        HeaderChange::Set(name, text) => Some((name.clone(), RenderedChange::Set(seen.render(text)?))),
+        HeaderChange::Add(name, text) => Some((name.clone(), RenderedChange::Add(seen.render(text)?))),
     }
 }
 
-fn changes(fields: &FieldChanges) -> Vec<Change> {
+fn header_changes(fields: &FieldChanges) -> Vec<HeaderChange> {
     // The configuration has been checked: what is no name never gets here.
     let named = |name: &String| HeaderName::from_bytes(name.as_bytes()).ok();
-    let remove = fields.remove.iter().filter_map(named).map(Change::Remove);
-    let set = fields.set.iter().filter_map(|(name, text)| Some(Change::Set(named(name)?, text.clone())));
-    let add = fields.add.iter().filter_map(|(name, text)| Some(Change::Add(named(name)?, text.clone())));
+    let remove = fields.remove.iter().filter_map(named).map(HeaderChange::Remove);
+    let set = fields.set.iter().filter_map(|(name, text)| Some(HeaderChange::Set(named(name)?, text.clone())));
+    let add = fields.add.iter().filter_map(|(name, text)| Some(HeaderChange::Add(named(name)?, text.clone())));
     remove.chain(set).chain(add).collect()
 }
 
-fn steps(pattern: &PathPattern, params: &[&str]) -> Vec<Step> {
+fn path_pieces(pattern: &PathPattern, params: &[&str]) -> Vec<PathPiece> {
     let mut steps = Vec::new();
     for segment in &pattern.segments {
-        steps.push(Step::Literal(String::from("/")));
+        steps.push(PathPiece::Literal(String::from("/")));
         steps.push(match segment {
-            Segment::Literal(text) => Step::Literal(text.clone()),
+            Segment::Literal(text) => PathPiece::Literal(text.clone()),
             Segment::Param(name) | Segment::Rest(name) => {
                 // The configuration has been checked: the route has all of them.
                 let position = params.iter().position(|known| known == name);
-                position.map_or(Step::Literal(String::new()), Step::Param)
+                position.map_or(PathPiece::Literal(String::new()), PathPiece::Param)
             }
         });
     }
     steps
 }
 
-impl Path {
+impl PathRewrite {
     /// Pieces of a path in normal form make one in normal form.
-    fn of(&self, seen: &Seen<'_>) -> String {
+    fn render(&self, seen: &TemplateVariables<'_>) -> String {
         let path = match self {
-            Path::Prefix { from, to } => {
+            PathRewrite::Prefix { from, to } => {
                 let rest = seen.path.strip_prefix(from.as_str()).unwrap_or(seen.path);
                 format!("{to}{rest}")
             }
-            Path::Rewrite(steps) => {
-                let piece = |step: &'_ Step| match step {
-                    Step::Literal(text) => text.clone(),
-                    Step::Param(position) => seen.param(*position).to_owned(),
+            PathRewrite::Template(steps) => {
+                let piece = |step: &'_ PathPiece| match step {
+                    PathPiece::Literal(text) => text.clone(),
+                    PathPiece::Param(position) => seen.param(*position).to_owned(),
                 };
                 steps.iter().map(piece).collect()
             }
@@ -214,10 +224,10 @@ impl Path {
     }
 }
 
-impl<'a> Seen<'a> {
-    pub fn of(caller: &Caller<'a>, is_secure: bool) -> Seen<'a> {
-        let Caller { address: client, host, method, path, params, uri, route, .. } = *caller;
-        Seen { client, is_secure, host, method, path, uri, route, params }
+impl<'a> TemplateVariables<'a> {
+    pub fn of(caller: &RequestAttributes<'a>, is_secure: bool) -> TemplateVariables<'a> {
+        let RequestAttributes { address: client, host, method, path, params, uri, route, .. } = *caller;
+        TemplateVariables { client, is_secure, host, method, path, uri, route, params }
     }
 
     fn param(&self, position: usize) -> &str {

@@ -28,11 +28,11 @@ const DEPTH_MAX: usize = 64;
 #[derive(Debug)]
 pub struct Router {
     /// Those that name a scheme: `http`, `https`.
-    of_scheme: [Option<Box<Router>>; 2],
+    by_scheme: [Option<Box<Router>>; 2],
     hosts: HashMap<String, usize>,
     /// By the part behind the `*`, with its dot.
     wildcards: HashMap<String, usize>,
-    any: usize,
+    any_host: usize,
     nodes: Vec<Node>,
     candidates: Vec<Candidate>,
     /// Where it is ignored, a catch-all takes the path before its slash as well.
@@ -45,9 +45,9 @@ struct Node {
     literals: Literals,
     param: Option<NonZeroU32>,
     /// Candidates whose path ends here, the most specific first.
-    ends: (u32, u32),
+    exact: (u32, u32),
     /// Candidates whose path goes on with a catch-all here.
-    rests: (u32, u32),
+    catch_alls: (u32, u32),
 }
 
 /// The children of a node by their text.
@@ -64,26 +64,26 @@ enum Literals {
 struct Tree {
     literals: BTreeMap<String, Tree>,
     param: Option<Box<Tree>>,
-    ends: Vec<Candidate>,
-    rests: Vec<Candidate>,
+    exact: Vec<Candidate>,
+    catch_alls: Vec<Candidate>,
 }
 
 #[derive(Clone, Debug)]
 struct Candidate {
     route: u32,
     /// `None`: takes every request that comes this way.
-    demands: Option<Box<Demands>>,
+    conditions: Option<Box<Conditions>>,
 }
 
 /// What a route wants beside its path.
 #[derive(Clone, Debug)]
-struct Demands {
+struct Conditions {
     methods: Vec<Method>,
     headers: Vec<(HeaderName, Option<HeaderValue>)>,
 }
 
 /// What of a request routes are chosen by.
-pub struct Asked<'a> {
+pub struct RouteQuery<'a> {
     /// Lower case, without port.
     pub host: &'a str,
     pub method: &'a Method,
@@ -96,9 +96,9 @@ pub struct Asked<'a> {
 
 /// A field by whose value routes are chosen is given more than once: the upstream may go by another of its values.
 #[derive(PartialEq, Eq, Debug)]
-pub struct Ambiguous<'r>(pub &'r HeaderName);
+pub struct AmbiguousHeader<'r>(pub &'r HeaderName);
 
-type Found<'r> = Result<Option<usize>, Ambiguous<'r>>;
+type Match<'r> = Result<Option<usize>, AmbiguousHeader<'r>>;
 
 impl Router {
     pub fn new(routes: &[Route], trailing_slash: TrailingSlash) -> Router {
@@ -106,12 +106,12 @@ impl Router {
         let of_scheme = [false, true].map(|secure| {
             let mut routes = routes.iter().enumerate().filter(naming(Some(secure))).peekable();
             routes.peek().is_some().then_some(())?;
-            Some(Box::new(Router::of(routes, trailing_slash)))
+            Some(Box::new(Router::build(routes, trailing_slash)))
         });
-        Router { of_scheme, ..Router::of(routes.iter().enumerate().filter(naming(None)), trailing_slash) }
+        Router { by_scheme: of_scheme, ..Router::build(routes.iter().enumerate().filter(naming(None)), trailing_slash) }
     }
 
-    fn of<'r>(routes: impl Iterator<Item = (usize, &'r Route)>, trailing_slash: TrailingSlash) -> Router {
+    fn build<'r>(routes: impl Iterator<Item = (usize, &'r Route)>, trailing_slash: TrailingSlash) -> Router {
         let (mut hosts, mut wildcards) = (BTreeMap::<&str, Tree>::new(), BTreeMap::<&str, Tree>::new());
         let mut any = Tree::default();
         for (index, route) in routes {
@@ -128,57 +128,57 @@ impl Router {
             }
         }
         let mut router = Router {
-            of_scheme: [None, None],
+            by_scheme: [None, None],
             hosts: HashMap::default(),
             wildcards: HashMap::default(),
-            any: 0,
+            any_host: 0,
             nodes: Vec::new(),
             candidates: Vec::new(),
             trailing_slash,
         };
-        router.any = router.lay_out(any);
+        router.any_host = router.flatten(any);
         for (host, tree) in hosts {
-            let root = router.lay_out(tree);
+            let root = router.flatten(tree);
             router.hosts.insert(host.to_owned(), root);
         }
         for (suffix, tree) in wildcards {
-            let root = router.lay_out(tree);
+            let root = router.flatten(tree);
             router.wildcards.insert(suffix.to_owned(), root);
         }
         router
     }
 
     /// Appends a tree, and returns where its root is.
-    fn lay_out(&mut self, tree: Tree) -> usize {
+    fn flatten(&mut self, tree: Tree) -> usize {
         let at = self.nodes.len();
         self.nodes.push(Node::default());
-        let ends = self.lay_down(tree.ends);
-        let rests = self.lay_down(tree.rests);
+        let ends = self.append_candidates(tree.exact);
+        let rests = self.append_candidates(tree.catch_alls);
         // A child comes after its parent, so it is never the node number 0.
-        let param = tree.param.and_then(|child| NonZeroU32::new(self.lay_out(*child) as u32));
+        let param = tree.param.and_then(|child| NonZeroU32::new(self.flatten(*child) as u32));
         let several = tree.literals.len() > 1;
         let children = tree.literals.into_iter();
-        let mut children = children.map(|(text, child)| (CompactString::from(text), self.lay_out(child) as u32));
+        let mut children = children.map(|(text, child)| (CompactString::from(text), self.flatten(child) as u32));
         let literals = if several {
             Literals::Many(Box::new(children.collect()))
         } else {
             children.next().map_or(Literals::None, |(text, child)| Literals::One(text, child))
         };
-        self.nodes[at] = Node { literals, param, ends, rests };
+        self.nodes[at] = Node { literals, param, exact: ends, catch_alls: rests };
         at
     }
 
-    fn lay_down(&mut self, mut candidates: Vec<Candidate>) -> (u32, u32) {
+    fn append_candidates(&mut self, mut candidates: Vec<Candidate>) -> (u32, u32) {
         let start = self.candidates.len() as u32;
-        candidates.sort_by_key(Candidate::generality);
+        candidates.sort_by_key(Candidate::specificity_order);
         self.candidates.append(&mut candidates);
         (start, self.candidates.len() as u32)
     }
 
     /// The position of the route a request takes. `params` receives where in the path the values
     /// of its parameters stand, in the order of the pattern.
-    pub fn find(&self, asked: &Asked<'_>, params: &mut Vec<Range<usize>>) -> Found<'_> {
-        if let Some(router) = &self.of_scheme[usize::from(asked.secure)]
+    pub fn find(&self, asked: &RouteQuery<'_>, params: &mut Vec<Range<usize>>) -> Match<'_> {
+        if let Some(router) = &self.by_scheme[usize::from(asked.secure)]
             && let Some(route) = router.find(asked, params)?
         {
             return Ok(Some(route));
@@ -186,7 +186,7 @@ impl Router {
         params.clear();
         if !self.hosts.is_empty()
             && let Some(root) = self.hosts.get(asked.host)
-            && let Some(route) = self.find_in(*root, asked, params)?
+            && let Some(route) = self.find_in_tree(*root, asked, params)?
         {
             return Ok(Some(route));
         }
@@ -194,35 +194,35 @@ impl Router {
             // The longest suffix is the most specific; `*` stands for at least one character.
             for (dot, _) in asked.host.match_indices('.').filter(|(dot, _)| *dot > 0) {
                 if let Some(root) = self.wildcards.get(&asked.host[dot..])
-                    && let Some(route) = self.find_in(*root, asked, params)?
+                    && let Some(route) = self.find_in_tree(*root, asked, params)?
                 {
                     return Ok(Some(route));
                 }
             }
         }
-        self.find_in(self.any, asked, params)
+        self.find_in_tree(self.any_host, asked, params)
     }
 
-    fn find_in(&self, root: usize, asked: &Asked<'_>, params: &mut Vec<Range<usize>>) -> Found<'_> {
+    fn find_in_tree(&self, root: usize, asked: &RouteQuery<'_>, params: &mut Vec<Range<usize>>) -> Match<'_> {
         let start = asked.path.starts_with('/').then_some(1);
-        self.descend(root, asked, start, DEPTH_MAX, params)
+        self.match_segments(root, asked, start, DEPTH_MAX, params)
     }
 
     /// `start` is where the next segment begins; `None` when there is none.
-    fn descend(
+    fn match_segments(
         &self,
         node: usize,
-        asked: &Asked<'_>,
+        asked: &RouteQuery<'_>,
         start: Option<usize>,
         depth: usize,
         params: &mut Vec<Range<usize>>,
-    ) -> Found<'_> {
+    ) -> Match<'_> {
         let node = &self.nodes[node];
         let Some(start) = start else {
-            return match self.choose(node.ends, asked)? {
+            return match self.first_match(node.exact, asked)? {
                 // The path may have had a slash at its end, with nothing behind it.
                 None if self.trailing_slash == TrailingSlash::Ignore => {
-                    self.choose_rest(node, asked, asked.path.len(), params)
+                    self.match_catch_all(node, asked, asked.path.len(), params)
                 }
                 found => Ok(found),
             };
@@ -232,34 +232,40 @@ impl Router {
             let end = slash.map_or(asked.path.len(), |at| start + at);
             let next = (end < asked.path.len()).then_some(end + 1);
             if let Some(child) = node.literals.get(&asked.path[start..end])
-                && let Some(route) = self.descend(child, asked, next, depth - 1, params)?
+                && let Some(route) = self.match_segments(child, asked, next, depth - 1, params)?
             {
                 return Ok(Some(route));
             }
             if let Some(child) = node.param.filter(|_| end > start) {
                 let known = params.len();
                 params.push(start..end);
-                if let Some(route) = self.descend(child.get() as usize, asked, next, depth - 1, params)? {
+                if let Some(route) = self.match_segments(child.get() as usize, asked, next, depth - 1, params)? {
                     return Ok(Some(route));
                 }
                 params.truncate(known);
             }
         }
-        self.choose_rest(node, asked, start, params)
+        self.match_catch_all(node, asked, start, params)
     }
 
     /// A catch-all that takes what is left of the path.
-    fn choose_rest(&self, node: &Node, asked: &Asked<'_>, start: usize, params: &mut Vec<Range<usize>>) -> Found<'_> {
-        let route = self.choose(node.rests, asked)?;
+    fn match_catch_all(
+        &self,
+        node: &Node,
+        asked: &RouteQuery<'_>,
+        start: usize,
+        params: &mut Vec<Range<usize>>,
+    ) -> Match<'_> {
+        let route = self.first_match(node.catch_alls, asked)?;
         if route.is_some() {
             params.push(start..asked.path.len());
         }
         Ok(route)
     }
 
-    fn choose(&self, (start, end): (u32, u32), asked: &Asked<'_>) -> Found<'_> {
+    fn first_match(&self, (start, end): (u32, u32), asked: &RouteQuery<'_>) -> Match<'_> {
         for candidate in &self.candidates[start as usize..end as usize] {
-            if candidate.takes(asked)? {
+            if candidate.matches(asked)? {
                 return Ok(Some(candidate.route as usize));
             }
         }
@@ -284,10 +290,10 @@ impl Tree {
             tree = match segment {
                 Segment::Literal(text) => tree.literals.entry(text.clone()).or_default(),
                 Segment::Param(_) => tree.param.get_or_insert_default(),
-                Segment::Rest(_) => return tree.rests.push(candidate),
+                Segment::Rest(_) => return tree.catch_alls.push(candidate),
             };
         }
-        tree.ends.push(candidate);
+        tree.exact.push(candidate);
     }
 }
 
@@ -300,34 +306,34 @@ impl Candidate {
             HeaderName::from_bytes(name.as_bytes()).ok().map(|name| (name, value))
         };
         let headers: Vec<_> = route.headers.iter().filter_map(header).collect();
-        let demands = (!methods.is_empty() || !headers.is_empty()).then(|| Box::new(Demands { methods, headers }));
-        Candidate { route: index as u32, demands }
+        let demands = (!methods.is_empty() || !headers.is_empty()).then(|| Box::new(Conditions { methods, headers }));
+        Candidate { route: index as u32, conditions: demands }
     }
 
     /// Sorts the specific before the general.
-    fn generality(&self) -> (bool, Reverse<usize>, Reverse<usize>, bool, u32) {
-        let Some(demands) = &self.demands else { return (true, Reverse(0), Reverse(0), false, self.route) };
+    fn specificity_order(&self) -> (bool, Reverse<usize>, Reverse<usize>, bool, u32) {
+        let Some(demands) = &self.conditions else { return (true, Reverse(0), Reverse(0), false, self.route) };
         let values = demands.headers.iter().filter(|(_, value)| value.is_some()).count();
         // HEAD by its own name comes before HEAD as a kind of GET.
         let by_get = demands.methods.contains(&Method::GET) && !demands.methods.contains(&Method::HEAD);
         (demands.methods.is_empty(), Reverse(demands.headers.len()), Reverse(values), by_get, self.route)
     }
 
-    fn takes(&self, asked: &Asked<'_>) -> Result<bool, Ambiguous<'_>> {
-        self.demands.as_ref().map_or(Ok(true), |demands| demands.are_met(asked))
+    fn matches(&self, asked: &RouteQuery<'_>) -> Result<bool, AmbiguousHeader<'_>> {
+        self.conditions.as_ref().map_or(Ok(true), |demands| demands.are_met_by(asked))
     }
 }
 
-impl Demands {
-    fn are_met(&self, asked: &Asked<'_>) -> Result<bool, Ambiguous<'_>> {
-        if !self.methods.is_empty() && !self.methods.iter().any(|method| takes_method(method, asked.method)) {
+impl Conditions {
+    fn are_met_by(&self, asked: &RouteQuery<'_>) -> Result<bool, AmbiguousHeader<'_>> {
+        if !self.methods.is_empty() && !self.methods.iter().any(|method| method_matches(method, asked.method)) {
             return Ok(false);
         }
         let mut are_met = true;
         for (name, value) in &self.headers {
             let mut given = asked.headers.get_all(name).iter();
             are_met &= match (value, given.next(), given.next()) {
-                (Some(_), _, Some(_)) => return Err(Ambiguous(name)),
+                (Some(_), _, Some(_)) => return Err(AmbiguousHeader(name)),
                 (Some(value), first, None) => first == Some(value),
                 (None, first, _) => first.is_some(),
             };
@@ -338,7 +344,7 @@ impl Demands {
 
 /// A route for GET takes HEAD as well: the same resource is asked for (RFC 9110, section 9.3.2), and
 /// a rule on it must not be escaped by asking for less.
-fn takes_method(method: &Method, asked: &Method) -> bool {
+fn method_matches(method: &Method, asked: &Method) -> bool {
     method == asked || (method == Method::GET && asked == Method::HEAD)
 }
 
@@ -385,7 +391,7 @@ mod tests {
     fn found<'a>(routes: &'a [Route], method: &str, host: &str, path: &str) -> Option<(&'a str, Vec<String>)> {
         let mut params = Vec::new();
         let method = Method::from_bytes(method.as_bytes()).unwrap();
-        let asked = Asked { host, method: &method, headers: &HeaderMap::new(), path, secure: false };
+        let asked = RouteQuery { host, method: &method, headers: &HeaderMap::new(), path, secure: false };
         let route = Router::new(routes, TrailingSlash::Keep).find(&asked, &mut params).unwrap()?;
         Some((routes[route].name.as_str(), params.into_iter().map(|range| path[range].to_owned()).collect()))
     }
@@ -427,7 +433,7 @@ mod tests {
         for (path, index, params) in
             [("/f", 0, Some(2..2)), ("/f/a", 0, Some(3..4)), ("/", 1, Some(1..1)), ("/g", 2, None)]
         {
-            let asked = Asked { host: "", method: &Method::GET, headers: &HeaderMap::new(), path, secure: false };
+            let asked = RouteQuery { host: "", method: &Method::GET, headers: &HeaderMap::new(), path, secure: false };
             let mut found = Vec::new();
             assert_eq!(router.find(&asked, &mut found), Ok(Some(index)), "{path}");
             assert_eq!(found, Vec::from_iter(params), "{path}");
@@ -460,7 +466,7 @@ mod tests {
         routes[0].secure = Some(false);
         routes[2].secure = Some(true);
         let name = |host, path, secure| {
-            let asked = Asked { host, method: &Method::GET, headers: &HeaderMap::new(), path, secure };
+            let asked = RouteQuery { host, method: &Method::GET, headers: &HeaderMap::new(), path, secure };
             Router::new(&routes, TrailingSlash::Keep)
                 .find(&asked, &mut Vec::new())
                 .unwrap()
@@ -486,7 +492,7 @@ mod tests {
         assert_eq!(name(&routes, "PUT", "", "/x"), Some("- - /x"));
         let mut headers = HeaderMap::new();
         headers.insert("x-beta", HeaderValue::from_static("1"));
-        let asked = Asked { host: "", method: &Method::PUT, headers: &headers, path: "/x", secure: false };
+        let asked = RouteQuery { host: "", method: &Method::PUT, headers: &headers, path: "/x", secure: false };
         assert_eq!(Router::new(&routes, TrailingSlash::Keep).find(&asked, &mut Vec::new()), Ok(Some(1)));
     }
 
@@ -506,11 +512,11 @@ mod tests {
         twice.append(&name, HeaderValue::from_static("2"));
         for (path, headers, found) in [
             ("/x", &once, Ok(Some(1))),
-            ("/x", &twice, Err(Ambiguous(&name))),
+            ("/x", &twice, Err(AmbiguousHeader(&name))),
             ("/y", &twice, Ok(Some(3))),
             ("/z", &twice, Ok(Some(0))),
         ] {
-            let asked = Asked { host: "", method: &Method::GET, headers, path, secure: false };
+            let asked = RouteQuery { host: "", method: &Method::GET, headers, path, secure: false };
             assert_eq!(router.find(&asked, &mut Vec::new()), found, "{path}");
         }
     }

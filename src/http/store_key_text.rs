@@ -23,17 +23,17 @@ const PART_MAX_BYTES: usize = 256;
 
 /// How the keys of a rule are spelt: what does not depend on a request.
 #[derive(Debug)]
-pub struct Spelling {
+pub struct KeyTextFormat {
     /// What all of them begin with.
-    lead: Box<str>,
+    prefix: Box<str>,
     parts: Vec<KeyPart>,
     /// Which of the parts are secrets by what they are called.
-    secret: Vec<bool>,
+    is_secret: Vec<bool>,
 }
 
-impl Spelling {
+impl KeyTextFormat {
     /// Keys of a fallback have a part before their own that names it, with a `=` that no other has.
-    pub fn new(rule: &str, parts: &[KeyPart], is_fallback: bool) -> Spelling {
+    pub fn new(rule: &str, parts: &[KeyPart], is_fallback: bool) -> KeyTextFormat {
         let mut lead = String::new();
         percent_encode(rule.as_bytes(), &mut lead);
         if is_fallback {
@@ -41,25 +41,29 @@ impl Spelling {
             let names: Vec<String> = parts.iter().map(KeyPart::to_string).collect();
             percent_encode(names.join(",").as_bytes(), &mut lead);
         }
-        Spelling { lead: lead.into(), parts: parts.to_vec(), secret: parts.iter().map(is_secret_part).collect() }
+        KeyTextFormat {
+            prefix: lead.into(),
+            parts: parts.to_vec(),
+            is_secret: parts.iter().map(is_secret_part).collect(),
+        }
     }
 
     /// What a part is called.
-    pub fn name(&self, position: usize) -> String {
+    pub fn part_name(&self, position: usize) -> String {
         self.parts.get(position).map(KeyPart::to_string).unwrap_or_default()
     }
 
     /// Begins the text of a key.
-    pub fn begin(&self, out: &mut String) {
-        out.push_str(&self.lead);
+    pub fn write_prefix(&self, out: &mut String) {
+        out.push_str(&self.prefix);
     }
 
     /// Adds the part at a position, as [`super::key_source::KeySource::feed`] hands it on.
-    pub fn part(&self, position: usize, kind: u8, bytes: &[u8], digester: &Digester, out: &mut String) {
-        let (Some(part), Some(secret)) = (self.parts.get(position), self.secret.get(position)) else { return };
+    pub fn write_part(&self, position: usize, kind: u8, bytes: &[u8], digester: &KeyDigester, out: &mut String) {
+        let (Some(part), Some(secret)) = (self.parts.get(position), self.is_secret.get(position)) else { return };
         out.push('|');
         if *secret || digester.api_key.as_ref() == Some(part) {
-            return digester.digest(bytes, out);
+            return digester.write_digest(bytes, out);
         }
         let start = out.len();
         match (part, kind, <[u8; 4]>::try_from(bytes), <[u8; 16]>::try_from(bytes)) {
@@ -75,25 +79,25 @@ impl Spelling {
         }
         if out.len() - start > PART_MAX_BYTES {
             out.truncate(start);
-            digester.digest(bytes, out);
+            digester.write_digest(bytes, out);
         }
     }
 }
 
 /// Makes the digests that stand for what is not told.
-pub struct Digester {
+pub struct KeyDigester {
     key: hmac::Key,
     /// The part that is a client's secret by the configuration.
     api_key: Option<KeyPart>,
 }
 
-impl Digester {
+impl KeyDigester {
     /// `key` is the same for all gateways that count together; `api_key` is where requests have their client's.
-    pub fn new(key: &[u8], api_key: Option<&KeyPart>) -> Digester {
-        Digester { key: hmac::Key::new(hmac::HMAC_SHA256, key), api_key: api_key.cloned() }
+    pub fn new(key: &[u8], api_key: Option<&KeyPart>) -> KeyDigester {
+        KeyDigester { key: hmac::Key::new(hmac::HMAC_SHA256, key), api_key: api_key.cloned() }
     }
 
-    fn digest(&self, bytes: &[u8], out: &mut String) {
+    fn write_digest(&self, bytes: &[u8], out: &mut String) {
         out.push_str(DIGEST);
         for byte in hmac::sign(&self.key, bytes).as_ref().iter().take(DIGEST_BYTES) {
             // Writing to a string cannot fail.
@@ -103,7 +107,7 @@ impl Digester {
 }
 
 /// Nothing of the key is shown.
-impl fmt::Debug for Digester {
+impl fmt::Debug for KeyDigester {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Digester").field("api_key", &self.api_key).finish_non_exhaustive()
     }
@@ -121,23 +125,26 @@ mod tests {
     use super::*;
     use crate::decision::DecisionService;
     use crate::http::rate_limit_key::RuleKey;
-    use crate::http::rate_limit_key::tests::{SEED, asked, route, rule};
-    use crate::jwt::Trust;
-    use crate::jwt::cache::Checker;
-    use crate::jwt::verification_key::Key;
+    use crate::http::rate_limit_key::tests::{SEED, route, rule, with_request};
+    use crate::jwt::TokenVerifier;
+    use crate::jwt::cache::TokenCache;
+    use crate::jwt::verification_key::VerificationKey;
     use transom_limiter::key::{KeyHasher, OnMissing};
     use transom_limiter::rule_set::RuleSet;
 
     const SECRET: &[u8] = b"an example of a secret, long enough";
     const V4: KeyPart = KeyPart::Ip { v4_prefix: 32, v6_prefix: 64 };
 
-    fn digester() -> Digester {
-        Digester::new(b"a key", None)
+    fn digester() -> KeyDigester {
+        KeyDigester::new(b"a key", None)
     }
 
-    fn tokens() -> Checker {
-        let trust = Trust { keys: vec![Key::secret(SECRET, None).unwrap()], ..Trust::default() };
-        Checker::new(trust, vec!["sub".to_owned()], KeyHasher::new(SEED, 0))
+    fn tokens() -> TokenCache {
+        let trust = TokenVerifier {
+            keys: vec![VerificationKey::from_secret(SECRET, None).unwrap()],
+            ..TokenVerifier::default()
+        };
+        TokenCache::new(trust, vec!["sub".to_owned()], KeyHasher::new(SEED, 0))
     }
 
     fn token(claims: &str) -> String {
@@ -153,7 +160,7 @@ mod tests {
 
     /// The text that a request has under a key.
     fn text_by(
-        digester: &Digester,
+        digester: &KeyDigester,
         key: &[KeyPart],
         on_missing: OnMissing,
         address: &str,
@@ -162,9 +169,12 @@ mod tests {
         let rule_set = RuleSet::new(&[rule(key, on_missing)], SEED, None);
         let identity = RuleKey::new(&rule_set.rules[0], &route(), SEED);
         let mut text = String::from("transom:");
-        let found = asked(address, headers, &tokens(), |caller| {
-            assert_eq!(matches!(identity.of(caller), Ok(Some(_))), identity.text(caller, digester, &mut String::new()));
-            identity.text(caller, digester, &mut text)
+        let found = with_request(address, headers, &tokens(), |caller| {
+            assert_eq!(
+                matches!(identity.keyed_request(caller), Ok(Some(_))),
+                identity.write_store_key(caller, digester, &mut String::new())
+            );
+            identity.write_store_key(caller, digester, &mut text)
         });
         assert!(found || text == "transom:");
         text.split_off("transom:".len())
@@ -175,7 +185,7 @@ mod tests {
     }
 
     /// The text that the decision API has for a key.
-    fn told(key: &[KeyPart], values: &[&str]) -> Option<String> {
+    fn decision_api_text(key: &[KeyPart], values: &[&str]) -> Option<String> {
         let rule_set = Arc::new(RuleSet::new(&[rule(key, OnMissing::Refuse)], SEED, None));
         let counsel = DecisionService::new(&rule_set, &[None], SEED, None);
         let values: Vec<String> = values.iter().map(|value| (*value).to_owned()).collect();
@@ -205,7 +215,7 @@ mod tests {
         ];
         for (part, value, spelt) in &all {
             let of_request = text(std::slice::from_ref(part), "10.0.0.7", &headers);
-            assert_eq!(told(std::slice::from_ref(part), &[value]), Some(of_request.clone()), "{part}");
+            assert_eq!(decision_api_text(std::slice::from_ref(part), &[value]), Some(of_request.clone()), "{part}");
             match spelt.strip_prefix(DIGEST) {
                 None => assert_eq!(of_request, format!("r|{spelt}"), "{part}"),
                 Some(_) => assert!(of_request.starts_with("r|hmac-") && of_request.len() == 39, "{part}"),
@@ -213,11 +223,11 @@ mod tests {
         }
         let parts: Vec<KeyPart> = all.iter().map(|(part, ..)| part.clone()).collect();
         let values: Vec<&str> = all.iter().map(|(_, value, _)| *value).collect();
-        assert_eq!(told(&parts, &values), Some(text(&parts, "10.0.0.7", &headers)));
-        assert_eq!(told(&[KeyPart::Global], &[]), Some("r|".to_owned()));
-        assert_eq!(told(&[KeyPart::Global], &["any"]), Some("r|".to_owned()));
-        assert_eq!(told(&[V4], &["10.0.0"]), None);
-        assert_eq!(told(&[V4, KeyPart::Host], &["10.0.0.1"]), None);
+        assert_eq!(decision_api_text(&parts, &values), Some(text(&parts, "10.0.0.7", &headers)));
+        assert_eq!(decision_api_text(&[KeyPart::Global], &[]), Some("r|".to_owned()));
+        assert_eq!(decision_api_text(&[KeyPart::Global], &["any"]), Some("r|".to_owned()));
+        assert_eq!(decision_api_text(&[V4], &["10.0.0"]), None);
+        assert_eq!(decision_api_text(&[V4, KeyPart::Host], &["10.0.0.1"]), None);
     }
 
     #[test]
@@ -237,7 +247,7 @@ mod tests {
     fn a_digest_is_hmac_sha_256() {
         // RFC 4231, test case 2.
         let mut out = String::new();
-        Digester::new(b"Jefe", None).digest(b"what do ya want for nothing?", &mut out);
+        KeyDigester::new(b"Jefe", None).write_digest(b"what do ya want for nothing?", &mut out);
         assert_eq!(out, "hmac-5bdcc146bf60754e6a042426089575c7");
     }
 
@@ -253,11 +263,12 @@ mod tests {
         );
         assert!(!is_secret_part(&header("x-user")) && !is_secret_part(&KeyPart::Jwt("sub".to_owned())));
         let user = headers(&[("x-user", b"bob")]);
-        let configured = Digester::new(b"a key", Some(&header("x-user")));
-        let known = |digester: &Digester| text_by(digester, &[header("x-user")], OnMissing::Refuse, "10.0.0.1", &user);
+        let configured = KeyDigester::new(b"a key", Some(&header("x-user")));
+        let known =
+            |digester: &KeyDigester| text_by(digester, &[header("x-user")], OnMissing::Refuse, "10.0.0.1", &user);
         assert_eq!(known(&digester()), "r|bob");
         assert!(known(&configured).starts_with("r|hmac-"));
-        assert_ne!(known(&configured), known(&Digester::new(b"another key", Some(&header("x-user")))));
+        assert_ne!(known(&configured), known(&KeyDigester::new(b"another key", Some(&header("x-user")))));
         assert!(!format!("{configured:?}").contains("a key"));
     }
 
@@ -293,11 +304,11 @@ mod tests {
             a in proptest::collection::vec(any::<u8>(), 0..40), b in proptest::collection::vec(any::<u8>(), 0..40),
             at in 0..40_usize,
         ) {
-            let spelling = Spelling::new("r", &[KeyPart::Path, KeyPart::Path], false);
+            let spelling = KeyTextFormat::new("r", &[KeyPart::Path, KeyPart::Path], false);
             let spelt = |key: [&[u8]; 2]| {
                 let mut text = String::new();
-                spelling.begin(&mut text);
-                key.iter().enumerate().for_each(|(i, bytes)| spelling.part(i, 7, bytes, &digester(), &mut text));
+                spelling.write_prefix(&mut text);
+                key.iter().enumerate().for_each(|(i, bytes)| spelling.write_part(i, 7, bytes, &digester(), &mut text));
                 prop_assert!(text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".~-%|".contains(&byte)));
                 prop_assert_eq!(text.matches('|').count(), 2);
                 Ok(text)

@@ -20,11 +20,11 @@ use super::error::RequestError;
 const WEBSOCKET: HeaderValue = HeaderValue::from_static("websocket");
 
 /// What a server adds to a key before it takes the digest (RFC 6455, section 1.3).
-const ACCEPTING: &[u8] = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11";
+const ACCEPT_GUID: &[u8] = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11";
 
 /// What an extended CONNECT asks for, among the extensions of its request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Extended {
+enum ExtendedConnect {
     WebSocket,
     Other,
 }
@@ -35,36 +35,39 @@ pub enum UpgradeMethod {
     /// Its connection changes over.
     Upgrade,
     /// By an extended CONNECT.
-    Connect,
+    ExtendedConnect,
 }
 
 /// Takes note of a CONNECT that names a protocol. One that asks for a WebSocket becomes the GET that it stands for.
-pub fn extend<B>(request: &mut Request<B>, protocol: &str) {
-    let asked = if protocol.eq_ignore_ascii_case("websocket") { Extended::WebSocket } else { Extended::Other };
-    if asked == Extended::WebSocket {
+pub fn convert_extended_connect<B>(request: &mut Request<B>, protocol: &str) {
+    let asked =
+        if protocol.eq_ignore_ascii_case("websocket") { ExtendedConnect::WebSocket } else { ExtendedConnect::Other };
+    if asked == ExtendedConnect::WebSocket {
         *request.method_mut() = Method::GET;
     }
     request.extensions_mut().insert(asked);
 }
 
 /// Whether a request was an extended CONNECT, for whatever protocol.
-pub fn is_extended(parts: &Parts) -> bool {
-    parts.extensions.get::<Extended>().is_some()
+pub fn is_extended_connect(parts: &Parts) -> bool {
+    parts.extensions.get::<ExtendedConnect>().is_some()
 }
 
 /// How a request asks for a WebSocket, if it does; `names` says whether it has an Upgrade field. It is to be asked before
 /// fields are made ready for the upstream.
-pub fn way(parts: &Parts, names: bool) -> Result<Option<UpgradeMethod>, RequestError> {
+pub fn requested_upgrade(parts: &Parts, names: bool) -> Result<Option<UpgradeMethod>, RequestError> {
     if parts.version == Version::HTTP_2 {
-        return Ok((parts.extensions.get() == Some(&Extended::WebSocket)).then_some(UpgradeMethod::Connect));
+        return Ok(
+            (parts.extensions.get() == Some(&ExtendedConnect::WebSocket)).then_some(UpgradeMethod::ExtendedConnect)
+        );
     }
-    Ok((names && is_wanted(parts)?).then_some(UpgradeMethod::Upgrade))
+    Ok((names && is_http1_handshake(parts)?).then_some(UpgradeMethod::Upgrade))
 }
 
 /// Whether a request that has an Upgrade field asks for WebSocket.
-fn is_wanted(parts: &Parts) -> Result<bool, RequestError> {
+fn is_http1_handshake(parts: &Parts) -> Result<bool, RequestError> {
     let headers = &parts.headers;
-    if parts.version != Version::HTTP_11 || !only(headers, &header::UPGRADE).is_some_and(is_websocket) {
+    if parts.version != Version::HTTP_11 || !single_value(headers, &header::UPGRADE).is_some_and(is_websocket) {
         return Ok(false);
     }
     let options = headers.get_all(header::CONNECTION).iter().flat_map(|value| value.as_bytes().split(|b| *b == b','));
@@ -76,51 +79,52 @@ fn is_wanted(parts: &Parts) -> Result<bool, RequestError> {
         // Where the body ends and the other protocol begins would be a matter of opinion.
         return Err(RequestError::Framing("a request that asks for another protocol can not have a body"));
     }
-    Ok(parts.method == Method::GET && only(headers, &header::SEC_WEBSOCKET_KEY).is_some())
+    Ok(parts.method == Method::GET && single_value(headers, &header::SEC_WEBSOCKET_KEY).is_some())
 }
 
 /// `Sec-WebSocket-Key` of a handshake: a nonce of 16 bytes, as it is written.
 #[derive(Clone, Debug)]
-pub struct Key(HeaderValue);
+pub struct HandshakeKey(HeaderValue);
 
-impl Key {
+impl HandshakeKey {
     /// One for a handshake that the gateway makes by itself.
-    pub fn new() -> Result<Key, RequestError> {
+    pub fn generate() -> Result<HandshakeKey, RequestError> {
         let mut nonce = [0; 16];
         rand::fill(&mut nonce).map_err(|_no_entropy| RequestError::Panic)?;
-        HeaderValue::from_str(&STANDARD.encode(nonce)).map(Key).map_err(|_invalid| RequestError::Panic)
+        HeaderValue::from_str(&STANDARD.encode(nonce)).map(HandshakeKey).map_err(|_invalid| RequestError::Panic)
     }
 
     /// The key of a handshake; `None` if that has none.
-    pub fn of(headers: &HeaderMap) -> Option<Key> {
-        headers.get(header::SEC_WEBSOCKET_KEY).cloned().map(Key)
+    pub fn from_headers(headers: &HeaderMap) -> Option<HandshakeKey> {
+        headers.get(header::SEC_WEBSOCKET_KEY).cloned().map(HandshakeKey)
     }
 
     /// Takes the key from a handshake; `None` if that has none.
-    pub fn taken_from(headers: &mut HeaderMap) -> Option<Key> {
-        headers.remove(header::SEC_WEBSOCKET_KEY).map(Key)
+    pub fn take_from(headers: &mut HeaderMap) -> Option<HandshakeKey> {
+        headers.remove(header::SEC_WEBSOCKET_KEY).map(HandshakeKey)
     }
 
-    pub fn put(&self, headers: &mut HeaderMap) {
+    pub fn insert_into(&self, headers: &mut HeaderMap) {
         headers.insert(header::SEC_WEBSOCKET_KEY, self.0.clone());
     }
 
     /// What a server says that has understood the handshake.
-    fn accept(&self) -> String {
+    fn accept_value(&self) -> String {
         let mut digest = digest::Context::new(&digest::SHA1_FOR_LEGACY_USE_ONLY);
         digest.update(self.0.as_bytes());
-        digest.update(ACCEPTING);
+        digest.update(ACCEPT_GUID);
         STANDARD.encode(digest.finish())
     }
 
     /// Whether an answer is one to this handshake.
     pub fn is_accepted(&self, headers: &HeaderMap) -> bool {
-        only(headers, &header::SEC_WEBSOCKET_ACCEPT).is_some_and(|value| value.as_bytes() == self.accept().as_bytes())
+        single_value(headers, &header::SEC_WEBSOCKET_ACCEPT)
+            .is_some_and(|value| value.as_bytes() == self.accept_value().as_bytes())
     }
 }
 
 /// Makes an answer that changes over a connection the one to an extended CONNECT (RFC 8441, section 5).
-pub fn grant_stream<B>(answer: &mut Response<B>) {
+pub fn to_connect_response<B>(answer: &mut Response<B>) {
     *answer.status_mut() = StatusCode::OK;
     for name in [header::CONNECTION, header::UPGRADE, header::SEC_WEBSOCKET_ACCEPT, header::CONTENT_LENGTH] {
         answer.headers_mut().remove(name);
@@ -128,38 +132,38 @@ pub fn grant_stream<B>(answer: &mut Response<B>) {
 }
 
 /// The other way round: makes the answer that opened a stream to the upstream one that changes over a connection.
-pub fn grant_connection<B>(answer: &mut Response<B>, key: Option<&Key>) {
+pub fn to_switching_protocols<B>(answer: &mut Response<B>, key: Option<&HandshakeKey>) {
     *answer.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
-    ask(answer.headers_mut());
-    if let Some(accept) = key.and_then(|key| HeaderValue::from_str(&key.accept()).ok()) {
+    insert_upgrade_fields(answer.headers_mut());
+    if let Some(accept) = key.and_then(|key| HeaderValue::from_str(&key.accept_value()).ok()) {
         answer.headers_mut().insert(header::SEC_WEBSOCKET_ACCEPT, accept);
     }
 }
 
 /// Takes away the two fields that make the change.
-pub fn withdraw(headers: &mut HeaderMap) {
+pub fn remove_upgrade_fields(headers: &mut HeaderMap) {
     headers.remove(header::CONNECTION);
     headers.remove(header::UPGRADE);
 }
 
 /// Puts back the two fields that make the change, behind those that stayed behind.
-pub fn ask(headers: &mut HeaderMap) {
+pub fn insert_upgrade_fields(headers: &mut HeaderMap) {
     headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
     headers.insert(header::UPGRADE, WEBSOCKET);
 }
 
 /// Whether an answer changes over to another protocol.
-pub fn is_switch<B>(answer: &Response<B>) -> bool {
+pub fn is_switching_protocols<B>(answer: &Response<B>) -> bool {
     answer.status() == StatusCode::SWITCHING_PROTOCOLS
 }
 
 /// Whether an answer changes over to the protocol that was asked for.
-pub fn is_granted<B>(answer: &Response<B>) -> bool {
-    is_switch(answer) && only(answer.headers(), &header::UPGRADE).is_some_and(is_websocket)
+pub fn accepts_websocket<B>(answer: &Response<B>) -> bool {
+    is_switching_protocols(answer) && single_value(answer.headers(), &header::UPGRADE).is_some_and(is_websocket)
 }
 
 /// The value of a field that is given once.
-fn only<'h>(headers: &'h HeaderMap, name: &HeaderName) -> Option<&'h HeaderValue> {
+fn single_value<'h>(headers: &'h HeaderMap, name: &HeaderName) -> Option<&'h HeaderValue> {
     let mut values = headers.get_all(name).iter();
     values.next().filter(|_| values.next().is_none())
 }
@@ -181,7 +185,7 @@ mod tests {
             .body(())
             .unwrap();
         change(&mut request);
-        is_wanted(&request.into_parts().0)
+        is_http1_handshake(&request.into_parts().0)
     }
 
     fn set(request: &mut Request<()>, name: &'static str, value: &'static str) {
@@ -227,27 +231,30 @@ mod tests {
         let answer = |status: u16, upgrade: &str| {
             Response::builder().status(status).header("upgrade", upgrade).body(()).unwrap()
         };
-        assert!(is_granted(&answer(101, "websocket")));
-        assert!(!is_granted(&answer(200, "websocket")));
-        assert!(!is_granted(&answer(101, "h2c")));
+        assert!(accepts_websocket(&answer(101, "websocket")));
+        assert!(!accepts_websocket(&answer(200, "websocket")));
+        assert!(!accepts_websocket(&answer(101, "h2c")));
     }
 
     #[test]
     fn an_extended_connect_becomes_the_get_it_stands_for() {
         let extended = |protocol: &str| {
             let mut request = Request::connect("https://a/chat").version(Version::HTTP_2).body(()).unwrap();
-            extend(&mut request, protocol);
+            convert_extended_connect(&mut request, protocol);
             request.into_parts().0
         };
         let parts = extended("WebSocket");
-        assert!(is_extended(&parts));
-        assert_eq!((&parts.method, way(&parts, false)), (&Method::GET, Ok(Some(UpgradeMethod::Connect))));
+        assert!(is_extended_connect(&parts));
+        assert_eq!(
+            (&parts.method, requested_upgrade(&parts, false)),
+            (&Method::GET, Ok(Some(UpgradeMethod::ExtendedConnect)))
+        );
         let parts = extended("connect-udp");
-        assert!(is_extended(&parts));
-        assert_eq!((&parts.method, way(&parts, false)), (&Method::CONNECT, Ok(None)));
+        assert!(is_extended_connect(&parts));
+        assert_eq!((&parts.method, requested_upgrade(&parts, false)), (&Method::CONNECT, Ok(None)));
         let plain = Request::get("https://a/chat").version(Version::HTTP_2).body(()).unwrap().into_parts().0;
-        assert!(!is_extended(&plain));
-        assert_eq!(way(&plain, true), Ok(None));
+        assert!(!is_extended_connect(&plain));
+        assert_eq!(requested_upgrade(&plain, true), Ok(None));
     }
 
     #[test]
@@ -255,13 +262,13 @@ mod tests {
         // RFC 6455, section 1.3.
         let mut headers = HeaderMap::new();
         headers.insert("sec-websocket-key", HeaderValue::from_static("dGhlIHNhbXBsZSBub25jZQ=="));
-        let key = Key::taken_from(&mut headers).unwrap();
+        let key = HandshakeKey::take_from(&mut headers).unwrap();
         assert!(headers.is_empty() && !key.is_accepted(&headers));
         headers.insert("sec-websocket-accept", HeaderValue::from_static("s3pPLMBiTxaQ9kYGzzhZRbK+xOo="));
         assert!(key.is_accepted(&headers));
-        let own = Key::new().unwrap();
+        let own = HandshakeKey::generate().unwrap();
         assert!(!own.is_accepted(&headers));
-        assert_ne!(own.0, Key::new().unwrap().0);
+        assert_ne!(own.0, HandshakeKey::generate().unwrap().0);
         assert_eq!(STANDARD.decode(&own.0).unwrap().len(), 16);
     }
 
@@ -274,12 +281,12 @@ mod tests {
             .header("sec-websocket-protocol", "chat")
             .body(())
             .unwrap();
-        grant_stream(&mut answer);
+        to_connect_response(&mut answer);
         assert_eq!((answer.status().as_u16(), answer.headers().len()), (200, 1));
-        let key = Key(HeaderValue::from_static("dGhlIHNhbXBsZSBub25jZQ=="));
-        grant_connection(&mut answer, Some(&key));
-        assert!(is_granted(&answer) && key.is_accepted(answer.headers()));
-        withdraw(answer.headers_mut());
-        assert!(!is_granted(&answer));
+        let key = HandshakeKey(HeaderValue::from_static("dGhlIHNhbXBsZSBub25jZQ=="));
+        to_switching_protocols(&mut answer, Some(&key));
+        assert!(accepts_websocket(&answer) && key.is_accepted(answer.headers()));
+        remove_upgrade_fields(answer.headers_mut());
+        assert!(!accepts_websocket(&answer));
     }
 }

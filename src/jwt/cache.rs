@@ -10,53 +10,59 @@ use std::collections::HashMap;
 use std::mem;
 
 use super::claims::Claims;
-use super::{Invalid, Lifetime, Trust};
+use super::{Lifetime, TokenError, TokenVerifier};
 use transom_limiter::key::KeyHasher;
 
 /// Tokens of one generation. Two are kept, so twice as many are remembered at most.
-const GENERATION: usize = 4096;
+const GENERATION_MAX_TOKENS: usize = 4096;
 /// A token whose claims are longer is verified every time, so that memory is bounded as well.
 const VALUES_MAX_BYTES: usize = 512;
 
-pub struct Checker {
-    trust: Trust,
+pub struct TokenCache {
+    trust: TokenVerifier,
     /// The names of all claims that some rule counts by.
     claims: Vec<String>,
     /// The keyed hash, before a token.
-    start: KeyHasher,
-    known: RefCell<Known>,
+    hasher: KeyHasher,
+    generations: RefCell<Generations>,
     /// The token that was refused last, when (Unix milliseconds), and why.
-    refused: Cell<Option<(Hash, u64, Invalid)>>,
+    last_refused: Cell<Option<(TokenHash, u64, TokenError)>>,
 }
 
 /// When the younger generation is full it becomes the older one, and that is forgotten. What is asked
 /// for again moves to the younger, so tokens in use stay.
 #[derive(Default)]
-struct Known {
+struct Generations {
     young: Generation,
     old: Generation,
 }
 
-type Hash = (u64, u64);
-type Generation = HashMap<Hash, Verified, foldhash::fast::RandomState>;
+type TokenHash = (u64, u64);
+type Generation = HashMap<TokenHash, CachedToken, foldhash::fast::RandomState>;
 
-struct Verified {
+struct CachedToken {
     lifetime: Lifetime,
     /// In the order of the checker's names.
     values: Box<[Option<Box<str>>]>,
 }
 
-impl Checker {
-    pub fn new(trust: Trust, claims: Vec<String>, start: KeyHasher) -> Checker {
-        Checker { trust, claims, start, known: RefCell::default(), refused: Cell::default() }
+impl TokenCache {
+    pub fn new(trust: TokenVerifier, claims: Vec<String>, start: KeyHasher) -> TokenCache {
+        TokenCache { trust, claims, hasher: start, generations: RefCell::default(), last_refused: Cell::default() }
     }
 
     /// Hands the value of a claim of a token that is valid at a time (Unix milliseconds of the wall clock) to `take`; `false`
     /// if the token has none.
-    pub fn claim(&self, token: &[u8], name: &str, now_ms: u64, take: impl FnOnce(&str)) -> Result<bool, Invalid> {
+    pub fn with_claim(
+        &self,
+        token: &[u8],
+        name: &str,
+        now_ms: u64,
+        take: impl FnOnce(&str),
+    ) -> Result<bool, TokenError> {
         let position = self.claims.iter().position(|known| known == name);
         let hash = self.hash(token);
-        let mut known = self.known.borrow_mut();
+        let mut known = self.generations.borrow_mut();
         let fresh;
         let verified = match known.find(hash, now_ms) {
             Some(verified) => verified,
@@ -71,48 +77,48 @@ impl Checker {
     }
 
     #[cold]
-    fn verify(&self, token: &[u8], hash: Hash, now_ms: u64) -> Result<Verified, Invalid> {
-        match self.refused.get() {
+    fn verify(&self, token: &[u8], hash: TokenHash, now_ms: u64) -> Result<CachedToken, TokenError> {
+        match self.last_refused.get() {
             Some((refused, at_ms, why)) if (refused, at_ms) == (hash, now_ms) => Err(why),
             _ => {
                 let verified = self.trust.verify(token, now_ms);
-                let verified = verified.inspect_err(|why| self.refused.set(Some((hash, now_ms, *why))));
-                verified.map(|(claims, lifetime)| self.read(&claims, lifetime))
+                let verified = verified.inspect_err(|why| self.last_refused.set(Some((hash, now_ms, *why))));
+                verified.map(|(claims, lifetime)| self.extract_claims(&claims, lifetime))
             }
         }
     }
 
-    fn hash(&self, token: &[u8]) -> Hash {
-        let mut hasher = self.start.clone();
+    fn hash(&self, token: &[u8]) -> TokenHash {
+        let mut hasher = self.hasher.clone();
         hasher.add_part(0, token);
         let hash = hasher.finish();
         (hash.bucket_hash, hash.tag)
     }
 
-    fn read(&self, claims: &Claims, lifetime: Lifetime) -> Verified {
+    fn extract_claims(&self, claims: &Claims, lifetime: Lifetime) -> CachedToken {
         let values = self.claims.iter().map(|name| claims.text(name).map(String::into_boxed_str)).collect();
-        Verified { lifetime, values }
+        CachedToken { lifetime, values }
     }
 }
 
-impl Known {
+impl Generations {
     /// A token that is valid now. The wall clock may have been set back since it was verified.
-    fn find(&mut self, hash: Hash, now_ms: u64) -> Option<&Verified> {
+    fn find(&mut self, hash: TokenHash, now_ms: u64) -> Option<&CachedToken> {
         if let Some(verified) = self.old.remove(&hash) {
             self.insert(hash, verified);
         }
         self.young.get(&hash).filter(|verified| verified.lifetime.check(now_ms).is_ok())
     }
 
-    fn insert(&mut self, hash: Hash, verified: Verified) -> &Verified {
-        if self.young.len() >= GENERATION {
+    fn insert(&mut self, hash: TokenHash, verified: CachedToken) -> &CachedToken {
+        if self.young.len() >= GENERATION_MAX_TOKENS {
             self.old = mem::take(&mut self.young);
         }
         self.young.entry(hash).insert_entry(verified).into_mut()
     }
 }
 
-impl Verified {
+impl CachedToken {
     fn bytes(&self) -> usize {
         self.values.iter().flatten().map(|value| value.len()).sum()
     }
@@ -121,7 +127,7 @@ impl Verified {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::jwt::verification_key::Key;
+    use crate::jwt::verification_key::VerificationKey;
     use aws_lc_rs::hmac;
     use base64::Engine;
     use base64::engine::general_purpose::URL_SAFE_NO_PAD;
@@ -136,25 +142,28 @@ mod tests {
         format!("{signed}.{}", URL_SAFE_NO_PAD.encode(signature))
     }
 
-    fn checker() -> Checker {
-        let trust = Trust { keys: vec![Key::secret(SECRET, None).unwrap()], ..Trust::default() };
-        Checker::new(trust, vec!["plan".to_owned(), "sub".to_owned()], KeyHasher::new(Seed(1, 2), 0))
+    fn checker() -> TokenCache {
+        let trust = TokenVerifier {
+            keys: vec![VerificationKey::from_secret(SECRET, None).unwrap()],
+            ..TokenVerifier::default()
+        };
+        TokenCache::new(trust, vec!["plan".to_owned(), "sub".to_owned()], KeyHasher::new(Seed(1, 2), 0))
     }
 
     /// From here on, only what is remembered is known.
-    fn without_keys(checker: &mut Checker) {
+    fn without_keys(checker: &mut TokenCache) {
         checker.trust.keys.clear();
     }
 
-    fn sub(checker: &Checker, token: &str, now_ms: u64) -> Result<Option<String>, Invalid> {
+    fn sub(checker: &TokenCache, token: &str, now_ms: u64) -> Result<Option<String>, TokenError> {
         let mut value = None;
-        let found = checker.claim(token.as_bytes(), "sub", now_ms, |text| value = Some(text.to_owned()))?;
+        let found = checker.with_claim(token.as_bytes(), "sub", now_ms, |text| value = Some(text.to_owned()))?;
         assert_eq!(found, value.is_some());
         Ok(value)
     }
 
-    fn remembered(checker: &Checker) -> usize {
-        let known = checker.known.borrow();
+    fn remembered(checker: &TokenCache) -> usize {
+        let known = checker.generations.borrow();
         known.young.len() + known.old.len()
     }
 
@@ -164,30 +173,30 @@ mod tests {
         assert_eq!(sub(&checker, &token, 0), Ok(Some("alice".to_owned())));
         without_keys(&mut checker);
         assert_eq!(sub(&checker, &token, 99_999), Ok(Some("alice".to_owned())));
-        assert_eq!(sub(&checker, &self::token(r#"{"sub":"bob"}"#), 0), Err(Invalid::UnknownKey));
+        assert_eq!(sub(&checker, &self::token(r#"{"sub":"bob"}"#), 0), Err(TokenError::UnknownKey));
     }
 
     #[test]
     fn a_token_is_remembered_no_longer_than_it_is_valid() {
         let (checker, token) = (checker(), token(r#"{"sub":"alice","exp":100}"#));
         assert_eq!(sub(&checker, &token, 99_999), Ok(Some("alice".to_owned())));
-        assert_eq!(sub(&checker, &token, 100_000), Err(Invalid::Expired));
-        assert_eq!(sub(&checker, &token, 100_001), Err(Invalid::Expired));
+        assert_eq!(sub(&checker, &token, 100_000), Err(TokenError::Expired));
+        assert_eq!(sub(&checker, &token, 100_001), Err(TokenError::Expired));
         // The wall clock was ahead.
         assert_eq!(sub(&checker, &token, 99_999), Ok(Some("alice".to_owned())));
         let later = self::token(r#"{"sub":"bob","nbf":50}"#);
         assert_eq!(sub(&checker, &later, 50_000), Ok(Some("bob".to_owned())));
-        assert_eq!(sub(&checker, &later, 49_999), Err(Invalid::NotYetValid));
+        assert_eq!(sub(&checker, &later, 49_999), Err(TokenError::NotYetValid));
     }
 
     #[test]
     fn the_token_refused_last_is_verified_once_for_a_moment() {
         let mut checker = checker();
         let forged = token(r#"{"sub":"alice"}"#).replace("eyJz", "eyJ0");
-        assert_eq!(sub(&checker, &forged, 7), Err(Invalid::Signature));
+        assert_eq!(sub(&checker, &forged, 7), Err(TokenError::Signature));
         without_keys(&mut checker);
-        assert_eq!(sub(&checker, &forged, 7), Err(Invalid::Signature));
-        assert_eq!(sub(&checker, &forged, 8), Err(Invalid::UnknownKey));
+        assert_eq!(sub(&checker, &forged, 7), Err(TokenError::Signature));
+        assert_eq!(sub(&checker, &forged, 8), Err(TokenError::UnknownKey));
     }
 
     #[test]
@@ -207,15 +216,15 @@ mod tests {
     #[test]
     fn memory_is_bounded_and_tokens_in_use_stay() {
         let (mut checker, used) = (checker(), token(r#"{"sub":"alice"}"#));
-        for n in 0..5 * GENERATION {
+        for n in 0..5 * GENERATION_MAX_TOKENS {
             sub(&checker, &token(&format!(r#"{{"sub":{n}}}"#)), 0).unwrap();
-            if n % (GENERATION / 2) == 0 {
+            if n % (GENERATION_MAX_TOKENS / 2) == 0 {
                 sub(&checker, &used, 0).unwrap();
             }
-            assert!(remembered(&checker) <= 2 * GENERATION);
+            assert!(remembered(&checker) <= 2 * GENERATION_MAX_TOKENS);
         }
         without_keys(&mut checker);
         assert_eq!(sub(&checker, &used, 0), Ok(Some("alice".to_owned())));
-        assert_eq!(sub(&checker, &token(r#"{"sub":0}"#), 0), Err(Invalid::UnknownKey));
+        assert_eq!(sub(&checker, &token(r#"{"sub":0}"#), 0), Err(TokenError::UnknownKey));
     }
 }

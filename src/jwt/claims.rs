@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use super::{Invalid, Lifetime, Trust, jws};
+use super::{Lifetime, TokenError, TokenVerifier, jws};
 
 /// Integers beyond are not the same to everybody who reads JSON (RFC 7493, section 2.2).
 const EXACT_MAX: f64 = 9_007_199_254_740_992.0;
@@ -11,21 +11,21 @@ pub struct Claims(Map<String, Value>);
 
 impl Claims {
     /// Reads a payload, as it is encoded in a token.
-    pub fn read(payload: &[u8]) -> Result<Claims, Invalid> {
-        jws::object(payload).map(Claims)
+    pub fn parse(payload: &[u8]) -> Result<Claims, TokenError> {
+        jws::decode_object(payload).map(Claims)
     }
 
     /// When the token is valid, if it is valid at a time (Unix milliseconds) and from and for the right ones.
-    pub fn check(&self, trust: &Trust, now_ms: u64) -> Result<Lifetime, Invalid> {
+    pub fn check(&self, trust: &TokenVerifier, now_ms: u64) -> Result<Lifetime, TokenError> {
         let begins_ms = self.date_ms("nbf")?.map_or(0, |begins_ms| begins_ms.saturating_sub(trust.leeway_ms));
         let ends_ms = self.date_ms("exp")?.map(|ends_ms| ends_ms.saturating_add(trust.leeway_ms));
         let lifetime = Lifetime { begins_ms, ends_ms };
         lifetime.check(now_ms)?;
-        if !trust.issuers.is_empty() && !self.names("iss", &trust.issuers) {
-            return Err(Invalid::Issuer);
+        if !trust.issuers.is_empty() && !self.claim_is_one_of("iss", &trust.issuers) {
+            return Err(TokenError::Issuer);
         }
-        if !trust.audiences.is_empty() && !self.names("aud", &trust.audiences) {
-            return Err(Invalid::Audience);
+        if !trust.audiences.is_empty() && !self.claim_is_one_of("aud", &trust.audiences) {
+            return Err(TokenError::Audience);
         }
         Ok(lifetime)
     }
@@ -53,16 +53,16 @@ impl Claims {
     }
 
     /// A NumericDate: seconds since the epoch, with a fraction or without.
-    fn date_ms(&self, name: &str) -> Result<Option<u64>, Invalid> {
+    fn date_ms(&self, name: &str) -> Result<Option<u64>, TokenError> {
         match self.0.get(name) {
             None => Ok(None),
             // What lies before the epoch, or past the end of time, is as good as those two.
-            Some(value) => value.as_f64().map(|seconds| Some((seconds * 1e3) as u64)).ok_or(Invalid::Malformed),
+            Some(value) => value.as_f64().map(|seconds| Some((seconds * 1e3) as u64)).ok_or(TokenError::Malformed),
         }
     }
 
     /// Whether a claim is one of these names, or a list with one of them.
-    fn names(&self, claim: &str, wanted: &[String]) -> bool {
+    fn claim_is_one_of(&self, claim: &str, wanted: &[String]) -> bool {
         let is_wanted = |value: &Value| value.as_str().is_some_and(|name| wanted.iter().any(|one| one == name));
         match (self.0.get(claim), claim) {
             (Some(Value::Array(all)), "aud") => all.iter().any(is_wanted),
@@ -82,43 +82,47 @@ mod tests {
         Claims(claims)
     }
 
-    fn check(value: Value, trust: &Trust, now_ms: u64) -> Result<(), Invalid> {
+    fn check(value: Value, trust: &TokenVerifier, now_ms: u64) -> Result<(), TokenError> {
         claims(value).check(trust, now_ms).map(drop)
     }
 
     #[test]
     fn a_token_is_valid_from_nbf_until_exp() {
-        let trust = Trust::default();
+        let trust = TokenVerifier::default();
         let times = json!({ "nbf": 1000, "exp": 2000 });
         for (now_ms, found) in [
-            (999_999, Err(Invalid::NotYetValid)),
+            (999_999, Err(TokenError::NotYetValid)),
             (1_000_000, Ok(())),
             (1_999_999, Ok(())),
-            (2_000_000, Err(Invalid::Expired)),
+            (2_000_000, Err(TokenError::Expired)),
         ] {
             assert_eq!(check(times.clone(), &trust, now_ms), found, "{now_ms}");
         }
-        let lenient = Trust { leeway_ms: 5000, ..Trust::default() };
+        let lenient = TokenVerifier { leeway_ms: 5000, ..TokenVerifier::default() };
         for (now_ms, found) in [
-            (994_999, Err(Invalid::NotYetValid)),
+            (994_999, Err(TokenError::NotYetValid)),
             (995_000, Ok(())),
             (2_004_999, Ok(())),
-            (2_005_000, Err(Invalid::Expired)),
+            (2_005_000, Err(TokenError::Expired)),
         ] {
             assert_eq!(check(times.clone(), &lenient, now_ms), found, "{now_ms}");
         }
         assert_eq!(check(json!({ "exp": 1.5 }), &trust, 1499), Ok(()));
-        assert_eq!(check(json!({ "exp": 1.5 }), &trust, 1500), Err(Invalid::Expired));
+        assert_eq!(check(json!({ "exp": 1.5 }), &trust, 1500), Err(TokenError::Expired));
         assert_eq!(check(json!({}), &trust, u64::MAX), Ok(()));
         assert_eq!(check(json!({ "exp": 1e300, "nbf": -1e300 }), &trust, 0), Ok(()));
-        assert_eq!(check(json!({ "exp": -1 }), &trust, 0), Err(Invalid::Expired));
+        assert_eq!(check(json!({ "exp": -1 }), &trust, 0), Err(TokenError::Expired));
     }
 
     #[test]
     fn a_time_that_is_none_is_not_passed_over() {
         for value in [json!("2000"), json!(null), json!([2000]), json!(true)] {
             for name in ["exp", "nbf"] {
-                assert_eq!(check(json!({ name: value }), &Trust::default(), 1), Err(Invalid::Malformed), "{value}");
+                assert_eq!(
+                    check(json!({ name: value }), &TokenVerifier::default(), 1),
+                    Err(TokenError::Malformed),
+                    "{value}"
+                );
             }
         }
     }
@@ -126,24 +130,24 @@ mod tests {
     #[test]
     fn issuer_and_audience_must_be_named_where_they_are_asked_for() {
         let both = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
-        let issued = Trust { issuers: both(&["a", "b"]), ..Trust::default() };
+        let issued = TokenVerifier { issuers: both(&["a", "b"]), ..TokenVerifier::default() };
         for (token, found) in [
             (json!({ "iss": "a" }), Ok(())),
             (json!({ "iss": "b" }), Ok(())),
-            (json!({ "iss": "A" }), Err(Invalid::Issuer)),
-            (json!({ "iss": ["a"] }), Err(Invalid::Issuer)),
-            (json!({ "aud": "a" }), Err(Invalid::Issuer)),
+            (json!({ "iss": "A" }), Err(TokenError::Issuer)),
+            (json!({ "iss": ["a"] }), Err(TokenError::Issuer)),
+            (json!({ "aud": "a" }), Err(TokenError::Issuer)),
         ] {
             assert_eq!(check(token, &issued, 0), found);
         }
-        let meant = Trust { audiences: both(&["a", "b"]), ..Trust::default() };
+        let meant = TokenVerifier { audiences: both(&["a", "b"]), ..TokenVerifier::default() };
         for (token, found) in [
             (json!({ "aud": "a" }), Ok(())),
             (json!({ "aud": ["x", "b"] }), Ok(())),
-            (json!({ "aud": ["x"] }), Err(Invalid::Audience)),
-            (json!({ "aud": [] }), Err(Invalid::Audience)),
-            (json!({ "aud": 1 }), Err(Invalid::Audience)),
-            (json!({}), Err(Invalid::Audience)),
+            (json!({ "aud": ["x"] }), Err(TokenError::Audience)),
+            (json!({ "aud": [] }), Err(TokenError::Audience)),
+            (json!({ "aud": 1 }), Err(TokenError::Audience)),
+            (json!({}), Err(TokenError::Audience)),
         ] {
             assert_eq!(check(token, &meant, 0), found);
         }

@@ -7,37 +7,37 @@ use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use serde_json::{Map, Value};
 
-use super::verification_key::{Algorithm, InvalidKey, Key};
+use super::verification_key::{Algorithm, InvalidKey, VerificationKey};
 
 /// Why a file is no set of keys.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum BadSet {
+pub enum JwksError {
     /// No JSON, at a line and a column.
     Json(usize, usize),
     /// No list `keys`.
-    NoList,
+    NoKeys,
     /// None of its keys is for us.
-    Nothing,
+    NoUsableKey,
     /// One is broken: its position from 1.
-    Key(usize, InvalidKey),
+    BadKey(usize, InvalidKey),
 }
 
 /// The keys of a set, with the algorithms that they are for.
-pub fn read(text: &[u8]) -> Result<Vec<Key>, BadSet> {
-    let set: Value = serde_json::from_slice(text).map_err(|error| BadSet::Json(error.line(), error.column()))?;
-    let Some(Value::Array(members)) = set.get("keys") else { return Err(BadSet::NoList) };
+pub fn parse(text: &[u8]) -> Result<Vec<VerificationKey>, JwksError> {
+    let set: Value = serde_json::from_slice(text).map_err(|error| JwksError::Json(error.line(), error.column()))?;
+    let Some(Value::Array(members)) = set.get("keys") else { return Err(JwksError::NoKeys) };
     let mut keys = Vec::new();
     for (i, member) in members.iter().enumerate() {
         let Value::Object(member) = member else { continue };
-        if let Some(read) = key(member) {
-            keys.push(read.map_err(|flaw| BadSet::Key(i + 1, flaw))?);
+        if let Some(read) = parse_key(member) {
+            keys.push(read.map_err(|flaw| JwksError::BadKey(i + 1, flaw))?);
         }
     }
-    if keys.is_empty() { Err(BadSet::Nothing) } else { Ok(keys) }
+    if keys.is_empty() { Err(JwksError::NoUsableKey) } else { Ok(keys) }
 }
 
 /// One key; `None` if it is not for verifying, or not with what is known here.
-fn key(member: &Map<String, Value>) -> Option<Result<Key, InvalidKey>> {
+fn parse_key(member: &Map<String, Value>) -> Option<Result<VerificationKey, InvalidKey>> {
     let text = |name: &str| member.get(name).and_then(Value::as_str);
     let algorithm = match (text("kty")?, text("crv")) {
         ("oct", _) => Algorithm::Hs256,
@@ -55,14 +55,16 @@ fn key(member: &Map<String, Value>) -> Option<Result<Key, InvalidKey>> {
     }
     let kid = text("kid").map(str::to_owned);
     let bytes = |name: &str| {
-        let encoded = text(name).ok_or(InvalidKey::OtherKind(algorithm))?;
-        URL_SAFE_NO_PAD.decode(encoded).map_err(|_invalid| InvalidKey::OtherKind(algorithm))
+        let encoded = text(name).ok_or(InvalidKey::WrongKind(algorithm))?;
+        URL_SAFE_NO_PAD.decode(encoded).map_err(|_invalid| InvalidKey::WrongKind(algorithm))
     };
     Some(match algorithm {
-        Algorithm::Hs256 => bytes("k").and_then(|secret| Key::secret(&secret, kid)),
-        Algorithm::Rs256 => bytes("n").and_then(|n| Key::rsa(&n, &bytes("e")?, kid)),
-        Algorithm::Es256 => bytes("x").and_then(|x| Key::public(algorithm, &point(&x, &bytes("y")?), kid)),
-        Algorithm::EdDsa => bytes("x").and_then(|x| Key::public(algorithm, &x, kid)),
+        Algorithm::Hs256 => bytes("k").and_then(|secret| VerificationKey::from_secret(&secret, kid)),
+        Algorithm::Rs256 => bytes("n").and_then(|n| VerificationKey::from_rsa(&n, &bytes("e")?, kid)),
+        Algorithm::Es256 => {
+            bytes("x").and_then(|x| VerificationKey::from_public_bytes(algorithm, &point(&x, &bytes("y")?), kid))
+        }
+        Algorithm::EdDsa => bytes("x").and_then(|x| VerificationKey::from_public_bytes(algorithm, &x, kid)),
     })
 }
 
@@ -82,35 +84,35 @@ mod tests {
         let good = format!(r#"{{"kty": "oct", "k": "{SECRET}"}}"#);
         let others = r#"{"kty": "RSA", "use": "enc", "n": "AQAB", "e": "AQAB"}, {"kty": "RSA", "alg": "PS256"}, {"kty": "EC", "crv": "P-521"},
             {"kty": "OKP", "crv": "X25519", "x": ""}, {"kty": "new"}, {"k": 1}, 7, {"kty": "oct", "key_ops": ["sign"]}"#;
-        assert_eq!(read(format!(r#"{{"keys": [{others}, {good}]}}"#).as_bytes()).unwrap().len(), 1);
-        assert_eq!(read(format!(r#"{{"keys": [{others}]}}"#).as_bytes()), Err(BadSet::Nothing));
+        assert_eq!(parse(format!(r#"{{"keys": [{others}, {good}]}}"#).as_bytes()).unwrap().len(), 1);
+        assert_eq!(parse(format!(r#"{{"keys": [{others}]}}"#).as_bytes()), Err(JwksError::NoUsableKey));
     }
 
     #[test]
     fn a_key_for_us_that_is_broken_is_said() {
         for (member, flaw) in [
-            (r#"{"kty": "oct"}"#, InvalidKey::OtherKind(Algorithm::Hs256)),
+            (r#"{"kty": "oct"}"#, InvalidKey::WrongKind(Algorithm::Hs256)),
             (r#"{"kty": "oct", "k": "c2hvcnQ"}"#, InvalidKey::ShortSecret(5)),
-            (r#"{"kty": "oct", "k": "+/+/"}"#, InvalidKey::OtherKind(Algorithm::Hs256)),
-            (r#"{"kty": "RSA", "n": "AQAB"}"#, InvalidKey::OtherKind(Algorithm::Rs256)),
-            (r#"{"kty": "RSA", "n": "", "e": ""}"#, InvalidKey::OtherKind(Algorithm::Rs256)),
-            (r#"{"kty": "EC", "crv": "P-256", "x": "AQAB", "y": "AQAB"}"#, InvalidKey::OtherKind(Algorithm::Es256)),
-            (r#"{"kty": "OKP", "crv": "Ed25519", "x": "AQAB"}"#, InvalidKey::OtherKind(Algorithm::EdDsa)),
+            (r#"{"kty": "oct", "k": "+/+/"}"#, InvalidKey::WrongKind(Algorithm::Hs256)),
+            (r#"{"kty": "RSA", "n": "AQAB"}"#, InvalidKey::WrongKind(Algorithm::Rs256)),
+            (r#"{"kty": "RSA", "n": "", "e": ""}"#, InvalidKey::WrongKind(Algorithm::Rs256)),
+            (r#"{"kty": "EC", "crv": "P-256", "x": "AQAB", "y": "AQAB"}"#, InvalidKey::WrongKind(Algorithm::Es256)),
+            (r#"{"kty": "OKP", "crv": "Ed25519", "x": "AQAB"}"#, InvalidKey::WrongKind(Algorithm::EdDsa)),
         ] {
             let set = format!(r#"{{"keys": [{{"kty": "new"}}, {member}]}}"#);
-            assert_eq!(read(set.as_bytes()), Err(BadSet::Key(2, flaw)), "{member}");
+            assert_eq!(parse(set.as_bytes()), Err(JwksError::BadKey(2, flaw)), "{member}");
         }
         // On no curve.
         let point = format!(r#"{{"keys": [{{"kty": "EC", "crv": "P-256", "x": "{SECRET}", "y": "{SECRET}"}}]}}"#);
-        assert_eq!(read(point.as_bytes()), Err(BadSet::Key(1, InvalidKey::OtherKind(Algorithm::Es256))));
+        assert_eq!(parse(point.as_bytes()), Err(JwksError::BadKey(1, InvalidKey::WrongKind(Algorithm::Es256))));
     }
 
     #[test]
     fn what_is_no_set_is_said() {
-        assert_eq!(read(b"{\n  keys"), Err(BadSet::Json(2, 3)));
-        assert_eq!(read(b""), Err(BadSet::Json(1, 0)));
+        assert_eq!(parse(b"{\n  keys"), Err(JwksError::Json(2, 3)));
+        assert_eq!(parse(b""), Err(JwksError::Json(1, 0)));
         for text in ["[]", "{}", r#"{"keys": {}}"#, "7"] {
-            assert_eq!(read(text.as_bytes()), Err(BadSet::NoList), "{text}");
+            assert_eq!(parse(text.as_bytes()), Err(JwksError::NoKeys), "{text}");
         }
     }
 }

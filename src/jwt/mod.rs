@@ -15,8 +15,8 @@ pub mod jws;
 pub mod verification_key;
 
 use claims::Claims;
-use jws::Envelope;
-use verification_key::Key;
+use jws::Jws;
+use verification_key::VerificationKey;
 
 /// With how many keys the signature of one token is verified at most. Each costs 20 to 60 µs, and the sender of the token
 /// pays nothing for it.
@@ -24,8 +24,8 @@ pub const KEYS_TRIED_MAX: usize = 4;
 
 /// Whose tokens are believed. No keys: nobody's.
 #[derive(Clone, PartialEq, Debug, Default)]
-pub struct Trust {
-    pub keys: Vec<Key>,
+pub struct TokenVerifier {
+    pub keys: Vec<VerificationKey>,
     /// Who may have issued a token; empty: anybody with one of the keys.
     pub issuers: Vec<String>,
     /// For whom a token may be meant; empty: for anybody.
@@ -36,14 +36,14 @@ pub struct Trust {
 
 /// Why a token is not believed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Invalid {
+pub enum TokenError {
     Malformed,
     /// It says that it must not be read without an extension that is not known here.
-    Extension,
+    CriticalExtension,
     /// No key has both its algorithm and its key id.
     UnknownKey,
     /// More than [`KEYS_TRIED_MAX`] keys could be the one, and it does not name one.
-    UnnamedKey,
+    AmbiguousKey,
     Signature,
     Expired,
     NotYetValid,
@@ -51,18 +51,18 @@ pub enum Invalid {
     Audience,
 }
 
-impl fmt::Display for Invalid {
+impl fmt::Display for TokenError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Invalid::Malformed => "the token is malformed",
-            Invalid::Extension => "the token needs an extension that is not known here",
-            Invalid::UnknownKey => "the token is not signed with a key and an algorithm that are trusted here",
-            Invalid::UnnamedKey => "the token does not say by `kid` which of many keys it is signed with",
-            Invalid::Signature => "the token's signature is not valid",
-            Invalid::Expired => "the token has expired",
-            Invalid::NotYetValid => "the token is not valid yet",
-            Invalid::Issuer => "the token's issuer is not trusted here",
-            Invalid::Audience => "the token is meant for another audience",
+            TokenError::Malformed => "the token is malformed",
+            TokenError::CriticalExtension => "the token needs an extension that is not known here",
+            TokenError::UnknownKey => "the token is not signed with a key and an algorithm that are trusted here",
+            TokenError::AmbiguousKey => "the token does not say by `kid` which of many keys it is signed with",
+            TokenError::Signature => "the token's signature is not valid",
+            TokenError::Expired => "the token has expired",
+            TokenError::NotYetValid => "the token is not valid yet",
+            TokenError::Issuer => "the token's issuer is not trusted here",
+            TokenError::Audience => "the token is meant for another audience",
         })
     }
 }
@@ -76,32 +76,32 @@ pub struct Lifetime {
 }
 
 impl Lifetime {
-    pub fn check(self, now_ms: u64) -> Result<(), Invalid> {
+    pub fn check(self, now_ms: u64) -> Result<(), TokenError> {
         if self.ends_ms.is_some_and(|ends_ms| now_ms >= ends_ms) {
-            return Err(Invalid::Expired);
+            return Err(TokenError::Expired);
         }
         if now_ms < self.begins_ms {
-            return Err(Invalid::NotYetValid);
+            return Err(TokenError::NotYetValid);
         }
         Ok(())
     }
 }
 
-impl Trust {
+impl TokenVerifier {
     /// What a token says and when it is valid, if it is genuine and valid now (Unix milliseconds).
-    pub fn verify(&self, token: &[u8], now_ms: u64) -> Result<(Claims, Lifetime), Invalid> {
-        let envelope = Envelope::open(token)?;
-        let candidates = || self.keys.iter().filter(|key| envelope.may_be_of(key));
+    pub fn verify(&self, token: &[u8], now_ms: u64) -> Result<(Claims, Lifetime), TokenError> {
+        let envelope = Jws::parse(token)?;
+        let candidates = || self.keys.iter().filter(|key| envelope.may_be_signed_by(key));
         match candidates().take(KEYS_TRIED_MAX + 1).count() {
-            0 => return Err(Invalid::UnknownKey),
+            0 => return Err(TokenError::UnknownKey),
             1..=KEYS_TRIED_MAX => {}
-            _ => return Err(Invalid::UnnamedKey),
+            _ => return Err(TokenError::AmbiguousKey),
         }
-        if !candidates().any(|key| key.has_signed(envelope.signed, &envelope.signature)) {
-            return Err(Invalid::Signature);
+        if !candidates().any(|key| key.verifies(envelope.signing_input, &envelope.signature)) {
+            return Err(TokenError::Signature);
         }
         // Nothing the payload says is looked at before it is known whose it is.
-        let claims = Claims::read(envelope.payload)?;
+        let claims = Claims::parse(envelope.payload)?;
         let lifetime = claims.check(self, now_ms)?;
         Ok((claims, lifetime))
     }
@@ -143,11 +143,11 @@ mod tests {
     /// Before the tokens expire.
     const NOW_MS: u64 = 1_300_000_000_000;
 
-    fn trust() -> Trust {
-        Trust { keys: jwks::read(KEYS.as_bytes()).unwrap(), ..Trust::default() }
+    fn trust() -> TokenVerifier {
+        TokenVerifier { keys: jwks::parse(KEYS.as_bytes()).unwrap(), ..TokenVerifier::default() }
     }
 
-    fn verify(token: &str) -> Result<Option<String>, Invalid> {
+    fn verify(token: &str) -> Result<Option<String>, TokenError> {
         trust().verify(token.as_bytes(), NOW_MS).map(|(claims, _)| claims.text("iss"))
     }
 
@@ -157,25 +157,25 @@ mod tests {
             let token = format!("{header}.{PAYLOAD}.{signature}");
             assert_eq!(verify(&token), Ok(Some("joe".to_owned())), "{header}");
             let expired = trust().verify(token.as_bytes(), 1_300_819_380_000);
-            assert_eq!(expired.map(|_| ()), Err(Invalid::Expired));
+            assert_eq!(expired.map(|_| ()), Err(TokenError::Expired));
         }
         // Genuine, though its payload is no claims.
         let signed = "eyJhbGciOiJFZERTQSJ9.RXhhbXBsZSBvZiBFZDI1NTE5IHNpZ25pbmc.hgyY0il_MGCjP0JzlnLWG1PPOt7-09PGcvMg3AIbQR6dWbhijcNR4ki4iylGjg5BhVsPt9g7sVvpAr_MuM0KAg";
-        assert_eq!(verify(signed), Err(Invalid::Malformed));
-        assert_eq!(verify(&signed.replace("hgyY", "hgyZ")), Err(Invalid::Signature));
+        assert_eq!(verify(signed), Err(TokenError::Malformed));
+        assert_eq!(verify(&signed.replace("hgyY", "hgyZ")), Err(TokenError::Signature));
     }
 
     #[test]
     fn what_was_changed_is_not_genuine() {
         let other = URL_SAFE_NO_PAD.encode(r#"{"iss":"eve"}"#);
         for (header, signature) in TOKENS {
-            assert_eq!(verify(&format!("{header}.{other}.{signature}")), Err(Invalid::Signature));
-            assert_eq!(verify(&format!("{header}.{PAYLOAD}.")), Err(Invalid::Signature));
+            assert_eq!(verify(&format!("{header}.{other}.{signature}")), Err(TokenError::Signature));
+            assert_eq!(verify(&format!("{header}.{PAYLOAD}.")), Err(TokenError::Signature));
             let (head, tail) = signature.split_at(8);
             let changed = format!("{}{tail}", head.chars().rev().collect::<String>());
-            assert_eq!(verify(&format!("{header}.{PAYLOAD}.{changed}")), Err(Invalid::Signature));
+            assert_eq!(verify(&format!("{header}.{PAYLOAD}.{changed}")), Err(TokenError::Signature));
             for (foreign, _) in TOKENS.iter().filter(|(foreign, _)| *foreign != header) {
-                assert_eq!(verify(&format!("{foreign}.{PAYLOAD}.{signature}")), Err(Invalid::Signature));
+                assert_eq!(verify(&format!("{foreign}.{PAYLOAD}.{signature}")), Err(TokenError::Signature));
             }
         }
     }
@@ -200,14 +200,18 @@ mod tests {
         for algorithm in ["none", "None", "", "hs256", "HS512", "RS512", "PS256", "ES384", "Ed25519"] {
             let header = URL_SAFE_NO_PAD.encode(format!(r#"{{"alg":"{algorithm}"}}"#));
             for signature in ["", TOKENS[0].1] {
-                assert_eq!(verify(&format!("{header}.{PAYLOAD}.{signature}")), Err(Invalid::UnknownKey), "{algorithm}");
+                assert_eq!(
+                    verify(&format!("{header}.{PAYLOAD}.{signature}")),
+                    Err(TokenError::UnknownKey),
+                    "{algorithm}"
+                );
             }
         }
     }
 
     #[test]
     fn a_key_is_chosen_by_its_id() {
-        let secret = jwks::read(KEYS.as_bytes()).unwrap().remove(0);
+        let secret = jwks::parse(KEYS.as_bytes()).unwrap().remove(0);
         let mut unnamed = secret.clone();
         unnamed.kid = None;
         let sign = |kid: &str| {
@@ -219,17 +223,18 @@ mod tests {
             let key = aws_lc_rs::hmac::Key::new(aws_lc_rs::hmac::HMAC_SHA256, &secret);
             format!("{signed}.{}", URL_SAFE_NO_PAD.encode(aws_lc_rs::hmac::sign(&key, signed.as_bytes())))
         };
-        let with =
-            |key: &Key, kid| Trust { keys: vec![key.clone()], ..Trust::default() }.verify(sign(kid).as_bytes(), NOW_MS);
+        let with = |key: &VerificationKey, kid| {
+            TokenVerifier { keys: vec![key.clone()], ..TokenVerifier::default() }.verify(sign(kid).as_bytes(), NOW_MS)
+        };
         assert!(with(&secret, "a1").is_ok());
-        assert_eq!(with(&secret, "a2").map(|_| ()), Err(Invalid::UnknownKey));
+        assert_eq!(with(&secret, "a2").map(|_| ()), Err(TokenError::UnknownKey));
         assert!(with(&unnamed, "a2").is_ok(), "a key without an id is tried with all");
     }
 
     #[test]
     fn nobody_is_believed_without_keys() {
         let token = format!("{}.{PAYLOAD}.{}", TOKENS[0].0, TOKENS[0].1);
-        assert_eq!(Trust::default().verify(token.as_bytes(), NOW_MS).map(|_| ()), Err(Invalid::UnknownKey));
+        assert_eq!(TokenVerifier::default().verify(token.as_bytes(), NOW_MS).map(|_| ()), Err(TokenError::UnknownKey));
     }
 
     #[test]

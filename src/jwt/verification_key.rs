@@ -37,17 +37,17 @@ impl Algorithm {
 }
 
 #[derive(Clone)]
-pub struct Key {
+pub struct VerificationKey {
     pub algorithm: Algorithm,
     /// A token that names another id is not of this key.
     pub kid: Option<String>,
-    lock: Lock,
+    material: KeyMaterial,
     /// Tells keys apart without showing them.
     digest: [u8; 32],
 }
 
 #[derive(Clone)]
-enum Lock {
+enum KeyMaterial {
     Secret(Arc<hmac::Key>),
     Public(Arc<ParsedPublicKey>),
 }
@@ -64,30 +64,34 @@ pub enum InvalidKey {
     /// No PEM, or something else in it.
     NoPublicKey,
     /// A public key, but none for this algorithm.
-    OtherKind(Algorithm),
+    WrongKind(Algorithm),
     /// An RSA key that is too short to be safe, or longer than is verified with.
     RsaSize,
 }
 
-impl Key {
+impl VerificationKey {
     /// A key for HS256.
-    pub fn secret(secret: &[u8], kid: Option<String>) -> Result<Key, InvalidKey> {
+    pub fn from_secret(secret: &[u8], kid: Option<String>) -> Result<VerificationKey, InvalidKey> {
         if secret.trim_ascii_start().starts_with(b"-----BEGIN ") {
             return Err(InvalidKey::PemAsSecret);
         }
         if secret.len() < SECRET_MIN_BYTES {
             return Err(InvalidKey::ShortSecret(secret.len()));
         }
-        let lock = Lock::Secret(Arc::new(hmac::Key::new(hmac::HMAC_SHA256, secret)));
-        Ok(Key { algorithm: Algorithm::Hs256, kid, lock, digest: digest_of(secret) })
+        let lock = KeyMaterial::Secret(Arc::new(hmac::Key::new(hmac::HMAC_SHA256, secret)));
+        Ok(VerificationKey { algorithm: Algorithm::Hs256, kid, material: lock, digest: sha256(secret) })
     }
 
     /// A key for one of the other algorithms, in PEM.
-    pub fn public_pem(algorithm: Algorithm, text: &[u8], kid: Option<String>) -> Result<Key, InvalidKey> {
-        match Section::from_pem_slice(text) {
-            Ok(Section(SectionKind::PublicKey, der)) => Key::public(algorithm, &der, kid),
-            Ok(Section(SectionKind::Certificate, _)) => Err(InvalidKey::Certificate),
-            Ok(Section(SectionKind::PrivateKey | SectionKind::RsaPrivateKey | SectionKind::EcPrivateKey, _)) => {
+    pub fn from_public_pem(
+        algorithm: Algorithm,
+        text: &[u8],
+        kid: Option<String>,
+    ) -> Result<VerificationKey, InvalidKey> {
+        match PemSection::from_pem_slice(text) {
+            Ok(PemSection(SectionKind::PublicKey, der)) => VerificationKey::from_public_bytes(algorithm, &der, kid),
+            Ok(PemSection(SectionKind::Certificate, _)) => Err(InvalidKey::Certificate),
+            Ok(PemSection(SectionKind::PrivateKey | SectionKind::RsaPrivateKey | SectionKind::EcPrivateKey, _)) => {
                 Err(InvalidKey::PrivateKey)
             }
             Ok(_) | Err(_) => Err(InvalidKey::NoPublicKey),
@@ -96,46 +100,58 @@ impl Key {
 
     /// A public key as a SubjectPublicKeyInfo (RFC 5280, section 4.1); also a point of P-256, or the
     /// bytes of an Ed25519 key.
-    pub fn public(algorithm: Algorithm, der: &[u8], kid: Option<String>) -> Result<Key, InvalidKey> {
+    pub fn from_public_bytes(
+        algorithm: Algorithm,
+        der: &[u8],
+        kid: Option<String>,
+    ) -> Result<VerificationKey, InvalidKey> {
         let parsed = match algorithm {
             Algorithm::Hs256 => return Err(InvalidKey::NoPublicKey),
             Algorithm::Rs256 => ParsedPublicKey::new(&signature::RSA_PKCS1_2048_8192_SHA256, der),
             Algorithm::Es256 => ParsedPublicKey::new(&signature::ECDSA_P256_SHA256_FIXED, der),
             Algorithm::EdDsa => ParsedPublicKey::new(&signature::ED25519, der),
         };
-        Key::parsed(algorithm, parsed.map_err(|_rejected| InvalidKey::OtherKind(algorithm))?, kid)
+        VerificationKey::from_parsed(algorithm, parsed.map_err(|_rejected| InvalidKey::WrongKind(algorithm))?, kid)
     }
 
     /// An RSA key by modulus and exponent, big-endian.
-    pub fn rsa(n: &[u8], e: &[u8], kid: Option<String>) -> Result<Key, InvalidKey> {
+    pub fn from_rsa(n: &[u8], e: &[u8], kid: Option<String>) -> Result<VerificationKey, InvalidKey> {
         let plain = |bytes: &[u8]| bytes.iter().copied().skip_while(|byte| *byte == 0).collect::<Vec<u8>>();
         let parts = RsaPublicKeyComponents { n: plain(n), e: plain(e) };
         let parsed = parts.to_parsed_public_key(&signature::RSA_PKCS1_2048_8192_SHA256);
-        Key::parsed(Algorithm::Rs256, parsed.map_err(|_rejected| InvalidKey::OtherKind(Algorithm::Rs256))?, kid)
+        VerificationKey::from_parsed(
+            Algorithm::Rs256,
+            parsed.map_err(|_rejected| InvalidKey::WrongKind(Algorithm::Rs256))?,
+            kid,
+        )
     }
 
-    fn parsed(algorithm: Algorithm, parsed: ParsedPublicKey, kid: Option<String>) -> Result<Key, InvalidKey> {
+    fn from_parsed(
+        algorithm: Algorithm,
+        parsed: ParsedPublicKey,
+        kid: Option<String>,
+    ) -> Result<VerificationKey, InvalidKey> {
         if algorithm == Algorithm::Rs256 {
             // A key of a size that is not verified with is otherwise noticed only when it refuses all
             // tokens. One to encrypt with has the same bounds, and says so at once.
-            let der: PublicKeyX509Der = parsed.as_der().map_err(|_failed| InvalidKey::OtherKind(algorithm))?;
+            let der: PublicKeyX509Der = parsed.as_der().map_err(|_failed| InvalidKey::WrongKind(algorithm))?;
             PublicEncryptingKey::from_der(der.as_ref()).map_err(|_rejected| InvalidKey::RsaSize)?;
         }
-        let digest = digest_of(parsed.as_ref());
-        Ok(Key { algorithm, kid, lock: Lock::Public(Arc::new(parsed)), digest })
+        let digest = sha256(parsed.as_ref());
+        Ok(VerificationKey { algorithm, kid, material: KeyMaterial::Public(Arc::new(parsed)), digest })
     }
 
     /// Whether a signature is this key's.
-    pub fn has_signed(&self, message: &[u8], signature: &[u8]) -> bool {
-        match &self.lock {
+    pub fn verifies(&self, message: &[u8], signature: &[u8]) -> bool {
+        match &self.material {
             // In constant time.
-            Lock::Secret(key) => hmac::verify(key, message, signature).is_ok(),
-            Lock::Public(key) => key.verify_sig(message, signature).is_ok(),
+            KeyMaterial::Secret(key) => hmac::verify(key, message, signature).is_ok(),
+            KeyMaterial::Public(key) => key.verify_sig(message, signature).is_ok(),
         }
     }
 }
 
-fn digest_of(bytes: &[u8]) -> [u8; 32] {
+fn sha256(bytes: &[u8]) -> [u8; 32] {
     let mut all = [0; 32];
     let digest = digest::digest(&digest::SHA256, bytes);
     all.iter_mut().zip(digest.as_ref()).for_each(|(to, from)| *to = *from);
@@ -143,24 +159,24 @@ fn digest_of(bytes: &[u8]) -> [u8; 32] {
 }
 
 /// Keys that verify the same tokens are equal.
-impl PartialEq for Key {
-    fn eq(&self, other: &Key) -> bool {
+impl PartialEq for VerificationKey {
+    fn eq(&self, other: &VerificationKey) -> bool {
         (self.algorithm, &self.kid, self.digest) == (other.algorithm, &other.kid, other.digest)
     }
 }
 
-impl fmt::Debug for Key {
+impl fmt::Debug for VerificationKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Key").field("algorithm", &self.algorithm).field("kid", &self.kid).finish_non_exhaustive()
     }
 }
 
 /// The first thing in a PEM file that is known.
-struct Section(SectionKind, Vec<u8>);
+struct PemSection(SectionKind, Vec<u8>);
 
-impl PemObject for Section {
-    fn from_pem(kind: SectionKind, der: Vec<u8>) -> Option<Section> {
-        Some(Section(kind, der))
+impl PemObject for PemSection {
+    fn from_pem(kind: SectionKind, der: Vec<u8>) -> Option<PemSection> {
+        Some(PemSection(kind, der))
     }
 }
 
@@ -192,7 +208,7 @@ impl InvalidKey {
                     "it begins with `-----BEGIN PUBLIC KEY-----`; `openssl pkey -in KEY -pubout` writes it so",
                 ),
             ),
-            InvalidKey::OtherKind(algorithm) => (
+            InvalidKey::WrongKind(algorithm) => (
                 format!("{what} is no key for `{}`", algorithm.name()),
                 String::from(match algorithm {
                     Algorithm::Rs256 => "name an RSA key, or write the `algorithm` that the key is for",
@@ -215,11 +231,11 @@ mod tests {
 
     #[test]
     fn a_secret_is_long_enough_and_no_pem() {
-        assert_eq!(Key::secret(&[7; 31], None), Err(InvalidKey::ShortSecret(31)));
-        assert!(Key::secret(&[7; 32], None).is_ok());
+        assert_eq!(VerificationKey::from_secret(&[7; 31], None), Err(InvalidKey::ShortSecret(31)));
+        assert!(VerificationKey::from_secret(&[7; 32], None).is_ok());
         // The public key of an issuer as a secret would let everybody sign.
         let pem = b"\n-----BEGIN PUBLIC KEY-----\nAAAAAAAAAAAAAAAAAAAAAAAA\n-----END PUBLIC KEY-----\n";
-        assert_eq!(Key::secret(pem, None), Err(InvalidKey::PemAsSecret));
+        assert_eq!(VerificationKey::from_secret(pem, None), Err(InvalidKey::PemAsSecret));
     }
 
     #[test]
@@ -230,18 +246,18 @@ mod tests {
             (pem("EC PRIVATE KEY"), InvalidKey::PrivateKey),
             (pem("CERTIFICATE"), InvalidKey::Certificate),
             (pem("RSA PUBLIC KEY"), InvalidKey::NoPublicKey),
-            (pem("PUBLIC KEY"), InvalidKey::OtherKind(Algorithm::Rs256)),
+            (pem("PUBLIC KEY"), InvalidKey::WrongKind(Algorithm::Rs256)),
             (String::new(), InvalidKey::NoPublicKey),
             ("secret".to_owned(), InvalidKey::NoPublicKey),
             (pem("PUBLIC KEY").replace("AAAA", "????"), InvalidKey::NoPublicKey),
         ] {
-            assert_eq!(Key::public_pem(Algorithm::Rs256, text.as_bytes(), None), Err(flaw), "{text}");
+            assert_eq!(VerificationKey::from_public_pem(Algorithm::Rs256, text.as_bytes(), None), Err(flaw), "{text}");
         }
     }
 
     #[test]
     fn equal_keys_are_known_as_such() {
-        let key = |byte, kid: &str| Key::secret(&[byte; 32], Some(kid.to_owned())).unwrap();
+        let key = |byte, kid: &str| VerificationKey::from_secret(&[byte; 32], Some(kid.to_owned())).unwrap();
         assert_eq!(key(1, "a"), key(1, "a"));
         assert_ne!(key(1, "a"), key(2, "a"));
         assert_ne!(key(1, "a"), key(1, "b"));

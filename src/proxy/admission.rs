@@ -13,7 +13,7 @@ use super::response_cost::PendingCost;
 use super::worker_config::WorkerConfig;
 use super::worker_state::WorkerState;
 use crate::http::error::RequestError;
-use crate::http::rate_limit_key::Caller;
+use crate::http::rate_limit_key::RequestAttributes;
 use crate::http::ratelimit_headers::RateLimitFields;
 use crate::redis_store::decision::{BeginResult, SharedDecision, SharedOutcome, Unavailable};
 use transom_limiter::decision::Decision;
@@ -53,7 +53,7 @@ impl Admission {
         let rules = &config.compiled.route_rules[rules_index];
         let charges = StoreCharges::default();
         Admission {
-            fields: fields.only_once(),
+            fields: fields.without_indexing(),
             delay: DelayedRequest::new(decision, worker, config, peer, rules_index, context, charges),
             pending_cost: PendingCost::new(rules, rules_index, context, &[], store_keys),
         }
@@ -72,7 +72,7 @@ pub fn evaluate(
     worker: &WorkerState,
     compiled: &CompiledConfig,
     rules_index: usize,
-    caller: &Caller<'_>,
+    caller: &RequestAttributes<'_>,
     context: &mut DecisionContext,
     now_ms: u64,
 ) -> Result<Evaluation, RequestError> {
@@ -109,7 +109,7 @@ impl PendingAdmission {
         if let Decision::Refused = outcome.decision {
             let headers = HeaderMap::new();
             let refused = config.refusal(rules_index, &outcome.context, now_ms, worker.date(), &mut text, headers);
-            return Err(Rejection::Refused(refused.reply));
+            return Err(Rejection::Refused(refused.response));
         }
         let policy = config.policy_fields[rules_index].as_ref();
         let fields = rules.rate_limit_template.render(&outcome.context, policy, now_ms, &mut text);
@@ -117,6 +117,6 @@ impl PendingAdmission {
         let pending_cost = PendingCost::new(rules, rules_index, &context, &refunds, || key_texts.clone());
         let charges = StoreCharges { refunds, keys: key_texts };
         let delay = DelayedRequest::new(decision, worker, config, peer, rules_index, &context, charges);
-        Ok(Admission { fields: fields.only_once(), delay, pending_cost })
+        Ok(Admission { fields: fields.without_indexing(), delay, pending_cost })
     }
 }

@@ -12,17 +12,17 @@ use http::{HeaderMap, HeaderName};
 use crate::config::Config;
 use crate::config::route::Route;
 use crate::decision::DecisionService;
-use crate::http::client_plans::Clients;
-use crate::http::forwarded::Trust;
-use crate::http::hash_key::Affinity;
+use crate::http::client_plans::ClientPlans;
+use crate::http::forwarded::TrustedProxies;
+use crate::http::hash_key::HashKey;
 use crate::http::overrides::Overrides;
-use crate::http::rate_limit_key::{Caller, RuleKey};
+use crate::http::rate_limit_key::{RequestAttributes, RuleKey};
 use crate::http::ratelimit_headers::RateLimitTemplate;
 use crate::http::responses::RefusalTemplate;
-use crate::http::route_actions::Action;
+use crate::http::route_actions::RouteActions;
 use crate::http::router::Router;
-use crate::http::store_key_text::Digester;
-use crate::jwt::cache::Checker;
+use crate::http::store_key_text::KeyDigester;
+use crate::jwt::cache::TokenCache;
 use crate::upstream::server_health::UpstreamHealth;
 use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::rule::{Cost, Sharing};
@@ -35,28 +35,28 @@ pub struct CompiledConfig {
     /// The health of each upstream's servers, shared by all workers.
     pub upstream_health: Vec<Arc<UpstreamHealth>>,
     /// By upstream: what to hash, for hash load balancing.
-    pub hash_keys: Vec<Option<Affinity>>,
+    pub hash_keys: Vec<Option<HashKey>>,
     pub rule_set: Arc<RuleSet>,
     /// Serves the decision API.
     pub decision_service: Arc<DecisionService>,
     /// Form of refusals, by rule of the rule set.
     pub refusal_templates: Vec<RefusalTemplate>,
     /// Clients of the clients file.
-    pub clients: Option<Clients>,
+    pub clients: Option<ClientPlans>,
     /// In the order of the configuration.
     pub routes: Vec<CompiledRoute>,
     /// Lists of rules; routes with equal lists share one.
     pub route_rules: Vec<RouteRules>,
     /// Digests secret key parts for the shared store; `None` without one.
-    digester: Option<Arc<Digester>>,
+    digester: Option<Arc<KeyDigester>>,
     /// JWT claims used as keys or to identify clients.
     claims: Vec<String>,
     /// Seeded hasher for the token cache.
     token_hasher: KeyHasher,
     /// Proxies whose forwarding fields are trusted.
-    pub trusted_proxies: Option<Trust>,
+    pub trusted_proxies: Option<TrustedProxies>,
     /// Actions of those routes that have any.
-    actions: Vec<Action>,
+    actions: Vec<RouteActions>,
     /// Fields that a key, a cost, a client or a route depends on. A client cannot remove them by listing them in Connection.
     pub key_fields: Vec<HeaderName>,
 }
@@ -131,8 +131,8 @@ impl CompiledConfig {
         upstream_health: Vec<Arc<UpstreamHealth>>,
     ) -> Arc<CompiledConfig> {
         let rule_set = Arc::new(rule_set);
-        let clients = config.clients.as_ref().map(Clients::new);
-        let overrides_of = |entry| RuleKey::exceptions(entry, clients.as_ref(), seed).map(Arc::new);
+        let clients = config.clients.as_ref().map(ClientPlans::new);
+        let overrides_of = |entry| RuleKey::compile_overrides(entry, clients.as_ref(), seed).map(Arc::new);
         let overrides: Vec<_> = rule_set.rules.iter().map(overrides_of).collect();
         let (mut route_rules, mut actions) = (Vec::new(), Vec::new());
         let mut indexes: BTreeMap<_, usize> = BTreeMap::new();
@@ -144,7 +144,7 @@ impl CompiledConfig {
                     route_rules.push(RouteRules::new(&rule_set, &config, route, &overrides, seed));
                     route_rules.len() - 1
                 });
-            actions.extend(route.actions.as_ref().map(|own| Action::new(own, route)));
+            actions.extend(route.actions.as_ref().map(|own| RouteActions::new(own, route)));
             let action = route.actions.as_ref().and_then(|_| NonZeroU32::new(actions.len() as u32));
             routes.push(CompiledRoute {
                 rules_index: rules_index as u32,
@@ -152,19 +152,19 @@ impl CompiledConfig {
                 action,
             });
         }
-        let hash_keys = config.upstreams.iter().map(|upstream| Affinity::new(&upstream.policy.balance)).collect();
+        let hash_keys = config.upstreams.iter().map(|upstream| HashKey::new(&upstream.policy.balance)).collect();
         let key_fields = key_fields(&config);
         let claims = claims(&config);
         let token_hasher = KeyHasher::new(seed, 0);
         let router = Router::new(&config.routes, config.path_reading.trailing_slash);
         let refusal_templates = config.refusal_responses.iter().map(RefusalTemplate::new).collect();
         let api_key = config.clients.as_ref().and_then(|clients| clients.api_key.as_ref());
-        let digester = config.counters.shared.as_ref().map(|shared| Digester::new(&shared.digest_key(), api_key));
+        let digester = config.counters.shared.as_ref().map(|shared| KeyDigester::new(&shared.digest_key(), api_key));
         let digester = digester.map(Arc::new);
         let decision_service = Arc::new(DecisionService::new(&rule_set, &overrides, seed, digester.clone()));
         Arc::new(CompiledConfig {
             digester,
-            trusted_proxies: config.trusted_proxies.as_ref().map(Trust::new),
+            trusted_proxies: config.trusted_proxies.as_ref().map(TrustedProxies::new),
             actions,
             router,
             upstream_health,
@@ -185,28 +185,28 @@ impl CompiledConfig {
 
 impl CompiledConfig {
     /// A token verifier with an empty cache; one per worker. Without configured keys every token is invalid.
-    pub fn token_checker(&self) -> Checker {
-        Checker::new(self.config.jwt.clone().unwrap_or_default(), self.claims.clone(), self.token_hasher.clone())
+    pub fn token_checker(&self) -> TokenCache {
+        TokenCache::new(self.config.jwt.clone().unwrap_or_default(), self.claims.clone(), self.token_hasher.clone())
     }
 
     pub fn rules_of(&self, route: &CompiledRoute) -> &RouteRules {
         &self.route_rules[route.rules_index as usize]
     }
 
-    pub fn actions_of(&self, route: &CompiledRoute) -> Option<&Action> {
+    pub fn actions_of(&self, route: &CompiledRoute) -> Option<&RouteActions> {
         route.action.map(|number| &self.actions[number.get() as usize - 1])
     }
 
     /// The key of a request in the shared store under the rule at `position`; `None` if the rule is not shared or does not apply.
-    pub fn store_key(&self, rules: &RouteRules, position: usize, caller: &Caller<'_>) -> Option<Rc<str>> {
+    pub fn store_key(&self, rules: &RouteRules, position: usize, caller: &RequestAttributes<'_>) -> Option<Rc<str>> {
         let rule = &self.rule_set.rules[rules.charge_plan.rules[position]].rule;
         let digester = self.digester.as_ref().filter(|_| rule.sharing != Sharing::Local)?;
         let mut text = String::new();
-        rules.rule_keys[position].text(caller, digester, &mut text).then(|| text.into())
+        rules.rule_keys[position].write_store_key(caller, digester, &mut text).then(|| text.into())
     }
 
     /// [`CompiledConfig::store_key`] for all rules.
-    pub fn store_keys(&self, rules: &RouteRules, caller: &Caller<'_>) -> Vec<Option<Rc<str>>> {
+    pub fn store_keys(&self, rules: &RouteRules, caller: &RequestAttributes<'_>) -> Vec<Option<Rc<str>>> {
         (0..rules.charge_plan.rules.len()).map(|position| self.store_key(rules, position, caller)).collect()
     }
 
@@ -224,7 +224,8 @@ impl RouteRules {
         seed: Seed,
     ) -> RouteRules {
         let charge_plan = rule_set.charge_plan(&route.rules);
-        let rule_key = |rule: &usize| RuleKey::new(&rule_set.rules[*rule], route, seed).with(overrides[*rule].clone());
+        let rule_key =
+            |rule: &usize| RuleKey::new(&rule_set.rules[*rule], route, seed).with_overrides(overrides[*rule].clone());
         let rule_keys = route.rules.iter().map(rule_key).collect();
         let response_costs = ResponseCostRule::all_of(config, &route.rules);
         let is_repeatable = charge_plan.is_plain() && charge_plan.shadow_rules().is_empty() && config.jwt.is_none();

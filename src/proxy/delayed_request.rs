@@ -177,7 +177,7 @@ impl DelayedRequest {
                 let fields = rules.rate_limit_template.render(&context, None, context.result.decided_ms, &mut text);
                 let (charge_plan, refusal_templates) = (&rules.charge_plan, &compiled.refusal_templates);
                 let headers = HeaderMap::new();
-                let refused = responses::refusal(
+                let refused = responses::refusal_response(
                     rule_set,
                     charge_plan,
                     &context,
@@ -187,7 +187,7 @@ impl DelayedRequest {
                     &mut text,
                     headers,
                 );
-                return Err(Rejection::Refused(refused.reply));
+                return Err(Rejection::Refused(refused.response));
             }
         }
         self.receipts.retain(|charged| charged.receipt.end_ms() > now_ms);

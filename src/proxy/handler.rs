@@ -27,13 +27,13 @@ use super::worker_state::WorkerState;
 use crate::clock::Timestamp;
 use crate::config::route::ForwardPath;
 use crate::http::error::RequestError;
-use crate::http::forwarded::Client;
+use crate::http::forwarded::ClientInfo;
 use crate::http::headers::SpecialFields;
-use crate::http::rate_limit_key::{Caller, Unclear};
-use crate::http::request_validation::Clear;
-use crate::http::responses::{ErrorFormat, Reply};
-use crate::http::route_actions::{Action, AppliedActions, Seen};
-use crate::http::router::{self, Ambiguous};
+use crate::http::rate_limit_key::{KeyFailure, RequestAttributes};
+use crate::http::request_validation::ValidatedRequest;
+use crate::http::responses::{ErrorFormat, LocalResponse};
+use crate::http::route_actions::{AppliedActions, RouteActions, TemplateVariables};
+use crate::http::router::{self, AmbiguousHeader};
 use crate::http::websocket_handshake::UpgradeMethod;
 use crate::http::{headers, path_normalize, request_validation, responses};
 use crate::upstream::echo;
@@ -82,7 +82,7 @@ impl ResponseFuture {
 
 /// The panic hook has logged the panic.
 fn panic_response() -> Response<ResponseBody> {
-    responses::fault(&RequestError::Panic).map(|body| ResponseBody::unrecorded(Content::from(body)))
+    responses::error_response(&RequestError::Panic).map(|body| ResponseBody::unrecorded(Content::from(body)))
 }
 
 /// What `decide` found.
@@ -90,7 +90,7 @@ enum RequestOutcome {
     /// With `pending`, the shared store has to be asked first, and `admission` is empty.
     Forward { plan: ForwardPlan, admission: Admission, pending: Option<Box<PendingAdmission>> },
     /// A refusal, or another response that needs no upstream.
-    Respond(Reply),
+    Respond(LocalResponse),
 }
 
 /// Where a request goes, and how the route changes it.
@@ -108,7 +108,7 @@ struct ForwardPlan {
 /// A request beside its head.
 struct RequestContext<'a> {
     peer: &'a Peer,
-    client: Client,
+    client: ClientInfo,
     /// Lower bound, from the head.
     body_bytes: u64,
     now: Timestamp,
@@ -172,7 +172,7 @@ pub fn handle(
                         let finished =
                             finish_handshake(response, handshake, format, record, &peer.tunnel, idle_timeout);
                         let mut response = finished.await;
-                        fields.put(response.headers_mut());
+                        fields.add_to(response.headers_mut());
                         ResponseFuture::Done(Some(response))
                     }));
                 }
@@ -181,16 +181,16 @@ pub fn handle(
             Err(error) => error_response(&error, format, record),
         };
         // Errors carry the fields too: an admitted request has consumed its tokens.
-        fields.put(response.headers_mut());
+        fields.add_to(response.headers_mut());
         ResponseFuture::Done(Some(response))
     }))
 }
 
 /// The client: the peer, or the client that a trusted proxy names.
-fn identify_client(compiled: &CompiledConfig, peer: &Peer, parts: &Parts) -> Client {
+fn identify_client(compiled: &CompiledConfig, peer: &Peer, parts: &Parts) -> ClientInfo {
     let ConnectionInfo { address, is_secure, .. } = *peer.connection;
     match &compiled.trusted_proxies {
-        None => Client { address, is_secure, told: None },
+        None => ClientInfo { address, is_secure, trusted_header: None },
         Some(trusted_proxies) => trusted_proxies.client(address, is_secure, &parts.headers),
     }
 }
@@ -208,12 +208,12 @@ fn decide(
     if parts.version != Version::HTTP_11 {
         request_validation::translate(parts)?;
     }
-    let clear = request_validation::check(parts)?;
-    if let Some(error) = check_raw_head(clear.marks) {
+    let clear = request_validation::validate(parts)?;
+    if let Some(error) = check_raw_head(clear.special_fields) {
         return Err(error);
     }
     let path = match parts.uri.path() {
-        "*" => return Ok(RequestOutcome::Respond(responses::options())),
+        "*" => return Ok(RequestOutcome::Respond(responses::options_response())),
         path => path_normalize::normalize(path, compiled.config.path_reading)?,
     };
     let mut scratch = config.scratch();
@@ -221,7 +221,7 @@ fn decide(
     let route_index = find_route(compiled, incoming, parts, &clear, &path, params, record)?;
     let route = &compiled.routes[route_index];
     let (rules_index, rules) = (route.rules_index as usize, compiled.rules_of(route));
-    let caller = Caller {
+    let caller = RequestAttributes {
         address: incoming.client.address,
         client_cert: incoming.peer.connection.client_cert.as_deref(),
         host: &clear.host,
@@ -242,7 +242,9 @@ fn decide(
         error => error.map(Box::new),
     };
     let actions = compiled.actions_of(route).filter(|_| error.is_none());
-    let actions = actions.map(|actions| actions.of(&Seen::of(&caller, incoming.client.is_secure))).transpose()?;
+    let actions = actions
+        .map(|actions| actions.evaluate(&TemplateVariables::of(&caller, incoming.client.is_secure)))
+        .transpose()?;
     let (admission, pending) = match evaluate(worker, compiled, rules_index, &caller, context, now.unix_ms)? {
         Evaluation::Pending(pending) => (Admission::default(), Some(pending)),
         Evaluation::Decided(decision) => {
@@ -250,14 +252,13 @@ fn decide(
             record.record_decision(rules_index, context, &decision);
             let decided_ms = context.result.decided_ms;
             if let Decision::Refused = decision {
-                let repeat =
-                    incoming.peer.repeats_previous.get().then(|| {
-                        RepeatRefusal::new(config, route_index, context, parts, clear.marks, incoming.body_bytes)
-                    });
+                let repeat = incoming.peer.repeats_previous.get().then(|| {
+                    RepeatRefusal::new(config, route_index, context, parts, clear.special_fields, incoming.body_bytes)
+                });
                 incoming.peer.repeat_refusal.replace(repeat.flatten());
                 let headers = std::mem::take(&mut parts.headers);
                 let render = || config.refusal(rules_index, context, decided_ms, worker.date(), text, headers);
-                return Ok(RequestOutcome::Respond(refusal_cache.refusal(rules_index, decided_ms, context, render)));
+                return Ok(RequestOutcome::Respond(refusal_cache.response(rules_index, decided_ms, context, render)));
             }
             let policy = config.policy_fields[rules_index].as_ref();
             let fields = rules.rate_limit_template.render(context, policy, decided_ms, text);
@@ -272,8 +273,8 @@ fn decide(
         return Ok(RequestOutcome::Forward { plan, admission, pending });
     }
     let hash_key = compiled.hash_keys.get(route.upstream_index as usize).and_then(Option::as_ref);
-    let server_key = hash_key.and_then(|hash_key| hash_key.of(&caller));
-    let (marks, websocket) = (clear.marks, clear.websocket);
+    let server_key = hash_key.and_then(|hash_key| hash_key.hash(&caller));
+    let (marks, websocket) = (clear.special_fields, clear.websocket);
     let normalized = (compiled.config.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
     let plan = ForwardPlan { server_key, ..plan };
     let plan = plan.prepare(config, parts, incoming, marks, websocket, normalized)?;
@@ -285,19 +286,20 @@ fn find_route(
     compiled: &CompiledConfig,
     incoming: &RequestContext<'_>,
     parts: &Parts,
-    clear: &Clear<'_>,
+    clear: &ValidatedRequest<'_>,
     path: &str,
     params: &mut Vec<Range<usize>>,
     record: &mut RequestRecord,
 ) -> Result<usize, RequestError> {
     let (host, secure) = (&*clear.host, incoming.client.is_secure);
-    let asked = router::Asked { host, method: &parts.method, headers: &parts.headers, path, secure };
+    let asked = router::RouteQuery { host, method: &parts.method, headers: &parts.headers, path, secure };
     let found = compiled.router.find(&asked, params);
-    let route =
-        found.map_err(|Ambiguous(field)| RequestError::RouteField(field.clone()))?.ok_or(RequestError::NoRoute)?;
+    let route = found
+        .map_err(|AmbiguousHeader(field)| RequestError::RouteField(field.clone()))?
+        .ok_or(RequestError::NoRoute)?;
     record.set_route(route);
-    if clear.websocket == Some(UpgradeMethod::Connect) && !compiled.config.routes[route].websocket {
-        return Err(RequestError::NO_WEBSOCKET);
+    if clear.websocket == Some(UpgradeMethod::ExtendedConnect) && !compiled.config.routes[route].websocket {
+        return Err(RequestError::WEBSOCKET_NOT_SERVED);
     }
     // Before anything is charged or read: a body known to be too large.
     match max_body_bytes(compiled, compiled.actions_of(&compiled.routes[route])) {
@@ -307,7 +309,7 @@ fn find_route(
 }
 
 /// The limit of the route, or else of the configuration.
-fn max_body_bytes(compiled: &CompiledConfig, actions: Option<&Action>) -> Option<u64> {
+fn max_body_bytes(compiled: &CompiledConfig, actions: Option<&RouteActions>) -> Option<u64> {
     actions.and_then(|actions| actions.max_body).unwrap_or(compiled.config.limits.max_body)
 }
 
@@ -340,7 +342,7 @@ impl ForwardPlan {
         headers::forward_request(&mut parts.headers, marks, peer, &incoming.client, &compiled.key_fields);
         let path = self.actions.as_mut().and_then(|actions| actions.path.take()).or(path);
         if let Some(actions) = &mut self.actions {
-            actions.to_request(&mut parts.headers);
+            actions.apply_to_request(&mut parts.headers);
         }
         if path.is_some() || parts.uri.authority().is_some() {
             parts.uri = origin_form(&parts.uri, path)?;
@@ -356,7 +358,7 @@ impl ForwardPlan {
 fn find_keys(
     config: &WorkerConfig,
     route: usize,
-    caller: &Caller<'_>,
+    caller: &RequestAttributes<'_>,
     context: &mut DecisionContext,
 ) -> Option<RequestError> {
     let compiled = &*config.compiled;
@@ -364,14 +366,14 @@ fn find_keys(
     let mut first_error = None;
     context.inputs.keyed_requests.clear();
     for (position, rule_key) in rules.rule_keys.iter().enumerate() {
-        context.inputs.keyed_requests.push(match rule_key.of(caller) {
+        context.inputs.keyed_requests.push(match rule_key.keyed_request(caller) {
             Ok(keyed_request) => keyed_request,
             // A shadow rule never refuses, also not for a missing key.
             Err(_) if compiled.rule_set.is_shadow(&rules.charge_plan, position) => {
                 config.route_metrics[route].shadowed(position);
                 None
             }
-            Err(Unclear { fault, keyed_request }) => {
+            Err(KeyFailure { error: fault, keyed_request }) => {
                 first_error.get_or_insert(fault);
                 keyed_request
             }
@@ -412,7 +414,7 @@ async fn forward(
     let actions = compiled.actions_of(route);
     let timeouts = actions.and_then(|actions| actions.timeouts.as_ref()).unwrap_or(&compiled.config.timeouts);
     peer.body_timeout.set(timeouts.body);
-    if let Some(reply) = plan.actions.as_mut().and_then(|actions| actions.reply.take()) {
+    if let Some(reply) = plan.actions.as_mut().and_then(|actions| actions.direct_response.take()) {
         return Ok(apply_response_actions(reply.map(Content::from), plan.actions.take()));
     }
     let upstream = route.upstream_index as usize;
@@ -438,7 +440,7 @@ async fn forward(
 
 fn apply_response_actions(mut response: Response<Content>, actions: Option<Box<AppliedActions>>) -> Response<Content> {
     if let Some(actions) = actions {
-        actions.to_response(response.headers_mut());
+        actions.apply_to_response(response.headers_mut());
     }
     response
 }

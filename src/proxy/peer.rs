@@ -29,7 +29,7 @@ pub struct ConnectionInfo {
 
 impl ConnectionInfo {
     pub fn new(address: IpAddr, is_secure: bool) -> ConnectionInfo {
-        ConnectionInfo { address, address_field: headers::address(address), is_secure, client_cert: None }
+        ConnectionInfo { address, address_field: headers::address_value(address), is_secure, client_cert: None }
     }
 
     pub fn with_certificate(self, client_cert: Option<Box<str>>) -> ConnectionInfo {

@@ -90,7 +90,7 @@ impl RepeatRefusal {
         request_record::record_refusal(config, Some(self.route), rules_index, context);
         let decided_ms = context.result.decided_ms;
         let render = || config.refusal(rules_index, context, decided_ms, worker.date(), text, HeaderMap::new());
-        let (status, response) = refusal_cache.written(rules_index, decided_ms, context, render);
+        let (status, response) = refusal_cache.http1_bytes(rules_index, decided_ms, context, render);
         config.route_metrics[self.route].request_ended(status.as_u16(), took);
         Some(response)
     }

@@ -13,7 +13,7 @@ use super::worker_config::WorkerConfig;
 use super::worker_state::WorkerState;
 use crate::clock::Timestamp;
 use crate::http::error::RequestError;
-use crate::http::responses::{self, CLIENT_GONE};
+use crate::http::responses::{self, CLIENT_CLOSED_REQUEST};
 use crate::metrics::events::RouteMetrics;
 use crate::upstream::response_body::UpstreamBodyError;
 use transom_limiter::decision::Decision;
@@ -43,7 +43,7 @@ impl RequestRecord {
     ) -> RequestRecord {
         let line = config.access_log.as_ref().map(|_| Box::new(head_fields(peer, parts, started)));
         let (worker, config) = (Rc::clone(worker), Rc::clone(config));
-        RequestRecord { worker, config, route: None, status: CLIENT_GONE, started, bytes: 0, log_entry: line }
+        RequestRecord { worker, config, route: None, status: CLIENT_CLOSED_REQUEST, started, bytes: 0, log_entry: line }
     }
 
     pub fn set_route(&mut self, route: usize) {
@@ -100,9 +100,9 @@ impl RequestRecord {
 
     /// Counts an error, and logs a warning unless the client caused it.
     pub fn record_error(&mut self, error: &RequestError) {
-        self.worker.metrics.request_error(error.kind());
-        if error.is_worth_a_warning() {
-            self.warn(&error.for_operator());
+        self.worker.metrics.request_error(error.kind_index());
+        if error.is_logged_as_warning() {
+            self.warn(&error.operator_message());
         }
         if self.log_entry.is_some() {
             self.set_log_field("error", json!(error.to_string()));
@@ -206,9 +206,9 @@ pub fn record_refusal(config: &WorkerConfig, route: Option<usize>, rules_index: 
 
 /// Counts and logs a response without a request: for a malformed, oversized or late head, or for a connection over the limit.
 pub fn record_rejected_head(worker: &WorkerState, peer: IpAddr, error: &RequestError) {
-    worker.metrics.request_error(error.kind());
+    worker.metrics.request_error(error.kind_index());
     let config = worker.config();
-    let status = responses::fault_status(error).as_u16();
+    let status = responses::error_status(error).as_u16();
     config.unrouted_metrics.request_ended(status, Duration::ZERO);
     if let Some(access) = &config.access_log {
         let time = worker.clock.now();

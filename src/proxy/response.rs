@@ -10,12 +10,12 @@ use http_body::{Body as HttpBody, Frame, SizeHint};
 
 use super::request_record::RequestRecord;
 use crate::http::error::RequestError;
-use crate::http::responses::{ErrorFormat, Reply};
+use crate::http::responses::{ErrorFormat, LocalResponse};
 use crate::upstream::response_body::{UpstreamBody, UpstreamBodyError};
 
 /// Why a request is not forwarded.
 pub enum Rejection {
-    Refused(Reply),
+    Refused(LocalResponse),
     Error(RequestError),
 }
 
@@ -32,7 +32,7 @@ impl Rejection {
 /// The response to a request that failed; records the error.
 pub fn error_response(error: &RequestError, format: ErrorFormat, mut record: RequestRecord) -> Response<ResponseBody> {
     record.record_error(error);
-    finish(format.fault(error).map(Content::from), record)
+    finish(format.error(error).map(Content::from), record)
 }
 
 /// Ties a response to the record of its request.

@@ -14,7 +14,7 @@ use super::request_record::RequestRecord;
 use super::response::{Content, ResponseBody, error_response, finish};
 use crate::http::error::RequestError;
 use crate::http::responses::ErrorFormat;
-use crate::http::websocket_handshake::{self, Key, UpgradeMethod};
+use crate::http::websocket_handshake::{self, HandshakeKey, UpgradeMethod};
 use crate::timer::Timer;
 use crate::upstream::tunnel::{ByteCounts, Tunnel, TunnelEnd};
 
@@ -22,7 +22,7 @@ use crate::upstream::tunnel::{ByteCounts, Tunnel, TunnelEnd};
 pub struct WebSocketHandshake {
     method: UpgradeMethod,
     /// The client's own key for an HTTP/1.1 upgrade, a fresh one for CONNECT.
-    key: Key,
+    key: HandshakeKey,
 }
 
 impl WebSocketHandshake {
@@ -34,16 +34,16 @@ impl WebSocketHandshake {
     ) -> Result<Option<Box<WebSocketHandshake>>, RequestError> {
         let key = match method {
             None => None,
-            Some(UpgradeMethod::Upgrade) => Key::of(headers).filter(|_| is_supported()),
-            Some(UpgradeMethod::Connect) => Some(Key::new()?),
+            Some(UpgradeMethod::Upgrade) => HandshakeKey::from_headers(headers).filter(|_| is_supported()),
+            Some(UpgradeMethod::ExtendedConnect) => Some(HandshakeKey::generate()?),
         };
         Ok(method.zip(key).map(|(method, key)| Box::new(WebSocketHandshake { method, key })))
     }
 
     /// Adds the fields that ask the upstream to switch protocols.
     pub fn write_request(&self, headers: &mut HeaderMap) {
-        websocket_handshake::ask(headers);
-        self.key.put(headers);
+        websocket_handshake::insert_upgrade_fields(headers);
+        self.key.insert_into(headers);
     }
 }
 
@@ -57,15 +57,17 @@ pub async fn finish_handshake(
     tunnel_slot: &RefCell<Option<TunnelSession>>,
     idle_timeout: Duration,
 ) -> Response<ResponseBody> {
-    if websocket_handshake::is_switch(&response) {
+    if websocket_handshake::is_switching_protocols(&response) {
         return open_tunnel(response, &handshake, format, record, tunnel_slot, idle_timeout).await;
     }
     let error = match (handshake.method, response.body()) {
-        (UpgradeMethod::Connect, Content::Local(_)) if response.status().is_success() => RequestError::NO_WEBSOCKET,
-        (UpgradeMethod::Connect, Content::Upstream(_)) if response.status().is_success() => {
+        (UpgradeMethod::ExtendedConnect, Content::Local(_)) if response.status().is_success() => {
+            RequestError::WEBSOCKET_NOT_SERVED
+        }
+        (UpgradeMethod::ExtendedConnect, Content::Upstream(_)) if response.status().is_success() => {
             RequestError::Upstream("the server did not switch protocols".to_owned())
         }
-        (UpgradeMethod::Upgrade | UpgradeMethod::Connect, _) => return finish(response, record),
+        (UpgradeMethod::Upgrade | UpgradeMethod::ExtendedConnect, _) => return finish(response, record),
     };
     error_response(&error, format, record)
 }
@@ -83,8 +85,8 @@ async fn open_tunnel(
         return error_response(&RequestError::Upstream(reason.to_owned()), format, record);
     }
     match handshake.method {
-        UpgradeMethod::Upgrade => websocket_handshake::ask(response.headers_mut()),
-        UpgradeMethod::Connect => websocket_handshake::grant_stream(&mut response),
+        UpgradeMethod::Upgrade => websocket_handshake::insert_upgrade_fields(response.headers_mut()),
+        UpgradeMethod::ExtendedConnect => websocket_handshake::to_connect_response(&mut response),
     }
     let (parts, content) = response.into_parts();
     let tunnel = match content {

@@ -17,8 +17,8 @@ use crate::clock::Clock;
 use crate::config::upstream::{Server, Target as ConfiguredTarget, TransportSettings, Upstream};
 use crate::http::ratelimit_headers::RateLimitFields;
 use crate::http::refusal_cache::RefusalCache;
-use crate::http::responses::{self, Refused};
-use crate::jwt::cache::Checker;
+use crate::http::responses::{self, RefusalResponse};
+use crate::jwt::cache::TokenCache;
 use crate::metrics::events::{RouteMetrics, UpstreamMetrics, WindowMetrics};
 use crate::metrics::upstream::{ActiveGauge, RetryMetrics};
 use crate::metrics::{Registry, WorkerId};
@@ -44,7 +44,7 @@ pub struct WorkerConfig {
     pub targets: Vec<Target>,
     pub access_log: Option<LogSender>,
     /// Dropped with this view, so that no cached token outlives the keys that verified it.
-    pub token_cache: Checker,
+    pub token_cache: TokenCache,
     server_pools: ServerPools,
     scratch: RefCell<Scratch>,
 }
@@ -141,7 +141,11 @@ impl WorkerConfig {
         WorkerConfig {
             route_metrics: compiled.routes.iter().enumerate().map(route_metrics).collect(),
             window_metrics: compiled.route_rules.iter().map(window_metrics).collect(),
-            policy_fields: compiled.route_rules.iter().map(|rules| rules.rate_limit_template.policy()).collect(),
+            policy_fields: compiled
+                .route_rules
+                .iter()
+                .map(|rules| rules.rate_limit_template.constant_policy())
+                .collect(),
             unrouted_metrics: RouteMetrics::new(registry, worker_id, "", &[]),
             targets: compiled.config.upstreams.iter().zip(&compiled.upstream_health).map(&mut target).collect(),
             access_log,
@@ -180,14 +184,22 @@ impl WorkerConfig {
         date: HeaderValue,
         text: &mut Vec<u8>,
         headers: HeaderMap,
-    ) -> Refused {
+    ) -> RefusalResponse {
         let CompiledConfig { rule_set, refusal_templates, route_rules, .. } = &*self.compiled;
         let RouteRules { charge_plan, rate_limit_template, .. } = &route_rules[rules_index];
         let fields = rate_limit_template.render(context, self.policy_fields[rules_index].as_ref(), now_ms, text);
-        let mut refused =
-            responses::refusal(rule_set, charge_plan, context, refusal_templates, now_ms, fields, text, headers);
+        let mut refused = responses::refusal_response(
+            rule_set,
+            charge_plan,
+            context,
+            refusal_templates,
+            now_ms,
+            fields,
+            text,
+            headers,
+        );
         // Set here and not by hyper, because the refusal cache sends copies of the response.
-        refused.reply.headers_mut().insert(DATE, date);
+        refused.response.headers_mut().insert(DATE, date);
         refused
     }
 

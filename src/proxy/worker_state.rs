@@ -101,7 +101,7 @@ impl WorkerState {
         let (computed_at, date) = &mut *self.date.borrow_mut();
         let tick = Some(self.timers.tick());
         if std::mem::replace(computed_at, tick) != tick {
-            date.look_up(self.clock.wall_ms());
+            date.update(self.clock.wall_ms());
         }
         date.value()
     }

@@ -12,12 +12,16 @@ use serde_json::{Map, Value, json};
 
 use super::request_body::RequestBody;
 use crate::http::error::RequestError;
-use crate::http::responses::{self, Reply};
+use crate::http::responses::{self, LocalResponse};
 use crate::timer::Timer;
 
 /// Responds with the request's method, path, query, fields, and the length of its body. The body is read to its end and
 /// discarded.
-pub async fn respond(request: Request<RequestBody>, limit: Duration, timer: &Timer) -> Result<Reply, RequestError> {
+pub async fn respond(
+    request: Request<RequestBody>,
+    limit: Duration,
+    timer: &Timer,
+) -> Result<LocalResponse, RequestError> {
     let (parts, body) = request.into_parts();
     let body_bytes = read_length(body, limit, timer).await?;
     let mut fields: Map<String, Value> = Map::new();
@@ -32,7 +36,7 @@ pub async fn respond(request: Request<RequestBody>, limit: Duration, timer: &Tim
         "fields": fields,
         "body_bytes": body_bytes,
     });
-    Ok(responses::json(format!("{echo:#}\n")))
+    Ok(responses::json_response(format!("{echo:#}\n")))
 }
 
 /// Reads a body to its end. `limit`: the longest wait for a frame.

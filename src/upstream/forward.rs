@@ -327,8 +327,8 @@ impl Forwarder {
         mut response: Response<Incoming>,
         started: Instant,
     ) -> NextStep {
-        let is_switched = forwarding.traits.is_upgrade && websocket_handshake::is_granted(&response);
-        let is_switch = websocket_handshake::is_switch(&response);
+        let is_switched = forwarding.traits.is_upgrade && websocket_handshake::accepts_websocket(&response);
+        let is_switch = websocket_handshake::is_switching_protocols(&response);
         let violation = match headers::forward_response(response.headers_mut()) {
             false => Some("its Content-Length or Transfer-Encoding is malformed, or there are several"),
             true if is_switch && !is_switched => Some("it switched protocols without being asked to"),

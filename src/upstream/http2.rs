@@ -31,7 +31,7 @@ use tokio::sync::futures::Notified;
 use super::http1::SendError;
 use super::request_body::{ReplayBody, RequestBody};
 use super::request_limit::ConnectionPermit;
-use crate::http::websocket_handshake::{self, Key};
+use crate::http::websocket_handshake::{self, HandshakeKey};
 use crate::io_stream::IoStream;
 
 /// Concurrent streams of one connection; servers may allow fewer.
@@ -240,7 +240,7 @@ impl Http2Stream {
             let sending = self.connection.sender.borrow_mut().try_send_request(*request);
             return sending.await;
         }
-        websocket_handshake::withdraw(request.headers_mut());
+        websocket_handshake::remove_upgrade_fields(request.headers_mut());
         let key = self.connection.driver.supports_extended_connect().then(|| to_extended_connect(&mut request));
         let sending = self.connection.sender.borrow_mut().try_send_request(*request);
         let mut response = sending.await?;
@@ -249,7 +249,7 @@ impl Http2Stream {
             && response.extensions().get::<OnUpgrade>().is_some()
         {
             self.upgrade = Some(hyper::upgrade::on(&mut response));
-            websocket_handshake::grant_connection(&mut response, key.as_ref());
+            websocket_handshake::to_switching_protocols(&mut response, key.as_ref());
         }
         Ok(response)
     }
@@ -297,12 +297,12 @@ impl Drop for Http2Stream {
 }
 
 /// Turns an HTTP/1.1 WebSocket handshake into an extended CONNECT. Returns the key, which HTTP/2 does not send.
-fn to_extended_connect(request: &mut Request<RequestBody>) -> Option<Key> {
+fn to_extended_connect(request: &mut Request<RequestBody>) -> Option<HandshakeKey> {
     *request.method_mut() = Method::CONNECT;
     request.extensions_mut().insert(Protocol::from_static("websocket"));
     // For a request that is sent a second time.
-    let earlier = request.extensions_mut().remove::<Key>();
-    let key = Key::taken_from(request.headers_mut()).or(earlier)?;
+    let earlier = request.extensions_mut().remove::<HandshakeKey>();
+    let key = HandshakeKey::take_from(request.headers_mut()).or(earlier)?;
     request.extensions_mut().insert(key.clone());
     Some(key)
 }

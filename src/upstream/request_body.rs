@@ -269,7 +269,7 @@ impl Upload {
             Poll::Ready(Some(Ok(frame))) if frame.is_trailers() => {
                 progress.has_moved.set(true);
                 // HTTP/1.1 forwards only announced trailers; HTTP/2 forwards all.
-                frame.trailers_mut().into_iter().for_each(headers::forward_trailers);
+                frame.trailers_mut().into_iter().for_each(headers::forward_request_trailers);
             }
             Poll::Ready(Some(Ok(_))) => progress.has_moved.set(true),
             Poll::Ready(Some(Err(_))) => progress.has_failed.set(true),

@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use transom::config;
-use transom::http::rate_limit_key::Starts;
+use transom::http::rate_limit_key::KeyHashers;
 use transom::persistence::file_header::Header;
 use transom_limiter::counter::CounterWord;
 use transom_limiter::decision_context::DecisionContext;
@@ -168,10 +168,10 @@ fn tags(header: &Header, toml: &str) -> Vec<(u64, usize)> {
     let rule_set = RuleSet::new(&rules, header.seed, None);
     let (charge_plan, table) = (rule_set.charge_plan(&[0]), Table::with_capacity(64).unwrap());
     let mut context = DecisionContext::default();
-    let start = Starts::new(&rule_set.rules[0], header.seed, None);
+    let start = KeyHashers::new(&rule_set.rules[0], header.seed, None);
     let mut tags = Vec::new();
     for key in 0..KEYS {
-        let mut hasher = start.own.clone();
+        let mut hasher = start.counter.clone();
         hasher.add_part(HEADER_PART, key.to_string().as_bytes());
         context.inputs.keyed_requests =
             vec![Some(KeyedRequest { key: hasher.finish(), offset: 0, variant: 0, cost: 1 })];

@@ -12,9 +12,9 @@ use super::{DAY_MS, read_duration_ms, section_table};
 use crate::config::ReadFile;
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::toml_reader::{Item, SpannedStr, Table};
-use crate::jwt::jwks::{self, BadSet};
-use crate::jwt::verification_key::{Algorithm, InvalidKey, Key};
-use crate::jwt::{KEYS_TRIED_MAX, Trust};
+use crate::jwt::jwks::{self, JwksError};
+use crate::jwt::verification_key::{Algorithm, InvalidKey, VerificationKey};
+use crate::jwt::{KEYS_TRIED_MAX, TokenVerifier};
 
 const ALGORITHMS: [(&str, Algorithm); 4] = [
     ("HS256", Algorithm::Hs256),
@@ -30,7 +30,7 @@ const FILE_FIX: &str = "name a file that the gateway may read; a relative path s
 /// Old and new keys of a few issuers.
 const KEYS_MAX: usize = 32;
 
-pub fn read_jwt(item: Option<Item>, files: ReadFile, report: &mut Report) -> Option<Trust> {
+pub fn read_jwt(item: Option<Item>, files: ReadFile, report: &mut Report) -> Option<TokenVerifier> {
     let mut table = section_table(item, report)?;
     let span = table.span.clone();
     let (keys, jwks) = (table.get("keys"), table.get("jwks_file"));
@@ -41,7 +41,7 @@ pub fn read_jwt(item: Option<Item>, files: ReadFile, report: &mut Report) -> Opt
     if !named {
         report.missing(span, "`[jwt]` has no keys", NO_KEYS);
     }
-    let mut trust = Trust::default();
+    let mut trust = TokenVerifier::default();
     for item in keys.as_ref().and_then(|item| item.list("[{ … }]", report)).unwrap_or_default() {
         let fix = "write `{ algorithm = \"RS256\", public_key_file = \"FILE\" }`";
         let Some(table) = item.table("a key of `[jwt]`", fix, report) else { continue };
@@ -74,15 +74,15 @@ pub fn read_jwt(item: Option<Item>, files: ReadFile, report: &mut Report) -> Opt
 }
 
 /// The algorithm of a key that no token can name alone: too many others have its `kid`, or either has none.
-fn ambiguous_algorithm(keys: &[Key]) -> Option<Algorithm> {
-    let alike = |key: &Key, other: &Key| {
+fn ambiguous_algorithm(keys: &[VerificationKey]) -> Option<Algorithm> {
+    let alike = |key: &VerificationKey, other: &VerificationKey| {
         key.algorithm == other.algorithm && (key.kid.is_none() || other.kid.is_none() || key.kid == other.kid)
     };
-    let is_crowded = |key: &&Key| keys.iter().filter(|other| alike(key, other)).count() > KEYS_TRIED_MAX;
+    let is_crowded = |key: &&VerificationKey| keys.iter().filter(|other| alike(key, other)).count() > KEYS_TRIED_MAX;
     keys.iter().find(is_crowded).map(|key| key.algorithm)
 }
 
-fn add_key(key: Key, item: &Item, trust: &mut Trust, report: &mut Report) {
+fn add_key(key: VerificationKey, item: &Item, trust: &mut TokenVerifier, report: &mut Report) {
     if trust.keys.contains(&key) {
         report.problem(item.span.clone(), "a key is there twice", "remove one of the two");
     } else if trust.keys.len() == KEYS_MAX {
@@ -94,7 +94,7 @@ fn add_key(key: Key, item: &Item, trust: &mut Trust, report: &mut Report) {
 }
 
 /// One item of `keys`.
-fn read_key(mut table: Table, files: ReadFile, report: &mut Report) -> Option<Key> {
+fn read_key(mut table: Table, files: ReadFile, report: &mut Report) -> Option<VerificationKey> {
     let span = table.span.clone();
     let algorithm =
         table.require("algorithm", "write `algorithm = \"HS256\"`, `\"RS256\"`, `\"ES256\"` or `\"EdDSA\"`");
@@ -135,8 +135,10 @@ fn read_key(mut table: Table, files: ReadFile, report: &mut Report) -> Option<Ke
         Some(kid) => Some(kid?),
     };
     let key = match algorithm {
-        Algorithm::Hs256 => Key::secret(strip_line_end(&bytes), kid),
-        Algorithm::Rs256 | Algorithm::Es256 | Algorithm::EdDsa => Key::public_pem(algorithm, &bytes, kid),
+        Algorithm::Hs256 => VerificationKey::from_secret(strip_line_end(&bytes), kid),
+        Algorithm::Rs256 | Algorithm::Es256 | Algorithm::EdDsa => {
+            VerificationKey::from_public_pem(algorithm, &bytes, kid)
+        }
     };
     key.map_err(|flaw| report_invalid_key(flaw, &what, source, report)).ok()
 }
@@ -161,25 +163,25 @@ fn read_key_material(source: &Item, is_file: bool, files: ReadFile, report: &mut
     }
 }
 
-fn read_jwks(item: &Item, files: ReadFile, report: &mut Report) -> Option<Vec<Key>> {
+fn read_jwks(item: &Item, files: ReadFile, report: &mut Report) -> Option<Vec<VerificationKey>> {
     let path = read_non_empty(item, "\"jwks.json\"", report)?;
     let bytes = read_file(item, &path, files, report)?;
     let what = quoted(&path);
-    let (message, fix) = match jwks::read(&bytes) {
+    let (message, fix) = match jwks::parse(&bytes) {
         Ok(keys) => return Some(keys),
-        Err(BadSet::Json(line, column)) => (
+        Err(JwksError::Json(line, column)) => (
             format!("{what} is no JSON: line {line}, column {column}"),
             String::from("name a JSON Web Key Set, as issuers publish it"),
         ),
-        Err(BadSet::NoList) => (
+        Err(JwksError::NoKeys) => (
             format!("{what} has no list `keys`"),
             String::from("name a JSON Web Key Set: `{\"keys\": […]}`, as issuers publish it"),
         ),
-        Err(BadSet::Nothing) => (
+        Err(JwksError::NoUsableKey) => (
             format!("{what} has no key to verify HS256, RS256, ES256 or EdDSA with"),
             String::from("let the issuer sign with one of these, and name its key set"),
         ),
-        Err(BadSet::Key(position, flaw)) => flaw.explain(&format!("key {position} of {what}")),
+        Err(JwksError::BadKey(position, flaw)) => flaw.explain(&format!("key {position} of {what}")),
     };
     report.problem(item.span.clone(), message, fix);
     None

@@ -83,7 +83,7 @@ pub async fn serve(io: IoStream, connection: Rc<ConnectionInfo>, worker: Rc<Work
                 match state.timeout_error() {
                     Some(error @ RequestError::HeadTimeout) => io.send_error(&error),
                     Some(error) => {
-                        worker.metrics.request_error(error.kind());
+                        worker.metrics.request_error(error.kind_index());
                         if error == RequestError::Stalled {
                             io.reset();
                         }

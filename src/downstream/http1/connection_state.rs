@@ -167,7 +167,7 @@ impl ConnectionState {
             return None;
         }
         // hyper drops only a Content-Length beside chunked coding, and all but one of several equal Content-Lengths.
-        let error = if is_chunked { RequestError::DOUBTFUL_LENGTH } else { RequestError::REPEATED_LENGTH };
+        let error = if is_chunked { RequestError::CONFLICTING_LENGTHS } else { RequestError::REPEATED_LENGTH };
         (head.fields() != fields).then_some(error)
     }
 

@@ -100,12 +100,12 @@ impl Http1Io {
         let status = start.strip_prefix(b"HTTP/1.1 ").and_then(|rest| rest.get(..3));
         let status = status.and_then(|digits| std::str::from_utf8(digits).ok()).and_then(|digits| digits.parse().ok());
         if let Some(status) = status {
-            let mut error = responses::fault_of_parser(status);
+            let mut error = responses::error_of_parser_status(status);
             let head_bytes = || self.worker.config().compiled.config.limits.request_head;
             if error == RequestError::HeadTooLarge && self.state.has_long_target(head_bytes()) {
                 error = RequestError::TargetTooLong;
             }
-            self.queued = responses::written(&responses::fault(&error));
+            self.queued = responses::http1_bytes(&responses::error_response(&error));
             request_record::record_rejected_head(&self.worker, self.peer.connection.address, &error);
             self.has_replaced_response = true;
         }
@@ -117,7 +117,7 @@ impl Http1Io {
     pub fn send_error(&mut self, error: &RequestError) {
         if self.state.has_no_pending_response() && !self.has_replaced_response && !self.is_read_closed {
             request_record::record_rejected_head(&self.worker, self.peer.connection.address, error);
-            self.stream.try_send(&responses::written(&responses::fault(error)));
+            self.stream.try_send(&responses::http1_bytes(&responses::error_response(error)));
         }
     }
 

@@ -179,7 +179,7 @@ impl StreamContext {
         stays_open: bool,
     ) -> Option<(SendStream<Bytes>, ResponseBody)> {
         let (mut head, body) = response.into_parts();
-        if !headers::answer_on_stream(&mut head.headers) {
+        if !headers::remove_connection_fields(&mut head.headers) {
             head.headers.insert(header::DATE, self.worker.date());
         }
         let is_all = !stays_open && body.is_end_stream();

@@ -26,7 +26,7 @@ pub fn prepare_connect(request: &mut Request<RecvStream>) -> bool {
         return false;
     }
     if let Some(protocol) = request.extensions_mut().remove::<Protocol>() {
-        websocket_handshake::extend(request, protocol.as_str());
+        websocket_handshake::convert_extended_connect(request, protocol.as_str());
     }
     true
 }
