@@ -1,10 +1,7 @@
-//! What the rules of a configuration amount to, in plain sentences: how much they let through at
-//! worst around the end of a window. And remarks on what is hardly meant: layers that never refuse anything, rules and plans that
-//! apply to nothing, routes for one path only, an admin address that others reach, certificates that clients refuse, or soon will,
-//! because of which revocation lists clients are, which secrets others can find out, and which paths of the upstream other rules
-//! hold for than it seems.
+//! Messages of `transom check` about a valid configuration: how much each rule admits at worst around the end of a
+//! window, and notes on settings that are probably mistakes or will soon cause failures.
 //!
-//! The arithmetic is `rule::bound`'s. This file only knows how to put it.
+//! `transom_limiter::burst_bound` computes the bounds; this file only words them.
 
 use std::fmt;
 
@@ -21,26 +18,26 @@ use transom_limiter::rule::{Cost, OnLimit, Rule, Sharing};
 
 const SHORT_SPAN_MS: u64 = 2000;
 const DAY_S: i64 = 24 * 60 * 60;
-/// A certificate that ends in so many days has not been renewed in time: most are a month before.
+/// Most certificates are renewed a month before they expire, so one with fewer days left was probably not renewed.
 const EXPIRY_NOTICE_DAYS: i64 = 14;
 
 /// One sentence about a configuration.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct LintMessage {
-    /// The rule, and the plan.
+    /// The rule, with the plan if the message is about a plan.
     subject: Option<String>,
     text: String,
-    /// Something that is hardly meant.
+    /// The setting is probably a mistake. With `--strict`, notes are errors.
     pub is_note: bool,
 }
 
 impl LintMessage {
-    fn statement(about: &str, text: String) -> LintMessage {
-        LintMessage { subject: Some(about.to_owned()), text, is_note: false }
+    fn statement(subject: &str, text: String) -> LintMessage {
+        LintMessage { subject: Some(subject.to_owned()), text, is_note: false }
     }
 
-    fn note_on(about: &str, text: String) -> LintMessage {
-        LintMessage { subject: Some(about.to_owned()), text, is_note: true }
+    fn note_on(subject: &str, text: String) -> LintMessage {
+        LintMessage { subject: Some(subject.to_owned()), text, is_note: true }
     }
 
     pub fn note(text: String) -> LintMessage {
@@ -50,14 +47,14 @@ impl LintMessage {
 
 impl fmt::Display for LintMessage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if let Some(about) = &self.subject {
-            write!(f, "{about}: ")?;
+        if let Some(subject) = &self.subject {
+            write!(f, "{subject}: ")?;
         }
         write!(f, "{}{}", if self.is_note { "note: " } else { "" }, self.text)
     }
 }
 
-/// What there is to say, without a look at the time or the machine.
+/// All messages that depend on the configuration alone, not on the time or the machine.
 pub fn messages(config: &Config) -> Vec<LintMessage> {
     let mut messages = rule_messages(config);
     let routes = config.routes.iter().filter_map(|route| path_without_subpaths(config, route));
@@ -71,82 +68,83 @@ pub fn messages(config: &Config) -> Vec<LintMessage> {
     messages
 }
 
-/// A line for each rule, and one for each layer that never refuses, and what applies to nothing.
+/// One summary for each rule and plan; notes on layers that never refuse, and on rules and plans that are not used.
 fn rule_messages(config: &Config) -> Vec<LintMessage> {
     let mut messages = Vec::new();
     for (position, rule) in config.rules.iter().enumerate() {
         let routes = || config.routes.iter().filter(move |route| route.rules.contains(&position));
         let delays = routes().flat_map(|route| &route.rules).any(|other| config.rules[*other].delays());
-        let same_cost = routes().all(|route| route.cost.is_none_or(|cost| cost == 1));
-        let plain = rule.cost == Cost::Fixed(1) && same_cost;
-        // A charge that opens a window may be given back where it is settled later, or waits.
+        let has_cost_1 = rule.cost == Cost::Fixed(1) && routes().all(|route| route.cost.is_none_or(|cost| cost == 1));
+        // A response cost or a delayed request may refund the charge that opened a window.
         let opener_stays = !delays && !matches!(rule.cost, Cost::Response { .. });
-        let told = RuleSummary { unit: if plain { "requests" } else { "tokens" }, opener_stays };
+        let summary = RuleSummary { unit: if has_cost_1 { "requests" } else { "tokens" }, opener_stays };
         let name = &rule.name;
         let plans = rule.plans.iter().map(|plan| (format!("{name}, plan {}", plan.name), &plan.layers));
-        for (title, layers) in std::iter::once((name.clone(), &rule.layers)).chain(plans) {
-            messages.push(LintMessage::statement(&title, told.worst_case(rule, layers) + &caveats(rule)));
+        for (subject, layers) in std::iter::once((name.clone(), &rule.layers)).chain(plans) {
+            messages.push(LintMessage::statement(&subject, summary.worst_case(rule, layers) + &caveats(rule)));
             if layers_are_comparable(rule) && !delays && rule.cost != Cost::Fixed(0) {
-                messages.extend(layers_that_never_refuse(layers).map(|text| LintMessage::note_on(&title, text)));
+                messages.extend(layers_that_never_refuse(layers).map(|text| LintMessage::note_on(&subject, text)));
             }
         }
         if routes().next().is_none() {
             messages.push(match config.listen.admin {
                 Some(_) => {
-                    LintMessage::statement(name, String::from("on no route, so only the decision API counts by it"))
+                    LintMessage::statement(name, String::from("used by no route: only the decision API counts by it"))
                 }
-                None => LintMessage::note_on(name, String::from("on no route, so nothing is counted by it")),
+                None => LintMessage::note_on(name, String::from("used by no route: nothing is counted by it")),
             });
         }
         if config.clients.is_none() && !rule.plans.is_empty() {
-            let plans = quoted_list(rule.plans.iter().map(|plan| plan.name.as_str()), "and");
-            let text = format!("no client is on {plans}, because there is no `[clients]`");
+            let plans = quoted_list(rule.plans.iter().map(|plan| plan.name.as_str()), "or");
+            let text = format!("no client can have the plan {plans}: there is no `[clients]`");
             messages.push(LintMessage::note_on(name, text));
         }
     }
     messages
 }
 
-/// A route that takes one path, where everything below the path has no route at all. Who names the methods means just this path.
+/// Notes a route that matches one path only, if no route matches the paths below it. A route with `methods` is taken to
+/// mean exactly its path.
 fn path_without_subpaths(config: &Config, route: &Route) -> Option<String> {
-    let asks_upstream = route.actions.as_ref().is_none_or(|actions| actions.response.is_none());
-    if !asks_upstream || !route.methods.is_empty() {
+    let is_forwarded = route.actions.as_ref().is_none_or(|actions| actions.response.is_none());
+    if !is_forwarded || !route.methods.is_empty() {
         return None;
     }
     let path = route.path.text.as_str();
-    let own: Option<Vec<&str>> = route.path.segments.iter().map(literal).collect();
-    let own = match own?.as_slice() {
+    let literals: Option<Vec<&str>> = route.path.segments.iter().map(literal).collect();
+    let prefix_segments = match literals?.as_slice() {
         [""] => Vec::new(),
-        [one] if one.contains('.') => return None,
+        [file] if file.contains('.') => return None,
         [one] | [one, ""] => vec![*one],
-        // A path of several segments is an endpoint more often than a prefix, unless it ends in a slash.
-        [above @ .., ""] => above.to_vec(),
+        // A path of several segments without a trailing slash is more often an endpoint than a prefix.
+        [init @ .., ""] => init.to_vec(),
         _ => return None,
     };
-    let below = |other: &Route| {
-        let mut others = other.path.segments.iter();
-        for own in &own {
-            match others.next() {
+    let matches_below = |other: &Route| {
+        let mut segments = other.path.segments.iter();
+        for own in &prefix_segments {
+            match segments.next() {
                 Some(Segment::Rest(_)) => return true,
                 Some(segment) if literal(segment).is_none_or(|text| text == *own) => {}
                 _ => return false,
             }
         }
-        // Beside a route for `/`, one for `/api` takes only a part of what is below.
-        others.next().is_some_and(|segment| !own.is_empty() || literal(segment).is_none())
+        // For the path `/`, a route such as `/api` matches only a part of the paths below.
+        segments.next().is_some_and(|segment| !prefix_segments.is_empty() || literal(segment).is_none())
     };
-    let meets = |other: &&Route| {
+    let may_match_same_requests = |other: &&Route| {
         let is_host = |host| other.hosts.contains(host);
         other.path != route.path
             && (other.hosts.is_empty() || route.hosts.is_empty() || route.hosts.iter().any(is_host))
             && (other.secure.is_none() || route.secure.is_none() || other.secure == route.secure)
     };
-    if config.routes.iter().filter(meets).any(below) {
+    if config.routes.iter().filter(may_match_same_requests).any(matches_below) {
         return None;
     }
     let prefix = path.trim_end_matches('/');
     Some(format!(
-        "the route {} takes {} alone, and {} gets 404: write {} if all below it is meant, or give the route its `methods` if not",
+        "the route {} matches {} only, and {} gets 404: write {} to match all paths below it, or set `methods` if only \
+         this path is meant",
         quoted(&route.name),
         quoted(path),
         quoted(&format!("{prefix}/x")),
@@ -161,15 +159,15 @@ fn literal(segment: &Segment) -> Option<&str> {
     }
 }
 
-/// An admin address that other machines reach.
+/// Notes an admin address that other machines can reach.
 pub fn exposed_admin_address(config: &Config) -> Option<String> {
     let address = config.listen.admin.filter(|address| !address.ip().to_canonical().is_loopback())?;
     Some(format!(
-        "`admin` listens on `{address}`: whoever reaches it can read the metrics, and use up and reset every limit"
+        "`admin` listens on `{address}`: anyone who can connect can read the metrics, and use up and reset every limit"
     ))
 }
 
-/// The rules, shared with other gateways, whose keys can be found out by trying, because anybody can make their digests.
+/// Notes shared rules with secret keys whose digests have no secret of their own: anyone can compute digests of guesses.
 fn guessable_digests(config: &Config) -> Option<String> {
     config.counters.shared.as_ref().filter(|shared| shared.digest_key.is_none())?;
     let api_key = config.clients.as_ref().and_then(|clients| clients.api_key.as_ref());
@@ -181,63 +179,65 @@ fn guessable_digests(config: &Config) -> Option<String> {
     let names: Vec<&str> = rules.map(|rule| rule.name.as_str()).collect();
     (!names.is_empty()).then(|| {
         format!(
-            "keys of {} are secrets, told to Redis by digests that anybody can make who knows `prefix`: short ones can be \
-             found by trying, unless `[counters.shared]` has a `digest_key_file`",
+            "keys of {} are secrets, and Redis stores digests of them that anyone who knows `prefix` can compute: short \
+             keys can be guessed unless `[counters.shared]` has a `digest_key_file`",
             quoted_list(names, "and")
         )
     })
 }
 
-/// A line for a slash at the end of a path, and one for parameters of a path, where other rules hold for the path with it than
-/// without it: many servers take both for one.
+/// Notes paths to which other rules apply with a trailing slash or with parameters than without. Many servers treat these
+/// variants as the same path, so that a client can avoid the rules.
 fn paths_with_variants(config: &Config) -> Vec<String> {
     let reading = config.path_reading;
     let mut messages = Vec::new();
-    let mut tell = |variant: PathVariant, suffix: &str, setting: &str| {
-        let escapes = |route: &&Route| config.routes.iter().any(|other| avoids_rules(variant, route, other));
-        let mut routes = config.routes.iter().filter(escapes).map(|route| &route.path.text);
+    let mut check = |variant: PathVariant, suffix: &str, setting: &str| {
+        let is_avoidable = |route: &&Route| config.routes.iter().any(|other| avoids_rules(variant, route, other));
+        let mut routes = config.routes.iter().filter(is_avoidable).map(|route| &route.path.text);
         let Some(path) = routes.next() else { return };
         let others = match routes.count() {
             0 => String::new(),
-            more => format!(", and {more} other paths are alike"),
+            1 => String::from(" (likewise 1 other path)"),
+            more => format!(" (likewise {more} other paths)"),
         };
         messages.push(format!(
-            "`{path}{suffix}` is held to other rules than `{path}`{others}: where the upstream takes both for one, set {setting}"
+            "other rules apply to `{path}{suffix}` than to `{path}`{others}: if the upstream treats both as the same \
+             path, set {setting}"
         ));
     };
     if reading.trailing_slash == TrailingSlash::Keep {
-        tell(PathVariant::TrailingSlash, "/", "`trailing_slash = \"ignore\"`");
+        check(PathVariant::TrailingSlash, "/", "`trailing_slash = \"ignore\"`");
     }
     if reading.parameters == PathParameters::Keep {
-        tell(PathVariant::Parameter, ";x", "`path_parameters` to `\"strip\"` or `\"refuse\"`");
+        check(PathVariant::Parameter, ";x", "`path_parameters` to `\"strip\"` or `\"refuse\"`");
     }
     messages
 }
 
-/// Another spelling of a path that ends in a literal.
+/// What a client may append to a path that ends in a literal segment.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum PathVariant {
     TrailingSlash,
     Parameter,
 }
 
-/// Whether a request of a route escapes some of its rules, and is sent to an upstream all the same, because another route takes
-/// that spelling of the path.
+/// Whether requests for a variant of the route's path avoid some of its rules, because the other route matches the
+/// variant and forwards it as well.
 fn avoids_rules(variant: PathVariant, route: &Route, other: &Route) -> bool {
     let overlap = |a: &[String], b: &[String]| a.is_empty() || b.is_empty() || a.iter().any(|one| b.contains(one));
-    let answers = |route: &Route| route.actions.as_ref().is_some_and(|actions| actions.response.is_some());
+    let responds = |route: &Route| route.actions.as_ref().is_some_and(|actions| actions.response.is_some());
     let (own, others) = (&route.path.segments, &other.path.segments);
     matches!(own.last(), Some(Segment::Literal(text)) if !text.is_empty())
         && route.rules.iter().any(|rule| !other.rules.contains(rule))
-        && !answers(route)
-        && !answers(other)
+        && !responds(route)
+        && !responds(other)
         && overlap(&route.hosts, &other.hosts)
         && overlap(&route.methods, &other.methods)
         && route.secure.zip(other.secure).is_none_or(|(a, b)| a == b)
         && matches_variant(variant, own, others)
 }
 
-/// Whether a pattern takes a path of another pattern in a variant.
+/// Whether the pattern `others` matches the variant of a path that `own` matches.
 fn matches_variant(variant: PathVariant, own: &[Segment], others: &[Segment]) -> bool {
     let fit = |(a, b): (&Segment, &Segment)| !matches!((a, b), (Segment::Literal(a), Segment::Literal(b)) if a != b);
     let begins = |length: usize| own.iter().zip(&others[..length]).all(fit);
@@ -251,74 +251,81 @@ fn matches_variant(variant: PathVariant, own: &[Segment], others: &[Segment]) ->
     }
 }
 
-/// A line for each certificate that is not valid now, or not for long, and for each revocation list that is not.
+/// Notes certificates that are not valid now or expire soon, and revocation lists that have expired.
 pub fn certificate_dates(config: &Config, now_ms: u64) -> Vec<String> {
     let now_s = i64::try_from(now_ms / 1000).unwrap_or(i64::MAX);
-    let all = config.listen.https.iter().flat_map(|https| &https.tls.certificates);
-    let told = all.filter_map(|certificate| {
-        let what = match (certificate.not_before_s - now_s, certificate.not_after_s - now_s) {
-            (_, ..0) => format!("ended {}", on_date(certificate.not_after_s)),
-            (1.., _) => format!("begins {}", on_date(certificate.not_before_s)),
-            (_, left_s) if left_s < EXPIRY_NOTICE_DAYS * DAY_S => format!("ends {}", on_date(certificate.not_after_s)),
+    let certificates = config.listen.https.iter().flat_map(|https| &https.tls.certificates);
+    let notes = certificates.filter_map(|certificate| {
+        let state = match (certificate.not_before_s - now_s, certificate.not_after_s - now_s) {
+            (_, ..0) => format!("expired on {}", date(certificate.not_after_s)),
+            (1.., _) => format!("is not valid before {}", date(certificate.not_before_s)),
+            (_, left_s) if left_s < EXPIRY_NOTICE_DAYS * DAY_S => {
+                format!("expires on {}", date(certificate.not_after_s))
+            }
             _ => return None,
         };
-        Some(format!("the certificate in `{}` {what}", certificate.file))
+        Some(format!("the certificate in `{}` {state}", certificate.file))
     });
-    told.chain(expired_revocation_lists(config, now_s)).collect()
+    notes.chain(expired_revocation_lists(config, now_s)).collect()
 }
 
+/// Lists that expire soon are not noted: issuers replace lists every few days or hours.
 fn expired_revocation_lists(config: &Config, now_s: i64) -> impl Iterator<Item = String> {
-    // They are issued anew every few days, or hours: that one will end soon says nothing.
     revocation_lists(config).filter(move |list| list.next_update_s < now_s).map(|list| {
-        let ended = on_date(list.next_update_s);
-        format!("the revocation list in `{}` ended {ended}: nobody is let in whose certificate it is about", list.file)
+        format!(
+            "the revocation list in `{}` expired on {}: certificates of its issuer are rejected unless another list is \
+             valid",
+            list.file,
+            date(list.next_update_s)
+        )
     })
 }
 
 pub fn revocation_lists(config: &Config) -> impl Iterator<Item = &RevocationList> {
-    config
-        .listen
-        .https
-        .iter()
-        .filter_map(|https| https.tls.client_auth.as_ref())
-        .flat_map(|auth| &auth.revocation_lists)
+    let client_auths = config.listen.https.iter().filter_map(|https| https.tls.client_auth.as_ref());
+    client_auths.flat_map(|auth| &auth.revocation_lists)
 }
 
-fn on_date(unix_s: i64) -> String {
-    jiff::Timestamp::from_second(unix_s).map_or_else(|_| unix_s.to_string(), |time| format!("on {time}"))
+fn date(unix_s: i64) -> String {
+    jiff::Timestamp::from_second(unix_s).map_or_else(|_| unix_s.to_string(), |time| time.to_string())
 }
 
+/// How to describe the worst case of one rule.
 struct RuleSummary {
+    /// `requests` if each costs 1, or else `tokens`.
     unit: &'static str,
+    /// As in [`burst_bound::max_within`].
     opener_stays: bool,
 }
 
 impl RuleSummary {
+    /// The layers, and how much they admit around the end of a window and in each longer period.
     fn worst_case(&self, rule: &Rule, layers: &[Limit]) -> String {
         let limits: Vec<String> =
             layers.iter().map(|limit| format!("{}/{}", limit.tokens, limit.period_text)).collect();
         let limits = limits.join(" + ");
         if rule.cost == Cost::Fixed(0) {
-            return format!("{limits}: counts nothing, at a cost of 0");
+            return format!("{limits}: counts nothing, because the cost is 0");
         }
-        let most = |span_ms: u64| burst_bound::max_within(layers, span_ms, self.opener_stays);
-        let lengths =
+        let max_in = |span_ms: u64| burst_bound::max_within(layers, span_ms, self.opener_stays);
+        let shortest_ms =
             |limit: &&Limit| burst_bound::lengths_ms(&limit.windows).map_or(u64::MAX, |(shortest_ms, _)| shortest_ms);
-        // The layer whose end matters is the one that then lets through least.
-        let alone = |limit: &&Limit| burst_bound::max_within(std::slice::from_ref(*limit), 2, self.opener_stays);
-        let Some((narrow, burst)) = layers.iter().min_by_key(|limit| (alone(limit), lengths(limit))).zip(most(2))
-        else {
+        // The end of a window matters most for the layer that admits least around it.
+        let max_of_layer = |limit: &&Limit| burst_bound::max_within(std::slice::from_ref(*limit), 2, self.opener_stays);
+        let narrowest = layers.iter().min_by_key(|limit| (max_of_layer(limit), shortest_ms(limit)));
+        let Some((narrowest, burst)) = narrowest.zip(max_in(2)) else {
             return limits;
         };
-        let moment = if most(SHORT_SPAN_MS) == Some(burst) { "2 seconds" } else { "a moment" };
+        let moment = if max_in(SHORT_SPAN_MS) == Some(burst) { "2 seconds" } else { "a moment" };
         let unit = self.unit;
-        let mut text =
-            format!("{limits}: at most {burst} {unit} in {moment} around the end of {}", window_text(narrow));
-        let mut others: Vec<&Limit> = layers.iter().filter(|limit| lengths(limit) > lengths(&narrow)).collect();
-        others.sort_by_key(lengths);
-        others.dedup_by_key(|limit| lengths(&&**limit));
-        for limit in others {
-            if let Some(most) = most(lengths(&limit)) {
+        let window = window_text(narrowest);
+        let mut text = format!("{limits}: at most {burst} {unit} in {moment} around the end of {window}");
+        let mut longer: Vec<&Limit> =
+            layers.iter().filter(|limit| shortest_ms(limit) > shortest_ms(&narrowest)).collect();
+        longer.sort_by_key(shortest_ms);
+        longer.dedup_by_key(|limit| shortest_ms(&&**limit));
+        for limit in longer {
+            if let Some(most) = max_in(shortest_ms(&limit)) {
                 text += &format!(", {most} in any {}", length_text(limit));
             }
         }
@@ -326,14 +333,14 @@ impl RuleSummary {
     }
 }
 
-/// What else has to be said for that to be true.
+/// Conditions on the worst case of a rule.
 fn caveats(rule: &Rule) -> String {
     let mut text = String::new();
     if let Cost::Response { .. } = rule.cost {
-        text += "; what answers cost beyond their reserve comes on top, and the windows after grant that much less";
+        text += "; costs of responses beyond the reserve come in addition, and the next windows grant that much less";
     }
     if rule.on_limit == OnLimit::Shadow {
-        text += "; in shadow, so nothing is refused";
+        text += "; a shadow rule refuses nothing";
     }
     text
 }
@@ -363,7 +370,7 @@ fn window_text(limit: &Limit) -> String {
     }
 }
 
-/// The length of a layer's windows; of the shortest, where they differ.
+/// The length of a layer's windows; of the shortest if they differ.
 fn length_text(limit: &Limit) -> String {
     const HOUR_MS: u64 = 3_600_000;
     match (burst_bound::lengths_ms(&limit.windows), limit.windows.period_ms()) {
@@ -393,7 +400,7 @@ mod tests {
         messages(&config).iter().map(LintMessage::to_string).collect()
     }
 
-    /// What is told of a rule for itself.
+    /// The messages of a configuration with this rule only.
     fn messages_of_rule(rule: &str) -> Vec<String> {
         messages_of_rules(&format!("[rules.r]\nkey = \"ip\"\n{rule}"), "\"r\"")
     }
@@ -424,10 +431,10 @@ mod tests {
                  { limit = 2, period = \"day\", timezone = \"Europe/Paris\" }]",
                 "r: 5/month + 2/day: at most 4 requests in 2 seconds around the end of a day, 10 in any 28 days",
             ),
-            ("windows = [\"5/minute\"]\ncost = 0", "r: 5/minute: counts nothing, at a cost of 0"),
+            ("windows = [\"5/minute\"]\ncost = 0", "r: 5/minute: counts nothing, because the cost is 0"),
             (
                 "windows = [\"5/minute\"]\non_limit = \"shadow\"",
-                "r: 5/minute: at most 10 requests in 2 seconds around the end of a minute; in shadow, so nothing is refused",
+                "r: 5/minute: at most 10 requests in 2 seconds around the end of a minute; a shadow rule refuses nothing",
             ),
         ] {
             assert_eq!(messages_of_rule(rule), [expected], "{rule}");
@@ -455,16 +462,16 @@ mod tests {
         let rules = "[rules.r]\nkey = \"ip\"\nwindows = [{ limit = 5, period = \"minute\", start = \"first-request\" }]\n\
                      [rules.d]\nkey = \"ip\"\nwindows = [\"1/hour\"]\non_limit = \"delay\"\nmax_delay = \"1s\"";
         assert!(messages_of_rules(rules, "\"r\"")[0].contains("at most 9 requests"));
-        assert_eq!(messages_of_rules(rules, "\"r\"")[2], "d: note: on no route, so nothing is counted by it");
+        assert_eq!(messages_of_rules(rules, "\"r\"")[2], "d: note: used by no route: nothing is counted by it");
         let admin = format!("[listen]\nadmin = \"127.0.0.1:9900\"\n{rules}");
-        assert_eq!(messages_of_rules(&admin, "\"r\"")[2], "d: on no route, so only the decision API counts by it");
-        // Who waits for the other rule may go away, and gives back what opened the window.
+        assert_eq!(messages_of_rules(&admin, "\"r\"")[2], "d: used by no route: only the decision API counts by it");
+        // A request delayed by the other rule may be cancelled, and refund the charge that opened the window.
         assert!(messages_of_rules(rules, "\"r\", \"d\"")[0].contains("at most 10 requests"));
     }
 
     #[test]
     fn paths_whose_variants_have_other_rules_are_reported() {
-        let told = |settings: &str, routes: &[(&str, &str)]| {
+        let notes = |settings: &str, routes: &[(&str, &str)]| {
             let rule = |name| format!("[rules.{name}]\nkey = \"ip\"\nwindows = [\"5/minute\"]\n");
             let mut text = format!("{settings}\n[upstreams.u]\nbuiltin = \"echo\"\n{}{}", rule("a"), rule("b"));
             for (path, more) in routes {
@@ -477,7 +484,7 @@ mod tests {
         const NONE: &str = "upstream = \"u\"";
         const REDIRECT: &str = "redirect = { to = \"https://{host}{uri}\" }";
         let kinds = |settings: &str, routes: &[(&str, &str)]| {
-            told(settings, routes).iter().map(|line| line.contains("trailing_slash")).collect::<Vec<_>>()
+            notes(settings, routes).iter().map(|line| line.contains("trailing_slash")).collect::<Vec<_>>()
         };
         for (routes, found) in [
             (&[("/login", AB), ("/{*rest}", A)][..], &[true, false][..]),
@@ -494,24 +501,24 @@ mod tests {
             (&[("/", A), ("/{*rest}", NONE)], &[]),
         ] {
             assert_eq!(kinds("", routes), found, "{routes:?}");
-            let refused = kinds("trailing_slash = \"keep\"\npath_parameters = \"refuse\"", routes);
-            assert!(!refused.contains(&false), "{routes:?}");
+            let without_parameters = kinds("trailing_slash = \"keep\"\npath_parameters = \"refuse\"", routes);
+            assert!(!without_parameters.contains(&false), "{routes:?}");
         }
         let routes = [("/login", A), ("/signup", A), ("/{*rest}", NONE)];
         let (slash, parameters) = ("trailing_slash = \"ignore\"", "path_parameters = \"strip\"");
         assert_eq!(kinds(slash, &routes), [false]);
         assert_eq!(kinds(parameters, &routes), [true]);
         assert_eq!(
-            told("", &routes)[0],
-            "`/login/` is held to other rules than `/login`, and 1 other paths are alike: where the upstream takes both for \
-             one, set `trailing_slash = \"ignore\"`"
+            notes("", &routes)[0],
+            "other rules apply to `/login/` than to `/login` (likewise 1 other path): if the upstream treats both as the \
+             same path, set `trailing_slash = \"ignore\"`"
         );
     }
 
     #[test]
     fn a_path_is_reported_where_a_prefix_was_probably_meant() {
-        // Paths, and those of them that are remarked on; `GET` before one is the method of its route.
-        for (paths, remarked) in [
+        // Paths, and those of them that get a note; `GET` before a path is the method of its route.
+        for (paths, noted) in [
             (&["/"][..], &["/"][..]),
             (&["/", "/api/{*rest}"], &["/"]),
             (&["/", "/{*rest}"], &[]),
@@ -536,20 +543,20 @@ mod tests {
                     path.split_once(' ').map_or(("", *path), |(_, path)| ("methods = \"GET\"\n", path));
                 text += &format!("[[routes]]\n{methods}path = \"{path}\"\nupstream = \"u\"\n");
             }
-            let expected: Vec<String> = remarked.iter().map(|path| format!("takes `{path}` alone, and `")).collect();
-            let said = messages_of(&text);
-            assert_eq!(said.len(), expected.len(), "{paths:?}: {said:?}");
-            assert!(said.iter().zip(&expected).all(|(said, expected)| said.contains(expected)), "{paths:?}: {said:?}");
+            let expected: Vec<String> = noted.iter().map(|path| format!("matches `{path}` only, and `")).collect();
+            let found = messages_of(&text);
+            assert_eq!(found.len(), expected.len(), "{paths:?}: {found:?}");
+            assert!(found.iter().zip(&expected).all(|(one, expected)| one.contains(expected)), "{paths:?}: {found:?}");
         }
-        // Another host's route, and one that answers by itself.
+        // The route of another host, and one with a response of its own.
         let text = "[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\nhost = \"a.example\"\npath = \"/api\"\nupstream = \"u\"\n\
                     [[routes]]\nhost = \"b.example\"\npath = \"/{*rest}\"\nupstream = \"u\"\n\
                     [[routes]]\npath = \"/ok\"\nrespond = { status = 200 }\n";
         assert_eq!(
             messages_of(text),
             [
-                "note: the route `/api` takes `/api` alone, and `/api/x` gets 404: write `/api/{*rest}` if all below it is meant, \
-              or give the route its `methods` if not"
+                "note: the route `/api` matches `/api` only, and `/api/x` gets 404: write `/api/{*rest}` to match all paths \
+                 below it, or set `methods` if only this path is meant"
             ]
         );
     }
@@ -559,11 +566,11 @@ mod tests {
         let plan = "[rules.r]\nkey = \"ip\"\nwindows = [\"5/minute\"]\n[rules.r.plans.gold]\nwindows = [\"9/minute\"]";
         assert_eq!(
             messages_of_rules(plan, "\"r\"")[2],
-            "r: note: no client is on `gold`, because there is no `[clients]`"
+            "r: note: no client can have the plan `gold`: there is no `[clients]`"
         );
         let admin = |address: &str| messages_of_rules(&format!("[listen]\nadmin = \"{address}\""), "");
-        let remark = "note: `admin` listens on `0.0.0.0:9900`: whoever reaches it can read the metrics, and use up and reset every limit";
-        assert_eq!(admin("0.0.0.0:9900"), [remark]);
+        let note = "note: `admin` listens on `0.0.0.0:9900`: anyone who can connect can read the metrics, and use up and reset every limit";
+        assert_eq!(admin("0.0.0.0:9900"), [note]);
         for address in ["192.0.2.1:9900", "[::]:9900", "[2001:db8::1]:9900"] {
             assert_eq!(admin(address).len(), 1, "{address}");
         }

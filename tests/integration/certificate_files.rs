@@ -67,13 +67,13 @@ fn an_expired_certificate_is_warned_of_and_served() {
     let key = rcgen::KeyPair::generate().unwrap();
     let old = authority.issue_with(&["a.test"], key, |params| params.not_after = rcgen::date_time_ymd(2020, 2, 29));
     let process = spawn(&old);
-    eventually("it is told", || process.stderr().contains("`server.pem` ended on 2020-02-29T00:00:00Z"));
+    eventually("it is told", || process.stderr().contains("`server.pem` expired on 2020-02-29T00:00:00Z"));
     assert_eq!(process.metrics().sum("transom_certificate_expiry_timestamp_seconds", &[]), 1_582_934_400);
     let refused = TlsClient::trusting(&authority).try_connect(process.https.unwrap(), "a.test").err().unwrap();
     assert!(refused.to_string().contains("expired"), "{refused}");
     let (code, out, _) = run(&["check", "--config", &process.config_path().display().to_string()]);
     assert_eq!(code, Some(0));
-    assert!(out.contains("note: the certificate in `server.pem` ended on 2020-02-29T00:00:00Z"), "{out}");
+    assert!(out.contains("note: the certificate in `server.pem` expired on 2020-02-29T00:00:00Z"), "{out}");
 }
 
 #[test]
@@ -113,7 +113,7 @@ fn a_revocation_list_is_replaced_while_clients_are_connected() {
 
     process.replace_file("list.pem", &clients.revoke(&[], 2021));
     eventually("it is told", || {
-        process.stderr().contains("the revocation list in `list.pem` ended on 2021-01-01T00:00:00Z")
+        process.stderr().contains("the revocation list in `list.pem` expired on 2021-01-01T00:00:00Z")
     });
     assert_eq!(ends(), 1_609_459_200);
     assert!(!is_let_in());

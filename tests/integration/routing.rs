@@ -120,9 +120,9 @@ fn check_warns_of_equivalent_paths_that_escape_their_rules() {
     assert_eq!(
         check(""),
         [
-            "  note: `/login/` is held to other rules than `/login`: where the upstream takes both for one, set \
+            "  note: other rules apply to `/login/` than to `/login`: if the upstream treats both as the same path, set \
              `trailing_slash = \"ignore\"`",
-            "  note: `/login;x` is held to other rules than `/login`: where the upstream takes both for one, set \
+            "  note: other rules apply to `/login;x` than to `/login`: if the upstream treats both as the same path, set \
              `path_parameters` to `\"strip\"` or `\"refuse\"`",
         ]
     );

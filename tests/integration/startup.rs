@@ -100,7 +100,7 @@ fn a_note_is_an_error_only_with_strict() {
     let scratch = Scratch::new();
     let text = format!("[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"0.0.0.0:0\"\n{GOOD}");
     let file = scratch.write("gateway.toml", &text).display().to_string();
-    let note = "\n  note: `admin` listens on `0.0.0.0:0`: whoever reaches it can read the metrics, and use up and reset every limit\n";
+    let note = "\n  note: `admin` listens on `0.0.0.0:0`: anyone who can connect can read the metrics, and use up and reset every limit\n";
     let (code, out, err) = run(&["check", "--config", &file]);
     assert_eq!((code, err.as_str()), (Some(0), ""));
     assert_eq!(out, format!("{file}: fine: 1 routes, 0 rules, 1 upstreams{note}"));
@@ -128,7 +128,7 @@ fn a_public_admin_address_is_warned_of() {
         assert!(child.wait().unwrap().success());
         let log = fs::read_to_string(log).unwrap();
         assert_eq!(
-            log.contains(&format!("`admin` listens on `{address}:0`: whoever reaches it")),
+            log.contains(&format!("`admin` listens on `{address}:0`: anyone who can connect")),
             is_warned_of,
             "{log}"
         );
