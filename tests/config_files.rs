@@ -1,8 +1,8 @@
-//! Configurations as operators write them, and what they are told.
+//! Reads the configurations of `tests/config`: files in `good` are accepted, files in `bad` are rejected with exactly the
+//! messages in `NAME.txt`, and no text causes a panic.
 //!
-//! Every file in `tests/config/good` is accepted. Every file in `tests/config/bad` has beside it, in
-//! `NAME.txt`, exactly what the operator reads. `UPDATE_EXPECTED=1 cargo test --test config_files`
-//! writes these anew; read them before you commit them, as someone who is tired and in a hurry.
+//! `UPDATE_EXPECTED=1 cargo test --test config_files` rewrites the messages. Review them before you commit: an operator in
+//! a hurry must understand each at once.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -35,14 +35,14 @@ fn good(name: &str) -> Config {
     read_file(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config/good").join(name)).1.unwrap()
 }
 
-/// Reads a file and those that it names, which lie beside it.
+/// Reads a configuration and the files that it names, relative to its folder.
 fn read_file(file: &Path) -> (String, Result<Config, Vec<Problem>>) {
     let text = fs::read_to_string(file).unwrap();
     let read = read_with_files(&text, &|other| fs::read(file.with_file_name(other)));
     (text, read)
 }
 
-/// Lines that only one side has, as `diff` would mark them.
+/// Lines that only one side has, marked like `diff` output.
 fn difference(expected: &str, found: &str) -> String {
     let only = |mark: &str, lines: &str, others: &str| -> String {
         let others: BTreeSet<&str> = others.lines().collect();
@@ -83,21 +83,21 @@ fn every_bad_file_is_rejected_with_exactly_its_message() {
         let name = file.file_name().unwrap().to_str().unwrap();
         let problems = read.expect_err(name);
         let found = render(&problems, name, &text);
-        let beside = file.with_extension("txt");
+        let expected_file = file.with_extension("txt");
         if update {
-            fs::write(&beside, &found).unwrap();
+            fs::write(&expected_file, &found).unwrap();
             continue;
         }
-        match fs::read_to_string(&beside) {
+        match fs::read_to_string(&expected_file) {
             Ok(expected) if expected == found => {}
             Ok(expected) => failures += &format!("{name} (- expected, + found):\n{}\n", difference(&expected, &found)),
-            Err(_) => failures += &format!("{name}: no {} yet; found:\n{found}\n", beside.display()),
+            Err(_) => failures += &format!("{name}: no {} yet; found:\n{found}\n", expected_file.display()),
         }
     }
     assert!(failures.is_empty(), "{failures}");
 }
 
-/// The blocks of a Markdown file that are marked as TOML, with their lines.
+/// The TOML blocks of a Markdown file, with the numbers of their first lines.
 fn toml_blocks(text: &str) -> Vec<(usize, String)> {
     let mut blocks: Vec<(usize, String)> = Vec::new();
     let mut is_open = false;
@@ -115,7 +115,7 @@ fn toml_blocks(text: &str) -> Vec<(usize, String)> {
     blocks
 }
 
-/// What a block of the documentation lacks to be a whole configuration.
+/// A block of the documentation, completed to a whole configuration.
 fn completed(block: &str) -> String {
     const CLIENTS: &str = "[clients]\nfile = \"clients.toml\"\napi_key = \"header:x-api-key\"\nsubject = \"jwt:sub\"\n";
     const JWT: &str = "[jwt]\nkeys = [{ algorithm = \"HS256\", secret_file = \"hs.key\" }]\n";
@@ -136,10 +136,10 @@ fn completed(block: &str) -> String {
     text
 }
 
-/// Files of the tests in place of those that the documentation names.
+/// The contents of a test file that replaces one named by the documentation.
 fn test_file_for(name: &Path, clients: &str) -> io::Result<Vec<u8>> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config");
-    let beside = match name.file_name().unwrap().to_str().unwrap() {
+    let file = match name.file_name().unwrap().to_str().unwrap() {
         "clients.toml" => return Ok(clients.as_bytes().to_vec()),
         "fullchain.pem" | "client.pem" => "keys/tls-nameless.pem",
         "privkey.pem" | "client.key" => "keys/tls-other.key",
@@ -150,9 +150,9 @@ fn test_file_for(name: &Path, clients: &str) -> io::Result<Vec<u8>> {
         "jwks.json" => "keys/jwks.json",
         "authority.pem" => "good/authority.pem",
         "redis.password" => "good/redis.password",
-        other => panic!("the documentation names `{other}`: say here what it holds"),
+        other => panic!("the documentation names `{other}`: choose a test file for it here"),
     };
-    fs::read(folder.join(beside))
+    fs::read(folder.join(file))
 }
 
 /// README, ARCHITECTURE and all pages in the folders of `docs`.
@@ -207,9 +207,9 @@ fn defaults_are_filled_in() {
     assert_eq!(config.forward_path, ForwardPath::Original);
     assert_eq!(config.upstreams[0].target, Target::Echo);
     assert_eq!(config.timeouts.tunnel.as_secs(), 3600);
-    let way = &config.upstreams[0].transport;
-    assert_eq!((way.protocol, &way.host, &way.tls), (Protocol::Auto, &HostField::Keep, &None));
-    assert_eq!(way.resolve.as_secs(), 30);
+    let transport = &config.upstreams[0].transport;
+    assert_eq!((transport.protocol, &transport.host, &transport.tls), (Protocol::Auto, &HostField::Keep, &None));
+    assert_eq!(transport.resolve.as_secs(), 30);
     let route = &config.routes[0];
     assert_eq!((route.name.as_str(), route.rules.len()), ("/", 0));
     assert!(route.websocket);
@@ -233,15 +233,18 @@ fn everything_is_read_as_written() {
     let Target::Servers(servers) = &config.upstreams[1].target else { panic!() };
     let servers: Vec<_> = servers.iter().map(|server| (server.host.as_str(), server.port)).collect();
     assert_eq!(servers, [("127.0.0.1", 9001), ("::1", 9002), ("api.internal", 80)]);
-    let way = &config.upstreams[1].transport;
-    assert_eq!((way.protocol, &way.host), (Protocol::Http1, &HostField::Fixed("api.example.com:8443".into())));
-    assert_eq!((way.resolve.as_secs(), config.timeouts.tunnel.as_secs()), (60, 7200));
+    let transport = &config.upstreams[1].transport;
+    assert_eq!(
+        (transport.protocol, &transport.host),
+        (Protocol::Http1, &HostField::Fixed("api.example.com:8443".into()))
+    );
+    assert_eq!((transport.resolve.as_secs(), config.timeouts.tunnel.as_secs()), (60, 7200));
     let Target::Servers(servers) = &config.upstreams[2].target else { panic!() };
     let servers: Vec<_> = servers.iter().map(|server| (server.scheme, server.host.as_str(), server.port)).collect();
     assert_eq!(servers, [(Scheme::Https, "grpc.internal", 443), (Scheme::Unix, "/run/grpc.sock", 0)]);
-    let way = &config.upstreams[2].transport;
-    assert_eq!((way.protocol, &way.host), (Protocol::Http2, &HostField::Server));
-    assert!(way.tls.as_ref().is_some_and(|tls| tls.server_name.is_some()));
+    let transport = &config.upstreams[2].transport;
+    assert_eq!((transport.protocol, &transport.host), (Protocol::Http2, &HostField::Server));
+    assert!(transport.tls.as_ref().is_some_and(|tls| tls.server_name.is_some()));
     assert!(!config.routes[0].websocket && config.routes[1].websocket);
 
     let names: Vec<_> = config.rules.iter().map(|rule| rule.name.as_str()).collect();
@@ -292,8 +295,8 @@ fn shared_counters_are_read_as_written() {
         shared.nodes,
         Nodes::Cluster(vec![tcp("10.0.0.1", 7000), tcp("fd00::2", 7001), tcp("three.internal", 6379)])
     );
-    let usual = (shared.prefix.as_str(), shared.timeout.as_millis(), shared.database, shared.tls.is_some());
-    assert_eq!(usual, ("transom", 50, 0, false));
+    let defaults = (shared.prefix.as_str(), shared.timeout.as_millis(), shared.database, shared.tls.is_some());
+    assert_eq!(defaults, ("transom", 50, 0, false));
     assert_eq!((config.rules[0].sharing, config.rules[0].on_outage), (Sharing::Lease, OnOutage::Local));
 
     let shared = good("shared-sentinel.toml").counters.shared.unwrap();
@@ -301,7 +304,7 @@ fn shared_counters_are_read_as_written() {
 }
 
 #[test]
-fn a_password_comes_from_the_environment() {
+fn a_password_is_read_from_the_environment() {
     let text = "[counters.shared]\nredis = \"redis://a\"\npassword_env = \"PASSWORD\"\n\
                 [upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/\"\nupstream = \"u\"\n";
     let read = |value: &[u8]| {
@@ -335,7 +338,7 @@ fn every_setting_of_rules_is_read_as_written() {
     assert_eq!(
         windows("utc"),
         ["86400000ms", "604800000ms from 345600000ms", "month"],
-        "as without a zone, but for weeks"
+        "as without a time zone, except weeks"
     );
     let list = |name: &str| match &rule(name).layers[0].windows {
         Windows::Calendar(calendar) => calendar.ends.clone(),
@@ -402,7 +405,7 @@ fn plans_overrides_and_exemptions_are_read_as_written() {
     let networks: Vec<_> = rule.exemptions.networks.iter().map(ToString::to_string).collect();
     assert_eq!(networks, ["10.0.0.0/8", "2001:db8::/32", "192.0.2.1/32"]);
     assert_eq!(rule.exemptions.keys, [[clear("internal-monitor")], [clear("other:monitor")]]);
-    // All addresses that are counted as one are meant.
+    // The override holds for the whole network that is counted as one address.
     assert_eq!(config.rules[1].overrides[0].key, [clear("192.0.2.0"), clear("GET")]);
 
     let clients = config.clients.unwrap();
@@ -454,7 +457,7 @@ fn assert_positions_are_inside(text: &str, problems: &[Problem]) {
     }
 }
 
-/// Reads a text and shows what is wrong with it: neither may panic, and all places are in the text.
+/// Reads a text and renders its problems: neither may panic, and all positions are inside the text.
 fn assert_no_panic(text: &str) {
     if let Err(problems) = read(text) {
         assert!(!problems.is_empty());
@@ -487,7 +490,7 @@ fn a_file_without_one_of_its_lines_never_panics() {
     }
 }
 
-/// What slips into a file by mistake.
+/// Text that may get into a file by mistake.
 const TYPOS: [&str; 28] = [
     "\"",
     "'",
@@ -535,13 +538,13 @@ proptest! {
     #[test]
     fn no_mutated_file_panics(
         text in proptest::sample::select(texts()),
-        slips in proptest::collection::vec((any::<prop::sample::Index>(), 0..TYPOS.len(), 0..4_usize), 1..6),
+        typos in proptest::collection::vec((any::<prop::sample::Index>(), 0..TYPOS.len(), 0..4_usize), 1..6),
     ) {
         let mut chars: Vec<String> = text.chars().map(String::from).collect();
-        for (at, slip, cut) in slips {
+        for (at, typo, cut) in typos {
             let at = at.index(chars.len() + 1);
             let end = chars.len().min(at + cut);
-            chars.splice(at..end, [TYPOS[slip].to_owned()]);
+            chars.splice(at..end, [TYPOS[typo].to_owned()]);
         }
         assert_no_panic(&chars.concat());
     }

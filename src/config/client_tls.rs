@@ -1,8 +1,7 @@
-//! How the gateway is a client of TLS: whom it trusts, and who it is itself.
+//! TLS settings of connections to upstream servers and the store: trusted authorities and the client certificate.
 //!
-//! Made once, when the configuration is read, and shared by all event loops: so is the memory of sessions
-//! that can be resumed. Two are alike if they were made of the same files and settings; connections
-//! outlive a reload by that.
+//! Created when the configuration is read and shared by all workers, with the cache of resumable sessions. Settings from
+//! the same files and values are equal, so that a reload keeps connections.
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
@@ -17,21 +16,21 @@ use rustls::{CertificateError, ClientConfig, DigitallySignedStruct, Error, Signa
 
 #[derive(Clone)]
 pub struct ClientTls {
-    /// Offers no protocol yet: see [`ClientTls::offering`].
+    /// Without ALPN protocols: see [`ClientTls::with_alpn`].
     client: Arc<ClientConfig>,
-    /// Who the server must be, where it is not the host of its URL.
+    /// The name that the certificate must have; `None`: the host of the URL.
     pub server_name: Option<ServerName<'static>>,
-    /// A digest of all that it was made of.
+    /// A digest of all files and settings; decides equality.
     digest: [u8; 32],
 }
 
 impl ClientTls {
-    /// `print` is a digest of all that the others are made of.
-    pub fn new(client: ClientConfig, server_name: Option<ServerName<'static>>, print: [u8; 32]) -> ClientTls {
-        ClientTls { client: Arc::new(client), server_name, digest: print }
+    /// `digest` covers everything that the other arguments are made of.
+    pub fn new(client: ClientConfig, server_name: Option<ServerName<'static>>, digest: [u8; 32]) -> ClientTls {
+        ClientTls { client: Arc::new(client), server_name, digest }
     }
 
-    /// The same with the protocols that are offered by ALPN.
+    /// The settings with these ALPN protocols.
     pub fn with_alpn(&self, protocols: &[&[u8]]) -> Arc<ClientConfig> {
         let mut client = ClientConfig::clone(&self.client);
         client.alpn_protocols = protocols.iter().map(|protocol| protocol.to_vec()).collect();
@@ -39,9 +38,9 @@ impl ClientTls {
     }
 }
 
-/// Believes whom the authorities vouch for, and a server that shows a certificate which the operator has named
-/// itself: one that is its own authority, as `openssl req -x509` makes them, can not vouch for a server by
-/// the rules. Its name and its dates have to be right all the same.
+/// Accepts certificates that an authority issued, and certificates that the operator named themselves. The second kind is
+/// for self-signed certificates, as `openssl req -x509` makes them: they are not valid as end-entity certificates by the
+/// rules of X.509. Their names and dates are verified all the same.
 #[derive(Debug)]
 pub struct PinningVerifier {
     pub webpki: Arc<WebPkiServerVerifier>,
@@ -89,11 +88,11 @@ impl ServerCertVerifier for PinningVerifier {
     }
 }
 
-/// webpki looks at dates before it looks at who may vouch for whom.
+/// webpki checks dates before the issuer, so any other error means that the dates are valid.
 fn is_date_error(error: &Error) -> bool {
     use CertificateError::{Expired, ExpiredContext, NotValidYet, NotValidYetContext};
-    let Error::InvalidCertificate(why) = error else { return false };
-    matches!(why, Expired | ExpiredContext { .. } | NotValidYet | NotValidYetContext { .. })
+    let Error::InvalidCertificate(error) = error else { return false };
+    matches!(error, Expired | ExpiredContext { .. } | NotValidYet | NotValidYetContext { .. })
 }
 
 impl PartialEq for ClientTls {

@@ -1,8 +1,7 @@
-//! What is wrong with a configuration, where, and what to write instead.
+//! Problems of a configuration: where they are, and how to fix them.
 //!
-//! A [`Report`] collects [`Problem`]s while a file is read, so that all of them can be shown at
-//! once, each with its place: an operator who mends a gateway at night should need one attempt.
-//! This file does not know what a configuration says, only how to point into its text.
+//! A [`Report`] collects all [`Problem`]s while a file is read, so that an operator can fix them in one attempt. This file
+//! does not know settings; it only points into a text.
 
 use std::fmt::Write;
 use std::ops::Range;
@@ -10,38 +9,38 @@ use std::path::{Path, PathBuf};
 
 use super::redaction::Secrets;
 
-/// Where something stands in the text, in bytes.
+/// A range of bytes in the text.
 pub type Span = Range<usize>;
 
-/// Longer values are cut in messages, so that the end of the sentence stays in sight.
+/// Longer values are truncated in messages.
 const VALUE_CHARS: usize = 60;
-/// Longer lines are shown in part, around the place in question.
+/// Of longer lines, messages show a part around the problem.
 const LINE_CHARS: usize = 120;
 
-/// One thing that is wrong.
+/// One problem, with its position and fix.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Problem {
-    /// The file, if it is not the one that was read first but one that it names; as it is named there.
+    /// `None` for the configuration itself; otherwise a file that it names, as written there.
     pub file: Option<PathBuf>,
-    /// Bytes of the text that are meant; never outside of it, never within a character.
+    /// Always inside the text and at character boundaries.
     pub span: Span,
-    /// From 1.
+    /// Counted from 1.
     pub line: usize,
-    /// From 1, in characters.
+    /// Counted from 1, in characters.
     pub column: usize,
     pub message: String,
-    /// What to do about it.
+    /// What to write instead, or what to do.
     pub fix: String,
 }
 
-/// All that is wrong with one text.
+/// Collects the problems of one text.
 pub struct Report<'t> {
     text: &'t str,
-    /// As in [`Problem::file`]. What such a file says is kept to itself: it may be a secret.
+    /// As in [`Problem::file`]. Messages do not repeat the text of such a file: it may be secret.
     file: Option<PathBuf>,
     line_starts: Vec<usize>,
     problems: Vec<Problem>,
-    /// Some of the text is no TOML and was left out, so what seems absent may be in there.
+    /// Statements that are not TOML were skipped, so a setting that seems missing may be in one of them.
     pub has_syntax_errors: bool,
 }
 
@@ -50,12 +49,12 @@ impl<'t> Report<'t> {
         Report { text, file: None, line_starts: line_starts(text), problems: Vec::new(), has_syntax_errors: false }
     }
 
-    /// For a file that the first one names.
+    /// A report on a file that the configuration names.
     pub fn for_named_file(text: &'t str, file: &Path) -> Report<'t> {
         Report { file: Some(file.to_owned()), ..Report::new(text) }
     }
 
-    /// Takes over what is wrong with a file that this one names.
+    /// Adds the problems of a file that this one names.
     pub fn append(&mut self, other: Report) {
         self.problems.extend(other.problems);
     }
@@ -68,30 +67,29 @@ impl<'t> Report<'t> {
         self.problems.push(Problem { file, span, line, column, message, fix });
     }
 
-    /// Like `problem`, for what would also look so if a part of the file could not be read: then it
-    /// is left unsaid, for the operator would search for a mistake that is not there.
+    /// Reports something that is missing or undefined. Ignored after syntax errors: the skipped text may contain it.
     pub fn missing(&mut self, span: Span, message: impl Into<String>, fix: impl Into<String>) {
         if !self.has_syntax_errors {
             self.problem(span, message, fix);
         }
     }
 
-    /// The line, from 1, that a byte of the text is in.
+    /// The line of a byte, counted from 1.
     pub fn line(&self, offset: usize) -> usize {
         self.line_starts.partition_point(|start| *start <= offset).max(1)
     }
 
-    /// A piece of the text as it was written, to be shown.
+    /// The text of a span for a message, or `…` if the file may be secret.
     pub fn source(&self, span: Span) -> &'t str {
         if self.file.is_some() { "…" } else { &self.text[self.clamp(span)] }
     }
 
-    /// How many problems there are so far.
+    /// The number of problems so far.
     pub fn count(&self) -> usize {
         self.problems.len()
     }
 
-    /// The problems, by their place.
+    /// The problems in the order of their positions, without secrets.
     pub fn into_problems(mut self) -> Vec<Problem> {
         self.problems.sort_by(|a, b| (&a.file, a.span.start).cmp(&(&b.file, b.span.start)));
         self.problems.dedup();
@@ -103,7 +101,7 @@ impl<'t> Report<'t> {
         self.problems
     }
 
-    /// What lies past the last visible character is moved right behind it, where an operator looks.
+    /// Moves a position in trailing whitespace directly behind the last visible character.
     fn clamp(&self, span: Span) -> Span {
         let end_of_text = self.text.trim_end().len();
         let start = floor_char_boundary(self.text, span.start.min(end_of_text));
@@ -123,7 +121,7 @@ fn floor_char_boundary(text: &str, mut at: usize) -> usize {
     at
 }
 
-/// A value as messages show it: in backticks, on one line, not too long, nothing invisible.
+/// A value for a message: in backticks, on one line, truncated, with invisible characters escaped.
 pub fn quoted(value: &str) -> String {
     if value.is_empty() {
         return String::from("`\"\"`");
@@ -143,7 +141,7 @@ pub fn quoted(value: &str) -> String {
     out
 }
 
-/// Values as messages list them: `a`, `b` or `c`.
+/// A list of values for a message: `a`, `b` or `c`.
 pub fn quoted_list<'v>(values: impl IntoIterator<Item = &'v str>, last_word: &str) -> String {
     let values: Vec<String> = values.into_iter().map(quoted).collect();
     match values.as_slice() {
@@ -153,8 +151,8 @@ pub fn quoted_list<'v>(values: impl IntoIterator<Item = &'v str>, last_word: &st
     }
 }
 
-/// All problems as the operator reads them: place, message, the line itself, the fix; then how many.
-/// `text` is that of the file of this name; of other files no lines are shown.
+/// Formats problems for the operator: position, message, line and fix of each, then their number. `text` is that of
+/// `file_name`; lines of other files are not shown.
 pub fn render(problems: &[Problem], file_name: &str, text: &str) -> String {
     let text = &Secrets::find(text).masked_text();
     let starts = line_starts(text);
@@ -176,7 +174,7 @@ pub fn render(problems: &[Problem], file_name: &str, text: &str) -> String {
         count(problems.len() - others.len(), file_name, &mut out);
     }
     for file in files {
-        // It is named from where the first file lies.
+        // Relative paths are relative to the directory of the configuration.
         let name = Path::new(file_name).parent().unwrap_or(Path::new("")).join(file).display().to_string();
         let of_file: Vec<&Problem> =
             others.iter().copied().filter(|problem| problem.file.as_deref() == Some(file)).collect();
@@ -204,14 +202,14 @@ fn write_problem(problem: &Problem, file_name: &str, line: Option<&str>, out: &m
     let _ = writeln!(out, "  fix: {}\n", problem.fix);
 }
 
-/// The line of a problem and, of equal width, the carets to put underneath.
+/// The line of a problem and the carets to print below it, aligned with it.
 fn excerpt(line: &str, problem: &Problem) -> (String, String) {
     let line = line.trim_end();
     let chars: Vec<char> = line.chars().collect();
     let from = (problem.column - 1).min(chars.len());
     let marked = problem.span.end.saturating_sub(problem.span.start);
     let rest: String = chars[from..].iter().collect();
-    // A span may go on in the lines that follow; the carets end with this one.
+    // A span may continue on later lines; the carets end with this line.
     let width = rest.char_indices().take_while(|(at, _)| *at < marked).count().max(1);
     let first = if chars.len() > LINE_CHARS { from.saturating_sub(LINE_CHARS / 3) } else { 0 };
     let last = chars.len().min(first + LINE_CHARS);
@@ -221,7 +219,7 @@ fn excerpt(line: &str, problem: &Problem) -> (String, String) {
         carets.push_str("  ");
     }
     for (i, c) in chars.iter().enumerate().take(last).skip(first) {
-        // A tab stays one, above and below, so that both lines agree wherever it leads.
+        // Both lines keep tabs, so that they stay aligned at any tab width.
         shown.push(if c.is_control() && *c != '\t' { '\u{fffd}' } else { *c });
         carets.push(match c {
             _ if (from..from + width).contains(&i) => '^',
@@ -244,7 +242,7 @@ mod tests {
 
     fn problem_at(text: &str, span: Span) -> Problem {
         let mut report = Report::new(text);
-        report.problem(span, "it is wrong", "mend it");
+        report.problem(span, "it is wrong", "correct it");
         report.into_problems().remove(0)
     }
 
@@ -255,7 +253,7 @@ mod tests {
         assert_eq!((problem.line, problem.column), (2, 6));
         assert_eq!(
             render(&[problem], "gateway.toml", text),
-            "gateway.toml:2:6: it is wrong\n  2 | üü = \"ß\"\n    |      ^^^\n  fix: mend it\n\n1 problem in gateway.toml\n"
+            "gateway.toml:2:6: it is wrong\n  2 | üü = \"ß\"\n    |      ^^^\n  fix: correct it\n\n1 problem in gateway.toml\n"
         );
     }
 
@@ -267,7 +265,7 @@ mod tests {
                     let problem = problem_at(text, start..end);
                     assert!(problem.span.end <= text.len() && problem.line >= 1 && problem.column >= 1);
                     let rendered = render(&[problem], "f", text);
-                    assert!(rendered.contains("fix: mend it"), "{rendered}");
+                    assert!(rendered.contains("fix: correct it"), "{rendered}");
                 }
             }
         }

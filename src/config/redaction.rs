@@ -1,15 +1,14 @@
-//! What of a file nobody is shown: the values of `secret`, and passwords, even where the file is no TOML.
+//! Removes secrets from messages about a configuration, which quote its lines and end up in logs.
 //!
-//! Messages show the line that they are about, and end up in logs. So whatever stands behind a key
-//! that is called `secret`, `password` or `digest_key`, or nearly so, is found by the look of it, and covered; so is what
-//! stands as a password in a URL.
+//! Masked are values of keys that resemble `secret`, `password` or `digest_key`, private keys, and passwords in URLs.
+//! They are found by pattern, because the file may not be valid TOML.
 
 use std::ops::Range;
 
-/// How much of a value gives it away.
+/// The length of a prefix that reveals a secret when a message contains it.
 const REVEALING_CHARS: usize = 4;
 
-/// Where a text has values that are secret, with their quotes, in bytes.
+/// The secret values of a text. The spans, in bytes, may include quotes.
 pub struct Secrets<'t> {
     text: &'t str,
     spans: Vec<Range<usize>>,
@@ -20,27 +19,27 @@ impl<'t> Secrets<'t> {
         Secrets { text, spans: secret_spans(text) }
     }
 
-    /// The text with its secrets covered, character by character, so that every place stays.
+    /// The text with each character of a secret replaced by `*`, so that line and column numbers stay the same.
     pub fn masked_text(&self) -> String {
         let mut out = String::with_capacity(self.text.len());
         let mut at = 0;
         for span in &self.spans {
             out.push_str(&self.text[at..span.start]);
-            let cover = |c: char| if c == '\n' || c == '\r' || c == '"' || c == '\'' { c } else { '*' };
-            out.extend(self.text[span.clone()].chars().map(cover));
+            let mask = |c: char| if c == '\n' || c == '\r' || c == '"' || c == '\'' { c } else { '*' };
+            out.extend(self.text[span.clone()].chars().map(mask));
             at = span.end;
         }
         out.push_str(&self.text[at..]);
         out
     }
 
-    /// A message about the text, without what is secret in it.
+    /// Removes the secrets of the text from a message.
     pub fn remove_from(&self, message: &mut String) {
         for span in &self.spans {
             let value = self.text[span.clone()].trim_matches(['"', '\'', ' ', '\t', '\r', '\n']);
-            let telling: String = value.chars().take(REVEALING_CHARS).collect();
-            if telling.chars().count() == REVEALING_CHARS && message.contains(&telling) {
-                *message = remove_value(message, value, &telling);
+            let prefix: String = value.chars().take(REVEALING_CHARS).collect();
+            if prefix.chars().count() == REVEALING_CHARS && message.contains(&prefix) {
+                *message = remove_value(message, value, &prefix);
             }
         }
     }
@@ -54,7 +53,7 @@ fn secret_spans(text: &str) -> Vec<Range<usize>> {
         let start = at + offset;
         let end = text[start..].find(|c| !is_name(c)).map_or(text.len(), |length| start + length);
         at = end;
-        // `=` as in TOML, or `:` where that was mixed up.
+        // `=` as in TOML, or `:` as in YAML.
         let rest = text[end..].trim_start_matches(['"', '\'', ' ', '\t']);
         let Some(value) = rest.strip_prefix(['=', ':']) else { continue };
         let value = value.trim_start_matches([' ', '\t']);
@@ -66,8 +65,8 @@ fn secret_spans(text: &str) -> Vec<Range<usize>> {
         at = from + value_length(value).max(label);
         spans.push(from + label..at);
     }
-    let apart = |url: &Range<usize>| spans.iter().all(|span| url.end <= span.start || span.end <= url.start);
-    let urls: Vec<Range<usize>> = url_passwords(text).into_iter().filter(apart).collect();
+    let is_separate = |url: &Range<usize>| spans.iter().all(|span| url.end <= span.start || span.end <= url.start);
+    let urls: Vec<Range<usize>> = url_passwords(text).into_iter().filter(is_separate).collect();
     spans.extend(urls);
     spans.sort_by_key(|span| span.start);
     spans
@@ -75,7 +74,7 @@ fn secret_spans(text: &str) -> Vec<Range<usize>> {
 
 fn is_secret_key(name: &str) -> bool {
     let name = name.to_lowercase();
-    // Nobody misspells a key at such length.
+    // Bounds the work for long names, which are no misspelled keys.
     let is_near = |word: &str| name.len() < 16 && strsim::damerau_levenshtein(&name, word) <= 2;
     let is = |word: &str| is_near(word) || name.starts_with(word);
     (is("secret") || is("password") || name.starts_with("pass") || is("digest_key"))
@@ -83,8 +82,8 @@ fn is_secret_key(name: &str) -> bool {
         && !name.ends_with("env")
 }
 
-/// Where URLs have a password, from behind its colon to its `@`: that of the same quotes, or of the same line before
-/// another URL, should a quote be in it.
+/// The passwords of URLs, between `:` and `@`. The `@` is searched within the quotes; if the password contains a quote,
+/// up to the next URL of the line.
 fn url_passwords(text: &str) -> Vec<Range<usize>> {
     let mut spans = Vec::new();
     for (at, mark) in text.match_indices("://") {
@@ -101,7 +100,7 @@ fn url_passwords(text: &str) -> Vec<Range<usize>> {
     spans
 }
 
-/// Where a private key stands instead of the name of its file: how long it is up to the key itself, else 0.
+/// If the value is a PEM private key instead of a file name: the length of its first line, which is not secret. Otherwise 0.
 fn pem_label_length(value: &str) -> usize {
     const END: &str = "PRIVATE KEY-----";
     let label = value.trim_start_matches(['"', '\'', '\n', '\r']).strip_prefix("-----BEGIN ");
@@ -109,11 +108,11 @@ fn pem_label_length(value: &str) -> usize {
     end.map_or(0, |end| end + END.len())
 }
 
-/// How long a value is: to its closing quotes, or to the end of the line.
+/// The length of a value: up to its closing quotes, or to the end of the line.
 fn value_length(value: &str) -> usize {
-    for (quote, may_go_on) in [("\"\"\"", true), ("'''", true), ("\"", false), ("'", false)] {
+    for (quote, is_multi_line) in [("\"\"\"", true), ("'''", true), ("\"", false), ("'", false)] {
         let Some(inner) = value.strip_prefix(quote) else { continue };
-        let line = if may_go_on { inner.len() } else { inner.find('\n').unwrap_or(inner.len()) };
+        let line = if is_multi_line { inner.len() } else { inner.find('\n').unwrap_or(inner.len()) };
         let mut escaped = false;
         for (at, c) in inner[..line].char_indices() {
             if !escaped && inner[at..].starts_with(quote) {
@@ -126,7 +125,7 @@ fn value_length(value: &str) -> usize {
     value.find(['\n', '\r']).unwrap_or(value.len())
 }
 
-/// Leaves out all of a value that a message repeats, wherever it begins as the value does.
+/// Replaces every occurrence of the value, or of a beginning of the value, by `***`.
 fn remove_value(message: &str, value: &str, beginning: &str) -> String {
     let mut out = String::new();
     let mut rest = message;
@@ -166,15 +165,15 @@ mod tests {
             "private_key = \"-----BEGIN EC PRIVATE KEY-----\\nhunter2-hunter2\"",
             "private_key = \"\"\"\n-----BEGIN PRIVATE KEY-----\nhunter2-hunter2\n\"\"\"",
         ] {
-            let covered = Secrets::find(line).masked_text();
-            assert!(!covered.contains("hunter"), "{covered}");
-            assert_eq!(covered.chars().count(), line.chars().count());
+            let masked = Secrets::find(line).masked_text();
+            assert!(!masked.contains("hunter"), "{masked}");
+            assert_eq!(masked.chars().count(), line.chars().count());
         }
     }
 
     #[test]
     fn passwords_of_urls_are_masked() {
-        for (line, covered) in [
+        for (line, masked) in [
             ("redis = \"redis://:hunter2@a\"", "redis = \"redis://:*******@a\""),
             ("redis = \"redis://me:h@nt:r/2@a:1/2\" # @", "redis = \"redis://me:********@a:1/2\" # @"),
             ("redis = [\"redis://u:pw@a\", \"redis://b\"]", "redis = [\"redis://u:**@a\", \"redis://b\"]"),
@@ -184,7 +183,7 @@ mod tests {
             ("servers = [\"http://a:1\", \"http://b:2\"]", "servers = [\"http://a:1\", \"http://b:2\"]"),
             ("password = \"redis://:pw@a\"", "password = \"*************\""),
         ] {
-            assert_eq!(Secrets::find(line).masked_text(), covered);
+            assert_eq!(Secrets::find(line).masked_text(), masked);
         }
     }
 
@@ -208,15 +207,15 @@ mod tests {
 
     #[test]
     fn messages_do_not_repeat_a_secret() {
-        let untold = |message: &str, text: &str| {
+        let redacted = |message: &str, text: &str| {
             let mut message = message.to_owned();
             Secrets::find(text).remove_from(&mut message);
             message
         };
         let text = format!("secret = {VALUE}\n");
-        let message = "`hunter2-hunter2` is no value: write `\"hunter2-hu…\"`";
-        assert_eq!(untold(message, &text), "`***` is no value: write `\"***…\"`");
-        assert_eq!(untold("there is no value", &text), "there is no value");
-        assert_eq!(untold("a", "secret = a"), "a");
+        let message = "`hunter2-hunter2` is not a value: write `\"hunter2-hu…\"`";
+        assert_eq!(redacted(message, &text), "`***` is not a value: write `\"***…\"`");
+        assert_eq!(redacted("there is no value", &text), "there is no value");
+        assert_eq!(redacted("a", "secret = a"), "a");
     }
 }

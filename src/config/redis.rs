@@ -1,8 +1,6 @@
-//! Where gateways count together: the servers of Redis or Valkey, who the gateway is there, how its keys begin, and what
-//! of them is not told.
+//! `[counters.shared]`: the Redis or Valkey servers that hold shared counters, the login, and the form of keys.
 //!
-//! Plain data. Nothing is resolved or connected here, and nothing that is secret is ever shown: not in messages, not in
-//! what `Debug` writes.
+//! Plain data; nothing is resolved or connected here. `Debug` never shows secrets.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -12,35 +10,34 @@ use std::time::Duration;
 use super::client_tls::ClientTls;
 use transom_limiter::key::KeyPart;
 
-/// Unless the operator says otherwise.
 pub const DEFAULT_PREFIX: &str = "transom";
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_millis(50);
 
-/// Fields that carry what lets somebody in.
+/// Header fields with credentials.
 const SECRET_FIELDS: [&str; 4] = ["authorization", "proxy-authorization", "cookie", "x-api-key"];
-/// Words in the name of a field or of a parameter of the query that say the same.
+/// Words that mark the name of a header field or query parameter as secret.
 const SECRET_WORDS: [&str; 8] = ["api-key", "api_key", "apikey", "password", "secret", "session", "signature", "token"];
 
-/// The table `[counters.shared]`.
+/// Settings of the store.
 #[derive(Clone, PartialEq, Debug)]
 pub struct StoreConfig {
     pub nodes: Nodes,
     pub username: Option<String>,
     pub password: Option<Secret<String>>,
-    /// 0 in a cluster, which has no other.
+    /// Always 0 in a cluster.
     pub database: i64,
-    /// What every key begins with.
+    /// The beginning of all keys.
     pub prefix: String,
-    /// How long a request waits for an answer, in all.
+    /// How long a request waits for the store, in total.
     pub timeout: Duration,
-    /// What digests of secret parts of keys are made with, if the operator says: see [`Shared::digest_key`].
+    /// The configured key for digests; see [`StoreConfig::digest_key`].
     pub digest_key: Option<Secret<Vec<u8>>>,
-    /// There if the nodes are reached by TLS.
+    /// Present if the URLs are `rediss://`.
     pub tls: Option<ClientTls>,
 }
 
 impl StoreConfig {
-    /// As it is where only the servers are named.
+    /// Settings with only the servers configured.
     pub fn with_defaults(nodes: Nodes) -> StoreConfig {
         StoreConfig {
             nodes,
@@ -54,7 +51,8 @@ impl StoreConfig {
         }
     }
 
-    /// What digests of secret parts of keys are made with; equal for all gateways that count together.
+    /// The key for digests of secret key parts, equal for all gateways that share counters. Without a configured key,
+    /// it derives from the prefix.
     pub fn digest_key(&self) -> Cow<'_, [u8]> {
         match &self.digest_key {
             Some(key) => Cow::Borrowed(&key.0),
@@ -63,17 +61,17 @@ impl StoreConfig {
     }
 }
 
-/// Whether a part of a key is told by its digest alone, by what it is called. Claims of tokens are no secret, and
-/// neither is the fingerprint of a certificate.
+/// Whether the store holds only a digest of this key part, judged by its name. Claims of tokens and fingerprints of
+/// certificates are not secret.
 pub fn is_secret_part(part: &KeyPart) -> bool {
-    let tells = |name: &str| {
+    let is_secret_name = |name: &str| {
         let name = name.to_ascii_lowercase();
         SECRET_WORDS.iter().any(|word| name.contains(word))
     };
     match part {
         KeyPart::Cookie(_) => true,
-        KeyPart::Header(name) => SECRET_FIELDS.contains(&name.as_str()) || tells(name),
-        KeyPart::Query(name) => tells(name),
+        KeyPart::Header(name) => SECRET_FIELDS.contains(&name.as_str()) || is_secret_name(name),
+        KeyPart::Query(name) => is_secret_name(name),
         KeyPart::Ip { .. }
         | KeyPart::Jwt(_)
         | KeyPart::Param(_)
@@ -86,13 +84,13 @@ pub fn is_secret_part(part: &KeyPart) -> bool {
     }
 }
 
-/// How the servers belong together.
+/// The topology of the servers.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Nodes {
     Single(Node),
-    /// Some nodes of a cluster, by which the others are found.
+    /// Some nodes of a cluster; they name the others.
     Cluster(Vec<Node>),
-    /// Who knows which server is the master of this name.
+    /// Sentinels, which know the server that is the master of this name.
     Sentinel {
         nodes: Vec<Node>,
         master: String,
@@ -100,7 +98,7 @@ pub enum Nodes {
 }
 
 impl Nodes {
-    /// Those that are named.
+    /// All configured nodes or sentinels.
     pub fn all(&self) -> &[Node] {
         match self {
             Nodes::Single(node) => std::slice::from_ref(node),
@@ -109,7 +107,7 @@ impl Nodes {
     }
 }
 
-/// As the log and the operator call them together.
+/// For logs and messages.
 impl fmt::Display for Nodes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let listed = || self.all().iter().map(Node::to_string).collect::<Vec<_>>().join(", ");
@@ -132,7 +130,7 @@ pub enum Node {
     Unix(PathBuf),
 }
 
-/// As operators write it; an IPv6 address is in brackets.
+/// As in a URL; an IPv6 address is in brackets.
 impl fmt::Display for Node {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -143,7 +141,7 @@ impl fmt::Display for Node {
     }
 }
 
-/// What nobody is shown.
+/// A value that `Debug` does not show.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret<T>(pub T);
 

@@ -1,8 +1,7 @@
-//! A TOML file with the place of everything in it, read key by key.
+//! Reads TOML tables key by key, with the positions of keys and values.
 //!
-//! Whoever reads a [`Table`] asks for the keys that it knows; what is left over at the end is
-//! unknown, and reported with the likeliest of the known ones. A value that has the wrong type is
-//! reported here and comes back as `None`. This file knows TOML, but not what any key means.
+//! The reader of a [`Table`] gets the keys that it knows; [`Table::finish`] reports all others as unknown, with the most
+//! similar known key. Values of the wrong type are reported and returned as `None`. This file does not know what keys mean.
 
 use std::ops::RangeInclusive;
 
@@ -17,27 +16,28 @@ mod yaml;
 /// A table that is being read.
 pub struct Table<'d> {
     entries: &'d DeTable<'d>,
-    /// The header, or the whole of an inline table.
+    /// The header, or all of an inline table.
     pub span: Span,
-    /// How messages call it.
+    /// Its name in messages.
     title: String,
     known: Vec<&'static str>,
+    /// Required keys that are absent, with their fixes.
     missing: Vec<(&'static str, String)>,
     common_mistakes: Vec<CommonMistake>,
 }
 
-/// A key that there is none of, and that is written all the same.
+/// A key that does not exist, but that operators may write instead of another one.
 struct CommonMistake {
     key: &'static str,
-    /// The known key that is meant by it.
+    /// The known key to write instead.
     meant: &'static str,
     fix: String,
 }
 
-/// A value and the key that it belongs to.
+/// A value with its key.
 #[derive(Clone)]
 pub struct Item<'d> {
-    /// Of a list's item: the key of the list.
+    /// For an item of a list: the key of the list.
     pub key: &'d str,
     in_list: bool,
     pub key_span: Span,
@@ -45,7 +45,7 @@ pub struct Item<'d> {
     pub value: &'d DeValue<'d>,
 }
 
-/// A string and where it stands.
+/// A string with its position.
 #[derive(Clone)]
 pub struct SpannedStr<'d> {
     pub text: &'d str,
@@ -64,13 +64,13 @@ impl<'d> Table<'d> {
         }
     }
 
-    /// The value of a key, which is known from here on.
+    /// The value of a key; marks the key as known.
     pub fn get(&mut self, key: &'static str) -> Option<Item<'d>> {
         self.known.push(key);
         self.entries.get_key_value(key).map(|(key, value)| item(key, value))
     }
 
-    /// The value of a key that must be there; `fix` says what to write if it is not.
+    /// The value of a required key; `fix` says what to write if the key is missing.
     pub fn require(&mut self, key: &'static str, fix: impl Into<String>) -> Option<Item<'d>> {
         let item = self.get(key);
         if item.is_none() {
@@ -79,20 +79,20 @@ impl<'d> Table<'d> {
         item
     }
 
-    /// What to write where somebody writes a key that there is none of, and means one that there is.
+    /// The fix for a key that does not exist and is probably written instead of the known key `meant`.
     pub fn suggest_for(&mut self, key: &'static str, meant: &'static str, fix: impl Into<String>) {
         self.common_mistakes.push(CommonMistake { key, meant, fix: fix.into() });
     }
 
-    /// All entries in the order of the file, for a table whose keys are the operator's own names.
+    /// All entries in the order of the file, for a table whose keys are names that the operator chose.
     pub fn items(&self) -> Vec<Item<'d>> {
         let mut items: Vec<Item> = self.entries.iter().map(|(key, value)| item(key, value)).collect();
         items.sort_by_key(|item| item.key_span.start);
         items
     }
 
-    /// Reports the keys that nobody asked for and those that are missing. Returns the known keys
-    /// that unknown ones were taken for: they are not missing, but misspelt.
+    /// Reports unknown keys and missing required keys. Returns the known keys that unknown keys probably stand for; these
+    /// are misspelled rather than missing.
     pub fn finish(self, report: &mut Report) -> Vec<&'static str> {
         let mut meant = Vec::new();
         let absent: Vec<&str> = self.known.iter().copied().filter(|key| !self.entries.contains_key(*key)).collect();
@@ -101,17 +101,17 @@ impl<'d> Table<'d> {
                 continue;
             }
             let name = quoted(item.key);
-            // A key that is there already is hardly the one that was meant.
-            let likely = absent.iter().copied().chain(self.common_mistakes.iter().map(|stray| stray.key));
-            let guess = nearest(item.key, likely).or(nearest(item.key, self.known.iter().copied()));
-            let stray = self.common_mistakes.iter().find(|stray| Some(stray.key) == guess);
-            let known = stray.map(|stray| stray.meant).or(guess);
+            // A key that is already present is less likely to be meant.
+            let candidates = absent.iter().copied().chain(self.common_mistakes.iter().map(|mistake| mistake.key));
+            let guess = nearest(item.key, candidates).or(nearest(item.key, self.known.iter().copied()));
+            let mistake = self.common_mistakes.iter().find(|mistake| Some(mistake.key) == guess);
+            let known = mistake.map(|mistake| mistake.meant).or(guess);
             meant.extend(self.known.iter().copied().filter(|key| Some(*key) == known));
-            let fix = match (stray, guess) {
-                (Some(stray), _) => stray.fix.clone(),
+            let fix = match (mistake, guess) {
+                (Some(mistake), _) => mistake.fix.clone(),
                 (None, Some(guess)) => format!("did you mean {}?", quoted(guess)),
                 (None, None) => {
-                    format!("remove it; {} knows {}", self.title, quoted_list(self.known.iter().copied(), "and"))
+                    format!("remove it; valid keys: {}", quoted_list(self.known.iter().copied(), "and"))
                 }
             };
             report.problem(item.key_span, format!("unknown key {name} in {}", self.title), fix);
@@ -130,7 +130,7 @@ fn item<'d>(key: &'d Spanned<toml::de::DeString<'d>>, value: &'d Spanned<DeValue
 }
 
 impl<'d> Item<'d> {
-    /// The string; `example` is a value that could stand here, as TOML.
+    /// The string. `example` is a valid value, as TOML, for the fix.
     pub fn string(&self, example: &str, report: &mut Report) -> Option<SpannedStr<'d>> {
         match self.value {
             DeValue::String(text) => Some(SpannedStr { text, span: self.span.clone() }),
@@ -138,7 +138,7 @@ impl<'d> Item<'d> {
         }
     }
 
-    /// The strings of a list, or the only one where no list is needed. What is no string is left out.
+    /// The strings of a list, or a single string. Items of other types are reported and skipped.
     pub fn strings(&self, example: &str, report: &mut Report) -> Option<Vec<SpannedStr<'d>>> {
         match self.value {
             DeValue::String(text) => Some(vec![SpannedStr { text, span: self.span.clone() }]),
@@ -194,7 +194,7 @@ impl<'d> Item<'d> {
         }
     }
 
-    /// One of a few words.
+    /// One of several words.
     pub fn choice<T: Copy>(&self, choices: &[(&str, T)], report: &mut Report) -> Option<T> {
         let words = || choices.iter().map(|(word, _)| *word);
         let DeValue::String(text) = self.value else {
@@ -231,7 +231,7 @@ impl<'d> Item<'d> {
         None
     }
 
-    /// The fix that spells out the whole line.
+    /// A fix that shows the whole line.
     pub fn fix_with(&self, value: &str) -> String {
         match self.in_list {
             true => format!("write a string here, as in `{} = {value}`", self.key),
@@ -251,7 +251,7 @@ impl<'d> Item<'d> {
     }
 }
 
-/// The boolean that a word means, as other formats write it.
+/// The boolean that a word means in other formats.
 fn parse_boolean(word: &str) -> Option<bool> {
     match word.trim().to_ascii_lowercase().as_str() {
         "true" | "yes" | "on" | "1" => Some(true),
@@ -264,19 +264,19 @@ fn to_u64(integer: &DeInteger) -> Option<u64> {
     u64::from_str_radix(integer.as_str(), integer.radix()).ok()
 }
 
-/// The candidate that a misspelt word was most likely meant to be.
+/// The candidate that a misspelled word most likely stands for.
 pub fn nearest<'c>(word: &str, candidates: impl IntoIterator<Item = &'c str>) -> Option<&'c str> {
-    let plain = |text: &str| text.to_lowercase().replace('-', "_");
-    let word = plain(word);
-    // The distance takes quadratic time, and nobody misspells a key at such length.
+    let normalized = |text: &str| text.to_lowercase().replace('-', "_");
+    let word = normalized(word);
+    // The distance takes quadratic time.
     if word.len() > 64 {
         return None;
     }
     let distances = candidates.into_iter().filter_map(|candidate| {
-        let other = plain(candidate);
+        let other = normalized(candidate);
         let distance = strsim::damerau_levenshtein(&word, &other);
-        let alike = distance * 3 <= word.len().max(other.len()) || strsim::jaro_winkler(&word, &other) > 0.9;
-        alike.then_some((distance, candidate))
+        let is_similar = distance * 3 <= word.len().max(other.len()) || strsim::jaro_winkler(&word, &other) > 0.9;
+        is_similar.then_some((distance, candidate))
     });
     distances.min_by_key(|(distance, _)| *distance).map(|(_, candidate)| candidate)
 }

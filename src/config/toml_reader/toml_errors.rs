@@ -1,8 +1,7 @@
-//! What is no TOML at all: said in the operator's words, then cut out so that the rest can be read.
+//! Reports TOML syntax errors in plain words, and skips them so that the rest of the file can be read.
 //!
-//! One slip of the pen makes the parser stumble over much that follows. So only the first stumble
-//! counts: it is reported, its statement is blanked out (blanks keep every place as it was), and the
-//! text is parsed again, until nothing is left to stumble over. This file does not know any key.
+//! One mistake causes many errors of the parser. So only the first error is reported; its statement is replaced with
+//! spaces, which keeps all positions, and the text is parsed again until there are no errors. This file does not know keys.
 
 use std::borrow::Cow;
 
@@ -13,34 +12,34 @@ use super::yaml;
 use crate::config::diagnostics::{Report, Span, quoted};
 use crate::config::redaction::Secrets;
 
-/// A text that stumbles more often is no gateway.toml; the rest of it is not read.
+/// A text with more errors is probably not a configuration; the rest of it is not read.
 const MAX_ERRORS: usize = 50;
 
-/// Quotes of word processors and of Markdown, which TOML does not know.
+/// Quotes of word processors and Markdown, which TOML does not support.
 const FOREIGN_QUOTES: [char; 13] = ['“', '”', '„', '‟', '″', '«', '»', '‘', '’', '‚', '‛', '´', '`'];
 
-/// How the parser begins to say that a line is no setting.
+/// Beginnings of parser messages about a line that is not a setting.
 const NOT_A_SETTING: [&str; 3] = ["key with no value", "invalid key-value pair", "invalid unquoted key"];
 
-/// What it says, among other things, about a value that begins like a number and is none.
+/// Parts of parser messages about a value that begins like a number but is not one.
 const NUMBER_ERRORS: [&str; 6] = ["integer", "float", "fraction", "leading zero", "between digits", "date"];
 
-/// Reports what is no TOML and returns the text without it.
+/// Reports the syntax errors of a text and returns the text without them.
 pub fn skip_syntax_errors<'t>(text: &'t str, report: &mut Report) -> Cow<'t, str> {
-    let mut sound = Cow::Borrowed(text);
+    let mut valid = Cow::Borrowed(text);
     for _ in 0..MAX_ERRORS {
-        let (document, errors) = DeTable::parse_recoverable(&sound);
+        let (document, errors) = DeTable::parse_recoverable(&valid);
         let Some(first) = errors.iter().min_by_key(|error| error_span(error).start) else {
-            return sound;
+            return valid;
         };
-        let flaw = SyntaxError::find(&sound, document.get_ref(), first, &errors);
+        let error = SyntaxError::find(&valid, document.get_ref(), first, &errors);
         report.has_syntax_errors = true;
-        let (message, fix) = flaw.explain(&sound, first.message(), text);
-        report.problem(flaw.display_span(&sound, first.message()), message, fix);
-        if sound[flaw.statement.clone()].trim().is_empty() {
+        let (message, fix) = error.explain(&valid, first.message(), text);
+        report.problem(error.display_span(&valid, first.message()), message, fix);
+        if valid[error.statement.clone()].trim().is_empty() {
             break;
         }
-        sound = Cow::Owned(blank_out(&sound, flaw.statement));
+        valid = Cow::Owned(blank_out(&valid, error.statement));
     }
     Cow::Owned(String::new())
 }
@@ -49,19 +48,20 @@ fn error_span(error: &Error) -> Span {
     error.span().unwrap_or(0..0)
 }
 
-/// Replaces all but line ends with as many blanks as there were bytes.
+/// Replaces each byte with a space, except line ends.
 fn blank_out(text: &str, part: Span) -> String {
     let blank = |c: char| if c == '\n' { "\n".to_owned() } else { " ".repeat(c.len_utf8()) };
     let middle: String = text[part.clone()].chars().map(blank).collect();
     format!("{}{middle}{}", &text[..part.start], &text[part.end..])
 }
 
-/// Where the parser stumbled.
+/// The first syntax error of a text.
 struct SyntaxError {
+    /// Where the parser stopped.
     at: Span,
-    /// Whole lines that belong to it.
+    /// The lines to skip.
     statement: Span,
-    /// A list, table or text that runs on to the end of the file for want of its end.
+    /// A list, table or multi-line string has no end, so that it extends to the end of the file.
     is_unclosed: bool,
 }
 
@@ -86,14 +86,14 @@ impl SyntaxError {
             return SyntaxError { at, statement, is_unclosed: false };
         }
         let end = match is_header(&text[start..]) || lacks_opening_bracket(&text[start..]) {
-            // What follows a header that cannot be read belongs to nothing.
+            // Settings below an invalid header belong to no table.
             true => next_line_start(text, start, is_header),
             false => line_end(text, at.start),
         };
         SyntaxError { at, statement: start..end, is_unclosed: false }
     }
 
-    /// The place to show: the parser stops where it is lost, and the mistake may begin before.
+    /// The span to show: the mistake may begin before the position where the parser stopped.
     fn display_span(&self, text: &str, parser: &str) -> Span {
         let line = line_start(text, self.at.start)..line_end(text, self.at.start);
         if NOT_A_SETTING.iter().any(|what| parser.starts_with(what)) {
@@ -106,7 +106,7 @@ impl SyntaxError {
         self.foreign_quotes(text).map_or(self.at.clone(), |(span, _)| span)
     }
 
-    /// A text in quotes that TOML does not know, with the quotes, and what stands between them.
+    /// A string in quotes that TOML does not support: its span with the quotes, and its contents.
     fn foreign_quotes<'t>(&self, text: &'t str) -> Option<(Span, &'t str)> {
         let line = &text[self.at.start..line_end(text, self.at.start)];
         let inner = line.strip_prefix(FOREIGN_QUOTES)?;
@@ -117,7 +117,7 @@ impl SyntaxError {
         Some((self.at.start..self.at.start + begin + length + closing, inner[..length].trim()))
     }
 
-    /// All that was written for the value that the parser stopped in.
+    /// The whole value in which the parser stopped.
     fn value_span(&self, text: &str) -> Span {
         let line = line_start(text, self.at.start);
         let from = text[line..self.at.start].rfind(['=', '[', ',', ' ']).map_or(self.at.start, |at| line + at + 1);
@@ -125,30 +125,30 @@ impl SyntaxError {
         from..from + length
     }
 
-    /// Message and fix. `original` is the whole text, of which `text` lacks what was explained before.
+    /// Message and fix. `text` is `original` without the statements with earlier errors.
     fn explain(&self, text: &str, parser: &str, original: &str) -> (String, String) {
         let line = text[line_start(text, self.at.start)..line_end(text, self.at.start)].trim();
         let value = &text[self.at.clone()];
         let has = |what: &str| parser.starts_with(what);
-        let said = |message: &str, fix: &str| (message.to_owned(), fix.to_owned());
+        let pair = |message: &str, fix: &str| (message.to_owned(), fix.to_owned());
         if self.is_unclosed {
             match text[self.at.start..].chars().next() {
-                Some('[') => said("this list is never closed", "write `]` after its last item"),
-                Some('{') => said("this table is never closed", "write `}` after its last value"),
-                _ => said("this text is never closed", "end it with the three quotes that it began with"),
+                Some('[') => pair("this list is never closed", "write `]` after its last item"),
+                Some('{') => pair("this table is never closed", "write `}` after its last value"),
+                _ => pair("this string is never closed", "close it with the same three quotes"),
             }
         } else if has("string values must be quoted") && value.is_empty() {
-            said("there is no value after `=`", "write a value, or remove the line")
+            pair("there is no value after `=`", "write a value, or remove the line")
         } else if let (true, Some((span, inner))) = (has("string values must be quoted"), self.foreign_quotes(text)) {
             let fix = format!("write straight quotes: `\"{}\"`", without_quotes(inner));
-            (format!("{} has quotes that TOML does not know", quoted(&text[span])), fix)
+            (format!("{} has quotes that TOML does not support", quoted(&text[span])), fix)
         } else if has("string values must be quoted") || has("invalid boolean") {
             explain_unquoted_word(value)
         } else if lacks_opening_bracket(line) {
             explain_header(line, "this header does not begin with `[`")
         } else if NOT_A_SETTING.iter().any(|what| has(what)) {
             let number = text[..self.at.start].matches('\n').count();
-            // A fix never repeats a secret.
+            // The fix quotes the text, so secrets are masked.
             let fix = match yaml::toml_fix(&Secrets::find(original).masked_text(), number) {
                 Some(fix) => format!("this is TOML, not YAML: {fix}"),
                 None if line.starts_with('{') => {
@@ -156,66 +156,69 @@ impl SyntaxError {
                 }
                 None => String::from("write `key = value`; a key has letters, digits, `_` and `-`"),
             };
-            (format!("{} is no setting", quoted(line)), fix)
+            (format!("{} is not a setting", quoted(line)), fix)
         } else if has("unclosed table") || has("unclosed array table") {
-            explain_header(line, "this header is not closed where its name ends")
+            explain_header(line, "this header has no closing bracket after its name")
         } else if has("missing comma") {
-            said("a comma is missing between two values", "write `,` before this one")
+            pair("a comma is missing between two values", "write `,` before this one")
         } else if has("extra comma") {
-            said("there is a comma too many", "remove it")
+            pair("there is an extra comma", "remove it")
         } else if has("invalid basic string") || has("invalid literal string") {
             match line.chars().rfind(|c| FOREIGN_QUOTES.contains(c)).filter(|_| value.is_empty()) {
                 Some(quote) => {
-                    let fix =
-                        format!("end it with the quote that it began with, instead of {}", quoted(&quote.to_string()));
-                    (String::from("a text is not closed on its line"), fix)
+                    let fix = format!(
+                        "close it with the quote that it began with, instead of {}",
+                        quoted(&quote.to_string())
+                    );
+                    (String::from("a string is not closed on its line"), fix)
                 }
-                None if value.is_empty() => said("a text is not closed on its line", "write the quote at its end"),
-                None => said("a text has a character that must not be in it", "remove it, or write it as `\\u….`"),
+                None if value.is_empty() => pair("a string is not closed on its line", "add the closing quote"),
+                None => {
+                    pair("a string contains a character that is not allowed", "remove it, or escape it as `\\uXXXX`")
+                }
             }
         } else if has("missing escaped value") || has("too few unicode value digits") {
-            said(
-                "a backslash in a text must begin an escape such as `\\n`",
-                "write `\\\\` for a backslash, or put the text in single quotes",
+            pair(
+                "a backslash in a string must begin an escape such as `\\n`",
+                "write `\\\\` for a backslash, or put the string in single quotes",
             )
         } else if has("unexpected key or value") && line.starts_with('[') && value.is_empty() {
             explain_header(line, "the brackets of this header do not match")
         } else if has("unexpected key or value") {
-            said("there is more on the line than one value", "begin a new line, or remove it")
+            pair("there is more text after the value", "move it to a new line, or remove it")
         } else if has("duplicate key") {
             explain_duplicate_key(text, self.at.clone())
         } else if has("cannot extend value") {
-            let message = format!("{} has a value already and cannot be a table as well", quoted(value));
+            let message = format!("{} already has a value and cannot also be a table", quoted(value));
             (message, String::from("remove the value or the table"))
         } else if has("carriage return") {
-            said("a carriage return stands alone", "save the file with line ends `\\n` or `\\r\\n`")
+            pair("a carriage return is not followed by a line feed", "save the file with line ends `\\n` or `\\r\\n`")
         } else {
             self.explain_number(text, parser)
         }
     }
 
-    /// Things that begin like a number and end like something else, and all that is rare.
+    /// Message and fix for values that begin like a number, and for all rare errors.
     fn explain_number(&self, text: &str, parser: &str) -> (String, String) {
         let written = text[self.value_span(text)].trim();
         let digits = written.starts_with(|c: char| c.is_ascii_digit() || "+-.".contains(c));
         if digits && written.contains(|c: char| c.is_alphabetic() || c == ':' || c == '.') {
-            let fix =
-                format!("a number is digits alone; anything else goes in quotes: `\"{}\"`", without_quotes(written));
-            (format!("{} is no value", quoted(written)), fix)
+            let fix = format!("put a string in quotes: `\"{}\"`; a number has digits only", without_quotes(written));
+            (format!("{} is not a value", quoted(written)), fix)
         } else if digits {
-            let fix = "write a number with digits alone, without a leading zero, with `_` only between digits";
-            (format!("{} is no number", quoted(written)), fix.to_owned())
+            let fix = "write digits only, without a leading zero, with `_` only between digits";
+            (format!("{} is not a number", quoted(written)), fix.to_owned())
         } else if NUMBER_ERRORS.iter().any(|what| parser.contains(what)) {
-            // It begins like `inf` or `nan`.
+            // The value begins like `inf` or `nan`.
             explain_unquoted_word(written)
         } else {
-            let fix = "a line is `key = value` or `[table]`; texts go in quotes";
-            (format!("this is no TOML: {parser}"), fix.to_owned())
+            let fix = "a line is `key = value` or `[table]`; strings need quotes";
+            (format!("this is not TOML: {parser}"), fix.to_owned())
         }
     }
 }
 
-/// The setting, as the spans of its key and value, whose value goes through a place or ends there.
+/// The spans of key and value of the setting that contains a position, or ends there.
 fn setting_at(table: &DeTable, at: usize) -> Option<(Span, Span)> {
     table.iter().find_map(|(key, value)| {
         let (key_span, span) = (key.span(), value.span());
@@ -233,7 +236,7 @@ fn setting_at(table: &DeTable, at: usize) -> Option<(Span, Span)> {
     })
 }
 
-/// The place of the first bracket that lacks its counterpart, in the text of a list or table.
+/// The position of the first bracket without a counterpart in the text of a list or table.
 fn unmatched_bracket(value: &str) -> Option<usize> {
     if !value.starts_with(['[', '{']) {
         return None;
@@ -270,7 +273,7 @@ fn line_end(text: &str, at: usize) -> usize {
     text[at..].find('\n').map_or(text.len(), |newline| at + newline)
 }
 
-/// The start of the first line after a place that looks as wanted, or the end of the text.
+/// The start of the first line after a position that meets the condition, or the end of the text.
 fn next_line_start(text: &str, at: usize, wanted: fn(&str) -> bool) -> usize {
     let mut start = line_end(text, at);
     while start < text.len() {
@@ -288,7 +291,7 @@ fn is_header(text: &str) -> bool {
     line.starts_with('[') && !line.starts_with("[\"") && !line.starts_with("['")
 }
 
-/// Whether a line is a header but for the bracket at its start.
+/// Whether a line is a header without the bracket at its start.
 fn lacks_opening_bracket(text: &str) -> bool {
     let line = text.lines().next().unwrap_or("").split('#').next().unwrap_or("").trim();
     line.strip_suffix(']').is_some_and(|name| is_name(name.trim_end_matches(']')))
@@ -304,20 +307,20 @@ fn is_name(key: &str) -> bool {
     !key.is_empty() && key.bytes().all(|b| b.is_ascii_alphanumeric() || b"_-.".contains(&b))
 }
 
-/// A word without quotes.
+/// Message and fix for a word without quotes.
 fn explain_unquoted_word(word: &str) -> (String, String) {
     let fix = match word.to_ascii_lowercase().as_str() {
         word @ ("true" | "false") => format!("write `{word}`, in lower case"),
         "yes" | "on" => "write `true`".to_owned(),
         "no" => "write `false`".to_owned(),
-        // Some settings have it as a word.
-        "off" => "write `false`, or `\"off\"` where one of several words is meant".to_owned(),
-        _ => format!("in quotes it is one: write `\"{}\"`", without_quotes(word)),
+        // Some settings accept it as a string.
+        "off" => "write `false`, or `\"off\"` for a setting with several choices".to_owned(),
+        _ => format!("put it in quotes: `\"{}\"`", without_quotes(word)),
     };
-    (format!("{} is no value", quoted(word)), fix)
+    (format!("{} is not a value", quoted(word)), fix)
 }
 
-/// What can be put in quotes as it is, and short enough to be read.
+/// The value without characters that quotes cannot hold, truncated.
 fn without_quotes(value: &str) -> String {
     value.trim().chars().filter(|c| *c != '"' && *c != '\\' && !c.is_control()).take(60).collect()
 }
@@ -328,7 +331,7 @@ fn explain_header(line: &str, message: &str) -> (String, String) {
     let (open, close) = if line.starts_with("[[") || line.ends_with("]]") { ("[[", "]]") } else { ("[", "]") };
     let joined: Vec<&str> = name.split_whitespace().collect();
     let (name, reason) = match joined.as_slice() {
-        [_, _, ..] => (joined.join("-"), "a name has no blanks; "),
+        [_, _, ..] => (joined.join("-"), "a name has no spaces; "),
         _ => (name.to_owned(), ""),
     };
     let known = is_name(&name);
@@ -336,7 +339,8 @@ fn explain_header(line: &str, message: &str) -> (String, String) {
     (message.to_owned(), fix)
 }
 
-/// The parser does not say where a key was first; the text does, if it is spelt alike.
+/// Message and fix for a key that is defined twice. The parser does not report the first definition, so it is searched in
+/// the text.
 fn explain_duplicate_key(text: &str, at: Span) -> (String, String) {
     let start = line_start(text, at.start);
     let line = text[start..line_end(text, at.start)].trim();

@@ -1,19 +1,19 @@
-//! A line of YAML as TOML, for the fix of a file that was written as YAML.
+//! Translates a line of YAML to TOML, for the fix of a configuration that is written as YAML.
 //!
-//! Only the block style of ordinary configurations is known: nested `key: value` lines, lists of `- item` lines, and lists and tables in
-//! brackets on one line. What is not known is written as `…`.
+//! Supported are nested `key: value` lines, lists of `- item` lines, and lists and tables in brackets on one line. Other
+//! values become `…`.
 
-/// Longer lists are shown by their first item.
+/// Of longer lists, the fix shows the first item.
 const LIST_MAX_BYTES: usize = 120;
 
-/// One line that says something.
+/// A line that is neither empty nor a comment.
 struct YamlLine<'t> {
-    /// Columns before the dash of a list item, or else before the key.
+    /// Columns before the dash of a list item, or before the key.
     indent: usize,
     is_item: bool,
     /// Columns before the key or the value.
     content_indent: usize,
-    /// What stands behind the dash, or the whole line, without a comment.
+    /// The text after the dash, or the whole line, without a comment.
     content: &'t str,
 }
 
@@ -33,41 +33,41 @@ impl<'t> YamlLine<'t> {
         })
     }
 
-    /// Key and value of `key: value`; the value is empty where it stands on the next lines.
+    /// Key and value of `key: value`; the value is empty if it follows on the next lines.
     fn setting(&self) -> Option<(&'t str, &'t str)> {
         split_setting(self.content)
     }
 }
 
-/// What to write instead of a line, counted from 0, if it is a line of YAML.
+/// The fix for a line, counted from 0, if it is YAML.
 pub fn toml_fix(text: &str, number: usize) -> Option<String> {
     let lines: Vec<Option<YamlLine>> = text.lines().map(YamlLine::parse).collect();
     let line = lines.get(number)?.as_ref()?;
     let (before, after) = (&lines[..number], &lines[number + 1..]);
-    let path = parent_keys(before, line);
+    let parents = parent_keys(before, line);
     let Some((key, value)) = line.setting() else {
-        let is_in_list = line.is_item && !path.is_empty();
+        let is_in_list = line.is_item && !parents.is_empty();
         if is_in_list && line.content.is_empty() {
-            return Some(format!("write `[[{}]]`", path.join(".")));
+            return Some(format!("write `[[{}]]`", parents.join(".")));
         }
         return is_in_list
-            .then(|| format!("write `{}` in the list `{} = […]`", to_toml(line.content), path[path.len() - 1]));
+            .then(|| format!("write `{}` in the list `{} = […]`", to_toml(line.content), parents[parents.len() - 1]));
     };
-    let whole = [path.as_slice(), &[key]].concat().join(".");
+    let whole = [parents.as_slice(), &[key]].concat().join(".");
     let toml = if value.is_empty() {
         block_to_toml(key, &whole, line, after)
     } else {
         format!("`{key} = {}`", to_toml(value))
     };
-    // The first key of a list's item begins a table of that list.
-    let header = if line.is_item { format!("`[[{}]]`, then ", path.join(".")) } else { String::new() };
+    // The first key of a list item begins a table of the list.
+    let header = if line.is_item { format!("`[[{}]]`, then ", parents.join(".")) } else { String::new() };
     Some(format!("write {header}{toml}"))
 }
 
-/// The keys that a line stands below, outermost first.
+/// The keys above a line in the hierarchy, outermost first.
 fn parent_keys<'t>(before: &[Option<YamlLine<'t>>], line: &YamlLine) -> Vec<&'t str> {
     let mut keys = Vec::new();
-    // An item may be indented as far as the key of its list.
+    // A list item may have the same indentation as the key of its list.
     let mut level = if line.is_item { line.indent + 1 } else { line.indent };
     for line in before.iter().rev().flatten() {
         if line.content_indent < level
@@ -81,7 +81,7 @@ fn parent_keys<'t>(before: &[Option<YamlLine<'t>>], line: &YamlLine) -> Vec<&'t 
     keys
 }
 
-/// A key whose value is the block behind it.
+/// A key whose value is the block that follows.
 fn block_to_toml(key: &str, path: &str, line: &YamlLine, after: &[Option<YamlLine>]) -> String {
     let belongs = |other: &&YamlLine| {
         other.indent > line.content_indent || (other.is_item && other.indent == line.content_indent)
@@ -110,7 +110,7 @@ fn split_setting(text: &str) -> Option<(&str, &str)> {
     (is_key && (value.is_empty() || value.starts_with([' ', '\t']))).then_some((key, value.trim()))
 }
 
-/// A value of one line.
+/// A value on one line.
 fn to_toml(value: &str) -> String {
     if value.contains(char::is_control) {
         return "…".to_owned();
@@ -131,7 +131,7 @@ fn to_toml(value: &str) -> String {
         "true" | "yes" | "on" => "true".to_owned(),
         "false" | "no" => "false".to_owned(),
         _ if is_quoted('"') || is_quoted('\'') || value.parse::<i64>().is_ok() => value.to_owned(),
-        // Blocks of text, anchors and tags; and quotes that do not match.
+        // Block strings, anchors, tags and unmatched quotes.
         "" => "…".to_owned(),
         _ if value.starts_with(['|', '>', '&', '!', '[', '{', '"', '\'']) || value.contains(['"', '\\']) => {
             "…".to_owned()
@@ -140,7 +140,7 @@ fn to_toml(value: &str) -> String {
     }
 }
 
-/// What commas divide, but for those within brackets or quotes; `None` if these do not match.
+/// Splits at commas outside of brackets and quotes; `None` if these do not match.
 fn split_list(text: &str) -> Option<Vec<&str>> {
     let mut parts = Vec::new();
     let (mut depth, mut quote, mut start) = (0_usize, None, 0);
