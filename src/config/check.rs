@@ -4,30 +4,24 @@
 //! setting that is wrong is replaced by a stand-in, so that the rest of the file is checked as well:
 //! a `Config` with a stand-in in it is never returned. This file opens no file and no socket.
 
-use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use toml::de::DeTable;
 
-use super::diagnostics::{Problem, Report, Span, quoted, quoted_list};
-use super::limits::Timeouts;
+use super::diagnostics::{Problem, Report, quoted};
 use super::route::{EncodedSlash, ForwardPath, PathParameters, PathReading, TrailingSlash};
-use super::toml_reader::{Item, Table, nearest, toml_errors};
+use super::toml_reader::{Item, Table, toml_errors};
 use super::{AccessLog, Config, Counters, RateLimitStyle, ReadFile, ReadVariable};
 use clients::DefinedPlans;
 use redis::DefaultSharing;
 use routes::Schemes;
 use transom_limiter::rule::{OnOutage, Rule, Sharing};
-use transom_limiter::window::duration_ms;
+use values::{DAY_MS, HEADER_FORMATS, read_timeout, section_table};
 
 mod actions;
-mod balance;
 mod calendar_windows;
-mod certificates;
 mod clients;
-mod cost;
-mod http2;
 mod jwt;
 mod key;
 mod limits;
@@ -36,26 +30,15 @@ mod overrides;
 mod path;
 mod redis;
 mod redis_url;
-mod refusal_response;
 mod route_match;
 mod routes;
 pub mod rule_windows;
 mod rules;
 mod template;
-mod trusted_proxies;
-mod unreachable_routes;
+mod upstream_policy;
 mod upstream_tls;
 mod upstreams;
-mod window_table;
-
-const HEADER_FORMATS: [(&str, RateLimitStyle); 4] = [
-    ("ietf", RateLimitStyle::Ietf),
-    ("legacy", RateLimitStyle::Legacy),
-    ("both", RateLimitStyle::Both),
-    ("off", RateLimitStyle::Off),
-];
-
-const DAY_MS: u64 = 24 * 60 * 60 * 1000;
+mod values;
 
 /// Reads a configuration, or returns everything that is wrong with it.
 pub fn read_config(text: &str, files: ReadFile, variables: ReadVariable) -> Result<Config, Vec<Problem>> {
@@ -101,8 +84,8 @@ fn read_top_level(mut top: Table, files: ReadFile, variables: ReadVariable, repo
     let admin = listen::read_admin(top.get("admin"), report);
     let certs = listen.client_certs();
     let (counters, mut sharing) = read_counters(top.get("counters"), files, variables, report);
-    let timeouts = read_timeouts(top.get("timeouts"), report);
-    let http2 = http2::read_http2(top.get("http2"), report);
+    let timeouts = limits::read_timeouts(top.get("timeouts"), report);
+    let http2 = limits::read_http2(top.get("http2"), report);
     let limits = limits::read_limits(top.get("limits"), report);
     let access_log = read_access_log(top.get("access_log"), report);
     let jwt = top.get("jwt");
@@ -157,13 +140,6 @@ fn read_top_level(mut top: Table, files: ReadFile, variables: ReadVariable, repo
         refusal_responses: refusals,
         routes,
     }
-}
-
-/// A table that may be left out and has a header of its own.
-fn section_table<'d>(item: Option<Item<'d>>, report: &mut Report) -> Option<Table<'d>> {
-    let item = item?;
-    let header = format!("[{}]", item.key);
-    item.table(format!("`{header}`"), &format!("write `{header}`, then its settings, each on a line"), report)
 }
 
 /// The counters, and how rules are counted that do not say it themselves.
@@ -225,89 +201,6 @@ fn read_absolute_path(item: &Item, example: &str, report: &mut Report) -> Option
     None
 }
 
-fn read_timeouts(item: Option<Item>, report: &mut Report) -> Timeouts {
-    let mut timeouts = Timeouts {
-        proxy_protocol: Duration::from_secs(5),
-        tls_handshake: Duration::from_secs(10),
-        request_head: Duration::from_secs(30),
-        connect: Duration::from_secs(5),
-        response_head: Duration::from_secs(60),
-        body: Duration::from_secs(60),
-        upstream_idle: Duration::from_secs(60),
-        tunnel: Duration::from_secs(60 * 60),
-        drain: Duration::from_secs(30),
-        upgrade: Duration::from_secs(60),
-        request: None,
-    };
-    if let Some(mut table) = section_table(item, report) {
-        read_timeout(&mut table, "proxy_protocol", &mut timeouts.proxy_protocol, 1..=DAY_MS, report);
-        read_timeout(&mut table, "tls_handshake", &mut timeouts.tls_handshake, 1..=DAY_MS, report);
-        read_timeout(&mut table, "request_head", &mut timeouts.request_head, 1..=DAY_MS, report);
-        read_request_timeouts(&mut table, &mut timeouts, report);
-        read_timeout(&mut table, "upstream_idle", &mut timeouts.upstream_idle, 1..=DAY_MS, report);
-        read_timeout(&mut table, "tunnel", &mut timeouts.tunnel, 1..=DAY_MS, report);
-        read_timeout(&mut table, "drain", &mut timeouts.drain, 0..=DAY_MS, report);
-        read_timeout(&mut table, "upgrade", &mut timeouts.upgrade, 1..=DAY_MS, report);
-        table.finish(report);
-    }
-    timeouts
-}
-
-/// Those of one request, which routes may have of their own.
-fn read_request_timeouts(table: &mut Table, timeouts: &mut Timeouts, report: &mut Report) {
-    read_timeout(table, "connect", &mut timeouts.connect, 1..=DAY_MS, report);
-    read_timeout(table, "response_head", &mut timeouts.response_head, 1..=DAY_MS, report);
-    read_timeout(table, "body", &mut timeouts.body, 1..=DAY_MS, report);
-    if let Some(item) = table.get("request") {
-        let ms = read_duration_ms(&item, 1..=DAY_MS, Duration::from_secs(300), report);
-        timeouts.request = ms.map(Duration::from_millis);
-    }
-}
-
-fn read_timeout(
-    table: &mut Table,
-    key: &'static str,
-    timeout: &mut Duration,
-    range: RangeInclusive<u64>,
-    report: &mut Report,
-) {
-    let ms = table.get(key).and_then(|item| read_duration_ms(&item, range, *timeout, report));
-    *timeout = ms.map_or(*timeout, Duration::from_millis);
-}
-
-/// A duration in milliseconds.
-fn read_duration_ms(item: &Item, range: RangeInclusive<u64>, default: Duration, report: &mut Report) -> Option<u64> {
-    let example = format!("\"{}\"", format_ms(default.as_millis() as u64));
-    let word = item.string(&example, report)?;
-    let (message, fix) = match duration_ms(word.text) {
-        Some(ms) if range.contains(&ms) => return Some(ms),
-        Some(ms) if ms > *range.end() => {
-            (format!("{} is too long", quoted(word.text)), format!("at most `{}`", format_ms(*range.end())))
-        }
-        Some(0) => (format!("`{}` cannot be {}", item.key, quoted(word.text)), item.fix_with(&example)),
-        Some(_) => (format!("{} is too short", quoted(word.text)), format!("at least `{}ms`", range.start())),
-        None => {
-            let seconds = word.text.parse::<u32>();
-            let fix = match seconds {
-                Ok(seconds) => format!("{}, if seconds are meant", item.fix_with(&format!("\"{seconds}s\""))),
-                Err(_) => format!("write a whole number with `ms`, `s`, `m`, `h` or `d`, such as `{example}`"),
-            };
-            (format!("{} is no duration", quoted(word.text)), fix)
-        }
-    };
-    report.problem(word.span, message, fix);
-    None
-}
-
-/// A duration as operators write it.
-fn format_ms(ms: u64) -> String {
-    match ms {
-        DAY_MS => "1d".to_owned(),
-        ms if ms.is_multiple_of(1000) => format!("{}s", ms / 1000),
-        ms => format!("{ms}ms"),
-    }
-}
-
 fn read_pid_file(item: &Item, report: &mut Report) -> Option<PathBuf> {
     let example = "\"/run/transom/pid\"";
     let path = item.string(example, report)?;
@@ -332,80 +225,4 @@ fn read_access_log(item: Option<Item>, report: &mut Report) -> Option<AccessLog>
         "stdout" => Some(AccessLog::Stdout),
         path => Some(AccessLog::File(PathBuf::from(path))),
     }
-}
-
-/// What a section such as `[rules.NAME]` defines, in the order of the file.
-struct Definitions<T> {
-    entries: Vec<Definition<T>>,
-    /// Whether all that the operator meant to define is here, as far as can be told.
-    complete: bool,
-}
-
-struct Definition<T> {
-    name: String,
-    /// Of the name.
-    span: Span,
-    value: T,
-}
-
-impl<T> Definitions<T> {
-    /// Reads each table of a section; `read` takes its name, its place and, if it is one, the table.
-    fn read(
-        item: Option<Item>,
-        report: &mut Report,
-        mut read: impl FnMut(&str, Option<Table>, &mut Report) -> T,
-    ) -> Definitions<T> {
-        let mut section = Definitions { entries: Vec::new(), complete: !report.has_syntax_errors };
-        let Some(item) = item else { return section };
-        let header = format!("[{}.NAME]", item.key);
-        let fix = format!("write `{header}`, then its settings, each on a line");
-        let Some(table) = item.table(format!("`[{}]`", item.key), &fix, report) else {
-            section.complete = false;
-            return section;
-        };
-        for entry in table.items() {
-            check_name(&entry, report);
-            let title = format!("`[{}.{}]`", item.key, entry.key);
-            let value = read(entry.key, entry.table(title, &fix, report), report);
-            section.entries.push(Definition { name: entry.key.to_owned(), span: entry.key_span, value });
-        }
-        section
-    }
-
-    /// The position of what is called so; a name that nothing has is reported where it stands.
-    fn find(&self, what: &str, name: &str, span: Span, report: &mut Report) -> Option<usize> {
-        let found = self.entries.iter().position(|entry| entry.name == name);
-        if found.is_none() && self.complete {
-            let names = || self.entries.iter().map(|entry| entry.name.as_str());
-            let fix = match nearest(name, names()) {
-                Some(guess) => format!("did you mean {}?", quoted(guess)),
-                None if self.entries.is_empty() => format!("define it: `[{what}s.{}]`", nearest_name(name)),
-                None => {
-                    format!("define it: `[{what}s.{}]`; there is {}", nearest_name(name), quoted_list(names(), "and"))
-                }
-            };
-            report.problem(span, format!("{what} {} is not defined", quoted(name)), fix);
-        }
-        found
-    }
-
-    fn into_values(self) -> Vec<T> {
-        self.entries.into_iter().map(|entry| entry.value).collect()
-    }
-}
-
-/// Names of rules and upstreams go into header fields and metrics as they are.
-fn check_name(entry: &Item, report: &mut Report) {
-    if entry.key != nearest_name(entry.key) {
-        let message = format!("{} cannot be a name", quoted(entry.key));
-        let fix = format!("write {}: at most 64 letters, digits, `_`, `-` and `.`", quoted(&nearest_name(entry.key)));
-        report.problem(entry.key_span.clone(), message, fix);
-    }
-}
-
-/// The nearest text that can be a name.
-fn nearest_name(name: &str) -> String {
-    let fits = |c: char| if c.is_ascii_alphanumeric() || "_.-".contains(c) { c } else { '-' };
-    let label: String = name.chars().map(fits).take(64).collect();
-    if label.is_empty() { String::from("NAME") } else { label }
 }

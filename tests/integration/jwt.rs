@@ -287,7 +287,7 @@ fn key_files_are_relative_to_the_configuration_and_checked() {
     for (text, said) in [
         (issuer.pem("ES256"), "`rsa.pem` is no key for `RS256`"),
         ("secret secret".to_owned(), "`rsa.pem` is no public key in PEM"),
-        ("x".repeat(17 * 1024 * 1024), "can not read `rsa.pem`: it has more than 16 MiB"),
+        ("x".repeat(17 * 1024 * 1024), "cannot read `rsa.pem`: it has more than 16 MiB"),
     ] {
         scratch.write("rsa.pem", text);
         for command in ["check", "run"] {

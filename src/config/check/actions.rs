@@ -5,9 +5,9 @@
 
 use toml::de::DeValue;
 
-use super::route_match::{FIELD_NAME_FIX, parse_field_name};
 use super::template::read_template;
-use super::{limits, path, refusal_response};
+use super::values::{FIELD_NAME_FIX, parse_field_name, read_body};
+use super::{limits, path};
 use crate::config::diagnostics::{Report, quoted, quoted_list};
 use crate::config::limits::Timeouts;
 use crate::config::route::{
@@ -291,7 +291,7 @@ fn read_respond(item: &Item, report: &mut Report) -> Option<LocalResponse> {
         let message = format!("an answer with status `{status}` has no body");
         report.problem(body.key_span.clone(), message, "remove `body`, or write another status");
     }
-    let body = refusal_response::read_body(body, kind, "the answer", report);
+    let body = read_body(body, kind, "the answer", report);
     Some(LocalResponse::Respond { status: u16::try_from(status?).ok()?, body })
 }
 
@@ -351,7 +351,7 @@ fn read_route_timeouts(item: &Item, timeouts: &Timeouts, report: &mut Report) ->
     }
     let mut table = item.table("`timeouts` of a route", "", report)?;
     let mut own = timeouts.clone();
-    super::read_request_timeouts(&mut table, &mut own, report);
+    limits::read_request_timeouts(&mut table, &mut own, report);
     table.finish(report);
     Some(own)
 }

@@ -10,7 +10,8 @@ use std::path::PathBuf;
 
 use toml::de::{DeTable, DeValue};
 
-use super::{check_name, key, overrides, section_table};
+use super::key;
+use super::values::{check_name, nearest_name, read_digest, read_fingerprint, read_network, section_table};
 use crate::config::ReadFile;
 use crate::config::diagnostics::{Report, quoted, quoted_list};
 use crate::config::listen::ClientCerts;
@@ -52,7 +53,7 @@ pub fn read_clients(
     let bytes = match files(&path) {
         Ok(bytes) => bytes,
         Err(error) => {
-            let message = format!("can not read {}: {error}", quoted(file.text));
+            let message = format!("cannot read {}: {error}", quoted(file.text));
             report.problem(file.span, message, format!("name the file, or begin one: `{ADD}`"));
             return None;
         }
@@ -170,11 +171,11 @@ impl ClientsFileReader<'_> {
         let fix = match nearest(plan.text, names.clone()) {
             Some(guess) => format!("did you mean {}?", quoted(guess)),
             None if self.plans.names.is_empty() => {
-                format!("define it: `[rules.NAME.plans.{}]`", super::nearest_name(plan.text))
+                format!("define it: `[rules.NAME.plans.{}]`", nearest_name(plan.text))
             }
             None => format!(
                 "define it: `[rules.NAME.plans.{}]`; there is {}",
-                super::nearest_name(plan.text),
+                nearest_name(plan.text),
                 quoted_list(names, "and")
             ),
         };
@@ -192,7 +193,7 @@ impl ClientsFileReader<'_> {
                 report.problem(word.span, "an API key stands here in clear", fix);
                 continue;
             }
-            let Some(digest) = overrides::read_digest(&word, report) else { continue };
+            let Some(digest) = read_digest(&word, report) else { continue };
             assign_owner(&mut self.owners.keys, digest, client, "key", &word, report);
             digests.push(digest);
         }
@@ -208,7 +209,7 @@ impl ClientsFileReader<'_> {
                 continue;
             }
             let subject = match self.subjects_are_fingerprints {
-                true => match overrides::read_fingerprint(&word, report) {
+                true => match read_fingerprint(&word, report) {
                     Some(fingerprint) => fingerprint,
                     None => continue,
                 },
@@ -224,7 +225,7 @@ impl ClientsFileReader<'_> {
     fn read_networks(&mut self, item: &Item, client: &str, report: &mut Report) -> Vec<Network> {
         let mut networks = Vec::new();
         for word in item.strings("[\"203.0.113.0/24\"]", report).unwrap_or_default() {
-            let Some(network) = overrides::read_network(&word, report) else { continue };
+            let Some(network) = read_network(&word, report) else { continue };
             assign_owner(&mut self.owners.networks, network, client, "network", &word, report);
             networks.push(network);
         }

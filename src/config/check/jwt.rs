@@ -3,12 +3,11 @@
 //! Keys are parsed here, so that a key that can verify nothing is a problem of the file and not of
 //! the first request. Nothing that is secret goes into a message.
 
-use std::path::Path;
 use std::time::Duration;
 
 use toml::de::DeValue;
 
-use super::{DAY_MS, read_duration_ms, section_table};
+use super::values::{DAY_MS, read_duration_ms, read_named_file, section_table, strip_line_end};
 use crate::config::ReadFile;
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::toml_reader::{Item, SpannedStr, Table};
@@ -25,7 +24,6 @@ const ALGORITHMS: [(&str, Algorithm); 4] = [
 
 const NO_KEYS: &str =
     "write `keys = [{ algorithm = \"RS256\", public_key_file = \"FILE\" }]`, or `jwks_file = \"FILE\"`";
-const FILE_FIX: &str = "name a file that the gateway may read; a relative path starts at the folder of this file";
 
 /// Old and new keys of a few issuers.
 const KEYS_MAX: usize = 32;
@@ -99,7 +97,7 @@ fn read_key(mut table: Table, files: ReadFile, report: &mut Report) -> Option<Ve
     let algorithm =
         table.require("algorithm", "write `algorithm = \"HS256\"`, `\"RS256\"`, `\"ES256\"` or `\"EdDSA\"`");
     let algorithm = algorithm.and_then(|item| item.choice(&ALGORITHMS, report));
-    let kid = table.get("kid").map(|item| read_non_empty(&item, "\"2024\"", report));
+    let kid = table.get("kid").map(|item| Some(read_non_empty(&item, "\"2024\"", report)?.text.to_owned()));
     let mut sources = Vec::new();
     for name in ["secret", "secret_file", "public_key", "public_key_file"] {
         sources.extend(table.get(name));
@@ -147,7 +145,7 @@ fn read_key(mut table: Table, files: ReadFile, report: &mut Report) -> Option<Ve
 fn read_key_material(source: &Item, is_file: bool, files: ReadFile, report: &mut Report) -> Option<(String, Vec<u8>)> {
     if is_file {
         let path = read_non_empty(source, "\"FILE\"", report)?;
-        return Some((quoted(&path), read_file(source, &path, files, report)?));
+        return Some((quoted(path.text), read_named_file(&path, files, report)?));
     }
     match source.value {
         DeValue::String(text) => Some((format!("`{}`", source.key), text.as_bytes().to_vec())),
@@ -165,8 +163,8 @@ fn read_key_material(source: &Item, is_file: bool, files: ReadFile, report: &mut
 
 fn read_jwks(item: &Item, files: ReadFile, report: &mut Report) -> Option<Vec<VerificationKey>> {
     let path = read_non_empty(item, "\"jwks.json\"", report)?;
-    let bytes = read_file(item, &path, files, report)?;
-    let what = quoted(&path);
+    let bytes = read_named_file(&path, files, report)?;
+    let what = quoted(path.text);
     let (message, fix) = match jwks::parse(&bytes) {
         Ok(keys) => return Some(keys),
         Err(JwksError::Json(line, column)) => (
@@ -187,34 +185,19 @@ fn read_jwks(item: &Item, files: ReadFile, report: &mut Report) -> Option<Vec<Ve
     None
 }
 
-fn read_file(item: &Item, path: &str, files: ReadFile, report: &mut Report) -> Option<Vec<u8>> {
-    files(Path::new(path))
-        .map_err(|error| {
-            report.problem(item.span.clone(), format!("can not read {}: {error}", quoted(path)), FILE_FIX);
-        })
-        .ok()
-}
-
 fn report_invalid_key(flaw: InvalidKey, what: &str, source: &Item, report: &mut Report) {
     let (message, fix) = flaw.explain(what);
     report.problem(source.span.clone(), message, fix);
 }
 
-/// A secret in a text file ends before the line end that editors put there; any other stays whole.
-pub fn strip_line_end(bytes: &[u8]) -> &[u8] {
-    let line = bytes.strip_suffix(b"\n").map_or(bytes, |line| line.strip_suffix(b"\r").unwrap_or(line));
-    let is_text = std::str::from_utf8(line).is_ok_and(|line| !line.contains(char::is_control));
-    if is_text { line } else { bytes }
-}
-
 /// A text that is not empty.
-fn read_non_empty(item: &Item, example: &str, report: &mut Report) -> Option<String> {
+fn read_non_empty<'d>(item: &Item<'d>, example: &str, report: &mut Report) -> Option<SpannedStr<'d>> {
     let word = item.string(example, report)?;
     if word.text.is_empty() {
         report.problem(word.span, format!("`{}` is empty", item.key), item.fix_with(example));
         return None;
     }
-    Some(word.text.to_owned())
+    Some(word)
 }
 
 /// One name or several, of which a token has to have one.
@@ -271,24 +254,4 @@ fn first_claim<'d>(rules: Option<&Item<'d>>, clients: Option<&Item<'d>>) -> Opti
     words
         .filter(|word| word.text.strip_prefix("jwt:").is_some_and(|claim| !claim.is_empty()))
         .min_by_key(|word| word.span.start)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_a_text_loses_its_line_end() {
-        for (bytes, secret) in [
-            (&b"text\n"[..], &b"text"[..]),
-            (b"text\r\n", b"text"),
-            (b"text", b"text"),
-            (b"text\n\n", b"text\n\n"),
-            (b"\x80\x01\n", b"\x80\x01\n"),
-            (b"\x01\n", b"\x01\n"),
-            (b"", b""),
-        ] {
-            assert_eq!(strip_line_end(bytes), secret);
-        }
-    }
 }

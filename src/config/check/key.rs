@@ -4,7 +4,7 @@
 //! nobody put there; so the operator has to choose, and is told where a choice has no effect.
 
 use super::path::is_param_name;
-use super::route_match::{FIELD_NAME_FIX, parse_field_name};
+use super::values::{FIELD_NAME_FIX, parse_field_name};
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::listen::ClientCerts;
 use crate::config::toml_reader::{Item, SpannedStr, nearest};

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use toml::de::DeValue;
 
-use super::{DAY_MS, read_duration_ms, section_table};
+use super::values::{DAY_MS, read_duration_ms, read_timeout, section_table};
 use crate::config::diagnostics::{Report, quoted};
-use crate::config::limits::Limits;
-use crate::config::toml_reader::Item;
+use crate::config::limits::{Http2, Limits, Timeouts};
+use crate::config::toml_reader::{Item, Table};
 
 const KIB: u64 = 1024;
 const MIB: u64 = 1024 * KIB;
@@ -90,4 +90,76 @@ fn read_size(item: &Item, range: RangeInclusive<u64>, example: &str, report: &mu
     };
     report.problem(item.span.clone(), message, fix);
     None
+}
+
+pub fn read_http2(item: Option<Item>, report: &mut Report) -> Http2 {
+    let mut http2 = Http2 {
+        h2c: true,
+        max_concurrent_streams: 100,
+        idle: Duration::from_secs(60),
+        ping: Some(Duration::from_secs(30)),
+        max_resets: 200,
+        max_control_frames: 1000,
+    };
+    let Some(mut table) = section_table(item, report) else { return http2 };
+    if let Some(h2c) = table.get("h2c").and_then(|item| item.boolean(report)) {
+        http2.h2c = h2c;
+    }
+    for (key, number, most) in [
+        ("max_concurrent_streams", &mut http2.max_concurrent_streams, 10_000),
+        ("max_resets", &mut http2.max_resets, 1_000_000),
+        ("max_control_frames", &mut http2.max_control_frames, 1_000_000),
+    ] {
+        if let Some(value) = table.get(key).and_then(|item| item.integer(1..=most, report)) {
+            *number = value as u32;
+        }
+    }
+    if let Some(ms) = table.get("idle").and_then(|item| read_duration_ms(&item, 1..=DAY_MS, http2.idle, report)) {
+        http2.idle = Duration::from_millis(ms);
+    }
+    let ping = table.get("ping").and_then(|item| read_duration_ms(&item, 0..=DAY_MS, Duration::from_secs(30), report));
+    if let Some(ms) = ping {
+        http2.ping = (ms > 0).then(|| Duration::from_millis(ms));
+    }
+    table.finish(report);
+    http2
+}
+
+pub fn read_timeouts(item: Option<Item>, report: &mut Report) -> Timeouts {
+    let mut timeouts = Timeouts {
+        proxy_protocol: Duration::from_secs(5),
+        tls_handshake: Duration::from_secs(10),
+        request_head: Duration::from_secs(30),
+        connect: Duration::from_secs(5),
+        response_head: Duration::from_secs(60),
+        body: Duration::from_secs(60),
+        upstream_idle: Duration::from_secs(60),
+        tunnel: Duration::from_secs(60 * 60),
+        drain: Duration::from_secs(30),
+        upgrade: Duration::from_secs(60),
+        request: None,
+    };
+    if let Some(mut table) = section_table(item, report) {
+        read_timeout(&mut table, "proxy_protocol", &mut timeouts.proxy_protocol, 1..=DAY_MS, report);
+        read_timeout(&mut table, "tls_handshake", &mut timeouts.tls_handshake, 1..=DAY_MS, report);
+        read_timeout(&mut table, "request_head", &mut timeouts.request_head, 1..=DAY_MS, report);
+        read_request_timeouts(&mut table, &mut timeouts, report);
+        read_timeout(&mut table, "upstream_idle", &mut timeouts.upstream_idle, 1..=DAY_MS, report);
+        read_timeout(&mut table, "tunnel", &mut timeouts.tunnel, 1..=DAY_MS, report);
+        read_timeout(&mut table, "drain", &mut timeouts.drain, 0..=DAY_MS, report);
+        read_timeout(&mut table, "upgrade", &mut timeouts.upgrade, 1..=DAY_MS, report);
+        table.finish(report);
+    }
+    timeouts
+}
+
+/// Those of one request, which routes may have of their own.
+pub fn read_request_timeouts(table: &mut Table, timeouts: &mut Timeouts, report: &mut Report) {
+    read_timeout(table, "connect", &mut timeouts.connect, 1..=DAY_MS, report);
+    read_timeout(table, "response_head", &mut timeouts.response_head, 1..=DAY_MS, report);
+    read_timeout(table, "body", &mut timeouts.body, 1..=DAY_MS, report);
+    if let Some(item) = table.get("request") {
+        let ms = read_duration_ms(&item, 1..=DAY_MS, Duration::from_secs(300), report);
+        timeouts.request = ms.map(Duration::from_millis);
+    }
 }

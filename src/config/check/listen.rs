@@ -5,14 +5,15 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
+use rustls_pki_types::CertificateDer;
 use toml::de::DeValue;
 
-use super::certificates::{CertificateFiles, read_authorities, read_revocation_lists};
-use super::{overrides, route_match, section_table, trusted_proxies};
-use crate::config::certificate::Certificate;
+use super::route_match;
+use super::values::{read_named_file, read_network, section_table};
+use crate::config::certificate::{self, Certificate, CertificateFileError, RevocationList};
 use crate::config::diagnostics::{Report, quoted};
-use crate::config::listen::{ClientAuth, Https, Listen, Tls, TlsVersion, TrustedProxies};
-use crate::config::toml_reader::{Item, SpannedStr};
+use crate::config::listen::{ClientAuth, ForwardedField, Https, Listen, Tls, TlsVersion, TrustedProxies};
+use crate::config::toml_reader::{Item, SpannedStr, Table};
 use crate::config::{Admin, ReadFile};
 use transom_limiter::ip_prefix::Network;
 
@@ -80,7 +81,7 @@ pub fn read_listen(item: Option<Item>, files: ReadFile, report: &mut Report) -> 
     listen.max_connections = most.and_then(|most| usize::try_from(most).ok());
     let most = table.get("max_connections_per_client").and_then(|item| item.integer(1..=1_000_000, report));
     listen.max_connections_per_client = most.and_then(|most| u32::try_from(most).ok());
-    let proxies = trusted_proxies::ProxySettings::take_from(&mut table).read(report);
+    let proxies = ProxySettings::take_from(&mut table).read(report);
     table.finish(report);
     (listen, proxies)
 }
@@ -202,7 +203,7 @@ fn read_proxy_networks(item: &Item, report: &mut Report) -> Vec<Network> {
         let fix = format!("{}, or leave it out: nobody is believed then", item.fix_with(NETWORKS));
         report.problem(item.span.clone(), "`proxy_protocol` is an empty list", fix);
     }
-    words.iter().flatten().filter_map(|word| overrides::read_network(word, report)).collect()
+    words.iter().flatten().filter_map(|word| read_network(word, report)).collect()
 }
 
 fn read_address(word: &SpannedStr, takes_ipv4: bool, taken: &mut Taken, report: &mut Report) -> Option<SocketAddr> {
@@ -271,4 +272,133 @@ fn address_fix(text: &str) -> String {
             },
         },
     }
+}
+
+const PROXIES_EXAMPLE: &str = "[\"10.0.0.0/8\", \"fd00::/8\"]";
+
+/// What `[listen]` says about proxies.
+pub struct ProxySettings<'d> {
+    trusted: Option<Item<'d>>,
+    forwarded: Option<Item<'d>>,
+}
+
+impl<'d> ProxySettings<'d> {
+    pub fn take_from(table: &mut Table<'d>) -> ProxySettings<'d> {
+        ProxySettings { trusted: table.get("trusted_proxies"), forwarded: table.get("forwarded") }
+    }
+
+    pub fn read(self, report: &mut Report) -> Option<TrustedProxies> {
+        let fields = [("x-forwarded-for", ForwardedField::XForwardedFor), ("forwarded", ForwardedField::Forwarded)];
+        let by = self.forwarded.as_ref().and_then(|item| item.choice(&fields, report));
+        let Some(item) = self.trusted else {
+            if let Some(item) = self.forwarded {
+                let message = "`forwarded` has no effect: nobody is believed who sends it";
+                report.missing(item.key_span, message, "add `trusted_proxies`, or remove `forwarded`");
+            }
+            return None;
+        };
+        let words = item.strings(PROXIES_EXAMPLE, report)?;
+        if words.is_empty() {
+            report.problem(item.span, "`trusted_proxies` is an empty list", "leave it out: nobody is believed then");
+            return None;
+        }
+        let mut networks = Vec::new();
+        for word in words {
+            let Some(network) = read_network(&word, report) else { continue };
+            if networks.contains(&network) {
+                report.problem(word.span, format!("{} is there twice", quoted(word.text)), "remove it");
+            } else if network.prefix == 0 {
+                let message = format!("{} is everybody: each client could say that it is another", quoted(word.text));
+                report.problem(word.span, message, "write the networks that your proxies are in");
+            }
+            networks.push(network);
+        }
+        Some(TrustedProxies { networks, field: by.unwrap_or(ForwardedField::XForwardedFor) })
+    }
+}
+
+/// The files of one certificate, as a table names them.
+pub struct CertificateFiles<'d> {
+    pub certificate: Option<Item<'d>>,
+    pub private_key: Option<Item<'d>>,
+}
+
+impl<'d> CertificateFiles<'d> {
+    /// Both have to be there.
+    pub fn take_from(table: &mut Table<'d>) -> CertificateFiles<'d> {
+        CertificateFiles {
+            certificate: table.require("certificate", "write `certificate = \"FILE\"`: PEM, with the full chain"),
+            private_key: table.require("private_key", "write `private_key = \"FILE\"`: PEM"),
+        }
+    }
+
+    pub fn read(self, files: ReadFile, report: &mut Report) -> Option<Certificate> {
+        let chain = self.certificate.and_then(|item| read_file(&item, files, report));
+        let key = self.private_key.and_then(|item| read_file(&item, files, report));
+        let ((chain_word, chain), (key_word, key)) = (chain?, key?);
+        Certificate::read(chain_word.text, &chain, &key)
+            .map_err(|flaw| {
+                let is_of_key = matches!(
+                    flaw,
+                    CertificateFileError::NoKey
+                        | CertificateFileError::EncryptedKey
+                        | CertificateFileError::UnusableKey
+                        | CertificateFileError::KeyMismatch
+                );
+                report_certificate_error(&flaw, if is_of_key { &key_word } else { &chain_word }, report);
+            })
+            .ok()
+    }
+}
+
+/// The certificates of those who issue others.
+pub fn read_authorities(item: &Item, files: ReadFile, report: &mut Report) -> Option<Vec<CertificateDer<'static>>> {
+    let (word, text) = read_file(item, files, report)?;
+    certificate::read_authorities(&text).map_err(|flaw| report_certificate_error(&flaw, &word, report)).ok()
+}
+
+/// What a file, or several, say about certificates that were taken back.
+pub fn read_revocation_lists(item: &Item, files: ReadFile, report: &mut Report) -> Vec<RevocationList> {
+    let words = item.strings("\"FILE\"", report);
+    if words.as_ref().is_some_and(Vec::is_empty) {
+        let fix = format!("{}, or leave it out: nothing is taken back then", item.fix_with("\"FILE\""));
+        report.problem(item.span.clone(), format!("`{}` is an empty list", item.key), fix);
+    }
+    let mut lists = Vec::new();
+    for word in words.into_iter().flatten() {
+        let Some(text) = read_contents(item, &word, files, report) else { continue };
+        match RevocationList::read(word.text, &text) {
+            Ok(read) => lists.extend(read),
+            Err(flaw) => {
+                let (message, fix) = flaw.explain(&quoted(word.text));
+                report.problem(word.span, message, fix);
+            }
+        }
+    }
+    lists
+}
+
+fn report_certificate_error(flaw: &CertificateFileError, word: &SpannedStr, report: &mut Report) {
+    let (message, fix) = flaw.explain(&quoted(word.text));
+    report.problem(word.span.clone(), message, fix);
+}
+
+fn read_file<'d>(item: &Item<'d>, files: ReadFile, report: &mut Report) -> Option<(SpannedStr<'d>, Vec<u8>)> {
+    let word = item.string("\"FILE\"", report)?;
+    let bytes = read_contents(item, &word, files, report)?;
+    Some((word, bytes))
+}
+
+/// What is in a file that one of an item's words names.
+fn read_contents(item: &Item, word: &SpannedStr, files: ReadFile, report: &mut Report) -> Option<Vec<u8>> {
+    if word.text.is_empty() {
+        report.problem(word.span.clone(), format!("`{}` is empty", item.key), item.fix_with("\"FILE\""));
+        return None;
+    }
+    if word.text.trim_start().starts_with("-----BEGIN ") {
+        let message = format!("`{}` names a file, and this is what such a file holds", item.key);
+        report.problem(word.span.clone(), message, "put it into a file, and name that");
+        return None;
+    }
+    read_named_file(word, files, report)
 }

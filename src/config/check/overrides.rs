@@ -7,10 +7,11 @@ use std::collections::HashSet;
 
 use toml::de::DeValue;
 
-use super::{check_name, rule_windows};
+use super::rule_windows;
+use super::values::{check_name, read_digest, read_fingerprint, read_network};
 use crate::config::diagnostics::{Report, quoted, quoted_list};
 use crate::config::toml_reader::{Item, SpannedStr};
-use transom_limiter::ip_prefix::{Network, NetworkError, canonical_address};
+use transom_limiter::ip_prefix::{Network, canonical_address};
 use transom_limiter::key::KeyPart;
 use transom_limiter::rule::{Exemptions, KeyValue, Override, Plan, Rule};
 use transom_limiter::secret_digest::Digest;
@@ -114,25 +115,6 @@ fn read_exempt_network(text: &str, entry: &Item, report: &mut Report) -> Option<
     let fix = format!("write `\"{KEY_PREFIX}{text}\"`, if the value of a key is meant");
     report.problem(entry.span.clone(), format!("{} is no network", quoted(text)), fix);
     None
-}
-
-/// A network, for rules and clients alike.
-pub fn read_network(word: &SpannedStr, report: &mut Report) -> Option<Network> {
-    match word.text.parse() {
-        Ok(network) => Some(network),
-        Err(NetworkError::Syntax) => {
-            let message = format!("{} is no network", quoted(word.text));
-            report.problem(word.span.clone(), message, "write such as `\"10.0.0.0/8\"`, or an address");
-            None
-        }
-        Err(NetworkError::HostBits(network)) => {
-            let message = format!("{} goes on behind its first `{}` bits", quoted(word.text), network.prefix);
-            let address = word.text.split('/').next().unwrap_or_default();
-            let fix = format!("write `\"{network}\"`, or `\"{address}\"` for the one address");
-            report.problem(word.span.clone(), message, fix);
-            None
-        }
-    }
 }
 
 /// The keys that a rule treats in a way of their own; each once.
@@ -248,26 +230,4 @@ fn read_value(part: &KeyPart, word: &SpannedStr, report: &mut Report) -> Option<
     };
     report.problem(word.span.clone(), format!("no request has {} as its `{part}`", quoted(text)), fix);
     None
-}
-
-/// The fingerprint of a certificate, as requests are counted by it: however it is written here, such as by
-/// `openssl x509 -fingerprint -sha256`.
-pub fn read_fingerprint(word: &SpannedStr, report: &mut Report) -> Option<String> {
-    let digits = word.text.strip_prefix(Digest::PREFIX).unwrap_or(word.text).replace(':', "").to_ascii_lowercase();
-    if digits.len() == 64 && digits.bytes().all(|byte| byte.is_ascii_hexdigit()) {
-        return Some(digits);
-    }
-    let fix = "write its SHA-256, as `openssl x509 -in FILE -noout -fingerprint -sha256` does";
-    report.problem(word.span.clone(), format!("{} is no fingerprint of a certificate", quoted(word.text)), fix);
-    None
-}
-
-/// The digest of a secret.
-pub fn read_digest(word: &SpannedStr, report: &mut Report) -> Option<Digest> {
-    let digest = Digest::parse(word.text);
-    if digest.is_none() {
-        let message = "this is no digest: behind `sha256:` stand 64 hex digits";
-        report.problem(word.span.clone(), message, "copy all of it from `printf %s KEY | sha256sum`");
-    }
-    digest
 }

@@ -4,6 +4,7 @@
 //! other form would never match. Here it is refused with the spelling that does. A pattern's
 //! segments are what stands between slashes: `/` has one, which is empty, and so has `/a/` at its end.
 
+use super::values::Parsed;
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::route::{
     EncodedSlash, PathParameters, PathPattern, PathReading, Segment, TrailingSlash, find_ambiguity, is_pchar,
@@ -12,9 +13,6 @@ use crate::config::toml_reader::SpannedStr;
 
 /// Segments beyond this one are not told apart when requests are matched.
 const SEGMENTS_MAX: usize = 64;
-
-/// What is wrong with a pattern, and the fix.
-type MessageAndFix = (String, String);
 
 pub fn read_path(word: &SpannedStr, reading: PathReading, report: &mut Report) -> Option<PathPattern> {
     match parse_pattern(word.text, reading) {
@@ -31,7 +29,7 @@ pub fn is_param_name(text: &str) -> bool {
     text.starts_with(first) && text.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
 }
 
-fn parse_pattern(text: &str, reading: PathReading) -> Result<Vec<Segment>, MessageAndFix> {
+fn parse_pattern(text: &str, reading: PathReading) -> Parsed<Vec<Segment>> {
     let path = |what: &str| format!("the path {} {what}", quoted(text));
     let write = || format!("write `path = \"{}\"`", normalize_pattern(text));
     let Some(rest) = text.strip_prefix('/') else {
@@ -94,7 +92,7 @@ fn parameter_name(segment: &Segment) -> Option<&str> {
 }
 
 /// `{name}`, `{*name}`, or neither; and what other routers write.
-fn parse_parameter(part: &str) -> Result<Option<Segment>, MessageAndFix> {
+fn parse_parameter(part: &str) -> Parsed<Option<Segment>> {
     let no_parameter = |fix: String| Err((format!("{} is no parameter", quoted(part)), fix));
     if part == "*" || part == "**" {
         return no_parameter(String::from("write `{*rest}` for all that is left, or `{name}` for one segment"));

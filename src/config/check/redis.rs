@@ -3,14 +3,13 @@
 //! Nothing is resolved or connected here. A password stands in a file, in a variable of the environment, or in the
 //! URL; wherever it is from, no message repeats it. So messages show URLs without what stands before their `@`.
 
-use std::path::Path;
 use std::time::Duration;
 
 use toml::de::DeValue;
 
-use super::jwt::strip_line_end;
 use super::redis_url::{DATABASE_MAX, RedisUrl, parse_redis_url};
-use super::{read_duration_ms, upstream_tls};
+use super::upstream_tls;
+use super::values::{read_duration_ms, read_named_file, strip_line_end};
 use crate::config::client_tls::ClientTls;
 use crate::config::diagnostics::{Report, Span, quoted};
 use crate::config::redis::{DEFAULT_PREFIX, DEFAULT_TIMEOUT, Node, Nodes, Secret, StoreConfig};
@@ -21,7 +20,6 @@ use transom_limiter::rule::{OnOutage, Rule, Sharing};
 const EXAMPLE: &str = "\"redis://127.0.0.1:6379\"";
 pub const TABLE_FIX: &str = "write `[counters.shared]`, then `redis = \"redis://127.0.0.1:6379\"`";
 const SECRET_FIX: &str = "its value does not stand here: write `{}_file = \"FILE\"` or `{}_env = \"VARIABLE\"`";
-const FILE_FIX: &str = "name a file that the gateway may read; a relative path starts at the folder of this file";
 
 const MODES: [(&str, Sharing); 2] = [("lease", Sharing::Lease), ("exact", Sharing::Exact)];
 const RULE_MODES: [(&str, Sharing); 3] = [MODES[0], MODES[1], ("off", Sharing::Local)];
@@ -262,11 +260,7 @@ impl SecretSources<'_> {
         let is_file = item.key.ends_with("_file");
         let word = item.string(if is_file { "\"FILE\"" } else { "\"VARIABLE\"" }, report)?;
         let (bytes, what) = if is_file {
-            let read = (self.files)(Path::new(word.text));
-            let read = read.map_err(|error| {
-                report.problem(word.span.clone(), format!("can not read {}: {error}", quoted(word.text)), FILE_FIX);
-            });
-            (read.ok()?, quoted(word.text))
+            (read_named_file(&word, self.files, report)?, quoted(word.text))
         } else {
             let Some(value) = (self.variables)(word.text) else {
                 let message = format!("there is no variable {} in the environment", quoted(word.text));

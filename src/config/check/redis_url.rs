@@ -3,7 +3,8 @@
 //! `redis://[user[:password]@]host[:port][/database]`, `rediss://` for TLS, `redis+unix:///path` or `unix:///path` for a
 //! socket. What stands before `@` never goes into a message.
 
-use super::upstreams::{Parsed, parse_authority, parse_socket_path};
+use super::upstreams::{parse_authority, parse_socket_path};
+use super::values::Parsed;
 use crate::config::diagnostics::quoted;
 use crate::config::redis::Node;
 

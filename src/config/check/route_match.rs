@@ -5,9 +5,10 @@
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
-use http::{HeaderName, HeaderValue, Method};
+use http::{HeaderValue, Method};
 use toml::de::DeValue;
 
+use super::values::{FIELD_NAME_FIX, is_ipv4_like, is_name, parse_field_name};
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::toml_reader::{Item, SpannedStr};
 
@@ -108,20 +109,6 @@ fn normalize_host(text: &str) -> Result<String, String> {
     })
 }
 
-/// Whether a text is a DNS name. Underscores are allowed, as container networks use them.
-pub fn is_name(text: &str) -> bool {
-    let label = |label: &str| {
-        (1..=63).contains(&label.len()) && label.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_".contains(&b))
-    };
-    text.len() <= 253 && text.split('.').all(label)
-}
-
-/// Whether a text can only be meant as an IPv4 address: its last label is a number (RFC 3986,
-/// section 3.2.2, and the WHATWG's URL standard, "ends in a number").
-pub fn is_ipv4_like(text: &str) -> bool {
-    text.rsplit('.').next().is_some_and(|last| !last.is_empty() && last.bytes().all(|b| b.is_ascii_digit()))
-}
-
 /// Fields that the gateway removes from every request, or replaces where the client is no trusted proxy. A client could choose
 /// a route by them, and so its rules, and the upstream would not see it.
 const NOT_FORWARDED: [&str; 13] = [
@@ -185,13 +172,6 @@ pub fn read_headers(item: Option<Item>, report: &mut Report) -> Option<Vec<(Stri
         }
     }
     (report.count() == before).then_some(found)
-}
-
-pub const FIELD_NAME_FIX: &str = "write a name such as `x-api-key`: letters, digits and `-`";
-
-/// The name of a header field, in lower case.
-pub fn parse_field_name(text: &str) -> Option<String> {
-    HeaderName::from_bytes(text.as_bytes()).ok().map(|name| name.as_str().to_owned())
 }
 
 #[cfg(test)]

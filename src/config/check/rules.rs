@@ -6,15 +6,19 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use toml::de::DeValue;
+
 use super::redis::{DefaultSharing, RuleSharingSettings};
-use super::{
-    DAY_MS, Definitions, HEADER_FORMATS, cost, key, overrides, read_duration_ms, refusal_response, rule_windows,
+use super::values::{
+    DAY_MS, Definitions, FIELD_NAME_FIX, HEADER_FORMATS, parse_field_name, read_body, read_duration_ms,
 };
+use super::{key, overrides, rule_windows};
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::listen::ClientCerts;
 use crate::config::toml_reader::{Item, Table};
 use crate::config::{RateLimitStyle, RefusalResponse};
 use transom_limiter::key::OnMissing;
+use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, OnLimit, Rule};
 
 /// How many requests may wait because of a rule that does not say.
@@ -73,7 +77,7 @@ fn read_rule(
     };
     let count_refused = table.get("count_refused");
     let sharing = RuleSharingSettings::take_from(&mut table);
-    let refusal = refusal_response::RefusalSettings::take_from(&mut table);
+    let refusal = RefusalSettings::take_from(&mut table);
     let exceptions = overrides::OverrideSettings {
         plans: table.get("plans"),
         overrides: table.get("overrides"),
@@ -87,7 +91,7 @@ fn read_rule(
     let shards = windows.as_ref().map(|item| item.span.clone());
     rule.layers = windows.as_ref().map(|item| rule_windows::read_layers(item, report)).unwrap_or_default();
     exceptions.read(rule, report);
-    rule.cost = cost.and_then(|item| cost::read_cost(&item, rule, report)).unwrap_or(Cost::Fixed(1));
+    rule.cost = cost.and_then(|item| read_cost(&item, rule, report)).unwrap_or(Cost::Fixed(1));
     rule.on_limit = limits.read(misspelt.contains(&"max_delay"), report).unwrap_or(OnLimit::Refuse);
     sharing.read(rule, usual, misspelt.contains(&"shared"), report);
     rule.count_refused = count_refused.and_then(|item| item.boolean(report)).unwrap_or(false);
@@ -170,4 +174,129 @@ fn report_equal_layer_names(rules: &Definitions<(Rule, RuleResponses)>, report: 
         }
         taken.extend(names.into_iter().map(|name| (name, entry.name.as_str())));
     }
+}
+
+/// What a rule says about its refusals.
+struct RefusalSettings<'d> {
+    status: Option<Item<'d>>,
+    body: Option<Item<'d>>,
+    content_type: Option<Item<'d>>,
+    retry_jitter: Option<Item<'d>>,
+}
+
+impl<'d> RefusalSettings<'d> {
+    pub fn take_from(table: &mut Table<'d>) -> RefusalSettings<'d> {
+        RefusalSettings {
+            status: table.get("status"),
+            body: table.get("body"),
+            content_type: table.get("content_type"),
+            retry_jitter: table.get("retry_jitter"),
+        }
+    }
+
+    pub fn read(self, report: &mut Report) -> RefusalResponse {
+        let status = self.status.and_then(|item| item.integer(400..=599, report));
+        let body = read_body(self.body, self.content_type, "the rule", report);
+        let jitter_ms =
+            self.retry_jitter.and_then(|item| read_duration_ms(&item, 0..=DAY_MS, Duration::from_secs(5), report));
+        RefusalResponse {
+            status: status.and_then(|status| u16::try_from(status).ok()),
+            body,
+            retry_jitter_s: jitter_ms.unwrap_or(0).div_ceil(1000),
+        }
+    }
+}
+
+const COST_MAX: u64 = u32::MAX as u64;
+const COST_FORMS: &str = "write a whole number, or such as `cost = { request-header = \"x-cost\" }`";
+
+/// Reads the cost of a rule whose layers are known: they are what it is paid from.
+pub fn read_cost(item: &Item, rule: &Rule, report: &mut Report) -> Option<Cost> {
+    let smallest = rule.variants().filter_map(smallest_capacity).min();
+    match item.value {
+        DeValue::Table(_) => read_header_cost(item.table("the cost", COST_FORMS, report)?, rule, smallest, report),
+        DeValue::String(text) if text.contains(':') || text.starts_with(|c: char| c.is_ascii_alphabetic()) => {
+            let name = text.trim_start_matches("header:");
+            let fix = format!(
+                "write `cost = {{ request-header = \"{}\" }}`",
+                parse_field_name(name).as_deref().unwrap_or("x-cost")
+            );
+            item.wrong_type("a whole number or a table", &fix, report)
+        }
+        _ => {
+            let cost = u32::try_from(item.integer(0..=COST_MAX, report)?).ok()?;
+            report_unaffordable(item, cost, smallest, report);
+            Some(Cost::Fixed(cost))
+        }
+    }
+}
+
+/// The most that any request can pay in all layers.
+pub fn smallest_capacity(layers: &[Limit]) -> Option<u32> {
+    layers.iter().map(|limit| limit.capacity).min()
+}
+
+/// Reports a cost that no request can ever pay.
+pub fn report_unaffordable(item: &Item, cost: u32, smallest: Option<u32>, report: &mut Report) {
+    if let Some(smallest) = smallest.filter(|smallest| *smallest < cost) {
+        let message =
+            format!("a request that costs `{cost}` can never be admitted: the smallest limit is `{smallest}`");
+        let fix = format!("write a cost of at most `{smallest}`, or raise the limit");
+        report.problem(item.span.clone(), message, fix);
+    }
+}
+
+fn read_header_cost(mut table: Table, rule: &Rule, smallest: Option<u32>, report: &mut Report) -> Option<Cost> {
+    let span = table.span.clone();
+    let (request, response) = (table.get("request-header"), table.get("response-header"));
+    let (default, reserve, max) = (table.get("default"), table.get("reserve"), table.get("max"));
+    let misspelt = table.finish(report);
+
+    let number = |item: &Option<Item>, least: u64, report: &mut Report| {
+        item.as_ref()
+            .and_then(|item| item.integer(least..=COST_MAX, report))
+            .and_then(|number| u32::try_from(number).ok())
+    };
+    // The fields' own name is all that is needed to know which of the two forms was meant.
+    let (header, before, key, in_vain) = match (request, response) {
+        (Some(header), None) => (header, &default, "default", &reserve),
+        (None, Some(header)) => (header, &reserve, "reserve", &default),
+        (Some(_), Some(second)) => {
+            let message = "a cost is told by the request or by the answer, not by both";
+            report.problem(second.key_span, message, "remove `request-header` or `response-header`");
+            return None;
+        }
+        (None, None) => {
+            if misspelt.is_empty() {
+                let fix = "write `request-header = \"x-cost\"`, or `response-header`, if the upstream tells";
+                report.problem(span, "the cost names no header field", fix);
+            }
+            return None;
+        }
+    };
+    if let Some(item) = in_vain {
+        let message = format!("`{}` has no effect beside `{}`", item.key, header.key);
+        report.problem(item.key_span.clone(), message, format!("write `{key}`, or remove it"));
+    }
+    // A key that has less than the others must not take from what these may spend at once.
+    let largest = rule.variants().filter_map(self::smallest_capacity).max();
+    let most = number(&max, 1, report).or(largest).unwrap_or(u32::MAX);
+    let usual = number(before, 0, report).unwrap_or(1);
+    if let Some(item) = before {
+        if usual > most && max.is_some() {
+            let message = format!("`{key}` is `{usual}`, and `max` is `{most}`");
+            report.problem(item.span.clone(), message, format!("write at most `{most}`, or raise `max`"));
+        } else {
+            report_unaffordable(item, usual, smallest, report);
+        }
+    }
+    let word = header.string("\"x-cost\"", report)?;
+    let Some(name) = parse_field_name(word.text) else {
+        report.problem(word.span, format!("{} is no name of a header field", quoted(word.text)), FIELD_NAME_FIX);
+        return None;
+    };
+    Some(match header.key {
+        "request-header" => Cost::Request { header: name, default: usual, max: most },
+        _ => Cost::Response { header: name, reserve: usual, max: most },
+    })
 }

@@ -4,7 +4,6 @@
 //! of the first request. There is no setting that verifies nothing: a server whose certificate nobody
 //! signed is reached by naming that certificate as `ca`. Nothing of a private key goes into a message.
 
-use std::path::Path;
 use std::sync::Arc;
 
 use rustls::client::WebPkiServerVerifier;
@@ -14,12 +13,11 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, RootCertStore};
 use sha2::{Digest, Sha256};
 
+use super::values::read_named_file;
 use crate::config::ReadFile;
 use crate::config::client_tls::{ClientTls, PinningVerifier};
 use crate::config::diagnostics::{Report, Span, quoted};
 use crate::config::toml_reader::{Item, Table};
-
-const FILE_FIX: &str = "name a file that the gateway may read; a relative path starts at the folder of this file";
 
 /// The roots that the system trusts, looked for once for each configuration, and only if some upstream
 /// needs them.
@@ -214,15 +212,8 @@ fn read_file(
     report: &mut Report,
 ) -> Option<(String, Vec<u8>)> {
     let word = item.string(example, report)?;
-    match files(Path::new(word.text)) {
-        Ok(bytes) => {
-            print.update(item.key);
-            print.update(Sha256::digest(&bytes));
-            Some((quoted(word.text), bytes))
-        }
-        Err(error) => {
-            report.problem(word.span, format!("can not read {}: {error}", quoted(word.text)), FILE_FIX);
-            None
-        }
-    }
+    let bytes = read_named_file(&word, files, report)?;
+    print.update(item.key);
+    print.update(Sha256::digest(&bytes));
+    Some((quoted(word.text), bytes))
 }

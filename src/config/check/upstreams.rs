@@ -6,9 +6,9 @@
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::time::Duration;
 
-use super::route_match::{is_ipv4_like, is_name};
+use super::upstream_policy;
 use super::upstream_tls::{SystemRoots, read_tls};
-use super::{DAY_MS, Definitions, balance, read_duration_ms};
+use super::values::{DAY_MS, Definitions, Parsed, is_ipv4_like, is_name, read_duration_ms};
 use crate::config::ReadFile;
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::toml_reader::{Item, SpannedStr, Table};
@@ -61,7 +61,7 @@ fn read_upstream(
         tls: table.get("tls"),
         resolve: table.get("resolve"),
     };
-    let group = balance::PolicySettings::take_from(&mut table);
+    let group = upstream_policy::PolicySettings::take_from(&mut table);
     let misspelt = !table.finish(report).is_empty();
     let none = (None, None, UpstreamPolicy::default());
     match (builtin, servers) {
@@ -95,7 +95,7 @@ fn read_upstream(
 }
 
 fn read_servers(item: &Item, report: &mut Report) -> Option<Vec<Server>> {
-    let words = balance::read_server_list(item, EXAMPLE, report)?;
+    let words = upstream_policy::read_server_list(item, EXAMPLE, report)?;
     if words.is_empty() {
         report.problem(item.span.clone(), "`servers` is an empty list", item.fix_with(EXAMPLE));
     }
@@ -168,9 +168,6 @@ fn read_server(word: &SpannedStr, weight: u32, report: &mut Report) -> Option<Se
         }
     }
 }
-
-/// What was read, or message and fix.
-pub type Parsed<T> = Result<T, (String, String)>;
 
 /// A scheme and its port.
 const HTTP: (&str, u16) = ("http", 80);

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use toml::de::DeValue;
 
-use super::{DAY_MS, key, read_duration_ms};
+use super::key;
+use super::values::{DAY_MS, read_duration_ms};
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::toml_reader::{Item, SpannedStr, Table};
 use crate::config::upstream::{Ejection, HealthChecks, LoadBalancing, Retries, UpstreamLimits, UpstreamPolicy};

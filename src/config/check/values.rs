@@ -1,0 +1,302 @@
+//! Readers and checks that several sections of the configuration share.
+//!
+//! Each reader returns the value, or reports a problem and returns `None`. Nothing here depends on a section.
+
+use std::ops::RangeInclusive;
+use std::path::Path;
+use std::time::Duration;
+
+use http::HeaderName;
+
+use crate::config::diagnostics::{Report, Span, quoted, quoted_list};
+use crate::config::route::Body;
+use crate::config::toml_reader::{Item, SpannedStr, Table, nearest};
+use crate::config::{RateLimitStyle, ReadFile};
+use transom_limiter::ip_prefix::{Network, NetworkError};
+use transom_limiter::secret_digest::Digest;
+use transom_limiter::window::duration_ms;
+
+pub const DAY_MS: u64 = 24 * 60 * 60 * 1000;
+
+pub const HEADER_FORMATS: [(&str, RateLimitStyle); 4] = [
+    ("ietf", RateLimitStyle::Ietf),
+    ("legacy", RateLimitStyle::Legacy),
+    ("both", RateLimitStyle::Both),
+    ("off", RateLimitStyle::Off),
+];
+
+pub const FIELD_NAME_FIX: &str = "write a name such as `x-api-key`: letters, digits and `-`";
+
+/// Every refusal carries it, so it should not be long.
+const BODY_MAX_BYTES: usize = 64 * 1024;
+
+/// A parsed value, or the message and the fix of a problem.
+pub type Parsed<T> = Result<T, (String, String)>;
+
+/// A table that may be left out and has a header of its own.
+pub fn section_table<'d>(item: Option<Item<'d>>, report: &mut Report) -> Option<Table<'d>> {
+    let item = item?;
+    let header = format!("[{}]", item.key);
+    item.table(format!("`{header}`"), &format!("write `{header}`, then its settings, each on a line"), report)
+}
+
+/// What a section such as `[rules.NAME]` defines, in the order of the file.
+pub struct Definitions<T> {
+    pub entries: Vec<Definition<T>>,
+    /// Whether all that the operator meant to define is here, as far as can be told.
+    pub complete: bool,
+}
+
+pub struct Definition<T> {
+    pub name: String,
+    /// Of the name.
+    pub span: Span,
+    pub value: T,
+}
+
+impl<T> Definitions<T> {
+    /// Reads each table of a section; `read` takes its name, its place and, if it is one, the table.
+    pub fn read(
+        item: Option<Item>,
+        report: &mut Report,
+        mut read: impl FnMut(&str, Option<Table>, &mut Report) -> T,
+    ) -> Definitions<T> {
+        let mut section = Definitions { entries: Vec::new(), complete: !report.has_syntax_errors };
+        let Some(item) = item else { return section };
+        let header = format!("[{}.NAME]", item.key);
+        let fix = format!("write `{header}`, then its settings, each on a line");
+        let Some(table) = item.table(format!("`[{}]`", item.key), &fix, report) else {
+            section.complete = false;
+            return section;
+        };
+        for entry in table.items() {
+            check_name(&entry, report);
+            let title = format!("`[{}.{}]`", item.key, entry.key);
+            let value = read(entry.key, entry.table(title, &fix, report), report);
+            section.entries.push(Definition { name: entry.key.to_owned(), span: entry.key_span, value });
+        }
+        section
+    }
+
+    /// The position of what is called so; a name that nothing has is reported where it stands.
+    pub fn find(&self, what: &str, name: &str, span: Span, report: &mut Report) -> Option<usize> {
+        let found = self.entries.iter().position(|entry| entry.name == name);
+        if found.is_none() && self.complete {
+            let names = || self.entries.iter().map(|entry| entry.name.as_str());
+            let fix = match nearest(name, names()) {
+                Some(guess) => format!("did you mean {}?", quoted(guess)),
+                None if self.entries.is_empty() => format!("define it: `[{what}s.{}]`", nearest_name(name)),
+                None => {
+                    format!("define it: `[{what}s.{}]`; there is {}", nearest_name(name), quoted_list(names(), "and"))
+                }
+            };
+            report.problem(span, format!("{what} {} is not defined", quoted(name)), fix);
+        }
+        found
+    }
+
+    pub fn into_values(self) -> Vec<T> {
+        self.entries.into_iter().map(|entry| entry.value).collect()
+    }
+}
+
+/// Names of rules and upstreams go into header fields and metrics as they are.
+pub fn check_name(entry: &Item, report: &mut Report) {
+    if entry.key != nearest_name(entry.key) {
+        let message = format!("{} cannot be a name", quoted(entry.key));
+        let fix = format!("write {}: at most 64 letters, digits, `_`, `-` and `.`", quoted(&nearest_name(entry.key)));
+        report.problem(entry.key_span.clone(), message, fix);
+    }
+}
+
+/// The nearest text that can be a name.
+pub fn nearest_name(name: &str) -> String {
+    let fits = |c: char| if c.is_ascii_alphanumeric() || "_.-".contains(c) { c } else { '-' };
+    let label: String = name.chars().map(fits).take(64).collect();
+    if label.is_empty() { String::from("NAME") } else { label }
+}
+
+pub fn read_timeout(
+    table: &mut Table,
+    key: &'static str,
+    timeout: &mut Duration,
+    range: RangeInclusive<u64>,
+    report: &mut Report,
+) {
+    let ms = table.get(key).and_then(|item| read_duration_ms(&item, range, *timeout, report));
+    *timeout = ms.map_or(*timeout, Duration::from_millis);
+}
+
+/// A duration in milliseconds.
+pub fn read_duration_ms(
+    item: &Item,
+    range: RangeInclusive<u64>,
+    default: Duration,
+    report: &mut Report,
+) -> Option<u64> {
+    let example = format!("\"{}\"", format_ms(default.as_millis() as u64));
+    let word = item.string(&example, report)?;
+    let (message, fix) = match duration_ms(word.text) {
+        Some(ms) if range.contains(&ms) => return Some(ms),
+        Some(ms) if ms > *range.end() => {
+            (format!("{} is too long", quoted(word.text)), format!("at most `{}`", format_ms(*range.end())))
+        }
+        Some(0) => (format!("`{}` cannot be {}", item.key, quoted(word.text)), item.fix_with(&example)),
+        Some(_) => (format!("{} is too short", quoted(word.text)), format!("at least `{}ms`", range.start())),
+        None => {
+            let seconds = word.text.parse::<u32>();
+            let fix = match seconds {
+                Ok(seconds) => format!("{}, if seconds are meant", item.fix_with(&format!("\"{seconds}s\""))),
+                Err(_) => format!("write a whole number with `ms`, `s`, `m`, `h` or `d`, such as `{example}`"),
+            };
+            (format!("{} is no duration", quoted(word.text)), fix)
+        }
+    };
+    report.problem(word.span, message, fix);
+    None
+}
+
+/// A duration as operators write it.
+fn format_ms(ms: u64) -> String {
+    match ms {
+        DAY_MS => "1d".to_owned(),
+        ms if ms.is_multiple_of(1000) => format!("{}s", ms / 1000),
+        ms => format!("{ms}ms"),
+    }
+}
+
+/// The name of a header field, in lower case.
+pub fn parse_field_name(text: &str) -> Option<String> {
+    HeaderName::from_bytes(text.as_bytes()).ok().map(|name| name.as_str().to_owned())
+}
+
+/// Whether a text is a DNS name. Underscores are allowed, as container networks use them.
+pub fn is_name(text: &str) -> bool {
+    let label = |label: &str| {
+        (1..=63).contains(&label.len()) && label.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_".contains(&b))
+    };
+    text.len() <= 253 && text.split('.').all(label)
+}
+
+/// Whether a text can only be meant as an IPv4 address: its last label is a number (RFC 3986,
+/// section 3.2.2, and the WHATWG's URL standard, "ends in a number").
+pub fn is_ipv4_like(text: &str) -> bool {
+    text.rsplit('.').next().is_some_and(|last| !last.is_empty() && last.bytes().all(|b| b.is_ascii_digit()))
+}
+
+/// Reads a file that the configuration names; `path` is its name and the position of the name.
+pub fn read_named_file(path: &SpannedStr, files: ReadFile, report: &mut Report) -> Option<Vec<u8>> {
+    match files(Path::new(path.text)) {
+        Ok(bytes) => Some(bytes),
+        Err(error) => {
+            let fix = "name a file that the gateway may read; a relative path starts at the folder of this file";
+            report.problem(path.span.clone(), format!("cannot read {}: {error}", quoted(path.text)), fix);
+            None
+        }
+    }
+}
+
+/// A network, for rules and clients alike.
+pub fn read_network(word: &SpannedStr, report: &mut Report) -> Option<Network> {
+    match word.text.parse() {
+        Ok(network) => Some(network),
+        Err(NetworkError::Syntax) => {
+            let message = format!("{} is no network", quoted(word.text));
+            report.problem(word.span.clone(), message, "write such as `\"10.0.0.0/8\"`, or an address");
+            None
+        }
+        Err(NetworkError::HostBits(network)) => {
+            let message = format!("{} goes on behind its first `{}` bits", quoted(word.text), network.prefix);
+            let address = word.text.split('/').next().unwrap_or_default();
+            let fix = format!("write `\"{network}\"`, or `\"{address}\"` for the one address");
+            report.problem(word.span.clone(), message, fix);
+            None
+        }
+    }
+}
+
+/// The fingerprint of a certificate, as requests are counted by it: however it is written here, such as by
+/// `openssl x509 -fingerprint -sha256`.
+pub fn read_fingerprint(word: &SpannedStr, report: &mut Report) -> Option<String> {
+    let digits = word.text.strip_prefix(Digest::PREFIX).unwrap_or(word.text).replace(':', "").to_ascii_lowercase();
+    if digits.len() == 64 && digits.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+        return Some(digits);
+    }
+    let fix = "write its SHA-256, as `openssl x509 -in FILE -noout -fingerprint -sha256` does";
+    report.problem(word.span.clone(), format!("{} is no fingerprint of a certificate", quoted(word.text)), fix);
+    None
+}
+
+/// The digest of a secret.
+pub fn read_digest(word: &SpannedStr, report: &mut Report) -> Option<Digest> {
+    let digest = Digest::parse(word.text);
+    if digest.is_none() {
+        let message = "this is no digest: behind `sha256:` stand 64 hex digits";
+        report.problem(word.span.clone(), message, "copy all of it from `printf %s KEY | sha256sum`");
+    }
+    digest
+}
+
+/// A body that the gateway answers with, and its type; `of` is whose it is.
+pub fn read_body(body: Option<Item>, kind: Option<Item>, of: &str, report: &mut Report) -> Option<Body> {
+    let content_type = kind.as_ref().and_then(|item| read_content_type(item, report));
+    if let (None, Some(item)) = (&body, &kind) {
+        let message = format!("`content_type` has no effect: {of} has no `body` of its own");
+        report.problem(item.key_span.clone(), message, "add `body`, or remove `content_type`");
+    }
+    let text = body.and_then(|item| self::read_body_text(&item, report))?;
+    Some(Body { text, content_type: content_type.unwrap_or_else(|| "text/plain; charset=utf-8".to_owned()) })
+}
+
+fn read_body_text(item: &Item, report: &mut Report) -> Option<String> {
+    let word = item.string("\"slow down\\n\"", report)?;
+    if word.text.len() > BODY_MAX_BYTES {
+        let message = format!("`body` has `{}` bytes", word.text.len());
+        report.problem(word.span, message, format!("write at most `{BODY_MAX_BYTES}`"));
+        return None;
+    }
+    Some(word.text.to_owned())
+}
+
+/// A media type (RFC 9110, section 8.3.1), as far as it has to be one to be a field's value.
+fn read_content_type(item: &Item, report: &mut Report) -> Option<String> {
+    let word = item.string("\"application/json\"", report)?;
+    let token = |text: &str| {
+        !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte))
+    };
+    let (name, parameters) = word.text.split_once(';').unwrap_or((word.text, ""));
+    let sound = name.trim_end().split_once('/').is_some_and(|(kind, sub)| token(kind) && token(sub));
+    if !sound || !parameters.bytes().all(|byte| (b' '..=b'~').contains(&byte)) {
+        let fix = "write such as `\"application/json\"` or `\"text/html; charset=utf-8\"`";
+        report.problem(word.span, format!("{} is no media type", quoted(word.text)), fix);
+        return None;
+    }
+    Some(word.text.trim().to_owned())
+}
+
+/// A secret in a text file ends before the line end that editors put there; any other stays whole.
+pub fn strip_line_end(bytes: &[u8]) -> &[u8] {
+    let line = bytes.strip_suffix(b"\n").map_or(bytes, |line| line.strip_suffix(b"\r").unwrap_or(line));
+    let is_text = std::str::from_utf8(line).is_ok_and(|line| !line.contains(char::is_control));
+    if is_text { line } else { bytes }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_text_loses_its_line_end() {
+        for (bytes, secret) in [
+            (&b"text\n"[..], &b"text"[..]),
+            (b"text\r\n", b"text"),
+            (b"text", b"text"),
+            (b"text\n\n", b"text\n\n"),
+            (b"\x80\x01\n", b"\x80\x01\n"),
+            (b"\x01\n", b"\x01\n"),
+            (b"", b""),
+        ] {
+            assert_eq!(strip_line_end(bytes), secret);
+        }
+    }
+}
