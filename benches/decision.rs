@@ -1,19 +1,18 @@
-//! What one decision costs, in nanoseconds: Transom's table beside the governor crate, by turns.
+//! Measures the CPU time of one decision, in nanoseconds: Transom's table compared with the governor crate.
 //!
-//! `cargo bench --bench decision` prints five tables: the same two-layer decision on both sides,
-//! what makes Transom's decision dearer or cheaper, what it costs that counters lie in a file, how long such a file
-//! takes at start, and what the width of a counter's word costs.
-//! No server and no socket is involved; for whole requests there is `beside.py`. A plain `main`
-//! instead of a benchmark framework, because the two sides have to take turns within one run.
+//! `cargo bench --bench decision` prints five tables: the same two-layer decision by both limiters, Transom's decision under
+//! various conditions, the cost of a memory-mapped table, the time to open a counters file, and the cost of 128-bit counter
+//! words. No server and no socket is involved; `beside.py` measures whole requests. A plain `main` instead of a benchmark
+//! framework, because the compared sides have to take turns within one run.
 
-#[path = "decision/mapped.rs"]
-mod mapped;
-#[path = "decision/sides.rs"]
-mod sides;
-#[path = "decision/stopwatch.rs"]
-mod stopwatch;
-#[path = "decision/words.rs"]
-mod words;
+#[path = "decision/limiters.rs"]
+mod limiters;
+#[path = "decision/mapped_table.rs"]
+mod mapped_table;
+#[path = "decision/timing.rs"]
+mod timing;
+#[path = "decision/word_width.rs"]
+mod word_width;
 
 use std::hint::black_box;
 use std::net::{IpAddr, Ipv4Addr};
@@ -23,18 +22,18 @@ use transom::clock::Clock;
 use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
 use transom_limiter::decision_context::DecisionContext;
 
-use sides::{Governor, NOW_MS, Transom};
-use stopwatch::{Runner, Samples, in_turn, on_threads};
+use limiters::{Governor, NOW_MS, Transom};
+use timing::{Runner, Samples, in_turn, on_threads};
 
-/// The allocator of the gateway, for both sides.
+/// The gateway's allocator, for both sides.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 const ROUNDS: usize = 7;
 const KEYS: usize = 1_000_000;
-/// Counters that the table has room for, where it is to be about half full.
+/// Capacity of a table that gets about half full.
 const CAPACITY: usize = 4_000_000;
-/// Two layers that never refuse here, in the shape of `2000/hour` and `33/minute`.
+/// Two layers like `2000/hour` and `33/minute` whose limits are never reached.
 const WIDE: [&str; 2] = ["4294967295/hour", "4294967294/minute"];
 const SIX: [&str; 6] = [
     "4294967295/hour",
@@ -53,16 +52,16 @@ fn main() {
     }
     let keys = addresses(KEYS, 10);
     println!("{}", machine());
-    beside_governor(&keys);
-    transom_alone(&keys);
-    mapped::beside_the_heap(&keys);
-    mapped::start();
-    widths();
+    compare_with_governor(&keys);
+    measure_conditions(&keys);
+    mapped_table::compare_with_heap(&keys);
+    mapped_table::measure_open();
+    compare_word_widths();
 }
 
 /// Distinct addresses in random order.
 fn addresses(count: usize, network: u8) -> Vec<IpAddr> {
-    assert!(count < 1 << 24, "a network of this size has so many addresses");
+    assert!(count < 1 << 24, "an IPv4 /8 network has 2^24 addresses");
     let mut all: Vec<IpAddr> =
         (0..count as u32).map(|i| IpAddr::V4(Ipv4Addr::from(u32::from(network) << 24 | i))).collect();
     let mut state = 88_172_645_463_325_252u64;
@@ -84,7 +83,7 @@ fn machine() -> String {
     let features = match (cfg!(target_feature = "cmpxchg16b"), cfg!(target_feature = "avx")) {
         (true, true) => "cmpxchg16b and avx known when compiled",
         (true, false) => "cmpxchg16b known when compiled",
-        _ => "128-bit instructions looked up at run time",
+        _ => "128-bit instructions detected at run time",
     };
     format!(
         "- processor: {}, {cores} cores\n- kernel: {}\n- build: {features}\n- {ROUNDS} rounds, {KEYS} keys, CPU time \
@@ -104,38 +103,38 @@ fn pass(threads: usize, keys: &[IpAddr], admits: impl Fn(&IpAddr, &mut DecisionC
     })
 }
 
-fn beside_governor(keys: &[IpAddr]) {
-    println!("### Two layers, beside governor\n");
+fn compare_with_governor(keys: &[IpAddr]) {
+    println!("### Two layers, compared with governor\n");
     println!(
-        "| decision | transom, time handed in | transom, own clock | governor, time stands still | governor, own clock \
+        "| decision | transom, given time | transom, own clock | governor, fixed clock | governor, own clock \
          | ratio without clocks | ratio with clocks: min | median | max | target |"
     );
     println!("| --- | --: | --: | --: | --: | --: | --: | --: | --: | --- |");
     let hot = vec![keys[0]; KEYS];
-    let (handed, reading) = (Transom::new(&WIDE, CAPACITY), Transom::new(&WIDE, CAPACITY));
+    let (given, own_clock) = (Transom::new(&WIDE, CAPACITY), Transom::new(&WIDE, CAPACITY));
     // The gateway's own clock: it reads the monotonic clock, and the wall clock once in a millisecond.
     let clock = Clock::system();
-    let (still, own) = (Governor::<FakeRelativeClock>::new(), Governor::<QuantaClock>::new());
+    let (fixed_clock, governor_clock) = (Governor::<FakeRelativeClock>::new(), Governor::<QuantaClock>::new());
     for (name, threads, keys) in [
         ("a million keys, 1 thread", 1, keys),
         ("a million keys, 2 threads", 2, keys),
         ("one hot key, 1 thread", 1, &hot[..]),
         ("one hot key, 2 threads", 2, &hot[..]),
     ] {
-        print_beside(
+        print_comparison(
             name,
             &mut [
-                Runner::new("", || pass(threads, keys, |key, context| handed.admits(key, NOW_MS, context))),
+                Runner::new("", || pass(threads, keys, |key, context| given.admits(key, NOW_MS, context))),
                 Runner::new("", || {
-                    pass(threads, keys, |key, context| reading.admits(key, clock.now().unix_ms, context))
+                    pass(threads, keys, |key, context| own_clock.admits(key, clock.now().unix_ms, context))
                 }),
-                Runner::new("", || pass(threads, keys, |key, _| still.admits(key))),
-                Runner::new("", || pass(threads, keys, |key, _| own.admits(key))),
+                Runner::new("", || pass(threads, keys, |key, _| fixed_clock.admits(key))),
+                Runner::new("", || pass(threads, keys, |key, _| governor_clock.admits(key))),
             ],
         );
     }
-    // Every sample needs empty tables; making and dropping them is not part of the time.
-    print_beside(
+    // Every sample needs empty tables; the time does not include creating and dropping them.
+    print_comparison(
         "new keys, 1 thread",
         &mut [
             Runner::new("", || {
@@ -159,18 +158,20 @@ fn beside_governor(keys: &[IpAddr]) {
     println!();
 }
 
-/// `runners` in the order of the columns: transom twice, governor twice, without and with clocks.
-fn print_beside(name: &str, runners: &mut [Runner; 4]) {
+/// `runners` in the order of the columns: transom, then governor, each without and with its clock.
+fn print_comparison(name: &str, runners: &mut [Runner; 4]) {
     let samples = in_turn(ROUNDS, runners);
-    let [handed, reading, still, own] = samples.as_slice() else { unreachable!("as many samples as runners") };
-    let ratio = own.over(reading);
+    let [given, own_clock, fixed_clock, governor_clock] = samples.as_slice() else {
+        unreachable!("as many samples as runners")
+    };
+    let ratio = governor_clock.over(own_clock);
     println!(
         "| {name} | {:.0} | {:.0} | {:.0} | {:.0} | {:.1} | {:.1} | {:.1} | {:.1} | ≥ {TARGET}: {} |",
-        handed.median(),
-        reading.median(),
-        still.median(),
-        own.median(),
-        still.over(handed).median(),
+        given.median(),
+        own_clock.median(),
+        fixed_clock.median(),
+        governor_clock.median(),
+        fixed_clock.over(given).median(),
         ratio.min(),
         ratio.median(),
         ratio.max(),
@@ -178,18 +179,18 @@ fn print_beside(name: &str, runners: &mut [Runner; 4]) {
     );
 }
 
-fn transom_alone(keys: &[IpAddr]) {
-    println!("### Transom alone, 1 thread, time handed in\n");
+fn measure_conditions(keys: &[IpAddr]) {
+    println!("### Transom alone, 1 thread, given time\n");
     let [one, two, six] = [&WIDE[..1], &WIDE, &SIX].map(|windows| Transom::new(windows, windows.len() * KEYS * 2));
     let refusing = Transom::new(&["2/hour", "1/minute"], CAPACITY);
-    let crowded = crowded(keys);
+    let nearly_full = nearly_full_table(keys);
     let hot = vec![keys[0]; KEYS];
     let newcomers = addresses(KEYS / 50, 11);
     let mut runners = vec![
-        Runner::new("hashing the key, nothing else", || {
+        Runner::new("hashing the key only", || {
             on_threads(1, KEYS, |_| keys.iter().for_each(|key| _ = black_box(two.hash(key))))
         }),
-        Runner::new("counting in two layers, nothing else, hot key", || counting(&two, &keys[0])),
+        Runner::new("counting in two layers only, hot key", || counting(&two, &keys[0])),
     ];
     for (name, side) in [("1 layer", &one), ("2 layers", &two), ("6 layers", &six), ("refused, 2 layers", &refusing)] {
         for (which, keys) in [("a million keys", keys), ("hot key", &hot)] {
@@ -198,33 +199,33 @@ fn transom_alone(keys: &[IpAddr]) {
         }
     }
     runners.push(Runner::new("2 layers, table 95 % full, its keys", || {
-        pass(1, &keys[..KEYS * 95 / 100], |key, context| crowded.admits(key, NOW_MS, context))
+        pass(1, &keys[..KEYS * 95 / 100], |key, context| nearly_full.admits(key, NOW_MS, context))
     }));
     runners.push(Runner::new("2 layers, table 95 % full, new keys until 97 %", || {
-        let crowded = self::crowded(keys);
-        pass(1, &newcomers, |key, context| crowded.admits(key, NOW_MS, context))
+        let nearly_full = nearly_full_table(keys);
+        pass(1, &newcomers, |key, context| nearly_full.admits(key, NOW_MS, context))
     }));
     let samples = in_turn(ROUNDS, &mut runners);
     print_alone(&runners, &samples);
 }
 
-/// A table whose capacity is used to 95 % by the first of these keys, two layers each.
-fn crowded(keys: &[IpAddr]) -> Transom {
+/// A table that the first 95 % of these keys fill to 95 % of its capacity, with two layers each.
+fn nearly_full_table(keys: &[IpAddr]) -> Transom {
     let side = Transom::new(&WIDE, KEYS * 2);
     pass(1, &keys[..KEYS * 95 / 100], |key, context| side.admits(key, NOW_MS, context));
     side
 }
 
-/// The counting room on its own: no hash, no window arithmetic.
+/// Times the table operations alone, without hashing and window arithmetic.
 fn counting(side: &Transom, key: &IpAddr) -> f64 {
     let mut context = DecisionContext::default();
-    assert!(side.admits(key, NOW_MS, &mut context), "nothing is refused here");
-    let ready: Vec<Charge> =
+    assert!(side.admits(key, NOW_MS, &mut context), "the limits are never reached");
+    let prepared: Vec<Charge> =
         context.result.charges.iter().map(|charge| Charge::new(charge.counter, charge.request)).collect();
     on_threads(1, KEYS, |_| {
-        let mut charges = ready.clone();
+        let mut charges = prepared.clone();
         for _ in 0..KEYS {
-            charges.copy_from_slice(&ready);
+            charges.copy_from_slice(&prepared);
             assert!(
                 acquire_all(&*side.table, black_box(&mut charges), &mut Vec::new(), side.rule_set.time(NOW_MS))
                     == AcquireResult::Admitted
@@ -241,10 +242,10 @@ fn print_alone(runners: &[Runner], samples: &[Samples]) {
     println!();
 }
 
-fn widths() {
-    println!("### The width of a counter's word, nanoseconds per operation\n");
+fn compare_word_widths() {
+    println!("### Width of a counter word, nanoseconds per operation\n");
     println!("| operation | 128 bits | 64 bits | ratio |\n| --- | --: | --: | --: |");
-    let mut runners = words::runners();
+    let mut runners = word_width::runners();
     let samples = in_turn(ROUNDS, &mut runners);
     for (runners, samples) in runners.chunks(2).zip(samples.chunks(2)) {
         let [wide, narrow] = samples else { unreachable!("runners come in pairs") };

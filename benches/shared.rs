@@ -3,8 +3,8 @@
 //!
 //! `cargo bench --bench shared` starts a redis-server of its own (Debian's `redis-server`) and prints both, measured in turns, and
 //! their ratio. Both sides run the same script on one connection each; every decision is about three plain windows of
-//! one key, of 1,000 keys in turn, and none is refused. The waiting client is measured twice: as a task of an event
-//! loop, as in a gateway, and as a thread without a runtime.
+//! one key, of 1,000 keys in turn, and none is refused. The waiting client is measured twice: as a task of a
+//! worker, as in a gateway, and as a thread without a runtime.
 
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
@@ -36,58 +36,58 @@ fn main() {
         return;
     }
     let redis = Redis::start();
-    let keys: Vec<[CounterRequest; 3]> = (0..KEYS).map(wants).collect();
+    let keys: Vec<[CounterRequest; 3]> = (0..KEYS).map(requests).collect();
     let (mut blocking, mut alone, mut together) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..ROUNDS {
-        blocking.push(waiting(redis.port, &keys));
-        alone.push(one_by_one(redis.port, &keys));
-        together.push(one_event_loop(redis.port, &keys));
+        blocking.push(blocking_client(redis.port, &keys));
+        alone.push(sequential_client(redis.port, &keys));
+        together.push(concurrent_requests(redis.port, &keys));
     }
     let (blocking, alone, together) = (median(blocking), median(alone), median(together));
     println!("decisions about three layers, per second, median of {ROUNDS} rounds of {ROUND:?}");
-    println!("  one by one, a thread that only waits   {blocking:>8.0}");
-    println!("  one by one, on an event loop           {alone:>8.0}");
-    println!("  {TOGETHER} at once, on an event loop          {together:>8.0}");
+    println!("  one at a time, a thread that waits     {blocking:>8.0}");
+    println!("  one at a time, on a worker             {alone:>8.0}");
+    println!("  {TOGETHER} at once, on a worker               {together:>8.0}");
     println!(
-        "  ratio {:.1} to the thread, {:.1} on an event loop (target: {TARGET})",
+        "  ratio {:.1} to the thread, {:.1} on a worker (target: {TARGET})",
         together / blocking,
         together / alone
     );
 }
 
 /// One thread that calls and waits.
-fn waiting(port: u16, keys: &[[CounterRequest; 3]]) -> f64 {
+fn blocking_client(port: u16, keys: &[[CounterRequest; 3]]) -> f64 {
     let client = redis::Client::open(("127.0.0.1", port)).expect("an address");
     let mut connection = client.get_connection().expect("redis-server listens");
     let scripts = Scripts::default();
-    scripts::acquire_command(&scripts.acquire, ScriptRef::Text, asks(keys).iter().take(1))
+    scripts::acquire_command(&scripts.acquire, ScriptRef::Text, acquire_calls(keys).iter().take(1))
         .exec(&mut connection)
         .expect("is executed");
-    let asks = asks(keys);
+    let calls = acquire_calls(keys);
     let (start, mut decided) = (Clock::system().instant(), 0);
     while start.elapsed() < ROUND {
-        let ask = [&asks[decided % KEYS]];
-        let said = scripts::acquire_command(&scripts.acquire, ScriptRef::Sha, ask.into_iter()).query(&mut connection);
-        check(scripts::parse_acquire_reply(&said.expect("is executed"), ask.into_iter()));
+        let call = [&calls[decided % KEYS]];
+        let reply = scripts::acquire_command(&scripts.acquire, ScriptRef::Sha, call.into_iter()).query(&mut connection);
+        check(scripts::parse_acquire_reply(&reply.expect("is executed"), call.into_iter()));
         decided += 1;
     }
     decided as f64 / start.elapsed().as_secs_f64()
 }
 
-/// A task of an event loop that calls and waits, with redis-rs alone.
-fn one_by_one(port: u16, keys: &[[CounterRequest; 3]]) -> f64 {
+/// A task that calls and waits, with redis-rs alone.
+fn sequential_client(port: u16, keys: &[[CounterRequest; 3]]) -> f64 {
     let runtime = Builder::new_current_thread().enable_all().build_local(LocalOptions::default()).expect("a runtime");
     runtime.block_on(async {
         let client = redis::Client::open(("127.0.0.1", port)).expect("an address");
         let mut connection = client.get_multiplexed_async_connection().await.expect("redis-server listens");
         let scripts = Scripts::default();
-        let asks = asks(keys);
+        let calls = acquire_calls(keys);
         let (start, mut decided) = (Clock::system().instant(), 0);
         while start.elapsed() < ROUND {
-            let ask = [&asks[decided % KEYS]];
-            let call = scripts::acquire_command(&scripts.acquire, ScriptRef::Sha, ask.into_iter());
-            let said = call.query_async(&mut connection).await.expect("is executed");
-            check(scripts::parse_acquire_reply(&said, ask.into_iter()));
+            let call = [&calls[decided % KEYS]];
+            let command = scripts::acquire_command(&scripts.acquire, ScriptRef::Sha, call.into_iter());
+            let reply = command.query_async(&mut connection).await.expect("is executed");
+            check(scripts::parse_acquire_reply(&reply, call.into_iter()));
             decided += 1;
         }
         decided as f64 / start.elapsed().as_secs_f64()
@@ -95,12 +95,12 @@ fn one_by_one(port: u16, keys: &[[CounterRequest; 3]]) -> f64 {
 }
 
 /// Many requests through the Redis client of one worker.
-fn one_event_loop(port: u16, keys: &[[CounterRequest; 3]]) -> f64 {
+fn concurrent_requests(port: u16, keys: &[[CounterRequest; 3]]) -> f64 {
     let runtime = Builder::new_current_thread().enable_all().build_local(LocalOptions::default()).expect("a runtime");
     let keys: Rc<[[CounterRequest; 3]]> = keys.into();
     runtime.block_on(async {
         let store = RedisClient::new(&settings(port));
-        store.probe().await.expect("redis-server answers");
+        store.probe().await.expect("redis-server replies");
         let now_ms = now_ms();
         let start = Clock::system().instant();
         let tasks: Vec<_> = (0..TOGETHER)
@@ -109,8 +109,8 @@ fn one_event_loop(port: u16, keys: &[[CounterRequest; 3]]) -> f64 {
                 tokio::task::spawn_local(async move {
                     let mut decided = 0;
                     while start.elapsed() < ROUND {
-                        let answer = store.acquire(&keys[(first + decided * TOGETHER) % KEYS], now_ms).await;
-                        assert!(matches!(answer, Ok(AcquireReply::Granted { .. })), "{answer:?}");
+                        let reply = store.acquire(&keys[(first + decided * TOGETHER) % KEYS], now_ms).await;
+                        assert!(matches!(reply, Ok(AcquireReply::Granted { .. })), "{reply:?}");
                         decided += 1;
                     }
                     decided
@@ -125,16 +125,18 @@ fn one_event_loop(port: u16, keys: &[[CounterRequest; 3]]) -> f64 {
     })
 }
 
-fn asks(keys: &[[CounterRequest; 3]]) -> Vec<AcquireCall> {
+fn acquire_calls(keys: &[[CounterRequest; 3]]) -> Vec<AcquireCall> {
     let now_ms = now_ms();
-    keys.iter().map(|wants| AcquireCall { requests: wants.to_vec(), gateway_ms: now_ms, window_ms: now_ms }).collect()
+    keys.iter()
+        .map(|requests| AcquireCall { requests: requests.to_vec(), gateway_ms: now_ms, window_ms: now_ms })
+        .collect()
 }
 
 fn check(decisions: Option<Vec<AcquireResult>>) {
     assert!(matches!(decisions.as_deref(), Some([Ok(AcquireReply::Granted { .. })])));
 }
 
-fn wants(key: usize) -> [CounterRequest; 3] {
+fn requests(key: usize) -> [CounterRequest; 3] {
     let now_ms = now_ms();
     let window = |period_ms: u64, name: &str| {
         let number = now_ms / period_ms;

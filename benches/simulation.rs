@@ -2,8 +2,7 @@
 //! gateways and the rate of requests. docs/explanation/lease-model.md states the assumptions.
 //!
 //! `cargo bench --bench simulation` prints the table; `-- --chart docs/explanation/lease-load.svg` draws it as well, and `-- --small`
-//! prints the figures that benches/leases.py measures. The gateway's algorithm is written again here, with the gateway's
-//! constants.
+//! prints the figures that benches/leases.py measures. The simulation repeats the gateway's algorithm and uses its constants.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -20,13 +19,13 @@ const BUSY_US: u64 = us(lease_sizing::TWOFOLD_BELOW);
 const SLOW_US: u64 = us(lease_sizing::HALF_ABOVE);
 const MEMORY_US: u64 = us(lease_sizing::RECORD_LIFETIME);
 const RECHECK_US: u64 = us(lease_sizing::RECHECK_PERIOD.0);
-/// It is looked at now and then whether something lies idle.
+/// Average time until an unused lease is noticed.
 const IDLE_US: u64 = us(lease_sizing::IDLE_AFTER) + us(SWEEP) / 2;
 
-/// From a call of Redis to its reply, microseconds; Redis decides in the middle of that time.
-const WAY_US: u64 = 1_000;
+/// From a call of Redis to its reply, microseconds; Redis decides at half of that time.
+const ROUND_TRIP_US: u64 = 1_000;
 /// The delay of benches/leases.py, by which waiting requests are recognized.
-const SMALL_WAY_US: u64 = 20_000;
+const SMALL_ROUND_TRIP_US: u64 = 20_000;
 
 const GATEWAYS: [u64; 7] = [1, 3, 10, 30, 100, 300, 1000];
 const RATES: [f64; 4] = [1_000.0, 10_000.0, 100_000.0, 400_000.0];
@@ -37,24 +36,24 @@ const fn us(duration: Duration) -> u64 {
     duration.as_micros() as u64
 }
 
-/// Divisor of what is left beyond the need: the part that the script grants.
+/// The divisor in acquire.lua: of the tokens left beyond the need, this part is granted.
 fn part() -> u64 {
     let script = include_str!("../src/redis_store/acquire.lua");
-    let said = script.split_once("math.floor(spare / ").and_then(|(_, rest)| rest.split_once(')'));
-    said.and_then(|(part, _)| part.parse().ok()).expect("acquire.lua says which part of what is left is handed out")
+    let divisor = script.split_once("math.floor(spare / ").and_then(|(_, rest)| rest.split_once(')'));
+    divisor.and_then(|(part, _)| part.parse().ok()).expect("acquire.lua divides the spare tokens by a number")
 }
 
 /// The clients and their limits.
 struct Load {
     name: &'static str,
     keys: usize,
-    /// 0: all keys equally often; 1: the second key half as often as the first, the third a third, …
+    /// Zipf exponent. 0: all keys are equally frequent; 1: key number n is 1/n times as frequent as the first.
     zipf: f64,
     /// The limit of a key in a window, from the rate of all requests.
     limit: fn(f64) -> u64,
 }
 
-/// Sizes that can also be measured.
+/// Loads that benches/leases.py can measure too.
 const SMALL_LOADS: [Load; 2] = [
     Load { name: "one counter for all", keys: 1, zipf: 0.0, limit: |rate| (rate * 5.0) as u64 },
     Load { name: "1,000 clients (Zipf), 100 in 10 s each", keys: 1_000, zipf: 1.0, limit: |_| 100 },
@@ -70,14 +69,14 @@ const LOADS: [Load; 2] = [
 #[derive(Default)]
 struct Lease {
     window: u64,
-    purse: u64,
-    slice: u64,
-    asked_us: u64,
+    balance: u64,
+    fetch_size: u64,
+    fetched_us: u64,
     spent_us: u64,
-    is_asking: bool,
+    is_fetching: bool,
     /// The last fetch got no tokens beyond the need.
-    is_dry: bool,
-    /// Known to be used up until this time.
+    is_exhausted: bool,
+    /// The window is known to be exhausted until this time.
     full_until_us: Option<u64>,
     waiting: Vec<u64>,
     is_watched: bool,
@@ -88,14 +87,14 @@ struct Lease {
 struct Counter {
     window: u64,
     used: u64,
-    asked: u64,
+    requested: u64,
     admitted: u64,
 }
 
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
     Decided { id: u64, need: u64, want: u64 },
-    Answered { id: u64, window: u64, granted: u64, is_full: bool },
+    Replied { id: u64, window: u64, granted: u64, is_full: bool },
     Idle { id: u64 },
     Returned { id: u64, window: u64, tokens: u64 },
 }
@@ -110,18 +109,18 @@ struct Sums {
     missing: u64,
 }
 
-struct World<'l> {
+struct Simulation<'l> {
     load: &'l Load,
     limit: u64,
     part: u64,
-    half_way_us: u64,
+    half_round_trip_us: u64,
     counters: Vec<Counter>,
     leases: HashMap<u64, Lease>,
     events: BinaryHeap<Reverse<(u64, Event)>>,
     sums: Sums,
 }
 
-/// SplitMix64: the same run every time, on every machine.
+/// SplitMix64 with a fixed seed: every run is the same on every machine.
 struct Random(u64);
 
 impl Random {
@@ -144,9 +143,9 @@ impl Lease {
         if self.window != window {
             *self = Lease {
                 window,
-                slice: self.slice,
-                asked_us: self.asked_us,
-                is_asking: self.is_asking,
+                fetch_size: self.fetch_size,
+                fetched_us: self.fetched_us,
+                is_fetching: self.is_fetching,
                 waiting: std::mem::take(&mut self.waiting),
                 is_watched: self.is_watched,
                 ..Lease::default()
@@ -155,52 +154,52 @@ impl Lease {
     }
 
     fn is_low(&self) -> bool {
-        !self.is_asking
-            && !self.is_dry
+        !self.is_fetching
+            && !self.is_exhausted
             && self.full_until_us.is_none()
-            && self.slice > 1
-            && self.purse <= self.slice / 2
+            && self.fetch_size > 1
+            && self.balance <= self.fetch_size / 2
     }
 }
 
-impl World<'_> {
-    fn run(load: &Load, gateways: u64, rate: f64, way_us: u64) -> Sums {
-        let shares = (1..=load.keys).scan(0.0, |sum, n| {
+impl Simulation<'_> {
+    fn run(load: &Load, gateways: u64, rate: f64, round_trip_us: u64) -> Sums {
+        let cumulative = (1..=load.keys).scan(0.0, |sum, n| {
             *sum += (n as f64).powf(-load.zipf);
             Some(*sum)
         });
-        let shares: Vec<f64> = shares.collect();
-        let whole = shares[load.keys - 1];
+        let cumulative: Vec<f64> = cumulative.collect();
+        let whole = cumulative[load.keys - 1];
         let counters = vec![Counter::default(); load.keys];
         let (leases, events, sums) = (HashMap::new(), BinaryHeap::new(), Sums::default());
-        let (limit, part, half_way_us) = ((load.limit)(rate).max(1), part(), way_us / 2);
-        let mut world = World { load, limit, part, half_way_us, counters, leases, events, sums };
+        let (limit, part, half_round_trip_us) = ((load.limit)(rate).max(1), part(), round_trip_us / 2);
+        let mut simulation = Simulation { load, limit, part, half_round_trip_us, counters, leases, events, sums };
         let (mut random, mut now) = (Random(1), 0.0);
         loop {
             now -= (1.0 - random.share()).ln() * 1e6 / rate;
-            while world.events.peek().is_some_and(|Reverse((at, _))| *at <= now as u64) {
-                if let Some(Reverse((at, event))) = world.events.pop() {
-                    world.happens(at, event);
+            while simulation.events.peek().is_some_and(|Reverse((at, _))| *at <= now as u64) {
+                if let Some(Reverse((at, event))) = simulation.events.pop() {
+                    simulation.handle(at, event);
                 }
             }
             if now as u64 >= WINDOWS * PERIOD_US {
                 break;
             }
             let drawn = random.share() * whole;
-            let key = shares.partition_point(|share| *share <= drawn).min(load.keys - 1);
-            world.request(now as u64, random.next() % gateways * load.keys as u64 + key as u64);
+            let key = cumulative.partition_point(|sum| *sum <= drawn).min(load.keys - 1);
+            simulation.request(now as u64, random.next() % gateways * load.keys as u64 + key as u64);
         }
         for key in 0..load.keys {
-            world.enter(key, u64::MAX);
+            simulation.enter(key, u64::MAX);
         }
-        world.sums
+        simulation.sums
     }
 
     /// The counter of a key, in its window.
     fn enter(&mut self, key: usize, window: u64) -> &mut Counter {
         let counter = &mut self.counters[key];
         if counter.window != window {
-            if counter.asked > self.limit {
+            if counter.requested > self.limit {
                 self.sums.limit += self.limit;
                 self.sums.missing += self.limit - counter.admitted;
             }
@@ -212,73 +211,74 @@ impl World<'_> {
     fn request(&mut self, now: u64, id: u64) {
         let (key, window) = ((id % self.load.keys as u64) as usize, now / PERIOD_US);
         self.sums.requests += 1;
-        self.enter(key, window).asked += 1;
+        self.enter(key, window).requested += 1;
         let lease = self.leases.entry(id).or_default();
         lease.enter(window);
-        if lease.purse > 0 {
-            lease.purse -= 1;
+        if lease.balance > 0 {
+            lease.balance -= 1;
             lease.spent_us = now;
             self.counters[key].admitted += 1;
             if lease.is_low() {
-                self.ask(now, id, 0);
+                self.fetch(now, id, 0);
             }
         } else if let Some(until) = lease.full_until_us {
-            if now >= until && !lease.is_asking {
+            if now >= until && !lease.is_fetching {
                 lease.full_until_us = Some(now + RECHECK_US);
-                self.ask(now, id, 0);
+                self.fetch(now, id, 0);
             }
         } else {
             lease.waiting.push(now);
             self.sums.waited += 1;
-            if !lease.is_asking {
-                self.ask(now, id, 1);
+            if !lease.is_fetching {
+                self.fetch(now, id, 1);
             }
         }
     }
 
-    fn ask(&mut self, now: u64, id: u64, need: u64) {
+    fn fetch(&mut self, now: u64, id: u64, need: u64) {
         let lease = self.leases.entry(id).or_default();
-        let next = match now - lease.asked_us {
-            lasted if lease.slice == 0 || lasted > MEMORY_US => 0,
-            lasted if lasted < BRISK_US => lease.slice * 4,
-            lasted if lasted < BUSY_US => lease.slice * 2,
-            lasted if lasted > SLOW_US => lease.slice / 2,
-            _ => lease.slice,
+        let next = match now - lease.fetched_us {
+            lasted if lease.fetch_size == 0 || lasted > MEMORY_US => 0,
+            lasted if lasted < BRISK_US => lease.fetch_size * 4,
+            lasted if lasted < BUSY_US => lease.fetch_size * 2,
+            lasted if lasted > SLOW_US => lease.fetch_size / 2,
+            _ => lease.fetch_size,
         };
-        lease.slice = next.max(lease.waiting.len() as u64).max(1);
-        (lease.asked_us, lease.is_asking) = (now, true);
+        lease.fetch_size = next.max(lease.waiting.len() as u64).max(1);
+        (lease.fetched_us, lease.is_fetching) = (now, true);
         self.sums.calls += 1;
-        self.events.push(Reverse((now + self.half_way_us, Event::Decided { id, need, want: lease.slice })));
+        self.events.push(Reverse((now + self.half_round_trip_us, Event::Decided { id, need, want: lease.fetch_size })));
     }
 
-    fn happens(&mut self, now: u64, event: Event) {
+    fn handle(&mut self, now: u64, event: Event) {
         let (window, keys, limit, part) = (now / PERIOD_US, self.load.keys as u64, self.limit, self.part);
         match event {
             Event::Decided { id, need, want } => {
                 let counter = self.enter((id % keys) as usize, window);
-                let room = limit - counter.used;
-                let granted = if room < need { 0 } else { need + (want - need).min((room - need) / part) };
+                let spare = limit - counter.used;
+                let granted = if spare < need { 0 } else { need + (want - need).min((spare - need) / part) };
                 counter.used += granted;
                 let is_full = counter.used >= limit;
-                self.events.push(Reverse((now + self.half_way_us, Event::Answered { id, window, granted, is_full })));
+                self.events
+                    .push(Reverse((now + self.half_round_trip_us, Event::Replied { id, window, granted, is_full })));
             }
-            Event::Answered { id, window: of, granted, is_full } => self.answered(now, id, of, granted, is_full),
+            Event::Replied { id, window: of, granted, is_full } => self.record_reply(now, id, of, granted, is_full),
             Event::Idle { id } => {
                 let lease = self.leases.entry(id).or_default();
                 lease.is_watched = false;
-                let idle_us = lease.spent_us.max(lease.asked_us) + IDLE_US;
-                if now < idle_us || lease.is_asking {
+                let idle_us = lease.spent_us.max(lease.fetched_us) + IDLE_US;
+                if now < idle_us || lease.is_fetching {
                     lease.is_watched = true;
                     self.events.push(Reverse((idle_us.max(now + us(SWEEP)), Event::Idle { id })));
                     return;
                 }
-                lease.slice /= 2;
-                if lease.window != window || lease.purse == 0 {
+                lease.fetch_size /= 2;
+                if lease.window != window || lease.balance == 0 {
                     return;
                 }
-                let tokens = std::mem::take(&mut lease.purse);
+                let tokens = std::mem::take(&mut lease.balance);
                 self.sums.calls += 1;
-                self.events.push(Reverse((now + self.half_way_us, Event::Returned { id, window, tokens })));
+                self.events.push(Reverse((now + self.half_round_trip_us, Event::Returned { id, window, tokens })));
             }
             Event::Returned { id, window: of, tokens } if of == window => {
                 self.enter((id % keys) as usize, window).used -= tokens;
@@ -287,32 +287,32 @@ impl World<'_> {
         }
     }
 
-    fn answered(&mut self, now: u64, id: u64, of: u64, granted: u64, is_full: bool) {
+    fn record_reply(&mut self, now: u64, id: u64, of: u64, granted: u64, is_full: bool) {
         let (key, window) = ((id % self.load.keys as u64) as usize, now / PERIOD_US);
         self.enter(key, window);
         let lease = self.leases.entry(id).or_default();
         lease.enter(window);
-        lease.is_asking = false;
+        lease.is_fetching = false;
         if of == window {
-            lease.purse += granted;
-            lease.is_dry = granted == 0;
+            lease.balance += granted;
+            lease.is_exhausted = granted == 0;
             lease.full_until_us = is_full.then_some(now + RECHECK_US);
-            lease.slice = if granted > 0 { granted } else { lease.slice };
+            lease.fetch_size = if granted > 0 { granted } else { lease.fetch_size };
         }
-        if lease.purse > 0 && !lease.is_watched {
+        if lease.balance > 0 && !lease.is_watched {
             (lease.is_watched, lease.spent_us) = (true, now);
             self.events.push(Reverse((now + IDLE_US, Event::Idle { id })));
         }
-        let served = (lease.waiting.len() as u64).min(lease.purse);
-        lease.purse -= served;
+        let served = (lease.waiting.len() as u64).min(lease.balance);
+        lease.balance -= served;
         lease.waiting.drain(..served as usize);
         if lease.full_until_us.is_some() {
             lease.waiting.clear();
         }
-        let (waits, is_low) = (!lease.waiting.is_empty(), lease.is_low());
+        let (has_waiting, is_low) = (!lease.waiting.is_empty(), lease.is_low());
         self.counters[key].admitted += served;
-        if waits || is_low {
-            self.ask(now, id, u64::from(waits));
+        if has_waiting || is_low {
+            self.fetch(now, id, u64::from(has_waiting));
         }
     }
 }
@@ -364,8 +364,8 @@ fn heading(load: &Load) {
 }
 
 /// A line of the table: calls per request, and percentages of waiting requests and of unused tokens.
-fn row(load: &Load, gateways: u64, rate: f64, way_us: u64) -> [f64; 3] {
-    let sums = World::run(load, gateways, rate, way_us);
+fn row(load: &Load, gateways: u64, rate: f64, round_trip_us: u64) -> [f64; 3] {
+    let sums = Simulation::run(load, gateways, rate, round_trip_us);
     let requests = sums.requests as f64;
     let (calls, waited) = (sums.calls as f64 / requests, 100.0 * sums.waited as f64 / requests);
     let missing = 100.0 * sums.missing as f64 / sums.limit.max(1) as f64;
@@ -377,7 +377,7 @@ fn main() {
     if std::env::args().any(|argument| argument == "--small") {
         for load in &SMALL_LOADS {
             heading(load);
-            SMALL_GATEWAYS.iter().for_each(|gateways| _ = row(load, *gateways, SMALL_RATE, SMALL_WAY_US));
+            SMALL_GATEWAYS.iter().for_each(|gateways| _ = row(load, *gateways, SMALL_RATE, SMALL_ROUND_TRIP_US));
         }
         return;
     }
@@ -389,7 +389,7 @@ fn main() {
         for rate in RATES {
             let mut lines: [Vec<f64>; 3] = Default::default();
             for gateways in GATEWAYS {
-                let figures = row(load, gateways, rate, WAY_US);
+                let figures = row(load, gateways, rate, ROUND_TRIP_US);
                 lines.iter_mut().zip(figures).for_each(|(line, value)| line.push(value));
             }
             figures.iter_mut().zip(lines).for_each(|(figure, line)| figure.push(line));

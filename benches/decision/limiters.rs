@@ -1,8 +1,7 @@
-//! The two sides of the comparison, each reduced to one call: may this address pass?
+//! The two compared limiters, each with one call: is a request from this address admitted?
 //!
-//! Both hash the key in the call. Transom looks at all layers before it charges any; governor has one
-//! limiter per layer and asks them one after the other, which is how it is used for several limits,
-//! and which charges the first even if the second then refuses.
+//! Both hash the key in the call. Transom checks all layers before it charges any. Governor has one limiter per layer, called
+//! in turn as is usual for several limits; the first stays charged if the second refuses.
 
 use std::net::IpAddr;
 use std::num::NonZeroU32;
@@ -24,10 +23,10 @@ use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
 use transom_limiter::table::Table;
 
 const SEED: Seed = Seed(0x0123_4567_89AB_CDEF, 0xFEDC_BA98_7654_3210);
-/// 2023-11-14T22:13:20Z; any moment does, as long as all decisions of a run fall into one window.
+/// 2023-11-14T22:13:20Z. All decisions of a run are in one window.
 pub const NOW_MS: u64 = 1_700_000_000_000;
 
-/// One rule per address, its table, and what a route with that rule needs to decide.
+/// A rule keyed by address, its charge plan, and its table.
 pub struct Transom {
     pub rule_set: RuleSet,
     pub charge_plan: ChargePlan,
@@ -40,7 +39,7 @@ impl Transom {
         Transom::on(windows, Arc::new(Table::with_capacity(capacity).expect("there is memory")))
     }
 
-    /// As `new`, counting in this table.
+    /// As `new`, with this table.
     pub fn on(windows: &[&str], table: Arc<Table>) -> Transom {
         let rule = {
             let key = vec![KeyPart::Ip { v4_prefix: 32, v6_prefix: 64 }];
@@ -84,8 +83,8 @@ pub struct Governor<C: Clock> {
 
 impl<C: Clock + Default> Governor<C> {
     pub fn new() -> Governor<C> {
-        // One per microsecond and address is more than a hot loop asks for, so nothing is refused;
-        // should it be, the burst of four thousand million lasts for the run.
+        // One token per microsecond and address is more than a hot loop uses, so that nothing is refused; the burst of 2^32 - 1
+        // tokens would last for the run otherwise.
         let layer = |per_token| {
             let quota = Quota::with_period(per_token).expect("not zero").allow_burst(NonZeroU32::MAX);
             RateLimiter::dashmap_with_clock(quota, C::default())

@@ -1,7 +1,7 @@
-//! What it costs that counters lie in a file: per decision, and at start.
+//! Measures the cost of a memory-mapped table: per decision, and when a file is opened.
 //!
-//! The file lies in `/dev/shm`, as the documentation recommends, or in the folder for temporary files where there is
-//! none. Decisions are timed on one table on the heap, one in a file and one in nameless memory, by turns.
+//! The file is in `/dev/shm`, as the documentation recommends, or in the temporary folder. Decisions are timed in turns on a
+//! table on the heap, one in a file and one in anonymous memory.
 
 use std::fs;
 use std::net::IpAddr;
@@ -12,24 +12,24 @@ use transom::clock::Clock;
 use transom::config;
 use transom::persistence::counters::Counters;
 
-use crate::sides::{NOW_MS, Transom};
-use crate::stopwatch::{Runner, Samples, Watch, in_turn};
+use crate::limiters::{NOW_MS, Transom};
+use crate::timing::{Runner, Samples, Watch, in_turn};
 use crate::{CAPACITY, KEYS, ROUNDS, WIDE, pass};
 
-/// More rounds than elsewhere: what is looked for is small.
+/// More rounds than elsewhere, because the expected difference is small.
 const TURNS: usize = 3 * ROUNDS;
 const MOST_PERCENT: f64 = 3.0;
 const START_CAPACITY: usize = 10_000_000;
 const START_MS: f64 = 200.0;
 
-/// A file that is gone afterwards, with what was made beside it.
-struct Place(PathBuf);
+/// The path of a counters file, which is removed with its lock file when dropped.
+struct TemporaryFile(PathBuf);
 
-impl Place {
-    fn new() -> Place {
+impl TemporaryFile {
+    fn new() -> TemporaryFile {
         let shared = Path::new("/dev/shm");
         let folder = if shared.is_dir() { shared.to_owned() } else { std::env::temp_dir() };
-        Place(folder.join(format!("transom-bench-{}", std::process::id())))
+        TemporaryFile(folder.join(format!("transom-bench-{}", std::process::id())))
     }
 
     fn open(&self, capacity: usize) -> Counters {
@@ -37,12 +37,12 @@ impl Place {
     }
 
     fn remove(&self) {
-        // What is not there need not be removed.
+        // The file may not exist.
         let _ = fs::remove_file(&self.0);
     }
 }
 
-impl Drop for Place {
+impl Drop for TemporaryFile {
     fn drop(&mut self) {
         self.remove();
         let mut lock = self.0.clone().into_os_string();
@@ -54,19 +54,19 @@ impl Drop for Place {
 fn open(file: Option<PathBuf>, capacity: usize) -> Counters {
     let config =
         config::Counters { capacity, file, snapshot: None, snapshot_every: Duration::from_secs(5), shared: None };
-    Counters::open(&config, None, 2, &Clock::manual(NOW_MS)).expect("there is room").0
+    Counters::open(&config, None, 2, &Clock::manual(NOW_MS)).expect("the counters can be created").0
 }
 
-pub fn beside_the_heap(keys: &[IpAddr]) {
-    println!("### Two layers, table on the heap and mapped, time handed in\n");
-    println!("| decision | heap | file | nameless | file over heap | nameless over heap | target |");
+pub fn compare_with_heap(keys: &[IpAddr]) {
+    println!("### Two layers, table on the heap and mapped, given time\n");
+    println!("| decision | heap | file | anonymous | file / heap | anonymous / heap | target |");
     println!("| --- | --: | --: | --: | --: | --: | --- |");
-    let place = Place::new();
-    let (file, nameless) = (place.open(CAPACITY), open(None, CAPACITY));
+    let file = TemporaryFile::new();
+    let (file, anonymous) = (file.open(CAPACITY), open(None, CAPACITY));
     let sides = [
         Transom::new(&WIDE, CAPACITY),
         Transom::on(&WIDE, file.table.clone()),
-        Transom::on(&WIDE, nameless.table.clone()),
+        Transom::on(&WIDE, anonymous.table.clone()),
     ];
     let hot = vec![keys[0]; KEYS];
     for (name, threads, keys) in [
@@ -79,43 +79,43 @@ pub fn beside_the_heap(keys: &[IpAddr]) {
             Runner::new("", move || pass(threads, keys, |key, context| Transom::admits(side, key, NOW_MS, context)))
         };
         let samples = in_turn(TURNS, &mut sides.each_ref().map(runner));
-        let [heap, file, nameless] = samples.as_slice() else { unreachable!("as many samples as runners") };
+        let [heap, file, anonymous] = samples.as_slice() else { unreachable!("as many samples as runners") };
         let percent = |samples: &Samples| (samples.over(heap).median() - 1.0) * 100.0;
-        let met = if percent(file).max(percent(nameless)) <= MOST_PERCENT { "met" } else { "missed" };
+        let met = if percent(file).max(percent(anonymous)) <= MOST_PERCENT { "met" } else { "missed" };
         println!(
             "| {name} | {:.1} | {:.1} | {:.1} | {:+.1} % | {:+.1} % | ≤ {MOST_PERCENT} %: {met} |",
             heap.median(),
             file.median(),
-            nameless.median(),
+            anonymous.median(),
             percent(file),
-            percent(nameless),
+            percent(anonymous),
         );
     }
     println!();
 }
 
-/// How long a start waits for the file.
-pub fn start() {
+/// Measures how long a start waits for the counters to be opened.
+pub fn measure_open() {
     println!("### Opening {START_CAPACITY} counters, milliseconds\n");
     println!("| counters | min | median | max | target |\n| --- | --: | --: | --: | --- |");
-    let place = Place::new();
+    let file = TemporaryFile::new();
     let timed = |file: Option<PathBuf>| {
         let watch = Watch::start();
         let counters = open(file, START_CAPACITY);
-        let ms = watch.waited_ms();
+        let ms = watch.wall_ms();
         drop(counters);
         ms
     };
-    let fresh = Runner::new("a file made anew", || {
-        place.remove();
-        timed(Some(place.0.clone()))
+    let fresh = Runner::new("a new file", || {
+        file.remove();
+        timed(Some(file.0.clone()))
     });
-    let existing = Runner::new("a file that is there", || {
-        drop(place.open(START_CAPACITY));
-        timed(Some(place.0.clone()))
+    let existing = Runner::new("an existing file", || {
+        drop(file.open(START_CAPACITY));
+        timed(Some(file.0.clone()))
     });
-    let nameless = Runner::new("nameless memory", || timed(None));
-    let mut runners = [fresh, existing, nameless];
+    let anonymous = Runner::new("anonymous memory", || timed(None));
+    let mut runners = [fresh, existing, anonymous];
     let samples = in_turn(ROUNDS, &mut runners);
     for (runner, samples) in runners.iter().zip(&samples) {
         let met = if samples.median() <= START_MS { "met" } else { "missed" };

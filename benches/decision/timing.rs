@@ -1,15 +1,17 @@
-//! Takes times that a busy machine can not spoil: by turns, by thread, by median.
+//! Times operations so that other work on the machine affects the results little: in turns, per thread, by median.
 //!
-//! Time is the CPU time of the measuring threads, from `/proc/thread-self/schedstat`: what another
-//! process takes of the core in between does not count. Where that file is missing, the monotonic
-//! clock stands in. This file does not know what is timed.
+//! Time is the CPU time of the measuring threads, from `/proc/thread-self/schedstat`, which excludes the time of other
+//! processes on the core. Without that file, it is the time of the monotonic clock.
 
-#![allow(clippy::disallowed_methods, reason = "the gateway reads time in one room only; a stopwatch has to as well")]
+#![allow(
+    clippy::disallowed_methods,
+    reason = "only `clock` reads the time in the gateway; a benchmark measures time itself"
+)]
 
 use std::sync::Barrier;
 use std::time::Instant;
 
-/// A thing to be timed; each call takes one sample and returns nanoseconds per operation.
+/// An operation to time; each call takes one sample and returns nanoseconds per operation.
 pub struct Runner<'a> {
     pub name: String,
     sample: Box<dyn FnMut() -> f64 + 'a>,
@@ -40,14 +42,14 @@ impl Samples {
         self.0.iter().copied().fold(0.0, f64::max)
     }
 
-    /// Round by round, how many times `other` these samples are.
+    /// The ratio of these samples to those of `other`, for each round.
     pub fn over(&self, other: &Samples) -> Samples {
         Samples(self.0.iter().zip(&other.0).map(|(a, b)| a / b).collect())
     }
 }
 
-/// Lets all runners take turns, each round beginning with another one, after one round that does
-/// not count: it warms caches, fills tables and uses up what is to be used up.
+/// Runs all runners in turns; each round begins with another one. A first round that is not counted warms caches, fills
+/// tables and exhausts limits.
 pub fn in_turn(rounds: usize, runners: &mut [Runner]) -> Vec<Samples> {
     let mut samples: Vec<Vec<f64>> = runners.iter().map(|_| Vec::new()).collect();
     for round in 0..=rounds {
@@ -94,8 +96,8 @@ impl Watch {
         Watch { cpu_ns: cpu_ns(), wall: Instant::now() }
     }
 
-    /// Of the world, and not of this thread: what an operator waits for.
-    pub fn waited_ms(&self) -> f64 {
+    /// Wall-clock time since the start, milliseconds.
+    pub fn wall_ms(&self) -> f64 {
         self.wall.elapsed().as_secs_f64() * 1000.0
     }
 
@@ -107,8 +109,8 @@ impl Watch {
     }
 }
 
-/// CPU time of this thread so far. The kernel brings the number up to date when the thread gives
-/// way, and otherwise only at the next timer tick.
+/// CPU time of this thread so far. The kernel updates the number when the thread yields, and otherwise only at the next
+/// timer tick.
 fn cpu_ns() -> Option<u64> {
     std::thread::yield_now();
     let text = std::fs::read_to_string("/proc/thread-self/schedstat").ok()?;

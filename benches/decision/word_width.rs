@@ -1,28 +1,27 @@
-//! What a counter's width costs: the same three operations on words of 128 and of 64 bits.
+//! Compares the same operations on words of 128 and of 64 bits.
 //!
-//! The table keeps a counter in one word of 128 bits (tag, end of the window, count), so that one
-//! compare-and-swap changes all of it. The price is a wider instruction, and half as many counters in
-//! a cache line; this is where that price can be read off.
+//! The table keeps a counter in one word of 128 bits (tag, end of the window, count), so that one compare-and-swap changes
+//! all of it. The costs are a wider instruction and half as many counters in a cache line.
 
 use std::hint::black_box;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use portable_atomic::AtomicU128;
 
-use crate::stopwatch::{Runner, on_threads};
+use crate::timing::{Runner, on_threads};
 
 /// Slots per bucket, as in the table.
 const SLOTS: usize = 8;
-/// Buckets enough that most of them are in no cache: 64 MiB of wide words, 32 MiB of narrow ones.
+/// Enough buckets that most of them are in no cache: 64 MiB of wide words, 32 MiB of narrow ones.
 const MANY: usize = 1 << 19;
 const OPERATIONS: usize = 1_000_000;
 
 /// A word of either width.
 trait Slot: Default + Sync {
-    /// The low half, so that both widths hand back the same.
+    /// The low half, so that both widths return the same type.
     fn read(&self) -> u64;
-    /// Adds one by compare-and-swap, as often as it takes.
-    fn bump(&self);
+    /// Adds one by compare-and-swap.
+    fn increment(&self);
 }
 
 impl Slot for AtomicU128 {
@@ -30,7 +29,7 @@ impl Slot for AtomicU128 {
         self.load(Ordering::Acquire) as u64
     }
 
-    fn bump(&self) {
+    fn increment(&self) {
         let mut seen = self.load(Ordering::Acquire);
         while let Err(now) = self.compare_exchange(seen, seen + 1, Ordering::AcqRel, Ordering::Acquire) {
             seen = now;
@@ -43,7 +42,7 @@ impl Slot for AtomicU64 {
         self.load(Ordering::Acquire)
     }
 
-    fn bump(&self) {
+    fn increment(&self) {
         let mut seen = self.load(Ordering::Acquire);
         while let Err(now) = self.compare_exchange(seen, seen + 1, Ordering::AcqRel, Ordering::Acquire) {
             seen = now;
@@ -56,13 +55,13 @@ impl Slot for AtomicU64 {
 #[repr(align(64))]
 struct Bucket<S>([S; SLOTS]);
 
-/// Pairs of runners, first the wide word, then the narrow one, named by the operation.
+/// Pairs of runners, the wide word first, named by the operation.
 pub fn runners<'a>() -> Vec<Runner<'a>> {
     let mut runners = Vec::new();
     for threads in [1, 2] {
         let name = format!("compare-and-swap, one word, {threads} thread{}", if threads > 1 { "s" } else { "" });
-        runners.push(Runner::new(name.clone(), move || bumps::<AtomicU128>(threads)));
-        runners.push(Runner::new(name, move || bumps::<AtomicU64>(threads)));
+        runners.push(Runner::new(name.clone(), move || increments::<AtomicU128>(threads)));
+        runners.push(Runner::new(name, move || increments::<AtomicU64>(threads)));
     }
     for (name, buckets) in [("load 8 slots, in cache", 1), ("load 8 slots, at random in memory", MANY)] {
         runners.push(loads::<AtomicU128>(name, buckets));
@@ -71,11 +70,11 @@ pub fn runners<'a>() -> Vec<Runner<'a>> {
     runners
 }
 
-fn bumps<S: Slot>(threads: usize) -> f64 {
+fn increments<S: Slot>(threads: usize) -> f64 {
     let bucket = Bucket::<S>::default();
     on_threads(threads, OPERATIONS, |_| {
         for _ in 0..OPERATIONS {
-            black_box(&bucket.0[0]).bump();
+            black_box(&bucket.0[0]).increment();
         }
     })
 }
@@ -87,8 +86,8 @@ fn loads<'a, S: Slot + 'a>(name: &str, buckets: usize) -> Runner<'a> {
         let start = at;
         at += 1;
         on_threads(1, OPERATIONS, |_| {
-            // The next bucket depends on what was read, so that loads of two buckets don't overlap:
-            // a decision waits for its bucket as well.
+            // The next bucket depends on the previous load, so that loads of two buckets do not overlap: a decision waits
+            // for its bucket as well.
             let mut state: u64 = start;
             for _ in 0..OPERATIONS {
                 state = state.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(1);
