@@ -106,7 +106,7 @@ fn pass(threads: usize, keys: &[IpAddr], admits: impl Fn(&IpAddr, &mut DecisionC
 fn compare_with_governor(keys: &[IpAddr]) {
     println!("### Two layers, compared with governor\n");
     println!(
-        "| decision | transom, given time | transom, own clock | governor, fixed clock | governor, own clock \
+        "| decision | transom, time as argument | transom, own clock | governor, fixed clock | governor, own clock \
          | ratio without clocks | ratio with clocks: min | median | max | target |"
     );
     println!("| --- | --: | --: | --: | --: | --: | --: | --: | --: | --- |");
@@ -180,7 +180,7 @@ fn print_comparison(name: &str, runners: &mut [Runner; 4]) {
 }
 
 fn measure_conditions(keys: &[IpAddr]) {
-    println!("### Transom alone, 1 thread, given time\n");
+    println!("### Transom alone, 1 thread, time as argument\n");
     let [one, two, six] = [&WIDE[..1], &WIDE, &SIX].map(|windows| Transom::new(windows, windows.len() * KEYS * 2));
     let refusing = Transom::new(&["2/hour", "1/minute"], CAPACITY);
     let nearly_full = nearly_full_table(keys);

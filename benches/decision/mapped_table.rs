@@ -58,7 +58,7 @@ fn open(file: Option<PathBuf>, capacity: usize) -> Counters {
 }
 
 pub fn compare_with_heap(keys: &[IpAddr]) {
-    println!("### Two layers, table on the heap and mapped, given time\n");
+    println!("### Two layers, table on the heap and mapped, time as argument\n");
     println!("| decision | heap | file | anonymous | file / heap | anonymous / heap | target |");
     println!("| --- | --: | --: | --: | --: | --: | --- |");
     let file = TemporaryFile::new();
