@@ -9,7 +9,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::jwt::TokenVerifier;
+use crate::jwt::token::TokenVerifier;
 use transom_limiter::ip_prefix::Network;
 use transom_limiter::key::KeyPart;
 use transom_limiter::rule::Rule;

@@ -8,7 +8,7 @@ use std::fmt;
 
 use http::HeaderName;
 
-use crate::jwt::TokenError;
+use crate::jwt::token::TokenError;
 
 /// Whose doing a fault is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -12,7 +12,7 @@ use super::percent_decode::InvalidEscape;
 use super::query::Occurrence;
 use super::rate_limit_key::RequestAttributes;
 use super::{bearer, cookie, query};
-use crate::jwt::TokenError;
+use crate::jwt::token::TokenError;
 use transom_limiter::ip_prefix::canonical_address;
 use transom_limiter::key::KeyPart;
 

@@ -355,7 +355,7 @@ fn cost_error(rule: &str, field: &HeaderName, max: u32) -> RequestError {
 pub mod tests {
     use super::*;
     use crate::config::route::{PathPattern, Segment};
-    use crate::jwt::TokenVerifier;
+    use crate::jwt::token::TokenVerifier;
     use transom_limiter::limit::Limit;
     use transom_limiter::rule::Rule;
     use transom_limiter::rule_set::RuleSet;

@@ -126,8 +126,8 @@ mod tests {
     use crate::decision::DecisionService;
     use crate::http::rate_limit_key::RuleKey;
     use crate::http::rate_limit_key::tests::{SEED, route, rule, with_request};
-    use crate::jwt::TokenVerifier;
     use crate::jwt::cache::TokenCache;
+    use crate::jwt::token::TokenVerifier;
     use crate::jwt::verification_key::VerificationKey;
     use transom_limiter::key::{KeyHasher, OnMissing};
     use transom_limiter::rule_set::RuleSet;

@@ -1,36 +1,35 @@
-//! Verified tokens, remembered: a signature costs more than all the rest of a decision.
+//! A cache of verified tokens: verifying a signature costs more than the rest of a decision.
 //!
-//! Each event loop has a checker of its own, made anew with every configuration, so that no token
-//! outlives the keys that it was verified with. A token is remembered by its keyed 128-bit hash, with the time
-//! in which it is valid, and with the values of those claims only that some rule counts by. Of the tokens that were
-//! refused the last one alone is remembered, for several rules of a request may ask for it.
+//! Each worker has a cache, which every new configuration replaces, so that no token outlives the keys that verified it. An
+//! entry has the keyed 128-bit hash of a token, its lifetime, and the values of the claims that rules use as keys. Of the
+//! rejected tokens only the last one is remembered, because several rules of one request may need it.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::mem;
 
-use super::claims::Claims;
-use super::{Lifetime, TokenError, TokenVerifier};
+use super::token::{Claims, Lifetime, TokenError, TokenVerifier};
 use transom_limiter::key::KeyHasher;
 
-/// Tokens of one generation. Two are kept, so twice as many are remembered at most.
+/// Most tokens in one generation. There are two generations.
 const GENERATION_MAX_TOKENS: usize = 4096;
-/// A token whose claims are longer is verified every time, so that memory is bounded as well.
+/// A token with longer claims is verified every time, so that memory is bounded.
 const VALUES_MAX_BYTES: usize = 512;
 
+/// The verified tokens of one worker.
 pub struct TokenCache {
-    trust: TokenVerifier,
-    /// The names of all claims that some rule counts by.
+    verifier: TokenVerifier,
+    /// The names of all claims that rules use as keys.
     claims: Vec<String>,
-    /// The keyed hash, before a token.
+    /// The seeded hash, before a token is added.
     hasher: KeyHasher,
     generations: RefCell<Generations>,
-    /// The token that was refused last, when (Unix milliseconds), and why.
-    last_refused: Cell<Option<(TokenHash, u64, TokenError)>>,
+    /// The last rejected token, the time of its rejection (Unix milliseconds), and the reason.
+    last_rejected: Cell<Option<(TokenHash, u64, TokenError)>>,
 }
 
-/// When the younger generation is full it becomes the older one, and that is forgotten. What is asked
-/// for again moves to the younger, so tokens in use stay.
+/// When the younger generation is full, it replaces the older one. A token that is used again moves to the younger
+/// generation, so that tokens in use remain.
 #[derive(Default)]
 struct Generations {
     young: Generation,
@@ -42,17 +41,17 @@ type Generation = HashMap<TokenHash, CachedToken, foldhash::fast::RandomState>;
 
 struct CachedToken {
     lifetime: Lifetime,
-    /// In the order of the checker's names.
+    /// In the order of `TokenCache::claims`.
     values: Box<[Option<Box<str>>]>,
 }
 
 impl TokenCache {
-    pub fn new(trust: TokenVerifier, claims: Vec<String>, start: KeyHasher) -> TokenCache {
-        TokenCache { trust, claims, hasher: start, generations: RefCell::default(), last_refused: Cell::default() }
+    pub fn new(verifier: TokenVerifier, claims: Vec<String>, hasher: KeyHasher) -> TokenCache {
+        TokenCache { verifier, claims, hasher, generations: RefCell::default(), last_rejected: Cell::default() }
     }
 
-    /// Hands the value of a claim of a token that is valid at a time (Unix milliseconds of the wall clock) to `take`; `false`
-    /// if the token has none.
+    /// Verifies a token at the time `now_ms` (Unix milliseconds of the wall clock), and passes the value of a claim to `take`.
+    /// Returns `false` if the token does not have the claim.
     pub fn with_claim(
         &self,
         token: &[u8],
@@ -60,15 +59,15 @@ impl TokenCache {
         now_ms: u64,
         take: impl FnOnce(&str),
     ) -> Result<bool, TokenError> {
-        let position = self.claims.iter().position(|known| known == name);
+        let position = self.claims.iter().position(|claim| claim == name);
         let hash = self.hash(token);
-        let mut known = self.generations.borrow_mut();
+        let mut generations = self.generations.borrow_mut();
         let fresh;
-        let verified = match known.find(hash, now_ms) {
+        let verified = match generations.find(hash, now_ms) {
             Some(verified) => verified,
             None => {
                 fresh = self.verify(token, hash, now_ms)?;
-                if fresh.bytes() > VALUES_MAX_BYTES { &fresh } else { known.insert(hash, fresh) }
+                if fresh.bytes() > VALUES_MAX_BYTES { &fresh } else { generations.insert(hash, fresh) }
             }
         };
         let value = position.and_then(|position| verified.values[position].as_deref());
@@ -78,11 +77,11 @@ impl TokenCache {
 
     #[cold]
     fn verify(&self, token: &[u8], hash: TokenHash, now_ms: u64) -> Result<CachedToken, TokenError> {
-        match self.last_refused.get() {
-            Some((refused, at_ms, why)) if (refused, at_ms) == (hash, now_ms) => Err(why),
+        match self.last_rejected.get() {
+            Some((rejected, at_ms, why)) if (rejected, at_ms) == (hash, now_ms) => Err(why),
             _ => {
-                let verified = self.trust.verify(token, now_ms);
-                let verified = verified.inspect_err(|why| self.last_refused.set(Some((hash, now_ms, *why))));
+                let verified = self.verifier.verify(token, now_ms);
+                let verified = verified.inspect_err(|why| self.last_rejected.set(Some((hash, now_ms, *why))));
                 verified.map(|(claims, lifetime)| self.extract_claims(&claims, lifetime))
             }
         }
@@ -102,7 +101,7 @@ impl TokenCache {
 }
 
 impl Generations {
-    /// A token that is valid now. The wall clock may have been set back since it was verified.
+    /// A token that is valid now. Its begin is checked as well, because the wall clock may have been set back.
     fn find(&mut self, hash: TokenHash, now_ms: u64) -> Option<&CachedToken> {
         if let Some(verified) = self.old.remove(&hash) {
             self.insert(hash, verified);
@@ -142,89 +141,89 @@ mod tests {
         format!("{signed}.{}", URL_SAFE_NO_PAD.encode(signature))
     }
 
-    fn checker() -> TokenCache {
-        let trust = TokenVerifier {
+    fn cache() -> TokenCache {
+        let verifier = TokenVerifier {
             keys: vec![VerificationKey::from_secret(SECRET, None).unwrap()],
             ..TokenVerifier::default()
         };
-        TokenCache::new(trust, vec!["plan".to_owned(), "sub".to_owned()], KeyHasher::new(Seed(1, 2), 0))
+        TokenCache::new(verifier, vec!["plan".to_owned(), "sub".to_owned()], KeyHasher::new(Seed(1, 2), 0))
     }
 
-    /// From here on, only what is remembered is known.
-    fn without_keys(checker: &mut TokenCache) {
-        checker.trust.keys.clear();
+    /// Removes the keys, so that only cached tokens are accepted.
+    fn without_keys(cache: &mut TokenCache) {
+        cache.verifier.keys.clear();
     }
 
-    fn sub(checker: &TokenCache, token: &str, now_ms: u64) -> Result<Option<String>, TokenError> {
+    fn sub(cache: &TokenCache, token: &str, now_ms: u64) -> Result<Option<String>, TokenError> {
         let mut value = None;
-        let found = checker.with_claim(token.as_bytes(), "sub", now_ms, |text| value = Some(text.to_owned()))?;
+        let found = cache.with_claim(token.as_bytes(), "sub", now_ms, |text| value = Some(text.to_owned()))?;
         assert_eq!(found, value.is_some());
         Ok(value)
     }
 
-    fn remembered(checker: &TokenCache) -> usize {
-        let known = checker.generations.borrow();
+    fn cached_tokens(cache: &TokenCache) -> usize {
+        let known = cache.generations.borrow();
         known.young.len() + known.old.len()
     }
 
     #[test]
     fn a_signature_is_checked_once() {
-        let (mut checker, token) = (checker(), token(r#"{"sub":"alice","exp":100}"#));
-        assert_eq!(sub(&checker, &token, 0), Ok(Some("alice".to_owned())));
-        without_keys(&mut checker);
-        assert_eq!(sub(&checker, &token, 99_999), Ok(Some("alice".to_owned())));
-        assert_eq!(sub(&checker, &self::token(r#"{"sub":"bob"}"#), 0), Err(TokenError::UnknownKey));
+        let (mut cache, token) = (cache(), token(r#"{"sub":"alice","exp":100}"#));
+        assert_eq!(sub(&cache, &token, 0), Ok(Some("alice".to_owned())));
+        without_keys(&mut cache);
+        assert_eq!(sub(&cache, &token, 99_999), Ok(Some("alice".to_owned())));
+        assert_eq!(sub(&cache, &self::token(r#"{"sub":"bob"}"#), 0), Err(TokenError::UnknownKey));
     }
 
     #[test]
-    fn a_token_is_remembered_no_longer_than_it_is_valid() {
-        let (checker, token) = (checker(), token(r#"{"sub":"alice","exp":100}"#));
-        assert_eq!(sub(&checker, &token, 99_999), Ok(Some("alice".to_owned())));
-        assert_eq!(sub(&checker, &token, 100_000), Err(TokenError::Expired));
-        assert_eq!(sub(&checker, &token, 100_001), Err(TokenError::Expired));
+    fn a_token_is_not_cached_beyond_its_lifetime() {
+        let (cache, token) = (cache(), token(r#"{"sub":"alice","exp":100}"#));
+        assert_eq!(sub(&cache, &token, 99_999), Ok(Some("alice".to_owned())));
+        assert_eq!(sub(&cache, &token, 100_000), Err(TokenError::Expired));
+        assert_eq!(sub(&cache, &token, 100_001), Err(TokenError::Expired));
         // The wall clock was ahead.
-        assert_eq!(sub(&checker, &token, 99_999), Ok(Some("alice".to_owned())));
+        assert_eq!(sub(&cache, &token, 99_999), Ok(Some("alice".to_owned())));
         let later = self::token(r#"{"sub":"bob","nbf":50}"#);
-        assert_eq!(sub(&checker, &later, 50_000), Ok(Some("bob".to_owned())));
-        assert_eq!(sub(&checker, &later, 49_999), Err(TokenError::NotYetValid));
+        assert_eq!(sub(&cache, &later, 50_000), Ok(Some("bob".to_owned())));
+        assert_eq!(sub(&cache, &later, 49_999), Err(TokenError::NotYetValid));
     }
 
     #[test]
-    fn the_token_refused_last_is_verified_once_for_a_moment() {
-        let mut checker = checker();
+    fn the_last_rejected_token_is_verified_once_for_the_same_time() {
+        let mut cache = cache();
         let forged = token(r#"{"sub":"alice"}"#).replace("eyJz", "eyJ0");
-        assert_eq!(sub(&checker, &forged, 7), Err(TokenError::Signature));
-        without_keys(&mut checker);
-        assert_eq!(sub(&checker, &forged, 7), Err(TokenError::Signature));
-        assert_eq!(sub(&checker, &forged, 8), Err(TokenError::UnknownKey));
+        assert_eq!(sub(&cache, &forged, 7), Err(TokenError::Signature));
+        without_keys(&mut cache);
+        assert_eq!(sub(&cache, &forged, 7), Err(TokenError::Signature));
+        assert_eq!(sub(&cache, &forged, 8), Err(TokenError::UnknownKey));
     }
 
     #[test]
-    fn refused_and_overlong_tokens_are_not_remembered() {
-        let checker = checker();
+    fn rejected_and_overlong_tokens_are_not_cached() {
+        let cache = cache();
         let other = token(r#"{"sub":"alice"}"#).replace("eyJz", "eyJ0");
         for token in ["", "a.b.c", &other, &token(r#"{"exp":0}"#), &token(r#"{"nbf":1}"#)] {
-            assert!(sub(&checker, token, 0).is_err());
+            assert!(sub(&cache, token, 0).is_err());
         }
         let long = "x".repeat(VALUES_MAX_BYTES + 1);
-        assert_eq!(sub(&checker, &token(&format!(r#"{{"sub":"{long}"}}"#)), 0), Ok(Some(long)));
-        assert_eq!(remembered(&checker), 0);
-        assert_eq!(sub(&checker, &token("{}"), 0), Ok(None), "valid, without the claim");
-        assert_eq!(remembered(&checker), 1);
+        assert_eq!(sub(&cache, &token(&format!(r#"{{"sub":"{long}"}}"#)), 0), Ok(Some(long)));
+        assert_eq!(cached_tokens(&cache), 0);
+        assert_eq!(sub(&cache, &token("{}"), 0), Ok(None), "valid, without the claim");
+        assert_eq!(cached_tokens(&cache), 1);
     }
 
     #[test]
-    fn memory_is_bounded_and_tokens_in_use_stay() {
-        let (mut checker, used) = (checker(), token(r#"{"sub":"alice"}"#));
+    fn the_size_is_bounded_and_tokens_in_use_remain() {
+        let (mut cache, used) = (cache(), token(r#"{"sub":"alice"}"#));
         for n in 0..5 * GENERATION_MAX_TOKENS {
-            sub(&checker, &token(&format!(r#"{{"sub":{n}}}"#)), 0).unwrap();
+            sub(&cache, &token(&format!(r#"{{"sub":{n}}}"#)), 0).unwrap();
             if n % (GENERATION_MAX_TOKENS / 2) == 0 {
-                sub(&checker, &used, 0).unwrap();
+                sub(&cache, &used, 0).unwrap();
             }
-            assert!(remembered(&checker) <= 2 * GENERATION_MAX_TOKENS);
+            assert!(cached_tokens(&cache) <= 2 * GENERATION_MAX_TOKENS);
         }
-        without_keys(&mut checker);
-        assert_eq!(sub(&checker, &used, 0), Ok(Some("alice".to_owned())));
-        assert_eq!(sub(&checker, &token(r#"{"sub":0}"#), 0), Err(TokenError::UnknownKey));
+        without_keys(&mut cache);
+        assert_eq!(sub(&cache, &used, 0), Ok(Some("alice".to_owned())));
+        assert_eq!(sub(&cache, &token(r#"{"sub":0}"#), 0), Err(TokenError::UnknownKey));
     }
 }

@@ -1,7 +1,7 @@
-//! A set of keys as issuers publish it: a JSON Web Key Set (RFC 7517).
+//! Reads a JSON Web Key Set (RFC 7517), as issuers publish it.
 //!
-//! Keys that are for something else, or of a kind that is not known here, are passed over, as
-//! section 5 asks; a key that is meant for us and is broken is not.
+//! Keys for another use or of an unsupported kind are skipped, as section 5 requires; an invalid key of a supported kind is
+//! an error.
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
@@ -9,20 +9,20 @@ use serde_json::{Map, Value};
 
 use super::verification_key::{Algorithm, InvalidKey, VerificationKey};
 
-/// Why a file is no set of keys.
+/// Why a file is not a usable key set.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum JwksError {
-    /// No JSON, at a line and a column.
+    /// Not JSON; with the line and column of the error.
     Json(usize, usize),
-    /// No list `keys`.
+    /// There is no list `keys`.
     NoKeys,
-    /// None of its keys is for us.
+    /// No key can verify tokens.
     NoUsableKey,
-    /// One is broken: its position from 1.
+    /// A key is invalid; with its position, counted from 1.
     BadKey(usize, InvalidKey),
 }
 
-/// The keys of a set, with the algorithms that they are for.
+/// Parses a key set; returns the keys that can verify tokens.
 pub fn parse(text: &[u8]) -> Result<Vec<VerificationKey>, JwksError> {
     let set: Value = serde_json::from_slice(text).map_err(|error| JwksError::Json(error.line(), error.column()))?;
     let Some(Value::Array(members)) = set.get("keys") else { return Err(JwksError::NoKeys) };
@@ -30,13 +30,13 @@ pub fn parse(text: &[u8]) -> Result<Vec<VerificationKey>, JwksError> {
     for (i, member) in members.iter().enumerate() {
         let Value::Object(member) = member else { continue };
         if let Some(read) = parse_key(member) {
-            keys.push(read.map_err(|flaw| JwksError::BadKey(i + 1, flaw))?);
+            keys.push(read.map_err(|error| JwksError::BadKey(i + 1, error))?);
         }
     }
     if keys.is_empty() { Err(JwksError::NoUsableKey) } else { Ok(keys) }
 }
 
-/// One key; `None` if it is not for verifying, or not with what is known here.
+/// Parses one key; `None` if the key has another use or an unsupported kind.
 fn parse_key(member: &Map<String, Value>) -> Option<Result<VerificationKey, InvalidKey>> {
     let text = |name: &str| member.get(name).and_then(Value::as_str);
     let algorithm = match (text("kty")?, text("crv")) {
@@ -46,11 +46,11 @@ fn parse_key(member: &Map<String, Value>) -> Option<Result<VerificationKey, Inva
         ("OKP", Some("Ed25519")) => Algorithm::EdDsa,
         _ => return None,
     };
-    let for_another = text("alg").is_some_and(|named| named != algorithm.name());
-    let for_encryption = text("use").is_some_and(|named| named != "sig");
+    let is_for_other_algorithm = text("alg").is_some_and(|named| named != algorithm.name());
+    let is_for_encryption = text("use").is_some_and(|named| named != "sig");
     let operations = member.get("key_ops").and_then(Value::as_array);
-    let for_no_verifying = operations.is_some_and(|all| !all.iter().any(|one| one == "verify"));
-    if for_another || for_encryption || for_no_verifying {
+    let cannot_verify = operations.is_some_and(|all| !all.iter().any(|operation| operation == "verify"));
+    if is_for_other_algorithm || is_for_encryption || cannot_verify {
         return None;
     }
     let kid = text("kid").map(str::to_owned);
@@ -80,7 +80,7 @@ mod tests {
     const SECRET: &str = "QUJDREVGR0hJSktMTU5PUFFSU1RVVldYWVphYmNkZWY";
 
     #[test]
-    fn keys_for_something_else_are_passed_over() {
+    fn keys_for_other_uses_are_skipped() {
         let good = format!(r#"{{"kty": "oct", "k": "{SECRET}"}}"#);
         let others = r#"{"kty": "RSA", "use": "enc", "n": "AQAB", "e": "AQAB"}, {"kty": "RSA", "alg": "PS256"}, {"kty": "EC", "crv": "P-521"},
             {"kty": "OKP", "crv": "X25519", "x": ""}, {"kty": "new"}, {"k": 1}, 7, {"kty": "oct", "key_ops": ["sign"]}"#;
@@ -89,8 +89,8 @@ mod tests {
     }
 
     #[test]
-    fn a_key_for_us_that_is_broken_is_said() {
-        for (member, flaw) in [
+    fn an_invalid_key_of_a_supported_kind_is_reported() {
+        for (member, error) in [
             (r#"{"kty": "oct"}"#, InvalidKey::WrongKind(Algorithm::Hs256)),
             (r#"{"kty": "oct", "k": "c2hvcnQ"}"#, InvalidKey::ShortSecret(5)),
             (r#"{"kty": "oct", "k": "+/+/"}"#, InvalidKey::WrongKind(Algorithm::Hs256)),
@@ -100,15 +100,15 @@ mod tests {
             (r#"{"kty": "OKP", "crv": "Ed25519", "x": "AQAB"}"#, InvalidKey::WrongKind(Algorithm::EdDsa)),
         ] {
             let set = format!(r#"{{"keys": [{{"kty": "new"}}, {member}]}}"#);
-            assert_eq!(parse(set.as_bytes()), Err(JwksError::BadKey(2, flaw)), "{member}");
+            assert_eq!(parse(set.as_bytes()), Err(JwksError::BadKey(2, error)), "{member}");
         }
-        // On no curve.
+        // A point that is not on the curve.
         let point = format!(r#"{{"keys": [{{"kty": "EC", "crv": "P-256", "x": "{SECRET}", "y": "{SECRET}"}}]}}"#);
         assert_eq!(parse(point.as_bytes()), Err(JwksError::BadKey(1, InvalidKey::WrongKind(Algorithm::Es256))));
     }
 
     #[test]
-    fn what_is_no_set_is_said() {
+    fn a_file_without_a_key_set_is_reported() {
         assert_eq!(parse(b"{\n  keys"), Err(JwksError::Json(2, 3)));
         assert_eq!(parse(b""), Err(JwksError::Json(1, 0)));
         for text in ["[]", "{}", r#"{"keys": {}}"#, "7"] {

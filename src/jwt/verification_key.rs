@@ -1,8 +1,7 @@
-//! A key that signatures are verified with, and the one algorithm that it is for.
+//! A key that verifies signatures, and its algorithm.
 //!
-//! RFC 8725, section 3.1: a key is bound to its algorithm when it is read, so that no token can have
-//! an RSA key taken for a secret, or ask for no signature at all. What a key is made of is shown to
-//! nobody.
+//! A key is bound to one algorithm when it is read (RFC 8725, section 3.1): otherwise a token could have an RSA key used as
+//! an HMAC secret, or select the algorithm `none`. The debug output does not contain the key.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,7 +12,7 @@ use aws_lc_rs::signature::{self, ParsedPublicKey, RsaPublicKeyComponents};
 use aws_lc_rs::{digest, hmac};
 use rustls_pki_types::pem::{PemObject, SectionKind};
 
-/// RFC 7518, section 3.2: a secret is at least as long as the hash.
+/// A secret must be at least as long as the hash (RFC 7518, section 3.2).
 const SECRET_MIN_BYTES: usize = 32;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -25,7 +24,7 @@ pub enum Algorithm {
 }
 
 impl Algorithm {
-    /// As RFC 7518, section 3.1, and RFC 8037 call it.
+    /// The name in RFC 7518, section 3.1, or RFC 8037.
     pub fn name(self) -> &'static str {
         match self {
             Algorithm::Hs256 => "HS256",
@@ -39,10 +38,10 @@ impl Algorithm {
 #[derive(Clone)]
 pub struct VerificationKey {
     pub algorithm: Algorithm,
-    /// A token that names another id is not of this key.
+    /// Key id. A token with another key id is not signed with this key.
     pub kid: Option<String>,
     material: KeyMaterial,
-    /// Tells keys apart without showing them.
+    /// SHA-256 of the key, for comparisons.
     digest: [u8; 32],
 }
 
@@ -52,25 +51,25 @@ enum KeyMaterial {
     Public(Arc<ParsedPublicKey>),
 }
 
-/// Why bytes are no key.
+/// Why bytes are not a usable key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum InvalidKey {
-    /// A secret of so many bytes, which are too few.
+    /// The secret is too short; with its length in bytes.
     ShortSecret(usize),
-    /// Something in PEM where a secret is expected.
+    /// PEM instead of a secret.
     PemAsSecret,
     PrivateKey,
     Certificate,
-    /// No PEM, or something else in it.
+    /// Not PEM, or PEM without a public key.
     NoPublicKey,
-    /// A public key, but none for this algorithm.
+    /// A public key of another algorithm.
     WrongKind(Algorithm),
-    /// An RSA key that is too short to be safe, or longer than is verified with.
+    /// The RSA key is shorter or longer than the supported sizes.
     RsaSize,
 }
 
 impl VerificationKey {
-    /// A key for HS256.
+    /// An HS256 key.
     pub fn from_secret(secret: &[u8], kid: Option<String>) -> Result<VerificationKey, InvalidKey> {
         if secret.trim_ascii_start().starts_with(b"-----BEGIN ") {
             return Err(InvalidKey::PemAsSecret);
@@ -78,11 +77,11 @@ impl VerificationKey {
         if secret.len() < SECRET_MIN_BYTES {
             return Err(InvalidKey::ShortSecret(secret.len()));
         }
-        let lock = KeyMaterial::Secret(Arc::new(hmac::Key::new(hmac::HMAC_SHA256, secret)));
-        Ok(VerificationKey { algorithm: Algorithm::Hs256, kid, material: lock, digest: sha256(secret) })
+        let material = KeyMaterial::Secret(Arc::new(hmac::Key::new(hmac::HMAC_SHA256, secret)));
+        Ok(VerificationKey { algorithm: Algorithm::Hs256, kid, material, digest: sha256(secret) })
     }
 
-    /// A key for one of the other algorithms, in PEM.
+    /// A key of another algorithm, in PEM.
     pub fn from_public_pem(
         algorithm: Algorithm,
         text: &[u8],
@@ -98,8 +97,8 @@ impl VerificationKey {
         }
     }
 
-    /// A public key as a SubjectPublicKeyInfo (RFC 5280, section 4.1); also a point of P-256, or the
-    /// bytes of an Ed25519 key.
+    /// A public key as a SubjectPublicKeyInfo (RFC 5280, section 4.1); also a point of P-256, or the bytes of an Ed25519
+    /// key.
     pub fn from_public_bytes(
         algorithm: Algorithm,
         der: &[u8],
@@ -132,8 +131,8 @@ impl VerificationKey {
         kid: Option<String>,
     ) -> Result<VerificationKey, InvalidKey> {
         if algorithm == Algorithm::Rs256 {
-            // A key of a size that is not verified with is otherwise noticed only when it refuses all
-            // tokens. One to encrypt with has the same bounds, and says so at once.
+            // `ParsedPublicKey` accepts any size, and then rejects every signature. `PublicEncryptingKey` has the same bounds
+            // and checks them when it is created.
             let der: PublicKeyX509Der = parsed.as_der().map_err(|_failed| InvalidKey::WrongKind(algorithm))?;
             PublicEncryptingKey::from_der(der.as_ref()).map_err(|_rejected| InvalidKey::RsaSize)?;
         }
@@ -141,7 +140,7 @@ impl VerificationKey {
         Ok(VerificationKey { algorithm, kid, material: KeyMaterial::Public(Arc::new(parsed)), digest })
     }
 
-    /// Whether a signature is this key's.
+    /// Whether `signature` is a valid signature of `message` by this key.
     pub fn verifies(&self, message: &[u8], signature: &[u8]) -> bool {
         match &self.material {
             // In constant time.
@@ -171,7 +170,7 @@ impl fmt::Debug for VerificationKey {
     }
 }
 
-/// The first thing in a PEM file that is known.
+/// The first section of a known kind in a PEM file.
 struct PemSection(SectionKind, Vec<u8>);
 
 impl PemObject for PemSection {
@@ -181,7 +180,7 @@ impl PemObject for PemSection {
 }
 
 impl InvalidKey {
-    /// Message and fix; `what` is what was read, such as a file.
+    /// Message and fix; `what` names the source of the key, such as a file.
     pub fn explain(self, what: &str) -> (String, String) {
         match self {
             InvalidKey::ShortSecret(bytes) => (
@@ -195,7 +194,7 @@ impl InvalidKey {
                 String::from("write the `algorithm` of the key, and name it with `public_key_file`"),
             ),
             InvalidKey::PrivateKey => (
-                format!("{what} is a private key, which the gateway has no use for"),
+                format!("{what} is a private key, which the gateway does not need"),
                 String::from("name the public one, as `openssl pkey -in KEY -pubout` writes it"),
             ),
             InvalidKey::Certificate => (
@@ -203,13 +202,13 @@ impl InvalidKey {
                 String::from("name its public key, as `openssl x509 -in CERTIFICATE -pubkey -noout` writes it"),
             ),
             InvalidKey::NoPublicKey => (
-                format!("{what} is no public key in PEM"),
+                format!("{what} is not a public key in PEM"),
                 String::from(
-                    "it begins with `-----BEGIN PUBLIC KEY-----`; `openssl pkey -in KEY -pubout` writes it so",
+                    "name a file with `-----BEGIN PUBLIC KEY-----`; `openssl pkey -in KEY -pubout` writes one",
                 ),
             ),
             InvalidKey::WrongKind(algorithm) => (
-                format!("{what} is no key for `{}`", algorithm.name()),
+                format!("{what} is not a key for `{}`", algorithm.name()),
                 String::from(match algorithm {
                     Algorithm::Rs256 => "name an RSA key, or write the `algorithm` that the key is for",
                     Algorithm::Es256 => "name a key on the curve P-256, or write the `algorithm` that the key is for",
@@ -218,7 +217,7 @@ impl InvalidKey {
                 }),
             ),
             InvalidKey::RsaSize => (
-                format!("{what} is no RSA key of 2048 to 8192 bits (RFC 7518, section 3.3)"),
+                format!("{what} is not an RSA key of 2048 to 8192 bits (RFC 7518, section 3.3)"),
                 String::from("let the issuer sign with a longer one"),
             ),
         }
@@ -230,18 +229,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_secret_is_long_enough_and_no_pem() {
+    fn short_secrets_and_pem_are_rejected() {
         assert_eq!(VerificationKey::from_secret(&[7; 31], None), Err(InvalidKey::ShortSecret(31)));
         assert!(VerificationKey::from_secret(&[7; 32], None).is_ok());
-        // The public key of an issuer as a secret would let everybody sign.
+        // With the public key of an issuer as the secret, anyone could sign tokens.
         let pem = b"\n-----BEGIN PUBLIC KEY-----\nAAAAAAAAAAAAAAAAAAAAAAAA\n-----END PUBLIC KEY-----\n";
         assert_eq!(VerificationKey::from_secret(pem, None), Err(InvalidKey::PemAsSecret));
     }
 
     #[test]
-    fn what_a_pem_file_holds_is_told_apart() {
+    fn the_kind_of_a_pem_file_is_detected() {
         let pem = |kind: &str| format!("-----BEGIN {kind}-----\nAAAA\n-----END {kind}-----\n");
-        for (text, flaw) in [
+        for (text, error) in [
             (pem("PRIVATE KEY"), InvalidKey::PrivateKey),
             (pem("EC PRIVATE KEY"), InvalidKey::PrivateKey),
             (pem("CERTIFICATE"), InvalidKey::Certificate),
@@ -251,12 +250,12 @@ mod tests {
             ("secret".to_owned(), InvalidKey::NoPublicKey),
             (pem("PUBLIC KEY").replace("AAAA", "????"), InvalidKey::NoPublicKey),
         ] {
-            assert_eq!(VerificationKey::from_public_pem(Algorithm::Rs256, text.as_bytes(), None), Err(flaw), "{text}");
+            assert_eq!(VerificationKey::from_public_pem(Algorithm::Rs256, text.as_bytes(), None), Err(error), "{text}");
         }
     }
 
     #[test]
-    fn equal_keys_are_known_as_such() {
+    fn keys_are_equal_if_secret_and_id_are_equal() {
         let key = |byte, kid: &str| VerificationKey::from_secret(&[byte; 32], Some(kid.to_owned())).unwrap();
         assert_eq!(key(1, "a"), key(1, "a"));
         assert_ne!(key(1, "a"), key(2, "a"));

@@ -285,8 +285,8 @@ fn key_files_are_relative_to_the_configuration_and_checked() {
     let (code, _, err) = run(&["check", "--config", &file]);
     assert_eq!((code, err.as_str()), (Some(0), ""));
     for (text, said) in [
-        (issuer.pem("ES256"), "`rsa.pem` is no key for `RS256`"),
-        ("secret secret".to_owned(), "`rsa.pem` is no public key in PEM"),
+        (issuer.pem("ES256"), "`rsa.pem` is not a key for `RS256`"),
+        ("secret secret".to_owned(), "`rsa.pem` is not a public key in PEM"),
         ("x".repeat(17 * 1024 * 1024), "cannot read `rsa.pem`: it has more than 16 MiB"),
     ] {
         scratch.write("rsa.pem", text);

@@ -12,8 +12,8 @@ use crate::config::ReadFile;
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::toml_reader::{Item, SpannedStr, Table};
 use crate::jwt::jwks::{self, JwksError};
+use crate::jwt::token::{KEYS_TRIED_MAX, TokenVerifier};
 use crate::jwt::verification_key::{Algorithm, InvalidKey, VerificationKey};
-use crate::jwt::{KEYS_TRIED_MAX, TokenVerifier};
 
 const ALGORITHMS: [(&str, Algorithm); 4] = [
     ("HS256", Algorithm::Hs256),
