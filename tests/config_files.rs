@@ -1,8 +1,8 @@
-//! Reads the configurations of `tests/config`: files in `good` are accepted, files in `bad` are rejected with exactly the
-//! messages in `NAME.txt`, and no text causes a panic.
+//! Reads the configurations of `tests/config`: files in `good` are accepted, files in `bad` are rejected with exactly
+//! the messages in `NAME.txt`, and no text causes a panic.
 //!
-//! `UPDATE_EXPECTED=1 cargo test --test config_files` rewrites the messages. Review them before you commit: an operator in
-//! a hurry must understand each at once.
+//! `UPDATE_EXPECTED=1 cargo test --test config_files` rewrites the messages. Review them before you commit: an
+//! operator in a hurry must understand each at once.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -141,11 +141,11 @@ fn test_file_for(name: &Path, clients: &str) -> io::Result<Vec<u8>> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config");
     let file = match name.file_name().unwrap().to_str().unwrap() {
         "clients.toml" => return Ok(clients.as_bytes().to_vec()),
-        "fullchain.pem" | "client.pem" => "keys/tls-nameless.pem",
+        "fullchain.pem" | "client.pem" => "keys/tls-without-names.pem",
         "privkey.pem" | "client.key" => "keys/tls-other.key",
         "other.pem" => "keys/tls.pem",
         "other.key" => "keys/tls.key",
-        "hs.key" => "keys/hs.key",
+        "hs.key" => "keys/hmac.key",
         "rsa.pem" => "keys/rsa.pem",
         "jwks.json" => "keys/jwks.json",
         "authority.pem" => "good/authority.pem",

@@ -48,10 +48,10 @@ impl Certificate {
     /// `chain` begins with the end-entity certificate, like `fullchain.pem` of most tools.
     pub fn read(file: &str, chain: &[u8], key: &[u8]) -> Result<Certificate, CertificateFileError> {
         let chain = read_certificates(chain)?;
-        let own = chain.first().ok_or(CertificateFileError::NoCertificate)?;
-        let end_entity = EndEntityCert::try_from(own).map_err(|_broken| CertificateFileError::InvalidCertificate)?;
+        let leaf = chain.first().ok_or(CertificateFileError::NoCertificate)?;
+        let end_entity = EndEntityCert::try_from(leaf).map_err(|_error| CertificateFileError::InvalidCertificate)?;
         let dns_names = end_entity.valid_dns_names().map(str::to_ascii_lowercase).collect();
-        let (not_before_s, not_after_s) = validity(own).ok_or(CertificateFileError::InvalidCertificate)?;
+        let (not_before_s, not_after_s) = validity(leaf).ok_or(CertificateFileError::InvalidCertificate)?;
         let key = read_private_key(key)?;
         let key = CertifiedKey::from_der(chain, key, &default_provider()).map_err(|error| match error {
             Error::InconsistentKeys(InconsistentKeys::KeyMismatch) => CertificateFileError::KeyMismatch,
@@ -71,18 +71,18 @@ pub fn read_authorities(text: &[u8]) -> Result<Vec<CertificateDer<'static>>, Cer
     let found = read_certificates(text)?;
     let mut store = RootCertStore::empty();
     for certificate in &found {
-        store.add(certificate.clone()).map_err(|_broken| CertificateFileError::InvalidCertificate)?;
+        store.add(certificate.clone()).map_err(|_error| CertificateFileError::InvalidCertificate)?;
     }
     if found.is_empty() { Err(CertificateFileError::NoCertificate) } else { Ok(found) }
 }
 
 fn read_certificates(text: &[u8]) -> Result<Vec<CertificateDer<'static>>, CertificateFileError> {
-    CertificateDer::pem_slice_iter(text).collect::<Result<_, _>>().map_err(|_broken| CertificateFileError::InvalidPem)
+    CertificateDer::pem_slice_iter(text).collect::<Result<_, _>>().map_err(|_error| CertificateFileError::InvalidPem)
 }
 
 fn read_private_key(text: &[u8]) -> Result<PrivateKeyDer<'static>, CertificateFileError> {
     for section in <(SectionKind, Vec<u8>)>::pem_slice_iter(text) {
-        let (kind, der) = section.map_err(|_broken| CertificateFileError::InvalidPem)?;
+        let (kind, der) = section.map_err(|_error| CertificateFileError::InvalidPem)?;
         if let Some(key) = PrivateKeyDer::from_pem(kind, der) {
             return Ok(key);
         }
@@ -166,8 +166,8 @@ impl RevocationList {
     pub fn read(file: &str, text: &[u8]) -> Result<Vec<RevocationList>, CrlFileError> {
         let mut lists = Vec::new();
         for der in CertificateRevocationListDer::pem_slice_iter(text) {
-            let der = der.map_err(|_broken| CrlFileError::InvalidPem)?;
-            OwnedCertRevocationList::from_der(&der).map_err(|_broken| CrlFileError::InvalidList)?;
+            let der = der.map_err(|_error| CrlFileError::InvalidPem)?;
+            OwnedCertRevocationList::from_der(&der).map_err(|_error| CrlFileError::InvalidList)?;
             let next_update_s = next_update(&der).ok_or(CrlFileError::InvalidList)?;
             lists.push(RevocationList { file: file.to_owned(), der, next_update_s });
         }
@@ -322,14 +322,14 @@ mod tests {
     #[test]
     fn each_kind_of_invalid_list_is_distinguished() {
         let pem = pem();
-        for (text, flaw) in [
+        for (text, error) in [
             ("", CrlFileError::NoList),
             ("no PEM at all", CrlFileError::NoList),
             (&pem[..pem.len() / 2], CrlFileError::InvalidPem),
             (&pem.replace("-----\nM", "-----\n*M"), CrlFileError::InvalidPem),
             ("-----BEGIN X509 CRL-----\naGVsbG8=\n-----END X509 CRL-----\n", CrlFileError::InvalidList),
         ] {
-            assert_eq!(RevocationList::read("list.pem", text.as_bytes()), Err(flaw), "{text}");
+            assert_eq!(RevocationList::read("list.pem", text.as_bytes()), Err(error), "{text}");
         }
     }
 }

@@ -1,7 +1,7 @@
 //! TLS settings of connections to upstream servers and the store: trusted authorities and the client certificate.
 //!
-//! Created when the configuration is read and shared by all workers, with the cache of resumable sessions. Settings from
-//! the same files and values are equal, so that a reload keeps connections.
+//! Created when the configuration is read and shared by all workers, with the cache of resumable sessions. Settings
+//! from the same files and values are equal, so that a reload keeps connections.
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
@@ -38,9 +38,9 @@ impl ClientTls {
     }
 }
 
-/// Accepts certificates that an authority issued, and certificates that the operator named themselves. The second kind is
-/// for self-signed certificates, as `openssl req -x509` makes them: they are not valid as end-entity certificates by the
-/// rules of X.509. Their names and dates are verified all the same.
+/// Accepts certificates that an authority issued, and certificates that the operator named themselves. The second kind
+/// is for self-signed certificates, as `openssl req -x509` makes them: they are not valid as end-entity certificates
+/// by the rules of X.509. Their names and dates are verified all the same.
 #[derive(Debug)]
 pub struct PinningVerifier {
     pub webpki: Arc<WebPkiServerVerifier>,

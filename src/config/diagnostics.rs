@@ -1,7 +1,7 @@
 //! Problems of a configuration: where they are, and how to fix them.
 //!
-//! A [`Report`] collects all [`Problem`]s while a file is read, so that an operator can fix them in one attempt. This file
-//! does not know settings; it only points into a text.
+//! A [`Report`] collects all [`Problem`]s while a file is read, so that an operator can fix them in one attempt. This
+//! file does not know settings; it only points into a text.
 
 use std::fmt::Write;
 use std::ops::Range;
@@ -104,21 +104,14 @@ impl<'t> Report<'t> {
     /// Moves a position in trailing whitespace directly behind the last visible character.
     fn clamp(&self, span: Span) -> Span {
         let end_of_text = self.text.trim_end().len();
-        let start = floor_char_boundary(self.text, span.start.min(end_of_text));
-        let end = floor_char_boundary(self.text, span.end.min(self.text.len())).max(start);
+        let start = self.text.floor_char_boundary(span.start.min(end_of_text));
+        let end = self.text.floor_char_boundary(span.end.min(self.text.len())).max(start);
         start..end
     }
 }
 
 fn line_starts(text: &str) -> Vec<usize> {
     std::iter::once(0).chain(text.match_indices('\n').map(|(at, _)| at + 1)).collect()
-}
-
-fn floor_char_boundary(text: &str, mut at: usize) -> usize {
-    while !text.is_char_boundary(at) {
-        at -= 1;
-    }
-    at
 }
 
 /// A value for a message: in backticks, on one line, truncated, with invisible characters escaped.
@@ -157,8 +150,8 @@ pub fn render(problems: &[Problem], file_name: &str, text: &str) -> String {
     let text = &Secrets::find(text).masked_text();
     let starts = line_starts(text);
     let mut out = String::new();
-    let (own, others): (Vec<&Problem>, Vec<&Problem>) = problems.iter().partition(|problem| problem.file.is_none());
-    for problem in sorted(own) {
+    let (main, others): (Vec<&Problem>, Vec<&Problem>) = problems.iter().partition(|problem| problem.file.is_none());
+    for problem in sorted(main) {
         let start = starts.get(problem.line.saturating_sub(1)).copied().unwrap_or(text.len());
         let line = text[start..].split('\n').next().unwrap_or("");
         write_problem(problem, file_name, Some(line), &mut out);

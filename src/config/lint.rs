@@ -167,7 +167,8 @@ pub fn exposed_admin_address(config: &Config) -> Option<String> {
     ))
 }
 
-/// Notes shared rules with secret keys whose digests have no secret of their own: anyone can compute digests of guesses.
+/// Notes shared rules with secret keys whose digests have no secret of their own: anyone can compute digests of
+/// guesses.
 fn guessable_digests(config: &Config) -> Option<String> {
     config.counters.shared.as_ref().filter(|shared| shared.digest_key.is_none())?;
     let api_key = config.clients.as_ref().and_then(|clients| clients.api_key.as_ref());
@@ -186,8 +187,8 @@ fn guessable_digests(config: &Config) -> Option<String> {
     })
 }
 
-/// Notes paths to which other rules apply with a trailing slash or with parameters than without. Many servers treat these
-/// variants as the same path, so that a client can avoid the rules.
+/// Notes paths to which other rules apply with a trailing slash or with parameters than without. Many servers treat
+/// these variants as the same path, so that a client can avoid the rules.
 fn paths_with_variants(config: &Config) -> Vec<String> {
     let reading = config.path_reading;
     let mut messages = Vec::new();

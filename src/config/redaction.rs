@@ -100,7 +100,8 @@ fn url_passwords(text: &str) -> Vec<Range<usize>> {
     spans
 }
 
-/// If the value is a PEM private key instead of a file name: the length of its first line, which is not secret. Otherwise 0.
+/// If the value is a PEM private key instead of a file name: the length of its first line, which is not secret.
+/// Otherwise 0.
 fn pem_label_length(value: &str) -> usize {
     const END: &str = "PRIVATE KEY-----";
     let label = value.trim_start_matches(['"', '\'', '\n', '\r']).strip_prefix("-----BEGIN ");

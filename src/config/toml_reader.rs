@@ -1,7 +1,8 @@
 //! Reads TOML tables key by key, with the positions of keys and values.
 //!
-//! The reader of a [`Table`] gets the keys that it knows; [`Table::finish`] reports all others as unknown, with the most
-//! similar known key. Values of the wrong type are reported and returned as `None`. This file does not know what keys mean.
+//! The reader of a [`Table`] gets the keys that it knows; [`Table::finish`] reports all others as unknown, with the
+//! most similar known key. Values of the wrong type are reported and returned as `None`. This file does not know what
+//! keys mean.
 
 use std::ops::RangeInclusive;
 
@@ -91,8 +92,8 @@ impl<'d> Table<'d> {
         items
     }
 
-    /// Reports unknown keys and missing required keys. Returns the known keys that unknown keys probably stand for; these
-    /// are misspelled rather than missing.
+    /// Reports unknown keys and missing required keys. Returns the known keys that unknown keys probably stand for;
+    /// these are misspelled rather than missing.
     pub fn finish(self, report: &mut Report) -> Vec<&'static str> {
         let mut meant = Vec::new();
         let absent: Vec<&str> = self.known.iter().copied().filter(|key| !self.entries.contains_key(*key)).collect();

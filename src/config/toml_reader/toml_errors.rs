@@ -1,7 +1,8 @@
 //! Reports TOML syntax errors in plain words, and skips them so that the rest of the file can be read.
 //!
 //! One mistake causes many errors of the parser. So only the first error is reported; its statement is replaced with
-//! spaces, which keeps all positions, and the text is parsed again until there are no errors. This file does not know keys.
+//! spaces, which keeps all positions, and the text is parsed again until there are no errors. This file does not know
+//! keys.
 
 use std::borrow::Cow;
 
@@ -339,8 +340,8 @@ fn explain_header(line: &str, message: &str) -> (String, String) {
     (message.to_owned(), fix)
 }
 
-/// Message and fix for a key that is defined twice. The parser does not report the first definition, so it is searched in
-/// the text.
+/// Message and fix for a key that is defined twice. The parser does not report the first definition, so it is searched
+/// in the text.
 fn explain_duplicate_key(text: &str, at: Span) -> (String, String) {
     let start = line_start(text, at.start);
     let line = text[start..line_end(text, at.start)].trim();

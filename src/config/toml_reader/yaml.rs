@@ -1,7 +1,7 @@
 //! Translates a line of YAML to TOML, for the fix of a configuration that is written as YAML.
 //!
-//! Supported are nested `key: value` lines, lists of `- item` lines, and lists and tables in brackets on one line. Other
-//! values become `…`.
+//! Supported are nested `key: value` lines, lists of `- item` lines, and lists and tables in brackets on one line.
+//! Other values become `…`.
 
 /// Of longer lists, the fix shows the first item.
 const LIST_MAX_BYTES: usize = 120;
