@@ -164,9 +164,9 @@ pub struct Actions {
     pub response_fields: FieldChanges,
     /// Replaces [`super::Config::timeouts`].
     pub timeouts: Option<Timeouts>,
-    /// Replaces [`super::Limits::max_body`]; `Some(None)`: no limit.
+    /// Replaces [`super::limits::Limits::max_body`]; `Some(None)`: no limit.
     pub max_body: Option<Option<u64>>,
-    /// Replaces [`super::Limits::min_request_rate`].
+    /// Replaces [`super::limits::Limits::min_request_rate`].
     pub min_request_rate: Option<u64>,
 }
 

@@ -73,12 +73,12 @@ impl SyntaxError {
         if let Some((key, value)) = setting_at(document, at.start) {
             let statement = line_start(text, key.start);
             let whole = &text[value.clone()];
-            let cut = whole.starts_with("\"\"\"") || whole.starts_with("'''");
-            let cut = cut
+            let is_multi_line = whole.starts_with("\"\"\"") || whole.starts_with("'''");
+            let is_open_string = is_multi_line
                 && errors.iter().any(|error| {
                     error.message().starts_with("invalid multi-line") && error_span(error).start == value.end
                 });
-            if let Some(open) = unmatched_bracket(whole).or(cut.then_some(0)) {
+            if let Some(open) = unmatched_bracket(whole).or(is_open_string.then_some(0)) {
                 let end = next_line_start(text, key.start, |line| is_header(line) || is_setting(line));
                 let at = value.start + unmatched_bracket(&text[value.start..end.max(value.start)]).unwrap_or(open);
                 return SyntaxError { at: at..at + 1, statement: statement..end, is_unclosed: true };
@@ -95,13 +95,13 @@ impl SyntaxError {
     }
 
     /// The span to show: the mistake may begin before the position where the parser stopped.
-    fn display_span(&self, text: &str, parser: &str) -> Span {
+    fn display_span(&self, text: &str, parser_message: &str) -> Span {
         let line = line_start(text, self.at.start)..line_end(text, self.at.start);
-        if NOT_A_SETTING.iter().any(|what| parser.starts_with(what)) {
+        if NOT_A_SETTING.iter().any(|part| parser_message.starts_with(part)) {
             let indent = text[line.clone()].len() - text[line.clone()].trim_start().len();
             return line.start + indent..line.start + text[line.clone()].trim_end().len();
         }
-        if NUMBER_ERRORS.iter().any(|what| parser.contains(what)) {
+        if NUMBER_ERRORS.iter().any(|part| parser_message.contains(part)) {
             return self.value_span(text);
         }
         self.foreign_quotes(text).map_or(self.at.clone(), |(span, _)| span)
@@ -127,10 +127,10 @@ impl SyntaxError {
     }
 
     /// Message and fix. `text` is `original` without the statements with earlier errors.
-    fn explain(&self, text: &str, parser: &str, original: &str) -> (String, String) {
+    fn explain(&self, text: &str, parser_message: &str, original: &str) -> (String, String) {
         let line = text[line_start(text, self.at.start)..line_end(text, self.at.start)].trim();
         let value = &text[self.at.clone()];
-        let has = |what: &str| parser.starts_with(what);
+        let is_about = |start: &str| parser_message.starts_with(start);
         let pair = |message: &str, fix: &str| (message.to_owned(), fix.to_owned());
         if self.is_unclosed {
             match text[self.at.start..].chars().next() {
@@ -138,16 +138,18 @@ impl SyntaxError {
                 Some('{') => pair("this table is never closed", "write `}` after its last value"),
                 _ => pair("this string is never closed", "close it with the same three quotes"),
             }
-        } else if has("string values must be quoted") && value.is_empty() {
+        } else if is_about("string values must be quoted") && value.is_empty() {
             pair("there is no value after `=`", "write a value, or remove the line")
-        } else if let (true, Some((span, inner))) = (has("string values must be quoted"), self.foreign_quotes(text)) {
+        } else if let (true, Some((span, inner))) =
+            (is_about("string values must be quoted"), self.foreign_quotes(text))
+        {
             let fix = format!("write straight quotes: `\"{}\"`", without_quotes(inner));
             (format!("{} has quotes that TOML does not support", quoted(&text[span])), fix)
-        } else if has("string values must be quoted") || has("invalid boolean") {
+        } else if is_about("string values must be quoted") || is_about("invalid boolean") {
             explain_unquoted_word(value)
         } else if lacks_opening_bracket(line) {
             explain_header(line, "this header does not begin with `[`")
-        } else if NOT_A_SETTING.iter().any(|what| has(what)) {
+        } else if NOT_A_SETTING.iter().any(|start| is_about(start)) {
             let number = text[..self.at.start].matches('\n').count();
             // The fix quotes the text, so secrets are masked.
             let fix = match yaml::toml_fix(&Secrets::find(original).masked_text(), number) {
@@ -158,13 +160,13 @@ impl SyntaxError {
                 None => String::from("write `key = value`; a key has letters, digits, `_` and `-`"),
             };
             (format!("{} is not a setting", quoted(line)), fix)
-        } else if has("unclosed table") || has("unclosed array table") {
+        } else if is_about("unclosed table") || is_about("unclosed array table") {
             explain_header(line, "this header has no closing bracket after its name")
-        } else if has("missing comma") {
+        } else if is_about("missing comma") {
             pair("a comma is missing between two values", "write `,` before this one")
-        } else if has("extra comma") {
+        } else if is_about("extra comma") {
             pair("there is an extra comma", "remove it")
-        } else if has("invalid basic string") || has("invalid literal string") {
+        } else if is_about("invalid basic string") || is_about("invalid literal string") {
             match line.chars().rfind(|c| FOREIGN_QUOTES.contains(c)).filter(|_| value.is_empty()) {
                 Some(quote) => {
                     let fix = format!(
@@ -178,43 +180,43 @@ impl SyntaxError {
                     pair("a string contains a character that is not allowed", "remove it, or escape it as `\\uXXXX`")
                 }
             }
-        } else if has("missing escaped value") || has("too few unicode value digits") {
+        } else if is_about("missing escaped value") || is_about("too few unicode value digits") {
             pair(
                 "a backslash in a string must begin an escape such as `\\n`",
                 "write `\\\\` for a backslash, or put the string in single quotes",
             )
-        } else if has("unexpected key or value") && line.starts_with('[') && value.is_empty() {
+        } else if is_about("unexpected key or value") && line.starts_with('[') && value.is_empty() {
             explain_header(line, "the brackets of this header do not match")
-        } else if has("unexpected key or value") {
+        } else if is_about("unexpected key or value") {
             pair("there is more text after the value", "move it to a new line, or remove it")
-        } else if has("duplicate key") {
+        } else if is_about("duplicate key") {
             explain_duplicate_key(text, self.at.clone())
-        } else if has("cannot extend value") {
+        } else if is_about("cannot extend value") {
             let message = format!("{} already has a value and cannot also be a table", quoted(value));
             (message, String::from("remove the value or the table"))
-        } else if has("carriage return") {
+        } else if is_about("carriage return") {
             pair("a carriage return is not followed by a line feed", "save the file with line ends `\\n` or `\\r\\n`")
         } else {
-            self.explain_number(text, parser)
+            self.explain_number(text, parser_message)
         }
     }
 
     /// Message and fix for values that begin like a number, and for all rare errors.
-    fn explain_number(&self, text: &str, parser: &str) -> (String, String) {
-        let written = text[self.value_span(text)].trim();
-        let digits = written.starts_with(|c: char| c.is_ascii_digit() || "+-.".contains(c));
-        if digits && written.contains(|c: char| c.is_alphabetic() || c == ':' || c == '.') {
-            let fix = format!("put a string in quotes: `\"{}\"`; a number has digits only", without_quotes(written));
-            (format!("{} is not a value", quoted(written)), fix)
-        } else if digits {
+    fn explain_number(&self, text: &str, parser_message: &str) -> (String, String) {
+        let value = text[self.value_span(text)].trim();
+        let is_numeric = value.starts_with(|c: char| c.is_ascii_digit() || "+-.".contains(c));
+        if is_numeric && value.contains(|c: char| c.is_alphabetic() || c == ':' || c == '.') {
+            let fix = format!("put a string in quotes: `\"{}\"`; a number has digits only", without_quotes(value));
+            (format!("{} is not a value", quoted(value)), fix)
+        } else if is_numeric {
             let fix = "write digits only, without a leading zero, with `_` only between digits";
-            (format!("{} is not a number", quoted(written)), fix.to_owned())
-        } else if NUMBER_ERRORS.iter().any(|what| parser.contains(what)) {
+            (format!("{} is not a number", quoted(value)), fix.to_owned())
+        } else if NUMBER_ERRORS.iter().any(|part| parser_message.contains(part)) {
             // The value begins like `inf` or `nan`.
-            explain_unquoted_word(written)
+            explain_unquoted_word(value)
         } else {
             let fix = "a line is `key = value` or `[table]`; strings need quotes";
-            (format!("this is not TOML: {parser}"), fix.to_owned())
+            (format!("this is not TOML: {parser_message}"), fix.to_owned())
         }
     }
 }
