@@ -330,11 +330,11 @@ impl ServerPool {
     }
 
     /// Sets this worker's share of the limits. `servers`: in all upstreams together.
-    pub fn set_limits(&self, circuit: &UpstreamLimits, worker: usize, workers: usize, servers: usize) {
-        self.connection_max.set(circuit.max_connections.map(|max| worker_share(max, worker, workers)));
+    pub fn set_limits(&self, limits: &UpstreamLimits, worker: usize, workers: usize, servers: usize) {
+        self.connection_max.set(limits.max_connections.map(|max| worker_share(max, worker, workers)));
         // Idle connections to one server leave descriptors for clients and for connections to others.
         let spare = descriptor_limit() / IDLE_DESCRIPTOR_DIVISOR / servers.max(1) as u64;
-        let idle = circuit.max_idle_connections.min(u32::try_from(spare).unwrap_or(u32::MAX));
+        let idle = limits.max_idle_connections.min(u32::try_from(spare).unwrap_or(u32::MAX));
         self.pool.idle_max.set(worker_share(idle, worker, workers) as usize);
     }
 

@@ -444,9 +444,8 @@ mod tests {
         };
         let policy = UpstreamPolicy { ejection: Some(ejection), slow_start: 100 * MS, ..UpstreamPolicy::default() };
         let servers: Vec<Server> = (1..=count).map(server).collect();
-        let way = TransportSettings { protocol: Protocol::Http1, host: HostField::Keep, tls: None, resolve: MS };
-        let upstream =
-            Upstream { name: "u".to_owned(), target: Target::Servers(servers.clone()), transport: way, policy };
+        let transport = TransportSettings { protocol: Protocol::Http1, host: HostField::Keep, tls: None, resolve: MS };
+        let upstream = Upstream { name: "u".to_owned(), target: Target::Servers(servers.clone()), transport, policy };
         Arc::new(UpstreamHealth::new(&upstream, servers, previous, &Registry::default(), 1, now))
     }
 
