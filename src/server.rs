@@ -450,8 +450,8 @@ impl Gateway {
         let (settings, owner) = (self.config.counters.shared.clone(), self.workers);
         let deferred_refunds = Arc::clone(&self.deferred_refunds);
         let failed = |source| StartError::Listen { address, source };
-        let handed = inherited.take(address).into_iter().next();
-        let listener = handed.map_or_else(|| StdListener::bind(address), Ok).map_err(failed)?;
+        let socket = inherited.take(address).into_iter().next();
+        let listener = socket.map_or_else(|| StdListener::bind(address), Ok).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
         self.sockets.push((address, listener.try_clone().map_err(failed)?));
         self.admin = Some(listener.local_addr().map_err(failed)?);

@@ -141,8 +141,8 @@ impl StopSignals {
 }
 
 impl Supervisor<'_> {
-    /// Accepts connections, handles signals and file changes, and drains. `place`: the channel to the process that this
-    /// one replaces.
+    /// Accepts connections, handles signals and file changes, and drains. `former`: the process that this one
+    /// replaces, and the channel to it.
     async fn supervise(mut self, former: Option<(u32, SuccessorChannel)>, mut signals: Signals) -> io::Result<()> {
         let mut stop = StopSignals::new()?;
         self.open(former, &mut stop).await?;

@@ -29,10 +29,10 @@ pub fn sockets() -> io::Result<InheritedSockets> {
     if let Some(count) = claimed.filter(|count| *count > SOCKETS_MAX) {
         return Err(io::Error::other(format!("`LISTEN_FDS` is {count}; at most {SOCKETS_MAX} sockets are accepted")));
     }
-    let mut handed = ListenFd::from_env();
+    let mut passed = ListenFd::from_env();
     let mut listeners = Vec::new();
-    for position in 0..handed.len() {
-        listeners.extend(handed.take_tcp_listener(position)?);
+    for position in 0..passed.len() {
+        listeners.extend(passed.take_tcp_listener(position)?);
     }
     InheritedSockets::from_service_manager(listeners)
 }

@@ -102,7 +102,7 @@ fn request_upgrade(old: u32, limit: Duration) -> Result<String, String> {
     let begun = clock.instant();
     while clock.instant().duration_since(begun) < limit {
         match receive(&socket, pid) {
-            Ok(Some(message)) => return outcome_message(old, &message),
+            Ok(Some(message)) => return outcome_text(old, &message),
             // Another process sent it.
             Ok(None) => continue,
             Err(error)
@@ -116,11 +116,11 @@ fn request_upgrade(old: u32, limit: Duration) -> Result<String, String> {
     Err(format!("process {old} did not report the outcome in time: see its log"))
 }
 
-fn outcome_message(old: u32, said: &str) -> Result<String, String> {
-    if let Some(new) = said.strip_prefix(TAKEN_OVER).and_then(|pid| pid.parse::<u32>().ok()) {
+fn outcome_text(old: u32, message: &str) -> Result<String, String> {
+    if let Some(new) = message.strip_prefix(TAKEN_OVER).and_then(|pid| pid.parse::<u32>().ok()) {
         return Ok(format!("process {new} took over from {old}"));
     }
-    let why = said.strip_prefix(FAILED).unwrap_or(said);
+    let why = message.strip_prefix(FAILED).unwrap_or(message);
     Err(format!("the upgrade failed, process {old} keeps serving: {}; see its log", printable(why)))
 }
 

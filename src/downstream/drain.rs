@@ -85,7 +85,7 @@ impl DrainGuard {
     }
 
     /// Whether the drain has begun; if not, the task is woken when it does. Must always be called from the same task: the
-    /// waker of the first call is kept, so that later calls are cheap.
+    /// waker of the first call remains registered, so that later calls are cheap.
     pub fn poll_begun(&self, cx: &Context<'_>) -> bool {
         self.poll_reached(DrainPhase::Draining, cx)
     }

@@ -82,7 +82,7 @@ pub struct Listeners {
     pub http: Vec<SocketAddr>,
     pub https: Vec<SocketAddr>,
     pub by_worker: Vec<Vec<WorkerListener>>,
-    /// Every queue once, with its address as configured: what a hot upgrade hands to the next process.
+    /// Every queue once, with its address as configured: what a hot upgrade passes to the next process.
     pub sockets: Vec<(SocketAddr, StdListener)>,
 }
 

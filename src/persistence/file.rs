@@ -14,7 +14,7 @@ use std::time::Duration;
 use rustix::fs::{FallocateFlags, OFlags, fallocate, fstat, fstatfs};
 use rustix::io::{Errno, retry_on_intr};
 
-/// File system types that are kept in memory: statfs(2).
+/// Types of file systems in memory (statfs(2)).
 const TMPFS: u32 = 0x0102_1994;
 const RAMFS: u32 = 0x8584_58f6;
 /// Only the owner may read the file: it contains the hash seed, with which colliding keys could be chosen.

@@ -123,7 +123,7 @@ impl Header {
         for (number, bytes) in numbers.iter_mut().zip(page[16..].as_chunks().0) {
             *number = u64::from_le_bytes(*bytes);
         }
-        let [version, counters, overflow, slots, layers, place, tag] = numbers;
+        let [version, counters, overflow, slots, layers, seed_0, seed_1] = numbers;
         if version != VERSION {
             return Err(UnusableFile::Version(version));
         }
@@ -141,7 +141,7 @@ impl Header {
             overflow_buckets: overflow as usize,
             bucket_slots: BUCKET_SLOTS,
         };
-        let header = Header { layout, layers_max: layers as usize, seed: Seed(place, tag), boot };
+        let header = Header { layout, layers_max: layers as usize, seed: Seed(seed_0, seed_1), boot };
         if header.file_bytes() as u64 == file_bytes { Ok(header) } else { Err(UnusableFile::Damaged) }
     }
 }

@@ -115,7 +115,7 @@ impl std::error::Error for OpenError {
 }
 
 impl Counters {
-    /// Opens the counters as configured, with space for `layers` layers. `handed`: the counters of the process that
+    /// Opens the counters as configured, with space for `layers` layers. `inherited`: the counters of the process that
     /// this one replaces. The clock continues from the latest time that the file or snapshot has.
     ///
     /// The second value is a lock: other processes wait for its drop before they open the file. It is held until the

@@ -11,10 +11,10 @@
 //! | 72..96 | watermarks of the table |
 //! | 96..112 | number of formats that follow, and then of counters |
 //! | 48 each | formats: layer, whether it rolls, shards, most ahead, grants, whether they differ |
-//! | 24 each | counters whose windows were open: place, word |
+//! | 24 each | counters whose windows were open: position, word |
 //! | last 32 | SHA-256 of all before |
 //!
-//! A snapshot fits only a table of the same layout, in which the places are the same. It is written beside its path and
+//! A snapshot fits only a table of the same layout, in which the positions are the same. It is written beside its path and
 //! then renamed, so that the path always has a complete file.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -63,8 +63,8 @@ pub struct SavedSnapshot {
 pub enum Written {
     /// The number of counters written.
     Counters(u64),
-    /// Nothing: another process was writing for the whole wait. Its snapshot may lack counts of places that it had
-    /// already passed.
+    /// Nothing: another process was writing for the whole wait. Its snapshot may lack counts of positions that it had
+    /// already written.
     OtherWriter,
 }
 
@@ -117,9 +117,9 @@ pub fn write(counters: &Counters, path: &Path, clock: &Clock, patience: Duration
         write_numbers(&mut target, &[*bits, rolls, shards, format.max_ahead, grants, u64::from(format.limits_differ)])?;
     }
     let mut written = 0;
-    for (place, word) in counters.table.live_counters(clock.now().unix_ms) {
+    for (position, word) in counters.table.live_counters(clock.now().unix_ms) {
         let bits = word.bits();
-        write_numbers(&mut target, &[place as u64, bits as u64, (bits >> 64) as u64])?;
+        write_numbers(&mut target, &[position as u64, bits as u64, (bits >> 64) as u64])?;
         written += 1;
     }
     let head = encode_head(counters, clock, formats.len() as u64, written);
@@ -245,8 +245,8 @@ fn read(path: &Path, layout: TableLayout) -> io::Result<SavedSnapshot> {
         own,
         overflow,
         slots,
-        place,
-        tag,
+        seed_0,
+        seed_1,
         time_ms,
         horizon_ms,
         spill_horizon_ms,
@@ -279,7 +279,7 @@ fn read(path: &Path, layout: TableLayout) -> io::Result<SavedSnapshot> {
     if sum != *source.hasher.finalize() || time_ms > END_MAX_MS || !has_passed {
         return Err(damaged());
     }
-    Ok(SavedSnapshot { seed: Seed(place, tag), time_ms, watermarks, formats, counters, file })
+    Ok(SavedSnapshot { seed: Seed(seed_0, seed_1), time_ms, watermarks, formats, counters, file })
 }
 
 impl SavedSnapshot {
@@ -309,9 +309,9 @@ impl SavedSnapshot {
         counters.table.restore_watermarks(self.watermarks);
         let mut restored = 0;
         for _ in 0..self.counters {
-            let [place, low, high] = read_numbers(&mut source)?;
+            let [position, low, high] = read_numbers(&mut source)?;
             let word = CounterWord::from_bits(u128::from(high) << 64 | u128::from(low));
-            if word.is_live(now_ms) && counters.table.restore(place as usize, word) {
+            if word.is_live(now_ms) && counters.table.restore(position as usize, word) {
                 restored += 1;
             }
         }

@@ -1,6 +1,6 @@
 //! Handles one request: validates it, finds its route and keys, lets the rules decide, and forwards it.
 //!
-//! `handle` answers at once where nothing has to be waited for (refusals, errors); otherwise it returns a future.
+//! `handle` responds at once where it need not wait (refusals, errors); otherwise it returns a future.
 
 use std::cell::OnceCell;
 use std::num::NonZeroU64;
@@ -87,7 +87,7 @@ fn panic_response() -> Response<ResponseBody> {
 
 /// What `decide` found.
 enum RequestOutcome {
-    /// With `pending`, the shared store has to be asked first, and `admission` is empty.
+    /// With `pending`, the shared store decides first, and `admission` is empty.
     Forward { plan: ForwardPlan, admission: Admission, pending: Option<Box<PendingAdmission>> },
     /// A refusal, or another response that needs no upstream.
     Respond(LocalResponse),
@@ -292,8 +292,8 @@ fn find_route(
     record: &mut RequestRecord,
 ) -> Result<usize, RequestError> {
     let (host, secure) = (&*clear.host, incoming.client.is_secure);
-    let asked = router::RouteQuery { host, method: &parts.method, headers: &parts.headers, path, secure };
-    let found = compiled.router.find(&asked, params);
+    let query = router::RouteQuery { host, method: &parts.method, headers: &parts.headers, path, secure };
+    let found = compiled.router.find(&query, params);
     let route = found
         .map_err(|AmbiguousHeader(field)| RequestError::RouteField(field.clone()))?
         .ok_or(RequestError::NoRoute)?;

@@ -63,7 +63,7 @@ impl RepeatRefusal {
     /// is handled as any other.
     pub fn refuse(&self, worker: &WorkerState) -> Option<Bytes> {
         let refused = catch_unwind(AssertUnwindSafe(|| self.try_refuse(worker)));
-        // After a panic the request is handled as any other; a second panic there is answered with 500.
+        // After a panic the request is handled as any other; if that panics too, the response is 500.
         refused.unwrap_or(None)
     }
 

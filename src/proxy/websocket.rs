@@ -18,7 +18,7 @@ use crate::http::websocket_handshake::{self, HandshakeKey, UpgradeMethod};
 use crate::timer::Timer;
 use crate::upstream::tunnel::{ByteCounts, Tunnel, TunnelEnd};
 
-/// How a client asked for a WebSocket, and the key of the handshake with the upstream.
+/// How a client requested a WebSocket, and the key of the handshake with the upstream.
 pub struct WebSocketHandshake {
     method: UpgradeMethod,
     /// The client's own key for an HTTP/1.1 upgrade, a fresh one for CONNECT.

@@ -55,7 +55,7 @@ impl CircuitBreakers {
     pub fn record_failure(&self, server: ServerId, times: u32, now: Instant, moment: Duration) -> bool {
         let mut troubles = self.servers.borrow_mut();
         let trouble = match troubles.entry(server) {
-            Entry::Vacant(place) => place.insert(ServerFailures { failures: 0, last: now }),
+            Entry::Vacant(entry) => entry.insert(ServerFailures { failures: 0, last: now }),
             Entry::Occupied(known) => match known.into_mut() {
                 trouble if times == 1 && now.saturating_duration_since(trouble.last) < moment => return false,
                 trouble => trouble,

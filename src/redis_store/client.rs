@@ -47,7 +47,7 @@ enum Servers {
     Cluster(Rc<Cluster>),
 }
 
-/// Why a call has no reply. The texts are for the operator.
+/// Why a call has no reply. The text is for the operator.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum StoreError {
     /// No server can be reached. Whether the call was executed is unknown.

@@ -2,7 +2,7 @@
 //!
 //! The cluster client of redis-rs is not used: it sends a command again after the connection broke, which would count
 //! twice. Here the map comes from `CLUSTER SLOTS`, is corrected by `MOVED`, and is fetched again after an unexpected
-//! reply. Only masters are asked.
+//! reply. Only masters are used.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -89,8 +89,8 @@ impl Cluster {
         self.map.borrow().masters.iter().filter_map(|(_, link)| link.current()).collect()
     }
 
-    /// Every master that has slots, with a key in one of its slots that begins with `stem`.
-    pub fn masters(&self, stem: &str) -> Vec<(Rc<ReconnectingConnection>, String)> {
+    /// Every master that has slots, with a key in one of its slots that begins with `prefix`.
+    pub fn masters(&self, prefix: &str) -> Vec<(Rc<ReconnectingConnection>, String)> {
         let map = self.map.borrow();
         let mut found: Vec<Option<String>> = vec![None; map.masters.len()];
         let mut missing = found.iter().enumerate().filter(|(at, _)| map.has_slots(*at)).count();
@@ -98,10 +98,10 @@ impl Cluster {
             if missing == 0 {
                 break;
             }
-            let key = format!("{stem}{n}}}");
+            let key = format!("{prefix}{n}}}");
             let owner = map.owners.get(usize::from(slot(&key))).copied().unwrap_or(NO_OWNER);
-            if let Some(place @ None) = found.get_mut(usize::from(owner)) {
-                *place = Some(key);
+            if let Some(empty @ None) = found.get_mut(usize::from(owner)) {
+                *empty = Some(key);
                 missing -= 1;
             }
         }
@@ -242,13 +242,13 @@ async fn fetch_slots(connection: &Connection) -> Result<Vec<SlotRange>, String> 
     if ranges.is_empty() { Err(format!("{}: the node knows no slots", connection.node)) } else { Ok(ranges) }
 }
 
-fn parse_slots(reply: &Value, asked_node: &Node) -> Option<Vec<SlotRange>> {
+fn parse_slots(reply: &Value, queried_node: &Node) -> Option<Vec<SlotRange>> {
     let Value::Array(reply) = reply else { return None };
     let range = |reply: &Value| {
         let Value::Array(reply) = reply else { return None };
         let [Value::Int(first), Value::Int(last), Value::Array(master), ..] = reply.as_slice() else { return None };
         let [host, Value::Int(port), ..] = master.as_slice() else { return None };
-        let master = resolve_node(reply_text(host).unwrap_or_default(), u16::try_from(*port).ok()?, asked_node)?;
+        let master = resolve_node(reply_text(host).unwrap_or_default(), u16::try_from(*port).ok()?, queried_node)?;
         Some(SlotRange { first: u16::try_from(*first).ok()?, last: u16::try_from(*last).ok()?, master })
     };
     let ranges: Vec<SlotRange> = reply.iter().map(range).collect::<Option<_>>()?;
@@ -257,9 +257,9 @@ fn parse_slots(reply: &Value, asked_node: &Node) -> Option<Vec<SlotRange>> {
     (slots <= usize::from(SLOTS)).then_some(ranges)
 }
 
-/// A node by the address that others report. A node that does not know its own host has the host that was asked.
-fn resolve_node(host: &str, port: u16, asked_node: &Node) -> Option<Node> {
-    let host = match (host, asked_node) {
+/// A node by the address that others report. A node that does not know its own host has the host that was queried.
+fn resolve_node(host: &str, port: u16, queried_node: &Node) -> Option<Node> {
+    let host = match (host, queried_node) {
         ("" | "?", Node::Tcp { host, .. }) => host,
         ("" | "?", Node::Unix(_)) => return None,
         (host, _) => host,
@@ -268,10 +268,10 @@ fn resolve_node(host: &str, port: u16, asked_node: &Node) -> Option<Node> {
 }
 
 /// Parses the details of `MOVED` and `ASK`: `SLOT HOST:PORT`.
-pub fn parse_redirect(details: &str, asked_node: &Node) -> Option<(u16, Node)> {
+pub fn parse_redirect(details: &str, queried_node: &Node) -> Option<(u16, Node)> {
     let (slot, address) = details.split_once(' ')?;
     let (host, port) = address.rsplit_once(':')?;
-    Some((slot.parse().ok()?, resolve_node(host, port.parse().ok()?, asked_node)?))
+    Some((slot.parse().ok()?, resolve_node(host, port.parse().ok()?, queried_node)?))
 }
 
 #[cfg(test)]
@@ -284,12 +284,12 @@ mod tests {
 
     #[test]
     fn a_node_without_a_host_name_has_the_address_that_was_queried() {
-        let asked_node = node("10.0.0.1", 6379);
-        assert_eq!(parse_redirect("3999 10.0.0.2:6381", &asked_node), Some((3999, node("10.0.0.2", 6381))));
-        assert_eq!(parse_redirect("3999 fe80::1:6381", &asked_node), Some((3999, node("fe80::1", 6381))));
-        assert_eq!(parse_redirect("3999 :6381", &asked_node), Some((3999, node("10.0.0.1", 6381))));
-        for strange in ["", "3999", "3999 a", "x a:1", "3999 a:99999"] {
-            assert_eq!(parse_redirect(strange, &asked_node), None, "{strange}");
+        let queried_node = node("10.0.0.1", 6379);
+        assert_eq!(parse_redirect("3999 10.0.0.2:6381", &queried_node), Some((3999, node("10.0.0.2", 6381))));
+        assert_eq!(parse_redirect("3999 fe80::1:6381", &queried_node), Some((3999, node("fe80::1", 6381))));
+        assert_eq!(parse_redirect("3999 :6381", &queried_node), Some((3999, node("10.0.0.1", 6381))));
+        for malformed in ["", "3999", "3999 a", "x a:1", "3999 a:99999"] {
+            assert_eq!(parse_redirect(malformed, &queried_node), None, "{malformed}");
         }
     }
 
@@ -305,11 +305,11 @@ mod tests {
         ]);
         let expected = [
             SlotRange { first: 0, last: 5460, master: node("a", 1) },
-            SlotRange { first: 5461, last: 16383, master: node("asked", 3) },
+            SlotRange { first: 5461, last: 16383, master: node("queried", 3) },
         ];
-        assert_eq!(parse_slots(&reply, &node("asked", 9)).as_deref(), Some(&expected[..]));
-        assert_eq!(parse_slots(&Value::Array(vec![range(0, 1, &[])]), &node("asked", 9)), None);
+        assert_eq!(parse_slots(&reply, &node("queried", 9)).as_deref(), Some(&expected[..]));
+        assert_eq!(parse_slots(&Value::Array(vec![range(0, 1, &[])]), &node("queried", 9)), None);
         let all = range(0, 16383, &[server("a", 1)]);
-        assert_eq!(parse_slots(&Value::Array(vec![all, range(5, 5, &[server("b", 2)])]), &node("asked", 9)), None);
+        assert_eq!(parse_slots(&Value::Array(vec![all, range(5, 5, &[server("b", 2)])]), &node("queried", 9)), None);
     }
 }

@@ -1,4 +1,4 @@
-//! Diagnoses the configured servers, for `transom check --connect`: asks all of them, including sentinels and cluster
+//! Diagnoses the configured servers, for `transom check --connect`: all of them, including sentinels and cluster
 //! nodes, and counts on them.
 //!
 //! Test counts use keys of their own, `PREFIX:{transom-check|…}`, which expire after a few seconds.
@@ -97,7 +97,7 @@ impl Diagnosis<'_> {
         }
         if nodes.len() < SENTINELS_MIN {
             let text = format!("only {} sentinels are configured", nodes.len());
-            let fix = "name all of them in `redis`, and have three at least: with fewer, none can replace a master";
+            let fix = "name all sentinels in `redis`, and run at least three: fewer cannot replace a master safely";
             reports.push(Report::new("sentinels", vec![Finding::note(text, fix)]));
         }
         let sentinels = sentinel::Sentinels::new(nodes.to_vec(), master.to_owned());
@@ -109,11 +109,9 @@ impl Diagnosis<'_> {
                     report.findings.push(Finding::warning(text, "add one: `REPLICAOF HOST PORT` there"));
                 }
                 if replicas.is_some_and(|replicas| replicas.count > 0 && !replicas.are_required) {
-                    let text = "cut off from its replicas it keeps counting, for as long as gateways reach it, although \
-                                another has taken its place, and so it does for seconds after `SENTINEL FAILOVER`: limits \
-                                may be used twice then";
-                    let fix = "`min-replicas-to-write` with the number of replicas, and `min-replicas-max-lag 10`, in its \
-                               configuration";
+                    let text = "it keeps counting while it is cut off from its replicas, even after another master was elected, \
+                                and for seconds after `SENTINEL FAILOVER`: clients can then use their limits twice";
+                    let fix = "set `min-replicas-to-write` to the number of replicas, and `min-replicas-max-lag 10`";
                     report.findings.push(Finding::note(text, fix));
                 }
                 report.subject = format!("master {}", report.subject);
@@ -129,12 +127,12 @@ impl Diagnosis<'_> {
         let reply = match self.call(connection, redis::cmd("SENTINEL").arg("master").arg(master)).await {
             Ok(reply) => pairs(&reply),
             Err(why) if why.contains("No such master") => {
-                let fix = "write the name of its `sentinel monitor NAME …` as `sentinel_master`";
-                return vec![Finding::problem(format!("it knows no master called `{master}`"), fix)];
+                let fix = "set `sentinel_master` to the name in its `sentinel monitor NAME …`";
+                return vec![Finding::problem(format!("it does not know a master called `{master}`"), fix)];
             }
             Err(why) if why.contains("unknown command") => {
                 let fix = "name sentinels in `redis`, which listen at port 26379, or remove `sentinel_master`";
-                return vec![Finding::problem("it is no sentinel", fix)];
+                return vec![Finding::problem("it is not a sentinel", fix)];
             }
             Err(why) => return vec![self.error_finding(&why)],
         };
@@ -149,7 +147,7 @@ impl Diagnosis<'_> {
             found.push(Finding::problem(format!("it reports that the master is down (`{flags}`)"), fix));
         }
         if number("quorum") > number("num-other-sentinels") + 1 {
-            let text = "it knows fewer sentinels than have to agree on a new master";
+            let text = "it knows fewer sentinels than the quorum for a new master";
             found.push(Finding::warning(text, "start the other sentinels, or lower the quorum of `sentinel monitor`"));
         }
         found
@@ -189,7 +187,7 @@ impl Diagnosis<'_> {
             Ok(reply) => reply,
             Err(why) if why.contains("cluster support disabled") => {
                 let fix = "write it without brackets: `redis = \"redis://HOST:PORT\"`";
-                return vec![Finding::problem("it is no node of a cluster", fix)];
+                return vec![Finding::problem("it is not a node of a cluster", fix)];
             }
             Err(why) if is_not_permitted(&why) => return Vec::new(),
             Err(why) => return vec![self.error_finding(&why)],

@@ -33,7 +33,7 @@ pub enum Severity {
 pub struct Finding {
     pub severity: Severity,
     pub text: String,
-    /// What to do about it.
+    /// The fix for an evicting `maxmemory-policy`.
     pub fix: String,
 }
 
@@ -61,11 +61,11 @@ impl Version {
     }
 
     /// Whether this version has a fix: `fixed` lists the first fixed version of each series.
-    fn includes_fix(self, mended: &[Version]) -> bool {
+    fn includes_fix(self, fixed: &[Version]) -> bool {
         let series = |version: &Version| (version.0, version.1);
-        match mended.iter().find(|version| series(version) == series(&self)) {
+        match fixed.iter().find(|version| series(version) == series(&self)) {
             Some(first) => self >= *first,
-            None => mended.last().is_some_and(|last| self > *last),
+            None => fixed.last().is_some_and(|last| self > *last),
         }
     }
 }
@@ -124,14 +124,14 @@ impl<'t> Info<'t> {
                 (Some(host), Some(port)) => format!("`{host}:{port}`"),
                 _ => "its master".to_owned(),
             };
-            let text = format!("it is a replica, and accepts no counts; its master is {master}");
+            let text = format!("it is a replica and cannot count; its master is {master}");
             found.push(Finding::problem(
                 text,
                 format!("name {master} in `redis`, or the sentinels that know the master"),
             ));
         }
         if self.number("loading") == 1 {
-            found.push(Finding::problem("it is still reading its data", "wait until it is done"));
+            found.push(Finding::problem("it is still loading its data", "wait until loading has finished"));
         }
         self.memory(&mut found);
         self.persistence(&mut found);
@@ -146,17 +146,17 @@ impl<'t> Info<'t> {
             found.push(Finding::problem(message, "install a later version of Redis, or Valkey"));
             return;
         }
-        let mended: &[Version] = match kind {
+        let fixed: &[Version] = match kind {
             "Valkey" => &FIXED_VALKEY,
             "Redis" => &FIXED_REDIS,
             _ => return,
         };
-        if Version::parse(text).is_some_and(|version| !version.includes_fix(mended)) {
+        if Version::parse(text).is_some_and(|version| !version.includes_fix(fixed)) {
             let message = format!(
                 "{kind} {text}: users who may run scripts can run any code on that machine (CVE-2025-49844), unless \
                  it is a package with the fix"
             );
-            let first: Vec<String> = mended.iter().map(|Version(a, b, c)| format!("{a}.{b}.{c}")).collect();
+            let first: Vec<String> = fixed.iter().map(|Version(a, b, c)| format!("{a}.{b}.{c}")).collect();
             let fix = format!("upgrade to {}; until then, do not let other users run scripts", first.join(", "));
             found.push(Finding::warning(message, fix));
         }
@@ -187,13 +187,13 @@ impl<'t> Info<'t> {
         if self.get("rdb_last_bgsave_status") == Some("err") {
             let text =
                 "its last snapshot failed; it may refuse to count until one succeeds (`stop-writes-on-bgsave-error`)";
-            let fix = "see that its disk has room and may be written, then `BGSAVE`; the reason is in its log";
+            let fix =
+                "make sure that its disk has free space and is writable, then run `BGSAVE`; its log has the reason";
             found.push(Finding::warning(text, fix));
         }
         if self.get("aof_enabled") == Some("0") {
-            let text = "it does not log each change (`appendonly no`): after a crash it knows what its last snapshot \
-                        says, if any, and open windows start again";
-            found.push(Finding::note(text, "`appendonly yes`, where that matters"));
+            let text = "it does not log each change (`appendonly no`): a crash loses the usage since its last snapshot";
+            found.push(Finding::note(text, "set `appendonly yes` if this loss matters"));
         }
     }
 }
@@ -206,9 +206,9 @@ pub fn eviction_text(policy: &str) -> String {
     )
 }
 
-/// What to do about it.
-pub const EVICTION_FIX: &str = "`CONFIG SET maxmemory-policy noeviction`, and the same in its configuration file; counters \
-                              should have a server of their own";
+/// The fix for an evicting `maxmemory-policy`.
+pub const EVICTION_FIX: &str = "`CONFIG SET maxmemory-policy noeviction`, and the same in its configuration file; use a \
+                              separate server for counters";
 
 /// The finding about a server's clock that was read between two times of this machine.
 pub fn clock_finding(server_ms: u64, before_ms: u64, after_ms: u64) -> Option<Finding> {
@@ -219,11 +219,11 @@ pub fn clock_finding(server_ms: u64, before_ms: u64, after_ms: u64) -> Option<Fi
     }
     let side = if ahead > behind { "ahead of" } else { "behind" };
     let text = format!(
-        "its clock is {}.{:03} s {side} this machine's; windows begin and end by the server's",
+        "its clock is {}.{:03} s {side} this machine's; windows follow the server's clock",
         off / 1000,
         off % 1000
     );
-    Some(Finding::warning(text, "let both follow a time server (NTP)"))
+    Some(Finding::warning(text, "synchronize both clocks (NTP)"))
 }
 
 /// Fixes for errors, by words in the error text; the first match applies. `PREFIX` and `RIGHTS` are replaced.
@@ -235,14 +235,11 @@ const FIXES: [(&[&str], &str); 25] = [
     (&["NOAUTH"], "it requires a password: write `password_file` or `password_env`, and `username` for an ACL user"),
     (
         &["user and password", "WRONGPASS"],
-        "see that `username` is a user there (`ACL LIST`) and that the password is correct",
+        "check that `username` exists there (`ACL LIST`) and that the password is correct",
     ),
     (&["UnknownIssuer", "BadSignature"], "name the CA that issued its certificate: `ca = \"FILE\"`"),
     (&["NotValidForName", "not valid for name"], "write a name in `redis` that its certificate is for"),
-    (
-        &["NotValidYet", "Expired"],
-        "its certificate is not valid now: renew it, and see that this machine's time is right",
-    ),
+    (&["NotValidYet", "Expired"], "its certificate is not valid now: renew it, and check the time of this machine"),
     (
         &["CertificateRequired", "HandshakeFailure", "certificate required"],
         "it requires a client certificate: write `certificate` and `private_key`",
@@ -254,41 +251,44 @@ const FIXES: [(&[&str], &str); 25] = [
     (&["NOREPLICAS"], "it has fewer replicas than `min-replicas-to-write`: start them"),
     (
         &["MISCONF"],
-        "it cannot save its data, and accepts no changes meanwhile: see that its disk has room and may be written, then \
+        "it cannot save its data and accepts no changes: make sure that its disk has free space and is writable, then run \
          `BGSAVE`",
     ),
-    (&["DENIED"], "it is in protected mode: set a password there, and `bind` the addresses that gateways come from"),
-    (&["CLUSTERDOWN"], "the cluster does not serve: see `CLUSTER INFO` and `CLUSTER NODES`"),
-    (&["LOADING"], "wait until it has read its data"),
-    (&["BUSY"], "another script does not end there: `SCRIPT KILL`"),
+    (&["DENIED"], "it is in protected mode: set a password there, and `bind` an address that gateways can reach"),
+    (&["CLUSTERDOWN"], "the cluster is down: see `CLUSTER INFO` and `CLUSTER NODES`"),
+    (&["LOADING"], "wait until it has loaded its data"),
+    (&["BUSY"], "another script does not end: run `SCRIPT KILL`"),
     (&["max number of clients"], "it has too many clients: raise `maxclients`"),
     (
         &["unknown command"],
-        "counters need scripts: if its configuration takes this command away (`rename-command`), or a proxy is in between, \
-         allow it",
+        "counters need scripts: allow this command if the configuration of the server (`rename-command`) or a proxy \
+         disables it",
     ),
-    (&["refused"], "is it running, at this port, and does it `bind` an address that can be reached from here?"),
+    (&["refused"], "check that it runs at this port and that its `bind` has an address that this machine can reach"),
     (&["BADVALUE", "WRONGTYPE"], "other data is stored under keys that begin with `PREFIX:`; choose another `prefix`"),
-    (&["lookup", "no address"], "is the name right? This machine does not know it: see `getent hosts NAME`"),
-    (&["No such file"], "is it running, with `unixsocket` at this path?"),
-    (&["Permission denied"], "let the gateway's user write to the socket: `unixsocketperm 770`, and be in its group"),
+    (&["lookup", "no address"], "check the name: this machine cannot resolve it, see `getent hosts NAME`"),
+    (&["No such file"], "check that it runs, with `unixsocket` set to this path"),
+    (
+        &["Permission denied"],
+        "let the gateway's user write to the socket: set `unixsocketperm 770`, and add the user to the group of the socket",
+    ),
     (
         &["end of file", "reset by peer", "roken"],
-        "it ended the connection: if it speaks TLS at this port, write `rediss://`",
+        "it closed the connection: if it uses TLS at this port, write `rediss://`",
     ),
 ];
-/// Checked first where the server is reached by TLS.
+/// Checked first for connections over TLS.
 const NO_TLS: (&[&str], &str) = (
-    &["InvalidContentType", "corrupt message", "no answer", "no reply"],
-    "does it speak TLS at this port? If not, write `redis://`, or the port at which it does (`tls-port`)",
+    &["InvalidContentType", "corrupt message", "no reply"],
+    "check that it uses TLS at this port; if not, write `redis://`, or its TLS port (`tls-port`)",
 );
 const NO_REPLY: (&[&str], &str) = (
-    &["no answer", "no reply", "timed out", "nreachable", "No route"],
-    "is the address right, and is a firewall in between? If it speaks TLS at this port, write `rediss://`",
+    &["no reply", "timed out", "nreachable", "No route"],
+    "check the address and firewalls; if it uses TLS at this port, write `rediss://`",
 );
 /// The fix for unknown errors.
 const DEFAULT_FIX: &str =
-    "try the same by hand, from this machine: `redis-cli -u URL PING`; is it Redis or Valkey that answers?";
+    "try `redis-cli -u URL PING` by hand on this machine, and check that the server is Redis or Valkey";
 
 /// The finding for an error of a server or of its connection.
 pub fn error_finding(message: &str, prefix: &str, by_tls: bool) -> Finding {
@@ -312,8 +312,8 @@ mod tests {
 
     #[test]
     fn the_suggested_rights_cover_the_commands_of_the_scripts() {
-        let texts = [include_str!("acquire.lua"), include_str!("refund.lua")].concat();
-        let calls: Vec<&str> = texts.split("call('").skip(1).filter_map(|rest| rest.split('\'').next()).collect();
+        let scripts = [include_str!("acquire.lua"), include_str!("refund.lua")].concat();
+        let calls: Vec<&str> = scripts.split("call('").skip(1).filter_map(|rest| rest.split('\'').next()).collect();
         assert!(calls.len() > 5);
         for call in calls {
             let right = format!("+{}", call.to_lowercase());
@@ -380,7 +380,7 @@ mod tests {
             ("failed to lookup address information: Name or service not known", "getent hosts"),
             ("No such file or directory (os error 2)", "`unixsocket`"),
             ("Permission denied (os error 13)", "unixsocketperm"),
-            ("No route to host (os error 113)", "is the address right"),
+            ("No route to host (os error 113)", "check the address"),
             ("no reply within 1s", "firewall"),
             ("LOADING Redis is loading the dataset in memory", "wait"),
             ("ERR max number of clients reached", "maxclients"),
@@ -388,7 +388,7 @@ mod tests {
             ("MISCONF Redis is configured to save RDB snapshots", "BGSAVE"),
             ("WRONGTYPE Operation against a key", "begin with `edge:`"),
             ("NOPERM this user has no permissions", "~edge:* +ping"),
-            ("it speaks in riddles", "by hand"),
+            ("an unknown error", "by hand"),
         ] {
             assert!(
                 error_finding(message, "edge", false).fix.contains(fix),

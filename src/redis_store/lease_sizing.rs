@@ -4,7 +4,7 @@
 //! be dropped at any time; then unused tokens are not returned.
 //!
 //! A new key leases what it needs. A key that comes back soon leases two or four times as much as before, so that a
-//! busy key fetches about once a second; a key that is used rarely leases less again. Near the limit the store hands out
+//! busy key fetches about once a second; a key that is used rarely leases less again. Near the limit the store grants
 //! only a part of what remains.
 
 use std::cell::{Cell, RefCell};
@@ -62,7 +62,7 @@ pub struct LeaseRecord {
     pub in_flight: Option<Rc<InFlightFetch>>,
     /// Tokens needed by requests that wait for the fetch in flight.
     pub waiting_tokens: u64,
-    /// End of the window in which the store hands out no tokens in advance any more.
+    /// End of the window in which the store no longer grants tokens in advance.
     exhausted_end_ms: u64,
     /// Leased tokens at the last idle check.
     last_balance: u32,
@@ -209,13 +209,13 @@ pub struct InFlightFetch {
     pub ids: Vec<CounterId>,
     has_reply: Cell<Option<bool>>,
     notify: Notify,
-    /// Tokens that the table had no place for, for the requests that wait.
+    /// Tokens that did not fit in the table, for the requests that wait.
     pub undeposited: RefCell<Vec<UndepositedTokens>>,
     /// The counters that the store refused, with their usage.
     pub refused: RefCell<Vec<(CounterId, CounterReply)>>,
 }
 
-/// Tokens that the table had no place for.
+/// Tokens that did not fit in the table.
 pub struct UndepositedTokens {
     pub id: CounterId,
     pub tokens: u64,

@@ -6,7 +6,7 @@
 //! - Decisions: `decision` (one request), `exact_mode` (what the store decides itself), `token_fetch` and
 //!   `lease_sizing` (leases), `admin_queries` (admin address).
 //! - Outages: `circuit_breaker`, `unreported_usage`, `outage`.
-//! - Diagnosis: `diagnose` (asks the servers), `diagnose_rules` (what the replies mean).
+//! - Diagnosis: `diagnose` (queries the servers), `diagnose_rules` (what the replies mean).
 //! - `shared_counters`: the state of one worker, calls with their bookkeeping, periodic tasks.
 
 pub mod admin_queries;

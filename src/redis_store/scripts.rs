@@ -1,9 +1,9 @@
 //! The commands and replies of the two scripts: `acquire.lua` takes tokens of counters, all or none, and `refund.lua`
-//! gives some back. Each script runs atomically. This file is pure: it sends nothing.
+//! refunds tokens. Each script runs atomically. This file does no I/O.
 //!
 //! The server's clock decides which window is open. A request therefore names the window that is open by the gateway's
 //! time and the end of the next one; the key of the next window is sent only after the server reports that the first
-//! has ended. So a plain counter needs one key per call, also while its slot moves.
+//! has ended. Therefore a plain counter needs one key per call, also while its slot moves.
 //!
 //! | counter | key | value |
 //! | --- | --- | --- |
@@ -11,14 +11,14 @@
 //! | connected windows (rollover, reservations) | `BASE:account` | `window`: its number at the last write; `used`: tokens used or owed then |
 //! | windows that a first request opens | `BASE:first-request` | `start` of the window, milliseconds, and `used` |
 //!
-//! **Other writers.** What another service adds to a plain counter counts as taken. A value above the limit refuses, up
+//! **Other writers.** Tokens that another service adds to a plain counter count as taken. A value above the limit refuses, up
 //! to 2^63. A value below 0 counts as 0, and the next acquire corrects it, so that no more than the limit is granted. A
-//! key without expiry, or with another one, gets the expiry of its window at the next acquire. A value that is no
-//! integer, or of another type, is an error of that counter only.
+//! key without expiry, or with another one, gets the expiry of its window at the next acquire. A value that is not
+//! an integer, or a key of another type, is an error of that counter only.
 //!
-//! **Refunds.** A plain window takes back all tokens, as long as it exists. An account takes back what certainly no
-//! later request depends on: everything in the window of the charge, and `limit` less for each window since, which
-//! would have expired anyway. A window that a first request opened takes back nothing once another is open. For
+//! **Refunds.** A plain window takes back all tokens, as long as it exists. An account takes back the tokens on
+//! which no later request can depend: all of them in the window of the charge, and `limit` fewer for each window since,
+//! because those would have expired. A window that a first request opened takes back nothing once another is open. For
 //! reservations, `only_if_used` ensures that no later request has reserved.
 
 use std::fmt::Write;
@@ -190,7 +190,7 @@ pub struct Refund {
     pub number: u64,
     pub limit: u32,
     pub tokens: u64,
-    /// If set, the refund takes place only if the counter is unchanged: [`CounterReply::used`].
+    /// If set, tokens are refunded only if the counter is unchanged: [`CounterReply::used`].
     pub only_if_used: Option<u64>,
     /// Deletes the counter instead.
     pub deletes: bool,
@@ -215,20 +215,20 @@ impl RefundTarget {
 }
 
 impl CounterRequest {
-    pub fn refund_target(&self, replies: CounterReply) -> RefundTarget {
-        let CounterReply { number, end_ms, .. } = replies;
+    pub fn refund_target(&self, reply: CounterReply) -> RefundTarget {
+        let CounterReply { number, end_ms, .. } = reply;
         RefundTarget { base: Rc::clone(&self.base), kind: self.window.kind(), number, limit: self.limit, end_ms }
     }
 }
 
 /// The refunds of everything that was granted.
 pub fn refunds_of(requests: &[CounterRequest], replies: &[CounterReply]) -> Vec<Refund> {
-    requests.iter().zip(replies).map(|(want, replies)| want.refund_target(*replies).refund(replies.granted)).collect()
+    requests.iter().zip(replies).map(|(request, reply)| request.refund_target(*reply).refund(reply.granted)).collect()
 }
 
 /// The effective time: the server's, or the gateway's if that is ahead by less than `LEAD_MAX_MS`.
-pub fn effective_ms(time_ms: u64, floor_ms: u64) -> u64 {
-    if floor_ms.saturating_sub(time_ms) < LEAD_MAX_MS { time_ms.max(floor_ms) } else { time_ms }
+pub fn effective_ms(time_ms: u64, gateway_ms: u64) -> u64 {
+    if gateway_ms.saturating_sub(time_ms) < LEAD_MAX_MS { time_ms.max(gateway_ms) } else { time_ms }
 }
 
 /// One call: acquires all or nothing.
@@ -245,7 +245,7 @@ pub struct AcquireCall {
 /// The reply to a call, or the key that holds another type of value.
 pub type AcquireResult = Result<AcquireReply, String>;
 
-/// The command that decides calls one after the other.
+/// The command that decides calls in order.
 pub fn acquire_command<'a>(
     script: &Script,
     by: ScriptRef,
@@ -483,9 +483,10 @@ mod tests {
         assert_eq!(floats, Some(vec![Ok(AcquireReply::Granted { time_ms: 950, counters: replies(1, 1, 1000, 940) })]));
         let bad = parse_acquire_reply(&ints(&[950, -2, -1, 0, 0]), calls[..1].iter());
         assert_eq!(bad, Some(vec![Err("t:{r|a}:7".to_owned())]));
-        for strange in [&[][..], &[950], &[950, 1, 1, 3], &[950, 1, 1, 3, 0, 9], &[950, 5, 1, 3, 0], &[-1, 1, 1, 3, 0]]
+        for malformed in
+            [&[][..], &[950], &[950, 1, 1, 3], &[950, 1, 1, 3, 0, 9], &[950, 5, 1, 3, 0], &[-1, 1, 1, 3, 0]]
         {
-            assert_eq!(parse_acquire_reply(&ints(strange), calls[..1].iter()), None, "{strange:?}");
+            assert_eq!(parse_acquire_reply(&ints(malformed), calls[..1].iter()), None, "{malformed:?}");
         }
         assert_eq!(parse_acquire_reply(&Value::Nil, calls.iter()), None);
     }

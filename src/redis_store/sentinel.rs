@@ -1,6 +1,6 @@
 //! Finds the master through Redis Sentinel.
 //!
-//! The sentinel that replied last is asked first, the others in turn if it fails. The server that a sentinel names is
+//! The sentinel that replied last is queried first, the others in turn if it fails. The server that a sentinel names is
 //! used only if it reports itself as a master (`ROLE`).
 
 use std::cell::{Cell, RefCell};
@@ -21,7 +21,7 @@ const REPLY_TIMEOUT: Duration = Duration::from_millis(500);
 pub struct Sentinels {
     nodes: Vec<Node>,
     pub master: String,
-    /// Index of the sentinel to ask first.
+    /// Index of the sentinel to query first.
     preferred: Cell<usize>,
     /// The connection to that sentinel.
     connection: RefCell<Option<Rc<Connection>>>,
@@ -42,7 +42,7 @@ impl Sentinels {
         self.with_master(connector, async |master| Ok(master)).await
     }
 
-    /// Runs `act` with the master that a sentinel names; if that fails, asks the next sentinel.
+    /// Runs `act` with the master that a sentinel names; if that fails, queries the next sentinel.
     async fn with_master<T>(
         &self,
         connector: &Connector,
@@ -78,7 +78,7 @@ impl Sentinels {
             connection.call(question).await.map_err(|failure| connection.describe(&failure))
         });
         parse_address(&reply.await?)
-            .ok_or_else(|| format!("{node}: this sentinel knows no master called `{}`", self.master))
+            .ok_or_else(|| format!("{node}: this sentinel does not know a master called `{}`", self.master))
     }
 }
 

@@ -127,7 +127,7 @@ impl SharedCounters {
         }
         if generation != 0 && self.store.generation() != generation {
             self.note_reconnect(began);
-            // Local usage is reported first, so that the tokens are not handed out again.
+            // Local usage is reported first, so that the tokens are not granted again.
             let shared = Rc::clone(self);
             let report: Pin<Box<dyn Future<Output = ()>>> = Box::pin(async move { shared.report_to_reachable().await });
             report.await;

@@ -350,7 +350,7 @@ impl SharedCounters {
         now_ms: u64,
     ) -> CounterRequest {
         let entry = &rule_set.rules[rule];
-        // Usage that was counted locally and is not reported yet is not handed out again.
+        // Usage that was counted locally and is not reported yet is not granted again.
         let local_usage = self.used_locally(rule_set, rule, layer, keyed_request).used;
         let (suffix, layer) = (entry.suffix(layer), entry.layer(layer));
         let windows = &rule_set.windows[layer.windows_index];
@@ -547,7 +547,7 @@ impl SharedDecision {
         if joined.is_empty() { (shared.start_fetches(fetches), true) } else { (joined, false) }
     }
 
-    /// Takes tokens that the table had no place for, as many as this request needs.
+    /// Takes tokens that did not fit in the table, as many as this request needs.
     fn take_undeposited(
         &mut self,
         rule_set: &RuleSet,
@@ -573,7 +573,8 @@ impl SharedDecision {
         }
     }
 
-    /// Whether the store has refused and the table has no place to record it; records the refusal in the context then.
+    /// Whether the store has refused and the table is too full to record the refusal, which is then recorded in the
+    /// context.
     fn is_refused(
         &mut self,
         rule_set: &RuleSet,

@@ -13,7 +13,7 @@ use super::scripts::Refund;
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::table::Counter;
 
-/// Most counters, and most refunds, that are kept for a report. Usage beyond that is never reported.
+/// Most counters, and most refunds, that wait for a report. Usage beyond that is never reported.
 const UNREPORTED_MAX: usize = 65_536;
 
 /// What the store does not know because it could not be reached.
@@ -49,10 +49,10 @@ impl UnreportedUsage {
     pub fn add(&self, charge: UnreportedCharge) {
         let mut charges = self.charges.borrow_mut();
         let is_full = charges.len() >= UNREPORTED_MAX;
-        if let Entry::Vacant(place) = charges.entry(counter_id(charge.counter()))
+        if let Entry::Vacant(entry) = charges.entry(counter_id(charge.counter()))
             && !is_full
         {
-            place.insert(charge);
+            entry.insert(charge);
         }
     }
 

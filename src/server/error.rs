@@ -34,7 +34,7 @@ impl fmt::Display for StartError {
             StartError::Inherited(address) => {
                 write!(
                     f,
-                    "a socket was handed over for `{address}`, which is not in `listen`: write it there exactly so"
+                    "a socket was handed over for `{address}`, which is not in `listen`: add it to `listen` exactly as written here"
                 )
             }
             StartError::Tls(_) => f.write_str("TLS cannot be set up"),

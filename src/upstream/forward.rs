@@ -61,7 +61,7 @@ struct Forwarding {
     request_permit: Option<RequestPermit>,
     /// The request was already repeated at this server, so the next attempt opens a new connection.
     needs_new_connection: bool,
-    /// The request asks for another protocol over HTTP/1.1, and needs a connection that no other request will use.
+    /// The request asks to switch protocols over HTTP/1.1, and needs a connection that no other request will use.
     is_exclusive: bool,
 }
 
@@ -331,7 +331,7 @@ impl Forwarder {
         let is_switch = websocket_handshake::is_switching_protocols(&response);
         let violation = match headers::forward_response(response.headers_mut()) {
             false => Some("its Content-Length or Transfer-Encoding is malformed, or there are several"),
-            true if is_switch && !is_switched => Some("it switched protocols without being asked to"),
+            true if is_switch && !is_switched => Some("it switched protocols without a request to do so"),
             true => None,
         };
         if let Some(why) = violation {
@@ -403,7 +403,7 @@ impl Forwarder {
             };
         }
         let replay = connection.take_retryable(error.error(), forwarding.traits.is_repeatable);
-        // The server said that it has not processed the request, which may be sent again.
+        // The server has stated that it did not process the request, which may therefore be sent again.
         if (reused || http2::is_unprocessed(error.error()))
             && !forwarding.needs_new_connection
             && let Some(request) = replay

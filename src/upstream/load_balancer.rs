@@ -34,9 +34,9 @@ pub struct LoadBalancer {
     is_settled: Cell<bool>,
 }
 
-/// The servers when they were last looked at.
+/// The servers at the last refresh.
 struct ServersView {
-    /// 0: not to be chosen.
+    /// 0: not chosen.
     weights: Vec<u32>,
     statuses: Vec<ServerStatus>,
     turns: Vec<i64>,
@@ -71,7 +71,7 @@ pub struct RequestTraits {
     pub hash_key: Option<NonZeroU64>,
     /// Whether the request can be sent again.
     pub is_repeatable: bool,
-    /// The request asks for another protocol.
+    /// The request asks to switch protocols.
     pub is_upgrade: bool,
 }
 

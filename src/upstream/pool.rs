@@ -2,7 +2,7 @@
 //! connections; [`ServerPool`] adds the number of requests in flight and, where connections are limited, the queue of
 //! waiters.
 //!
-//! A limit of the whole process is divided among the workers, so that none has to ask another; each gets at least one.
+//! A limit of the whole process is divided among the workers, so that they need not coordinate; each gets at least one.
 //! Waiters are served in order of arrival, with a connection that became free, or with the permit of one that closed.
 
 use std::cell::{Cell, RefCell};
@@ -41,7 +41,7 @@ pub struct ConnectionPool {
     /// The last one used is on top: it is the most likely to be open, and the others can expire.
     #[allow(clippy::vec_box, reason = "a connection is moved often, and large")]
     idle: RefCell<Vec<Box<Http1Connection>>>,
-    /// How many are kept. Set with the configuration.
+    /// Most idle connections. Set with the configuration.
     pub idle_max: Cell<usize>,
     http2: RefCell<Vec<Rc<Http2Connection>>>,
     /// The server has chosen HTTP/2, and will probably do so again.
@@ -141,7 +141,7 @@ impl ConnectionPool {
     }
 
     /// Keeps a connection whose last response has ended. Whether it takes another request shows when there is one; a
-    /// connection that still sends a body is not kept.
+    /// connection that still sends a body is closed.
     pub fn put_idle(&self, mut connection: Box<Http1Connection>) {
         let mut idle = self.idle.borrow_mut();
         if idle.len() < self.idle_max.get()

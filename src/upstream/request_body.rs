@@ -214,7 +214,7 @@ pub type BodyError = Box<dyn std::error::Error + Send + Sync>;
 /// costs by size; so the parts of a body are boxed.
 pub enum RequestBody {
     Empty,
-    /// No body: the request asks for another protocol.
+    /// No body: the request asks to switch protocols.
     Upgrade,
     Client(Box<Upload>),
     /// As `Client`, and the body can be replayed.
@@ -451,22 +451,22 @@ impl fmt::Display for UploadViolation {
 
 impl std::error::Error for UploadViolation {}
 
-/// The most bytes that are kept for a replay: the initial window of a stream (RFC 9113, section 6.9.2), and so all that
-/// a server gets before it refuses a stream.
+/// Most bytes recorded for a replay: the initial window of a stream (RFC 9113, section 6.9.2), and therefore all that a
+/// server receives before it refuses a stream.
 const REPLAY_MAX_BYTES: usize = 64 * 1024;
 
-/// A body that an HTTP/2 stream sends, and that can be taken back. The stream and the request each hold one handle.
+/// A body that an HTTP/2 stream sends and that can be replayed. The stream and the request each hold one handle.
 ///
 /// A server that shuts down (GOAWAY) or is overloaded (REFUSED_STREAM) states that it has not processed a request. That
-/// request can be sent elsewhere, whatever its method, if its whole body is still here. So the bytes that a stream
-/// takes are kept while they are few and no response has arrived.
+/// request can be sent to another server, whatever its method, if its whole body is available. Therefore the bytes that a
+/// stream takes are recorded while they are few and no response has arrived.
 #[derive(Clone)]
 pub struct ReplayBody(Rc<RefCell<Option<Box<Upload>>>>);
 
 /// The bytes that a stream has taken of a body.
 #[derive(Default)]
 struct ReplayBuffer {
-    /// `None` if they were too many.
+    /// `None` if there were too many.
     recorded: Option<Vec<u8>>,
     /// Bytes that an earlier stream took, to be sent again.
     resend: Bytes,
@@ -480,13 +480,13 @@ impl ReplayBody {
         ReplayBody(Rc::new(RefCell::new(Some(upload))))
     }
 
-    /// Takes the body back and rewinds it, if all of its bytes are kept. The stream is left without a body.
+    /// Takes the body from the stream and rewinds it, if all of its bytes are recorded.
     pub fn rewind(&self) -> Option<RequestBody> {
         let mut upload = self.0.take()?;
         upload.replay.as_mut()?.rewind().then_some(RequestBody::Client(upload))
     }
 
-    /// The body will not be taken back: keeps no more bytes.
+    /// Records no more bytes: the body will not be replayed.
     pub fn stop_recording(&self) {
         if let Some(replay) = self.0.borrow_mut().as_mut().and_then(|upload| upload.replay.as_mut()) {
             replay.recorded = None;
@@ -515,7 +515,7 @@ impl ReplayBuffer {
         self.recorded = Some(Vec::new());
     }
 
-    /// Rewinds to the beginning; `false` if its bytes are no longer kept.
+    /// Rewinds to the beginning; `false` if its bytes are no longer recorded.
     fn rewind(&mut self) -> bool {
         let Some(mut recorded) = self.recorded.take() else { return false };
         recorded.extend_from_slice(&self.resend);

@@ -89,7 +89,7 @@ pub enum AttemptResult {
     Unknown,
 }
 
-/// The health of every upstream of a configuration; built-in upstreams have no servers. State in `former` is kept.
+/// The health of every upstream of a configuration; built-in upstreams have no servers. The state in `former` continues.
 pub fn build_upstream_health(
     config: &Config,
     former: &[Arc<UpstreamHealth>],
@@ -145,7 +145,7 @@ impl UpstreamHealth {
         upstream_health
     }
 
-    /// Ends at once what the new configuration no longer asks for.
+    /// Clears the results of health checks and ejection that the new configuration disables.
     fn clear_disabled_checks(&self) {
         let _held = self.shared.lock();
         for state in &self.states {

@@ -74,7 +74,7 @@ fn a_bad_configuration_is_reported_before_any_connection() {
 
 #[test]
 fn unreachable_and_refusing_servers_are_reported_with_the_fix() {
-    unfit(checked(&format!("redis = \"redis://127.0.0.1:{}\"", free_port())), &["refused", "is it running"]);
+    unfit(checked(&format!("redis = \"redis://127.0.0.1:{}\"", free_port())), &["refused", "check that it runs"]);
     let server = RedisServer::with_config("requirepass sesame");
     unfit(checked(&redis(&server)), &["NOAUTH", "password_file"]);
     unfit(checked(&as_user(&server, "eve:sesame")), &["does not accept the user and password"]);
@@ -86,7 +86,7 @@ fn unreachable_and_refusing_servers_are_reported_with_the_fix() {
     assert_eq!(code, Some(0), "{said}");
     unfit(checked("redis = \"redis+unix:///nowhere/redis.sock\""), &["No such file", "`unixsocket`"]);
     server.suspend();
-    unfit(checked(&as_user(&server, ":sesame")), &["no reply", "is the address right"]);
+    unfit(checked(&as_user(&server, ":sesame")), &["no reply", "check the address"]);
     server.resume();
 }
 
@@ -199,14 +199,14 @@ fn sentinels_name_the_master() {
     let master = RedisServer::start();
     let named =
         |sentinels: &Sentinels, name: &str| format!("redis = {}\nsentinel_master = \"{name}\"", sentinels.urls());
-    unfit(checked(&format!("{}\nsentinel_master = \"main\"", redis(&master))), &["it is no sentinel"]);
+    unfit(checked(&format!("{}\nsentinel_master = \"main\"", redis(&master))), &["it is not a sentinel"]);
     let replica = RedisServer::replica_of(&master, "");
     let sentinels = Sentinels::start(&master);
     let said = fine(&named(&sentinels, MASTER));
     assert!(said.contains(&format!("master 127.0.0.1:{}: Redis", master.port)), "{said}");
     assert_eq!(said.matches("sentinel 127.0.0.1:").count(), 3, "{said}");
     assert!(said.contains("min-replicas-to-write"), "{said}");
-    unfit(checked(&named(&sentinels, "other")), &["it knows no master called `other`", "sentinel_master"]);
+    unfit(checked(&named(&sentinels, "other")), &["it does not know a master called `other`", "sentinel_master"]);
     drop(replica);
 }
 
@@ -217,7 +217,7 @@ fn every_master_and_slot_of_a_cluster_is_checked() {
     assert_eq!(said.lines().filter(|line| line.starts_with("127.0.0.1:")).count(), 3, "{said}");
     unfit(checked(&redis(&cluster.nodes[0])), &["it is a node of a cluster", "in brackets"]);
     let single = RedisServer::start();
-    unfit(checked(&format!("redis = [\"{}\"]", single.url())), &["it is no node of a cluster", "without brackets"]);
+    unfit(checked(&format!("redis = [\"{}\"]", single.url())), &["it is not a node of a cluster", "without brackets"]);
     cluster.nodes[1].kill();
     let settings = format!("redis = {}", cluster.urls());
     crate::support::eventually("the others notice", || {

@@ -198,7 +198,7 @@ fn a_replaced_master_is_abandoned_even_if_it_responds() {
     let store = RedisClient::new(&StoreConfig::with_defaults(Nodes::Sentinel { nodes, master: MASTER.to_owned() }));
     run_on_worker(async {
         let Err(StoreError::Unreachable(why)) = unknown.probe().await else { panic!("there is none") };
-        assert!(why.ends_with("knows no master called `nobody`"), "{why}");
+        assert!(why.ends_with("does not know a master called `nobody`"), "{why}");
         expect_granted(store.acquire(&[plain_request("t:{a}", 1, 9)], 0).await.unwrap());
         // It hangs until another master is promoted, and does not know of it when it continues.
         master.suspend();

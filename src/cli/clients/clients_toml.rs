@@ -50,21 +50,21 @@ impl ClientsDocument {
         let Some(Item::Table(removed)) = clients.remove(name) else { return };
         let above = text_above(&removed);
         // A comment that is separated from the header by an empty line is not about this client alone.
-        let kept = above.rfind("\n\n").map_or("", |end| &above[..=end]).to_owned();
+        let remaining = above.rfind("\n\n").map_or("", |end| &above[..=end]).to_owned();
         let is_after = |table: &Table| table.position() > removed.position();
         let tables = clients.iter_mut().filter_map(|(_, item)| item.as_table_mut());
         match tables.filter(|table| is_after(table)).min_by_key(|table| table.position()) {
             Some(next) => {
                 let own = text_above(next);
-                let first = !above.starts_with('\n') && kept.is_empty();
+                let first = !above.starts_with('\n') && remaining.is_empty();
                 let own = if first { own.trim_start_matches('\n') } else { &own };
-                let gap = if kept.is_empty() || own.starts_with('\n') { "" } else { "\n" };
-                next.decor_mut().set_prefix(format!("{kept}{gap}{own}"));
+                let gap = if remaining.is_empty() || own.starts_with('\n') { "" } else { "\n" };
+                next.decor_mut().set_prefix(format!("{remaining}{gap}{own}"));
             }
             None => {
                 let end = self.0.trailing().as_str().unwrap_or_default().to_owned();
-                let gap = if kept.is_empty() || end.is_empty() || end.starts_with('\n') { "" } else { "\n" };
-                self.0.set_trailing(format!("{kept}{gap}{end}"));
+                let gap = if remaining.is_empty() || end.is_empty() || end.starts_with('\n') { "" } else { "\n" };
+                self.0.set_trailing(format!("{remaining}{gap}{end}"));
             }
         }
     }
@@ -141,7 +141,7 @@ fn replace_value(known: &mut Value, text: &str) {
     *known.decor_mut() = decor;
 }
 
-/// Whether two texts mean the same digest, subject or network.
+/// Whether two texts are the same digest, subject or network.
 fn is_equivalent(one: &str, other: &str) -> bool {
     use transom_limiter::ip_prefix::Network;
     use transom_limiter::secret_digest::Digest;

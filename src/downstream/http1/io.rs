@@ -170,8 +170,8 @@ impl Http1Io {
     /// would have to read to notice, into a buffer allocated for that.
     fn poll_client_closed(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         if self.has_pipelined_bytes {
-            // The end of the stream cannot be read behind unread bytes. A delayed request is polled now and then, so that a
-            // client that is gone does not hold a place among the waiters.
+            // The end of the stream cannot be read behind unread bytes. A delayed request is polled periodically, so that a
+            // disconnected client does not count as a waiter.
             let is_closed = match &self.close_watcher {
                 Some(watcher) => watcher.poll_closed(&self.stream, cx).is_ready(),
                 None => self.state.is_delayed().get() && self.stream.is_closed_by_peer(),

@@ -326,7 +326,7 @@ fn poll_request_drain(peer: &Peer, read: &mut usize, cx: &mut Context<'_>) -> Po
 
 impl Drop for StreamTask {
     fn drop(&mut self) {
-        // Drop the response first: it frees the places of its request.
+        // Drop the response first: it releases the permits of its request.
         let state = std::mem::replace(&mut self.state, StreamState::DrainingRequest(0));
         if let StreamState::Tunnel(_) = state {
             self.shared.monitor.tunnel_ended();
