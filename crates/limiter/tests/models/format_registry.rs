@@ -9,52 +9,52 @@ use crate::support::{explore, race};
 
 const PLAIN: CounterFormat =
     CounterFormat { accumulates: false, shards: 1, max_ahead: 0, grants: (5, 5), limits_differ: false };
-const ROLLS: CounterFormat = CounterFormat { accumulates: true, ..PLAIN };
-const SPLIT: CounterFormat = CounterFormat { shards: 3, ..PLAIN };
-const OTHER: CounterFormat = CounterFormat { max_ahead: 7, grants: (9, 9), ..PLAIN };
+const ROLLING: CounterFormat = CounterFormat { accumulates: true, ..PLAIN };
+const SHARDED: CounterFormat = CounterFormat { shards: 3, ..PLAIN };
+const OTHER_LIMIT: CounterFormat = CounterFormat { max_ahead: 7, grants: (9, 9), ..PLAIN };
 
-fn ledger(layers: usize) -> FormatRegistry {
+fn registry(layers: usize) -> FormatRegistry {
     let cells = Memory::heap(0).and_then(|memory| memory.numbers(0, FormatRegistry::numbers(layers)));
     FormatRegistry::new(cells.expect("there is memory"))
 }
 
-fn of(all: &[(u64, CounterFormat)]) -> CounterFormats {
-    let mut ways = CounterFormats::default();
-    all.iter().for_each(|(bits, way)| ways.join(*bits, *way));
-    ways
+fn formats_of(all: &[(u64, CounterFormat)]) -> CounterFormats {
+    let mut formats = CounterFormats::default();
+    all.iter().for_each(|(bits, format)| formats.join(*bits, *format));
+    formats
 }
 
-fn join(ledger: &FormatRegistry, bits: u64, way: CounterFormat) -> Result<(), RegistryFull> {
-    ledger.join(&of(&[(bits, way)]))
+fn join(registry: &FormatRegistry, bits: u64, format: CounterFormat) -> Result<(), RegistryFull> {
+    registry.join(&formats_of(&[(bits, format)]))
 }
 
 #[test]
 fn two_formats_of_one_layer_merge_into_one_entry() {
     explore(3, || {
-        // There is no room for a second entry.
-        let ledger = Arc::new(ledger(1));
-        let joined = race(&ledger, [|l| join(l, 1, ROLLS), |l| join(l, 1, SPLIT)]);
+        // The registry has no space for a second entry.
+        let registry = Arc::new(registry(1));
+        let joined = race(&registry, [|l| join(l, 1, ROLLING), |l| join(l, 1, SHARDED)]);
         assert_eq!(joined, [Ok(()), Ok(())]);
-        assert_eq!(ledger.formats(), of(&[(1, ROLLS.join(SPLIT))]));
+        assert_eq!(registry.formats(), formats_of(&[(1, ROLLING.join(SHARDED))]));
     });
 }
 
 #[test]
 fn formats_written_under_another_limit_are_known_in_any_order() {
     explore(3, || {
-        let ledger = Arc::new(ledger(1));
-        assert_eq!(race(&ledger, [|l| join(l, 1, ROLLS), |l| join(l, 1, OTHER)]), [Ok(()), Ok(())]);
-        let way = ledger.formats().get(1).expect("it was joined");
-        assert!(way.limits_differ && way.accumulates && way.max_ahead == 7);
+        let registry = Arc::new(registry(1));
+        assert_eq!(race(&registry, [|l| join(l, 1, ROLLING), |l| join(l, 1, OTHER_LIMIT)]), [Ok(()), Ok(())]);
+        let format = registry.formats().get(1).expect("it was joined");
+        assert!(format.limits_differ && format.accumulates && format.max_ahead == 7);
     });
 }
 
 #[test]
 fn two_layers_registered_at_once_have_separate_entries() {
     explore(3, || {
-        let ledger = Arc::new(ledger(2));
-        let joined = race(&ledger, [|l| join(l, 1, ROLLS), |l| join(l, 2, SPLIT)]);
+        let registry = Arc::new(registry(2));
+        let joined = race(&registry, [|l| join(l, 1, ROLLING), |l| join(l, 2, SHARDED)]);
         assert_eq!(joined, [Ok(()), Ok(())]);
-        assert_eq!(ledger.formats(), of(&[(1, ROLLS), (2, SPLIT)]));
+        assert_eq!(registry.formats(), formats_of(&[(1, ROLLING), (2, SHARDED)]));
     });
 }

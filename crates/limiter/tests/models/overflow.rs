@@ -1,29 +1,31 @@
-//! Models of a full table: keys that found no slot are counted together, and keep to that.
+//! Models of a full table: keys without a slot share an overflow counter until its window ends.
 
 use std::sync::Arc;
 
 use transom_limiter::table::{Counter, Table};
 
-use crate::support::{Got, counter, counter_at, explore, hit, paid_in, pay, race, unpay, used};
+use crate::support::{
+    Outcome, acquire_one, acquire_one_with_receipt, acquired_in, counter, counter_at, explore, race, refund_one, used,
+};
 
-/// The keys of these models. `k` and `m` share a spill counter; `l` has another one.
-fn k() -> Counter {
+/// `counter_a` and `same_group` share an overflow counter; `other_group` has another one.
+fn counter_a() -> Counter {
     counter(1)
 }
 
-fn m() -> Counter {
+fn same_group() -> Counter {
     counter(65)
 }
 
-fn l() -> Counter {
+fn other_group() -> Counter {
     counter(2)
 }
 
-/// A place whose two buckets of three are the last two.
+/// A bucket hash whose two buckets are the last two of three.
 const FAR: u64 = u64::MAX - 1;
 
-/// A key that sits in the table and is not asked about.
-fn sitter(tag: u64) -> Counter {
+/// A key that only occupies a slot.
+fn occupant(tag: u64) -> Counter {
     counter(tag)
 }
 
@@ -31,104 +33,133 @@ fn sitter(tag: u64) -> Counter {
 fn a_full_table_answers_as_documented() {
     explore(2, || {
         let table = Arc::new(Table::<1>::with_buckets(1, 1).expect("there is memory"));
-        assert_eq!(hit(&table, sitter(9), 1, 100, 50), Got::Paid(100));
-        let got = race(&table, [|t| hit(t, k(), 2, 100, 50), |t| hit(t, m(), 2, 100, 50), |t| hit(t, k(), 2, 100, 50)]);
-        // Both keys are counted together, to the limit of one of them and not a token further.
-        assert_eq!(paid_in(&got, 100), 2, "{got:?}");
-        assert_eq!((used(&table, k(), 100), used(&table, m(), 100)), ((2, 100), (2, 100)));
+        assert_eq!(acquire_one(&table, occupant(9), 1, 100, 50), Outcome::Acquired(100));
+        let results = race(
+            &table,
+            [
+                |t| acquire_one(t, counter_a(), 2, 100, 50),
+                |t| acquire_one(t, same_group(), 2, 100, 50),
+                |t| acquire_one(t, counter_a(), 2, 100, 50),
+            ],
+        );
+        // Both keys are counted together, up to the limit of one of them.
+        assert_eq!(acquired_in(&results, 100), 2, "{results:?}");
+        assert_eq!((used(&table, counter_a(), 100), used(&table, same_group(), 100)), ((2, 100), (2, 100)));
         assert_eq!((table.overflow_charges_total(), table.stats(50).live), (2, 1));
-        // Where there is no spill counter to be had either, a key is refused.
-        assert_eq!(hit(&table, l(), 2, 100, 50), Got::Full);
-        assert_eq!(used(&table, sitter(9), 100), (1, 100));
+        // Where no overflow counter is free either, a key is refused.
+        assert_eq!(acquire_one(&table, other_group(), 2, 100, 50), Outcome::Full);
+        assert_eq!(used(&table, occupant(9), 100), (1, 100));
     });
 }
 
-/// The table is full for one thread; for the other, whose clock is ahead, a slot has just become
-/// free. Whichever way the key is counted, it is counted once.
+/// The table is full for one thread. For the other, whose clock is ahead, a slot has just become free. The key is
+/// charged once, in its own counter or in the overflow counter.
 #[test]
 fn an_overflowed_key_gets_no_counter() {
     let outcomes = explore(3, || {
         let table = Arc::new(Table::<1>::with_buckets(1, 1).expect("there is memory"));
-        assert_eq!(hit(&table, sitter(9), 1, 60, 50), Got::Paid(60));
-        let got = race(&table, [|t| hit(t, k(), 1, 100, 55), |t| hit(t, k(), 1, 100, 65)]);
-        assert!(paid_in(&got, 100) <= 1, "{got:?}");
-        (got, table.overflow_charges_total())
+        assert_eq!(acquire_one(&table, occupant(9), 1, 60, 50), Outcome::Acquired(60));
+        let results =
+            race(&table, [|t| acquire_one(t, counter_a(), 1, 100, 55), |t| acquire_one(t, counter_a(), 1, 100, 65)]);
+        assert!(acquired_in(&results, 100) <= 1, "{results:?}");
+        (results, table.overflow_charges_total())
     });
-    assert!(outcomes.iter().any(|(got, spilled)| paid_in(got, 100) == 1 && *spilled == 1), "{outcomes:?}");
-    assert!(outcomes.iter().any(|(got, spilled)| paid_in(got, 100) == 1 && *spilled == 0), "{outcomes:?}");
+    assert!(
+        outcomes.iter().any(|(results, overflow_charges)| acquired_in(results, 100) == 1 && *overflow_charges == 1),
+        "{outcomes:?}"
+    );
+    assert!(
+        outcomes.iter().any(|(results, overflow_charges)| acquired_in(results, 100) == 1 && *overflow_charges == 0),
+        "{outcomes:?}"
+    );
 }
 
-/// As above, and the thread that spilled asks once more when it sees the free slot too: its second
-/// claim looks just like the one that it removed, and must not be confirmed in its stead.
+/// As above. The thread that charged the overflow counter then requests again at a time at which the slot is free: its
+/// second claim of the slot must not be confirmed in place of the one that it removed.
 #[test]
 fn a_removed_claim_is_not_confirmed() {
     explore(3, || {
         let table = Arc::new(Table::<1>::with_buckets(1, 1).expect("there is memory"));
-        assert_eq!(hit(&table, sitter(9), 1, 60, 50), Got::Paid(60));
-        let got = race(
+        assert_eq!(acquire_one(&table, occupant(9), 1, 60, 50), Outcome::Acquired(60));
+        let results = race(
             &table,
-            [|t| vec![hit(t, k(), 1, 100, 55), hit(t, k(), 1, 100, 65)], |t| vec![hit(t, k(), 1, 100, 65)]],
+            [
+                |t| vec![acquire_one(t, counter_a(), 1, 100, 55), acquire_one(t, counter_a(), 1, 100, 65)],
+                |t| vec![acquire_one(t, counter_a(), 1, 100, 65)],
+            ],
         )
         .concat();
-        assert!(paid_in(&got, 100) <= 1, "{got:?}");
+        assert!(acquired_in(&results, 100) <= 1, "{results:?}");
     });
 }
 
-/// The third thread finds its clock beyond the window in which the key is being spilled.
+/// The clock of the third thread is past the window in which the key is charged to the overflow counter.
 #[test]
 fn an_overflowed_key_is_counted_once_in_every_window() {
     explore(1, || {
         let table = Arc::new(Table::<1>::with_buckets(1, 1).expect("there is memory"));
-        assert_eq!(hit(&table, sitter(9), 1, 60, 50), Got::Paid(60));
-        let got =
-            race(&table, [|t| hit(t, k(), 1, 100, 55), |t| hit(t, k(), 1, 100, 65), |t| hit(t, k(), 1, 200, 110)]);
-        assert!(paid_in(&got, 100) <= 1 && paid_in(&got, 200) <= 1, "{got:?}");
-        assert!(paid_in(&got, 200) == 1, "the demand for the second window was there: {got:?}");
+        assert_eq!(acquire_one(&table, occupant(9), 1, 60, 50), Outcome::Acquired(60));
+        let results = race(
+            &table,
+            [
+                |t| acquire_one(t, counter_a(), 1, 100, 55),
+                |t| acquire_one(t, counter_a(), 1, 100, 65),
+                |t| acquire_one(t, counter_a(), 1, 200, 110),
+            ],
+        );
+        assert!(acquired_in(&results, 100) <= 1 && acquired_in(&results, 200) <= 1, "{results:?}");
+        assert!(acquired_in(&results, 200) == 1, "one request for the second window: {results:?}");
     });
 }
 
-/// The spill counter's own slot goes to another group at the window's end, and with it what the
-/// key had used in that window. A slow thread, which sees a free slot, must not open it again.
+/// The slot of the overflow counter is reused for another group at the end of the window, so the key's usage in that
+/// window is lost. A slow thread that sees a free slot must not open the window again.
 #[test]
 fn a_reused_overflow_counter_is_not_forgotten() {
     let outcomes = explore(3, || {
         let table = Arc::new(Table::<1>::with_buckets(3, 1).expect("there is memory"));
-        // Three buckets of one slot: the keys placed at 0 look into the first two, those at `FAR` into the
-        // last two. So the slot that becomes free is one that only `k` can have.
-        for (sitter, end_ms) in [(sitter(9), 60), (sitter(10), 1000), (counter_at(11, FAR), 1000)] {
-            assert_eq!(hit(&table, sitter, 1, end_ms, 10), Got::Paid(end_ms));
+        // Three buckets of one slot: keys with bucket hash 0 use the first two, those with `FAR` the last two. So only
+        // `counter_a` can use the slot that becomes free.
+        for (occupant, end_ms) in [(occupant(9), 60), (occupant(10), 1000), (counter_at(11, FAR), 1000)] {
+            assert_eq!(acquire_one(&table, occupant, 1, end_ms, 10), Outcome::Acquired(end_ms));
         }
-        assert_eq!((hit(&table, k(), 1, 100, 40), table.overflow_charges_total()), (Got::Paid(100), 1));
-        let [late, other] = race(&table, [|t| hit(t, k(), 1, 100, 70), |t| hit(t, counter_at(2, FAR), 1, 200, 150)]);
-        assert_ne!(late, Got::Paid(100), "the key had its one token");
+        assert_eq!(
+            (acquire_one(&table, counter_a(), 1, 100, 40), table.overflow_charges_total()),
+            (Outcome::Acquired(100), 1)
+        );
+        let [late, other] = race(
+            &table,
+            [|t| acquire_one(t, counter_a(), 1, 100, 70), |t| acquire_one(t, counter_at(2, FAR), 1, 200, 150)],
+        );
+        assert_ne!(late, Outcome::Acquired(100), "the key has used its only token");
         (late, other)
     });
-    assert!(outcomes.iter().any(|(late, _)| *late == Got::Late), "{outcomes:?}");
+    assert!(outcomes.iter().any(|(late, _)| *late == Outcome::Late), "{outcomes:?}");
 }
 
-/// The spill counter rolls on to the next window, and what was charged there is given back: it
-/// stands at nothing used, and still says nothing about the window before.
+/// The overflow counter moves to the next window, and the charge there is refunded. It then shows no usage, but that
+/// does not mean that the previous window was unused.
 #[test]
 fn an_overflow_counter_that_rolled_over_is_not_taken_for_unused() {
     let outcomes = explore(3, || {
         let table = Arc::new(Table::<1>::with_buckets(3, 1).expect("there is memory"));
-        // As above: the slot that becomes free is one that only `k` can have.
-        for (sitter, end_ms) in [(sitter(9), 60), (sitter(10), 1000), (counter_at(11, FAR), 1000)] {
-            assert_eq!(hit(&table, sitter, 1, end_ms, 10), Got::Paid(end_ms));
+        // As above: only `counter_a` can use the slot that becomes free.
+        for (occupant, end_ms) in [(occupant(9), 60), (occupant(10), 1000), (counter_at(11, FAR), 1000)] {
+            assert_eq!(acquire_one(&table, occupant, 1, end_ms, 10), Outcome::Acquired(end_ms));
         }
-        assert_eq!(hit(&table, k(), 1, 100, 40), Got::Paid(100));
+        assert_eq!(acquire_one(&table, counter_a(), 1, 100, 40), Outcome::Acquired(100));
         let [late, _] = race(
             &table,
             [
-                |t| hit(t, k(), 1, 100, 70),
+                |t| acquire_one(t, counter_a(), 1, 100, 70),
                 |t| {
-                    let (got, paid) = pay(t, counter_at(65, FAR), 1, 200, 100);
-                    unpay(t, paid);
-                    got
+                    let (results, receipt) = acquire_one_with_receipt(t, counter_at(65, FAR), 1, 200, 100);
+                    refund_one(t, receipt);
+                    results
                 },
             ],
         );
-        assert_ne!(late, Got::Paid(100), "the key had its one token");
+        assert_ne!(late, Outcome::Acquired(100), "the key has used its only token");
         late
     });
     assert!(outcomes.len() > 1, "{outcomes:?}");

@@ -1,9 +1,9 @@
-//! Properties of the counting room: random actions of several clocks, on real atomics, compared
-//! with a limiter that is plainly right.
+//! Properties of the counter table: random requests from several clocks, on real atomics, compared with a reference
+//! limiter.
 //!
-//! `roomy` holds that a table with room is that limiter exactly, `tiny` what is left of it when the
-//! table is full, `leases` what tokens that were fetched are worth. All name each invariant as the
-//! models do.
+//! `large_table`: a table with free slots equals the reference limiter. `small_table`: what holds when the table is
+//! full. `leases`: deposited tokens are spent once. Properties have the names of the loom models of the same
+//! invariants.
 
 mod large_table;
 mod leases;
@@ -11,7 +11,7 @@ mod oracle;
 mod small_table;
 mod support;
 
-/// How many cases each property tries; `PROPTEST_CASES` asks for more.
+/// The number of cases of each property. `PROPTEST_CASES` overrides it.
 fn config() -> proptest::test_runner::Config {
     let mut config = proptest::test_runner::Config { failure_persistence: None, ..Default::default() };
     if std::env::var_os("PROPTEST_CASES").is_none() {

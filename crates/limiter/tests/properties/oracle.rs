@@ -1,58 +1,63 @@
-//! A limiter that is plainly right: one map, one thread, nothing is ever forgotten.
+//! The reference limiter of these properties: one map, one thread, no eviction.
 //!
-//! The room is compared against it. It does not know about slots, so it can not say what happens
-//! when there are none.
+//! It knows nothing of slots, so it makes no statement about a full table.
 
 use std::collections::HashMap;
 
-/// What is asked of one counter.
+/// The request to one counter.
 #[derive(Clone, Copy, Debug)]
-pub struct Wish {
-    /// Which counter.
+pub struct LayerRequest {
+    /// Identifies the counter.
     pub id: u64,
-    /// Length of its windows, which start at multiples of it.
+    /// The length of the windows, which start at multiples of it.
     pub window_ms: u64,
     pub limit: u32,
     pub cost: u32,
 }
 
-impl Wish {
-    /// End of the window that `now_ms` falls into.
+impl LayerRequest {
+    /// The end of the window that contains `now_ms`.
     pub fn end_ms(&self, now_ms: u64) -> u64 {
         (now_ms / self.window_ms + 1) * self.window_ms
     }
 }
 
-/// What a counter stands at: the end of its window, and the tokens used in it.
+/// The end of a counter's window, and the tokens used in it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Stand {
+pub struct WindowUsage {
     pub end_ms: u64,
     pub used: u64,
 }
 
 #[derive(Default)]
 pub struct Oracle {
-    stands: HashMap<u64, Stand>,
+    usages: HashMap<u64, WindowUsage>,
 }
 
 impl Oracle {
-    /// What counts for a request at `now_ms`: the window of that moment, or a later one if the counter was seen there.
-    pub fn stand(&self, wish: &Wish, now_ms: u64) -> Stand {
-        let fresh = Stand { end_ms: wish.end_ms(now_ms), used: 0 };
-        match self.stands.get(&wish.id) {
-            Some(&stand) if stand.end_ms >= fresh.end_ms => stand,
+    /// The usage that a request at `now_ms` finds: that of the current window, or of a later one if the counter was
+    /// already charged there.
+    pub fn usage(&self, layer_request: &LayerRequest, now_ms: u64) -> WindowUsage {
+        let fresh = WindowUsage { end_ms: layer_request.end_ms(now_ms), used: 0 };
+        match self.usages.get(&layer_request.id) {
+            Some(&usage) if usage.end_ms >= fresh.end_ms => usage,
             _ => fresh,
         }
     }
 
-    /// Admits a request if each of its counters has room, and then charges each of them.
-    pub fn decide(&mut self, wishes: &[Wish], now_ms: u64) -> bool {
-        let room = |wish: &Wish| self.stand(wish, now_ms).used + u64::from(wish.cost) <= u64::from(wish.limit);
-        let admitted = wishes.iter().all(room);
+    /// Charges all counters if the request fits in each, and none otherwise.
+    pub fn decide(&mut self, layer_requests: &[LayerRequest], now_ms: u64) -> bool {
+        let fits = |layer_request: &LayerRequest| {
+            self.usage(layer_request, now_ms).used + u64::from(layer_request.cost) <= u64::from(layer_request.limit)
+        };
+        let admitted = layer_requests.iter().all(fits);
         if admitted {
-            for wish in wishes.iter().filter(|wish| wish.cost > 0) {
-                let stand = self.stand(wish, now_ms);
-                self.stands.insert(wish.id, Stand { used: stand.used + u64::from(wish.cost), ..stand });
+            for layer_request in layer_requests.iter().filter(|layer_request| layer_request.cost > 0) {
+                let usage = self.usage(layer_request, now_ms);
+                self.usages.insert(
+                    layer_request.id,
+                    WindowUsage { used: usage.used + u64::from(layer_request.cost), ..usage },
+                );
             }
         }
         admitted

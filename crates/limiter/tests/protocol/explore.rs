@@ -1,56 +1,57 @@
-//! Goes through all states that can be reached, breadth first, so that what leads to a broken property is as short as it can be.
+//! Visits all reachable states, breadth first, so that the trace to a violated property is as short as possible.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::fmt::Write as _;
 use std::hash::{BuildHasherDefault, Hasher};
 
-use crate::gateway::World;
-use crate::scenario::{Mistake, Scene};
-use crate::state::{COUNTERS, Gateway, Request, Sent, Stage, State, Windows};
-use crate::{ALL_ACCOUNTED_FOR, EXECUTED_ONCE, HANDED_OUT_ONCE, NEVER_OVER, NOT_FOR_EVER};
+use crate::gateway::Model;
+use crate::scenario::{Mistake, Scenario};
+use crate::state::{COUNTERS, CallStage, Gateway, Request, Stage, State, Windows};
+use crate::{ALL_ACCOUNTED_FOR, GRANTED_ONCE, NEVER_OVER, NOT_REFUSED_FOREVER, NOT_RESENT};
 
-/// More would not be seconds any more.
+/// With more states the tests would take minutes.
 const STATES_MAX: usize = 1_000_000;
 
-pub struct Found {
+pub struct Exploration {
     pub states: usize,
     pub broken: Option<&'static str>,
-    /// How it came to that.
+    /// The steps from the first state to the violation.
     pub trace: String,
 }
 
-/// Until a property is broken; or this one, if there is one.
-pub fn explore(scene: Scene, only: Option<&str>) -> Found {
-    let mut world = World::new(scene);
-    let first = State { budget: scene.budget, ..State::default() };
-    let mut known: HashMap<State, (), BuildHasherDefault<Mixer>> = HashMap::default();
+/// Explores until a property is violated; if `only` is set, until that property is violated.
+pub fn explore(scenario: Scenario, only: Option<&str>) -> Exploration {
+    let mut model = Model::new(scenario);
+    let first = State { budget: scenario.budget, ..State::default() };
+    let mut known: HashMap<State, (), BuildHasherDefault<FastHasher>> = HashMap::default();
     known.insert(first.clone(), ());
     let mut states = vec![(first, 0)];
     let mut at = 0;
     while at < states.len() {
         let state = states[at].0.clone();
-        let broken = judge(&mut world, &state).into_iter().find(|broken| only.is_none_or(|only| only == *broken));
+        let broken =
+            broken_properties(&mut model, &state).into_iter().find(|broken| only.is_none_or(|only| only == *broken));
         if let Some(broken) = broken {
-            return Found { states: states.len(), broken: Some(broken), trace: trace(&mut world, &states, at) };
+            return Exploration { states: states.len(), broken: Some(broken), trace: trace(&mut model, &states, at) };
         }
-        for (_, next) in world.steps(&state) {
-            if let Entry::Vacant(place) = known.entry(next) {
-                states.push((place.key().clone(), at));
-                place.insert(());
+        for (_, next) in model.steps(&state) {
+            if let Entry::Vacant(entry) = known.entry(next) {
+                states.push((entry.key().clone(), at));
+                entry.insert(());
             }
         }
         assert!(states.len() < STATES_MAX, "too many states");
         at += 1;
     }
-    Found { states: states.len(), broken: None, trace: String::new() }
+    Exploration { states: states.len(), broken: None, trace: String::new() }
 }
 
-/// Quick, for there are many states and nobody chooses them with ill intent.
+/// A fast hash for many states, none of which an attacker chooses.
 #[derive(Default)]
-struct Mixer(u64);
+struct FastHasher(u64);
 
-impl Hasher for Mixer {
+impl Hasher for FastHasher {
     fn write(&mut self, bytes: &[u8]) {
         for part in bytes.chunks(8) {
             let word = part.iter().fold(0, |word, byte| word << 8 | u64::from(*byte));
@@ -63,21 +64,21 @@ impl Hasher for Mixer {
     }
 }
 
-/// Which properties a state breaks.
-fn judge(world: &mut World, state: &State) -> Vec<&'static str> {
+/// The properties that a state violates.
+fn broken_properties(model: &mut Model, state: &State) -> Vec<&'static str> {
     let mut broken: Vec<&'static str> = state.broken.into_iter().collect();
     for window in 0..2 {
         for counter in COUNTERS {
             let of = |windows: &Windows| windows[usize::from(window)][counter];
             let (admitted, forgotten) = (of(&state.ghost.admitted), of(&state.ghost.forgotten));
-            let held = admitted + state.outstanding(window, counter);
+            let granted = admitted + state.outstanding(window, counter);
             let (used, lost) = (of(&state.store.used), of(&state.ghost.lost));
-            // What is held of a window that is over is worth nothing.
+            // Tokens of a window that has ended do not count.
             let is_open = window >= state.store.window;
             for (is_broken, name) in [
-                (admitted > world.scene.limits[counter] + forgotten, NEVER_OVER),
-                (is_open && held > used + forgotten, HANDED_OUT_ONCE),
-                (is_open && used > held + lost, ALL_ACCOUNTED_FOR),
+                (admitted > model.scenario.limits[counter] + forgotten, NEVER_OVER),
+                (is_open && granted > used + forgotten, GRANTED_ONCE),
+                (is_open && used > granted + lost, ALL_ACCOUNTED_FOR),
             ] {
                 if is_broken {
                     broken.push(name);
@@ -86,76 +87,76 @@ fn judge(world: &mut World, state: &State) -> Vec<&'static str> {
         }
     }
     if state.ghost.counted_twice > 0 {
-        broken.push(EXECUTED_ONCE);
+        broken.push(NOT_RESENT);
     }
-    if broken.is_empty() && state.calls.is_empty() && !settles(world, state) {
-        broken.push(NOT_FOR_EVER);
+    if broken.is_empty() && state.calls.is_empty() && !admits_after_refunds(model, state) {
+        broken.push(NOT_REFUSED_FOREVER);
     }
     broken
 }
 
-/// Gives back all that lies at gateways, asks again whether there is room, and lets a request come.
-fn settles(world: &mut World, state: &State) -> bool {
+/// Refunds all tokens held by gateways, fetches again, and checks that a request is admitted if any tokens remain.
+fn admits_after_refunds(model: &mut Model, state: &State) -> bool {
     let mut state = state.clone();
     for at in 0..state.gateways.len() {
         while let Some(request) = state.gateways[at].requests.first().cloned() {
             let request = state.take_request(at, request.id);
-            world.advance(&mut state, at, request);
-            quiet(world, &mut state);
+            model.advance(&mut state, at, request);
+            run_until_idle(model, &mut state);
         }
-        COUNTERS.into_iter().for_each(|counter| world.return_idle(&mut state, at, counter));
-        quiet(world, &mut state);
+        COUNTERS.into_iter().for_each(|counter| model.return_idle(&mut state, at, counter));
+        run_until_idle(model, &mut state);
     }
     let window = state.store.window.max(state.gateways[0].window);
     state.gateways[0].window = window;
-    if !world.scene.makes(Mistake::NeverAsksAgain) {
-        for counter in COUNTERS.into_iter().filter(|counter| !world.is_exact(*counter)).collect::<Vec<_>>() {
-            world.fetch(&mut state, 0, COUNTERS.map(|other| other == counter), 0);
-            quiet(world, &mut state);
+    if !model.scenario.has_mistake(Mistake::NeverRecheck) {
+        for counter in COUNTERS.into_iter().filter(|counter| !model.is_exact(*counter)).collect::<Vec<_>>() {
+            model.fetch(&mut state, 0, COUNTERS.map(|other| other == counter), 0);
+            run_until_idle(model, &mut state);
         }
     }
     let of = |windows: Windows, counter: usize| windows[usize::from(window)][counter];
-    let room = |counter: usize| {
+    let has_tokens = |counter: usize| {
         let gateway = &state.gateways[0];
         let taken = of(state.ghost.admitted, counter) + of(state.ghost.lost, counter);
-        // Whoever was told something by a server that is gone holds to it until the window ends.
-        let told = gateway.tally[counter].filter(|_| gateway.stale[counter]).map_or(0, |(_, used)| used);
-        let taken = (taken + state.outstanding(window, counter) - gateway.purse[counter].1).max(told);
-        taken < world.scene.limits[counter]
+        // A gateway keeps usage reported by a former server until the window ends.
+        let reported = gateway.known_usage[counter].filter(|_| gateway.stale[counter]).map_or(0, |(_, used)| used);
+        let taken = (taken + state.outstanding(window, counter) - gateway.lease[counter].1).max(reported);
+        taken < model.scenario.limits[counter]
     };
-    if !COUNTERS.into_iter().all(room) {
+    if !COUNTERS.into_iter().all(has_tokens) {
         return true;
     }
     let before = of(state.ghost.admitted, 0);
-    let request = Request { id: 99, kind: [true; 2], stage: Stage::Ready, hand: [None; 2], paid: [None; 2] };
-    world.advance(&mut state, 0, request);
-    quiet(world, &mut state);
+    let request = Request { id: 99, counters: [true; 2], stage: Stage::Ready, in_hand: [None; 2], charged: [None; 2] };
+    model.advance(&mut state, 0, request);
+    run_until_idle(model, &mut state);
     of(state.ghost.admitted, 0) > before
 }
 
-/// Until nothing is under way.
-fn quiet(world: &mut World, state: &mut State) {
+/// Runs until no call is in flight and no request is ready.
+fn run_until_idle(model: &mut Model, state: &mut State) {
     loop {
         if let Some(call) = state.calls.first() {
             match call.stage {
-                Sent::Sent => world.execute(state, 0, 8),
-                Sent::Executed { .. } => world.answer(state, 0),
+                CallStage::Sent => model.execute(state, 0, 8),
+                CallStage::Executed { .. } => model.deliver_reply(state, 0),
             }
             continue;
         }
         let is_ready = |gateway: &Gateway| gateway.requests.iter().any(|request| request.stage == Stage::Ready);
         let Some(at) = state.gateways.iter().position(is_ready) else { return };
         let id = state.gateways[at].requests.iter().find(|request| request.stage == Stage::Ready).map(|it| it.id);
-        let request = state.take_request(at, id.expect("it is ready"));
-        world.advance(state, at, request);
+        let request = state.take_request(at, id.expect("a request is ready"));
+        model.advance(state, at, request);
     }
 }
 
-fn trace(world: &mut World, states: &[(State, usize)], mut at: usize) -> String {
+fn trace(model: &mut Model, states: &[(State, usize)], mut at: usize) -> String {
     let mut steps = vec![];
     while at != 0 {
         let (state, from) = &states[at];
-        let label = world.steps(&states[*from].0).into_iter().find(|(_, next)| next == state).map(|(label, _)| label);
+        let label = model.steps(&states[*from].0).into_iter().find(|(_, next)| next == state).map(|(label, _)| label);
         steps.push((label, state));
         at = *from;
     }

@@ -1,7 +1,7 @@
-//! The rooms of the gateway that decide here: a rule book of two shared rules, and a table with purses and tallies.
+//! The local counters of the gateways: a rule set of two shared rules, and a table with leases and known usage.
 //!
-//! One table serves all gateways of all states: each step puts into it what a gateway has, and takes it out again, in windows
-//! that are later than all that were used before. It knows no store.
+//! One table serves all gateways in all states. Each step loads the state of a gateway into the table and saves it
+//! afterwards, in windows later than all windows used before. This file does not know the store.
 
 use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
 use transom_limiter::counter::AcquireRequest;
@@ -22,27 +22,27 @@ use crate::state::{COUNTERS, Each, Gateway, NARROW, WIDE, Window};
 const PERIOD_MS: u64 = 1000;
 const SEED: Seed = Seed(3, 4);
 
-pub struct House {
+pub struct LocalCounters {
     rule_set: RuleSet,
     charge_plan: ChargePlan,
     table: Table,
     context: DecisionContext,
     keyed_requests: Each<KeyedRequest>,
     limits: Each<u8>,
-    /// When the earlier of the two windows began.
-    began_ms: u64,
+    /// The start of the earlier of the two windows, Unix milliseconds.
+    start_ms: u64,
 }
 
-/// What a gateway says by itself.
-pub enum Said {
-    Paid,
+/// A decision made without the store.
+pub enum LocalOutcome {
+    Charged,
     Refused,
-    /// Tokens of these counters have to be fetched.
-    Lacks(Each<bool>),
+    /// Tokens of these counters must be fetched.
+    MissingTokens(Each<bool>),
 }
 
-impl House {
-    pub fn new(limits: Each<u8>, sharing: Each<Sharing>) -> House {
+impl LocalCounters {
+    pub fn new(limits: Each<u8>, sharing: Each<Sharing>) -> LocalCounters {
         let rule = |name: &str, key: Vec<KeyPart>, counter: usize| {
             let windows = Windows::Even { period_ms: PERIOD_MS, offset_ms: 0 };
             let tokens = u32::from(limits[counter]);
@@ -57,14 +57,14 @@ impl House {
             KeyedRequest { key, offset: 0, variant: 0, cost: 1 }
         });
         let table = Table::with_capacity(1024).expect("there is memory");
-        House {
+        LocalCounters {
             rule_set,
             charge_plan,
             table,
             context: DecisionContext::default(),
             keyed_requests,
             limits,
-            began_ms: 1_000_000_000,
+            start_ms: 1_000_000_000,
         }
     }
 
@@ -76,22 +76,22 @@ impl House {
     }
 
     fn now_ms(&self, window: Window) -> u64 {
-        self.began_ms + u64::from(window) * PERIOD_MS + PERIOD_MS / 2
+        self.start_ms + u64::from(window) * PERIOD_MS + PERIOD_MS / 2
     }
 
     fn end_ms(&self, window: Window) -> u64 {
-        self.began_ms + u64::from(window + 1) * PERIOD_MS
+        self.start_ms + u64::from(window + 1) * PERIOD_MS
     }
 
-    /// Puts what a gateway has into the table.
-    fn enter(&mut self, gateway: &Gateway) {
-        self.began_ms += 2 * PERIOD_MS;
+    /// Writes the state of a gateway into the table.
+    fn load(&mut self, gateway: &Gateway) {
+        self.start_ms += 2 * PERIOD_MS;
         for counter in COUNTERS {
-            let (window, tokens) = gateway.purse[counter];
+            let (window, tokens) = gateway.lease[counter];
             if tokens > 0 {
-                self.put(counter, window, tokens);
+                self.put_lease(counter, window, tokens);
             }
-            if let Some((window, used)) = gateway.tally[counter] {
+            if let Some((window, used)) = gateway.known_usage[counter] {
                 self.table.set_known_usage(
                     self.counter(counter),
                     self.end_ms(window),
@@ -102,99 +102,103 @@ impl House {
         }
     }
 
-    fn put(&self, counter: usize, window: Window, tokens: u8) {
+    fn put_lease(&self, counter: usize, window: Window, tokens: u8) {
         let end_ms = self.end_ms(window);
-        let kept = self.table.deposit(self.counter(counter), end_ms, u32::from(tokens), self.now_ms(window));
-        assert_eq!(kept, DepositResult::Stored);
+        let result = self.table.deposit(self.counter(counter), end_ms, u32::from(tokens), self.now_ms(window));
+        assert_eq!(result, DepositResult::Stored);
     }
 
-    /// Takes out what a gateway has by now.
-    fn leave(&self, gateway: &mut Gateway) {
+    /// Reads the state of a gateway from the table.
+    fn save(&self, gateway: &mut Gateway) {
         for counter in COUNTERS {
             let left = |window| self.table.leased_tokens(self.counter(counter), self.now_ms(window)) as u8;
-            gateway.purse[counter] = match (left(0), left(1)) {
+            gateway.lease[counter] = match (left(0), left(1)) {
                 (0, 0) => (0, 0),
                 (left, 0) => (0, left),
                 (_, left) => (1, left),
             };
-            let tally = self.table.known_usage(self.counter(counter), self.now_ms(0));
-            gateway.tally[counter] = tally.map(|(end_ms, used)| (Window::from(end_ms == self.end_ms(1)), used as u8));
+            let known_usage = self.table.known_usage(self.counter(counter), self.now_ms(0));
+            gateway.known_usage[counter] =
+                known_usage.map(|(end_ms, used)| (Window::from(end_ms == self.end_ms(1)), used as u8));
         }
     }
 
-    /// A request comes, or comes again.
-    pub fn decide(&mut self, gateway: &mut Gateway, kind: Each<bool>, hand: Each<bool>) -> Said {
-        self.enter(gateway);
+    /// Decides a request, for the first time or again.
+    pub fn decide(&mut self, gateway: &mut Gateway, counters: Each<bool>, in_hand: Each<bool>) -> LocalOutcome {
+        self.load(gateway);
         let now_ms = self.now_ms(gateway.window);
-        let House { rule_set, charge_plan, table, context, keyed_requests, .. } = self;
+        let LocalCounters { rule_set, charge_plan, table, context, keyed_requests, .. } = self;
         context.clear();
         context.inputs.keyed_requests.clear();
-        context.inputs.keyed_requests.extend(COUNTERS.map(|counter| kind[counter].then_some(keyed_requests[counter])));
-        let lines = rule_set.enforced_layers(charge_plan, context);
-        context.sharing.prepaid.extend(lines.iter().filter(|line| hand[line.rule]));
+        context
+            .inputs
+            .keyed_requests
+            .extend(COUNTERS.map(|counter| counters[counter].then_some(keyed_requests[counter])));
+        let layers = rule_set.enforced_layers(charge_plan, context);
+        context.sharing.prepaid.extend(layers.iter().filter(|layer_ref| in_hand[layer_ref.rule]));
         rule_set.set_counting_modes(charge_plan, |_beyond| false, &mut context.sharing.counting_modes);
-        let said =
-            match rule_set.decide_locally(charge_plan, &lines, table, DecisionTime::read(&|| now_ms), context, true) {
-                LocalDecision::Decided(Decision::Admitted) => Said::Paid,
-                LocalDecision::Decided(Decision::Refused | Decision::Delayed { .. }) => Said::Refused,
+        let outcome =
+            match rule_set.decide_locally(charge_plan, &layers, table, DecisionTime::read(&|| now_ms), context, true) {
+                LocalDecision::Decided(Decision::Admitted) => LocalOutcome::Charged,
+                LocalDecision::Decided(Decision::Refused | Decision::Delayed { .. }) => LocalOutcome::Refused,
                 LocalDecision::MissingTokens => {
-                    let lacks = |counter| {
+                    let missing = |counter| {
                         context.sharing.missing_tokens.iter().any(|i| context.result.layers[*i].rule == counter)
                     };
-                    Said::Lacks(COUNTERS.map(lacks))
+                    LocalOutcome::MissingTokens(COUNTERS.map(missing))
                 }
             };
-        self.leave(gateway);
-        said
+        self.save(gateway);
+        outcome
     }
 
-    /// Puts fetched tokens by; `false` if there is no place for them any more.
+    /// Deposits fetched tokens; `false` if they cannot be stored.
     pub fn deposit(&mut self, gateway: &mut Gateway, counter: usize, window: Window, tokens: u8) -> bool {
-        self.enter(gateway);
+        self.load(gateway);
         let (end_ms, now_ms) = (self.end_ms(window), self.now_ms(gateway.window));
-        let kept = self.table.deposit(self.counter(counter), end_ms, u32::from(tokens), now_ms);
-        self.leave(gateway);
-        kept == DepositResult::Stored
+        let result = self.table.deposit(self.counter(counter), end_ms, u32::from(tokens), now_ms);
+        self.save(gateway);
+        result == DepositResult::Stored
     }
 
-    /// Takes out what is left of a window.
+    /// Withdraws the remaining tokens of a window.
     pub fn withdraw(&mut self, gateway: &mut Gateway, counter: usize, window: Window) -> u8 {
-        self.enter(gateway);
+        self.load(gateway);
         let tokens = self.table.withdraw(self.counter(counter), self.end_ms(window), u32::MAX);
-        self.leave(gateway);
+        self.save(gateway);
         tokens as u8
     }
 
-    /// Remembers what a counter stands at; `false` if more recent is known.
-    pub fn note(&mut self, gateway: &mut Gateway, counter: usize, window: Window, used: u8) -> bool {
-        self.enter(gateway);
+    /// Stores the usage of a counter; `false` if the usage of a later window is known.
+    pub fn set_known_usage(&mut self, gateway: &mut Gateway, counter: usize, window: Window, used: u8) -> bool {
+        self.load(gateway);
         let (end_ms, now_ms) = (self.end_ms(window), self.now_ms(gateway.window));
         self.table.set_known_usage(self.counter(counter), end_ms, u32::from(used), now_ms);
-        self.leave(gateway);
-        gateway.tally[counter] == Some((window, used))
+        self.save(gateway);
+        gateway.known_usage[counter] == Some((window, used))
     }
 
-    /// Takes a token back that was paid from the purse of a window: charges it once more, so that there is something to
-    /// take back, however long ago it was. `false` if its window is over.
+    /// Refunds a token that was spent from the lease of a window; `false` if the window has ended. The token is charged
+    /// again first, because a refund needs a receipt.
     pub fn refund(&mut self, gateway: &mut Gateway, counter: usize, window: Window) -> bool {
-        let (of, left) = gateway.purse[counter];
-        let before = Gateway { purse: [(0, 0); 2], ..gateway.clone() };
-        self.enter(&before);
-        self.put(counter, window, if of == window { left + 1 } else { 1 });
+        let (of, left) = gateway.lease[counter];
+        let before = Gateway { lease: [(0, 0); 2], ..gateway.clone() };
+        self.load(&before);
+        self.put_lease(counter, window, if of == window { left + 1 } else { 1 });
         let other = 1 - counter;
-        if gateway.purse[other].1 > 0 {
-            self.put(other, gateway.purse[other].0, gateway.purse[other].1);
+        if gateway.lease[other].1 > 0 {
+            self.put_lease(other, gateway.lease[other].0, gateway.lease[other].1);
         }
-        let ask = AcquireRequest::plain(self.end_ms(window), u32::from(self.limits[counter]), 1).leased();
-        let mut charges = [Charge::new(self.counter(counter).lease(), ask)];
+        let request = AcquireRequest::plain(self.end_ms(window), u32::from(self.limits[counter]), 1).leased();
+        let mut charges = [Charge::new(self.counter(counter).lease(), request)];
         let time = Time::plain(self.now_ms(window));
         assert_eq!(acquire_all(&self.table, &mut charges, &mut Vec::new(), time), AcquireResult::Admitted);
         if of != window && left > 0 {
-            self.put(counter, of, left);
+            self.put_lease(counter, of, left);
         }
-        let share = charges[0].receipt().expect("it was charged");
-        let back = self.table.refund(share.receipt, share.request, Time::plain(self.now_ms(gateway.window)));
-        self.leave(gateway);
-        back
+        let receipt = charges[0].receipt().expect("the charge was admitted");
+        let is_refunded = self.table.refund(receipt.receipt, receipt.request, Time::plain(self.now_ms(gateway.window)));
+        self.save(gateway);
+        is_refunded
     }
 }

@@ -7,84 +7,92 @@ use crate::state::{Budget, Each};
 const KINDS: [Each<bool>; 3] = [[true, true], [true, false], [false, true]];
 
 #[derive(Clone, Copy, Debug)]
-pub struct Scene {
+pub struct Scenario {
     pub limits: Each<u8>,
     pub sharing: Each<Sharing>,
-    /// Whether both counters lie in one slot, so that one call decides on both.
-    pub together: bool,
+    /// Whether both counters are in one hash slot, so that one call decides on both.
+    pub same_slot: bool,
     pub budget: Budget,
-    /// Which counters a request may be counted in.
-    pub kinds: &'static [Each<bool>],
+    /// The sets of counters that a request may charge.
+    pub request_kinds: &'static [Each<bool>],
     pub mistake: Option<Mistake>,
 }
 
-/// What the gateway does not do; each has to be found out.
+/// Mistakes that the gateway does not make. The exploration must find each of them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Mistake {
-    DepositsTwice,
-    /// What is given back stays in the purse.
-    GivesWhatItKeeps,
-    /// A call is sent again whose fate is unknown.
-    FetchesAgain,
-    GivesAgain,
-    /// Who gets no answer is let through as if he had been counted.
-    TakesSilenceForYes,
-    /// What a window left is spent in the next.
-    CarriesOver,
-    /// What was charged for a request that another counter refuses is left there.
-    LeavesDoomedCharges,
-    /// What was charged for somebody who went away is left there.
-    LeavesCharges,
-    /// The store is not told what is known of it, after another has taken its place.
-    ForgetsWithTheStore,
-    /// Tokens of a window that is over go back to the next.
-    GivesToTheNextWindow,
-    /// Whether a window that was used up has room again is never asked.
-    NeverAsksAgain,
+    DepositTwice,
+    /// Returned tokens stay in the lease.
+    ReturnWithoutWithdrawing,
+    /// A call with an unknown result is sent again.
+    ResendCall,
+    ResendRefund,
+    /// A request without a reply is admitted as if it had been charged.
+    AdmitWithoutReply,
+    /// Tokens left in one window are spent in the next.
+    CarryTokensOver,
+    /// The charges of a request that another counter refuses are not refunded.
+    KeepChargesOfRefused,
+    /// The charges of a request whose client left are not refunded.
+    KeepChargesOfCancelled,
+    /// After a failover, the gateway does not report the known usage to the new server.
+    ForgetKnownUsage,
+    /// Tokens of a window that has ended are returned to the next window.
+    RefundToNextWindow,
+    /// A gateway never fetches again for a counter that was full.
+    NeverRecheck,
 }
 
-impl Scene {
-    /// Two leased counters in one slot; nothing goes wrong.
-    pub fn leased() -> Scene {
+impl Scenario {
+    /// Two leased counters in one slot, without failures.
+    pub fn leased() -> Scenario {
         let budget = Budget { requests: 2, ..Budget::default() };
-        Scene { limits: [1, 2], sharing: [Sharing::Lease; 2], together: true, budget, kinds: &KINDS, mistake: None }
+        Scenario {
+            limits: [1, 2],
+            sharing: [Sharing::Lease; 2],
+            same_slot: true,
+            budget,
+            request_kinds: &KINDS,
+            mistake: None,
+        }
     }
 
-    pub fn exact() -> Scene {
+    pub fn exact() -> Scenario {
         let budget = Budget { requests: 3, ..Budget::default() };
-        Scene { limits: [2, 1], sharing: [Sharing::Exact; 2], budget, ..Scene::leased() }
+        Scenario { limits: [2, 1], sharing: [Sharing::Exact; 2], budget, ..Scenario::leased() }
     }
 
-    /// The narrow one leased, the wide one exact.
-    pub fn mixed() -> Scene {
-        Scene { sharing: [Sharing::Lease, Sharing::Exact], ..Scene::exact() }.with(|budget| budget.requests = 2)
+    /// The narrow counter is leased, the wide one exact.
+    pub fn mixed() -> Scenario {
+        Scenario { sharing: [Sharing::Lease, Sharing::Exact], ..Scenario::exact() }
+            .with_budget(|budget| budget.requests = 2)
     }
 
-    pub fn apart(self) -> Scene {
-        Scene { together: false, ..self }
+    pub fn in_separate_slots(self) -> Scenario {
+        Scenario { same_slot: false, ..self }
     }
 
-    pub fn with(self, change: impl FnOnce(&mut Budget)) -> Scene {
+    pub fn with_budget(self, change: impl FnOnce(&mut Budget)) -> Scenario {
         let mut budget = self.budget;
         change(&mut budget);
-        Scene { budget, ..self }
+        Scenario { budget, ..self }
     }
 
-    pub fn by_mistake(self, mistake: Mistake) -> Scene {
-        Scene { mistake: Some(mistake), ..self }
+    pub fn with_mistake(self, mistake: Mistake) -> Scenario {
+        Scenario { mistake: Some(mistake), ..self }
     }
 
-    /// One token of each.
-    pub fn tight(self) -> Scene {
-        Scene { limits: [1, 1], ..self }
+    /// A limit of one token for each counter.
+    pub fn one_token_each(self) -> Scenario {
+        Scenario { limits: [1, 1], ..self }
     }
 
-    /// Fewer kinds of requests, where there is much else to be tried.
-    pub fn plainer(self) -> Scene {
-        Scene { kinds: &KINDS[..1], ..self }
+    /// All requests charge both counters, to keep the number of states small.
+    pub fn one_request_kind(self) -> Scenario {
+        Scenario { request_kinds: &KINDS[..1], ..self }
     }
 
-    pub fn makes(&self, mistake: Mistake) -> bool {
+    pub fn has_mistake(&self, mistake: Mistake) -> bool {
         self.mistake == Some(mistake)
     }
 }

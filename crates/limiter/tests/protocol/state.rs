@@ -1,67 +1,68 @@
-//! The whole state of two gateways and a store, small enough to be compared, and the records that properties are judged by.
+//! The complete state of two gateways and a store, small enough to be compared, with the bookkeeping that properties
+//! need.
 //!
 //! Only the store changes its state here, as its two scripts do.
 
-/// A counter of one client, and one of all.
+/// A counter of one client, and one of all clients.
 pub const NARROW: usize = 0;
 pub const WIDE: usize = 1;
 pub const COUNTERS: [usize; 2] = [NARROW, WIDE];
 pub const GATEWAYS: usize = 2;
 
-/// Of each counter.
+/// One value per counter.
 pub type Each<T> = [T; 2];
-/// Of each window, of each counter.
+/// One number per window and counter.
 pub type Windows = [Each<u8>; 2];
-/// The end of a window stands for it: 0 or 1.
+/// The number of a window: 0 or 1.
 pub type Window = u8;
 
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
 pub struct State {
     pub store: Store,
     pub gateways: [Gateway; GATEWAYS],
-    /// What is under way between them.
+    /// The calls in flight between gateways and store.
     pub calls: Vec<Call>,
     pub ghost: Ghost,
     pub budget: Budget,
-    /// The name of the property that was seen broken.
+    /// A property that a step violated.
     pub broken: Option<&'static str>,
 }
 
-/// How often what may happen may still happen.
+/// How many events of each kind may still happen.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Budget {
     pub requests: u8,
-    /// Background fetches: ahead of need, or whether a window that was used up has room again.
+    /// Background fetches: before tokens are missing, or to check whether a full counter has tokens again.
     pub background: u8,
-    /// Calls that are lost, or their answers.
+    /// Calls or replies that are lost.
     pub losses: u8,
-    /// Requests whose patience ends, or whose client goes away.
+    /// Requests whose wait times out, or whose client leaves.
     pub impatient: u8,
     pub refunds: u8,
     pub kills: u8,
     pub failovers: u8,
-    /// Servers that are started again without their data.
+    /// Servers that restart without their data.
     pub restarts: u8,
     pub resets: u8,
     pub windows: u8,
 }
 
 impl Budget {
-    /// Whether a server may forget what it has counted.
+    /// Whether a server may lose counted usage.
     pub fn forgets(&self) -> bool {
         self.failovers > 0 || self.restarts > 0
     }
 }
 
-/// What nobody in the world knows.
+/// Ghost state: bookkeeping for the properties, which neither gateways nor store can read.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Ghost {
     pub admitted: Windows,
-    /// Tokens that the store counts and nobody will ever spend.
+    /// Tokens that the store counts, and that no gateway will ever spend.
     pub lost: Windows,
-    /// Tokens that the store has handed out, and does not count any more.
+    /// Tokens that the store has granted and no longer counts.
     pub forgotten: Windows,
-    /// How often a call that counts was executed more than once.
+    /// How many calls that charge were executed more than once.
     pub counted_twice: u8,
 }
 
@@ -69,155 +70,156 @@ pub struct Ghost {
 pub struct Store {
     pub window: Window,
     pub used: Windows,
-    /// Before the latest write: what a replica knows.
+    /// The usage before the last write, which is the state of a replica.
     pub before: Windows,
 }
 
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct Gateway {
     pub window: Window,
-    pub purse: Each<(Window, u8)>,
-    pub tally: Each<Option<(Window, u8)>>,
-    /// Whether the tally was told by a server that another has taken the place of.
+    pub lease: Each<(Window, u8)>,
+    pub known_usage: Each<Option<(Window, u8)>>,
+    /// Whether a former server reported the known usage.
     pub stale: Each<bool>,
     pub requests: Vec<Request>,
-    /// What was paid for the latest admitted request, and whether from a purse.
-    pub paid: Each<Option<(Window, bool)>>,
-    /// Tokens that the store got back, or was made to forget, since it told the tally.
-    pub since: Each<u8>,
+    /// The charges of the last admitted request; `true`: from a lease.
+    pub last_charges: Each<Option<(Window, bool)>>,
+    /// Tokens refunded or reset in the store after it reported the known usage.
+    pub refunded_since: Each<u8>,
 }
 
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Request {
     pub id: u8,
-    /// Which counters it is counted in.
-    pub kind: Each<bool>,
+    /// The counters that the request charges.
+    pub counters: Each<bool>,
     pub stage: Stage,
-    /// Tokens that found no place in the table.
-    pub hand: Each<Option<Window>>,
-    /// What was taken from purses before the store is asked for the rest.
-    pub paid: Each<Option<Window>>,
+    /// Fetched tokens that the table could not store.
+    pub in_hand: Each<Option<Window>>,
+    /// Tokens taken from leases before the store decides about the other counters.
+    pub charged: Each<Option<Window>>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Stage {
     Ready,
-    /// Until a flight for this counter has landed.
-    Waits(usize),
-    Asks,
+    /// Waits until a fetch for this counter is complete.
+    WaitsForTokens(usize),
+    WaitsForStore,
 }
 
-/// One call of the store.
+/// A call of the store.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Call {
-    /// `None`: it was killed.
+    /// The gateway that sent the call; `None` if it was killed.
     pub by: Option<usize>,
-    pub what: What,
-    pub stage: Sent,
+    pub kind: CallKind,
+    pub stage: CallStage,
 }
 
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub enum What {
-    /// Tokens for purses. `later` comes in another call.
-    Fetch { ask: Ask, later: Each<bool>, need: u8 },
-    /// The store decides a request. `done` was charged by calls before.
-    Charge { request: Option<u8>, ask: Ask, later: Each<bool>, done: Each<bool> },
-    /// Back goes one counter's; then so much is decided of a request.
-    Give { counter: usize, window: Window, tokens: u8, then: Option<(u8, Then)> },
+pub enum CallKind {
+    /// Fetches tokens for leases. `later`: the counters of the next call.
+    Fetch { args: AcquireArgs, later: Each<bool>, need: u8 },
+    /// The store decides a request. `done`: the counters charged by earlier calls.
+    Charge { request: Option<u8>, args: AcquireArgs, later: Each<bool>, done: Each<bool> },
+    /// Refunds tokens of one counter, and then continues a request.
+    Refund { counter: usize, window: Window, tokens: u8, after: Option<(u8, AfterRefund)> },
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub struct Ask {
+pub struct AcquireArgs {
     pub counters: Each<bool>,
     pub window: Window,
     pub need: u8,
     pub want: u8,
-    pub least: Each<u8>,
-    /// What the gateway had been told was used when it was sent, but for what came back since.
-    pub told: Each<u8>,
+    pub used_min: Each<u8>,
+    /// The usage that the gateway knew when it sent the call, less the tokens refunded since.
+    pub known: Each<u8>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub enum Then {
-    /// In the window in which it was asked for.
+pub enum AfterRefund {
+    /// In the window of the request.
     Refuse(Window),
-    Again,
+    Retry,
     Unavailable,
 }
 
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub enum Sent {
+pub enum CallStage {
     Sent,
     Executed {
-        answer: Answer,
-        /// What the store got back since.
-        since: Each<u8>,
-        /// Whether a server said so that another has taken the place of.
+        reply: Reply,
+        /// Tokens refunded after the execution.
+        refunded_since: Each<u8>,
+        /// Whether a failover followed the execution.
         stale: bool,
     },
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub enum Answer {
-    /// Granted, and used then, of each counter.
+pub enum Reply {
+    /// The tokens granted, and the usage afterwards.
     Granted(Each<u8>, Each<u8>),
     Refused(Each<u8>),
     OtherWindow(Window),
-    GivenBack,
+    Refunded,
 }
 
 impl Store {
-    /// What acquire.lua does for plain windows: all of it or nothing, in the window of the later of both clocks; beyond
-    /// what is needed, one `part` in so many of what is left. `None`: nothing was written.
-    pub fn take(&mut self, ask: &Ask, limits: Each<u8>, part: u8, together: bool) -> Answer {
-        let open = self.window.max(ask.window);
-        if ask.window < open {
-            return Answer::OtherWindow(open);
+    /// What acquire.lua does for plain windows: it grants all counters or none, in the window of the later clock.
+    /// Beyond the need it grants at most the `part`-th part of the remaining tokens.
+    pub fn acquire(&mut self, args: &AcquireArgs, limits: Each<u8>, part: u8, same_slot: bool) -> Reply {
+        let open = self.window.max(args.window);
+        if args.window < open {
+            return Reply::OtherWindow(open);
         }
         let known = self.used[usize::from(open)];
-        let asked_of = |used: Each<u8>| COUNTERS.map(|counter| if ask.counters[counter] { used[counter] } else { 0 });
-        let asked = || COUNTERS.into_iter().filter(|counter| ask.counters[*counter]);
-        let raised = |counter: usize| known[counter].max(ask.least[counter]);
-        if asked().any(|counter| raised(counter) + ask.need > limits[counter]) {
-            return Answer::Refused(asked_of(known));
+        let used_of_requested =
+            |used: Each<u8>| COUNTERS.map(|counter| if args.counters[counter] { used[counter] } else { 0 });
+        let requested = || COUNTERS.into_iter().filter(|counter| args.counters[*counter]);
+        let raised = |counter: usize| known[counter].max(args.used_min[counter]);
+        if requested().any(|counter| raised(counter) + args.need > limits[counter]) {
+            return Reply::Refused(used_of_requested(known));
         }
         let (mut granted, mut used, before) = ([0; 2], known, self.used);
-        for counter in asked() {
-            let spare = limits[counter] - raised(counter) - ask.need;
-            granted[counter] = ask.need + (ask.want - ask.need).min(spare / part);
+        for counter in requested() {
+            let spare = limits[counter] - raised(counter) - args.need;
+            granted[counter] = args.need + (args.want - args.need).min(spare / part);
             if granted[counter] > 0 {
                 used[counter] = raised(counter) + granted[counter];
                 self.used[usize::from(open)][counter] = used[counter];
             }
         }
         if before != self.used {
-            self.replicate(before, ask.counters, together);
+            self.replicate(before, args.counters, same_slot);
         }
-        Answer::Granted(granted, asked_of(used))
+        Reply::Granted(granted, used_of_requested(used))
     }
 
-    /// What refund.lua does for plain windows: as much as is counted. How much that was.
-    pub fn give(&mut self, window: Window, counter: usize, tokens: u8, together: bool) -> u8 {
+    /// What refund.lua does for plain windows. Returns the refunded tokens, at most the usage.
+    pub fn refund(&mut self, window: Window, counter: usize, tokens: u8, same_slot: bool) -> u8 {
         let window = usize::from(window);
-        let back = tokens.min(self.used[window][counter]);
-        if back > 0 {
+        let refunded = tokens.min(self.used[window][counter]);
+        if refunded > 0 {
             let before = self.used;
-            self.used[window][counter] -= back;
-            self.replicate(before, [counter == NARROW, counter == WIDE], together);
+            self.used[window][counter] -= refunded;
+            self.replicate(before, [counter == NARROW, counter == WIDE], same_slot);
         }
-        back
+        refunded
     }
 
-    /// The replica has all but what was just written.
-    fn replicate(&mut self, before: Windows, written: Each<bool>, together: bool) {
-        for counter in COUNTERS.into_iter().filter(|counter| together || written[*counter]) {
+    /// A replica misses only the last write.
+    fn replicate(&mut self, before: Windows, written: Each<bool>, same_slot: bool) {
+        for counter in COUNTERS.into_iter().filter(|counter| same_slot || written[*counter]) {
             self.before[0][counter] = before[0][counter];
             self.before[1][counter] = before[1][counter];
         }
     }
 
-    /// Keys end with their windows.
-    pub fn turn(&mut self) {
+    /// Keys expire with their windows.
+    pub fn end_window(&mut self) {
         self.window = 1;
         self.used[0] = [0; 2];
         self.before[0] = [0; 2];
@@ -225,14 +227,14 @@ impl Store {
 }
 
 impl State {
-    /// Tokens of a window that somebody may still spend or give back: in purses and hands, paid by requests that are not
-    /// decided, and in calls.
+    /// Tokens of a window that may still be spent or refunded: in leases, held by undecided requests, and in calls.
     pub fn outstanding(&self, window: Window, counter: usize) -> u8 {
         let is_here = |of: &Option<Window>| u8::from(*of == Some(window));
         let at_gateways = self.gateways.iter().map(|gateway| {
-            let (of, purse) = gateway.purse[counter];
-            let in_requests = |request: &Request| is_here(&request.hand[counter]) + is_here(&request.paid[counter]);
-            (if of == window { purse } else { 0 }) + gateway.requests.iter().map(in_requests).sum::<u8>()
+            let (of, lease) = gateway.lease[counter];
+            let in_requests =
+                |request: &Request| is_here(&request.in_hand[counter]) + is_here(&request.charged[counter]);
+            (if of == window { lease } else { 0 }) + gateway.requests.iter().map(in_requests).sum::<u8>()
         });
         at_gateways.sum::<u8>() + self.calls.iter().map(|call| call.carries(window, counter)).sum::<u8>()
     }
@@ -246,27 +248,33 @@ impl Gateway {
 
 impl Call {
     fn carries(&self, window: Window, counter: usize) -> u8 {
-        let granted = match (&self.what, &self.stage) {
-            (What::Fetch { ask, .. } | What::Charge { ask, .. }, Sent::Executed { answer, .. }) => match answer {
-                Answer::Granted(granted, _) if ask.window == window && ask.counters[counter] => granted[counter],
-                _ => 0,
-            },
-            (What::Give { counter: of, window: from, tokens, .. }, Sent::Sent) if (*of, *from) == (counter, window) => {
+        let granted = match (&self.kind, &self.stage) {
+            (CallKind::Fetch { args, .. } | CallKind::Charge { args, .. }, CallStage::Executed { reply, .. }) => {
+                match reply {
+                    Reply::Granted(granted, _) if args.window == window && args.counters[counter] => granted[counter],
+                    _ => 0,
+                }
+            }
+            (CallKind::Refund { counter: of, window: from, tokens, .. }, CallStage::Sent)
+                if (*of, *from) == (counter, window) =>
+            {
                 *tokens
             }
             _ => 0,
         };
-        let done = match &self.what {
-            What::Charge { ask, done, .. } => u8::from(done[counter] && ask.window == window),
+        let done = match &self.kind {
+            CallKind::Charge { args, done, .. } => u8::from(done[counter] && args.window == window),
             _ => 0,
         };
         granted + done
     }
 
-    /// Whether it fetches for a counter, now or later.
-    pub fn flies_for(&self, gateway: usize, counter: usize) -> bool {
-        match &self.what {
-            What::Fetch { ask, later, .. } => self.by == Some(gateway) && (ask.counters[counter] || later[counter]),
+    /// Whether the call, or a later one of the same fetch, fetches tokens of a counter.
+    pub fn fetches_for(&self, gateway: usize, counter: usize) -> bool {
+        match &self.kind {
+            CallKind::Fetch { args, later, .. } => {
+                self.by == Some(gateway) && (args.counters[counter] || later[counter])
+            }
             _ => false,
         }
     }

@@ -1,18 +1,18 @@
 //! Every possible next step: request, call, reply, loss, kill, failover, and end of a window.
 
-use crate::gateway::{Told, World};
+use crate::gateway::{CallResult, Model};
 use crate::scenario::Mistake;
 use crate::state::{
-    Answer, COUNTERS, Call, Each, GATEWAYS, Gateway, NARROW, Request, Sent, Stage, State, WIDE, What, Windows,
+    COUNTERS, Call, CallKind, CallStage, Each, GATEWAYS, Gateway, NARROW, Reply, Request, Stage, State, WIDE, Windows,
 };
 
-/// What a step is called in a trace: what happens, to which gateway or call, and to which counter.
+/// The name of a step in a trace: the event, the gateway or call, and the counter.
 pub type Label = (&'static str, usize, usize);
 
-/// One in so many of what is left is handed out beyond what is needed. The gateway's is the first; with the other the few
-/// tokens there are lie in purses more often.
+/// The part of the remaining tokens that the store grants beyond the need: one in this many. The gateway uses the first
+/// value. With the second, more of the few tokens are in leases.
 const PARTS: [u8; 2] = [8, 1];
-/// More than any limit; beyond that it makes no difference.
+/// Greater than any limit. Larger numbers would make no difference.
 const SINCE_MAX: u8 = 4;
 
 struct Next<'a> {
@@ -29,7 +29,7 @@ impl Next<'_> {
     }
 }
 
-impl World {
+impl Model {
     pub fn steps(&mut self, state: &State) -> Vec<(Label, State)> {
         let mut next = Next { state, all: Vec::new() };
         for at in 0..GATEWAYS {
@@ -46,77 +46,81 @@ impl World {
     fn requests(&mut self, next: &mut Next<'_>, at: usize) {
         let state = next.state;
         if state.budget.requests > 0 {
-            for kind in self.scene.kinds.iter().copied() {
-                next.step(("a request comes", at, usize::from(kind[WIDE]) * 2 + usize::from(kind[NARROW])), |state| {
-                    state.budget.requests -= 1;
-                    let id = state.gateways[at].free_id();
-                    let request = Request { id, kind, stage: Stage::Ready, hand: [None; 2], paid: [None; 2] };
-                    self.advance(state, at, request);
-                });
+            for counters in self.scenario.request_kinds.iter().copied() {
+                next.step(
+                    ("a request arrives", at, usize::from(counters[WIDE]) * 2 + usize::from(counters[NARROW])),
+                    |state| {
+                        state.budget.requests -= 1;
+                        let id = state.gateways[at].free_id();
+                        let request =
+                            Request { id, counters, stage: Stage::Ready, in_hand: [None; 2], charged: [None; 2] };
+                        self.advance(state, at, request);
+                    },
+                );
             }
         }
         for request in &state.gateways[at].requests {
             let id = request.id;
             if request.stage == Stage::Ready {
-                next.step(("a request goes on", at, usize::from(id)), |state| {
+                next.step(("a request continues", at, usize::from(id)), |state| {
                     let request = state.take_request(at, id);
                     self.advance(state, at, request);
                 });
             } else if state.budget.impatient > 0 {
-                next.step(("a request has waited too long", at, usize::from(id)), |state| {
+                next.step(("a request times out", at, usize::from(id)), |state| {
                     state.budget.impatient -= 1;
                     let request = state.take_request(at, id);
-                    self.drop_all(state, at, &request);
-                    state.calls.iter_mut().for_each(|call| call.leave(at, id));
+                    self.refund_all(state, at, &request);
+                    state.calls.iter_mut().for_each(|call| call.cancel_request(at, id));
                 });
             }
         }
-        if state.budget.refunds > 0 && state.gateways[at].paid != [None; 2] {
-            next.step(("what was paid is given back", at, 0), |state| self.refund(state, at));
+        if state.budget.refunds > 0 && state.gateways[at].last_charges != [None; 2] {
+            next.step(("the last charges are refunded", at, 0), |state| self.refund_last_request(state, at));
         }
     }
 
-    fn refund(&mut self, state: &mut State, at: usize) {
+    fn refund_last_request(&mut self, state: &mut State, at: usize) {
         state.budget.refunds -= 1;
         for counter in COUNTERS {
-            let Some((window, is_from_purse)) = state.gateways[at].paid[counter] else { continue };
-            let is_back = !is_from_purse || self.house.refund(&mut state.gateways[at], counter, window);
-            state.ghost.admitted[usize::from(window)][counter] -= u8::from(is_back);
-            if !is_from_purse {
-                state.give(at, counter, window, 1, None);
+            let Some((window, is_from_lease)) = state.gateways[at].last_charges[counter] else { continue };
+            let is_refunded = !is_from_lease || self.local.refund(&mut state.gateways[at], counter, window);
+            state.ghost.admitted[usize::from(window)][counter] -= u8::from(is_refunded);
+            if !is_from_lease {
+                state.send_refund(at, counter, window, 1, None);
             }
         }
-        state.gateways.iter_mut().for_each(|gateway| gateway.paid = [None; 2]);
+        state.gateways.iter_mut().for_each(|gateway| gateway.last_charges = [None; 2]);
     }
 
     fn background(&mut self, next: &mut Next<'_>, at: usize) {
         let state = next.state;
         for counter in COUNTERS {
-            if self.is_exact(counter) || state.calls.iter().any(|call| call.flies_for(at, counter)) {
+            if self.is_exact(counter) || state.calls.iter().any(|call| call.fetches_for(at, counter)) {
                 continue;
             }
             if state.budget.background > 0 {
-                next.step(("more is fetched in the background", at, counter), |state| {
+                next.step(("tokens are fetched in the background", at, counter), |state| {
                     state.budget.background -= 1;
                     self.fetch(state, at, COUNTERS.map(|other| other == counter), 0);
                 });
             }
-            let (_, tokens) = state.gateways[at].purse[counter];
+            let (_, tokens) = state.gateways[at].lease[counter];
             if tokens > 0 {
-                next.step(("what lies idle goes back", at, counter), |state| self.return_idle(state, at, counter));
+                next.step(("idle tokens are returned", at, counter), |state| self.return_idle(state, at, counter));
             }
         }
     }
 
     pub fn return_idle(&mut self, state: &mut State, at: usize, counter: usize) {
-        let (window, left) = state.gateways[at].purse[counter];
-        let tokens = match self.scene.makes(Mistake::GivesWhatItKeeps) {
+        let (window, left) = state.gateways[at].lease[counter];
+        let tokens = match self.scenario.has_mistake(Mistake::ReturnWithoutWithdrawing) {
             true => left,
-            false => self.house.withdraw(&mut state.gateways[at], counter, window),
+            false => self.local.withdraw(&mut state.gateways[at], counter, window),
         };
-        let to = if self.scene.makes(Mistake::GivesToTheNextWindow) { state.store.window } else { window };
+        let to = if self.scenario.has_mistake(Mistake::RefundToNextWindow) { state.store.window } else { window };
         if tokens > 0 {
-            state.give(at, counter, to, tokens, None);
+            state.send_refund(at, counter, to, tokens, None);
         }
     }
 
@@ -124,8 +128,8 @@ impl World {
         let state = next.state;
         let call = &state.calls[i];
         match &call.stage {
-            Sent::Sent => {
-                let parts = if matches!(call.what, What::Fetch { .. }) { &PARTS[..] } else { &PARTS[..1] };
+            CallStage::Sent => {
+                let parts = if matches!(call.kind, CallKind::Fetch { .. }) { &PARTS[..] } else { &PARTS[..1] };
                 for part in parts {
                     next.step(("the store executes a call", i, usize::from(*part)), |state| {
                         self.execute(state, i, *part);
@@ -138,10 +142,10 @@ impl World {
                     });
                 }
             }
-            Sent::Executed { .. } => {
-                next.step(("an answer arrives", i, 0), |state| self.answer(state, i));
+            CallStage::Executed { .. } => {
+                next.step(("a reply arrives", i, 0), |state| self.deliver_reply(state, i));
                 if state.budget.losses > 0 {
-                    next.step(("an answer is lost", i, 0), |state| {
+                    next.step(("a reply is lost", i, 0), |state| {
                         state.budget.losses -= 1;
                         self.fail(state, i);
                     });
@@ -151,82 +155,87 @@ impl World {
     }
 
     pub fn execute(&mut self, state: &mut State, i: usize, part: u8) {
-        let together = self.scene.together;
+        let same_slot = self.scenario.same_slot;
         let mut call = state.calls[i].clone();
-        let answer = match &call.what {
-            What::Fetch { ask, .. } | What::Charge { ask, .. } => {
+        let reply = match &call.kind {
+            CallKind::Fetch { args, .. } | CallKind::Charge { args, .. } => {
                 let before = state.store.used;
-                let answer = state.store.take(ask, self.scene.limits, part, together);
-                state.raised(before, &answer, ask.window);
-                state.knows_what_was_told(&call, ask.window, before);
-                answer
+                let reply = state.store.acquire(args, self.scenario.limits, part, same_slot);
+                state.note_raise(before, &reply, args.window);
+                state.check_remembered(&call, args.window, before);
+                reply
             }
-            What::Give { counter, window, tokens, .. } => {
-                let back = state.store.give(*window, *counter, *tokens, together);
+            CallKind::Refund { counter, window, tokens, .. } => {
+                let refunded = state.store.refund(*window, *counter, *tokens, same_slot);
                 if *window >= state.store.window {
                     let forgotten = &mut state.ghost.forgotten[usize::from(*window)][*counter];
-                    *forgotten = forgotten.saturating_sub(tokens - back);
+                    *forgotten = forgotten.saturating_sub(tokens - refunded);
                 }
-                // Also what the store can not take, because it has forgotten them or their window is over.
-                state.came_back(*counter, *tokens);
-                Answer::GivenBack
+                // Includes tokens that the store cannot refund, because it has lost them or their window has ended.
+                state.note_refund(*counter, *tokens);
+                Reply::Refunded
             }
         };
-        let is_heard = match call.what {
-            What::Give { then, .. } => then.is_some() || self.scene.makes(Mistake::GivesAgain),
-            What::Fetch { .. } | What::Charge { .. } => call.by.is_some(),
+        let is_heard = match call.kind {
+            CallKind::Refund { after, .. } => after.is_some() || self.scenario.has_mistake(Mistake::ResendRefund),
+            CallKind::Fetch { .. } | CallKind::Charge { .. } => call.by.is_some(),
         };
-        call.stage = Sent::Executed { answer, since: [0; 2], stale: false };
+        call.stage = CallStage::Executed { reply, refunded_since: [0; 2], stale: false };
         state.calls[i] = call;
         if !is_heard {
             self.fail(state, i);
         }
     }
 
-    /// Nobody will ever hear what came of it; the gateway, if there is one, hears that.
+    /// Removes a call whose result no gateway receives. The gateway learns only that the result is unknown.
     fn fail(&mut self, state: &mut State, i: usize) {
-        let Call { by, what, stage } = state.calls.remove(i);
-        if let (What::Fetch { ask, .. } | What::Charge { ask, .. }, Sent::Executed { answer, .. }) = (&what, &stage)
-            && let Answer::Granted(granted, _) = answer
+        let Call { by, kind, stage } = state.calls.remove(i);
+        if let (CallKind::Fetch { args, .. } | CallKind::Charge { args, .. }, CallStage::Executed { reply, .. }) =
+            (&kind, &stage)
+            && let Reply::Granted(granted, _) = reply
         {
-            COUNTERS.into_iter().for_each(|counter| state.lose(ask.window, counter, granted[counter]));
+            COUNTERS.into_iter().for_each(|counter| state.count_lost(args.window, counter, granted[counter]));
         }
-        let is_unknown = matches!(stage, Sent::Executed { .. });
-        if let What::Give { counter, window, tokens, .. } = &what
+        let is_unknown = matches!(stage, CallStage::Executed { .. });
+        if let CallKind::Refund { counter, window, tokens, .. } = &kind
             && !is_unknown
         {
-            state.lose(*window, *counter, *tokens);
+            state.count_lost(*window, *counter, *tokens);
         }
-        let again = match what {
-            What::Fetch { .. } | What::Charge { .. } => self.scene.makes(Mistake::FetchesAgain),
-            What::Give { .. } => self.scene.makes(Mistake::GivesAgain),
+        let resend = match kind {
+            CallKind::Fetch { .. } | CallKind::Charge { .. } => self.scenario.has_mistake(Mistake::ResendCall),
+            CallKind::Refund { .. } => self.scenario.has_mistake(Mistake::ResendRefund),
         };
-        if again {
+        if resend {
             state.ghost.counted_twice += u8::from(is_unknown);
-            state.calls.push(Call { by, what, stage: Sent::Sent });
+            state.calls.push(Call { by, kind, stage: CallStage::Sent });
             return;
         }
         let Some(at) = by else {
-            // What was charged by calls before is nobody's, too.
-            if let What::Charge { ask, done, .. } = &what {
-                COUNTERS.into_iter().for_each(|counter| state.lose(ask.window, counter, u8::from(done[counter])));
+            // Charges of earlier calls are lost as well.
+            if let CallKind::Charge { args, done, .. } = &kind {
+                COUNTERS
+                    .into_iter()
+                    .for_each(|counter| state.count_lost(args.window, counter, u8::from(done[counter])));
             }
             return;
         };
-        self.told(state, at, what, Told::NOTHING);
+        self.handle_result(state, at, kind, CallResult::UNKNOWN);
     }
 
-    pub fn answer(&mut self, state: &mut State, i: usize) {
-        let Call { by, what, stage } = state.calls.remove(i);
-        let (Some(at), Sent::Executed { answer, since, stale }) = (by, stage) else { return };
-        self.told(state, at, what, Told { answer: Some(answer), since, stale });
+    pub fn deliver_reply(&mut self, state: &mut State, i: usize) {
+        let Call { by, kind, stage } = state.calls.remove(i);
+        let (Some(at), CallStage::Executed { reply, refunded_since, stale }) = (by, stage) else { return };
+        self.handle_result(state, at, kind, CallResult { reply: Some(reply), refunded_since, stale });
     }
 
-    fn told(&mut self, state: &mut State, at: usize, what: What, told: Told) {
-        match what {
-            What::Fetch { ask, later, need } => self.fetched(state, at, ask, later, need, told),
-            What::Charge { request, ask, later, done } => self.charged(state, at, (request, ask, later, done), told),
-            What::Give { then, .. } => self.go_on(state, at, then),
+    fn handle_result(&mut self, state: &mut State, at: usize, kind: CallKind, result: CallResult) {
+        match kind {
+            CallKind::Fetch { args, later, need } => self.on_fetched(state, at, args, later, need, result),
+            CallKind::Charge { request, args, later, done } => {
+                self.on_charged(state, at, (request, args, later, done), result)
+            }
+            CallKind::Refund { after, .. } => self.continue_request(state, at, after),
         }
     }
 
@@ -240,7 +249,7 @@ impl World {
                 });
             }
         }
-        let servers = if self.scene.together { &[[true, true]][..] } else { &[[true, false], [false, true]][..] };
+        let servers = if self.scenario.same_slot { &[[true, true]][..] } else { &[[true, false], [false, true]][..] };
         for of in servers {
             let (narrow, wide) = (usize::from(of[NARROW]), usize::from(of[WIDE]));
             if budget.failovers > 0 {
@@ -250,7 +259,7 @@ impl World {
                 });
             }
             if budget.restarts > 0 {
-                next.step(("a server starts again, empty", narrow, wide), |state| {
+                next.step(("a server restarts without its data", narrow, wide), |state| {
                     state.budget.restarts -= 1;
                     for counter in COUNTERS.into_iter().filter(|counter| of[*counter]) {
                         state.store.before.iter_mut().for_each(|window| window[counter] = 0);
@@ -269,20 +278,20 @@ impl World {
         }
         if budget.windows > 0 {
             if next.state.store.window == 0 {
-                next.step(("a window ends, by the store's clock", 0, 0), |state| {
-                    state.store.turn();
+                next.step(("a window ends by the store's clock", 0, 0), |state| {
+                    state.store.end_window();
                     state.ghost.lost[0] = [0; 2];
                 });
             }
             for at in 0..GATEWAYS {
                 if next.state.gateways[at].window == 0 {
-                    next.step(("a window ends, by a gateway's clock", at, 0), |state| state.gateways[at].window = 1);
+                    next.step(("a window ends by a gateway's clock", at, 0), |state| state.gateways[at].window = 1);
                 }
             }
         }
     }
 
-    /// Another server goes on with what it knows. What was sent to the first and not executed never will be.
+    /// Another server takes over with its own data. Calls that were sent and not executed never will be.
     fn fail_over(&mut self, state: &mut State, of: Each<bool>) {
         for counter in COUNTERS.into_iter().filter(|counter| of[*counter]) {
             for window in 0..2 {
@@ -291,33 +300,37 @@ impl World {
                 state.ghost.lost[window][counter] += before.saturating_sub(used);
                 state.store.used[window][counter] = before;
             }
-            state.gateways.iter_mut().for_each(|gateway| gateway.stale[counter] = gateway.tally[counter].is_some());
+            state
+                .gateways
+                .iter_mut()
+                .for_each(|gateway| gateway.stale[counter] = gateway.known_usage[counter].is_some());
         }
         for call in &mut state.calls {
-            if let Sent::Executed { stale, .. } = &mut call.stage {
-                *stale |= call.what.counters().into_iter().zip(of).any(|(is, of)| is && of);
+            if let CallStage::Executed { stale, .. } = &mut call.stage {
+                *stale |= call.kind.counters().into_iter().zip(of).any(|(is, of)| is && of);
             }
         }
-        let is_on_its_way =
-            |call: &Call| call.stage == Sent::Sent && call.what.counters().into_iter().zip(of).any(|(is, of)| is && of);
-        let doomed: Vec<Call> = state.calls.iter().filter(|call| is_on_its_way(call)).cloned().collect();
-        for call in doomed {
+        let is_unexecuted = |call: &Call| {
+            call.stage == CallStage::Sent && call.kind.counters().into_iter().zip(of).any(|(is, of)| is && of)
+        };
+        let unexecuted: Vec<Call> = state.calls.iter().filter(|call| is_unexecuted(call)).cloned().collect();
+        for call in unexecuted {
             if let Some(i) = state.calls.iter().position(|other| *other == call) {
                 self.fail(state, i);
             }
         }
     }
 
-    /// The key is forgotten in the store, and at the gateway that was told to.
+    /// The key is deleted in the store, and at the gateway that executes the reset.
     fn reset(&mut self, state: &mut State, at: usize, counter: usize) {
         let window = state.gateways[at].window;
-        self.house.withdraw(&mut state.gateways[at], counter, window);
-        self.house.note(&mut state.gateways[at], counter, window, 0);
-        state.gateways[at].since[counter] = 0;
+        self.local.withdraw(&mut state.gateways[at], counter, window);
+        self.local.set_known_usage(&mut state.gateways[at], counter, window, 0);
+        state.gateways[at].refunded_since[counter] = 0;
         let used = state.store.used[usize::from(window)][counter];
         state.store.used[usize::from(window)][counter] = 0;
         state.store.before[usize::from(window)][counter] = 0;
-        state.came_back(counter, used);
+        state.note_refund(counter, used);
         let ghost = &state.ghost;
         let counted = ghost.admitted[usize::from(window)][counter] + ghost.lost[usize::from(window)][counter];
         let forgotten = counted + state.outstanding(window, counter);
@@ -326,17 +339,17 @@ impl World {
 }
 
 impl State {
-    /// Makes states alike that differ in nothing that matters: equal calls are as good as one another, whatever their order, and
-    /// so are gateways; and some things are never looked at again.
+    /// Makes equivalent states equal: sorts calls and gateways, and clears values that are never read again.
     fn normalize(&mut self) {
         for gateway in &mut self.gateways {
             for counter in COUNTERS {
                 let is_over = |window: u8| window < gateway.window;
-                if is_over(gateway.purse[counter].0) && gateway.purse[counter].0 < self.store.window {
-                    gateway.purse[counter] = (0, 0);
+                if is_over(gateway.lease[counter].0) && gateway.lease[counter].0 < self.store.window {
+                    gateway.lease[counter] = (0, 0);
                 }
-                if gateway.tally[counter].is_none_or(|(window, _)| is_over(window)) {
-                    (gateway.tally[counter], gateway.since[counter], gateway.stale[counter]) = (None, 0, false);
+                if gateway.known_usage[counter].is_none_or(|(window, _)| is_over(window)) {
+                    (gateway.known_usage[counter], gateway.refunded_since[counter], gateway.stale[counter]) =
+                        (None, 0, false);
                 }
             }
         }
@@ -350,25 +363,25 @@ impl State {
         self.calls.sort_unstable();
     }
 
-    /// Those who were told before have not heard of it.
-    fn came_back(&mut self, counter: usize, tokens: u8) {
-        let more = |since: &mut u8| *since = (*since + tokens).min(SINCE_MAX);
-        self.gateways.iter_mut().for_each(|gateway| more(&mut gateway.since[counter]));
+    /// Gateways that learned the usage before do not know of these refunds.
+    fn note_refund(&mut self, counter: usize, tokens: u8) {
+        let more = |refunded_since: &mut u8| *refunded_since = (*refunded_since + tokens).min(SINCE_MAX);
+        self.gateways.iter_mut().for_each(|gateway| more(&mut gateway.refunded_since[counter]));
         for call in &mut self.calls {
-            let is_about = call.what.counters()[counter];
-            match (&mut call.stage, &mut call.what) {
-                (Sent::Executed { since, .. }, _) if is_about => more(&mut since[counter]),
-                (Sent::Sent, What::Fetch { ask, .. } | What::Charge { ask, .. }) => {
-                    ask.told[counter] = ask.told[counter].saturating_sub(tokens);
+            let is_about = call.kind.counters()[counter];
+            match (&mut call.stage, &mut call.kind) {
+                (CallStage::Executed { refunded_since, .. }, _) if is_about => more(&mut refunded_since[counter]),
+                (CallStage::Sent, CallKind::Fetch { args, .. } | CallKind::Charge { args, .. }) => {
+                    args.known[counter] = args.known[counter].saturating_sub(tokens);
                 }
                 _ => {}
             }
         }
     }
 
-    /// What the store counts from now on because it was told so, and did not know.
-    fn raised(&mut self, before: Windows, answer: &Answer, window: u8) {
-        if let Answer::Granted(granted, _) = answer {
+    /// The store adopts usage that it had lost and that a gateway reports.
+    fn note_raise(&mut self, before: Windows, reply: &Reply, window: u8) {
+        if let Reply::Granted(granted, _) = reply {
             for counter in COUNTERS.into_iter().filter(|counter| granted[*counter] > 0) {
                 let used = self.store.used[usize::from(window)][counter];
                 let raised = used - granted[counter] - before[usize::from(window)][counter];
@@ -380,26 +393,28 @@ impl State {
         }
     }
 
-    /// What a gateway was told is not handed out to it once more, but for what came back since.
-    fn knows_what_was_told(&mut self, call: &Call, window: u8, before: Windows) {
-        let (Some(_), What::Fetch { ask, .. } | What::Charge { ask, .. }) = (call.by, &call.what) else { return };
-        for counter in COUNTERS.into_iter().filter(|counter| ask.counters[*counter]) {
-            let known = before[usize::from(window)][counter].max(ask.least[counter]);
-            if ask.window >= self.store.window && known < ask.told[counter] {
+    /// Checks that usage known to a gateway is not granted to it again, except for tokens refunded since.
+    fn check_remembered(&mut self, call: &Call, window: u8, before: Windows) {
+        let (Some(_), CallKind::Fetch { args, .. } | CallKind::Charge { args, .. }) = (call.by, &call.kind) else {
+            return;
+        };
+        for counter in COUNTERS.into_iter().filter(|counter| args.counters[*counter]) {
+            let known = before[usize::from(window)][counter].max(args.used_min[counter]);
+            if args.window >= self.store.window && known < args.known[counter] {
                 self.broken.get_or_insert(crate::REMEMBERED);
             }
         }
     }
 
-    /// Its purses, and all that waits there, are gone. What is on its way may still be executed.
+    /// Leases and waiting requests of the gateway are lost. Calls in flight may still be executed.
     fn kill(&mut self, at: usize) {
         let next = Gateway { window: self.gateways[at].window, ..Gateway::default() };
         let gateway = std::mem::replace(&mut self.gateways[at], next);
         for counter in COUNTERS {
-            self.lose(gateway.purse[counter].0, counter, gateway.purse[counter].1);
+            self.count_lost(gateway.lease[counter].0, counter, gateway.lease[counter].1);
             for request in &gateway.requests {
-                for window in [request.hand[counter], request.paid[counter]].into_iter().flatten() {
-                    self.lose(window, counter, 1);
+                for window in [request.in_hand[counter], request.charged[counter]].into_iter().flatten() {
+                    self.count_lost(window, counter, 1);
                 }
             }
         }
@@ -410,41 +425,41 @@ impl State {
                 continue;
             }
             call.by = None;
-            if let (Sent::Executed { answer, .. }, What::Fetch { ask, .. } | What::Charge { ask, .. }) =
-                (&call.stage, &call.what)
-                && let Answer::Granted(granted, _) = answer
+            if let (CallStage::Executed { reply, .. }, CallKind::Fetch { args, .. } | CallKind::Charge { args, .. }) =
+                (&call.stage, &call.kind)
+                && let Reply::Granted(granted, _) = reply
             {
-                COUNTERS.into_iter().for_each(|counter| self.lose(ask.window, counter, granted[counter]));
+                COUNTERS.into_iter().for_each(|counter| self.count_lost(args.window, counter, granted[counter]));
             }
-            if let What::Charge { ask, done, .. } = &mut call.what {
+            if let CallKind::Charge { args, done, .. } = &mut call.kind {
                 let done = std::mem::take(done);
-                COUNTERS.into_iter().for_each(|counter| self.lose(ask.window, counter, u8::from(done[counter])));
+                COUNTERS.into_iter().for_each(|counter| self.count_lost(args.window, counter, u8::from(done[counter])));
             }
-            if call.stage == Sent::Sent {
+            if call.stage == CallStage::Sent {
                 self.calls.push(call);
             }
         }
     }
 }
 
-impl What {
+impl CallKind {
     fn counters(&self) -> Each<bool> {
         match self {
-            What::Fetch { ask, .. } | What::Charge { ask, .. } => ask.counters,
-            What::Give { counter, .. } => [*counter == NARROW, *counter == WIDE],
+            CallKind::Fetch { args, .. } | CallKind::Charge { args, .. } => args.counters,
+            CallKind::Refund { counter, .. } => [*counter == NARROW, *counter == WIDE],
         }
     }
 }
 
 impl Call {
-    /// Nobody waits for it any more.
-    fn leave(&mut self, at: usize, id: u8) {
+    /// No request waits for the call any more.
+    fn cancel_request(&mut self, at: usize, id: u8) {
         if self.by != Some(at) {
             return;
         }
-        match &mut self.what {
-            What::Charge { request, .. } if *request == Some(id) => *request = None,
-            What::Give { then, .. } if then.is_some_and(|(of, _)| of == id) => *then = None,
+        match &mut self.kind {
+            CallKind::Charge { request, .. } if *request == Some(id) => *request = None,
+            CallKind::Refund { after, .. } if after.is_some_and(|(of, _)| of == id) => *after = None,
             _ => {}
         }
     }

@@ -12,40 +12,49 @@ use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::table::Table;
 use transom_limiter::window::{WindowSequence, Windows};
 
-use crate::oracle::{Expected, Oracle, Wish};
-use crate::support::{Event, Gateway, START_MS, What, events, limit, plain, rule, rules};
+use crate::oracle::{Expected, LayerRequest, Oracle};
+use crate::support::{Action, Event, Gateway, START_MS, events, limit, plain, rule, rules};
 
-/// Tokens that passed or will pass, by the end of the window in which they do.
+/// Tokens admitted or to be admitted, by account and end of the window.
 #[derive(Default)]
-struct FormatRegistry {
-    accounts: HashMap<String, (Wish, BTreeMap<u64, i64>)>,
+struct PassedTokens {
+    accounts: HashMap<String, (LayerRequest, BTreeMap<u64, i64>)>,
 }
 
-/// What one request took: shares to give back, and what to strike from the ledger.
-struct Kept {
-    shares: Vec<ShardReceipt>,
-    passes: Vec<(Wish, u64)>,
+/// A request to refund: its receipts, and its tokens in `PassedTokens`.
+struct PastRequest {
+    receipts: Vec<ShardReceipt>,
+    passes: Vec<(LayerRequest, u64)>,
 }
 
-impl FormatRegistry {
-    fn add(&mut self, wish: &Wish, end_ms: u64, tokens: i64) {
-        let (_, account) = self.accounts.entry(wish.key.clone()).or_insert_with(|| (wish.clone(), BTreeMap::new()));
+impl PassedTokens {
+    fn add(&mut self, layer_request: &LayerRequest, end_ms: u64, tokens: i64) {
+        let (_, account) =
+            self.accounts.entry(layer_request.key.clone()).or_insert_with(|| (layer_request.clone(), BTreeMap::new()));
         *account.entry(end_ms).or_default() += tokens;
     }
 
     fn check(&self) -> Result<(), TestCaseError> {
-        for (wish, account) in self.accounts.values() {
-            let (pace, limit) = (wish.limit.windows.sequence(), i64::from(wish.limit.tokens));
+        for (layer_request, account) in self.accounts.values() {
+            let (sequence, limit) = (layer_request.limit.windows.sequence(), i64::from(layer_request.limit.tokens));
             for first_ms in account.keys() {
                 let mut sum = 0;
                 for (last_ms, tokens) in account.range(first_ms..) {
                     sum += tokens;
-                    let windows = match &pace {
+                    let windows = match &sequence {
                         WindowSequence::Even { period_ms } => (last_ms - first_ms) / period_ms,
-                        WindowSequence::Listed(_) => pace.windows_between(*first_ms, *last_ms),
+                        WindowSequence::Listed(_) => sequence.windows_between(*first_ms, *last_ms),
                     };
-                    let most = i64::from(wish.limit.capacity) + windows as i64 * limit;
-                    prop_assert!(sum <= most, "{} of {} from {} to {} in {}", sum, most, first_ms, last_ms, wish.key);
+                    let most = i64::from(layer_request.limit.capacity) + windows as i64 * limit;
+                    prop_assert!(
+                        sum <= most,
+                        "{} of {} from {} to {} in {}",
+                        sum,
+                        most,
+                        first_ms,
+                        last_ms,
+                        layer_request.key
+                    );
                 }
             }
         }
@@ -53,8 +62,8 @@ impl FormatRegistry {
     }
 }
 
-/// Rules without what may be exceeded on purpose: reserves are one account with the windows to come, and an
-/// overdraft is what it says. A split counter tells only its last window, which is not enough here.
+/// The same rules without settings that may exceed the bound: reserves, response costs, and shards, whose receipts do
+/// not show all windows.
 fn strict(rules: Vec<Rule>) -> Vec<Rule> {
     let strict = |limit: Limit| Limit { reserve: 0, shards: 1, ..limit };
     let all = |layers: Vec<Limit>| layers.into_iter().map(strict).collect();
@@ -69,51 +78,54 @@ fn strict(rules: Vec<Rule>) -> Vec<Rule> {
         .collect()
 }
 
-/// Plays all events, by two clocks that may differ, and holds what passes against the bound.
+/// Runs all events on two clocks that may differ, and checks the admitted tokens against the bound.
 fn never_over<const W: usize>(table: Table<W>, rules: &[Rule], events: &[Event]) -> Result<u64, TestCaseError> {
     let mut gateway = Gateway::new(rules, table);
-    let (mut ledger, mut kept, mut clocks) = (FormatRegistry::default(), Vec::<Kept>::new(), [START_MS; 2]);
+    let (mut passed, mut past, mut clocks) = (PassedTokens::default(), Vec::<PastRequest>::new(), [START_MS; 2]);
     for event in events {
-        clocks[event.thread] += event.moves_ms;
+        clocks[event.thread] += event.advance_ms;
         let now_ms = clocks[event.thread];
-        match &event.what {
-            What::AcquireRequest { costs, .. } => {
+        match &event.action {
+            Action::Request { costs, .. } => {
                 let costs = &costs[..rules.len()];
-                // Who asks for the time again hears of the later clock, or of a clock that stays behind.
-                let again_ms = if event.moves_ms % 2 == 0 { clocks[0].max(clocks[1]) } else { now_ms };
-                let judgement =
-                    gateway.judge_late(event.client, costs, DecisionTime::starting_at(now_ms, &|| again_ms));
-                if let Decision::Refused = judgement {
+                // A second read of the clock returns the later clock, or the same time again.
+                let second_read_ms = if event.advance_ms % 2 == 0 { clocks[0].max(clocks[1]) } else { now_ms };
+                let decision =
+                    gateway.decide_at(event.client, costs, DecisionTime::starting_at(now_ms, &|| second_read_ms));
+                if let Decision::Refused = decision {
                     continue;
                 }
                 let mut passes = Vec::new();
-                for (line, wish) in gateway.wishes(event.client, costs, None) {
-                    let charge = gateway.context.charge_of(line).expect("the layer was asked");
-                    let pace = wish.limit.windows.sequence();
+                for (layer_ref, layer_request) in gateway.layer_requests(event.client, costs, None) {
+                    let charge = gateway.context.charge_of(layer_ref).expect("the layer was charged");
+                    let sequence = layer_request.limit.windows.sequence();
                     let (own_ms, end_ms) = (charge.request.end_ms, charge.usage.end_ms);
-                    let end_ms = match &wish.limit.windows {
-                        // Where keys with windows of their own share a counter, they share its windows as well, and
-                        // a thread that is late may be counted in any of its own windows since.
+                    let end_ms = match &layer_request.limit.windows {
+                        // Keys with different windows that share a counter share its windows as well. A late thread may
+                        // then be counted in any of its key's windows since.
                         Windows::Random { .. } if clocks.iter().any(|clock_ms| *clock_ms >= own_ms) => continue,
                         Windows::Random { .. } => own_ms,
                         _ => end_ms,
                     };
-                    // So many windows further on it has its place; what has room is charged where it is.
-                    let passes_in = pace.end_after(end_ms, charge.request.floor / u64::from(wish.limit.tokens));
-                    ledger.add(&wish, passes_in, wish.cost.into());
-                    passes.push((wish, passes_in));
+                    // A delayed request counts in the window that it waits for; otherwise `floor` is 0.
+                    let passes_in =
+                        sequence.end_after(end_ms, charge.request.floor / u64::from(layer_request.limit.tokens));
+                    passed.add(&layer_request, passes_in, layer_request.cost.into());
+                    passes.push((layer_request, passes_in));
                 }
-                kept.push(Kept { shares: gateway.context.all_receipts().collect(), passes });
+                past.push(PastRequest { receipts: gateway.context.all_receipts().collect(), passes });
             }
-            What::GiveBack { back, .. } => {
-                let Some(nth) = kept.len().checked_sub(1 + back) else { continue };
-                let Kept { shares, passes } = kept.remove(nth);
-                gateway.rule_set.refund(&shares, u32::MAX, &gateway.table, now_ms);
-                passes.iter().for_each(|(wish, end_ms)| ledger.add(wish, *end_ms, -i64::from(wish.cost)));
+            Action::Refund { back, .. } => {
+                let Some(nth) = past.len().checked_sub(1 + back) else { continue };
+                let PastRequest { receipts, passes } = past.remove(nth);
+                gateway.rule_set.refund(&receipts, u32::MAX, &gateway.table, now_ms);
+                passes.iter().for_each(|(layer_request, end_ms)| {
+                    passed.add(layer_request, *end_ms, -i64::from(layer_request.cost))
+                });
             }
-            What::Overdraw { .. } => {}
+            Action::ChargeExcess { .. } => {}
         }
-        ledger.check()?;
+        passed.check()?;
     }
     Ok(gateway.table.overflow_charges_total())
 }
@@ -136,8 +148,8 @@ proptest! {
         never_over(Table::<2>::with_buckets(3, 2).expect("there is memory"), &strict(rules), &events)?;
     }
 
-    /// Clients that ask for one token of one layer: a table that is too small has never admitted more of them
-    /// in a window than the plain limiter. Windows that float are other windows where keys are counted together.
+    /// Requests for one token of one layer: a small table never admits more of them in a window than the reference
+    /// limiter. First-request windows are excluded, because keys that share a counter share windows.
     #[test]
     fn a_small_table_never_admits_more_than_the_reference_limiter(
         rules in rules(), demand in prop::collection::vec((0..4u64, 0..30u64), 1..150), buckets in 1..4usize,
@@ -149,13 +161,13 @@ proptest! {
         let (mut oracle, mut now_ms) = (Oracle::default(), START_MS);
         let (mut mine, mut plain) = (HashMap::<(String, u64), u32>::new(), HashMap::<(String, u64), u32>::new());
         let floats = matches!(gateway.rule_set.windows[0], Windows::FirstRequest { .. });
-        for (client, moves_ms) in demand {
-            now_ms += moves_ms;
-            let (_, wish) = gateway.wishes(client, &[Some(1)], None).remove(0);
-            let at = (wish.key.clone(), oracle.account(&wish, now_ms).end_ms);
-            let expected = oracle.decide(&[wish], false, false, now_ms);
+        for (client, advance_ms) in demand {
+            now_ms += advance_ms;
+            let (_, layer_request) = gateway.layer_requests(client, &[Some(1)], None).remove(0);
+            let at = (layer_request.key.clone(), oracle.account(&layer_request, now_ms).end_ms);
+            let expected = oracle.decide(&[layer_request], false, false, now_ms);
             *plain.entry(at.clone()).or_default() += u32::from(expected == Expected::Admitted);
-            let admitted = gateway.ask(client, now_ms) == Expected::Admitted;
+            let admitted = gateway.request(client, now_ms) == Expected::Admitted;
             let sum = mine.entry(at.clone()).or_default();
             *sum += u32::from(admitted);
             prop_assert!(floats || *sum <= plain[&at]);
@@ -163,39 +175,40 @@ proptest! {
     }
 }
 
-/// Two keys share a counter, and their windows end at different moments: the later one's does not wipe out
-/// what the earlier one has used.
+/// Two keys share a counter, and their windows end at different times. A request of the later key does not reset the
+/// usage of the earlier one.
 #[test]
 fn an_overflowed_key_keeps_its_usage_when_another_key_opens_its_window() {
     for capacity in [2, 3] {
         let random = limit(2, Windows::Random { period_ms: 100 });
-        let sitter = rule("sitter", vec![plain(1, 1_000_000)]);
-        let rules = [rule("random", vec![Limit { capacity, ..random }]), sitter];
+        let occupant = rule("occupant", vec![plain(1, 1_000_000)]);
+        let rules = [rule("random", vec![Limit { capacity, ..random }]), occupant];
         let mut gateway = Gateway::new(&rules, Table::<1>::with_buckets(1, 1).expect("there is memory"));
-        assert!(matches!(gateway.judge(0, &[None, Some(1)], 0), Decision::Admitted), "it has the only slot");
+        assert!(matches!(gateway.decide(0, &[None, Some(1)], 0), Decision::Admitted), "the occupant has the only slot");
         let group = |gateway: &Gateway<1>, client| gateway.keyed_request(0, client, 1).key.tag;
-        let end_ms = |gateway: &Gateway<1>, client| gateway.wishes(client, &[Some(1), None], None)[0].1.end_ms(1000);
+        let end_ms =
+            |gateway: &Gateway<1>, client| gateway.layer_requests(client, &[Some(1), None], None)[0].1.end_ms(1000);
         let alike = |one: u64, other: u64| (one ^ other) >> 10 & 63 == 0;
         let pairs = (0..200).flat_map(|one| (0..200).map(move |other| (one, other)));
         let mut pairs = pairs.filter(|(one, other)| {
             let same = alike(group(&gateway, *one), group(&gateway, *other));
             same && end_ms(&gateway, *one) < end_ms(&gateway, *other)
         });
-        let (early, late) = pairs.next().expect("some of them share a counter");
+        let (early, late) = pairs.next().expect("some keys share a counter");
         let last_ms = end_ms(&gateway, early) - 1;
-        let mut passes = |client| !matches!(gateway.judge(client, &[Some(1), None], last_ms), Decision::Refused);
-        assert!((0..capacity).all(|_| passes(early)), "they have room for that");
-        assert!(!passes(late) && !passes(early), "what was used is used");
+        let mut passes = |client| !matches!(gateway.decide(client, &[Some(1), None], last_ms), Decision::Refused);
+        assert!((0..capacity).all(|_| passes(early)), "tokens are left");
+        assert!(!passes(late) && !passes(early), "the usage is kept");
     }
 }
 
-/// The slot of the client's window was given to another by a clock that is ahead: the request counts at the
-/// table's own time, and is not refused for it.
+/// A thread with a later clock reuses the slot of the client's window. The client's request is decided at the horizon
+/// of the table, and not refused.
 #[test]
 fn a_late_request_is_decided_at_a_later_time() {
     let mut gateway =
         Gateway::new(&[rule("only", vec![plain(1, 10)])], Table::<1>::with_buckets(1, 1).expect("there is memory"));
-    assert_eq!([gateway.ask(0, 0), gateway.ask(2, 100)], [Expected::Admitted; 2]);
-    assert_eq!((gateway.ask(0, 5), gateway.left()), (Expected::Admitted, (0, 20)));
-    assert_eq!(gateway.ask(0, 6), Expected::Refused, "it had its token of that window");
+    assert_eq!([gateway.request(0, 0), gateway.request(2, 100)], [Expected::Admitted; 2]);
+    assert_eq!((gateway.request(0, 5), gateway.remaining()), (Expected::Admitted, (0, 20)));
+    assert_eq!(gateway.request(0, 6), Expected::Refused, "the token of that window is used");
 }

@@ -9,35 +9,41 @@ use proptest::prelude::*;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::Rule;
 
-use crate::oracle::{Expected, Wish};
-use crate::support::{Gateway, START_MS, decision, limit, rule, windows};
+use crate::oracle::{Expected, LayerRequest};
+use crate::support::{Gateway, START_MS, limit, outcome, rule, windows};
 
-/// Tokens used of the window that ends then.
+/// Tokens used, and the end of their window.
 #[derive(Clone, Copy, Default)]
 struct Used {
     tokens: u64,
     end_ms: u64,
 }
 
-/// A limiter that knows what was used, and nothing of what a limit was before.
+/// A reference limiter that stores usage and no limits.
 #[derive(Default)]
 struct Plain(HashMap<String, Used>);
 
 impl Plain {
-    fn used(&self, wish: &Wish, now_ms: u64) -> Used {
-        let known = self.0.get(&wish.key).copied().unwrap_or_default();
+    fn used(&self, layer_request: &LayerRequest, now_ms: u64) -> Used {
+        let known = self.0.get(&layer_request.key).copied().unwrap_or_default();
         let is_open = known.end_ms > now_ms && known.tokens > 0;
-        if is_open { known } else { Used { tokens: 0, end_ms: wish.end_ms(now_ms) } }
+        if is_open { known } else { Used { tokens: 0, end_ms: layer_request.end_ms(now_ms) } }
     }
 
-    fn decide(&mut self, wishes: &[Wish], now_ms: u64) -> Expected {
-        let fits = |wish: &Wish| self.used(wish, now_ms).tokens + u64::from(wish.cost) <= u64::from(wish.limit.tokens);
-        if !wishes.iter().all(fits) {
+    fn decide(&mut self, layer_requests: &[LayerRequest], now_ms: u64) -> Expected {
+        let fits = |layer_request: &LayerRequest| {
+            self.used(layer_request, now_ms).tokens + u64::from(layer_request.cost)
+                <= u64::from(layer_request.limit.tokens)
+        };
+        if !layer_requests.iter().all(fits) {
             return Expected::Refused;
         }
-        for wish in wishes {
-            let used = self.used(wish, now_ms);
-            self.0.insert(wish.key.clone(), Used { tokens: used.tokens + u64::from(wish.cost), ..used });
+        for layer_request in layer_requests {
+            let used = self.used(layer_request, now_ms);
+            self.0.insert(
+                layer_request.key.clone(),
+                Used { tokens: used.tokens + u64::from(layer_request.cost), ..used },
+            );
         }
         Expected::Admitted
     }
@@ -45,15 +51,15 @@ impl Plain {
 
 #[derive(Clone, Debug)]
 enum Event {
-    AcquireRequest {
+    Request {
         client: u64,
         costs: Vec<u32>,
         own_shard: u32,
     },
-    /// The limits of all layers, one after the other; used again from the start where there are more layers.
+    /// New limits for all layers in order, repeated if there are more layers.
     Limits(Vec<u32>),
-    /// What the last request that was admitted took is given back.
-    GiveBack,
+    /// Refunds the last admitted request.
+    Refund,
 }
 
 fn rules() -> impl Strategy<Value = Vec<Rule>> {
@@ -68,59 +74,64 @@ fn rules() -> impl Strategy<Value = Vec<Rule>> {
 }
 
 fn events() -> impl Strategy<Value = Vec<(u64, Event)>> {
-    let ask = (0..3u64, prop::collection::vec(0..4u32, 3), 0..4u32)
-        .prop_map(|(client, costs, own_shard)| Event::AcquireRequest { client, costs, own_shard });
-    let what = prop_oneof![
-        12 => ask,
+    let request = (0..3u64, prop::collection::vec(0..4u32, 3), 0..4u32)
+        .prop_map(|(client, costs, own_shard)| Event::Request { client, costs, own_shard });
+    let action = prop_oneof![
+        12 => request,
         2 => prop::collection::vec(1..9u32, 1..6).prop_map(Event::Limits),
-        1 => Just(Event::GiveBack),
+        1 => Just(Event::Refund),
     ];
-    let moves = prop_oneof![5 => Just(0u64), 4 => 1..9u64, 1 => 9..60u64];
-    prop::collection::vec((moves, what), 1..100)
+    let advance = prop_oneof![5 => Just(0u64), 4 => 1..9u64, 1 => 9..60u64];
+    prop::collection::vec((advance, action), 1..100)
 }
 
 fn with_limits(rules: &[Rule], limits: &[u32]) -> Vec<Rule> {
     let mut limits = limits.iter().cycle().copied();
     let mut next = |layer: &Limit| {
-        let tokens = limits.next().expect("there is one at least");
+        let tokens = limits.next().expect("at least one limit");
         Limit { tokens, capacity: tokens, ..layer.clone() }
     };
     rules.iter().map(|rule| Rule { layers: rule.layers.iter().map(&mut next).collect(), ..rule.clone() }).collect()
 }
 
 fn play(mut rules: Vec<Rule>, events: Vec<(u64, Event)>) -> Result<u32, TestCaseError> {
-    let (mut gateway, mut plain, mut now_ms) = (Gateway::roomy(&rules), Plain::default(), START_MS);
+    let (mut gateway, mut plain, mut now_ms) = (Gateway::with_large_table(&rules), Plain::default(), START_MS);
     let (mut last, mut over) = (None, 0);
-    for (moves_ms, event) in events {
-        now_ms += moves_ms;
+    for (advance_ms, event) in events {
+        now_ms += advance_ms;
         match event {
-            Event::AcquireRequest { client, costs, own_shard } => {
+            Event::Request { client, costs, own_shard } => {
                 let costs: Vec<_> = costs[..rules.len()].iter().map(|cost| Some(*cost)).collect();
                 gateway.context.inputs.own_shard = own_shard;
-                let judgement = gateway.judge(client, &costs, now_ms);
-                let wishes: Vec<Wish> =
-                    gateway.wishes(client, &costs, None).into_iter().map(|(_, wish)| wish).collect();
-                let exceeds = |wish: &Wish| plain.used(wish, now_ms).tokens > u64::from(wish.limit.tokens);
-                over += u32::from(wishes.iter().any(exceeds));
-                let expected = plain.decide(&wishes, now_ms);
-                prop_assert_eq!(decision(&judgement), expected, "{:?}", wishes);
+                let decision = gateway.decide(client, &costs, now_ms);
+                let layer_requests: Vec<LayerRequest> = gateway
+                    .layer_requests(client, &costs, None)
+                    .into_iter()
+                    .map(|(_, layer_request)| layer_request)
+                    .collect();
+                let exceeds = |layer_request: &LayerRequest| {
+                    plain.used(layer_request, now_ms).tokens > u64::from(layer_request.limit.tokens)
+                };
+                over += u32::from(layer_requests.iter().any(exceeds));
+                let expected = plain.decide(&layer_requests, now_ms);
+                prop_assert_eq!(outcome(&decision), expected, "{:?}", layer_requests);
                 if expected == Expected::Admitted {
-                    last = Some((gateway.context.all_receipts().collect::<Vec<_>>(), wishes, now_ms));
+                    last = Some((gateway.context.all_receipts().collect::<Vec<_>>(), layer_requests, now_ms));
                 }
             }
             Event::Limits(limits) => {
                 rules = with_limits(&rules, &limits);
-                gateway.adopt(&rules);
-                // Shares know the limit that they were charged under.
+                gateway.reload(&rules);
+                // Receipts contain the limit of the charge.
                 last = None;
             }
-            Event::GiveBack => {
-                let Some((shares, wishes, _)) = last.take().filter(|(.., then_ms)| *then_ms == now_ms) else {
+            Event::Refund => {
+                let Some((receipts, layer_requests, _)) = last.take().filter(|(.., then_ms)| *then_ms == now_ms) else {
                     continue;
                 };
-                gateway.rule_set.refund(&shares, u32::MAX, &gateway.table, now_ms);
-                for wish in wishes {
-                    plain.0.entry(wish.key).and_modify(|used| used.tokens -= u64::from(wish.cost));
+                gateway.rule_set.refund(&receipts, u32::MAX, &gateway.table, now_ms);
+                for layer_request in layer_requests {
+                    plain.0.entry(layer_request.key).and_modify(|used| used.tokens -= u64::from(layer_request.cost));
                 }
             }
         }
@@ -137,7 +148,7 @@ proptest! {
     }
 }
 
-/// That more was used than a limit allows now does happen in the property above.
+/// The property above does reach usage above a lowered limit.
 #[test]
 fn random_changes_reach_usage_above_the_limit() {
     use proptest::strategy::ValueTree;

@@ -1,4 +1,4 @@
-//! Requests that wait, refusals that count, and when a refused client may come back.
+//! Delayed requests, counted refusals, and the time to retry.
 
 use std::sync::Arc;
 
@@ -13,74 +13,74 @@ use transom_limiter::sharded_counter::ShardReceipt;
 use crate::oracle::Expected::{self, Admitted, DelayedUntil, Refused};
 use crate::support::{Gateway, delay, plain, rule};
 
-/// Whoever waits takes the next free place; nobody overtakes.
+/// Each delayed request gets the next free token. None overtakes another.
 #[test]
 fn waiters_pass_in_order() {
-    let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(300), ..rule("only", vec![plain(2, 100)]) }]);
-    let got: Vec<Expected> = (0..9).map(|_| gateway.ask(0, 50)).collect();
+    let mut gateway = Gateway::with_large_table(&[Rule { on_limit: delay(300), ..rule("only", vec![plain(2, 100)]) }]);
+    let results: Vec<Expected> = (0..9).map(|_| gateway.request(0, 50)).collect();
     let at = DelayedUntil;
-    assert_eq!(got, [Admitted, Admitted, at(100), at(100), at(200), at(200), at(300), at(300), Refused]);
-    assert_eq!(gateway.ask(0, 120), DelayedUntil(400), "whose window has not come yet waits behind them");
-    assert_eq!(gateway.again_ms(120), Some(120));
+    assert_eq!(results, [Admitted, Admitted, at(100), at(100), at(200), at(200), at(300), at(300), Refused]);
+    assert_eq!(gateway.request(0, 120), DelayedUntil(400), "a new request waits behind the others");
+    assert_eq!(gateway.retry_at_ms(120), Some(120));
 }
 
-/// 350 ms is not enough for the window at 400, whatever is left of the one that is open.
+/// A request is refused if the next free window opens after `max_delay_ms`.
 #[test]
 fn no_request_waits_longer_than_max_delay() {
     for (max_delay_ms, last) in [(49, Refused), (50, DelayedUntil(100)), (149, Refused), (150, DelayedUntil(200))] {
         let mut gateway =
-            Gateway::roomy(&[Rule { on_limit: delay(max_delay_ms), ..rule("only", vec![plain(1, 100)]) }]);
-        let asked = if max_delay_ms < 100 { 2 } else { 3 };
-        let got: Vec<Expected> = (0..asked).map(|_| gateway.ask(0, 50)).collect();
-        assert_eq!(got.last(), Some(&last), "at most {max_delay_ms} ms");
+            Gateway::with_large_table(&[Rule { on_limit: delay(max_delay_ms), ..rule("only", vec![plain(1, 100)]) }]);
+        let count = if max_delay_ms < 100 { 2 } else { 3 };
+        let results: Vec<Expected> = (0..count).map(|_| gateway.request(0, 50)).collect();
+        assert_eq!(results.last(), Some(&last), "at most {max_delay_ms} ms");
     }
 }
 
 #[test]
 fn the_number_of_waiters_is_limited() {
     let on_limit = OnLimit::Delay { max_delay_ms: 10_000, max_waiting: 2 };
-    let mut gateway = Gateway::roomy(&[Rule { on_limit, ..rule("only", vec![plain(1, 100)]) }]);
-    let mut waiting: Vec<Decision> = (0..3).map(|_| gateway.judge(0, &[Some(1)], 50)).collect();
+    let mut gateway = Gateway::with_large_table(&[Rule { on_limit, ..rule("only", vec![plain(1, 100)]) }]);
+    let mut waiting: Vec<Decision> = (0..3).map(|_| gateway.decide(0, &[Some(1)], 50)).collect();
     assert!(matches!(waiting[1..], [Decision::Delayed { .. }, Decision::Delayed { .. }]));
-    assert_eq!(gateway.ask(0, 50), Refused);
-    assert_eq!(gateway.left().0, -2, "the refused took no place");
-    // One passes, and so another may wait.
+    assert_eq!(gateway.request(0, 50), Refused);
+    assert_eq!(gateway.remaining().0, -2, "the refused request reserved nothing");
+    // After one waiter is done, another may wait.
     waiting.remove(1);
-    assert_eq!(gateway.ask(0, 50), DelayedUntil(300));
+    assert_eq!(gateway.request(0, 50), DelayedUntil(300));
 }
 
-/// A place that is given up is there for the next, and the windows before it stay as they were.
+/// The next request gets the refunded token. Earlier windows do not change.
 #[test]
 fn a_refunded_reservation_goes_to_the_next_request() {
-    let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(300), ..rule("only", vec![plain(10, 100)]) }]);
-    assert_eq!(gateway.ask_for(0, 7, 50), Admitted);
-    assert_eq!(gateway.ask_for(0, 5, 50), DelayedUntil(100), "three are left");
-    let shares: Vec<_> = gateway.context.all_receipts().collect();
-    gateway.rule_set.refund(&shares, u32::MAX, &gateway.table, 60);
-    assert_eq!((gateway.ask_for(0, 3, 60), gateway.left().0), (Admitted, 0));
+    let mut gateway = Gateway::with_large_table(&[Rule { on_limit: delay(300), ..rule("only", vec![plain(10, 100)]) }]);
+    assert_eq!(gateway.request_tokens(0, 7, 50), Admitted);
+    assert_eq!(gateway.request_tokens(0, 5, 50), DelayedUntil(100), "three are left");
+    let receipts: Vec<_> = gateway.context.all_receipts().collect();
+    gateway.rule_set.refund(&receipts, u32::MAX, &gateway.table, 60);
+    assert_eq!((gateway.request_tokens(0, 3, 60), gateway.remaining().0), (Admitted, 0));
 }
 
-/// The second gives up his place; the third, who waits behind him, keeps to his own window.
+/// The second request cancels its wait. The third, which waits behind it, keeps its window.
 #[test]
 fn an_abandoned_wait_moves_no_other_waiter() {
-    let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(300), ..rule("only", vec![plain(1, 100)]) }]);
-    assert_eq!([gateway.ask(0, 50), gateway.ask(0, 50)], [Admitted, DelayedUntil(100)]);
-    let shares: Vec<_> = gateway.context.all_receipts().collect();
-    assert_eq!(gateway.ask(0, 50), DelayedUntil(200));
-    gateway.rule_set.refund(&shares, u32::MAX, &gateway.table, 60);
-    assert_eq!(gateway.ask(0, 200), DelayedUntil(300), "the window at 200 is another's");
+    let mut gateway = Gateway::with_large_table(&[Rule { on_limit: delay(300), ..rule("only", vec![plain(1, 100)]) }]);
+    assert_eq!([gateway.request(0, 50), gateway.request(0, 50)], [Admitted, DelayedUntil(100)]);
+    let receipts: Vec<_> = gateway.context.all_receipts().collect();
+    assert_eq!(gateway.request(0, 50), DelayedUntil(200));
+    gateway.rule_set.refund(&receipts, u32::MAX, &gateway.table, 60);
+    assert_eq!(gateway.request(0, 200), DelayedUntil(300), "another request has the window at 200");
 }
 
-/// A client that leaves gives back charges of its own counter and looks at no other: with many keys, each that leaves
-/// costs the same. The sweep looks at all.
+/// A cancelled wait refunds charges of its own counter and touches no other, so its cost does not depend on the number
+/// of keys. The sweep touches all.
 #[test]
 fn an_abandoned_wait_retries_refunds_of_its_counter_only() {
-    let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(300), ..rule("only", vec![plain(1, 100)]) }]);
+    let mut gateway = Gateway::with_large_table(&[Rule { on_limit: delay(300), ..rule("only", vec![plain(1, 100)]) }]);
     let (abandoned, mut charges) = (DeferredRefunds::default(), Vec::new());
     for client in [0, 1] {
-        assert_eq!(gateway.ask(client, 50), Admitted);
+        assert_eq!(gateway.request(client, 50), Admitted);
         for until_ms in [100, 200] {
-            assert_eq!(gateway.ask(client, 50), DelayedUntil(until_ms));
+            assert_eq!(gateway.request(client, 50), DelayedUntil(until_ms));
             charges.push(gateway.context.all_receipts().collect::<Vec<_>>());
         }
     }
@@ -96,11 +96,11 @@ fn an_abandoned_wait_retries_refunds_of_its_counter_only() {
             context.result.charges[0].usage.used
         })
     };
-    // Of each client, the first to leave has another charge behind it.
+    // Of each client, the first request to be cancelled has another charge behind it.
     leave(&charges[0]);
     leave(&charges[2]);
     assert_eq!(used(), [3, 3]);
-    // What stands behind at the first client's counter goes in another way, and nobody is told.
+    // The charge behind the first client's is refunded directly, without `DeferredRefunds`.
     rule_set.refund(&charges[1], u32::MAX, &gateway.table, 60);
     leave(&charges[3]);
     assert_eq!(used(), [2, 1]);
@@ -108,72 +108,75 @@ fn an_abandoned_wait_retries_refunds_of_its_counter_only() {
     assert_eq!(used(), [1, 1]);
 }
 
-/// Of two layers, the wider lets the request pass later: the narrower counts it then.
+/// The layer with the longer window delays the request. The other layer charges it in the window in which it is
+/// admitted.
 #[test]
 fn a_delayed_request_is_charged_in_all_layers_when_it_passes() {
     let layers = vec![plain(2, 100), plain(3, 1000)];
-    let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(2000), ..rule("only", layers) }]);
+    let mut gateway = Gateway::with_large_table(&[Rule { on_limit: delay(2000), ..rule("only", layers) }]);
     for now_ms in [0, 0, 100] {
-        assert_eq!(gateway.ask(0, now_ms), Admitted);
+        assert_eq!(gateway.request(0, now_ms), Admitted);
     }
-    assert_eq!(gateway.ask(0, 110), DelayedUntil(1000));
-    assert_eq!(gateway.ask(0, 1000), Admitted, "the second of two at that moment");
-    assert_eq!(gateway.ask(0, 1000), DelayedUntil(1100), "and this is the third");
+    assert_eq!(gateway.request(0, 110), DelayedUntil(1000));
+    assert_eq!(gateway.request(0, 1000), Admitted, "the second of two tokens");
+    assert_eq!(gateway.request(0, 1000), DelayedUntil(1100), "both tokens are used");
 }
 
-/// The rule that is full does not let it wait, though another would.
+/// A full rule that does not delay refuses the request, although another full rule would delay it.
 #[test]
 fn a_request_waits_only_if_every_full_rule_delays() {
     let rules =
         [Rule { on_limit: delay(1000), ..rule("delays", vec![plain(2, 100)]) }, rule("refuses", vec![plain(3, 1000)])];
-    let mut gateway = Gateway::roomy(&rules);
-    let got: Vec<Expected> = (0..4).map(|_| gateway.ask(0, 50)).collect();
-    assert_eq!(got, [Admitted, Admitted, DelayedUntil(100), Refused]);
+    let mut gateway = Gateway::with_large_table(&rules);
+    let results: Vec<Expected> = (0..4).map(|_| gateway.request(0, 50)).collect();
+    assert_eq!(results, [Admitted, Admitted, DelayedUntil(100), Refused]);
 }
 
-/// Three are left, and a refused request for five takes them; the layer that had room loses as much.
+/// Three tokens are left. A refused request for five takes them, and five of the layer that has enough.
 #[test]
 fn count_refused_charges_refused_requests() {
     for (count_refused, left) in [(false, [3, 93]), (true, [0, 88])] {
         let layers = vec![plain(10, 100), plain(100, 1000)];
-        let mut gateway = Gateway::roomy(&[Rule { count_refused, ..rule("only", layers) }]);
-        assert_eq!([gateway.ask_for(0, 7, 50), gateway.ask_for(0, 5, 50)], [Admitted, Refused]);
+        let mut gateway = Gateway::with_large_table(&[Rule { count_refused, ..rule("only", layers) }]);
+        assert_eq!([gateway.request_tokens(0, 7, 50), gateway.request_tokens(0, 5, 50)], [Admitted, Refused]);
         let charges = &gateway.context.result.charges;
         let now: Vec<u64> = charges.iter().map(|charge| charge.request.ceiling - charge.usage.used).collect();
         assert_eq!(now, left);
     }
 }
 
-/// A refused request takes the last of a layer that had room: the client is told when that opens.
+/// A refused request takes the last tokens of another layer: the client is told when that layer has tokens again.
 #[test]
 fn a_counted_refusal_reports_the_layer_it_emptied() {
     let layers = vec![plain(1, 100), plain(3, 1000)];
-    let mut gateway = Gateway::roomy(&[Rule { count_refused: true, ..rule("only", layers) }]);
-    assert_eq!([gateway.ask(0, 50), gateway.ask(0, 50)], [Admitted, Refused]);
-    assert_eq!(gateway.again_ms(50), Some(100), "one is left of the wider layer");
-    assert_eq!((gateway.ask(0, 50), gateway.again_ms(50)), (Refused, Some(1000)));
-    assert_eq!([gateway.ask(0, 999), gateway.ask(0, 1000)], [Refused, Admitted]);
+    let mut gateway = Gateway::with_large_table(&[Rule { count_refused: true, ..rule("only", layers) }]);
+    assert_eq!([gateway.request(0, 50), gateway.request(0, 50)], [Admitted, Refused]);
+    assert_eq!(gateway.retry_at_ms(50), Some(100), "the wider layer has one token left");
+    assert_eq!((gateway.request(0, 50), gateway.retry_at_ms(50)), (Refused, Some(1000)));
+    assert_eq!([gateway.request(0, 999), gateway.request(0, 1000)], [Refused, Admitted]);
 }
 
-/// What an answer cost beyond all windows is owed by those to come.
+/// Later windows pay for a cost that exceeds the capacity.
 #[test]
 fn a_response_cost_is_paid_window_by_window() {
     let cost = Cost::Response { header: "cost".to_owned(), reserve: 1, max: 1000 };
-    let mut gateway = Gateway::roomy(&[Rule { cost, ..rule("only", vec![Limit { capacity: 15, ..plain(10, 100) }]) }]);
-    assert_eq!(gateway.ask(0, 50), Admitted);
+    let mut gateway =
+        Gateway::with_large_table(&[Rule { cost, ..rule("only", vec![Limit { capacity: 15, ..plain(10, 100) }]) }]);
+    assert_eq!(gateway.request(0, 50), Admitted);
     let keyed_request = gateway.keyed_request(0, 0, 44);
     gateway.rule_set.charge_excess(0, keyed_request, &gateway.table, 60);
     for (now_ms, left) in [(60, -30), (100, -20), (299, -10), (300, 0), (400, 10), (500, 15)] {
-        gateway.ask_for(0, 0, now_ms);
-        assert_eq!(gateway.left().0, left, "at {now_ms}");
+        gateway.request_tokens(0, 0, now_ms);
+        assert_eq!(gateway.remaining().0, left, "at {now_ms}");
     }
 }
 
 #[test]
 fn a_shadow_rule_counts_and_admits() {
-    let mut gateway = Gateway::roomy(&[Rule { on_limit: OnLimit::Shadow, ..rule("tried", vec![plain(2, 100)]) }]);
+    let mut gateway =
+        Gateway::with_large_table(&[Rule { on_limit: OnLimit::Shadow, ..rule("tried", vec![plain(2, 100)]) }]);
     for refused in [false, false, true, true] {
-        assert_eq!(gateway.ask(0, 50), Admitted);
+        assert_eq!(gateway.request(0, 50), Admitted);
         assert_eq!(gateway.context.result.shadowed, if refused { vec![0] } else { vec![] });
     }
 }

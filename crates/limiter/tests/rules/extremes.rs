@@ -1,4 +1,4 @@
-//! The largest and the smallest numbers: nothing overflows, nothing panics, nothing that is full admits.
+//! The largest and the smallest numbers: nothing overflows or panics, and no full counter admits.
 
 use proptest::prelude::*;
 use transom_limiter::key::Seed;
@@ -52,51 +52,51 @@ fn any_rule(name: &'static str) -> impl Strategy<Value = Rule> {
     )
 }
 
-/// By how much time moves: not at all, a little, or by ages.
-fn moves() -> impl Strategy<Value = u64> {
+/// Time steps: none, short, and years.
+fn advance() -> impl Strategy<Value = u64> {
     prop_oneof![4 => Just(0u64), 2 => 1..2000u64, 1 => Just(PERIOD_MAX_MS), 1 => Just(END_MAX_MS / 3)]
 }
 
 proptest! {
     #![proptest_config(crate::config())]
 
-    /// Two configurations that differ in their numbers take turns on one table.
+    /// Two configurations with different numbers use one table in turn.
     #[test]
     fn nothing_overflows(
         one in (any_rule("a"), any_rule("b")),
         numbers in prop::collection::vec(numbers(), 4),
         start in prop_oneof![Just(0u64), Just(1_700_000_000_000), (END_MAX_MS - 3000)..END_MAX_MS],
-        events in prop::collection::vec((moves(), 0..6u8, prop_oneof![Just(0u32), numbers()], any::<bool>()), 1..40),
+        events in prop::collection::vec((advance(), 0..6u8, prop_oneof![Just(0u32), numbers()], any::<bool>()), 1..40),
     ) {
         let rules = vec![one.0, one.1];
         let mut changed = rules.clone();
         for (layer, tokens) in changed.iter_mut().flat_map(|rule| &mut rule.layers).zip(numbers) {
             (layer.tokens, layer.capacity) = (tokens, layer.capacity.max(tokens));
         }
-        let mut gateway = Gateway::roomy(&rules);
+        let mut gateway = Gateway::with_large_table(&rules);
         let mut other = RuleSet::new(&changed, Seed(3, 4), None);
-        let (mut now_ms, mut shares) = (start, Vec::new());
-        for (moves_ms, what, cost, reserve) in events {
-            now_ms = (now_ms + moves_ms).min(END_MAX_MS - 1);
+        let (mut now_ms, mut receipts) = (start, Vec::new());
+        for (advance_ms, action, cost, reserve) in events {
+            now_ms = (now_ms + advance_ms).min(END_MAX_MS - 1);
             gateway.context.inputs.reserve = reserve;
-            match what {
+            match action {
                 0 => {
                     std::mem::swap(&mut gateway.rule_set, &mut other);
                     gateway.charge_plan = gateway.rule_set.charge_plan(&[0, 1]);
-                    // A desk belongs to one book.
+                    // A context belongs to one rule set.
                     gateway.context = Default::default();
                 }
                 1 => {
                     let keyed_request = gateway.keyed_request(0, 0, cost.max(1));
                     gateway.rule_set.charge_excess(0, keyed_request, &gateway.table, now_ms);
                 }
-                2 => gateway.rule_set.refund(&std::mem::take(&mut shares), cost, &gateway.table, now_ms),
+                2 => gateway.rule_set.refund(&std::mem::take(&mut receipts), cost, &gateway.table, now_ms),
                 _ => {
-                    let decision = gateway.ask_for(0, cost, now_ms);
-                    gateway.again_ms(now_ms);
+                    let decision = gateway.request_tokens(0, cost, now_ms);
+                    gateway.retry_at_ms(now_ms);
                     match decision {
                         Refused => prop_assert!(gateway.context.result.charges.iter().any(|charge| charge.is_full)),
-                        _ => shares = gateway.context.all_receipts().collect(),
+                        _ => receipts = gateway.context.all_receipts().collect(),
                     }
                 }
             }
@@ -114,8 +114,9 @@ fn the_largest_numbers_are_used_to_the_last_token() {
         (Windows::FirstRequest { period_ms: PERIOD_MAX_MS }, END_MAX_MS - 20),
     ] {
         for shards in [1, 1000] {
-            let mut gateway = Gateway::roomy(&[rule("only", vec![Limit { shards, ..limit(MOST, windows.clone()) }])]);
-            let got = [MOST - 1, 2, 1, 1, 0].map(|cost| gateway.ask_for(0, cost, now_ms));
+            let mut gateway =
+                Gateway::with_large_table(&[rule("only", vec![Limit { shards, ..limit(MOST, windows.clone()) }])]);
+            let got = [MOST - 1, 2, 1, 1, 0].map(|cost| gateway.request_tokens(0, cost, now_ms));
             assert_eq!(got, [Admitted, Refused, Admitted, Refused, Admitted], "{windows} at {now_ms}");
         }
     }
@@ -123,35 +124,36 @@ fn the_largest_numbers_are_used_to_the_last_token() {
 
 #[test]
 fn a_capacity_far_above_the_limit_is_refilled_token_by_token() {
-    let mut gateway = Gateway::roomy(&[rule("only", vec![Limit { capacity: MOST, ..plain(1, PERIOD_MIN_MS) }])]);
-    assert_eq!(gateway.ask_for(0, MOST, 0), Admitted);
-    assert_eq!(gateway.ask(0, 9), Refused);
+    let mut gateway =
+        Gateway::with_large_table(&[rule("only", vec![Limit { capacity: MOST, ..plain(1, PERIOD_MIN_MS) }])]);
+    assert_eq!(gateway.request_tokens(0, MOST, 0), Admitted);
+    assert_eq!(gateway.request(0, 9), Refused);
     for windows in 1..50 {
         let now_ms = windows * PERIOD_MIN_MS;
-        assert_eq!([gateway.ask(0, now_ms), gateway.ask(0, now_ms)], [Admitted, Refused]);
-        assert_eq!(gateway.again_ms(now_ms), Some(now_ms + PERIOD_MIN_MS));
+        assert_eq!([gateway.request(0, now_ms), gateway.request(0, now_ms)], [Admitted, Refused]);
+        assert_eq!(gateway.retry_at_ms(now_ms), Some(now_ms + PERIOD_MIN_MS));
     }
     let later_ms = (u64::from(MOST) + 49) * PERIOD_MIN_MS;
-    assert_eq!(gateway.ask_for(0, MOST, later_ms - 1), Refused);
-    assert_eq!(gateway.ask_for(0, MOST, later_ms), Admitted);
+    assert_eq!(gateway.request_tokens(0, MOST, later_ms - 1), Refused);
+    assert_eq!(gateway.request_tokens(0, MOST, later_ms), Admitted);
 }
 
-/// A debt made under a limit of one a window, looked at under the largest limit.
+/// Debt recorded under a limit of one token is read under the largest limit.
 #[test]
 fn a_long_debt_under_another_limit_does_not_overflow() {
     let cost = Cost::Response { header: String::new(), reserve: 1, max: MOST };
     let with = |tokens: u32| Rule { cost: cost.clone(), ..rule("only", vec![plain(tokens, PERIOD_MIN_MS)]) };
-    let mut gateway = Gateway::roomy(&[with(1)]);
+    let mut gateway = Gateway::with_large_table(&[with(1)]);
     for _ in 0..20 {
         let keyed_request = gateway.keyed_request(0, 0, MOST);
         gateway.rule_set.charge_excess(0, keyed_request, &gateway.table, 0);
     }
     gateway.rule_set = RuleSet::new(&[with(MOST)], Seed(3, 4), None);
-    assert_eq!(gateway.ask_for(0, MOST, 0), Refused);
-    assert_eq!(gateway.ask(0, 0), Refused);
+    assert_eq!(gateway.request_tokens(0, MOST, 0), Refused);
+    assert_eq!(gateway.request(0, 0), Refused);
 }
 
-/// A clock that shows a time beyond all windows: every request gets an answer, and nothing panics.
+/// A clock past the last window: every request is decided, and nothing panics.
 #[test]
 fn requests_after_the_last_window_are_decided() {
     for now_ms in [END_MAX_MS, END_MAX_MS + 1, 2 * END_MAX_MS] {
@@ -159,7 +161,7 @@ fn requests_after_the_last_window_are_decided() {
             &[rule("only", vec![plain(1, 1000)])],
             Table::<1>::with_buckets(1, 1).expect("there is memory"),
         );
-        let answers = (0..20).map(|i| gateway.ask(i % 3, now_ms)).filter(|answer| *answer == Admitted).count();
-        assert!(answers <= 20);
+        let admitted = (0..20).map(|i| gateway.request(i % 3, now_ms)).filter(|result| *result == Admitted).count();
+        assert!(admitted <= 20);
     }
 }

@@ -15,7 +15,7 @@ mod oracle;
 mod support;
 mod timelines;
 
-/// How many cases each property tries; `PROPTEST_CASES` asks for more.
+/// The number of cases of each property. `PROPTEST_CASES` overrides it.
 fn config() -> proptest::test_runner::Config {
     let mut config = proptest::test_runner::Config { failure_persistence: None, ..Default::default() };
     if std::env::var_os("PROPTEST_CASES").is_none() {

@@ -13,14 +13,14 @@ use transom_limiter::rule_set::{ChargePlan, KeyedRequest, LayerRef, RuleSet};
 use transom_limiter::table::Table;
 use transom_limiter::window::{Calendar, Windows};
 
-use crate::oracle::{Expected, Wish};
+use crate::oracle::{Expected, LayerRequest};
 
-/// Every clock starts here.
+/// The start of every clock, Unix milliseconds.
 pub const START_MS: u64 = 1_700_000_000_000;
 
 const SEED: Seed = Seed(3, 4);
 
-/// One layer: limit, period, and nothing special.
+/// A limit with default settings.
 pub fn plain(tokens: u32, period_ms: u64) -> Limit {
     limit(tokens, Windows::Even { period_ms, offset_ms: 0 })
 }
@@ -29,7 +29,7 @@ pub fn limit(tokens: u32, windows: Windows) -> Limit {
     Limit { tokens, windows, period_text: String::new(), capacity: tokens, reserve: 0, shards: 1 }
 }
 
-/// A rule that counts each client, and refuses.
+/// A rule that counts each client and refuses at the limit.
 pub fn rule(name: &str, layers: Vec<Limit>) -> Rule {
     Rule::new(name, vec![KeyPart::Header("client".to_owned())], OnMissing::Refuse, layers)
 }
@@ -38,7 +38,7 @@ pub fn delay(max_delay_ms: u64) -> OnLimit {
     OnLimit::Delay { max_delay_ms, max_waiting: 10_000 }
 }
 
-/// A gateway with one route, which names all rules.
+/// A gateway with one route that has all rules.
 pub struct Gateway<const W: usize> {
     pub rule_set: RuleSet,
     pub charge_plan: ChargePlan,
@@ -47,7 +47,7 @@ pub struct Gateway<const W: usize> {
 }
 
 impl Gateway<8> {
-    pub fn roomy(rules: &[Rule]) -> Gateway<8> {
+    pub fn with_large_table(rules: &[Rule]) -> Gateway<8> {
         Gateway::new(rules, Table::with_capacity(4096).expect("there is memory"))
     }
 }
@@ -60,15 +60,15 @@ impl<const W: usize> Gateway<W> {
         Gateway { rule_set, charge_plan, table, context: DecisionContext::default() }
     }
 
-    /// Takes over other rules, as a reload does; the counts stay.
-    pub fn adopt(&mut self, rules: &[Rule]) {
+    /// Replaces the rules, as a reload does. Counters stay.
+    pub fn reload(&mut self, rules: &[Rule]) {
         let all: Vec<usize> = (0..rules.len()).collect();
         self.rule_set = RuleSet::new(rules, SEED, Some(&self.rule_set));
         self.charge_plan = self.rule_set.charge_plan(&all);
         self.context = DecisionContext::default();
     }
 
-    /// Who asks under a rule.
+    /// A client's request under one rule.
     pub fn keyed_request(&self, rule: usize, client: u64, cost: u32) -> KeyedRequest {
         let entry = &self.rule_set.rules[rule];
         let mut hasher = KeyHasher::new(SEED, entry.hash_prefix);
@@ -81,13 +81,13 @@ impl<const W: usize> Gateway<W> {
         }
     }
 
-    /// Decides a request of a client, which costs so much under each of its rules.
-    pub fn judge(&mut self, client: u64, costs: &[Option<u32>], now_ms: u64) -> Decision {
-        self.judge_late(client, costs, DecisionTime::read(&|| now_ms))
+    /// Decides a client's request with this cost under each rule.
+    pub fn decide(&mut self, client: u64, costs: &[Option<u32>], now_ms: u64) -> Decision {
+        self.decide_at(client, costs, DecisionTime::read(&|| now_ms))
     }
 
-    /// As [`Gateway::judge`], for a request that may have been held up since it learned the time.
-    pub fn judge_late(&mut self, client: u64, costs: &[Option<u32>], now: DecisionTime<'_>) -> Decision {
+    /// As [`Gateway::decide`], for a thread that may have been suspended after it read the clock.
+    pub fn decide_at(&mut self, client: u64, costs: &[Option<u32>], now: DecisionTime<'_>) -> Decision {
         let keyed_request =
             |(rule, cost): (usize, &Option<u32>)| cost.map(|cost| self.keyed_request(rule, client, cost));
         let keyed_requests = costs.iter().enumerate().map(keyed_request).collect();
@@ -95,31 +95,36 @@ impl<const W: usize> Gateway<W> {
         self.rule_set.decide(&self.charge_plan, &self.table, now, &mut self.context)
     }
 
-    /// As [`Gateway::judge`], for one token under every rule.
-    pub fn ask(&mut self, client: u64, now_ms: u64) -> Expected {
-        self.ask_for(client, 1, now_ms)
+    /// Requests one token under every rule.
+    pub fn request(&mut self, client: u64, now_ms: u64) -> Expected {
+        self.request_tokens(client, 1, now_ms)
     }
 
-    pub fn ask_for(&mut self, client: u64, cost: u32, now_ms: u64) -> Expected {
+    pub fn request_tokens(&mut self, client: u64, cost: u32, now_ms: u64) -> Expected {
         let costs = vec![Some(cost); self.rule_set.rules.len()];
-        let judgement = self.judge(client, &costs, now_ms);
-        decision(&judgement)
+        let decision = self.decide(client, &costs, now_ms);
+        outcome(&decision)
     }
 
-    /// When a client that has just been refused may come back.
-    pub fn again_ms(&self, now_ms: u64) -> Option<u64> {
+    /// The time at which a request that was just refused may be retried.
+    pub fn retry_at_ms(&self, now_ms: u64) -> Option<u64> {
         self.rule_set.retry_at_ms(&self.charge_plan, &self.context, now_ms)
     }
 
-    /// What is left in the first layer of the only rule, and when its window ends.
-    pub fn left(&self) -> (i64, u64) {
+    /// The tokens left in the first layer of the only rule, and the end of its window.
+    pub fn remaining(&self) -> (i64, u64) {
         let usage = self.context.result.charges[0].usage;
         let capacity = self.rule_set.rules[0].layer(0).capacity;
         (i64::from(capacity) - i64::try_from(usage.used).expect("small numbers"), usage.end_ms)
     }
 
-    /// What the layers of a client's request are to the oracle, each with its line.
-    pub fn wishes(&self, client: u64, costs: &[Option<u32>], shadow: Option<usize>) -> Vec<(LayerRef, Wish)> {
+    /// The layers of a client's request, as the reference limiter needs them.
+    pub fn layer_requests(
+        &self,
+        client: u64,
+        costs: &[Option<u32>],
+        shadow: Option<usize>,
+    ) -> Vec<(LayerRef, LayerRequest)> {
         let mut all = Vec::new();
         for (position, cost) in costs.iter().enumerate() {
             let entry = &self.rule_set.rules[position];
@@ -135,23 +140,24 @@ impl<const W: usize> Gateway<W> {
                 };
                 let (limit, offset, count_refused) =
                     (limit.clone(), offset_of(&entry.rule, client), entry.rule.count_refused);
-                let wish = Wish { key, rule: position, limit, offset, cost, max_delay_ms, count_refused };
-                all.push((LayerRef { rule: position, layer }, wish));
+                let layer_request =
+                    LayerRequest { key, rule: position, limit, offset, cost, max_delay_ms, count_refused };
+                all.push((LayerRef { rule: position, layer }, layer_request));
             }
         }
         all
     }
 }
 
-pub fn decision(judgement: &Decision) -> Expected {
-    match judgement {
+pub fn outcome(decision: &Decision) -> Expected {
+    match decision {
         Decision::Admitted => Expected::Admitted,
         Decision::Delayed { until_ms, .. } => Expected::DelayedUntil(*until_ms),
         Decision::Refused => Expected::Refused,
     }
 }
 
-/// Two clients share a key that is a path, all share one that is global.
+/// Two clients share each path; all clients share the global key.
 fn key_of(rule: &Rule, client: u64) -> String {
     match rule.key[0] {
         KeyPart::Global => String::new(),
@@ -164,8 +170,8 @@ fn offset_of(rule: &Rule, client: u64) -> u64 {
     SEED.hash(&["offset", &key_of(rule, client)])
 }
 
-/// Odd clients are on the plan, where there is one; the last has windows of its own, where the rule gives it
-/// some. A key that several share has one variant only.
+/// Odd clients have the plan, if the rule has one. Client 3 has the override, if there is one. A shared key has the
+/// default windows only.
 fn variant_of(rule: &Rule, client: u64) -> usize {
     match () {
         () if !matches!(rule.key[0], KeyPart::Header(_)) => 0,
@@ -189,7 +195,7 @@ pub fn windows() -> impl Strategy<Value = Windows> {
     ]
 }
 
-/// Up to four layers; no two of them with the same windows, which the configuration does not allow either.
+/// Up to four layers with different windows; the configuration does not allow equal ones either.
 fn layers() -> impl Strategy<Value = Vec<Limit>> {
     let layer = (
         1..7u32,
@@ -210,7 +216,7 @@ fn layers() -> impl Strategy<Value = Vec<Limit>> {
     })
 }
 
-/// One to three rules with all fields that there are.
+/// One to three rules with random values in all fields.
 pub fn rules() -> impl Strategy<Value = Vec<Rule>> {
     let key = prop_oneof![3 => Just(KeyPart::Header("client".to_owned())), 1 => Just(KeyPart::Path), 1 => Just(KeyPart::Global)];
     let cost =
@@ -231,41 +237,41 @@ pub fn rules() -> impl Strategy<Value = Vec<Rule>> {
         .prop_map(|all| all.into_iter().enumerate().map(|(i, rule)| Rule { name: format!("r{i}"), ..rule }).collect())
 }
 
-/// What happens, and by how much the clock of one of two threads moves before.
+/// An event, and the time by which the clock of one of two threads advances before.
 #[derive(Clone, Debug)]
 pub struct Event {
-    pub moves_ms: u64,
+    pub advance_ms: u64,
     pub thread: usize,
     pub client: u64,
-    pub what: What,
+    pub action: Action,
 }
 
 #[derive(Clone, Debug)]
-pub enum What {
+pub enum Action {
     /// A request, with its cost under each rule that applies.
-    AcquireRequest { costs: Vec<Option<u32>>, reserve: bool, own_shard: u32 },
-    /// What the last request but so many took is given back, or so much of it.
-    GiveBack { back: usize, tokens: u32 },
-    /// A request turns out to cost more under a rule.
-    Overdraw { rule: usize, cost: u32 },
+    Request { costs: Vec<Option<u32>>, reserve: bool, own_shard: u32 },
+    /// Refunds a request, at most `tokens` of each charge. `back`: 0 for the last request, 1 for the one before.
+    Refund { back: usize, tokens: u32 },
+    /// A response states that its request costs more than was charged.
+    ChargeExcess { rule: usize, cost: u32 },
 }
 
 pub fn events() -> impl Strategy<Value = Vec<Event>> {
     let cost = prop_oneof![1 => Just(None), 8 => Just(Some(1u32)), 4 => (0..6u32).prop_map(Some), 1 => (0..30u32).prop_map(Some)];
-    let ask = (prop::collection::vec(cost, 3), prop::bool::weighted(0.3), 0..4u32)
-        .prop_map(|(costs, reserve, own_shard)| What::AcquireRequest { costs, reserve, own_shard });
-    let what = prop_oneof![
-        9 => ask,
+    let request = (prop::collection::vec(cost, 3), prop::bool::weighted(0.3), 0..4u32)
+        .prop_map(|(costs, reserve, own_shard)| Action::Request { costs, reserve, own_shard });
+    let action = prop_oneof![
+        9 => request,
         2 => (prop_oneof![3 => Just(0usize), 1 => 0..5usize], prop_oneof![2 => Just(u32::MAX), 1 => 1..5u32])
-            .prop_map(|(back, tokens)| What::GiveBack { back, tokens }),
-        1 => (0..3usize, 1..12u32).prop_map(|(rule, cost)| What::Overdraw { rule, cost }),
+            .prop_map(|(back, tokens)| Action::Refund { back, tokens }),
+        1 => (0..3usize, 1..12u32).prop_map(|(rule, cost)| Action::ChargeExcess { rule, cost }),
     ];
-    let moves = prop_oneof![4 => Just(0u64), 4 => 1..9u64, 2 => 9..60u64, 1 => 60..400u64];
-    let event = (moves, 0..2usize, 0..4u64, what).prop_map(|(moves_ms, thread, client, what)| Event {
-        moves_ms,
+    let advance = prop_oneof![4 => Just(0u64), 4 => 1..9u64, 2 => 9..60u64, 1 => 60..400u64];
+    let event = (advance, 0..2usize, 0..4u64, action).prop_map(|(advance_ms, thread, client, action)| Event {
+        advance_ms,
         thread,
         client,
-        what,
+        action,
     });
     prop::collection::vec(event, 1..100)
 }

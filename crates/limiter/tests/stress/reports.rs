@@ -1,5 +1,5 @@
-//! A rule that counts without the store while another thread moves what it counted to the store's account: no token is
-//! granted twice.
+//! A rule counts locally during an outage, while another thread reports its usage to the store: no token is granted
+//! twice.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -21,11 +21,11 @@ use crate::windows::{SEED, START_MS, limit, rule};
 const LIMIT: u32 = 12;
 const PERIOD_MS: u64 = 3_600_000;
 const CLIENTS: u64 = 3;
-/// The threads go through so many keys, and ask so often of each.
+/// The number of keys, and of requests that each thread sends for each key.
 const KEYS: u64 = 100_000;
-const TURNS: u32 = 2 * LIMIT;
+const REQUESTS_PER_KEY: u32 = 2 * LIMIT;
 
-/// What is admitted of each key in all threads together.
+/// Tokens admitted of each key, by all threads together.
 fn admitted(layer: Limit) -> Vec<u32> {
     let rules = [Rule { sharing: Sharing::Lease, ..rule(layer, OnLimit::Refuse) }];
     let rule_set = RuleSet::new(&rules, SEED, None);
@@ -39,12 +39,12 @@ fn admitted(layer: Limit) -> Vec<u32> {
     let admitted: Vec<AtomicU32> = (0..KEYS).map(|_| AtomicU32::new(0)).collect();
     let (current, ends, clock) = (AtomicU64::new(0), AtomicBool::new(false), || START_MS);
     let barrier = Barrier::new(CLIENTS as usize);
-    let ask = |own_shard: u64| {
+    let request = |own_shard: u64| {
         let mut context = DecisionContext::for_worker(own_shard as u32);
         for key in 0..KEYS {
             barrier.wait();
             current.store(key, Ordering::Relaxed);
-            for _ in 0..TURNS {
+            for _ in 0..REQUESTS_PER_KEY {
                 context.clear();
                 context.inputs.keyed_requests = vec![Some(keyed_request(key))];
                 rule_set.set_counting_modes(&charge_plan, |_rule| true, &mut context.sharing.counting_modes);
@@ -72,10 +72,10 @@ fn admitted(layer: Limit) -> Vec<u32> {
         }
     };
     thread::scope(|scope| {
-        // Event loops report the same counters at the same time.
+        // Two workers report the same counters at the same time.
         (0..2).for_each(|_| drop(scope.spawn(report)));
-        let (ask, clients) = (&ask, 0..CLIENTS);
-        let clients: Vec<_> = clients.map(|number| scope.spawn(move || ask(number))).collect();
+        let (request, clients) = (&request, 0..CLIENTS);
+        let clients: Vec<_> = clients.map(|number| scope.spawn(move || request(number))).collect();
         clients.into_iter().for_each(|client| client.join().expect("no thread panicked"));
         ends.store(true, Ordering::Relaxed);
     });

@@ -1,8 +1,5 @@
-//! Windows that roll over, float, are split or waited for, under real threads: of any windows in a row the
-//! first grants its capacity at most, and every other one its limit.
-//!
-//! Threads share a clock that moves on with the requests, and each reads it only now and then, so that late
-//! ones are the rule. Nothing sleeps, nothing depends on how long anything takes.
+//! Rollover, first-request windows, shards and delays under real threads: of consecutive windows, the first grants at
+//! most the capacity, and each later one its limit.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Barrier;
@@ -20,15 +17,15 @@ use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::table::Table;
 use transom_limiter::window::Windows;
 
-use crate::{THREADS, mixed};
+use crate::{THREADS, mix};
 
 pub const SEED: Seed = Seed(5, 6);
 pub const START_MS: u64 = 1_000_000;
 
-/// What passes, by client and end of the window in which it does; given back is struck out.
-type Ledger = HashMap<u64, BTreeMap<u64, i64>>;
+/// Tokens admitted or to be admitted, by client and end of that window. Refunded tokens are not included.
+type AdmittedTokens = HashMap<u64, BTreeMap<u64, i64>>;
 
-struct Scene<'a, const W: usize> {
+struct Load<'a, const W: usize> {
     rule_set: &'a RuleSet,
     charge_plan: &'a ChargePlan,
     table: &'a Table<W>,
@@ -58,26 +55,27 @@ pub fn limit(tokens: u32, capacity: u32, windows: Windows) -> Limit {
     Limit { tokens, windows, period_text: String::new(), capacity, reserve: 0, shards: 1 }
 }
 
-/// The requests of one thread. Of those that wait, every other one gives up.
-fn requests<const W: usize>(scene: &Scene<W>, thread: u64) -> Ledger {
-    let (mut ledger, mut context, mut now_ms) = (Ledger::new(), DecisionContext::for_worker(thread as u32), START_MS);
-    let layer = scene.rule_set.rules[0].rule.layers[0].clone();
-    for turn in 0..scene.requests {
-        let dice = mixed(thread << 32 | turn);
-        if dice.is_multiple_of(3) {
-            now_ms = scene.clock.fetch_add(dice >> 8 & 3, Ordering::Relaxed);
+/// Sends the requests of one thread. Every other delayed request is cancelled.
+fn send_requests<const W: usize>(load: &Load<W>, thread: u64) -> AdmittedTokens {
+    let (mut admitted_tokens, mut context, mut now_ms) =
+        (AdmittedTokens::new(), DecisionContext::for_worker(thread as u32), START_MS);
+    let layer = load.rule_set.rules[0].rule.layers[0].clone();
+    for nth in 0..load.requests {
+        let random = mix(thread << 32 | nth);
+        if random.is_multiple_of(3) {
+            now_ms = load.clock.fetch_add(random >> 8 & 3, Ordering::Relaxed);
         }
-        let (client, cost) = ((dice >> 16) % scene.clients, 1 + (dice >> 56 & 1) as u32);
-        let mut hasher = KeyHasher::new(SEED, scene.rule_set.rules[0].hash_prefix);
+        let (client, cost) = ((random >> 16) % load.clients, 1 + (random >> 56 & 1) as u32);
+        let mut hasher = KeyHasher::new(SEED, load.rule_set.rules[0].hash_prefix);
         hasher.add_part(1, &client.to_le_bytes());
         context.inputs.keyed_requests =
-            vec![Some(KeyedRequest { key: hasher.finish(), offset: mixed(client), variant: 0, cost })];
-        // Who asks for the time again hears what it is, or of a clock that stays behind.
-        let (is_behind, heard_ms) = (dice >> 58 & 1 == 1, now_ms);
-        let clock = || if is_behind { heard_ms } else { scene.clock.load(Ordering::Relaxed).max(heard_ms) };
-        let until_ms = match scene.rule_set.decide(
-            scene.charge_plan,
-            scene.table,
+            vec![Some(KeyedRequest { key: hasher.finish(), offset: mix(client), variant: 0, cost })];
+        // A second read of the clock returns the current time, or that of a clock that stays behind.
+        let (is_behind, heard_ms) = (random >> 58 & 1 == 1, now_ms);
+        let clock = || if is_behind { heard_ms } else { load.clock.load(Ordering::Relaxed).max(heard_ms) };
+        let until_ms = match load.rule_set.decide(
+            load.charge_plan,
+            load.table,
             DecisionTime::starting_at(now_ms, &clock),
             &mut context,
         ) {
@@ -85,43 +83,43 @@ fn requests<const W: usize>(scene: &Scene<W>, thread: u64) -> Ledger {
             Decision::Admitted => None,
             Decision::Delayed { until_ms, .. } => Some(until_ms),
         };
-        if until_ms.is_some() && dice >> 57 & 1 == 1 {
-            let shares: Vec<_> = context.all_receipts().collect();
-            scene.rule_set.refund(&shares, u32::MAX, scene.table, scene.clock.load(Ordering::Relaxed).max(now_ms));
+        if until_ms.is_some() && random >> 57 & 1 == 1 {
+            let receipts: Vec<_> = context.all_receipts().collect();
+            load.rule_set.refund(&receipts, u32::MAX, load.table, load.clock.load(Ordering::Relaxed).max(now_ms));
             continue;
         }
-        let account = ledger.entry(client).or_default();
-        for share in context.all_receipts() {
-            // Where keys with windows of their own share a counter, a thread that is late may be counted in
-            // any of its own windows since.
+        let windows = admitted_tokens.entry(client).or_default();
+        for receipt in context.all_receipts() {
+            // Where keys with different windows share a counter, a late thread may be counted in any of its key's
+            // windows since.
             let is_random = matches!(layer.windows, Windows::Random { .. });
-            if is_random && scene.clock.load(Ordering::Relaxed) >= share.request.end_ms {
+            if is_random && load.clock.load(Ordering::Relaxed) >= receipt.request.end_ms {
                 continue;
             }
-            let end_ms = counted_in(&share, &layer);
+            let end_ms = counted_in(&receipt, &layer);
             let passes_in = until_ms.map_or(end_ms, |until_ms| layer.windows.sequence().end_at(end_ms, until_ms));
-            *account.entry(passes_in).or_default() += i64::from(share.request.cost);
+            *windows.entry(passes_in).or_default() += i64::from(receipt.request.cost);
         }
     }
-    ledger
+    admitted_tokens
 }
 
-/// End of the key's window in which a charge counts: the one asked for, or that of others' later times. Keys
-/// that share a counter share its windows as well.
-fn counted_in(share: &ShardReceipt, layer: &Limit) -> u64 {
-    let (own_ms, end_ms) = (share.request.end_ms, share.receipt.end_ms());
-    let period_ms = layer.windows.period_ms().expect("all of these are even");
+/// The end of the key's window in which a charge counts: the requested window, or a later one that another thread
+/// opened. Keys that share a counter also share its windows.
+fn counted_in(receipt: &ShardReceipt, layer: &Limit) -> u64 {
+    let (own_ms, end_ms) = (receipt.request.end_ms, receipt.receipt.end_ms());
+    let period_ms = layer.windows.period_ms().expect("these windows have one length");
     let floats = matches!(layer.windows, Windows::FirstRequest { .. });
     if floats { end_ms } else { own_ms + (end_ms - own_ms) / period_ms * period_ms }
 }
 
-/// Runs all threads, and holds what passed against the bound. Returns how many tokens that were.
+/// Runs all threads, and checks the admitted tokens against the bound. Returns their number.
 fn never_over<const W: usize>(table: Table<W>, layer: Limit, on_limit: OnLimit, clients: u64) -> i64 {
     let all: &[usize] = &[0];
     let rule_set = RuleSet::new(&[rule(layer.clone(), on_limit)], SEED, None);
     let (charge_plan, clock, start) =
         (rule_set.charge_plan(all), AtomicU64::new(START_MS), Barrier::new(THREADS as usize));
-    let scene = Scene {
+    let load = Load {
         rule_set: &rule_set,
         charge_plan: &charge_plan,
         table: &table,
@@ -129,34 +127,34 @@ fn never_over<const W: usize>(table: Table<W>, layer: Limit, on_limit: OnLimit, 
         clients,
         requests: 40_000,
     };
-    let mut ledger = Ledger::new();
+    let mut admitted_tokens = AdmittedTokens::new();
     thread::scope(|scope| {
         let work = |thread| {
-            let (scene, start) = (&scene, &start);
+            let (load, start) = (&load, &start);
             scope.spawn(move || {
                 start.wait();
-                requests(scene, thread)
+                send_requests(load, thread)
             })
         };
         for handle in (0..THREADS).map(work).collect::<Vec<_>>() {
-            for (client, windows) in handle.join().expect("no thread panicked") {
-                let account = ledger.entry(client).or_default();
-                windows.into_iter().for_each(|(end_ms, tokens)| *account.entry(end_ms).or_default() += tokens);
+            for (client, tokens_by_end) in handle.join().expect("no thread panicked") {
+                let windows = admitted_tokens.entry(client).or_default();
+                tokens_by_end.into_iter().for_each(|(end_ms, tokens)| *windows.entry(end_ms).or_default() += tokens);
             }
         }
     });
-    let windows: usize = ledger.values().map(BTreeMap::len).sum();
+    let windows: usize = admitted_tokens.values().map(BTreeMap::len).sum();
     assert!(windows > 1000, "only {windows} windows were opened");
-    ledger.values().for_each(|account| within_the_bound(account, &layer));
-    ledger.values().flat_map(BTreeMap::values).sum()
+    admitted_tokens.values().for_each(|windows| within_the_bound(windows, &layer));
+    admitted_tokens.values().flat_map(BTreeMap::values).sum()
 }
 
-/// Of any windows in a row: the capacity, and the limit for each but the first.
-fn within_the_bound(account: &BTreeMap<u64, i64>, layer: &Limit) {
-    let period_ms = layer.windows.period_ms().expect("all of these are even");
-    // What may still be taken when a window opens, had all windows before been asked for as much as they were.
+/// Of consecutive windows, the first grants the capacity, and each later one its limit.
+fn within_the_bound(windows: &BTreeMap<u64, i64>, layer: &Limit) {
+    let period_ms = layer.windows.period_ms().expect("these windows have one length");
+    // The end of the last window, and the tokens left in it.
     let mut level: Option<(u64, i64)> = None;
-    for (end_ms, tokens) in account {
+    for (end_ms, tokens) in windows {
         let capacity = i64::from(layer.capacity);
         let before = level.map_or(capacity, |(last_ms, left)| {
             let windows = ((end_ms - last_ms) / period_ms) as i64;
@@ -192,8 +190,8 @@ fn never_over_with_first_request_windows() {
 
 #[test]
 fn never_over_with_shards() {
-    let split = Limit { shards: 4, ..limit(10, 10, even()) };
-    never_over(Table::with_capacity(64).expect("there is memory"), split, OnLimit::Refuse, 2);
+    let sharded = Limit { shards: 4, ..limit(10, 10, even()) };
+    never_over(Table::with_capacity(64).expect("there is memory"), sharded, OnLimit::Refuse, 2);
 }
 
 #[test]
