@@ -1,8 +1,8 @@
-//! From what the file says to what the gateway runs: parse, don't validate.
+//! Turns the TOML document into a [`Config`]: every setting becomes its final value, or a problem is reported.
 //!
-//! Every setting becomes its final value here, or a problem; nothing is looked at again later. A
-//! setting that is wrong is replaced by a stand-in, so that the rest of the file is checked as well:
-//! a `Config` with a stand-in in it is never returned. This file opens no file and no socket.
+//! An invalid setting is replaced by a placeholder, so that the rest of the file is checked as well. A `Config` with
+//! placeholders is never returned. This module opens no file and no socket; the caller passes functions that read files and
+//! environment variables.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -40,7 +40,7 @@ mod upstream_tls;
 mod upstreams;
 mod values;
 
-/// Reads a configuration, or returns everything that is wrong with it.
+/// Reads a configuration, or returns all problems in it.
 pub fn read_config(text: &str, files: ReadFile, variables: ReadVariable) -> Result<Config, Vec<Problem>> {
     let mut report = Report::new(text);
     let sound = toml_errors::skip_syntax_errors(text, &mut report);
@@ -96,19 +96,19 @@ fn read_top_level(mut top: Table, files: ReadFile, variables: ReadVariable, repo
     for key in ["redis", "shared"] {
         top.suggest_for(key, "counters", redis::TABLE_FIX);
     }
-    let misspelt = top.finish(report);
+    let misspelled = top.finish(report);
 
-    if misspelt.contains(&"counters") {
+    if misspelled.contains(&"counters") {
         sharing = DefaultSharing::Shared(Sharing::Lease, OnOutage::Local);
     }
-    jwt::report_missing_or_unused_jwt(jwt.as_ref(), rules.as_ref(), clients.as_ref(), &misspelt, report);
+    jwt::report_missing_or_unused_jwt(jwt.as_ref(), rules.as_ref(), clients.as_ref(), &misspelled, report);
     let jwt = jwt::read_jwt(jwt, files, report);
     let mut upstreams = upstreams::read_upstreams(upstreams, files, report);
-    upstreams.complete &= !misspelt.contains(&"upstreams");
+    upstreams.complete &= !misspelled.contains(&"upstreams");
     let mut rules = rules::read_rules(rules, fields, certs, sharing, report);
-    rules.complete &= !misspelt.contains(&"rules");
-    // A trusted proxy says by which scheme it was asked. Addresses that could not be read may be of either.
-    let any_scheme = proxies.is_some() || !listen_is_sound || misspelt.contains(&"listen");
+    rules.complete &= !misspelled.contains(&"rules");
+    // A trusted proxy sends the scheme of the original request. Invalid addresses may belong to either scheme.
+    let any_scheme = proxies.is_some() || !listen_is_sound || misspelled.contains(&"listen");
     let schemes =
         Schemes { http: any_scheme || !listen.http.is_empty(), https: any_scheme || !listen.https.is_empty() };
     let routes = routes::read_routes(routes, path_reading, &upstreams, &rules, &timeouts, schemes, report);
@@ -142,7 +142,7 @@ fn read_top_level(mut top: Table, files: ReadFile, variables: ReadVariable, repo
     }
 }
 
-/// The counters, and how rules are counted that do not say it themselves.
+/// Reads `[counters]`: the settings, and how rules are shared by default.
 fn read_counters(
     item: Option<Item>,
     files: ReadFile,
@@ -156,7 +156,7 @@ fn read_counters(
         snapshot_every: Duration::from_secs(5),
         shared: None,
     };
-    let mut usual = DefaultSharing::Own;
+    let mut sharing = DefaultSharing::Own;
     if let Some(mut table) = section_table(item, report) {
         let capacity = table.get("capacity").and_then(|item| item.integer(64..=1_000_000_000, report));
         counters.capacity = capacity.map_or(counters.capacity, |capacity| capacity as usize);
@@ -166,37 +166,42 @@ fn read_counters(
         let at = snapshot.as_ref().map(|item| item.span.clone());
         counters.snapshot = snapshot.and_then(|item| read_absolute_path(&item, "\"/var/lib/transom/counts\"", report));
         read_timeout(&mut table, "snapshot_every", &mut counters.snapshot_every, 1000..=DAY_MS, report);
-        let taken = |file: &PathBuf| ["", ".lock", ".new", ".old"].map(|ending| format!("{}{ending}", file.display()));
-        let taken = counters.file.as_ref().map(taken).unwrap_or_default();
-        let is_taken = |path: &&PathBuf| taken.iter().any(|taken| Path::new(taken) == path.as_path());
-        if let (Some(at), Some(_)) = (at.clone(), counters.snapshot.as_ref().filter(is_taken)) {
-            report.problem(at, "`snapshot` is `file`, or what lies beside it", "name another for `snapshot`");
+        let file_paths =
+            |file: &PathBuf| ["", ".lock", ".new", ".old"].map(|ending| format!("{}{ending}", file.display()));
+        let file_paths = counters.file.as_ref().map(file_paths).unwrap_or_default();
+        let is_file_path = |path: &&PathBuf| file_paths.iter().any(|other| Path::new(other) == path.as_path());
+        if let (Some(at), Some(_)) = (at.clone(), counters.snapshot.as_ref().filter(is_file_path)) {
+            report.problem(
+                at,
+                "`snapshot` is the path of `file` or of one of its companion files",
+                "write another path for `snapshot`",
+            );
         }
         if let Some(item) = table.get("shared") {
-            (counters.shared, usual) = redis::read_shared(&item, files, variables, report);
+            (counters.shared, sharing) = redis::read_shared(&item, files, variables, report);
             if let Some(at) = at {
                 let message =
-                    "`snapshot` is given, and `[counters.shared]`: tokens that were spent would be there again";
-                report.problem(at, message, "remove `snapshot`; what is shared is counted in Redis");
+                    "`snapshot` and `[counters.shared]` are both given: a restored snapshot would return spent tokens";
+                report.problem(at, message, "remove `snapshot`; shared counters are kept in Redis");
             }
         }
         for key in ["redis", "mode", "on_outage", "prefix", "timeout"] {
-            table.suggest_for(key, "shared", "write it below `[counters.shared]`");
+            table.suggest_for(key, "shared", "write it in `[counters.shared]`");
         }
         if table.finish(report).contains(&"shared") {
-            usual = DefaultSharing::Shared(Sharing::Lease, OnOutage::Local);
+            sharing = DefaultSharing::Shared(Sharing::Lease, OnOutage::Local);
         }
     }
-    (counters, usual)
+    (counters, sharing)
 }
 
-/// The path of a file that is one and the same wherever the gateway is started.
+/// Reads the absolute path of a file, which does not depend on the working directory.
 fn read_absolute_path(item: &Item, example: &str, report: &mut Report) -> Option<PathBuf> {
     let word = item.string(example, report)?;
     if word.text.starts_with('/') && !word.text.ends_with('/') {
         return Some(PathBuf::from(word.text));
     }
-    let message = format!("`{}` is {}, which is no absolute path of a file", item.key, quoted(word.text));
+    let message = format!("`{}` is {}, which is not the absolute path of a file", item.key, quoted(word.text));
     report.problem(word.span, message, item.fix_with(example));
     None
 }
@@ -205,7 +210,7 @@ fn read_pid_file(item: &Item, report: &mut Report) -> Option<PathBuf> {
     let example = "\"/run/transom/pid\"";
     let path = item.string(example, report)?;
     if path.text.is_empty() {
-        report.problem(path.span, "`pid_file` is empty", format!("{}, or leave it out", item.fix_with(example)));
+        report.problem(path.span, "`pid_file` is empty", format!("{}, or remove it", item.fix_with(example)));
         return None;
     }
     Some(PathBuf::from(path.text))

@@ -1,4 +1,4 @@
-//! How much a request may be, and how little of it may move.
+//! `[limits]`, `[http2]` and `[timeouts]`: sizes, rates and times, most of them for client connections.
 
 use std::ops::RangeInclusive;
 use std::time::Duration;
@@ -34,7 +34,7 @@ pub fn read_limits(item: Option<Item>, report: &mut Report) -> Limits {
         min_response_rate: 240,
     };
     let Some(mut table) = section_table(item, report) else { return limits };
-    // hyper's buffer is not smaller.
+    // The smallest read buffer that hyper accepts is 8 KiB.
     let head = table.get("request_head").and_then(|item| read_size(&item, 8 * KIB..=MIB, "\"64KiB\"", report));
     limits.request_head = head.map_or(limits.request_head, |bytes| bytes as usize);
     let fields = table.get("request_fields").and_then(|item| item.integer(1..=1000, report));
@@ -51,7 +51,7 @@ pub fn read_limits(item: Option<Item>, report: &mut Report) -> Limits {
     limits
 }
 
-/// The most that a body may have; `Some(None)`: any number of bytes.
+/// Reads the maximum size of a body in bytes; `Some(None)` is unlimited.
 pub fn read_max_body(item: &Item, report: &mut Report) -> Option<Option<u64>> {
     match item.value {
         DeValue::String(text) if text == "unlimited" => Some(None),
@@ -59,12 +59,12 @@ pub fn read_max_body(item: &Item, report: &mut Report) -> Option<Option<u64>> {
     }
 }
 
-/// Bytes a second; 0: any number.
+/// Reads a minimum rate in bytes per second; 0 disables the check.
 pub fn read_rate(item: &Item, report: &mut Report) -> Option<u64> {
     read_size(item, 0..=GIB, "240", report)
 }
 
-/// A number of bytes: a whole number, or one with a unit.
+/// Reads a size in bytes: a whole number, or a string with a unit.
 fn read_size(item: &Item, range: RangeInclusive<u64>, example: &str, report: &mut Report) -> Option<u64> {
     let DeValue::String(text) = item.value else {
         return match item.value {
@@ -85,7 +85,7 @@ fn read_size(item: &Item, range: RangeInclusive<u64>, example: &str, report: &mu
         ),
         None => {
             let fix = "write a whole number of bytes, or one with `KiB`, `MiB` or `GiB`, such as";
-            (format!("{} is no size", quoted(text)), format!("{fix} `{example}`"))
+            (format!("{} is not a size", quoted(text)), format!("{fix} `{example}`"))
         }
     };
     report.problem(item.span.clone(), message, fix);
@@ -153,7 +153,7 @@ pub fn read_timeouts(item: Option<Item>, report: &mut Report) -> Timeouts {
     timeouts
 }
 
-/// Those of one request, which routes may have of their own.
+/// Reads the timeouts of one request, which a route can override.
 pub fn read_request_timeouts(table: &mut Table, timeouts: &mut Timeouts, report: &mut Report) {
     read_timeout(table, "connect", &mut timeouts.connect, 1..=DAY_MS, report);
     read_timeout(table, "response_head", &mut timeouts.response_head, 1..=DAY_MS, report);

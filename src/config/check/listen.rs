@@ -1,7 +1,7 @@
-//! Where the gateway listens: addresses of this machine, each an IP address and a port.
+//! `[listen]` and `[admin]`: addresses to listen on, TLS certificates, client authentication, and trusted proxies.
 //!
-//! Names are not resolved: what a name stands for may change between two starts, and a listener
-//! on an address that nobody meant is worse than none. This file binds nothing.
+//! Addresses are IP addresses: host names are not resolved, because a name may resolve to another address at the next start.
+//! This file binds no socket. Messages never contain the content of a certificate or key file.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -22,20 +22,17 @@ const HTTPS_EXAMPLE: &str = "\"0.0.0.0:443\"";
 const HTTPS_FIX: &str = "write `[listen.https]`, then its `address`, its `certificate` and its `private_key`";
 const NETWORKS: &str = "[\"10.0.0.0/8\"]";
 
-/// Addresses taken so far.
-type Taken = Vec<ListenSocket>;
-
-/// A socket that the start will open.
+/// A socket that the gateway opens when it starts.
 struct ListenSocket {
     address: SocketAddr,
-    /// `[::]` takes IPv4 as well: so it is with the admin address, and not with the others.
+    /// Whether `[::]` accepts IPv4 connections too. It does for the admin address, and not for the others.
     takes_ipv4: bool,
-    /// Where it stands; 0: by default.
+    /// The line of the address in the file; 0 for the default address.
     line: usize,
 }
 
 impl ListenSocket {
-    /// Whether the kernel refuses to open both. Port 0 is a different one each time.
+    /// Whether the kernel refuses to open both sockets. Port 0 selects a free port each time, so it never overlaps.
     fn overlaps(&self, other: &ListenSocket) -> bool {
         let port = self.address.port();
         let is_same = self.address.ip() == other.address.ip();
@@ -58,21 +55,26 @@ pub fn read_listen(item: Option<Item>, files: ReadFile, report: &mut Report) -> 
         max_connections_per_client: None,
     };
     let Some(mut table) = section_table(item, report) else { return (listen, None) };
-    let mut taken = Taken::new();
+    let mut sockets: Vec<ListenSocket> = Vec::new();
     let (http, https) = (table.get("http"), table.get("https"));
     if let Some(item) = http {
-        listen.http = read_addresses(&item, EXAMPLE, ", or leave `http` out: this is the default", &mut taken, report);
+        listen.http =
+            read_addresses(&item, EXAMPLE, ", or leave `http` out: this is the default", &mut sockets, report);
     } else if https.is_some() {
-        // Who asks for TLS has not asked for anything in the clear.
+        // With `https` alone, the default address for plain HTTP does not apply.
         listen.http.clear();
     } else {
-        taken.extend(listen.http.iter().map(|address| ListenSocket { address: *address, takes_ipv4: false, line: 0 }));
+        sockets.extend(listen.http.iter().map(|address| ListenSocket {
+            address: *address,
+            takes_ipv4: false,
+            line: 0,
+        }));
     }
     if let Some(item) = https {
-        listen.https = read_https_listeners(&item, files, &mut taken, report);
+        listen.https = read_https_listeners(&item, files, &mut sockets, report);
     }
     if let Some(word) = table.get("admin").and_then(|item| item.string("\"127.0.0.1:9900\"", report)) {
-        listen.admin = read_address(&word, true, &mut taken, report);
+        listen.admin = read_address(&word, true, &mut sockets, report);
     }
     if let Some(item) = table.get("proxy_protocol") {
         listen.proxy_protocol = read_proxy_networks(&item, report);
@@ -92,56 +94,69 @@ pub fn read_admin(item: Option<Item>, report: &mut Report) -> Admin {
     let hosts = table.get("hosts");
     table.finish(report);
     Admin {
-        hosts: route_match::read_hosts(hosts, "the address is then asked by IP address or as `localhost`", report)
+        hosts: route_match::read_hosts(hosts, "the admin address then accepts IP addresses and `localhost`", report)
             .unwrap_or_default(),
     }
 }
 
-fn read_addresses(item: &Item, example: &str, or: &str, taken: &mut Taken, report: &mut Report) -> Vec<SocketAddr> {
+fn read_addresses(
+    item: &Item,
+    example: &str,
+    or: &str,
+    sockets: &mut Vec<ListenSocket>,
+    report: &mut Report,
+) -> Vec<SocketAddr> {
     match item.strings(example, report) {
         Some(words) if words.is_empty() => {
             let fix = format!("{}{or}", item.fix_with(example));
             report.problem(item.span.clone(), format!("`{}` is an empty list", item.key), fix);
             Vec::new()
         }
-        words => words.iter().flatten().filter_map(|word| read_address(word, false, taken, report)).collect(),
+        words => words.iter().flatten().filter_map(|word| read_address(word, false, sockets, report)).collect(),
     }
 }
 
-/// `[listen.https]`, or several `[[listen.https]]` with certificates of their own.
-fn read_https_listeners(item: &Item, files: ReadFile, taken: &mut Taken, report: &mut Report) -> Vec<Https> {
-    let DeValue::Array(array) = item.value else { return read_https(item, files, taken, report).into_iter().collect() };
+/// Reads `[listen.https]`, or several `[[listen.https]]` tables, each with its own certificates.
+fn read_https_listeners(
+    item: &Item,
+    files: ReadFile,
+    sockets: &mut Vec<ListenSocket>,
+    report: &mut Report,
+) -> Vec<Https> {
+    let DeValue::Array(array) = item.value else {
+        return read_https(item, files, sockets, report).into_iter().collect();
+    };
     if array.is_empty() {
         report.problem(item.span.clone(), "`https` is an empty list", HTTPS_FIX);
     }
     let items = item.list("[]", report).unwrap_or_default();
-    items.iter().filter_map(|item| read_https(item, files, taken, report)).collect()
+    items.iter().filter_map(|item| read_https(item, files, sockets, report)).collect()
 }
 
-fn read_https(item: &Item, files: ReadFile, taken: &mut Taken, report: &mut Report) -> Option<Https> {
+fn read_https(item: &Item, files: ReadFile, sockets: &mut Vec<ListenSocket>, report: &mut Report) -> Option<Https> {
     let mut table = item.table("`[listen.https]`", HTTPS_FIX, report)?;
     let address = table.require("address", format!("write `address = {HTTPS_EXAMPLE}`"));
-    let main = CertificateFiles::take_from(&mut table);
+    let default = CertificateFiles::take_from(&mut table);
     let others = table.get("certificates");
     let client_ca = table.get("client_ca");
-    let auth = ClientAuthSettings { word: table.get("client_auth"), lists: table.get("client_crl") };
+    let auth = ClientAuthSettings { mode: table.get("client_auth"), crls: table.get("client_crl") };
     let versions = [("1.2", TlsVersion::V1_2), ("1.3", TlsVersion::V1_3)];
     let min_version = table.get("min_version").and_then(|item| item.choice(&versions, report));
-    let misspelt = table.finish(report);
+    let misspelled = table.finish(report);
 
-    let addresses = address.map(|item| read_addresses(&item, HTTPS_EXAMPLE, "", taken, report)).unwrap_or_default();
-    let main = main.read(files, report);
-    let mut certificates: Vec<Certificate> = main.into_iter().collect();
+    let addresses = address.map(|item| read_addresses(&item, HTTPS_EXAMPLE, "", sockets, report)).unwrap_or_default();
+    let default = default.read(files, report);
+    let mut certificates: Vec<Certificate> = default.into_iter().collect();
     if let Some(item) = others {
         read_further_certificates(&item, files, &mut certificates, report);
     }
-    let is_misspelt = misspelt.contains(&"client_ca");
-    let client_auth = auth.read(client_ca, is_misspelt, files, report);
+    let is_misspelled = misspelled.contains(&"client_ca");
+    let client_auth = auth.read(client_ca, is_misspelled, files, report);
     let min_version = min_version.unwrap_or(TlsVersion::V1_2);
     Some(Https { addresses, tls: Tls { certificates, client_auth, min_version } })
 }
 
-/// `[[listen.https.certificates]]`: each is chosen by a name that no other of its kind has.
+/// Reads `[[listen.https.certificates]]`. Each is selected by its DNS names (SNI), which no other certificate of the same key type may have.
 fn read_further_certificates(item: &Item, files: ReadFile, certificates: &mut Vec<Certificate>, report: &mut Report) {
     let fix = "write `[[listen.https.certificates]]`, then its `certificate` and its `private_key`";
     let DeValue::Array(_) = item.value else {
@@ -158,39 +173,47 @@ fn read_further_certificates(item: &Item, files: ReadFile, certificates: &mut Ve
         let is_for = |other: &Certificate, name: &String| {
             other.dns_names.contains(name) && other.algorithm() == certificate.algorithm()
         };
-        let taken = certificate
+        let duplicate = certificate
             .dns_names
             .iter()
             .find_map(|name| Some((name, certificates.iter().find(|other| is_for(other, name))?)));
         if certificate.dns_names.is_empty() {
-            let message = format!("nobody can ask for {file}: it is for no DNS name");
-            report.problem(span, message, "have it issued with names (subjectAltName), or make it the main one");
-        } else if let Some((name, other)) = taken {
-            let message = format!("{file} is for {}, and so is {}", quoted(name), quoted(&other.file));
-            report.problem(span, message, "keep one of the two; both can stay if one has an RSA and one an ECDSA key");
+            let message = format!("{file} can never be selected: it contains no DNS name");
+            report.problem(
+                span,
+                message,
+                "have it issued with DNS names (subjectAltName), or make it the default `certificate`",
+            );
+        } else if let Some((name, other)) = duplicate {
+            let message = format!("{file} and {} are both for {}", quoted(&other.file), quoted(name));
+            report.problem(
+                span,
+                message,
+                "keep one of the two; two certificates for a name must have different key types, RSA and ECDSA",
+            );
         }
         certificates.push(certificate);
     }
 }
 
-/// What is said about the certificates of clients, beside who issues them.
+/// The settings for client certificates, apart from `client_ca`.
 struct ClientAuthSettings<'d> {
-    word: Option<Item<'d>>,
-    lists: Option<Item<'d>>,
+    mode: Option<Item<'d>>,
+    crls: Option<Item<'d>>,
 }
 
 impl ClientAuthSettings<'_> {
-    fn read(self, ca: Option<Item>, is_misspelt: bool, files: ReadFile, report: &mut Report) -> Option<ClientAuth> {
-        let words = [("required", true), ("optional", false)];
-        let required = self.word.as_ref().and_then(|item| item.choice(&words, report)).unwrap_or(true);
-        let revoked = self.lists.as_ref().map(|item| read_revocation_lists(item, files, report)).unwrap_or_default();
+    fn read(self, ca: Option<Item>, is_misspelled: bool, files: ReadFile, report: &mut Report) -> Option<ClientAuth> {
+        let modes = [("required", true), ("optional", false)];
+        let required = self.mode.as_ref().and_then(|item| item.choice(&modes, report)).unwrap_or(true);
+        let revoked = self.crls.as_ref().map(|item| read_revocation_lists(item, files, report)).unwrap_or_default();
         if let Some(ca) = ca {
             let authorities = read_authorities(&ca, files, report).unwrap_or_default();
             return Some(ClientAuth { authorities, required, revocation_lists: revoked });
         }
-        for item in [self.word, self.lists].into_iter().flatten().filter(|_| !is_misspelt) {
-            let message = format!("`{}` has no effect: nobody's certificates are believed", item.key);
-            let fix = "name who issues them: `client_ca = \"FILE\"`, or remove it";
+        for item in [self.mode, self.crls].into_iter().flatten().filter(|_| !is_misspelled) {
+            let message = format!("`{}` has no effect without `client_ca`", item.key);
+            let fix = "add `client_ca = \"FILE\"` with the certificates of the issuers, or remove it";
             report.missing(item.key_span, message, fix);
         }
         None
@@ -200,17 +223,22 @@ impl ClientAuthSettings<'_> {
 fn read_proxy_networks(item: &Item, report: &mut Report) -> Vec<Network> {
     let words = item.strings(NETWORKS, report);
     if words.as_ref().is_some_and(Vec::is_empty) {
-        let fix = format!("{}, or leave it out: nobody is believed then", item.fix_with(NETWORKS));
+        let fix = format!("{}, or remove it: no PROXY header is then accepted", item.fix_with(NETWORKS));
         report.problem(item.span.clone(), "`proxy_protocol` is an empty list", fix);
     }
     words.iter().flatten().filter_map(|word| read_network(word, report)).collect()
 }
 
-fn read_address(word: &SpannedStr, takes_ipv4: bool, taken: &mut Taken, report: &mut Report) -> Option<SocketAddr> {
+fn read_address(
+    word: &SpannedStr,
+    takes_ipv4: bool,
+    sockets: &mut Vec<ListenSocket>,
+    report: &mut Report,
+) -> Option<SocketAddr> {
     let Ok(address) = word.text.parse::<SocketAddr>() else {
         report.problem(
             word.span.clone(),
-            format!("{} is no address to listen on", quoted(word.text)),
+            format!("{} is not an address to listen on", quoted(word.text)),
             address_fix(word.text),
         );
         return None;
@@ -218,40 +246,40 @@ fn read_address(word: &SpannedStr, takes_ipv4: bool, taken: &mut Taken, report: 
     if let IpAddr::V6(ip) = address.ip()
         && let Some(mapped) = ip.to_ipv4_mapped()
     {
-        let message = format!("{} is an IPv4 address written as one of IPv6", quoted(word.text));
+        let message = format!("{} is an IPv4 address in IPv6 notation", quoted(word.text));
         report.problem(word.span.clone(), message, format!("write `\"{mapped}:{}\"`", address.port()));
         return None;
     }
     let bound = ListenSocket { address, takes_ipv4, line: report.line(word.span.start) };
-    if let Some(other) = taken.iter().find(|other| bound.overlaps(other)) {
+    if let Some(other) = sockets.iter().find(|other| bound.overlaps(other)) {
         let (text, other_text) = (quoted(word.text), quoted(&other.address.to_string()));
-        let place = match other.line {
-            0 => ": `http` listens on it by default".to_owned(),
+        let position = match other.line {
+            0 => ": `http` uses it by default".to_owned(),
             line => format!(", on line {line}"),
         };
         let message = match other.address.ip() == address.ip() {
-            true => format!("{text} is taken already{place}"),
-            false if bound.covers(other) => format!("{text} takes {other_text} as well, which is taken already{place}"),
-            false => format!("{text} is taken already by {other_text}{place}"),
+            true => format!("{text} is already in use{position}"),
+            false if bound.covers(other) => format!("{text} includes {other_text}, which is already in use{position}"),
+            false => format!("{text} is already in use by {other_text}{position}"),
         };
         report.problem(word.span.clone(), message, "remove it, or give it another port");
     }
-    taken.push(bound);
+    sockets.push(bound);
     Some(address)
 }
 
-/// The address that was meant.
+/// The fix for a text that is not an address: the most likely intended address.
 fn address_fix(text: &str) -> String {
     let text = text.trim();
     let bare = text.split_once("://").map_or(text, |(_, rest)| rest);
     let bare = bare.split('/').next().unwrap_or(bare);
     let (host, port) = bare.rsplit_once(':').unwrap_or(("", bare));
-    // `::1:8080` is an address as well, but hardly the one that was meant.
+    // `::1:8080` parses as an IPv6 address, but most likely a port was intended.
     if let (Ok(ip), 2.., Ok(port)) = (host.parse::<Ipv6Addr>(), port.len(), port.parse::<u16>()) {
-        return format!("an IPv6 address has brackets: write `\"[{ip}]:{port}\"`");
+        return format!("put an IPv6 address in brackets: write `\"[{ip}]:{port}\"`");
     }
     if let Ok(ip) = bare.trim_matches(['[', ']']).parse::<IpAddr>() {
-        return format!("an address has a port: write `\"{}\"`", SocketAddr::new(ip, 8080));
+        return format!("add a port: write `\"{}\"`", SocketAddr::new(ip, 8080));
     }
     if port.is_empty() || !port.bytes().all(|b| b.is_ascii_digit()) {
         return format!("write an IP address and a port, such as `{EXAMPLE}`");
@@ -276,30 +304,30 @@ fn address_fix(text: &str) -> String {
 
 const PROXIES_EXAMPLE: &str = "[\"10.0.0.0/8\", \"fd00::/8\"]";
 
-/// What `[listen]` says about proxies.
-pub struct ProxySettings<'d> {
+/// The settings of `[listen]` about proxies in front of the gateway.
+struct ProxySettings<'d> {
     trusted: Option<Item<'d>>,
     forwarded: Option<Item<'d>>,
 }
 
 impl<'d> ProxySettings<'d> {
-    pub fn take_from(table: &mut Table<'d>) -> ProxySettings<'d> {
+    fn take_from(table: &mut Table<'d>) -> ProxySettings<'d> {
         ProxySettings { trusted: table.get("trusted_proxies"), forwarded: table.get("forwarded") }
     }
 
-    pub fn read(self, report: &mut Report) -> Option<TrustedProxies> {
+    fn read(self, report: &mut Report) -> Option<TrustedProxies> {
         let fields = [("x-forwarded-for", ForwardedField::XForwardedFor), ("forwarded", ForwardedField::Forwarded)];
-        let by = self.forwarded.as_ref().and_then(|item| item.choice(&fields, report));
+        let field = self.forwarded.as_ref().and_then(|item| item.choice(&fields, report));
         let Some(item) = self.trusted else {
             if let Some(item) = self.forwarded {
-                let message = "`forwarded` has no effect: nobody is believed who sends it";
+                let message = "`forwarded` has no effect without `trusted_proxies`";
                 report.missing(item.key_span, message, "add `trusted_proxies`, or remove `forwarded`");
             }
             return None;
         };
         let words = item.strings(PROXIES_EXAMPLE, report)?;
         if words.is_empty() {
-            report.problem(item.span, "`trusted_proxies` is an empty list", "leave it out: nobody is believed then");
+            report.problem(item.span, "`trusted_proxies` is an empty list", "remove it: no proxy is then trusted");
             return None;
         }
         let mut networks = Vec::new();
@@ -308,60 +336,61 @@ impl<'d> ProxySettings<'d> {
             if networks.contains(&network) {
                 report.problem(word.span, format!("{} is there twice", quoted(word.text)), "remove it");
             } else if network.prefix == 0 {
-                let message = format!("{} is everybody: each client could say that it is another", quoted(word.text));
-                report.problem(word.span, message, "write the networks that your proxies are in");
+                let message =
+                    format!("{} contains every address: any client could forge its address", quoted(word.text));
+                report.problem(word.span, message, "write the networks of your proxies");
             }
             networks.push(network);
         }
-        Some(TrustedProxies { networks, field: by.unwrap_or(ForwardedField::XForwardedFor) })
+        Some(TrustedProxies { networks, field: field.unwrap_or(ForwardedField::XForwardedFor) })
     }
 }
 
-/// The files of one certificate, as a table names them.
-pub struct CertificateFiles<'d> {
-    pub certificate: Option<Item<'d>>,
-    pub private_key: Option<Item<'d>>,
+/// The settings that name the files of one certificate.
+struct CertificateFiles<'d> {
+    certificate: Option<Item<'d>>,
+    private_key: Option<Item<'d>>,
 }
 
 impl<'d> CertificateFiles<'d> {
-    /// Both have to be there.
-    pub fn take_from(table: &mut Table<'d>) -> CertificateFiles<'d> {
+    /// Both files are required.
+    fn take_from(table: &mut Table<'d>) -> CertificateFiles<'d> {
         CertificateFiles {
             certificate: table.require("certificate", "write `certificate = \"FILE\"`: PEM, with the full chain"),
             private_key: table.require("private_key", "write `private_key = \"FILE\"`: PEM"),
         }
     }
 
-    pub fn read(self, files: ReadFile, report: &mut Report) -> Option<Certificate> {
+    fn read(self, files: ReadFile, report: &mut Report) -> Option<Certificate> {
         let chain = self.certificate.and_then(|item| read_file(&item, files, report));
         let key = self.private_key.and_then(|item| read_file(&item, files, report));
         let ((chain_word, chain), (key_word, key)) = (chain?, key?);
         Certificate::read(chain_word.text, &chain, &key)
-            .map_err(|flaw| {
-                let is_of_key = matches!(
-                    flaw,
+            .map_err(|error| {
+                let is_key_error = matches!(
+                    error,
                     CertificateFileError::NoKey
                         | CertificateFileError::EncryptedKey
                         | CertificateFileError::UnusableKey
                         | CertificateFileError::KeyMismatch
                 );
-                report_certificate_error(&flaw, if is_of_key { &key_word } else { &chain_word }, report);
+                report_certificate_error(&error, if is_key_error { &key_word } else { &chain_word }, report);
             })
             .ok()
     }
 }
 
-/// The certificates of those who issue others.
-pub fn read_authorities(item: &Item, files: ReadFile, report: &mut Report) -> Option<Vec<CertificateDer<'static>>> {
+/// Reads the certificates of the authorities that issue client certificates.
+fn read_authorities(item: &Item, files: ReadFile, report: &mut Report) -> Option<Vec<CertificateDer<'static>>> {
     let (word, text) = read_file(item, files, report)?;
-    certificate::read_authorities(&text).map_err(|flaw| report_certificate_error(&flaw, &word, report)).ok()
+    certificate::read_authorities(&text).map_err(|error| report_certificate_error(&error, &word, report)).ok()
 }
 
-/// What a file, or several, say about certificates that were taken back.
-pub fn read_revocation_lists(item: &Item, files: ReadFile, report: &mut Report) -> Vec<RevocationList> {
+/// Reads the certificate revocation lists of one file or several.
+fn read_revocation_lists(item: &Item, files: ReadFile, report: &mut Report) -> Vec<RevocationList> {
     let words = item.strings("\"FILE\"", report);
     if words.as_ref().is_some_and(Vec::is_empty) {
-        let fix = format!("{}, or leave it out: nothing is taken back then", item.fix_with("\"FILE\""));
+        let fix = format!("{}, or remove it: no certificate is then treated as revoked", item.fix_with("\"FILE\""));
         report.problem(item.span.clone(), format!("`{}` is an empty list", item.key), fix);
     }
     let mut lists = Vec::new();
@@ -369,8 +398,8 @@ pub fn read_revocation_lists(item: &Item, files: ReadFile, report: &mut Report) 
         let Some(text) = read_contents(item, &word, files, report) else { continue };
         match RevocationList::read(word.text, &text) {
             Ok(read) => lists.extend(read),
-            Err(flaw) => {
-                let (message, fix) = flaw.explain(&quoted(word.text));
+            Err(error) => {
+                let (message, fix) = error.explain(&quoted(word.text));
                 report.problem(word.span, message, fix);
             }
         }
@@ -378,8 +407,8 @@ pub fn read_revocation_lists(item: &Item, files: ReadFile, report: &mut Report) 
     lists
 }
 
-fn report_certificate_error(flaw: &CertificateFileError, word: &SpannedStr, report: &mut Report) {
-    let (message, fix) = flaw.explain(&quoted(word.text));
+fn report_certificate_error(error: &CertificateFileError, word: &SpannedStr, report: &mut Report) {
+    let (message, fix) = error.explain(&quoted(word.text));
     report.problem(word.span.clone(), message, fix);
 }
 
@@ -389,15 +418,15 @@ fn read_file<'d>(item: &Item<'d>, files: ReadFile, report: &mut Report) -> Optio
     Some((word, bytes))
 }
 
-/// What is in a file that one of an item's words names.
+/// Reads a file that `word`, a value of the item, names.
 fn read_contents(item: &Item, word: &SpannedStr, files: ReadFile, report: &mut Report) -> Option<Vec<u8>> {
     if word.text.is_empty() {
         report.problem(word.span.clone(), format!("`{}` is empty", item.key), item.fix_with("\"FILE\""));
         return None;
     }
     if word.text.trim_start().starts_with("-----BEGIN ") {
-        let message = format!("`{}` names a file, and this is what such a file holds", item.key);
-        report.problem(word.span.clone(), message, "put it into a file, and name that");
+        let message = format!("`{}` takes the name of a file, not its content", item.key);
+        report.problem(word.span.clone(), message, "save the content in a file, and write the name of the file");
         return None;
     }
     read_named_file(word, files, report)

@@ -27,70 +27,74 @@ pub const HEADER_FORMATS: [(&str, RateLimitStyle); 4] = [
 
 pub const FIELD_NAME_FIX: &str = "write a name such as `x-api-key`: letters, digits and `-`";
 
-/// Every refusal carries it, so it should not be long.
+/// A configured body is sent with every refusal, so it should not be long.
 const BODY_MAX_BYTES: usize = 64 * 1024;
 
 /// A parsed value, or the message and the fix of a problem.
 pub type Parsed<T> = Result<T, (String, String)>;
 
-/// A table that may be left out and has a header of its own.
+/// The table of an optional section such as `[limits]`.
 pub fn section_table<'d>(item: Option<Item<'d>>, report: &mut Report) -> Option<Table<'d>> {
     let item = item?;
     let header = format!("[{}]", item.key);
     item.table(format!("`{header}`"), &format!("write `{header}`, then its settings, each on a line"), report)
 }
 
-/// What a section such as `[rules.NAME]` defines, in the order of the file.
+/// The definitions of a section such as `[rules.NAME]`, in the order of the file.
 pub struct Definitions<T> {
     pub entries: Vec<Definition<T>>,
-    /// Whether all that the operator meant to define is here, as far as can be told.
+    /// False if some definitions may be missing here, because the section or part of the file cannot be read.
     pub complete: bool,
 }
 
 pub struct Definition<T> {
     pub name: String,
-    /// Of the name.
+    /// The position of the name.
     pub span: Span,
     pub value: T,
 }
 
 impl<T> Definitions<T> {
-    /// Reads each table of a section; `read` takes its name, its place and, if it is one, the table.
+    /// Reads each table of a section. `read` takes the name, and the table unless the value has another type.
     pub fn read(
         item: Option<Item>,
         report: &mut Report,
         mut read: impl FnMut(&str, Option<Table>, &mut Report) -> T,
     ) -> Definitions<T> {
-        let mut section = Definitions { entries: Vec::new(), complete: !report.has_syntax_errors };
-        let Some(item) = item else { return section };
+        let mut definitions = Definitions { entries: Vec::new(), complete: !report.has_syntax_errors };
+        let Some(item) = item else { return definitions };
         let header = format!("[{}.NAME]", item.key);
         let fix = format!("write `{header}`, then its settings, each on a line");
         let Some(table) = item.table(format!("`[{}]`", item.key), &fix, report) else {
-            section.complete = false;
-            return section;
+            definitions.complete = false;
+            return definitions;
         };
         for entry in table.items() {
             check_name(&entry, report);
             let title = format!("`[{}.{}]`", item.key, entry.key);
             let value = read(entry.key, entry.table(title, &fix, report), report);
-            section.entries.push(Definition { name: entry.key.to_owned(), span: entry.key_span, value });
+            definitions.entries.push(Definition { name: entry.key.to_owned(), span: entry.key_span, value });
         }
-        section
+        definitions
     }
 
-    /// The position of what is called so; a name that nothing has is reported where it stands.
-    pub fn find(&self, what: &str, name: &str, span: Span, report: &mut Report) -> Option<usize> {
+    /// The index of the definition with this name. Reports a name that is not defined; `kind` is `rule` or `upstream`.
+    pub fn find(&self, kind: &str, name: &str, span: Span, report: &mut Report) -> Option<usize> {
         let found = self.entries.iter().position(|entry| entry.name == name);
         if found.is_none() && self.complete {
             let names = || self.entries.iter().map(|entry| entry.name.as_str());
             let fix = match nearest(name, names()) {
                 Some(guess) => format!("did you mean {}?", quoted(guess)),
-                None if self.entries.is_empty() => format!("define it: `[{what}s.{}]`", nearest_name(name)),
+                None if self.entries.is_empty() => format!("define it: `[{kind}s.{}]`", nearest_name(name)),
                 None => {
-                    format!("define it: `[{what}s.{}]`; there is {}", nearest_name(name), quoted_list(names(), "and"))
+                    format!(
+                        "define it: `[{kind}s.{}]`; defined are {}",
+                        nearest_name(name),
+                        quoted_list(names(), "and")
+                    )
                 }
             };
-            report.problem(span, format!("{what} {} is not defined", quoted(name)), fix);
+            report.problem(span, format!("{kind} {} is not defined", quoted(name)), fix);
         }
         found
     }
@@ -100,7 +104,7 @@ impl<T> Definitions<T> {
     }
 }
 
-/// Names of rules and upstreams go into header fields and metrics as they are.
+/// Reports a name that cannot be used in header fields and metric labels as it is.
 pub fn check_name(entry: &Item, report: &mut Report) {
     if entry.key != nearest_name(entry.key) {
         let message = format!("{} cannot be a name", quoted(entry.key));
@@ -109,13 +113,14 @@ pub fn check_name(entry: &Item, report: &mut Report) {
     }
 }
 
-/// The nearest text that can be a name.
+/// The name with each unsuitable character replaced by `-`, cut to 64 characters.
 pub fn nearest_name(name: &str) -> String {
     let fits = |c: char| if c.is_ascii_alphanumeric() || "_.-".contains(c) { c } else { '-' };
-    let label: String = name.chars().map(fits).take(64).collect();
-    if label.is_empty() { String::from("NAME") } else { label }
+    let valid: String = name.chars().map(fits).take(64).collect();
+    if valid.is_empty() { String::from("NAME") } else { valid }
 }
 
+/// Replaces `timeout`, which holds the default, if the table has a valid value for `key`.
 pub fn read_timeout(
     table: &mut Table,
     key: &'static str,
@@ -127,7 +132,7 @@ pub fn read_timeout(
     *timeout = ms.map_or(*timeout, Duration::from_millis);
 }
 
-/// A duration in milliseconds.
+/// Reads a duration such as `2s`, in milliseconds. `range` is in milliseconds; `default` serves as the example in a fix.
 pub fn read_duration_ms(
     item: &Item,
     range: RangeInclusive<u64>,
@@ -149,14 +154,14 @@ pub fn read_duration_ms(
                 Ok(seconds) => format!("{}, if seconds are meant", item.fix_with(&format!("\"{seconds}s\""))),
                 Err(_) => format!("write a whole number with `ms`, `s`, `m`, `h` or `d`, such as `{example}`"),
             };
-            (format!("{} is no duration", quoted(word.text)), fix)
+            (format!("{} is not a duration", quoted(word.text)), fix)
         }
     };
     report.problem(word.span, message, fix);
     None
 }
 
-/// A duration as operators write it.
+/// A duration in the form that the configuration uses.
 fn format_ms(ms: u64) -> String {
     match ms {
         DAY_MS => "1d".to_owned(),
@@ -165,7 +170,7 @@ fn format_ms(ms: u64) -> String {
     }
 }
 
-/// The name of a header field, in lower case.
+/// The name of a header field in lower case; `None` if the text is not a field name (RFC 9110, section 5.1).
 pub fn parse_field_name(text: &str) -> Option<String> {
     HeaderName::from_bytes(text.as_bytes()).ok().map(|name| name.as_str().to_owned())
 }
@@ -196,17 +201,17 @@ pub fn read_named_file(path: &SpannedStr, files: ReadFile, report: &mut Report) 
     }
 }
 
-/// A network, for rules and clients alike.
+/// Reads an address or a network in CIDR notation.
 pub fn read_network(word: &SpannedStr, report: &mut Report) -> Option<Network> {
     match word.text.parse() {
         Ok(network) => Some(network),
         Err(NetworkError::Syntax) => {
-            let message = format!("{} is no network", quoted(word.text));
-            report.problem(word.span.clone(), message, "write such as `\"10.0.0.0/8\"`, or an address");
+            let message = format!("{} is not a network", quoted(word.text));
+            report.problem(word.span.clone(), message, "write a network such as `\"10.0.0.0/8\"`, or an address");
             None
         }
         Err(NetworkError::HostBits(network)) => {
-            let message = format!("{} goes on behind its first `{}` bits", quoted(word.text), network.prefix);
+            let message = format!("{} has bits set after its first `{}` bits", quoted(word.text), network.prefix);
             let address = word.text.split('/').next().unwrap_or_default();
             let fix = format!("write `\"{network}\"`, or `\"{address}\"` for the one address");
             report.problem(word.span.clone(), message, fix);
@@ -215,33 +220,33 @@ pub fn read_network(word: &SpannedStr, report: &mut Report) -> Option<Network> {
     }
 }
 
-/// The fingerprint of a certificate, as requests are counted by it: however it is written here, such as by
-/// `openssl x509 -fingerprint -sha256`.
+/// Reads the SHA-256 fingerprint of a certificate: 64 lower-case hex digits, the form in which requests are counted. Accepts
+/// the output of `openssl x509 -fingerprint -sha256` too, and a `sha256:` prefix.
 pub fn read_fingerprint(word: &SpannedStr, report: &mut Report) -> Option<String> {
     let digits = word.text.strip_prefix(Digest::PREFIX).unwrap_or(word.text).replace(':', "").to_ascii_lowercase();
     if digits.len() == 64 && digits.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return Some(digits);
     }
     let fix = "write its SHA-256, as `openssl x509 -in FILE -noout -fingerprint -sha256` does";
-    report.problem(word.span.clone(), format!("{} is no fingerprint of a certificate", quoted(word.text)), fix);
+    report.problem(word.span.clone(), format!("{} is not a certificate fingerprint", quoted(word.text)), fix);
     None
 }
 
-/// The digest of a secret.
+/// Reads the digest of a secret: `sha256:` and 64 hex digits.
 pub fn read_digest(word: &SpannedStr, report: &mut Report) -> Option<Digest> {
     let digest = Digest::parse(word.text);
     if digest.is_none() {
-        let message = "this is no digest: behind `sha256:` stand 64 hex digits";
+        let message = "this is not a digest: `sha256:` is followed by 64 hex digits";
         report.problem(word.span.clone(), message, "copy all of it from `printf %s KEY | sha256sum`");
     }
     digest
 }
 
-/// A body that the gateway answers with, and its type; `of` is whose it is.
-pub fn read_body(body: Option<Item>, kind: Option<Item>, of: &str, report: &mut Report) -> Option<Body> {
+/// Reads the body of a response that the gateway generates. `owner` names the rule or response in messages.
+pub fn read_body(body: Option<Item>, kind: Option<Item>, owner: &str, report: &mut Report) -> Option<Body> {
     let content_type = kind.as_ref().and_then(|item| read_content_type(item, report));
     if let (None, Some(item)) = (&body, &kind) {
-        let message = format!("`content_type` has no effect: {of} has no `body` of its own");
+        let message = format!("`content_type` has no effect: {owner} has no `body`");
         report.problem(item.key_span.clone(), message, "add `body`, or remove `content_type`");
     }
     let text = body.and_then(|item| self::read_body_text(&item, report))?;
@@ -252,29 +257,29 @@ fn read_body_text(item: &Item, report: &mut Report) -> Option<String> {
     let word = item.string("\"slow down\\n\"", report)?;
     if word.text.len() > BODY_MAX_BYTES {
         let message = format!("`body` has `{}` bytes", word.text.len());
-        report.problem(word.span, message, format!("write at most `{BODY_MAX_BYTES}`"));
+        report.problem(word.span, message, format!("write at most `{BODY_MAX_BYTES}` bytes"));
         return None;
     }
     Some(word.text.to_owned())
 }
 
-/// A media type (RFC 9110, section 8.3.1), as far as it has to be one to be a field's value.
+/// Reads a media type (RFC 9110, section 8.3.1). Parameters are only checked to be printable ASCII.
 fn read_content_type(item: &Item, report: &mut Report) -> Option<String> {
     let word = item.string("\"application/json\"", report)?;
     let token = |text: &str| {
         !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte))
     };
     let (name, parameters) = word.text.split_once(';').unwrap_or((word.text, ""));
-    let sound = name.trim_end().split_once('/').is_some_and(|(kind, sub)| token(kind) && token(sub));
-    if !sound || !parameters.bytes().all(|byte| (b' '..=b'~').contains(&byte)) {
-        let fix = "write such as `\"application/json\"` or `\"text/html; charset=utf-8\"`";
-        report.problem(word.span, format!("{} is no media type", quoted(word.text)), fix);
+    let is_type = name.trim_end().split_once('/').is_some_and(|(kind, sub)| token(kind) && token(sub));
+    if !is_type || !parameters.bytes().all(|byte| (b' '..=b'~').contains(&byte)) {
+        let fix = "write a type such as `\"application/json\"` or `\"text/html; charset=utf-8\"`";
+        report.problem(word.span, format!("{} is not a media type", quoted(word.text)), fix);
         return None;
     }
     Some(word.text.trim().to_owned())
 }
 
-/// A secret in a text file ends before the line end that editors put there; any other stays whole.
+/// Removes the line end that editors add to a secret in a text file. Binary secrets stay as they are.
 pub fn strip_line_end(bytes: &[u8]) -> &[u8] {
     let line = bytes.strip_suffix(b"\n").map_or(bytes, |line| line.strip_suffix(b"\r").unwrap_or(line));
     let is_text = std::str::from_utf8(line).is_ok_and(|line| !line.contains(char::is_control));
@@ -286,7 +291,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_text_loses_its_line_end() {
+    fn a_line_end_is_removed_from_text_only() {
         for (bytes, secret) in [
             (&b"text\n"[..], &b"text"[..]),
             (b"text\r\n", b"text"),
