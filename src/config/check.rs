@@ -117,8 +117,8 @@ fn read_top_level(mut top: Table, files: ReadFile, variables: ReadVariable, repo
     let clients =
         clients::read_clients(clients, &DefinedPlans { names: plans, complete: rules.complete }, certs, files, report);
 
-    let (rules, looks): (Vec<Rule>, Vec<rules::RuleResponses>) = rules.into_values().into_iter().unzip();
-    let (fields, refusals) = looks.into_iter().map(|looks| (looks.fields, looks.refusal)).unzip();
+    let (rules, responses): (Vec<Rule>, Vec<rules::RuleResponses>) = rules.into_values().into_iter().unzip();
+    let (fields, refusals) = responses.into_iter().map(|responses| (responses.fields, responses.refusal)).unzip();
     Config {
         listen,
         admin,
@@ -156,7 +156,7 @@ fn read_counters(
         snapshot_every: Duration::from_secs(5),
         shared: None,
     };
-    let mut sharing = DefaultSharing::Own;
+    let mut sharing = DefaultSharing::Unshared;
     if let Some(mut table) = section_table(item, report) {
         let capacity = table.get("capacity").and_then(|item| item.integer(64..=1_000_000_000, report));
         counters.capacity = capacity.map_or(counters.capacity, |capacity| capacity as usize);

@@ -109,8 +109,8 @@ impl<'d> ActionSettings<'d> {
             }
         }
         if let Some(answer) = answers.iter().find_map(|item| item.as_ref()) {
-            let in_vain = [&paths[..], &[&self.request_headers, &self.timeouts, &self.min_request_rate]].concat();
-            for item in in_vain.into_iter().flatten() {
+            let unused = [&paths[..], &[&self.request_headers, &self.timeouts, &self.min_request_rate]].concat();
+            for item in unused.into_iter().flatten() {
                 let message =
                     format!("`{}` has no effect: no upstream is asked, for there is `{}`", item.key, answer.key);
                 report.missing(item.key_span.clone(), message, "remove one of the two");

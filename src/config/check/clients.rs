@@ -148,8 +148,8 @@ impl ClientsFileReader<'_> {
         let subjects = table.get("subjects");
         let networks = table.get("networks");
         let named = [&api_keys, &subjects, &networks].iter().any(|item| item.as_ref().is_some_and(has_items));
-        let misspelt = table.finish(report);
-        if !named && misspelt.is_empty() {
+        let misspelled = table.finish(report);
+        if !named && misspelled.is_empty() {
             let message = format!("nothing tells which requests are those of {}", quoted(entry.key));
             let fix = "add `api_keys`, `subjects` or `networks`, or remove the client";
             report.missing(entry.key_span.clone(), message, fix);

@@ -34,8 +34,8 @@ pub fn read_jwt(item: Option<Item>, files: ReadFile, report: &mut Report) -> Opt
     let (keys, jwks) = (table.get("keys"), table.get("jwks_file"));
     let last = jwks.as_ref().or(keys.as_ref()).map(|item| item.span.clone());
     let (issuer, audience, leeway) = (table.get("issuer"), table.get("audience"), table.get("leeway"));
-    let misspelt = table.finish(report);
-    let named = keys.is_some() || jwks.is_some() || misspelt.iter().any(|key| ["keys", "jwks_file"].contains(key));
+    let misspelled = table.finish(report);
+    let named = keys.is_some() || jwks.is_some() || misspelled.iter().any(|key| ["keys", "jwks_file"].contains(key));
     if !named {
         report.missing(span, "`[jwt]` has no keys", NO_KEYS);
     }
@@ -102,14 +102,14 @@ fn read_key(mut table: Table, files: ReadFile, report: &mut Report) -> Option<Ve
     for name in ["secret", "secret_file", "public_key", "public_key_file"] {
         sources.extend(table.get(name));
     }
-    let misspelt = table.finish(report);
+    let misspelled = table.finish(report);
     let algorithm = algorithm?;
     let (inline, file) = match algorithm {
         Algorithm::Hs256 => ("secret", "secret_file"),
         Algorithm::Rs256 | Algorithm::Es256 | Algorithm::EdDsa => ("public_key", "public_key_file"),
     };
     let source = match sources.as_slice() {
-        [] if misspelt.iter().any(|key| *key != "algorithm" && *key != "kid") => return None,
+        [] if misspelled.iter().any(|key| *key != "algorithm" && *key != "kid") => return None,
         [] => {
             let message = format!("this key for `{}` has no `{file}`", algorithm.name());
             report.missing(span, message, format!("write `{file} = \"FILE\"`, or `{inline}`"));
@@ -213,21 +213,21 @@ fn read_names(item: Option<Item>, example: &str, report: &mut Report) -> Vec<Str
 }
 
 /// Reports keys that nobody asks for, and a rule or the clients that ask for some where there are
-/// none. `misspelt`: keys of the file that others were taken for.
+/// none. `misspelled`: keys of the file that others were taken for.
 pub fn report_missing_or_unused_jwt(
     jwt: Option<&Item>,
     rules: Option<&Item>,
     clients: Option<&Item>,
-    misspelt: &[&str],
+    misspelled: &[&str],
     report: &mut Report,
 ) {
     match (jwt, first_claim(rules, clients)) {
-        (None, Some(word)) if !misspelt.contains(&"jwt") => {
+        (None, Some(word)) if !misspelled.contains(&"jwt") => {
             let message = format!("{} takes keys to verify tokens with, and there is no `[jwt]`", quoted(word.text));
             let fix = "write `[jwt]`, then `keys = [{ algorithm = \"RS256\", public_key_file = \"FILE\" }]`";
             report.missing(word.span, message, fix);
         }
-        (Some(item), None) if !misspelt.contains(&"rules") => {
+        (Some(item), None) if !misspelled.contains(&"rules") => {
             let message = "`[jwt]` has no effect: no rule counts by a claim";
             report.missing(item.key_span.clone(), message, "remove it, or write a rule with `key = \"jwt:sub\"`");
         }

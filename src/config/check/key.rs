@@ -47,9 +47,9 @@ pub struct KeySettings<'d> {
 }
 
 impl KeySettings<'_> {
-    /// The key, and what to do without it. `misspelt`: there is a setting that was probably meant
+    /// The key, and what to do without it. `misspelled`: there is a setting that was probably meant
     /// to be `on_missing_key`.
-    pub fn read(self, misspelt: bool, report: &mut Report) -> (Vec<KeyPart>, OnMissing) {
+    pub fn read(self, misspelled: bool, report: &mut Report) -> (Vec<KeyPart>, OnMissing) {
         let prefix = |item: &Option<Item>, bits: u8, default: u8, report: &mut Report| {
             let given = item.as_ref().and_then(|item| item.integer(1..=u64::from(bits), report));
             given.and_then(|bits| u8::try_from(bits).ok()).unwrap_or(default)
@@ -63,9 +63,9 @@ impl KeySettings<'_> {
             // Whatever was said about a key that cannot be read may be right.
             return (Vec::new(), OnMissing::Skip);
         };
-        self.report_contradictions(&key, &on_missing, misspelt, report);
+        self.report_contradictions(&key, &on_missing, misspelled, report);
         let on_missing = match on_missing {
-            None if misspelt => OnMissing::Skip,
+            None if misspelled => OnMissing::Skip,
             None => OnMissing::Never,
             Some(on_missing) => on_missing.unwrap_or(OnMissing::Skip),
         };
@@ -77,7 +77,7 @@ impl KeySettings<'_> {
         &self,
         key: &[KeyPart],
         on_missing: &Option<Option<OnMissing>>,
-        misspelt: bool,
+        misspelled: bool,
         report: &mut Report,
     ) {
         if let (Some(item), true, ClientCerts::Never) = (&self.key, key.contains(&KeyPart::ClientCert), self.certs) {
@@ -88,7 +88,7 @@ impl KeySettings<'_> {
         let uncertain = key.iter().find(|part| client_may_omit(part, self.certs));
         let depends = key.iter().any(|part| matches!(part, KeyPart::Param(_)));
         match (&self.key, &self.on_missing, uncertain) {
-            (Some(item), None, Some(part)) if !misspelt => {
+            (Some(item), None, Some(part)) if !misspelled => {
                 let message =
                     format!("a request may come without `{part}`, and the rule does not say what happens then");
                 let fix =
@@ -107,7 +107,7 @@ impl KeySettings<'_> {
             Some(Some(OnMissing::Fallback(parts))) => parts.as_slice(),
             Some(Some(OnMissing::Never | OnMissing::Refuse | OnMissing::Skip)) | None => &[],
         };
-        if !misspelt && !key.iter().chain(fallback).any(|part| matches!(part, KeyPart::Ip { .. })) {
+        if !misspelled && !key.iter().chain(fallback).any(|part| matches!(part, KeyPart::Ip { .. })) {
             for item in [&self.ipv4_prefix, &self.ipv6_prefix].into_iter().flatten() {
                 let message = format!("`{}` has no effect: `key` has no part `ip`", item.key);
                 report.missing(item.key_span.clone(), message, "remove it, or count by `ip`");

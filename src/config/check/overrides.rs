@@ -88,8 +88,8 @@ fn read_exemptions(item: &Item, keys: &mut OverrideKeys, report: &mut Report) ->
                 let Some(mut table) = entry.table("the exemption", "", report) else { continue };
                 let key = table.get("key");
                 let network = table.get("network");
-                let misspelt = table.finish(report);
-                if key.is_none() == network.is_none() && misspelt.is_empty() {
+                let misspelled = table.finish(report);
+                if key.is_none() == network.is_none() && misspelled.is_empty() {
                     let message = "an exemption is either a `key` or a `network`";
                     let fix = "write `{ key = \"VALUE\" }` or `{ network = \"10.0.0.0/8\" }`";
                     report.missing(entry.span.clone(), message, fix);

@@ -1,7 +1,7 @@
-//! `[counters.shared]`: the servers through which gateways count together, and what rules make of it.
+//! `[counters.shared]`: the Redis servers through which gateways share counters, and the related settings of rules.
 //!
-//! Nothing is resolved or connected here. A password stands in a file, in a variable of the environment, or in the
-//! URL; wherever it is from, no message repeats it. So messages show URLs without what stands before their `@`.
+//! This file resolves no names and opens no connections. A password comes from a file, from an environment variable, or from the
+//! URL. No message contains it: messages show a URL without its user name and password.
 
 use std::time::Duration;
 
@@ -19,29 +19,29 @@ use transom_limiter::rule::{OnOutage, Rule, Sharing};
 
 const EXAMPLE: &str = "\"redis://127.0.0.1:6379\"";
 pub const TABLE_FIX: &str = "write `[counters.shared]`, then `redis = \"redis://127.0.0.1:6379\"`";
-const SECRET_FIX: &str = "its value does not stand here: write `{}_file = \"FILE\"` or `{}_env = \"VARIABLE\"`";
+const SECRET_FIX: &str = "a secret is not written in this file: write `{}_file = \"FILE\"` or `{}_env = \"VARIABLE\"`";
 
 const MODES: [(&str, Sharing); 2] = [("lease", Sharing::Lease), ("exact", Sharing::Exact)];
 const RULE_MODES: [(&str, Sharing); 3] = [MODES[0], MODES[1], ("off", Sharing::Local)];
 const OUTAGES: [(&str, OnOutage); 3] =
     [("local", OnOutage::Local), ("allow", OnOutage::Allow), ("refuse", OnOutage::Refuse)];
 
-/// Who waits longer for a decision has waited in vain.
+/// Clients do not wait longer than this for a decision.
 const TIMEOUT_MAX_MS: u64 = 10_000;
 const PREFIX_MAX_BYTES: usize = 64;
-/// What is shorter could be found by trying.
+/// A shorter key could be found by brute force.
 const DIGEST_KEY_MIN_BYTES: usize = 16;
 
-/// How rules are counted that do not say it themselves.
+/// How a rule without `shared` and `on_outage` is counted.
 #[derive(Clone, Copy)]
 pub enum DefaultSharing {
     /// There is no `[counters.shared]`.
-    Own,
-    /// There is one, or there may be: something was misspelt.
+    Unshared,
+    /// There is a `[counters.shared]`, or a misspelled key that may be one.
     Shared(Sharing, OnOutage),
 }
 
-/// Reads the table. `files` and `variables` are where secrets come from.
+/// Reads `[counters.shared]`. Secrets come from `files` and `variables`.
 pub fn read_shared(
     item: &Item,
     files: ReadFile,
@@ -50,7 +50,7 @@ pub fn read_shared(
 ) -> (Option<StoreConfig>, DefaultSharing) {
     let mut usual = DefaultSharing::Shared(Sharing::Lease, OnOutage::Local);
     if matches!(item.value, DeValue::String(_)) {
-        // It is not shown: who writes a URL here may have put a password into it.
+        // The message does not show the value: it may be a URL with a password.
         report.problem(item.span.clone(), "`shared`: expected a table, found a string", TABLE_FIX);
         return (None, usual);
     }
@@ -63,7 +63,7 @@ pub fn read_shared(
         table.suggest_for(key, "redis", format!("write `redis = {EXAMPLE}`, or a list for a cluster"));
     }
     table.suggest_for("tls", "redis", "write `rediss://` in `redis`");
-    table.suggest_for("shared", "mode", "did you mean `mode`? That is how it is called here, for all rules");
+    table.suggest_for("shared", "mode", "did you mean `mode`? Here, the setting for all rules has this name");
     let master = table.get("sentinel_master");
     let login = LoginSettings {
         username: table.get("username"),
@@ -83,17 +83,17 @@ pub fn read_shared(
         certificate: table.get("certificate"),
         private_key: table.get("private_key"),
     };
-    let misspelt = table.finish(report);
+    let misspelled = table.finish(report);
 
     let prefix = prefix.and_then(|item| self::read_prefix(&item, report)).unwrap_or_else(|| DEFAULT_PREFIX.to_owned());
     let timeout = timeout.map_or(DEFAULT_TIMEOUT, Duration::from_millis);
-    let places = SecretSources { files, variables };
-    let digest_key = read_digest_key(key_file.as_ref(), key_variable.as_ref(), &places, report);
+    let secrets = SecretSources { files, variables };
+    let digest_key = read_digest_key(key_file.as_ref(), key_variable.as_ref(), &secrets, report);
     let servers = redis.as_ref().and_then(|item| ServerList::read(item, report));
     let nodes = servers.as_ref().and_then(|servers| servers.to_nodes(master.as_ref(), report));
     let database = self::read_database(database.as_ref(), servers.as_ref(), nodes.as_ref(), report);
-    let (username, password) = login.read(servers.as_ref(), &misspelt, &places, report);
-    let tls = self::read_tls(tls, servers.as_ref(), &misspelt, files, report);
+    let (username, password) = login.read(servers.as_ref(), &misspelled, &secrets, report);
+    let tls = self::read_tls(tls, servers.as_ref(), &misspelled, files, report);
     let shared = nodes.zip(database).map(|(nodes, database)| StoreConfig {
         nodes,
         username,
@@ -107,7 +107,7 @@ pub fn read_shared(
     (shared, usual)
 }
 
-/// What a rule says about being counted together.
+/// The settings of a rule about shared counters.
 pub struct RuleSharingSettings<'d> {
     shared: Option<Item<'d>>,
     on_outage: Option<Item<'d>>,
@@ -118,14 +118,14 @@ impl<'d> RuleSharingSettings<'d> {
         RuleSharingSettings { shared: table.get("shared"), on_outage: table.get("on_outage") }
     }
 
-    /// Fills in a rule. `misspelt`: there is a setting that was probably meant to be `shared`.
-    pub fn read(self, rule: &mut Rule, usual: DefaultSharing, misspelt: bool, report: &mut Report) {
+    /// Sets `sharing` and `on_outage` of the rule. `misspelled` is true if an unknown setting was probably meant to be `shared`.
+    pub fn read(self, rule: &mut Rule, default_sharing: DefaultSharing, misspelled: bool, report: &mut Report) {
         let shared = self.shared.as_ref().map(|item| item.choice(&RULE_MODES, report));
         let on_outage = self.on_outage.as_ref().map(|item| item.choice(&OUTAGES, report));
-        let DefaultSharing::Shared(mode, outage) = usual else {
-            // What is counted by this gateway alone is what such a rule asks for.
-            let asks = self.shared.as_ref().filter(|_| shared != Some(Some(Sharing::Local)));
-            for item in asks.into_iter().chain(&self.on_outage) {
+        let DefaultSharing::Shared(mode, outage) = default_sharing else {
+            // `shared = "off"` is what happens without `[counters.shared]`, so it is not a problem.
+            let shared_item = self.shared.as_ref().filter(|_| shared != Some(Some(Sharing::Local)));
+            for item in shared_item.into_iter().chain(&self.on_outage) {
                 let message = format!("`{}` has no effect: there is no `[counters.shared]`", item.key);
                 report.missing(item.key_span.clone(), message, format!("remove it, or {TABLE_FIX}"));
             }
@@ -133,14 +133,14 @@ impl<'d> RuleSharingSettings<'d> {
         };
         rule.sharing = shared.flatten().unwrap_or(mode);
         rule.on_outage = on_outage.flatten().unwrap_or(outage);
-        if let (Sharing::Local, Some(item), false) = (rule.sharing, &self.on_outage, misspelt) {
-            let message = "`on_outage` has no effect: the rule is not counted together with other gateways";
+        if let (Sharing::Local, Some(item), false) = (rule.sharing, &self.on_outage, misspelled) {
+            let message = "`on_outage` has no effect: the rule has `shared = \"off\"`";
             report.missing(item.key_span.clone(), message, "remove it, or remove `shared = \"off\"`");
         }
     }
 }
 
-/// What `redis` says.
+/// The servers that `redis` names.
 struct ServerList<'d> {
     item: Item<'d>,
     is_list: bool,
@@ -149,7 +149,7 @@ struct ServerList<'d> {
 }
 
 impl<'d> ServerList<'d> {
-    /// `None` beside a problem.
+    /// Returns `None` after reporting a problem.
     fn read(item: &Item<'d>, report: &mut Report) -> Option<ServerList<'d>> {
         let is_list = matches!(item.value, DeValue::Array(_));
         let words = item.strings(EXAMPLE, report)?;
@@ -161,7 +161,7 @@ impl<'d> ServerList<'d> {
         for word in &words {
             match parse_redis_url(word.text) {
                 Ok(address) if addresses.iter().any(|other| other.node == address.node) => {
-                    let message = format!("`{}` is there twice", address.node);
+                    let message = format!("`{}` is listed twice", address.node);
                     report.problem(word.span.clone(), message, "remove one of the two");
                 }
                 Ok(address) => addresses.push(address),
@@ -173,7 +173,7 @@ impl<'d> ServerList<'d> {
             return None;
         }
         if let Some(other) = addresses.iter().position(|other| other.secure != first.secure) {
-            let message = "some of these servers are reached by TLS, and some are not";
+            let message = "some of these servers use TLS, and some do not";
             report.problem(words[other].span.clone(), message, "write `rediss://` for all of them, or for none");
             return None;
         }
@@ -186,13 +186,12 @@ impl<'d> ServerList<'d> {
             for (address, word) in self.addresses.iter().zip(&self.words) {
                 let one = if master.is_some() { "a sentinel" } else { "a node of a cluster" };
                 let (wrong, fix) = if matches!(address.node, Node::Unix(_)) {
-                    ("is reached through a socket: the others could not be found by it", "write its host and port")
+                    ("is a Unix socket, which cannot be used to find the other servers", "write its host and port")
                 } else if address.username.is_some() || address.password.is_some() {
-                    let fix =
-                        "write `username` and `password_file` or `password_env`, which hold for all of the servers";
-                    ("has a login of its own", fix)
+                    let fix = "write `username` and `password_file` or `password_env`, which apply to all servers";
+                    ("has a user name or password in its URL", fix)
                 } else if address.database.is_some() {
-                    ("has a database of its own", if master.is_some() { "write `database`" } else { "remove it" })
+                    ("has a database in its URL", if master.is_some() { "write `database`" } else { "remove it" })
                 } else {
                     continue;
                 };
@@ -204,11 +203,11 @@ impl<'d> ServerList<'d> {
             let master = item.string("\"mymaster\"", report)?;
             let is_name = |c: char| c.is_ascii_alphanumeric() || ".-_".contains(c);
             if master.text.is_empty() || !master.text.chars().all(is_name) {
-                let message = format!("{} is no name that Sentinel can give to a master", quoted(master.text));
+                let message = format!("{} is not a valid Sentinel master name", quoted(master.text));
                 report.problem(
                     master.span,
                     message,
-                    "write the name of `sentinel monitor NAME …`: letters, digits, `.-_`",
+                    "write the name from `sentinel monitor NAME …`: letters, digits, `.-_`",
                 );
                 return None;
             }
@@ -234,13 +233,13 @@ fn read_database(
     let of_url = servers.and_then(|servers| servers.addresses.first()?.database);
     match (item, given, of_url, nodes) {
         (Some(item), _, _, Some(Nodes::Cluster(_))) => {
-            let message = "`database` is given, and a cluster has only one";
-            let fix = "remove it, or write `redis` without brackets if it is no cluster";
+            let message = "`database` has no effect: a Redis Cluster has only one database";
+            let fix = "remove it, or write `redis` without brackets if this is not a cluster";
             report.problem(item.key_span.clone(), message, fix);
             None
         }
         (Some(item), _, Some(_), _) => {
-            let message = "`database` is given, and the URL has one as well";
+            let message = "`database` and a database in the URL are both given";
             report.problem(item.key_span.clone(), message, "keep one of the two");
             None
         }
@@ -248,14 +247,14 @@ fn read_database(
     }
 }
 
-/// Where secrets come from.
+/// The sources of secrets.
 struct SecretSources<'f> {
     files: ReadFile<'f>,
     variables: ReadVariable<'f>,
 }
 
 impl SecretSources<'_> {
-    /// What a file or a variable holds, without the line end that editors put there.
+    /// Reads a secret from a file or from an environment variable, without the line end that editors add.
     fn read_secret(&self, item: &Item, report: &mut Report) -> Option<Vec<u8>> {
         let is_file = item.key.ends_with("_file");
         let word = item.string(if is_file { "\"FILE\"" } else { "\"VARIABLE\"" }, report)?;
@@ -263,29 +262,29 @@ impl SecretSources<'_> {
             (read_named_file(&word, self.files, report)?, quoted(word.text))
         } else {
             let Some(value) = (self.variables)(word.text) else {
-                let message = format!("there is no variable {} in the environment", quoted(word.text));
-                let fix = "set it where the gateway is started, or name a file instead";
+                let message = format!("the environment variable {} is not set", quoted(word.text));
+                let fix = "set it in the environment of the gateway, or name a file instead";
                 report.problem(word.span, message, fix);
                 return None;
             };
-            (value, format!("the variable {}", quoted(word.text)))
+            (value, format!("the environment variable {}", quoted(word.text)))
         };
         let secret = strip_line_end(&bytes).to_vec();
         if secret.is_empty() {
-            report.problem(word.span, format!("{what} is empty"), "put the secret there");
+            report.problem(word.span, format!("{what} is empty"), "write the secret there");
             return None;
         }
         Some(secret)
     }
 }
 
-/// Reports two settings of which one is enough, and says whether it did.
+/// Reports two settings that exclude each other.
 fn report_both_given(first: &str, second: &Item, report: &mut Report) {
     let message = format!("{first} and `{}` are both given", second.key);
     report.problem(second.key_span.clone(), message, "keep one of the two");
 }
 
-/// Who the gateway is.
+/// The settings with which the gateway authenticates.
 struct LoginSettings<'d> {
     username: Option<Item<'d>>,
     file: Option<Item<'d>>,
@@ -296,8 +295,8 @@ impl LoginSettings<'_> {
     fn read(
         &self,
         servers: Option<&ServerList>,
-        misspelt: &[&str],
-        places: &SecretSources,
+        misspelled: &[&str],
+        secrets: &SecretSources,
         report: &mut Report,
     ) -> (Option<String>, Option<Secret<String>>) {
         let of_url = servers.filter(|servers| !servers.is_list).and_then(|servers| servers.addresses.first());
@@ -311,7 +310,7 @@ impl LoginSettings<'_> {
             (Some(item), None) => {
                 let word = item.string("\"transom\"", report);
                 if let Some(SpannedStr { span, .. }) = word.as_ref().filter(|word| word.text.is_empty()) {
-                    report.problem(span.clone(), "`username` is empty", "write it, or leave it out");
+                    report.problem(span.clone(), "`username` is empty", "write the user name, or remove the setting");
                 }
                 word.map(|word| word.text.to_owned())
             }
@@ -328,9 +327,9 @@ impl LoginSettings<'_> {
                 return (None, None);
             }
             (None, [item]) => {
-                let Some(bytes) = places.read_secret(item, report) else { return (None, None) };
+                let Some(bytes) = secrets.read_secret(item, report) else { return (None, None) };
                 let Ok(password) = String::from_utf8(bytes) else {
-                    report.problem(item.span.clone(), "the password is no UTF-8 text", "choose another password");
+                    report.problem(item.span.clone(), "the password is not UTF-8 text", "choose another password");
                     return (None, None);
                 };
                 Some(password)
@@ -338,9 +337,9 @@ impl LoginSettings<'_> {
             (Some(password), []) => Some(password),
             (None, []) => None,
         };
-        let is_meant = misspelt.iter().any(|key| key.starts_with("password"));
-        let nameless = name.is_some() && password.is_none() && !is_meant;
-        if let (true, Some(servers)) = (nameless, servers) {
+        let is_misspelled = misspelled.iter().any(|key| key.starts_with("password"));
+        let lacks_password = name.is_some() && password.is_none() && !is_misspelled;
+        if let (true, Some(servers)) = (lacks_password, servers) {
             let span = self.username.as_ref().map_or(servers.item.span.clone(), |item| item.key_span.clone());
             report.missing(
                 span,
@@ -352,11 +351,11 @@ impl LoginSettings<'_> {
     }
 }
 
-/// The key of the digests that stand for secret parts of keys.
+/// Reads the key of the digests that replace secret key parts in the store.
 fn read_digest_key(
     file: Option<&Item>,
     variable: Option<&Item>,
-    places: &SecretSources,
+    secrets: &SecretSources,
     report: &mut Report,
 ) -> Option<Secret<Vec<u8>>> {
     let item = match (file, variable) {
@@ -367,10 +366,10 @@ fn read_digest_key(
         (None, None) => return None,
         (Some(item), None) | (None, Some(item)) => item,
     };
-    let key = places.read_secret(item, report)?;
+    let key = secrets.read_secret(item, report)?;
     if key.len() < DIGEST_KEY_MIN_BYTES {
-        let message = format!("the key that `{}` names has less than {DIGEST_KEY_MIN_BYTES} bytes", item.key);
-        report.problem(item.span.clone(), message, "make one at random: `openssl rand -hex 32`");
+        let message = format!("the key in `{}` has less than {DIGEST_KEY_MIN_BYTES} bytes", item.key);
+        report.problem(item.span.clone(), message, "create a random key: `openssl rand -hex 32`");
         return None;
     }
     Some(Secret(key))
@@ -382,7 +381,7 @@ fn read_prefix(item: &Item, report: &mut Report) -> Option<String> {
     if !word.text.is_empty() && word.text.len() <= PREFIX_MAX_BYTES && word.text.chars().all(is_plain) {
         return Some(word.text.to_owned());
     }
-    let message = format!("{} can not be what keys begin with", quoted(word.text));
+    let message = format!("{} cannot be the prefix of keys", quoted(word.text));
     let fix = format!("write at most {PREFIX_MAX_BYTES} letters, digits and `.~_:-`");
     report.problem(word.span, message, fix);
     None
@@ -391,20 +390,20 @@ fn read_prefix(item: &Item, report: &mut Report) -> Option<String> {
 fn read_tls(
     settings: upstream_tls::TlsSettings,
     servers: Option<&ServerList>,
-    misspelt: &[&str],
+    misspelled: &[&str],
     files: ReadFile,
     report: &mut Report,
 ) -> Option<ClientTls> {
     let servers = servers?;
-    let given = [&settings.ca, &settings.certificate, &settings.private_key];
+    let items = [&settings.ca, &settings.certificate, &settings.private_key];
     if !servers.addresses.iter().any(|address| address.secure) {
-        for item in given.into_iter().flatten() {
-            let message = format!("`{}` has no effect: no server is reached by TLS", item.key);
+        for item in items.into_iter().flatten() {
+            let message = format!("`{}` has no effect: no server uses TLS", item.key);
             report.missing(item.key_span.clone(), message, "remove it, or write `rediss://` in `redis`");
         }
         return None;
     }
     let mut roots = upstream_tls::SystemRoots::default();
     let span: Span = servers.item.span.clone();
-    settings.read(span, misspelt, files, &mut roots, report)
+    settings.read(span, misspelled, files, &mut roots, report)
 }

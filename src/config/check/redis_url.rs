@@ -1,7 +1,7 @@
-//! The URL of a server of Redis or Valkey.
+//! Parses the URL of a Redis or Valkey server.
 //!
 //! `redis://[user[:password]@]host[:port][/database]`, `rediss://` for TLS, `redis+unix:///path` or `unix:///path` for a
-//! socket. What stands before `@` never goes into a message.
+//! Unix socket. User name and password never appear in a message.
 
 use super::upstreams::{parse_authority, parse_socket_path};
 use super::values::Parsed;
@@ -11,10 +11,10 @@ use crate::config::redis::Node;
 const PORT: u16 = 6379;
 pub const DATABASE_MAX: u64 = 65_535;
 
-/// What a URL says.
+/// The parts of a URL.
 #[derive(PartialEq, Debug)]
 pub struct RedisUrl {
-    /// Whether it is reached by TLS.
+    /// Whether the connection uses TLS.
     pub secure: bool,
     pub node: Node,
     pub username: Option<String>,
@@ -29,15 +29,15 @@ pub fn parse_redis_url(url: &str) -> Parsed<RedisUrl> {
         "rediss" | "valkeys" => true,
         "redis+unix" | "valkey+unix" | "unix" => {
             if rest.contains('@') && !rest.starts_with('/') {
-                let fix = "write `redis+unix:///PATH`, and `username` and `password_file` beside it";
-                return Err(("the URL of a socket has a login".to_owned(), fix.to_owned()));
+                let fix = "write `redis+unix:///PATH`, and the settings `username` and `password_file`";
+                return Err(("the URL of a socket has a user name or password".to_owned(), fix.to_owned()));
             }
             let path = parse_socket_path(url, rest, &format!("{scheme}://"))?;
             let node = Node::Unix(path.into());
             return Ok(RedisUrl { secure: false, node, username: None, password: None, database: None });
         }
         scheme => {
-            let message = format!("{} is no scheme of a server that counters can be shared through", quoted(scheme));
+            let message = format!("{} is not the scheme of a Redis server", quoted(scheme));
             let fix = "write `redis://HOST:PORT`, `rediss://HOST:PORT` for TLS, or `redis+unix:///PATH`";
             return Err((message, fix.to_owned()));
         }
@@ -46,8 +46,8 @@ pub fn parse_redis_url(url: &str) -> Parsed<RedisUrl> {
     let (username, password) = login.map_or(Ok((None, None)), self::parse_login)?;
     let bare = format!("{scheme}://{rest}");
     if let Some(end) = rest.find(['?', '#']) {
-        let message = format!("the URL of {} has settings behind `{}`", quoted(&rest[..end]), &rest[end..=end]);
-        return Err((message, "remove them; there are keys of `[counters.shared]` for what can be set".to_owned()));
+        let message = format!("the URL of {} has parameters after `{}`", quoted(&rest[..end]), &rest[end..=end]);
+        return Err((message, "remove them; use the settings of `[counters.shared]` instead".to_owned()));
     }
     let (host, path) = rest.split_once('/').map_or((rest, ""), |(host, path)| (host, path));
     let database = match path {
@@ -55,7 +55,7 @@ pub fn parse_redis_url(url: &str) -> Parsed<RedisUrl> {
         path => {
             let number = path.bytes().all(|byte| byte.is_ascii_digit()).then(|| path.parse::<u64>().ok()).flatten();
             let Some(number) = number.filter(|number| *number <= DATABASE_MAX) else {
-                let message = format!("{} has {} for a database", quoted(&bare), quoted(path));
+                let message = format!("{} has the invalid database number {}", quoted(&bare), quoted(path));
                 return Err((message, format!("write a number from `0` to `{DATABASE_MAX}`, or none")));
             };
             Some(number)
@@ -72,26 +72,26 @@ fn missing_scheme(url: &str) -> (String, String) {
         _ => format!("write `\"redis://{}\"`", url.trim()),
     };
     let shown = if url.contains('@') { "this".to_owned() } else { quoted(url) };
-    (format!("{shown} is no URL of a server"), fix)
+    (format!("{shown} is not a server URL"), fix)
 }
 
 type Login = (Option<String>, Option<String>);
 
-/// User name and password, which may be left out.
+/// Parses `[user][:password]`.
 fn parse_login(text: &str) -> Parsed<Login> {
     let (name, password) = text.split_once(':').map_or((text, None), |(name, password)| (name, Some(password)));
     let decoded = |text: &str| {
         percent_decode(text).ok_or_else(|| {
-            let fix = "write such characters as `%` and two hex digits (`%40` for `@`, `%2F` for `/`, `%25` for `%`), or \
+            let fix = "write these characters as `%` and two hex digits (`%40` for `@`, `%2F` for `/`, `%25` for `%`), or \
                        use `password_file`";
-            ("the login in the URL has characters that can not stand there".to_owned(), fix.to_owned())
+            ("the user name or password in the URL has characters that must be percent-encoded".to_owned(), fix.to_owned())
         })
     };
-    let some = |text: String| Some(text).filter(|text| !text.is_empty());
-    Ok((some(decoded(name)?), some(decoded(password.unwrap_or_default())?)))
+    let non_empty = |text: String| Some(text).filter(|text| !text.is_empty());
+    Ok((non_empty(decoded(name)?), non_empty(decoded(password.unwrap_or_default())?)))
 }
 
-/// Without its percent-encoding; `None` where something is not encoded that has to be, or is no text.
+/// Decodes percent-encoding. `None` if a reserved character is not encoded, or the result is not UTF-8.
 fn percent_decode(text: &str) -> Option<String> {
     if text.contains(['@', '/', '?', '#', '[', ']', ' ']) {
         return None;
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_none_is_refused_and_no_login_repeated() {
+    fn invalid_urls_are_rejected_without_repeating_the_password() {
         for url in [
             "",
             "127.0.0.1:6379",

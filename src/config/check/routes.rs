@@ -1,4 +1,7 @@
-//! The routes: which requests each takes, where they go, and which rules hold them.
+//! `[[routes]]`: which requests each route matches, where they are forwarded, and which rules limit them.
+//!
+//! The most specific matching route wins, and among equally specific routes the first in the file. A route is unreachable if
+//! earlier routes match the same requests.
 
 use toml::de::DeValue;
 
@@ -17,7 +20,7 @@ use transom_limiter::rule::{Cost, Rule};
 
 type Rules = Definitions<(Rule, RuleResponses)>;
 
-/// By which schemes requests can come.
+/// The schemes that requests can have.
 #[derive(Clone, Copy)]
 pub struct Schemes {
     pub http: bool,
@@ -43,14 +46,14 @@ pub fn read_routes(
         let fix = "write `[[routes]]`, then its `path` and its `upstream`";
         report.missing(item.key_span, "there are no routes", fix);
     }
-    let mut drafts: Vec<ParsedRoute> = Vec::new();
+    let mut routes: Vec<ParsedRoute> = Vec::new();
     for item in items {
         let fix = "write `[[routes]]`, then its `path` and its `upstream`, each on a line";
         let Some(table) = item.table("`[[routes]]`", fix, report) else { continue };
-        drafts.push(read_route(table, reading, upstreams, rules, timeouts, schemes, report));
+        routes.push(read_route(table, reading, upstreams, rules, timeouts, schemes, report));
     }
-    report_unreachable(&drafts, report);
-    assign_names(drafts, report)
+    report_unreachable(&routes, report);
+    assign_names(routes, report)
 }
 
 fn read_route(
@@ -81,7 +84,7 @@ fn read_route(
     let names = table.get("rules");
     let cost = table.get("cost");
     let websocket = table.get("websocket").and_then(|item| item.boolean(report)).unwrap_or(true);
-    let misspelt = table.finish(report);
+    let misspelled = table.finish(report);
 
     let named = name.as_ref().map(|item| item.span.clone());
     let name = name.and_then(|item| self::read_name(&item, report));
@@ -99,7 +102,7 @@ fn read_route(
     ParsedRoute {
         name_span: named.filter(|_| name.is_some()),
         span,
-        is_complete: certain && path.is_some() && misspelt.is_empty(),
+        is_complete: certain && path.is_some() && misspelled.is_empty(),
         route: Route {
             name: name.unwrap_or_default(),
             hosts: hosts.unwrap_or_default(),
@@ -116,16 +119,16 @@ fn read_route(
     }
 }
 
-/// Whether a route is for https; no route can be for a scheme that no request comes by.
+/// Reads whether a route is for `https`. Reports a scheme that no request can have.
 fn read_scheme(item: &Item, schemes: Schemes, report: &mut Report) -> Option<bool> {
     let secure = item.choice(&[("http", false), ("https", true)], report)?;
     let (message, fix) = match secure {
         true if !schemes.https => (
-            "this route can never match: no request comes by https without `[listen.https]` or `trusted_proxies`",
-            "add `[listen.https]`, or `trusted_proxies` if a proxy in front ends TLS; or remove `scheme`",
+            "this route can never match: requests use https only with `[listen.https]` or `trusted_proxies`",
+            "add `[listen.https]`, or `trusted_proxies` if a proxy in front terminates TLS; or remove `scheme`",
         ),
         false if !schemes.http => (
-            "this route can never match: no request comes by http without `http` in `[listen]` or `trusted_proxies`",
+            "this route can never match: requests use http only with `http` in `[listen]` or `trusted_proxies`",
             "add `http` to `[listen]`, or remove the route",
         ),
         secure => return Some(secure),
@@ -134,16 +137,16 @@ fn read_scheme(item: &Item, schemes: Schemes, report: &mut Report) -> Option<boo
     Some(secure)
 }
 
-/// A route that answers by itself has no upstream.
+/// Reports the upstream of a route with a `redirect` or `respond`, which forwards nothing.
 fn report_unused_upstream<'d>(item: Option<Item<'d>>, report: &mut Report) -> Option<Item<'d>> {
     if let Some(item) = item {
-        let message = "`upstream` has no effect: the route answers by itself";
-        report.missing(item.key_span, message, "remove it, or what the route answers");
+        let message = "`upstream` has no effect: the route has `redirect` or `respond`";
+        report.missing(item.key_span, message, "remove it, or remove `redirect` or `respond`");
     }
     None
 }
 
-/// An upstream that there is, to show how to name one.
+/// The name of the first upstream, as an example in a fix.
 fn example_upstream(upstreams: &Definitions<Upstream>) -> &str {
     upstreams.entries.first().map_or("NAME", |entry| entry.name.as_str())
 }
@@ -159,19 +162,19 @@ fn read_name(item: &Item, report: &mut Report) -> Option<String> {
     let word = item.string("\"login\"", report)?;
     if word.text.is_empty() || word.text.chars().count() > 128 || word.text.contains(char::is_control) {
         let message = format!("{} cannot be the name of a route", quoted(word.text));
-        report.problem(word.span, message, "write from 1 to 128 characters on one line, or leave it out");
+        report.problem(word.span, message, "write from 1 to 128 characters on one line, or remove it");
         return None;
     }
     Some(word.text.to_owned())
 }
 
-/// The positions of the rules that a route names.
+/// Reads the rules that a route names, as indices.
 fn read_rule_names(item: &Item, path: Option<&PathPattern>, rules: &Rules, report: &mut Report) -> Option<Vec<usize>> {
     let words = item.strings("[]", report)?;
     let mut found = Vec::new();
     for (i, word) in words.iter().enumerate() {
         if words[..i].iter().any(|other| other.text == word.text) {
-            report.problem(word.span.clone(), format!("{} is there twice", quoted(word.text)), "remove it");
+            report.problem(word.span.clone(), format!("{} is listed twice", quoted(word.text)), "remove it");
             continue;
         }
         let Some(position) = rules.find("rule", word.text, word.span.clone(), report) else { continue };
@@ -183,7 +186,7 @@ fn read_rule_names(item: &Item, path: Option<&PathPattern>, rules: &Rules, repor
     Some(found)
 }
 
-/// What a request costs on a route, under those of its rules that have a fixed cost.
+/// Reads the cost of a request on a route. It replaces the cost of those rules of the route that have a fixed cost.
 fn read_route_cost(item: &Item, used: &[usize], rules: &Rules, report: &mut Report) -> Option<u32> {
     let cost = item.integer(0..=u64::from(u32::MAX), report).and_then(|cost| u32::try_from(cost).ok())?;
     let fixed = used.iter().map(|rule| &rules.entries[*rule].value.0);
@@ -197,7 +200,7 @@ fn read_route_cost(item: &Item, used: &[usize], rules: &Rules, report: &mut Repo
     Some(cost)
 }
 
-/// A rule that counts by a parameter is told what to do where a path has none.
+/// Reports a rule that counts by a path parameter that the route does not have, unless the rule has `on_missing_key`.
 fn check_params(word: &SpannedStr, path: &PathPattern, rule: &Rule, report: &mut Report) {
     let has = |name: &str| {
         path.segments.iter().any(|segment| match segment {
@@ -211,7 +214,7 @@ fn check_params(word: &SpannedStr, path: &PathPattern, rule: &Rule, report: &mut
     });
     if let (Some(name), OnMissing::Never) = (lacking, &rule.on_missing) {
         let message = format!(
-            "the rule {} counts by `param:{name}`, and the path {} has no `{{{name}}}`",
+            "the rule {} counts by `param:{name}`, but the path {} has no `{{{name}}}`",
             quoted(word.text),
             quoted(&path.text)
         );
@@ -220,42 +223,42 @@ fn check_params(word: &SpannedStr, path: &PathPattern, rule: &Rule, report: &mut
     }
 }
 
-/// A route as far as it could be read.
-pub struct ParsedRoute {
-    pub route: Route,
-    /// Of its name, if it has one of its own.
-    pub name_span: Option<Span>,
-    /// Of the path, or else of the header.
-    pub span: Span,
-    /// Whether all that decides which requests it takes could be read.
-    pub is_complete: bool,
+/// A route that was read, with the positions that problems refer to. Invalid settings have defaults.
+struct ParsedRoute {
+    route: Route,
+    /// The position of the configured name, if the route has one.
+    name_span: Option<Span>,
+    /// The position of the path, or of the table if there is no path.
+    span: Span,
+    /// Whether all settings that requests are matched by are valid.
+    is_complete: bool,
 }
 
-/// Reports the routes that others leave nothing to. Only equals are compared: a route that asks
-/// for less than another never takes everything from it, for it is less specific.
-pub fn report_unreachable(drafts: &[ParsedRoute], report: &mut Report) {
+/// Reports routes that earlier routes make unreachable. Only routes with the same path shape, headers and scheme are
+/// compared: a route with fewer conditions is less specific, so it never makes another unreachable.
+fn report_unreachable(routes: &[ParsedRoute], report: &mut Report) {
     let mut earlier: HashMap<_, Vec<&ParsedRoute>> = HashMap::new();
-    for draft in drafts.iter().filter(|draft| draft.is_complete) {
+    for route in routes.iter().filter(|route| route.is_complete) {
         let before =
-            earlier.entry((path_shape(&draft.route), sorted_headers(&draft.route), draft.route.secure)).or_default();
-        if let Some(lines) = covering_lines(&draft.route, before, report) {
+            earlier.entry((path_shape(&route.route), sorted_headers(&route.route), route.route.secure)).or_default();
+        if let Some(lines) = covering_lines(&route.route, before, report) {
             let message = match lines.as_slice() {
-                [line] => format!("this route can never match: the route on line `{line}` takes all its requests"),
+                [line] => format!("this route can never match: the route on line `{line}` matches all its requests"),
                 lines => {
                     let lines: Vec<String> = lines.iter().map(usize::to_string).collect();
                     let lines = quoted_list(lines.iter().map(String::as_str), "and");
-                    format!("this route can never match: the routes on lines {lines} take all its requests")
+                    format!("this route can never match: the routes on lines {lines} match all its requests")
                 }
             };
-            let fix = "remove one of them, or tell them apart by `path`, `host`, `scheme`, `methods` or `headers`";
-            report.missing(draft.span.clone(), message, fix);
+            let fix = "remove one of them, or distinguish them by `path`, `host`, `scheme`, `methods` or `headers`";
+            report.missing(route.span.clone(), message, fix);
         }
-        before.push(draft);
+        before.push(route);
     }
 }
 
-/// The lines of the routes that take all requests of another, of equal path and fields: for each
-/// of its hosts and methods the first that asks for both.
+/// The lines of the earlier routes that match all requests of `route`: for each of its hosts and methods, the first earlier
+/// route with both. `None` if there is a combination that no earlier route matches.
 fn covering_lines(route: &Route, before: &[&ParsedRoute], report: &Report) -> Option<Vec<usize>> {
     let mut lines = Vec::new();
     for host in values_or_any(&route.hosts) {
@@ -272,13 +275,13 @@ fn covering_lines(route: &Route, before: &[&ParsedRoute], report: &Report) -> Op
     Some(lines)
 }
 
-/// The values of a list; `None`, for any, where it is empty.
+/// The values of a list, or a single `None` for any value if the list is empty.
 fn values_or_any(values: &[String]) -> impl Iterator<Item = Option<&str>> {
     let any = values.is_empty().then_some(None);
     values.iter().map(|value| Some(value.as_str())).chain(any)
 }
 
-/// The path without the names of its parameters.
+/// The segments of a path, without the names of parameters.
 fn path_shape(route: &Route) -> Vec<(&str, bool)> {
     let mut shape = Vec::new();
     for segment in &route.path.segments {
@@ -297,37 +300,38 @@ fn sorted_headers(route: &Route) -> Vec<&(String, Option<String>)> {
     fields
 }
 
-/// Gives a name to each route that has none, and reports those that share one.
-pub fn assign_names(drafts: Vec<ParsedRoute>, report: &mut Report) -> Vec<Route> {
+/// Gives a name to each route that has none, and reports configured names that are not unique.
+fn assign_names(routes: Vec<ParsedRoute>, report: &mut Report) -> Vec<Route> {
     let mut explicit: HashMap<&str, usize> = HashMap::new();
-    for draft in &drafts {
-        let Some(span) = &draft.name_span else { continue };
+    for route in &routes {
+        let Some(span) = &route.name_span else { continue };
         let line = report.line(span.start);
-        if let Some(other) = explicit.insert(&draft.route.name, line) {
-            let message = format!("the route {} has its name on line `{other}` already", quoted(&draft.route.name));
+        if let Some(other) = explicit.insert(&route.route.name, line) {
+            let message =
+                format!("the name {} is already used by the route on line `{other}`", quoted(&route.route.name));
             report.problem(span.clone(), message, "give one of the two another name");
         }
     }
-    // How much of itself each route tells; more, step by step, while two would be called alike.
-    let mut levels = vec![0; drafts.len()];
-    let name = |i: usize, level: usize| match drafts[i].name_span {
-        Some(_) => drafts[i].route.name.clone(),
-        None => default_name(&drafts[i].route, i, level),
+    // The level of detail of each default name. It rises step by step while two routes have the same name.
+    let mut levels = vec![0; routes.len()];
+    let name = |i: usize, level: usize| match routes[i].name_span {
+        Some(_) => routes[i].route.name.clone(),
+        None => default_name(&routes[i].route, i, level),
     };
     for level in 0..NAME_LEVELS {
-        let names: Vec<String> = (0..drafts.len()).map(|i| name(i, levels[i])).collect();
+        let names: Vec<String> = (0..routes.len()).map(|i| name(i, levels[i])).collect();
         let mut count: HashMap<&str, usize> = HashMap::new();
         for name in &names {
             *count.entry(name).or_default() += 1;
         }
-        for i in 0..drafts.len() {
+        for i in 0..routes.len() {
             if count[names[i].as_str()] > 1 {
                 levels[i] = level + 1;
             }
         }
     }
-    let names: Vec<String> = (0..drafts.len()).map(|i| name(i, levels[i])).collect();
-    drafts.into_iter().zip(names).map(|(draft, name)| Route { name, ..draft.route }).collect()
+    let names: Vec<String> = (0..routes.len()).map(|i| name(i, levels[i])).collect();
+    routes.into_iter().zip(names).map(|(route, name)| Route { name, ..route.route }).collect()
 }
 
 const NAME_LEVELS: usize = 4;
@@ -347,7 +351,7 @@ fn default_name(route: &Route, position: usize, level: usize) -> String {
             name = format!("{name} {field}={}", value.as_deref().unwrap_or("*"));
         }
     }
-    // An explicit name, or a value with blanks in it, may still spell the same.
+    // A configured name, or a header value with spaces, may still equal the default name.
     if level >= NAME_LEVELS {
         name = format!("{name} #{}", position + 1);
     }

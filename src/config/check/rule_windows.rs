@@ -1,8 +1,8 @@
-//! The layers of a rule: so much per window, each in a period of its own.
+//! The layers of a rule: a limit and its windows, as a string such as `33/minute` or as a table.
 //!
-//! A layer that a shorter one keeps from ever being met is not a problem: 2000 an hour beside 33 a
-//! minute means what it says, and starts to matter on the day the other limit is raised; `outlook`
-//! tells of it. The other way round it is a mistake: beside 33 an hour, nobody means 2000 a minute.
+//! A layer with longer windows may be unreachable because of one with shorter windows: 2000 an hour is never reached beside 33 a
+//! minute, but takes effect once the other limit is raised. That is a note of `lint`, not a problem. The reverse is a problem:
+//! 2000 a minute beside 33 an hour is a mistake.
 
 use toml::de::DeValue;
 
@@ -18,7 +18,7 @@ const EXAMPLE: &str = "[\"2000/hour\", \"33/minute\"]";
 
 const PERIODS: [&str; 6] = ["second", "minute", "hour", "day", "week", "month"];
 
-/// The layers in the order of the file.
+/// Reads the list `windows`, in the order of the file.
 pub fn read_layers(item: &Item, report: &mut Report) -> Vec<Limit> {
     if let DeValue::String(text) = item.value {
         let fix = item.fix_with(&format!("[\"{}\"]", text.trim()));
@@ -40,19 +40,19 @@ pub fn read_layers(item: &Item, report: &mut Report) -> Vec<Limit> {
     found
 }
 
-/// What is wrong with two layers that have the same windows, or would have the same name.
+/// The message and the fix for two layers that have the same windows, or the same name in responses.
 fn find_conflict(limit: &Limit, other: &Limit) -> Option<(String, String)> {
     let (text, other_text) = (&limit.period_text, &other.period_text);
     if limit.windows == other.windows {
         let message = match text == other_text {
-            true => format!("`{text}` has a limit already, with the same windows"),
-            false => format!("`{text}` is the same period as `{other_text}`, which has a limit already"),
+            true => format!("`{text}` already has a limit with the same windows"),
+            false => format!("`{text}` is the same period as `{other_text}`, which already has a limit"),
         };
         return Some((message, String::from("keep the smaller limit of the two")));
     }
     (text == other_text).then(|| {
-        let message = format!("answers would call two layers of the rule by the same period, `{text}`");
-        let fix = "make it a rule of its own, or write the period in other words, as `24h` for `day`";
+        let message = format!("two layers of the rule have the same name in responses, because of the period `{text}`");
+        let fix = "move one to a rule of its own, or write its period differently, such as `24h` for `day`";
         (message, fix.to_owned())
     })
 }
@@ -62,7 +62,7 @@ fn read_layer(item: &Item, report: &mut Report) -> Option<Limit> {
         DeValue::String(text) => match Limit::parse(text) {
             Ok(limit) => Some(limit),
             Err(error) => {
-                report.problem(item.span.clone(), format!("{} is no limit", quoted(text)), limit_fix(text, error));
+                report.problem(item.span.clone(), format!("{} is not a limit", quoted(text)), limit_fix(text, error));
                 None
             }
         },
@@ -71,46 +71,46 @@ fn read_layer(item: &Item, report: &mut Report) -> Option<Limit> {
             let fix = format!("write `\"{}/minute\"`, if minutes are meant", report.source(item.span.clone()));
             item.wrong_type("a limit", &fix, report)
         }
-        _ => item.wrong_type("a limit", &format!("write such as `windows = {EXAMPLE}`"), report),
+        _ => item.wrong_type("a limit", &format!("write, for example, `windows = {EXAMPLE}`"), report),
     }
 }
 
-/// Whether what a layer lets through is all that the others of a rule ever count. Refusals that count
-/// use up the others, answers may cost more than a window has, and who waits gives up what is left.
+/// Whether the usage of one layer bounds the usage of the others. It does not if refused requests are counted, if the cost of a
+/// response can exceed a limit, or if requests are delayed, because a delayed request is charged to a later window.
 pub fn layers_are_comparable(rule: &Rule) -> bool {
     !rule.count_refused && !rule.delays() && !matches!(rule.cost, Cost::Response { .. })
 }
 
-/// Reports layers that are larger than one with longer windows, so that they never refuse anything.
+/// Reports layers that never refuse a request, because a layer with longer windows has a smaller limit.
 pub fn report_unreachable_layers(item: &Item, layers: &[Limit], report: &mut Report) {
-    // What could not be read is not among the layers.
+    // Invalid items are not among the layers, so the two lists may differ in length.
     let items = if layers.len() < 2 { None } else { item.list(EXAMPLE, report) };
     let Some(items) = items.filter(|items| items.len() == layers.len()) else { return };
     for (item, limit) in items.iter().zip(layers) {
-        let longer =
+        let is_longer =
             |other: &&Limit| match (burst_bound::lengths_ms(&limit.windows), burst_bound::lengths_ms(&other.windows)) {
                 (Some((_, longest_ms)), Some((shortest_ms, _))) => longest_ms < shortest_ms,
                 _ => false,
             };
-        let smaller = |other: &&Limit| {
+        let is_smaller = |other: &&Limit| {
             burst_bound::max_in_window(other, limit).is_some_and(|most| most < u64::from(limit.tokens))
         };
-        if let Some(other) = layers.iter().filter(longer).find(smaller) {
+        if let Some(other) = layers.iter().filter(is_longer).find(is_smaller) {
             let most = burst_bound::max_in_window(other, limit).unwrap_or(0);
             let message = format!(
-                "`{}` per `{}` can never be reached: `{}` per `{}` lets at most `{most}` through in that time",
+                "`{}` per `{}` can never be reached: `{}` per `{}` admits at most `{most}` in that time",
                 limit.tokens, limit.period_text, other.tokens, other.period_text
             );
-            let fix = format!("remove it, or write less than `{most}`; or are the two periods mixed up?");
+            let fix = format!("remove it, or write less than `{most}`; check that the two periods are not swapped");
             report.problem(item.span.clone(), message, fix);
         }
     }
 }
 
-/// What to write instead of a text that is no limit.
+/// The fix for a text that is not a limit.
 fn limit_fix(text: &str, error: LimitError) -> String {
     let plain: String = text.split_whitespace().collect();
-    // ASCII letters alone change, so places are the same in both.
+    // Only ASCII letters change, so byte positions are the same in both.
     let lower = plain.to_ascii_lowercase();
     let separator = lower.find('/').map(|at| at..at + 1).or(lower.find("per").map(|at| at..at + 3));
     let (amount, period) = match &separator {
@@ -126,7 +126,7 @@ fn limit_fix(text: &str, error: LimitError) -> String {
     }
 }
 
-/// The number of tokens that was likely meant: `2k` is 2000, `1.5M` is 1500000, `33r` (as in nginx) is 33. `None` where a unit
+/// The number of tokens that is most likely intended: `2k` is 2000, `1.5M` is 1500000, `33r` (as in nginx) is 33. `None` where a unit
 /// is unknown, because dropping the unit would change the limit. A small `m` is ambiguous: nginx writes `30r/m` for minutes.
 fn guess_tokens(text: &str) -> Option<u64> {
     let unit_at = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
@@ -149,7 +149,7 @@ fn guess_tokens(text: &str) -> Option<u64> {
     whole.parse::<u64>().ok()?.checked_mul(factor)?.checked_add(fraction)
 }
 
-/// The period that was likely meant by something that is none.
+/// The valid period that is most likely intended by an invalid one.
 pub fn guess_period(text: &str) -> Option<String> {
     let plain: String = text.to_lowercase().split_whitespace().collect();
     let unit = plain.trim_start_matches(|c: char| c.is_ascii_digit());
@@ -173,8 +173,8 @@ pub fn guess_period(text: &str) -> Option<String> {
     Period::parse(&meant).is_ok().then_some(meant)
 }
 
-/// How far into the future a counter may owe: ten years.
-const AHEAD_MAX_MS: u64 = 3653 * 24 * 60 * 60 * 1000;
+/// The longest time in which later windows pay off a debt: ten years.
+const DEBT_MAX_MS: u64 = 3653 * 24 * 60 * 60 * 1000;
 
 const STARTS: &str = "write `\"epoch\"`, `\"random\"`, `\"first-request\"`, or a time such as `2024-01-01T09:00:00Z`";
 
@@ -182,13 +182,13 @@ const STARTS: &str = "write `\"epoch\"`, `\"random\"`, `\"first-request\"`, or a
 #[derive(Clone, Copy, PartialEq)]
 enum WindowStart {
     Epoch,
-    /// At this time, Unix milliseconds, and every period before and after it.
+    /// At this time in Unix milliseconds, and at every whole period before and after it.
     At(i64),
     Random,
     FirstRequest,
 }
 
-/// What of a table is still to be weighed once the limit is known.
+/// The settings of a window table that are checked against the limit and the windows.
 struct OptionalSettings<'d> {
     capacity: Option<Item<'d>>,
     reserve: Option<Item<'d>>,
@@ -220,7 +220,7 @@ pub fn read_window_table(item: &Item, report: &mut Report) -> Option<Limit> {
                 Some(meant) => format!("write `period = \"{meant}\"`"),
                 None => error.to_string(),
             };
-            report.problem(period.span, format!("{} is no period", quoted(period.text)), fix);
+            report.problem(period.span, format!("{} is not a period", quoted(period.text)), fix);
             return None;
         }
     };
@@ -229,13 +229,14 @@ pub fn read_window_table(item: &Item, report: &mut Report) -> Option<Limit> {
         (WindowStart::Epoch, Some((_, zone))) => windows_in_zone(&period, &zone?, report)?,
         (start, None) => windows_from_start(start, &period, start_span.unwrap_or(period.span.clone()), report)?,
         (_, Some((zone_key, _))) => {
-            let message = "with `timezone`, windows start at midnight there, and `start` says otherwise";
-            report.problem(zone_key, message, "remove `timezone`, or remove `start`");
+            let message =
+                "`timezone` and `start` are both given: with `timezone`, windows start at midnight in that zone";
+            report.problem(zone_key, message, "keep one of the two");
             return None;
         }
     };
-    let floats = matches!(limit.windows, Windows::FirstRequest { .. });
-    extras.read(&mut limit, floats, report);
+    let is_first_request = matches!(limit.windows, Windows::FirstRequest { .. });
+    extras.read(&mut limit, is_first_request, report);
     Some(limit)
 }
 
@@ -260,26 +261,26 @@ fn read_start(item: &Item, report: &mut Report) -> Option<WindowStart> {
     }
 }
 
-/// A time of RFC 3339.
+/// Reads a time in RFC 3339 format.
 fn read_start_time(item: &Item, text: &str, report: &mut Report) -> Option<WindowStart> {
     if let Ok(time) = text.parse::<jiff::Timestamp>() {
         return Some(WindowStart::At(time.as_millisecond()));
     }
     let (message, fix) = if [text, text.trim()].iter().any(|text| format!("{text}Z").parse::<jiff::Timestamp>().is_ok())
     {
-        let message = format!("`start = {}` does not say in which offset from UTC", report.source(item.span.clone()));
+        let message = format!("`start = {}` has no offset from UTC", report.source(item.span.clone()));
         (message, format!("write `{}Z`, or the offset, such as `{}+01:00`", text.trim(), text.trim()))
     } else if text.parse::<jiff::civil::Date>().is_ok() {
-        let message = format!("`start = {}` says no time of the day", report.source(item.span.clone()));
+        let message = format!("`start = {}` has no time of day", report.source(item.span.clone()));
         (message, format!("write `{text}T00:00:00Z`"))
     } else {
-        (format!("{} is no time", quoted(text)), String::from("write such as `2024-01-01T09:00:00Z`"))
+        (format!("{} is not a time", quoted(text)), String::from("write, for example, `2024-01-01T09:00:00Z`"))
     };
     report.problem(item.span.clone(), message, fix);
     None
 }
 
-/// Windows of a period that start elsewhere than at the epoch.
+/// The windows of a period with a `start` other than the epoch.
 fn windows_from_start(
     start: WindowStart,
     period: &SpannedStr,
@@ -287,7 +288,7 @@ fn windows_from_start(
     report: &mut Report,
 ) -> Option<Windows> {
     let Ok(Period::Fixed { ms: period_ms }) = Period::parse(period.text) else {
-        let message = "a `month` starts with the first of the month, and `start` says otherwise";
+        let message = "`start` cannot be combined with `month`, which starts on the first day of the month";
         report.problem(span, message, "remove `start`, or write a period of days, such as `period = \"30d\"`");
         return None;
     };
@@ -295,7 +296,7 @@ fn windows_from_start(
         WindowStart::Random => Windows::Random { period_ms },
         WindowStart::FirstRequest => Windows::FirstRequest { period_ms },
         WindowStart::Epoch => Windows::Even { period_ms, offset_ms: 0 },
-        // Only where in its period it lies matters: equal grids are the same windows.
+        // The offset in the period is enough: start times that are whole periods apart give the same windows.
         WindowStart::At(ms) => Windows::Even { period_ms, offset_ms: ms.rem_euclid(period_ms as i64) as u64 },
     })
 }
@@ -304,12 +305,10 @@ fn windows_in_zone(period: &SpannedStr, zone: &SpannedStr, report: &mut Report) 
     if calendar_windows::PERIODS.contains(&period.text) {
         return calendar_windows::windows_in_zone(period.text, zone, report);
     }
-    let message = format!(
-        "`timezone` says when a `day`, a `week` or a `month` begins, and the period is {}",
-        quoted(period.text)
-    );
-    let word = |text: &str| Period::parse(period.text) == Period::parse(text);
-    let fix = match calendar_windows::PERIODS.into_iter().find(|text| word(text)) {
+    let message =
+        format!("`timezone` needs the period `day`, `week` or `month`, and the period is {}", quoted(period.text));
+    let is_same = |text: &str| Period::parse(period.text) == Period::parse(text);
+    let fix = match calendar_windows::PERIODS.into_iter().find(|text| is_same(text)) {
         Some(calendar) => format!("write `period = \"{calendar}\"`"),
         None => format!("remove `timezone`, or write {}", quoted_list(calendar_windows::PERIODS, "or")),
     };
@@ -318,61 +317,62 @@ fn windows_in_zone(period: &SpannedStr, zone: &SpannedStr, report: &mut Report) 
 }
 
 impl OptionalSettings<'_> {
-    fn read(self, limit: &mut Limit, floats: bool, report: &mut Report) {
+    fn read(self, limit: &mut Limit, is_first_request: bool, report: &mut Report) {
         let number = |item: &Option<Item>, range: std::ops::RangeInclusive<u64>, report: &mut Report| {
             let number = item.as_ref().and_then(|item| item.integer(range, report));
             number.and_then(|number| u32::try_from(number).ok())
         };
-        let most = u64::from(u32::MAX);
-        let capacity = number(&self.capacity, 1..=most, report);
-        limit.reserve = number(&self.reserve, 0..=most, report).unwrap_or(0);
+        let max = u64::from(u32::MAX);
+        let capacity = number(&self.capacity, 1..=max, report);
+        limit.reserve = number(&self.reserve, 0..=max, report).unwrap_or(0);
         limit.shards = number(&self.shards, 1..=u64::from(SHARDS_MAX), report).unwrap_or(1);
         if let (Some(capacity), Some(item)) = (capacity, &self.capacity) {
             if capacity < limit.tokens {
-                let message =
-                    format!("a window grants `{}`, and `capacity` has room for `{capacity}` only", limit.tokens);
-                let fix = format!("write a capacity of at least `{}`, or leave it out", limit.tokens);
+                let message = format!("`capacity` is `{capacity}`, which is less than the limit, `{}`", limit.tokens);
+                let fix = format!("write a capacity of at least `{}`, or remove it", limit.tokens);
                 report.problem(item.span.clone(), message, fix);
             }
             limit.capacity = capacity.max(limit.tokens);
         }
-        self.check_shards(limit, floats, report);
+        self.check_shards(limit, is_first_request, report);
         self.check_debt(limit, report);
     }
 
-    /// Shards have their part of a plain window, and know nothing of the windows beside it.
-    fn check_shards(&self, limit: &Limit, floats: bool, report: &mut Report) {
+    /// A shard counts its part of one window without knowledge of earlier windows, so shards exclude settings that carry tokens
+    /// over.
+    fn check_shards(&self, limit: &Limit, is_first_request: bool, report: &mut Report) {
         let Some(item) = self.shards.as_ref().filter(|_| limit.shards > 1) else { return };
         if limit.shards > limit.tokens {
-            let message = format!("`{}` shards share a limit of `{}`", limit.shards, limit.tokens);
+            let message =
+                format!("there are more shards, `{}`, than the limit has tokens, `{}`", limit.shards, limit.tokens);
             report.problem(item.span.clone(), message, format!("write at most `{}`", limit.tokens));
         }
         let other = match () {
             () if limit.capacity > limit.tokens => "`capacity`",
             () if limit.reserve > 0 => "`reserve`",
-            () if floats => "`start = \"first-request\"`",
+            () if is_first_request => "`start = \"first-request\"`",
             () => return,
         };
-        let message = format!("`shards` are for windows that stand for themselves, and {other} ties them together");
+        let message = format!("`shards` cannot be combined with {other}");
         report.problem(item.key_span.clone(), message, format!("remove `shards`, or remove {other}"));
     }
 
-    /// A counter names the window that will have paid what it owes.
+    /// A counter stores the number of the window that pays off its debt, which bounds `capacity` and `reserve`.
     fn check_debt(&self, limit: &Limit, report: &mut Report) {
         let Some(item) = self.reserve.as_ref().filter(|_| limit.reserve > 0).or(self.capacity.as_ref()) else { return };
-        let owed = u64::from(limit.capacity) + u64::from(limit.reserve);
-        // An empty calendar is one of days, weeks or months that is still to be made.
-        let usual_ms = match &limit.windows {
+        let debt = u64::from(limit.capacity) + u64::from(limit.reserve);
+        // The calendars of days, weeks and months in a time zone are still empty here: see `fill_calendars`.
+        let period_ms = match &limit.windows {
             Windows::Calendar(_) if limit.period_text == "day" => 24 * 60 * 60 * 1000,
             Windows::Calendar(_) if limit.period_text == "week" => 7 * 24 * 60 * 60 * 1000,
             Windows::Calendar(_) => 31 * 24 * 60 * 60 * 1000,
             windows => windows.typical_ms(),
         };
-        let windows = owed.div_ceil(u64::from(limit.tokens));
-        if windows.saturating_mul(usual_ms) > AHEAD_MAX_MS {
-            let most = (AHEAD_MAX_MS / usual_ms).saturating_mul(u64::from(limit.tokens));
+        let windows = debt.div_ceil(u64::from(limit.tokens));
+        if windows.saturating_mul(period_ms) > DEBT_MAX_MS {
+            let most = (DEBT_MAX_MS / period_ms).saturating_mul(u64::from(limit.tokens));
             let message = format!(
-                "a limit of `{}` would pay `{owed}` tokens only after `{windows}` windows, more than ten years ahead",
+                "a limit of `{}` pays off `{debt}` tokens in `{windows}` windows, which is more than ten years",
                 limit.tokens
             );
             let fix = format!("write less: `capacity` and `reserve` together at most `{most}`, or a higher limit");
@@ -386,7 +386,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_meant_is_guessed() {
+    fn the_intended_limit_is_suggested() {
         for (text, meant) in [
             ("33 / minute", "write `\"33/minute\"`"),
             ("33 per minute", "write `\"33/minute\"`"),

@@ -1,7 +1,6 @@
-//! A rule: who is counted, in which layers, and what happens at the limit.
+//! `[rules.NAME]`: the key that a rule counts by, its layers, its cost, and what happens at the limit.
 //!
-//! What a single rule says is checked here; whether its key exists on the routes that use it is seen
-//! only there (`routes`).
+//! This file checks each rule by itself. `routes` checks that the key of a rule exists on the routes that use the rule.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -21,11 +20,11 @@ use transom_limiter::key::OnMissing;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, OnLimit, Rule};
 
-/// How many requests may wait because of a rule that does not say.
-const WAITING: u32 = 1000;
-const WAITING_MAX: u64 = 1_000_000;
+/// The default of `max_waiting`: requests that one rule may delay at a time.
+const MAX_WAITING_DEFAULT: u32 = 1000;
+const MAX_WAITING_MAX: u64 = 1_000_000;
 
-/// What answers show of a rule.
+/// How a rule appears in responses.
 pub struct RuleResponses {
     pub fields: RateLimitStyle,
     pub refusal: RefusalResponse,
@@ -35,29 +34,29 @@ pub fn read_rules(
     item: Option<Item>,
     fields: RateLimitStyle,
     certs: ClientCerts,
-    usual: DefaultSharing,
+    default_sharing: DefaultSharing,
     report: &mut Report,
 ) -> Definitions<(Rule, RuleResponses)> {
     let rules = Definitions::read(item, report, |name, table, report| {
-        // Stands in for a rule that cannot be read; it asks for nothing, so no problem follows.
+        // The placeholder for an invalid rule. It has no key and no layers, so it causes no further problems.
         let mut rule = Rule::new(name, Vec::new(), OnMissing::Skip, Vec::new());
-        let mut looks = RuleResponses { fields, refusal: RefusalResponse::default() };
+        let mut responses = RuleResponses { fields, refusal: RefusalResponse::default() };
         if let Some(table) = table {
-            read_rule(&mut rule, &mut looks, table, certs, usual, report);
+            read_rule(&mut rule, &mut responses, table, certs, default_sharing, report);
         }
-        (rule, looks)
+        (rule, responses)
     });
     report_equal_layer_names(&rules, report);
     rules
 }
 
-/// Fills in a rule, and what answers show of it.
+/// Reads the table of one rule into `rule` and `responses`.
 fn read_rule(
     rule: &mut Rule,
-    looks: &mut RuleResponses,
+    responses: &mut RuleResponses,
     mut table: Table,
     certs: ClientCerts,
-    usual: DefaultSharing,
+    default_sharing: DefaultSharing,
     report: &mut Report,
 ) {
     let key = key::KeySettings {
@@ -70,7 +69,7 @@ fn read_rule(
     };
     let windows = table.require("windows", "write `windows = [\"33/minute\"]`");
     let cost = table.get("cost");
-    let limits = LimitActionSettings {
+    let limit_action = LimitActionSettings {
         on_limit: table.get("on_limit"),
         delay: table.get("max_delay"),
         waiting: table.get("max_waiting"),
@@ -84,36 +83,36 @@ fn read_rule(
         exemptions: table.get("exemptions"),
     };
     let fields = table.get("headers").and_then(|item| item.choice(&HEADER_FORMATS, report));
-    table.suggest_for("mode", "shared", "did you mean `shared`? That is how it is called in a rule");
-    let misspelt = table.finish(report);
+    table.suggest_for("mode", "shared", "did you mean `shared`? In a rule, the setting has this name");
+    let misspelled = table.finish(report);
 
-    (rule.key, rule.on_missing) = key.read(misspelt.contains(&"on_missing_key"), report);
-    let shards = windows.as_ref().map(|item| item.span.clone());
+    (rule.key, rule.on_missing) = key.read(misspelled.contains(&"on_missing_key"), report);
+    let windows_span = windows.as_ref().map(|item| item.span.clone());
     rule.layers = windows.as_ref().map(|item| rule_windows::read_layers(item, report)).unwrap_or_default();
     exceptions.read(rule, report);
     rule.cost = cost.and_then(|item| read_cost(&item, rule, report)).unwrap_or(Cost::Fixed(1));
-    rule.on_limit = limits.read(misspelt.contains(&"max_delay"), report).unwrap_or(OnLimit::Refuse);
-    sharing.read(rule, usual, misspelt.contains(&"shared"), report);
+    rule.on_limit = limit_action.read(misspelled.contains(&"max_delay"), report).unwrap_or(OnLimit::Refuse);
+    sharing.read(rule, default_sharing, misspelled.contains(&"shared"), report);
     rule.count_refused = count_refused.and_then(|item| item.boolean(report)).unwrap_or(false);
-    if let (Some(span), true) = (shards, rule.variants().flatten().any(|limit| limit.shards > 1)) {
+    if let (Some(span), true) = (windows_span, rule.variants().flatten().any(|limit| limit.shards > 1)) {
         let other = match (&rule.cost, rule.on_limit) {
-            (Cost::Response { .. }, _) => Some("a cost that the answer tells"),
+            (Cost::Response { .. }, _) => Some("a cost from a response header"),
             (_, OnLimit::Delay { .. }) => Some("`on_limit = \"delay\"`"),
             _ => None,
         };
         if let Some(other) = other {
-            let message = format!("`shards` are for windows that stand for themselves, and {other} ties them together");
+            let message = format!("`shards` cannot be combined with {other}");
             report.problem(span, message, "remove `shards`");
         }
     }
     if let (Some(item), true) = (&windows, rule_windows::layers_are_comparable(rule)) {
         rule_windows::report_unreachable_layers(item, &rule.layers, report);
     }
-    looks.fields = fields.unwrap_or(looks.fields);
-    looks.refusal = refusal.read(report);
+    responses.fields = fields.unwrap_or(responses.fields);
+    responses.refusal = refusal.read(report);
 }
 
-/// What a rule says about a request that finds a layer full.
+/// The settings for requests over the limit.
 struct LimitActionSettings<'d> {
     on_limit: Option<Item<'d>>,
     delay: Option<Item<'d>>,
@@ -121,23 +120,23 @@ struct LimitActionSettings<'d> {
 }
 
 impl LimitActionSettings<'_> {
-    /// `misspelt`: there is a setting that was probably meant to be `max_delay`.
-    fn read(self, misspelt: bool, report: &mut Report) -> Option<OnLimit> {
+    /// `misspelled` is true if an unknown setting was probably meant to be `max_delay`.
+    fn read(self, misspelled: bool, report: &mut Report) -> Option<OnLimit> {
         let two_seconds = Duration::from_secs(2);
         let delay_ms = self.delay.as_ref().map(|item| read_duration_ms(item, 1..=DAY_MS, two_seconds, report));
-        let waiting = self.waiting.as_ref().map(|item| item.integer(1..=WAITING_MAX, report));
-        // Stands for what the two other settings complete.
-        let delay = OnLimit::Delay { max_delay_ms: 0, max_waiting: WAITING };
+        let waiting = self.waiting.as_ref().map(|item| item.integer(1..=MAX_WAITING_MAX, report));
+        // `max_delay` and `max_waiting` complete this choice below.
+        let delay = OnLimit::Delay { max_delay_ms: 0, max_waiting: MAX_WAITING_DEFAULT };
         let words = [("refuse", OnLimit::Refuse), ("delay", delay), ("shadow", OnLimit::Shadow)];
         let chosen = match &self.on_limit {
             Some(item) => item.choice(&words, report)?,
             None => OnLimit::Refuse,
         };
-        let max_waiting = waiting.flatten().and_then(|most| u32::try_from(most).ok()).unwrap_or(WAITING);
+        let max_waiting = waiting.flatten().and_then(|most| u32::try_from(most).ok()).unwrap_or(MAX_WAITING_DEFAULT);
         match (chosen, &self.on_limit, delay_ms) {
             (OnLimit::Delay { .. }, Some(item), None) => {
-                if !misspelt {
-                    let message = "the rule does not say how long a request may wait";
+                if !misspelled {
+                    let message = "`on_limit = \"delay\"` needs `max_delay`, the longest time that a request may wait";
                     report.missing(item.span.clone(), message, "add `max_delay = \"2s\"`");
                 }
                 None
@@ -156,27 +155,27 @@ impl LimitActionSettings<'_> {
     }
 }
 
-/// Answers and metrics tell layers apart by their names alone.
+/// Reports two layers with the same name: responses and metrics distinguish layers by name only.
 fn report_equal_layer_names(rules: &Definitions<(Rule, RuleResponses)>, report: &mut Report) {
-    let mut taken: Vec<(String, &str)> = Vec::new();
+    let mut used: Vec<(String, &str)> = Vec::new();
     for entry in &rules.entries {
         let rule = &entry.value.0;
         let layers = rule.variants().flat_map(|layers| (0..layers.len()).map(move |layer| (layers, layer)));
         let names: BTreeSet<String> = layers.map(|(layers, layer)| rule.layer_name(layers, layer)).collect();
-        if let Some((name, other)) = taken.iter().find(|(name, _)| names.contains(name)) {
+        if let Some((name, other)) = used.iter().find(|(name, _)| names.contains(name)) {
             let message = format!(
-                "answers would call two layers {}: one of the rule {}, one of the rule {}",
+                "two layers have the name {} in responses: one of the rule {}, one of the rule {}",
                 quoted(name),
                 quoted(other),
                 quoted(&rule.name)
             );
             report.problem(entry.span.clone(), message, "give one of the two rules another name");
         }
-        taken.extend(names.into_iter().map(|name| (name, entry.name.as_str())));
+        used.extend(names.into_iter().map(|name| (name, entry.name.as_str())));
     }
 }
 
-/// What a rule says about its refusals.
+/// The settings for the response to a refused request.
 struct RefusalSettings<'d> {
     status: Option<Item<'d>>,
     body: Option<Item<'d>>,
@@ -208,9 +207,9 @@ impl<'d> RefusalSettings<'d> {
 }
 
 const COST_MAX: u64 = u32::MAX as u64;
-const COST_FORMS: &str = "write a whole number, or such as `cost = { request-header = \"x-cost\" }`";
+const COST_FORMS: &str = "write a whole number, or a table such as `cost = { request-header = \"x-cost\" }`";
 
-/// Reads the cost of a rule whose layers are known: they are what it is paid from.
+/// Reads the cost of a rule. The layers of the rule must have been read, because they bound the cost.
 pub fn read_cost(item: &Item, rule: &Rule, report: &mut Report) -> Option<Cost> {
     let smallest = rule.variants().filter_map(smallest_capacity).min();
     match item.value {
@@ -231,12 +230,12 @@ pub fn read_cost(item: &Item, rule: &Rule, report: &mut Report) -> Option<Cost> 
     }
 }
 
-/// The most that any request can pay in all layers.
+/// The smallest capacity of the layers: a request of a higher cost is never admitted.
 pub fn smallest_capacity(layers: &[Limit]) -> Option<u32> {
     layers.iter().map(|limit| limit.capacity).min()
 }
 
-/// Reports a cost that no request can ever pay.
+/// Reports a cost above the smallest capacity.
 pub fn report_unaffordable(item: &Item, cost: u32, smallest: Option<u32>, report: &mut Report) {
     if let Some(smallest) = smallest.filter(|smallest| *smallest < cost) {
         let message =
@@ -250,53 +249,54 @@ fn read_header_cost(mut table: Table, rule: &Rule, smallest: Option<u32>, report
     let span = table.span.clone();
     let (request, response) = (table.get("request-header"), table.get("response-header"));
     let (default, reserve, max) = (table.get("default"), table.get("reserve"), table.get("max"));
-    let misspelt = table.finish(report);
+    let misspelled = table.finish(report);
 
-    let number = |item: &Option<Item>, least: u64, report: &mut Report| {
+    let number = |item: &Option<Item>, min: u64, report: &mut Report| {
         item.as_ref()
-            .and_then(|item| item.integer(least..=COST_MAX, report))
+            .and_then(|item| item.integer(min..=COST_MAX, report))
             .and_then(|number| u32::try_from(number).ok())
     };
-    // The fields' own name is all that is needed to know which of the two forms was meant.
-    let (header, before, key, in_vain) = match (request, response) {
+    // The name of the header setting alone decides which of the two forms is meant.
+    let (header, default_item, key, unused) = match (request, response) {
         (Some(header), None) => (header, &default, "default", &reserve),
         (None, Some(header)) => (header, &reserve, "reserve", &default),
         (Some(_), Some(second)) => {
-            let message = "a cost is told by the request or by the answer, not by both";
-            report.problem(second.key_span, message, "remove `request-header` or `response-header`");
+            let message = "`request-header` and `response-header` are both given";
+            report.problem(second.key_span, message, "keep one of the two");
             return None;
         }
         (None, None) => {
-            if misspelt.is_empty() {
-                let fix = "write `request-header = \"x-cost\"`, or `response-header`, if the upstream tells";
+            if misspelled.is_empty() {
+                let fix = "write `request-header = \"x-cost\"`, or `response-header` if the upstream reports the cost";
                 report.problem(span, "the cost names no header field", fix);
             }
             return None;
         }
     };
-    if let Some(item) = in_vain {
+    if let Some(item) = unused {
         let message = format!("`{}` has no effect beside `{}`", item.key, header.key);
         report.problem(item.key_span.clone(), message, format!("write `{key}`, or remove it"));
     }
-    // A key that has less than the others must not take from what these may spend at once.
+    // The default of `max` is the largest capacity among plans and overrides: a plan with a small capacity must not
+    // restrict the others.
     let largest = rule.variants().filter_map(self::smallest_capacity).max();
-    let most = number(&max, 1, report).or(largest).unwrap_or(u32::MAX);
-    let usual = number(before, 0, report).unwrap_or(1);
-    if let Some(item) = before {
-        if usual > most && max.is_some() {
-            let message = format!("`{key}` is `{usual}`, and `max` is `{most}`");
-            report.problem(item.span.clone(), message, format!("write at most `{most}`, or raise `max`"));
+    let max_cost = number(&max, 1, report).or(largest).unwrap_or(u32::MAX);
+    let default_cost = number(default_item, 0, report).unwrap_or(1);
+    if let Some(item) = default_item {
+        if default_cost > max_cost && max.is_some() {
+            let message = format!("`{key}` is `{default_cost}`, which is more than `max`, `{max_cost}`");
+            report.problem(item.span.clone(), message, format!("write at most `{max_cost}`, or raise `max`"));
         } else {
-            report_unaffordable(item, usual, smallest, report);
+            report_unaffordable(item, default_cost, smallest, report);
         }
     }
     let word = header.string("\"x-cost\"", report)?;
     let Some(name) = parse_field_name(word.text) else {
-        report.problem(word.span, format!("{} is no name of a header field", quoted(word.text)), FIELD_NAME_FIX);
+        report.problem(word.span, format!("{} is not a header field name", quoted(word.text)), FIELD_NAME_FIX);
         return None;
     };
     Some(match header.key {
-        "request-header" => Cost::Request { header: name, default: usual, max: most },
-        _ => Cost::Response { header: name, reserve: usual, max: most },
+        "request-header" => Cost::Request { header: name, default: default_cost, max: max_cost },
+        _ => Cost::Response { header: name, reserve: default_cost, max: max_cost },
     })
 }

@@ -60,8 +60,8 @@ pub fn read_tls(
         certificate: table.get("certificate"),
         private_key: table.get("private_key"),
     };
-    let misspelt = table.finish(report);
-    settings.read(item.span.clone(), &misspelt, files, roots, report)
+    let misspelled = table.finish(report);
+    settings.read(item.span.clone(), &misspelled, files, roots, report)
 }
 
 /// What says how the gateway is a client of TLS.
@@ -74,11 +74,11 @@ pub struct TlsSettings<'d> {
 }
 
 impl TlsSettings<'_> {
-    /// `span` is what takes TLS, `misspelt` what other settings were likely meant to be.
+    /// `span` is what takes TLS, `misspelled` what other settings were likely meant to be.
     pub fn read(
         &self,
         span: Span,
-        misspelt: &[&str],
+        misspelled: &[&str],
         files: ReadFile,
         roots: &mut SystemRoots,
         report: &mut Report,
@@ -99,7 +99,7 @@ impl TlsSettings<'_> {
             }
             (Some(one), None) | (None, Some(one)) => {
                 let other = if one.key == "certificate" { "private_key" } else { "certificate" };
-                if !misspelt.contains(&other) {
+                if !misspelled.contains(&other) {
                     let message = format!("`{}` is given without `{other}`", one.key);
                     report.missing(one.key_span.clone(), message, format!("write `{other} = \"FILE\"` as well"));
                 }

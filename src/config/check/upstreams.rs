@@ -62,10 +62,10 @@ fn read_upstream(
         resolve: table.get("resolve"),
     };
     let group = upstream_policy::PolicySettings::take_from(&mut table);
-    let misspelt = !table.finish(report).is_empty();
+    let misspelled = !table.finish(report).is_empty();
     let none = (None, None, UpstreamPolicy::default());
     match (builtin, servers) {
-        (None, None) if misspelt => none,
+        (None, None) if misspelled => none,
         (None, None) => {
             let fix = format!("write `servers = {EXAMPLE}`, or `builtin = \"echo\"` for an upstream that needs none");
             report.missing(span, "the upstream has no `servers`", fix);
