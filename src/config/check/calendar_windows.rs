@@ -1,9 +1,8 @@
-//! Days, weeks and months of a place on earth: the moments at which they begin.
+//! Windows of days, weeks and months in a time zone: the times at which they end.
 //!
-//! A zone is looked up in the system's time-zone database, and where that lacks it in the one that
-//! comes with the program. The lists are made last, for a configuration without problems: a day's
-//! has fifty thousand entries, and rules with the same calendar share one. This file never asks
-//! what time it is.
+//! A zone is looked up in the time-zone database of the system, and if it is missing there, in the bundled one. The lists are
+//! computed last, for a configuration without problems: a list of days has fifty thousand entries, and rules with the same calendar
+//! share it. This file does not read the clock.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,18 +15,18 @@ use crate::config::toml_reader::{SpannedStr, nearest};
 use transom_limiter::rule::Rule;
 use transom_limiter::window::{CALENDAR_END_MS, Calendar, Windows};
 
-/// The periods that begin at a place's midnight.
+/// The periods that start at midnight in a time zone.
 pub const PERIODS: [&str; 3] = ["day", "week", "month"];
 
 const DAY_MS: i64 = 24 * 60 * 60 * 1000;
-/// From the epoch, a Thursday, to the first Monday.
+/// From the epoch, which is a Thursday, to the first Monday.
 const MONDAY_MS: u64 = 4 * DAY_MS as u64;
 
-/// The windows of a period, one of [`PERIODS`], in a zone. The list of a calendar is still empty: see
-/// [`fill_calendars`].
+/// The windows of a period, one of [`PERIODS`], in a zone. The list of a calendar is empty until
+/// [`fill_calendars`] computes it.
 pub fn windows_in_zone(period: &str, zone: &SpannedStr, report: &mut Report) -> Option<Windows> {
     let Some(zone) = canonical_zone(zone.text) else {
-        report.problem(zone.span.clone(), format!("there is no time zone {}", quoted(zone.text)), zone_fix(zone.text));
+        report.problem(zone.span.clone(), format!("unknown time zone {}", quoted(zone.text)), zone_fix(zone.text));
         return None;
     };
     Some(match (period, zone.as_str()) {
@@ -38,25 +37,26 @@ pub fn windows_in_zone(period: &str, zone: &SpannedStr, report: &mut Report) -> 
     })
 }
 
-/// Makes the lists of all calendars that rules name.
+/// Computes the lists of all calendars that rules use.
 pub fn fill_calendars(rules: &mut [Rule]) {
-    let mut made: BTreeMap<String, Arc<[u64]>> = BTreeMap::new();
+    let mut computed: BTreeMap<String, Arc<[u64]>> = BTreeMap::new();
     for rule in rules {
         let plans = rule.plans.iter_mut().map(|plan| &mut plan.layers);
         let overrides = rule.overrides.iter_mut().map(|other| &mut other.layers);
         for limit in std::iter::once(&mut rule.layers).chain(plans).chain(overrides).flatten() {
             if let Windows::Calendar(calendar) = &mut limit.windows {
-                let ends = made.entry(calendar.name.clone()).or_insert_with(|| match calendar.name.split_once(' ') {
-                    Some((period, zone)) if calendar.ends.is_empty() => window_ends(period, zone),
-                    _ => Arc::clone(&calendar.ends),
-                });
+                let ends =
+                    computed.entry(calendar.name.clone()).or_insert_with(|| match calendar.name.split_once(' ') {
+                        Some((period, zone)) if calendar.ends.is_empty() => window_ends(period, zone),
+                        _ => Arc::clone(&calendar.ends),
+                    });
                 calendar.ends = Arc::clone(ends);
             }
         }
     }
 }
 
-/// A zone's name as the database spells it.
+/// The name of a zone in the case of the database, and `UTC` for all names of UTC.
 fn canonical_zone(name: &str) -> Option<String> {
     let zone = find_zone(name)?;
     match zone.iana_name()? {
@@ -72,26 +72,26 @@ fn find_zone(name: &str) -> Option<TimeZone> {
     zone.filter(|zone| !zone.is_unknown())
 }
 
-/// What to write instead of a zone that there is none of.
+/// The fix for an unknown zone.
 fn zone_fix(text: &str) -> String {
     if let Some(offset) = utc_offset(text) {
         return offset_fix(offset);
     }
     let known: Vec<String> = TimeZoneDatabase::bundled().available().map(|name| name.as_str().to_owned()).collect();
-    // Who writes `Paris` means the last part of a name.
+    // `Paris` is the last part of a zone name.
     let place = |name: &&String| name.rsplit('/').next().is_some_and(|place| place.eq_ignore_ascii_case(text.trim()));
-    // Of six hundred names only those that begin alike are compared letter by letter.
+    // The database has six hundred names: only those with the same first two letters are compared.
     let begins =
         |name: &&str| text.get(..2).is_some_and(|two| name.get(..2).is_some_and(|n| n.eq_ignore_ascii_case(two)));
     let names = || known.iter().map(String::as_str).filter(begins);
     let guess = known.iter().find(place).map(String::as_str).or_else(|| nearest(text, names()));
     match guess {
         Some(guess) => format!("did you mean `\"{guess}\"`?"),
-        None => String::from("write a name of the IANA database, such as `\"Europe/Paris\"`, or `\"UTC\"`"),
+        None => String::from("write a zone of the IANA database, such as `\"Europe/Paris\"`, or `\"UTC\"`"),
     }
 }
 
-/// What follows `GMT`, `UTC` or nothing where a zone was written as an offset from UTC: `+2`, `-05:30`.
+/// The offset in a text such as `GMT+2`, `UTC-05:30` or `+02:00`, from its sign on; `None` if the text is not an offset.
 fn utc_offset(text: &str) -> Option<&str> {
     let text = text.trim();
     let named = text.get(..3).filter(|name| ["GMT", "UTC"].iter().any(|known| name.eq_ignore_ascii_case(known)));
@@ -99,22 +99,22 @@ fn utc_offset(text: &str) -> Option<&str> {
     offset.starts_with(['+', '-']).then_some(offset)
 }
 
-/// The zone with an offset from UTC. The names in `Etc` count hours westwards, so their sign is the opposite one: two hours ahead
-/// of UTC is `Etc/GMT-2`.
+/// The fix for an offset from UTC. Zones in `Etc` count hours westwards, so they have the opposite sign: two hours ahead of UTC is
+/// `Etc/GMT-2`.
 fn offset_fix(offset: &str) -> String {
-    let place = "a place, such as `\"Europe/Paris\"`, which knows summer time";
+    let place = "a zone with daylight saving time, such as `\"Europe/Paris\"`";
     let digits = offset[1..].trim_start().trim_end_matches(":00");
     let digits = if digits.len() == 4 { digits.strip_suffix("00").unwrap_or(digits) } else { digits };
     let sign = if offset.starts_with('+') { '-' } else { '+' };
     match digits.parse::<u8>().map(|hours| format!("Etc/GMT{sign}{hours}")) {
         Ok(name) if find_zone(&name).is_some() => {
-            format!("write {place}, or `\"{name}\"`: names in `Etc` have the opposite sign")
+            format!("write {place}, or `\"{name}\"`: zones in `Etc` have the opposite sign")
         }
         _ => format!("write {place}"),
     }
 }
 
-/// The moments at which windows end, Unix milliseconds, from 1970 to beyond the year 2110.
+/// The times at which windows end, in Unix milliseconds, from 1970 to beyond the year 2110.
 fn window_ends(period: &str, zone: &str) -> Arc<[u64]> {
     let Some(zone) = find_zone(zone) else { return Arc::default() };
     let mut ends = Vec::new();
@@ -122,7 +122,7 @@ fn window_ends(period: &str, zone: &str) -> Arc<[u64]> {
     for (start_ms, day) in day_starts(&zone) {
         let number = match period {
             "day" => day,
-            // The epoch was a Thursday; weeks begin on Monday.
+            // The epoch is a Thursday; weeks start on Monday.
             "week" => (day + 3).div_euclid(7),
             _ => month_number(day),
         };
@@ -135,10 +135,10 @@ fn window_ends(period: &str, zone: &str) -> Arc<[u64]> {
     ends.into()
 }
 
-/// The first moments of a place's days, Unix milliseconds, and which day since the epoch each is.
+/// The start of each day in a zone, in Unix milliseconds, with the number of the day since the epoch.
 ///
-/// Between two changes of the clocks midnights are a day apart. Where clocks are set forward over a
-/// midnight, the day begins with that change; where they are set back over one, it does not begin again.
+/// Between two changes of the offset, midnights are a day apart. If a change skips midnight, the day starts with the change; if a
+/// change repeats midnight, the day does not start again.
 fn day_starts(zone: &TimeZone) -> Vec<(i64, i64)> {
     let first = Timestamp::UNIX_EPOCH - jiff::SignedDuration::from_hours(24 * 70);
     let changes = zone.following(first).map(|change| (change.timestamp(), change.offset()));
@@ -167,13 +167,13 @@ fn day_starts(zone: &TimeZone) -> Vec<(i64, i64)> {
     days
 }
 
-/// Counts the months up to that of a day since the epoch.
+/// The number of the month that contains a day since the epoch.
 fn month_number(day: i64) -> i64 {
     let date = civil::date(1970, 1, 1).saturating_add(jiff::Span::new().days(day.clamp(-DAYS_MAX, DAYS_MAX)));
     i64::from(date.year()) * 12 + i64::from(date.month())
 }
 
-/// More than a calendar ever asks for, less than a span can hold.
+/// More days than a calendar has, and fewer than a `jiff::Span` can hold.
 const DAYS_MAX: i64 = 1_000_000;
 
 #[cfg(test)]
@@ -181,7 +181,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_offset_is_answered_with_the_zone_that_has_it() {
+    fn the_fix_for_an_offset_is_the_zone_with_it() {
         for (text, name) in [
             ("GMT+2", "Etc/GMT-2"),
             ("UTC+02:00", "Etc/GMT-2"),
@@ -194,7 +194,7 @@ mod tests {
                 TimeZoneDatabase::bundled().get(name).unwrap().to_offset(Timestamp::UNIX_EPOCH).seconds() / 3600;
             assert_eq!(hours < 0, text.contains('-'), "{text} is {hours} hours from UTC");
         }
-        // No zone in `Etc` has half hours, nor is one so far from UTC.
+        // The zones in `Etc` have whole hours and at most 14 of them.
         for text in ["UTC+5:30", "GMT+20", "GMT+", "+x", "-é"] {
             assert!(!zone_fix(text).contains("Etc"), "{text}: {}", zone_fix(text));
         }
@@ -208,7 +208,7 @@ mod tests {
         ends.binary_search(&ms(text)).is_ok()
     }
 
-    /// The same, asked of jiff for every single day.
+    /// The ends of days, computed by jiff for each day.
     fn by_jiff(zone: &str) -> Vec<u64> {
         let zone = find_zone(zone).unwrap();
         let mut ends: Vec<u64> = Vec::new();
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn days_begin_when_jiff_says_so() {
+    fn days_start_at_the_times_that_jiff_computes() {
         for zone in [
             "Europe/Paris",
             "America/New_York",
@@ -241,7 +241,7 @@ mod tests {
             "America/St_Johns",
         ] {
             let (ends, expected) = (window_ends("day", zone), by_jiff(zone));
-            // Neither need agree on the day in which the list begins.
+            // The first day of the two lists may differ.
             let expected = expected.iter().filter(|end| **end > 2 * DAY_MS as u64 && **end <= CALENDAR_END_MS);
             let found = ends.iter().filter(|end| **end > 2 * DAY_MS as u64 && **end <= CALENDAR_END_MS);
             assert!(expected.eq(found), "{zone}");
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn days_have_23_and_25_hours_where_clocks_are_set() {
+    fn days_have_23_and_25_hours_when_clocks_change() {
         let ends = window_ends("day", "Europe/Paris");
         for (start, end) in
             [("2025-03-29T23:00:00Z", "2025-03-30T22:00:00Z"), ("2025-10-25T22:00:00Z", "2025-10-26T23:00:00Z")]
@@ -262,8 +262,8 @@ mod tests {
     }
 
     #[test]
-    fn a_day_without_a_midnight_begins_with_its_first_moment() {
-        // In Beirut the clocks go from 24:00 to 01:00.
+    fn a_day_without_midnight_starts_at_its_first_moment() {
+        // In Beirut, clocks change from 24:00 to 01:00.
         let ends = window_ends("day", "Asia/Beirut");
         assert!(has(&ends, "2024-03-30T22:00:00Z"));
         assert_eq!(
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn weeks_begin_on_monday_and_months_on_the_first() {
+    fn weeks_start_on_monday_and_months_on_the_first() {
         let weeks = window_ends("week", "America/New_York");
         assert!(has(&weeks, "2025-03-03T05:00:00Z") && has(&weeks, "2025-03-10T04:00:00Z"));
         assert!(weeks.windows(2).skip(1).all(|two| [167, 168, 169].contains(&((two[1] - two[0]) / 3_600_000))));
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn zones_are_known_by_the_databases_spelling() {
+    fn zones_have_the_case_of_the_database() {
         assert_eq!(canonical_zone("europe/paris").as_deref(), Some("Europe/Paris"));
         for utc in ["UTC", "utc", "Etc/UTC", "Zulu"] {
             assert_eq!(canonical_zone(utc).as_deref(), Some("UTC"), "{utc}");

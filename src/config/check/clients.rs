@@ -1,7 +1,7 @@
 //! `[clients]`, and the clients file that it names.
 //!
-//! An operator may have written a key in clear into that file. So nothing of its lines is shown:
-//! problems tell the place, and name nothing that could be a secret.
+//! The clients file may contain an API key in plain text by mistake. Problems give the position in that file, and never show a line
+//! or a value that could be a secret.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -23,14 +23,14 @@ use transom_limiter::secret_digest::Digest;
 
 const CLIENT_FIX: &str = "write `[clients.NAME]`, then its settings, each on a line";
 const ADD: &str = "transom clients add NAME --plan PLAN --generate-key";
-const BROKEN: &str = "this is no TOML";
-const TWICE: &str = "this name is there twice";
+const BROKEN: &str = "this is not TOML";
+const TWICE: &str = "this name is already defined";
 const BROKEN_FIX: &str = "a line is `key = value` or `[table]`; texts go in quotes";
 
-/// The plans that rules define.
+/// The plans that the rules define.
 pub struct DefinedPlans<'r> {
     pub names: Vec<&'r str>,
-    /// Whether all that the operator meant to define is here, as far as can be told.
+    /// False if some plans may be missing here, because part of the file is invalid.
     pub complete: bool,
 }
 
@@ -54,7 +54,7 @@ pub fn read_clients(
         Ok(bytes) => bytes,
         Err(error) => {
             let message = format!("cannot read {}: {error}", quoted(file.text));
-            report.problem(file.span, message, format!("name the file, or begin one: `{ADD}`"));
+            report.problem(file.span, message, format!("name the file, or create it: `{ADD}`"));
             return None;
         }
     };
@@ -62,25 +62,25 @@ pub fn read_clients(
         report.problem(file.span, format!("{} is not UTF-8 text", quoted(file.text)), "save it as UTF-8");
         return None;
     };
-    let mut own = Report::for_named_file(&text, &path);
+    let mut file_report = Report::for_named_file(&text, &path);
     let certified = subject == Some(Some(KeyPart::ClientCert));
     let (keys, subjects) = (api_key.is_some(), subject.is_some());
     let mut reader =
         ClientsFileReader { plans, keys, subjects, subjects_are_fingerprints: certified, owners: Owners::default() };
-    let list = reader.read_file(&text, &mut own);
-    report.append(own);
+    let list = reader.read_file(&text, &mut file_report);
+    report.append(file_report);
     Some(Clients { file: path, api_key: api_key.flatten(), subject: subject.flatten(), list })
 }
 
-/// Where a client is named in a request; `certs`, if it can be by its certificate.
+/// Reads the part of a request that identifies a client. `certs` is `None` if this cannot be the client certificate.
 fn read_key_source(item: &Item, example: &str, certs: Option<ClientCerts>, report: &mut Report) -> Option<KeyPart> {
     let word = item.string(example, report)?;
     let part = key::read_part(&word, report)?;
     match part {
         KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::Query(_) | KeyPart::Jwt(_) => return Some(part),
         KeyPart::ClientCert if certs == Some(ClientCerts::Never) => {
-            let fix = "name who issues them, in `[listen.https]`: `client_ca = \"FILE\"`";
-            report.missing(word.span, "clients are not asked for certificates", fix);
+            let fix = "add `client_ca = \"FILE\"` to `[listen.https]`, with the certificates of the issuers";
+            report.missing(word.span, "the gateway does not request client certificates", fix);
             return None;
         }
         KeyPart::ClientCert if certs.is_some() => return Some(part),
@@ -93,7 +93,7 @@ fn read_key_source(item: &Item, example: &str, certs: Option<ClientCerts>, repor
         | KeyPart::Route
         | KeyPart::Global => {}
     }
-    let message = format!("`{}` cannot be {}: it names no client", item.key, quoted(word.text));
+    let message = format!("`{}` cannot be {}: it does not identify a client", item.key, quoted(word.text));
     report.problem(word.span, message, item.fix_with(example));
     None
 }
@@ -101,15 +101,15 @@ fn read_key_source(item: &Item, example: &str, certs: Option<ClientCerts>, repor
 /// Reads the clients file.
 struct ClientsFileReader<'r> {
     plans: &'r DefinedPlans<'r>,
-    /// Whether requests are looked at for what these lists hold.
+    /// Whether `[clients]` has `api_key`, and `subject`.
     keys: bool,
     subjects: bool,
-    /// The subjects are fingerprints of certificates.
+    /// Whether subjects are fingerprints of client certificates.
     subjects_are_fingerprints: bool,
     owners: Owners,
 }
 
-/// What belongs to a client already, and to which.
+/// The keys, subjects and networks read so far, with the names of their clients.
 #[derive(Default)]
 struct Owners {
     keys: HashMap<Digest, String>,
@@ -119,17 +119,17 @@ struct Owners {
 
 impl ClientsFileReader<'_> {
     fn read_file(&mut self, text: &str, report: &mut Report) -> Vec<Client> {
-        let mut flaws = Report::new(text);
-        let sound = toml_errors::skip_syntax_errors(text, &mut flaws);
-        report.has_syntax_errors = flaws.has_syntax_errors;
-        for flaw in flaws.into_problems() {
-            // Most flaws are told by showing what is written there.
-            let (message, fix) = match flaw.message.as_str() {
-                message if message.contains("is already defined") => (TWICE.to_owned(), flaw.fix),
+        let mut syntax_report = Report::new(text);
+        let sound = toml_errors::skip_syntax_errors(text, &mut syntax_report);
+        report.has_syntax_errors = syntax_report.has_syntax_errors;
+        for problem in syntax_report.into_problems() {
+            // Most syntax errors quote the file, so their text is replaced.
+            let (message, fix) = match problem.message.as_str() {
+                message if message.contains("is already defined") => (TWICE.to_owned(), problem.fix),
                 message if message.contains('`') => (BROKEN.to_owned(), BROKEN_FIX.to_owned()),
-                _ => (flaw.message, flaw.fix),
+                _ => (problem.message, problem.fix),
             };
-            report.problem(flaw.span, message, fix);
+            report.problem(problem.span, message, fix);
         }
         let (document, _) = DeTable::parse_recoverable(&sound);
         let mut top = Table::new(document.get_ref(), 0..0, "the clients file");
@@ -143,14 +143,17 @@ impl ClientsFileReader<'_> {
     fn read_client(&mut self, entry: &Item, report: &mut Report) -> Option<Client> {
         check_name(entry, report);
         let mut table = entry.table(format!("`[clients.{}]`", entry.key), CLIENT_FIX, report)?;
-        let plan = table.require("plan", "write `plan = \"PLAN\"`, one that a rule defines");
+        let plan = table.require("plan", "write `plan = \"PLAN\"`, with a plan that a rule defines");
         let api_keys = table.get("api_keys");
         let subjects = table.get("subjects");
         let networks = table.get("networks");
         let named = [&api_keys, &subjects, &networks].iter().any(|item| item.as_ref().is_some_and(has_items));
         let misspelled = table.finish(report);
         if !named && misspelled.is_empty() {
-            let message = format!("nothing tells which requests are those of {}", quoted(entry.key));
+            let message = format!(
+                "{} has no `api_keys`, `subjects` or `networks`, so no request belongs to it",
+                quoted(entry.key)
+            );
             let fix = "add `api_keys`, `subjects` or `networks`, or remove the client";
             report.missing(entry.key_span.clone(), message, fix);
         }
@@ -174,7 +177,7 @@ impl ClientsFileReader<'_> {
                 format!("define it: `[rules.NAME.plans.{}]`", nearest_name(plan.text))
             }
             None => format!(
-                "define it: `[rules.NAME.plans.{}]`; there is {}",
+                "define it: `[rules.NAME.plans.{}]`; defined are {}",
                 nearest_name(plan.text),
                 quoted_list(names, "and")
             ),
@@ -187,10 +190,10 @@ impl ClientsFileReader<'_> {
         for word in item.strings("[\"sha256:…\"]", report).unwrap_or_default() {
             if !word.text.starts_with(Digest::PREFIX) {
                 let fix = format!(
-                    "replace the key: anyone may have read it. Remove it here, then `transom clients add {client} --generate-key`; \
+                    "replace the key: others may have read it. Remove it here, then `transom clients add {client} --generate-key`; \
                      or keep it: `transom clients add {client} --key -` reads it and stores its digest"
                 );
-                report.problem(word.span, "an API key stands here in clear", fix);
+                report.problem(word.span, "this is an API key in plain text", fix);
                 continue;
             }
             let Some(digest) = read_digest(&word, report) else { continue };
@@ -205,7 +208,7 @@ impl ClientsFileReader<'_> {
         let mut subjects = Vec::new();
         for word in item.strings("[\"user-17\"]", report).unwrap_or_default() {
             if word.text.is_empty() {
-                report.problem(word.span, "a subject is empty", "write it, or remove it");
+                report.problem(word.span, "a subject is empty", "write the subject, or remove it");
                 continue;
             }
             let subject = match self.subjects_are_fingerprints {
@@ -237,12 +240,12 @@ fn has_items(item: &Item) -> bool {
     !matches!(item.value, DeValue::Array(array) if array.is_empty())
 }
 
-/// Notes to whom something belongs; that it belongs to somebody already is a problem.
+/// Records the client that a key, subject or network belongs to. Reports one that a client already has.
 fn assign_owner<K: Hash + Eq>(
     taken: &mut HashMap<K, String>,
     claimed: K,
     client: &str,
-    what: &str,
+    kind: &str,
     word: &SpannedStr,
     report: &mut Report,
 ) {
@@ -254,17 +257,17 @@ fn assign_owner<K: Hash + Eq>(
         }
     };
     let (message, fix) = match owner.get() {
-        owner if owner == client => (format!("this {what} is there twice"), "remove it"),
-        owner => (format!("this {what} is one of {} already", quoted(owner)), "leave it with one of the two"),
+        owner if owner == client => (format!("this {kind} is listed twice"), "remove it"),
+        owner => (format!("this {kind} already belongs to {}", quoted(owner)), "remove it from one of the two clients"),
     };
     report.problem(word.span.clone(), message, fix);
 }
 
-/// What no request is looked at for has no effect.
-fn report_without_setting(item: &Item, is_looked_for: bool, setting: &str, example: &str, report: &mut Report) {
-    if !is_looked_for {
-        let message = format!("`{}` has no effect: `[clients]` of the gateway's file has no `{setting}`", item.key);
-        let fix = format!("write such as `{setting} = {example}` there");
+/// Reports a list that has no effect because `[clients]` lacks the setting that reads its values from requests.
+fn report_without_setting(item: &Item, has_setting: bool, setting: &str, example: &str, report: &mut Report) {
+    if !has_setting {
+        let message = format!("`{}` has no effect: `[clients]` in the configuration has no `{setting}`", item.key);
+        let fix = format!("add, for example, `{setting} = {example}` there");
         report.problem(item.key_span.clone(), message, fix);
     }
 }

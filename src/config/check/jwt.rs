@@ -1,7 +1,7 @@
-//! Whose tokens are believed: the keys, and what else a token has to say.
+//! `[jwt]`: the keys that verify tokens, and the claims that a token must have.
 //!
-//! Keys are parsed here, so that a key that can verify nothing is a problem of the file and not of
-//! the first request. Nothing that is secret goes into a message.
+//! Keys are parsed here, so that an unusable key is reported at the start rather than at the first request. Messages contain no
+//! secrets.
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ const ALGORITHMS: [(&str, Algorithm); 4] = [
 const NO_KEYS: &str =
     "write `keys = [{ algorithm = \"RS256\", public_key_file = \"FILE\" }]`, or `jwks_file = \"FILE\"`";
 
-/// Old and new keys of a few issuers.
+/// Enough for the old and new keys of a few issuers.
 const KEYS_MAX: usize = 32;
 
 pub fn read_jwt(item: Option<Item>, files: ReadFile, report: &mut Report) -> Option<TokenVerifier> {
@@ -59,10 +59,10 @@ pub fn read_jwt(item: Option<Item>, files: ReadFile, report: &mut Report) -> Opt
     }
     if let (Some(algorithm), Some(span)) = (ambiguous_algorithm(&trust.keys), last) {
         let message = format!(
-            "a token could be signed with any of more than {KEYS_TRIED_MAX} keys for `{}`, and is not verified with all of them",
+            "more than {KEYS_TRIED_MAX} keys for `{}` may match one token, and the gateway tries at most {KEYS_TRIED_MAX}",
             algorithm.name()
         );
-        report.problem(span, message, "give each key a `kid` of its own, and let the issuer name it in tokens");
+        report.problem(span, message, "give each key a different `kid`, and have the issuer set it in tokens");
     }
     trust.issuers = read_names(issuer, "\"https://issuer.example\"", report);
     trust.audiences = read_names(audience, "\"api\"", report);
@@ -71,7 +71,8 @@ pub fn read_jwt(item: Option<Item>, files: ReadFile, report: &mut Report) -> Opt
     Some(trust)
 }
 
-/// The algorithm of a key that no token can name alone: too many others have its `kid`, or either has none.
+/// The algorithm of a key that more than `KEYS_TRIED_MAX` keys cannot be distinguished from, because they have the same `kid` or
+/// one of the two has none.
 fn ambiguous_algorithm(keys: &[VerificationKey]) -> Option<Algorithm> {
     let alike = |key: &VerificationKey, other: &VerificationKey| {
         key.algorithm == other.algorithm && (key.kid.is_none() || other.kid.is_none() || key.kid == other.kid)
@@ -82,16 +83,16 @@ fn ambiguous_algorithm(keys: &[VerificationKey]) -> Option<Algorithm> {
 
 fn add_key(key: VerificationKey, item: &Item, trust: &mut TokenVerifier, report: &mut Report) {
     if trust.keys.contains(&key) {
-        report.problem(item.span.clone(), "a key is there twice", "remove one of the two");
+        report.problem(item.span.clone(), "a key is listed twice", "remove one of the two");
     } else if trust.keys.len() == KEYS_MAX {
         let message = format!("there are more than {KEYS_MAX} keys");
-        report.problem(item.span.clone(), message, "remove those that no valid token is signed with any more");
+        report.problem(item.span.clone(), message, "remove keys that sign no valid tokens any more");
     } else {
         trust.keys.push(key);
     }
 }
 
-/// One item of `keys`.
+/// Reads one item of `keys`.
 fn read_key(mut table: Table, files: ReadFile, report: &mut Report) -> Option<VerificationKey> {
     let span = table.span.clone();
     let algorithm =
@@ -138,10 +139,10 @@ fn read_key(mut table: Table, files: ReadFile, report: &mut Report) -> Option<Ve
             VerificationKey::from_public_pem(algorithm, &bytes, kid)
         }
     };
-    key.map_err(|flaw| report_invalid_key(flaw, &what, source, report)).ok()
+    key.map_err(|error| report_invalid_key(error, &what, source, report)).ok()
 }
 
-/// What a key is made of, and what to call it in messages: never by what it holds.
+/// Reads the bytes of a key, and its name in messages: the setting or the file, never the content.
 fn read_key_material(source: &Item, is_file: bool, files: ReadFile, report: &mut Report) -> Option<(String, Vec<u8>)> {
     if is_file {
         let path = read_non_empty(source, "\"FILE\"", report)?;
@@ -168,7 +169,7 @@ fn read_jwks(item: &Item, files: ReadFile, report: &mut Report) -> Option<Vec<Ve
     let (message, fix) = match jwks::parse(&bytes) {
         Ok(keys) => return Some(keys),
         Err(JwksError::Json(line, column)) => (
-            format!("{what} is no JSON: line {line}, column {column}"),
+            format!("{what} is not JSON: line {line}, column {column}"),
             String::from("name a JSON Web Key Set, as issuers publish it"),
         ),
         Err(JwksError::NoKeys) => (
@@ -176,21 +177,21 @@ fn read_jwks(item: &Item, files: ReadFile, report: &mut Report) -> Option<Vec<Ve
             String::from("name a JSON Web Key Set: `{\"keys\": […]}`, as issuers publish it"),
         ),
         Err(JwksError::NoUsableKey) => (
-            format!("{what} has no key to verify HS256, RS256, ES256 or EdDSA with"),
-            String::from("let the issuer sign with one of these, and name its key set"),
+            format!("{what} has no key for HS256, RS256, ES256 or EdDSA"),
+            String::from("have the issuer sign with one of these algorithms, and name its key set"),
         ),
-        Err(JwksError::BadKey(position, flaw)) => flaw.explain(&format!("key {position} of {what}")),
+        Err(JwksError::BadKey(position, error)) => error.explain(&format!("key {position} of {what}")),
     };
     report.problem(item.span.clone(), message, fix);
     None
 }
 
-fn report_invalid_key(flaw: InvalidKey, what: &str, source: &Item, report: &mut Report) {
-    let (message, fix) = flaw.explain(what);
+fn report_invalid_key(error: InvalidKey, what: &str, source: &Item, report: &mut Report) {
+    let (message, fix) = error.explain(what);
     report.problem(source.span.clone(), message, fix);
 }
 
-/// A text that is not empty.
+/// Reads a string that is not empty.
 fn read_non_empty<'d>(item: &Item<'d>, example: &str, report: &mut Report) -> Option<SpannedStr<'d>> {
     let word = item.string(example, report)?;
     if word.text.is_empty() {
@@ -200,20 +201,20 @@ fn read_non_empty<'d>(item: &Item<'d>, example: &str, report: &mut Report) -> Op
     Some(word)
 }
 
-/// One name or several, of which a token has to have one.
+/// Reads one accepted value of a claim, or several.
 fn read_names(item: Option<Item>, example: &str, report: &mut Report) -> Vec<String> {
     let Some(item) = item else { return Vec::new() };
     let words = item.strings(example, report).unwrap_or_default();
     let empty = matches!(item.value, DeValue::Array(array) if array.is_empty());
     if empty || words.iter().any(|word| word.text.is_empty()) {
-        let fix = format!("{}, or leave it out: any is accepted then", item.fix_with(example));
+        let fix = format!("{}, or remove it: any value is then accepted", item.fix_with(example));
         report.problem(item.span.clone(), format!("`{}` is empty", item.key), fix);
     }
     words.into_iter().map(|word| word.text.to_owned()).collect()
 }
 
-/// Reports keys that nobody asks for, and a rule or the clients that ask for some where there are
-/// none. `misspelled`: keys of the file that others were taken for.
+/// Reports a `[jwt]` that nothing uses, and a claim in a rule or in `[clients]` without `[jwt]`. `misspelled` has the sections
+/// that unknown keys of the file were probably meant to be.
 pub fn report_missing_or_unused_jwt(
     jwt: Option<&Item>,
     rules: Option<&Item>,
@@ -223,7 +224,8 @@ pub fn report_missing_or_unused_jwt(
 ) {
     match (jwt, first_claim(rules, clients)) {
         (None, Some(word)) if !misspelled.contains(&"jwt") => {
-            let message = format!("{} takes keys to verify tokens with, and there is no `[jwt]`", quoted(word.text));
+            let message =
+                format!("{} needs verified tokens, and there is no `[jwt]` with their keys", quoted(word.text));
             let fix = "write `[jwt]`, then `keys = [{ algorithm = \"RS256\", public_key_file = \"FILE\" }]`";
             report.missing(word.span, message, fix);
         }
@@ -235,7 +237,7 @@ pub fn report_missing_or_unused_jwt(
     }
 }
 
-/// The first claim that a rule counts by, or that names a client.
+/// The first claim in the key of a rule, or in `[clients]`.
 fn first_claim<'d>(rules: Option<&Item<'d>>, clients: Option<&Item<'d>>) -> Option<SpannedStr<'d>> {
     let table = |item: &Item<'d>| if let DeValue::Table(table) = item.value { Some(table) } else { None };
     let rules = rules.and_then(table).into_iter().flat_map(|rules| rules.values());

@@ -1,7 +1,7 @@
-//! Who is counted: the parts of a rule's key, and what happens to a request that lacks one.
+//! The key of a rule: its parts, and what happens to a request without one of them.
 //!
-//! A part that may be absent without a word about it would be a hole in the limit, or a wall that
-//! nobody put there; so the operator has to choose, and is told where a choice has no effect.
+//! A client may omit some parts. The operator must then choose with `on_missing_key`: a default would let requests bypass the
+//! limit, or refuse them without notice. A choice that has no effect is a problem as well.
 
 use super::path::is_param_name;
 use super::values::{FIELD_NAME_FIX, parse_field_name};
@@ -25,7 +25,7 @@ const KINDS: [&str; 12] = [
     "global",
 ];
 
-/// Parts that have a name, each with an example.
+/// Kinds of parts that take a name: the kind, its description, an example.
 const NAMED: [(&str, &str, &str); 5] = [
     ("header", "header field", "header:x-api-key"),
     ("cookie", "cookie", "cookie:session"),
@@ -36,19 +36,19 @@ const NAMED: [(&str, &str, &str); 5] = [
 
 const ALWAYS_PRESENT: &str = "`ip`, `host`, `method`, `path`, `route` or `global`";
 
-/// What a rule says about its key.
+/// The settings of a rule about its key.
 pub struct KeySettings<'d> {
     pub key: Option<Item<'d>>,
     pub on_missing: Option<Item<'d>>,
     pub ipv4_prefix: Option<Item<'d>>,
     pub ipv6_prefix: Option<Item<'d>>,
-    /// Whether requests come with a certificate.
+    /// Whether requests come with a client certificate.
     pub certs: ClientCerts,
 }
 
 impl KeySettings<'_> {
-    /// The key, and what to do without it. `misspelled`: there is a setting that was probably meant
-    /// to be `on_missing_key`.
+    /// Reads the key, and what happens without it. `misspelled` is true if an unknown setting was probably meant to be
+    /// `on_missing_key`.
     pub fn read(self, misspelled: bool, report: &mut Report) -> (Vec<KeyPart>, OnMissing) {
         let prefix = |item: &Option<Item>, bits: u8, default: u8, report: &mut Report| {
             let given = item.as_ref().and_then(|item| item.integer(1..=u64::from(bits), report));
@@ -60,7 +60,7 @@ impl KeySettings<'_> {
         let key = self.key.as_ref().and_then(|item| read_parts(item, &ip, report));
         let on_missing = self.on_missing.as_ref().map(|item| read_on_missing(item, &ip, self.certs, report));
         let Some(key) = key else {
-            // Whatever was said about a key that cannot be read may be right.
+            // The key is invalid, so the other settings cannot be checked against it.
             return (Vec::new(), OnMissing::Skip);
         };
         self.report_contradictions(&key, &on_missing, misspelled, report);
@@ -72,7 +72,7 @@ impl KeySettings<'_> {
         (key, on_missing)
     }
 
-    /// Reports what is said in vain, and what is not said and should be.
+    /// Reports settings that have no effect, and a missing `on_missing_key`.
     fn report_contradictions(
         &self,
         key: &[KeyPart],
@@ -81,28 +81,27 @@ impl KeySettings<'_> {
         report: &mut Report,
     ) {
         if let (Some(item), true, ClientCerts::Never) = (&self.key, key.contains(&KeyPart::ClientCert), self.certs) {
-            let message = "no request has a `client-cert`: clients are not asked for certificates";
-            let fix = "name who issues them, in `[listen.https]`: `client_ca = \"FILE\"`";
+            let message = "`client-cert` is never present: the gateway does not request client certificates";
+            let fix = "add `client_ca = \"FILE\"` to `[listen.https]`, with the certificates of the issuers";
             report.missing(item.span.clone(), message, fix);
         }
-        let uncertain = key.iter().find(|part| client_may_omit(part, self.certs));
-        let depends = key.iter().any(|part| matches!(part, KeyPart::Param(_)));
-        match (&self.key, &self.on_missing, uncertain) {
+        let optional = key.iter().find(|part| client_may_omit(part, self.certs));
+        let has_param = key.iter().any(|part| matches!(part, KeyPart::Param(_)));
+        match (&self.key, &self.on_missing, optional) {
             (Some(item), None, Some(part)) if !misspelled => {
-                let message =
-                    format!("a request may come without `{part}`, and the rule does not say what happens then");
+                let message = format!("a request may lack `{part}`, and the rule has no `on_missing_key`");
                 let fix =
                     "add `on_missing_key = \"refuse\"`, `\"skip\"`, or a key to count by instead, such as `\"ip\"`";
                 report.missing(item.span.clone(), message, fix);
             }
-            (_, Some(item), None) if !depends => {
-                let message = "`on_missing_key` has no effect: every part of `key` is always there";
+            (_, Some(item), None) if !has_param => {
+                let message = "`on_missing_key` has no effect: every part of `key` is always present";
                 report.missing(item.key_span.clone(), message, "remove it");
             }
             _ => {}
         }
         let fallback = match on_missing {
-            // It cannot be read, so it may be a key with an address.
+            // An invalid `on_missing_key` may be meant to have a part `ip`.
             Some(None) => return,
             Some(Some(OnMissing::Fallback(parts))) => parts.as_slice(),
             Some(Some(OnMissing::Never | OnMissing::Refuse | OnMissing::Skip)) | None => &[],
@@ -116,13 +115,13 @@ impl KeySettings<'_> {
     }
 }
 
-/// Whether it is up to the client that a part is there.
+/// Whether a client can send a request without this part.
 fn client_may_omit(part: &KeyPart, certs: ClientCerts) -> bool {
     match part {
-        // Where there are none, that is the problem.
+        // `ClientCerts::Never` is reported as a problem of its own.
         KeyPart::ClientCert => certs == ClientCerts::Sometimes,
         KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::Query(_) | KeyPart::Jwt(_) => true,
-        // That is up to the route.
+        // The route decides: see `check_params` in `routes`.
         KeyPart::Param(_) => false,
         KeyPart::Ip { .. } | KeyPart::Host | KeyPart::Method | KeyPart::Path | KeyPart::Route | KeyPart::Global => {
             false
@@ -130,7 +129,7 @@ fn client_may_omit(part: &KeyPart, certs: ClientCerts) -> bool {
     }
 }
 
-/// The parts of a key; `ip` is what the part of that name stands for.
+/// Reads the parts of a key. `ip` is the part that the text `ip` stands for, with the prefixes of the rule.
 pub fn read_parts(item: &Item, ip: &KeyPart, report: &mut Report) -> Option<Vec<KeyPart>> {
     let words = item.strings("\"ip\"", report)?;
     if words.is_empty() {
@@ -141,7 +140,7 @@ pub fn read_parts(item: &Item, ip: &KeyPart, report: &mut Report) -> Option<Vec<
     for word in &words {
         match parse_part(word.text, ip) {
             Ok(part) if parts.contains(&part) => {
-                report.problem(word.span.clone(), format!("{} is there twice", quoted(word.text)), "remove it");
+                report.problem(word.span.clone(), format!("{} is listed twice", quoted(word.text)), "remove it");
             }
             Ok(part) => parts.push(part),
             Err((message, fix)) => report.problem(word.span.clone(), message, fix),
@@ -149,23 +148,23 @@ pub fn read_parts(item: &Item, ip: &KeyPart, report: &mut Report) -> Option<Vec<
     }
     if parts.len() > 1 && parts.contains(&KeyPart::Global) {
         let global = words.iter().find(|word| word.text == "global").unwrap_or(&words[0]);
-        let message = "`global` stands alone: it counts all requests as one";
-        report.problem(global.span.clone(), message, "remove it, or all other parts");
+        let message = "`global` cannot be combined with other parts: it counts all requests as one";
+        report.problem(global.span.clone(), message, "remove it, or remove all other parts");
         return None;
     }
     (parts.len() == words.len()).then_some(parts)
 }
 
-/// A part without what rules say about addresses, for settings that are no rule's.
+/// Reads one part outside of a rule, where an address is not cut to a prefix.
 pub fn read_part(word: &SpannedStr, report: &mut Report) -> Option<KeyPart> {
     parse_part(word.text, &KeyPart::Ip { v4_prefix: 32, v6_prefix: 128 })
         .map_err(|(message, fix)| report.problem(word.span.clone(), message, fix))
         .ok()
 }
 
-/// One part, or message and fix.
+/// Parses one part.
 fn parse_part(text: &str, ip: &KeyPart) -> Result<KeyPart, (String, String)> {
-    let no_part = || format!("{} is no part of a key", quoted(text));
+    let no_part = || format!("{} is not a key part", quoted(text));
     if let Some((kind, name)) = text.split_once(':')
         && let Some(part) = parse_named_part(kind, name, text)
     {
@@ -192,12 +191,12 @@ fn parse_part(text: &str, ip: &KeyPart) -> Result<KeyPart, (String, String)> {
     }
 }
 
-/// A part that has a name; `None` if there is no such kind.
+/// Parses a part of the form `KIND:NAME`; `None` if the kind is unknown.
 fn parse_named_part(kind: &str, name: &str, text: &str) -> Option<Result<KeyPart, (String, String)>> {
-    let no_part = || format!("{} is no part of a key", quoted(text));
+    let no_part = || format!("{} is not a key part", quoted(text));
     let (_, what, example) = NAMED.iter().find(|(known, ..)| *known == kind)?;
     let none = |fix: &str| Err((format!("{} names no {what}", quoted(text)), fix.to_owned()));
-    let such_as = format!("write such as `\"{example}\"`");
+    let such_as = format!("write, for example, `\"{example}\"`");
     Some(match kind {
         "header" => match (parse_field_name(name), parse_field_name(name.trim())) {
             (Some(name), _) => Ok(KeyPart::Header(name)),
@@ -210,23 +209,25 @@ fn parse_named_part(kind: &str, name: &str, text: &str) -> Option<Result<KeyPart
             let bare = if is_param_name(&bare) { bare } else { String::from("id") };
             Err((format!("{} names no parameter of a path", quoted(text)), format!("write `\"param:{bare}\"`")))
         }
-        // White space would not be seen, and is not what was meant.
+        // White space around the name is invisible, and hardly intended.
         _ if name.is_empty() || name.contains(char::is_control) => none(&such_as),
         _ if name != name.trim() => Err((no_part(), format!("write `\"{kind}:{}\"`", name.trim()))),
         "cookie" if name.bytes().all(is_token_byte) => Ok(KeyPart::Cookie(name.to_owned())),
-        "cookie" => none("write its name as it stands before `=`, letters, digits, `_`, `-` and the like"),
+        "cookie" => {
+            none("write the name of the cookie, the part before `=`: letters, digits, `_`, `-` and similar characters")
+        }
         "query" if !name.contains(['%', '&', '=']) => Ok(KeyPart::Query(name.to_owned())),
-        "query" => none("write its name alone, as it is when decoded, such as `\"query:filter[user]\"`"),
+        "query" => none("write the decoded name alone, such as `\"query:filter[user]\"`"),
         _ => Ok(KeyPart::Jwt(name.to_owned())),
     })
 }
 
-/// A token of RFC 9110, section 5.6.2, which is what RFC 6265 wants for the name of a cookie.
+/// Whether a byte can be in a token (RFC 9110, section 5.6.2), the form of cookie names in RFC 6265.
 fn is_token_byte(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte)
 }
 
-/// `None` if it cannot be read.
+/// Reads `on_missing_key`; `None` after reporting a problem.
 fn read_on_missing(item: &Item, ip: &KeyPart, certs: ClientCerts, report: &mut Report) -> Option<OnMissing> {
     let words = item.strings("\"refuse\"", report)?;
     if let [SpannedStr { text, span }] = words.as_slice() {
@@ -245,15 +246,15 @@ fn read_on_missing(item: &Item, ip: &KeyPart, certs: ClientCerts, report: &mut R
         }
     }
     let parts = read_parts(item, ip, report)?;
-    let mut certain = true;
+    let mut always_present = true;
     for (word, part) in words.iter().zip(&parts) {
-        let uncertified = *part == KeyPart::ClientCert && certs != ClientCerts::Always;
-        if uncertified || client_may_omit(part, certs) || matches!(part, KeyPart::Param(_)) {
-            let message = format!("{} may be missing as well", quoted(word.text));
-            let fix = format!("fall back to what is always there: {ALWAYS_PRESENT}");
+        let lacks_cert = *part == KeyPart::ClientCert && certs != ClientCerts::Always;
+        if lacks_cert || client_may_omit(part, certs) || matches!(part, KeyPart::Param(_)) {
+            let message = format!("{} may be missing too", quoted(word.text));
+            let fix = format!("use a part that is always present: {ALWAYS_PRESENT}");
             report.problem(word.span.clone(), message, fix);
-            certain = false;
+            always_present = false;
         }
     }
-    certain.then_some(OnMissing::Fallback(parts))
+    always_present.then_some(OnMissing::Fallback(parts))
 }

@@ -1,7 +1,7 @@
-//! Whom a rule does not treat as everyone: the clients of a plan, single keys, and whom it exempts.
+//! Exceptions of a rule: plans for clients, overrides for single keys, and exemptions.
 //!
-//! The value of a key is compared as it stands in a request. So one that no request can have is a
-//! problem: the operator believes that it has an effect.
+//! The configured value of a key is compared with the value in a request, byte by byte. A value that no request can have would
+//! have no effect, so it is a problem.
 
 use std::collections::HashSet;
 
@@ -21,10 +21,10 @@ const OVERRIDE_FIX: &str = "write `[[rules.NAME.overrides]]`, then its `key` and
 const WINDOWS_FIX: &str = "write `windows = [\"33/minute\"]`";
 const EXEMPTIONS: &str = "[\"10.0.0.0/8\", \"key:VALUE\"]";
 
-/// What the text of an exemption begins with if it is the value of a key.
+/// The prefix of an exemption that is the value of a key rather than a network.
 const KEY_PREFIX: &str = "key:";
 
-/// What a rule says about its exceptions.
+/// The settings of a rule for exceptions.
 pub struct OverrideSettings<'d> {
     pub plans: Option<Item<'d>>,
     pub overrides: Option<Item<'d>>,
@@ -32,7 +32,7 @@ pub struct OverrideSettings<'d> {
 }
 
 impl OverrideSettings<'_> {
-    /// Fills in a rule whose key is known.
+    /// Reads the exceptions into a rule whose key has been read.
     pub fn read(self, rule: &mut Rule, report: &mut Report) {
         rule.plans = self.plans.map(|item| read_plans(&item, &rule.name, report)).unwrap_or_default();
         let mut keys = OverrideKeys { parts: &rule.key, seen: HashSet::new() };
@@ -63,7 +63,7 @@ fn read_overrides(item: &Item, keys: &mut OverrideKeys, report: &mut Report) -> 
     let mut overrides = Vec::new();
     for entry in item.list("[]", report).unwrap_or_default() {
         let Some(mut table) = entry.table("the override", OVERRIDE_FIX, report) else { continue };
-        let key = table.require("key", "write `key = \"VALUE\"`: the value of the rule's key that is meant");
+        let key = table.require("key", "write `key = \"VALUE\"`: the value of the rule's key in a request");
         let windows = table.require("windows", WINDOWS_FIX);
         table.finish(report);
         let key = key.and_then(|item| keys.read(&item, report));
@@ -107,24 +107,24 @@ fn read_exemptions(item: &Item, keys: &mut OverrideKeys, report: &mut Report) ->
     exemptions
 }
 
-/// A text that looks like neither a network nor a key may have been meant as either.
+/// Reads a network. A text without `/`, `.` and `:` may be intended as the value of a key.
 fn read_exempt_network(text: &str, entry: &Item, report: &mut Report) -> Option<Network> {
     if text.contains(['/', '.', ':']) || text.is_empty() {
         return read_network(&SpannedStr { text, span: entry.span.clone() }, report);
     }
-    let fix = format!("write `\"{KEY_PREFIX}{text}\"`, if the value of a key is meant");
-    report.problem(entry.span.clone(), format!("{} is no network", quoted(text)), fix);
+    let fix = format!("write `\"{KEY_PREFIX}{text}\"`, if this is the value of a key");
+    report.problem(entry.span.clone(), format!("{} is not a network", quoted(text)), fix);
     None
 }
 
-/// The keys that a rule treats in a way of their own; each once.
+/// The keys that have an override or an exemption; each may have only one.
 struct OverrideKeys<'r> {
     parts: &'r [KeyPart],
     seen: HashSet<Vec<Digest>>,
 }
 
 impl OverrideKeys<'_> {
-    /// The value of a key: a string, or a list of as many as the key has parts.
+    /// Reads the value of a key: a string, or a list with a string for each part.
     fn read(&mut self, item: &Item, report: &mut Report) -> Option<Vec<KeyValue>> {
         let words = item.strings("\"VALUE\"", report)?;
         self.read_values(&words, item, report)
@@ -132,23 +132,23 @@ impl OverrideKeys<'_> {
 
     fn read_values(&mut self, words: &[SpannedStr], item: &Item, report: &mut Report) -> Option<Vec<KeyValue>> {
         if self.parts.is_empty() {
-            // The key could not be read, and that has been said.
+            // The key of the rule is invalid, which is already reported.
             return None;
         }
         if self.parts.contains(&KeyPart::Global) {
-            let message = "there is no key to name: the rule counts all requests as one";
+            let message = "the rule has the key `global`, which has no values";
             report.problem(item.span.clone(), message, "remove it, or change the rule's windows");
             return None;
         }
         if words.len() != self.parts.len() {
             let parts: Vec<String> = self.parts.iter().map(KeyPart::to_string).collect();
             let parts = quoted_list(parts.iter().map(String::as_str), "and");
-            let one = if words.len() == 1 { "one value" } else { "another number of values" };
-            let message = format!("the rule's key is made of {parts}, and this is {one}");
+            let count = if words.len() == 1 { "one value".to_owned() } else { format!("{} values", words.len()) };
+            let message = format!("the rule's key has the parts {parts}, and this is {count}");
             let example: Vec<String> = self.parts.iter().map(|part| format!("\"{}\"", example_value(part))).collect();
             let fix = match example.as_slice() {
                 [one] => format!("give one value: `key = {one}`"),
-                several => format!("give each of them, in that order: `{{ key = [{}] }}`", several.join(", ")),
+                several => format!("give a value for each part, in this order: `{{ key = [{}] }}`", several.join(", ")),
             };
             report.problem(item.span.clone(), message, fix);
             return None;
@@ -157,7 +157,7 @@ impl OverrideKeys<'_> {
             self.parts.iter().zip(words).map(|(part, word)| read_value(part, word, report)).collect();
         let values: Vec<KeyValue> = values.into_iter().collect::<Option<_>>()?;
         if !self.seen.insert(values.iter().map(KeyValue::digest).collect()) {
-            let message = "this key is overridden or exempt already";
+            let message = "this key already has an override or an exemption";
             report.problem(item.span.clone(), message, "keep one of the two");
             return None;
         }
@@ -182,16 +182,17 @@ fn example_value(part: &KeyPart) -> &'static str {
     }
 }
 
-/// What a part of a key has to be in a request, as it has to be there.
+/// Reads the value of one part, in the form in which requests are compared.
 fn read_value(part: &KeyPart, word: &SpannedStr, report: &mut Report) -> Option<KeyValue> {
     let text = word.text;
     if let KeyPart::Ip { v4_prefix, v6_prefix } = part {
         let Ok(address) = text.parse().map(canonical_address) else {
-            let fix = "write such as `192.0.2.7`; whole networks can be exempt, but have no windows of their own";
-            report.problem(word.span.clone(), format!("{} is no address", quoted(text)), fix);
+            let fix =
+                "write an address such as `192.0.2.7`; a network can be exempt, but cannot have windows of its own";
+            report.problem(word.span.clone(), format!("{} is not an IP address", quoted(text)), fix);
             return None;
         };
-        // All that the rule counts as one client are meant; so are they in whatever spelling.
+        // The rule counts addresses with this prefix as one client, so the override applies to all of them.
         let prefix = if address.is_ipv4() { *v4_prefix } else { *v6_prefix };
         return Some(KeyValue::Clear(Network::of(address, prefix).address.to_string()));
     }
@@ -203,13 +204,15 @@ fn read_value(part: &KeyPart, word: &SpannedStr, report: &mut Report) -> Option<
         return Some(KeyValue::Digest(digest));
     }
     let fix = match part {
-        KeyPart::Header(_) if text.is_empty() || text.trim() != text => "a field has a value, without blanks around it",
-        KeyPart::Header(_) if text.contains(|c: char| c.is_control() && c != '\t') => "remove what can not be seen",
+        KeyPart::Header(_) if text.is_empty() || text.trim() != text => {
+            "write the value of the field, without spaces around it"
+        }
+        KeyPart::Header(_) if text.contains(|c: char| c.is_control() && c != '\t') => "remove control characters",
         KeyPart::Cookie(_) | KeyPart::Query(_) | KeyPart::Jwt(_) if text.is_empty() => {
-            "write its value; an empty one is none"
+            "write a value; an empty value counts as missing"
         }
         KeyPart::Host if text.is_empty() || text.contains(|c: char| c.is_uppercase() || "/: ".contains(c)) => {
-            "write the host's name alone, in lower case"
+            "write the host name alone, in lower case"
         }
         KeyPart::Method if text.is_empty() || text.contains(|c: char| c.is_lowercase() || c == ' ') => {
             "write a method in upper case, such as `GET`"
@@ -228,6 +231,6 @@ fn read_value(part: &KeyPart, word: &SpannedStr, report: &mut Report) -> Option<
         | KeyPart::Route
         | KeyPart::Global => return Some(KeyValue::Clear(text.to_owned())),
     };
-    report.problem(word.span.clone(), format!("no request has {} as its `{part}`", quoted(text)), fix);
+    report.problem(word.span.clone(), format!("a request never has {} as its `{part}`", quoted(text)), fix);
     None
 }

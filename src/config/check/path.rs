@@ -1,8 +1,8 @@
-//! The path of a route: literal segments, parameters, and what is left.
+//! Parses the path pattern of a route: literal segments, `{name}` and `{*name}`.
 //!
-//! Requests are matched after their path was brought into its normal form, so a pattern in any
-//! other form would never match. Here it is refused with the spelling that does. A pattern's
-//! segments are what stands between slashes: `/` has one, which is empty, and so has `/a/` at its end.
+//! The path of a request is normalized before it is matched, so a pattern that is not normalized would never match. Such a pattern
+//! is a problem, and the fix is its normal form. Segments are the parts between slashes: `/` has one empty segment, and `/a/` ends
+//! with an empty segment.
 
 use super::values::Parsed;
 use crate::config::diagnostics::{Report, quoted};
@@ -11,7 +11,7 @@ use crate::config::route::{
 };
 use crate::config::toml_reader::SpannedStr;
 
-/// Segments beyond this one are not told apart when requests are matched.
+/// The router does not match more segments than this one by one.
 const SEGMENTS_MAX: usize = 64;
 
 pub fn read_path(word: &SpannedStr, reading: PathReading, report: &mut Report) -> Option<PathPattern> {
@@ -46,10 +46,11 @@ fn parse_pattern(text: &str, reading: PathReading) -> Parsed<Vec<Segment>> {
         });
     };
     if rest.contains(['?', '#']) {
-        return Err((path("has a query or a fragment, which no route can match"), write()));
+        return Err((path("has a query or a fragment, which a route does not match"), write()));
     }
     if reading.trailing_slash == TrailingSlash::Ignore && rest.ends_with('/') {
-        let what = path("can never match: with `trailing_slash = \"ignore\"`, no request has a slash at its end");
+        let what =
+            path("can never match: with `trailing_slash = \"ignore\"`, the path of a request never ends with a slash");
         return Err((what, format!("write `path = \"{}\"`", normalize_pattern(text.trim_end_matches('/')))));
     }
     let parts: Vec<&str> = rest.split('/').collect();
@@ -64,7 +65,7 @@ fn parse_pattern(text: &str, reading: PathReading) -> Parsed<Vec<Segment>> {
             })?,
         };
         if let (Segment::Rest(name), false) = (&segment, last) {
-            let message = path(&format!("goes on after `{{*{name}}}`, which takes all that is left"));
+            let message = path(&format!("continues after `{{*{name}}}`, which matches the rest of the path"));
             return Err((message, format!("end the path with `{{*{name}}}`, or write `{{{name}}}` for one segment")));
         }
         if parameter_name(&segment).is_some()
@@ -91,11 +92,11 @@ fn parameter_name(segment: &Segment) -> Option<&str> {
     }
 }
 
-/// `{name}`, `{*name}`, or neither; and what other routers write.
+/// Parses `{name}` and `{*name}`; `None` for a literal. Recognizes the parameters of other routers, to suggest a fix.
 fn parse_parameter(part: &str) -> Parsed<Option<Segment>> {
-    let no_parameter = |fix: String| Err((format!("{} is no parameter", quoted(part)), fix));
+    let no_parameter = |fix: String| Err((format!("{} is not a parameter", quoted(part)), fix));
     if part == "*" || part == "**" {
-        return no_parameter(String::from("write `{*rest}` for all that is left, or `{name}` for one segment"));
+        return no_parameter(String::from("write `{*rest}` for the rest of the path, or `{name}` for one segment"));
     }
     let foreign = part.strip_prefix([':', '<']).map(|rest| rest.trim_end_matches('>'));
     if let Some(name) = foreign.filter(|name| is_param_name(name)) {
@@ -106,7 +107,7 @@ fn parse_parameter(part: &str) -> Parsed<Option<Segment>> {
     }
     let inner = part.strip_prefix('{').and_then(|rest| rest.strip_suffix('}'));
     let Some(inner) = inner.filter(|inner| !inner.contains(['{', '}'])) else {
-        let fix = "write one `{name}` between two slashes and nothing beside it, such as `/users/{id}/files`";
+        let fix = "write `{name}` as a whole segment, such as `/users/{id}/files`";
         return Err((format!("{} is neither a parameter nor a literal", quoted(part)), fix.to_owned()));
     };
     let (name, rest) = inner.strip_prefix('*').map_or((inner, false), |name| (name, true));
@@ -117,19 +118,21 @@ fn parse_parameter(part: &str) -> Parsed<Option<Segment>> {
     let bare: String =
         name.split([':', '=']).next().unwrap_or("").chars().map(|c| if c == '-' { '_' } else { c }).collect();
     match bare.trim_matches(['*', '.']) {
-        "" if rest => no_parameter(String::from("a parameter has a name: write `{*rest}`")),
-        "" => no_parameter(String::from("a parameter has a name: write `{id}`")),
+        "" if rest => no_parameter(String::from("a parameter needs a name: write `{*rest}`")),
+        "" => no_parameter(String::from("a parameter needs a name: write `{id}`")),
         bare if is_param_name(bare) && (rest || name.contains(['*', '.'])) => {
             no_parameter(format!("write `{{*{bare}}}`"))
         }
         bare if is_param_name(bare) => no_parameter(format!("write `{{{bare}}}`")),
-        _ => no_parameter(String::from("a name has letters, digits and `_`, and no digit first: write `{id}`")),
+        _ => no_parameter(String::from(
+            "a name has letters, digits and `_`, and does not start with a digit: write `{id}`",
+        )),
     }
 }
 
-/// Why a literal cannot stand as it is.
+/// Why a literal segment is rejected.
 enum LiteralError {
-    /// Its normal form is another.
+    /// The segment differs from its normal form.
     Form(String),
     Other(String, String),
 }
@@ -141,7 +144,7 @@ fn parse_literal(part: &str, last: bool, reading: PathReading) -> Result<Segment
     }
     let plain = normalize_segment(part);
     if plain == "." || plain == ".." {
-        return form(&format!("has the segment {}, which no request has once it is normalised", quoted(part)));
+        return form(&format!("has the segment {}, which normalization removes from every request", quoted(part)));
     }
     if plain != part {
         return form(&match normalization_error(part) {
@@ -150,21 +153,21 @@ fn parse_literal(part: &str, last: bool, reading: PathReading) -> Result<Segment
         });
     }
     if let Some(doubt) = find_ambiguity(part) {
-        let what = format!("can never match: where {doubt}, requests are refused");
-        return Err(LiteralError::Other(what, String::from("write the path as clients ask for it")));
+        let what = format!("can never match: a request is refused if {doubt}");
+        return Err(LiteralError::Other(what, String::from("write the path that clients request")));
     }
     if part.contains(';') && reading.parameters != PathParameters::Keep {
         let why = match reading.parameters {
-            PathParameters::Strip => "requests are matched without it and what stands behind it",
+            PathParameters::Strip => "the `;` and what follows it are removed before matching",
             PathParameters::Keep | PathParameters::Refuse => "requests with it are refused",
         };
-        let fix = String::from("write the path without it, or `path_parameters = \"keep\"` at the top of the file");
-        return Err(LiteralError::Other(format!("can never match: it has `;`, and {why}"), fix));
+        let fix = String::from("write the path without `;`, or `path_parameters = \"keep\"` at the top of the file");
+        return Err(LiteralError::Other(format!("can never match: it contains `;`, and {why}"), fix));
     }
     let slash = ["%2F", "%5C"].into_iter().find(|code| part.contains(code));
     match (slash, reading.encoded_slash) {
         (Some(code), EncodedSlash::Refuse) => {
-            let what = format!("can never match: it has `{code}`, and requests with it are refused");
+            let what = format!("can never match: it contains `{code}`, and requests with it are refused");
             Err(LiteralError::Other(what, String::from("write `encoded_slash = \"keep\"` at the top of the file")))
         }
         _ => Ok(Segment::Literal(part.to_owned())),
@@ -176,16 +179,16 @@ fn normalization_error(part: &str) -> Option<String> {
     while let Some(c) = rest.chars().next() {
         let code = rest.get(..3).and_then(decode_escape);
         match (c, code) {
-            ('%', None) => return Some(String::from("has a `%` that begins no percent-encoding")),
+            ('%', None) => return Some(String::from("has a `%` without two hex digits")),
             ('%', Some(byte)) if is_pchar(byte) => {
-                return Some(format!("encodes `{}`, which stands for itself", char::from(byte)));
+                return Some(format!("encodes `{}`, which is written without encoding", char::from(byte)));
             }
             ('%', Some(_)) if rest[..3].contains(|c: char| c.is_ascii_lowercase()) => {
                 return Some(format!("has the encoding `{}` in lower case", &rest[..3]));
             }
             ('%', Some(_)) => rest = &rest[3..],
             (c, _) if !c.is_ascii() || !is_pchar(c as u8) => {
-                return Some(format!("has {}, which a path has only percent-encoded", quoted(&c.to_string())));
+                return Some(format!("has {}, which must be percent-encoded", quoted(&c.to_string())));
             }
             (c, _) => rest = &rest[c.len_utf8()..],
         }
@@ -193,7 +196,7 @@ fn normalization_error(part: &str) -> Option<String> {
     None
 }
 
-/// The pattern as it should be written.
+/// The normal form of a pattern.
 fn normalize_pattern(text: &str) -> String {
     let path = text.split(['?', '#']).next().unwrap_or(text);
     let mut parts: Vec<String> = Vec::new();
@@ -212,8 +215,7 @@ fn normalize_pattern(text: &str) -> String {
     format!("/{}", parts.join("/"))
 }
 
-/// A literal with everything encoded that must be, and nothing that need not be (RFC 3986, section
-/// 6.2.2).
+/// The normal form of a segment: only characters that must be percent-encoded are (RFC 3986, section 6.2.2).
 fn normalize_segment(part: &str) -> String {
     let mut out = String::new();
     let mut rest = part.as_bytes();
@@ -229,7 +231,7 @@ fn normalize_segment(part: &str) -> String {
     out
 }
 
-/// The byte that `%XX` stands for.
+/// The byte that `%XX` encodes.
 fn decode_escape(code: &str) -> Option<u8> {
     let digits = code.strip_prefix('%').filter(|digits| digits.bytes().all(|b| b.is_ascii_hexdigit()))?;
     u8::from_str_radix(digits, 16).ok()
@@ -256,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn every_fix_of_a_spelling_is_a_path_that_is_accepted() {
+    fn the_normal_form_of_a_rejected_path_is_accepted() {
         for text in [
             "a",
             "//a",
@@ -286,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_is_no_deeper_than_requests_are_matched() {
+    fn a_path_has_at_most_the_segments_that_are_matched() {
         let deep = "/a".repeat(SEGMENTS_MAX);
         assert!(parse_pattern(&deep, KEEP).is_ok());
         assert!(parse_pattern(&format!("{deep}/{{*rest}}"), KEEP).is_ok());
@@ -302,8 +304,8 @@ mod tests {
             ("/users/{user-id}", "write `{user_id}`"),
             ("/files/{path*}", "write `{*path}`"),
             ("/files/{path...}", "write `{*path}`"),
-            ("/files/{*}", "a parameter has a name: write `{*rest}`"),
-            ("/{}", "a parameter has a name: write `{id}`"),
+            ("/files/{*}", "a parameter needs a name: write `{*rest}`"),
+            ("/{}", "a parameter needs a name: write `{id}`"),
         ] {
             assert_eq!(parse_pattern(text, KEEP).unwrap_err().1, fix);
         }

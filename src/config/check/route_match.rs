@@ -1,7 +1,6 @@
-//! What a route asks of a request beside its path: host, method and header fields.
+//! The conditions of a route other than its path: hosts, methods and header fields.
 //!
-//! All three are brought into the one spelling in which requests are compared: hosts and field names
-//! in lower case, methods as they are, since those are case-sensitive (RFC 9110, section 9.1).
+//! Hosts and field names are converted to lower case, as requests are compared. Methods are case-sensitive (RFC 9110, section 9.1).
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
@@ -12,40 +11,42 @@ use super::values::{FIELD_NAME_FIX, is_ipv4_like, is_name, parse_field_name};
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::toml_reader::{Item, SpannedStr};
 
-/// A list of hosts; empty where there is none. `without` tells what holds then.
+/// Reads a list of hosts; empty without the setting. `without` says, for a fix, what applies without the setting.
 pub fn read_hosts(item: Option<Item>, without: &str, report: &mut Report) -> Option<Vec<String>> {
     let Some(item) = item else { return Some(Vec::new()) };
     let words = item.strings("\"api.example.com\"", report)?;
     let host = |word: &SpannedStr| match normalize_host(word.text) {
         Ok(host) => Ok(host),
         Err(_) if ["", "*"].contains(&word.text) => {
-            Err((format!("{} is no host to match", quoted(word.text)), format!("leave `{}` out: {without}", item.key)))
+            Err((format!("{} is not a host to match", quoted(word.text)), format!("remove `{}`: {without}", item.key)))
         }
-        Err(fix) => Err((format!("{} is no host to match", quoted(word.text)), fix)),
+        Err(fix) => Err((format!("{} is not a host to match", quoted(word.text)), fix)),
     };
     read_distinct(&item, &words, without, host, report)
 }
 
-/// The methods of a route; empty: any.
+/// Reads the methods of a route; empty for any method.
 pub fn read_methods(item: Option<Item>, report: &mut Report) -> Option<Vec<String>> {
     let Some(item) = item else { return Some(Vec::new()) };
     let words = item.strings("[\"GET\"]", report)?;
     let method = |word: &SpannedStr| {
         let upper = word.text.to_ascii_uppercase();
-        let message = || format!("{} is no method", quoted(word.text));
+        let message = || format!("{} is not a method", quoted(word.text));
         match Method::from_bytes(word.text.as_bytes()) {
             _ if ["", "*", "ANY", "ALL"].contains(&upper.as_str()) => {
-                Err((message(), String::from("leave `methods` out: the route then takes any")))
+                Err((message(), String::from("remove `methods`: the route then matches any method")))
             }
             Ok(_) if word.text == upper => Ok(upper),
             Ok(_) => Err((message(), format!("write `\"{upper}\"`: methods are in upper case"))),
-            Err(_) => Err((message(), String::from("write each method by itself, such as `[\"GET\", \"POST\"]`"))),
+            Err(_) => {
+                Err((message(), String::from("write each method as its own string, such as `[\"GET\", \"POST\"]`")))
+            }
         }
     };
-    read_distinct(&item, &words, "the route then takes any method", method, report)
+    read_distinct(&item, &words, "the route then matches any method", method, report)
 }
 
-/// Reads each word; reports what is none, what is there twice, and a list of nothing.
+/// Reads each value with `read`. Reports invalid values, duplicates, and an empty list.
 fn read_distinct(
     item: &Item,
     words: &[SpannedStr],
@@ -54,7 +55,7 @@ fn read_distinct(
     report: &mut Report,
 ) -> Option<Vec<String>> {
     if words.is_empty() {
-        let fix = format!("leave it out: {without}");
+        let fix = format!("remove it: {without}");
         report.problem(item.span.clone(), format!("`{}` is an empty list", item.key), fix);
         return None;
     }
@@ -62,7 +63,7 @@ fn read_distinct(
     for word in words {
         match read(word) {
             Ok(value) if found.contains(&value) => {
-                report.problem(word.span.clone(), format!("{} is there twice", quoted(word.text)), "remove it");
+                report.problem(word.span.clone(), format!("{} is listed twice", quoted(word.text)), "remove it");
             }
             Ok(value) => found.push(value),
             Err((message, fix)) => report.problem(word.span.clone(), message, fix),
@@ -71,18 +72,18 @@ fn read_distinct(
     (found.len() == words.len()).then_some(found)
 }
 
-/// A host in the spelling in which requests are compared, or the fix.
+/// The host in lower case, or the fix of a problem.
 fn normalize_host(text: &str) -> Result<String, String> {
     let lower = text.to_lowercase();
     if let Some((_, rest)) = lower.split_once("://") {
         let bare = rest.split(['/', ':', '?']).next().unwrap_or(rest);
-        return Err(format!("write the name alone: {}", quoted(bare)));
+        return Err(format!("write the host name alone: {}", quoted(bare)));
     }
     if let Some(ip) = lower.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
         return ip.parse::<Ipv6Addr>().map(|ip| format!("[{ip}]")).map_err(|_| String::from("write `[::1]` for IPv6"));
     }
     if let Ok(ip) = lower.parse::<Ipv6Addr>() {
-        return Err(format!("an IPv6 address has brackets: write `\"[{ip}]\"`"));
+        return Err(format!("put an IPv6 address in brackets: write `\"[{ip}]\"`"));
     }
     if let Some((bare, _)) = lower.rsplit_once(':') {
         return Err(format!("write {}: hosts are compared without their port", quoted(bare)));
@@ -99,18 +100,18 @@ fn normalize_host(text: &str) -> Result<String, String> {
         return Ok(lower);
     }
     Err(if name.contains('*') {
-        String::from("a `*` stands for the first label alone, such as `\"*.example.com\"`")
+        String::from("a `*` can only be the first label, such as `\"*.example.com\"`")
     } else if lower.starts_with('.') {
         format!("write {}", quoted(&format!("*{lower}")))
     } else if !lower.is_ascii() {
-        String::from("write the name as it is sent, in punycode: `xn--…`")
+        String::from("write the name in punycode, as clients send it: `xn--…`")
     } else {
         String::from("write a name of letters, digits, `-` and dots, such as `\"api.example.com\"`")
     })
 }
 
-/// Fields that the gateway removes from every request, or replaces where the client is no trusted proxy. A client could choose
-/// a route by them, and so its rules, and the upstream would not see it.
+/// Fields that the gateway removes from every request, or replaces if the client is not a trusted proxy. With such a field, a
+/// client could choose a route and its rules, and the upstream would not see the field.
 const NOT_FORWARDED: [&str; 13] = [
     "connection",
     "expect",
@@ -127,7 +128,7 @@ const NOT_FORWARDED: [&str; 13] = [
     "x-forwarded-proto",
 ];
 
-/// The header fields that a route asks for.
+/// Reads the header fields that a request must have: each a value, or `None` for any value.
 pub fn read_headers(item: Option<Item>, report: &mut Report) -> Option<Vec<(String, Option<String>)>> {
     let Some(item) = item else { return Some(Vec::new()) };
     let fix = "write `headers = { \"x-version\" = \"2\" }`, or `true` for any value";
@@ -136,19 +137,21 @@ pub fn read_headers(item: Option<Item>, report: &mut Report) -> Option<Vec<(Stri
     let mut found: Vec<(String, Option<String>)> = Vec::new();
     for entry in table.items() {
         let Some(name) = parse_field_name(entry.key) else {
-            let message = format!("{} is no name of a header field", quoted(entry.key));
+            let message = format!("{} is not a header field name", quoted(entry.key));
             report.problem(entry.key_span, message, FIELD_NAME_FIX);
             continue;
         };
         if found.iter().any(|(other, _)| *other == name) {
-            let message = format!("{} is there twice: names of fields are compared in lower case", quoted(entry.key));
+            let message = format!("{} is listed twice: field names are not case-sensitive", quoted(entry.key));
             report.problem(entry.key_span, message, "remove one of the two");
             continue;
         }
         if NOT_FORWARDED.contains(&name.as_str()) {
-            let message =
-                format!("a route cannot ask for {}: the upstream does not get it as the client sent it", quoted(&name));
-            let fix = "remove it: choose by another field, or by `hosts` or `scheme`";
+            let message = format!(
+                "a route cannot match {}: the gateway does not forward this field as the client sent it",
+                quoted(&name)
+            );
+            let fix = "remove it, and match another field, `host` or `scheme`";
             report.problem(entry.key_span, message, fix);
             continue;
         }
@@ -158,12 +161,12 @@ pub fn read_headers(item: Option<Item>, report: &mut Report) -> Option<Vec<(Stri
                 found.push((name, Some(value.to_string())));
             }
             DeValue::String(value) => {
-                let message = format!("{} is no value that a header field can have", quoted(value));
-                report.problem(entry.span, message, "write it without line ends, and without blanks around it");
+                let message = format!("{} is not a valid header field value", quoted(value));
+                report.problem(entry.span, message, "write it without line breaks, and without spaces around it");
             }
             DeValue::Boolean(false) => {
-                let fix = "remove it: a route without it takes the requests that others leave";
-                report.problem(entry.span, "a route cannot ask for a header field to be absent", fix);
+                let fix = "remove it: a route without this header matches the requests that more specific routes do not match";
+                report.problem(entry.span, "a route cannot require a header field to be absent", fix);
             }
             _ => {
                 let fix = "write the value in quotes, or `true` for any value";
@@ -179,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn hosts_are_names_addresses_or_all_under_a_name() {
+    fn hosts_are_names_addresses_or_wildcards() {
         for (text, expected) in [
             ("API.example.com", "api.example.com"),
             ("*.example.com", "*.example.com"),

@@ -67,10 +67,10 @@ fn read_route(
 ) -> ParsedRoute {
     let header = table.span.clone();
     let name = table.get("name");
-    let path = table.require("path", "write `path = \"/{*rest}\"` to take every request, or the path of some");
+    let path = table.require("path", "write `path = \"/{*rest}\"` to match every request, or another path");
     let span = path.as_ref().map_or(header, |item| item.span.clone());
     let before = report.count();
-    let hosts = route_match::read_hosts(table.get("host"), "the route then takes any host", report);
+    let hosts = route_match::read_hosts(table.get("host"), "the route then matches any host", report);
     let methods = route_match::read_methods(table.get("methods"), report);
     let headers = route_match::read_headers(table.get("headers"), report);
     let secure = table.get("scheme").map(|item| read_scheme(&item, schemes, report));

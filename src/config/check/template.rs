@@ -1,4 +1,4 @@
-//! Texts with variables, such as `https://{host}{uri}`: what stands in braces is taken from the request.
+//! Parses texts with variables, such as `https://{host}{uri}`. A variable in braces is replaced by a value of the request.
 
 use crate::config::diagnostics::{Report, quoted, quoted_list};
 use crate::config::route::{PathPattern, Template, TemplatePart, Variable};
@@ -15,7 +15,7 @@ const VARIABLES: [(&str, Variable); 8] = [
     ("route", Variable::Route),
 ];
 
-/// Variables of nginx, and what is written for each; `None` where nothing stands for it here.
+/// Variables of nginx, and their equivalents here; `None` if there is no equivalent.
 const NGINX: [(&str, Option<&str>); 23] = [
     ("remote_addr", Some("{client_ip}")),
     ("binary_remote_addr", Some("{client_ip}")),
@@ -42,17 +42,17 @@ const NGINX: [(&str, Option<&str>); 23] = [
     ("query_string", Some("{query}")),
 ];
 
-/// How other variables of nginx begin, whose rest is the name of a field, a parameter and the like.
+/// Prefixes of nginx variables that end with the name of a field, parameter or similar.
 const NGINX_PREFIXES: [&str; 8] = ["arg_", "connection_", "cookie_", "geoip_", "http_", "ssl_", "time_", "upstream_"];
 
-/// What stands before the name of one of the path's parameters.
+/// The prefix of a variable that is a parameter of the route's path.
 const PARAM: &str = "param.";
 
-/// Reads a text; `{{` and `}}` stand for braces.
+/// Reads a template; `{{` and `}}` stand for literal braces.
 pub fn read_template(word: &SpannedStr, path: Option<&PathPattern>, report: &mut Report) -> Option<Template> {
     if let Some(c) = word.text.chars().find(|c| c.is_control() && *c != '\t') {
-        let message = format!("a header field can not have {} in it", quoted(&c.to_string()));
-        report.problem(word.span.clone(), message, "write it on one line, without characters that can not be seen");
+        let message = format!("a header field cannot contain {}", quoted(&c.to_string()));
+        report.problem(word.span.clone(), message, "write it on one line, without control characters");
         return None;
     }
     if let Some((written, meant)) = find_nginx_variable(word.text) {
@@ -60,10 +60,10 @@ pub fn read_template(word: &SpannedStr, path: Option<&PathPattern>, report: &mut
             Some(meant) => format!("write `{meant}`"),
             None => {
                 let known: Vec<String> = VARIABLES.iter().map(|(known, _)| format!("{{{known}}}")).collect();
-                format!("remove it; there is {}", quoted_list(known.iter().map(String::as_str), "and"))
+                format!("remove it; the variables are {}", quoted_list(known.iter().map(String::as_str), "and"))
             }
         };
-        let message = format!("{} is a variable of nginx, and would be sent as it is written", quoted(written));
+        let message = format!("{} is a variable of nginx, which would be sent literally", quoted(written));
         report.problem(word.span.clone(), message, fix);
         return None;
     }
@@ -80,7 +80,7 @@ pub fn read_template(word: &SpannedStr, path: Option<&PathPattern>, report: &mut
             continue;
         }
         let Some((name, behind)) = behind.split_once('}').filter(|_| brace == "{") else {
-            let message = format!("{} has a brace that belongs to no variable", quoted(word.text));
+            let message = format!("{} has a brace that is not part of a variable", quoted(word.text));
             report.problem(word.span.clone(), message, "write `{{` or `}}` for a brace, and `{host}` for a variable");
             return None;
         };
@@ -97,7 +97,7 @@ pub fn read_template(word: &SpannedStr, path: Option<&PathPattern>, report: &mut
     Some(Template(pieces))
 }
 
-/// The first variable of nginx in a text, such as `$remote_addr` or `${host}`, and what is written for it here.
+/// The first variable of nginx in a text, such as `$remote_addr` or `${host}`, and its equivalent here.
 fn find_nginx_variable(text: &str) -> Option<(&str, Option<&'static str>)> {
     text.match_indices('$').find_map(|(at, _)| {
         let (start, close) = if text[at + 1..].starts_with('{') { (at + 2, 1) } else { (at + 1, 0) };
@@ -125,17 +125,17 @@ fn read_variable(name: &str, path: Option<&PathPattern>, word: &SpannedStr, repo
     }
     let params: Vec<String> = params.unwrap_or_default().iter().map(|param| format!("{PARAM}{param}")).collect();
     let known = || VARIABLES.iter().map(|(known, _)| *known).chain(params.iter().map(String::as_str));
-    // A path that could not be read may well have the parameter.
+    // If the path of the route is invalid, its parameters are unknown, and no problem is reported.
     if param.is_none() || path.is_some() {
         let braced = |name: &str| format!("{{{name}}}");
         let fix = match nearest(name, known()) {
             Some(guess) => format!("did you mean {}?", quoted(&braced(guess))),
             None => {
                 let known: Vec<String> = known().map(braced).collect();
-                format!("there is {}", quoted_list(known.iter().map(String::as_str), "and"))
+                format!("the variables are {}", quoted_list(known.iter().map(String::as_str), "and"))
             }
         };
-        report.problem(word.span.clone(), format!("{} is no variable", quoted(&braced(name))), fix);
+        report.problem(word.span.clone(), format!("{} is not a variable", quoted(&braced(name))), fix);
     }
     None
 }
