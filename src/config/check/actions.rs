@@ -1,7 +1,7 @@
-//! What a route changes on the way, or answers by itself.
+//! The actions of a route: changes of path and header fields, redirects, fixed responses, and limits of its own.
 //!
-//! All of it is settled here: a prefix that no path of the route has, a variable that there is none of, a
-//! field that the gateway needs for itself, are problems, and not surprises in front of a request.
+//! All actions are checked here, so that they cannot fail for a request: a prefix that the path of the route does not have, an
+//! unknown variable, or a header field that only the gateway may set is a problem.
 
 use toml::de::DeValue;
 
@@ -16,7 +16,7 @@ use crate::config::route::{
 };
 use crate::config::toml_reader::{Item, SpannedStr, Table};
 
-/// Fields that say where a message ends, or are about one connection only.
+/// Fields that frame a message or belong to one connection, so that only the gateway may set them.
 const GATEWAY_FIELDS: [&str; 10] = [
     "connection",
     "content-length",
@@ -32,9 +32,9 @@ const GATEWAY_FIELDS: [&str; 10] = [
 
 const REDIRECT: &str = "{ to = \"https://{host}{uri}\", status = 308 }";
 const RESPOND: &str = "{ status = 200, body = \"fine\\n\" }";
-const FIELDS_FIX: &str = "write such as `[routes.request_headers]`, then `set = { x-name = \"value\" }`";
+const FIELDS_FIX: &str = "write, for example, `[routes.request_headers]`, then `set = { x-name = \"value\" }`";
 
-/// What a route says about it.
+/// The settings of a route for its actions.
 pub struct ActionSettings<'d> {
     strip_prefix: Option<Item<'d>>,
     replace_prefix: Option<Item<'d>>,
@@ -64,12 +64,12 @@ impl<'d> ActionSettings<'d> {
         }
     }
 
-    /// Whether the route answers by itself, and so needs no upstream.
+    /// Whether the route has a `redirect` or `respond`, and so needs no upstream.
     pub fn responds_directly(&self) -> bool {
         self.redirect.is_some() || self.respond.is_some()
     }
 
-    /// `path` is the route's, if it could be read, and `timeouts` are those of all routes.
+    /// `path` is the path of the route, unless it is invalid. `timeouts` are the defaults for all routes.
     pub fn read(
         self,
         path: Option<&PathPattern>,
@@ -96,23 +96,27 @@ impl<'d> ActionSettings<'d> {
         (actions != Actions::default()).then(|| Box::new(actions))
     }
 
-    /// Settings of which one makes the others useless.
+    /// Reports settings that exclude each other.
     fn report_contradictions(&self, report: &mut Report) {
         let paths = [&self.strip_prefix, &self.replace_prefix, &self.rewrite];
-        let answers = [&self.redirect, &self.respond];
-        for (what, items) in [("change the path", &paths[..]), ("answer the request", &answers[..])] {
+        let responses = [&self.redirect, &self.respond];
+        for (what, items) in [("change the path", &paths[..]), ("generate a response", &responses[..])] {
             let given: Vec<&Item> = items.iter().filter_map(|item| item.as_ref()).collect();
             if let [_, second, ..] = given.as_slice() {
-                let message =
-                    format!("{} {what}, and only one can", quoted_list(given.iter().map(|item| item.key), "and"));
-                report.missing(second.key_span.clone(), message, "keep the one that is meant");
+                let message = format!(
+                    "{} {what}, and only one of them can",
+                    quoted_list(given.iter().map(|item| item.key), "and")
+                );
+                report.missing(second.key_span.clone(), message, "keep one of them");
             }
         }
-        if let Some(answer) = answers.iter().find_map(|item| item.as_ref()) {
+        if let Some(response) = responses.iter().find_map(|item| item.as_ref()) {
             let unused = [&paths[..], &[&self.request_headers, &self.timeouts, &self.min_request_rate]].concat();
             for item in unused.into_iter().flatten() {
-                let message =
-                    format!("`{}` has no effect: no upstream is asked, for there is `{}`", item.key, answer.key);
+                let message = format!(
+                    "`{}` has no effect with `{}`, which forwards nothing to an upstream",
+                    item.key, response.key
+                );
                 report.missing(item.key_span.clone(), message, "remove one of the two");
             }
         }
@@ -130,8 +134,8 @@ impl<'d> ActionSettings<'d> {
         }
         if let Some(item) = &self.replace_prefix {
             let mut table = item.table("`replace_prefix`", "write `{ from = \"/api\", to = \"/v2\" }`", report)?;
-            let from = table.require("from", "write `from = \"/api\"`: how the path begins");
-            let to = table.require("to", "write `to = \"/v2\"`: what stands there instead");
+            let from = table.require("from", "write `from = \"/api\"`: the prefix of the path");
+            let to = table.require("to", "write `to = \"/v2\"`: the new prefix");
             table.finish(report);
             let from = from.and_then(|item| read_matched_prefix(&item, path, slashes, report));
             let to = to.and_then(|item| read_prefix(&item, slashes, report));
@@ -145,9 +149,11 @@ impl<'d> ActionSettings<'d> {
             segment => path.is_some_and(|path| !path.segments.contains(segment)),
         });
         if let Some(Segment::Param(name) | Segment::Rest(name)) = lacking {
-            let message =
-                format!("the path of this route has no such parameter as {} names with `{name}`", quoted(word.text));
-            let fix = format!("name parameters as {} does", quoted(path.map_or("", |path| path.text.as_str())));
+            let message = format!(
+                "{} uses the parameter `{name}`, which the path of this route does not have",
+                quoted(word.text)
+            );
+            let fix = format!("use the parameters of the path {}", quoted(path.map_or("", |path| path.text.as_str())));
             report.problem(word.span, message, fix);
             return None;
         }
@@ -155,19 +161,19 @@ impl<'d> ActionSettings<'d> {
     }
 }
 
-/// The beginning of a path, without a slash at its end; `/` is nothing at all.
+/// Reads a path prefix, without a slash at its end; `/` becomes the empty string.
 fn read_prefix(item: &Item, slashes: EncodedSlash, report: &mut Report) -> Option<String> {
     let word = item.string("\"/api\"", report)?;
     let pattern = path::read_path(&word, PathReading::verbatim(slashes), report)?;
     if pattern.segments.iter().any(|segment| !matches!(segment, Segment::Literal(_))) {
-        let message = format!("{} has a parameter, and a prefix has none", quoted(word.text));
-        report.problem(word.span, message, "write the prefix as it stands in the path, or use `rewrite`");
+        let message = format!("{} has a parameter, which a prefix cannot have", quoted(word.text));
+        report.problem(word.span, message, "write a prefix without parameters, or use `rewrite`");
         return None;
     }
     Some(pattern.text.strip_suffix('/').unwrap_or(&pattern.text).to_owned())
 }
 
-/// A prefix that all paths of the route have.
+/// Reads a prefix, which all paths of the route must have.
 fn read_matched_prefix(
     item: &Item,
     path: Option<&PathPattern>,
@@ -187,7 +193,7 @@ fn read_matched_prefix(
         rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
     };
     if let Some(path) = path.filter(|path| !begins(path)) {
-        let message = format!("no path that this route takes begins with {}", quoted(&prefix));
+        let message = format!("no path of this route begins with {}", quoted(&prefix));
         let own = literals(path);
         let fix = match own.trim_end_matches('/') {
             "" => String::from("write the path with its prefix, such as `/api/{*rest}`"),
@@ -219,7 +225,7 @@ fn read_redirect(item: &Item, path: Option<&PathPattern>, report: &mut Report) -
     let status = status.map_or(Some(308), |item| {
         let status = item.integer(100..=599, report)?;
         if !statuses.contains(&status) {
-            let message = format!("`{status}` is no status that sends a client elsewhere");
+            let message = format!("`{status}` is not a redirect status");
             report.problem(item.span, message, "write `301`, `302`, `303`, `307` or `308`");
             return None;
         }
@@ -228,18 +234,17 @@ fn read_redirect(item: &Item, path: Option<&PathPattern>, report: &mut Report) -
     let word = to?.string("\"https://{host}{uri}\"", report)?;
     let to = read_template(&word, path, report)?;
     if !is_safe_location(&to) {
-        let fix =
-            "begin with `https://`, `http://`, `{scheme}://`, one `/`, `{path}` or `{uri}`; write no blanks in it";
-        report.problem(word.span, format!("{} is no place to send a client to", quoted(word.text)), fix);
+        let fix = "begin with `https://`, `http://`, `{scheme}://`, one `/`, `{path}` or `{uri}`, and write no spaces";
+        report.problem(word.span, format!("{} is not a redirect target", quoted(word.text)), fix);
         return None;
     }
     Some(LocalResponse::Redirect { to, status: status? })
 }
 
-/// Whether a text is an absolute URL, or a path of the same host: nothing that a request has may choose
-/// another host, but for its own.
+/// Whether a template is an absolute URL, or a path on the same host. The host must be fixed or the host of the request: other
+/// variables would let a client choose the target (open redirect).
 fn is_safe_location(Template(pieces): &Template) -> bool {
-    let sound = |piece: &TemplatePart| match piece {
+    let is_valid = |piece: &TemplatePart| match piece {
         TemplatePart::Literal(text) => text.bytes().all(|byte| byte.is_ascii_graphic()),
         TemplatePart::Variable(_) => true,
     };
@@ -247,7 +252,7 @@ fn is_safe_location(Template(pieces): &Template) -> bool {
         [TemplatePart::Literal(text), rest @ ..] => {
             match text.strip_prefix("https://").or_else(|| text.strip_prefix("http://")) {
                 Some(host) => is_safe_authority(host, rest),
-                // A second slash would begin a host.
+                // A second slash would start a host.
                 None if text == "/" => matches!(rest, [] | [TemplatePart::Variable(Variable::Param(_)), ..]),
                 None => text.starts_with('/') && !text.starts_with("//"),
             }
@@ -258,10 +263,10 @@ fn is_safe_location(Template(pieces): &Template) -> bool {
         }
         _ => false,
     };
-    begins && pieces.iter().all(sound)
+    begins && pieces.iter().all(is_valid)
 }
 
-/// Whether what stands before the path names a host, and takes nothing of the request but its host.
+/// Whether the authority, the part before the path, has a host and contains no variable other than `{host}`.
 fn is_safe_authority(first: &str, rest: &[TemplatePart]) -> bool {
     if first.is_empty() && !matches!(rest.first(), Some(TemplatePart::Variable(Variable::Host))) {
         return false;
@@ -288,10 +293,10 @@ fn read_respond(item: &Item, report: &mut Report) -> Option<LocalResponse> {
     table.finish(report);
     let status = status.map_or(Some(200), |item| item.integer(200..=599, report));
     if let (Some(status @ (204 | 304)), Some(body)) = (status, &body) {
-        let message = format!("an answer with status `{status}` has no body");
+        let message = format!("a response with status `{status}` has no body");
         report.problem(body.key_span.clone(), message, "remove `body`, or write another status");
     }
-    let body = read_body(body, kind, "the answer", report);
+    let body = read_body(body, kind, "the response", report);
     Some(LocalResponse::Respond { status: u16::try_from(status?).ok()?, body })
 }
 
@@ -308,7 +313,7 @@ fn read_field_changes(item: &Item, path: Option<&PathPattern>, report: &mut Repo
     FieldChanges { remove, set, add }
 }
 
-/// Fields by name, each with a text.
+/// Reads a table of field names, each with a template.
 fn read_field_templates(item: &Item, path: Option<&PathPattern>, report: &mut Report) -> Vec<(String, Template)> {
     let fix = format!("write `{} = {{ x-name = \"value\" }}`", item.key);
     let Some(table) = item.table(format!("`{}`", item.key), &fix, report) else { return Vec::new() };
@@ -318,7 +323,7 @@ fn read_field_templates(item: &Item, path: Option<&PathPattern>, report: &mut Re
         let value = entry.string("\"value\"", report).and_then(|word| read_template(&word, path, report));
         let (Some(name), Some(value)) = (name, value) else { continue };
         if values.iter().any(|(other, _)| *other == name) {
-            let message = format!("{} is there twice: names of fields are compared in lower case", quoted(entry.key));
+            let message = format!("{} is listed twice: field names are not case-sensitive", quoted(entry.key));
             report.problem(entry.key_span, message, "remove one of the two");
         }
         values.push((name, value));
@@ -326,19 +331,15 @@ fn read_field_templates(item: &Item, path: Option<&PathPattern>, report: &mut Re
     values
 }
 
-/// The name of a field that a route may change.
+/// Reads the name of a field that a route may change.
 fn read_field_name(word: &SpannedStr, report: &mut Report) -> Option<String> {
     let Some(name) = parse_field_name(word.text) else {
-        report.problem(
-            word.span.clone(),
-            format!("{} is no name of a header field", quoted(word.text)),
-            FIELD_NAME_FIX,
-        );
+        report.problem(word.span.clone(), format!("{} is not a header field name", quoted(word.text)), FIELD_NAME_FIX);
         return None;
     };
     if GATEWAY_FIELDS.contains(&name.as_str()) {
-        let message = format!("{} is not for a route to change", quoted(word.text));
-        let fix = "remove it: the gateway sets it as the connection, or the message's length, demands";
+        let message = format!("a route cannot change {}", quoted(word.text));
+        let fix = "remove it: the gateway sets this field for the connection or the length of the message";
         report.problem(word.span.clone(), message, fix);
         return None;
     }

@@ -143,8 +143,11 @@ impl OverrideKeys<'_> {
         if words.len() != self.parts.len() {
             let parts: Vec<String> = self.parts.iter().map(KeyPart::to_string).collect();
             let parts = quoted_list(parts.iter().map(String::as_str), "and");
-            let count = if words.len() == 1 { "one value".to_owned() } else { format!("{} values", words.len()) };
-            let message = format!("the rule's key has the parts {parts}, and this is {count}");
+            let count = match words.len() {
+                1 => "one value is".to_owned(),
+                count => format!("{count} values are"),
+            };
+            let message = format!("the rule's key has the parts {parts}, but {count} given");
             let example: Vec<String> = self.parts.iter().map(|part| format!("\"{}\"", example_value(part))).collect();
             let fix = match example.as_slice() {
                 [one] => format!("give one value: `key = {one}`"),

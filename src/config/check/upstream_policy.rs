@@ -1,4 +1,4 @@
-//! How an upstream's servers are chosen, watched and spared.
+//! Load balancing, health checks, ejection, retries and limits of an upstream.
 
 use std::ops::RangeInclusive;
 use std::time::Duration;
@@ -18,7 +18,7 @@ const HASH_EXAMPLE: &str = "{ hash = \"ip\" }";
 const STATUSES_EXAMPLE: &str = "[502, 503, 504]";
 const CAUSES: [&str; 3] = ["connect-failure", "reset", "timeout"];
 
-/// What an upstream says about its servers as a group.
+/// The settings of an upstream that apply to its servers as a group.
 pub struct PolicySettings<'d> {
     balance: Option<Item<'d>>,
     slow_start: Option<Item<'d>>,
@@ -46,7 +46,7 @@ impl<'d> PolicySettings<'d> {
         }
     }
 
-    /// Reports all of it: there are no servers.
+    /// Reports all these settings for an upstream without servers.
     pub fn report_without_servers(self, report: &mut Report) {
         let all = [
             self.balance,
@@ -71,7 +71,7 @@ impl<'d> PolicySettings<'d> {
         let max_requests = count(self.max_requests);
         let max_connections = count(self.max_connections);
         if let (Some(item), false) = (&self.max_pending, limited) {
-            let message = "`max_pending` has no effect: nothing waits for a connection without `max_connections`";
+            let message = "`max_pending` has no effect without `max_connections`";
             report.missing(item.key_span.clone(), message, "add `max_connections`, or remove it");
         }
         let max_pending = self.max_pending.and_then(|item| read_u32(&item, 0..=COUNT_MAX, report));
@@ -95,7 +95,7 @@ impl<'d> PolicySettings<'d> {
     }
 }
 
-/// The servers of a list, each with its weight: a URL, or a table of `url` and `weight`.
+/// Reads the list `servers`: each item is a URL, or a table with `url` and `weight`.
 pub fn read_server_list<'d>(item: &Item<'d>, example: &str, report: &mut Report) -> Option<Vec<(SpannedStr<'d>, u32)>> {
     let DeValue::Array(_) = item.value else {
         return item.strings(example, report).map(|words| words.into_iter().map(|word| (word, 1)).collect());
@@ -122,7 +122,7 @@ fn read_balance(item: &Item, report: &mut Report) -> Option<LoadBalancing> {
         let chosen = item.choice(&words, report)?;
         if chosen.is_none() {
             let fix = item.fix_with(HASH_EXAMPLE);
-            report.problem(item.span.clone(), "`balance` does not say what the hash is of", fix);
+            report.problem(item.span.clone(), "`balance = \"hash\"` does not say what is hashed", fix);
         }
         return chosen.map(|least| if least { LoadBalancing::LeastRequests } else { LoadBalancing::RoundRobin });
     };
@@ -133,14 +133,14 @@ fn read_balance(item: &Item, report: &mut Report) -> Option<LoadBalancing> {
     parts.map(LoadBalancing::Hash)
 }
 
-/// What a hash is of: parts of a key, as far as every route has them.
+/// Reads the key parts to hash. Only parts that exist on every route are allowed.
 fn read_hash_parts(item: &Item, report: &mut Report) -> Option<Vec<KeyPart>> {
     let parts = key::read_parts(item, &KeyPart::Ip { v4_prefix: 32, v6_prefix: 128 }, report)?;
     for part in &parts {
         let why = match part {
-            KeyPart::Param(_) => "`param` is of one route, and an upstream may have many",
-            KeyPart::Jwt(_) => "a claim is known only where a rule counts by it",
-            KeyPart::Global => "`global` is the same for all: one server would get everything",
+            KeyPart::Param(_) => "`param` cannot be hashed: it belongs to one route, and an upstream can have several",
+            KeyPart::Jwt(_) => "a claim cannot be hashed: tokens are verified only for rules that count by a claim",
+            KeyPart::Global => "`global` cannot be hashed: one server would receive all requests",
             KeyPart::Ip { .. }
             | KeyPart::Header(_)
             | KeyPart::Cookie(_)
@@ -171,7 +171,7 @@ fn read_health(item: &Item, report: &mut Report) -> Option<HealthChecks> {
     let streak = |item: Option<Item>, default, report: &mut Report| {
         item.and_then(|item| read_u32(&item, 1..=1000, report)).unwrap_or(default)
     };
-    let lasting = |item: Option<Item>, default: Duration, report: &mut Report| {
+    let time_or = |item: Option<Item>, default: Duration, report: &mut Report| {
         item.and_then(|item| read_duration(&item, 10..=DAY_MS, default, report)).unwrap_or(default)
     };
     let method =
@@ -180,8 +180,8 @@ fn read_health(item: &Item, report: &mut Report) -> Option<HealthChecks> {
         path: path.and_then(|item| read_health_path(&item, report)).unwrap_or(default.path),
         method: method.map_or(default.method, str::to_owned),
         host: host.and_then(|item| read_health_host(&item, report)),
-        interval: lasting(interval, default.interval, report),
-        timeout: lasting(limit, default.timeout, report),
+        interval: time_or(interval, default.interval, report),
+        timeout: time_or(limit, default.timeout, report),
         healthy_after: streak(healthy, default.healthy_after, report),
         unhealthy_after: streak(unhealthy, default.unhealthy_after, report),
         statuses: statuses.map_or(default.statuses, |item| read_status_ranges(&item, report)),
@@ -190,10 +190,10 @@ fn read_health(item: &Item, report: &mut Report) -> Option<HealthChecks> {
 
 fn read_health_path(item: &Item, report: &mut Report) -> Option<String> {
     let word = item.string("\"/healthz\"", report)?;
-    let sound = |byte: u8| byte.is_ascii_graphic() && !b"#\"<>\\^`{|}".contains(&byte);
-    if !word.text.starts_with('/') || !word.text.bytes().all(sound) {
-        let message = format!("{} is no path that a server could be asked for", quoted(word.text));
-        report.problem(word.span, message, "write such as `\"/healthz\"`; other characters as `%XX`");
+    let is_valid = |byte: u8| byte.is_ascii_graphic() && !b"#\"<>\\^`{|}".contains(&byte);
+    if !word.text.starts_with('/') || !word.text.bytes().all(is_valid) {
+        let message = format!("{} is not a valid request path", quoted(word.text));
+        report.problem(word.span, message, "write a path such as `\"/healthz\"`, with other characters as `%XX`");
         return None;
     }
     Some(word.text.to_owned())
@@ -201,16 +201,16 @@ fn read_health_path(item: &Item, report: &mut Report) -> Option<String> {
 
 fn read_health_host(item: &Item, report: &mut Report) -> Option<String> {
     let word = item.string("\"api.example.com\"", report)?;
-    let sound = |byte: u8| byte.is_ascii_alphanumeric() || b".-_:[]".contains(&byte);
-    if word.text.is_empty() || !word.text.bytes().all(sound) {
-        let message = format!("{} can be no Host field", quoted(word.text));
-        report.problem(word.span, message, "write such as `\"api.example.com\"`");
+    let is_valid = |byte: u8| byte.is_ascii_alphanumeric() || b".-_:[]".contains(&byte);
+    if word.text.is_empty() || !word.text.bytes().all(is_valid) {
+        let message = format!("{} is not a valid Host field", quoted(word.text));
+        report.problem(word.span, message, "write a host such as `\"api.example.com\"`");
         return None;
     }
     Some(word.text.to_owned())
 }
 
-/// Status codes and ranges of them.
+/// Reads status codes and ranges of status codes.
 fn read_status_ranges(item: &Item, report: &mut Report) -> Vec<RangeInclusive<u16>> {
     let items = match item.value {
         DeValue::Array(_) => item.list("[\"200-299\"]", report).unwrap_or_default(),
@@ -229,8 +229,8 @@ fn read_status_ranges(item: &Item, report: &mut Report) -> Vec<RangeInclusive<u1
         let status = |text: &str| text.trim().parse().ok().filter(|status| (100..=599).contains(status));
         let range = status(from).zip(status(to)).filter(|(from, to)| from <= to);
         if range.is_none() {
-            let message = format!("{} is no range of status codes", quoted(word.text));
-            report.problem(word.span, message, "write such as `\"200-299\"` or `204`");
+            let message = format!("{} is not a range of status codes", quoted(word.text));
+            report.problem(word.span, message, "write a range such as `\"200-299\"`, or a status such as `204`");
         }
         range.map(|(from, to)| from..=to)
     };
@@ -249,13 +249,13 @@ fn read_ejection(item: &Item, report: &mut Report) -> Option<Ejection> {
     let (first, longest) = (table.get("time"), table.get("max_time"));
     let share = table.get("max_ejected").and_then(|item| read_percent(&item, report));
     table.finish(report);
-    let lasting = |item: &Option<Item>, default: Duration, report: &mut Report| {
+    let time_or = |item: &Option<Item>, default: Duration, report: &mut Report| {
         item.as_ref().and_then(|item| read_duration(item, 1..=DAY_MS, default, report)).unwrap_or(default)
     };
-    let first_time = lasting(&first, default.time, report);
-    let max_time = lasting(&longest, default.max_time.max(first_time), report);
+    let first_time = time_or(&first, default.time, report);
+    let max_time = time_or(&longest, default.max_time.max(first_time), report);
     if let (Some(item), true) = (&longest, max_time < first_time) {
-        report.problem(item.span.clone(), "`max_time` is shorter than `time`", "let it be longer, or remove it");
+        report.problem(item.span.clone(), "`max_time` is shorter than `time`", "write a longer time, or remove it");
     }
     Some(Ejection {
         failures: failures.unwrap_or(default.failures),
@@ -292,7 +292,7 @@ fn read_retries(item: &Item, report: &mut Report) -> Retries {
     retries
 }
 
-/// What is tried again: words, and status codes with or without quotes.
+/// Reads the conditions of a retry: names, and status codes with or without quotes.
 fn read_retry_causes(item: &Item, retries: &mut Retries, report: &mut Report) {
     let example = "[\"connect-failure\", \"reset\", 503]";
     let items = match item.value {
@@ -319,7 +319,7 @@ fn read_retry_causes(item: &Item, retries: &mut Retries, report: &mut Report) {
                             String::from("write `connect-failure`, `reset`, `timeout`, or a status code such as `503`")
                         }
                     };
-                    report.problem(word.span, format!("{} is nothing to try again upon", quoted(text)), fix);
+                    report.problem(word.span, format!("{} is not a retry condition", quoted(text)), fix);
                 }
             },
         }
@@ -331,12 +331,12 @@ fn read_error_statuses(item: &Item, report: &mut Report) -> Vec<u16> {
     items.iter().filter_map(|item| read_error_status(item, report)).collect()
 }
 
-/// The status code of an error.
+/// Reads an error status code, from 400 to 599.
 fn read_error_status(item: &Item, report: &mut Report) -> Option<u16> {
     item.integer(400..=599, report).and_then(|status| u16::try_from(status).ok())
 }
 
-/// A number of percent, with or without its sign.
+/// Reads a percentage, with or without `%`.
 fn read_percent(item: &Item, report: &mut Report) -> Option<u32> {
     let DeValue::String(text) = item.value else { return read_u32(item, 0..=100, report) };
     let percent = text.strip_suffix('%').and_then(|digits| digits.trim().parse().ok());

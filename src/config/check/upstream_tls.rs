@@ -1,8 +1,8 @@
-//! TLS to upstream servers: whom the gateway trusts, and what it shows of itself.
+//! TLS settings for connections to upstream and Redis servers: trusted authorities, server name, client certificate.
 //!
-//! Everything is put together here, so that a certificate that is none is a problem of the file and not
-//! of the first request. There is no setting that verifies nothing: a server whose certificate nobody
-//! signed is reached by naming that certificate as `ca`. Nothing of a private key goes into a message.
+//! The client configuration of rustls is built here, so that an unusable certificate is reported at the start rather than at the
+//! first request. Verification cannot be disabled: a self-signed certificate of a server is trusted by naming it in `ca`. Messages
+//! contain nothing of a private key.
 
 use std::sync::Arc;
 
@@ -19,16 +19,15 @@ use crate::config::client_tls::{ClientTls, PinningVerifier};
 use crate::config::diagnostics::{Report, Span, quoted};
 use crate::config::toml_reader::{Item, Table};
 
-/// The roots that the system trusts, looked for once for each configuration, and only if some upstream
-/// needs them.
+/// The root certificates of the system, loaded once per configuration, and only if an upstream needs them.
 #[derive(Default)]
 pub struct SystemRoots(Option<Arc<RootCertStore>>);
 
 impl SystemRoots {
-    /// `span` is what needs them.
+    /// `span` is the position of the setting that needs the certificates.
     fn get(&mut self, span: Span, report: &mut Report) -> Arc<RootCertStore> {
         if report.count() > 0 {
-            // Nothing will come of this configuration, and there are hundreds of files to read.
+            // The configuration is already rejected, so hundreds of files need not be read.
             return Arc::new(RootCertStore::empty());
         }
         let roots = self.0.get_or_insert_with(|| {
@@ -37,14 +36,15 @@ impl SystemRoots {
             Arc::new(roots)
         });
         if roots.is_empty() {
-            let fix = "install the package `ca-certificates`, or name the authority: `ca = \"FILE\"`";
-            report.problem(span, "the system has no certificates of authorities to verify a server by", fix);
+            let fix =
+                "install the package `ca-certificates`, or add `ca = \"FILE\"` with the certificate of the authority";
+            report.problem(span, "the system has no root certificates to verify a server with", fix);
         }
         Arc::clone(roots)
     }
 }
 
-/// Reads the table `tls` of an upstream; `span` is what takes TLS, where there is no table.
+/// Reads the table `tls` of an upstream. `span` is the position of the servers, for a problem without the table.
 pub fn read_tls(
     item: Option<&Item>,
     span: Span,
@@ -64,7 +64,7 @@ pub fn read_tls(
     settings.read(item.span.clone(), &misspelled, files, roots, report)
 }
 
-/// What says how the gateway is a client of TLS.
+/// The settings of the gateway as a TLS client.
 #[derive(Default)]
 pub struct TlsSettings<'d> {
     pub ca: Option<Item<'d>>,
@@ -74,7 +74,8 @@ pub struct TlsSettings<'d> {
 }
 
 impl TlsSettings<'_> {
-    /// `span` is what takes TLS, `misspelled` what other settings were likely meant to be.
+    /// `span` is the position of the setting that requires TLS. `misspelled` has the settings that unknown keys were probably meant
+    /// to be.
     pub fn read(
         &self,
         span: Span,
@@ -83,19 +84,19 @@ impl TlsSettings<'_> {
         roots: &mut SystemRoots,
         report: &mut Report,
     ) -> Option<ClientTls> {
-        let mut print = Sha256::new();
+        let mut fingerprint = Sha256::new();
         let anchors = match &self.ca {
-            Some(item) => read_ca_file(item, files, &mut print, report),
+            Some(item) => read_ca_file(item, files, &mut fingerprint, report),
             None => Some((roots.get(span, report), Vec::new())),
         };
         let name = match &self.server_name {
-            Some(item) => Some(read_server_name(item, &mut print, report)?),
+            Some(item) => Some(read_server_name(item, &mut fingerprint, report)?),
             None => None,
         };
         let identity = match (&self.certificate, &self.private_key) {
             (None, None) => None,
             (Some(certificate), Some(private_key)) => {
-                Some(read_identity(certificate, private_key, files, &mut print, report)?)
+                Some(read_identity(certificate, private_key, files, &mut fingerprint, report)?)
             }
             (Some(one), None) | (None, Some(one)) => {
                 let other = if one.key == "certificate" { "private_key" } else { "certificate" };
@@ -106,69 +107,66 @@ impl TlsSettings<'_> {
                 return None;
             }
         };
-        let (anchors, named) = anchors?;
-        let builder = builder(anchors, named)?;
+        let (roots, pinned) = anchors?;
+        let builder = builder(roots, pinned)?;
         let client = match identity {
             None => builder.with_no_client_auth(),
             Some((chain, key, span)) => match builder.with_client_auth_cert(chain, key) {
                 Ok(client) => client,
                 Err(error) => {
-                    let message = format!("the certificate and the private key can not be used together: {error}");
-                    report.problem(span, message, "name the key that the certificate was made for");
+                    let message = format!("the certificate and the private key cannot be used together: {error}");
+                    report.problem(span, message, "name the private key of the certificate");
                     return None;
                 }
             },
         };
-        Some(ClientTls::new(client, name, print.finalize().into()))
+        Some(ClientTls::new(client, name, fingerprint.finalize().into()))
     }
 }
 
 type Builder = rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert>;
 
-/// `named` are certificates that a server may show itself.
-fn builder(roots: Arc<RootCertStore>, named: Vec<CertificateDer<'static>>) -> Option<Builder> {
+/// `pinned` are the certificates of `ca`, which are also accepted as the certificate of a server.
+fn builder(roots: Arc<RootCertStore>, pinned: Vec<CertificateDer<'static>>) -> Option<Builder> {
     let provider = Arc::new(default_provider());
     let builder = ClientConfig::builder_with_provider(Arc::clone(&provider));
-    // The provider that is named here has suites for both versions; there are no roots only beside a problem.
+    // Building cannot fail for a valid configuration: the provider supports both TLS versions, and `roots` is only empty after
+    // a problem.
     let builder = builder.with_safe_default_protocol_versions().ok()?;
-    let usual = WebPkiServerVerifier::builder_with_provider(roots, provider).build().ok()?;
-    Some(
-        builder
-            .dangerous()
-            .with_custom_certificate_verifier(Arc::new(PinningVerifier { webpki: usual, pinned: named })),
-    )
+    let webpki = WebPkiServerVerifier::builder_with_provider(roots, provider).build().ok()?;
+    Some(builder.dangerous().with_custom_certificate_verifier(Arc::new(PinningVerifier { webpki, pinned })))
 }
 
 type TrustAnchors = (Arc<RootCertStore>, Vec<CertificateDer<'static>>);
 
-fn read_ca_file(item: &Item, files: ReadFile, print: &mut Sha256, report: &mut Report) -> Option<TrustAnchors> {
-    let (name, bytes) = read_file(item, "\"ca.pem\"", files, print, report)?;
+fn read_ca_file(item: &Item, files: ReadFile, fingerprint: &mut Sha256, report: &mut Report) -> Option<TrustAnchors> {
+    let (name, bytes) = read_file(item, "\"ca.pem\"", files, fingerprint, report)?;
     let mut roots = RootCertStore::empty();
     let named = parse_certificates(item, &name, &bytes, report)?;
     for certificate in &named {
         if let Err(error) = roots.add(certificate.clone()) {
-            let message = format!("{name} has a certificate that can not be an authority's: {error}");
-            report.problem(item.span.clone(), message, "name a file of certificates of authorities, in PEM");
+            let message = format!("{name} has a certificate that cannot be used as an authority: {error}");
+            report.problem(item.span.clone(), message, "name a PEM file with certificates of authorities");
             return None;
         }
     }
     Some((Arc::new(roots), named))
 }
 
-/// The client's own chain and key, and where the key is named.
+/// Reads the client certificate chain and its private key, with the position of the key.
 fn read_identity(
     certificate: &Item,
     private_key: &Item,
     files: ReadFile,
-    print: &mut Sha256,
+    fingerprint: &mut Sha256,
     report: &mut Report,
 ) -> Option<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>, Span)> {
-    let chain = read_file(certificate, "\"client.pem\"", files, print, report);
+    let chain = read_file(certificate, "\"client.pem\"", files, fingerprint, report);
     let chain = chain.and_then(|(name, bytes)| parse_certificates(certificate, &name, &bytes, report));
-    let (name, bytes) = read_file(private_key, "\"client.key\"", files, print, report)?;
+    let (name, bytes) = read_file(private_key, "\"client.key\"", files, fingerprint, report)?;
     let Ok(key) = PrivateKeyDer::from_pem_slice(&bytes) else {
-        let message = format!("{name} has no private key in PEM");
-        let fix = "name a file with `-----BEGIN PRIVATE KEY-----`; one that takes a password can not be used";
+        let message = format!("{name} has no PEM private key");
+        let fix = "name a file with `-----BEGIN PRIVATE KEY-----`; an encrypted key is not supported";
         report.problem(private_key.span.clone(), message, fix);
         return None;
     };
@@ -185,35 +183,35 @@ fn parse_certificates(
     let message = match read {
         Ok(certificates) if !certificates.is_empty() => return Some(certificates),
         Ok(_) => format!("{name} has no certificate"),
-        Err(error) => format!("{name} is no PEM: {error}"),
+        Err(error) => format!("{name} is not PEM: {error}"),
     };
     report.problem(item.span.clone(), message, "name a file with `-----BEGIN CERTIFICATE-----`");
     None
 }
 
-fn read_server_name(item: &Item, print: &mut Sha256, report: &mut Report) -> Option<ServerName<'static>> {
+fn read_server_name(item: &Item, fingerprint: &mut Sha256, report: &mut Report) -> Option<ServerName<'static>> {
     let word = item.string("\"api.internal\"", report)?;
-    print.update([1]);
-    print.update(word.text);
+    fingerprint.update([1]);
+    fingerprint.update(word.text);
     let name = ServerName::try_from(word.text.to_owned());
     name.map_err(|_no_name| {
-        let message = format!("{} is no name that a certificate can have", quoted(word.text));
-        report.problem(word.span, message, "write a host name or an IP address, without port");
+        let message = format!("{} is not a valid server name", quoted(word.text));
+        report.problem(word.span, message, "write a host name or an IP address, without a port");
     })
     .ok()
 }
 
-/// What a file is called in messages, and what is in it.
+/// Reads a file: its name for messages, and its content. Adds the content to `fingerprint`.
 fn read_file(
     item: &Item,
     example: &str,
     files: ReadFile,
-    print: &mut Sha256,
+    fingerprint: &mut Sha256,
     report: &mut Report,
 ) -> Option<(String, Vec<u8>)> {
     let word = item.string(example, report)?;
     let bytes = read_named_file(&word, files, report)?;
-    print.update(item.key);
-    print.update(Sha256::digest(&bytes));
+    fingerprint.update(item.key);
+    fingerprint.update(Sha256::digest(&bytes));
     Some((quoted(word.text), bytes))
 }

@@ -1,7 +1,7 @@
-//! Who answers: an upstream is a list of servers, or the gateway itself.
+//! `[upstreams.NAME]`: the servers of an upstream and how to connect to them, or a built-in upstream.
 //!
-//! A server is a URL of scheme, host and port, or the path of a Unix socket, and nothing else: which path
-//! of a request goes there is the request's business. This file resolves no names and connects to nothing.
+//! A server is a URL with scheme, host and port, or the path of a Unix socket. A URL has no path: the request determines the path.
+//! This file resolves no names and opens no connections.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::time::Duration;
@@ -20,7 +20,7 @@ const EXAMPLE: &str = "[\"http://127.0.0.1:9001\"]";
 const PROTOCOLS: [(&str, Protocol); 3] =
     [("auto", Protocol::Auto), ("http1", Protocol::Http1), ("http2", Protocol::Http2)];
 const RESOLVE: Duration = Duration::from_secs(30);
-/// Of the path of a Unix socket: what the system has room for.
+/// The longest path of a Unix socket on Linux.
 const SOCKET_PATH_MAX_BYTES: usize = 107;
 
 pub fn read_upstreams(item: Option<Item>, files: ReadFile, report: &mut Report) -> Definitions<Upstream> {
@@ -38,7 +38,7 @@ pub fn read_upstreams(item: Option<Item>, files: ReadFile, report: &mut Report) 
     })
 }
 
-/// The settings that only servers have, as they stand.
+/// The settings about connections, which need `servers`.
 struct ServerSettings<'d> {
     protocol: Option<Item<'d>>,
     host: Option<Item<'d>>,
@@ -67,12 +67,12 @@ fn read_upstream(
     match (builtin, servers) {
         (None, None) if misspelled => none,
         (None, None) => {
-            let fix = format!("write `servers = {EXAMPLE}`, or `builtin = \"echo\"` for an upstream that needs none");
+            let fix = format!("write `servers = {EXAMPLE}`, or `builtin = \"echo\"` for an upstream without servers");
             report.missing(span, "the upstream has no `servers`", fix);
             none
         }
         (Some(builtin), Some(_)) => {
-            let message = "an upstream has `servers` or is `builtin`, not both";
+            let message = "`servers` and `builtin` are both given";
             report.missing(builtin.key_span, message, "remove this line to use the servers");
             none
         }
@@ -112,7 +112,7 @@ fn read_servers(item: &Item, report: &mut Report) -> Option<Vec<Server>> {
     Some(servers)
 }
 
-/// How the servers are spoken to.
+/// Reads how the gateway connects to the servers.
 fn read_transport(
     settings: &ServerSettings,
     servers: Option<&[Server]>,
@@ -128,7 +128,7 @@ fn read_transport(
     let secure = servers.is_none_or(|servers| servers.iter().any(|server| server.scheme == Scheme::Https));
     let tls = match (&settings.tls, secure) {
         (Some(item), false) => {
-            let message = "`tls` has no effect: no server is reached by `https`";
+            let message = "`tls` has no effect: no server uses `https`";
             report.missing(item.key_span.clone(), message, "remove it, or write `https://` in `servers`");
             None
         }
@@ -152,7 +152,7 @@ fn read_host_field(item: &Item, report: &mut Report) -> Option<HostField> {
         host if parse_authority(host, host, HTTP).is_ok() => Some(HostField::Fixed(host.to_owned())),
         host => {
             let message = format!("`host` cannot be {}", quoted(host));
-            let fix = "write `\"keep\"` (what the client said), `\"server\"` (the host of the server), or a host name";
+            let fix = "write `\"keep\"` (the host that the client sent), `\"server\"` (the host of the server), or a host name";
             report.problem(word.span, message, fix);
             None
         }
@@ -169,10 +169,10 @@ fn read_server(word: &SpannedStr, weight: u32, report: &mut Report) -> Option<Se
     }
 }
 
-/// A scheme and its port.
+/// The default scheme and its port.
 const HTTP: (&str, u16) = ("http", 80);
 
-/// Scheme, host in lower case, and port of a server; or message and fix.
+/// Parses the URL of a server into scheme, host in lower case, and port.
 fn parse_server_url(url: &str) -> Parsed<(Scheme, String, u16)> {
     let is = |what: &str| format!("{} {what}", quoted(url));
     let write = |scheme: &str, rest: &str| format!("write `\"{scheme}://{}\"`", rest.trim());
@@ -183,45 +183,44 @@ fn parse_server_url(url: &str) -> Parsed<(Scheme, String, u16)> {
         Some(("http", rest)) => (Scheme::Http, rest),
         Some(("https", rest)) => (Scheme::Https, rest),
         Some((scheme, rest)) if ["http", "https"].iter().any(|known| scheme.eq_ignore_ascii_case(known)) => {
-            return Err((is("is no URL of a server"), write(&scheme.to_ascii_lowercase(), rest)));
+            return Err((is("is not a server URL"), write(&scheme.to_ascii_lowercase(), rest)));
         }
         Some(_) => return Err((is("has a scheme that is not supported"), write("http", "HOST:PORT"))),
-        None if url.is_empty() => return Err((is("is no URL of a server"), write("http", "HOST:PORT"))),
-        None => return Err((is("is no URL of a server"), write("http", url))),
+        None if url.is_empty() => return Err((is("is not a server URL"), write("http", "HOST:PORT"))),
+        None => return Err((is("is not a server URL"), write("http", url))),
     };
-    let usual = if scheme == Scheme::Https { ("https", 443) } else { HTTP };
-    parse_authority(url, rest, usual).map(|(host, port)| (scheme, host, port))
+    let default = if scheme == Scheme::Https { ("https", 443) } else { HTTP };
+    parse_authority(url, rest, default).map(|(host, port)| (scheme, host, port))
 }
 
 fn parse_socket_url(url: &str, path: &str) -> Parsed<(Scheme, String, u16)> {
     parse_socket_path(url, path, "unix:").map(|path| (Scheme::Unix, path.to_owned(), 0))
 }
 
-/// The absolute path of a socket that stands behind a scheme; or message and fix.
+/// Checks the absolute path of a Unix socket that follows the scheme of a URL.
 pub fn parse_socket_path<'u>(url: &str, path: &'u str, scheme: &str) -> Parsed<&'u str> {
     let message = |what: &str| format!("{} {what}", quoted(url));
     if !path.starts_with('/') || path.starts_with("//") {
         let fix = format!("write `\"{scheme}/{}\"`", path.trim_start_matches('/'));
-        return Err((message("has no absolute path of a socket"), fix));
+        return Err((message("does not have the absolute path of a socket"), fix));
     }
     if path.len() > SOCKET_PATH_MAX_BYTES || path.contains('\0') {
         let fix = format!("name a socket whose path has at most {SOCKET_PATH_MAX_BYTES} bytes");
-        return Err((message("is no path that a socket can have"), fix));
+        return Err((message("is not a valid socket path"), fix));
     }
     Ok(path)
 }
 
-/// Host, in lower case, and port of what stands behind the scheme; or message and fix. The scheme comes with its usual
-/// port.
-pub fn parse_authority(url: &str, authority: &str, (name, usual): (&str, u16)) -> Parsed<(String, u16)> {
+/// Parses the part of a URL after the scheme into host, in lower case, and port. `scheme` has its name and default port.
+pub fn parse_authority(url: &str, authority: &str, (scheme, default_port): (&str, u16)) -> Parsed<(String, u16)> {
     let is = |what: &str| format!("{} {what}", quoted(url));
-    let write = |rest: &str| format!("write `\"{name}://{}\"`", rest.trim());
+    let write = |rest: &str| format!("write `\"{scheme}://{}\"`", rest.trim());
     if let Some((_, rest)) = authority.rsplit_once('@') {
         return Err((is("has a user name, which is not supported"), write(rest)));
     }
     if let Some(end) = authority.find(['/', '?', '#']) {
-        let fix = format!("{}: the path of the request goes there as it is", write(&authority[..end]));
-        return Err((is("has a path, and a server cannot have one"), fix));
+        let fix = format!("{}: the path of the request is sent to the server", write(&authority[..end]));
+        return Err((is("has a path, which is not supported"), fix));
     }
     if let Ok(ip) = authority.parse::<Ipv6Addr>() {
         return Err((is("has an IPv6 address without brackets"), write(&format!("[{ip}]"))));
@@ -231,17 +230,17 @@ pub fn parse_authority(url: &str, authority: &str, (name, usual): (&str, u16)) -
         _ => (authority, None),
     };
     let port = match port.map(|port| (port, port.parse::<u16>())) {
-        None => usual,
+        None => default_port,
         Some((digits, Ok(port))) if port > 0 && digits.bytes().all(|b| b.is_ascii_digit()) => port,
         Some((port, _)) => {
-            let fix = format!("write a port from `1` to `65535`, or none for `{usual}`");
-            return Err((is(&format!("has {} for a port", quoted(port))), fix));
+            let fix = format!("write a port from `1` to `65535`, or remove it for `{default_port}`");
+            return Err((is(&format!("has the invalid port {}", quoted(port))), fix));
         }
     };
     if let Some(ip) = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
         return match ip.parse::<Ipv6Addr>() {
             Ok(ip) => Ok((ip.to_string(), port)),
-            Err(_) => Err((is("has no IPv6 address between the brackets"), write(&format!("[::1]:{port}")))),
+            Err(_) => Err((is("has an invalid IPv6 address in brackets"), write(&format!("[::1]:{port}")))),
         };
     }
     let numbers = is_ipv4_like(host);
@@ -250,14 +249,14 @@ pub fn parse_authority(url: &str, authority: &str, (name, usual): (&str, u16)) -
             Err((is("has an IPv6 address without brackets"), write(&format!("[{host}]:{port}"))))
         }
         _ if numbers && host.parse::<Ipv4Addr>().is_err() => {
-            let fix = format!("write four numbers from `0` to `255`, such as `\"{name}://127.0.0.1:9001\"`");
-            Err((is("has no valid IPv4 address"), fix))
+            let fix = format!("write four numbers from `0` to `255`, such as `\"{scheme}://127.0.0.1:9001\"`");
+            Err((is("has an invalid IPv4 address"), fix))
         }
         _ if numbers || is_name(host) => Ok((host.to_ascii_lowercase(), port)),
-        "" => Err((is("names no host"), write(&format!("127.0.0.1:{port}")))),
+        "" => Err((is("has no host"), write(&format!("127.0.0.1:{port}")))),
         _ => {
             let fix = "write a name of letters, digits, `-` and dots, or an IP address";
-            Err((is("has a host that is no name"), fix.to_owned()))
+            Err((is("has an invalid host name"), fix.to_owned()))
         }
     }
 }
