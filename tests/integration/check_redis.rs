@@ -69,7 +69,7 @@ fn a_usable_server_is_reported_and_left_unchanged() {
 #[test]
 fn a_bad_configuration_is_reported_before_any_connection() {
     let (code, said) = checked("redis = \"127.0.0.1\"");
-    assert!(code == Some(2) && said.contains("is no URL of a server"), "{said}");
+    assert!(code == Some(2) && said.contains("is not a server URL"), "{said}");
 }
 
 #[test]

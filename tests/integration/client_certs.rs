@@ -171,7 +171,7 @@ fn on_missing_key_is_optional_where_certificates_are_required() {
     let world = World::new();
     let toml = world.toml("", PER_CERT);
     let problem = transom::config::read_with_files(&toml, &|path| std::fs::read(path)).unwrap_err();
-    assert!(problem[0].message.contains("a request may come without `client-cert`"), "{problem:?}");
+    assert!(problem[0].message.contains("a request may lack `client-cert`"), "{problem:?}");
     let only_tls = toml.replace("http = \"127.0.0.1:0\"\n", "");
     transom::config::read_with_files(&only_tls, &|path| std::fs::read(path)).unwrap();
 }

@@ -246,7 +246,7 @@ fn a_changed_clients_file_is_reloaded() {
     assert_eq!(limits(&ask()), [100]);
     let log = process.stderr();
     let place =
-        format!("{}:3:13: an API key stands here in clear", process.scratch.path().join("clients.toml").display());
+        format!("{}:3:13: this is an API key in plain text", process.scratch.path().join("clients.toml").display());
     assert!(log.contains(&place) && !log.contains("hunter2"), "{log}");
     // Gone for good is a problem as well; the signal looks at both.
     std::fs::remove_file(process.scratch.path().join("clients.toml")).unwrap();
