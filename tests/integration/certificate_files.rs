@@ -130,7 +130,7 @@ fn contents_of_secret_files_are_never_shown() {
         let file = scratch.write("gateway.toml", text).display().to_string();
         let (code, _, err) = run(&["check", "--config", &file]);
         assert_eq!(code, Some(2), "{err}");
-        assert!(err.contains("names a file") && !err.contains(&body[..8]), "{err}");
+        assert!(err.contains("takes the name of a file") && !err.contains(&body[..8]), "{err}");
     }
     // A key where the certificate should be.
     fs::copy(scratch.path().join("server.key"), scratch.path().join("server.pem")).unwrap();
