@@ -130,7 +130,7 @@ impl Clock {
         // Ignores times that no correct clock shows.
         let unix_ms = if unix_ms > PLAUSIBLE_MAX_MS { 0 } else { unix_ms };
         match &*self.0 {
-            // Ordering: as in `System::now`.
+            // Ordering: as in `SystemClock::now`.
             ClockSource::System(system) => system.latest_ms.fetch_max(unix_ms, Ordering::Relaxed),
             ClockSource::Manual(manual) => manual.unix_ms.fetch_max(unix_ms, Ordering::SeqCst),
         };

@@ -94,7 +94,7 @@ impl Connector {
         self.protocol == Protocol::Http2
     }
 
-    /// Connects. `plain`: with HTTP/1.1, whatever the server prefers.
+    /// Connects. `http1_only`: with HTTP/1.1, even if the server prefers HTTP/2.
     pub async fn open(&self, http1_only: bool) -> io::Result<Connected> {
         if self.server.scheme == Scheme::Unix {
             let stream = UnixStream::connect(&self.server.host).await?;

@@ -1,4 +1,4 @@
-//! What carries one request and its response: an HTTP/1.1 connection, or a stream of a shared HTTP/2 connection.
+//! The carrier of one request and its response: an HTTP/1.1 connection, or a stream of a shared HTTP/2 connection.
 
 use std::pin::Pin;
 use std::rc::Rc;
@@ -19,6 +19,7 @@ use super::tunnel::Tunnel;
 use super::tunnel::UpstreamIo;
 use crate::informational::InformationalQueue;
 
+/// A connection, or a stream of one, for one request.
 pub enum UpstreamConnection {
     /// An HTTP/1.1 connection, used by one request at a time.
     Http1(Box<Http1Connection>),
@@ -39,17 +40,17 @@ impl UpstreamConnection {
     pub async fn send(
         &mut self,
         request: Box<Request<RequestBody>>,
-        keeps: bool,
+        captures_head: bool,
         informational: Option<Rc<InformationalQueue>>,
     ) -> Result<Response<Incoming>, SendError> {
         match self {
-            UpstreamConnection::Http1(connection) => connection.send(request, keeps, informational).await,
+            UpstreamConnection::Http1(connection) => connection.send(request, captures_head, informational).await,
             // Boxed, so that HTTP/1.1 requests take no memory for it.
             UpstreamConnection::Http2(stream) => Box::pin(stream.send(request)).await,
         }
     }
 
-    /// Sets the permit among the connections to the server; a shared connection keeps the permit it has.
+    /// Sets the connection permit of the server; a shared connection that has a permit keeps it.
     pub fn set_permit(&mut self, permit: Option<ConnectionPermit>) {
         match self {
             UpstreamConnection::Http1(connection) => connection.permit = permit,
@@ -57,7 +58,7 @@ impl UpstreamConnection {
         }
     }
 
-    /// The last request, to be sent again: over HTTP/1.1 if it was sent with `keeps`, over HTTP/2 if its body can be
+    /// The last request, to be sent again: over HTTP/1.1 if it was sent with `captures_head`, over HTTP/2 if its body can be
     /// replayed.
     pub fn take_replay(&mut self) -> Option<Request<RequestBody>> {
         match self {
@@ -112,7 +113,7 @@ impl UpstreamConnection {
         }
     }
 
-    /// The byte stream, after a response that switched protocols.
+    /// The tunnel, after a response that switched protocols.
     pub async fn into_tunnel(self) -> Option<Tunnel> {
         match self {
             UpstreamConnection::Http1(mut connection) => {

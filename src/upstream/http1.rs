@@ -31,7 +31,7 @@ use crate::io_stream::IoStream;
 /// Read-buffer limit, and so the largest response head that is accepted.
 const RESPONSE_HEAD_MAX_BYTES: usize = 64 * 1024;
 
-/// hyper's driver of the connection.
+/// The driver of the connection: hyper's future that does the I/O.
 #[allow(clippy::large_enum_variant, reason = "nearly all are the large one, and a connection is boxed")]
 enum Driver {
     Running(http1::Connection<TokioIo<TapIo>, RequestBody>),
@@ -40,12 +40,13 @@ enum Driver {
     Taken,
 }
 
+/// A connection with one request at a time.
 pub struct Http1Connection {
     sender: SendRequest<RequestBody>,
     driver: Driver,
     tap: Rc<TapState>,
     gated_waker: Arc<GatedWaker>,
-    /// Waker of `gate`, which the driver is polled with.
+    /// The waker that the driver is polled with: `gated_waker`.
     waker: Waker,
     /// Whether the last request had no body, so that its response ended the exchange.
     has_no_body: bool,
@@ -67,13 +68,13 @@ impl Http1Connection {
         let tap = Rc::new(TapState::default());
         let io = TokioIo::new(TapIo::new(stream, Rc::clone(&tap)));
         let (sender, driver) = http1::Builder::new().max_buf_size(RESPONSE_HEAD_MAX_BYTES).handshake(io).await?;
-        let gate = GatedWaker::new();
-        let waker = Waker::from(Arc::clone(&gate));
+        let gated_waker = GatedWaker::new();
+        let waker = Waker::from(Arc::clone(&gated_waker));
         Ok(Http1Connection {
             sender,
             driver: Driver::Running(driver),
             tap,
-            gated_waker: gate,
+            gated_waker,
             waker,
             has_no_body: true,
             target,
@@ -93,7 +94,7 @@ impl Http1Connection {
         }
     }
 
-    /// Takes the driver apart: only then does hyper return a request that it has not read.
+    /// Dismantles the driver: only then does hyper return a request that it has not read.
     #[cold]
     fn finish_driver(&mut self) {
         if let Driver::Running(driver) = std::mem::replace(&mut self.driver, Driver::Taken) {
@@ -122,7 +123,7 @@ impl Http1Connection {
         self.poll_driven(cx, |cx| Pin::new(&mut *body).poll_frame(cx))
     }
 
-    /// The last request, to be sent again, if it was sent with `keeps` and nothing of a response was passed on.
+    /// The last request, to be sent again, if it was sent with `captures_head` and nothing of a response was passed on.
     pub fn replay_request(&self) -> Option<Request<RequestBody>> {
         self.tap.replay_request()
     }
@@ -138,17 +139,17 @@ impl Http1Connection {
         self.has_no_body || self.is_ready()
     }
 
-    /// Sends a request and waits for the head of the response; 1xx responses before it go to `informational`. With `keeps`,
-    /// the request head is captured, so that it can be sent again. If the server has closed the connection, the error
+    /// Sends a request and waits for the head of the response; 1xx responses before it go to `informational`. With
+    /// `captures_head`, the request head is captured, so that the request can be sent again. If the server has closed the connection, the error
     /// returns the request: hyper checks that before it writes.
     #[allow(clippy::result_large_err, reason = "the request comes back by value, to be sent elsewhere")]
     pub async fn send(
         &mut self,
         mut request: Box<Request<RequestBody>>,
-        keeps: bool,
+        captures_head: bool,
         informational: Option<Rc<InformationalQueue>>,
     ) -> Result<Response<Incoming>, SendError> {
-        self.tap.begin_exchange(keeps, informational);
+        self.tap.begin_exchange(captures_head, informational);
         self.has_no_body = request.body().is_end_stream();
         if !self.has_no_body && request.body().size_hint().exact().is_none() {
             // Without this field hyper sends a GET or HEAD without its body.
@@ -181,7 +182,7 @@ impl Http1Connection {
 ///
 /// A task that drives its own connection would be woken by its own actions there (the request it sends, the response it
 /// takes) and by those of earlier tasks. Every such wake would poll hyper once more without effect. There is one `GatedWaker`
-/// for each connection. A task and its connection belong to one worker; wakers must be `Send` and `Sync` all the same.
+/// for each connection. A task and its connection belong to one worker; nevertheless wakers must be `Send` and `Sync`.
 #[derive(Debug)]
 struct GatedWaker {
     is_armed: AtomicBool,

@@ -41,9 +41,9 @@ pub struct TapState {
 }
 
 impl TapState {
-    /// Starts an exchange: `keeps` captures the request, `informational` receives 1xx responses.
-    pub fn begin_exchange(&self, keeps: bool, listener: Option<Rc<InformationalQueue>>) {
-        self.captures_next.set(keeps);
+    /// Starts an exchange: `captures_head` captures the request head, `informational` receives 1xx responses.
+    pub fn begin_exchange(&self, captures_head: bool, listener: Option<Rc<InformationalQueue>>) {
+        self.captures_next.set(captures_head);
         self.has_forwarded.set(false);
         self.partial_head.borrow_mut().clear();
         self.informational.replace(listener);

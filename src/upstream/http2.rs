@@ -77,13 +77,13 @@ pub struct Http2Connection {
 
 impl Http2Connection {
     /// Starts HTTP/2 on a connected stream. No request can be sent before the server's SETTINGS arrive: see
-    /// [`Http2Connection::wait_for_stream_limit`]. After `quiet` without input while requests are in flight, a PING
+    /// [`Http2Connection::wait_for_stream_limit`]. After `ping_after` without input while requests are in flight, a PING
     /// checks the server.
     pub async fn new(
         wire: IoStream,
         scheme: Scheme,
         address: Option<SocketAddr>,
-        quiet: Duration,
+        ping_after: Duration,
         now: Instant,
     ) -> io::Result<Rc<Http2Connection>> {
         let read_events = Rc::new(ReadEvents::default());
@@ -93,8 +93,8 @@ impl Http2Connection {
             .initial_stream_window_size(STREAM_WINDOW_BYTES)
             .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
             .max_header_list_size(HEAD_MAX_BYTES)
-            .keep_alive_interval(quiet)
-            .keep_alive_timeout(quiet.min(PING_TIMEOUT_MAX))
+            .keep_alive_interval(ping_after)
+            .keep_alive_timeout(ping_after.min(PING_TIMEOUT_MAX))
             .handshake(TokioIo::new(NotifyingIo::new(wire, Rc::clone(&read_events))))
             .await
             .map_err(io::Error::other)?;

@@ -187,17 +187,17 @@ impl ConnectionPool {
         }
     }
 
-    /// Opens a connection, or a stream of one that takes a request, within `within`. After `quiet` without input, a
-    /// PING checks an HTTP/2 server. `alone`: a connection that no other request will use. `keeps`: a new connection
-    /// whose SETTINGS do not arrive in time is left in the pool, for the next request that needs one.
+    /// Opens a connection, or a stream of one that takes a request, within `within`. After `ping_after`
+    /// without input, a PING checks an HTTP/2 server. `is_exclusive`: no other request will use the connection.
+    /// `keeps_pending`: a new connection whose SETTINGS do not arrive in time stays in the pool, for the next request.
     pub async fn connect(
         &self,
         within: Duration,
         ping_after: Duration,
         is_exclusive: bool,
-        keeps: bool,
+        keeps_pending: bool,
     ) -> Result<UpstreamConnection, RequestError> {
-        match timeout(within, self.open(within, ping_after, is_exclusive, keeps)).await {
+        match timeout(within, self.open(within, ping_after, is_exclusive, keeps_pending)).await {
             Ok(Ok(connection)) => Ok(connection),
             Ok(Err(error)) if error.kind() == io::ErrorKind::TimedOut => Err(RequestError::ConnectTimeout),
             Ok(Err(error)) => Err(RequestError::Connect(format!("{}: {error}", self.server.url))),
@@ -210,7 +210,7 @@ impl ConnectionPool {
         within: Duration,
         ping_after: Duration,
         is_exclusive: bool,
-        keeps: bool,
+        keeps_pending: bool,
     ) -> io::Result<UpstreamConnection> {
         let mut shares = self.prefers_http2.get() && !is_exclusive;
         let start = self.clock.instant();
@@ -236,11 +236,11 @@ impl ConnectionPool {
                 },
             };
             let add = || self.http2.borrow_mut().push(Rc::clone(&connection));
-            if is_new && keeps {
+            if is_new && keeps_pending {
                 add();
             }
             connection.wait_for_stream_limit().await?;
-            if is_new && !keeps {
+            if is_new && !keeps_pending {
                 add();
             }
             // Other requests may have taken the streams.

@@ -231,7 +231,7 @@ pub struct Upload {
 }
 
 impl RequestBody {
-    /// The rest of a body. `bounds` is called only if there is any.
+    /// The body that an upstream connection sends. `limits` is called only if there is a body.
     pub fn new(body: ClientBody, limits: impl FnOnce() -> UploadLimits) -> RequestBody {
         if body.is_end_stream() {
             return RequestBody::Empty;

@@ -64,7 +64,7 @@ impl Tunnel {
         Tunnel { _held: Some((active, request_permit)), ..self }
     }
 
-    /// Relays bytes until both sides have ended, one fails, or both have been idle for `limit`. `early`: bytes that the
+    /// Relays bytes until both sides have ended, one fails, or both have been idle for `limit`. `early_bytes`: bytes that the
     /// client sent before the response.
     pub async fn run(
         mut self,
