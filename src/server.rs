@@ -128,14 +128,14 @@ impl Gateway {
         let counters = Arc::new(counters);
         let registry = Arc::new(Registry::default());
         raise_descriptor_limit();
-        let terms = ListenerConfig::new(&config.listen, None).map_err(StartError::Tls)?;
+        let listener_config = ListenerConfig::new(&config.listen, None).map_err(StartError::Tls)?;
         let opened = Listeners::open(&config.listen, workers, &mut inherited)
             .map_err(|(address, source)| StartError::Listen { address, source })?;
         let mut gateway = Gateway {
             http: opened.http,
             https: opened.https,
             admin: None,
-            listener_config: terms,
+            listener_config,
             connection_limit: ConnectionLimit::new(&config.listen),
             counters: Arc::clone(&counters),
             has_restricted_rules: false,
@@ -169,16 +169,16 @@ impl Gateway {
         gateway.start_health_checks(&upstream_health)?;
         let rule_set = gateway.compile_rules(&config, !counters.in_use_by_others).map_err(StartError::Layers)?;
         drop(alone);
-        let snapshot = CompiledConfig::new(config, counters.seed, rule_set, upstream_health);
-        gateway.rule_set = Some(Arc::clone(&snapshot.rule_set));
-        gateway.decision_service.send_replace(Some(Arc::clone(&snapshot.decision_service)));
+        let compiled = CompiledConfig::new(config, counters.seed, rule_set, upstream_health);
+        gateway.rule_set = Some(Arc::clone(&compiled.rule_set));
+        gateway.decision_service.send_replace(Some(Arc::clone(&compiled.decision_service)));
         if let Some(address) = gateway.config.listen.admin {
             gateway.start_admin(address, &mut inherited)?;
         }
         if let Some(address) = inherited.unused_address() {
             return Err(StartError::Inherited(address));
         }
-        gateway.start_workers(opened.by_worker, &snapshot)?;
+        gateway.start_workers(opened.by_worker, &compiled)?;
         // Started last, so that a failed start leaves the snapshot unchanged.
         let meter = SnapshotMetrics::new(&gateway.registry);
         let snapshot_writer = BackgroundWriter::start(counters, clock, &gateway.config.counters, meter);
@@ -189,15 +189,16 @@ impl Gateway {
     /// Starts a worker for each list of listeners. They do not accept yet.
     fn start_workers(
         &mut self,
-        by_loop: Vec<Vec<WorkerListener>>,
-        snapshot: &Arc<CompiledConfig>,
+        by_worker: Vec<Vec<WorkerListener>>,
+        compiled: &Arc<CompiledConfig>,
     ) -> Result<(), StartError> {
-        for (id, worker_listeners) in by_loop.into_iter().enumerate() {
+        for (id, worker_listeners) in by_worker.into_iter().enumerate() {
             let (commands, inbox) = unbounded_channel();
             let (table, clock) = (Arc::clone(&self.counters.table), self.clock.clone());
-            let (snapshot, access) = (Arc::clone(snapshot), self.access_sink.clone());
-            let (registry, terms) = (Arc::clone(&self.registry), Arc::clone(&self.listener_config));
-            let (capacity, deferred_refunds) = (Arc::clone(&self.connection_limit), Arc::clone(&self.deferred_refunds));
+            let (compiled, access_sink) = (Arc::clone(compiled), self.access_sink.clone());
+            let (registry, listener_config) = (Arc::clone(&self.registry), Arc::clone(&self.listener_config));
+            let (connection_limit, deferred_refunds) =
+                (Arc::clone(&self.connection_limit), Arc::clone(&self.deferred_refunds));
             let run = move || {
                 let worker = Rc::new(WorkerState::new(
                     id,
@@ -205,10 +206,10 @@ impl Gateway {
                     clock,
                     deferred_refunds,
                     Arc::clone(&registry),
-                    snapshot,
-                    access,
+                    compiled,
+                    access_sink,
                 ));
-                let listener_context = Rc::new(ListenerContext::new(worker, capacity, terms));
+                let listener_context = Rc::new(ListenerContext::new(worker, connection_limit, listener_config));
                 let listeners = worker_listeners.into_iter().map(|worker_listener| {
                     let meter = ListenerMetrics::new(
                         &registry,
@@ -283,7 +284,7 @@ impl Gateway {
                 return Err(ReloadError::NeedsRestart(name));
             }
         }
-        let terms = ListenerConfig::new(&config.listen, Some((&self.config.listen, &self.listener_config)))
+        let listener_config = ListenerConfig::new(&config.listen, Some((&self.config.listen, &self.listener_config)))
             .map_err(ReloadError::Tls)?;
         match &config.access_log {
             None => self.access_sink = None,
@@ -293,7 +294,7 @@ impl Gateway {
         // The last step that can fail: it registers counter formats that other processes may use from then on, so this
         // process has to use them too.
         let rule_set = self.compile_rules(&config, false).map_err(ReloadError::Layers)?;
-        self.listener_config = terms;
+        self.listener_config = listener_config;
         // Metrics that the previous reload removed may be unused by now.
         self.registry.remove_unused();
         self.expiries = expiries(&self.registry, &config);
@@ -304,11 +305,11 @@ impl Gateway {
         if let Err(error) = self.start_health_checks(&upstream_health) {
             tracing::error!(%error, "upstream servers are not checked");
         }
-        let snapshot = CompiledConfig::new(config, self.counters.seed, rule_set, upstream_health);
-        self.rule_set = Some(Arc::clone(&snapshot.rule_set));
-        self.decision_service.send_replace(Some(Arc::clone(&snapshot.decision_service)));
+        let compiled = CompiledConfig::new(config, self.counters.seed, rule_set, upstream_health);
+        self.rule_set = Some(Arc::clone(&compiled.rule_set));
+        self.decision_service.send_replace(Some(Arc::clone(&compiled.decision_service)));
         self.send_to_workers(|| {
-            WorkerCommand::Reload(Arc::clone(&snapshot), Arc::clone(&self.listener_config), self.access_sink.clone())
+            WorkerCommand::Reload(Arc::clone(&compiled), Arc::clone(&self.listener_config), self.access_sink.clone())
         });
         Ok(())
     }

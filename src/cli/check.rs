@@ -23,8 +23,8 @@ pub fn check(path: &Path, reach_out: bool, is_strict: bool) -> Exit {
         }
     };
     let certificates = lint::certificate_dates(&config, Clock::system().wall_ms());
-    let remarks = certificates.into_iter().chain(start_failures(path, &config)).map(LintMessage::note);
-    let lines: Vec<LintMessage> = lint::messages(&config).into_iter().chain(remarks).collect();
+    let start_notes = certificates.into_iter().chain(start_failures(path, &config)).map(LintMessage::note);
+    let lines: Vec<LintMessage> = lint::messages(&config).into_iter().chain(start_notes).collect();
     let refused = lines.iter().filter(|line| is_strict && line.is_note).count();
     let (routes, rules, upstreams) = (config.routes.len(), config.rules.len(), config.upstreams.len());
     let fine = if refused == 0 { "fine: " } else { "" };

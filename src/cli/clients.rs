@@ -187,16 +187,16 @@ fn check_plan(config: &Config, add: &Add, known: Option<&Client>) -> Result<(), 
     let mut names: Vec<&str> = plans().collect();
     names.sort_unstable();
     names.dedup();
-    let there_is = || quoted_list(names.iter().copied(), "and");
+    let known_plans = || quoted_list(names.iter().copied(), "and");
     match &add.plan {
         None if known.is_none() => {
             let message = format!("client {} is new and needs a plan", quoted(&add.name));
-            Err(Failure::usage(message, format!("add `--plan PLAN`; there is {}", there_is())))
+            Err(Failure::usage(message, format!("add `--plan PLAN`; there is {}", known_plans())))
         }
         Some(plan) if !names.contains(&plan.as_str()) => {
             let fix = match nearest(plan, plans()) {
                 Some(guess) => format!("did you mean {}?", quoted(guess)),
-                None => format!("define it in a rule: `[rules.NAME.plans.{plan}]`; there is {}", there_is()),
+                None => format!("define it in a rule: `[rules.NAME.plans.{plan}]`; there is {}", known_plans()),
             };
             Err(Failure::usage(format!("plan {} is not defined by any rule", quoted(plan)), fix))
         }
@@ -268,12 +268,12 @@ fn not_found(client: &Client, what: &str, text: &str) -> Failure {
 /// Finds a client's key, by the key or by the beginning of its digest.
 fn find_key(client: &Client, text: &str) -> Result<Digest, Failure> {
     let text = if text == "-" { read_key(text)? } else { text.to_owned() };
-    let is_meant = |digest: &&Digest| match text.starts_with(Digest::PREFIX) {
+    let matches_text = |digest: &&Digest| match text.starts_with(Digest::PREFIX) {
         true => digest.to_string().starts_with(text.trim_end_matches('…')),
         false => **digest == Digest::of(text.as_bytes()),
     };
-    let mut meant = client.api_keys.iter().filter(is_meant);
-    match (meant.next(), meant.next()) {
+    let mut matching = client.api_keys.iter().filter(matches_text);
+    match (matching.next(), matching.next()) {
         (Some(digest), None) => Ok(*digest),
         (None, _) => {
             let message = format!("this is not a key of client {}", quoted(&client.name));

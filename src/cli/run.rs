@@ -247,7 +247,7 @@ impl Supervisor<'_> {
     }
 
     async fn stop(mut self, mut stop: StopSignals, mut signals: Signals) -> io::Result<()> {
-        let breaks_off = self.upgrade.is_running();
+        let cancels_upgrade = self.upgrade.is_running();
         let successor = tokio::select! {
             successor = self.upgrade.cancel() => successor,
             () = stop.recv() => return Err(stopped_twice()),
@@ -255,7 +255,7 @@ impl Supervisor<'_> {
         if let Some(pid) = successor {
             return self.drain_for_successor(pid, stop, signals).await;
         }
-        if breaks_off {
+        if cancels_upgrade {
             self.pid_file.renew();
         }
         tracing::info!("draining");

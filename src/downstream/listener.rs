@@ -62,9 +62,9 @@ impl InheritedSockets {
     /// Takes all sockets of an address. Each has a queue of its own, and connections in a queue without an accept loop
     /// would never be accepted.
     pub fn take(&mut self, address: SocketAddr) -> Vec<StdListener> {
-        let is_meant = |socket: &InheritedSocket| socket.configured == address || socket.local == address;
+        let matches_address = |socket: &InheritedSocket| socket.configured == address || socket.local == address;
         // Several addresses may have port 0: only sockets with the same bound address belong together.
-        let Some(local) = self.sockets.iter().find(|socket| is_meant(socket)).map(|socket| socket.local) else {
+        let Some(local) = self.sockets.iter().find(|socket| matches_address(socket)).map(|socket| socket.local) else {
             return Vec::new();
         };
         self.sockets.extract_if(.., |socket| socket.local == local).map(|socket| socket.listener).collect()

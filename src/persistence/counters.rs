@@ -82,7 +82,7 @@ impl Counters {
     pub fn with_exclusive_use<T>(&self, action: impl FnOnce() -> T) -> Option<T> {
         // During a change of its lock, this process holds none for a moment; no other process may take the file for
         // unused then.
-        let _place = match &self.path {
+        let _lock = match &self.path {
             Some(path) => Some(FileLock::try_acquire(path)?),
             None => None,
         };

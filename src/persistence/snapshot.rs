@@ -156,8 +156,8 @@ fn lock_draft(new: &Path, patience: Duration) -> io::Result<Option<File>> {
 }
 
 fn is_file_at(file: &File, path: &Path) -> io::Result<bool> {
-    let (own, there) = (file.metadata()?, fs::symlink_metadata(path));
-    Ok(there.is_ok_and(|there| (there.dev(), there.ino()) == (own.dev(), own.ino())))
+    let (opened, current) = (file.metadata()?, fs::symlink_metadata(path));
+    Ok(current.is_ok_and(|current| (current.dev(), current.ino()) == (opened.dev(), opened.ino())))
 }
 
 fn encode_head(counters: &Counters, clock: &Clock, formats: u64, written: u64) -> Vec<u8> {

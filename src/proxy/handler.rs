@@ -208,8 +208,8 @@ fn decide(
     if parts.version != Version::HTTP_11 {
         request_validation::translate(parts)?;
     }
-    let clear = request_validation::validate(parts)?;
-    if let Some(error) = check_raw_head(clear.special_fields) {
+    let validated = request_validation::validate(parts)?;
+    if let Some(error) = check_raw_head(validated.special_fields) {
         return Err(error);
     }
     let path = match parts.uri.path() {
@@ -218,13 +218,13 @@ fn decide(
     };
     let mut scratch = config.scratch();
     let Scratch { context, params, text, refusal_cache } = &mut *scratch;
-    let route_index = find_route(compiled, incoming, parts, &clear, &path, params, record)?;
+    let route_index = find_route(compiled, incoming, parts, &validated, &path, params, record)?;
     let route = &compiled.routes[route_index];
     let (rules_index, rules) = (route.rules_index as usize, compiled.rules_of(route));
     let caller = RequestAttributes {
         address: incoming.client.address,
         client_cert: incoming.peer.connection.client_cert.as_deref(),
-        host: &clear.host,
+        host: &validated.host,
         method: &parts.method,
         path: &path,
         params,
@@ -253,7 +253,14 @@ fn decide(
             let decided_ms = context.result.decided_ms;
             if let Decision::Refused = decision {
                 let repeat = incoming.peer.repeats_previous.get().then(|| {
-                    RepeatRefusal::new(config, route_index, context, parts, clear.special_fields, incoming.body_bytes)
+                    RepeatRefusal::new(
+                        config,
+                        route_index,
+                        context,
+                        parts,
+                        validated.special_fields,
+                        incoming.body_bytes,
+                    )
                 });
                 incoming.peer.repeat_refusal.replace(repeat.flatten());
                 let headers = std::mem::take(&mut parts.headers);
@@ -274,10 +281,10 @@ fn decide(
     }
     let hash_key = compiled.hash_keys.get(route.upstream_index as usize).and_then(Option::as_ref);
     let server_key = hash_key.and_then(|hash_key| hash_key.hash(&caller));
-    let (marks, websocket) = (clear.special_fields, clear.websocket);
+    let (special_fields, websocket) = (validated.special_fields, validated.websocket);
     let normalized = (compiled.config.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
     let plan = ForwardPlan { server_key, ..plan };
-    let plan = plan.prepare(config, parts, incoming, marks, websocket, normalized)?;
+    let plan = plan.prepare(config, parts, incoming, special_fields, websocket, normalized)?;
     Ok(RequestOutcome::Forward { plan, admission, pending })
 }
 
@@ -286,19 +293,19 @@ fn find_route(
     compiled: &CompiledConfig,
     incoming: &RequestContext<'_>,
     parts: &Parts,
-    clear: &ValidatedRequest<'_>,
+    validated: &ValidatedRequest<'_>,
     path: &str,
     params: &mut Vec<Range<usize>>,
     record: &mut RequestRecord,
 ) -> Result<usize, RequestError> {
-    let (host, secure) = (&*clear.host, incoming.client.is_secure);
+    let (host, secure) = (&*validated.host, incoming.client.is_secure);
     let query = router::RouteQuery { host, method: &parts.method, headers: &parts.headers, path, secure };
     let found = compiled.router.find(&query, params);
     let route = found
         .map_err(|AmbiguousHeader(field)| RequestError::RouteField(field.clone()))?
         .ok_or(RequestError::NoRoute)?;
     record.set_route(route);
-    if clear.websocket == Some(UpgradeMethod::ExtendedConnect) && !compiled.config.routes[route].websocket {
+    if validated.websocket == Some(UpgradeMethod::ExtendedConnect) && !compiled.config.routes[route].websocket {
         return Err(RequestError::WEBSOCKET_NOT_SERVED);
     }
     // Before anything is charged or read: a body known to be too large.
@@ -328,7 +335,7 @@ impl ForwardPlan {
         config: &WorkerConfig,
         parts: &mut Parts,
         incoming: &RequestContext<'_>,
-        marks: SpecialFields,
+        special_fields: SpecialFields,
         websocket: Option<UpgradeMethod>,
         path: Option<String>,
     ) -> Result<ForwardPlan, RequestError> {
@@ -339,7 +346,7 @@ impl ForwardPlan {
             compiled.config.routes[self.route].websocket && supports_upgrade()
         })?;
         let peer = &incoming.peer.connection.address_field;
-        headers::forward_request(&mut parts.headers, marks, peer, &incoming.client, &compiled.key_fields);
+        headers::forward_request(&mut parts.headers, special_fields, peer, &incoming.client, &compiled.key_fields);
         let path = self.actions.as_mut().and_then(|actions| actions.path.take()).or(path);
         if let Some(actions) = &mut self.actions {
             actions.apply_to_request(&mut parts.headers);

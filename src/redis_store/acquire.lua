@@ -51,10 +51,10 @@ end
 
 local grants = {}
 while a <= total do
-  local now, floor, last = time, argv[a] + 0, first + argv[a + 1] - 1
+  local now, gateway_ms, last = time, argv[a] + 0, first + argv[a + 1] - 1
   -- A caller whose clock is far ahead names later windows: it gets the time only.
-  local is_far_ahead = floor - now >= 1000
-  if floor > now and not is_far_ahead then now = floor end
+  local is_far_ahead = gateway_ms - now >= 1000
+  if gateway_ms > now and not is_far_ahead then now = gateway_ms end
   local status, begin, at = 1, a + 2, r
   a, r = begin, r + 1
   for i = first, last do

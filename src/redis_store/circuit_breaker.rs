@@ -40,7 +40,12 @@ impl CircuitBreakers {
     }
 
     pub fn is_open(&self, server: ServerId) -> bool {
-        self.is_any_open() && self.servers.borrow().get(&server).is_some_and(|trouble| trouble.failures >= FAILURES_MAX)
+        self.is_any_open()
+            && self
+                .servers
+                .borrow()
+                .get(&server)
+                .is_some_and(|server_failures| server_failures.failures >= FAILURES_MAX)
     }
 
     pub fn record_success(&self, server: ServerId) {
@@ -53,18 +58,20 @@ impl CircuitBreakers {
     /// Counts `times` failures; returns whether the breaker opens now. A single failure within `moment` of the last
     /// counted one is ignored.
     pub fn record_failure(&self, server: ServerId, times: u32, now: Instant, moment: Duration) -> bool {
-        let mut troubles = self.servers.borrow_mut();
-        let trouble = match troubles.entry(server) {
+        let mut servers = self.servers.borrow_mut();
+        let server_failures = match servers.entry(server) {
             Entry::Vacant(entry) => entry.insert(ServerFailures { failures: 0, last: now }),
             Entry::Occupied(known) => match known.into_mut() {
-                trouble if times == 1 && now.saturating_duration_since(trouble.last) < moment => return false,
-                trouble => trouble,
+                server_failures if times == 1 && now.saturating_duration_since(server_failures.last) < moment => {
+                    return false;
+                }
+                server_failures => server_failures,
             },
         };
-        let was_open = trouble.failures >= FAILURES_MAX;
-        trouble.failures = trouble.failures.saturating_add(times);
-        trouble.last = now;
-        let opens = !was_open && trouble.failures >= FAILURES_MAX;
+        let was_open = server_failures.failures >= FAILURES_MAX;
+        server_failures.failures = server_failures.failures.saturating_add(times);
+        server_failures.last = now;
+        let opens = !was_open && server_failures.failures >= FAILURES_MAX;
         self.open.set(self.open.get() + usize::from(opens));
         opens
     }

@@ -234,9 +234,9 @@ impl Map {
 }
 
 async fn fetch_slots(connection: &Connection) -> Result<Vec<SlotRange>, String> {
-    let mut question = redis::cmd("CLUSTER");
-    question.arg("SLOTS");
-    let reply = connection.call(question).await.map_err(|failure| connection.describe(&failure))?;
+    let mut command = redis::cmd("CLUSTER");
+    command.arg("SLOTS");
+    let reply = connection.call(command).await.map_err(|failure| connection.describe(&failure))?;
     let ranges = parse_slots(&reply, &connection.node)
         .ok_or_else(|| format!("{}: unexpected reply to CLUSTER SLOTS", connection.node))?;
     if ranges.is_empty() { Err(format!("{}: the node knows no slots", connection.node)) } else { Ok(ranges) }

@@ -72,7 +72,7 @@ impl Connector {
             return opened;
         }
         let plain_login = RedisConnectionInfo::default().set_skip_set_lib_name();
-        self.open_as(node, &plain_login).await.map_err(|_no_better| opened.err().unwrap_or_default())
+        self.open_as(node, &plain_login).await.map_err(|_rejected| opened.err().unwrap_or_default())
     }
 
     async fn open_as(&self, node: &Node, login: &RedisConnectionInfo) -> Result<Rc<Connection>, String> {
@@ -101,8 +101,8 @@ impl Connector {
                         .map_err(|_invalid| format!("`{host}` is not a valid server name for TLS"))?,
                 };
                 let stream = connect_tcp(host, *port).await.map_err(result)?;
-                let shaken = TlsConnector::from(Arc::clone(&tls.client)).connect(name, stream).await;
-                log_in(shaken.map_err(|error| format!("TLS: {error}"))?, login).await
+                let connected = TlsConnector::from(Arc::clone(&tls.client)).connect(name, stream).await;
+                log_in(connected.map_err(|error| format!("TLS: {error}"))?, login).await
             }
         }
     }

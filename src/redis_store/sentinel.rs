@@ -73,9 +73,9 @@ impl Sentinels {
                 None => connector.open_sentinel(node).await?,
             };
             self.connection.replace(Some(Rc::clone(&connection)));
-            let mut question = redis::cmd("SENTINEL");
-            question.arg("get-master-addr-by-name").arg(&self.master);
-            connection.call(question).await.map_err(|failure| connection.describe(&failure))
+            let mut command = redis::cmd("SENTINEL");
+            command.arg("get-master-addr-by-name").arg(&self.master);
+            connection.call(command).await.map_err(|failure| connection.describe(&failure))
         });
         parse_address(&reply.await?)
             .ok_or_else(|| format!("{node}: this sentinel does not know a master called `{}`", self.master))

@@ -70,8 +70,8 @@ pub async fn run(
             WorkerCommand::Accept => {}
             // The command may arrive before the drain.
             WorkerCommand::CloseIdle => idle = Some(Duration::ZERO),
-            WorkerCommand::Reload(snapshot, config, log_sender) => {
-                worker.apply_config(snapshot, log_sender);
+            WorkerCommand::Reload(compiled, config, log_sender) => {
+                worker.apply_config(compiled, log_sender);
                 listener_context.apply(config);
             }
             WorkerCommand::Drain(times) => {

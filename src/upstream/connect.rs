@@ -46,7 +46,7 @@ pub struct ResolvedTarget {
 
 /// A connected stream.
 pub struct Connected {
-    pub wire: IoStream,
+    pub stream: IoStream,
     pub version: HttpVersion,
     /// `None` for a Unix socket.
     pub address: Option<SocketAddr>,
@@ -99,7 +99,7 @@ impl Connector {
         if self.server.scheme == Scheme::Unix {
             let stream = UnixStream::connect(&self.server.host).await?;
             return Ok(Connected {
-                wire: IoStream::unix(stream),
+                stream: IoStream::unix(stream),
                 version: self.cleartext_version(http1_only),
                 address: None,
             });
@@ -115,7 +115,11 @@ impl Connector {
         stream.set_nodelay(true)?;
         let address = Some(address);
         let Some(tls) = &self.tls else {
-            return Ok(Connected { wire: IoStream::tcp(stream), version: self.cleartext_version(http1_only), address });
+            return Ok(Connected {
+                stream: IoStream::tcp(stream),
+                version: self.cleartext_version(http1_only),
+                address,
+            });
         };
         let stream = tls.handshake(stream, http1_only).await?;
         let version = match (stream.get_ref().1.alpn_protocol(), self.protocol) {
@@ -125,7 +129,7 @@ impl Connector {
             }
             _ => HttpVersion::Http1,
         };
-        Ok(Connected { wire: IoStream::tls(TlsStream::Client(stream)), version, address })
+        Ok(Connected { stream: IoStream::tls(TlsStream::Client(stream)), version, address })
     }
 
     fn cleartext_version(&self, http1_only: bool) -> HttpVersion {
@@ -153,7 +157,7 @@ async fn connect_to_first(addresses: &[SocketAddr]) -> io::Result<(TcpStream, So
     if let [only] = addresses {
         return Ok((TcpStream::connect(only).await?, *only));
     }
-    let mut untried = addresses.iter();
+    let mut remaining = addresses.iter();
     let mut attempts: Vec<(SocketAddr, ConnectAttempt<'_>)> = Vec::new();
     let mut failed = io::Error::other("the name has no address");
     let mut patience = Box::pin(sleep(Duration::ZERO));
@@ -173,7 +177,7 @@ async fn connect_to_first(addresses: &[SocketAddr]) -> io::Result<(TcpStream, So
             if !attempts.is_empty() && patience.as_mut().poll(cx).is_pending() {
                 return Poll::Pending;
             }
-            match untried.next() {
+            match remaining.next() {
                 Some(next) => {
                     attempts.push((*next, Box::pin(TcpStream::connect(*next))));
                     patience.set(sleep(NEXT_ADDRESS_DELAY));

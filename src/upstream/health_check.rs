@@ -111,7 +111,7 @@ async fn check_repeatedly(
     sleep(health.interval.min(FIRST_CHECK_SPREAD).mul_f64(fastrand::f64())).await;
     // The pool keeps the resolved addresses from check to check, as for requests.
     let pool = ConnectionPool::new(server, &transport, clock.clone());
-    let mut streak = 0;
+    let mut consecutive = 0;
     loop {
         let result = match timeout(health.timeout, check(&pool, &health)).await {
             Ok(result) => result,
@@ -122,10 +122,10 @@ async fn check_repeatedly(
         let (upstream_health, position) = reports_to.borrow().clone();
         let is_first = upstream_health.record_check(position, result.is_ok());
         // Results in a row that contradict the current state.
-        streak = if upstream_health.is_healthy(position) == result.is_ok() { 0 } else { streak + 1 };
+        consecutive = if upstream_health.is_healthy(position) == result.is_ok() { 0 } else { consecutive + 1 };
         let enough = if result.is_ok() { health.healthy_after } else { health.unhealthy_after };
-        if streak >= enough || (is_first && streak > 0) {
-            streak = 0;
+        if consecutive >= enough || (is_first && consecutive > 0) {
+            consecutive = 0;
             let why = result.as_ref().err().map_or("", String::as_str);
             upstream_health.set_healthy(position, result.is_ok(), clock.instant(), why);
         }

@@ -80,7 +80,7 @@ impl Http2Connection {
     /// [`Http2Connection::wait_for_stream_limit`]. After `ping_after` without input while requests are in flight, a PING
     /// checks the server.
     pub async fn new(
-        wire: IoStream,
+        stream: IoStream,
         scheme: Scheme,
         address: Option<SocketAddr>,
         ping_after: Duration,
@@ -95,7 +95,7 @@ impl Http2Connection {
             .max_header_list_size(HEAD_MAX_BYTES)
             .keep_alive_interval(ping_after)
             .keep_alive_timeout(ping_after.min(PING_TIMEOUT_MAX))
-            .handshake(TokioIo::new(NotifyingIo::new(wire, Rc::clone(&read_events))))
+            .handshake(TokioIo::new(NotifyingIo::new(stream, Rc::clone(&read_events))))
             .await
             .map_err(io::Error::other)?;
         let driver = Rc::new(Driver { connection: RefCell::new(Some(connection)), read_events });
@@ -400,19 +400,19 @@ impl ReadEvents {
 }
 
 struct NotifyingIo {
-    wire: IoStream,
+    stream: IoStream,
     events: Rc<ReadEvents>,
 }
 
 impl NotifyingIo {
-    fn new(wire: IoStream, read_events: Rc<ReadEvents>) -> NotifyingIo {
-        NotifyingIo { wire, events: read_events }
+    fn new(stream: IoStream, read_events: Rc<ReadEvents>) -> NotifyingIo {
+        NotifyingIo { stream, events: read_events }
     }
 }
 
 impl AsyncRead for NotifyingIo {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        let read = ready!(Pin::new(&mut self.wire).poll_read(cx, buffer));
+        let read = ready!(Pin::new(&mut self.stream).poll_read(cx, buffer));
         self.events.on_read(&read);
         Poll::Ready(read)
     }
@@ -420,7 +420,7 @@ impl AsyncRead for NotifyingIo {
 
 impl AsyncWrite for NotifyingIo {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.wire).poll_write(cx, bytes)
+        Pin::new(&mut self.stream).poll_write(cx, bytes)
     }
 
     fn poll_write_vectored(
@@ -428,19 +428,19 @@ impl AsyncWrite for NotifyingIo {
         cx: &mut Context<'_>,
         slices: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.wire).poll_write_vectored(cx, slices)
+        Pin::new(&mut self.stream).poll_write_vectored(cx, slices)
     }
 
     fn is_write_vectored(&self) -> bool {
-        self.wire.is_write_vectored()
+        self.stream.is_write_vectored()
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.wire).poll_flush(cx)
+        Pin::new(&mut self.stream).poll_flush(cx)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.wire).poll_shutdown(cx)
+        Pin::new(&mut self.stream).poll_shutdown(cx)
     }
 }
 

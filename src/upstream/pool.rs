@@ -214,7 +214,7 @@ impl ConnectionPool {
     ) -> io::Result<UpstreamConnection> {
         let mut shares = self.prefers_http2.get() && !is_exclusive;
         let start = self.clock.instant();
-        let _turn = match shares {
+        let _permit = match shares {
             true => Some(self.opening.acquire().await.map_err(io::Error::other)?),
             false => None,
         };
@@ -258,7 +258,7 @@ impl ConnectionPool {
         match connected.version {
             HttpVersion::Http1 => {
                 self.prefers_http2.set(self.connector.is_http2());
-                let connection = Http1Connection::new(connected.wire, target).await.map_err(io::Error::other)?;
+                let connection = Http1Connection::new(connected.stream, target).await.map_err(io::Error::other)?;
                 Ok(NewConnection::Http1(Box::new(connection)))
             }
             HttpVersion::Http2 => {
@@ -266,7 +266,7 @@ impl ConnectionPool {
                 let scheme = if self.server.scheme == Scheme::Https { uri::Scheme::HTTPS } else { uri::Scheme::HTTP };
                 let ping_after = ping_after.max(PING_AFTER_MIN);
                 let now = self.clock.instant();
-                Http2Connection::new(connected.wire, scheme, connected.address, ping_after, now)
+                Http2Connection::new(connected.stream, scheme, connected.address, ping_after, now)
                     .await
                     .map(NewConnection::Http2)
             }

@@ -52,19 +52,19 @@ impl Program {
 
     /// Starts the new process and the hand-over to it.
     pub fn start(&self, handover: HandoverSet, limit: Duration) -> io::Result<Successor> {
-        let (ours, theirs) = UnixStream::pair()?;
+        let (own_end, child_end) = UnixStream::pair()?;
         let mut command = Command::new(&self.file);
         command.arg0(&self.name).args(&self.arguments).env(PREDECESSOR_VARIABLE, process::id().to_string());
         let child = command
-            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdin(Stdio::from(OwnedFd::from(child_end)))
             .spawn()
             .map_err(|error| io::Error::new(error.kind(), format!("cannot start {}: {error}", self.file.display())))?;
         // Drops this process's copy of the other end, so that the channel closes when the new process ends.
         drop(command);
         let pid = child.id();
-        let (give_up, given_up) = oneshot::channel();
-        let outcome = tokio::spawn(supervise(child, ours, handover, limit, given_up));
-        Ok(Successor { pid, outcome, cancel: give_up })
+        let (cancel, cancelled) = oneshot::channel();
+        let outcome = tokio::spawn(supervise(child, own_end, handover, limit, cancelled));
+        Ok(Successor { pid, outcome, cancel })
     }
 }
 
@@ -110,12 +110,12 @@ async fn supervise(
     channel: UnixStream,
     handover: HandoverSet,
     limit: Duration,
-    given_up: oneshot::Receiver<()>,
+    cancelled: oneshot::Receiver<()>,
 ) -> Result<(), String> {
     let handed_over = tokio::select! {
         biased;
         // Cancelling wins over a simultaneous message: nothing is lost yet.
-        _ = given_up => {
+        _ = cancelled => {
             reap(&mut child, 0).await;
             return Err(String::from("this process received a signal to stop"));
         }
