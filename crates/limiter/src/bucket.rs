@@ -28,7 +28,7 @@ use crate::memory::{AtomicSlice, LINE_BYTES};
 /// thread made progress in the same two buckets.
 const INSERT_TRIES: u32 = 64;
 
-/// Where a counter is, and which key it belongs to.
+/// A hashed key: the buckets in which its counter is, and the tag that distinguishes it there.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Key {
     /// Uniformly distributed bits that select the two buckets.
@@ -38,9 +38,10 @@ pub struct Key {
 }
 
 impl Key {
-    /// A key of 64 bits that select buckets, and 64 bits of which the upper [`TAG_BITS`] become the tag.
-    pub fn new(place: u64, tag_source: u64) -> Key {
-        Key { bucket_hash: place, tag: (tag_source >> (64 - TAG_BITS)).max(1) }
+    /// A key from two hashes of 64 bits: one selects the buckets, and the upper [`TAG_BITS`] bits of the other become
+    /// the tag.
+    pub fn new(bucket_hash: u64, tag_source: u64) -> Key {
+        Key { bucket_hash, tag: (tag_source >> (64 - TAG_BITS)).max(1) }
     }
 }
 
@@ -94,9 +95,9 @@ const WATERMARK_STRIDE: usize = LINE_BYTES / size_of::<u64>();
 
 impl<const W: usize> SlotArray<W> {
     /// An array in these words, which are one or more whole buckets, with [`WATERMARKS`] numbers.
-    pub fn new(words: AtomicSlice<AtomicU128>, marks: AtomicSlice<AtomicU64>) -> SlotArray<W> {
+    pub fn new(words: AtomicSlice<AtomicU128>, watermarks: AtomicSlice<AtomicU64>) -> SlotArray<W> {
         const { assert!(W.is_power_of_two(), "slots of a bucket are selected by bits") }
-        SlotArray { words, watermarks: marks }
+        SlotArray { words, watermarks }
     }
 
     /// The number of slots.
@@ -248,7 +249,7 @@ impl<const W: usize> SlotArray<W> {
     /// Finds or creates the counter of `key`.
     ///
     /// `is_blocked` is called after the claim is visible to all threads and before the claim is confirmed.
-    pub fn insert(&self, key: Key, window: OpenWindow, now_ms: u64, vetoed: impl Fn() -> bool) -> InsertResult {
+    pub fn insert(&self, key: Key, window: OpenWindow, now_ms: u64, is_blocked: impl Fn() -> bool) -> InsertResult {
         let mut mine = None;
         for _ in 0..INSERT_TRIES {
             match self.find(key) {
@@ -259,7 +260,7 @@ impl<const W: usize> SlotArray<W> {
                     }
                     return InsertResult::At(index, word);
                 }
-                FindResult::Claim(index, claim) => match self.confirm(key, index, claim, window, &vetoed) {
+                FindResult::Claim(index, claim) => match self.confirm(key, index, claim, window, &is_blocked) {
                     Confirm::Retry => {}
                     Confirm::Blocked => return InsertResult::Full,
                     Confirm::Late => return InsertResult::Late,
@@ -296,7 +297,7 @@ impl<const W: usize> SlotArray<W> {
         index: usize,
         claim: CounterWord,
         window: OpenWindow,
-        vetoed: &impl Fn() -> bool,
+        is_blocked: &impl Fn() -> bool,
     ) -> Confirm {
         // Ordering: the claim was read (acquire) before, and everything below is read after. Of two threads that
         // confirm two claims of one key, the one whose fence comes second sees the claim of the other. The same holds
@@ -307,7 +308,7 @@ impl<const W: usize> SlotArray<W> {
             if other == index || word.tag() != key.tag {
                 continue;
             }
-            let mine = self.slots_of(key).position(|place| place == index);
+            let mine = self.slots_of(key).position(|other| other == index);
             if !word.is_claim() || Some(order) < mine {
                 self.revoke(index, claim);
                 return Confirm::Retry;
@@ -322,7 +323,7 @@ impl<const W: usize> SlotArray<W> {
             self.revoke(index, claim);
             return Confirm::Late;
         }
-        if vetoed() {
+        if is_blocked() {
             self.revoke(index, claim);
             return Confirm::Blocked;
         }

@@ -399,7 +399,7 @@ mod tests {
         acquired(word.tag(), usage(word, request, time), request, time).map(|(word, _)| word)
     }
 
-    fn plainly(word: CounterWord, request: AcquireRequest) -> Option<CounterWord> {
+    fn charge_plain(word: CounterWord, request: AcquireRequest) -> Option<CounterWord> {
         charge(word, request, Time::plain(0))
     }
 
@@ -418,16 +418,16 @@ mod tests {
     #[test]
     fn the_largest_limit_is_used_to_the_last_token() {
         let request = AcquireRequest::plain(60_000, u32::MAX, u32::MAX);
-        let full = plainly(CounterWord::new(1, 60_000, 0), request).expect("fits exactly");
+        let full = charge_plain(CounterWord::new(1, 60_000, 0), request).expect("fits exactly");
         assert_eq!(full.count(), u32::MAX);
-        assert_eq!(plainly(full, AcquireRequest { cost: 1, ..request }), None);
-        assert!(plainly(full, AcquireRequest { cost: 0, ..request }).is_some());
+        assert_eq!(charge_plain(full, AcquireRequest { cost: 1, ..request }), None);
+        assert!(charge_plain(full, AcquireRequest { cost: 0, ..request }).is_some());
     }
 
     #[test]
     fn a_new_window_starts_unused() {
         assert_eq!(
-            plainly(CounterWord::new(1, 60_000, 5), AcquireRequest::plain(120_000, 5, 1)),
+            charge_plain(CounterWord::new(1, 60_000, 5), AcquireRequest::plain(120_000, 5, 1)),
             Some(CounterWord::new(1, 120_000, 1))
         );
     }
@@ -435,8 +435,8 @@ mod tests {
     #[test]
     fn a_late_thread_counts_in_the_later_window() {
         let late = AcquireRequest::plain(60_000, 5, 1);
-        assert_eq!(plainly(CounterWord::new(1, 120_000, 4), late), Some(CounterWord::new(1, 120_000, 5)));
-        assert_eq!(plainly(CounterWord::new(1, 120_000, 5), late), None);
+        assert_eq!(charge_plain(CounterWord::new(1, 120_000, 4), late), Some(CounterWord::new(1, 120_000, 5)));
+        assert_eq!(charge_plain(CounterWord::new(1, 120_000, 5), late), None);
     }
 
     #[test]
@@ -452,11 +452,11 @@ mod tests {
     #[test]
     fn a_limit_lowered_under_what_is_used_admits_nothing() {
         let request = AcquireRequest::plain(60_000, 3, 1);
-        assert_eq!(plainly(CounterWord::new(1, 60_000, 80), request), None);
-        assert_eq!(plainly(CounterWord::new(1, 60_000, 80), AcquireRequest { cost: 0, ..request }), None);
+        assert_eq!(charge_plain(CounterWord::new(1, 60_000, 80), request), None);
+        assert_eq!(charge_plain(CounterWord::new(1, 60_000, 80), AcquireRequest { cost: 0, ..request }), None);
     }
 
-    const PACES: [WindowSequence; 1] = [WindowSequence::Even { period_ms: 100 }];
+    const SEQUENCES: [WindowSequence; 1] = [WindowSequence::Even { period_ms: 100 }];
 
     /// 100 tokens in each window of 100 ms, of which 150 may accumulate.
     fn rolling(end_ms: u64, cost: u32) -> AcquireRequest {
@@ -464,7 +464,7 @@ mod tests {
     }
 
     fn time(now_ms: u64) -> Time<'static> {
-        Time { now_ms, sequences: &PACES }
+        Time { now_ms, sequences: &SEQUENCES }
     }
 
     #[test]
@@ -533,17 +533,17 @@ mod tests {
         for order in permutations {
             // 60 of 100 are used; four charges of 50 follow in two windows, the first of which forfeits the 40 left.
             let start = CounterWord::new(1, 100, 60);
-            let (mut word, mut layer_ref) = (start, Vec::new());
+            let (mut word, mut charges) = (start, Vec::new());
             for granted in [100, 100, 200, 200] {
                 let request = AcquireRequest { ceiling: 100 + granted, floor: granted, ..rolling(100, 50) };
                 let (next, taken) = taken(word, request, time(50));
                 word = next;
-                layer_ref.push((taken, false, request));
+                charges.push((taken, false, request));
             }
             assert_eq!(word, CounterWord::new(1, 300, 100));
             let mut left = Vec::new();
             for nth in order {
-                left.push(layer_ref[nth]);
+                left.push(charges[nth]);
                 loop {
                     left.sort_by_key(|(taken, is_rest, request)| queue_position(*taken, *is_rest, *request, time(60)));
                     let Some((taken, is_rest, request)) = left.last().copied() else { break };

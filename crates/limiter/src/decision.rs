@@ -19,7 +19,7 @@ pub enum Decision {
     Delayed {
         /// When the request may proceed, Unix milliseconds.
         until_ms: u64,
-        /// The slot of the wait, if a rule limits its waiters.
+        /// The slot in the waiter limit of the rule that delays the request.
         waiter: Option<Waiter>,
         /// The layers to charge again then: see [`RuleSet::recharge`].
         recharge: Vec<LayerRef>,
@@ -105,7 +105,7 @@ impl RuleSet {
         may_wait: bool,
     ) -> Decision {
         let first = context.result.charges.len();
-        let waits = may_wait && (charge_plan.may_delay || context.inputs.reserve);
+        let may_delay = may_wait && (charge_plan.may_delay || context.inputs.reserve);
         loop {
             let now_ms = now.unix_ms;
             context.result.decided_ms = context.result.decided_ms.max(now_ms);
@@ -136,11 +136,11 @@ impl RuleSet {
                 AcquireResult::Refused if context.is_full_by_debt(first) && now.advance() => {}
                 AcquireResult::Refused if self.cap_debt(charge_plan, table, self.time(now_ms), context, first) => {}
                 AcquireResult::Refused => {
-                    if waits && let Some(delayed) = self.delay(charge_plan, table, self.time(now_ms), context) {
+                    if may_delay && let Some(delayed) = self.delay(charge_plan, table, self.time(now_ms), context) {
                         return delayed;
                     }
                     // The delay peeked at the counters again, and may have found another one full.
-                    if waits && context.is_full_by_debt(first) && now.advance() {
+                    if may_delay && context.is_full_by_debt(first) && now.advance() {
                         continue;
                     }
                     if charge_plan.counts_refused() && !charge_plan.is_shared {
@@ -199,11 +199,11 @@ impl RuleSet {
         table: &Table<W>,
         mut now: DecisionTime<'_>,
         context: &mut DecisionContext,
-        put_down: impl Fn(&mut DecisionContext, u64),
+        add_charges: impl Fn(&mut DecisionContext, u64),
     ) -> bool {
         loop {
             context.result.decided_ms = now.unix_ms;
-            put_down(context, now.unix_ms);
+            add_charges(context, now.unix_ms);
             let all_fit = peek_all(table, &mut context.result.charges, self.time(now.unix_ms));
             if all_fit || !context.is_full_by_debt(0) || !now.advance() {
                 return all_fit;
@@ -239,10 +239,10 @@ impl RuleSet {
         now: DecisionTime<'_>,
         context: &mut DecisionContext,
     ) -> bool {
-        let put_down = |context: &mut DecisionContext, now_ms| {
+        let add_charges = |context: &mut DecisionContext, now_ms| {
             context.add_shared_charges(self, charge_plan, table, layers, now_ms, 0)
         };
-        let all_fit = self.peek_until_current(table, now, context, put_down);
+        let all_fit = self.peek_until_current(table, now, context, add_charges);
         self.report_total_usage(charge_plan, table, context.result.decided_ms, context, 0);
         all_fit
     }

@@ -36,7 +36,7 @@ pub struct DecisionInputs {
 /// The outcome of a decision, layer by layer.
 #[derive(Clone, Debug, Default)]
 pub struct DecisionResult {
-    /// The counters in the order in which they were charged: first those of the enforced rules, then those of shadow rules.
+    /// The counters in the order in which they were charged: those of the enforced rules, then those of shadow rules.
     pub charges: Vec<Charge>,
     /// The layer of each of `charges`.
     pub layers: Vec<LayerRef>,

@@ -18,8 +18,8 @@ const MAX_PENDING: usize = 65_536;
 #[derive(Default)]
 pub struct DeferredRefunds(Mutex<PendingRefunds>);
 
-/// By counter and position. Two charges have the same position only if another process wrote into the same memory: then
-/// the former is dropped.
+/// By slot and position in the order of the counter's charges. Two charges have the same position only if another
+/// process wrote into the same memory: then the earlier one is dropped.
 type PendingRefunds = BTreeMap<(Slot, u128), PendingRefund>;
 
 #[derive(Clone)]
@@ -70,8 +70,8 @@ impl DeferredRefunds {
         }
     }
 
-    /// Refunds the charges that can be refunded by now, and drops those whose time has come. It takes about 30 ms for
-    /// `MAX_PENDING` charges, so one worker does it at a time, and the others do not wait.
+    /// Refunds the charges that can be refunded by now, and drops those whose time has come. This takes about 30 ms for
+    /// `MAX_PENDING` charges. If another worker is sweeping, returns at once.
     pub fn sweep<const W: usize>(&self, table: &Table<W>, now_ms: u64) {
         let mut pending = match self.0.try_lock() {
             Ok(pending) => pending,

@@ -32,17 +32,17 @@ impl RuleSet {
         context: &mut DecisionContext,
     ) -> Option<Decision> {
         let requests: Vec<AcquireRequest> = context.result.charges.iter().map(|charge| charge.request).collect();
-        let mut wait = None;
+        let mut waiter = None;
         for _ in 0..TRIES {
             let Some(admission_times) = self.admission_times(charge_plan, time, context) else { break };
-            if wait.is_none() {
+            if waiter.is_none() {
                 match self.reserve_waiter(charge_plan, context) {
-                    Some(entered) => wait = entered,
+                    Some(reserved) => waiter = reserved,
                     None => break,
                 }
             }
             let until_ms = admission_times.iter().copied().max().unwrap_or(time.now_ms);
-            let mut again = Vec::new();
+            let mut recharge = Vec::new();
             for (charge, layer_ref) in context.result.charges.iter_mut().zip(&context.result.layers) {
                 let end_ms = match admission_times[layer_ref.rule] {
                     admit_at_ms if admit_at_ms > time.now_ms => self.request_window_at(
@@ -55,14 +55,14 @@ impl RuleSet {
                     _ => charge.usage.end_ms,
                 };
                 if end_ms <= until_ms {
-                    again.push(*layer_ref);
+                    recharge.push(*layer_ref);
                 }
             }
             if acquire_peeked(table, &mut context.result.charges, &mut context.result.shard_receipts, time)
                 == AcquireResult::Admitted
             {
                 context.result.charges.iter_mut().for_each(|charge| charge.is_full = false);
-                return Some(Decision::Delayed { until_ms, waiter: wait, recharge: again });
+                return Some(Decision::Delayed { until_ms, waiter, recharge });
             }
             // Another request took the tokens: peek again.
             context.result.charges.iter_mut().zip(&requests).for_each(|(charge, request)| charge.request = *request);
@@ -75,9 +75,9 @@ impl RuleSet {
         None
     }
 
-    /// A slot in the waiter limit of a full rule, if one limits its waiters; `None` if there are too many.
+    /// Reserves a slot in the waiter limit of the first full rule that delays. `Some(None)`: no full rule delays. `None`:
+    /// too many requests wait already.
     pub fn reserve_waiter(&self, charge_plan: &ChargePlan, context: &DecisionContext) -> Option<Option<Waiter>> {
-        // If several rules delay the request, the first one holds the slot.
         let full = context.result.charges.iter().zip(&context.result.layers).filter(|(charge, _)| charge.is_full);
         let delays =
             full.map(|(_, layer_ref)| *layer_ref).find(|layer_ref| self.rule_of(charge_plan, *layer_ref).rule.delays());
@@ -86,7 +86,8 @@ impl RuleSet {
         Some(Some(Waiter { rule: layer_ref.rule, slot }))
     }
 
-    /// The time at which each rule of the charge plan admits a request, if the rules allow a delay.
+    /// The time at which each rule of the charge plan admits the request, Unix milliseconds; `None` if a full rule does
+    /// not allow the delay.
     pub fn admission_times(
         &self,
         charge_plan: &ChargePlan,
@@ -197,7 +198,7 @@ impl RuleSet {
 
     /// Corrects counters that hold more debt than the limit allows, because they were written under another limit, so
     /// that requests do not wait for windows that were never used. Returns whether there were any; they are full
-    /// without debt then.
+    /// then, but without debt.
     #[cold]
     pub(super) fn cap_debt<const W: usize>(
         &self,
@@ -207,14 +208,14 @@ impl RuleSet {
         context: &DecisionContext,
         first: usize,
     ) -> bool {
-        let mut amended = false;
+        let mut is_capped = false;
         for (charge, layer_ref) in context.result.charges.iter().zip(&context.result.layers).skip(first) {
             let layer = self.layer_of(charge_plan, *layer_ref);
             if layer.limit_differs && charge.usage.used > layer.max_usage() {
-                amended |= table.cap_usage(charge.counter, charge.request, layer.max_usage(), time);
+                is_capped |= table.cap_usage(charge.counter, charge.request, layer.max_usage(), time);
             }
         }
-        amended
+        is_capped
     }
 
     /// Resets the counters of the charges in the context. Overflow counters are not reset.
@@ -244,11 +245,11 @@ impl RuleSet {
     ) {
         for (charge, layer_ref) in context.result.charges.iter_mut().zip(&context.result.layers).skip(first) {
             // Shared counters are charged by the store.
-            let is_here = !matches!(
+            let is_local = !matches!(
                 context.sharing.counting_modes.get(layer_ref.rule),
                 Some(CountingMode::Leased | CountingMode::Remote)
             );
-            if is_here && self.rule_of(charge_plan, *layer_ref).rule.count_refused {
+            if is_local && self.rule_of(charge_plan, *layer_ref).rule.count_refused {
                 acquire_remaining(charge, table, time);
             }
         }
@@ -267,10 +268,10 @@ impl RuleSet {
         let compiled = &self.rules[position];
         for layer in compiled.variant(keyed_request.variant) {
             loop {
-                let ready = compiled.layer(layer);
-                let end_ms = self.windows[ready.windows_index].window_at(now_ms, keyed_request.offset).end_ms;
-                let mut charge = ready.new_charge(keyed_request, end_ms, 0);
-                if ready.is_constrained {
+                let compiled_layer = compiled.layer(layer);
+                let end_ms = self.windows[compiled_layer.windows_index].window_at(now_ms, keyed_request.offset).end_ms;
+                let mut charge = compiled_layer.new_charge(keyed_request, end_ms, 0);
+                if compiled_layer.is_constrained {
                     charge.usage = table.peek(charge.counter, charge.request, self.time(now_ms)).0;
                     acquire_remaining(&mut charge, table, self.time(now_ms));
                     break;

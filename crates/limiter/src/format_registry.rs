@@ -57,24 +57,24 @@ impl CounterFormat {
 pub struct CounterFormats(HashMap<u64, CounterFormat>);
 
 impl CounterFormats {
-    /// The format of a layer.
-    pub fn get(&self, bits: u64) -> Option<CounterFormat> {
-        self.0.get(&bits).copied()
+    /// The format of the layer with this id.
+    pub fn get(&self, layer_id: u64) -> Option<CounterFormat> {
+        self.0.get(&layer_id).copied()
     }
 
     /// Joins a format with the known format of the layer.
-    pub fn join(&mut self, bits: u64, format: CounterFormat) {
-        self.0.entry(bits).and_modify(|known| *known = known.join(format)).or_insert(format);
+    pub fn join(&mut self, layer_id: u64, format: CounterFormat) {
+        self.0.entry(layer_id).and_modify(|known| *known = known.join(format)).or_insert(format);
     }
 
     /// Whether a process that knows these formats can read counters written in `those`.
     pub fn covers(&self, those: &CounterFormats) -> bool {
-        those.non_plain().all(|(bits, format)| self.get(bits).is_some_and(|known| known.join(format) == known))
+        those.non_plain().all(|(layer_id, format)| self.get(layer_id).is_some_and(|known| known.join(format) == known))
     }
 
     /// The formats that cannot be read without knowing them.
     pub fn non_plain(&self) -> impl Iterator<Item = (u64, CounterFormat)> {
-        self.0.iter().filter(|(_, format)| !format.is_plain()).map(|(bits, format)| (*bits, *format))
+        self.0.iter().filter(|(_, format)| !format.is_plain()).map(|(layer_id, format)| (*layer_id, *format))
     }
 }
 
@@ -114,8 +114,8 @@ impl FormatRegistry {
     ///
     /// [`RegistryFull`]; some of the formats may have been stored.
     pub fn join(&self, formats: &CounterFormats) -> Result<(), RegistryFull> {
-        for (bits, format) in formats.non_plain() {
-            self.entries().find(|entry| entry.claim_for(bits)).ok_or(RegistryFull)?.join(format);
+        for (layer_id, format) in formats.non_plain() {
+            self.entries().find(|entry| entry.claim_for(layer_id)).ok_or(RegistryFull)?.join(format);
         }
         Ok(())
     }
@@ -124,8 +124,8 @@ impl FormatRegistry {
     pub fn formats(&self) -> CounterFormats {
         let mut formats = CounterFormats::default();
         // Entries are never removed, so the first empty entry is the end.
-        for (bits, format) in self.entries().map_while(|entry| entry.read()) {
-            formats.join(bits, format);
+        for (layer_id, format) in self.entries().map_while(|entry| entry.read()) {
+            formats.join(layer_id, format);
         }
         formats
     }
@@ -133,14 +133,14 @@ impl FormatRegistry {
 
 impl RegistryEntry<'_> {
     /// Whether the entry belongs to this layer. Claims an empty entry.
-    fn claim_for(&self, bits: u64) -> bool {
+    fn claim_for(&self, layer_id: u64) -> bool {
         // Ordering: the fields are read and changed one by one, and each only grows.
-        let claimed = self.0[0].compare_exchange(0, bits, Ordering::AcqRel, Ordering::Acquire);
-        claimed.is_ok_and(|_nobodys| true) || claimed == Err(bits)
+        let claimed = self.0[0].compare_exchange(0, layer_id, Ordering::AcqRel, Ordering::Acquire);
+        claimed.is_ok() || claimed == Err(layer_id)
     }
 
     fn join(&self, format: CounterFormat) {
-        let [_, rolls, shards, ahead_most, grants, differ, ..] = self.0;
+        let [_, accumulates, shards, max_ahead, grants, differ, ..] = self.0;
         let own = u64::from(format.grants.0) << 32 | u64::from(format.grants.1);
         // Ordering: relaxed; each number is independent.
         let known = match grants.compare_exchange(0, own, Ordering::Relaxed, Ordering::Relaxed) {
@@ -148,24 +148,24 @@ impl RegistryEntry<'_> {
             Err(known) => known,
         };
         let raise = |number: &AtomicU64, least: u64| _ = number.fetch_max(least, Ordering::Relaxed);
-        raise(rolls, u64::from(format.accumulates));
+        raise(accumulates, u64::from(format.accumulates));
         raise(shards, u64::from(format.shards));
-        raise(ahead_most, format.max_ahead);
+        raise(max_ahead, format.max_ahead);
         raise(differ, u64::from(format.limits_differ || known != own));
     }
 
     fn read(&self) -> Option<(u64, CounterFormat)> {
         // Ordering: relaxed; a process that must know a format was started, or given the rules, after it was joined.
-        let [bits, rolls, shards, ahead_most, grants, differ, ..] =
+        let [layer_id, accumulates, shards, max_ahead, grants, differ, ..] =
             self.0.each_ref().map(|n| n.load(Ordering::Relaxed));
         let format = CounterFormat {
-            accumulates: rolls != 0,
+            accumulates: accumulates != 0,
             shards: shards.clamp(1, u64::from(SHARDS_MAX)) as u32,
-            max_ahead: ahead_most,
+            max_ahead,
             grants: ((grants >> 32) as u32, grants as u32),
             limits_differ: differ != 0,
         };
-        (bits != 0).then_some((bits, format))
+        (layer_id != 0).then_some((layer_id, format))
     }
 }
 
@@ -184,7 +184,7 @@ mod tests {
 
     fn formats_of(all: &[(u64, CounterFormat)]) -> CounterFormats {
         let mut formats = CounterFormats::default();
-        all.iter().for_each(|(bits, format)| formats.join(*bits, *format));
+        all.iter().for_each(|(layer_id, format)| formats.join(*layer_id, *format));
         formats
     }
 

@@ -143,8 +143,8 @@ fn spans<T: Copy>(mut networks: Vec<(u128, u128, T)>) -> Vec<(u128, Option<T>)> 
 }
 
 /// Closes the networks that end before a position; the range after each belongs to the network around it.
-fn close<T: Copy>(open: &mut Vec<(u128, T)>, place: Option<u128>, spans: &mut Vec<(u128, Option<T>)>) {
-    while let Some((last, _)) = open.pop_if(|(last, _)| place.is_none_or(|place| *last < place)) {
+fn close<T: Copy>(open: &mut Vec<(u128, T)>, position: Option<u128>, spans: &mut Vec<(u128, Option<T>)>) {
+    while let Some((last, _)) = open.pop_if(|(last, _)| position.is_none_or(|position| *last < position)) {
         if let Some(next) = last.checked_add(1) {
             begin(spans, next, open.last().map(|(_, value)| *value));
         }

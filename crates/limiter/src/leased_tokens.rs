@@ -22,16 +22,16 @@ const KNOWN_USAGE_TAG: u64 = 0x35_BA3F_AE19_967F;
 impl Counter {
     /// The lease of this counter, to be charged with [`AcquireRequest::leased`].
     pub fn lease(self) -> Counter {
-        self.beside(LEASE_TAG)
+        self.with_tag_mask(LEASE_TAG)
     }
 
     /// The known usage of this counter.
     fn known_usage_counter(self) -> Counter {
-        self.beside(KNOWN_USAGE_TAG)
+        self.with_tag_mask(KNOWN_USAGE_TAG)
     }
 
-    fn beside(self, constant: u64) -> Counter {
-        let tag = (self.key.tag ^ constant).max(1);
+    fn with_tag_mask(self, mask: u64) -> Counter {
+        let tag = (self.key.tag ^ mask).max(1);
         Counter { key: Key { tag, ..self.key }, ..self }
     }
 }
@@ -59,7 +59,7 @@ impl CounterWord {
 }
 
 /// The result of a deposit.
-#[must_use = "tokens that are not kept can still be given back to whom they were fetched from"]
+#[must_use = "tokens that were not stored should be returned to the store"]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum DepositResult {
     /// The tokens can be spent.
@@ -111,7 +111,8 @@ impl<const W: usize> Table<W> {
             self.write_window(counter.known_usage_counter(), end_ms, now_ms, |before| before.saturating_add(tokens));
     }
 
-    /// The end of the shared counter's window, and its last known usage.
+    /// The end of the shared counter's window (Unix milliseconds) and its last known usage; `None` if that window has
+    /// ended.
     pub fn known_usage(&self, counter: Counter, now_ms: u64) -> Option<(u64, u32)> {
         self.find_live(counter.known_usage_counter(), now_ms).map(|word| (word.end_ms(), word.count()))
     }

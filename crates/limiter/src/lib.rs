@@ -1,11 +1,13 @@
 //! Exact, lock-free rate limiting: layered fixed windows for millions of keys in a table of fixed size.
 //!
-//! A [`Limiter`] answers one question: may this key take another token? A key is anything that can be hashed, such as
-//! an IP address or a user name. Each key may take a number of tokens in every window of every *layer*: "33 in a
-//! minute, and 2000 in an hour". A request is admitted only if all layers have tokens left, and is then charged in all
-//! of them. A refused request is charged in none.
+//! A [`Limiter`] decides whether a key may take another token. A key is any value that can be hashed, such as an IP
+//! address or a user name. A limiter has one or more *layers*, such as "33 in a minute" and "2000 in an hour": each key
+//! may take so many tokens in every window of every layer. A request is admitted if all layers have tokens left, and is
+//! then charged in all of them. A refused request is charged in none.
 //!
 //! The crate does no I/O and never reads a clock: the caller passes the time.
+//!
+//! # Example
 //!
 //! ```
 //! use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -21,7 +23,7 @@
 //! match limiter.acquire("203.0.113.7", 1, now_ms) {
 //!     LimiterDecision::Admitted(admission) => {
 //!         println!("{} left in this minute", admission.layers()[0].remaining);
-//!         // The request failed for a reason that is not the client's: give the token back.
+//!         // The request failed for a reason that is not the client's: return the token.
 //!         limiter.refund(admission, now_ms);
 //!     }
 //!     LimiterDecision::Refused(refusal) => println!("retry after {:?}", refusal.retry_after()),
@@ -67,10 +69,16 @@
 //!
 //! # Beyond `Limiter`
 //!
-//! The Transom gateway uses the modules directly: [`rule_set`] compiles rules with several keys, plans and overrides;
-//! [`window`] has calendar windows, random offsets and windows opened by the first request; [`limit`] has tokens that
-//! roll over and reserves; [`delay`] lets requests wait for a later window; [`sharded_counter`] divides a hot counter;
-//! [`leased_tokens`] and [`shared_counting`] spend tokens of a shared store; [`memory`] maps the table from a file.
+//! [`Limiter`] is enough for most programs. The Transom gateway uses the modules below it, which offer more:
+//!
+//! - [`rule`] and [`rule_set`]: several rules with their own keys, plans for groups of clients, and overrides for single
+//!   keys, all charged in one decision ([`decision`]).
+//! - [`window`] and [`limit`]: calendar windows in a time zone, windows with a random offset for each key, windows opened
+//!   by the first request of a key, tokens that roll over, and reserves.
+//! - [`delay`]: requests that wait for a later window instead of being refused.
+//! - [`sharded_counter`]: a counter divided among threads, for a key that all requests share.
+//! - [`leased_tokens`] and [`shared_counting`]: limits that several processes share through a store, spent locally.
+//! - [`table`] and [`memory`]: the counter table itself, on the heap or in a mapped file that outlives the process.
 //!
 //! # Features
 //!

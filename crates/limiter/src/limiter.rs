@@ -1,6 +1,6 @@
-//! The crate's simple interface: a [`Limiter`] holds every key to the same layers of fixed windows.
+//! The crate's simple interface: a [`Limiter`] applies the same layers of fixed windows to every key.
 //!
-//! A thin layer over [`RuleSet`] and [`Table`], the code that decides in the gateway. The caller hands in the time.
+//! It is a thin layer over [`RuleSet`] and [`Table`], which also decide in the gateway. The caller passes the time.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -29,14 +29,47 @@ thread_local! {
     static CONTEXT: RefCell<DecisionContext> = RefCell::default();
 }
 
-/// A rate limiter for many keys: each key may take so many tokens in every window of every layer.
+/// A rate limiter for many keys: each key may take a limited number of tokens in every window of every layer.
 ///
-/// Windows are aligned to the Unix epoch: those of an hour begin at full hours, UTC. A request takes its tokens in all
-/// layers or in none. A `Limiter` is `Send + Sync`, takes no locks, and is shared by reference or in an `Arc`. Decisions
-/// use a buffer of the calling thread, which allocates only in the first decisions of a thread.
+/// Windows are aligned to the Unix epoch: windows of one hour begin at full hours, UTC. A request takes its tokens in all
+/// layers or in none.
 ///
-/// Times are Unix milliseconds, and should come from one clock that does not go back. A thread whose time is behind is
-/// counted in the later window that another thread has already opened.
+/// # Sharing
+///
+/// A `Limiter` is `Send + Sync` and takes no locks. Share it by reference or in an [`Arc`](std::sync::Arc). Decisions use
+/// a buffer of the calling thread, which allocates only in the first decisions of that thread.
+///
+/// # Time
+///
+/// Every method takes the current time in Unix milliseconds. All threads should read one clock that does not go back. A
+/// request whose time is behind is counted in the later window that another thread has already opened, so a late thread
+/// never gets tokens of a window twice.
+///
+/// # Keys
+///
+/// A key is any value that implements [`Hash`]. Keys are compared by 54 bits of a keyed hash and by their buckets, not by
+/// value. Values that hash equally, such as `"a"` and `String::from("a")`, are the same key. To limit all requests
+/// together, use a constant key such as `&()`.
+///
+/// # Examples
+///
+/// ```
+/// use std::time::Duration;
+/// use transom_limiter::Limiter;
+///
+/// let limiter = Limiter::builder()
+///     .layer(5, Duration::from_secs(1))
+///     .layer(100, Duration::from_secs(60))
+///     .capacity(10_000)
+///     .build()?;
+///
+/// let now_ms = 1_700_000_000_000;
+/// let decision = limiter.acquire(&("alice", "/search"), 1, now_ms);
+/// assert!(decision.is_admitted());
+/// assert_eq!(decision.layers()[0].remaining, 4);
+/// assert_eq!(decision.layers()[1].remaining, 99);
+/// # Ok::<(), transom_limiter::BuildError>(())
+/// ```
 pub struct Limiter {
     rule_set: RuleSet,
     charge_plan: ChargePlan,
@@ -47,7 +80,8 @@ pub struct Limiter {
     id: u64,
 }
 
-/// The settings of a [`Limiter`].
+/// The settings of a [`Limiter`]. Start with [`Limiter::builder`], add at least one [`layer`](LimiterBuilder::layer), and
+/// call [`build`](LimiterBuilder::build).
 #[derive(Clone)]
 pub struct LimiterBuilder {
     layers: Vec<(u32, Duration)>,
@@ -67,7 +101,7 @@ pub enum BuildError {
     ZeroLimit,
     /// A period is shorter than 10 ms, longer than 366 days, or not a whole number of milliseconds.
     Period(Duration),
-    /// Two layers have the same period. The one with the lower limit is enough.
+    /// Two layers have the same period; the one with the higher limit has no effect.
     DuplicatePeriod(Duration),
     /// The capacity is 0 or greater than [`MAX_CAPACITY`].
     Capacity(usize),
@@ -75,7 +109,10 @@ pub enum BuildError {
     OutOfMemory,
 }
 
-/// The decision on one request.
+/// The decision on one request, with the state of every layer.
+///
+/// [`is_admitted`](LimiterDecision::is_admitted) and [`layers`](LimiterDecision::layers) are enough for most callers. The
+/// variants are needed for a refund and for the time to retry.
 #[derive(Debug)]
 #[allow(clippy::large_enum_variant, reason = "a box would allocate in every decision")]
 #[must_use = "a refused request must not be served"]
@@ -86,7 +123,7 @@ pub enum LimiterDecision {
     Refused(Refusal),
 }
 
-/// An admitted request. [`Limiter::refund`] takes it to give the tokens back.
+/// An admitted request. [`Limiter::refund`] takes it to return the tokens; dropping it keeps them charged.
 #[derive(Debug)]
 pub struct Admission {
     layers: LayerStates,
@@ -127,7 +164,10 @@ impl Limiter {
         LimiterBuilder { layers: Vec::new(), capacity: DEFAULT_CAPACITY, seed: None }
     }
 
-    /// Looks whether `key` may take `cost` tokens, without taking them.
+    /// Checks whether `key` may take `cost` tokens at the time `now_ms` (Unix milliseconds), without taking them.
+    ///
+    /// The result may be outdated by the time it is used: to admit a request, call [`Limiter::acquire`]. With a cost of 0,
+    /// the result shows the state of all layers.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -145,7 +185,13 @@ impl Limiter {
         })
     }
 
-    /// Takes `cost` tokens of `key` in all layers, or in none.
+    /// Takes `cost` tokens of `key` in all layers, or in none, at the time `now_ms` (Unix milliseconds).
+    ///
+    /// A request is admitted if every layer has at least `cost` tokens left in its current window. This never waits, and
+    /// is safe to call from any number of threads: together they take exactly the tokens of a window.
+    ///
+    /// If the table is full, a new key shares an overflow counter with other new keys, and is refused too early rather
+    /// than too late; see [`Limiter::overflow_total`].
     ///
     /// ```
     /// # use std::time::Duration;
@@ -164,10 +210,24 @@ impl Limiter {
         })
     }
 
-    /// Gives the tokens of an admitted request back, in the windows in which they were taken.
+    /// Returns the tokens of an admitted request to the windows in which they were taken.
     ///
-    /// Tokens of a window that has ended are not given back. Returns whether any layer got tokens back. An admission of
-    /// [`Limiter::check`] or of another limiter gives nothing back.
+    /// Use it if a request should not count, for example because it failed for a reason that is not the client's. Tokens
+    /// of a window that has ended have no effect on later windows. `now_ms` is the current time in Unix milliseconds.
+    ///
+    /// Returns `false` if no counter was changed: for an admission of [`Limiter::check`] or of another limiter, and if
+    /// all windows have moved on.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use transom_limiter::{Limiter, LimiterDecision};
+    /// let limiter = Limiter::builder().layer(1, Duration::from_secs(60)).capacity(100).build()?;
+    /// let LimiterDecision::Admitted(admission) = limiter.acquire("alice", 1, 0) else { panic!("refused") };
+    /// assert!(!limiter.check("alice", 1, 0).is_admitted());
+    /// assert!(limiter.refund(admission, 10));
+    /// assert!(limiter.check("alice", 1, 10).is_admitted());
+    /// # Ok::<(), transom_limiter::BuildError>(())
+    /// ```
     pub fn refund(&self, admission: Admission, now_ms: u64) -> bool {
         if admission.limiter != self.id {
             return false;
@@ -182,8 +242,8 @@ impl Limiter {
         refunded
     }
 
-    /// Requests charged to an overflow counter since the start, because the table was full. If this number rises, the
-    /// capacity is too small.
+    /// The number of charges to overflow counters since the limiter was built: the table had no free slot for these keys.
+    /// A request can be charged to several of them, one in each layer. If this number rises, the capacity is too small.
     pub fn overflow_total(&self) -> u64 {
         self.table.overflow_charges_total()
     }
@@ -245,30 +305,44 @@ impl fmt::Debug for Limiter {
 }
 
 impl LimiterBuilder {
-    /// Adds a layer: `limit` tokens in each window of `period`. Layers keep their order in [`Admission::layers`].
+    /// Adds a layer: each key may take `limit` tokens in each window of length `period`.
+    ///
+    /// The limit is at least 1. The period is a whole number of milliseconds from 10 ms to 366 days, and different in
+    /// every layer. Layers keep their order in [`LimiterDecision::layers`].
     pub fn layer(mut self, limit: u32, period: Duration) -> LimiterBuilder {
         self.layers.push((limit, period));
         self
     }
 
-    /// How many live counters the table can hold: one for each key and layer whose window is open. A counter takes 32
-    /// bytes, allocated at once.
+    /// Sets the capacity in counters; the default is 1,000,000, which takes 32 MB.
+    ///
+    /// Every key needs one counter in each layer, from its first request in a window to the end of that window. With
+    /// windows of a minute and an hour, twice the number of keys seen in an hour is enough. Each counter takes 32 bytes,
+    /// allocated when the limiter is built.
     pub fn capacity(mut self, counters: usize) -> LimiterBuilder {
         self.capacity = counters;
         self
     }
 
-    /// The secret that keys the hash of keys. The default is random, so that clients cannot choose keys that collide.
+    /// Sets the secret that keys the hash of keys. The default is random, so that clients cannot choose keys that collide.
+    /// A fixed seed makes hashes reproducible, for example in tests.
     pub fn seed(mut self, seed: Seed) -> LimiterBuilder {
         self.seed = Some(seed);
         self
     }
 
-    /// Allocates the limiter.
+    /// Checks the settings, allocates the table and returns the limiter.
     ///
     /// # Errors
     ///
-    /// See [`BuildError`].
+    /// [`BuildError`] names the first invalid setting, or reports that the memory cannot be allocated.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use transom_limiter::{BuildError, Limiter};
+    /// let error = Limiter::builder().layer(0, Duration::from_secs(1)).build().unwrap_err();
+    /// assert_eq!(error, BuildError::ZeroLimit);
+    /// ```
     pub fn build(self) -> Result<Limiter, BuildError> {
         match self.layers.len() {
             0 => return Err(BuildError::NoLayers),
@@ -342,13 +416,14 @@ impl Refusal {
         &self.layers.states[..self.layers.count]
     }
 
-    /// The position of the layer that blocks the request for longest.
+    /// The position of the layer that has enough tokens last: its state explains [`Refusal::retry_after`].
     pub fn layer(&self) -> usize {
         self.layer
     }
 
-    /// The time until that layer has tokens for the request, if the key makes no other requests. `None` if the cost is
-    /// greater than a limit, so that the request can never be admitted.
+    /// The time until all layers have enough tokens for the request, if the key makes no other requests: the value of a
+    /// `Retry-After` field, to be rounded up to seconds. `None` if the cost is greater than a limit, so that the request
+    /// can never be admitted.
     pub fn retry_after(&self) -> Option<Duration> {
         self.retry_after
     }

@@ -7,7 +7,7 @@
 //! If a mapped file is truncated, the next access beyond its end kills the process (SIGBUS). The caller must make sure
 //! that no other process can truncate it.
 
-#![allow(unsafe_code, reason = "memory that outlives the process can be had in no other way")]
+#![allow(unsafe_code, reason = "a mapping of memory that outlives the process needs it")]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::io;
@@ -80,7 +80,7 @@ impl Memory {
         self.slice(at, count)
     }
 
-    /// Called for atomics only: see above.
+    /// To be called with atomics as `T` only.
     fn slice<T>(self: &Arc<Self>, at: usize, count: usize) -> Option<AtomicSlice<T>> {
         let end = count.checked_mul(size_of::<T>())?.checked_add(at)?;
         if end > self.bytes || !at.is_multiple_of(align_of::<T>()) {

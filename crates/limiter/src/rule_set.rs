@@ -79,7 +79,7 @@ pub struct CompiledLayer {
 }
 
 /// The format of a layer's counters in a store. It follows from the rules alone, so gateways that share counters agree
-/// on it whatever their memory holds.
+/// on it whatever formats their tables contain.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum StoreFormat {
     /// A number for each window.
@@ -206,8 +206,8 @@ impl CompiledRule {
     }
 }
 
-/// Layers of similar periods share a bucket, and so a cache line; all layers of a rule would overfill it. The group
-/// depends on the period alone, so that the order of layers does not move their counters.
+/// Layers of similar periods share a bucket, and so a cache line. All layers of a rule together would overfill one bucket.
+/// The group depends on the period alone, so that the order of layers does not move their counters.
 fn bucket_group(typical_ms: u64) -> u64 {
     match typical_ms {
         0..=10_000 => 0,
@@ -246,10 +246,10 @@ impl RuleSet {
     /// is one.
     pub fn new(rules: &[Rule], seed: Seed, former: Option<&RuleSet>) -> RuleSet {
         // Delayed requests and reservations take tokens of later windows; a response may state any cost.
-        let owes = |rule: &Rule| matches!(rule.cost, Cost::Response { .. }) || rule.delays() || rule.reserves();
+        let carries_debt = |rule: &Rule| matches!(rule.cost, Cost::Response { .. }) || rule.delays() || rule.reserves();
         let mut rule_set = RuleSet::default();
         for rule in rules {
-            let mut compiled = rule_set.compile_rule(rule, owes(rule), seed);
+            let mut compiled = rule_set.compile_rule(rule, carries_debt(rule), seed);
             let known = former.and_then(|former| former.rules.iter().find(|known| known.rule.name == rule.name));
             if let Some(known) = known.filter(|known| known.rule.on_limit == rule.on_limit) {
                 compiled.waiters = Arc::clone(&known.waiters);
@@ -265,7 +265,7 @@ impl RuleSet {
         rule_set
     }
 
-    fn compile_rule(&mut self, rule: &Rule, ahead: bool, seed: Seed) -> CompiledRule {
+    fn compile_rule(&mut self, rule: &Rule, carries_debt: bool, seed: Seed) -> CompiledRule {
         // A rule's counters are identified by its name and key, and by the windows of the layer. The limit is not
         // included, so a changed limit applies to the usage so far.
         let hash_prefix = seed.hash(&["rule", &rule.name, &format!("{:?}", rule.key)]);
@@ -274,11 +274,11 @@ impl RuleSet {
             let first = layers.len();
             for (i, limit) in variant.iter().enumerate() {
                 names.push(rule.layer_name(variant, i));
-                layers.push(self.compile_layer(rule, limit, hash_prefix, ahead, seed));
+                layers.push(self.compile_layer(rule, limit, hash_prefix, carries_debt, seed));
             }
             variants.push(first..layers.len());
         }
-        let most = match rule.on_limit {
+        let max_waiting = match rule.on_limit {
             OnLimit::Delay { max_waiting, .. } => u64::from(max_waiting),
             OnLimit::Refuse | OnLimit::Shadow => 0,
         };
@@ -290,7 +290,7 @@ impl RuleSet {
             names,
             suffixes,
             variants,
-            waiters: WaiterLimit::new(most),
+            waiters: WaiterLimit::new(max_waiting),
             rule: rule.clone(),
         }
     }
@@ -300,7 +300,7 @@ impl RuleSet {
         rule: &Rule,
         limit: &Limit,
         hash_prefix: u64,
-        ahead: bool,
+        carries_debt: bool,
         seed: Seed,
     ) -> CompiledLayer {
         let windows_index = self.windows.iter().position(|known| *known == limit.windows).unwrap_or_else(|| {
@@ -310,7 +310,7 @@ impl RuleSet {
         });
         let floating = matches!(limit.windows, Windows::FirstRequest { .. });
         let sequence = windows_index as u32;
-        let ahead_most = match rule.on_limit {
+        let max_ahead = match rule.on_limit {
             // The cost stated by a response may be any number.
             _ if matches!(rule.cost, Cost::Response { .. }) => u64::MAX,
             OnLimit::Delay { max_delay_ms, .. } => {
@@ -320,7 +320,7 @@ impl RuleSet {
         };
         let kind = match floating {
             true => WindowKind::Floating(sequence),
-            false if ahead || limit.capacity > limit.tokens || limit.reserve > 0 => WindowKind::Grid(sequence),
+            false if carries_debt || limit.capacity > limit.tokens || limit.reserve > 0 => WindowKind::Grid(sequence),
             false => WindowKind::Plain,
         };
         let typical_ms = limit.windows.typical_ms();
@@ -329,7 +329,7 @@ impl RuleSet {
             bucket_offset: bucket_group(typical_ms).wrapping_mul(0x9E37_79B9_7F4A_7C15),
             windows_index,
             kind,
-            max_ahead: ahead_most,
+            max_ahead,
             limit_differs: false,
             is_constrained: false,
             store_format: StoreFormat::Plain,
@@ -394,8 +394,9 @@ impl RuleSet {
         self.rules[charge_plan.rules[position]].variant(variant).map(move |layer| LayerRef { rule: position, layer })
     }
 
-    /// Counters that are likelier to be full come first: those of one client before those of all, and small limits
-    /// before large ones. A charge that must be refunded is then in a counter that few requests share.
+    /// Sorts layers in the order of charging. Counters that are likelier to be full come first: those of one client
+    /// before those of all clients, and small limits before large ones. So a charge that must be refunded is in a
+    /// counter that few requests share.
     pub(super) fn sort_layers(&self, charge_plan: &ChargePlan, layers: &mut [LayerRef]) {
         layers.sort_by_key(|layer_ref| self.layer_of(charge_plan, *layer_ref).rank);
     }
@@ -462,24 +463,25 @@ impl RuleSet {
     /// that would accumulate, delay or reserve gets independent windows, and debt is not recorded. Returns whether any
     /// layer had to be restricted.
     pub fn restrict_to_formats(&mut self, formats: &CounterFormats) -> bool {
-        let mut holds = false;
+        let mut is_restricted = false;
         for layer in self.rules.iter_mut().flat_map(|compiled| &mut compiled.layers) {
             let (own, known) = (layer.counter_format(), formats.get(layer.id).unwrap_or(CounterFormat::PLAIN));
-            holds |= layer.shards > known.shards;
+            is_restricted |= layer.shards > known.shards;
             layer.shards = layer.shards.min(known.shards);
             // Windows opened by requests have only one format.
-            let rolls = own.accumulates && !known.accumulates && !matches!(layer.kind, WindowKind::Floating(_));
-            if rolls || own.max_ahead > known.max_ahead {
-                holds = true;
+            let loses_accumulation =
+                own.accumulates && !known.accumulates && !matches!(layer.kind, WindowKind::Floating(_));
+            if loses_accumulation || own.max_ahead > known.max_ahead {
+                is_restricted = true;
                 layer.is_constrained = true;
                 layer.capacity = layer.limit;
                 layer.reserve = 0;
                 layer.max_ahead = known.max_ahead;
             }
-            if rolls {
+            if loses_accumulation {
                 layer.kind = WindowKind::Plain;
             }
         }
-        holds
+        is_restricted
     }
 }

@@ -1,4 +1,4 @@
-//! SHA-256 digests of secrets, which stand in configuration files instead of the secrets.
+//! SHA-256 digests of secrets, which configuration files contain instead of the secrets.
 //!
 //! An API key is long and random, so it cannot be guessed, however fast the digest is; a slow password hash would only
 //! slow down every request. Digests are looked up in a hash map in variable time: an attacker who measures it learns

@@ -149,10 +149,10 @@ impl RuleSet {
     ) -> u64 {
         let charge = self.local_charge(rule, layer, keyed_request, now.unix_ms);
         let time = self.time(now.unix_ms);
-        let mut forgotten = Vec::new();
+        let mut words = Vec::new();
         for counter in charge.sharding.counters(charge.counter) {
             let mut announced = 0;
-            forgotten.push(table.reset_announced(counter, charge.request, time, |word| {
+            words.push(table.reset_announced(counter, charge.request, time, |word| {
                 let used = usage(word, charge.request, time).used;
                 announce(used.saturating_sub(announced));
                 announced = used.max(announced);
@@ -160,7 +160,7 @@ impl RuleSet {
         }
         now.advance();
         let request = self.local_charge(rule, layer, keyed_request, now.unix_ms).request;
-        forgotten.into_iter().map(|word| usage(word, request, self.time(now.unix_ms)).used).sum()
+        words.into_iter().map(|word| usage(word, request, self.time(now.unix_ms)).used).sum()
     }
 
     fn local_charge(&self, rule: usize, layer: usize, keyed_request: KeyedRequest, now_ms: u64) -> Charge {
@@ -186,10 +186,10 @@ impl RuleSet {
         for (i, (charge, layer_ref)) in charges.iter_mut().zip(layers.iter()).enumerate().skip(first) {
             let Some(keyed_request) = keyed_requests[layer_ref.rule].filter(|_| charge.is_full) else { continue };
             let layer = self.layer_of(charge_plan, *layer_ref);
-            let here =
+            let used_locally =
                 || self.local_usage(charge_plan.rules[layer_ref.rule], layer_ref.layer, keyed_request, table, now).used;
             if counting_modes[layer_ref.rule] != CountingMode::Leased
-                || layer.is_exhausted(table, keyed_request, charge, here(), now_ms)
+                || layer.is_exhausted(table, keyed_request, charge, used_locally(), now_ms)
             {
                 is_full = true;
             } else {
@@ -225,10 +225,10 @@ impl RuleSet {
         first: usize,
     ) -> bool {
         context.result.charges.iter().zip(&context.result.layers).skip(first).any(|(charge, layer_ref)| {
-            let is_alone = context.sharing.counting_modes.get(layer_ref.rule) == Some(&CountingMode::LocalFallback);
+            let is_fallback = context.sharing.counting_modes.get(layer_ref.rule) == Some(&CountingMode::LocalFallback);
             let remote = || remote_usage(charge.counter, table, now_ms);
             let capacity = u64::from(self.layer_of(charge_plan, *layer_ref).capacity);
-            is_alone && charge.usage.used > capacity.saturating_sub(remote())
+            is_fallback && charge.usage.used > capacity.saturating_sub(remote())
         })
     }
 
@@ -318,12 +318,12 @@ impl RuleSet {
         context: &mut DecisionContext,
         start: usize,
     ) {
-        let uses: Vec<Usage> = context.result.charges[start..].iter().map(|charge| charge.usage).collect();
+        let usages: Vec<Usage> = context.result.charges[start..].iter().map(|charge| charge.usage).collect();
         let layers = context.result.layers[start..].to_vec();
         context.truncate(start);
         self.add_prepared_charges(charge_plan, &layers, table, now_ms, context);
         let (charges, counting_modes) = (&mut context.result.charges, &context.sharing.counting_modes);
-        for ((charge, layer_ref), usage) in charges[start..].iter_mut().zip(&layers).zip(uses) {
+        for ((charge, layer_ref), usage) in charges[start..].iter_mut().zip(&layers).zip(usages) {
             charge.usage = match counting_modes[layer_ref.rule] {
                 CountingMode::Local | CountingMode::LocalFallback => {
                     table.peek(charge.counter, charge.request, self.time(now_ms)).0
@@ -336,7 +336,7 @@ impl RuleSet {
 
     /// Requests tokens of the windows in which rules admit a delayed request; `known` is the usage of each layer.
     /// Returns the layers whose windows will have ended by the time that the last rule admits it.
-    #[allow(clippy::too_many_arguments, reason = "what is asked, of whom, and when")]
+    #[allow(clippy::too_many_arguments, reason = "plan, times, usage and positions are unrelated")]
     pub fn request_future_windows(
         &self,
         charge_plan: &ChargePlan,
@@ -348,7 +348,7 @@ impl RuleSet {
         start: usize,
     ) -> Vec<LayerRef> {
         let until_ms = admission_times.iter().copied().max().unwrap_or(time.now_ms);
-        let mut again = Vec::new();
+        let mut recharge = Vec::new();
         for (charge, layer_ref) in context.result.charges.iter_mut().zip(&context.result.layers).skip(start) {
             if let Some((_, usage)) = known.iter().find(|(known, _)| known == layer_ref) {
                 charge.usage = *usage;
@@ -363,20 +363,20 @@ impl RuleSet {
                     admit_at_ms,
                     time,
                 );
-                again.extend((end_ms <= until_ms).then_some(*layer_ref));
+                recharge.extend((end_ms <= until_ms).then_some(*layer_ref));
             }
         }
-        let kept = context.result.charges[..start].iter().zip(&context.result.layers).skip(first);
-        again.extend(kept.filter(|(charge, _)| charge.usage.end_ms <= until_ms).map(|(_, layer_ref)| *layer_ref));
-        again
+        let earlier = context.result.charges[..start].iter().zip(&context.result.layers).skip(first);
+        recharge.extend(earlier.filter(|(charge, _)| charge.usage.end_ms <= until_ms).map(|(_, layer_ref)| *layer_ref));
+        recharge
     }
 
     /// Whether all full rules could admit a refused request in a later window.
     pub fn may_be_delayed(&self, charge_plan: &ChargePlan, context: &DecisionContext) -> bool {
         let full = context.result.charges.iter().zip(&context.result.layers).filter(|(charge, _)| charge.is_full);
-        let mut waits = full.map(|(_, layer_ref)| {
-            let entry = &self.rules[charge_plan.rules[layer_ref.rule]];
-            match entry.rule.on_limit {
+        let mut may_delay = full.map(|(_, layer_ref)| {
+            let compiled = &self.rules[charge_plan.rules[layer_ref.rule]];
+            match compiled.rule.on_limit {
                 OnLimit::Delay { .. } => {
                     charge_plan.may_delay
                         || (context.inputs.reserve && self.layer_of(charge_plan, *layer_ref).reserve > 0)
@@ -385,8 +385,8 @@ impl RuleSet {
                 OnLimit::Shadow => false,
             }
         });
-        let first = waits.next();
-        first.is_some_and(|first| first && waits.all(|waits| waits))
+        let first = may_delay.next();
+        first.is_some_and(|first| first && may_delay.all(|may_delay| may_delay))
     }
 }
 
@@ -418,20 +418,21 @@ impl CompiledRule {
 }
 
 impl CompiledLayer {
-    /// Whether the known usage of all gateways, with the usage counted `here`, leaves too few tokens for this charge.
+    /// Whether the known usage of all gateways, with the usage in local counters, leaves too few tokens for this charge.
     fn is_exhausted<const W: usize>(
         &self,
         table: &Table<W>,
         keyed_request: KeyedRequest,
         charge: &Charge,
-        here: u64,
+        used_locally: u64,
         now_ms: u64,
     ) -> bool {
         let (cost, capacity) = (u64::from(charge.request.cost), u64::from(self.capacity));
         let counter = self.counter(keyed_request);
         // Leased tokens that are not spent are not used.
         let spent = |(_, used): (u64, u32)| u64::from(used.saturating_sub(table.leased_tokens(counter, now_ms)));
-        cost > capacity || table.known_usage(counter, now_ms).is_some_and(|known| spent(known) + here + cost > capacity)
+        cost > capacity
+            || table.known_usage(counter, now_ms).is_some_and(|known| spent(known) + used_locally + cost > capacity)
     }
 }
 
@@ -484,9 +485,8 @@ impl DecisionContext {
                     layer.use_lease(&mut charge);
                     // More tokens were granted than the limit of this request, because other requests have a greater
                     // limit, or had one.
-                    let handed_out =
-                        table.known_usage(layer.counter(keyed_request), now_ms).map_or(0, |(_, used)| used);
-                    if handed_out > layer.capacity && layer.is_exhausted(table, keyed_request, &charge, 0, now_ms) {
+                    let granted = table.known_usage(layer.counter(keyed_request), now_ms).map_or(0, |(_, used)| used);
+                    if granted > layer.capacity && layer.is_exhausted(table, keyed_request, &charge, 0, now_ms) {
                         charge.request.floor = charge.request.ceiling;
                     }
                 }

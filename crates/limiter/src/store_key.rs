@@ -2,7 +2,7 @@
 //!
 //! A name is `PREFIX:{RULE|KEY}:WINDOW`. In KEY only letters, digits and `.~-` appear literally; all other bytes are
 //! written as `%` and two hex digits. So the separators `|`, and the braces that keep the counters of a key in one slot
-//! of a cluster, never come from a client. This module does not know the store.
+//! of a cluster, never come from a client. This module does not access the store.
 
 use crate::limit::Limit;
 use crate::rule::Rule;
@@ -70,7 +70,7 @@ impl WindowSegments {
         WindowSegments(all.iter().map(segment).collect())
     }
 
-    /// `:PERIOD`, or empty.
+    /// The segment of these windows: `:PERIOD`, or empty.
     pub fn segment(&self, windows: &Windows) -> &str {
         self.0.iter().find(|(known, _)| known == windows).map_or("", |(_, segment)| segment)
     }

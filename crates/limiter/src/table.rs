@@ -42,7 +42,7 @@ impl Counter {
     }
 }
 
-/// A charge that can be refunded.
+/// Proof of a charge, for its refund.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Receipt {
     slot: Slot,
@@ -54,8 +54,8 @@ pub struct Receipt {
 pub struct Slot(NonZeroUsize);
 
 impl Slot {
-    fn new(spilled: bool, index: usize) -> Slot {
-        Slot(NonZeroUsize::MIN.saturating_add(index << 1 | usize::from(spilled)))
+    fn new(is_overflow: bool, index: usize) -> Slot {
+        Slot(NonZeroUsize::MIN.saturating_add(index << 1 | usize::from(is_overflow)))
     }
 
     fn index(self) -> usize {
@@ -167,8 +167,8 @@ pub struct Table<const W: usize = BUCKET_SLOTS> {
 impl Table {
     /// The layout of a table of this capacity.
     pub fn layout(capacity: usize) -> TableLayout {
-        let own = (2 * capacity).div_ceil(BUCKET_SLOTS).max(1);
-        TableLayout { counter_buckets: own, overflow_buckets: (own / 64).max(128), bucket_slots: BUCKET_SLOTS }
+        let counter_buckets = (2 * capacity).div_ceil(BUCKET_SLOTS).max(1);
+        TableLayout { counter_buckets, overflow_buckets: (counter_buckets / 64).max(128), bucket_slots: BUCKET_SLOTS }
     }
 
     /// A table of this capacity on the heap, with twice as many slots as counters; `None` if memory cannot be
@@ -212,14 +212,15 @@ impl<const W: usize> Table<W> {
     /// A table in a block of memory, from byte `at` on, which is a multiple of [`LINE_BYTES`]; `None` if it does not
     /// fit. Zeros are an empty table.
     pub fn in_memory(layout: TableLayout, memory: &Arc<Memory>, at: usize) -> Option<Table<W>> {
-        let (own, spill) = (layout.counter_buckets.max(1), layout.overflow_buckets.max(1));
+        let (counters, overflow) = (layout.counter_buckets.max(1), layout.overflow_buckets.max(1));
         let words_at = at.checked_add(TableLayout::WORDS_AT)?;
-        let marks = |nth: usize| memory.numbers(at + LINE_BYTES + nth * TableLayout::WATERMARKS_BYTES, WATERMARKS);
-        let own_words = memory.words(words_at, own.checked_mul(W)?)?;
-        let spill_words = memory.words(words_at.checked_add(layout.words_bytes(own))?, spill.checked_mul(W)?)?;
+        let watermarks = |nth: usize| memory.numbers(at + LINE_BYTES + nth * TableLayout::WATERMARKS_BYTES, WATERMARKS);
+        let counter_words = memory.words(words_at, counters.checked_mul(W)?)?;
+        let overflow_words =
+            memory.words(words_at.checked_add(layout.words_bytes(counters))?, overflow.checked_mul(W)?)?;
         Some(Table {
-            counters: SlotArray::new(own_words, marks(0)?),
-            overflow: SlotArray::new(spill_words, marks(1)?),
+            counters: SlotArray::new(counter_words, watermarks(0)?),
+            overflow: SlotArray::new(overflow_words, watermarks(1)?),
             watermarks: memory.numbers(at, 1)?,
             overflow_charges_total: AtomicU64::new(0),
             overflow_refused_total: AtomicU64::new(0),
@@ -263,19 +264,19 @@ impl<const W: usize> Table<W> {
     }
 
     /// Restores the state that [`Table::watermarks`] returned. To be called before any charge.
-    pub fn restore_watermarks(&self, marks: Watermarks) {
-        self.counters.raise_horizon(marks.horizon_ms);
-        self.overflow.raise_horizon(marks.overflow_horizon_ms);
+    pub fn restore_watermarks(&self, watermarks: Watermarks) {
+        self.counters.raise_horizon(watermarks.horizon_ms);
+        self.overflow.raise_horizon(watermarks.overflow_horizon_ms);
         // Ordering: threads that charge are started later.
-        self.overflow_end().fetch_max(marks.overflow_end_ms, Ordering::AcqRel);
+        self.overflow_end().fetch_max(watermarks.overflow_end_ms, Ordering::AcqRel);
     }
 
     /// Restores a counter that [`Table::live_counters`] returned for a table of the same layout; `false` if the index
     /// is out of bounds. To be called before any charge.
-    pub fn restore(&self, place: usize, word: CounterWord) -> bool {
-        match place.checked_sub(self.counters.slots()) {
-            None => self.counters.restore(place, word),
-            Some(place) => self.overflow.restore(place, word),
+    pub fn restore(&self, index: usize, word: CounterWord) -> bool {
+        match index.checked_sub(self.counters.slots()) {
+            None => self.counters.restore(index, word),
+            Some(index) => self.overflow.restore(index, word),
         }
     }
 
@@ -426,10 +427,10 @@ impl<const W: usize> Table<W> {
         request: AcquireRequest,
         time: Time<'_, PLAIN>,
     ) -> Option<CounterResult> {
-        let spilled = std::ptr::eq(slots, &self.overflow);
+        let is_overflow = std::ptr::eq(slots, &self.overflow);
         while word.tag() == key.tag && !word.is_claim() {
-            let before = if spilled { overflow_usage(word, request, time) } else { usage(word, request, time) };
-            let from = if spilled { extended_to_request(before, request, time) } else { before };
+            let before = if is_overflow { overflow_usage(word, request, time) } else { usage(word, request, time) };
+            let from = if is_overflow { extended_to_request(before, request, time) } else { before };
             let Some((next, after)) = acquired(word.tag(), from, request, time) else {
                 return Some(CounterResult::Full(before));
             };
@@ -438,7 +439,7 @@ impl<const W: usize> Table<W> {
                     let tokens = after.used - before.used;
                     let taken = Acquired { tag: key.tag, end_ms: after.end_ms, used: after.used, tokens };
                     return Some(CounterResult::Acquired(
-                        Receipt { slot: Slot::new(spilled, index), acquired: taken },
+                        Receipt { slot: Slot::new(is_overflow, index), acquired: taken },
                         after,
                     ));
                 }
@@ -464,7 +465,7 @@ impl<const W: usize> Table<W> {
                     }
                     WindowKind::Floating(_) | WindowKind::Leased => word.is_live(time.now_ms),
                 },
-                // Nor does a removed counter. Ordering: read after the slots, as in `SlotArray::confirm`.
+                // Neither does a removed counter. Ordering: read after the slots, as in `SlotArray::confirm`.
                 FindResult::Claim(..) | FindResult::Nothing => request.closes_ms(time) <= self.overflow.horizon_ms(),
             }
     }

@@ -16,9 +16,9 @@ pub struct WaiterLimit {
 pub struct WaiterSlot(Arc<WaiterLimit>);
 
 impl WaiterLimit {
-    /// Allows at most `most` requests to wait at a time.
-    pub fn new(most: u64) -> Arc<WaiterLimit> {
-        Arc::new(WaiterLimit { waiting: AtomicU64::new(0), max_waiting: most })
+    /// Allows at most `max_waiting` requests to wait at a time.
+    pub fn new(max_waiting: u64) -> Arc<WaiterLimit> {
+        Arc::new(WaiterLimit { waiting: AtomicU64::new(0), max_waiting })
     }
 
     /// Counts another request, unless the limit is reached.
@@ -51,11 +51,11 @@ mod tests {
 
     #[test]
     fn no_more_requests_wait_than_allowed() {
-        let queue = WaiterLimit::new(2);
-        let places = (queue.try_enter(), queue.try_enter());
-        assert!(places.0.is_some() && places.1.is_some() && queue.try_enter().is_none());
-        drop(places);
-        assert_eq!(queue.waiting(), 0);
-        assert!(queue.try_enter().is_some());
+        let limit = WaiterLimit::new(2);
+        let slots = (limit.try_enter(), limit.try_enter());
+        assert!(slots.0.is_some() && slots.1.is_some() && limit.try_enter().is_none());
+        drop(slots);
+        assert_eq!(limit.waiting(), 0);
+        assert!(limit.try_enter().is_some());
     }
 }
