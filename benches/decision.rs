@@ -110,7 +110,7 @@ fn compare_with_governor(keys: &[IpAddr]) {
          | ratio without clocks | ratio with clocks: min | median | max | target |"
     );
     println!("| --- | --: | --: | --: | --: | --: | --: | --: | --: | --- |");
-    let hot = vec![keys[0]; KEYS];
+    let busy = vec![keys[0]; KEYS];
     let (given, own_clock) = (Transom::new(&WIDE, CAPACITY), Transom::new(&WIDE, CAPACITY));
     // The gateway's own clock: it reads the monotonic clock, and the wall clock once in a millisecond.
     let clock = Clock::system();
@@ -118,8 +118,8 @@ fn compare_with_governor(keys: &[IpAddr]) {
     for (name, threads, keys) in [
         ("a million keys, 1 thread", 1, keys),
         ("a million keys, 2 threads", 2, keys),
-        ("one hot key, 1 thread", 1, &hot[..]),
-        ("one hot key, 2 threads", 2, &hot[..]),
+        ("one busy key, 1 thread", 1, &busy[..]),
+        ("one busy key, 2 threads", 2, &busy[..]),
     ] {
         print_comparison(
             name,
@@ -184,16 +184,16 @@ fn measure_conditions(keys: &[IpAddr]) {
     let [one, two, six] = [&WIDE[..1], &WIDE, &SIX].map(|windows| Transom::new(windows, windows.len() * KEYS * 2));
     let refusing = Transom::new(&["2/hour", "1/minute"], CAPACITY);
     let nearly_full = nearly_full_table(keys);
-    let hot = vec![keys[0]; KEYS];
-    let newcomers = addresses(KEYS / 50, 11);
+    let busy = vec![keys[0]; KEYS];
+    let new_keys = addresses(KEYS / 50, 11);
     let mut runners = vec![
         Runner::new("hashing the key only", || {
             on_threads(1, KEYS, |_| keys.iter().for_each(|key| _ = black_box(two.hash(key))))
         }),
-        Runner::new("counting in two layers only, hot key", || counting(&two, &keys[0])),
+        Runner::new("counting in two layers only, busy key", || counting(&two, &keys[0])),
     ];
     for (name, side) in [("1 layer", &one), ("2 layers", &two), ("6 layers", &six), ("refused, 2 layers", &refusing)] {
-        for (which, keys) in [("a million keys", keys), ("hot key", &hot)] {
+        for (which, keys) in [("a million keys", keys), ("busy key", &busy)] {
             let sample = move || pass(1, keys, |key, context| side.admits(key, NOW_MS, context));
             runners.push(Runner::new(format!("{name}, {which}"), sample));
         }
@@ -203,7 +203,7 @@ fn measure_conditions(keys: &[IpAddr]) {
     }));
     runners.push(Runner::new("2 layers, table 95 % full, new keys until 97 %", || {
         let nearly_full = nearly_full_table(keys);
-        pass(1, &newcomers, |key, context| nearly_full.admits(key, NOW_MS, context))
+        pass(1, &new_keys, |key, context| nearly_full.admits(key, NOW_MS, context))
     }));
     let samples = in_turn(ROUNDS, &mut runners);
     print_alone(&runners, &samples);

@@ -68,12 +68,12 @@ pub fn compare_with_heap(keys: &[IpAddr]) {
         Transom::on(&WIDE, file.table.clone()),
         Transom::on(&WIDE, anonymous.table.clone()),
     ];
-    let hot = vec![keys[0]; KEYS];
+    let busy = vec![keys[0]; KEYS];
     for (name, threads, keys) in [
         ("a million keys, 1 thread", 1, keys),
         ("a million keys, 2 threads", 2, keys),
-        ("one hot key, 1 thread", 1, &hot[..]),
-        ("one hot key, 2 threads", 2, &hot[..]),
+        ("one busy key, 1 thread", 1, &busy[..]),
+        ("one busy key, 2 threads", 2, &busy[..]),
     ] {
         let runner = |side| {
             Runner::new("", move || pass(threads, keys, |key, context| Transom::admits(side, key, NOW_MS, context)))

@@ -28,8 +28,8 @@ pub fn max_in_window(limit: &Limit, of: &Limit) -> Option<u64> {
     windows_in_window(&limit.windows, &of.windows).map(|windows| granted(limit, windows))
 }
 
-/// Whether a layer can never be the one that refuses: the other layer admits no more in any of its windows than it
-/// grants for one.
+/// Whether a layer never refuses a request that the other layer admits: in each window of the layer, the other one
+/// admits at most the layer's limit.
 pub fn never_binds(limit: &Limit, other: &Limit) -> bool {
     max_in_window(other, limit).is_some_and(|most| most <= u64::from(limit.tokens))
 }
@@ -48,7 +48,7 @@ fn windows_touched(span_ms: u64, shortest_ms: u64) -> u64 {
 /// The lengths of the shortest and of the longest window.
 pub fn lengths_ms(windows: &Windows) -> Option<(u64, u64)> {
     let Windows::Calendar(calendar) = windows else { return windows.period_ms().map(|ms| (ms, ms)) };
-    // The first window began before the list does, and is longer than it looks.
+    // The first window starts before the list, so its length is unknown.
     let lengths = || calendar.ends.windows(2).map(|two| two[1] - two[0]);
     Some((lengths().min()?, lengths().max()?))
 }

@@ -70,7 +70,7 @@ impl RuleSet {
                 context.result.charges.iter_mut().for_each(|charge| charge.is_full = false);
             }
         }
-        // The result states the windows as they are.
+        // The result reports the current windows.
         context.result.charges.iter_mut().zip(requests).for_each(|(charge, request)| charge.request = request);
         None
     }

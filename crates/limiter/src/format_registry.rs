@@ -1,8 +1,8 @@
 //! The formats of each layer's counters, stored next to the counters.
 //!
-//! A word does not show whether its windows accumulate, nor a key how many shards its counter has. That follows from
-//! the configuration, and counters outlive it. After a change of the configuration, or in another process, counters are
-//! read in the format in which they were written. Formats are therefore only joined, and never removed. A layer with
+//! A counter's word does not show whether its windows depend on each other, and its key does not show the number of
+//! shards. Both follow from the configuration, and counters outlive it. After a change of the configuration, or in
+//! another process, counters are read in the format in which they were written. Formats are therefore only joined, and never removed. A layer with
 //! plain, unsharded counters has no entry. While several processes count, all use only formats that all of them know:
 //! those in the registry. A layer is identified by 64 bits.
 
@@ -78,7 +78,7 @@ impl CounterFormats {
     }
 }
 
-/// The registry has no space for so many layers.
+/// The registry has no free entry for another layer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RegistryFull;
 

@@ -2,7 +2,7 @@
 //!
 //! A [`Limiter`] decides whether a key may take another token. A key is any value that can be hashed, such as an IP
 //! address or a user name. A limiter has one or more *layers*, such as "33 in a minute" and "2000 in an hour": each key
-//! may take so many tokens in every window of every layer. A request is admitted if all layers have tokens left, and is
+//! may take that many tokens in every window of a layer. A request is admitted if all layers have tokens left, and is
 //! then charged in all of them. A refused request is charged in none.
 //!
 //! The crate does no I/O and never reads a clock: the caller passes the time.

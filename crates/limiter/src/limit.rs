@@ -2,11 +2,7 @@
 
 use std::fmt;
 
-use crate::sharded_counter;
 use crate::window::{Period, PeriodError, Windows};
-
-/// The most shards of a layer.
-pub const SHARDS_MAX: u32 = sharded_counter::SHARDS_MAX;
 
 /// One layer of a rule, as configured.
 #[derive(Clone, PartialEq, Eq, Debug)]

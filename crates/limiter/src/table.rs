@@ -172,8 +172,8 @@ impl Table {
     }
 
     /// A table of this capacity on the heap, with twice as many slots as counters; `None` if memory cannot be
-    /// allocated. If keys with two layers each use its whole capacity, the two layers share a bucket, and both buckets
-    /// of a key are full about twice in 100,000 times.
+    /// allocated. If keys with two layers in one bucket use the whole capacity, both buckets of a new key are full in
+    /// about 2 of 100,000 cases.
     pub fn with_capacity(capacity: usize) -> Option<Table> {
         let layout = Table::layout(capacity);
         Table::in_memory(layout, &Memory::heap(layout.bytes())?, 0)

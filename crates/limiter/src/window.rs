@@ -21,7 +21,7 @@ const DAY_MS: u64 = 24 * HOUR_MS;
 const WEEK_MS: u64 = 7 * DAY_MS;
 /// The time that calendars must reach: the year 2110.
 pub const CALENDAR_END_MS: u64 = 4_417_977_600_000;
-/// A time in no special season: 2025-04-15.
+/// A time without a clock change in its day, week or month: 2025-04-15.
 const TYPICAL_TIME_MS: u64 = 1_744_675_200_000;
 
 /// The length of a window, as configured.
@@ -66,8 +66,8 @@ pub enum Windows {
 pub struct Calendar {
     /// The name that identifies the calendar, such as `day Europe/Paris`.
     pub name: String,
-    /// The ends of the windows, Unix milliseconds, ascending. They reach from before any time that a clock shows to
-    /// after [`END_MAX_MS`].
+    /// The ends of the windows, Unix milliseconds, ascending. The first is before any time that a clock shows, the
+    /// last after [`END_MAX_MS`].
     pub ends: Arc<[u64]>,
 }
 

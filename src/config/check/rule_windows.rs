@@ -10,8 +10,9 @@ use super::calendar_windows;
 use crate::config::diagnostics::{Report, quoted, quoted_list};
 use crate::config::toml_reader::{Item, SpannedStr, nearest};
 use transom_limiter::burst_bound;
-use transom_limiter::limit::{Limit, LimitError, SHARDS_MAX};
+use transom_limiter::limit::{Limit, LimitError};
 use transom_limiter::rule::{Cost, Rule};
+use transom_limiter::sharded_counter::SHARDS_MAX;
 use transom_limiter::window::{Period, PeriodError, Windows};
 
 const EXAMPLE: &str = "[\"2000/hour\", \"33/minute\"]";
