@@ -1,29 +1,28 @@
-//! Who a client is, among those that are known, and which plan it is on.
+//! Finds the plan of a client: the clients file compiled into maps.
 //!
-//! A request is looked up by its API key, then by its subject, then by the most specific network that
-//! its address is in; the first that is known decides. Everything is looked up in maps that were made
-//! at load, so it costs the same for one client and for a hundred thousand, and allocates nothing. Keys
-//! are known by their digests alone: see `rule::digest`.
+//! A request is looked up by its API key, then by its subject, then by the most specific network that contains its
+//! address; the first match decides. A lookup allocates nothing and takes the same time for any number of clients. API
+//! keys are stored as digests only (`transom_limiter::secret_digest`).
 
+use std::cell::OnceCell;
 use std::collections::{BTreeSet, HashMap};
 
-use super::key_source::{KeyError, KeySource};
-use super::rate_limit_key::RequestAttributes;
-use crate::config::{Client, Clients as Configured};
+use super::key_source::{KeyError, KeySource, RequestAttributes};
+use crate::config::{Client, Clients};
 use transom_limiter::ip_prefix::Networks;
 use transom_limiter::key::KeyPart;
 use transom_limiter::secret_digest::Digest;
 
-/// No API key is longer, so what is longer need not be digested.
+/// Upper bound of API keys. A longer value is unknown, and is not digested.
 pub const SECRET_MAX_BYTES: usize = 4096;
 
-/// The position of a plan in [`Clients::plans`].
+/// Position in [`ClientPlans::plans`].
 pub type PlanId = u32;
 
-/// The clients file made ready.
+/// The compiled clients file.
 #[derive(Debug)]
 pub struct ClientPlans {
-    /// The plans that some client is on, by name.
+    /// Names of the plans that have a client, sorted.
     pub plans: Vec<String>,
     api_key: Option<ClientSource>,
     by_api_key: HashMap<Digest, PlanId>,
@@ -32,29 +31,29 @@ pub struct ClientPlans {
     by_network: Networks<PlanId>,
 }
 
-/// Where a client is named in a request.
+/// Where requests name their client.
 #[derive(Debug)]
 struct ClientSource {
     source: KeySource,
-    /// Only needed where something is wrong with it.
+    /// For error messages.
     name: String,
 }
 
 impl ClientPlans {
-    pub fn new(configured: &Configured) -> ClientPlans {
+    pub fn new(configured: &Clients) -> ClientPlans {
         let plans: BTreeSet<&str> = configured.list.iter().map(|client| client.plan.as_str()).collect();
         let plans: Vec<String> = plans.into_iter().map(str::to_owned).collect();
-        // Every plan is there: it was put there above.
+        // The search always succeeds: `plans` was collected from these clients.
         let id = |client: &Client| plans.binary_search(&client.plan).unwrap_or_default() as PlanId;
         let all = || configured.list.iter().map(|client| (client, id(client)));
-        // A part that only some route has names no client.
-        let place = |part: &Option<KeyPart>| {
+        // Path parameters belong to one route and cannot name a client.
+        let source = |part: &Option<KeyPart>| {
             part.as_ref().map(|part| ClientSource { source: KeySource::new(part, &[]), name: part.to_string() })
         };
         ClientPlans {
-            api_key: place(&configured.api_key),
+            api_key: source(&configured.api_key),
             by_api_key: all().flat_map(|(client, plan)| client.api_keys.iter().map(move |key| (*key, plan))).collect(),
-            subject: place(&configured.subject),
+            subject: source(&configured.subject),
             by_subject: all()
                 .flat_map(|(client, plan)| client.subjects.iter().map(move |subject| (subject.as_bytes().into(), plan)))
                 .collect(),
@@ -65,33 +64,55 @@ impl ClientPlans {
         }
     }
 
-    /// The plan of whoever sent a request; `None`: it is nobody who is known. What is wrong with the
-    /// request comes with the name of the part that it is about.
-    pub fn plan_of(&self, caller: &RequestAttributes<'_>) -> Result<Option<PlanId>, (&str, KeyError)> {
-        let by_key = |key: &[u8]| match key.len() {
+    /// The plan of the client; `None` for an unknown client. An error comes with the name of the part that caused it.
+    pub fn plan_of(&self, request: &RequestAttributes<'_>) -> Result<Option<PlanId>, (&str, KeyError)> {
+        let by_api_key = |key: &[u8]| match key.len() {
             0..=SECRET_MAX_BYTES => self.by_api_key.get(&Digest::of(key)),
             _ => None,
         };
-        if let Some(plan) = lookup(self.api_key.as_ref(), caller, by_key)? {
+        if let Some(plan) = lookup(self.api_key.as_ref(), request, by_api_key)? {
             return Ok(Some(plan));
         }
-        if let Some(plan) = lookup(self.subject.as_ref(), caller, |subject| self.by_subject.get(subject))? {
+        if let Some(plan) = lookup(self.subject.as_ref(), request, |subject| self.by_subject.get(subject))? {
             return Ok(Some(plan));
         }
-        Ok(self.by_network.of(caller.address))
+        Ok(self.by_network.of(request.address))
     }
 }
 
-/// What is known of the value that a request has in a place, if it has one there.
+/// Looks up the value that a request has at a source. A request without a value has no plan by this source.
 fn lookup<'s>(
-    place: Option<&'s ClientSource>,
-    caller: &RequestAttributes<'_>,
-    known: impl Fn(&[u8]) -> Option<&'s PlanId>,
+    source: Option<&'s ClientSource>,
+    request: &RequestAttributes<'_>,
+    find: impl Fn(&[u8]) -> Option<&'s PlanId>,
 ) -> Result<Option<PlanId>, (&'s str, KeyError)> {
-    let Some(place) = place else { return Ok(None) };
+    let Some(source) = source else { return Ok(None) };
     let mut plan = None;
-    match place.source.feed(caller, &mut |_kind, value| plan = known(value).copied()) {
+    match source.source.feed(request, &mut |_kind, value| plan = find(value).copied()) {
         Ok(()) | Err(KeyError::Missing) => Ok(plan),
-        Err(lack) => Err((&place.name, lack)),
+        Err(error) => Err((&source.name, error)),
+    }
+}
+
+/// The plan of the client of one request. It is looked up when the first rule asks for it, and once for all rules.
+pub struct PlanLookup<'a> {
+    clients: Option<&'a ClientPlans>,
+    plan: OnceCell<Option<PlanId>>,
+}
+
+impl<'a> PlanLookup<'a> {
+    /// `None` without a clients file.
+    pub fn new(clients: Option<&'a ClientPlans>) -> PlanLookup<'a> {
+        PlanLookup { clients, plan: OnceCell::new() }
+    }
+
+    /// As [`ClientPlans::plan_of`]. An error is not remembered.
+    pub fn plan_of(&self, request: &RequestAttributes<'_>) -> Result<Option<PlanId>, (&'a str, KeyError)> {
+        let Some(clients) = self.clients else { return Ok(None) };
+        if let Some(plan) = self.plan.get() {
+            return Ok(*plan);
+        }
+        let plan = clients.plan_of(request)?;
+        Ok(*self.plan.get_or_init(|| plan))
     }
 }

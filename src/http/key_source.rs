@@ -1,22 +1,48 @@
-//! Where the parts of a key are found in a request.
+//! Finds the parts of a rate-limit key, or of a load balancing hash, in a request.
 //!
-//! A part is handed on piece by piece as it stands there, to be hashed or looked up: nothing is
-//! copied. The same is worked out here for what the configuration says a part may be.
+//! A part is fed to a closure as borrowed bytes, to be hashed or looked up; only values that have to be decoded are
+//! copied. [`KeySource`] is compiled once from the [`KeyPart`] of the configuration.
 
 use std::borrow::Cow;
 use std::net::IpAddr;
+use std::num::NonZeroU64;
+use std::ops::Range;
 
-use http::header::HeaderName;
+use http::header::{HeaderMap, HeaderName};
+use http::{Method, Uri};
 
-use super::percent_decode::InvalidEscape;
-use super::query::Occurrence;
-use super::rate_limit_key::RequestAttributes;
-use super::{bearer, cookie, query};
+use super::request_values::{DuplicateAuthorization, InvalidEscape, Occurrence};
+use super::request_values::{bearer_token, cookie, query_parameter};
+use crate::config::upstream::LoadBalancing;
+use crate::jwt::cache::TokenCache;
 use crate::jwt::token::TokenError;
 use transom_limiter::ip_prefix::canonical_address;
-use transom_limiter::key::KeyPart;
+use transom_limiter::key::{KeyHasher, KeyPart, Seed};
 
-/// Where a part is found.
+/// What keys can be made of in a request, before any header field is added or removed.
+pub struct RequestAttributes<'a> {
+    /// The address of the client.
+    pub address: IpAddr,
+    /// The fingerprint of the client's verified certificate: SHA-256, in lower-case hex.
+    pub client_cert: Option<&'a str>,
+    pub host: &'a str,
+    pub method: &'a Method,
+    /// Normalized.
+    pub path: &'a str,
+    /// The values of the route's path parameters, as ranges of `path`.
+    pub params: &'a [Range<usize>],
+    /// The target as received, for its query.
+    pub uri: &'a Uri,
+    pub headers: &'a HeaderMap,
+    /// The name of the route.
+    pub route: &'a str,
+    /// Verifies tokens.
+    pub tokens: &'a TokenCache,
+    /// Wall clock in Unix milliseconds, for the validity of tokens; 0 if no tokens are configured.
+    pub wall_ms: u64,
+}
+
+/// Where one part of a key is found.
 #[derive(Debug)]
 pub enum KeySource {
     Ip {
@@ -26,11 +52,11 @@ pub enum KeySource {
     Header(HeaderName),
     Cookie(String),
     Query(String),
-    /// By the name of the claim.
+    /// The name of a claim.
     Jwt(String),
-    /// By the parameter's position in the route's path.
+    /// The position of a parameter in the path of the route.
     Param(usize),
-    /// No request of the route has it.
+    /// No request of the route has the part.
     Unavailable,
     ClientCert,
     Host,
@@ -40,22 +66,23 @@ pub enum KeySource {
     Global,
 }
 
-/// Why a part could not be had.
+/// Why a request has no usable value for a part.
 pub enum KeyError {
     Missing,
+    /// The part occurs more than once. The upstream might use the other value.
     Ambiguous,
-    /// More than one Authorization, whichever claim of its token is asked for.
+    /// More than one `Authorization` field.
     RepeatedAuthorization,
     InvalidEscape,
     Token(TokenError),
 }
 
 impl KeySource {
-    /// `params` are the names of the route's parameters, in their order.
+    /// `params` are the names of the route's path parameters, in path order.
     pub fn new(part: &KeyPart, params: &[&str]) -> KeySource {
         match part {
             KeyPart::Ip { v4_prefix, v6_prefix } => KeySource::Ip { v4_prefix: *v4_prefix, v6_prefix: *v6_prefix },
-            // The configuration has been checked; what can be no name is in no request.
+            // The configuration check rejects invalid names; no request has a field of such a name.
             KeyPart::Header(name) => {
                 HeaderName::from_bytes(name.as_bytes()).map_or(KeySource::Unavailable, KeySource::Header)
             }
@@ -75,13 +102,13 @@ impl KeySource {
         }
     }
 
-    /// Hands on the part of a request, and of what kind it is.
+    /// Calls `take` once with the kind of the part (see [`part_kind`]) and its value.
     #[inline]
-    pub fn feed(&self, caller: &RequestAttributes<'_>, take: &mut impl FnMut(u8, &[u8])) -> Result<(), KeyError> {
+    pub fn feed(&self, request: &RequestAttributes<'_>, take: &mut impl FnMut(u8, &[u8])) -> Result<(), KeyError> {
         match self {
-            KeySource::Ip { v4_prefix, v6_prefix } => feed_address(caller.address, *v4_prefix, *v6_prefix, take),
+            KeySource::Ip { v4_prefix, v6_prefix } => feed_address(request.address, *v4_prefix, *v6_prefix, take),
             KeySource::Header(name) => {
-                let mut values = caller.headers.get_all(name).iter();
+                let mut values = request.headers.get_all(name).iter();
                 match (values.next(), values.next()) {
                     (Some(value), None) if !value.is_empty() => take(3, value.as_bytes()),
                     (None, _) | (Some(_), None) => return Err(KeyError::Missing),
@@ -89,30 +116,28 @@ impl KeySource {
                 }
             }
             KeySource::Param(position) => {
-                let range = caller.params.get(*position).ok_or(KeyError::Missing)?;
-                take(4, caller.path[range.clone()].as_bytes());
+                let range = request.params.get(*position).ok_or(KeyError::Missing)?;
+                take(4, request.path[range.clone()].as_bytes());
             }
             KeySource::Unavailable => return Err(KeyError::Missing),
-            KeySource::ClientCert => take(13, caller.client_cert.ok_or(KeyError::Missing)?.as_bytes()),
-            KeySource::Host => take(5, caller.host.as_bytes()),
-            KeySource::Method => take(6, caller.method.as_str().as_bytes()),
-            KeySource::Path => take(7, caller.path.as_bytes()),
-            KeySource::Route => take(8, caller.route.as_bytes()),
+            KeySource::ClientCert => take(13, request.client_cert.ok_or(KeyError::Missing)?.as_bytes()),
+            KeySource::Host => take(5, request.host.as_bytes()),
+            KeySource::Method => take(6, request.method.as_str().as_bytes()),
+            KeySource::Path => take(7, request.path.as_bytes()),
+            KeySource::Route => take(8, request.route.as_bytes()),
             KeySource::Global => take(9, b""),
-            KeySource::Cookie(name) => take(10, &single(cookie::cookie(caller.headers, name))?),
+            KeySource::Cookie(name) => take(10, &single(cookie(request.headers, name))?),
             KeySource::Query(name) => {
-                let query = caller.uri.query().unwrap_or_default();
-                take(
-                    11,
-                    &single(query::query_parameter(query, name).map_err(|InvalidEscape| KeyError::InvalidEscape)?)?,
-                );
+                let query = request.uri.query().unwrap_or_default();
+                let value = query_parameter(query, name).map_err(|InvalidEscape| KeyError::InvalidEscape)?;
+                take(11, &single(value)?);
             }
             KeySource::Jwt(claim) => {
-                let token = bearer::bearer_token(caller.headers)
-                    .map_err(|bearer::DuplicateAuthorization| KeyError::RepeatedAuthorization)?;
+                let token = bearer_token(request.headers)
+                    .map_err(|DuplicateAuthorization| KeyError::RepeatedAuthorization)?
+                    .ok_or(KeyError::Missing)?;
                 let take = |value: &str| take(12, value.as_bytes());
-                let token = token.ok_or(KeyError::Missing)?;
-                if !caller.tokens.with_claim(token, claim, caller.wall_ms, take).map_err(KeyError::Token)? {
+                if !request.tokens.with_claim(token, claim, request.wall_ms, take).map_err(KeyError::Token)? {
                     return Err(KeyError::Missing);
                 }
             }
@@ -121,15 +146,15 @@ impl KeySource {
     }
 }
 
-fn single(given: Occurrence<'_>) -> Result<Cow<'_, [u8]>, KeyError> {
-    match given {
+fn single(occurrence: Occurrence<'_>) -> Result<Cow<'_, [u8]>, KeyError> {
+    match occurrence {
         Occurrence::Single(value) => Ok(value),
         Occurrence::Absent => Err(KeyError::Missing),
         Occurrence::Repeated => Err(KeyError::Ambiguous),
     }
 }
 
-/// Hands on as much of an address as is counted.
+/// Feeds the network part of an address.
 #[inline]
 pub fn feed_address(address: IpAddr, v4_prefix: u8, v6_prefix: u8, take: &mut impl FnMut(u8, &[u8])) {
     match canonical_address(address) {
@@ -138,7 +163,8 @@ pub fn feed_address(address: IpAddr, v4_prefix: u8, v6_prefix: u8, take: &mut im
     }
 }
 
-/// The kind of a part, as [`KeySource::feed`] tells it; addresses are of two, and tell it themselves.
+/// The kind that [`KeySource::feed`] reports for a part. It is part of the hash, so it must not change. An address has
+/// two kinds, 1 for IPv4 and 2 for IPv6.
 pub fn part_kind(part: &KeyPart) -> u8 {
     match part {
         KeyPart::Ip { .. } => 1,
@@ -162,4 +188,30 @@ where
     T: Copy + Default + std::ops::Shr<u8, Output = T> + std::ops::Shl<u8, Output = T>,
 {
     if usize::from(host_bits) >= size_of::<T>() * 8 { T::default() } else { (bits >> host_bits) << host_bits }
+}
+
+/// The parts that an upstream with hash load balancing chooses a server by.
+#[derive(Debug)]
+pub struct HashKey(Vec<KeySource>);
+
+impl HashKey {
+    /// `None` for an upstream with another balancing policy.
+    pub fn new(balance: &LoadBalancing) -> Option<HashKey> {
+        match balance {
+            // The configuration check rejects path parameters here.
+            LoadBalancing::Hash(parts) => Some(HashKey(parts.iter().map(|part| KeySource::new(part, &[])).collect())),
+            LoadBalancing::LeastRequests | LoadBalancing::RoundRobin => None,
+        }
+    }
+
+    /// The hash of the parts; `None` if the request lacks one or has one twice. The hash is equal on all gateways, so that
+    /// they choose the same server. It is not secret, and not the hash that finds counters.
+    pub fn hash(&self, request: &RequestAttributes<'_>) -> Option<NonZeroU64> {
+        let mut hasher = KeyHasher::new(Seed::SHARED, 0);
+        for part in &self.0 {
+            part.feed(request, &mut |kind, bytes| hasher.add_part(kind, bytes)).ok()?;
+        }
+        // Never zero, so that an `Option` of the hash takes no extra byte in the future of each request.
+        NonZeroU64::new(hasher.finish().bucket_hash | 1)
+    }
 }

@@ -1,32 +1,28 @@
-//! Who is asking: the parts of a rule's key, taken from a request.
+//! Finds the key of a rule in a request, with the cost of the request and the windows that apply to it.
 //!
-//! A rule's key is made ready once for every route that uses it. Parts are read before any field of
-//! the request is taken away or added, and go straight into the hash, so nothing is copied. A part
-//! that is given twice is refused: the upstream might believe the other one.
+//! [`RuleKey`] is compiled once for each route that uses the rule. Its parts are read before any header field is added
+//! or removed and are hashed without a copy. A part that occurs twice is an error: the upstream might use the other
+//! value.
 
-use std::cell::OnceCell;
-use std::net::IpAddr;
-use std::ops::Range;
 use std::sync::Arc;
 
 use http::header::{HeaderMap, HeaderName};
-use http::{Method, Uri};
 
-use super::client_plans::{ClientPlans, PlanId};
+use super::client_plans::{ClientPlans, PlanLookup};
 use super::error::RequestError;
-use super::key_source::{KeyError, KeySource};
+use super::key_source::{KeyError, KeySource, RequestAttributes};
 use super::overrides::{self, Overrides, RuleTreatment};
 use super::store_key_text::{KeyDigester, KeyTextFormat};
 use crate::config::route::Route;
-use crate::jwt::cache::TokenCache;
 use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::rule::Cost;
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
 use transom_limiter::window::Windows;
 
-/// How the key of one rule is found in the requests of one route.
+/// Finds the key of one rule in the requests of one route.
 #[derive(Debug)]
 pub struct RuleKey {
+    /// The name of the rule.
     rule: String,
     key: KeyRecipe,
     on_missing: MissingPart,
@@ -34,13 +30,7 @@ pub struct RuleKey {
     overrides: Option<Arc<Overrides>>,
 }
 
-/// What a request costs under one rule, before the answer.
-#[derive(Debug)]
-enum RequestCost {
-    Fixed(u32),
-    Header { name: HeaderName, default: u32, max: u32 },
-}
-
+/// What to do with a request that lacks a part of the key.
 #[derive(Debug)]
 enum MissingPart {
     Refuse,
@@ -48,259 +38,241 @@ enum MissingPart {
     Fallback(Box<KeyRecipe>),
 }
 
-/// The parts of a key, and the hash as far as it does not depend on them.
+/// What a request costs under one rule, as far as known before the response.
+#[derive(Debug)]
+enum RequestCost {
+    Fixed(u32),
+    Header { name: HeaderName, default: u32, max: u32 },
+}
+
+/// The parts of a key, and the hash of everything that is the same for all requests.
 #[derive(Debug)]
 struct KeyRecipe {
     hashers: KeyHashers,
     parts: Vec<KeySource>,
-    /// What the parts are called, and how the key is spelt; only needed where one is wrong, or the key is shared.
+    /// The text of the key in the shared store, and the names of its parts in errors.
     text_format: Box<KeyTextFormat>,
 }
 
-/// What of a request keys are made of.
-pub struct RequestAttributes<'a> {
-    pub address: IpAddr,
-    /// The fingerprint of its verified certificate: SHA-256, in lower-case hex.
-    pub client_cert: Option<&'a str>,
-    pub host: &'a str,
-    pub method: &'a Method,
-    /// In normal form.
-    pub path: &'a str,
-    /// Where in `path` the values of the route's parameters stand.
-    pub params: &'a [Range<usize>],
-    /// The target as it came, for its query.
-    pub uri: &'a Uri,
-    pub headers: &'a HeaderMap,
-    pub route: &'a str,
-    /// Says which tokens are genuine.
-    pub tokens: &'a TokenCache,
-    /// What the wall clock shows, Unix milliseconds; only asked where tokens are.
-    pub wall_ms: u64,
-    pub clients: Option<&'a ClientPlans>,
-    /// The plan that the client is on; looked up when a rule first asks for it.
-    pub plan: OnceCell<Option<PlanId>>,
-}
-
-/// Why a request can not be held to a rule as it should be.
+/// Why the key, plan or cost of a request under a rule is unknown.
 #[derive(PartialEq, Eq, Debug)]
 pub struct KeyFailure {
     pub error: RequestError,
-    /// Who is charged all the same: key and cost are known, and only the client's plan is not. Then the windows of everyone
-    /// apply.
+    /// The key to charge nevertheless, in the default windows: set if key and cost are known and only the plan is not.
     pub keyed_request: Option<KeyedRequest>,
 }
 
 impl From<RequestError> for KeyFailure {
-    fn from(fault: RequestError) -> KeyFailure {
-        KeyFailure { error: fault, keyed_request: None }
+    fn from(error: RequestError) -> KeyFailure {
+        KeyFailure { error, keyed_request: None }
     }
 }
 
-/// Why a key could not be made.
+/// Why a key could not be computed.
 struct PartError {
-    /// Of the part.
+    /// The position of the part in the key.
     position: usize,
     error: KeyError,
 }
 
 impl RuleKey {
-    pub fn new(entry: &CompiledRule, route: &Route, seed: Seed) -> RuleKey {
-        let recipe = |fallback: bool, parts: &[KeyPart]| {
+    pub fn new(rule: &CompiledRule, route: &Route, seed: Seed) -> RuleKey {
+        let recipe = |is_fallback: bool, parts: &[KeyPart]| {
             let params = route.path.param_names();
             KeyRecipe {
-                hashers: KeyHashers::new(entry, seed, fallback.then_some(parts)),
+                hashers: KeyHashers::new(rule, seed, is_fallback.then_some(parts)),
                 parts: parts.iter().map(|part| KeySource::new(part, &params)).collect(),
-                text_format: Box::new(KeyTextFormat::new(&entry.rule.name, parts, fallback)),
+                text_format: Box::new(KeyTextFormat::new(&rule.rule.name, parts, is_fallback)),
             }
         };
         RuleKey {
-            rule: entry.rule.name.clone(),
-            key: recipe(false, &entry.rule.key),
-            on_missing: match &entry.rule.on_missing {
+            rule: rule.rule.name.clone(),
+            key: recipe(false, &rule.rule.key),
+            on_missing: match &rule.rule.on_missing {
                 OnMissing::Never | OnMissing::Refuse => MissingPart::Refuse,
                 OnMissing::Skip => MissingPart::Skip,
                 OnMissing::Fallback(parts) => MissingPart::Fallback(Box::new(recipe(true, parts))),
             },
-            cost: RequestCost::new(&entry.rule.cost, route),
+            cost: RequestCost::new(&rule.rule.cost, route),
             overrides: None,
         }
     }
 
-    /// With the exceptions of the rule.
-    pub fn with_overrides(self, exceptions: Option<Arc<Overrides>>) -> RuleKey {
-        RuleKey { overrides: exceptions, ..self }
+    /// Adds the overrides of the rule, see [`RuleKey::compile_overrides`].
+    pub fn with_overrides(self, overrides: Option<Arc<Overrides>>) -> RuleKey {
+        RuleKey { overrides, ..self }
     }
 
-    /// The exceptions of a rule; for all its identities.
-    pub fn compile_overrides(entry: &CompiledRule, clients: Option<&ClientPlans>, seed: Seed) -> Option<Overrides> {
-        Overrides::new(entry, &key_hasher(seed, entry.hash_prefix, None), clients)
+    /// Compiles the exemptions and overrides of a rule; the result serves all routes that use the rule.
+    pub fn compile_overrides(rule: &CompiledRule, clients: Option<&ClientPlans>, seed: Seed) -> Option<Overrides> {
+        Overrides::new(rule, &key_hasher(seed, rule.hash_prefix, None), clients)
     }
 
-    /// Who asks under this rule; `None` if the rule does not apply to the request.
-    pub fn keyed_request(&self, caller: &RequestAttributes<'_>) -> Result<Option<KeyedRequest>, KeyFailure> {
-        if self.overrides.as_ref().is_some_and(|exceptions| exceptions.exempts(caller.address)) {
+    /// The key, variant and cost of a request under the rule; `None` if the rule does not apply to the request.
+    pub fn keyed_request(
+        &self,
+        request: &RequestAttributes<'_>,
+        plans: &PlanLookup<'_>,
+    ) -> Result<Option<KeyedRequest>, KeyFailure> {
+        if self.overrides.as_ref().is_some_and(|overrides| overrides.exempts(request.address)) {
             return Ok(None);
         }
-        let Some((key, offset)) = self.key_hash(caller)? else { return Ok(None) };
+        let Some((key, offset)) = self.key_hash(request)? else { return Ok(None) };
         let keyed_request = |variant, cost| KeyedRequest { key, offset, variant, cost };
-        let variant = match self.overrides.as_ref().map(|exceptions| self.treatment(exceptions, key, caller)) {
+        let treatment = self.overrides.as_ref().map(|overrides| self.treatment(overrides, key, request, plans));
+        let variant = match treatment {
             None => 0,
             Some(Ok(RuleTreatment::Exempt)) => return Ok(None),
             Some(Ok(RuleTreatment::Variant(variant))) => variant,
-            Some(Err(fault)) => {
-                let cost = self.cost.of_request(caller.headers, &self.rule).ok();
-                return Err(KeyFailure { error: fault, keyed_request: cost.map(|cost| keyed_request(0, cost)) });
+            Some(Err(error)) => {
+                let cost = self.cost.of_request(request.headers, &self.rule).ok();
+                return Err(KeyFailure { error, keyed_request: cost.map(|cost| keyed_request(0, cost)) });
             }
         };
-        Ok(Some(keyed_request(variant, self.cost.of_request(caller.headers, &self.rule)?)))
+        Ok(Some(keyed_request(variant, self.cost.of_request(request.headers, &self.rule)?)))
     }
 
-    /// How the rule treats a key; the plan of the client matters only where the key itself does not.
+    /// How the rule treats a key. An override of the key takes precedence over the plan of the client.
     fn treatment(
         &self,
-        exceptions: &Overrides,
+        overrides: &Overrides,
         key: KeyHash,
-        caller: &RequestAttributes<'_>,
+        request: &RequestAttributes<'_>,
+        plans: &PlanLookup<'_>,
     ) -> Result<RuleTreatment, RequestError> {
-        if exceptions.has_keys() {
-            let key = exceptions.digest_hasher.as_ref().map_or(Some(key), |start| self.key.digest_hash(start, caller));
-            if let Some(standing) = key.and_then(|key| exceptions.treatment_of(key)) {
-                return Ok(standing);
+        if overrides.has_keys() {
+            let hasher = overrides.digest_hasher.as_ref();
+            let key = hasher.map_or(Some(key), |hasher| self.key.digest_hash(hasher, request));
+            if let Some(treatment) = key.and_then(|key| overrides.treatment_of(key)) {
+                return Ok(treatment);
             }
         }
-        let plan = if exceptions.has_plans() { self.plan_of(caller)? } else { None };
-        Ok(RuleTreatment::Variant(exceptions.variant_of(plan)))
-    }
-
-    /// The plan of the client; looked up once for all rules of the request.
-    fn plan_of(&self, caller: &RequestAttributes<'_>) -> Result<Option<PlanId>, RequestError> {
-        let Some(clients) = caller.clients else { return Ok(None) };
-        if let Some(plan) = caller.plan.get() {
-            return Ok(*plan);
+        if !overrides.has_plans() {
+            return Ok(RuleTreatment::Variant(overrides.variant_of(None)));
         }
-        let plan = clients.plan_of(caller).map_err(|(part, lack)| self.request_error(part, &lack))?;
-        Ok(*caller.plan.get_or_init(|| plan))
+        let plan = plans.plan_of(request).map_err(|(part, error)| self.request_error(part, &error))?;
+        Ok(RuleTreatment::Variant(overrides.variant_of(plan)))
     }
 
-    fn key_hash(&self, caller: &RequestAttributes<'_>) -> Result<Option<(KeyHash, u64)>, RequestError> {
-        let unknown = match self.key.hash(caller) {
+    /// The hash of the key, and the offset of its windows.
+    fn key_hash(&self, request: &RequestAttributes<'_>) -> Result<Option<(KeyHash, u64)>, RequestError> {
+        let failed = match self.key.hash(request) {
             Ok(key) => return Ok(Some(key)),
-            Err(unknown) => unknown,
+            Err(failed) => failed,
         };
-        match (&unknown.error, &self.on_missing) {
+        match (&failed.error, &self.on_missing) {
             (KeyError::Missing, MissingPart::Skip) => Ok(None),
-            (KeyError::Missing, MissingPart::Fallback(key)) => key
-                .hash(caller)
-                .map(Some)
-                .map_err(|unknown| self.request_error(&key.part_name(&unknown), &unknown.error)),
-            _ => Err(self.request_error(&self.key.part_name(&unknown), &unknown.error)),
+            (KeyError::Missing, MissingPart::Fallback(key)) => {
+                key.hash(request).map(Some).map_err(|failed| self.request_error(&key.part_name(&failed), &failed.error))
+            }
+            _ => Err(self.request_error(&self.key.part_name(&failed), &failed.error)),
         }
     }
 
-    /// Adds the text of the key that [`RuleKey::of`] finds, `RULE|PART|PART`: what other gateways know it by. Returns
-    /// whether there is a key; if not, nothing is added.
-    pub fn write_store_key(&self, caller: &RequestAttributes<'_>, digester: &KeyDigester, out: &mut String) -> bool {
-        match (self.key.write_text(caller, digester, out), &self.on_missing) {
+    /// Appends the text of the key that [`RuleKey::keyed_request`] finds, `RULE|PART|PART`, by which the shared store knows
+    /// it. Returns whether there is a key; appends nothing if there is none.
+    pub fn write_store_key(&self, request: &RequestAttributes<'_>, digester: &KeyDigester, out: &mut String) -> bool {
+        match (self.key.write_text(request, digester, out), &self.on_missing) {
             (Ok(()), _) => true,
-            (Err(KeyError::Missing), MissingPart::Fallback(key)) => key.write_text(caller, digester, out).is_ok(),
+            (Err(KeyError::Missing), MissingPart::Fallback(key)) => key.write_text(request, digester, out).is_ok(),
             (Err(_), _) => false,
         }
     }
 
     #[cold]
-    fn request_error(&self, part: &str, lack: &KeyError) -> RequestError {
+    fn request_error(&self, part: &str, error: &KeyError) -> RequestError {
         let (rule, part) = (self.rule.clone(), part.to_owned());
-        match *lack {
+        match *error {
             KeyError::Missing => RequestError::KeyMissing { rule, part },
             KeyError::Ambiguous => RequestError::KeyAmbiguous { rule, part },
             KeyError::RepeatedAuthorization => RequestError::KeyAmbiguous { rule, part: String::from("authorization") },
             KeyError::InvalidEscape => RequestError::Query("the query contains a `%` without two hex digits"),
-            KeyError::Token(invalid) => RequestError::Token(invalid),
+            KeyError::Token(error) => RequestError::Token(error),
         }
     }
 }
 
-/// The hashes of a key as far as they do not depend on a request.
+/// The hashes of everything in a key that is the same for all requests.
 #[derive(Debug)]
 pub struct KeyHashers {
     /// Finds the counters.
     pub counter: KeyHasher,
-    /// In a seed that all gateways have, where the key's windows start at random.
+    /// Finds the offset of windows that start at random, in a seed common to all gateways. `None` for other windows.
     pub window_offset: Option<KeyHasher>,
 }
 
 impl KeyHashers {
-    pub fn new(entry: &CompiledRule, seed: Seed, fallback: Option<&[KeyPart]>) -> KeyHashers {
-        let random = entry.rule.variants().flatten().any(|limit| matches!(limit.windows, Windows::Random { .. }));
-        let name = || Seed::SHARED.hash(&[&entry.rule.name]);
+    pub fn new(rule: &CompiledRule, seed: Seed, fallback: Option<&[KeyPart]>) -> KeyHashers {
+        let is_random = rule.rule.variants().flatten().any(|limit| matches!(limit.windows, Windows::Random { .. }));
+        let name_hash = || Seed::SHARED.hash(&[&rule.rule.name]);
         KeyHashers {
-            counter: key_hasher(seed, entry.hash_prefix, fallback),
-            window_offset: random.then(|| key_hasher(Seed::SHARED, name(), fallback)),
+            counter: key_hasher(seed, rule.hash_prefix, fallback),
+            window_offset: is_random.then(|| key_hasher(Seed::SHARED, name_hash(), fallback)),
         }
     }
 }
 
 fn key_hasher(seed: Seed, rule: u64, fallback: Option<&[KeyPart]>) -> KeyHasher {
-    // Keeps the keys of a fallback apart from the rule's own, and from those of another.
-    let own = fallback.map(|parts| format!("{parts:?}")).unwrap_or_default();
-    let mut start = KeyHasher::new(seed, rule);
-    start.add_part(u8::from(fallback.is_some()), own.as_bytes());
-    start
+    // The parts of a fallback are hashed too, so that its keys never equal keys of the rule or of another fallback.
+    let fallback_parts = fallback.map(|parts| format!("{parts:?}")).unwrap_or_default();
+    let mut hasher = KeyHasher::new(seed, rule);
+    hasher.add_part(u8::from(fallback.is_some()), fallback_parts.as_bytes());
+    hasher
 }
 
 impl KeyRecipe {
-    /// What the part is called that could not be had.
-    fn part_name(&self, unknown: &PartError) -> String {
-        self.text_format.part_name(unknown.position)
+    /// The name of the part that an error is about.
+    fn part_name(&self, failed: &PartError) -> String {
+        self.text_format.part_name(failed.position)
     }
 
-    /// Adds the text of the key, or nothing. What is wrong goes before what is missing, as in [`KeySpec::hash_from`].
+    /// Appends the text of the key, or nothing. A wrong part takes precedence over a missing one, as in
+    /// [`KeyRecipe::hash_from`].
     fn write_text(
         &self,
-        caller: &RequestAttributes<'_>,
+        request: &RequestAttributes<'_>,
         digester: &KeyDigester,
         out: &mut String,
     ) -> Result<(), KeyError> {
         let start = out.len();
         self.text_format.write_prefix(out);
-        let mut lacking = Ok(());
+        let mut result = Ok(());
         for (position, part) in self.parts.iter().enumerate() {
-            match part
-                .feed(caller, &mut |kind, bytes| self.text_format.write_part(position, kind, bytes, digester, out))
-            {
+            let mut write = |kind, bytes: &[u8]| self.text_format.write_part(position, kind, bytes, digester, out);
+            match part.feed(request, &mut write) {
                 Ok(()) => {}
-                Err(KeyError::Missing) => lacking = lacking.and(Err(KeyError::Missing)),
-                Err(lack) => {
-                    lacking = Err(lack);
+                Err(KeyError::Missing) => result = result.and(Err(KeyError::Missing)),
+                Err(error) => {
+                    result = Err(error);
                     break;
                 }
             }
         }
-        if lacking.is_err() {
+        if result.is_err() {
             out.truncate(start);
         }
-        lacking
+        result
     }
 
-    /// The key, and the offset of its windows if they start at random.
-    fn hash(&self, caller: &RequestAttributes<'_>) -> Result<(KeyHash, u64), PartError> {
+    /// The hash of the key, and the offset of its windows if they start at random.
+    fn hash(&self, request: &RequestAttributes<'_>) -> Result<(KeyHash, u64), PartError> {
         let offset = match &self.hashers.window_offset {
-            Some(start) => self.hash_from(start, caller)?.bucket_hash,
+            Some(hasher) => self.hash_from(hasher, request)?.bucket_hash,
             None => 0,
         };
-        Ok((self.hash_from(&self.hashers.counter, caller)?, offset))
+        Ok((self.hash_from(&self.hashers.counter, request)?, offset))
     }
 
-    fn hash_from(&self, start: &KeyHasher, caller: &RequestAttributes<'_>) -> Result<KeyHash, PartError> {
-        let mut hasher = start.clone();
+    fn hash_from(&self, hasher: &KeyHasher, request: &RequestAttributes<'_>) -> Result<KeyHash, PartError> {
+        let mut hasher = hasher.clone();
         let mut missing = None;
         for (position, part) in self.parts.iter().enumerate() {
-            match part.feed(caller, &mut |kind, bytes| hasher.add_part(kind, bytes)) {
+            match part.feed(request, &mut |kind, bytes| hasher.add_part(kind, bytes)) {
                 Ok(()) => {}
-                // That one part is missing does not excuse another that is wrong: a token that is
-                // not valid is refused whatever else the key is made of.
+                // A missing part does not hide a wrong one: an invalid token is refused whatever else the key consists
+                // of.
                 Err(KeyError::Missing) => missing = missing.or(Some(position)),
-                Err(lack) => return Err(PartError { position, error: lack }),
+                Err(error) => return Err(PartError { position, error }),
             }
         }
         match missing {
@@ -309,11 +281,11 @@ impl KeyRecipe {
         }
     }
 
-    /// The hash of the parts' digests, by which secret keys are found; `None` if a part is missing.
-    fn digest_hash(&self, start: &KeyHasher, caller: &RequestAttributes<'_>) -> Option<KeyHash> {
-        let mut hasher = start.clone();
+    /// The hash of the digests of the parts, by which overrides of secret keys are found; `None` if a part is missing.
+    fn digest_hash(&self, hasher: &KeyHasher, request: &RequestAttributes<'_>) -> Option<KeyHash> {
+        let mut hasher = hasher.clone();
         for part in &self.parts {
-            part.feed(caller, &mut |kind, bytes| overrides::feed_part(&mut hasher, kind, bytes, true)).ok()?;
+            part.feed(request, &mut |kind, bytes| overrides::feed_part(&mut hasher, kind, bytes, true)).ok()?;
         }
         Some(hasher.finish())
     }
@@ -324,7 +296,7 @@ impl RequestCost {
         match (cost, route.cost) {
             (Cost::Request { header, default, max }, _) => match HeaderName::from_bytes(header.as_bytes()) {
                 Ok(name) => RequestCost::Header { name, default: *default, max: *max },
-                // The configuration has been checked: a name that is none never gets here.
+                // The configuration check rejects invalid names.
                 Err(_) => RequestCost::Fixed(*default),
             },
             (Cost::Fixed(_), Some(cost)) => RequestCost::Fixed(cost),
@@ -332,6 +304,7 @@ impl RequestCost {
         }
     }
 
+    /// The cost of a request, from its header field if the rule names one.
     fn of_request(&self, headers: &HeaderMap, rule: &str) -> Result<u32, RequestError> {
         let (name, default, max) = match self {
             RequestCost::Fixed(cost) => return Ok(*cost),
@@ -354,7 +327,10 @@ fn cost_error(rule: &str, field: &HeaderName, max: u32) -> RequestError {
 #[cfg(test)]
 pub mod tests {
     use super::*;
+    use http::{Method, Uri};
+
     use crate::config::route::{PathPattern, Segment};
+    use crate::jwt::cache::TokenCache;
     use crate::jwt::token::TokenVerifier;
     use transom_limiter::limit::Limit;
     use transom_limiter::rule::Rule;
@@ -387,24 +363,22 @@ pub mod tests {
         }
     }
 
-    pub fn resolve(
-        identity: &RuleKey,
-        address: &str,
-        headers: &HeaderMap,
-    ) -> Result<Option<KeyedRequest>, RequestError> {
-        let none = TokenCache::new(TokenVerifier::default(), Vec::new(), KeyHasher::new(SEED, 0));
-        with_request(address, headers, &none, |caller| identity.keyed_request(caller)).map_err(|failure| failure.error)
+    /// The key of a request without a clients file.
+    pub fn resolve(rule: &RuleKey, address: &str, headers: &HeaderMap) -> Result<Option<KeyedRequest>, RequestError> {
+        let tokens = TokenCache::new(TokenVerifier::default(), Vec::new(), KeyHasher::new(SEED, 0));
+        with_request(address, headers, &tokens, |request| rule.keyed_request(request, &PlanLookup::new(None)))
+            .map_err(|failure| failure.error)
     }
 
-    /// Hands on a request.
+    /// Calls a function with the attributes of an example request.
     pub fn with_request<T>(
         address: &str,
         headers: &HeaderMap,
         tokens: &TokenCache,
-        with: impl FnOnce(&RequestAttributes<'_>) -> T,
+        call: impl FnOnce(&RequestAttributes<'_>) -> T,
     ) -> T {
         let id = 3..5;
-        with(&RequestAttributes {
+        call(&RequestAttributes {
             address: address.parse().unwrap(),
             client_cert: Some("f00d"),
             host: "example.com",
@@ -416,13 +390,11 @@ pub mod tests {
             route: "route",
             tokens,
             wall_ms: 0,
-            clients: None,
-            plan: OnceCell::new(),
         })
     }
 
     #[test]
-    fn addresses_are_grouped_by_prefix_and_unwrapped() {
+    fn addresses_are_grouped_by_prefix_and_mapped_ones_are_ipv4() {
         let none = HeaderMap::new();
         let ip = rule_key(&[KeyPart::Ip { v4_prefix: 32, v6_prefix: 64 }], OnMissing::Never);
         let key = |address| resolve(&ip, address, &none).unwrap();
@@ -436,7 +408,7 @@ pub mod tests {
     }
 
     #[test]
-    fn a_missing_part_does_what_the_rule_says() {
+    fn a_missing_part_is_handled_as_the_rule_says() {
         let none = HeaderMap::new();
         let user = || [KeyPart::Header("x-user".to_owned())];
         let missing = RequestError::KeyMissing { rule: "r".to_owned(), part: "header:x-user".to_owned() };
@@ -461,7 +433,7 @@ pub mod tests {
     }
 
     #[test]
-    fn parts_of_a_composite_are_all_counted() {
+    fn every_part_of_a_composite_key_counts() {
         let mut headers = HeaderMap::new();
         headers.insert("x-user", "bob".parse().unwrap());
         let parts = [

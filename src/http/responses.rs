@@ -1,18 +1,22 @@
-//! Every answer that the gateway makes itself, and the only place with status codes.
+//! Every response that the gateway makes itself, and with `websocket_handshake` the only file with status codes.
 //!
-//! Problems are told as `application/problem+json` (RFC 9457); a refusal has the problem type that
-//! the IANA registry lists for an exceeded quota.
+//! Errors are `application/problem+json` (RFC 9457). A refusal has the problem type that the IANA registry lists for an
+//! exceeded quota. [`RefusalCache`] repeats the refusal before where all that it depends on is unchanged; [`Date`] is the
+//! `Date` field.
 
 use bytes::Bytes;
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::request::Parts;
 use http::{Method, Response, StatusCode, Version};
+use jiff::Timestamp;
+use jiff::fmt::rfc2822::DateTimePrinter;
 
-use super::error::RequestError;
+use super::error::{DecisionError, RequestError};
 use super::ratelimit_headers::{RateLimitFields, number, push_number, seconds_until};
 use crate::config;
 use crate::config::route::Body;
-use crate::http::error::DecisionError;
+use transom_limiter::acquire::Charge;
+use transom_limiter::counter::{AcquireRequest, Usage};
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::rule_set::{ChargePlan, LayerRef, RuleSet};
 
@@ -20,30 +24,30 @@ const PROBLEM_JSON: HeaderValue = HeaderValue::from_static("application/problem+
 const JSON: HeaderValue = HeaderValue::from_static("application/json");
 const TEXT: HeaderValue = HeaderValue::from_static("text/plain; charset=utf-8");
 const METRICS: HeaderValue = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
-/// Methods that a route may serve; a route takes any other but CONNECT and TRACE as well.
+/// The usual methods. Routes accept every method other than CONNECT and TRACE.
 const ALLOW: HeaderValue = HeaderValue::from_static("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS");
 const QUOTA_EXCEEDED: &str = "Request cannot be satisfied as assigned quota has been exceeded";
 const QUOTA_TOO_SMALL: &str = "Request can never be satisfied as it costs more than the assigned quota";
 
-/// What is recorded of a request whose client went away before the answer; it is never sent.
+/// The status recorded for a request whose client closed the connection before the response. It is never sent.
 pub const CLIENT_CLOSED_REQUEST: u16 = 499;
 
-/// An answer whose body is at hand.
+/// A response with a complete body.
 pub type LocalResponse = Response<Bytes>;
 
-/// What refusals by one rule look like, as far as it does not depend on the request.
+/// The constant part of the refusals by one rule.
 #[derive(Debug)]
 pub struct RefusalTemplate {
     status: StatusCode,
-    /// So that clients that wait do not all come back at once.
+    /// Upper bound of random seconds added to `Retry-After`, so that clients do not all retry at once.
     retry_jitter_s: u64,
     body: RefusalBody,
 }
 
 #[derive(Debug)]
 enum RefusalBody {
-    /// A problem document, up to the names of the layers: of a request that may come back, and of one
-    /// that costs more than there ever is.
+    /// The start of a problem document, up to the names of the layers: for a request that may be retried, and for one
+    /// that costs more than the limit.
     Problem {
         retryable: Vec<u8>,
         never: Vec<u8>,
@@ -56,74 +60,73 @@ enum RefusalBody {
 
 impl RefusalTemplate {
     pub fn new(refusal: &config::RefusalResponse) -> RefusalTemplate {
-        // The configuration has been checked: a number that is no status never gets here.
+        // The configuration check rejects numbers that are no status.
         let status = refusal.status.and_then(|status| StatusCode::from_u16(status).ok());
         let status = status.unwrap_or(StatusCode::TOO_MANY_REQUESTS);
-        let own = refusal.body.as_ref().and_then(|body| {
+        let custom = refusal.body.as_ref().and_then(|body| {
             let content_type = HeaderValue::from_str(&body.content_type).ok()?;
             Some(RefusalBody::Custom { content_type, body: Bytes::from(body.text.clone()) })
         });
         let problem = |title: &str, detail: &str| {
-            let kind = "https://iana.org/assignments/http-problem-types#quota-exceeded";
+            let problem_type = "https://iana.org/assignments/http-problem-types#quota-exceeded";
             let status = status.as_u16();
             format!(
-                "{{\"type\": \"{kind}\", \"title\": \"{title}\", \"status\": {status}, {detail}\"violated-policies\": ["
+                "{{\"type\": \"{problem_type}\", \"title\": \"{title}\", \"status\": {status}, {detail}\"violated-policies\": ["
             )
             .into_bytes()
         };
-        let detail = "\"detail\": \"waiting does not help: the request costs more than a window ever holds\", ";
+        let detail = "\"detail\": \"waiting does not help: the request costs more than the limit of a window\", ";
         let problems =
             || RefusalBody::Problem { retryable: problem(QUOTA_EXCEEDED, ""), never: problem(QUOTA_TOO_SMALL, detail) };
-        RefusalTemplate { status, retry_jitter_s: refusal.retry_jitter_s, body: own.unwrap_or_else(problems) }
+        RefusalTemplate { status, retry_jitter_s: refusal.retry_jitter_s, body: custom.unwrap_or_else(problems) }
     }
 }
 
-/// The answer to a request that the rules refuse.
+/// The response to a request that the rules refuse.
 #[derive(Debug)]
 pub struct RefusalResponse {
     pub response: LocalResponse,
-    /// Chance had a part in it, so the next is to be told something else.
+    /// `Retry-After` has a random part, so the response must not be repeated.
     pub is_random: bool,
 }
 
-/// What a refusal says: which layers were full, and when the last of them opens again. Written by
-/// hand, since a gateway under attack does little else: `text` is a buffer to work in, `headers` the
-/// request's map, used again. `forms` has one for each rule
-/// of the book; of several that refuse, the one that blocks longest decides.
-#[allow(clippy::too_many_arguments, reason = "two of them are only memory that is used again")]
+/// Builds the response of a refusal: which layers are full, and when to retry. `templates` has one entry for each rule of
+/// the rule set; of several refusing rules, the one that blocks longest decides. Written by hand, since a gateway under
+/// attack does little else: `text` is scratch memory, `headers` is the map of the request, used again.
+#[allow(clippy::too_many_arguments, reason = "two of them are scratch memory")]
 pub fn refusal_response(
     rule_set: &RuleSet,
     charge_plan: &ChargePlan,
     context: &DecisionContext,
-    forms: &[RefusalTemplate],
+    templates: &[RefusalTemplate],
     now_ms: u64,
     fields: RateLimitFields,
     text: &mut Vec<u8>,
     mut headers: HeaderMap,
 ) -> RefusalResponse {
     let full = || context.result.charges.iter().zip(&context.result.layers).filter(|(charge, _)| charge.is_full);
-    let entry = |line: &LayerRef| &rule_set.rules[charge_plan.rules[line.rule]];
-    // `None`: it will never open for a request of this cost.
+    let rule = |layer_ref: &LayerRef| &rule_set.rules[charge_plan.rules[layer_ref.rule]];
+    // When the layer that blocks longest is available, and its rule; `None` if never, for a request of this cost.
     let mut longest = (Some(0), 0);
-    for (charge, line) in full() {
-        let opens_ms = rule_set.available_at_ms(charge, entry(line), line.layer, now_ms);
-        if longest.0.is_some_and(|longest_ms| opens_ms.is_none_or(|opens_ms| opens_ms > longest_ms)) {
-            longest = (opens_ms, charge_plan.rules[line.rule]);
+    for (charge, layer_ref) in full() {
+        let available_ms = rule_set.available_at_ms(charge, rule(layer_ref), layer_ref.layer, now_ms);
+        if longest.0.is_some_and(|longest_ms| available_ms.is_none_or(|available_ms| available_ms > longest_ms)) {
+            longest = (available_ms, charge_plan.rules[layer_ref.rule]);
         }
     }
-    let form = &forms[longest.1];
-    let again_ms = rule_set.retry_at_ms(charge_plan, context, now_ms);
-    let jitter_s = if form.retry_jitter_s > 0 { fastrand::u64(..=form.retry_jitter_s) } else { 0 };
-    let retry_after_s = again_ms.map(|again_ms| seconds_until(again_ms, now_ms).max(1) + jitter_s);
-    let (content_type, body) = match &form.body {
+    let template = &templates[longest.1];
+    let retry_ms = rule_set.retry_at_ms(charge_plan, context, now_ms);
+    let jitter_s = if template.retry_jitter_s > 0 { fastrand::u64(..=template.retry_jitter_s) } else { 0 };
+    let retry_after_s = retry_ms.map(|retry_ms| seconds_until(retry_ms, now_ms).max(1) + jitter_s);
+    let (content_type, body) = match &template.body {
         RefusalBody::Custom { content_type, body } => (content_type.clone(), body.clone()),
-        RefusalBody::Problem { retryable: wait, never } => {
+        RefusalBody::Problem { retryable, never } => {
             text.clear();
-            text.extend_from_slice(if retry_after_s.is_some() { wait } else { never });
-            for (i, (_, line)) in full().enumerate() {
-                // Names of rules are checked to need no escape.
+            text.extend_from_slice(if retry_after_s.is_some() { retryable } else { never });
+            for (i, (_, layer_ref)) in full().enumerate() {
+                // The configuration check allows no name that needs an escape.
                 text.extend_from_slice(if i == 0 { b"\"" } else { b", \"" });
-                text.extend_from_slice(entry(line).layer_name(line.layer).as_bytes());
+                text.extend_from_slice(rule(layer_ref).layer_name(layer_ref.layer).as_bytes());
                 text.push(b'"');
             }
             text.push(b']');
@@ -137,52 +140,52 @@ pub fn refusal_response(
     };
     headers.clear();
     headers.insert(header::CONTENT_TYPE, content_type);
-    // An empty body has no length of its own in the answer to HEAD.
+    // Set here, since hyper sets none for an empty body in the response to HEAD.
     headers.insert(header::CONTENT_LENGTH, number(body.len() as u64));
     if let Some(retry_after_s) = retry_after_s {
         headers.insert(header::RETRY_AFTER, number(retry_after_s));
     }
     fields.add_to(&mut headers);
-    let mut reply = Response::new(body);
-    *reply.status_mut() = form.status;
-    *reply.headers_mut() = headers;
-    RefusalResponse { response: reply, is_random: form.retry_jitter_s > 0 }
+    let mut response = Response::new(body);
+    *response.status_mut() = template.status;
+    *response.headers_mut() = headers;
+    RefusalResponse { response, is_random: template.retry_jitter_s > 0 }
 }
 
-/// What the client is told of a fault.
-pub fn error_response(fault: &RequestError) -> LocalResponse {
-    let status = error_status(fault);
-    let mut reply = problem_response(status, &fault.to_string());
-    if fault.closes_connection() {
-        reply.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+/// The response to a request that failed.
+pub fn error_response(error: &RequestError) -> LocalResponse {
+    let status = error_status(error);
+    let mut response = problem_response(status, &error.to_string());
+    if error.closes_connection() {
+        response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
     }
-    if *fault == RequestError::Method {
-        reply.headers_mut().insert(header::ALLOW, ALLOW);
+    if *error == RequestError::Method {
+        response.headers_mut().insert(header::ALLOW, ALLOW);
     }
-    if *fault == RequestError::StoreUnavailable {
-        reply.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+    if *error == RequestError::StoreUnavailable {
+        response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
     }
-    if let RequestError::Token(_) = fault {
+    if let RequestError::Token(_) = error {
         // RFC 6750, section 3.
-        reply
+        response
             .headers_mut()
             .insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer error=\"invalid_token\""));
     }
-    reply
+    response
 }
 
-/// The answer to `OPTIONS *`, which is about the server as a whole (RFC 9110, section 9.3.7).
+/// The response to `OPTIONS *`, which asks about the server as a whole (RFC 9110, section 9.3.7).
 pub fn options_response() -> LocalResponse {
-    let mut reply = direct_response(StatusCode::OK.as_u16(), None);
-    reply.headers_mut().insert(header::ALLOW, ALLOW);
-    reply
+    let mut response = direct_response(StatusCode::OK.as_u16(), None);
+    response.headers_mut().insert(header::ALLOW, ALLOW);
+    response
 }
 
-/// What a route answers by itself.
+/// The response that a route is configured to send itself.
 pub fn direct_response(status: u16, body: Option<&Body>) -> LocalResponse {
-    // The configuration has been checked: a number that is no status never gets here.
+    // The configuration check rejects numbers that are no status.
     let status = StatusCode::from_u16(status).unwrap_or_default();
-    let mut reply = match body {
+    let mut response = match body {
         Some(body) => {
             let content_type = HeaderValue::from_str(&body.content_type).unwrap_or(TEXT);
             response(status, content_type, body.text.clone())
@@ -190,23 +193,23 @@ pub fn direct_response(status: u16, body: Option<&Body>) -> LocalResponse {
         None => response(status, TEXT, Bytes::new()),
     };
     if body.is_none() {
-        reply.headers_mut().remove(header::CONTENT_TYPE);
+        response.headers_mut().remove(header::CONTENT_TYPE);
         if [StatusCode::NO_CONTENT, StatusCode::NOT_MODIFIED].contains(&status) {
-            reply.headers_mut().remove(header::CONTENT_LENGTH);
+            response.headers_mut().remove(header::CONTENT_LENGTH);
         }
     }
-    reply
+    response
 }
 
-/// Sends a client elsewhere.
-pub fn redirect_response(status: u16, to: HeaderValue) -> LocalResponse {
-    let mut reply = direct_response(status, None);
-    reply.headers_mut().insert(header::LOCATION, to);
-    reply
+/// A redirect to `location`.
+pub fn redirect_response(status: u16, location: HeaderValue) -> LocalResponse {
+    let mut response = direct_response(status, None);
+    response.headers_mut().insert(header::LOCATION, location);
+    response
 }
 
-pub fn error_status(fault: &RequestError) -> StatusCode {
-    match fault {
+pub fn error_status(error: &RequestError) -> StatusCode {
+    match error {
         RequestError::Target(_)
         | RequestError::Host(_)
         | RequestError::Path(_)
@@ -240,17 +243,17 @@ pub fn error_status(fault: &RequestError) -> StatusCode {
     }
 }
 
-/// In what terms a client is told that something did not work.
+/// How errors and refusals are sent to a client.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ErrorFormat {
     Http,
-    /// A client of gRPC looks at `grpc-status`, and takes any other status than 200 for a broken proxy.
+    /// A gRPC client reads `grpc-status`, and takes any HTTP status other than 200 for a broken proxy.
     Grpc,
 }
 
 impl ErrorFormat {
     pub fn of(parts: &Parts) -> ErrorFormat {
-        // gRPC is spoken over HTTP/2 only, and by POST. CONNECT would take its 200 for an open tunnel.
+        // gRPC uses HTTP/2 and POST only. A client of CONNECT would take the status 200 for an open tunnel.
         let content_type = (parts.version == Version::HTTP_2 && parts.method == Method::POST)
             .then(|| parts.headers.get(header::CONTENT_TYPE))
             .flatten();
@@ -261,35 +264,40 @@ impl ErrorFormat {
         if is_grpc { ErrorFormat::Grpc } else { ErrorFormat::Http }
     }
 
-    /// A refusal by a rule, as the client understands it.
-    pub fn refusal(self, reply: LocalResponse) -> LocalResponse {
+    /// The response to a refused request.
+    pub fn refusal(self, response: LocalResponse) -> LocalResponse {
         match self {
-            ErrorFormat::Http => reply,
+            ErrorFormat::Http => response,
             ErrorFormat::Grpc => {
-                let waits = reply.headers().contains_key(header::RETRY_AFTER);
-                to_grpc(reply, StatusCode::TOO_MANY_REQUESTS, if waits { QUOTA_EXCEEDED } else { QUOTA_TOO_SMALL })
+                let is_retryable = response.headers().contains_key(header::RETRY_AFTER);
+                to_grpc(
+                    response,
+                    StatusCode::TOO_MANY_REQUESTS,
+                    if is_retryable { QUOTA_EXCEEDED } else { QUOTA_TOO_SMALL },
+                )
             }
         }
     }
 
-    pub fn error(self, told: &RequestError) -> LocalResponse {
-        let reply = error_response(told);
+    /// The response to a request that failed.
+    pub fn error(self, error: &RequestError) -> LocalResponse {
+        let response = error_response(error);
         match self {
-            ErrorFormat::Http => reply,
+            ErrorFormat::Http => response,
             ErrorFormat::Grpc => {
-                let status = reply.status();
-                to_grpc(reply, status, &told.to_string())
+                let status = response.status();
+                to_grpc(response, status, &error.to_string())
             }
         }
     }
 }
 
-/// Makes of an answer one that consists of trailers only, as gRPC calls it: a head that ends the stream.
-fn to_grpc(mut reply: LocalResponse, status: StatusCode, message: &str) -> LocalResponse {
+/// Converts a response to the form that gRPC calls `Trailers-Only`: a head that ends the stream.
+fn to_grpc(mut response: LocalResponse, status: StatusCode, message: &str) -> LocalResponse {
     let (code, message) = (grpc_status(status), encode_grpc_message(message));
-    *reply.body_mut() = Bytes::new();
-    *reply.status_mut() = StatusCode::OK;
-    let headers = reply.headers_mut();
+    *response.body_mut() = Bytes::new();
+    *response.status_mut() = StatusCode::OK;
+    let headers = response.headers_mut();
     headers.remove(header::CONTENT_LENGTH);
     headers.remove(header::CONNECTION);
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
@@ -297,11 +305,11 @@ fn to_grpc(mut reply: LocalResponse, status: StatusCode, message: &str) -> Local
     if let Ok(message) = HeaderValue::from_str(&message) {
         headers.insert(HeaderName::from_static("grpc-message"), message);
     }
-    reply
+    response
 }
 
-/// The status of gRPC that stands for one of HTTP: as gRPC's own table has it (`http-grpc-status-mapping.md`),
-/// but for a limit that is exceeded and for what took too long, of which gRPC's codes say more.
+/// The gRPC status of an HTTP status: the table of gRPC (`http-grpc-status-mapping.md`), but with the more specific codes
+/// for an exceeded limit and for timeouts.
 fn grpc_status(status: StatusCode) -> u64 {
     match status {
         // RESOURCE_EXHAUSTED
@@ -321,7 +329,7 @@ fn grpc_status(status: StatusCode) -> u64 {
     }
 }
 
-/// `grpc-message` has everything but visible ASCII and blanks encoded, and the percent sign.
+/// Percent-encodes everything other than spaces and visible ASCII, and the percent sign.
 fn encode_grpc_message(message: &str) -> String {
     let mut encoded = String::with_capacity(message.len());
     for byte in message.bytes() {
@@ -333,21 +341,23 @@ fn encode_grpc_message(message: &str) -> String {
     encoded
 }
 
-/// Why the decision API has no answer.
-pub fn decision_error_response(why: &DecisionError) -> LocalResponse {
-    let (status, detail) = match why {
-        DecisionError::UnknownRule(name) => (StatusCode::NOT_FOUND, format!("there is no rule `{name}`")),
-        DecisionError::Malformed(what) => (StatusCode::BAD_REQUEST, what.clone()),
-        DecisionError::TooLarge => (StatusCode::PAYLOAD_TOO_LARGE, String::from("the question is too long")),
-        DecisionError::CrossOrigin => (StatusCode::FORBIDDEN, String::from("pages of other origins do not ask here")),
+/// The response to a query of the decision API that failed.
+pub fn decision_error_response(error: &DecisionError) -> LocalResponse {
+    let (status, detail) = match error {
+        DecisionError::UnknownRule(name) => (StatusCode::NOT_FOUND, format!("unknown rule `{name}`")),
+        DecisionError::Malformed(detail) => (StatusCode::BAD_REQUEST, detail.clone()),
+        DecisionError::TooLarge => (StatusCode::PAYLOAD_TOO_LARGE, String::from("the request body is too large")),
+        DecisionError::CrossOrigin => (StatusCode::FORBIDDEN, String::from("cross-origin requests are not allowed")),
         DecisionError::UnknownHost => (
             StatusCode::MISDIRECTED_REQUEST,
-            String::from("the admin address has no such name: use its IP address, or list the name in `[admin] hosts`"),
+            String::from(
+                "unknown host name: use the IP address of the admin listener, or list the name in `[admin] hosts`",
+            ),
         ),
         DecisionError::StoreUnavailable => {
             (StatusCode::SERVICE_UNAVAILABLE, RequestError::StoreUnavailable.to_string())
         }
-        DecisionError::Timeout => (StatusCode::REQUEST_TIMEOUT, String::from("the question did not come in time")),
+        DecisionError::Timeout => (StatusCode::REQUEST_TIMEOUT, String::from("the request took too long to arrive")),
     };
     problem_response(status, &detail)
 }
@@ -362,7 +372,7 @@ fn problem_response(status: StatusCode, detail: &str) -> LocalResponse {
     response(status, PROBLEM_JSON, body.to_string())
 }
 
-/// The fault that a status of hyper's own answers stands for.
+/// The error that hyper's parser reports by the status of its own response.
 pub fn error_of_parser_status(status: u16) -> RequestError {
     match StatusCode::from_u16(status) {
         Ok(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE) => RequestError::HeadTooLarge,
@@ -379,33 +389,33 @@ pub fn text_response(body: String) -> LocalResponse {
     response(StatusCode::OK, TEXT, body)
 }
 
-/// A page in Prometheus's text format, version 0.0.4.
+/// A page in the text format of Prometheus, version 0.0.4.
 pub fn metrics_response(page: String) -> LocalResponse {
     response(StatusCode::OK, METRICS, page)
 }
 
-/// The answer of `/readyz` while the gateway drains.
+/// The response of `/readyz` while the gateway drains.
 pub fn not_ready_response(body: String) -> LocalResponse {
     response(StatusCode::SERVICE_UNAVAILABLE, TEXT, body)
 }
 
-/// An answer as it is sent over HTTP/1.1.
-pub fn http1_bytes(reply: &LocalResponse) -> Bytes {
-    let mut out = Vec::with_capacity(512 + reply.body().len());
-    let status = reply.status();
+/// A response in HTTP/1.1 syntax.
+pub fn http1_bytes(response: &LocalResponse) -> Bytes {
+    let mut out = Vec::with_capacity(512 + response.body().len());
+    let status = response.status();
     out.extend_from_slice(b"HTTP/1.1 ");
     push_number(u64::from(status.as_u16()), &mut out);
     out.push(b' ');
-    // As hyper has it, where there is none.
+    // hyper writes the same if a status has no reason phrase.
     out.extend_from_slice(status.canonical_reason().unwrap_or("<none>").as_bytes());
     out.extend_from_slice(b"\r\n");
-    for (name, value) in reply.headers() {
+    for (name, value) in response.headers() {
         for piece in [name.as_str().as_bytes(), b": ", value.as_bytes(), b"\r\n"] {
             out.extend_from_slice(piece);
         }
     }
     out.extend_from_slice(b"\r\n");
-    out.extend_from_slice(reply.body());
+    out.extend_from_slice(response.body());
     Bytes::from(out)
 }
 
@@ -414,10 +424,128 @@ fn response(status: StatusCode, content_type: HeaderValue, body: impl Into<Bytes
     let mut headers = HeaderMap::with_capacity(8);
     headers.insert(header::CONTENT_TYPE, content_type);
     headers.insert(header::CONTENT_LENGTH, number(body.len() as u64));
-    let mut reply = Response::new(body);
-    *reply.status_mut() = status;
-    *reply.headers_mut() = headers;
-    reply
+    let mut response = Response::new(body);
+    *response.status_mut() = status;
+    *response.headers_mut() = headers;
+    response
+}
+
+/// The previous refusal, repeated as long as everything it depends on is unchanged. A client over its limits often sends
+/// many requests within a millisecond and gets equal responses.
+#[derive(Debug, Default)]
+pub struct RefusalCache {
+    /// The position of the route's rules in the compiled configuration.
+    rules_index: usize,
+    now_ms: u64,
+    outcomes: Vec<LayerOutcome>,
+    /// `None` before the first refusal.
+    refused: Option<RefusalResponse>,
+    /// The response in HTTP/1.1 syntax; empty until it is requested.
+    bytes: Bytes,
+}
+
+/// What a refusal depends on in one layer. It does not identify the client.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct LayerOutcome {
+    layer: LayerRef,
+    request: AcquireRequest,
+    usage: Usage,
+    is_full: bool,
+}
+
+impl LayerOutcome {
+    fn of((charge, layer): (&Charge, &LayerRef)) -> LayerOutcome {
+        LayerOutcome { layer: *layer, request: charge.request, usage: charge.usage, is_full: charge.is_full }
+    }
+}
+
+impl RefusalCache {
+    /// The previous response, or that of `render`. `rules_index` is the position of the rules that decided in `context`.
+    pub fn response(
+        &mut self,
+        rules_index: usize,
+        now_ms: u64,
+        context: &DecisionContext,
+        render: impl FnOnce() -> RefusalResponse,
+    ) -> LocalResponse {
+        self.refresh(rules_index, now_ms, context, render).0.clone()
+    }
+
+    /// As [`RefusalCache::response`], in HTTP/1.1 syntax, with the status.
+    pub fn http1_bytes(
+        &mut self,
+        rules_index: usize,
+        now_ms: u64,
+        context: &DecisionContext,
+        render: impl FnOnce() -> RefusalResponse,
+    ) -> (StatusCode, Bytes) {
+        let (response, bytes) = self.refresh(rules_index, now_ms, context, render);
+        if bytes.is_empty() {
+            *bytes = http1_bytes(response);
+        }
+        (response.status(), bytes.clone())
+    }
+
+    fn refresh(
+        &mut self,
+        rules_index: usize,
+        now_ms: u64,
+        context: &DecisionContext,
+        render: impl FnOnce() -> RefusalResponse,
+    ) -> (&LocalResponse, &mut Bytes) {
+        let outcomes = || context.result.charges.iter().zip(&context.result.layers).map(LayerOutcome::of);
+        let is_same =
+            (self.rules_index, self.now_ms) == (rules_index, now_ms) && self.outcomes.iter().copied().eq(outcomes());
+        if !is_same || self.refused.as_ref().is_none_or(|refused| refused.is_random) {
+            (self.rules_index, self.now_ms) = (rules_index, now_ms);
+            self.outcomes.clear();
+            self.outcomes.extend(outcomes());
+            self.bytes = Bytes::new();
+            self.refused = None;
+        }
+        let refused = self.refused.get_or_insert_with(|| {
+            let mut refused = render();
+            // The sender adds a field or two to its copy, such as the date.
+            refused.response.headers_mut().reserve(4);
+            refused
+        });
+        (&refused.response, &mut self.bytes)
+    }
+}
+
+/// The `Date` field of responses (RFC 9110, section 6.6.1), formatted once a second.
+#[derive(Debug)]
+pub struct Date {
+    second: u64,
+    value: HeaderValue,
+}
+
+impl Default for Date {
+    fn default() -> Date {
+        Date { second: 0, value: HeaderValue::from_static("Thu, 01 Jan 1970 00:00:00 GMT") }
+    }
+}
+
+impl Date {
+    /// Sets the time, in Unix milliseconds.
+    pub fn update(&mut self, unix_ms: u64) {
+        let second = unix_ms / 1000;
+        if second == self.second {
+            return;
+        }
+        let text = i64::try_from(second).ok().and_then(|second| {
+            let moment = Timestamp::from_second(second).ok()?;
+            DateTimePrinter::new().timestamp_to_rfc9110_string(&moment).ok()
+        });
+        // A time outside of the calendar leaves the value unchanged; no clock shows one.
+        if let Some(value) = text.and_then(|text| HeaderValue::try_from(text).ok()) {
+            *self = Date { second, value };
+        }
+    }
+
+    pub fn value(&self) -> HeaderValue {
+        self.value.clone()
+    }
 }
 
 #[cfg(test)]
@@ -425,15 +553,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_grpc_can_not_carry_is_encoded() {
+    fn bytes_not_allowed_in_a_grpc_message_are_encoded() {
         assert_eq!(encode_grpc_message("100% of `a`\n\u{e9}"), "100%25 of `a`%0A%C3%A9");
     }
 
     #[test]
-    fn a_fault_is_told_to_grpc_by_its_own_numbers() {
-        let told =
-            |fault: &RequestError| ErrorFormat::Grpc.error(fault).headers()["grpc-status"].to_str().unwrap().to_owned();
-        for (fault, code) in [
+    fn an_error_has_its_grpc_status() {
+        let grpc_status_of =
+            |error: &RequestError| ErrorFormat::Grpc.error(error).headers()["grpc-status"].to_str().unwrap().to_owned();
+        for (error, code) in [
             (RequestError::NoRoute, "12"),
             (RequestError::Malformed, "13"),
             (RequestError::Panic, "13"),
@@ -442,8 +570,23 @@ mod tests {
             (RequestError::Connect(String::new()), "14"),
             (RequestError::Expectation, "2"),
         ] {
-            assert_eq!(told(&fault), code, "{fault}");
+            assert_eq!(grpc_status_of(&error), code, "{error}");
         }
         assert!(!ErrorFormat::Grpc.error(&RequestError::Malformed).headers().contains_key("connection"));
+    }
+
+    #[test]
+    fn a_date_is_formatted_as_http_requires() {
+        let mut date = Date::default();
+        for (unix_ms, text) in [
+            (999, "Thu, 01 Jan 1970 00:00:00 GMT"),
+            (784_111_777_999, "Sun, 06 Nov 1994 08:49:37 GMT"),
+            (784_111_778_000, "Sun, 06 Nov 1994 08:49:38 GMT"),
+            (784_111_777_000, "Sun, 06 Nov 1994 08:49:37 GMT"),
+            (u64::MAX, "Sun, 06 Nov 1994 08:49:37 GMT"),
+        ] {
+            date.update(unix_ms);
+            assert_eq!(date.value(), text);
+        }
     }
 }

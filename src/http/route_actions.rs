@@ -12,7 +12,7 @@ use http::header::{HeaderMap, HeaderName, HeaderValue};
 use http::{Method, Uri};
 
 use super::error::RequestError;
-use super::rate_limit_key::RequestAttributes;
+use super::key_source::RequestAttributes;
 use super::responses::{self, LocalResponse};
 use crate::config::limits::Timeouts;
 use crate::config::route::{

@@ -124,6 +124,7 @@ mod tests {
 
     use super::*;
     use crate::decision::DecisionService;
+    use crate::http::client_plans::PlanLookup;
     use crate::http::rate_limit_key::RuleKey;
     use crate::http::rate_limit_key::tests::{SEED, route, rule, with_request};
     use crate::jwt::cache::TokenCache;
@@ -171,7 +172,7 @@ mod tests {
         let mut text = String::from("transom:");
         let found = with_request(address, headers, &tokens(), |caller| {
             assert_eq!(
-                matches!(identity.keyed_request(caller), Ok(Some(_))),
+                matches!(identity.keyed_request(caller, &PlanLookup::new(None)), Ok(Some(_))),
                 identity.write_store_key(caller, digester, &mut String::new())
             );
             identity.write_store_key(caller, digester, &mut text)

@@ -13,7 +13,7 @@ use super::response_cost::PendingCost;
 use super::worker_config::WorkerConfig;
 use super::worker_state::WorkerState;
 use crate::http::error::RequestError;
-use crate::http::rate_limit_key::RequestAttributes;
+use crate::http::key_source::RequestAttributes;
 use crate::http::ratelimit_headers::RateLimitFields;
 use crate::redis_store::decision::{BeginResult, SharedDecision, SharedOutcome, Unavailable};
 use transom_limiter::decision::Decision;

@@ -2,7 +2,6 @@
 //!
 //! `handle` responds at once where it need not wait (refusals, errors); otherwise it returns a future.
 
-use std::cell::OnceCell;
 use std::num::NonZeroU64;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -26,10 +25,12 @@ use super::worker_config::{Scratch, Target, WorkerConfig};
 use super::worker_state::WorkerState;
 use crate::clock::Timestamp;
 use crate::config::route::ForwardPath;
+use crate::http::client_plans::PlanLookup;
 use crate::http::error::RequestError;
 use crate::http::forwarded::ClientInfo;
 use crate::http::headers::SpecialFields;
-use crate::http::rate_limit_key::{KeyFailure, RequestAttributes};
+use crate::http::key_source::RequestAttributes;
+use crate::http::rate_limit_key::KeyFailure;
 use crate::http::request_validation::ValidatedRequest;
 use crate::http::responses::{ErrorFormat, LocalResponse};
 use crate::http::route_actions::{AppliedActions, RouteActions, TemplateVariables};
@@ -233,8 +234,6 @@ fn decide(
         route: compiled.route_name(route_index),
         tokens: &config.token_cache,
         wall_ms: compiled.config.jwt.as_ref().map_or(0, |_| worker.clock.wall_ms()),
-        clients: compiled.clients.as_ref(),
-        plan: OnceCell::new(),
     };
     let error = match find_keys(config, route_index, &caller, context) {
         // No rule has a key to charge.
@@ -370,10 +369,11 @@ fn find_keys(
 ) -> Option<RequestError> {
     let compiled = &*config.compiled;
     let rules = compiled.rules_of(&compiled.routes[route]);
+    let plans = PlanLookup::new(compiled.clients.as_ref());
     let mut first_error = None;
     context.inputs.keyed_requests.clear();
     for (position, rule_key) in rules.rule_keys.iter().enumerate() {
-        context.inputs.keyed_requests.push(match rule_key.keyed_request(caller) {
+        context.inputs.keyed_requests.push(match rule_key.keyed_request(caller, &plans) {
             Ok(keyed_request) => keyed_request,
             // A shadow rule never refuses, also not for a missing key.
             Err(_) if compiled.rule_set.is_shadow(&rules.charge_plan, position) => {

@@ -1,0 +1,340 @@
+//! Reads query parameters, cookies and bearer tokens from a request.
+//!
+//! A value has one meaning however it is encoded, so that a client cannot get a fresh counter by encoding its key
+//! differently. A name that occurs twice is reported as repeated: the upstream might use the other value. A value is
+//! copied only if it has to be decoded.
+
+use std::borrow::Cow;
+
+use http::header::{self, HeaderMap};
+
+/// What a request has under one name.
+#[derive(PartialEq, Eq, Debug)]
+pub enum Occurrence<'a> {
+    /// The name is absent, or its value is empty.
+    Absent,
+    Single(Cow<'a, [u8]>),
+    /// The upstream might use the other value.
+    Repeated,
+}
+
+/// The request has more than one `Authorization` field; the upstream might use the other one.
+#[derive(PartialEq, Eq, Debug)]
+pub struct DuplicateAuthorization;
+
+/// A `%` that is not followed by two hex digits.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct InvalidEscape;
+
+/// The value of a query parameter, read as servers read a form (WHATWG URL, section 5.1): pairs between `&`, with `%XX`
+/// and `+` decoded in names and values. Every name has to be decodable; of the values, only the requested one.
+pub fn query_parameter<'a>(query: &'a str, name: &str) -> Result<Occurrence<'a>, InvalidEscape> {
+    let mut found = None;
+    for pair in query.as_bytes().split(|byte| *byte == b'&') {
+        let equals = pair.iter().position(|byte| *byte == b'=').unwrap_or(pair.len());
+        if !name_matches(&pair[..equals], name.as_bytes())? {
+            continue;
+        }
+        if found.is_some() {
+            return Ok(Occurrence::Repeated);
+        }
+        found = Some(pair.get(equals + 1..).unwrap_or_default());
+    }
+    match found {
+        None | Some(b"") => Ok(Occurrence::Absent),
+        Some(value) if PercentDecoder::is_plain(value) => Ok(Occurrence::Single(Cow::Borrowed(value))),
+        Some(value) => PercentDecoder::new(value)
+            .collect::<Result<Vec<u8>, InvalidEscape>>()
+            .map(Cow::Owned)
+            .map(Occurrence::Single),
+    }
+}
+
+/// Whether an encoded name decodes to `name`.
+fn name_matches(encoded: &[u8], name: &[u8]) -> Result<bool, InvalidEscape> {
+    if PercentDecoder::is_plain(encoded) {
+        return Ok(encoded == name);
+    }
+    let mut expected = name.iter();
+    let mut is_same = true;
+    // The loop does not stop at the first difference, so that every invalid escape is found.
+    for byte in PercentDecoder::new(encoded) {
+        is_same &= expected.next() == Some(&byte?);
+    }
+    Ok(is_same && expected.next().is_none())
+}
+
+/// The value of a cookie. Cookies are pairs `a=b; c=d` (RFC 6265, section 5.4) in one field or several (RFC 9113,
+/// section 8.2.3). Names are compared byte by byte.
+///
+/// Encodings that servers treat as equal are one value: white space and one pair of quotes around the value are removed,
+/// and escapes are decoded where they are valid, as many frameworks do. A quoted value with a backslash counts as
+/// repeated, and so is refused: some servers decode the backslash, others do not, and RFC 6265 allows none.
+pub fn cookie<'a>(headers: &'a HeaderMap, name: &str) -> Occurrence<'a> {
+    let mut found = None;
+    for field in headers.get_all(header::COOKIE) {
+        for pair in field.as_bytes().split(|byte| *byte == b';') {
+            let equals = pair.iter().position(|byte| *byte == b'=').unwrap_or(pair.len());
+            if pair[..equals].trim_ascii() != name.as_bytes() {
+                continue;
+            }
+            if found.is_some() {
+                return Occurrence::Repeated;
+            }
+            found = Some(pair.get(equals + 1..).unwrap_or_default());
+        }
+    }
+    match found.map(unquote_cookie) {
+        Some(value) if found != Some(value) && value.contains(&b'\\') => Occurrence::Repeated,
+        None | Some(b"") => Occurrence::Absent,
+        Some(value) => Occurrence::Single(decode_cookie(value)),
+    }
+}
+
+/// Removes the white space and the pair of quotes around a value.
+fn unquote_cookie(value: &[u8]) -> &[u8] {
+    let value = value.trim_ascii();
+    match value {
+        [b'"', inner @ .., b'"'] => inner,
+        _ => value,
+    }
+}
+
+/// Decodes the escapes of a value. A value with an invalid escape stays as it is, as in the frameworks that decode.
+fn decode_cookie(value: &[u8]) -> Cow<'_, [u8]> {
+    if PercentDecoder::is_plain(value) {
+        return Cow::Borrowed(value);
+    }
+    match PercentDecoder::new(value).collect::<Result<Vec<u8>, InvalidEscape>>() {
+        Ok(decoded) => Cow::Owned(decoded),
+        Err(InvalidEscape) => Cow::Borrowed(value),
+    }
+}
+
+/// The bearer token of a request (RFC 6750, section 2.1); `None` without an `Authorization` field, or if the field has
+/// another scheme.
+pub fn bearer_token(headers: &HeaderMap) -> Result<Option<&[u8]>, DuplicateAuthorization> {
+    let mut fields = headers.get_all(header::AUTHORIZATION).iter();
+    let credentials = match (fields.next(), fields.next()) {
+        (None, _) => return Ok(None),
+        (Some(field), None) => field.as_bytes().trim_ascii(),
+        (Some(_), Some(_)) => return Err(DuplicateAuthorization),
+    };
+    let end = credentials.iter().position(u8::is_ascii_whitespace).unwrap_or(credentials.len());
+    let (scheme, rest) = credentials.split_at(end);
+    // RFC 9110, section 11.1: schemes are case-insensitive.
+    Ok(scheme.eq_ignore_ascii_case(b"bearer").then_some(rest.trim_ascii_start()))
+}
+
+/// Iterates over bytes with `%XX` and `+` decoded.
+#[derive(Clone)]
+struct PercentDecoder<'a> {
+    rest: &'a [u8],
+}
+
+impl<'a> PercentDecoder<'a> {
+    fn new(text: &'a [u8]) -> PercentDecoder<'a> {
+        PercentDecoder { rest: text }
+    }
+
+    /// Whether a text has nothing to decode.
+    fn is_plain(text: &[u8]) -> bool {
+        !text.iter().any(|byte| matches!(byte, b'%' | b'+'))
+    }
+}
+
+impl Iterator for PercentDecoder<'_> {
+    type Item = Result<u8, InvalidEscape>;
+
+    fn next(&mut self) -> Option<Result<u8, InvalidEscape>> {
+        let (first, rest) = self.rest.split_first()?;
+        self.rest = rest;
+        match (first, rest) {
+            (b'+', _) => Some(Ok(b' ')),
+            (b'%', [high, low, rest @ ..]) => {
+                let digit = |byte: u8| char::from(byte).to_digit(16);
+                let (Some(high), Some(low)) = (digit(*high), digit(*low)) else { return Some(Err(InvalidEscape)) };
+                self.rest = rest;
+                Some(Ok((high << 4 | low) as u8))
+            }
+            (b'%', _) => Some(Err(InvalidEscape)),
+            (plain, _) => Some(Ok(*plain)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http::HeaderValue;
+
+    #[test]
+    fn every_escape_is_one_byte() {
+        let decoded = |text: &str| PercentDecoder::new(text.as_bytes()).collect::<Result<Vec<u8>, InvalidEscape>>();
+        assert_eq!(decoded("a%20b+c%2bd%C3%A9"), Ok("a b c+d\u{e9}".as_bytes().to_vec()));
+        assert_eq!(decoded("%00%ff"), Ok(vec![0, 255]));
+        // A decoded `%` starts no escape.
+        assert_eq!(decoded("%2541"), Ok(b"%41".to_vec()));
+        for text in ["%", "a%2", "%2", "%zz", "%4g", "%%41", "%+1", "% 1"] {
+            assert_eq!(decoded(text), Err(InvalidEscape), "{text}");
+        }
+    }
+
+    /// The query parameter `token`.
+    fn token(query: &str) -> Result<Option<String>, InvalidEscape> {
+        Ok(match query_parameter(query, "token")? {
+            Occurrence::Absent => None,
+            Occurrence::Single(value) => Some(String::from_utf8(value.into_owned()).unwrap()),
+            Occurrence::Repeated => Some("repeated".to_owned()),
+        })
+    }
+
+    #[test]
+    fn all_encodings_of_a_query_value_are_equal() {
+        for query in [
+            "token=a+b",
+            "token=a%20b",
+            "token=%61%20%62",
+            "x=1&token=a+b&y=2",
+            "%74oken=a+b",
+            "toke%6e=a+b",
+            "&&token=a+b&",
+            "=x&token=a+b",
+        ] {
+            assert_eq!(token(query), Ok(Some("a b".to_owned())), "{query}");
+        }
+        assert_eq!(token("token=a=b"), Ok(Some("a=b".to_owned())));
+        assert_eq!(token("token=a%26b"), Ok(Some("a&b".to_owned())));
+    }
+
+    #[test]
+    fn a_plain_query_value_is_not_copied() {
+        assert!(matches!(query_parameter("a=%20&token=abc", "token"), Ok(Occurrence::Single(Cow::Borrowed(b"abc")))));
+    }
+
+    #[test]
+    fn an_absent_or_empty_query_value_is_absent() {
+        for query in ["", "token", "token=", "Token=a", "tokens=a", "toke=a", "a=token", "token%00=a", "a;token=b"] {
+            assert_eq!(token(query), Ok(None), "{query}");
+        }
+    }
+
+    #[test]
+    fn a_query_parameter_given_twice_is_repeated() {
+        for query in ["token=a&token=b", "token=a&token=a", "token&token=a", "token=a&%74oken=b", "token=&x&token="] {
+            assert_eq!(token(query), Ok(Some("repeated".to_owned())), "{query}");
+        }
+    }
+
+    #[test]
+    fn an_invalid_escape_is_an_error() {
+        for query in ["token=%", "token=%zz", "token=a%2", "%zz=1&token=a", "token=a&%=", "token%=a"] {
+            assert_eq!(token(query), Err(InvalidEscape), "{query}");
+        }
+        // The value of another parameter is not decoded.
+        assert_eq!(token("discount=50%&token=a"), Ok(Some("a".to_owned())));
+    }
+
+    /// The cookie `session`.
+    fn session(fields: &[&str]) -> Option<String> {
+        let mut headers = HeaderMap::new();
+        for field in fields {
+            headers.append("cookie", HeaderValue::from_bytes(field.as_bytes()).unwrap());
+        }
+        match cookie(&headers, "session") {
+            Occurrence::Absent => None,
+            Occurrence::Single(value) => Some(String::from_utf8(value.into_owned()).unwrap()),
+            Occurrence::Repeated => Some("repeated".to_owned()),
+        }
+    }
+
+    #[test]
+    fn a_cookie_is_found_at_every_position() {
+        for fields in [
+            &["session=abc"][..],
+            &["a=b; session=abc"],
+            &["session=abc; a=b"],
+            &["a=b;session=abc;c=d"],
+            &["a=b", "session=abc"],
+            &["a=b; ", " session = abc "],
+            &["session=\"abc\""],
+            &["session=%61bc"],
+            &["; ;session=abc;;"],
+        ] {
+            assert_eq!(session(fields).as_deref(), Some("abc"), "{fields:?}");
+        }
+        assert_eq!(session(&["session=a=b=="]).as_deref(), Some("a=b=="));
+        assert_eq!(session(&["session=%zz%61"]).as_deref(), Some("%zz%61"), "an invalid escape");
+        assert_eq!(session(&["session=\"abc"]).as_deref(), Some("\"abc"));
+        assert_eq!(session(&["session=\""]).as_deref(), Some("\""));
+    }
+
+    #[test]
+    fn a_plain_cookie_is_not_copied() {
+        let mut headers = HeaderMap::new();
+        headers.insert("cookie", HeaderValue::from_static("a=%20; session=\"abc\""));
+        assert_eq!(cookie(&headers, "session"), Occurrence::Single(Cow::Borrowed(b"abc")));
+        assert!(matches!(cookie(&headers, "session"), Occurrence::Single(Cow::Borrowed(_))));
+    }
+
+    #[test]
+    fn an_absent_or_empty_cookie_is_absent() {
+        for fields in [
+            &[][..],
+            &[""],
+            &["session"],
+            &["session="],
+            &["session=\"\""],
+            &["Session=a"],
+            &["sessions=a"],
+            &["a=session=b"],
+        ] {
+            assert_eq!(session(fields), None, "{fields:?}");
+        }
+    }
+
+    #[test]
+    fn a_cookie_given_twice_is_repeated() {
+        for fields in [
+            &["session=a; session=b"][..],
+            &["session=a; session=a"],
+            &["session=a", "session=b"],
+            &["session; session=a"],
+        ] {
+            assert_eq!(session(fields).as_deref(), Some("repeated"), "{fields:?}");
+        }
+    }
+
+    /// The bearer token in `Authorization` fields.
+    fn bearer(fields: &[&'static str]) -> Result<Option<String>, DuplicateAuthorization> {
+        let mut headers = HeaderMap::new();
+        for field in fields {
+            headers.append("authorization", HeaderValue::from_static(field));
+        }
+        bearer_token(&headers).map(|token| token.map(|token| String::from_utf8(token.to_vec()).unwrap()))
+    }
+
+    #[test]
+    fn the_scheme_is_case_insensitive() {
+        for field in ["Bearer abc", "bearer abc", "BEARER  abc ", "Bearer\tabc"] {
+            assert_eq!(bearer(&[field]), Ok(Some("abc".to_owned())), "{field}");
+        }
+    }
+
+    #[test]
+    fn another_scheme_has_no_token_but_bearer_has_an_empty_one() {
+        for field in ["", "Basic abc", "Bearerabc", "DPoP abc", "abc"] {
+            assert_eq!(bearer(&[field]), Ok(None), "{field}");
+        }
+        assert_eq!(bearer(&[]), Ok(None));
+        // An empty token is malformed, not absent.
+        assert_eq!(bearer(&["Bearer"]), Ok(Some(String::new())));
+        assert_eq!(bearer(&["Bearer a b"]), Ok(Some("a b".to_owned())));
+    }
+
+    #[test]
+    fn two_authorization_fields_are_an_error() {
+        assert_eq!(bearer(&["Bearer abc", "Bearer abc"]), Err(DuplicateAuthorization));
+        assert_eq!(bearer(&["Basic abc", "Bearer abc"]), Err(DuplicateAuthorization));
+    }
+}
