@@ -1,8 +1,8 @@
 //! Turns the TOML document into a [`Config`]: every setting becomes its final value, or a problem is reported.
 //!
 //! An invalid setting is replaced by a placeholder, so that the rest of the file is checked as well. A `Config` with
-//! placeholders is never returned. This module opens no file and no socket; the caller passes functions that read files and
-//! environment variables.
+//! placeholders is never returned. This module opens no file and no socket; the caller passes functions that read files
+//! and environment variables.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -43,8 +43,8 @@ mod values;
 /// Reads a configuration, or returns all problems in it.
 pub fn read_config(text: &str, files: ReadFile, variables: ReadVariable) -> Result<Config, Vec<Problem>> {
     let mut report = Report::new(text);
-    let sound = toml_errors::skip_syntax_errors(text, &mut report);
-    let (document, _) = DeTable::parse_recoverable(&sound);
+    let valid_text = toml_errors::skip_syntax_errors(text, &mut report);
+    let (document, _) = DeTable::parse_recoverable(&valid_text);
     let mut config = read_top_level(Table::new(document.get_ref(), 0..0, "the file"), files, variables, &mut report);
     match report.into_problems() {
         problems if problems.is_empty() => {
@@ -56,13 +56,13 @@ pub fn read_config(text: &str, files: ReadFile, variables: ReadVariable) -> Resu
 }
 
 fn read_path_reading(top: &mut Table, report: &mut Report) -> PathReading {
-    let slashes = [("refuse", EncodedSlash::Refuse), ("keep", EncodedSlash::Keep)];
-    let encoded_slash = top.get("encoded_slash").and_then(|item| item.choice(&slashes, report));
-    let parameters =
+    let choices = [("refuse", EncodedSlash::Refuse), ("keep", EncodedSlash::Keep)];
+    let encoded_slash = top.get("encoded_slash").and_then(|item| item.choice(&choices, report));
+    let choices =
         [("keep", PathParameters::Keep), ("strip", PathParameters::Strip), ("refuse", PathParameters::Refuse)];
-    let parameters = top.get("path_parameters").and_then(|item| item.choice(&parameters, report));
-    let slashes = [("keep", TrailingSlash::Keep), ("ignore", TrailingSlash::Ignore)];
-    let trailing_slash = top.get("trailing_slash").and_then(|item| item.choice(&slashes, report));
+    let parameters = top.get("path_parameters").and_then(|item| item.choice(&choices, report));
+    let choices = [("keep", TrailingSlash::Keep), ("ignore", TrailingSlash::Ignore)];
+    let trailing_slash = top.get("trailing_slash").and_then(|item| item.choice(&choices, report));
     PathReading {
         encoded_slash: encoded_slash.unwrap_or(EncodedSlash::Refuse),
         parameters: parameters.unwrap_or(PathParameters::Keep),
@@ -73,14 +73,14 @@ fn read_path_reading(top: &mut Table, report: &mut Report) -> PathReading {
 fn read_top_level(mut top: Table, files: ReadFile, variables: ReadVariable, report: &mut Report) -> Config {
     let workers = top.get("workers").and_then(|item| item.integer(1..=1024, report));
     let pid_file = top.get("pid_file").and_then(|item| read_pid_file(&item, report));
-    let fields =
+    let rate_limit_style =
         top.get("headers").and_then(|item| item.choice(&HEADER_FORMATS, report)).unwrap_or(RateLimitStyle::Ietf);
     let path_reading = read_path_reading(&mut top, report);
     let paths = [("original", ForwardPath::Original), ("normalized", ForwardPath::Normalized)];
     let forward_path = top.get("forward_path").and_then(|item| item.choice(&paths, report));
     let before = report.count();
-    let (listen, proxies) = listen::read_listen(top.get("listen"), files, report);
-    let listen_is_sound = report.count() == before;
+    let (listen, trusted_proxies) = listen::read_listen(top.get("listen"), files, report);
+    let listen_is_valid = report.count() == before;
     let admin = listen::read_admin(top.get("admin"), report);
     let certs = listen.client_certs();
     let (counters, mut sharing) = read_counters(top.get("counters"), files, variables, report);
@@ -105,10 +105,10 @@ fn read_top_level(mut top: Table, files: ReadFile, variables: ReadVariable, repo
     let jwt = jwt::read_jwt(jwt, files, report);
     let mut upstreams = upstreams::read_upstreams(upstreams, files, report);
     upstreams.complete &= !misspelled.contains(&"upstreams");
-    let mut rules = rules::read_rules(rules, fields, certs, sharing, report);
+    let mut rules = rules::read_rules(rules, rate_limit_style, certs, sharing, report);
     rules.complete &= !misspelled.contains(&"rules");
     // A trusted proxy sends the scheme of the original request. Invalid addresses may belong to either scheme.
-    let any_scheme = proxies.is_some() || !listen_is_sound || misspelled.contains(&"listen");
+    let any_scheme = trusted_proxies.is_some() || !listen_is_valid || misspelled.contains(&"listen");
     let schemes =
         Schemes { http: any_scheme || !listen.http.is_empty(), https: any_scheme || !listen.https.is_empty() };
     let routes = routes::read_routes(routes, path_reading, &upstreams, &rules, &timeouts, schemes, report);
@@ -118,7 +118,8 @@ fn read_top_level(mut top: Table, files: ReadFile, variables: ReadVariable, repo
         clients::read_clients(clients, &DefinedPlans { names: plans, complete: rules.complete }, certs, files, report);
 
     let (rules, responses): (Vec<Rule>, Vec<rules::RuleResponses>) = rules.into_values().into_iter().unzip();
-    let (fields, refusals) = responses.into_iter().map(|responses| (responses.fields, responses.refusal)).unzip();
+    let (rate_limit_styles, refusal_responses) =
+        responses.into_iter().map(|responses| (responses.rate_limit_style, responses.refusal)).unzip();
     Config {
         listen,
         admin,
@@ -128,7 +129,7 @@ fn read_top_level(mut top: Table, files: ReadFile, variables: ReadVariable, repo
         timeouts,
         http2,
         limits,
-        trusted_proxies: proxies,
+        trusted_proxies,
         access_log,
         clients,
         jwt,
@@ -136,8 +137,8 @@ fn read_top_level(mut top: Table, files: ReadFile, variables: ReadVariable, repo
         forward_path: forward_path.unwrap_or(ForwardPath::Original),
         upstreams: upstreams.into_values(),
         rules,
-        rate_limit_styles: fields,
-        refusal_responses: refusals,
+        rate_limit_styles,
+        refusal_responses,
         routes,
     }
 }
@@ -163,26 +164,26 @@ fn read_counters(
         counters.file =
             table.get("file").and_then(|item| read_absolute_path(&item, "\"/run/transom/counters\"", report));
         let snapshot = table.get("snapshot");
-        let at = snapshot.as_ref().map(|item| item.span.clone());
+        let snapshot_span = snapshot.as_ref().map(|item| item.span.clone());
         counters.snapshot = snapshot.and_then(|item| read_absolute_path(&item, "\"/var/lib/transom/counts\"", report));
         read_timeout(&mut table, "snapshot_every", &mut counters.snapshot_every, 1000..=DAY_MS, report);
         let file_paths =
             |file: &PathBuf| ["", ".lock", ".new", ".old"].map(|ending| format!("{}{ending}", file.display()));
         let file_paths = counters.file.as_ref().map(file_paths).unwrap_or_default();
         let is_file_path = |path: &&PathBuf| file_paths.iter().any(|other| Path::new(other) == path.as_path());
-        if let (Some(at), Some(_)) = (at.clone(), counters.snapshot.as_ref().filter(is_file_path)) {
+        if let (Some(span), Some(_)) = (snapshot_span.clone(), counters.snapshot.as_ref().filter(is_file_path)) {
             report.problem(
-                at,
+                span,
                 "`snapshot` is the path of `file` or of one of its companion files",
                 "write another path for `snapshot`",
             );
         }
         if let Some(item) = table.get("shared") {
             (counters.shared, sharing) = redis::read_shared(&item, files, variables, report);
-            if let Some(at) = at {
+            if let Some(span) = snapshot_span {
                 let message =
                     "`snapshot` and `[counters.shared]` are both given: a restored snapshot would return spent tokens";
-                report.problem(at, message, "remove `snapshot`; shared counters are kept in Redis");
+                report.problem(span, message, "remove `snapshot`; shared counters are kept in Redis");
             }
         }
         for key in ["redis", "mode", "on_outage", "prefix", "timeout"] {

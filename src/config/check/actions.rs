@@ -1,7 +1,7 @@
 //! The actions of a route: changes of path and header fields, redirects, fixed responses, and limits of its own.
 //!
-//! All actions are checked here, so that they cannot fail for a request: a prefix that the path of the route does not have, an
-//! unknown variable, or a header field that only the gateway may set is a problem.
+//! All actions are checked here, so that they cannot fail for a request: a prefix that the path of the route does not
+//! have, an unknown variable, or a header field that only the gateway may set is a problem.
 
 use toml::de::DeValue;
 
@@ -241,8 +241,8 @@ fn read_redirect(item: &Item, path: Option<&PathPattern>, report: &mut Report) -
     Some(LocalResponse::Redirect { to, status: status? })
 }
 
-/// Whether a template is an absolute URL, or a path on the same host. The host must be fixed or the host of the request: other
-/// variables would let a client choose the target (open redirect).
+/// Whether a template is an absolute URL, or a path on the same host. The host must be fixed or the host of the
+/// request: other variables would let a client choose the target (open redirect).
 fn is_safe_location(Template(pieces): &Template) -> bool {
     let is_valid = |piece: &TemplatePart| match piece {
         TemplatePart::Literal(text) => text.bytes().all(|byte| byte.is_ascii_graphic()),

@@ -1,8 +1,8 @@
 //! Windows of days, weeks and months in a time zone: the times at which they end.
 //!
-//! A zone is looked up in the time-zone database of the system, and if it is missing there, in the bundled one. The lists are
-//! computed last, for a configuration without problems: a list of days has fifty thousand entries, and rules with the same calendar
-//! share it. This file does not read the clock.
+//! A zone is looked up in the time-zone database of the system, and if it is missing there, in the bundled one. The
+//! lists are computed last, for a configuration without problems: a list of days has fifty thousand entries, and rules
+//! with the same calendar share it. This file does not read the clock.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -79,19 +79,20 @@ fn zone_fix(text: &str) -> String {
     }
     let known: Vec<String> = TimeZoneDatabase::bundled().available().map(|name| name.as_str().to_owned()).collect();
     // `Paris` is the last part of a zone name.
-    let place = |name: &&String| name.rsplit('/').next().is_some_and(|place| place.eq_ignore_ascii_case(text.trim()));
+    let has_city = |name: &&String| name.rsplit('/').next().is_some_and(|city| city.eq_ignore_ascii_case(text.trim()));
     // The database has six hundred names: only those with the same first two letters are compared.
     let begins =
         |name: &&str| text.get(..2).is_some_and(|two| name.get(..2).is_some_and(|n| n.eq_ignore_ascii_case(two)));
     let names = || known.iter().map(String::as_str).filter(begins);
-    let guess = known.iter().find(place).map(String::as_str).or_else(|| nearest(text, names()));
+    let guess = known.iter().find(has_city).map(String::as_str).or_else(|| nearest(text, names()));
     match guess {
         Some(guess) => format!("did you mean `\"{guess}\"`?"),
         None => String::from("write a zone of the IANA database, such as `\"Europe/Paris\"`, or `\"UTC\"`"),
     }
 }
 
-/// The offset in a text such as `GMT+2`, `UTC-05:30` or `+02:00`, from its sign on; `None` if the text is not an offset.
+/// The offset in a text such as `GMT+2`, `UTC-05:30` or `+02:00`, from its sign on; `None` if the text is not an
+/// offset.
 fn utc_offset(text: &str) -> Option<&str> {
     let text = text.trim();
     let named = text.get(..3).filter(|name| ["GMT", "UTC"].iter().any(|known| name.eq_ignore_ascii_case(known)));
@@ -99,18 +100,18 @@ fn utc_offset(text: &str) -> Option<&str> {
     offset.starts_with(['+', '-']).then_some(offset)
 }
 
-/// The fix for an offset from UTC. Zones in `Etc` count hours westwards, so they have the opposite sign: two hours ahead of UTC is
-/// `Etc/GMT-2`.
+/// The fix for an offset from UTC. Zones in `Etc` count hours westwards, so they have the opposite sign: two hours
+/// ahead of UTC is `Etc/GMT-2`.
 fn offset_fix(offset: &str) -> String {
-    let place = "a zone with daylight saving time, such as `\"Europe/Paris\"`";
+    let named_zone = "a zone with daylight saving time, such as `\"Europe/Paris\"`";
     let digits = offset[1..].trim_start().trim_end_matches(":00");
     let digits = if digits.len() == 4 { digits.strip_suffix("00").unwrap_or(digits) } else { digits };
     let sign = if offset.starts_with('+') { '-' } else { '+' };
     match digits.parse::<u8>().map(|hours| format!("Etc/GMT{sign}{hours}")) {
         Ok(name) if find_zone(&name).is_some() => {
-            format!("write {place}, or `\"{name}\"`: zones in `Etc` have the opposite sign")
+            format!("write {named_zone}, or `\"{name}\"`: zones in `Etc` have the opposite sign")
         }
-        _ => format!("write {place}"),
+        _ => format!("write {named_zone}"),
     }
 }
 
@@ -137,8 +138,8 @@ fn window_ends(period: &str, zone: &str) -> Arc<[u64]> {
 
 /// The start of each day in a zone, in Unix milliseconds, with the number of the day since the epoch.
 ///
-/// Between two changes of the offset, midnights are a day apart. If a change skips midnight, the day starts with the change; if a
-/// change repeats midnight, the day does not start again.
+/// Between two changes of the offset, midnights are a day apart. If a change skips midnight, the day starts with the
+/// change; if a change repeats midnight, the day does not start again.
 fn day_starts(zone: &TimeZone) -> Vec<(i64, i64)> {
     let first = Timestamp::UNIX_EPOCH - jiff::SignedDuration::from_hours(24 * 70);
     let changes = zone.following(first).map(|change| (change.timestamp(), change.offset()));

@@ -1,7 +1,7 @@
 //! `[clients]`, and the clients file that it names.
 //!
-//! The clients file may contain an API key in plain text by mistake. Problems give the position in that file, and never show a line
-//! or a value that could be a secret.
+//! The clients file may contain an API key in plain text by mistake. Problems give the position in that file, and never
+//! show a line or a value that could be a secret.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -22,10 +22,10 @@ use transom_limiter::key::KeyPart;
 use transom_limiter::secret_digest::Digest;
 
 const CLIENT_FIX: &str = "write `[clients.NAME]`, then its settings, each on a line";
-const ADD: &str = "transom clients add NAME --plan PLAN --generate-key";
-const BROKEN: &str = "this is not TOML";
-const TWICE: &str = "this name is already defined";
-const BROKEN_FIX: &str = "a line is `key = value` or `[table]`; texts go in quotes";
+const ADD_COMMAND: &str = "transom clients add NAME --plan PLAN --generate-key";
+const SYNTAX_ERROR: &str = "this is not TOML";
+const ALREADY_DEFINED: &str = "this name is already defined";
+const SYNTAX_FIX: &str = "a line is `key = value` or `[table]`; texts go in quotes";
 
 /// The plans that the rules define.
 pub struct DefinedPlans<'r> {
@@ -54,7 +54,7 @@ pub fn read_clients(
         Ok(bytes) => bytes,
         Err(error) => {
             let message = format!("cannot read {}: {error}", quoted(file.text));
-            report.problem(file.span, message, format!("name the file, or create it: `{ADD}`"));
+            report.problem(file.span, message, format!("name the file, or create it: `{ADD_COMMAND}`"));
             return None;
         }
     };
@@ -63,10 +63,13 @@ pub fn read_clients(
         return None;
     };
     let mut file_report = Report::for_named_file(&text, &path);
-    let certified = subject == Some(Some(KeyPart::ClientCert));
-    let (keys, subjects) = (api_key.is_some(), subject.is_some());
-    let mut reader =
-        ClientsFileReader { plans, keys, subjects, subjects_are_fingerprints: certified, owners: Owners::default() };
+    let mut reader = ClientsFileReader {
+        plans,
+        has_api_key: api_key.is_some(),
+        has_subject: subject.is_some(),
+        subjects_are_fingerprints: subject == Some(Some(KeyPart::ClientCert)),
+        owners: Owners::default(),
+    };
     let list = reader.read_file(&text, &mut file_report);
     report.append(file_report);
     Some(Clients { file: path, api_key: api_key.flatten(), subject: subject.flatten(), list })
@@ -102,8 +105,8 @@ fn read_key_source(item: &Item, example: &str, certs: Option<ClientCerts>, repor
 struct ClientsFileReader<'r> {
     plans: &'r DefinedPlans<'r>,
     /// Whether `[clients]` has `api_key`, and `subject`.
-    keys: bool,
-    subjects: bool,
+    has_api_key: bool,
+    has_subject: bool,
     /// Whether subjects are fingerprints of client certificates.
     subjects_are_fingerprints: bool,
     owners: Owners,
@@ -120,18 +123,18 @@ struct Owners {
 impl ClientsFileReader<'_> {
     fn read_file(&mut self, text: &str, report: &mut Report) -> Vec<Client> {
         let mut syntax_report = Report::new(text);
-        let sound = toml_errors::skip_syntax_errors(text, &mut syntax_report);
+        let valid_text = toml_errors::skip_syntax_errors(text, &mut syntax_report);
         report.has_syntax_errors = syntax_report.has_syntax_errors;
         for problem in syntax_report.into_problems() {
             // Most syntax errors quote the file, so their text is replaced.
             let (message, fix) = match problem.message.as_str() {
-                message if message.contains("is already defined") => (TWICE.to_owned(), problem.fix),
-                message if message.contains('`') => (BROKEN.to_owned(), BROKEN_FIX.to_owned()),
+                message if message.contains("is already defined") => (ALREADY_DEFINED.to_owned(), problem.fix),
+                message if message.contains('`') => (SYNTAX_ERROR.to_owned(), SYNTAX_FIX.to_owned()),
                 _ => (problem.message, problem.fix),
             };
             report.problem(problem.span, message, fix);
         }
-        let (document, _) = DeTable::parse_recoverable(&sound);
+        let (document, _) = DeTable::parse_recoverable(&valid_text);
         let mut top = Table::new(document.get_ref(), 0..0, "the clients file");
         let clients = top.get("clients");
         top.finish(report);
@@ -147,9 +150,9 @@ impl ClientsFileReader<'_> {
         let api_keys = table.get("api_keys");
         let subjects = table.get("subjects");
         let networks = table.get("networks");
-        let named = [&api_keys, &subjects, &networks].iter().any(|item| item.as_ref().is_some_and(has_items));
+        let has_identity = [&api_keys, &subjects, &networks].iter().any(|item| item.as_ref().is_some_and(has_items));
         let misspelled = table.finish(report);
-        if !named && misspelled.is_empty() {
+        if !has_identity && misspelled.is_empty() {
             let message = format!(
                 "{} has no `api_keys`, `subjects` or `networks`, so no request belongs to it",
                 quoted(entry.key)
@@ -200,7 +203,7 @@ impl ClientsFileReader<'_> {
             assign_owner(&mut self.owners.keys, digest, client, "key", &word, report);
             digests.push(digest);
         }
-        report_without_setting(item, self.keys, "api_key", "\"header:x-api-key\"", report);
+        report_without_setting(item, self.has_api_key, "api_key", "\"header:x-api-key\"", report);
         digests
     }
 
@@ -221,7 +224,7 @@ impl ClientsFileReader<'_> {
             assign_owner(&mut self.owners.subjects, subject.clone(), client, "subject", &word, report);
             subjects.push(subject);
         }
-        report_without_setting(item, self.subjects, "subject", "\"jwt:sub\"", report);
+        report_without_setting(item, self.has_subject, "subject", "\"jwt:sub\"", report);
         subjects
     }
 
@@ -242,17 +245,17 @@ fn has_items(item: &Item) -> bool {
 
 /// Records the client that a key, subject or network belongs to. Reports one that a client already has.
 fn assign_owner<K: Hash + Eq>(
-    taken: &mut HashMap<K, String>,
-    claimed: K,
+    owners: &mut HashMap<K, String>,
+    value: K,
     client: &str,
     kind: &str,
     word: &SpannedStr,
     report: &mut Report,
 ) {
-    let owner = match taken.entry(claimed) {
+    let owner = match owners.entry(value) {
         Entry::Occupied(owner) => owner,
-        Entry::Vacant(place) => {
-            place.insert(client.to_owned());
+        Entry::Vacant(entry) => {
+            entry.insert(client.to_owned());
             return;
         }
     };

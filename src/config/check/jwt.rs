@@ -1,7 +1,7 @@
 //! `[jwt]`: the keys that verify tokens, and the claims that a token must have.
 //!
-//! Keys are parsed here, so that an unusable key is reported at the start rather than at the first request. Messages contain no
-//! secrets.
+//! Keys are parsed here, so that an unusable key is reported at the start rather than at the first request. Messages
+//! contain no secrets.
 
 use std::time::Duration;
 
@@ -71,8 +71,8 @@ pub fn read_jwt(item: Option<Item>, files: ReadFile, report: &mut Report) -> Opt
     Some(trust)
 }
 
-/// The algorithm of a key that more than `KEYS_TRIED_MAX` keys cannot be distinguished from, because they have the same `kid` or
-/// one of the two has none.
+/// The algorithm of a key that more than `KEYS_TRIED_MAX` keys cannot be distinguished from, because they have the same
+/// `kid` or one of the two has none.
 fn ambiguous_algorithm(keys: &[VerificationKey]) -> Option<Algorithm> {
     let alike = |key: &VerificationKey, other: &VerificationKey| {
         key.algorithm == other.algorithm && (key.kid.is_none() || other.kid.is_none() || key.kid == other.kid)
@@ -213,8 +213,8 @@ fn read_names(item: Option<Item>, example: &str, report: &mut Report) -> Vec<Str
     words.into_iter().map(|word| word.text.to_owned()).collect()
 }
 
-/// Reports a `[jwt]` that nothing uses, and a claim in a rule or in `[clients]` without `[jwt]`. `misspelled` has the sections
-/// that unknown keys of the file were probably meant to be.
+/// Reports a `[jwt]` that nothing uses, and a claim in a rule or in `[clients]` without `[jwt]`. `misspelled` has the
+/// sections that unknown keys of the file were probably meant to be.
 pub fn report_missing_or_unused_jwt(
     jwt: Option<&Item>,
     rules: Option<&Item>,

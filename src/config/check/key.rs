@@ -1,7 +1,7 @@
 //! The key of a rule: its parts, and what happens to a request without one of them.
 //!
-//! A client may omit some parts. The operator must then choose with `on_missing_key`: a default would let requests bypass the
-//! limit, or refuse them without notice. A choice that has no effect is a problem as well.
+//! A client may omit some parts. The operator must then choose with `on_missing_key`: a default would let requests
+//! bypass the limit, or refuse them without notice. A choice that has no effect is a problem as well.
 
 use super::path::is_param_name;
 use super::values::{FIELD_NAME_FIX, parse_field_name};

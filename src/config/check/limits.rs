@@ -105,12 +105,12 @@ pub fn read_http2(item: Option<Item>, report: &mut Report) -> Http2 {
     if let Some(h2c) = table.get("h2c").and_then(|item| item.boolean(report)) {
         http2.h2c = h2c;
     }
-    for (key, number, most) in [
+    for (key, number, max) in [
         ("max_concurrent_streams", &mut http2.max_concurrent_streams, 10_000),
         ("max_resets", &mut http2.max_resets, 1_000_000),
         ("max_control_frames", &mut http2.max_control_frames, 1_000_000),
     ] {
-        if let Some(value) = table.get(key).and_then(|item| item.integer(1..=most, report)) {
+        if let Some(value) = table.get(key).and_then(|item| item.integer(1..=max, report)) {
             *number = value as u32;
         }
     }

@@ -1,7 +1,7 @@
 //! `[listen]` and `[admin]`: addresses to listen on, TLS certificates, client authentication, and trusted proxies.
 //!
-//! Addresses are IP addresses: host names are not resolved, because a name may resolve to another address at the next start.
-//! This file binds no socket. Messages never contain the content of a certificate or key file.
+//! Addresses are IP addresses: host names are not resolved, because a name may resolve to another address at the next
+//! start. This file binds no socket. Messages never contain the content of a certificate or key file.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -20,13 +20,14 @@ use transom_limiter::ip_prefix::Network;
 const EXAMPLE: &str = "\"127.0.0.1:8080\"";
 const HTTPS_EXAMPLE: &str = "\"0.0.0.0:443\"";
 const HTTPS_FIX: &str = "write `[listen.https]`, then its `address`, its `certificate` and its `private_key`";
-const NETWORKS: &str = "[\"10.0.0.0/8\"]";
+const PROXY_PROTOCOL_EXAMPLE: &str = "[\"10.0.0.0/8\"]";
+const PROXIES_EXAMPLE: &str = "[\"10.0.0.0/8\", \"fd00::/8\"]";
 
 /// A socket that the gateway opens when it starts.
 struct ListenSocket {
     address: SocketAddr,
     /// Whether `[::]` accepts IPv4 connections too. It does for the admin address, and not for the others.
-    takes_ipv4: bool,
+    accepts_ipv4: bool,
     /// The line of the address in the file; 0 for the default address.
     line: usize,
 }
@@ -39,9 +40,10 @@ impl ListenSocket {
         port != 0 && port == other.address.port() && (is_same || self.covers(other) || other.covers(self))
     }
 
+    /// Whether this is a wildcard address that includes the other.
     fn covers(&self, other: &ListenSocket) -> bool {
         let is_family = self.address.is_ipv4() == other.address.is_ipv4();
-        self.address.ip().is_unspecified() && (is_family || (self.takes_ipv4 && self.address.is_ipv6()))
+        self.address.ip().is_unspecified() && (is_family || (self.accepts_ipv4 && self.address.is_ipv6()))
     }
 }
 
@@ -58,15 +60,14 @@ pub fn read_listen(item: Option<Item>, files: ReadFile, report: &mut Report) -> 
     let mut sockets: Vec<ListenSocket> = Vec::new();
     let (http, https) = (table.get("http"), table.get("https"));
     if let Some(item) = http {
-        listen.http =
-            read_addresses(&item, EXAMPLE, ", or leave `http` out: this is the default", &mut sockets, report);
+        listen.http = read_addresses(&item, EXAMPLE, ", or remove `http`: this is the default", &mut sockets, report);
     } else if https.is_some() {
         // With `https` alone, the default address for plain HTTP does not apply.
         listen.http.clear();
     } else {
         sockets.extend(listen.http.iter().map(|address| ListenSocket {
             address: *address,
-            takes_ipv4: false,
+            accepts_ipv4: false,
             line: 0,
         }));
     }
@@ -79,16 +80,16 @@ pub fn read_listen(item: Option<Item>, files: ReadFile, report: &mut Report) -> 
     if let Some(item) = table.get("proxy_protocol") {
         listen.proxy_protocol = read_proxy_networks(&item, report);
     }
-    let most = table.get("max_connections").and_then(|item| item.integer(1..=10_000_000, report));
-    listen.max_connections = most.and_then(|most| usize::try_from(most).ok());
-    let most = table.get("max_connections_per_client").and_then(|item| item.integer(1..=1_000_000, report));
-    listen.max_connections_per_client = most.and_then(|most| u32::try_from(most).ok());
+    let max = table.get("max_connections").and_then(|item| item.integer(1..=10_000_000, report));
+    listen.max_connections = max.and_then(|max| usize::try_from(max).ok());
+    let max = table.get("max_connections_per_client").and_then(|item| item.integer(1..=1_000_000, report));
+    listen.max_connections_per_client = max.and_then(|max| u32::try_from(max).ok());
     let proxies = ProxySettings::take_from(&mut table).read(report);
     table.finish(report);
     (listen, proxies)
 }
 
-/// `[admin]`
+/// Reads `[admin]`.
 pub fn read_admin(item: Option<Item>, report: &mut Report) -> Admin {
     let Some(mut table) = section_table(item, report) else { return Admin { hosts: Vec::new() } };
     let hosts = table.get("hosts");
@@ -102,13 +103,13 @@ pub fn read_admin(item: Option<Item>, report: &mut Report) -> Admin {
 fn read_addresses(
     item: &Item,
     example: &str,
-    or: &str,
+    alternative: &str,
     sockets: &mut Vec<ListenSocket>,
     report: &mut Report,
 ) -> Vec<SocketAddr> {
     match item.strings(example, report) {
         Some(words) if words.is_empty() => {
-            let fix = format!("{}{or}", item.fix_with(example));
+            let fix = format!("{}{alternative}", item.fix_with(example));
             report.problem(item.span.clone(), format!("`{}` is an empty list", item.key), fix);
             Vec::new()
         }
@@ -156,7 +157,8 @@ fn read_https(item: &Item, files: ReadFile, sockets: &mut Vec<ListenSocket>, rep
     Some(Https { addresses, tls: Tls { certificates, client_auth, min_version } })
 }
 
-/// Reads `[[listen.https.certificates]]`. Each is selected by its DNS names (SNI), which no other certificate of the same key type may have.
+/// Reads `[[listen.https.certificates]]`. Each is selected by its DNS names (SNI), which no other certificate of the
+/// same key type may have.
 fn read_further_certificates(item: &Item, files: ReadFile, certificates: &mut Vec<Certificate>, report: &mut Report) {
     let fix = "write `[[listen.https.certificates]]`, then its `certificate` and its `private_key`";
     let DeValue::Array(_) = item.value else {
@@ -221,9 +223,9 @@ impl ClientAuthSettings<'_> {
 }
 
 fn read_proxy_networks(item: &Item, report: &mut Report) -> Vec<Network> {
-    let words = item.strings(NETWORKS, report);
+    let words = item.strings(PROXY_PROTOCOL_EXAMPLE, report);
     if words.as_ref().is_some_and(Vec::is_empty) {
-        let fix = format!("{}, or remove it: no PROXY header is then accepted", item.fix_with(NETWORKS));
+        let fix = format!("{}, or remove it: no PROXY header is then accepted", item.fix_with(PROXY_PROTOCOL_EXAMPLE));
         report.problem(item.span.clone(), "`proxy_protocol` is an empty list", fix);
     }
     words.iter().flatten().filter_map(|word| read_network(word, report)).collect()
@@ -231,7 +233,7 @@ fn read_proxy_networks(item: &Item, report: &mut Report) -> Vec<Network> {
 
 fn read_address(
     word: &SpannedStr,
-    takes_ipv4: bool,
+    accepts_ipv4: bool,
     sockets: &mut Vec<ListenSocket>,
     report: &mut Report,
 ) -> Option<SocketAddr> {
@@ -250,8 +252,8 @@ fn read_address(
         report.problem(word.span.clone(), message, format!("write `\"{mapped}:{}\"`", address.port()));
         return None;
     }
-    let bound = ListenSocket { address, takes_ipv4, line: report.line(word.span.start) };
-    if let Some(other) = sockets.iter().find(|other| bound.overlaps(other)) {
+    let socket = ListenSocket { address, accepts_ipv4, line: report.line(word.span.start) };
+    if let Some(other) = sockets.iter().find(|other| socket.overlaps(other)) {
         let (text, other_text) = (quoted(word.text), quoted(&other.address.to_string()));
         let position = match other.line {
             0 => ": `http` uses it by default".to_owned(),
@@ -259,12 +261,12 @@ fn read_address(
         };
         let message = match other.address.ip() == address.ip() {
             true => format!("{text} is already in use{position}"),
-            false if bound.covers(other) => format!("{text} includes {other_text}, which is already in use{position}"),
+            false if socket.covers(other) => format!("{text} includes {other_text}, which is already in use{position}"),
             false => format!("{text} is already in use by {other_text}{position}"),
         };
         report.problem(word.span.clone(), message, "remove it, or give it another port");
     }
-    sockets.push(bound);
+    sockets.push(socket);
     Some(address)
 }
 
@@ -302,8 +304,6 @@ fn address_fix(text: &str) -> String {
     }
 }
 
-const PROXIES_EXAMPLE: &str = "[\"10.0.0.0/8\", \"fd00::/8\"]";
-
 /// The settings of `[listen]` about proxies in front of the gateway.
 struct ProxySettings<'d> {
     trusted: Option<Item<'d>>,
@@ -334,7 +334,7 @@ impl<'d> ProxySettings<'d> {
         for word in words {
             let Some(network) = read_network(&word, report) else { continue };
             if networks.contains(&network) {
-                report.problem(word.span, format!("{} is there twice", quoted(word.text)), "remove it");
+                report.problem(word.span, format!("{} is listed twice", quoted(word.text)), "remove it");
             } else if network.prefix == 0 {
                 let message =
                     format!("{} contains every address: any client could forge its address", quoted(word.text));

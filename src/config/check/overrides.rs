@@ -1,7 +1,7 @@
 //! Exceptions of a rule: plans for clients, overrides for single keys, and exemptions.
 //!
-//! The configured value of a key is compared with the value in a request, byte by byte. A value that no request can have would
-//! have no effect, so it is a problem.
+//! The configured value of a key is compared with the value in a request, byte by byte. A value that no request can
+//! have would have no effect, so it is a problem.
 
 use std::collections::HashSet;
 

@@ -1,8 +1,8 @@
 //! Parses the path pattern of a route: literal segments, `{name}` and `{*name}`.
 //!
-//! The path of a request is normalized before it is matched, so a pattern that is not normalized would never match. Such a pattern
-//! is a problem, and the fix is its normal form. Segments are the parts between slashes: `/` has one empty segment, and `/a/` ends
-//! with an empty segment.
+//! The path of a request is normalized before it is matched, so a pattern that is not normalized would never match.
+//! Such a pattern is a problem, and the fix is its normal form. Segments are the parts between slashes: `/` has one
+//! empty segment, and `/a/` ends with an empty segment.
 
 use super::values::Parsed;
 use crate::config::diagnostics::{Report, quoted};

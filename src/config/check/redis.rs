@@ -1,7 +1,7 @@
 //! `[counters.shared]`: the Redis servers through which gateways share counters, and the related settings of rules.
 //!
-//! This file resolves no names and opens no connections. A password comes from a file, from an environment variable, or from the
-//! URL. No message contains it: messages show a URL without its user name and password.
+//! This file resolves no names and opens no connections. A password comes from a file, from an environment variable, or
+//! from the URL. No message contains it: messages show a URL without its user name and password.
 
 use std::time::Duration;
 
@@ -48,13 +48,13 @@ pub fn read_shared(
     variables: ReadVariable,
     report: &mut Report,
 ) -> (Option<StoreConfig>, DefaultSharing) {
-    let mut usual = DefaultSharing::Shared(Sharing::Lease, OnOutage::Local);
+    let mut default_sharing = DefaultSharing::Shared(Sharing::Lease, OnOutage::Local);
     if matches!(item.value, DeValue::String(_)) {
         // The message does not show the value: it may be a URL with a password.
         report.problem(item.span.clone(), "`shared`: expected a table, found a string", TABLE_FIX);
-        return (None, usual);
+        return (None, default_sharing);
     }
-    let Some(mut table) = item.table("`[counters.shared]`", TABLE_FIX, report) else { return (None, usual) };
+    let Some(mut table) = item.table("`[counters.shared]`", TABLE_FIX, report) else { return (None, default_sharing) };
     let redis = table.require("redis", format!("write `redis = {EXAMPLE}`"));
     for (key, meant) in [("password", "password_file"), ("digest_key", "digest_key_file")] {
         table.suggest_for(key, meant, SECRET_FIX.replace("{}", key));
@@ -73,7 +73,7 @@ pub fn read_shared(
     let (database, prefix) = (table.get("database"), table.get("prefix"));
     let mode = table.get("mode").and_then(|item| item.choice(&MODES, report)).unwrap_or(Sharing::Lease);
     let on_outage = table.get("on_outage").and_then(|item| item.choice(&OUTAGES, report)).unwrap_or(OnOutage::Local);
-    usual = DefaultSharing::Shared(mode, on_outage);
+    default_sharing = DefaultSharing::Shared(mode, on_outage);
     let timeout =
         table.get("timeout").and_then(|item| read_duration_ms(&item, 1..=TIMEOUT_MAX_MS, DEFAULT_TIMEOUT, report));
     let (key_file, key_variable) = (table.get("digest_key_file"), table.get("digest_key_env"));
@@ -104,7 +104,7 @@ pub fn read_shared(
         digest_key,
         tls,
     });
-    (shared, usual)
+    (shared, default_sharing)
 }
 
 /// The settings of a rule about shared counters.
@@ -118,7 +118,8 @@ impl<'d> RuleSharingSettings<'d> {
         RuleSharingSettings { shared: table.get("shared"), on_outage: table.get("on_outage") }
     }
 
-    /// Sets `sharing` and `on_outage` of the rule. `misspelled` is true if an unknown setting was probably meant to be `shared`.
+    /// Sets `sharing` and `on_outage` of the rule. `misspelled` is true if an unknown setting was probably meant to be
+    /// `shared`.
     pub fn read(self, rule: &mut Rule, default_sharing: DefaultSharing, misspelled: bool, report: &mut Report) {
         let shared = self.shared.as_ref().map(|item| item.choice(&RULE_MODES, report));
         let on_outage = self.on_outage.as_ref().map(|item| item.choice(&OUTAGES, report));

@@ -1,7 +1,7 @@
 //! Parses the URL of a Redis or Valkey server.
 //!
-//! `redis://[user[:password]@]host[:port][/database]`, `rediss://` for TLS, `redis+unix:///path` or `unix:///path` for a
-//! Unix socket. User name and password never appear in a message.
+//! `redis://[user[:password]@]host[:port][/database]`, `rediss://` for TLS, `redis+unix:///path` or `unix:///path` for
+//! a Unix socket. User name and password never appear in a message.
 
 use super::upstreams::{parse_authority, parse_socket_path};
 use super::values::Parsed;

@@ -1,6 +1,7 @@
 //! The conditions of a route other than its path: hosts, methods and header fields.
 //!
-//! Hosts and field names are converted to lower case, as requests are compared. Methods are case-sensitive (RFC 9110, section 9.1).
+//! Hosts and field names are converted to lower case, as requests are compared. Methods are case-sensitive (RFC 9110,
+//! section 9.1).
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
@@ -110,8 +111,8 @@ fn normalize_host(text: &str) -> Result<String, String> {
     })
 }
 
-/// Fields that the gateway removes from every request, or replaces if the client is not a trusted proxy. With such a field, a
-/// client could choose a route and its rules, and the upstream would not see the field.
+/// Fields that the gateway removes from every request, or replaces if the client is not a trusted proxy. With such a
+/// field, a client could choose a route and its rules, and the upstream would not see the field.
 const NOT_FORWARDED: [&str; 13] = [
     "connection",
     "expect",

@@ -1,11 +1,11 @@
 //! `[[routes]]`: which requests each route matches, where they are forwarded, and which rules limit them.
 //!
-//! The most specific matching route wins, and among equally specific routes the first in the file. A route is unreachable if
-//! earlier routes match the same requests.
-
-use toml::de::DeValue;
+//! The most specific matching route wins, and among equally specific routes the first in the file. A route is
+//! unreachable if earlier routes match the same requests.
 
 use std::collections::HashMap;
+
+use toml::de::DeValue;
 
 use super::rules::{self, RuleResponses};
 use super::values::Definitions;
@@ -74,7 +74,7 @@ fn read_route(
     let methods = route_match::read_methods(table.get("methods"), report);
     let headers = route_match::read_headers(table.get("headers"), report);
     let secure = table.get("scheme").map(|item| read_scheme(&item, schemes, report));
-    let certain = report.count() == before;
+    let conditions_are_valid = report.count() == before;
     let actions = actions::ActionSettings::take_from(&mut table);
     let upstream = if actions.responds_directly() {
         report_unused_upstream(table.get("upstream"), report)
@@ -86,8 +86,8 @@ fn read_route(
     let websocket = table.get("websocket").and_then(|item| item.boolean(report)).unwrap_or(true);
     let misspelled = table.finish(report);
 
-    let named = name.as_ref().map(|item| item.span.clone());
-    let name = name.and_then(|item| self::read_name(&item, report));
+    let name_span = name.as_ref().map(|item| item.span.clone());
+    let name = name.and_then(|item| read_name(&item, report));
     let path = path
         .and_then(|item| item.string("\"/{*rest}\"", report))
         .and_then(|word| path::read_path(&word, reading, report));
@@ -96,13 +96,13 @@ fn read_route(
         upstreams.find("upstream", word.text, word.span, report)
     });
     let actions = actions.read(path.as_ref(), reading.encoded_slash, timeouts, report);
-    let used = names.and_then(|item| read_rule_names(&item, path.as_ref(), rules, report)).unwrap_or_default();
-    let cost = cost.and_then(|item| self::read_route_cost(&item, &used, rules, report));
+    let rule_indices = names.and_then(|item| read_rule_names(&item, path.as_ref(), rules, report)).unwrap_or_default();
+    let cost = cost.and_then(|item| read_route_cost(&item, &rule_indices, rules, report));
 
     ParsedRoute {
-        name_span: named.filter(|_| name.is_some()),
+        name_span: name_span.filter(|_| name.is_some()),
         span,
-        is_complete: certain && path.is_some() && misspelled.is_empty(),
+        is_complete: conditions_are_valid && path.is_some() && misspelled.is_empty(),
         route: Route {
             name: name.unwrap_or_default(),
             hosts: hosts.unwrap_or_default(),
@@ -113,7 +113,7 @@ fn read_route(
             actions,
             upstream: upstream.unwrap_or(0),
             websocket,
-            rules: used,
+            rules: rule_indices,
             cost,
         },
     }
@@ -177,19 +177,19 @@ fn read_rule_names(item: &Item, path: Option<&PathPattern>, rules: &Rules, repor
             report.problem(word.span.clone(), format!("{} is listed twice", quoted(word.text)), "remove it");
             continue;
         }
-        let Some(position) = rules.find("rule", word.text, word.span.clone(), report) else { continue };
+        let Some(index) = rules.find("rule", word.text, word.span.clone(), report) else { continue };
         if let Some(path) = path {
-            check_params(word, path, &rules.entries[position].value.0, report);
+            check_params(word, path, &rules.entries[index].value.0, report);
         }
-        found.push(position);
+        found.push(index);
     }
     Some(found)
 }
 
 /// Reads the cost of a request on a route. It replaces the cost of those rules of the route that have a fixed cost.
-fn read_route_cost(item: &Item, used: &[usize], rules: &Rules, report: &mut Report) -> Option<u32> {
+fn read_route_cost(item: &Item, rule_indices: &[usize], rules: &Rules, report: &mut Report) -> Option<u32> {
     let cost = item.integer(0..=u64::from(u32::MAX), report).and_then(|cost| u32::try_from(cost).ok())?;
-    let fixed = used.iter().map(|rule| &rules.entries[*rule].value.0);
+    let fixed = rule_indices.iter().map(|rule| &rules.entries[*rule].value.0);
     let fixed: Vec<&Rule> = fixed.filter(|rule| matches!(rule.cost, Cost::Fixed(_))).collect();
     if fixed.is_empty() && rules.complete {
         let message = "`cost` has no effect: no rule of this route has a fixed cost";
@@ -208,11 +208,11 @@ fn check_params(word: &SpannedStr, path: &PathPattern, rule: &Rule, report: &mut
             Segment::Param(other) | Segment::Rest(other) => other == name,
         })
     };
-    let lacking = rule.key.iter().find_map(|part| match part {
+    let missing_param = rule.key.iter().find_map(|part| match part {
         KeyPart::Param(name) if !has(name) => Some(name),
         _ => None,
     });
-    if let (Some(name), OnMissing::Never) = (lacking, &rule.on_missing) {
+    if let (Some(name), OnMissing::Never) = (missing_param, &rule.on_missing) {
         let message = format!(
             "the rule {} counts by `param:{name}`, but the path {} has no `{{{name}}}`",
             quoted(word.text),
@@ -257,17 +257,17 @@ fn report_unreachable(routes: &[ParsedRoute], report: &mut Report) {
     }
 }
 
-/// The lines of the earlier routes that match all requests of `route`: for each of its hosts and methods, the first earlier
-/// route with both. `None` if there is a combination that no earlier route matches.
+/// The lines of the earlier routes that match all requests of `route`: for each of its hosts and methods, the first
+/// earlier route with both. `None` if there is a combination that no earlier route matches.
 fn covering_lines(route: &Route, before: &[&ParsedRoute], report: &Report) -> Option<Vec<usize>> {
     let mut lines = Vec::new();
     for host in values_or_any(&route.hosts) {
         for method in values_or_any(&route.methods) {
-            let takes = |other: &&&ParsedRoute| {
+            let is_match = |other: &&&ParsedRoute| {
                 values_or_any(&other.route.hosts).any(|h| h == host)
                     && values_or_any(&other.route.methods).any(|m| m == method)
             };
-            lines.push(report.line(before.iter().find(takes)?.span.start));
+            lines.push(report.line(before.iter().find(is_match)?.span.start));
         }
     }
     lines.sort_unstable();
@@ -334,9 +334,11 @@ fn assign_names(routes: Vec<ParsedRoute>, report: &mut Report) -> Vec<Route> {
     routes.into_iter().zip(names).map(|(route, name)| Route { name, ..route.route }).collect()
 }
 
+/// Levels of detail: the path; with host and scheme; with methods; with headers; with the number of the route.
 const NAME_LEVELS: usize = 4;
 
-fn default_name(route: &Route, position: usize, level: usize) -> String {
+/// The name of a route without a configured name.
+fn default_name(route: &Route, index: usize, level: usize) -> String {
     let mut name = route.path.text.clone();
     if level >= 1 {
         name = format!("{}{name}", route.hosts.join(","));
@@ -353,7 +355,7 @@ fn default_name(route: &Route, position: usize, level: usize) -> String {
     }
     // A configured name, or a header value with spaces, may still equal the default name.
     if level >= NAME_LEVELS {
-        name = format!("{name} #{}", position + 1);
+        name = format!("{name} #{}", index + 1);
     }
     name
 }

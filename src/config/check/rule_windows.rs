@@ -1,8 +1,8 @@
 //! The layers of a rule: a limit and its windows, as a string such as `33/minute` or as a table.
 //!
-//! A layer with longer windows may be unreachable because of one with shorter windows: 2000 an hour is never reached beside 33 a
-//! minute, but takes effect once the other limit is raised. That is a note of `lint`, not a problem. The reverse is a problem:
-//! 2000 a minute beside 33 an hour is a mistake.
+//! A layer with longer windows may be unreachable because of one with shorter windows: 2000 an hour is never reached
+//! beside 33 a minute, but takes effect once the other limit is raised. That is a note of `lint`, not a problem. The
+//! reverse is a problem: 2000 a minute beside 33 an hour is a mistake.
 
 use toml::de::DeValue;
 
@@ -16,6 +16,9 @@ use transom_limiter::sharded_counter::SHARDS_MAX;
 use transom_limiter::window::{Period, PeriodError, Windows};
 
 const EXAMPLE: &str = "[\"2000/hour\", \"33/minute\"]";
+const STARTS: &str = "write `\"epoch\"`, `\"random\"`, `\"first-request\"`, or a time such as `2024-01-01T09:00:00Z`";
+/// The longest time in which later windows pay off a debt: ten years.
+const DEBT_MAX_MS: u64 = 3653 * 24 * 60 * 60 * 1000;
 
 const PERIODS: [&str; 6] = ["second", "minute", "hour", "day", "week", "month"];
 
@@ -76,8 +79,9 @@ fn read_layer(item: &Item, report: &mut Report) -> Option<Limit> {
     }
 }
 
-/// Whether the usage of one layer bounds the usage of the others. It does not if refused requests are counted, if the cost of a
-/// response can exceed a limit, or if requests are delayed, because a delayed request is charged to a later window.
+/// Whether the usage of one layer bounds the usage of the others. It does not if refused requests are counted, if the
+/// cost of a response can exceed a limit, or if requests are delayed, because a delayed request is charged to a later
+/// window.
 pub fn layers_are_comparable(rule: &Rule) -> bool {
     !rule.count_refused && !rule.delays() && !matches!(rule.cost, Cost::Response { .. })
 }
@@ -93,16 +97,15 @@ pub fn report_unreachable_layers(item: &Item, layers: &[Limit], report: &mut Rep
                 (Some((_, longest_ms)), Some((shortest_ms, _))) => longest_ms < shortest_ms,
                 _ => false,
             };
-        let is_smaller = |other: &&Limit| {
-            burst_bound::max_in_window(other, limit).is_some_and(|most| most < u64::from(limit.tokens))
-        };
+        let is_smaller =
+            |other: &&Limit| burst_bound::max_in_window(other, limit).is_some_and(|max| max < u64::from(limit.tokens));
         if let Some(other) = layers.iter().filter(is_longer).find(is_smaller) {
-            let most = burst_bound::max_in_window(other, limit).unwrap_or(0);
+            let max = burst_bound::max_in_window(other, limit).unwrap_or(0);
             let message = format!(
-                "`{}` per `{}` can never be reached: `{}` per `{}` admits at most `{most}` in that time",
+                "`{}` per `{}` can never be reached: `{}` per `{}` admits at most `{max}` in that time",
                 limit.tokens, limit.period_text, other.tokens, other.period_text
             );
-            let fix = format!("remove it, or write less than `{most}`; check that the two periods are not swapped");
+            let fix = format!("remove it, or write less than `{max}`; check that the two periods are not swapped");
             report.problem(item.span.clone(), message, fix);
         }
     }
@@ -127,8 +130,9 @@ fn limit_fix(text: &str, error: LimitError) -> String {
     }
 }
 
-/// The number of tokens that is most likely intended: `2k` is 2000, `1.5M` is 1500000, `33r` (as in nginx) is 33. `None` where a unit
-/// is unknown, because dropping the unit would change the limit. A small `m` is ambiguous: nginx writes `30r/m` for minutes.
+/// The number of tokens that is most likely intended: `2k` is 2000, `1.5M` is 1500000, `33r` (as in nginx) is 33.
+/// `None` where a unit is unknown, because dropping the unit would change the limit. A small `m` is ambiguous: nginx
+/// writes `30r/m` for minutes.
 fn guess_tokens(text: &str) -> Option<u64> {
     let unit_at = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
     let (number, unit) = text.split_at(unit_at);
@@ -173,11 +177,6 @@ pub fn guess_period(text: &str) -> Option<String> {
     };
     Period::parse(&meant).is_ok().then_some(meant)
 }
-
-/// The longest time in which later windows pay off a debt: ten years.
-const DEBT_MAX_MS: u64 = 3653 * 24 * 60 * 60 * 1000;
-
-const STARTS: &str = "write `\"epoch\"`, `\"random\"`, `\"first-request\"`, or a time such as `2024-01-01T09:00:00Z`";
 
 /// Where the windows of a layer start.
 #[derive(Clone, Copy, PartialEq)]
@@ -339,8 +338,8 @@ impl OptionalSettings<'_> {
         self.check_debt(limit, report);
     }
 
-    /// A shard counts its part of one window without knowledge of earlier windows, so shards exclude settings that carry tokens
-    /// over.
+    /// A shard counts its part of one window without knowledge of earlier windows, so shards exclude settings that
+    /// carry tokens over.
     fn check_shards(&self, limit: &Limit, is_first_request: bool, report: &mut Report) {
         let Some(item) = self.shards.as_ref().filter(|_| limit.shards > 1) else { return };
         if limit.shards > limit.tokens {
@@ -371,12 +370,12 @@ impl OptionalSettings<'_> {
         };
         let windows = debt.div_ceil(u64::from(limit.tokens));
         if windows.saturating_mul(period_ms) > DEBT_MAX_MS {
-            let most = (DEBT_MAX_MS / period_ms).saturating_mul(u64::from(limit.tokens));
+            let max = (DEBT_MAX_MS / period_ms).saturating_mul(u64::from(limit.tokens));
             let message = format!(
                 "a limit of `{}` pays off `{debt}` tokens in `{windows}` windows, which is more than ten years",
                 limit.tokens
             );
-            let fix = format!("write less: `capacity` and `reserve` together at most `{most}`, or a higher limit");
+            let fix = format!("write less: `capacity` and `reserve` together at most `{max}`, or a higher limit");
             report.problem(item.span.clone(), message, fix);
         }
     }

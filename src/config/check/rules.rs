@@ -23,16 +23,18 @@ use transom_limiter::rule::{Cost, OnLimit, Rule};
 /// The default of `max_waiting`: requests that one rule may delay at a time.
 const MAX_WAITING_DEFAULT: u32 = 1000;
 const MAX_WAITING_MAX: u64 = 1_000_000;
+const COST_MAX: u64 = u32::MAX as u64;
+const COST_FORMS: &str = "write a whole number, or a table such as `cost = { request-header = \"x-cost\" }`";
 
 /// How a rule appears in responses.
 pub struct RuleResponses {
-    pub fields: RateLimitStyle,
+    pub rate_limit_style: RateLimitStyle,
     pub refusal: RefusalResponse,
 }
 
 pub fn read_rules(
     item: Option<Item>,
-    fields: RateLimitStyle,
+    rate_limit_style: RateLimitStyle,
     certs: ClientCerts,
     default_sharing: DefaultSharing,
     report: &mut Report,
@@ -40,7 +42,7 @@ pub fn read_rules(
     let rules = Definitions::read(item, report, |name, table, report| {
         // The placeholder for an invalid rule. It has no key and no layers, so it causes no further problems.
         let mut rule = Rule::new(name, Vec::new(), OnMissing::Skip, Vec::new());
-        let mut responses = RuleResponses { fields, refusal: RefusalResponse::default() };
+        let mut responses = RuleResponses { rate_limit_style, refusal: RefusalResponse::default() };
         if let Some(table) = table {
             read_rule(&mut rule, &mut responses, table, certs, default_sharing, report);
         }
@@ -82,7 +84,7 @@ fn read_rule(
         overrides: table.get("overrides"),
         exemptions: table.get("exemptions"),
     };
-    let fields = table.get("headers").and_then(|item| item.choice(&HEADER_FORMATS, report));
+    let rate_limit_style = table.get("headers").and_then(|item| item.choice(&HEADER_FORMATS, report));
     table.suggest_for("mode", "shared", "did you mean `shared`? In a rule, the setting has this name");
     let misspelled = table.finish(report);
 
@@ -108,7 +110,7 @@ fn read_rule(
     if let (Some(item), true) = (&windows, rule_windows::layers_are_comparable(rule)) {
         rule_windows::report_unreachable_layers(item, &rule.layers, report);
     }
-    responses.fields = fields.unwrap_or(responses.fields);
+    responses.rate_limit_style = rate_limit_style.unwrap_or(responses.rate_limit_style);
     responses.refusal = refusal.read(report);
 }
 
@@ -124,15 +126,15 @@ impl LimitActionSettings<'_> {
     fn read(self, misspelled: bool, report: &mut Report) -> Option<OnLimit> {
         let two_seconds = Duration::from_secs(2);
         let delay_ms = self.delay.as_ref().map(|item| read_duration_ms(item, 1..=DAY_MS, two_seconds, report));
-        let waiting = self.waiting.as_ref().map(|item| item.integer(1..=MAX_WAITING_MAX, report));
+        let max_waiting = self.waiting.as_ref().map(|item| item.integer(1..=MAX_WAITING_MAX, report));
         // `max_delay` and `max_waiting` complete this choice below.
         let delay = OnLimit::Delay { max_delay_ms: 0, max_waiting: MAX_WAITING_DEFAULT };
-        let words = [("refuse", OnLimit::Refuse), ("delay", delay), ("shadow", OnLimit::Shadow)];
+        let choices = [("refuse", OnLimit::Refuse), ("delay", delay), ("shadow", OnLimit::Shadow)];
         let chosen = match &self.on_limit {
-            Some(item) => item.choice(&words, report)?,
+            Some(item) => item.choice(&choices, report)?,
             None => OnLimit::Refuse,
         };
-        let max_waiting = waiting.flatten().and_then(|most| u32::try_from(most).ok()).unwrap_or(MAX_WAITING_DEFAULT);
+        let max_waiting = max_waiting.flatten().and_then(|max| u32::try_from(max).ok()).unwrap_or(MAX_WAITING_DEFAULT);
         match (chosen, &self.on_limit, delay_ms) {
             (OnLimit::Delay { .. }, Some(item), None) => {
                 if !misspelled {
@@ -184,7 +186,7 @@ struct RefusalSettings<'d> {
 }
 
 impl<'d> RefusalSettings<'d> {
-    pub fn take_from(table: &mut Table<'d>) -> RefusalSettings<'d> {
+    fn take_from(table: &mut Table<'d>) -> RefusalSettings<'d> {
         RefusalSettings {
             status: table.get("status"),
             body: table.get("body"),
@@ -193,7 +195,7 @@ impl<'d> RefusalSettings<'d> {
         }
     }
 
-    pub fn read(self, report: &mut Report) -> RefusalResponse {
+    fn read(self, report: &mut Report) -> RefusalResponse {
         let status = self.status.and_then(|item| item.integer(400..=599, report));
         let body = read_body(self.body, self.content_type, "the rule", report);
         let jitter_ms =
@@ -206,11 +208,8 @@ impl<'d> RefusalSettings<'d> {
     }
 }
 
-const COST_MAX: u64 = u32::MAX as u64;
-const COST_FORMS: &str = "write a whole number, or a table such as `cost = { request-header = \"x-cost\" }`";
-
 /// Reads the cost of a rule. The layers of the rule must have been read, because they bound the cost.
-pub fn read_cost(item: &Item, rule: &Rule, report: &mut Report) -> Option<Cost> {
+fn read_cost(item: &Item, rule: &Rule, report: &mut Report) -> Option<Cost> {
     let smallest = rule.variants().filter_map(smallest_capacity).min();
     match item.value {
         DeValue::Table(_) => read_header_cost(item.table("the cost", COST_FORMS, report)?, rule, smallest, report),
@@ -268,18 +267,18 @@ fn read_header_cost(mut table: Table, rule: &Rule, smallest: Option<u32>, report
         (None, None) => {
             if misspelled.is_empty() {
                 let fix = "write `request-header = \"x-cost\"`, or `response-header` if the upstream reports the cost";
-                report.problem(span, "the cost names no header field", fix);
+                report.problem(span, "the cost has neither `request-header` nor `response-header`", fix);
             }
             return None;
         }
     };
     if let Some(item) = unused {
-        let message = format!("`{}` has no effect beside `{}`", item.key, header.key);
+        let message = format!("`{}` has no effect with `{}`", item.key, header.key);
         report.problem(item.key_span.clone(), message, format!("write `{key}`, or remove it"));
     }
     // The default of `max` is the largest capacity among plans and overrides: a plan with a small capacity must not
     // restrict the others.
-    let largest = rule.variants().filter_map(self::smallest_capacity).max();
+    let largest = rule.variants().filter_map(smallest_capacity).max();
     let max_cost = number(&max, 1, report).or(largest).unwrap_or(u32::MAX);
     let default_cost = number(default_item, 0, report).unwrap_or(1);
     if let Some(item) = default_item {

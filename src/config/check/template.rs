@@ -1,4 +1,5 @@
-//! Parses texts with variables, such as `https://{host}{uri}`. A variable in braces is replaced by a value of the request.
+//! Parses texts with variables, such as `https://{host}{uri}`. A variable in braces is replaced by a value of the
+//! request.
 
 use crate::config::diagnostics::{Report, quoted, quoted_list};
 use crate::config::route::{PathPattern, Template, TemplatePart, Variable};

@@ -1,8 +1,8 @@
 //! TLS settings for connections to upstream and Redis servers: trusted authorities, server name, client certificate.
 //!
-//! The client configuration of rustls is built here, so that an unusable certificate is reported at the start rather than at the
-//! first request. Verification cannot be disabled: a self-signed certificate of a server is trusted by naming it in `ca`. Messages
-//! contain nothing of a private key.
+//! The client configuration of rustls is built here, so that an unusable certificate is reported at the start rather
+//! than at the first request. Verification cannot be disabled: a self-signed certificate of a server is trusted by
+//! naming it in `ca`. Messages contain nothing of a private key.
 
 use std::sync::Arc;
 
@@ -74,8 +74,8 @@ pub struct TlsSettings<'d> {
 }
 
 impl TlsSettings<'_> {
-    /// `span` is the position of the setting that requires TLS. `misspelled` has the settings that unknown keys were probably meant
-    /// to be.
+    /// `span` is the position of the setting that requires TLS. `misspelled` has the settings that unknown keys were
+    /// probably meant to be.
     pub fn read(
         &self,
         span: Span,
@@ -130,8 +130,8 @@ type Builder = rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCe
 fn builder(roots: Arc<RootCertStore>, pinned: Vec<CertificateDer<'static>>) -> Option<Builder> {
     let provider = Arc::new(default_provider());
     let builder = ClientConfig::builder_with_provider(Arc::clone(&provider));
-    // Building cannot fail for a valid configuration: the provider supports both TLS versions, and `roots` is only empty after
-    // a problem.
+    // Building cannot fail for a valid configuration: the provider supports both TLS versions, and `roots` is only
+    // empty after a problem.
     let builder = builder.with_safe_default_protocol_versions().ok()?;
     let webpki = WebPkiServerVerifier::builder_with_provider(roots, provider).build().ok()?;
     Some(builder.dangerous().with_custom_certificate_verifier(Arc::new(PinningVerifier { webpki, pinned })))

@@ -1,7 +1,7 @@
 //! `[upstreams.NAME]`: the servers of an upstream and how to connect to them, or a built-in upstream.
 //!
-//! A server is a URL with scheme, host and port, or the path of a Unix socket. A URL has no path: the request determines the path.
-//! This file resolves no names and opens no connections.
+//! A server is a URL with scheme, host and port, or the path of a Unix socket. A URL has no path: the request
+//! determines the path. This file resolves no names and opens no connections.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::time::Duration;
@@ -211,7 +211,8 @@ pub fn parse_socket_path<'u>(url: &str, path: &'u str, scheme: &str) -> Parsed<&
     Ok(path)
 }
 
-/// Parses the part of a URL after the scheme into host, in lower case, and port. `scheme` has its name and default port.
+/// Parses the part of a URL after the scheme into host, in lower case, and port. `scheme` has its name and default
+/// port.
 pub fn parse_authority(url: &str, authority: &str, (scheme, default_port): (&str, u16)) -> Parsed<(String, u16)> {
     let is = |what: &str| format!("{} {what}", quoted(url));
     let write = |rest: &str| format!("write `\"{scheme}://{}\"`", rest.trim());

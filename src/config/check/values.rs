@@ -132,7 +132,8 @@ pub fn read_timeout(
     *timeout = ms.map_or(*timeout, Duration::from_millis);
 }
 
-/// Reads a duration such as `2s`, in milliseconds. `range` is in milliseconds; `default` serves as the example in a fix.
+/// Reads a duration such as `2s`, in milliseconds. `range` is in milliseconds; `default` serves as the example in a
+/// fix.
 pub fn read_duration_ms(
     item: &Item,
     range: RangeInclusive<u64>,
@@ -220,8 +221,8 @@ pub fn read_network(word: &SpannedStr, report: &mut Report) -> Option<Network> {
     }
 }
 
-/// Reads the SHA-256 fingerprint of a certificate: 64 lower-case hex digits, the form in which requests are counted. Accepts
-/// the output of `openssl x509 -fingerprint -sha256` too, and a `sha256:` prefix.
+/// Reads the SHA-256 fingerprint of a certificate: 64 lower-case hex digits, the form in which requests are counted.
+/// Accepts the output of `openssl x509 -fingerprint -sha256` too, and a `sha256:` prefix.
 pub fn read_fingerprint(word: &SpannedStr, report: &mut Report) -> Option<String> {
     let digits = word.text.strip_prefix(Digest::PREFIX).unwrap_or(word.text).replace(':', "").to_ascii_lowercase();
     if digits.len() == 64 && digits.bytes().all(|byte| byte.is_ascii_hexdigit()) {
