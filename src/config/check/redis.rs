@@ -65,7 +65,7 @@ pub fn read_shared(
     table.suggest_for("tls", "redis", "write `rediss://` in `redis`");
     table.suggest_for("shared", "mode", "did you mean `mode`? Here, the setting for all rules has this name");
     let master = table.get("sentinel_master");
-    let login = LoginSettings {
+    let credentials = CredentialSettings {
         username: table.get("username"),
         file: table.get("password_file"),
         variable: table.get("password_env"),
@@ -85,15 +85,15 @@ pub fn read_shared(
     };
     let misspelled = table.finish(report);
 
-    let prefix = prefix.and_then(|item| self::read_prefix(&item, report)).unwrap_or_else(|| DEFAULT_PREFIX.to_owned());
+    let prefix = prefix.and_then(|item| read_prefix(&item, report)).unwrap_or_else(|| DEFAULT_PREFIX.to_owned());
     let timeout = timeout.map_or(DEFAULT_TIMEOUT, Duration::from_millis);
     let secrets = SecretSources { files, variables };
     let digest_key = read_digest_key(key_file.as_ref(), key_variable.as_ref(), &secrets, report);
     let servers = redis.as_ref().and_then(|item| ServerList::read(item, report));
     let nodes = servers.as_ref().and_then(|servers| servers.to_nodes(master.as_ref(), report));
-    let database = self::read_database(database.as_ref(), servers.as_ref(), nodes.as_ref(), report);
-    let (username, password) = login.read(servers.as_ref(), &misspelled, &secrets, report);
-    let tls = self::read_tls(tls, servers.as_ref(), &misspelled, files, report);
+    let database = read_database(database.as_ref(), servers.as_ref(), nodes.as_ref(), report);
+    let (username, password) = credentials.read(servers.as_ref(), &misspelled, &secrets, report);
+    let tls = read_tls(tls, servers.as_ref(), &misspelled, files, report);
     let shared = nodes.zip(database).map(|(nodes, database)| StoreConfig {
         nodes,
         username,
@@ -146,7 +146,7 @@ struct ServerList<'d> {
     item: Item<'d>,
     is_list: bool,
     words: Vec<SpannedStr<'d>>,
-    addresses: Vec<RedisUrl>,
+    urls: Vec<RedisUrl>,
 }
 
 impl<'d> ServerList<'d> {
@@ -158,45 +158,45 @@ impl<'d> ServerList<'d> {
             report.problem(item.span.clone(), "`redis` is an empty list", item.fix_with(EXAMPLE));
         }
         let before = report.count();
-        let mut addresses: Vec<RedisUrl> = Vec::new();
+        let mut urls: Vec<RedisUrl> = Vec::new();
         for word in &words {
             match parse_redis_url(word.text) {
-                Ok(address) if addresses.iter().any(|other| other.node == address.node) => {
-                    let message = format!("`{}` is listed twice", address.node);
+                Ok(url) if urls.iter().any(|other| other.node == url.node) => {
+                    let message = format!("`{}` is listed twice", url.node);
                     report.problem(word.span.clone(), message, "remove one of the two");
                 }
-                Ok(address) => addresses.push(address),
+                Ok(url) => urls.push(url),
                 Err((message, fix)) => report.problem(word.span.clone(), message, fix),
             }
         }
-        let first = addresses.first()?;
+        let first = urls.first()?;
         if report.count() > before {
             return None;
         }
-        if let Some(other) = addresses.iter().position(|other| other.secure != first.secure) {
+        if let Some(other) = urls.iter().position(|other| other.secure != first.secure) {
             let message = "some of these servers use TLS, and some do not";
             report.problem(words[other].span.clone(), message, "write `rediss://` for all of them, or for none");
             return None;
         }
-        Some(ServerList { item: item.clone(), is_list, words, addresses })
+        Some(ServerList { item: item.clone(), is_list, words, urls })
     }
 
     fn to_nodes(&self, master: Option<&Item>, report: &mut Report) -> Option<Nodes> {
-        let nodes: Vec<Node> = self.addresses.iter().map(|address| address.node.clone()).collect();
+        let nodes: Vec<Node> = self.urls.iter().map(|url| url.node.clone()).collect();
         if master.is_some() || self.is_list {
-            for (address, word) in self.addresses.iter().zip(&self.words) {
+            for (url, word) in self.urls.iter().zip(&self.words) {
                 let one = if master.is_some() { "a sentinel" } else { "a node of a cluster" };
-                let (wrong, fix) = if matches!(address.node, Node::Unix(_)) {
+                let (wrong, fix) = if matches!(url.node, Node::Unix(_)) {
                     ("is a Unix socket, which cannot be used to find the other servers", "write its host and port")
-                } else if address.username.is_some() || address.password.is_some() {
+                } else if url.username.is_some() || url.password.is_some() {
                     let fix = "write `username` and `password_file` or `password_env`, which apply to all servers";
                     ("has a user name or password in its URL", fix)
-                } else if address.database.is_some() {
+                } else if url.database.is_some() {
                     ("has a database in its URL", if master.is_some() { "write `database`" } else { "remove it" })
                 } else {
                     continue;
                 };
-                report.problem(word.span.clone(), format!("`{}`, {one}, {wrong}", address.node), fix);
+                report.problem(word.span.clone(), format!("`{}`, {one}, {wrong}", url.node), fix);
                 return None;
             }
         }
@@ -231,8 +231,8 @@ fn read_database(
         Some(item) => Some(item.integer(0..=DATABASE_MAX, report)?),
         None => None,
     };
-    let of_url = servers.and_then(|servers| servers.addresses.first()?.database);
-    match (item, given, of_url, nodes) {
+    let url_database = servers.and_then(|servers| servers.urls.first()?.database);
+    match (item, given, url_database, nodes) {
         (Some(item), _, _, Some(Nodes::Cluster(_))) => {
             let message = "`database` has no effect: a Redis Cluster has only one database";
             let fix = "remove it, or write `redis` without brackets if this is not a cluster";
@@ -244,7 +244,7 @@ fn read_database(
             report.problem(item.key_span.clone(), message, "keep one of the two");
             None
         }
-        (_, given, of_url, _) => i64::try_from(given.or(of_url).unwrap_or(0)).ok(),
+        (_, given, url_database, _) => i64::try_from(given.or(url_database).unwrap_or(0)).ok(),
     }
 }
 
@@ -286,13 +286,13 @@ fn report_both_given(first: &str, second: &Item, report: &mut Report) {
 }
 
 /// The settings with which the gateway authenticates.
-struct LoginSettings<'d> {
+struct CredentialSettings<'d> {
     username: Option<Item<'d>>,
     file: Option<Item<'d>>,
     variable: Option<Item<'d>>,
 }
 
-impl LoginSettings<'_> {
+impl CredentialSettings<'_> {
     fn read(
         &self,
         servers: Option<&ServerList>,
@@ -300,9 +300,9 @@ impl LoginSettings<'_> {
         secrets: &SecretSources,
         report: &mut Report,
     ) -> (Option<String>, Option<Secret<String>>) {
-        let of_url = servers.filter(|servers| !servers.is_list).and_then(|servers| servers.addresses.first());
+        let first_url = servers.filter(|servers| !servers.is_list).and_then(|servers| servers.urls.first());
         let (url_name, url_password) =
-            of_url.map_or((None, None), |address| (address.username.clone(), address.password.clone()));
+            first_url.map_or((None, None), |url| (url.username.clone(), url.password.clone()));
         let name = match (&self.username, url_name) {
             (Some(item), Some(_)) => {
                 report_both_given("a user name in the URL", item, report);
@@ -317,8 +317,8 @@ impl LoginSettings<'_> {
             }
             (None, name) => name,
         };
-        let given = [&self.file, &self.variable].into_iter().flatten().collect::<Vec<_>>();
-        let password = match (url_password, given.as_slice()) {
+        let sources = [&self.file, &self.variable].into_iter().flatten().collect::<Vec<_>>();
+        let password = match (url_password, sources.as_slice()) {
             (Some(_), [item, ..]) => {
                 report_both_given("a password in the URL", item, report);
                 return (None, None);
@@ -397,7 +397,7 @@ fn read_tls(
 ) -> Option<ClientTls> {
     let servers = servers?;
     let items = [&settings.ca, &settings.certificate, &settings.private_key];
-    if !servers.addresses.iter().any(|address| address.secure) {
+    if !servers.urls.iter().any(|url| url.secure) {
         for item in items.into_iter().flatten() {
             let message = format!("`{}` has no effect: no server uses TLS", item.key);
             report.missing(item.key_span.clone(), message, "remove it, or write `rediss://` in `redis`");

@@ -108,7 +108,7 @@ impl TlsSettings<'_> {
             }
         };
         let (roots, pinned) = anchors?;
-        let builder = builder(roots, pinned)?;
+        let builder = verifying_config_builder(roots, pinned)?;
         let client = match identity {
             None => builder.with_no_client_auth(),
             Some((chain, key, span)) => match builder.with_client_auth_cert(chain, key) {
@@ -127,7 +127,7 @@ impl TlsSettings<'_> {
 type Builder = rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert>;
 
 /// `pinned` are the certificates of `ca`, which are also accepted as the certificate of a server.
-fn builder(roots: Arc<RootCertStore>, pinned: Vec<CertificateDer<'static>>) -> Option<Builder> {
+fn verifying_config_builder(roots: Arc<RootCertStore>, pinned: Vec<CertificateDer<'static>>) -> Option<Builder> {
     let provider = Arc::new(default_provider());
     let builder = ClientConfig::builder_with_provider(Arc::clone(&provider));
     // Building cannot fail for a valid configuration: the provider supports both TLS versions, and `roots` is only
@@ -137,20 +137,21 @@ fn builder(roots: Arc<RootCertStore>, pinned: Vec<CertificateDer<'static>>) -> O
     Some(builder.dangerous().with_custom_certificate_verifier(Arc::new(PinningVerifier { webpki, pinned })))
 }
 
+/// The root certificates, and the certificates that a server may present itself.
 type TrustAnchors = (Arc<RootCertStore>, Vec<CertificateDer<'static>>);
 
 fn read_ca_file(item: &Item, files: ReadFile, fingerprint: &mut Sha256, report: &mut Report) -> Option<TrustAnchors> {
     let (name, bytes) = read_file(item, "\"ca.pem\"", files, fingerprint, report)?;
     let mut roots = RootCertStore::empty();
-    let named = parse_certificates(item, &name, &bytes, report)?;
-    for certificate in &named {
+    let pinned = parse_certificates(item, &name, &bytes, report)?;
+    for certificate in &pinned {
         if let Err(error) = roots.add(certificate.clone()) {
             let message = format!("{name} has a certificate that cannot be used as an authority: {error}");
             report.problem(item.span.clone(), message, "name a PEM file with certificates of authorities");
             return None;
         }
     }
-    Some((Arc::new(roots), named))
+    Some((Arc::new(roots), pinned))
 }
 
 /// Reads the client certificate chain and its private key, with the position of the key.

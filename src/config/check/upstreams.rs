@@ -19,22 +19,22 @@ use crate::config::upstream::{
 const EXAMPLE: &str = "[\"http://127.0.0.1:9001\"]";
 const PROTOCOLS: [(&str, Protocol); 3] =
     [("auto", Protocol::Auto), ("http1", Protocol::Http1), ("http2", Protocol::Http2)];
-const RESOLVE: Duration = Duration::from_secs(30);
+const RESOLVE_DEFAULT: Duration = Duration::from_secs(30);
 /// The longest path of a Unix socket on Linux.
 const SOCKET_PATH_MAX_BYTES: usize = 107;
 
 pub fn read_upstreams(item: Option<Item>, files: ReadFile, report: &mut Report) -> Definitions<Upstream> {
     let mut roots = SystemRoots::default();
     Definitions::read(item, report, |name, table, report| {
-        let read = table.map(|table| read_upstream(table, files, &mut roots, report)).unwrap_or_default();
-        let (target, way, policy) = read;
-        let way = way.unwrap_or(TransportSettings {
+        let (target, transport, policy) =
+            table.map(|table| read_upstream(table, files, &mut roots, report)).unwrap_or_default();
+        let transport = transport.unwrap_or(TransportSettings {
             protocol: Protocol::Auto,
             host: HostField::Keep,
             tls: None,
-            resolve: RESOLVE,
+            resolve: RESOLVE_DEFAULT,
         });
-        Upstream { name: name.to_owned(), target: target.unwrap_or(Target::Echo), transport: way, policy }
+        Upstream { name: name.to_owned(), target: target.unwrap_or(Target::Echo), transport, policy }
     })
 }
 
@@ -61,7 +61,7 @@ fn read_upstream(
         tls: table.get("tls"),
         resolve: table.get("resolve"),
     };
-    let group = upstream_policy::PolicySettings::take_from(&mut table);
+    let policy_settings = upstream_policy::PolicySettings::take_from(&mut table);
     let misspelled = !table.finish(report).is_empty();
     let none = (None, None, UpstreamPolicy::default());
     match (builtin, servers) {
@@ -82,14 +82,14 @@ fn read_upstream(
                 let message = format!("`{}` has no effect: the upstream has no `servers`", item.key);
                 report.missing(item.key_span, message, "remove it, or write `servers` instead of `builtin`");
             }
-            group.report_without_servers(report);
+            policy_settings.report_without_servers(report);
             (builtin.choice(&[("echo", ())], report).map(|()| Target::Echo), None, UpstreamPolicy::default())
         }
         (None, Some(item)) => {
-            let policy = group.read(report);
+            let policy = policy_settings.read(report);
             let servers = read_servers(&item, report);
-            let way = read_transport(&settings, servers.as_deref(), &item, files, roots, report);
-            (servers.map(Target::Servers), Some(way), policy)
+            let transport = read_transport(&settings, servers.as_deref(), &item, files, roots, report);
+            (servers.map(Target::Servers), Some(transport), policy)
         }
     }
 }
@@ -102,8 +102,8 @@ fn read_servers(item: &Item, report: &mut Report) -> Option<Vec<Server>> {
     let mut servers: Vec<Server> = Vec::new();
     for (word, weight) in words {
         let Some(server) = read_server(&word, weight, report) else { continue };
-        let same = |other: &&Server| other.host == server.host && other.port == server.port;
-        if let Some(other) = servers.iter().find(same) {
+        let is_same = |other: &&Server| other.host == server.host && other.port == server.port;
+        if let Some(other) = servers.iter().find(is_same) {
             let message = format!("{} is the same server as {}", quoted(word.text), quoted(&other.url));
             report.problem(word.span, message, "remove one of the two");
         }
@@ -124,7 +124,8 @@ fn read_transport(
     let choose = |item: &Item, report: &mut Report| item.choice(&PROTOCOLS, report);
     let protocol = settings.protocol.as_ref().and_then(|item| choose(item, report));
     let host = settings.host.as_ref().and_then(|item| read_host_field(item, report));
-    let resolve = settings.resolve.as_ref().and_then(|item| read_duration_ms(item, 1000..=DAY_MS, RESOLVE, report));
+    let resolve =
+        settings.resolve.as_ref().and_then(|item| read_duration_ms(item, 1000..=DAY_MS, RESOLVE_DEFAULT, report));
     let secure = servers.is_none_or(|servers| servers.iter().any(|server| server.scheme == Scheme::Https));
     let tls = match (&settings.tls, secure) {
         (Some(item), false) => {
@@ -140,7 +141,7 @@ fn read_transport(
         protocol: protocol.unwrap_or(Protocol::Auto),
         host: host.unwrap_or(HostField::Keep),
         tls,
-        resolve: resolve.map_or(RESOLVE, Duration::from_millis),
+        resolve: resolve.map_or(RESOLVE_DEFAULT, Duration::from_millis),
     }
 }
 
