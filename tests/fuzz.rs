@@ -23,7 +23,7 @@ use transom_limiter::window::END_MAX_MS;
 
 /// Checks a property for every seed and `rounds` mutations: bytes replaced, removed, repeated, or taken from another seed or
 /// from `pieces`.
-fn holds<T: AsRef<[u8]>>(property: fn(&[u8]), seeds: &[T], pieces: &[&str], rounds: usize) {
+fn check_property<T: AsRef<[u8]>>(property: fn(&[u8]), seeds: &[T], pieces: &[&str], rounds: usize) {
     let mut rng = Rng::with_seed(1711);
     for seed in seeds {
         property(seed.as_ref());
@@ -52,14 +52,14 @@ fn holds<T: AsRef<[u8]>>(property: fn(&[u8]), seeds: &[T], pieces: &[&str], roun
 }
 
 #[test]
-fn paths() {
+fn path_properties_hold() {
     let seeds = ["/", "/a/b", "//login", "/x/../login", "/%6Cogin", "/a;v=1/..;/b", "/caf\u{e9}/%c3%a9", "/a%2fb/%5c"];
     let pieces = ["/", "..", ".", "%2e", "%2F", "%c0%af", "%0a", ";", "\\", "%", "%25", "?", "\u{e9}"];
-    holds(path::holds, &seeds, &pieces, 100_000);
+    check_property(path::holds, &seeds, &pieces, 100_000);
 }
 
 #[test]
-fn forwarded_addresses() {
+fn forwarded_address_properties_hold() {
     let seeds = [
         "192.0.2.1, 10.1.1.1",
         "2001:db8::1, [fd00::1]:80",
@@ -69,11 +69,11 @@ fn forwarded_addresses() {
     ];
     let pieces =
         [",", ";", "\"", "\\", "for=", "[", "]", ":", "%eth0", "10.2.2.2", "fd00::2", "\n", "=", "unknown", " "];
-    holds(forwarded::holds, &seeds, &pieces, 30_000);
+    check_property(forwarded::holds, &seeds, &pieces, 30_000);
 }
 
 #[test]
-fn heads() {
+fn request_validation_properties_hold() {
     let seeds = [
         "GET / HTTP/1.1\r\nHost: a\r\n\r\n",
         "POST http://a:80/b?c HTTP/1.1\r\nHost: A\r\nTransfer-Encoding: chunked\r\n\r\n",
@@ -93,11 +93,11 @@ fn heads() {
         ":",
         "\n",
     ];
-    holds(request_validation::holds, &seeds, &pieces, 100_000);
+    check_property(request_validation::holds, &seeds, &pieces, 100_000);
 }
 
 #[test]
-fn proxy_headers() {
+fn proxy_header_properties_hold() {
     let seeds = [
         "PROXY TCP4 192.0.2.7 198.51.100.1 56324 443\r\nGET / HTTP/1.1\r\n",
         "PROXY TCP6 2001:db8::7 2001:db8::1 0 65535\r\n",
@@ -107,11 +107,11 @@ fn proxy_headers() {
         "\r\n\r\n\0\r\nQUIT\n!\x21\0\x27123456789012345678901234567890123456\x04\0\0behind",
     ];
     let pieces = ["\r", "\n", "\0", " ", "PROXY ", "TCP4", "65536", "::", "!\x11", "\0\x10", "x12345678901234567890"];
-    holds(proxy_protocol::holds, &seeds, &pieces, 30_000);
+    check_property(proxy_protocol::holds, &seeds, &pieces, 30_000);
 }
 
 #[test]
-fn configurations() {
+fn configuration_properties_hold() {
     let seeds = [
         include_str!("config/good/everything.toml"),
         include_str!("config/good/behind-load-balancer.toml"),
@@ -119,11 +119,11 @@ fn configurations() {
         include_str!("config/bad/actions.toml"),
     ];
     let pieces = ["[", "]", "\"", "=", "\n", "{", "}", "'", ",", "[[routes]]\n", "path = ", "#", "\u{e9}", "1_0", "\\"];
-    holds(configuration::holds, &seeds, &pieces, 400);
+    check_property(configuration::holds, &seeds, &pieces, 400);
 }
 
 #[test]
-fn counters_files() {
+fn counters_file_properties_hold() {
     let header = Header { layout: Table::layout(64), layers_max: 2048, seed: Seed(1, 2), boot: [b'0'; 36] };
     // Counters of unknown keys, some with open windows; 24 bytes each, as in a snapshot.
     let words = |end_ms: u64| -> Vec<u8> {
@@ -133,5 +133,5 @@ fn counters_files() {
     let seeds =
         [header.encode().to_vec(), words(1_700_000_100_000), words(END_MAX_MS - 9), vec![0xff; 99], vec![0; 64]];
     let pieces = ["transom\0cnts", "transom\0snapshot", "\x01\0\0\0\0\0\0\0", "\0\0\0\0", "\x7f\x7f\x7f\x7f\x7f\x7f"];
-    holds(counters_file::holds, &seeds, &pieces, 300);
+    check_property(counters_file::holds, &seeds, &pieces, 300);
 }

@@ -8,7 +8,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Every module of the gateway, from the top layer to the bottom, with the modules it may use. A module uses only modules
-/// that stand below it in this list, so there are no cycles.
+/// below it in this list, so there are no cycles.
 const MODULES: [(&str, &[&str]); 20] = [
     ("cli", &["atomic_file", "clock", "config", "downstream", "file_watch", "metrics", "redis_store", "server"]),
     ("atomic_file", &[]),
@@ -68,7 +68,7 @@ const PURE: [&str; 4] = ["decision", "http", "config", "jwt"];
 /// Files that may name status codes, with the reason.
 const STATUS_CODES: [(&str, &str); 2] = [
     ("http/responses.rs", "builds every response of the gateway"),
-    ("http/websocket_handshake.rs", "tells a response of the upstream from a change of protocols"),
+    ("http/websocket_handshake.rs", "distinguishes a 101 from other responses of the upstream"),
 ];
 /// Files that may use atomics, with the reason.
 const ATOMICS: [(&str, &str); 9] = [
@@ -82,14 +82,15 @@ const ATOMICS: [(&str, &str); 9] = [
     ("upstream/request_limit.rs", "requests of all workers are counted where they are limited"),
     ("upstream/server_health.rs", "workers share the health of servers"),
     ("upstream/http1.rs", "wakers may be shared between threads"),
-    ("access_log.rs", "whether the file was moved away"),
+    ("access_log.rs", "whether the file was moved"),
     ("admin/mod.rs", "whether the gateway is ready"),
 ];
 /// The only file of the workspace with `unsafe`.
 const UNSAFE: &str = "crates/limiter/src/memory.rs";
 const CLOCKS: [(&str, &str); 1] = [("clock.rs", "the only module that reads time")];
 
-const NO_NAMES: [&str; 7] = ["utils", "util", "common", "helpers", "helper", "manager", "types"];
+/// Names of files that do not say what the file holds.
+const GENERIC_NAMES: [&str; 7] = ["utils", "util", "common", "helpers", "helper", "manager", "types"];
 
 struct Source {
     /// The path below the folder that was searched.
@@ -187,7 +188,7 @@ fn a_module_uses_only_the_modules_it_may() {
         }
         for other in used {
             if MODULES.iter().position(|(name, _)| *name == other).is_none_or(|below| below <= layer) {
-                wrong.push(format!("`{module}` does not stand above `{other}`"));
+                wrong.push(format!("`{module}` is not above `{other}`"));
             }
         }
     }
@@ -195,7 +196,7 @@ fn a_module_uses_only_the_modules_it_may() {
 }
 
 #[test]
-fn main_uses_the_commands_only() {
+fn main_uses_only_the_commands() {
     let main = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("src/main.rs")).unwrap();
     let used = main.split("transom::").skip(1).map(|rest| rest.split(|c: char| !c.is_alphanumeric()).next().unwrap());
     assert_eq!(used.collect::<BTreeSet<_>>(), BTreeSet::from(["cli"]));
@@ -258,7 +259,7 @@ fn time_is_read_in_one_module() {
 
 #[test]
 fn nothing_is_unsafe_unfinished_or_ignored() {
-    // Put together here, so that this file does not find itself.
+    // Split by `|`, so that this file does not contain the words.
     let words = ["uns|afe ", "TO|DO", "FIX|ME", "to|do!", "unimple|mented!", "#[ig|nore", "allow(de|ad_code)", "db|g!"];
     let words = words.map(|word| word.replace('|', ""));
     let mut found = Vec::new();
@@ -298,12 +299,12 @@ fn every_file_opens_with_a_description() {
 }
 
 #[test]
-fn files_have_names_that_say_something() {
+fn file_names_are_not_generic() {
     let named = |source: &Source| {
-        let stem = |part: &str| NO_NAMES.contains(&part.trim_end_matches(".rs"));
+        let stem = |part: &str| GENERIC_NAMES.contains(&part.trim_end_matches(".rs"));
         source.name.split('/').any(stem).then(|| source.name.clone())
     };
-    none("names that say nothing", everything().iter().filter_map(named).collect());
+    none("generic names", everything().iter().filter_map(named).collect());
 }
 
 #[test]

@@ -26,19 +26,19 @@ async function main(executablePath, address, pin) {
   try {
     const page = await browser.newPage();
     page.setDefaultTimeout(LIMIT_MS);
-    const outside = { errors: [], protocols: {}, sockets: [] };
-    page.on("pageerror", error => outside.errors.push(String(error)));
+    const observed = { errors: [], protocols: {}, sockets: [] };
+    page.on("pageerror", error => observed.errors.push(String(error)));
     const network = await page.context().newCDPSession(page);
     network.on("Network.responseReceived", ({ response }) => {
       if (response.url.startsWith("https:")) {
-        outside.protocols[response.protocol] = true;
+        observed.protocols[response.protocol] = true;
       }
     });
-    network.on("Network.webSocketHandshakeResponseReceived", ({ response }) => outside.sockets.push(response.status));
+    network.on("Network.webSocketHandshakeResponseReceived", ({ response }) => observed.sockets.push(response.status));
     await network.send("Network.enable");
     await page.goto(`https://gateway.test:${port}/`);
-    const found = await page.evaluate(() => finished);
-    console.log(JSON.stringify({ found, outside }));
+    const results = await page.evaluate(() => finished);
+    console.log(JSON.stringify({ results, observed }));
   } finally {
     await browser.close();
   }

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""A gRPC server for the tests: every kind of call, every kind of end, reflection and health.
+"""A gRPC server for the tests: every kind of call, every status, cancellation, reflection and health.
 
     grpc_server.py [--tls CERTIFICATE KEY] [--port PORT]
 
 Listens on PORT, or on a port that the system chooses, and prints `listening on 127.0.0.1:PORT`. Messages are
 protobuf's wrapper types, so that no code has to be generated; `describe` registers the service for
-reflection. The server is independent of the gateway before it.
+reflection. The server does not depend on the gateway.
 """
 
 import argparse
@@ -18,31 +18,31 @@ from google.protobuf.wrappers_pb2 import BytesValue, StringValue, UInt32Value
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-SERVICE = "parts.Talk"
-# Longer than any test waits: a call that is still open then never got its end.
-PATIENCE_S = 60
+SERVICE = "tests.Calls"
+# Longer than the timeout of any test: a call that is still open then was not ended.
+TIMEOUT_S = 60
 
 
-class Fates:
-    """The outcome of calls that wait for their end, by the name that the client gave them."""
+class CallOutcomes:
+    """The outcomes of calls that wait for their end, by the name that the client chose."""
 
     def __init__(self):
         self._changed = threading.Condition()
         self._outcomes = {}
 
-    def tell(self, name, outcome):
+    def record(self, name, outcome):
         with self._changed:
             self._outcomes[name] = outcome
             self._changed.notify_all()
 
-    def when(self, name, holds):
+    def wait_for(self, name, holds):
         """Returns the outcome of a call as soon as `holds` is true for it."""
         with self._changed:
-            self._changed.wait_for(lambda: holds(self._outcomes.get(name)), PATIENCE_S)
-            return self._outcomes.get(name, "never seen")
+            self._changed.wait_for(lambda: holds(self._outcomes.get(name)), TIMEOUT_S)
+            return self._outcomes.get(name, "never started")
 
 
-OUTCOMES = Fates()
+OUTCOMES = CallOutcomes()
 
 
 def follow(context, name):
@@ -51,10 +51,10 @@ def follow(context, name):
 
     def end():
         # Only the clock distinguishes the two: the client resets the stream in both cases.
-        OUTCOMES.tell(name, "out of time" if (context.time_remaining() or 1) <= 0 else "cancelled")
+        OUTCOMES.record(name, "deadline exceeded" if (context.time_remaining() or 1) <= 0 else "cancelled")
         ended.set()
 
-    OUTCOMES.tell(name, "running")
+    OUTCOMES.record(name, "running")
     if not context.add_callback(end):
         end()
     return ended
@@ -62,9 +62,9 @@ def follow(context, name):
 
 def echo(request, context):
     """Returns the message, and all client fields whose name begins with `x-`, as headers and trailers."""
-    ours = [(key, value) for key, value in context.invocation_metadata() if key.startswith("x-")]
-    context.send_initial_metadata(ours)
-    context.set_trailing_metadata([("x-end-" + key.removeprefix("x-"), value) for key, value in ours])
+    fields = [(key, value) for key, value in context.invocation_metadata() if key.startswith("x-")]
+    context.send_initial_metadata(fields)
+    context.set_trailing_metadata([("x-end-" + key.removeprefix("x-"), value) for key, value in fields])
     return request
 
 
@@ -75,25 +75,25 @@ def count(request, _context):
 
 
 def total(requests, _context):
-    """Returns the sum when the client has sent everything."""
+    """Returns the sum after the last message of the client."""
     return UInt32Value(value=sum(request.value for request in requests))
 
 
 def chat(requests, _context):
-    """Responds to each message at once, and sends a goodbye after the last."""
+    """Responds to each message at once, and sends `end` after the last."""
     for request in requests:
-        yield StringValue(value="you said " + request.value)
-    yield StringValue(value="goodbye")
+        yield StringValue(value="received " + request.value)
+    yield StringValue(value="end")
 
 
 def first(requests, _context):
     """Responds to the first message and ends the call, without waiting for the client."""
-    yield StringValue(value="enough of " + next(requests).value)
+    yield StringValue(value="first: " + next(requests).value)
 
 
 def wait(request, context):
     """Never responds; records whether the client cancelled or reached its deadline."""
-    follow(context, request.value).wait(PATIENCE_S)
+    follow(context, request.value).wait(TIMEOUT_S)
     return StringValue(value="the call was not cancelled")
 
 
@@ -101,23 +101,23 @@ def tick(request, context):
     """Sends one message, then nothing until the client disconnects."""
     ended = follow(context, request.value)
     yield StringValue(value="started")
-    ended.wait(PATIENCE_S)
+    ended.wait(TIMEOUT_S)
 
 
 def started(request, _context):
     """Responds as soon as a call of `wait` or `tick` has arrived."""
-    return StringValue(value=OUTCOMES.when(request.value, lambda outcome: outcome is not None))
+    return StringValue(value=OUTCOMES.wait_for(request.value, lambda outcome: outcome is not None))
 
 
 def outcome(request, _context):
     """Returns the outcome of a call of `wait` or `tick`, as soon as it has ended."""
-    return StringValue(value=OUTCOMES.when(request.value, lambda outcome: outcome not in (None, "running")))
+    return StringValue(value=OUTCOMES.wait_for(request.value, lambda outcome: outcome not in (None, "running")))
 
 
 def remaining(_request, context):
     """Returns the milliseconds until the deadline of this call; 0 without a deadline."""
-    left_s = context.time_remaining()
-    return UInt32Value(value=0 if left_s is None or left_s > 1e6 else int(left_s * 1000))
+    remaining_s = context.time_remaining()
+    return UInt32Value(value=0 if remaining_s is None or remaining_s > 1e6 else int(remaining_s * 1000))
 
 
 def fail(request, context):
@@ -133,7 +133,7 @@ def fail_late(request, context):
     fail(request, context)
 
 
-UNARY, ANSWERS, ASKS, BOTH = (
+UNARY, SERVER_STREAM, CLIENT_STREAM, BOTH_STREAM = (
     grpc.unary_unary_rpc_method_handler,
     grpc.unary_stream_rpc_method_handler,
     grpc.stream_unary_rpc_method_handler,
@@ -141,24 +141,24 @@ UNARY, ANSWERS, ASKS, BOTH = (
 )
 METHODS = {
     "Echo": (UNARY, echo, BytesValue, BytesValue),
-    "Count": (ANSWERS, count, UInt32Value, UInt32Value),
-    "Total": (ASKS, total, UInt32Value, UInt32Value),
-    "Chat": (BOTH, chat, StringValue, StringValue),
-    "First": (BOTH, first, StringValue, StringValue),
+    "Count": (SERVER_STREAM, count, UInt32Value, UInt32Value),
+    "Total": (CLIENT_STREAM, total, UInt32Value, UInt32Value),
+    "Chat": (BOTH_STREAM, chat, StringValue, StringValue),
+    "First": (BOTH_STREAM, first, StringValue, StringValue),
     "Wait": (UNARY, wait, StringValue, StringValue),
-    "Tick": (ANSWERS, tick, StringValue, StringValue),
+    "Tick": (SERVER_STREAM, tick, StringValue, StringValue),
     "Started": (UNARY, started, StringValue, StringValue),
     "Outcome": (UNARY, outcome, StringValue, StringValue),
     "Remaining": (UNARY, remaining, StringValue, UInt32Value),
     "Fail": (UNARY, fail, UInt32Value, UInt32Value),
-    "FailLate": (ANSWERS, fail_late, UInt32Value, UInt32Value),
+    "FailLate": (SERVER_STREAM, fail_late, UInt32Value, UInt32Value),
 }
 
 
 def describe():
     """Registers the service with protobuf, which reflection uses."""
     file = descriptor_pb2.FileDescriptorProto(
-        name="parts/talk.proto", package="parts", syntax="proto3", dependency=["google/protobuf/wrappers.proto"]
+        name="tests/calls.proto", package="tests", syntax="proto3", dependency=["google/protobuf/wrappers.proto"]
     )
     service = file.service.add(name=SERVICE.partition(".")[2])
     for name, (kind, _call, request, response) in METHODS.items():
@@ -166,15 +166,15 @@ def describe():
             name=name,
             input_type="." + request.DESCRIPTOR.full_name,
             output_type="." + response.DESCRIPTOR.full_name,
-            client_streaming=kind in (ASKS, BOTH),
-            server_streaming=kind in (ANSWERS, BOTH),
+            client_streaming=kind in (CLIENT_STREAM, BOTH_STREAM),
+            server_streaming=kind in (SERVER_STREAM, BOTH_STREAM),
         )
     descriptor_pool.Default().Add(file)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tls", nargs=2, metavar=("CERTIFICATE", "KEY"), help="PEM files; clear text without")
+    parser.add_argument("--tls", nargs=2, metavar=("CERTIFICATE", "KEY"), help="PEM files; default: cleartext")
     parser.add_argument("--port", type=int, default=0)
     options = parser.parse_args()
     describe()

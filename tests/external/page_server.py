@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Serves page.html, which tries the ways in which a browser communicates with a server.
+"""Serves page.html, which uses requests, event streams and WebSockets as browsers do.
 
     page_server.py
 
@@ -14,8 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "page.html")
 IMAGE = b'<svg xmlns="http://www.w3.org/2000/svg" width="17" height="4"></svg>'
 EVENTS = 5
-# Longer than any test waits.
-PATIENCE_S = 60
+# Longer than the timeout of any test.
+TIMEOUT_S = 60
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -27,26 +27,26 @@ class Handler(BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")
         if path == "/":
             with open(PAGE, "rb") as file:
-                self._answer("text/html", file.read())
+                self._respond("text/html", file.read())
         elif path == "/style.css":
-            self._answer("text/css", b"body { --loaded: yes }")
+            self._respond("text/css", b"body { --loaded: yes }")
         elif path == "/image.svg":
-            self._answer("image/svg+xml", IMAGE)
+            self._respond("image/svg+xml", IMAGE)
         elif path == "/number":
-            self._answer("text/plain", query.encode())
+            self._respond("text/plain", query.encode())
         elif path == "/events":
             self._events()
         else:
-            self._answer("text/plain", b"no such page\n", status=404)
+            self._respond("text/plain", b"no such page\n", status=404)
 
     def do_POST(self):
         path, _, query = self.path.partition("?")
         body = self.rfile.read(int(self.headers["Content-Length"] or 0))
         if path == "/seen":
             self.seen.put(query)
-        self._answer("application/octet-stream", body)
+        self._respond("application/octet-stream", body)
 
-    def _answer(self, kind, body, status=200):
+    def _respond(self, kind, body, status=200):
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
@@ -54,7 +54,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _events(self):
-        """Sends each event when the browser has confirmed the one before."""
+        """Sends each event after the browser has confirmed the previous one."""
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Cache-Control", "no-store")
@@ -62,8 +62,8 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         for number in range(EVENTS):
             self._chunk(f"data: {number}\n\n")
-            if self.seen.get(timeout=PATIENCE_S) != str(number):
-                raise ValueError("the browser saw another event than the last")
+            if self.seen.get(timeout=TIMEOUT_S) != str(number):
+                raise ValueError("the browser confirmed another event than the last one")
         self._chunk("data: last\n\n")
         self._chunk("")
 
@@ -71,7 +71,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(f"{len(text):x}\r\n{text}\r\n".encode())
 
     def log_message(self, *_):
-        """Logs nothing, because the output is the test's."""
+        """Disables the log: the test reads the standard output."""
 
 
 def main():

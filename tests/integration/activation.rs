@@ -8,9 +8,9 @@ use crate::support::external_servers::program;
 use crate::support::process::{BINARY, Process};
 use crate::support::{DEADLINE, Scratch, one_rule};
 
-/// Opens sockets, writes their ports into the configuration, and becomes the gateway, which gets them as
-/// descriptors 3, 4 and so on.
-const OPENER: &str = r#"
+/// A Python program that opens sockets, writes their ports into the configuration, and executes the gateway, which inherits
+/// the sockets as descriptors 3, 4 and so on.
+const SOCKET_OPENER: &str = r#"
 import os, socket, sys
 sockets = [socket.create_server(("127.0.0.1", 0), backlog=128) for _ in range(2)]
 config = sys.argv[-1]
@@ -28,18 +28,19 @@ os.environ["LISTEN_PID"] = str(os.getpid())
 os.execv(sys.argv[1], sys.argv[1:])
 "#;
 
-fn opened_by_another(listen: &str, scratch: Scratch, environment: &[(&str, &Path)]) -> Process {
+/// Starts the gateway with sockets that another process opened.
+fn spawn_with_inherited_sockets(listen: &str, scratch: Scratch, environment: &[(&str, &Path)]) -> Process {
     let mut command = Command::new(program("python3"));
-    command.arg("-c").arg(OPENER).arg(BINARY).arg("run").envs(environment.iter().copied());
+    command.arg("-c").arg(SOCKET_OPENER).arg(BINARY).arg("run").envs(environment.iter().copied());
     let toml = format!("workers = 2\n[listen]\n{listen}\n{}", one_rule("key = \"ip\"\nwindows = [\"1000/hour\"]"));
     Process::spawn_command(command, &toml, scratch)
 }
 
-const ALL: &str = "http = \"127.0.0.1:PORT0\"\nadmin = \"127.0.0.1:PORT1\"";
+const LISTEN_BOTH: &str = "http = \"127.0.0.1:PORT0\"\nadmin = \"127.0.0.1:PORT1\"";
 
 #[test]
 fn inherited_sockets_are_served_by_every_worker() {
-    let process = opened_by_another(ALL, Scratch::new(), &[]);
+    let process = spawn_with_inherited_sockets(LISTEN_BOTH, Scratch::new(), &[]);
     let text = std::fs::read_to_string(process.config_path()).unwrap();
     assert!(text.contains(&process.http.to_string()) && text.contains(&process.admin.to_string()), "{text}");
     let mut clients: Vec<_> = (0..20).map(|_| process.client()).collect();
@@ -55,17 +56,17 @@ fn the_service_manager_is_notified_of_the_gateways_state() {
     let path = scratch.path().join("notify");
     let manager = UnixDatagram::bind(&path).unwrap();
     manager.set_read_timeout(Some(DEADLINE)).unwrap();
-    let told = || {
+    let next_notification = || {
         let mut buffer = [0; 256];
         let length = manager.recv(&mut buffer).unwrap();
         String::from_utf8_lossy(&buffer[..length]).into_owned()
     };
-    let mut process = opened_by_another(ALL, scratch, &[("NOTIFY_SOCKET", &path)]);
-    assert_eq!(told(), "READY=1");
+    let mut process = spawn_with_inherited_sockets(LISTEN_BOTH, scratch, &[("NOTIFY_SOCKET", &path)]);
+    assert_eq!(next_notification(), "READY=1");
     process.signal("HUP");
-    assert_eq!((told(), told()), ("RELOADING=1".to_owned(), "READY=1".to_owned()));
+    assert_eq!((next_notification(), next_notification()), ("RELOADING=1".to_owned(), "READY=1".to_owned()));
     process.signal("TERM");
-    assert_eq!(told(), "STOPPING=1");
+    assert_eq!(next_notification(), "STOPPING=1");
     assert!(process.wait().success());
 }
 
@@ -74,8 +75,11 @@ fn an_unexpected_inherited_socket_fails_the_start() {
     let scratch = Scratch::new();
     let toml = format!("[listen]\nhttp = \"127.0.0.1:PORT0\"\n{}", one_rule("key = \"ip\"\nwindows = [\"1000/hour\"]"));
     let file = scratch.write("gateway.toml", toml);
-    let output =
-        Command::new(program("python3")).args(["-c", OPENER, BINARY, "run", "--config"]).arg(file).output().unwrap();
+    let output = Command::new(program("python3"))
+        .args(["-c", SOCKET_OPENER, BINARY, "run", "--config"])
+        .arg(file)
+        .output()
+        .unwrap();
     assert_eq!(output.status.code(), Some(1));
     let err = String::from_utf8(output.stderr).unwrap();
     assert!(err.contains("a socket was handed over for `127.0.0.1:"), "{err}");

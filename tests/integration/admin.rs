@@ -12,8 +12,8 @@ use crate::support::{eventually, one_rule};
 fn toml(upstream: &Upstream) -> String {
     format!(
         "{}[rules.r]\nkey = \"ip\"\nwindows = [\"1000/hour\", \"3/minute\"]\n\
-         [rules.watched]\nkey = \"global\"\non_limit = \"shadow\"\nwindows = [\"1/hour\"]\n\
-         [[routes]]\nname = \"api\"\npath = \"/api/{{*rest}}\"\nupstream = \"u\"\nrules = [\"r\", \"watched\"]\n\
+         [rules.shadow]\nkey = \"global\"\non_limit = \"shadow\"\nwindows = [\"1/hour\"]\n\
+         [[routes]]\nname = \"api\"\npath = \"/api/{{*rest}}\"\nupstream = \"u\"\nrules = [\"r\", \"shadow\"]\n\
          [[routes]]\nname = \"a \\\"quoted\\\\name\\\"\"\npath = \"/q\"\nupstream = \"u\"\n",
         upstream.toml("u")
     )
@@ -29,7 +29,7 @@ fn health_and_readiness_are_reported() {
     }
     client.get("/nowhere").expect(404).problem();
     client.post("/metrics", "").expect(405).problem();
-    // Nothing of it is on the address for everybody.
+    // The public address serves none of these paths.
     for target in ["/metrics", "/healthz", "/readyz"] {
         gateway.get(target).expect(404);
     }
@@ -44,10 +44,10 @@ fn every_metric_has_its_documented_name_type_and_labels() {
     }
     gateway.get("/q").expect(200);
     gateway.get("/nowhere").expect(404);
-    eventually("all is recorded", || gateway.metrics().sum("transom_requests_total", &[]) == 7);
+    eventually("all requests are counted", || gateway.metrics().sum("transom_requests_total", &[]) == 7);
     let response = Client::connect(gateway.admin).get("/metrics").expect(200);
     assert_eq!(response.field("content-type"), Some("text/plain; version=0.0.4; charset=utf-8"));
-    let page = gateway.metrics();
+    let metrics = gateway.metrics();
     for (name, kind, labels) in [
         ("transom_requests_total", "counter", &["code", "route"][..]),
         ("transom_request_duration_seconds", "histogram", &["route"]),
@@ -63,22 +63,25 @@ fn every_metric_has_its_documented_name_type_and_labels() {
         ("transom_config_reloads_total", "counter", &["outcome"]),
         ("transom_build_info", "gauge", &["version"]),
     ] {
-        // Reloads are the binary's business, and in `reload`.
+        // Reloads need the binary; the module `reload` tests them.
         if name != "transom_config_reloads_total" {
-            assert_eq!(page.kind(name), Some(kind), "{name}");
-            assert_eq!(page.label_names(name), labels, "{name}");
+            assert_eq!(metrics.kind(name), Some(kind), "{name}");
+            assert_eq!(metrics.label_names(name), labels, "{name}");
         }
     }
-    let sum = |name, labels: &[(&str, &str)]| page.sum(name, labels);
+    let sum = |name, labels: &[(&str, &str)]| metrics.sum(name, labels);
     assert_eq!(sum("transom_requests_total", &[("route", "api"), ("code", "200")]), 3);
     assert_eq!(sum("transom_requests_total", &[("route", "api"), ("code", "429")]), 2);
     assert_eq!(sum("transom_requests_total", &[("route", "a \"quoted\\name\""), ("code", "200")]), 1);
     assert_eq!(sum("transom_requests_total", &[("route", ""), ("code", "404")]), 1);
     assert_eq!(sum("transom_request_duration_seconds_count", &[]), 7);
-    let told =
+    let decisions =
         |rule, outcome| sum("transom_decisions_total", &[("route", "api"), ("rule", rule), ("outcome", outcome)]);
-    assert_eq!([told("r", "admitted"), told("r", "refused"), told("r", "shadowed")], [3, 2, 0]);
-    assert_eq!([told("watched", "admitted"), told("watched", "refused"), told("watched", "shadowed")], [1, 0, 2]);
+    assert_eq!([decisions("r", "admitted"), decisions("r", "refused"), decisions("r", "shadowed")], [3, 2, 0]);
+    assert_eq!(
+        [decisions("shadow", "admitted"), decisions("shadow", "refused"), decisions("shadow", "shadowed")],
+        [1, 0, 2]
+    );
     assert_eq!(sum("transom_refused_total", &[("rule", "r"), ("window", "r-minute")]), 2);
     assert_eq!(sum("transom_refused_total", &[("rule", "r"), ("window", "r-hour")]), 0);
     assert_eq!(sum("transom_decision_duration_seconds_count", &[]), 6);
@@ -87,7 +90,7 @@ fn every_metric_has_its_documented_name_type_and_labels() {
     assert_eq!(sum("transom_upstream_requests_total", &answered), 4);
     assert_eq!(sum("transom_upstream_requests_total", &[]), 4);
     assert_eq!(sum("transom_upstream_duration_seconds_count", &[("upstream", "u")]), 4);
-    // Two layers of one client, and one of all.
+    // Two counters of the client, and one of the global rule.
     assert_eq!(sum("transom_counters", &[("state", "live")]), 3);
     assert_eq!(sum("transom_counters", &[("state", "free")]), 1_000_000 - 3);
     assert_eq!(sum("transom_counters_overflow_total", &[]), 0);
@@ -114,20 +117,20 @@ fn client_input_never_becomes_a_label() {
     });
     let gateway = Gateway::start(&toml(&upstream).replace("3/minute", "900/minute"));
     let mut client = gateway.client();
-    let mut ask = |n: usize| {
+    let mut request = |n: usize| {
         let fields = [("X-User", &*format!("u{n}")), ("Host", &*format!("h{n}.test"))];
         client.get_with(&format!("/api/{n}x"), &fields).expect(200);
         client.request(&format!("METHOD{n}"), &format!("/none/{n}"), &[], b"").expect(404);
     };
-    ask(0);
-    eventually("it is recorded", || gateway.metrics().sum("transom_requests_total", &[]) == 2);
+    request(0);
+    eventually("both requests are counted", || gateway.metrics().sum("transom_requests_total", &[]) == 2);
     let families: HashSet<String> = gateway.metrics().families().into_iter().map(str::to_owned).collect();
     let before = gateway.metrics().series();
-    (1..200).for_each(&mut ask);
-    eventually("all are recorded", || gateway.metrics().sum("transom_requests_total", &[]) == 400);
-    let page = gateway.metrics();
-    assert_eq!(page.series(), before);
-    assert_eq!(page.families(), families.iter().map(String::as_str).collect());
+    (1..200).for_each(&mut request);
+    eventually("all requests are counted", || gateway.metrics().sum("transom_requests_total", &[]) == 400);
+    let metrics = gateway.metrics();
+    assert_eq!(metrics.series(), before);
+    assert_eq!(metrics.families(), families.iter().map(String::as_str).collect());
 }
 
 #[test]
@@ -143,28 +146,28 @@ fn an_idle_scraper_does_not_block_others() {
     Client::connect(gateway.admin).get("/metrics").expect(200);
 }
 
-/// A page of any site can let its host name resolve to the admin address (DNS rebinding), so only configured hosts are served.
+/// Any web site can let its host name resolve to the admin address (DNS rebinding), so only configured hosts are served.
 #[test]
 fn the_admin_address_accepts_its_configured_hosts_only() {
     let own = "[admin]\nhosts = [\"transom.internal\", \"*.monitoring.svc\"]\n";
     let gateway = Gateway::start(&format!("{}{own}", toml(&Upstream::always(200))));
-    let ask = |host: &str, target: &str| Client::connect(gateway.admin).get_with(target, &[("Host", host)]);
+    let request = |host: &str, target: &str| Client::connect(gateway.admin).get_with(target, &[("Host", host)]);
     let port = gateway.admin.port();
     for host in ["127.0.0.1", "localhost", "LOCALHOST", "192.0.2.7", "transom.internal", "a.monitoring.svc"] {
-        ask(host, "/metrics").expect(200);
-        ask(&format!("{host}:{port}"), "/healthz").expect(200);
+        request(host, "/metrics").expect(200);
+        request(&format!("{host}:{port}"), "/healthz").expect(200);
     }
-    ask(&format!("[::1]:{port}"), "/metrics").expect(200);
+    request(&format!("[::1]:{port}"), "/metrics").expect(200);
     for host in ["evil.example", "monitoring.svc", "127.0.0.1.evil.example", "xlocalhost", "2130706433", "a b"] {
         for target in ["/metrics", "/upstreams", "/healthz", "/v1/limit"] {
-            ask(host, target).expect(421).problem();
+            request(host, target).expect(421).problem();
         }
     }
     let target = format!("http://evil.example:{port}/metrics");
-    ask("127.0.0.1", &target).expect(421);
-    let question = br#"{"rule": "r", "key": "a"}"#;
+    request("127.0.0.1", &target).expect(421);
+    let query = br#"{"rule": "r", "key": "a"}"#;
     let fields = [("Host", "evil.example"), ("Origin", "http://evil.example")];
-    Client::connect(gateway.admin).request("POST", "/v1/limit", &fields, question).expect(421);
+    Client::connect(gateway.admin).request("POST", "/v1/limit", &fields, query).expect(421);
 }
 
 #[test]
@@ -178,15 +181,15 @@ fn admin_connections_are_limited() {
     let mut clients: Vec<Client> = (0..256).map(|_| connected()).collect();
     Client::connect(gateway.admin).expect_closed();
     drop(clients.pop());
-    eventually("there is a place again", || {
+    eventually("another connection is accepted", || {
         let mut stream = Client::connect(gateway.admin).stream;
-        let asked = stream.write_all(b"GET /healthz HTTP/1.0\r\n\r\n");
+        let sent = stream.write_all(b"GET /healthz HTTP/1.0\r\n\r\n");
         let mut response = Vec::new();
-        asked.and_then(|()| stream.read_to_end(&mut response)).is_ok_and(|_| response.starts_with(b"HTTP/1.0 200"))
+        sent.and_then(|()| stream.read_to_end(&mut response)).is_ok_and(|_| response.starts_with(b"HTTP/1.0 200"))
     });
 }
 
-/// A table for many counters takes memory for those that there are, also when they are counted.
+/// A table takes memory for the counters in use, also after a scrape that counts them.
 #[test]
 fn a_scrape_does_not_touch_unused_counter_pages() {
     let capacity = 1_000_000;
@@ -202,14 +205,14 @@ fn a_scrape_does_not_touch_unused_counter_pages() {
         line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024
     };
     let before = shared_bytes();
-    let page = process.metrics();
-    assert_eq!(page.sum("transom_counters", &[("state", "live")]), 100);
-    assert_eq!(page.sum("transom_counters", &[("state", "free")]), capacity - 100);
+    let metrics = process.metrics();
+    assert_eq!(metrics.sum("transom_counters", &[("state", "live")]), 100);
+    assert_eq!(metrics.sum("transom_counters", &[("state", "free")]), capacity - 100);
     let taken = shared_bytes() - before;
     assert!(taken < 32 * capacity / 16, "{taken} bytes for a table of {}", 32 * capacity);
 }
 
-/// Series of removed objects leave the metrics once nothing is in flight there.
+/// Series of removed objects disappear once no request of the object is in flight.
 #[test]
 fn series_of_removed_routes_rules_and_upstreams_are_removed() {
     let upstream = Upstream::always(200);
@@ -217,7 +220,7 @@ fn series_of_removed_routes_rules_and_upstreams_are_removed() {
         format!(
             "{}[rules.r-{name}]\nkey = \"ip\"\nwindows = [\"1/hour\"]\n\
              [[routes]]\nname = \"route-{name}\"\npath = \"/a\"\nupstream = \"u-{name}\"\nrules = [\"r-{name}\"]\n\
-             [[routes]]\nname = \"stays\"\npath = \"/b\"\nupstream = \"u-{name}\"\n",
+             [[routes]]\nname = \"kept\"\npath = \"/b\"\nupstream = \"u-{name}\"\n",
             upstream.toml(&format!("u-{name}"))
         )
     };
@@ -227,12 +230,12 @@ fn series_of_removed_routes_rules_and_upstreams_are_removed() {
     gateway.get("/b").expect(200);
     let text = |gateway: &Gateway| Client::connect(gateway.admin).get("/metrics").expect(200).text();
     for series in ["route=\"route-old\"", "rule=\"r-old\"", "upstream=\"u-old\""] {
-        eventually("it is counted", || text(&gateway).contains(series));
+        eventually("the series exists", || text(&gateway).contains(series));
     }
     gateway.reload(&named("new"));
-    eventually("the old names are gone", || !text(&gateway).contains("-old\""));
+    eventually("the old series are gone", || !text(&gateway).contains("-old\""));
     gateway.get("/b").expect(200);
-    eventually("what stays counts on", || {
-        gateway.metrics().sum("transom_requests_total", &[("route", "stays"), ("code", "200")]) == 2
+    eventually("a series that stays keeps its count", || {
+        gateway.metrics().sum("transom_requests_total", &[("route", "kept"), ("code", "200")]) == 2
     });
 }

@@ -1,13 +1,13 @@
-//! Certificate files: replaced while the real binary runs, and warned of before they expire.
+//! Certificate files: the running binary notices replaced files, and warns before certificates expire.
 
 use std::fs;
 
 use crate::support::process::{Process, run};
 use crate::support::tls::{Issued, RevokingCa, TlsClient};
-use crate::support::{Scratch, eventually, one_rule};
+use crate::support::{Scratch, eventually, eventually_eq, one_rule};
 
 fn toml() -> String {
-    // Relative paths start at the folder of the configuration.
+    // Paths are relative to the directory of the configuration.
     format!(
         "[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\n[listen.https]\naddress = \"127.0.0.1:0\"\n\
          certificate = \"server.pem\"\nprivate_key = \"server.key\"\n{}",
@@ -15,14 +15,14 @@ fn toml() -> String {
     )
 }
 
-fn place(scratch: &Scratch, issued: &Issued) {
+fn write_certificate(scratch: &Scratch, issued: &Issued) {
     scratch.write("server.pem", &issued.pem);
     scratch.write("server.key", &issued.key_pem);
 }
 
 fn spawn(issued: &Issued) -> Process {
     let scratch = Scratch::new();
-    place(&scratch, issued);
+    write_certificate(&scratch, issued);
     Process::spawn_command(std::process::Command::new(crate::support::process::BINARY), &toml(), scratch)
 }
 
@@ -31,34 +31,34 @@ fn a_certificate_is_replaced_without_dropping_a_connection() {
     let authority = RevokingCa::new();
     let (old, new) = (authority.issue(&["a.test"]), authority.issue(&["a.test"]));
     let process = spawn(&old);
-    let shown = || {
-        // One that knows no session, for a session needs no certificate.
+    let served_certificate = || {
+        // A client without a session, because resumption shows no certificate.
         let client = TlsClient::trusting(&authority).connect(process.https.unwrap(), "a.test");
         client.stream.conn.peer_certificates().unwrap()[0].clone()
     };
-    let mut kept = TlsClient::trusting(&authority).connect(process.https.unwrap(), "a.test");
-    kept.get("/a").expect(200);
-    assert!(shown() == old.der);
+    let mut open = TlsClient::trusting(&authority).connect(process.https.unwrap(), "a.test");
+    open.get("/a").expect(200);
+    assert!(served_certificate() == old.der);
 
-    // Something else, then a key without its certificate: both are refused, and nothing changes.
+    // An invalid certificate, then a key of another certificate: both are refused, and the old certificate stays.
     process.replace_file("server.pem", "no certificate\n");
     process.wait_for_reloads("refused", 1);
-    eventually("it is told", || process.stderr().contains("there is no certificate in `server.pem`"));
+    eventually("the log has it", || process.stderr().contains("there is no certificate in `server.pem`"));
     process.replace_file("server.pem", &old.pem);
     process.wait_for_reloads("applied", 1);
     process.replace_file("server.key", &new.key_pem);
     process.wait_for_reloads("refused", 2);
-    eventually("it is told", || process.stderr().contains("belongs to another certificate"));
-    kept.get("/a").expect(200);
-    assert!(shown() == old.der);
+    eventually("the log has it", || process.stderr().contains("belongs to another certificate"));
+    open.get("/a").expect(200);
+    assert!(served_certificate() == old.der);
 
     process.replace_file("server.pem", &new.pem);
-    eventually("the new one is shown", || shown() == new.der);
-    kept.get("/a").expect(200);
+    eventually("the new certificate is shown", || served_certificate() == new.der);
+    open.get("/a").expect(200);
     process.signal("HUP");
     process.wait_for_applied_reloads(3);
-    assert!(shown() == new.der);
-    kept.get("/a").expect(200);
+    assert!(served_certificate() == new.der);
+    open.get("/a").expect(200);
 }
 
 #[test]
@@ -67,7 +67,7 @@ fn an_expired_certificate_is_warned_of_and_served() {
     let key = rcgen::KeyPair::generate().unwrap();
     let old = authority.issue_with(&["a.test"], key, |params| params.not_after = rcgen::date_time_ymd(2020, 2, 29));
     let process = spawn(&old);
-    eventually("it is told", || process.stderr().contains("`server.pem` expired on 2020-02-29T00:00:00Z"));
+    eventually("the log has it", || process.stderr().contains("`server.pem` expired on 2020-02-29T00:00:00Z"));
     assert_eq!(process.metrics().sum("transom_certificate_expiry_timestamp_seconds", &[]), 1_582_934_400);
     let refused = TlsClient::trusting(&authority).try_connect(process.https.unwrap(), "a.test").err().unwrap();
     assert!(refused.to_string().contains("expired"), "{refused}");
@@ -80,43 +80,43 @@ fn an_expired_certificate_is_warned_of_and_served() {
 fn a_revocation_list_is_replaced_while_clients_are_connected() {
     let (servers, clients) = (RevokingCa::new(), RevokingCa::new());
     let scratch = Scratch::new();
-    place(&scratch, &servers.issue(&["a.test"]));
+    write_certificate(&scratch, &servers.issue(&["a.test"]));
     scratch.write("clients.pem", &clients.pem);
     scratch.write("list.pem", clients.revoke(&[], 4000));
     let more = "private_key = \"server.key\"\nclient_ca = \"clients.pem\"\nclient_crl = \"list.pem\"";
     let toml = toml().replace("private_key = \"server.key\"", more);
     let process = Process::spawn_command(std::process::Command::new(crate::support::process::BINARY), &toml, scratch);
-    let ends = || process.metrics().sum("transom_revocation_list_expiry_timestamp_seconds", &[]);
-    assert_eq!(ends(), 64_060_588_800);
+    let list_expiry_s = || process.metrics().sum("transom_revocation_list_expiry_timestamp_seconds", &[]);
+    assert_eq!(list_expiry_s(), 64_060_588_800);
 
     let own = clients.issue(&["client"]);
     let tls = TlsClient::with_certificate(&servers, &own);
-    let is_let_in = || {
+    let is_accepted = || {
         let Ok(mut client) = tls.try_connect(process.https.unwrap(), "a.test") else { return false };
-        // With TLS 1.3 a client only hears afterwards that it is not.
+        // With TLS 1.3, the client learns of the refusal after its handshake.
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| client.get("/a").status)).is_ok()
     };
-    let mut kept = tls.connect(process.https.unwrap(), "a.test");
-    kept.get("/a").expect(200);
-    assert!(is_let_in());
+    let mut open = tls.connect(process.https.unwrap(), "a.test");
+    open.get("/a").expect(200);
+    assert!(is_accepted());
 
     process.replace_file("list.pem", "no list\n");
     process.wait_for_reloads("refused", 1);
-    eventually("it is told", || process.stderr().contains("there is no revocation list in `list.pem`"));
-    assert!(is_let_in());
+    eventually("the log has it", || process.stderr().contains("there is no revocation list in `list.pem`"));
+    assert!(is_accepted());
 
-    // Also a session from before is not let in again.
+    // A TLS session from before the revocation is refused as well.
     process.replace_file("list.pem", &clients.revoke(&[&own], 4000));
     process.wait_for_reloads("applied", 1);
-    eventually("it is taken back", || (0..4).all(|_| !is_let_in()));
-    kept.get("/a").expect(200);
+    eventually("the certificate is revoked", || (0..4).all(|_| !is_accepted()));
+    open.get("/a").expect(200);
 
     process.replace_file("list.pem", &clients.revoke(&[], 2021));
-    eventually("it is told", || {
+    eventually("the log has it", || {
         process.stderr().contains("the revocation list in `list.pem` expired on 2021-01-01T00:00:00Z")
     });
-    assert_eq!(ends(), 1_609_459_200);
-    assert!(!is_let_in());
+    eventually_eq(list_expiry_s, 1_609_459_200);
+    assert!(!is_accepted());
 }
 
 #[test]
@@ -124,7 +124,7 @@ fn contents_of_secret_files_are_never_shown() {
     let scratch = Scratch::new();
     let issued = RevokingCa::new().issue(&["a.test"]);
     let body = issued.key_pem.lines().nth(1).unwrap().to_owned();
-    place(&scratch, &issued);
+    write_certificate(&scratch, &issued);
     let pasted = toml().replace("\"server.key\"", &format!("\"{}\"", issued.key_pem.replace('\n', "\\n")));
     for text in [pasted, toml().replace("\"server.key\"", &format!("'''\n{}'''", issued.key_pem))] {
         let file = scratch.write("gateway.toml", text).display().to_string();

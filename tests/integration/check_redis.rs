@@ -7,86 +7,91 @@ use crate::support::redis_cluster::RedisCluster;
 use crate::support::sentinel::{MASTER, Sentinels};
 use crate::support::tls::RevokingCa;
 
-const REST: &str = "\n[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n[listen]\nhttp = \"127.0.0.1:0\"\n";
+const OTHER_SECTIONS: &str = "\n[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n[listen]\nhttp = \"127.0.0.1:0\"\n";
 
-/// The output for these settings of `[counters.shared]`, and the exit code.
-fn checked_in(scratch: &Scratch, settings: &str) -> (Option<i32>, String) {
-    let file = scratch.write("gateway.toml", format!("[counters.shared]\n{settings}\n{REST}"));
+/// The exit code and the output of the check for these settings of `[counters.shared]`.
+fn check_in(scratch: &Scratch, settings: &str) -> (Option<i32>, String) {
+    let file = scratch.write("gateway.toml", format!("[counters.shared]\n{settings}\n{OTHER_SECTIONS}"));
     let (code, out, err) = run(&["check", "--connect", "--config", &file.display().to_string()]);
     (code, out + &err)
 }
 
-fn checked(settings: &str) -> (Option<i32>, String) {
-    checked_in(&Scratch::new(), settings)
+fn check(settings: &str) -> (Option<i32>, String) {
+    check_in(&Scratch::new(), settings)
 }
 
-fn fine(settings: &str) -> String {
-    let (code, said) = checked(settings);
-    assert!(code == Some(0) && said.contains("counters can be shared there"), "{said}");
-    said
+fn expect_usable(settings: &str) -> String {
+    let (code, output) = check(settings);
+    assert!(code == Some(0) && output.contains("counters can be shared there"), "{output}");
+    output
 }
 
-/// Not fit: each of these is said.
+/// Expects the report of an unusable server, with each of these texts.
 #[track_caller]
-fn unfit((code, said): (Option<i32>, String), words: &[&str]) {
-    assert_eq!(code, Some(1), "{said}");
+fn expect_unusable((code, output): (Option<i32>, String), words: &[&str]) {
+    assert_eq!(code, Some(1), "{output}");
     for word in words {
-        assert!(said.contains(word), "{word}: {said}");
+        assert!(output.contains(word), "{word}: {output}");
     }
-    assert!(!said.contains("counters can be shared there") && !said.contains("sesame"), "{said}");
+    assert!(!output.contains("counters can be shared there") && !output.contains("sesame"), "{output}");
 }
 
-fn redis(server: &RedisServer) -> String {
+fn url_of(server: &RedisServer) -> String {
     format!("redis = \"{}\"", server.url())
 }
 
-/// The same in a database.
+/// The settings with a database.
 fn in_database(settings: &str, database: u32) -> String {
     format!("{settings}\ndatabase = {database}")
 }
 
 /// A server's URL with a login.
 fn as_user(server: &RedisServer, login: &str) -> String {
-    redis(server).replace("://", &format!("://{login}@"))
+    url_of(server).replace("://", &format!("://{login}@"))
 }
 
 #[test]
 fn a_usable_server_is_reported_and_left_unchanged() {
     let server = RedisServer::start();
-    let said = fine(&redis(&server));
-    assert!(said.contains(&format!("127.0.0.1:{}: Redis ", server.port)) && said.contains(", master without replicas"));
-    assert!(!said.contains("problem"), "{said}");
+    let output = expect_usable(&url_of(&server));
+    assert!(
+        output.contains(&format!("127.0.0.1:{}: Redis ", server.port)) && output.contains(", master without replicas")
+    );
+    assert!(!output.contains("problem"), "{output}");
     assert!(server.keys().iter().all(|key| key.starts_with("transom:{transom-check|}:")));
     for key in server.keys() {
         assert!(server.integer(&["PTTL", &key]) <= 20_000);
     }
-    fine(&format!("redis = \"redis+unix://{}\"\nprefix = \"edge\"", server.socket().display()));
+    expect_usable(&format!("redis = \"redis+unix://{}\"\nprefix = \"edge\"", server.socket().display()));
     let (code, out, _) =
-        run(&["check", "--connect", "--config", &Scratch::new().write("g.toml", REST).display().to_string()]);
+        run(&["check", "--connect", "--config", &Scratch::new().write("g.toml", OTHER_SECTIONS).display().to_string()]);
     assert!(code == Some(0) && out.contains("there is no `[counters.shared]`"), "{out}");
 }
 
 #[test]
 fn a_bad_configuration_is_reported_before_any_connection() {
-    let (code, said) = checked("redis = \"127.0.0.1\"");
-    assert!(code == Some(2) && said.contains("is not a server URL"), "{said}");
+    let (code, output) = check("redis = \"127.0.0.1\"");
+    assert!(code == Some(2) && output.contains("is not a server URL"), "{output}");
 }
 
 #[test]
 fn unreachable_and_refusing_servers_are_reported_with_the_fix() {
-    unfit(checked(&format!("redis = \"redis://127.0.0.1:{}\"", free_port())), &["refused", "check that it runs"]);
+    expect_unusable(
+        check(&format!("redis = \"redis://127.0.0.1:{}\"", free_port())),
+        &["refused", "check that it runs"],
+    );
     let server = RedisServer::with_config("requirepass sesame");
-    unfit(checked(&redis(&server)), &["NOAUTH", "password_file"]);
-    unfit(checked(&as_user(&server, "eve:sesame")), &["does not accept the user and password"]);
-    unfit(checked(&in_database(&as_user(&server, ":sesame"), 99)), &["`databases`"]);
-    fine(&as_user(&server, ":sesame"));
+    expect_unusable(check(&url_of(&server)), &["NOAUTH", "password_file"]);
+    expect_unusable(check(&as_user(&server, "eve:sesame")), &["does not accept the user and password"]);
+    expect_unusable(check(&in_database(&as_user(&server, ":sesame"), 99)), &["`databases`"]);
+    expect_usable(&as_user(&server, ":sesame"));
     let scratch = Scratch::new();
     scratch.write("redis.password", "sesame\n");
-    let (code, said) = checked_in(&scratch, &format!("{}\npassword_file = \"redis.password\"", redis(&server)));
-    assert_eq!(code, Some(0), "{said}");
-    unfit(checked("redis = \"redis+unix:///nowhere/redis.sock\""), &["No such file", "`unixsocket`"]);
+    let (code, output) = check_in(&scratch, &format!("{}\npassword_file = \"redis.password\"", url_of(&server)));
+    assert_eq!(code, Some(0), "{output}");
+    expect_unusable(check("redis = \"redis+unix:///nowhere/redis.sock\""), &["No such file", "`unixsocket`"]);
     server.suspend();
-    unfit(checked(&as_user(&server, ":sesame")), &["no reply", "check the address"]);
+    expect_unusable(check(&as_user(&server, ":sesame")), &["no reply", "check the address"]);
     server.resume();
 }
 
@@ -97,22 +102,22 @@ fn the_documented_acl_rights_suffice() {
         server.cli(&["ACL", "SETUSER", "edge", "on", ">sesame", "~else:*", "+ping", "+eval", "+evalsha", "+time"]),
         "OK"
     );
-    let (code, said) = checked(&as_user(&server, "edge:sesame"));
-    let rights = said.split("ACL SETUSER NAME on >PASSWORD ").nth(1).and_then(|rest| rest.split('`').next());
-    let rights = rights.unwrap_or_else(|| panic!("{said}")).to_owned();
-    unfit((code, said), &["NOPERM", "+info"]);
+    let (code, output) = check(&as_user(&server, "edge:sesame"));
+    let rights = output.split("ACL SETUSER NAME on >PASSWORD ").nth(1).and_then(|rest| rest.split('`').next());
+    let rights = rights.unwrap_or_else(|| panic!("{output}")).to_owned();
+    expect_unusable((code, output), &["NOPERM", "+info"]);
     let line: Vec<&str> =
         ["ACL", "SETUSER", "edge", "reset", "on", ">sesame"].into_iter().chain(rights.split(' ')).collect();
     assert_eq!(server.cli(&line), "OK");
-    let said = fine(&in_database(&as_user(&server, "edge:sesame"), 3));
-    assert!(said.contains(", master"), "{said}");
-    // Each of the commands that a script runs is needed.
+    let output = expect_usable(&in_database(&as_user(&server, "edge:sesame"), 3));
+    assert!(output.contains(", master"), "{output}");
+    // Each command that a script runs is required.
     let commands =
         ["-get", "-mget", "-exists", "-set", "-del", "-hset", "-hmget", "-pexpireat", "-time", "-decrby", "-evalsha"];
     for command in commands {
         server.cli(&line);
         assert_eq!(server.cli(&["ACL", "SETUSER", "edge", command]), "OK");
-        unfit(checked(&as_user(&server, "edge:sesame")), &["ACL SETUSER"]);
+        expect_unusable(check(&as_user(&server, "edge:sesame")), &["ACL SETUSER"]);
     }
 }
 
@@ -127,45 +132,45 @@ fn weak_secrets_are_reported() {
         };
         rule("who", "cookie:who") + &rule("user", "header:x-user")
     };
-    for (settings, rules, told) in [
+    for (settings, rules, warned) in [
         ("", rules(""), true),
         ("digest_key_file = \"digest.key\"", rules(""), false),
         ("", rules("shared = \"off\""), false),
     ] {
-        let (code, said) = checked_in(&scratch, &format!("{}\n{settings}\n{rules}", redis(&server)));
-        assert!(code == Some(0) && said.contains("`digest_key_file`") == told, "{said}");
-        assert!(!told || said.contains("note: keys of `who` are secrets"), "{said}");
+        let (code, output) = check_in(&scratch, &format!("{}\n{settings}\n{rules}", url_of(&server)));
+        assert!(code == Some(0) && output.contains("`digest_key_file`") == warned, "{output}");
+        assert!(!warned || output.contains("note: keys of `who` are secrets"), "{output}");
     }
 }
 
 #[test]
 fn an_evicting_server_is_unfit() {
-    for (policy, fit) in
+    for (policy, usable) in
         [("noeviction", true), ("volatile-ttl", false), ("allkeys-lru", false), ("volatile-lru", false)]
     {
         let server = RedisServer::with_config(&format!("maxmemory 100mb\nmaxmemory-policy {policy}"));
-        match fit {
-            true => drop(fine(&redis(&server))),
-            false => unfit(checked(&redis(&server)), &[policy, "CONFIG SET maxmemory-policy noeviction"]),
+        match usable {
+            true => drop(expect_usable(&url_of(&server))),
+            false => expect_unusable(check(&url_of(&server)), &[policy, "CONFIG SET maxmemory-policy noeviction"]),
         }
     }
     let full = RedisServer::with_config("maxmemory 1mb");
-    unfit(checked(&redis(&full)), &["OOM", "raise `maxmemory`"]);
+    expect_unusable(check(&url_of(&full)), &["OOM", "raise `maxmemory`"]);
 }
 
 #[test]
 fn a_replica_is_reported_with_its_master() {
     let master = RedisServer::start();
     let replica = RedisServer::replica_of(&master, "");
-    unfit(checked(&redis(&replica)), &["it is a replica", &format!("name `127.0.0.1:{}`", master.port)]);
-    assert!(fine(&redis(&master)).contains("master with 1 replica"));
+    expect_unusable(check(&url_of(&replica)), &["it is a replica", &format!("name `127.0.0.1:{}`", master.port)]);
+    assert!(expect_usable(&url_of(&master)).contains("master with 1 replica"));
 }
 
 #[test]
 fn a_wrong_clock_is_reported() {
-    let said = fine(&redis(&RedisServer::with_clock_offset(-3600, "")));
-    assert!(said.contains("warning: its clock is 3") && said.contains(" s behind this machine's"), "{said}");
-    assert!(!fine(&redis(&RedisServer::start())).contains("clock"));
+    let output = expect_usable(&url_of(&RedisServer::with_clock_offset(-3600, "")));
+    assert!(output.contains("warning: its clock is 3") && output.contains(" s behind this machine's"), "{output}");
+    assert!(!expect_usable(&url_of(&RedisServer::start())).contains("clock"));
 }
 
 #[test]
@@ -178,20 +183,20 @@ fn tls_failures_are_reported_with_their_cause() {
     let own = authority.issue(&["gateway"]);
     scratch.write("own.pem", &own.pem);
     scratch.write("own.key", &own.key_pem);
-    let at = |settings: &str| checked_in(&scratch, &format!("{}\n{settings}", redis(&server)));
-    let (code, said) = at("ca = \"ca.pem\"");
-    assert_eq!(code, Some(0), "{said}");
-    unfit(at("ca = \"other.pem\""), &["invalid peer certificate", "ca = \"FILE\""]);
-    unfit(checked(&redis(&server).replace("rediss", "redis")), &["write `rediss://`"]);
+    let at = |settings: &str| check_in(&scratch, &format!("{}\n{settings}", url_of(&server)));
+    let (code, output) = at("ca = \"ca.pem\"");
+    assert_eq!(code, Some(0), "{output}");
+    expect_unusable(at("ca = \"other.pem\""), &["invalid peer certificate", "ca = \"FILE\""]);
+    expect_unusable(check(&url_of(&server).replace("rediss", "redis")), &["write `rediss://`"]);
     let plain = RedisServer::start();
-    let settings = format!("{}\nca = \"ca.pem\"", redis(&plain).replace("redis://", "rediss://"));
-    unfit(checked_in(&scratch, &settings), &["write `redis://`"]);
+    let settings = format!("{}\nca = \"ca.pem\"", url_of(&plain).replace("redis://", "rediss://"));
+    expect_unusable(check_in(&scratch, &settings), &["write `redis://`"]);
 
     let strict = RedisServer::with_tls(&authority, "tls-auth-clients yes");
-    let at = |settings: &str| checked_in(&scratch, &format!("{}\nca = \"ca.pem\"\n{settings}", redis(&strict)));
-    unfit(at(""), &["`certificate` and `private_key`"]);
-    let (code, said) = at("certificate = \"own.pem\"\nprivate_key = \"own.key\"");
-    assert_eq!(code, Some(0), "{said}");
+    let at = |settings: &str| check_in(&scratch, &format!("{}\nca = \"ca.pem\"\n{settings}", url_of(&strict)));
+    expect_unusable(at(""), &["`certificate` and `private_key`"]);
+    let (code, output) = at("certificate = \"own.pem\"\nprivate_key = \"own.key\"");
+    assert_eq!(code, Some(0), "{output}");
 }
 
 #[test]
@@ -199,29 +204,35 @@ fn sentinels_name_the_master() {
     let master = RedisServer::start();
     let named =
         |sentinels: &Sentinels, name: &str| format!("redis = {}\nsentinel_master = \"{name}\"", sentinels.urls());
-    unfit(checked(&format!("{}\nsentinel_master = \"main\"", redis(&master))), &["it is not a sentinel"]);
+    expect_unusable(check(&format!("{}\nsentinel_master = \"main\"", url_of(&master))), &["it is not a sentinel"]);
     let replica = RedisServer::replica_of(&master, "");
     let sentinels = Sentinels::start(&master);
-    let said = fine(&named(&sentinels, MASTER));
-    assert!(said.contains(&format!("master 127.0.0.1:{}: Redis", master.port)), "{said}");
-    assert_eq!(said.matches("sentinel 127.0.0.1:").count(), 3, "{said}");
-    assert!(said.contains("min-replicas-to-write"), "{said}");
-    unfit(checked(&named(&sentinels, "other")), &["it does not know a master called `other`", "sentinel_master"]);
+    let output = expect_usable(&named(&sentinels, MASTER));
+    assert!(output.contains(&format!("master 127.0.0.1:{}: Redis", master.port)), "{output}");
+    assert_eq!(output.matches("sentinel 127.0.0.1:").count(), 3, "{output}");
+    assert!(output.contains("min-replicas-to-write"), "{output}");
+    expect_unusable(
+        check(&named(&sentinels, "other")),
+        &["it does not know a master called `other`", "sentinel_master"],
+    );
     drop(replica);
 }
 
 #[test]
 fn every_master_and_slot_of_a_cluster_is_checked() {
     let mut cluster = RedisCluster::start();
-    let said = fine(&format!("redis = {}", cluster.urls()));
-    assert_eq!(said.lines().filter(|line| line.starts_with("127.0.0.1:")).count(), 3, "{said}");
-    unfit(checked(&redis(&cluster.nodes[0])), &["it is a node of a cluster", "in brackets"]);
+    let output = expect_usable(&format!("redis = {}", cluster.urls()));
+    assert_eq!(output.lines().filter(|line| line.starts_with("127.0.0.1:")).count(), 3, "{output}");
+    expect_unusable(check(&url_of(&cluster.nodes[0])), &["it is a node of a cluster", "in brackets"]);
     let single = RedisServer::start();
-    unfit(checked(&format!("redis = [\"{}\"]", single.url())), &["it is not a node of a cluster", "without brackets"]);
+    expect_unusable(
+        check(&format!("redis = [\"{}\"]", single.url())),
+        &["it is not a node of a cluster", "without brackets"],
+    );
     cluster.nodes[1].kill();
     let settings = format!("redis = {}", cluster.urls());
-    crate::support::eventually("the others notice", || {
-        let (code, said) = checked(&settings);
-        code == Some(1) && said.contains("of 16384 slots are served")
+    crate::support::eventually("the other nodes notice", || {
+        let (code, output) = check(&settings);
+        code == Some(1) && output.contains("of 16384 slots are served")
     });
 }

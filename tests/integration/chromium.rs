@@ -30,11 +30,11 @@ fn a_browser_uses_event_streams_and_websockets() {
         .stdin(Stdio::null())
         .output()
         .unwrap();
-    let complaints = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "the page was not gone through:\n{complaints}");
-    let seen: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "the browser failed:\n{stderr}");
+    let results: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(
-        seen["found"],
+        results["results"],
         json!({
             "errors": [],
             "protocol": "h2",
@@ -51,9 +51,9 @@ fn a_browser_uses_event_streams_and_websockets() {
             },
         })
     );
-    assert_eq!(seen["outside"], json!({ "errors": [], "protocols": { "h2": true }, "sockets": [200] }));
+    assert_eq!(results["observed"], json!({ "errors": [], "protocols": { "h2": true }, "sockets": [200] }));
     drop(tls_gateway);
-    // The WebSocket was a stream of the connection that the page had come by.
+    // The WebSocket was a stream on the HTTP/2 connection of the page.
     let lines = std::fs::read_to_string(&log).unwrap();
     let mut lines = lines.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     let socket = lines.find(|line| line["path"] == "/echo").unwrap();

@@ -9,105 +9,105 @@ use crate::support::{Scratch, one_rule};
 
 const PER_CERT: &str = "key = \"client-cert\"\nwindows = [\"2/hour\"]\n";
 
-/// A gateway that believes the certificates of the second authority, and one of each for clients.
-struct World {
+/// An authority for servers and one for clients, which the gateway trusts, and the certificate of the gateway.
+struct Certificates {
     scratch: Scratch,
     servers: RevokingCa,
     clients: RevokingCa,
-    main: Issued,
+    server: Issued,
 }
 
-impl World {
-    fn new() -> World {
+impl Certificates {
+    fn new() -> Certificates {
         let (servers, clients) = (RevokingCa::new(), RevokingCa::new());
-        World { scratch: Scratch::new(), main: servers.issue(&["a.test"]), servers, clients }
+        Certificates { scratch: Scratch::new(), server: servers.issue(&["a.test"]), servers, clients }
     }
 
     fn toml(&self, auth: &str, rule: &str) -> String {
         let ca = self.scratch.write("clients.pem", &self.clients.pem);
         let more = format!("client_ca = \"{}\"\n{auth}", ca.display());
-        listen(&self.scratch, &self.main, &more) + &one_rule(rule)
+        listen(&self.scratch, &self.server, &more) + &one_rule(rule)
     }
 
-    /// The status of a request with a certificate, or without; `None` if the client is not let in.
+    /// The status of a request with or without a certificate; `None` if the gateway refuses the connection.
     fn status(&self, gateway: &Gateway, own: Option<&Issued>) -> Option<u16> {
         let tls = own.map_or(TlsClient::trusting(&self.servers), |own| TlsClient::with_certificate(&self.servers, own));
         let mut client = tls.try_connect(gateway.https_addresses()[0], "a.test").ok()?;
-        // With TLS 1.3 a client only hears afterwards that it is not let in.
+        // With TLS 1.3, the client learns of the refusal after its handshake.
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| client.get("/a").status)).ok()
     }
 }
 
 #[test]
 fn clients_without_a_certificate_are_refused() {
-    let world = World::new();
-    let gateway = Gateway::start(&world.toml("", "key = \"ip\"\nwindows = [\"100/hour\"]"));
-    let (good, other) = (world.clients.issue(&["client"]), world.servers.issue(&["client"]));
-    assert_eq!(world.status(&gateway, Some(&good)), Some(200));
-    assert_eq!(world.status(&gateway, None), None);
-    assert_eq!(world.status(&gateway, Some(&other)), None);
-    let expired = world.clients.issue_with(&["client"], rcgen::KeyPair::generate().unwrap(), |params| {
+    let certificates = Certificates::new();
+    let gateway = Gateway::start(&certificates.toml("", "key = \"ip\"\nwindows = [\"100/hour\"]"));
+    let (good, other) = (certificates.clients.issue(&["client"]), certificates.servers.issue(&["client"]));
+    assert_eq!(certificates.status(&gateway, Some(&good)), Some(200));
+    assert_eq!(certificates.status(&gateway, None), None);
+    assert_eq!(certificates.status(&gateway, Some(&other)), None);
+    let expired = certificates.clients.issue_with(&["client"], rcgen::KeyPair::generate().unwrap(), |params| {
         params.not_after = rcgen::date_time_ymd(2020, 1, 1);
     });
-    assert_eq!(world.status(&gateway, Some(&expired)), None);
+    assert_eq!(certificates.status(&gateway, Some(&expired)), None);
     assert_eq!(gateway.metrics().sum("transom_connections_refused_total", &[("reason", "tls_handshake")]), 3);
 }
 
 #[test]
 fn a_revoked_certificate_is_refused() {
-    let world = World::new();
-    let (good, bad) = (world.clients.issue(&["client"]), world.clients.issue(&["client"]));
-    let file = world.scratch.write("lists.pem", world.clients.revoke(&[&bad], 4000));
+    let certificates = Certificates::new();
+    let (good, bad) = (certificates.clients.issue(&["client"]), certificates.clients.issue(&["client"]));
+    let file = certificates.scratch.write("lists.pem", certificates.clients.revoke(&[&bad], 4000));
     for auth in ["", "client_auth = \"optional\"\n"] {
         let more = format!("{auth}client_crl = \"{}\"", file.display());
-        let gateway = Gateway::start(&world.toml(&more, "key = \"ip\"\nwindows = [\"100/hour\"]"));
-        assert_eq!(world.status(&gateway, Some(&good)), Some(200));
-        assert_eq!(world.status(&gateway, Some(&bad)), None);
+        let gateway = Gateway::start(&certificates.toml(&more, "key = \"ip\"\nwindows = [\"100/hour\"]"));
+        assert_eq!(certificates.status(&gateway, Some(&good)), Some(200));
+        assert_eq!(certificates.status(&gateway, Some(&bad)), None);
         let without = (!auth.is_empty()).then_some(200);
-        assert_eq!(world.status(&gateway, None), without);
-        let old = TlsClient::new(&world.servers, Some(&bad), &[&rustls::version::TLS12]);
+        assert_eq!(certificates.status(&gateway, None), without);
+        let old = TlsClient::new(&certificates.servers, Some(&bad), &[&rustls::version::TLS12]);
         assert!(old.try_connect(gateway.https_addresses()[0], "a.test").is_err());
     }
 }
 
 #[test]
 fn a_certificate_whose_issuer_has_no_valid_crl_is_refused() {
-    let world = World::new();
-    let own = world.clients.issue(&["client"]);
-    // An expired certificate, and one that another authority of the same name has signed.
-    for (list, is_let_in) in [
-        (world.clients.revoke(&[], 2021), false),
-        (world.servers.revoke(&[], 4000), false),
-        (world.clients.revoke(&[], 4000), true),
+    let certificates = Certificates::new();
+    let own = certificates.clients.issue(&["client"]);
+    // An expired list, and one signed by another authority of the same name.
+    for (list, is_accepted) in [
+        (certificates.clients.revoke(&[], 2021), false),
+        (certificates.servers.revoke(&[], 4000), false),
+        (certificates.clients.revoke(&[], 4000), true),
     ] {
-        let file = world.scratch.write("lists.pem", &list);
+        let file = certificates.scratch.write("lists.pem", &list);
         let more = format!("client_crl = [\"{}\"]", file.display());
-        let gateway = Gateway::start(&world.toml(&more, "key = \"ip\"\nwindows = [\"100/hour\"]"));
-        assert_eq!(world.status(&gateway, Some(&own)).is_some(), is_let_in, "{list}");
+        let gateway = Gateway::start(&certificates.toml(&more, "key = \"ip\"\nwindows = [\"100/hour\"]"));
+        assert_eq!(certificates.status(&gateway, Some(&own)).is_some(), is_accepted, "{list}");
     }
 }
 
 #[test]
 fn an_optional_certificate_is_verified_if_present() {
-    let world = World::new();
+    let certificates = Certificates::new();
     let rule = format!("{PER_CERT}on_missing_key = \"skip\"");
-    let gateway = Gateway::start(&world.toml("client_auth = \"optional\"", &rule));
-    let (good, other) = (world.clients.issue(&["client"]), world.servers.issue(&["client"]));
-    assert_eq!(world.status(&gateway, Some(&other)), None);
+    let gateway = Gateway::start(&certificates.toml("client_auth = \"optional\"", &rule));
+    let (good, other) = (certificates.clients.issue(&["client"]), certificates.servers.issue(&["client"]));
+    assert_eq!(certificates.status(&gateway, Some(&other)), None);
     for status in [200, 200, 429] {
-        assert_eq!(world.status(&gateway, Some(&good)), Some(status));
-        assert_eq!(world.status(&gateway, None), Some(200));
+        assert_eq!(certificates.status(&gateway, Some(&good)), Some(status));
+        assert_eq!(certificates.status(&gateway, None), Some(200));
     }
 }
 
 #[test]
 fn certificates_are_counted_separately() {
-    let world = World::new();
-    let gateway = Gateway::start(&world.toml("", &format!("{PER_CERT}on_missing_key = \"refuse\"")));
-    let (first, second) = (world.clients.issue(&["client"]), world.clients.issue(&["client"]));
+    let certificates = Certificates::new();
+    let gateway = Gateway::start(&certificates.toml("", &format!("{PER_CERT}on_missing_key = \"refuse\"")));
+    let (first, second) = (certificates.clients.issue(&["client"]), certificates.clients.issue(&["client"]));
     for own in [&first, &second] {
         // On separate connections, some of which resume a session.
-        let tls = TlsClient::with_certificate(&world.servers, own);
+        let tls = TlsClient::with_certificate(&certificates.servers, own);
         for status in [200, 200, 429, 429] {
             tls.connect(gateway.https_addresses()[0], "a.test").get("/a").expect(status);
         }
@@ -116,19 +116,19 @@ fn certificates_are_counted_separately() {
     // A cleartext connection has no certificate, and a header field cannot claim one.
     gateway.get_with("/a", &[("Client-Cert", &first.fingerprint())]).expect(400).problem();
 
-    let ask = |key: &str| {
-        let question = json!({"rule": "r", "key": key}).to_string();
-        Client::connect(gateway.admin).post("/v1/value", question).expect(200).json()["count"].clone()
+    let count_of = |key: &str| {
+        let query = json!({"rule": "r", "key": key}).to_string();
+        Client::connect(gateway.admin).post("/v1/value", query).expect(200).json()["count"].clone()
     };
-    assert_eq!((ask(&first.fingerprint()), ask("other")), (json!(2), json!(0)));
+    assert_eq!((count_of(&first.fingerprint()), count_of("other")), (json!(2), json!(0)));
 }
 
 #[test]
 fn a_certificate_can_have_its_own_windows() {
-    let world = World::new();
-    let (first, second) = (world.clients.issue(&["client"]), world.clients.issue(&["client"]));
-    // As openssl writes it.
-    let colons: Vec<String> = first
+    let certificates = Certificates::new();
+    let (first, second) = (certificates.clients.issue(&["client"]), certificates.clients.issue(&["client"]));
+    // In the format of openssl.
+    let pairs: Vec<String> = first
         .fingerprint()
         .to_uppercase()
         .as_bytes()
@@ -138,38 +138,38 @@ fn a_certificate_can_have_its_own_windows() {
     let rule = format!(
         "{PER_CERT}on_missing_key = \"refuse\"\nexemptions = [\"key:{}\"]\n\
          [[rules.r.overrides]]\nkey = \"{}\"\nwindows = [\"1/hour\"]",
-        colons.join(":"),
+        pairs.join(":"),
         second.fingerprint(),
     );
-    let gateway = Gateway::start(&world.toml("", &rule));
+    let gateway = Gateway::start(&certificates.toml("", &rule));
     for status in [200, 200, 200] {
-        assert_eq!(world.status(&gateway, Some(&first)), Some(status));
+        assert_eq!(certificates.status(&gateway, Some(&first)), Some(status));
     }
     for status in [200, 429] {
-        assert_eq!(world.status(&gateway, Some(&second)), Some(status));
+        assert_eq!(certificates.status(&gateway, Some(&second)), Some(status));
     }
 }
 
 #[test]
 fn a_certificate_selects_the_plan_of_a_client() {
-    let world = World::new();
-    let (first, second) = (world.clients.issue(&["client"]), world.clients.issue(&["client"]));
+    let certificates = Certificates::new();
+    let (first, second) = (certificates.clients.issue(&["client"]), certificates.clients.issue(&["client"]));
     let rule = "key = \"ip\"\nwindows = [\"1/hour\"]\n[rules.r.plans.large]\nwindows = [\"3/hour\"]";
-    let toml = world.toml("", rule) + "[clients]\nfile = \"clients.toml\"\nsubject = \"client-cert\"\n";
+    let toml = certificates.toml("", rule) + "[clients]\nfile = \"clients.toml\"\nsubject = \"client-cert\"\n";
     let fingerprint = first.fingerprint().to_uppercase();
     let gateway =
         Gateway::start_with(&toml, &format!("[clients.one]\nplan = \"large\"\nsubjects = [\"{fingerprint}\"]\n"));
-    assert_eq!(world.status(&gateway, Some(&second)), Some(200));
+    assert_eq!(certificates.status(&gateway, Some(&second)), Some(200));
     for status in [200, 200, 429] {
-        assert_eq!(world.status(&gateway, Some(&first)), Some(status));
-        assert_eq!(world.status(&gateway, Some(&second)), Some(429));
+        assert_eq!(certificates.status(&gateway, Some(&first)), Some(status));
+        assert_eq!(certificates.status(&gateway, Some(&second)), Some(429));
     }
 }
 
 #[test]
 fn on_missing_key_is_optional_where_certificates_are_required() {
-    let world = World::new();
-    let toml = world.toml("", PER_CERT);
+    let certificates = Certificates::new();
+    let toml = certificates.toml("", PER_CERT);
     let problem = transom::config::read_with_files(&toml, &|path| std::fs::read(path)).unwrap_err();
     assert!(problem[0].message.contains("a request may lack `client-cert`"), "{problem:?}");
     let only_tls = toml.replace("http = \"127.0.0.1:0\"\n", "");
@@ -178,20 +178,20 @@ fn on_missing_key_is_optional_where_certificates_are_required() {
 
 #[test]
 fn a_tls_session_ends_with_the_authority_that_verified_it() {
-    let world = World::new();
+    let certificates = Certificates::new();
     let rule = "key = \"ip\"\nwindows = [\"100/hour\"]";
-    let mut gateway = Gateway::start(&world.toml("", rule));
-    let own = world.clients.issue(&["client"]);
-    let tls = TlsClient::with_certificate(&world.servers, &own);
+    let mut gateway = Gateway::start(&certificates.toml("", rule));
+    let own = certificates.clients.issue(&["client"]);
+    let tls = TlsClient::with_certificate(&certificates.servers, &own);
     tls.connect(gateway.https_addresses()[0], "a.test").get("/a").expect(200);
-    let other = World { clients: RevokingCa::new(), ..World::new() };
+    let other = Certificates { clients: RevokingCa::new(), ..Certificates::new() };
     let ca = other.scratch.write("others.pem", &other.clients.pem);
-    let toml = world.toml("", rule).replace("clients.pem", "replaced.pem");
-    std::fs::copy(ca, world.scratch.path().join("replaced.pem")).unwrap();
+    let toml = certificates.toml("", rule).replace("clients.pem", "replaced.pem");
+    std::fs::copy(ca, certificates.scratch.path().join("replaced.pem")).unwrap();
     gateway.reload(&toml);
     let open = || {
         let mut client = tls.try_connect(gateway.https_addresses()[0], "a.test").ok()?;
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| client.get("/a").status)).ok()
     };
-    crate::support::eventually("nobody is let in by the old one", || (0..8).all(|_| open().is_none()));
+    crate::support::eventually("certificates of the old authority are refused", || (0..8).all(|_| open().is_none()));
 }

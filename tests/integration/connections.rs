@@ -17,12 +17,12 @@ fn toml(limits: &str) -> String {
     )
 }
 
-fn refused(gateway: &Gateway, reason: &str) -> u64 {
+fn refused_count(gateway: &Gateway, reason: &str) -> u64 {
     gateway.metrics().sum("transom_connections_refused_total", &[("reason", reason)])
 }
 
 /// Opens a connection and sends a request; `None` if the connection was refused.
-fn enter(address: std::net::SocketAddr, header: &str) -> Option<Client> {
+fn open(address: std::net::SocketAddr, header: &str) -> Option<Client> {
     let mut client = Client::from_tcp(TcpStream::connect(address).unwrap());
     client.send_if_open(header);
     client.send_if_open("GET /a HTTP/1.1\r\nHost: a\r\n\r\n");
@@ -43,59 +43,61 @@ fn enter(address: std::net::SocketAddr, header: &str) -> Option<Client> {
 #[test]
 fn connections_are_limited_in_total() {
     let mut gateway = Gateway::start(&toml("max_connections = 4"));
-    let mut clients: Vec<Client> = (0..4).map(|_| enter(gateway.http, "").unwrap()).collect();
+    let mut clients: Vec<Client> = (0..4).map(|_| open(gateway.http, "").unwrap()).collect();
     for n in 1..=3 {
-        assert!(enter(gateway.http_addresses()[n % 2], "").is_none());
-        assert_eq!(refused(&gateway, "max_connections"), n as u64);
+        assert!(open(gateway.http_addresses()[n % 2], "").is_none());
+        assert_eq!(refused_count(&gateway, "max_connections"), n as u64);
     }
     assert_eq!(gateway.metrics().sum("transom_connections", &[("listener", "127.0.0.1:0")]), 4);
-    // Those that are there go on.
+    // Open connections are still served.
     clients.iter_mut().for_each(|client| drop(client.get("/a").expect(200)));
     clients.truncate(2);
     for _ in 0..2 {
-        eventually("there is room again", || enter(gateway.http, "").map(|client| clients.push(client)).is_some());
+        eventually("another connection is accepted", || {
+            open(gateway.http, "").map(|client| clients.push(client)).is_some()
+        });
     }
-    assert!(enter(gateway.http, "").is_none());
+    assert!(open(gateway.http, "").is_none());
     gateway.reload(&toml("max_connections = 5"));
-    clients.push(enter(gateway.http, "").unwrap());
-    assert!(enter(gateway.http, "").is_none());
+    clients.push(open(gateway.http, "").unwrap());
+    assert!(open(gateway.http, "").is_none());
 }
 
 #[test]
 fn connections_are_limited_per_client() {
     let gateway = Gateway::start(&toml("max_connections_per_client = 3\nproxy_protocol = [\"::1\"]"));
     let (plain, behind_proxy) = (gateway.http_addresses()[0], gateway.http_addresses()[1]);
-    let mut clients: Vec<Client> = (0..3).map(|_| enter(plain, "").unwrap()).collect();
-    assert!(enter(plain, "").is_none());
-    assert_eq!(refused(&gateway, "max_connections_per_client"), 1);
+    let mut clients: Vec<Client> = (0..3).map(|_| open(plain, "").unwrap()).collect();
+    assert!(open(plain, "").is_none());
+    assert_eq!(refused_count(&gateway, "max_connections_per_client"), 1);
     // Connections are counted by the client that the proxy names: an address, or an IPv6 network of 64 bits.
     let header = |client: &str| {
         let family = if client.contains(':') { "TCP6" } else { "TCP4" };
         format!("PROXY {family} {client} {client} 1 2\r\n")
     };
     for n in 0..3 {
-        clients.push(enter(behind_proxy, &header("192.0.2.1")).unwrap());
-        clients.push(enter(behind_proxy, &header(&format!("2001:db8::{n}"))).unwrap());
+        clients.push(open(behind_proxy, &header("192.0.2.1")).unwrap());
+        clients.push(open(behind_proxy, &header(&format!("2001:db8::{n}"))).unwrap());
     }
-    assert!(enter(behind_proxy, &header("192.0.2.1")).is_none());
-    assert!(enter(behind_proxy, &header("2001:db8::ffff:1")).is_none());
-    assert!(enter(behind_proxy, &header("127.0.0.1")).is_none());
-    clients.push(enter(behind_proxy, &header("192.0.2.2")).unwrap());
-    clients.push(enter(behind_proxy, &header("2001:db8:0:1::1")).unwrap());
+    assert!(open(behind_proxy, &header("192.0.2.1")).is_none());
+    assert!(open(behind_proxy, &header("2001:db8::ffff:1")).is_none());
+    assert!(open(behind_proxy, &header("127.0.0.1")).is_none());
+    clients.push(open(behind_proxy, &header("192.0.2.2")).unwrap());
+    clients.push(open(behind_proxy, &header("2001:db8:0:1::1")).unwrap());
     drop(clients);
-    eventually("there is room again", || enter(plain, "").is_some());
+    eventually("another connection is accepted", || open(plain, "").is_some());
 }
 
 #[test]
 fn refused_connections_do_not_count() {
     let gateway = Gateway::start(&toml("max_connections = 2\nmax_connections_per_client = 1"));
-    let only = enter(gateway.http, "").unwrap();
+    let first = open(gateway.http, "").unwrap();
     for _ in 0..20 {
-        assert!(enter(gateway.http, "").is_none());
+        assert!(open(gateway.http, "").is_none());
     }
-    drop(only);
-    eventually("there is room again", || enter(gateway.http, "").is_some());
-    eventually("nobody is connected", || gateway.metrics().sum("transom_connections", &[]) == 0);
+    drop(first);
+    eventually("another connection is accepted", || open(gateway.http, "").is_some());
+    eventually("no connection is open", || gateway.metrics().sum("transom_connections", &[]) == 0);
 }
 
 #[test]
@@ -110,8 +112,8 @@ fn the_descriptor_limit_is_raised_and_respected() {
     let mut command = Command::new("sh");
     command.args(["-c", "ulimit -n 168; exec \"$0\" \"$@\"", BINARY]);
     let process = Process::spawn_command(command, &rule, Scratch::new());
-    let mut clients: Vec<Client> = (0..20).map(|_| enter(process.http, "").unwrap()).collect();
-    assert!(enter(process.http, "").is_none());
+    let mut clients: Vec<Client> = (0..20).map(|_| open(process.http, "").unwrap()).collect();
+    assert!(open(process.http, "").is_none());
     clients.iter_mut().for_each(|client| drop(client.get("/a").expect(200)));
 }
 
@@ -120,15 +122,15 @@ fn an_idle_connection_is_served_as_before() {
     let upstream = Upstream::always(200);
     let mut process = Process::spawn(&forward_all(&upstream));
     let get = "GET /a HTTP/1.1\r\nHost: a\r\n\r\n";
-    let (mut idle, mut untidy, mut chunked) = (process.client(), process.client(), process.client());
-    // Behind its request it has sent the beginning of another.
-    let mut hasty = process.client();
-    hasty.send(format!("{get}POST /b HTTP/1.1\r\nHost: a\r\nContent-Le")).read_response().expect(200);
+    let (mut idle, mut empty_line, mut chunked) = (process.client(), process.client(), process.client());
+    // After its request, this client has sent the beginning of another.
+    let mut early = process.client();
+    early.send(format!("{get}POST /b HTTP/1.1\r\nHost: a\r\nContent-Le")).read_response().expect(200);
     for pauses in 0..3 {
         idle.get("/a").expect(200);
-        // An empty line is no request, nor is it the beginning of one that comes much later.
-        untidy.send(get).read_response().expect(200);
-        untidy.send("\r\n");
+        // An empty line does not count as a request or as its beginning.
+        empty_line.send(get).read_response().expect(200);
+        empty_line.send("\r\n");
         chunked.send("POST /a HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n");
         chunked.read_response().expect(200);
         assert_eq!(upstream.received().len(), 3 * (pauses + 1) + 1);
@@ -138,12 +140,12 @@ fn an_idle_connection_is_served_as_before() {
     idle.send(get.repeat(2));
     idle.read_response().expect(200);
     idle.read_response().expect(200);
-    untidy.send(&get[..9]).send(&get[9..]).read_response().expect(200);
-    hasty.send("ngth: 3\r\n\r\nabc").read_response().expect(200);
+    empty_line.send(&get[..9]).send(&get[9..]).read_response().expect(200);
+    early.send("ngth: 3\r\n\r\nabc").read_response().expect(200);
     std::thread::sleep(std::time::Duration::from_millis(1400));
     process.signal("TERM");
     assert_eq!(process.wait().code(), Some(0));
-    for client in [&mut idle, &mut untidy, &mut chunked, &mut hasty] {
+    for client in [&mut idle, &mut empty_line, &mut chunked, &mut early] {
         assert!(client.read_to_end().is_empty());
     }
 }

@@ -1,5 +1,5 @@
-//! A counters file may hold any bits: memory decays, and other processes may write to it. Requests are decided all the same:
-//! nothing panics (tests check arithmetic for overflow), and nothing loops forever.
+//! A counters file may contain any bits: memory decays, and other processes may write to the file. Requests are still decided,
+//! without a panic (tests check arithmetic for overflow) or an endless loop.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -27,7 +27,7 @@ const CAPACITY: usize = 64;
 const NOW_MS: u64 = START_S * 1000;
 const YEAR_MS: u64 = 366 * 86_400_000;
 
-/// Every course that a counter can take.
+/// Rules with every kind of window.
 const RULES: [(&str, &str); 12] = [
     ("plain", "windows = [\"3/second\", \"50/minute\"]"),
     (
@@ -39,12 +39,12 @@ const RULES: [(&str, &str); 12] = [
     ("random", "windows = [{ limit = 3, period = \"1m\", start = \"random\" }]"),
     ("sharded", "windows = [{ limit = 30, period = \"minute\", shards = 7 }]"),
     ("reserving", "windows = [{ limit = 3, period = \"2s\", reserve = 10 }]"),
-    ("told", "windows = [\"100/minute\"]\ncost = { response-header = \"x-cost\", reserve = 10, max = 1000 }"),
+    ("response-cost", "windows = [\"100/minute\"]\ncost = { response-header = \"x-cost\", reserve = 10, max = 1000 }"),
     ("strict", "windows = [\"3/second\"]\ncount_refused = true"),
     ("large", "windows = [{ limit = 4294967294, period = \"10ms\", capacity = 4294967295 }]"),
     ("large-floating", "windows = [{ limit = 4294967295, period = \"10ms\", start = \"first-request\" }]"),
-    // The last, which a client would wait for.
-    ("patient", "windows = [\"3/second\", \"50/minute\"]\non_limit = \"delay\"\nmax_delay = \"3s\"\nmax_waiting = 50"),
+    // The last rule delays requests; a test over HTTP would have to wait.
+    ("delaying", "windows = [\"3/second\", \"50/minute\"]\non_limit = \"delay\"\nmax_delay = \"3s\"\nmax_waiting = 50"),
 ];
 
 fn toml() -> String {
@@ -60,7 +60,7 @@ fn config() -> Config {
     config::read(&with_listen(&toml())).unwrap_or_else(|problems| panic!("{problems:?}"))
 }
 
-/// A number that code may trip over.
+/// A number that is likely to expose an overflow.
 fn odd_number(rng: &mut Rng) -> u64 {
     let odd = [0, 1, 2, 5, u64::from(u32::MAX), 1 << 32, 1 << 41, u64::MAX >> 1, u64::MAX - 1, u64::MAX];
     if rng.bool() { odd[rng.usize(..odd.len())] } else { rng.u64(..) >> rng.u32(..64) }
@@ -72,23 +72,23 @@ fn odd_end(rng: &mut Rng) -> u64 {
     if rng.u8(..4) > 0 { odd[rng.usize(..odd.len())] } else { rng.u64(..=END_MAX_MS) }
 }
 
-/// Overwrites all slots: with any bits, or with a counter or a claim of a key that will be looked for.
-fn scribble(table: &Table, tags: &[u64], rng: &mut Rng) {
-    let mut place = 0;
+/// Overwrites all slots with any bits, or with a counter or a claim of a key that will be used.
+fn corrupt_table(table: &Table, tags: &[u64], rng: &mut Rng) {
+    let mut slot = 0;
     loop {
         let word = match rng.u8(..8) {
             0 => CounterWord::from_bits(rng.u128(..)),
             1 => CounterWord::EMPTY,
             _ => CounterWord::new(tags[rng.usize(..tags.len())], odd_end(rng), odd_number(rng) as u32),
         };
-        if !table.restore(place, word) {
+        if !table.restore(slot, word) {
             return;
         }
-        place += 1;
+        slot += 1;
     }
 }
 
-/// The tags of all that are counted there, spill counters included.
+/// The tags of all counters in a table, including overflow counters.
 fn tags(table: &Table) -> Vec<u64> {
     let mut tags: Vec<u64> = table.live_counters(0).map(|(_, word)| word.tag()).collect();
     tags.sort_unstable();
@@ -102,8 +102,8 @@ fn key(number: u64) -> KeyHash {
     KeyHash { bucket_hash: bits, tag: bits.rotate_left(32) }
 }
 
-/// Every operation on a counter, for one key under one rule.
-fn ask_everything(
+/// Runs a decision and one other operation for one key and one rule.
+fn run_operations(
     rule_set: &RuleSet,
     position: usize,
     charge_plan: &ChargePlan,
@@ -127,11 +127,11 @@ fn ask_everything(
             assert!(rule_set.retry_at_ms(charge_plan, &context, NOW_MS).is_none_or(|again_ms| again_ms >= NOW_MS))
         }
     }
-    let shares: Vec<_> = context.result.charges.iter().filter_map(|charge| charge.receipt()).collect();
+    let receipts: Vec<_> = context.result.charges.iter().filter_map(|charge| charge.receipt()).collect();
     match rng.u8(..5) {
-        0 => rule_set.refund(&shares, rng.u32(1..4), table, later_ms),
-        1 => shares.iter().for_each(|share| {
-            table.refund_with_rest(share.receipt, rng.bool(), share.request, rule_set.time(later_ms));
+        0 => rule_set.refund(&receipts, rng.u32(1..4), table, later_ms),
+        1 => receipts.iter().for_each(|charged| {
+            table.refund_with_rest(charged.receipt, rng.bool(), charged.request, rule_set.time(later_ms));
         }),
         2 => rule_set.charge_excess(position, keyed_request, table, later_ms),
         3 => rule_set.reset(table, later_ms, &context),
@@ -148,7 +148,7 @@ fn any_table_contents_lead_to_a_decision_for_every_window_kind() {
     // More keys than slots, so that some share a counter.
     let all = |table: &Table, rng: &mut Rng| {
         for (position, charge_plan) in charge_plans.iter().enumerate() {
-            (0..24).for_each(|number| ask_everything(&rule_set, position, charge_plan, table, number, rng));
+            (0..24).for_each(|number| run_operations(&rule_set, position, charge_plan, table, number, rng));
         }
     };
     let table = Table::with_capacity(CAPACITY).unwrap();
@@ -156,15 +156,11 @@ fn any_table_contents_lead_to_a_decision_for_every_window_kind() {
     let tags = tags(&table);
     for _ in 0..300 {
         let table = Table::with_capacity(CAPACITY).unwrap();
-        scribble(&table, &tags, &mut rng);
-        // As late as a file's may be that is not set aside.
+        corrupt_table(&table, &tags, &mut rng);
+        // The latest watermarks of a file that is not quarantined.
         let horizon = |rng: &mut Rng| [0, NOW_MS - 1, NOW_MS, NOW_MS + 60_000][rng.usize(..4)];
-        let (horizon_ms, spill_horizon_ms) = (horizon(&mut rng), horizon(&mut rng));
-        table.restore_watermarks(Watermarks {
-            horizon_ms,
-            overflow_horizon_ms: spill_horizon_ms,
-            overflow_end_ms: odd_number(&mut rng),
-        });
+        let (horizon_ms, overflow_horizon_ms) = (horizon(&mut rng), horizon(&mut rng));
+        table.restore_watermarks(Watermarks { horizon_ms, overflow_horizon_ms, overflow_end_ms: odd_number(&mut rng) });
         all(&table, &mut rng);
     }
 }
@@ -177,8 +173,8 @@ fn any_format_registry_contents_lead_to_a_decision_for_every_window_kind() {
         let mut rule_set = RuleSet::new(&rules, Seed(1, 2), None);
         let numbers = FormatRegistry::numbers(32);
         let memory = Memory::heap(8 * numbers).unwrap();
-        let ledger = FormatRegistry::new(memory.numbers(0, numbers).unwrap());
-        ledger.join(&rule_set.counter_formats()).unwrap();
+        let registry = FormatRegistry::new(memory.numbers(0, numbers).unwrap());
+        registry.join(&rule_set.counter_formats()).unwrap();
         let cells = memory.numbers(0, numbers).unwrap();
         for (at, cell) in cells.iter().enumerate() {
             // Half of the entries keep their tag, so that their contents are used.
@@ -187,13 +183,13 @@ fn any_format_registry_contents_lead_to_a_decision_for_every_window_kind() {
             }
         }
         // The registry may be full, which is then reported.
-        let _ = ledger.join(&rule_set.counter_formats());
-        rule_set.adopt_formats(&ledger.formats());
+        let _ = registry.join(&rule_set.counter_formats());
+        rule_set.adopt_formats(&registry.formats());
         let table = Table::with_capacity(CAPACITY).unwrap();
         for position in 0..rules.len() {
             let charge_plan = rule_set.charge_plan(&[position]);
             for number in 0..8 {
-                ask_everything(&rule_set, position, &charge_plan, &table, number + round % 2, &mut rng);
+                run_operations(&rule_set, position, &charge_plan, &table, number + round % 2, &mut rng);
             }
         }
     }
@@ -212,7 +208,7 @@ fn a_gateway_serves_while_its_counters_file_is_overwritten() {
     let memory = Memory::mapped(file.as_fd(), header.file_bytes()).unwrap();
     let table: Table = Table::in_memory(header.layout, &memory, header.table_at()).unwrap();
     let mut client = gateway.client();
-    let mut ask_all = |keys: u64| {
+    let mut request_all = |keys: u64| {
         for (name, _) in &RULES[..RULES.len() - 1] {
             for key in 0..keys {
                 let response = client.get_with(&format!("/{name}"), &[("X-Key", &key.to_string())]);
@@ -220,12 +216,12 @@ fn a_gateway_serves_while_its_counters_file_is_overwritten() {
             }
         }
     };
-    ask_all(24);
+    request_all(24);
     let tags = tags(&table);
     let mut rng = Rng::with_seed(1711);
     for _ in 0..10 {
-        scribble(&table, &tags, &mut rng);
-        ask_all(8);
+        corrupt_table(&table, &tags, &mut rng);
+        request_all(8);
         gateway.advance_s(1);
         gateway.metrics();
     }

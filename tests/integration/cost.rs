@@ -6,7 +6,7 @@ use crate::support::one_rule;
 use crate::support::ratelimit_parser::remaining;
 use crate::support::upstream::{Upstream, reply};
 
-fn cost(client: &mut Client, cost: &str) -> HttpResponse {
+fn get_with_cost(client: &mut Client, cost: &str) -> HttpResponse {
     client.get_with("/a", &[("X-Cost", cost)])
 }
 
@@ -16,14 +16,14 @@ fn a_request_field_sets_the_cost() {
         "key = \"ip\"\nwindows = [\"100/minute\"]\ncost = { request-header = \"x-cost\", default = 2, max = 50 }";
     let gateway = Gateway::start(&one_rule(rule));
     let mut client = gateway.client();
-    for (told, left) in [("0", 100), ("1", 99), ("50", 49), ("007", 42), ("0", 42)] {
-        assert_eq!(remaining(&cost(&mut client, told).expect(200), "r"), left, "{told}");
+    for (cost, left) in [("0", 100), ("1", 99), ("50", 49), ("007", 42), ("0", 42)] {
+        assert_eq!(remaining(&get_with_cost(&mut client, cost).expect(200), "r"), left, "{cost}");
     }
     assert_eq!(remaining(&client.get("/a").expect(200), "r"), 40, "the default");
-    assert_eq!(remaining(&cost(&mut client, "41").expect(429), "r"), 40);
-    assert_eq!(remaining(&cost(&mut client, "40").expect(200), "r"), 0);
-    // Nothing is left, and to look costs nothing.
-    cost(&mut client, "0").expect(200);
+    assert_eq!(remaining(&get_with_cost(&mut client, "41").expect(429), "r"), 40);
+    assert_eq!(remaining(&get_with_cost(&mut client, "40").expect(200), "r"), 0);
+    // Without tokens, a request of cost 0 is admitted.
+    get_with_cost(&mut client, "0").expect(200);
     client.get("/a").expect(429);
 }
 
@@ -31,14 +31,14 @@ fn a_request_field_sets_the_cost() {
 fn a_malformed_cost_is_refused_and_consumes_nothing() {
     let rule = "key = \"ip\"\nwindows = [\"100/minute\"]\ncost = { request-header = \"x-cost\", max = 50 }";
     let gateway = Gateway::start(&one_rule(rule));
-    for told in
+    for cost in
         ["", "-1", "+1", "1.5", "1e1", "0x10", "one", "1 2", "1,2", "51", "4294967296", "99999999999999999999", "²"]
     {
-        let problem = cost(&mut gateway.client(), told).expect(400).problem();
-        assert_eq!(problem["detail"], "`x-cost` is not one whole number from 0 to 50", "{told:?}");
+        let problem = get_with_cost(&mut gateway.client(), cost).expect(400).problem();
+        assert_eq!(problem["detail"], "`x-cost` is not one whole number from 0 to 50", "{cost:?}");
     }
     gateway.get_with("/a", &[("X-Cost", "1"), ("X-Cost", "1")]).expect(400);
-    assert_eq!(remaining(&cost(&mut gateway.client(), "0").expect(200), "r"), 100);
+    assert_eq!(remaining(&get_with_cost(&mut gateway.client(), "0").expect(200), "r"), 100);
 }
 
 #[test]
@@ -46,8 +46,8 @@ fn the_cost_is_at_most_the_smallest_capacity_by_default() {
     let rule = "key = \"ip\"\nwindows = [\"100/hour\", { limit = 20, period = \"minute\", capacity = 30 }]\n\
                 cost = { request-header = \"x-cost\" }";
     let gateway = Gateway::start(&one_rule(rule));
-    cost(&mut gateway.client(), "31").expect(400);
-    cost(&mut gateway.client(), "30").expect(200);
+    get_with_cost(&mut gateway.client(), "31").expect(400);
+    get_with_cost(&mut gateway.client(), "30").expect(200);
 }
 
 #[test]
@@ -56,25 +56,25 @@ fn an_override_does_not_change_the_maximum_cost_of_other_keys() {
                 cost = { request-header = \"x-cost\" }\n\
                 overrides = [{ key = \"eve\", windows = [\"2/minute\"] }, { key = \"bob\", windows = [\"50/minute\"] }]";
     let gateway = Gateway::start(&one_rule(rule));
-    let ask = |user: &str, cost: &str| gateway.get_with("/a", &[("X-User", user), ("X-Cost", cost)]);
-    ask("alice", "20").expect(200);
-    ask("bob", "50").expect(200);
-    // For her it is more than there ever is.
-    assert_eq!(ask("eve", "20").expect(429).field("retry-after"), None);
-    ask("eve", "51").expect(400);
-    ask("eve", "2").expect(200);
+    let get_as = |user: &str, cost: &str| gateway.get_with("/a", &[("X-User", user), ("X-Cost", cost)]);
+    get_as("alice", "20").expect(200);
+    get_as("bob", "50").expect(200);
+    // For this key, the cost exceeds every window.
+    assert_eq!(get_as("eve", "20").expect(429).field("retry-after"), None);
+    get_as("eve", "51").expect(400);
+    get_as("eve", "2").expect(200);
 }
 
 /// An upstream whose response states the number in the request's path as the cost, if there is one.
-fn telling() -> Upstream {
+fn upstream_with_cost() -> Upstream {
     Upstream::responding(|received| match received.target.trim_start_matches('/') {
-        "silent" => reply(200, &[], b""),
+        "no-cost" => reply(200, &[], b""),
         "twice" => reply(200, &[("X-Cost", "5"), ("X-Cost", "5")], b""),
         cost => reply(200, &[("X-Cost", cost)], b""),
     })
 }
 
-fn settled(upstream: &Upstream, rule: &str) -> String {
+fn response_cost_config(upstream: &Upstream, rule: &str) -> String {
     format!(
         "{}[rules.r]\nkey = \"ip\"\n{rule}\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"r\"]\n",
         upstream.toml("u")
@@ -83,8 +83,8 @@ fn settled(upstream: &Upstream, rule: &str) -> String {
 
 #[test]
 fn a_response_field_sets_the_cost() {
-    let upstream = telling();
-    let toml = settled(
+    let upstream = upstream_with_cost();
+    let toml = response_cost_config(
         &upstream,
         "windows = [\"100/minute\", \"1000/hour\"]\ncost = { response-header = \"x-cost\", reserve = 5, max = 40 }",
     );
@@ -97,7 +97,7 @@ fn a_response_field_sets_the_cost() {
         ("/0", 94),
         ("/20", 74),
         // Without a valid cost, the charged cost stays.
-        ("/silent", 69),
+        ("/no-cost", 69),
         ("/twice", 64),
         ("/-1", 59),
         ("/many", 54),
@@ -114,15 +114,15 @@ fn a_response_field_sets_the_cost() {
 
 #[test]
 fn a_response_cost_beyond_the_limit_is_owed_by_the_next_windows() {
-    let upstream = telling();
-    let toml = settled(
+    let upstream = upstream_with_cost();
+    let toml = response_cost_config(
         &upstream,
         "windows = [\"10/minute\"]\ncost = { response-header = \"x-cost\", reserve = 1, max = 1000 }",
     );
     let gateway = Gateway::start(&toml);
     let mut client = gateway.client();
     assert_eq!(remaining(&client.get("/25").expect(200), "r"), 0);
-    // 25 are paid by this minute, the next, and half of the one after.
+    // 25 tokens use up this minute, the next one, and half of the one after.
     let refused = client.get("/1").expect(429);
     assert_eq!(refused.field("retry-after"), Some("120"));
     gateway.advance_s(60);
@@ -138,41 +138,44 @@ fn a_response_cost_beyond_the_limit_is_owed_by_the_next_windows() {
 #[test]
 fn an_ended_window_gets_no_refund() {
     use std::sync::{Arc, Barrier};
-    let (came, go) = (Arc::new(Barrier::new(2)), Arc::new(Barrier::new(2)));
+    let (arrived, released) = (Arc::new(Barrier::new(2)), Arc::new(Barrier::new(2)));
     let upstream = Upstream::responding({
-        let (came, go) = (Arc::clone(&came), Arc::clone(&go));
+        let (arrived, released) = (Arc::clone(&arrived), Arc::clone(&released));
         move |received| {
             if received.target == "/slow" {
-                came.wait();
-                go.wait();
+                arrived.wait();
+                released.wait();
             }
             reply(200, &[("X-Cost", "2")], b"")
         }
     });
-    let toml =
-        settled(&upstream, "windows = [\"10/minute\"]\ncost = { response-header = \"x-cost\", reserve = 8, max = 10 }");
+    let toml = response_cost_config(
+        &upstream,
+        "windows = [\"10/minute\"]\ncost = { response-header = \"x-cost\", reserve = 8, max = 10 }",
+    );
     let gateway = Gateway::start(&toml);
     let mut slow = gateway.client();
     slow.send(crate::support::client::request("GET", "/slow", &[], b""));
-    came.wait();
+    arrived.wait();
     gateway.advance_s(60);
     assert_eq!(remaining(&gateway.get("/quick").expect(200), "r"), 8);
-    go.wait();
+    released.wait();
     assert_eq!(remaining(&slow.read_response().expect(200), "r"), 8);
 }
 
 #[test]
 fn a_route_can_set_the_cost() {
     let toml = "[upstreams.u]\nbuiltin = \"echo\"\n[rules.r]\nkey = \"ip\"\nwindows = [\"20/minute\"]\n\
-        [rules.told]\nkey = \"ip\"\nwindows = [\"30/minute\"]\ncost = { request-header = \"x-cost\", default = 3 }\n\
-        [[routes]]\npath = \"/dear\"\nupstream = \"u\"\nrules = [\"r\", \"told\"]\ncost = 5\n\
-        [[routes]]\npath = \"/free\"\nupstream = \"u\"\nrules = [\"r\", \"told\"]\ncost = 0\n\
-        [[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\nrules = [\"r\", \"told\"]\n";
+        [rules.by-field]\nkey = \"ip\"\nwindows = [\"30/minute\"]\ncost = { request-header = \"x-cost\", default = 3 }\n\
+        [[routes]]\npath = \"/expensive\"\nupstream = \"u\"\nrules = [\"r\", \"by-field\"]\ncost = 5\n\
+        [[routes]]\npath = \"/free\"\nupstream = \"u\"\nrules = [\"r\", \"by-field\"]\ncost = 0\n\
+        [[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\nrules = [\"r\", \"by-field\"]\n";
     let gateway = Gateway::start(toml);
     let mut client = gateway.client();
-    for (path, left, of_told) in [("/dear", 15, 27), ("/else", 14, 24), ("/free", 14, 21), ("/dear", 9, 18)] {
+    for (path, left, by_field) in [("/expensive", 15, 27), ("/else", 14, 24), ("/free", 14, 21), ("/expensive", 9, 18)]
+    {
         let response = client.get(path).expect(200);
-        assert_eq!((remaining(&response, "r"), remaining(&response, "told")), (left, of_told), "{path}");
+        assert_eq!((remaining(&response, "r"), remaining(&response, "by-field")), (left, by_field), "{path}");
     }
 }
 

@@ -20,7 +20,7 @@ fn adding_removing_and_moving_layers_returns_no_quota() {
         ("[\"5/day\"]", 1),
     ] {
         gateway.reload(&toml(windows));
-        eventually("the new layers are known", || items(&client.get_with("/a", &bob), "ratelimit").len() == layers);
+        eventually("the new layers apply", || items(&client.get_with("/a", &bob), "ratelimit").len() == layers);
         let refused = client.get_with("/a", &bob).expect(429);
         assert_eq!(remaining(&refused, if layers == 1 { "r" } else { "r-day" }), 0);
     }
@@ -38,7 +38,7 @@ fn on_missing_key_is_not_part_of_a_counters_identity() {
     client.get_with("/a", &bob).expect(200);
     for (missing, status) in [("\"refuse\"", 400), ("\"ip\"", 200)] {
         gateway.reload(&toml(missing));
-        eventually("the new rule is known", || client.get("/a").status == status && status != 429);
+        eventually("the new rule applies", || client.get("/a").status == status && status != 429);
         client.get_with("/a", &bob).expect(429);
     }
 }
@@ -58,17 +58,17 @@ fn a_shadow_rule_refuses_no_request_for_a_missing_key() {
 #[test]
 fn equivalent_paths_share_a_counter() {
     let gateway = Gateway::start(&one_rule("key = \"path\"\nwindows = [\"1/day\"]"));
-    for (path, spellings) in [
+    for (path, equivalents) in [
         ("/login", &["//login", "/%6Cogin", "/x/../login", "/./login"][..]),
         ("/users/@me", &["/users/%40me", "/users//%40%6d%65"]),
         ("/a:b;c,d", &["/a%3ab%3Bc%2cd"]),
         ("/caf%C3%A9", &["/caf%c3%a9", "/x/../caf%C3%a9"]),
     ] {
         gateway.get(path).expect(200);
-        for spelling in spellings {
-            gateway.get(spelling).expect(429);
+        for equivalent in equivalents {
+            gateway.get(equivalent).expect(429);
         }
     }
-    // Servers do not agree on which segment is taken back.
+    // Servers differ in which segment `..` removes.
     gateway.get("/login//../login").expect(400);
 }

@@ -1,5 +1,5 @@
-//! Counters in a file: the next process continues counting, whatever its configuration. Damage to the file and kills are
-//! tested elsewhere.
+//! Counters in a file: the next process continues counting, also with a changed configuration. Damage to the file and kills
+//! are tested elsewhere.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, PermissionsExt};
@@ -14,12 +14,12 @@ use crate::support::{Scratch, eventually, one_rule};
 
 const HOUR_S: u64 = 3600;
 
-/// Gateways that count in one file, one after the other or at once.
-struct Counted(Scratch);
+/// A counters file for gateways that use it one after the other or at once.
+struct CountersFile(Scratch);
 
-impl Counted {
-    fn new() -> Counted {
-        Counted(Scratch::new())
+impl CountersFile {
+    fn new() -> CountersFile {
+        CountersFile(Scratch::new())
     }
 
     fn toml(&self, rule: &str) -> String {
@@ -33,11 +33,11 @@ impl Counted {
     }
 }
 
-/// How many of so many requests a gateway admits before it ends.
-fn admitted_in_all(gateway: Gateway, requests: usize) -> usize {
-    let all = admitted(&gateway, requests);
+/// Sends requests, stops the gateway, and returns the number of admitted requests.
+fn admitted_until_stop(gateway: Gateway, requests: usize) -> usize {
+    let total = admitted(&gateway, requests);
     gateway.stop();
-    all
+    total
 }
 
 fn admitted(gateway: &Gateway, requests: usize) -> usize {
@@ -47,34 +47,34 @@ fn admitted(gateway: &Gateway, requests: usize) -> usize {
 
 #[test]
 fn a_restarted_gateway_continues_counting() {
-    let counted = Counted::new();
-    let mut all = 0;
+    let counters = CountersFile::new();
+    let mut total = 0;
     for limit in [5, 5, 9] {
-        all += admitted_in_all(counted.gateway(&format!("\"{limit}/hour\"")), 4);
-        assert!(all <= limit);
+        total += admitted_until_stop(counters.gateway(&format!("\"{limit}/hour\"")), 4);
+        assert!(total <= limit);
     }
-    assert_eq!(all, 9);
+    assert_eq!(total, 9);
 }
 
 #[test]
 fn two_gateways_on_one_file_share_counters() {
-    let counted = Counted::new();
-    let (one, other) = (counted.gateway("\"5/hour\""), counted.gateway("\"5/hour\""));
+    let counters = CountersFile::new();
+    let (one, other) = (counters.gateway("\"5/hour\""), counters.gateway("\"5/hour\""));
     assert_eq!((admitted(&one, 2), admitted(&other, 9), admitted(&one, 1)), (2, 3, 0));
     one.advance_s(HOUR_S);
-    // The clock of the other process stands still, before a window that has begun.
+    // The clock of the other process is still before the start of the new window.
     assert_eq!((admitted(&one, 1), admitted(&other, 9), admitted(&one, 9)), (1, 4, 0));
 }
 
 #[test]
 fn time_continues_from_the_last_recorded_time() {
-    let counted = Counted::new();
-    let gateway = counted.gateway("\"5/hour\"");
+    let counters = CountersFile::new();
+    let gateway = counters.gateway("\"5/hour\"");
     gateway.advance_s(10 * HOUR_S);
     assert_eq!(admitted(&gateway, 9), 5);
     gateway.stop();
-    // Its clock begins ten hours before.
-    let gateway = counted.gateway("\"5/hour\"");
+    // The clock of this process starts ten hours earlier.
+    let gateway = counters.gateway("\"5/hour\"");
     assert_eq!(admitted(&gateway, 1), 0);
     gateway.advance_s(HOUR_S);
     assert_eq!(admitted(&gateway, 9), 5);
@@ -83,92 +83,92 @@ fn time_continues_from_the_last_recorded_time() {
 #[test]
 fn counters_are_read_in_the_format_in_which_they_were_written() {
     for (before, used, after) in [
-        // Nine windows to come are owed, of which a plain reader would see the last.
+        // Nine future windows are used; the format of plain windows would only see the last.
         ("{ limit = 1, period = \"1h\", capacity = 10 }", 10, "\"2/1h\""),
         // Usage in other shards is not in the first shard.
         ("{ limit = 8, period = \"1h\", shards = 4 }", 8, "\"8/1h\""),
         ("{ limit = 8, period = \"1h\", shards = 4 }", 8, "{ limit = 8, period = \"1h\", shards = 2 }"),
     ] {
-        let counted = Counted::new();
-        assert_eq!(admitted_in_all(counted.gateway(before), 20), used, "{before}");
-        // A gateway that knows the layer in neither way, in between.
-        Gateway::start(&counted.toml("key = \"host\"\nwindows = [\"1/minute\"]")).stop();
-        assert_eq!(admitted_in_all(counted.gateway(after), 9), 0, "{before}, then {after}");
+        let counters = CountersFile::new();
+        assert_eq!(admitted_until_stop(counters.gateway(before), 20), used, "{before}");
+        // In between, a gateway without this layer.
+        Gateway::start(&counters.toml("key = \"host\"\nwindows = [\"1/minute\"]")).stop();
+        assert_eq!(admitted_until_stop(counters.gateway(after), 9), 0, "{before}, then {after}");
     }
 }
 
 #[test]
 fn the_counter_format_is_not_changed_while_another_process_counts() {
     for (settings, more) in [("shards = 4", 0), ("capacity = 20", 12)] {
-        let counted = Counted::new();
-        let one = counted.gateway("\"8/1h\"");
-        let mut other = counted.gateway(&format!("{{ limit = 8, period = \"1h\", {settings} }}"));
+        let counters = CountersFile::new();
+        let one = counters.gateway("\"8/1h\"");
+        let mut other = counters.gateway(&format!("{{ limit = 8, period = \"1h\", {settings} }}"));
         assert_eq!((admitted(&one, 2), admitted(&other, 3), admitted(&one, 1)), (2, 3, 1), "{settings}");
         other.run_periodic_checks();
         assert_eq!((admitted(&other, 9), admitted(&one, 9)), (2, 0), "{settings}");
         one.stop();
         other.run_periodic_checks();
         assert_eq!(admitted(&other, 20), more, "{settings}");
-        // A process that opens the file now reads it.
-        assert_eq!(admitted(&counted.gateway("\"8/1h\""), 9), 0, "{settings}");
+        // A process that opens the file now reads the usage.
+        assert_eq!(admitted(&counters.gateway("\"8/1h\""), 9), 0, "{settings}");
     }
 }
 
 #[test]
 fn a_reload_does_not_change_the_counter_format_while_another_process_counts() {
-    let counted = Counted::new();
+    let counters = CountersFile::new();
     let toml = |settings: &str| {
-        counted.toml(&format!("key = \"global\"\nwindows = [{{ limit = 8, period = \"1h\"{settings} }}]"))
+        counters.toml(&format!("key = \"global\"\nwindows = [{{ limit = 8, period = \"1h\"{settings} }}]"))
     };
     let (mut one, mut other) = (Gateway::start(&toml("")), Gateway::start(&toml("")));
-    one.reload(&toml(", shards = 2"));
-    other.reload(&toml(", capacity = 30"));
+    one.reload_and_wait(&toml(", shards = 2"));
+    other.reload_and_wait(&toml(", capacity = 30"));
     assert_eq!((admitted(&one, 3), admitted(&other, 9), admitted(&one, 9)), (3, 5, 0));
     other.stop();
     // As the only process, it applies the format at once.
     one.run_periodic_checks();
-    one.reload(&toml(", capacity = 30"));
+    one.reload_and_wait(&toml(", capacity = 30"));
     assert_eq!(admitted(&one, 30), 22);
 }
 
 #[test]
 fn delay_and_reserve_wait_until_the_counter_format_is_registered() {
-    let counted = Counted::new();
-    let one = counted.gateway("\"2/1h\"");
-    let waits = "key = \"global\"\non_limit = \"delay\"\nmax_delay = \"2h\"\nwindows = [\"2/1h\"]";
-    let mut other = Gateway::start(&counted.toml(waits));
+    let counters = CountersFile::new();
+    let one = counters.gateway("\"2/1h\"");
+    let delaying = "key = \"global\"\non_limit = \"delay\"\nmax_delay = \"2h\"\nwindows = [\"2/1h\"]";
+    let mut other = Gateway::start(&counters.toml(delaying));
     assert_eq!(admitted(&other, 3), 2);
     assert_eq!(admitted(&one, 1), 0);
     one.stop();
     other.run_periodic_checks();
-    // It waits for the next window now.
+    // The rule delays the request to the next window now.
     let mut client = other.client();
     client.send(request("GET", "/a", &[], b""));
-    eventually("it waits", || other.metrics().sum("transom_decisions_total", &[("outcome", "delayed")]) == 1);
+    eventually("the request waits", || other.metrics().sum("transom_decisions_total", &[("outcome", "delayed")]) == 1);
     other.advance_s(HOUR_S);
     client.read_response().expect(200);
 }
 
 #[test]
 fn counters_of_a_removed_rule_return_with_the_rule() {
-    let counted = Counted::new();
-    assert_eq!(admitted_in_all(counted.gateway("\"5/hour\""), 9), 5);
-    assert_eq!(admitted_in_all(counted.gateway("\"5/2h\""), 9), 5);
-    assert_eq!(admitted_in_all(Gateway::start(&counted.toml("key = \"ip\"\nwindows = [\"5/hour\"]")), 9), 5);
-    assert_eq!(admitted_in_all(counted.gateway("\"5/hour\""), 9), 0);
+    let counters = CountersFile::new();
+    assert_eq!(admitted_until_stop(counters.gateway("\"5/hour\""), 9), 5);
+    assert_eq!(admitted_until_stop(counters.gateway("\"5/2h\""), 9), 5);
+    assert_eq!(admitted_until_stop(Gateway::start(&counters.toml("key = \"ip\"\nwindows = [\"5/hour\"]")), 9), 5);
+    assert_eq!(admitted_until_stop(counters.gateway("\"5/hour\""), 9), 0);
 }
 
 #[test]
 fn a_reload_cannot_change_the_counters_file() {
-    let counted = Counted::new();
-    let mut gateway = counted.gateway("\"5/hour\"");
+    let counters = CountersFile::new();
+    let mut gateway = counters.gateway("\"5/hour\"");
     assert_eq!(admitted(&gateway, 3), 3);
-    gateway.reload(&counted.toml("key = \"global\"\nwindows = [\"5/hour\", \"50/day\"]"));
+    gateway.reload_and_wait(&counters.toml("key = \"global\"\nwindows = [\"5/hour\", \"50/day\"]"));
     assert_eq!(admitted(&gateway, 9), 2);
 }
 
-/// Words of counters, by their places, as this version finds them under a seed that is known.
-const FOUND: [(usize, u128); 16] = [
+/// The positions and words of counters that this version writes with a fixed seed.
+const EXPECTED_WORDS: [(usize, u128); 16] = [
     (16, 0x320e6c916ec2998bd010218000000001),
     (32, 0xc22585ed657a7d8bd010218000000001),
     (40, 0x1b9237e454f21d8bd010218000000001),
@@ -214,10 +214,10 @@ fn the_next_version_finds_the_counters_of_this_one() {
     ];
     let mut toml = format!("workers = 1\n[counters]\ncapacity = 64\nfile = \"{}\"\n", path.display());
     toml += "[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
-    let names: Vec<String> = (0..keys.len()).map(|nth| format!("\"r{nth}\"")).collect();
+    let names: Vec<String> = (0..keys.len()).map(|index| format!("\"r{index}\"")).collect();
     toml += &format!("rules = [{}, \"times\"]\n", names.join(", "));
-    for (nth, key) in keys.iter().enumerate() {
-        toml += &format!("[rules.r{nth}]\nkey = {key}\nwindows = [\"5/hour\"]\n");
+    for (index, key) in keys.iter().enumerate() {
+        toml += &format!("[rules.r{index}]\nkey = {key}\nwindows = [\"5/hour\"]\n");
         if key.contains(':') && !key.contains("param") {
             toml += "on_missing_key = \"refuse\"\n";
         }
@@ -233,5 +233,5 @@ fn the_next_version_finds_the_counters_of_this_one() {
     let at = header.table_at() + Table::layout(64).bytes() - 16 * (64 * 2 + 128 * 8);
     let words = bytes[at..].chunks_exact(16).map(|word| u128::from_ne_bytes(word.try_into().unwrap()));
     let found: Vec<_> = words.enumerate().filter(|(_, word)| *word != 0).collect();
-    assert_eq!(found, FOUND, "{found:#x?}");
+    assert_eq!(found, EXPECTED_WORDS, "{found:#x?}");
 }

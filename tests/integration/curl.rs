@@ -1,4 +1,4 @@
-//! curl in every version of HTTP that it speaks, in the clear and through TLS.
+//! curl in every version of HTTP that it supports, in cleartext and over TLS.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -9,29 +9,29 @@ use crate::support::tls_gateway::{TlsGateway, limited_route_to};
 
 const MIB: usize = 1024 * 1024;
 
-/// How curl comes, and which version is spoken then.
-struct Way {
+/// An option of curl, and the HTTP version that results.
+struct Transport {
     name: &'static str,
     is_tls: bool,
     option: &'static str,
     version: &'static str,
 }
 
-const WAYS: [Way; 7] = [
-    Way { name: "1.0", is_tls: false, option: "--http1.0", version: "1.0" },
-    Way { name: "1.1", is_tls: false, option: "--http1.1", version: "1.1" },
+const TRANSPORTS: [Transport; 7] = [
+    Transport { name: "1.0", is_tls: false, option: "--http1.0", version: "1.0" },
+    Transport { name: "1.1", is_tls: false, option: "--http1.1", version: "1.1" },
     // The gateway does not accept an h2c upgrade from HTTP/1.1, because later streams could bypass the rules.
-    Way { name: "2, offered", is_tls: false, option: "--http2", version: "1.1" },
-    Way { name: "2, prior knowledge", is_tls: false, option: "--http2-prior-knowledge", version: "2" },
-    Way { name: "TLS, 1.0", is_tls: true, option: "--http1.0", version: "1.0" },
-    Way { name: "TLS, 1.1", is_tls: true, option: "--http1.1", version: "1.1" },
-    Way { name: "TLS, 2", is_tls: true, option: "--http2", version: "2" },
+    Transport { name: "2, offered", is_tls: false, option: "--http2", version: "1.1" },
+    Transport { name: "2, prior knowledge", is_tls: false, option: "--http2-prior-knowledge", version: "2" },
+    Transport { name: "TLS, 1.0", is_tls: true, option: "--http1.0", version: "1.0" },
+    Transport { name: "TLS, 1.1", is_tls: true, option: "--http1.1", version: "1.1" },
+    Transport { name: "TLS, 2", is_tls: true, option: "--http2", version: "2" },
 ];
 
-impl Way {
-    /// Fetches one target after the other; they share a connection where curl can.
+impl Transport {
+    /// Fetches one target after the other, on one connection if curl can.
     #[track_caller]
-    fn curl(&self, tls_gateway: &TlsGateway, options: &[&str], targets: &[&str]) -> Vec<Answer> {
+    fn curl(&self, tls_gateway: &TlsGateway, options: &[&str], targets: &[&str]) -> Vec<CurlResponse> {
         // The curl of Debian 12 aborts the second request on such a connection, with any server.
         if self.option == "--http2-prior-knowledge" {
             return targets.iter().flat_map(|target| self.run(tls_gateway, options, &[target])).collect();
@@ -39,9 +39,9 @@ impl Way {
         self.run(tls_gateway, options, targets)
     }
 
-    /// Runs curl to its end, which must be a good one.
+    /// Runs curl; fails if curl reports an error.
     #[track_caller]
-    fn run(&self, tls_gateway: &TlsGateway, options: &[&str], targets: &[&str]) -> Vec<Answer> {
+    fn run(&self, tls_gateway: &TlsGateway, options: &[&str], targets: &[&str]) -> Vec<CurlResponse> {
         let scratch = Scratch::new();
         let base =
             if self.is_tls { format!("https://{}", tls_gateway.tls) } else { format!("http://{}", tls_gateway.plain) };
@@ -54,42 +54,43 @@ impl Way {
             command.arg("--output").arg(body(number)).arg(format!("{base}{target}"));
         }
         let output = command.stdin(Stdio::null()).output().unwrap();
-        let said = String::from_utf8(output.stdout).unwrap();
-        let complaint = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success(), "{}: {}: {said}{complaint}", self.name, output.status);
-        let responses: Vec<Answer> = said.lines().enumerate().map(|(n, line)| Answer::read(line, &body(n))).collect();
-        assert_eq!(responses.len(), targets.len(), "{}: {said}", self.name);
+        let stdout = String::from_utf8(output.stdout).unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{}: {}: {stdout}{stderr}", self.name, output.status);
+        let responses: Vec<CurlResponse> =
+            stdout.lines().enumerate().map(|(n, line)| CurlResponse::read(line, &body(n))).collect();
+        assert_eq!(responses.len(), targets.len(), "{}: {stdout}", self.name);
         responses.iter().for_each(|response| assert_eq!(response.version, self.version, "{}", self.name));
         responses
     }
 }
 
-struct Answer {
+struct CurlResponse {
     version: String,
     status: u16,
     body: Vec<u8>,
 }
 
-impl Answer {
-    fn read(line: &str, body: &Path) -> Answer {
+impl CurlResponse {
+    fn read(line: &str, body: &Path) -> CurlResponse {
         let (version, status) = line.split_once(' ').unwrap();
-        // Some releases of curl call HTTP/1.0 so.
+        // Some releases of curl print HTTP/1.0 as `1`.
         let version = if version == "1" { "1.0" } else { version };
-        // An empty body makes no file.
+        // curl writes no file for an empty body.
         let body = std::fs::read(body).unwrap_or_default();
-        Answer { version: version.to_owned(), status: status.parse().unwrap(), body }
+        CurlResponse { version: version.to_owned(), status: status.parse().unwrap(), body }
     }
 
     #[track_caller]
-    fn expect(&self, status: u16) -> &Answer {
+    fn expect(&self, status: u16) -> &CurlResponse {
         assert_eq!(self.status, status, "{}", String::from_utf8_lossy(&self.body));
         self
     }
 }
 
-/// Bytes that differ from place to place.
+/// Bytes in which a lost or repeated part shows.
 fn pattern(length: usize) -> Vec<u8> {
-    (0..length).map(|place| (place % 251) as u8 ^ (place / 65_521) as u8).collect()
+    (0..length).map(|position| (position % 251) as u8 ^ (position / 65_521) as u8).collect()
 }
 
 fn files() -> (ExternalServer, TlsGateway) {
@@ -104,26 +105,26 @@ fn files() -> (ExternalServer, TlsGateway) {
 #[test]
 fn files_of_every_size_arrive_in_every_http_version() {
     let (_nginx, tls_gateway) = files();
-    for way in WAYS {
-        let responses = way.curl(&tls_gateway, &[], &["/a.txt", "/large.bin", "/empty", "/nowhere", "/a.txt"]);
+    for transport in TRANSPORTS {
+        let responses = transport.curl(&tls_gateway, &[], &["/a.txt", "/large.bin", "/empty", "/nowhere", "/a.txt"]);
         let [small, large, empty, nowhere, again] = responses.as_slice() else { panic!() };
-        assert_eq!(small.expect(200).body, b"small\n", "{}", way.name);
-        assert!(large.expect(200).body == pattern(10 * MIB), "{}", way.name);
-        assert_eq!(empty.expect(204).body, b"", "{}", way.name);
+        assert_eq!(small.expect(200).body, b"small\n", "{}", transport.name);
+        assert!(large.expect(200).body == pattern(10 * MIB), "{}", transport.name);
+        assert_eq!(empty.expect(204).body, b"", "{}", transport.name);
         nowhere.expect(404);
-        assert_eq!(again.expect(200).body, b"small\n", "{}", way.name);
+        assert_eq!(again.expect(200).body, b"small\n", "{}", transport.name);
     }
 }
 
 #[test]
 fn head_and_range_requests_work_in_every_http_version() {
     let (_nginx, tls_gateway) = files();
-    for way in WAYS {
-        let head = way.curl(&tls_gateway, &["--head"], &["/large.bin"]);
+    for transport in TRANSPORTS {
+        let head = transport.curl(&tls_gateway, &["--head"], &["/large.bin"]);
         let fields = String::from_utf8_lossy(&head[0].expect(200).body).to_lowercase();
-        assert!(fields.contains(&format!("content-length: {}", 10 * MIB)), "{}: {fields}", way.name);
-        let range = way.curl(&tls_gateway, &["--range", "1000-1999"], &["/large.bin"]);
-        assert!(range[0].expect(206).body == pattern(2000)[1000..], "{}", way.name);
+        assert!(fields.contains(&format!("content-length: {}", 10 * MIB)), "{}: {fields}", transport.name);
+        let range = transport.curl(&tls_gateway, &["--range", "1000-1999"], &["/large.bin"]);
+        assert!(range[0].expect(206).body == pattern(2000)[1000..], "{}", transport.name);
     }
 }
 
@@ -132,27 +133,27 @@ fn uploads_arrive_whole_in_every_http_version() {
     let httpbin = external_servers::httpbin();
     let tls_gateway = TlsGateway::start(&limited_route_to(&httpbin.toml("u"), false));
     let scratch = Scratch::new();
-    let text: String = (0..MIB / 2).map(|place| char::from(b'a' + (place % 23) as u8)).collect();
+    let text: String = (0..MIB / 2).map(|position| char::from(b'a' + (position % 23) as u8)).collect();
     let file = scratch.write("upload.txt", &text);
     let file = file.display().to_string();
     let data = format!("@{file}");
-    for way in WAYS {
+    for transport in TRANSPORTS {
         let kind = "Content-Type: text/plain";
         let mut uploads = vec![vec!["--header", kind, "--data-binary", data.as_str()]];
-        if way.option != "--http1.0" {
+        if transport.option != "--http1.0" {
             // Without a length, which HTTP/1.0 cannot express.
             let chunked = ["--header", kind, "--header", "Transfer-Encoding: chunked", "--upload-file", file.as_str()];
             uploads.push(chunked.to_vec());
         }
         for options in uploads {
-            let response = way.curl(&tls_gateway, &options, &["/anything"]);
-            let seen: serde_json::Value = serde_json::from_slice(&response[0].expect(200).body).unwrap();
-            assert!(seen["data"] == text.as_str(), "{}: {options:?}", way.name);
+            let response = transport.curl(&tls_gateway, &options, &["/anything"]);
+            let echoed: serde_json::Value = serde_json::from_slice(&response[0].expect(200).body).unwrap();
+            assert!(echoed["data"] == text.as_str(), "{}: {options:?}", transport.name);
         }
     }
 }
 
-/// A client that is refused in the middle of its upload must learn so, rather than that something broke.
+/// A client that is refused during its upload must receive the response, and not a connection error.
 #[test]
 fn a_refused_upload_always_receives_the_response() {
     let tls_gateway = TlsGateway::start(&limited_route_to("[upstreams.u]\nbuiltin = \"echo\"\n", true));
@@ -161,12 +162,12 @@ fn a_refused_upload_always_receives_the_response() {
     for length in [200_000, 20_000_000] {
         let file = scratch.write("upload.bin", pattern(length));
         let data = format!("@{}", file.display());
-        for way in WAYS {
+        for transport in TRANSPORTS {
             for expect in ["Expect:", "Expect: 100-continue"] {
-                for turn in 0..if expect == "Expect:" { 20 } else { 3 } {
+                for attempt in 0..if expect == "Expect:" { 20 } else { 3 } {
                     let options = ["--data-binary", data.as_str(), "--header", expect];
-                    let response = way.curl(&tls_gateway, &options, &["/a"]);
-                    assert_eq!(response[0].status, 429, "{}, {length} bytes, turn {turn}", way.name);
+                    let response = transport.curl(&tls_gateway, &options, &["/a"]);
+                    assert_eq!(response[0].status, 429, "{}, {length} bytes, turn {attempt}", transport.name);
                 }
             }
         }

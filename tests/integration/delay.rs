@@ -1,7 +1,7 @@
 //! Requests that are delayed until a later window.
 //!
 //! A waiter reads the gateway's clock when its window should begin, and every second. With a manual clock, no request passes
-//! before the test moves the clock, and every one passes soon after.
+//! before the test advances the clock, and waiters pass soon after that.
 
 use std::io::ErrorKind;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use crate::support::ratelimit_parser::remaining;
 use crate::support::upstream::Upstream;
 use crate::support::{DEADLINE, eventually, one_rule};
 
-/// One request in each window of 300 ms, or other settings.
+/// A configuration with one delaying rule.
 fn toml(upstream: &Upstream, windows: &str, more: &str) -> String {
     format!(
         "workers = 1\n{}[rules.r]\nkey = \"ip\"\nwindows = {windows}\non_limit = \"delay\"\n{more}\n\
@@ -22,14 +22,14 @@ fn toml(upstream: &Upstream, windows: &str, more: &str) -> String {
     )
 }
 
-const ONE: &str = "[\"1/300ms\"]";
+const ONE_PER_300_MS: &str = "[\"1/300ms\"]";
 
 fn delayed(gateway: &Gateway) -> u64 {
     gateway.metrics().sum("transom_decisions_total", &[("rule", "r"), ("outcome", "delayed")])
 }
 
-/// Sends a request that will wait, and returns once it does.
-fn waiting(gateway: &Gateway, path: &str) -> Client {
+/// Sends a request that has to wait, and returns once it waits.
+fn send_and_wait(gateway: &Gateway, path: &str) -> Client {
     let before = delayed(gateway);
     let mut client = gateway.client();
     client.send(request("GET", path, &[], b""));
@@ -42,32 +42,32 @@ fn targets(upstream: &Upstream) -> Vec<String> {
 }
 
 /// Fails if a response comes within half a second.
-fn still_waits(client: &mut Client) {
+fn assert_still_waits(client: &mut Client) {
     client.stream.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
-    let error = client.stream.peek(&mut [0]).expect_err("an answer came too early");
+    let error = client.stream.peek(&mut [0]).expect_err("a response came too early");
     assert!([ErrorKind::WouldBlock, ErrorKind::TimedOut].contains(&error.kind()), "{error}");
     client.stream.set_read_timeout(Some(DEADLINE)).unwrap();
 }
 
-fn window(gateway: &Gateway) {
+fn advance_window(gateway: &Gateway) {
     gateway.advance(Duration::from_millis(300));
 }
 
 #[test]
 fn delayed_requests_pass_in_order_of_arrival() {
     let upstream = Upstream::always(200);
-    let gateway = Gateway::start(&toml(&upstream, ONE, "max_delay = \"2s\""));
+    let gateway = Gateway::start(&toml(&upstream, ONE_PER_300_MS, "max_delay = \"2s\""));
     gateway.get("/1").expect(200);
-    let mut clients: Vec<Client> = (2..=4).map(|n| waiting(&gateway, &format!("/{n}"))).collect();
+    let mut clients: Vec<Client> = (2..=4).map(|n| send_and_wait(&gateway, &format!("/{n}"))).collect();
     assert_eq!(targets(&upstream), ["/1"]);
     for (client, passed) in clients.iter_mut().zip(2..) {
-        window(&gateway);
+        advance_window(&gateway);
         client.read_response().expect(200);
         let expected: Vec<String> = (1..=passed).map(|n| format!("/{n}")).collect();
         assert_eq!(targets(&upstream), expected);
     }
-    // The last of them used up its window; the next is free again.
-    window(&gateway);
+    // The last request used up its window; the next window is unused.
+    advance_window(&gateway);
     gateway.get("/5").expect(200);
     assert_eq!(delayed(&gateway), 3);
 }
@@ -75,44 +75,44 @@ fn delayed_requests_pass_in_order_of_arrival() {
 #[test]
 fn a_request_that_would_exceed_max_delay_is_refused_at_once() {
     let upstream = Upstream::always(200);
-    let gateway = Gateway::start(&toml(&upstream, ONE, "max_delay = \"600ms\""));
+    let gateway = Gateway::start(&toml(&upstream, ONE_PER_300_MS, "max_delay = \"600ms\""));
     gateway.get("/1").expect(200);
-    let _waiting = [waiting(&gateway, "/2"), waiting(&gateway, "/3")];
+    let _waiters = [send_and_wait(&gateway, "/2"), send_and_wait(&gateway, "/3")];
     let refused = gateway.get("/4").expect(429);
     assert_eq!(refused.problem()["violated-policies"], serde_json::json!(["r"]));
     assert_eq!(refused.field("retry-after"), Some("1"));
     assert_eq!(remaining(&refused, "r"), 0);
-    // And has not used the tokens of another request.
-    window(&gateway);
-    waiting(&gateway, "/5");
+    // The refusal has not used the tokens of another request.
+    advance_window(&gateway);
+    send_and_wait(&gateway, "/5");
 }
 
 #[test]
 fn the_number_of_waiters_is_limited() {
     let upstream = Upstream::always(200);
-    let gateway = Gateway::start(&toml(&upstream, ONE, "max_delay = \"1d\"\nmax_waiting = 2"));
+    let gateway = Gateway::start(&toml(&upstream, ONE_PER_300_MS, "max_delay = \"1d\"\nmax_waiting = 2"));
     gateway.get("/1").expect(200);
-    let mut second = waiting(&gateway, "/2");
-    let _third = waiting(&gateway, "/3");
+    let mut second = send_and_wait(&gateway, "/2");
+    let _third = send_and_wait(&gateway, "/3");
     gateway.get("/4").expect(429);
-    window(&gateway);
+    advance_window(&gateway);
     second.read_response().expect(200);
-    waiting(&gateway, "/5");
+    send_and_wait(&gateway, "/5");
 }
 
 #[test]
 fn a_waiter_that_disconnects_is_refunded() {
     let upstream = Upstream::always(200);
-    let gateway = Gateway::start(&toml(&upstream, ONE, "max_delay = \"300ms\"\nmax_waiting = 1"));
+    let gateway = Gateway::start(&toml(&upstream, ONE_PER_300_MS, "max_delay = \"300ms\"\nmax_waiting = 1"));
     gateway.get("/1").expect(200);
-    let gone = waiting(&gateway, "/gone");
+    let leaving = send_and_wait(&gateway, "/leaving");
     gateway.get("/refused").expect(429);
-    drop(gone);
-    eventually("the request is recorded as given up", || {
+    drop(leaving);
+    eventually("the request is counted as cancelled", || {
         gateway.metrics().sum("transom_requests_total", &[("code", "499")]) == 1
     });
-    let mut next = waiting(&gateway, "/2");
-    window(&gateway);
+    let mut next = send_and_wait(&gateway, "/2");
+    advance_window(&gateway);
     next.read_response().expect(200);
     assert_eq!(targets(&upstream), ["/1", "/2"]);
 }
@@ -122,13 +122,13 @@ fn a_delayed_request_waits_for_its_slowest_layer() {
     let upstream = Upstream::always(200);
     let gateway = Gateway::start(&toml(&upstream, "[\"1/300ms\", \"2/1s\"]", "max_delay = \"2s\""));
     gateway.get("/1").expect(200);
-    let mut second = waiting(&gateway, "/2");
-    window(&gateway);
+    let mut second = send_and_wait(&gateway, "/2");
+    advance_window(&gateway);
     second.read_response().expect(200);
     // The next window of 300 ms opens at 600; the next second at 1000.
-    let mut third = waiting(&gateway, "/3");
+    let mut third = send_and_wait(&gateway, "/3");
     gateway.advance(Duration::from_millis(699));
-    still_waits(&mut third);
+    assert_still_waits(&mut third);
     assert_eq!(targets(&upstream), ["/1", "/2"]);
     gateway.advance(Duration::from_millis(1));
     third.read_response().expect(200);
@@ -142,9 +142,9 @@ fn a_refusing_rule_precedes_a_delaying_rule() {
         [[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\nrules = [\"r\", \"hard\"]\n";
     let gateway = Gateway::start(toml);
     gateway.get("/1").expect(200);
-    let mut second = waiting(&gateway, "/2");
+    let mut second = send_and_wait(&gateway, "/2");
     gateway.get("/3").expect(429);
-    window(&gateway);
+    advance_window(&gateway);
     second.read_response().expect(200);
     gateway.get("/4").expect(429);
 }
@@ -161,12 +161,12 @@ fn the_binary_forwards_no_delayed_request_before_its_window() {
     for client in &mut clients {
         client.read_response().expect(200);
     }
-    // Five windows, of which the first may be nearly over: three whole ones lie between.
+    // Five windows, of which the first may be nearly over: at least three whole windows.
     assert!(start.elapsed() >= Duration::from_millis(745), "{:?}", start.elapsed());
 }
 
-/// A per-client rule lets requests wait, beside one for all that refuses.
-fn beside_all(upstream: &Upstream, all: &str) -> String {
+/// A per-client rule that delays, and a global rule that refuses.
+fn per_client_and_global(upstream: &Upstream, all: &str) -> String {
     format!(
         "workers = 1\n{}[rules.r]\nkey = \"header:x-user\"\non_missing_key = \"skip\"\nwindows = [\"1/minute\"]\n\
          on_limit = \"delay\"\nmax_delay = \"60s\"\n[rules.all]\nkey = \"global\"\nwindows = [\"{all}\"]\n\
@@ -175,7 +175,7 @@ fn beside_all(upstream: &Upstream, all: &str) -> String {
     )
 }
 
-fn waiting_as(gateway: &Gateway, user: &str, path: &str) -> Client {
+fn send_and_wait_as(gateway: &Gateway, user: &str, path: &str) -> Client {
     let before = delayed(gateway);
     let mut client = gateway.client();
     client.send(request("GET", path, &[("X-User", user)], b""));
@@ -186,10 +186,10 @@ fn waiting_as(gateway: &Gateway, user: &str, path: &str) -> Client {
 #[test]
 fn a_waiter_does_not_block_other_keys() {
     let upstream = Upstream::always(200);
-    let gateway = Gateway::start(&beside_all(&upstream, "5/second"));
+    let gateway = Gateway::start(&per_client_and_global(&upstream, "5/second"));
     gateway.get_with("/a1", &[("X-User", "a")]).expect(200);
-    let mut waits = waiting_as(&gateway, "a", "/a2");
-    // It has consumed its part of the second in which it came, and of no other.
+    let mut waits = send_and_wait_as(&gateway, "a", "/a2");
+    // The waiter is charged to the second in which it arrived, and to no other.
     let response = gateway.get_with("/b", &[("X-User", "b")]).expect(200);
     assert_eq!(remaining(&response, "all"), 2);
     gateway.advance_s(1);
@@ -197,16 +197,20 @@ fn a_waiter_does_not_block_other_keys() {
     assert_eq!(remaining(&response, "all"), 4);
     gateway.advance_s(59);
     let response = waits.read_response().expect(200);
-    assert_eq!((remaining(&response, "all"), remaining(&response, "r")), (4, 0), "charged where it passes");
+    assert_eq!(
+        (remaining(&response, "all"), remaining(&response, "r")),
+        (4, 0),
+        "charged to the window in which it passes"
+    );
 }
 
 #[test]
 fn a_waiter_that_another_rule_refuses_is_refunded() {
     let upstream = Upstream::always(200);
-    let gateway = Gateway::start(&beside_all(&upstream, "2/50s"));
+    let gateway = Gateway::start(&per_client_and_global(&upstream, "2/50s"));
     gateway.get_with("/a1", &[("X-User", "a")]).expect(200);
-    let mut waits = waiting_as(&gateway, "a", "/a2");
-    // The turn comes after 60 seconds, in the second window of the other rule, which is used up before.
+    let mut waits = send_and_wait_as(&gateway, "a", "/a2");
+    // The request may pass after 60 seconds, in the second window of the other rule, which is used up before.
     gateway.advance_s(55);
     gateway.get_with("/b", &[("X-User", "b")]).expect(200);
     gateway.get_with("/c", &[("X-User", "c")]).expect(200);
@@ -215,13 +219,14 @@ fn a_waiter_that_another_rule_refuses_is_refunded() {
     assert_eq!(late.problem()["violated-policies"], serde_json::json!(["all"]));
     assert_eq!(late.field("retry-after"), Some("40"));
     assert_eq!(targets(&upstream), ["/a1", "/b", "/c"]);
-    // The minute of its turn is free for the client's next request.
+    // The refunded minute is available to the next request of the client.
     gateway.advance_s(45);
     gateway.get_with("/a3", &[("X-User", "a")]).expect(200);
     assert_eq!(delayed(&gateway), 1);
 }
 
-/// Two rules delay on different keys: a request that waits for one and finds the other full keeps waiting, and is not refused.
+/// Two rules delay on different keys. A request that waited for one rule and finds the other full keeps waiting; it is not
+/// refused.
 #[test]
 fn a_request_can_be_delayed_by_two_rules_in_turn() {
     let upstream = Upstream::always(200);
@@ -244,18 +249,18 @@ fn a_request_can_be_delayed_by_two_rules_in_turn() {
     gateway.get("/ab/1").expect(200);
     let mut first = waits("/ab/2");
     let mut others: Vec<Client> = (0..5).map(|n| waits(&format!("/a/{n}"))).collect();
-    // Its turn in the second rule comes when this second of the first is promised to others. It looks within
-    // a second, and waits on for the first one that is free.
+    // When the second rule would admit the request, this second of the first rule is reserved for others. The request retries
+    // within a second, and waits for the first second that is free.
     gateway.advance_s(4);
     others.drain(..3).for_each(|mut other| drop(other.read_response().expect(200)));
-    (0..3).for_each(|_| still_waits(&mut first));
+    (0..3).for_each(|_| assert_still_waits(&mut first));
     gateway.advance_s(4);
     let response = first.read_response().expect(200);
-    assert!(response.field("ratelimit").unwrap().contains("\"b\""), "all rules are told of");
+    assert!(response.field("ratelimit").unwrap().contains("\"b\""), "the fields have all rules");
     others.iter_mut().for_each(|other| drop(other.read_response().expect(200)));
 }
 
-/// The end of a connection is noticed although unread bytes precede it.
+/// The gateway notices the end of a connection although unread bytes precede it.
 #[test]
 fn a_waiter_that_disconnects_after_its_body_is_refunded() {
     let upstream = Upstream::always(200);
@@ -268,26 +273,26 @@ fn a_waiter_that_disconnects_after_its_body_is_refunded() {
         eventually("the request waits", || delayed(&gateway) == before + 1);
         drop(post);
         let open = || gateway.metrics().sum("transom_connections", &[]);
-        eventually("the client is missed", || open() == 0);
+        eventually("the connection is closed", || open() == 0);
         assert_eq!(delayed(&gateway), before + 1, "{round}");
     }
 }
 
-/// Starts 42 requests that wait for windows of two, and hangs them up in an order in which most of them have
-/// others behind them; the next client of that key passes in the next window.
-fn hang_up_together(workers: u32, order: impl Fn(usize) -> usize) {
+/// Starts 42 requests that wait for windows of two requests, and disconnects them in an order in which most have others
+/// behind them. The next client of the key passes in the next window.
+fn disconnect_waiters(workers: u32, order: impl Fn(usize) -> usize) {
     let upstream = Upstream::always(200);
     let toml =
         toml(&upstream, "[\"2/1s\"]", "max_delay = \"10m\"").replace("workers = 1", &format!("workers = {workers}"));
     let gateway = Gateway::start(&toml);
     gateway.get("/1").expect(200);
     gateway.get("/2").expect(200);
-    let mut clients: Vec<Option<Client>> = (0..42).map(|n| Some(waiting(&gateway, &format!("/{n}")))).collect();
-    for nth in 0..clients.len() {
-        let client = order(nth);
-        drop(clients[client].take().expect("each hangs up once"));
+    let mut clients: Vec<Option<Client>> = (0..42).map(|n| Some(send_and_wait(&gateway, &format!("/{n}")))).collect();
+    for index in 0..clients.len() {
+        let client = order(index);
+        drop(clients[client].take().expect("each disconnects once"));
         let left = clients.iter().flatten().count() as u64;
-        eventually("it is missed", || gateway.metrics().sum("transom_connections", &[]) == left);
+        eventually("the connection is closed", || gateway.metrics().sum("transom_connections", &[]) == left);
     }
     gateway.advance_s(1);
     gateway.get("/3").expect(200);
@@ -296,22 +301,22 @@ fn hang_up_together(workers: u32, order: impl Fn(usize) -> usize) {
 }
 
 #[test]
-fn waiters_that_hang_up_first_to_last_leave_nothing_behind() {
-    hang_up_together(1, |nth| nth);
+fn waiters_that_disconnect_first_to_last_are_refunded() {
+    disconnect_waiters(1, |index| index);
 }
 
 #[test]
-fn waiters_that_hang_up_last_to_first_leave_nothing_behind() {
-    hang_up_together(1, |nth| 41 - nth);
+fn waiters_that_disconnect_last_to_first_are_refunded() {
+    disconnect_waiters(1, |index| 41 - index);
 }
 
 #[test]
-fn waiters_that_hang_up_in_any_order_leave_nothing_behind() {
-    // 5 and 42 have no common factor, so each hangs up once.
-    hang_up_together(1, |nth| nth * 5 % 42);
+fn waiters_that_disconnect_in_any_order_are_refunded() {
+    // 5 and 42 have no common factor, so each disconnects once.
+    disconnect_waiters(1, |index| index * 5 % 42);
 }
 
 #[test]
-fn waiters_of_several_workers_that_hang_up_leave_nothing_behind() {
-    hang_up_together(2, |nth| nth * 11 % 42);
+fn waiters_of_several_workers_that_disconnect_are_refunded() {
+    disconnect_waiters(2, |index| index * 11 % 42);
 }

@@ -31,7 +31,7 @@ fn documents() -> Vec<String> {
     names
 }
 
-/// The shipped configuration, so many seconds before the end of an hour.
+/// A gateway with the shipped configuration, `left_s` seconds before the end of an hour.
 fn shipped(left_s: u64) -> Gateway {
     let text =
         document("gateway.toml").replace("127.0.0.1:8080", "127.0.0.1:0").replace("127.0.0.1:9900", "127.0.0.1:0");
@@ -47,7 +47,7 @@ fn printed(command: &str, gateway: &Gateway) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// Texts without the differences that line breaks and blanks make.
+/// A text without whitespace.
 fn flat(text: &str) -> String {
     text.split_whitespace().collect()
 }
@@ -128,7 +128,7 @@ fn every_documented_command_line_is_accepted() {
     assert!(count >= 9, "only {count} command lines were found");
 }
 
-/// Each heading of a page, as GitHub makes an anchor of it.
+/// The anchors that GitHub makes of the headings of a page.
 fn anchors(text: &str) -> Vec<String> {
     let headings = text.lines().filter(|line| line.starts_with('#')).map(|line| line.trim_start_matches('#').trim());
     let anchor = |heading: &str| {

@@ -11,45 +11,45 @@ use crate::support::tls::{RevokingCa, listen};
 use crate::support::upstream::Upstream;
 use crate::support::{Scratch, eventually, forward_all, one_rule, within};
 
-/// Responds on a signal of the test; reports each request.
-fn held() -> (Upstream, mpsc::Receiver<()>, Sender<()>) {
-    let (saw, seen) = mpsc::channel();
-    let (go, gone) = mpsc::channel::<()>();
-    let gone = Arc::new(Mutex::new(gone));
+/// An upstream that reports each request for `/slow`, and responds to it on a signal of the test.
+fn held_upstream() -> (Upstream, mpsc::Receiver<()>, Sender<()>) {
+    let (report, reported) = mpsc::channel();
+    let (proceed, released) = mpsc::channel::<()>();
+    let released = Arc::new(Mutex::new(released));
     let upstream = Upstream::with_script(move |connection| {
         while let Some(received) = connection.read_request() {
             if received.target == "/slow" {
-                saw.send(()).unwrap();
-                if gone.lock().unwrap().recv().is_err() {
+                report.send(()).unwrap();
+                if released.lock().unwrap().recv().is_err() {
                     return;
                 }
             }
             connection.reply(200, &[], b"at last");
         }
     });
-    (upstream, seen, go)
+    (upstream, reported, proceed)
 }
 
 #[test]
 fn a_drain_finishes_requests_in_flight_and_accepts_no_new_ones() {
     for name in ["TERM", "INT"] {
-        let (upstream, seen, go) = held();
+        let (upstream, reported, proceed) = held_upstream();
         let mut process = Process::spawn(&forward_all(&upstream));
         let mut idle = process.client();
         idle.get("/a").expect(200);
         let mut slow = process.client();
         slow.send(request("GET", "/slow", &[], b""));
-        seen.recv().unwrap();
+        reported.recv().unwrap();
         assert_eq!(process.admin_get("/readyz").status, 200);
 
         process.signal(name);
-        eventually("it says that it is not ready", || process.admin_get("/readyz").status == 503);
+        eventually("the gateway is not ready", || process.admin_get("/readyz").status == 503);
         process.admin_get("/healthz").expect(200);
-        eventually("nobody new is let in", || TcpStream::connect(process.http).is_err());
+        eventually("no connection is accepted", || TcpStream::connect(process.http).is_err());
         // Idle connections are closed.
         idle.expect_closed();
 
-        go.send(()).unwrap();
+        proceed.send(()).unwrap();
         let response = slow.read_response().expect(200);
         assert_eq!((response.text().as_str(), response.field("connection")), ("at last", Some("close")));
         slow.expect_closed();
@@ -59,14 +59,14 @@ fn a_drain_finishes_requests_in_flight_and_accepts_no_new_ones() {
 
 #[test]
 fn a_drain_finishes_bodies_in_flight() {
-    let (saw, seen) = mpsc::channel();
-    let (go, gone) = mpsc::channel::<()>();
-    let gone = Arc::new(Mutex::new(gone));
+    let (report, reported) = mpsc::channel();
+    let (proceed, released) = mpsc::channel::<()>();
+    let released = Arc::new(Mutex::new(released));
     let upstream = Upstream::with_script(move |connection| {
         if connection.read_request().is_some() {
             connection.send("HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nfirst");
-            saw.send(()).unwrap();
-            gone.lock().unwrap().recv().unwrap();
+            report.send(()).unwrap();
+            released.lock().unwrap().recv().unwrap();
             connection.send("secnd");
         }
     });
@@ -75,46 +75,47 @@ fn a_drain_finishes_bodies_in_flight() {
     client.send(request("GET", "/a", &[], b""));
     client.read_head().unwrap().expect(200);
     assert_eq!(client.read_exactly(5), b"first");
-    seen.recv().unwrap();
+    reported.recv().unwrap();
     let mut upload = process.client();
     upload.send(format!("POST /b HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 4\r\n\r\nbo"));
+    eventually("the upload is forwarded", || upstream.received().len() == 2);
     process.signal("TERM");
-    eventually("nobody new is let in", || TcpStream::connect(process.http).is_err());
-    go.send(()).unwrap();
+    eventually("no connection is accepted", || TcpStream::connect(process.http).is_err());
+    proceed.send(()).unwrap();
     assert_eq!(client.read_exactly(5), b"secnd");
     client.expect_closed();
     upload.send("dy");
     assert_eq!(upload.read_head().unwrap().status, 200);
     assert_eq!(upload.read_exactly(5), b"first");
-    go.send(()).unwrap();
+    proceed.send(()).unwrap();
     assert_eq!(upload.read_exactly(5), b"secnd");
     assert_eq!(process.wait().code(), Some(0));
 }
 
 #[test]
 fn a_drain_aborts_requests_after_its_deadline() {
-    let (upstream, seen, _go) = held();
+    let (upstream, reported, _go) = held_upstream();
     let mut process = Process::spawn(&format!("{}[timeouts]\ndrain = \"100ms\"\n", forward_all(&upstream)));
     let mut slow = process.client();
     slow.send(request("GET", "/slow", &[], b""));
-    seen.recv().unwrap();
+    reported.recv().unwrap();
     // An unfinished request does not delay the exit either.
-    let mut dawdler = process.client();
-    dawdler.send("GET /a HTTP/1.1\r\nHo");
+    let mut unfinished = process.client();
+    unfinished.send("GET /a HTTP/1.1\r\nHo");
     process.signal("TERM");
     assert_eq!(within(Duration::from_millis(100), || process.wait()).code(), Some(0));
     assert!(slow.read_to_end().is_empty());
-    dawdler.read_to_end();
+    unfinished.read_to_end();
     assert!(process.stderr().contains("aborted"), "{}", process.stderr());
 }
 
 #[test]
 fn an_unfinished_head_does_not_delay_the_exit() {
-    let (upstream, _seen, _go) = held();
+    let (upstream, _seen, _go) = held_upstream();
     let toml = format!("{}[timeouts]\nrequest_head = \"200ms\"\ndrain = \"1d\"\n", forward_all(&upstream));
     let mut process = Process::spawn(&toml);
-    let mut dawdler = process.client();
-    dawdler.send("GET /a HTTP/1.1\r\nHo");
+    let mut unfinished = process.client();
+    unfinished.send("GET /a HTTP/1.1\r\nHo");
     let silent = process.client();
     process.signal("TERM");
     // A connection without a request is closed a second after the signal.
@@ -130,7 +131,7 @@ fn an_idle_connection_does_not_delay_the_exit() {
         let mut process = Process::spawn(&toml);
         let (mut silent, mut idle) = (process.client(), process.client());
         idle.get("/a").expect(200);
-        eventually("both are inside", || process.metrics().sum("transom_connections", &[]) == 2);
+        eventually("both connections are open", || process.metrics().sum("transom_connections", &[]) == 2);
         process.signal("TERM");
         within(Duration::from_secs(1), || {
             silent.expect_closed();
@@ -142,11 +143,11 @@ fn an_idle_connection_does_not_delay_the_exit() {
 
 #[test]
 fn requests_at_the_end_are_answered_or_not_accepted() {
-    // A connection that was let in is served, or closed before a byte of a request was sent upstream.
+    // An accepted connection is served, or closed before a byte of a request was sent upstream.
     let upstream = Upstream::always(200);
     let mut process = Process::spawn(&forward_all(&upstream));
     let address = process.http;
-    let hammer: Vec<_> = (0..4)
+    let clients: Vec<_> = (0..4)
         .map(|_| {
             std::thread::spawn(move || {
                 let mut answered = 0;
@@ -163,10 +164,10 @@ fn requests_at_the_end_are_answered_or_not_accepted() {
             })
         })
         .collect();
-    eventually("there is traffic", || upstream.received().len() > 50);
+    eventually("requests arrive", || upstream.received().len() > 50);
     process.signal("TERM");
     assert_eq!(process.wait().code(), Some(0));
-    let answered: usize = hammer.into_iter().map(|thread| thread.join().unwrap()).sum();
+    let answered: usize = clients.into_iter().map(|thread| thread.join().unwrap()).sum();
     assert_eq!(answered, upstream.received().len());
 }
 
@@ -180,7 +181,7 @@ fn a_connection_without_a_detected_protocol_does_not_delay_the_exit() {
     let mut process = Process::spawn(&(toml + &one_rule("key = \"ip\"\nwindows = [\"10/hour\"]")));
     let mut stalled = Client::connect(process.https.unwrap());
     stalled.send(b"\x16\x03\x01\x02");
-    eventually("it is at the door", || process.metrics().sum("transom_connections", &[]) == 1);
+    eventually("the connection is open", || process.metrics().sum("transom_connections", &[]) == 1);
     process.signal("TERM");
     stalled.expect_closed();
     assert_eq!(process.wait().code(), Some(0));

@@ -1,4 +1,4 @@
-//! Server-sent events: each is at the client before the next one is made, whatever the upstream speaks.
+//! Server-sent events: the client receives each event before the upstream sends the next, over both protocols.
 
 use std::sync::Mutex;
 use std::sync::mpsc;
@@ -18,51 +18,51 @@ fn event(n: usize) -> String {
     format!("event: tick\ndata: {n}\n\n")
 }
 
-/// Reads the events one by one, and says of each that it is here.
-fn read(gateway: &Gateway, mut here: impl FnMut()) {
+/// Reads the events one by one, and reports each of them.
+fn read_events(gateway: &Gateway, mut received: impl FnMut()) {
     let mut client = gateway.client();
     client.send(request("GET", "/events", &[("Accept", "text/event-stream")], b""));
     assert_eq!(client.read_head().unwrap().expect(200).field("content-type"), Some("text/event-stream"));
     for n in 0..EVENTS {
         assert_eq!(String::from_utf8(client.read_chunk().unwrap()).unwrap(), event(n));
-        here();
+        received();
     }
     assert_eq!(client.read_chunk(), None);
 }
 
 #[test]
 fn events_are_forwarded_over_http1() {
-    let (tell, told) = mpsc::channel::<()>();
-    let told = Mutex::new(told);
+    let (report, reported) = mpsc::channel::<()>();
+    let reported = Mutex::new(reported);
     let upstream = Upstream::with_script(move |connection| {
         connection.read_request();
         connection.send("HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n");
         for n in 0..EVENTS {
             let event = event(n);
             connection.send(format!("{:x}\r\n{event}\r\n", event.len()));
-            told.lock().unwrap().recv().unwrap();
+            reported.lock().unwrap().recv().unwrap();
         }
         connection.send("0\r\n\r\n");
     });
-    read(&Gateway::start(&forward_all(&upstream)), || tell.send(()).unwrap());
+    read_events(&Gateway::start(&forward_all(&upstream)), || report.send(()).unwrap());
 }
 
 #[test]
 fn events_are_forwarded_over_http2() {
-    let (tell, told) = tokio::sync::mpsc::unbounded_channel::<()>();
-    let told = std::sync::Arc::new(tokio::sync::Mutex::new(told));
+    let (report, reported) = tokio::sync::mpsc::unbounded_channel::<()>();
+    let reported = std::sync::Arc::new(tokio::sync::Mutex::new(reported));
     let upstream = Http2Upstream::with_script(Options::default(), move |mut stream| {
-        let told = std::sync::Arc::clone(&told);
+        let reported = std::sync::Arc::clone(&reported);
         async move {
             let head = Response::builder().header("content-type", "text/event-stream").body(()).unwrap();
             let mut response = stream.send_head(head);
             for n in 0..EVENTS {
                 response.send_data(Bytes::from(event(n)), false).unwrap();
-                told.lock().await.recv().await.unwrap();
+                reported.lock().await.recv().await.unwrap();
             }
             response.send_data(Bytes::new(), true).unwrap();
         }
     });
     let toml = format!("{}[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u"));
-    read(&Gateway::start(&toml), || tell.send(()).unwrap());
+    read_events(&Gateway::start(&toml), || report.send(()).unwrap());
 }

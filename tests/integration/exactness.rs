@@ -13,7 +13,11 @@ use crate::support::{eventually, one_rule};
 const THREADS: usize = 8;
 
 /// Eight threads send `attempts` requests each, at once and on separate connections; returns the number of admitted requests.
-fn hammer(gateway: &Gateway, attempts: usize, fields: impl Fn(usize, usize) -> Vec<(String, String)> + Sync) -> u64 {
+fn admitted_by_threads(
+    gateway: &Gateway,
+    attempts: usize,
+    fields: impl Fn(usize, usize) -> Vec<(String, String)> + Sync,
+) -> u64 {
     let admitted = AtomicU64::new(0);
     thread::scope(|scope| {
         for thread in 0..THREADS {
@@ -36,26 +40,26 @@ fn hammer(gateway: &Gateway, attempts: usize, fields: impl Fn(usize, usize) -> V
     admitted.into_inner()
 }
 
-fn exactly(limit: usize) {
+fn assert_exactly(limit: usize) {
     let rule = format!("key = \"ip\"\nwindows = [\"{limit}/hour\"]");
     let gateway = Gateway::start(&format!("workers = 4\n{}\n[counters]\ncapacity = 1000\n", one_rule(&rule)));
-    // A quarter more than fits, and never fewer than one attempt from each thread.
+    // A quarter more than the limit, and at least two attempts of each thread.
     let attempts = (limit + limit / 4).div_ceil(THREADS).max(2);
-    assert_eq!(hammer(&gateway, attempts, |_, _| Vec::new()), limit as u64);
+    assert_eq!(admitted_by_threads(&gateway, attempts, |_, _| Vec::new()), limit as u64);
     let refused = gateway.get("/a").expect(429);
     assert_eq!(remaining(&refused, "r"), 0);
-    let page = gateway.metrics();
-    let told = |outcome| page.sum("transom_decisions_total", &[("rule", "r"), ("outcome", outcome)]);
-    assert_eq!(told("admitted"), limit as u64);
-    assert_eq!(told("refused"), (attempts * THREADS - limit + 1) as u64);
+    let metrics = gateway.metrics();
+    let decisions = |outcome| metrics.sum("transom_decisions_total", &[("rule", "r"), ("outcome", outcome)]);
+    assert_eq!(decisions("admitted"), limit as u64);
+    assert_eq!(decisions("refused"), (attempts * THREADS - limit + 1) as u64);
 }
 
 #[test]
 fn eight_threads_are_granted_exactly_the_limit() {
-    // Small limits are all about races at the edge, so they are tried again and again.
+    // Small limits are exposed to races at their limit, so these cases are repeated.
     for (limit, times) in [(1, 50), (2, 25), (3, 25), (7, 10), (33, 10), (100, 3), (1000, 1), (10_000, 1)] {
         for _ in 0..times {
-            exactly(limit);
+            assert_exactly(limit);
         }
     }
 }
@@ -81,7 +85,7 @@ fn a_request_counts_once_in_every_layer_of_three_rules() {
         rules = [\"address\", \"user\", \"all\"]
         ";
     let gateway = Gateway::start(toml);
-    // Eight threads, each of which takes turns at being one of twelve users.
+    // Each of the eight threads sends requests of all twelve users.
     let by_user: Vec<AtomicU64> = (0..12).map(|_| AtomicU64::new(0)).collect();
     let admitted = AtomicU64::new(0);
     thread::scope(|scope| {
@@ -100,7 +104,7 @@ fn a_request_counts_once_in_every_layer_of_three_rules() {
         }
     });
     let admitted = admitted.into_inner();
-    // The narrowest layer is the global minute, which was charged three times.
+    // The smallest limit is the minute of the global rule.
     assert_eq!(admitted, 500);
     for (user, count) in by_user.into_iter().map(AtomicU64::into_inner).enumerate() {
         let response = gateway.get_with("/a", &[("X-User", &format!("user-{user}"))]).expect(429);
@@ -130,9 +134,9 @@ fn a_refusal_by_one_layer_charges_no_other() {
         rules = [\"all\", \"user\"]
         ";
     let gateway = Gateway::start(toml);
-    assert_eq!(hammer(&gateway, 100, |_, _| vec![("X-User".to_owned(), "eve".to_owned())]), 10);
+    assert_eq!(admitted_by_threads(&gateway, 100, |_, _| vec![("X-User".to_owned(), "eve".to_owned())]), 10);
     let response = gateway.get_with("/a", &[("X-User", "bob")]).expect(200);
-    // Ten of eve's and this one; the 790 that were refused are nowhere.
+    // Ten requests of eve and this one; the 790 refused requests are not counted.
     assert_eq!(remaining(&response, "all"), 1000 - 11);
     let response = gateway.get_with("/a", &[("X-User", "eve")]).expect(429);
     assert_eq!(remaining(&response, "user-hour"), 1000 - 10);
@@ -140,7 +144,7 @@ fn a_refusal_by_one_layer_charges_no_other() {
 
 #[test]
 fn a_changed_limit_applies_to_existing_usage() {
-    // A second rule that costs nothing shows, through its own limit, which configuration answered.
+    // A second rule with cost 0 shows by its limit which configuration is applied.
     let toml = |limit: u64| {
         format!(
             "workers = 1\n{}\n[rules.probe]\nkey = \"global\"\ncost = 0\nwindows = [\"{limit}/hour\"]\n\
@@ -153,11 +157,11 @@ fn a_changed_limit_applies_to_existing_usage() {
     for _ in 0..40 {
         client.get("/a").expect(200);
     }
-    for (limit, room) in [(30, 0), (40, 0), (42, 2), (100, 58)] {
+    for (limit, available) in [(30, 0), (40, 0), (42, 2), (100, 58)] {
         gateway.reload(&toml(limit));
-        eventually("the new limit is known", || items(&client.get("/probe"), "ratelimit-policy")[0].get("q") == limit);
-        for n in 0..room {
-            assert_eq!(remaining(&client.get("/a").expect(200), "r"), room - n - 1);
+        eventually("the new limit applies", || items(&client.get("/probe"), "ratelimit-policy")[0].get("q") == limit);
+        for n in 0..available {
+            assert_eq!(remaining(&client.get("/a").expect(200), "r"), available - n - 1);
         }
         assert_eq!(remaining(&client.get("/a").expect(429), "r"), 0);
     }

@@ -1,6 +1,6 @@
-//! Servers that go away and come back while another one is up: no request is lost.
+//! Servers that fail and return while another server works: no request is lost.
 //!
-//! `make failover` does it at 2,000 requests a second, for ten minutes, with the default settings.
+//! `make failover` runs these tests with 2,000 requests a second for ten minutes, with the default settings.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -16,17 +16,17 @@ use crate::support::redis::free_port;
 use crate::support::upstream::{Connection, Upstream};
 use crate::support::{eventually, forward_to};
 
-/// An address that a server can leave and come back to.
-fn address() -> SocketAddr {
+/// A free address, on which a server can be started repeatedly.
+fn free_address() -> SocketAddr {
     SocketAddr::from(([127, 0, 0, 1], free_port()))
 }
 
-fn answer_all(status: u16) -> impl Fn(&mut Connection) + Send + Sync + 'static {
+fn always(status: u16) -> impl Fn(&mut Connection) + Send + Sync + 'static {
     move |connection| while connection.read_request().is_some() && connection.reply(status, &[], b"fine\n") {}
 }
 
-fn up(address: SocketAddr) -> Upstream {
-    Upstream::at_address(address, answer_all(200))
+fn start_server(address: SocketAddr) -> Upstream {
+    Upstream::at_address(address, always(200))
 }
 
 fn is_ejected(gateway: &Gateway, server: SocketAddr) -> bool {
@@ -38,8 +38,8 @@ fn retries(gateway: &Gateway, outcome: &str) -> u64 {
     gateway.metrics().sum("transom_upstream_retries_total", &[("upstream", "u"), ("outcome", outcome)])
 }
 
-/// Sends so many GETs, each of which must be answered.
-fn ask(gateway: &Gateway, times: usize) {
+/// Sends GET requests, each of which must succeed.
+fn send_requests(gateway: &Gateway, times: usize) {
     let mut client = gateway.client();
     (0..times).for_each(|_| drop(client.get("/a").expect(200)));
 }
@@ -51,21 +51,21 @@ fn gateway(servers: &[SocketAddr], settings: &str) -> Gateway {
 
 #[test]
 fn two_servers_failing_in_turn_lose_no_request() {
-    let [a, b] = [address(), address()];
-    let (first, second) = (up(a), up(b));
+    let [a, b] = [free_address(), free_address()];
+    let (first, second) = (start_server(a), start_server(b));
     // No ejection ends by itself, and the budget is one try.
     let settings = "ejection = { time = \"1h\", max_time = \"1h\" }\nretries = { budget = 0, budget_min = 1 }";
     let gateway = gateway(&[a, b], settings);
-    ask(&gateway, 50);
+    send_requests(&gateway, 50);
     drop(first);
-    ask(&gateway, 100);
+    send_requests(&gateway, 100);
     assert!(is_ejected(&gateway, a));
-    let first = up(a);
-    ask(&gateway, 100);
-    assert!(is_ejected(&gateway, a), "nothing has asked it");
+    let first = start_server(a);
+    send_requests(&gateway, 100);
+    assert!(is_ejected(&gateway, a), "no request was sent to the server");
     drop(second);
     // Only one server may be ejected. The first server responds to a retry, so the second is ejected.
-    ask(&gateway, 500);
+    send_requests(&gateway, 500);
     assert_eq!((is_ejected(&gateway, a), is_ejected(&gateway, b)), (false, true));
     assert!(first.received().len() >= 500);
     assert_eq!(retries(&gateway, "over_budget"), 0);
@@ -77,7 +77,7 @@ fn connect_failures_with_another_server_available_do_not_use_the_retry_budget() 
     let addresses = servers.each_ref().map(|server| server.address);
     let settings = "balance = \"round-robin\"\nejection = false\nretries = { budget = 0, budget_min = 0 }";
     let gateway = gateway(&addresses, settings);
-    ask(&gateway, 100);
+    send_requests(&gateway, 100);
     assert_eq!((retries(&gateway, "retried"), retries(&gateway, "over_budget")), (50, 0));
     // A POST as well: nothing of it was sent.
     let mut client = gateway.client();
@@ -108,32 +108,32 @@ fn a_passed_health_check_ends_an_ejection() {
     let gateway = gateway(&[bad.address, good.address], settings);
     let ejections = || gateway.metrics().sum("transom_upstream_ejections_total", &[]);
     let mut client = gateway.client();
-    eventually("it is ejected", || {
+    eventually("the server is ejected", || {
         client.get("/a");
         ejections() == 1
     });
-    eventually("it is back", || !is_ejected(&gateway, bad.address));
+    eventually("the ejection has ended", || !is_ejected(&gateway, bad.address));
 }
 
 #[test]
 fn an_ejected_server_is_preferred_to_an_unhealthy_one() {
     let status = |healthz: u16, others: fn(usize) -> u16| {
-        let asked = AtomicU64::new(0);
+        let received = AtomicU64::new(0);
         Upstream::responding(move |request| {
             let status = match request.target.as_str() {
                 "/healthz" => healthz,
-                _ => others(asked.fetch_add(1, Ordering::SeqCst) as usize),
+                _ => others(received.fetch_add(1, Ordering::SeqCst) as usize),
             };
             crate::support::upstream::reply(status, &[], b"")
         })
     };
     // The first passes its check and fails its first two requests; the second fails its only check.
-    let (ejected, down) = (status(200, |asked| if asked < 2 { 503 } else { 200 }), status(500, |_| 200));
+    let (ejected, down) = (status(200, |received| if received < 2 { 503 } else { 200 }), status(500, |_| 200));
     let settings = "balance = \"round-robin\"\nejection = { failures = 2, statuses = [503], time = \"1h\" }\n\
                     health = { path = \"/healthz\", interval = \"1h\" }\n";
     let gateway = gateway(&[ejected.address, down.address], settings);
     let checks = |outcome| gateway.metrics().sum("transom_upstream_health_checks_total", &[("outcome", outcome)]);
-    eventually("both are checked", || (checks("passed"), checks("failed")) == (1, 1));
+    eventually("both servers are checked", || (checks("passed"), checks("failed")) == (1, 1));
     let mut client = gateway.client();
     (0..2).for_each(|_| drop(client.get("/a").expect(503)));
     assert!(is_ejected(&gateway, ejected.address));
@@ -170,9 +170,9 @@ fn a_failing_server_that_cannot_be_ejected_does_not_hide_an_ejected_one() {
 #[test]
 fn servers_that_fail_most_requests_are_not_ejected_repeatedly() {
     let failing = || {
-        let asked = AtomicU64::new(0);
+        let received = AtomicU64::new(0);
         Upstream::responding(move |_| {
-            let is_fine = asked.fetch_add(1, Ordering::SeqCst) % 4 == 3;
+            let is_fine = received.fetch_add(1, Ordering::SeqCst) % 4 == 3;
             crate::support::upstream::reply(if is_fine { 200 } else { 503 }, &[], b"")
         })
     };
@@ -188,24 +188,24 @@ fn servers_that_fail_most_requests_are_not_ejected_repeatedly() {
 
 /// The responses to the load.
 #[derive(Default)]
-struct Answers {
+struct LoadResults {
     fine: AtomicU64,
     lost: AtomicU64,
 }
 
 const CLIENTS: u32 = 16;
-/// Requests a second, of all clients together, as far as the machine can.
+/// Requests per second of all clients together, at most.
 const RATE: u32 = 2000;
 
 /// Sends requests at a steady rate during an action, and returns the number of 200 and of other responses.
 fn under_load(gateway: &Process, act: impl FnOnce()) -> (u64, u64) {
-    let (responses, over) = (Answers::default(), AtomicBool::new(false));
+    let (responses, is_over) = (LoadResults::default(), AtomicBool::new(false));
     thread::scope(|scope| {
         for _ in 0..CLIENTS {
             scope.spawn(|| {
                 let mut client = Client::connect(gateway.http);
                 let mut next = Instant::now();
-                while !over.load(Ordering::SeqCst) {
+                while !is_over.load(Ordering::SeqCst) {
                     let is_fine = client.get("/a").status == 200;
                     (if is_fine { &responses.fine } else { &responses.lost }).fetch_add(1, Ordering::SeqCst);
                     // A client that is behind does not catch up.
@@ -214,14 +214,14 @@ fn under_load(gateway: &Process, act: impl FnOnce()) -> (u64, u64) {
                 }
             });
         }
-        // Ends the load also where `act` panics.
-        struct End<'a>(&'a AtomicBool);
-        impl Drop for End<'_> {
+        // Ends the load also if `act` panics.
+        struct StopOnDrop<'a>(&'a AtomicBool);
+        impl Drop for StopOnDrop<'_> {
             fn drop(&mut self) {
                 self.0.store(true, Ordering::SeqCst);
             }
         }
-        let _end = End(&over);
+        let _stop = StopOnDrop(&is_over);
         act();
     });
     (responses.fine.into_inner(), responses.lost.into_inner())
@@ -236,40 +236,40 @@ fn server(address: SocketAddr) -> Process {
 }
 
 /// Kills a server, and starts it again after a while.
-fn bounce(process: &mut Process, address: SocketAddr, down: Duration) {
+fn restart_after(process: &mut Process, address: SocketAddr, down: Duration) {
     process.signal("KILL");
     process.wait();
     thread::sleep(down);
     *process = server(address);
 }
 
-/// How long one of two servers is killed again and again, and how much shorter all times are than in the long run.
-fn length() -> (Duration, u32) {
+/// The duration of the test with repeated kills, and the factor by which all times are shorter than in the long run.
+fn duration_and_factor() -> (Duration, u32) {
     match std::env::var("TRANSOM_FAILOVER_S") {
         Ok(text) => (Duration::from_secs(text.parse().expect("`TRANSOM_FAILOVER_S` is a number")), 1),
         Err(_) => (Duration::from_secs(5), 30),
     }
 }
 
-/// The gateway in front of two servers, with the default settings, but for times that are shorter.
-fn gateway_process(addresses: &[SocketAddr], shorter: u32) -> Process {
-    let ms = |seconds: u32| seconds * 1000 / shorter;
+/// The gateway in front of two servers, with the default settings, but for shorter times.
+fn gateway_process(addresses: &[SocketAddr], factor: u32) -> Process {
+    let ms = |seconds: u32| seconds * 1000 / factor;
     let ejection = format!("ejection = {{ time = \"{}ms\", max_time = \"{}ms\" }}", ms(10), ms(300));
     Process::spawn(&format!("workers = 2\n{}", forward_to(addresses, &ejection)))
 }
 
 #[test]
 fn short_outages_of_two_servers_lose_no_request_under_load() {
-    let (_, shorter) = length();
-    let addresses = [address(), address()];
+    let (_, factor) = duration_and_factor();
+    let addresses = [free_address(), free_address()];
     let mut servers = addresses.map(server);
-    let gateway = gateway_process(&addresses, shorter);
+    let gateway = gateway_process(&addresses, factor);
     let (fine, lost) = under_load(&gateway, || {
-        thread::sleep(Duration::from_secs(4) / shorter);
-        bounce(&mut servers[0], addresses[0], Duration::from_millis(500) / shorter);
-        thread::sleep(Duration::from_secs(4) / shorter);
-        bounce(&mut servers[1], addresses[1], Duration::from_secs(2) / shorter);
-        thread::sleep(Duration::from_secs(4) / shorter);
+        thread::sleep(Duration::from_secs(4) / factor);
+        restart_after(&mut servers[0], addresses[0], Duration::from_millis(500) / factor);
+        thread::sleep(Duration::from_secs(4) / factor);
+        restart_after(&mut servers[1], addresses[1], Duration::from_secs(2) / factor);
+        thread::sleep(Duration::from_secs(4) / factor);
     });
     println!("each of two servers down once: {} requests, {lost} lost", fine + lost);
     assert_eq!(lost, 0, "of {}", fine + lost);
@@ -277,18 +277,18 @@ fn short_outages_of_two_servers_lose_no_request_under_load() {
 
 #[test]
 fn repeatedly_killed_servers_lose_no_request_under_load() {
-    let (length, shorter) = length();
-    let addresses = [address(), address()];
+    let (length, factor) = duration_and_factor();
+    let addresses = [free_address(), free_address()];
     let mut servers = addresses.map(server);
-    let gateway = gateway_process(&addresses, shorter);
+    let gateway = gateway_process(&addresses, factor);
     let mut rng = Rng::with_seed(24);
     let mut kills = 0;
     let (fine, lost) = under_load(&gateway, || {
         let start = Instant::now();
         while start.elapsed() < length {
-            let next = start + Duration::from_secs(30) * (kills + 1) / shorter;
+            let next = start + Duration::from_secs(30) * (kills + 1) / factor;
             let victim = rng.usize(..2);
-            bounce(&mut servers[victim], addresses[victim], Duration::from_secs(4).mul_f64(rng.f64()) / shorter);
+            restart_after(&mut servers[victim], addresses[victim], Duration::from_secs(4).mul_f64(rng.f64()) / factor);
             kills += 1;
             thread::sleep(next.saturating_duration_since(Instant::now()));
         }

@@ -1,4 +1,4 @@
-//! Messages on the wire: where they begin and end, on both sides of the gateway.
+//! Message framing: where messages begin and end, on both sides of the gateway.
 
 use std::sync::mpsc;
 
@@ -35,7 +35,7 @@ fn ten_requests_in_one_write_are_answered_in_order() {
     for n in 0..10 {
         assert_eq!(client.read_response().expect(200).text(), format!("/{n}"));
     }
-    // With bodies, refusals and faults among them.
+    // Requests with bodies, and a HEAD request among them.
     let mut requests = request("POST", "/a", &[], b"first body");
     requests.extend(request("GET", "/b", &[], b""));
     requests.extend(b"POST /c HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n");
@@ -53,7 +53,7 @@ fn the_body_of_a_refused_request_does_not_desynchronize_the_connection() {
     let gateway = Gateway::start(&one_rule("key = \"method\"\nwindows = [\"1/minute\"]"));
     let mut client = gateway.client();
     client.post("/a", "x").expect(200);
-    // The body looks like a request, and must never be taken for one.
+    // The body looks like a request, and must never be parsed as one.
     let smuggled = request("GET", "/smuggled", &[], b"");
     let refused = client.post("/a", smuggled).expect(429);
     let mut again = if refused.field("connection") == Some("close") { gateway.client() } else { client };
@@ -166,13 +166,13 @@ fn malformed_chunks_are_refused_for_every_method() {
 
 #[test]
 fn response_chunks_are_forwarded_at_once() {
-    let (go, gone) = mpsc::channel::<()>();
-    let gone = std::sync::Mutex::new(gone);
+    let (proceed, released) = mpsc::channel::<()>();
+    let released = std::sync::Mutex::new(released);
     let upstream = Upstream::with_script(move |connection| {
         if connection.read_request().is_some() {
             connection.send("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n");
-            // Not before the client has seen the first piece.
-            if gone.lock().unwrap().recv().is_ok() {
+            // Not before the client has received the first chunk.
+            if released.lock().unwrap().recv().is_ok() {
                 connection.send("6\r\nsecond\r\n0\r\n\r\n");
             }
         }
@@ -182,18 +182,18 @@ fn response_chunks_are_forwarded_at_once() {
     client.send(request("GET", "/a", &[], b""));
     client.read_head().unwrap().expect(200);
     assert_eq!(client.read_chunk().unwrap(), b"first");
-    go.send(()).unwrap();
+    proceed.send(()).unwrap();
     assert_eq!(client.read_chunk().unwrap(), b"second");
     assert_eq!(client.read_chunk(), None);
 }
 
 #[test]
 fn request_chunks_are_forwarded_at_once() {
-    let (saw, seen) = mpsc::channel();
+    let (report, reported) = mpsc::channel();
     let upstream = Upstream::with_script(move |connection| {
         if connection.read_head().is_some() {
             for _ in 0..3 {
-                saw.send(connection.read_exactly(5).unwrap()).unwrap();
+                report.send(connection.read_exactly(5).unwrap()).unwrap();
             }
             connection.reply(200, &[], b"");
         }
@@ -203,7 +203,7 @@ fn request_chunks_are_forwarded_at_once() {
     client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 15\r\n\r\n"));
     for piece in ["first", "secnd", "third"] {
         client.send(piece);
-        assert_eq!(seen.recv().unwrap(), piece.as_bytes());
+        assert_eq!(reported.recv().unwrap(), piece.as_bytes());
     }
     client.read_response().expect(200);
 }
@@ -242,7 +242,7 @@ fn a_response_delimited_by_close_is_complete() {
     let mut client = gateway.client();
     for _ in 0..2 {
         let response = client.get("/a").expect(200);
-        // The gateway knows how to end it without closing the client's connection.
+        // The gateway sends chunks, so the client's connection stays open.
         assert_eq!((response.text().as_str(), response.chunked), ("until the end", true));
     }
     // The response of an old server.
@@ -279,13 +279,13 @@ fn continue_is_sent_only_when_the_body_is_needed() {
 
 #[test]
 fn informational_responses_are_forwarded_at_once() {
-    let (tell, told) = std::sync::mpsc::channel::<()>();
-    let told = std::sync::Mutex::new(told);
+    let (report, reported) = std::sync::mpsc::channel::<()>();
+    let reported = std::sync::Mutex::new(reported);
     let upstream = Upstream::with_script(move |connection| {
         while connection.read_request().is_some() {
             connection.send("HTTP/1.1 103 Early Hints\r\nLink: </a.css>; rel=preload\r\nConnection: x\r\n\r\n");
             // The client receives it before the final response exists.
-            told.lock().unwrap().recv().unwrap();
+            reported.lock().unwrap().recv().unwrap();
             connection.send("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 102 Processing\r\n\r\n");
             connection.reply(200, &[], b"final");
         }
@@ -296,13 +296,13 @@ fn informational_responses_are_forwarded_at_once() {
         client.send(request("POST", "/a", &[], body.as_bytes()));
         let hints = b"HTTP/1.1 103 Early Hints\r\nlink: </a.css>; rel=preload\r\n\r\n";
         assert_eq!(client.read_exactly(hints.len()), hints);
-        tell.send(()).unwrap();
+        report.send(()).unwrap();
         let response = client.read_response_to("POST").expect(200);
         assert_eq!(response.text(), "final");
         assert_eq!(response.informational, [102]);
     }
-    // HTTP/1.0 knows none of that.
-    tell.send(()).unwrap();
+    // HTTP/1.0 has no informational responses.
+    report.send(()).unwrap();
     let mut old = gateway.client();
     old.send("GET /a HTTP/1.0\r\nHost: a\r\n\r\n");
     assert!(old.read_to_end().starts_with(b"HTTP/1.0 200"));
@@ -327,20 +327,20 @@ fn http_1_0_clients_are_served() {
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n".to_vec()
     });
     let gateway = Gateway::start(&forward_all(&upstream));
-    // Without keep-alive: the connection's end is the body's, for chunks would not be understood.
+    // Without keep-alive, the end of the connection ends the body, because HTTP/1.0 has no chunks.
     let mut client = gateway.client();
     let response = client.send("GET /a HTTP/1.0\r\n\r\n").read_response().expect(200);
     assert_eq!((response.text().as_str(), response.field("transfer-encoding")), ("hello", None));
     let received = upstream.only_request();
     assert_eq!(received.values("host"), [upstream.address.to_string()]);
     assert_eq!(received.field("x-forwarded-host"), None);
-    // With it, where the length is known.
+    // With keep-alive, if the length is known.
     let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/minute\"]"));
     let mut client = gateway.client();
-    let ask = format!("GET /a HTTP/1.0\r\nHost: {HOST}\r\nConnection: keep-alive\r\n\r\n");
-    let response = client.send(&ask).read_response().expect(200);
+    let keep_alive_request = format!("GET /a HTTP/1.0\r\nHost: {HOST}\r\nConnection: keep-alive\r\n\r\n");
+    let response = client.send(&keep_alive_request).read_response().expect(200);
     assert_eq!(response.field("connection"), Some("keep-alive"));
-    client.send(&ask).read_response().expect(429).problem();
+    client.send(&keep_alive_request).read_response().expect(429).problem();
 }
 
 #[test]

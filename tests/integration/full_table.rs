@@ -1,4 +1,4 @@
-//! More keys than the table has slots for: limits become stricter, never laxer.
+//! More keys than slots in the table: limits become stricter, and never looser.
 
 use crate::support::gateway::Gateway;
 use crate::support::one_rule;
@@ -15,15 +15,15 @@ fn gateway(windows: &str) -> Gateway {
 fn a_flood_of_keys_grants_no_key_more_than_the_limit() {
     let gateway = gateway("\"3/hour\"");
     let mut client = gateway.client();
-    let mut ask = |user: &str| client.get_with("/a", &[("X-User", user)]).status;
+    let mut request = |user: &str| client.get_with("/a", &[("X-User", user)]).status;
     // Some keys have counters before the flood.
     for early in 0..20 {
-        assert_eq!(ask(&format!("early-{early}")), 200);
+        assert_eq!(request(&format!("early-{early}")), 200);
     }
     for round in 0..5 {
         let mut admitted = 0;
         for key in 0..1000 {
-            let status = ask(&format!("flood-{key}"));
+            let status = request(&format!("flood-{key}"));
             assert!(status == 200 || status == 429);
             admitted += u32::from(status == 200);
         }
@@ -32,12 +32,12 @@ fn a_flood_of_keys_grants_no_key_more_than_the_limit() {
     // Keys with one token used still have two left, because they have their own counters.
     for early in 0..20 {
         let user = format!("early-{early}");
-        assert_eq!([ask(&user), ask(&user), ask(&user)], [200, 200, 429], "{user}");
+        assert_eq!([request(&user), request(&user), request(&user)], [200, 200, 429], "{user}");
     }
-    let page = gateway.metrics();
-    assert!(page.sum("transom_counters_overflow_total", &[]) > 0);
+    let metrics = gateway.metrics();
+    assert!(metrics.sum("transom_counters_overflow_total", &[]) > 0);
     let (live, free) =
-        (page.sum("transom_counters", &[("state", "live")]), page.sum("transom_counters", &[("state", "free")]));
+        (metrics.sum("transom_counters", &[("state", "live")]), metrics.sum("transom_counters", &[("state", "free")]));
     assert!(live + free >= CAPACITY as u64 && live > free, "{live} live, {free} free");
 }
 
@@ -58,17 +58,17 @@ fn a_full_table_grants_no_key_more_than_the_limit() {
 fn counters_become_free_when_their_windows_end() {
     let gateway = gateway("\"3/minute\"");
     let mut client = gateway.client();
-    let mut ask = |user: &str| client.get_with("/a", &[("X-User", user)]);
+    let mut request = |user: &str| client.get_with("/a", &[("X-User", user)]);
     for key in 0..1000 {
-        ask(&format!("flood-{key}"));
+        request(&format!("flood-{key}"));
     }
     gateway.advance_s(60);
-    let page = gateway.metrics();
-    assert_eq!(page.sum("transom_counters", &[("state", "live")]), 0);
+    let metrics = gateway.metrics();
+    assert_eq!(metrics.sum("transom_counters", &[("state", "live")]), 0);
     for key in 0..20 {
         for left in [2, 1, 0] {
-            assert_eq!(remaining(&ask(&format!("new-{key}")).expect(200), "r"), left);
+            assert_eq!(remaining(&request(&format!("new-{key}")).expect(200), "r"), left);
         }
-        ask(&format!("new-{key}")).expect(429);
+        request(&format!("new-{key}")).expect(429);
     }
 }

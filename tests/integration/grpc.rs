@@ -15,7 +15,7 @@ fn call(client: &mut Http2Client) -> HttpResponse {
 
 /// Fails unless the response is a gRPC response with this status; returns its message.
 #[track_caller]
-fn status(response: &HttpResponse, code: &str) -> String {
+fn grpc_message(response: &HttpResponse, code: &str) -> String {
     assert_eq!(response.status, 200, "{response:?}");
     assert_eq!(response.field("content-type"), Some("application/grpc"));
     assert_eq!(response.values("grpc-status"), [code], "{response:?}");
@@ -29,10 +29,10 @@ fn a_refusal_has_status_resource_exhausted() {
     let mut client = Http2Client::connect(gateway.http);
     call(&mut client).expect(200);
     let refused = call(&mut client);
-    assert!(status(&refused, "8").contains("quota has been exceeded"));
+    assert!(grpc_message(&refused, "8").contains("quota has been exceeded"));
     assert_eq!(remaining(&refused, "r"), 0);
     assert!(refused.field("retry-after").is_some());
-    // With a suffix or a parameter it is gRPC still; grpc-web is something else.
+    // A content type with a suffix or parameter is gRPC; grpc-web is not.
     for (content_type, is_grpc) in [
         ("application/grpc+proto", true),
         ("application/grpc; a=b", true),
@@ -41,12 +41,12 @@ fn a_refusal_has_status_resource_exhausted() {
     ] {
         let response = client.request_path("POST", "/a", &[("content-type", content_type)], b"x");
         if is_grpc {
-            status(&response, "8");
+            grpc_message(&response, "8");
         } else {
             response.expect(429).problem();
         }
     }
-    // HTTP/1.1 does not carry it.
+    // A request over HTTP/1.1 is not gRPC.
     gateway.get_with("/a", &GRPC).expect(429).problem();
 }
 
@@ -57,25 +57,28 @@ fn a_cost_above_the_limit_is_reported() {
     ));
     let fields = [GRPC[0], GRPC[1], ("x-cost", "2")];
     let refused = Http2Client::connect(gateway.http).request_path("POST", "/a", &fields, b"x");
-    assert!(status(&refused, "8").contains("never"));
+    assert!(grpc_message(&refused, "8").contains("never"));
     assert_eq!(refused.field("retry-after"), None);
 }
 
 #[test]
 fn an_error_has_the_corresponding_grpc_status() {
     let gateway = Gateway::start(&forward_all(&Upstream::refusing_connections()));
-    assert_eq!(status(&call(&mut Http2Client::connect(gateway.http)), "14"), "no upstream server could be reached");
-    let gone = Upstream::with_script(|connection: &mut Connection| drop(connection.read_head()));
-    let gateway = Gateway::start(&forward_all(&gone));
-    status(&call(&mut Http2Client::connect(gateway.http)), "14");
+    assert_eq!(
+        grpc_message(&call(&mut Http2Client::connect(gateway.http)), "14"),
+        "no upstream server could be reached"
+    );
+    let closing = Upstream::with_script(|connection: &mut Connection| drop(connection.read_head()));
+    let gateway = Gateway::start(&forward_all(&closing));
+    grpc_message(&call(&mut Http2Client::connect(gateway.http)), "14");
     let silent = Upstream::with_script(|connection: &mut Connection| while !connection.wait_for_close() {});
     let gateway = Gateway::start(&format!("{}[timeouts]\nresponse_head = \"200ms\"\n", forward_all(&silent)));
-    status(&call(&mut Http2Client::connect(gateway.http)), "4");
+    grpc_message(&call(&mut Http2Client::connect(gateway.http)), "4");
     let toml = one_rule("key = \"header:x-user\"\non_missing_key = \"refuse\"\nwindows = [\"9/hour\"]");
     let gateway = Gateway::start(&toml.replace("/{*rest}", "/pkg.Service/Method"));
     let mut client = Http2Client::connect(gateway.http);
-    assert_eq!(status(&call(&mut client), "13"), "the request lacks `header:x-user`");
-    status(&client.request_path("POST", "/elsewhere", &GRPC, b"x"), "12");
+    assert_eq!(grpc_message(&call(&mut client), "13"), "the request lacks `header:x-user`");
+    grpc_message(&client.request_path("POST", "/elsewhere", &GRPC, b"x"), "12");
 }
 
 #[test]

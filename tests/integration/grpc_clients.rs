@@ -9,12 +9,12 @@ fn upstream(server: &ScriptServer) -> String {
     format!("[upstreams.u]\nservers = [\"http://{}\"]\nprotocol = \"http2\"\n", server.address)
 }
 
-/// A failure here is not caused by the gateway.
+/// If this test fails, the cause is not the gateway.
 #[test]
 fn the_client_script_passes_without_a_gateway() {
-    let theirs = TestCa::new();
-    let server = ScriptServer::start("grpc_server.py", &theirs.tls_arguments());
-    let ca = theirs.ca.display().to_string();
+    let server_ca = TestCa::new();
+    let server = ScriptServer::start("grpc_server.py", &server_ca.tls_arguments());
+    let ca = server_ca.ca.display().to_string();
     external_scripts::run_checks("grpc_client.py", &[server.address.to_string(), "--ca".to_owned(), ca]);
 }
 
@@ -22,8 +22,8 @@ fn the_client_script_passes_without_a_gateway() {
 fn every_kind_of_call_works_over_h2c() {
     let server = ScriptServer::start("grpc_server.py", &[""; 0]);
     let tls_gateway = TlsGateway::start(&limited_route_to(&upstream(&server), false));
-    let [clear, _] = tls_gateway.client_arguments();
-    external_scripts::run_checks("grpc_client.py", &clear);
+    let [plain, _] = tls_gateway.client_arguments();
+    external_scripts::run_checks("grpc_client.py", &plain);
 }
 
 #[test]
@@ -36,11 +36,11 @@ fn every_kind_of_call_works_over_tls() {
 
 #[test]
 fn every_kind_of_call_works_to_a_tls_upstream() {
-    let theirs = TestCa::new();
-    let server = ScriptServer::start("grpc_server.py", &theirs.tls_arguments());
+    let server_ca = TestCa::new();
+    let server = ScriptServer::start("grpc_server.py", &server_ca.tls_arguments());
     let upstream = format!(
         "[upstreams.u]\nservers = [\"https://{}\"]\nprotocol = \"http2\"\n[upstreams.u.tls]\nca = {:?}\n",
-        server.address, theirs.ca
+        server.address, server_ca.ca
     );
     let tls_gateway = TlsGateway::start(&limited_route_to(&upstream, false));
     let [_, tls] = tls_gateway.client_arguments();
@@ -51,13 +51,13 @@ fn every_kind_of_call_works_to_a_tls_upstream() {
 fn a_refusal_is_a_grpc_error() {
     let server = ScriptServer::start("grpc_server.py", &[""; 0]);
     let tls_gateway = TlsGateway::start(&limited_route_to(&upstream(&server), true));
-    let [clear, tls] = tls_gateway.client_arguments();
-    // This one uses up the limit.
+    let [plain, tls] = tls_gateway.client_arguments();
+    // The only admitted request.
     external_scripts::run_checks(
         "grpc_client.py",
-        &[clear.as_slice(), &["--only".to_owned(), "unary_once".to_owned()]].concat(),
+        &[plain.as_slice(), &["--only".to_owned(), "unary_once".to_owned()]].concat(),
     );
-    for way in [clear, tls] {
-        external_scripts::run_checks("grpc_client.py", &[way.as_slice(), &["--refused".to_owned()]].concat());
+    for arguments in [plain, tls] {
+        external_scripts::run_checks("grpc_client.py", &[arguments.as_slice(), &["--refused".to_owned()]].concat());
     }
 }

@@ -1,4 +1,4 @@
-//! h2load: many streams at once on few connections, in the clear and through TLS.
+//! h2load: many concurrent streams on few connections, in cleartext and over TLS.
 
 use std::process::{Command, Stdio};
 
@@ -10,7 +10,7 @@ const REQUESTS: usize = 4000;
 
 /// The number of responses of each class, 2xx to 5xx. Every request must have been answered.
 #[track_caller]
-fn load(options: &[&str], url: &str) -> [usize; 4] {
+fn run_h2load(options: &[&str], url: &str) -> [usize; 4] {
     let output = Command::new(program("timeout"))
         .args([
             "120",
@@ -27,34 +27,34 @@ fn load(options: &[&str], url: &str) -> [usize; 4] {
         .stdin(Stdio::null())
         .output()
         .unwrap();
-    let said = String::from_utf8(output.stdout).unwrap();
-    assert!(output.status.success(), "{options:?}: {said}{}", String::from_utf8_lossy(&output.stderr));
+    let stdout = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{options:?}: {stdout}{}", String::from_utf8_lossy(&output.stderr));
     // `requests: 4000 total, 4000 started, 4000 done, 4000 succeeded, 0 failed, 0 errored, 0 timeout`
-    let requests = numbers(&said, "requests: ");
-    assert_eq!((requests[2], requests[5], requests[6]), (REQUESTS, 0, 0), "{options:?}: {said}");
+    let requests = numbers(&stdout, "requests: ");
+    assert_eq!((requests[2], requests[5], requests[6]), (REQUESTS, 0, 0), "{options:?}: {stdout}");
     // `status codes: 4000 2xx, 0 3xx, 0 4xx, 0 5xx`
-    let classes = numbers(&said, "status codes: ");
+    let classes = numbers(&stdout, "status codes: ");
     [classes[0], classes[1], classes[2], classes[3]]
 }
 
-/// The numbers of a line that begins so.
-fn numbers(said: &str, beginning: &str) -> Vec<usize> {
-    let line = said.lines().find_map(|line| line.strip_prefix(beginning)).unwrap_or_else(|| panic!("{said}"));
+/// The numbers of the line with this beginning.
+fn numbers(stdout: &str, beginning: &str) -> Vec<usize> {
+    let line = stdout.lines().find_map(|line| line.strip_prefix(beginning)).unwrap_or_else(|| panic!("{stdout}"));
     line.split(", ").map(|part| part.split(' ').next().unwrap().parse().unwrap()).collect()
 }
 
-/// Over prior knowledge, and over ALPN.
-fn ways(tls_gateway: &TlsGateway) -> [(Vec<&'static str>, String); 4] {
-    let (clear, tls) = (format!("http://{}/a.txt", tls_gateway.plain), format!("https://{}/a.txt", tls_gateway.tls));
-    [(vec![], clear.clone()), (vec![], tls.clone()), (vec!["--h1"], clear), (vec!["--h1"], tls)]
+/// Options and URLs: HTTP/2 by prior knowledge and by ALPN, and HTTP/1.1.
+fn targets(tls_gateway: &TlsGateway) -> [(Vec<&'static str>, String); 4] {
+    let (plain, tls) = (format!("http://{}/a.txt", tls_gateway.plain), format!("https://{}/a.txt", tls_gateway.tls));
+    [(vec![], plain.clone()), (vec![], tls.clone()), (vec!["--h1"], plain), (vec!["--h1"], tls)]
 }
 
 #[test]
 fn every_request_is_forwarded() {
     let nginx = external_servers::nginx(|root| std::fs::write(root.join("a.txt"), "small\n").unwrap());
     let tls_gateway = TlsGateway::start(&limited_route_to(&nginx.toml("u"), false));
-    for (options, url) in ways(&tls_gateway) {
-        assert_eq!(load(&options, &url), [REQUESTS, 0, 0, 0], "{options:?} {url}");
+    for (options, url) in targets(&tls_gateway) {
+        assert_eq!(run_h2load(&options, &url), [REQUESTS, 0, 0, 0], "{options:?} {url}");
     }
 }
 
@@ -63,18 +63,18 @@ fn every_request_with_a_body_is_forwarded() {
     let scratch = Scratch::new();
     let data = scratch.write("data", vec![b'x'; 30_000]).display().to_string();
     let tls_gateway = TlsGateway::start(&limited_route_to("[upstreams.u]\nbuiltin = \"echo\"\n", false));
-    for (mut options, url) in ways(&tls_gateway) {
+    for (mut options, url) in targets(&tls_gateway) {
         options.push("--data");
         let options = [options.as_slice(), &[data.as_str()]].concat();
-        assert_eq!(load(&options, &url), [REQUESTS, 0, 0, 0], "{options:?} {url}");
+        assert_eq!(run_h2load(&options, &url), [REQUESTS, 0, 0, 0], "{options:?} {url}");
     }
 }
 
 #[test]
 fn every_request_beyond_the_limit_is_refused() {
     let tls_gateway = TlsGateway::start(&limited_route_to("[upstreams.u]\nbuiltin = \"echo\"\n", true));
-    for (turn, (options, url)) in ways(&tls_gateway).into_iter().enumerate() {
-        let admitted = usize::from(turn == 0);
-        assert_eq!(load(&options, &url), [admitted, 0, REQUESTS - admitted, 0], "{options:?} {url}");
+    for (index, (options, url)) in targets(&tls_gateway).into_iter().enumerate() {
+        let admitted = usize::from(index == 0);
+        assert_eq!(run_h2load(&options, &url), [admitted, 0, REQUESTS - admitted, 0], "{options:?} {url}");
     }
 }

@@ -1,12 +1,12 @@
-//! Header fields: forwarded, removed and added ones.
+//! Header fields: forwarded, removed and added.
 
 use crate::support::client::{HOST, request};
 use crate::support::forward_all;
 use crate::support::gateway::Gateway;
 use crate::support::upstream::{Received, Upstream, reply};
 
-/// The fields that the upstream receives of a request.
-fn passed(fields: &[(&str, &str)]) -> Received {
+/// The request that the upstream receives.
+fn forwarded_request(fields: &[(&str, &str)]) -> Received {
     let upstream = Upstream::always(200);
     let gateway = Gateway::start(&forward_all(&upstream));
     gateway.get_with("/a?b=c", fields).expect(200);
@@ -21,7 +21,7 @@ fn names(received: &Received) -> Vec<&str> {
 
 #[test]
 fn only_documented_fields_are_added() {
-    let received = passed(&[("Accept", "*/*"), ("X-Repeated", "1"), ("X-Repeated", "2")]);
+    let received = forwarded_request(&[("Accept", "*/*"), ("X-Repeated", "1"), ("X-Repeated", "2")]);
     assert_eq!((received.method.as_str(), received.target.as_str()), ("GET", "/a?b=c"));
     assert_eq!(received.values("host"), [HOST]);
     assert_eq!(received.values("x-repeated"), ["1", "2"]);
@@ -35,7 +35,7 @@ fn only_documented_fields_are_added() {
 
 #[test]
 fn hop_by_hop_fields_are_removed() {
-    let received = passed(&[
+    let received = forwarded_request(&[
         ("Connection", "keep-alive, X-Private"),
         ("Connection", "x-other,,close-by"),
         ("X-Private", "1"),
@@ -53,7 +53,7 @@ fn hop_by_hop_fields_are_removed() {
 
 #[test]
 fn connection_cannot_remove_protected_fields() {
-    let received = passed(&[
+    let received = forwarded_request(&[
         ("Connection", "Host, Authorization, Cookie, Content-Type, X-Forwarded-For, X-Forwarded-Host"),
         ("Authorization", "Bearer a"),
         ("Cookie", "a=b"),
@@ -78,7 +78,7 @@ fn connection_cannot_remove_a_key_field() {
 
 #[test]
 fn forwarding_fields_of_a_client_are_replaced() {
-    let received = passed(&[
+    let received = forwarded_request(&[
         ("X-Forwarded-For", "10.0.0.1"),
         ("x-forwarded-for", "10.0.0.2, 10.0.0.3"),
         ("X-Forwarded-Proto", "https"),
@@ -169,7 +169,7 @@ fn every_method_except_connect_and_trace_is_forwarded() {
         assert_eq!(upstream.received().last().unwrap().method, method);
     }
     let before = upstream.received().len();
-    // Some servers take it for the method in capitals, which a route may limit.
+    // Some servers accept it as the method in capitals, which a route may limit.
     for method in ["get", "Post", "brew"] {
         gateway.client().request(method, "/a", &[], b"").expect(400);
     }

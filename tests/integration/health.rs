@@ -11,13 +11,13 @@ use crate::support::upstream::Upstream;
 use crate::support::{eventually, forward_to};
 
 /// A server whose health the test sets.
-struct Patient {
+struct CheckedServer {
     upstream: Upstream,
     health: Arc<AtomicU16>,
 }
 
-impl Patient {
-    fn new() -> Patient {
+impl CheckedServer {
+    fn new() -> CheckedServer {
         let health = Arc::new(AtomicU16::new(200));
         let upstream = Upstream::with_script({
             let health = Arc::clone(&health);
@@ -28,14 +28,14 @@ impl Patient {
                 }
             }
         });
-        Patient { upstream, health }
+        CheckedServer { upstream, health }
     }
 
-    fn set(&self, status: u16) {
+    fn set_health_status(&self, status: u16) {
         self.health.store(status, Ordering::SeqCst);
     }
 
-    /// The requests that were no checks.
+    /// The number of requests other than checks.
     fn served(&self) -> usize {
         self.upstream.received().iter().filter(|request| !request.target.starts_with("/healthz")).count()
     }
@@ -46,15 +46,16 @@ impl Patient {
     }
 }
 
-const OFTEN: &str = "health = { path = \"/healthz\", interval = \"20ms\", healthy_after = 2, unhealthy_after = 2 }\n";
+const FREQUENT_CHECKS: &str =
+    "health = { path = \"/healthz\", interval = \"20ms\", healthy_after = 2, unhealthy_after = 2 }\n";
 
-fn two(settings: &str) -> (Patient, Patient, String) {
-    let (a, b) = (Patient::new(), Patient::new());
+fn two_servers(settings: &str) -> (CheckedServer, CheckedServer, String) {
+    let (a, b) = (CheckedServer::new(), CheckedServer::new());
     let toml = forward_to(&[a.upstream.address, b.upstream.address], &format!("balance = \"round-robin\"\n{settings}"));
     (a, b, toml)
 }
 
-fn ask(gateway: &Gateway, times: usize) {
+fn send_requests(gateway: &Gateway, times: usize) {
     let mut client = gateway.client();
     (0..times).for_each(|_| drop(client.get("/a").expect(200)));
 }
@@ -65,18 +66,18 @@ fn state(gateway: &Gateway) -> Value {
 
 #[test]
 fn an_unhealthy_server_gets_no_requests() {
-    let (a, b, toml) = two(OFTEN);
+    let (a, b, toml) = two_servers(FREQUENT_CHECKS);
     let gateway = Gateway::start(&format!("workers = 1\n{toml}"));
     assert!(a.is_up(&gateway) && b.is_up(&gateway), "healthy until checked");
-    a.set(503);
+    a.set_health_status(503);
     eventually("a is down", || !a.is_up(&gateway));
     let before = (a.served(), b.served());
-    ask(&gateway, 20);
+    send_requests(&gateway, 20);
     assert_eq!((a.served(), b.served()), (before.0, before.1 + 20));
     assert_eq!(state(&gateway)["servers"][0]["state"], "unhealthy");
-    a.set(204);
+    a.set_health_status(204);
     eventually("a is up", || a.is_up(&gateway));
-    ask(&gateway, 20);
+    send_requests(&gateway, 20);
     assert_eq!((a.served(), b.served()), (before.0 + 10, before.1 + 30));
     let checks = |outcome| gateway.metrics().sum("transom_upstream_health_checks_total", &[("outcome", outcome)]);
     assert!(checks("passed") >= 2 && checks("failed") >= 1);
@@ -84,21 +85,22 @@ fn an_unhealthy_server_gets_no_requests() {
 
 #[test]
 fn if_no_server_is_healthy_all_are_used() {
-    let (a, b, toml) = two(OFTEN);
+    let (a, b, toml) = two_servers(FREQUENT_CHECKS);
     let gateway = Gateway::start(&format!("workers = 1\n{toml}"));
-    a.set(500);
-    b.set(500);
+    a.set_health_status(500);
+    b.set_health_status(500);
     eventually("both are down", || !a.is_up(&gateway) && !b.is_up(&gateway));
-    ask(&gateway, 10);
+    send_requests(&gateway, 10);
     assert_eq!((a.served(), b.served()), (5, 5));
 }
 
 #[test]
 fn a_health_check_sends_the_configured_request() {
-    let (a, b, toml) =
-        two("[upstreams.u.health]\npath = \"/healthz?deep=1\"\nmethod = \"HEAD\"\nhost = \"api.test\"\n\
-                            interval = \"20ms\"\ntimeout = \"5s\"\nstatus = [204, \"300-302\"]\n");
-    a.set(301);
+    let (a, b, toml) = two_servers(
+        "[upstreams.u.health]\npath = \"/healthz?deep=1\"\nmethod = \"HEAD\"\nhost = \"api.test\"\n\
+                            interval = \"20ms\"\ntimeout = \"5s\"\nstatus = [204, \"300-302\"]\n",
+    );
+    a.set_health_status(301);
     let gateway = Gateway::start(&toml);
     // The first check decides at once: 200 is not the expected status.
     eventually("b is down", || !b.is_up(&gateway));
@@ -111,46 +113,46 @@ fn a_health_check_sends_the_configured_request() {
 
 #[test]
 fn an_unreachable_or_silent_server_is_unhealthy() {
-    let (dead, fine) = (Upstream::refusing_connections(), Patient::new());
+    let (dead, fine) = (Upstream::refusing_connections(), CheckedServer::new());
     let silent = Upstream::with_script(|connection| while connection.read_request().is_some() {});
-    let settings = "health = { path = \"/healthz\", interval = \"20ms\", timeout = \"50ms\" }\n";
+    let settings = "health = { path = \"/healthz\", interval = \"20ms\", timeout = \"3s\" }\n";
     let gateway = Gateway::start(&forward_to(&[dead.address, silent.address, fine.upstream.address], settings));
-    eventually("two are down", || gateway.metrics().sum("transom_upstream_server_up", &[]) == 1);
-    ask(&gateway, 20);
+    eventually("two servers are down", || gateway.metrics().sum("transom_upstream_server_up", &[]) == 1);
+    send_requests(&gateway, 20);
     assert_eq!(fine.served(), 20);
     assert_eq!(gateway.metrics().sum("transom_upstream_requests_total", &[("outcome", "connect_failed")]), 0);
 }
 
 #[test]
 fn a_reload_keeps_the_health_state() {
-    // Two good checks would do, but for so many that none of this test could wait for them.
+    // With 1000 passed checks required, no server becomes healthy during the test.
     let slow = "health = { path = \"/healthz\", interval = \"20ms\", healthy_after = 1000, unhealthy_after = 2 }\n";
-    let (a, b, toml) = two(slow);
+    let (a, b, toml) = two_servers(slow);
     let mut gateway = Gateway::start(&toml);
-    a.set(503);
+    a.set_health_status(503);
     eventually("a is down", || !a.is_up(&gateway));
-    a.set(200);
+    a.set_health_status(200);
     let served = a.served();
     gateway.reload(&toml.replace("path = \"/{*rest}\"", "path = \"/{*rest}\"\nname = \"other\""));
-    eventually("the new configuration is in force", || {
+    eventually("the new configuration applies", || {
         gateway.get("/a").expect(200);
         gateway.metrics().sum("transom_requests_total", &[("route", "other")]) > 0
     });
-    ask(&gateway, 10);
+    send_requests(&gateway, 10);
     assert!(!a.is_up(&gateway) && b.is_up(&gateway));
     assert_eq!(a.served(), served);
-    // Without checks, no server is unhealthy by them.
+    // Without checks, every server is healthy.
     gateway.reload(&toml.replace(slow, ""));
     eventually("all are up", || a.is_up(&gateway));
     eventually("a serves", || {
-        ask(&gateway, 2);
+        send_requests(&gateway, 2);
         a.served() > served
     });
 }
 
 #[test]
 fn a_server_with_changed_transport_is_checked_again() {
-    let server = Patient::new();
+    let server = CheckedServer::new();
     let settings = "health = { path = \"/healthz\", interval = \"1h\" }\n";
     let toml = |host: &str| forward_to(&[server.upstream.address], &format!("{settings}{host}"));
     let mut gateway = Gateway::start(&toml(""));
@@ -162,23 +164,23 @@ fn a_server_with_changed_transport_is_checked_again() {
 
 #[test]
 fn a_reload_starts_newly_configured_checks() {
-    let (a, _b, toml) = two("");
+    let (a, _b, toml) = two_servers("");
     let mut gateway = Gateway::start(&toml);
-    a.set(503);
-    gateway.reload(&toml.replace("balance", &format!("{OFTEN}balance")));
+    a.set_health_status(503);
+    gateway.reload(&toml.replace("balance", &format!("{FREQUENT_CHECKS}balance")));
     eventually("a is down", || !a.is_up(&gateway));
 }
 
 #[test]
 fn a_recovered_server_starts_slowly() {
-    let (a, b, toml) = two(&format!("slow_start = \"1h\"\n{OFTEN}"));
+    let (a, b, toml) = two_servers(&format!("slow_start = \"1h\"\n{FREQUENT_CHECKS}"));
     let gateway = Gateway::start(&format!("workers = 1\n{toml}"));
-    a.set(503);
+    a.set_health_status(503);
     eventually("a is down", || !a.is_up(&gateway));
-    a.set(200);
+    a.set_health_status(200);
     eventually("a is up", || a.is_up(&gateway));
     let before = (a.served(), b.served());
-    ask(&gateway, 110);
+    send_requests(&gateway, 110);
     let (a_share, b_share) = (a.served() - before.0, b.served() - before.1);
     assert!((9..=11).contains(&a_share), "{a_share} beside {b_share}");
     let server = state(&gateway)["servers"][0].clone();

@@ -23,7 +23,7 @@ use crate::support::http2_upstream::{Http2Upstream, Options};
 use crate::support::process::Process;
 use crate::support::ratelimit_parser::remaining;
 use crate::support::upstream::{Connection, Upstream, reply};
-use crate::support::{Scratch, eventually, forward_all, one_rule};
+use crate::support::{Scratch, eventually, eventually_eq, forward_all, one_rule};
 
 #[test]
 fn a_request_is_forwarded_as_http1() {
@@ -82,31 +82,31 @@ fn malformed_pseudo_header_fields_are_refused() {
     };
     let mut raw = RawHttp2::connect(gateway.http);
     let mut stream = 1;
-    let mut ask = |raw: &mut RawHttp2, block: &[u8]| {
+    let mut send_head = |raw: &mut RawHttp2, block: &[u8]| {
         raw.send(frame(HEADERS, END_HEADERS | 1, stream, block));
         stream += 2;
         stream - 2
     };
     for (fields, status) in [
-        // Neither `:authority` nor Host; Host alone; all of the server, but with GET.
+        // Neither `:authority` nor Host; Host alone; `*` with GET; repeated and empty lengths.
         (&[(":path", "/a")][..], STATUS_400),
         (&[(":path", "/a"), ("host", "a")], STATUS_200),
         (&[(":path", "*"), (":authority", "a")], STATUS_400),
         (&[(":path", "/a"), (":authority", "a"), ("content-length", "0"), ("content-length", "0")], STATUS_400),
         (&[(":path", "/a"), (":authority", "a"), ("content-length", "")], STATUS_400),
     ] {
-        let stream = ask(&mut raw, &head(fields));
+        let stream = send_head(&mut raw, &head(fields));
         assert_eq!(raw.read_status(stream), status, "{fields:?}");
     }
     for field in [("te", "gzip"), ("connection", "x"), ("transfer-encoding", "chunked"), ("upgrade", "websocket")] {
-        let stream = ask(&mut raw, &head(&[(":path", "/a"), (":authority", "a"), field]));
+        let stream = send_head(&mut raw, &head(&[(":path", "/a"), (":authority", "a"), field]));
         assert_eq!(raw.read_until(RST_STREAM).stream, stream, "{field:?}");
     }
-    let stream = ask(&mut raw, &header_block(&[(":method", "CONNECT"), (":authority", "a:80")]));
+    let stream = send_head(&mut raw, &header_block(&[(":method", "CONNECT"), (":authority", "a:80")]));
     assert_ne!(raw.read_status(stream), STATUS_200);
     // A CONNECT cannot have a body; other streams of the connection are not affected.
     let stream =
-        ask(&mut raw, &header_block(&[(":method", "CONNECT"), (":authority", "a:80"), ("content-length", "0")]));
+        send_head(&mut raw, &header_block(&[(":method", "CONNECT"), (":authority", "a:80"), ("content-length", "0")]));
     assert_ne!(raw.read_status(stream), STATUS_200);
     let connect = header_block(&[(":method", "CONNECT"), (":authority", "a:80"), ("content-length", "5")]);
     raw.send(frame(HEADERS, END_HEADERS, stream + 2, &connect));
@@ -134,7 +134,7 @@ fn trailers_are_forwarded_both_ways() {
     assert_eq!(response.trailers, [("x-end".to_owned(), "9".to_owned())]);
 }
 
-/// A body of frames that are all there.
+/// A body of prepared frames.
 struct Frames(VecDeque<Frame<Bytes>>);
 
 impl Body for Frames {
@@ -174,7 +174,7 @@ fn every_response_has_one_date() {
     let mut client = Http2Client::connect(gateway.http);
     assert_eq!(client.get("/dated").expect(200).values("date"), ["Sun, 06 Nov 1994 08:49:37 GMT"]);
     let mut responses = vec![client.get("/a").expect(200)];
-    // Some are the copy of one that went to a client of the other protocol.
+    // Some of these responses are copies of a refusal to a client of the other protocol.
     for _ in 0..20 {
         responses.extend(client.get_many("/a", 5));
         responses.push(Client::connect(gateway.http).get("/a"));
@@ -186,7 +186,7 @@ fn every_response_has_one_date() {
     }
 }
 
-/// As many servers end their streams. Such a frame is nothing that a window is needed for.
+/// Many servers end their streams in this way. An empty frame needs no window.
 #[test]
 fn a_body_that_ends_with_an_empty_frame_ends_at_once() {
     let upstream = Http2Upstream::with_script(Options::default(), |mut stream| async move {
@@ -197,8 +197,8 @@ fn a_body_that_ends_with_an_empty_frame_ends_at_once() {
         }
         response.send_data(Bytes::new(), true).unwrap();
     });
-    // It would be cancelled as stalled, which appears as a reset.
-    let timeouts = "[timeouts]\nbody = \"1s\"\n";
+    // A stalled stream would be reset.
+    let timeouts = "[timeouts]\nbody = \"10s\"\n";
     let route = "[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
     let gateway = Gateway::start(&format!("{timeouts}{}{route}", upstream.toml("u")));
     let mut client = Http2Client::connect(gateway.http);
@@ -266,12 +266,12 @@ fn exactly_the_limit_is_admitted_over_any_number_of_streams() {
 
 #[test]
 fn a_reset_request_is_cancelled_and_counted() {
-    let (saw, seen) = mpsc::channel();
-    let saw = Mutex::new(saw);
+    let (report, reported) = mpsc::channel();
+    let report = Mutex::new(report);
     let upstream = Upstream::with_script(move |connection| {
         if connection.read_request().is_some() {
-            saw.lock().unwrap().send(true).unwrap();
-            saw.lock().unwrap().send(connection.wait_for_close()).unwrap();
+            report.lock().unwrap().send(true).unwrap();
+            report.lock().unwrap().send(connection.wait_for_close()).unwrap();
         }
     });
     let rule = "rules = [\"r\"]\n[rules.r]\nkey = \"ip\"\nwindows = [\"3/hour\"]\n";
@@ -279,42 +279,42 @@ fn a_reset_request_is_cancelled_and_counted() {
     let mut raw = RawHttp2::connect(gateway.http);
     for stream in [1, 3, 5] {
         raw.get(stream, "/a");
-        assert!(seen.recv().unwrap());
+        assert!(reported.recv().unwrap());
         raw.send(frame(RST_STREAM, 0, stream, &CANCEL.to_be_bytes()));
-        assert!(seen.recv().unwrap(), "the upstream is let go");
+        assert!(reported.recv().unwrap(), "the upstream connection is closed");
     }
     assert_eq!(remaining(&gateway.get("/a").expect(429), "r"), 0);
-    eventually("they are recorded", || gateway.metrics().sum("transom_requests_total", &[("code", "499")]) == 3);
+    eventually("they are counted", || gateway.metrics().sum("transom_requests_total", &[("code", "499")]) == 3);
 }
 
 #[test]
 fn a_reset_upload_never_looks_complete() {
-    let (told, http1_heard) = mpsc::channel();
-    let told = Mutex::new(told);
+    let (sender, http1_reported) = mpsc::channel();
+    let sender = Mutex::new(sender);
     let http1 = Upstream::with_script(move |connection| {
         if connection.read_head().is_some() {
-            let tell = |what| told.lock().unwrap().send(what).unwrap();
+            let send = |what| sender.lock().unwrap().send(what).unwrap();
             assert_eq!(connection.read_exactly(8).unwrap(), b"3\r\nabc\r\n");
-            tell("begun");
-            tell(if connection.read_exactly(5).is_some_and(|last| last == b"0\r\n\r\n") {
+            send("started");
+            send(if connection.read_exactly(5).is_some_and(|last| last == b"0\r\n\r\n") {
                 "complete"
             } else {
                 "cut off"
             });
         }
     });
-    let (told, http2_heard) = mpsc::channel();
+    let (sender, http2_reported) = mpsc::channel();
     let http2 = Http2Upstream::with_script(Options::default(), move |mut stream| {
-        let told = told.clone();
+        let sender = sender.clone();
         async move {
             assert_eq!(stream.read_data().await.unwrap().unwrap(), "abc");
-            told.send("begun").unwrap();
+            sender.send("started").unwrap();
             while let Some(Ok(_)) = stream.read_data().await {}
-            told.send(if stream.body.is_end_stream() { "complete" } else { "cut off" }).unwrap();
+            sender.send(if stream.body.is_end_stream() { "complete" } else { "cut off" }).unwrap();
         }
     });
     let route = "[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
-    for (toml, heard) in [(http1.toml("u"), &http1_heard), (http2.toml("u"), &http2_heard)] {
+    for (toml, reported) in [(http1.toml("u"), &http1_reported), (http2.toml("u"), &http2_reported)] {
         let gateway = Gateway::start(&format!("{toml}{route}"));
         let mut raw = RawHttp2::connect(gateway.http);
         let end = |stream, code: u32| frame(RST_STREAM, 0, stream, &code.to_be_bytes());
@@ -325,9 +325,9 @@ fn a_reset_upload_never_looks_complete() {
         ] {
             raw.send(frame(HEADERS, END_HEADERS, stream, &request_block("POST", "/a")))
                 .send(frame(DATA, 0, stream, b"abc"));
-            assert_eq!(heard.recv(), Ok("begun"));
+            assert_eq!(reported.recv(), Ok("started"));
             raw.send(end);
-            assert_eq!(heard.recv(), Ok(expected), "{toml}");
+            assert_eq!(reported.recv(), Ok(expected), "{toml}");
         }
     }
 }
@@ -336,7 +336,7 @@ fn a_reset_upload_never_looks_complete() {
 fn a_malformed_request_is_an_error_of_its_stream_alone() {
     let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1000/hour\"]"));
     let mut raw = RawHttp2::connect(gateway.http);
-    // The upload of another client, which has to survive.
+    // An upload on another stream, which has to survive.
     raw.send(frame(HEADERS, END_HEADERS, 1, &request_block("POST", "/whole"))).send(frame(DATA, 0, 1, b"be"));
     let start = request_block("GET", "/a");
     let plus = |field: &[u8]| [&start[..], field].concat();
@@ -356,9 +356,9 @@ fn a_malformed_request_is_an_error_of_its_stream_alone() {
         ("NUL in a value", field("x-a", "\0")),
         ("DEL in a value", field("x-a", "a\x7f")),
         ("a control character in a cookie", field("cookie", "a=\x01")),
-        ("LF in a value that is remembered", indexed("x-a", "a\nb")),
-        ("the same, by its number", plus(b"\xbe")),
-        ("its name, by its number, with another bad value", plus(b"\x7e\x01\n")),
+        ("LF in an indexed value", indexed("x-a", "a\nb")),
+        ("the same, by its index", plus(b"\xbe")),
+        ("its name by its index, with another bad value", plus(b"\x7e\x01\n")),
         ("a capital letter", field("X-a", "b")),
         ("a capital letter in Huffman code", plus(b"\x00\x83\xfc\x78\xff\x01b")),
         ("a space in a name", field("x a", "b")),
@@ -409,7 +409,7 @@ fn a_malformed_request_is_an_error_of_its_stream_alone() {
         assert_eq!((end.kind, end.stream), (RST_STREAM, stream), "{what}: {end:?}");
         assert_eq!(end.code(), 1, "{what}");
     }
-    // Others of the connection are served as if nothing had been.
+    // Other streams of the connection are served as before.
     let last = 2 * malformed.len() as u32 + 3;
     raw.send(frame(HEADERS, END_STREAM | END_HEADERS, last, &field("x-a", "fine")));
     assert_eq!(raw.read_status(last), STATUS_200);
@@ -423,9 +423,9 @@ fn malformed_trailers_abort_their_upload_alone() {
     let mut raw = RawHttp2::connect(gateway.http);
     let many = header_block(&[("x-a", "b")]).repeat(101);
     // More than the limit of bytes, including those that HPACK has to store.
-    let mut remembered = header_block(&[("x-a", &"x".repeat(500))]);
-    remembered[0] = 0x40;
-    let large = remembered.repeat(124);
+    let mut indexed = header_block(&[("x-a", &"x".repeat(500))]);
+    indexed[0] = 0x40;
+    let large = indexed.repeat(124);
     let malformed = [header_block(&[("x-a", "a\nb")]), header_block(&[("X-a", "b")]), many, large];
     for (stream, trailers) in [1, 3, 5, 7].into_iter().zip(malformed) {
         raw.send(frame(HEADERS, END_HEADERS, stream, &request_block("POST", "/a")))
@@ -440,7 +440,7 @@ fn malformed_trailers_abort_their_upload_alone() {
     }
     raw.get(9, "/a");
     assert_eq!(raw.read_status(9), STATUS_200);
-    // Trailers are answered with nothing.
+    // Malformed trailers get no response.
     assert_eq!(gateway.metrics().sum("transom_requests_total", &[("code", "431")]), 0);
 }
 
@@ -450,35 +450,30 @@ fn head_limits_apply() {
     let limits = "[limits]\nrequest_head = \"8KiB\"\nrequest_fields = 10\n";
     let gateway = Gateway::start(&format!("{}{limits}", forward_all(&upstream)));
     let mut client = Http2Client::connect(gateway.http);
-    let mut ask = |count: usize, name: &str, length: usize| {
+    let mut request = |count: usize, name: &str, length: usize| {
         let value = "v".repeat(length);
         client.request_path("GET", "/a", &vec![(name, value.as_str()); count], b"")
     };
     // `:authority` is Host.
-    ask(9, "x-a", 1).expect(200);
-    ask(10, "x-a", 1).expect(431).problem();
-    ask(1000, "x-a", 0).expect(431).problem();
-    // Pieces of a Cookie are one field, and not any number of them.
-    ask(20, "cookie", 1).expect(200);
-    ask(21, "cookie", 1).expect(431).problem();
-    ask(1, "x-a", 7500).expect(200);
-    ask(1, "x-a", 8200).expect(431).problem();
-    ask(2, "x-a", 4500).expect(431).problem();
+    request(9, "x-a", 1).expect(200);
+    request(10, "x-a", 1).expect(431).problem();
+    request(1000, "x-a", 0).expect(431).problem();
+    // Cookie fields count as one field, but their number is limited as well.
+    request(20, "cookie", 1).expect(200);
+    request(21, "cookie", 1).expect(431).problem();
+    request(1, "x-a", 7500).expect(200);
+    request(1, "x-a", 8200).expect(431).problem();
+    request(2, "x-a", 4500).expect(431).problem();
     assert_eq!(upstream.received().len(), 3);
     let refused = || gateway.metrics().sum("transom_requests_total", &[("code", "431")]);
-    assert_eq!(refused(), 5);
-    // The HPACK table has to be kept in sync, so these reach h2, which answers them.
+    eventually_eq(refused, 5);
+    // The HPACK table has to stay in sync, so these heads reach h2, which refuses them.
     let mut raw = RawHttp2::connect(gateway.http);
-    let mut remembered = header_block(&[("x-a", &"x".repeat(1000))]);
-    remembered[0] = 0x40;
-    raw.send(frame(
-        HEADERS,
-        END_STREAM | END_HEADERS,
-        1,
-        &[request_block("GET", "/a"), remembered.repeat(12)].concat(),
-    ));
+    let mut indexed = header_block(&[("x-a", &"x".repeat(1000))]);
+    indexed[0] = 0x40;
+    raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 1, &[request_block("GET", "/a"), indexed.repeat(12)].concat()));
     assert_ne!(raw.read_status(1), STATUS_200);
-    eventually("it is recorded", || refused() == 6);
+    eventually_eq(refused, 6);
     raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 3, &[&request_block("GET", "/a"), &b"\xbe"[..]].concat()));
     assert_eq!(raw.read_status(3), STATUS_200);
     assert_eq!(upstream.received()[3].field("x-a"), Some("x".repeat(1000).as_str()));
@@ -489,7 +484,7 @@ fn field_limits_apply_however_frames_are_split() {
     let upstream = Upstream::always(200);
     let gateway = Gateway::start(&format!("{}[limits]\nrequest_fields = 10\n", forward_all(&upstream)));
     let start = request_block("GET", "/a");
-    let remembered = |name: &str, value: &str| {
+    let indexed = |name: &str, value: &str| {
         let mut field = header_block(&[(name, value)]);
         field[0] = 0x40;
         field
@@ -498,10 +493,10 @@ fn field_limits_apply_however_frames_are_split() {
     let on_itself = |stream: u32, block: &[u8]| [&stream.to_be_bytes()[..], &[0], block].concat();
     let connection = header_block(&[("connection", "x")]);
     let ping = frame(PING, 0, 0, &[0; 8]);
-    let promised = [&[0, 0, 0, 2][..], &remembered("x-a", "1"), &connection].concat();
-    // Errors of the connection, most of which h2 takes for those of a stream.
+    let promised = [&[0, 0, 0, 2][..], &indexed("x-a", "1"), &connection].concat();
+    // Connection errors, most of which h2 treats as stream errors.
     for (what, bytes) in [
-        ("a promise", frame(5, END_HEADERS, 1, &promised)),
+        ("a PUSH_PROMISE", frame(5, END_HEADERS, 1, &promised)),
         (
             "a stream that depends on itself, and PING in its head",
             [frame(HEADERS, 0x20, 3, &on_itself(3, &start)), ping.clone()].concat(),
@@ -519,14 +514,14 @@ fn field_limits_apply_however_frames_are_split() {
         let end = raw.read_until(GOAWAY);
         assert_eq!(end.code(), 1, "{what}");
     }
-    // Errors of a stream, after which all of its fields are known to both sides.
+    // Stream errors, after which both HPACK tables have all fields.
     let mut raw = RawHttp2::connect(gateway.http);
-    let itself = on_itself(1, &plus(&remembered("x-a", "1")));
+    let itself = on_itself(1, &plus(&indexed("x-a", "1")));
     raw.send(frame(HEADERS, END_STREAM | END_HEADERS | 0x20, 1, &itself));
     let reset = raw.read_until(RST_STREAM);
     assert_eq!((reset.stream, reset.code()), (1, 1));
     raw.send(frame(HEADERS, END_STREAM, 3, &plus(&connection)));
-    raw.send(frame(9, END_HEADERS, 3, &remembered("x-b", "2")));
+    raw.send(frame(9, END_HEADERS, 3, &indexed("x-b", "2")));
     let reset = raw.read_until(RST_STREAM);
     assert_eq!((reset.stream, reset.code()), (3, 1));
     raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 5, &plus(b"\xbe\xbf")));
@@ -539,30 +534,30 @@ fn field_limits_apply_however_frames_are_split() {
 
 #[test]
 fn the_heads_of_a_connection_are_bounded_together() {
-    let (asked, asks) = mpsc::channel();
-    let asked = Mutex::new(asked);
+    let (report, reported) = mpsc::channel();
+    let report = Mutex::new(report);
     let upstream = Upstream::with_script(move |connection: &mut Connection| {
         while connection.read_head().is_some() {
-            asked.lock().unwrap().send(()).unwrap();
+            report.lock().unwrap().send(()).unwrap();
         }
     });
     let gateway = Gateway::start(&format!("{}[limits]\nrequest_head = \"8KiB\"\n", forward_all(&upstream)));
     let mut raw = RawHttp2::connect(gateway.http);
     let head = [request_block("GET", "/a"), header_block(&[("x-a", &"v".repeat(7800))])].concat();
-    // 16 heads of 8 KiB fit.
+    // The limit allows 16 heads of 8 KiB.
     for n in 0..16 {
         raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 2 * n + 1, &head));
-        asks.recv().unwrap();
+        reported.recv().unwrap();
     }
     raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 33, &head));
     let refused = raw.read_until(RST_STREAM);
     assert_eq!((refused.stream, refused.code()), (33, 7), "REFUSED_STREAM");
-    // A small one has, and so has another when one of them is over.
+    // A small head is accepted, and another large one after a stream has ended.
     raw.get(35, "/a");
-    asks.recv().unwrap();
+    reported.recv().unwrap();
     raw.send(frame(RST_STREAM, 0, 1, &CANCEL.to_be_bytes()));
     raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 37, &head));
-    asks.recv().unwrap();
+    reported.recv().unwrap();
 }
 
 #[test]
@@ -587,13 +582,17 @@ fn a_reset_refunds_a_delayed_request() {
     raw.get(1, "/a");
     assert_eq!(raw.read_status(1), STATUS_200);
     raw.get(3, "/a");
-    // Behind the one that waits there is no place.
-    eventually("it waits", || gateway.metrics().sum("transom_decisions_total", &[("outcome", "delayed")]) == 1);
+    // The queue has one waiter and is full.
+    eventually("the request waits", || {
+        gateway.metrics().sum("transom_decisions_total", &[("outcome", "delayed")]) == 1
+    });
     gateway.get("/a").expect(429);
     raw.send(frame(RST_STREAM, 0, 3, &CANCEL.to_be_bytes()));
-    eventually("it is gone", || gateway.metrics().sum("transom_requests_total", &[("code", "499")]) == 1);
+    eventually("the request is cancelled", || gateway.metrics().sum("transom_requests_total", &[("code", "499")]) == 1);
     raw.get(5, "/a");
-    eventually("another waits", || gateway.metrics().sum("transom_decisions_total", &[("outcome", "delayed")]) == 2);
+    eventually("another request waits", || {
+        gateway.metrics().sum("transom_decisions_total", &[("outcome", "delayed")]) == 2
+    });
     gateway.advance_s(60);
     assert_eq!(raw.read_status(5), STATUS_200);
 }
@@ -605,12 +604,12 @@ fn a_refused_upload_is_not_reset_before_the_client_can_read_the_response() {
     let mut raw = RawHttp2::connect(gateway.http);
     raw.send(frame(HEADERS, END_HEADERS, 1, &request_block("POST", "/a"))).send(frame(DATA, 0, 1, &[b'x'; 1000]));
     raw.read_until(HEADERS);
-    // That nothing happens meanwhile is the subject: otherwise the reset would be seen together with the response.
+    // The pause is the subject of the test: without it, a reset would arrive together with the response.
     std::thread::sleep(std::time::Duration::from_secs(3));
     raw.send(frame(DATA, END_STREAM, 1, b"")).send(frame(PING, 0, 0, b"together"));
-    let seen: Vec<u8> =
+    let kinds: Vec<u8> =
         std::iter::from_fn(|| raw.next_frame()).map(|frame| frame.kind).take_while(|kind| *kind != PING).collect();
-    assert!(!seen.contains(&RST_STREAM), "{seen:?}");
+    assert!(!kinds.contains(&RST_STREAM), "{kinds:?}");
 }
 
 #[test]
@@ -628,15 +627,15 @@ fn curl_receives_a_refusal_during_an_upload() {
         for _ in 0..20 {
             let output = Command::new(program("curl"))
                 .args([protocol, "--silent", "--show-error", "--max-time", "30", "--output"])
-                .arg(scratch.path().join("answer"))
+                .arg(scratch.path().join("response"))
                 .args(["--write-out", "%{http_code}", "--data-binary"])
                 .arg(format!("@{}", file.display()))
                 .arg(format!("http://{}/a", gateway.http))
                 .output()
                 .unwrap();
-            let said = String::from_utf8_lossy(&output.stderr);
-            assert_eq!(String::from_utf8_lossy(&output.stdout), "429", "{protocol} {size}: {said}");
-            let response = std::fs::read_to_string(scratch.path().join("answer")).unwrap();
+            let stderr = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(String::from_utf8_lossy(&output.stdout), "429", "{protocol} {size}: {stderr}");
+            let response = std::fs::read_to_string(scratch.path().join("response")).unwrap();
             assert!(response.contains("quota-exceeded"), "{protocol} {size}: {response}");
         }
     }
@@ -651,9 +650,9 @@ fn h2load_reports_no_errors() {
         .arg(format!("http://{}/a", gateway.http))
         .output()
         .unwrap();
-    let said = String::from_utf8_lossy(&output.stdout);
-    assert!(said.contains("4000 succeeded, 0 failed, 0 errored, 0 timeout"), "{said}");
-    assert!(said.contains("4000 2xx"), "{said}");
+    let output = String::from_utf8_lossy(&output.stdout);
+    assert!(output.contains("4000 succeeded, 0 failed, 0 errored, 0 timeout"), "{output}");
+    assert!(output.contains("4000 2xx"), "{output}");
 }
 
 #[test]
@@ -666,7 +665,7 @@ fn the_log_names_the_protocol() {
     Http2Client::connect(gateway.http).get("/a").expect(200);
     gateway.get("/a").expect(200);
     let lines = || std::fs::read_to_string(&log).unwrap_or_default();
-    eventually("both are logged", || lines().lines().count() == 2);
+    eventually("both requests are logged", || lines().lines().count() == 2);
     let lines: Vec<serde_json::Value> = lines().lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!((&lines[0]["protocol"], &lines[0]["host"]), (&"HTTP/2.0".into(), &HOST.into()));
     assert_eq!(lines[1]["protocol"], "HTTP/1.1");
@@ -674,13 +673,13 @@ fn the_log_names_the_protocol() {
 
 #[test]
 fn streams_in_flight_finish_when_the_gateway_stops() {
-    let (saw, seen) = mpsc::channel();
-    let (go, gone) = mpsc::channel::<()>();
-    let gone = Arc::new(Mutex::new(gone));
+    let (report, reported) = mpsc::channel();
+    let (proceed, released) = mpsc::channel::<()>();
+    let released = Arc::new(Mutex::new(released));
     let upstream = Upstream::with_script(move |connection| {
         while connection.read_request().is_some() {
-            saw.send(()).unwrap();
-            gone.lock().unwrap().recv().unwrap();
+            report.send(()).unwrap();
+            released.lock().unwrap().recv().unwrap();
             connection.reply(200, &[], b"at last");
         }
     });
@@ -688,13 +687,13 @@ fn streams_in_flight_finish_when_the_gateway_stops() {
     let (mut idle, mut busy) = (RawHttp2::connect(process.http), RawHttp2::connect(process.http));
     idle.read_until(SETTINGS);
     busy.get(1, "/a");
-    seen.recv().unwrap();
+    reported.recv().unwrap();
     process.signal("TERM");
     assert_eq!(idle.read_until(GOAWAY).code(), 0);
-    // Although it does not acknowledge the last PING.
+    // The client does not acknowledge the last PING.
     idle.read_to_end();
     assert_eq!(busy.read_until(GOAWAY).code(), 0);
-    go.send(()).unwrap();
+    proceed.send(()).unwrap();
     assert_eq!(busy.read_status(1), STATUS_200);
     assert_eq!(busy.read_until(DATA).payload, b"at last");
     busy.read_to_end();
@@ -711,14 +710,14 @@ fn no_started_stream_fails_when_the_gateway_stops_under_load() {
         .stdout(std::process::Stdio::piped())
         .spawn()
         .unwrap();
-    eventually("there is traffic", || upstream.received().len() > 200);
+    eventually("requests arrive", || upstream.received().len() > 200);
     process.signal("TERM");
     assert_eq!(process.wait().code(), Some(0));
-    let said = String::from_utf8(load.wait_with_output().unwrap().stdout).unwrap();
-    // Everything that reached the upstream was answered, to the last byte.
-    let line = said.lines().find(|line| line.starts_with("requests:")).unwrap();
+    let output = String::from_utf8(load.wait_with_output().unwrap().stdout).unwrap();
+    // Every request that reached the upstream got its whole response.
+    let line = output.lines().find(|line| line.starts_with("requests:")).unwrap();
     let succeeded = line.split(", ").find_map(|part| part.strip_suffix(" succeeded")).unwrap();
-    assert_eq!(succeeded.parse(), Ok(upstream.received().len()), "{said}");
+    assert_eq!(succeeded.parse(), Ok(upstream.received().len()), "{output}");
 }
 
 #[test]
@@ -734,7 +733,7 @@ fn h2c_can_be_disabled() {
 
 #[test]
 fn a_silent_client_is_sent_a_ping() {
-    let toml = format!("[http2]\nping = \"200ms\"\n{}", one_rule("key = \"ip\"\nwindows = [\"9/hour\"]"));
+    let toml = format!("[http2]\nping = \"2s\"\n{}", one_rule("key = \"ip\"\nwindows = [\"9/hour\"]"));
     let gateway = Gateway::start(&toml);
     let mut raw = RawHttp2::connect(gateway.http);
     raw.read_until(PING);

@@ -1,4 +1,4 @@
-//! Requests that a server of HTTP/2 says it has not looked at: sent elsewhere with their bodies, unless some is lost.
+//! Requests that an HTTP/2 server did not process: resent with their bodies, unless a part of the body is no longer buffered.
 
 use std::io::Write as _;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,7 +14,7 @@ fn gateway(upstream: &str) -> Gateway {
     Gateway::start(&format!("workers = 1\n{upstream}[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n"))
 }
 
-/// Bytes of which none could be elsewhere.
+/// Bytes in which a moved part shows.
 fn body(length: usize) -> Vec<u8> {
     (0..length).map(|at| ((at / 256) ^ at) as u8).collect()
 }
@@ -29,8 +29,8 @@ async fn echo(mut stream: Exchange) {
     let _ = body.send_data(whole.into(), true);
 }
 
-/// Takes so much of the first body of each connection that comes, and refuses its stream then.
-fn refusing_behind(bytes: usize) -> Http2Upstream {
+/// Reads this number of bytes of the first request body, and then refuses the stream. Later requests are echoed.
+fn refusing_after(bytes: usize) -> Http2Upstream {
     Http2Upstream::with_script(Options::default(), move |mut stream| async move {
         if stream.nth > 0 || stream.head.connection > 0 {
             return echo(stream).await;
@@ -46,7 +46,7 @@ fn refusing_behind(bytes: usize) -> Http2Upstream {
 #[test]
 fn a_refused_request_is_resent_with_its_body() {
     for (length, taken) in [(1, 0), (1, 1), (40_000, 1), (40_000, 40_000), (64 * 1024, 65_000)] {
-        let upstream = refusing_behind(taken);
+        let upstream = refusing_after(taken);
         let gateway = gateway(&upstream.toml("u"));
         let sent = body(length);
         let response = gateway.client().post("/a", &sent).expect(200);
@@ -57,28 +57,29 @@ fn a_refused_request_is_resent_with_its_body() {
 
 #[test]
 fn a_request_whose_body_exceeds_the_buffer_is_not_resent() {
-    let upstream = refusing_behind(64 * 1024 + 1);
+    let upstream = refusing_after(64 * 1024 + 1);
     let gateway = gateway(&upstream.toml("u"));
     gateway.client().post("/a", body(200_000)).expect(502).problem();
     assert_eq!(upstream.request_heads().len(), 1);
-    // The next is not touched by it.
+    // The next request is not affected.
     let sent = body(200_000);
     assert!(gateway.client().post("/a", &sent).expect(200).body == sent);
 }
 
 #[test]
 fn the_rest_of_an_upload_follows_a_resend() {
-    let upstream = refusing_behind(5);
+    let upstream = refusing_after(5);
     let gateway = gateway(&upstream.toml("u"));
     let mut client = gateway.client();
     client.send(b"POST /a HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n5\r\nfirst\r\n");
-    crate::support::eventually("it is sent elsewhere", || upstream.request_heads().len() == 2);
+    crate::support::eventually("the request is resent", || upstream.request_heads().len() == 2);
     client.send(b"8\r\n, second\r\n0\r\n\r\n");
     assert_eq!(client.read_response().expect(200).body, b"first, second");
 }
 
-/// Ends each connection by GOAWAY that still comes while `left` lasts; `last`: the last stream that it says it has looked at.
-fn leaving(left: usize, last: u32) -> Upstream {
+/// Ends `left` connections with GOAWAY after their first request; later connections are served. `last` is the last processed
+/// stream in GOAWAY.
+fn goaway_upstream(left: usize, last: u32) -> Upstream {
     let left = AtomicUsize::new(left);
     Upstream::with_script(move |connection| {
         let mut raw = RawHttp2::accept(connection.stream().try_clone().unwrap());
@@ -92,7 +93,7 @@ fn leaving(left: usize, last: u32) -> Upstream {
             raw.send(frame(GOAWAY, 0, 0, &goaway));
         } else {
             raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 1, &[STATUS_200]));
-            // Until the gateway goes.
+            // Until the gateway closes the connection.
             raw.read_to_end();
         }
         let _ = raw.stream.flush();
@@ -101,7 +102,7 @@ fn leaving(left: usize, last: u32) -> Upstream {
 
 #[test]
 fn requests_unprocessed_at_goaway_are_resent() {
-    let upstream = leaving(1, 0);
+    let upstream = goaway_upstream(1, 0);
     let gateway = gateway(&format!("{}protocol = \"http2\"\n", upstream.toml("u")));
     gateway.client().post("/a", body(20_000)).expect(200);
     assert_eq!(upstream.connections(), 2);
@@ -109,7 +110,7 @@ fn requests_unprocessed_at_goaway_are_resent() {
 
 #[test]
 fn requests_possibly_processed_are_not_resent() {
-    let upstream = leaving(1, 1);
+    let upstream = goaway_upstream(1, 1);
     let gateway = gateway(&format!("{}protocol = \"http2\"\n", upstream.toml("u")));
     gateway.client().post("/a", body(20_000)).expect(502).problem();
     assert_eq!(upstream.connections(), 1);
@@ -118,7 +119,7 @@ fn requests_possibly_processed_are_not_resent() {
 
 #[test]
 fn resends_are_bounded() {
-    let upstream = leaving(100, 0);
+    let upstream = goaway_upstream(100, 0);
     let gateway = gateway(&format!("{}protocol = \"http2\"\n", upstream.toml("u")));
     gateway.client().post("/a", "body").expect(502).problem();
     assert_eq!(upstream.connections(), 2);

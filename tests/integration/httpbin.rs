@@ -1,4 +1,4 @@
-//! httpbin responds identically with and without the gateway.
+//! Responses of httpbin are identical with and without the gateway.
 //!
 //! Not compared, because the response is random: `/uuid`, `/bytes` and `/stream-bytes` without a seed, `/digest-auth` (a
 //! nonce) and `/cache` (an ETag and the time).
@@ -9,20 +9,20 @@ use crate::support::external_servers::{self, ExternalServer};
 use crate::support::gateway::Gateway;
 
 fn comparison() -> (ExternalServer, Gateway, DirectComparison) {
-    let part = external_servers::httpbin();
+    let server = external_servers::httpbin();
     let toml = format!(
         "{}[rules.r]\nkey = \"ip\"\nwindows = [\"1000000/hour\", \"100000/minute\"]\n\
          [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"r\"]\n",
-        part.toml("u")
+        server.toml("u")
     );
     let gateway = Gateway::start(&toml);
-    let comparison = DirectComparison { direct: part.address, gateway: gateway.http };
-    (part, gateway, comparison)
+    let comparison = DirectComparison { direct: server.address, gateway: gateway.http };
+    (server, gateway, comparison)
 }
 
 #[test]
 fn pages_encodings_and_streams_are_identical() {
-    let (_part, _gateway, comparison) = comparison();
+    let (_server, _gateway, comparison) = comparison();
     for target in [
         "/html",
         "/robots.txt",
@@ -63,7 +63,7 @@ fn pages_encodings_and_streams_are_identical() {
 
 #[test]
 fn every_status_is_identical() {
-    let (_part, _gateway, comparison) = comparison();
+    let (_server, _gateway, comparison) = comparison();
     for status in (200..=208).chain(300..=308).chain(400..=431).chain([451, 499]).chain(500..=511).chain([599, 700]) {
         let target = format!("/status/{status}");
         let response = comparison.assert_same_response("GET", &target, &[], b"");
@@ -78,12 +78,12 @@ fn every_status_is_identical() {
 
 #[test]
 fn redirects_cookies_conditions_and_credentials_are_identical() {
-    let (_part, _gateway, comparison) = comparison();
+    let (_server, _gateway, comparison) = comparison();
     let get = |target: &str, fields: &[(&str, &str)]| comparison.assert_same_response("GET", target, fields, b"");
     for target in ["/redirect/3", "/relative-redirect/2", "/redirect-to?url=%2Fget%3Fa%3Db&status_code=307"] {
         assert!(get(target, &[]).field("location").is_some());
     }
-    // It contains the requested host, which is the client's.
+    // The location contains the requested host.
     let location = get("/absolute-redirect/2", &[]);
     assert_eq!(location.field("location"), Some(format!("http://{HOST}/absolute-redirect/1").as_str()));
 
@@ -112,7 +112,7 @@ fn redirects_cookies_conditions_and_credentials_are_identical() {
 
 #[test]
 fn response_fields_are_identical() {
-    let (_part, _gateway, comparison) = comparison();
+    let (_server, _gateway, comparison) = comparison();
     for target in [
         "/response-headers?X-One=1&X-One=2&X-Two=",
         "/response-headers?Content-Type=text%2Fplain%3B%20charset%3DUTF-8&Server=httpbin",
@@ -128,7 +128,7 @@ fn response_fields_are_identical() {
 
 #[test]
 fn the_server_receives_identical_requests() {
-    let (_part, _gateway, comparison) = comparison();
+    let (_server, _gateway, comparison) = comparison();
     let long = "x".repeat(6000);
     for fields in [
         &[][..],
@@ -156,7 +156,7 @@ fn the_server_receives_identical_requests() {
 
 #[test]
 fn request_bodies_arrive_identically() {
-    let (_part, _gateway, comparison) = comparison();
+    let (_server, _gateway, comparison) = comparison();
     let form = ("Content-Type", "application/x-www-form-urlencoded");
     let multipart = ("Content-Type", "multipart/form-data; boundary=XX");
     let parts = b"--XX\r\nContent-Disposition: form-data; name=\"a\"\r\n\r\n1\r\n\
@@ -198,7 +198,7 @@ fn request_bodies_arrive_identically() {
 
 #[test]
 fn content_codings_are_forwarded_unchanged() {
-    let (_part, _gateway, comparison) = comparison();
+    let (_server, _gateway, comparison) = comparison();
     // The content depends on the received fields, so the length differs by the fields that the gateway adds; the coding does
     // not.
     for (target, coding) in [("/gzip", "gzip"), ("/deflate", "deflate"), ("/brotli", "br")] {

@@ -17,13 +17,13 @@ use crate::support::upstream::Upstream;
 
 #[test]
 fn informational_responses_are_relayed_at_once() {
-    let (tell, told) = mpsc::channel::<()>();
-    let told = Mutex::new(told);
+    let (report, reported) = mpsc::channel::<()>();
+    let reported = Mutex::new(reported);
     let upstream = Upstream::with_script(move |connection| {
         while connection.read_request().is_some() {
             connection.send("HTTP/1.1 103 Early Hints\r\nLink: </a.css>\r\nConnection: x\r\nKeep-Alive: 5\r\n\r\n");
             // The client receives it before the final response exists.
-            told.lock().unwrap().recv().unwrap();
+            reported.lock().unwrap().recv().unwrap();
             connection.send("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 102 Processing\r\n\r\n");
             connection.reply(200, &[], b"final");
         }
@@ -40,7 +40,7 @@ fn informational_responses_are_relayed_at_once() {
                 hint.headers().iter().map(|(name, value)| (name.as_str(), value)).collect::<Vec<_>>(),
                 [("link", &http::HeaderValue::from_static("</a.css>"))]
             );
-            tell.send(()).unwrap();
+            report.send(()).unwrap();
             let hint = std::future::poll_fn(|cx| response.poll_informational(cx)).await.unwrap().unwrap();
             assert_eq!((hint.status().as_u16(), hint.headers().len()), (102, 0));
             assert_eq!(response.await.unwrap().status(), 200);
@@ -48,7 +48,7 @@ fn informational_responses_are_relayed_at_once() {
     }
 }
 
-/// There is an end to them: they wait for no window.
+/// Informational responses are limited, because flow control does not apply to them.
 #[test]
 fn endless_informational_responses_are_bounded() {
     let upstream = Upstream::with_script(|connection| {
@@ -63,7 +63,7 @@ fn endless_informational_responses_are_bounded() {
     raw.get(1, "/a");
     let heads = std::iter::from_fn(|| raw.next_frame()).take_while(|frame| frame.kind != DATA);
     let heads = heads.filter(|frame| (frame.kind, frame.stream) == (HEADERS, 1)).count();
-    // The last is the final one.
+    // The last head is the final response.
     assert!((1..=17).contains(&heads), "{heads}");
 }
 

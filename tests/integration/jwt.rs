@@ -8,33 +8,33 @@ use serde_json::{Value, json};
 use crate::support::client::{Client, HttpResponse};
 use crate::support::gateway::{Gateway, START_S};
 use crate::support::gateway_group::{LONG_TIMEOUT, shared_config};
-use crate::support::jwt_issuer::{ALGORITHMS, Issuer, encode, mac};
+use crate::support::jwt_issuer::{ALGORITHMS, Issuer, encode, hmac_sha256};
 use crate::support::load_checker::now_ms;
 use crate::support::process::{Process, run};
 use crate::support::ratelimit_parser::{items, remaining};
 use crate::support::redis::RedisServer;
 use crate::support::{Scratch, eventually, one_rule};
 
-/// One rule of two requests a minute, and the trusted keys.
+/// A configuration with one rule of two requests a minute, and the trusted keys.
 fn rule(key: &str, jwt: &str) -> String {
     format!("{}{jwt}", one_rule(&format!("{key}\nwindows = [\"2/minute\"]")))
 }
 
 const BY_SUBJECT: &str = "key = \"jwt:sub\"\non_missing_key = \"ip\"";
 
-fn ask(gateway: &Gateway, token: &str) -> HttpResponse {
+fn get_with_token(gateway: &Gateway, token: &str) -> HttpResponse {
     gateway.get_with("/a", &[("Authorization", &format!("Bearer {token}"))])
 }
 
 #[track_caller]
-fn two_then_refused(mut ask: impl FnMut() -> u16) {
-    assert_eq!([ask(), ask(), ask()], [200, 200, 429]);
+fn assert_two_admitted(mut request: impl FnMut() -> u16) {
+    assert_eq!([request(), request(), request()], [200, 200, 429]);
 }
 
-/// Expects a token to be refused, and nothing to be counted or given away.
+/// Expects the gateway to refuse a token, without a RateLimit field.
 #[track_caller]
-fn refused(gateway: &Gateway, token: &str, why: &str) {
-    let response = ask(gateway, token).expect(401);
+fn assert_refused(gateway: &Gateway, token: &str, why: &str) {
+    let response = get_with_token(gateway, token).expect(401);
     assert_eq!(response.field("www-authenticate"), Some("Bearer error=\"invalid_token\""));
     assert_eq!(response.problem()["detail"], why);
     assert_eq!(response.field("ratelimit"), None);
@@ -50,14 +50,14 @@ fn tokens_of_all_algorithms_count_by_their_claim() {
     let gateway = Gateway::start(&rule(BY_SUBJECT, &issuer.keys(&scratch)));
     for algorithm in ALGORITHMS {
         let token = issuer.token(algorithm, &json!({ "sub": algorithm, "exp": START_S + 60 }));
-        two_then_refused(|| ask(&gateway, &token).status);
-        // Another token of the same caller, by another algorithm and another scheme's spelling.
+        assert_two_admitted(|| get_with_token(&gateway, &token).status);
+        // Another token of the same subject, with another algorithm and another case of the scheme.
         let another = issuer.token("HS256", &json!({ "sub": algorithm, "jti": "other" }));
         let response = gateway.get_with("/a", &[("authorization", &format!("bEARER  {another}"))]);
         response.expect(429);
     }
     // No request was counted by address meanwhile.
-    two_then_refused(|| gateway.get("/a").status);
+    assert_two_admitted(|| gateway.get("/a").status);
 }
 
 #[test]
@@ -66,26 +66,26 @@ fn an_unverifiable_token_is_refused() {
     let gateway = Gateway::start(&rule(BY_SUBJECT, &issuer.keys(&scratch)));
     let claims = json!({ "sub": "alice", "exp": START_S + 60 });
     for algorithm in ALGORITHMS {
-        refused(&gateway, &other.token(algorithm, &claims), SIGNATURE);
+        assert_refused(&gateway, &other.token(algorithm, &claims), SIGNATURE);
 
         let token = issuer.token(algorithm, &claims);
         let parts: Vec<&str> = token.split('.').collect();
         let payload = encode(json!({ "sub": "eve", "exp": START_S + 60 }).to_string());
-        refused(&gateway, &format!("{}.{payload}.{}", parts[0], parts[2]), SIGNATURE);
-        refused(&gateway, &format!("{}.{}.", parts[0], parts[1]), SIGNATURE);
+        assert_refused(&gateway, &format!("{}.{payload}.{}", parts[0], parts[2]), SIGNATURE);
+        assert_refused(&gateway, &format!("{}.{}.", parts[0], parts[1]), SIGNATURE);
         let header = encode(json!({ "alg": algorithm, "x": 1 }).to_string());
-        refused(&gateway, &format!("{header}.{}.{}", parts[1], parts[2]), SIGNATURE);
+        assert_refused(&gateway, &format!("{header}.{}.{}", parts[1], parts[2]), SIGNATURE);
         for malformed in [parts[..2].join("."), format!("{token}.x"), format!("{token}="), format!("{token} x")] {
-            refused(&gateway, &malformed, MALFORMED);
+            assert_refused(&gateway, &malformed, MALFORMED);
         }
-        // Signed with the right key, which is for another algorithm.
+        // Signed with a trusted key of another algorithm.
         for named in ALGORITHMS.iter().filter(|named| **named != algorithm) {
-            refused(&gateway, &issuer.sign(algorithm, &json!({ "alg": named }), &claims), SIGNATURE);
+            assert_refused(&gateway, &issuer.sign(algorithm, &json!({ "alg": named }), &claims), SIGNATURE);
         }
-        ask(&gateway, &token).expect(if algorithm == "HS256" || algorithm == "RS256" { 200 } else { 429 });
+        get_with_token(&gateway, &token).expect(if algorithm == "HS256" || algorithm == "RS256" { 200 } else { 429 });
     }
-    refused(&gateway, "", MALFORMED);
-    refused(&gateway, "alice", MALFORMED);
+    assert_refused(&gateway, "", MALFORMED);
+    assert_refused(&gateway, "alice", MALFORMED);
 }
 
 #[test]
@@ -95,26 +95,26 @@ fn no_token_chooses_its_own_algorithm() {
     let payload = encode(json!({ "sub": "alice" }).to_string());
     for none in ["none", "None", "NONE", "nOnE", "", "HS384", "RS512", "PS256"] {
         let header = encode(json!({ "alg": none }).to_string());
-        refused(&gateway, &format!("{header}.{payload}."), UNKNOWN_KEY);
-        refused(&gateway, &format!("{header}.{payload}.c2ln"), UNKNOWN_KEY);
+        assert_refused(&gateway, &format!("{header}.{payload}."), UNKNOWN_KEY);
+        assert_refused(&gateway, &format!("{header}.{payload}.c2ln"), UNKNOWN_KEY);
     }
-    // A public key is known to everybody, and is no secret: neither as it is written nor as it is.
+    // A public key is no secret for HS256, neither in PEM nor without its last line end.
     let header = encode(json!({ "alg": "HS256" }).to_string());
     let signed = format!("{header}.{payload}");
     for algorithm in ["RS256", "ES256", "EdDSA"] {
         let pem = issuer.pem(algorithm);
         for secret in [pem.as_str(), pem.trim_end(), ""] {
-            let signature = encode(mac(secret.as_bytes(), signed.as_bytes()));
-            refused(&gateway, &format!("{signed}.{signature}"), SIGNATURE);
+            let signature = encode(hmac_sha256(secret.as_bytes(), signed.as_bytes()));
+            assert_refused(&gateway, &format!("{signed}.{signature}"), SIGNATURE);
         }
     }
-    // Where there is no secret at all, HS256 is as unknown as `none`.
+    // Without a configured secret, HS256 is as unknown as `none`.
     let file = scratch.write("only.pem", issuer.pem("RS256"));
     let jwt = format!("[jwt]\nkeys = [{{ algorithm = \"RS256\", public_key_file = \"{}\" }}]\n", file.display());
     let gateway = Gateway::start(&rule(BY_SUBJECT, &jwt));
-    let signature = encode(mac(issuer.pem("RS256").as_bytes(), signed.as_bytes()));
-    refused(&gateway, &format!("{signed}.{signature}"), UNKNOWN_KEY);
-    refused(
+    let signature = encode(hmac_sha256(issuer.pem("RS256").as_bytes(), signed.as_bytes()));
+    assert_refused(&gateway, &format!("{signed}.{signature}"), UNKNOWN_KEY);
+    assert_refused(
         &gateway,
         &issuer.sign("HS256", &json!({ "alg": "HS256", "crit": ["exp"] }), &json!({})),
         "the token needs an extension that is not known here",
@@ -126,30 +126,30 @@ fn token_times_are_checked() {
     let (issuer, scratch) = (Issuer::new(), Scratch::new());
     let expired = "the token has expired";
     let gateway = Gateway::start(&rule(BY_SUBJECT, &issuer.keys(&scratch)));
-    refused(&gateway, &issuer.token("ES256", &json!({ "sub": "a", "exp": START_S })), expired);
-    refused(&gateway, &issuer.token("ES256", &json!({ "sub": "a", "exp": "never" })), MALFORMED);
+    assert_refused(&gateway, &issuer.token("ES256", &json!({ "sub": "a", "exp": START_S })), expired);
+    assert_refused(&gateway, &issuer.token("ES256", &json!({ "sub": "a", "exp": "never" })), MALFORMED);
     let later = issuer.token("ES256", &json!({ "sub": "b", "nbf": START_S + 30, "exp": START_S + 90 }));
-    refused(&gateway, &later, "the token is not valid yet");
+    assert_refused(&gateway, &later, "the token is not valid yet");
     gateway.advance_s(30);
-    two_then_refused(|| ask(&gateway, &later).status);
+    assert_two_admitted(|| get_with_token(&gateway, &later).status);
     gateway.advance_s(59);
-    ask(&gateway, &later).expect(200);
-    // It was verified a moment ago, and that does not help it.
+    get_with_token(&gateway, &later).expect(200);
+    // The cached verification does not outlive the expiry.
     gateway.advance_s(1);
-    refused(&gateway, &later, expired);
+    assert_refused(&gateway, &later, expired);
 
     let gateway = Gateway::start(&rule(BY_SUBJECT, &format!("{}leeway = \"10s\"\n", issuer.keys(&scratch))));
     let token = issuer.token("EdDSA", &json!({ "sub": "a", "nbf": START_S + 10, "exp": START_S + 20 }));
-    ask(&gateway, &token).expect(200);
-    refused(
+    get_with_token(&gateway, &token).expect(200);
+    assert_refused(
         &gateway,
         &issuer.token("EdDSA", &json!({ "sub": "a", "nbf": START_S + 11 })),
         "the token is not valid yet",
     );
     gateway.advance_s(29);
-    ask(&gateway, &token).expect(200);
+    get_with_token(&gateway, &token).expect(200);
     gateway.advance_s(1);
-    refused(&gateway, &token, expired);
+    assert_refused(&gateway, &token, expired);
 }
 
 #[test]
@@ -159,13 +159,13 @@ fn issuer_and_audience_are_checked_if_configured() {
     let gateway = Gateway::start(&rule(BY_SUBJECT, &jwt));
     let token = |claims: Value| issuer.token("HS256", &claims);
     let wrong_issuer = "the token's issuer is not trusted here";
-    refused(&gateway, &token(json!({ "sub": "a", "aud": "api" })), wrong_issuer);
-    refused(&gateway, &token(json!({ "sub": "a", "aud": "api", "iss": "https://i.test/" })), wrong_issuer);
+    assert_refused(&gateway, &token(json!({ "sub": "a", "aud": "api" })), wrong_issuer);
+    assert_refused(&gateway, &token(json!({ "sub": "a", "aud": "api", "iss": "https://i.test/" })), wrong_issuer);
     let wrong_audience = "the token is meant for another audience";
-    refused(&gateway, &token(json!({ "sub": "a", "iss": "https://i.test" })), wrong_audience);
-    refused(&gateway, &token(json!({ "sub": "a", "iss": "https://i.test", "aud": ["API"] })), wrong_audience);
-    ask(&gateway, &token(json!({ "sub": "a", "iss": "https://i.test", "aud": "api" }))).expect(200);
-    ask(&gateway, &token(json!({ "sub": "b", "iss": "https://i.test", "aud": ["x", "admin"] }))).expect(200);
+    assert_refused(&gateway, &token(json!({ "sub": "a", "iss": "https://i.test" })), wrong_audience);
+    assert_refused(&gateway, &token(json!({ "sub": "a", "iss": "https://i.test", "aud": ["API"] })), wrong_audience);
+    get_with_token(&gateway, &token(json!({ "sub": "a", "iss": "https://i.test", "aud": "api" }))).expect(200);
+    get_with_token(&gateway, &token(json!({ "sub": "b", "iss": "https://i.test", "aud": ["x", "admin"] }))).expect(200);
 }
 
 #[test]
@@ -176,12 +176,12 @@ fn a_jwks_file_selects_keys_by_id() {
     for algorithm in ALGORITHMS {
         let claims = json!({ "sub": algorithm });
         let sign = |kid: &str| issuer.sign(algorithm, &json!({ "alg": algorithm, "kid": kid }), &claims);
-        ask(&gateway, &sign(algorithm)).expect(200);
-        ask(&gateway, &issuer.token(algorithm, &claims)).expect(200);
-        refused(&gateway, &sign("2023"), UNKNOWN_KEY);
-        refused(&gateway, &sign(&algorithm.to_lowercase()), UNKNOWN_KEY);
+        get_with_token(&gateway, &sign(algorithm)).expect(200);
+        get_with_token(&gateway, &issuer.token(algorithm, &claims)).expect(200);
+        assert_refused(&gateway, &sign("2023"), UNKNOWN_KEY);
+        assert_refused(&gateway, &sign(&algorithm.to_lowercase()), UNKNOWN_KEY);
         let forged = other.sign(algorithm, &json!({ "alg": algorithm, "kid": algorithm }), &claims);
-        refused(&gateway, &forged, SIGNATURE);
+        assert_refused(&gateway, &forged, SIGNATURE);
     }
 }
 
@@ -199,9 +199,9 @@ fn a_missing_token_or_claim_is_a_missing_key() {
                 let response = gateway.get_with("/a", fields).expect(status);
                 assert_eq!(response.field("ratelimit"), None);
             }
-            ask(&gateway, &without).expect(status);
+            get_with_token(&gateway, &without).expect(status);
         }
-        ask(&gateway, &invalid).expect(401);
+        get_with_token(&gateway, &invalid).expect(401);
         for second in ["Bearer x", "Basic x"] {
             let token = format!("Bearer {}", issuer.token("HS256", &json!({ "sub": "a" })));
             let response = gateway.get_with("/a", &[("Authorization", &token), ("authorization", second)]).expect(400);
@@ -211,8 +211,8 @@ fn a_missing_token_or_claim_is_a_missing_key() {
     // Counted by address instead, except for invalid tokens, whatever other key part is missing.
     let key = "key = [\"header:x-tenant\", \"jwt:sub\"]\non_missing_key = \"ip\"";
     let gateway = Gateway::start(&rule(key, &keys));
-    ask(&gateway, &invalid).expect(401);
-    two_then_refused(|| ask(&gateway, &without).status);
+    get_with_token(&gateway, &invalid).expect(401);
+    assert_two_admitted(|| get_with_token(&gateway, &without).status);
 }
 
 #[test]
@@ -231,10 +231,10 @@ fn claims_of_all_types_are_counted_separately() {
         token(json!(42), "r", false),
         token(json!("forty-two"), "r", true),
     ] {
-        two_then_refused(|| ask(&gateway, &token).status);
+        assert_two_admitted(|| get_with_token(&gateway, &token).status);
     }
     for missing in [json!(null), json!(""), json!([42]), json!({})] {
-        ask(&gateway, &token(missing, "r", true)).expect(400);
+        get_with_token(&gateway, &token(missing, "r", true)).expect(400);
     }
 }
 
@@ -242,7 +242,7 @@ fn claims_of_all_types_are_counted_separately() {
 fn a_shadow_rule_refuses_no_token() {
     let (issuer, scratch) = (Issuer::new(), Scratch::new());
     let gateway = Gateway::start(&rule(&format!("{BY_SUBJECT}\non_limit = \"shadow\""), &issuer.keys(&scratch)));
-    ask(&gateway, "nonsense").expect(200);
+    get_with_token(&gateway, "nonsense").expect(200);
 }
 
 #[test]
@@ -260,11 +260,11 @@ fn a_reload_forgets_tokens_verified_by_removed_keys() {
     get(&from_old).expect(200);
     get(&from_new).expect(401);
 
-    // In one step, so that no half of it is read: a change is seen without a signal.
+    // Atomically, so that the gateway reads no partial file. The change is noticed without a signal.
     let replace = |text: String| fs::rename(scratch.write("jwks.new", text), scratch.path().join("jwks.json")).unwrap();
     replace(new.jwks().to_string());
     process.wait_for_reloads("applied", 1);
-    eventually("the new keys hold", || get(&from_new).status == 200);
+    eventually("the new keys apply", || get(&from_new).status == 200);
     get(&from_old).expect(401);
 
     // An invalid key set changes nothing, and is reported without its contents.
@@ -284,7 +284,7 @@ fn key_files_are_relative_to_the_configuration_and_checked() {
     let file = scratch.write("gateway.toml", format!("{jwt}{}", rule(BY_SUBJECT, ""))).display().to_string();
     let (code, _, err) = run(&["check", "--config", &file]);
     assert_eq!((code, err.as_str()), (Some(0), ""));
-    for (text, said) in [
+    for (text, message) in [
         (issuer.pem("ES256"), "`rsa.pem` is not a key for `RS256`"),
         ("secret secret".to_owned(), "`rsa.pem` is not a public key in PEM"),
         ("x".repeat(17 * 1024 * 1024), "cannot read `rsa.pem`: it has more than 16 MiB"),
@@ -293,7 +293,7 @@ fn key_files_are_relative_to_the_configuration_and_checked() {
         for command in ["check", "run"] {
             let (code, out, err) = run(&[command, "--config", &file]);
             assert_eq!((code, out.as_str()), (Some(2), ""));
-            assert!(err.starts_with(&format!("{file}:2:50: {said}")) && err.contains("fix: "), "{err}");
+            assert!(err.starts_with(&format!("{file}:2:50: {message}")) && err.contains("fix: "), "{err}");
             assert!(!err.contains("secret secret"), "{err}");
         }
     }
@@ -323,7 +323,7 @@ fn tokens_appear_neither_in_logs_nor_in_metrics() {
             }
         }
     }
-    eventually("the lines are written", || std::fs::read_to_string(&log).unwrap_or_default().lines().count() == 8);
+    eventually("the lines are logged", || std::fs::read_to_string(&log).unwrap_or_default().lines().count() == 8);
     let written = std::fs::read_to_string(&log).unwrap();
     let metrics = process.admin_get("/metrics").expect(200).text();
     for text in [&written, &metrics, &process.stderr(), &responses] {
@@ -346,16 +346,16 @@ fn a_bad_token_is_charged_to_rules_with_known_keys() {
     let (issuer, scratch) = (Issuer::new(), Scratch::new());
     let gateway = Gateway::start(&by_address_and_subject("", &issuer.keys(&scratch)));
     for left in [2, 1, 0] {
-        let response = ask(&gateway, "nonsense").expect(401);
+        let response = get_with_token(&gateway, "nonsense").expect(401);
         assert_eq!(remaining(&response, "address"), left);
         assert_eq!(items(&response, "ratelimit").len(), 1);
         assert_eq!(items(&response, "ratelimit-policy").len(), 1);
         assert_eq!(response.problem()["detail"], MALFORMED);
     }
-    // The address is over its limit, whatever the token is worth.
+    // The address is over its limit, whether the token is valid or not.
     let genuine = issuer.token("ES256", &json!({ "sub": "alice" }));
     for token in ["nonsense", "", &genuine] {
-        let response = ask(&gateway, token).expect(429);
+        let response = get_with_token(&gateway, token).expect(429);
         assert_eq!(response.problem()["violated-policies"], json!(["address"]));
         assert_eq!(response.field("www-authenticate"), None);
     }
@@ -364,26 +364,26 @@ fn a_bad_token_is_charged_to_rules_with_known_keys() {
     assert_eq!((decided("address", "admitted"), decided("address", "refused")), (3, 3));
     assert_eq!((decided("subject", "admitted"), decided("subject", "refused")), (0, 0));
     assert_eq!(page.sum("transom_request_errors_total", &[("error", "token")]), 3);
-    // All or none: a genuine token that the address refused has used nothing of its subject's windows.
+    // A valid token that was refused by the address rule is not charged to its subject.
     gateway.advance_s(60);
-    assert_eq!(remaining(&ask(&gateway, &genuine).expect(200), "subject"), 99);
+    assert_eq!(remaining(&get_with_token(&gateway, &genuine).expect(200), "subject"), 99);
 }
 
 #[test]
 fn the_charge_of_a_bad_token_depends_on_the_rules() {
     let (issuer, scratch) = (Issuer::new(), Scratch::new());
     let keys = issuer.keys(&scratch);
-    // Refusals count where a rule says so.
+    // With `count_refused`, refusals count.
     let gateway = Gateway::start(&by_address_and_subject("count_refused = true", &keys));
-    (0..3).for_each(|_| drop(ask(&gateway, "nonsense").expect(401)));
-    let refused = ask(&gateway, "nonsense").expect(429);
+    (0..3).for_each(|_| drop(get_with_token(&gateway, "nonsense").expect(401)));
+    let refused = get_with_token(&gateway, "nonsense").expect(429);
     assert_eq!(remaining(&refused, "address"), 0);
     // A shadow rule counts such requests, and refuses none.
     let gateway = Gateway::start(&by_address_and_subject("on_limit = \"shadow\"", &keys));
-    (0..5).for_each(|_| drop(ask(&gateway, "nonsense").expect(401)));
+    (0..5).for_each(|_| drop(get_with_token(&gateway, "nonsense").expect(401)));
     let shadowed = gateway.metrics().sum("transom_decisions_total", &[("rule", "address"), ("outcome", "shadowed")]);
     assert_eq!(shadowed, 2);
-    // A request that lacks its token is counted alike.
+    // A request without a token is counted as well.
     let gateway = Gateway::start(&by_address_and_subject("", &keys));
     (0..3).for_each(|_| drop(gateway.get("/a").expect(400)));
     gateway.get("/a").expect(429);
@@ -395,12 +395,12 @@ fn a_bad_token_is_charged_to_shared_counters() {
     let toml = by_address_and_subject("shared = \"exact\"", &issuer.keys(&scratch));
     let store = format!("[counters.shared]\nredis = \"{}\"\n{LONG_TIMEOUT}", redis.url());
     let process = Process::spawn(&format!("{store}{}", toml.replace("3/minute", "3/366d")));
-    let ask = |token: &str| process.client().get_with("/a", &[("Authorization", &format!("Bearer {token}"))]);
+    let send_token = |token: &str| process.client().get_with("/a", &[("Authorization", &format!("Bearer {token}"))]);
     for left in [2, 1, 0] {
-        assert_eq!(remaining(&ask("nonsense").expect(401), "address"), left);
+        assert_eq!(remaining(&send_token("nonsense").expect(401), "address"), left);
     }
-    ask("nonsense").expect(429);
-    ask(&issuer.token("ES256", &json!({ "sub": "alice" }))).expect(429);
+    send_token("nonsense").expect(429);
+    send_token(&issuer.token("ES256", &json!({ "sub": "alice" }))).expect(429);
 }
 
 #[test]
@@ -414,11 +414,11 @@ fn a_bad_token_selects_no_plan() {
     );
     let gateway = Gateway::start_with(&toml, "[clients.a]\nplan = \"gold\"\nsubjects = [\"alice\"]\n");
     let genuine = issuer.token("ES256", &json!({ "sub": "alice" }));
-    assert_eq!(remaining(&ask(&gateway, &genuine).expect(200), "address"), 49);
-    // Its sender is identified by the address alone, and has the default windows.
-    assert_eq!(remaining(&ask(&gateway, "nonsense").expect(401), "address"), 0);
-    ask(&gateway, "nonsense").expect(429);
-    assert_eq!(remaining(&ask(&gateway, &genuine).expect(200), "address"), 47);
+    assert_eq!(remaining(&get_with_token(&gateway, &genuine).expect(200), "address"), 49);
+    // A client with a bad token is identified by its address, and has the default windows.
+    assert_eq!(remaining(&get_with_token(&gateway, "nonsense").expect(401), "address"), 0);
+    get_with_token(&gateway, "nonsense").expect(429);
+    assert_eq!(remaining(&get_with_token(&gateway, &genuine).expect(200), "address"), 47);
 }
 
 #[test]
@@ -434,15 +434,15 @@ fn a_token_without_key_id_is_tried_with_a_bounded_number_of_keys() {
         Gateway::start(&rule(BY_SUBJECT, &format!("[jwt]\nkeys = [{}]\n", keys.join(", "))))
     };
     let few = gateway(&issuers[..4]);
-    ask(&few, &issuers[3].token("ES256", &token)).expect(200);
+    get_with_token(&few, &issuers[3].token("ES256", &token)).expect(200);
     let many = gateway(&issuers);
     let why = "the token does not say by `kid` which of many keys it is signed with";
     for issuer in [&issuers[0], &issuers[4]] {
-        refused(&many, &issuer.token("ES256", &token), why);
+        assert_refused(&many, &issuer.token("ES256", &token), why);
     }
     let header = json!({ "alg": "ES256", "kid": "4" });
-    ask(&many, &issuers[4].sign("ES256", &header, &token)).expect(200);
-    refused(&many, &issuers[3].sign("ES256", &header, &token), SIGNATURE);
+    get_with_token(&many, &issuers[4].sign("ES256", &header, &token)).expect(200);
+    assert_refused(&many, &issuers[3].sign("ES256", &header, &token), SIGNATURE);
 }
 
 #[test]
@@ -454,16 +454,16 @@ fn token_times_follow_the_wall_clock_and_not_the_window_clock() {
         issuer.token("ES256", &json!({ "jti": "a", "nbf": START_S + from_s, "exp": START_S + until_s }))
     };
     let (now, tomorrow) = (token(0, 60), token(86_400, 86_460));
-    ask(&gateway, &now).expect(200);
-    // The wall clock is a day ahead for a moment, and windows stay there.
+    get_with_token(&gateway, &now).expect(200);
+    // The wall clock is a day ahead for a moment; the window clock stays there.
     gateway.clock.set_wall_clock((START_S + 86_400) * 1000);
     gateway.clock.ensure_at_least((START_S + 86_400) * 1000);
-    refused(&gateway, &now, "the token has expired");
-    ask(&gateway, &tomorrow).expect(200);
+    assert_refused(&gateway, &now, "the token has expired");
+    get_with_token(&gateway, &tomorrow).expect(200);
     gateway.clock.set_wall_clock(START_S * 1000);
-    ask(&gateway, &now).expect(200);
-    // It was valid a moment ago, by a clock that was wrong.
-    refused(&gateway, &tomorrow, "the token is not valid yet");
+    get_with_token(&gateway, &now).expect(200);
+    // The wrong clock made the token valid a moment ago.
+    assert_refused(&gateway, &tomorrow, "the token is not valid yet");
     let page = Client::connect(gateway.admin).get("/metrics").expect(200).text();
     assert!(page.contains("\ntransom_clock_offset_seconds 86400\n"), "{page}");
 }

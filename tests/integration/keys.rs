@@ -6,35 +6,38 @@ use crate::support::one_rule;
 use crate::support::ratelimit_parser::{items, remaining};
 
 /// A gateway with one rule of two requests a minute.
-fn two_a_minute(key: &str) -> Gateway {
+fn two_per_minute(key: &str) -> Gateway {
     Gateway::start(&one_rule(&format!("{key}\nwindows = [\"2/minute\"]")))
 }
 
-/// Expects two to be admitted and the third refused.
+/// Expects two requests to be admitted and the third to be refused.
 #[track_caller]
-fn two_then_refused(mut ask: impl FnMut() -> u16) {
-    assert_eq!([ask(), ask(), ask()], [200, 200, 429]);
+fn assert_two_admitted(mut request: impl FnMut() -> u16) {
+    assert_eq!([request(), request(), request()], [200, 200, 429]);
 }
 
 #[test]
 fn an_address_is_one_client_however_many_connections_it_opens() {
-    let gateway = two_a_minute("key = \"ip\"");
-    two_then_refused(|| gateway.get("/a").status);
+    let gateway = two_per_minute("key = \"ip\"");
+    assert_two_admitted(|| gateway.get("/a").status);
 }
 
 #[test]
 fn addresses_are_counted_separately() {
-    // All of 127/8 is this machine.
-    let gateway = two_a_minute("key = \"ip\"");
-    two_then_refused(|| from("127.0.0.1", &gateway));
-    two_then_refused(|| from("127.0.0.2", &gateway));
-    let gateway = two_a_minute("key = \"ip\"\nipv4_prefix = 24");
-    assert_eq!(["127.0.0.1", "127.0.0.9", "127.0.0.200"].map(|address| from(address, &gateway)), [200, 200, 429]);
-    two_then_refused(|| from("127.0.1.1", &gateway));
+    // All addresses of 127/8 belong to this machine.
+    let gateway = two_per_minute("key = \"ip\"");
+    assert_two_admitted(|| status_from("127.0.0.1", &gateway));
+    assert_two_admitted(|| status_from("127.0.0.2", &gateway));
+    let gateway = two_per_minute("key = \"ip\"\nipv4_prefix = 24");
+    assert_eq!(
+        ["127.0.0.1", "127.0.0.9", "127.0.0.200"].map(|address| status_from(address, &gateway)),
+        [200, 200, 429]
+    );
+    assert_two_admitted(|| status_from("127.0.1.1", &gateway));
 }
 
 /// The status of a request from an address of this machine.
-fn from(address: &str, gateway: &Gateway) -> u16 {
+fn status_from(address: &str, gateway: &Gateway) -> u16 {
     use std::net::SocketAddr;
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     socket.bind(&format!("{address}:0").parse::<SocketAddr>().unwrap().into()).unwrap();
@@ -44,9 +47,9 @@ fn from(address: &str, gateway: &Gateway) -> u16 {
 
 #[test]
 fn an_address_cannot_be_forged_by_header_fields() {
-    let gateway = two_a_minute("key = \"ip\"");
+    let gateway = two_per_minute("key = \"ip\"");
     let mut n = 0;
-    two_then_refused(|| {
+    assert_two_admitted(|| {
         n += 1;
         let address = format!("10.0.0.{n}");
         let forwarded = format!("for={address}");
@@ -58,37 +61,37 @@ fn an_address_cannot_be_forged_by_header_fields() {
 
 #[test]
 fn header_keys_compare_exact_values() {
-    let gateway = two_a_minute("key = \"header:x-user\"\non_missing_key = \"refuse\"");
+    let gateway = two_per_minute("key = \"header:x-user\"\non_missing_key = \"refuse\"");
     for user in ["bob", "Bob", "bob2", "b%6Fb", "a|b", "\"bob\""] {
-        // Names of fields have no case, and white space around a value is not part of it.
-        two_then_refused(|| gateway.get_with("/a", &[("x-USER", &format!("  {user} "))]).status);
+        // Field names ignore case, and a value does not include the white space around it.
+        assert_two_admitted(|| gateway.get_with("/a", &[("x-USER", &format!("  {user} "))]).status);
     }
 }
 
 #[test]
 fn on_missing_key_is_applied() {
-    let gateway = two_a_minute("key = \"header:x-user\"\non_missing_key = \"refuse\"");
+    let gateway = two_per_minute("key = \"header:x-user\"\non_missing_key = \"refuse\"");
     for fields in [&[][..], &[("X-User", "")]] {
         let response = gateway.get_with("/a", fields).expect(400);
         assert!(response.problem()["detail"].as_str().unwrap().contains("header:x-user"));
     }
 
-    let gateway = two_a_minute("key = \"header:x-user\"\non_missing_key = \"skip\"");
+    let gateway = two_per_minute("key = \"header:x-user\"\non_missing_key = \"skip\"");
     for _ in 0..5 {
         let response = gateway.get("/a").expect(200);
         assert_eq!((response.field("ratelimit"), response.field("ratelimit-policy")), (None, None));
     }
-    two_then_refused(|| gateway.get_with("/a", &[("X-User", "bob")]).status);
+    assert_two_admitted(|| gateway.get_with("/a", &[("X-User", "bob")]).status);
 
-    let gateway = two_a_minute("key = \"header:x-user\"\non_missing_key = \"ip\"");
-    two_then_refused(|| gateway.get("/a").status);
+    let gateway = two_per_minute("key = \"header:x-user\"\non_missing_key = \"ip\"");
+    assert_two_admitted(|| gateway.get("/a").status);
     // A named client is not counted with unnamed ones, even if the name is an address.
-    two_then_refused(|| gateway.get_with("/a", &[("X-User", "127.0.0.1")]).status);
+    assert_two_admitted(|| gateway.get_with("/a", &[("X-User", "127.0.0.1")]).status);
 }
 
 #[test]
 fn a_repeated_key_field_is_refused() {
-    let gateway = two_a_minute("key = \"header:x-user\"\non_missing_key = \"skip\"");
+    let gateway = two_per_minute("key = \"header:x-user\"\non_missing_key = \"skip\"");
     for fields in [[("X-User", "bob"), ("X-User", "eve")], [("X-User", "bob"), ("x-user", "bob")]] {
         gateway.get_with("/a", &fields).expect(400).problem();
     }
@@ -98,9 +101,9 @@ fn a_repeated_key_field_is_refused() {
 fn a_parameter_of_the_path_is_a_key() {
     let toml = one_rule("key = \"param:id\"\nwindows = [\"2/minute\"]").replace("/{*rest}", "/user/{id}/posts");
     let gateway = Gateway::start(&toml);
-    two_then_refused(|| gateway.get("/user/7/posts").status);
-    two_then_refused(|| gateway.get("/user/8/posts?id=7").status);
-    // The same user, spelt differently.
+    assert_two_admitted(|| gateway.get("/user/7/posts").status);
+    assert_two_admitted(|| gateway.get("/user/8/posts?id=7").status);
+    // Equivalent paths of the same user.
     for path in ["/user/%37/posts", "//user//7/posts", "/user/x/../7/posts"] {
         gateway.get(path).expect(429);
     }
@@ -108,46 +111,46 @@ fn a_parameter_of_the_path_is_a_key() {
 
 #[test]
 fn host_method_path_and_route_are_keys() {
-    let gateway = two_a_minute("key = \"host\"");
-    two_then_refused(|| gateway.get_with("/a", &[("Host", "one.test")]).status);
+    let gateway = two_per_minute("key = \"host\"");
+    assert_two_admitted(|| gateway.get_with("/a", &[("Host", "one.test")]).status);
     gateway.get_with("/a", &[("Host", "ONE.test.:8080")]).expect(429);
-    two_then_refused(|| gateway.get_with("/a", &[("Host", "two.test")]).status);
+    assert_two_admitted(|| gateway.get_with("/a", &[("Host", "two.test")]).status);
 
-    let gateway = two_a_minute("key = \"method\"");
-    two_then_refused(|| gateway.get("/a").status);
-    two_then_refused(|| gateway.client().post("/a", "").status);
+    let gateway = two_per_minute("key = \"method\"");
+    assert_two_admitted(|| gateway.get("/a").status);
+    assert_two_admitted(|| gateway.client().post("/a", "").status);
 
-    let gateway = two_a_minute("key = \"path\"");
-    two_then_refused(|| gateway.get("/login").status);
+    let gateway = two_per_minute("key = \"path\"");
+    assert_two_admitted(|| gateway.get("/login").status);
     for path in ["//login", "/%6Cogin", "/x/../login", "/./login", "/login?again"] {
         gateway.get(path).expect(429);
     }
-    two_then_refused(|| gateway.get("/other").status);
+    assert_two_admitted(|| gateway.get("/other").status);
 
     let toml = one_rule("key = \"route\"\nwindows = [\"2/minute\"]")
         + "[[routes]]\nname = \"b\"\npath = \"/b/{*rest}\"\nupstream = \"u\"\nrules = [\"r\"]\n";
     let gateway = Gateway::start(&toml);
-    two_then_refused(|| gateway.get("/a").status);
-    two_then_refused(|| gateway.get("/b/x").status);
+    assert_two_admitted(|| gateway.get("/a").status);
+    assert_two_admitted(|| gateway.get("/b/x").status);
 }
 
 #[test]
 fn composite_keys_combine_their_parts() {
-    let gateway = two_a_minute("key = [\"header:x-user\", \"path\"]\non_missing_key = \"refuse\"");
+    let gateway = two_per_minute("key = [\"header:x-user\", \"path\"]\non_missing_key = \"refuse\"");
     let get = |user: &str, path: &str| gateway.get_with(path, &[("X-User", user)]).status;
-    two_then_refused(|| get("abc", "/search"));
-    two_then_refused(|| get("abc", "/feed"));
-    two_then_refused(|| get("ab", "/search"));
-    // Nothing that is moved from one part to the other makes two keys one.
-    two_then_refused(|| get("ab/", "/c"));
-    two_then_refused(|| get("ab", "//c"));
+    assert_two_admitted(|| get("abc", "/search"));
+    assert_two_admitted(|| get("abc", "/feed"));
+    assert_two_admitted(|| get("ab", "/search"));
+    // Bytes moved from one part to the other make another key.
+    assert_two_admitted(|| get("ab/", "/c"));
+    assert_two_admitted(|| get("ab", "//c"));
 }
 
 #[test]
 fn global_counts_all_requests_together() {
-    let gateway = two_a_minute("key = \"global\"");
+    let gateway = two_per_minute("key = \"global\"");
     let mut n = 0;
-    two_then_refused(|| {
+    assert_two_admitted(|| {
         n += 1;
         gateway.get_with(&format!("/{n}"), &[("X-User", &n.to_string()), ("Host", &format!("h{n}"))]).status
     });
@@ -155,8 +158,8 @@ fn global_counts_all_requests_together() {
 
 #[test]
 fn ipv6_clients_are_counted_by_their_network() {
-    // Addresses near ::1 need configuration of the machine. That two addresses of a /64 are one key is tested in
-    // `http::rate_limit_key`; here, that such clients are served and counted.
+    // Other IPv6 addresses of this machine would need configuration. `http::rate_limit_key` tests that two addresses of a /64
+    // share a key; this test covers that IPv6 clients are served and counted.
     let toml = format!(
         "listen = {{ http = [\"127.0.0.1:0\", \"[::1]:0\"], admin = \"127.0.0.1:0\" }}\n{}",
         one_rule("key = \"ip\"\nwindows = [\"2/minute\"]")
@@ -164,8 +167,8 @@ fn ipv6_clients_are_counted_by_their_network() {
     let gateway = Gateway::start(&toml);
     let six = gateway.http_addresses()[1];
     assert!(six.is_ipv6());
-    two_then_refused(|| Client::connect(six).get("/a").status);
-    two_then_refused(|| gateway.get("/a").status);
+    assert_two_admitted(|| Client::connect(six).get("/a").status);
+    assert_two_admitted(|| gateway.get("/a").status);
     let echo = Client::connect(six).get_with("/a", &[("Host", "[::1]:8080")]).expect(429);
     echo.problem();
 }
@@ -206,7 +209,7 @@ fn a_cost_may_be_zero_or_above_one() {
     for left in [7, 4, 1] {
         assert_eq!(remaining(&gateway.get("/a").expect(200), "r"), left);
     }
-    // One is left, which is not enough, and stays.
+    // One token remains, which is not enough for a request.
     assert_eq!(remaining(&gateway.get("/a").expect(429), "r"), 1);
 
     let gateway = Gateway::start(&one_rule("key = \"ip\"\ncost = 0\nwindows = [\"1/minute\"]"));

@@ -1,6 +1,6 @@
-//! Counters in a file outlive the process: however often it is killed, no key exceeds its limit.
+//! Counters in a file outlive the process: after any number of kills, no key exceeds its limit.
 //!
-//! `make kills` does it a thousand times and prints the result.
+//! `make kills` runs these tests with a thousand kills and prints the result.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -23,10 +23,10 @@ use crate::support::load_checker::{KEYS, Layer, Load, now_ms};
 use crate::support::process::{BINARY, Process};
 use crate::support::{Scratch, one_rule, seeded_rng};
 
-/// Lengths that have no multiple in common for a while, so that windows of both end during the run.
+/// Periods without a small common multiple, so that windows of both layers end during the run.
 const LAYERS: [Layer; 2] = [Layer { limit: 3, period_ms: 2000 }, Layer { limit: 6, period_ms: 7000 }];
 const CAPACITY: usize = 100_000;
-/// Of the number of a key's part; a request's field.
+/// The number of the key part `header`.
 const HEADER_PART: u8 = 3;
 
 fn toml(file: &Path) -> String {
@@ -35,18 +35,18 @@ fn toml(file: &Path) -> String {
 }
 
 /// The number of kills; few by default.
-fn times(few: usize) -> usize {
-    std::env::var("TRANSOM_KILLS").map_or(few, |text| text.parse().expect("`TRANSOM_KILLS` is a number"))
+fn kill_count(default: usize) -> usize {
+    std::env::var("TRANSOM_KILLS").map_or(default, |text| text.parse().expect("`TRANSOM_KILLS` is a number"))
 }
 
-/// Whether there is another kill to come: so many, and more until some limit of each layer was reached, without which
-/// nothing would be proven.
-fn goes_on(load: &Load, kills: &mut usize, least: usize) -> bool {
+/// Whether to kill once more: at least `least` times, and until some key has reached its limit in each layer, because otherwise
+/// the test would prove nothing.
+fn continues(load: &Load, kills: &mut usize, least: usize) -> bool {
     *kills += 1;
     *kills <= least || (*kills <= 50 * least && !load.has_reached_limits(&LAYERS))
 }
 
-/// Starts the gateway and kills it before it can have said that it serves, or just then.
+/// Starts the gateway and kills it while it starts.
 fn kill_early(config: &Path, after: Duration) {
     let mut command = Command::new(BINARY);
     command.arg("--config").arg(config).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
@@ -66,17 +66,17 @@ fn start(toml: &str, starts: &mut Vec<Duration>) -> Process {
 fn report(
     what: &str,
     kills: usize,
-    tally: &crate::support::load_checker::LoadResults,
-    full: &[usize],
+    results: &crate::support::load_checker::LoadResults,
+    at_limit: &[usize],
     starts: &mut [Duration],
 ) {
     starts.sort();
     let ms = |duration: Duration| duration.as_secs_f64() * 1000.0;
     println!(
-        "{what}: {kills} kills, {} requests answered, {} admitted; {full:?} keys and windows at the limit of each layer; \
+        "{what}: {kills} kills, {} requests answered, {} admitted; {at_limit:?} keys and windows at the limit of each layer; \
          {} starts, each {:.0} ms in the median, {:.0} ms at most",
-        tally.requests,
-        tally.admitted,
+        results.requests,
+        results.admitted,
         starts.len(),
         ms(starts[starts.len() / 2]),
         ms(starts[starts.len() - 1]),
@@ -90,9 +90,9 @@ fn no_key_exceeds_its_limit_when_the_gateway_is_killed() {
     let toml = toml(&file);
     let config = scratch.write("gateway.toml", with_listen(&toml));
     let (mut kills, mut starts) = (0, Vec::new());
-    let tally = Load::default().run_during(&LAYERS, |load| {
+    let results = Load::default().run_during(&LAYERS, |load| {
         let mut rng = seeded_rng();
-        while goes_on(load, &mut kills, times(25)) {
+        while continues(load, &mut kills, kill_count(25)) {
             if rng.u8(..5) == 0 {
                 kill_early(&config, Duration::from_micros(rng.u64(..60_000)));
             } else {
@@ -100,15 +100,15 @@ fn no_key_exceeds_its_limit_when_the_gateway_is_killed() {
                 load.send_to(&[process.http]);
                 thread::sleep(Duration::from_micros(rng.u64(..200_000)));
                 load.send_to(&[]);
-                // Dropped, it is killed.
+                // Dropping the process kills it.
                 drop(process);
             }
         }
     });
-    let full = tally.assert_limits(&LAYERS);
-    assert!(full.iter().all(|full| *full > 0), "no limit was ever reached in {kills} kills");
+    let at_limit = results.assert_limits(&LAYERS);
+    assert!(at_limit.iter().all(|at_limit| *at_limit > 0), "no limit was ever reached in {kills} kills");
     let records = every_record_is_possible(&file, &toml);
-    report("killed", kills - 1, &tally, &full, &mut starts);
+    report("killed", kills - 1, &results, &at_limit, &mut starts);
     println!("{records} records in the file, all possible");
 }
 
@@ -118,27 +118,27 @@ fn two_gateways_on_one_file_share_counters_despite_kills() {
     let file = scratch.path().join("counters");
     let toml = toml(&file);
     let (mut kills, mut starts) = (0, Vec::new());
-    let tally = Load::default().run_during(&LAYERS, |load| {
+    let results = Load::default().run_during(&LAYERS, |load| {
         let mut rng = seeded_rng();
         let mut both = [start(&toml, &mut starts), start(&toml, &mut starts)];
         load.send_to(&both.each_ref().map(|process| process.http));
-        while goes_on(load, &mut kills, times(50) / 5) {
+        while continues(load, &mut kills, kill_count(50) / 5) {
             thread::sleep(Duration::from_micros(rng.u64(..300_000)));
-            // One is killed when another serves in its place.
+            // A gateway is killed once its replacement serves.
             let next = start(&toml, &mut starts);
             load.send_to(&[]);
             both[rng.usize(..2)] = next;
             load.send_to(&both.each_ref().map(|process| process.http));
         }
     });
-    let full = tally.assert_limits(&LAYERS);
-    assert!(full.iter().all(|full| *full > 0), "no limit was ever reached in {kills} kills");
+    let at_limit = results.assert_limits(&LAYERS);
+    assert!(at_limit.iter().all(|at_limit| *at_limit > 0), "no limit was ever reached in {kills} kills");
     every_record_is_possible(&file, &toml);
-    report("two at once", kills - 1, &tally, &full, &mut starts);
+    report("two at once", kills - 1, &results, &at_limit, &mut starts);
 }
 
-/// Reads a counters file as bytes. Each record is empty, a claim of a key that was used, or a counter of one, with an end and
-/// a count that are valid for its layer. Returns the number of records that are not empty.
+/// Checks the records of a counters file: each is empty, or a claim or a counter of a key that was used, with an end and a
+/// count that are valid for its layer. Returns the number of records that are not empty.
 fn every_record_is_possible(file: &Path, toml: &str) -> usize {
     assert_eq!(fs::metadata(file).unwrap().permissions().mode() & 0o7777, 0o600);
     let bytes = fs::read(file).unwrap();
@@ -153,7 +153,7 @@ fn every_record_is_possible(file: &Path, toml: &str) -> usize {
     used.inspect(|bits| {
         let word = CounterWord::from_bits(*bits);
         let layer = tags.binary_search_by_key(&word.tag(), |(tag, _)| *tag);
-        let layer = layer.unwrap_or_else(|_| panic!("{word:?} is nobody's"));
+        let layer = layer.unwrap_or_else(|_| panic!("{word:?} belongs to no key"));
         let Layer { limit, period_ms } = LAYERS[tags[layer].1];
         let possible =
             word.end_ms().is_multiple_of(period_ms) && word.end_ms() <= latest_ms && u64::from(word.count()) <= limit;

@@ -43,13 +43,13 @@ fn round_robin_follows_weights() {
 
 #[test]
 fn least_requests_avoids_busy_servers() {
-    let (held, doors) = (Arc::new((Mutex::new(true), Condvar::new())), Arc::new(Mutex::new(Vec::new())));
+    let (held, arrived) = (Arc::new((Mutex::new(true), Condvar::new())), Arc::new(Mutex::new(Vec::new())));
     let server = |number: usize| {
-        let (held, doors) = (Arc::clone(&held), Arc::clone(&doors));
+        let (held, arrived) = (Arc::clone(&held), Arc::clone(&arrived));
         Upstream::with_script(move |connection| {
             while let Some(request) = connection.read_request() {
                 if request.target == "/slow" {
-                    doors.lock().unwrap().push(number);
+                    arrived.lock().unwrap().push(number);
                     let held = held.1.wait_while(held.0.lock().unwrap(), |held| *held).unwrap();
                     drop(held);
                 }
@@ -61,13 +61,13 @@ fn least_requests_avoids_busy_servers() {
     let gateway = Gateway::start(&format!("workers = 1\n{}", forward_to(&addresses(&servers), "")));
     let mut slow = gateway.client();
     slow.send(crate::support::client::request("GET", "/slow", &[], b""));
-    eventually("it is under way", || !doors.lock().unwrap().is_empty());
-    let busy = doors.lock().unwrap()[0];
-    let under_way = |server: usize| {
+    eventually("the request is in flight", || !arrived.lock().unwrap().is_empty());
+    let busy = arrived.lock().unwrap()[0];
+    let in_flight = |server: usize| {
         let url = format!("http://{}", servers[server].address);
         gateway.metrics().sum("transom_upstream_requests_active", &[("server", &url)])
     };
-    assert_eq!((under_way(busy), under_way(1 - busy)), (1, 0));
+    assert_eq!((in_flight(busy), in_flight(1 - busy)), (1, 0));
     let mut client = gateway.client();
     for _ in 0..20 {
         assert_eq!(client.get("/quick").expect(200).text(), (1 - busy).to_string());
@@ -75,13 +75,13 @@ fn least_requests_avoids_busy_servers() {
     *held.0.lock().unwrap() = false;
     held.1.notify_all();
     slow.read_response().expect(200);
-    eventually("nothing is under way", || under_way(busy) == 0);
-    // Equals again, so both get some.
-    eventually("the other one is asked as well", || client.get("/quick").expect(200).text() == busy.to_string());
+    eventually("no request is in flight", || in_flight(busy) == 0);
+    // Both servers have the same load again, so both get requests.
+    eventually("the other server gets requests", || client.get("/quick").expect(200).text() == busy.to_string());
 }
 
-/// The server that responds to each of this number of users.
-fn homes(gateway: &Gateway, users: usize) -> HashMap<usize, String> {
+/// The server that responds to each user.
+fn servers_of_users(gateway: &Gateway, users: usize) -> HashMap<usize, String> {
     let mut client = gateway.client();
     let mut home = |user: usize| client.get_with("/a", &[("x-user", &user.to_string())]).expect(200).text();
     (0..users).map(|user| (user, home(user))).collect()
@@ -93,21 +93,21 @@ fn consistent_hashing_keeps_keys_on_their_servers() {
     let hash = "balance = { hash = \"header:x-user\" }";
     let all = forward_to(&addresses(&servers), hash);
     let mut gateway = Gateway::start(&all);
-    let before = homes(&gateway, 60);
-    assert_eq!(homes(&gateway, 60), before);
+    let before = servers_of_users(&gateway, 60);
+    assert_eq!(servers_of_users(&gateway, 60), before);
     for server in 0..4 {
         let share = before.values().filter(|home| **home == server.to_string()).count();
-        // How evenly they are spread, the tests of `pick` say: here it depends on the servers' ports.
-        assert!(share > 0, "nobody is at {server}");
+        // The unit tests of the algorithms cover the balance; here it depends on the ports of the servers.
+        assert!(share > 0, "server {server} has no user");
     }
-    // Another gateway, which has never heard of the first, chooses the same.
-    assert_eq!(homes(&Gateway::start(&all), 60), before);
+    // Another gateway chooses the same servers.
+    assert_eq!(servers_of_users(&Gateway::start(&all), 60), before);
     // Without a key, any server may respond.
     gateway.get("/a").expect(200);
-    // The last server leaves, and its keys only.
+    // The last server is removed, and only its keys move.
     gateway.reload(&forward_to(&addresses(&servers[..3]), hash));
-    eventually("the last is gone", || homes(&gateway, 60).values().all(|home| home != "3"));
-    let after = homes(&gateway, 60);
+    eventually("the last server is not used", || servers_of_users(&gateway, 60).values().all(|home| home != "3"));
+    let after = servers_of_users(&gateway, 60);
     for (user, home) in &before {
         assert!(home == "3" || after[user] == *home, "{user} moved from {home} to {}", after[user]);
     }

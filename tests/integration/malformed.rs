@@ -12,35 +12,35 @@ use crate::support::gateway::Gateway;
 use crate::support::upstream::Upstream;
 use crate::support::{eventually, forward_all, within};
 
-/// Sends bytes to a gateway with this configuration's addition; expects this status, a problem
-/// document, the end of the connection, and an upstream that was not even connected to.
-fn refused_by(extra: &str, cases: &[(&str, Vec<u8>, u16)]) {
+/// Sends each case to a gateway with additional settings. Expects the status, a problem document, the end of the connection,
+/// and no connection to the upstream.
+fn assert_refused_with(extra: &str, cases: &[(&str, Vec<u8>, u16)]) {
     let upstream = Upstream::always(200);
     let gateway = Gateway::start(&format!("{}{extra}", forward_all(&upstream)));
     let (mut wrong, mut known) = (Vec::new(), 0);
     for (name, bytes, status) in cases {
         let mut client = gateway.client();
-        // It may be refused before it is sent to its end.
+        // The gateway may refuse the request before all of it is sent.
         client.send_if_open(bytes);
-        let mut told = match client.read_head() {
+        let mut response = match client.read_head() {
             Some(response) => response,
             None => {
-                wrong.push(format!("{name}: closed without a word"));
+                wrong.push(format!("{name}: closed without a response"));
                 continue;
             }
         };
-        client.read_body(&mut told, if bytes.starts_with(b"HEAD") { "HEAD" } else { "GET" });
-        if told.status != *status {
-            wrong.push(format!("{name}: {} {}", told.status, told.text()));
-        } else if told.field("content-type") != Some("application/problem+json") {
-            wrong.push(format!("{name}: {:?}", told.fields));
-        } else if told.field("connection") != Some("close") {
-            wrong.push(format!("{name}: the end is not announced"));
+        client.read_body(&mut response, if bytes.starts_with(b"HEAD") { "HEAD" } else { "GET" });
+        if response.status != *status {
+            wrong.push(format!("{name}: {} {}", response.status, response.text()));
+        } else if response.field("content-type") != Some("application/problem+json") {
+            wrong.push(format!("{name}: {:?}", response.fields));
+        } else if response.field("connection") != Some("close") {
+            wrong.push(format!("{name}: no `Connection: close`"));
         }
         client.shutdown_write();
         let rest = client.read_to_end();
         if !rest.is_empty() {
-            wrong.push(format!("{name}: answered again: {:?}", String::from_utf8_lossy(&rest)));
+            wrong.push(format!("{name}: another response: {:?}", String::from_utf8_lossy(&rest)));
         }
         if upstream.bytes_received() > known {
             wrong.push(format!("{name}: {} bytes reached the upstream", upstream.bytes_received() - known));
@@ -52,14 +52,14 @@ fn refused_by(extra: &str, cases: &[(&str, Vec<u8>, u16)]) {
     gateway.get("/a").expect(200);
 }
 
-fn refused(cases: &[(&str, &str, u16)]) {
+fn assert_refused(cases: &[(&str, &str, u16)]) {
     let cases: Vec<_> = cases.iter().map(|(name, text, status)| (*name, text.as_bytes().to_vec(), *status)).collect();
-    refused_by("", &cases);
+    assert_refused_with("", &cases);
 }
 
 #[test]
 fn malformed_request_lines_are_refused() {
-    refused(&[
+    assert_refused(&[
         ("no words", "\r\n\r\nnonsense\r\n\r\n", 400),
         ("one word", "GET\r\nHost: a\r\n\r\n", 400),
         ("HTTP/0.9", "GET /\r\nHost: a\r\n\r\n", 400),
@@ -75,7 +75,7 @@ fn malformed_request_lines_are_refused() {
         ("a method of signs", "G(T / HTTP/1.1\r\nHost: a\r\n\r\n", 400),
         ("TLS", "\u{16}\u{3}\u{1}\u{2}\0\u{1}\0\u{1}\r\n\r\n", 400),
         ("SSH", "SSH-2.0-OpenSSH_9.2\r\n\r\n", 400),
-        ("the preface of HTTP/2, misspelt", "PRI * HTTP/2.0\r\n\r\nSM\r\n\r.", 400),
+        ("a wrong HTTP/2 preface", "PRI * HTTP/2.0\r\n\r\nSM\r\n\r.", 400),
         ("a bare CR in the line", "GET /\r HTTP/1.1\r\nHost: a\r\n\r\n", 400),
         ("NUL in the line", "GET /\0 HTTP/1.1\r\nHost: a\r\n\r\n", 400),
         ("the PROXY protocol", "PROXY TCP4 10.0.0.1 10.0.0.2 1 2\r\nGET / HTTP/1.1\r\nHost: a\r\n\r\n", 400),
@@ -84,7 +84,7 @@ fn malformed_request_lines_are_refused() {
 
 #[test]
 fn ambiguous_targets_are_refused() {
-    refused(&[
+    assert_refused(&[
         ("no slash", "GET admin HTTP/1.1\r\nHost: a\r\n\r\n", 400),
         ("authority form", "GET a:80 HTTP/1.1\r\nHost: a\r\n\r\n", 400),
         ("*", "GET * HTTP/1.1\r\nHost: a\r\n\r\n", 400),
@@ -110,7 +110,7 @@ fn ambiguous_targets_are_refused() {
 
 #[test]
 fn missing_or_ambiguous_hosts_are_refused() {
-    refused(&[
+    assert_refused(&[
         ("none", "GET / HTTP/1.1\r\n\r\n", 400),
         ("two", "GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
         ("two alike", "GET / HTTP/1.1\r\nHost: a\r\nhost: a\r\n\r\n", 400),
@@ -133,7 +133,7 @@ fn missing_or_ambiguous_hosts_are_refused() {
 
 #[test]
 fn malformed_fields_are_refused() {
-    refused(&[
+    assert_refused(&[
         ("no colon", "GET / HTTP/1.1\r\nHost: a\r\nnonsense\r\n\r\n", 400),
         ("no name", "GET / HTTP/1.1\r\nHost: a\r\n: b\r\n\r\n", 400),
         ("a space in the name", "GET / HTTP/1.1\r\nHost: a\r\nX A: b\r\n\r\n", 400),
@@ -152,12 +152,12 @@ fn malformed_fields_are_refused() {
 
 #[test]
 fn ambiguous_body_framing_is_refused() {
-    // After each stands a request that must never be parsed as one.
+    // The bytes after each case must never be parsed as a request.
     let next = "GET /smuggled HTTP/1.1\r\nHost: a\r\n\r\n";
     let post =
         |fields: &str, body: &str| format!("POST / HTTP/1.1\r\nHost: a\r\n{fields}\r\n\r\n{body}{next}").into_bytes();
     let chunked = "Transfer-Encoding: chunked";
-    refused_by(
+    assert_refused_with(
         "",
         &[
             ("length and chunks", post("Content-Length: 5\r\nTransfer-Encoding: chunked", "0\r\n\r\n"), 400),
@@ -227,14 +227,14 @@ fn malformed_chunks_end_the_connection_without_smuggling() {
     assert!(upstream.received().iter().all(|received| received.target == "/chunks"), "{:?}", upstream.received());
 }
 
-/// hyper takes a bare line feed for a part of a trailer line, other parsers for its end. The bytes after it are a part of the
-/// body for one and a request for the other.
+/// For hyper, a bare line feed is part of a trailer line; for other parsers, it ends the line. They would disagree where the
+/// next request begins.
 #[test]
 fn a_trailer_line_that_ends_in_a_line_feed_alone_ends_the_connection() {
     let upstream = Upstream::always(200);
     let gateway = Gateway::start(&forward_all(&upstream));
     let head = "POST /first HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n";
-    // For hyper the body ends behind `A: b`. The second request is none that may pass.
+    // For hyper, the body ends after `A: b`. The second request must not pass.
     let trailers = "X: y\n\r\nA: b\r\n\r\n";
     let second = "POST /second HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n";
     for known in [false, true] {
@@ -261,7 +261,7 @@ fn oversized_heads_are_refused() {
         let fields: String = (0..fields).map(|n| format!("X-{n}: a\r\n")).collect();
         format!("GET / HTTP/1.1\r\nHost: a\r\n{fields}\r\n").into_bytes()
     };
-    refused_by(
+    assert_refused_with(
         "",
         &[
             ("one large field", field(200_000), 431),
@@ -283,11 +283,11 @@ fn a_head_of_the_maximum_size_is_accepted() {
     let head = |field: usize| format!("GET / HTTP/1.1\r\nHost: a\r\nX-A: {}\r\n\r\n", "a".repeat(field));
     let most = head(64 * 1024 - head(0).len());
     let mut client = gateway.client();
-    // Two heads at once are more than one may be.
+    // Two heads in one write are together larger than the limit of one.
     client.send(most.repeat(2));
     client.read_response().expect(200);
     client.read_response().expect(200);
-    // After another request a target is distinguished from other fields as well.
+    // Also after another request, a long target is distinguished from long fields.
     client.send(format!("{}GET /{} HTTP/1.1\r\nHost: a\r\n\r\n", head(1), "a".repeat(66_000)));
     client.read_response().expect(200);
     client.read_response().expect(414).problem();
@@ -295,8 +295,8 @@ fn a_head_of_the_maximum_size_is_accepted() {
 
 #[test]
 fn an_unfinished_head_times_out() {
-    refused_by(
-        "[timeouts]\nrequest_head = \"100ms\"\n",
+    assert_refused_with(
+        "[timeouts]\nrequest_head = \"1s\"\n",
         &[
             ("half a line", b"GET / HT".to_vec(), 408),
             ("half a head", b"GET / HTTP/1.1\r\nHost: a\r\nX-A".to_vec(), 408),
@@ -308,8 +308,8 @@ fn an_unfinished_head_times_out() {
 #[test]
 fn a_silent_connection_is_closed_without_a_response() {
     let upstream = Upstream::always(200);
-    let gateway = Gateway::start(&format!("{}[timeouts]\nrequest_head = \"100ms\"\n", forward_all(&upstream)));
-    let head = Duration::from_millis(100);
+    let gateway = Gateway::start(&format!("{}[timeouts]\nrequest_head = \"1s\"\n", forward_all(&upstream)));
+    let head = Duration::from_secs(1);
     within(head, || gateway.client().expect_closed());
     let mut client = gateway.client();
     client.get("/a").expect(200);
@@ -343,7 +343,7 @@ fn bytes_after_a_valid_request_do_not_affect_its_response() {
     assert_eq!(upstream.only_request().target, "/good");
 }
 
-/// Pieces of requests, in any order, and noise between them.
+/// Parts of requests in any order, with random bytes between them.
 fn noise() -> impl Strategy<Value = Vec<u8>> {
     let words = proptest::sample::select(vec![
         "GET",
@@ -383,7 +383,7 @@ fn random_bytes_are_harmless() {
     let address = gateway.http;
     let mut runner = TestRunner::new(Config { cases: 1500, failure_persistence: None, ..Config::default() });
     let ran = runner.run(&noise(), |bytes| {
-        // Begins with a letter that no method begins with, and cannot become a valid request.
+        // The first byte cannot begin a method, so the bytes are no valid request.
         let mut bytes = bytes;
         bytes.insert(0, b'(');
         let mut client = Client::connect(address);
@@ -405,7 +405,7 @@ fn random_bytes_are_harmless() {
 
 #[test]
 fn near_valid_requests_are_harmless() {
-    // Some of these are valid requests; the upstream then sees their unambiguous form.
+    // Some of these are valid requests, which are forwarded in their unambiguous form.
     let upstream = Upstream::always(200);
     let gateway = Gateway::start(&forward_all(&upstream));
     let address = gateway.http;
@@ -423,6 +423,6 @@ fn near_valid_requests_are_harmless() {
         Ok(())
     });
     ran.unwrap();
-    // Every head that came through was well-formed: the scripted server asserts it.
+    // The scripted server asserts that every forwarded head is well-formed.
     gateway.get("/a").expect(200);
 }

@@ -1,4 +1,4 @@
-//! Real input: files that nginx serves come through the gateway as they are.
+//! Files that nginx serves are identical through the gateway.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -13,7 +13,7 @@ use crate::support::{DEADLINE, Scratch};
 
 const LARGE_BYTES: usize = 10_000_000;
 
-/// Bytes without a pattern that a cut or a repetition could hide in.
+/// Random bytes, in which a lost or repeated part shows.
 fn noise(length: usize) -> Vec<u8> {
     let mut state = 0x9E37_79B9_7F4A_7C15_u64;
     let next = std::iter::repeat_with(|| {
@@ -38,20 +38,20 @@ fn fill(root: &Path) {
 }
 
 fn comparison() -> (ExternalServer, Gateway, DirectComparison) {
-    let part = external_servers::nginx(fill);
+    let server = external_servers::nginx(fill);
     let toml = format!(
         "{}[rules.r]\nkey = \"ip\"\nwindows = [\"1000000/hour\", \"100000/minute\"]\n\
          [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"r\"]\n",
-        part.toml("u")
+        server.toml("u")
     );
     let gateway = Gateway::start(&toml);
-    let comparison = DirectComparison { direct: part.address, gateway: gateway.http };
-    (part, gateway, comparison)
+    let comparison = DirectComparison { direct: server.address, gateway: gateway.http };
+    (server, gateway, comparison)
 }
 
 #[test]
 fn files_listings_and_errors_are_identical() {
-    let (_part, _gateway, comparison) = comparison();
+    let (_server, _gateway, comparison) = comparison();
     for target in [
         "/",
         "/a.txt",
@@ -82,14 +82,14 @@ fn files_listings_and_errors_are_identical() {
 
 #[test]
 fn ranges_are_identical() {
-    let (_part, _gateway, comparison) = comparison();
+    let (_server, _gateway, comparison) = comparison();
     for range in
         ["bytes=0-0", "bytes=100-199", "bytes=9999990-", "bytes=-10", "bytes=10000000-", "bytes=abc", "bytes=0-9999999"]
     {
         comparison.assert_same_response("HEAD", "/large.bin", &[("Range", range)], b"");
         comparison.assert_same_response("GET", "/large.bin", &[("Range", range)], b"");
     }
-    several_parts(&comparison);
+    assert_multipart_same(&comparison);
     let whole = comparison.assert_same_response("GET", "/large.bin", &[], b"").expect(200);
     assert!(whole.body == noise(LARGE_BYTES));
     let (etag, modified) = (whole.field("etag").unwrap(), whole.field("last-modified").unwrap());
@@ -104,8 +104,8 @@ fn ranges_are_identical() {
         .expect(200);
 }
 
-/// The boundary between parts is a number that nginx counts up, so it is made equal first.
-fn several_parts(comparison: &DirectComparison) {
+/// nginx increments the boundary between parts for each response, so the comparison replaces it.
+fn assert_multipart_same(comparison: &DirectComparison) {
     let (mut direct, mut through) =
         comparison.send_to_both("GET", &request("GET", "/large.bin", &[("Range", "bytes=0-9,100-109,-5")], b""));
     for response in [&mut direct, &mut through] {
@@ -120,12 +120,12 @@ fn several_parts(comparison: &DirectComparison) {
 
 #[test]
 fn a_slowly_read_file_arrives_whole() {
-    let (_part, gateway, _twin) = comparison();
+    let (_server, gateway, _comparison) = comparison();
     let mut client = Client::connect(gateway.http);
     client.send(request("GET", "/large.bin", &[], b""));
     let head = client.read_head().unwrap().expect(200);
     assert_eq!(head.field("content-length"), Some("10000000"));
-    // A few bytes at a time at first, so that every buffer on the way fills up.
+    // A few bytes at a time at first, so that all buffers fill up.
     let mut body = Vec::new();
     for _ in 0..2000 {
         body.extend(client.read_exactly(37));
@@ -136,9 +136,9 @@ fn a_slowly_read_file_arrives_whole() {
 
 #[test]
 fn curl_receives_the_identical_file() {
-    let (part, gateway, _twin) = comparison();
+    let (server, gateway, _comparison) = comparison();
     let scratch = Scratch::new();
-    for (name, address) in [("direct", part.address), ("through", gateway.http)] {
+    for (name, address) in [("direct", server.address), ("through", gateway.http)] {
         let status = Command::new(program("curl"))
             .args(["--silent", "--show-error", "--fail", "--max-time"])
             .arg(DEADLINE.as_secs().to_string())
@@ -156,7 +156,7 @@ fn curl_receives_the_identical_file() {
 
 #[test]
 fn many_requests_on_one_connection_stay_synchronized() {
-    let (_part, gateway, _twin) = comparison();
+    let (_server, gateway, _comparison) = comparison();
     let mut client = gateway.client();
     let mut requests = Vec::new();
     let targets = ["/a.txt", "/empty.txt", "/nowhere", "/list/one.txt", "/compressed/b.txt", "/empty"];
@@ -167,7 +167,7 @@ fn many_requests_on_one_connection_stay_synchronized() {
     for round in 0..50 {
         let response = client.read_response();
         let (status, bytes) = [(200, 7), (200, 0), (404, 0), (200, 1), (200, 80_000), (204, 0)][round % 6];
-        assert_eq!(response.status, status, "answer {round}");
+        assert_eq!(response.status, status, "response {round}");
         assert!(status == 404 || response.body.len() == bytes, "{}", response.body.len());
     }
     client.shutdown_write();

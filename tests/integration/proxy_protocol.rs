@@ -11,7 +11,7 @@ use crate::support::{Scratch, eventually, one_rule, within};
 
 const LINE: &str = "PROXY TCP4 192.0.2.7 198.51.100.1 4711 443\r\n";
 
-/// Listens in the clear; connections from these networks begin with a header.
+/// A configuration with one rule, and PROXY headers required from these networks.
 fn toml(networks: &str, more: &str) -> String {
     format!(
         "[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\nproxy_protocol = [{networks}]\n{more}\n{}",
@@ -24,15 +24,15 @@ fn v2(command: u8, family: u8, body: &[u8]) -> Vec<u8> {
     [b"\r\n\r\n\0\r\nQUIT\n", &[command, family][..], &length, body].concat()
 }
 
-/// The forwarding fields that the upstream receives.
-fn told(gateway: &Gateway, header: &[u8]) -> String {
+/// The `X-Forwarded-For` that the upstream receives.
+fn forwarded_for(gateway: &Gateway, header: &[u8]) -> String {
     let mut client = gateway.client();
     client.send([header, &request("GET", "/a", &[], b"")].concat());
     let response = client.read_response().expect(200);
     response.json()["fields"]["x-forwarded-for"].as_str().unwrap().to_owned()
 }
 
-fn refused(gateway: &Gateway, reason: &str) -> u64 {
+fn refused_count(gateway: &Gateway, reason: &str) -> u64 {
     gateway.metrics().sum("transom_connections_refused_total", &[("reason", reason)])
 }
 
@@ -42,17 +42,17 @@ fn a_trusted_header_sets_the_client_address() {
     let v6 = [&[0x20, 1, 0x0d, 0xb8][..], &[0; 11], &[7], &[0; 20]].concat();
     let with_tlv = [&v6[..], &[4, 0, 200], &[b'x'; 200]].concat();
     let gateway = Gateway::start(&toml("\"127.0.0.0/8\"", ""));
-    assert_eq!(told(&gateway, LINE.as_bytes()), "192.0.2.7");
-    assert_eq!(told(&gateway, b"PROXY TCP6 2001:db8::5 2001:db8::1 1 2\r\n"), "2001:db8::5");
-    assert_eq!(told(&gateway, &v2(0x21, 0x11, &v4)), "192.0.2.8");
-    assert_eq!(told(&gateway, &v2(0x21, 0x21, &with_tlv)), "2001:db8::7");
+    assert_eq!(forwarded_for(&gateway, LINE.as_bytes()), "192.0.2.7");
+    assert_eq!(forwarded_for(&gateway, b"PROXY TCP6 2001:db8::5 2001:db8::1 1 2\r\n"), "2001:db8::5");
+    assert_eq!(forwarded_for(&gateway, &v2(0x21, 0x11, &v4)), "192.0.2.8");
+    assert_eq!(forwarded_for(&gateway, &v2(0x21, 0x21, &with_tlv)), "2001:db8::7");
 }
 
 #[test]
 fn a_local_header_keeps_the_proxys_address() {
     for header in [&b"PROXY UNKNOWN\r\n"[..], &v2(0x20, 0, b""), &v2(0x21, 0x31, &[0; 216])] {
         let gateway = Gateway::start(&toml("\"127.0.0.1\"", ""));
-        assert_eq!(told(&gateway, header), "127.0.0.1");
+        assert_eq!(forwarded_for(&gateway, header), "127.0.0.1");
     }
 }
 
@@ -108,23 +108,23 @@ fn a_trusted_peer_without_a_header_is_refused() {
         let mut client = gateway.client();
         client.send(bytes);
         client.expect_closed();
-        eventually("it is counted", || refused(&gateway, "proxy_protocol") == n as u64 + 1);
+        eventually("the refusal is counted", || refused_count(&gateway, "proxy_protocol") == n as u64 + 1);
     }
-    // Balancers look whether a port is open.
+    // Load balancers connect to check whether a port is open.
     drop(TcpStream::connect(gateway.http).unwrap());
-    eventually("nobody is connected", || gateway.metrics().sum("transom_connections", &[]) == 0);
-    assert_eq!(refused(&gateway, "proxy_protocol"), bad.len() as u64);
+    eventually("no connection is open", || gateway.metrics().sum("transom_connections", &[]) == 0);
+    assert_eq!(refused_count(&gateway, "proxy_protocol"), bad.len() as u64);
 }
 
 #[test]
 fn a_stalled_header_is_refused() {
     let gateway = Gateway::start(&toml("\"127.0.0.1\"", "[timeouts]\nproxy_protocol = \"200ms\""));
     for start in [&LINE.as_bytes()[..20], b"", b"\r\n\r\n\0"] {
-        let before = refused(&gateway, "proxy_protocol_timeout");
+        let before = refused_count(&gateway, "proxy_protocol_timeout");
         let mut client = gateway.client();
         client.send(start);
         within(Duration::from_millis(200), || client.expect_closed());
-        eventually("it is counted", || refused(&gateway, "proxy_protocol_timeout") == before + 1);
+        eventually("the refusal is counted", || refused_count(&gateway, "proxy_protocol_timeout") == before + 1);
     }
 }
 
@@ -143,7 +143,7 @@ fn the_header_comes_before_tls() {
     assert_eq!(response.json()["fields"]["x-forwarded-for"], "192.0.2.7");
     assert_eq!(response.json()["fields"]["x-forwarded-proto"], "https");
     assert!(connect("").is_err());
-    // And in the clear it is spoken of as cleartext only behind the header.
+    // Cleartext HTTP after the header is refused as such.
     let mut client = Client::connect(gateway.https_addresses()[0]);
     client.send(LINE).get("/a").expect(400);
 }
@@ -153,7 +153,7 @@ fn a_reload_changes_the_trusted_peers() {
     let mut gateway = Gateway::start(&toml("\"10.0.0.0/8\"", ""));
     gateway.get("/a").expect(200);
     gateway.reload(&toml("\"127.0.0.1\"", ""));
-    eventually("a header is believed", || {
+    eventually("the header is accepted", || {
         let mut client = gateway.client();
         client.send(LINE);
         client.get("/a").status != 400

@@ -7,7 +7,7 @@ use crate::support::gateway::Gateway;
 use crate::support::process::Process;
 use crate::support::ratelimit_parser::{items, remaining};
 
-/// The shipped file, on ports of the system's choice.
+/// The shipped file, with ports chosen by the system.
 fn shipped() -> String {
     let text = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/gateway.toml")).unwrap();
     let text = text.replace("127.0.0.1:8080", "127.0.0.1:0").replace("127.0.0.1:9900", "127.0.0.1:0");
@@ -47,7 +47,7 @@ fn the_34th_request_within_a_minute_is_refused() {
 
 #[test]
 fn the_binary_serves_the_shipped_file() {
-    // Against the real clock: when a minute ends under way, the next has its own 33.
+    // With the real clock: if a minute ends during the test, the next one has its own 33 requests.
     let process = Process::spawn(&shipped());
     let mut client = process.client();
     let mut admitted_of_this_minute = 0;
@@ -80,7 +80,7 @@ fn retry_after_is_exact() {
         client.get("/api/a").expect(200);
     }
     let refused = client.get("/api/a").expect(429);
-    // 47.655 s are left of the minute.
+    // 47.655 s remain of the minute.
     assert_eq!(refused.field("retry-after"), Some("48"));
     gateway.advance(Duration::from_millis(47_654));
     client.get("/api/a").expect(429);
@@ -90,7 +90,7 @@ fn retry_after_is_exact() {
 
 #[test]
 fn refusals_by_the_minute_do_not_use_the_hour() {
-    // 60 minutes of 50 attempts each: 33 · 60 admitted, and so many counted.
+    // 60 minutes with 50 requests each: 33 · 60 are admitted and counted.
     let gateway = Gateway::start_at(&shipped(), HOUR_S);
     let mut client = gateway.client();
     let mut admitted = 0;
@@ -109,7 +109,7 @@ fn refusals_by_the_minute_do_not_use_the_hour() {
 }
 
 #[test]
-fn a_used_up_hour_refuses_although_the_minute_has_room() {
+fn a_used_up_hour_refuses_although_the_minute_has_tokens() {
     let toml = shipped().replace("33/minute", "1_000/minute");
     let gateway = Gateway::start_at(&toml, HOUR_S);
     let mut client = gateway.client();

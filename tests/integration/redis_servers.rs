@@ -1,4 +1,4 @@
-//! The Redis servers of the tests of shared counters behave as those tests assume.
+//! The Redis servers of the harness behave as the tests of shared counters assume.
 
 use std::net::TcpStream;
 
@@ -17,7 +17,7 @@ fn a_server_that_hangs_is_killed_and_restarted_is_used_again() {
     assert_eq!((redis.keys(), redis.call_count("get")), (vec!["a".to_owned()], 2));
     redis.suspend();
     let state = || std::fs::read_to_string(format!("/proc/{}/status", redis.pid())).unwrap();
-    eventually("it stands still", || state().contains("T (stopped)"));
+    eventually("the server is stopped", || state().contains("T (stopped)"));
     redis.resume();
     assert_eq!(redis.cli(&["PING"]), "PONG");
     let port = redis.port;
@@ -54,7 +54,7 @@ fn a_cluster_can_move_a_slot_and_lose_a_node() {
     assert_eq!(cluster.keys(), [key]);
     assert_eq!(cluster.urls().matches("redis://").count(), 3);
     cluster.nodes[from].kill();
-    eventually("the others go on", || cluster.cli(key, &["INCR", key]).parse::<u32>().is_ok());
+    eventually("the other nodes still serve", || cluster.cli(key, &["INCR", key]).parse::<u32>().is_ok());
 }
 
 #[test]
@@ -64,7 +64,7 @@ fn sentinels_promote_the_replica() {
     let sentinels = Sentinels::start(&master);
     assert_eq!((sentinels.master(), sentinels.urls().matches("redis://").count()), (Some(master.port), 3));
     assert_eq!(master.cli(&["SET", "a", "1"]), "OK");
-    eventually("the replica has it too", || replica.cli(&["GET", "a"]) == "1");
+    eventually("the replica has the key", || replica.cli(&["GET", "a"]) == "1");
     master.kill();
     sentinels.wait_for_failover(&replica);
     assert_eq!(replica.cli(&["INCR", "a"]), "2");

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use crate::support::client::HttpResponse;
 use crate::support::gateway::Gateway;
-use crate::support::one_rule;
+use crate::support::{eventually_eq, one_rule};
 
 const HOUR_S: u64 = 3600;
 
@@ -47,7 +47,7 @@ fn a_configured_body_replaces_the_problem() {
         assert!(response.field("retry-after").is_some() && response.field("ratelimit").is_some());
         let head = gateway.client().request("HEAD", "/a", &[], b"").expect(status);
         assert_eq!(head.field("content-length"), Some(body.len().to_string().as_str()));
-        assert_eq!(gateway.metrics().sum("transom_requests_total", &[("code", &status.to_string())]), 2);
+        eventually_eq(|| gateway.metrics().sum("transom_requests_total", &[("code", &status.to_string())]), 2);
     }
 }
 
@@ -57,7 +57,7 @@ fn retry_after_is_spread_by_jitter() {
     gateway.advance_s(20);
     let mut client = gateway.client();
     client.get("/a").expect(200);
-    let told: BTreeSet<u64> = (0..50)
+    let seconds_seen: BTreeSet<u64> = (0..50)
         .map(|_| {
             let refused = client.get("/a").expect(429);
             let seconds = refused.field("retry-after").unwrap().parse().unwrap();
@@ -65,8 +65,8 @@ fn retry_after_is_spread_by_jitter() {
             seconds
         })
         .collect();
-    assert!(told.iter().all(|seconds| (40..=70).contains(seconds)), "{told:?}");
-    assert!(told.len() > 5, "{told:?}");
+    assert!(seconds_seen.iter().all(|seconds| (40..=70).contains(seconds)), "{seconds_seen:?}");
+    assert!(seconds_seen.len() > 5, "{seconds_seen:?}");
 }
 
 #[test]
@@ -74,33 +74,33 @@ fn simultaneous_refusals_describe_each_clients_windows() {
     let rule = "key = \"header:x-key\"\non_missing_key = \"refuse\"\nwindows = [\"2/minute\", \"3/hour\"]";
     let gateway = Gateway::start(&one_rule(rule));
     let mut client = gateway.client();
-    let mut ask = |key: &str| client.get_with("/a", &[("x-key", key)]);
-    (0..2).for_each(|_| drop(ask("early").expect(200)));
+    let mut get_as = |key: &str| client.get_with("/a", &[("x-key", key)]);
+    (0..2).for_each(|_| drop(get_as("early").expect(200)));
     gateway.advance_s(60);
-    ask("early").expect(200);
-    (0..2).for_each(|_| drop(ask("late").expect(200)));
-    // The clock is manual: the last fields must not be sent to another client.
+    get_as("early").expect(200);
+    (0..2).for_each(|_| drop(get_as("late").expect(200)));
+    // With a manual clock: the fields of the last refusal must not be sent to another client.
     for _ in 0..3 {
         for (key, full, state, again) in
             [("early", "r-hour", "1;t=60, 0;t=2640", "2640"), ("late", "r-minute", "0;t=60, 1;t=2640", "60")]
         {
-            let refused = ask(key).expect(429);
-            let told = refused.field("ratelimit").unwrap();
-            assert_eq!(told.replace("\"r-minute\";r=", "").replace("\"r-hour\";r=", ""), state, "{told}");
+            let refused = get_as(key).expect(429);
+            let fields = refused.field("ratelimit").unwrap();
+            assert_eq!(fields.replace("\"r-minute\";r=", "").replace("\"r-hour\";r=", ""), state, "{fields}");
             assert_eq!(refused.problem()["violated-policies"], serde_json::json!([full]));
             assert_eq!(refused.field("retry-after"), Some(again));
         }
     }
-    // The same second, but not the same moment.
+    // A later time in the same second.
     gateway.advance(std::time::Duration::from_millis(1500));
-    assert_eq!(ask("late").expect(429).field("retry-after"), Some("59"));
+    assert_eq!(get_as("late").expect(429).field("retry-after"), Some("59"));
 }
 
 #[test]
 fn the_rule_that_blocks_longest_shapes_the_refusal() {
     let toml = "[upstreams.u]\nbuiltin = \"echo\"\n\
         [rules.short]\nkey = \"ip\"\nwindows = [\"1/minute\"]\nstatus = 503\n\
-        [rules.long]\nkey = \"ip\"\nwindows = [\"2/hour\"]\nbody = \"come back later\"\n\
+        [rules.long]\nkey = \"ip\"\nwindows = [\"2/hour\"]\nbody = \"try again later\"\n\
         [rules.plain]\nkey = \"ip\"\nwindows = [\"1/second\"]\n\
         [[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\nrules = [\"short\", \"long\", \"plain\"]\n";
     let gateway = Gateway::start(toml);
@@ -109,12 +109,12 @@ fn the_rule_that_blocks_longest_shapes_the_refusal() {
     assert_eq!(
         client.get("/a").expect(503).problem()["violated-policies"],
         serde_json::json!(["plain", "short"]),
-        "all that refuse are named"
+        "all refusing rules are named"
     );
     gateway.advance_s(60);
     client.get("/a").expect(200);
     let refused = client.get("/a").expect(429);
-    assert_eq!((refused.text().as_str(), refused.field("retry-after")), ("come back later", Some("2640")));
+    assert_eq!((refused.text().as_str(), refused.field("retry-after")), ("try again later", Some("2640")));
     gateway.advance_s(HOUR_S);
     client.get("/a").expect(200);
     client.get("/a").expect(503);
@@ -136,6 +136,6 @@ fn a_cost_above_the_limit_has_no_retry_after() {
         assert_eq!(refused.field("ratelimit").unwrap(), "\"r-minute\";r=10;t=60, \"r-hour\";r=30;t=2700");
     }
     client.get_with("/a", &[("X-Cost", "10")]).expect(200);
-    // Full now, but not for ever.
+    // Used up now, but not for ever.
     assert_eq!(client.get_with("/a", &[("X-Cost", "10")]).expect(429).field("retry-after"), Some("60"));
 }

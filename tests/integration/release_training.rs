@@ -1,4 +1,5 @@
-//! The load by which releases are optimized is answered as it should be: else they would be optimized for failures.
+//! The training load for the optimization of releases is answered correctly. Otherwise releases would be optimized for
+//! failures.
 
 use std::process::Command;
 
@@ -7,15 +8,15 @@ use crate::support::process::BINARY;
 
 #[test]
 fn the_training_load_is_answered_correctly() {
-    for part in ["h2load", "nginx", "openssl", "redis-server"] {
-        program(part);
+    for name in ["h2load", "nginx", "openssl", "redis-server"] {
+        program(name);
     }
-    // A deadline for a machine that is busy with all other tests.
-    let said = Command::new(program("timeout"))
+    // A long deadline, because other tests run at the same time.
+    let output = Command::new(program("timeout"))
         .args(["300", "python3", "benches/train.py", "--requests", "100", "--transom", BINARY])
         .current_dir(env!("CARGO_MANIFEST_DIR"))
         .env("PYTHONDONTWRITEBYTECODE", "1")
         .output()
         .unwrap();
-    assert!(said.status.success(), "{}", String::from_utf8_lossy(&said.stderr));
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }

@@ -1,5 +1,4 @@
-//! A new configuration is applied under load: no connection is lost, no request fails, no count is lost. The gateway is the
-//! real binary, reloaded by a signal or by a change of the file.
+//! Reloads of the real binary, by a signal or a changed file: no connection is lost, no request fails, and no count is lost.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc;
@@ -24,7 +23,7 @@ fn a_reload_under_load_fails_no_request_and_loses_no_count() {
     thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
-                // One connection for all of it.
+                // One connection for all requests.
                 let mut client = process.client();
                 while !stop.load(Ordering::Relaxed) {
                     client.get("/a").expect(200);
@@ -35,7 +34,7 @@ fn a_reload_under_load_fails_no_request_and_loses_no_count() {
         for n in 1..=20 {
             process.write_config(&rule(1_000_000 + n));
             process.signal("HUP");
-            // The change may be seen before the signal comes, and then there are two reloads.
+            // The gateway may notice the change before the signal, and then reloads twice.
             process.wait_for_applied_reloads(n.into());
         }
         stop.store(true, Ordering::Relaxed);
@@ -43,7 +42,7 @@ fn a_reload_under_load_fails_no_request_and_loses_no_count() {
     let mut sent = sent.into_inner();
     assert!(sent > 100, "only {sent} requests met twenty reloads");
     let mut left = 0;
-    eventually("the last reload is there", || {
+    eventually("the last configuration applies", || {
         sent += 1;
         let last = process.get("/a").expect(200);
         left = remaining(&last, "r");
@@ -59,7 +58,7 @@ fn a_changed_file_is_reloaded() {
     assert_eq!(remaining(&client.get("/a").expect(200), "r"), 9);
     process.write_config(&rule(20));
     process.wait_for_reloads("applied", 1);
-    eventually("the connection sees the new limit", || {
+    eventually("the new limit applies to the connection", || {
         let response = client.get_with("/a", &[("Connection", "keep-alive")]).expect(200);
         items(&response, "ratelimit-policy")[0].get("q") == 20
     });
@@ -72,18 +71,16 @@ fn a_bad_file_changes_nothing() {
     let mut client = process.client();
     client.get("/a").expect(200);
     process.write_config(&rule(10).replace("366d", "366x"));
-    process.signal("HUP");
     process.wait_for_reloads("refused", 1);
     assert_eq!(remaining(&client.get("/a").expect(200), "r"), 8);
     let log = process.stderr();
-    let place = format!("{}:", process.config_path().display());
-    assert!(log.contains(&place) && log.contains("fix: "), "{log}");
+    let position = format!("{}:", process.config_path().display());
+    assert!(log.contains(&position) && log.contains("fix: "), "{log}");
     assert_eq!(process.metrics().sum("transom_config_reloads_total", &[("outcome", "applied")]), 0);
-    // Mended, it is taken over.
+    // A corrected file is applied.
     process.write_config(&rule(5));
-    process.signal("HUP");
     process.wait_for_reloads("applied", 1);
-    eventually("the new limit holds", || {
+    eventually("the new limit applies", || {
         let response = client.get("/a");
         items(&response, "ratelimit-policy")[0].get("q") == 5
     });
@@ -115,34 +112,33 @@ fn a_change_that_needs_a_restart_is_refused_and_reported() {
 
 #[test]
 fn a_request_in_flight_keeps_its_configuration() {
-    let (go, gone) = mpsc::channel::<()>();
-    let (saw, seen) = mpsc::channel();
-    let gone = Arc::new(Mutex::new(gone));
+    let (proceed, released) = mpsc::channel::<()>();
+    let (report, reported) = mpsc::channel();
+    let released = Arc::new(Mutex::new(released));
     let old = Upstream::with_script(move |connection| {
         if connection.read_request().is_some() {
-            saw.send(()).unwrap();
-            gone.lock().unwrap().recv().unwrap();
+            report.send(()).unwrap();
+            released.lock().unwrap().recv().unwrap();
             connection.send(reply(200, &[], b"old"));
         }
     });
-    // Dropped before the upstream, which waits for it.
-    let go = go;
+    // Dropped before the upstream, whose script waits for it.
+    let proceed = proceed;
     let new = Upstream::responding(|_| reply(200, &[], b"new"));
     let process = Process::spawn(&forward_all(&old));
     let mut client = process.client();
     client.send(request("GET", "/a", &[], b""));
-    seen.recv().unwrap();
+    reported.recv().unwrap();
     process.write_config(&forward_all(&new));
-    process.signal("HUP");
     process.wait_for_reloads("applied", 1);
     eventually("new requests go to the new upstream", || {
         let mut second = Client::connect(process.http);
         second.send(request("GET", "/b", &[], b""));
         second.read_response().text() == "new"
     });
-    go.send(()).unwrap();
+    proceed.send(()).unwrap();
     assert_eq!(client.read_response().expect(200).text(), "old");
-    // The connection lives on, with the new configuration.
+    // The connection stays open, with the new configuration.
     assert_eq!(client.get("/c").expect(200).text(), "new");
 }
 
@@ -153,9 +149,8 @@ fn routes_and_rules_can_be_added_and_removed() {
     client.get("/a").expect(200);
     client.get("/b").expect(404);
     process.write_config(&rule(10).replace("/{*rest}", "/b"));
-    process.signal("HUP");
     process.wait_for_reloads("applied", 1);
-    eventually("the new route is known", || client.get("/b").status == 200);
+    eventually("the new route applies", || client.get("/b").status == 200);
     client.get("/a").expect(404);
 }
 

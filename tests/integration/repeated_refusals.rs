@@ -1,4 +1,4 @@
-//! A refused client that repeats its request, byte by byte, is refused without parsing. The responses must not differ.
+//! A client that repeats a refused request byte for byte is refused without parsing. The response must be the same.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -8,16 +8,16 @@ use crate::support::gateway::{Gateway, START_S};
 use crate::support::jwt_issuer::Issuer;
 use crate::support::process::Process;
 use crate::support::tls::{RevokingCa, TlsClient, listen};
-use crate::support::{Scratch, eventually, one_rule};
+use crate::support::{Scratch, eventually, eventually_eq, one_rule};
 
-const TWO: &str = "key = \"ip\"\nwindows = [\"2/minute\"]";
+const TWO_PER_MINUTE: &str = "key = \"ip\"\nwindows = [\"2/minute\"]";
 
 fn count(gateway: &Gateway, name: &str, labels: &[(&str, &str)]) -> u64 {
     gateway.metrics().sum(name, labels)
 }
 
-/// A response as it arrives.
-fn raw(client: &mut Client) -> String {
+/// The bytes of a response.
+fn get_raw(client: &mut Client) -> String {
     client.send(request("GET", "/a", &[], b""));
     let mut text = String::new();
     while !text.ends_with("\r\n\r\n") {
@@ -35,31 +35,31 @@ fn a_repeated_refusal_is_identical_and_counted() {
         let mut client = gateway.client();
         client.get("/a").expect(200);
         client.get("/a").expect(200);
-        let first = raw(&mut gateway.client());
+        let first = get_raw(&mut gateway.client());
         assert!(
             first.starts_with("HTTP/1.1 ") && first.contains("\r\ndate: ") && first.contains(" GMT\r\n"),
             "{first}"
         );
         for _ in 0..9 {
-            assert_eq!(raw(&mut client), first);
+            assert_eq!(get_raw(&mut client), first);
         }
         for (name, labels) in [
             ("transom_requests_total", [("route", "all"), ("code", code)]),
             ("transom_decisions_total", [("rule", "r"), ("outcome", "refused")]),
             ("transom_refused_total", [("rule", "r"), ("window", "r-minute")]),
         ] {
-            assert_eq!(count(&gateway, name, &labels), 10, "{name}");
+            eventually_eq(|| count(&gateway, name, &labels), 10);
         }
         assert_eq!(count(&gateway, "transom_refused_total", &[("window", "r-hour")]), 0);
         for name in ["transom_request_duration_seconds_count", "transom_decision_duration_seconds_count"] {
-            assert_eq!(count(&gateway, name, &[]), 12, "{name}");
+            eventually_eq(|| count(&gateway, name, &[]), 12);
         }
     }
 }
 
 #[test]
 fn a_repeated_request_passes_after_its_window() {
-    let gateway = Gateway::start(&one_rule(TWO));
+    let gateway = Gateway::start(&one_rule(TWO_PER_MINUTE));
     let mut client = gateway.client();
     for _ in 0..4 {
         let statuses = [0; 6].map(|_| client.get("/a").status);
@@ -70,15 +70,15 @@ fn a_repeated_request_passes_after_its_window() {
 
 #[test]
 fn a_repeated_request_sees_a_changed_configuration() {
-    let mut gateway = Gateway::start(&one_rule(TWO));
+    let mut gateway = Gateway::start(&one_rule(TWO_PER_MINUTE));
     let mut client = gateway.client();
     let mut next = |count: usize| (0..count).map(|_| client.get("/a").status).collect::<Vec<_>>();
     assert_eq!(next(6), [200, 200, 429, 429, 429, 429]);
     gateway.reload(&one_rule("key = \"ip\"\nwindows = [\"4/minute\"]"));
-    eventually("the limit is raised", || next(1) == [200]);
+    eventually("the new limit applies", || next(1) == [200]);
     assert_eq!(next(5), [200, 429, 429, 429, 429]);
-    gateway.reload(&one_rule(TWO).replace("/{*rest}", "/b"));
-    eventually("the route is gone", || next(1) == [404]);
+    gateway.reload(&one_rule(TWO_PER_MINUTE).replace("/{*rest}", "/b"));
+    eventually("the route is removed", || next(1) == [404]);
 }
 
 #[test]
@@ -86,14 +86,14 @@ fn heads_that_differ_in_one_byte_are_distinguished() {
     let gateway =
         Gateway::start(&one_rule("key = \"header:x-key\"\non_missing_key = \"refuse\"\nwindows = [\"2/minute\"]"));
     let mut client = gateway.client();
-    let mut ask = |key: &str| client.get_with("/a", &[("X-Key", key)]).status;
-    assert_eq!([0; 5].map(|_| ask("one")), [200, 200, 429, 429, 429]);
-    assert_eq!([0; 5].map(|_| ask("onf")), [200, 200, 429, 429, 429]);
-    assert_eq!(["one", "ona", "one", "one", "one", "ona", "ona"].map(ask), [429, 200, 429, 429, 429, 200, 429]);
+    let mut status_of = |key: &str| client.get_with("/a", &[("X-Key", key)]).status;
+    assert_eq!([0; 5].map(|_| status_of("one")), [200, 200, 429, 429, 429]);
+    assert_eq!([0; 5].map(|_| status_of("onf")), [200, 200, 429, 429, 429]);
+    assert_eq!(["one", "ona", "one", "one", "one", "ona", "ona"].map(status_of), [429, 200, 429, 429, 429, 200, 429]);
 }
 
 /// A connection on which the same request has been refused three times.
-fn refused(gateway: &Gateway) -> Client {
+fn connection_refused_three_times(gateway: &Gateway) -> Client {
     let mut client = gateway.client();
     while client.get("/a").status != 429 {}
     client.get("/a").expect(429);
@@ -103,10 +103,10 @@ fn refused(gateway: &Gateway) -> Client {
 
 #[test]
 fn split_and_pipelined_requests_are_all_answered() {
-    let gateway = Gateway::start(&one_rule(TWO));
+    let gateway = Gateway::start(&one_rule(TWO_PER_MINUTE));
     let head = request("GET", "/a", &[], b"");
     for pieces in [1, 2, 3, 7] {
-        let mut client = refused(&gateway);
+        let mut client = connection_refused_three_times(&gateway);
         let many = head.repeat(10);
         for piece in many.chunks(many.len().div_ceil(pieces)) {
             client.send(piece);
@@ -118,7 +118,7 @@ fn split_and_pipelined_requests_are_all_answered() {
         client.send(&head[..at]).send(&head[at..]).read_response().expect(429);
         client.get("/a").expect(429);
         client.get("/a").expect(429);
-        // One that repeats the last, and the beginning of another.
+        // A repeated request, and the beginning of another one.
         client.send([&head[..], b"GET /b "].concat()).read_response().expect(429);
         client.send(format!("HTTP/1.1\r\nHost: {HOST}\r\n\r\n")).read_response().expect(429);
         client.get("/a").expect(429);
@@ -127,9 +127,9 @@ fn split_and_pipelined_requests_are_all_answered() {
 
 #[test]
 fn requests_with_bodies_are_answered_as_usual() {
-    let gateway = Gateway::start(&one_rule(TWO));
+    let gateway = Gateway::start(&one_rule(TWO_PER_MINUTE));
     for body in [&b""[..], b"GET /a HTTP/1.1\r\n\r\n"] {
-        let mut client = refused(&gateway);
+        let mut client = connection_refused_three_times(&gateway);
         for _ in 0..4 {
             client.request("POST", "/a", &[("Expect", "100-continue")], body).expect(429);
         }
@@ -170,14 +170,14 @@ fn is_unread(client: &Client) -> bool {
 
 #[test]
 fn a_client_that_reads_late_receives_every_response() {
-    // Large responses, so that a few of them exceed the buffers.
+    // Large responses, so that a few of them fill the buffers.
     let body = "slow down\n".repeat(6500);
-    let gateway = Gateway::start(&one_rule(&format!("{TWO}\nbody = {body:?}")));
-    let mut client = refused(&gateway);
+    let gateway = Gateway::start(&one_rule(&format!("{TWO_PER_MINUTE}\nbody = {body:?}")));
+    let mut client = connection_refused_three_times(&gateway);
     let head = request("GET", "/a", &[], b"");
     let answered = || count(&gateway, "transom_requests_total", &[("code", "429")]);
     let (before, mut sent) = (answered(), 0);
-    // One after the other, so that each is read by itself; until none is read any more.
+    // One request at a time, until the gateway stops reading.
     loop {
         client.send(&head);
         sent += 1;
@@ -188,7 +188,7 @@ fn a_client_that_reads_late_receives_every_response() {
     for _ in 0..sent {
         assert_eq!(client.read_response().expect(429).body.len(), body.len());
     }
-    assert_eq!(answered(), before + sent);
+    eventually_eq(answered, before + sent);
     client.get("/a").expect(429);
 }
 
@@ -202,9 +202,9 @@ fn the_last_response_before_the_close_announces_it() {
         client.get("/a").expect(429);
     }
     process.signal("TERM");
-    eventually("it says that it is not ready", || process.admin_get("/readyz").status == 503);
-    // Readiness goes down first.
-    eventually("an answer says so", || client.get("/a").expect(429).field("connection") == Some("close"));
+    eventually("the gateway is not ready", || process.admin_get("/readyz").status == 503);
+    // Readiness ends before the drain.
+    eventually("a response announces the close", || client.get("/a").expect(429).field("connection") == Some("close"));
     client.expect_closed();
     assert_eq!(process.wait().code(), Some(0));
 }
@@ -212,7 +212,7 @@ fn the_last_response_before_the_close_announces_it() {
 #[test]
 fn a_repeated_request_over_tls_is_refused() {
     let (scratch, authority) = (Scratch::new(), RevokingCa::new());
-    let gateway = Gateway::start(&(listen(&scratch, &authority.issue(&["a.test"]), "") + &one_rule(TWO)));
+    let gateway = Gateway::start(&(listen(&scratch, &authority.issue(&["a.test"]), "") + &one_rule(TWO_PER_MINUTE)));
     let mut client = TlsClient::trusting(&authority).connect(gateway.https_addresses()[0], "a.test");
     for _ in 0..3 {
         assert_eq!([0; 6].map(|_| client.get("/a").status), [200, 200, 429, 429, 429, 429]);
@@ -231,7 +231,7 @@ fn each_repeated_refusal_is_logged() {
         client.get("/a?b");
     }
     let lines = || fs::read_to_string(&file).unwrap_or_default();
-    eventually("the lines are written", || lines().lines().count() == 8);
+    eventually("the lines are logged", || lines().lines().count() == 8);
     assert_eq!(lines().matches("\"path\":\"/a\"").count(), 8);
     assert_eq!(lines().matches("\"status\":429").count(), 7);
 }
@@ -243,8 +243,8 @@ fn a_token_expires_between_repeated_refusals() {
     let gateway = Gateway::start(&format!("{}{}", one_rule(rule), issuer.keys(&scratch)));
     let token = issuer.token("HS256", &serde_json::json!({ "sub": "a", "exp": START_S + 60 }));
     let mut client = gateway.client();
-    let mut ask = || client.get_with("/a", &[("Authorization", &format!("Bearer {token}"))]).status;
-    assert_eq!([0; 6].map(|_| ask()), [200, 200, 429, 429, 429, 429]);
+    let mut status_of = || client.get_with("/a", &[("Authorization", &format!("Bearer {token}"))]).status;
+    assert_eq!([0; 6].map(|_| status_of()), [200, 200, 429, 429, 429, 429]);
     gateway.advance_s(120);
-    assert_eq!([0; 3].map(|_| ask()), [401; 3]);
+    assert_eq!([0; 3].map(|_| status_of()), [401; 3]);
 }

@@ -18,7 +18,7 @@ const GET: &str = "GET /a HTTP/1.1\r\nHost: a\r\n";
 const POST: &str = "POST /a HTTP/1.1\r\nHost: a\r\n";
 
 /// The bytes after every case: they must never be parsed as a request.
-const NEXT: &str = "GET /smuggled HTTP/1.1\r\nHost: a\r\n\r\n";
+const SMUGGLED: &str = "GET /smuggled HTTP/1.1\r\nHost: a\r\n\r\n";
 
 /// Ambiguous requests, and their responses.
 fn ambiguous() -> Vec<(&'static str, String, u16)> {
@@ -28,7 +28,7 @@ fn ambiguous() -> Vec<(&'static str, String, u16)> {
         ("a bare LF behind a field", "GET /a HTTP/1.1\r\nHost: a\nX: b\r\n\r\n".into(), 400),
         ("a bare LF at the end", "GET /a HTTP/1.1\r\nHost: a\r\n\n".into(), 400),
         ("bare LFs throughout", "GET /a HTTP/1.1\nHost: a\n\n".into(), 400),
-        ("a bare LF in a value", format!("{GET}X: a\n\n{NEXT}"), 400),
+        ("a bare LF in a value", format!("{GET}X: a\n\n{SMUGGLED}"), 400),
         ("chunks behind a bare LF", format!("{POST}X: a\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"), 400),
         ("a bare CR", format!("{GET}X: a\rY: b\r\n\r\n"), 400),
         // Where a body ends.
@@ -48,7 +48,7 @@ fn ambiguous() -> Vec<(&'static str, String, u16)> {
             "POST /a HTTP/1.0\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n".into(),
             400,
         ),
-        // Whom it is for.
+        // Host.
         ("no Host", "GET /a HTTP/1.1\r\n\r\n".into(), 400),
         ("two Hosts", format!("{GET}Host: b\r\n\r\n"), 400),
         ("a Host with a user", "GET /a HTTP/1.1\r\nHost: u@a\r\n\r\n".into(), 400),
@@ -56,7 +56,7 @@ fn ambiguous() -> Vec<(&'static str, String, u16)> {
         ("another host in the target", "GET http://b/a HTTP/1.1\r\nHost: a\r\n\r\n".into(), 400),
         ("a user in the target", "GET http://a@b/a HTTP/1.1\r\nHost: a\r\n\r\n".into(), 400),
         ("two Hosts of HTTP/1.0", "GET /a HTTP/1.0\r\nHost: a\r\nHost: b\r\n\r\n".into(), 400),
-        // The subject of the case.
+        // Target and method.
         ("a target without a slash", "GET a HTTP/1.1\r\nHost: a\r\n\r\n".into(), 400),
         ("a fragment", "GET /a#b HTTP/1.1\r\nHost: a\r\n\r\n".into(), 400),
         ("an authority", "GET a:80 HTTP/1.1\r\nHost: a\r\n\r\n".into(), 400),
@@ -86,9 +86,9 @@ fn ambiguous_requests_are_refused_and_not_counted() {
     let mut wrong = Vec::new();
     for (name, bytes, status) in &cases {
         let mut client = gateway.client();
-        client.send_if_open(bytes).send_if_open(NEXT);
+        client.send_if_open(bytes).send_if_open(SMUGGLED);
         let Some(mut response) = client.read_head() else {
-            wrong.push(format!("{name}: closed without a word"));
+            wrong.push(format!("{name}: closed without a response"));
             continue;
         };
         client.read_body(&mut response, "GET");
@@ -97,19 +97,19 @@ fn ambiguous_requests_are_refused_and_not_counted() {
         }
         client.shutdown_write();
         if !client.read_to_end().is_empty() {
-            wrong.push(format!("{name}: answered again"));
+            wrong.push(format!("{name}: another response"));
         }
         if upstream.connections() > 0 {
-            wrong.push(format!("{name}: the upstream was asked {:?}", upstream.received()));
+            wrong.push(format!("{name}: the upstream received {:?}", upstream.received()));
             break;
         }
     }
     assert!(wrong.is_empty(), "{wrong:#?}");
     assert_eq!(remaining(&gateway.get("/a").expect(200), "r"), 999, "none of these was counted");
-    let told = gateway.metrics();
-    assert_eq!(told.sum("transom_request_errors_total", &[]), cases.len() as u64);
-    assert_eq!(told.sum("transom_request_errors_total", &[("error", "method")]), 3);
-    assert_eq!(told.sum("transom_request_errors_total", &[("error", "expectation")]), 2);
+    let metrics = gateway.metrics();
+    assert_eq!(metrics.sum("transom_request_errors_total", &[]), cases.len() as u64);
+    assert_eq!(metrics.sum("transom_request_errors_total", &[("error", "method")]), 3);
+    assert_eq!(metrics.sum("transom_request_errors_total", &[("error", "expectation")]), 2);
 }
 
 #[test]
@@ -122,8 +122,8 @@ fn ambiguous_requests_are_refused_after_any_other_request() {
         format!("{POST}Transfer-Encoding: chunked\r\n\r\n3;x=y\r\n\na\n\r\n0\r\n\r\n"),
     ];
     let second = [
-        format!("GET /a HTTP/1.1\nHost: a\n\n{NEXT}"),
-        format!("{GET}X: a\n\r\n{NEXT}"),
+        format!("GET /a HTTP/1.1\nHost: a\n\n{SMUGGLED}"),
+        format!("{GET}X: a\n\r\n{SMUGGLED}"),
         format!("{POST}Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
     ];
     for (first, second, at_once) in first
@@ -183,7 +183,7 @@ fn the_rest_of_a_refused_body_is_not_parsed_as_a_head() {
     gateway.get("/a").expect(200);
     let body = "line\nline\nTransfer-Encoding: chunked\nContent-Length: 3\n\n".repeat(10);
     let head = format!("{POST}Content-Length: {}\r\n\r\n", body.len());
-    // The body comes with the head, in part, or after it; a fast client keeps the connection.
+    // The body arrives with the head, in part, or after it; a fast client keeps the connection.
     for with_head in [body.len(), 100, 0] {
         let mut client = gateway.client();
         client.send(format!("{head}{}", &body[..with_head])).send_if_open(&body[with_head..]);
@@ -245,15 +245,15 @@ fn head_limits_can_be_lowered() {
     let limits = "[limits]\nrequest_head = \"8KiB\"\nrequest_fields = 10\n";
     let gateway = Gateway::start(&format!("{}{limits}", toml(&upstream)));
     let fields = |count: usize| (0..count).map(|n| format!("X-{n}: a\r\n")).collect::<String>();
-    let ask = |bytes: String| {
+    let status_of = |bytes: String| {
         let mut client = gateway.client();
         client.send_if_open(bytes);
         client.read_response().status
     };
-    assert_eq!(ask(format!("{GET}{}\r\n", fields(9))), 200);
-    assert_eq!(ask(format!("{GET}{}\r\n", fields(10))), 431);
-    assert_eq!(ask(format!("{GET}X: {}\r\n\r\n", "a".repeat(7000))), 200);
-    assert_eq!(ask(format!("{GET}X: {}\r\n\r\n", "a".repeat(9000))), 431);
+    assert_eq!(status_of(format!("{GET}{}\r\n", fields(9))), 200);
+    assert_eq!(status_of(format!("{GET}{}\r\n", fields(10))), 431);
+    assert_eq!(status_of(format!("{GET}X: {}\r\n\r\n", "a".repeat(7000))), 200);
+    assert_eq!(status_of(format!("{GET}X: {}\r\n\r\n", "a".repeat(9000))), 431);
     let wide = Gateway::start(&format!("{}[limits]\nrequest_fields = 300\n", toml(&upstream)));
     let mut client = wide.client();
     client.send(format!("{GET}{}\r\n", fields(250)));

@@ -1,4 +1,4 @@
-//! Servers that die, hang and return under load, and the resulting retries.
+//! Retries: servers that are killed, hang and return under load, and the conditions and limits of retries.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
@@ -14,7 +14,7 @@ fn retries(gateway: &Gateway, outcome: &str) -> u64 {
     gateway.metrics().sum("transom_upstream_retries_total", &[("upstream", "u"), ("outcome", outcome)])
 }
 
-/// A server on a free address, or on the address that it had before.
+/// A server process at an address; port 0 means a free port.
 fn echo(address: &str) -> Process {
     Process::spawn(&format!(
         "listen = {{ http = \"{address}\", admin = \"127.0.0.1:0\" }}\nworkers = 1\n[upstreams.e]\nbuiltin = \"echo\"\n\
@@ -32,7 +32,7 @@ fn killed_and_hung_servers_are_invisible_to_clients() {
     let url = format!("http://{}", addresses[1]);
     let labels: [(&str, &str); 2] = [("upstream", "u"), ("server", &url)];
     let ejected = |wanted: u64| {
-        eventually("it is ejected or back", || {
+        eventually("the ejection begins or ends", || {
             gateway.metrics().sum("transom_upstream_server_ejected", &labels) == wanted
         });
     };
@@ -42,28 +42,28 @@ fn killed_and_hung_servers_are_invisible_to_clients() {
             gateway.metrics().sum("transom_upstream_requests_total", &labels)
         };
         let before = answered();
-        eventually("it serves", || answered() > before + 10);
+        eventually("the server responds", || answered() > before + 10);
     };
-    let (over, asked) = (AtomicBool::new(false), AtomicUsize::new(0));
+    let (stop, sent) = (AtomicBool::new(false), AtomicUsize::new(0));
     thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
                 let mut client = gateway.client();
-                while !over.load(Ordering::SeqCst) {
+                while !stop.load(Ordering::SeqCst) {
                     let response = client.get("/a");
                     assert_eq!(
                         response.status,
                         200,
                         "after {} requests: {}",
-                        asked.load(Ordering::SeqCst),
+                        sent.load(Ordering::SeqCst),
                         response.text()
                     );
-                    asked.fetch_add(1, Ordering::SeqCst);
+                    sent.fetch_add(1, Ordering::SeqCst);
                 }
             });
         }
-        // Ends the load also where something here fails.
-        let end = Over(&over);
+        // Ends the load also if an assertion fails.
+        let end = StopOnDrop(&stop);
         serves();
         servers[1].signal("KILL");
         ejected(1);
@@ -84,9 +84,9 @@ fn killed_and_hung_servers_are_invisible_to_clients() {
     assert_eq!(retries(&gateway, "over_budget"), 0);
 }
 
-struct Over<'a>(&'a AtomicBool);
+struct StopOnDrop<'a>(&'a AtomicBool);
 
-impl Drop for Over<'_> {
+impl Drop for StopOnDrop<'_> {
     fn drop(&mut self) {
         self.0.store(true, Ordering::SeqCst);
     }
@@ -124,7 +124,7 @@ fn configured_statuses_eject_a_server() {
 
 #[test]
 fn retries_end_with_the_budget() {
-    // It closes the connection after every request.
+    // The servers close the connection after every request.
     let servers: Vec<Upstream> =
         (0..3).map(|_| Upstream::with_script(|connection| drop(connection.read_request()))).collect();
     let addresses: Vec<_> = servers.iter().map(|server| server.address).collect();
@@ -154,8 +154,8 @@ fn every_retry_uses_another_server() {
     assert_eq!(servers[0].received().iter().filter(|request| request.target == "/b").count(), 4);
     let gateway = Gateway::start(&forward_to(&addresses, "retries = false"));
     gateway.get("/c").expect(502);
-    let asked = |server: &Upstream| server.received().iter().filter(|request| request.target == "/c").count();
-    assert_eq!(servers.iter().map(asked).sum::<usize>(), 1);
+    let sent = |server: &Upstream| server.received().iter().filter(|request| request.target == "/c").count();
+    assert_eq!(servers.iter().map(sent).sum::<usize>(), 1);
 }
 
 #[test]
@@ -178,11 +178,11 @@ fn nothing_is_retried_after_response_bytes_were_forwarded() {
 fn a_slow_attempt_is_retried_on_another_server() {
     let silent = Upstream::with_script(|connection| while connection.read_request().is_some() {});
     let good = Upstream::always(200);
-    let settings = "balance = \"round-robin\"\nretries = { try_timeout = \"50ms\" }\nejection = false\n";
+    let settings = "balance = \"round-robin\"\nretries = { try_timeout = \"1s\" }\nejection = false\n";
     let gateway = Gateway::start(&format!("workers = 1\n{}", forward_to(&[silent.address, good.address], settings)));
     let mut client = gateway.client();
     for _ in 0..4 {
-        within(Duration::from_millis(50), || client.get("/a").expect(200));
+        within(Duration::from_secs(1), || client.get("/a").expect(200));
     }
     assert_eq!(silent.received().len(), retries(&gateway, "retried") as usize);
     assert!(!silent.received().is_empty());
@@ -195,7 +195,7 @@ fn the_request_deadline_covers_all_attempts() {
     let upstream = Upstream::with_script(|connection| {
         while let Some(request) = connection.read_request() {
             match request.target.as_str() {
-                // Moves on and on.
+                // Sends bytes without end.
                 "/endless" if connection.send("HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n") => {
                     while connection.send("x") {
                         thread::yield_now();
@@ -206,11 +206,11 @@ fn the_request_deadline_covers_all_attempts() {
             }
         }
     });
-    let toml = forward_to(&[upstream.address], "retries = { attempts = 5, try_timeout = \"50ms\" }");
-    let gateway = Gateway::start(&format!("{toml}\n[timeouts]\nrequest = \"400ms\"\n"));
-    let whole = Duration::from_millis(400);
+    let toml = forward_to(&[upstream.address], "retries = { attempts = 5, try_timeout = \"250ms\" }");
+    let gateway = Gateway::start(&format!("{toml}\n[timeouts]\nrequest = \"2s\"\n"));
+    let whole = Duration::from_secs(2);
     within(whole, || gateway.get("/silent").expect(504).problem());
-    // Tries in between are bounded by it as well.
+    // The deadline also limits the number of attempts.
     assert!((2..=6).contains(&upstream.received().len()), "{}", upstream.received().len());
     within(whole, || gateway.client().post("/silent", "body").expect(504).problem());
     let mut client = Client::connect(gateway.http);

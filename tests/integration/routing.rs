@@ -6,7 +6,7 @@ use crate::support::process::run;
 use crate::support::ratelimit_parser::{items, remaining};
 use crate::support::upstream::Upstream;
 
-/// One rule `general` on everything, and another, with more tokens, on one route.
+/// A rule `general` on everything, and a rule `loose` with more tokens on one route.
 fn two_routes(upstream: &Upstream, route: &str) -> String {
     format!(
         "{}[rules.general]\nkey = \"ip\"\nwindows = [\"5/day\"]\n[rules.loose]\nkey = \"ip\"\nwindows = [\"1000/day\"]\n\
@@ -74,15 +74,15 @@ fn equivalent_paths_match_the_same_routes_and_rules() {
     let upstream = Upstream::always(200);
     let settings = "path_parameters = \"strip\"\ntrailing_slash = \"ignore\"";
     let gateway = Gateway::start(&login_route(settings, &upstream));
-    let spellings =
+    let equivalent =
         ["/login", "/login/", "/login;x", "/login;a=b;c", "/login%3Bx", "//login/;x", "/login/.", "/;x/login"];
-    for (n, target) in spellings.into_iter().enumerate() {
+    for (n, target) in equivalent.into_iter().enumerate() {
         assert_eq!(remaining(&gateway.get(target).expect(200), "loose"), 8 - n as u64, "{target}");
-        // The client's own bytes, as ever.
+        // The original path is forwarded.
         assert_eq!(upstream.received().pop().unwrap().target, target);
     }
     assert_eq!(remaining(&gateway.get("/login/x").expect(200), "general"), 1999);
-    // A catch-all still takes its own folder.
+    // A catch-all also matches an empty rest.
     assert_eq!(remaining(&gateway.get("/").expect(200), "general"), 1998);
 
     let gateway = Gateway::start(&login_route(&format!("{settings}\nforward_path = \"normalized\""), &upstream));

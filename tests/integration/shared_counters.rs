@@ -15,13 +15,13 @@ use crate::support::process::Process;
 use crate::support::ratelimit_parser::{items, remaining};
 use crate::support::redis::RedisServer;
 
-fn by(redis: &RedisServer, mode: &str, rules: &str) -> String {
+fn config(redis: &RedisServer, mode: &str, rules: &str) -> String {
     shared_config(&format!("\"{}\"", redis.url()), &format!("mode = \"{mode}\"\n{LONG_TIMEOUT}"), rules)
 }
 
-/// The keys of counters, in order.
+/// The keys of counters, sorted.
 fn counters(redis: &RedisServer) -> Vec<String> {
-    // Where gateways try whether Redis counts, there is no rule.
+    // Without the keys of the gateways' probes, which have no rule.
     redis.keys().into_iter().filter(|key| !key.contains("{#")).collect()
 }
 
@@ -41,9 +41,9 @@ fn sum(redis: &RedisServer) -> i64 {
 #[test]
 fn exact_mode_admits_exactly_the_limit() {
     let redis = RedisServer::start();
-    let gateways = GatewayGroup::start(3, &by(&redis, "exact", &rule_by_key("[\"100/30d\"]", "")));
+    let gateways = GatewayGroup::start(3, &config(&redis, "exact", &rule_by_key("[\"100/30d\"]", "")));
     assert_eq!(gateways.count_admitted("alice", 40), 100);
-    // Nothing is counted for the refused.
+    // Refused requests are not counted.
     assert_eq!(redis.cli(&["GET", &only_key(&redis)]), "100");
     assert_eq!(gateways.count_admitted("bob", 10), 60);
 }
@@ -51,19 +51,20 @@ fn exact_mode_admits_exactly_the_limit() {
 #[test]
 fn leases_use_exactly_the_limit() {
     let redis = RedisServer::start();
-    let gateways = GatewayGroup::start(4, &by(&redis, "lease", &rule_by_key("[\"1000/30d\"]", "")));
+    let gateways = GatewayGroup::start(4, &config(&redis, "lease", &rule_by_key("[\"1000/30d\"]", "")));
     let admitted = gateways.count_admitted("alice", 400);
     assert!((990..=1000).contains(&admitted), "{admitted}");
     let counted = redis.integer(&["GET", &only_key(&redis)]);
     assert!((990..=1000).contains(&counted), "{counted}");
-    // Far fewer questions than requests.
+    // Far fewer calls than requests.
     assert!(redis.call_count("evalsha") < 1000, "{}", redis.call_count("evalsha"));
 }
 
 #[test]
 fn leased_and_exact_mode_share_a_counter() {
     let redis = RedisServer::start();
-    let gateways = ["exact", "lease"].map(|mode| Process::spawn(&by(&redis, mode, &rule_by_key("[\"50/30d\"]", ""))));
+    let gateways =
+        ["exact", "lease"].map(|mode| Process::spawn(&config(&redis, mode, &rule_by_key("[\"50/30d\"]", ""))));
     assert_eq!(count_admitted_by(&gateways[0], "alice", 20), 20);
     let leased = count_admitted_by(&gateways[1], "alice", 60);
     assert_eq!((leased, count_admitted_by(&gateways[0], "alice", 5)), (30, 0));
@@ -72,7 +73,7 @@ fn leased_and_exact_mode_share_a_counter() {
 #[test]
 fn a_counter_is_an_integer_key_that_expires_with_its_window() {
     let redis = RedisServer::start();
-    let gateway = Process::spawn(&by(&redis, "exact", &rule_by_key("[\"10/30d\"]", "")));
+    let gateway = Process::spawn(&config(&redis, "exact", &rule_by_key("[\"10/30d\"]", "")));
     assert_eq!(count_admitted_by(&gateway, "alice", 3), 3);
     let key = only_key(&redis);
     let number: u64 = key.strip_prefix("transom:{r|alice}:").unwrap_or_else(|| panic!("{key}")).parse().unwrap();
@@ -92,7 +93,7 @@ fn a_counter_is_an_integer_key_that_expires_with_its_window() {
 fn another_service_can_share_the_limit() {
     let redis = RedisServer::start();
     for mode in ["exact", "lease"] {
-        let gateway = Process::spawn(&by(&redis, mode, &rule_by_key("[\"10/30d\"]", "")));
+        let gateway = Process::spawn(&config(&redis, mode, &rule_by_key("[\"10/30d\"]", "")));
         assert_eq!(count_admitted_by(&gateway, mode, 1), 1);
         let key = redis.keys().into_iter().find(|key| key.contains(mode)).unwrap();
         (0..7).for_each(|_| drop(redis.cli(&["INCR", &key])));
@@ -104,7 +105,7 @@ fn another_service_can_share_the_limit() {
 fn a_refusal_by_one_shared_layer_charges_no_other() {
     let redis = RedisServer::start();
     let rules = rule_by_key("[\"20/week\", \"5/day\"]", "");
-    let gateways = GatewayGroup::start(2, &by(&redis, "exact", &rules));
+    let gateways = GatewayGroup::start(2, &config(&redis, "exact", &rules));
     assert_eq!(gateways.count_admitted("alice", 5), 5);
     let keys = counters(&redis);
     assert_eq!(keys.len(), 2, "{keys:?}");
@@ -116,8 +117,8 @@ fn a_refusal_by_one_shared_layer_charges_no_other() {
     assert_eq!((remaining(&response, "r-week"), remaining(&response, "r-day")), (15, 0));
 }
 
-/// While a wide rule is known to be used up, requests with new keys are refused without a call, and nothing is known of
-/// their own counters but when their windows end.
+/// While a global rule is known to be used up, requests with new keys are refused without a call. Of their own counters, only
+/// the end of the window is known.
 #[test]
 fn a_layer_without_a_lookup_reports_the_end_of_its_window() {
     let redis = RedisServer::start();
@@ -125,13 +126,13 @@ fn a_layer_without_a_lookup_reports_the_end_of_its_window() {
                  [rules.all]\nkey = \"global\"\nwindows = [\"1/30d\"]\n";
     for mode in ["exact", "lease"] {
         redis.cli(&["FLUSHALL"]);
-        let gateway = Process::spawn(&format!("workers = 1\n{}", by(&redis, mode, rules)));
-        let ask = |user: &str| gateway.client().get_with("/a", &[("X-User", user)]);
-        assert_eq!(ask("first").status, 200);
+        let gateway = Process::spawn(&format!("workers = 1\n{}", config(&redis, mode, rules)));
+        let get_as = |user: &str| gateway.client().get_with("/a", &[("X-User", user)]);
+        assert_eq!(get_as("first").status, 200);
         for user in ["a", "b", "c"] {
-            let response = ask(user).expect(429);
-            let told = items(&response, "ratelimit");
-            let [of_user, of_all] = ["user", "all"].map(|name| told.iter().find(|item| item.name == name).unwrap());
+            let response = get_as(user).expect(429);
+            let state = items(&response, "ratelimit");
+            let [of_user, of_all] = ["user", "all"].map(|name| state.iter().find(|item| item.name == name).unwrap());
             assert_eq!((of_user.get("r"), of_all.get("r")), (33, 0), "{mode}: {response:?}");
             assert!(of_user.get("t").abs_diff(of_all.get("t")) <= 1, "{mode}: {response:?}");
         }
@@ -145,11 +146,11 @@ fn rules_with_different_keys_are_charged_together_or_not_at_all() {
                  [rules.all]\nkey = \"global\"\nwindows = [\"10/30d\"]\n";
     for mode in ["exact", "lease"] {
         redis.cli(&["FLUSHALL"]);
-        let gateway = Process::spawn(&by(&redis, mode, rules));
-        let ask = |user: &str| is_admitted(&gateway.client().get_with("/a", &[("X-User", user)]));
-        let admitted = |user: &str| (0..6).filter(|_| ask(user)).count();
+        let gateway = Process::spawn(&config(&redis, mode, rules));
+        let get_as = |user: &str| is_admitted(&gateway.client().get_with("/a", &[("X-User", user)]));
+        let admitted = |user: &str| (0..6).filter(|_| get_as(user)).count();
         assert_eq!([admitted("a"), admitted("b"), admitted("c")], [3, 3, 3], "{mode}");
-        // One was left for all, whatever was refused by users before.
+        // One token of the global rule was left; refusals by the user rule did not use it.
         assert_eq!([admitted("d"), admitted("e")], [1, 0], "{mode}");
         let key = redis.keys().into_iter().find(|key| key.starts_with("transom:{all|}")).unwrap();
         assert_eq!(redis.integer(&["GET", &key]), 10, "{mode}");
@@ -171,9 +172,9 @@ fn every_window_kind_is_shared_exactly() {
     for mode in ["exact", "lease"] {
         for (windows, limit) in kinds {
             redis.cli(&["FLUSHALL"]);
-            let gateways = GatewayGroup::start(2, &by(&redis, mode, &rule_by_key(windows, "")));
+            let gateways = GatewayGroup::start(2, &config(&redis, mode, &rule_by_key(windows, "")));
             let admitted = gateways.count_admitted("alice", 25);
-            // In leases, one gateway may be refused while the other has a few left.
+            // With leases, one gateway may refuse while the other has a few tokens left.
             let least = if mode == "exact" { limit } else { limit - 2 };
             assert!((least..=limit).contains(&admitted), "{mode}, {windows}: {admitted} of {limit}");
             let keys = counters(&redis);
@@ -189,7 +190,7 @@ fn every_window_kind_is_shared_exactly() {
 fn plans_are_shared() {
     let redis = RedisServer::start();
     let rules = rule_by_key("[\"3/30d\"]", "[[rules.r.overrides]]\nkey = \"alice\"\nwindows = [\"7/30d\"]");
-    let gateways = GatewayGroup::start(2, &by(&redis, "exact", &rules));
+    let gateways = GatewayGroup::start(2, &config(&redis, "exact", &rules));
     assert_eq!((gateways.count_admitted("alice", 4), gateways.count_admitted("bob", 4)), (7, 3));
 }
 
@@ -197,11 +198,11 @@ fn plans_are_shared() {
 fn a_new_window_grants_again() {
     let redis = RedisServer::start();
     for mode in ["exact", "lease"] {
-        let gateways = GatewayGroup::start(2, &by(&redis, mode, &rule_by_key("[\"3/1s\"]", "")));
-        let ask = || gateways.0.iter().map(|gateway| count_admitted_by(gateway, "alice", 4)).sum::<usize>();
+        let gateways = GatewayGroup::start(2, &config(&redis, mode, &rule_by_key("[\"3/1s\"]", "")));
+        let admitted = || gateways.0.iter().map(|gateway| count_admitted_by(gateway, "alice", 4)).sum::<usize>();
         let mut windows = 0;
         eventually("four windows grant", || {
-            windows += usize::from(ask() > 0);
+            windows += usize::from(admitted() > 0);
             thread::sleep(Duration::from_millis(50));
             windows >= 4
         });
@@ -216,20 +217,20 @@ fn the_decision_api_uses_shared_counters() {
         "[rules.per-client]\nkey = [\"header:x-user\", \"path\"]\non_missing_key = \"skip\"\nwindows = [\"5/30d\"]\n";
     for mode in ["exact", "lease"] {
         redis.cli(&["FLUSHALL"]);
-        let gateways = GatewayGroup::start(2, &by(&redis, mode, rules));
+        let gateways = GatewayGroup::start(2, &config(&redis, mode, rules));
         let limit = |gateway: usize, path: &str| {
             query_decision(&gateways.0[gateway], "limit", &json!({"rule": "per-client", "key": ["abc", path]}))
         };
-        let all: usize = thread::scope(|scope| {
-            let ask = |gateway| (0..10).filter(|_| limit(gateway, "/search")["allowed"] == true).count();
-            let clients = [0, 1, 0, 1].map(|gateway| scope.spawn(move || ask(gateway)));
+        let admitted_in_all: usize = thread::scope(|scope| {
+            let send = |gateway| (0..10).filter(|_| limit(gateway, "/search")["allowed"] == true).count();
+            let clients = [0, 1, 0, 1].map(|gateway| scope.spawn(move || send(gateway)));
             clients.map(|client| client.join().unwrap()).iter().sum()
         });
-        assert_eq!(all, 5, "{mode}: no lost update");
+        assert_eq!(admitted_in_all, 5, "{mode}: no lost update");
         let refused = limit(1, "/search");
         assert_eq!((&refused["allowed"], &refused["count"], &refused["limit"]), (&json!(false), &json!(5), &json!(5)));
         assert!(refused["ttl"].as_u64() > Some(0) && refused["retry_after"] == refused["ttl"], "{refused}");
-        assert_eq!(limit(0, "/feed")["allowed"], true, "another endpoint counts apart");
+        assert_eq!(limit(0, "/feed")["allowed"], true, "another endpoint has its own counter");
         let count = |verb| {
             query_decision(&gateways.0[1], verb, &json!({"rule": "per-client", "key": ["abc", "/feed"]}))["count"]
                 .clone()
@@ -242,7 +243,7 @@ fn the_decision_api_uses_shared_counters() {
 fn a_known_full_counter_rarely_queries_redis() {
     let redis = RedisServer::start();
     for mode in ["exact", "lease"] {
-        let gateway = Process::spawn(&by(&redis, mode, &rule_by_key("[\"10/30d\"]", "")));
+        let gateway = Process::spawn(&config(&redis, mode, &rule_by_key("[\"10/30d\"]", "")));
         assert_eq!(count_admitted_by(&gateway, mode, 30), 10);
         let before = redis.call_count("evalsha");
         assert_eq!(count_admitted_by(&gateway, mode, 1000), 0);
@@ -256,18 +257,18 @@ fn a_raised_limit_and_a_reset_apply() {
     let redis = RedisServer::start();
     for mode in ["exact", "lease"] {
         redis.cli(&["FLUSHALL"]);
-        let gateways = GatewayGroup::start(2, &by(&redis, mode, &rule_by_key("[\"5/30d\"]", "")));
+        let gateways = GatewayGroup::start(2, &config(&redis, mode, &rule_by_key("[\"5/30d\"]", "")));
         assert_eq!(gateways.count_admitted("alice", 5), 5, "{mode}");
-        gateways.reload(&by(&redis, mode, &rule_by_key("[\"8/30d\"]", "")));
+        gateways.reload(&config(&redis, mode, &rule_by_key("[\"8/30d\"]", "")));
         let mut more = 0;
-        eventually("the new limit holds", || {
+        eventually("the new limit applies", || {
             more += gateways.0.iter().map(|gateway| count_admitted_by(gateway, "alice", 2)).sum::<usize>();
             more >= 3
         });
         assert_eq!((more, gateways.count_admitted("alice", 5)), (3, 0), "{mode}");
         query_decision(&gateways.0[0], "reset", &json!({"rule": "r", "key": "alice"}));
         let mut after = 0;
-        eventually("the other one knows of the reset", || {
+        eventually("the reset reaches the other gateway", || {
             after += count_admitted_by(&gateways.0[1], "alice", 2);
             after > 0
         });
@@ -279,16 +280,17 @@ fn a_raised_limit_and_a_reset_apply() {
 #[test]
 fn an_unused_lease_is_returned() {
     let redis = RedisServer::start();
-    let gateways = GatewayGroup::start(2, &by(&redis, "lease", &rule_by_key("[\"2000/30d\"]", "")));
-    let mut all = count_admitted_by(&gateways.0[0], "alice", 500);
-    assert_eq!(all, 500);
-    eventually("the other one can use what is left", || {
-        all += count_admitted_by(&gateways.0[1], "alice", 100);
-        all >= 1980
+    let gateways = GatewayGroup::start(2, &config(&redis, "lease", &rule_by_key("[\"2000/30d\"]", "")));
+    let mut admitted_in_all = count_admitted_by(&gateways.0[0], "alice", 500);
+    assert_eq!(admitted_in_all, 500);
+    eventually("the other gateway can use the rest", || {
+        admitted_in_all += count_admitted_by(&gateways.0[1], "alice", 100);
+        admitted_in_all >= 1980
     });
-    eventually("nothing is lost", || {
-        all += count_admitted_by(&gateways.0[1], "alice", 5) + count_admitted_by(&gateways.0[0], "alice", 5);
-        all == 2000
+    eventually("the whole limit is used", || {
+        admitted_in_all +=
+            count_admitted_by(&gateways.0[1], "alice", 5) + count_admitted_by(&gateways.0[0], "alice", 5);
+        admitted_in_all == 2000
     });
     assert_eq!((gateways.count_admitted("alice", 20), redis.integer(&["GET", &only_key(&redis)])), (0, 2000));
 }
@@ -296,9 +298,9 @@ fn an_unused_lease_is_returned() {
 #[test]
 fn a_draining_gateway_returns_its_leases() {
     let redis = RedisServer::start();
-    let mut gateway = Process::spawn(&by(&redis, "lease", &rule_by_key("[\"100000/30d\"]", "")));
-    let all = count_admitted_by(&gateway, "alice", 700);
-    assert_eq!(all, 700);
+    let mut gateway = Process::spawn(&config(&redis, "lease", &rule_by_key("[\"100000/30d\"]", "")));
+    let admitted_in_all = count_admitted_by(&gateway, "alice", 700);
+    assert_eq!(admitted_in_all, 700);
     assert!(redis.integer(&["GET", &only_key(&redis)]) >= 700);
     gateway.signal("TERM");
     assert!(gateway.wait().success());

@@ -1,5 +1,5 @@
-//! A Redis that evicts counters when its memory is full: the gateway warns of it while it runs, also where it may not read
-//! the server's configuration.
+//! A Redis that evicts keys when its memory is full: the gateway warns while it runs, also without the right to read the
+//! configuration of the server.
 
 use transom::redis_store::diagnose_rules::COMMANDS;
 
@@ -8,7 +8,7 @@ use crate::support::gateway_group::{LONG_TIMEOUT, rule_by_key, shared_config};
 use crate::support::process::Process;
 use crate::support::redis::RedisServer;
 
-fn evicting(gateway: &Process) -> u64 {
+fn evicting_servers(gateway: &Process) -> u64 {
     gateway.metrics().sum("transom_shared_servers_evicting", &[])
 }
 
@@ -21,7 +21,7 @@ fn an_evicting_server_is_warned_of_on_each_new_connection() {
     let toml = shared_config(&format!("\"{url}\""), LONG_TIMEOUT, &rule_by_key("[\"1000/30d\"]", ""));
     let gateway = Process::spawn(&format!("workers = 1\n{toml}"));
     gateway.wait_for_stderr("`maxmemory-policy` is `allkeys-lru`");
-    eventually("the gauge shows it", || evicting(&gateway) > 0);
+    eventually("the gauge is above 0", || evicting_servers(&gateway) > 0);
 
     // The next request reopens the connections of the worker.
     let reconnected = |policy: &str| {
@@ -32,7 +32,7 @@ fn an_evicting_server_is_warned_of_on_each_new_connection() {
     reconnected("volatile-ttl");
     gateway.wait_for_stderr("`maxmemory-policy` is `volatile-ttl`");
     reconnected("noeviction");
-    eventually("the gauge is back at 0", || evicting(&gateway) == 0);
+    eventually("the gauge is back at 0", || evicting_servers(&gateway) == 0);
     assert!(!gateway.stderr().contains("is `noeviction`"));
 }
 
@@ -44,8 +44,8 @@ fn a_server_without_a_memory_limit_evicts_nothing() {
         LONG_TIMEOUT,
         &rule_by_key("[\"1000/30d\"]", ""),
     ));
-    eventually("its memory is looked at", || redis.call_count("info") > 0);
+    eventually("the gateway reads the memory settings", || redis.call_count("info") > 0);
     assert_eq!(gateway.client().get_with("/a", &[("X-Key", "alice")]).status, 200);
     assert!(!gateway.stderr().contains("maxmemory-policy"), "{}", gateway.stderr());
-    assert_eq!(evicting(&gateway), 0);
+    assert_eq!(evicting_servers(&gateway), 0);
 }

@@ -1,7 +1,7 @@
-//! Four gateways on one Redis, some killed and restarted under load: no key exceeds its limit. Without kills, the limit is used
-//! up.
+//! Four gateways on one Redis that are killed and restarted under load: no key exceeds its limit. Without kills, the limit is
+//! used up.
 //!
-//! `make kills-shared` does it for a minute and prints the result.
+//! `make kills-shared` runs these tests for a minute and prints the result.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use crate::support::seeded_rng;
 
 const KEYS: u32 = 200;
 const GATEWAYS: usize = 4;
-/// Windows of the first two end during the run.
+/// Windows of the first two layers end during the run.
 const LAYERS: [Layer; 3] = [
     Layer { limit: 4, period_ms: 2000 },
     Layer { limit: 12, period_ms: 10_000 },
@@ -23,7 +23,7 @@ const LAYERS: [Layer; 3] = [
 const WINDOWS: &str = "[\"4/2s\", \"12/10s\", \"60/hour\"]";
 
 /// The duration; short by default.
-fn length() -> Duration {
+fn duration() -> Duration {
     let text = std::env::var("TRANSOM_KILLS_SHARED_S");
     Duration::from_secs(text.map_or(5, |text| text.parse().expect("`TRANSOM_KILLS_SHARED_S` is a number")))
 }
@@ -40,63 +40,64 @@ fn toml(redis: &RedisServer, settings: &str, windows: &str) -> String {
     )
 }
 
-/// Every counter left in Redis holds at least the number of admitted requests, and at most the limit.
-fn agrees(redis: &RedisServer, tally: &crate::support::load_checker::LoadResults) -> usize {
+/// Checks that every counter in Redis has at least the number of admitted requests, and at most the limit. Returns the number
+/// of counters.
+fn assert_counters_agree(redis: &RedisServer, results: &crate::support::load_checker::LoadResults) -> usize {
     let keys: Vec<String> = redis.keys().into_iter().filter(|key| key.starts_with("transom:{r|")).collect();
     assert!(!keys.is_empty());
     for key in &keys {
         let parts: Vec<&str> = key.split(['|', '}', ':']).filter(|part| !part.is_empty()).collect();
         let [_, _, client, layer, window] = parts[..] else { panic!("{key}") };
         let layer = ["2s", "10s", "hour"].iter().position(|name| *name == layer).unwrap_or_else(|| panic!("{key}"));
-        let admitted = tally.admitted_in_window(client.parse().unwrap(), layer, window.parse().unwrap());
-        let said = redis.cli(&["GET", key]);
-        // It may have ended since.
-        let counted = if said.is_empty() { u64::MAX } else { said.parse().unwrap() };
+        let admitted = results.admitted_in_window(client.parse().unwrap(), layer, window.parse().unwrap());
+        let value = redis.cli(&["GET", key]);
+        // The key may have expired since.
+        let counted = if value.is_empty() { u64::MAX } else { value.parse().unwrap() };
         let limit = LAYERS[layer].limit;
         assert!(admitted <= counted.min(limit), "{key}: {admitted} admitted, {counted} counted");
-        assert!(said.is_empty() || counted <= limit, "{key}: {counted}");
+        assert!(value.is_empty() || counted <= limit, "{key}: {counted}");
     }
     keys.len()
 }
 
-fn killed(mode: &str) {
+fn assert_limits_despite_kills(mode: &str) {
     let redis = RedisServer::start();
     let tomls: Vec<String> = (0..GATEWAYS).map(|_| toml(&redis, &format!("mode = \"{mode}\""), WINDOWS)).collect();
-    let (mut kills, end) = (0, Instant::now() + length());
-    let tally = Load::for_keys(KEYS).run_during(&LAYERS, |load| {
+    let (mut kills, end) = (0, Instant::now() + duration());
+    let results = Load::for_keys(KEYS).run_during(&LAYERS, |load| {
         let mut rng = seeded_rng();
         let mut gateways: Vec<Process> = tomls.iter().map(|toml| Process::spawn(toml)).collect();
         load.send_to(&gateways.iter().map(|gateway| gateway.http).collect::<Vec<_>>());
         while Instant::now() < end || (!load.has_reached_limits(&LAYERS[..2]) && kills < 1000) {
             thread::sleep(Duration::from_micros(rng.u64(..400_000)));
             let which = rng.usize(..GATEWAYS);
-            // Dropped, it is killed; then it is started again, at its port.
+            // Dropping the process kills it; then it is started again on its port.
             drop(gateways.remove(which));
             thread::sleep(Duration::from_micros(rng.u64(..100_000)));
             gateways.insert(which, Process::spawn(&tomls[which]));
             kills += 1;
         }
     });
-    let full = tally.assert_limits(&LAYERS);
-    let counters = agrees(&redis, &tally);
+    let at_limit = results.assert_limits(&LAYERS);
+    let counters = assert_counters_agree(&redis, &results);
     println!(
-        "{mode}: {kills} kills, {} requests answered, {} admitted, {full:?} keys and windows at the limit of each layer; \
+        "{mode}: {kills} kills, {} requests answered, {} admitted, {at_limit:?} keys and windows at the limit of each layer; \
          {counters} counters in Redis agree; {} calls",
-        tally.requests,
-        tally.admitted,
+        results.requests,
+        results.admitted,
         redis.call_count("evalsha"),
     );
-    assert!(full[0] > 0 && full[1] > 0, "no limit was ever reached in {kills} kills");
+    assert!(at_limit[0] > 0 && at_limit[1] > 0, "no limit was ever reached in {kills} kills");
 }
 
 #[test]
 fn killed_gateways_grant_no_more_than_the_limit_with_leases() {
-    killed("lease");
+    assert_limits_despite_kills("lease");
 }
 
 #[test]
 fn killed_gateways_grant_no_more_than_the_limit_in_exact_mode() {
-    killed("exact");
+    assert_limits_despite_kills("exact");
 }
 
 #[test]
@@ -105,20 +106,20 @@ fn demand_above_the_limit_uses_it_up() {
     let layers = [Layer { limit: 30, period_ms: 5000 }];
     let gateways: Vec<Process> =
         (0..GATEWAYS).map(|_| Process::spawn(&toml(&redis, "mode = \"lease\"", "[\"30/5s\"]"))).collect();
-    let tally = Load::for_keys(20).run_during(&layers, |load| {
-        // From the beginning of a window to the end of one.
+    let results = Load::for_keys(20).run_during(&layers, |load| {
+        // From the beginning of a window to the end of a later one.
         while now_ms() % layers[0].period_ms > 100 {
             thread::sleep(Duration::from_millis(10));
         }
-        let began = now_ms() / layers[0].period_ms;
+        let first = now_ms() / layers[0].period_ms;
         load.send_to(&gateways.iter().map(|gateway| gateway.http).collect::<Vec<_>>());
-        let windows = 2.max(length().as_millis() as u64 / layers[0].period_ms);
-        while now_ms() / layers[0].period_ms < began + windows {
+        let windows = 2.max(duration().as_millis() as u64 / layers[0].period_ms);
+        while now_ms() / layers[0].period_ms < first + windows {
             thread::sleep(Duration::from_millis(10));
         }
     });
-    tally.assert_limits(&layers);
-    let (windows, share) = tally.utilization(&layers, 0);
+    results.assert_limits(&layers);
+    let (windows, share) = results.utilization(&layers, 0);
     println!("{windows} keys and windows with twice the demand: {:.2} % of the limit admitted", share * 100.0);
     assert!(windows > 0 && share >= 0.99, "{windows} windows, {share}");
 }

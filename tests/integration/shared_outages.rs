@@ -1,5 +1,5 @@
-//! Redis hangs, is killed, is unreachable, loses its data, or refuses: rules act as configured, requests are answered soon, and
-//! shared counting resumes by itself.
+//! Redis hangs, is killed, is unreachable, loses its data, or refuses: rules act as configured, responses come soon, and shared
+//! counting resumes.
 
 use std::sync::Mutex;
 use std::sync::mpsc::channel;
@@ -12,12 +12,12 @@ use crate::support::redis::{RedisServer, free_port};
 use crate::support::upstream::{Connection, Upstream, reply};
 use crate::support::{eventually, forward_all, within};
 
-/// How long a request waits for the store, unless the configuration says otherwise.
+/// The default time for which a request waits for the store.
 const STORE_TIMEOUT: Duration = Duration::from_millis(50);
 const LIMIT: usize = 5;
 const WINDOWS: &str = "[\"5/30d\"]";
 
-/// The three policies on one gateway, each a rule of a route; and the same in the other mode.
+/// A configuration with a rule and a route for each of the three policies.
 fn policies(redis: &str, mode: &str) -> String {
     let rules: String = ["local", "allow", "refuse"]
         .map(|policy| {
@@ -30,34 +30,34 @@ fn policies(redis: &str, mode: &str) -> String {
     format!("[counters.shared]\nredis = \"{redis}\"\nmode = \"{mode}\"\n[upstreams.u]\nbuiltin = \"echo\"\n{rules}")
 }
 
-/// One request; it is answered soon, whatever becomes of Redis.
+/// The status of one request, whose response has to come soon whether Redis is reachable or not.
 #[track_caller]
-fn ask(gateway: &Process, path: &str, key: &str) -> u16 {
+fn status_of(gateway: &Process, path: &str, key: &str) -> u16 {
     within(STORE_TIMEOUT, || gateway.client().get_with(path, &[("X-Key", key)]).status)
 }
 
 /// Sends more requests than the limit; returns the responses.
-fn asked(gateway: &Process, path: &str, key: &str) -> Vec<u16> {
-    (0..LIMIT + 2).map(|_| ask(gateway, path, key)).collect()
+fn statuses_of(gateway: &Process, path: &str, key: &str) -> Vec<u16> {
+    (0..LIMIT + 2).map(|_| status_of(gateway, path, key)).collect()
 }
 
-/// The rules do what `on_outage` says, for a key that was not seen before.
+/// Checks that the rules follow `on_outage` during an outage, with a new key.
 #[track_caller]
-fn does_without(gateway: &Process, key: &str) {
+fn assert_outage_policies(gateway: &Process, key: &str) {
     let admitted = |responses: &[u16]| responses.iter().filter(|status| **status == 200).count();
-    let local = asked(gateway, "/local", key);
+    let local = statuses_of(gateway, "/local", key);
     assert_eq!((admitted(&local), local.last()), (LIMIT, Some(&429)), "{local:?}");
-    assert_eq!(asked(gateway, "/allow", key), [200; LIMIT + 2]);
-    assert_eq!(asked(gateway, "/refuse", key), [503; LIMIT + 2]);
+    assert_eq!(statuses_of(gateway, "/allow", key), [200; LIMIT + 2]);
+    assert_eq!(statuses_of(gateway, "/refuse", key), [503; LIMIT + 2]);
 }
 
-/// Redis counts again, for a key that was not seen before.
-fn recovers(gateway: &Process, redis: &RedisServer, key: &str) {
-    eventually("it counts together again", || ask(gateway, "/refuse", key) == 200);
-    eventually("Redis has it", || redis.keys().iter().any(|name| name.contains(key)));
+/// Waits until Redis counts again, with a new key.
+fn assert_recovers(gateway: &Process, redis: &RedisServer, key: &str) {
+    eventually("shared counting resumes", || status_of(gateway, "/refuse", key) == 200);
+    eventually("Redis has the key", || redis.keys().iter().any(|name| name.contains(key)));
 }
 
-fn is_calm(gateway: &Process) {
+fn assert_no_panic(gateway: &Process) {
     assert!(!gateway.stderr().contains("panicked"), "{}", gateway.stderr());
 }
 
@@ -66,17 +66,17 @@ fn a_hanging_redis_is_an_outage() {
     for mode in ["lease", "exact"] {
         let redis = RedisServer::start();
         let gateway = Process::spawn(&policies(&redis.url(), mode));
-        assert_eq!(ask(&gateway, "/refuse", "before"), 200);
+        assert_eq!(status_of(&gateway, "/refuse", "before"), 200);
         redis.suspend();
-        does_without(&gateway, "during");
+        assert_outage_policies(&gateway, "during");
         redis.resume();
-        recovers(&gateway, &redis, "after");
-        is_calm(&gateway);
+        assert_recovers(&gateway, &redis, "after");
+        assert_no_panic(&gateway);
         // The log names the server.
         let (log, address) = (gateway.stderr(), format!("127.0.0.1:{}", redis.port));
-        for told in ["counters are shared through", "cannot be reached", "are reachable again"] {
-            let mut lines = log.lines().filter(|line| line.contains(told)).peekable();
-            assert!(lines.peek().is_some() && lines.all(|line| line.contains(&address)), "{told}: {log}");
+        for released in ["counters are shared through", "cannot be reached", "are reachable again"] {
+            let mut lines = log.lines().filter(|line| line.contains(released)).peekable();
+            assert!(lines.peek().is_some() && lines.all(|line| line.contains(&address)), "{released}: {log}");
         }
     }
 }
@@ -85,11 +85,11 @@ fn a_hanging_redis_is_an_outage() {
 fn a_paused_redis_is_an_outage() {
     let redis = RedisServer::start();
     let gateway = Process::spawn(&policies(&redis.url(), "lease"));
-    assert_eq!(ask(&gateway, "/refuse", "before"), 200);
+    assert_eq!(status_of(&gateway, "/refuse", "before"), 200);
     redis.cli(&["CLIENT", "PAUSE", "600000", "WRITE"]);
-    does_without(&gateway, "during");
+    assert_outage_policies(&gateway, "during");
     redis.cli(&["CLIENT", "UNPAUSE"]);
-    recovers(&gateway, &redis, "after");
+    assert_recovers(&gateway, &redis, "after");
 }
 
 #[test]
@@ -97,29 +97,28 @@ fn a_killed_redis_is_an_outage_until_restarted() {
     for mode in ["lease", "exact"] {
         let mut redis = RedisServer::start();
         let gateway = Process::spawn(&policies(&redis.url(), mode));
-        assert_eq!(ask(&gateway, "/refuse", "before"), 200);
+        assert_eq!(status_of(&gateway, "/refuse", "before"), 200);
         redis.kill();
-        does_without(&gateway, "during");
+        assert_outage_policies(&gateway, "during");
         redis.restart();
-        recovers(&gateway, &redis, "after");
-        // Local usage of the outage is known there.
+        assert_recovers(&gateway, &redis, "after");
+        // Local usage during the outage is reported.
         eventually("the outage is reported", || {
             let keys = redis.keys();
             let local = keys.iter().find(|name| name.starts_with("transom:{local|during}"));
             local.is_some_and(|name| redis.integer(&["GET", name]) >= LIMIT as i64)
         });
-        assert_eq!(ask(&gateway, "/local", "during"), 429);
-        is_calm(&gateway);
+        assert_eq!(status_of(&gateway, "/local", "during"), 429);
+        assert_no_panic(&gateway);
     }
 }
 
-/// A gateway reports to a store that lost its data the last usage that it knows of a counter, when it next takes tokens of it.
-/// Usage that only other gateways know may be admitted once more until they report; see
-/// `docs/guides/shared-counters.md`.
+/// A gateway reports the last known usage of a counter to a store that lost its data, with its next call for the counter. Until
+/// the other gateways report, usage that only they know may be admitted again; see `docs/guides/shared-counters.md`.
 #[test]
 fn known_usage_is_reported_to_an_empty_store() {
     const LIMIT: usize = 100;
-    let rest = |asks_first: usize| {
+    let admitted_after = |first: usize| {
         let mut redis = RedisServer::start();
         let settings = format!("mode = \"exact\"\n{LONG_TIMEOUT}");
         let toml = shared_config(&format!("\"{}\"", redis.url()), &settings, &rule_by_key("[\"100/30d\"]", ""));
@@ -129,29 +128,33 @@ fn known_usage_is_reported_to_an_empty_store() {
             (10, 60)
         );
         redis.restart();
-        let of = |gateway: usize| count_admitted_by(&gateways[gateway], "alice", LIMIT);
-        (of(asks_first), of(1 - asks_first))
+        let admitted_by = |gateway: usize| count_admitted_by(&gateways[gateway], "alice", LIMIT);
+        (admitted_by(first), admitted_by(1 - first))
     };
-    // The second gateway knows of all 70, the first of its own 10: 60 beyond the limit, and no more.
-    assert_eq!(rest(1), (30, 0));
-    assert_eq!(rest(0), (90, 0));
+    // The second gateway knows all 70 tokens, the first only its own 10: at most 60 beyond the limit.
+    assert_eq!(admitted_after(1), (30, 0));
+    assert_eq!(admitted_after(0), (90, 0));
 }
 
-/// One or two failures are not an outage with an end; local usage is reported all the same, also if it becomes an outage.
+/// One or two failures are not an outage. Local usage is still reported, also if an outage follows.
 #[test]
 fn local_usage_is_reported_before_the_next_request() {
     for mode in ["lease", "exact"] {
         let mut redis = RedisServer::start();
         let gateway = Process::spawn(&format!("workers = 1\n{}", policies(&redis.url(), mode)));
-        assert_eq!(ask(&gateway, "/refuse", "before"), 200);
+        assert_eq!(status_of(&gateway, "/refuse", "before"), 200);
         redis.kill();
-        assert_eq!(ask(&gateway, "/local", "during"), 200);
-        // It is not lost either if Redis is still unreachable when it is to be reported.
+        assert_eq!(status_of(&gateway, "/local", "during"), 200);
+        // The usage is not lost if Redis is still unreachable at the first report.
         let unreachable = [("outcome", "unreachable")];
-        eventually("it is tried", || gateway.metrics().sum("transom_shared_requests_total", &unreachable) >= 2);
+        eventually("a report is attempted", || {
+            gateway.metrics().sum("transom_shared_requests_total", &unreachable) >= 2
+        });
         redis.restart();
-        eventually("it is told", || redis.keys().iter().any(|name| name.starts_with("transom:{local|during}")));
-        is_calm(&gateway);
+        eventually("the usage is reported", || {
+            redis.keys().iter().any(|name| name.starts_with("transom:{local|during}"))
+        });
+        assert_no_panic(&gateway);
     }
 }
 
@@ -159,10 +162,10 @@ fn local_usage_is_reported_before_the_next_request() {
 #[test]
 fn a_response_cost_during_an_outage_is_not_lost() {
     for mode in ["lease", "exact"] {
-        let (response, told) = channel::<()>();
-        let told = Mutex::new(told);
+        let (response, released) = channel::<()>();
+        let released = Mutex::new(released);
         let upstream = Upstream::responding(move |_request| {
-            told.lock().unwrap().recv().unwrap();
+            released.lock().unwrap().recv().unwrap();
             reply(200, &[("X-Cost", "5")], b"")
         });
         let mut redis = RedisServer::start();
@@ -176,7 +179,7 @@ fn a_response_cost_during_an_outage_is_not_lost() {
         let gateway = Process::spawn(&toml);
         thread::scope(|scope| {
             let client = scope.spawn(|| gateway.get("/a").expect(200));
-            eventually("it waits for the answer", || upstream.received().len() == 1);
+            eventually("the request is forwarded", || upstream.received().len() == 1);
             redis.kill();
             response.send(()).unwrap();
             client.join().unwrap();
@@ -184,8 +187,8 @@ fn a_response_cost_during_an_outage_is_not_lost() {
         redis.restart();
         // Unspent tokens are returned.
         let used = |name: &String| redis.cli(&["HGET", name, "used"]);
-        eventually("all of it is counted", || redis.keys().iter().map(used).collect::<Vec<_>>() == ["5"]);
-        is_calm(&gateway);
+        eventually("the whole cost is counted", || redis.keys().iter().map(used).collect::<Vec<_>>() == ["5"]);
+        assert_no_panic(&gateway);
     }
 }
 
@@ -194,23 +197,23 @@ fn a_gateway_starts_without_redis() {
     let mut redis = RedisServer::start();
     redis.kill();
     let gateway = Process::spawn(&policies(&redis.url(), "lease"));
-    does_without(&gateway, "during");
+    assert_outage_policies(&gateway, "during");
     redis.restart();
-    recovers(&gateway, &redis, "after");
+    assert_recovers(&gateway, &redis, "after");
 }
 
 #[test]
 fn an_unreachable_or_closing_address_is_an_outage() {
-    // Takes connections and says nothing; or ends them as they come.
+    // A server that never responds, and one that closes each connection.
     let silent = Upstream::with_script(|connection: &mut Connection| while connection.read_exactly(1).is_some() {});
-    let rude = Upstream::with_script(Connection::close);
-    for upstream in [silent, rude] {
+    let closing = Upstream::with_script(Connection::close);
+    for upstream in [silent, closing] {
         let gateway = Process::spawn(&policies(&format!("redis://{}", upstream.address), "lease"));
-        does_without(&gateway, "during");
-        is_calm(&gateway);
+        assert_outage_policies(&gateway, "during");
+        assert_no_panic(&gateway);
     }
-    let nobody = Process::spawn(&policies(&format!("redis://127.0.0.1:{}", free_port()), "exact"));
-    does_without(&nobody, "during");
+    let unreachable_address = Process::spawn(&policies(&format!("redis://127.0.0.1:{}", free_port()), "exact"));
+    assert_outage_policies(&unreachable_address, "during");
 }
 
 #[test]
@@ -223,7 +226,7 @@ fn flushed_scripts_are_loaded_again() {
     );
     let gateway = Process::spawn(&toml);
     for _ in 0..3 {
-        assert_eq!(ask(&gateway, "/a", "alice"), 200);
+        assert_eq!(status_of(&gateway, "/a", "alice"), 200);
         assert_eq!(redis.cli(&["SCRIPT", "FLUSH"]), "OK");
     }
     let key = redis.keys().into_iter().find(|name| name.contains("alice")).unwrap();
@@ -236,48 +239,48 @@ fn reset_connections_are_reopened() {
     let gateway = Process::spawn(&policies(&redis.url(), "lease"));
     for round in 0..5 {
         let key = format!("round-{round}");
-        recovers(&gateway, &redis, &key);
+        assert_recovers(&gateway, &redis, &key);
         redis.cli(&["CLIENT", "KILL", "TYPE", "normal"]);
     }
-    is_calm(&gateway);
+    assert_no_panic(&gateway);
 }
 
 #[test]
 fn a_missing_password_is_an_outage() {
     let redis = RedisServer::with_config("requirepass sesame");
     let gateway = Process::spawn(&policies(&redis.url(), "lease"));
-    does_without(&gateway, "during");
+    assert_outage_policies(&gateway, "during");
     assert_eq!(redis.cli(&["CONFIG", "SET", "requirepass", ""]), "OK");
-    recovers(&gateway, &redis, "after");
-    is_calm(&gateway);
+    assert_recovers(&gateway, &redis, "after");
+    assert_no_panic(&gateway);
 }
 
 #[test]
 fn a_redis_out_of_memory_is_an_outage() {
     let redis = RedisServer::with_config("maxmemory-policy noeviction");
     let gateway = Process::spawn(&policies(&redis.url(), "lease"));
-    assert_eq!(ask(&gateway, "/refuse", "before"), 200);
+    assert_eq!(status_of(&gateway, "/refuse", "before"), 200);
     assert_eq!(redis.cli(&["CONFIG", "SET", "maxmemory", "1"]), "OK");
-    does_without(&gateway, "during");
+    assert_outage_policies(&gateway, "during");
     assert_eq!(redis.cli(&["CONFIG", "SET", "maxmemory", "0"]), "OK");
-    recovers(&gateway, &redis, "after");
-    is_calm(&gateway);
+    assert_recovers(&gateway, &redis, "after");
+    assert_no_panic(&gateway);
 }
 
 #[test]
 fn a_key_of_another_type_is_an_outage_of_its_counter() {
     let redis = RedisServer::start();
     let gateway = Process::spawn(&policies(&redis.url(), "exact"));
-    assert_eq!(ask(&gateway, "/refuse", "alice"), 200);
+    assert_eq!(status_of(&gateway, "/refuse", "alice"), 200);
     let key = redis.keys().into_iter().find(|name| name.contains("alice")).unwrap();
-    for wrong in [["SET", key.as_str(), "many"].as_slice(), &["LPUSH", key.as_str(), "1"]] {
+    for command in [["SET", key.as_str(), "many"].as_slice(), &["LPUSH", key.as_str(), "1"]] {
         redis.cli(&["DEL", &key]);
-        redis.cli(wrong);
-        assert_eq!(ask(&gateway, "/refuse", "alice"), 503);
-        // That is no outage: others are counted as before.
-        assert_eq!(ask(&gateway, "/refuse", "bob"), 200);
+        redis.cli(command);
+        assert_eq!(status_of(&gateway, "/refuse", "alice"), 503);
+        // Other counters are not affected.
+        assert_eq!(status_of(&gateway, "/refuse", "bob"), 200);
     }
     redis.cli(&["DEL", &key]);
-    recovers(&gateway, &redis, "alice");
-    is_calm(&gateway);
+    assert_recovers(&gateway, &redis, "alice");
+    assert_no_panic(&gateway);
 }

@@ -1,4 +1,4 @@
-//! The scripts of shared counters on a real server, action by action beside counters in memory that are plainly right.
+//! Compares the scripts of shared counters on a real server with a simple model in memory, action by action.
 
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -17,56 +17,57 @@ const KINDS: [KeyFormat; 4] = [KeyFormat::Plain, KeyFormat::Plain, KeyFormat::Gr
 const LIMITS: [u32; 4] = [10, 25, 7, 5];
 const PERIOD_MS: u64 = 10_000;
 
-/// One thing that happens.
+/// One step of a test case.
 #[derive(Clone, Debug)]
 enum Action {
-    /// For each named counter: need, want, least, and the usage allowed beyond the limit.
-    Take(Vec<(usize, u64, u64, u64, u64)>),
+    /// For each counter: position, need, want, minimum usage, and the usage allowed beyond the limit.
+    Acquire(Vec<(usize, u64, u64, u64, u64)>),
     /// Refunds some of the tokens of an earlier action; only if no later charge exists.
-    Give { taken: usize, tokens: u64, only: bool },
-    /// So many windows pass; as much of a window that floats, in milliseconds.
+    GiveBack { taken: usize, tokens: u64, only: bool },
+    /// Advances the time by a number of windows, and by milliseconds for a floating window.
     Pass { windows: u64, ms: u64 },
     /// A foreign write to a plain counter.
     Write { counter: usize, value: i64 },
 }
 
 fn actions() -> impl Strategy<Value = Vec<Action>> {
-    let least = prop_oneof![5 => Just(0u64), 1 => 0..20u64];
-    let ask = (0..4usize, 0..6u64, 0..12u64, least, prop_oneof![2 => Just(0u64), 1 => 0..30u64]);
-    let asks = proptest::collection::btree_map(0..4usize, ask, 1..5);
-    let take =
-        asks.prop_map(|asks| Action::Take(asks.into_iter().map(|(at, (_, n, w, l, c))| (at, n, w, l, c)).collect()));
-    let give =
-        (0..8usize, 0..12u64, any::<bool>()).prop_map(|(taken, tokens, only)| Action::Give { taken, tokens, only });
+    let used_min = prop_oneof![5 => Just(0u64), 1 => 0..20u64];
+    let window_request = (0..4usize, 0..6u64, 0..12u64, used_min, prop_oneof![2 => Just(0u64), 1 => 0..30u64]);
+    let requested = proptest::collection::btree_map(0..4usize, window_request, 1..5);
+    let acquire = requested.prop_map(|requested| {
+        Action::Acquire(requested.into_iter().map(|(at, (_, n, w, l, c))| (at, n, w, l, c)).collect())
+    });
+    let refund =
+        (0..8usize, 0..12u64, any::<bool>()).prop_map(|(taken, tokens, only)| Action::GiveBack { taken, tokens, only });
     let pass = (0..4u64, 0..25_000u64).prop_map(|(windows, ms)| Action::Pass { windows, ms });
     let write = (0..2usize, -5..40i64).prop_map(|(counter, value)| Action::Write { counter, value });
-    let action = prop_oneof![8 => take, 3 => give, 3 => pass, 1 => write];
+    let action = prop_oneof![8 => acquire, 3 => refund, 3 => pass, 1 => write];
     proptest::collection::vec(action, 1..40)
 }
 
-/// A counter as it is meant to be.
+/// A counter of the model.
 #[derive(Clone, Copy, Default, Debug)]
 struct Counter {
     used: u64,
-    /// The window that `used` is about; of one that floats, its start.
+    /// The window of `used`; for a floating window, its start.
     mark: u64,
     exists: bool,
 }
 
-struct Oracle {
+struct Model {
     window: u64,
     counters: HashMap<(usize, u64), Counter>,
 }
 
-impl Oracle {
-    /// Which counter is open: of plain ones each window has its own.
-    fn place(&self, at: usize) -> (usize, u64) {
+impl Model {
+    /// The key of the open counter: a plain window has a counter for each window.
+    fn counter_key(&self, at: usize) -> (usize, u64) {
         (at, if KINDS[at] == KeyFormat::Plain { self.window } else { 0 })
     }
 
-    /// The usage now, window by window.
+    /// The counter at the current time.
     fn now(&self, at: usize, time_ms: u64) -> Counter {
-        let mut counter = self.counters.get(&self.place(at)).copied().unwrap_or_default();
+        let mut counter = self.counters.get(&self.counter_key(at)).copied().unwrap_or_default();
         match KINDS[at] {
             KeyFormat::Plain => counter.mark = self.window,
             KeyFormat::Grid => {
@@ -89,30 +90,30 @@ impl Oracle {
         counter
     }
 
-    fn take(&mut self, wants: &[(usize, CounterRequest)], time_ms: u64) -> (bool, Vec<CounterReply>) {
-        let now: Vec<Counter> = wants.iter().map(|(at, _)| self.now(*at, time_ms)).collect();
-        let passes =
-            now.iter().zip(wants).all(|(now, (_, want))| now.used.max(want.used_min) + want.need <= want.ceiling);
-        let mut took = Vec::new();
-        for (now, (at, want)) in now.into_iter().zip(wants) {
+    fn acquire(&mut self, requests: &[(usize, CounterRequest)], time_ms: u64) -> (bool, Vec<CounterReply>) {
+        let now: Vec<Counter> = requests.iter().map(|(at, _)| self.now(*at, time_ms)).collect();
+        let is_granted =
+            now.iter().zip(requests).all(|(now, (_, want))| now.used.max(want.used_min) + want.need <= want.ceiling);
+        let mut replies = Vec::new();
+        for (now, (at, want)) in now.into_iter().zip(requests) {
             let mut counter = now;
             let mut granted = 0;
-            if passes {
-                let room = want.ceiling - now.used.max(want.used_min);
-                granted = want.need + (want.want.max(want.need) - want.need).min((room - want.need) / 8);
+            if is_granted {
+                let available = want.ceiling - now.used.max(want.used_min);
+                granted = want.need + (want.want.max(want.need) - want.need).min((available - want.need) / 8);
             }
             if granted > 0 {
                 counter = Counter { used: now.used.max(want.used_min) + granted, mark: now.mark, exists: true };
-                self.counters.insert(self.place(*at), counter);
+                self.counters.insert(self.counter_key(*at), counter);
             }
-            took.push(CounterReply { granted, used: counter.used, end_ms: 0, number: counter.mark });
+            replies.push(CounterReply { granted, used: counter.used, end_ms: 0, number: counter.mark });
         }
-        (passes, took)
+        (is_granted, replies)
     }
 
-    fn give(&mut self, at: usize, taken: CounterReply, tokens: u64, only: bool) -> u64 {
-        let place = (at, if KINDS[at] == KeyFormat::Plain { taken.number } else { 0 });
-        let Some(counter) = self.counters.get_mut(&place) else { return 0 };
+    fn refund(&mut self, at: usize, taken: CounterReply, tokens: u64, only: bool) -> u64 {
+        let counter_key = (at, if KINDS[at] == KeyFormat::Plain { taken.number } else { 0 });
+        let Some(counter) = self.counters.get_mut(&counter_key) else { return 0 };
         let limit = u64::from(LIMITS[at]);
         let back = match KINDS[at] {
             _ if only && (counter.used != taken.used || counter.mark != taken.number) => 0,
@@ -126,68 +127,69 @@ impl Oracle {
     }
 }
 
-fn want(oracle: &Oracle, (at, need, want, least, more): (usize, u64, u64, u64, u64)) -> CounterRequest {
-    let made = match KINDS[at] {
-        KeyFormat::Plain => plain_request(BASES[at], oracle.window, LIMITS[at]),
-        KeyFormat::Grid => grid_request(BASES[at], oracle.window, LIMITS[at]),
+fn counter_request(model: &Model, (at, need, want, used_min, more): (usize, u64, u64, u64, u64)) -> CounterRequest {
+    let request = match KINDS[at] {
+        KeyFormat::Plain => plain_request(BASES[at], model.window, LIMITS[at]),
+        KeyFormat::Grid => grid_request(BASES[at], model.window, LIMITS[at]),
         KeyFormat::Floating => floating_request(BASES[at], PERIOD_MS, LIMITS[at]),
     };
-    CounterRequest { ceiling: made.ceiling + more, need, want, used_min: least, ..made }
+    CounterRequest { ceiling: request.ceiling + more, need, want, used_min, ..request }
 }
 
-async fn play(store: &RedisClient, server: &mut redis::Connection, actions: Vec<Action>) {
+async fn run_actions(store: &RedisClient, server: &mut redis::Connection, actions: Vec<Action>) {
     let () = redis::cmd("FLUSHALL").query(server).unwrap();
-    let mut oracle = Oracle { window: 100, counters: HashMap::new() };
+    let mut model = Model { window: 100, counters: HashMap::new() };
     let mut taken: Vec<(usize, CounterReply)> = Vec::new();
     for action in actions {
         match action {
-            Action::Take(asks) => {
-                let wants: Vec<(usize, CounterRequest)> =
-                    asks.into_iter().map(|ask| (ask.0, want(&oracle, ask))).collect();
-                let asked: Vec<CounterRequest> = wants.iter().map(|(_, want)| want.clone()).collect();
-                let (passes, time_ms, mut took) = match store.acquire(&asked, 0).await.unwrap() {
-                    AcquireReply::Granted { time_ms, counters: took } => (true, time_ms, took),
-                    AcquireReply::Refused { time_ms, counters: took } => (false, time_ms, took),
+            Action::Acquire(requested) => {
+                let requests: Vec<(usize, CounterRequest)> =
+                    requested.into_iter().map(|each| (each.0, counter_request(&model, each))).collect();
+                let calls: Vec<CounterRequest> = requests.iter().map(|(_, want)| want.clone()).collect();
+                let (is_granted, time_ms, mut replies) = match store.acquire(&calls, 0).await.unwrap() {
+                    AcquireReply::Granted { time_ms, counters: replies } => (true, time_ms, replies),
+                    AcquireReply::Refused { time_ms, counters: replies } => (false, time_ms, replies),
                     AcquireReply::OtherWindow { .. } => panic!("the windows are open"),
                 };
-                for (took, (_, want)) in took.iter_mut().zip(&wants) {
+                for (replies, (_, want)) in replies.iter_mut().zip(&requests) {
                     match want.window {
                         WindowRef::Plain { end_ms, .. } | WindowRef::Grid { end_ms, .. } => {
-                            assert_eq!(took.end_ms, end_ms)
+                            assert_eq!(replies.end_ms, end_ms)
                         }
-                        WindowRef::Floating { period_ms } => assert_eq!(took.end_ms, took.number + period_ms),
+                        WindowRef::Floating { period_ms } => assert_eq!(replies.end_ms, replies.number + period_ms),
                     }
-                    took.end_ms = 0;
+                    replies.end_ms = 0;
                 }
-                assert_eq!((passes, took.clone()), oracle.take(&wants, time_ms));
-                taken.extend(wants.iter().map(|(at, _)| *at).zip(took).filter(|(_, took)| took.granted > 0));
+                assert_eq!((is_granted, replies.clone()), model.acquire(&requests, time_ms));
+                taken
+                    .extend(requests.iter().map(|(at, _)| *at).zip(replies).filter(|(_, replies)| replies.granted > 0));
             }
-            Action::Give { taken: back, tokens, only } => {
-                let Some(&(at, took)) = taken.iter().rev().nth(back) else { continue };
-                let tokens = tokens.min(took.granted);
+            Action::GiveBack { taken: back, tokens, only } => {
+                let Some(&(at, replies)) = taken.iter().rev().nth(back) else { continue };
+                let tokens = tokens.min(replies.granted);
                 let (kind, base, limit) = (KINDS[at], Rc::from(BASES[at]), LIMITS[at]);
-                let only_if_used = only.then_some(took.used);
-                let gift = Refund { base, kind, number: took.number, limit, tokens, only_if_used, deletes: false };
-                assert_eq!(store.refund(&[gift]).await.unwrap(), oracle.give(at, took, tokens, only));
+                let only_if_used = only.then_some(replies.used);
+                let refund = Refund { base, kind, number: replies.number, limit, tokens, only_if_used, deletes: false };
+                assert_eq!(store.refund(&[refund]).await.unwrap(), model.refund(at, replies, tokens, only));
             }
             Action::Pass { windows, ms } => {
-                oracle.window += windows;
+                model.window += windows;
                 let key = format!("{}:first-request", BASES[3]);
-                if let Some(counter) = oracle.counters.get_mut(&(3, 0)) {
-                    // Instead of waiting, its window began that much earlier.
+                if let Some(counter) = model.counters.get_mut(&(3, 0)) {
+                    // Instead of waiting, the start of the window is moved back.
                     counter.mark -= ms;
                     let start: i64 = server.hincr(&key, "start", -(ms as i64)).unwrap();
                     assert_eq!(start as u64, counter.mark);
-                    for (at, took) in &mut taken {
-                        took.number -= if *at == 3 { ms } else { 0 };
+                    for (at, replies) in &mut taken {
+                        replies.number -= if *at == 3 { ms } else { 0 };
                     }
                 }
             }
             Action::Write { counter, value } => {
-                let () = server.set(format!("{}:{}", BASES[counter], oracle.window), value).unwrap();
-                let written = Counter { used: value.max(0) as u64, mark: oracle.window, exists: true };
-                let place = oracle.place(counter);
-                oracle.counters.insert(place, written);
+                let () = server.set(format!("{}:{}", BASES[counter], model.window), value).unwrap();
+                let written = Counter { used: value.max(0) as u64, mark: model.window, exists: true };
+                let counter_key = model.counter_key(counter);
+                model.counters.insert(counter_key, written);
             }
         }
     }
@@ -195,8 +197,8 @@ async fn play(store: &RedisClient, server: &mut redis::Connection, actions: Vec<
     for key in keys {
         let left_ms: i64 = server.pttl(&key).unwrap();
         let is_written_by_others = key.contains("plain");
-        // -2: it has ended since it was listed.
-        assert!(left_ms != -1 || is_written_by_others, "{key} has no end");
+        // -2: the key has expired since it was listed.
+        assert!(left_ms != -1 || is_written_by_others, "{key} has no expiry");
     }
 }
 
@@ -207,11 +209,11 @@ fn the_scripts_agree_with_counters_in_memory() {
     let mut connection = client.get_connection().unwrap();
     let mut runner = TestRunner::new(Config { cases: 300, failure_persistence: None, ..Config::default() });
     let connection = std::cell::RefCell::new(&mut connection);
-    let played = runner.run(&actions(), |actions| {
-        // A connection belongs to the event loop that opened it.
+    let result = runner.run(&actions(), |actions| {
+        // A connection belongs to the runtime that opened it.
         let store = RedisClient::new(&single_server(&server));
-        run_on_worker(play(&store, &mut connection.borrow_mut(), actions));
+        run_on_worker(run_actions(&store, &mut connection.borrow_mut(), actions));
         Ok(())
     });
-    played.unwrap_or_else(|failed| panic!("{failed}"));
+    result.unwrap_or_else(|failed| panic!("{failed}"));
 }

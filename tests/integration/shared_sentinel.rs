@@ -1,4 +1,4 @@
-//! Gateways that find Redis by its Sentinels: when the master dies and its replica takes over, they go on by themselves.
+//! Gateways that find Redis through Sentinels: when the master dies and the replica is promoted, counting continues.
 
 use crate::support::eventually;
 use crate::support::gateway_group::{GatewayGroup, count_admitted_by, rule_by_key, shared_config};
@@ -17,14 +17,14 @@ fn counting_continues_on_the_promoted_replica() {
     assert_eq!(gateways.0.iter().map(|gateway| count_admitted_by(gateway, "alice", 3)).sum::<usize>(), 6);
     let counted =
         || replica.keys().iter().find(|key| key.contains("alice")).map_or(0, |key| replica.integer(&["GET", key]));
-    eventually("the replica knows", || counted() == 6);
+    eventually("the replica has the count", || counted() == 6);
     master.kill();
     let status = |gateway: usize| gateways.0[gateway].client().get_with("/a", &[("X-Key", "alice")]).status;
     assert_eq!(status(0), 503);
     sentinels.wait_for_failover(&replica);
     let mut more = 0;
     for gateway in [0, 1] {
-        eventually("it goes on by itself", || {
+        eventually("counting continues", || {
             let response = status(gateway);
             more += i64::from(response == 200);
             response == 200
@@ -56,14 +56,16 @@ fn a_demoted_master_with_min_replicas_stops_counting() {
     eventually("the replica has all counts", || counted() == 20);
     sentinels.fail_over();
     eventually("the replica is promoted", || replica.cli(&["ROLE"]).starts_with("master"));
-    eventually("the master has lost it", || master.cli(&["INFO", "replication"]).contains("connected_slaves:0"));
+    eventually("the replica has left the master", || {
+        master.cli(&["INFO", "replication"]).contains("connected_slaves:0")
+    });
     // The gateways take turns, so each counts usage that the other does not know.
-    let (mut admitted, mut turn) = (20, 0);
+    let (mut admitted, mut attempt) = (20, 0);
     eventually("the limit is used up", || {
-        let status = gateways.0[turn % 2].client().get_with("/a", &[("X-Key", "alice")]).status;
+        let status = gateways.0[attempt % 2].client().get_with("/a", &[("X-Key", "alice")]).status;
         assert!([200, 429, 503].contains(&status), "{status}");
         admitted += usize::from(status == 200);
-        turn += 1;
+        attempt += 1;
         assert!(admitted <= LIMIT && counted() >= admitted, "{admitted}");
         status == 429
     });

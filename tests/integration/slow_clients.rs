@@ -1,4 +1,4 @@
-//! slowhttptest: clients that are slow with a head, a body or a response, beside one that is not.
+//! slowhttptest: clients that send a head or a body slowly or read slowly do not affect another client.
 
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -7,24 +7,24 @@ use crate::support::external_servers::{self, program};
 use crate::support::process::Process;
 use crate::support::{Scratch, eventually};
 
-const SLOW: u64 = 200;
-/// They would stay for a minute.
-const LIMIT: Duration = Duration::from_secs(55);
+const CLIENTS: u64 = 200;
+/// The slow clients would stay for a minute.
+const MAX_TIME: Duration = Duration::from_secs(55);
 
 /// The limits on slow clients.
 const TIMEOUTS: &str = "[timeouts]\nrequest_head = \"5s\"\nbody = \"5s\"\n";
 
-struct Slow {
+struct SlowClients {
     child: Child,
     scratch: Scratch,
 }
 
-impl Slow {
-    /// Starts all of them at once. They stay for a minute unless they are cut.
-    fn start(gateway: &Process, mode: &[&str], target: &str) -> Slow {
+impl SlowClients {
+    /// Starts all slow clients at once. They stay for a minute unless the gateway closes their connections.
+    fn start(gateway: &Process, mode: &[&str], target: &str) -> SlowClients {
         let scratch = Scratch::new();
         let log = std::fs::File::create(scratch.path().join("log")).unwrap();
-        let count = SLOW.to_string();
+        let count = CLIENTS.to_string();
         let child = Command::new(program("slowhttptest"))
             .args(mode)
             .args(["-c", &count, "-r", &count, "-l", "60", "-p", "30"])
@@ -33,23 +33,24 @@ impl Slow {
             .stdout(log)
             .spawn()
             .unwrap();
-        Slow { child, scratch }
+        SlowClients { child, scratch }
     }
 
     fn is_running(&mut self) -> bool {
         self.child.try_wait().unwrap().is_none()
     }
 
-    /// Why it ended: the last line of its report, without colours.
-    fn end(&self) -> String {
+    /// The exit status in the report, without colours.
+    fn exit_status(&self) -> String {
         let log = std::fs::read(self.scratch.path().join("log")).unwrap();
         let log = String::from_utf8_lossy(&log).into_owned();
-        let end = log.lines().rev().find_map(|line| line.split_once("Exit status:")).unwrap_or_else(|| panic!("{log}"));
-        end.1.split('m').skip(1).collect::<Vec<_>>().join("m").split('\u{1b}').next().unwrap().trim().to_owned()
+        let exit_status =
+            log.lines().rev().find_map(|line| line.split_once("Exit status:")).unwrap_or_else(|| panic!("{log}"));
+        exit_status.1.split('m').skip(1).collect::<Vec<_>>().join("m").split('\u{1b}').next().unwrap().trim().to_owned()
     }
 }
 
-impl Drop for Slow {
+impl Drop for SlowClients {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -57,7 +58,7 @@ impl Drop for Slow {
 }
 
 /// `target` is the request target of the slow clients.
-fn slow_ones_are_cut_and_others_served(mode: &[&str], target: &str) {
+fn assert_slow_clients_are_closed_and_others_served(mode: &[&str], target: &str) {
     let nginx = external_servers::nginx(|root| {
         std::fs::write(root.join("a.txt"), "small\n").unwrap();
         std::fs::write(root.join("large.bin"), vec![0; 16 * 1024 * 1024]).unwrap();
@@ -68,17 +69,17 @@ fn slow_ones_are_cut_and_others_served(mode: &[&str], target: &str) {
          [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",
         nginx.toml("u")
     ));
-    let mut slow = Slow::start(&gateway, mode, target);
+    let mut slow = SlowClients::start(&gateway, mode, target);
     let (mut most, start) = (0, Instant::now());
     while slow.is_running() {
-        assert!(start.elapsed() < LIMIT, "{mode:?}: they are still there");
+        assert!(start.elapsed() < MAX_TIME, "{mode:?}: slow clients are still connected");
         assert_eq!(gateway.get("/a.txt").expect(200).text(), "small\n");
         most = most.max(connections(&gateway));
     }
-    assert_eq!(slow.end(), "No open connections left", "{mode:?}");
-    // Otherwise no client was slow.
-    assert!(most >= SLOW / 2, "{mode:?}: {most} at once");
-    eventually("nobody is left", || connections(&gateway) == 0);
+    assert_eq!(slow.exit_status(), "No open connections left", "{mode:?}");
+    // Otherwise the clients were not slow.
+    assert!(most >= CLIENTS / 2, "{mode:?}: {most} at once");
+    eventually("no connection is open", || connections(&gateway) == 0);
 }
 
 fn connections(gateway: &Process) -> u64 {
@@ -87,17 +88,20 @@ fn connections(gateway: &Process) -> u64 {
 
 #[test]
 fn slow_heads_do_not_slow_other_clients() {
-    slow_ones_are_cut_and_others_served(&["-H", "-i", "1", "-x", "24"], "/a.txt");
+    assert_slow_clients_are_closed_and_others_served(&["-H", "-i", "1", "-x", "24"], "/a.txt");
 }
 
 #[test]
 fn slow_bodies_do_not_slow_other_clients() {
-    slow_ones_are_cut_and_others_served(&["-B", "-i", "1", "-x", "4", "-s", "100000"], "/upload");
+    assert_slow_clients_are_closed_and_others_served(&["-B", "-i", "1", "-x", "4", "-s", "100000"], "/upload");
 }
 
 #[test]
 fn slow_readers_do_not_slow_other_clients() {
-    // A small window, which is read more slowly than the minimum rate. The rest is buffered at the reader, which learns of the
-    // end only behind it: the reader has to get there before its minute is over.
-    slow_ones_are_cut_and_others_served(&["-X", "-n", "1", "-z", "100", "-w", "64", "-y", "128"], "/large.bin");
+    // A small window that is read more slowly than the minimum rate. The reader notices the close only after the buffered
+    // bytes, so it has to read them within its minute.
+    assert_slow_clients_are_closed_and_others_served(
+        &["-X", "-n", "1", "-z", "100", "-w", "64", "-y", "128"],
+        "/large.bin",
+    );
 }

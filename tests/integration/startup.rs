@@ -1,4 +1,4 @@
-//! How the binary starts, or says why it does not.
+//! The start of the binary: its output, and its errors.
 
 use std::fs;
 use std::net::TcpListener;
@@ -31,11 +31,11 @@ fn an_unreadable_file_is_a_bad_configuration() {
     let directory = scratch.path().display().to_string();
     let latin = scratch.write("latin.toml", b"[upstreams.u]\nbuiltin = \"\xe9cho\"\n").display().to_string();
     let empty = scratch.write("empty.toml", "").display().to_string();
-    for (file, place) in [(&nowhere, ":1:1: "), (&directory, ":1:1: "), (&latin, ":2:12: "), (&empty, ":1:1: ")] {
+    for (file, position) in [(&nowhere, ":1:1: "), (&directory, ":1:1: "), (&latin, ":2:12: "), (&empty, ":1:1: ")] {
         for command in [&["check"][..], &[]] {
             let (code, _, err) = run(&[command, &["--config", file]].concat());
             assert_eq!(code, Some(2), "{err}");
-            assert!(err.contains(&format!("{file}{place}")), "{err}");
+            assert!(err.contains(&format!("{file}{position}")), "{err}");
         }
     }
 }
@@ -43,7 +43,7 @@ fn an_unreadable_file_is_a_bad_configuration() {
 #[test]
 fn check_accepts_a_good_file_without_starting() {
     let scratch = Scratch::new();
-    // The address is taken, which does not matter to `check`.
+    // The address is in use, which does not matter to `check`.
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let text = format!("[listen]\nhttp = \"{}\"\n{GOOD}", taken.local_addr().unwrap());
     let file = scratch.write("good.toml", text).display().to_string();
@@ -57,7 +57,7 @@ fn check_warns_of_a_start_that_would_fail_here() {
     let scratch = Scratch::new();
     let folder = scratch.path().display().to_string();
     let listen = "[listen]\nhttp = \"127.0.0.1:0\"\n";
-    for (settings, remark) in [
+    for (settings, reason) in [
         (
             format!("{listen}[access_log]\nfile = \"{folder}/no/such/log\"\n"),
             format!("`access_log.file` is `{folder}/no/such/log`, and there is no folder `{folder}/no/such`: make it"),
@@ -81,7 +81,7 @@ fn check_warns_of_a_start_that_would_fail_here() {
             ),
         ),
         (
-            // An address for documentation (RFC 5737), which no machine has.
+            // An address for documentation (RFC 5737), which no machine uses.
             String::from("[listen]\nhttp = \"192.0.2.1:8080\"\n"),
             String::from("nothing can listen on `192.0.2.1:8080`, an address that this machine may not have: "),
         ),
@@ -89,7 +89,7 @@ fn check_warns_of_a_start_that_would_fail_here() {
         let file = scratch.write("gateway.toml", format!("{settings}{GOOD}")).display().to_string();
         let (code, out, err) = run(&["check", "--config", &file]);
         assert_eq!((code, err.as_str()), (Some(0), ""), "{settings}");
-        assert!(out.contains(&format!("\n  note: the gateway would not start here: {remark}")), "{settings}: {out}");
+        assert!(out.contains(&format!("\n  note: the gateway would not start here: {reason}")), "{settings}: {out}");
         let (code, _, err) = run(&["--config", &file]);
         assert_eq!(code, Some(1), "{settings}: {err}");
     }
@@ -115,7 +115,7 @@ fn a_note_is_an_error_only_with_strict() {
 #[test]
 fn a_public_admin_address_is_warned_of() {
     let scratch = Scratch::new();
-    for (address, is_warned_of) in [("0.0.0.0", true), ("127.0.0.1", false)] {
+    for (address, warns) in [("0.0.0.0", true), ("127.0.0.1", false)] {
         let text = format!("[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"{address}:0\"\n{GOOD}");
         let file = scratch.write("gateway.toml", text);
         let log = scratch.path().join("log");
@@ -127,11 +127,7 @@ fn a_public_admin_address_is_warned_of() {
         crate::support::process::signal(child.id(), "TERM");
         assert!(child.wait().unwrap().success());
         let log = fs::read_to_string(log).unwrap();
-        assert_eq!(
-            log.contains(&format!("`admin` listens on `{address}:0`: anyone who can connect")),
-            is_warned_of,
-            "{log}"
-        );
+        assert_eq!(log.contains(&format!("`admin` listens on `{address}:0`: anyone who can connect")), warns, "{log}");
     }
 }
 

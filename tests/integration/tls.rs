@@ -14,30 +14,30 @@ use crate::support::external_servers::program;
 use crate::support::gateway::Gateway;
 use crate::support::tls::{Issued, RevokingCa, TlsClient, TlsStream, listen};
 use crate::support::upstream::Upstream;
-use crate::support::{DEADLINE, Scratch, eventually, forward_all, within};
+use crate::support::{DEADLINE, Scratch, eventually, eventually_eq, forward_all, within};
 
 const ECHO: &str = "[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
 
 /// The certificate that a client received.
-fn shown(client: &Client<TlsStream>) -> &[u8] {
+fn server_certificate(client: &Client<TlsStream>) -> &[u8] {
     &client.stream.conn.peer_certificates().unwrap()[0]
 }
 
-/// An authority, a certificate of its for `a.test`, and a gateway that shows it.
-fn world(more: &str) -> (Scratch, RevokingCa, Issued, Gateway) {
+/// An authority, a certificate for `a.test`, and a gateway that uses the certificate.
+fn setup(more: &str) -> (Scratch, RevokingCa, Issued, Gateway) {
     let (scratch, authority) = (Scratch::new(), RevokingCa::new());
     let issued = authority.issue(&["a.test"]);
     let gateway = Gateway::start(&(listen(&scratch, &issued, more) + ECHO));
     (scratch, authority, issued, gateway)
 }
 
-fn refused(gateway: &Gateway, reason: &str) -> u64 {
+fn refused_count(gateway: &Gateway, reason: &str) -> u64 {
     gateway.metrics().sum("transom_connections_refused_total", &[("reason", reason)])
 }
 
 #[test]
 fn requests_are_served_and_the_upstream_sees_the_scheme() {
-    let (_scratch, authority, _, gateway) = world("");
+    let (_scratch, authority, _, gateway) = setup("");
     let mut client = TlsClient::trusting(&authority).connect(gateway.https_addresses()[0], "a.test");
     assert_eq!(client.stream.conn.alpn_protocol(), Some(&b"http/1.1"[..]));
     for _ in 0..3 {
@@ -49,9 +49,9 @@ fn requests_are_served_and_the_upstream_sees_the_scheme() {
     eventually("one connection is open", || {
         gateway.metrics().sum("transom_connections", &[("listener", &listener)]) == 1
     });
-    let page = gateway.metrics();
-    assert_eq!(page.sum("transom_tls_handshakes_total", &[("outcome", "full")]), 1);
-    assert!(page.sum("transom_certificate_expiry_timestamp_seconds", &[]) > 1_800_000_000);
+    let metrics = gateway.metrics();
+    assert_eq!(metrics.sum("transom_tls_handshakes_total", &[("outcome", "full")]), 1);
+    assert!(metrics.sum("transom_certificate_expiry_timestamp_seconds", &[]) > 1_800_000_000);
 }
 
 #[test]
@@ -87,45 +87,45 @@ fn curl_uses_both_tls_versions_and_min_version_applies() {
     let fine = (Some(0), "1.1 200".to_owned());
     let old = ["--http1.1", "--tls-max", "1.2"];
     let new = ["--http1.1", "--tlsv1.3"];
-    let (_scratch, authority, _, gateway) = world("");
+    let (_scratch, authority, _, gateway) = setup("");
     assert_eq!(curl(&authority, gateway.https_addresses()[0], &old), fine);
     assert_eq!(curl(&authority, gateway.https_addresses()[0], &new), fine);
     assert_eq!(curl(&authority, gateway.https_addresses()[0], &["--http1.1", "--tls-max", "1.1"]).0, SSL_CONNECT_ERROR);
-    let (_scratch, authority, _, gateway) = world("min_version = \"1.3\"");
+    let (_scratch, authority, _, gateway) = setup("min_version = \"1.3\"");
     assert_eq!(curl(&authority, gateway.https_addresses()[0], &old).0, SSL_CONNECT_ERROR);
     assert_eq!(curl(&authority, gateway.https_addresses()[0], &new), fine);
-    eventually("it is counted", || refused(&gateway, "tls_handshake") == 1);
+    eventually("the refusal is counted", || refused_count(&gateway, "tls_handshake") == 1);
 }
 
 #[test]
 fn certificates_are_selected_by_server_name() {
     let (scratch, authority) = (Scratch::new(), RevokingCa::new());
     let main = authority.issue(&["a.test", "127.0.0.1"]);
-    let all = [
+    let others = [
         authority.issue(&["b.test", "also-b.test"]),
         authority.issue(&["*.c.test"]),
         authority.issue(&["exact.c.test"]),
     ];
     let mut more = String::new();
-    for (n, issued) in all.iter().enumerate() {
+    for (n, issued) in others.iter().enumerate() {
         more += &format!("[[listen.https.certificates]]\n{}", issued.toml(&scratch, &format!("more{n}")));
     }
     let gateway = Gateway::start(&(listen(&scratch, &main, &more) + ECHO));
     let tls = TlsClient::trusting(&authority);
     for (name, issued) in [
         ("a.test", &main),
-        ("b.test", &all[0]),
-        ("ALSO-B.test", &all[0]),
-        ("any.c.test", &all[1]),
-        ("exact.c.test", &all[2]),
+        ("b.test", &others[0]),
+        ("ALSO-B.test", &others[0]),
+        ("any.c.test", &others[1]),
+        ("exact.c.test", &others[2]),
         // Clients do not send an address as server name.
         ("127.0.0.1", &main),
     ] {
         let mut client = tls.connect(gateway.https_addresses()[0], name);
-        assert!(shown(&client) == &issued.der[..], "{name}");
+        assert!(server_certificate(&client) == &issued.der[..], "{name}");
         client.get("/a").expect(200);
     }
-    // The main one is shown, and the client sees that it is for another name.
+    // The default certificate is shown, and the client rejects its name.
     for name in ["unknown.test", "c.test", "a.b.c.test"] {
         let error = tls.try_connect(gateway.https_addresses()[0], name).err().unwrap().to_string();
         assert!(error.contains("NotValidForName") || error.contains("not valid for name"), "{error}");
@@ -162,7 +162,7 @@ fn listeners_have_separate_certificates() {
     assert_eq!(gateway.https_addresses().len(), 4);
     for (n, address) in gateway.https_addresses().iter().enumerate() {
         let mut client = TlsClient::trusting(&authority).connect(*address, "a.test");
-        assert!(shown(&client) == &both[n / 2].der[..]);
+        assert!(server_certificate(&client) == &both[n / 2].der[..]);
         client.get("/a").expect(200);
     }
 }
@@ -170,24 +170,25 @@ fn listeners_have_separate_certificates() {
 #[test]
 fn sessions_are_resumed_until_the_certificates_change() {
     for versions in [[&version::TLS13], [&version::TLS12]] {
-        let (scratch, authority, issued, mut gateway) = world("");
+        let (scratch, authority, issued, mut gateway) = setup("");
         let tls = TlsClient::new(&authority, None, &versions);
-        let ask = |gateway: &Gateway| tls.connect(gateway.https_addresses()[0], "a.test").get("/a").expect(200);
+        let request_once =
+            |gateway: &Gateway| tls.connect(gateway.https_addresses()[0], "a.test").get("/a").expect(200);
         let counted = |gateway: &Gateway| {
             let of = |outcome| gateway.metrics().sum("transom_tls_handshakes_total", &[("outcome", outcome)]);
             (of("full"), of("resumed"))
         };
-        ask(&gateway);
+        request_once(&gateway);
         // With any worker.
-        (0..8).for_each(|_| drop(ask(&gateway)));
+        (0..8).for_each(|_| drop(request_once(&gateway)));
         assert_eq!(counted(&gateway), (1, 8));
         gateway.reload(&(listen(&scratch, &issued, "") + ECHO + "name = \"other\"\n"));
-        ask(&gateway);
-        assert_eq!(counted(&gateway), (1, 9), "nothing about TLS has changed");
+        request_once(&gateway);
+        assert_eq!(counted(&gateway), (1, 9), "the TLS settings have not changed");
         gateway.reload(&(listen(&scratch, &authority.issue(&["a.test"]), "") + ECHO));
-        // Workers adopt it one after the other.
-        eventually("a session is not resumed any more", || {
-            ask(&gateway);
+        // Workers apply a reload one after the other.
+        eventually("a session is not resumed", || {
+            request_once(&gateway);
             counted(&gateway).0 > 1
         });
     }
@@ -195,48 +196,48 @@ fn sessions_are_resumed_until_the_certificates_change() {
 
 #[test]
 fn a_stalled_handshake_is_closed() {
-    let (_scratch, authority, _, gateway) = world("[timeouts]\ntls_handshake = \"300ms\"");
-    // The beginning of a ClientHello, and nothing at all.
+    let (_scratch, authority, _, gateway) = setup("[timeouts]\ntls_handshake = \"2s\"");
+    // The beginning of a ClientHello, and no byte.
     for sent in [&b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"[..], b""] {
-        let before = refused(&gateway, "tls_handshake_timeout");
+        let before = refused_count(&gateway, "tls_handshake_timeout");
         let mut client = Client::connect(gateway.https_addresses()[0]);
         client.send(sent);
         TlsClient::trusting(&authority).connect(gateway.https_addresses()[0], "a.test").get("/a").expect(200);
-        within(Duration::from_millis(300), || client.expect_closed());
-        eventually("it is counted", || refused(&gateway, "tls_handshake_timeout") == before + 1);
+        within(Duration::from_secs(2), || client.expect_closed());
+        eventually("the refusal is counted", || refused_count(&gateway, "tls_handshake_timeout") == before + 1);
     }
-    eventually("nobody is connected", || gateway.metrics().sum("transom_connections", &[]) == 0);
+    eventually("no connection is open", || gateway.metrics().sum("transom_connections", &[]) == 0);
 }
 
 #[test]
 fn a_malformed_handshake_gets_an_alert() {
-    let (_scratch, _, _, gateway) = world("");
+    let (_scratch, _, _, gateway) = setup("");
     let mut client = Client::connect(gateway.https_addresses()[0]);
     client.send(b"\x16\x03\x01\x00\x04\x01\x00\x00\x00");
     let alert = client.read_to_end();
     assert_eq!(alert.first(), Some(&21), "{alert:?}");
-    eventually("it is counted", || refused(&gateway, "tls_handshake") == 1);
+    eventually("the refusal is counted", || refused_count(&gateway, "tls_handshake") == 1);
     // A connection that only tests whether the port is open is not an error.
     drop(Client::connect(gateway.https_addresses()[0]));
-    eventually("nobody is connected", || gateway.metrics().sum("transom_connections", &[]) == 0);
+    eventually("no connection is open", || gateway.metrics().sum("transom_connections", &[]) == 0);
     assert_eq!(gateway.metrics().sum("transom_connections_refused_total", &[]), 1);
 }
 
 #[test]
 fn plain_http_on_a_tls_port_is_400() {
-    let (_scratch, _, _, gateway) = world("");
+    let (_scratch, _, _, gateway) = setup("");
     let mut client = Client::connect(gateway.https_addresses()[0]);
     let response = client.request("POST", "/a", &[], &[b'x'; 50_000]).expect(400);
     assert!(response.problem()["detail"].as_str().unwrap().contains("https"), "{}", response.text());
     assert_eq!(response.field("connection"), Some("close"));
     client.expect_closed();
-    eventually("it is counted", || refused(&gateway, "cleartext") == 1);
-    assert_eq!(gateway.metrics().sum("transom_requests_total", &[("route", ""), ("code", "400")]), 1);
+    eventually("the refusal is counted", || refused_count(&gateway, "cleartext") == 1);
+    eventually_eq(|| gateway.metrics().sum("transom_requests_total", &[("route", ""), ("code", "400")]), 1);
 }
 
 #[test]
 fn a_tls_disconnect_cancels_the_request() {
-    let leave: [fn(Client<TlsStream>); 3] = [
+    let disconnect: [fn(Client<TlsStream>); 3] = [
         |mut client| {
             client.stream.conn.send_close_notify();
             client.stream.flush().unwrap();
@@ -244,28 +245,28 @@ fn a_tls_disconnect_cancels_the_request() {
         |mut client| {
             client.stream.conn.send_close_notify();
             client.stream.flush().unwrap();
-            // The end of the connection comes apart from the goodbye, most likely.
+            // Most likely, the end of the connection arrives after `close_notify`.
             std::thread::sleep(Duration::from_millis(50));
         },
-        // Without a goodbye.
+        // Without `close_notify`.
         drop,
     ];
-    for leave in leave {
-        let (upstream, told) = silent_upstream();
+    for disconnect in disconnect {
+        let (upstream, reported) = silent_upstream();
         let (scratch, authority) = (Scratch::new(), RevokingCa::new());
         let gateway = Gateway::start(&(listen(&scratch, &authority.issue(&["a.test"]), "") + &forward_all(&upstream)));
         let mut client = TlsClient::trusting(&authority).connect(gateway.https_addresses()[0], "a.test");
         client.send(request("GET", "/a", &[], b""));
-        assert_eq!(told.recv_timeout(DEADLINE), Ok("asked"));
-        leave(client);
-        assert_eq!(told.recv_timeout(DEADLINE), Ok("gone"));
-        eventually("nobody is connected", || gateway.metrics().sum("transom_connections", &[]) == 0);
+        assert_eq!(reported.recv_timeout(DEADLINE), Ok("requested"));
+        disconnect(client);
+        assert_eq!(reported.recv_timeout(DEADLINE), Ok("closed"));
+        eventually("no connection is open", || gateway.metrics().sum("transom_connections", &[]) == 0);
     }
 }
 
 #[test]
 fn pipelined_requests_over_tls_are_answered() {
-    let (_scratch, authority, _, gateway) = world("");
+    let (_scratch, authority, _, gateway) = setup("");
     let mut client = TlsClient::trusting(&authority).connect(gateway.https_addresses()[0], "a.test");
     for _ in 0..20 {
         client.send(request("GET", "/a", &[], b"").repeat(10));
@@ -275,7 +276,7 @@ fn pipelined_requests_over_tls_are_answered() {
 
 #[test]
 fn a_disconnect_at_any_step_of_the_handshake_is_harmless() {
-    let (_scratch, authority, _, gateway) = world("");
+    let (_scratch, authority, _, gateway) = setup("");
     for bytes in [1, 5, 6, 100, 200] {
         let mut socket = TcpStream::connect(gateway.https_addresses()[0]).unwrap();
         let name = rustls::pki_types::ServerName::try_from("a.test").unwrap();
@@ -289,7 +290,7 @@ fn a_disconnect_at_any_step_of_the_handshake_is_harmless() {
     half.shutdown(std::net::Shutdown::Write).unwrap();
     let _ = half.read_to_end(&mut Vec::new());
     TlsClient::trusting(&authority).connect(gateway.https_addresses()[0], "a.test").get("/a").expect(200);
-    eventually("nobody is connected", || gateway.metrics().sum("transom_connections", &[]) == 0);
+    eventually("no connection is open", || gateway.metrics().sum("transom_connections", &[]) == 0);
 }
 
 #[test]

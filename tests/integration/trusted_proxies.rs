@@ -6,7 +6,7 @@ use crate::support::ratelimit_parser::remaining;
 use crate::support::upstream::Upstream;
 use crate::support::{Scratch, eventually};
 
-/// The client of every test is on loopback, so that is where the proxy is.
+/// The peer of every connection is on loopback, so loopback is the proxy.
 fn listen(settings: &str) -> String {
     format!("[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\n{settings}\n")
 }
@@ -25,7 +25,7 @@ fn echo() -> &'static str {
     "[upstreams.u]\nbuiltin = \"echo\"\n"
 }
 
-fn by_list(gateway: &Gateway, lines: &[&str]) -> HttpResponse {
+fn get_with_forwarded_for(gateway: &Gateway, lines: &[&str]) -> HttpResponse {
     let fields: Vec<_> = lines.iter().map(|line| ("X-Forwarded-For", *line)).collect();
     gateway.get_with("/a", &fields).expect(200)
 }
@@ -33,8 +33,8 @@ fn by_list(gateway: &Gateway, lines: &[&str]) -> HttpResponse {
 #[test]
 fn the_last_untrusted_hop_is_counted() {
     let gateway = Gateway::start(&counted_by_ip(TRUSTED, echo()));
-    // In every notation and after any prefix, this is one client.
-    let spellings: [&[&str]; 7] = [
+    // All of these name the same client.
+    let equivalent_lists: [&[&str]; 7] = [
         &["192.0.2.7"],
         &["6.6.6.6, 192.0.2.7"],
         &["192.0.2.7, 10.0.0.1, fd00::1"],
@@ -43,16 +43,16 @@ fn the_last_untrusted_hop_is_counted() {
         &["::ffff:192.0.2.7"],
         &["64:ff9b::192.0.2.7"],
     ];
-    for (n, lines) in spellings.into_iter().enumerate() {
-        assert_eq!(remaining(&by_list(&gateway, lines), "r"), 99 - n as u64, "{lines:?}");
+    for (n, lines) in equivalent_lists.into_iter().enumerate() {
+        assert_eq!(remaining(&get_with_forwarded_for(&gateway, lines), "r"), 99 - n as u64, "{lines:?}");
     }
-    assert_eq!(remaining(&by_list(&gateway, &["192.0.2.8"]), "r"), 99);
-    // The proxy itself, where it says nothing that could be read.
-    assert_eq!(remaining(&by_list(&gateway, &[]), "r"), 99);
-    assert_eq!(remaining(&by_list(&gateway, &["192.0.2.9, unknown"]), "r"), 98);
+    assert_eq!(remaining(&get_with_forwarded_for(&gateway, &["192.0.2.8"]), "r"), 99);
+    // Without a valid address, the proxy itself is counted.
+    assert_eq!(remaining(&get_with_forwarded_for(&gateway, &[]), "r"), 99);
+    assert_eq!(remaining(&get_with_forwarded_for(&gateway, &["192.0.2.9, unknown"]), "r"), 98);
     // The client address applies to exemptions as well.
-    assert_eq!(by_list(&gateway, &["198.51.100.3"]).field("ratelimit"), None);
-    assert!(by_list(&gateway, &["198.51.100.3, 192.0.2.77"]).field("ratelimit").is_some());
+    assert_eq!(get_with_forwarded_for(&gateway, &["198.51.100.3"]).field("ratelimit"), None);
+    assert!(get_with_forwarded_for(&gateway, &["198.51.100.3, 192.0.2.77"]).field("ratelimit").is_some());
     // The other field is not used.
     assert_eq!(remaining(&gateway.get_with("/a", &[("Forwarded", "for=192.0.2.50")]).expect(200), "r"), 97);
 }
@@ -60,7 +60,7 @@ fn the_last_untrusted_hop_is_counted() {
 #[test]
 fn forwarded_is_used_if_configured() {
     let gateway = Gateway::start(&counted_by_ip(&format!("{TRUSTED}\nforwarded = \"forwarded\""), echo()));
-    let ask = |value: &str| gateway.get_with("/a", &[("Forwarded", value)]).expect(200);
+    let get_with_forwarded = |value: &str| gateway.get_with("/a", &[("Forwarded", value)]).expect(200);
     for (n, value) in [
         "for=192.0.2.7",
         "for=6.6.6.6, For=\"192.0.2.7:80\";proto=https",
@@ -70,21 +70,21 @@ fn forwarded_is_used_if_configured() {
     .into_iter()
     .enumerate()
     {
-        assert_eq!(remaining(&ask(value), "r"), 99 - n as u64, "{value}");
+        assert_eq!(remaining(&get_with_forwarded(value), "r"), 99 - n as u64, "{value}");
     }
-    // An obfuscated client is as many as the proxy that hides it.
-    assert_eq!(remaining(&ask("for=_hidden"), "r"), 99);
-    assert_eq!(remaining(&ask("for=\"192.0.2.7"), "r"), 98);
-    assert_eq!(remaining(&by_list(&gateway, &["192.0.2.7"]), "r"), 97);
+    // For an obfuscated client, the proxy is counted.
+    assert_eq!(remaining(&get_with_forwarded("for=_hidden"), "r"), 99);
+    assert_eq!(remaining(&get_with_forwarded("for=\"192.0.2.7"), "r"), 98);
+    assert_eq!(remaining(&get_with_forwarded_for(&gateway, &["192.0.2.7"]), "r"), 97);
 }
 
 #[test]
-fn untrusted_peers_are_not_believed() {
+fn forwarding_fields_of_untrusted_peers_are_ignored() {
     for settings in ["", "trusted_proxies = \"10.0.0.0/8\""] {
         let gateway = Gateway::start(&counted_by_ip(settings, echo()));
         for (n, client) in ["192.0.2.1", "192.0.2.2", "198.51.100.3"].into_iter().enumerate() {
-            let claims = [("X-Forwarded-For", client), ("Forwarded", "for=6.6.6.6"), ("X-Real-IP", client)];
-            assert_eq!(remaining(&gateway.get_with("/a", &claims).expect(200), "r"), 99 - n as u64);
+            let fields = [("X-Forwarded-For", client), ("Forwarded", "for=6.6.6.6"), ("X-Real-IP", client)];
+            assert_eq!(remaining(&gateway.get_with("/a", &fields).expect(200), "r"), 99 - n as u64);
         }
     }
 }
@@ -100,25 +100,25 @@ fn the_upstream_receives_the_whole_chain() {
         ("X-Real-IP", "192.0.2.7"),
         ("Forwarded", "for=9.9.9.9;proto=https"),
     ];
-    let told = |settings: &str| {
+    let forwarded_fields = |settings: &str| {
         let upstream = Upstream::always(200);
         let gateway = Gateway::start(&counted_by_ip(settings, &upstream.toml("u")));
         gateway.get_with("/a", &fields).expect(200);
         let received = upstream.only_request();
         move |name: &str| received.values(name).join(" | ")
     };
-    let trusted = told(TRUSTED);
+    let trusted = forwarded_fields(TRUSTED);
     assert_eq!(trusted("x-forwarded-for"), "6.6.6.6, 192.0.2.7, 127.0.0.1");
     assert_eq!((trusted("x-forwarded-proto"), trusted("x-forwarded-host")), ("https".into(), "shop.test".into()));
     assert_eq!((trusted("x-forwarded-port"), trusted("x-real-ip")), ("443".into(), "192.0.2.7".into()));
     assert_eq!(trusted("forwarded"), "");
 
-    let trusted = told(&format!("{TRUSTED}\nforwarded = \"forwarded\""));
+    let trusted = forwarded_fields(&format!("{TRUSTED}\nforwarded = \"forwarded\""));
     assert_eq!(trusted("forwarded"), "for=9.9.9.9;proto=https, for=127.0.0.1;proto=https");
     assert_eq!((trusted("x-forwarded-for"), trusted("x-forwarded-proto")), ("9.9.9.9".into(), "https".into()));
     assert_eq!((trusted("x-forwarded-host"), trusted("x-real-ip")), ("inner.test".into(), String::new()));
 
-    let untrusted = told("");
+    let untrusted = forwarded_fields("");
     assert_eq!((untrusted("x-forwarded-for"), untrusted("x-forwarded-proto")), ("127.0.0.1".into(), "http".into()));
     assert_eq!((untrusted("x-forwarded-host"), untrusted("x-forwarded-port")), ("inner.test".into(), String::new()));
     assert_eq!((untrusted("x-real-ip"), untrusted("forwarded")), (String::new(), String::new()));
@@ -127,10 +127,10 @@ fn the_upstream_receives_the_whole_chain() {
 #[test]
 fn a_reload_changes_the_trusted_proxies() {
     let mut gateway = Gateway::start(&counted_by_ip("", echo()));
-    assert_eq!(remaining(&by_list(&gateway, &["192.0.2.1"]), "r"), 99);
-    gateway.reload(&counted_by_ip(TRUSTED, echo()));
-    assert_eq!(remaining(&by_list(&gateway, &["192.0.2.1"]), "r"), 99);
-    assert_eq!(remaining(&by_list(&gateway, &["192.0.2.1"]), "r"), 98);
+    assert_eq!(remaining(&get_with_forwarded_for(&gateway, &["192.0.2.1"]), "r"), 99);
+    gateway.reload_and_wait(&counted_by_ip(TRUSTED, echo()));
+    assert_eq!(remaining(&get_with_forwarded_for(&gateway, &["192.0.2.1"]), "r"), 99);
+    assert_eq!(remaining(&get_with_forwarded_for(&gateway, &["192.0.2.1"]), "r"), 98);
 }
 
 #[test]
@@ -139,8 +139,8 @@ fn the_access_log_has_the_client_address() {
     let file = scratch.path().join("access.log");
     let log = format!("[access_log]\nfile = \"{}\"\n", file.display());
     let gateway = Gateway::start(&counted_by_ip(TRUSTED, &format!("{}{log}", echo())));
-    by_list(&gateway, &["6.6.6.6, 192.0.2.7, 10.0.0.1"]);
+    get_with_forwarded_for(&gateway, &["6.6.6.6, 192.0.2.7, 10.0.0.1"]);
     let written = || std::fs::read_to_string(&file).unwrap_or_default();
-    eventually("the line is written", || written().ends_with('\n'));
+    eventually("the line is logged", || written().ends_with('\n'));
     assert!(written().contains("\"client\":\"192.0.2.7\""), "{}", written());
 }

@@ -39,7 +39,7 @@ fn requests_share_one_connection() {
     for _ in 0..2 {
         assert_eq!(client.get("/a").expect(200).text(), "fine\n");
     }
-    // Older clients may leave Host out, and servers may not like that.
+    // HTTP/1.0 clients may send no Host, which the server requires.
     let mut client = gateway.client();
     client.send("GET /old HTTP/1.0\r\n\r\n");
     client.read_response().expect(200);

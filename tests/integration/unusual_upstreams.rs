@@ -9,7 +9,7 @@ use crate::support::external_servers::program;
 use crate::support::gateway::Gateway;
 use crate::support::http2_client::{self, END_HEADERS, END_STREAM, HEADERS, RawHttp2, STATUS_200, frame};
 use crate::support::upstream::{Upstream, reply};
-use crate::support::{Scratch, forward_all, one_rule};
+use crate::support::{Scratch, eventually_eq, forward_all, one_rule};
 
 fn gateway(upstream: &Upstream) -> Gateway {
     Gateway::start(&format!("workers = 1\n{}", forward_all(upstream)))
@@ -39,15 +39,15 @@ fn bytes_after_a_response_are_never_taken_for_the_next() {
 #[test]
 fn unsolicited_bytes_on_an_idle_connection_are_not_a_response() {
     // Some servers send 408 before they close an idle connection.
-    let said = Arc::new(Barrier::new(2));
+    let stderr = Arc::new(Barrier::new(2));
     let upstream = Upstream::with_script({
-        let said = Arc::clone(&said);
+        let stderr = Arc::clone(&stderr);
         move |connection| {
             if let Some(received) = connection.read_request() {
                 connection.reply(200, &[], received.target.as_bytes());
                 connection.send("HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
                 connection.close();
-                said.wait();
+                stderr.wait();
             }
         }
     });
@@ -55,7 +55,7 @@ fn unsolicited_bytes_on_an_idle_connection_are_not_a_response() {
     let mut client = gateway.client();
     for target in ["/a", "/b", "/c"] {
         assert_eq!(client.get(target).expect(200).text(), target);
-        said.wait();
+        stderr.wait();
     }
     assert_eq!(upstream.received().len(), 3);
 }
@@ -83,7 +83,7 @@ fn servers_may_be_named_by_host_name() {
 #[test]
 fn a_rejected_upload_still_receives_the_response() {
     let body = vec![b'x'; 200_000];
-    // Refused by a rule, by no route, by a server that goes away.
+    // Refused by a rule, without a route, and by a server that closes the connection.
     let refusing = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/hour\"]").replace("/{*rest}", "/a"));
     refusing.get("/a").expect(200);
     let upstream = Upstream::with_script(|connection| drop(connection.read_head()));
@@ -107,17 +107,17 @@ fn curl_receives_a_refusal_during_a_large_upload() {
     for expect in ["Expect: 100-continue", "Expect:"] {
         let output = Command::new(program("curl"))
             .args(["--silent", "--show-error", "--max-time", "30", "--header", expect, "--output"])
-            .arg(scratch.path().join("answer"))
+            .arg(scratch.path().join("response"))
             .args(["--write-out", "%{http_code}", "--data-binary"])
             .arg(format!("@{}", file.display()))
             .arg(format!("http://{}/a", gateway.http))
             .output()
             .unwrap();
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(String::from_utf8_lossy(&output.stdout), "429", "{expect}: {said}");
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(String::from_utf8_lossy(&output.stdout), "429", "{expect}: {stderr}");
         assert!(
-            fs::read_to_string(scratch.path().join("answer")).unwrap().contains("quota-exceeded"),
-            "{expect}: {said}"
+            fs::read_to_string(scratch.path().join("response")).unwrap().contains("quota-exceeded"),
+            "{expect}: {stderr}"
         );
     }
 }
@@ -142,7 +142,7 @@ fn options_asterisk_is_answered_by_the_gateway() {
     let upstream = Upstream::always(200);
     let gateway = gateway(&upstream);
     let mut client = gateway.client();
-    // It is about the server as a whole (RFC 9110, section 9.3.7).
+    // `OPTIONS *` is about the server as a whole (RFC 9110, section 9.3.7).
     let response = client.request("OPTIONS", "*", &[], b"").expect(200);
     assert_eq!(
         (response.field("allow"), response.body.len()),
@@ -152,7 +152,7 @@ fn options_asterisk_is_answered_by_the_gateway() {
     let mut streams = RawHttp2::connect(gateway.http);
     streams.send(frame(HEADERS, END_STREAM | END_HEADERS, 1, &http2_client::request_block("OPTIONS", "*")));
     assert_eq!(streams.read_status(1), STATUS_200);
-    assert_eq!(gateway.metrics().sum("transom_requests_total", &[("code", "200")]), 2);
+    eventually_eq(|| gateway.metrics().sum("transom_requests_total", &[("code", "200")]), 2);
     assert_eq!(upstream.connections(), 0);
 }
 

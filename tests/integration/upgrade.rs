@@ -1,4 +1,4 @@
-//! One process takes the place of another, or does not: then nothing has changed.
+//! Upgrades: a new process replaces the old one, or the old one keeps serving.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use crate::support::client::{Client, request};
 use crate::support::process::{BINARY, Process, ProcessGroup, run, signal};
+use crate::support::redis::free_port;
 use crate::support::upgrade_chain::{UpgradeChain, is_alive};
 use crate::support::upstream::Upstream;
 use crate::support::{DEADLINE, Scratch, eventually, forward_all, one_rule};
@@ -22,8 +23,8 @@ fn echo() -> String {
 }
 
 /// An address without a listener.
-fn free() -> String {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
+fn free_address() -> String {
+    format!("127.0.0.1:{}", free_port())
 }
 
 #[test]
@@ -38,7 +39,7 @@ fn the_new_process_continues_counting() {
         assert_eq!(admitted(2), 2);
         chain.upgrade();
         assert_eq!(admitted(2), 2);
-        // A table that is in use can not have another size.
+        // The size of a table in use cannot change.
         chain.write_config(&toml(1000));
         chain.upgrade();
         chain.wait_for_log("for another capacity, which is kept");
@@ -49,41 +50,41 @@ fn the_new_process_continues_counting() {
 #[test]
 fn the_old_process_finishes_requests_and_the_new_one_accepts() {
     // A connection that has sent nothing yet may use either protocol.
-    ["true", "false"].iter().for_each(|h2c| one_after_the_other(&format!("[http2]\nh2c = {h2c}\n")));
+    ["true", "false"].iter().for_each(|h2c| assert_old_finishes_and_new_accepts(&format!("[http2]\nh2c = {h2c}\n")));
 }
 
-fn one_after_the_other(settings: &str) {
-    let (saw, seen) = mpsc::channel();
-    let (go, gone) = mpsc::channel::<()>();
-    let gone = std::sync::Arc::new(std::sync::Mutex::new(gone));
+fn assert_old_finishes_and_new_accepts(settings: &str) {
+    let (report, reported) = mpsc::channel();
+    let (go, released) = mpsc::channel::<()>();
+    let released = std::sync::Arc::new(std::sync::Mutex::new(released));
     let upstream = Upstream::with_script(move |connection| {
         while let Some(received) = connection.read_request() {
             if received.target == "/slow" {
-                saw.send(()).unwrap();
-                if gone.lock().unwrap().recv().is_err() {
+                report.send(()).unwrap();
+                if released.lock().unwrap().recv().is_err() {
                     return;
                 }
             }
             connection.reply(200, &[], b"at last");
         }
     });
-    // Dropped before the upstream, which waits for it.
+    // Dropped before the upstream, whose script waits for it.
     let go = go;
     let mut chain = UpgradeChain::start(&format!("workers = 1\n{}{settings}", forward_all(&upstream)));
     let mut slow = chain.first.client();
     slow.send(request("GET", "/slow", &[], b""));
-    seen.recv().unwrap();
+    reported.recv().unwrap();
     let (mut idle, fresh, mut probe) = (chain.first.client(), chain.first.client(), chain.first.client());
     idle.get("/a").expect(200);
     probe.get("/a").expect(200);
-    eventually("all are inside", || chain.first.metrics().sum("transom_connections", &[]) == 4);
+    eventually("all connections are open", || chain.first.metrics().sum("transom_connections", &[]) == 4);
     let mut scraper = Client::connect(chain.first.admin);
     scraper.get("/readyz").expect(200);
 
     let new = chain.upgrade();
     chain.wait_for_log(&format!("process {new} took over, draining"));
-    eventually("the old one drains", || probe.get("/p").expect(200).field("connection") == Some("close"));
-    // A connection is kept until its next request, or its first; then the client is told to reconnect.
+    eventually("the old process drains", || probe.get("/p").expect(200).field("connection") == Some("close"));
+    // A connection stays open until its next or first request, whose response announces the close.
     for mut client in [idle, fresh, scraper] {
         let target = if client.stream.peer_addr().unwrap() == chain.first.admin { "/readyz" } else { "/b" };
         assert_eq!(client.get(target).expect(200).field("connection"), Some("close"));
@@ -96,11 +97,11 @@ fn one_after_the_other(settings: &str) {
     go.send(()).unwrap();
     assert_eq!(slow.read_response().expect(200).text(), "at last");
     assert_eq!(chain.first.wait().code(), Some(0));
-    // The address is the new one's now, and the file that says so as well.
+    // The address and the PID file belong to the new process.
     chain.first.get("/d").expect(200);
     assert_eq!(chain.serving_pid(), Some(new));
     chain.signal("TERM");
-    eventually("the new one ends", || !is_alive(new));
+    eventually("the new process ends", || !is_alive(new));
     assert_eq!(chain.serving_pid(), None);
 }
 
@@ -143,7 +144,7 @@ fn a_bad_configuration_leaves_the_old_process_serving() {
     chain.first.get("/a").expect(200);
     chain.first.admin_get("/readyz").expect(200);
     assert_eq!(chain.serving_pid(), Some(old));
-    // It is as good as before.
+    // A later upgrade succeeds.
     chain.write_config(&echo());
     chain.upgrade();
     chain.first.get("/b").expect(200);
@@ -169,7 +170,7 @@ fn an_address_in_use_leaves_the_old_process_serving() {
     chain.first.get("/a").expect(200);
 }
 
-/// An upgrade to such a program fails, and says why.
+/// Expects an upgrade to this script to fail for this reason, and the old process to keep serving.
 fn expect_failure(chain: &UpgradeChain, script: &str, why: &str) {
     let child = chain.first.scratch.path().join("child");
     let _ = fs::remove_file(&child);
@@ -177,7 +178,7 @@ fn expect_failure(chain: &UpgradeChain, script: &str, why: &str) {
     let (code, out, err) = chain.run_upgrade_command();
     assert_eq!((code, out.as_str()), (Some(1), ""), "{script}: {err}");
     assert!(err.contains("the upgrade failed, ") && err.contains(why), "{script}: {err}");
-    // It may have been ended before it could write its number.
+    // The script may have ended before it wrote its process ID.
     let child = fs::read_to_string(&child).ok().and_then(|text| text.trim().parse().ok());
     assert!(child.is_none_or(|pid| !is_alive(pid)), "{script}");
     chain.first.get("/a").expect(200);
@@ -234,8 +235,9 @@ fn a_hanging_program_leaves_the_old_process_serving() {
     expect_failure(&chain, "exec sleep 600", "was not ready within 300ms");
 }
 
-/// A program that says it is ready, and does this once the place was given to it. Its id is in `child` then.
-fn usurp_when_given(chain: &UpgradeChain, script: &str) -> PathBuf {
+/// Replaces the program by a script that reports ready, and runs `script` after the hand-over. The returned file then has its
+/// process ID.
+fn replace_program_after_hand_over(chain: &UpgradeChain, script: &str) -> PathBuf {
     let child = chain.first.scratch.path().join("child");
     chain.replace_program(&format!(
         "echo ready >&0; while read word; do [ \"$word\" = yours ] && break; done
@@ -251,11 +253,11 @@ fn a_process_that_took_over_is_not_killed() {
     let mut chain = UpgradeChain::start(&format!("{}[timeouts]\nupgrade = \"{}s\"\n", echo(), limit.as_secs()));
     let go = chain.first.scratch.path().join("go");
     let script = format!("until [ -e {} ]; do sleep 0.05; done; echo serving >&0; exec sleep 600", go.display());
-    let child = usurp_when_given(&chain, &script);
+    let child = replace_program_after_hand_over(&chain, &script);
     chain.signal("USR2");
-    eventually("the place is given to it", || child.exists());
+    eventually("the hand-over is done", || child.exists());
     let pid: u32 = fs::read_to_string(&child).unwrap().trim().parse().unwrap();
-    // Neither the end of its time nor a signal concerns it any more.
+    // Neither the timeout nor a signal to the old process ends the new one.
     thread::sleep(limit);
     chain.first.get("/a").expect(200);
     chain.first.signal("TERM");
@@ -272,7 +274,7 @@ fn a_process_that_took_over_is_not_killed() {
 fn a_process_that_dies_while_taking_over_leaves_the_old_one_serving() {
     let chain = UpgradeChain::start(&echo());
     for script in ["exit 7", "echo nonsense >&0; exit 7"] {
-        usurp_when_given(&chain, script);
+        replace_program_after_hand_over(&chain, script);
         let (code, out, err) = chain.run_upgrade_command();
         assert_eq!((code, out.as_str()), (Some(1), ""), "{script}: {err}");
         assert!(err.contains("the new process ended before it was serving (exit status: 7)"), "{script}: {err}");
@@ -292,27 +294,27 @@ fn a_starting_process_can_be_stopped() {
         go.display()
     ));
     chain.signal("USR2");
-    eventually("it is started", || child.exists());
+    eventually("the new process is started", || child.exists());
     let pid: u32 = fs::read_to_string(&child).unwrap().trim().parse().unwrap();
-    // When it has heard that twice, it has handed everything over long before.
+    // After two ignored signals, the old process has handed over all descriptors.
     for times in 1..=2 {
         chain.first.signal("USR2");
-        eventually("it is ignored", || chain.first.stderr().matches("upgrade ignored").count() == times);
+        eventually("the signal is ignored", || chain.first.stderr().matches("upgrade ignored").count() == times);
     }
     chain.first.signal("STOP");
     fs::write(&go, "").unwrap();
-    eventually("it can be told to stop", || catches(pid, 15));
+    eventually("the new process handles TERM", || has_handler(pid, 15));
     signal(pid, "TERM");
-    eventually("it stops", || !is_alive(pid));
+    eventually("the new process ends", || !is_alive(pid));
     chain.first.signal("CONT");
-    // It may have said before that it is ready.
+    // The new process may have reported ready before.
     chain.wait_for_log("this process keeps serving: the new process ended before it was ");
     chain.wait_for_log("stopped before the former process handed over");
     chain.first.get("/a").expect(200);
 }
 
 /// Whether a process has a handler for a signal.
-fn catches(pid: u32, signal: u32) -> bool {
+fn has_handler(pid: u32, signal: u32) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
     caught.is_some_and(|caught| u64::from_str_radix(caught.trim(), 16).unwrap() >> (signal - 1) & 1 == 1)
@@ -340,8 +342,8 @@ fn the_number_of_workers_may_change_without_losing_connections() {
         chain.write_config(&format!("workers = {workers}\n{}", echo()));
         let old = chain.serving_pid().unwrap();
         chain.upgrade();
-        eventually("the old one accepts nobody any more", || !is_alive(old));
-        // The kernel spreads them over all queues that there are.
+        eventually("the old process has ended", || !is_alive(old));
+        // The kernel distributes connections to all accept queues.
         let mut clients: Vec<_> = (0..30).map(|_| chain.first.client()).collect();
         clients.iter_mut().for_each(|client| drop(client.get("/a").expect(200)));
         let page = chain.first.metrics();
@@ -351,27 +353,27 @@ fn the_number_of_workers_may_change_without_losing_connections() {
 
 #[test]
 fn addresses_can_be_added_and_removed() {
-    let (stays, goes, comes) = (free(), free(), free());
+    let (kept, removed, added) = (free_address(), free_address(), free_address());
     let listen = |addresses: &[&String]| {
         format!(
             "[listen]\nhttp = {addresses:?}\nadmin = \"127.0.0.1:0\"\n[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/\"\nupstream = \"u\"\n"
         )
     };
     let scratch = Scratch::new();
-    let file = scratch.write("gateway.toml", format!("pid_file = \"pid\"\n{}", listen(&[&stays, &goes])));
+    let file = scratch.write("gateway.toml", format!("pid_file = \"pid\"\n{}", listen(&[&kept, &removed])));
     let log = fs::File::create(scratch.path().join("stderr")).unwrap();
     let mut child =
         ProcessGroup::spawn(Command::new(BINARY).arg("--config").arg(&file).stdout(Stdio::piped()).stderr(log));
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
     (0..3).for_each(|_| drop(lines.next().unwrap().unwrap()));
-    fs::write(&file, format!("pid_file = \"pid\"\n{}", listen(&[&comes, &stays]))).unwrap();
+    fs::write(&file, format!("pid_file = \"pid\"\n{}", listen(&[&added, &kept]))).unwrap();
     let (code, out, err) = run(&["upgrade", "--config", &file.display().to_string()]);
     assert_eq!((code, err.as_str()), (Some(0), ""));
     let new: u32 = out.split(' ').nth(1).unwrap().parse().unwrap();
-    for address in [&comes, &stays] {
+    for address in [&added, &kept] {
         Client::connect(address.parse().unwrap()).get("/").expect(200);
     }
-    eventually("nobody listens where nobody should", || TcpStream::connect(&goes).is_err());
+    eventually("the removed address is closed", || TcpStream::connect(&removed).is_err());
     assert!(child.wait().unwrap().success());
     assert!(is_alive(new));
 }
@@ -382,7 +384,7 @@ fn a_second_upgrade_signal_is_ignored() {
     let child = chain.first.scratch.path().join("child");
     chain.replace_program(&format!("echo $$ > {0}.new; mv {0}.new {0}; exec sleep 600", child.display()));
     chain.signal("USR2");
-    eventually("it is started", || child.exists());
+    eventually("the new process is started", || child.exists());
     let pid: u32 = fs::read_to_string(&child).unwrap().trim().parse().unwrap();
     chain.signal("USR2");
     chain.wait_for_log(&format!("upgrade ignored: one is in progress, to process {pid}"));
@@ -401,7 +403,7 @@ fn a_replaced_process_stops_quickly() {
     idle.get("/a").expect(200);
     let new = chain.upgrade();
     chain.wait_for_log("took over, draining");
-    // It has been replaced, so there is nothing to hand over.
+    // A replaced process cannot be upgraded.
     let (code, _, err) = run(&[
         "upgrade",
         "--config",
@@ -444,40 +446,40 @@ fn the_service_manager_is_notified_of_the_main_process() {
     let path = scratch.path().join("notify");
     let manager = UnixDatagram::bind(&path).unwrap();
     manager.set_read_timeout(Some(DEADLINE)).unwrap();
-    let told = || {
+    let next_notification = || {
         let mut buffer = [0; 256];
         let length = manager.recv(&mut buffer).unwrap();
         String::from_utf8_lossy(&buffer[..length]).into_owned()
     };
     let mut chain = UpgradeChain::start_in(scratch, &echo(), &[("NOTIFY_SOCKET", &path)]);
-    assert_eq!(told(), "READY=1");
+    assert_eq!(next_notification(), "READY=1");
     let new = chain.upgrade();
-    let mut both = [told(), told()];
+    let mut both = [next_notification(), next_notification()];
     both.sort();
     assert_eq!(both, [format!("MAINPID={new}"), "READY=1".to_owned()]);
     assert!(chain.first.wait().success());
-    // The old process has not reported the end of the service; the new one does when it is stopped.
+    // The old process did not report the end of the service; the new process reports it when stopped.
     chain.signal("TERM");
-    assert_eq!(told(), "STOPPING=1");
-    eventually("it ends", || !is_alive(new));
+    assert_eq!(next_notification(), "STOPPING=1");
+    eventually("the process ends", || !is_alive(new));
 }
 
 #[test]
 fn the_pid_file_exists_while_the_gateway_serves() {
     let scratch = Scratch::new();
-    let place = scratch.path().join("elsewhere");
+    let pid_file = scratch.path().join("elsewhere");
     let mut chain = UpgradeChain::start(&echo());
     let id = chain.first.pid();
     let named = fs::read_to_string(chain.first.scratch.path().join("pid")).unwrap();
     assert_eq!(named, format!("{id}\n"));
     // A reload can change it.
-    chain.first.write_config(&format!("pid_file = \"{}\"\n{}", place.display(), echo()));
-    eventually("it has moved", || place.exists() && chain.serving_pid().is_none());
-    assert_eq!(fs::read_to_string(&place).unwrap(), format!("{id}\n"));
+    chain.first.write_config(&format!("pid_file = \"{}\"\n{}", pid_file.display(), echo()));
+    eventually("the PID file has moved", || pid_file.exists() && chain.serving_pid().is_none());
+    assert_eq!(fs::read_to_string(&pid_file).unwrap(), format!("{id}\n"));
     chain.first.signal("TERM");
     chain.first.wait();
     assert_eq!(fs::read_dir(scratch.path()).unwrap().count(), 0);
-    // One that cannot be written is a failure to start.
+    // A PID file that cannot be written fails the start.
     let file = scratch.write(
         "gateway.toml",
         format!("pid_file = \"nowhere/pid\"\n{}", crate::support::gateway::with_listen(&echo())),

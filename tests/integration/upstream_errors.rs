@@ -1,8 +1,8 @@
 //! Violations of RFC 9113 by an HTTP/2 upstream: the error that the gateway sends to the upstream, and the response of the
 //! client.
 //!
-//! The h2 library finds these errors and answers them. Two of its answers differ from the RFC, and one error it does not
-//! find; each is marked, and none of them forwards anything wrong to a client.
+//! The h2 library detects these errors. Two of its reactions differ from the RFC, and it does not detect one error; each is
+//! marked, and none of them forwards malformed data to a client.
 
 use std::sync::Mutex;
 use std::sync::mpsc;
@@ -23,13 +23,13 @@ const STREAM_CLOSED: u32 = 5;
 const INITIAL_WINDOW_SIZE: u16 = 4;
 const WINDOW_MAX: u32 = 0x7fff_ffff;
 
-/// Requests of which the body never ends.
+/// A request whose body never ends.
 const UPLOAD: &str = "POST /a HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\nabc";
 
-/// The reaction of an upstream to the first request.
-fn answering(bytes: Vec<u8>) -> (Upstream, mpsc::Receiver<(u8, u32)>) {
-    let (tell, told) = mpsc::channel();
-    let tell = Mutex::new(tell);
+/// An upstream that sends these bytes after the first request, and reports the first error that the gateway sends.
+fn responding_with(bytes: Vec<u8>) -> (Upstream, mpsc::Receiver<(u8, u32)>) {
+    let (report, reported) = mpsc::channel();
+    let report = Mutex::new(report);
     let upstream = Upstream::with_script(move |connection| {
         let mut raw = RawHttp2::accept(connection.stream().try_clone().unwrap());
         raw.read_until(HEADERS);
@@ -37,10 +37,10 @@ fn answering(bytes: Vec<u8>) -> (Upstream, mpsc::Receiver<(u8, u32)>) {
         // The first error that the gateway sends.
         let error = std::iter::from_fn(|| raw.next_frame()).find(|frame| [RST_STREAM, GOAWAY].contains(&frame.kind));
         if let Some(frame) = error {
-            tell.lock().unwrap().send((frame.kind, frame.code())).unwrap();
+            report.lock().unwrap().send((frame.kind, frame.code())).unwrap();
         }
     });
-    (upstream, told)
+    (upstream, reported)
 }
 
 fn gateway(upstream: &Upstream) -> Gateway {
@@ -93,14 +93,14 @@ fn frames_on_closed_streams_and_beyond_the_window_are_errors() {
         ),
     ];
     for (name, request, bytes, error, status) in cases {
-        let (upstream, told) = answering(bytes);
+        let (upstream, reported) = responding_with(bytes);
         let gateway = gateway(&upstream);
         let mut client = gateway.client();
         client.send(request);
         assert_eq!(client.read_head().unwrap().status, status, "{name}");
-        assert_eq!(told.recv(), Ok(error), "{name}");
+        assert_eq!(reported.recv(), Ok(error), "{name}");
         if name.contains("beyond") {
-            assert!(!client.read_to_end().ends_with(b"0\r\n\r\n"), "{name}: it looks complete");
+            assert!(!client.read_to_end().ends_with(b"0\r\n\r\n"), "{name}: the response looks complete");
         }
     }
 }
@@ -114,7 +114,7 @@ fn misplaced_pseudo_header_fields_of_a_response_are_not_forwarded() {
         frame(HEADERS, END_STREAM | END_HEADERS, 1, &[&[STATUS_200][..], &header_block(&[(":path", "/")])].concat()),
     ];
     for (bytes, trailers) in cases.into_iter().zip([&["x-end"][..], &[]]) {
-        let (upstream, _told) = answering(bytes);
+        let (upstream, _reported) = responding_with(bytes);
         let gateway = gateway(&upstream);
         let response =
             Http2Client::connect(gateway.http).request_path("GET", "/a", &[("te", "trailers")], b"").expect(200);
@@ -127,7 +127,7 @@ fn misplaced_pseudo_header_fields_of_a_response_are_not_forwarded() {
     }
 }
 
-/// The other way round, over the other version of HTTP.
+/// The same for requests, from HTTP/2 to HTTP/1.1.
 #[test]
 fn misplaced_pseudo_header_fields_of_a_request_are_not_forwarded() {
     let upstream = Upstream::always(200);

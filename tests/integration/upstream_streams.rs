@@ -1,4 +1,4 @@
-//! How many streams an HTTP/2 upstream allows at a time (SETTINGS_MAX_CONCURRENT_STREAMS), down to none.
+//! The number of concurrent streams that an HTTP/2 upstream allows (SETTINGS_MAX_CONCURRENT_STREAMS), including none.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Sender};
@@ -29,7 +29,7 @@ fn ok(stream: u32) -> Vec<u8> {
     frame(HEADERS, END_STREAM | END_HEADERS, stream, &[STATUS_200])
 }
 
-/// Answers every request on a connection with 200.
+/// Responds to every request on a connection with 200.
 fn serve(raw: &mut RawHttp2) {
     while let Some(stream) = next_request(raw) {
         raw.send(ok(stream));
@@ -57,7 +57,7 @@ fn a_full_connection_is_supplemented_by_one_other() {
 fn a_server_that_allows_no_streams_is_504_on_a_bounded_number_of_connections() {
     let upstream = Upstream::with_script(|connection| {
         let mut raw = RawHttp2::accept_with(connection.stream().try_clone().unwrap(), &[(MAX_CONCURRENT_STREAMS, 0)]);
-        assert_eq!(next_request(&mut raw), None, "a request came");
+        assert_eq!(next_request(&mut raw), None, "a request arrived");
     });
     let gateway = gateway(&upstream);
     let start = Instant::now();
@@ -66,7 +66,7 @@ fn a_server_that_allows_no_streams_is_504_on_a_bounded_number_of_connections() {
             scope.spawn(|| (0..2).for_each(|_| drop(gateway.get("/a").expect(504).problem())));
         }
     });
-    // Each is waited for at least half as long as connecting may take.
+    // The gateway waits for each connection for at least half the connect timeout.
     let most = 1 + (start.elapsed().as_micros() / (CONNECT / 2).as_micros()) as usize;
     assert!(upstream.connections() <= most, "{} connections, at most {most}", upstream.connections());
 }
@@ -95,12 +95,12 @@ fn requests_wait_for_a_connection_to_allow_streams() {
         move |connection| {
             let mut raw =
                 RawHttp2::accept_with(connection.stream().try_clone().unwrap(), &[(MAX_CONCURRENT_STREAMS, 0)]);
-            eventually("the test allows it", || allowed.load(Ordering::SeqCst));
+            eventually("the test allows streams", || allowed.load(Ordering::SeqCst));
             raw.send(settings(&[(MAX_CONCURRENT_STREAMS, 100)]));
             serve(&mut raw);
         }
     });
-    // Connecting takes as long as the test wants.
+    // A long connect timeout, because the test decides when streams are allowed.
     let toml = forward_all(&upstream).replace("[[routes]]", "protocol = \"http2\"\n[[routes]]");
     let gateway = Gateway::start(&format!("workers = 1\n{toml}[timeouts]\nconnect = \"30s\"\n"));
     thread::scope(|scope| {
@@ -115,15 +115,15 @@ fn requests_wait_for_a_connection_to_allow_streams() {
 
 #[test]
 fn a_connection_with_free_streams_is_preferred_to_a_full_one() {
-    let (tell, told): (Sender<usize>, _) = mpsc::channel();
-    let tell = Arc::new(Mutex::new(tell));
+    let (report, reported): (Sender<usize>, _) = mpsc::channel();
+    let report = Arc::new(Mutex::new(report));
     let upstream = Upstream::with_script(move |connection| {
         let limit = if connection.number == 0 { 1 } else { 100 };
         let mut raw =
             RawHttp2::accept_with(connection.stream().try_clone().unwrap(), &[(MAX_CONCURRENT_STREAMS, limit)]);
-        // The first request is never answered.
+        // The first request gets no response.
         if next_request(&mut raw).is_some() {
-            tell.lock().unwrap().send(connection.number).unwrap();
+            report.lock().unwrap().send(connection.number).unwrap();
         }
         serve(&mut raw);
     });
@@ -132,7 +132,7 @@ fn a_connection_with_free_streams_is_preferred_to_a_full_one() {
         .map(|number| {
             let mut client = gateway.client();
             client.send("GET /a HTTP/1.1\r\nHost: a\r\n\r\n");
-            assert_eq!(told.recv(), Ok(number));
+            assert_eq!(reported.recv(), Ok(number));
             client
         })
         .collect();

@@ -14,9 +14,9 @@ use crate::support::{eventually, within};
 
 const ROUTE: &str = "[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
 
-/// A server that speaks HTTP/2 behind TLS.
-fn server(ca: &ClientCa, identity: &Identity, asks: bool) -> Http2Upstream {
-    let tls = Some(ca.server(identity, &["h2"], asks));
+/// An HTTP/2 server over TLS.
+fn server(ca: &ClientCa, identity: &Identity, requires_client_certificate: bool) -> Http2Upstream {
+    let tls = Some(ca.server(identity, &["h2"], requires_client_certificate));
     Http2Upstream::always_ok(Options { tls, ..Options::default() })
 }
 
@@ -102,7 +102,7 @@ fn a_client_certificate_is_sent_on_request() {
     let private_key = ca.scratch.write("client.key", &client.private_key);
     let shown = format!(", certificate = \"{}\", private_key = \"{}\"", certificate.display(), private_key.display());
     Gateway::start(&toml(&upstream, &trusting(&ca, &shown))).get("/a").expect(200);
-    // Why, the server says behind the handshake; a reset may overtake it.
+    // The server reports the reason after the handshake; a reset may arrive first.
     Gateway::start(&toml(&upstream, &trusting(&ca, ""))).get("/a").expect(502).problem();
 }
 
@@ -153,7 +153,7 @@ fn missing_http2_support_is_502() {
     let toml = toml(&upstream, &format!("protocol = \"http2\"\n{}", trusting(&ca, "")));
     let process = Process::spawn(&toml);
     process.get("/a").expect(502).problem();
-    eventually("the operator is told", || process.stderr().contains("did not select `h2`"));
+    eventually("the failure is logged", || process.stderr().contains("did not select `h2`"));
 }
 
 #[test]
@@ -162,9 +162,9 @@ fn a_reload_applies_a_new_authority_to_new_connections() {
     let upstream = server(&ca, &ca.sign(&["localhost"]), false);
     let mut gateway = Gateway::start(&toml(&upstream, &trusting(&other, "")));
     gateway.get("/a").expect(502);
-    gateway.reload(&toml(&upstream, &trusting(&ca, "")));
+    gateway.reload_and_wait(&toml(&upstream, &trusting(&ca, "")));
     gateway.get("/a").expect(200);
-    gateway.reload(&toml(&upstream, &trusting(&ca, "")));
+    gateway.reload_and_wait(&toml(&upstream, &trusting(&ca, "")));
     gateway.get("/a").expect(200);
     assert_eq!(upstream.request_heads()[1].connection, upstream.request_heads()[0].connection);
 }
@@ -176,7 +176,7 @@ fn nginx_is_reached_with_every_protocol_it_offers() {
     let certificate = ca.scratch.write("server.pem", &identity.certificate);
     let private_key = ca.scratch.write("server.key", &identity.private_key);
     let tls = format!("ssl_certificate {}; ssl_certificate_key {};", certificate.display(), private_key.display());
-    for (listen, protocol, spoken) in [
+    for (listen, protocol, version) in [
         ("ssl http2", "auto", "HTTP/2.0"),
         ("ssl http2", "http1", "HTTP/1.1"),
         ("ssl http2", "http2", "HTTP/2.0"),
@@ -191,9 +191,9 @@ fn nginx_is_reached_with_every_protocol_it_offers() {
             trusting(&ca, "")
         );
         let gateway = Gateway::start(&toml);
-        assert_eq!(gateway.get("/spoken").expect(200).text(), spoken, "{listen}, {protocol}");
+        assert_eq!(gateway.get("/protocol").expect(200).text(), version, "{listen}, {protocol}");
         assert_eq!(gateway.get("/large.bin").expect(200).body.len(), 3_000_000);
-        let response = gateway.client().request("POST", "/spoken", &[], &vec![b'x'; 500_000]);
-        assert_eq!(response.expect(200).text(), spoken);
+        let response = gateway.client().request("POST", "/protocol", &[], &vec![b'x'; 500_000]);
+        assert_eq!(response.expect(200).text(), version);
     }
 }

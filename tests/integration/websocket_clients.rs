@@ -9,12 +9,12 @@ fn upstream(server: &ScriptServer) -> String {
     format!("[upstreams.u]\nservers = [\"http://{}\"]\n", server.address)
 }
 
-/// A failure here is not caused by the gateway.
+/// If this test fails, the cause is not the gateway.
 #[test]
 fn the_client_script_passes_without_a_gateway() {
-    let theirs = TestCa::new();
-    let server = ScriptServer::start("websocket_server.py", &theirs.tls_arguments());
-    let ca = theirs.ca.display().to_string();
+    let server_ca = TestCa::new();
+    let server = ScriptServer::start("websocket_server.py", &server_ca.tls_arguments());
+    let ca = server_ca.ca.display().to_string();
     external_scripts::run_checks("websocket_client.py", &[server.address.to_string(), "--ca".to_owned(), ca]);
 }
 
@@ -22,8 +22,8 @@ fn the_client_script_passes_without_a_gateway() {
 fn all_checks_pass_over_plain_http() {
     let server = ScriptServer::start("websocket_server.py", &[""; 0]);
     let tls_gateway = TlsGateway::start(&limited_route_to(&upstream(&server), false));
-    let [clear, _] = tls_gateway.client_arguments();
-    external_scripts::run_checks("websocket_client.py", &clear);
+    let [plain, _] = tls_gateway.client_arguments();
+    external_scripts::run_checks("websocket_client.py", &plain);
 }
 
 #[test]
@@ -36,10 +36,12 @@ fn all_checks_pass_over_tls() {
 
 #[test]
 fn all_checks_pass_to_a_tls_upstream() {
-    let theirs = TestCa::new();
-    let server = ScriptServer::start("websocket_server.py", &theirs.tls_arguments());
-    let upstream =
-        format!("[upstreams.u]\nservers = [\"https://{}\"]\n[upstreams.u.tls]\nca = {:?}\n", server.address, theirs.ca);
+    let server_ca = TestCa::new();
+    let server = ScriptServer::start("websocket_server.py", &server_ca.tls_arguments());
+    let upstream = format!(
+        "[upstreams.u]\nservers = [\"https://{}\"]\n[upstreams.u.tls]\nca = {:?}\n",
+        server.address, server_ca.ca
+    );
     let tls_gateway = TlsGateway::start(&limited_route_to(&upstream, false));
     let [_, tls] = tls_gateway.client_arguments();
     external_scripts::run_checks("websocket_client.py", &tls);
@@ -49,13 +51,16 @@ fn all_checks_pass_to_a_tls_upstream() {
 fn a_handshake_is_counted() {
     let server = ScriptServer::start("websocket_server.py", &[""; 0]);
     let tls_gateway = TlsGateway::start(&limited_route_to(&upstream(&server), true));
-    let [clear, tls] = tls_gateway.client_arguments();
-    // One handshake, which uses up the limit; all that is said on it costs nothing more.
+    let [plain, tls] = tls_gateway.client_arguments();
+    // The handshake uses up the limit; messages are not counted.
     external_scripts::run_checks(
         "websocket_client.py",
-        &[clear.as_slice(), &["--only".to_owned(), "many_at_once".to_owned()]].concat(),
+        &[plain.as_slice(), &["--only".to_owned(), "many_at_once".to_owned()]].concat(),
     );
-    for way in [clear, tls] {
-        external_scripts::run_checks("websocket_client.py", &[way.as_slice(), &["--refused".to_owned()]].concat());
+    for arguments in [plain, tls] {
+        external_scripts::run_checks(
+            "websocket_client.py",
+            &[arguments.as_slice(), &["--refused".to_owned()]].concat(),
+        );
     }
 }

@@ -19,14 +19,14 @@ use crate::support::process::Process;
 use crate::support::test_ca::TestCa;
 use crate::support::tls_gateway::{TlsGateway, limited_route_to};
 use crate::support::upstream::{Connection, Upstream};
-use crate::support::{Scratch, eventually, forward_all, forward_to, within};
+use crate::support::{Scratch, eventually, eventually_eq, forward_all, forward_to, within};
 
 fn upstream(server: &ScriptServer) -> String {
     format!("[upstreams.u]\nservers = [\"http://{}\"]\n", server.address)
 }
 
 /// The response of a server that accepts the handshake.
-fn switch(key: &str) -> String {
+fn switch_response(key: &str) -> String {
     let text = format!("{key}258EAFA5-E914-47DA-95CA-C5AB0DC85B11");
     let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA1_FOR_LEGACY_USE_ONLY, text.as_bytes());
     let accept = base64::Engine::encode(&base64::engine::general_purpose::STANDARD, digest);
@@ -36,38 +36,38 @@ fn switch(key: &str) -> String {
     )
 }
 
-/// Responds with 101, and then does what the script says.
-fn switching(script: impl Fn(&mut Connection) + Send + Sync + 'static) -> Upstream {
+/// Responds with 101, and then runs the script.
+fn switching_upstream(script: impl Fn(&mut Connection) + Send + Sync + 'static) -> Upstream {
     Upstream::with_script(move |connection| {
         let Some(head) = connection.read_head() else { return };
         let Some(key) = head.field("sec-websocket-key") else {
             connection.reply(200, &[], b"plain\n");
             return;
         };
-        connection.send(switch(key));
+        connection.send(switch_response(key));
         script(connection);
     })
 }
 
-/// Sends everything back, until the other side says no more.
+/// Echoes all bytes until the end of the connection.
 fn echo(connection: &mut Connection) {
     while let Some(byte) = connection.read_exactly(1) {
         connection.send(byte);
     }
 }
 
-/// A stream that has become a tunnel.
-fn opened(gateway: &Gateway) -> RawHttp2 {
+/// A connection whose stream 1 is a tunnel.
+fn open_tunnel(gateway: &Gateway) -> RawHttp2 {
     let mut client = RawHttp2::connect(gateway.http);
     assert_eq!(client.open_websocket(1, "/chat").read_status(1), STATUS_200);
     client
 }
 
-/// A tunnel whose upstream reads nothing, with full buffers.
-fn filled(gateway: &Gateway) -> RawHttp2 {
+/// A tunnel with full buffers, whose upstream does not read.
+fn open_full_tunnel(gateway: &Gateway) -> RawHttp2 {
     let mut client = RawHttp2::connect(gateway.http);
     client.open_websocket(1, "/chat");
-    // Of the connection, and of the stream.
+    // The windows of the connection and of the stream.
     let mut windows = [65_535; 2];
     let next = |client: &mut RawHttp2, windows: &mut [u32; 2]| {
         let frame = client.next_frame().unwrap();
@@ -77,18 +77,18 @@ fn filled(gateway: &Gateway) -> RawHttp2 {
         frame.kind
     };
     while next(&mut client, &mut windows) != HEADERS {}
-    // The gateway can make progress between its responses.
-    let mut asked = 0;
-    while asked < 20 {
+    // The gateway may forward more bytes between two PING acknowledgements.
+    let mut pings = 0;
+    while pings < 20 {
         let piece = windows[0].min(windows[1]).min(16 * 1024);
         if piece > 0 {
             client.send(frame(DATA, 0, 1, &vec![b'x'; piece as usize]));
             windows = windows.map(|window| window - piece);
-            asked = 0;
+            pings = 0;
         } else {
             client.send(frame(PING, 0, 0, b"12345678"));
             while next(&mut client, &mut windows) != PING {}
-            asked += 1;
+            pings += 1;
         }
     }
     client
@@ -99,15 +99,17 @@ fn all_checks_pass_with_prior_knowledge() {
     let server = ScriptServer::start("websocket_server.py", &[""; 0]);
     let tls_gateway = TlsGateway::start(&limited_route_to(&upstream(&server), false));
     external_scripts::run_checks("stream_client.py", &tls_gateway.client_arguments()[0]);
-    assert_eq!(tls_gateway.gateway.metrics().sum("transom_tunnels", &[]), 0);
+    eventually_eq(|| tls_gateway.gateway.metrics().sum("transom_tunnels", &[]), 0);
 }
 
 #[test]
 fn all_checks_pass_over_tls_on_both_sides() {
-    let theirs = TestCa::new();
-    let server = ScriptServer::start("websocket_server.py", &theirs.tls_arguments());
-    let upstream =
-        format!("[upstreams.u]\nservers = [\"https://{}\"]\n[upstreams.u.tls]\nca = {:?}\n", server.address, theirs.ca);
+    let server_ca = TestCa::new();
+    let server = ScriptServer::start("websocket_server.py", &server_ca.tls_arguments());
+    let upstream = format!(
+        "[upstreams.u]\nservers = [\"https://{}\"]\n[upstreams.u.tls]\nca = {:?}\n",
+        server.address, server_ca.ca
+    );
     let tls_gateway = TlsGateway::start(&limited_route_to(&upstream, false));
     external_scripts::run_checks("stream_client.py", &tls_gateway.client_arguments()[1]);
 }
@@ -120,16 +122,16 @@ fn all_checks_pass_through_two_http2_gateways() {
         &format!("[upstreams.u]\nservers = [\"http://{}\"]\nprotocol = \"http2\"\n", inner.plain),
         false,
     ));
-    let [clear, tls] = outer.client_arguments();
+    let [plain, tls] = outer.client_arguments();
     external_scripts::run_checks("stream_client.py", &tls);
-    // By a connection that changes over, to a stream.
-    external_scripts::run_checks("websocket_client.py", &clear);
-    assert_eq!(inner.gateway.metrics().sum("transom_tunnels", &[]), 0);
+    // From an upgraded HTTP/1.1 connection to a stream.
+    external_scripts::run_checks("websocket_client.py", &plain);
+    eventually_eq(|| inner.gateway.metrics().sum("transom_tunnels", &[]), 0);
 }
 
 #[test]
 fn an_extended_connect_is_counted_as_a_get() {
-    let upstream = switching(|connection| {
+    let upstream = switching_upstream(|connection| {
         connection.read_exactly(5);
         connection.send("goodbye");
     });
@@ -137,9 +139,9 @@ fn an_extended_connect_is_counted_as_a_get() {
     let log = scratch.path().join("access.log");
     let toml = format!("[access_log]\nfile = {log:?}\n[rules.r]\nkey = \"method\"\nwindows = [\"2/minute\"]\n");
     let gateway = Gateway::start(&(toml + &forward_all(&upstream) + "methods = [\"GET\"]\nrules = [\"r\"]\n"));
-    let mut client = opened(&gateway);
-    let page = gateway.metrics();
-    assert_eq!((page.sum("transom_connections", &[]), page.sum("transom_tunnels", &[])), (1, 1));
+    let mut client = open_tunnel(&gateway);
+    let metric = |name: &str, labels: &[(&str, &str)]| gateway.metrics().sum(name, labels);
+    eventually_eq(|| (metric("transom_connections", &[]), metric("transom_tunnels", &[])), (1, 1));
     client.send(frame(DATA, 0, 1, b"hello")).send(frame(DATA, END_STREAM, 1, b""));
     assert_eq!(client.read_until(DATA).payload, b"goodbye");
     while client.next_frame().unwrap().flags & END_STREAM == 0 {}
@@ -148,16 +150,15 @@ fn an_extended_connect_is_counted_as_a_get() {
     assert_eq!((head.values("upgrade"), head.values("connection")), (vec!["websocket"], vec!["upgrade"]));
     assert_eq!(head.values("sec-websocket-version"), ["13"]);
     let mut line = String::new();
-    eventually("a line is written", || {
+    eventually("a line is logged", || {
         line = std::fs::read_to_string(&log).unwrap();
         line.ends_with('\n')
     });
     let line: serde_json::Value = serde_json::from_str(&line).unwrap();
     assert_eq!((&line["method"], &line["protocol"], &line["status"]), (&"GET".into(), &"HTTP/2.0".into(), &200.into()));
     assert_eq!((&line["bytes"], &line["bytes_received"]), (&7.into(), &5.into()));
-    let page = gateway.metrics();
-    assert_eq!((page.sum("transom_requests_total", &[("code", "200")]), page.sum("transom_tunnels", &[])), (1, 0));
-    // It was counted as one request by GET, and a GET is the next.
+    eventually_eq(|| (metric("transom_requests_total", &[("code", "200")]), metric("transom_tunnels", &[])), (1, 0));
+    // The tunnel was counted as one GET; this GET is the second.
     gateway.get("/plain");
     let refused = Http2Client::connect(gateway.http).connect_to("websocket", "/chat", &[]).expect(429);
     assert_eq!(refused.problem()["status"], 429);
@@ -180,15 +181,15 @@ fn a_refused_extended_connect_gets_an_ordinary_response() {
     client.connect_to("websocket", "/own", &[]).expect(501).problem();
     client.connect_to("websocket", "/gone", &[]).expect(410);
     client.connect_to("websocket", "/../a", &[]).expect(400).problem();
-    // As a GET, it is not for that route.
+    // The request counts as a GET, which this route does not accept.
     client.connect_to("websocket", "/posts", &[]).expect(501);
     client.get("/a").expect(200);
-    let seen = upstream.received().len();
-    // A server that does not change over has not opened anything, whatever it says.
+    let received_before = upstream.received().len();
+    // A response other than 101 opens no tunnel, also with status 200.
     client.connect_to("websocket", "/taken", &[]).expect(502).problem();
     // A gRPC error has status 200, which would accept the handshake.
     client.connect_to("websocket", "/a", &[("content-type", "application/grpc")]).expect(501).problem();
-    assert_eq!(upstream.received().len(), seen + 1);
+    assert_eq!(upstream.received().len(), received_before + 1);
     assert_eq!(gateway.metrics().sum("transom_tunnels", &[]), 0);
 }
 
@@ -235,12 +236,12 @@ fn an_upstream_reset_becomes_a_stream_reset() {
             head.push(char::from(byte[0]));
         }
         let key = head.lines().find_map(|line| line.strip_prefix("sec-websocket-key: ")).unwrap();
-        stream.write_all(switch(key).as_bytes()).unwrap();
+        stream.write_all(switch_response(key).as_bytes()).unwrap();
         stream.read_exact(&mut byte).unwrap();
         socket2::SockRef::from(&stream).set_linger(Some(Duration::ZERO)).unwrap();
     });
     let gateway = Gateway::start(&forward_to(&[address], ""));
-    let mut client = opened(&gateway);
+    let mut client = open_tunnel(&gateway);
     client.send(frame(DATA, 0, 1, b"x"));
     let reset = client.read_until(RST_STREAM);
     assert_eq!((reset.stream, reset.code()), (1, CANCEL));
@@ -251,44 +252,44 @@ fn an_upstream_reset_becomes_a_stream_reset() {
 
 #[test]
 fn an_idle_tunnel_is_closed() {
-    let upstream = switching(|connection| while connection.read_exactly(1).is_some() {});
+    let upstream = switching_upstream(|connection| while connection.read_exactly(1).is_some() {});
     let gateway = Gateway::start(&format!("[timeouts]\ntunnel = \"300ms\"\n{}", forward_all(&upstream)));
-    let mut client = opened(&gateway);
+    let mut client = open_tunnel(&gateway);
     let end = within(Duration::from_millis(300), || client.read_until(DATA));
     assert_eq!((end.stream, end.flags & END_STREAM), (1, END_STREAM));
-    eventually("it is over", || gateway.metrics().sum("transom_tunnels", &[]) == 0);
+    eventually("the tunnel has ended", || gateway.metrics().sum("transom_tunnels", &[]) == 0);
 }
 
 #[test]
 fn a_tunnel_outlives_request_and_connection_limits() {
-    let upstream = switching(echo);
-    let toml = "[timeouts]\nbody = \"200ms\"\nresponse_head = \"200ms\"\nrequest = \"400ms\"\n\
-                [http2]\nidle = \"200ms\"\n[limits]\nmax_body = \"1KiB\"\n";
+    let upstream = switching_upstream(echo);
+    let toml = "[timeouts]\nbody = \"1s\"\nresponse_head = \"1s\"\nrequest = \"2s\"\n\
+                [http2]\nidle = \"1s\"\n[limits]\nmax_body = \"1KiB\"\n";
     let gateway = Gateway::start(&format!("{toml}{}", forward_all(&upstream)));
-    let mut client = opened(&gateway);
+    let mut client = open_tunnel(&gateway);
     for turn in 0..8 {
-        thread::sleep(Duration::from_millis(150));
-        let said = vec![turn; 1000];
-        client.send(frame(DATA, 0, 1, &said));
-        let mut heard = Vec::new();
-        while heard.len() < said.len() {
-            heard.extend(client.read_until(DATA).payload);
+        thread::sleep(Duration::from_millis(400));
+        let message = vec![turn; 1000];
+        client.send(frame(DATA, 0, 1, &message));
+        let mut echoed = Vec::new();
+        while echoed.len() < message.len() {
+            echoed.extend(client.read_until(DATA).payload);
         }
-        assert_eq!(heard, said);
+        assert_eq!(echoed, message);
     }
 }
 
 #[test]
 fn a_drain_keeps_tunnels_until_the_deadline() {
-    let upstream = switching(echo);
-    let mut process = Process::spawn(&format!("{}[timeouts]\ndrain = \"1s\"\n", forward_all(&upstream)));
+    let upstream = switching_upstream(echo);
+    let mut process = Process::spawn(&format!("{}[timeouts]\ndrain = \"4s\"\n", forward_all(&upstream)));
     let mut client = RawHttp2::connect(process.http);
     assert_eq!(client.open_websocket(1, "/chat").read_status(1), STATUS_200);
     process.signal("TERM");
     assert_eq!(client.read_until(GOAWAY).code(), 0);
     client.send(frame(DATA, 0, 1, b"x"));
     assert_eq!(client.read_until(DATA).payload, b"x");
-    within(Duration::from_secs(1), || client.read_to_end());
+    within(Duration::from_secs(4), || client.read_to_end());
     assert!(process.wait().success());
 }
 
@@ -303,7 +304,7 @@ fn an_http2_server_without_extended_connect_receives_an_ordinary_request() {
 
 #[test]
 fn an_upgraded_connection_is_tunneled_to_a_stream() {
-    let inner = switching(echo);
+    let inner = switching_upstream(echo);
     let inner = (Gateway::start(&forward_all(&inner)), inner);
     let gateway = Gateway::start(&format!(
         "[upstreams.u]\nservers = [\"http://{}\"]\nprotocol = \"http2\"\n\
@@ -318,85 +319,85 @@ fn an_upgraded_connection_is_tunneled_to_a_stream() {
     assert_eq!(response.field("sec-websocket-accept"), Some("s3pPLMBiTxaQ9kYGzzhZRbK+xOo="));
     client.send("hello");
     assert_eq!(client.read_exactly(5), b"hello");
-    assert_eq!(inner.0.metrics().sum("transom_tunnels", &[]), 1);
+    eventually_eq(|| inner.0.metrics().sum("transom_tunnels", &[]), 1);
     client.shutdown_write();
     client.expect_closed();
 }
 
-/// Follows a script, and stays until the returned guard is dropped, which is before the upstream is joined, also if the test
-/// fails.
-fn staying(script: impl Fn(&mut Connection) + Send + Sync + 'static) -> (Upstream, mpsc::Sender<()>) {
-    let (go, gone) = mpsc::channel();
-    let gone = Mutex::new(gone);
-    let upstream = switching(move |connection| {
+/// An upstream that runs a script, and keeps the connection open until the returned guard is dropped. The guard is dropped
+/// before the upstream, also if the test fails.
+fn holding_upstream(script: impl Fn(&mut Connection) + Send + Sync + 'static) -> (Upstream, mpsc::Sender<()>) {
+    let (proceed, released) = mpsc::channel();
+    let released = Mutex::new(released);
+    let upstream = switching_upstream(move |connection| {
         script(connection);
-        let _ = gone.lock().unwrap().recv();
+        let _ = released.lock().unwrap().recv();
     });
-    (upstream, go)
+    (upstream, proceed)
 }
 
 #[test]
 fn a_client_reset_ends_the_tunnel() {
     for code in [CANCEL, 0, 2] {
-        let (upstream, go) = staying(|connection| {
+        let (upstream, proceed) = holding_upstream(|connection| {
             connection.wait_for_close();
         });
         let gateway = Gateway::start(&forward_all(&upstream));
-        let mut client = opened(&gateway);
+        let mut client = open_tunnel(&gateway);
         client.send(frame(RST_STREAM, 0, 1, &u32::to_be_bytes(code)));
-        eventually("it is over", || gateway.metrics().sum("transom_tunnels", &[]) == 0);
-        drop(go);
+        eventually("the tunnel has ended", || gateway.metrics().sum("transom_tunnels", &[]) == 0);
+        drop(proceed);
     }
 }
 
 #[test]
 fn a_disconnect_ends_the_tunnel_of_a_stalled_upstream() {
     for code in [Some(CANCEL), Some(0), Some(2), None] {
-        let (upstream, go) = staying(|_| {});
+        let (upstream, proceed) = holding_upstream(|_| {});
         let gateway = Gateway::start(&forward_all(&upstream));
-        let mut client = filled(&gateway);
+        let mut client = open_full_tunnel(&gateway);
         match code {
             Some(code) => {
                 client.send(frame(RST_STREAM, 0, 1, &u32::to_be_bytes(code)));
             }
-            // And with it the connection.
+            // The whole connection ends.
             None => client.stream.shutdown(Shutdown::Both).unwrap(),
         }
-        eventually("it is over", || gateway.metrics().sum("transom_tunnels", &[]) == 0);
-        drop(go);
+        eventually("the tunnel has ended", || gateway.metrics().sum("transom_tunnels", &[]) == 0);
+        drop(proceed);
     }
 }
 
 #[test]
 fn undelivered_bytes_wait_for_the_idle_timeout_at_most() {
-    let upstream = switching(|connection| {
-        // Goes away as soon as nothing moves.
+    let upstream = switching_upstream(|connection| {
+        // Closes the connection once no byte can be written.
         connection.stream().set_write_timeout(Some(Duration::from_millis(100))).unwrap();
         while connection.send([b'x'; 16 * 1024]) {}
     });
-    let limits = "[timeouts]\ntunnel = \"300ms\"\nbody = \"300ms\"\n";
+    let limits = "[timeouts]\ntunnel = \"1s\"\nbody = \"1s\"\n";
     let gateway = Gateway::start(&format!("{limits}{}", forward_all(&upstream)));
-    let mut client = opened(&gateway);
-    eventually("it is over", || gateway.metrics().sum("transom_tunnels", &[]) == 0);
+    let mut client = open_tunnel(&gateway);
+    eventually("the tunnel has ended", || gateway.metrics().sum("transom_tunnels", &[]) == 0);
     assert_eq!(client.read_until(RST_STREAM).stream, 1);
 }
 
 #[test]
 fn a_client_may_keep_sending_after_the_upstream_ends() {
-    let (tell, told) = mpsc::channel();
-    let upstream = switching(move |connection| {
+    let (report, reported) = mpsc::channel();
+    let upstream = switching_upstream(move |connection| {
         connection.send("bye");
         connection.stream().shutdown(Shutdown::Write).unwrap();
-        tell.send(connection.read_exactly(4)).unwrap();
+        report.send(connection.read_exactly(4)).unwrap();
     });
-    let gateway = Gateway::start(&format!("[http2]\nidle = \"100ms\"\n{}", forward_all(&upstream)));
-    let mut client = opened(&gateway);
+    let gateway = Gateway::start(&format!("[http2]\nidle = \"500ms\"\n{}", forward_all(&upstream)));
+    let mut client = open_tunnel(&gateway);
     assert_eq!(client.read_until(DATA).payload, b"bye");
     while client.next_frame().unwrap().flags & END_STREAM == 0 {}
     // The elapsed time is the subject of the test: this connection is not idle.
-    thread::sleep(Duration::from_millis(500));
+    thread::sleep(Duration::from_millis(1500));
     client.send(frame(PING, 0, 0, b"12345678"));
     assert_eq!(client.next_frame().unwrap().kind, PING);
     client.send(frame(DATA, END_STREAM, 1, b"late"));
-    assert_eq!(told.recv().unwrap().as_deref(), Some(&b"late"[..]));
+    assert_eq!(reported.recv().unwrap().as_deref(), Some(&b"late"[..]));
 }

@@ -1,5 +1,5 @@
-//! Windows of every kind, and their tokens: opened by a first request, at a configured time, at local midnight, at random;
-//! rolled over, or sharded.
+//! Windows of every kind: opened by a first request, at a configured time, at local midnight or at random, with tokens that
+//! roll over, or sharded.
 
 use std::collections::BTreeSet;
 use std::sync::mpsc::sync_channel;
@@ -19,11 +19,11 @@ fn per_user(window: &str) -> String {
     one_rule(&format!("key = \"header:x-user\"\non_missing_key = \"refuse\"\nwindows = [{{ {window} }}]"))
 }
 
-fn by(gateway: &Gateway, user: &str) -> HttpResponse {
+fn get_as(gateway: &Gateway, user: &str) -> HttpResponse {
     gateway.get_with("/a", &[("X-User", user)])
 }
 
-fn t(response: &HttpResponse) -> u64 {
+fn reset_s(response: &HttpResponse) -> u64 {
     items(response, "ratelimit")[0].get("t")
 }
 
@@ -45,30 +45,30 @@ fn a_first_request_opens_a_window_that_does_not_move() {
     ] {
         gateway.advance(Duration::from_millis(ms - now));
         now = ms;
-        let response = by(&gateway, user).expect(status);
+        let response = get_as(&gateway, user).expect(status);
         assert_eq!(items(&response, "ratelimit-policy")[0].get("w"), 2, "{ms}");
     }
     // Alice's window was opened at 3002: a client that waits for Retry-After is admitted.
-    let refused = by(&gateway, "alice").expect(429);
-    assert_eq!((refused.field("retry-after"), t(&refused)), (Some("2"), 2));
+    let refused = get_as(&gateway, "alice").expect(429);
+    assert_eq!((refused.field("retry-after"), reset_s(&refused)), (Some("2"), 2));
     gateway.advance(Duration::from_millis(1998));
-    by(&gateway, "alice").expect(429);
+    get_as(&gateway, "alice").expect(429);
     gateway.advance(Duration::from_millis(1));
-    by(&gateway, "alice").expect(200);
+    get_as(&gateway, "alice").expect(200);
 }
 
 #[test]
 fn the_binary_supports_first_request_windows() {
     let process = Process::spawn(&per_user("limit = 1, period = \"2s\", start = \"first-request\""));
-    let ask = |user: &str| process.client().get_with("/a", &[("X-User", user)]);
+    let request_as = |user: &str| process.client().get_with("/a", &[("X-User", user)]);
     let start = Instant::now();
-    assert_eq!(t(&ask("bob").expect(200)), 2);
-    eventually("the window is over", || ask("bob").status == 200);
+    assert_eq!(reset_s(&request_as("bob").expect(200)), 2);
+    eventually("the window has ended", || request_as("bob").status == 200);
     assert!(start.elapsed() >= Duration::from_millis(1990), "{:?}", start.elapsed());
 }
 
-/// Between the moment in which a request learns the time and that in which it is counted, another may open the window: by
-/// the older time that is yet to begin, and it is no debt. They meet so some times in many.
+/// Between reading the time and counting a request, another request may open the window. By the older time, that window is in
+/// the future, but it must not count as debt. In many attempts, the requests meet in this order a few times.
 #[test]
 fn a_late_request_uses_the_window_another_opened() {
     let window = "limit = 2, period = \"1d\", start = \"first-request\"";
@@ -76,7 +76,7 @@ fn a_late_request_uses_the_window_another_opened() {
     let long = format!("/{}a", "./".repeat(7000));
     // On several connections each, which the kernel distributes to both workers.
     let connect = || [(); 4].map(|()| process.client());
-    let ask = |clients: &mut [Client; 4], target: &str, user: usize| {
+    let request_as = |clients: &mut [Client; 4], target: &str, user: usize| {
         clients[user / 16 % 4].get_with(target, &[("X-User", &user.to_string())]).expect(200);
     };
     let (both, go) = sync_channel(0);
@@ -84,15 +84,15 @@ fn a_late_request_uses_the_window_another_opened() {
         scope.spawn(move || {
             let mut clients = connect();
             while let Ok(user) = go.recv() {
-                ask(&mut clients, &long, user);
+                request_as(&mut clients, &long, user);
             }
         });
         let mut clients = connect();
         for user in 0..640 {
-            both.send(user).expect("the other is well");
-            // As many others first as let it come into the midst of the slow one, some time.
-            (0..user % 16).for_each(|other| ask(&mut clients, "/a", 1000 + user * 16 + other));
-            ask(&mut clients, "/a", user);
+            both.send(user).expect("the other thread runs");
+            // A varying number of other requests first, so that this one sometimes arrives during the slow one.
+            (0..user % 16).for_each(|other| request_as(&mut clients, "/a", 1000 + user * 16 + other));
+            request_as(&mut clients, "/a", user);
         }
         drop(both);
     });
@@ -102,7 +102,7 @@ fn a_late_request_uses_the_window_another_opened() {
 const NEW_YEAR_S: u64 = 1_704_067_200;
 
 /// A rule whose requests state their cost.
-fn priced(window: &str) -> String {
+fn with_request_cost(window: &str) -> String {
     one_rule(&format!("key = \"ip\"\nwindows = [{{ {window} }}]\ncost = {{ request-header = \"x-cost\", max = 1000 }}"))
 }
 
@@ -113,9 +113,9 @@ fn spend(client: &mut Client, cost: u64) -> HttpResponse {
 #[test]
 fn unused_tokens_roll_over_up_to_the_capacity() {
     let window = "limit = 100, period = \"1h\", capacity = 150, start = 2024-01-01T00:00:00Z";
-    let gateway = Gateway::start_at(&priced(window), NEW_YEAR_S);
+    let gateway = Gateway::start_at(&with_request_cost(window), NEW_YEAR_S);
     let mut client = gateway.client();
-    // A key never seen holds the capacity; the table begins with a value of 100.
+    // A new key has the whole capacity; the table begins with a value of 100.
     let mut now = 0;
     for (minute, cost, value) in
         [(0, 50, 100), (30, 15, 85), (45, 15, 70), (60, 0, 150), (90, 30, 120), (120, 0, 150), (120, 150, 0)]
@@ -134,7 +134,7 @@ fn unused_tokens_roll_over_up_to_the_capacity() {
 
 #[test]
 fn an_idle_key_accumulates_at_most_the_capacity() {
-    let gateway = Gateway::start_at(&priced("limit = 100, period = \"1h\", capacity = 120"), NEW_YEAR_S);
+    let gateway = Gateway::start_at(&with_request_cost("limit = 100, period = \"1h\", capacity = 120"), NEW_YEAR_S);
     let mut client = gateway.client();
     for (hours, value) in [(0, 120), (1, 100), (2, 120), (100, 120)] {
         gateway.advance_s(hours * HOUR_S);
@@ -150,28 +150,28 @@ fn windows_start_at_the_configured_time() {
     // 500 a day from nine in the morning, Pacific standard time.
     for start in ["2024-01-01T17:00:00Z", "\"2024-01-01T09:00:00-08:00\"", "2030-05-05 17:00:00Z"] {
         let window = format!("limit = 500, period = \"day\", start = {start}");
-        let gateway = Gateway::start_at(&priced(&window), NEW_YEAR_S + 40 * 24 * HOUR_S + 17 * HOUR_S - 1);
+        let gateway = Gateway::start_at(&with_request_cost(&window), NEW_YEAR_S + 40 * 24 * HOUR_S + 17 * HOUR_S - 1);
         let mut client = gateway.client();
-        assert_eq!(t(&spend(&mut client, 500).expect(200)), 1, "{start}");
+        assert_eq!(reset_s(&spend(&mut client, 500).expect(200)), 1, "{start}");
         assert_eq!(spend(&mut client, 1).expect(429).field("retry-after"), Some("1"));
         gateway.advance_s(1);
-        assert_eq!(t(&spend(&mut client, 500).expect(200)), 24 * HOUR_S);
+        assert_eq!(reset_s(&spend(&mut client, 500).expect(200)), 24 * HOUR_S);
     }
 }
 
-/// Uses up two tokens in the last moment of a window, and looks at the one that begins then.
-fn begins(zone: &str, period: &str, unix_s: u64, seconds: u64) {
+/// Uses up two tokens in the last second of a window, and checks the length of the next one.
+fn assert_next_window(zone: &str, period: &str, unix_s: u64, seconds: u64) {
     let window = format!("limit = 2, period = \"{period}\", timezone = \"{zone}\"");
     let gateway = Gateway::start_at(&one_rule(&format!("key = \"ip\"\nwindows = [{{ {window} }}]")), unix_s - 1);
     let mut client = gateway.client();
     for _ in 0..2 {
-        assert_eq!(t(&client.get("/a").expect(200)), 1, "{zone} {period}");
+        assert_eq!(reset_s(&client.get("/a").expect(200)), 1, "{zone} {period}");
     }
     assert_eq!(client.get("/a").expect(429).field("retry-after"), Some("1"));
     gateway.advance_s(1);
     let response = client.get("/a").expect(200);
     assert_eq!(items(&response, "ratelimit-policy")[0].get("w"), seconds, "{zone} {period}");
-    assert_eq!(t(&response), seconds, "{zone} {period}");
+    assert_eq!(reset_s(&response), seconds, "{zone} {period}");
     client.get("/a").expect(200);
     gateway.advance_s(seconds - 1);
     client.get("/a").expect(429);
@@ -186,15 +186,15 @@ fn calendar_windows_follow_their_time_zone() {
         // In Paris, Sunday, 30 March 2025 has 23 hours, and Sunday, 26 October 25.
         ("Europe/Paris", "day", 1_743_289_200, 23 * HOUR_S),
         ("Europe/Paris", "day", 1_761_429_600, 25 * HOUR_S),
-        // In Beirut, 31 March 2024 has no midnight: it begins at 01:00.
+        // In Beirut, 31 March 2024 begins at 01:00.
         ("Asia/Beirut", "day", 1_711_836_000, 23 * HOUR_S),
-        // Monday, 3 March 2025 in New York; by Sunday clocks are set.
+        // Monday, 3 March 2025 in New York; daylight saving time begins on Sunday.
         ("America/New_York", "week", 1_740_978_000, 7 * DAY_S - HOUR_S),
         ("America/New_York", "month", 1_740_805_200, 31 * DAY_S - HOUR_S),
-        // Mondays, where a zone is given.
+        // Weeks begin on Monday if a zone is configured.
         ("UTC", "week", 1_740_960_000, 7 * DAY_S),
     ] {
-        begins(zone, period, unix_s, seconds);
+        assert_next_window(zone, period, unix_s, seconds);
     }
 }
 
@@ -202,7 +202,7 @@ fn calendar_windows_follow_their_time_zone() {
 fn a_week_without_a_time_zone_begins_on_thursday() {
     let gateway = Gateway::start_at(&one_rule("key = \"ip\"\nwindows = [\"5/week\"]"), NEW_YEAR_S);
     // New year's day of 2024 was a Monday.
-    assert_eq!(t(&gateway.get("/a").expect(200)), 3 * 24 * HOUR_S);
+    assert_eq!(reset_s(&gateway.get("/a").expect(200)), 3 * 24 * HOUR_S);
 }
 
 #[test]
@@ -210,7 +210,8 @@ fn random_starts_are_spread_and_equal_on_all_gateways() {
     let toml = per_user("limit = 5, period = \"hour\", start = \"random\"");
     let gateways = [Gateway::start(&toml), Gateway::start(&toml)];
     let users: Vec<String> = (0..64).map(|n| format!("user{n}")).collect();
-    let ends = |gateway: &Gateway| users.iter().map(|user| t(&by(gateway, user).expect(200))).collect::<Vec<_>>();
+    let ends =
+        |gateway: &Gateway| users.iter().map(|user| reset_s(&get_as(gateway, user).expect(200))).collect::<Vec<_>>();
     let (one, other) = (ends(&gateways[0]), ends(&gateways[1]));
     assert_eq!(one, other);
     assert!(one.iter().collect::<BTreeSet<_>>().len() > 50, "{one:?}");
@@ -218,16 +219,16 @@ fn random_starts_are_spread_and_equal_on_all_gateways() {
         let within = one.iter().filter(|end| (quarter * 900..(quarter + 1) * 900).contains(*end)).count();
         assert!((4..=30).contains(&within), "{within} of 64 in a quarter of an hour");
     }
-    // Each window is as long as any, and ends when it was said to.
-    (0..4).for_each(|_| drop(by(&gateways[0], "user0").expect(200)));
-    by(&gateways[0], "user0").expect(429);
+    // The window has the full length, and ends at the reported time.
+    (0..4).for_each(|_| drop(get_as(&gateways[0], "user0").expect(200)));
+    get_as(&gateways[0], "user0").expect(429);
     gateways[0].advance_s(one[0] - 1);
-    by(&gateways[0], "user0").expect(429);
+    get_as(&gateways[0], "user0").expect(429);
     gateways[0].advance_s(1);
-    assert!(t(&by(&gateways[0], "user0").expect(200)) >= HOUR_S - 1);
+    assert!(reset_s(&get_as(&gateways[0], "user0").expect(200)) >= HOUR_S - 1);
 }
 
-fn split(limit: u32, shards: u32, cost: u32) -> String {
+fn sharded(limit: u32, shards: u32, cost: u32) -> String {
     let rule = format!(
         "key = \"global\"\ncost = {cost}\nwindows = [{{ limit = {limit}, period = \"hour\", shards = {shards} }}]"
     );
@@ -237,25 +238,25 @@ fn split(limit: u32, shards: u32, cost: u32) -> String {
 #[test]
 fn shards_together_admit_exactly_the_limit() {
     for (limit, shards, cost) in [(1000, 10, 1), (1000, 7, 3), (5, 4, 1)] {
-        let gateway = Gateway::start(&split(limit, shards, cost));
+        let gateway = Gateway::start(&sharded(limit, shards, cost));
         let address = gateway.http;
         let admitted: u32 = thread::scope(|scope| {
-            let ask = move || {
+            let request_as = move || {
                 let mut client = Client::connect(address);
                 (0..200).map(|_| u32::from(client.get("/a").status == 200)).sum::<u32>()
             };
-            let threads: Vec<_> = (0..8).map(|_| scope.spawn(ask)).collect();
+            let threads: Vec<_> = (0..8).map(|_| scope.spawn(request_as)).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).sum()
         });
         assert_eq!(admitted, limit / cost, "{limit} in {shards}");
         assert_eq!(gateway.get("/a").expect(429).field("retry-after").map(str::is_empty), Some(false));
-        assert_eq!(START_S % HOUR_S, 900, "the hour does not end under way");
+        assert_eq!(START_S % HOUR_S, 900, "the hour does not end during the test");
     }
 }
 
 #[test]
 fn one_worker_alone_can_use_all_shards() {
-    let gateway = Gateway::start(&split(25, 10, 1));
+    let gateway = Gateway::start(&sharded(25, 10, 1));
     let mut client = gateway.client();
     for left in (0..25).rev() {
         assert_eq!(remaining(&client.get("/a").expect(200), "r"), left);
@@ -267,12 +268,12 @@ fn one_worker_alone_can_use_all_shards() {
 
 #[test]
 fn a_lowered_limit_applies_to_the_usage_of_all_shards() {
-    // A rule that costs nothing shows, through its own limit, which configuration answered.
+    // A rule with cost 0 shows by its limit which configuration is applied.
     let toml = |limit: u32, shards: u32| {
         format!(
             "{}[rules.probe]\nkey = \"global\"\ncost = 0\nwindows = [\"{limit}/hour\"]\n\
              [[routes]]\npath = \"/probe\"\nupstream = \"u\"\nrules = [\"probe\"]\n",
-            split(limit, shards, 1).replace("workers = 4", "workers = 1")
+            sharded(limit, shards, 1).replace("workers = 4", "workers = 1")
         )
     };
     let mut gateway = Gateway::start(&toml(1000, 10));
@@ -280,7 +281,7 @@ fn a_lowered_limit_applies_to_the_usage_of_all_shards() {
     (0..300).for_each(|_| drop(client.get("/a").expect(200)));
     for (limit, shards, left) in [(200, 10, 0), (320, 10, 20), (330, 16, 10)] {
         gateway.reload(&toml(limit, shards));
-        eventually("the new limit is known", || {
+        eventually("the new limit applies", || {
             items(&client.get("/probe"), "ratelimit-policy")[0].get("q") == u64::from(limit)
         });
         (0..left).for_each(|_| drop(client.get("/a").expect(200)));

@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use super::DEADLINE;
 
-/// The Host of every request that names no other.
+/// The default Host of requests.
 pub const HOST: &str = "gateway.test";
 
 pub struct Client<S = TcpStream> {
@@ -30,7 +30,7 @@ impl Client {
         Client::from_stream(stream)
     }
 
-    /// Says that no more will come, if the other side still listens, but goes on reading.
+    /// Shuts down the write side; responses can still be read. An error is ignored: the gateway may have closed already.
     pub fn shutdown_write(&mut self) -> &mut Client {
         let _ = self.stream.shutdown(Shutdown::Write);
         self
@@ -49,7 +49,7 @@ impl<S: Read + Write> Client<S> {
         self
     }
 
-    /// Sends bytes that the gateway may refuse to take: it may have closed already.
+    /// Sends bytes, and ignores an error: the gateway may have closed the connection already.
     pub fn send_if_open(&mut self, bytes: impl AsRef<[u8]>) -> &mut Client<S> {
         let _ = self.stream.write_all(bytes.as_ref());
         self
@@ -81,7 +81,7 @@ impl<S: Read + Write> Client<S> {
     pub fn read_response_to(&mut self, method: &str) -> HttpResponse {
         let mut interim = Vec::new();
         loop {
-            let mut response = self.read_head().unwrap_or_else(|| panic!("closed without an answer to {method}"));
+            let mut response = self.read_head().unwrap_or_else(|| panic!("closed without a response to {method}"));
             if (100..200).contains(&response.status) {
                 interim.push(response.status);
                 continue;
@@ -135,7 +135,7 @@ impl<S: Read + Write> Client<S> {
         }
     }
 
-    /// The next chunk; `None` for the last. Trailers stay to be read.
+    /// The next chunk; `None` for the last one. Trailers are not read.
     pub fn read_chunk(&mut self) -> Option<Vec<u8>> {
         let size = self.read_line();
         let size = usize::from_str_radix(&size, 16).unwrap_or_else(|_| panic!("no chunk size: {size:?}"));
@@ -171,7 +171,11 @@ impl<S: Read + Write> Client<S> {
                 return Some(line.into_iter().map(char::from).collect());
             }
             if !self.fill() {
-                assert!(self.received.is_empty(), "ended within a line: {:?}", String::from_utf8_lossy(&self.received));
+                assert!(
+                    self.received.is_empty(),
+                    "the connection ended within a line: {:?}",
+                    String::from_utf8_lossy(&self.received)
+                );
                 return None;
             }
         }
@@ -179,7 +183,7 @@ impl<S: Read + Write> Client<S> {
 
     pub fn read_exactly(&mut self, length: usize) -> Vec<u8> {
         while self.received.len() < length {
-            assert!(self.fill(), "ended after {} of {length} bytes", self.received.len());
+            assert!(self.fill(), "the connection ended after {} of {length} bytes", self.received.len());
         }
         self.received.drain(..length).collect()
     }
@@ -198,20 +202,20 @@ impl<S: Read + Write> Client<S> {
                 self.received.extend_from_slice(&piece[..n]);
                 n > 0
             }
-            // Without a goodbye of TLS it is one as well.
+            // Without `close_notify` of TLS, the end of the connection is an error of this kind.
             Err(error) if [ErrorKind::ConnectionReset, ErrorKind::UnexpectedEof].contains(&error.kind()) => false,
-            Err(error) => panic!("no answer: {error}"),
+            Err(error) => panic!("no response: {error}"),
         }
     }
 
-    /// Fails unless the gateway closes the connection, without another byte.
+    /// Fails unless the gateway closes the connection without sending another byte.
     pub fn expect_closed(&mut self) {
         let rest = self.read_to_end();
-        assert!(rest.is_empty(), "more after the answer: {:?}", String::from_utf8_lossy(&rest));
+        assert!(rest.is_empty(), "bytes after the response: {:?}", String::from_utf8_lossy(&rest));
     }
 }
 
-/// A request as bytes. `host` among the fields replaces the usual one.
+/// A request as bytes. `host` among the fields replaces the default.
 pub fn request(method: &str, target: &str, fields: &[(&str, &str)], body: &[u8]) -> Vec<u8> {
     let mut text = format!("{method} {target} HTTP/1.1\r\n");
     if !fields.iter().any(|(name, _)| name.eq_ignore_ascii_case("host")) {
@@ -233,7 +237,7 @@ pub fn request(method: &str, target: &str, fields: &[(&str, &str)], body: &[u8])
 pub struct HttpResponse {
     pub version: String,
     pub status: u16,
-    /// Names in lower case, in the order they came.
+    /// Names in lower case, in the order received.
     pub fields: Vec<(String, String)>,
     pub body: Vec<u8>,
     pub chunked: bool,
@@ -265,7 +269,7 @@ impl HttpResponse {
         serde_json::from_slice(&self.body).unwrap_or_else(|error| panic!("{error}: {}", self.text()))
     }
 
-    /// Fails unless this is a problem document with the same status as the response.
+    /// The problem document of the response. Fails unless the body is one with the status of the response.
     #[track_caller]
     pub fn problem(&self) -> Value {
         assert_eq!(self.field("content-type"), Some("application/problem+json"), "{self:?}");

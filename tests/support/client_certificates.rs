@@ -1,4 +1,4 @@
-//! Certificates, and the authority that signs them; made anew for every test.
+//! Certificates and TLS settings of upstreams, and the authority that signs the certificates; new for every test.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ impl ClientCa {
         let mut params = CertificateParams::default();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         let key = KeyPair::generate().unwrap();
-        // Two are never of the same name.
+        // Every authority has a different name.
         let name = key.public_key_raw().iter().map(|byte| format!("{byte:02x}")).take(16).collect::<String>();
         params.distinguished_name.push(DnType::CommonName, name);
         let issuer = CertifiedIssuer::self_signed(params, key).unwrap();
@@ -48,7 +48,7 @@ impl ClientCa {
         Identity { certificate: certificate.pem(), private_key: key.serialize_pem() }
     }
 
-    /// A certificate that is its own authority, as `openssl req -x509` makes them.
+    /// A self-signed certificate, as made by `openssl req -x509`.
     pub fn self_signed(names: &[&str], change: impl FnOnce(&mut CertificateParams)) -> Identity {
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new(names.iter().map(ToString::to_string).collect::<Vec<_>>()).unwrap();
@@ -62,15 +62,20 @@ impl ClientCa {
         self.scratch.write("ca.pem", self.issuer.pem())
     }
 
-    /// The TLS settings of a server with these names. With `asks`, the server requires a client certificate of this authority.
-    pub fn server(&self, identity: &Identity, protocols: &[&str], asks: bool) -> Arc<ServerConfig> {
+    /// The TLS settings of a server with these names. With `requires_client_certificate`, the server requires a client certificate of this authority.
+    pub fn server(
+        &self,
+        identity: &Identity,
+        protocols: &[&str],
+        requires_client_certificate: bool,
+    ) -> Arc<ServerConfig> {
         let chain: Vec<_> =
             CertificateDer::pem_slice_iter(identity.certificate.as_bytes()).map(Result::unwrap).collect();
         let key = PrivateKeyDer::from_pem_slice(identity.private_key.as_bytes()).unwrap();
         let provider = Arc::new(default_provider());
         let builder = ServerConfig::builder_with_provider(Arc::clone(&provider));
         let builder = builder.with_safe_default_protocol_versions().unwrap();
-        let builder = if asks {
+        let builder = if requires_client_certificate {
             let mut roots = RootCertStore::empty();
             roots.add(CertificateDer::from_pem_slice(self.issuer.pem().as_bytes()).unwrap()).unwrap();
             let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider).build().unwrap();

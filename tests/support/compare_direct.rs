@@ -14,7 +14,7 @@ use super::client::{Client, HOST, HttpResponse, request};
 const NOT_COMPARED: [&str; 6] =
     ["date", "connection", "keep-alive", "transfer-encoding", "ratelimit", "ratelimit-policy"];
 
-/// Two ways to one server.
+/// The addresses of a server and of a gateway in front of it.
 pub struct DirectComparison {
     pub direct: SocketAddr,
     pub gateway: SocketAddr,
@@ -32,15 +32,15 @@ impl DirectComparison {
         self.assert_same_for_bytes(method, target, &request(method, target, fields, body))
     }
 
-    /// Compares the responses to a request that is written out.
+    /// Compares the responses to a request given as bytes.
     pub fn assert_same_for_bytes(&self, method: &str, target: &str, bytes: &[u8]) -> HttpResponse {
         let (direct, through) = self.send_to_both(method, bytes);
         assert_same(&format!("{method} {target}"), &direct, &through);
         through
     }
 
-    /// For servers that say in JSON which fields they received: there, `X-Forwarded-Host` is one
-    /// more, and the length differs by it.
+    /// For servers that respond with the received fields as JSON: through the gateway the JSON has `X-Forwarded-Host` in
+    /// addition, and a different length.
     pub fn assert_same_echo(&self, method: &str, target: &str, fields: &[(&str, &str)], body: &[u8]) {
         self.assert_same_echo_for_bytes(method, target, &request(method, target, fields, body));
     }
@@ -73,7 +73,7 @@ fn assert_same(what: &str, direct: &HttpResponse, through: &HttpResponse) {
         let compared = response.fields.iter().filter(|(name, _)| !NOT_COMPARED.contains(&name.as_str()));
         compared.cloned().collect::<Vec<_>>()
     });
-    // Stable, so that fields of one name stay in their order.
+    // A stable sort keeps the order of fields of one name.
     fields.iter_mut().for_each(|fields| fields.sort_by(|a, b| a.0.cmp(&b.0)));
     assert_eq!(fields[0], fields[1], "{what}");
     assert_eq!(direct.trailers, through.trailers, "{what}");

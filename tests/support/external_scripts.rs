@@ -1,7 +1,7 @@
-//! The servers and clients of tests/external: short programs around libraries that others wrote.
+//! Runs the servers and clients of tests/external: short programs around third-party libraries.
 //!
-//! They run in the virtual environment that `make parts` makes. A server says where it listens; a
-//! client goes through its checks, and one that did not hold fails the test.
+//! The programs run in the virtual environment that `make parts` creates. A server prints its address; a client runs its
+//! checks, and a failed check fails the test.
 
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
@@ -26,12 +26,12 @@ impl ScriptServer {
     pub fn start(name: &str, arguments: &[impl AsRef<str>]) -> ScriptServer {
         let mut child = python(name, arguments).stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        let (say, said) = channel();
+        let (sender, lines_read) = channel();
         // Later output is not used, but has to be read, or the process would block.
-        thread::spawn(move || lines.map_while(Result::ok).for_each(|line| drop(say.send(line))));
-        let first = said.recv_timeout(DEADLINE).unwrap_or_else(|_| panic!("{name} does not start"));
+        thread::spawn(move || lines.map_while(Result::ok).for_each(|line| drop(sender.send(line))));
+        let first = lines_read.recv_timeout(DEADLINE).unwrap_or_else(|_| panic!("{name} does not start"));
         let address = first.strip_prefix("listening on ").and_then(|address| address.parse().ok());
-        let address = address.unwrap_or_else(|| panic!("{name} said {first:?}"));
+        let address = address.unwrap_or_else(|| panic!("{name} printed {first:?}"));
         ScriptServer { address, child }
     }
 }
@@ -43,7 +43,7 @@ impl Drop for ScriptServer {
     }
 }
 
-/// Runs a client to its end.
+/// Runs a client; fails if one of its checks fails.
 #[track_caller]
 pub fn run_checks(name: &str, arguments: &[impl AsRef<str>]) {
     let script = python(name, arguments);
@@ -54,16 +54,16 @@ pub fn run_checks(name: &str, arguments: &[impl AsRef<str>]) {
         .stdin(Stdio::null())
         .output()
         .unwrap();
-    let said = String::from_utf8_lossy(&output.stdout);
-    let complaints = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && !said.contains("FAILED"), "{name}: {}\n{said}{complaints}", output.status);
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && !stdout.contains("FAILED"), "{name}: {}\n{stdout}{stderr}", output.status);
 }
 
 /// A program of tests/external.
 pub fn python(name: &str, arguments: &[impl AsRef<str>]) -> Command {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
     let python: PathBuf = root.join(".parts/clients/bin/python");
-    assert!(python.is_file(), "the clients of others are missing; `make parts` installs them");
+    assert!(python.is_file(), "the Python clients are missing; `make parts` installs them");
     let mut command = Command::new(python);
     command.arg(root.join("external").join(name)).args(arguments.iter().map(AsRef::as_ref));
     command

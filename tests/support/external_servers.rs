@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use super::process::signal;
 use super::{DEADLINE, Scratch, eventually};
 
-/// A server beside the gateway.
+/// A running server.
 pub struct ExternalServer {
     pub address: SocketAddr,
     child: Child,
@@ -21,7 +21,7 @@ pub struct ExternalServer {
 
 impl Drop for ExternalServer {
     fn drop(&mut self) {
-        // Not killed at first, for gunicorn has children to end.
+        // TERM before KILL: gunicorn has to end its child processes.
         signal(self.child.id(), "TERM");
         let start = Instant::now();
         while let Ok(None) = self.child.try_wait() {
@@ -34,13 +34,13 @@ impl Drop for ExternalServer {
 }
 
 impl ExternalServer {
-    /// Its section of a configuration.
+    /// The server's section of a configuration.
     pub fn toml(&self, name: &str) -> String {
         format!("[upstreams.{name}]\nservers = [\"http://{}\"]\n", self.address)
     }
 }
 
-/// A program from Debian, wherever it is installed.
+/// The path of a program from Debian.
 pub fn program(name: &str) -> PathBuf {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let mut directories: Vec<PathBuf> = std::env::split_paths(&path).collect();
@@ -49,8 +49,8 @@ pub fn program(name: &str) -> PathBuf {
     found.unwrap_or_else(|| panic!("`{name}` is missing; `make parts` installs it"))
 }
 
-/// The library that fakes clocks, where Debian's package puts it: its build for programs with several threads. The other
-/// one mixes up readings that threads make at the same time.
+/// The path of libfaketime, in its build for programs with several threads. The other build mixes up simultaneous readings
+/// of the clock.
 pub fn faketime() -> PathBuf {
     let architectures = fs::read_dir("/usr/lib").unwrap().map(|entry| entry.unwrap().path());
     let mut libraries = architectures.map(|path| path.join("faketime/libfaketimeMT.so.1"));
@@ -61,7 +61,7 @@ pub fn faketime() -> PathBuf {
 pub fn node(name: &str) -> Command {
     let tests = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
     let home = tests.join(".parts/browser");
-    assert!(home.join("packages").is_file(), "what drives the browser is missing; `make parts` installs it");
+    assert!(home.join("packages").is_file(), "the browser driver is missing; `make parts` installs it");
     let mut command = Command::new(home.join("bin/node"));
     command.env("NODE_PATH", home.join("node_modules")).arg(tests.join("external").join(name));
     command
@@ -90,17 +90,17 @@ pub fn httpbin() -> ExternalServer {
         .unwrap();
     let mut address = None;
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
-    let mut said = Vec::new();
+    let mut output_lines = Vec::new();
     // `[…] [INFO] Listening at: http://127.0.0.1:40123 (4711)`
     for line in lines.by_ref().map_while(Result::ok) {
         let after = line.split_once("Listening at: http://").map(|(_, after)| after.to_owned());
-        said.push(line);
+        output_lines.push(line);
         if let Some(after) = after {
             address = after.split(' ').next().and_then(|address| address.parse().ok());
             break;
         }
     }
-    let address = address.unwrap_or_else(|| panic!("httpbin does not start: {said:?}"));
+    let address = address.unwrap_or_else(|| panic!("httpbin does not start: {output_lines:?}"));
     // Later output is not used, but has to be read, or the process would block.
     std::thread::spawn(move || lines.map_while(Result::ok).for_each(drop));
     ExternalServer { address, child, _scratch: scratch }
@@ -111,14 +111,14 @@ pub fn nginx(fill: impl FnOnce(&Path)) -> ExternalServer {
     nginx_with("", "", fill)
 }
 
-/// nginx with parameters of `listen`, and settings of the server, of the test's own.
+/// nginx with additional parameters of `listen` and settings of the server.
 pub fn nginx_with(listen: &str, settings: &str, fill: impl FnOnce(&Path)) -> ExternalServer {
     let scratch = Scratch::new();
     let root = scratch.path().join("files");
     fs::create_dir(&root).unwrap();
     fill(&root);
     let home = scratch.path().display().to_string();
-    // nginx takes no port 0. One that was free may be taken by the time it starts: then another.
+    // nginx does not support port 0. Another process may take the port before nginx starts: then another port.
     for _ in 0..10 {
         let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let config = scratch.write("nginx.conf", nginx_config(&home, address, listen, settings));
@@ -130,12 +130,12 @@ pub fn nginx_with(listen: &str, settings: &str, fill: impl FnOnce(&Path)) -> Ext
             .stderr(log)
             .spawn()
             .unwrap();
-        let mut gone = false;
+        let mut ended = false;
         eventually("nginx starts", || {
-            gone = child.try_wait().unwrap().is_some();
-            gone || TcpStream::connect(address).is_ok()
+            ended = child.try_wait().unwrap().is_some();
+            ended || TcpStream::connect(address).is_ok()
         });
-        if !gone {
+        if !ended {
             return ExternalServer { address, child, _scratch: scratch };
         }
     }
@@ -159,7 +159,7 @@ pub fn nginx_config(home: &str, address: SocketAddr, listen: &str, settings: &st
                  autoindex on;
                  location /compressed/ {{ gzip on; gzip_min_length 1; gzip_types text/plain; root {home}/files; }}
                  location = /moved {{ return 301 /a.txt; }}
-                 location = /spoken {{ return 200 $server_protocol; }}
+                 location = /protocol {{ return 200 $server_protocol; }}
                  location = /empty {{ return 204; }}
                  location = /teapot {{ return 418 \"short and stout\\n\"; }}
              }}

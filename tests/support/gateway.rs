@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use transom::clock::Clock;
@@ -10,9 +11,9 @@ use transom::server;
 
 use super::client::{Client, HOST, HttpResponse};
 use super::metrics_parser::Exposition;
-use super::panic_watch;
+use super::{eventually, panic_watch};
 
-/// When every gateway starts, unless the test says otherwise: the first second of a minute.
+/// The time at which gateways start by default, in Unix seconds: the first second of a minute.
 pub const START_S: u64 = 1_700_000_100;
 
 pub struct Gateway {
@@ -27,12 +28,12 @@ impl Gateway {
         Gateway::start_at(toml, START_S)
     }
 
-    /// Starts at a time of the test's choice, Unix seconds.
+    /// Starts with the clock at a time in Unix seconds.
     pub fn start_at(toml: &str, unix_s: u64) -> Gateway {
         Gateway::start_config(parse_config(toml, ""), unix_s)
     }
 
-    /// Starts with a clients file, whatever its name.
+    /// Starts with these contents of the file `clients.toml`.
     pub fn start_with(toml: &str, clients: &str) -> Gateway {
         Gateway::start_config(parse_config(toml, clients), START_S)
     }
@@ -50,7 +51,7 @@ impl Gateway {
         self.inner.as_ref().unwrap().http()
     }
 
-    /// The addresses that speak TLS, in the order of the configuration.
+    /// The addresses with TLS, in the order of the configuration.
     pub fn https_addresses(&self) -> &[SocketAddr] {
         self.inner.as_ref().unwrap().https()
     }
@@ -76,20 +77,30 @@ impl Gateway {
         self.advance(Duration::from_secs(seconds));
     }
 
+    /// Reloads the configuration. Workers apply it a little later, one after the other.
     pub fn reload(&mut self, toml: &str) {
         self.reload_with(toml, "");
+    }
+
+    /// As [`Gateway::reload`], and waits until the workers have applied the configuration: until many connections in a row get
+    /// the response of an additional route.
+    pub fn reload_and_wait(&mut self, toml: &str) {
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        let probe = format!("/reload-probe-{}", NEXT.fetch_add(1, Ordering::Relaxed));
+        self.reload(&format!("{toml}\n[[routes]]\npath = \"{probe}\"\nrespond = {{ status = 204 }}\n"));
+        eventually("the workers have applied the configuration", || (0..16).all(|_| self.get(&probe).status == 204));
     }
 
     pub fn reload_with(&mut self, toml: &str, clients: &str) {
         self.inner.as_mut().unwrap().reload(parse_config(toml, clients)).unwrap();
     }
 
-    /// The work that the process does once a second.
+    /// The periodic work of the process: once a second in production.
     pub fn run_periodic_checks(&mut self) {
         self.inner.as_mut().unwrap().run_periodic_checks();
     }
 
-    /// Drains it, and returns when nothing of it runs any more.
+    /// Drains the gateway, and returns when all of its threads have ended.
     pub fn stop(mut self) {
         self.inner.take().unwrap().drain();
     }
@@ -109,7 +120,7 @@ impl Drop for Gateway {
     }
 }
 
-/// Reads a configuration; ports are the system's to choose unless it says otherwise.
+/// Parses a configuration, with ports chosen by the system unless it sets `listen`.
 fn parse_config(toml: &str, clients: &str) -> Config {
     let toml = with_listen(toml);
     let files = |path: &Path| match path.to_str() {
@@ -123,7 +134,7 @@ pub fn with_listen(toml: &str) -> String {
     if toml.contains("[listen]") || toml.contains("listen =") {
         toml.to_owned()
     } else {
-        // Requests of tests have the Host of the gateway, also those to the admin address.
+        // The clients of the tests send the same Host to the admin address as to the others.
         let admin =
             if toml.contains("[admin]") { String::new() } else { format!("admin = {{ hosts = [\"{HOST}\"] }}\n") };
         format!("listen = {{ http = \"127.0.0.1:0\", admin = \"127.0.0.1:0\" }}\n{admin}{toml}")

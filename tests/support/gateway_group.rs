@@ -1,4 +1,4 @@
-//! Gateways that count together: several processes of one configuration, on one store.
+//! Several gateway processes with one configuration that share counters through one store.
 
 use std::thread;
 
@@ -7,10 +7,10 @@ use serde_json::Value;
 use super::client::{Client, HttpResponse};
 use super::process::Process;
 
-/// `[counters.shared]` for tests of counting: timeouts are long, so that a busy machine causes no outage.
+/// Settings of `[counters.shared]` for tests of counting: a long timeout, so that a busy machine causes no outage.
 pub const LONG_TIMEOUT: &str = "timeout = \"10s\"\non_outage = \"refuse\"\n";
 
-/// A configuration with a store (a URL in quotes, or a list), settings of it, and rules that hold on every route.
+/// A configuration with a store (a URL in quotes, or a list), its settings, and rules on its only route.
 pub fn shared_config(redis: &str, settings: &str, rules: &str) -> String {
     let names: Vec<String> = rules
         .lines()
@@ -37,8 +37,8 @@ impl GatewayGroup {
         GatewayGroup((0..number).map(|_| Process::spawn(toml)).collect())
     }
 
-    /// Two clients of each gateway send this number of requests with a key, all at once. Returns the number of admitted
-    /// requests; all others were refused.
+    /// Two clients of each gateway concurrently send `times` requests each with a key. Returns the number of admitted requests;
+    /// all others must be refused.
     pub fn count_admitted(&self, key: &str, times: usize) -> usize {
         thread::scope(|scope| {
             let twice = self.0.iter().chain(&self.0);
@@ -56,7 +56,7 @@ impl GatewayGroup {
     }
 }
 
-/// Sends this number of requests with a key; returns the number of admitted ones. All others are refused.
+/// Sends `times` requests with a key; returns the number of admitted ones. All others must be refused.
 pub fn count_admitted_by(process: &Process, key: &str, times: usize) -> usize {
     let mut client = process.client();
     (0..times).filter(|_| is_admitted(&client.get_with("/a", &[("X-Key", key)]))).count()
@@ -70,7 +70,7 @@ pub fn is_admitted(response: &HttpResponse) -> bool {
     }
 }
 
-/// A question to the decision API.
-pub fn query_decision(process: &Process, verb: &str, question: &Value) -> Value {
-    Client::connect(process.admin).post(&format!("/v1/{verb}"), question.to_string()).expect(200).json()
+/// A query of the decision API.
+pub fn query_decision(process: &Process, verb: &str, query: &Value) -> Value {
+    Client::connect(process.admin).post(&format!("/v1/{verb}"), query.to_string()).expect(200).json()
 }

@@ -1,7 +1,7 @@
-//! Two HTTP/2 clients. `Calm` is hyper's client and follows the protocol. `Raw` writes single frames, valid or not, and reads
-//! the frames that come back.
+//! Two HTTP/2 clients. `Http2Client` is hyper's client and follows the protocol. `RawHttp2` writes single frames, valid or
+//! not, and reads the frames that the gateway sends.
 //!
-//! `Raw` writes heads without compression, and decodes received heads only as far as a test needs.
+//! `RawHttp2` writes heads without compression, and decodes received heads only as far as a test needs.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -112,7 +112,7 @@ pub struct RawHttp2 {
 }
 
 impl RawHttp2 {
-    /// Connects and says nothing.
+    /// Connects without sending the preface.
     pub fn connect_without_preface(address: SocketAddr) -> RawHttp2 {
         let stream = TcpStream::connect(address).unwrap();
         stream.set_nodelay(true).unwrap();
@@ -151,7 +151,7 @@ impl RawHttp2 {
         self
     }
 
-    /// Sends bytes that the gateway may no longer read; `false` once the connection is closed.
+    /// Sends bytes; `false` if the connection is closed.
     pub fn send_if_open(&mut self, bytes: impl AsRef<[u8]>) -> bool {
         self.stream.write_all(bytes.as_ref()).is_ok()
     }
@@ -168,7 +168,7 @@ impl RawHttp2 {
         self.send(frame(HEADERS, END_HEADERS, stream, &head))
     }
 
-    /// The next frame; `None` at the end, and a reset is one. Acknowledges nothing.
+    /// The next frame; `None` at the end of the connection or a reset. Acknowledges no frame.
     pub fn next_frame(&mut self) -> Option<Frame> {
         loop {
             if let Some(head) = self.received.first_chunk::<9>() {
@@ -185,12 +185,12 @@ impl RawHttp2 {
                 Ok(0) => return None,
                 Ok(n) => self.received.extend_from_slice(&piece[..n]),
                 Err(error) if error.kind() == ErrorKind::ConnectionReset => return None,
-                Err(error) => panic!("nothing came: {error}"),
+                Err(error) => panic!("no frame: {error}"),
             }
         }
     }
 
-    /// Reads up to a frame of a kind, which must come.
+    /// Reads frames up to one of a kind; fails if the connection ends first.
     pub fn read_until(&mut self, kind: u8) -> Frame {
         loop {
             let frame = self.next_frame().unwrap_or_else(|| panic!("closed before a frame of kind {kind}"));
@@ -210,13 +210,13 @@ impl RawHttp2 {
         }
     }
 
-    /// Everything until the connection is closed, which must be.
+    /// All frames until the gateway closes the connection.
     pub fn read_to_end(&mut self) -> Vec<Frame> {
         std::iter::from_fn(|| self.next_frame()).collect()
     }
 }
 
-/// A client that does as it should.
+/// A client that follows the protocol.
 pub struct Http2Client {
     runtime: Runtime,
     sender: SendRequest<BoxBody<Bytes, std::io::Error>>,
@@ -243,7 +243,7 @@ impl Http2Client {
         self.request_uri(method, &format!("http://{HOST}{path}"), fields, body)
     }
 
-    /// Requests a whole target.
+    /// Sends a request with a complete URI.
     pub fn request_uri(&mut self, method: &str, uri: &str, fields: &[(&str, &str)], body: &[u8]) -> HttpResponse {
         let mut request = Request::builder().method(method).uri(uri);
         for (name, value) in fields {
@@ -264,10 +264,10 @@ impl Http2Client {
     }
 
     pub fn send(&mut self, request: Request<BoxBody<Bytes, std::io::Error>>) -> HttpResponse {
-        self.try_send(request).expect("the answer broke off")
+        self.try_send(request).expect("the response was aborted")
     }
 
-    /// `None`: there was a response, and it was aborted.
+    /// Sends a request; `None` if the response was aborted after its head.
     pub fn try_send(&mut self, request: Request<BoxBody<Bytes, std::io::Error>>) -> Option<HttpResponse> {
         let Http2Client { runtime, sender } = self;
         runtime.block_on(async {
@@ -275,7 +275,7 @@ impl Http2Client {
                 sender.ready().await.unwrap();
                 read(sender.send_request(request).await.unwrap()).await
             });
-            response.await.expect("no answer in time")
+            response.await.expect("no response in time")
         })
     }
 
@@ -293,7 +293,7 @@ impl Http2Client {
             }
             let mut responses = Vec::new();
             for task in tasks {
-                responses.push(tokio::time::timeout(DEADLINE, task).await.expect("no answer in time").unwrap());
+                responses.push(tokio::time::timeout(DEADLINE, task).await.expect("no response in time").unwrap());
             }
             responses
         })

@@ -27,11 +27,11 @@ pub struct Http2Upstream {
 #[derive(Default)]
 pub struct State {
     pub connections: AtomicUsize,
-    /// Requests that were answered in whatever way, in their order.
+    /// All requests received, in order.
     pub heads: Mutex<Vec<RequestHead>>,
-    /// Connections that are over.
+    /// Connections that have ended.
     pub connections_ended: AtomicUsize,
-    /// Handshakes of TLS that were resumed.
+    /// TLS handshakes that resumed a session.
     pub sessions_resumed: AtomicUsize,
 }
 
@@ -46,7 +46,7 @@ pub struct RequestHead {
 /// One request on a stream.
 pub struct Exchange {
     pub head: RequestHead,
-    /// How many requests came on this connection before.
+    /// The position of this request on its connection, from 0.
     pub nth: usize,
     pub body: RecvStream,
     pub respond: SendResponse<Bytes>,
@@ -56,7 +56,7 @@ pub struct Exchange {
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum AfterRequest {
     Continue,
-    /// GOAWAY, as a server does that is restarted.
+    /// Send GOAWAY, as a restarting server does.
     GoAway,
 }
 
@@ -65,7 +65,7 @@ pub type Script = dyn Fn(Exchange) -> std::pin::Pin<Box<dyn Future<Output = ()> 
 pub struct Options {
     pub tls: Option<Arc<ServerConfig>>,
     pub max_streams: u32,
-    /// By connection and request, from 0.
+    /// Chooses by the numbers of the connection and of the request, from 0.
     pub after: fn(usize, usize) -> AfterRequest,
 }
 
@@ -124,7 +124,7 @@ impl Http2Upstream {
         Http2Upstream { address, state, stop: Some(stop), thread: Some(thread) }
     }
 
-    /// Answers every request with status 200 and one line.
+    /// Responds to every request with status 200 and one line.
     pub fn always_ok(setup: Options) -> Http2Upstream {
         Http2Upstream::with_script(setup, |mut stream| async move { stream.reply("fine\n") })
     }
@@ -137,7 +137,7 @@ impl Http2Upstream {
         self.state.connections.load(Ordering::SeqCst)
     }
 
-    /// Its section of a configuration, with prior knowledge.
+    /// The upstream's section of a configuration, with prior knowledge.
     pub fn toml(&self, name: &str) -> String {
         format!("[upstreams.{name}]\nservers = [\"http://{}\"]\nprotocol = \"http2\"\n", self.address)
     }
@@ -185,7 +185,7 @@ async fn serve(
 impl Exchange {
     pub fn reply(&mut self, text: &str) {
         let mut body = self.send_head(Response::new(()));
-        // A test that has ended no longer receives.
+        // An error means that the test has ended.
         let _ = body.send_data(Bytes::copy_from_slice(text.as_bytes()), true);
     }
 
@@ -197,19 +197,19 @@ impl Exchange {
         self.respond.send_reset(Reason::REFUSED_STREAM);
     }
 
-    /// The next piece of the request's body; `None` at its end, or when it is reset.
+    /// The next data of the request body; `None` at its end.
     pub async fn read_data(&mut self) -> Option<Result<Bytes, h2::Error>> {
-        let piece = self.body.data().await?;
-        if let Ok(piece) = &piece {
-            let _ = self.body.flow_control().release_capacity(piece.len());
+        let data = self.body.data().await?;
+        if let Ok(data) = &data {
+            let _ = self.body.flow_control().release_capacity(data.len());
         }
-        Some(piece)
+        Some(data)
     }
 
     pub async fn read_body(&mut self) -> usize {
         let mut length = 0;
-        while let Some(Ok(piece)) = self.read_data().await {
-            length += piece.len();
+        while let Some(Ok(data)) = self.read_data().await {
+            length += data.len();
         }
         length
     }

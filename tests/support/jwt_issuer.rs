@@ -1,6 +1,6 @@
 //! An issuer of tokens: keys of every type, made for the test, and tokens signed with them.
 //!
-//! Tokens are put together by hand, so that every part can be malformed.
+//! Tokens are assembled by hand, so that every part can be malformed.
 
 use aws_lc_rs::encoding::{AsDer, PublicKeyX509Der};
 use aws_lc_rs::rand::SystemRandom;
@@ -23,7 +23,7 @@ pub struct Issuer {
 pub const ALGORITHMS: [&str; 4] = ["HS256", "RS256", "ES256", "EdDSA"];
 
 impl Issuer {
-    /// Two are never alike.
+    /// A new issuer with its own keys.
     pub fn new() -> Issuer {
         let ed = Ed25519KeyPair::generate().unwrap();
         Issuer {
@@ -39,12 +39,12 @@ impl Issuer {
         self.sign(algorithm, &json!({ "alg": algorithm, "typ": "JWT" }), claims)
     }
 
-    /// A token with a header of the test's own, signed with the key for an algorithm.
+    /// A token with any header, signed with the key for an algorithm.
     pub fn sign(&self, algorithm: &str, header: &Value, claims: &Value) -> String {
         let signed = format!("{}.{}", encode(header.to_string()), encode(claims.to_string()));
         let message = signed.as_bytes();
         let signature = match algorithm {
-            "HS256" => mac(self.secret.as_bytes(), message),
+            "HS256" => hmac_sha256(self.secret.as_bytes(), message),
             "RS256" => {
                 let mut signature = vec![0; self.rsa.public_modulus_len()];
                 self.rsa.sign(&RSA_PKCS1_SHA256, &SystemRandom::new(), message, &mut signature).unwrap();
@@ -98,8 +98,8 @@ impl Issuer {
     }
 }
 
-/// HS256 with whatever is taken for a secret.
-pub fn mac(secret: &[u8], message: &[u8]) -> Vec<u8> {
+/// The HS256 signature with any secret.
+pub fn hmac_sha256(secret: &[u8], message: &[u8]) -> Vec<u8> {
     hmac::sign(&hmac::Key::new(hmac::HMAC_SHA256, secret), message).as_ref().to_vec()
 }
 

@@ -20,24 +20,24 @@ use super::{DEADLINE, seeded_rng};
 pub const KEYS: u32 = 10_000;
 /// Half of the requests are of these, so that their limits bind.
 const HOT: u32 = 10;
-/// So far the clocks may be apart.
+/// The maximum difference between the clocks of gateway and client.
 const MARGIN_MS: u64 = 50;
 
-/// A layer as the judge knows it: so many, in windows of that length since 1970.
+/// A layer to check: `limit` requests in each window of `period_ms`, aligned to the Unix epoch.
 #[derive(Clone, Copy)]
 pub struct Layer {
     pub limit: u64,
     pub period_ms: u64,
 }
 
-/// The responses that clients received.
+/// Counts of the responses that clients received.
 #[derive(Default)]
 pub struct LoadResults {
     pub requests: u64,
     pub admitted: u64,
     /// By key, position of the layer, and number of the window.
     admitted_by_window: HashMap<(u32, usize, u64), u64>,
-    /// Of the responses in a window: their number, and the number of admitted ones.
+    /// The number of responses in each window, and how many of them were admitted.
     responses_by_window: HashMap<(u32, usize, u64), (u64, u64)>,
 }
 
@@ -68,31 +68,33 @@ impl LoadResults {
     /// limit that was admitted.
     pub fn utilization(&self, layers: &[Layer], layer: usize) -> (usize, f64) {
         let limit = layers[layer].limit;
-        let wanted =
-            self.responses_by_window.iter().filter(|((_, of, _), (asked, _))| *of == layer && *asked >= 2 * limit);
+        let demanded = self
+            .responses_by_window
+            .iter()
+            .filter(|((_, of, _), (requests, _))| *of == layer && *requests >= 2 * limit);
         let (windows, admitted) =
-            wanted.fold((0, 0), |(windows, sum), (_, (_, admitted))| (windows + 1, sum + (*admitted).min(limit)));
+            demanded.fold((0, 0), |(windows, sum), (_, (_, admitted))| (windows + 1, sum + (*admitted).min(limit)));
         (windows, admitted as f64 / (limit * windows as u64).max(1) as f64)
     }
 
     /// Fails if a key was admitted more often than its limit; returns how many keys and windows reached their limit per layer.
     pub fn assert_limits(&self, layers: &[Layer]) -> Vec<usize> {
-        let mut full = vec![0; layers.len()];
+        let mut at_limit = vec![0; layers.len()];
         for ((key, layer, window), admitted) in &self.admitted_by_window {
-            // Only the first layers, if the test names them.
+            // A test may check only the first layers.
             let Some(Layer { limit, .. }) = layers.get(*layer) else { continue };
             assert!(admitted <= limit, "key {key} was admitted {admitted} times in window {window} of layer {layer}");
-            full[*layer] += usize::from(admitted == limit);
+            at_limit[*layer] += usize::from(admitted == limit);
         }
-        full
+        at_limit
     }
 }
 
-/// Where clients find the gateways, and whether they go on.
+/// The load: addresses of the gateways, keys, and the results so far.
 pub struct Load {
     /// The keys of the requests, and the number of keys that get half of the requests.
     keys: (u32, u32),
-    /// Whether gateways may answer that counters are unavailable.
+    /// Whether gateways may respond 503 because counters are unavailable.
     may_fail: bool,
     addresses: RwLock<Vec<SocketAddr>>,
     stopped: AtomicBool,
@@ -112,7 +114,7 @@ impl Default for Load {
 }
 
 impl Load {
-    /// For this number of equal keys, sent to gateways that may have lost their counters.
+    /// A load of `keys` equally frequent keys, for gateways that may respond 503.
     pub fn for_keys(keys: u32) -> Load {
         Load { keys: (keys, keys), may_fail: true, ..Load::default() }
     }
@@ -123,9 +125,9 @@ impl Load {
         *self.addresses.write().unwrap() = addresses.to_vec();
     }
 
-    /// Whether some key came to its limit in each layer so far.
+    /// Whether some key has reached its limit in each layer.
     pub fn has_reached_limits(&self, layers: &[Layer]) -> bool {
-        self.results.lock().unwrap().assert_limits(layers).iter().all(|full| *full > 0)
+        self.results.lock().unwrap().assert_limits(layers).iter().all(|at_limit| *at_limit > 0)
     }
 
     /// Four clients send requests while `during` runs; returns their responses.
@@ -133,7 +135,7 @@ impl Load {
         thread::scope(|scope| {
             let load = &self;
             (0..4).for_each(|number| drop(scope.spawn(move || load.client(number, layers))));
-            // The clients are to end also if it fails.
+            // Ends the clients also if `during` panics.
             let _stop = StopOnDrop(load);
             during(load);
         });
@@ -153,7 +155,7 @@ impl Load {
                 connection = address.and_then(|address| Some((address, connect(address).ok()?)));
             }
             let Some((_, stream)) = &mut connection else {
-                // It is down at the moment.
+                // No gateway accepts connections at the moment.
                 thread::sleep(Duration::from_millis(1));
                 continue;
             };
@@ -163,15 +165,15 @@ impl Load {
             let received_ms = now_ms();
             match response {
                 Ok(status) => {
-                    let mut tally = self.results.lock().unwrap();
-                    tally.requests += 1;
+                    let mut results = self.results.lock().unwrap();
+                    results.requests += 1;
                     match status {
-                        200 => tally.record_admitted(layers, key, sent_ms, received_ms),
+                        200 => results.record_admitted(layers, key, sent_ms, received_ms),
                         429 => {}
                         503 if self.may_fail => continue,
                         status => panic!("{status}"),
                     }
-                    tally.record_response(layers, key, received_ms, status == 200);
+                    results.record_response(layers, key, received_ms, status == 200);
                 }
                 Err(_killed) => connection = None,
             }
@@ -213,7 +215,7 @@ fn send_request(stream: &mut TcpStream, key: u32) -> io::Result<u16> {
         let length = text.lines().find_map(|line| line.strip_prefix("content-length:")?.trim().parse().ok());
         let whole = end + 4 + length.unwrap_or(0);
         if head.len() >= whole {
-            assert_eq!(head.len(), whole, "more than was asked for: {text}");
+            assert_eq!(head.len(), whole, "bytes after the response: {text}");
             return Ok(text[9..12].parse().unwrap());
         }
     }

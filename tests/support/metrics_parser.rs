@@ -1,6 +1,6 @@
 //! A strict parser of the Prometheus text format, version 0.0.4.
 //!
-//! Text that Prometheus would refuse or misread fails the test: a sample without a type, a duplicate name, a duplicate
+//! Text that Prometheus would reject or misread fails the test: a sample without a type, a duplicate name, a duplicate
 //! series, a family in several places, buckets that do not add up.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -16,7 +16,7 @@ pub struct Exposition {
 impl Exposition {
     pub fn parse(text: &str) -> Exposition {
         assert!(text.ends_with('\n'), "the last line is not ended");
-        let mut page = Exposition::default();
+        let mut exposition = Exposition::default();
         let (mut helped, mut family, mut seen) = (HashSet::new(), String::new(), HashSet::new());
         for line in text.lines() {
             if let Some(rest) = line.strip_prefix("# HELP ") {
@@ -25,20 +25,20 @@ impl Exposition {
             } else if let Some(rest) = line.strip_prefix("# TYPE ") {
                 let (name, kind) = rest.split_once(' ').unwrap();
                 assert!(["counter", "gauge", "histogram"].contains(&kind), "{line}");
-                assert!(page.kinds.insert(name.to_owned(), kind.to_owned()).is_none(), "typed twice: {line}");
+                assert!(exposition.kinds.insert(name.to_owned(), kind.to_owned()).is_none(), "typed twice: {line}");
                 family = name.to_owned();
             } else if !line.is_empty() {
                 let (name, labels, value) = parse_sample(line);
                 let suffixes: &[&str] =
-                    if page.kinds[&family] == "histogram" { &["_bucket", "_sum", "_count"] } else { &[""] };
+                    if exposition.kinds[&family] == "histogram" { &["_bucket", "_sum", "_count"] } else { &[""] };
                 let belongs = suffixes.iter().any(|suffix| name.strip_suffix(suffix) == Some(family.as_str()));
-                assert!(belongs, "{line} stands under {family}");
+                assert!(belongs, "{line} follows the TYPE line of {family}");
                 assert!(seen.insert((name.clone(), labels.clone())), "twice: {line}");
-                page.samples.push((name, labels, value));
+                exposition.samples.push((name, labels, value));
             }
         }
-        page.assert_buckets_cumulative();
-        page
+        exposition.assert_buckets_cumulative();
+        exposition
     }
 
     /// Buckets are cumulative, end with +Inf, and the count is the last of them.
@@ -69,7 +69,7 @@ impl Exposition {
         samples.map(|(.., value)| *value as u64).sum()
     }
 
-    /// All label names that a metric's samples have.
+    /// The label names of a metric, sorted.
     pub fn label_names(&self, name: &str) -> Vec<&str> {
         let of = self.samples.iter().find(|(known, ..)| known.strip_suffix("_count").unwrap_or(known) == name);
         of.map(|(_, labels, _)| labels.keys().map(String::as_str).collect()).unwrap_or_default()
@@ -94,8 +94,8 @@ fn parse_sample(line: &str) -> (String, Labels, f64) {
     };
     assert!(name_is_fine(name), "{line}");
     let mut labels = Labels::new();
-    if let Some(inside) = rest.strip_prefix('{') {
-        rest = inside;
+    if let Some(labels_text) = rest.strip_prefix('{') {
+        rest = labels_text;
         while !rest.starts_with('}') {
             let (key, after) = rest.split_once("=\"").unwrap_or_else(|| panic!("no label: {line}"));
             assert!(name_is_fine(key), "{line}");

@@ -41,13 +41,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long anything may take before the test gives up on it. Generous: machines are busy.
+/// How long a test waits for an event before it fails. Generous, because machines are busy.
 pub const DEADLINE: Duration = Duration::from_secs(30);
 
-/// Factor on the deadlines that the product promises: on a busy machine the threads of the test and of the gateway may
-/// wait for a core.
+/// Factor and extra time on the deadlines that the product promises: on a busy machine the threads of the test and of the
+/// gateway may wait for a core.
 const BUSY_FACTOR: u32 = 4;
-const BUSY_PAUSE: Duration = Duration::from_secs(2);
+const BUSY_PAUSE: Duration = Duration::from_secs(4);
 
 /// The result of an action that must end within the time that the product promises, widened for a busy machine.
 #[track_caller]
@@ -67,11 +67,27 @@ pub fn seeded_rng() -> fastrand::Rng {
     fastrand::Rng::with_seed(seed)
 }
 
-/// Waits until something holds, and fails if it does not within the deadline.
+/// Waits until a condition holds, and fails if the condition does not hold within [`DEADLINE`].
+#[track_caller]
 pub fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     let start = Instant::now();
     while !holds() {
-        assert!(start.elapsed() < DEADLINE, "waited in vain: {what}");
+        assert!(start.elapsed() < DEADLINE, "not within {DEADLINE:?}: {what}");
+        thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Waits until a value, such as a metric that is updated after the response, equals the expected one. Fails with the last
+/// value if that does not happen within [`DEADLINE`].
+#[track_caller]
+pub fn eventually_eq<T: PartialEq + std::fmt::Debug>(mut value: impl FnMut() -> T, expected: T) {
+    let start = Instant::now();
+    loop {
+        let last = value();
+        if last == expected {
+            return;
+        }
+        assert!(start.elapsed() < DEADLINE, "still {last:?} after {DEADLINE:?}, expected {expected:?}");
         thread::sleep(Duration::from_millis(2));
     }
 }
@@ -81,8 +97,7 @@ pub fn forward_all(upstream: &upstream::Upstream) -> String {
     format!("{}\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u"))
 }
 
-/// A configuration with one route for everything to these servers, of an upstream called `u` with these
-/// settings.
+/// A configuration with one route for everything, to an upstream `u` with these servers and settings.
 pub fn forward_to(servers: &[std::net::SocketAddr], settings: &str) -> String {
     let servers: Vec<String> = servers.iter().map(|address| format!("\"http://{address}\"")).collect();
     format!(
@@ -91,7 +106,7 @@ pub fn forward_to(servers: &[std::net::SocketAddr], settings: &str) -> String {
     )
 }
 
-/// A configuration of one rule, called `r`, on everything that goes to the built-in upstream.
+/// A configuration with one route for everything, to the built-in upstream, and one rule `r` on it.
 pub fn one_rule(rule: &str) -> String {
     format!(
         "[upstreams.u]\nbuiltin = \"echo\"\n[rules.r]\n{rule}\n\
@@ -99,7 +114,7 @@ pub fn one_rule(rule: &str) -> String {
     )
 }
 
-/// A directory that is removed with the test.
+/// A temporary directory, removed when dropped.
 #[derive(Debug)]
 pub struct Scratch(PathBuf);
 
@@ -108,7 +123,7 @@ impl Scratch {
         Scratch::under(std::env::temp_dir())
     }
 
-    /// In memory, as counters files should be: on tmpfs.
+    /// On tmpfs, where counters files should be.
     pub fn in_memory() -> Scratch {
         Scratch::under(PathBuf::from("/dev/shm"))
     }

@@ -18,8 +18,8 @@ use super::{Scratch, eventually};
 
 pub const BINARY: &str = env!("CARGO_BIN_EXE_transom");
 
-/// A process in its own process group. Dropping it kills the whole group, including processes that it has started, such as
-/// those of an upgrade, also if the test fails.
+/// A process in its own process group. Dropping it kills the whole group, including processes that this process has started,
+/// such as those of an upgrade.
 pub struct ProcessGroup(Child);
 
 impl ProcessGroup {
@@ -45,7 +45,7 @@ impl DerefMut for ProcessGroup {
 impl Drop for ProcessGroup {
     fn drop(&mut self) {
         let group = Pid::from_raw(self.0.id().cast_signed()).unwrap();
-        // Nothing is left of the group if all have ended.
+        // An error means that all processes of the group have ended.
         let _ = kill_process_group(group, Signal::KILL);
         let _ = self.0.wait();
     }
@@ -81,7 +81,7 @@ impl Process {
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
         let mut address = |prefix: &str| {
             let line = lines.next().and_then(Result::ok).unwrap_or_else(|| {
-                panic!("it did not start: {}", fs::read_to_string(scratch.path().join("stderr")).unwrap())
+                panic!("the gateway did not start: {}", fs::read_to_string(scratch.path().join("stderr")).unwrap())
             });
             line.strip_prefix(prefix).unwrap_or_else(|| panic!("{line}")).parse().unwrap()
         };
@@ -106,7 +106,7 @@ impl Process {
 
     /// Replaces a file beside the configuration, or the configuration itself.
     pub fn replace_file(&self, name: &str, text: &str) {
-        // In one step, as editors and configuration managers do it.
+        // Atomically, as editors and configuration managers do.
         let new = self.scratch.write(&format!("{name}.written"), text);
         fs::rename(new, self.scratch.path().join(name)).unwrap();
     }
@@ -136,14 +136,15 @@ impl Process {
         signal(self.child.id(), name);
     }
 
-    /// Waits until a reload with this outcome has been counted `times` times.
+    /// Waits until exactly this number of reloads with this outcome is counted. A test that changes a file and sends a signal
+    /// cannot use it: the gateway may notice the change before the signal, and then reloads twice.
     pub fn wait_for_reloads(&self, outcome: &str, times: u64) {
         eventually("the reload is counted", || {
             self.metrics().sum("transom_config_reloads_total", &[("outcome", outcome)]) == times
         });
     }
 
-    /// As [`Process::reloaded`], where the change and the signal may each have caused a reload.
+    /// Waits for at least this number of applied reloads. For a changed file and a signal, each of which may cause a reload.
     pub fn wait_for_applied_reloads(&self, times: u64) {
         eventually("the reload is counted", || {
             self.metrics().sum("transom_config_reloads_total", &[("outcome", "applied")]) >= times
@@ -172,9 +173,9 @@ impl Process {
         fs::read_to_string(self.scratch.path().join("stderr")).unwrap()
     }
 
-    /// Waits until this appears on standard error, and returns all of standard error so far.
+    /// Waits until standard error contains a text, and returns all of standard error so far.
     pub fn wait_for_stderr(&self, text: &str) -> String {
-        eventually(&format!("it says `{text}`"), || self.stderr().contains(text));
+        eventually(&format!("`{text}` on standard error"), || self.stderr().contains(text));
         self.stderr()
     }
 
@@ -192,7 +193,7 @@ impl Drop for Process {
         let _ = self.child.wait();
         let log = self.stderr();
         if thread::panicking() {
-            eprintln!("the gateway said:\n{log}");
+            eprintln!("standard error of the gateway:\n{log}");
         } else {
             assert!(!log.contains("panicked at"), "the gateway panicked:\n{log}");
         }

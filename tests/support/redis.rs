@@ -1,7 +1,7 @@
 //! A real redis-server in its own process, on a free loopback port, with its files in a temporary directory.
 //!
-//! By default nothing is saved to disk: a restarted server is empty, as after a crash without a backup. The test inspects
-//! the server through a Unix socket in its directory, whatever protocol the port speaks.
+//! By default the server saves nothing to disk, so a restarted server is empty, as after a crash without a backup. The test
+//! inspects the server through a Unix socket in the directory, so the port may use TLS.
 
 use std::collections::HashSet;
 use std::fs;
@@ -20,7 +20,7 @@ pub struct RedisServer {
     pub port: u16,
     child: Option<Child>,
     scratch: Scratch,
-    /// How the process is begun; another clock, for instance.
+    /// The environment of the process: another clock, for instance.
     environment: Vec<(&'static str, String)>,
     password: Option<String>,
     scheme: &'static str,
@@ -36,7 +36,7 @@ impl RedisServer {
         RedisServer::start_with(Scratch::new(), lines, "redis", Vec::new())
     }
 
-    /// A replica of another, which follows it when it returns.
+    /// A replica of another server, which has the data of its master when this returns.
     pub fn replica_of(master: &RedisServer, lines: &str) -> RedisServer {
         let replica = RedisServer::with_config(&format!("{lines}\nreplicaof 127.0.0.1 {}", master.port));
         eventually("the replica has its master's data", || {
@@ -45,8 +45,8 @@ impl RedisServer {
         replica
     }
 
-    /// Its port speaks TLS, with a certificate of this authority for `localhost` and 127.0.0.1, and believes the
-    /// clients' certificates that it issued.
+    /// With TLS on its port, a certificate of this authority for `localhost` and 127.0.0.1, and trust in client certificates of
+    /// this authority.
     pub fn with_tls(authority: &RevokingCa, lines: &str) -> RedisServer {
         let scratch = Scratch::new();
         let issued = authority.issue(&["localhost", "127.0.0.1"]);
@@ -58,10 +58,10 @@ impl RedisServer {
         RedisServer::start_with(scratch, &format!("{tls}{clients}{lines}"), "rediss", Vec::new())
     }
 
-    /// Its clock is so many seconds ahead of the machine's, or behind.
+    /// With a clock that is `ahead_s` seconds ahead of the machine's, or behind if negative.
     pub fn with_clock_offset(ahead_s: i64, lines: &str) -> RedisServer {
         let environment = vec![
-            // The C library's memory before jemalloc's, which looks at the clock before libfaketime is ready.
+            // The allocator of the C library before jemalloc, which reads the clock before libfaketime is ready.
             ("LD_PRELOAD", format!("{}:libc.so.6", external_servers::faketime().display())),
             ("FAKETIME", format!("{ahead_s:+}")),
             ("FAKETIME_DONT_FAKE_MONOTONIC", "1".to_owned()),
@@ -77,7 +77,7 @@ impl RedisServer {
     ) -> RedisServer {
         let password = lines.lines().find_map(|line| line.trim().strip_prefix("requirepass ")).map(str::to_owned);
         let mut server = RedisServer { port: 0, child: None, scratch, environment, password, scheme };
-        // A port that was free may be taken by the time it starts: then another.
+        // Another process may take the port before the server starts: then another port.
         for _ in 0..10 {
             server.port = free_port();
             server.write_config(lines);
@@ -101,7 +101,7 @@ impl RedisServer {
     /// Starts the process and waits until it responds; `false` if it ends instead.
     fn try_start(&mut self) -> bool {
         let log = fs::File::options().create(true).append(true).open(self.scratch.path().join("log")).unwrap();
-        // One that was killed leaves its socket behind.
+        // A killed server leaves its socket file behind.
         let _ = fs::remove_file(self.socket());
         let mut child = Command::new(external_servers::program("redis-server"))
             .arg("redis.conf")
@@ -112,21 +112,21 @@ impl RedisServer {
             .stdout(log)
             .spawn()
             .unwrap();
-        let mut gone = false;
-        eventually("redis-server answers", || {
-            gone = child.try_wait().unwrap().is_some();
-            gone || (self.socket().exists() && self.cli(&["PING"]) == "PONG")
+        let mut ended = false;
+        eventually("redis-server responds", || {
+            ended = child.try_wait().unwrap().is_some();
+            ended || (self.socket().exists() && self.cli(&["PING"]) == "PONG")
         });
         self.child = Some(child);
-        !gone
+        !ended
     }
 
-    /// Where it listens, as the gateway's configuration has it, without a user or password.
+    /// The URL for the configuration of the gateway, without a user or password.
     pub fn url(&self) -> String {
         format!("{}://127.0.0.1:{}", self.scheme, self.port)
     }
 
-    /// Its socket in the file system.
+    /// The path of its Unix socket.
     pub fn socket(&self) -> PathBuf {
         self.scratch.path().join("redis.sock")
     }
@@ -148,30 +148,30 @@ impl RedisServer {
 
     /// The number that a command returns; 0 for nil.
     pub fn integer(&self, command: &[&str]) -> i64 {
-        let said = self.cli(command);
-        if said.is_empty() { 0 } else { said.parse().unwrap_or_else(|_| panic!("{command:?}: {said}")) }
+        let output = self.cli(command);
+        if output.is_empty() { 0 } else { output.parse().unwrap_or_else(|_| panic!("{command:?}: {output}")) }
     }
 
-    /// Its keys, in order.
+    /// All keys, sorted.
     pub fn keys(&self) -> Vec<String> {
         let mut keys: Vec<String> = self.cli(&["KEYS", "*"]).lines().map(str::to_owned).collect();
         keys.sort();
         keys
     }
 
-    /// How often a command was called since it started, such as `evalsha`; within scripts as well.
+    /// How often a command, such as `evalsha`, was called since the server started, including calls from scripts.
     pub fn call_count(&self, command: &str) -> u64 {
-        let said = self.cli(&["INFO", "commandstats"]);
-        let line = said.lines().find_map(|line| line.strip_prefix(&format!("cmdstat_{command}:calls=")));
+        let output = self.cli(&["INFO", "commandstats"]);
+        let line = output.lines().find_map(|line| line.strip_prefix(&format!("cmdstat_{command}:calls=")));
         line.map_or(0, |line| line.split(',').next().unwrap().parse().unwrap())
     }
 
-    /// Suspends the process: connections stay open, and nothing is answered.
+    /// Suspends the process: connections stay open without replies.
     pub fn suspend(&self) {
         signal(self.pid(), "STOP");
     }
 
-    /// Goes on after `stop`.
+    /// Continues after `suspend`.
     pub fn resume(&self) {
         signal(self.pid(), "CONT");
     }
@@ -184,7 +184,7 @@ impl RedisServer {
         }
     }
 
-    /// Starts it again at the same port after `kill`.
+    /// Starts the server again at the same port.
     pub fn restart(&mut self) {
         self.kill();
         assert!(self.try_start(), "redis-server does not start again:\n{}", self.log());
@@ -195,7 +195,7 @@ impl RedisServer {
     }
 
     pub fn pid(&self) -> u32 {
-        self.child.as_ref().expect("it runs").id()
+        self.child.as_ref().expect("redis-server runs").id()
     }
 
     pub fn log(&self) -> String {
@@ -207,7 +207,7 @@ impl Drop for RedisServer {
     fn drop(&mut self) {
         self.kill();
         if std::thread::panicking() {
-            eprintln!("redis-server at port {} said:\n{}", self.port, self.log());
+            eprintln!("log of redis-server at port {}:\n{}", self.port, self.log());
         }
     }
 }

@@ -20,17 +20,17 @@ pub fn single_server(redis: &RedisServer) -> StoreConfig {
     StoreConfig::with_defaults(Nodes::Single(tcp_node(redis.port)))
 }
 
-/// Runs a test on an event loop like that of a worker.
+/// Runs a test on a runtime like that of a worker.
 pub fn run_on_worker<T>(test: impl Future<Output = T>) -> T {
     let runtime = Builder::new_current_thread().enable_all().build_local(LocalOptions::default()).unwrap();
     runtime.block_on(async { tokio::time::timeout(3 * DEADLINE, test).await.expect("the test ends") })
 }
 
-/// One token, or none, of a plain window that is open for a minute more.
+/// A request for one token of a plain window that is open for another minute.
 pub fn plain_request(base: &str, number: u64, limit: u32) -> CounterRequest {
     let end_ms = now_ms() + 60_000;
-    let at = WindowRef::Plain { number, end_ms, next_end_ms: end_ms + 60_000 };
-    counter_request(base, at, limit)
+    let window = WindowRef::Plain { number, end_ms, next_end_ms: end_ms + 60_000 };
+    counter_request(base, window, limit)
 }
 
 pub fn grid_request(base: &str, number: u64, limit: u32) -> CounterRequest {
@@ -42,10 +42,10 @@ pub fn floating_request(base: &str, period_ms: u64, limit: u32) -> CounterReques
     counter_request(base, WindowRef::Floating { period_ms }, limit)
 }
 
-fn counter_request(base: &str, at: WindowRef, limit: u32) -> CounterRequest {
+fn counter_request(base: &str, window: WindowRef, limit: u32) -> CounterRequest {
     CounterRequest {
         base: Rc::from(base),
-        window: at,
+        window,
         limit,
         ceiling: u64::from(limit),
         need: 1,
@@ -55,26 +55,27 @@ fn counter_request(base: &str, at: WindowRef, limit: u32) -> CounterRequest {
     }
 }
 
-/// How it went for each counter: granted or refused.
+/// The replies for each counter of a granted request.
 pub fn expect_granted(response: AcquireReply) -> Vec<CounterReply> {
     match response {
-        AcquireReply::Granted { counters: took, .. } => took,
+        AcquireReply::Granted { counters, .. } => counters,
         other => panic!("{other:?}"),
     }
 }
 
+/// The replies for each counter of a refused request.
 pub fn expect_refused(response: AcquireReply) -> Vec<CounterReply> {
     match response {
-        AcquireReply::Refused { counters: took, .. } => took,
+        AcquireReply::Refused { counters, .. } => counters,
         other => panic!("{other:?}"),
     }
 }
 
-/// Repeats the call until there is a reply of any kind.
-pub async fn acquire_with_retries(store: &RedisClient, wants: &[CounterRequest]) -> AcquireReply {
+/// Repeats the call until the store replies, whether granted or refused.
+pub async fn acquire_with_retries(store: &RedisClient, requests: &[CounterRequest]) -> AcquireReply {
     let start = std::time::Instant::now();
     loop {
-        match store.acquire(wants, 0).await {
+        match store.acquire(requests, 0).await {
             Ok(response) => return response,
             Err(StoreError::Key(why)) => panic!("{why}"),
             Err(StoreError::Unreachable(why)) => assert!(start.elapsed() < DEADLINE, "{why}"),
@@ -88,20 +89,20 @@ pub async fn acquire_with_retries(store: &RedisClient, wants: &[CounterRequest])
 pub struct CallOutcomes {
     pub granted: u64,
     pub refused: u64,
-    /// Whether they were counted is not known.
+    /// Calls without a reply: they may have been counted.
     pub unknown: u64,
 }
 
 impl CallOutcomes {
-    pub fn add(&mut self, said: &Result<AcquireReply, StoreError>) {
-        match said {
+    pub fn add(&mut self, result: &Result<AcquireReply, StoreError>) {
+        match result {
             Ok(AcquireReply::Granted { .. }) => self.granted += 1,
             Ok(_) => self.refused += 1,
             Err(_) => self.unknown += 1,
         }
     }
 
-    /// Nothing was counted twice, and nothing was forgotten.
+    /// Checks the count of the store: no granted call is missing, and no call is counted twice.
     #[track_caller]
     pub fn assert_consistent_with(&self, counted: u64) {
         assert!((self.granted..=self.granted + self.unknown).contains(&counted), "{counted} counted: {self:?}");

@@ -1,5 +1,5 @@
-//! A Redis Cluster of three masters, put together by redis-cli. Each has a third of the slots; there are no replicas, so a
-//! node that is killed takes its slots along, and the others go on with theirs.
+//! A Redis Cluster of three masters, created by redis-cli. Each master has a third of the slots. Without replicas, the slots
+//! of a killed node are unavailable, and the others still work.
 
 use std::process::{Command, Stdio};
 
@@ -7,7 +7,8 @@ use super::eventually;
 use super::external_servers;
 use super::redis::RedisServer;
 
-const LINES: &str = "cluster-enabled yes\ncluster-node-timeout 2000\ncluster-require-full-coverage no";
+/// Lines of redis.conf for every node.
+const NODE_CONFIG: &str = "cluster-enabled yes\ncluster-node-timeout 2000\ncluster-require-full-coverage no";
 
 pub struct RedisCluster {
     pub nodes: Vec<RedisServer>,
@@ -20,7 +21,8 @@ impl RedisCluster {
 
     /// With lines of redis.conf for each node.
     pub fn with_config(lines: &str) -> RedisCluster {
-        let nodes: Vec<RedisServer> = (0..3).map(|_| RedisServer::with_config(&format!("{LINES}\n{lines}"))).collect();
+        let nodes: Vec<RedisServer> =
+            (0..3).map(|_| RedisServer::with_config(&format!("{NODE_CONFIG}\n{lines}"))).collect();
         let addresses = nodes.iter().map(|node| format!("127.0.0.1:{}", node.port));
         let created = Command::new("timeout")
             .arg("60")
@@ -37,7 +39,7 @@ impl RedisCluster {
         cluster
     }
 
-    /// Waits until every node that runs says that all is well.
+    /// Waits until every node reports a complete cluster.
     pub fn wait_until_complete(&self) {
         for node in &self.nodes {
             eventually("the cluster is complete", || {
@@ -59,7 +61,7 @@ impl RedisCluster {
         u16::try_from(running.integer(&["CLUSTER", "KEYSLOT", key])).unwrap()
     }
 
-    /// The position of the node that has a slot, as it says itself.
+    /// The position of the node that owns a slot, according to that node.
     pub fn owner(&self, slot: u16) -> usize {
         let has = |node: &RedisServer| {
             let nodes = node.cli(&["CLUSTER", "NODES"]);
@@ -70,15 +72,15 @@ impl RedisCluster {
             })
         };
         let owner = self.nodes.iter().position(|node| node.is_running() && has(node));
-        owner.unwrap_or_else(|| panic!("nobody has slot {slot}"))
+        owner.unwrap_or_else(|| panic!("no node has slot {slot}"))
     }
 
-    /// The node that owns a key, queried about it.
+    /// Runs a command at the node that owns a key.
     pub fn cli(&self, key: &str, command: &[&str]) -> String {
         self.nodes[self.owner(self.slot(key))].cli(command)
     }
 
-    /// All keys of all nodes that run, in order.
+    /// The keys of all running nodes, sorted.
     pub fn keys(&self) -> Vec<String> {
         let mut keys: Vec<String> =
             self.nodes.iter().filter(|node| node.is_running()).flat_map(RedisServer::keys).collect();
@@ -86,7 +88,7 @@ impl RedisCluster {
         keys
     }
 
-    /// Moves a slot with its keys, while clients use it: for a moment, each key may be at either node.
+    /// Moves a slot with its keys while clients use them. During the move, a key may be at either node.
     pub fn move_slot(&self, slot: u16, to: usize) {
         let from = self.owner(slot);
         assert_ne!(from, to);
@@ -95,14 +97,14 @@ impl RedisCluster {
         self.end_slot_move(slot, from, to);
     }
 
-    /// From here on the old node redirects requests for keys that it no longer has to the new node (ASK).
+    /// From now on, the old node redirects requests for keys that are no longer there to the new node (ASK).
     pub fn begin_slot_move(&self, slot: u16, from: usize, to: usize) {
         let slot = slot.to_string();
         self.expect_ok(to, &["CLUSTER", "SETSLOT", &slot, "IMPORTING", &self.node_id(from)]);
         self.expect_ok(from, &["CLUSTER", "SETSLOT", &slot, "MIGRATING", &self.node_id(to)]);
     }
 
-    /// Takes the keys of a slot over, one by one, until there are none.
+    /// Moves the keys of a slot one by one.
     pub fn migrate_keys(&self, slot: u16, from: usize, to: usize) {
         let port = self.nodes[to].port.to_string();
         loop {
@@ -111,14 +113,14 @@ impl RedisCluster {
                 return;
             }
             for key in keys.lines() {
-                let said = self.nodes[from].cli(&["MIGRATE", "127.0.0.1", &port, key, "0", "5000"]);
-                // NOKEY: its window has ended.
-                assert!(said == "OK" || said == "NOKEY", "{said}");
+                let output = self.nodes[from].cli(&["MIGRATE", "127.0.0.1", &port, key, "0", "5000"]);
+                // NOKEY: the key has expired with its window.
+                assert!(output == "OK" || output == "NOKEY", "{output}");
             }
         }
     }
 
-    /// Says that a slot is now the other node's, to all.
+    /// Announces the new owner of a slot to all nodes.
     pub fn end_slot_move(&self, slot: u16, from: usize, to: usize) {
         let (slot, id) = (slot.to_string(), self.node_id(to));
         let others = (0..self.nodes.len()).filter(|node| ![from, to].contains(node) && self.nodes[*node].is_running());

@@ -1,4 +1,5 @@
-//! Three Redis Sentinels that watch a master and its replica: when two of them miss it, the replica takes over.
+//! Three Redis Sentinels that monitor a master and its replica: when two of them cannot reach the master, they promote the
+//! replica.
 
 use std::fs;
 use std::process::{Child, Command, Stdio};
@@ -20,39 +21,41 @@ struct Sentinel {
 }
 
 impl Sentinels {
-    /// Starts them, and waits until they know the replica and one another.
+    /// Starts the sentinels, and waits until they know the replica and each other.
     pub fn start(master: &RedisServer) -> Sentinels {
         let sentinels = Sentinels { sentinels: (0..3).map(|_| Sentinel::start(master)).collect() };
-        eventually("the sentinels know all", || sentinels.sentinels.iter().all(|watcher| watcher.knows_all()));
+        eventually("the sentinels know the replica and each other", || {
+            sentinels.sentinels.iter().all(|sentinel| sentinel.knows_all())
+        });
         sentinels
     }
 
     /// Their addresses as a list of the gateway's configuration.
     pub fn urls(&self) -> String {
         let urls: Vec<String> =
-            self.sentinels.iter().map(|watcher| format!("\"redis://127.0.0.1:{}\"", watcher.port)).collect();
+            self.sentinels.iter().map(|sentinel| format!("\"redis://127.0.0.1:{}\"", sentinel.port)).collect();
         format!("[{}]", urls.join(", "))
     }
 
     pub fn ports(&self) -> Vec<u16> {
-        self.sentinels.iter().map(|watcher| watcher.port).collect()
+        self.sentinels.iter().map(|sentinel| sentinel.port).collect()
     }
 
-    /// The port of the master, as a majority of them has it.
+    /// The port of the master according to a majority of the sentinels.
     pub fn master(&self) -> Option<u16> {
         let ports: Vec<Option<u16>> = self.sentinels.iter().map(Sentinel::master).collect();
-        let mut of_two = ports.iter().filter(|port| ports.iter().filter(|other| other == port).count() >= 2);
-        of_two.next().copied().flatten()
+        let mut of_majority = ports.iter().filter(|port| ports.iter().filter(|other| other == port).count() >= 2);
+        of_majority.next().copied().flatten()
     }
 
-    /// Orders a failover although the master is well.
+    /// Starts a failover although the master is reachable.
     pub fn fail_over(&self) {
         assert_eq!(self.sentinels[0].cli(&["SENTINEL", "FAILOVER", MASTER]), "OK");
     }
 
-    /// Waits until the replica has taken over.
+    /// Waits until the replica is the master.
     pub fn wait_for_failover(&self, replica: &RedisServer) {
-        eventually("the replica takes over", || {
+        eventually("the replica is promoted", || {
             self.master() == Some(replica.port) && replica.cli(&["ROLE"]).starts_with("master")
         });
     }
@@ -60,7 +63,7 @@ impl Sentinels {
 
 impl Sentinel {
     fn start(master: &RedisServer) -> Sentinel {
-        // A port that was free may be taken by the time it starts: then another.
+        // Another process may take the port before the sentinel starts: then another port.
         (0..10).find_map(|_| Sentinel::try_start(master)).expect("a sentinel that starts")
     }
 
@@ -82,12 +85,12 @@ impl Sentinel {
             .stdout(log)
             .spawn()
             .unwrap();
-        let (mut watcher, mut gone) = (Sentinel { port, child, scratch }, false);
-        eventually("the sentinel answers", || {
-            gone = watcher.child.try_wait().unwrap().is_some();
-            gone || watcher.cli(&["PING"]) == "PONG"
+        let (mut sentinel, mut ended) = (Sentinel { port, child, scratch }, false);
+        eventually("the sentinel responds", || {
+            ended = sentinel.child.try_wait().unwrap().is_some();
+            ended || sentinel.cli(&["PING"]) == "PONG"
         });
-        (!gone).then_some(watcher)
+        (!ended).then_some(sentinel)
     }
 
     fn cli(&self, command: &[&str]) -> String {
@@ -98,8 +101,8 @@ impl Sentinel {
     }
 
     fn knows_all(&self) -> bool {
-        let said = self.cli(&["INFO", "sentinel"]);
-        said.contains("status=ok") && said.contains("slaves=1,sentinels=3")
+        let output = self.cli(&["INFO", "sentinel"]);
+        output.contains("status=ok") && output.contains("slaves=1,sentinels=3")
     }
 
     fn master(&self) -> Option<u16> {
@@ -112,7 +115,10 @@ impl Drop for Sentinel {
         let _ = self.child.kill();
         let _ = self.child.wait();
         if std::thread::panicking() {
-            eprintln!("a sentinel said:\n{}", fs::read_to_string(self.scratch.path().join("log")).unwrap_or_default());
+            eprintln!(
+                "log of a sentinel:\n{}",
+                fs::read_to_string(self.scratch.path().join("log")).unwrap_or_default()
+            );
         }
     }
 }

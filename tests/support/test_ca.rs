@@ -1,6 +1,6 @@
-//! An authority of the test's own, and a certificate for everything that listens on this machine.
+//! A certificate authority of a test, and a server certificate for this machine.
 //!
-//! Fresh keys for every test, in files, because the gateway and the clients beside it read files.
+//! Keys are new for every test, and in files, because the gateway and external programs read files.
 
 use std::path::PathBuf;
 
@@ -11,7 +11,7 @@ use sha2::{Digest as _, Sha256};
 
 use super::Scratch;
 
-/// The names of the certificate beside 127.0.0.1.
+/// The names of the certificate in addition to 127.0.0.1.
 pub const NAMES: [&str; 2] = ["localhost", "gateway.test"];
 
 pub struct TestCa {
@@ -19,7 +19,7 @@ pub struct TestCa {
     pub ca: PathBuf,
     pub certificate: PathBuf,
     pub private_key: PathBuf,
-    /// The digest of the public key, as Chromium takes it for a key that it is to accept.
+    /// The digest of the public key, as expected by Chromium's option for accepted keys.
     pub pin: String,
     _scratch: Scratch,
 }
@@ -38,9 +38,9 @@ impl TestCa {
         let key = KeyPair::generate().unwrap();
         let names: Vec<String> = NAMES.iter().chain(&["127.0.0.1"]).map(|&name| name.to_owned()).collect();
         let mut params = CertificateParams::new(names).unwrap();
-        // With the name of its issuer it would pass for one that issued itself.
+        // A subject equal to the issuer would make the certificate look self-signed.
         params.distinguished_name.push(DnType::CommonName, NAMES[0]);
-        // OpenSSL refuses a certificate without, where it is strict.
+        // OpenSSL in strict mode rejects a certificate without it.
         params.use_authority_key_identifier_extension = true;
         let certificate = params.signed_by(&key, &issuer).unwrap();
         TestCa {
@@ -52,7 +52,7 @@ impl TestCa {
         }
     }
 
-    /// `--tls CERTIFICATE KEY`, as servers among the scripts take it.
+    /// The option `--tls CERTIFICATE KEY` of the server scripts.
     pub fn tls_arguments(&self) -> [String; 3] {
         ["--tls".to_owned(), self.certificate.display().to_string(), self.private_key.display().to_string()]
     }

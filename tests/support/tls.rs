@@ -1,7 +1,7 @@
 //! Certificates made for a test, and TLS clients.
 //!
-//! An [`Authority`] issues certificates; a [`Tls`] holds the trust and the certificate of a client; its connections are used
-//! through a [`Client`].
+//! A [`RevokingCa`] issues and revokes certificates. A [`TlsClient`] holds the trusted authorities and the certificate of a
+//! client; its connections are used through a [`Client`].
 
 use std::fmt::Write as _;
 use std::io;
@@ -38,7 +38,7 @@ pub struct Issued {
 }
 
 impl RevokingCa {
-    /// Two are never alike.
+    /// A new authority with its own key.
     pub fn new() -> RevokingCa {
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new(Vec::new()).unwrap();
@@ -56,9 +56,9 @@ impl RevokingCa {
     pub fn issue_with(&self, names: &[&str], key: KeyPair, change: impl FnOnce(&mut CertificateParams)) -> Issued {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         let mut params = CertificateParams::new(names).unwrap();
-        // Named alike, a certificate would look as if it had issued itself.
+        // A subject equal to the issuer would make the certificate look self-signed.
         params.distinguished_name.push(DnType::CommonName, "issued in a test");
-        // Two of one issuer are never alike.
+        // Serial numbers of an issuer are unique.
         let print = digest::digest(&digest::SHA256, key.der_bytes());
         let serial = SerialNumber::from_slice(&[&[1], &print.as_ref()[..15]].concat());
         params.serial_number = Some(serial.clone());
@@ -73,7 +73,7 @@ impl RevokingCa {
         }
     }
 
-    /// A list of certificates that are taken back, in PEM, which is valid until a year begins.
+    /// A certificate revocation list in PEM, valid until the beginning of a year.
     pub fn revoke(&self, revoked: &[&Issued], until_year: i32) -> String {
         let revoked_certs = revoked.iter().map(|issued| RevokedCertParams {
             serial_number: issued.serial.clone(),
@@ -101,7 +101,7 @@ impl Issued {
         format!("certificate = \"{}\"\nprivate_key = \"{}\"\n", certificate.display(), key.display())
     }
 
-    /// As the gateway counts by it: SHA-256, in lower-case hex.
+    /// The fingerprint by which the gateway counts: SHA-256 in lower-case hex.
     pub fn fingerprint(&self) -> String {
         let mut text = String::new();
         let digest = digest::digest(&digest::SHA256, &self.der);
@@ -110,7 +110,7 @@ impl Issued {
     }
 }
 
-/// `[listen]` with an address in the clear, one that speaks TLS, and whatever else is said of that.
+/// `[listen]` with a cleartext and a TLS address, and additional settings of `[listen.https]`.
 pub fn listen(scratch: &Scratch, certificate: &Issued, more: &str) -> String {
     let pair = certificate.toml(scratch, "server");
     format!(
@@ -132,7 +132,7 @@ impl TlsClient {
         TlsClient::new(authority, None, &[&version::TLS13, &version::TLS12])
     }
 
-    /// With its own certificate.
+    /// A client with its own certificate.
     pub fn with_certificate(authority: &RevokingCa, own: &Issued) -> TlsClient {
         TlsClient::new(authority, Some(own), &[&version::TLS13, &version::TLS12])
     }
@@ -164,7 +164,7 @@ impl TlsClient {
         self.try_connect_over(TcpStream::connect(address)?, name)
     }
 
-    /// Over a connection on which something may have been sent already.
+    /// Over a connection on which bytes may have been sent already.
     pub fn try_connect_over(&self, mut stream: TcpStream, name: &str) -> io::Result<Client<TlsStream>> {
         stream.set_nodelay(true)?;
         stream.set_read_timeout(Some(DEADLINE))?;

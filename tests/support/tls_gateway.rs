@@ -13,7 +13,7 @@ pub struct TlsGateway {
 }
 
 impl TlsGateway {
-    /// `toml` is everything but `[listen]`.
+    /// `toml` is the configuration without `[listen]`.
     pub fn start(toml: &str) -> TlsGateway {
         let authority = TestCa::new();
         let gateway = Gateway::start(&format!(
@@ -25,7 +25,7 @@ impl TlsGateway {
         TlsGateway { gateway, authority, plain: clear, tls }
     }
 
-    /// How a script gets here, in the clear and with TLS.
+    /// The arguments of a client script for cleartext and for TLS.
     pub fn client_arguments(&self) -> [Vec<String>; 2] {
         let ca = self.authority.ca.display().to_string();
         [vec![self.plain.to_string()], vec![self.tls.to_string(), "--ca".to_owned(), ca]]

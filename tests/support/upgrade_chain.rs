@@ -1,5 +1,5 @@
-//! A gateway whose processes replace each other. The first is started through a symbolic link, so that another program can
-//! replace it.
+//! A gateway whose processes replace each other by upgrades. The first is started through a symbolic link, so that a test can
+//! replace the program for the next one.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -21,13 +21,13 @@ impl UpgradeChain {
         UpgradeChain::start_in(scratch, toml, &[])
     }
 
-    /// Starts the program `transom` of a folder.
+    /// Starts the program `transom` in a directory.
     pub fn start_in(scratch: Scratch, toml: &str, environment: &[(&str, &Path)]) -> UpgradeChain {
         let mut command = Command::new(scratch.path().join("transom"));
         command.envs(environment.iter().copied());
         let first = Process::spawn_command(command, &with_pid_file(toml), scratch);
         let chain = UpgradeChain { first };
-        eventually("it says which process serves", || chain.serving_pid() == Some(chain.first.pid()));
+        eventually("the PID file names the serving process", || chain.serving_pid() == Some(chain.first.pid()));
         chain
     }
 
@@ -35,14 +35,14 @@ impl UpgradeChain {
         self.first.scratch.path().join("transom")
     }
 
-    /// Puts a shell script in the place of the program.
+    /// Replaces the program by a shell script.
     pub fn replace_program(&self, script: &str) {
-        let file = self.first.scratch.write("usurper", format!("#!/bin/sh\n{script}\n"));
+        let file = self.first.scratch.write("replacement", format!("#!/bin/sh\n{script}\n"));
         fs::set_permissions(&file, fs::Permissions::from_mode(0o755)).unwrap();
         fs::rename(file, self.program()).unwrap();
     }
 
-    /// Puts the program back in its place.
+    /// Restores the program.
     pub fn restore_program(&self) {
         let link = self.first.scratch.path().join("link");
         symlink(BINARY, &link).unwrap();
@@ -53,7 +53,7 @@ impl UpgradeChain {
         self.first.write_config(&with_pid_file(toml));
     }
 
-    /// The process that serves.
+    /// The process that serves, according to the PID file.
     pub fn serving_pid(&self) -> Option<u32> {
         fs::read_to_string(self.first.scratch.path().join("pid")).ok()?.trim().parse().ok()
     }
@@ -62,7 +62,7 @@ impl UpgradeChain {
         signal(self.serving_pid().unwrap(), name);
     }
 
-    /// Signals the serving process to hand over, and waits until it has.
+    /// Signals the serving process to upgrade, and waits until the new process serves. Returns its ID.
     pub fn upgrade(&self) -> u32 {
         let old = self.serving_pid().unwrap();
         signal(old, "USR2");
@@ -79,7 +79,7 @@ impl UpgradeChain {
         run(&["upgrade", "--config", &self.first.config_path().display().to_string()])
     }
 
-    /// Waits until the log has something.
+    /// Waits until the log contains a text.
     pub fn wait_for_log(&self, text: &str) {
         eventually(&format!("`{text}` in the log"), || self.first.stderr().contains(text));
     }
@@ -89,7 +89,7 @@ fn with_pid_file(toml: &str) -> String {
     format!("pid_file = \"pid\"\n{}", super::gateway::with_listen(toml))
 }
 
-/// Whether a process is there, and not only waited for.
+/// Whether a process exists and is not a zombie.
 pub fn is_alive(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit(')').next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with(" Z"))

@@ -1,7 +1,7 @@
 //! A server that follows a script and records the requests.
 //!
-//! Every connection gets a thread, and the script a [`Talk`] to read requests from and to send bytes to, valid or not. A
-//! script that panics fails the test when the upstream is dropped.
+//! Every connection gets a thread. The script reads requests from a [`Connection`] and sends bytes, valid or not. A script
+//! that panics fails the test when the upstream is dropped.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -31,16 +31,16 @@ struct State {
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
-/// A request as the upstream saw it.
+/// A request as received by the upstream.
 #[derive(Clone, Debug, Default)]
 pub struct Received {
     pub method: String,
     pub target: String,
-    /// Names in lower case, in the order they came.
+    /// Names in lower case, in the order received.
     pub fields: Vec<(String, String)>,
     pub body: Vec<u8>,
     pub trailers: Vec<(String, String)>,
-    /// Which connection it came on, from 0.
+    /// The number of its connection, from 0.
     pub connection: usize,
 }
 
@@ -60,7 +60,7 @@ impl Upstream {
         Upstream::at_address(SocketAddr::from(([127, 0, 0, 1], 0)), script)
     }
 
-    /// Like `with`, at an address of the test's choice.
+    /// As [`Upstream::with_script`], at an address chosen by the test.
     pub fn at_address(address: SocketAddr, script: impl Fn(&mut Connection) + Send + Sync + 'static) -> Upstream {
         let listener = TcpListener::bind(address).unwrap();
         let address = listener.local_addr().unwrap();
@@ -82,7 +82,7 @@ impl Upstream {
                     let script = Arc::clone(&script);
                     let thread = thread::spawn(move || {
                         script(&mut connection);
-                        // The copy in `open` would keep the connection up.
+                        // Dropping the stream does not close the connection, because `open` has a copy.
                         let _ = connection.stream.shutdown(Shutdown::Both);
                     });
                     state.threads.lock().unwrap().push(thread);
@@ -92,14 +92,14 @@ impl Upstream {
         Upstream { address, state, acceptor: Some(acceptor), _bound: None }
     }
 
-    /// Answers every request alike, and keeps connections open.
+    /// Responds to every request with this status, and keeps connections open.
     pub fn always(status: u16) -> Upstream {
         Upstream::with_script(
             move |connection| while connection.read_request().is_some() && connection.reply(status, &[], b"fine\n") {},
         )
     }
 
-    /// Maps every request to a response.
+    /// Responds to every request with the bytes that a function returns.
     pub fn responding(response: impl Fn(&Received) -> Vec<u8> + Send + Sync + 'static) -> Upstream {
         Upstream::with_script(move |connection| {
             while let Some(received) = connection.read_request() {
@@ -110,7 +110,7 @@ impl Upstream {
         })
     }
 
-    /// An address that refuses connections, and that no other process can listen on meanwhile.
+    /// An address that refuses connections, and on which no other process can listen.
     pub fn refusing_connections() -> Upstream {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
         socket.bind(&"127.0.0.1:0".parse::<SocketAddr>().unwrap().into()).unwrap();
@@ -118,7 +118,7 @@ impl Upstream {
         Upstream { address, state: Arc::default(), acceptor: None, _bound: Some(socket) }
     }
 
-    /// Its section of a configuration.
+    /// The upstream's section of a configuration.
     pub fn toml(&self, name: &str) -> String {
         format!("[upstreams.{name}]\nservers = [\"http://{}\"]\n", self.address)
     }
@@ -160,14 +160,14 @@ impl Drop for Upstream {
     }
 }
 
-/// One connection, as a script sees it.
+/// One accepted connection, handled by a script.
 pub struct Connection {
-    /// Which connection this is, from 0.
+    /// The number of this connection, from 0.
     pub number: usize,
     stream: TcpStream,
     state: Arc<State>,
     buffer: Vec<u8>,
-    /// The position of the last request among all requests.
+    /// The position of the last request among all received requests.
     index: usize,
 }
 
@@ -176,7 +176,7 @@ impl Connection {
     pub fn read_request(&mut self) -> Option<Received> {
         let mut received = self.read_head()?;
         self.read_body_into(&mut received)?;
-        // Another connection may have put down a request since.
+        // By position, because another connection may have added a request since.
         self.state.received.lock().unwrap()[self.index] = received.clone();
         Some(received)
     }
@@ -260,14 +260,14 @@ impl Connection {
     }
 
     fn fill(&mut self) -> Option<()> {
-        let mut piece = [0; 16 * 1024];
-        let n = self.stream.read(&mut piece).ok().filter(|n| *n > 0)?;
+        let mut buffer = [0; 16 * 1024];
+        let n = self.stream.read(&mut buffer).ok().filter(|n| *n > 0)?;
         self.state.bytes.fetch_add(n, Ordering::SeqCst);
-        self.buffer.extend_from_slice(&piece[..n]);
+        self.buffer.extend_from_slice(&buffer[..n]);
         Some(())
     }
 
-    /// Sends bytes as they are; `false` if the other side is gone.
+    /// Sends bytes unchanged; `false` if the connection is closed.
     pub fn send(&mut self, bytes: impl AsRef<[u8]>) -> bool {
         self.stream.write_all(bytes.as_ref()).is_ok()
     }
@@ -276,12 +276,12 @@ impl Connection {
         self.send(reply(status, fields, body))
     }
 
-    /// Closes the connection, before the script is over.
+    /// Closes the connection before the script ends.
     pub fn close(&mut self) {
         let _ = self.stream.shutdown(Shutdown::Both);
     }
 
-    /// Waits until the other side has closed the connection; `false` if it sent something instead.
+    /// Waits until the gateway has closed the connection; `false` if the gateway sent bytes instead.
     pub fn wait_for_close(&mut self) -> bool {
         self.fill().is_none()
     }

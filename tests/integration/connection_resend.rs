@@ -13,8 +13,8 @@ fn gateway(upstream: &Upstream) -> Gateway {
     Gateway::start(&format!("workers = 1\n{}", forward_all(upstream)))
 }
 
-/// Responds to one request on each connection, reads a second and closes, for the connections that `dying` selects by number;
-/// other connections answer everything.
+/// An upstream that responds to all requests, except on connections that `dying` selects by number: there it responds to the
+/// first request, and closes the connection after reading the second.
 fn dying_after_one(dying: impl Fn(usize) -> bool + Send + Sync + 'static) -> Upstream {
     Upstream::with_script(move |connection| {
         if connection.read_request().is_some() && connection.reply(200, &[], b"") {
@@ -48,7 +48,7 @@ fn head_put_and_delete_without_a_body_are_resent() {
 
 #[test]
 fn a_request_is_resent_only_once() {
-    // Whatever is reused dies, and so does whatever is new from the second connection on.
+    // The first connection ends at its second request, and later connections at their first.
     let upstream = Upstream::with_script(|connection| {
         if connection.read_request().is_some() && connection.number == 0 && connection.reply(200, &[], b"") {
             connection.read_request();

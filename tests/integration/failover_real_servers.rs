@@ -1,5 +1,5 @@
-//! Failover with real servers: three of a kind, of which one is killed, hung and restarted under load. No client sees an error
-//! that another attempt could have avoided.
+//! Failover between three real servers, of which one is killed, stopped and restarted under load. No client sees an error that
+//! a retry could have avoided.
 
 use std::fs;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -23,14 +23,14 @@ use crate::support::{Scratch, eventually, external_scripts, forward_to};
 const CLIENTS: usize = 4;
 
 /// A kind of server, and its client.
-struct Kind {
+struct ServerKind {
     command: fn(&Path, SocketAddr) -> Command,
     /// Sends requests to an address repeatedly; `false` if one fails.
     load: fn(SocketAddr) -> Box<dyn FnMut() -> bool>,
     settings: &'static str,
 }
 
-/// One server of that kind, with all its children in one process group.
+/// A server in its own process group.
 struct Server {
     address: SocketAddr,
     child: Child,
@@ -38,30 +38,30 @@ struct Server {
 }
 
 impl Server {
-    fn start(kind: &Kind) -> Server {
+    fn start(kind: &ServerKind) -> Server {
         let scratch = Scratch::new();
-        // A port that was free may be taken by the time the server starts: then another.
+        // Another process may take the port before the server starts: then another port.
         for _ in 0..10 {
             let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
             if let Some(child) = Server::spawn(kind, &scratch, address) {
                 return Server { address, child, scratch };
             }
         }
-        panic!("it does not start: {}", fs::read_to_string(scratch.path().join("log")).unwrap());
+        panic!("the server does not start: {}", fs::read_to_string(scratch.path().join("log")).unwrap());
     }
 
-    /// `None` if it has ended, such as for want of its port.
-    fn spawn(kind: &Kind, scratch: &Scratch, address: SocketAddr) -> Option<Child> {
+    /// `None` if the process has ended, for example because its port is in use.
+    fn spawn(kind: &ServerKind, scratch: &Scratch, address: SocketAddr) -> Option<Child> {
         let log = fs::File::create(scratch.path().join("log")).unwrap();
         let mut command = (kind.command)(scratch.path(), address);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).process_group(0);
         let mut child = command.spawn().unwrap();
-        let mut gone = false;
+        let mut ended = false;
         eventually("the server starts", || {
-            gone = child.try_wait().unwrap().is_some();
-            gone || TcpStream::connect(address).is_ok()
+            ended = child.try_wait().unwrap().is_some();
+            ended || TcpStream::connect(address).is_ok()
         });
-        (!gone).then_some(child)
+        (!ended).then_some(child)
     }
 
     fn signal(&self, signal: Signal) {
@@ -69,7 +69,7 @@ impl Server {
         kill_process_group(group, signal).unwrap();
     }
 
-    fn restart(&mut self, kind: &Kind) {
+    fn restart(&mut self, kind: &ServerKind) {
         self.child.wait().unwrap();
         eventually("the server is back", || match Server::spawn(kind, &self.scratch, self.address) {
             Some(child) => {
@@ -90,26 +90,26 @@ impl Drop for Server {
 
 /// The observations of the clients.
 #[derive(Default)]
-struct Seen {
-    is_over: AtomicBool,
+struct Results {
+    is_stopped: AtomicBool,
     responses: AtomicUsize,
     errors: AtomicUsize,
 }
 
-/// Ends the load also where a test fails.
-struct Over<'a>(&'a Seen);
+/// Ends the load when dropped, also if the test fails.
+struct StopOnDrop<'a>(&'a Results);
 
-impl Drop for Over<'_> {
+impl Drop for StopOnDrop<'_> {
     fn drop(&mut self) {
-        self.0.is_over.store(true, Ordering::SeqCst);
+        self.0.is_stopped.store(true, Ordering::SeqCst);
     }
 }
 
-/// Errors that clients have seen, and requests that were lost after they had been sent.
-fn outage(kind: &Kind) -> (usize, usize) {
+/// Runs the outages of one server under load. Returns the errors that clients saw, and the attempts lost after they were sent.
+fn run_outages(kind: &ServerKind) -> (usize, usize) {
     let mut servers = [Server::start(kind), Server::start(kind), Server::start(kind)];
     for server in &servers {
-        assert!((kind.load)(server.address)(), "it serves without a gateway");
+        assert!((kind.load)(server.address)(), "the server works without a gateway");
     }
     let addresses: Vec<SocketAddr> = servers.iter().map(|server| server.address).collect();
     let settings = format!(
@@ -124,25 +124,27 @@ fn outage(kind: &Kind) -> (usize, usize) {
     let url = format!("http://{}", addresses[1]);
     let count = |name: &str, labels: &[(&str, &str)]| gateway.metrics().sum(name, labels);
     let ejected = |wanted: u64| {
-        eventually("it is ejected or back", || count("transom_upstream_server_ejected", &[("server", &url)]) == wanted);
+        eventually("the ejection begins or ends", || {
+            count("transom_upstream_server_ejected", &[("server", &url)]) == wanted
+        });
     };
     let serves = || {
         let answered = || count("transom_upstream_requests_total", &[("server", &url), ("outcome", "responded")]);
         let before = answered();
-        eventually("it serves", || answered() > before + 10);
+        eventually("the server responds", || answered() > before + 10);
     };
-    let seen = Seen::default();
+    let results = Results::default();
     thread::scope(|scope| {
         for _ in 0..CLIENTS {
             scope.spawn(|| {
-                let mut ask = (kind.load)(gateway.http);
-                while !seen.is_over.load(Ordering::SeqCst) {
-                    let outcome = if ask() { &seen.responses } else { &seen.errors };
+                let mut send = (kind.load)(gateway.http);
+                while !results.is_stopped.load(Ordering::SeqCst) {
+                    let outcome = if send() { &results.responses } else { &results.errors };
                     outcome.fetch_add(1, Ordering::SeqCst);
                 }
             });
         }
-        let end = Over(&seen);
+        let end = StopOnDrop(&results);
         serves();
         servers[1].signal(Signal::KILL);
         ejected(1);
@@ -151,9 +153,9 @@ fn outage(kind: &Kind) -> (usize, usize) {
         serves();
         servers[1].signal(Signal::STOP);
         ejected(1);
-        // The others have all of it.
-        let before = seen.responses.load(Ordering::SeqCst);
-        eventually("the others serve", || seen.responses.load(Ordering::SeqCst) > before + 20);
+        // The other servers get all requests.
+        let before = results.responses.load(Ordering::SeqCst);
+        eventually("the other servers respond", || results.responses.load(Ordering::SeqCst) > before + 20);
         servers[1].signal(Signal::CONT);
         ejected(0);
         serves();
@@ -162,10 +164,10 @@ fn outage(kind: &Kind) -> (usize, usize) {
     assert_eq!(count("transom_upstream_retries_total", &[("outcome", "over_budget")]), 0);
     assert!(count("transom_upstream_ejections_total", &[("server", &url)]) >= 2);
     let lost = |outcome| count("transom_upstream_requests_total", &[("server", &url), ("outcome", outcome)]);
-    (seen.errors.load(Ordering::SeqCst), (lost("failed") + lost("timed_out")) as usize)
+    (results.errors.load(Ordering::SeqCst), (lost("failed") + lost("timed_out")) as usize)
 }
 
-fn gets(address: SocketAddr, target: &'static str) -> Box<dyn FnMut() -> bool> {
+fn get_repeatedly(address: SocketAddr, target: &'static str) -> Box<dyn FnMut() -> bool> {
     let mut client = Client::connect(address);
     Box::new(move || client.get(target).status == 200)
 }
@@ -181,16 +183,18 @@ fn failover_between_nginx_servers_is_invisible() {
         command.args(["-e", "stderr", "-p"]).arg(home).arg("-c").arg(config);
         command
     };
-    let (errors, lost) = outage(&Kind { command, load: |address| gets(address, "/a.txt"), settings: "" });
-    assert_eq!(errors, 0, "{lost} were tried again");
+    let (errors, lost) =
+        run_outages(&ServerKind { command, load: |address| get_repeatedly(address, "/a.txt"), settings: "" });
+    assert_eq!(errors, 0, "{lost} attempts were retried");
 }
 
 #[test]
 fn failover_between_httpbin_servers_is_invisible() {
     let command = |home: &Path, address: SocketAddr| external_servers::gunicorn(home, &address.to_string());
     // A response of one piece: a response aborted after its head cannot be retried.
-    let (errors, lost) = outage(&Kind { command, load: |address| gets(address, "/status/200"), settings: "" });
-    assert_eq!(errors, 0, "{lost} were tried again");
+    let (errors, lost) =
+        run_outages(&ServerKind { command, load: |address| get_repeatedly(address, "/status/200"), settings: "" });
+    assert_eq!(errors, 0, "{lost} attempts were retried");
 }
 
 /// A script of tests/external at an address.
@@ -214,19 +218,19 @@ fn failover_between_websocket_servers_is_invisible_to_new_connections() {
         })
     };
     let command = |_: &Path, address: SocketAddr| script("websocket_server.py", address);
-    let (errors, lost) = outage(&Kind { command, load, settings: "" });
-    assert_eq!(errors, 0, "{lost} were tried again");
+    let (errors, lost) = run_outages(&ServerKind { command, load, settings: "" });
+    assert_eq!(errors, 0, "{lost} attempts were retried");
 }
 
-/// A call is a POST: one that was sent can not be tried again, and only such a one may fail.
+/// A gRPC call is a POST, which is not retried once it was sent. Only such a call may fail.
 #[test]
 fn failover_between_grpc_servers_is_invisible() {
-    /// Responses whose head had come: the rest was lost with the server.
+    /// Responses that were lost after their head.
     static BROKEN: AtomicUsize = AtomicUsize::new(0);
     let load = |address: SocketAddr| -> Box<dyn FnMut() -> bool> {
         let mut client = Http2Client::connect(address);
         Box::new(move || {
-            let call = Request::post(format!("http://{HOST}/parts.Talk/Echo"));
+            let call = Request::post(format!("http://{HOST}/tests.Calls/Echo"));
             let call = call.header("content-type", "application/grpc").header("te", "trailers");
             let body = Full::new(Bytes::from_static(&[0; 5])).map_err(|never| match never {}).boxed();
             let Some(response) = client.try_send(call.body(body).unwrap()) else {
@@ -237,7 +241,7 @@ fn failover_between_grpc_servers_is_invisible() {
         })
     };
     let command = |_: &Path, address: SocketAddr| script("grpc_server.py", address);
-    let (errors, lost) = outage(&Kind { command, load, settings: "protocol = \"http2\"\n" });
+    let (errors, lost) = run_outages(&ServerKind { command, load, settings: "protocol = \"http2\"\n" });
     let lost = lost + BROKEN.load(Ordering::SeqCst);
-    assert!(errors <= lost, "{errors} errors, {lost} were lost");
+    assert!(errors <= lost, "{errors} errors, {lost} lost attempts");
 }

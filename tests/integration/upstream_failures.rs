@@ -6,14 +6,14 @@ use std::time::Duration;
 use crate::support::client::{Client, HOST, request};
 use crate::support::gateway::Gateway;
 use crate::support::upstream::{Upstream, reply};
-use crate::support::{eventually, forward_all, within};
+use crate::support::{eventually, eventually_eq, forward_all, within};
 
 fn outcomes(gateway: &Gateway, outcome: &str) -> u64 {
     gateway.metrics().sum("transom_upstream_requests_total", &[("upstream", "u"), ("outcome", outcome)])
 }
 
 /// The response to a GET, when the upstream follows `script` after each request.
-fn answer_of(script: &'static [u8]) -> crate::support::client::HttpResponse {
+fn response_to_script(script: &'static [u8]) -> crate::support::client::HttpResponse {
     let upstream = Upstream::with_script(move |connection| {
         if connection.read_request().is_some() {
             connection.send(script);
@@ -21,7 +21,7 @@ fn answer_of(script: &'static [u8]) -> crate::support::client::HttpResponse {
     });
     let gateway = Gateway::start(&forward_all(&upstream));
     let response = gateway.get("/a");
-    assert_eq!(upstream.received().len(), 1, "asked more than once");
+    assert_eq!(upstream.received().len(), 1, "more than one request");
     response
 }
 
@@ -35,8 +35,8 @@ fn an_unreachable_server_is_502() {
         // Internal addresses are not disclosed.
         assert!(!problem.to_string().contains(&upstream.address.port().to_string()), "{problem}");
     }
-    assert_eq!(outcomes(&gateway, "connect_failed"), 3);
-    assert_eq!(gateway.metrics().sum("transom_requests_total", &[("code", "502")]), 3);
+    eventually_eq(|| outcomes(&gateway, "connect_failed"), 3);
+    eventually_eq(|| gateway.metrics().sum("transom_requests_total", &[("code", "502")]), 3);
 }
 
 #[test]
@@ -63,13 +63,13 @@ fn a_malformed_response_is_502() {
         b"HTTP/1.1 200 OK\r\nX: \0\r\nContent-Length: 0\r\n\r\n",
         b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
     ] {
-        let response = answer_of(script);
+        let response = response_to_script(script);
         assert_eq!(response.status, 502, "{:?}: {}", String::from_utf8_lossy(script), response.text());
         response.problem();
     }
 }
 
-/// No body follows, but the length is passed on, and caches use it.
+/// A response to HEAD has no body, but its length is forwarded, and caches use it.
 #[test]
 fn a_response_to_head_has_one_valid_content_length() {
     for length in ["5, 5", "5\r\nContent-Length: 5", "5\r\nTransfer-Encoding: chunked", "+5", "", "five"] {
@@ -121,19 +121,19 @@ fn a_truncated_response_is_not_taken_for_complete() {
 
 #[test]
 fn a_server_that_does_not_respond_is_504() {
-    let (saw, seen) = mpsc::channel();
+    let (report, reported) = mpsc::channel();
     let upstream = Upstream::with_script(move |connection| {
         if connection.read_request().is_some() {
-            saw.send(connection.wait_for_close()).unwrap();
+            report.send(connection.wait_for_close()).unwrap();
         }
     });
     let gateway = Gateway::start(&format!("{}\n[timeouts]\nresponse_head = \"50ms\"\n", forward_all(&upstream)));
     let mut client = gateway.client();
     within(Duration::from_millis(50), || client.get("/a").expect(504).problem());
-    // The closed connection tells the server that the request was cancelled.
-    assert!(seen.recv().unwrap());
+    // The server notices the cancelled request by the closed connection.
+    assert!(reported.recv().unwrap());
     client.post("/a", "body").expect(504).problem();
-    assert_eq!(outcomes(&gateway, "timed_out"), 2);
+    eventually_eq(|| outcomes(&gateway, "timed_out"), 2);
     assert_eq!(upstream.received().len(), 2);
 }
 
@@ -146,6 +146,7 @@ fn a_stalled_upload_is_408() {
     within(Duration::from_millis(50), || client.read_response().expect(408).problem());
     client.expect_closed();
     // Malformed chunks are an error of the client.
+    let gateway = Gateway::start(&forward_all(&upstream));
     let mut client = gateway.client();
     client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n"));
     client.read_response().expect(400).problem();
@@ -163,17 +164,17 @@ fn an_upload_in_progress_may_exceed_the_response_timeout() {
             connection.reply(200, &[], b"");
         }
     });
-    let gateway = Gateway::start(&format!("{}\n[timeouts]\nresponse_head = \"1s\"\n", forward_all(&upstream)));
+    let gateway = Gateway::start(&format!("{}\n[timeouts]\nresponse_head = \"4s\"\n", forward_all(&upstream)));
     let mut client = gateway.client();
     client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 5\r\n\r\n"));
     let start = std::time::Instant::now();
     for _ in 0..5 {
         // The pause is the slowness of the client, which is the subject of the test.
-        std::thread::sleep(std::time::Duration::from_millis(300));
+        std::thread::sleep(std::time::Duration::from_millis(900));
         client.send("x");
         steps.recv().unwrap();
     }
-    assert!(start.elapsed().as_millis() > 1000);
+    assert!(start.elapsed().as_millis() > 4000);
     client.read_response().expect(200);
 }
 
@@ -202,7 +203,7 @@ fn requests_skip_a_dead_server() {
         client.post("/a", "body").expect(200);
     }
     assert_eq!(a.received().len(), 25);
-    assert_eq!(outcomes(&gateway, "responded"), 20);
+    eventually_eq(|| outcomes(&gateway, "responded"), 20);
     assert!(outcomes(&gateway, "connect_failed") >= 1);
 }
 
@@ -234,5 +235,5 @@ fn the_gateway_keeps_serving_after_every_failure() {
         assert_eq!(client.read_to_end(), b"abc");
         gateway.get("/fine").expect(200);
     }
-    eventually("nobody is connected", || gateway.metrics().sum("transom_connections", &[]) == 0);
+    eventually("no connection is open", || gateway.metrics().sum("transom_connections", &[]) == 0);
 }
