@@ -272,7 +272,7 @@ fn a_reload_forgets_tokens_verified_by_removed_keys() {
     replace(broken);
     process.wait_for_reloads("refused", 1);
     get(&from_new).expect(200);
-    let log = process.wait_for_stderr("jwks.json` is no JSON");
+    let log = process.wait_for_stderr("jwks.json` is not JSON");
     assert!(log.contains("fix: ") && !log.contains("marked"), "{log}");
 }
 
