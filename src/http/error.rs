@@ -1,8 +1,7 @@
-//! What can go wrong with one request, and on whose side.
+//! Errors of single requests: the cause, the side that caused it, and the messages for client and log.
 //!
-//! A fault is matched exhaustively wherever it is turned into something else, so a new one can not
-//! be forgotten. It is told to the client by `reply` and logged once, by the gateway. A refusal by
-//! a rule is no fault.
+//! Every conversion matches exhaustively, so that a new error cannot be forgotten. `responses` sends an error to the
+//! client, `proxy` logs it once. A refusal by a rule is not an error.
 
 use std::fmt;
 
@@ -10,7 +9,7 @@ use http::HeaderName;
 
 use crate::jwt::token::TokenError;
 
-/// Whose doing a fault is.
+/// The side that caused an error.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Side {
     Client,
@@ -18,94 +17,95 @@ pub enum Side {
     Gateway,
 }
 
+/// Why a request failed.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum RequestError {
-    /// The request target is none that a server answers.
+    /// The form of the request target is not supported.
     Target(&'static str),
-    /// Missing, repeated, malformed, or not what the target names.
+    /// Host is missing, repeated, malformed, or differs from the request target.
     Host(&'static str),
-    /// The path names no endpoint for certain.
+    /// The path is ambiguous.
     Path(&'static str),
-    /// A parameter that a rule counts by can not be read.
+    /// A query parameter that a key consists of cannot be decoded.
     Query(&'static str),
-    /// Transfer-Encoding or Content-Length leave open where the body ends.
+    /// Transfer-Encoding and Content-Length do not determine the end of the body.
     Framing(&'static str),
-    /// The head is longer than the gateway reads.
+    /// The head exceeds the limit.
     HeadTooLarge,
-    /// The target is longer than the gateway reads.
+    /// The request target exceeds the limit.
     TargetTooLong,
     /// The head is not HTTP.
     Malformed,
     /// The head took too long to arrive.
     HeadTimeout,
-    /// HTTP in the clear, where TLS is spoken.
+    /// Plain HTTP on a TLS port.
     Cleartext,
-    /// There are as many connections as there may be.
+    /// The connection limit is reached.
     TooManyConnections,
     /// CONNECT and TRACE.
     Method,
-    /// CONNECT for a protocol that is not served, or not here.
+    /// CONNECT for a protocol that the gateway or the route does not serve.
     Protocol(&'static str),
     Expectation,
     NoRoute,
-    /// A field by whose value routes are chosen is given more than once.
+    /// A field that routes match by value is given more than once.
     RouteField(HeaderName),
-    /// A rule's key has a part that the request lacks.
+    /// The request lacks a part of a rule's key.
     KeyMissing {
         rule: String,
         part: String,
     },
-    /// A rule's key has a part that the request gives more than once.
+    /// The request gives a part of a rule's key more than once.
     KeyAmbiguous {
         rule: String,
         part: String,
     },
-    /// The field that tells a request's cost does not, or tells too much.
+    /// The field with the cost of the request is malformed or exceeds the maximum.
     Cost {
         rule: String,
         field: String,
         max: u32,
     },
-    /// A rule counts by a claim of a token that is not valid.
+    /// The token is invalid, and a key consists of one of its claims.
     Token(TokenError),
-    /// The client's body broke off or is malformed.
+    /// The request body is incomplete or malformed.
     Body,
-    /// The client stopped sending its body.
+    /// The client stopped sending the body.
     BodyTimeout,
-    /// The client sends its body too slowly to go on waiting for it.
+    /// The client sends the body below the minimum rate.
     BodyTooSlow,
-    /// The body has more bytes than this.
+    /// The body exceeds this number of bytes.
     BodyTooLarge(u64),
-    /// The client does not take its answer, or too slowly; it is never told.
+    /// The client does not read the response, or too slowly. This error is never sent.
     Stalled,
-    /// No server could be connected to.
+    /// No connection to a server could be opened.
     Connect(String),
     ConnectTimeout,
-    /// The upstream closed the connection, or spoke something else than HTTP.
+    /// The upstream closed the connection or sent malformed HTTP.
     Upstream(String),
     ResponseTimeout,
-    /// The whole took too long.
+    /// The whole request took too long.
     RequestTimeout,
-    /// The upstream has as many requests as it may have.
+    /// The request limit of the upstream is reached.
     Overloaded,
-    /// A rule can not be asked for the moment, and lets nobody pass uncounted.
+    /// The shared store is unreachable, and the rule refuses requests that it cannot count.
     StoreUnavailable,
     /// A defect of the gateway.
     Panic,
 }
 
 impl RequestError {
-    /// The head may give two ends to the body.
+    /// The two fields may give different ends of the body.
     pub const CONFLICTING_LENGTHS: RequestError =
         RequestError::Framing("both Transfer-Encoding and Content-Length are given");
     pub const REPEATED_LENGTH: RequestError = RequestError::Framing("Content-Length is given more than once");
     pub const UNKNOWN_PROTOCOL: RequestError =
-        RequestError::Protocol("the only protocol that CONNECT opens here is `websocket`");
-    pub const WEBSOCKET_NOT_SERVED: RequestError = RequestError::Protocol("no WebSocket is served here");
-    /// Others may not take it for the end of a line.
+        RequestError::Protocol("the only protocol supported for CONNECT is `websocket`");
+    pub const WEBSOCKET_NOT_SERVED: RequestError = RequestError::Protocol("this route does not serve WebSocket");
+    /// Other servers may not accept a bare line feed as the end of a line.
     pub const BARE_LINE_FEED: RequestError = RequestError::Framing("a line ends in a line feed alone");
 
-    /// What faults are called in metrics, by [`RequestError::kind`].
+    /// Names of errors in metrics, by [`RequestError::kind_index`].
     pub const KINDS: [&str; 33] = [
         "target",
         "host",
@@ -142,7 +142,7 @@ impl RequestError {
         "route_field",
     ];
 
-    /// The position of its name among [`RequestError::KINDS`].
+    /// The position of the name in [`RequestError::KINDS`].
     pub fn kind_index(&self) -> usize {
         match self {
             RequestError::Target(_) => 0,
@@ -218,7 +218,7 @@ impl RequestError {
         }
     }
 
-    /// Whether what follows on the connection could be read as something it is not.
+    /// Whether the connection closes after the response, because the bytes that follow could be misread.
     pub fn closes_connection(&self) -> bool {
         match self {
             RequestError::Target(_)
@@ -259,15 +259,15 @@ impl RequestError {
 }
 
 impl RequestError {
-    /// Whether it deserves a line in the log of an operator who did not ask for every request.
+    /// Whether the error is logged even if requests are not.
     pub fn is_logged_as_warning(&self) -> bool {
         self.side() != Side::Client
     }
 
-    /// For the operator: with what the client is not told.
+    /// The message for the log, with details that the client does not get.
     pub fn operator_message(&self) -> String {
         match self {
-            RequestError::Connect(why) | RequestError::Upstream(why) => format!("{self}: {why}"),
+            RequestError::Connect(cause) | RequestError::Upstream(cause) => format!("{self}: {cause}"),
             RequestError::KeyMissing { rule, .. }
             | RequestError::KeyAmbiguous { rule, .. }
             | RequestError::Cost { rule, .. } => {
@@ -279,14 +279,15 @@ impl RequestError {
 }
 
 impl fmt::Display for RequestError {
-    /// For the client: nothing about the inside, such as addresses of servers.
+    /// The message for the client, without internals such as addresses of servers.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            RequestError::Target(why)
-            | RequestError::Host(why)
-            | RequestError::Path(why)
-            | RequestError::Query(why) => f.write_str(why),
-            RequestError::Framing(why) | RequestError::Protocol(why) => f.write_str(why),
+            RequestError::Target(message)
+            | RequestError::Host(message)
+            | RequestError::Path(message)
+            | RequestError::Query(message)
+            | RequestError::Framing(message)
+            | RequestError::Protocol(message) => f.write_str(message),
             RequestError::HeadTooLarge => f.write_str("the head of the request is too large"),
             RequestError::TargetTooLong => f.write_str("the request target is too long"),
             RequestError::Malformed => f.write_str("the request is not well-formed HTTP"),
@@ -300,36 +301,39 @@ impl fmt::Display for RequestError {
             RequestError::KeyMissing { part, .. } => write!(f, "the request lacks `{part}`"),
             RequestError::KeyAmbiguous { part, .. } => write!(f, "the request gives `{part}` more than once"),
             RequestError::Cost { field, max, .. } => write!(f, "`{field}` is not one whole number from 0 to {max}"),
-            RequestError::Token(invalid) => write!(f, "{invalid}"),
-            RequestError::Body => f.write_str("the body of the request broke off or is malformed"),
+            RequestError::Token(error) => write!(f, "{error}"),
+            RequestError::Body => f.write_str("the body of the request is incomplete or malformed"),
             RequestError::BodyTimeout => f.write_str("the body of the request took too long"),
-            RequestError::BodyTooSlow => f.write_str("the body of the request comes too slowly"),
-            RequestError::BodyTooLarge(most) => write!(f, "the body of the request has more than {most} bytes"),
-            RequestError::Stalled => f.write_str("the client did not take the answer"),
+            RequestError::BodyTooSlow => f.write_str("the body of the request arrives too slowly"),
+            RequestError::BodyTooLarge(max_bytes) => {
+                write!(f, "the body of the request has more than {max_bytes} bytes")
+            }
+            RequestError::Stalled => f.write_str("the client did not read the response"),
             RequestError::Connect(_) => f.write_str("no upstream server could be reached"),
             RequestError::ConnectTimeout => f.write_str("connecting to the upstream server took too long"),
-            RequestError::Upstream(_) => f.write_str("the upstream server's answer broke off or is malformed"),
-            RequestError::ResponseTimeout => f.write_str("the upstream server took too long to answer"),
+            RequestError::Upstream(_) => f.write_str("the response of the upstream server is incomplete or malformed"),
+            RequestError::ResponseTimeout => f.write_str("the upstream server took too long to respond"),
             RequestError::RequestTimeout => f.write_str("the request took too long"),
             RequestError::Overloaded => f.write_str("the upstream has too many requests at the moment"),
-            RequestError::StoreUnavailable => f.write_str("the limits can not be checked at the moment"),
+            RequestError::StoreUnavailable => f.write_str("the limits cannot be checked at the moment"),
             RequestError::Panic => f.write_str("the gateway failed on this request"),
         }
     }
 }
-/// Why there is no answer.
+
+/// Why a query of the decision API failed.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum DecisionError {
-    /// No rule is called so.
+    /// No rule has this name.
     UnknownRule(String),
-    /// The question is malformed.
+    /// The query is malformed, with the reason.
     Malformed(String),
     TooLarge,
     Timeout,
-    /// The store of shared counters can not be asked, and the rule lets nobody pass uncounted.
+    /// The shared store is unreachable, and the rule refuses requests that it cannot count.
     StoreUnavailable,
-    /// The admin address is asked by a name that is not configured.
+    /// The Host field names a host that `[admin] hosts` does not list.
     UnknownHost,
-    /// A page of another origin asks, in the browser of somebody who can reach the admin address.
+    /// The request comes from a page of another origin, in a browser that can reach the admin address.
     CrossOrigin,
 }

@@ -1,9 +1,8 @@
-//! Who asks behind proxies: the client's address as those say it who are believed.
+//! Finds the client behind trusted proxies, in `X-Forwarded-For` or `Forwarded`.
 //!
-//! Every proxy adds the address that it was asked from, so only the end of the list is its own; what stands
-//! before can be anybody's invention. The list is read from its end to the first address that is not one of
-//! a trusted proxy. What can not be read ends the search at the last address that could: the proxy that
-//! passed it on is then taken for the client, and never somebody that a client named.
+//! Every proxy appends the address of its peer, so a client can forge all but the end of the list. The list is read from
+//! its end to the first address that is no trusted proxy. An unreadable element ends the search: the proxy that appended
+//! it counts as the client.
 
 use std::net::{IpAddr, Ipv6Addr};
 
@@ -12,28 +11,28 @@ use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use crate::config::listen::{self, ForwardedField};
 use transom_limiter::ip_prefix::Networks;
 
-/// Proxies of a request that are looked at; a longer way is nobody's.
+/// Upper bound of the hops that are read.
 const HOPS_MAX: usize = 32;
-/// No node is longer (RFC 7239, section 6): an IPv6 address with a zone, brackets and a port.
+/// Upper bound of a node (RFC 7239, section 6): an IPv6 address with a zone, brackets and a port.
 const NODE_MAX_BYTES: usize = 128;
 
 pub const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 pub const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
 
-/// Whom to believe, made ready.
+/// The proxies whose forwarding header is trusted, compiled.
 #[derive(Debug)]
 pub struct TrustedProxies {
     networks: Networks<()>,
-    by: ForwardedField,
+    field: ForwardedField,
 }
 
-/// What is known of who asks.
+/// The client of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ClientInfo {
     pub address: IpAddr,
-    /// Whether it came by https.
+    /// Whether the client used https.
     pub is_secure: bool,
-    /// The field in which the peer was believed; `None`: nothing that it says about others is.
+    /// The forwarding header that was trusted; `None` if the peer is no trusted proxy.
     pub trusted_header: Option<ForwardedField>,
 }
 
@@ -41,7 +40,7 @@ impl TrustedProxies {
     pub fn new(proxies: &listen::TrustedProxies) -> TrustedProxies {
         TrustedProxies {
             networks: Networks::new(proxies.networks.iter().map(|network| (*network, ()))),
-            by: proxies.field,
+            field: proxies.field,
         }
     }
 
@@ -49,26 +48,23 @@ impl TrustedProxies {
         self.networks.of(address).is_some()
     }
 
-    /// Who asks, where `peer` opened the connection.
+    /// The client of a request that arrived on a connection from `peer`.
     pub fn client(&self, peer: IpAddr, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
         if !self.contains(peer) {
             return ClientInfo { address: peer, is_secure, trusted_header: None };
         }
-        let told = Some(self.by);
-        match self.by {
+        let trusted_header = Some(self.field);
+        match self.field {
             ForwardedField::XForwardedFor => {
                 let address = self.first_untrusted(peer, x_forwarded_for_addresses(headers));
-                ClientInfo {
-                    address,
-                    is_secure: last_x_forwarded_proto(headers).unwrap_or(is_secure),
-                    trusted_header: told,
-                }
+                let is_secure = last_x_forwarded_proto(headers).unwrap_or(is_secure);
+                ClientInfo { address, is_secure, trusted_header }
             }
             ForwardedField::Forwarded => self.client_from_forwarded(peer, is_secure, headers),
         }
     }
 
-    /// The first address, from the end, that no trusted proxy has.
+    /// The first address from the end of the list that is no trusted proxy. An unreadable hop ends the search.
     fn first_untrusted(&self, peer: IpAddr, hops: impl Iterator<Item = Option<IpAddr>>) -> IpAddr {
         let mut client = peer;
         for hop in hops.take(HOPS_MAX) {
@@ -81,9 +77,9 @@ impl TrustedProxies {
         client
     }
 
-    /// The same in Forwarded, whose elements also say by which scheme their client came.
+    /// As [`TrustedProxies::first_untrusted`] for `Forwarded`, whose elements also have the scheme.
     fn client_from_forwarded(&self, peer: IpAddr, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
-        let mut client = ClientInfo { address: peer, is_secure, trusted_header: Some(self.by) };
+        let mut client = ClientInfo { address: peer, is_secure, trusted_header: Some(self.field) };
         let mut seen = 0;
         for line in headers.get_all(header::FORWARDED).iter().rev() {
             let Some((elements, count)) = last_elements(line.as_bytes()) else { return client };
@@ -102,15 +98,15 @@ impl TrustedProxies {
     }
 }
 
-/// The addresses of all X-Forwarded-For lines from the last on; `None` for what is none.
+/// The addresses of all `X-Forwarded-For` lines, from the end; `None` for an element that is no address.
 fn x_forwarded_for_addresses(headers: &HeaderMap) -> impl Iterator<Item = Option<IpAddr>> {
     let lines = headers.get_all(X_FORWARDED_FOR).iter().rev().map(HeaderValue::as_bytes);
     let hops = lines.flat_map(|line| line.rsplit(|byte| *byte == b',')).map(<[u8]>::trim_ascii);
-    // Lists may have empty elements (RFC 9110, section 5.6.1), which are none.
+    // A recipient ignores empty elements of a list (RFC 9110, section 5.6.1).
     hops.filter(|hop| !hop.is_empty()).map(parse_node)
 }
 
-/// The scheme that the nearest proxy was asked by.
+/// The scheme of the connection to the nearest proxy.
 fn last_x_forwarded_proto(headers: &HeaderMap) -> Option<bool> {
     let last = headers.get_all(X_FORWARDED_PROTO).iter().next_back()?.as_bytes();
     is_https(last.rsplit(|byte| *byte == b',').next().unwrap_or_default().trim_ascii())
@@ -124,8 +120,8 @@ fn is_https(scheme: &[u8]) -> Option<bool> {
     }
 }
 
-/// An address, with or without a port; IPv6 with a port is in brackets. A zone means something only to
-/// whoever wrote it, and is left out.
+/// Parses an address with or without a port. IPv6 with a port is in brackets. A zone is dropped: it is meaningful only on
+/// the host that added it.
 fn parse_node(text: &[u8]) -> Option<IpAddr> {
     let text = std::str::from_utf8(text).ok().filter(|text| text.len() <= NODE_MAX_BYTES)?;
     let v6 = |text: &str| {
@@ -149,13 +145,13 @@ fn is_port(text: &str) -> bool {
     (1..=5).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-/// One element of Forwarded, as far as it matters.
+/// The parts of a `Forwarded` element that the gateway uses.
 struct ForwardedElement {
     address: IpAddr,
     is_secure: Option<bool>,
 }
 
-/// The last elements of a line, and how many; `None` if a quotation does not end.
+/// The last elements of a line, and their number; `None` if a quoted string is not terminated.
 fn last_elements(line: &[u8]) -> Option<([&[u8]; HOPS_MAX], usize)> {
     let mut last: [&[u8]; HOPS_MAX] = [&[]; HOPS_MAX];
     let mut count = 0;
@@ -174,7 +170,7 @@ fn last_elements(line: &[u8]) -> Option<([&[u8]; HOPS_MAX], usize)> {
     Some((last, count))
 }
 
-/// Splits where a byte stands outside of quotations; `None`, and nothing more, if one does not end.
+/// Splits at a separator outside of quoted strings. Ends with `None` if a quoted string is not terminated.
 fn split_outside_quotes(text: &[u8], separator: u8) -> impl Iterator<Item = Option<&[u8]>> {
     let mut rest = Some(text);
     std::iter::from_fn(move || {
@@ -197,7 +193,7 @@ fn split_outside_quotes(text: &[u8], separator: u8) -> impl Iterator<Item = Opti
     })
 }
 
-/// Reads `for=…;proto=…` in any order; a name that is given twice makes it unreadable.
+/// Parses `for=…;proto=…` in any order; `None` if a name occurs twice.
 fn parse_element(element: &[u8]) -> Option<ForwardedElement> {
     let (mut address, mut proto) = (None, None);
     for pair in split_outside_quotes(element, b';') {
@@ -221,7 +217,7 @@ fn parse_element(element: &[u8]) -> Option<ForwardedElement> {
     Some(ForwardedElement { address: address?, is_secure: proto.flatten() })
 }
 
-/// A token, or what a quoted string says.
+/// A token, or the content of a quoted string.
 fn unquote<'a>(value: &'a [u8], buffer: &'a mut [u8; NODE_MAX_BYTES]) -> Option<&'a [u8]> {
     let Some(inner) = value.strip_prefix(b"\"") else {
         return (!value.contains(&b'"')).then_some(value);
@@ -247,7 +243,7 @@ mod tests {
 
     const PEER: &str = "10.0.0.1";
 
-    fn trust(by: ForwardedField) -> TrustedProxies {
+    fn trusted_proxies(by: ForwardedField) -> TrustedProxies {
         let networks = ["10.0.0.0/8", "fd00::/8"].map(|text| text.parse().unwrap()).to_vec();
         TrustedProxies::new(&listen::TrustedProxies { networks, field: by })
     }
@@ -257,7 +253,7 @@ mod tests {
         for (name, value) in fields {
             headers.append(*name, HeaderValue::from_bytes(value.as_bytes()).unwrap());
         }
-        trust(by).client(peer.parse().unwrap(), false, &headers)
+        trusted_proxies(by).client(peer.parse().unwrap(), false, &headers)
     }
 
     fn by_list(lines: &[&str]) -> String {
@@ -271,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_untrusted_address_from_the_right_asks() {
+    fn the_client_is_the_first_untrusted_address_from_the_right() {
         for (lines, client) in [
             (&[][..], PEER),
             (&["192.0.2.7"], "192.0.2.7"),
@@ -293,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_not_be_read_leaves_the_last_that_could() {
+    fn an_unreadable_hop_ends_the_search_at_the_hop_before() {
         for hop in [
             "unknown",
             "_x",
@@ -323,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn forwarded_is_read_as_rfc_7239_has_it() {
+    fn forwarded_is_parsed_as_rfc_7239_defines() {
         for (lines, client) in [
             (&[][..], PEER),
             (&["for=192.0.2.7"], "192.0.2.7"),
@@ -346,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn the_scheme_is_that_of_the_hop_which_is_believed() {
+    fn the_scheme_is_that_of_the_trusted_hop() {
         let secure = |by, peer, fields: &[(&'static str, &str)]| found(by, peer, fields).is_secure;
         assert!(secure(ForwardedField::XForwardedFor, PEER, &[("x-forwarded-proto", "http, HTTPS")]));
         assert!(!secure(ForwardedField::XForwardedFor, PEER, &[("x-forwarded-proto", "https, http")]));
@@ -360,15 +356,15 @@ mod tests {
     }
 
     #[test]
-    fn nobody_else_is_believed_and_no_other_field() {
+    fn only_trusted_peers_and_the_configured_field_are_read() {
         let field = |by, peer, name| found(by, peer, &[(name, "for=6.6.6.6"), (name, "6.6.6.6")]).address.to_string();
         assert_eq!(field(ForwardedField::XForwardedFor, "192.0.2.9", "x-forwarded-for"), "192.0.2.9");
         assert_eq!(field(ForwardedField::XForwardedFor, PEER, "forwarded"), PEER);
         assert_eq!(field(ForwardedField::Forwarded, PEER, "x-forwarded-for"), PEER);
     }
 
-    /// An address, in one of its spellings in a list, and in Forwarded.
-    fn spelt() -> impl Strategy<Value = (IpAddr, String, String)> {
+    /// An address, as a hop in `X-Forwarded-For` and as an element of `Forwarded`.
+    fn hop() -> impl Strategy<Value = (IpAddr, String, String)> {
         let v4 = prop_oneof![any::<u32>(), (0..0x0100_0000_u32).prop_map(|low| 0x0a00_0000 | low)];
         let v6 = prop_oneof![any::<u128>(), any::<u128>().prop_map(|low| (low >> 8) | (0xfd << 120))];
         prop_oneof![
@@ -387,11 +383,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_that_stands_before_the_client_changes_who_it_is(
+        fn elements_before_the_client_do_not_change_the_result(
             noise in "[ -~]{0,60}",
-            hops in proptest::collection::vec(spelt(), 1..20),
+            hops in proptest::collection::vec(hop(), 1..20),
         ) {
-            let trusted = trust(ForwardedField::XForwardedFor);
+            let trusted = trusted_proxies(ForwardedField::XForwardedFor);
             let expected = hops.iter().rev().map(|(address, ..)| *address).find(|address| !trusted.contains(*address));
             let list: Vec<&str> = hops.iter().map(|(_, text, _)| text.as_str()).collect();
             let forwarded: Vec<&str> = hops.iter().map(|(.., text)| text.as_str()).collect();

@@ -1,8 +1,7 @@
-//! Whom a rule does not treat as everyone: whom it exempts, and who has windows of their own.
+//! Exemptions and overrides of a rule: keys and networks that are not counted, keys and plans with their own windows.
 //!
-//! Keys are found as their counters are, by their hash, made at load of what the configuration says.
-//! So a request costs one more look into a map, and where a rule has no exceptions nothing at all. An
-//! exemption or an override by the key's value goes before the plan of a client.
+//! Keys are looked up by the hash that finds their counters, computed at load from the configuration. A request thus
+//! costs one more map lookup, and nothing if the rule has no exceptions. A key takes precedence over a plan.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -17,15 +16,15 @@ use transom_limiter::rule::KeyValue;
 use transom_limiter::rule_set::CompiledRule;
 use transom_limiter::secret_digest::Digest;
 
-/// The exceptions of one rule, made ready.
+/// The compiled exemptions and overrides of one rule.
 #[derive(Debug)]
 pub struct Overrides {
     networks: Option<Networks<()>>,
-    /// The hashes are keyed already, so it matters little how the map hashes them.
+    /// Keys are hashed with a secret seed already, so the hash of the map need not resist collisions.
     keys: HashMap<KeyHash, RuleTreatment, RandomState>,
-    /// If some key is given as a digest, all are looked up by the digests of their parts.
+    /// Set if a key is configured as a digest: then all keys are looked up by the digests of their parts.
     pub digest_hasher: Option<KeyHasher>,
-    /// For each plan that a client is on, the variant of the rule.
+    /// The variant of the rule by [`PlanId`]; empty if the rule treats all plans alike.
     plans: Vec<usize>,
 }
 
@@ -33,64 +32,68 @@ pub struct Overrides {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RuleTreatment {
     Exempt,
-    /// With the windows of this variant.
+    /// Counted in the windows of this variant.
     Variant(usize),
 }
 
 impl Overrides {
-    /// `None` if the rule has none. `start` is the hash of the rule's key as far as it does not depend
-    /// on a request.
-    pub fn new(entry: &CompiledRule, start: &KeyHasher, clients: Option<&ClientPlans>) -> Option<Overrides> {
-        let rule = &entry.rule;
+    /// `None` if the rule has neither exemptions nor overrides. `hasher` is that of the rule's keys, before the parts.
+    pub fn new(compiled: &CompiledRule, hasher: &KeyHasher, clients: Option<&ClientPlans>) -> Option<Overrides> {
+        let rule = &compiled.rule;
         let plans = clients.map_or(&[][..], |clients| &clients.plans);
-        let plans: Vec<usize> = plans.iter().map(|plan| entry.variant_of_plan(plan)).collect();
+        let plans: Vec<usize> = plans.iter().map(|plan| compiled.variant_of_plan(plan)).collect();
         let overridden = rule.overrides.iter().enumerate();
         let overridden =
-            overridden.map(|(i, other)| (&other.key, RuleTreatment::Variant(entry.variant_of_override(i))));
+            overridden.map(|(i, other)| (&other.key, RuleTreatment::Variant(compiled.variant_of_override(i))));
         let exempt = rule.exemptions.keys.iter().map(|key| (key, RuleTreatment::Exempt));
         let keys: Vec<_> = overridden.chain(exempt).collect();
         let digests = keys.iter().any(|(key, _)| key.iter().any(|value| matches!(value, KeyValue::Digest(_))));
-        let exceptions = Overrides {
+        let overrides = Overrides {
             networks: (!rule.exemptions.networks.is_empty())
                 .then(|| Networks::new(rule.exemptions.networks.iter().map(|network| (*network, ())))),
-            keys: keys.iter().map(|(key, standing)| (hash_values(start, &rule.key, key, digests), *standing)).collect(),
-            digest_hasher: digests.then(|| start.clone()),
+            keys: keys
+                .iter()
+                .map(|(key, treatment)| (hash_values(hasher, &rule.key, key, digests), *treatment))
+                .collect(),
+            digest_hasher: digests.then(|| hasher.clone()),
             plans: if plans.iter().any(|variant| *variant != 0) { plans } else { Vec::new() },
         };
-        let any = exceptions.networks.is_some() || !exceptions.keys.is_empty() || !exceptions.plans.is_empty();
-        any.then_some(exceptions)
+        let any = overrides.networks.is_some() || !overrides.keys.is_empty() || !overrides.plans.is_empty();
+        any.then_some(overrides)
     }
 
-    /// Whether requests from an address are not counted.
+    /// Whether requests from an address are exempt.
     pub fn exempts(&self, address: IpAddr) -> bool {
         self.networks.as_ref().is_some_and(|networks| networks.of(address).is_some())
     }
 
-    /// Whether single keys are exceptions.
+    /// Whether single keys have an exemption or override.
     pub fn has_keys(&self) -> bool {
         !self.keys.is_empty()
     }
 
+    /// The exemption or override of a key.
     pub fn treatment_of(&self, key: KeyHash) -> Option<RuleTreatment> {
         self.keys.get(&key).copied()
     }
 
-    /// Whether it matters which plan a client is on.
+    /// Whether the variant depends on the plan of the client.
     pub fn has_plans(&self) -> bool {
         !self.plans.is_empty()
     }
 
+    /// The variant for a plan; 0 is the default.
     pub fn variant_of(&self, plan: Option<PlanId>) -> usize {
         plan.and_then(|plan| self.plans.get(plan as usize)).copied().unwrap_or(0)
     }
 }
 
-/// The hash that a request with these values has; as digests, if they are looked up so.
-fn hash_values(start: &KeyHasher, parts: &[KeyPart], values: &[KeyValue], digests: bool) -> KeyHash {
-    let mut hasher = start.clone();
+/// The hash of a key with these values, or of their digests.
+fn hash_values(hasher: &KeyHasher, parts: &[KeyPart], values: &[KeyValue], digests: bool) -> KeyHash {
+    let mut hasher = hasher.clone();
     for (part, value) in parts.iter().zip(values) {
         match value {
-            // The configuration has been checked: what is no address never gets here.
+            // The configuration check rejects values that are no address.
             KeyValue::Clear(text) => feed_text(&mut hasher, part, text, digests).unwrap_or_default(),
             KeyValue::Digest(digest) => hasher.add_part(part_kind(part), digest.bytes()),
         }
@@ -98,7 +101,7 @@ fn hash_values(start: &KeyHasher, parts: &[KeyPart], values: &[KeyValue], digest
     hasher.finish()
 }
 
-/// Adds a part of a key that was given as a text; `None` if it is no address where there has to be one.
+/// Adds a part of a key from its text; `None` if the part is an address and the text is none.
 pub fn feed_text(hasher: &mut KeyHasher, part: &KeyPart, text: &str, digest: bool) -> Option<()> {
     match part {
         KeyPart::Ip { v4_prefix, v6_prefix } => {
@@ -110,8 +113,7 @@ pub fn feed_text(hasher: &mut KeyHasher, part: &KeyPart, text: &str, digest: boo
     Some(())
 }
 
-/// Adds a part of a key, or its digest. What is too long for a secret is no secret that is known, so
-/// it need not be digested.
+/// Adds a part of a key, or its digest. A value longer than any configured secret is not digested.
 pub fn feed_part(hasher: &mut KeyHasher, kind: u8, bytes: &[u8], digest: bool) {
     match digest && bytes.len() <= SECRET_MAX_BYTES {
         true => hasher.add_part(kind, Digest::of(bytes).bytes()),
@@ -132,7 +134,7 @@ mod tests {
     use transom_limiter::rule::Exemptions;
     use transom_limiter::rule_set::RuleSet;
 
-    /// A rule on every kind of part, and a request that has all of them.
+    /// Key parts, the fields of a request that has all of them, and their values.
     fn parts() -> (Vec<KeyPart>, HeaderMap, [&'static str; 7]) {
         let parts = [
             KeyPart::Ip { v4_prefix: 24, v6_prefix: 64 },
@@ -152,12 +154,12 @@ mod tests {
         let mut rule = rule(key, OnMissing::Fallback(vec![KeyPart::Global]));
         rule.exemptions = Exemptions { keys, networks: vec!["192.0.2.0/24".parse().unwrap()] };
         let rule_set = RuleSet::new(&[rule], SEED, None);
-        let exceptions = RuleKey::compile_overrides(&rule_set.rules[0], None, SEED).map(Arc::new);
-        RuleKey::new(&rule_set.rules[0], &route(), SEED).with_overrides(exceptions)
+        let overrides = RuleKey::compile_overrides(&rule_set.rules[0], None, SEED).map(Arc::new);
+        RuleKey::new(&rule_set.rules[0], &route(), SEED).with_overrides(overrides)
     }
 
     #[test]
-    fn a_key_is_exempt_by_the_values_that_requests_have() {
+    fn a_key_is_exempt_by_the_values_of_its_parts() {
         let (parts, headers, values) = parts();
         for digests in [false, true] {
             // An address is never a secret.
@@ -170,7 +172,7 @@ mod tests {
             assert_eq!(resolve(&all, "10.0.0.99", &headers), Ok(None));
             assert!(resolve(&all, "10.0.1.7", &headers).unwrap().is_some());
             assert!(resolve(&all, "10.0.0.99", &HeaderMap::new()).unwrap().is_some(), "counted under the fallback");
-            // Whichever part differs.
+            // A key that differs in one part is not exempt.
             for i in 0..parts.len() {
                 let mut other = key.clone();
                 other[i] = KeyValue::Clear("10.9.9.9".to_owned());
@@ -181,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_network_is_exempt_whatever_the_key() {
+    fn a_network_is_exempt_with_any_key() {
         let rule = exempting(&[KeyPart::Header("x-user".to_owned())], vec![]);
         assert_eq!(resolve(&rule, "192.0.2.255", &HeaderMap::new()), Ok(None));
         assert_eq!(resolve(&rule, "::ffff:192.0.2.1", &HeaderMap::new()), Ok(None));
@@ -189,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rule_without_exceptions_looks_for_none() {
+    fn a_rule_without_exemptions_has_no_overrides() {
         let rule_set = RuleSet::new(&[rule(&[KeyPart::Host], OnMissing::Never)], SEED, None);
         assert!(RuleKey::compile_overrides(&rule_set.rules[0], None, SEED).is_none());
     }

@@ -1,30 +1,29 @@
-//! Which endpoint a path names: one spelling for all the spellings of a path.
+//! Normalizes paths, so that a path has one form however it is encoded.
 //!
-//! RFC 3986, section 6.2.2: dot segments are resolved, hex digits become upper case, percent-encoded
-//! unreserved characters are decoded. Beyond it, all that may stand in a segment as it is, such as
-//! `@`, is decoded, and all that may not, such as `|` or a byte of UTF-8, is encoded, since servers
-//! take both spellings for one; and runs of slashes become one. What servers disagree about is
-//! refused rather than guessed, unless the configuration says how the upstream reads it.
+//! RFC 3986, section 6.2.2: dot segments are resolved, hex digits become upper case, escaped unreserved characters are
+//! decoded. Beyond the RFC, every character that a segment may contain, such as `@`, is decoded, every other, such as `|`
+//! or a byte of UTF-8, is encoded, and runs of slashes become one, since servers treat these forms as equal. Paths that
+//! servers read differently are refused, unless the configuration says how the upstream reads them.
 
 use std::borrow::Cow;
 
 use super::error::RequestError;
 use crate::config::route::{EncodedSlash, PathParameters, PathReading, TrailingSlash, find_ambiguity, is_pchar};
 
-/// The normal form of an absolute path (it starts with a slash; no query).
+/// Normalizes an absolute path: one that starts with a slash, without a query.
 pub fn normalize(path: &str, reading: PathReading) -> Result<Cow<'_, str>, RequestError> {
-    let is_one = |path: &str| {
+    let needs_no_reading = |path: &str| {
         (reading.parameters == PathParameters::Keep || !path.contains(';'))
             && (reading.trailing_slash == TrailingSlash::Keep || path == "/" || !path.ends_with('/'))
     };
-    if is_normal(path.as_bytes()) && is_one(path) {
+    if is_normal(path.as_bytes()) && needs_no_reading(path) {
         return Ok(Cow::Borrowed(path));
     }
     resolve_segments(&reencode(path, reading.encoded_slash)?, reading).map(Cow::Owned)
 }
 
-/// Whether there is nothing to do: only plain characters, no empty or dotted segment inside. A
-/// segment that merely starts with a dot is sent the long way round.
+/// Whether a path is certainly normal: only plain characters, no empty segment, and none that starts with a dot. Other
+/// normal paths take the slow path.
 fn is_normal(path: &[u8]) -> bool {
     let mut after_slash = false;
     for &byte in path {
@@ -42,6 +41,7 @@ fn is_normal(path: &[u8]) -> bool {
     path.first() == Some(&b'/')
 }
 
+/// Decodes the characters that need no escape, and encodes those that do.
 fn reencode(path: &str, slashes: EncodedSlash) -> Result<String, RequestError> {
     let mut out = String::with_capacity(path.len());
     let mut bytes = path.bytes();
@@ -67,7 +67,7 @@ fn reencode(path: &str, slashes: EncodedSlash) -> Result<String, RequestError> {
     Ok(out)
 }
 
-/// Writes a byte of a segment: as it is, or escaped.
+/// Appends a byte of a segment, plain or escaped.
 fn push_encoded(byte: u8, out: &mut String) {
     const HEX: &[u8; 16] = b"0123456789ABCDEF";
     if is_pchar(byte) {
@@ -77,21 +77,22 @@ fn push_encoded(byte: u8, out: &mut String) {
     }
 }
 
+/// Removes dot segments and empty segments.
 fn resolve_segments(path: &str, reading: PathReading) -> Result<String, RequestError> {
     let Some(rest) = path.strip_prefix('/') else {
         return Err(RequestError::Path("the path does not start with a slash"));
     };
     let mut segments: Vec<&str> = Vec::new();
-    // Whether the path ends in a slash once what is last has been resolved.
-    let mut open = true;
+    // Whether the resolved path ends in a slash.
+    let mut ends_in_slash = true;
     for segment in rest.split('/') {
         let segment = without_parameters(segment, reading.parameters)?;
-        open = matches!(segment, "" | "." | "..");
+        ends_in_slash = matches!(segment, "" | "." | "..");
         match segment {
             "." => {}
             ".." => match segments.pop() {
                 None => return Err(RequestError::Path("the path leads above the root")),
-                // Is it the empty segment that is taken back, or the one before? Servers disagree.
+                // Servers disagree whether `..` removes the empty segment or the one before.
                 Some("") => return Err(RequestError::Path("the path has a `..` behind an empty segment")),
                 Some(_) => {}
             },
@@ -107,18 +108,18 @@ fn resolve_segments(path: &str, reading: PathReading) -> Result<String, RequestE
         out.push('/');
         out.push_str(segment);
     }
-    if segments.is_empty() || (open && reading.trailing_slash == TrailingSlash::Keep) {
+    if segments.is_empty() || (ends_in_slash && reading.trailing_slash == TrailingSlash::Keep) {
         out.push('/');
     }
     Ok(out)
 }
 
-/// As much of a segment as names something.
+/// A segment without its path parameters, if they are to be stripped.
 fn without_parameters(segment: &str, parameters: PathParameters) -> Result<&str, RequestError> {
     match (segment.split_once(';'), parameters) {
         (None, _) | (Some(_), PathParameters::Keep) => Ok(segment),
         (Some(_), PathParameters::Refuse) => Err(RequestError::Path("the path contains a semicolon")),
-        // What is not counted goes upstream all the same.
+        // The upstream receives the parameters too, so they must not be ambiguous.
         (Some((name, _)), PathParameters::Strip) => {
             find_ambiguity(segment).map_or(Ok(name), |ambiguity| Err(RequestError::Path(ambiguity)))
         }
@@ -134,14 +135,14 @@ mod tests {
         normalize(path, PathReading::verbatim(EncodedSlash::Refuse)).map(Cow::into_owned)
     }
 
-    /// As `path_parameters` and `trailing_slash` have it.
+    /// Normalizes with the given settings.
     fn read(path: &str, parameters: PathParameters, trailing_slash: TrailingSlash) -> Result<String, RequestError> {
         let reading = PathReading { encoded_slash: EncodedSlash::Refuse, parameters, trailing_slash };
         normalize(path, reading).map(Cow::into_owned)
     }
 
     #[test]
-    fn every_spelling_of_login_is_login() {
+    fn every_encoding_of_login_is_login() {
         for path in
             ["/login", "//login", "/%6Cogin", "/%6cogin", "/x/../login", "/./login", "/x/%2e%2E/login", "///.//login"]
         {
@@ -150,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn a_character_and_its_escape_are_one() {
+    fn a_character_equals_its_escape() {
         for (path, expected) in [
             ("/users/%40me", "/users/@me"),
             ("/a%3ab%3b%2c", "/a:b;,"),
@@ -163,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trailing_slash_stays_and_dots_leave_one() {
+    fn a_trailing_slash_is_kept_and_dot_segments_leave_one() {
         for (path, expected) in [
             ("/", "/"),
             ("//", "/"),
@@ -189,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn what_servers_disagree_about_is_refused() {
+    fn ambiguous_paths_are_refused() {
         for path in [
             "/..",
             "/a/../..",
@@ -208,7 +209,7 @@ mod tests {
             "",
             "*",
             "a/b",
-            // Tomcat and Jetty take off what is behind the semicolon, and then resolve the dots.
+            // Tomcat and Jetty remove path parameters, and then resolve dot segments.
             "/..;/admin",
             "/a/..;x=1/admin",
             "/a/%2e%2e;/admin",
@@ -219,7 +220,7 @@ mod tests {
             "/login%0D%0A",
             "/login%7f",
             "/a%09/..",
-            // A slash, a dot and a letter, as no UTF-8 has them.
+            // Overlong UTF-8 of a slash, a dot and a letter.
             "/a%c0%afb",
             "/%c0%ae%c0%ae/admin",
             "/%C1%ACogin",
@@ -232,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn parameters_of_a_path_are_read_as_configured() {
+    fn path_parameters_are_handled_as_configured() {
         for (path, expected) in [
             ("/login", "/login"),
             ("/login;x", "/login"),
@@ -257,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trailing_slash_is_read_as_configured() {
+    fn a_trailing_slash_is_handled_as_configured() {
         for (path, expected) in [
             ("/", "/"),
             ("//", "/"),
@@ -274,14 +275,14 @@ mod tests {
     }
 
     #[test]
-    fn the_normal_form_is_its_own() {
+    fn a_normalized_path_is_normal() {
         for path in ["/a/%2e/b", "//x/é", "/%7euser/%41", "/.//."] {
             let once = normal(path).unwrap();
             assert_eq!(normal(&once).as_deref(), Ok(once.as_str()));
         }
     }
 
-    /// A segment in normal form, with all kinds of characters in it.
+    /// A normalized segment with all kinds of characters.
     fn segment() -> impl Strategy<Value = String> {
         let piece = prop_oneof![
             4 => "[a-zA-Z0-9._~!$&'()*+,=:@-]{1,3}",
@@ -291,13 +292,13 @@ mod tests {
             1 => Just(String::from("%25")),
         ];
         let segment = proptest::collection::vec(piece, 1..4).prop_map(|pieces| pieces.concat());
-        segment.prop_filter("dots are no segment", |segment| {
+        segment.prop_filter("dot segments", |segment| {
             find_ambiguity(segment).is_none() && !matches!(segment.as_str(), "." | "..")
         })
     }
 
-    /// One of the spellings of a path, as `choices` have it.
-    fn respelt(segments: &[String], choices: &[u8]) -> String {
+    /// One of the encodings of a path, selected by `choices`.
+    fn encoded_differently(segments: &[String], choices: &[u8]) -> String {
         let mut choices = choices.iter().copied().cycle();
         let mut choice = move |of: u8| choices.next().unwrap_or_default() % of;
         let mut out = String::new();
@@ -322,21 +323,21 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_spelling_of_a_path_is_another_endpoint(
+        fn all_encodings_of_a_path_normalize_to_one_path(
             segments in proptest::collection::vec(segment(), 1..5),
             choices in proptest::collection::vec(any::<u8>(), 1..40),
         ) {
             let expected: String = segments.iter().map(|segment| format!("/{segment}")).collect();
-            let spelt = respelt(&segments, &choices);
+            let encoded = encoded_differently(&segments, &choices);
             prop_assert_eq!(normal(&expected), Ok(expected.clone()));
-            // What servers could disagree about, a `..` behind `//`, is refused; nothing is another path.
-            if let Ok(found) = normal(&spelt) {
+            // An ambiguous encoding, `..` after `//`, is refused; no encoding gives another path.
+            if let Ok(found) = normal(&encoded) {
                 prop_assert_eq!(found, expected);
             }
         }
 
         #[test]
-        fn what_is_normal_stays_so_and_has_nothing_left_to_resolve(path in "/[a/.%;2e5cCfF0\\\\é|]{0,24}") {
+        fn normalizing_twice_changes_nothing_and_leaves_no_dot_segment(path in "/[a/.%;2e5cCfF0\\\\é|]{0,24}") {
             if let Ok(once) = read(&path, PathParameters::Strip, TrailingSlash::Ignore) {
                 prop_assert_eq!(read(&once, PathParameters::Strip, TrailingSlash::Ignore), Ok(once.clone()));
                 prop_assert!(!once.contains(';') && (once == "/" || !once.ends_with('/')));

@@ -1,10 +1,9 @@
-//! How the limits are told to the client.
+//! Reports the limits to the client in header fields.
 //!
-//! `RateLimit` and `RateLimit-Policy` are lists of Structured Fields (RFC 9651), as
-//! draft-ietf-httpapi-ratelimit-headers-11 has them: one item per layer, `q` the limit, `w` the
-//! window in seconds, `r` what remains, `t` the seconds until the window ends, rounded up. The
-//! older `X-RateLimit-*` tell of one layer only, the one nearest its limit; their reset is in
-//! seconds from now. Names are rendered at load, numbers into a buffer that is used again.
+//! `RateLimit` and `RateLimit-Policy` are lists of Structured Fields (RFC 9651) as in
+//! draft-ietf-httpapi-ratelimit-headers-11: one item per layer, with `q` the limit, `w` the window in seconds, `r` the
+//! remaining tokens, and `t` the seconds until the window ends, rounded up. The older `X-RateLimit-*` fields report only
+//! the layer nearest its limit; their reset is in seconds from now. Names are rendered at load.
 
 use std::ops::Range;
 
@@ -22,31 +21,31 @@ const LEGACY_LIMIT: HeaderName = HeaderName::from_static("x-ratelimit-limit");
 const LEGACY_REMAINING: HeaderName = HeaderName::from_static("x-ratelimit-remaining");
 const LEGACY_RESET: HeaderName = HeaderName::from_static("x-ratelimit-reset");
 
-/// The layers that the answers of one route tell of, in the order of the configuration.
+/// The layers that the responses of one route report, in the order of the configuration.
 #[derive(Debug, Default)]
 pub struct RateLimitTemplate {
     rules: Vec<ReportedRule>,
     layers: Vec<ReportedLayer>,
 }
 
-/// A rule that answers tell of. It may have thousands of variants, but a request only one of them.
+/// A rule that responses report. It may have thousands of variants; a request has one.
 #[derive(Debug)]
 struct ReportedRule {
-    /// The rule's position in the roster.
+    /// The position of the rule in the charge plan.
     position: usize,
-    /// The rows of each variant.
+    /// The range of [`RateLimitTemplate::layers`] of each variant.
     variants: Vec<Range<usize>>,
 }
 
 #[derive(Debug)]
 struct ReportedLayer {
     layer: LayerRef,
-    /// Whether everyone has this layer, and not only some clients.
+    /// Whether the layer belongs to the default variant.
     is_default: bool,
-    /// The name as a structured-field string, with what separates it from the item before.
+    /// The name as a structured-field string, after the separator from the previous item.
     name: String,
     limit: u32,
-    /// What may accumulate; used is what is missing of it.
+    /// Tokens that can accumulate; remaining tokens are the capacity less the usage.
     capacity: u64,
     windows: Windows,
     is_ietf: bool,
@@ -54,23 +53,23 @@ struct ReportedLayer {
 }
 
 impl RateLimitTemplate {
-    /// Shadow rules are left out: a client that slowed down for them would be limited by them.
+    /// Shadow rules are not reported: clients would slow down for them.
     pub fn new(rule_set: &RuleSet, charge_plan: &ChargePlan, fields: &[RateLimitStyle]) -> RateLimitTemplate {
-        let (mut rules, mut rows) = (Vec::new(), Vec::new());
+        let (mut rules, mut layers) = (Vec::new(), Vec::new());
         for (position, &index) in charge_plan.rules.iter().enumerate() {
-            let entry = &rule_set.rules[index];
+            let rule = &rule_set.rules[index];
             let style = fields[index];
-            if entry.rule.is_shadow() || style == RateLimitStyle::Off {
+            if rule.rule.is_shadow() || style == RateLimitStyle::Off {
                 continue;
             }
-            let first = rows.len();
-            let variants = (0..entry.rule.variants().count()).map(|variant| entry.variant(variant));
-            let variants = variants.map(|layers| first + layers.start..first + layers.end).collect();
+            let first = layers.len();
+            let variants = (0..rule.rule.variants().count()).map(|variant| rule.variant(variant));
+            let variants = variants.map(|range| first + range.start..first + range.end).collect();
             rules.push(ReportedRule { position, variants });
-            rows.extend(entry.rule.variants().flatten().enumerate().map(|(layer, limit)| ReportedLayer {
+            layers.extend(rule.rule.variants().flatten().enumerate().map(|(layer, limit)| ReportedLayer {
                 layer: LayerRef { rule: position, layer },
-                is_default: entry.variant(0).contains(&layer),
-                name: format!(", \"{}\"", entry.layer_name(layer)),
+                is_default: rule.variant(0).contains(&layer),
+                name: format!(", \"{}\"", rule.layer_name(layer)),
                 limit: limit.tokens,
                 capacity: u64::from(limit.capacity.max(limit.tokens)),
                 windows: limit.windows.clone(),
@@ -78,30 +77,30 @@ impl RateLimitTemplate {
                 is_legacy: matches!(style, RateLimitStyle::Legacy | RateLimitStyle::Both),
             }));
         }
-        RateLimitTemplate { rules, layers: rows }
+        RateLimitTemplate { rules, layers }
     }
 
-    /// The rows of the windows that a request was counted in, and their answers.
+    /// The layers that a request was counted in, and their charges.
     fn applicable<'a>(&'a self, context: &'a DecisionContext) -> impl Iterator<Item = (&'a ReportedLayer, &'a Charge)> {
-        let rows = self.rules.iter().filter_map(|told| {
-            let keyed_request = context.inputs.keyed_requests.get(told.position).copied().flatten()?;
-            Some(&self.layers[told.variants[keyed_request.variant].clone()])
+        let layers = self.rules.iter().filter_map(|rule| {
+            let keyed_request = context.inputs.keyed_requests.get(rule.position).copied().flatten()?;
+            Some(&self.layers[rule.variants[keyed_request.variant].clone()])
         });
-        rows.flatten().filter_map(|row| context.charge_of(row.layer).map(|charge| (row, charge)))
+        layers.flatten().filter_map(|layer| context.charge_of(layer.layer).map(|charge| (layer, charge)))
     }
 
-    /// `RateLimit-Policy` for requests to which all rules apply, if it is the same for all of them:
+    /// `RateLimit-Policy` for requests to which all rules apply in their default variant; `None` if it is not constant:
     /// months differ in length.
     pub fn constant_policy(&self) -> Option<HeaderValue> {
         let mut text = Vec::new();
-        for row in self.layers.iter().filter(|row| row.is_ietf && row.is_default) {
-            row.write_policy(row.windows.period_ms()?, &mut text);
+        for layer in self.layers.iter().filter(|layer| layer.is_ietf && layer.is_default) {
+            layer.write_policy(layer.windows.period_ms()?, &mut text);
         }
         list(&text)
     }
 
-    /// Renders the fields for one decision. `policy` is what [`RateLimitTemplate::policy`] gave; `text` is a
-    /// buffer to work in.
+    /// Renders the fields for one decision. `policy` is the result of [`RateLimitTemplate::constant_policy`]; `text` is
+    /// scratch memory.
     pub fn render(
         &self,
         context: &DecisionContext,
@@ -109,41 +108,42 @@ impl RateLimitTemplate {
         now_ms: u64,
         text: &mut Vec<u8>,
     ) -> RateLimitFields {
-        let mut stamp = RateLimitFields::default();
-        let usual = |told: &ReportedRule| {
-            context.inputs.keyed_requests.get(told.position).copied().flatten().is_some_and(|a| a.variant == 0)
+        let mut fields = RateLimitFields::default();
+        let is_default = |rule: &ReportedRule| {
+            context.inputs.keyed_requests.get(rule.position).copied().flatten().is_some_and(|key| key.variant == 0)
         };
-        let all = self.rules.iter().all(usual);
+        let all_default = self.rules.iter().all(is_default);
         text.clear();
-        for (row, charge) in self.applicable(context).filter(|(row, _)| row.is_ietf) {
-            row.write_state(charge, now_ms, text);
+        for (layer, charge) in self.applicable(context).filter(|(layer, _)| layer.is_ietf) {
+            layer.write_state(charge, now_ms, text);
         }
-        stamp.state = list(text);
-        stamp.policy = match policy {
-            Some(policy) if all => Some(policy.clone()),
+        fields.state = list(text);
+        fields.policy = match policy {
+            Some(policy) if all_default => Some(policy.clone()),
             _ => self.policy_of(context, text),
         };
-        stamp.legacy = self.nearest(context, now_ms).map(Box::new);
-        stamp
+        fields.legacy = self.nearest(context, now_ms).map(Box::new);
+        fields
     }
 
-    /// `RateLimit-Policy` of the layers that applied to a request.
+    /// `RateLimit-Policy` of the layers that apply to a request.
     fn policy_of(&self, context: &DecisionContext, text: &mut Vec<u8>) -> Option<HeaderValue> {
         text.clear();
-        for (row, charge) in self.applicable(context).filter(|(row, _)| row.is_ietf) {
-            row.write_policy(row.windows.length_ms(charge.usage.end_ms), text);
+        for (layer, charge) in self.applicable(context).filter(|(layer, _)| layer.is_ietf) {
+            layer.write_policy(layer.windows.length_ms(charge.usage.end_ms), text);
         }
         list(text)
     }
 
-    /// The layer nearest its limit; of several, the one that takes longest to open again.
+    /// The layer with the fewest remaining tokens; of several, the one whose window ends last.
     fn nearest(&self, context: &DecisionContext, now_ms: u64) -> Option<LegacyFields> {
-        let told = self.applicable(context).filter(|(row, _)| row.is_legacy);
-        let nearness =
-            |(row, charge): &(&ReportedLayer, &Charge)| (row.remaining(charge), std::cmp::Reverse(charge.usage.end_ms));
-        told.min_by_key(nearness).map(|(row, charge)| LegacyFields {
-            limit: row.limit,
-            remaining: row.remaining(charge),
+        let reported = self.applicable(context).filter(|(layer, _)| layer.is_legacy);
+        let nearness = |(layer, charge): &(&ReportedLayer, &Charge)| {
+            (layer.remaining(charge), std::cmp::Reverse(charge.usage.end_ms))
+        };
+        reported.min_by_key(nearness).map(|(layer, charge)| LegacyFields {
+            limit: layer.limit,
+            remaining: layer.remaining(charge),
             reset_s: seconds_until(charge.usage.end_ms, now_ms),
         })
     }
@@ -154,7 +154,7 @@ impl ReportedLayer {
         self.capacity.saturating_sub(charge.usage.used)
     }
 
-    /// A window under a second has no exact `w`; it is told as one second.
+    /// A window shorter than a second is reported as one second: `w` is an integer.
     fn write_policy(&self, window_ms: u64, text: &mut Vec<u8>) {
         text.extend_from_slice(self.name.as_bytes());
         text.extend_from_slice(b";q=");
@@ -172,12 +172,12 @@ impl ReportedLayer {
     }
 }
 
-/// What an answer will say about the limits: rendered at the decision, added when the answer comes.
+/// The rate limit fields of one response: rendered at the decision, added to the response later.
 #[derive(Clone, Debug, Default)]
 pub struct RateLimitFields {
     policy: Option<HeaderValue>,
     state: Option<HeaderValue>,
-    /// Elsewhere, since few want it.
+    /// Boxed, since few configurations use the legacy fields.
     legacy: Option<Box<LegacyFields>>,
 }
 
@@ -189,8 +189,8 @@ struct LegacyFields {
 }
 
 impl RateLimitFields {
-    /// Says that hardly another answer will say the same. HTTP/2 then leaves it out of the table that both sides keep of
-    /// what is said again (RFC 7541, section 6.2.3), and that it would fill.
+    /// Marks the value of `RateLimit` as unlikely to repeat. HTTP/2 then does not add the value to the dynamic table, which
+    /// such values would fill (RFC 7541, section 6.2.3).
     pub fn without_indexing(mut self) -> RateLimitFields {
         if let Some(state) = &mut self.state {
             state.set_sensitive(true);
@@ -198,7 +198,7 @@ impl RateLimitFields {
         self
     }
 
-    /// Adds the fields to an answer. Lists that the upstream sent are kept, and joined.
+    /// Adds the fields to a response. Lists from the upstream are kept and extended.
     pub fn add_to(self, headers: &mut HeaderMap) {
         for (name, value) in [(RATELIMIT_POLICY, self.policy), (RATELIMIT, self.state)] {
             if let Some(value) = value {
@@ -213,9 +213,9 @@ impl RateLimitFields {
     }
 }
 
-/// A list of items, each of which was written with a separator before it.
+/// A list field of items, each written with a separator before it.
 fn list(items: &[u8]) -> Option<HeaderValue> {
-    // Rule names are checked to be plain ASCII, so what was written is a value.
+    // Rule names are plain ASCII by the configuration check, so the conversion succeeds.
     items.strip_prefix(b", ").and_then(|text| HeaderValue::from_bytes(text).ok())
 }
 
@@ -230,8 +230,8 @@ static DIGITS: [u8; 40_000] = {
     digits
 };
 
-/// A number as a field value. `From` would allocate twice for it; here the small ones are not even counted
-/// by whom they are shared.
+/// A number as a field value. `From` would allocate twice; values below 10,000 are static and need not even a reference
+/// count.
 pub fn number(number: u64) -> HeaderValue {
     if number < 10_000 {
         let end = number as usize * 4 + 4;
@@ -248,14 +248,14 @@ pub fn push_number(number: u64, text: &mut Vec<u8>) {
     text.extend_from_slice(itoa::Buffer::new().format(number).as_bytes());
 }
 
-/// Seconds from now until a moment, rounded up.
+/// Seconds from `now_ms` until `then_ms`, rounded up.
 pub fn seconds_until(then_ms: u64, now_ms: u64) -> u64 {
     then_ms.saturating_sub(now_ms).div_ceil(1000)
 }
 
-/// Sets a list field, or adds to it behind what the upstream said.
+/// Sets a list field, or appends to its value from the upstream.
 fn append_list(headers: &mut HeaderMap, name: HeaderName, value: HeaderValue) {
-    // Seldom is there one, and looking through the names is less than hashing ours.
+    // The field is rarely present, and comparing the names costs less than hashing one.
     if !headers.keys().any(|known| *known == name) {
         headers.insert(name, value);
         return;
@@ -266,7 +266,7 @@ fn append_list(headers: &mut HeaderMap, name: HeaderName, value: HeaderValue) {
         joined.extend_from_slice(b", ");
     }
     joined.extend_from_slice(value.as_bytes());
-    // Both halves came out of a parser or a renderer of values.
+    // Both parts are valid field values, so the conversion succeeds.
     if let Ok(joined) = HeaderValue::from_bytes(&joined) {
         headers.insert(name, joined);
     }
@@ -277,7 +277,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_told_in_decimal_digits() {
+    fn numbers_are_formatted_in_decimal() {
         for value in (0..10_100).chain([99_999, 100_000, u64::MAX]) {
             assert_eq!(number(value), value.to_string().as_str());
         }

@@ -1,9 +1,7 @@
-//! What a route changes on the way, made ready when the configuration is loaded: path, fields, or an answer
-//! instead of an upstream's.
+//! Actions of a route, compiled at load: changes of path and fields, or a response instead of the upstream's.
 //!
-//! A request's part of it is worked out while its head is still as it came, and put into effect when the
-//! rules have let it pass. What variables stand for is in normal form or was checked by the gate, so
-//! nothing of it can end a line, a path or a host.
+//! The actions are evaluated while the request head is unchanged, and applied after the rules have admitted the request.
+//! Values of variables are normalized or validated, so that a value cannot end a line, a path or a host.
 
 use std::net::IpAddr;
 use std::ops::Range;
@@ -19,14 +17,14 @@ use crate::config::route::{
     self, Actions, FieldChanges, PathChange, PathPattern, Route, Segment, Template, TemplatePart, Variable,
 };
 
-/// The actions of one route.
+/// The compiled actions of one route.
 #[derive(Debug)]
 pub struct RouteActions {
     direct_response: Option<DirectResponse>,
     path: Option<PathRewrite>,
     request_changes: Vec<HeaderChange>,
     response_changes: Vec<HeaderChange>,
-    /// Instead of those of all routes.
+    /// Replaces the timeouts for all routes.
     pub timeouts: Option<Timeouts>,
     pub max_body: Option<Option<u64>>,
     pub min_request_rate: Option<u64>,
@@ -44,13 +42,14 @@ enum PathRewrite {
         from: String,
         to: String,
     },
-    /// Made of literals and parameters, by their position in the route's path.
+    /// Literals and path parameters.
     Template(Vec<PathPiece>),
 }
 
 #[derive(Debug)]
 enum PathPiece {
     Literal(String),
+    /// The position of a parameter in the path of the route.
     Param(usize),
 }
 
@@ -61,28 +60,28 @@ enum HeaderChange {
     Add(HeaderName, Template),
 }
 
-/// What variables stand for.
+/// The values of template variables.
 pub struct TemplateVariables<'a> {
     pub client: IpAddr,
     pub is_secure: bool,
-    /// Lower case, without port; empty where HTTP/1.0 named none.
+    /// Lower case, without port; empty if an HTTP/1.0 request names no host.
     pub host: &'a str,
     pub method: &'a Method,
-    /// In normal form.
+    /// Normalized.
     pub path: &'a str,
-    /// The target as it came, for its query.
+    /// The target as received, for its query.
     pub uri: &'a Uri,
     pub route: &'a str,
-    /// Where in `path` the route's parameters stand.
+    /// The values of the route's path parameters, as ranges of `path`.
     pub params: &'a [Range<usize>],
 }
 
-/// What is done to one request.
+/// The actions evaluated for one request.
 #[derive(Debug, Default)]
 pub struct AppliedActions {
-    /// Instead of asking an upstream.
+    /// Sent instead of forwarding the request.
     pub direct_response: Option<LocalResponse>,
-    /// Goes upstream instead of the one that was matched.
+    /// Replaces the path of the forwarded request.
     pub path: Option<String>,
     request_changes: Vec<(HeaderName, RenderedChange)>,
     response_changes: Vec<(HeaderName, RenderedChange)>,
@@ -98,7 +97,7 @@ enum RenderedChange {
 impl RouteActions {
     pub fn new(actions: &Actions, route: &Route) -> RouteActions {
         RouteActions {
-            direct_response: actions.response.as_ref().map(|answer| match answer {
+            direct_response: actions.response.as_ref().map(|response| match response {
                 route::LocalResponse::Redirect { to, status } => {
                     DirectResponse::Redirect { to: to.clone(), status: *status }
                 }
@@ -118,46 +117,46 @@ impl RouteActions {
         }
     }
 
-    /// What is to be done to a request.
-    pub fn evaluate(&self, seen: &TemplateVariables<'_>) -> Result<Box<AppliedActions>, RequestError> {
-        let reply = match &self.direct_response {
+    /// Evaluates the actions for a request.
+    pub fn evaluate(&self, variables: &TemplateVariables<'_>) -> Result<Box<AppliedActions>, RequestError> {
+        let direct_response = match &self.direct_response {
             None => None,
-            Some(DirectResponse::Respond(reply)) => Some(reply.clone()),
+            Some(DirectResponse::Respond(response)) => Some(response.clone()),
             Some(DirectResponse::Redirect { to, status }) => {
-                if seen.host.is_empty() && to.0.contains(&TemplatePart::Variable(Variable::Host)) {
+                if variables.host.is_empty() && to.0.contains(&TemplatePart::Variable(Variable::Host)) {
                     return Err(RequestError::Host("the Host field is missing"));
                 }
-                let to = seen.render(to).ok_or(RequestError::Target("the request target is malformed"))?;
-                Some(responses::redirect_response(*status, to))
+                let location = variables.render(to).ok_or(RequestError::Target("the request target is malformed"))?;
+                Some(responses::redirect_response(*status, location))
             }
         };
-        let touches =
-            |changes: &[HeaderChange]| changes.iter().filter_map(|change| render_change(change, seen)).collect();
-        let path = self.path.as_ref().map(|path| path.render(seen));
+        let rendered =
+            |changes: &[HeaderChange]| changes.iter().filter_map(|change| render_change(change, variables)).collect();
+        let path = self.path.as_ref().map(|path| path.render(variables));
         Ok(Box::new(AppliedActions {
-            direct_response: reply,
+            direct_response,
             path,
-            request_changes: touches(&self.request_changes),
-            response_changes: touches(&self.response_changes),
+            request_changes: rendered(&self.request_changes),
+            response_changes: rendered(&self.response_changes),
         }))
     }
 }
 
 impl AppliedActions {
-    /// Changes a request's fields, behind all that is done to every request.
+    /// Changes the fields of a request, after the changes made to every request.
     pub fn apply_to_request(&mut self, headers: &mut HeaderMap) {
         apply(std::mem::take(&mut self.request_changes), headers);
     }
 
-    /// Changes an answer's fields.
+    /// Changes the fields of a response.
     pub fn apply_to_response(self, headers: &mut HeaderMap) {
         apply(self.response_changes, headers);
     }
 }
 
-fn apply(touches: Vec<(HeaderName, RenderedChange)>, headers: &mut HeaderMap) {
-    for (name, touch) in touches {
-        match touch {
+fn apply(changes: Vec<(HeaderName, RenderedChange)>, headers: &mut HeaderMap) {
+    for (name, change) in changes {
+        match change {
             RenderedChange::Remove => {
                 headers.remove(name);
             }
@@ -171,16 +170,16 @@ fn apply(touches: Vec<(HeaderName, RenderedChange)>, headers: &mut HeaderMap) {
     }
 }
 
-fn render_change(change: &HeaderChange, seen: &TemplateVariables<'_>) -> Option<(HeaderName, RenderedChange)> {
+fn render_change(change: &HeaderChange, variables: &TemplateVariables<'_>) -> Option<(HeaderName, RenderedChange)> {
     match change {
         HeaderChange::Remove(name) => Some((name.clone(), RenderedChange::Remove)),
-        HeaderChange::Set(name, text) => Some((name.clone(), RenderedChange::Set(seen.render(text)?))),
-        HeaderChange::Add(name, text) => Some((name.clone(), RenderedChange::Add(seen.render(text)?))),
+        HeaderChange::Set(name, text) => Some((name.clone(), RenderedChange::Set(variables.render(text)?))),
+        HeaderChange::Add(name, text) => Some((name.clone(), RenderedChange::Add(variables.render(text)?))),
     }
 }
 
 fn header_changes(fields: &FieldChanges) -> Vec<HeaderChange> {
-    // The configuration has been checked: what is no name never gets here.
+    // The configuration check rejects invalid names.
     let named = |name: &String| HeaderName::from_bytes(name.as_bytes()).ok();
     let remove = fields.remove.iter().filter_map(named).map(HeaderChange::Remove);
     let set = fields.set.iter().filter_map(|(name, text)| Some(HeaderChange::Set(named(name)?, text.clone())));
@@ -189,35 +188,35 @@ fn header_changes(fields: &FieldChanges) -> Vec<HeaderChange> {
 }
 
 fn path_pieces(pattern: &PathPattern, params: &[&str]) -> Vec<PathPiece> {
-    let mut steps = Vec::new();
+    let mut pieces = Vec::new();
     for segment in &pattern.segments {
-        steps.push(PathPiece::Literal(String::from("/")));
-        steps.push(match segment {
+        pieces.push(PathPiece::Literal(String::from("/")));
+        pieces.push(match segment {
             Segment::Literal(text) => PathPiece::Literal(text.clone()),
             Segment::Param(name) | Segment::Rest(name) => {
-                // The configuration has been checked: the route has all of them.
+                // The configuration check rejects unknown parameters.
                 let position = params.iter().position(|known| known == name);
                 position.map_or(PathPiece::Literal(String::new()), PathPiece::Param)
             }
         });
     }
-    steps
+    pieces
 }
 
 impl PathRewrite {
-    /// Pieces of a path in normal form make one in normal form.
-    fn render(&self, seen: &TemplateVariables<'_>) -> String {
+    /// The new path. Normalized pieces make a normalized path.
+    fn render(&self, variables: &TemplateVariables<'_>) -> String {
         let path = match self {
             PathRewrite::Prefix { from, to } => {
-                let rest = seen.path.strip_prefix(from.as_str()).unwrap_or(seen.path);
+                let rest = variables.path.strip_prefix(from.as_str()).unwrap_or(variables.path);
                 format!("{to}{rest}")
             }
-            PathRewrite::Template(steps) => {
-                let piece = |step: &'_ PathPiece| match step {
+            PathRewrite::Template(pieces) => {
+                let text = |piece: &'_ PathPiece| match piece {
                     PathPiece::Literal(text) => text.clone(),
-                    PathPiece::Param(position) => seen.param(*position).to_owned(),
+                    PathPiece::Param(position) => variables.param(*position).to_owned(),
                 };
-                steps.iter().map(piece).collect()
+                pieces.iter().map(text).collect()
             }
         };
         if path.is_empty() { String::from("/") } else { path }
@@ -225,8 +224,8 @@ impl PathRewrite {
 }
 
 impl<'a> TemplateVariables<'a> {
-    pub fn of(caller: &RequestAttributes<'a>, is_secure: bool) -> TemplateVariables<'a> {
-        let RequestAttributes { address: client, host, method, path, params, uri, route, .. } = *caller;
+    pub fn of(request: &RequestAttributes<'a>, is_secure: bool) -> TemplateVariables<'a> {
+        let RequestAttributes { address: client, host, method, path, params, uri, route, .. } = *request;
         TemplateVariables { client, is_secure, host, method, path, uri, route, params }
     }
 
@@ -234,7 +233,7 @@ impl<'a> TemplateVariables<'a> {
         self.params.get(position).and_then(|range| self.path.get(range.clone())).unwrap_or_default()
     }
 
-    /// A text with what its variables stand for; `None` if that can be no field's value.
+    /// The text of a template; `None` if it is no valid field value.
     fn render(&self, text: &Template) -> Option<HeaderValue> {
         let mut out = String::new();
         for piece in &text.0 {

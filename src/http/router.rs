@@ -1,12 +1,10 @@
-//! Which route a request takes: a tree of path segments under every host, built when the
-//! configuration is loaded.
+//! Matches requests to routes: a tree of path segments for each host, built at load.
 //!
-//! Routes that name a scheme come before those that do not: they are a router of their own, asked first. There,
-//! the most specific match wins: an exact host over a wildcard over any; in the path, segment by
-//! segment, a literal over a parameter over a catch-all; then a route that names the method over
-//! one that takes all, and more required fields over fewer; at last, the order of the file. A
-//! branch in which no route takes the method or the fields is left again for a less specific one.
-//! The work grows with the segments of the path, not with the number of routes.
+//! Routes that name a scheme are a router of their own, which comes first. The most specific match wins: an exact host
+//! over a wildcard over any host; segment by segment, a literal over a parameter over a catch-all; a route with methods
+//! over one without; more required fields over fewer; at last, the order of the file. If no route of a branch matches
+//! method and fields, the search continues in less specific branches. The time grows with the segments of the path, not
+//! with the number of routes.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -20,22 +18,22 @@ use http::{HeaderValue, Method};
 
 use crate::config::route::{PathPattern, Route, Segment, TrailingSlash};
 
-/// Segments that a path may have and still be matched; deeper ones meet catch-alls only.
+/// Segments of a path that are matched one by one; deeper paths match catch-alls only.
 const DEPTH_MAX: usize = 64;
 
-/// All routes of a configuration. Trees are laid out flat, a node before its children and texts
-/// within the nodes, so that a route that was not used for a while is found in few cache lines.
+/// All routes of a configuration. Trees are flattened, a node before its children and texts inside the nodes, so that a
+/// lookup touches few cache lines.
 #[derive(Debug)]
 pub struct Router {
-    /// Those that name a scheme: `http`, `https`.
+    /// The routes that name a scheme: `http`, `https`.
     by_scheme: [Option<Box<Router>>; 2],
     hosts: HashMap<String, usize>,
-    /// By the part behind the `*`, with its dot.
+    /// By the part after the `*`, with the dot.
     wildcards: HashMap<String, usize>,
     any_host: usize,
     nodes: Vec<Node>,
     candidates: Vec<Candidate>,
-    /// Where it is ignored, a catch-all takes the path before its slash as well.
+    /// If ignored, a catch-all also matches the path before its slash.
     trailing_slash: TrailingSlash,
 }
 
@@ -46,7 +44,7 @@ struct Node {
     param: Option<NonZeroU32>,
     /// Candidates whose path ends here, the most specific first.
     exact: (u32, u32),
-    /// Candidates whose path goes on with a catch-all here.
+    /// Candidates with a catch-all here, the most specific first.
     catch_alls: (u32, u32),
 }
 
@@ -59,7 +57,7 @@ enum Literals {
     Many(Box<HashMap<CompactString, u32>>),
 }
 
-/// A tree as it grows.
+/// A tree under construction.
 #[derive(Debug, Default)]
 struct Tree {
     literals: BTreeMap<String, Tree>,
@@ -71,30 +69,31 @@ struct Tree {
 #[derive(Clone, Debug)]
 struct Candidate {
     route: u32,
-    /// `None`: takes every request that comes this way.
+    /// `None`: matches every request.
     conditions: Option<Box<Conditions>>,
 }
 
-/// What a route wants beside its path.
+/// What a route requires of method and fields.
 #[derive(Clone, Debug)]
 struct Conditions {
     methods: Vec<Method>,
+    /// A field has to be present, with the value if there is one.
     headers: Vec<(HeaderName, Option<HeaderValue>)>,
 }
 
-/// What of a request routes are chosen by.
+/// The attributes of a request that routes match.
 pub struct RouteQuery<'a> {
     /// Lower case, without port.
     pub host: &'a str,
     pub method: &'a Method,
     pub headers: &'a HeaderMap,
-    /// In normal form.
+    /// Normalized.
     pub path: &'a str,
-    /// Whether it came by https.
+    /// Whether the client used https.
     pub secure: bool,
 }
 
-/// A field by whose value routes are chosen is given more than once: the upstream may go by another of its values.
+/// A field that routes match by value is given more than once; the upstream might use another value.
 #[derive(PartialEq, Eq, Debug)]
 pub struct AmbiguousHeader<'r>(pub &'r HeaderName);
 
@@ -102,13 +101,13 @@ type Match<'r> = Result<Option<usize>, AmbiguousHeader<'r>>;
 
 impl Router {
     pub fn new(routes: &[Route], trailing_slash: TrailingSlash) -> Router {
-        let naming = |secure: Option<bool>| move |(_, route): &(usize, &Route)| route.secure == secure;
-        let of_scheme = [false, true].map(|secure| {
-            let mut routes = routes.iter().enumerate().filter(naming(Some(secure))).peekable();
+        let with_scheme = |secure: Option<bool>| move |(_, route): &(usize, &Route)| route.secure == secure;
+        let by_scheme = [false, true].map(|secure| {
+            let mut routes = routes.iter().enumerate().filter(with_scheme(Some(secure))).peekable();
             routes.peek().is_some().then_some(())?;
             Some(Box::new(Router::build(routes, trailing_slash)))
         });
-        Router { by_scheme: of_scheme, ..Router::build(routes.iter().enumerate().filter(naming(None)), trailing_slash) }
+        Router { by_scheme, ..Router::build(routes.iter().enumerate().filter(with_scheme(None)), trailing_slash) }
     }
 
     fn build<'r>(routes: impl Iterator<Item = (usize, &'r Route)>, trailing_slash: TrailingSlash) -> Router {
@@ -148,13 +147,13 @@ impl Router {
         router
     }
 
-    /// Appends a tree, and returns where its root is.
+    /// Appends a tree, and returns the position of its root.
     fn flatten(&mut self, tree: Tree) -> usize {
         let at = self.nodes.len();
         self.nodes.push(Node::default());
-        let ends = self.append_candidates(tree.exact);
-        let rests = self.append_candidates(tree.catch_alls);
-        // A child comes after its parent, so it is never the node number 0.
+        let exact = self.append_candidates(tree.exact);
+        let catch_alls = self.append_candidates(tree.catch_alls);
+        // A child follows its parent, so its position is never 0.
         let param = tree.param.and_then(|child| NonZeroU32::new(self.flatten(*child) as u32));
         let several = tree.literals.len() > 1;
         let children = tree.literals.into_iter();
@@ -164,7 +163,7 @@ impl Router {
         } else {
             children.next().map_or(Literals::None, |(text, child)| Literals::One(text, child))
         };
-        self.nodes[at] = Node { literals, param, exact: ends, catch_alls: rests };
+        self.nodes[at] = Node { literals, param, exact, catch_alls };
         at
     }
 
@@ -175,97 +174,97 @@ impl Router {
         (start, self.candidates.len() as u32)
     }
 
-    /// The position of the route a request takes. `params` receives where in the path the values
-    /// of its parameters stand, in the order of the pattern.
-    pub fn find(&self, asked: &RouteQuery<'_>, params: &mut Vec<Range<usize>>) -> Match<'_> {
-        if let Some(router) = &self.by_scheme[usize::from(asked.secure)]
-            && let Some(route) = router.find(asked, params)?
+    /// The position of the route that matches a request. `params` receives the values of its parameters as ranges of the
+    /// path, in path order.
+    pub fn find(&self, query: &RouteQuery<'_>, params: &mut Vec<Range<usize>>) -> Match<'_> {
+        if let Some(router) = &self.by_scheme[usize::from(query.secure)]
+            && let Some(route) = router.find(query, params)?
         {
             return Ok(Some(route));
         }
         params.clear();
         if !self.hosts.is_empty()
-            && let Some(root) = self.hosts.get(asked.host)
-            && let Some(route) = self.find_in_tree(*root, asked, params)?
+            && let Some(root) = self.hosts.get(query.host)
+            && let Some(route) = self.find_in_tree(*root, query, params)?
         {
             return Ok(Some(route));
         }
         if !self.wildcards.is_empty() {
-            // The longest suffix is the most specific; `*` stands for at least one character.
-            for (dot, _) in asked.host.match_indices('.').filter(|(dot, _)| *dot > 0) {
-                if let Some(root) = self.wildcards.get(&asked.host[dot..])
-                    && let Some(route) = self.find_in_tree(*root, asked, params)?
+            // The longest suffix is the most specific; `*` matches at least one character.
+            for (dot, _) in query.host.match_indices('.').filter(|(dot, _)| *dot > 0) {
+                if let Some(root) = self.wildcards.get(&query.host[dot..])
+                    && let Some(route) = self.find_in_tree(*root, query, params)?
                 {
                     return Ok(Some(route));
                 }
             }
         }
-        self.find_in_tree(self.any_host, asked, params)
+        self.find_in_tree(self.any_host, query, params)
     }
 
-    fn find_in_tree(&self, root: usize, asked: &RouteQuery<'_>, params: &mut Vec<Range<usize>>) -> Match<'_> {
-        let start = asked.path.starts_with('/').then_some(1);
-        self.match_segments(root, asked, start, DEPTH_MAX, params)
+    fn find_in_tree(&self, root: usize, query: &RouteQuery<'_>, params: &mut Vec<Range<usize>>) -> Match<'_> {
+        let start = query.path.starts_with('/').then_some(1);
+        self.match_segments(root, query, start, DEPTH_MAX, params)
     }
 
-    /// `start` is where the next segment begins; `None` when there is none.
+    /// `start` is the start of the next segment; `None` at the end of the path.
     fn match_segments(
         &self,
         node: usize,
-        asked: &RouteQuery<'_>,
+        query: &RouteQuery<'_>,
         start: Option<usize>,
         depth: usize,
         params: &mut Vec<Range<usize>>,
     ) -> Match<'_> {
         let node = &self.nodes[node];
         let Some(start) = start else {
-            return match self.first_match(node.exact, asked)? {
-                // The path may have had a slash at its end, with nothing behind it.
+            return match self.first_match(node.exact, query)? {
+                // The path may have had a trailing slash, after which the catch-all matches the empty rest.
                 None if self.trailing_slash == TrailingSlash::Ignore => {
-                    self.match_catch_all(node, asked, asked.path.len(), params)
+                    self.match_catch_all(node, query, query.path.len(), params)
                 }
                 found => Ok(found),
             };
         };
         if depth > 0 {
-            let slash = asked.path.as_bytes()[start..].iter().position(|byte| *byte == b'/');
-            let end = slash.map_or(asked.path.len(), |at| start + at);
-            let next = (end < asked.path.len()).then_some(end + 1);
-            if let Some(child) = node.literals.get(&asked.path[start..end])
-                && let Some(route) = self.match_segments(child, asked, next, depth - 1, params)?
+            let slash = query.path.as_bytes()[start..].iter().position(|byte| *byte == b'/');
+            let end = slash.map_or(query.path.len(), |at| start + at);
+            let next = (end < query.path.len()).then_some(end + 1);
+            if let Some(child) = node.literals.get(&query.path[start..end])
+                && let Some(route) = self.match_segments(child, query, next, depth - 1, params)?
             {
                 return Ok(Some(route));
             }
             if let Some(child) = node.param.filter(|_| end > start) {
-                let known = params.len();
+                let params_before = params.len();
                 params.push(start..end);
-                if let Some(route) = self.match_segments(child.get() as usize, asked, next, depth - 1, params)? {
+                if let Some(route) = self.match_segments(child.get() as usize, query, next, depth - 1, params)? {
                     return Ok(Some(route));
                 }
-                params.truncate(known);
+                params.truncate(params_before);
             }
         }
-        self.match_catch_all(node, asked, start, params)
+        self.match_catch_all(node, query, start, params)
     }
 
-    /// A catch-all that takes what is left of the path.
+    /// A catch-all that matches the rest of the path.
     fn match_catch_all(
         &self,
         node: &Node,
-        asked: &RouteQuery<'_>,
+        query: &RouteQuery<'_>,
         start: usize,
         params: &mut Vec<Range<usize>>,
     ) -> Match<'_> {
-        let route = self.first_match(node.catch_alls, asked)?;
+        let route = self.first_match(node.catch_alls, query)?;
         if route.is_some() {
-            params.push(start..asked.path.len());
+            params.push(start..query.path.len());
         }
         Ok(route)
     }
 
-    fn first_match(&self, (start, end): (u32, u32), asked: &RouteQuery<'_>) -> Match<'_> {
+    fn first_match(&self, (start, end): (u32, u32), query: &RouteQuery<'_>) -> Match<'_> {
         for candidate in &self.candidates[start as usize..end as usize] {
-            if candidate.matches(asked)? {
+            if candidate.matches(query)? {
                 return Ok(Some(candidate.route as usize));
             }
         }
@@ -299,40 +298,41 @@ impl Tree {
 
 impl Candidate {
     fn new(index: usize, route: &Route) -> Candidate {
-        // The configuration has been checked: names, values and methods are valid.
+        // The configuration check rejects invalid names, values and methods.
         let methods: Vec<Method> = route.methods.iter().filter_map(|m| Method::from_bytes(m.as_bytes()).ok()).collect();
         let header = |(name, value): &(String, Option<String>)| {
             let value = value.as_ref().and_then(|value| HeaderValue::from_str(value).ok());
             HeaderName::from_bytes(name.as_bytes()).ok().map(|name| (name, value))
         };
         let headers: Vec<_> = route.headers.iter().filter_map(header).collect();
-        let demands = (!methods.is_empty() || !headers.is_empty()).then(|| Box::new(Conditions { methods, headers }));
-        Candidate { route: index as u32, conditions: demands }
+        let conditions =
+            (!methods.is_empty() || !headers.is_empty()).then(|| Box::new(Conditions { methods, headers }));
+        Candidate { route: index as u32, conditions }
     }
 
-    /// Sorts the specific before the general.
+    /// Sort key: the most specific candidate first.
     fn specificity_order(&self) -> (bool, Reverse<usize>, Reverse<usize>, bool, u32) {
-        let Some(demands) = &self.conditions else { return (true, Reverse(0), Reverse(0), false, self.route) };
-        let values = demands.headers.iter().filter(|(_, value)| value.is_some()).count();
-        // HEAD by its own name comes before HEAD as a kind of GET.
-        let by_get = demands.methods.contains(&Method::GET) && !demands.methods.contains(&Method::HEAD);
-        (demands.methods.is_empty(), Reverse(demands.headers.len()), Reverse(values), by_get, self.route)
+        let Some(conditions) = &self.conditions else { return (true, Reverse(0), Reverse(0), false, self.route) };
+        let values = conditions.headers.iter().filter(|(_, value)| value.is_some()).count();
+        // A route for HEAD precedes one for GET, which also matches HEAD.
+        let by_get = conditions.methods.contains(&Method::GET) && !conditions.methods.contains(&Method::HEAD);
+        (conditions.methods.is_empty(), Reverse(conditions.headers.len()), Reverse(values), by_get, self.route)
     }
 
-    fn matches(&self, asked: &RouteQuery<'_>) -> Result<bool, AmbiguousHeader<'_>> {
-        self.conditions.as_ref().map_or(Ok(true), |demands| demands.are_met_by(asked))
+    fn matches(&self, query: &RouteQuery<'_>) -> Result<bool, AmbiguousHeader<'_>> {
+        self.conditions.as_ref().map_or(Ok(true), |conditions| conditions.are_met_by(query))
     }
 }
 
 impl Conditions {
-    fn are_met_by(&self, asked: &RouteQuery<'_>) -> Result<bool, AmbiguousHeader<'_>> {
-        if !self.methods.is_empty() && !self.methods.iter().any(|method| method_matches(method, asked.method)) {
+    fn are_met_by(&self, query: &RouteQuery<'_>) -> Result<bool, AmbiguousHeader<'_>> {
+        if !self.methods.is_empty() && !self.methods.iter().any(|method| method_matches(method, query.method)) {
             return Ok(false);
         }
         let mut are_met = true;
         for (name, value) in &self.headers {
-            let mut given = asked.headers.get_all(name).iter();
-            are_met &= match (value, given.next(), given.next()) {
+            let mut values = query.headers.get_all(name).iter();
+            are_met &= match (value, values.next(), values.next()) {
                 (Some(_), _, Some(_)) => return Err(AmbiguousHeader(name)),
                 (Some(value), first, None) => first == Some(value),
                 (None, first, _) => first.is_some(),
@@ -342,10 +342,10 @@ impl Conditions {
     }
 }
 
-/// A route for GET takes HEAD as well: the same resource is asked for (RFC 9110, section 9.3.2), and
-/// a rule on it must not be escaped by asking for less.
-fn method_matches(method: &Method, asked: &Method) -> bool {
-    method == asked || (method == Method::GET && asked == Method::HEAD)
+/// A route for GET also matches HEAD: both request the same resource (RFC 9110, section 9.3.2), and HEAD must not bypass
+/// the rules of the route.
+fn method_matches(method: &Method, requested: &Method) -> bool {
+    method == requested || (method == Method::GET && requested == Method::HEAD)
 }
 
 #[cfg(test)]
@@ -363,7 +363,7 @@ mod tests {
         PathPattern { text: text.to_owned(), segments: text[1..].split('/').map(segment).collect() }
     }
 
-    /// A route from `METHODS HOSTS PATH`, where `-` stands for any.
+    /// A route from `METHODS HOSTS PATH [FIELDS]`, where `-` means any.
     fn route(text: &str) -> Route {
         let words: Vec<&str> = text.split(' ').collect();
         let list = |word: &str| if word == "-" { Vec::new() } else { word.split(',').map(str::to_owned).collect() };
@@ -391,8 +391,8 @@ mod tests {
     fn found<'a>(routes: &'a [Route], method: &str, host: &str, path: &str) -> Option<(&'a str, Vec<String>)> {
         let mut params = Vec::new();
         let method = Method::from_bytes(method.as_bytes()).unwrap();
-        let asked = RouteQuery { host, method: &method, headers: &HeaderMap::new(), path, secure: false };
-        let route = Router::new(routes, TrailingSlash::Keep).find(&asked, &mut params).unwrap()?;
+        let query = RouteQuery { host, method: &method, headers: &HeaderMap::new(), path, secure: false };
+        let route = Router::new(routes, TrailingSlash::Keep).find(&query, &mut params).unwrap()?;
         Some((routes[route].name.as_str(), params.into_iter().map(|range| path[range].to_owned()).collect()))
     }
 
@@ -401,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn the_most_specific_path_wins_whatever_the_order() {
+    fn the_most_specific_path_wins_in_any_order() {
         let mut routes =
             ["- - /{*all}", "- - /a/{x}", "- - /a/b", "- - /a/{x}/c", "- - /a/b/{*rest}", "- - /"].map(route);
         for _ in 0..2 {
@@ -417,7 +417,7 @@ mod tests {
     }
 
     #[test]
-    fn parameters_are_found_where_they_stand() {
+    fn parameters_are_ranges_of_the_path() {
         let routes = ["- - /u/{id}/p/{post}", "- - /f/{*rest}"].map(route);
         assert_eq!(found(&routes, "GET", "", "/u/7/p/x").unwrap().1, ["7", "x"]);
         assert_eq!(found(&routes, "GET", "", "/f/a/b").unwrap().1, ["a/b"]);
@@ -427,21 +427,21 @@ mod tests {
     }
 
     #[test]
-    fn where_a_trailing_slash_is_ignored_a_catch_all_takes_nothing_as_well() {
+    fn a_catch_all_matches_an_empty_rest_if_trailing_slashes_are_ignored() {
         let routes = ["- - /f/{*rest}", "- - /{*all}", "- - /g", "- - /g/{*rest}"].map(route);
         let router = Router::new(&routes, TrailingSlash::Ignore);
         for (path, index, params) in
             [("/f", 0, Some(2..2)), ("/f/a", 0, Some(3..4)), ("/", 1, Some(1..1)), ("/g", 2, None)]
         {
-            let asked = RouteQuery { host: "", method: &Method::GET, headers: &HeaderMap::new(), path, secure: false };
+            let query = RouteQuery { host: "", method: &Method::GET, headers: &HeaderMap::new(), path, secure: false };
             let mut found = Vec::new();
-            assert_eq!(router.find(&asked, &mut found), Ok(Some(index)), "{path}");
+            assert_eq!(router.find(&query, &mut found), Ok(Some(index)), "{path}");
             assert_eq!(found, Vec::from_iter(params), "{path}");
         }
     }
 
     #[test]
-    fn a_branch_that_does_not_take_the_method_is_left_again() {
+    fn a_less_specific_branch_is_tried_if_the_method_does_not_match() {
         let routes = ["GET - /a/b", "POST - /a/{x}", "- - /{*all}"].map(route);
         assert_eq!(found(&routes, "GET", "", "/a/b"), Some(("GET - /a/b", vec![])));
         assert_eq!(found(&routes, "HEAD", "", "/a/b"), Some(("GET - /a/b", vec![])));
@@ -450,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn an_exact_host_comes_before_a_wildcard_before_any() {
+    fn an_exact_host_precedes_a_wildcard_and_a_wildcard_any_host() {
         let routes = ["- a.example.com /x", "- *.example.com /{*r}", "- *.com /{*r}", "- - /{*r}"].map(route);
         assert_eq!(name(&routes, "GET", "a.example.com", "/x"), Some("- a.example.com /x"));
         assert_eq!(name(&routes, "GET", "a.example.com", "/y"), Some("- *.example.com /{*r}"));
@@ -461,14 +461,14 @@ mod tests {
     }
 
     #[test]
-    fn a_route_that_names_a_scheme_comes_first() {
+    fn a_route_with_a_scheme_comes_first() {
         let mut routes = ["- - /{*all}", "- a /x/y", "- - /ok"].map(route);
         routes[0].secure = Some(false);
         routes[2].secure = Some(true);
         let name = |host, path, secure| {
-            let asked = RouteQuery { host, method: &Method::GET, headers: &HeaderMap::new(), path, secure };
+            let query = RouteQuery { host, method: &Method::GET, headers: &HeaderMap::new(), path, secure };
             Router::new(&routes, TrailingSlash::Keep)
-                .find(&asked, &mut Vec::new())
+                .find(&query, &mut Vec::new())
                 .unwrap()
                 .map(|route| routes[route].name.as_str())
         };
@@ -479,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn head_by_its_own_name_comes_before_get() {
+    fn a_route_for_head_precedes_one_for_get() {
         let routes = ["GET - /x", "HEAD - /x"].map(route);
         assert_eq!(name(&routes, "HEAD", "", "/x"), Some("HEAD - /x"));
         assert_eq!(name(&routes, "GET", "", "/x"), Some("GET - /x"));
@@ -492,12 +492,12 @@ mod tests {
         assert_eq!(name(&routes, "PUT", "", "/x"), Some("- - /x"));
         let mut headers = HeaderMap::new();
         headers.insert("x-beta", HeaderValue::from_static("1"));
-        let asked = RouteQuery { host: "", method: &Method::PUT, headers: &headers, path: "/x", secure: false };
-        assert_eq!(Router::new(&routes, TrailingSlash::Keep).find(&asked, &mut Vec::new()), Ok(Some(1)));
+        let query = RouteQuery { host: "", method: &Method::PUT, headers: &headers, path: "/x", secure: false };
+        assert_eq!(Router::new(&routes, TrailingSlash::Keep).find(&query, &mut Vec::new()), Ok(Some(1)));
     }
 
     #[test]
-    fn a_field_that_routes_compare_is_given_once() {
+    fn a_field_matched_by_value_must_not_repeat() {
         let mut routes = ["- - /{*rest}", "- - /x", "POST - /x", "- - /y"].map(route);
         let versions = [None, Some("2"), Some("3"), None];
         for (route, version) in routes.iter_mut().zip(versions) {
@@ -516,8 +516,8 @@ mod tests {
             ("/y", &twice, Ok(Some(3))),
             ("/z", &twice, Ok(Some(0))),
         ] {
-            let asked = RouteQuery { host: "", method: &Method::GET, headers, path, secure: false };
-            assert_eq!(router.find(&asked, &mut Vec::new()), found, "{path}");
+            let query = RouteQuery { host: "", method: &Method::GET, headers, path, secure: false };
+            assert_eq!(router.find(&query, &mut Vec::new()), found, "{path}");
         }
     }
 }

@@ -1,9 +1,8 @@
-//! A key as other gateways and people read it: `RULE|PART|PART`.
+//! The text of a key, `RULE|PART|PART`: its name in the shared store and in the admin API.
 //!
-//! The parts are those that go into the hash of the key, in the same order, each spelt so that nothing a client sends
-//! is mistaken for what stands between them. What is a secret is not told to the store: a keyed digest stands for
-//! it, equal for all gateways that have the same key; the same goes for what is too long. Two keys of a rule
-//! never have the same text, up to collisions of HMAC-SHA256.
+//! The parts are those of the hash, in the same order, escaped so that a value cannot contain a separator. A secret or
+//! long part is replaced by a keyed digest, equal on all gateways that have the same key. Different keys of a rule have
+//! different texts, up to collisions of HMAC-SHA256.
 
 use std::fmt::{self, Write};
 use std::net::{Ipv4Addr, Ipv6Addr};
@@ -14,55 +13,55 @@ use crate::config::redis::is_secret_part;
 use transom_limiter::key::KeyPart;
 use transom_limiter::store_key::percent_encode;
 
-/// What a digest begins with.
+/// The prefix of a digest.
 const DIGEST: &str = "hmac-";
-/// How much of it is told: 32 hex digits.
+/// Bytes of the digest that are written, as 32 hex digits.
 const DIGEST_BYTES: usize = 16;
-/// A part whose spelling is longer is told by its digest.
+/// A part whose encoding is longer is replaced by its digest.
 const PART_MAX_BYTES: usize = 256;
 
-/// How the keys of a rule are spelt: what does not depend on a request.
+/// The text format of the keys of a rule.
 #[derive(Debug)]
 pub struct KeyTextFormat {
-    /// What all of them begin with.
+    /// The start of every key.
     prefix: Box<str>,
     parts: Vec<KeyPart>,
-    /// Which of the parts are secrets by what they are called.
+    /// Whether each part is a secret, judged by its name.
     is_secret: Vec<bool>,
 }
 
 impl KeyTextFormat {
-    /// Keys of a fallback have a part before their own that names it, with a `=` that no other has.
+    /// Keys of a fallback start with a part that names the fallback. The part has a `=`, which other parts escape.
     pub fn new(rule: &str, parts: &[KeyPart], is_fallback: bool) -> KeyTextFormat {
-        let mut lead = String::new();
-        percent_encode(rule.as_bytes(), &mut lead);
+        let mut prefix = String::new();
+        percent_encode(rule.as_bytes(), &mut prefix);
         if is_fallback {
-            lead.push_str("|else=");
+            prefix.push_str("|else=");
             let names: Vec<String> = parts.iter().map(KeyPart::to_string).collect();
-            percent_encode(names.join(",").as_bytes(), &mut lead);
+            percent_encode(names.join(",").as_bytes(), &mut prefix);
         }
         KeyTextFormat {
-            prefix: lead.into(),
+            prefix: prefix.into(),
             parts: parts.to_vec(),
             is_secret: parts.iter().map(is_secret_part).collect(),
         }
     }
 
-    /// What a part is called.
+    /// The name of a part.
     pub fn part_name(&self, position: usize) -> String {
         self.parts.get(position).map(KeyPart::to_string).unwrap_or_default()
     }
 
-    /// Begins the text of a key.
+    /// Appends the start of a key.
     pub fn write_prefix(&self, out: &mut String) {
         out.push_str(&self.prefix);
     }
 
-    /// Adds the part at a position, as [`super::key_source::KeySource::feed`] hands it on.
+    /// Appends the part at a position, with kind and bytes of [`super::key_source::KeySource::feed`].
     pub fn write_part(&self, position: usize, kind: u8, bytes: &[u8], digester: &KeyDigester, out: &mut String) {
-        let (Some(part), Some(secret)) = (self.parts.get(position), self.is_secret.get(position)) else { return };
+        let (Some(part), Some(is_secret)) = (self.parts.get(position), self.is_secret.get(position)) else { return };
         out.push('|');
-        if *secret || digester.api_key.as_ref() == Some(part) {
+        if *is_secret || digester.api_key.as_ref() == Some(part) {
             return digester.write_digest(bytes, out);
         }
         let start = out.len();
@@ -70,7 +69,7 @@ impl KeyTextFormat {
             (KeyPart::Global, ..) => {}
             (KeyPart::Ip { .. }, 1, Ok(v4), _) => percent_encode(Ipv4Addr::from(v4).to_string().as_bytes(), out),
             (KeyPart::Ip { .. }, 2, _, Ok(v6)) => percent_encode(Ipv6Addr::from(v6).to_string().as_bytes(), out),
-            // What a client sends can not pass for a digest.
+            // Escaped, so that a value from a client never equals a digest.
             _ if bytes.starts_with(DIGEST.as_bytes()) => {
                 out.push_str("%68");
                 percent_encode(bytes.get(1..).unwrap_or_default(), out);
@@ -84,15 +83,15 @@ impl KeyTextFormat {
     }
 }
 
-/// Makes the digests that stand for what is not told.
+/// Computes the digests that replace secret and long parts.
 pub struct KeyDigester {
     key: hmac::Key,
-    /// The part that is a client's secret by the configuration.
+    /// The part with the API key of a client, by the configuration.
     api_key: Option<KeyPart>,
 }
 
 impl KeyDigester {
-    /// `key` is the same for all gateways that count together; `api_key` is where requests have their client's.
+    /// `key` is common to all gateways that share counters; `api_key` is the part with the API key of a client.
     pub fn new(key: &[u8], api_key: Option<&KeyPart>) -> KeyDigester {
         KeyDigester { key: hmac::Key::new(hmac::HMAC_SHA256, key), api_key: api_key.cloned() }
     }
@@ -106,10 +105,10 @@ impl KeyDigester {
     }
 }
 
-/// Nothing of the key is shown.
+/// The key is not shown.
 impl fmt::Debug for KeyDigester {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Digester").field("api_key", &self.api_key).finish_non_exhaustive()
+        f.debug_struct("KeyDigester").field("api_key", &self.api_key).finish_non_exhaustive()
     }
 }
 
@@ -141,11 +140,11 @@ mod tests {
     }
 
     fn tokens() -> TokenCache {
-        let trust = TokenVerifier {
+        let verifier = TokenVerifier {
             keys: vec![VerificationKey::from_secret(SECRET, None).unwrap()],
             ..TokenVerifier::default()
         };
-        TokenCache::new(trust, vec!["sub".to_owned()], KeyHasher::new(SEED, 0))
+        TokenCache::new(verifier, vec!["sub".to_owned()], KeyHasher::new(SEED, 0))
     }
 
     fn token(claims: &str) -> String {
@@ -159,7 +158,7 @@ mod tests {
         fields.iter().map(|(name, value)| (name.parse().unwrap(), HeaderValue::from_bytes(value).unwrap())).collect()
     }
 
-    /// The text that a request has under a key.
+    /// The text of the key of a request.
     fn text_by(
         digester: &KeyDigester,
         key: &[KeyPart],
@@ -168,14 +167,14 @@ mod tests {
         headers: &HeaderMap,
     ) -> String {
         let rule_set = RuleSet::new(&[rule(key, on_missing)], SEED, None);
-        let identity = RuleKey::new(&rule_set.rules[0], &route(), SEED);
+        let rule_key = RuleKey::new(&rule_set.rules[0], &route(), SEED);
         let mut text = String::from("transom:");
-        let found = with_request(address, headers, &tokens(), |caller| {
+        let found = with_request(address, headers, &tokens(), |request| {
             assert_eq!(
-                matches!(identity.keyed_request(caller, &PlanLookup::new(None)), Ok(Some(_))),
-                identity.write_store_key(caller, digester, &mut String::new())
+                matches!(rule_key.keyed_request(request, &PlanLookup::new(None)), Ok(Some(_))),
+                rule_key.write_store_key(request, digester, &mut String::new())
             );
-            identity.write_store_key(caller, digester, &mut text)
+            rule_key.write_store_key(request, digester, &mut text)
         });
         assert!(found || text == "transom:");
         text.split_off("transom:".len())
@@ -185,17 +184,17 @@ mod tests {
         text_by(&digester(), key, OnMissing::Refuse, address, headers)
     }
 
-    /// The text that the decision API has for a key.
+    /// The text of a key in the decision API.
     fn decision_api_text(key: &[KeyPart], values: &[&str]) -> Option<String> {
         let rule_set = Arc::new(RuleSet::new(&[rule(key, OnMissing::Refuse)], SEED, None));
-        let counsel = DecisionService::new(&rule_set, &[None], SEED, None);
+        let service = DecisionService::new(&rule_set, &[None], SEED, None);
         let values: Vec<String> = values.iter().map(|value| (*value).to_owned()).collect();
         let mut text = String::new();
-        counsel.write_store_key(0, &values, &digester(), &mut text).then_some(text)
+        service.write_store_key(0, &values, &digester(), &mut text).then_some(text)
     }
 
     #[test]
-    fn requests_and_the_decision_api_spell_every_part_alike() {
+    fn requests_and_the_decision_api_have_equal_texts_for_every_part() {
         let bearer = format!("Bearer {}", token(r#"{"sub":"al ice"}"#));
         let headers =
             headers(&[("x-user", b"bob|{1}"), ("cookie", b"id=c00kie"), ("authorization", bearer.as_bytes())]);
@@ -214,11 +213,11 @@ mod tests {
             (KeyPart::Route, "route", "route"),
             (KeyPart::Global, "", ""),
         ];
-        for (part, value, spelt) in &all {
+        for (part, value, written) in &all {
             let of_request = text(std::slice::from_ref(part), "10.0.0.7", &headers);
             assert_eq!(decision_api_text(std::slice::from_ref(part), &[value]), Some(of_request.clone()), "{part}");
-            match spelt.strip_prefix(DIGEST) {
-                None => assert_eq!(of_request, format!("r|{spelt}"), "{part}"),
+            match written.strip_prefix(DIGEST) {
+                None => assert_eq!(of_request, format!("r|{written}"), "{part}"),
                 Some(_) => assert!(of_request.starts_with("r|hmac-") && of_request.len() == 39, "{part}"),
             }
         }
@@ -232,15 +231,15 @@ mod tests {
     }
 
     #[test]
-    fn addresses_are_spelt_as_networks() {
+    fn addresses_are_written_as_networks() {
         let none = HeaderMap::new();
-        for (address, spelt) in [
+        for (address, written) in [
             ("10.0.0.1", "r|10.0.0.1"),
             ("::ffff:10.0.0.1", "r|10.0.0.1"),
             ("2001:db8:0:1:2:3:4:5", "r|2001%3Adb8%3A0%3A1%3A%3A"),
             ("2001:DB8::1", "r|2001%3Adb8%3A%3A"),
         ] {
-            assert_eq!(text(&[V4], address, &none), spelt);
+            assert_eq!(text(&[V4], address, &none), written);
         }
     }
 
@@ -253,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lets_somebody_in_is_told_by_its_digest() {
+    fn credentials_are_replaced_by_digests() {
         let header = |name: &str| KeyPart::Header(name.to_owned());
         for name in ["authorization", "proxy-authorization", "x-api-key", "x-auth-token", "my-session-id"] {
             assert!(is_secret_part(&header(name)), "{name}");
@@ -274,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_stay_bounded_and_nothing_passes_for_a_digest() {
+    fn keys_are_bounded_and_no_value_equals_a_digest() {
         let user =
             |value: &[u8]| text(&[KeyPart::Header("x-user".to_owned())], "10.0.0.1", &headers(&[("x-user", value)]));
         assert_eq!(user(&[b'a'; 256]).len(), 2 + 256);
@@ -286,16 +285,16 @@ mod tests {
     }
 
     #[test]
-    fn keys_of_a_fallback_are_no_others() {
+    fn keys_of_a_fallback_differ_from_other_keys() {
         let key = [KeyPart::Header("x-user".to_owned()), KeyPart::Method];
         let fallback = |parts: &[KeyPart]| OnMissing::Fallback(parts.to_vec());
-        let spelt =
+        let written =
             |parts: &[KeyPart], headers: &HeaderMap| text_by(&digester(), &key, fallback(parts), "10.0.0.1", headers);
         let none = HeaderMap::new();
-        assert_eq!(spelt(&[V4], &none), "r|else=ip|10.0.0.1");
-        assert_eq!(spelt(&[V4, KeyPart::Host], &none), "r|else=ip%2Chost|10.0.0.1|example.com");
-        assert_eq!(spelt(&[KeyPart::Global], &none), "r|else=global|");
-        assert_eq!(spelt(&[V4], &headers(&[("x-user", b"else=ip")])), "r|else%3Dip|GET");
+        assert_eq!(written(&[V4], &none), "r|else=ip|10.0.0.1");
+        assert_eq!(written(&[V4, KeyPart::Host], &none), "r|else=ip%2Chost|10.0.0.1|example.com");
+        assert_eq!(written(&[KeyPart::Global], &none), "r|else=global|");
+        assert_eq!(written(&[V4], &headers(&[("x-user", b"else=ip")])), "r|else%3Dip|GET");
         assert_eq!(text_by(&digester(), &key, OnMissing::Skip, "10.0.0.1", &none), "");
     }
 
@@ -305,20 +304,20 @@ mod tests {
             a in proptest::collection::vec(any::<u8>(), 0..40), b in proptest::collection::vec(any::<u8>(), 0..40),
             at in 0..40_usize,
         ) {
-            let spelling = KeyTextFormat::new("r", &[KeyPart::Path, KeyPart::Path], false);
-            let spelt = |key: [&[u8]; 2]| {
+            let format = KeyTextFormat::new("r", &[KeyPart::Path, KeyPart::Path], false);
+            let written = |key: [&[u8]; 2]| {
                 let mut text = String::new();
-                spelling.write_prefix(&mut text);
-                key.iter().enumerate().for_each(|(i, bytes)| spelling.write_part(i, 7, bytes, &digester(), &mut text));
+                format.write_prefix(&mut text);
+                key.iter().enumerate().for_each(|(i, bytes)| format.write_part(i, 7, bytes, &digester(), &mut text));
                 prop_assert!(text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".~-%|".contains(&byte)));
                 prop_assert_eq!(text.matches('|').count(), 2);
                 Ok(text)
             };
-            // The same bytes, divided otherwise, and others.
+            // The same bytes, split at another position, and in another order.
             let both = [a.as_slice(), b.as_slice()].concat();
             let (left, right) = both.split_at(at.min(both.len()));
-            prop_assert_eq!(spelt([&a, &b])? == spelt([left, right])?, a == left);
-            prop_assert_eq!(spelt([&a, &b])? == spelt([&b, &a])?, a == b);
+            prop_assert_eq!(written([&a, &b])? == written([left, right])?, a == left);
+            prop_assert_eq!(written([&a, &b])? == written([&b, &a])?, a == b);
         }
     }
 }

@@ -1,12 +1,10 @@
-//! Opening a WebSocket, as far as a proxy has to understand it: by changing over an HTTP/1.1 connection (RFC 9110,
-//! section 7.8; RFC 6455, section 4), or with an extended CONNECT on a stream of HTTP/2 (RFC 8441).
+//! WebSocket handshakes, as far as a proxy has to understand them: the upgrade of an HTTP/1.1 connection (RFC 9110,
+//! section 7.8; RFC 6455, section 4), and the extended CONNECT of HTTP/2 (RFC 8441).
 //!
-//! It is the only protocol that is changed over to. Any other that a client offers stays behind, as it may
-//! by the RFC, and its request goes on as an ordinary one: behind `h2c` a client could send requests that
-//! no rule would see. A CONNECT has nothing that it could go on as, and is refused.
-//!
-//! An extended CONNECT is made the GET that it stands for as soon as it comes, so that routes, rules and the
-//! upstream meet one kind of handshake only.
+//! WebSocket is the only supported upgrade. The Upgrade field of another protocol is removed, as the RFC allows, and the
+//! request continues as an ordinary one: after an upgrade to `h2c` a client could send requests past the rules. A CONNECT
+//! for another protocol is refused. An extended CONNECT for WebSocket becomes the equivalent GET at once, so that routes,
+//! rules and the upstream handle one kind of handshake.
 
 use aws_lc_rs::{digest, rand};
 use base64::Engine;
@@ -19,52 +17,52 @@ use super::error::RequestError;
 
 const WEBSOCKET: HeaderValue = HeaderValue::from_static("websocket");
 
-/// What a server adds to a key before it takes the digest (RFC 6455, section 1.3).
+/// The suffix of the key in the digest of a server (RFC 6455, section 1.3).
 const ACCEPT_GUID: &[u8] = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11";
 
-/// What an extended CONNECT asks for, among the extensions of its request.
+/// The protocol of an extended CONNECT, stored in the extensions of the request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum ExtendedConnect {
     WebSocket,
     Other,
 }
 
-/// How a client asks for a WebSocket.
+/// How a client opens a WebSocket.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum UpgradeMethod {
-    /// Its connection changes over.
+    /// By an upgrade of its HTTP/1.1 connection.
     Upgrade,
     /// By an extended CONNECT.
     ExtendedConnect,
 }
 
-/// Takes note of a CONNECT that names a protocol. One that asks for a WebSocket becomes the GET that it stands for.
+/// Marks a request as an extended CONNECT. A CONNECT for a WebSocket becomes the equivalent GET.
 pub fn convert_extended_connect<B>(request: &mut Request<B>, protocol: &str) {
-    let asked =
+    let extended =
         if protocol.eq_ignore_ascii_case("websocket") { ExtendedConnect::WebSocket } else { ExtendedConnect::Other };
-    if asked == ExtendedConnect::WebSocket {
+    if extended == ExtendedConnect::WebSocket {
         *request.method_mut() = Method::GET;
     }
-    request.extensions_mut().insert(asked);
+    request.extensions_mut().insert(extended);
 }
 
-/// Whether a request was an extended CONNECT, for whatever protocol.
+/// Whether a request was an extended CONNECT, for any protocol.
 pub fn is_extended_connect(parts: &Parts) -> bool {
     parts.extensions.get::<ExtendedConnect>().is_some()
 }
 
-/// How a request asks for a WebSocket, if it does; `names` says whether it has an Upgrade field. It is to be asked before
-/// fields are made ready for the upstream.
-pub fn requested_upgrade(parts: &Parts, names: bool) -> Result<Option<UpgradeMethod>, RequestError> {
+/// How a request opens a WebSocket, if it does. `has_upgrade` says whether it has an Upgrade field. To be called before
+/// fields are removed for the upstream.
+pub fn requested_upgrade(parts: &Parts, has_upgrade: bool) -> Result<Option<UpgradeMethod>, RequestError> {
     if parts.version == Version::HTTP_2 {
         return Ok(
             (parts.extensions.get() == Some(&ExtendedConnect::WebSocket)).then_some(UpgradeMethod::ExtendedConnect)
         );
     }
-    Ok((names && is_http1_handshake(parts)?).then_some(UpgradeMethod::Upgrade))
+    Ok((has_upgrade && is_http1_handshake(parts)?).then_some(UpgradeMethod::Upgrade))
 }
 
-/// Whether a request that has an Upgrade field asks for WebSocket.
+/// Whether a request with an Upgrade field is a WebSocket handshake.
 fn is_http1_handshake(parts: &Parts) -> Result<bool, RequestError> {
     let headers = &parts.headers;
     if parts.version != Version::HTTP_11 || !single_value(headers, &header::UPGRADE).is_some_and(is_websocket) {
@@ -74,32 +72,32 @@ fn is_http1_handshake(parts: &Parts) -> Result<bool, RequestError> {
     if !options.map(<[u8]>::trim_ascii).any(|option| option.eq_ignore_ascii_case(b"upgrade")) {
         return Ok(false);
     }
-    let no_length = headers.get_all(header::CONTENT_LENGTH).iter().all(|length| length.as_bytes() == b"0");
-    if headers.contains_key(header::TRANSFER_ENCODING) || !no_length {
-        // Where the body ends and the other protocol begins would be a matter of opinion.
-        return Err(RequestError::Framing("a request that asks for another protocol can not have a body"));
+    let has_no_body = headers.get_all(header::CONTENT_LENGTH).iter().all(|length| length.as_bytes() == b"0");
+    if headers.contains_key(header::TRANSFER_ENCODING) || !has_no_body {
+        // Servers disagree on where the body ends and the other protocol begins.
+        return Err(RequestError::Framing("a request that upgrades to another protocol cannot have a body"));
     }
     Ok(parts.method == Method::GET && single_value(headers, &header::SEC_WEBSOCKET_KEY).is_some())
 }
 
-/// `Sec-WebSocket-Key` of a handshake: a nonce of 16 bytes, as it is written.
+/// The value of `Sec-WebSocket-Key`: a nonce of 16 bytes in base64.
 #[derive(Clone, Debug)]
 pub struct HandshakeKey(HeaderValue);
 
 impl HandshakeKey {
-    /// One for a handshake that the gateway makes by itself.
+    /// A random key, for a handshake of the gateway.
     pub fn generate() -> Result<HandshakeKey, RequestError> {
         let mut nonce = [0; 16];
         rand::fill(&mut nonce).map_err(|_no_entropy| RequestError::Panic)?;
         HeaderValue::from_str(&STANDARD.encode(nonce)).map(HandshakeKey).map_err(|_invalid| RequestError::Panic)
     }
 
-    /// The key of a handshake; `None` if that has none.
+    /// The key of a handshake, if it has one.
     pub fn from_headers(headers: &HeaderMap) -> Option<HandshakeKey> {
         headers.get(header::SEC_WEBSOCKET_KEY).cloned().map(HandshakeKey)
     }
 
-    /// Takes the key from a handshake; `None` if that has none.
+    /// Removes the key from a handshake, if it has one.
     pub fn take_from(headers: &mut HeaderMap) -> Option<HandshakeKey> {
         headers.remove(header::SEC_WEBSOCKET_KEY).map(HandshakeKey)
     }
@@ -108,7 +106,7 @@ impl HandshakeKey {
         headers.insert(header::SEC_WEBSOCKET_KEY, self.0.clone());
     }
 
-    /// What a server says that has understood the handshake.
+    /// The `Sec-WebSocket-Accept` of a server that accepts the handshake.
     fn accept_value(&self) -> String {
         let mut digest = digest::Context::new(&digest::SHA1_FOR_LEGACY_USE_ONLY);
         digest.update(self.0.as_bytes());
@@ -116,53 +114,53 @@ impl HandshakeKey {
         STANDARD.encode(digest.finish())
     }
 
-    /// Whether an answer is one to this handshake.
+    /// Whether a response accepts this handshake.
     pub fn is_accepted(&self, headers: &HeaderMap) -> bool {
         single_value(headers, &header::SEC_WEBSOCKET_ACCEPT)
             .is_some_and(|value| value.as_bytes() == self.accept_value().as_bytes())
     }
 }
 
-/// Makes an answer that changes over a connection the one to an extended CONNECT (RFC 8441, section 5).
-pub fn to_connect_response<B>(answer: &mut Response<B>) {
-    *answer.status_mut() = StatusCode::OK;
+/// Converts a `101 Switching Protocols` response to the response to an extended CONNECT (RFC 8441, section 5).
+pub fn to_connect_response<B>(response: &mut Response<B>) {
+    *response.status_mut() = StatusCode::OK;
     for name in [header::CONNECTION, header::UPGRADE, header::SEC_WEBSOCKET_ACCEPT, header::CONTENT_LENGTH] {
-        answer.headers_mut().remove(name);
+        response.headers_mut().remove(name);
     }
 }
 
-/// The other way round: makes the answer that opened a stream to the upstream one that changes over a connection.
-pub fn to_switching_protocols<B>(answer: &mut Response<B>, key: Option<&HandshakeKey>) {
-    *answer.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
-    insert_upgrade_fields(answer.headers_mut());
+/// Converts the response to an extended CONNECT to `101 Switching Protocols`.
+pub fn to_switching_protocols<B>(response: &mut Response<B>, key: Option<&HandshakeKey>) {
+    *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
+    insert_upgrade_fields(response.headers_mut());
     if let Some(accept) = key.and_then(|key| HeaderValue::from_str(&key.accept_value()).ok()) {
-        answer.headers_mut().insert(header::SEC_WEBSOCKET_ACCEPT, accept);
+        response.headers_mut().insert(header::SEC_WEBSOCKET_ACCEPT, accept);
     }
 }
 
-/// Takes away the two fields that make the change.
+/// Removes `Connection` and `Upgrade`.
 pub fn remove_upgrade_fields(headers: &mut HeaderMap) {
     headers.remove(header::CONNECTION);
     headers.remove(header::UPGRADE);
 }
 
-/// Puts back the two fields that make the change, behind those that stayed behind.
+/// Sets `Connection` and `Upgrade` for WebSocket, after the hop-by-hop fields were removed.
 pub fn insert_upgrade_fields(headers: &mut HeaderMap) {
     headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
     headers.insert(header::UPGRADE, WEBSOCKET);
 }
 
-/// Whether an answer changes over to another protocol.
-pub fn is_switching_protocols<B>(answer: &Response<B>) -> bool {
-    answer.status() == StatusCode::SWITCHING_PROTOCOLS
+/// Whether a response switches to another protocol.
+pub fn is_switching_protocols<B>(response: &Response<B>) -> bool {
+    response.status() == StatusCode::SWITCHING_PROTOCOLS
 }
 
-/// Whether an answer changes over to the protocol that was asked for.
-pub fn accepts_websocket<B>(answer: &Response<B>) -> bool {
-    is_switching_protocols(answer) && single_value(answer.headers(), &header::UPGRADE).is_some_and(is_websocket)
+/// Whether a response switches to WebSocket.
+pub fn accepts_websocket<B>(response: &Response<B>) -> bool {
+    is_switching_protocols(response) && single_value(response.headers(), &header::UPGRADE).is_some_and(is_websocket)
 }
 
-/// The value of a field that is given once.
+/// The value of a field that occurs exactly once.
 fn single_value<'h>(headers: &'h HeaderMap, name: &HeaderName) -> Option<&'h HeaderValue> {
     let mut values = headers.get_all(name).iter();
     values.next().filter(|_| values.next().is_none())
@@ -177,7 +175,7 @@ mod tests {
     use super::*;
     use http::Request;
 
-    fn asked(change: impl FnOnce(&mut Request<()>)) -> Result<bool, RequestError> {
+    fn is_handshake(change: impl FnOnce(&mut Request<()>)) -> Result<bool, RequestError> {
         let mut request = Request::get("/")
             .header("connection", "keep-alive, Upgrade")
             .header("upgrade", "WebSocket")
@@ -193,32 +191,35 @@ mod tests {
     }
 
     #[test]
-    fn a_clear_handshake_is_one() {
-        assert_eq!(asked(|_| {}), Ok(true));
-        assert_eq!(asked(|request| set(request, "content-length", "0")), Ok(true));
+    fn a_complete_handshake_is_recognized() {
+        assert_eq!(is_handshake(|_| {}), Ok(true));
+        assert_eq!(is_handshake(|request| set(request, "content-length", "0")), Ok(true));
     }
 
     #[test]
-    fn what_is_none_goes_on_without() {
-        assert_eq!(asked(|request| set(request, "upgrade", "h2c")), Ok(false));
-        assert_eq!(asked(|request| set(request, "upgrade", "websocket, h2c")), Ok(false));
-        assert_eq!(asked(|request| set(request, "connection", "keep-alive")), Ok(false));
-        assert_eq!(asked(|request| *request.method_mut() = Method::POST), Ok(false));
-        assert_eq!(asked(|request| *request.version_mut() = Version::HTTP_10), Ok(false));
-        assert_eq!(asked(|request| *request.version_mut() = Version::HTTP_2), Ok(false));
-        assert_eq!(asked(|request| drop(request.headers_mut().remove("sec-websocket-key"))), Ok(false));
+    fn other_requests_are_no_handshake() {
+        assert_eq!(is_handshake(|request| set(request, "upgrade", "h2c")), Ok(false));
+        assert_eq!(is_handshake(|request| set(request, "upgrade", "websocket, h2c")), Ok(false));
+        assert_eq!(is_handshake(|request| set(request, "connection", "keep-alive")), Ok(false));
+        assert_eq!(is_handshake(|request| *request.method_mut() = Method::POST), Ok(false));
+        assert_eq!(is_handshake(|request| *request.version_mut() = Version::HTTP_10), Ok(false));
+        assert_eq!(is_handshake(|request| *request.version_mut() = Version::HTTP_2), Ok(false));
+        assert_eq!(is_handshake(|request| drop(request.headers_mut().remove("sec-websocket-key"))), Ok(false));
         let two = |request: &mut Request<()>| {
             request.headers_mut().append("upgrade", WEBSOCKET);
         };
-        assert_eq!(asked(two), Ok(false));
+        assert_eq!(is_handshake(two), Ok(false));
     }
 
     #[test]
-    fn one_with_a_body_is_refused() {
-        assert!(matches!(asked(|request| set(request, "content-length", "1")), Err(RequestError::Framing(_))));
-        assert!(matches!(asked(|request| set(request, "transfer-encoding", "chunked")), Err(RequestError::Framing(_))));
+    fn a_handshake_with_a_body_is_refused() {
+        assert!(matches!(is_handshake(|request| set(request, "content-length", "1")), Err(RequestError::Framing(_))));
+        assert!(matches!(
+            is_handshake(|request| set(request, "transfer-encoding", "chunked")),
+            Err(RequestError::Framing(_))
+        ));
         assert_eq!(
-            asked(|request| {
+            is_handshake(|request| {
                 set(request, "upgrade", "h2c");
                 set(request, "content-length", "1");
             }),
@@ -227,17 +228,17 @@ mod tests {
     }
 
     #[test]
-    fn only_what_was_asked_for_is_granted() {
-        let answer = |status: u16, upgrade: &str| {
+    fn only_a_switch_to_websocket_is_accepted() {
+        let response = |status: u16, upgrade: &str| {
             Response::builder().status(status).header("upgrade", upgrade).body(()).unwrap()
         };
-        assert!(accepts_websocket(&answer(101, "websocket")));
-        assert!(!accepts_websocket(&answer(200, "websocket")));
-        assert!(!accepts_websocket(&answer(101, "h2c")));
+        assert!(accepts_websocket(&response(101, "websocket")));
+        assert!(!accepts_websocket(&response(200, "websocket")));
+        assert!(!accepts_websocket(&response(101, "h2c")));
     }
 
     #[test]
-    fn an_extended_connect_becomes_the_get_it_stands_for() {
+    fn an_extended_connect_becomes_the_equivalent_get() {
         let extended = |protocol: &str| {
             let mut request = Request::connect("https://a/chat").version(Version::HTTP_2).body(()).unwrap();
             convert_extended_connect(&mut request, protocol);
@@ -258,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_accepted_by_whoever_has_read_it() {
+    fn a_key_is_accepted_by_the_digest_of_the_key() {
         // RFC 6455, section 1.3.
         let mut headers = HeaderMap::new();
         headers.insert("sec-websocket-key", HeaderValue::from_static("dGhlIHNhbXBsZSBub25jZQ=="));
@@ -273,20 +274,20 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_made_those_of_the_other_version() {
-        let mut answer = Response::builder()
+    fn responses_are_converted_between_versions() {
+        let mut response = Response::builder()
             .status(101)
             .header("upgrade", "websocket")
             .header("sec-websocket-accept", "a")
             .header("sec-websocket-protocol", "chat")
             .body(())
             .unwrap();
-        to_connect_response(&mut answer);
-        assert_eq!((answer.status().as_u16(), answer.headers().len()), (200, 1));
+        to_connect_response(&mut response);
+        assert_eq!((response.status().as_u16(), response.headers().len()), (200, 1));
         let key = HandshakeKey(HeaderValue::from_static("dGhlIHNhbXBsZSBub25jZQ=="));
-        to_switching_protocols(&mut answer, Some(&key));
-        assert!(accepts_websocket(&answer) && key.is_accepted(answer.headers()));
-        remove_upgrade_fields(answer.headers_mut());
-        assert!(!accepts_websocket(&answer));
+        to_switching_protocols(&mut response, Some(&key));
+        assert!(accepts_websocket(&response) && key.is_accepted(response.headers()));
+        remove_upgrade_fields(response.headers_mut());
+        assert!(!accepts_websocket(&response));
     }
 }
