@@ -10,21 +10,22 @@ use std::time::Duration;
 use toml::de::DeTable;
 
 use super::diagnostics::{Problem, Report, quoted};
+use super::limits::{Http2, Limits, Timeouts};
 use super::route::{EncodedSlash, ForwardPath, PathParameters, PathReading, TrailingSlash};
+use super::settings::{DAY_MS, Section, Time, section_table};
 use super::toml_reader::{Item, Table, toml_errors};
 use super::{AccessLog, Config, Counters, RateLimitStyle, ReadFile, ReadVariable};
 use clients::DefinedPlans;
 use redis::DefaultSharing;
 use routes::Schemes;
 use transom_limiter::rule::{OnOutage, Rule, Sharing};
-use values::{DAY_MS, HEADER_FORMATS, read_timeout, section_table};
+use values::HEADER_FORMATS;
 
 mod actions;
 mod calendar_windows;
 mod clients;
 mod jwt;
 mod key;
-mod limits;
 mod listen;
 mod overrides;
 mod path;
@@ -84,9 +85,9 @@ fn read_top_level(mut top: Table, files: ReadFile, variables: ReadVariable, repo
     let admin = listen::read_admin(top.get("admin"), report);
     let certs = listen.client_certs();
     let (counters, mut sharing) = read_counters(top.get("counters"), files, variables, report);
-    let timeouts = limits::read_timeouts(top.get("timeouts"), report);
-    let http2 = limits::read_http2(top.get("http2"), report);
-    let limits = limits::read_limits(top.get("limits"), report);
+    let timeouts = Timeouts::read_section(top.get("timeouts"), report);
+    let http2 = Http2::read_section(top.get("http2"), report);
+    let limits = Limits::read_section(top.get("limits"), report);
     let access_log = read_access_log(top.get("access_log"), report);
     let jwt = top.get("jwt");
     let upstreams = top.get("upstreams");
@@ -166,7 +167,7 @@ fn read_counters(
         let snapshot = table.get("snapshot");
         let snapshot_span = snapshot.as_ref().map(|item| item.span.clone());
         counters.snapshot = snapshot.and_then(|item| read_absolute_path(&item, "\"/var/lib/transom/counts\"", report));
-        read_timeout(&mut table, "snapshot_every", &mut counters.snapshot_every, 1000..=DAY_MS, report);
+        counters.snapshot_every = table.read("snapshot_every", &Time(counters.snapshot_every, 1000..=DAY_MS), report);
         let file_paths =
             |file: &PathBuf| ["", ".lock", ".new", ".old"].map(|ending| format!("{}{ending}", file.display()));
         let file_paths = counters.file.as_ref().map(file_paths).unwrap_or_default();

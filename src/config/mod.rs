@@ -25,6 +25,7 @@ pub mod listen;
 pub mod redaction;
 pub mod redis;
 pub mod route;
+pub mod settings;
 pub mod toml_reader;
 pub mod upstream;
 

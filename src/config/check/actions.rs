@@ -5,15 +5,16 @@
 
 use toml::de::DeValue;
 
+use super::path;
 use super::template::read_template;
 use super::values::{FIELD_NAME_FIX, parse_field_name, read_body};
-use super::{limits, path};
 use crate::config::diagnostics::{Report, quoted, quoted_list};
-use crate::config::limits::Timeouts;
+use crate::config::limits::{MAX_BODY, MIN_RATE, RouteTimeouts, Timeouts};
 use crate::config::route::{
     Actions, EncodedSlash, FieldChanges, LocalResponse, PathChange, PathPattern, PathReading, Segment, Template,
     TemplatePart, Variable,
 };
+use crate::config::settings::{Kind, Section};
 use crate::config::toml_reader::{Item, SpannedStr, Table};
 
 /// Fields that frame a message or belong to one connection, so that only the gateway may set them.
@@ -90,8 +91,8 @@ impl<'d> ActionSettings<'d> {
                 .map(|item| read_field_changes(&item, path, report))
                 .unwrap_or_default(),
             timeouts: self.timeouts.and_then(|item| read_route_timeouts(&item, timeouts, report)),
-            max_body: self.max_body.and_then(|item| limits::read_max_body(&item, report)),
-            min_request_rate: self.min_request_rate.and_then(|item| limits::read_rate(&item, report)),
+            max_body: self.max_body.and_then(|item| MAX_BODY.read(&item, report)),
+            min_request_rate: self.min_request_rate.and_then(|item| MIN_RATE.read(&item, report)),
         };
         (actions != Actions::default()).then(|| Box::new(actions))
     }
@@ -351,8 +352,7 @@ fn read_route_timeouts(item: &Item, timeouts: &Timeouts, report: &mut Report) ->
         return item.wrong_type("a table", "write `timeouts = { response_head = \"5s\" }`", report);
     }
     let mut table = item.table("`timeouts` of a route", "", report)?;
-    let mut own = timeouts.clone();
-    limits::read_request_timeouts(&mut table, &mut own, report);
+    let own = RouteTimeouts::read(&mut table, report).over(timeouts);
     table.finish(report);
     Some(own)
 }

@@ -11,10 +11,11 @@ use std::path::PathBuf;
 use toml::de::{DeTable, DeValue};
 
 use super::key;
-use super::values::{check_name, nearest_name, read_digest, read_fingerprint, read_network, section_table};
+use super::values::{check_name, nearest_name, read_digest, read_fingerprint, read_network};
 use crate::config::ReadFile;
 use crate::config::diagnostics::{Report, quoted, quoted_list};
 use crate::config::listen::ClientCerts;
+use crate::config::settings::section_table;
 use crate::config::toml_reader::{Item, SpannedStr, Table, nearest, toml_errors};
 use crate::config::{Client, Clients};
 use transom_limiter::ip_prefix::Network;

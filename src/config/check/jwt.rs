@@ -7,9 +7,10 @@ use std::time::Duration;
 
 use toml::de::DeValue;
 
-use super::values::{DAY_MS, read_duration_ms, read_named_file, section_table, strip_line_end};
+use super::values::{read_duration_ms, read_named_file, strip_line_end};
 use crate::config::ReadFile;
 use crate::config::diagnostics::{Report, quoted};
+use crate::config::settings::{DAY_MS, section_table};
 use crate::config::toml_reader::{Item, SpannedStr, Table};
 use crate::jwt::jwks::{self, JwksError};
 use crate::jwt::token::{KEYS_TRIED_MAX, TokenVerifier};

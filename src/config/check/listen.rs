@@ -9,10 +9,11 @@ use rustls_pki_types::CertificateDer;
 use toml::de::DeValue;
 
 use super::route_match;
-use super::values::{read_named_file, read_network, section_table};
+use super::values::{read_named_file, read_network};
 use crate::config::certificate::{self, Certificate, CertificateFileError, RevocationList};
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::listen::{ClientAuth, ForwardedField, Https, Listen, Tls, TlsVersion, TrustedProxies};
+use crate::config::settings::section_table;
 use crate::config::toml_reader::{Item, SpannedStr, Table};
 use crate::config::{Admin, ReadFile};
 use transom_limiter::ip_prefix::Network;

@@ -6,8 +6,9 @@ use std::time::Duration;
 use toml::de::DeValue;
 
 use super::key;
-use super::values::{DAY_MS, read_duration_ms};
+use super::values::read_duration_ms;
 use crate::config::diagnostics::{Report, quoted};
+use crate::config::settings::DAY_MS;
 use crate::config::toml_reader::{Item, SpannedStr, Table};
 use crate::config::upstream::{Ejection, HealthChecks, LoadBalancing, Retries, UpstreamLimits, UpstreamPolicy};
 use transom_limiter::key::KeyPart;

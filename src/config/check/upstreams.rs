@@ -8,9 +8,10 @@ use std::time::Duration;
 
 use super::upstream_policy;
 use super::upstream_tls::{SystemRoots, read_tls};
-use super::values::{DAY_MS, Definitions, Parsed, is_ipv4_like, is_name, read_duration_ms};
+use super::values::{Definitions, Parsed, is_ipv4_like, is_name, read_duration_ms};
 use crate::config::ReadFile;
 use crate::config::diagnostics::{Report, quoted};
+use crate::config::settings::DAY_MS;
 use crate::config::toml_reader::{Item, SpannedStr, Table};
 use crate::config::upstream::{
     HostField, Protocol, Scheme, Server, Target, TransportSettings, Upstream, UpstreamPolicy,

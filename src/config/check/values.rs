@@ -10,13 +10,11 @@ use http::HeaderName;
 
 use crate::config::diagnostics::{Report, Span, quoted, quoted_list};
 use crate::config::route::Body;
+use crate::config::settings::{Kind, Time};
 use crate::config::toml_reader::{Item, SpannedStr, Table, nearest};
 use crate::config::{RateLimitStyle, ReadFile};
 use transom_limiter::ip_prefix::{Network, NetworkError};
 use transom_limiter::secret_digest::Digest;
-use transom_limiter::window::duration_ms;
-
-pub const DAY_MS: u64 = 24 * 60 * 60 * 1000;
 
 pub const HEADER_FORMATS: [(&str, RateLimitStyle); 4] = [
     ("ietf", RateLimitStyle::Ietf),
@@ -32,13 +30,6 @@ const BODY_MAX_BYTES: usize = 64 * 1024;
 
 /// A parsed value, or the message and the fix of a problem.
 pub type Parsed<T> = Result<T, (String, String)>;
-
-/// The table of an optional section such as `[limits]`.
-pub fn section_table<'d>(item: Option<Item<'d>>, report: &mut Report) -> Option<Table<'d>> {
-    let item = item?;
-    let header = format!("[{}]", item.key);
-    item.table(format!("`{header}`"), &format!("write `{header}`, then its settings, each on a line"), report)
-}
 
 /// The definitions of a section such as `[rules.NAME]`, in the order of the file.
 pub struct Definitions<T> {
@@ -120,55 +111,14 @@ pub fn nearest_name(name: &str) -> String {
     if valid.is_empty() { String::from("NAME") } else { valid }
 }
 
-/// Replaces `timeout`, which holds the default, if the table has a valid value for `key`.
-pub fn read_timeout(
-    table: &mut Table,
-    key: &'static str,
-    timeout: &mut Duration,
-    range: RangeInclusive<u64>,
-    report: &mut Report,
-) {
-    let ms = table.get(key).and_then(|item| read_duration_ms(&item, range, *timeout, report));
-    *timeout = ms.map_or(*timeout, Duration::from_millis);
-}
-
-/// Reads a duration such as `2s`, in milliseconds. `range` is in milliseconds; `default` serves as the example in a
-/// fix.
+/// Reads a duration such as `2s`, in milliseconds. `range` is in milliseconds; `default` serves as the example in a fix.
 pub fn read_duration_ms(
     item: &Item,
     range: RangeInclusive<u64>,
     default: Duration,
     report: &mut Report,
 ) -> Option<u64> {
-    let example = format!("\"{}\"", format_ms(default.as_millis() as u64));
-    let word = item.string(&example, report)?;
-    let (message, fix) = match duration_ms(word.text) {
-        Some(ms) if range.contains(&ms) => return Some(ms),
-        Some(ms) if ms > *range.end() => {
-            (format!("{} is too long", quoted(word.text)), format!("at most `{}`", format_ms(*range.end())))
-        }
-        Some(0) => (format!("`{}` cannot be {}", item.key, quoted(word.text)), item.fix_with(&example)),
-        Some(_) => (format!("{} is too short", quoted(word.text)), format!("at least `{}ms`", range.start())),
-        None => {
-            let seconds = word.text.parse::<u32>();
-            let fix = match seconds {
-                Ok(seconds) => format!("{}, if seconds are meant", item.fix_with(&format!("\"{seconds}s\""))),
-                Err(_) => format!("write a whole number with `ms`, `s`, `m`, `h` or `d`, such as `{example}`"),
-            };
-            (format!("{} is not a duration", quoted(word.text)), fix)
-        }
-    };
-    report.problem(word.span, message, fix);
-    None
-}
-
-/// A duration in the form that the configuration uses.
-fn format_ms(ms: u64) -> String {
-    match ms {
-        DAY_MS => "1d".to_owned(),
-        ms if ms.is_multiple_of(1000) => format!("{}s", ms / 1000),
-        ms => format!("{ms}ms"),
-    }
+    Time(default, range).read(item, report).map(|duration| duration.as_millis() as u64)
 }
 
 /// The name of a header field in lower case; `None` if the text is not a field name (RFC 9110, section 5.1).

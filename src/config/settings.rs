@@ -1,0 +1,461 @@
+//! Settings, each declared once: key, kind of value, default, bounds and description.
+//!
+//! `settings!` declares a table of the configuration file as a struct, a field per setting. The declaration yields the
+//! reader with its diagnostics, the defaults, the tables of the configuration reference, and the JSON schema.
+
+use std::ops::RangeInclusive;
+use std::time::Duration;
+
+use serde_json::{Value as Json, json};
+use toml::de::DeValue;
+use transom_limiter::window::duration_ms;
+
+use super::diagnostics::{Report, quoted};
+use super::toml_reader::{Item, Table};
+
+pub const DAY_MS: u64 = 24 * 60 * 60 * 1000;
+pub const KIB: u64 = 1024;
+pub const MIB: u64 = 1024 * KIB;
+pub const GIB: u64 = 1024 * MIB;
+
+/// Units of a size, and their bytes.
+const SIZE_UNITS: [(&str, u64); 8] = [
+    ("KiB", KIB),
+    ("MiB", MIB),
+    ("GiB", GIB),
+    ("kB", 1000),
+    ("KB", 1000),
+    ("MB", 1_000_000),
+    ("GB", 1_000_000_000),
+    ("B", 1),
+];
+
+/// How a setting is written in the file, and which value it yields.
+pub trait Kind {
+    type Value;
+
+    /// The value; `None` after a problem was reported.
+    fn read(&self, item: &Item, report: &mut Report) -> Option<Self::Value>;
+
+    /// The value of an absent setting. It also stands in for a value that could not be read.
+    fn default(&self) -> Self::Value;
+
+    /// The default as TOML; `None`: the setting has none.
+    fn default_text(&self) -> Option<String>;
+
+    fn shape(&self) -> Shape;
+}
+
+/// What the file may contain for a setting.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Shape {
+    Boolean,
+    Integer(RangeInclusive<u64>),
+    /// Bounds in milliseconds.
+    Duration(RangeInclusive<u64>),
+    /// Bounds in bytes.
+    Size(RangeInclusive<u64>),
+    /// One of several strings.
+    Words(Vec<&'static str>),
+    AnyOf(Vec<Shape>),
+}
+
+/// One setting of a table.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Setting {
+    pub key: &'static str,
+    /// Markdown.
+    pub description: String,
+    /// The default as TOML.
+    pub default: Option<String>,
+    pub shape: Shape,
+}
+
+impl Setting {
+    pub fn new(key: &'static str, description: &str, kind: &impl Kind) -> Setting {
+        let description = description.lines().map(str::trim).collect::<Vec<_>>().join(" ");
+        Setting { key, description: description.trim().to_owned(), default: kind.default_text(), shape: kind.shape() }
+    }
+}
+
+/// A table of the file that is read into a struct.
+pub trait Section: Sized {
+    /// The settings in the order of the declaration.
+    fn settings() -> Vec<Setting>;
+
+    /// Reads the settings of `table`. Other keys of the table are left to the caller.
+    fn read(table: &mut Table, report: &mut Report) -> Self;
+
+    /// Reads an optional table with a header of its own. An unknown key is a problem.
+    fn read_section(item: Option<Item>, report: &mut Report) -> Self
+    where
+        Self: Default,
+    {
+        let Some(mut table) = section_table(item, report) else { return Self::default() };
+        let section = Self::read(&mut table, report);
+        table.finish(report);
+        section
+    }
+}
+
+/// An optional table with a header of its own.
+pub fn section_table<'d>(item: Option<Item<'d>>, report: &mut Report) -> Option<Table<'d>> {
+    let item = item?;
+    let header = format!("[{}]", item.key);
+    item.table(format!("`{header}`"), &format!("write `{header}`, then its settings, each on a line"), report)
+}
+
+/// Declares a table of settings as a struct, with its `Section` and its `Default`:
+///
+/// ```text
+/// settings! {
+///     /// Limits on one HTTP/2 connection of a client.
+///     pub struct Http2 {
+///         /// Concurrent requests.
+///         max_concurrent_streams: u32 = Integer(100, 1..=10_000);
+///     }
+/// }
+/// ```
+macro_rules! settings {
+    ($(#[doc = $title:literal])* pub struct $Section:ident {
+        $($(#[doc = $doc:literal])* $key:ident: $Type:ty = $kind:expr;)*
+    }) => {
+        $(#[doc = $title])*
+        #[derive(Clone, PartialEq, Debug)]
+        pub struct $Section {
+            $($(#[doc = $doc])* pub $key: $Type,)*
+        }
+
+        impl $crate::config::settings::Section for $Section {
+            fn settings() -> Vec<$crate::config::settings::Setting> {
+                vec![$($crate::config::settings::Setting::new(stringify!($key), concat!($($doc, "\n",)*), &$kind),)*]
+            }
+
+            fn read(
+                table: &mut $crate::config::toml_reader::Table,
+                report: &mut $crate::config::diagnostics::Report,
+            ) -> $Section {
+                $Section { $($key: table.read(stringify!($key), &$kind, report),)* }
+            }
+        }
+
+        impl Default for $Section {
+            fn default() -> $Section {
+                $Section { $($key: $crate::config::settings::Kind::default(&$kind),)* }
+            }
+        }
+    };
+}
+pub(crate) use settings;
+
+impl Table<'_> {
+    /// The value of a setting, or its default.
+    pub fn read<K: Kind>(&mut self, key: &'static str, kind: &K, report: &mut Report) -> K::Value {
+        self.get(key).and_then(|item| kind.read(&item, report)).unwrap_or_else(|| kind.default())
+    }
+}
+
+/// `true` or `false`; the field is the default.
+pub struct Boolean(pub bool);
+
+impl Kind for Boolean {
+    type Value = bool;
+
+    fn read(&self, item: &Item, report: &mut Report) -> Option<bool> {
+        item.boolean(report)
+    }
+
+    fn default(&self) -> bool {
+        self.0
+    }
+
+    fn default_text(&self) -> Option<String> {
+        Some(self.0.to_string())
+    }
+
+    fn shape(&self) -> Shape {
+        Shape::Boolean
+    }
+}
+
+/// A whole number: default and bounds.
+pub struct Integer<T>(pub T, pub RangeInclusive<u64>);
+
+impl<T: Copy + ToString + TryFrom<u64>> Kind for Integer<T> {
+    type Value = T;
+
+    fn read(&self, item: &Item, report: &mut Report) -> Option<T> {
+        // The bounds fit the type.
+        item.integer(self.1.clone(), report).and_then(|value| T::try_from(value).ok())
+    }
+
+    fn default(&self) -> T {
+        self.0
+    }
+
+    fn default_text(&self) -> Option<String> {
+        Some(self.0.to_string())
+    }
+
+    fn shape(&self) -> Shape {
+        Shape::Integer(self.1.clone())
+    }
+}
+
+/// A duration: default, and bounds in milliseconds.
+pub struct Time(pub Duration, pub RangeInclusive<u64>);
+
+impl Kind for Time {
+    type Value = Duration;
+
+    fn read(&self, item: &Item, report: &mut Report) -> Option<Duration> {
+        let Time(default, range) = self;
+        let example = format!("\"{}\"", format_ms(default.as_millis() as u64));
+        let written = item.string(&example, report)?;
+        let (message, fix) = match duration_ms(written.text) {
+            Some(ms) if range.contains(&ms) => return Some(Duration::from_millis(ms)),
+            Some(ms) if ms > *range.end() => {
+                (format!("{} is too long", quoted(written.text)), format!("at most `{}`", format_ms(*range.end())))
+            }
+            Some(0) => (format!("`{}` cannot be {}", item.key, quoted(written.text)), item.fix_with(&example)),
+            Some(_) => (format!("{} is too short", quoted(written.text)), format!("at least `{}ms`", range.start())),
+            None => {
+                let fix = match written.text.parse::<u32>() {
+                    Ok(seconds) => format!("{}, if seconds are meant", item.fix_with(&format!("\"{seconds}s\""))),
+                    Err(_) => format!("write a whole number with `ms`, `s`, `m`, `h` or `d`, such as `{example}`"),
+                };
+                (format!("{} is not a duration", quoted(written.text)), fix)
+            }
+        };
+        report.problem(written.span, message, fix);
+        None
+    }
+
+    fn default(&self) -> Duration {
+        self.0
+    }
+
+    fn default_text(&self) -> Option<String> {
+        Some(format!("\"{}\"", format_ms(self.0.as_millis() as u64)))
+    }
+
+    fn shape(&self) -> Shape {
+        Shape::Duration(self.1.clone())
+    }
+}
+
+/// A duration in the largest unit that divides it.
+fn format_ms(ms: u64) -> String {
+    match ms {
+        DAY_MS => "1d".to_owned(),
+        ms if ms.is_multiple_of(1000) => format!("{}s", ms / 1000),
+        ms => format!("{ms}ms"),
+    }
+}
+
+/// A duration, or `"0s"` for none.
+pub struct TimeOrOff(pub Duration);
+
+impl Kind for TimeOrOff {
+    type Value = Option<Duration>;
+
+    fn read(&self, item: &Item, report: &mut Report) -> Option<Option<Duration>> {
+        Time(self.0, 0..=DAY_MS).read(item, report).map(|time| (!time.is_zero()).then_some(time))
+    }
+
+    fn default(&self) -> Option<Duration> {
+        Some(self.0)
+    }
+
+    fn default_text(&self) -> Option<String> {
+        Time(self.0, 0..=DAY_MS).default_text()
+    }
+
+    fn shape(&self) -> Shape {
+        Shape::Duration(0..=DAY_MS)
+    }
+}
+
+/// A setting without a default. The default of the inner kind is the example in messages.
+pub struct Optional<K>(pub K);
+
+impl<K: Kind> Kind for Optional<K> {
+    type Value = Option<K::Value>;
+
+    fn read(&self, item: &Item, report: &mut Report) -> Option<Option<K::Value>> {
+        self.0.read(item, report).map(Some)
+    }
+
+    fn default(&self) -> Option<K::Value> {
+        None
+    }
+
+    fn default_text(&self) -> Option<String> {
+        None
+    }
+
+    fn shape(&self) -> Shape {
+        self.0.shape()
+    }
+}
+
+/// A number of bytes, with or without a unit: the default, the default as TOML, and the bounds.
+pub struct Size<T>(pub T, pub &'static str, pub RangeInclusive<u64>);
+
+impl<T: Copy + TryFrom<u64>> Kind for Size<T> {
+    type Value = T;
+
+    fn read(&self, item: &Item, report: &mut Report) -> Option<T> {
+        let Size(_, example, range) = self;
+        let DeValue::String(text) = item.value else {
+            let bytes: Option<u64> = match item.value {
+                DeValue::Integer(_) => item.integer(range.clone(), report),
+                _ => item.wrong_type("a size", &item.fix_with(example), report),
+            };
+            return bytes.and_then(|bytes| T::try_from(bytes).ok());
+        };
+        let bytes = SIZE_UNITS.iter().find_map(|(unit, bytes)| {
+            let digits = text.strip_suffix(unit)?.trim_end();
+            let digits = Some(digits).filter(|digits| digits.bytes().all(|byte| byte.is_ascii_digit()))?;
+            digits.parse::<u64>().ok()?.checked_mul(*bytes)
+        });
+        let (message, fix) = match bytes {
+            Some(bytes) if range.contains(&bytes) => return T::try_from(bytes).ok(),
+            Some(_) => (
+                format!("`{}` cannot be {}", item.key, quoted(text)),
+                format!("write a size from `{}` to `{}` bytes", range.start(), range.end()),
+            ),
+            None => {
+                let fix = "write a whole number of bytes, or one with `KiB`, `MiB` or `GiB`, such as";
+                (format!("{} is not a size", quoted(text)), format!("{fix} `{example}`"))
+            }
+        };
+        report.problem(item.span.clone(), message, fix);
+        None
+    }
+
+    fn default(&self) -> T {
+        self.0
+    }
+
+    fn default_text(&self) -> Option<String> {
+        Some(self.1.to_owned())
+    }
+
+    fn shape(&self) -> Shape {
+        Shape::Size(self.2.clone())
+    }
+}
+
+/// A number of bytes, or `"unlimited"`, which is the default. The field is the example in messages.
+pub struct SizeOrUnlimited(pub &'static str);
+
+impl Kind for SizeOrUnlimited {
+    type Value = Option<u64>;
+
+    fn read(&self, item: &Item, report: &mut Report) -> Option<Option<u64>> {
+        match item.value {
+            DeValue::String(text) if text == "unlimited" => Some(None),
+            _ => Size(0_u64, self.0, 0..=u64::MAX / 2).read(item, report).map(Some),
+        }
+    }
+
+    fn default(&self) -> Option<u64> {
+        None
+    }
+
+    fn default_text(&self) -> Option<String> {
+        Some("\"unlimited\"".to_owned())
+    }
+
+    fn shape(&self) -> Shape {
+        Shape::AnyOf(vec![Shape::Size(0..=u64::MAX / 2), Shape::Words(vec!["unlimited"])])
+    }
+}
+
+/// One of several strings: the default, and each string with its value.
+pub struct Choice<T: 'static>(pub T, pub &'static [(&'static str, T)]);
+
+impl<T: Copy + PartialEq> Kind for Choice<T> {
+    type Value = T;
+
+    fn read(&self, item: &Item, report: &mut Report) -> Option<T> {
+        item.choice(self.1, report)
+    }
+
+    fn default(&self) -> T {
+        self.0
+    }
+
+    fn default_text(&self) -> Option<String> {
+        self.1.iter().find(|(_, value)| *value == self.0).map(|(word, _)| format!("\"{word}\""))
+    }
+
+    fn shape(&self) -> Shape {
+        Shape::Words(self.1.iter().map(|(word, _)| *word).collect())
+    }
+}
+
+impl Shape {
+    /// The type and the bounds, as the configuration reference prints them.
+    pub fn reference_text(&self) -> String {
+        match self {
+            Shape::Boolean => "boolean".to_owned(),
+            Shape::Integer(range) => format!("{} to {}", range.start(), range.end()),
+            Shape::Duration(range) => {
+                format!("duration, `\"{}\"` to `\"{}\"`", format_ms(*range.start()), format_ms(*range.end()))
+            }
+            Shape::Size(range) if *range.end() > GIB => "size".to_owned(),
+            Shape::Size(range) => format!("size, {} to {}", size_text(*range.start()), size_text(*range.end())),
+            Shape::Words(words) => words.iter().map(|word| format!("`\"{word}\"`")).collect::<Vec<_>>().join(", "),
+            Shape::AnyOf(shapes) => shapes.iter().map(Shape::reference_text).collect::<Vec<_>>().join(", "),
+        }
+    }
+
+    /// The JSON schema (draft 2020-12).
+    pub fn schema(&self) -> Json {
+        match self {
+            Shape::Boolean => json!({ "type": "boolean" }),
+            Shape::Integer(range) => {
+                json!({ "type": "integer", "minimum": range.start(), "maximum": range.end() })
+            }
+            Shape::Duration(_) => json!({ "type": "string", "pattern": "^ *[0-9_]+ *(ms|s|m|h|d|w) *$" }),
+            Shape::Size(range) => json!({ "anyOf": [
+                { "type": "integer", "minimum": range.start(), "maximum": range.end() },
+                { "type": "string", "pattern": "^[0-9]+ *([KMG]iB|[kKMG]?B)$" },
+            ] }),
+            Shape::Words(words) => json!({ "enum": words }),
+            Shape::AnyOf(shapes) => json!({ "anyOf": shapes.iter().map(Shape::schema).collect::<Vec<_>>() }),
+        }
+    }
+}
+
+/// A size in the largest unit that divides it.
+fn size_text(bytes: u64) -> String {
+    let units = [("GiB", GIB), ("MiB", MIB), ("KiB", KIB)];
+    match units.iter().find(|(_, unit)| bytes > 0 && bytes.is_multiple_of(*unit)) {
+        Some((name, unit)) => format!("`\"{}{name}\"`", bytes / unit),
+        None => format!("`{bytes}`"),
+    }
+}
+
+/// The settings of a table as the rows of a Markdown table.
+pub fn reference_rows(settings: &[Setting]) -> String {
+    let row = |setting: &Setting| {
+        let default = setting.default.as_ref().map_or_else(|| "none".to_owned(), |default| format!("`{default}`"));
+        let Setting { key, description, shape, .. } = setting;
+        format!("| `{key}` | {} | {default} | {description} |\n", shape.reference_text())
+    };
+    settings.iter().map(row).collect()
+}
+
+/// The JSON schema of a table.
+pub fn table_schema(settings: &[Setting]) -> Json {
+    let property = |setting: &Setting| {
+        let mut schema = setting.shape.schema();
+        schema["description"] = setting.description.clone().into();
+        (setting.key.to_owned(), schema)
+    };
+    let properties: serde_json::Map<String, Json> = settings.iter().map(property).collect();
+    json!({ "type": "object", "properties": properties, "additionalProperties": false })
+}
