@@ -2,9 +2,7 @@
 
 use std::time::Duration;
 
-use super::settings::{
-    Boolean, DAY_MS, GIB, Integer, KIB, MIB, Optional, Size, SizeOrUnlimited, Time, TimeOrOff, settings,
-};
+use super::settings::{Boolean, DAY_MS, GIB, Integer, KIB, MIB, Optional, Size, SizeOrUnlimited, Time, TimeOrOff};
 
 const SECOND: Duration = Duration::from_secs(1);
 const MINUTE: Duration = Duration::from_secs(60);

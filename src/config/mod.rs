@@ -15,6 +15,9 @@ use transom_limiter::key::KeyPart;
 use transom_limiter::rule::Rule;
 use transom_limiter::secret_digest::Digest;
 
+#[macro_use]
+pub mod settings;
+
 pub mod certificate;
 pub mod check;
 pub mod client_tls;
@@ -25,7 +28,6 @@ pub mod listen;
 pub mod redaction;
 pub mod redis;
 pub mod route;
-pub mod settings;
 pub mod toml_reader;
 pub mod upstream;
 

@@ -3,6 +3,7 @@
 //! `settings!` declares a table of the configuration file as a struct, a field per setting. The declaration yields the
 //! reader with its diagnostics, the defaults, the tables of the configuration reference, and the JSON schema.
 
+use std::marker::PhantomData;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
@@ -44,6 +45,11 @@ pub trait Kind {
     fn default_text(&self) -> Option<String>;
 
     fn shape(&self) -> Shape;
+
+    /// How to mend a file without the setting; `None`: the setting may be absent.
+    fn required_fix(&self) -> Option<&'static str> {
+        None
+    }
 }
 
 /// What the file may contain for a setting.
@@ -57,6 +63,11 @@ pub enum Shape {
     Size(RangeInclusive<u64>),
     /// One of several strings.
     Words(Vec<&'static str>),
+    /// A text: what it is called in the reference.
+    Text(&'static str),
+    List(Box<Shape>),
+    /// An inline table.
+    Table(Vec<Setting>),
     AnyOf(Vec<Shape>),
 }
 
@@ -83,7 +94,10 @@ pub trait Section: Sized {
     /// The settings in the order of the declaration.
     fn settings() -> Vec<Setting>;
 
-    /// Reads the settings of `table`. Other keys of the table are left to the caller.
+    /// The keys in the order of the declaration.
+    const KEYS: &'static [&'static str];
+
+    /// Reads the settings of `table`, and checks them together. Other keys of the table are left to the caller.
     fn read(table: &mut Table, report: &mut Report) -> Self;
 
     /// Reads an optional table with a header of its own. An unknown key is a problem.
@@ -116,8 +130,10 @@ pub fn section_table<'d>(item: Option<Item<'d>>, report: &mut Report) -> Option<
 ///     }
 /// }
 /// ```
+///
+/// `pub struct Http2 checked by check` calls `check(&mut http2, &table, report)` after all settings are read.
 macro_rules! settings {
-    ($(#[doc = $title:literal])* pub struct $Section:ident {
+    ($(#[doc = $title:literal])* pub struct $Section:ident $(checked by $check:path)? {
         $($(#[doc = $doc:literal])* $key:ident: $Type:ty = $kind:expr;)*
     }) => {
         $(#[doc = $title])*
@@ -131,11 +147,16 @@ macro_rules! settings {
                 vec![$($crate::config::settings::Setting::new(stringify!($key), concat!($($doc, "\n",)*), &$kind),)*]
             }
 
+            const KEYS: &'static [&'static str] = &[$(stringify!($key)),*];
+
             fn read(
                 table: &mut $crate::config::toml_reader::Table,
                 report: &mut $crate::config::diagnostics::Report,
             ) -> $Section {
-                $Section { $($key: table.read(stringify!($key), &$kind, report),)* }
+                #[allow(unused_mut, reason = "changed by the check, if there is one")]
+                let mut section = $Section { $($key: table.read(stringify!($key), &$kind, report),)* };
+                $($check(&mut section, table, report);)?
+                section
             }
         }
 
@@ -146,12 +167,14 @@ macro_rules! settings {
         }
     };
 }
-pub(crate) use settings;
-
 impl Table<'_> {
     /// The value of a setting, or its default.
     pub fn read<K: Kind>(&mut self, key: &'static str, kind: &K, report: &mut Report) -> K::Value {
-        self.get(key).and_then(|item| kind.read(&item, report)).unwrap_or_else(|| kind.default())
+        let item = match kind.required_fix() {
+            Some(fix) => self.require(key, fix),
+            None => self.get(key),
+        };
+        item.and_then(|item| kind.read(&item, report)).unwrap_or_else(|| kind.default())
     }
 }
 
@@ -269,6 +292,29 @@ impl Kind for TimeOrOff {
 
     fn default_text(&self) -> Option<String> {
         Time(self.0, 0..=DAY_MS).default_text()
+    }
+
+    fn shape(&self) -> Shape {
+        Shape::Duration(0..=DAY_MS)
+    }
+}
+
+/// A duration up to a day whose default is zero. The field is the example in messages.
+pub struct TimeOrZero(pub Duration);
+
+impl Kind for TimeOrZero {
+    type Value = Duration;
+
+    fn read(&self, item: &Item, report: &mut Report) -> Option<Duration> {
+        Time(self.0, 0..=DAY_MS).read(item, report)
+    }
+
+    fn default(&self) -> Duration {
+        Duration::ZERO
+    }
+
+    fn default_text(&self) -> Option<String> {
+        Some("\"0s\"".to_owned())
     }
 
     fn shape(&self) -> Shape {
@@ -396,6 +442,150 @@ impl<T: Copy + PartialEq> Kind for Choice<T> {
     }
 }
 
+/// A setting that must be present. `default` stands in for an absent one; the second field is the fix.
+pub struct Required<K>(pub K, pub &'static str);
+
+impl<K: Kind> Kind for Required<K> {
+    type Value = K::Value;
+
+    fn read(&self, item: &Item, report: &mut Report) -> Option<K::Value> {
+        self.0.read(item, report)
+    }
+
+    fn default(&self) -> K::Value {
+        self.0.default()
+    }
+
+    fn default_text(&self) -> Option<String> {
+        None
+    }
+
+    fn shape(&self) -> Shape {
+        self.0.shape()
+    }
+
+    fn required_fix(&self) -> Option<&'static str> {
+        Some(self.1)
+    }
+}
+
+/// A setting with a reader of its own.
+pub struct Custom<T> {
+    pub default: T,
+    /// The default as TOML.
+    pub default_text: Option<&'static str>,
+    pub shape: Shape,
+    pub read: fn(&Item, &mut Report) -> Option<T>,
+}
+
+impl<T: Clone> Kind for Custom<T> {
+    type Value = T;
+
+    fn read(&self, item: &Item, report: &mut Report) -> Option<T> {
+        (self.read)(item, report)
+    }
+
+    fn default(&self) -> T {
+        self.default.clone()
+    }
+
+    fn default_text(&self) -> Option<String> {
+        self.default_text.map(str::to_owned)
+    }
+
+    fn shape(&self) -> Shape {
+        self.shape.clone()
+    }
+}
+
+/// An inline table. The field is the fix for a value of another type.
+pub struct Inline<S>(&'static str, PhantomData<S>);
+
+impl<S> Inline<S> {
+    pub fn or(fix: &'static str) -> Inline<S> {
+        Inline(fix, PhantomData)
+    }
+}
+
+impl<S: Section + Default> Kind for Inline<S> {
+    type Value = S;
+
+    fn read(&self, item: &Item, report: &mut Report) -> Option<S> {
+        let mut table = item.table(format!("`{}`", item.key), self.0, report)?;
+        let section = S::read(&mut table, report);
+        table.finish(report);
+        Some(section)
+    }
+
+    fn default(&self) -> S {
+        S::default()
+    }
+
+    fn default_text(&self) -> Option<String> {
+        None
+    }
+
+    fn shape(&self) -> Shape {
+        Shape::Table(S::settings())
+    }
+}
+
+/// An inline table, or `false` for none. An absent setting and `true` yield the defaults of the table.
+pub struct InlineOrFalse<S>(pub Inline<S>);
+
+impl<S: Section + Default> Kind for InlineOrFalse<S> {
+    type Value = Option<S>;
+
+    fn read(&self, item: &Item, report: &mut Report) -> Option<Option<S>> {
+        match item.value {
+            DeValue::Boolean(_) => item.boolean(report).map(|is_on| is_on.then(S::default)),
+            _ => self.0.read(item, report).map(Some),
+        }
+    }
+
+    fn default(&self) -> Option<S> {
+        Some(S::default())
+    }
+
+    fn default_text(&self) -> Option<String> {
+        Some("true".to_owned())
+    }
+
+    fn shape(&self) -> Shape {
+        Shape::AnyOf(vec![Shape::Boolean, self.0.shape()])
+    }
+}
+
+/// A percentage, with or without `%`.
+pub struct Percent<T>(pub T);
+
+impl<T: Copy + ToString + TryFrom<u64>> Kind for Percent<T> {
+    type Value = T;
+
+    fn read(&self, item: &Item, report: &mut Report) -> Option<T> {
+        let DeValue::String(text) = item.value else { return Integer(self.0, 0..=100).read(item, report) };
+        let percent = text.strip_suffix('%').and_then(|digits| digits.trim().parse::<u64>().ok());
+        let percent = percent.filter(|percent| *percent <= 100);
+        if percent.is_none() {
+            let message = format!("`{}` cannot be {}", item.key, quoted(text));
+            report.problem(item.span.clone(), message, "write a whole number from `0` to `100`");
+        }
+        percent.and_then(|percent| T::try_from(percent).ok())
+    }
+
+    fn default(&self) -> T {
+        self.0
+    }
+
+    fn default_text(&self) -> Option<String> {
+        Some(self.0.to_string())
+    }
+
+    fn shape(&self) -> Shape {
+        Shape::AnyOf(vec![Shape::Integer(0..=100), Shape::Text("percentage")])
+    }
+}
+
 impl Shape {
     /// The type and the bounds, as the configuration reference prints them.
     pub fn reference_text(&self) -> String {
@@ -408,6 +598,9 @@ impl Shape {
             Shape::Size(range) if *range.end() > GIB => "size".to_owned(),
             Shape::Size(range) => format!("size, {} to {}", size_text(*range.start()), size_text(*range.end())),
             Shape::Words(words) => words.iter().map(|word| format!("`\"{word}\"`")).collect::<Vec<_>>().join(", "),
+            Shape::Text(name) => (*name).to_owned(),
+            Shape::List(of) => format!("list of: {}", of.reference_text()),
+            Shape::Table(_) => "table".to_owned(),
             Shape::AnyOf(shapes) => shapes.iter().map(Shape::reference_text).collect::<Vec<_>>().join(", "),
         }
     }
@@ -425,6 +618,9 @@ impl Shape {
                 { "type": "string", "pattern": "^[0-9]+ *([KMG]iB|[kKMG]?B)$" },
             ] }),
             Shape::Words(words) => json!({ "enum": words }),
+            Shape::Text(_) => json!({ "type": "string" }),
+            Shape::List(of) => json!({ "type": "array", "items": of.schema() }),
+            Shape::Table(settings) => table_schema(settings),
             Shape::AnyOf(shapes) => json!({ "anyOf": shapes.iter().map(Shape::schema).collect::<Vec<_>>() }),
         }
     }

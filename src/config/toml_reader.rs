@@ -85,6 +85,11 @@ impl<'d> Table<'d> {
         self.common_mistakes.push(CommonMistake { key, meant, fix: fix.into() });
     }
 
+    /// The value of a key that was read before.
+    pub fn given(&self, key: &str) -> Option<Item<'d>> {
+        self.entries.get_key_value(key).map(|(key, value)| item(key, value))
+    }
+
     /// All entries in the order of the file, for a table whose keys are names that the operator chose.
     pub fn items(&self) -> Vec<Item<'d>> {
         let mut items: Vec<Item> = self.entries.iter().map(|(key, value)| item(key, value)).collect();

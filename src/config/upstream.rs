@@ -1,12 +1,26 @@
 //! Upstreams: their servers, how connections to them are made, and how the servers are chosen, checked and protected.
 //!
-//! Plain data, already checked.
+//! The settings of `[upstreams.NAME]` that concern the servers as a group are read here; `check/upstreams.rs` reads the servers.
 
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
+use toml::de::DeValue;
+
+use super::check::key;
 use super::client_tls::ClientTls;
+use super::diagnostics::{Report, quoted};
+use super::settings::{
+    Choice, Custom, DAY_MS, Inline, InlineOrFalse, Integer, Optional, Percent, Required, Shape, Time, TimeOrZero,
+};
+use super::toml_reader::{Item, Table, nearest};
 use transom_limiter::key::KeyPart;
+
+const SECOND: Duration = Duration::from_secs(1);
+const COUNT_MAX: u64 = 1_000_000;
+const HASH_EXAMPLE: &str = "{ hash = \"ip\" }";
+const STATUSES_EXAMPLE: &str = "[502, 503, 504]";
+const CAUSES: [&str; 3] = ["connect-failure", "reset", "timeout"];
 
 #[derive(Clone, PartialEq, Debug)]
 pub struct Upstream {
@@ -83,18 +97,47 @@ pub enum HostField {
     Fixed(String),
 }
 
-/// Load balancing, health and limits of an upstream's servers.
-#[derive(Clone, PartialEq, Debug)]
-pub struct UpstreamPolicy {
-    pub balance: LoadBalancing,
-    /// How long the share of a recovered server takes to grow to its full size; zero: no slow start.
-    pub slow_start: Duration,
-    /// `None`: no active health checks.
-    pub health: Option<HealthChecks>,
-    /// `None`: failed requests do not eject servers.
-    pub ejection: Option<Ejection>,
-    pub retries: Retries,
-    pub limits: UpstreamLimits,
+settings! {
+    /// Load balancing, health and limits of an upstream's servers. Limits count in the whole process.
+    pub struct UpstreamPolicy checked by check_policy {
+        /// `"least-requests"`: of two random servers, the one with fewer requests in flight relative to its weight.
+        /// `"round-robin"`: in turn; those of a heavy server are spread between the others'. `{ hash = "cookie:session" }`:
+        /// [by hash](#load-balancing-by-hash).
+        balance: LoadBalancing = Custom {
+            default: LoadBalancing::LeastRequests,
+            default_text: Some("\"least-requests\""),
+            shape: Shape::AnyOf(vec![Shape::Words(vec!["least-requests", "round-robin"]), Shape::Text("`{ hash = … }`")]),
+            read: read_balance,
+        };
+        /// [Active health checks](#health-checks).
+        health: Option<HealthChecks> = Optional(Inline::<HealthChecks>::or("write `health = { path = \"/healthz\" }`"));
+        /// [Ejection of failing servers](#ejection).
+        ejection: Option<Ejection> =
+            InlineOrFalse(Inline::<Ejection>::or("write `ejection = { failures = 5 }`, or `ejection = false`"));
+        /// [Retries](#retries).
+        retries: Option<Retries> =
+            InlineOrFalse(Inline::<Retries>::or("write `retries = { attempts = 2 }`, or `retries = false`"));
+        /// Time over which the weight of a server grows from a tenth to the full weight after it was unhealthy or ejected.
+        slow_start: Duration = TimeOrZero(30 * SECOND);
+        /// Requests in flight to the upstream, until the end of their responses, in the whole process. Further requests get
+        /// 503 at once.
+        max_requests: Option<u32> = Optional(Integer(0, 1..=COUNT_MAX));
+        /// Connections to each server, divided between the workers; each worker may have at least one, so use a multiple of
+        /// `workers`. HTTP/2: requests beyond what the server allows on these connections wait.
+        max_connections: Option<u32> = Optional(Integer(0, 1..=COUNT_MAX));
+        /// Idle HTTP/1.1 connections kept to each server, see below.
+        max_idle_connections: u32 = Integer(10_000, 0..=COUNT_MAX);
+        /// Requests that wait for a connection because of `max_connections`, in the whole process. A further request gets
+        /// 503 at once, and a request that has waited for `timeouts.connect` gets 503.
+        max_pending: u32 = Integer(1024, 0..=COUNT_MAX);
+    }
+}
+
+fn check_policy(_policy: &mut UpstreamPolicy, table: &Table, report: &mut Report) {
+    if let (Some(item), None) = (table.given("max_pending"), table.given("max_connections")) {
+        let message = "`max_pending` has no effect without `max_connections`";
+        report.missing(item.key_span, message, "add `max_connections`, or remove it");
+    }
 }
 
 #[derive(Clone, PartialEq, Debug)]
@@ -106,133 +149,247 @@ pub enum LoadBalancing {
     Hash(Vec<KeyPart>),
 }
 
-/// Active health checks.
-#[derive(Clone, PartialEq, Debug)]
-pub struct HealthChecks {
-    /// With query; valid as a request target.
-    pub path: String,
-    /// Upper-case.
-    pub method: String,
-    /// `None`: the server's address.
-    pub host: Option<String>,
-    pub interval: Duration,
-    pub timeout: Duration,
-    /// Successful checks in a row that make a server healthy.
-    pub healthy_after: u32,
-    /// Failed checks in a row that make a server unhealthy.
-    pub unhealthy_after: u32,
-    /// Status codes of a successful check.
-    pub statuses: Vec<RangeInclusive<u16>>,
+fn read_balance(item: &Item, report: &mut Report) -> Option<LoadBalancing> {
+    let DeValue::Table(_) = item.value else {
+        let words = [("least-requests", Some(true)), ("round-robin", Some(false)), ("hash", None)];
+        let chosen = item.choice(&words, report)?;
+        if chosen.is_none() {
+            let fix = item.fix_with(HASH_EXAMPLE);
+            report.problem(item.span.clone(), "`balance = \"hash\"` does not say what is hashed", fix);
+        }
+        return chosen.map(|least| if least { LoadBalancing::LeastRequests } else { LoadBalancing::RoundRobin });
+    };
+    let mut table = item.table("`balance`", &item.fix_with(HASH_EXAMPLE), report)?;
+    let parts = table.require("hash", item.fix_with(HASH_EXAMPLE));
+    let parts = parts.and_then(|item| read_hash_parts(&item, report));
+    table.finish(report);
+    parts.map(LoadBalancing::Hash)
 }
 
-/// Passive health checks: ejection of servers that fail requests.
-#[derive(Clone, PartialEq, Debug)]
-pub struct Ejection {
-    /// Failures in a row that eject a server.
-    pub failures: u32,
-    /// Status codes that count as failures.
-    pub statuses: Vec<u16>,
-    /// Length of the first ejection; each further one is twice as long.
-    pub time: Duration,
-    pub max_time: Duration,
-    /// Maximum share of ejected servers, in percent; one may always be ejected.
-    pub max_ejected: u8,
+/// Reads the key parts to hash. Only parts that exist on every route are allowed.
+fn read_hash_parts(item: &Item, report: &mut Report) -> Option<Vec<KeyPart>> {
+    let parts = key::read_parts(item, &KeyPart::Ip { v4_prefix: 32, v6_prefix: 128 }, report)?;
+    for part in &parts {
+        let why = match part {
+            KeyPart::Param(_) => "`param` cannot be hashed: it belongs to one route, and an upstream can have several",
+            KeyPart::Jwt(_) => "a claim cannot be hashed: tokens are verified only for rules that count by a claim",
+            KeyPart::Global => "`global` cannot be hashed: one server would receive all requests",
+            KeyPart::Ip { .. }
+            | KeyPart::Header(_)
+            | KeyPart::Cookie(_)
+            | KeyPart::Query(_)
+            | KeyPart::ClientCert
+            | KeyPart::Host
+            | KeyPart::Method
+            | KeyPart::Path
+            | KeyPart::Route => continue,
+        };
+        let fix =
+            "hash `ip`, `header:NAME`, `cookie:NAME`, `query:NAME`, `client-cert`, `host`, `method`, `path` or `route`";
+        report.problem(item.span.clone(), why, fix);
+        return None;
+    }
+    Some(parts)
 }
 
-/// Repeated attempts to forward a request, where a repetition is safe.
+settings! {
+    /// Active health checks.
+    pub struct HealthChecks {
+        /// Target of the check.
+        path: String = Required(
+            Custom {
+                default: "/".to_owned(),
+                default_text: None,
+                shape: Shape::Text("path, with an optional query"),
+                read: read_health_path,
+            },
+            "write `path = \"/healthz\"`, or `path = \"/\"`",
+        );
+        /// Method.
+        method: &'static str = Choice("GET", &[("GET", "GET"), ("HEAD", "HEAD"), ("OPTIONS", "OPTIONS")]);
+        /// Host field. Default: the server's address.
+        host: Option<String> = Optional(Custom {
+            default: String::new(),
+            default_text: None,
+            shape: Shape::Text("name"),
+            read: read_health_host,
+        });
+        /// Time from the end of a check to the next, ±10 %.
+        interval: Duration = Time(10 * SECOND, 10..=DAY_MS);
+        /// Time for a whole check, including its connection.
+        timeout: Duration = Time(5 * SECOND, 10..=DAY_MS);
+        /// Healthy responses.
+        status: Vec<RangeInclusive<u16>> = Custom {
+            default: vec![200..=299],
+            default_text: Some("\"200-299\""),
+            shape: Shape::Text("status code, range such as `\"200-299\"`, or list"),
+            read: |item, report| Some(read_status_ranges(item, report)),
+        };
+        /// Failed checks in a row that make a server unhealthy.
+        unhealthy_after: u32 = Integer(3, 1..=1000);
+        /// Passed checks in a row that make it healthy again.
+        healthy_after: u32 = Integer(2, 1..=1000);
+    }
+}
+
+fn read_health_path(item: &Item, report: &mut Report) -> Option<String> {
+    let word = item.string("\"/healthz\"", report)?;
+    let is_valid = |byte: u8| byte.is_ascii_graphic() && !b"#\"<>\\^`{|}".contains(&byte);
+    if !word.text.starts_with('/') || !word.text.bytes().all(is_valid) {
+        let message = format!("{} is not a valid request path", quoted(word.text));
+        report.problem(word.span, message, "write a path such as `\"/healthz\"`, with other characters as `%XX`");
+        return None;
+    }
+    Some(word.text.to_owned())
+}
+
+fn read_health_host(item: &Item, report: &mut Report) -> Option<String> {
+    let word = item.string("\"api.example.com\"", report)?;
+    let is_valid = |byte: u8| byte.is_ascii_alphanumeric() || b".-_:[]".contains(&byte);
+    if word.text.is_empty() || !word.text.bytes().all(is_valid) {
+        let message = format!("{} is not a valid Host field", quoted(word.text));
+        report.problem(word.span, message, "write a host such as `\"api.example.com\"`");
+        return None;
+    }
+    Some(word.text.to_owned())
+}
+
+/// Reads status codes and ranges of status codes.
+fn read_status_ranges(item: &Item, report: &mut Report) -> Vec<RangeInclusive<u16>> {
+    let items = match item.value {
+        DeValue::Array(_) => item.list("[\"200-299\"]", report).unwrap_or_default(),
+        _ => vec![item.clone()],
+    };
+    if items.is_empty() {
+        report.problem(item.span.clone(), "`status` is an empty list", item.fix_with("\"200-299\""));
+    }
+    let read = |item: &Item| {
+        if let DeValue::Integer(_) = item.value {
+            let status = item.integer(100..=599, report).and_then(|status| u16::try_from(status).ok())?;
+            return Some(status..=status);
+        }
+        let word = item.string("\"200-299\"", report)?;
+        let (from, to) = word.text.split_once('-').unwrap_or((word.text, word.text));
+        let status = |text: &str| text.trim().parse().ok().filter(|status| (100..=599).contains(status));
+        let range = status(from).zip(status(to)).filter(|(from, to)| from <= to);
+        if range.is_none() {
+            let message = format!("{} is not a range of status codes", quoted(word.text));
+            report.problem(word.span, message, "write a range such as `\"200-299\"`, or a status such as `204`");
+        }
+        range.map(|(from, to)| from..=to)
+    };
+    items.iter().filter_map(read).collect()
+}
+
+settings! {
+    /// Passive health checks: ejection of servers that fail requests.
+    pub struct Ejection checked by check_ejection {
+        /// Failures in a row, over all workers, that eject a server.
+        failures: u32 = Integer(5, 1..=1000);
+        /// Responses that count as failures.
+        statuses: Vec<u16> = Custom {
+            default: Vec::new(),
+            default_text: Some("[]"),
+            shape: Shape::List(Box::new(Shape::Integer(400..=599))),
+            read: |item, report| Some(read_error_statuses(item, report)),
+        };
+        /// Length of the first ejection; it doubles with each further ejection.
+        time: Duration = Time(10 * SECOND, 1..=DAY_MS);
+        /// Longest ejection; at least `time`. A server that stayed that long without ejection starts again with `time`.
+        max_time: Duration = Time(300 * SECOND, 1..=DAY_MS);
+        /// Share of the servers that may be ejected. One server may always be ejected, but never the only one.
+        max_ejected: u8 = Percent(50);
+    }
+}
+
+fn check_ejection(ejection: &mut Ejection, table: &Table, report: &mut Report) {
+    match table.given("max_time") {
+        Some(item) if ejection.max_time < ejection.time => {
+            report.problem(item.span, "`max_time` is shorter than `time`", "write a longer time, or remove it");
+        }
+        _ => ejection.max_time = ejection.max_time.max(ejection.time),
+    }
+}
+
+fn read_error_statuses(item: &Item, report: &mut Report) -> Vec<u16> {
+    let items = item.list(STATUSES_EXAMPLE, report).unwrap_or_default();
+    items.iter().filter_map(|item| read_error_status(item, report)).collect()
+}
+
+/// Reads an error status code, from 400 to 599.
+fn read_error_status(item: &Item, report: &mut Report) -> Option<u16> {
+    item.integer(400..=599, report).and_then(|status| u16::try_from(status).ok())
+}
+
+settings! {
+    /// Repeated attempts to forward a request, where a repetition is safe.
+    pub struct Retries {
+        /// Tries after the first. Default: one for each other server, at most 2.
+        attempts: Option<u32> = Optional(Integer(2, 0..=10));
+        /// `"connect-failure"`; `"reset"`: the connection ended before a response; `"timeout"`: of `try_timeout`; status
+        /// codes 400 to 599. A request that may have had an effect is retried only after `"connect-failure"`, or if nothing
+        /// was sent.
+        on: RetryCauses = Custom {
+            default: RetryCauses { connect_failure: true, reset: true, timeout: true, statuses: Vec::new() },
+            default_text: Some("[\"connect-failure\", \"reset\", \"timeout\"]"),
+            shape: Shape::List(Box::new(Shape::AnyOf(vec![
+                Shape::Words(CAUSES.to_vec()),
+                Shape::Integer(400..=599),
+                Shape::Text("status code"),
+            ]))),
+            read: |item, report| Some(read_retry_causes(item, report)),
+        };
+        /// Time for each try of a repeatable request, until the response head. Without it, a server that hangs holds a
+        /// request for `timeouts.response_head`, and the request then fails.
+        try_timeout: Option<Duration> = Optional(Time(2 * SECOND, 1..=DAY_MS));
+        /// Retries, relative to the requests of the last ten seconds.
+        budget: u32 = Percent(20);
+        /// Retries per second allowed in addition to `budget`, in the whole process; divided between the workers.
+        budget_min: u32 = Integer(10, 0..=COUNT_MAX);
+    }
+}
+
+/// The conditions of a retry.
 #[derive(Clone, PartialEq, Debug)]
-pub struct Retries {
-    /// Attempts after the first. `None`: one for each other server, at most two.
-    pub attempts: Option<u32>,
-    pub on_connect_failure: bool,
-    pub on_reset: bool,
+pub struct RetryCauses {
+    pub connect_failure: bool,
+    pub reset: bool,
     /// After `try_timeout`.
-    pub on_timeout: bool,
-    pub on_statuses: Vec<u16>,
-    /// From the start of an attempt to the head of its response, for requests that can be repeated.
-    pub try_timeout: Option<Duration>,
-    /// Retries, in percent of the requests.
-    pub budget: u32,
-    /// Retries per second that are allowed in addition to the budget, in the whole process.
-    pub budget_min: u32,
+    pub timeout: bool,
+    pub statuses: Vec<u16>,
 }
 
-/// Limits on connections and requests; all count in the whole process.
-#[derive(Clone, PartialEq, Debug)]
-pub struct UpstreamLimits {
-    /// Connections to each server.
-    pub max_connections: Option<u32>,
-    /// Idle connections to each server that stay open.
-    pub max_idle_connections: u32,
-    /// Requests that wait for a connection.
-    pub max_pending: u32,
-    /// Requests in flight.
-    pub max_requests: Option<u32>,
-}
-
-impl Default for UpstreamPolicy {
-    fn default() -> UpstreamPolicy {
-        UpstreamPolicy {
-            balance: LoadBalancing::LeastRequests,
-            slow_start: Duration::ZERO,
-            health: None,
-            ejection: Some(Ejection::default()),
-            retries: Retries::default(),
-            limits: UpstreamLimits::default(),
+/// Reads the conditions of a retry: names, and status codes with or without quotes.
+fn read_retry_causes(item: &Item, report: &mut Report) -> RetryCauses {
+    let example = "[\"connect-failure\", \"reset\", 503]";
+    let items = match item.value {
+        DeValue::Array(_) => item.list(example, report).unwrap_or_default(),
+        _ => vec![item.clone()],
+    };
+    let mut causes = RetryCauses { connect_failure: false, reset: false, timeout: false, statuses: Vec::new() };
+    for item in items {
+        if let DeValue::Integer(_) = item.value {
+            causes.statuses.extend(read_error_status(&item, report));
+            continue;
+        }
+        let Some(word) = item.string(example, report) else { continue };
+        match word.text {
+            "connect-failure" => causes.connect_failure = true,
+            "reset" => causes.reset = true,
+            "timeout" => causes.timeout = true,
+            text => match text.parse().ok().filter(|status| (400..=599).contains(status)) {
+                Some(status) => causes.statuses.push(status),
+                None => {
+                    let fix = match nearest(text, CAUSES) {
+                        Some(guess) => format!("did you mean `\"{guess}\"`?"),
+                        None => {
+                            String::from("write `connect-failure`, `reset`, `timeout`, or a status code such as `503`")
+                        }
+                    };
+                    report.problem(word.span, format!("{} is not a retry condition", quoted(text)), fix);
+                }
+            },
         }
     }
-}
-
-impl Default for HealthChecks {
-    fn default() -> HealthChecks {
-        HealthChecks {
-            path: String::from("/"),
-            method: String::from("GET"),
-            host: None,
-            interval: Duration::from_secs(10),
-            timeout: Duration::from_secs(5),
-            healthy_after: 2,
-            unhealthy_after: 3,
-            statuses: vec![200..=299],
-        }
-    }
-}
-
-impl Default for Ejection {
-    fn default() -> Ejection {
-        Ejection {
-            failures: 5,
-            statuses: Vec::new(),
-            time: Duration::from_secs(10),
-            max_time: Duration::from_secs(300),
-            max_ejected: 50,
-        }
-    }
-}
-
-impl Default for Retries {
-    fn default() -> Retries {
-        Retries {
-            attempts: None,
-            on_connect_failure: true,
-            on_reset: true,
-            on_timeout: true,
-            on_statuses: Vec::new(),
-            try_timeout: None,
-            budget: 20,
-            budget_min: 10,
-        }
-    }
-}
-
-impl Retries {
-    pub fn none() -> Retries {
-        Retries { attempts: Some(0), ..Retries::default() }
-    }
-}
-
-impl Default for UpstreamLimits {
-    fn default() -> UpstreamLimits {
-        UpstreamLimits { max_connections: None, max_idle_connections: 10_000, max_pending: 1024, max_requests: None }
-    }
+    causes
 }

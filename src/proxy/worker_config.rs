@@ -125,7 +125,7 @@ impl WorkerConfig {
                         },
                         |(.., server_pool)| Rc::clone(server_pool),
                     );
-                    server_pool.set_limits(&upstream.policy.limits, worker_id, upstream_health.workers, total_servers);
+                    server_pool.set_limits(&upstream.policy, worker_id, upstream_health.workers, total_servers);
                     server_pools.insert(name, (server.clone(), upstream.transport.clone(), Rc::clone(&server_pool)));
                     server_pool
                 };

@@ -29,6 +29,7 @@ use super::retry_budget::RetryBudget;
 use super::server_health::{AttemptResult, UpstreamHealth};
 use crate::clock::Clock;
 use crate::config::limits::Timeouts;
+use crate::config::upstream::Retries;
 use crate::http::error::RequestError;
 use crate::http::{headers, websocket_handshake};
 use crate::informational::InformationalQueue;
@@ -122,9 +123,10 @@ impl Forwarder {
         retries: RetryMetrics,
         clock: Clock,
     ) -> Forwarder {
-        let policy = &upstream_health.policy.retries;
+        let (budget, budget_min) =
+            upstream_health.policy.retries.as_ref().map_or((0, 0), |retries| (retries.budget, retries.budget_min));
         Forwarder {
-            retry_budget: RetryBudget::new(policy.budget, policy.budget_min, upstream_health.workers),
+            retry_budget: RetryBudget::new(budget, budget_min, upstream_health.workers),
             load_balancer: LoadBalancer::new(&upstream_health, servers),
             upstream_health,
             meter,
@@ -213,7 +215,7 @@ impl Forwarder {
 
     /// Admits a request, unless too many are in flight.
     fn begin(&self, traits: RequestTraits, limits: &Timeouts) -> Result<Forwarding, RequestError> {
-        let permit = match self.upstream_health.policy.limits.max_requests {
+        let permit = match self.upstream_health.policy.max_requests {
             None => None,
             Some(max) => match self.upstream_health.request_limit.acquire_request(max) {
                 None => return Err(self.reject(UpstreamLimit::Requests)),
@@ -222,7 +224,8 @@ impl Forwarder {
         };
         self.retry_budget.add_request();
         let default = || DEFAULT_RETRIES_MAX.min(self.load_balancer.servers().len() - 1);
-        let left = self.upstream_health.policy.retries.attempts.map_or_else(default, |attempts| attempts as usize);
+        let attempts = |retries: &Retries| retries.attempts.map_or_else(default, |attempts| attempts as usize);
+        let left = self.upstream_health.policy.retries.as_ref().map_or(0, attempts);
         let deadline = limits.request.map(|limit| self.clock.instant() + limit);
         let is_exclusive = traits.is_upgrade && !self.load_balancer.servers()[0].pool.is_http2();
         Ok(Forwarding {
@@ -243,7 +246,7 @@ impl Forwarder {
 
     /// The timeout of one attempt, where a retry is possible.
     fn attempt_timeout(&self, forwarding: &Forwarding) -> Option<Duration> {
-        self.upstream_health.policy.retries.try_timeout.filter(|_| forwarding.traits.is_repeatable)
+        self.upstream_health.policy.retries.as_ref()?.try_timeout.filter(|_| forwarding.traits.is_repeatable)
     }
 
     fn connect_timeout(&self, forwarding: &Forwarding, limits: &Timeouts) -> Duration {
@@ -276,7 +279,7 @@ impl Forwarder {
                     return Ok((stream, true));
                 }
                 let Some(_pending) =
-                    self.upstream_health.request_limit.acquire_pending(self.upstream_health.policy.limits.max_pending)
+                    self.upstream_health.request_limit.acquire_pending(self.upstream_health.policy.max_pending)
                 else {
                     return Err(self.reject(UpstreamLimit::Pending));
                 };
@@ -440,12 +443,12 @@ impl Forwarder {
 
     /// Whether the request may be retried; if so, takes the retry from the budget, unless it is free.
     fn may_retry(&self, forwarding: &mut Forwarding, cause: RetryCause) -> bool {
-        let retries = &self.upstream_health.policy.retries;
+        let Some(Retries { on, .. }) = &self.upstream_health.policy.retries else { return false };
         let is_cause = match cause {
-            RetryCause::Connect { .. } => retries.on_connect_failure,
-            RetryCause::Reset => retries.on_reset,
-            RetryCause::Timeout => retries.on_timeout,
-            RetryCause::Status(status) => retries.on_statuses.contains(&status.as_u16()),
+            RetryCause::Connect { .. } => on.connect_failure,
+            RetryCause::Reset => on.reset,
+            RetryCause::Timeout => on.timeout,
+            RetryCause::Status(status) => on.statuses.contains(&status.as_u16()),
         };
         if !is_cause || forwarding.retries_left == 0 {
             return false;

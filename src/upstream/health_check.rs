@@ -149,7 +149,7 @@ async fn check(pool: &ConnectionPool, health: &HealthChecks) -> Result<(), Strin
         None => pool.authority(),
     };
     let request = Request::builder()
-        .method(health.method.as_str())
+        .method(health.method)
         .uri(&health.path)
         .header(HOST, host)
         .header(USER_AGENT, USER_AGENT_VALUE)
@@ -158,7 +158,7 @@ async fn check(pool: &ConnectionPool, health: &HealthChecks) -> Result<(), Strin
         .map_err(|invalid| invalid.to_string())?;
     let response = connection.send(Box::new(request), false, None).await.map_err(|error| error.error().to_string())?;
     let status = response.status().as_u16();
-    match health.statuses.iter().any(|good| good.contains(&status)) {
+    match health.status.iter().any(|good| good.contains(&status)) {
         true => Ok(()),
         false => Err(format!("it responded with {status}")),
     }

@@ -23,7 +23,7 @@ use super::http2::{self, Http2Connection, Http2Stream, StreamCapacity};
 use super::request_body::RequestBody;
 use super::request_limit::{ConnectionPermit, PermitIssuer};
 use crate::clock::Clock;
-use crate::config::upstream::{HostField, Scheme, Server, TransportSettings, UpstreamLimits};
+use crate::config::upstream::{HostField, Scheme, Server, TransportSettings, UpstreamPolicy};
 use crate::http::error::RequestError;
 use crate::io_stream::descriptor_limit;
 use crate::metrics::upstream::ActiveGauge;
@@ -330,7 +330,7 @@ impl ServerPool {
     }
 
     /// Sets this worker's share of the limits. `servers`: in all upstreams together.
-    pub fn set_limits(&self, limits: &UpstreamLimits, worker: usize, workers: usize, servers: usize) {
+    pub fn set_limits(&self, limits: &UpstreamPolicy, worker: usize, workers: usize, servers: usize) {
         self.connection_max.set(limits.max_connections.map(|max| worker_share(max, worker, workers)));
         // Idle connections to one server leave descriptors for clients and for connections to others.
         let spare = descriptor_limit() / IDLE_DESCRIPTOR_DIVISOR / servers.max(1) as u64;

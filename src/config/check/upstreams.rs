@@ -6,12 +6,13 @@
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::time::Duration;
 
-use super::upstream_policy;
 use super::upstream_tls::{SystemRoots, read_tls};
 use super::values::{Definitions, Parsed, is_ipv4_like, is_name, read_duration_ms};
+use toml::de::DeValue;
+
 use crate::config::ReadFile;
 use crate::config::diagnostics::{Report, quoted};
-use crate::config::settings::DAY_MS;
+use crate::config::settings::{DAY_MS, Integer, Kind, Section};
 use crate::config::toml_reader::{Item, SpannedStr, Table};
 use crate::config::upstream::{
     HostField, Protocol, Scheme, Server, Target, TransportSettings, Upstream, UpstreamPolicy,
@@ -20,6 +21,7 @@ use crate::config::upstream::{
 const EXAMPLE: &str = "[\"http://127.0.0.1:9001\"]";
 const PROTOCOLS: [(&str, Protocol); 3] =
     [("auto", Protocol::Auto), ("http1", Protocol::Http1), ("http2", Protocol::Http2)];
+const WEIGHT_MAX: u64 = 1000;
 const RESOLVE_DEFAULT: Duration = Duration::from_secs(30);
 /// The longest path of a Unix socket on Linux.
 const SOCKET_PATH_MAX_BYTES: usize = 107;
@@ -62,7 +64,16 @@ fn read_upstream(
         tls: table.get("tls"),
         resolve: table.get("resolve"),
     };
-    let policy_settings = upstream_policy::PolicySettings::take_from(&mut table);
+    let policy = match &servers {
+        Some(_) if builtin.is_none() => UpstreamPolicy::read(&mut table, report),
+        _ => {
+            let given: Vec<Item> = UpstreamPolicy::KEYS.iter().filter_map(|key| table.get(key)).collect();
+            if builtin.is_some() && servers.is_none() {
+                report_without_servers(given, report);
+            }
+            UpstreamPolicy::default()
+        }
+    };
     let misspelled = !table.finish(report).is_empty();
     let none = (None, None, UpstreamPolicy::default());
     match (builtin, servers) {
@@ -79,15 +90,10 @@ fn read_upstream(
         }
         (Some(builtin), None) => {
             let ServerSettings { protocol, host, tls, resolve } = settings;
-            for item in [protocol, host, tls, resolve].into_iter().flatten() {
-                let message = format!("`{}` has no effect: the upstream has no `servers`", item.key);
-                report.missing(item.key_span, message, "remove it, or write `servers` instead of `builtin`");
-            }
-            policy_settings.report_without_servers(report);
-            (builtin.choice(&[("echo", ())], report).map(|()| Target::Echo), None, UpstreamPolicy::default())
+            report_without_servers([protocol, host, tls, resolve].into_iter().flatten(), report);
+            (builtin.choice(&[("echo", ())], report).map(|()| Target::Echo), None, policy)
         }
         (None, Some(item)) => {
-            let policy = policy_settings.read(report);
             let servers = read_servers(&item, report);
             let transport = read_transport(&settings, servers.as_deref(), &item, files, roots, report);
             (servers.map(Target::Servers), Some(transport), policy)
@@ -95,8 +101,16 @@ fn read_upstream(
     }
 }
 
+/// Reports settings that an upstream without servers does not use.
+fn report_without_servers<'d>(items: impl IntoIterator<Item = Item<'d>>, report: &mut Report) {
+    for item in items {
+        let message = format!("`{}` has no effect: the upstream has no `servers`", item.key);
+        report.missing(item.key_span, message, "remove it, or write `servers` instead of `builtin`");
+    }
+}
+
 fn read_servers(item: &Item, report: &mut Report) -> Option<Vec<Server>> {
-    let words = upstream_policy::read_server_list(item, EXAMPLE, report)?;
+    let words = read_server_list(item, EXAMPLE, report)?;
     if words.is_empty() {
         report.problem(item.span.clone(), "`servers` is an empty list", item.fix_with(EXAMPLE));
     }
@@ -111,6 +125,27 @@ fn read_servers(item: &Item, report: &mut Report) -> Option<Vec<Server>> {
         servers.push(server);
     }
     Some(servers)
+}
+
+/// Reads the list `servers`: each item is a URL, or a table with `url` and `weight`.
+fn read_server_list<'d>(item: &Item<'d>, example: &str, report: &mut Report) -> Option<Vec<(SpannedStr<'d>, u32)>> {
+    let DeValue::Array(_) = item.value else {
+        return item.strings(example, report).map(|words| words.into_iter().map(|word| (word, 1)).collect());
+    };
+    let items = item.list(example, report)?;
+    let read = |item: &Item<'d>| match item.value {
+        DeValue::Table(_) => {
+            let fix = "write `{ url = \"http://127.0.0.1:9001\", weight = 3 }`";
+            let mut table = item.table("a server", fix, report)?;
+            let url = table.require("url", fix).and_then(|item| item.string("\"http://127.0.0.1:9001\"", report));
+            let weight = table.get("weight").and_then(|item| Integer(1, 1..=WEIGHT_MAX).read(&item, report));
+            table.finish(report);
+            Some((url?, weight.unwrap_or(1)))
+        }
+        _ => item.string(example, report).map(|word| (word, 1)),
+    };
+    let servers: Vec<_> = items.iter().filter_map(read).collect();
+    (items.is_empty() || !servers.is_empty()).then_some(servers)
 }
 
 /// Reads how the gateway connects to the servers.
