@@ -9,7 +9,7 @@
 //!    responses and lingering close. `http1::head_tracker` and `http1::chunked` find head and body ends in the same bytes.
 //! 5. Between the socket and h2 is `http2::monitor` (`MonitoredIo`): timeouts and frame limits (`flood_guard`), and the
 //!    check of header blocks (`header_scanner`, `hpack`, `huffman`).
-//! 6. Above hyper and h2, `http1::connection` and `http2::stream` call `proxy::handle` for each request.
+//! 6. Above hyper and h2, `http1::connection` and `http2::stream` call `proxy::handler::handle` for each request.
 //!
 //! `drain` ends the connections of a worker.
 

@@ -8,7 +8,7 @@
 //! - Request body: `BodySource` (HTTP/1.1 or HTTP/2), `ClientBody` (leaves an unread rest to `BodyDrain`), `Upload`
 //!   (limits, progress, replay), `RequestBody` (what hyper polls).
 //! - Response body: `UpstreamBody` (drives the connection, ends at the deadline, returns the connection to the pool),
-//!   then `proxy::response_body`.
+//!   then `proxy::response`.
 //! - Connection: `UpstreamConnection` (HTTP/1.1 or HTTP/2), `Http1Connection` over `TapIo`, or `Http2Stream` of an
 //!   `Http2Connection` over `NotifyingIo`, each over the TCP, TLS or Unix stream of `io_stream`.
 

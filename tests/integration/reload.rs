@@ -73,9 +73,8 @@ fn a_bad_file_changes_nothing() {
     process.write_config(&rule(10).replace("366d", "366x"));
     process.wait_for_reloads("refused", 1);
     assert_eq!(remaining(&client.get("/a").expect(200), "r"), 8);
-    let log = process.stderr();
-    let position = format!("{}:", process.config_path().display());
-    assert!(log.contains(&position) && log.contains("fix: "), "{log}");
+    let log = process.wait_for_stderr("fix: ");
+    assert!(log.contains(&format!("{}:", process.config_path().display())), "{log}");
     assert_eq!(process.metrics().sum("transom_config_reloads_total", &[("outcome", "applied")]), 0);
     // A corrected file is applied.
     process.write_config(&rule(5));
@@ -105,8 +104,8 @@ fn a_change_that_needs_a_restart_is_refused_and_reported() {
         process.write_config(&format!("{change}{}", rule(20)));
         process.wait_for_reloads("refused", n as u64 + 1);
     }
-    let log = process.stderr();
-    assert!(log.contains("`workers`") && log.contains("`counters`") && log.contains("restart"), "{log}");
+    let log = process.wait_for_stderr("`counters`");
+    assert!(log.contains("`workers`") && log.contains("restart"), "{log}");
     assert_eq!(items(&process.get("/a").expect(200), "ratelimit-policy")[0].get("q"), 10);
 }
 

@@ -73,7 +73,7 @@ fn a_hanging_redis_is_an_outage() {
         assert_recovers(&gateway, &redis, "after");
         assert_no_panic(&gateway);
         // The log names the server.
-        let (log, address) = (gateway.stderr(), format!("127.0.0.1:{}", redis.port));
+        let (log, address) = (gateway.wait_for_stderr("are reachable again"), format!("127.0.0.1:{}", redis.port));
         for released in ["counters are shared through", "cannot be reached", "are reachable again"] {
             let mut lines = log.lines().filter(|line| line.contains(released)).peekable();
             assert!(lines.peek().is_some() && lines.all(|line| line.contains(&address)), "{released}: {log}");
