@@ -15,13 +15,14 @@ PROFDATA ?= $(firstword $(wildcard $(shell rustc --print target-libdir)/../bin/l
 MODELS = cargo test --locked --no-fail-fast --profile model -p transom-limiter --features loom --test models
 DENY = cargo deny --version >/dev/null 2>&1
 
-.PHONY: help test check release bench model kills kills-shared failover fuzz parts deny advisories
+.PHONY: help test check docs release bench model kills kills-shared failover fuzz parts deny advisories
 # Targets build, install and measure, and must not run at the same time.
 .NOTPARALLEL:
 
 help:
 	@echo "make test        run all tests; installs the servers they talk to"
 	@echo "make check       formatting, lints, documentation, licenses of dependencies"
+	@echo "make docs        writes the settings into the configuration reference"
 	@echo "make release     target/dist/transom: optimized with a profile of the gateway under load; builds twice"
 	@echo "make bench       builds a release; CPU time per request, beside nginx, HAProxy and Envoy; memory; slow clients"
 	@echo "make model       the loom models of the limiter, with wider bounds"
@@ -37,6 +38,9 @@ test: parts
 	$(MODELS)
 	@! ls -l /proc/[0-9]*/exe 2>/dev/null | grep -F ' $(CURDIR)/target/debug/transom' || { \
 		echo "The tests have left a gateway running." >&2; exit 1; }
+
+docs:
+	TRANSOM_WRITE_DOCS=1 cargo test --locked --test integration -- the_configuration_reference
 
 check: deny
 	cargo fmt --check --all

@@ -33,8 +33,8 @@ settings! {
         request: Option<Duration> = Optional(Time(5 * MINUTE, 1..=DAY_MS));
         /// How long an idle upstream connection is kept, plus up to five seconds. Keep it well below the server's own limit.
         upstream_idle: Duration = Time(MINUTE, 1..=DAY_MS);
-        /// Silence of a WebSocket in both directions; a ping of either side ends it. Data that the other side does not take
-        /// counts as silence. Then the connection is closed.
+        /// How long a WebSocket may be silent in both directions. A ping of either side ends the silence; data that the
+        /// other side does not take does not. Then the connection is closed.
         tunnel: Duration = Time(60 * MINUTE, 1..=DAY_MS);
         /// How long requests and WebSockets may take to finish after SIGTERM, or after another process has taken over.
         drain: Duration = Time(30 * SECOND, 0..=DAY_MS);
@@ -84,19 +84,19 @@ settings! {
         /// field, and there may be twice as many pieces as fields.
         request_fields: usize = Integer(100, 1..=1000);
         /// Size of a request body. Larger: 413. A larger `Content-Length` is refused before the request is counted or
-        /// forwarded; a chunked body is cut off, and so is the request to the upstream. Bodies are streamed and take no
-        /// memory: the limit protects the upstream. Routes can override it.
+        /// forwarded; a chunked body is cut off at the limit, and so is the request to the upstream. Bodies are streamed
+        /// and take no memory: the limit protects the upstream. Routes can override it.
         max_body: Option<u64> = MAX_BODY;
-        /// Lowest average rate of a request body over `rate_grace`, bytes per second, `0`: off; below it: 408. Only time in
-        /// which the upstream would have taken more counts. Routes can override it; use `0` on routes with streaming gRPC
-        /// clients and clients that send data as it arises.
+        /// Lowest average rate of a request body over `rate_grace`, in bytes per second; `0`: off. Below it: 408. Time in
+        /// which the upstream does not take data does not count. Routes can override it; use `0` on routes with streaming
+        /// gRPC clients and clients that send data as it arises.
         min_request_rate: u64 = MIN_RATE;
         /// Interval for `min_request_rate`.
         rate_grace: Duration = Time(10 * SECOND, 1..=DAY_MS);
-        /// Lowest average rate, over `timeouts.body`, at which a client reads a response that it does not read at once,
-        /// bytes per second, `0`: off. Below it the connection is reset. The kernel buffers data in large pieces, so a small
-        /// response is never too slow. HTTP/2: applies to a connection on which only responses are left; each stream has to
-        /// take a piece within `timeouts.body`.
+        /// Lowest average rate, over `timeouts.body`, at which a client reads a response that does not fit into the
+        /// kernel's buffers, in bytes per second; `0`: off. Below it the connection is reset. The kernel buffers data in
+        /// large pieces, so a small response is never too slow. HTTP/2: applies to a connection on which only responses are
+        /// left; each stream has to take a piece within `timeouts.body`.
         min_response_rate: u64 = MIN_RATE;
     }
 }

@@ -1,20 +1,20 @@
 //! Settings, each declared once: key, kind of value, default, bounds and description.
 //!
 //! `settings!` declares a table of the configuration file as a struct, a field per setting. The declaration yields the
-//! reader with its diagnostics, the defaults, the tables of the configuration reference, and the JSON schema.
+//! reader with its diagnostics, the defaults, and the rows of the configuration reference.
 
 use std::marker::PhantomData;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-use serde_json::{Value as Json, json};
 use toml::de::DeValue;
 use transom_limiter::window::duration_ms;
 
 use super::diagnostics::{Report, quoted};
 use super::toml_reader::{Item, Table};
 
-pub const DAY_MS: u64 = 24 * 60 * 60 * 1000;
+pub const DAY_MS: u64 = 24 * HOUR_MS;
+const HOUR_MS: u64 = 60 * 60 * 1000;
 pub const KIB: u64 = 1024;
 pub const MIB: u64 = 1024 * KIB;
 pub const GIB: u64 = 1024 * MIB;
@@ -79,13 +79,20 @@ pub struct Setting {
     pub description: String,
     /// The default as TOML.
     pub default: Option<String>,
+    pub is_required: bool,
     pub shape: Shape,
 }
 
 impl Setting {
     pub fn new(key: &'static str, description: &str, kind: &impl Kind) -> Setting {
         let description = description.lines().map(str::trim).collect::<Vec<_>>().join(" ");
-        Setting { key, description: description.trim().to_owned(), default: kind.default_text(), shape: kind.shape() }
+        Setting {
+            key,
+            description: description.trim().to_owned(),
+            default: kind.default_text(),
+            is_required: kind.required_fix().is_some(),
+            shape: kind.shape(),
+        }
     }
 }
 
@@ -271,6 +278,7 @@ impl Kind for Time {
 fn format_ms(ms: u64) -> String {
     match ms {
         DAY_MS => "1d".to_owned(),
+        ms if ms > 0 && ms.is_multiple_of(HOUR_MS) => format!("{}h", ms / HOUR_MS),
         ms if ms.is_multiple_of(1000) => format!("{}s", ms / 1000),
         ms => format!("{ms}ms"),
     }
@@ -582,7 +590,7 @@ impl<T: Copy + ToString + TryFrom<u64>> Kind for Percent<T> {
     }
 
     fn shape(&self) -> Shape {
-        Shape::AnyOf(vec![Shape::Integer(0..=100), Shape::Text("percentage")])
+        Shape::AnyOf(vec![Shape::Integer(0..=100), Shape::Text("`\"N%\"`")])
     }
 }
 
@@ -591,7 +599,7 @@ impl Shape {
     pub fn reference_text(&self) -> String {
         match self {
             Shape::Boolean => "boolean".to_owned(),
-            Shape::Integer(range) => format!("{} to {}", range.start(), range.end()),
+            Shape::Integer(range) => format!("{} to {}", grouped(*range.start()), grouped(*range.end())),
             Shape::Duration(range) => {
                 format!("duration, `\"{}\"` to `\"{}\"`", format_ms(*range.start()), format_ms(*range.end()))
             }
@@ -599,31 +607,19 @@ impl Shape {
             Shape::Size(range) => format!("size, {} to {}", size_text(*range.start()), size_text(*range.end())),
             Shape::Words(words) => words.iter().map(|word| format!("`\"{word}\"`")).collect::<Vec<_>>().join(", "),
             Shape::Text(name) => (*name).to_owned(),
-            Shape::List(of) => format!("list of: {}", of.reference_text()),
+            Shape::List(of) => format!("list of {}", of.reference_text()),
             Shape::Table(_) => "table".to_owned(),
             Shape::AnyOf(shapes) => shapes.iter().map(Shape::reference_text).collect::<Vec<_>>().join(", "),
         }
     }
+}
 
-    /// The JSON schema (draft 2020-12).
-    pub fn schema(&self) -> Json {
-        match self {
-            Shape::Boolean => json!({ "type": "boolean" }),
-            Shape::Integer(range) => {
-                json!({ "type": "integer", "minimum": range.start(), "maximum": range.end() })
-            }
-            Shape::Duration(_) => json!({ "type": "string", "pattern": "^ *[0-9_]+ *(ms|s|m|h|d|w) *$" }),
-            Shape::Size(range) => json!({ "anyOf": [
-                { "type": "integer", "minimum": range.start(), "maximum": range.end() },
-                { "type": "string", "pattern": "^[0-9]+ *([KMG]iB|[kKMG]?B)$" },
-            ] }),
-            Shape::Words(words) => json!({ "enum": words }),
-            Shape::Text(_) => json!({ "type": "string" }),
-            Shape::List(of) => json!({ "type": "array", "items": of.schema() }),
-            Shape::Table(settings) => table_schema(settings),
-            Shape::AnyOf(shapes) => json!({ "anyOf": shapes.iter().map(Shape::schema).collect::<Vec<_>>() }),
-        }
-    }
+/// A number with a comma between groups of three digits.
+fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let is_group_start = |at: usize| at > 0 && (digits.len() - at).is_multiple_of(3);
+    let groups = digits.chars().enumerate();
+    groups.flat_map(|(at, digit)| is_group_start(at).then_some(',').into_iter().chain([digit])).collect()
 }
 
 /// A size in the largest unit that divides it.
@@ -635,23 +631,13 @@ fn size_text(bytes: u64) -> String {
     }
 }
 
-/// The settings of a table as the rows of a Markdown table.
-pub fn reference_rows(settings: &[Setting]) -> String {
+/// The rows of the settings in the configuration reference, which is Markdown.
+pub fn reference_rows(settings: &[Setting]) -> Vec<String> {
     let row = |setting: &Setting| {
-        let default = setting.default.as_ref().map_or_else(|| "none".to_owned(), |default| format!("`{default}`"));
-        let Setting { key, description, shape, .. } = setting;
-        format!("| `{key}` | {} | {default} | {description} |\n", shape.reference_text())
+        let Setting { key, description, shape, default, is_required } = setting;
+        let absent = if *is_required { "required" } else { "none" };
+        let default = default.as_ref().map_or_else(|| absent.to_owned(), |default| format!("`{default}`"));
+        format!("| `{key}` | {} | {default} | {description} |", shape.reference_text())
     };
     settings.iter().map(row).collect()
-}
-
-/// The JSON schema of a table.
-pub fn table_schema(settings: &[Setting]) -> Json {
-    let property = |setting: &Setting| {
-        let mut schema = setting.shape.schema();
-        schema["description"] = setting.description.clone().into();
-        (setting.key.to_owned(), schema)
-    };
-    let properties: serde_json::Map<String, Json> = settings.iter().map(property).collect();
-    json!({ "type": "object", "properties": properties, "additionalProperties": false })
 }

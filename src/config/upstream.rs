@@ -101,8 +101,8 @@ settings! {
     /// Load balancing, health and limits of an upstream's servers. Limits count in the whole process.
     pub struct UpstreamPolicy checked by check_policy {
         /// `"least-requests"`: of two random servers, the one with fewer requests in flight relative to its weight.
-        /// `"round-robin"`: in turn; those of a heavy server are spread between the others'. `{ hash = "cookie:session" }`:
-        /// [by hash](#load-balancing-by-hash).
+        /// `"round-robin"`: in turn, by weight; the requests to a server with a high weight are spread evenly. `{ hash =
+        /// "cookie:session" }`: [by hash](#load-balancing-by-hash).
         balance: LoadBalancing = Custom {
             default: LoadBalancing::LeastRequests,
             default_text: Some("\"least-requests\""),
@@ -122,8 +122,8 @@ settings! {
         /// Requests in flight to the upstream, until the end of their responses, in the whole process. Further requests get
         /// 503 at once.
         max_requests: Option<u32> = Optional(Integer(0, 1..=COUNT_MAX));
-        /// Connections to each server, divided between the workers; each worker may have at least one, so use a multiple of
-        /// `workers`. HTTP/2: requests beyond what the server allows on these connections wait.
+        /// Connections to each server, divided between the workers. Each worker may open at least one, so use a multiple of
+        /// `workers`. HTTP/2: requests wait when all streams that the server allows on these connections are in use.
         max_connections: Option<u32> = Optional(Integer(0, 1..=COUNT_MAX));
         /// Idle HTTP/1.1 connections kept to each server, see below.
         max_idle_connections: u32 = Integer(10_000, 0..=COUNT_MAX);
@@ -295,9 +295,9 @@ settings! {
         };
         /// Length of the first ejection; it doubles with each further ejection.
         time: Duration = Time(10 * SECOND, 1..=DAY_MS);
-        /// Longest ejection; at least `time`. A server that stayed that long without ejection starts again with `time`.
+        /// Longest ejection; at least `time`. A server without an ejection for this long starts again with `time`.
         max_time: Duration = Time(300 * SECOND, 1..=DAY_MS);
-        /// Share of the servers that may be ejected. One server may always be ejected, but never the only one.
+        /// Share of the servers that may be ejected at a time. One server may always be ejected, unless it is the only one.
         max_ejected: u8 = Percent(50);
     }
 }
@@ -335,7 +335,7 @@ settings! {
             shape: Shape::List(Box::new(Shape::AnyOf(vec![
                 Shape::Words(CAUSES.to_vec()),
                 Shape::Integer(400..=599),
-                Shape::Text("status code"),
+                Shape::Text("a status code in quotes"),
             ]))),
             read: |item, report| Some(read_retry_causes(item, report)),
         };

@@ -5,6 +5,9 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use transom::config::limits::{Http2, Limits, Timeouts};
+use transom::config::settings::{Section, reference_rows};
+use transom::config::upstream::{Ejection, HealthChecks, Retries, UpstreamPolicy};
 use transom::http::error::RequestError;
 
 use crate::support::gateway::Gateway;
@@ -191,4 +194,37 @@ fn every_metric_is_in_the_reference() {
     }
     assert!(names.len() >= 38, "only {} metrics were found", names.len());
     assert_eq!(metric_names(&document("docs/reference/metrics.md"), "`"), names);
+}
+
+/// `make docs` sets the variable `TRANSOM_WRITE_DOCS`, and writes the rows instead of comparing them.
+#[test]
+fn the_configuration_reference_equals_the_declarations_of_settings() {
+    let page = "docs/reference/configuration.md";
+    let text = document(page);
+    let mut lines: Vec<String> = text.lines().map(str::to_owned).collect();
+    for (heading, settings) in [
+        ("## `[limits]`", Limits::settings()),
+        ("## `[timeouts]`", Timeouts::settings()),
+        ("## `[http2]`", Http2::settings()),
+        ("## `[upstreams.NAME]`", UpstreamPolicy::settings()),
+        ("### Health checks", HealthChecks::settings()),
+        ("### Ejection", Ejection::settings()),
+        ("### Retries", Retries::settings()),
+    ] {
+        let start = lines.iter().position(|line| line == heading).unwrap_or_else(|| panic!("no heading `{heading}`"));
+        let end = lines[start + 1..].iter().position(|line| line.starts_with('#')).map(|length| start + 1 + length);
+        for row in reference_rows(&settings) {
+            let key = row[..row.find(" | ").unwrap() + 3].to_owned();
+            let section = &mut lines[start..end.unwrap()];
+            let line = section.iter_mut().find(|line| line.starts_with(&key));
+            *line.unwrap_or_else(|| panic!("`{heading}` has no row {key}")) = row;
+        }
+    }
+    let generated = lines.join("\n") + "\n";
+    if std::env::var_os("TRANSOM_WRITE_DOCS").is_some() {
+        fs::write(Path::new(env!("CARGO_MANIFEST_DIR")).join(page), generated).unwrap();
+    } else {
+        let differ: Vec<_> = text.lines().zip(generated.lines()).filter(|(written, new)| written != new).collect();
+        assert!(differ.is_empty(), "run `make docs`: {differ:#?}");
+    }
 }
