@@ -67,11 +67,11 @@ release:
 bench: release $(PARTS)/envoy/installed
 	cargo build --locked --release --target-dir target
 	cargo bench --locked
-	python3 benches/beside.py
+	python3 benches/http1.py
 	python3 benches/http2.py
-	python3 benches/idle.py
-	python3 benches/slow.py
-	python3 benches/shared.py
+	python3 benches/idle_connections.py
+	python3 benches/slow_clients.py
+	python3 benches/lease_calls.py
 
 model:
 	TRANSOM_MODEL_EXTRA=1 $(MODELS)

@@ -2,7 +2,7 @@
 //!
 //! `cargo bench --bench decision` prints five tables: the same two-layer decision by both limiters, Transom's decision under
 //! various conditions, the cost of a memory-mapped table, the time to open a counters file, and the cost of 128-bit counter
-//! words. No server and no socket is involved; `beside.py` measures whole requests. A plain `main` instead of a benchmark
+//! words. No server and no socket is involved; `http1.py` measures whole requests. A plain `main` instead of a benchmark
 //! framework, because the compared sides have to take turns within one run.
 
 #[path = "decision/limiters.rs"]

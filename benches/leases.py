@@ -25,11 +25,11 @@ import re
 import time
 import urllib.request
 
-import beside
-import load
+import http1
+import load_generators
 import machine
-from machine import Trouble
-from shared import Redis
+from lease_calls import Redis
+from machine import BenchmarkError
 
 GATEWAYS, RATE = (1, 2, 4), 500
 PERIOD_S, WINDOWS = 10, 2
@@ -77,7 +77,7 @@ class Client(asyncio.Protocol):
 
     def ask(self, loop, key):
         self.response = loop.create_future()
-        self.transport.write(f"GET {load.PATH} HTTP/1.1\r\nhost: bench\r\nx-key: {key}\r\n\r\n".encode())
+        self.transport.write(f"GET {load_generators.PATH} HTTP/1.1\r\nhost: bench\r\nx-key: {key}\r\n\r\n".encode())
         return self.response
 
     def data_received(self, data):
@@ -90,7 +90,7 @@ class Client(asyncio.Protocol):
 
     def connection_lost(self, _error):
         if self.response is not None and not self.response.done():
-            self.response.set_exception(Trouble("a gateway has closed a connection"))
+            self.response.set_exception(BenchmarkError("a gateway has closed a connection"))
 
 
 def start(options, directory, upstream_port, redis_port, limit):
@@ -103,7 +103,7 @@ def start(options, directory, upstream_port, redis_port, limit):
             f'[counters.shared]\nredis = "redis://{machine.LOOPBACK}:{redis_port}"\ntimeout = "2s"\n'
             f'[upstreams.bench]\nservers = ["http://{machine.LOOPBACK}:{upstream_port}"]\n'
             f'[rules.keyed]\nkey = "header:x-key"\non_missing_key = "skip"\nwindows = ["{limit}/{PERIOD_S}s"]\n'
-            f'[[routes]]\npath = "{load.PATH}"\nupstream = "bench"\nrules = ["keyed"]\n'
+            f'[[routes]]\npath = "{load_generators.PATH}"\nupstream = "bench"\nrules = ["keyed"]\n'
         )
     log = os.path.join(directory, f"leases-{port}.log")
     return machine.Server("transom", [options.transom, "run", "--config", path], port, log, {options.server_core}), port, admin
@@ -137,7 +137,7 @@ async def play(scenario, ports, admins):
         took.append(loop.time() - began)
         idle[port].append(client)
         if status not in (200, 429):
-            raise Trouble(f"a gateway responded with {status}")
+            raise BenchmarkError(f"a gateway responded with {status}")
         asked[key, window] += 1
         admitted[key] += status == 200
 
@@ -165,7 +165,7 @@ async def play(scenario, ports, admins):
     most = scenario.limit * WINDOWS
     if max(admitted.values()) > most:
         # The gateways then count alone.
-        raise Trouble(f"a key got {max(admitted.values())} of {most}: the relay stood still; the machine has too much to do")
+        raise BenchmarkError(f"a key got {max(admitted.values())} of {most}: the relay stood still; the machine has too much to do")
     missing = sum(most - admitted[key] for key in full) / max(1, most * len(full))
     waited = sum(seconds >= WAY_S for seconds in took) / len(took)
     return number / len(took), waited, missing
@@ -173,9 +173,9 @@ async def play(scenario, ports, admins):
 
 def measure(options, directory, report):
     redis = Redis()
-    beside.require(options.transom, [redis])
+    http1.require(options.transom, [redis])
     server, redis_port = redis.start(directory, options.load_core)
-    upstream, upstream_port = load.start_upstream(directory, options.load_core)
+    upstream, upstream_port = load_generators.start_upstream(directory, options.load_core)
     with server, upstream:
         asyncio.run(play_all(options, directory, report, upstream_port, redis_port))
 
@@ -206,8 +206,8 @@ async def play_all(options, directory, report, upstream_port, redis_port):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    beside.common_arguments(parser)
-    beside.run(measure, beside.checked(parser))
+    http1.common_arguments(parser)
+    http1.run(measure, http1.checked(parser))
 
 
 if __name__ == "__main__":

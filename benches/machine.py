@@ -16,17 +16,17 @@ import socket
 import subprocess
 import time
 
-# Debian's folders of servers, which are only in root's PATH.
+# Debian installs server programs here; only root's PATH has these directories.
 os.environ["PATH"] = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 LOOPBACK = "127.0.0.1"
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 PR_SET_PDEATHSIG = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_given_ports = set()
+_used_ports = set()
 
 
-class Trouble(Exception):
+class BenchmarkError(Exception):
     """A condition that prevents a measurement or makes it worthless; the text says what to do."""
 
 
@@ -40,16 +40,16 @@ def free_port():
         lowest_ephemeral = int(file.read().split()[0])
     for _ in range(1000):
         port = random.randrange(10_000, max(lowest_ephemeral, 10_100))
-        if port in _given_ports:
+        if port in _used_ports:
             continue
         with socket.socket() as probe:
             try:
                 probe.bind((LOOPBACK, port))
             except OSError:
                 continue
-        _given_ports.add(port)
+        _used_ports.add(port)
         return port
-    raise Trouble("no free port between 10000 and the ephemeral range; end other servers")
+    raise BenchmarkError("no free port between 10000 and the ephemeral range; end other servers")
 
 
 class Server:
@@ -67,7 +67,7 @@ class Server:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=lambda: _settle(cores),
+                preexec_fn=lambda: _prepare_child(cores),
             )
         try:
             self._await(port)
@@ -91,7 +91,7 @@ class Server:
                 return
             except OSError:
                 time.sleep(0.02)
-        raise Trouble(f"{self.name} does not listen on port {port}; its output:\n{self.output()}")
+        raise BenchmarkError(f"{self.name} does not listen on port {port}; its output:\n{self.output()}")
 
     def output(self):
         with open(self._log, errors="replace") as file:
@@ -103,9 +103,9 @@ class Server:
         try:
             status = self._process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            raise Trouble(f"{self.name} has not ended within {limit_s} s; its output:\n{self.output()}") from None
+            raise BenchmarkError(f"{self.name} has not ended within {limit_s} s; its output:\n{self.output()}") from None
         if status != 0:
-            raise Trouble(f"{self.name} ended with {status}; its output:\n{self.output()}")
+            raise BenchmarkError(f"{self.name} ended with {status}; its output:\n{self.output()}")
 
     def stop(self):
         """Stops the process and its children; returns when all have ended."""
@@ -142,7 +142,7 @@ class Server:
 
     def _tree(self):
         if self._process.poll() is not None:
-            raise Trouble(f"{self.name} ended by itself; its output:\n{self.output()}")
+            raise BenchmarkError(f"{self.name} ended by itself; its output:\n{self.output()}")
         tree = [self._process.pid]
         for pid in tree:
             with open(f"/proc/{pid}/task/{pid}/children") as file:
@@ -157,7 +157,7 @@ def _stat(pid):
     return [*head.split(" (", 1), *tail.split()]
 
 
-def _settle(cores):
+def _prepare_child(cores):
     """Runs in a new process before its program does."""
     os.sched_setaffinity(0, cores)
     # If the benchmark is killed, its servers end with it.
@@ -168,12 +168,12 @@ def run_on(cores, command, timeout_s):
     """Runs `command` on `cores` to its end and returns its output."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, preexec_fn=lambda: _settle(cores)
+            command, capture_output=True, text=True, timeout=timeout_s, preexec_fn=lambda: _prepare_child(cores)
         )
     except subprocess.TimeoutExpired:
-        raise Trouble(f"`{command[0]}` did not end within {timeout_s:.0f} s") from None
+        raise BenchmarkError(f"`{command[0]}` did not end within {timeout_s:.0f} s") from None
     if done.returncode != 0:
-        raise Trouble(f"`{' '.join(command)}` failed:\n{done.stdout}{done.stderr}")
+        raise BenchmarkError(f"`{' '.join(command)}` failed:\n{done.stdout}{done.stderr}")
     return done.stdout
 
 
@@ -191,7 +191,7 @@ def core_busy_s(core):
             if line.startswith(f"cpu{core} "):
                 user, nice, system, _idle, _wait, irq, softirq, steal = map(int, line.split()[1:9])
                 return (user + nice + system + irq + softirq + steal) * TICK_S
-    raise Trouble(f"core {core} is not in /proc/stat")
+    raise BenchmarkError(f"core {core} is not in /proc/stat")
 
 
 def description(versions):

@@ -15,27 +15,27 @@ import os
 import re
 from collections import namedtuple
 
-import beside
-import contenders
-import idle
-import load
+import gateways
+import http1
+import idle_connections
+import lease_calls
+import load_generators
 import machine
-import shared
-from machine import Trouble
+from machine import BenchmarkError
 
 PER_MINUTE = 33
 # A minute may end during the load.
-NOT_REFUSED = 2 * PER_MINUTE
+MAX_NOT_REFUSED = 2 * PER_MINUTE
 REFUSED = 429
 LONG = 200_000
-# Fewer requests, because their bodies are long.
-FEWER = 20
+# Divisor of the number of requests with long bodies.
+LONG_BODY_DIVISOR = 20
 TIME_LIMIT_S = 300
 # Nothing is measured, so all processes may use all cores.
 CORES = os.sched_getaffinity(0)
 
 # `status` is the first digit of the status of all responses, except for the first ones that are not refused yet.
-Load = namedtuple("Load", "path options status fewer", defaults=[(), 2, 1])
+Load = namedtuple("Load", "path options status divisor", defaults=[(), 2, 1])
 
 CLIENTS = 64
 HTTP1, HTTP2 = ("--h1", f"-c{CLIENTS}"), ("-c8", "-m32")
@@ -49,15 +49,15 @@ LOADS = [
     Load("/keys/items", (*HTTP1, "-Hauthorization: Bearer 5f3a", "-Hx-key: one")),
     Load("/http2/items", HTTP1),
     Load("/http2/items", HTTP2),
-    Load("/api/upload", (*HTTP1, "-d{body}"), fewer=FEWER),
-    Load("/api/upload", (*HTTP2, "-d{body}"), fewer=FEWER),
-    Load("/api/long", HTTP1, fewer=FEWER),
-    Load("/api/long", HTTP2, fewer=FEWER),
-    Load("/http2/upload", (*HTTP2, "-d{body}"), fewer=FEWER),
-    Load("/http2/long", HTTP2, fewer=FEWER),
+    Load("/api/upload", (*HTTP1, "-d{body}"), divisor=LONG_BODY_DIVISOR),
+    Load("/api/upload", (*HTTP2, "-d{body}"), divisor=LONG_BODY_DIVISOR),
+    Load("/api/long", HTTP1, divisor=LONG_BODY_DIVISOR),
+    Load("/api/long", HTTP2, divisor=LONG_BODY_DIVISOR),
+    Load("/http2/upload", (*HTTP2, "-d{body}"), divisor=LONG_BODY_DIVISOR),
+    Load("/http2/long", HTTP2, divisor=LONG_BODY_DIVISOR),
 ]
 
-MORE = """
+EXTRA_CONFIG = """
 [listen.https]
 address = "{LOOPBACK}:{https_port}"
 certificate = "{certificate}"
@@ -92,7 +92,7 @@ upstream = "http2"
 rules = ["per-client"]
 """
 
-SHARED = """
+SHARED_CONFIG = """
 [access_log]
 file = "{directory}/access.log"
 
@@ -102,43 +102,43 @@ redis = "redis://{LOOPBACK}:{redis_port}"
 
 
 def main():
-    beside.run(train, arguments())
+    http1.run(train, arguments())
 
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transom", required=True, metavar="PATH")
-    parser.add_argument("--requests", type=int, default=20_000, help="of a kind; fewer with long bodies (default 20,000)")
+    parser.add_argument("--requests", type=int, default=20_000, help="requests per load; a twentieth with long bodies (default 20,000)")
     options = parser.parse_args()
-    if options.requests <= NOT_REFUSED:
-        parser.error(f"`--requests` is more than {NOT_REFUSED}: so many are not refused")
+    if options.requests <= MAX_NOT_REFUSED:
+        parser.error(f"`--requests` must exceed {MAX_NOT_REFUSED}: that many requests are not refused")
     return options
 
 
 def train(options, directory, _report):
-    redis = shared.Redis()
-    beside.require(options.transom, [load.H2load, contenders.Nginx, redis, idle.Openssl])
+    redis = lease_calls.Redis()
+    http1.require(options.transom, [load_generators.H2load, gateways.Nginx, redis, idle_connections.Openssl])
     body = os.path.join(directory, "body")
     with open(body, "wb") as file:
         file.write(b"x" * LONG)
     upstream, upstream_port, http2_port = start_upstream(directory)
     store, redis_port = redis.start(directory, max(CORES))
-    certificate, key = idle.make_certificate(directory)
+    certificate, key = idle_connections.make_certificate(directory)
     with upstream, store:
-        for more in (MORE, MORE + SHARED):
+        for more in (EXTRA_CONFIG, EXTRA_CONFIG + SHARED_CONFIG):
             https_port = machine.free_port()
             more = more.format(
                 LOOPBACK=machine.LOOPBACK, PER_MINUTE=PER_MINUTE, https_port=https_port, http2_port=http2_port,
                 redis_port=redis_port, directory=directory, certificate=certificate, key=key,
             )
-            gateway = contenders.Transom(options.transom)
-            server, port = gateway.start(directory, upstream_port, contenders.FORWARDING, CORES, more=more)
+            gateway = gateways.Transom(options.transom)
+            server, port = gateway.start(directory, upstream_port, gateways.FORWARDING, CORES, more=more)
             with server:
                 for origin in (f"http://{machine.LOOPBACK}:{port}", f"https://{machine.LOOPBACK}:{https_port}"):
-                    for one in LOADS:
-                        put(one, origin, max(CLIENTS, options.requests // one.fewer), body)
-                if load.probe(port, "/refused/items") != REFUSED:
-                    raise Trouble("a request that should be refused got another response")
+                    for load_case in LOADS:
+                        apply_load(load_case, origin, max(CLIENTS, options.requests // load_case.divisor), body)
+                if load_generators.probe(port, "/refused/items") != REFUSED:
+                    raise BenchmarkError("a request that should be refused got another response")
                 server.end(TIME_LIMIT_S)
 
 
@@ -148,7 +148,7 @@ def start_upstream(directory):
     prefix = os.path.join(directory, "upstream")
     server = f"""
         default_type application/json;
-        location / {{ return 200 '{load.BODY}'; }}
+        location / {{ return 200 '{load_generators.BODY}'; }}
         location ~ /long$ {{ root {directory}; try_files /body =404; }}
         location ~ /upload$ {{ client_body_buffer_size 1m; rewrite .* / break; proxy_pass http://{machine.LOOPBACK}:{port}; }}
     """
@@ -162,20 +162,20 @@ def start_upstream(directory):
         }}
     """
     log = os.path.join(directory, "upstream.log")
-    command = load.nginx_command(prefix, config)
+    command = load_generators.nginx_command(prefix, config)
     return machine.Server("the upstream", command, port, log, CORES), port, http2_port
 
 
-def put(one, origin, requests, body):
+def apply_load(load_case, origin, requests, body):
     """Applies one load; fails on unexpected responses."""
-    urls = [origin + path for path in one.path.split()]
-    command = ["h2load", "-t1", f"-n{requests}", *(option.format(body=body) for option in one.options), *urls]
+    urls = [origin + path for path in load_case.path.split()]
+    command = ["h2load", "-t1", f"-n{requests}", *(option.format(body=body) for option in load_case.options), *urls]
     output = machine.run_on(CORES, command, TIME_LIMIT_S)
     found = re.search(r"status codes: (\d+) 2xx, (\d+) 3xx, (\d+) 4xx, (\d+) 5xx", output)
-    spared = NOT_REFUSED if one.status == 4 else 0
+    not_refused = MAX_NOT_REFUSED if load_case.status == 4 else 0
     # The groups are 2xx, 3xx, 4xx, 5xx.
-    if not found or int(found[one.status - 1]) < requests - spared:
-        raise Trouble(f"{' '.join(command)}\ngot unexpected responses:\n{output}")
+    if not found or int(found[load_case.status - 1]) < requests - not_refused:
+        raise BenchmarkError(f"{' '.join(command)}\ngot unexpected responses:\n{output}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The load generators (wrk or h2load), and nginx as upstream.
 
-Both run on another core than the measured gateway. A load generator reports the number of
+Load generator and upstream share a core; the gateway has another. A load generator reports the number of
 responses, and how many of them were 2xx.
 """
 
@@ -18,7 +18,7 @@ PATH = "/api/hello"
 BODY = '{"message":"hello","from":"upstream","padding":"' + "x" * 49 + '"}\\n'
 
 # All responses, responses with a 2xx status, failed connections or requests.
-Outcome = collections.namedtuple("Outcome", "responses good broken seconds")
+Outcome = collections.namedtuple("Outcome", "responses ok failed seconds")
 
 
 class Wrk:
@@ -29,7 +29,7 @@ class Wrk:
     SCRIPT = """
         done = function(summary)
             local e = summary.errors
-            io.write(string.format('\\nOUTCOME {"responses":%d,"bad":%d,"broken":%d,"us":%d}\\n',
+            io.write(string.format('\\nOUTCOME {"responses":%d,"bad":%d,"failed":%d,"us":%d}\\n',
                 summary.requests, e.status, e.connect + e.read + e.write + e.timeout, summary.duration))
         end
     """
@@ -62,10 +62,10 @@ class Wrk:
         output = machine.run_on({core}, [*command, _url(port)], seconds + 15)
         found = re.search(r"^OUTCOME (.*)$", output, re.MULTILINE)
         if not found:
-            raise machine.Trouble(f"no result from wrk:\n{output}")
+            raise machine.BenchmarkError(f"no result from wrk:\n{output}")
         counts = json.loads(found[1])
-        good = counts["responses"] - counts["bad"]
-        return Outcome(counts["responses"], good, counts["broken"], counts["us"] / 1e6)
+        ok = counts["responses"] - counts["bad"]
+        return Outcome(counts["responses"], ok, counts["failed"], counts["us"] / 1e6)
 
     @staticmethod
     def probe(port):
@@ -93,11 +93,11 @@ class H2load:
         command = ["h2load", *self.options, "-t1", f"-D{seconds}", *urls]
         output = machine.run_on({core}, command, seconds + 15)
         codes = re.search(r"status codes: (\d+) 2xx, (\d+) 3xx, (\d+) 4xx, (\d+) 5xx", output)
-        broken = re.search(r"(\d+) errored, (\d+) timeout", output)
-        if not codes or not broken:
-            raise machine.Trouble(f"no result from h2load:\n{output}")
+        failed = re.search(r"(\d+) errored, (\d+) timeout", output)
+        if not codes or not failed:
+            raise machine.BenchmarkError(f"no result from h2load:\n{output}")
         counts = [int(count) for count in codes.groups()]
-        return Outcome(sum(counts), counts[0], sum(map(int, broken.groups())), seconds)
+        return Outcome(sum(counts), counts[0], sum(map(int, failed.groups())), seconds)
 
     @staticmethod
     def probe(port):
@@ -137,7 +137,7 @@ def probe(port, path=PATH):
         response.read()
         return response.status
     except (OSError, http.client.HTTPException) as error:
-        raise machine.Trouble(f"no response at port {port}: {error}") from error
+        raise machine.BenchmarkError(f"no response at port {port}: {error}") from error
     finally:
         connection.close()
 

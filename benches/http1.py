@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Measures CPU time per request of Transom, nginx and HAProxy, on the same machine in the same run.
 
-    python3 benches/beside.py                       # about six minutes
-    python3 benches/beside.py --rounds 3 --seconds 3 --scenario refusing
-    python3 benches/beside.py --results table.md    # also writes the figures as Markdown
+    python3 benches/http1.py                       # about six minutes
+    python3 benches/http1.py --rounds 3 --seconds 3 --scenario refusing
+    python3 benches/http1.py --results table.md    # also writes the figures as Markdown
 
 Each gateway has one worker and core 0 to itself; the load generator and the upstream share core 1. They
 take turns, in an order that changes from round to round, so that a machine that gets slower or is
@@ -24,10 +24,10 @@ import tempfile
 import time
 from collections import namedtuple
 
-import contenders
-import load
+import gateways
+import load_generators
 import machine
-from machine import Trouble
+from machine import BenchmarkError
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Built by `make release` with a profile, and by `cargo build --release` without one.
@@ -60,8 +60,8 @@ def run(measure, options):
             if getattr(options, "results", None):
                 with open(options.results, "w") as file:
                     file.write(report.markdown())
-    except Trouble as trouble:
-        sys.exit(f"{os.path.basename(sys.argv[0])}: {trouble}")
+    except BenchmarkError as error:
+        sys.exit(f"{os.path.basename(sys.argv[0])}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -70,8 +70,8 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common_arguments(parser)
     plain_argument(parser)
-    parser.add_argument("--scenario", choices=contenders.SCENARIOS, action="append", help="default: all")
-    parser.add_argument("--load", choices=load.GENERATORS, default="wrk", help="load generator (default wrk)")
+    parser.add_argument("--scenario", choices=gateways.SCENARIOS, action="append", help="default: all")
+    parser.add_argument("--load", choices=load_generators.GENERATORS, default="wrk", help="load generator (default wrk)")
     return checked(parser)
 
 
@@ -96,32 +96,32 @@ def checked(parser):
 
 
 def measure(options, directory, report):
-    transom = contenders.Transom(options.transom)
-    gateways = [transom, contenders.PlainTransom(options.plain), contenders.Nginx(), contenders.Haproxy()]
-    generator = load.GENERATORS[options.load](directory)
-    begin(options, report, gateways, generator)
-    upstream, upstream_port = load.start_upstream(directory, options.load_core)
+    transom = gateways.Transom(options.transom)
+    compared = [transom, gateways.UnprofiledTransom(options.plain), gateways.Nginx(), gateways.Haproxy()]
+    generator = load_generators.GENERATORS[options.load](directory)
+    begin(options, report, compared, generator)
+    upstream, upstream_port = load_generators.start_upstream(directory, options.load_core)
     with upstream:
-        for name in options.scenario or contenders.SCENARIOS:
-            scenario = contenders.SCENARIOS[name]
+        for name in options.scenario or gateways.SCENARIOS:
+            scenario = gateways.SCENARIOS[name]
             # The two nginx configurations differ only in refusals.
-            several = [*gateways, contenders.NginxLogging()] if scenario.limits else gateways
+            several = [*compared, gateways.NginxLogging()] if scenario.limits else compared
             compare(options, directory, report, scenario, several, generator, upstream_port)
         report.memory(*idle_memory(transom, directory, upstream_port))
 
 
-def begin(options, report, gateways, generator):
-    require_all(options, [*gateways, generator])
-    versions = [(each.name, each.version()) for each in (*gateways, generator)]
+def begin(options, report, compared, generator):
+    require_all(options, [*compared, generator])
+    versions = [(each.name, each.version()) for each in (*compared, generator)]
     report.machine(machine.description(versions), options, generator)
 
 
-def compare(options, directory, report, scenario, gateways, generator, upstream_port):
+def compare(options, directory, report, scenario, compared, generator, upstream_port):
     """All rounds of one scenario."""
     rounds = []
     for number in range(options.rounds):
         rounds.append({})
-        for gateway in in_turn(gateways, number):
+        for gateway in in_turn(compared, number):
             server, port = gateway.start(directory, upstream_port, scenario, {options.server_core})
             with server:
                 rounds[-1][gateway.name] = take_turn(server, port, scenario, generator, options)
@@ -129,11 +129,11 @@ def compare(options, directory, report, scenario, gateways, generator, upstream_
     report.scenario(scenario, rounds)
 
 
-def in_turn(gateways, number):
+def in_turn(compared, number):
     """A B C, B C A, C A B and then the same backwards."""
-    start = number % len(gateways)
-    order = gateways[start:] + gateways[:start]
-    return order[::-1] if number // len(gateways) % 2 else order
+    start = number % len(compared)
+    order = compared[start:] + compared[:start]
+    return order[::-1] if number // len(compared) % 2 else order
 
 
 def take_turn(server, port, scenario, generator, options):
@@ -146,12 +146,12 @@ def take_turn(server, port, scenario, generator, options):
     core_s = machine.core_busy_s(options.server_core) - core_before
     expect(server, port, scenario, generator)
     if outcome.responses == 0:
-        raise Trouble(f"{server.name} sent no response; its output:\n{server.output()}")
-    wanted = outcome.responses - outcome.good if scenario.limits else outcome.good
-    if wanted < PURITY * outcome.responses or outcome.broken > (1 - PURITY) * outcome.responses:
-        raise Trouble(
-            f"{server.name}, {scenario.name}: of {outcome.responses} responses {outcome.good} were 2xx, "
-            f"{outcome.broken} failed; its output:\n{server.output()}"
+        raise BenchmarkError(f"{server.name} sent no response; its output:\n{server.output()}")
+    wanted = outcome.responses - outcome.ok if scenario.limits else outcome.ok
+    if wanted < PURITY * outcome.responses or outcome.failed > (1 - PURITY) * outcome.responses:
+        raise BenchmarkError(
+            f"{server.name}, {scenario.name}: of {outcome.responses} responses {outcome.ok} were 2xx, "
+            f"{outcome.failed} failed; its output:\n{server.output()}"
         )
     return Turn(
         cpu_us=cpu_s / outcome.responses * 1e6,
@@ -169,7 +169,7 @@ def expect(server, port, scenario, generator):
         status = generator.probe(port)
         if status == scenario.status:
             return
-    raise Trouble(f"{server.name}, {scenario.name}: status {status}, expected {scenario.status}")
+    raise BenchmarkError(f"{server.name}, {scenario.name}: status {status}, expected {scenario.status}")
 
 
 def idle_memory(transom, directory, upstream_port):
@@ -177,9 +177,9 @@ def idle_memory(transom, directory, upstream_port):
     cores = os.sched_getaffinity(0)
 
     def resident(capacity):
-        server, port = transom.start(directory, upstream_port, contenders.FORWARDING, cores, capacity)
+        server, port = transom.start(directory, upstream_port, gateways.FORWARDING, cores, capacity)
         with server:
-            load.probe(port)
+            load_generators.probe(port)
             time.sleep(1)
             return server.memory_mib()
 
@@ -193,7 +193,7 @@ def require_all(options, tools):
         require(options.plain, [])
     cores = {options.server_core, options.load_core}
     if len(cores) < 2 or not cores <= os.sched_getaffinity(0):
-        raise Trouble("needs two cores, one for the gateways and another for the load; see --server-core, --load-core")
+        raise BenchmarkError("needs two cores, one for the gateways and another for the load; see --server-core, --load-core")
 
 
 def require(transom, tools):
@@ -203,10 +203,10 @@ def require(transom, tools):
         if tool.package and not shutil.which(tool.name)
     })
     if missing:
-        raise Trouble(f"missing programs; install them with:\n    apt-get install -y {' '.join(missing)}")
+        raise BenchmarkError(f"missing programs; install them with:\n    apt-get install -y {' '.join(missing)}")
     if not os.access(transom, os.X_OK):
         how = BUILT_BY.get(os.path.abspath(transom))
-        raise Trouble(f"`{transom}` does not exist" + (f"; build it with:\n    {how}" if how else ""))
+        raise BenchmarkError(f"`{transom}` does not exist" + (f"; build it with:\n    {how}" if how else ""))
 
 
 class Report:

@@ -3,10 +3,10 @@
 
     apt-get install -y nginx-light wrk redis-server
     make release
-    python3 benches/shared.py                       # about two minutes
-    python3 benches/shared.py --results table.md    # also writes the figures as Markdown
+    python3 benches/lease_calls.py                       # about two minutes
+    python3 benches/lease_calls.py --results table.md    # also writes the figures as Markdown
 
-Turns, rounds and rules are those of beside.py. A gateway with shared counters is compared with the same gateway
+Turns, rounds and rules are those of http1.py. A gateway with shared counters is compared with the same gateway
 counting alone; requests use 10,000 keys in turn, from a header, and none is refused. Redis runs on the
 core of the load. Then 1,000 busy keys: commands that Redis counted, including those within scripts, per request.
 """
@@ -15,17 +15,17 @@ import argparse
 import os
 import re
 
-import beside
-import contenders
-import load
+import gateways
+import http1
+import load_generators
 import machine
 
 KEYS, BUSY_KEYS = 10_000, 1_000
 COMMANDS_TARGET = 0.05
-FORWARDING = contenders.Scenario("forwarding, 10,000 keys", limits=False, status=200, targets={"alone": 1.15})
+FORWARDING = gateways.Scenario("forwarding, 10,000 keys", limits=False, status=200, targets={"alone": 1.15})
 
 
-class KeyedWrk(load.Wrk):
+class KeyedWrk(load_generators.Wrk):
     """wrk with one key after the other in a header, in requests created in advance."""
 
     REQUESTS = """
@@ -48,7 +48,7 @@ class KeyedWrk(load.Wrk):
             file.write(self.REQUESTS.format(keys=keys) + self.SCRIPT)
 
 
-class Gateway(contenders.Transom):
+class Gateway(gateways.Transom):
     """Two layers by a header, counted alone or shared."""
 
     def __init__(self, binary, name, redis_port=None):
@@ -87,27 +87,27 @@ def commands(port):
 
 
 def main():
-    beside.run(measure, arguments())
+    http1.run(measure, arguments())
 
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    beside.common_arguments(parser)
-    return beside.checked(parser)
+    http1.common_arguments(parser)
+    return http1.checked(parser)
 
 
 def measure(options, directory, report):
     redis = Redis()
-    beside.require(options.transom, [redis])
+    http1.require(options.transom, [redis])
     server, redis_port = redis.start(directory, options.load_core)
     with server:
-        gateways = [Gateway(options.transom, "transom", redis_port), Gateway(options.transom, "alone")]
+        compared = [Gateway(options.transom, "transom", redis_port), Gateway(options.transom, "alone")]
         generator = KeyedWrk(directory, KEYS)
-        beside.begin(options, report, [*gateways[:1], redis], generator)
-        upstream, upstream_port = load.start_upstream(directory, options.load_core)
+        http1.begin(options, report, [*compared[:1], redis], generator)
+        upstream, upstream_port = load_generators.start_upstream(directory, options.load_core)
         with upstream:
-            beside.compare(options, directory, report, FORWARDING, gateways, generator, upstream_port)
-            hot_set(options, directory, report, gateways[0], upstream_port, redis_port)
+            http1.compare(options, directory, report, FORWARDING, compared, generator, upstream_port)
+            hot_set(options, directory, report, compared[0], upstream_port, redis_port)
 
 
 def hot_set(options, directory, report, gateway, upstream_port, redis_port):
@@ -115,14 +115,14 @@ def hot_set(options, directory, report, gateway, upstream_port, redis_port):
     generator = KeyedWrk(directory, BUSY_KEYS)
     server, port = gateway.start(directory, upstream_port, FORWARDING, {options.server_core})
     with server:
-        generator.run(options.load_core, port, beside.WARM_UP_S)
+        generator.run(options.load_core, port, http1.WARM_UP_S)
         before = commands(redis_port)
         outcome = generator.run(options.load_core, port, options.seconds * options.rounds)
         after = commands(redis_port)
     calls = {name: count - before.get(name, 0) for name, count in after.items() if name != "info"}
     scripts, everything = calls.get("evalsha", 0) / outcome.responses, sum(calls.values()) / outcome.responses
     report.section(f"Redis commands per request: {BUSY_KEYS:,} busy keys, {outcome.responses / outcome.seconds:,.0f} requests/s")
-    target = f"< {COMMANDS_TARGET}: {beside.met(everything < COMMANDS_TARGET)}"
+    target = f"< {COMMANDS_TARGET}: {http1.met(everything < COMMANDS_TARGET)}"
     report.table(
         ["commands", "per request", "target"],
         [["EVALSHA", f"{scripts:.4f}", ""], ["all, including those within scripts", f"{everything:.4f}", target]],

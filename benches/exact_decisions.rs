@@ -1,8 +1,8 @@
 //! Measures exact decisions through Redis per second: many concurrent requests of one worker, compared with a client that
 //! sends one call per request and waits.
 //!
-//! `cargo bench --bench shared` starts a redis-server of its own (Debian's `redis-server`) and prints both, measured in turns, and
-//! their ratio. Both sides run the same script on one connection each; every decision is about three plain windows of
+//! `cargo bench --bench exact_decisions` starts a redis-server of its own (Debian's `redis-server`) and prints both,
+//! measured in turns, and their ratio. Both sides run the same script on one connection each; every decision is about three plain windows of
 //! one key, of 1,000 keys in turn, and none is refused. The waiting client is measured twice: as a task of a
 //! worker, as in a gateway, and as a thread without a runtime.
 
@@ -25,10 +25,10 @@ use transom::redis_store::scripts::{
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 const ROUNDS: usize = 5;
-const ROUND: Duration = Duration::from_secs(2);
-const TOGETHER: usize = 200;
+const ROUND_DURATION: Duration = Duration::from_secs(2);
+const CONCURRENT_REQUESTS: usize = 200;
 const KEYS: usize = 1000;
-const TARGET: f64 = 5.0;
+const TARGET_RATIO: f64 = 5.0;
 
 fn main() {
     // `cargo test` runs benchmark targets as well, without `--bench`; then there is nothing to do.
@@ -37,21 +37,21 @@ fn main() {
     }
     let redis = Redis::start();
     let keys: Vec<[CounterRequest; 3]> = (0..KEYS).map(requests).collect();
-    let (mut blocking, mut alone, mut together) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut blocking, mut sequential, mut concurrent) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..ROUNDS {
         blocking.push(blocking_client(redis.port, &keys));
-        alone.push(sequential_client(redis.port, &keys));
-        together.push(concurrent_requests(redis.port, &keys));
+        sequential.push(sequential_client(redis.port, &keys));
+        concurrent.push(concurrent_requests(redis.port, &keys));
     }
-    let (blocking, alone, together) = (median(blocking), median(alone), median(together));
-    println!("decisions about three layers, per second, median of {ROUNDS} rounds of {ROUND:?}");
+    let (blocking, sequential, concurrent) = (median(blocking), median(sequential), median(concurrent));
+    println!("decisions about three layers, per second, median of {ROUNDS} rounds of {ROUND_DURATION:?}");
     println!("  one at a time, a thread that waits     {blocking:>8.0}");
-    println!("  one at a time, on a worker             {alone:>8.0}");
-    println!("  {TOGETHER} at once, on a worker               {together:>8.0}");
+    println!("  one at a time, on a worker             {sequential:>8.0}");
+    println!("  {CONCURRENT_REQUESTS} at once, on a worker               {concurrent:>8.0}");
     println!(
-        "  ratio {:.1} to the thread, {:.1} on a worker (target: {TARGET})",
-        together / blocking,
-        together / alone
+        "  ratio {:.1} to the thread, {:.1} on a worker (target: {TARGET_RATIO})",
+        concurrent / blocking,
+        concurrent / sequential
     );
 }
 
@@ -65,7 +65,7 @@ fn blocking_client(port: u16, keys: &[[CounterRequest; 3]]) -> f64 {
         .expect("is executed");
     let calls = acquire_calls(keys);
     let (start, mut decided) = (Clock::system().instant(), 0);
-    while start.elapsed() < ROUND {
+    while start.elapsed() < ROUND_DURATION {
         let call = [&calls[decided % KEYS]];
         let reply = scripts::acquire_command(&scripts.acquire, ScriptRef::Sha, call.into_iter()).query(&mut connection);
         check(scripts::parse_acquire_reply(&reply.expect("is executed"), call.into_iter()));
@@ -83,7 +83,7 @@ fn sequential_client(port: u16, keys: &[[CounterRequest; 3]]) -> f64 {
         let scripts = Scripts::default();
         let calls = acquire_calls(keys);
         let (start, mut decided) = (Clock::system().instant(), 0);
-        while start.elapsed() < ROUND {
+        while start.elapsed() < ROUND_DURATION {
             let call = [&calls[decided % KEYS]];
             let command = scripts::acquire_command(&scripts.acquire, ScriptRef::Sha, call.into_iter());
             let reply = command.query_async(&mut connection).await.expect("is executed");
@@ -103,13 +103,13 @@ fn concurrent_requests(port: u16, keys: &[[CounterRequest; 3]]) -> f64 {
         store.probe().await.expect("redis-server replies");
         let now_ms = now_ms();
         let start = Clock::system().instant();
-        let tasks: Vec<_> = (0..TOGETHER)
+        let tasks: Vec<_> = (0..CONCURRENT_REQUESTS)
             .map(|first| {
                 let (store, keys) = (store.clone(), Rc::clone(&keys));
                 tokio::task::spawn_local(async move {
                     let mut decided = 0;
-                    while start.elapsed() < ROUND {
-                        let reply = store.acquire(&keys[(first + decided * TOGETHER) % KEYS], now_ms).await;
+                    while start.elapsed() < ROUND_DURATION {
+                        let reply = store.acquire(&keys[(first + decided * CONCURRENT_REQUESTS) % KEYS], now_ms).await;
                         assert!(matches!(reply, Ok(AcquireReply::Granted { .. })), "{reply:?}");
                         decided += 1;
                     }

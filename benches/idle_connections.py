@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Measures the memory of an idle connection: resident memory of the gateway with and without ten thousand of them.
 
-    python3 benches/idle.py                        # about half a minute
-    python3 benches/idle.py --connections 2000 --results table.md
+    python3 benches/idle_connections.py                        # about a minute
+    python3 benches/idle_connections.py --connections 2000 --results table.md
 
 Each connection has had one request forwarded and is kept alive. nginx is measured for
 comparison. A fifth as many connections are measured over TLS and of HTTP/2. Needs as many descriptors as
@@ -18,70 +18,70 @@ import struct
 import subprocess
 import time
 
-import beside
-import contenders
-import load
+import gateways
+import http1
+import load_generators
 import machine
-from machine import Trouble
+from machine import BenchmarkError
 
 TARGET_KIB = 8
 # Connections before the first measurement: memory allocated once for all is not part of the cost of a connection.
-FIRST = 100
+WARM_UP_CONNECTIONS = 100
 # The allocator returns memory within some seconds.
 SETTLE_S = 3
-REQUEST = f"GET {load.PATH} HTTP/1.1\r\nHost: {machine.LOOPBACK}\r\n\r\n".encode()
-END = load.BODY.replace("\\n", "\n").encode()
+REQUEST = f"GET {load_generators.PATH} HTTP/1.1\r\nHost: {machine.LOOPBACK}\r\n\r\n".encode()
+RESPONSE_END = load_generators.BODY.replace("\\n", "\n").encode()
 # Of HTTP/2: kinds of frames, and their flags.
 DATA, HEADERS, SETTINGS = 0, 1, 4
 ACK, END_STREAM, END_HEADERS = 1, 1, 4
 # No connection is closed for being idle while the others connect.
 LONG_TIMEOUT = '[timeouts]\nrequest_head = "1h"\n'
 # Divisor of the number of connections over TLS and of HTTP/2.
-FEWER = 5
+OTHER_KINDS_DIVISOR = 5
 # Descriptors that each side needs in addition to those of the connections.
-SPARE = 1000
+EXTRA_DESCRIPTORS = 1000
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--transom", default=beside.OPTIMIZED, metavar="PATH")
+    parser.add_argument("--transom", default=http1.OPTIMIZED, metavar="PATH")
     parser.add_argument("--connections", type=int, default=10_000, help="how many (default 10000)")
     parser.add_argument("--results", metavar="FILE", help="write the figures as markdown")
-    beside.run(measure, parser.parse_args())
+    http1.run(measure, parser.parse_args())
 
 
 def measure(options, directory, report):
-    allow_descriptors(options.connections + SPARE)
-    transom, nginx = contenders.Transom(options.transom), contenders.NginxWide()
-    beside.require(options.transom, [transom, nginx, Openssl])
+    allow_descriptors(options.connections + EXTRA_DESCRIPTORS)
+    transom, nginx = gateways.Transom(options.transom), gateways.NginxWide()
+    http1.require(options.transom, [transom, nginx, Openssl])
     versions = [(each.name, each.version()) for each in (transom, nginx)]
     report.facts(machine.description(versions))
     cores = os.sched_getaffinity(0)
-    upstream, upstream_port = load.start_upstream(directory, max(cores))
+    upstream, upstream_port = load_generators.start_upstream(directory, max(cores))
     rows = []
     with upstream:
         # By default a descriptor is reserved for the upstream connection of every client; here requests come one by one.
-        connection_limit = f"max_connections = {options.connections + FIRST}"
+        connection_limit = f"max_connections = {options.connections + WARM_UP_CONNECTIONS}"
         for gateway, more in ((transom, {"listen": connection_limit, "more": LONG_TIMEOUT}), (nginx, {})):
-            server, port = gateway.start(directory, upstream_port, contenders.FORWARDING, cores, **more)
+            server, port = gateway.start(directory, upstream_port, gateways.FORWARDING, cores, **more)
             with server:
                 before, after = idle(server, port, options.connections)
             kib = (after - before) * 1024 / options.connections
             target = ""
             if gateway is transom:
-                target = f"< {TARGET_KIB} KiB: {beside.met(kib < TARGET_KIB)}"
+                target = f"< {TARGET_KIB} KiB: {http1.met(kib < TARGET_KIB)}"
             rows.append([gateway.name, f"{before:.1f}", f"{after:.1f}", f"{kib:.2f}", target])
-        others = measure_others(transom, directory, upstream_port, cores, options.connections // FEWER)
+        others = measure_others(transom, directory, upstream_port, cores, options.connections // OTHER_KINDS_DIVISOR)
     report.section(f"Memory: {options.connections:,} idle connections of HTTP/1.1, on all cores")
-    report.table(["gateway", "MiB before", "MiB with them", "KiB each", "target"], rows)
-    report.section(f"Memory: {options.connections // FEWER:,} idle connections of other kinds")
-    report.table(["transom", "MiB before", "MiB with them", "KiB each"], others)
+    report.table(["gateway", "MiB before", "MiB after", "KiB each", "target"], rows)
+    report.section(f"Memory: {options.connections // OTHER_KINDS_DIVISOR:,} idle connections of other kinds")
+    report.table(["transom", "MiB before", "MiB after", "KiB each"], others)
 
 
 def measure_others(transom, directory, upstream_port, cores, count):
     certificate, key = make_certificate(directory)
     rows = []
-    for name, kind in (("HTTP/1.1 over TLS", Secure), ("HTTP/2", Stream), ("HTTP/2 over TLS", SecureStream)):
+    for name, kind in (("HTTP/1.1 over TLS", TlsConnection), ("HTTP/2", Http2Connection), ("HTTP/2 over TLS", Http2TlsConnection)):
         https_port = machine.free_port()
         https = f"""
 [listen.https]
@@ -92,9 +92,9 @@ private_key = "{key}"
 [http2]
 idle = "1h"
 """
-        server, port = transom.start(directory, upstream_port, contenders.FORWARDING, cores, more=LONG_TIMEOUT + https)
+        server, port = transom.start(directory, upstream_port, gateways.FORWARDING, cores, more=LONG_TIMEOUT + https)
         with server:
-            before, after = idle(server, https_port if issubclass(kind, Secure) else port, count, kind)
+            before, after = idle(server, https_port if issubclass(kind, TlsConnection) else port, count, kind)
         rows.append([name, f"{before:.1f}", f"{after:.1f}", f"{(after - before) * 1024 / count:.2f}"])
     return rows
 
@@ -102,16 +102,16 @@ idle = "1h"
 def idle(server, port, count, kind=None):
     """Returns the resident MiB with a few connections, and with `count` more."""
     kind = kind or Connection
-    kept = [kind(port) for _ in range(FIRST)]
+    connections = [kind(port) for _ in range(WARM_UP_CONNECTIONS)]
     time.sleep(SETTLE_S)
     before = server.memory_mib()
-    kept += [kind(port) for _ in range(count)]
+    connections += [kind(port) for _ in range(count)]
     time.sleep(SETTLE_S)
     after = server.memory_mib()
     # Each connection must still respond.
-    for connection in kept:
-        connection.ask()
-    for connection in kept:
+    for connection in connections:
+        connection.send_request()
+    for connection in connections:
         connection.socket.close()
     return before, after
 
@@ -120,49 +120,49 @@ class Connection:
     """HTTP/1.1 without TLS, after its first request."""
 
     def __init__(self, port):
-        self.socket = self.begin(socket.create_connection((machine.LOOPBACK, port), timeout=10))
-        self.ask()
+        self.socket = self.start_protocol(socket.create_connection((machine.LOOPBACK, port), timeout=10))
+        self.send_request()
 
-    def begin(self, connection):
+    def start_protocol(self, connection):
         return connection
 
-    def ask(self):
+    def send_request(self):
         """Sends one request and reads its whole response, which ends like the upstream's body."""
         self.socket.sendall(REQUEST)
         response = b""
-        while not response.endswith(END):
+        while not response.endswith(RESPONSE_END):
             response += self.receive()
         if not response.startswith(b"HTTP/1.1 200 "):
-            raise Trouble(f"unexpected response {response[:200]!r}")
+            raise BenchmarkError(f"unexpected response {response[:200]!r}")
 
     def receive(self):
         piece = self.socket.recv(65536)
         if not piece:
-            raise Trouble("a connection was closed")
+            raise BenchmarkError("a connection was closed")
         return piece
 
 
-class Secure(Connection):
+class TlsConnection(Connection):
     """Over TLS; the server certificate is not verified."""
 
-    def begin(self, connection):
-        return tls_context(self.speaks()).wrap_socket(connection)
+    def start_protocol(self, connection):
+        return tls_context(self.alpn_protocol()).wrap_socket(connection)
 
-    def speaks(self):
+    def alpn_protocol(self):
         return "http/1.1"
 
 
-class Stream(Connection):
+class Http2Connection(Connection):
     """The part of HTTP/2 that a request needs (RFC 9113)."""
 
-    def begin(self, connection):
+    def start_protocol(self, connection):
         self.number, self.rest = -1, b""
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0, 0))
         return connection
 
-    def ask(self):
+    def send_request(self):
         self.number += 2
-        authority, path = machine.LOOPBACK.encode(), load.PATH.encode()
+        authority, path = machine.LOOPBACK.encode(), load_generators.PATH.encode()
         # HPACK: GET and http are in the static table, and so are the names :path and :authority.
         head = b"\x82\x86\x04" + bytes([len(path)]) + path + b"\x01" + bytes([len(authority)]) + authority
         self.socket.sendall(frame(HEADERS, END_STREAM | END_HEADERS, self.number, head))
@@ -174,7 +174,7 @@ class Stream(Connection):
                 continue
             # 0x88 is `:status: 200`.
             if kind == HEADERS and body[:1] != b"\x88":
-                raise Trouble(f"unexpected response {body!r}")
+                raise BenchmarkError(f"unexpected response {body!r}")
             if flags & END_STREAM:
                 return
 
@@ -187,11 +187,11 @@ class Stream(Connection):
         return kind, flags, stream, body
 
 
-class SecureStream(Stream, Secure):
-    def begin(self, connection):
-        return Stream.begin(self, Secure.begin(self, connection))
+class Http2TlsConnection(Http2Connection, TlsConnection):
+    def start_protocol(self, connection):
+        return Http2Connection.start_protocol(self, TlsConnection.start_protocol(self, connection))
 
-    def speaks(self):
+    def alpn_protocol(self):
         return "h2"
 
 
@@ -226,7 +226,7 @@ def allow_descriptors(count):
     """Raises the limit for this process and its children."""
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < count:
-        raise Trouble(f"{count} descriptors are needed and {hard} allowed; raise the limit with:\n    ulimit -Hn {count}")
+        raise BenchmarkError(f"{count} descriptors are needed and {hard} allowed; raise the limit with:\n    ulimit -Hn {count}")
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
