@@ -1,4 +1,4 @@
-//! The decision API: decisions without a request, on the counters of the requests.
+//! The decision API: it uses the same counters as forwarded requests.
 
 use serde_json::{Value, json};
 
@@ -13,12 +13,12 @@ fn config_with(rules: &str, named: &str) -> String {
     )
 }
 
-fn post(gateway: &Gateway, verb: &str, body: &Value) -> HttpResponse {
-    Client::connect(gateway.admin).post(&format!("/v1/{verb}"), body.to_string())
+fn post(gateway: &Gateway, operation: &str, body: &Value) -> HttpResponse {
+    Client::connect(gateway.admin).post(&format!("/v1/{operation}"), body.to_string())
 }
 
-fn query(gateway: &Gateway, verb: &str, body: Value) -> Value {
-    post(gateway, verb, &body).expect(200).json()
+fn query(gateway: &Gateway, operation: &str, body: Value) -> Value {
+    post(gateway, operation, &body).expect(200).json()
 }
 
 const PER_USER: &str =
@@ -104,7 +104,7 @@ fn a_reservation_reports_its_window_and_is_charged_to_it() {
     assert_eq!(take(50, true)["allowed"], true);
     assert_eq!(take(1, true)["allowed"], false, "at most 200 can be reserved");
     gateway.advance_s(40);
-    assert_eq!(take(1, false)["remaining"], 799, "the next window grants that much less");
+    assert_eq!(take(1, false)["remaining"], 799, "the reserved tokens are missing from the next window");
 }
 
 /// Unused tokens roll over every hour.

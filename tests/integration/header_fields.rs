@@ -3,17 +3,17 @@
 use crate::support::client::{HOST, request};
 use crate::support::forward_all;
 use crate::support::gateway::Gateway;
-use crate::support::upstream::{Received, Upstream, reply};
+use crate::support::upstream::{ReceivedRequest, Upstream, reply};
 
 /// The request that the upstream receives.
-fn forwarded_request(fields: &[(&str, &str)]) -> Received {
+fn forwarded_request(fields: &[(&str, &str)]) -> ReceivedRequest {
     let upstream = Upstream::always(200);
     let gateway = Gateway::start(&forward_all(&upstream));
     gateway.get_with("/a?b=c", fields).expect(200);
     upstream.only_request()
 }
 
-fn names(received: &Received) -> Vec<&str> {
+fn names(received: &ReceivedRequest) -> Vec<&str> {
     let mut names: Vec<&str> = received.fields.iter().map(|(name, _)| name.as_str()).collect();
     names.sort_unstable();
     names

@@ -267,9 +267,9 @@ fn a_tunnel_outlives_request_and_connection_limits() {
                 [http2]\nidle = \"1s\"\n[limits]\nmax_body = \"1KiB\"\n";
     let gateway = Gateway::start(&format!("{toml}{}", forward_all(&upstream)));
     let mut client = open_tunnel(&gateway);
-    for turn in 0..8 {
+    for round in 0..8 {
         thread::sleep(Duration::from_millis(400));
-        let message = vec![turn; 1000];
+        let message = vec![round; 1000];
         client.send(frame(DATA, 0, 1, &message));
         let mut echoed = Vec::new();
         while echoed.len() < message.len() {
@@ -304,12 +304,12 @@ fn an_http2_server_without_extended_connect_receives_an_ordinary_request() {
 
 #[test]
 fn an_upgraded_connection_is_tunneled_to_a_stream() {
-    let inner = switching_upstream(echo);
-    let inner = (Gateway::start(&forward_all(&inner)), inner);
+    let inner_upstream = switching_upstream(echo);
+    let inner_gateway = Gateway::start(&forward_all(&inner_upstream));
     let gateway = Gateway::start(&format!(
         "[upstreams.u]\nservers = [\"http://{}\"]\nprotocol = \"http2\"\n\
          [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",
-        inner.0.http
+        inner_gateway.http
     ));
     let mut client: Client = gateway.client();
     let fields =
@@ -319,7 +319,7 @@ fn an_upgraded_connection_is_tunneled_to_a_stream() {
     assert_eq!(response.field("sec-websocket-accept"), Some("s3pPLMBiTxaQ9kYGzzhZRbK+xOo="));
     client.send("hello");
     assert_eq!(client.read_exactly(5), b"hello");
-    eventually_eq(|| inner.0.metrics().sum("transom_tunnels", &[]), 1);
+    eventually_eq(|| inner_gateway.metrics().sum("transom_tunnels", &[]), 1);
     client.shutdown_write();
     client.expect_closed();
 }

@@ -2,11 +2,12 @@
 //!
 //! - Gateways: `gateway` runs one in this process with a manual clock, `process` the real binary, `upgrade_chain` a
 //!   process that is upgraded, `gateway_group` several on one store, `tls_gateway` one with TLS for external clients.
-//! - Clients: `client` (HTTP/1.1, byte by byte), `http2_client`, `tls`, `load_checker`, `external_scripts`.
+//! - Clients: `client` (HTTP/1.1, byte by byte), `http2_client`, `tls`, `external_scripts`.
 //! - Servers: `upstream` follows a script and records requests, `http2_upstream` the same over HTTP/2,
 //!   `external_servers` from Debian and PyPI, `redis`, `redis_cluster`, `sentinel`; `redis_client` calls the store.
 //! - Credentials: `test_ca`, `client_certificates`, `jwt_issuer`.
-//! - Parsers: `ratelimit_parser`, `metrics_parser`; `compare_direct` compares responses with and without the gateway.
+//! - Parsers: `ratelimit_parser`, `metrics_parser`.
+//! - Checkers: `load_checker`, `compare_direct` (responses with and without the gateway), `panic_watch`.
 //!
 //! A panic in any thread of a gateway or an upstream fails the test: see `panic_watch`.
 

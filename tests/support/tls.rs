@@ -1,4 +1,4 @@
-//! Certificates made for a test, and TLS clients.
+//! TLS clients, and a certificate authority that can revoke. Other authorities: `test_ca`, `client_certificates`.
 //!
 //! A [`RevokingCa`] issues and revokes certificates. A [`TlsClient`] holds the trusted authorities and the certificate of a
 //! client; its connections are used through a [`Client`].
@@ -164,7 +164,7 @@ impl TlsClient {
         self.try_connect_over(TcpStream::connect(address)?, name)
     }
 
-    /// Over a connection on which bytes may have been sent already.
+    /// Performs the handshake on an open connection, for example after a PROXY header.
     pub fn try_connect_over(&self, mut stream: TcpStream, name: &str) -> io::Result<Client<TlsStream>> {
         stream.set_nodelay(true)?;
         stream.set_read_timeout(Some(DEADLINE))?;

@@ -23,7 +23,7 @@ pub struct Upstream {
 
 #[derive(Default)]
 struct State {
-    received: Mutex<Vec<Received>>,
+    received: Mutex<Vec<ReceivedRequest>>,
     bytes: AtomicUsize,
     connections: AtomicUsize,
     stop: AtomicBool,
@@ -33,7 +33,7 @@ struct State {
 
 /// A request as received by the upstream.
 #[derive(Clone, Debug, Default)]
-pub struct Received {
+pub struct ReceivedRequest {
     pub method: String,
     pub target: String,
     /// Names in lower case, in the order received.
@@ -44,7 +44,7 @@ pub struct Received {
     pub connection: usize,
 }
 
-impl Received {
+impl ReceivedRequest {
     pub fn values(&self, name: &str) -> Vec<&str> {
         self.fields.iter().filter(|(known, _)| known == name).map(|(_, value)| value.as_str()).collect()
     }
@@ -100,7 +100,7 @@ impl Upstream {
     }
 
     /// Responds to every request with the bytes that a function returns.
-    pub fn responding(response: impl Fn(&Received) -> Vec<u8> + Send + Sync + 'static) -> Upstream {
+    pub fn responding(response: impl Fn(&ReceivedRequest) -> Vec<u8> + Send + Sync + 'static) -> Upstream {
         Upstream::with_script(move |connection| {
             while let Some(received) = connection.read_request() {
                 if !connection.send(response(&received)) {
@@ -124,12 +124,12 @@ impl Upstream {
     }
 
     /// The requests so far, in the order in which their heads were read.
-    pub fn received(&self) -> Vec<Received> {
+    pub fn received(&self) -> Vec<ReceivedRequest> {
         self.state.received.lock().unwrap().clone()
     }
 
     /// The only request so far.
-    pub fn only_request(&self) -> Received {
+    pub fn only_request(&self) -> ReceivedRequest {
         let received = self.received();
         assert_eq!(received.len(), 1, "{received:?}");
         received.into_iter().next().unwrap()
@@ -173,7 +173,7 @@ pub struct Connection {
 
 impl Connection {
     /// Reads a request with its body; `None` when the connection has ended.
-    pub fn read_request(&mut self) -> Option<Received> {
+    pub fn read_request(&mut self) -> Option<ReceivedRequest> {
         let mut received = self.read_head()?;
         self.read_body_into(&mut received)?;
         // By position, because another connection may have added a request since.
@@ -182,15 +182,15 @@ impl Connection {
     }
 
     /// Reads a request's head only.
-    pub fn read_head(&mut self) -> Option<Received> {
+    pub fn read_head(&mut self) -> Option<ReceivedRequest> {
         let first = self.read_line()?;
         let words: Vec<&str> = first.split(' ').collect();
         assert!(words.len() == 3 && words[2] == "HTTP/1.1", "{first:?}");
-        let mut received = Received {
+        let mut received = ReceivedRequest {
             method: words[0].to_owned(),
             target: words[1].to_owned(),
             connection: self.number,
-            ..Received::default()
+            ..ReceivedRequest::default()
         };
         received.fields = self.read_fields()?;
         let mut all = self.state.received.lock().unwrap();
@@ -200,7 +200,7 @@ impl Connection {
     }
 
     /// The body that belongs to a head.
-    pub fn read_body(&mut self, head: &Received) -> Option<Vec<u8>> {
+    pub fn read_body(&mut self, head: &ReceivedRequest) -> Option<Vec<u8>> {
         let mut received = head.clone();
         self.read_body_into(&mut received)?;
         Some(received.body)
@@ -210,7 +210,7 @@ impl Connection {
         &mut self.stream
     }
 
-    fn read_body_into(&mut self, received: &mut Received) -> Option<()> {
+    fn read_body_into(&mut self, received: &mut ReceivedRequest) -> Option<()> {
         if received.field("transfer-encoding").is_some() {
             assert_eq!(received.values("transfer-encoding"), ["chunked"]);
             assert!(received.values("content-length").is_empty());
@@ -237,7 +237,7 @@ impl Connection {
             if line.is_empty() {
                 return Some(fields);
             }
-            let (name, value) = line.split_once(':').unwrap_or_else(|| panic!("no field: {line:?}"));
+            let (name, value) = line.split_once(':').unwrap_or_else(|| panic!("the line has no colon: {line:?}"));
             fields.push((name.to_ascii_lowercase(), value.trim().to_owned()));
         }
     }
