@@ -2,9 +2,9 @@
 //! sends one call per request and waits.
 //!
 //! `cargo bench --bench exact_decisions` starts a redis-server of its own (Debian's `redis-server`) and prints both,
-//! measured in turns, and their ratio. Both sides run the same script on one connection each; every decision is about three plain windows of
-//! one key, of 1,000 keys in turn, and none is refused. The waiting client is measured twice: as a task of a
-//! worker, as in a gateway, and as a thread without a runtime.
+//! measured in turns, and their ratio. Both sides run the same script on one connection each; every decision is about
+//! three plain windows of one key, of 1,000 keys in turn, and none is refused. The waiting client is measured twice: as a
+//! task of a worker, as in a gateway, and as a thread without a runtime.
 
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
