@@ -118,7 +118,7 @@ impl Gateway {
         mut inherited: InheritedSockets,
         counters: Option<OwnedFd>,
     ) -> Result<Gateway, StartError> {
-        let workers = config.workers.unwrap_or_else(|| thread::available_parallelism().map_or(1, usize::from));
+        let workers = config.general.workers.unwrap_or_else(|| thread::available_parallelism().map_or(1, usize::from));
         if !(1..END_MAX_MS - PERIOD_MAX_MS).contains(&clock.now().unix_ms) {
             return Err(StartError::Clock);
         }
@@ -277,7 +277,7 @@ impl Gateway {
     pub fn reload(&mut self, config: Config) -> Result<(), ReloadError> {
         for (name, same) in [
             ("the addresses in `listen`", config.listen.has_same_addresses(&self.config.listen)),
-            ("`workers`", config.workers == self.config.workers),
+            ("`workers`", config.general.workers == self.config.general.workers),
             ("`counters`", config.counters == self.config.counters),
         ] {
             if !same {

@@ -200,11 +200,11 @@ fn every_expected_message_has_its_configuration() {
 fn defaults_are_filled_in() {
     let config = good("minimal.toml");
     assert_eq!(config.listen.http, ["127.0.0.1:8080".parse().unwrap()]);
-    assert_eq!((config.listen.admin, config.workers, config.access_log), (None, None, None));
+    assert_eq!((config.listen.admin, config.general.workers, config.access_log), (None, None, None));
     assert_eq!(config.counters.capacity, 1_000_000);
     assert_eq!(config.timeouts.connect.as_secs(), 5);
     assert_eq!(config.path_reading, PathReading::verbatim(EncodedSlash::Refuse));
-    assert_eq!(config.forward_path, ForwardPath::Original);
+    assert_eq!(config.general.forward_path, ForwardPath::Original);
     assert_eq!(config.upstreams[0].target, Target::Echo);
     assert_eq!(config.timeouts.tunnel.as_secs(), 3600);
     let transport = &config.upstreams[0].transport;
@@ -219,17 +219,17 @@ fn defaults_are_filled_in() {
 #[test]
 fn everything_is_read_as_written() {
     let config = good("everything.toml");
-    assert_eq!((config.listen.http.len(), config.workers), (2, Some(2)));
+    assert_eq!((config.listen.http.len(), config.general.workers), (2, Some(2)));
     assert_eq!(config.admin.hosts, ["transom.internal", "*.monitoring.svc"]);
     assert_eq!(config.access_log, Some(AccessLog::File("/var/log/transom/access.log".into())));
     let reading = PathReading {
         encoded_slash: EncodedSlash::Keep,
-        parameters: PathParameters::Strip,
+        path_parameters: PathParameters::Strip,
         trailing_slash: TrailingSlash::Ignore,
     };
-    assert_eq!((config.path_reading, config.forward_path), (reading, ForwardPath::Normalized));
+    assert_eq!((config.path_reading, config.general.forward_path), (reading, ForwardPath::Normalized));
     assert_eq!((config.timeouts.drain.as_millis(), config.timeouts.connect.as_millis()), (0, 250));
-    assert_eq!((config.pid_file, config.timeouts.upgrade.as_secs()), (Some("run/pid".into()), 120));
+    assert_eq!((config.general.pid_file, config.timeouts.upgrade.as_secs()), (Some("run/pid".into()), 120));
     let Target::Servers(servers) = &config.upstreams[1].target else { panic!() };
     let servers: Vec<_> = servers.iter().map(|server| (server.host.as_str(), server.port)).collect();
     assert_eq!(servers, [("127.0.0.1", 9001), ("::1", 9002), ("api.internal", 80)]);

@@ -6,7 +6,8 @@ use transom::http::path_normalize::normalize;
 
 pub fn holds(bytes: &[u8]) {
     let Ok(path) = std::str::from_utf8(bytes) else { return };
-    let read = |encoded_slash, parameters, trailing_slash| PathReading { encoded_slash, parameters, trailing_slash };
+    let read =
+        |encoded_slash, path_parameters, trailing_slash| PathReading { encoded_slash, path_parameters, trailing_slash };
     for reading in [
         read(EncodedSlash::Refuse, PathParameters::Keep, TrailingSlash::Keep),
         read(EncodedSlash::Keep, PathParameters::Keep, TrailingSlash::Keep),
@@ -22,7 +23,7 @@ pub fn holds(bytes: &[u8]) {
             let dots = segment.split(';').next().unwrap_or_default();
             assert!(dots != "." && dots != "..", "{path:?}");
         }
-        assert!(reading.parameters == PathParameters::Keep || !once.contains(';'), "{path:?}");
+        assert!(reading.path_parameters == PathParameters::Keep || !once.contains(';'), "{path:?}");
         assert!(reading.trailing_slash == TrailingSlash::Keep || once == "/" || !once.ends_with('/'), "{path:?}");
         if reading.encoded_slash == EncodedSlash::Refuse {
             assert!(!once.contains("%2F") && !once.contains("%5C"), "{path:?}");

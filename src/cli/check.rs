@@ -51,7 +51,7 @@ fn start_failures(path: &Path, config: &Config) -> Vec<String> {
     let counters = &config.counters;
     let files: [(&str, Option<PathBuf>); 4] = [
         ("`access_log.file`", log),
-        ("`pid_file`", config.pid_file.as_ref().map(|file| resolve_path(path, file))),
+        ("`pid_file`", config.general.pid_file.as_ref().map(|file| resolve_path(path, file))),
         ("`counters.file`", counters.file.clone()),
         ("`counters.snapshot`", counters.snapshot.clone()),
     ];

@@ -74,7 +74,7 @@ fn serve(path: &Path) -> Result<(), Failure> {
             (sockets.map_err(|error| with_context("cannot use the inherited sockets", &error))?, None, None)
         }
     };
-    let pid_file = config.pid_file.as_ref().map(|file| resolve_path(path, file));
+    let pid_file = config.general.pid_file.as_ref().map(|file| resolve_path(path, file));
     let gateway = Gateway::start_with(config, clock.clone(), sockets, counters)?;
     let pid_file = PidFile::prepare(pid_file).map_err(|error| with_context("cannot write `pid_file`", &error))?;
     let supervisor = Supervisor { upgrade: Upgrade::new(program, &gateway), gateway, clock, path, watch, pid_file };
@@ -228,7 +228,7 @@ impl Supervisor<'_> {
                 Ok(()) => {
                     let config = self.gateway.config();
                     warn_of_certificates(config, &self.clock);
-                    self.pid_file.move_to(config.pid_file.as_ref().map(|file| resolve_path(self.path, file)));
+                    self.pid_file.move_to(config.general.pid_file.as_ref().map(|file| resolve_path(self.path, file)));
                     // Logged before it is counted: the message is there when the metric changes.
                     tracing::info!("configuration reloaded");
                     meter.applied();

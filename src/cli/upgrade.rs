@@ -59,7 +59,7 @@ pub fn upgrade(arguments: &Arguments) -> Exit {
             return Exit::BadConfig;
         }
     };
-    let found = match (arguments.pid, &config.pid_file) {
+    let found = match (arguments.pid, &config.general.pid_file) {
         (Some(pid), _) => Ok(pid),
         (None, Some(file)) => {
             let file = resolve_path(&arguments.config, file);

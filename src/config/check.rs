@@ -11,15 +11,14 @@ use toml::de::DeTable;
 
 use super::diagnostics::{Problem, Report, quoted};
 use super::limits::{Http2, Limits, Timeouts};
-use super::route::{EncodedSlash, ForwardPath, PathParameters, PathReading, TrailingSlash};
+use super::route::PathReading;
 use super::settings::{DAY_MS, Section, Time, section_table};
 use super::toml_reader::{Item, Table, toml_errors};
-use super::{AccessLog, Config, Counters, RateLimitStyle, ReadFile, ReadVariable};
+use super::{AccessLog, Config, Counters, General, ReadFile, ReadVariable};
 use clients::DefinedPlans;
 use redis::DefaultSharing;
 use routes::Schemes;
 use transom_limiter::rule::{OnOutage, Rule, Sharing};
-use values::HEADER_FORMATS;
 
 mod actions;
 mod calendar_windows;
@@ -55,29 +54,9 @@ pub fn read_config(text: &str, files: ReadFile, variables: ReadVariable) -> Resu
     }
 }
 
-fn read_path_reading(top: &mut Table, report: &mut Report) -> PathReading {
-    let choices = [("refuse", EncodedSlash::Refuse), ("keep", EncodedSlash::Keep)];
-    let encoded_slash = top.get("encoded_slash").and_then(|item| item.choice(&choices, report));
-    let choices =
-        [("keep", PathParameters::Keep), ("strip", PathParameters::Strip), ("refuse", PathParameters::Refuse)];
-    let parameters = top.get("path_parameters").and_then(|item| item.choice(&choices, report));
-    let choices = [("keep", TrailingSlash::Keep), ("ignore", TrailingSlash::Ignore)];
-    let trailing_slash = top.get("trailing_slash").and_then(|item| item.choice(&choices, report));
-    PathReading {
-        encoded_slash: encoded_slash.unwrap_or(EncodedSlash::Refuse),
-        parameters: parameters.unwrap_or(PathParameters::Keep),
-        trailing_slash: trailing_slash.unwrap_or(TrailingSlash::Keep),
-    }
-}
-
 fn read_top_level(mut top: Table, files: ReadFile, variables: ReadVariable, report: &mut Report) -> Config {
-    let workers = top.get("workers").and_then(|item| item.integer(1..=1024, report));
-    let pid_file = top.get("pid_file").and_then(|item| read_pid_file(&item, report));
-    let rate_limit_style =
-        top.get("headers").and_then(|item| item.choice(&HEADER_FORMATS, report)).unwrap_or(RateLimitStyle::Ietf);
-    let path_reading = read_path_reading(&mut top, report);
-    let paths = [("original", ForwardPath::Original), ("normalized", ForwardPath::Normalized)];
-    let forward_path = top.get("forward_path").and_then(|item| item.choice(&paths, report));
+    let general = General::read(&mut top, report);
+    let path_reading = PathReading::read(&mut top, report);
     let before = report.count();
     let (listen, trusted_proxies) = listen::read_listen(top.get("listen"), files, report);
     let listen_is_valid = report.count() == before;
@@ -105,7 +84,7 @@ fn read_top_level(mut top: Table, files: ReadFile, variables: ReadVariable, repo
     let jwt = jwt::read_jwt(jwt, files, report);
     let mut upstreams = upstreams::read_upstreams(upstreams, files, report);
     upstreams.complete &= !misspelled.contains(&"upstreams");
-    let mut rules = rules::read_rules(rules, rate_limit_style, certs, sharing, report);
+    let mut rules = rules::read_rules(rules, general.headers, certs, sharing, report);
     rules.complete &= !misspelled.contains(&"rules");
     // A trusted proxy sends the scheme of the original request. Invalid addresses may belong to either scheme.
     let any_scheme = trusted_proxies.is_some() || !listen_is_valid || misspelled.contains(&"listen");
@@ -123,8 +102,7 @@ fn read_top_level(mut top: Table, files: ReadFile, variables: ReadVariable, repo
     Config {
         listen,
         admin,
-        workers: workers.map(|workers| workers as usize),
-        pid_file,
+        general,
         counters,
         timeouts,
         http2,
@@ -134,7 +112,6 @@ fn read_top_level(mut top: Table, files: ReadFile, variables: ReadVariable, repo
         clients,
         jwt,
         path_reading,
-        forward_path: forward_path.unwrap_or(ForwardPath::Original),
         upstreams: upstreams.into_values(),
         rules,
         rate_limit_styles,
@@ -205,16 +182,6 @@ fn read_absolute_path(item: &Item, example: &str, report: &mut Report) -> Option
     let message = format!("`{}` is {}, which is not the absolute path of a file", item.key, quoted(word.text));
     report.problem(word.span, message, item.fix_with(example));
     None
-}
-
-fn read_pid_file(item: &Item, report: &mut Report) -> Option<PathBuf> {
-    let example = "\"/run/transom/pid\"";
-    let path = item.string(example, report)?;
-    if path.text.is_empty() {
-        report.problem(path.span, "`pid_file` is empty", format!("{}, or remove it", item.fix_with(example)));
-        return None;
-    }
-    Some(PathBuf::from(path.text))
 }
 
 fn read_access_log(item: Option<Item>, report: &mut Report) -> Option<AccessLog> {

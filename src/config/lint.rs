@@ -209,7 +209,7 @@ fn paths_with_variants(config: &Config) -> Vec<String> {
     if reading.trailing_slash == TrailingSlash::Keep {
         check(PathVariant::TrailingSlash, "/", "`trailing_slash = \"ignore\"`");
     }
-    if reading.parameters == PathParameters::Keep {
+    if reading.path_parameters == PathParameters::Keep {
         check(PathVariant::Parameter, ";x", "`path_parameters` to `\"strip\"` or `\"refuse\"`");
     }
     messages

@@ -31,22 +31,21 @@ pub mod route;
 pub mod toml_reader;
 pub mod upstream;
 
-use diagnostics::Problem;
+use diagnostics::{Problem, Report};
 use limits::{Http2, Limits, Timeouts};
 use listen::{Listen, TrustedProxies};
 use redis::StoreConfig;
 use route::{Body, ForwardPath, PathReading, Route};
+use settings::{Choice, Custom, Integer, Optional, Shape};
+use toml_reader::Item;
 use upstream::Upstream;
 
 /// All settings of `gateway.toml` and of the clients file.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Config {
+    pub general: General,
     pub listen: Listen,
     pub admin: Admin,
-    /// Number of event loops; `None`: one per core that the process may run on.
-    pub workers: Option<usize>,
-    /// The file for the id of the serving process.
-    pub pid_file: Option<PathBuf>,
     pub counters: Counters,
     pub timeouts: Timeouts,
     pub http2: Http2,
@@ -60,8 +59,6 @@ pub struct Config {
     pub jwt: Option<TokenVerifier>,
     /// How request paths are normalized for routes and rules.
     pub path_reading: PathReading,
-    /// The form in which the path is forwarded.
-    pub forward_path: ForwardPath,
     pub upstreams: Vec<Upstream>,
     pub rules: Vec<Rule>,
     /// The rate-limit header fields for each rule, in the order of `rules`.
@@ -70,6 +67,49 @@ pub struct Config {
     pub refusal_responses: Vec<RefusalResponse>,
     pub routes: Vec<Route>,
 }
+
+settings! {
+    /// Settings without a section.
+    pub struct General {
+        /// Number of workers (event loops). Without it: one per core that the process may use.
+        workers: Option<usize> = Optional(Integer(4, 1..=1024));
+        /// File with the id of the serving process. It is replaced atomically once the gateway serves, and removed at exit.
+        /// `transom upgrade` reads it.
+        pid_file: Option<PathBuf> = Optional(Custom {
+            default: PathBuf::new(),
+            default_text: None,
+            shape: Shape::Text("path of a file"),
+            read: read_pid_file,
+        });
+        /// Rate limit fields in responses, for rules without their own `headers`. `"ietf"`: `RateLimit` and
+        /// `RateLimit-Policy`, joined with fields of these names from the upstream. `"legacy"`: `X-RateLimit-Limit`,
+        /// `-Remaining`, `-Reset` (seconds from now) of the layer nearest its limit.
+        headers: RateLimitStyle = Choice(RateLimitStyle::Ietf, &RATE_LIMIT_STYLES);
+        /// Path sent to the upstream: the bytes of the client, or the path as it was matched.
+        forward_path: ForwardPath = Choice(
+            ForwardPath::Original,
+            &[("original", ForwardPath::Original), ("normalized", ForwardPath::Normalized)],
+        );
+    }
+}
+
+fn read_pid_file(item: &Item, report: &mut Report) -> Option<PathBuf> {
+    let example = "\"/run/transom/pid\"";
+    let path = item.string(example, report)?;
+    if path.text.is_empty() {
+        report.problem(path.span, "`pid_file` is empty", format!("{}, or remove it", item.fix_with(example)));
+        return None;
+    }
+    Some(PathBuf::from(path.text))
+}
+
+/// `headers` of the configuration and of rules.
+pub const RATE_LIMIT_STYLES: [(&str, RateLimitStyle); 4] = [
+    ("ietf", RateLimitStyle::Ietf),
+    ("legacy", RateLimitStyle::Legacy),
+    ("both", RateLimitStyle::Both),
+    ("off", RateLimitStyle::Off),
+];
 
 /// `[admin]`: settings of the admin address.
 #[derive(Clone, PartialEq, Debug)]

@@ -4,6 +4,7 @@
 //! Plain data, already checked: all variables of templates exist, and no text can inject a line into a message head.
 
 use super::limits::Timeouts;
+use super::settings::Choice;
 
 /// One entry of `[[routes]]`.
 #[derive(Clone, PartialEq, Debug)]
@@ -59,18 +60,30 @@ impl PathPattern {
     }
 }
 
-/// How request paths are normalized, for routes and rules alike. [`ForwardPath`] decides what is forwarded.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct PathReading {
-    pub encoded_slash: EncodedSlash,
-    pub parameters: PathParameters,
-    pub trailing_slash: TrailingSlash,
+settings! {
+    /// How request paths are normalized, for routes and rules alike. [`ForwardPath`] decides what is forwarded.
+    pub struct PathReading {
+        /// Paths with `%2F` or `%5C`. `"refuse"`: 400, because servers interpret them differently. `"keep"`: ordinary bytes.
+        encoded_slash: EncodedSlash =
+            Choice(EncodedSlash::Refuse, &[("refuse", EncodedSlash::Refuse), ("keep", EncodedSlash::Keep)]);
+        /// A `;` (or `%3B`) in a path segment and the text after it, as in `/login;v=1`. `"keep"`: ordinary bytes. `"strip"`:
+        /// routes and rules see `/login`. `"refuse"`: 400.
+        path_parameters: PathParameters = Choice(
+            PathParameters::Keep,
+            &[("keep", PathParameters::Keep), ("strip", PathParameters::Strip), ("refuse", PathParameters::Refuse)],
+        );
+        /// `"keep"`: `/login/` and `/login` are different paths. `"ignore"`: routes and rules see `/login`.
+        trailing_slash: TrailingSlash =
+            Choice(TrailingSlash::Keep, &[("keep", TrailingSlash::Keep), ("ignore", TrailingSlash::Ignore)]);
+    }
 }
+
+impl Copy for PathReading {}
 
 impl PathReading {
     /// Keeps parameters and a trailing slash, as paths for the upstream need it.
     pub fn verbatim(encoded_slash: EncodedSlash) -> PathReading {
-        PathReading { encoded_slash, parameters: PathParameters::Keep, trailing_slash: TrailingSlash::Keep }
+        PathReading { encoded_slash, path_parameters: PathParameters::Keep, trailing_slash: TrailingSlash::Keep }
     }
 }
 

@@ -614,9 +614,12 @@ impl Shape {
     }
 }
 
-/// A number with a comma between groups of three digits.
+/// A number with a comma between groups of three digits, from five digits on.
 fn grouped(number: u64) -> String {
     let digits = number.to_string();
+    if digits.len() < 5 {
+        return digits;
+    }
     let is_group_start = |at: usize| at > 0 && (digits.len() - at).is_multiple_of(3);
     let groups = digits.chars().enumerate();
     groups.flat_map(|(at, digit)| is_group_start(at).then_some(',').into_iter().chain([digit])).collect()

@@ -207,7 +207,7 @@ settings! {
         );
         /// Method.
         method: &'static str = Choice("GET", &[("GET", "GET"), ("HEAD", "HEAD"), ("OPTIONS", "OPTIONS")]);
-        /// Host field. Default: the server's address.
+        /// Host field. Without it: the server's address.
         host: Option<String> = Optional(Custom {
             default: String::new(),
             default_text: None,
@@ -324,7 +324,7 @@ fn read_error_status(item: &Item, report: &mut Report) -> Option<u16> {
 settings! {
     /// Repeated attempts to forward a request, where a repetition is safe.
     pub struct Retries {
-        /// Tries after the first. Default: one for each other server, at most 2.
+        /// Tries after the first. Without it: one for each other server, at most 2.
         attempts: Option<u32> = Optional(Integer(2, 0..=10));
         /// `"connect-failure"`; `"reset"`: the connection ended before a response; `"timeout"`: of `try_timeout`; status
         /// codes 400 to 599. A request that may have had an effect is retried only after `"connect-failure"`, or if nothing

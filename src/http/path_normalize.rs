@@ -13,7 +13,7 @@ use crate::config::route::{EncodedSlash, PathParameters, PathReading, TrailingSl
 /// Normalizes an absolute path: one that starts with a slash, without a query.
 pub fn normalize(path: &str, reading: PathReading) -> Result<Cow<'_, str>, RequestError> {
     let needs_no_reading = |path: &str| {
-        (reading.parameters == PathParameters::Keep || !path.contains(';'))
+        (reading.path_parameters == PathParameters::Keep || !path.contains(';'))
             && (reading.trailing_slash == TrailingSlash::Keep || path == "/" || !path.ends_with('/'))
     };
     if is_normal(path.as_bytes()) && needs_no_reading(path) {
@@ -86,7 +86,7 @@ fn resolve_segments(path: &str, reading: PathReading) -> Result<String, RequestE
     // Whether the resolved path ends in a slash.
     let mut ends_in_slash = true;
     for segment in rest.split('/') {
-        let segment = without_parameters(segment, reading.parameters)?;
+        let segment = without_parameters(segment, reading.path_parameters)?;
         ends_in_slash = matches!(segment, "" | "." | "..");
         match segment {
             "." => {}
@@ -137,7 +137,7 @@ mod tests {
 
     /// Normalizes with the given settings.
     fn read(path: &str, parameters: PathParameters, trailing_slash: TrailingSlash) -> Result<String, RequestError> {
-        let reading = PathReading { encoded_slash: EncodedSlash::Refuse, parameters, trailing_slash };
+        let reading = PathReading { encoded_slash: EncodedSlash::Refuse, path_parameters: parameters, trailing_slash };
         normalize(path, reading).map(Cow::into_owned)
     }
 

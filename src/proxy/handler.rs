@@ -281,7 +281,7 @@ fn decide(
     let hash_key = compiled.hash_keys.get(route.upstream_index as usize).and_then(Option::as_ref);
     let server_key = hash_key.and_then(|hash_key| hash_key.hash(&caller));
     let (special_fields, websocket) = (validated.special_fields, validated.websocket);
-    let normalized = (compiled.config.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
+    let normalized = (compiled.config.general.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
     let plan = ForwardPlan { server_key, ..plan };
     let plan = plan.prepare(config, parts, incoming, special_fields, websocket, normalized)?;
     Ok(RequestOutcome::Forward { plan, admission, pending })

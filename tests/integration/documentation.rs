@@ -5,7 +5,9 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use transom::config::General;
 use transom::config::limits::{Http2, Limits, Timeouts};
+use transom::config::route::PathReading;
 use transom::config::settings::{Section, reference_rows};
 use transom::config::upstream::{Ejection, HealthChecks, Retries, UpstreamPolicy};
 use transom::http::error::RequestError;
@@ -203,6 +205,7 @@ fn the_configuration_reference_equals_the_declarations_of_settings() {
     let text = document(page);
     let mut lines: Vec<String> = text.lines().map(str::to_owned).collect();
     for (heading, settings) in [
+        ("## Top level", [General::settings(), PathReading::settings()].concat()),
         ("## `[limits]`", Limits::settings()),
         ("## `[timeouts]`", Timeouts::settings()),
         ("## `[http2]`", Http2::settings()),

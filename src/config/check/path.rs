@@ -156,8 +156,8 @@ fn parse_literal(part: &str, last: bool, reading: PathReading) -> Result<Segment
         let what = format!("can never match: a request is refused if {doubt}");
         return Err(LiteralError::Other(what, String::from("write the path that clients request")));
     }
-    if part.contains(';') && reading.parameters != PathParameters::Keep {
-        let why = match reading.parameters {
+    if part.contains(';') && reading.path_parameters != PathParameters::Keep {
+        let why = match reading.path_parameters {
             PathParameters::Strip => "the `;` and what follows it are removed before matching",
             PathParameters::Keep | PathParameters::Refuse => "requests with it are refused",
         };
@@ -243,7 +243,7 @@ mod tests {
 
     const KEEP: PathReading = PathReading {
         encoded_slash: EncodedSlash::Keep,
-        parameters: PathParameters::Keep,
+        path_parameters: PathParameters::Keep,
         trailing_slash: TrailingSlash::Keep,
     };
 

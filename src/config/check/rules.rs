@@ -8,13 +8,13 @@ use std::time::Duration;
 use toml::de::DeValue;
 
 use super::redis::{DefaultSharing, RuleSharingSettings};
-use super::values::{Definitions, FIELD_NAME_FIX, HEADER_FORMATS, parse_field_name, read_body, read_duration_ms};
+use super::values::{Definitions, FIELD_NAME_FIX, parse_field_name, read_body, read_duration_ms};
 use super::{key, overrides, rule_windows};
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::listen::ClientCerts;
 use crate::config::settings::DAY_MS;
 use crate::config::toml_reader::{Item, Table};
-use crate::config::{RateLimitStyle, RefusalResponse};
+use crate::config::{RATE_LIMIT_STYLES, RateLimitStyle, RefusalResponse};
 use transom_limiter::key::OnMissing;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, OnLimit, Rule};
@@ -83,7 +83,7 @@ fn read_rule(
         overrides: table.get("overrides"),
         exemptions: table.get("exemptions"),
     };
-    let rate_limit_style = table.get("headers").and_then(|item| item.choice(&HEADER_FORMATS, report));
+    let rate_limit_style = table.get("headers").and_then(|item| item.choice(&RATE_LIMIT_STYLES, report));
     table.suggest_for("mode", "shared", "did you mean `shared`? In a rule, the setting has this name");
     let misspelled = table.finish(report);
 

@@ -8,20 +8,13 @@ use std::time::Duration;
 
 use http::HeaderName;
 
+use crate::config::ReadFile;
 use crate::config::diagnostics::{Report, Span, quoted, quoted_list};
 use crate::config::route::Body;
 use crate::config::settings::{Kind, Time};
 use crate::config::toml_reader::{Item, SpannedStr, Table, nearest};
-use crate::config::{RateLimitStyle, ReadFile};
 use transom_limiter::ip_prefix::{Network, NetworkError};
 use transom_limiter::secret_digest::Digest;
-
-pub const HEADER_FORMATS: [(&str, RateLimitStyle); 4] = [
-    ("ietf", RateLimitStyle::Ietf),
-    ("legacy", RateLimitStyle::Legacy),
-    ("both", RateLimitStyle::Both),
-    ("off", RateLimitStyle::Off),
-];
 
 pub const FIELD_NAME_FIX: &str = "write a name such as `x-api-key`: letters, digits and `-`";
 
