@@ -10,7 +10,7 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use transom::redis_store::lease_sizing;
-use transom::redis_store::shared_counters::SWEEP;
+use transom::redis_store::shared_counters::SWEEP_PERIOD;
 
 const PERIOD_US: u64 = 10_000_000;
 const WINDOWS: u64 = 2;
@@ -20,7 +20,7 @@ const SLOW_US: u64 = us(lease_sizing::HALF_ABOVE);
 const MEMORY_US: u64 = us(lease_sizing::RECORD_LIFETIME);
 const RECHECK_US: u64 = us(lease_sizing::RECHECK_PERIOD.0);
 /// Average time until an unused lease is noticed.
-const IDLE_US: u64 = us(lease_sizing::IDLE_AFTER) + us(SWEEP) / 2;
+const IDLE_US: u64 = us(lease_sizing::IDLE_AFTER) + us(SWEEP_PERIOD) / 2;
 
 /// From a call of Redis to its reply, microseconds; Redis decides at half of that time.
 const ROUND_TRIP_US: u64 = 1_000;
@@ -269,7 +269,7 @@ impl Simulation<'_> {
                 let idle_us = lease.spent_us.max(lease.fetched_us) + IDLE_US;
                 if now < idle_us || lease.is_fetching {
                     lease.is_watched = true;
-                    self.events.push(Reverse((idle_us.max(now + us(SWEEP)), Event::Idle { id })));
+                    self.events.push(Reverse((idle_us.max(now + us(SWEEP_PERIOD)), Event::Idle { id })));
                     return;
                 }
                 lease.fetch_size /= 2;

@@ -106,7 +106,7 @@ struct ForwardPlan {
     error: Option<Box<RequestError>>,
 }
 
-/// A request beside its head.
+/// What is known about a request besides its head.
 struct RequestContext<'a> {
     peer: &'a Peer,
     client: ClientInfo,
@@ -307,7 +307,7 @@ fn find_route(
     if validated.websocket == Some(UpgradeMethod::ExtendedConnect) && !compiled.config.routes[route].websocket {
         return Err(RequestError::WEBSOCKET_NOT_SERVED);
     }
-    // Before anything is charged or read: a body known to be too large.
+    // A body that is known to be too large is refused before anything is charged or read.
     match max_body_bytes(compiled, compiled.actions_of(&compiled.routes[route])) {
         Some(max_bytes) if incoming.body_bytes > max_bytes => Err(RequestError::BodyTooLarge(max_bytes)),
         _ => Ok(route),

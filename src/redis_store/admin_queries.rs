@@ -1,5 +1,5 @@
-//! Decisions that other services request: admin API, Envoy RLS, forward-auth. They are few and need the counts of all
-//! gateways, so that every query is a call of the store and nothing is leased.
+//! Decisions of the decision API (`POST /v1/limit`, `/v1/check`, `/v1/value`, `/v1/reset`). They are few and need the
+//! usage of all gateways, so that every query is a call of the store and nothing is leased.
 
 use std::mem::take;
 use std::rc::Rc;

@@ -11,7 +11,7 @@ use super::reconnecting::ServerId;
 
 /// Failures in a row that open a circuit breaker. Failures closer together than the store's timeout count as one.
 pub const FAILURES_MAX: u32 = 3;
-/// For so long after an outage, other workers may still treat the server as unreachable.
+/// Time after an outage during which other workers may still treat the server as unreachable.
 const SETTLE_TIME: Duration = Duration::from_secs(2);
 
 /// The circuit breakers of all servers. A server is listed while it fails. A breaker opens after a few failures in a
@@ -55,14 +55,14 @@ impl CircuitBreakers {
         }
     }
 
-    /// Counts `times` failures; returns whether the breaker opens now. A single failure within `moment` of the last
-    /// counted one is ignored.
-    pub fn record_failure(&self, server: ServerId, times: u32, now: Instant, moment: Duration) -> bool {
+    /// Counts `times` failures; returns whether the breaker opens now. A single failure less than `merge_within` after
+    /// the last counted one is ignored.
+    pub fn record_failure(&self, server: ServerId, times: u32, now: Instant, merge_within: Duration) -> bool {
         let mut servers = self.servers.borrow_mut();
         let server_failures = match servers.entry(server) {
             Entry::Vacant(entry) => entry.insert(ServerFailures { failures: 0, last: now }),
             Entry::Occupied(known) => match known.into_mut() {
-                server_failures if times == 1 && now.saturating_duration_since(server_failures.last) < moment => {
+                server_failures if times == 1 && now.saturating_duration_since(server_failures.last) < merge_within => {
                     return false;
                 }
                 server_failures => server_failures,

@@ -25,7 +25,7 @@ use transom_limiter::shared_counting::LocalDecision;
 
 /// Most attempts of one request, for example when other requests take the tokens that it fetches.
 pub(super) const ROUNDS_MAX: u32 = 64;
-/// In the first rounds the deadline is not checked: they may be late because the worker was.
+/// The first rounds ignore the deadline: a reply may have arrived in time and been read late by a busy worker.
 const ROUNDS_WITHOUT_DEADLINE: u32 = 4;
 
 /// The result of a decision, if it does not have to wait.
@@ -75,7 +75,7 @@ pub(super) struct DecisionProgress {
     pub(super) without_store: RuleFlags,
     pub(super) refunds: Vec<(usize, Refund)>,
     pub(super) rounds: u32,
-    /// Layers that are charged again; then nothing else is charged.
+    /// If set, only these layers of a delayed request are charged, again.
     recharged: Option<Vec<LayerRef>>,
     /// Whether the store also decides layers for which tokens could be leased.
     pub(super) ignores_leases: bool,

@@ -20,11 +20,11 @@ use transom_limiter::table::Counter;
 
 /// Most records. Other counters lease only what they need.
 const RECORDS_MAX: usize = 65_536;
-/// A lease spent faster than this is followed by one four times as large,
+/// A lease that lasted less than this is followed by a lease four times as large.
 pub const FOURFOLD_BELOW: Duration = Duration::from_millis(100);
-/// faster than this, by one twice as large,
+/// A lease that lasted less than this is followed by a lease twice as large.
 pub const TWOFOLD_BELOW: Duration = Duration::from_secs(1);
-/// and slower than this, by one half as large.
+/// A lease that lasted longer than this is followed by a lease half as large.
 pub const HALF_ABOVE: Duration = Duration::from_secs(4);
 /// Unused leases are returned after this time.
 pub const IDLE_AFTER: Duration = Duration::from_secs(1);
@@ -41,7 +41,7 @@ pub fn counter_id(counter: Counter) -> CounterId {
     (counter.key.bucket_hash, counter.key.tag)
 }
 
-/// The counters that this worker has leased tokens of lately.
+/// The recent leases of this worker.
 #[derive(Default)]
 pub struct Leases {
     records: RefCell<HashMap<CounterId, LeaseRecord, RandomState>>,
@@ -207,6 +207,7 @@ impl Leases {
 pub struct InFlightFetch {
     /// The counters it fetches for.
     pub ids: Vec<CounterId>,
+    /// Whether the store replied; `None` while the fetch is in flight.
     has_reply: Cell<Option<bool>>,
     notify: Notify,
     /// Tokens that did not fit in the table, for the requests that wait.

@@ -33,6 +33,7 @@ const REPORT_LIMIT: Duration = Duration::from_secs(1);
 const REPORTS_AT_ONCE: usize = 256;
 /// Minimum time between two warnings of unusable counters.
 const WARNING_PERIOD: Duration = Duration::from_secs(10);
+
 impl SharedCounters {
     /// Whether the server of a key is known to be unreachable.
     pub(super) fn is_unreachable(&self, base: &str) -> bool {
@@ -121,7 +122,7 @@ impl SharedCounters {
         self.breaker.close(server, self.clock.instant());
         self.meter.server_recovered();
         tracing::info!("shared counters are reachable again: {}", self.store.name_of(server));
-        // Other servers may have its slots by now.
+        // In a cluster, its hash slots may have moved to other servers meanwhile.
         self.report_to_reachable().await;
         self.send_kept_refunds().await;
     }

@@ -11,23 +11,23 @@
 //! | connected windows (rollover, reservations) | `BASE:account` | `window`: its number at the last write; `used`: tokens used or owed then |
 //! | windows that a first request opens | `BASE:first-request` | `start` of the window, milliseconds, and `used` |
 //!
-//! **Other writers.** Tokens that another service adds to a plain counter count as taken. A value above the limit refuses, up
-//! to 2^63. A value below 0 counts as 0, and the next acquire corrects it, so that no more than the limit is granted. A
-//! key without expiry, or with another one, gets the expiry of its window at the next acquire. A value that is not
-//! an integer, or a key of another type, is an error of that counter only.
+//! **Other writers.** Tokens that another service adds to a plain counter count as taken. A value above the limit
+//! refuses, up to 2^63. A value below 0 counts as 0, and the next acquire corrects it, so that no more than the limit
+//! is granted. A key without expiry, or with another one, gets the expiry of its window at the next acquire. A value
+//! that is not an integer, or a key of another type, is an error of that counter only.
 //!
-//! **Refunds.** A plain window takes back all tokens, as long as it exists. An account takes back the tokens on
-//! which no later request can depend: all of them in the window of the charge, and `limit` fewer for each window since,
-//! because those would have expired. A window that a first request opened takes back nothing once another is open. For
-//! reservations, `only_if_used` ensures that no later request has reserved.
+//! **Refunds.** A plain window takes back all tokens, as long as it exists. An account takes back the tokens on which
+//! no later request can depend: all of them in the window of the charge, reduced by `limit` for each window that has
+//! begun since, because those would have expired. A window that a first request opened takes back nothing once another
+//! is open. For reservations, `only_if_used` ensures that no later request has reserved.
 
 use std::fmt::Write;
 use std::rc::Rc;
 
 use redis::{Cmd, Value};
 
-/// How far ahead of the server's the gateway's time may be and still be used, milliseconds; the script has the same
-/// bound.
+/// While the gateway's time is ahead of the server's by less than this, it is used, milliseconds. `acquire.lua` has the
+/// same bound.
 const LEAD_MAX_MS: u64 = 1000;
 /// The largest integer that Lua counts exactly.
 pub const TOKENS_MAX: u64 = (1 << 53) - 1;
@@ -192,7 +192,7 @@ pub struct Refund {
     pub tokens: u64,
     /// If set, tokens are refunded only if the counter is unchanged: [`CounterReply::used`].
     pub only_if_used: Option<u64>,
-    /// Deletes the counter instead.
+    /// If set, the counter is deleted, and `tokens` is ignored.
     pub deletes: bool,
 }
 

@@ -30,7 +30,7 @@ const CLOCK_DIFFERENCE_MAX_MS: u64 = 5000;
 const REFUNDS_PER_CALL: usize = 256;
 const REFUND_CALLS_MAX: usize = 32;
 /// Period of the tasks in [`SharedCounters::run`].
-pub const SWEEP: Duration = Duration::from_secs(1);
+pub const SWEEP_PERIOD: Duration = Duration::from_secs(1);
 /// Limit for returning leased tokens when a worker ends.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -51,6 +51,7 @@ pub struct SharedCounters {
     /// When a connection was last opened anew, Unix milliseconds. The server may have lost what was counted before: it
     /// may be another one, or restarted.
     pub(super) reconnected_ms: Cell<u64>,
+    /// The generation of the store's connections that was seen last; it changes with every reconnect.
     pub(super) generation: Cell<u64>,
     pub(super) last_warning: Cell<Option<Instant>>,
 }
@@ -86,7 +87,7 @@ impl SharedCounters {
     pub async fn run(self: Rc<Self>) {
         self.probe_at_start();
         loop {
-            tokio::time::sleep(SWEEP).await;
+            tokio::time::sleep(SWEEP_PERIOD).await;
             self.return_idle(false).await;
             self.report_to_reachable().await;
             self.watch_eviction();
@@ -104,7 +105,7 @@ impl SharedCounters {
         }
     }
 
-    /// The key base of a counter in the store, of one shard.
+    /// The beginning of the keys of one shard of a counter: see `store_key::counter_name`.
     pub(super) fn base(&self, text: &str, suffix: &str, shard: u32) -> Rc<str> {
         counter_name(&self.prefix, text, shard, suffix).into()
     }

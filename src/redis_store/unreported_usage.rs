@@ -1,4 +1,5 @@
-//! What was counted on this machine alone while the store could not be reached, until it is reported.
+//! Usage that this worker counted locally while the store was unreachable, and refunds that it could not send. `outage`
+//! reports both.
 
 use std::cell::RefCell;
 use std::collections::hash_map::Entry;
@@ -13,7 +14,7 @@ use super::scripts::Refund;
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::table::Counter;
 
-/// Most counters, and most refunds, that wait for a report. Usage beyond that is never reported.
+/// Maximum number of counters, and of refunds, that wait for a report. Further usage is never reported.
 const UNREPORTED_MAX: usize = 65_536;
 
 /// What the store does not know because it could not be reached.

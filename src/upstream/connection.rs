@@ -1,4 +1,4 @@
-//! The carrier of one request and its response: an HTTP/1.1 connection, or a stream of a shared HTTP/2 connection.
+//! `UpstreamConnection`: what one request is sent on, an HTTP/1.1 connection or a stream of a shared HTTP/2 connection.
 
 use std::pin::Pin;
 use std::rc::Rc;
@@ -75,8 +75,8 @@ impl UpstreamConnection {
         }
     }
 
-    /// The last request, if it may be sent again after this error. `is_repeatable`: also if the connection ended before
-    /// the first byte of a response.
+    /// Returns the last request if it may be sent again after `error`. If `is_repeatable`, also when the connection
+    /// ended before the first byte of a response.
     pub fn take_retryable(&mut self, error: &hyper::Error, is_repeatable: bool) -> Option<Request<RequestBody>> {
         match self {
             UpstreamConnection::Http1(connection) if is_repeatable && closed_before_response(error) => {

@@ -60,7 +60,7 @@ impl Charge {
         matches!(self.request.kind, WindowKind::Grid(_) | WindowKind::Floating(_))
     }
 
-    /// As [`Charge::receipt`], for a caller that refunds it: afterwards the charge counts as not made.
+    /// As [`Charge::receipt`]. The caller refunds it; the charge then counts as not made.
     pub fn take_receipt(&mut self) -> Option<ShardReceipt> {
         let receipt = self.receipt();
         self.slot = None;

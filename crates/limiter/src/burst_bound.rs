@@ -8,18 +8,18 @@ use crate::limit::Limit;
 use crate::window::Windows;
 
 /// The most tokens that all layers together admit in any interval of `span_ms` milliseconds; `None` if there is no
-/// bound. `opener_stays`: a charge that opened a window is never refunded.
-pub fn max_within(layers: &[Limit], span_ms: u64, opener_stays: bool) -> Option<u64> {
-    layers.iter().filter_map(|limit| max_of_layer(limit, span_ms, opener_stays)).min()
+/// bound. `keeps_opening_charge`: the charge that opened a window is never refunded.
+pub fn max_within(layers: &[Limit], span_ms: u64, keeps_opening_charge: bool) -> Option<u64> {
+    layers.iter().filter_map(|limit| max_of_layer(limit, span_ms, keeps_opening_charge)).min()
 }
 
-fn max_of_layer(limit: &Limit, span_ms: u64, opener_stays: bool) -> Option<u64> {
+fn max_of_layer(limit: &Limit, span_ms: u64, keeps_opening_charge: bool) -> Option<u64> {
     let (shortest_ms, _) = lengths_ms(&limit.windows)?;
     let most = granted(limit, windows_touched(span_ms, shortest_ms));
     // Where requests open windows, the first of several windows was opened before the interval begins, unless the
-    // interval is a whole number of windows and one moment.
+    // interval is a whole number of windows and one millisecond.
     let floats = matches!(limit.windows, Windows::FirstRequest { .. });
-    let opened_before = floats && opener_stays && !span_ms.saturating_sub(1).is_multiple_of(shortest_ms);
+    let opened_before = floats && keeps_opening_charge && !span_ms.saturating_sub(1).is_multiple_of(shortest_ms);
     Some(most - u64::from(opened_before))
 }
 
@@ -60,8 +60,8 @@ fn windows_in_window(inner: &Windows, outer: &Windows) -> Option<u64> {
     let anywhere = windows_touched(longest_ms, shortest_ms);
     match (inner, outer) {
         (Windows::Even { period_ms: p, offset_ms: o }, Windows::Even { period_ms: q, offset_ms: r }) => {
-            // The outer window starts at a multiple of the greatest common divisor of both grids. The latest such
-            // position in an inner window overlaps most.
+            // Relative to the inner grid, outer windows start at every multiple of the greatest common divisor of both
+            // periods, plus a fixed shift. The latest such position in an inner window overlaps most.
             let step = gcd(*p, *q);
             let shift = (r % step + step - o % step) % step;
             Some((p - step + shift + q - 1) / p + 1)

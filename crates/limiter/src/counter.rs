@@ -240,9 +240,9 @@ pub fn overflow_usage<const PLAIN: bool>(word: CounterWord, request: AcquireRequ
     }
 }
 
-/// The usage of a counter that several keys share, as a charge of `request` finds it. Where requests open windows, each
-/// charge keeps the window open for as long as the window of its own key lasts. A window opened by another key, or a
-/// refunded charge, would end too early.
+/// The usage of an overflow counter on which `request` is charged. It differs from [`overflow_usage`] where requests
+/// open windows: each charge keeps the window open for as long as the window of its own key lasts. A window opened by
+/// another key, or a refunded charge, would end too early.
 pub fn extended_to_request<const PLAIN: bool>(before: Usage, request: AcquireRequest, time: Time<'_, PLAIN>) -> Usage {
     match request.kind_in(time) {
         WindowKind::Plain | WindowKind::Grid(_) | WindowKind::Leased => before,
@@ -290,17 +290,18 @@ fn with_usage<const PLAIN: bool>(
     }
 }
 
-/// The word of the same counter with at most `most` tokens used or owed, if it owes more than that in later windows.
-/// The usage of the current window is read in the same way under all limits and does not change. A word that is less
-/// than the clock skew ahead does not change either: it may only look indebted to a thread whose clock is behind.
-pub fn capped(word: CounterWord, request: AcquireRequest, most: u64, time: Time<'_>) -> Option<CounterWord> {
+/// Lowers the debt of a counter: the word with at most `max_used` tokens used or owed. `None` if it owes nothing in
+/// later windows, or no more than that. The usage of the current window is read in the same way under all limits and
+/// does not change. A word that is less than the clock skew ahead does not change either: it may only look indebted to
+/// a thread whose clock is behind.
+pub fn capped(word: CounterWord, request: AcquireRequest, max_used: u64, time: Time<'_>) -> Option<CounterWord> {
     let now = usage(word, request, time);
     let (WindowKind::Grid(sequence) | WindowKind::Floating(sequence)) = request.kind else { return None };
     let sequence = &time.sequences[sequence as usize];
-    let owes =
+    let owes_later_windows =
         sequence.windows_between(now.end_ms, word.end_ms()) >= 2 && word.end_ms() - now.end_ms > MAX_CLOCK_SKEW_MS;
-    let used = most.max(u64::from(word.count()));
-    (owes && now.used > used).then(|| with_usage(word.tag(), Usage { used, ..now }, request, time))
+    let used = max_used.max(u64::from(word.count()));
+    (owes_later_windows && now.used > used).then(|| with_usage(word.tag(), Usage { used, ..now }, request, time))
 }
 
 /// The word of the same counter with nothing used or owed; of a lease, with nothing left to spend.
@@ -326,7 +327,7 @@ pub struct Acquired {
 /// The word after the refund of `taken`; `None` if the counter belongs to another key, or the window of the charge has
 /// ended.
 ///
-/// Where windows depend on each other, later requests may have positions in certain windows behind this charge. They
+/// Where windows depend on each other, later requests may already have been promised tokens of certain windows. They
 /// must not move to an earlier window, because their own window would then be granted twice. Unless the charge is the
 /// last one, only its tokens of the last window are refunded.
 pub fn refunded<const PLAIN: bool>(
@@ -340,9 +341,9 @@ pub fn refunded<const PLAIN: bool>(
 
 /// As [`refunded`]. The second value is the rest, which can be refunded only after the charges behind it.
 ///
-/// The charge that opened the last window has a rest even if it holds no tokens: the word may return to the window
-/// before that charge once the window is empty, and only that charge knows the usage there. `is_rest`: `taken` is such
-/// a rest.
+/// The charge that moved the word into its last window always has a rest, even without tokens. Once that window is
+/// empty, the word may return to the window before it, and only this charge knows the usage there. `is_rest`: `taken`
+/// is such a rest.
 pub fn refunded_with_rest<const PLAIN: bool>(
     word: CounterWord,
     taken: Acquired,

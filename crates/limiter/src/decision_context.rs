@@ -1,4 +1,4 @@
-//! The memory of one decision: inputs, results and buffers. Reused by the next decision of the same rule set, so that
+//! `DecisionContext`: who writes what during a decision. Reused by the next decision of the same rule set, so that
 //! decisions do not allocate.
 
 use crate::acquire::Charge;

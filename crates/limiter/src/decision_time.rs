@@ -5,9 +5,11 @@ const MAX_READS: u32 = 16;
 
 /// The current time, and the clock to read it again.
 ///
-/// After a thread has read the clock, another thread may open a window in the counter that the first thread is about to
-/// read. By the older time that window has not begun, and its usage looks like debt. So before a request is refused
-/// because of debt, the clock is read again.
+/// A decision needs a later time in two cases. (1) `advance`: after this thread has read the clock, another thread may
+/// open a window in the counter that this thread is about to read. By the older time that window has not begun, and its
+/// usage looks like debt. So before a request is refused because of debt, the clock is read again. (2) `advance_to`:
+/// the table has reused the slot of an ended window for another key, so the window of this thread's time is over; the
+/// time of the decision is raised.
 #[derive(Clone, Copy)]
 pub struct DecisionTime<'a> {
     /// The time of the last read, Unix milliseconds.

@@ -2,9 +2,9 @@
 //!
 //! A counter's word does not show whether its windows depend on each other, and its key does not show the number of
 //! shards. Both follow from the configuration, and counters outlive it. After a change of the configuration, or in
-//! another process, counters are read in the format in which they were written. Formats are therefore only joined, and never removed. A layer with
-//! plain, unsharded counters has no entry. While several processes count, all use only formats that all of them know:
-//! those in the registry. A layer is identified by 64 bits.
+//! another process, counters are read in the format in which they were written. Formats are therefore only joined, and
+//! never removed. A layer with plain, unsharded counters has no entry. While several processes count, all use only
+//! formats that all of them know: those in the registry. A layer is identified by 64 bits.
 
 use std::collections::HashMap;
 
@@ -24,7 +24,7 @@ pub struct CounterFormat {
     pub shards: u32,
     /// The most tokens that can be owed by delayed requests.
     pub max_ahead: u64,
-    /// The limit and the capacity under which counters were written.
+    /// The limit and the capacity of the layer when its counters were written; `limits_differ` if there were several.
     pub grants: (u32, u32),
     /// Whether counters were also written under other limits.
     pub limits_differ: bool,

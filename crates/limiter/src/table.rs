@@ -525,10 +525,10 @@ impl<const W: usize> Table<W> {
         Some(outcome)
     }
 
-    /// Lowers the tokens that a key's own counter has used and owes to `most`; `false` if it has no more.
-    pub fn cap_usage(&self, counter: Counter, request: AcquireRequest, most: u64, time: Time<'_>) -> bool {
+    /// Lowers the usage and debt of a key's own counter to at most `max_used`; `false` if it is not above that.
+    pub fn cap_usage(&self, counter: Counter, request: AcquireRequest, max_used: u64, time: Time<'_>) -> bool {
         while let FindResult::Counter(index, word) = self.counters.find(counter.key) {
-            let Some(less) = capped(word, request, most, time) else { return false };
+            let Some(less) = capped(word, request, max_used, time) else { return false };
             if self.counters.swap(index, word, less).is_ok() {
                 return true;
             }

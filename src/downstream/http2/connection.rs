@@ -28,9 +28,9 @@ const STREAM_WINDOW_BYTES: u32 = 256 * 1024;
 const CONNECTION_WINDOW_BYTES: u32 = 1024 * 1024;
 /// Bytes of a response body that h2 buffers per stream until the client reads them.
 const SEND_BUFFER_BYTES: usize = 64 * 1024;
-/// Minimum limit on an encoded header block, if the limit on decoded fields is smaller: a block slightly too large gets a
-/// 431 response, and is not counted as abuse.
-const BLOCK_BYTES: usize = 64 * 1024;
+/// The limit on an encoded header block is at least this, also if `limits.request_head` is smaller: a block slightly
+/// too large gets a 431 response, and is not counted as abuse.
+const BLOCK_LIMIT_MIN_BYTES: usize = 64 * 1024;
 /// SETTINGS_MAX_FRAME_SIZE, the default of RFC 9113.
 const FRAME_MAX_BYTES: u32 = 16 * 1024;
 
@@ -123,7 +123,7 @@ pub async fn serve(
     let worker_config = worker.config();
     let config = &worker_config.compiled.config;
     let http2 = &config.http2;
-    let block_bytes = config.limits.request_head.max(BLOCK_BYTES) as u32;
+    let block_bytes = config.limits.request_head.max(BLOCK_LIMIT_MIN_BYTES) as u32;
     let budget = Budget {
         resets: http2.max_resets,
         // Larger than the stream limit: a client that has not received SETTINGS yet may open more streams.

@@ -1,8 +1,9 @@
 //! HTTP/2 streams above h2: the request, the response, and the rest of the request body after the response.
 //!
-//! A response that is ready at once, such as a refusal, is sent by the connection's task after all received requests are read,
-//! so that responses leave in one write. Every other stream gets a task. A stream without progress is reset. The rest of a
-//! request body is read for a moment after the response: a client that is stopped while sending may lose the response.
+//! A response that is ready at once, such as a refusal, is sent by the connection's task after all received requests
+//! are read, so that responses leave in one write. Every other stream gets a task. A stream without progress is reset.
+//! The rest of a request body is read for a moment after the response: a client that is stopped while sending may lose
+//! the response.
 
 use std::cell::RefCell;
 use std::error::Error;
@@ -53,10 +54,10 @@ pub struct Streams {
 /// Shared by the tasks of a connection's streams.
 struct StreamContext {
     worker: Rc<WorkerState>,
-    /// The peer from which those of streams are made.
+    /// Template for the peers of streams.
     connection_peer: Peer,
     monitor: Rc<Monitor>,
-    /// For later streams.
+    /// Peers of ended streams, to be reused.
     free_peers: RefCell<Vec<Rc<Peer>>>,
 }
 
@@ -90,11 +91,11 @@ impl Streams {
         } else if !stream.is_end_stream() {
             body = Some(stream);
         }
-        let (peer, is_bare) = (self.shared.take_peer(), body.is_none());
+        let (peer, has_no_body) = (self.shared.take_peer(), body.is_none());
         let request = Request::from_parts(parts, body);
         // HTTP/2 has no chunked coding, so the message length is never ambiguous.
         let mut response = ResponseFuture::start(|| handle(&self.shared.worker, &peer, request, |_special| error));
-        if is_bare && let Some(mut response) = response.take_ready() {
+        if has_no_body && let Some(mut response) = response.take_ready() {
             self.shared.recycle_peer(peer);
             if is_head {
                 response::strip_body(&mut response);
@@ -116,8 +117,8 @@ impl Streams {
         }
     }
 
-    /// Passes the ready responses to h2; `false` if there are none. Passed one by one, h2 would write each with a system call
-    /// of its own.
+    /// Passes the ready responses to h2; `false` if there are none. Passed one by one, h2 would write each with a
+    /// system call of its own.
     pub fn send_ready_responses(&mut self) -> bool {
         if self.ready_responses.is_empty() {
             return false;
@@ -182,9 +183,9 @@ impl StreamContext {
         if !headers::remove_connection_fields(&mut head.headers) {
             head.headers.insert(header::DATE, self.worker.date());
         }
-        let is_all = !stays_open && body.is_end_stream();
-        match respond.send_response(Response::from_parts(head, ()), is_all) {
-            Ok(send_stream) => (!is_all).then_some((send_stream, body)),
+        let ends_stream = !stays_open && body.is_end_stream();
+        match respond.send_response(Response::from_parts(head, ()), ends_stream) {
+            Ok(send_stream) => (!ends_stream).then_some((send_stream, body)),
             Err(error) => {
                 // The only cause is a stream reset by the client.
                 tracing::debug!(%error, "response not sent: the stream is reset");

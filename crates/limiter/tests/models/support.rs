@@ -1,4 +1,4 @@
-//! Keys, requests and threads of the models. The models make the assertions.
+//! The harness of the models: exploring, racing threads, counters, requests. Contains no assertions.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
@@ -31,8 +31,8 @@ pub fn explore<T: Ord + Send + 'static>(preemptions: usize, model: fn() -> T) ->
 
 /// Runs all jobs at the same time on shared data, and returns their results in order.
 ///
-/// None of them runs on this thread: loom's bounded search does not count a switch where one thread ends and another
-/// begins as a preemption, so it must be free to start with any of them.
+/// Every job runs on a thread of its own, so that any of them may run first within the bound: loom counts no preemption
+/// where one thread ends and another begins.
 pub fn race<S: Send + Sync + 'static, T: 'static, const N: usize>(shared: &Arc<S>, jobs: [fn(&S) -> T; N]) -> [T; N] {
     let runners = jobs.map(|job| {
         let shared = shared.clone();

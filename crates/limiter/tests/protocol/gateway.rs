@@ -388,7 +388,7 @@ impl State {
         self.calls.push(Call { by: after.map(|_| at), kind, stage: CallStage::Sent });
     }
 
-    /// Counts tokens that nobody will spend, although the store counts them until their window ends.
+    /// Records lost tokens: the store counts them until their window ends, and no gateway can spend them.
     pub fn count_lost(&mut self, window: Window, counter: usize, tokens: u8) {
         if window >= self.store.window {
             self.ghost.lost[usize::from(window)][counter] += tokens;
