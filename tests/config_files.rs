@@ -13,7 +13,7 @@ use proptest::prelude::*;
 use transom::config::diagnostics::{Problem, render};
 use transom::config::redis::{Node, Nodes};
 use transom::config::route::{EncodedSlash, ForwardPath, PathParameters, PathReading, Segment, TrailingSlash};
-use transom::config::upstream::{HostField, Protocol, Scheme, Target};
+use transom::config::upstream::{HostField, Scheme, Target, UpstreamProtocol};
 use transom::config::{
     AccessLog, Config, RateLimitStyle, RefusalResponse, read, read_with_files, read_with_files_and_variables,
 };
@@ -208,7 +208,10 @@ fn defaults_are_filled_in() {
     assert_eq!(config.upstreams[0].target, Target::Echo);
     assert_eq!(config.timeouts.tunnel.as_secs(), 3600);
     let transport = &config.upstreams[0].transport;
-    assert_eq!((transport.protocol, &transport.host, &transport.tls), (Protocol::Auto, &HostField::Keep, &None));
+    assert_eq!(
+        (transport.protocol, &transport.host, &transport.tls),
+        (UpstreamProtocol::Auto, &HostField::Keep, &None)
+    );
     assert_eq!(transport.resolve.as_secs(), 30);
     let route = &config.routes[0];
     assert_eq!((route.name.as_str(), route.rules.len()), ("/", 0));
@@ -236,14 +239,14 @@ fn everything_is_read_as_written() {
     let transport = &config.upstreams[1].transport;
     assert_eq!(
         (transport.protocol, &transport.host),
-        (Protocol::Http1, &HostField::Fixed("api.example.com:8443".into()))
+        (UpstreamProtocol::Http1, &HostField::Fixed("api.example.com:8443".into()))
     );
     assert_eq!((transport.resolve.as_secs(), config.timeouts.tunnel.as_secs()), (60, 7200));
     let Target::Servers(servers) = &config.upstreams[2].target else { panic!() };
     let servers: Vec<_> = servers.iter().map(|server| (server.scheme, server.host.as_str(), server.port)).collect();
     assert_eq!(servers, [(Scheme::Https, "grpc.internal", 443), (Scheme::Unix, "/run/grpc.sock", 0)]);
     let transport = &config.upstreams[2].transport;
-    assert_eq!((transport.protocol, &transport.host), (Protocol::Http2, &HostField::Server));
+    assert_eq!((transport.protocol, &transport.host), (UpstreamProtocol::Http2, &HostField::Server));
     assert!(transport.tls.as_ref().is_some_and(|tls| tls.server_name.is_some()));
     assert!(!config.routes[0].websocket && config.routes[1].websocket);
 

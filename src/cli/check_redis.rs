@@ -7,7 +7,7 @@ use tokio::runtime::{Builder, LocalOptions};
 use super::Exit;
 use crate::clock::Clock;
 use crate::config::redis::StoreConfig;
-use crate::redis_store::diagnose::{Report, diagnose};
+use crate::redis_store::diagnose::{ServerReport, diagnose};
 use crate::redis_store::diagnose_rules::Severity;
 
 /// Diagnoses all configured servers and prints the findings.
@@ -23,8 +23,8 @@ pub fn check_redis(shared: Option<&StoreConfig>) -> Exit {
             return Exit::Failed;
         }
     };
-    let exit = if reports.iter().any(Report::has_problem) { Exit::Failed } else { Exit::Fine };
-    for Report { subject: of, findings } in reports {
+    let exit = if reports.iter().any(ServerReport::has_problem) { Exit::Failed } else { Exit::Fine };
+    for ServerReport { subject: of, findings } in reports {
         print_out!("{of}{}", if findings.is_empty() { ": fine" } else { "" });
         for finding in findings {
             let word = match finding.severity {
@@ -42,7 +42,7 @@ pub fn check_redis(shared: Option<&StoreConfig>) -> Exit {
     exit
 }
 
-fn diagnose_servers(shared: &StoreConfig) -> io::Result<Vec<Report>> {
+fn diagnose_servers(shared: &StoreConfig) -> io::Result<Vec<ServerReport>> {
     let clock = Clock::system();
     let runtime = Builder::new_current_thread().enable_all().build_local(LocalOptions::default())?;
     Ok(runtime.block_on(diagnose(shared, &|| clock.now().unix_ms)))

@@ -69,7 +69,7 @@ pub enum Scheme {
 /// How connections to the servers are made and used.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct TransportSettings {
-    pub protocol: Protocol,
+    pub protocol: UpstreamProtocol,
     pub host: HostField,
     /// Present if a server has an `https` URL.
     pub tls: Option<ClientTls>,
@@ -78,7 +78,7 @@ pub struct TransportSettings {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Protocol {
+pub enum UpstreamProtocol {
     Http1,
     /// Without TLS: with prior knowledge.
     Http2,

@@ -59,7 +59,7 @@ pub async fn serve_connection(
     listener: Rc<Listener>,
     drain_guard: DrainGuard,
 ) {
-    listener.meter.connected();
+    listener.metrics.connected();
     match set_up(stream, peer, &mut slot, &listener, &drain_guard).await {
         Ok((io, connection, protocol)) => {
             let worker = Rc::clone(&listener.listener_context.worker);
@@ -73,7 +73,7 @@ pub async fn serve_connection(
         Err(SetupError::Closed) => {}
         Err(SetupError::Refused(refusal)) => count_refusal(refusal, peer, &listener),
     }
-    listener.meter.disconnected();
+    listener.metrics.disconnected();
 }
 
 /// Refuses a connection beyond `max_connections`.
@@ -85,7 +85,7 @@ pub fn refuse(stream: TcpStream, peer: IpAddr, listener: &Listener) {
 /// Called before a response is written: a client that has read the response finds the refusal in the metrics.
 fn count_refusal(refusal: ConnectionRefusal, peer: IpAddr, listener: &Listener) {
     tracing::debug!(%peer, reason = ?refusal, "connection refused");
-    listener.meter.refused(refusal);
+    listener.metrics.refused(refusal);
 }
 
 /// Sends 503 to a refused connection. A TLS connection is closed without a response: one would need a handshake first.
@@ -151,7 +151,7 @@ async fn accept_tls(
     let stream = with_timeout(&timer, timeout, drain_guard, handshake(stream, tls, address, listener)).await;
     let stream = stream.ok_or(ConnectionRefusal::HandshakeTimeout)??;
     let (_, session) = stream.get_ref();
-    listener.meter.handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
+    listener.metrics.handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
     let certificate = session.peer_certificates().and_then(<[_]>::first).map(fingerprint);
     let connection = ConnectionInfo::new(address, true).with_certificate(certificate);
     Ok((IoStream::tls(EitherSide::from(stream)), connection))

@@ -36,7 +36,7 @@ pub struct ListenerContext {
 /// A listening address of one worker.
 pub struct Listener {
     pub listener_context: Rc<ListenerContext>,
-    pub meter: ListenerMetrics,
+    pub metrics: ListenerMetrics,
     /// Index in `listen.https`; `None`: HTTP without TLS.
     https_index: Option<usize>,
 }
@@ -83,7 +83,7 @@ impl ListenerContext {
 
 impl Listener {
     pub fn new(listener_context: Rc<ListenerContext>, meter: ListenerMetrics, https: Option<usize>) -> Listener {
-        Listener { listener_context, meter, https_index: https }
+        Listener { listener_context, metrics: meter, https_index: https }
     }
 
     pub fn is_tls(&self) -> bool {

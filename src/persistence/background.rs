@@ -38,7 +38,7 @@ struct Work {
     clock: Clock,
     /// Where snapshots go, and how often.
     snapshot: Option<(PathBuf, Duration)>,
-    meter: SnapshotMetrics,
+    metrics: SnapshotMetrics,
     is_failing: bool,
     /// Whether the warning that the file was removed or replaced is logged.
     is_displaced: bool,
@@ -53,7 +53,7 @@ impl BackgroundWriter {
     ) -> io::Result<BackgroundWriter> {
         let snapshot = config.snapshot.clone().map(|path| (path, config.snapshot_every));
         let (finish, finish_requests) = mpsc::channel();
-        let work = Work { counters, clock, snapshot, meter, is_failing: false, is_displaced: false };
+        let work = Work { counters, clock, snapshot, metrics: meter, is_failing: false, is_displaced: false };
         let thread = thread::Builder::new().name("counters".to_owned()).spawn(move || work.run(&finish_requests))?;
         Ok(BackgroundWriter { finish, thread })
     }
@@ -107,10 +107,10 @@ impl Work {
             written => written,
         };
         match written {
-            Ok(Written::Counters(_)) => self.meter.written(self.clock.now().unix_ms),
+            Ok(Written::Counters(_)) => self.metrics.written(self.clock.now().unix_ms),
             Ok(Written::OtherWriter) => {}
             Err(error) => {
-                self.meter.failed();
+                self.metrics.failed();
                 // Logged for the first failure in a row.
                 if !self.is_failing {
                     tracing::error!("the snapshot `{}` cannot be written: {error}", path.display());

@@ -15,7 +15,7 @@ use super::worker_state::WorkerState;
 use crate::http::error::RequestError;
 use crate::http::key_source::RequestAttributes;
 use crate::http::ratelimit_headers::RateLimitFields;
-use crate::redis_store::decision::{BeginResult, SharedDecision, SharedOutcome, Unavailable};
+use crate::redis_store::shared_decision::{BeginResult, SharedDecision, SharedOutcome, Unavailable};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
@@ -72,7 +72,7 @@ pub fn evaluate(
     worker: &WorkerState,
     compiled: &CompiledConfig,
     rules_index: usize,
-    caller: &RequestAttributes<'_>,
+    attributes: &RequestAttributes<'_>,
     context: &mut DecisionContext,
     now_ms: u64,
 ) -> Result<Evaluation, RequestError> {
@@ -82,7 +82,7 @@ pub fn evaluate(
         let now = DecisionTime::starting_at(now_ms, &clock);
         return Ok(Evaluation::Decided(compiled.rule_set.decide(charge_plan, &worker.table, now, context)));
     };
-    let store_key = |position| compiled.store_key(rules, position, caller);
+    let store_key = |position| compiled.store_key(rules, position, attributes);
     match shared.begin(&compiled.rule_set, charge_plan, context, store_key) {
         BeginResult::Decided(decision) => Ok(Evaluation::Decided(decision)),
         BeginResult::Pending(decision) => Ok(Evaluation::Pending(Box::new(PendingAdmission { decision, rules_index }))),

@@ -198,16 +198,21 @@ impl CompiledConfig {
     }
 
     /// The key of a request in the shared store under the rule at `position`; `None` if the rule is not shared or does not apply.
-    pub fn store_key(&self, rules: &RouteRules, position: usize, caller: &RequestAttributes<'_>) -> Option<Rc<str>> {
+    pub fn store_key(
+        &self,
+        rules: &RouteRules,
+        position: usize,
+        attributes: &RequestAttributes<'_>,
+    ) -> Option<Rc<str>> {
         let rule = &self.rule_set.rules[rules.charge_plan.rules[position]].rule;
         let digester = self.digester.as_ref().filter(|_| rule.sharing != Sharing::Local)?;
         let mut text = String::new();
-        rules.rule_keys[position].write_store_key(caller, digester, &mut text).then(|| text.into())
+        rules.rule_keys[position].write_store_key(attributes, digester, &mut text).then(|| text.into())
     }
 
     /// [`CompiledConfig::store_key`] for all rules.
-    pub fn store_keys(&self, rules: &RouteRules, caller: &RequestAttributes<'_>) -> Vec<Option<Rc<str>>> {
-        (0..rules.charge_plan.rules.len()).map(|position| self.store_key(rules, position, caller)).collect()
+    pub fn store_keys(&self, rules: &RouteRules, attributes: &RequestAttributes<'_>) -> Vec<Option<Rc<str>>> {
+        (0..rules.charge_plan.rules.len()).map(|position| self.store_key(rules, position, attributes)).collect()
     }
 
     pub fn route_name(&self, route: usize) -> &str {

@@ -21,7 +21,7 @@ use super::repeat_refusal::RepeatRefusal;
 use super::request_record::RequestRecord;
 use super::response::{Content, ResponseBody, error_response, finish};
 use super::websocket::{WebSocketHandshake, finish_handshake};
-use super::worker_config::{Scratch, Target, WorkerConfig};
+use super::worker_config::{DecisionBuffers, Target, WorkerConfig};
 use super::worker_state::WorkerState;
 use crate::clock::Timestamp;
 use crate::config::route::ForwardPath;
@@ -218,11 +218,11 @@ fn decide(
         path => path_normalize::normalize(path, compiled.config.path_reading)?,
     };
     let mut scratch = config.scratch();
-    let Scratch { context, params, text, refusal_cache } = &mut *scratch;
+    let DecisionBuffers { context, params, text, refusal_cache } = &mut *scratch;
     let route_index = find_route(compiled, incoming, parts, &validated, &path, params, record)?;
     let route = &compiled.routes[route_index];
     let (rules_index, rules) = (route.rules_index as usize, compiled.rules_of(route));
-    let caller = RequestAttributes {
+    let attributes = RequestAttributes {
         address: incoming.client.address,
         client_cert: incoming.peer.connection.client_cert.as_deref(),
         host: &validated.host,
@@ -235,16 +235,16 @@ fn decide(
         tokens: &config.token_cache,
         wall_ms: compiled.config.jwt.as_ref().map_or(0, |_| worker.clock.wall_ms()),
     };
-    let error = match find_keys(config, route_index, &caller, context) {
+    let error = match find_keys(config, route_index, &attributes, context) {
         // No rule has a key to charge.
         Some(error) if context.inputs.keyed_requests.iter().all(Option::is_none) => return Err(error),
         error => error.map(Box::new),
     };
     let actions = compiled.actions_of(route).filter(|_| error.is_none());
     let actions = actions
-        .map(|actions| actions.evaluate(&TemplateVariables::of(&caller, incoming.client.is_secure)))
+        .map(|actions| actions.evaluate(&TemplateVariables::of(&attributes, incoming.client.is_secure)))
         .transpose()?;
-    let (admission, pending) = match evaluate(worker, compiled, rules_index, &caller, context, now.unix_ms)? {
+    let (admission, pending) = match evaluate(worker, compiled, rules_index, &attributes, context, now.unix_ms)? {
         Evaluation::Pending(pending) => (Admission::default(), Some(pending)),
         Evaluation::Decided(decision) => {
             worker.metrics.decision_took(worker.clock.instant().duration_since(now.instant));
@@ -268,7 +268,7 @@ fn decide(
             }
             let policy = config.policy_fields[rules_index].as_ref();
             let fields = rules.rate_limit_template.render(context, policy, decided_ms, text);
-            let store_keys = || compiled.store_keys(rules, &caller);
+            let store_keys = || compiled.store_keys(rules, &attributes);
             let peer = incoming.peer;
             let admission = Admission::new(decision, fields, worker, config, peer, rules_index, context, store_keys);
             (admission, None)
@@ -279,7 +279,7 @@ fn decide(
         return Ok(RequestOutcome::Forward { plan, admission, pending });
     }
     let hash_key = compiled.hash_keys.get(route.upstream_index as usize).and_then(Option::as_ref);
-    let server_key = hash_key.and_then(|hash_key| hash_key.hash(&caller));
+    let server_key = hash_key.and_then(|hash_key| hash_key.hash(&attributes));
     let (special_fields, websocket) = (validated.special_fields, validated.websocket);
     let normalized = (compiled.config.general.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
     let plan = ForwardPlan { server_key, ..plan };
@@ -364,7 +364,7 @@ impl ForwardPlan {
 fn find_keys(
     config: &WorkerConfig,
     route: usize,
-    caller: &RequestAttributes<'_>,
+    attributes: &RequestAttributes<'_>,
     context: &mut DecisionContext,
 ) -> Option<RequestError> {
     let compiled = &*config.compiled;
@@ -373,7 +373,7 @@ fn find_keys(
     let mut first_error = None;
     context.inputs.keyed_requests.clear();
     for (position, rule_key) in rules.rule_keys.iter().enumerate() {
-        context.inputs.keyed_requests.push(match rule_key.keyed_request(caller, &plans) {
+        context.inputs.keyed_requests.push(match rule_key.keyed_request(attributes, &plans) {
             Ok(keyed_request) => keyed_request,
             // A shadow rule never refuses, also not for a missing key.
             Err(_) if compiled.rule_set.is_shadow(&rules.charge_plan, position) => {

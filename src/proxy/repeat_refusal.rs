@@ -12,7 +12,7 @@ use http::request::Parts;
 use http::{HeaderMap, Method, Version, header};
 
 use super::request_record;
-use super::worker_config::{Scratch, WorkerConfig};
+use super::worker_config::{DecisionBuffers, WorkerConfig};
 use super::worker_state::WorkerState;
 use crate::http::headers::SpecialFields;
 use transom_limiter::decision_context::DecisionContext;
@@ -77,7 +77,7 @@ impl RepeatRefusal {
         let charge_plan = &compiled.route_rules[rules_index].charge_plan;
         let now = worker.clock.now();
         let mut scratch = config.scratch();
-        let Scratch { context, text, refusal_cache, .. } = &mut *scratch;
+        let DecisionBuffers { context, text, refusal_cache, .. } = &mut *scratch;
         context.inputs.keyed_requests.clear();
         context.inputs.keyed_requests.extend_from_slice(&self.keyed_requests);
         let clock = || worker.clock.now().unix_ms;

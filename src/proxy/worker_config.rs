@@ -45,7 +45,7 @@ pub struct WorkerConfig {
     /// Dropped with this view, so that no cached token outlives the keys that verified it.
     pub token_cache: TokenCache,
     server_pools: ServerPools,
-    scratch: RefCell<Scratch>,
+    scratch: RefCell<DecisionBuffers>,
 }
 
 /// The server pools of all upstreams, by upstream name and server URL.
@@ -69,7 +69,7 @@ impl Target {
 
 /// Buffers that every decision with this view reuses.
 #[derive(Default)]
-pub struct Scratch {
+pub struct DecisionBuffers {
     pub context: DecisionContext,
     pub params: Vec<Range<usize>>,
     pub text: Vec<u8>,
@@ -151,7 +151,7 @@ impl WorkerConfig {
             token_cache: compiled.token_checker(),
             server_pools,
             compiled,
-            scratch: RefCell::new(Scratch { context, ..Scratch::default() }),
+            scratch: RefCell::new(DecisionBuffers { context, ..DecisionBuffers::default() }),
         }
     }
 
@@ -165,7 +165,7 @@ impl WorkerConfig {
     ) -> RateLimitFields {
         let RouteRules { charge_plan, rate_limit_template, .. } = &self.compiled.route_rules[rules_index];
         let mut scratch = self.scratch();
-        let Scratch { context, text, .. } = &mut *scratch;
+        let DecisionBuffers { context, text, .. } = &mut *scratch;
         context.inputs.keyed_requests.clear();
         context.inputs.keyed_requests.extend_from_slice(keyed_requests);
         self.compiled.rule_set.peek(charge_plan, table, now, context);
@@ -203,7 +203,7 @@ impl WorkerConfig {
     }
 
     /// The buffers. The borrow must end before the next await.
-    pub fn scratch(&self) -> RefMut<'_, Scratch> {
+    pub fn scratch(&self) -> RefMut<'_, DecisionBuffers> {
         self.scratch.borrow_mut()
     }
 

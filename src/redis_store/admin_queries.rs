@@ -7,9 +7,9 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 
-use super::decision::{DecisionProgress, SendResult, SharedDecision, SharedOutcome, Unavailable};
 use super::scripts::{AcquireReply, CounterRequest, Refund, TOKENS_MAX};
 use super::shared_counters::SharedCounters;
+use super::shared_decision::{DecisionProgress, SendResult, SharedDecision, SharedOutcome, Unavailable};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
@@ -126,7 +126,8 @@ impl SharedCounters {
             for shard in 1..layer.store_shards {
                 let base_request =
                     self.counter_request(rule_set, charge_plan, *layer_ref, *keyed_request, key_text, now_ms);
-                let request = CounterRequest { base: self.base(key_text, suffix, shard), used_min: 0, ..base_request };
+                let request =
+                    CounterRequest { base: self.key_base(key_text, suffix, shard), used_min: 0, ..base_request };
                 match self.acquire(std::slice::from_ref(&request)).await {
                     Ok(AcquireReply::Granted { counters: replies, .. }) => {
                         let used = replies.iter().fold(0, |sum: u64, reply| sum.saturating_add(reply.used));

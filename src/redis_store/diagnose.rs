@@ -27,15 +27,15 @@ const SENTINELS_MIN: usize = 3;
 
 /// The findings about one server, or about all together.
 #[derive(Debug)]
-pub struct Report {
+pub struct ServerReport {
     /// What the findings are about.
     pub subject: String,
     pub findings: Vec<Finding>,
 }
 
-impl Report {
-    fn new(of: impl Into<String>, findings: Vec<Finding>) -> Report {
-        Report { subject: of.into(), findings }
+impl ServerReport {
+    fn new(of: impl Into<String>, findings: Vec<Finding>) -> ServerReport {
+        ServerReport { subject: of.into(), findings }
     }
 
     pub fn has_problem(&self) -> bool {
@@ -44,7 +44,7 @@ impl Report {
 }
 
 /// Diagnoses all servers of the configuration; `now_ms` is this machine's time.
-pub async fn diagnose(settings: &StoreConfig, now_ms: &dyn Fn() -> u64) -> Vec<Report> {
+pub async fn diagnose(settings: &StoreConfig, now_ms: &dyn Fn() -> u64) -> Vec<ServerReport> {
     let diagnosis = Diagnosis {
         connector: Rc::new(Connector::new(settings)),
         prefix: &settings.prefix,
@@ -76,29 +76,29 @@ struct Diagnosis<'s> {
 }
 
 impl Diagnosis<'_> {
-    async fn diagnose_single(&self, node: &Node) -> Report {
+    async fn diagnose_single(&self, node: &Node) -> ServerReport {
         match self.connector.open(node).await {
             Ok(connection) => self.diagnose_server(&connection, None).await.0,
-            Err(why) => Report::new(node.to_string(), vec![self.error_finding(&why)]),
+            Err(why) => ServerReport::new(node.to_string(), vec![self.error_finding(&why)]),
         }
     }
 
-    async fn diagnose_sentinels(&self, nodes: &[Node], master: &str) -> Vec<Report> {
+    async fn diagnose_sentinels(&self, nodes: &[Node], master: &str) -> Vec<ServerReport> {
         let mut reports = Vec::new();
         for node in nodes {
             let findings = match self.connector.open_sentinel(node).await {
                 Ok(connection) => self.diagnose_sentinel(&connection, master).await,
                 Err(why) => vec![self.error_finding(&why)],
             };
-            reports.push(Report::new(format!("sentinel {node}"), findings));
+            reports.push(ServerReport::new(format!("sentinel {node}"), findings));
         }
-        if reports.iter().all(Report::has_problem) {
+        if reports.iter().all(ServerReport::has_problem) {
             return reports;
         }
         if nodes.len() < SENTINELS_MIN {
             let text = format!("only {} sentinels are configured", nodes.len());
             let fix = "name all sentinels in `redis`, and run at least three: fewer cannot replace a master safely";
-            reports.push(Report::new("sentinels", vec![Finding::note(text, fix)]));
+            reports.push(ServerReport::new("sentinels", vec![Finding::note(text, fix)]));
         }
         let sentinels = sentinel::Sentinels::new(nodes.to_vec(), master.to_owned());
         match sentinels.open_master(&self.connector).await {
@@ -117,7 +117,7 @@ impl Diagnosis<'_> {
                 report.subject = format!("master {}", report.subject);
                 reports.push(report);
             }
-            Err(why) => reports.push(Report::new(format!("master `{master}`"), vec![self.error_finding(&why)])),
+            Err(why) => reports.push(ServerReport::new(format!("master `{master}`"), vec![self.error_finding(&why)])),
         }
         reports
     }
@@ -153,7 +153,7 @@ impl Diagnosis<'_> {
         found
     }
 
-    async fn diagnose_cluster(&self, seeds: &[Node]) -> Vec<Report> {
+    async fn diagnose_cluster(&self, seeds: &[Node]) -> Vec<ServerReport> {
         let mut reports = Vec::new();
         for node in seeds {
             let findings = match self.connector.open(node).await {
@@ -161,21 +161,21 @@ impl Diagnosis<'_> {
                 Err(why) => vec![self.error_finding(&why)],
             };
             if !findings.is_empty() {
-                reports.push(Report::new(node.to_string(), findings));
+                reports.push(ServerReport::new(node.to_string(), findings));
             }
         }
-        if reports.len() == seeds.len() && reports.iter().all(Report::has_problem) {
+        if reports.len() == seeds.len() && reports.iter().all(ServerReport::has_problem) {
             return reports;
         }
         let cluster = Cluster::new(seeds.to_vec(), Rc::clone(&self.connector), Rc::new(Cell::new(0)));
         if let Err(why) = cluster.refresh().await {
-            reports.push(Report::new("cluster", vec![self.error_finding(&why)]));
+            reports.push(ServerReport::new("cluster", vec![self.error_finding(&why)]));
             return reports;
         }
         for (link, base) in cluster.masters(&format!("{}:{{transom-check|", self.prefix)) {
             match link.get().await {
                 Ok(connection) => reports.push(self.diagnose_server(&connection, Some(base)).await.0),
-                Err(why) => reports.push(Report::new("a master", vec![self.error_finding(&why)])),
+                Err(why) => reports.push(ServerReport::new("a master", vec![self.error_finding(&why)])),
             }
         }
         reports
@@ -203,7 +203,11 @@ impl Diagnosis<'_> {
 
     /// Diagnoses one server; also returns its replicas, if it is a master and its `INFO` can be read. `base` is a key
     /// base in one of its slots, if the server should be a cluster node.
-    async fn diagnose_server(&self, connection: &Rc<Connection>, base: Option<String>) -> (Report, Option<Replicas>) {
+    async fn diagnose_server(
+        &self,
+        connection: &Rc<Connection>,
+        base: Option<String>,
+    ) -> (ServerReport, Option<Replicas>) {
         let mut title = "version and role unknown".to_owned();
         let mut findings = Vec::new();
         let mut replicas = None;
@@ -219,7 +223,7 @@ impl Diagnosis<'_> {
                 if info.in_cluster() && base.is_none() {
                     let fix = format!("write it in brackets: `redis = [\"redis://{}\"]`", connection.node);
                     findings.push(Finding::problem("it is a node of a cluster", fix));
-                    return (Report::new(format!("{}: {title}", connection.node), findings), replicas);
+                    return (ServerReport::new(format!("{}: {title}", connection.node), findings), replicas);
                 }
             }
             Err(why) if is_not_permitted(&why) => {
@@ -243,7 +247,7 @@ impl Diagnosis<'_> {
         }
         findings.sort_by_key(|finding| finding.severity);
         findings.dedup();
-        (Report::new(format!("{}: {title}", connection.node), findings), replicas)
+        (ServerReport::new(format!("{}: {title}", connection.node), findings), replicas)
     }
 
     /// The server's time, and the finding if it is wrong.
@@ -278,7 +282,7 @@ impl Diagnosis<'_> {
         };
         let requests = [
             want(WindowRef::Plain { number, end_ms, next_end_ms }),
-            want(WindowRef::Grid { number, end_ms, next_end_ms }),
+            want(WindowRef::Accumulating { number, end_ms, next_end_ms }),
             want(WindowRef::Floating { period_ms: WINDOW_MS }),
         ];
         let calls = [AcquireCall { requests: requests.into(), gateway_ms: 0, window_ms: server_ms }];

@@ -7,10 +7,10 @@ use std::sync::Arc;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::decision::{NextStep, SendResult, SharedDecision, before_deadline};
 use super::lease_sizing::LeaseRecord;
 use super::scripts::{AcquireReply, CounterReply, CounterRequest, Refund, TOKENS_MAX, refunds_of};
 use super::shared_counters::SharedCounters;
+use super::shared_decision::{NextStep, SendResult, SharedDecision, before_deadline};
 use transom_limiter::decision::{Decision, Waiter};
 use transom_limiter::decision_context::{DecisionContext, DecisionResult};
 use transom_limiter::decision_time::DecisionTime;
@@ -130,7 +130,7 @@ impl SharedCounters {
         keyed_request: KeyedRequest,
         key_text: &Rc<str>,
     ) {
-        if self.is_unreachable(&self.base(key_text, "", 0)) {
+        if self.is_unreachable(&self.key_base(key_text, "", 0)) {
             return self.overdraw_locally(rule_set, rule, keyed_request, key_text);
         }
         let (shared, rule_set, key_text) = (Rc::clone(self), Arc::clone(rule_set), Rc::clone(key_text));

@@ -1,10 +1,10 @@
-//! Counters that several gateways share through Redis or Valkey. Each worker has its own connections; leased tokens lie
+//! Counters that several gateways share through Redis or Valkey. Each worker has its own connections; leased tokens are
 //! in the table that all workers share. These modules know neither HTTP nor routes.
 //!
 //! - Servers: `client` (entry point), `connect`, `connection`, `reconnecting`, `cluster`, `sentinel`, `hash_slot`.
 //! - Protocol: `scripts` (commands and replies, pure).
-//! - Decisions: `decision` (one request), `exact_mode` (what the store decides itself), `token_fetch` and
-//!   `lease_sizing` (leases), `admin_queries` (admin address).
+//! - Decisions: `shared_decision` (one request), `exact_mode` (what the store decides itself), `token_fetch` and
+//!   `lease_sizing` (leases), `admin_queries` (decision API).
 //! - Outages: `circuit_breaker`, `unreported_usage`, `outage`.
 //! - Diagnosis: `diagnose` (queries the servers), `diagnose_rules` (what the replies mean).
 //! - `shared_counters`: the state of one worker, calls with their bookkeeping, periodic tasks.
@@ -15,7 +15,6 @@ pub mod client;
 mod cluster;
 mod connect;
 mod connection;
-pub mod decision;
 pub mod diagnose;
 pub mod diagnose_rules;
 mod exact_mode;
@@ -26,5 +25,6 @@ mod reconnecting;
 pub mod scripts;
 mod sentinel;
 pub mod shared_counters;
+pub mod shared_decision;
 mod token_fetch;
 mod unreported_usage;

@@ -44,11 +44,11 @@ impl SharedCounters {
     pub(super) fn record_error(self: &Rc<Self>, server: ServerId, error: &StoreError) {
         match error {
             StoreError::Key(what) => {
-                self.meter.call_failed(StoreOutcome::Error);
+                self.metrics.call_failed(StoreOutcome::Error);
                 self.warn_of_counter(what);
             }
             StoreError::Unreachable(why) => {
-                self.meter.call_failed(StoreOutcome::Unreachable);
+                self.metrics.call_failed(StoreOutcome::Unreachable);
                 self.record_failures(server, 1, why);
             }
         }
@@ -56,7 +56,7 @@ impl SharedCounters {
 
     /// Records that a request waited for the whole timeout.
     pub(super) fn record_timeout(self: &Rc<Self>, server: ServerId) {
-        self.meter.call_failed(StoreOutcome::Timeout);
+        self.metrics.call_failed(StoreOutcome::Timeout);
         self.record_failures(server, 1, &format!("{}: no reply in time", self.store.name_of(server)));
     }
 
@@ -75,7 +75,7 @@ impl SharedCounters {
                 "shared counters cannot be reached, each rule follows its `on_outage`: {}",
                 log_excerpt(why)
             );
-            self.meter.server_lost();
+            self.metrics.server_lost();
             spawn_local(Rc::clone(self).recover(server));
         }
     }
@@ -120,7 +120,7 @@ impl SharedCounters {
             }
         }
         self.breaker.close(server, self.clock.instant());
-        self.meter.server_recovered();
+        self.metrics.server_recovered();
         tracing::info!("shared counters are reachable again: {}", self.store.name_of(server));
         // In a cluster, its hash slots may have moved to other servers meanwhile.
         self.report_to_reachable().await;
@@ -188,11 +188,11 @@ impl SharedCounters {
     }
 
     fn server_of(&self, charge: &UnreportedCharge) -> ServerId {
-        self.store.server_of(&self.base(&charge.key_text, "", 0))
+        self.store.server_of(&self.key_base(&charge.key_text, "", 0))
     }
 
     fn base_of(&self, id: CounterId) -> Option<Rc<str>> {
-        self.unreported.charges.borrow().get(&id).map(|charge| self.base(&charge.key_text, "", 0))
+        self.unreported.charges.borrow().get(&id).map(|charge| self.key_base(&charge.key_text, "", 0))
     }
 
     /// Some unreported counters of a server; drops those whose windows have ended.
@@ -268,7 +268,7 @@ impl SharedCounters {
         let (entry, layer) = (&charge.rule_set.rules[charge.rule], charge.layer);
         let (mut reachable, mut unreachable) = (Vec::new(), Vec::new());
         for shard in 0..entry.layer(layer).store_shards {
-            let base = self.base(&charge.key_text, entry.suffix(layer), shard);
+            let base = self.key_base(&charge.key_text, entry.suffix(layer), shard);
             let owner = self.store.server_of(&base);
             if owner != server && (self.breaker.is_open(owner) || unreachable.contains(&owner)) {
                 continue;
@@ -349,7 +349,7 @@ impl SharedCounters {
             };
             match self.acquire_unchecked(std::slice::from_ref(&want)).await {
                 Ok(AcquireReply::Granted { counters: replies, .. }) => {
-                    self.meter.reported(part);
+                    self.metrics.reported(part);
                     if let (Some(replies), 1) = (replies.first(), shards) {
                         self.note_store_usage(counter, replies.end_ms, replies.used, now_ms);
                     }

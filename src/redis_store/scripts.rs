@@ -8,7 +8,7 @@
 //! | counter | key | value |
 //! | --- | --- | --- |
 //! | plain window | `BASE:NUMBER` | tokens taken, an integer |
-//! | connected windows (rollover, reservations) | `BASE:account` | `window`: its number at the last write; `used`: tokens used or owed then |
+//! | accumulating windows (rollover, reservations) | `BASE:account` | `window`: its number at the last write; `used`: tokens used or owed then |
 //! | windows that a first request opens | `BASE:first-request` | `start` of the window, milliseconds, and `used` |
 //!
 //! **Other writers.** Tokens that another service adds to a plain counter count as taken. A value above the limit
@@ -77,7 +77,7 @@ pub enum WindowRef {
         next_end_ms: u64,
     },
     /// Connected windows: tokens roll over, or are reserved in later windows.
-    Grid { number: u64, end_ms: u64, next_end_ms: u64 },
+    Accumulating { number: u64, end_ms: u64, next_end_ms: u64 },
     /// The first request opens a window.
     Floating { period_ms: u64 },
 }
@@ -85,7 +85,7 @@ pub enum WindowRef {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum KeyFormat {
     Plain,
-    Grid,
+    Accumulating,
     Floating,
 }
 
@@ -93,7 +93,7 @@ impl KeyFormat {
     fn letter(self) -> &'static str {
         match self {
             KeyFormat::Plain => "p",
-            KeyFormat::Grid => "g",
+            KeyFormat::Accumulating => "g",
             KeyFormat::Floating => "f",
         }
     }
@@ -103,7 +103,7 @@ impl WindowRef {
     pub fn kind(self) -> KeyFormat {
         match self {
             WindowRef::Plain { .. } => KeyFormat::Plain,
-            WindowRef::Grid { .. } => KeyFormat::Grid,
+            WindowRef::Accumulating { .. } => KeyFormat::Accumulating,
             WindowRef::Floating { .. } => KeyFormat::Floating,
         }
     }
@@ -118,7 +118,8 @@ impl WindowRef {
     /// Number and end of the window that is open at `now_ms`, if it is the first or the second.
     fn window_at(self, now_ms: u64) -> Option<(u64, u64)> {
         match self {
-            WindowRef::Plain { number, end_ms, next_end_ms } | WindowRef::Grid { number, end_ms, next_end_ms } => {
+            WindowRef::Plain { number, end_ms, next_end_ms }
+            | WindowRef::Accumulating { number, end_ms, next_end_ms } => {
                 if now_ms < end_ms {
                     Some((number, end_ms))
                 } else {
@@ -276,8 +277,8 @@ fn put_want(cmd: &mut Cmd, want: &CounterRequest, at_ms: u64) {
     match want.window {
         WindowRef::Plain { .. } if most == need && least == 0 => cmd.arg(EXACT).arg(ceiling).arg(need).arg(end_ms),
         WindowRef::Plain { .. } => put(cmd, KeyFormat::Plain, [ceiling, need, end_ms, most, least]),
-        WindowRef::Grid { number, end_ms, next_end_ms } => {
-            put(cmd, KeyFormat::Grid, [ceiling, need, end_ms, most, least])
+        WindowRef::Accumulating { number, end_ms, next_end_ms } => {
+            put(cmd, KeyFormat::Accumulating, [ceiling, need, end_ms, most, least])
                 .arg(want.limit.max(1))
                 .arg(number)
                 .arg(next_end_ms)
@@ -336,7 +337,7 @@ fn parse_counter(reply: &[Value], want: &CounterRequest, at_ms: u64) -> Option<C
     let [granted, used, mark] = reply else { return None };
     let (which, end_ms) = match want.window {
         WindowRef::Plain { .. } => want.window.window_at(at_ms)?,
-        WindowRef::Grid { number: first, end_ms, next_end_ms } => {
+        WindowRef::Accumulating { number: first, end_ms, next_end_ms } => {
             let which = parse_number(mark)?;
             (which, if which == first { end_ms } else { next_end_ms })
         }
@@ -402,7 +403,7 @@ fn write_key(key: &mut String, base: &str, kind: KeyFormat, number: u64) {
     match kind {
         // Writing to a string cannot fail.
         KeyFormat::Plain => drop(write!(key, ":{number}")),
-        KeyFormat::Grid => key.push_str(":account"),
+        KeyFormat::Accumulating => key.push_str(":account"),
         KeyFormat::Floating => key.push_str(":first-request"),
     }
 }
@@ -447,7 +448,7 @@ mod tests {
         assert_eq!(words(&[acquire_call(at, 1, 1)]), ["1", "t:{r|a}:7", "900", "1", "e", "5", "1", "1000"]);
         let late = AcquireCall { window_ms: 1000, ..acquire_call(at, 1, 4) };
         assert_eq!(words(&[late]), ["1", "t:{r|a}:8", "900", "1", "p", "5", "1", "2000", "4", "0"]);
-        let grid = acquire_call(WindowRef::Grid { number: 7, end_ms: 1000, next_end_ms: 2000 }, 1, 1);
+        let grid = acquire_call(WindowRef::Accumulating { number: 7, end_ms: 1000, next_end_ms: 2000 }, 1, 1);
         let floating = acquire_call(WindowRef::Floating { period_ms: 60 }, 2, 1);
         let both = words(&[grid, floating]);
         assert_eq!(both[..3], ["2", "t:{r|a}:account", "t:{r|a}:first-request"]);
@@ -468,7 +469,7 @@ mod tests {
     fn replies_are_parsed_call_by_call() {
         let ints = |ints: &[i64]| Value::Array(ints.iter().map(|int| Value::Int(*int)).collect());
         let plain = acquire_call(WindowRef::Plain { number: 7, end_ms: 1000, next_end_ms: 2000 }, 1, 1);
-        let grid = acquire_call(WindowRef::Grid { number: 7, end_ms: 1000, next_end_ms: 2000 }, 1, 1);
+        let grid = acquire_call(WindowRef::Accumulating { number: 7, end_ms: 1000, next_end_ms: 2000 }, 1, 1);
         let floating = acquire_call(WindowRef::Floating { period_ms: 60 }, 1, 1);
         let calls = [plain, grid, floating];
         let reply = ints(&[950, 1, 1, 3, 0, 0, 0, 5, 8, -1, 0, 0, 0]);

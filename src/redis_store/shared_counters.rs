@@ -18,7 +18,7 @@ use super::scripts::{AcquireReply, CounterRequest, KeyFormat, Refund, RefundTarg
 use super::sentinel::reply_text;
 use super::unreported_usage::UnreportedUsage;
 use crate::clock::Clock;
-use crate::config::redis::StoreConfig as Settings;
+use crate::config::redis::StoreConfig;
 use crate::metrics::redis::{StoreMetrics, StoreOutcome};
 use transom_limiter::deferred_refunds::DeferredRefunds;
 use transom_limiter::store_key::counter_name;
@@ -45,7 +45,7 @@ pub struct SharedCounters {
     pub(super) breaker: CircuitBreakers,
     pub(super) unreported: UnreportedUsage,
     pub(super) deferred_refunds: Arc<DeferredRefunds>,
-    pub(super) meter: StoreMetrics,
+    pub(super) metrics: StoreMetrics,
     /// The shard of a split counter from which this worker fetches first.
     pub(super) own_shard: u32,
     /// When a connection was last opened anew, Unix milliseconds. The server may have lost what was counted before: it
@@ -58,23 +58,23 @@ pub struct SharedCounters {
 
 impl SharedCounters {
     pub fn new(
-        settings: &Settings,
+        config: &StoreConfig,
         table: Arc<Table>,
         clock: Clock,
         deferred_refunds: Arc<DeferredRefunds>,
         meter: StoreMetrics,
     ) -> Rc<SharedCounters> {
         Rc::new(SharedCounters {
-            store: RedisClient::new(settings),
+            store: RedisClient::new(config),
             table,
             clock,
-            timeout: settings.timeout,
-            prefix: settings.prefix.clone(),
+            timeout: config.timeout,
+            prefix: config.prefix.clone(),
             leases: Leases::default(),
             breaker: CircuitBreakers::default(),
             unreported: UnreportedUsage::default(),
             deferred_refunds,
-            meter,
+            metrics: meter,
             own_shard: fastrand::u32(..),
             reconnected_ms: Cell::new(0),
             generation: Cell::new(0),
@@ -106,7 +106,7 @@ impl SharedCounters {
     }
 
     /// The beginning of the keys of one shard of a counter: see `store_key::counter_name`.
-    pub(super) fn base(&self, text: &str, suffix: &str, shard: u32) -> Rc<str> {
+    pub(super) fn key_base(&self, text: &str, suffix: &str, shard: u32) -> Rc<str> {
         counter_name(&self.prefix, text, shard, suffix).into()
     }
 
@@ -197,8 +197,8 @@ impl SharedCounters {
         let began = self.clock.instant();
         match self.store.refund(&refunds).await {
             Ok(returned) => {
-                self.meter.returned(returned);
-                self.meter.call_completed(StoreOutcome::Refunded, self.clock.instant().duration_since(began));
+                self.metrics.returned(returned);
+                self.metrics.call_completed(StoreOutcome::Refunded, self.clock.instant().duration_since(began));
             }
             Err(error) => self.record_error(self.store.server_of(&first.base), &error),
         }
@@ -214,11 +214,11 @@ impl SharedCounters {
             false => Some(self.table.withdraw(counter, target.end_ms, u32::MAX)),
         };
         let idle = self.leases.take_idle(all, self.clock.instant(), left, withdraw);
-        self.meter.outstanding(self.leases.outstanding(left));
+        self.metrics.outstanding(self.leases.outstanding(left));
         // An ended plain window takes nothing back; of other windows the tokens belong to the next one.
         let (live, ended): (Vec<_>, Vec<_>) =
             idle.into_iter().partition(|(target, _)| target.end_ms > now_ms || target.kind != KeyFormat::Plain);
-        self.meter.expired(ended.iter().map(|(_, tokens)| u64::from(*tokens)).sum());
+        self.metrics.expired(ended.iter().map(|(_, tokens)| u64::from(*tokens)).sum());
         self.refund(live.iter().map(|(target, tokens)| target.refund(u64::from(*tokens))).collect()).await;
     }
 
@@ -242,7 +242,7 @@ impl SharedCounters {
     fn record_reply(&self, server: ServerId, outcome: StoreOutcome, time_ms: u64, began: Instant) {
         self.clock.follow(time_ms);
         self.breaker.record_success(server);
-        self.meter.call_completed(outcome, self.clock.instant().duration_since(began));
+        self.metrics.call_completed(outcome, self.clock.instant().duration_since(began));
     }
 
     /// Checks each new connection once, in the background, with `INFO memory`: users without the right to `CONFIG GET`
@@ -252,7 +252,7 @@ impl SharedCounters {
         for connection in connections.iter().filter(|connection| !connection.eviction.is_checked.replace(true)) {
             spawn_local(check_eviction(Rc::clone(connection)));
         }
-        self.meter
+        self.metrics
             .evicting(connections.iter().filter(|connection| connection.eviction.is_evicting.get()).count() as u64);
     }
 }

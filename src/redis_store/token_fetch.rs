@@ -13,10 +13,10 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 
-use super::decision::{DecisionProgress, NextStep, ROUNDS_MAX, SharedDecision, before_deadline};
 use super::lease_sizing::{InFlightFetch, UndepositedTokens, counter_id};
 use super::scripts::{AcquireReply, CounterReply, CounterRequest, KeyFormat, RefundTarget, WindowRef};
 use super::shared_counters::SharedCounters;
+use super::shared_decision::{DecisionProgress, NextStep, ROUNDS_MAX, SharedDecision, before_deadline};
 use transom_limiter::counter::Usage;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
@@ -106,7 +106,7 @@ impl SharedCounters {
         for i in 0..shards {
             let shard = (first + i) % shards;
             let part = part_of_shard(whole, shards, shard);
-            let base = self.base(&fetch.key_text, &fetch.suffix, shard);
+            let base = self.key_base(&fetch.key_text, &fetch.suffix, shard);
             // The next shard may have what one shard lacks.
             let (limit, mut need) = (part as u32, missing.min(part));
             let replies = loop {
@@ -182,7 +182,7 @@ impl SharedCounters {
         if tokens == 0 {
             return;
         }
-        self.meter.fetched(reply.granted);
+        self.metrics.fetched(reply.granted);
         match self.table.deposit(fetch.counter, reply.end_ms, tokens, now_ms) {
             DepositResult::Stored => {}
             DepositResult::Full | DepositResult::Expired => {
@@ -196,11 +196,11 @@ impl SharedCounters {
     fn discard_ended_lease(self: &Rc<Self>, counter: Counter, former: &RefundTarget) {
         let left = self.table.withdraw(counter, former.end_ms, u32::MAX);
         match former.kind {
-            KeyFormat::Plain => self.meter.expired(u64::from(left)),
-            KeyFormat::Grid | KeyFormat::Floating if left > 0 => {
+            KeyFormat::Plain => self.metrics.expired(u64::from(left)),
+            KeyFormat::Accumulating | KeyFormat::Floating if left > 0 => {
                 self.refund_later(vec![former.refund(u64::from(left))])
             }
-            KeyFormat::Grid | KeyFormat::Floating => {}
+            KeyFormat::Accumulating | KeyFormat::Floating => {}
         }
     }
 
@@ -265,7 +265,7 @@ impl SharedCounters {
             });
             if due == Some(true)
                 && let Some(key_text) = key_text(layer_ref.rule)
-                && !self.is_unreachable(&self.base(&key_text, "", 0))
+                && !self.is_unreachable(&self.key_base(&key_text, "", 0))
             {
                 fetches.push(self.token_fetch(
                     rule_set,
@@ -359,11 +359,11 @@ impl SharedCounters {
                 WindowRef::Plain { number, end_ms, next_end_ms }
             }
             (StoreFormat::Account, Some(NumberedWindow { number, end_ms, next_end_ms })) => {
-                WindowRef::Grid { number, end_ms, next_end_ms }
+                WindowRef::Accumulating { number, end_ms, next_end_ms }
             }
             (StoreFormat::Floating, _) | (_, None) => WindowRef::Floating { period_ms: windows.typical_ms() },
         };
-        let base = self.base(key_text, suffix, 0);
+        let base = self.key_base(key_text, suffix, 0);
         let ceiling = u64::from(layer.capacity).saturating_sub(local_usage);
         let used_min = self.used_at_least(layer.counter(keyed_request), windows.typical_ms(), now_ms);
         CounterRequest {

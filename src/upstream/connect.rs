@@ -20,7 +20,7 @@ use tokio_rustls::{TlsConnector, TlsStream};
 
 use super::dns::Resolver;
 use crate::clock::Clock;
-use crate::config::upstream::{Protocol, Scheme, Server, TransportSettings};
+use crate::config::upstream::{Scheme, Server, TransportSettings, UpstreamProtocol};
 use crate::io_stream::IoStream;
 
 /// How long an address may be silent before the next one is tried in parallel.
@@ -54,7 +54,7 @@ pub struct Connected {
 
 pub struct Connector {
     server: Server,
-    protocol: Protocol,
+    protocol: UpstreamProtocol,
     pub resolver: Rc<Resolver>,
     tls: Option<Tls>,
 }
@@ -72,9 +72,9 @@ impl Connector {
         let resolver = Resolver::new(&server.host, server.port, transport.resolve, clock);
         let tls = transport.tls.as_ref().filter(|_| server.scheme == Scheme::Https).map(|tls| {
             let protocols: &[&[u8]] = match transport.protocol {
-                Protocol::Auto => &[HTTP_2, HTTP_1],
-                Protocol::Http1 => &[HTTP_1],
-                Protocol::Http2 => &[HTTP_2],
+                UpstreamProtocol::Auto => &[HTTP_2, HTTP_1],
+                UpstreamProtocol::Http1 => &[HTTP_1],
+                UpstreamProtocol::Http2 => &[HTTP_2],
             };
             let host = || {
                 ServerName::try_from(server.host.clone())
@@ -91,7 +91,7 @@ impl Connector {
 
     /// Whether only HTTP/2 is configured.
     pub fn is_http2(&self) -> bool {
-        self.protocol == Protocol::Http2
+        self.protocol == UpstreamProtocol::Http2
     }
 
     /// Connects. `http1_only`: with HTTP/1.1, even if the server prefers HTTP/2.
@@ -124,7 +124,7 @@ impl Connector {
         let stream = tls.handshake(stream, http1_only).await?;
         let version = match (stream.get_ref().1.alpn_protocol(), self.protocol) {
             (Some(HTTP_2), _) if !http1_only => HttpVersion::Http2,
-            (_, Protocol::Http2) if !http1_only => {
+            (_, UpstreamProtocol::Http2) if !http1_only => {
                 return Err(io::Error::other("it does not support HTTP/2: it did not select `h2` by ALPN"));
             }
             _ => HttpVersion::Http1,

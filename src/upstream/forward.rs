@@ -45,7 +45,7 @@ pub struct Forwarder {
     upstream_health: Arc<UpstreamHealth>,
     load_balancer: LoadBalancer,
     retry_budget: RetryBudget,
-    meter: UpstreamMetrics,
+    metrics: UpstreamMetrics,
     retry_meter: RetryMetrics,
     clock: Clock,
 }
@@ -82,7 +82,7 @@ impl Drop for Attempt<'_> {
     fn drop(&mut self) {
         let (servers, server) = (self.forwarder, self.choice.server);
         if let Some(outcome) = self.outcome {
-            servers.meter.request_ended(server, outcome);
+            servers.metrics.request_ended(server, outcome);
         }
         servers.upstream_health.report(server, self.result, self.choice.reason, || servers.clock.instant());
     }
@@ -129,7 +129,7 @@ impl Forwarder {
             retry_budget: RetryBudget::new(budget, budget_min, upstream_health.workers),
             load_balancer: LoadBalancer::new(&upstream_health, servers),
             upstream_health,
-            meter,
+            metrics: meter,
             retry_meter: retries,
             clock,
         }
@@ -342,7 +342,7 @@ impl Forwarder {
             return NextStep::Fail(RequestError::Upstream(why.to_owned()));
         }
         let responded_at = self.clock.instant();
-        self.meter.responded_in(responded_at.duration_since(started));
+        self.metrics.responded_in(responded_at.duration_since(started));
         connection.on_response_head(responded_at);
         attempt.set_outcome(UpstreamOutcome::Responded, self.result_of_status(response.status()));
         let replay =

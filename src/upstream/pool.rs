@@ -293,7 +293,7 @@ const IDLE_DESCRIPTOR_DIVISOR: u64 = 4;
 pub struct ServerPool {
     pub pool: Rc<ConnectionPool>,
     active_requests: Cell<u32>,
-    meter: ActiveGauge,
+    active_gauge: ActiveGauge,
     /// Connections that this worker may have; `None`: no limit.
     connection_max: Cell<Option<u32>>,
     /// Connections that are open or being opened, where they are limited.
@@ -322,7 +322,7 @@ impl ServerPool {
         Rc::new(ServerPool {
             pool,
             active_requests: Cell::new(0),
-            meter,
+            active_gauge: meter,
             connection_max: Cell::new(None),
             open_connections: Cell::new(0),
             waiters: RefCell::default(),
@@ -344,7 +344,7 @@ impl ServerPool {
 
     pub fn begin_request(self: &Rc<ServerPool>) -> ActiveRequest {
         self.active_requests.set(self.active_requests.get() + 1);
-        self.meter.started();
+        self.active_gauge.started();
         ActiveRequest(Rc::clone(self))
     }
 
@@ -415,7 +415,7 @@ impl ActiveRequest {
 impl Drop for ActiveRequest {
     fn drop(&mut self) {
         self.0.active_requests.set(self.0.active_requests.get() - 1);
-        self.0.meter.ended();
+        self.0.active_gauge.ended();
     }
 }
 

@@ -150,10 +150,10 @@ impl UpstreamHealth {
         let _held = self.shared.lock();
         for state in &self.states {
             if self.policy.health.is_none() && !state.is_healthy.swap(true, Relaxed) {
-                state.meter.set_up(true);
+                state.metrics.set_up(true);
             }
             if self.ejection().is_none() && state.ejected_until_ms.swap(0, Relaxed) != 0 {
-                state.meter.set_ejected(false);
+                state.metrics.set_ejected(false);
             }
         }
     }
@@ -279,7 +279,7 @@ impl UpstreamHealth {
         let time = ejection.time.saturating_mul(1 << previous.min(20)).min(ejection.max_time.max(ejection.time));
         state.ejected_until_ms.store(now_ms + saturating_ms(time), Relaxed);
         state.failures_in_a_row.store(0, Relaxed);
-        state.meter.set_ejected(true);
+        state.metrics.set_ejected(true);
         self.shared.changes.fetch_add(1, Relaxed);
         let (upstream, url, for_ms) = (&self.name, &self.servers[server].url, saturating_ms(time));
         if was_ejected {
@@ -304,7 +304,7 @@ impl UpstreamHealth {
         if state.ejected_until_ms.swap(0, Relaxed) != 0 {
             state.returned_ms.store(self.elapsed_ms(now), Relaxed);
             state.failures_in_a_row.store(0, Relaxed);
-            state.meter.set_ejected(false);
+            state.metrics.set_ejected(false);
             self.shared.changes.fetch_add(1, Relaxed);
             tracing::info!(upstream = self.name, server = self.servers[server].url, "the server is back: {why}");
         }
@@ -317,7 +317,7 @@ impl UpstreamHealth {
         if state.is_healthy.swap(up, Relaxed) == up {
             return;
         }
-        state.meter.set_up(up);
+        state.metrics.set_up(up);
         let (upstream, url) = (&self.name, &self.servers[server].url);
         if up {
             state.returned_ms.store(self.elapsed_ms(now), Relaxed);
@@ -334,7 +334,7 @@ impl UpstreamHealth {
 
     /// Counts an active check. Returns whether it was the server's first.
     pub fn record_check(&self, server: usize, passed: bool) -> bool {
-        self.states[server].meter.checked(passed);
+        self.states[server].metrics.checked(passed);
         !self.states[server].was_checked.swap(true, Relaxed)
     }
 
@@ -394,7 +394,7 @@ struct ServerState {
     returned_ms: AtomicU64,
     /// Ejections in a row, which lengthen the next one.
     ejections_in_a_row: AtomicU32,
-    meter: ServerMetrics,
+    metrics: ServerMetrics,
 }
 
 impl ServerState {
@@ -408,7 +408,7 @@ impl ServerState {
             ejected_until_ms: AtomicU64::new(0),
             returned_ms: AtomicU64::new(0),
             ejections_in_a_row: AtomicU32::new(0),
-            meter,
+            metrics: meter,
         }
     }
 }
@@ -416,8 +416,8 @@ impl ServerState {
 impl Drop for ServerState {
     /// The gauges of a server that is no longer configured show neither healthy nor ejected.
     fn drop(&mut self) {
-        self.meter.set_up(false);
-        self.meter.set_ejected(false);
+        self.metrics.set_up(false);
+        self.metrics.set_ejected(false);
     }
 }
 
@@ -425,7 +425,7 @@ impl Drop for ServerState {
 mod tests {
     use super::*;
     use crate::clock::Clock;
-    use crate::config::upstream::{HostField, Protocol, Scheme};
+    use crate::config::upstream::{HostField, Scheme, UpstreamProtocol};
 
     const MS: Duration = Duration::from_millis(1);
 
@@ -444,7 +444,8 @@ mod tests {
         };
         let policy = UpstreamPolicy { ejection: Some(ejection), slow_start: 100 * MS, ..UpstreamPolicy::default() };
         let servers: Vec<Server> = (1..=count).map(server).collect();
-        let transport = TransportSettings { protocol: Protocol::Http1, host: HostField::Keep, tls: None, resolve: MS };
+        let transport =
+            TransportSettings { protocol: UpstreamProtocol::Http1, host: HostField::Keep, tls: None, resolve: MS };
         let upstream = Upstream { name: "u".to_owned(), target: Target::Servers(servers.clone()), transport, policy };
         Arc::new(UpstreamHealth::new(&upstream, servers, previous, &Registry::default(), 1, now))
     }

@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::support::client::request;
 use crate::support::process::Process;
 use crate::support::upstream::Upstream;
-use crate::support::{Scratch, eventually, eventually_eq, forward_all, one_rule};
+use crate::support::{TempDir, eventually, eventually_eq, forward_all, one_rule};
 
 fn lines(file: &Path) -> Vec<Value> {
     let text = fs::read_to_string(file).unwrap_or_default();
@@ -25,7 +25,7 @@ fn wait_for_lines(file: &Path, count: usize) -> Vec<Value> {
 
 #[test]
 fn every_request_is_one_line() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let file = scratch.path().join("access.log");
     let toml = format!(
         "{}[access_log]\nfile = \"{}\"\n",
@@ -64,7 +64,7 @@ fn every_request_is_one_line() {
 /// Sends each of these requests and checks that its response has this status, is counted with this error, and has one line in
 /// the log.
 fn assert_counted_and_logged(settings: &str, cases: &[(Vec<u8>, u16, &str)]) {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let file = scratch.path().join("access.log");
     let toml = format!(
         "{}{settings}[access_log]\nfile = \"{}\"\n",
@@ -117,7 +117,7 @@ fn every_response_of_the_gateway_is_counted_and_logged() {
 
 #[test]
 fn a_connection_refused_with_a_response_is_counted_and_logged() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let file = scratch.path().join("access.log");
     let toml = format!(
         "[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\nmax_connections_per_client = 1\n{}[access_log]\nfile = \"{}\"\n",
@@ -136,7 +136,7 @@ fn a_connection_refused_with_a_response_is_counted_and_logged() {
 
 #[test]
 fn a_response_to_head_is_not_logged_as_cut_off() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let file = scratch.path().join("access.log");
     let toml = format!(
         "{}[access_log]\nfile = \"{}\"\n",
@@ -157,7 +157,7 @@ fn a_response_to_head_is_not_logged_as_cut_off() {
 
 #[test]
 fn concurrent_requests_are_logged_as_whole_lines() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let file = scratch.path().join("access.log");
     let toml = format!(
         "workers = 4\n{}[access_log]\nfile = \"{}\"\n",
@@ -183,7 +183,7 @@ fn concurrent_requests_are_logged_as_whole_lines() {
 
 #[test]
 fn a_signal_reopens_a_moved_log_file() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let (file, moved) = (scratch.path().join("access.log"), scratch.path().join("access.log.1"));
     let upstream = Upstream::refusing_connections();
     let toml = format!("{}[access_log]\nfile = \"{}\"\n", forward_all(&upstream), file.display());
@@ -203,7 +203,7 @@ fn a_signal_reopens_a_moved_log_file() {
 
 #[test]
 fn a_reload_turns_the_log_on_and_off() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let file = scratch.path().join("access.log");
     let off = one_rule("key = \"ip\"\nwindows = [\"1000/366d\"]");
     let on = format!("{off}[access_log]\nfile = \"{}\"\n", file.display());
@@ -249,7 +249,7 @@ fn the_log_may_be_standard_output_or_off() {
 
 #[test]
 fn a_client_that_disconnects_is_logged() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let file = scratch.path().join("access.log");
     let upstream = Upstream::with_script(|connection| {
         if connection.read_request().is_some() {

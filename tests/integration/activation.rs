@@ -6,7 +6,7 @@ use std::process::Command;
 
 use crate::support::external_servers::program;
 use crate::support::process::{BINARY, Process};
-use crate::support::{DEADLINE, Scratch, one_rule};
+use crate::support::{DEADLINE, TempDir, one_rule};
 
 /// A Python program that opens sockets, writes their ports into the configuration, and executes the gateway, which inherits
 /// the sockets as descriptors 3, 4 and so on.
@@ -29,7 +29,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 "#;
 
 /// Starts the gateway with sockets that another process opened.
-fn spawn_with_inherited_sockets(listen: &str, scratch: Scratch, environment: &[(&str, &Path)]) -> Process {
+fn spawn_with_inherited_sockets(listen: &str, scratch: TempDir, environment: &[(&str, &Path)]) -> Process {
     let mut command = Command::new(program("python3"));
     command.arg("-c").arg(SOCKET_OPENER).arg(BINARY).arg("run").envs(environment.iter().copied());
     let toml = format!("workers = 2\n[listen]\n{listen}\n{}", one_rule("key = \"ip\"\nwindows = [\"1000/hour\"]"));
@@ -40,7 +40,7 @@ const LISTEN_BOTH: &str = "http = \"127.0.0.1:PORT0\"\nadmin = \"127.0.0.1:PORT1
 
 #[test]
 fn inherited_sockets_are_served_by_every_worker() {
-    let process = spawn_with_inherited_sockets(LISTEN_BOTH, Scratch::new(), &[]);
+    let process = spawn_with_inherited_sockets(LISTEN_BOTH, TempDir::new(), &[]);
     let text = std::fs::read_to_string(process.config_path()).unwrap();
     assert!(text.contains(&process.http.to_string()) && text.contains(&process.admin.to_string()), "{text}");
     let mut clients: Vec<_> = (0..20).map(|_| process.client()).collect();
@@ -52,7 +52,7 @@ fn inherited_sockets_are_served_by_every_worker() {
 
 #[test]
 fn the_service_manager_is_notified_of_the_gateways_state() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let path = scratch.path().join("notify");
     let manager = UnixDatagram::bind(&path).unwrap();
     manager.set_read_timeout(Some(DEADLINE)).unwrap();
@@ -72,7 +72,7 @@ fn the_service_manager_is_notified_of_the_gateways_state() {
 
 #[test]
 fn an_unexpected_inherited_socket_fails_the_start() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let toml = format!("[listen]\nhttp = \"127.0.0.1:PORT0\"\n{}", one_rule("key = \"ip\"\nwindows = [\"1000/hour\"]"));
     let file = scratch.write("gateway.toml", toml);
     let output = Command::new(program("python3"))

@@ -4,7 +4,7 @@ use std::fs;
 
 use crate::support::process::{Process, run};
 use crate::support::tls::{Issued, RevokingCa, TlsClient};
-use crate::support::{Scratch, eventually, eventually_eq, one_rule};
+use crate::support::{TempDir, eventually, eventually_eq, one_rule};
 
 fn toml() -> String {
     // Paths are relative to the directory of the configuration.
@@ -15,13 +15,13 @@ fn toml() -> String {
     )
 }
 
-fn write_certificate(scratch: &Scratch, issued: &Issued) {
+fn write_certificate(scratch: &TempDir, issued: &Issued) {
     scratch.write("server.pem", &issued.pem);
     scratch.write("server.key", &issued.key_pem);
 }
 
 fn spawn(issued: &Issued) -> Process {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     write_certificate(&scratch, issued);
     Process::spawn_command(std::process::Command::new(crate::support::process::BINARY), &toml(), scratch)
 }
@@ -79,7 +79,7 @@ fn an_expired_certificate_is_warned_of_and_served() {
 #[test]
 fn a_revocation_list_is_replaced_while_clients_are_connected() {
     let (servers, clients) = (RevokingCa::new(), RevokingCa::new());
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     write_certificate(&scratch, &servers.issue(&["a.test"]));
     scratch.write("clients.pem", &clients.pem);
     scratch.write("list.pem", clients.revoke(&[], 4000));
@@ -121,7 +121,7 @@ fn a_revocation_list_is_replaced_while_clients_are_connected() {
 
 #[test]
 fn contents_of_secret_files_are_never_shown() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let issued = RevokingCa::new().issue(&["a.test"]);
     let body = issued.key_pem.lines().nth(1).unwrap().to_owned();
     write_certificate(&scratch, &issued);

@@ -1,6 +1,6 @@
 //! `transom check --connect`: the report on the servers that hold shared counters.
 
-use crate::support::Scratch;
+use crate::support::TempDir;
 use crate::support::process::run;
 use crate::support::redis::{RedisServer, free_port};
 use crate::support::redis_cluster::RedisCluster;
@@ -10,14 +10,14 @@ use crate::support::tls::RevokingCa;
 const OTHER_SECTIONS: &str = "\n[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n[listen]\nhttp = \"127.0.0.1:0\"\n";
 
 /// The exit code and the output of the check for these settings of `[counters.shared]`.
-fn check_in(scratch: &Scratch, settings: &str) -> (Option<i32>, String) {
+fn check_in(scratch: &TempDir, settings: &str) -> (Option<i32>, String) {
     let file = scratch.write("gateway.toml", format!("[counters.shared]\n{settings}\n{OTHER_SECTIONS}"));
     let (code, out, err) = run(&["check", "--connect", "--config", &file.display().to_string()]);
     (code, out + &err)
 }
 
 fn check(settings: &str) -> (Option<i32>, String) {
-    check_in(&Scratch::new(), settings)
+    check_in(&TempDir::new(), settings)
 }
 
 fn expect_usable(settings: &str) -> String {
@@ -64,7 +64,7 @@ fn a_usable_server_is_reported_and_left_unchanged() {
     }
     expect_usable(&format!("redis = \"redis+unix://{}\"\nprefix = \"edge\"", server.socket().display()));
     let (code, out, _) =
-        run(&["check", "--connect", "--config", &Scratch::new().write("g.toml", OTHER_SECTIONS).display().to_string()]);
+        run(&["check", "--connect", "--config", &TempDir::new().write("g.toml", OTHER_SECTIONS).display().to_string()]);
     assert!(code == Some(0) && out.contains("there is no `[counters.shared]`"), "{out}");
 }
 
@@ -85,7 +85,7 @@ fn unreachable_and_refusing_servers_are_reported_with_the_fix() {
     expect_unusable(check(&as_user(&server, "eve:sesame")), &["does not accept the user and password"]);
     expect_unusable(check(&in_database(&as_user(&server, ":sesame"), 99)), &["`databases`"]);
     expect_usable(&as_user(&server, ":sesame"));
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     scratch.write("redis.password", "sesame\n");
     let (code, output) = check_in(&scratch, &format!("{}\npassword_file = \"redis.password\"", url_of(&server)));
     assert_eq!(code, Some(0), "{output}");
@@ -124,7 +124,7 @@ fn the_documented_acl_rights_suffice() {
 #[test]
 fn weak_secrets_are_reported() {
     let server = RedisServer::start();
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     scratch.write("digest.key", "0123456789abcdef0123456789abcdef");
     let rules = |shared: &str| {
         let rule = |name: &str, key: &str| {
@@ -177,7 +177,7 @@ fn a_wrong_clock_is_reported() {
 fn tls_failures_are_reported_with_their_cause() {
     let (authority, other) = (RevokingCa::new(), RevokingCa::new());
     let server = RedisServer::with_tls(&authority, "");
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     scratch.write("ca.pem", &authority.pem);
     scratch.write("other.pem", &other.pem);
     let own = authority.issue(&["gateway"]);

@@ -6,7 +6,7 @@ use std::process::Stdio;
 
 use serde_json::{Value, json};
 
-use crate::support::Scratch;
+use crate::support::TempDir;
 use crate::support::external_scripts::ScriptServer;
 use crate::support::external_servers::{node, program};
 use crate::support::tls_gateway::TlsGateway;
@@ -15,7 +15,7 @@ use crate::support::tls_gateway::TlsGateway;
 fn a_browser_uses_event_streams_and_websockets() {
     let page = ScriptServer::start("page_server.py", &[""; 0]);
     let sockets = ScriptServer::start("websocket_server.py", &[""; 0]);
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let log = scratch.path().join("access.log");
     let tls_gateway = TlsGateway::start(&format!(
         "[access_log]\nfile = {log:?}\n\

@@ -5,13 +5,13 @@ use serde_json::json;
 use crate::support::client::Client;
 use crate::support::gateway::Gateway;
 use crate::support::tls::{Issued, RevokingCa, TlsClient, listen};
-use crate::support::{Scratch, one_rule};
+use crate::support::{TempDir, one_rule};
 
 const PER_CERT: &str = "key = \"client-cert\"\nwindows = [\"2/hour\"]\n";
 
 /// An authority for servers and one for clients, which the gateway trusts, and the certificate of the gateway.
 struct Certificates {
-    scratch: Scratch,
+    scratch: TempDir,
     servers: RevokingCa,
     clients: RevokingCa,
     server: Issued,
@@ -20,7 +20,7 @@ struct Certificates {
 impl Certificates {
     fn new() -> Certificates {
         let (servers, clients) = (RevokingCa::new(), RevokingCa::new());
-        Certificates { scratch: Scratch::new(), server: servers.issue(&["a.test"]), servers, clients }
+        Certificates { scratch: TempDir::new(), server: servers.issue(&["a.test"]), servers, clients }
     }
 
     fn toml(&self, auth: &str, rule: &str) -> String {

@@ -8,7 +8,7 @@ use crate::support::gateway::Gateway;
 use crate::support::jwt_issuer::Issuer;
 use crate::support::process::Process;
 use crate::support::ratelimit_parser::{items, remaining};
-use crate::support::{Scratch, eventually, one_rule};
+use crate::support::{TempDir, eventually, one_rule};
 
 const SECTION: &str =
     "[clients]\nfile = \"clients.toml\"\napi_key = \"header:x-api-key\"\nsubject = \"header:x-user\"\n";
@@ -104,7 +104,7 @@ fn keys_precede_subjects_and_subjects_precede_networks() {
 
 #[test]
 fn a_plan_is_found_by_a_claim_of_a_verified_token() {
-    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let (issuer, scratch) = (Issuer::new(), TempDir::new());
     let section = format!("{}{}", issuer.keys(&scratch), SECTION.replace("header:x-user", "jwt:sub"));
     let gateway = Gateway::start_with(
         &api_key_config("").replace(SECTION, &section),

@@ -9,7 +9,7 @@ use transom_limiter::secret_digest::Digest;
 
 use crate::support::process::{BINARY, Process};
 use crate::support::ratelimit_parser::items;
-use crate::support::{Scratch, eventually, one_rule};
+use crate::support::{TempDir, eventually, one_rule};
 
 const RULE: &str = "key = \"header:x-api-key\"\non_missing_key = \"skip\"\nwindows = [\"10/366d\"]\n\
                     plans.gold.windows = [\"100/366d\"]\nplans.silver.windows = [\"50/366d\"]\n";
@@ -20,14 +20,14 @@ fn gateway() -> String {
 }
 
 /// A directory with `gateway.toml` and optionally a clients file.
-struct Directory(Scratch);
+struct Directory(TempDir);
 
 /// The result of a command: exit code, standard output, standard error.
 type CommandResult = (i32, String, String);
 
 impl Directory {
     fn new(clients: Option<&str>) -> Directory {
-        let directory = Directory(Scratch::new());
+        let directory = Directory(TempDir::new());
         directory.0.write("gateway.toml", gateway());
         clients.iter().for_each(|clients| drop(directory.0.write("clients.toml", clients)));
         directory

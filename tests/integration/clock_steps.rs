@@ -16,7 +16,7 @@ use crate::support::external_servers::faketime;
 use crate::support::one_rule;
 use crate::support::process::{BINARY, Process};
 use crate::support::ratelimit_parser::{items, remaining};
-use crate::support::{Scratch, within};
+use crate::support::{TempDir, within};
 
 struct FakedGateway {
     process: Process,
@@ -37,7 +37,7 @@ impl Drop for StopOnDrop<'_> {
 impl FakedGateway {
     /// Starts the gateway with a wall clock at this Unix time.
     fn start(toml: &str, unix_ms: i64) -> FakedGateway {
-        let scratch = Scratch::new();
+        let scratch = TempDir::new();
         let file = scratch.path().join("offset");
         let offset_ms = unix_ms - real_ms();
         fs::write(&file, offset_text(offset_ms)).unwrap();

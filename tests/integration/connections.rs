@@ -8,7 +8,7 @@ use crate::support::client::Client;
 use crate::support::gateway::Gateway;
 use crate::support::process::{BINARY, Process};
 use crate::support::upstream::Upstream;
-use crate::support::{Scratch, eventually, forward_all, one_rule, within};
+use crate::support::{TempDir, eventually, forward_all, one_rule, within};
 
 fn toml(limits: &str) -> String {
     format!(
@@ -105,13 +105,13 @@ fn the_descriptor_limit_is_raised_and_respected() {
     let mut command = Command::new("sh");
     command.args(["-c", "ulimit -S -n 40; exec \"$0\" \"$@\"", BINARY]);
     let rule = one_rule("key = \"ip\"\nwindows = [\"1000/366d\"]");
-    let process = Process::spawn_command(command, &rule, Scratch::new());
+    let process = Process::spawn_command(command, &rule, TempDir::new());
     let mut clients: Vec<Client> = (0..100).map(|_| process.client()).collect();
     clients.iter_mut().for_each(|client| drop(client.get("/a").expect(200)));
     // With few descriptors, clients are refused before the gateway runs out.
     let mut command = Command::new("sh");
     command.args(["-c", "ulimit -n 168; exec \"$0\" \"$@\"", BINARY]);
-    let process = Process::spawn_command(command, &rule, Scratch::new());
+    let process = Process::spawn_command(command, &rule, TempDir::new());
     let mut clients: Vec<Client> = (0..20).map(|_| open(process.http, "").unwrap()).collect();
     assert!(open(process.http, "").is_none());
     clients.iter_mut().for_each(|client| drop(client.get("/a").expect(200)));

@@ -10,16 +10,16 @@ use transom_limiter::table::Table;
 
 use crate::support::client::request;
 use crate::support::gateway::Gateway;
-use crate::support::{Scratch, eventually, one_rule};
+use crate::support::{TempDir, eventually, one_rule};
 
 const HOUR_S: u64 = 3600;
 
 /// A counters file for gateways that use it one after the other or at once.
-struct CountersFile(Scratch);
+struct CountersFile(TempDir);
 
 impl CountersFile {
     fn new() -> CountersFile {
-        CountersFile(Scratch::new())
+        CountersFile(TempDir::new())
     }
 
     fn toml(&self, rule: &str) -> String {
@@ -191,7 +191,7 @@ const EXPECTED_WORDS: [(usize, u128); 16] = [
 /// `persistence::file_header` and `persistence::snapshot`, so that no version misreads the counters of another.
 #[test]
 fn the_next_version_finds_the_counters_of_this_one() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let path = scratch.path().join("counters");
     let boot = fs::read("/proc/sys/kernel/random/boot_id").unwrap()[..36].try_into().unwrap();
     let header = Header { layout: Table::layout(64), layers_max: 8, seed: Seed(1, 2), boot };

@@ -20,7 +20,7 @@ use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
 use transom_limiter::table::{Table, Watermarks};
 use transom_limiter::window::END_MAX_MS;
 
-use crate::support::Scratch;
+use crate::support::TempDir;
 use crate::support::gateway::{Gateway, START_S, with_listen};
 
 const CAPACITY: usize = 64;
@@ -197,7 +197,7 @@ fn any_format_registry_contents_lead_to_a_decision_for_every_window_kind() {
 
 #[test]
 fn a_gateway_serves_while_its_counters_file_is_overwritten() {
-    let scratch = Scratch::in_memory();
+    let scratch = TempDir::in_memory();
     let path = scratch.path().join("counters");
     let counters = format!("[counters]\ncapacity = {CAPACITY}\nfile = \"{}\"\n", path.display());
     let gateway = Gateway::start(&format!("{}{counters}", toml()));

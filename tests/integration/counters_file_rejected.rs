@@ -19,7 +19,7 @@ use crate::support::gateway::with_listen;
 use crate::support::load_checker::now_ms;
 use crate::support::process::{BINARY, Process, ProcessGroup};
 use crate::support::ratelimit_parser::remaining;
-use crate::support::{Scratch, eventually, one_rule};
+use crate::support::{TempDir, eventually, one_rule};
 
 const CAPACITY: usize = 64;
 const VERSION_AT: usize = 16;
@@ -69,7 +69,7 @@ fn with_number(bytes: &[u8], at: usize, number: u64) -> Vec<u8> {
 
 #[test]
 fn an_incompatible_file_is_renamed_with_a_warning() {
-    let scratch = Scratch::in_memory();
+    let scratch = TempDir::in_memory();
     let file = scratch.path().join("counters");
     let good = file_with_three_requests(&file);
     write_file(&file, &good, 0o600);
@@ -110,7 +110,7 @@ fn an_incompatible_file_is_renamed_with_a_warning() {
 
 #[test]
 fn a_changed_capacity_starts_empty_unless_the_file_is_in_use() {
-    let scratch = Scratch::in_memory();
+    let scratch = TempDir::in_memory();
     let file = scratch.path().join("counters");
     file_with_three_requests(&file);
     let first = Process::spawn(&toml(&file, 2 * CAPACITY));
@@ -122,7 +122,7 @@ fn a_changed_capacity_starts_empty_unless_the_file_is_in_use() {
 }
 
 /// Starts the gateway, which must fail, and returns the one line with the reason.
-fn start_error(scratch: &Scratch, file: &Path, capacity: usize) -> String {
+fn start_error(scratch: &TempDir, file: &Path, capacity: usize) -> String {
     let config = scratch.write("refused.toml", with_listen(&toml(file, capacity)));
     let log = scratch.path().join("refused.log");
     let mut command = Command::new(BINARY);
@@ -141,7 +141,7 @@ fn start_error(scratch: &Scratch, file: &Path, capacity: usize) -> String {
 
 #[test]
 fn a_path_that_is_not_a_file_is_refused_by_name() {
-    let scratch = Scratch::in_memory();
+    let scratch = TempDir::in_memory();
     let at = |name: &str| scratch.path().join(name);
     fs::create_dir(at("folder")).unwrap();
     symlink(at("target"), at("link")).unwrap();
@@ -172,7 +172,7 @@ fn a_path_that_is_not_a_file_is_refused_by_name() {
 
 #[test]
 fn a_file_of_another_user_is_refused() {
-    let scratch = Scratch::in_memory();
+    let scratch = TempDir::in_memory();
     let file = scratch.path().join("counters");
     file_with_three_requests(&file);
     // Only root can change the owner; other users cannot open a file of root.
@@ -189,7 +189,7 @@ fn a_file_of_another_user_is_refused() {
 
 #[test]
 fn a_file_in_use_by_another_version_is_refused_with_the_fix() {
-    let scratch = Scratch::in_memory();
+    let scratch = TempDir::in_memory();
     let file = scratch.path().join("counters");
     let bytes = with_number(&file_with_three_requests(&file), VERSION_AT, 2);
     write_file(&file, &bytes, 0o600);
@@ -205,7 +205,7 @@ fn a_file_in_use_by_another_version_is_refused_with_the_fix() {
 
 #[test]
 fn a_full_file_system_fails_the_start() {
-    let scratch = Scratch::in_memory();
+    let scratch = TempDir::in_memory();
     let small = scratch.path().join("small");
     fs::create_dir(&small).unwrap();
     let config = scratch.write("full.toml", with_listen(&toml(&small.join("counters"), 1_000_000)));
@@ -234,7 +234,7 @@ fn a_full_file_system_fails_the_start() {
 
 #[test]
 fn a_file_that_is_not_a_counters_file_is_not_touched() {
-    let scratch = Scratch::in_memory();
+    let scratch = TempDir::in_memory();
     let file = scratch.path().join("letters");
     write_file(&file, b"Dear reader,\n", 0o600);
     let stderr = start_error(&scratch, &file, CAPACITY);
@@ -244,7 +244,7 @@ fn a_file_that_is_not_a_counters_file_is_not_touched() {
 
 #[test]
 fn leftovers_of_a_killed_start_are_harmless() {
-    let scratch = Scratch::in_memory();
+    let scratch = TempDir::in_memory();
     let file = scratch.path().join("counters");
     fs::write(sibling_path(&file, "new"), "half").unwrap();
     fs::write(sibling_path(&file, "lock"), "").unwrap();
@@ -256,7 +256,7 @@ fn leftovers_of_a_killed_start_are_harmless() {
 #[test]
 fn a_sparse_file_is_allocated_at_start() {
     use std::os::unix::fs::MetadataExt;
-    let scratch = Scratch::in_memory();
+    let scratch = TempDir::in_memory();
     let file = scratch.path().join("counters");
     let header = header_of(&file_with_three_requests(&file));
     let whole = fs::metadata(&file).unwrap().blocks();
@@ -294,7 +294,7 @@ fn opens_with_seed(file: &Path, seed: (u64, u64)) -> bool {
 
 #[test]
 fn every_changed_bit_of_the_header_is_detected() {
-    let scratch = Scratch::in_memory();
+    let scratch = TempDir::in_memory();
     let file = scratch.path().join("counters");
     let seed = open(&file).map(|counters| (counters.seed.0, counters.seed.1)).unwrap();
     let mut bytes = fs::read(&file).unwrap();
@@ -319,7 +319,7 @@ fn every_changed_bit_of_the_header_is_detected() {
 
 #[test]
 fn a_damaged_or_truncated_table_is_opened() {
-    let scratch = Scratch::in_memory();
+    let scratch = TempDir::in_memory();
     let file = scratch.path().join("counters");
     let seed = open(&file).map(|counters| (counters.seed.0, counters.seed.1)).unwrap();
     let good = fs::read(&file).unwrap();

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use crate::support::Scratch;
+use crate::support::TempDir;
 use crate::support::external_servers::{self, ExternalServer, program};
 use crate::support::tls_gateway::{TlsGateway, limited_route_to};
 
@@ -42,7 +42,7 @@ impl Transport {
     /// Runs curl; fails if curl reports an error.
     #[track_caller]
     fn run(&self, tls_gateway: &TlsGateway, options: &[&str], targets: &[&str]) -> Vec<CurlResponse> {
-        let scratch = Scratch::new();
+        let scratch = TempDir::new();
         let base =
             if self.is_tls { format!("https://{}", tls_gateway.tls) } else { format!("http://{}", tls_gateway.plain) };
         let mut command = Command::new(program("curl"));
@@ -132,7 +132,7 @@ fn head_and_range_requests_work_in_every_http_version() {
 fn uploads_arrive_whole_in_every_http_version() {
     let httpbin = external_servers::httpbin();
     let tls_gateway = TlsGateway::start(&limited_route_to(&httpbin.toml("u"), false));
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let text: String = (0..MIB / 2).map(|position| char::from(b'a' + (position % 23) as u8)).collect();
     let file = scratch.write("upload.txt", &text);
     let file = file.display().to_string();
@@ -157,7 +157,7 @@ fn uploads_arrive_whole_in_every_http_version() {
 #[test]
 fn a_refused_upload_always_receives_the_response() {
     let tls_gateway = TlsGateway::start(&limited_route_to("[upstreams.u]\nbuiltin = \"echo\"\n", true));
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     tls_gateway.gateway.get("/").expect(200);
     for length in [200_000, 20_000_000] {
         let file = scratch.write("upload.bin", pattern(length));

@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
 use crate::support::process::{BINARY, Process};
-use crate::support::{Scratch, eventually};
+use crate::support::{TempDir, eventually};
 
 /// A server at an address until the end of the test; every response names the address.
 fn serve(listener: TcpListener) {
@@ -57,7 +57,7 @@ fn two_servers() -> u16 {
 
 /// A gateway that resolves `api.test` by the file `hosts`.
 fn gateway(port: u16, addresses: &[&str]) -> Process {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let hosts = scratch.path().join("hosts");
     write_hosts(&hosts, addresses, 1000);
     let mut command = Command::new(BINARY);

@@ -9,7 +9,7 @@ use crate::support::client::{Client, HOST, request};
 use crate::support::process::Process;
 use crate::support::tls::{RevokingCa, listen};
 use crate::support::upstream::Upstream;
-use crate::support::{Scratch, eventually, forward_all, one_rule, within};
+use crate::support::{TempDir, eventually, forward_all, one_rule, within};
 
 /// An upstream that reports each request for `/slow`, and responds to it on a signal of the test.
 fn held_upstream() -> (Upstream, mpsc::Receiver<()>, Sender<()>) {
@@ -173,7 +173,7 @@ fn requests_at_the_end_are_answered_or_not_accepted() {
 
 #[test]
 fn a_connection_without_a_detected_protocol_does_not_delay_the_exit() {
-    let (scratch, authority) = (Scratch::new(), RevokingCa::new());
+    let (scratch, authority) = (TempDir::new(), RevokingCa::new());
     // The drain may take long, except for connections without a request.
     let timeouts = "[timeouts]\ntls_handshake = \"1h\"\nproxy_protocol = \"1h\"\ndrain = \"1h\"\n";
     let toml = listen(&scratch, &authority.issue(&["a.test"]), timeouts)

@@ -18,7 +18,7 @@ use crate::support::client::{Client, HOST};
 use crate::support::external_servers::{self, program};
 use crate::support::gateway::Gateway;
 use crate::support::http2_client::Http2Client;
-use crate::support::{Scratch, eventually, external_scripts, forward_to};
+use crate::support::{TempDir, eventually, external_scripts, forward_to};
 
 const CLIENTS: usize = 4;
 
@@ -34,12 +34,12 @@ struct ServerKind {
 struct Server {
     address: SocketAddr,
     child: Child,
-    scratch: Scratch,
+    scratch: TempDir,
 }
 
 impl Server {
     fn start(kind: &ServerKind) -> Server {
-        let scratch = Scratch::new();
+        let scratch = TempDir::new();
         // Another process may take the port before the server starts: then another port.
         for _ in 0..10 {
             let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
@@ -51,7 +51,7 @@ impl Server {
     }
 
     /// `None` if the process has ended, for example because its port is in use.
-    fn spawn(kind: &ServerKind, scratch: &Scratch, address: SocketAddr) -> Option<Child> {
+    fn spawn(kind: &ServerKind, scratch: &TempDir, address: SocketAddr) -> Option<Child> {
         let log = fs::File::create(scratch.path().join("log")).unwrap();
         let mut command = (kind.command)(scratch.path(), address);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).process_group(0);

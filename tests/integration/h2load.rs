@@ -2,7 +2,7 @@
 
 use std::process::{Command, Stdio};
 
-use crate::support::Scratch;
+use crate::support::TempDir;
 use crate::support::external_servers::{self, program};
 use crate::support::tls_gateway::{TlsGateway, limited_route_to};
 
@@ -60,7 +60,7 @@ fn every_request_is_forwarded() {
 
 #[test]
 fn every_request_with_a_body_is_forwarded() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let data = scratch.write("data", vec![b'x'; 30_000]).display().to_string();
     let tls_gateway = TlsGateway::start(&limited_route_to("[upstreams.u]\nbuiltin = \"echo\"\n", false));
     for (mut options, url) in targets(&tls_gateway) {

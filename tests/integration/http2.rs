@@ -23,7 +23,7 @@ use crate::support::http2_upstream::{Http2Upstream, Options};
 use crate::support::process::Process;
 use crate::support::ratelimit_parser::remaining;
 use crate::support::upstream::{Connection, Upstream, reply};
-use crate::support::{Scratch, eventually, eventually_eq, forward_all, one_rule};
+use crate::support::{TempDir, eventually, eventually_eq, forward_all, one_rule};
 
 #[test]
 fn a_request_is_forwarded_as_http1() {
@@ -616,7 +616,7 @@ fn a_refused_upload_is_not_reset_before_the_client_can_read_the_response() {
 fn curl_receives_a_refusal_during_an_upload() {
     let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/hour\"]"));
     gateway.get("/a").expect(200);
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     for (size, protocol) in [
         (200_000, "--http2-prior-knowledge"),
         (20_000_000, "--http2-prior-knowledge"),
@@ -657,7 +657,7 @@ fn h2load_reports_no_errors() {
 
 #[test]
 fn the_log_names_the_protocol() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let log = scratch.path().join("access.log");
     let toml =
         format!("{}[access_log]\nfile = \"{}\"\n", one_rule("key = \"ip\"\nwindows = [\"9/hour\"]"), log.display());

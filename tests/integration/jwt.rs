@@ -13,7 +13,7 @@ use crate::support::load_checker::now_ms;
 use crate::support::process::{Process, run};
 use crate::support::ratelimit_parser::{items, remaining};
 use crate::support::redis::RedisServer;
-use crate::support::{Scratch, eventually, one_rule};
+use crate::support::{TempDir, eventually, one_rule};
 
 /// A configuration with one rule of two requests a minute, and the trusted keys.
 fn rule(key: &str, jwt: &str) -> String {
@@ -46,7 +46,7 @@ const MALFORMED: &str = "the token is malformed";
 
 #[test]
 fn tokens_of_all_algorithms_count_by_their_claim() {
-    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let (issuer, scratch) = (Issuer::new(), TempDir::new());
     let gateway = Gateway::start(&rule(BY_SUBJECT, &issuer.keys(&scratch)));
     for algorithm in ALGORITHMS {
         let token = issuer.token(algorithm, &json!({ "sub": algorithm, "exp": START_S + 60 }));
@@ -62,7 +62,7 @@ fn tokens_of_all_algorithms_count_by_their_claim() {
 
 #[test]
 fn an_unverifiable_token_is_refused() {
-    let (issuer, other, scratch) = (Issuer::new(), Issuer::new(), Scratch::new());
+    let (issuer, other, scratch) = (Issuer::new(), Issuer::new(), TempDir::new());
     let gateway = Gateway::start(&rule(BY_SUBJECT, &issuer.keys(&scratch)));
     let claims = json!({ "sub": "alice", "exp": START_S + 60 });
     for algorithm in ALGORITHMS {
@@ -90,7 +90,7 @@ fn an_unverifiable_token_is_refused() {
 
 #[test]
 fn no_token_chooses_its_own_algorithm() {
-    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let (issuer, scratch) = (Issuer::new(), TempDir::new());
     let gateway = Gateway::start(&rule(BY_SUBJECT, &issuer.keys(&scratch)));
     let payload = encode(json!({ "sub": "alice" }).to_string());
     for none in ["none", "None", "NONE", "nOnE", "", "HS384", "RS512", "PS256"] {
@@ -123,7 +123,7 @@ fn no_token_chooses_its_own_algorithm() {
 
 #[test]
 fn token_times_are_checked() {
-    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let (issuer, scratch) = (Issuer::new(), TempDir::new());
     let expired = "the token has expired";
     let gateway = Gateway::start(&rule(BY_SUBJECT, &issuer.keys(&scratch)));
     assert_refused(&gateway, &issuer.token("ES256", &json!({ "sub": "a", "exp": START_S })), expired);
@@ -154,7 +154,7 @@ fn token_times_are_checked() {
 
 #[test]
 fn issuer_and_audience_are_checked_if_configured() {
-    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let (issuer, scratch) = (Issuer::new(), TempDir::new());
     let jwt = format!("{}issuer = \"https://i.test\"\naudience = [\"api\", \"admin\"]\n", issuer.keys(&scratch));
     let gateway = Gateway::start(&rule(BY_SUBJECT, &jwt));
     let token = |claims: Value| issuer.token("HS256", &claims);
@@ -170,7 +170,7 @@ fn issuer_and_audience_are_checked_if_configured() {
 
 #[test]
 fn a_jwks_file_selects_keys_by_id() {
-    let (issuer, other, scratch) = (Issuer::new(), Issuer::new(), Scratch::new());
+    let (issuer, other, scratch) = (Issuer::new(), Issuer::new(), TempDir::new());
     let file = scratch.write("jwks.json", issuer.jwks().to_string());
     let gateway = Gateway::start(&rule(BY_SUBJECT, &format!("[jwt]\njwks_file = \"{}\"\n", file.display())));
     for algorithm in ALGORITHMS {
@@ -187,7 +187,7 @@ fn a_jwks_file_selects_keys_by_id() {
 
 #[test]
 fn a_missing_token_or_claim_is_a_missing_key() {
-    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let (issuer, scratch) = (Issuer::new(), TempDir::new());
     let keys = issuer.keys(&scratch);
     let without = issuer.token("HS256", &json!({ "exp": START_S + 600 }));
     let invalid = issuer.token("HS256", &json!({ "sub": "a", "exp": 1 }));
@@ -217,7 +217,7 @@ fn a_missing_token_or_claim_is_a_missing_key() {
 
 #[test]
 fn claims_of_all_types_are_counted_separately() {
-    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let (issuer, scratch) = (Issuer::new(), TempDir::new());
     let key = "key = [\"jwt:uid\", \"jwt:realm.id\", \"jwt:https://example.com/admin\"]\non_missing_key = \"refuse\"";
     let gateway = Gateway::start(&rule(key, &issuer.keys(&scratch)));
     let token = |uid: Value, realm: &str, admin: bool| {
@@ -240,7 +240,7 @@ fn claims_of_all_types_are_counted_separately() {
 
 #[test]
 fn a_shadow_rule_refuses_no_token() {
-    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let (issuer, scratch) = (Issuer::new(), TempDir::new());
     let gateway = Gateway::start(&rule(&format!("{BY_SUBJECT}\non_limit = \"shadow\""), &issuer.keys(&scratch)));
     get_with_token(&gateway, "nonsense").expect(200);
 }
@@ -248,7 +248,7 @@ fn a_shadow_rule_refuses_no_token() {
 #[test]
 fn a_reload_forgets_tokens_verified_by_removed_keys() {
     let (old, new) = (Issuer::new(), Issuer::new());
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let file = scratch.write("jwks.json", old.jwks().to_string());
     let toml = one_rule("key = \"jwt:sub\"\non_missing_key = \"refuse\"\nwindows = [\"100000/366d\"]")
         + &format!("[jwt]\njwks_file = \"{}\"\n", file.display());
@@ -278,7 +278,7 @@ fn a_reload_forgets_tokens_verified_by_removed_keys() {
 
 #[test]
 fn key_files_are_relative_to_the_configuration_and_checked() {
-    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let (issuer, scratch) = (Issuer::new(), TempDir::new());
     scratch.write("rsa.pem", issuer.pem("RS256"));
     let jwt = "[jwt]\nkeys = [{ algorithm = \"RS256\", public_key_file = \"rsa.pem\" }]\n";
     let file = scratch.write("gateway.toml", format!("{jwt}{}", rule(BY_SUBJECT, ""))).display().to_string();
@@ -301,7 +301,7 @@ fn key_files_are_relative_to_the_configuration_and_checked() {
 
 #[test]
 fn tokens_appear_neither_in_logs_nor_in_metrics() {
-    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let (issuer, scratch) = (Issuer::new(), TempDir::new());
     let log = scratch.path().join("access.log");
     let keys = format!("{}[access_log]\nfile = \"{}\"\n", issuer.keys(&scratch), log.display());
     let key =
@@ -343,7 +343,7 @@ fn by_address_and_subject(settings: &str, jwt: &str) -> String {
 
 #[test]
 fn a_bad_token_is_charged_to_rules_with_known_keys() {
-    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let (issuer, scratch) = (Issuer::new(), TempDir::new());
     let gateway = Gateway::start(&by_address_and_subject("", &issuer.keys(&scratch)));
     for left in [2, 1, 0] {
         let response = get_with_token(&gateway, "nonsense").expect(401);
@@ -371,7 +371,7 @@ fn a_bad_token_is_charged_to_rules_with_known_keys() {
 
 #[test]
 fn the_charge_of_a_bad_token_depends_on_the_rules() {
-    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let (issuer, scratch) = (Issuer::new(), TempDir::new());
     let keys = issuer.keys(&scratch);
     // With `count_refused`, refusals count.
     let gateway = Gateway::start(&by_address_and_subject("count_refused = true", &keys));
@@ -391,7 +391,7 @@ fn the_charge_of_a_bad_token_depends_on_the_rules() {
 
 #[test]
 fn a_bad_token_is_charged_to_shared_counters() {
-    let (issuer, scratch, redis) = (Issuer::new(), Scratch::new(), RedisServer::start());
+    let (issuer, scratch, redis) = (Issuer::new(), TempDir::new(), RedisServer::start());
     let toml = by_address_and_subject("shared = \"exact\"", &issuer.keys(&scratch));
     let store = format!("[counters.shared]\nredis = \"{}\"\n{LONG_TIMEOUT}", redis.url());
     let process = Process::spawn(&format!("{store}{}", toml.replace("3/minute", "3/366d")));
@@ -405,7 +405,7 @@ fn a_bad_token_is_charged_to_shared_counters() {
 
 #[test]
 fn a_bad_token_selects_no_plan() {
-    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let (issuer, scratch) = (Issuer::new(), TempDir::new());
     let toml = format!(
         "[upstreams.u]\nbuiltin = \"echo\"\n[clients]\nfile = \"clients.toml\"\nsubject = \"jwt:sub\"\n\
          [rules.address]\nkey = \"ip\"\nwindows = [\"2/minute\"]\nplans.gold.windows = [\"50/minute\"]\n\
@@ -424,7 +424,7 @@ fn a_bad_token_selects_no_plan() {
 #[test]
 fn a_token_without_key_id_is_tried_with_a_bounded_number_of_keys() {
     let issuers: Vec<Issuer> = (0..5).map(|_| Issuer::new()).collect();
-    let (scratch, token) = (Scratch::new(), json!({ "sub": "a" }));
+    let (scratch, token) = (TempDir::new(), json!({ "sub": "a" }));
     let gateway = |named: &[Issuer]| {
         let keys = named.iter().enumerate().map(|(i, issuer)| {
             let file = scratch.write(&format!("{i}.pem"), issuer.pem("ES256"));
@@ -447,7 +447,7 @@ fn a_token_without_key_id_is_tried_with_a_bounded_number_of_keys() {
 
 #[test]
 fn token_times_follow_the_wall_clock_and_not_the_window_clock() {
-    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let (issuer, scratch) = (Issuer::new(), TempDir::new());
     let jwt = issuer.keys(&scratch);
     let gateway = Gateway::start(&rule(&BY_SUBJECT.replace("sub", "jti"), &jwt).replace("2/minute", "100/day"));
     let token = |from_s: u64, until_s: u64| {
@@ -470,7 +470,7 @@ fn token_times_follow_the_wall_clock_and_not_the_window_clock() {
 
 #[test]
 fn a_store_whose_clock_is_a_day_behind_does_not_make_expired_tokens_valid() {
-    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let (issuer, scratch) = (Issuer::new(), TempDir::new());
     let redis = RedisServer::with_clock_offset(-86_400, "");
     let rule = "[rules.r]\nkey = \"jwt:sub\"\non_missing_key = \"refuse\"\nwindows = [\"1000/day\"]\n";
     let toml = shared_config(&format!("\"{}\"", redis.url()), &format!("mode = \"exact\"\n{LONG_TIMEOUT}"), rule);

@@ -21,7 +21,7 @@ use transom_limiter::table::Table;
 use crate::support::gateway::with_listen;
 use crate::support::load_checker::{KEYS, Layer, Load, now_ms};
 use crate::support::process::{BINARY, Process};
-use crate::support::{Scratch, one_rule, seeded_rng};
+use crate::support::{TempDir, one_rule, seeded_rng};
 
 /// Periods without a small common multiple, so that windows of both layers end during the run.
 const LAYERS: [Layer; 2] = [Layer { limit: 3, period_ms: 2000 }, Layer { limit: 6, period_ms: 7000 }];
@@ -58,7 +58,7 @@ fn kill_early(config: &Path, after: Duration) {
 
 fn start(toml: &str, starts: &mut Vec<Duration>) -> Process {
     let before = Instant::now();
-    let process = Process::spawn_command(Command::new(BINARY), toml, Scratch::in_memory());
+    let process = Process::spawn_command(Command::new(BINARY), toml, TempDir::in_memory());
     starts.push(before.elapsed());
     process
 }
@@ -85,7 +85,7 @@ fn report(
 
 #[test]
 fn no_key_exceeds_its_limit_when_the_gateway_is_killed() {
-    let scratch = Scratch::in_memory();
+    let scratch = TempDir::in_memory();
     let file = scratch.path().join("counters");
     let toml = toml(&file);
     let config = scratch.write("gateway.toml", with_listen(&toml));
@@ -114,7 +114,7 @@ fn no_key_exceeds_its_limit_when_the_gateway_is_killed() {
 
 #[test]
 fn two_gateways_on_one_file_share_counters_despite_kills() {
-    let scratch = Scratch::in_memory();
+    let scratch = TempDir::in_memory();
     let file = scratch.path().join("counters");
     let toml = toml(&file);
     let (mut kills, mut starts) = (0, Vec::new());

@@ -9,7 +9,7 @@ use crate::support::client::{Client, request};
 use crate::support::compare_direct::DirectComparison;
 use crate::support::external_servers::{self, ExternalServer, program};
 use crate::support::gateway::Gateway;
-use crate::support::{DEADLINE, Scratch};
+use crate::support::{DEADLINE, TempDir};
 
 const LARGE_BYTES: usize = 10_000_000;
 
@@ -137,7 +137,7 @@ fn a_slowly_read_file_arrives_whole() {
 #[test]
 fn curl_receives_the_identical_file() {
     let (server, gateway, _comparison) = comparison();
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     for (name, address) in [("direct", server.address), ("through", gateway.http)] {
         let status = Command::new(program("curl"))
             .args(["--silent", "--show-error", "--fail", "--max-time"])

@@ -80,7 +80,7 @@ fn the_servers_clock_selects_the_window() {
         let plain_at: fn(u64, u64, u64) -> WindowRef =
             |number, end_ms, next_end_ms| WindowRef::Plain { number, end_ms, next_end_ms };
         let grid_at: fn(u64, u64, u64) -> WindowRef =
-            |number, end_ms, next_end_ms| WindowRef::Grid { number, end_ms, next_end_ms };
+            |number, end_ms, next_end_ms| WindowRef::Accumulating { number, end_ms, next_end_ms };
         let requests =
             [ended_window("t:{a}:1", plain_at, now_ms + 60_000), ended_window("t:{a}:2", grid_at, now_ms + 60_000)];
         for replies in expect_granted(store.acquire(&requests, 0).await.unwrap()) {
@@ -167,7 +167,9 @@ fn only_refunded_tokens_can_be_acquired_again() {
         let all = |request: CounterRequest| CounterRequest { need: 8, want: 8, ..request };
         store.acquire(&[all(plain_request("t:{a}", 1, 10)), all(grid_request("t:{a}", 1, 10))], 0).await.unwrap();
         assert_eq!(
-            store.refund(&[refund("t:{a}", KeyFormat::Plain, 1, 3), refund("t:{a}", KeyFormat::Grid, 1, 3)]).await,
+            store
+                .refund(&[refund("t:{a}", KeyFormat::Plain, 1, 3), refund("t:{a}", KeyFormat::Accumulating, 1, 3)])
+                .await,
             Ok(6)
         );
         assert_eq!(redis.cli(&["GET", "t:{a}:1"]), "5");
@@ -176,7 +178,9 @@ fn only_refunded_tokens_can_be_acquired_again() {
         // At most the usage is refunded, and only to the same window of an existing counter.
         assert_eq!(store.refund(&[refund("t:{a}", KeyFormat::Plain, 1, 9)]).await, Ok(5));
         assert_eq!(
-            store.refund(&[refund("t:{a}", KeyFormat::Plain, 2, 9), refund("t:{b}", KeyFormat::Grid, 1, 9)]).await,
+            store
+                .refund(&[refund("t:{a}", KeyFormat::Plain, 2, 9), refund("t:{b}", KeyFormat::Accumulating, 1, 9)])
+                .await,
             Ok(0)
         );
         assert_eq!(redis.keys(), ["t:{a}:1", "t:{a}:account"]);
@@ -187,10 +191,10 @@ fn only_refunded_tokens_can_be_acquired_again() {
             .unwrap();
         store.acquire(&[CounterRequest { ceiling: 100, ..grid_request("t:{c}", 3, 10) }], 0).await.unwrap();
         assert_eq!(redis.cli(&["HGET", "t:{c}:account", "used"]), "21");
-        assert_eq!(store.refund(&[refund("t:{c}", KeyFormat::Grid, 1, 20)]).await, Ok(0));
-        assert_eq!(store.refund(&[refund("t:{c}", KeyFormat::Grid, 1, 25)]).await, Ok(5));
+        assert_eq!(store.refund(&[refund("t:{c}", KeyFormat::Accumulating, 1, 20)]).await, Ok(0));
+        assert_eq!(store.refund(&[refund("t:{c}", KeyFormat::Accumulating, 1, 25)]).await, Ok(5));
         // Reserved tokens: only if no later charge exists.
-        let reserved = |used| Refund { only_if_used: Some(used), ..refund("t:{c}", KeyFormat::Grid, 3, 6) };
+        let reserved = |used| Refund { only_if_used: Some(used), ..refund("t:{c}", KeyFormat::Accumulating, 3, 6) };
         assert_eq!(store.refund(&[reserved(17)]).await, Ok(0));
         assert_eq!(store.refund(&[reserved(16)]).await, Ok(6));
         let replies = expect_granted(store.acquire(&[all(floating_request("t:{d}", 60_000, 10))], 0).await.unwrap());

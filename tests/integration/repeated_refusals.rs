@@ -8,7 +8,7 @@ use crate::support::gateway::{Gateway, START_S};
 use crate::support::jwt_issuer::Issuer;
 use crate::support::process::Process;
 use crate::support::tls::{RevokingCa, TlsClient, listen};
-use crate::support::{Scratch, eventually, eventually_eq, one_rule};
+use crate::support::{TempDir, eventually, eventually_eq, one_rule};
 
 const TWO_PER_MINUTE: &str = "key = \"ip\"\nwindows = [\"2/minute\"]";
 
@@ -213,7 +213,7 @@ fn the_last_response_before_the_close_announces_it() {
 
 #[test]
 fn a_repeated_request_over_tls_is_refused() {
-    let (scratch, authority) = (Scratch::new(), RevokingCa::new());
+    let (scratch, authority) = (TempDir::new(), RevokingCa::new());
     let gateway = Gateway::start(&(listen(&scratch, &authority.issue(&["a.test"]), "") + &one_rule(TWO_PER_MINUTE)));
     let mut client = TlsClient::trusting(&authority).connect(gateway.https_addresses()[0], "a.test");
     for _ in 0..3 {
@@ -224,7 +224,7 @@ fn a_repeated_request_over_tls_is_refused() {
 
 #[test]
 fn each_repeated_refusal_is_logged() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let file = scratch.path().join("access.log");
     let rule = "key = \"ip\"\nwindows = [\"1/366d\"]";
     let process = Process::spawn(&format!("{}[access_log]\nfile = \"{}\"\n", one_rule(rule), file.display()));
@@ -240,7 +240,7 @@ fn each_repeated_refusal_is_logged() {
 
 #[test]
 fn a_token_expires_between_repeated_refusals() {
-    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let (issuer, scratch) = (Issuer::new(), TempDir::new());
     let rule = "key = \"jwt:sub\"\non_missing_key = \"refuse\"\nwindows = [\"2/hour\"]";
     let gateway = Gateway::start(&format!("{}{}", one_rule(rule), issuer.keys(&scratch)));
     let token = issuer.token("HS256", &serde_json::json!({ "sub": "a", "exp": START_S + 60 }));

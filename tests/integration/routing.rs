@@ -1,6 +1,6 @@
 //! Routing, rules and the upstream read a request alike: its host, the fields that choose a route, and its path.
 
-use crate::support::Scratch;
+use crate::support::TempDir;
 use crate::support::gateway::{Gateway, with_listen};
 use crate::support::process::run;
 use crate::support::ratelimit_parser::{items, remaining};
@@ -110,7 +110,7 @@ fn path_parameters_and_trailing_slashes_are_kept_unless_configured() {
 #[test]
 fn check_warns_of_equivalent_paths_that_escape_their_rules() {
     let upstream = Upstream::always(200);
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let check = |settings: &str| {
         let file = scratch.write("gateway.toml", with_listen(&login_route(settings, &upstream)));
         let (code, out, err) = run(&["check", "--config", file.to_str().unwrap()]);

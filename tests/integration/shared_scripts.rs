@@ -13,7 +13,7 @@ use crate::support::redis::RedisServer;
 use crate::support::redis_client::{floating_request, grid_request, plain_request, run_on_worker, single_server};
 
 const BASES: [&str; 4] = ["t:{plain}:minute", "t:{plain}:hour", "t:{grid}", "t:{floats}"];
-const KINDS: [KeyFormat; 4] = [KeyFormat::Plain, KeyFormat::Plain, KeyFormat::Grid, KeyFormat::Floating];
+const KINDS: [KeyFormat; 4] = [KeyFormat::Plain, KeyFormat::Plain, KeyFormat::Accumulating, KeyFormat::Floating];
 const LIMITS: [u32; 4] = [10, 25, 7, 5];
 const PERIOD_MS: u64 = 10_000;
 
@@ -70,7 +70,7 @@ impl Model {
         let mut counter = self.counters.get(&self.counter_key(at)).copied().unwrap_or_default();
         match KINDS[at] {
             KeyFormat::Plain => counter.mark = self.window,
-            KeyFormat::Grid => {
+            KeyFormat::Accumulating => {
                 while counter.exists && counter.mark < self.window {
                     counter.used = counter.used.saturating_sub(u64::from(LIMITS[at]));
                     counter.mark += 1;
@@ -117,7 +117,7 @@ impl Model {
         let limit = u64::from(LIMITS[at]);
         let back = match KINDS[at] {
             _ if only && (counter.used != taken.used || counter.mark != taken.number) => 0,
-            KeyFormat::Grid => tokens.saturating_sub(limit * (counter.mark - taken.number)),
+            KeyFormat::Accumulating => tokens.saturating_sub(limit * (counter.mark - taken.number)),
             KeyFormat::Floating if counter.mark != taken.number => 0,
             KeyFormat::Plain | KeyFormat::Floating => tokens,
         };
@@ -130,7 +130,7 @@ impl Model {
 fn counter_request(model: &Model, (at, need, want, used_min, more): (usize, u64, u64, u64, u64)) -> CounterRequest {
     let request = match KINDS[at] {
         KeyFormat::Plain => plain_request(BASES[at], model.window, LIMITS[at]),
-        KeyFormat::Grid => grid_request(BASES[at], model.window, LIMITS[at]),
+        KeyFormat::Accumulating => grid_request(BASES[at], model.window, LIMITS[at]),
         KeyFormat::Floating => floating_request(BASES[at], PERIOD_MS, LIMITS[at]),
     };
     CounterRequest { ceiling: request.ceiling + more, need, want, used_min, ..request }
@@ -153,7 +153,7 @@ async fn run_actions(store: &RedisClient, server: &mut redis::Connection, action
                 };
                 for (replies, (_, want)) in replies.iter_mut().zip(&requests) {
                     match want.window {
-                        WindowRef::Plain { end_ms, .. } | WindowRef::Grid { end_ms, .. } => {
+                        WindowRef::Plain { end_ms, .. } | WindowRef::Accumulating { end_ms, .. } => {
                             assert_eq!(replies.end_ms, end_ms)
                         }
                         WindowRef::Floating { period_ms } => assert_eq!(replies.end_ms, replies.number + period_ms),

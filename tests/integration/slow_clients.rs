@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::support::external_servers::{self, program};
 use crate::support::process::Process;
-use crate::support::{Scratch, eventually};
+use crate::support::{TempDir, eventually};
 
 const CLIENTS: u64 = 200;
 /// The slow clients would stay for a minute.
@@ -16,13 +16,13 @@ const TIMEOUTS: &str = "[timeouts]\nrequest_head = \"5s\"\nbody = \"5s\"\n";
 
 struct SlowClients {
     child: Child,
-    scratch: Scratch,
+    scratch: TempDir,
 }
 
 impl SlowClients {
     /// Starts all slow clients at once. They stay for a minute unless the gateway closes their connections.
     fn start(gateway: &Process, mode: &[&str], target: &str) -> SlowClients {
-        let scratch = Scratch::new();
+        let scratch = TempDir::new();
         let log = std::fs::File::create(scratch.path().join("log")).unwrap();
         let count = CLIENTS.to_string();
         let child = Command::new(program("slowhttptest"))

@@ -30,7 +30,7 @@ use transom_limiter::table::{Table, Watermarks};
 use crate::support::gateway::{START_S, with_listen};
 use crate::support::process::{BINARY, Process, run};
 use crate::support::ratelimit_parser::remaining;
-use crate::support::{Scratch, eventually, one_rule, seeded_rng};
+use crate::support::{TempDir, eventually, one_rule, seeded_rng};
 
 const NOW_MS: u64 = START_S * 1000;
 const HEAD_BYTES: u64 = 112;
@@ -46,12 +46,12 @@ const RULES: &str = "[upstreams.u]\nbuiltin = \"echo\"
     [[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\nrules = [\"plain\", \"rolling\", \"reserving\"]\n";
 
 struct Files {
-    scratch: Scratch,
+    scratch: TempDir,
 }
 
 impl Files {
     fn new() -> Files {
-        Files { scratch: Scratch::in_memory() }
+        Files { scratch: TempDir::in_memory() }
     }
 
     fn file(&self) -> PathBuf {
@@ -386,7 +386,7 @@ fn an_unwritable_or_foreign_path_is_refused_at_start() {
         ("folder", "it is not a regular file"),
         ("no/where", "No such file"),
     ] {
-        let scratch = Scratch::new();
+        let scratch = TempDir::new();
         let at = scratch.path().join(name);
         scratch.write("letters", "Dear reader,\n");
         fs::create_dir(scratch.path().join("folder")).unwrap();
@@ -419,7 +419,7 @@ fn a_full_file_system_keeps_the_former_snapshot() {
     let mut command = Command::new("sh");
     command.args(["-c", "trap '' XFSZ; ulimit -f $0; exec \"$@\"", &limit.to_string(), BINARY]);
     let toml = files.toml(capacity).replace(&format!("file = \"{}\"\n", files.file().display()), "");
-    let process = Process::spawn_command(command, &toml, Scratch::new());
+    let process = Process::spawn_command(command, &toml, TempDir::new());
     eventually("a write fails", || snapshot_count(&process, "failed") >= 1);
     process.get("/a").expect(200);
     process.wait_for_stderr("cannot be written: File too large");

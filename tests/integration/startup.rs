@@ -5,13 +5,13 @@ use std::net::TcpListener;
 use std::process::{Command, Stdio};
 
 use crate::support::process::{BINARY, Process, ProcessGroup, run};
-use crate::support::{Scratch, one_rule};
+use crate::support::{TempDir, one_rule};
 
 const GOOD: &str = "[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
 
 #[test]
 fn a_bad_file_is_refused_with_position_and_fix() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let bad = GOOD.replace("upstream = \"u\"", "upstream = \"v\"\nrulez = []");
     let file = scratch.write("bad.toml", bad).display().to_string();
     for arguments in [&["check", "--config", &file][..], &["--config", &file], &["run", "--config", &file]] {
@@ -26,7 +26,7 @@ fn a_bad_file_is_refused_with_position_and_fix() {
 
 #[test]
 fn an_unreadable_file_is_a_bad_configuration() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let nowhere = scratch.path().join("nowhere.toml").display().to_string();
     let directory = scratch.path().display().to_string();
     let latin = scratch.write("latin.toml", b"[upstreams.u]\nbuiltin = \"\xe9cho\"\n").display().to_string();
@@ -42,7 +42,7 @@ fn an_unreadable_file_is_a_bad_configuration() {
 
 #[test]
 fn check_accepts_a_good_file_without_starting() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     // The address is in use, which does not matter to `check`.
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let text = format!("[listen]\nhttp = \"{}\"\n{GOOD}", taken.local_addr().unwrap());
@@ -54,7 +54,7 @@ fn check_accepts_a_good_file_without_starting() {
 
 #[test]
 fn check_warns_of_a_start_that_would_fail_here() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let folder = scratch.path().display().to_string();
     let listen = "[listen]\nhttp = \"127.0.0.1:0\"\n";
     for (settings, reason) in [
@@ -97,7 +97,7 @@ fn check_warns_of_a_start_that_would_fail_here() {
 
 #[test]
 fn a_note_is_an_error_only_with_strict() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let text = format!("[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"0.0.0.0:0\"\n{GOOD}");
     let file = scratch.write("gateway.toml", &text).display().to_string();
     let note = "\n  note: `admin` listens on `0.0.0.0:0`: anyone who can connect can read the metrics, and use up and reset every limit\n";
@@ -114,7 +114,7 @@ fn a_note_is_an_error_only_with_strict() {
 
 #[test]
 fn a_public_admin_address_is_warned_of() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     for (address, warns) in [("0.0.0.0", true), ("127.0.0.1", false)] {
         let text = format!("[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"{address}:0\"\n{GOOD}");
         let file = scratch.write("gateway.toml", text);
@@ -141,7 +141,7 @@ fn the_shipped_file_is_valid_and_the_default() {
          per-client: 2000/hour + 33/minute: at most 66 requests in 2 seconds around the end of a minute, 2013 in any hour\n  \
          per-client: note: 2000/hour never refuses: 33/minute lets at most 1980 through in that time\n"
     );
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let output = Command::new(BINARY).current_dir(scratch.path()).stdin(Stdio::null()).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).starts_with("gateway.toml:1:1: "));
@@ -151,7 +151,7 @@ fn the_shipped_file_is_valid_and_the_default() {
 fn an_address_in_use_fails_the_start() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let holder = TcpListener::bind(taken).unwrap();
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     for listen in [
         format!("[listen]\nhttp = \"{taken}\"\nadmin = \"127.0.0.1:0\"\n"),
         format!("[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"{taken}\"\n"),
@@ -167,7 +167,7 @@ fn an_address_in_use_fails_the_start() {
 #[test]
 fn a_second_gateway_does_not_share_the_port_of_the_first() {
     let process = Process::spawn(GOOD);
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let text = format!("[listen]\nhttp = \"{}\"\n{GOOD}", process.http);
     let file = scratch.write("gateway.toml", text).display().to_string();
     let (code, _, err) = run(&["--config", &file]);
@@ -177,7 +177,7 @@ fn a_second_gateway_does_not_share_the_port_of_the_first() {
 
 #[test]
 fn an_access_log_that_cannot_be_opened_fails_the_start() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let text = format!(
         "[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\n[access_log]\nfile = \"{}/no/such/dir\"\n{GOOD}",
         scratch.path().display()
@@ -210,7 +210,7 @@ fn version_and_help_are_printed() {
 
 #[test]
 fn every_address_is_printed_and_served() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let text = format!("listen = {{ http = [\"127.0.0.1:0\", \"127.0.0.1:0\"], admin = \"127.0.0.1:0\" }}\n{GOOD}");
     let file = scratch.write("gateway.toml", text);
     let mut child =
@@ -230,7 +230,7 @@ fn every_address_is_printed_and_served() {
 
 #[test]
 fn no_admin_listener_is_opened_by_default() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let log = scratch.path().join("log");
     let text = format!("[listen]\nhttp = \"127.0.0.1:0\"\n{}", one_rule("key = \"ip\"\nwindows = [\"1/hour\"]"));
     let file = scratch.write("gateway.toml", text);

@@ -4,7 +4,7 @@ use crate::support::client::HttpResponse;
 use crate::support::gateway::Gateway;
 use crate::support::ratelimit_parser::remaining;
 use crate::support::upstream::Upstream;
-use crate::support::{Scratch, eventually};
+use crate::support::{TempDir, eventually};
 
 /// The peer of every connection is on loopback, so loopback is the proxy.
 fn listen(settings: &str) -> String {
@@ -135,7 +135,7 @@ fn a_reload_changes_the_trusted_proxies() {
 
 #[test]
 fn the_access_log_has_the_client_address() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let file = scratch.path().join("access.log");
     let log = format!("[access_log]\nfile = \"{}\"\n", file.display());
     let gateway = Gateway::start(&counted_by_ip(TRUSTED, &format!("{}{log}", echo())));

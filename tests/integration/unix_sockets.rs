@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixListener;
 use std::thread;
 
-use crate::support::Scratch;
+use crate::support::TempDir;
 use crate::support::gateway::Gateway;
 
 fn toml(path: &std::path::Path) -> String {
@@ -16,7 +16,7 @@ fn toml(path: &std::path::Path) -> String {
 
 #[test]
 fn requests_share_one_connection() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let path = scratch.path().join("api.sock");
     let listener = UnixListener::bind(&path).unwrap();
     let server = thread::spawn(move || {
@@ -49,7 +49,7 @@ fn requests_share_one_connection() {
 
 #[test]
 fn a_socket_without_listener_is_502() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let path = scratch.path().join("api.sock");
     let gateway = Gateway::start(&toml(&path));
     gateway.get("/a").expect(502).problem();

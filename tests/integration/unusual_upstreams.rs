@@ -9,7 +9,7 @@ use crate::support::external_servers::program;
 use crate::support::gateway::Gateway;
 use crate::support::http2_client::{self, END_HEADERS, END_STREAM, HEADERS, RawHttp2, STATUS_200, frame};
 use crate::support::upstream::{Upstream, reply};
-use crate::support::{Scratch, eventually_eq, forward_all, one_rule};
+use crate::support::{TempDir, eventually_eq, forward_all, one_rule};
 
 fn gateway(upstream: &Upstream) -> Gateway {
     Gateway::start(&format!("workers = 1\n{}", forward_all(upstream)))
@@ -102,7 +102,7 @@ fn a_rejected_upload_still_receives_the_response() {
 fn curl_receives_a_refusal_during_a_large_upload() {
     let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/hour\"]"));
     gateway.get("/a").expect(200);
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let file = scratch.write("large", vec![b'x'; 20_000_000]);
     for expect in ["Expect: 100-continue", "Expect:"] {
         let output = Command::new(program("curl"))

@@ -16,7 +16,7 @@ use crate::support::process::{BINARY, Process, ProcessGroup, run, signal};
 use crate::support::redis::free_port;
 use crate::support::upgrade_chain::{UpgradeChain, is_alive};
 use crate::support::upstream::Upstream;
-use crate::support::{DEADLINE, Scratch, eventually, forward_all, one_rule};
+use crate::support::{DEADLINE, TempDir, eventually, forward_all, one_rule};
 
 fn echo() -> String {
     one_rule("key = \"ip\"\nwindows = [\"100000/hour\"]")
@@ -30,7 +30,7 @@ fn free_address() -> String {
 #[test]
 fn the_new_process_continues_counting() {
     let rule = one_rule("key = \"global\"\nwindows = [{ limit = 5, period = \"1d\", start = \"first-request\" }]");
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let file = format!("file = \"{}\"", scratch.path().join("counters").display());
     for settings in ["", file.as_str()] {
         let toml = |capacity: usize| format!("[counters]\ncapacity = {capacity}\n{settings}\n{rule}");
@@ -322,7 +322,7 @@ fn has_handler(pid: u32, signal: u32) -> bool {
 
 #[test]
 fn the_executable_may_be_replaced() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let program = scratch.path().join("transom");
     fs::copy(BINARY, &program).unwrap();
     let chain = UpgradeChain::start_in(scratch, &echo(), &[]);
@@ -359,7 +359,7 @@ fn addresses_can_be_added_and_removed() {
             "[listen]\nhttp = {addresses:?}\nadmin = \"127.0.0.1:0\"\n[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/\"\nupstream = \"u\"\n"
         )
     };
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let file = scratch.write("gateway.toml", format!("pid_file = \"pid\"\n{}", listen(&[&kept, &removed])));
     let log = fs::File::create(scratch.path().join("stderr")).unwrap();
     let mut child =
@@ -421,7 +421,7 @@ fn a_replaced_process_stops_quickly() {
 
 #[test]
 fn the_command_reports_an_unreachable_gateway() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let without = scratch.write("without.toml", echo()).display().to_string();
     let file = scratch.write("with.toml", format!("pid_file = \"pid\"\n{}", echo())).display().to_string();
     let (code, _, err) = run(&["upgrade", "--config", &without]);
@@ -441,7 +441,7 @@ fn the_command_reports_an_unreachable_gateway() {
 
 #[test]
 fn the_service_manager_is_notified_of_the_main_process() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     std::os::unix::fs::symlink(BINARY, scratch.path().join("transom")).unwrap();
     let path = scratch.path().join("notify");
     let manager = UnixDatagram::bind(&path).unwrap();
@@ -466,7 +466,7 @@ fn the_service_manager_is_notified_of_the_main_process() {
 
 #[test]
 fn the_pid_file_exists_while_the_gateway_serves() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let pid_file = scratch.path().join("elsewhere");
     let mut chain = UpgradeChain::start(&echo());
     let id = chain.first.pid();
@@ -490,7 +490,7 @@ fn the_pid_file_exists_while_the_gateway_serves() {
 
 #[test]
 fn a_stale_environment_variable_is_ignored() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let mut command = Command::new(BINARY);
     command.env("TRANSOM_HANDOVER", "1");
     let process = Process::spawn_command(command, &echo(), scratch);

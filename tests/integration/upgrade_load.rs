@@ -17,7 +17,7 @@ use tokio::runtime::Builder;
 
 use crate::support::client::{HOST, request};
 use crate::support::upgrade_chain::{UpgradeChain, is_alive};
-use crate::support::{DEADLINE, Scratch, eventually};
+use crate::support::{DEADLINE, TempDir, eventually};
 
 /// More requests than the test needs.
 const LIMIT: usize = 1_000_000;
@@ -161,7 +161,7 @@ fn is_unprocessed(error: &hyper::Error) -> bool {
 
 #[test]
 fn ten_upgrades_under_load_fail_no_request() {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let log = scratch.path().join("access.log");
     let toml = format!(
         "workers = 2\naccess_log = {{ file = \"{}\" }}\n[upstreams.u]\nbuiltin = \"echo\"\n\

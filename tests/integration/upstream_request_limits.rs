@@ -11,7 +11,7 @@ use crate::support::client::{Client, request};
 use crate::support::gateway::Gateway;
 use crate::support::process::{BINARY, Process};
 use crate::support::upstream::Upstream;
-use crate::support::{Scratch, eventually, forward_to, within};
+use crate::support::{TempDir, eventually, forward_to, within};
 
 /// An upstream that holds each request until the test releases it.
 struct HoldingUpstream {
@@ -217,7 +217,7 @@ fn idle_connections_leave_descriptors_for_other_upstreams() {
     let toml = format!("workers = 1\n{}", routes.collect::<String>());
     let mut command = Command::new("sh");
     command.args(["-c", "ulimit -n 240; exec \"$0\" \"$@\"", BINARY]);
-    let process = Process::spawn_command(command, &toml, Scratch::new());
+    let process = Process::spawn_command(command, &toml, TempDir::new());
     let mut clients: Vec<Client> = (0..50).map(|_| process.client()).collect();
     // If all connections were kept, the fourth upstream would find no descriptor.
     for (n, held) in upstreams.iter().enumerate() {

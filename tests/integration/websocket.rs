@@ -336,7 +336,7 @@ fn a_tunnel_is_logged_at_its_end() {
         connection.read_exactly(5);
         connection.send("goodbye");
     });
-    let scratch = crate::support::Scratch::new();
+    let scratch = crate::support::TempDir::new();
     let log = scratch.path().join("access.log");
     let gateway = Gateway::start(&format!("[access_log]\nfile = \"{}\"\n{}", log.display(), forward_all(&upstream)));
     let mut client = open_tunnel(&gateway);

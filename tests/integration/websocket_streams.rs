@@ -19,7 +19,7 @@ use crate::support::process::Process;
 use crate::support::test_ca::TestCa;
 use crate::support::tls_gateway::{TlsGateway, limited_route_to};
 use crate::support::upstream::{Connection, Upstream};
-use crate::support::{Scratch, eventually, eventually_eq, forward_all, forward_to, within};
+use crate::support::{TempDir, eventually, eventually_eq, forward_all, forward_to, within};
 
 fn upstream(server: &ScriptServer) -> String {
     format!("[upstreams.u]\nservers = [\"http://{}\"]\n", server.address)
@@ -135,7 +135,7 @@ fn an_extended_connect_is_counted_as_a_get() {
         connection.read_exactly(5);
         connection.send("goodbye");
     });
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let log = scratch.path().join("access.log");
     let toml = format!("[access_log]\nfile = {log:?}\n[rules.r]\nkey = \"method\"\nwindows = [\"2/minute\"]\n");
     let gateway = Gateway::start(&(toml + &forward_all(&upstream) + "methods = [\"GET\"]\nrules = [\"r\"]\n"));

@@ -10,11 +10,11 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{RootCertStore, ServerConfig};
 
-use super::Scratch;
+use super::TempDir;
 
 pub struct ClientCa {
     issuer: CertifiedIssuer<'static, KeyPair>,
-    pub scratch: Scratch,
+    pub scratch: TempDir,
 }
 
 /// A certificate and its key, in PEM.
@@ -32,7 +32,7 @@ impl ClientCa {
         let name = key.public_key_raw().iter().map(|byte| format!("{byte:02x}")).take(16).collect::<String>();
         params.distinguished_name.push(DnType::CommonName, name);
         let issuer = CertifiedIssuer::self_signed(params, key).unwrap();
-        ClientCa { issuer, scratch: Scratch::new() }
+        ClientCa { issuer, scratch: TempDir::new() }
     }
 
     /// A certificate for these names and addresses.

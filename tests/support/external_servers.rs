@@ -10,13 +10,13 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use super::process::signal;
-use super::{DEADLINE, Scratch, eventually};
+use super::{DEADLINE, TempDir, eventually};
 
 /// A running server.
 pub struct ExternalServer {
     pub address: SocketAddr,
     child: Child,
-    _scratch: Scratch,
+    _scratch: TempDir,
 }
 
 impl Drop for ExternalServer {
@@ -81,7 +81,7 @@ pub fn gunicorn(home: &Path, address: &str) -> Command {
 
 /// httpbin, behind gunicorn.
 pub fn httpbin() -> ExternalServer {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let mut child = gunicorn(scratch.path(), "127.0.0.1:0")
         .stdin(Stdio::null())
         .stdout(Stdio::null())
@@ -113,7 +113,7 @@ pub fn nginx(fill: impl FnOnce(&Path)) -> ExternalServer {
 
 /// nginx with additional parameters of `listen` and settings of the server.
 pub fn nginx_with(listen: &str, settings: &str, fill: impl FnOnce(&Path)) -> ExternalServer {
-    let scratch = Scratch::new();
+    let scratch = TempDir::new();
     let root = scratch.path().join("files");
     fs::create_dir(&root).unwrap();
     fill(&root);

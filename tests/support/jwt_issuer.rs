@@ -11,7 +11,7 @@ use base64::Engine;
 use base64::engine::general_purpose::{STANDARD, URL_SAFE_NO_PAD};
 use serde_json::{Value, json};
 
-use super::Scratch;
+use super::TempDir;
 
 pub struct Issuer {
     pub secret: String,
@@ -71,7 +71,7 @@ impl Issuer {
     }
 
     /// `keys` of `[jwt]`, with the keys in files.
-    pub fn keys(&self, scratch: &Scratch) -> String {
+    pub fn keys(&self, scratch: &TempDir) -> String {
         let keys = ALGORITHMS.map(|algorithm| {
             let (setting, text) = match algorithm {
                 "HS256" => ("secret_file", format!("{}\n", self.secret)),

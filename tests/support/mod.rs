@@ -117,24 +117,24 @@ pub fn one_rule(rule: &str) -> String {
 
 /// A temporary directory, removed when dropped.
 #[derive(Debug)]
-pub struct Scratch(PathBuf);
+pub struct TempDir(PathBuf);
 
-impl Scratch {
-    pub fn new() -> Scratch {
-        Scratch::under(std::env::temp_dir())
+impl TempDir {
+    pub fn new() -> TempDir {
+        TempDir::under(std::env::temp_dir())
     }
 
     /// On tmpfs, where counters files should be.
-    pub fn in_memory() -> Scratch {
-        Scratch::under(PathBuf::from("/dev/shm"))
+    pub fn in_memory() -> TempDir {
+        TempDir::under(PathBuf::from("/dev/shm"))
     }
 
-    fn under(folder: PathBuf) -> Scratch {
+    fn under(folder: PathBuf) -> TempDir {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
         let name = format!("transom-it-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let path = folder.join(name);
         fs::create_dir_all(&path).unwrap();
-        Scratch(path)
+        TempDir(path)
     }
 
     pub fn path(&self) -> &Path {
@@ -148,7 +148,7 @@ impl Scratch {
     }
 }
 
-impl Drop for Scratch {
+impl Drop for TempDir {
     fn drop(&mut self) {
         // A directory that cannot be removed does not fail the test.
         let _ = fs::remove_dir_all(&self.0);

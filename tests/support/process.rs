@@ -14,7 +14,7 @@ use rustix::process::{Pid, Signal, kill_process_group};
 use super::client::{Client, HttpResponse};
 use super::gateway::with_listen;
 use super::metrics_parser::Exposition;
-use super::{Scratch, eventually};
+use super::{TempDir, eventually};
 
 pub const BINARY: &str = env!("CARGO_BIN_EXE_transom");
 
@@ -57,23 +57,23 @@ pub struct Process {
     pub http: SocketAddr,
     pub https: Option<SocketAddr>,
     pub admin: SocketAddr,
-    pub scratch: Scratch,
+    pub scratch: TempDir,
 }
 
 impl Process {
     pub fn spawn(toml: &str) -> Process {
-        Process::spawn_command(Command::new(BINARY), toml, Scratch::new())
+        Process::spawn_command(Command::new(BINARY), toml, TempDir::new())
     }
 
     /// Like `spawn`, with a clients file beside the configuration.
     pub fn spawn_with(toml: &str, clients: &str) -> Process {
-        let scratch = Scratch::new();
+        let scratch = TempDir::new();
         scratch.write("clients.toml", clients);
         Process::spawn_command(Command::new(BINARY), toml, scratch)
     }
 
     /// Like `spawn`, through a command that runs the binary, such as one that fakes the time.
-    pub fn spawn_command(mut command: Command, toml: &str, scratch: Scratch) -> Process {
+    pub fn spawn_command(mut command: Command, toml: &str, scratch: TempDir) -> Process {
         let file = scratch.write("gateway.toml", with_listen(toml));
         let log = fs::File::create(scratch.path().join("stderr")).unwrap();
         command.arg("--config").arg(file).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);

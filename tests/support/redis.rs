@@ -14,12 +14,12 @@ use fastrand::Rng;
 
 use super::process::signal;
 use super::tls::RevokingCa;
-use super::{Scratch, eventually, external_servers};
+use super::{TempDir, eventually, external_servers};
 
 pub struct RedisServer {
     pub port: u16,
     child: Option<Child>,
-    scratch: Scratch,
+    scratch: TempDir,
     /// The environment of the process: another clock, for instance.
     environment: Vec<(&'static str, String)>,
     password: Option<String>,
@@ -33,7 +33,7 @@ impl RedisServer {
 
     /// With lines of redis.conf, such as `requirepass`, `user` or `maxmemory`.
     pub fn with_config(lines: &str) -> RedisServer {
-        RedisServer::start_with(Scratch::new(), lines, "redis", Vec::new())
+        RedisServer::start_with(TempDir::new(), lines, "redis", Vec::new())
     }
 
     /// A replica of another server, which has the data of its master when this returns.
@@ -48,7 +48,7 @@ impl RedisServer {
     /// With TLS on its port, a certificate of this authority for `localhost` and 127.0.0.1, and trust in client certificates of
     /// this authority.
     pub fn with_tls(authority: &RevokingCa, lines: &str) -> RedisServer {
-        let scratch = Scratch::new();
+        let scratch = TempDir::new();
         let issued = authority.issue(&["localhost", "127.0.0.1"]);
         scratch.write("server.pem", &issued.pem);
         scratch.write("server.key", &issued.key_pem);
@@ -66,11 +66,11 @@ impl RedisServer {
             ("FAKETIME", format!("{ahead_s:+}")),
             ("FAKETIME_DONT_FAKE_MONOTONIC", "1".to_owned()),
         ];
-        RedisServer::start_with(Scratch::new(), lines, "redis", environment)
+        RedisServer::start_with(TempDir::new(), lines, "redis", environment)
     }
 
     fn start_with(
-        scratch: Scratch,
+        scratch: TempDir,
         lines: &str,
         scheme: &'static str,
         environment: Vec<(&'static str, String)>,

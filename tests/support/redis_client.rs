@@ -35,7 +35,7 @@ pub fn plain_request(base: &str, number: u64, limit: u32) -> CounterRequest {
 
 pub fn grid_request(base: &str, number: u64, limit: u32) -> CounterRequest {
     let end_ms = now_ms() + 60_000;
-    counter_request(base, WindowRef::Grid { number, end_ms, next_end_ms: end_ms + 60_000 }, limit)
+    counter_request(base, WindowRef::Accumulating { number, end_ms, next_end_ms: end_ms + 60_000 }, limit)
 }
 
 pub fn floating_request(base: &str, period_ms: u64, limit: u32) -> CounterRequest {

@@ -5,7 +5,7 @@ use std::fs;
 use std::process::{Child, Command, Stdio};
 
 use super::redis::{RedisServer, free_port};
-use super::{Scratch, eventually, external_servers};
+use super::{TempDir, eventually, external_servers};
 
 /// The name of the master for the sentinels and in the gateway's configuration.
 pub const MASTER: &str = "counts";
@@ -17,7 +17,7 @@ pub struct Sentinels {
 struct Sentinel {
     port: u16,
     child: Child,
-    scratch: Scratch,
+    scratch: TempDir,
 }
 
 impl Sentinels {
@@ -68,7 +68,7 @@ impl Sentinel {
     }
 
     fn try_start(master: &RedisServer) -> Option<Sentinel> {
-        let (scratch, port) = (Scratch::new(), free_port());
+        let (scratch, port) = (TempDir::new(), free_port());
         let text = format!(
             "port {port}\nbind 127.0.0.1\ndir {}\nsentinel monitor {MASTER} 127.0.0.1 {} 2\n\
              sentinel down-after-milliseconds {MASTER} 1000\nsentinel failover-timeout {MASTER} 6000\n",

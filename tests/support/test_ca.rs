@@ -9,7 +9,7 @@ use base64::engine::general_purpose::STANDARD;
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair, KeyUsagePurpose, PublicKeyData};
 use sha2::{Digest as _, Sha256};
 
-use super::Scratch;
+use super::TempDir;
 
 /// The names of the certificate in addition to 127.0.0.1.
 pub const NAMES: [&str; 2] = ["localhost", "gateway.test"];
@@ -21,12 +21,12 @@ pub struct TestCa {
     pub private_key: PathBuf,
     /// The digest of the public key, as expected by Chromium's option for accepted keys.
     pub pin: String,
-    _scratch: Scratch,
+    _scratch: TempDir,
 }
 
 impl TestCa {
     pub fn new() -> TestCa {
-        let scratch = Scratch::new();
+        let scratch = TempDir::new();
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new(Vec::new()).unwrap();
         params.distinguished_name.push(DnType::CommonName, "authority of the tests");

@@ -19,7 +19,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, Serve
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned, SupportedProtocolVersion, version};
 
 use super::client::{Client, HOST};
-use super::{DEADLINE, Scratch};
+use super::{DEADLINE, TempDir};
 
 /// A certificate authority.
 pub struct RevokingCa {
@@ -95,7 +95,7 @@ impl RevokingCa {
 
 impl Issued {
     /// `certificate` and `private_key`, with both in files.
-    pub fn toml(&self, scratch: &Scratch, name: &str) -> String {
+    pub fn toml(&self, scratch: &TempDir, name: &str) -> String {
         let certificate = scratch.write(&format!("{name}.pem"), &self.pem);
         let key = scratch.write(&format!("{name}.key"), &self.key_pem);
         format!("certificate = \"{}\"\nprivate_key = \"{}\"\n", certificate.display(), key.display())
@@ -111,7 +111,7 @@ impl Issued {
 }
 
 /// `[listen]` with a cleartext and a TLS address, and additional settings of `[listen.https]`.
-pub fn listen(scratch: &Scratch, certificate: &Issued, more: &str) -> String {
+pub fn listen(scratch: &TempDir, certificate: &Issued, more: &str) -> String {
     let pair = certificate.toml(scratch, "server");
     format!(
         "[admin]\nhosts = [\"{HOST}\"]\n[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\n\

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use super::process::{BINARY, Process, run, signal};
-use super::{Scratch, eventually};
+use super::{TempDir, eventually};
 
 pub struct UpgradeChain {
     pub first: Process,
@@ -16,13 +16,13 @@ pub struct UpgradeChain {
 impl UpgradeChain {
     /// Starts the first process, which writes a `pid_file`.
     pub fn start(toml: &str) -> UpgradeChain {
-        let scratch = Scratch::new();
+        let scratch = TempDir::new();
         symlink(BINARY, scratch.path().join("transom")).unwrap();
         UpgradeChain::start_in(scratch, toml, &[])
     }
 
     /// Starts the program `transom` in a directory.
-    pub fn start_in(scratch: Scratch, toml: &str, environment: &[(&str, &Path)]) -> UpgradeChain {
+    pub fn start_in(scratch: TempDir, toml: &str, environment: &[(&str, &Path)]) -> UpgradeChain {
         let mut command = Command::new(scratch.path().join("transom"));
         command.envs(environment.iter().copied());
         let first = Process::spawn_command(command, &with_pid_file(toml), scratch);

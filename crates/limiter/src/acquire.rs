@@ -57,7 +57,7 @@ impl Charge {
 
     /// Whether the usage may be debt of later windows.
     pub fn may_carry_debt(&self) -> bool {
-        matches!(self.request.kind, WindowKind::Grid(_) | WindowKind::Floating(_))
+        matches!(self.request.kind, WindowKind::Accumulating(_) | WindowKind::Floating(_))
     }
 
     /// As [`Charge::receipt`]. The caller refunds it; the charge then counts as not made.

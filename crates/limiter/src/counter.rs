@@ -88,8 +88,8 @@ pub enum WindowKind {
     Plain,
     /// Windows of a fixed grid, where tokens roll over or are taken from later windows. The number is the position of
     /// the window sequence in [`Time::sequences`].
-    Grid(u32),
-    /// As `Grid`, but the first request of a key opens a window and later windows follow it, until the counter is
+    Accumulating(u32),
+    /// As `Accumulating`, but the first request of a key opens a window and later windows follow it, until the counter is
     /// unused again. All windows have the same length.
     Floating(u32),
     /// A lease: the word counts the tokens that can still be spent until its end. After its end nothing can be spent.
@@ -127,7 +127,7 @@ impl AcquireRequest {
     #[inline]
     pub fn closes_ms<const PLAIN: bool>(&self, time: Time<'_, PLAIN>) -> u64 {
         match self.kind_in(time) {
-            WindowKind::Plain | WindowKind::Grid(_) | WindowKind::Leased => self.end_ms,
+            WindowKind::Plain | WindowKind::Accumulating(_) | WindowKind::Leased => self.end_ms,
             WindowKind::Floating(_) => time.now_ms + 1,
         }
     }
@@ -142,7 +142,7 @@ impl AcquireRequest {
     /// Whether charges of the counter have an order, each with its position in a window.
     pub fn is_queued(&self) -> bool {
         match self.kind {
-            WindowKind::Grid(_) | WindowKind::Floating(_) => true,
+            WindowKind::Accumulating(_) | WindowKind::Floating(_) => true,
             WindowKind::Plain | WindowKind::Leased => false,
         }
     }
@@ -201,8 +201,8 @@ fn accumulated_usage<const PLAIN: bool>(word: CounterWord, request: AcquireReque
     let owed = |windows: u64| u64::from(word.count()) + tokens_granted(windows, request.limit);
     match request.kind {
         WindowKind::Plain => fresh,
-        WindowKind::Grid(_) if word.end_ms() < request.end_ms => fresh,
-        WindowKind::Grid(sequence) => {
+        WindowKind::Accumulating(_) if word.end_ms() < request.end_ms => fresh,
+        WindowKind::Accumulating(sequence) => {
             let windows = time.sequences[sequence as usize].windows_between(request.end_ms, word.end_ms());
             Usage { used: owed(windows), end_ms: request.end_ms }
         }
@@ -231,10 +231,12 @@ fn accumulated_usage<const PLAIN: bool>(word: CounterWord, request: AcquireReque
 /// counts until the last of those windows has ended.
 pub fn overflow_usage<const PLAIN: bool>(word: CounterWord, request: AcquireRequest, time: Time<'_, PLAIN>) -> Usage {
     match request.kind_in(time) {
-        WindowKind::Plain | WindowKind::Grid(_) if word.end_ms() < request.end_ms && word.is_live(time.now_ms) => {
+        WindowKind::Plain | WindowKind::Accumulating(_)
+            if word.end_ms() < request.end_ms && word.is_live(time.now_ms) =>
+        {
             Usage { used: u64::from(word.count()), end_ms: request.end_ms }
         }
-        WindowKind::Plain | WindowKind::Grid(_) | WindowKind::Floating(_) | WindowKind::Leased => {
+        WindowKind::Plain | WindowKind::Accumulating(_) | WindowKind::Floating(_) | WindowKind::Leased => {
             usage(word, request, time)
         }
     }
@@ -245,7 +247,7 @@ pub fn overflow_usage<const PLAIN: bool>(word: CounterWord, request: AcquireRequ
 /// another key, or a refunded charge, would end too early.
 pub fn extended_to_request<const PLAIN: bool>(before: Usage, request: AcquireRequest, time: Time<'_, PLAIN>) -> Usage {
     match request.kind_in(time) {
-        WindowKind::Plain | WindowKind::Grid(_) | WindowKind::Leased => before,
+        WindowKind::Plain | WindowKind::Accumulating(_) | WindowKind::Leased => before,
         WindowKind::Floating(_) => Usage { end_ms: before.end_ms.max(request.end_ms), ..before },
     }
 }
@@ -278,7 +280,7 @@ fn with_usage<const PLAIN: bool>(
         WindowKind::Plain => CounterWord::new(tag, end_ms, used as u32),
         // At most the tokens that the lease held.
         WindowKind::Leased => CounterWord::new(tag, end_ms, request.ceiling.saturating_sub(used) as u32),
-        WindowKind::Grid(sequence) | WindowKind::Floating(sequence) => {
+        WindowKind::Accumulating(sequence) | WindowKind::Floating(sequence) => {
             let limit = u64::from(request.limit);
             let sequence = &time.sequences[sequence as usize];
             // A debt beyond the last time that a word can hold is cut off.
@@ -296,7 +298,7 @@ fn with_usage<const PLAIN: bool>(
 /// a thread whose clock is behind.
 pub fn capped(word: CounterWord, request: AcquireRequest, max_used: u64, time: Time<'_>) -> Option<CounterWord> {
     let now = usage(word, request, time);
-    let (WindowKind::Grid(sequence) | WindowKind::Floating(sequence)) = request.kind else { return None };
+    let (WindowKind::Accumulating(sequence) | WindowKind::Floating(sequence)) = request.kind else { return None };
     let sequence = &time.sequences[sequence as usize];
     let owes_later_windows =
         sequence.windows_between(now.end_ms, word.end_ms()) >= 2 && word.end_ms() - now.end_ms > MAX_CLOCK_SKEW_MS;
@@ -360,7 +362,7 @@ pub fn refunded_with_rest<const PLAIN: bool>(
     let sequence = match request.kind_in(time) {
         WindowKind::Plain => return (word.end_ms() == taken.end_ms).then(|| (less(taken.tokens), None)),
         WindowKind::Leased => return (word.end_ms() == taken.end_ms).then(|| (word.plus(taken.tokens), None)),
-        WindowKind::Grid(sequence) | WindowKind::Floating(sequence) => &time.sequences[sequence as usize],
+        WindowKind::Accumulating(sequence) | WindowKind::Floating(sequence) => &time.sequences[sequence as usize],
     };
     if !word.is_live(time.now_ms) {
         return None;
@@ -461,7 +463,7 @@ mod tests {
 
     /// 100 tokens in each window of 100 ms, of which 150 may accumulate.
     fn rolling(end_ms: u64, cost: u32) -> AcquireRequest {
-        AcquireRequest { end_ms, ceiling: 150, floor: 0, limit: 100, cost, kind: WindowKind::Grid(0) }
+        AcquireRequest { end_ms, ceiling: 150, floor: 0, limit: 100, cost, kind: WindowKind::Accumulating(0) }
     }
 
     fn time(now_ms: u64) -> Time<'static> {

@@ -173,7 +173,7 @@ impl RuleSet {
         let is_dependent = match charge.request.kind {
             WindowKind::Plain => false,
             WindowKind::Leased => compiled.layer(layer).store_format != StoreFormat::Plain,
-            WindowKind::Grid(_) | WindowKind::Floating(_) => true,
+            WindowKind::Accumulating(_) | WindowKind::Floating(_) => true,
         };
         let windows = missing.div_ceil(u64::from(charge.request.limit));
         match if is_dependent { windows } else { windows.min(1) } {

@@ -320,7 +320,9 @@ impl RuleSet {
         };
         let kind = match floating {
             true => WindowKind::Floating(sequence),
-            false if carries_debt || limit.capacity > limit.tokens || limit.reserve > 0 => WindowKind::Grid(sequence),
+            false if carries_debt || limit.capacity > limit.tokens || limit.reserve > 0 => {
+                WindowKind::Accumulating(sequence)
+            }
             false => WindowKind::Plain,
         };
         let typical_ms = limit.windows.typical_ms();
@@ -430,7 +432,7 @@ impl RuleSet {
             layer.store_shards = layer.shards;
             layer.store_format = match layer.kind {
                 WindowKind::Plain | WindowKind::Leased => StoreFormat::Plain,
-                WindowKind::Grid(_) => StoreFormat::Account,
+                WindowKind::Accumulating(_) => StoreFormat::Account,
                 WindowKind::Floating(_) => StoreFormat::Floating,
             };
         }
@@ -451,7 +453,7 @@ impl RuleSet {
         for layer in self.rules.iter_mut().flat_map(|compiled| &mut compiled.layers) {
             let Some(format) = formats.get(layer.id).map(|known| layer.counter_format().join(known)) else { continue };
             if format.accumulates && layer.kind == WindowKind::Plain {
-                layer.kind = WindowKind::Grid(layer.windows_index as u32);
+                layer.kind = WindowKind::Accumulating(layer.windows_index as u32);
             }
             layer.shards = if format.accumulates { 1 } else { format.shards };
             layer.limit_differs = format.limits_differ;

@@ -460,7 +460,7 @@ impl<const W: usize> Table<W> {
             && match self.overflow.find(counter.overflow_key()) {
                 // A counter that has moved to a later window says nothing about the window before, whatever its count.
                 FindResult::Counter(_, word) => match request.kind_in(time) {
-                    WindowKind::Plain | WindowKind::Grid(_) => {
+                    WindowKind::Plain | WindowKind::Accumulating(_) => {
                         word.end_ms() > request.end_ms || (word.end_ms() == request.end_ms && word.count() > 0)
                     }
                     WindowKind::Floating(_) | WindowKind::Leased => word.is_live(time.now_ms),

@@ -15,17 +15,17 @@ const INIT: u32 = 1;
 pub struct Upgrade {
     program: Program,
     successor: Option<Successor>,
-    meter: UpgradeMetrics,
+    metrics: UpgradeMetrics,
 }
 
 impl Upgrade {
     pub fn new(program: Program, gateway: &Gateway) -> Upgrade {
-        Upgrade { program, successor: None, meter: UpgradeMetrics::new(&gateway.registry) }
+        Upgrade { program, successor: None, metrics: UpgradeMetrics::new(&gateway.registry) }
     }
 
     /// Counts that this process replaced another one.
     pub fn record_takeover(&self) {
-        self.meter.taken_over();
+        self.metrics.taken_over();
     }
 
     /// Starts an upgrade.
@@ -76,7 +76,7 @@ impl Upgrade {
     }
 
     fn fail(&self, why: &str) {
-        self.meter.failed();
+        self.metrics.failed();
         tracing::error!("the upgrade failed, this process keeps serving: {why}");
         send_outcome(&UpgradeOutcome::Failed(why));
     }

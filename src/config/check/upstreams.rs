@@ -15,12 +15,12 @@ use crate::config::diagnostics::{Report, quoted};
 use crate::config::settings::{DAY_MS, Integer, Kind, Section};
 use crate::config::toml_reader::{Item, SpannedStr, Table};
 use crate::config::upstream::{
-    HostField, Protocol, Scheme, Server, Target, TransportSettings, Upstream, UpstreamPolicy,
+    HostField, Scheme, Server, Target, TransportSettings, Upstream, UpstreamPolicy, UpstreamProtocol,
 };
 
 const EXAMPLE: &str = "[\"http://127.0.0.1:9001\"]";
-const PROTOCOLS: [(&str, Protocol); 3] =
-    [("auto", Protocol::Auto), ("http1", Protocol::Http1), ("http2", Protocol::Http2)];
+const PROTOCOLS: [(&str, UpstreamProtocol); 3] =
+    [("auto", UpstreamProtocol::Auto), ("http1", UpstreamProtocol::Http1), ("http2", UpstreamProtocol::Http2)];
 const WEIGHT_MAX: u64 = 1000;
 const RESOLVE_DEFAULT: Duration = Duration::from_secs(30);
 /// The longest path of a Unix socket on Linux.
@@ -32,7 +32,7 @@ pub fn read_upstreams(item: Option<Item>, files: ReadFile, report: &mut Report) 
         let (target, transport, policy) =
             table.map(|table| read_upstream(table, files, &mut roots, report)).unwrap_or_default();
         let transport = transport.unwrap_or(TransportSettings {
-            protocol: Protocol::Auto,
+            protocol: UpstreamProtocol::Auto,
             host: HostField::Keep,
             tls: None,
             resolve: RESOLVE_DEFAULT,
@@ -174,7 +174,7 @@ fn read_transport(
         (None, false) => None,
     };
     TransportSettings {
-        protocol: protocol.unwrap_or(Protocol::Auto),
+        protocol: protocol.unwrap_or(UpstreamProtocol::Auto),
         host: host.unwrap_or(HostField::Keep),
         tls,
         resolve: resolve.map_or(RESOLVE_DEFAULT, Duration::from_millis),

@@ -14,7 +14,7 @@ use crate::config::Config;
 use crate::downstream::drain::DrainGuard;
 use crate::downstream::http2::flood_guard::Budget;
 use crate::downstream::http2::hpack;
-use crate::downstream::http2::monitor::{Limits, Monitor, MonitoredIo, TimeoutAction};
+use crate::downstream::http2::monitor::{ConnectionLimits, Monitor, MonitoredIo, TimeoutAction};
 use crate::downstream::http2::stream::Streams;
 use crate::http::error::RequestError;
 use crate::io_stream::IoStream;
@@ -38,12 +38,12 @@ const FRAME_MAX_BYTES: u32 = 16 * 1024;
 const PONG_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Timeouts of a connection and limits on heads.
-fn limits(config: &Config) -> Limits {
+fn limits(config: &Config) -> ConnectionLimits {
     let (timeouts, idle) = (&config.timeouts, config.http2.idle);
     let body_ms = u64::try_from(timeouts.body.as_millis()).unwrap_or(u64::MAX);
     let min_body_bytes = config.limits.min_response_rate.saturating_mul(body_ms) / 1000;
-    let request = hpack::Limits { fields: config.limits.request_fields, bytes: config.limits.request_head };
-    Limits { head: timeouts.request_head, idle, body: timeouts.body, min_body_bytes, request }
+    let request = hpack::HeadLimits { fields: config.limits.request_fields, bytes: config.limits.request_head };
+    ConnectionLimits { head: timeouts.request_head, idle, body: timeouts.body, min_body_bytes, request }
 }
 
 /// State of the h2 connection.

@@ -5,7 +5,7 @@
 //! unchanged. This file knows no socket.
 
 use crate::downstream::http2::frame_header::{FRAME_HEADER_BYTES, FrameHeader, PREFACE};
-use crate::downstream::http2::hpack::{BlockError, HpackScanner, Limits, MALFORMED, ScanResult};
+use crate::downstream::http2::hpack::{BlockError, HeadLimits, HpackScanner, MALFORMED, ScanResult};
 
 /// An undefined frame type, which receivers ignore (RFC 9113, section 4.1).
 const UNKNOWN: u8 = 0xff;
@@ -62,7 +62,7 @@ enum BlockEnd {
 }
 
 impl HeaderScanner {
-    pub fn new(limits: Limits) -> HeaderScanner {
+    pub fn new(limits: HeadLimits) -> HeaderScanner {
         HeaderScanner {
             scanner: HpackScanner::new(limits),
             partial: Vec::new(),
@@ -349,7 +349,7 @@ mod tests {
         fields.into_iter().map(|(name, value)| name.len() + value.len() + 32).sum()
     }
 
-    fn is_over(fields: &[Field], limits: Limits) -> bool {
+    fn is_over(fields: &[Field], limits: HeadLimits) -> bool {
         let cookies = fields.iter().filter(|(name, _)| name == b"cookie").count();
         let counted = fields.iter().filter(|(name, _)| !name.starts_with(b":") || name == b":authority").count();
         fields_bytes(fields) >= limits.bytes
@@ -386,7 +386,7 @@ mod tests {
     /// A client that uses all features of HPACK and HTTP/2.
     struct Client {
         rng: Rng,
-        limits: Limits,
+        limits: HeadLimits,
         fixed: Vec<Field>,
         table: VecDeque<Field>,
         table_max: usize,
@@ -532,7 +532,7 @@ mod tests {
             let meaning = [Meaning::Good, Meaning::Good, Meaning::Malformed, Meaning::TooLarge][self.rng.usize(..4)];
             let limits = match meaning {
                 // One field is added below.
-                Meaning::Malformed => Limits { fields: self.limits.fields - 1, bytes: self.limits.bytes - 100 },
+                Meaning::Malformed => HeadLimits { fields: self.limits.fields - 1, bytes: self.limits.bytes - 100 },
                 _ => self.limits,
             };
             while is_over(fields, limits) && fields.len() > pseudo {
@@ -656,7 +656,7 @@ mod tests {
     }
 
     /// Runs an h2 server on `bytes` until it has acknowledged `pings` PINGs or failed.
-    fn serve(bytes: &[u8], limits: Limits, pings: usize) -> Served {
+    fn serve(bytes: &[u8], limits: HeadLimits, pings: usize) -> Served {
         let (mut client, server) = tokio::io::duplex(bytes.len() + 100_000);
         let cx = &mut Context::from_waker(Waker::noop());
         assert!(matches!(Pin::new(&mut client).poll_write(cx, bytes), Poll::Ready(Ok(n)) if n == bytes.len()));
@@ -700,7 +700,7 @@ mod tests {
     fn check_random_connection(seed: u64) {
         let mut rng = Rng::with_seed(seed);
         let limits = [(8, 1000), (20, 5000), (100, 17_000), (200, 40_000)][rng.usize(..4)];
-        let limits = Limits { fields: limits.0, bytes: limits.1 };
+        let limits = HeadLimits { fields: limits.0, bytes: limits.1 };
         let mut client = Client {
             rng,
             limits,

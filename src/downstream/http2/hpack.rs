@@ -29,7 +29,7 @@ const UNDECODABLE: &[u8] = b"\x80";
 
 /// Limits on a head.
 #[derive(Clone, Copy, Debug)]
-pub struct Limits {
+pub struct HeadLimits {
     /// Fields, with `:authority` and without the other pseudo-header fields.
     pub fields: usize,
     /// Bytes of all names and values, and `FIELD_BYTES` for each.
@@ -122,7 +122,7 @@ impl Table {
 #[derive(Debug)]
 pub struct HpackScanner {
     table: Table,
-    limits: Limits,
+    limits: HeadLimits,
     /// Buffer for a decoded Huffman string.
     decoded: Vec<u8>,
 }
@@ -143,7 +143,7 @@ struct BlockTotals {
 }
 
 impl BlockTotals {
-    fn add(&mut self, entry: Entry, limit_bytes: usize, limits: Limits) {
+    fn add(&mut self, entry: Entry, limit_bytes: usize, limits: HeadLimits) {
         let kind = 1 << entry.kind as u16;
         match entry.kind {
             FieldKind::Cookie => self.cookies += 1,
@@ -164,7 +164,7 @@ impl BlockTotals {
 }
 
 impl HpackScanner {
-    pub fn new(limits: Limits) -> HpackScanner {
+    pub fn new(limits: HeadLimits) -> HpackScanner {
         let table = Table { entries: VecDeque::new(), bytes: 0, max_bytes: TABLE_MAX_BYTES };
         HpackScanner { table, limits, decoded: Vec::new() }
     }
@@ -464,7 +464,7 @@ mod tests {
     use super::*;
 
     const UNBOUNDED: usize = usize::MAX;
-    const LIMITS: Limits = Limits { fields: 4, bytes: 1000 };
+    const LIMITS: HeadLimits = HeadLimits { fields: 4, bytes: 1000 };
     /// GET, http, `/`.
     const START: &[u8] = b"\x82\x86\x84";
 
@@ -481,7 +481,7 @@ mod tests {
     #[test]
     fn the_examples_of_the_rfc_are_accepted() {
         // RFC 7541, appendix C.4: three requests on one connection, with Huffman code.
-        let mut scanner = HpackScanner::new(Limits { fields: 100, bytes: 10_000 });
+        let mut scanner = HpackScanner::new(HeadLimits { fields: 100, bytes: 10_000 });
         let host = b"\x41\x8c\xf1\xe3\xc2\xe5\xf2\x3a\x6b\xa0\xab\x90\xf4\xff";
         let cached = b"\xbe\x58\x86\xa8\xeb\x10\x64\x9c\xbf";
         let custom =
@@ -565,7 +565,7 @@ mod tests {
         let (_, replacement) = HpackScanner::new(LIMITS).scan(&block, UNBOUNDED).error.unwrap();
         assert_eq!(replacement, [all(&field, 4), good].concat());
         // 1000 bytes exceed the limit.
-        let mut wide = HpackScanner::new(Limits { fields: 100, bytes: 1000 });
+        let mut wide = HpackScanner::new(HeadLimits { fields: 100, bytes: 1000 });
         assert_eq!(error(&mut wide, &all(&long, 5)), None);
         assert_eq!(error(&mut wide, &all(&long, 6)), Some(BlockError::TooLarge { by_h2: false }));
         assert!(wide.scan(&all(&long, 3), 300).error.is_some());
@@ -588,7 +588,7 @@ mod tests {
 
     #[test]
     fn the_table_evicts_entries_by_size() {
-        let mut scanner = HpackScanner::new(Limits { fields: 1000, bytes: 100_000 });
+        let mut scanner = HpackScanner::new(HeadLimits { fields: 1000, bytes: 100_000 });
         let field = literal(0x40, "x-a", &"x".repeat(29));
         // 64 bytes each.
         assert_eq!(error(&mut scanner, &field.repeat(64)), None);

@@ -38,7 +38,7 @@ const ENHANCE_YOUR_CALM: u32 = 0xb;
 
 /// Timeouts of a connection, and limits on its heads.
 #[derive(Clone, Copy, Debug)]
-pub struct Limits {
+pub struct ConnectionLimits {
     /// For the first frame, and for each header block.
     pub head: Duration,
     /// For a connection without a request.
@@ -48,7 +48,7 @@ pub struct Limits {
     /// Bytes of response bodies that a client must read in each `body`, while only sending is left to do.
     pub min_body_bytes: u64,
     /// For the head of one request.
-    pub request: hpack::Limits,
+    pub request: hpack::HeadLimits,
 }
 
 /// What a connection does.
@@ -81,7 +81,7 @@ pub enum TimeoutAction {
 #[derive(Debug)]
 pub struct Monitor {
     timers: Rc<Timers>,
-    limits: Limits,
+    limits: ConnectionLimits,
     flood_guard: RefCell<FloodGuard>,
     abuse: Cell<Option<Abuse>>,
     /// h2 has sent GOAWAY because of a connection error.
@@ -109,7 +109,7 @@ pub struct Monitor {
 }
 
 impl Monitor {
-    pub fn new(timers: &Rc<Timers>, limits: Limits, budget: Budget) -> Rc<Monitor> {
+    pub fn new(timers: &Rc<Timers>, limits: ConnectionLimits, budget: Budget) -> Rc<Monitor> {
         let timer = timers.new_timer();
         timer.arm(limits.head);
         Rc::new(Monitor {
@@ -457,8 +457,8 @@ mod tests {
 
     fn test_monitor() -> Rc<Monitor> {
         let time = Duration::from_secs(60);
-        let request = hpack::Limits { fields: 100, bytes: 64 * 1024 };
-        let limits = Limits { head: time, idle: time, body: time, min_body_bytes: 0, request };
+        let request = hpack::HeadLimits { fields: 100, bytes: 64 * 1024 };
+        let limits = ConnectionLimits { head: time, idle: time, body: time, min_body_bytes: 0, request };
         let budget = Budget { resets: 200, bad_requests: 400, control: 1000, block_bytes: 64 * 1024 };
         Monitor::new(&Rc::new(Timers::default()), limits, budget)
     }

@@ -93,7 +93,7 @@ pub fn time(now_ms: u64) -> Time<'static> {
 /// A request for one token in the current window of a 100 ms grid, with this limit per window and this capacity.
 pub fn rolling(now_ms: u64, limit: u32, capacity: u64) -> AcquireRequest {
     let end_ms = (now_ms / 100 + 1) * 100;
-    AcquireRequest { end_ms, ceiling: capacity, floor: 0, limit, cost: 1, kind: WindowKind::Grid(0) }
+    AcquireRequest { end_ms, ceiling: capacity, floor: 0, limit, cost: 1, kind: WindowKind::Accumulating(0) }
 }
 
 /// A request for one token of the window that comes `windows` after the current one.

@@ -222,7 +222,7 @@ impl SharedCounters {
             };
             progress.set_counting_modes(rule_set, charge_plan, context);
             if shadow.is_none() && self.is_unavailable(rule_set, charge_plan, &layers, context, progress) {
-                self.meter.decided_in_outage(OutageDecision::Refused);
+                self.metrics.decided_in_outage(OutageDecision::Refused);
                 return NextStep::Unavailable;
             }
             let first = context.result.charges.len();
@@ -306,8 +306,8 @@ impl SharedCounters {
             let rule = &rule_set.rules[*rule].rule;
             if rule.sharing != Sharing::Local && context.inputs.keyed_requests[position].is_some() {
                 match rule.on_outage {
-                    OnOutage::Local => self.meter.decided_in_outage(OutageDecision::Local),
-                    OnOutage::Allow => self.meter.decided_in_outage(OutageDecision::Allowed),
+                    OnOutage::Local => self.metrics.decided_in_outage(OutageDecision::Local),
+                    OnOutage::Allow => self.metrics.decided_in_outage(OutageDecision::Allowed),
                     OnOutage::Refuse => {}
                 }
             }
@@ -419,7 +419,7 @@ impl SharedDecision {
         let mut is_skipped = false;
         for rule in rules {
             let Some(text) = self.key_text(*rule) else { continue };
-            if self.shared.is_unreachable(&self.shared.base(&text, "", 0)) {
+            if self.shared.is_unreachable(&self.shared.key_base(&text, "", 0)) {
                 self.progress.without_store[*rule] = true;
                 is_skipped = true;
             }
@@ -439,7 +439,7 @@ impl SharedDecision {
             return;
         }
         if let Some(text) = rules.first().and_then(|rule| self.key_text(*rule)) {
-            let server = self.shared.store.server_of(&self.shared.base(&text, "", 0));
+            let server = self.shared.store.server_of(&self.shared.key_base(&text, "", 0));
             self.shared.record_timeout(server);
         }
     }
