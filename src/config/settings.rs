@@ -44,6 +44,7 @@ pub trait Kind {
     /// The default as TOML; `None`: the setting has none.
     fn default_text(&self) -> Option<String>;
 
+    /// What the file may contain, for the configuration reference.
     fn shape(&self) -> Shape;
 
     /// How to mend a file without the setting; `None`: the setting may be absent.

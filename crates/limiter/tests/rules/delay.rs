@@ -145,7 +145,7 @@ fn count_refused_charges_refused_requests() {
     }
 }
 
-/// A refused request takes the last tokens of another layer: the client is told when that layer has tokens again.
+/// A refused request takes the last tokens of another layer: the refusal states when that layer has tokens again.
 #[test]
 fn a_counted_refusal_reports_the_layer_it_emptied() {
     let layers = vec![plain(1, 100), plain(3, 1000)];
