@@ -143,7 +143,7 @@ fn requests(key: usize) -> [CounterRequest; 3] {
         let at = WindowRef::Plain { number, end_ms: (number + 1) * period_ms, next_end_ms: (number + 2) * period_ms };
         let base = format!("transom:{{bench|{key}}}:{name}").into();
         CounterRequest {
-            base,
+            key_base: base,
             window: at,
             limit: u32::MAX,
             ceiling: u64::from(u32::MAX),

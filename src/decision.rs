@@ -75,10 +75,10 @@ impl DecisionService {
         seed: Seed,
         digester: Option<Arc<KeyDigester>>,
     ) -> DecisionService {
-        let served = |(rule, entry): (usize, &CompiledRule)| ServedRule {
+        let served = |(rule, compiled_rule): (usize, &CompiledRule)| ServedRule {
             charge_plan: rule_set.single_rule_plan(rule),
-            starts: KeyHashers::new(entry, seed, None),
-            key_text: KeyTextFormat::new(&entry.rule.name, &entry.rule.key, false),
+            starts: KeyHashers::new(compiled_rule, seed, None),
+            key_text: KeyTextFormat::new(&compiled_rule.rule.name, &compiled_rule.rule.key, false),
             overrides: overrides[rule].clone(),
         };
         DecisionService {
@@ -197,7 +197,7 @@ impl DecisionService {
             return Err(DecisionError::Malformed(format!("`{other}` is not one of `rule`, `key`, `cost`, `reserve`")));
         }
         let Some(Value::String(name)) = request.get("rule") else { return Err(malformed("`rule` is not a string")) };
-        let rule = self.rule_set.rules.iter().position(|entry| entry.rule.name == *name);
+        let rule = self.rule_set.rules.iter().position(|compiled_rule| compiled_rule.rule.name == *name);
         let rule = rule.ok_or_else(|| DecisionError::UnknownRule(name.chars().take(64).collect()))?;
         let text = |value: &Value| match value {
             Value::String(text) if !text.is_empty() => Some(text.clone()),
@@ -242,10 +242,12 @@ impl DecisionService {
         digester: &KeyDigester,
         out: &mut String,
     ) -> bool {
-        let (Some(served), Some(entry)) = (self.rules.get(rule), self.rule_set.rules.get(rule)) else { return false };
+        let (Some(served), Some(compiled_rule)) = (self.rules.get(rule), self.rule_set.rules.get(rule)) else {
+            return false;
+        };
         let start = out.len();
         served.key_text.write_prefix(out);
-        for (position, part) in entry.rule.key.iter().enumerate() {
+        for (position, part) in compiled_rule.rule.key.iter().enumerate() {
             let value = match (part, key.get(position)) {
                 (_, Some(value)) => value.as_str(),
                 (KeyPart::Global, None) => "",
@@ -311,7 +313,7 @@ impl DecisionService {
 
 /// The response. Its top level repeats the layer nearest its limit.
 fn response_json(
-    entry: &CompiledRule,
+    compiled_rule: &CompiledRule,
     context: &DecisionContext,
     allowed: bool,
     retry_at_ms: Option<u64>,
@@ -322,7 +324,7 @@ fn response_json(
     let mut layers: Vec<_> = context.result.charges.iter().zip(&context.result.layers).collect();
     layers.sort_by_key(|(_, layer_ref)| layer_ref.layer);
     let remaining = |charge: &Charge, layer_ref: &LayerRef| {
-        u64::from(entry.layer(layer_ref.layer).capacity).saturating_sub(charge.usage.used)
+        u64::from(compiled_rule.layer(layer_ref.layer).capacity).saturating_sub(charge.usage.used)
     };
     let window = |(charge, layer_ref): &(&Charge, &LayerRef)| {
         let mut window = Map::new();
@@ -342,7 +344,7 @@ fn response_json(
     response.insert("retry_after".to_owned(), json!(retry_after));
     let named = |layer: &(&Charge, &LayerRef)| {
         let mut window = window(layer);
-        window.insert("name".to_owned(), json!(entry.layer_name(layer.1.layer)));
+        window.insert("name".to_owned(), json!(compiled_rule.layer_name(layer.1.layer)));
         Value::Object(window)
     };
     response.insert("windows".to_owned(), layers.iter().map(named).collect());

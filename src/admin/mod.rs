@@ -33,7 +33,7 @@ use crate::metrics::Registry;
 use crate::metrics::events::{BUILD_INFO, CLOCK_OFFSET, COUNTERS, NAMES, OVERFLOW};
 use crate::metrics::exposition::{Reading, render};
 use crate::persistence::counters::Counters;
-use crate::redis_store::admin_queries::{KeyQuery, KeyState};
+use crate::redis_store::decision_queries::{KeyQuery, KeyState};
 use crate::redis_store::shared_counters::SharedCounters;
 use crate::redis_store::shared_decision::Unavailable;
 use crate::upstream::server_health::UpstreamHealth;

@@ -26,16 +26,15 @@ pub fn check(path: &Path, reach_out: bool, is_strict: bool) -> Exit {
     let start_notes = certificates.into_iter().chain(start_failures(path, &config)).map(LintMessage::note);
     let lines: Vec<LintMessage> = lint::messages(&config).into_iter().chain(start_notes).collect();
     let refused = lines.iter().filter(|line| is_strict && line.is_note).count();
-    let (routes, rules, upstreams) = (config.routes.len(), config.rules.len(), config.upstreams.len());
     let fine = if refused == 0 { "fine: " } else { "" };
-    print_out!("{}: {fine}{routes} routes, {rules} rules, {upstreams} upstreams", path.display());
+    let (routes, rules) = (counted(config.routes.len(), "route"), counted(config.rules.len(), "rule"));
+    print_out!("{}: {fine}{routes}, {rules}, {}", path.display(), counted(config.upstreams.len(), "upstream"));
     for line in lines {
         print_out!("  {line}");
     }
     let connected = if reach_out { check_redis(config.counters.shared.as_ref()) } else { Exit::Fine };
     if refused > 0 {
-        let notes = if refused == 1 { "note" } else { "notes" };
-        print_err!("{}: {refused} {notes} with `--strict`", path.display());
+        print_err!("{}: {} with `--strict`", path.display(), counted(refused, "note"));
         return Exit::BadConfig;
     }
     connected
@@ -87,4 +86,9 @@ fn unusable_address(address: SocketAddr) -> Option<String> {
     probe.set_port(0);
     let error = TcpListener::bind(probe).err()?;
     Some(format!("nothing can listen on `{address}`, an address that this machine may not have: {error}"))
+}
+
+/// A number with its noun.
+fn counted(number: usize, noun: &str) -> String {
+    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }

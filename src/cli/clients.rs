@@ -191,12 +191,12 @@ fn check_plan(config: &Config, add: &Add, known: Option<&Client>) -> Result<(), 
     match &add.plan {
         None if known.is_none() => {
             let message = format!("client {} is new and needs a plan", quoted(&add.name));
-            Err(Failure::usage(message, format!("add `--plan PLAN`; there is {}", known_plans())))
+            Err(Failure::usage(message, format!("add `--plan PLAN`; plans: {}", known_plans())))
         }
         Some(plan) if !names.contains(&plan.as_str()) => {
             let fix = match nearest(plan, plans()) {
                 Some(guess) => format!("did you mean {}?", quoted(guess)),
-                None => format!("define it in a rule: `[rules.NAME.plans.{plan}]`; there is {}", known_plans()),
+                None => format!("define it in a rule: `[rules.NAME.plans.{plan}]`; plans: {}", known_plans()),
             };
             Err(Failure::usage(format!("plan {} is not defined by any rule", quoted(plan)), fix))
         }
@@ -208,7 +208,7 @@ fn check_network(text: &str) -> Result<(), Failure> {
     match text.parse::<Network>() {
         Ok(_) => Ok(()),
         Err(NetworkError::Syntax) => {
-            Err(Failure::usage(format!("{} is no network", quoted(text)), "write such as `203.0.113.0/24`"))
+            Err(Failure::usage(format!("{} is not a network", quoted(text)), "write it as `203.0.113.0/24`"))
         }
         Err(NetworkError::HostBits(network)) => {
             let message = format!("{} has bits set after its first `{}`", quoted(text), network.prefix);
@@ -226,7 +226,7 @@ fn remove(path: &Path, remove: &Remove) -> Result<(), Failure> {
             Some(guess) => format!("did you mean {}?", quoted(guess)),
             None => "see `transom clients list`".to_owned(),
         };
-        return Err(Failure::usage(format!("there is no client {}", quoted(&remove.name)), fix));
+        return Err(Failure::usage(format!("client {} does not exist", quoted(&remove.name)), fix));
     };
     let key = remove.key.as_deref().map(|key| find_key(client, key)).transpose()?;
     let networks = remove.networks.iter().map(|text| {
@@ -291,7 +291,7 @@ fn read_key(text: &str) -> Result<String, Failure> {
     let key = if text == "-" { first_line()? } else { text.to_owned() };
     if key.is_empty() {
         return Err(Failure::usage(
-            "there is no API key",
+            "the API key is missing",
             "write it to standard input, or add `--generate-key`, `--network CIDR` or `--subject SUBJECT`",
         ));
     }

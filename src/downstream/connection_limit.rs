@@ -94,7 +94,7 @@ impl ConnectionSlot {
             return true;
         }
         let address = address.to_canonical();
-        let client = Network::of(address, if address.is_ipv4() { 32 } else { V6_PREFIX });
+        let client = Network::containing(address, if address.is_ipv4() { 32 } else { V6_PREFIX });
         let mut counts = self.limit.shard(&client).lock().unwrap_or_else(PoisonError::into_inner);
         let count = counts.entry(client).or_default();
         // A client without an entry is always below the limit: no limit is zero.

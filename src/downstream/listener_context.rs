@@ -77,7 +77,7 @@ impl ListenerContext {
 
     /// Whether connections from `peer` begin with a PROXY header.
     pub fn expects_proxy_header(&self, peer: IpAddr) -> bool {
-        self.config.borrow().proxies.of(peer).is_some()
+        self.config.borrow().proxies.most_specific(peer).is_some()
     }
 }
 

@@ -76,7 +76,7 @@ impl ClientPlans {
         if let Some(plan) = lookup(self.subject.as_ref(), request, |subject| self.by_subject.get(subject))? {
             return Ok(Some(plan));
         }
-        Ok(self.by_network.of(request.address))
+        Ok(self.by_network.most_specific(request.address))
     }
 }
 

@@ -45,7 +45,7 @@ impl TrustedProxies {
     }
 
     fn contains(&self, address: IpAddr) -> bool {
-        self.networks.of(address).is_some()
+        self.networks.most_specific(address).is_some()
     }
 
     /// The client of a request that arrived on a connection from `peer`.

@@ -66,6 +66,23 @@ pub enum KeySource {
     Global,
 }
 
+/// The kind of a part in the hash of a key. The numbers must not change, because stored counters depend on them.
+mod kind {
+    pub const IPV4: u8 = 1;
+    pub const IPV6: u8 = 2;
+    pub const HEADER: u8 = 3;
+    pub const PARAM: u8 = 4;
+    pub const HOST: u8 = 5;
+    pub const METHOD: u8 = 6;
+    pub const PATH: u8 = 7;
+    pub const ROUTE: u8 = 8;
+    pub const GLOBAL: u8 = 9;
+    pub const COOKIE: u8 = 10;
+    pub const QUERY: u8 = 11;
+    pub const JWT: u8 = 12;
+    pub const CLIENT_CERT: u8 = 13;
+}
+
 /// Why a request has no usable value for a part.
 pub enum KeyError {
     Missing,
@@ -110,33 +127,33 @@ impl KeySource {
             KeySource::Header(name) => {
                 let mut values = request.headers.get_all(name).iter();
                 match (values.next(), values.next()) {
-                    (Some(value), None) if !value.is_empty() => take(3, value.as_bytes()),
+                    (Some(value), None) if !value.is_empty() => take(kind::HEADER, value.as_bytes()),
                     (None, _) | (Some(_), None) => return Err(KeyError::Missing),
                     (Some(_), Some(_)) => return Err(KeyError::Ambiguous),
                 }
             }
             KeySource::Param(position) => {
                 let range = request.params.get(*position).ok_or(KeyError::Missing)?;
-                take(4, request.path[range.clone()].as_bytes());
+                take(kind::PARAM, request.path[range.clone()].as_bytes());
             }
             KeySource::Unavailable => return Err(KeyError::Missing),
-            KeySource::ClientCert => take(13, request.client_cert.ok_or(KeyError::Missing)?.as_bytes()),
-            KeySource::Host => take(5, request.host.as_bytes()),
-            KeySource::Method => take(6, request.method.as_str().as_bytes()),
-            KeySource::Path => take(7, request.path.as_bytes()),
-            KeySource::Route => take(8, request.route.as_bytes()),
-            KeySource::Global => take(9, b""),
-            KeySource::Cookie(name) => take(10, &single(cookie(request.headers, name))?),
+            KeySource::ClientCert => take(kind::CLIENT_CERT, request.client_cert.ok_or(KeyError::Missing)?.as_bytes()),
+            KeySource::Host => take(kind::HOST, request.host.as_bytes()),
+            KeySource::Method => take(kind::METHOD, request.method.as_str().as_bytes()),
+            KeySource::Path => take(kind::PATH, request.path.as_bytes()),
+            KeySource::Route => take(kind::ROUTE, request.route.as_bytes()),
+            KeySource::Global => take(kind::GLOBAL, b""),
+            KeySource::Cookie(name) => take(kind::COOKIE, &single(cookie(request.headers, name))?),
             KeySource::Query(name) => {
                 let query = request.uri.query().unwrap_or_default();
                 let value = query_parameter(query, name).map_err(|InvalidEscape| KeyError::InvalidEscape)?;
-                take(11, &single(value)?);
+                take(kind::QUERY, &single(value)?);
             }
             KeySource::Jwt(claim) => {
                 let token = bearer_token(request.headers)
                     .map_err(|DuplicateAuthorization| KeyError::RepeatedAuthorization)?
                     .ok_or(KeyError::Missing)?;
-                let take = |value: &str| take(12, value.as_bytes());
+                let take = |value: &str| take(kind::JWT, value.as_bytes());
                 if !request.tokens.with_claim(token, claim, request.wall_ms, take).map_err(KeyError::Token)? {
                     return Err(KeyError::Missing);
                 }
@@ -158,27 +175,26 @@ fn single(occurrence: Occurrence<'_>) -> Result<Cow<'_, [u8]>, KeyError> {
 #[inline]
 pub fn feed_address(address: IpAddr, v4_prefix: u8, v6_prefix: u8, take: &mut impl FnMut(u8, &[u8])) {
     match canonical_address(address) {
-        IpAddr::V4(v4) => take(1, &mask_host_bits(v4.to_bits(), 32 - v4_prefix).to_be_bytes()),
-        IpAddr::V6(v6) => take(2, &mask_host_bits(v6.to_bits(), 128 - v6_prefix).to_be_bytes()),
+        IpAddr::V4(v4) => take(kind::IPV4, &mask_host_bits(v4.to_bits(), 32 - v4_prefix).to_be_bytes()),
+        IpAddr::V6(v6) => take(kind::IPV6, &mask_host_bits(v6.to_bits(), 128 - v6_prefix).to_be_bytes()),
     }
 }
 
-/// The kind that [`KeySource::feed`] reports for a part. It is part of the hash, so it must not change. An address has
-/// two kinds, 1 for IPv4 and 2 for IPv6.
+/// The kind that [`KeySource::feed`] reports for a part; of an address, the kind of IPv4.
 pub fn part_kind(part: &KeyPart) -> u8 {
     match part {
-        KeyPart::Ip { .. } => 1,
-        KeyPart::Header(_) => 3,
-        KeyPart::Param(_) => 4,
-        KeyPart::Host => 5,
-        KeyPart::Method => 6,
-        KeyPart::Path => 7,
-        KeyPart::Route => 8,
-        KeyPart::Global => 9,
-        KeyPart::Cookie(_) => 10,
-        KeyPart::Query(_) => 11,
-        KeyPart::Jwt(_) => 12,
-        KeyPart::ClientCert => 13,
+        KeyPart::Ip { .. } => kind::IPV4,
+        KeyPart::Header(_) => kind::HEADER,
+        KeyPart::Param(_) => kind::PARAM,
+        KeyPart::Host => kind::HOST,
+        KeyPart::Method => kind::METHOD,
+        KeyPart::Path => kind::PATH,
+        KeyPart::Route => kind::ROUTE,
+        KeyPart::Global => kind::GLOBAL,
+        KeyPart::Cookie(_) => kind::COOKIE,
+        KeyPart::Query(_) => kind::QUERY,
+        KeyPart::Jwt(_) => kind::JWT,
+        KeyPart::ClientCert => kind::CLIENT_CERT,
     }
 }
 

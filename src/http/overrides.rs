@@ -64,7 +64,7 @@ impl Overrides {
 
     /// Whether requests from an address are exempt.
     pub fn exempts(&self, address: IpAddr) -> bool {
-        self.networks.as_ref().is_some_and(|networks| networks.of(address).is_some())
+        self.networks.as_ref().is_some_and(|networks| networks.most_specific(address).is_some())
     }
 
     /// Whether single keys have an exemption or override.

@@ -132,7 +132,7 @@ impl CompiledConfig {
     ) -> Arc<CompiledConfig> {
         let rule_set = Arc::new(rule_set);
         let clients = config.clients.as_ref().map(ClientPlans::new);
-        let overrides_of = |entry| RuleKey::compile_overrides(entry, clients.as_ref(), seed).map(Arc::new);
+        let overrides_of = |rule| RuleKey::compile_overrides(rule, clients.as_ref(), seed).map(Arc::new);
         let overrides: Vec<_> = rule_set.rules.iter().map(overrides_of).collect();
         let (mut route_rules, mut actions) = (Vec::new(), Vec::new());
         let mut indexes: BTreeMap<_, usize> = BTreeMap::new();

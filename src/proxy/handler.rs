@@ -131,9 +131,9 @@ pub fn handle(
     let format = ErrorFormat::of(&parts);
     let client = identify_client(&config.compiled, peer, &parts);
     let mut record = RequestRecord::new(worker, &config, client.address, &parts, now);
-    let incoming = RequestContext { peer, client, body_bytes: body.size_hint().lower(), now };
+    let request_context = RequestContext { peer, client, body_bytes: body.size_hint().lower(), now };
     let (mut plan, admission, pending) =
-        match decide(worker, &config, &incoming, &mut parts, check_raw_head, &mut record) {
+        match decide(worker, &config, &request_context, &mut parts, check_raw_head, &mut record) {
             Ok(RequestOutcome::Forward { plan, admission, pending }) => (plan, admission, pending),
             Ok(RequestOutcome::Respond(reply)) => {
                 return ResponseFuture::Done(Some(finish(format.refusal(reply).map(Content::from), record)));
@@ -200,12 +200,12 @@ fn identify_client(compiled: &CompiledConfig, peer: &Peer, parts: &Parts) -> Cli
 fn decide(
     worker: &Rc<WorkerState>,
     config: &Rc<WorkerConfig>,
-    incoming: &RequestContext<'_>,
+    request_context: &RequestContext<'_>,
     parts: &mut Parts,
     check_raw_head: impl FnOnce(SpecialFields) -> Option<RequestError>,
     record: &mut RequestRecord,
 ) -> Result<RequestOutcome, RequestError> {
-    let (compiled, now) = (&*config.compiled, incoming.now);
+    let (compiled, now) = (&*config.compiled, request_context.now);
     if parts.version != Version::HTTP_11 {
         request_validation::translate(parts)?;
     }
@@ -219,12 +219,12 @@ fn decide(
     };
     let mut scratch = config.scratch();
     let DecisionBuffers { context, params, text, refusal_cache } = &mut *scratch;
-    let route_index = find_route(compiled, incoming, parts, &validated, &path, params, record)?;
+    let route_index = find_route(compiled, request_context, parts, &validated, &path, params, record)?;
     let route = &compiled.routes[route_index];
     let (rules_index, rules) = (route.rules_index as usize, compiled.rules_of(route));
     let attributes = RequestAttributes {
-        address: incoming.client.address,
-        client_cert: incoming.peer.connection.client_cert.as_deref(),
+        address: request_context.client.address,
+        client_cert: request_context.peer.connection.client_cert.as_deref(),
         host: &validated.host,
         method: &parts.method,
         path: &path,
@@ -242,7 +242,7 @@ fn decide(
     };
     let actions = compiled.actions_of(route).filter(|_| error.is_none());
     let actions = actions
-        .map(|actions| actions.evaluate(&TemplateVariables::of(&attributes, incoming.client.is_secure)))
+        .map(|actions| actions.evaluate(&TemplateVariables::of(&attributes, request_context.client.is_secure)))
         .transpose()?;
     let (admission, pending) = match evaluate(worker, compiled, rules_index, &attributes, context, now.unix_ms)? {
         Evaluation::Pending(pending) => (Admission::default(), Some(pending)),
@@ -251,17 +251,17 @@ fn decide(
             record.record_decision(rules_index, context, &decision);
             let decided_ms = context.result.decided_ms;
             if let Decision::Refused = decision {
-                let repeat = incoming.peer.repeats_previous.get().then(|| {
+                let repeat = request_context.peer.repeats_previous.get().then(|| {
                     RepeatRefusal::new(
                         config,
                         route_index,
                         context,
                         parts,
                         validated.special_fields,
-                        incoming.body_bytes,
+                        request_context.body_bytes,
                     )
                 });
-                incoming.peer.repeat_refusal.replace(repeat.flatten());
+                request_context.peer.repeat_refusal.replace(repeat.flatten());
                 let headers = std::mem::take(&mut parts.headers);
                 let render = || config.refusal(rules_index, context, decided_ms, worker.date(), text, headers);
                 return Ok(RequestOutcome::Respond(refusal_cache.response(rules_index, decided_ms, context, render)));
@@ -269,7 +269,7 @@ fn decide(
             let policy = config.policy_fields[rules_index].as_ref();
             let fields = rules.rate_limit_template.render(context, policy, decided_ms, text);
             let store_keys = || compiled.store_keys(rules, &attributes);
-            let peer = incoming.peer;
+            let peer = request_context.peer;
             let admission = Admission::new(decision, fields, worker, config, peer, rules_index, context, store_keys);
             (admission, None)
         }
@@ -283,21 +283,21 @@ fn decide(
     let (special_fields, websocket) = (validated.special_fields, validated.websocket);
     let normalized = (compiled.config.general.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
     let plan = ForwardPlan { server_key, ..plan };
-    let plan = plan.prepare(config, parts, incoming, special_fields, websocket, normalized)?;
+    let plan = plan.prepare(config, parts, request_context, special_fields, websocket, normalized)?;
     Ok(RequestOutcome::Forward { plan, admission, pending })
 }
 
 /// Finds the route of a request, and checks that the route takes its protocol and the size of its body.
 fn find_route(
     compiled: &CompiledConfig,
-    incoming: &RequestContext<'_>,
+    request_context: &RequestContext<'_>,
     parts: &Parts,
     validated: &ValidatedRequest<'_>,
     path: &str,
     params: &mut Vec<Range<usize>>,
     record: &mut RequestRecord,
 ) -> Result<usize, RequestError> {
-    let (host, secure) = (&*validated.host, incoming.client.is_secure);
+    let (host, secure) = (&*validated.host, request_context.client.is_secure);
     let query = router::RouteQuery { host, method: &parts.method, headers: &parts.headers, path, secure };
     let found = compiled.router.find(&query, params);
     let route = found
@@ -309,7 +309,7 @@ fn find_route(
     }
     // A body that is known to be too large is refused before anything is charged or read.
     match max_body_bytes(compiled, compiled.actions_of(&compiled.routes[route])) {
-        Some(max_bytes) if incoming.body_bytes > max_bytes => Err(RequestError::BodyTooLarge(max_bytes)),
+        Some(max_bytes) if request_context.body_bytes > max_bytes => Err(RequestError::BodyTooLarge(max_bytes)),
         _ => Ok(route),
     }
 }
@@ -333,7 +333,7 @@ impl ForwardPlan {
         mut self,
         config: &WorkerConfig,
         parts: &mut Parts,
-        incoming: &RequestContext<'_>,
+        request_context: &RequestContext<'_>,
         special_fields: SpecialFields,
         websocket: Option<UpgradeMethod>,
         path: Option<String>,
@@ -344,8 +344,14 @@ impl ForwardPlan {
         self.websocket = WebSocketHandshake::new(websocket, &parts.headers, || {
             compiled.config.routes[self.route].websocket && supports_upgrade()
         })?;
-        let peer = &incoming.peer.connection.address_field;
-        headers::forward_request(&mut parts.headers, special_fields, peer, &incoming.client, &compiled.key_fields);
+        let peer = &request_context.peer.connection.address_field;
+        headers::forward_request(
+            &mut parts.headers,
+            special_fields,
+            peer,
+            &request_context.client,
+            &compiled.key_fields,
+        );
         let path = self.actions.as_mut().and_then(|actions| actions.path.take()).or(path);
         if let Some(actions) = &mut self.actions {
             actions.apply_to_request(&mut parts.headers);
@@ -380,8 +386,8 @@ fn find_keys(
                 config.route_metrics[route].shadowed(position);
                 None
             }
-            Err(KeyFailure { error: fault, keyed_request }) => {
-                first_error.get_or_insert(fault);
+            Err(KeyFailure { error, keyed_request }) => {
+                first_error.get_or_insert(error);
                 keyed_request
             }
         });

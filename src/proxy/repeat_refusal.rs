@@ -35,7 +35,7 @@ impl RepeatRefusal {
         route: usize,
         context: &DecisionContext,
         parts: &Parts,
-        marks: SpecialFields,
+        special_fields: SpecialFields,
         body_bytes: u64,
     ) -> Option<RepeatRefusal> {
         let rules = config.compiled.rules_of(&config.compiled.routes[route]);
@@ -50,7 +50,7 @@ impl RepeatRefusal {
             && parts.version == Version::HTTP_11
             && parts.method != Method::HEAD
             && body_bytes == 0
-            && !special.into_iter().any(|field| marks.has(field))
+            && !special.into_iter().any(|field| special_fields.has(field))
             && keeps_connection();
         is_eligible.then(|| RepeatRefusal {
             config: Rc::clone(config),

@@ -92,12 +92,12 @@ impl WorkerConfig {
         };
         let route_metrics = |(index, route): (usize, &CompiledRoute)| {
             let names: Vec<&str> =
-                rules_of(compiled.rules_of(route)).iter().map(|entry| entry.rule.name.as_str()).collect();
+                rules_of(compiled.rules_of(route)).iter().map(|rule| rule.rule.name.as_str()).collect();
             RouteMetrics::new(registry, worker_id, compiled.route_name(index), &names)
         };
         let window_metrics = |route_rules: &RouteRules| {
             let layers: Vec<_> =
-                rules_of(route_rules).iter().map(|entry| (entry.rule.name.as_str(), entry.layer_names())).collect();
+                rules_of(route_rules).iter().map(|rule| (rule.rule.name.as_str(), rule.layer_names())).collect();
             WindowMetrics::new(registry, worker_id, &layers)
         };
         let mut server_pools = ServerPools::new();

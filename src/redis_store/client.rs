@@ -89,7 +89,7 @@ impl RedisClient {
     /// Acquires tokens in all counters or in none. The counters must be distinct and fit in one call: see
     /// [`RedisClient::is_one_call`]. `gateway_ms` is the gateway's time.
     pub async fn acquire(&self, requests: &[CounterRequest], gateway_ms: u64) -> Result<AcquireReply, StoreError> {
-        let base = requests.first().map_or("", |request| &*request.base);
+        let base = requests.first().map_or("", |request| &*request.key_base);
         let gateway_ms = requests.iter().map(|request| request.computed_ms).fold(gateway_ms, u64::max);
         let mut window_ms = gateway_ms;
         for _ in 0..2 {
@@ -121,13 +121,13 @@ impl RedisClient {
     /// Refunds tokens; returns how many the servers accepted.
     pub async fn refund(&self, refunds: &[Refund]) -> Result<u64, StoreError> {
         let mut accepted = 0;
-        for refunds in refunds.chunk_by(|a, b| self.is_one_call(&a.base, &b.base)) {
+        for refunds in refunds.chunk_by(|a, b| self.can_share_a_call(&a.key_base, &b.key_base)) {
             let call = |by| scripts::refund_command(&self.0.scripts.refund, by, refunds);
             let refund_call = async |connection: &Rc<Connection>, importing| {
                 let reply = connection.run_script(ScriptKind::Refund, importing, &call).await?;
                 scripts::parse_refund_reply(&reply).ok_or_else(|| unexpected_reply(&reply))
             };
-            let base = refunds.first().map_or("", |refund| &*refund.base);
+            let base = refunds.first().map_or("", |refund| &*refund.key_base);
             accepted += self.run(base, &refund_call).await?.0;
         }
         Ok(accepted)
@@ -186,7 +186,7 @@ impl RedisClient {
     }
 
     /// Whether one call can cover counters with both key bases.
-    pub fn is_one_call(&self, a: &str, b: &str) -> bool {
+    pub fn can_share_a_call(&self, a: &str, b: &str) -> bool {
         match &self.0.servers {
             Servers::Single(_) => true,
             Servers::Cluster(_) => slot(a) == slot(b),
@@ -237,7 +237,7 @@ impl RedisClient {
         let at = WindowRef::Floating { period_ms: PROBE_PERIOD_MS };
         let (limit, ceiling) = (u32::MAX, TOKENS_MAX);
         let request = CounterRequest {
-            base: base.into(),
+            key_base: base.into(),
             window: at,
             limit,
             ceiling,

@@ -355,7 +355,7 @@ impl CallQueue {
 }
 
 fn base(call: &AcquireCall) -> &str {
-    call.requests.first().map_or("", |request| &*request.base)
+    call.requests.first().map_or("", |request| &*request.key_base)
 }
 
 /// The error for a reply of unexpected form.

@@ -271,7 +271,7 @@ impl Diagnosis<'_> {
         let next_end_ms = end_ms + WINDOW_MS;
         let (limit, ceiling) = (1000, TOKENS_MAX);
         let want = |at| CounterRequest {
-            base: base.into(),
+            key_base: base.into(),
             window: at,
             limit,
             ceiling,

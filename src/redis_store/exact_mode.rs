@@ -94,7 +94,7 @@ impl SharedCounters {
     /// How many of these, from the first on, fit in one call.
     fn first_call_len(&self, requests: &[CounterRequest]) -> usize {
         let Some(first) = requests.first() else { return 0 };
-        requests.iter().take_while(|want| self.store.is_one_call(&first.base, &want.base)).count()
+        requests.iter().take_while(|request| self.store.can_share_a_call(&first.key_base, &request.key_base)).count()
     }
 
     /// Undoes all charges of a request, here and in the store. Reservations that later ones depend on are refunded when
@@ -156,18 +156,18 @@ impl SharedCounters {
         key_text: &str,
     ) -> Vec<CounterRequest> {
         let (cost, now_ms) = (u64::from(keyed_request.cost), self.clock.now().unix_ms);
-        let want = |layer| {
+        let request = |layer| {
             let base_request = self.counter_request_of(rule_set, rule, layer, keyed_request, key_text, now_ms);
             CounterRequest { need: cost, want: cost, ceiling: TOKENS_MAX, ..base_request }
         };
-        rule_set.rules[rule].variant(keyed_request.variant).map(want).collect()
+        rule_set.rules[rule].variant(keyed_request.variant).map(request).collect()
     }
 
     fn overdraw_locally(&self, rule_set: &Arc<RuleSet>, rule: usize, keyed_request: KeyedRequest, key_text: &Rc<str>) {
-        let entry = &rule_set.rules[rule];
-        if entry.rule.on_outage == OnOutage::Local {
+        let compiled_rule = &rule_set.rules[rule];
+        if compiled_rule.rule.on_outage == OnOutage::Local {
             rule_set.charge_excess(rule, keyed_request, &self.table, self.clock.now().unix_ms);
-            entry
+            compiled_rule
                 .variant(keyed_request.variant)
                 .for_each(|layer| self.record_unreported_layer(rule_set, rule, layer, keyed_request, key_text));
         }

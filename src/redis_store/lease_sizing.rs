@@ -1,4 +1,5 @@
-//! How many tokens to lease for each counter.
+//! The leases of one worker: how many tokens to fetch next for each counter, which fetches are in flight, and which leases
+//! are idle.
 //!
 //! The table holds the leased tokens. A record holds what is needed to lease more and to return the rest. Records may
 //! be dropped at any time; then unused tokens are not returned.
@@ -12,10 +13,9 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
+use super::scripts::{CounterReply, RefundTarget};
 use foldhash::fast::RandomState;
 use tokio::sync::Notify;
-
-use super::scripts::{CounterReply, RefundTarget};
 use transom_limiter::table::Counter;
 
 /// Most records. Other counters lease only what they need.
@@ -129,8 +129,8 @@ impl LeaseRecord {
         if self.in_flight.is_some() || now < self.next_recheck {
             return false;
         }
-        let (least, most) = RECHECK_PERIOD;
-        self.next_recheck = now + Duration::from_millis(period_ms / 16).clamp(least, most);
+        let (min, max) = RECHECK_PERIOD;
+        self.next_recheck = now + Duration::from_millis(period_ms / 16).clamp(min, max);
         true
     }
 }

@@ -4,17 +4,17 @@
 //! - Servers: `client` (entry point), `connect`, `connection`, `reconnecting`, `cluster`, `sentinel`, `hash_slot`.
 //! - Protocol: `scripts` (commands and replies, pure).
 //! - Decisions: `shared_decision` (one request), `exact_mode` (what the store decides itself), `token_fetch` and
-//!   `lease_sizing` (leases), `admin_queries` (decision API).
+//!   `lease_sizing` (leases), `decision_queries` (decision API).
 //! - Outages: `circuit_breaker`, `unreported_usage`, `outage`.
 //! - Diagnosis: `diagnose` (queries the servers), `diagnose_rules` (what the replies mean).
 //! - `shared_counters`: the state of one worker, calls with their bookkeeping, periodic tasks.
 
-pub mod admin_queries;
 mod circuit_breaker;
 pub mod client;
 mod cluster;
 mod connect;
 mod connection;
+pub mod decision_queries;
 pub mod diagnose;
 pub mod diagnose_rules;
 mod exact_mode;

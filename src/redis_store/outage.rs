@@ -1,7 +1,6 @@
 //! What happens when a server cannot be reached and when it is reachable again: the circuit breaker opens, rules continue
 //! without the server, the server is probed, gets a report of the usage counted meanwhile, and its breaker closes.
 
-use std::collections::HashSet;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -129,8 +128,7 @@ impl SharedCounters {
 
     /// Sends the refunds that could not be sent during the outage.
     async fn send_kept_refunds(self: &Rc<Self>) {
-        let refunds = self.unreported.refunds.take();
-        self.refund(refunds).await;
+        self.refund(self.unreported.take_refunds()).await;
     }
 
     /// Records charges of this decision that were made locally only.
@@ -180,8 +178,7 @@ impl SharedCounters {
 
     /// Reports usage to reachable servers: usage that was counted locally while one of their replies was late.
     pub(super) async fn report_to_reachable(self: &Rc<Self>) {
-        let servers: HashSet<ServerId> =
-            self.unreported.charges.borrow().values().map(|charge| self.server_of(charge)).collect();
+        let servers = self.unreported.servers(|charge| self.server_of(charge));
         for server in servers.into_iter().filter(|server| !self.breaker.is_open(*server)) {
             self.report(server).await;
         }
@@ -191,28 +188,16 @@ impl SharedCounters {
         self.store.server_of(&self.key_base(&charge.key_text, "", 0))
     }
 
-    fn base_of(&self, id: CounterId) -> Option<Rc<str>> {
-        self.unreported.charges.borrow().get(&id).map(|charge| self.key_base(&charge.key_text, "", 0))
+    fn key_base_of(&self, id: CounterId) -> Option<Rc<str>> {
+        self.unreported.get(id).map(|charge| self.key_base(&charge.key_text, "", 0))
     }
 
     /// Some unreported counters of a server; drops those whose windows have ended.
     fn next_to_report(&self, server: ServerId) -> Vec<CounterId> {
-        let (mut charges, reporting) = (self.unreported.charges.borrow_mut(), self.unreported.reporting.borrow());
-        let (mut due, mut ended) = (Vec::new(), Vec::new());
-        for (id, charge) in
-            charges.iter().filter(|(id, charge)| !reporting.contains(id) && self.server_of(charge) == server)
-        {
-            let has_ended =
-                self.used_locally(&charge.rule_set, charge.rule, charge.layer, charge.keyed_request).used == 0;
-            if has_ended { &mut ended } else { &mut due }.push(*id);
-            if due.len() == REPORTS_AT_ONCE {
-                break;
-            }
-        }
-        for id in ended {
-            charges.remove(&id);
-        }
-        due
+        let has_ended = |charge: &UnreportedCharge| {
+            self.used_locally(&charge.rule_set, charge.rule, charge.layer, charge.keyed_request).used == 0
+        };
+        self.unreported.due(REPORTS_AT_ONCE, |charge| self.server_of(charge) == server, has_ended)
     }
 
     /// Reports to a server what was counted without it; returns `false` if the server is unreachable again.
@@ -220,7 +205,7 @@ impl SharedCounters {
         let until = self.clock.instant() + REPORT_LIMIT;
         loop {
             let due = self.next_to_report(server);
-            let Some(base) = due.first().and_then(|id| self.base_of(*id)) else { return true };
+            let Some(base) = due.first().and_then(|id| self.key_base_of(*id)) else { return true };
             if self.clock.instant() >= until {
                 return true;
             }
@@ -231,11 +216,11 @@ impl SharedCounters {
             }
             let reports: Vec<JoinHandle<bool>> =
                 due.into_iter().filter_map(|id| Rc::clone(self).start_report(id, server)).collect();
-            let mut arrives = true;
-            for reports in reports {
-                arrives &= reports.await.unwrap_or(false);
+            let mut all_delivered = true;
+            for report in reports {
+                all_delivered &= report.await.unwrap_or(false);
             }
-            if !arrives {
+            if !all_delivered {
                 return false;
             }
         }
@@ -252,12 +237,12 @@ impl SharedCounters {
 
     /// Starts a report, unless one of this counter is running: many calls may detect a reconnect at once.
     fn start_report(self: Rc<Self>, id: CounterId, server: ServerId) -> Option<JoinHandle<bool>> {
-        let is_first = self.unreported.reporting.borrow_mut().insert(id);
+        let is_first = self.unreported.begin_report(id);
         is_first.then(|| {
             spawn_local(async move {
-                let arrives = self.report_counter(id, server).await;
-                self.unreported.reporting.borrow_mut().remove(&id);
-                arrives
+                let all_delivered = self.report_counter(id, server).await;
+                self.unreported.end_report(id);
+                all_delivered
             })
         })
     }
@@ -265,10 +250,10 @@ impl SharedCounters {
     /// The key bases of reachable shards: shards on other unreachable servers are left out, and the remaining shards
     /// take over their part. Empty if `server` itself is unreachable.
     async fn reachable_shards(self: &Rc<Self>, charge: &UnreportedCharge, server: ServerId) -> Vec<Rc<str>> {
-        let (entry, layer) = (&charge.rule_set.rules[charge.rule], charge.layer);
+        let (compiled_rule, layer) = (&charge.rule_set.rules[charge.rule], charge.layer);
         let (mut reachable, mut unreachable) = (Vec::new(), Vec::new());
-        for shard in 0..entry.layer(layer).store_shards {
-            let base = self.key_base(&charge.key_text, entry.suffix(layer), shard);
+        for shard in 0..compiled_rule.layer(layer).store_shards {
+            let base = self.key_base(&charge.key_text, compiled_rule.suffix(layer), shard);
             let owner = self.store.server_of(&base);
             if owner != server && (self.breaker.is_open(owner) || unreachable.contains(&owner)) {
                 continue;
@@ -290,7 +275,7 @@ impl SharedCounters {
 
     /// Reports one counter to a server and to its other shards; returns `false` if the server is unreachable.
     async fn report_counter(self: &Rc<Self>, id: CounterId, server: ServerId) -> bool {
-        let Some(charge) = self.unreported.charges.borrow().get(&id).cloned() else { return true };
+        let Some(charge) = self.unreported.get(id) else { return true };
         let UnreportedCharge { rule_set, rule, layer, keyed_request, key_text } = &charge;
         let (rule, layer, keyed_request) = (*rule, *layer, *keyed_request);
         let shards = rule_set.rules[rule].layer(layer).store_shards;
@@ -303,7 +288,7 @@ impl SharedCounters {
         // After a reconnect, the server may have forgotten more than this charge, which the report has to include.
         self.note_reconnect(began);
         // No await until the counter is emptied: a charge made meanwhile is reported separately.
-        self.unreported.charges.borrow_mut().remove(&id);
+        self.unreported.remove(id);
         let local = self.used_locally(rule_set, rule, layer, keyed_request);
         let now_ms = self.clock.now().unix_ms;
         if local.used == 0 {
@@ -330,7 +315,7 @@ impl SharedCounters {
         if tokens == 0 {
             return true;
         }
-        let mut arrives = true;
+        let mut all_delivered = true;
         let parts = reachable.len() as u32;
         for (base, shard) in reachable.into_iter().zip(0..) {
             let part = part_of_shard(tokens, parts, shard);
@@ -339,27 +324,27 @@ impl SharedCounters {
             }
             let base_request = self.counter_request_of(rule_set, rule, layer, keyed_request, key_text, now_ms);
             let owner = self.store.server_of(&base);
-            let want = CounterRequest {
-                base,
+            let request = CounterRequest {
+                key_base: base,
                 need: part,
                 want: part,
                 ceiling: TOKENS_MAX,
                 used_min: if shards == 1 { used_min } else { 0 },
                 ..base_request
             };
-            match self.acquire_unchecked(std::slice::from_ref(&want)).await {
+            match self.acquire_unchecked(std::slice::from_ref(&request)).await {
                 Ok(AcquireReply::Granted { counters: replies, .. }) => {
                     self.metrics.reported(part);
-                    if let (Some(replies), 1) = (replies.first(), shards) {
-                        self.note_store_usage(counter, replies.end_ms, replies.used, now_ms);
+                    if let (Some(reply), 1) = (replies.first(), shards) {
+                        self.note_store_usage(counter, reply.end_ms, reply.used, now_ms);
                     }
                 }
                 // The window has ended, or the key holds another type.
                 Ok(AcquireReply::Refused { .. } | AcquireReply::OtherWindow { .. }) | Err(StoreError::Key(_)) => {}
                 // Other servers have their own breakers.
-                Err(StoreError::Unreachable(_)) => arrives &= owner != server,
+                Err(StoreError::Unreachable(_)) => all_delivered &= owner != server,
             }
         }
-        arrives
+        all_delivered
     }
 }

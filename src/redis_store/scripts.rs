@@ -3,7 +3,8 @@
 //!
 //! The server's clock decides which window is open. A request therefore names the window that is open by the gateway's
 //! time and the end of the next one; the key of the next window is sent only after the server reports that the first
-//! has ended. Therefore a plain counter needs one key per call, also while its slot moves.
+//! has ended. So a call names one key per plain counter: while a slot moves between nodes, a cluster rejects calls with
+//! several keys (TRYAGAIN).
 //!
 //! | counter | key | value |
 //! | --- | --- | --- |
@@ -16,7 +17,7 @@
 //! is granted. A key without expiry, or with another one, gets the expiry of its window at the next acquire. A value
 //! that is not an integer, or a key of another type, is an error of that counter only.
 //!
-//! **Refunds.** A plain window takes back all tokens, as long as it exists. An account takes back the tokens on which
+//! **Refunds.** A plain window takes back all tokens, as long as it exists. A counter of accumulating windows takes back the tokens on which
 //! no later request can depend: all of them in the window of the charge, reduced by `limit` for each window that has
 //! begun since, because those would have expired. A window that a first request opened takes back nothing once another
 //! is open. For reservations, `only_if_used` ensures that no later request has reserved.
@@ -76,7 +77,7 @@ pub enum WindowRef {
         end_ms: u64,
         next_end_ms: u64,
     },
-    /// Connected windows: tokens roll over, or are reserved in later windows.
+    /// Accumulating windows: tokens roll over, or are reserved in later windows.
     Accumulating { number: u64, end_ms: u64, next_end_ms: u64 },
     /// The first request opens a window.
     Floating { period_ms: u64 },
@@ -135,7 +136,7 @@ impl WindowRef {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct CounterRequest {
     /// The beginning of the counter's keys.
-    pub base: Rc<str>,
+    pub key_base: Rc<str>,
     pub window: WindowRef,
     /// Tokens granted per window; at least 1.
     pub limit: u32,
@@ -185,7 +186,7 @@ pub enum AcquireReply {
 /// Tokens to refund.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Refund {
-    pub base: Rc<str>,
+    pub key_base: Rc<str>,
     pub kind: KeyFormat,
     /// [`CounterReply::number`].
     pub number: u64,
@@ -200,7 +201,7 @@ pub struct Refund {
 /// Where tokens came from and can be refunded to.
 #[derive(Clone, Debug)]
 pub struct RefundTarget {
-    pub base: Rc<str>,
+    pub key_base: Rc<str>,
     pub kind: KeyFormat,
     pub number: u64,
     pub limit: u32,
@@ -211,14 +212,20 @@ impl RefundTarget {
     /// A refund of `tokens`.
     pub fn refund(&self, tokens: u64) -> Refund {
         let RefundTarget { kind, number, limit, .. } = *self;
-        Refund { base: Rc::clone(&self.base), kind, number, limit, tokens, only_if_used: None, deletes: false }
+        Refund { key_base: Rc::clone(&self.key_base), kind, number, limit, tokens, only_if_used: None, deletes: false }
     }
 }
 
 impl CounterRequest {
     pub fn refund_target(&self, reply: CounterReply) -> RefundTarget {
         let CounterReply { number, end_ms, .. } = reply;
-        RefundTarget { base: Rc::clone(&self.base), kind: self.window.kind(), number, limit: self.limit, end_ms }
+        RefundTarget {
+            key_base: Rc::clone(&self.key_base),
+            kind: self.window.kind(),
+            number,
+            limit: self.limit,
+            end_ms,
+        }
     }
 }
 
@@ -249,47 +256,49 @@ pub type AcquireResult = Result<AcquireReply, String>;
 /// The command that decides calls in order.
 pub fn acquire_command<'a>(
     script: &Script,
-    by: ScriptRef,
+    script_ref: ScriptRef,
     calls: impl Iterator<Item = &'a AcquireCall> + Clone,
 ) -> Cmd {
-    let requests = calls.clone().flat_map(|call| call.requests.iter().map(|want| (want, call.window_ms)));
-    let (count, bases) = requests.clone().fold((0, 0), |(n, bytes), (want, _)| (n + 1, bytes + want.base.len()));
-    let mut cmd = start_command(script, by, count, 9 * count + 2, bases);
+    let requests = calls.clone().flat_map(|call| call.requests.iter().map(|request| (request, call.window_ms)));
+    let (count, base_bytes) =
+        requests.clone().fold((0, 0), |(n, bytes), (request, _)| (n + 1, bytes + request.key_base.len()));
+    let mut cmd = start_command(script, script_ref, count, 9 * count + 2, base_bytes);
     let mut key = String::new();
-    for (want, at_ms) in requests {
-        let (number, _) = want.window.window_at(at_ms).unwrap_or_default();
-        write_key(&mut key, &want.base, want.window.kind(), number);
+    for (request, at_ms) in requests {
+        let (number, _) = request.window.window_at(at_ms).unwrap_or_default();
+        write_key(&mut key, &request.key_base, request.window.kind(), number);
         cmd.arg(&key);
     }
     for call in calls {
         cmd.arg(call.gateway_ms).arg(call.requests.len());
-        for want in &call.requests {
-            put_want(&mut cmd, want, call.window_ms);
+        for request in &call.requests {
+            write_request_arguments(&mut cmd, request, call.window_ms);
         }
     }
     cmd
 }
 
-fn put_want(cmd: &mut Cmd, want: &CounterRequest, at_ms: u64) {
-    let (ceiling, need) = (want.ceiling.min(TOKENS_MAX), want.need.min(TOKENS_MAX));
-    let (most, least) = (want.want.clamp(need, TOKENS_MAX), want.used_min.min(TOKENS_MAX));
-    let (_, end_ms) = want.window.window_at(at_ms).unwrap_or_default();
-    match want.window {
-        WindowRef::Plain { .. } if most == need && least == 0 => cmd.arg(EXACT).arg(ceiling).arg(need).arg(end_ms),
-        WindowRef::Plain { .. } => put(cmd, KeyFormat::Plain, [ceiling, need, end_ms, most, least]),
+fn write_request_arguments(cmd: &mut Cmd, request: &CounterRequest, at_ms: u64) {
+    let (ceiling, need) = (request.ceiling.min(TOKENS_MAX), request.need.min(TOKENS_MAX));
+    let (want, used_min) = (request.want.clamp(need, TOKENS_MAX), request.used_min.min(TOKENS_MAX));
+    let (_, end_ms) = request.window.window_at(at_ms).unwrap_or_default();
+    match request.window {
+        WindowRef::Plain { .. } if want == need && used_min == 0 => cmd.arg(EXACT).arg(ceiling).arg(need).arg(end_ms),
+        WindowRef::Plain { .. } => write_arguments(cmd, KeyFormat::Plain, [ceiling, need, end_ms, want, used_min]),
         WindowRef::Accumulating { number, end_ms, next_end_ms } => {
-            put(cmd, KeyFormat::Accumulating, [ceiling, need, end_ms, most, least])
-                .arg(want.limit.max(1))
+            write_arguments(cmd, KeyFormat::Accumulating, [ceiling, need, end_ms, want, used_min])
+                .arg(request.limit.max(1))
                 .arg(number)
                 .arg(next_end_ms)
         }
         WindowRef::Floating { period_ms } => {
-            put(cmd, KeyFormat::Floating, [ceiling, need, period_ms.max(1), most, least]).arg(want.limit.max(1))
+            write_arguments(cmd, KeyFormat::Floating, [ceiling, need, period_ms.max(1), want, used_min])
+                .arg(request.limit.max(1))
         }
     };
 }
 
-fn put(cmd: &mut Cmd, kind: KeyFormat, numbers: [u64; 5]) -> &mut Cmd {
+fn write_arguments(cmd: &mut Cmd, kind: KeyFormat, numbers: [u64; 5]) -> &mut Cmd {
     cmd.arg(kind.letter());
     numbers.into_iter().fold(cmd, |cmd, number| cmd.arg(number))
 }
@@ -314,7 +323,7 @@ pub fn parse_acquire_reply<'a>(
 
 fn parse_decision(status: &Value, layers: &[Value], call: &AcquireCall, time_ms: u64) -> Option<AcquireResult> {
     let layers = layers.chunks_exact(3).zip(&call.requests);
-    let replies = |(reply, want)| parse_counter(reply, want, call.window_ms);
+    let replies = |(reply, request)| parse_counter(reply, request, call.window_ms);
     match status {
         Value::Int(1) => {
             Some(Ok(AcquireReply::Granted { time_ms, counters: layers.map(replies).collect::<Option<_>>()? }))
@@ -324,48 +333,48 @@ fn parse_decision(status: &Value, layers: &[Value], call: &AcquireCall, time_ms:
         }
         Value::Int(-1) => Some(Ok(AcquireReply::OtherWindow { time_ms })),
         Value::Int(-2) => {
-            let (_, want) = layers.into_iter().find(|(reply, _)| reply.first() == Some(&Value::Int(-1)))?;
+            let (_, request) = layers.into_iter().find(|(reply, _)| reply.first() == Some(&Value::Int(-1)))?;
             let mut key = String::new();
-            write_key(&mut key, &want.base, want.window.kind(), want.window.window_at(call.window_ms)?.0);
+            write_key(&mut key, &request.key_base, request.window.kind(), request.window.window_at(call.window_ms)?.0);
             Some(Err(key))
         }
         _ => None,
     }
 }
 
-fn parse_counter(reply: &[Value], want: &CounterRequest, at_ms: u64) -> Option<CounterReply> {
-    let [granted, used, mark] = reply else { return None };
-    let (which, end_ms) = match want.window {
-        WindowRef::Plain { .. } => want.window.window_at(at_ms)?,
+fn parse_counter(reply: &[Value], request: &CounterRequest, at_ms: u64) -> Option<CounterReply> {
+    let [granted, used, window_mark] = reply else { return None };
+    let (number, end_ms) = match request.window {
+        WindowRef::Plain { .. } => request.window.window_at(at_ms)?,
         WindowRef::Accumulating { number: first, end_ms, next_end_ms } => {
-            let which = parse_number(mark)?;
-            (which, if which == first { end_ms } else { next_end_ms })
+            let number = parse_number(window_mark)?;
+            (number, if number == first { end_ms } else { next_end_ms })
         }
         WindowRef::Floating { period_ms } => {
-            let start_ms = parse_number(mark)?;
+            let start_ms = parse_number(window_mark)?;
             (start_ms, start_ms + period_ms)
         }
     };
-    Some(CounterReply { granted: parse_number(granted)?, used: parse_number(used)?, end_ms, number: which })
+    Some(CounterReply { granted: parse_number(granted)?, used: parse_number(used)?, end_ms, number })
 }
 
 /// Whether each counter's first or second window is open at `now_ms`.
 pub fn are_windows_known(requests: &[CounterRequest], now_ms: u64) -> bool {
-    requests.iter().all(|want| want.window.window_at(now_ms).is_some())
+    requests.iter().all(|request| request.window.window_at(now_ms).is_some())
 }
 
 /// The command that refunds tokens.
-pub fn refund_command(script: &Script, by: ScriptRef, refunds: &[Refund]) -> Cmd {
+pub fn refund_command(script: &Script, script_ref: ScriptRef, refunds: &[Refund]) -> Cmd {
     let mut cmd = start_command(
         script,
-        by,
+        script_ref,
         refunds.len(),
         5 * refunds.len(),
-        refunds.iter().map(|refund| refund.base.len()).sum(),
+        refunds.iter().map(|refund| refund.key_base.len()).sum(),
     );
     let mut key = String::new();
     for refund in refunds {
-        write_key(&mut key, &refund.base, refund.kind, refund.number);
+        write_key(&mut key, &refund.key_base, refund.kind, refund.number);
         cmd.arg(&key);
     }
     for refund in refunds {
@@ -385,14 +394,14 @@ pub fn parse_refund_reply(reply: &Value) -> Option<u64> {
 }
 
 /// The beginning of a command, up to its keys.
-fn start_command(script: &Script, by: ScriptRef, keys: usize, numbers: usize, bases: usize) -> Cmd {
-    let (name, script) = match by {
+fn start_command(script: &Script, script_ref: ScriptRef, keys: usize, arguments: usize, base_bytes: usize) -> Cmd {
+    let (name, script) = match script_ref {
         ScriptRef::Sha => ("EVALSHA", script.sha.as_str()),
         ScriptRef::Text => ("EVAL", script.text),
     };
     // Capacity for the window number after each base, and for numbers as long as a time in milliseconds.
-    let bytes = script.len() + bases + 22 * keys + 13 * numbers + 16;
-    let mut cmd = Cmd::with_capacity(3 + keys + numbers, bytes);
+    let bytes = script.len() + base_bytes + 22 * keys + 13 * arguments + 16;
+    let mut cmd = Cmd::with_capacity(3 + keys + arguments, bytes);
     cmd.arg(name).arg(script).arg(keys);
     cmd
 }
@@ -421,7 +430,7 @@ mod tests {
 
     fn acquire_call(at: WindowRef, need: u64, want: u64) -> AcquireCall {
         let want = CounterRequest {
-            base: Rc::from("t:{r|a}"),
+            key_base: Rc::from("t:{r|a}"),
             window: at,
             limit: 5,
             ceiling: 5,

@@ -46,7 +46,7 @@ pub struct SharedCounters {
     pub(super) unreported: UnreportedUsage,
     pub(super) deferred_refunds: Arc<DeferredRefunds>,
     pub(super) metrics: StoreMetrics,
-    /// The shard of a split counter from which this worker fetches first.
+    /// The shard of a sharded counter from which this worker fetches first.
     pub(super) own_shard: u32,
     /// When a connection was last opened anew, Unix milliseconds. The server may have lost what was counted before: it
     /// may be another one, or restarted.
@@ -62,7 +62,7 @@ impl SharedCounters {
         table: Arc<Table>,
         clock: Clock,
         deferred_refunds: Arc<DeferredRefunds>,
-        meter: StoreMetrics,
+        metrics: StoreMetrics,
     ) -> Rc<SharedCounters> {
         Rc::new(SharedCounters {
             store: RedisClient::new(config),
@@ -74,7 +74,7 @@ impl SharedCounters {
             breaker: CircuitBreakers::default(),
             unreported: UnreportedUsage::default(),
             deferred_refunds,
-            metrics: meter,
+            metrics,
             own_shard: fastrand::u32(..),
             reconnected_ms: Cell::new(0),
             generation: Cell::new(0),
@@ -121,9 +121,9 @@ impl SharedCounters {
         // A server behind a new connection may have forgotten usage that the requests relied on.
         let generation = self.generation.get();
         if let Some(request) = requests.first()
-            && let Err(error) = self.store.ensure_connected(&request.base).await
+            && let Err(error) = self.store.ensure_connected(&request.key_base).await
         {
-            self.record_error(self.store.server_of(&request.base), &error);
+            self.record_error(self.store.server_of(&request.key_base), &error);
             return Err(error);
         }
         if generation != 0 && self.store.generation() != generation {
@@ -143,7 +143,7 @@ impl SharedCounters {
         requests: &[CounterRequest],
     ) -> Result<AcquireReply, StoreError> {
         let (began, now_ms) = (self.clock.instant(), self.clock.now().unix_ms);
-        let server = requests.first().map_or(ServerId::ONLY, |request| self.store.server_of(&request.base));
+        let server = requests.first().map_or(ServerId::ONLY, |request| self.store.server_of(&request.key_base));
         let reply = self.store.acquire(requests, now_ms).await;
         self.note_reconnect(began);
         match &reply {
@@ -166,7 +166,7 @@ impl SharedCounters {
         let mut calls: Vec<Vec<Refund>> = Vec::new();
         for refund in refunds {
             let joins = |call: &&mut Vec<Refund>| {
-                let is_near = |first: &Refund| self.store.is_one_call(&first.base, &refund.base);
+                let is_near = |first: &Refund| self.store.can_share_a_call(&first.key_base, &refund.key_base);
                 call.len() < REFUNDS_PER_CALL && call.first().is_some_and(is_near)
             };
             match calls.last_mut().filter(joins) {
@@ -190,7 +190,7 @@ impl SharedCounters {
 
     async fn refund_in_one_call(self: Rc<Self>, refunds: Vec<Refund>) {
         let Some(first) = refunds.first() else { return };
-        if self.is_unreachable(&first.base) {
+        if self.is_unreachable(&first.key_base) {
             self.unreported.keep_refunds(refunds);
             return;
         }
@@ -200,7 +200,7 @@ impl SharedCounters {
                 self.metrics.returned(returned);
                 self.metrics.call_completed(StoreOutcome::Refunded, self.clock.instant().duration_since(began));
             }
-            Err(error) => self.record_error(self.store.server_of(&first.base), &error),
+            Err(error) => self.record_error(self.store.server_of(&first.key_base), &error),
         }
     }
 
@@ -209,7 +209,7 @@ impl SharedCounters {
         let now_ms = self.clock.now().unix_ms;
         let left = |counter| self.table.leased_tokens(counter, now_ms);
         // Tokens that cannot be returned now may still be spent.
-        let withdraw = |counter, target: &RefundTarget| match self.is_unreachable(&target.base) {
+        let withdraw = |counter, target: &RefundTarget| match self.is_unreachable(&target.key_base) {
             true => None,
             false => Some(self.table.withdraw(counter, target.end_ms, u32::MAX)),
         };
@@ -227,6 +227,7 @@ impl SharedCounters {
         self.clock.now().unix_ms.abs_diff(time_ms) < CLOCK_DIFFERENCE_MAX_MS
     }
 
+    /// Sets `reconnected_ms` if a connection was opened anew since `began`.
     pub(super) fn note_reconnect(&self, began: Instant) {
         let generation = self.store.generation();
         if generation != self.generation.get() {
@@ -234,8 +235,8 @@ impl SharedCounters {
             if is_first {
                 return;
             }
-            let ago = self.clock.instant().duration_since(began);
-            self.reconnected_ms.set(self.clock.now().unix_ms.saturating_sub(ago.as_millis() as u64));
+            let elapsed = self.clock.instant().duration_since(began);
+            self.reconnected_ms.set(self.clock.now().unix_ms.saturating_sub(elapsed.as_millis() as u64));
         }
     }
 

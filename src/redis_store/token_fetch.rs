@@ -45,12 +45,13 @@ impl SharedCounters {
     pub(super) fn start_fetches(self: &Rc<Self>, fetches: Vec<TokenFetch>) -> Vec<Rc<InFlightFetch>> {
         let mut calls: Vec<Vec<TokenFetch>> = Vec::new();
         for fetch in fetches {
-            // A split counter is fetched by itself, shard by shard.
-            let joins = |call: &&mut Vec<TokenFetch>| {
-                let is_near = |first: &TokenFetch| self.store.is_one_call(&first.request.base, &fetch.request.base);
-                fetch.shards == 1 && call.first().is_some_and(|first| first.shards == 1 && is_near(first))
+            // A sharded counter is fetched by itself, shard by shard.
+            let fits = |call: &&mut Vec<TokenFetch>| {
+                let is_same_call =
+                    |first: &TokenFetch| self.store.can_share_a_call(&first.request.key_base, &fetch.request.key_base);
+                fetch.shards == 1 && call.first().is_some_and(|first| first.shards == 1 && is_same_call(first))
             };
-            match calls.iter_mut().find(joins) {
+            match calls.iter_mut().find(fits) {
                 Some(call) => call.push(fetch),
                 None => calls.push(vec![fetch]),
             }
@@ -102,7 +103,7 @@ impl SharedCounters {
         let first =
             self.leases.with_existing(counter_id(fetch.counter), |record| record.shard).unwrap_or(self.own_shard)
                 % shards;
-        let (mut missing, mut used_most) = (fetch.request.need.max(1), 0);
+        let (mut missing, mut used_max) = (fetch.request.need.max(1), 0);
         for i in 0..shards {
             let shard = (first + i) % shards;
             let part = part_of_shard(whole, shards, shard);
@@ -110,15 +111,15 @@ impl SharedCounters {
             // The next shard may have what one shard lacks.
             let (limit, mut need) = (part as u32, missing.min(part));
             let replies = loop {
-                let want = CounterRequest {
-                    base: Rc::clone(&base),
+                let request = CounterRequest {
+                    key_base: Rc::clone(&base),
                     limit,
                     ceiling: part,
                     need,
                     used_min: 0,
                     ..fetch.request.clone()
                 };
-                match self.acquire(std::slice::from_ref(&want)).await {
+                match self.acquire(std::slice::from_ref(&request)).await {
                     Ok(AcquireReply::Granted { counters, .. }) => break counters,
                     // The shard has fewer tokens left.
                     Ok(AcquireReply::Refused { counters, .. }) => match counters.first() {
@@ -129,14 +130,14 @@ impl SharedCounters {
                     Err(_reported) => return false,
                 }
             };
-            let want = CounterRequest { base, limit, ceiling: part, need, ..fetch.request.clone() };
+            let request = CounterRequest { key_base: base, limit, ceiling: part, need, ..fetch.request.clone() };
             let Some(reply) = replies.first().copied() else { return false };
             // The total usage is only known when all shards have replied; until then the counter is not reported as
             // exhausted.
-            used_most =
-                reply.used.saturating_mul(u64::from(shards)).clamp(used_most, whole.saturating_sub(1).max(used_most));
+            used_max =
+                reply.used.saturating_mul(u64::from(shards)).clamp(used_max, whole.saturating_sub(1).max(used_max));
             self.leases.with_existing(counter_id(fetch.counter), |record| record.shard = shard);
-            self.deposit_tokens(fetch, &want, CounterReply { used: used_most, ..reply }, in_flight);
+            self.deposit_tokens(fetch, &request, CounterReply { used: used_max, ..reply }, in_flight);
             missing = missing.saturating_sub(reply.granted);
             if missing == 0 {
                 return true;
@@ -154,25 +155,25 @@ impl SharedCounters {
     fn deposit_tokens(
         self: &Rc<Self>,
         fetch: &TokenFetch,
-        want: &CounterRequest,
+        request: &CounterRequest,
         reply: CounterReply,
         in_flight: &InFlightFetch,
     ) {
         let (now_ms, id) = (self.clock.now().unix_ms, counter_id(fetch.counter));
         // If nothing was acquired, the reply is only what the store knows.
-        let known = self.known_usage(fetch.counter, reply.end_ms, want.used_min, fetch.generation);
+        let known = self.known_usage(fetch.counter, reply.end_ms, request.used_min, fetch.generation);
         let has_lost_counts = reply.used < known;
         let used = reply.used.max(known);
         self.note_store_usage(fetch.counter, reply.end_ms, used, now_ms);
-        if want.need > 0 && reply.granted == 0 && fetch.shards == 1 {
+        if request.need > 0 && reply.granted == 0 && fetch.shards == 1 {
             in_flight.refused.borrow_mut().push((id, CounterReply { used, ..reply }));
         }
-        let refund_target = want.refund_target(reply);
+        let refund_target = request.refund_target(reply);
         let former = self.leases.with_existing(id, |record| {
             if !has_lost_counts {
                 record.generation = self.generation.get();
             }
-            record.record_reply(reply.granted, reply.end_ms, want.need > 0);
+            record.record_reply(reply.granted, reply.end_ms, request.need > 0);
             record.refund_target.replace(refund_target.clone())
         });
         if let Some(former) = former.flatten().filter(|former| former.end_ms < reply.end_ms) {
@@ -191,7 +192,7 @@ impl SharedCounters {
         }
     }
 
-    /// Withdraws the tokens that are left of an ended window: those of plain windows have expired, those of connected
+    /// Withdraws the tokens that are left of an ended window: those of plain windows have expired, those of accumulating
     /// windows belong to the next window.
     fn discard_ended_lease(self: &Rc<Self>, counter: Counter, former: &RefundTarget) {
         let left = self.table.withdraw(counter, former.end_ms, u32::MAX);
@@ -349,10 +350,10 @@ impl SharedCounters {
         key_text: &str,
         now_ms: u64,
     ) -> CounterRequest {
-        let entry = &rule_set.rules[rule];
+        let compiled_rule = &rule_set.rules[rule];
         // Usage that was counted locally and is not reported yet is not granted again.
         let local_usage = self.used_locally(rule_set, rule, layer, keyed_request).used;
-        let (suffix, layer) = (entry.suffix(layer), entry.layer(layer));
+        let (suffix, layer) = (compiled_rule.suffix(layer), compiled_rule.layer(layer));
         let windows = &rule_set.windows[layer.windows_index];
         let at = match (layer.store_format, numbered_window(windows, now_ms, keyed_request.offset)) {
             (StoreFormat::Plain, Some(NumberedWindow { number, end_ms, next_end_ms })) => {
@@ -367,7 +368,7 @@ impl SharedCounters {
         let ceiling = u64::from(layer.capacity).saturating_sub(local_usage);
         let used_min = self.used_at_least(layer.counter(keyed_request), windows.typical_ms(), now_ms);
         CounterRequest {
-            base,
+            key_base: base,
             window: at,
             limit: layer.limit,
             ceiling,
@@ -420,13 +421,13 @@ impl SharedCounters {
         need: u64,
         want: u64,
     ) -> TokenFetch {
-        let entry = &rule_set.rules[charge_plan.rules[layer_ref.rule]];
-        let layer = entry.layer(layer_ref.layer);
+        let compiled_rule = &rule_set.rules[charge_plan.rules[layer_ref.rule]];
+        let layer = compiled_rule.layer(layer_ref.layer);
         let base_request =
             self.counter_request(rule_set, charge_plan, layer_ref, keyed_request, &key_text, self.clock.now().unix_ms);
         TokenFetch {
             counter: layer.counter(keyed_request),
-            suffix: entry.suffix(layer_ref.layer).into(),
+            suffix: compiled_rule.suffix(layer_ref.layer).into(),
             key_text,
             shards: layer.store_shards,
             generation: self.generation.get(),

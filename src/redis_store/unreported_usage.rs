@@ -4,6 +4,7 @@
 use std::cell::RefCell;
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
+use std::hash::Hash;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -21,11 +22,11 @@ const UNREPORTED_MAX: usize = 65_536;
 #[derive(Default)]
 pub struct UnreportedUsage {
     /// Counters that were charged locally only.
-    pub charges: RefCell<HashMap<CounterId, UnreportedCharge, RandomState>>,
+    charges: RefCell<HashMap<CounterId, UnreportedCharge, RandomState>>,
     /// Those that are being reported.
-    pub reporting: RefCell<HashSet<CounterId, RandomState>>,
+    reporting: RefCell<HashSet<CounterId, RandomState>>,
     /// Refunds to send later.
-    pub refunds: RefCell<Vec<Refund>>,
+    refunds: RefCell<Vec<Refund>>,
 }
 
 /// A counter that was charged locally only.
@@ -62,5 +63,55 @@ impl UnreportedUsage {
         let mut refunds_kept = self.refunds.borrow_mut();
         let space = UNREPORTED_MAX.saturating_sub(refunds_kept.len());
         refunds_kept.extend(refunds.into_iter().take(space));
+    }
+
+    /// Removes the kept refunds.
+    pub fn take_refunds(&self) -> Vec<Refund> {
+        self.refunds.take()
+    }
+
+    pub fn get(&self, id: CounterId) -> Option<UnreportedCharge> {
+        self.charges.borrow().get(&id).cloned()
+    }
+
+    pub fn remove(&self, id: CounterId) {
+        self.charges.borrow_mut().remove(&id);
+    }
+
+    /// The distinct values of `server_of` over all charges.
+    pub fn servers<S: Eq + Hash>(&self, server_of: impl FnMut(&UnreportedCharge) -> S) -> HashSet<S> {
+        self.charges.borrow().values().map(server_of).collect()
+    }
+
+    /// The first `max` counters that match, that are not being reported, and whose window is open. Drops some of those
+    /// whose windows have ended.
+    pub fn due(
+        &self,
+        max: usize,
+        matches: impl Fn(&UnreportedCharge) -> bool,
+        has_ended: impl Fn(&UnreportedCharge) -> bool,
+    ) -> Vec<CounterId> {
+        let (mut charges, reporting) = (self.charges.borrow_mut(), self.reporting.borrow());
+        let mut due = Vec::new();
+        charges.retain(|id, charge| {
+            if due.len() == max || reporting.contains(id) || !matches(charge) {
+                return true;
+            }
+            let ended = has_ended(charge);
+            if !ended {
+                due.push(*id);
+            }
+            !ended
+        });
+        due
+    }
+
+    /// Marks a counter as being reported; `false` if it was marked already.
+    pub fn begin_report(&self, id: CounterId) -> bool {
+        self.reporting.borrow_mut().insert(id)
+    }
+
+    pub fn end_report(&self, id: CounterId) {
+        self.reporting.borrow_mut().remove(&id);
     }
 }

@@ -428,8 +428,8 @@ mod tests {
         }
         // The keys spread over all remaining servers.
         assert!(moved.iter().enumerate().all(|(server, moved)| (server == 2) == (*moved == 0)), "{moved:?}");
-        let (least, most) = (moved.iter().filter(|n| **n > 0).min().unwrap(), moved.iter().max().unwrap());
-        assert!(most * 10 < least * 12, "{moved:?}");
+        let (min, max) = (moved.iter().filter(|n| **n > 0).min().unwrap(), moved.iter().max().unwrap());
+        assert!(max * 10 < min * 12, "{moved:?}");
     }
 
     #[test]

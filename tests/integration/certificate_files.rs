@@ -3,7 +3,8 @@
 use std::fs;
 
 use crate::support::process::{Process, run};
-use crate::support::tls::{Issued, RevokingCa, TlsClient};
+use crate::support::test_ca::{Issued, TestCa};
+use crate::support::tls::TlsClient;
 use crate::support::{TempDir, eventually, eventually_eq, one_rule};
 
 fn toml() -> String {
@@ -28,7 +29,7 @@ fn spawn(issued: &Issued) -> Process {
 
 #[test]
 fn a_certificate_is_replaced_without_dropping_a_connection() {
-    let authority = RevokingCa::new();
+    let authority = TestCa::new();
     let (old, new) = (authority.issue(&["a.test"]), authority.issue(&["a.test"]));
     let process = spawn(&old);
     let served_certificate = || {
@@ -63,7 +64,7 @@ fn a_certificate_is_replaced_without_dropping_a_connection() {
 
 #[test]
 fn an_expired_certificate_is_warned_of_and_served() {
-    let authority = RevokingCa::new();
+    let authority = TestCa::new();
     let key = rcgen::KeyPair::generate().unwrap();
     let old = authority.issue_with(&["a.test"], key, |params| params.not_after = rcgen::date_time_ymd(2020, 2, 29));
     let process = spawn(&old);
@@ -78,7 +79,7 @@ fn an_expired_certificate_is_warned_of_and_served() {
 
 #[test]
 fn a_revocation_list_is_replaced_while_clients_are_connected() {
-    let (servers, clients) = (RevokingCa::new(), RevokingCa::new());
+    let (servers, clients) = (TestCa::new(), TestCa::new());
     let scratch = TempDir::new();
     write_certificate(&scratch, &servers.issue(&["a.test"]));
     scratch.write("clients.pem", &clients.pem);
@@ -122,7 +123,7 @@ fn a_revocation_list_is_replaced_while_clients_are_connected() {
 #[test]
 fn contents_of_secret_files_are_never_shown() {
     let scratch = TempDir::new();
-    let issued = RevokingCa::new().issue(&["a.test"]);
+    let issued = TestCa::new().issue(&["a.test"]);
     let body = issued.key_pem.lines().nth(1).unwrap().to_owned();
     write_certificate(&scratch, &issued);
     let pasted = toml().replace("\"server.key\"", &format!("\"{}\"", issued.key_pem.replace('\n', "\\n")));

@@ -5,7 +5,7 @@ use crate::support::process::run;
 use crate::support::redis::{RedisServer, free_port};
 use crate::support::redis_cluster::RedisCluster;
 use crate::support::sentinel::{MASTER, Sentinels};
-use crate::support::tls::RevokingCa;
+use crate::support::test_ca::TestCa;
 
 const OTHER_SECTIONS: &str = "\n[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n[listen]\nhttp = \"127.0.0.1:0\"\n";
 
@@ -175,7 +175,7 @@ fn a_wrong_clock_is_reported() {
 
 #[test]
 fn tls_failures_are_reported_with_their_cause() {
-    let (authority, other) = (RevokingCa::new(), RevokingCa::new());
+    let (authority, other) = (TestCa::new(), TestCa::new());
     let server = RedisServer::with_tls(&authority, "");
     let scratch = TempDir::new();
     scratch.write("ca.pem", &authority.pem);

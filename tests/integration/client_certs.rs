@@ -4,7 +4,8 @@ use serde_json::json;
 
 use crate::support::client::Client;
 use crate::support::gateway::Gateway;
-use crate::support::tls::{Issued, RevokingCa, TlsClient, listen};
+use crate::support::test_ca::{Issued, TestCa};
+use crate::support::tls::{TlsClient, listen};
 use crate::support::{TempDir, one_rule};
 
 const PER_CERT: &str = "key = \"client-cert\"\nwindows = [\"2/hour\"]\n";
@@ -12,14 +13,14 @@ const PER_CERT: &str = "key = \"client-cert\"\nwindows = [\"2/hour\"]\n";
 /// An authority for servers and one for clients, which the gateway trusts, and the certificate of the gateway.
 struct Certificates {
     scratch: TempDir,
-    servers: RevokingCa,
-    clients: RevokingCa,
+    servers: TestCa,
+    clients: TestCa,
     server: Issued,
 }
 
 impl Certificates {
     fn new() -> Certificates {
-        let (servers, clients) = (RevokingCa::new(), RevokingCa::new());
+        let (servers, clients) = (TestCa::new(), TestCa::new());
         Certificates { scratch: TempDir::new(), server: servers.issue(&["a.test"]), servers, clients }
     }
 
@@ -184,7 +185,7 @@ fn a_tls_session_ends_with_the_authority_that_verified_it() {
     let own = certificates.clients.issue(&["client"]);
     let tls = TlsClient::with_certificate(&certificates.servers, &own);
     tls.connect(gateway.https_addresses()[0], "a.test").get("/a").expect(200);
-    let other = Certificates { clients: RevokingCa::new(), ..Certificates::new() };
+    let other = Certificates { clients: TestCa::new(), ..Certificates::new() };
     let ca = other.scratch.write("others.pem", &other.clients.pem);
     let toml = certificates.toml("", rule).replace("clients.pem", "replaced.pem");
     std::fs::copy(ca, certificates.scratch.path().join("replaced.pem")).unwrap();

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use crate::support::client::{Client, HOST, request};
 use crate::support::process::Process;
-use crate::support::tls::{RevokingCa, listen};
+use crate::support::test_ca::TestCa;
+use crate::support::tls::listen;
 use crate::support::upstream::Upstream;
 use crate::support::{TempDir, eventually, forward_all, one_rule, within};
 
@@ -173,7 +174,7 @@ fn requests_at_the_end_are_answered_or_not_accepted() {
 
 #[test]
 fn a_connection_without_a_detected_protocol_does_not_delay_the_exit() {
-    let (scratch, authority) = (TempDir::new(), RevokingCa::new());
+    let (scratch, authority) = (TempDir::new(), TestCa::new());
     // The drain may take long, except for connections without a request.
     let timeouts = "[timeouts]\ntls_handshake = \"1h\"\nproxy_protocol = \"1h\"\ndrain = \"1h\"\n";
     let toml = listen(&scratch, &authority.issue(&["a.test"]), timeouts)

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use crate::support::client::{Client, request};
 use crate::support::gateway::Gateway;
-use crate::support::tls::{RevokingCa, TlsClient, listen};
+use crate::support::test_ca::TestCa;
+use crate::support::tls::{TlsClient, listen};
 use crate::support::{TempDir, eventually, one_rule, within};
 
 const LINE: &str = "PROXY TCP4 192.0.2.7 198.51.100.1 4711 443\r\n";
@@ -130,7 +131,7 @@ fn a_stalled_header_is_refused() {
 
 #[test]
 fn the_header_comes_before_tls() {
-    let (scratch, authority) = (TempDir::new(), RevokingCa::new());
+    let (scratch, authority) = (TempDir::new(), TestCa::new());
     let toml = listen(&scratch, &authority.issue(&["a.test"]), "")
         .replace("[listen.https]", "proxy_protocol = [\"127.0.0.1\", \"::1\"]\n[listen.https]");
     let gateway = Gateway::start(&(toml + &one_rule("key = \"ip\"\nwindows = [\"2/hour\"]")));

@@ -22,7 +22,7 @@ use crate::support::redis_client::{
 };
 use crate::support::redis_cluster::RedisCluster;
 use crate::support::sentinel::{MASTER, Sentinels};
-use crate::support::tls::{Issued, RevokingCa};
+use crate::support::test_ca::{Issued, TestCa};
 use crate::support::{DEADLINE, eventually};
 
 /// A client that is configured with one node of the cluster.
@@ -80,7 +80,7 @@ fn each_counter_is_requested_from_its_slots_node() {
             expect_granted(store.acquire(&[plain_request(base, 1, 9)], 0).await.unwrap());
         }
         let (a, b) = ("t:{r|1}:minute", "t:{r|1}:hour");
-        assert!(store.is_one_call(a, b) && !store.is_one_call(a, "t:{r|2}:minute"));
+        assert!(store.can_share_a_call(a, b) && !store.can_share_a_call(a, "t:{r|2}:minute"));
         for reply in expect_granted(store.acquire(&[plain_request(a, 1, 9), plain_request(b, 1, 9)], 0).await.unwrap())
         {
             assert!(reply.granted == 1);
@@ -89,7 +89,7 @@ fn each_counter_is_requested_from_its_slots_node() {
             .iter()
             .map(|base| Refund {
                 deletes: false,
-                base: Rc::from(base.as_str()),
+                key_base: Rc::from(base.as_str()),
                 kind: KeyFormat::Plain,
                 number: 1,
                 limit: 9,
@@ -213,7 +213,7 @@ fn a_replaced_master_is_abandoned_even_if_it_responds() {
 }
 
 /// Settings for a server with TLS.
-fn with_tls(redis: &RedisServer, authority: &RevokingCa, identity: Option<&Issued>) -> StoreConfig {
+fn with_tls(redis: &RedisServer, authority: &TestCa, identity: Option<&Issued>) -> StoreConfig {
     let mut roots = RootCertStore::empty();
     roots.add(CertificateDer::from_pem_slice(authority.pem.as_bytes()).unwrap()).unwrap();
     let builder = ClientConfig::builder_with_provider(Arc::new(default_provider()))
@@ -234,7 +234,7 @@ fn with_tls(redis: &RedisServer, authority: &RevokingCa, identity: Option<&Issue
 
 #[test]
 fn a_tls_server_is_used_if_its_certificate_verifies() {
-    let (authority, other) = (RevokingCa::new(), RevokingCa::new());
+    let (authority, other) = (TestCa::new(), TestCa::new());
     let redis = RedisServer::with_tls(&authority, "tls-auth-clients yes\nrequirepass sesame");
     let issued = authority.issue(&["gateway"]);
     let with_password = |mut settings: StoreConfig| {

@@ -157,7 +157,7 @@ fn only_refunded_tokens_can_be_acquired_again() {
     run_on_worker(async {
         let refund = |base: &str, kind, number, tokens| Refund {
             deletes: false,
-            base: Rc::from(base),
+            key_base: Rc::from(base),
             kind,
             number,
             limit: 10,

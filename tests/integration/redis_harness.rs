@@ -7,7 +7,8 @@ use crate::support::load_checker::now_ms;
 use crate::support::redis::RedisServer;
 use crate::support::redis_cluster::RedisCluster;
 use crate::support::sentinel::Sentinels;
-use crate::support::tls::{RevokingCa, TlsClient};
+use crate::support::test_ca::TestCa;
+use crate::support::tls::TlsClient;
 
 #[test]
 fn a_server_that_hangs_is_killed_and_restarted_is_used_again() {
@@ -30,7 +31,7 @@ fn a_server_that_hangs_is_killed_and_restarted_is_used_again() {
 
 #[test]
 fn a_tls_server_with_another_clock_works() {
-    let authority = RevokingCa::new();
+    let authority = TestCa::new();
     let redis = RedisServer::with_tls(&authority, "");
     let mut client = TlsClient::trusting(&authority).connect(([127, 0, 0, 1], redis.port).into(), "127.0.0.1");
     assert_eq!(client.send("PING\r\n").read_exactly(7), b"+PONG\r\n");

@@ -7,7 +7,8 @@ use crate::support::client::{Client, HOST, request};
 use crate::support::gateway::{Gateway, START_S};
 use crate::support::jwt_issuer::Issuer;
 use crate::support::process::Process;
-use crate::support::tls::{RevokingCa, TlsClient, listen};
+use crate::support::test_ca::TestCa;
+use crate::support::tls::{TlsClient, listen};
 use crate::support::{TempDir, eventually, eventually_eq, one_rule};
 
 const TWO_PER_MINUTE: &str = "key = \"ip\"\nwindows = [\"2/minute\"]";
@@ -213,7 +214,7 @@ fn the_last_response_before_the_close_announces_it() {
 
 #[test]
 fn a_repeated_request_over_tls_is_refused() {
-    let (scratch, authority) = (TempDir::new(), RevokingCa::new());
+    let (scratch, authority) = (TempDir::new(), TestCa::new());
     let gateway = Gateway::start(&(listen(&scratch, &authority.issue(&["a.test"]), "") + &one_rule(TWO_PER_MINUTE)));
     let mut client = TlsClient::trusting(&authority).connect(gateway.https_addresses()[0], "a.test");
     for _ in 0..3 {

@@ -169,7 +169,15 @@ async fn run_actions(store: &RedisClient, server: &mut redis::Connection, action
                 let tokens = tokens.min(replies.granted);
                 let (kind, base, limit) = (KINDS[at], Rc::from(BASES[at]), LIMITS[at]);
                 let only_if_used = only.then_some(replies.used);
-                let refund = Refund { base, kind, number: replies.number, limit, tokens, only_if_used, deletes: false };
+                let refund = Refund {
+                    key_base: base,
+                    kind,
+                    number: replies.number,
+                    limit,
+                    tokens,
+                    only_if_used,
+                    deletes: false,
+                };
                 assert_eq!(store.refund(&[refund]).await.unwrap(), model.refund(at, replies, tokens, only));
             }
             Action::Pass { windows, ms } => {

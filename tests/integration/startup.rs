@@ -103,13 +103,13 @@ fn a_note_is_an_error_only_with_strict() {
     let note = "\n  note: `admin` listens on `0.0.0.0:0`: anyone who can connect can read the metrics, and use up and reset every limit\n";
     let (code, out, err) = run(&["check", "--config", &file]);
     assert_eq!((code, err.as_str()), (Some(0), ""));
-    assert_eq!(out, format!("{file}: fine: 1 routes, 0 rules, 1 upstreams{note}"));
+    assert_eq!(out, format!("{file}: fine: 1 route, 0 rules, 1 upstream{note}"));
     let (code, out, err) = run(&["check", "--strict", "--config", &file]);
     assert_eq!((code, err), (Some(2), format!("{file}: 1 note with `--strict`\n")));
-    assert_eq!(out, format!("{file}: 1 routes, 0 rules, 1 upstreams{note}"));
+    assert_eq!(out, format!("{file}: 1 route, 0 rules, 1 upstream{note}"));
     let file = scratch.write("gateway.toml", text.replace("0.0.0.0", "127.0.0.1")).display().to_string();
     let (code, out, err) = run(&["check", "--strict", "--config", &file]);
-    assert_eq!((code, out, err), (Some(0), format!("{file}: fine: 1 routes, 0 rules, 1 upstreams\n"), String::new()));
+    assert_eq!((code, out, err), (Some(0), format!("{file}: fine: 1 route, 0 rules, 1 upstream\n"), String::new()));
 }
 
 #[test]
@@ -137,7 +137,7 @@ fn the_shipped_file_is_valid_and_the_default() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     assert_eq!(
         String::from_utf8_lossy(&output.stdout),
-        "gateway.toml: fine: 1 routes, 1 rules, 1 upstreams\n  \
+        "gateway.toml: fine: 1 route, 1 rule, 1 upstream\n  \
          per-client: 2000/hour + 33/minute: at most 66 requests in 2 seconds around the end of a minute, 2013 in any hour\n  \
          per-client: note: 2000/hour never refuses: 33/minute lets at most 1980 through in that time\n"
     );

@@ -12,7 +12,8 @@ use crate::cancellation::silent_upstream;
 use crate::support::client::{Client, request};
 use crate::support::external_servers::program;
 use crate::support::gateway::Gateway;
-use crate::support::tls::{Issued, RevokingCa, TlsClient, TlsStream, listen};
+use crate::support::test_ca::{Issued, TestCa};
+use crate::support::tls::{TlsClient, TlsStream, listen};
 use crate::support::upstream::Upstream;
 use crate::support::{DEADLINE, TempDir, eventually, eventually_eq, forward_all, within};
 
@@ -24,8 +25,8 @@ fn server_certificate(client: &Client<TlsStream>) -> &[u8] {
 }
 
 /// An authority, a certificate for `a.test`, and a gateway that uses the certificate.
-fn setup(more: &str) -> (TempDir, RevokingCa, Issued, Gateway) {
-    let (scratch, authority) = (TempDir::new(), RevokingCa::new());
+fn setup(more: &str) -> (TempDir, TestCa, Issued, Gateway) {
+    let (scratch, authority) = (TempDir::new(), TestCa::new());
     let issued = authority.issue(&["a.test"]);
     let gateway = Gateway::start(&(listen(&scratch, &issued, more) + ECHO));
     (scratch, authority, issued, gateway)
@@ -57,7 +58,7 @@ fn requests_are_served_and_the_upstream_sees_the_scheme() {
 #[test]
 fn large_bodies_are_forwarded_over_tls() {
     let upstream = Upstream::responding(|received| crate::support::upstream::reply(200, &[], &received.body));
-    let (scratch, authority) = (TempDir::new(), RevokingCa::new());
+    let (scratch, authority) = (TempDir::new(), TestCa::new());
     let gateway = Gateway::start(&(listen(&scratch, &authority.issue(&["a.test"]), "") + &forward_all(&upstream)));
     let mut client = TlsClient::trusting(&authority).connect(gateway.https_addresses()[0], "a.test");
     let body: Vec<u8> = (0..3_000_000_u32).map(|n| (n % 251) as u8).collect();
@@ -67,7 +68,7 @@ fn large_bodies_are_forwarded_over_tls() {
 }
 
 /// The result of curl: its exit code, and the status with the HTTP version.
-fn curl(authority: &RevokingCa, address: SocketAddr, arguments: &[&str]) -> (Option<i32>, String) {
+fn curl(authority: &TestCa, address: SocketAddr, arguments: &[&str]) -> (Option<i32>, String) {
     let scratch = TempDir::new();
     let ca = scratch.write("ca.pem", &authority.pem);
     let output = Command::new(program("curl"))
@@ -99,7 +100,7 @@ fn curl_uses_both_tls_versions_and_min_version_applies() {
 
 #[test]
 fn certificates_are_selected_by_server_name() {
-    let (scratch, authority) = (TempDir::new(), RevokingCa::new());
+    let (scratch, authority) = (TempDir::new(), TestCa::new());
     let main = authority.issue(&["a.test", "127.0.0.1"]);
     let others = [
         authority.issue(&["b.test", "also-b.test"]),
@@ -134,7 +135,7 @@ fn certificates_are_selected_by_server_name() {
 
 #[test]
 fn a_name_can_have_an_rsa_and_an_ecdsa_certificate() {
-    let (scratch, authority) = (TempDir::new(), RevokingCa::new());
+    let (scratch, authority) = (TempDir::new(), TestCa::new());
     let ecdsa = authority.issue(&["a.test"]);
     let rsa = authority.issue_with(&["a.test"], KeyPair::generate_for(&PKCS_RSA_SHA256).unwrap(), |_| {});
     let more = format!("[[listen.https.certificates]]\n{}", rsa.toml(&scratch, "rsa"));
@@ -151,7 +152,7 @@ fn a_name_can_have_an_rsa_and_an_ecdsa_certificate() {
 
 #[test]
 fn listeners_have_separate_certificates() {
-    let (scratch, authority) = (TempDir::new(), RevokingCa::new());
+    let (scratch, authority) = (TempDir::new(), TestCa::new());
     let both = [authority.issue(&["a.test"]), authority.issue(&["a.test"])];
     let mut toml = String::from("[listen]\nadmin = \"127.0.0.1:0\"\nhttp = \"127.0.0.1:0\"\n");
     for (n, issued) in both.iter().enumerate() {
@@ -253,7 +254,7 @@ fn a_tls_disconnect_cancels_the_request() {
     ];
     for disconnect in disconnect {
         let (upstream, reported) = silent_upstream();
-        let (scratch, authority) = (TempDir::new(), RevokingCa::new());
+        let (scratch, authority) = (TempDir::new(), TestCa::new());
         let gateway = Gateway::start(&(listen(&scratch, &authority.issue(&["a.test"]), "") + &forward_all(&upstream)));
         let mut client = TlsClient::trusting(&authority).connect(gateway.https_addresses()[0], "a.test");
         client.send(request("GET", "/a", &[], b""));
@@ -295,7 +296,7 @@ fn a_disconnect_at_any_step_of_the_handshake_is_harmless() {
 
 #[test]
 fn no_plain_listener_is_opened_without_an_address() {
-    let (scratch, authority) = (TempDir::new(), RevokingCa::new());
+    let (scratch, authority) = (TempDir::new(), TestCa::new());
     let toml = listen(&scratch, &authority.issue(&["a.test"]), "").replace("http = \"127.0.0.1:0\"\n", "");
     let config = transom::config::read_with_files(&(toml + ECHO), &|path| std::fs::read(path)).unwrap();
     assert!(config.listen.http.is_empty());

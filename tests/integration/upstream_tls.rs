@@ -4,19 +4,19 @@ use std::net::TcpListener;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use crate::support::client_certificates::{ClientCa, Identity};
 use crate::support::external_servers;
 use crate::support::gateway::Gateway;
 use crate::support::http2_upstream::{Http2Upstream, Options};
 use crate::support::process::Process;
+use crate::support::test_ca::{Issued, TestCa};
 use crate::support::upstream::Upstream;
-use crate::support::{eventually, within};
+use crate::support::{TempDir, eventually, within};
 
 const ROUTE: &str = "[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
 
 /// An HTTP/2 server over TLS.
-fn server(ca: &ClientCa, identity: &Identity, requires_client_certificate: bool) -> Http2Upstream {
-    let tls = Some(ca.server(identity, &["h2"], requires_client_certificate));
+fn server(identity: &Issued, client_ca: Option<&TestCa>) -> Http2Upstream {
+    let tls = Some(identity.server_config(&["h2"], client_ca));
     Http2Upstream::always_ok(Options { tls, ..Options::default() })
 }
 
@@ -27,15 +27,28 @@ fn toml(upstream: &Http2Upstream, settings: &str) -> String {
     )
 }
 
-fn trusting(ca: &ClientCa, more: &str) -> String {
-    format!("tls = {{ ca = \"{}\"{more} }}", ca.ca().display())
+/// An authority with its certificate in a file.
+struct Authority {
+    ca: TestCa,
+    scratch: TempDir,
+}
+
+impl Authority {
+    fn new() -> Authority {
+        Authority { ca: TestCa::new(), scratch: TempDir::new() }
+    }
+
+    /// The setting of an upstream that trusts this authority.
+    fn trusted(&self, more: &str) -> String {
+        format!("tls = {{ ca = \"{}\"{more} }}", self.scratch.write("ca.pem", &self.ca.pem).display())
+    }
 }
 
 #[test]
 fn a_server_with_a_trusted_certificate_is_accepted() {
-    let ca = ClientCa::new();
-    let upstream = server(&ca, &ca.sign(&["localhost"]), false);
-    let gateway = Gateway::start(&toml(&upstream, &trusting(&ca, "")));
+    let ca = Authority::new();
+    let upstream = server(&ca.ca.issue(&["localhost"]), None);
+    let gateway = Gateway::start(&toml(&upstream, &ca.trusted("")));
     for _ in 0..3 {
         assert_eq!(gateway.get("/a").expect(200).text(), "fine\n");
     }
@@ -45,15 +58,17 @@ fn a_server_with_a_trusted_certificate_is_accepted() {
 
 #[test]
 fn an_untrusted_certificate_is_502_and_logged() {
-    let (ca, other) = (ClientCa::new(), ClientCa::new());
-    let expired = ca.sign_with(&["localhost"], |params| params.not_after = rcgen::date_time_ymd(2020, 1, 1));
+    let (ca, other) = (Authority::new(), Authority::new());
+    let expired = ca.ca.issue_with(&["localhost"], rcgen::KeyPair::generate().unwrap(), |params| {
+        params.not_after = rcgen::date_time_ymd(2020, 1, 1)
+    });
     for (identity, why) in [
-        (other.sign(&["localhost"]), "UnknownIssuer"),
-        (ca.sign(&["api.internal"]), "not valid for name \"localhost\""),
+        (other.ca.issue(&["localhost"]), "UnknownIssuer"),
+        (ca.ca.issue(&["api.internal"]), "not valid for name \"localhost\""),
         (expired, "expired"),
     ] {
-        let upstream = server(&ca, &identity, false);
-        let process = Process::spawn(&toml(&upstream, &trusting(&ca, "")));
+        let upstream = server(&identity, None);
+        let process = Process::spawn(&toml(&upstream, &ca.trusted("")));
         let response = process.get("/a").expect(502);
         response.problem();
         assert!(!response.text().to_lowercase().contains("certificate"), "{}", response.text());
@@ -63,15 +78,15 @@ fn an_untrusted_certificate_is_502_and_logged() {
 
 #[test]
 fn a_configured_self_signed_certificate_is_accepted() {
-    let ca = ClientCa::new();
-    let named = ClientCa::self_signed(&["localhost"], |_| {});
-    let other = ClientCa::self_signed(&["localhost"], |_| {});
-    let misnamed = ClientCa::self_signed(&["api.internal"], |_| {});
-    let expired = ClientCa::self_signed(&["localhost"], |params| params.not_after = rcgen::date_time_ymd(2020, 1, 1));
-    let all = [&named.certificate, &misnamed.certificate, &expired.certificate].map(String::as_str).concat();
+    let ca = Authority::new();
+    let named = TestCa::self_signed(&["localhost"], |_| {});
+    let other = TestCa::self_signed(&["localhost"], |_| {});
+    let misnamed = TestCa::self_signed(&["api.internal"], |_| {});
+    let expired = TestCa::self_signed(&["localhost"], |params| params.not_after = rcgen::date_time_ymd(2020, 1, 1));
+    let all = [&named.pem, &misnamed.pem, &expired.pem].map(String::as_str).concat();
     let ca_file = ca.scratch.write("named.pem", all);
     for (identity, status) in [(&named, 200), (&other, 502), (&misnamed, 502), (&expired, 502)] {
-        let upstream = server(&ca, identity, false);
+        let upstream = server(identity, None);
         let gateway = Gateway::start(&toml(&upstream, &format!("tls = {{ ca = \"{}\" }}", ca_file.display())));
         gateway.get("/a").expect(status);
     }
@@ -79,43 +94,42 @@ fn a_configured_self_signed_certificate_is_accepted() {
 
 #[test]
 fn the_verified_name_is_configurable() {
-    let ca = ClientCa::new();
-    let upstream = server(&ca, &ca.sign(&["api.internal"]), false);
-    let gateway = Gateway::start(&toml(&upstream, &trusting(&ca, ", server_name = \"api.internal\"")));
+    let ca = Authority::new();
+    let upstream = server(&ca.ca.issue(&["api.internal"]), None);
+    let gateway = Gateway::start(&toml(&upstream, &ca.trusted(", server_name = \"api.internal\"")));
     gateway.get("/a").expect(200);
 }
 
 #[test]
 fn an_ip_address_is_verified_as_an_address() {
-    let ca = ClientCa::new();
-    let upstream = server(&ca, &ca.sign(&["127.0.0.1"]), false);
-    let toml = toml(&upstream, &trusting(&ca, "")).replace("localhost", "127.0.0.1");
+    let ca = Authority::new();
+    let upstream = server(&ca.ca.issue(&["127.0.0.1"]), None);
+    let toml = toml(&upstream, &ca.trusted("")).replace("localhost", "127.0.0.1");
     Gateway::start(&toml).get("/a").expect(200);
 }
 
 #[test]
 fn a_client_certificate_is_sent_on_request() {
-    let ca = ClientCa::new();
-    let upstream = server(&ca, &ca.sign(&["localhost"]), true);
-    let client = ca.sign(&["gateway"]);
-    let certificate = ca.scratch.write("client.pem", &client.certificate);
-    let private_key = ca.scratch.write("client.key", &client.private_key);
+    let ca = Authority::new();
+    let upstream = server(&ca.ca.issue(&["localhost"]), Some(&ca.ca));
+    let client = ca.ca.issue(&["gateway"]);
+    let (certificate, private_key) = client.write(&ca.scratch, "client");
     let shown = format!(", certificate = \"{}\", private_key = \"{}\"", certificate.display(), private_key.display());
-    Gateway::start(&toml(&upstream, &trusting(&ca, &shown))).get("/a").expect(200);
+    Gateway::start(&toml(&upstream, &ca.trusted(&shown))).get("/a").expect(200);
     // The server reports the reason after the handshake; a reset may arrive first.
-    Gateway::start(&toml(&upstream, &trusting(&ca, ""))).get("/a").expect(502).problem();
+    Gateway::start(&toml(&upstream, &ca.trusted(""))).get("/a").expect(502).problem();
 }
 
 #[test]
 fn sessions_are_resumed() {
-    let ca = ClientCa::new();
-    let tls = Some(ca.server(&ca.sign(&["localhost"]), &["h2"], false));
+    let ca = Authority::new();
+    let tls = Some(ca.ca.issue(&["localhost"]).server_config(&["h2"], None));
     let upstream = Http2Upstream::always_ok(Options {
         tls,
         after: |_, _| crate::support::http2_upstream::AfterRequest::GoAway,
         ..Options::default()
     });
-    let gateway = Gateway::start(&toml(&upstream, &trusting(&ca, "")));
+    let gateway = Gateway::start(&toml(&upstream, &ca.trusted("")));
     for _ in 0..5 {
         gateway.get("/a").expect(200);
     }
@@ -147,10 +161,10 @@ fn a_stalled_handshake_is_504() {
 
 #[test]
 fn missing_http2_support_is_502() {
-    let ca = ClientCa::new();
-    let tls = Some(ca.server(&ca.sign(&["localhost"]), &[], false));
+    let ca = Authority::new();
+    let tls = Some(ca.ca.issue(&["localhost"]).server_config(&[], None));
     let upstream = Http2Upstream::always_ok(Options { tls, ..Options::default() });
-    let toml = toml(&upstream, &format!("protocol = \"http2\"\n{}", trusting(&ca, "")));
+    let toml = toml(&upstream, &format!("protocol = \"http2\"\n{}", ca.trusted("")));
     let process = Process::spawn(&toml);
     process.get("/a").expect(502).problem();
     eventually("the failure is logged", || process.stderr().contains("did not select `h2`"));
@@ -158,23 +172,22 @@ fn missing_http2_support_is_502() {
 
 #[test]
 fn a_reload_applies_a_new_authority_to_new_connections() {
-    let (ca, other) = (ClientCa::new(), ClientCa::new());
-    let upstream = server(&ca, &ca.sign(&["localhost"]), false);
-    let mut gateway = Gateway::start(&toml(&upstream, &trusting(&other, "")));
+    let (ca, other) = (Authority::new(), Authority::new());
+    let upstream = server(&ca.ca.issue(&["localhost"]), None);
+    let mut gateway = Gateway::start(&toml(&upstream, &other.trusted("")));
     gateway.get("/a").expect(502);
-    gateway.reload_and_wait(&toml(&upstream, &trusting(&ca, "")));
+    gateway.reload_and_wait(&toml(&upstream, &ca.trusted("")));
     gateway.get("/a").expect(200);
-    gateway.reload_and_wait(&toml(&upstream, &trusting(&ca, "")));
+    gateway.reload_and_wait(&toml(&upstream, &ca.trusted("")));
     gateway.get("/a").expect(200);
     assert_eq!(upstream.request_heads()[1].connection, upstream.request_heads()[0].connection);
 }
 
 #[test]
 fn nginx_is_reached_with_every_protocol_it_offers() {
-    let ca = ClientCa::new();
-    let identity = ca.sign(&["localhost"]);
-    let certificate = ca.scratch.write("server.pem", &identity.certificate);
-    let private_key = ca.scratch.write("server.key", &identity.private_key);
+    let ca = Authority::new();
+    let identity = ca.ca.issue(&["localhost"]);
+    let (certificate, private_key) = identity.write(&ca.scratch, "server");
     let tls = format!("ssl_certificate {}; ssl_certificate_key {};", certificate.display(), private_key.display());
     for (listen, protocol, version) in [
         ("ssl http2", "auto", "HTTP/2.0"),
@@ -188,7 +201,7 @@ fn nginx_is_reached_with_every_protocol_it_offers() {
         let toml = format!(
             "[upstreams.u]\nservers = [\"https://localhost:{}\"]\nprotocol = \"{protocol}\"\n{}\n{ROUTE}",
             nginx.address.port(),
-            trusting(&ca, "")
+            ca.trusted("")
         );
         let gateway = Gateway::start(&toml);
         assert_eq!(gateway.get("/protocol").expect(200).text(), version, "{listen}, {protocol}");

@@ -2,7 +2,7 @@
 //! codes and abrupt ends. The checks are in tests/external/websocket_client.py.
 
 use crate::support::external_scripts::{self, ScriptServer};
-use crate::support::test_ca::TestCa;
+use crate::support::test_ca::ServerFiles;
 use crate::support::tls_gateway::{TlsGateway, limited_route_to};
 
 fn upstream(server: &ScriptServer) -> String {
@@ -12,7 +12,7 @@ fn upstream(server: &ScriptServer) -> String {
 /// If this test fails, the cause is not the gateway.
 #[test]
 fn the_client_script_passes_without_a_gateway() {
-    let server_ca = TestCa::new();
+    let server_ca = ServerFiles::new();
     let server = ScriptServer::start("websocket_server.py", &server_ca.tls_arguments());
     let ca = server_ca.ca.display().to_string();
     external_scripts::run_checks("websocket_client.py", &[server.address.to_string(), "--ca".to_owned(), ca]);
@@ -36,7 +36,7 @@ fn all_checks_pass_over_tls() {
 
 #[test]
 fn all_checks_pass_to_a_tls_upstream() {
-    let server_ca = TestCa::new();
+    let server_ca = ServerFiles::new();
     let server = ScriptServer::start("websocket_server.py", &server_ca.tls_arguments());
     let upstream = format!(
         "[upstreams.u]\nservers = [\"https://{}\"]\n[upstreams.u.tls]\nca = {:?}\n",

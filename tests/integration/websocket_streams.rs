@@ -16,7 +16,7 @@ use crate::support::http2_client::{
 };
 use crate::support::http2_upstream::{Http2Upstream, Options};
 use crate::support::process::Process;
-use crate::support::test_ca::TestCa;
+use crate::support::test_ca::ServerFiles;
 use crate::support::tls_gateway::{TlsGateway, limited_route_to};
 use crate::support::upstream::{Connection, Upstream};
 use crate::support::{TempDir, eventually, eventually_eq, forward_all, forward_to, within};
@@ -104,7 +104,7 @@ fn all_checks_pass_with_prior_knowledge() {
 
 #[test]
 fn all_checks_pass_over_tls_on_both_sides() {
-    let server_ca = TestCa::new();
+    let server_ca = ServerFiles::new();
     let server = ScriptServer::start("websocket_server.py", &server_ca.tls_arguments());
     let upstream = format!(
         "[upstreams.u]\nservers = [\"https://{}\"]\n[upstreams.u.tls]\nca = {:?}\n",

@@ -5,14 +5,13 @@
 //! - Clients: `client` (HTTP/1.1, byte by byte), `http2_client`, `tls`, `external_scripts`.
 //! - Servers: `upstream` follows a script and records requests, `http2_upstream` the same over HTTP/2,
 //!   `external_servers` from Debian and PyPI, `redis`, `redis_cluster`, `sentinel`; `redis_client` calls the store.
-//! - Credentials: `test_ca`, `client_certificates`, `jwt_issuer`.
+//! - Credentials: `test_ca`, `jwt_issuer`.
 //! - Parsers: `ratelimit_parser`, `metrics_parser`.
 //! - Checkers: `load_checker`, `compare_direct` (responses with and without the gateway), `panic_watch`.
 //!
 //! A panic in any thread of a gateway or an upstream fails the test: see `panic_watch`.
 
 pub mod client;
-pub mod client_certificates;
 pub mod compare_direct;
 pub mod external_scripts;
 pub mod external_servers;

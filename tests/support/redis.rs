@@ -13,7 +13,7 @@ use std::sync::Mutex;
 use fastrand::Rng;
 
 use super::process::signal;
-use super::tls::RevokingCa;
+use super::test_ca::TestCa;
 use super::{TempDir, eventually, external_servers};
 
 pub struct RedisServer {
@@ -47,7 +47,7 @@ impl RedisServer {
 
     /// With TLS on its port, a certificate of this authority for `localhost` and 127.0.0.1, and trust in client certificates of
     /// this authority.
-    pub fn with_tls(authority: &RevokingCa, lines: &str) -> RedisServer {
+    pub fn with_tls(authority: &TestCa, lines: &str) -> RedisServer {
         let scratch = TempDir::new();
         let issued = authority.issue(&["localhost", "127.0.0.1"]);
         scratch.write("server.pem", &issued.pem);

@@ -44,7 +44,7 @@ pub fn floating_request(base: &str, period_ms: u64, limit: u32) -> CounterReques
 
 fn counter_request(base: &str, window: WindowRef, limit: u32) -> CounterRequest {
     CounterRequest {
-        base: Rc::from(base),
+        key_base: Rc::from(base),
         window,
         limit,
         ceiling: u64::from(limit),

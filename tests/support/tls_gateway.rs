@@ -3,11 +3,11 @@
 use std::net::SocketAddr;
 
 use super::gateway::Gateway;
-use super::test_ca::TestCa;
+use super::test_ca::ServerFiles;
 
 pub struct TlsGateway {
     pub gateway: Gateway,
-    pub authority: TestCa,
+    pub authority: ServerFiles,
     pub plain: SocketAddr,
     pub tls: SocketAddr,
 }
@@ -15,7 +15,7 @@ pub struct TlsGateway {
 impl TlsGateway {
     /// `toml` is the configuration without `[listen]`.
     pub fn start(toml: &str) -> TlsGateway {
-        let authority = TestCa::new();
+        let authority = ServerFiles::new();
         let gateway = Gateway::start(&format!(
             "[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\n\
              [listen.https]\naddress = \"127.0.0.1:0\"\ncertificate = {:?}\nprivate_key = {:?}\n{toml}",

@@ -15,27 +15,27 @@ pub fn max_within(layers: &[Limit], span_ms: u64, keeps_opening_charge: bool) ->
 
 fn max_of_layer(limit: &Limit, span_ms: u64, keeps_opening_charge: bool) -> Option<u64> {
     let (shortest_ms, _) = lengths_ms(&limit.windows)?;
-    let most = granted(limit, windows_touched(span_ms, shortest_ms));
+    let max_tokens = tokens_granted_in(limit, windows_touched(span_ms, shortest_ms));
     // Where requests open windows, the first of several windows was opened before the interval begins, unless the
     // interval is a whole number of windows and one millisecond.
     let floats = matches!(limit.windows, Windows::FirstRequest { .. });
     let opened_before = floats && keeps_opening_charge && !span_ms.saturating_sub(1).is_multiple_of(shortest_ms);
-    Some(most - u64::from(opened_before))
+    Some(max_tokens - u64::from(opened_before))
 }
 
 /// The most tokens that one layer admits in any one window of another.
-pub fn max_in_window(limit: &Limit, of: &Limit) -> Option<u64> {
-    windows_in_window(&limit.windows, &of.windows).map(|windows| granted(limit, windows))
+pub fn max_in_window(limit: &Limit, outer: &Limit) -> Option<u64> {
+    windows_in_window(&limit.windows, &outer.windows).map(|windows| tokens_granted_in(limit, windows))
 }
 
 /// Whether a layer never refuses a request that the other layer admits: in each window of the layer, the other one
 /// admits at most the layer's limit.
 pub fn never_binds(limit: &Limit, other: &Limit) -> bool {
-    max_in_window(other, limit).is_some_and(|most| most <= u64::from(limit.tokens))
+    max_in_window(other, limit).is_some_and(|max_tokens| max_tokens <= u64::from(limit.tokens))
 }
 
 /// The tokens that a layer grants in consecutive windows after a long idle time.
-fn granted(limit: &Limit, windows: u64) -> u64 {
+fn tokens_granted_in(limit: &Limit, windows: u64) -> u64 {
     let after_first = windows.saturating_sub(1).saturating_mul(u64::from(limit.tokens));
     after_first.saturating_add(u64::from(limit.capacity.max(limit.tokens)))
 }
@@ -57,7 +57,7 @@ pub fn lengths_ms(windows: &Windows) -> Option<(u64, u64)> {
 fn windows_in_window(inner: &Windows, outer: &Windows) -> Option<u64> {
     let (_, longest_ms) = lengths_ms(outer)?;
     let (shortest_ms, _) = lengths_ms(inner)?;
-    let anywhere = windows_touched(longest_ms, shortest_ms);
+    let at_any_offset = windows_touched(longest_ms, shortest_ms);
     match (inner, outer) {
         (Windows::Even { period_ms: p, offset_ms: o }, Windows::Even { period_ms: q, offset_ms: r }) => {
             // Relative to the inner grid, outer windows start at every multiple of the greatest common divisor of both
@@ -74,14 +74,14 @@ fn windows_in_window(inner: &Windows, outer: &Windows) -> Option<u64> {
             // Every end within a window, except at its start, adds one.
             let starts = calendar.ends.iter().map(|end| (outer.window_at(*end, 0).start_ms, *end));
             let inside = starts.filter(|(start, end)| start != end).map(|(start, _)| start);
-            let (mut most, mut run, mut last) = (0, 0, None);
+            let (mut max_run, mut run, mut last) = (0, 0, None);
             for start in inside {
                 run = if last.replace(start) == Some(start) { run + 1 } else { 1 };
-                most = most.max(run);
+                max_run = max_run.max(run);
             }
-            Some(most + 1)
+            Some(max_run + 1)
         }
-        _ => Some(anywhere),
+        _ => Some(at_any_offset),
     }
 }
 

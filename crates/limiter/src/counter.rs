@@ -361,7 +361,9 @@ pub fn refunded_with_rest<const PLAIN: bool>(
     };
     let sequence = match request.kind_in(time) {
         WindowKind::Plain => return (word.end_ms() == taken.end_ms).then(|| (less(taken.tokens), None)),
-        WindowKind::Leased => return (word.end_ms() == taken.end_ms).then(|| (word.plus(taken.tokens), None)),
+        WindowKind::Leased => {
+            return (word.end_ms() == taken.end_ms).then(|| (word.with_more_tokens(taken.tokens), None));
+        }
         WindowKind::Accumulating(sequence) | WindowKind::Floating(sequence) => &time.sequences[sequence as usize],
     };
     if !word.is_live(time.now_ms) {

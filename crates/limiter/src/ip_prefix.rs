@@ -27,9 +27,9 @@ pub enum NetworkError {
 
 impl Network {
     /// The network of an address with this prefix length.
-    pub fn of(address: IpAddr, prefix: u8) -> Network {
+    pub fn containing(address: IpAddr, prefix: u8) -> Network {
         match (address, address.to_canonical()) {
-            (IpAddr::V6(_), IpAddr::V4(v4)) if prefix >= 96 => Network::of(v4.into(), prefix - 96),
+            (IpAddr::V6(_), IpAddr::V4(v4)) if prefix >= 96 => Network::containing(v4.into(), prefix - 96),
             (IpAddr::V4(v4), _) => {
                 let prefix = prefix.min(32);
                 let mask = u32::MAX.checked_shl(32 - u32::from(prefix)).unwrap_or(0);
@@ -44,10 +44,10 @@ impl Network {
     }
 
     /// The address family, and the first and last address as numbers.
-    fn span(self) -> (usize, u128, u128) {
-        let (family, first, bits) = number(self.address);
-        let others = u128::MAX.checked_shr(128 - (bits - u32::from(self.prefix))).unwrap_or(0);
-        (family, first, first | others)
+    fn bounds(self) -> (usize, u128, u128) {
+        let (family, first, bits) = to_number(self.address);
+        let host_mask = u128::MAX.checked_shr(128 - (bits - u32::from(self.prefix))).unwrap_or(0);
+        (family, first, first | host_mask)
     }
 }
 
@@ -58,16 +58,16 @@ impl FromStr for Network {
     fn from_str(text: &str) -> Result<Network, NetworkError> {
         let (address, prefix) = text.split_once('/').map_or((text, None), |(address, prefix)| (address, Some(prefix)));
         let address: IpAddr = address.parse().map_err(|_| NetworkError::Syntax)?;
-        let most = if address.is_ipv4() { 32 } else { 128 };
+        let max_prefix = if address.is_ipv4() { 32 } else { 128 };
         let prefix = match prefix {
             Some(digits) if digits.bytes().all(|byte| byte.is_ascii_digit()) => digits.parse().ok(),
             Some(_) => None,
-            None => Some(most),
+            None => Some(max_prefix),
         };
-        let prefix = prefix.filter(|prefix| *prefix <= most).ok_or(NetworkError::Syntax)?;
-        let network = Network::of(address, prefix);
-        let whole = Network::of(address, most);
-        if network.address == whole.address { Ok(network) } else { Err(NetworkError::HostBits(network)) }
+        let prefix = prefix.filter(|prefix| *prefix <= max_prefix).ok_or(NetworkError::Syntax)?;
+        let network = Network::containing(address, prefix);
+        let as_written = Network::containing(address, max_prefix);
+        if network.address == as_written.address { Ok(network) } else { Err(NetworkError::HostBits(network)) }
     }
 }
 
@@ -93,7 +93,7 @@ pub fn canonical_address(address: IpAddr) -> IpAddr {
 }
 
 /// The family, the number and the length of an address.
-fn number(address: IpAddr) -> (usize, u128, u32) {
+fn to_number(address: IpAddr) -> (usize, u128, u32) {
     match address.to_canonical() {
         IpAddr::V4(v4) => (0, v4.to_bits().into(), 32),
         IpAddr::V6(v6) => (1, v6.to_bits(), 128),
@@ -104,7 +104,7 @@ fn number(address: IpAddr) -> (usize, u128, u32) {
 #[derive(Debug)]
 pub struct Networks<T> {
     /// For each family, the start and the value of each range; in ascending order.
-    spans: [Vec<(u128, Option<T>)>; 2],
+    ranges: [Vec<(u128, Option<T>)>; 2],
 }
 
 impl<T: Copy> Networks<T> {
@@ -112,22 +112,22 @@ impl<T: Copy> Networks<T> {
     pub fn new(networks: impl IntoIterator<Item = (Network, T)>) -> Networks<T> {
         let mut by_family = [Vec::new(), Vec::new()];
         for (network, value) in networks {
-            let (family, first, last) = network.span();
+            let (family, first, last) = network.bounds();
             by_family[family].push((first, last, value));
         }
-        Networks { spans: by_family.map(spans) }
+        Networks { ranges: by_family.map(to_ranges) }
     }
 
     /// The value of the most specific network that contains an address.
-    pub fn of(&self, address: IpAddr) -> Option<T> {
-        let (family, number, _) = number(address);
-        let spans = &self.spans[family];
-        let next = spans.partition_point(|(start, _)| *start <= number);
-        next.checked_sub(1).and_then(|position| spans[position].1)
+    pub fn most_specific(&self, address: IpAddr) -> Option<T> {
+        let (family, number, _) = to_number(address);
+        let ranges = &self.ranges[family];
+        let next = ranges.partition_point(|(start, _)| *start <= number);
+        next.checked_sub(1).and_then(|position| ranges[position].1)
     }
 }
 
-fn spans<T: Copy>(mut networks: Vec<(u128, u128, T)>) -> Vec<(u128, Option<T>)> {
+fn to_ranges<T: Copy>(mut networks: Vec<(u128, u128, T)>) -> Vec<(u128, Option<T>)> {
     // Wide networks before narrow ones that begin with them.
     networks.sort_by_key(|(first, last, _)| (*first, std::cmp::Reverse(*last)));
     let mut spans = Vec::new();
@@ -197,7 +197,7 @@ mod tests {
             ("::ffff:10.2.0.0", Some("10.0.0.0/8")),
             ("ffff::", Some("::/0")),
         ] {
-            assert_eq!(networks.of(address.parse().unwrap()), found, "{address}");
+            assert_eq!(networks.most_specific(address.parse().unwrap()), found, "{address}");
         }
     }
 
@@ -227,11 +227,11 @@ mod tests {
         ) {
             let at = |number: u32| IpAddr::V4(Ipv4Addr::from_bits(number));
             let all: std::collections::HashMap<Network, usize> =
-                all.into_iter().map(|((number, prefix), value)| (Network::of(at(number), prefix), value)).collect();
-            let holding = all.iter().filter(|(network, _)| Network::of(at(address), network.prefix) == **network);
+                all.into_iter().map(|((number, prefix), value)| (Network::containing(at(number), prefix), value)).collect();
+            let holding = all.iter().filter(|(network, _)| Network::containing(at(address), network.prefix) == **network);
             let expected = holding.max_by_key(|(network, _)| network.prefix).map(|(_, value)| *value);
             let networks = Networks::new(all.iter().map(|(network, value)| (*network, *value)));
-            prop_assert_eq!(networks.of(at(address)), expected);
+            prop_assert_eq!(networks.most_specific(at(address)), expected);
         }
     }
 }

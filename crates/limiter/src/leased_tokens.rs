@@ -52,7 +52,7 @@ impl AcquireRequest {
 
 impl CounterWord {
     /// The same word with `tokens` more, or as many as it can count.
-    pub(super) fn plus(self, tokens: u64) -> CounterWord {
+    pub(super) fn with_more_tokens(self, tokens: u64) -> CounterWord {
         let count = u64::from(self.count()).saturating_add(tokens);
         CounterWord::new(self.tag(), self.end_ms(), u32::try_from(count).unwrap_or(u32::MAX))
     }
@@ -78,10 +78,10 @@ impl<const W: usize> Table<W> {
 
     /// Takes at most `most` tokens out of the lease again, if the lease is still of the window ending at `end_ms`.
     /// Returns their number; they cannot be spent any more.
-    pub fn withdraw(&self, counter: Counter, end_ms: u64, most: u32) -> u32 {
+    pub fn withdraw(&self, counter: Counter, end_ms: u64, max_tokens: u32) -> u32 {
         let key = counter.lease().key;
         while let FindResult::Counter(index, word) = self.counters.find(key) {
-            let tokens = word.count().min(most);
+            let tokens = word.count().min(max_tokens);
             if tokens == 0 || word.end_ms() != end_ms.min(END_MAX_MS) {
                 return 0;
             }

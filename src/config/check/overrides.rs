@@ -197,7 +197,7 @@ fn read_value(part: &KeyPart, word: &SpannedStr, report: &mut Report) -> Option<
         };
         // The rule counts addresses with this prefix as one client, so the override applies to all of them.
         let prefix = if address.is_ipv4() { *v4_prefix } else { *v6_prefix };
-        return Some(KeyValue::Clear(Network::of(address, prefix).address.to_string()));
+        return Some(KeyValue::Clear(Network::containing(address, prefix).address.to_string()));
     }
     if *part == KeyPart::ClientCert {
         return read_fingerprint(word, report).map(KeyValue::Clear);

@@ -9,7 +9,7 @@ use crate::support::{explore, race};
 
 const PLAIN: CounterFormat =
     CounterFormat { accumulates: false, shards: 1, max_ahead: 0, grants: (5, 5), limits_differ: false };
-const ROLLING: CounterFormat = CounterFormat { accumulates: true, ..PLAIN };
+const ACCUMULATING: CounterFormat = CounterFormat { accumulates: true, ..PLAIN };
 const SHARDED: CounterFormat = CounterFormat { shards: 3, ..PLAIN };
 const OTHER_LIMIT: CounterFormat = CounterFormat { max_ahead: 7, grants: (9, 9), ..PLAIN };
 
@@ -33,9 +33,9 @@ fn two_formats_of_one_layer_merge_into_one_entry() {
     explore(3, || {
         // The registry has no space for a second entry.
         let registry = Arc::new(registry(1));
-        let joined = race(&registry, [|l| join(l, 1, ROLLING), |l| join(l, 1, SHARDED)]);
+        let joined = race(&registry, [|l| join(l, 1, ACCUMULATING), |l| join(l, 1, SHARDED)]);
         assert_eq!(joined, [Ok(()), Ok(())]);
-        assert_eq!(registry.formats(), formats_of(&[(1, ROLLING.join(SHARDED))]));
+        assert_eq!(registry.formats(), formats_of(&[(1, ACCUMULATING.join(SHARDED))]));
     });
 }
 
@@ -43,7 +43,7 @@ fn two_formats_of_one_layer_merge_into_one_entry() {
 fn formats_written_under_another_limit_are_known_in_any_order() {
     explore(3, || {
         let registry = Arc::new(registry(1));
-        assert_eq!(race(&registry, [|l| join(l, 1, ROLLING), |l| join(l, 1, OTHER_LIMIT)]), [Ok(()), Ok(())]);
+        assert_eq!(race(&registry, [|l| join(l, 1, ACCUMULATING), |l| join(l, 1, OTHER_LIMIT)]), [Ok(()), Ok(())]);
         let format = registry.formats().get(1).expect("it was joined");
         assert!(format.limits_differ && format.accumulates && format.max_ahead == 7);
     });
@@ -53,8 +53,8 @@ fn formats_written_under_another_limit_are_known_in_any_order() {
 fn two_layers_registered_at_once_have_separate_entries() {
     explore(3, || {
         let registry = Arc::new(registry(2));
-        let joined = race(&registry, [|l| join(l, 1, ROLLING), |l| join(l, 2, SHARDED)]);
+        let joined = race(&registry, [|l| join(l, 1, ACCUMULATING), |l| join(l, 2, SHARDED)]);
         assert_eq!(joined, [Ok(()), Ok(())]);
-        assert_eq!(registry.formats(), formats_of(&[(1, ROLLING), (2, SHARDED)]));
+        assert_eq!(registry.formats(), formats_of(&[(1, ACCUMULATING), (2, SHARDED)]));
     });
 }

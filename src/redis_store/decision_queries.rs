@@ -108,7 +108,7 @@ impl SharedCounters {
         self.value(query).await
     }
 
-    /// Adds the usage of all shards but the first of a split counter, and subtracts tokens leased here and not spent.
+    /// Adds the usage of all shards but the first of a sharded counter, and subtracts tokens leased here and not spent.
     async fn add_shards(
         self: &Rc<Self>,
         query: &KeyQuery<'_>,
@@ -127,7 +127,7 @@ impl SharedCounters {
                 let base_request =
                     self.counter_request(rule_set, charge_plan, *layer_ref, *keyed_request, key_text, now_ms);
                 let request =
-                    CounterRequest { base: self.key_base(key_text, suffix, shard), used_min: 0, ..base_request };
+                    CounterRequest { key_base: self.key_base(key_text, suffix, shard), used_min: 0, ..base_request };
                 match self.acquire(std::slice::from_ref(&request)).await {
                     Ok(AcquireReply::Granted { counters: replies, .. }) => {
                         let used = replies.iter().fold(0, |sum: u64, reply| sum.saturating_add(reply.used));
