@@ -440,8 +440,6 @@ pub struct RefusalCache {
     outcomes: Vec<LayerOutcome>,
     /// `None` before the first refusal.
     refused: Option<RefusalResponse>,
-    /// The response in HTTP/1.1 syntax; empty until it is requested.
-    bytes: Bytes,
 }
 
 /// What a refusal depends on in one layer. It does not identify the client.
@@ -468,31 +466,6 @@ impl RefusalCache {
         context: &DecisionContext,
         render: impl FnOnce() -> RefusalResponse,
     ) -> LocalResponse {
-        self.refresh(rules_index, now_ms, context, render).0.clone()
-    }
-
-    /// As [`RefusalCache::response`], in HTTP/1.1 syntax, with the status.
-    pub fn http1_bytes(
-        &mut self,
-        rules_index: usize,
-        now_ms: u64,
-        context: &DecisionContext,
-        render: impl FnOnce() -> RefusalResponse,
-    ) -> (StatusCode, Bytes) {
-        let (response, bytes) = self.refresh(rules_index, now_ms, context, render);
-        if bytes.is_empty() {
-            *bytes = http1_bytes(response);
-        }
-        (response.status(), bytes.clone())
-    }
-
-    fn refresh(
-        &mut self,
-        rules_index: usize,
-        now_ms: u64,
-        context: &DecisionContext,
-        render: impl FnOnce() -> RefusalResponse,
-    ) -> (&LocalResponse, &mut Bytes) {
         let outcomes = || context.result.charges.iter().zip(&context.result.layers).map(LayerOutcome::of);
         let is_same =
             (self.rules_index, self.now_ms) == (rules_index, now_ms) && self.outcomes.iter().copied().eq(outcomes());
@@ -500,7 +473,6 @@ impl RefusalCache {
             (self.rules_index, self.now_ms) = (rules_index, now_ms);
             self.outcomes.clear();
             self.outcomes.extend(outcomes());
-            self.bytes = Bytes::new();
             self.refused = None;
         }
         let refused = self.refused.get_or_insert_with(|| {
@@ -509,7 +481,7 @@ impl RefusalCache {
             refused.response.headers_mut().reserve(4);
             refused
         });
-        (&refused.response, &mut self.bytes)
+        refused.response.clone()
     }
 }
 

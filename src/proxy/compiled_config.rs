@@ -81,9 +81,6 @@ pub struct RouteRules {
     pub rate_limit_template: RateLimitTemplate,
     /// The rules that read their cost from the response.
     pub response_costs: Vec<ResponseCostRule>,
-    /// Whether a repeated request can be refused from its counters alone: only free tokens admit a request, a refusal changes no
-    /// counter, and no key comes from a token, which may expire.
-    pub is_repeatable: bool,
 }
 
 /// A rule of a route that reads its cost from the response.
@@ -233,13 +230,11 @@ impl RouteRules {
             |rule: &usize| RuleKey::new(&rule_set.rules[*rule], route, seed).with_overrides(overrides[*rule].clone());
         let rule_keys = route.rules.iter().map(rule_key).collect();
         let response_costs = ResponseCostRule::all_of(config, &route.rules);
-        let is_repeatable = charge_plan.is_plain() && charge_plan.shadow_rules().is_empty() && config.jwt.is_none();
         RouteRules {
             rule_keys,
             rate_limit_template: RateLimitTemplate::new(rule_set, &charge_plan, &config.rate_limit_styles),
             charge_plan,
             response_costs,
-            is_repeatable,
         }
     }
 }

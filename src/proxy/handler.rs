@@ -17,7 +17,6 @@ use http_body::Body as _;
 use super::admission::{Admission, Evaluation, PendingAdmission, evaluate};
 use super::compiled_config::CompiledConfig;
 use super::peer::{ConnectionInfo, Peer};
-use super::repeat_refusal::RepeatRefusal;
 use super::request_record::RequestRecord;
 use super::response::{Content, ResponseBody, error_response, finish};
 use super::websocket::{WebSocketHandshake, finish_handshake};
@@ -251,17 +250,6 @@ fn decide(
             record.record_decision(rules_index, context, &decision);
             let decided_ms = context.result.decided_ms;
             if let Decision::Refused = decision {
-                let repeat = request_context.peer.repeats_previous.get().then(|| {
-                    RepeatRefusal::new(
-                        config,
-                        route_index,
-                        context,
-                        parts,
-                        validated.special_fields,
-                        request_context.body_bytes,
-                    )
-                });
-                request_context.peer.repeat_refusal.replace(repeat.flatten());
                 let headers = std::mem::take(&mut parts.headers);
                 let render = || config.refusal(rules_index, context, decided_ms, worker.date(), text, headers);
                 return Ok(RequestOutcome::Respond(refusal_cache.response(rules_index, decided_ms, context, render)));

@@ -14,7 +14,6 @@ mod delayed_request;
 pub mod handler;
 pub mod log_throttle;
 pub mod peer;
-pub mod repeat_refusal;
 pub mod request_record;
 pub mod response;
 mod response_cost;

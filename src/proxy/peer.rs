@@ -7,7 +7,6 @@ use std::time::Duration;
 
 use http::HeaderValue;
 
-use super::repeat_refusal::RepeatRefusal;
 use super::websocket::TunnelSession;
 use crate::http::headers;
 use crate::informational::InformationalQueue;
@@ -52,10 +51,6 @@ pub struct Peer {
     pub body_timeout: Rc<Cell<Duration>>,
     /// The tunnel that the response opens.
     pub tunnel: RefCell<Option<TunnelSession>>,
-    /// Whether the head of the request equals the previous one byte for byte. Set by the reader of the connection.
-    pub repeats_previous: Cell<bool>,
-    /// The previous request, if it was refused and a repetition of it can be refused from its counters alone.
-    pub repeat_refusal: RefCell<Option<RepeatRefusal>>,
 }
 
 impl Peer {
@@ -73,8 +68,6 @@ impl Peer {
             body_drain: None,
             body_timeout: Rc::default(),
             tunnel: RefCell::default(),
-            repeats_previous: Cell::default(),
-            repeat_refusal: RefCell::default(),
         }
     }
 

@@ -106,11 +106,6 @@ impl WorkerState {
         date.value()
     }
 
-    /// Whether new requests get this view of the configuration.
-    pub fn is_current(&self, config: &Rc<WorkerConfig>) -> bool {
-        Rc::ptr_eq(&self.config.borrow(), config)
-    }
-
     /// Switches new requests to a configuration. Connections to unchanged servers stay open.
     pub fn apply_config(&self, compiled: Arc<CompiledConfig>, access_log: Option<LogSender>) {
         let previous = self.config();

@@ -1,4 +1,4 @@
-//! A client that repeats a refused request byte for byte is refused without parsing. The response must be the same.
+//! A client that repeats a refused request on its connection: each response is complete, current, counted and logged.
 
 use std::fs;
 use std::net::SocketAddr;

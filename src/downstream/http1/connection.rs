@@ -65,7 +65,6 @@ pub async fn serve(io: IoStream, connection: Rc<ConnectionInfo>, worker: Rc<Work
             Ok(DriveEnd::Idle) => {
                 let parts = connection.into_parts();
                 (io, service) = (parts.io.into_inner(), parts.service);
-                peer.repeat_refusal.take();
                 // Bytes without a request may have been received, such as an empty line.
                 if !parts.read_buf.is_empty() {
                     io.unread(parts.read_buf);
@@ -227,7 +226,6 @@ impl Service<Request<Incoming>> for Http1Service {
     type Future = Http1ResponseFuture;
 
     fn call(&self, request: Request<Incoming>) -> Http1ResponseFuture {
-        self.peer.repeats_previous.set(self.state.repeats_previous());
         self.state.begin_request(request.body().size_hint().exact());
         let fields = request.headers().len();
         let is_head = request.method() == Method::HEAD;

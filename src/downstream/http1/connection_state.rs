@@ -126,13 +126,6 @@ impl ConnectionState {
         self.head_tracker.borrow_mut().begin_request(body_bytes);
     }
 
-    /// Whether the connection waits for a request, and received exactly one head, equal to the previous one.
-    pub fn repeats_previous(&self) -> bool {
-        self.phase.get() == Phase::Head
-            && self.has_no_pending_response()
-            && self.head_tracker.borrow().repeats_previous()
-    }
-
     /// Takes received bytes. Fails if the trailers of a request are malformed: its end is unknown then.
     pub(super) fn receive(&self, bytes: &[u8]) -> io::Result<()> {
         let mut head = self.head_tracker.borrow_mut();

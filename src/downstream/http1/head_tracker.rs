@@ -1,5 +1,5 @@
 //! Tracks request heads in the bytes of a connection, for what hyper does not report about them: line endings, fragments,
-//! the number of field lines, and whether a head repeats the previous one.
+//! and the number of field lines.
 //!
 //! Heads and bodies are separated also when requests are pipelined or arrive in pieces: hyper reports the length of each body
 //! with its head, and `chunked` finds the end of a chunked one. Heads are kept until the next bytes arrive; bodies are skipped.
@@ -16,8 +16,6 @@ pub struct HeadTracker {
     bytes: Vec<u8>,
     /// `bytes` are exactly one head whose lines end in CR LF, without a `#`.
     is_single_clean_head: bool,
-    /// `bytes` equal the previous head.
-    repeats_previous: bool,
     /// Length of the current request's head in `bytes`.
     head_bytes: usize,
     /// Length of the current request in `bytes`, with its body.
@@ -51,7 +49,6 @@ impl Default for HeadTracker {
         HeadTracker {
             bytes: Vec::new(),
             is_single_clean_head: false,
-            repeats_previous: false,
             head_bytes: 0,
             request_bytes: 0,
             body: RemainingBody::Length(0),
@@ -71,27 +68,15 @@ impl HeadTracker {
     /// Takes received bytes: the rest of the current body and, behind it, bytes of the next head. Returns whether there are
     /// bytes of a next head while no request is in flight (`busy` is false).
     pub fn receive(&mut self, bytes: &[u8], busy: bool) -> bool {
-        self.repeats_previous = false;
         let body_bytes = self.body.skip(bytes);
         let rest = &bytes[body_bytes..];
         if rest.is_empty() {
             return false;
         }
-        self.repeats_previous =
-            self.is_single_clean_head && self.request_bytes == self.bytes.len() && rest == self.bytes;
-        if self.repeats_previous {
-            (self.head_bytes, self.request_bytes) = (0, 0);
-            return !busy;
-        }
         self.discard_request();
         self.is_single_clean_head = self.bytes.is_empty() && is_single_clean_head(rest);
         self.bytes.extend_from_slice(rest);
         !busy
-    }
-
-    /// Whether the received bytes are exactly one head, byte for byte equal to the previous one.
-    pub fn repeats_previous(&self) -> bool {
-        self.repeats_previous
     }
 
     /// Discards the bytes of the current request.
@@ -206,29 +191,6 @@ mod tests {
                 assert_eq!(head.has_bare_line_end(), bare, "{pieces:?}");
             }
         }
-    }
-
-    #[test]
-    fn the_same_head_again_is_known_by_its_bytes() {
-        const GET: &[u8] = b"GET /a HTTP/1.1\r\nHost: a\r\n\r\n";
-        const OTHER: &[u8] = b"GET /b HTTP/1.1\r\nHost: a\r\n\r\n";
-        let mut head = HeadTracker::default();
-        let mut next = |pieces: &[&[u8]], bodies: &[u64]| {
-            for piece in pieces {
-                head.receive(piece, false);
-            }
-            let repeats = head.repeats_previous();
-            bodies.iter().for_each(|body| head.begin_request(Some(*body)));
-            repeats
-        };
-        assert_eq!([(); 3].map(|()| next(&[GET], &[0])), [false, true, true]);
-        assert_eq!([OTHER, OTHER, GET].map(|bytes| next(&[bytes], &[0])), [false, true, false]);
-        // In pieces, behind an empty line, two at once: only a head received exactly as before counts as repeated.
-        assert!(!next(&[&GET[..9], &GET[9..]], &[0]) && !next(&[GET], &[0]) && next(&[GET], &[0]));
-        assert!(!next(&[&[b"\r\n", GET].concat()], &[0]) && !next(&[GET], &[0]) && next(&[GET], &[0]));
-        assert!(!next(&[&GET.repeat(2)], &[0, 0]) && !next(&[GET], &[0]) && next(&[GET], &[0]));
-        // A body may look like a head.
-        assert!(next(&[GET], &[GET.len() as u64]) && !next(&[GET], &[]) && next(&[GET], &[0]));
     }
 
     #[test]

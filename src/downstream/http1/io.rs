@@ -1,6 +1,5 @@
 //! `Http1Io`: the stream between hyper and a client's socket, for what hyper does not do.
 //!
-//! - A request equal, byte for byte, to the refused one before is refused here, without hyper.
 //! - hyper's empty response to a head that it cannot parse becomes a problem document, and a head that times out gets a
 //!   response too.
 //! - Informational responses are written before other bytes.
@@ -43,8 +42,6 @@ pub struct Http1Io {
     /// Written before hyper's bytes: informational responses, or a response of this file.
     queued: Bytes,
     has_replaced_response: bool,
-    /// `queued` is the response to a repeated request.
-    is_sending_refusal: bool,
     lingering: Option<LingerState>,
     is_shut_down: bool,
     is_read_closed: bool,
@@ -65,7 +62,6 @@ impl Http1Io {
             peer,
             queued: Bytes::new(),
             has_replaced_response: false,
-            is_sending_refusal: false,
             lingering: None,
             is_shut_down: false,
             is_read_closed: false,
@@ -119,33 +115,6 @@ impl Http1Io {
             request_record::record_rejected_head(&self.worker, self.peer.connection.address, error);
             self.stream.try_send(&responses::http1_bytes(&responses::error_response(error)));
         }
-    }
-
-    /// Queues a refusal if the received bytes repeat the refused request before, and the refusal still holds.
-    fn refuse_repeated(&mut self) -> bool {
-        let mut repeat_refusal = self.peer.repeat_refusal.borrow_mut();
-        let Some(refusal) = &*repeat_refusal else { return false };
-        // The last response of a connection has `Connection: close`, which hyper must see.
-        let is_possible = self.state.repeats_previous() && !self.state.is_last();
-        let Some(response) = is_possible.then(|| refusal.refuse(&self.worker)).flatten() else {
-            // Dropped, because it holds the configuration of the request before.
-            *repeat_refusal = None;
-            return false;
-        };
-        self.state.begin_request(Some(0));
-        self.state.record_progress();
-        self.state.finish_response();
-        (self.queued, self.is_sending_refusal) = (response, true);
-        true
-    }
-
-    /// Sends the rest of the response to a repeated request.
-    fn poll_send_refusal(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        ready!(self.poll_send_queued(cx))?;
-        ready!(Pin::new(&mut self.stream).poll_flush(cx))?;
-        self.state.response_flushed();
-        self.is_sending_refusal = false;
-        Poll::Ready(Ok(()))
     }
 
     /// Sends `queued`, and waiting informational responses.
@@ -246,24 +215,15 @@ impl AsyncRead for Http1Io {
             return Pin::new(&mut this.stream).poll_read(cx, buffer);
         }
         let before = buffer.filled().len();
-        loop {
-            if this.is_sending_refusal {
-                ready!(this.poll_send_refusal(cx))?;
-            }
-            let read = ready!(Pin::new(&mut this.stream).poll_read(cx, buffer));
-            let has_bytes = buffer.filled().len() > before;
-            this.is_read_closed |= !has_bytes;
-            this.has_pipelined_bytes = false;
-            this.close_watcher = None;
-            if has_bytes {
-                this.state.receive(&buffer.filled()[before..])?;
-                if this.refuse_repeated() {
-                    buffer.set_filled(before);
-                    continue;
-                }
-            }
-            return Poll::Ready(read);
+        let read = ready!(Pin::new(&mut this.stream).poll_read(cx, buffer));
+        let received = &buffer.filled()[before..];
+        this.is_read_closed |= received.is_empty();
+        this.has_pipelined_bytes = false;
+        this.close_watcher = None;
+        if !received.is_empty() {
+            this.state.receive(received)?;
         }
+        Poll::Ready(read)
     }
 }
 
