@@ -278,7 +278,7 @@ impl Gateway {
         for (name, same) in [
             ("the addresses in `listen`", config.listen.has_same_addresses(&self.config.listen)),
             ("`workers`", config.general.workers == self.config.general.workers),
-            ("`counters`", config.counters == self.config.counters),
+            ("`counters`", config.counters.equals_except_sharing(&self.config.counters)),
         ] {
             if !same {
                 return Err(ReloadError::NeedsRestart(name));

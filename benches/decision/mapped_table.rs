@@ -52,8 +52,13 @@ impl Drop for TemporaryFile {
 }
 
 fn open(file: Option<PathBuf>, capacity: usize) -> Counters {
-    let config =
-        config::Counters { capacity, file, snapshot: None, snapshot_every: Duration::from_secs(5), shared: None };
+    let config = config::counters::Counters {
+        capacity,
+        file,
+        snapshot: None,
+        snapshot_every: Duration::from_secs(5),
+        shared: None,
+    };
     Counters::open(&config, None, 2, &Clock::manual(NOW_MS)).expect("the counters can be created").0
 }
 

@@ -149,7 +149,7 @@ fn put(path: &Path, bytes: &[u8]) {
 }
 
 fn open(file: Option<&Path>, snapshot: Option<&Path>) -> Result<Counters, OpenError> {
-    let config = config::Counters {
+    let config = config::counters::Counters {
         shared: None,
         capacity: CAPACITY,
         file: file.map(Path::to_owned),

@@ -4,7 +4,7 @@
 use std::net::IpAddr;
 
 use http::header::{HeaderMap, HeaderName, HeaderValue};
-use transom::config::listen::{self, ForwardedField};
+use transom::config::listen::ForwardedField;
 use transom::http::forwarded::TrustedProxies;
 
 const PROXY: &str = "10.0.0.1";
@@ -17,8 +17,8 @@ pub fn holds(bytes: &[u8]) {
         (ForwardedField::XForwardedFor, "x-forwarded-for", CLIENT),
         (ForwardedField::Forwarded, "forwarded", "for=192.0.2.7"),
     ] {
-        let networks = ["10.0.0.0/8", "fd00::/8"].map(|text| text.parse().expect("a network")).to_vec();
-        let trust = TrustedProxies::new(&listen::TrustedProxies { networks, field });
+        let networks = ["10.0.0.0/8", "fd00::/8"].map(|text| text.parse().expect("a network"));
+        let trust = TrustedProxies::new(&networks, field);
         let name = HeaderName::from_static(name);
         let mut headers = HeaderMap::new();
         let mut last = Vec::new();

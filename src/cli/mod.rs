@@ -27,7 +27,8 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use crate::config::{self, Config, diagnostics};
+use crate::config::diagnostics::{self, ReadFile};
+use crate::config::{self, Config};
 use crate::file_watch::FileWatch;
 
 /// The result of a command.
@@ -54,7 +55,7 @@ pub fn read_config(path: &Path, watch: &mut FileWatch) -> Result<Config, String>
 }
 
 /// Reads a configuration through `files`.
-fn read_config_with(path: &Path, files: config::ReadFile) -> Result<Config, String> {
+fn read_config_with(path: &Path, files: ReadFile) -> Result<Config, String> {
     let name = path.display().to_string();
     let bytes = files(path).map_err(|error| {
         format!("{name}:1:1: cannot read the file: {error}\n  fix: name a file with `--config FILE`\n")

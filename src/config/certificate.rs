@@ -2,7 +2,7 @@
 //!
 //! Keys and lists are parsed here, so that an unusable file is a configuration problem rather than a failed handshake.
 //! This file does not check validity periods, and does not verify signatures of revocation lists: handshakes do.
-//! `Debug` never shows private keys.
+//! Messages and `Debug` never show private keys.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,6 +14,24 @@ use rustls::{Error, InconsistentKeys, RootCertStore, SignatureAlgorithm};
 use rustls_pki_types::pem::{PemObject, SectionKind};
 use rustls_pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer};
 use webpki::{EndEntityCert, OwnedCertRevocationList};
+
+use super::diagnostics::{Report, quoted};
+use super::settings::{Required, Text};
+use super::toml_reader::SpannedString;
+
+/// A setting that names a file.
+pub const PEM_FILE: Text = Text("PEM file", "\"FILE\"");
+
+settings! {
+    /// A certificate and its private key.
+    pub struct CertificateFiles {
+        /// Certificate with its chain. Used for clients that send no server name, or an unknown one.
+        certificate: Option<SpannedString> =
+            Required(PEM_FILE, "write `certificate = \"FILE\"`: PEM, with the full chain");
+        /// Its private key (PKCS #8, PKCS #1 or SEC 1, not encrypted). Both may be in one file.
+        private_key: Option<SpannedString> = Required(PEM_FILE, "write `private_key = \"FILE\"`: PEM");
+    }
+}
 
 /// A certificate with its chain and private key.
 #[derive(Clone)]
@@ -28,36 +46,67 @@ pub struct Certificate {
     pub not_after_s: i64,
 }
 
-/// Why a certificate or key file cannot be used.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub enum CertificateFileError {
-    /// A section is truncated or not base64.
-    InvalidPem,
-    NoCertificate,
-    /// A section does not contain an X.509 certificate.
-    InvalidCertificate,
-    NoKey,
-    EncryptedKey,
-    /// Malformed, or of a kind that TLS does not support.
-    UnusableKey,
-    /// The key belongs to another certificate.
-    KeyMismatch,
+/// Why a file cannot be used, without its name, and the fix.
+type Unusable = (&'static str, &'static str);
+
+const INVALID_PEM: Unusable = ("{} is not valid PEM", "copy the complete file again");
+const INVALID_CERTIFICATE: Unusable = (
+    "{} contains a certificate that is not X.509 version 3",
+    "issue it again; `openssl x509 -in FILE -noout -text` shows its contents",
+);
+const NO_CERTIFICATE: Unusable = (
+    "there is no certificate in {}",
+    "name a PEM file with certificates; each begins with `-----BEGIN CERTIFICATE-----`",
+);
+const NO_KEY: Unusable = (
+    "there is no private key in {}",
+    "name the file of the key; a key begins with `-----BEGIN PRIVATE KEY-----`, or with `RSA` or `EC` before `PRIVATE`",
+);
+const ENCRYPTED_KEY: Unusable = (
+    "the private key in {} is encrypted",
+    "decrypt it with `openssl pkey -in FILE -out NEW`, and let only the gateway read the new file",
+);
+const UNUSABLE_KEY: Unusable = (
+    "the private key in {} cannot be used",
+    "use RSA of 2048 to 8192 bits, ECDSA on P-256, P-384 or P-521, or Ed25519",
+);
+const KEY_MISMATCH: Unusable =
+    ("the private key in {} belongs to another certificate", "name the key of the first certificate in the chain");
+const NO_LIST: Unusable = (
+    "there is no revocation list in {}",
+    "a list begins with `-----BEGIN X509 CRL-----`; `openssl crl -inform DER -in FILE -out NEW` converts DER",
+);
+const INVALID_LIST: Unusable = (
+    "{} contains a revocation list that is not X.509 version 2 with a date of the next update",
+    "issue it again, complete (not a delta) and with a CRL number; `openssl crl -in FILE -noout -text` shows its contents",
+);
+
+/// Reads a file with `parse`. The message of an error contains `{}` for the name of the file.
+fn read_pem<T>(
+    file: &SpannedString,
+    parse: impl FnOnce(&[u8]) -> Result<T, Unusable>,
+    report: &mut Report,
+) -> Option<T> {
+    let parsed = parse(&file.read_file(report)?);
+    parsed.map_err(|error| report_unusable(error, file, report)).ok()
+}
+
+fn report_unusable((message, fix): Unusable, file: &SpannedString, report: &mut Report) {
+    report.problem(file.span.clone(), message.replace("{}", &quoted(&file.text)), fix);
 }
 
 impl Certificate {
     /// `chain` begins with the end-entity certificate, like `fullchain.pem` of most tools.
-    pub fn read(file: &str, chain: &[u8], key: &[u8]) -> Result<Certificate, CertificateFileError> {
-        let chain = read_certificates(chain)?;
-        let leaf = chain.first().ok_or(CertificateFileError::NoCertificate)?;
-        let end_entity = EndEntityCert::try_from(leaf).map_err(|_error| CertificateFileError::InvalidCertificate)?;
-        let dns_names = end_entity.valid_dns_names().map(str::to_ascii_lowercase).collect();
-        let (not_before_s, not_after_s) = validity(leaf).ok_or(CertificateFileError::InvalidCertificate)?;
-        let key = read_private_key(key)?;
-        let key = CertifiedKey::from_der(chain, key, &default_provider()).map_err(|error| match error {
-            Error::InconsistentKeys(InconsistentKeys::KeyMismatch) => CertificateFileError::KeyMismatch,
-            _ => CertificateFileError::UnusableKey,
-        })?;
-        Ok(Certificate { file: file.to_owned(), key: Arc::new(key), dns_names, not_before_s, not_after_s })
+    pub fn read(chain: &SpannedString, key: &SpannedString, report: &mut Report) -> Option<Certificate> {
+        let parsed = read_pem(chain, parse_chain, report);
+        let key_der = read_pem(key, parse_private_key, report);
+        let (certificates, dns_names, (not_before_s, not_after_s)) = parsed?;
+        let certified = CertifiedKey::from_der(certificates, key_der?, &default_provider()).map_err(|error| {
+            let is_mismatch = matches!(error, Error::InconsistentKeys(InconsistentKeys::KeyMismatch));
+            report_unusable(if is_mismatch { KEY_MISMATCH } else { UNUSABLE_KEY }, key, report);
+        });
+        let (file, certified) = (chain.text.clone(), certified.ok()?);
+        Some(Certificate { file, key: Arc::new(certified), dns_names, not_before_s, not_after_s })
     }
 
     /// The signature algorithm of the key, by which a certificate is chosen that the client supports.
@@ -66,34 +115,46 @@ impl Certificate {
     }
 }
 
+/// The certificates of a chain, and the DNS names and the validity of the first.
+type Chain = (Vec<CertificateDer<'static>>, Vec<String>, (i64, i64));
+
+fn parse_chain(text: &[u8]) -> Result<Chain, Unusable> {
+    let chain = parse_certificates(text)?;
+    let leaf = chain.first().ok_or(NO_CERTIFICATE)?;
+    let end_entity = EndEntityCert::try_from(leaf).map_err(|_error| INVALID_CERTIFICATE)?;
+    let dns_names = end_entity.valid_dns_names().map(str::to_ascii_lowercase).collect();
+    let validity = validity(leaf).ok_or(INVALID_CERTIFICATE)?;
+    Ok((chain, dns_names, validity))
+}
+
 /// Reads the certificates of trusted issuers.
-pub fn read_authorities(text: &[u8]) -> Result<Vec<CertificateDer<'static>>, CertificateFileError> {
-    let found = read_certificates(text)?;
-    let mut store = RootCertStore::empty();
-    for certificate in &found {
-        store.add(certificate.clone()).map_err(|_error| CertificateFileError::InvalidCertificate)?;
-    }
-    if found.is_empty() { Err(CertificateFileError::NoCertificate) } else { Ok(found) }
+pub fn read_authorities(file: &SpannedString, report: &mut Report) -> Option<Vec<CertificateDer<'static>>> {
+    let parse = |text: &[u8]| {
+        let found = parse_certificates(text)?;
+        let mut store = RootCertStore::empty();
+        for certificate in &found {
+            store.add(certificate.clone()).map_err(|_error| INVALID_CERTIFICATE)?;
+        }
+        if found.is_empty() { Err(NO_CERTIFICATE) } else { Ok(found) }
+    };
+    read_pem(file, parse, report)
 }
 
-fn read_certificates(text: &[u8]) -> Result<Vec<CertificateDer<'static>>, CertificateFileError> {
-    CertificateDer::pem_slice_iter(text).collect::<Result<_, _>>().map_err(|_error| CertificateFileError::InvalidPem)
+fn parse_certificates(text: &[u8]) -> Result<Vec<CertificateDer<'static>>, Unusable> {
+    CertificateDer::pem_slice_iter(text).collect::<Result<_, _>>().map_err(|_error| INVALID_PEM)
 }
 
-fn read_private_key(text: &[u8]) -> Result<PrivateKeyDer<'static>, CertificateFileError> {
+fn parse_private_key(text: &[u8]) -> Result<PrivateKeyDer<'static>, Unusable> {
     for section in <(SectionKind, Vec<u8>)>::pem_slice_iter(text) {
-        let (kind, der) = section.map_err(|_error| CertificateFileError::InvalidPem)?;
+        let (kind, der) = section.map_err(|_error| INVALID_PEM)?;
         if let Some(key) = PrivateKeyDer::from_pem(kind, der) {
             return Ok(key);
         }
     }
     // The loop skips sections of unknown kinds, among them encrypted keys.
-    let is_encrypted = text.windows(ENCRYPTED.len()).any(|part| part == ENCRYPTED);
-    Err(if is_encrypted { CertificateFileError::EncryptedKey } else { CertificateFileError::NoKey })
+    let encrypted = b"-----BEGIN ENCRYPTED PRIVATE KEY-----";
+    Err(if text.windows(encrypted.len()).any(|part| part == encrypted) { ENCRYPTED_KEY } else { NO_KEY })
 }
-
-const ENCRYPTED: &[u8] = b"-----BEGIN ENCRYPTED PRIVATE KEY-----";
-const EPOCH: DateTime = DateTime::constant(1970, 1, 1, 0, 0, 0, 0);
 
 /// A key matches its certificate, so equal certificates have equal keys.
 impl PartialEq for Certificate {
@@ -108,39 +169,6 @@ impl fmt::Debug for Certificate {
     }
 }
 
-impl CertificateFileError {
-    /// Message and fix; `what` names the file.
-    pub fn explain(&self, what: &str) -> (String, &'static str) {
-        match self {
-            CertificateFileError::InvalidPem => (format!("{what} is not valid PEM"), "copy the complete file again"),
-            CertificateFileError::NoCertificate => (
-                format!("there is no certificate in {what}"),
-                "name the file with the full chain; a certificate begins with `-----BEGIN CERTIFICATE-----`",
-            ),
-            CertificateFileError::InvalidCertificate => (
-                format!("{what} contains a certificate that is not X.509 version 3"),
-                "issue it again; `openssl x509 -in FILE -noout -text` shows its contents",
-            ),
-            CertificateFileError::NoKey => (
-                format!("there is no private key in {what}"),
-                "name the file of the key; a key begins with `-----BEGIN PRIVATE KEY-----`, or with `RSA` or `EC` before `PRIVATE`",
-            ),
-            CertificateFileError::EncryptedKey => (
-                format!("the private key in {what} is encrypted"),
-                "decrypt it with `openssl pkey -in FILE -out NEW`, and let only the gateway read the new file",
-            ),
-            CertificateFileError::UnusableKey => (
-                format!("the private key in {what} cannot be used"),
-                "use RSA of 2048 to 8192 bits, ECDSA on P-256, P-384 or P-521, or Ed25519",
-            ),
-            CertificateFileError::KeyMismatch => (
-                format!("the private key in {what} belongs to another certificate"),
-                "name the key of the first certificate in the chain",
-            ),
-        }
-    }
-}
-
 /// A certificate revocation list.
 #[derive(Clone, PartialEq)]
 pub struct RevocationList {
@@ -151,27 +179,21 @@ pub struct RevocationList {
     pub next_update_s: i64,
 }
 
-/// Why a file of revocation lists cannot be used.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum CrlFileError {
-    /// A section is truncated or not base64.
-    InvalidPem,
-    NoList,
-    /// A section does not contain a complete list.
-    InvalidList,
-}
-
 impl RevocationList {
     /// Reads all lists of a file, at least one.
-    pub fn read(file: &str, text: &[u8]) -> Result<Vec<RevocationList>, CrlFileError> {
+    pub fn read(file: &SpannedString, report: &mut Report) -> Option<Vec<RevocationList>> {
+        read_pem(file, |text| RevocationList::parse(&file.text, text), report)
+    }
+
+    fn parse(file: &str, text: &[u8]) -> Result<Vec<RevocationList>, Unusable> {
         let mut lists = Vec::new();
         for der in CertificateRevocationListDer::pem_slice_iter(text) {
-            let der = der.map_err(|_error| CrlFileError::InvalidPem)?;
-            OwnedCertRevocationList::from_der(&der).map_err(|_error| CrlFileError::InvalidList)?;
-            let next_update_s = next_update(&der).ok_or(CrlFileError::InvalidList)?;
+            let der = der.map_err(|_error| INVALID_PEM)?;
+            OwnedCertRevocationList::from_der(&der).map_err(|_error| INVALID_LIST)?;
+            let next_update_s = next_update(&der).ok_or(INVALID_LIST)?;
             lists.push(RevocationList { file: file.to_owned(), der, next_update_s });
         }
-        if lists.is_empty() { Err(CrlFileError::NoList) } else { Ok(lists) }
+        if lists.is_empty() { Err(NO_LIST) } else { Ok(lists) }
     }
 }
 
@@ -181,22 +203,7 @@ impl fmt::Debug for RevocationList {
     }
 }
 
-impl CrlFileError {
-    /// Message and fix; `what` names the file.
-    pub fn explain(self, what: &str) -> (String, &'static str) {
-        match self {
-            CrlFileError::InvalidPem => (format!("{what} is not valid PEM"), "copy the complete file again"),
-            CrlFileError::NoList => (
-                format!("there is no revocation list in {what}"),
-                "a list begins with `-----BEGIN X509 CRL-----`; `openssl crl -inform DER -in FILE -out NEW` converts DER",
-            ),
-            CrlFileError::InvalidList => (
-                format!("{what} contains a revocation list that is not X.509 version 2 with a date of the next update"),
-                "issue it again, complete (not a delta) and with a CRL number; `openssl crl -in FILE -noout -text` shows its contents",
-            ),
-        }
-    }
-}
+const EPOCH: DateTime = DateTime::constant(1970, 1, 1, 0, 0, 0, 0);
 
 /// The date of the next update (RFC 5280, section 5.1.2.5), in Unix seconds.
 fn next_update(list: &[u8]) -> Option<i64> {
@@ -314,7 +321,7 @@ mod tests {
 
     #[test]
     fn every_list_of_a_file_is_read() {
-        let lists = RevocationList::read("lists.pem", (pem() + &pem()).as_bytes()).unwrap();
+        let lists = RevocationList::parse("lists.pem", (pem() + &pem()).as_bytes()).unwrap();
         assert_eq!(lists.iter().map(|list| list.next_update_s).collect::<Vec<_>>(), [1_769_904_000; 2]);
         assert!(lists[0] != lists[1]);
     }
@@ -323,13 +330,13 @@ mod tests {
     fn each_kind_of_invalid_list_is_distinguished() {
         let pem = pem();
         for (text, error) in [
-            ("", CrlFileError::NoList),
-            ("no PEM at all", CrlFileError::NoList),
-            (&pem[..pem.len() / 2], CrlFileError::InvalidPem),
-            (&pem.replace("-----\nM", "-----\n*M"), CrlFileError::InvalidPem),
-            ("-----BEGIN X509 CRL-----\naGVsbG8=\n-----END X509 CRL-----\n", CrlFileError::InvalidList),
+            ("", NO_LIST),
+            ("no PEM at all", NO_LIST),
+            (&pem[..pem.len() / 2], INVALID_PEM),
+            (&pem.replace("-----\nM", "-----\n*M"), INVALID_PEM),
+            ("-----BEGIN X509 CRL-----\naGVsbG8=\n-----END X509 CRL-----\n", INVALID_LIST),
         ] {
-            assert_eq!(RevocationList::read("list.pem", text.as_bytes()), Err(error), "{text}");
+            assert_eq!(RevocationList::parse("list.pem", text.as_bytes()), Err(error), "{text}");
         }
     }
 }

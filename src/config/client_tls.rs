@@ -1,7 +1,7 @@
-//! TLS settings of connections to upstream servers and the store: trusted authorities and the client certificate.
+//! TLS to upstream and Redis servers: the settings, and the client configuration of rustls that they yield.
 //!
-//! Created when the configuration is read and shared by all workers, with the cache of resumable sessions. Settings
-//! from the same files and values are equal, so that a reload keeps connections.
+//! The configuration is built here, so that an unusable certificate is reported at the start rather than at the first
+//! request. Verification cannot be disabled: a self-signed certificate is trusted by naming it in `ca`.
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
@@ -10,10 +10,79 @@ use std::sync::Arc;
 use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::verify_server_name;
+use rustls::crypto::aws_lc_rs::default_provider;
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::server::ParsedCertificate;
-use rustls::{CertificateError, ClientConfig, DigitallySignedStruct, Error, SignatureScheme};
+use rustls::sign::SingleCertAndKey;
+use rustls::{CertificateError, ClientConfig, DigitallySignedStruct, Error, RootCertStore, SignatureScheme};
+use sha2::{Digest, Sha256};
 
+use super::certificate::{self, Certificate, PEM_FILE};
+use super::diagnostics::{Report, Span, quoted};
+use super::settings::{Section, Text};
+use super::toml_reader::{Item, SpannedString, Table};
+
+settings! {
+    /// The gateway as a TLS client.
+    pub struct ClientTlsSettings checked by check_pair {
+        /// Authorities of the servers; a server's own certificate is accepted here too. Without it: the system's
+        /// authorities.
+        ca: Option<SpannedString> = PEM_FILE;
+        /// Name that is sent (SNI) and verified. Without it: the host of the URL.
+        server_name: Option<SpannedString> = Text("name", "\"api.internal\"");
+        /// Client certificate of the gateway, with its chain.
+        certificate: Option<SpannedString> = PEM_FILE;
+        /// Its private key.
+        private_key: Option<SpannedString> = PEM_FILE;
+    }
+}
+
+/// Reports a certificate without a private key, and the reverse.
+pub fn check_pair(_settings: &mut ClientTlsSettings, table: &Table, report: &mut Report) {
+    for (one, other) in [("certificate", "private_key"), ("private_key", "certificate")] {
+        if let (Some(item), true) = (table.given(one), table.lacks(other)) {
+            let message = format!("`{one}` is given without `{other}`");
+            report.missing(item.key_span, message, format!("write `{other} = \"FILE\"` as well"));
+        }
+    }
+}
+
+/// The root certificates of the system, loaded once per configuration, and only if an upstream needs them.
+#[derive(Default)]
+pub struct SystemRoots(Option<Arc<RootCertStore>>);
+
+impl SystemRoots {
+    /// `span` is the position of the setting that needs the certificates.
+    fn get(&mut self, span: Span, report: &mut Report) -> Arc<RootCertStore> {
+        if report.count() > 0 {
+            // The configuration is already rejected, so hundreds of files need not be read.
+            return Arc::new(RootCertStore::empty());
+        }
+        let roots = self.0.get_or_insert_with(|| {
+            let mut roots = RootCertStore::empty();
+            roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+            Arc::new(roots)
+        });
+        if roots.is_empty() {
+            let fix =
+                "install the package `ca-certificates`, or add `ca = \"FILE\"` with the certificate of the authority";
+            report.problem(span, "the system has no root certificates to verify a server with", fix);
+        }
+        Arc::clone(roots)
+    }
+}
+
+/// Reads the table `tls` of an upstream. `span` is the position of the servers, for a problem without the table.
+pub fn read_tls(item: Option<&Item>, span: Span, roots: &mut SystemRoots, report: &mut Report) -> Option<ClientTls> {
+    let Some(item) = item else { return ClientTls::new(&ClientTlsSettings::default(), span, roots, report) };
+    let mut table = item.table("`tls`", "write `tls = { ca = \"FILE\" }`", report)?;
+    let settings = ClientTlsSettings::read(&mut table, report);
+    table.finish(report);
+    ClientTls::new(&settings, item.span.clone(), roots, report)
+}
+
+/// TLS settings of connections to servers, shared by all workers, with the cache of resumable sessions. Settings from
+/// the same files and values are equal, so that a reload keeps connections.
 #[derive(Clone)]
 pub struct ClientTls {
     /// Without ALPN protocols: see [`ClientTls::with_alpn`].
@@ -25,8 +94,46 @@ pub struct ClientTls {
 }
 
 impl ClientTls {
+    /// `span` is the position of the setting that requires TLS.
+    pub fn new(
+        settings: &ClientTlsSettings,
+        span: Span,
+        roots: &mut SystemRoots,
+        report: &mut Report,
+    ) -> Option<ClientTls> {
+        let pinned = settings.ca.as_ref().and_then(|file| certificate::read_authorities(file, report));
+        let server_name = settings.server_name.as_ref().and_then(|name| read_server_name(name, report));
+        let identity = match (&settings.certificate, &settings.private_key) {
+            (Some(certificate), Some(private_key)) => Certificate::read(certificate, private_key, report),
+            _ => None,
+        };
+        let authorities = match &pinned {
+            None => roots.get(span, report),
+            Some(pinned) => {
+                let mut authorities = RootCertStore::empty();
+                authorities.add_parsable_certificates(pinned.clone());
+                Arc::new(authorities)
+            }
+        };
+        let digest =
+            Sha256::digest(format!("{pinned:?} {server_name:?} {:?}", identity.as_ref().map(|own| &own.key.cert)));
+        let provider = Arc::new(default_provider());
+        let builder = ClientConfig::builder_with_provider(Arc::clone(&provider));
+        // Building cannot fail for a valid configuration: the provider supports both TLS versions, and there are no
+        // authorities only after a problem.
+        let builder = builder.with_safe_default_protocol_versions().ok()?;
+        let webpki = WebPkiServerVerifier::builder_with_provider(authorities, provider).build().ok()?;
+        let verifier = PinningVerifier { webpki, pinned: pinned.unwrap_or_default() };
+        let builder = builder.dangerous().with_custom_certificate_verifier(Arc::new(verifier));
+        let client = match identity {
+            Some(own) => builder.with_client_cert_resolver(Arc::new(SingleCertAndKey::from(own.key))),
+            None => builder.with_no_client_auth(),
+        };
+        Some(ClientTls::with_digest(client, server_name, digest.into()))
+    }
+
     /// `digest` covers everything that the other arguments are made of.
-    pub fn new(client: ClientConfig, server_name: Option<ServerName<'static>>, digest: [u8; 32]) -> ClientTls {
+    pub fn with_digest(client: ClientConfig, server_name: Option<ServerName<'static>>, digest: [u8; 32]) -> ClientTls {
         ClientTls { client: Arc::new(client), server_name, digest }
     }
 
@@ -38,13 +145,22 @@ impl ClientTls {
     }
 }
 
+fn read_server_name(name: &SpannedString, report: &mut Report) -> Option<ServerName<'static>> {
+    let read = ServerName::try_from(name.text.clone());
+    if read.is_err() {
+        let message = format!("{} is not a valid server name", quoted(&name.text));
+        report.problem(name.span.clone(), message, "write a host name or an IP address, without a port");
+    }
+    read.ok()
+}
+
 /// Accepts certificates that an authority issued, and certificates that the operator named themselves. The second kind
 /// is for self-signed certificates, as `openssl req -x509` makes them: they are not valid as end-entity certificates
 /// by the rules of X.509. Their names and dates are verified all the same.
 #[derive(Debug)]
-pub struct PinningVerifier {
-    pub webpki: Arc<WebPkiServerVerifier>,
-    pub pinned: Vec<CertificateDer<'static>>,
+struct PinningVerifier {
+    webpki: Arc<WebPkiServerVerifier>,
+    pinned: Vec<CertificateDer<'static>>,
 }
 
 impl ServerCertVerifier for PinningVerifier {

@@ -1,9 +1,10 @@
 //! Problems of a configuration: where they are, and how to fix them.
 //!
-//! A [`Report`] collects all [`Problem`]s while a file is read, so that an operator can fix them in one attempt. This
-//! file does not know settings; it only points into a text.
+//! A [`Report`] collects all [`Problem`]s while a file is read, so that an operator can fix them in one attempt. It also
+//! reads the files that the text names. This file does not know settings; it only points into a text.
 
 use std::fmt::Write;
+use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -11,6 +12,12 @@ use super::redaction::Secrets;
 
 /// A range of bytes in the text.
 pub type Span = Range<usize>;
+
+/// Returns the contents of a file that the configuration names.
+pub type ReadFile<'f> = &'f dyn Fn(&Path) -> io::Result<Vec<u8>>;
+
+/// Returns the value of an environment variable, if it is set.
+pub type ReadVariable<'v> = &'v dyn Fn(&str) -> Option<Vec<u8>>;
 
 /// Longer values are truncated in messages.
 const VALUE_CHARS: usize = 60;
@@ -35,18 +42,26 @@ pub struct Problem {
 
 /// Collects the problems of one text.
 pub struct Report<'t> {
-    text: &'t str,
+    pub text: &'t str,
     /// As in [`Problem::file`]. Messages do not repeat the text of such a file: it may be secret.
     file: Option<PathBuf>,
     line_starts: Vec<usize>,
     problems: Vec<Problem>,
     /// Statements that are not TOML were skipped, so a setting that seems missing may be in one of them.
     pub has_syntax_errors: bool,
+    pub files: ReadFile<'t>,
+    pub variables: ReadVariable<'t>,
 }
 
 impl<'t> Report<'t> {
+    /// A report on a text that names no files and environment variables.
     pub fn new(text: &'t str) -> Report<'t> {
-        Report { text, file: None, line_starts: line_starts(text), problems: Vec::new(), has_syntax_errors: false }
+        Report::with_inputs(text, &|_path| Err(io::ErrorKind::Unsupported.into()), &|_name| None)
+    }
+
+    pub fn with_inputs(text: &'t str, files: ReadFile<'t>, variables: ReadVariable<'t>) -> Report<'t> {
+        let line_starts = line_starts(text);
+        Report { text, file: None, line_starts, problems: Vec::new(), has_syntax_errors: false, files, variables }
     }
 
     /// A report on a file that the configuration names.
@@ -72,6 +87,16 @@ impl<'t> Report<'t> {
         if !self.has_syntax_errors {
             self.problem(span, message, fix);
         }
+    }
+
+    /// Reads a file whose name is at `span`.
+    pub fn read_file(&mut self, name: &str, span: &Span) -> Option<Vec<u8>> {
+        let read = (self.files)(Path::new(name));
+        read.map_err(|error| {
+            let fix = "name a file that the gateway may read; a relative path starts at the folder of this file";
+            self.problem(span.clone(), format!("cannot read {}: {error}", quoted(name)), fix);
+        })
+        .ok()
     }
 
     /// The line of a byte, counted from 1.

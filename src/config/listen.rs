@@ -1,25 +1,136 @@
-//! `[listen]`: addresses, TLS for clients, limits on connections, PROXY protocol and trusted proxies.
+//! `[listen]` and `[admin]`: addresses, TLS for clients, limits on connections, PROXY protocol and trusted proxies.
+//!
+//! Addresses are IP addresses: host names are not resolved, because a name may resolve to another address at the next
+//! start. This file binds no socket.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use rustls_pki_types::CertificateDer;
+use toml::de::DeValue;
 
-use super::certificate::{Certificate, RevocationList};
+use super::certificate::{self, Certificate, CertificateFiles, PEM_FILE, RevocationList};
+use super::check::route_match;
+use super::check::values::read_network;
+use super::diagnostics::{Report, quoted};
+use super::settings::{Choice, Custom, Integer, Kind, Optional, Required, Section, Shape, Tables, Word, Words};
+use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use transom_limiter::ip_prefix::Network;
 
-#[derive(Clone, PartialEq, Debug)]
-pub struct Listen {
-    /// Addresses for HTTP without TLS.
-    pub http: Vec<SocketAddr>,
-    /// Addresses for HTTP over TLS, by certificates.
-    pub https: Vec<Https>,
-    pub admin: Option<SocketAddr>,
-    /// Networks whose connections begin with a PROXY header, which names the client.
-    pub proxy_protocol: Vec<Network>,
-    /// Concurrent client connections; `None`: derived from the limit on file descriptors.
-    pub max_connections: Option<usize>,
-    /// Concurrent connections of one IPv4 address or one IPv6 /64; `None`: no limit.
-    pub max_connections_per_client: Option<u32>,
+const ADDRESS: &str = "`\"ADDRESS:PORT\"`";
+const EXAMPLE: &str = "\"127.0.0.1:8080\"";
+const DEFAULT: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8080);
+const HTTPS_FIX: &str = "write `[listen.https]`, then its `address`, its `certificate` and its `private_key`";
+
+settings! {
+    /// Addresses, limits on connections, and proxies in front of the gateway.
+    pub struct Listen checked by check_listen {
+        /// Addresses for HTTP without TLS. The default applies unless `[listen.https]` is set. Port 0 chooses a free port.
+        /// Addresses of one port must not overlap, as `0.0.0.0:80` and `127.0.0.1:80` do.
+        http: Vec<SocketAddr> = Custom {
+            default: vec![DEFAULT],
+            default_text: Some(EXAMPLE),
+            shape: Shape::OneOrList(Box::new(Shape::Text(ADDRESS))),
+            read: |item, report| addresses(EXAMPLE, ", or remove `http`: this is the default").read(item, report),
+        };
+        /// Addresses for TLS, see [`[listen.https]`](#listenhttps).
+        https: Vec<Https> = Custom {
+            default: Vec::new(),
+            default_text: None,
+            shape: Shape::OneOrList(Box::new(Shape::Table(
+                [CertificateFiles::settings(), HttpsSettings::settings()].concat(),
+            ))),
+            read: |item, report| Some(read_https_listeners(item, report)),
+        };
+        /// Address of `/metrics`, `/upstreams`, `/healthz`, `/readyz` and the [decision
+        /// API](../guides/decision-api.md).
+        admin: Option<SocketAddr> = Word { shape: ADDRESS, example: "\"127.0.0.1:9900\"", read: read_address };
+        /// Balancers whose connections must begin with a PROXY header (version 1 or 2), see [Trusted
+        /// proxies](#trusted-proxies).
+        proxy_protocol: Vec<Network> = Words {
+            shape: "network",
+            example: "[\"10.0.0.0/8\"]",
+            or: ", or remove it: no PROXY header is then accepted",
+            read: read_network,
+        };
+        /// Client connections on all addresses together. Without it: half of the process's file descriptors minus 128, at
+        /// most 65536. A further connection is closed at once; without TLS it first gets a 503. The default reserves one
+        /// file descriptor per client for its upstream connection, and 128 for files and listeners.
+        max_connections: Option<usize> = Optional(Integer(0, 1..=10_000_000));
+        /// Connections of one IPv4 address or one IPv6 /64 network. Without it: no limit. With `proxy_protocol`, the
+        /// address of the PROXY header counts. Clients behind a balancer that sends no PROXY headers share one limit.
+        max_connections_per_client: Option<u32> = Optional(Integer(0, 1..=1_000_000));
+        /// Proxies whose `X-Forwarded-For` (or `Forwarded`) is trusted, see [Trusted proxies](#trusted-proxies). Without
+        /// it, the client is the peer of the connection.
+        trusted_proxies: Vec<Network> = Words {
+            shape: "network",
+            example: "[\"10.0.0.0/8\", \"fd00::/8\"]",
+            or: ", or remove it: no proxy is then trusted",
+            read: read_network,
+        };
+        /// The field that trusted proxies set. The gateway neither reads nor passes on the other field.
+        forwarded: ForwardedField = Choice(
+            ForwardedField::XForwardedFor,
+            &[("x-forwarded-for", ForwardedField::XForwardedFor), ("forwarded", ForwardedField::Forwarded)],
+        );
+    }
+}
+
+/// The header field in which trusted proxies name the client.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ForwardedField {
+    XForwardedFor,
+    /// RFC 7239.
+    Forwarded,
+}
+
+settings! {
+    /// Settings of the admin address.
+    pub struct Admin {
+        /// Names that are accepted in `Host` on the admin address, for scrapers that use a name. `*.` at the beginning
+        /// stands for any labels. IP addresses and `localhost` are always accepted. Other names get 421, so that a web page cannot reach the admin address through
+        /// its own name (DNS rebinding).
+        hosts: Vec<String> = Custom {
+            default: Vec::new(),
+            default_text: None,
+            shape: Shape::OneOrList(Box::new(Shape::Text("name"))),
+            read: |item, report| {
+                let without = "the admin address then accepts IP addresses and `localhost`";
+                route_match::read_hosts(Some(item.clone()), without, report)
+            },
+        };
+    }
+}
+
+settings! {
+    /// Addresses for HTTP over TLS, beside `certificate` and `private_key`.
+    pub struct HttpsSettings checked by check_https {
+        /// Addresses for TLS; HTTP/2 and HTTP/1.1 by ALPN.
+        address: Vec<SocketAddr> =
+            Required(addresses("\"0.0.0.0:443\"", ""), "write `address = \"0.0.0.0:443\"`");
+        /// Further certificates, each with `certificate` and `private_key`. They are chosen by the client's server name
+        /// (SNI) among the DNS names in subjectAltName: exact names first, then `*.` in place of one label. An RSA and an
+        /// ECDSA certificate may have the same name: the first one that the client's algorithms permit is used.
+        certificates: Vec<CertificateFiles> = Tables::<CertificateFiles>::or(
+            "the certificate",
+            "write `[[listen.https.certificates]]`, then its `certificate` and its `private_key`",
+        );
+        /// Authorities that issue client certificates. Without it: clients are not asked for a certificate.
+        client_ca: Option<SpannedString> = PEM_FILE;
+        /// With `client_ca`. `"required"`: connections without a certificate are rejected. `"optional"`: they are accepted.
+        /// A certificate that cannot be verified is always rejected.
+        client_auth: bool = Choice(true, &[("required", true), ("optional", false)]);
+        /// Certificate revocation lists, one or more in each file. Without it: no revocation check. Revoked certificates
+        /// are rejected. Every certificate up to those of `client_ca` then needs a valid list of its issuer, as with nginx
+        /// and HAProxy; a client without such a list is rejected.
+        client_crl: Vec<SpannedString> = Words {
+            shape: "PEM file",
+            example: "\"FILE\"",
+            or: ", or remove it: no certificate is then treated as revoked",
+            read: |word, _report| Some(SpannedString::new("client_crl", word)),
+        };
+        /// Lowest TLS version.
+        min_version: TlsVersion = Choice(TlsVersion::V1_2, &[("1.2", TlsVersion::V1_2), ("1.3", TlsVersion::V1_3)]);
+    }
 }
 
 /// Addresses with the same TLS settings.
@@ -82,16 +193,200 @@ impl Listen {
     }
 }
 
-/// Proxies in front of the gateway, and the header field in which they name the client.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct TrustedProxies {
-    pub networks: Vec<Network>,
-    pub field: ForwardedField,
+fn check_listen(listen: &mut Listen, table: &Table, report: &mut Report) {
+    if table.given("http").is_none() && table.given("https").is_some() {
+        // With `https` alone, the default address for plain HTTP does not apply.
+        listen.http.clear();
+    }
+    check_overlaps(table, report);
+    let mut networks: Vec<Network> = Vec::new();
+    for word in table.given("trusted_proxies").iter().flat_map(Item::words) {
+        let Ok(network) = word.text.parse::<Network>() else { continue };
+        if networks.contains(&network) {
+            report.problem(word.span, format!("{} is listed twice", quoted(word.text)), "remove it");
+        } else if network.prefix == 0 {
+            let message = format!("{} contains every address: any client could forge its address", quoted(word.text));
+            report.problem(word.span, message, "write the networks of your proxies");
+        }
+        networks.push(network);
+    }
+    if let (Some(item), true) = (table.given("forwarded"), table.lacks("trusted_proxies")) {
+        let message = "`forwarded` has no effect without `trusted_proxies`";
+        report.missing(item.key_span, message, "add `trusted_proxies`, or remove `forwarded`");
+    }
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum ForwardedField {
-    XForwardedFor,
-    /// RFC 7239.
-    Forwarded,
+/// A socket that the gateway opens when it starts.
+struct ListenSocket {
+    address: SocketAddr,
+    /// Whether `[::]` accepts IPv4 connections too. It does for the admin address, and not for the others.
+    accepts_ipv4: bool,
+    /// Where the file has the address, for messages.
+    position: String,
+}
+
+impl ListenSocket {
+    /// Whether the kernel refuses to open both sockets. Port 0 selects a free port each time, so it never overlaps.
+    fn overlaps(&self, other: &ListenSocket) -> bool {
+        let port = self.address.port();
+        let is_same = self.address.ip() == other.address.ip();
+        port != 0 && port == other.address.port() && (is_same || self.covers(other) || other.covers(self))
+    }
+
+    /// Whether this is a wildcard address that includes the other.
+    fn covers(&self, other: &ListenSocket) -> bool {
+        let is_family = self.address.is_ipv4() == other.address.is_ipv4();
+        self.address.ip().is_unspecified() && (is_family || (self.accepts_ipv4 && self.address.is_ipv6()))
+    }
+}
+
+/// Reports addresses that cannot be used at the same time.
+fn check_overlaps(table: &Table, report: &mut Report) {
+    let mut sockets = Vec::new();
+    let https = table.given("https");
+    if table.given("http").is_none() && https.is_none() {
+        let position = ": `http` uses it by default".to_owned();
+        sockets.push(ListenSocket { address: DEFAULT, accepts_ipv4: false, position });
+    }
+    let https = https.iter().flat_map(Item::tables).filter_map(|table| table.given("address"));
+    let items = table.given("http").into_iter().chain(https).chain(table.given("admin"));
+    let words = items.flat_map(|item| item.words().into_iter().map(move |word| (item.key, word)));
+    for (key, word) in words {
+        let Ok(address) = parse_address(word.text) else { continue };
+        let position = format!(", on line {}", report.line(word.span.start));
+        let socket = ListenSocket { address, accepts_ipv4: key == "admin", position };
+        if let Some(other) = sockets.iter().find(|other| socket.overlaps(other)) {
+            let (text, other_text) = (quoted(word.text), quoted(&other.address.to_string()));
+            let message = match other.address.ip() == address.ip() {
+                true => format!("{text} is already in use"),
+                false if socket.covers(other) => format!("{text} includes {other_text}, which is already in use"),
+                false => format!("{text} is already in use by {other_text}"),
+            };
+            report.problem(word.span, message + &other.position, "remove it, or give it another port");
+        }
+        sockets.push(socket);
+    }
+}
+
+/// Addresses to listen on.
+fn addresses(example: &'static str, or: &'static str) -> Words<SocketAddr> {
+    Words { shape: ADDRESS, example, or, read: read_address }
+}
+
+fn read_address(word: &SpannedStr, report: &mut Report) -> Option<SocketAddr> {
+    let parsed = parse_address(word.text);
+    parsed.map_err(|(message, fix)| report.problem(word.span.clone(), quoted(word.text) + message, fix)).ok()
+}
+
+/// Parses an address, or returns what is wrong with it, and the fix.
+fn parse_address(text: &str) -> Result<SocketAddr, (&'static str, String)> {
+    let address: SocketAddr = text.parse().map_err(|_error| (" is not an address to listen on", address_fix(text)))?;
+    if let IpAddr::V6(ip) = address.ip()
+        && let Some(mapped) = ip.to_ipv4_mapped()
+    {
+        let fix = format!("write `\"{mapped}:{}\"`", address.port());
+        return Err((" is an IPv4 address in IPv6 notation", fix));
+    }
+    Ok(address)
+}
+
+/// The fix for a text that is not an address: the most likely intended address.
+fn address_fix(text: &str) -> String {
+    let text = text.trim();
+    let bare = text.split_once("://").map_or(text, |(_, rest)| rest);
+    let bare = bare.split('/').next().unwrap_or(bare);
+    let (host, port) = bare.rsplit_once(':').unwrap_or(("", bare));
+    // `::1:8080` parses as an IPv6 address, but most likely a port was intended.
+    if let (Ok(ip), 2.., Ok(port)) = (host.parse::<Ipv6Addr>(), port.len(), port.parse::<u16>()) {
+        return format!("put an IPv6 address in brackets: write `\"[{ip}]:{port}\"`");
+    }
+    if let Ok(ip) = bare.trim_matches(['[', ']']).parse::<IpAddr>() {
+        return format!("add a port: write `\"{}\"`", SocketAddr::new(ip, 8080));
+    }
+    if port.is_empty() || !port.bytes().all(|b| b.is_ascii_digit()) {
+        return format!("write an IP address and a port, such as `{EXAMPLE}`");
+    }
+    let Ok(port) = port.parse::<u16>() else {
+        return String::from("a port is at most `65535`");
+    };
+    match host {
+        "" | "*" => format!("write `\"0.0.0.0:{port}\"` for all addresses, or `\"127.0.0.1:{port}\"` for this machine"),
+        "localhost" => format!("write `\"127.0.0.1:{port}\"`; names are not resolved"),
+        _ => match host.trim_matches(['[', ']']).parse::<Ipv6Addr>() {
+            Ok(ip) => format!("write `\"[{ip}]:{port}\"`"),
+            Err(_) => match host.parse::<Ipv4Addr>() {
+                Ok(ip) => format!("write `\"{ip}:{port}\"`"),
+                Err(_) => {
+                    format!("write the IP address of a network interface, such as `\"0.0.0.0:{port}\"` for all of them")
+                }
+            },
+        },
+    }
+}
+
+/// Reads `[listen.https]`, or several `[[listen.https]]` tables, each with its own certificates.
+fn read_https_listeners(item: &Item, report: &mut Report) -> Vec<Https> {
+    let DeValue::Array(array) = item.value else { return read_https(item, report).into_iter().collect() };
+    if array.is_empty() {
+        report.problem(item.span.clone(), "`https` is an empty list", HTTPS_FIX);
+    }
+    let items = item.list("[]", report).unwrap_or_default();
+    items.iter().filter_map(|item| read_https(item, report)).collect()
+}
+
+fn read_https(item: &Item, report: &mut Report) -> Option<Https> {
+    let mut table = item.table("`[listen.https]`", HTTPS_FIX, report)?;
+    let default = CertificateFiles::read(&mut table, report);
+    let settings = HttpsSettings::read(&mut table, report);
+    table.finish(report);
+    let mut certificates = Vec::new();
+    for (position, files) in std::iter::once(&default).chain(&settings.certificates).enumerate() {
+        let (Some(chain), Some(key)) = (&files.certificate, &files.private_key) else { continue };
+        let Some(certificate) = Certificate::read(chain, key, report) else { continue };
+        if position > 0 {
+            check_selectable(&certificate, &certificates, chain, report);
+        }
+        certificates.push(certificate);
+    }
+    let client_auth = settings.client_ca.as_ref().map(|issuers| {
+        let lists = settings.client_crl.iter().filter_map(|file| RevocationList::read(file, report));
+        ClientAuth {
+            revocation_lists: lists.flatten().collect(),
+            authorities: certificate::read_authorities(issuers, report).unwrap_or_default(),
+            required: settings.client_auth,
+        }
+    });
+    let tls = Tls { certificates, client_auth, min_version: settings.min_version };
+    Some(Https { addresses: settings.address, tls })
+}
+
+fn check_https(_settings: &mut HttpsSettings, table: &Table, report: &mut Report) {
+    for item in ["client_auth", "client_crl"].iter().filter_map(|key| table.given(key)) {
+        if table.lacks("client_ca") {
+            let message = format!("`{}` has no effect without `client_ca`", item.key);
+            let fix = "add `client_ca = \"FILE\"` with the certificates of the issuers, or remove it";
+            report.missing(item.key_span, message, fix);
+        }
+    }
+}
+
+/// Reports a certificate that is never used: each but the default is selected by its DNS names (SNI), which no other
+/// certificate of the same key type may have.
+fn check_selectable(certificate: &Certificate, others: &[Certificate], written: &SpannedString, report: &mut Report) {
+    let file = quoted(&certificate.file);
+    let names = &certificate.dns_names;
+    let same_type = |other: &&Certificate| other.algorithm() == certificate.algorithm();
+    let shared_name = |other: &Certificate| {
+        let name = names.iter().find(|name| other.dns_names.contains(name))?;
+        Some((quoted(&other.file), quoted(name)))
+    };
+    if names.is_empty() {
+        let message = format!("{file} can never be selected: it contains no DNS name");
+        let fix = "have it issued with DNS names (subjectAltName), or make it the default `certificate`";
+        report.problem(written.span.clone(), message, fix);
+    } else if let Some((other, name)) = others.iter().filter(same_type).find_map(shared_name) {
+        let message = format!("{file} and {other} are both for {name}");
+        let fix = "keep one of the two; two certificates for a name must have different key types, RSA and ECDSA";
+        report.problem(written.span.clone(), message, fix);
+    }
 }

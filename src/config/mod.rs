@@ -5,9 +5,7 @@
 //! secrets, and `lint` reports valid settings that are probably mistakes. The module opens no files except the system's
 //! time-zone database and root certificates: callers pass in the contents of all others.
 
-use std::io;
-use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::path::PathBuf;
 
 use crate::jwt::token::TokenVerifier;
 use transom_limiter::ip_prefix::Network;
@@ -21,6 +19,7 @@ pub mod settings;
 pub mod certificate;
 pub mod check;
 pub mod client_tls;
+pub mod counters;
 pub mod diagnostics;
 pub mod limits;
 pub mod lint;
@@ -31,13 +30,13 @@ pub mod route;
 pub mod toml_reader;
 pub mod upstream;
 
-use diagnostics::{Problem, Report};
+use counters::Counters;
+use diagnostics::{Problem, ReadFile, ReadVariable, Report};
 use limits::{Http2, Limits, Timeouts};
-use listen::{Listen, TrustedProxies};
-use redis::StoreConfig;
+use listen::{Admin, Listen};
 use route::{Body, ForwardPath, PathReading, Route};
-use settings::{Choice, Custom, Integer, Optional, Shape};
-use toml_reader::Item;
+use settings::{Choice, Custom, Integer, Optional, Required, Shape, Word};
+use toml_reader::{Item, SpannedStr};
 use upstream::Upstream;
 
 /// All settings of `gateway.toml` and of the clients file.
@@ -50,8 +49,6 @@ pub struct Config {
     pub timeouts: Timeouts,
     pub http2: Http2,
     pub limits: Limits,
-    /// Proxies whose forwarding headers are trusted.
-    pub trusted_proxies: Option<TrustedProxies>,
     pub access_log: Option<AccessLog>,
     /// Clients of the clients file.
     pub clients: Option<Clients>,
@@ -111,31 +108,35 @@ pub const RATE_LIMIT_STYLES: [(&str, RateLimitStyle); 4] = [
     ("off", RateLimitStyle::Off),
 ];
 
-/// `[admin]`: settings of the admin address.
-#[derive(Clone, PartialEq, Debug)]
-pub struct Admin {
-    /// Accepted host names besides `localhost` and IP addresses, in lower case. `*.` stands for any labels.
-    pub hosts: Vec<String>,
-}
-
-/// `[counters]`: the counter table and its persistence.
-#[derive(Clone, PartialEq, Debug)]
-pub struct Counters {
-    /// Open windows that the table can hold.
-    pub capacity: usize,
-    /// A memory-mapped file for the table, so that counts survive the process.
-    pub file: Option<PathBuf>,
-    /// A file for periodic snapshots, so that counts survive a reboot.
-    pub snapshot: Option<PathBuf>,
-    pub snapshot_every: Duration,
-    /// The store for counters that gateways share.
-    pub shared: Option<StoreConfig>,
-}
-
+/// Where the access log is written.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum AccessLog {
     Stdout,
     File(PathBuf),
+}
+
+settings! {
+    /// The access log.
+    pub struct AccessLogSettings {
+        /// File of the access log. A relative path starts at the working directory of the process.
+        file: Option<AccessLog> = Required(
+            Word { shape: "path, `\"stdout\"`", example: "\"stdout\"", read: read_access_log },
+            ACCESS_LOG_FIX,
+        );
+    }
+}
+
+const ACCESS_LOG_FIX: &str = "write `file = \"stdout\"`, or the path of a file";
+
+fn read_access_log(word: &SpannedStr, report: &mut Report) -> Option<AccessLog> {
+    match word.text {
+        "" => {
+            report.problem(word.span.clone(), "`file` is empty", ACCESS_LOG_FIX);
+            None
+        }
+        "stdout" => Some(AccessLog::Stdout),
+        path => Some(AccessLog::File(PathBuf::from(path))),
+    }
 }
 
 /// `[clients]` and the clients file: named clients, their plans, and how requests are assigned to them.
@@ -183,20 +184,14 @@ pub struct RefusalResponse {
     pub retry_jitter_s: u64,
 }
 
-/// Returns the contents of a file that the configuration names.
-pub type ReadFile<'f> = &'f dyn Fn(&Path) -> io::Result<Vec<u8>>;
-
-/// Returns the value of an environment variable, if it is set.
-pub type ReadVariable<'v> = &'v dyn Fn(&str) -> Option<Vec<u8>>;
-
 /// Reads a configuration that names no other files, or returns all its problems.
 pub fn read(text: &str) -> Result<Config, Vec<Problem>> {
-    read_with_files(text, &|_path| Err(io::Error::from(io::ErrorKind::Unsupported)))
+    check::read_config(Report::new(text))
 }
 
 /// Reads a configuration and the files that it names, or returns all problems.
 pub fn read_with_files(text: &str, files: ReadFile) -> Result<Config, Vec<Problem>> {
-    check::read_config(text, files, &|_name| None)
+    read_with_files_and_variables(text, files, &|_name| None)
 }
 
 /// Like [`read_with_files`], for a configuration that may also name environment variables.
@@ -205,5 +200,5 @@ pub fn read_with_files_and_variables(
     files: ReadFile,
     variables: ReadVariable,
 ) -> Result<Config, Vec<Problem>> {
-    check::read_config(text, files, variables)
+    check::read_config(Report::with_inputs(text, files, variables))
 }

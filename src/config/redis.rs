@@ -1,22 +1,101 @@
 //! `[counters.shared]`: the Redis or Valkey servers that hold shared counters, the login, and the form of keys.
 //!
-//! Plain data; nothing is resolved or connected here. `Debug` never shows secrets.
+//! This file resolves no names and opens no connections. A password comes from a file, from an environment variable, or
+//! from the URL. Messages and `Debug` never show secrets; messages show a URL without its user name and password.
 
 use std::borrow::Cow;
 use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::client_tls::ClientTls;
+use toml::de::DeValue;
+
+use super::certificate::PEM_FILE;
+use super::check::upstreams::{parse_authority, parse_socket_path};
+use super::check::values::{Parsed, strip_line_end};
+use super::client_tls::{ClientTls, ClientTlsSettings, SystemRoots, check_pair};
+use super::diagnostics::{Report, Span, quoted};
+use super::settings::{Choice, Custom, Integer, Optional, Required, Section, Shape, Text, Time, Word};
+use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use transom_limiter::key::KeyPart;
+use transom_limiter::rule::{OnOutage, Rule, Sharing};
 
-pub const DEFAULT_PREFIX: &str = "transom";
-pub const DEFAULT_TIMEOUT: Duration = Duration::from_millis(50);
+const EXAMPLE: &str = "\"redis://127.0.0.1:6379\"";
+const REDIS_FIX: &str = "write `redis = \"redis://127.0.0.1:6379\"`";
+pub const TABLE_FIX: &str = "write `[counters.shared]`, then `redis = \"redis://127.0.0.1:6379\"`";
 
+const MODES: [(&str, Sharing); 2] = [("lease", Sharing::Lease), ("exact", Sharing::Exact)];
+const RULE_MODES: [(&str, Sharing); 3] = [MODES[0], MODES[1], ("off", Sharing::Local)];
+const OUTAGES: [(&str, OnOutage); 3] =
+    [("local", OnOutage::Local), ("allow", OnOutage::Allow), ("refuse", OnOutage::Refuse)];
+
+const FILE: Text = Text("path of a file", "\"FILE\"");
+const VARIABLE: Text = Text("name of an environment variable", "\"VARIABLE\"");
+const DEFAULT_PORT: u16 = 6379;
+const DATABASE_MAX: u64 = 65_535;
+const PREFIX_MAX_BYTES: usize = 64;
+/// A shorter key could be found by brute force.
+const DIGEST_KEY_MIN_BYTES: usize = 16;
 /// Header fields with credentials.
 const SECRET_FIELDS: [&str; 4] = ["authorization", "proxy-authorization", "cookie", "x-api-key"];
 /// Words that mark the name of a header field or query parameter as secret.
 const SECRET_WORDS: [&str; 8] = ["api-key", "api_key", "apikey", "password", "secret", "session", "signature", "token"];
+
+settings! {
+    /// Counters that gateways share in Redis or Valkey.
+    pub struct SharedSettings checked by check_shared {
+        /// `"redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE]"`, `rediss://` for TLS, `"redis+unix:///PATH"` or
+        /// `"unix:///PATH"` for a Unix socket; in schemes, `valkey` may stand for `redis`. A list names nodes of a Redis Cluster. User,
+        /// password and database in the URL are for a single server only. Percent-encode all characters of a password but
+        /// letters and digits.
+        redis: Servers = Required(
+            Custom {
+                default: Servers { urls: Vec::new(), is_list: false },
+                default_text: None,
+                shape: Shape::OneOrList(Box::new(Shape::Text("URL"))),
+                read: read_servers,
+            },
+            REDIS_FIX,
+        );
+        /// Name of the master in Sentinel (`sentinel monitor NAME …`). `redis` then lists the sentinels.
+        sentinel_master: Option<String> = Word { shape: "text", example: "\"mymaster\"", read: read_master };
+        /// User of the gateway. Without it: the default user.
+        username: Option<String> = Word { shape: "text", example: "\"transom\"", read: read_username };
+        /// File with the password, without a trailing line end. There may be only one password: in the URL, in a file, or
+        /// in the environment.
+        password_file: Option<SpannedString> = FILE;
+        /// Environment variable with the password.
+        password_env: Option<SpannedString> = VARIABLE;
+        /// Database number. Without it: that of the URL, or 0. A cluster has only 0.
+        database: Option<i64> = Optional(Integer(0, 0..=DATABASE_MAX));
+        /// Prefix of all keys. Gateways with the same prefix count together.
+        prefix: String = Custom {
+            default: "transom".to_owned(),
+            default_text: Some("\"transom\""),
+            shape: Shape::Text("up to 64 letters, digits and `.~_:-`"),
+            read: read_prefix,
+        };
+        /// How rules count that have no `shared`.
+        mode: Sharing = Choice(Sharing::Lease, &MODES);
+        /// What rules do during an outage, where they have no `on_outage`. `"local"`: each gateway counts alone. `"allow"`:
+        /// requests pass uncounted. `"refuse"`: 503.
+        on_outage: OnOutage = Choice(OnOutage::Local, &OUTAGES);
+        /// How long one request waits for the store, in total.
+        timeout: Duration = Time(Duration::from_millis(50), 1..=10_000);
+        /// File with the key of the digests that replace cookies, API keys and other secrets in counter names: at least 16
+        /// bytes, the same on all gateways. Without it, the key is derived from `prefix`, and anyone who can read Redis can
+        /// find short secrets by trying.
+        digest_key_file: Option<SpannedString> = FILE;
+        /// Environment variable with this key, instead of the file.
+        digest_key_env: Option<SpannedString> = VARIABLE;
+        /// With `rediss://`: authorities of the servers. Without it: the system's authorities.
+        ca: Option<SpannedString> = PEM_FILE;
+        /// With `rediss://`: client certificate of the gateway, with its chain.
+        certificate: Option<SpannedString> = PEM_FILE;
+        /// Its private key.
+        private_key: Option<SpannedString> = PEM_FILE;
+    }
+}
 
 /// Settings of the store.
 #[derive(Clone, PartialEq, Debug)]
@@ -34,21 +113,38 @@ pub struct StoreConfig {
     pub digest_key: Option<Secret<Vec<u8>>>,
     /// Present if the URLs are `rediss://`.
     pub tls: Option<ClientTls>,
+    /// How rules are counted that have no `shared`.
+    pub mode: Sharing,
+    /// What rules without `on_outage` do during an outage.
+    pub on_outage: OnOutage,
 }
 
 impl StoreConfig {
     /// Settings with only the servers configured.
     pub fn with_defaults(nodes: Nodes) -> StoreConfig {
+        let SharedSettings { prefix, timeout, mode, on_outage, .. } = SharedSettings::default();
         StoreConfig {
             nodes,
             username: None,
             password: None,
             database: 0,
-            prefix: DEFAULT_PREFIX.to_owned(),
-            timeout: DEFAULT_TIMEOUT,
+            prefix,
+            timeout,
             digest_key: None,
             tls: None,
+            mode,
+            on_outage,
         }
+    }
+
+    /// Stands for settings that cannot be read.
+    pub fn placeholder() -> StoreConfig {
+        StoreConfig::with_defaults(Nodes::Cluster(Vec::new()))
+    }
+
+    /// How a rule without `shared` and `on_outage` is counted.
+    pub fn default_sharing(&self) -> (Sharing, OnOutage) {
+        (self.mode, self.on_outage)
     }
 
     /// The key for digests of secret key parts, equal for all gateways that share counters. Without a configured key,
@@ -59,6 +155,360 @@ impl StoreConfig {
             None => Cow::Owned(format!("transom digest key {}", self.prefix).into_bytes()),
         }
     }
+}
+
+/// Reads `[counters.shared]`. Settings with problems are replaced by placeholders.
+pub fn read_shared(item: &Item, report: &mut Report) -> StoreConfig {
+    if matches!(item.value, DeValue::String(_)) {
+        // The message does not show the value: it may be a URL with a password.
+        report.problem(item.span.clone(), "`shared`: expected a table, found a string", TABLE_FIX);
+        return StoreConfig::placeholder();
+    }
+    let Some(mut table) = item.table("`[counters.shared]`", TABLE_FIX, report) else {
+        return StoreConfig::placeholder();
+    };
+    let settings = SharedSettings::read(&mut table, report);
+    let store = settings.to_store(&table, report);
+    table.finish(report);
+    store
+}
+
+fn check_shared(settings: &mut SharedSettings, table: &mut Table, report: &mut Report) {
+    for key in ["password", "digest_key"] {
+        let fix = format!(
+            "a secret is not written in this file: write `{key}_file = \"FILE\"` or `{key}_env = \"VARIABLE\"`"
+        );
+        table.suggest_for(key, if key == "password" { "password_file" } else { "digest_key_file" }, fix);
+    }
+    for key in ["url", "host", "servers", "nodes"] {
+        table.suggest_for(key, "redis", format!("{REDIS_FIX}, or a list for a cluster"));
+    }
+    table.suggest_for("tls", "redis", "write `rediss://` in `redis`");
+    table.suggest_for("shared", "mode", "did you mean `mode`? Here, the setting for all rules has this name");
+    let Servers { urls, is_list } = &settings.redis;
+    let is_sentinel = table.given("sentinel_master").is_some();
+    let role = if is_sentinel { "a sentinel" } else { "a node of a cluster" };
+    for (url, span) in urls.iter().filter(|_| is_sentinel || *is_list) {
+        let (wrong, fix) = if matches!(url.node, Node::Unix(_)) {
+            ("is a Unix socket, which cannot be used to find the other servers", "write its host and port")
+        } else if url.username.is_some() || url.password.is_some() {
+            let fix = "write `username` and `password_file` or `password_env`, which apply to all servers";
+            ("has a user name or password in its URL", fix)
+        } else if url.database.is_some() {
+            ("has a database in its URL", if is_sentinel { "write `database`" } else { "remove it" })
+        } else {
+            continue;
+        };
+        report.problem(span.clone(), format!("`{}`, {role}, {wrong}", url.node), fix);
+    }
+    let Some((url, _)) = urls.first() else { return };
+    if let Some(item) = table.given("database") {
+        if *is_list && !is_sentinel {
+            let message = "`database` has no effect: a Redis Cluster has only one database";
+            let fix = "remove it, or write `redis` without brackets if this is not a cluster";
+            report.problem(item.key_span, message, fix);
+        } else if url.database.is_some() {
+            report_both("`database`", "a database in the URL", item.key_span, report);
+        }
+    }
+    if let (Some(item), Some(_)) = (table.given("username"), &url.username) {
+        report_both("a user name in the URL", "`username`", item.key_span, report);
+    }
+    let password = table.given("password_file").or(table.given("password_env"));
+    if let (Some(item), Some(_)) = (&password, &url.password) {
+        report_both("a password in the URL", &format!("`{}`", item.key), item.key_span.clone(), report);
+    }
+    let has_no_password = url.password.is_none() && table.lacks("password_file") && table.lacks("password_env");
+    if has_no_password && (settings.username.is_some() || url.username.is_some()) {
+        let span = table.given("username").or(table.given("redis")).map_or(table.span.clone(), |item| item.key_span);
+        let fix = "add `password_file = \"FILE\"` or `password_env = \"VARIABLE\"`";
+        report.missing(span, "a user name is given without a password", fix);
+    }
+    for item in ["ca", "certificate", "private_key"].iter().filter_map(|key| table.given(key)).filter(|_| !url.secure) {
+        let message = format!("`{}` has no effect: no server uses TLS", item.key);
+        report.missing(item.key_span, message, "remove it, or write `rediss://` in `redis`");
+    }
+}
+
+/// Reports two settings that exclude each other. `span` is the position of the second.
+fn report_both(first: &str, second: &str, span: Span, report: &mut Report) {
+    report.problem(span, format!("{first} and {second} are both given"), "keep one of the two");
+}
+
+impl SharedSettings {
+    fn to_store(&self, table: &Table, report: &mut Report) -> StoreConfig {
+        let url = self.redis.urls.first().map(|(url, _)| url);
+        let nodes: Vec<Node> = self.redis.urls.iter().map(|(url, _)| url.node.clone()).collect();
+        let nodes = match (&self.sentinel_master, nodes.as_slice()) {
+            (Some(master), _) => Nodes::Sentinel { nodes, master: master.clone() },
+            (None, [node]) if !self.redis.is_list => Nodes::Single(node.clone()),
+            (None, _) => Nodes::Cluster(nodes),
+        };
+        let url_password = url.and_then(|url| url.password.clone());
+        let password = match url_password {
+            Some(_) => None,
+            None => read_secret(self.password_file.as_ref(), self.password_env.as_ref(), report),
+        };
+        let password = password.and_then(|(bytes, source)| {
+            let invalid = |_error| {
+                report.problem(source.span.clone(), "the password is not UTF-8 text", "choose another password")
+            };
+            String::from_utf8(bytes).map_err(invalid).ok()
+        });
+        let digest_key = read_secret(self.digest_key_file.as_ref(), self.digest_key_env.as_ref(), report);
+        if let Some((_, source)) = digest_key.as_ref().filter(|(key, _)| key.len() < DIGEST_KEY_MIN_BYTES) {
+            let message = format!("the key in `{}` has less than {DIGEST_KEY_MIN_BYTES} bytes", source.key);
+            report.problem(source.span.clone(), message, "create a random key: `openssl rand -hex 32`");
+        }
+        let tls = table.given("redis").filter(|_| url.is_some_and(|url| url.secure)).and_then(|item| {
+            let (ca, certificate, private_key) = (self.ca.clone(), self.certificate.clone(), self.private_key.clone());
+            let mut tls = ClientTlsSettings { ca, server_name: None, certificate, private_key };
+            check_pair(&mut tls, table, report);
+            ClientTls::new(&tls, item.span, &mut SystemRoots::default(), report)
+        });
+        StoreConfig {
+            nodes,
+            username: self.username.clone().or_else(|| url?.username.clone()),
+            password: password.map(Secret).or(url_password),
+            database: self.database.or_else(|| url?.database).unwrap_or(0),
+            prefix: self.prefix.clone(),
+            timeout: self.timeout,
+            digest_key: digest_key.map(|(key, _)| Secret(key)),
+            tls,
+            mode: self.mode,
+            on_outage: self.on_outage,
+        }
+    }
+}
+
+/// Reads the secret that one of two settings names, a file or an environment variable, without the line end that
+/// editors add. Returns also the setting.
+fn read_secret<'s>(
+    file: Option<&'s SpannedString>,
+    variable: Option<&'s SpannedString>,
+    report: &mut Report,
+) -> Option<(Vec<u8>, &'s SpannedString)> {
+    let (source, bytes, what) = match (file, variable) {
+        (Some(file), Some(variable)) => {
+            let names = [file, variable].map(|setting| format!("`{}`", setting.key));
+            report_both(&names[0], &names[1], variable.key_span.clone(), report);
+            return None;
+        }
+        (Some(file), None) => (file, file.read_file(report)?, quoted(&file.text)),
+        (None, variable) => {
+            let variable = variable?;
+            let what = format!("the environment variable {}", quoted(&variable.text));
+            let Some(value) = (report.variables)(&variable.text) else {
+                let fix = "set it in the environment of the gateway, or name a file instead";
+                report.problem(variable.span.clone(), format!("{what} is not set"), fix);
+                return None;
+            };
+            (variable, value, what)
+        }
+    };
+    let secret = strip_line_end(&bytes).to_vec();
+    if secret.is_empty() {
+        report.problem(source.span.clone(), format!("{what} is empty"), "write the secret there");
+    }
+    (!secret.is_empty()).then_some((secret, source))
+}
+
+fn read_master(word: &SpannedStr, report: &mut Report) -> Option<String> {
+    let is_name = |c: char| c.is_ascii_alphanumeric() || ".-_".contains(c);
+    if word.text.is_empty() || !word.text.chars().all(is_name) {
+        let message = format!("{} is not a valid Sentinel master name", quoted(word.text));
+        let fix = "write the name from `sentinel monitor NAME …`: letters, digits, `.-_`";
+        report.problem(word.span.clone(), message, fix);
+        return None;
+    }
+    Some(word.text.to_owned())
+}
+
+fn read_username(word: &SpannedStr, report: &mut Report) -> Option<String> {
+    if word.text.is_empty() {
+        report.problem(word.span.clone(), "`username` is empty", "write the user name, or remove the setting");
+    }
+    Some(word.text.to_owned())
+}
+
+fn read_prefix(item: &Item, report: &mut Report) -> Option<String> {
+    let word = item.string("\"transom\"", report)?;
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || ".~_:-".contains(c);
+    if !word.text.is_empty() && word.text.len() <= PREFIX_MAX_BYTES && word.text.chars().all(is_plain) {
+        return Some(word.text.to_owned());
+    }
+    let message = format!("{} cannot be the prefix of keys", quoted(word.text));
+    report.problem(word.span, message, format!("write at most {PREFIX_MAX_BYTES} letters, digits and `.~_:-`"));
+    None
+}
+
+/// How a rule without `shared` and `on_outage` is counted; `None`: there is no `[counters.shared]`.
+pub type DefaultSharing = Option<(Sharing, OnOutage)>;
+
+/// The settings of a rule about shared counters.
+pub struct RuleSharingSettings<'d> {
+    shared: Option<Item<'d>>,
+    on_outage: Option<Item<'d>>,
+}
+
+impl<'d> RuleSharingSettings<'d> {
+    pub fn take_from(table: &mut Table<'d>) -> RuleSharingSettings<'d> {
+        RuleSharingSettings { shared: table.get("shared"), on_outage: table.get("on_outage") }
+    }
+
+    /// Sets `sharing` and `on_outage` of the rule. `misspelled` is true if an unknown setting was probably meant to be
+    /// `shared`.
+    pub fn read(self, rule: &mut Rule, default_sharing: DefaultSharing, misspelled: bool, report: &mut Report) {
+        let shared = self.shared.as_ref().map(|item| item.choice(&RULE_MODES, report));
+        let on_outage = self.on_outage.as_ref().map(|item| item.choice(&OUTAGES, report));
+        let Some((mode, outage)) = default_sharing else {
+            // `shared = "off"` is what happens without `[counters.shared]`, so it is not a problem.
+            let shared_item = self.shared.as_ref().filter(|_| shared != Some(Some(Sharing::Local)));
+            for item in shared_item.into_iter().chain(&self.on_outage) {
+                let message = format!("`{}` has no effect: there is no `[counters.shared]`", item.key);
+                report.missing(item.key_span.clone(), message, format!("remove it, or {TABLE_FIX}"));
+            }
+            return;
+        };
+        rule.sharing = shared.flatten().unwrap_or(mode);
+        rule.on_outage = on_outage.flatten().unwrap_or(outage);
+        if let (Sharing::Local, Some(item), false) = (rule.sharing, &self.on_outage, misspelled) {
+            let message = "`on_outage` has no effect: the rule has `shared = \"off\"`";
+            report.missing(item.key_span.clone(), message, "remove it, or remove `shared = \"off\"`");
+        }
+    }
+}
+
+/// The servers that `redis` names.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Servers {
+    /// Each with its position.
+    urls: Vec<(RedisUrl, Span)>,
+    is_list: bool,
+}
+
+fn read_servers(item: &Item, report: &mut Report) -> Option<Servers> {
+    let before = report.count();
+    let words = item.strings(EXAMPLE, report)?;
+    if words.is_empty() {
+        report.problem(item.span.clone(), "`redis` is an empty list", item.fix_with(EXAMPLE));
+    }
+    let mut urls: Vec<(RedisUrl, Span)> = Vec::new();
+    for SpannedStr { text, span } in words {
+        let (message, fix) = match parse_redis_url(text) {
+            Ok(url) if urls.iter().any(|(other, _)| other.node == url.node) => {
+                (format!("`{}` is listed twice", url.node), "remove one of the two".to_owned())
+            }
+            Ok(url) if urls.first().is_some_and(|(first, _)| first.secure != url.secure) => (
+                "some of these servers use TLS, and some do not".to_owned(),
+                "write `rediss://` for all of them, or for none".to_owned(),
+            ),
+            Ok(url) => {
+                urls.push((url, span));
+                continue;
+            }
+            Err(problem) => problem,
+        };
+        report.problem(span, message, fix);
+    }
+    let is_list = matches!(item.value, DeValue::Array(_));
+    (report.count() == before).then_some(Servers { urls, is_list })
+}
+
+/// The URL of a server: `redis://[user[:password]@]host[:port][/database]`, `rediss://` for TLS, `redis+unix:///path` or
+/// `unix:///path` for a Unix socket.
+#[derive(Clone, PartialEq, Debug)]
+struct RedisUrl {
+    /// Whether the connection uses TLS.
+    secure: bool,
+    node: Node,
+    username: Option<String>,
+    password: Option<Secret<String>>,
+    database: Option<i64>,
+}
+
+/// Messages never contain the user name and the password.
+fn parse_redis_url(url: &str) -> Parsed<RedisUrl> {
+    let Some((scheme, rest)) = url.split_once("://") else { return Err(missing_scheme(url)) };
+    let secure = match scheme {
+        "redis" | "valkey" => false,
+        "rediss" | "valkeys" => true,
+        "redis+unix" | "valkey+unix" | "unix" => {
+            if rest.contains('@') && !rest.starts_with('/') {
+                let fix = "write `redis+unix:///PATH`, and the settings `username` and `password_file`";
+                return Err(("the URL of a socket has a user name or password".to_owned(), fix.to_owned()));
+            }
+            let path = parse_socket_path(url, rest, &format!("{scheme}://"))?;
+            let node = Node::Unix(path.into());
+            return Ok(RedisUrl { secure: false, node, username: None, password: None, database: None });
+        }
+        scheme => {
+            let message = format!("{} is not the scheme of a Redis server", quoted(scheme));
+            let fix = "write `redis://HOST:PORT`, `rediss://HOST:PORT` for TLS, or `redis+unix:///PATH`";
+            return Err((message, fix.to_owned()));
+        }
+    };
+    let (login, rest) = rest.rsplit_once('@').map_or((None, rest), |(login, rest)| (Some(login), rest));
+    let (username, password) = login.map_or(Ok((None, None)), self::parse_login)?;
+    let bare = format!("{scheme}://{rest}");
+    if let Some(end) = rest.find(['?', '#']) {
+        let message = format!("the URL of {} has parameters after `{}`", quoted(&rest[..end]), &rest[end..=end]);
+        return Err((message, "remove them; use the settings of `[counters.shared]` instead".to_owned()));
+    }
+    let (host, path) = rest.split_once('/').map_or((rest, ""), |(host, path)| (host, path));
+    let database = match path {
+        "" => None,
+        path => {
+            let Some(number) = path.parse::<u16>().ok().filter(|_| !path.starts_with('+')) else {
+                let message = format!("{} has the invalid database number {}", quoted(&bare), quoted(path));
+                return Err((message, format!("write a number from `0` to `{DATABASE_MAX}`, or none")));
+            };
+            Some(i64::from(number))
+        }
+    };
+    let (host, port) = parse_authority(&bare, host, (scheme, DEFAULT_PORT))?;
+    Ok(RedisUrl { secure, node: Node::Tcp { host, port }, username, password, database })
+}
+
+fn missing_scheme(url: &str) -> (String, String) {
+    let fix = match url.strip_prefix("unix:") {
+        Some(path) if path.starts_with('/') => format!("write `\"unix://{path}\"`"),
+        _ if url.is_empty() || url.contains('@') => "write `\"redis://HOST:PORT\"`".to_owned(),
+        _ => format!("write `\"redis://{}\"`", url.trim()),
+    };
+    let shown = if url.contains('@') { "this".to_owned() } else { quoted(url) };
+    (format!("{shown} is not a server URL"), fix)
+}
+
+type Login = (Option<String>, Option<Secret<String>>);
+
+/// Parses `[user][:password]`.
+fn parse_login(text: &str) -> Parsed<Login> {
+    let (name, password) = text.split_once(':').map_or((text, None), |(name, password)| (name, Some(password)));
+    let decoded = |text: &str| {
+        percent_decode(text).ok_or_else(|| {
+            let fix = "write these characters as `%` and two hex digits (`%40` for `@`, `%2F` for `/`, `%25` for `%`), or \
+                       use `password_file`";
+            ("the user name or password in the URL has characters that must be percent-encoded".to_owned(), fix.to_owned())
+        })
+    };
+    let non_empty = |text: String| Some(text).filter(|text| !text.is_empty());
+    Ok((non_empty(decoded(name)?), non_empty(decoded(password.unwrap_or_default())?).map(Secret)))
+}
+
+/// Decodes percent-encoding. `None` if a reserved character is not encoded, or the result is not UTF-8.
+fn percent_decode(text: &str) -> Option<String> {
+    if text.contains(['@', '/', '?', '#', '[', ']', ' ']) {
+        return None;
+    }
+    let mut pieces = text.split('%');
+    let mut bytes = pieces.next()?.as_bytes().to_vec();
+    for piece in pieces {
+        let digits = piece.get(..2).filter(|digits| digits.bytes().all(|byte| byte.is_ascii_hexdigit()))?;
+        bytes.push(u8::from_str_radix(digits, 16).ok()?);
+        bytes.extend_from_slice(&piece.as_bytes()[2..]);
+    }
+    String::from_utf8(bytes).ok()
 }
 
 /// Whether the store holds only a digest of this key part, judged by its name. Claims of tokens and fingerprints of
@@ -148,5 +598,64 @@ pub struct Secret<T>(pub T);
 impl<T> fmt::Debug for Secret<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("***")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tcp(host: &str, port: u16) -> RedisUrl {
+        let node = Node::Tcp { host: host.to_owned(), port };
+        RedisUrl { secure: false, node, username: None, password: None, database: None }
+    }
+
+    #[test]
+    fn urls_are_read_as_written() {
+        let some = |text: &str| Some(text.to_owned());
+        for (url, expected) in [
+            ("redis://127.0.0.1", tcp("127.0.0.1", 6379)),
+            ("redis://Cache.internal:7000/", tcp("cache.internal", 7000)),
+            ("valkey://[::1]:7000/3", RedisUrl { database: Some(3), ..tcp("::1", 7000) }),
+            ("rediss://cache", RedisUrl { secure: true, ..tcp("cache", 6379) }),
+            ("redis://:p%40ss%2f@cache", RedisUrl { password: some("p@ss/").map(Secret), ..tcp("cache", 6379) }),
+            (
+                "redis://me:a:b@cache",
+                RedisUrl { username: some("me"), password: some("a:b").map(Secret), ..tcp("cache", 6379) },
+            ),
+            ("unix:///run/r@1.sock", RedisUrl { node: Node::Unix("/run/r@1.sock".into()), ..tcp("", 0) }),
+            ("redis+unix:///run/r.sock", RedisUrl { node: Node::Unix("/run/r.sock".into()), ..tcp("", 0) }),
+        ] {
+            assert_eq!(parse_redis_url(url), Ok(expected), "{url}");
+        }
+    }
+
+    #[test]
+    fn invalid_urls_are_rejected_without_repeating_the_password() {
+        for url in [
+            "",
+            "127.0.0.1:6379",
+            "http://127.0.0.1",
+            "hunter2@cache:6379",
+            "redis://",
+            "redis://:hunter2@",
+            "redis://:hunter2@cache:0",
+            "redis://:hunter2@cache:66666/0",
+            "redis://:hunter2@cache/x",
+            "redis://:hunter2@cache/-1",
+            "redis://:hunter2@cache?db=1",
+            "redis://:hunter2@::1",
+            "redis://:hunter2/@cache",
+            "redis://:hunter2@@cache",
+            "redis://:hunter2%@cache",
+            "redis://:hunter2%ff@cache",
+            "REDIS://:hunter2@cache",
+            "redis+unix://:hunter2@/run/r.sock",
+            "unix://run/r.sock",
+            "unix:/run/r.sock",
+        ] {
+            let (message, fix) = parse_redis_url(url).expect_err(url);
+            assert!(!message.contains("hunter2") && !fix.contains("hunter2"), "{url}: {message}: {fix}");
+        }
     }
 }

@@ -11,7 +11,7 @@ use toml::de::DeValue;
 use transom_limiter::window::duration_ms;
 
 use super::diagnostics::{Report, quoted};
-use super::toml_reader::{Item, Table};
+use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 
 pub const DAY_MS: u64 = 24 * HOUR_MS;
 const HOUR_MS: u64 = 60 * 60 * 1000;
@@ -67,6 +67,8 @@ pub enum Shape {
     /// A text: what it is called in the reference.
     Text(&'static str),
     List(Box<Shape>),
+    /// One, or a list.
+    OneOrList(Box<Shape>),
     /// An inline table.
     Table(Vec<Setting>),
     AnyOf(Vec<Shape>),
@@ -225,7 +227,7 @@ impl<T: Copy + ToString + TryFrom<u64>> Kind for Integer<T> {
     }
 
     fn default_text(&self) -> Option<String> {
-        Some(self.0.to_string())
+        Some(grouped(&self.0, "_"))
     }
 
     fn shape(&self) -> Shape {
@@ -507,6 +509,132 @@ impl<T: Clone> Kind for Custom<T> {
     }
 }
 
+/// A string that is checked together with other settings: what it is called in the reference, and an example as TOML.
+pub struct Text(pub &'static str, pub &'static str);
+
+impl Kind for Text {
+    type Value = Option<SpannedString>;
+
+    fn read(&self, item: &Item, report: &mut Report) -> Option<Option<SpannedString>> {
+        let SpannedStr { text, span } = item.string(self.1, report)?;
+        let (key, key_span) = (item.key.to_owned(), item.key_span.clone());
+        Some(Some(SpannedString { key, key_span, text: text.to_owned(), span }))
+    }
+
+    fn default(&self) -> Option<SpannedString> {
+        None
+    }
+
+    fn default_text(&self) -> Option<String> {
+        None
+    }
+
+    fn shape(&self) -> Shape {
+        Shape::Text(self.0)
+    }
+}
+
+/// A string that is read into a value, without a default.
+pub struct Word<T> {
+    pub shape: &'static str,
+    /// As TOML.
+    pub example: &'static str,
+    pub read: fn(&SpannedStr, &mut Report) -> Option<T>,
+}
+
+impl<T> Kind for Word<T> {
+    type Value = Option<T>;
+
+    fn read(&self, item: &Item, report: &mut Report) -> Option<Option<T>> {
+        (self.read)(&item.string(self.example, report)?, report).map(Some)
+    }
+
+    fn default(&self) -> Option<T> {
+        None
+    }
+
+    fn default_text(&self) -> Option<String> {
+        None
+    }
+
+    fn shape(&self) -> Shape {
+        Shape::Text(self.shape)
+    }
+}
+
+/// A string or a list of strings, each read into a value. Without a default.
+pub struct Words<T> {
+    /// What one string is called in the reference.
+    pub shape: &'static str,
+    /// As TOML.
+    pub example: &'static str,
+    /// Follows the example in the fix for an empty list.
+    pub or: &'static str,
+    pub read: fn(&SpannedStr, &mut Report) -> Option<T>,
+}
+
+impl<T> Kind for Words<T> {
+    type Value = Vec<T>;
+
+    fn read(&self, item: &Item, report: &mut Report) -> Option<Vec<T>> {
+        let words = item.strings(self.example, report)?;
+        if words.is_empty() {
+            let fix = format!("{}{}", item.fix_with(self.example), self.or);
+            report.problem(item.span.clone(), format!("`{}` is an empty list", item.key), fix);
+        }
+        Some(words.iter().filter_map(|word| (self.read)(word, report)).collect())
+    }
+
+    fn default(&self) -> Vec<T> {
+        Vec::new()
+    }
+
+    fn default_text(&self) -> Option<String> {
+        None
+    }
+
+    fn shape(&self) -> Shape {
+        Shape::OneOrList(Box::new(Shape::Text(self.shape)))
+    }
+}
+
+/// A list of tables: the title of one in messages, and the fix for a value of another type.
+pub struct Tables<S>(&'static str, &'static str, PhantomData<S>);
+
+impl<S> Tables<S> {
+    pub fn or(title: &'static str, fix: &'static str) -> Tables<S> {
+        Tables(title, fix, PhantomData)
+    }
+}
+
+impl<S: Section> Kind for Tables<S> {
+    type Value = Vec<S>;
+
+    fn read(&self, item: &Item, report: &mut Report) -> Option<Vec<S>> {
+        let DeValue::Array(_) = item.value else { return item.wrong_type("a list of tables", self.1, report) };
+        let items = item.list("[]", report)?;
+        let read = |item: &Item| {
+            let mut table = item.table(self.0, self.1, report)?;
+            let section = S::read(&mut table, report);
+            table.finish(report);
+            Some(section)
+        };
+        Some(items.iter().filter_map(read).collect())
+    }
+
+    fn default(&self) -> Vec<S> {
+        Vec::new()
+    }
+
+    fn default_text(&self) -> Option<String> {
+        None
+    }
+
+    fn shape(&self) -> Shape {
+        Shape::List(Box::new(Shape::Table(S::settings())))
+    }
+}
+
 /// An inline table. The field is the fix for a value of another type.
 pub struct Inline<S>(&'static str, PhantomData<S>);
 
@@ -600,7 +728,7 @@ impl Shape {
     pub fn reference_text(&self) -> String {
         match self {
             Shape::Boolean => "boolean".to_owned(),
-            Shape::Integer(range) => format!("{} to {}", grouped(*range.start()), grouped(*range.end())),
+            Shape::Integer(range) => format!("{} to {}", grouped(range.start(), ","), grouped(range.end(), ",")),
             Shape::Duration(range) => {
                 format!("duration, `\"{}\"` to `\"{}\"`", format_ms(*range.start()), format_ms(*range.end()))
             }
@@ -608,22 +736,22 @@ impl Shape {
             Shape::Size(range) => format!("size, {} to {}", size_text(*range.start()), size_text(*range.end())),
             Shape::Words(words) => words.iter().map(|word| format!("`\"{word}\"`")).collect::<Vec<_>>().join(", "),
             Shape::Text(name) => (*name).to_owned(),
+            Shape::List(of) if matches!(**of, Shape::Table(_)) => "list of tables".to_owned(),
             Shape::List(of) => format!("list of {}", of.reference_text()),
+            Shape::OneOrList(of) => format!("{} or list", of.reference_text()),
             Shape::Table(_) => "table".to_owned(),
             Shape::AnyOf(shapes) => shapes.iter().map(Shape::reference_text).collect::<Vec<_>>().join(", "),
         }
     }
 }
 
-/// A number with a comma between groups of three digits, from five digits on.
-fn grouped(number: u64) -> String {
+/// A number with a separator between groups of three digits, from five digits on.
+fn grouped(number: &impl ToString, separator: &'static str) -> String {
     let digits = number.to_string();
-    if digits.len() < 5 {
-        return digits;
-    }
-    let is_group_start = |at: usize| at > 0 && (digits.len() - at).is_multiple_of(3);
-    let groups = digits.chars().enumerate();
-    groups.flat_map(|(at, digit)| is_group_start(at).then_some(',').into_iter().chain([digit])).collect()
+    let is_group_start = |at: usize| digits.len() > 4 && at > 0 && (digits.len() - at).is_multiple_of(3);
+    let with_separator =
+        |(at, digit)| [if is_group_start(at) { separator } else { "" }.to_owned(), String::from(digit)];
+    digits.chars().enumerate().flat_map(with_separator).collect()
 }
 
 /// A size in the largest unit that divides it.

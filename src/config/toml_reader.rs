@@ -53,6 +53,38 @@ pub struct SpannedStr<'d> {
     pub span: Span,
 }
 
+/// The string of a setting with its position, kept to be checked together with other settings.
+#[derive(Clone, PartialEq, Debug)]
+pub struct SpannedString {
+    pub key: String,
+    pub key_span: Span,
+    pub text: String,
+    pub span: Span,
+}
+
+impl SpannedString {
+    /// A string of the list `key`.
+    pub fn new(key: &str, word: &SpannedStr) -> SpannedString {
+        let (text, span) = (word.text.to_owned(), word.span.clone());
+        SpannedString { key: key.to_owned(), key_span: span.clone(), text, span }
+    }
+
+    /// Reads the file of this name. Secrets and certificates themselves are not written in the configuration.
+    pub fn read_file(&self, report: &mut Report) -> Option<Vec<u8>> {
+        let SpannedString { key, text, span, .. } = self;
+        if text.is_empty() {
+            report.problem(span.clone(), format!("`{key}` is empty"), format!("write `{key} = \"FILE\"`"));
+            return None;
+        }
+        if text.trim_start().starts_with("-----BEGIN ") {
+            let message = format!("`{key}` takes the name of a file, not its content");
+            report.problem(span.clone(), message, "save the content in a file, and write the name of the file");
+            return None;
+        }
+        report.read_file(text, span)
+    }
+}
+
 impl<'d> Table<'d> {
     pub fn new(entries: &'d DeTable<'d>, span: Span, title: impl Into<String>) -> Table<'d> {
         Table {
@@ -90,6 +122,11 @@ impl<'d> Table<'d> {
         self.entries.get_key_value(key).map(|(key, value)| item(key, value))
     }
 
+    /// Whether a known key is absent, and no unknown key probably stands for it. Ask after all known keys were read.
+    pub fn lacks(&self, key: &str) -> bool {
+        self.given(key).is_none() && !self.unknown_keys().iter().any(|unknown| unknown.meant == Some(key))
+    }
+
     /// All entries in the order of the file, for a table whose keys are names that the operator chose.
     pub fn items(&self) -> Vec<Item<'d>> {
         let mut items: Vec<Item> = self.entries.iter().map(|(key, value)| item(key, value)).collect();
@@ -101,26 +138,9 @@ impl<'d> Table<'d> {
     /// these are misspelled rather than missing.
     pub fn finish(self, report: &mut Report) -> Vec<&'static str> {
         let mut meant = Vec::new();
-        let absent: Vec<&str> = self.known.iter().copied().filter(|key| !self.entries.contains_key(*key)).collect();
-        for item in self.items() {
-            if self.known.contains(&item.key) {
-                continue;
-            }
-            let name = quoted(item.key);
-            // A key that is already present is less likely to be meant.
-            let candidates = absent.iter().copied().chain(self.common_mistakes.iter().map(|mistake| mistake.key));
-            let guess = nearest(item.key, candidates).or(nearest(item.key, self.known.iter().copied()));
-            let mistake = self.common_mistakes.iter().find(|mistake| Some(mistake.key) == guess);
-            let known = mistake.map(|mistake| mistake.meant).or(guess);
-            meant.extend(self.known.iter().copied().filter(|key| Some(*key) == known));
-            let fix = match (mistake, guess) {
-                (Some(mistake), _) => mistake.fix.clone(),
-                (None, Some(guess)) => format!("did you mean {}?", quoted(guess)),
-                (None, None) => {
-                    format!("remove it; valid keys: {}", quoted_list(self.known.iter().copied(), "and"))
-                }
-            };
-            report.problem(item.key_span, format!("unknown key {name} in {}", self.title), fix);
+        for UnknownKey { item, meant: known, fix } in self.unknown_keys() {
+            meant.extend(known);
+            report.problem(item.key_span, format!("unknown key {} in {}", quoted(item.key), self.title), fix);
         }
         for (key, fix) in self.missing {
             if !meant.contains(&key) {
@@ -129,6 +149,36 @@ impl<'d> Table<'d> {
         }
         meant
     }
+
+    fn unknown_keys(&self) -> Vec<UnknownKey<'d>> {
+        let absent: Vec<&str> = self.known.iter().copied().filter(|key| !self.entries.contains_key(*key)).collect();
+        let mut items = self.items();
+        items.retain(|item| !self.known.contains(&item.key));
+        let unknown_key = |item: Item<'d>| {
+            // A key that is already present is less likely to be meant.
+            let candidates = absent.iter().copied().chain(self.common_mistakes.iter().map(|mistake| mistake.key));
+            let guess = nearest(item.key, candidates).or(nearest(item.key, self.known.iter().copied()));
+            let mistake = self.common_mistakes.iter().find(|mistake| Some(mistake.key) == guess);
+            let known = mistake.map(|mistake| mistake.meant).or(guess);
+            let fix = match (mistake, guess) {
+                (Some(mistake), _) => mistake.fix.clone(),
+                (None, Some(guess)) => format!("did you mean {}?", quoted(guess)),
+                (None, None) => {
+                    format!("remove it; valid keys: {}", quoted_list(self.known.iter().copied(), "and"))
+                }
+            };
+            UnknownKey { item, meant: self.known.iter().copied().find(|key| Some(*key) == known), fix }
+        };
+        items.into_iter().map(unknown_key).collect()
+    }
+}
+
+/// A key that does not exist.
+struct UnknownKey<'d> {
+    item: Item<'d>,
+    /// The known key that was probably meant.
+    meant: Option<&'static str>,
+    fix: String,
 }
 
 fn item<'d>(key: &'d Spanned<toml::de::DeString<'d>>, value: &'d Spanned<DeValue<'d>>) -> Item<'d> {
@@ -155,6 +205,18 @@ impl<'d> Item<'d> {
             }
             _ => self.wrong_type("a string or a list of strings", &self.fix_with(example), report),
         }
+    }
+
+    /// The strings of a list, or a single string. Values of other types are skipped.
+    pub fn words(&self) -> Vec<SpannedStr<'d>> {
+        let word = |item: &Item<'d>| Some(SpannedStr { text: item.value.as_str()?, span: item.span.clone() });
+        self.one_or_all().iter().filter_map(word).collect()
+    }
+
+    /// The tables of a list, or a single table. Values of other types are skipped.
+    pub fn tables(&self) -> Vec<Table<'d>> {
+        let table = |item: &Item<'d>| Some(Table::new(item.value.as_table()?, item.span.clone(), item.key));
+        self.one_or_all().iter().filter_map(table).collect()
     }
 
     pub fn list(&self, example: &str, report: &mut Report) -> Option<Vec<Item<'d>>> {
@@ -243,6 +305,10 @@ impl<'d> Item<'d> {
             true => format!("write a string here, as in `{} = {value}`", self.key),
             false => format!("write `{} = {value}`", self.key),
         }
+    }
+
+    fn one_or_all(&self) -> Vec<Item<'d>> {
+        if let DeValue::Array(_) = self.value { self.items() } else { vec![self.clone()] }
     }
 
     fn items(&self) -> Vec<Item<'d>> {

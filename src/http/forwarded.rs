@@ -8,8 +8,8 @@ use std::net::{IpAddr, Ipv6Addr};
 
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 
-use crate::config::listen::{self, ForwardedField};
-use transom_limiter::ip_prefix::Networks;
+use crate::config::listen::ForwardedField;
+use transom_limiter::ip_prefix::{Network, Networks};
 
 /// Upper bound of the hops that are read.
 const HOPS_MAX: usize = 32;
@@ -37,11 +37,8 @@ pub struct ClientInfo {
 }
 
 impl TrustedProxies {
-    pub fn new(proxies: &listen::TrustedProxies) -> TrustedProxies {
-        TrustedProxies {
-            networks: Networks::new(proxies.networks.iter().map(|network| (*network, ()))),
-            field: proxies.field,
-        }
+    pub fn new(networks: &[Network], field: ForwardedField) -> TrustedProxies {
+        TrustedProxies { networks: Networks::new(networks.iter().map(|network| (*network, ()))), field }
     }
 
     fn contains(&self, address: IpAddr) -> bool {
@@ -244,8 +241,7 @@ mod tests {
     const PEER: &str = "10.0.0.1";
 
     fn trusted_proxies(by: ForwardedField) -> TrustedProxies {
-        let networks = ["10.0.0.0/8", "fd00::/8"].map(|text| text.parse().unwrap()).to_vec();
-        TrustedProxies::new(&listen::TrustedProxies { networks, field: by })
+        TrustedProxies::new(&["10.0.0.0/8", "fd00::/8"].map(|text| text.parse().unwrap()), by)
     }
 
     fn found(by: ForwardedField, peer: &str, fields: &[(&'static str, &str)]) -> ClientInfo {

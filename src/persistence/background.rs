@@ -48,7 +48,7 @@ impl BackgroundWriter {
     pub fn start(
         counters: Arc<Counters>,
         clock: Clock,
-        config: &config::Counters,
+        config: &config::counters::Counters,
         meter: SnapshotMetrics,
     ) -> io::Result<BackgroundWriter> {
         let snapshot = config.snapshot.clone().map(|path| (path, config.snapshot_every));

@@ -121,7 +121,7 @@ impl Counters {
     /// The second value is a lock: other processes wait for its drop before they open the file. It is held until the
     /// formats of this process's counters are registered, so that the next process finds them.
     pub fn open(
-        config: &config::Counters,
+        config: &config::counters::Counters,
         inherited: Option<OwnedFd>,
         layers: usize,
         clock: &Clock,
@@ -177,7 +177,7 @@ impl Counters {
 /// Opens the file of a configuration.
 struct FileOpener<'o> {
     path: &'o Path,
-    config: &'o config::Counters,
+    config: &'o config::counters::Counters,
     /// The header of a new file.
     fresh: Header,
     clock: &'o Clock,

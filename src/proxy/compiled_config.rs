@@ -10,6 +10,7 @@ use std::sync::Arc;
 use http::{HeaderMap, HeaderName};
 
 use crate::config::Config;
+use crate::config::listen::Listen;
 use crate::config::route::Route;
 use crate::decision::DecisionService;
 use crate::http::client_plans::ClientPlans;
@@ -158,10 +159,12 @@ impl CompiledConfig {
         let api_key = config.clients.as_ref().and_then(|clients| clients.api_key.as_ref());
         let digester = config.counters.shared.as_ref().map(|shared| KeyDigester::new(&shared.digest_key(), api_key));
         let digester = digester.map(Arc::new);
+        let Listen { trusted_proxies, forwarded, .. } = &config.listen;
+        let trusted_proxies = (!trusted_proxies.is_empty()).then(|| TrustedProxies::new(trusted_proxies, *forwarded));
         let decision_service = Arc::new(DecisionService::new(&rule_set, &overrides, seed, digester.clone()));
         Arc::new(CompiledConfig {
             digester,
-            trusted_proxies: config.trusted_proxies.as_ref().map(TrustedProxies::new),
+            trusted_proxies,
             actions,
             router,
             upstream_health,

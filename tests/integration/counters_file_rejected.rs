@@ -271,7 +271,7 @@ fn a_sparse_file_is_allocated_at_start() {
 
 fn open(file: &Path) -> Result<Counters, OpenError> {
     let every = Duration::from_secs(5);
-    let config = config::Counters {
+    let config = config::counters::Counters {
         capacity: CAPACITY,
         file: Some(file.to_owned()),
         snapshot: None,

@@ -5,11 +5,15 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use transom::config::General;
+use transom::config::certificate::CertificateFiles;
+use transom::config::counters::Counters;
 use transom::config::limits::{Http2, Limits, Timeouts};
+use transom::config::listen::{Admin, HttpsSettings, Listen};
+use transom::config::redis::SharedSettings;
 use transom::config::route::PathReading;
 use transom::config::settings::{Section, reference_rows};
 use transom::config::upstream::{Ejection, HealthChecks, Retries, UpstreamPolicy};
+use transom::config::{AccessLogSettings, General};
 use transom::http::error::RequestError;
 
 use crate::support::gateway::Gateway;
@@ -206,9 +210,15 @@ fn the_configuration_reference_equals_the_declarations_of_settings() {
     let mut lines: Vec<String> = text.lines().map(str::to_owned).collect();
     for (heading, settings) in [
         ("## Top level", [General::settings(), PathReading::settings()].concat()),
+        ("## `[listen]`", Listen::settings()),
+        ("## `[listen.https]`", [CertificateFiles::settings(), HttpsSettings::settings()].concat()),
+        ("## `[admin]`", Admin::settings()),
         ("## `[limits]`", Limits::settings()),
         ("## `[timeouts]`", Timeouts::settings()),
         ("## `[http2]`", Http2::settings()),
+        ("## `[counters]`", Counters::settings()),
+        ("## `[counters.shared]`", SharedSettings::settings()),
+        ("## `[access_log]`", AccessLogSettings::settings()),
         ("## `[upstreams.NAME]`", UpstreamPolicy::settings()),
         ("### Health checks", HealthChecks::settings()),
         ("### Ejection", Ejection::settings()),

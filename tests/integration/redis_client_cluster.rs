@@ -228,7 +228,7 @@ fn with_tls(redis: &RedisServer, authority: &TestCa, identity: Option<&Issued>) 
         }
         None => builder.with_no_client_auth(),
     };
-    let client = ClientTls::new(client, None, [0; 32]);
+    let client = ClientTls::with_digest(client, None, [0; 32]);
     StoreConfig { tls: Some(client), ..single_server(redis) }
 }
 

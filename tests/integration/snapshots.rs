@@ -88,9 +88,9 @@ fn in_memory(capacity: usize, snapshot: Option<&Path>, clock: &Clock) -> Counter
     Counters::open(&settings(capacity, snapshot), None, 1, clock).unwrap().0
 }
 
-fn settings(capacity: usize, snapshot: Option<&Path>) -> config::Counters {
+fn settings(capacity: usize, snapshot: Option<&Path>) -> config::counters::Counters {
     let every = Duration::from_secs(5);
-    config::Counters {
+    config::counters::Counters {
         capacity,
         file: None,
         snapshot: snapshot.map(Path::to_owned),

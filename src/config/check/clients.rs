@@ -12,7 +12,6 @@ use toml::de::{DeTable, DeValue};
 
 use super::key;
 use super::values::{check_name, nearest_name, read_digest, read_fingerprint, read_network};
-use crate::config::ReadFile;
 use crate::config::diagnostics::{Report, quoted, quoted_list};
 use crate::config::listen::ClientCerts;
 use crate::config::settings::section_table;
@@ -39,7 +38,6 @@ pub fn read_clients(
     item: Option<Item>,
     plans: &DefinedPlans,
     certs: ClientCerts,
-    files: ReadFile,
     report: &mut Report,
 ) -> Option<Clients> {
     let mut table = section_table(item, report)?;
@@ -51,7 +49,7 @@ pub fn read_clients(
     let subject = subject.map(|item| read_key_source(&item, "\"jwt:sub\"", Some(certs), report));
     let file = file.and_then(|item| item.string("\"clients.toml\"", report))?;
     let path = PathBuf::from(file.text);
-    let bytes = match files(&path) {
+    let bytes = match (report.files)(&path) {
         Ok(bytes) => bytes,
         Err(error) => {
             let message = format!("cannot read {}: {error}", quoted(file.text));

@@ -7,8 +7,7 @@ use std::time::Duration;
 
 use toml::de::DeValue;
 
-use super::values::{read_duration_ms, read_named_file, strip_line_end};
-use crate::config::ReadFile;
+use super::values::{read_duration_ms, strip_line_end};
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::settings::{DAY_MS, section_table};
 use crate::config::toml_reader::{Item, SpannedStr, Table};
@@ -29,7 +28,7 @@ const NO_KEYS: &str =
 /// Enough for the old and new keys of a few issuers.
 const KEYS_MAX: usize = 32;
 
-pub fn read_jwt(item: Option<Item>, files: ReadFile, report: &mut Report) -> Option<TokenVerifier> {
+pub fn read_jwt(item: Option<Item>, report: &mut Report) -> Option<TokenVerifier> {
     let mut table = section_table(item, report)?;
     let span = table.span.clone();
     let (keys, jwks) = (table.get("keys"), table.get("jwks_file"));
@@ -44,7 +43,7 @@ pub fn read_jwt(item: Option<Item>, files: ReadFile, report: &mut Report) -> Opt
     for item in keys.as_ref().and_then(|item| item.list("[{ … }]", report)).unwrap_or_default() {
         let fix = "write `{ algorithm = \"RS256\", public_key_file = \"FILE\" }`";
         let Some(table) = item.table("a key of `[jwt]`", fix, report) else { continue };
-        if let Some(key) = read_key(table, files, report) {
+        if let Some(key) = read_key(table, report) {
             add_key(key, &item, &mut trust, report);
         }
     }
@@ -54,7 +53,7 @@ pub fn read_jwt(item: Option<Item>, files: ReadFile, report: &mut Report) -> Opt
         report.problem(span.clone(), "`keys` is an empty list", NO_KEYS);
     }
     if let Some(item) = jwks {
-        for key in read_jwks(&item, files, report).unwrap_or_default() {
+        for key in read_jwks(&item, report).unwrap_or_default() {
             add_key(key, &item, &mut trust, report);
         }
     }
@@ -94,7 +93,7 @@ fn add_key(key: VerificationKey, item: &Item, trust: &mut TokenVerifier, report:
 }
 
 /// Reads one item of `keys`.
-fn read_key(mut table: Table, files: ReadFile, report: &mut Report) -> Option<VerificationKey> {
+fn read_key(mut table: Table, report: &mut Report) -> Option<VerificationKey> {
     let span = table.span.clone();
     let algorithm =
         table.require("algorithm", "write `algorithm = \"HS256\"`, `\"RS256\"`, `\"ES256\"` or `\"EdDSA\"`");
@@ -129,7 +128,7 @@ fn read_key(mut table: Table, files: ReadFile, report: &mut Report) -> Option<Ve
         report.problem(source.key_span.clone(), message, format!("write `{file}`, or another `algorithm`"));
         return None;
     }
-    let (what, bytes) = read_key_material(source, source.key == file, files, report)?;
+    let (what, bytes) = read_key_material(source, source.key == file, report)?;
     let kid = match kid {
         None => None,
         Some(kid) => Some(kid?),
@@ -144,10 +143,10 @@ fn read_key(mut table: Table, files: ReadFile, report: &mut Report) -> Option<Ve
 }
 
 /// Reads the bytes of a key, and its name in messages: the setting or the file, never the content.
-fn read_key_material(source: &Item, is_file: bool, files: ReadFile, report: &mut Report) -> Option<(String, Vec<u8>)> {
+fn read_key_material(source: &Item, is_file: bool, report: &mut Report) -> Option<(String, Vec<u8>)> {
     if is_file {
         let path = read_non_empty(source, "\"FILE\"", report)?;
-        return Some((quoted(path.text), read_named_file(&path, files, report)?));
+        return Some((quoted(path.text), report.read_file(path.text, &path.span)?));
     }
     match source.value {
         DeValue::String(text) => Some((format!("`{}`", source.key), text.as_bytes().to_vec())),
@@ -163,9 +162,9 @@ fn read_key_material(source: &Item, is_file: bool, files: ReadFile, report: &mut
     }
 }
 
-fn read_jwks(item: &Item, files: ReadFile, report: &mut Report) -> Option<Vec<VerificationKey>> {
+fn read_jwks(item: &Item, report: &mut Report) -> Option<Vec<VerificationKey>> {
     let path = read_non_empty(item, "\"jwks.json\"", report)?;
-    let bytes = read_named_file(&path, files, report)?;
+    let bytes = report.read_file(path.text, &path.span)?;
     let what = quoted(path.text);
     let (message, fix) = match jwks::parse(&bytes) {
         Ok(keys) => return Some(keys),

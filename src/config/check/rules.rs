@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use toml::de::DeValue;
 
-use super::redis::{DefaultSharing, RuleSharingSettings};
 use super::values::{Definitions, FIELD_NAME_FIX, parse_field_name, read_body, read_duration_ms};
 use super::{key, overrides, rule_windows};
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::listen::ClientCerts;
+use crate::config::redis::{DefaultSharing, RuleSharingSettings};
 use crate::config::settings::DAY_MS;
 use crate::config::toml_reader::{Item, Table};
 use crate::config::{RATE_LIMIT_STYLES, RateLimitStyle, RefusalResponse};

@@ -6,11 +6,10 @@
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::time::Duration;
 
-use super::upstream_tls::{SystemRoots, read_tls};
 use super::values::{Definitions, Parsed, is_ipv4_like, is_name, read_duration_ms};
 use toml::de::DeValue;
 
-use crate::config::ReadFile;
+use crate::config::client_tls::{SystemRoots, read_tls};
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::settings::{DAY_MS, Integer, Kind, Section};
 use crate::config::toml_reader::{Item, SpannedStr, Table};
@@ -26,11 +25,11 @@ const RESOLVE_DEFAULT: Duration = Duration::from_secs(30);
 /// The longest path of a Unix socket on Linux.
 const SOCKET_PATH_MAX_BYTES: usize = 107;
 
-pub fn read_upstreams(item: Option<Item>, files: ReadFile, report: &mut Report) -> Definitions<Upstream> {
+pub fn read_upstreams(item: Option<Item>, report: &mut Report) -> Definitions<Upstream> {
     let mut roots = SystemRoots::default();
     Definitions::read(item, report, |name, table, report| {
         let (target, transport, policy) =
-            table.map(|table| read_upstream(table, files, &mut roots, report)).unwrap_or_default();
+            table.map(|table| read_upstream(table, &mut roots, report)).unwrap_or_default();
         let transport = transport.unwrap_or(TransportSettings {
             protocol: UpstreamProtocol::Auto,
             host: HostField::Keep,
@@ -51,7 +50,6 @@ struct ServerSettings<'d> {
 
 fn read_upstream(
     mut table: Table,
-    files: ReadFile,
     roots: &mut SystemRoots,
     report: &mut Report,
 ) -> (Option<Target>, Option<TransportSettings>, UpstreamPolicy) {
@@ -95,7 +93,7 @@ fn read_upstream(
         }
         (None, Some(item)) => {
             let servers = read_servers(&item, report);
-            let transport = read_transport(&settings, servers.as_deref(), &item, files, roots, report);
+            let transport = read_transport(&settings, servers.as_deref(), &item, roots, report);
             (servers.map(Target::Servers), Some(transport), policy)
         }
     }
@@ -153,7 +151,6 @@ fn read_transport(
     settings: &ServerSettings,
     servers: Option<&[Server]>,
     item: &Item,
-    files: ReadFile,
     roots: &mut SystemRoots,
     report: &mut Report,
 ) -> TransportSettings {
@@ -170,7 +167,7 @@ fn read_transport(
             None
         }
         (None, true) if servers.is_none() => None,
-        (given, true) => read_tls(given.as_ref(), item.span.clone(), files, roots, report),
+        (given, true) => read_tls(given.as_ref(), item.span.clone(), roots, report),
         (None, false) => None,
     };
     TransportSettings {

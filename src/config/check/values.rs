@@ -3,12 +3,10 @@
 //! Each reader returns the value, or reports a problem and returns `None`. Nothing here depends on a section.
 
 use std::ops::RangeInclusive;
-use std::path::Path;
 use std::time::Duration;
 
 use http::HeaderName;
 
-use crate::config::ReadFile;
 use crate::config::diagnostics::{Report, Span, quoted, quoted_list};
 use crate::config::route::Body;
 use crate::config::settings::{Kind, Time};
@@ -131,18 +129,6 @@ pub fn is_name(text: &str) -> bool {
 /// section 3.2.2, and the WHATWG's URL standard, "ends in a number").
 pub fn is_ipv4_like(text: &str) -> bool {
     text.rsplit('.').next().is_some_and(|last| !last.is_empty() && last.bytes().all(|b| b.is_ascii_digit()))
-}
-
-/// Reads a file that the configuration names; `path` is its name and the position of the name.
-pub fn read_named_file(path: &SpannedStr, files: ReadFile, report: &mut Report) -> Option<Vec<u8>> {
-    match files(Path::new(path.text)) {
-        Ok(bytes) => Some(bytes),
-        Err(error) => {
-            let fix = "name a file that the gateway may read; a relative path starts at the folder of this file";
-            report.problem(path.span.clone(), format!("cannot read {}: {error}", quoted(path.text)), fix);
-            None
-        }
-    }
 }
 
 /// Reads an address or a network in CIDR notation.
