@@ -35,9 +35,8 @@ use crate::proxy::worker_state::WorkerState;
 use crate::redis_store::shared_counters::SharedCounters;
 use crate::upstream::health_check;
 use crate::upstream::server_health::{self, UpstreamHealth};
-use error::{ReloadError, StartError, TooManyLayers};
+use error::{ReloadError, StartError};
 use transom_limiter::deferred_refunds::DeferredRefunds;
-use transom_limiter::rule::Rule;
 use transom_limiter::rule_set::RuleSet;
 use transom_limiter::window::{END_MAX_MS, PERIOD_MAX_MS};
 use worker::{DrainTimes, WorkerCommand};
@@ -64,8 +63,6 @@ pub struct Gateway {
     https: Vec<SocketAddr>,
     admin: Option<SocketAddr>,
     counters: Arc<Counters>,
-    /// Whether some rules have plain windows for now, because other processes use the same counters.
-    has_restricted_rules: bool,
     snapshot_writer: Option<BackgroundWriter>,
     config: Config,
     pub registry: Arc<Registry>,
@@ -122,9 +119,7 @@ impl Gateway {
         if !(1..END_MAX_MS - PERIOD_MAX_MS).contains(&clock.now().unix_ms) {
             return Err(StartError::Clock);
         }
-        let layers = config.rules.iter().map(Rule::max_layers).sum();
-        let opened = Counters::open(&config.counters, counters, layers, &clock);
-        let (counters, alone) = opened.map_err(StartError::Counters)?;
+        let counters = Counters::open(&config.counters, counters, &clock).map_err(StartError::Counters)?;
         let counters = Arc::new(counters);
         let registry = Arc::new(Registry::default());
         raise_descriptor_limit();
@@ -138,7 +133,6 @@ impl Gateway {
             listener_config,
             connection_limit: ConnectionLimit::new(&config.listen),
             counters: Arc::clone(&counters),
-            has_restricted_rules: false,
             snapshot_writer: None,
             registry,
             expiries: ExpiryGauges::default(),
@@ -167,8 +161,7 @@ impl Gateway {
         }
         let upstream_health = gateway.update_upstream_health(&config);
         gateway.start_health_checks(&upstream_health)?;
-        let rule_set = gateway.compile_rules(&config, !counters.in_use_by_others).map_err(StartError::Layers)?;
-        drop(alone);
+        let rule_set = RuleSet::new(&config.rules, counters.seed, None);
         let compiled = CompiledConfig::new(config, counters.seed, rule_set, upstream_health);
         gateway.rule_set = Some(Arc::clone(&compiled.rule_set));
         gateway.decision_service.send_replace(Some(Arc::clone(&compiled.decision_service)));
@@ -284,6 +277,11 @@ impl Gateway {
                 return Err(ReloadError::NeedsRestart(name));
             }
         }
+        let former = self.rule_set.as_deref();
+        let rule_set = RuleSet::new(&config.rules, self.counters.seed, former);
+        if let Some(changed) = former.and_then(|former| rule_set.changed_counters(former)) {
+            return Err(ReloadError::ChangedCounters(changed));
+        }
         let listener_config = ListenerConfig::new(&config.listen, Some((&self.config.listen, &self.listener_config)))
             .map_err(ReloadError::Tls)?;
         match &config.access_log {
@@ -291,9 +289,6 @@ impl Gateway {
             log if *log == self.config.access_log => {}
             Some(log) => self.open_access_log(log).map_err(ReloadError::AccessLog)?,
         }
-        // The last step that can fail: it registers counter formats that other processes may use from then on, so this
-        // process has to use them too.
-        let rule_set = self.compile_rules(&config, false).map_err(ReloadError::Layers)?;
         self.listener_config = listener_config;
         // Metrics that the previous reload removed may be unused by now.
         self.registry.remove_unused();
@@ -314,20 +309,8 @@ impl Gateway {
         Ok(())
     }
 
-    /// Lifts the restriction of rules once no other process uses the same counters, and compares the clocks. Call about
-    /// once a second.
-    pub fn run_periodic_checks(&mut self) {
-        self.compare_clocks();
-        if self.has_restricted_rules
-            && self.counters.with_exclusive_use(|| ()).is_some()
-            && let Err(error) = self.reload(self.config.clone())
-        {
-            tracing::error!("some rules still have plain windows: {error}");
-        }
-    }
-
-    /// Logs when window time begins or ceases to differ from the wall clock.
-    fn compare_clocks(&mut self) {
+    /// Logs when window time begins or ceases to differ from the wall clock. Call about once a second.
+    pub fn compare_clocks(&mut self) {
         let offset_s = self.clock.offset_s();
         let is_off = offset_s.unsigned_abs() > CLOCK_OFFSET_MAX_S;
         match (std::mem::replace(&mut self.is_clock_off, is_off), is_off) {
@@ -342,30 +325,6 @@ impl Gateway {
             (true, false) => tracing::info!("windows follow this machine's clock again"),
             (true, true) | (false, false) => {}
         }
-    }
-
-    /// Compiles the rules, with counter formats that all processes sharing the memory agree on. A new format can only
-    /// be registered while no other process uses the memory; `alone`: this is known already.
-    fn compile_rules(&mut self, config: &Config, alone: bool) -> Result<RuleSet, TooManyLayers> {
-        let registry = &self.counters.formats;
-        let mut rule_set = RuleSet::new(&config.rules, self.counters.seed, self.rule_set.as_deref());
-        let wanted = rule_set.counter_formats();
-        if !registry.formats().covers(&wanted) {
-            let join = || registry.join(&wanted);
-            let joined = if alone { Some(join()) } else { self.counters.with_exclusive_use(join) };
-            joined.transpose().map_err(|_full| TooManyLayers)?;
-        }
-        let formats = registry.formats();
-        rule_set.adopt_formats(&formats);
-        let is_restricted = rule_set.restrict_to_formats(&formats);
-        if is_restricted && !self.has_restricted_rules {
-            tracing::warn!(
-                "rules whose rollover, delay, reservation or shards are new have plain windows until no \
-                 other process counts in the same memory"
-            );
-        }
-        self.has_restricted_rules = is_restricted;
-        Ok(rule_set)
     }
 
     /// Reopens the access log after rotation.

@@ -124,7 +124,7 @@ fn configuration_properties_hold() {
 
 #[test]
 fn counters_file_properties_hold() {
-    let header = Header { layout: Table::layout(64), layers_max: 2048, seed: Seed(1, 2), boot: [b'0'; 36] };
+    let header = Header { layout: Table::layout(64), seed: Seed(1, 2), boot: [b'0'; 36] };
     // Counters of unknown keys, some with open windows; 24 bytes each, as in a snapshot.
     let words = |end_ms: u64| -> Vec<u8> {
         let word = |n: u64| CounterWord::new(1 << 50 | n, end_ms + n, n as u32).bits();

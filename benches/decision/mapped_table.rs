@@ -59,7 +59,7 @@ fn open(file: Option<PathBuf>, capacity: usize) -> Counters {
         snapshot_every: Duration::from_secs(5),
         shared: None,
     };
-    Counters::open(&config, None, 2, &Clock::manual(NOW_MS)).expect("the counters can be created").0
+    Counters::open(&config, None, &Clock::manual(NOW_MS)).expect("the counters can be created")
 }
 
 pub fn compare_with_heap(keys: &[IpAddr]) {

@@ -15,14 +15,13 @@ use transom::persistence::open::OpenError;
 use transom::persistence::snapshot;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
-use transom_limiter::format_registry::CounterFormats;
 use transom_limiter::key::{KeyHash, Seed};
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::table::Table;
 
 const NOW_MS: u64 = 1_700_000_100_000;
 const CAPACITY: usize = 64;
-const SNAPSHOT_HEAD_BYTES: usize = 112;
+const SNAPSHOT_HEAD_BYTES: usize = 104;
 
 /// Every kind of window.
 const RULES: &str = "listen = { http = \"127.0.0.1:0\" }\n[upstreams.u]\nbuiltin = \"echo\"\n\
@@ -92,15 +91,12 @@ impl Fixture {
         let mut whole = self.header.encode().to_vec();
         whole.resize(self.header.file_bytes(), 0);
         if !bytes.is_empty() {
-            let body = whole[Header::FORMATS_AT..].iter_mut();
+            let body = whole[Header::TABLE_AT..].iter_mut();
             body.zip(bytes.iter().cycle()).for_each(|(to, byte)| *to = *byte);
         }
         put(&path, &whole);
         let counters = open(Some(&path), None).expect("the file is used or quarantined");
-        let mut rule_set = RuleSet::new(&self.config.rules, counters.seed, None);
-        // The registry may be full.
-        let _ = counters.formats.join(&rule_set.counter_formats());
-        rule_set.adopt_formats(&counters.formats.formats());
+        let rule_set = RuleSet::new(&self.config.rules, counters.seed, None);
         let charge_plan = rule_set.charge_plan(&[0]);
         let mut context = DecisionContext::default();
         for cost in [0, 1, 2, u32::MAX] {
@@ -130,7 +126,7 @@ impl Fixture {
         let is_same = fs::read(&path).expect("the snapshot exists") == valid;
         assert_eq!(snapshot::load(&path, plan).is_some(), is_same);
         let after = open(None, Some(&path)).expect("there is memory");
-        assert!(after.table.live_counters(0).count() == 0 && after.formats.formats() == CounterFormats::default());
+        assert_eq!(after.table.live_counters(0).count(), 0);
     }
 }
 
@@ -156,5 +152,5 @@ fn open(file: Option<&Path>, snapshot: Option<&Path>) -> Result<Counters, OpenEr
         snapshot: snapshot.map(Path::to_owned),
         snapshot_every: Duration::from_secs(5),
     };
-    Counters::open(&config, None, 4, &Clock::manual(NOW_MS)).map(|(counters, _)| counters)
+    Counters::open(&config, None, &Clock::manual(NOW_MS))
 }

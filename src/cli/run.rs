@@ -170,7 +170,7 @@ impl Supervisor<'_> {
                     if self.watch.has_changed() {
                         self.reload(&meter);
                     }
-                    self.gateway.run_periodic_checks();
+                    self.gateway.compare_clocks();
                 }
             }
         };

@@ -12,11 +12,9 @@ use std::sync::Arc;
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
-use super::file::FileLock;
 use super::file_header::{Header, UnusableFile};
 use crate::clock::Clock;
 use transom_limiter::atomics::{AtomicU128, Ordering};
-use transom_limiter::format_registry::FormatRegistry;
 use transom_limiter::key::Seed;
 use transom_limiter::memory::{AtomicSlice, Memory};
 use transom_limiter::table::{Table, TableStats};
@@ -29,11 +27,7 @@ pub(super) const AHEAD_MAX_MS: u64 = 60_000;
 /// The counters that all workers use.
 pub struct Counters {
     pub table: Arc<Table>,
-    /// How the counters of each layer are encoded.
-    pub formats: FormatRegistry,
     pub seed: Seed,
-    /// Other processes count in the same memory.
-    pub in_use_by_others: bool,
     pub(super) header: Header,
     /// Path of the file, if it has one.
     pub(super) path: Option<PathBuf>,
@@ -45,15 +39,12 @@ pub struct Counters {
 
 impl Counters {
     /// Maps the counters of a file that this process holds a shared lock on.
-    pub(super) fn from_file(file: File, header: Header, shared: bool) -> io::Result<Counters> {
+    pub(super) fn from_file(file: File, header: Header) -> io::Result<Counters> {
         let memory = Memory::mapped(file.as_fd(), header.file_bytes())?;
         let short = || io::Error::from(io::ErrorKind::UnexpectedEof);
-        let numbers =
-            memory.numbers(Header::FORMATS_AT, FormatRegistry::numbers(header.layers_max)).ok_or_else(short)?;
-        let table = Table::in_memory(header.layout, &memory, header.table_at()).ok_or_else(short)?;
+        let table = Arc::new(Table::in_memory(header.layout, &memory, Header::TABLE_AT).ok_or_else(short)?);
         let time = memory.words(Header::TIME_AT, 1).ok_or_else(short)?;
-        let (table, formats) = (Arc::new(table), FormatRegistry::new(numbers));
-        Ok(Counters { table, formats, seed: header.seed, in_use_by_others: shared, header, path: None, time, file })
+        Ok(Counters { table, seed: header.seed, header, path: None, time, file })
     }
 
     /// The descriptor that is passed to the next process at a hot upgrade.
@@ -63,8 +54,8 @@ impl Counters {
 
     /// Counts the open windows. Skips memory that was never written: a read would allocate it.
     pub fn stats(&self, now_ms: u64) -> TableStats {
-        let table_at = self.header.table_at();
-        let within = |bytes: Range<usize>| bytes.start.saturating_sub(table_at)..bytes.end.saturating_sub(table_at);
+        let position = |byte: usize| byte.saturating_sub(Header::TABLE_AT);
+        let within = |bytes: Range<usize>| position(bytes.start)..position(bytes.end);
         self.table.stats_of(written_ranges(&self.file, self.header.file_bytes()).map(within), now_ms)
     }
 
@@ -76,21 +67,6 @@ impl Counters {
             (Some(Ok(at_path)), Ok(own)) => (at_path.dev(), at_path.ino()) == (own.dev(), own.ino()),
             (Some(_), _) => false,
         }
-    }
-
-    /// Runs `action` while no other process uses the counters or can start to; `None` if one does.
-    pub fn with_exclusive_use<T>(&self, action: impl FnOnce() -> T) -> Option<T> {
-        // During a change of its lock, this process holds none for a moment; no other process may take the file for
-        // unused then.
-        let _lock = match &self.path {
-            Some(path) => Some(FileLock::try_acquire(path)?),
-            None => None,
-        };
-        let done = self.file.try_lock().is_ok().then(action);
-        if let Err(error) = self.file.lock_shared() {
-            tracing::error!("lost the lock on the counters: {error}");
-        }
-        done
     }
 
     /// Whether both are the same file.

@@ -29,11 +29,6 @@ const LOCK_RETRY_DELAY: Duration = Duration::from_millis(20);
 /// The lock on `FILE.lock`: no other process decides about the counters file meanwhile.
 pub struct FileLock<'p> {
     path: &'p Path,
-    lock: File,
-}
-
-/// The lock on `FILE.lock`, held while the process finishes its start.
-pub struct ExclusiveUse {
     _lock: File,
 }
 
@@ -53,23 +48,12 @@ impl<'p> FileLock<'p> {
         let lock = options().create(true).open(path.with_added_extension("lock"))?;
         for _ in 0..LOCK_ATTEMPTS {
             match lock.try_lock() {
-                Ok(()) => return Ok(FileLock { path, lock }),
+                Ok(()) => return Ok(FileLock { path, _lock: lock }),
                 Err(TryLockError::WouldBlock) => thread::sleep(LOCK_RETRY_DELAY),
                 Err(TryLockError::Error(error)) => return Err(error),
             }
         }
         Err(io::Error::new(io::ErrorKind::TimedOut, "another process still holds its `.lock`"))
-    }
-
-    /// `None` if another process holds the lock, or locking fails.
-    pub fn try_acquire(path: &'p Path) -> Option<FileLock<'p>> {
-        let lock = options().create(true).open(path.with_added_extension("lock")).ok()?;
-        lock.try_lock().is_ok().then_some(FileLock { path, lock })
-    }
-
-    /// Keeps the lock until the returned value is dropped.
-    pub fn into_exclusive_use(self) -> ExclusiveUse {
-        ExclusiveUse { _lock: self.lock }
     }
 
     /// The file, if it exists; an error if the path is not a regular file. This process uses the file from now on.

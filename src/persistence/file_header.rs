@@ -5,30 +5,27 @@
 //! | 0..16 | magic, and a number in the byte order of the machine, which the counters use |
 //! | 16..24 | version of the layout |
 //! | 24..48 | counter buckets, overflow buckets, slots of a bucket |
-//! | 48..56 | layers that the format registry has space for |
-//! | 56..72 | hash seed |
-//! | 72..108 | boot id of the machine when the file was created |
+//! | 48..64 | hash seed |
+//! | 64..100 | boot id of the machine when the file was created |
 //! | 4064..4096 | SHA-256 of the page up to here |
 //!
-//! A page of variable data (the time), the format registry and the table follow, each page-aligned. This module opens
-//! no file.
+//! A page of variable data (the time) and the table follow, each page-aligned. This module opens no file.
 
 use std::fmt;
 
 use sha2::{Digest, Sha256};
 
-use transom_limiter::format_registry::FormatRegistry;
 use transom_limiter::key::Seed;
 use transom_limiter::memory::PAGE_BYTES;
 use transom_limiter::table::{BUCKET_SLOTS, TableLayout};
 
 /// Version of the layout, of the counter words, and of the hash function. Files of other versions are not read.
-const VERSION: u64 = 1;
+const VERSION: u64 = 2;
 const MAGIC: [u8; 12] = *b"transom\0cnts";
 /// Differs on a machine of another byte order.
 const BYTE_ORDER_MARK: u32 = 0x0102_0304;
 const CHECKSUM_AT: usize = PAGE_BYTES - 32;
-const BOOT_AT: usize = 72;
+const BOOT_AT: usize = 64;
 /// More than any machine has memory for; sums of these do not overflow.
 const SIZE_MAX: u64 = 1 << 40;
 
@@ -39,8 +36,6 @@ pub type BootId = [u8; 36];
 #[derive(Clone, Copy)]
 pub struct Header {
     pub layout: TableLayout,
-    /// Layers that the format registry has space for.
-    pub layers_max: usize,
     pub seed: Seed,
     pub boot: BootId,
 }
@@ -79,16 +74,12 @@ impl Header {
     pub const BYTES: usize = PAGE_BYTES;
     /// Where the time is.
     pub const TIME_AT: usize = PAGE_BYTES;
-    pub const FORMATS_AT: usize = 2 * PAGE_BYTES;
-
-    pub fn table_at(&self) -> usize {
-        let formats_bytes = size_of::<u64>() * FormatRegistry::numbers(self.layers_max);
-        (Header::FORMATS_AT + formats_bytes).next_multiple_of(PAGE_BYTES)
-    }
+    /// Where the table is.
+    pub const TABLE_AT: usize = 2 * PAGE_BYTES;
 
     /// The length of the file.
     pub fn file_bytes(&self) -> usize {
-        self.table_at().saturating_add(self.layout.bytes()).next_multiple_of(PAGE_BYTES)
+        Header::TABLE_AT.saturating_add(self.layout.bytes()).next_multiple_of(PAGE_BYTES)
     }
 
     pub fn encode(&self) -> [u8; Header::BYTES] {
@@ -96,8 +87,7 @@ impl Header {
         page[..12].copy_from_slice(&MAGIC);
         page[12..16].copy_from_slice(&BYTE_ORDER_MARK.to_ne_bytes());
         let TableLayout { counter_buckets: counters, overflow_buckets: overflow, bucket_slots: slots } = self.layout;
-        let numbers =
-            [VERSION, counters as u64, overflow as u64, slots as u64, self.layers_max as u64, self.seed.0, self.seed.1];
+        let numbers = [VERSION, counters as u64, overflow as u64, slots as u64, self.seed.0, self.seed.1];
         for (bytes, number) in page[16..].chunks_exact_mut(8).zip(numbers) {
             bytes.copy_from_slice(&number.to_le_bytes());
         }
@@ -119,19 +109,18 @@ impl Header {
         if page[12..16] != BYTE_ORDER_MARK.to_ne_bytes() {
             return Err(UnusableFile::Damaged);
         }
-        let mut numbers = [0; 7];
+        let mut numbers = [0; 6];
         for (number, bytes) in numbers.iter_mut().zip(page[16..].as_chunks().0) {
             *number = u64::from_le_bytes(*bytes);
         }
-        let [version, counters, overflow, slots, layers, seed_0, seed_1] = numbers;
+        let [version, counters, overflow, slots, seed_0, seed_1] = numbers;
         if version != VERSION {
             return Err(UnusableFile::Version(version));
         }
         if page[CHECKSUM_AT..] != *Sha256::digest(&page[..CHECKSUM_AT]) {
             return Err(UnusableFile::Damaged);
         }
-        if counters.max(overflow).max(layers) > SIZE_MAX || counters.min(overflow) == 0 || slots != BUCKET_SLOTS as u64
-        {
+        if counters.max(overflow) > SIZE_MAX || counters.min(overflow) == 0 || slots != BUCKET_SLOTS as u64 {
             return Err(UnusableFile::Damaged);
         }
         let mut boot = [0; 36];
@@ -141,7 +130,7 @@ impl Header {
             overflow_buckets: overflow as usize,
             bucket_slots: BUCKET_SLOTS,
         };
-        let header = Header { layout, layers_max: layers as usize, seed: Seed(seed_0, seed_1), boot };
+        let header = Header { layout, seed: Seed(seed_0, seed_1), boot };
         if header.file_bytes() as u64 == file_bytes { Ok(header) } else { Err(UnusableFile::Damaged) }
     }
 }
@@ -152,14 +141,14 @@ mod tests {
     use transom_limiter::table::Table;
 
     fn header() -> Header {
-        Header { layout: Table::layout(1000), layers_max: 100, seed: Seed(1, 2), boot: [b'x'; 36] }
+        Header { layout: Table::layout(1000), seed: Seed(1, 2), boot: [b'x'; 36] }
     }
 
     #[test]
     fn an_encoded_header_is_decoded() {
         let header = header();
         let read = Header::decode(&header.encode(), header.file_bytes() as u64).unwrap();
-        assert_eq!((read.layout, read.layers_max, read.boot), (header.layout, header.layers_max, header.boot));
+        assert_eq!((read.layout, read.boot), (header.layout, header.boot));
         assert_eq!((read.seed.0, read.seed.1), (1, 2));
     }
 

@@ -10,7 +10,7 @@ use std::path::Path;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 use super::counters::Counters;
-use super::file::{self, ExclusiveUse, Existing, FileLock};
+use super::file::{self, Existing, FileLock};
 use super::file_header::{BootId, Header, UnusableFile};
 use super::snapshot::{self, SavedSnapshot};
 use crate::clock::Clock;
@@ -19,8 +19,6 @@ use transom_limiter::atomics::AtomicU128;
 use transom_limiter::key::Seed;
 use transom_limiter::table::Table;
 
-/// Layers that a format registry has space for beyond those of the configuration.
-const SPARE_LAYERS: usize = 2048;
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 /// Why the counters cannot be opened.
@@ -115,17 +113,13 @@ impl std::error::Error for OpenError {
 }
 
 impl Counters {
-    /// Opens the counters as configured, with space for `layers` layers. `inherited`: the counters of the process that
-    /// this one replaces. The clock continues from the latest time that the file or snapshot has.
-    ///
-    /// The second value is a lock: other processes wait for its drop before they open the file. It is held until the
-    /// formats of this process's counters are registered, so that the next process finds them.
+    /// Opens the counters as configured. `inherited`: the counters of the process that this one replaces. The clock
+    /// continues from the latest time that the file or snapshot has.
     pub fn open(
         config: &config::counters::Counters,
         inherited: Option<OwnedFd>,
-        layers: usize,
         clock: &Clock,
-    ) -> Result<(Counters, Option<ExclusiveUse>), OpenError> {
+    ) -> Result<Counters, OpenError> {
         if (config.file.is_some() || inherited.is_some()) && !AtomicU128::is_lock_free() {
             return Err(OpenError::UnsupportedMachine);
         }
@@ -133,12 +127,10 @@ impl Counters {
             let failed = |source| OpenError::Snapshot { path: path.display().to_string(), source };
             snapshot::check_writable(path).map_err(failed)?;
         }
-        let boot = boot_id();
-        let layers = layers.saturating_mul(2).max(SPARE_LAYERS).next_power_of_two();
-        let fresh = Header { layout: Table::layout(config.capacity), layers_max: layers, seed: random_seed(), boot };
-        let (counters, lock) = match (&config.file, inherited) {
+        let fresh = Header { layout: Table::layout(config.capacity), seed: random_seed(), boot: boot_id() };
+        let counters = match (&config.file, inherited) {
             (Some(path), inherited) => {
-                let (counters, lock) = FileOpener { path, config, fresh, clock }.open()?;
+                let counters = FileOpener { path, config, fresh, clock }.open()?;
                 if !file::is_in_memory(counters.descriptor()) {
                     tracing::info!(
                         "`{}` is on a disk, whose writes can delay requests: move it to a tmpfs, such as /run",
@@ -148,19 +140,19 @@ impl Counters {
                 if inherited.is_some_and(|inherited| !counters.is_same_file(&inherited)) {
                     tracing::warn!("`counters.file` has changed: earlier counts are not used");
                 }
-                (counters, Some(lock))
+                counters
             }
-            (None, Some(inherited)) => (inherit(inherited, fresh, clock)?, None),
+            (None, Some(inherited)) => inherit(inherited, fresh, clock)?,
             (None, None) => {
                 let saved = config.snapshot.as_deref().and_then(|path| snapshot::load(path, fresh.layout));
                 let fresh = saved.as_ref().map_or(fresh, |saved| Header { seed: saved.seed, ..fresh });
                 let counters = anonymous(fresh, config.capacity)?;
                 counters.restore(saved, clock);
-                (counters, None)
+                counters
             }
         };
         counters.sync_time(clock);
-        Ok((counters, lock))
+        Ok(counters)
     }
 
     /// Restores a snapshot, before anything is counted.
@@ -184,11 +176,11 @@ struct FileOpener<'o> {
 }
 
 impl FileOpener<'_> {
-    fn open(&self) -> Result<(Counters, ExclusiveUse), OpenError> {
+    fn open(&self) -> Result<Counters, OpenError> {
         let lock = FileLock::acquire(self.path).map_err(|source| self.file_error(source))?;
         let mut counters = self.open_at(&lock)?;
         counters.path = Some(self.path.to_owned());
-        Ok((counters, lock.into_exclusive_use()))
+        Ok(counters)
     }
 
     fn open_at(&self, lock: &FileLock) -> Result<Counters, OpenError> {
@@ -247,7 +239,7 @@ impl FileOpener<'_> {
             }
             tracing::warn!("another process uses `{}` for another capacity, which is kept", self.path.display());
         }
-        let counters = Counters::from_file(file, header, in_use).map_err(|_short| UnusableFile::Damaged)?;
+        let counters = Counters::from_file(file, header).map_err(|_short| UnusableFile::Damaged)?;
         counters.validate(self.clock)
     }
 
@@ -256,7 +248,7 @@ impl FileOpener<'_> {
         let header = saved.as_ref().map_or(self.fresh, |saved| Header { seed: saved.seed, ..self.fresh });
         // The file gets its name after the restore, so that a partial restore is never used.
         lock.create(&header.encode(), header.file_bytes(), |file| {
-            let counters = Counters::from_file(file, header, false)?;
+            let counters = Counters::from_file(file, header)?;
             counters.restore(saved, self.clock);
             Ok(counters)
         })
@@ -281,7 +273,7 @@ fn anonymous(header: Header, capacity: usize) -> Result<Counters, OpenError> {
         let memory = File::from(memory);
         memory.lock_shared()?;
         memory.write_all_at(&header.encode(), 0)?;
-        Counters::from_file(memory, header, false)
+        Counters::from_file(memory, header)
     };
     make().map_err(|source| OpenError::Memory { capacity, source })
 }
@@ -298,7 +290,7 @@ fn inherit(inherited: OwnedFd, fresh: Header, clock: &Clock) -> Result<Counters,
         if header.layout != fresh.layout {
             tracing::warn!("the previous process uses a table for another capacity, which is kept");
         }
-        Counters::from_file(file, header, true).map_err(|_short| UnusableFile::Damaged)?.validate(clock)
+        Counters::from_file(file, header).map_err(|_short| UnusableFile::Damaged)?.validate(clock)
     };
     read().map_err(OpenError::Inherited)
 }

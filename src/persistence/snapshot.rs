@@ -9,8 +9,7 @@
 //! | 48..64 | hash seed |
 //! | 64..72 | time of writing, Unix milliseconds |
 //! | 72..96 | watermarks of the table |
-//! | 96..112 | number of formats that follow, and then of counters |
-//! | 48 each | formats: layer, whether it rolls, shards, most ahead, grants, whether they differ |
+//! | 96..104 | number of counters that follow |
 //! | 24 each | counters whose windows were open: position, word |
 //! | last 32 | SHA-256 of all before |
 //!
@@ -31,18 +30,15 @@ use super::counters::{AHEAD_MAX_MS, Counters};
 use super::file::MODE;
 use crate::clock::Clock;
 use transom_limiter::counter::CounterWord;
-use transom_limiter::format_registry::{CounterFormat, CounterFormats};
 use transom_limiter::key::Seed;
 use transom_limiter::table::{TableLayout, Watermarks};
 use transom_limiter::window::END_MAX_MS;
 
 const MAGIC: [u8; 16] = *b"transom\0snapshot";
 /// Equal to that of the counters file, whose words it contains.
-const VERSION: u64 = 1;
-const HEAD_NUMBERS: usize = 12;
+const VERSION: u64 = 2;
+const HEAD_NUMBERS: usize = 11;
 const HEAD_BYTES: u64 = 16 + 8 * HEAD_NUMBERS as u64;
-const FORMAT_NUMBERS: usize = 6;
-const FORMAT_BYTES: u64 = 8 * FORMAT_NUMBERS as u64;
 const COUNTER_BYTES: u64 = 24;
 const CHECKSUM_BYTES: u64 = 32;
 /// How often a wait for another writer looks again.
@@ -53,7 +49,6 @@ pub struct SavedSnapshot {
     pub seed: Seed,
     pub time_ms: u64,
     watermarks: Watermarks,
-    formats: u64,
     counters: u64,
     file: File,
 }
@@ -110,19 +105,13 @@ pub fn write(counters: &Counters, path: &Path, clock: &Clock, patience: Duration
     // The number of counters is known only at the end, so the head is written last.
     (&file).write_all(&[0; HEAD_BYTES as usize])?;
     let mut target = BufWriter::new(HashingStream::new(&file));
-    let formats: Vec<(u64, CounterFormat)> = counters.formats.formats().non_plain().collect();
-    for (bits, format) in &formats {
-        let grants = u64::from(format.grants.0) << 32 | u64::from(format.grants.1);
-        let (rolls, shards) = (u64::from(format.accumulates), u64::from(format.shards));
-        write_numbers(&mut target, &[*bits, rolls, shards, format.max_ahead, grants, u64::from(format.limits_differ)])?;
-    }
     let mut written = 0;
     for (position, word) in counters.table.live_counters(clock.now().unix_ms) {
         let bits = word.bits();
         write_numbers(&mut target, &[position as u64, bits as u64, (bits >> 64) as u64])?;
         written += 1;
     }
-    let head = encode_head(counters, clock, formats.len() as u64, written);
+    let head = encode_head(counters, clock, written);
     let mut sum = target.into_inner().map_err(io::IntoInnerError::into_error)?.hasher;
     sum.update(&head);
     (&file).write_all(&sum.finalize())?;
@@ -160,7 +149,7 @@ fn is_file_at(file: &File, path: &Path) -> io::Result<bool> {
     Ok(current.is_ok_and(|current| (current.dev(), current.ino()) == (opened.dev(), opened.ino())))
 }
 
-fn encode_head(counters: &Counters, clock: &Clock, formats: u64, written: u64) -> Vec<u8> {
+fn encode_head(counters: &Counters, clock: &Clock, written: u64) -> Vec<u8> {
     let (layout, seed, watermarks) = (counters.header.layout, counters.seed, counters.table.watermarks());
     // Read after the watermarks, which can rise while the snapshot is written: none is later than this time.
     let now_ms = clock.now().unix_ms;
@@ -176,7 +165,6 @@ fn encode_head(counters: &Counters, clock: &Clock, formats: u64, written: u64) -
         watermarks.horizon_ms,
         watermarks.overflow_horizon_ms,
         watermarks.overflow_end_ms,
-        formats,
         written,
     ];
     head.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
@@ -240,20 +228,8 @@ fn read(path: &Path, layout: TableLayout) -> io::Result<SavedSnapshot> {
     for (field, bytes) in fields.iter_mut().zip(numbers.as_chunks().0) {
         *field = u64::from_le_bytes(*bytes);
     }
-    let [
-        version,
-        own,
-        overflow,
-        slots,
-        seed_0,
-        seed_1,
-        time_ms,
-        horizon_ms,
-        spill_horizon_ms,
-        spill_end_ms,
-        formats,
-        counters,
-    ] = fields;
+    let [version, own, overflow, slots, seed_0, seed_1, time_ms, horizon_ms, spill_horizon_ms, spill_end_ms, counters] =
+        fields;
     if version != VERSION {
         return Err(io::Error::other(format!("its layout is version {version}, and this is version {VERSION}")));
     }
@@ -262,8 +238,7 @@ fn read(path: &Path, layout: TableLayout) -> io::Result<SavedSnapshot> {
     {
         return Err(io::Error::other("it is for another `counters.capacity`"));
     }
-    let body = formats.checked_mul(FORMAT_BYTES).zip(counters.checked_mul(COUNTER_BYTES));
-    let body = body.and_then(|(formats, counters)| formats.checked_add(counters)).ok_or_else(damaged)?;
+    let body = counters.checked_mul(COUNTER_BYTES).ok_or_else(damaged)?;
     if body.checked_add(HEAD_BYTES + CHECKSUM_BYTES) != Some(bytes) {
         return Err(damaged());
     }
@@ -279,7 +254,7 @@ fn read(path: &Path, layout: TableLayout) -> io::Result<SavedSnapshot> {
     if sum != *source.hasher.finalize() || time_ms > END_MAX_MS || !has_passed {
         return Err(damaged());
     }
-    Ok(SavedSnapshot { seed: Seed(seed_0, seed_1), time_ms, watermarks, formats, counters, file })
+    Ok(SavedSnapshot { seed: Seed(seed_0, seed_1), time_ms, watermarks, counters, file })
 }
 
 impl SavedSnapshot {
@@ -287,25 +262,6 @@ impl SavedSnapshot {
     pub fn restore(mut self, counters: &Counters, now_ms: u64) -> io::Result<u64> {
         self.file.seek(SeekFrom::Start(HEAD_BYTES))?;
         let mut source = BufReader::new(&self.file);
-        let mut formats = CounterFormats::default();
-        for _ in 0..self.formats {
-            let [bits, rolls, shards, ahead_most, grants, differ] = read_numbers(&mut source)?;
-            let grants = ((grants >> 32) as u32, grants as u32);
-            formats.join(
-                bits,
-                CounterFormat {
-                    accumulates: rolls != 0,
-                    shards: shards as u32,
-                    max_ahead: ahead_most,
-                    grants,
-                    limits_differ: differ != 0,
-                },
-            );
-        }
-        counters
-            .formats
-            .join(&formats)
-            .map_err(|_full| io::Error::other("it has more layers than there is space for"))?;
         counters.table.restore_watermarks(self.watermarks);
         let mut restored = 0;
         for _ in 0..self.counters {

@@ -120,10 +120,10 @@ impl SharedCounters {
         for (charge, layer_ref) in pending.context.result.charges.iter_mut().zip(&pending.context.result.layers) {
             let layer = rule_set.layer_of(charge_plan, *layer_ref);
             let suffix = rule_set.rules[charge_plan.rules[layer_ref.rule]].suffix(layer_ref.layer);
-            if layer.store_shards == 1 || pending.progress.without_store.contains(&true) {
+            if layer.shards == 1 || pending.progress.without_store.contains(&true) {
                 continue;
             }
-            for shard in 1..layer.store_shards {
+            for shard in 1..layer.shards {
                 let base_request =
                     self.counter_request(rule_set, charge_plan, *layer_ref, *keyed_request, key_text, now_ms);
                 let request =

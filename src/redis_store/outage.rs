@@ -252,7 +252,7 @@ impl SharedCounters {
     async fn reachable_shards(self: &Rc<Self>, charge: &UnreportedCharge, server: ServerId) -> Vec<Rc<str>> {
         let (compiled_rule, layer) = (&charge.rule_set.rules[charge.rule], charge.layer);
         let (mut reachable, mut unreachable) = (Vec::new(), Vec::new());
-        for shard in 0..compiled_rule.layer(layer).store_shards {
+        for shard in 0..compiled_rule.layer(layer).shards {
             let base = self.key_base(&charge.key_text, compiled_rule.suffix(layer), shard);
             let owner = self.store.server_of(&base);
             if owner != server && (self.breaker.is_open(owner) || unreachable.contains(&owner)) {
@@ -278,7 +278,7 @@ impl SharedCounters {
         let Some(charge) = self.unreported.get(id) else { return true };
         let UnreportedCharge { rule_set, rule, layer, keyed_request, key_text } = &charge;
         let (rule, layer, keyed_request) = (*rule, *layer, *keyed_request);
-        let shards = rule_set.rules[rule].layer(layer).store_shards;
+        let shards = rule_set.rules[rule].layer(layer).shards;
         let began = self.clock.instant();
         // The charge stays unreported until a server is reachable.
         let reachable = self.reachable_shards(&charge, server).await;

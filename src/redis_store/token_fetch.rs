@@ -17,12 +17,12 @@ use super::lease_sizing::{InFlightFetch, UndepositedTokens, counter_id};
 use super::scripts::{AcquireReply, CounterReply, CounterRequest, KeyFormat, RefundTarget, WindowRef};
 use super::shared_counters::SharedCounters;
 use super::shared_decision::{DecisionProgress, NextStep, ROUNDS_MAX, SharedDecision, before_deadline};
-use transom_limiter::counter::Usage;
+use transom_limiter::counter::{Usage, WindowKind};
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::leased_tokens::DepositResult;
 use transom_limiter::rule::Sharing;
-use transom_limiter::rule_set::{ChargePlan, CountingMode, KeyedRequest, LayerRef, RuleSet, StoreFormat};
+use transom_limiter::rule_set::{ChargePlan, CountingMode, KeyedRequest, LayerRef, RuleSet};
 use transom_limiter::sharded_counter::part_of_shard;
 use transom_limiter::store_key::{NumberedWindow, numbered_window};
 use transom_limiter::table::Counter;
@@ -355,14 +355,16 @@ impl SharedCounters {
         let local_usage = self.used_locally(rule_set, rule, layer, keyed_request).used;
         let (suffix, layer) = (compiled_rule.suffix(layer), compiled_rule.layer(layer));
         let windows = &rule_set.windows[layer.windows_index];
-        let at = match (layer.store_format, numbered_window(windows, now_ms, keyed_request.offset)) {
-            (StoreFormat::Plain, Some(NumberedWindow { number, end_ms, next_end_ms })) => {
+        let at = match (layer.kind, numbered_window(windows, now_ms, keyed_request.offset)) {
+            (WindowKind::Plain, Some(NumberedWindow { number, end_ms, next_end_ms })) => {
                 WindowRef::Plain { number, end_ms, next_end_ms }
             }
-            (StoreFormat::Account, Some(NumberedWindow { number, end_ms, next_end_ms })) => {
+            (WindowKind::Accumulating(_), Some(NumberedWindow { number, end_ms, next_end_ms })) => {
                 WindowRef::Accumulating { number, end_ms, next_end_ms }
             }
-            (StoreFormat::Floating, _) | (_, None) => WindowRef::Floating { period_ms: windows.typical_ms() },
+            (WindowKind::Floating(_) | WindowKind::Leased, _) | (_, None) => {
+                WindowRef::Floating { period_ms: windows.typical_ms() }
+            }
         };
         let base = self.key_base(key_text, suffix, 0);
         let ceiling = u64::from(layer.capacity).saturating_sub(local_usage);
@@ -429,7 +431,7 @@ impl SharedCounters {
             counter: layer.counter(keyed_request),
             suffix: compiled_rule.suffix(layer_ref.layer).into(),
             key_text,
-            shards: layer.store_shards,
+            shards: layer.shards,
             generation: self.generation.get(),
             request: CounterRequest { need, want, ..base_request },
         }

@@ -5,6 +5,7 @@ use std::io;
 use std::net::SocketAddr;
 
 use crate::persistence::open::OpenError;
+use transom_limiter::rule_set::ChangedCounters;
 
 /// Why the gateway cannot start.
 #[derive(Debug)]
@@ -19,7 +20,6 @@ pub enum StartError {
     AccessLog(io::Error),
     Thread(io::Error),
     Counters(OpenError),
-    Layers(TooManyLayers),
     /// The clock is outside the range of countable windows.
     Clock,
 }
@@ -39,7 +39,6 @@ impl fmt::Display for StartError {
             }
             StartError::Tls(_) => f.write_str("TLS cannot be set up"),
             StartError::Counters(error) => error.fmt(f),
-            StartError::Layers(error) => error.fmt(f),
             StartError::Clock => f.write_str("the clock is before 1970 or after 2109: set it"),
             StartError::AccessLog(_) => f.write_str("cannot open the access log"),
             StartError::Thread(_) => f.write_str("cannot start a thread"),
@@ -54,7 +53,7 @@ impl std::error::Error for StartError {
             StartError::AccessLog(source) | StartError::Thread(source) => Some(source),
             StartError::Tls(source) => Some(source),
             StartError::Counters(error) => error.source(),
-            StartError::Inherited(_) | StartError::Layers(_) | StartError::Clock => None,
+            StartError::Inherited(_) | StartError::Clock => None,
         }
     }
 }
@@ -66,17 +65,8 @@ pub enum ReloadError {
     NeedsRestart(&'static str),
     Tls(rustls::Error),
     AccessLog(io::Error),
-    Layers(TooManyLayers),
-}
-
-/// The format registry of the counters is full; entries last as long as the counters.
-#[derive(Debug)]
-pub struct TooManyLayers;
-
-impl fmt::Display for TooManyLayers {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("too many rules have used rollover, delay, reservation or shards since counting began: stop all gateways that share these counters, remove `counters.file` if there is one, and start again")
-    }
+    /// The change gives a layer other counters.
+    ChangedCounters(ChangedCounters),
 }
 
 impl fmt::Display for ReloadError {
@@ -85,7 +75,10 @@ impl fmt::Display for ReloadError {
             ReloadError::NeedsRestart(section) => write!(f, "a change of {section} needs a restart or an upgrade"),
             ReloadError::Tls(error) => write!(f, "TLS cannot be set up: {error}"),
             ReloadError::AccessLog(error) => write!(f, "cannot open the access log: {error}"),
-            ReloadError::Layers(error) => error.fmt(f),
+            ReloadError::ChangedCounters(ChangedCounters { rule, layer, setting }) => write!(
+                f,
+                "rule `{rule}`, `{layer}`: a change of `{setting}` changes how usage is counted, and needs a restart or an upgrade, which starts this layer with unused counters"
+            ),
         }
     }
 }

@@ -24,9 +24,9 @@ fn debt_of_a_smaller_limit_does_not_lock_out_a_key() {
     for (before, after) in [
         // A raised limit also raises the apparent debt of a window.
         ("{ limit = 1, period = \"1h\", capacity = 10 }", "{ limit = 5, period = \"1h\", capacity = 10 }"),
-        ("{ limit = 1, period = \"1h\", capacity = 10 }", "{ limit = 10, period = \"1h\" }"),
-        // Unused tokens no longer roll over.
-        ("{ limit = 2, period = \"1h\", capacity = 20 }", "\"2/1h\""),
+        ("{ limit = 1, period = \"1h\", capacity = 10 }", "{ limit = 10, period = \"1h\", capacity = 11 }"),
+        // Fewer tokens roll over.
+        ("{ limit = 2, period = \"1h\", capacity = 20 }", "{ limit = 2, period = \"1h\", capacity = 3 }"),
     ] {
         let mut gateway = Gateway::start(&rule(&format!("windows = [{before}]")));
         let all = admitted(&gateway, 40);
@@ -39,24 +39,45 @@ fn debt_of_a_smaller_limit_does_not_lock_out_a_key() {
 }
 
 #[test]
-fn removing_a_capacity_grants_no_tokens() {
+fn a_lowered_capacity_grants_no_tokens() {
     let mut gateway = Gateway::start(&rule("windows = [{ limit = 50, period = \"day\", capacity = 80 }]"));
     assert_eq!(admitted(&gateway, 100), 80);
-    gateway.reload_and_wait(&rule("windows = [\"50/day\"]"));
+    gateway.reload_and_wait(&rule("windows = [{ limit = 50, period = \"day\", capacity = 51 }]"));
     assert_eq!(admitted(&gateway, 30), 0);
     assert!(retry_after_s(&gateway) <= 24 * HOUR_S);
     gateway.advance_s(24 * HOUR_S);
-    assert!(admitted(&gateway, 100) <= 50);
+    assert!(admitted(&gateway, 100) <= 51);
 }
 
 #[test]
-fn the_shards_of_a_counter_add_up_to_the_limit() {
-    let with = |shards: u64| rule(&format!("windows = [{{ limit = 50, period = \"day\", shards = {shards} }}]"));
-    let mut gateway = Gateway::start(&with(1));
-    let mut total = admitted(&gateway, 10);
-    for shards in [7, 3, 10, 1, 7, 3] {
-        gateway.reload_and_wait(&with(shards));
-        total += admitted(&gateway, 10);
+fn a_reload_that_changes_how_a_layer_counts_is_refused() {
+    let delay = "on_limit = \"delay\"\nmax_delay = \"1s\"\nwindows = [\"50/day\"]";
+    let cost = "cost = { response-header = \"x-cost\", reserve = 1, max = 9 }\nwindows = [\"50/day\"]";
+    let windows = |settings: &str| format!("windows = [{{ limit = 50, period = \"day\"{settings} }}]");
+    for (settings, setting) in [
+        (windows(", capacity = 80"), "capacity"),
+        (windows(", reserve = 8"), "reserve"),
+        (windows(", shards = 3"), "shards"),
+        (delay.to_owned(), "on_limit"),
+        (cost.to_owned(), "cost"),
+    ] {
+        for (before, after) in [(windows(""), settings.clone()), (settings, windows(""))] {
+            let mut gateway = Gateway::start(&rule(&before));
+            let used = admitted(&gateway, 5);
+            let reason = gateway.refused_reload(&rule(&after));
+            assert!(reason.starts_with(&format!("rule `r`, `50/day`: a change of `{setting}` ")), "{reason}");
+            assert_eq!(used, 5, "{before}");
+            // The running configuration continues.
+            gateway.reload_and_wait(&rule(&before));
+            assert!(admitted(&gateway, 100) < 80, "{before}");
+        }
     }
-    assert_eq!(total, 50);
+}
+
+#[test]
+fn a_layer_with_another_period_or_key_has_other_counters_at_once() {
+    let mut gateway = Gateway::start(&rule("windows = [\"50/day\"]"));
+    assert_eq!(admitted(&gateway, 60), 50);
+    gateway.reload_and_wait(&rule("windows = [{ limit = 5, period = \"2d\", capacity = 8 }]"));
+    assert_eq!(admitted(&gateway, 60), 8);
 }

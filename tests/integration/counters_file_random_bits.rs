@@ -8,12 +8,10 @@ use std::sync::Arc;
 use fastrand::Rng;
 use transom::config::{self, Config};
 use transom::persistence::file_header::Header;
-use transom_limiter::atomics::Ordering;
 use transom_limiter::counter::CounterWord;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
-use transom_limiter::format_registry::FormatRegistry;
 use transom_limiter::key::{KeyHash, Seed};
 use transom_limiter::memory::Memory;
 use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
@@ -166,36 +164,6 @@ fn any_table_contents_lead_to_a_decision_for_every_window_kind() {
 }
 
 #[test]
-fn any_format_registry_contents_lead_to_a_decision_for_every_window_kind() {
-    let rules = config().rules;
-    let mut rng = Rng::with_seed(1711);
-    for round in 0..60 {
-        let mut rule_set = RuleSet::new(&rules, Seed(1, 2), None);
-        let numbers = FormatRegistry::numbers(32);
-        let memory = Memory::heap(8 * numbers).unwrap();
-        let registry = FormatRegistry::new(memory.numbers(0, numbers).unwrap());
-        registry.join(&rule_set.counter_formats()).unwrap();
-        let cells = memory.numbers(0, numbers).unwrap();
-        for (at, cell) in cells.iter().enumerate() {
-            // Half of the entries keep their tag, so that their contents are used.
-            if (at % 8 != 0 || rng.u8(..8) == 0) && rng.bool() {
-                cell.store(odd_number(&mut rng), Ordering::Relaxed);
-            }
-        }
-        // The registry may be full, which is then reported.
-        let _ = registry.join(&rule_set.counter_formats());
-        rule_set.adopt_formats(&registry.formats());
-        let table = Table::with_capacity(CAPACITY).unwrap();
-        for position in 0..rules.len() {
-            let charge_plan = rule_set.charge_plan(&[position]);
-            for number in 0..8 {
-                run_operations(&rule_set, position, &charge_plan, &table, number + round % 2, &mut rng);
-            }
-        }
-    }
-}
-
-#[test]
 fn a_gateway_serves_while_its_counters_file_is_overwritten() {
     let scratch = TempDir::in_memory();
     let path = scratch.path().join("counters");
@@ -206,7 +174,7 @@ fn a_gateway_serves_while_its_counters_file_is_overwritten() {
     std::os::unix::fs::FileExt::read_exact_at(&file, &mut page, 0).unwrap();
     let header = Header::decode(&page, file.metadata().unwrap().len()).unwrap_or_else(|why| panic!("{why}"));
     let memory = Memory::mapped(file.as_fd(), header.file_bytes()).unwrap();
-    let table: Table = Table::in_memory(header.layout, &memory, header.table_at()).unwrap();
+    let table: Table = Table::in_memory(header.layout, &memory, Header::TABLE_AT).unwrap();
     let mut client = gateway.client();
     let mut request_all = |keys: u64| {
         for (name, _) in &RULES[..RULES.len() - 1] {

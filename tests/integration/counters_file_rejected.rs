@@ -77,19 +77,19 @@ fn an_incompatible_file_is_renamed_with_a_warning() {
     let header = header_of(&good);
     let other_boot: BootId = [b'0'; 36];
     let far_ms = now_ms() + 3_600_000;
-    let (table_at, time_at) = (header.table_at(), Header::TIME_AT);
+    let (table_at, time_at) = (Header::TABLE_AT, Header::TIME_AT);
     let longer = [&good[..], &[0; 4096]].concat();
     let cases: [(&str, Vec<u8>, u32, &str); 14] = [
         ("nothing", Vec::new(), 0o600, "it is damaged"),
         ("zeros", vec![0; good.len()], 0o600, "it is damaged"),
-        ("another version", with_number(&good, VERSION_AT, 2), 0o600, "its layout is version 2"),
+        ("another version", with_number(&good, VERSION_AT, 1), 0o600, "its layout is version 1"),
         ("another boot", with_header(&good, &Header { boot: other_boot, ..header }), 0o600, "before this machine"),
-        ("a bit of the seed", with_number(&good, 56, header.seed.0 ^ 1), 0o600, "it is damaged"),
+        ("a bit of the seed", with_number(&good, 48, header.seed.0 ^ 1), 0o600, "it is damaged"),
         ("another time", with_number(&good, time_at, now_ms()), 0o600, "it is damaged"),
         ("a horizon in the future", with_number(&good, table_at + LINE_BYTES, far_ms), 0o600, "it is damaged"),
         ("half a header", good[..2000].to_vec(), 0o600, "it is damaged"),
         ("a header alone", good[..Header::BYTES].to_vec(), 0o600, "it is damaged"),
-        ("half a format registry", good[..Header::FORMATS_AT + 99].to_vec(), 0o600, "it is damaged"),
+        ("the beginning of a table", good[..Header::TABLE_AT + 99].to_vec(), 0o600, "it is damaged"),
         ("half a table", good[..good.len() - 4096].to_vec(), 0o600, "it is damaged"),
         ("all but a byte", good[..good.len() - 1].to_vec(), 0o600, "it is damaged"),
         ("too long", longer, 0o600, "it is damaged"),
@@ -191,12 +191,12 @@ fn a_file_of_another_user_is_refused() {
 fn a_file_in_use_by_another_version_is_refused_with_the_fix() {
     let scratch = TempDir::in_memory();
     let file = scratch.path().join("counters");
-    let bytes = with_number(&file_with_three_requests(&file), VERSION_AT, 2);
+    let bytes = with_number(&file_with_three_requests(&file), VERSION_AT, 1);
     write_file(&file, &bytes, 0o600);
     let user = fs::File::open(&file).unwrap();
     user.lock_shared().unwrap();
     let stderr = start_error(&scratch, &file, CAPACITY);
-    assert!(stderr.contains("in use by another process, and its layout is version 2"), "{stderr}");
+    assert!(stderr.contains("in use by another process, and its layout is version 1"), "{stderr}");
     assert!(stderr.contains("stop that process first"), "{stderr}");
     assert!(fs::read(&file).unwrap() == bytes && !sibling_path(&file, "old").exists());
     drop(user);
@@ -278,12 +278,12 @@ fn open(file: &Path) -> Result<Counters, OpenError> {
         snapshot_every: every,
         shared: None,
     };
-    let mut opened = Counters::open(&config, None, 1, &Clock::system());
+    let mut opened = Counters::open(&config, None, &Clock::system());
     // A process started by another test inherits open descriptors until it calls exec.
     while matches!(opened, Err(OpenError::InUse { .. })) {
-        opened = Counters::open(&config, None, 1, &Clock::system());
+        opened = Counters::open(&config, None, &Clock::system());
     }
-    opened.map(|(counters, _)| counters)
+    opened
 }
 
 /// Whether the counters of the file were opened, and no new ones created.
@@ -312,7 +312,7 @@ fn every_changed_bit_of_the_header_is_detected() {
         assert!(!is_opened_with_bit_changed(bit), "bit {bit}, of the time");
     }
     // The rest of the page after the time is not used, so its contents do not matter.
-    for bit in (time_bits.end..8 * Header::FORMATS_AT).step_by(4099) {
+    for bit in (time_bits.end..8 * Header::TABLE_AT).step_by(4099) {
         assert!(is_opened_with_bit_changed(bit), "bit {bit}");
     }
 }
@@ -328,7 +328,7 @@ fn a_damaged_or_truncated_table_is_opened() {
     for round in 0..1000 {
         let mut bytes = good.clone();
         for _ in 0..1 << rng.u32(..12) {
-            let bit = rng.usize(8 * Header::FORMATS_AT..8 * bytes.len());
+            let bit = rng.usize(8 * Header::TABLE_AT..8 * bytes.len());
             bytes[bit / 8] ^= 1 << (bit % 8);
         }
         let cut = round % 4 == 0;

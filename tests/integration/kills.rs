@@ -145,9 +145,9 @@ fn every_record_is_possible(file: &Path, toml: &str) -> usize {
     let Ok(header) = Header::decode(&bytes, bytes.len() as u64) else { panic!("the header is damaged") };
     assert_eq!(header.layout, Table::layout(CAPACITY));
     let tags = tags(&header, toml);
-    let words_at = header.table_at() + header.layout.bytes()
+    let words_at = Header::TABLE_AT + header.layout.bytes()
         - (header.layout.counter_buckets + header.layout.overflow_buckets) * header.layout.bucket_slots * 16;
-    let words = bytes[words_at..header.table_at() + header.layout.bytes()].as_chunks::<16>().0;
+    let words = bytes[words_at..Header::TABLE_AT + header.layout.bytes()].as_chunks::<16>().0;
     let used = words.iter().map(|word| u128::from_le_bytes(*word)).filter(|bits| *bits != 0);
     let latest_ms = now_ms() + LAYERS[1].period_ms;
     used.inspect(|bits| {

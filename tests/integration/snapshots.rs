@@ -22,7 +22,6 @@ use transom_limiter::counter::CounterWord;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
-use transom_limiter::format_registry::CounterFormats;
 use transom_limiter::key::KeyHash;
 use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
 use transom_limiter::table::{Table, Watermarks};
@@ -33,8 +32,7 @@ use crate::support::ratelimit_parser::remaining;
 use crate::support::{TempDir, eventually, one_rule, seeded_rng};
 
 const NOW_MS: u64 = START_S * 1000;
-const HEAD_BYTES: u64 = 112;
-const FORMAT_BYTES: u64 = 48;
+const HEAD_BYTES: u64 = 104;
 const COUNTER_BYTES: u64 = 24;
 const CHECKSUM_BYTES: u64 = 32;
 
@@ -85,7 +83,7 @@ fn stop_gracefully(mut process: Process) {
 }
 
 fn in_memory(capacity: usize, snapshot: Option<&Path>, clock: &Clock) -> Counters {
-    Counters::open(&settings(capacity, snapshot), None, 1, clock).unwrap().0
+    Counters::open(&settings(capacity, snapshot), None, clock).unwrap()
 }
 
 fn settings(capacity: usize, snapshot: Option<&Path>) -> config::counters::Counters {
@@ -166,9 +164,7 @@ struct ChargedCounters {
 impl ChargedCounters {
     fn new(counters: Counters) -> ChargedCounters {
         let rules = config::read(&with_listen(RULES)).unwrap().rules;
-        let mut rule_set = RuleSet::new(&rules, counters.seed, None);
-        counters.formats.join(&rule_set.counter_formats()).unwrap();
-        rule_set.adopt_formats(&counters.formats.formats());
+        let rule_set = RuleSet::new(&rules, counters.seed, None);
         let charge_plans = (0..rules.len()).map(|rule| rule_set.charge_plan(&[rule])).collect();
         ChargedCounters { rule_set, charge_plans, counters }
     }
@@ -205,7 +201,6 @@ fn rolling_windows_and_watermarks_are_restored() {
     let after = ChargedCounters::new(in_memory(64, Some(&files.snapshot()), &behind));
     assert_eq!(behind.now().unix_ms, NOW_MS);
     assert_eq!(after.counters.table.watermarks(), marks);
-    assert_eq!(after.counters.formats.formats(), before.counters.formats.formats());
     assert_eq!(words(&after.counters), words(&before.counters));
     let last = |counted: &ChargedCounters, rule| (0..20).take_while(|_| counted.takes_token(rule, 1, NOW_MS)).count();
     for rule in 0..3 {
@@ -230,9 +225,6 @@ fn only_open_windows_are_written_and_restored() {
     assert_eq!(size(), HEAD_BYTES + 500 * COUNTER_BYTES + CHECKSUM_BYTES);
     clock.advance(Duration::from_secs(1));
     assert!(words(&in_memory(10_000, Some(&files.snapshot()), &clock)).is_empty());
-    let rolling = ChargedCounters::new(counters);
-    write(&rolling.counters, &files, &clock);
-    assert_eq!(fs::metadata(files.snapshot()).unwrap().len(), HEAD_BYTES + 2 * FORMAT_BYTES + CHECKSUM_BYTES);
 }
 
 #[test]
@@ -247,8 +239,7 @@ fn a_damaged_snapshot_is_ignored_as_a_whole() {
         let clock = Clock::manual(NOW_MS - 1000);
         let counters = in_memory(64, Some(&files.snapshot()), &clock);
         let is_whole = words(&counters) == words(&before.counters);
-        let registry = counters.formats.formats();
-        let is_fresh = words(&counters).is_empty() && registry == CounterFormats::default();
+        let is_fresh = words(&counters).is_empty();
         let time_ms = clock.now().unix_ms;
         assert!(
             is_whole || (is_fresh && counters.table.watermarks() == Watermarks::default() && time_ms == NOW_MS - 1000)
@@ -319,8 +310,7 @@ fn a_kill_while_restoring_leaves_no_partial_file() {
         let process = Process::spawn(&files.toml(capacity));
         drop(process);
         let bytes = fs::read(files.file()).unwrap();
-        let header = Header::decode(&bytes, bytes.len() as u64).unwrap_or_else(|why| panic!("{why}"));
-        let words = bytes[header.table_at()..].as_chunks::<16>().0;
+        let words = bytes[Header::TABLE_AT..].as_chunks::<16>().0;
         let counters =
             words.iter().filter(|word| CounterWord::from_bits(u128::from_le_bytes(**word)).count() == 1).count();
         assert_eq!(counters, capacity);
@@ -477,7 +467,7 @@ fn the_last_snapshot_waits_for_one_that_is_being_written() {
 fn only_a_graceful_exit_writes_a_last_snapshot() {
     let (files, clock) = (Files::new(), Clock::manual(NOW_MS));
     let config = settings(64, Some(&files.snapshot()));
-    let counters = Arc::new(Counters::open(&config, None, 1, &clock).unwrap().0);
+    let counters = Arc::new(Counters::open(&config, None, &clock).unwrap());
     let start = || {
         let meter = SnapshotMetrics::new(&Arc::new(Registry::default()));
         BackgroundWriter::start(Arc::clone(&counters), clock.clone(), &config, meter).unwrap()

@@ -95,9 +95,9 @@ impl Gateway {
         self.inner.as_mut().unwrap().reload(parse_config(toml, clients)).unwrap();
     }
 
-    /// The periodic work of the process: once a second in production.
-    pub fn run_periodic_checks(&mut self) {
-        self.inner.as_mut().unwrap().run_periodic_checks();
+    /// Reloads a configuration that has to be refused, and returns the reason.
+    pub fn refused_reload(&mut self, toml: &str) -> String {
+        self.inner.as_mut().unwrap().reload(parse_config(toml, "")).unwrap_err().to_string()
     }
 
     /// Drains the gateway, and returns when all of its threads have ended.

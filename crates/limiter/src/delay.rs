@@ -13,7 +13,7 @@ use crate::decision::{Decision, Waiter};
 use crate::decision_context::DecisionContext;
 use crate::decision_time::DecisionTime;
 use crate::rule::OnLimit;
-use crate::rule_set::{ChargePlan, CompiledRule, CountingMode, KeyedRequest, LayerRef, RuleSet, StoreFormat};
+use crate::rule_set::{ChargePlan, CompiledRule, CountingMode, KeyedRequest, LayerRef, RuleSet};
 use crate::sharded_counter::ShardReceipt;
 use crate::table::{CounterResult, Table};
 use crate::window::Time;
@@ -105,7 +105,6 @@ impl RuleSet {
             let waits_ms = opens_ms.saturating_sub(time.now_ms);
             let may_wait = charge_plan.may_delay || layer.reserve > 0;
             match compiled.rule.on_limit {
-                _ if layer.is_constrained => return None,
                 OnLimit::Delay { max_delay_ms, .. } if may_wait && waits_ms <= max_delay_ms => {}
                 OnLimit::Refuse if context.inputs.reserve && layer.reserve > 0 => {}
                 OnLimit::Delay { .. } | OnLimit::Refuse | OnLimit::Shadow => return None,
@@ -172,7 +171,7 @@ impl RuleSet {
         // Excess usage of an independent window is not owed by the next: it may have been used under a greater limit.
         let is_dependent = match charge.request.kind {
             WindowKind::Plain => false,
-            WindowKind::Leased => compiled.layer(layer).store_format != StoreFormat::Plain,
+            WindowKind::Leased => compiled.layer(layer).kind != WindowKind::Plain,
             WindowKind::Accumulating(_) | WindowKind::Floating(_) => true,
         };
         let windows = missing.div_ceil(u64::from(charge.request.limit));
@@ -196,7 +195,7 @@ impl RuleSet {
         opens.try_fold(now_ms, |latest_ms, opens_ms| Some(latest_ms.max(opens_ms?)))
     }
 
-    /// Corrects counters that hold more debt than the limit allows, because they were written under another limit, so
+    /// Corrects counters that hold more debt than requests can owe, because they were written under another limit, so
     /// that requests do not wait for windows that were never used. Returns whether there were any; they are full
     /// then, but without debt.
     #[cold]
@@ -211,7 +210,7 @@ impl RuleSet {
         let mut is_capped = false;
         for (charge, layer_ref) in context.result.charges.iter().zip(&context.result.layers).skip(first) {
             let layer = self.layer_of(charge_plan, *layer_ref);
-            if layer.limit_differs && charge.usage.used > layer.max_usage() {
+            if charge.usage.used > layer.max_usage() {
                 is_capped |= table.cap_usage(charge.counter, charge.request, layer.max_usage(), time);
             }
         }
@@ -271,11 +270,6 @@ impl RuleSet {
                 let compiled_layer = compiled.layer(layer);
                 let end_ms = self.windows[compiled_layer.windows_index].window_at(now_ms, keyed_request.offset).end_ms;
                 let mut charge = compiled_layer.new_charge(keyed_request, end_ms, 0);
-                if compiled_layer.is_constrained {
-                    charge.usage = table.peek(charge.counter, charge.request, self.time(now_ms)).0;
-                    acquire_remaining(&mut charge, table, self.time(now_ms));
-                    break;
-                }
                 charge.request.ceiling = u64::MAX;
                 match table.acquire(charge.counter, charge.request, self.time(now_ms), None) {
                     CounterResult::Acquired(..) | CounterResult::Full(_) => break,

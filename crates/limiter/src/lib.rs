@@ -96,7 +96,6 @@ pub mod decision_context;
 pub mod decision_time;
 pub mod deferred_refunds;
 pub mod delay;
-pub mod format_registry;
 pub mod ip_prefix;
 pub mod key;
 pub mod leased_tokens;

@@ -178,11 +178,6 @@ impl Rule {
         std::iter::once(self.layers.as_slice()).chain(plans).chain(overrides)
     }
 
-    /// The number of layers of all variants.
-    pub fn max_layers(&self) -> usize {
-        self.variants().map(<[Limit]>::len).sum()
-    }
-
     /// Whether the rule delays requests.
     pub fn delays(&self) -> bool {
         matches!(self.on_limit, OnLimit::Delay { .. })
@@ -191,6 +186,24 @@ impl Rule {
     /// Whether tokens of later windows may be taken in any layer.
     pub fn reserves(&self) -> bool {
         self.variants().flatten().any(|limit| limit.reserve > 0)
+    }
+
+    /// The longest time between a request and the window in which it may be charged, milliseconds; approximate for
+    /// calendars.
+    pub fn max_wait_ms(&self) -> u64 {
+        let delay_ms = match self.on_limit {
+            OnLimit::Delay { max_delay_ms, .. } => max_delay_ms,
+            OnLimit::Refuse | OnLimit::Shadow => 0,
+        };
+        let reserving = self.variants().flatten().filter(|limit| limit.reserve > 0);
+        let reserved_ms = reserving
+            .map(|limit| (u64::from(limit.reserve / limit.tokens) + 2).saturating_mul(limit.windows.typical_ms()));
+        reserved_ms.fold(delay_ms, u64::max)
+    }
+
+    /// Whether the response states the cost of a request.
+    pub fn has_response_cost(&self) -> bool {
+        matches!(self.cost, Cost::Response { .. })
     }
 
     /// Whether the rule is a shadow rule.

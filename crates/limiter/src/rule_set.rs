@@ -9,10 +9,9 @@ use std::sync::Arc;
 use crate::acquire::Charge;
 use crate::bucket::Key;
 use crate::counter::{AcquireRequest, WindowKind};
-use crate::format_registry::{CounterFormat, CounterFormats};
 use crate::key::{KeyHash, KeyPart, Seed};
 use crate::limit::Limit;
-use crate::rule::{Cost, OnLimit, Rule, Sharing};
+use crate::rule::{OnLimit, Rule, Sharing};
 use crate::sharded_counter::Sharding;
 use crate::store_key::WindowSegments;
 use crate::table::Counter;
@@ -63,31 +62,25 @@ pub struct CompiledLayer {
     pub reserve: u32,
     /// Shards of each counter; 1: not sharded.
     pub shards: u32,
-    /// The most tokens that can be owed beyond capacity and reserve, by delayed requests.
-    pub(super) max_ahead: u64,
-    /// Whether the counters may have been written under another limit.
-    pub(super) limit_differs: bool,
-    /// Whether another process uses the same counters and does not know the format that this layer needs. Its windows
-    /// are independent then.
-    pub(super) is_constrained: bool,
-    /// The format of the layer's counters in the store.
-    pub store_format: StoreFormat,
-    /// Shards of each counter in the store.
-    pub store_shards: u32,
+    /// The most tokens that can be owed beyond capacity and reserve, by requests that wait for a later window: those of
+    /// this rule set and of the ones before it.
+    max_ahead: u64,
+    /// The greatest sum of capacity and reserve of the layers that share these counters.
+    max_held: u64,
     /// The order of charging: layers with the smallest value first.
     rank: (bool, u32, u64),
 }
 
-/// The format of a layer's counters in a store. It follows from the rules alone, so gateways that share counters agree
-/// on it whatever formats their tables contain.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum StoreFormat {
-    /// A number for each window.
-    Plain,
-    /// Tokens used or owed, and the window to which they refer.
-    Account,
-    /// Tokens used or owed, and the time at which the first window was opened.
-    Floating,
+/// A layer that a running gateway cannot change, because the change gives it other counters: those in use would be
+/// forgotten.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ChangedCounters {
+    /// The name of the rule.
+    pub rule: String,
+    /// The layer, as `LIMIT/PERIOD`.
+    pub layer: String,
+    /// The setting that changed.
+    pub setting: &'static str,
 }
 
 /// A compiled rule.
@@ -163,9 +156,9 @@ impl CompiledLayer {
         charge
     }
 
-    /// The most tokens that can be used or owed here.
+    /// The most tokens that requests can have used or owe, unless the counter was written under another limit.
     pub(super) fn max_usage(&self) -> u64 {
-        self.max_ahead.saturating_add(u64::from(self.capacity) + u64::from(self.reserve))
+        self.max_ahead.saturating_add(self.max_held)
     }
 }
 
@@ -217,6 +210,18 @@ fn bucket_group(typical_ms: u64) -> u64 {
     }
 }
 
+/// The setting whose change gave a layer of a rule other counters.
+fn changed_setting(rule: &Rule, former: &Rule, layer: &CompiledLayer, other: &CompiledLayer) -> &'static str {
+    let is_plain = |layer: &CompiledLayer| layer.kind == WindowKind::Plain;
+    match () {
+        () if is_plain(layer) && is_plain(other) => "shards",
+        () if rule.delays() != former.delays() => "on_limit",
+        () if rule.has_response_cost() != former.has_response_cost() => "cost",
+        () if rule.reserves() != former.reserves() => "reserve",
+        () => "capacity",
+    }
+}
+
 impl ChargePlan {
     /// The default layers of the enforced rules, in the order of charging.
     pub fn enforced(&self) -> &[LayerRef] {
@@ -240,32 +245,46 @@ impl ChargePlan {
 }
 
 impl RuleSet {
-    /// Compiles these rules.
-    ///
-    /// Counters outlive rule sets, and must be read as they were written: `former` is the previous rule set, if there
-    /// is one.
+    /// Compiles these rules. `former` is the previous rule set, if there is one: its requests may still wait.
     pub fn new(rules: &[Rule], seed: Seed, former: Option<&RuleSet>) -> RuleSet {
-        // Delayed requests and reservations take tokens of later windows; a response may state any cost.
-        let carries_debt = |rule: &Rule| matches!(rule.cost, Cost::Response { .. }) || rule.delays() || rule.reserves();
         let mut rule_set = RuleSet::default();
         for rule in rules {
-            let mut compiled = rule_set.compile_rule(rule, carries_debt(rule), seed);
+            let mut compiled = rule_set.compile_rule(rule, seed);
             let known = former.and_then(|former| former.rules.iter().find(|known| known.rule.name == rule.name));
-            if let Some(known) = known.filter(|known| known.rule.on_limit == rule.on_limit) {
-                compiled.waiters = Arc::clone(&known.waiters);
+            if let Some(known) = known {
+                if known.rule.on_limit == rule.on_limit {
+                    compiled.waiters = Arc::clone(&known.waiters);
+                }
+                for layer in &mut compiled.layers {
+                    let ahead = known.layers.iter().filter(|other| other.id == layer.id).map(|other| other.max_ahead);
+                    layer.max_ahead = ahead.fold(layer.max_ahead, u64::max);
+                }
             }
             rule_set.rules.push(compiled);
-        }
-        let formats = rule_set.counter_formats();
-        rule_set.adopt_formats(&formats);
-        rule_set.set_store_formats();
-        if let Some(former) = former {
-            rule_set.adopt_formats(&former.counter_formats());
         }
         rule_set
     }
 
-    fn compile_rule(&mut self, rule: &Rule, carries_debt: bool, seed: Seed) -> CompiledRule {
+    /// The first layer of `former` that has other counters in this rule set, although its key and windows are the same.
+    pub fn changed_counters(&self, former: &RuleSet) -> Option<ChangedCounters> {
+        for compiled in &self.rules {
+            let known = former.rules.iter().find(|known| known.hash_prefix == compiled.hash_prefix);
+            for (limit, layer) in compiled.rule.variants().flatten().zip(&compiled.layers) {
+                let same_windows = |other: &&CompiledLayer| former.windows[other.windows_index] == limit.windows;
+                let known = known.and_then(|known| Some((known, known.layers.iter().find(same_windows)?)));
+                if let Some((known, other)) = known.filter(|(_, other)| other.id != layer.id) {
+                    return Some(ChangedCounters {
+                        rule: compiled.rule.name.clone(),
+                        layer: format!("{}/{}", limit.tokens, limit.period_text),
+                        setting: changed_setting(&compiled.rule, &known.rule, layer, other),
+                    });
+                }
+            }
+        }
+        None
+    }
+
+    fn compile_rule(&mut self, rule: &Rule, seed: Seed) -> CompiledRule {
         // A rule's counters are identified by its name and key, and by the windows of the layer. The limit is not
         // included, so a changed limit applies to the usage so far.
         let hash_prefix = seed.hash(&["rule", &rule.name, &format!("{:?}", rule.key)]);
@@ -274,7 +293,7 @@ impl RuleSet {
             let first = layers.len();
             for (i, limit) in variant.iter().enumerate() {
                 names.push(rule.layer_name(variant, i));
-                layers.push(self.compile_layer(rule, limit, hash_prefix, carries_debt, seed));
+                layers.push(self.compile_layer(rule, limit, hash_prefix, seed));
             }
             variants.push(first..layers.len());
         }
@@ -295,51 +314,48 @@ impl RuleSet {
         }
     }
 
-    fn compile_layer(
-        &mut self,
-        rule: &Rule,
-        limit: &Limit,
-        hash_prefix: u64,
-        carries_debt: bool,
-        seed: Seed,
-    ) -> CompiledLayer {
+    fn compile_layer(&mut self, rule: &Rule, limit: &Limit, hash_prefix: u64, seed: Seed) -> CompiledLayer {
         let windows_index = self.windows.iter().position(|known| *known == limit.windows).unwrap_or_else(|| {
             self.windows.push(limit.windows.clone());
             self.sequences.push(limit.windows.sequence());
             self.windows.len() - 1
         });
-        let floating = matches!(limit.windows, Windows::FirstRequest { .. });
-        let sequence = windows_index as u32;
-        let max_ahead = match rule.on_limit {
-            // The cost stated by a response may be any number.
-            _ if matches!(rule.cost, Cost::Response { .. }) => u64::MAX,
-            OnLimit::Delay { max_delay_ms, .. } => {
-                (max_delay_ms / limit.windows.typical_ms().max(1) + 2).saturating_mul(u64::from(limit.tokens))
-            }
-            OnLimit::Refuse | OnLimit::Shadow => 0,
-        };
-        let kind = match floating {
-            true => WindowKind::Floating(sequence),
-            false if carries_debt || limit.capacity > limit.tokens || limit.reserve > 0 => {
-                WindowKind::Accumulating(sequence)
-            }
-            false => WindowKind::Plain,
-        };
+        // Layers of plans and overrides with the same windows share counters.
+        let sharing = || rule.variants().flatten().filter(|other| other.windows == limit.windows);
         let typical_ms = limit.windows.typical_ms();
+        let most_tokens = sharing().map(|other| u64::from(other.tokens)).max().unwrap_or(0);
+        let max_ahead = match rule.max_wait_ms() {
+            // The cost stated by a response may be any number.
+            _ if rule.has_response_cost() => u64::MAX,
+            0 => 0,
+            max_wait_ms => (max_wait_ms / typical_ms.max(1) + 2).saturating_mul(most_tokens),
+        };
+        // Delayed requests and reservations take tokens of later windows, and so does the cost that a response states.
+        let carries_debt = rule.has_response_cost() || rule.delays() || rule.reserves();
+        let rolls_over = sharing().any(|other| other.capacity > other.tokens);
+        let sequence = windows_index as u32;
+        let (kind, shards) = match limit.windows {
+            Windows::FirstRequest { .. } => (WindowKind::Floating(sequence), 1),
+            _ if carries_debt || rolls_over => (WindowKind::Accumulating(sequence), 1),
+            _ => (WindowKind::Plain, sharing().map(|other| other.shards).max().unwrap_or(1).max(1)),
+        };
+        // Kind and shards decide what the words of a layer mean, so they are part of its identity.
+        let form = match kind {
+            WindowKind::Accumulating(_) => " accumulating".to_owned(),
+            _ if shards > 1 => format!(" in {shards} shards"),
+            _ => String::new(),
+        };
         CompiledLayer {
-            id: seed.hash(&["layer", &rule.name, &limit.windows.to_string()]) ^ hash_prefix,
+            id: seed.hash(&["layer", &rule.name, &format!("{}{form}", limit.windows)]) ^ hash_prefix,
             bucket_offset: bucket_group(typical_ms).wrapping_mul(0x9E37_79B9_7F4A_7C15),
             windows_index,
             kind,
+            shards,
             max_ahead,
-            limit_differs: false,
-            is_constrained: false,
-            store_format: StoreFormat::Plain,
-            store_shards: 1,
+            max_held: sharing().map(Limit::max_held).max().unwrap_or(0),
             limit: limit.tokens,
             capacity: limit.capacity.max(limit.tokens),
             reserve: limit.reserve,
-            shards: if kind == WindowKind::Plain { limit.shards.clamp(1, limit.tokens) } else { 1 },
             rank: (rule.key.contains(&KeyPart::Global), limit.tokens, typical_ms),
         }
     }
@@ -411,79 +427,5 @@ impl RuleSet {
     /// Whether the rule at this position of the charge plan is a shadow rule.
     pub fn is_shadow(&self, charge_plan: &ChargePlan, position: usize) -> bool {
         self.rules[charge_plan.rules[position]].rule.is_shadow()
-    }
-}
-
-impl CompiledLayer {
-    fn counter_format(&self) -> CounterFormat {
-        CounterFormat {
-            accumulates: self.kind != WindowKind::Plain,
-            shards: self.shards,
-            max_ahead: self.max_ahead,
-            grants: (self.limit, self.capacity),
-            limits_differ: self.limit_differs,
-        }
-    }
-}
-
-impl RuleSet {
-    fn set_store_formats(&mut self) {
-        for layer in self.rules.iter_mut().flat_map(|compiled| &mut compiled.layers) {
-            layer.store_shards = layer.shards;
-            layer.store_format = match layer.kind {
-                WindowKind::Plain | WindowKind::Leased => StoreFormat::Plain,
-                WindowKind::Accumulating(_) => StoreFormat::Account,
-                WindowKind::Floating(_) => StoreFormat::Floating,
-            };
-        }
-    }
-
-    /// The formats of the counters of all layers. Layers with the same counters, such as those of a rule's plans, use
-    /// one format: accumulating if one of them needs that, with the largest number of shards.
-    pub fn counter_formats(&self) -> CounterFormats {
-        let mut formats = CounterFormats::default();
-        for layer in self.rules.iter().flat_map(|compiled| &compiled.layers) {
-            formats.join(layer.id, layer.counter_format());
-        }
-        formats
-    }
-
-    /// Adopts the formats in which counters were written before, joined with the formats of the rules.
-    pub fn adopt_formats(&mut self, formats: &CounterFormats) {
-        for layer in self.rules.iter_mut().flat_map(|compiled| &mut compiled.layers) {
-            let Some(format) = formats.get(layer.id).map(|known| layer.counter_format().join(known)) else { continue };
-            if format.accumulates && layer.kind == WindowKind::Plain {
-                layer.kind = WindowKind::Accumulating(layer.windows_index as u32);
-            }
-            layer.shards = if format.accumulates { 1 } else { format.shards };
-            layer.limit_differs = format.limits_differ;
-            layer.max_ahead = format.max_ahead;
-        }
-    }
-
-    /// Restricts the layers to these formats, because other processes use the same counters and know no others. A layer
-    /// that would accumulate, delay or reserve gets independent windows, and debt is not recorded. Returns whether any
-    /// layer had to be restricted.
-    pub fn restrict_to_formats(&mut self, formats: &CounterFormats) -> bool {
-        let mut is_restricted = false;
-        for layer in self.rules.iter_mut().flat_map(|compiled| &mut compiled.layers) {
-            let (own, known) = (layer.counter_format(), formats.get(layer.id).unwrap_or(CounterFormat::PLAIN));
-            is_restricted |= layer.shards > known.shards;
-            layer.shards = layer.shards.min(known.shards);
-            // Windows opened by requests have only one format.
-            let loses_accumulation =
-                own.accumulates && !known.accumulates && !matches!(layer.kind, WindowKind::Floating(_));
-            if loses_accumulation || own.max_ahead > known.max_ahead {
-                is_restricted = true;
-                layer.is_constrained = true;
-                layer.capacity = layer.limit;
-                layer.reserve = 0;
-                layer.max_ahead = known.max_ahead;
-            }
-            if loses_accumulation {
-                layer.kind = WindowKind::Plain;
-            }
-        }
-        is_restricted
     }
 }

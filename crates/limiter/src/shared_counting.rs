@@ -403,7 +403,7 @@ fn remote_usage<const W: usize>(counter: Counter, table: &Table<W>, now_ms: u64)
 impl CompiledRule {
     /// Whether any of its counters is sharded in the store.
     pub fn is_sharded(&self) -> bool {
-        self.layers.iter().any(|layer| layer.store_shards > 1)
+        self.layers.iter().any(|layer| layer.shards > 1)
     }
 
     /// How the rule is counted while the store is reachable.

@@ -1,16 +1,19 @@
 //! Limits that change while requests arrive: the usage of an open window stays.
 //!
 //! This holds for separate windows, sharded or not, and for windows opened by requests. Debts of windows with rollover are
-//! read by the new limit, as ARCHITECTURE.md describes.
+//! read by the new limit. Some changes give a layer other counters, and are not made while running.
 
 use std::collections::HashMap;
 
 use proptest::prelude::*;
+use transom_limiter::key::Seed;
 use transom_limiter::limit::Limit;
-use transom_limiter::rule::Rule;
+use transom_limiter::rule::{Plan, Rule};
+use transom_limiter::rule_set::RuleSet;
 
+use crate::oracle::Expected::{Admitted, Refused};
 use crate::oracle::{Expected, LayerRequest};
-use crate::support::{Gateway, START_MS, limit, outcome, rule, windows};
+use crate::support::{Gateway, START_MS, delay, limit, outcome, plain, rule, windows};
 
 /// Tokens used, and the end of their window.
 #[derive(Clone, Copy, Default)]
@@ -160,4 +163,60 @@ fn random_changes_reach_usage_above_the_limit() {
         play(rules, events).expect("the property holds")
     });
     assert!(over.sum::<u32>() > 100);
+}
+
+/// Layers of a plan and the default that have the same windows share counters, so they count in one way.
+#[test]
+fn a_change_of_how_a_layer_counts_is_found() {
+    let default = rule("r", vec![Limit::parse("5/minute").expect("valid"), Limit::parse("50/hour").expect("valid")]);
+    let with_plan = |layer: Limit| {
+        let windows = default.layers[1].windows.clone();
+        let layer = Limit { windows, period_text: "60m".to_owned(), ..layer };
+        Rule { plans: vec![Plan { name: "gold".to_owned(), layers: vec![layer] }], ..default.clone() }
+    };
+    let change = |before: &Rule, after: &Rule| {
+        let former = RuleSet::new(std::slice::from_ref(before), Seed(3, 4), None);
+        let rule_set = RuleSet::new(std::slice::from_ref(after), Seed(3, 4), Some(&former));
+        rule_set.changed_counters(&former).map(|changed| (changed.layer, changed.setting))
+    };
+    let rolling = with_plan(Limit { capacity: 9, ..plain(7, 1) });
+    let sharded = with_plan(Limit { shards: 9, ..plain(9, 1) });
+    let hour = |setting| Some(("50/hour".to_owned(), setting));
+    assert_eq!(change(&default, &with_plan(plain(7, 1))), None);
+    assert_eq!((change(&default, &rolling), change(&rolling, &default)), (hour("capacity"), hour("capacity")));
+    assert_eq!((change(&default, &sharded), change(&sharded, &rolling)), (hour("shards"), hour("capacity")));
+    let delaying = Rule { on_limit: delay(5), ..default.clone() };
+    assert_eq!(change(&rolling, &delaying), Some(("5/minute".to_owned(), "on_limit")));
+    assert_eq!(change(&default, &Rule { name: "other".to_owned(), ..delaying }), None);
+    assert_eq!(change(&default, &Rule { layers: vec![Limit::parse("9/2m").expect("valid")], ..default.clone() }), None);
+}
+
+/// A request with a small capacity does not reduce the debt of a request with a large one.
+#[test]
+fn a_variant_with_a_smaller_capacity_grants_no_tokens_to_the_others() {
+    let layer = |capacity: u32| Limit { capacity, ..plain(10, 100) };
+    let plans = vec![Plan { name: "gold".to_owned(), layers: vec![layer(500)] }];
+    let mut gateway = Gateway::with_large_table(&[Rule { plans, ..rule("r", vec![layer(20)]) }]);
+    // Odd clients have the plan.
+    assert_eq!(gateway.request_tokens(1, 500, START_MS), Admitted);
+    let mut keyed_request = gateway.keyed_request(0, 1, 1);
+    keyed_request.variant = 0;
+    gateway.context.inputs.keyed_requests = vec![Some(keyed_request)];
+    let now = transom_limiter::decision_time::DecisionTime::read(&|| START_MS);
+    let decision = gateway.rule_set.decide(&gateway.charge_plan, &gateway.table, now, &mut gateway.context);
+    assert_eq!(outcome(&decision), Refused);
+    assert_eq!(gateway.request_tokens(1, 1, START_MS), Refused);
+}
+
+/// A caller reserves a token of the next hour, which is also charged in the first minute of that hour.
+#[test]
+fn a_refusal_does_not_reduce_what_is_reserved_far_ahead() {
+    let layers = vec![plain(5, 60_000), Limit { reserve: 1, ..plain(1, 3_600_000) }];
+    let mut gateway = Gateway::with_large_table(&[rule("r", layers)]);
+    gateway.context.inputs.reserve = true;
+    assert_eq!([gateway.request(0, 0), gateway.request(0, 0)], [Admitted, Expected::DelayedUntil(3_600_000)]);
+    gateway.context.inputs.reserve = false;
+    assert_eq!(gateway.request(0, 0), Refused);
+    let minute = gateway.context.result.charges.iter().find(|charge| charge.request.limit == 5);
+    assert_eq!(minute.map(|charge| charge.usage.used), Some(60 * 5 + 1));
 }
