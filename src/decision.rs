@@ -1,23 +1,23 @@
-//! The decision API without its transport: decides for a rule and a key given in JSON, on the counters that requests use.
-//!
-//! Does no I/O: callers pass the text of the query and a clock.
+//! The decision service: decides for callers outside of the gateway, by rules and keys that they name, on the counters that
+//! requests use. It knows no encoding; `admin::decision_json` reads and writes JSON.
 
-use std::cmp::Reverse;
+use std::rc::Rc;
 use std::sync::Arc;
-
-use serde_json::{Map, Value, json};
 
 use crate::http::error::DecisionError;
 use crate::http::key_source::{feed_address, part_kind};
-use crate::http::overrides::{Overrides, RuleTreatment};
+use crate::http::overrides::{Overrides, RuleTreatment, feed_text};
 use crate::http::rate_limit_key::KeyHashers;
-use crate::http::ratelimit_headers::seconds_until;
 use crate::http::store_key_text::{KeyDigester, KeyTextFormat};
+use crate::redis_store::decision_queries::{KeyQuery, KeyState};
+use crate::redis_store::shared_counters::SharedCounters;
+use crate::redis_store::shared_decision::Unavailable;
 use transom_limiter::acquire::Charge;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, Seed};
+use transom_limiter::rule::Sharing;
 use transom_limiter::rule_set::{ChargePlan, CompiledRule, KeyedRequest, LayerRef, RuleSet};
 use transom_limiter::table::Table;
 
@@ -28,13 +28,67 @@ pub enum Operation {
     Limit,
     /// Decides without consuming.
     Check,
-    /// Removes the key's counters.
+    /// Removes the counters of the keys.
     Reset,
     /// Reads the counters.
     Value,
 }
 
-/// All rules, each with a separate charge plan.
+/// A query. Its rules are decided together: all admit, or nothing is consumed.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct DecisionQuery {
+    pub operation: Operation,
+    /// At least one.
+    pub rules: Vec<RuleQuery>,
+    /// Whether tokens may be reserved in later windows.
+    pub reserve: bool,
+}
+
+/// A rule of a query.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct RuleQuery {
+    pub rule: String,
+    /// The values of the key's parts, in order. A rule with the key `global` needs none.
+    pub key: Vec<String>,
+    /// `None`: the default cost of the rule.
+    pub cost: Option<u32>,
+}
+
+/// The result of a query.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct DecisionOutcome {
+    pub allowed: bool,
+    /// The time of the decision, Unix milliseconds.
+    pub now_ms: u64,
+    /// When it is the caller's turn, or when to retry, Unix milliseconds; `None`: never.
+    pub retry_at_ms: Option<u64>,
+    /// In the order of the query and of the configuration. Rules that exempt the key have none.
+    pub windows: Vec<WindowState>,
+}
+
+/// The usage of one window.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct WindowState {
+    pub rule: String,
+    /// The name of the layer.
+    pub name: String,
+    pub used: u64,
+    pub limit: u32,
+    pub remaining: u64,
+    /// Unix milliseconds.
+    pub end_ms: u64,
+}
+
+/// The counters on which queries are decided.
+pub struct CounterAccess<'a> {
+    pub table: &'a Table,
+    /// Returns Unix milliseconds.
+    pub clock: &'a dyn Fn() -> u64,
+    /// `None` where counters are not shared between gateways.
+    pub shared: Option<&'a Rc<SharedCounters>>,
+}
+
+/// All rules, as queries use them.
 #[derive(Debug)]
 pub struct DecisionService {
     rule_set: Arc<RuleSet>,
@@ -45,26 +99,19 @@ pub struct DecisionService {
 
 #[derive(Debug)]
 struct ServedRule {
-    charge_plan: ChargePlan,
-    starts: KeyHashers,
+    hashers: KeyHashers,
     key_text: KeyTextFormat,
     overrides: Option<Arc<Overrides>>,
 }
 
-/// A parsed query.
-struct DecisionRequest {
+/// A rule of a query with its key.
+struct KeyedRule {
+    /// Position in the rule set.
     rule: usize,
-    key: Vec<String>,
-    cost: Option<u32>,
-    reserve: bool,
-}
-
-/// A query for a key that the rule counts.
-pub struct DecisionQuery {
-    pub keyed_request: KeyedRequest,
-    rule: usize,
-    key: Vec<String>,
-    pub reserve: bool,
+    /// `None`: the key is exempt.
+    keyed_request: Option<KeyedRequest>,
+    /// The key in the shared store; `None` if the rule is not shared.
+    key_text: Option<Rc<str>>,
 }
 
 impl DecisionService {
@@ -75,162 +122,181 @@ impl DecisionService {
         seed: Seed,
         digester: Option<Arc<KeyDigester>>,
     ) -> DecisionService {
-        let served = |(rule, compiled_rule): (usize, &CompiledRule)| ServedRule {
-            charge_plan: rule_set.single_rule_plan(rule),
-            starts: KeyHashers::new(compiled_rule, seed, None),
-            key_text: KeyTextFormat::new(&compiled_rule.rule.name, &compiled_rule.rule.key, false),
-            overrides: overrides[rule].clone(),
+        let served = |(rule, compiled): (&CompiledRule, &Option<Arc<Overrides>>)| ServedRule {
+            hashers: KeyHashers::new(rule, seed, None),
+            key_text: KeyTextFormat::new(&rule.rule.name, &rule.rule.key, false),
+            overrides: compiled.clone(),
         };
-        DecisionService {
-            rules: rule_set.rules.iter().enumerate().map(served).collect(),
-            rule_set: Arc::clone(rule_set),
-            digester,
-        }
+        let rules = rule_set.rules.iter().zip(overrides).map(served).collect();
+        DecisionService { rules, rule_set: Arc::clone(rule_set), digester }
     }
 
-    /// Parses a query. `None`: the key is exempt from the rule.
-    pub fn parse(&self, text: &[u8]) -> Result<Option<DecisionQuery>, DecisionError> {
-        let request = self.read(text)?;
-        let keyed_request = self.keyed_request(&request)?;
-        Ok(keyed_request.map(|keyed_request| DecisionQuery {
-            keyed_request,
-            rule: request.rule,
-            key: request.key,
-            reserve: request.reserve,
-        }))
-    }
-
-    /// The response for an exempt key.
-    pub fn exempt_response() -> Value {
-        json!({ "allowed": true, "count": 0, "limit": 0, "remaining": 0, "ttl": 0, "retry_after": 0, "windows": [] })
-    }
-
-    /// The rule set, and the charge plan of the query's rule alone.
-    pub fn charge_plan(&self, query: &DecisionQuery) -> (&Arc<RuleSet>, &ChargePlan) {
-        (&self.rule_set, &self.rules[query.rule].charge_plan)
-    }
-
-    /// Runs a query on the local counters, and returns the JSON response.
-    pub fn decide_locally(
+    /// Runs a query.
+    ///
+    /// # Errors
+    ///
+    /// An unknown rule, a key that does not fit its rule, a rule that is named twice with one key, or a store that cannot be
+    /// reached. Nothing is consumed then.
+    pub async fn decide(
         &self,
-        operation: Operation,
         query: &DecisionQuery,
-        table: &Table,
-        clock: &dyn Fn() -> u64,
-    ) -> Value {
-        let now = DecisionTime::read(clock);
-        let charge_plan = &self.rules[query.rule].charge_plan;
-        let mut context = DecisionContext::default();
-        context.inputs.keyed_requests.push(Some(query.keyed_request));
-        context.inputs.reserve = query.reserve;
-        let (allowed, retry_at_ms) = match operation {
-            Operation::Limit => {
-                let decision = self.rule_set.decide(charge_plan, table, now, &mut context);
-                self.outcome(query, &decision, &context, context.result.decided_ms)
+        counters: CounterAccess<'_>,
+    ) -> Result<DecisionOutcome, DecisionError> {
+        let rules = query.rules.iter().map(|rule| self.keyed_rule(rule, counters.shared.is_some()));
+        let rules: Vec<KeyedRule> = rules.collect::<Result<_, DecisionError>>()?;
+        let identity = |rule: &KeyedRule| Some((rule.rule, rule.keyed_request?.key));
+        for (i, rule) in rules.iter().enumerate() {
+            if identity(rule).is_some() && rules[..i].iter().any(|other| identity(other) == identity(rule)) {
+                let name = &self.rule_set.rules[rule.rule].rule.name;
+                return Err(DecisionError::Malformed(format!("rule `{name}` is named twice with the same key")));
             }
+        }
+        match query.operation {
+            Operation::Limit => self.acquire(&rules, query, &counters).await,
             // The check acquires the tokens, which may reserve them in a later window, and refunds them.
-            Operation::Check if query.reserve => match self.rule_set.decide(charge_plan, table, now, &mut context) {
-                Decision::Refused => {
-                    (false, self.rule_set.retry_at_ms(charge_plan, &context, context.result.decided_ms))
+            Operation::Check if query.reserve => {
+                let acquired = self.acquire(&rules, query, &counters).await?;
+                match acquired.allowed {
+                    true => {
+                        Ok(DecisionOutcome { windows: self.read(&rules, query, &counters).await?.windows, ..acquired })
+                    }
+                    false => Ok(acquired),
                 }
-                admitted => {
+            }
+            Operation::Check | Operation::Value | Operation::Reset => self.read(&rules, query, &counters).await,
+        }
+    }
+
+    /// Decides all rules together and charges them. A check is refunded.
+    async fn acquire(
+        &self,
+        rules: &[KeyedRule],
+        query: &DecisionQuery,
+        counters: &CounterAccess<'_>,
+    ) -> Result<DecisionOutcome, DecisionError> {
+        let charge_plan = self.rule_set.query_plan(&rules.iter().map(|rule| rule.rule).collect::<Vec<_>>());
+        let keyed_requests = || rules.iter().map(|rule| rule.keyed_request);
+        let is_check = query.operation == Operation::Check;
+        let (decision, context) = match counters.shared.filter(|_| rules.iter().any(|rule| rule.key_text.is_some())) {
+            Some(shared) => {
+                let query = KeyQuery {
+                    rule_set: &self.rule_set,
+                    charge_plan: &charge_plan,
+                    keyed_requests: keyed_requests().collect(),
+                    reserve: query.reserve,
+                    key_texts: rules.iter().map(|rule| rule.key_text.clone()).collect(),
+                };
+                let decided = if is_check { shared.check(&query).await } else { shared.limit(&query).await };
+                decided.map_err(|Unavailable| DecisionError::StoreUnavailable)?
+            }
+            None => {
+                let mut context = DecisionContext::default();
+                context.inputs.keyed_requests.extend(keyed_requests());
+                context.inputs.reserve = query.reserve;
+                let now = DecisionTime::read(counters.clock);
+                let decision = self.rule_set.decide(&charge_plan, counters.table, now, &mut context);
+                if is_check && !matches!(decision, Decision::Refused) {
                     let receipts: Vec<_> = context.all_receipts().collect();
-                    self.rule_set.refund(&receipts, u32::MAX, table, context.result.decided_ms);
-                    let outcome = self.outcome(query, &admitted, &context, context.result.decided_ms);
-                    self.rule_set.peek(charge_plan, table, DecisionTime::read(clock), &mut context);
-                    outcome
+                    self.rule_set.refund(&receipts, u32::MAX, counters.table, context.result.decided_ms);
                 }
-            },
-            Operation::Check | Operation::Value => {
-                let fits = self.rule_set.peek(charge_plan, table, now, &mut context);
-                (fits, self.rule_set.retry_at_ms(charge_plan, &context, context.result.decided_ms))
-            }
-            Operation::Reset => {
-                self.rule_set.peek(charge_plan, table, now, &mut context);
-                self.rule_set.reset(table, context.result.decided_ms, &context);
-                let fits = self.rule_set.peek(charge_plan, table, DecisionTime::read(clock), &mut context);
-                (fits, Some(context.result.decided_ms))
+                (decision, context)
             }
         };
-        self.response(query, &context, allowed, retry_at_ms, context.result.decided_ms)
-    }
-
-    /// Whether a decision allows the query; and when it is the caller's turn, or when to retry.
-    pub fn outcome(
-        &self,
-        query: &DecisionQuery,
-        decision: &Decision,
-        context: &DecisionContext,
-        now_ms: u64,
-    ) -> (bool, Option<u64>) {
-        match decision {
+        let now_ms = (counters.clock)();
+        let (allowed, retry_at_ms) = match decision {
             Decision::Admitted => (true, Some(now_ms)),
-            Decision::Delayed { until_ms, .. } => (true, Some(*until_ms)),
-            Decision::Refused => (false, self.retry_at_ms(query, context, now_ms)),
-        }
+            Decision::Delayed { until_ms, .. } => (true, Some(until_ms)),
+            Decision::Refused => (false, self.rule_set.retry_at_ms(&charge_plan, &context, now_ms)),
+        };
+        Ok(DecisionOutcome { allowed, now_ms, retry_at_ms, windows: self.windows(&charge_plan, &context) })
     }
 
-    /// When a refused query can succeed, Unix time in milliseconds; `None`: never. `context` has its result.
-    pub fn retry_at_ms(&self, query: &DecisionQuery, context: &DecisionContext, now_ms: u64) -> Option<u64> {
-        self.rule_set.retry_at_ms(&self.rules[query.rule].charge_plan, context, now_ms)
-    }
-
-    /// The JSON response. `retry_at_ms`: when it is the caller's turn, or when to retry.
-    pub fn response(
+    /// Reads the usage of each rule; removes it before, if the query is a reset.
+    async fn read(
         &self,
+        rules: &[KeyedRule],
         query: &DecisionQuery,
-        context: &DecisionContext,
-        allowed: bool,
-        retry_at_ms: Option<u64>,
-        now_ms: u64,
-    ) -> Value {
-        response_json(&self.rule_set.rules[query.rule], context, allowed, retry_at_ms, now_ms)
+        counters: &CounterAccess<'_>,
+    ) -> Result<DecisionOutcome, DecisionError> {
+        let now_ms = (counters.clock)();
+        let mut outcome = DecisionOutcome { allowed: true, now_ms, retry_at_ms: Some(now_ms), windows: Vec::new() };
+        for rule in rules {
+            let Some(keyed_request) = rule.keyed_request else { continue };
+            let charge_plan = self.rule_set.query_plan(&[rule.rule]);
+            let KeyState { context, admits } = match (counters.shared, &rule.key_text) {
+                (Some(shared), Some(key_text)) => {
+                    let key_query = KeyQuery {
+                        rule_set: &self.rule_set,
+                        charge_plan: &charge_plan,
+                        keyed_requests: vec![Some(keyed_request)],
+                        reserve: query.reserve,
+                        key_texts: vec![Some(Rc::clone(key_text))],
+                    };
+                    let state = match query.operation {
+                        Operation::Reset => shared.reset(&key_query).await,
+                        Operation::Limit | Operation::Check | Operation::Value => shared.value(&key_query).await,
+                    };
+                    state.map_err(|Unavailable| DecisionError::StoreUnavailable)?
+                }
+                _ => {
+                    let mut context = DecisionContext::default();
+                    context.inputs.keyed_requests.push(Some(keyed_request));
+                    let mut peek = || {
+                        let now = DecisionTime::read(counters.clock);
+                        self.rule_set.peek(&charge_plan, counters.table, now, &mut context)
+                    };
+                    let mut admits = peek();
+                    if query.operation == Operation::Reset {
+                        self.rule_set.reset(counters.table, context.result.decided_ms, &context);
+                        let now = DecisionTime::read(counters.clock);
+                        admits = self.rule_set.peek(&charge_plan, counters.table, now, &mut context);
+                    }
+                    KeyState { context, admits }
+                }
+            };
+            outcome.allowed &= admits;
+            outcome.now_ms = outcome.now_ms.max((counters.clock)());
+            let retry_at_ms = match query.operation {
+                Operation::Reset => Some(outcome.now_ms),
+                _ => self.rule_set.retry_at_ms(&charge_plan, &context, outcome.now_ms),
+            };
+            outcome.retry_at_ms = outcome.retry_at_ms.zip(retry_at_ms).map(|(one, other)| one.max(other));
+            outcome.windows.extend(self.windows(&charge_plan, &context));
+        }
+        Ok(outcome)
     }
 
-    fn read(&self, text: &[u8]) -> Result<DecisionRequest, DecisionError> {
-        let malformed = |reason: &str| DecisionError::Malformed(reason.to_owned());
-        let request: Map<String, Value> =
-            serde_json::from_slice(text).map_err(|_| malformed("the query is not a JSON object"))?;
-        let known = ["rule", "key", "cost", "reserve"];
-        if let Some(other) = request.keys().find(|name| !known.contains(&name.as_str())) {
-            let other: String = other.chars().take(64).collect();
-            return Err(DecisionError::Malformed(format!("`{other}` is not one of `rule`, `key`, `cost`, `reserve`")));
-        }
-        let Some(Value::String(name)) = request.get("rule") else { return Err(malformed("`rule` is not a string")) };
-        let rule = self.rule_set.rules.iter().position(|compiled_rule| compiled_rule.rule.name == *name);
-        let rule = rule.ok_or_else(|| DecisionError::UnknownRule(name.chars().take(64).collect()))?;
-        let text = |value: &Value| match value {
-            Value::String(text) if !text.is_empty() => Some(text.clone()),
-            _ => None,
-        };
-        let key = match request.get("key") {
-            None | Some(Value::Null) => Some(Vec::new()),
-            Some(Value::Array(parts)) => parts.iter().map(text).collect(),
-            Some(value) => text(value).map(|text| vec![text]),
-        };
-        let key =
-            key.ok_or_else(|| malformed("`key` is neither a non-empty string nor a list of non-empty strings"))?;
-        let cost = match request.get("cost") {
-            None | Some(Value::Null) => None,
-            Some(cost) => {
-                let cost = cost.as_u64().and_then(|cost| u32::try_from(cost).ok());
-                Some(cost.ok_or_else(|| malformed("`cost` is not a whole number from 0 to 4294967295"))?)
+    /// The windows of a decision, by rule of the charge plan.
+    fn windows(&self, charge_plan: &ChargePlan, context: &DecisionContext) -> Vec<WindowState> {
+        // Charges have another order.
+        let mut layers: Vec<_> = context.result.charges.iter().zip(&context.result.layers).collect();
+        layers.sort_by_key(|(_, layer_ref)| (layer_ref.rule, layer_ref.layer));
+        let window = |(charge, layer_ref): (&Charge, &LayerRef)| {
+            let compiled_rule = &self.rule_set.rules[charge_plan.rules[layer_ref.rule]];
+            let capacity = u64::from(compiled_rule.layer(layer_ref.layer).capacity);
+            WindowState {
+                rule: compiled_rule.rule.name.clone(),
+                name: compiled_rule.layer_name(layer_ref.layer).to_owned(),
+                used: charge.usage.used,
+                limit: charge.request.limit,
+                remaining: capacity.saturating_sub(charge.usage.used),
+                end_ms: charge.usage.end_ms,
             }
         };
-        let reserve = match request.get("reserve") {
-            None | Some(Value::Null) => false,
-            Some(Value::Bool(reserve)) => *reserve,
-            Some(_) => return Err(malformed("`reserve` is neither `true` nor `false`")),
-        };
-        Ok(DecisionRequest { rule, key, cost, reserve })
+        layers.into_iter().map(window).collect()
     }
 
-    /// The query's key in the shared store; `None` if the rule is not shared.
-    pub fn store_key(&self, query: &DecisionQuery) -> Option<String> {
-        let is_shared = self.rules[query.rule].charge_plan.is_shared;
-        let digester = self.digester.as_ref().filter(|_| is_shared)?;
-        let mut text = String::new();
-        self.write_store_key(query.rule, &query.key, digester, &mut text).then_some(text)
+    /// Finds the rule of a query, and the key to charge.
+    fn keyed_rule(&self, query: &RuleQuery, uses_store: bool) -> Result<KeyedRule, DecisionError> {
+        let rule = self.rule_set.rules.iter().position(|compiled_rule| compiled_rule.rule.name == query.rule);
+        let rule = rule.ok_or_else(|| DecisionError::UnknownRule(query.rule.chars().take(64).collect()))?;
+        let keyed_request = self.keyed_request(rule, query)?;
+        let is_shared = uses_store && self.rule_set.rules[rule].rule.sharing != Sharing::Local;
+        let key_text = self.digester.as_ref().filter(|_| is_shared).and_then(|digester| {
+            let mut text = String::new();
+            self.write_store_key(rule, &query.key, digester, &mut text).then(|| text.into())
+        });
+        Ok(KeyedRule { rule, keyed_request, key_text })
     }
 
     /// Appends a key's text in the shared store, equal to the text for requests with that key. Returns `false`, and appends
@@ -272,26 +338,26 @@ impl DecisionService {
     }
 
     /// The key to charge; `None` if it is exempt.
-    fn keyed_request(&self, request: &DecisionRequest) -> Result<Option<KeyedRequest>, DecisionError> {
-        let (served, rule) = (&self.rules[request.rule], &self.rule_set.rules[request.rule].rule);
+    fn keyed_request(&self, rule: usize, query: &RuleQuery) -> Result<Option<KeyedRequest>, DecisionError> {
+        let (served, rule) = (&self.rules[rule], &self.rule_set.rules[rule].rule);
         // A global rule takes no key, and ignores a given one.
         let parts: &[KeyPart] = if rule.key == [KeyPart::Global] { &[] } else { &rule.key };
-        if parts.len() != request.key.len() && !parts.is_empty() {
+        if parts.len() != query.key.len() && !parts.is_empty() {
             let names: Vec<String> = parts.iter().map(KeyPart::to_string).collect();
             return Err(DecisionError::Malformed(format!("the key of this rule consists of `{}`", names.join("`, `"))));
         }
         let hash = |start: &KeyHasher, digests: bool| -> Result<KeyHash, DecisionError> {
             let mut hasher = start.clone();
-            let given = if parts.is_empty() { &[][..] } else { &request.key };
+            let given = if parts.is_empty() { &[][..] } else { &query.key };
             for (part, value) in rule.key.iter().zip(given.iter().chain(std::iter::repeat(&String::new()))) {
-                crate::http::overrides::feed_text(&mut hasher, part, value, digests).ok_or_else(|| {
+                feed_text(&mut hasher, part, value, digests).ok_or_else(|| {
                     DecisionError::Malformed(String::from("the key is not an IP address, and the rule counts by `ip`"))
                 })?;
             }
             Ok(hasher.finish())
         };
-        let key = hash(&served.starts.counter, false)?;
-        let offset = match &served.starts.window_offset {
+        let key = hash(&served.hashers.counter, false)?;
+        let offset = match &served.hashers.window_offset {
             Some(start) => hash(start, false)?.bucket_hash,
             None => 0,
         };
@@ -307,46 +373,6 @@ impl DecisionService {
                 None => {}
             }
         }
-        Ok(Some(KeyedRequest { key, offset, variant, cost: request.cost.unwrap_or(rule.cost.default_cost()) }))
+        Ok(Some(KeyedRequest { key, offset, variant, cost: query.cost.unwrap_or(rule.cost.default_cost()) }))
     }
-}
-
-/// The response. Its top level repeats the layer nearest its limit.
-fn response_json(
-    compiled_rule: &CompiledRule,
-    context: &DecisionContext,
-    allowed: bool,
-    retry_at_ms: Option<u64>,
-    now_ms: u64,
-) -> Value {
-    let seconds = |ms: u64| seconds_until(ms, now_ms);
-    // In the order of the configuration; charges have another order.
-    let mut layers: Vec<_> = context.result.charges.iter().zip(&context.result.layers).collect();
-    layers.sort_by_key(|(_, layer_ref)| layer_ref.layer);
-    let remaining = |charge: &Charge, layer_ref: &LayerRef| {
-        u64::from(compiled_rule.layer(layer_ref.layer).capacity).saturating_sub(charge.usage.used)
-    };
-    let window = |(charge, layer_ref): &(&Charge, &LayerRef)| {
-        let mut window = Map::new();
-        window.insert("count".to_owned(), json!(charge.usage.used));
-        window.insert("limit".to_owned(), json!(charge.request.limit));
-        window.insert("remaining".to_owned(), json!(remaining(charge, layer_ref)));
-        window.insert("ttl".to_owned(), json!(seconds(charge.usage.end_ms)));
-        window
-    };
-    let nearness =
-        |(charge, layer_ref): &&(&Charge, &LayerRef)| (remaining(charge, layer_ref), Reverse(charge.usage.end_ms));
-    let mut response = layers.iter().min_by_key(nearness).map(window).unwrap_or_default();
-    response.insert("allowed".to_owned(), json!(allowed));
-    // Absent where the cost exceeds the capacity, so that the query can never succeed.
-    let retry_after =
-        retry_at_ms.map(|retry_at_ms| if allowed { seconds(retry_at_ms) } else { seconds(retry_at_ms).max(1) });
-    response.insert("retry_after".to_owned(), json!(retry_after));
-    let named = |layer: &(&Charge, &LayerRef)| {
-        let mut window = window(layer);
-        window.insert("name".to_owned(), json!(compiled_rule.layer_name(layer.1.layer)));
-        Value::Object(window)
-    };
-    response.insert("windows".to_owned(), layers.iter().map(named).collect());
-    Value::Object(response)
 }

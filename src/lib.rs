@@ -6,10 +6,10 @@
 //! | layer | modules |
 //! | --- | --- |
 //! | process | [`cli`], [`server`], [`admin`] |
-//! | requests | [`downstream`], [`proxy`], [`upstream`], [`access_log`] |
+//! | requests | [`downstream`], [`proxy`], [`decision`], [`upstream`], [`access_log`] |
 //! | counters outside of this process | [`redis_store`], [`persistence`] |
 //! | basics | [`atomic_file`], [`clock`], [`file_watch`], [`informational`], [`io_stream`], [`metrics`], [`timer`] |
-//! | without I/O | [`decision`], [`http`], [`config`], [`jwt`] |
+//! | without I/O | [`http`], [`config`], [`jwt`] |
 //!
 //! A request passes `downstream::http1` or `downstream::http2`, then `proxy`, then `upstream`.
 

@@ -49,7 +49,7 @@ const MODULES: [(&str, &[&str]); 20] = [
         ],
     ),
     ("access_log", &["config", "metrics"]),
-    ("decision", &["http"]),
+    ("decision", &["http", "redis_store"]),
     ("redis_store", &["clock", "config", "metrics"]),
     ("upstream", &["clock", "config", "http", "informational", "io_stream", "metrics", "timer"]),
     ("clock", &[]),
@@ -63,7 +63,7 @@ const MODULES: [(&str, &[&str]); 20] = [
 ];
 
 /// Modules without I/O and waiting.
-const PURE: [&str; 4] = ["decision", "http", "config", "jwt"];
+const PURE: [&str; 3] = ["http", "config", "jwt"];
 
 /// Files that may name status codes, with the reason.
 const STATUS_CODES: [(&str, &str); 2] = [

@@ -25,7 +25,7 @@ use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 
 use crate::clock::Clock;
-use crate::decision::{DecisionService, Operation};
+use crate::decision::{CounterAccess, DecisionService, Operation};
 use crate::http::error::DecisionError;
 use crate::http::error::RequestError;
 use crate::http::responses::{self, LocalResponse};
@@ -33,11 +33,10 @@ use crate::metrics::Registry;
 use crate::metrics::events::{BUILD_INFO, CLOCK_OFFSET, COUNTERS, NAMES, OVERFLOW};
 use crate::metrics::exposition::{Reading, render};
 use crate::persistence::counters::Counters;
-use crate::redis_store::decision_queries::{KeyQuery, KeyState};
 use crate::redis_store::shared_counters::SharedCounters;
-use crate::redis_store::shared_decision::Unavailable;
 use crate::upstream::server_health::UpstreamHealth;
 
+mod decision_json;
 mod write_timeout;
 
 use write_timeout::WriteTimeout;
@@ -174,50 +173,16 @@ async fn decide(state: &AdminState, operation: Operation, request: Request<Incom
     }
 }
 
-/// Runs a query on the local counters or, for a shared rule, on the shared store.
 async fn execute(
     state: &AdminState,
     service: &DecisionService,
     operation: Operation,
     text: &[u8],
 ) -> Result<Value, DecisionError> {
-    let Some(query) = service.parse(text)? else { return Ok(DecisionService::exempt_response()) };
-    let now_ms = || state.clock.now().unix_ms;
-    let (Some(shared), Some(text)) = (&state.shared, service.store_key(&query)) else {
-        return Ok(service.decide_locally(operation, &query, &state.counters.table, &now_ms));
-    };
-    let (rule_set, charge_plan) = service.charge_plan(&query);
-    let subject = KeyQuery {
-        rule_set,
-        charge_plan,
-        keyed_request: query.keyed_request,
-        reserve: query.reserve,
-        key_text: text.into(),
-    };
-    let unavailable = |Unavailable| DecisionError::StoreUnavailable;
-    let (context, allowed, retry_at_ms) = match operation {
-        Operation::Limit => {
-            let outcome = shared.limit(&subject).await.map_err(unavailable)?;
-            let (allowed, retry_at_ms) = service.outcome(&query, &outcome.decision, &outcome.context, now_ms());
-            (outcome.context, allowed, retry_at_ms)
-        }
-        // The check acquires the tokens, which may reserve them in a later window, and refunds them.
-        Operation::Check if query.reserve => {
-            let (decision, key_state) = shared.check(&subject).await.map_err(unavailable)?;
-            let (allowed, retry_at_ms) = service.outcome(&query, &decision, &key_state.context, now_ms());
-            (key_state.context, allowed, retry_at_ms)
-        }
-        Operation::Check | Operation::Value => {
-            let KeyState { context, admits } = shared.value(&subject).await.map_err(unavailable)?;
-            let retry_at_ms = service.retry_at_ms(&query, &context, now_ms());
-            (context, admits, retry_at_ms)
-        }
-        Operation::Reset => {
-            let KeyState { context, admits } = shared.reset(&subject).await.map_err(unavailable)?;
-            (context, admits, Some(now_ms()))
-        }
-    };
-    Ok(service.response(&query, &context, allowed, retry_at_ms, now_ms()))
+    let query = decision_json::parse(operation, text)?;
+    let clock = || state.clock.now().unix_ms;
+    let counters = CounterAccess { table: &state.counters.table, clock: &clock, shared: state.shared.as_ref() };
+    Ok(decision_json::render(&query, &service.decide(&query, counters).await?))
 }
 
 /// Whether all hosts that a request names belong to the admin address. HTTP/1.0 clients may name none; browsers always do.

@@ -67,7 +67,7 @@ pub enum KeySource {
 }
 
 /// The kind of a part in the hash of a key. The numbers must not change, because stored counters depend on them.
-mod kind {
+pub mod kind {
     pub const IPV4: u8 = 1;
     pub const IPV6: u8 = 2;
     pub const HEADER: u8 = 3;

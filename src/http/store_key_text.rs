@@ -9,6 +9,7 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 
 use aws_lc_rs::hmac;
 
+use super::key_source::kind;
 use crate::config::redis::is_secret_part;
 use transom_limiter::key::KeyPart;
 use transom_limiter::store_key::percent_encode;
@@ -57,18 +58,22 @@ impl KeyTextFormat {
         out.push_str(&self.prefix);
     }
 
-    /// Appends the part at a position, with kind and bytes of [`super::key_source::KeySource::feed`].
-    pub fn write_part(&self, position: usize, kind: u8, bytes: &[u8], digester: &KeyDigester, out: &mut String) {
+    /// Appends the part at a position, with its kind and bytes as in [`super::key_source::KeySource::feed`].
+    pub fn write_part(&self, position: usize, part_kind: u8, bytes: &[u8], digester: &KeyDigester, out: &mut String) {
         let (Some(part), Some(is_secret)) = (self.parts.get(position), self.is_secret.get(position)) else { return };
         out.push('|');
         if *is_secret || digester.api_key.as_ref() == Some(part) {
             return digester.write_digest(bytes, out);
         }
         let start = out.len();
-        match (part, kind, <[u8; 4]>::try_from(bytes), <[u8; 16]>::try_from(bytes)) {
+        match (part, part_kind, <[u8; 4]>::try_from(bytes), <[u8; 16]>::try_from(bytes)) {
             (KeyPart::Global, ..) => {}
-            (KeyPart::Ip { .. }, 1, Ok(v4), _) => percent_encode(Ipv4Addr::from(v4).to_string().as_bytes(), out),
-            (KeyPart::Ip { .. }, 2, _, Ok(v6)) => percent_encode(Ipv6Addr::from(v6).to_string().as_bytes(), out),
+            (KeyPart::Ip { .. }, kind::IPV4, Ok(v4), _) => {
+                percent_encode(Ipv4Addr::from(v4).to_string().as_bytes(), out)
+            }
+            (KeyPart::Ip { .. }, kind::IPV6, _, Ok(v6)) => {
+                percent_encode(Ipv6Addr::from(v6).to_string().as_bytes(), out)
+            }
             // Escaped, so that a value from a client never equals a digest.
             _ if bytes.starts_with(DIGEST.as_bytes()) => {
                 out.push_str("%68");

@@ -15,15 +15,16 @@ use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule_set::{ChargePlan, CountingMode, KeyedRequest, LayerRef, RuleSet};
 
-/// A query about one key under one rule, the only rule of its charge plan.
+/// A query about keys, one for each rule of its charge plan.
 pub struct KeyQuery<'a> {
     pub rule_set: &'a Arc<RuleSet>,
     pub charge_plan: &'a ChargePlan,
-    pub keyed_request: KeyedRequest,
+    /// `None` for exempt keys.
+    pub keyed_requests: Vec<Option<KeyedRequest>>,
     /// Whether tokens may be reserved in later windows.
     pub reserve: bool,
-    /// The key in the store.
-    pub key_text: Rc<str>,
+    /// The keys in the store; `None` for rules that are not shared.
+    pub key_texts: Vec<Option<Rc<str>>>,
 }
 
 /// The usage of a key.
@@ -37,34 +38,34 @@ impl SharedCounters {
     fn new_decision(self: &Rc<Self>, query: &KeyQuery<'_>) -> Box<SharedDecision> {
         let mut context = DecisionContext::for_worker(self.own_shard);
         context.inputs.reserve = query.reserve;
-        context.inputs.keyed_requests.push(Some(query.keyed_request));
-        let mut progress = DecisionProgress::new(1);
+        context.inputs.keyed_requests.extend_from_slice(&query.keyed_requests);
+        let mut progress = DecisionProgress::new(query.keyed_requests.len());
         progress.ignores_leases = true;
         let deadline = Instant::from_std(self.clock.instant()) + self.timeout;
-        let key_texts = vec![Some(Rc::clone(&query.key_text))];
+        let key_texts = query.key_texts.clone();
         let (shared, rule_set) = (Rc::clone(self), Arc::clone(query.rule_set));
         Box::new(SharedDecision { shared, rule_set, context, key_texts, progress, next: None, deadline })
     }
 
     /// Decides and charges.
-    pub async fn limit(self: &Rc<Self>, query: &KeyQuery<'_>) -> Result<SharedOutcome, Unavailable> {
-        self.new_decision(query).decide(query.charge_plan).await
+    pub async fn limit(self: &Rc<Self>, query: &KeyQuery<'_>) -> Result<(Decision, DecisionContext), Unavailable> {
+        let SharedOutcome { decision, context, .. } = self.new_decision(query).decide(query.charge_plan).await?;
+        Ok((decision, context))
     }
 
     /// Decides without charging: whether a request is admitted now or in a later window, and when.
-    pub async fn check(self: &Rc<Self>, query: &KeyQuery<'_>) -> Result<(Decision, KeyState), Unavailable> {
-        let SharedOutcome { decision, context, refunds, .. } = self.limit(query).await?;
-        if let Decision::Refused = decision {
-            return Ok((decision, KeyState { context, admits: false }));
+    pub async fn check(self: &Rc<Self>, query: &KeyQuery<'_>) -> Result<(Decision, DecisionContext), Unavailable> {
+        let outcome = self.new_decision(query).decide(query.charge_plan).await?;
+        let SharedOutcome { decision, context, refunds, .. } = outcome;
+        if !matches!(decision, Decision::Refused) {
+            let receipts: Vec<_> = context.all_receipts().collect();
+            query.rule_set.refund(&receipts, u32::MAX, &self.table, self.clock.now().unix_ms);
+            self.refund(refunds.into_iter().map(|(_, refund)| refund).collect()).await;
         }
-        let receipts: Vec<_> = context.all_receipts().collect();
-        query.rule_set.refund(&receipts, u32::MAX, &self.table, self.clock.now().unix_ms);
-        self.refund(refunds.into_iter().map(|(_, refund)| refund).collect()).await;
-        let state = self.value(query).await?;
-        Ok((decision, state))
+        Ok((decision, context))
     }
 
-    /// Reads the usage.
+    /// Reads the usage of keys that are all shared.
     pub async fn value(self: &Rc<Self>, query: &KeyQuery<'_>) -> Result<KeyState, Unavailable> {
         let (mut pending, _) = self.read_usage(query).await;
         if pending.progress.without_store.contains(&true) {
@@ -86,9 +87,9 @@ impl SharedCounters {
         Ok(KeyState { context: take(&mut pending.context), admits })
     }
 
-    /// Resets a key, in the store and here. Tokens that other gateways have leased can still be spent.
+    /// Resets keys that are all shared, in the store and here. Tokens that other gateways have leased can still be spent.
     pub async fn reset(self: &Rc<Self>, query: &KeyQuery<'_>) -> Result<KeyState, Unavailable> {
-        let KeyQuery { rule_set, charge_plan, keyed_request, .. } = query;
+        let KeyQuery { rule_set, charge_plan, .. } = query;
         let (pending, mut refunds) = self.read_usage(query).await;
         // A reset made only here would be undone when the store returns.
         if pending.progress.without_store.contains(&true) {
@@ -99,7 +100,8 @@ impl SharedCounters {
         let now_ms = self.clock.now().unix_ms;
         rule_set.reset(&self.table, now_ms, &pending.context);
         for layer_ref in &pending.context.result.layers {
-            let counter = rule_set.layer_of(charge_plan, *layer_ref).counter(*keyed_request);
+            let Some(keyed_request) = query.keyed_requests[layer_ref.rule] else { continue };
+            let counter = rule_set.layer_of(charge_plan, *layer_ref).counter(keyed_request);
             if let Some((end_ms, _)) = self.table.known_usage(counter, now_ms) {
                 self.table.withdraw(counter, end_ms, u32::MAX);
                 self.table.set_known_usage(counter, end_ms, 0, now_ms);
@@ -115,7 +117,7 @@ impl SharedCounters {
         pending: &mut SharedDecision,
         refunds: &mut Vec<Refund>,
     ) {
-        let KeyQuery { rule_set, charge_plan, keyed_request, key_text, .. } = query;
+        let KeyQuery { rule_set, charge_plan, keyed_requests, key_texts, .. } = query;
         let now_ms = self.clock.now().unix_ms;
         for (charge, layer_ref) in pending.context.result.charges.iter_mut().zip(&pending.context.result.layers) {
             let layer = rule_set.layer_of(charge_plan, *layer_ref);
@@ -123,9 +125,13 @@ impl SharedCounters {
             if layer.shards == 1 || pending.progress.without_store.contains(&true) {
                 continue;
             }
+            let (Some(keyed_request), Some(key_text)) = (keyed_requests[layer_ref.rule], &key_texts[layer_ref.rule])
+            else {
+                continue;
+            };
             for shard in 1..layer.shards {
                 let base_request =
-                    self.counter_request(rule_set, charge_plan, *layer_ref, *keyed_request, key_text, now_ms);
+                    self.counter_request(rule_set, charge_plan, *layer_ref, keyed_request, key_text, now_ms);
                 let request =
                     CounterRequest { key_base: self.key_base(key_text, suffix, shard), used_min: 0, ..base_request };
                 match self.acquire(std::slice::from_ref(&request)).await {
@@ -139,14 +145,14 @@ impl SharedCounters {
                     }
                 }
             }
-            let fetched = u64::from(self.table.leased_tokens(layer.counter(*keyed_request), now_ms));
+            let fetched = u64::from(self.table.leased_tokens(layer.counter(keyed_request), now_ms));
             charge.usage.used = charge.usage.used.saturating_sub(fetched);
         }
     }
 
     /// Reads the usage of each layer; also returns the refunds that would give back all of it.
     async fn read_usage(self: &Rc<Self>, query: &KeyQuery<'_>) -> (Box<SharedDecision>, Vec<Refund>) {
-        let KeyQuery { rule_set, charge_plan, keyed_request, .. } = query;
+        let KeyQuery { rule_set, charge_plan, .. } = query;
         let mut pending = self.new_decision(query);
         let layers: Vec<LayerRef> = rule_set.enforced_layers(charge_plan, &mut pending.context);
         rule_set.add_prepared_charges(
@@ -156,8 +162,8 @@ impl SharedCounters {
             self.clock.now().unix_ms,
             &mut pending.context,
         );
-        let cost = keyed_request.cost;
-        pending.context.result.charges.iter_mut().for_each(|charge| charge.request.cost = 0);
+        let charges = pending.context.result.charges.iter_mut();
+        let costs: Vec<u32> = charges.map(|charge| std::mem::take(&mut charge.request.cost)).collect();
         let mut refunds: Vec<Refund> = match pending.send_layers(rule_set, charge_plan, 0).await {
             SendResult::Granted(refunds) => {
                 refunds.into_iter().map(|(_, refund)| Refund { tokens: TOKENS_MAX, ..refund }).collect()
@@ -167,7 +173,7 @@ impl SharedCounters {
                 Vec::new()
             }
         };
-        pending.context.result.charges.iter_mut().for_each(|charge| charge.request.cost = cost);
+        pending.context.result.charges.iter_mut().zip(costs).for_each(|(charge, cost)| charge.request.cost = cost);
         self.add_shards(query, &mut pending, &mut refunds).await;
         (pending, refunds)
     }

@@ -174,6 +174,50 @@ fn a_malformed_query_is_400_and_an_unknown_rule_404() {
 }
 
 #[test]
+fn several_rules_are_charged_together_or_not_at_all() {
+    let per_address = "[rules.per-address]\nkey = \"ip\"\nwindows = [\"3/minute\"]\n";
+    let gateway = Gateway::start(&config_with(&format!("{PER_USER}{per_address}"), "\"per-client\", \"per-address\""));
+    let both = |cost: u64| {
+        json!({"rules": [
+            {"rule": "per-address", "key": "192.0.2.7"}, {"rule": "per-client", "key": "alice", "cost": cost},
+        ]})
+    };
+    let counts = || {
+        let value = query(&gateway, "value", both(1));
+        let windows = value["windows"].as_array().unwrap().clone();
+        windows.iter().map(|window| window["count"].as_u64().unwrap()).collect::<Vec<_>>()
+    };
+    let admitted = query(&gateway, "limit", both(3));
+    assert_eq!((&admitted["allowed"], &admitted["remaining"]), (&json!(true), &json!(2)));
+    let rules: Vec<&Value> = admitted["windows"].as_array().unwrap().iter().map(|window| &window["rule"]).collect();
+    assert_eq!(rules, ["per-address", "per-client"]);
+    assert_eq!(counts(), [1, 3]);
+    for operation in ["limit", "check"] {
+        let refused = query(&gateway, operation, both(3));
+        assert_eq!((&refused["allowed"], &refused["retry_after"]), (&json!(false), &json!(60)), "{operation}");
+        assert_eq!(counts(), [1, 3]);
+    }
+    assert_eq!(query(&gateway, "check", both(2))["allowed"], true);
+    assert_eq!(query(&gateway, "limit", both(2))["allowed"], true);
+    assert_eq!(counts(), [2, 5]);
+    assert_eq!(query(&gateway, "reset", both(1))["allowed"], true);
+    assert_eq!(counts(), [0, 0]);
+    // Two keys of one rule are two counters; one key twice is a mistake of the caller.
+    let twice = |one: &str, other: &str| json!({"rules": [{"rule": "per-client", "key": one}, {"rule": "per-client", "key": other, "cost": 2}]});
+    assert_eq!(query(&gateway, "limit", twice("a", "b"))["remaining"], 3);
+    for malformed in [
+        twice("a", "a"),
+        json!({"rules": []}),
+        json!({"rules": [7]}),
+        json!({"rules": [{"rule": "per-client", "key": "a", "reserve": true}]}),
+        json!({"rules": [{"rule": "per-client", "key": "a"}], "cost": 1}),
+    ] {
+        post(&gateway, "limit", &malformed).expect(400);
+    }
+    assert_eq!(query(&gateway, "value", json!({"rule": "per-client", "key": "a"}))["count"], 1);
+}
+
+#[test]
 fn a_cost_above_the_limit_has_no_retry_time() {
     let gateway = Gateway::start(&config_with(PER_USER, "\"per-client\""));
     let response = query(&gateway, "limit", json!({"rule": "per-client", "key": "a", "cost": 6}));

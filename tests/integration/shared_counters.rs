@@ -240,6 +240,31 @@ fn the_decision_api_uses_shared_counters() {
 }
 
 #[test]
+fn the_decision_api_decides_shared_and_local_rules_together() {
+    let redis = RedisServer::start();
+    let rules = "[rules.shared]\nkey = \"header:x-user\"\non_missing_key = \"skip\"\nwindows = [\"5/30d\"]\n\
+                 [rules.local]\nkey = \"ip\"\nshared = \"off\"\nwindows = [\"3/30d\"]\n";
+    for mode in ["exact", "lease"] {
+        redis.cli(&["FLUSHALL"]);
+        let gateways = GatewayGroup::start(2, &config(&redis, mode, rules));
+        let query = |gateway: usize, operation: &str| {
+            let rules = json!([{"rule": "shared", "key": "alice"}, {"rule": "local", "key": "192.0.2.7"}]);
+            query_decision(&gateways.0[gateway], operation, &json!({ "rules": rules }))
+        };
+        let counts = |gateway| {
+            let value = query(gateway, "value");
+            let windows = value["windows"].as_array().unwrap().clone();
+            windows.iter().map(|window| window["count"].as_u64().unwrap()).collect::<Vec<_>>()
+        };
+        let admitted = |gateway| (0..4).filter(|_| query(gateway, "limit")["allowed"] == true).count();
+        assert_eq!((admitted(0), counts(0), counts(1)), (3, vec![3, 3], vec![3, 0]), "{mode}: the local rule refuses");
+        assert_eq!((admitted(1), counts(0), counts(1)), (2, vec![5, 3], vec![5, 2]), "{mode}: the shared rule refuses");
+        query(0, "reset");
+        assert_eq!((counts(0), counts(1)), (vec![0, 0], vec![0, 2]), "{mode}");
+    }
+}
+
+#[test]
 fn a_known_full_counter_rarely_queries_redis() {
     let redis = RedisServer::start();
     for mode in ["exact", "lease"] {

@@ -390,13 +390,14 @@ impl RuleSet {
         charge_plan
     }
 
-    /// The charge plan of one rule, for decisions without an HTTP request. A shadow rule is enforced in it, and
-    /// requests are not delayed.
-    pub fn single_rule_plan(&self, rule: usize) -> ChargePlan {
-        let mut charge_plan = self.charge_plan(&[rule]);
+    /// The charge plan for decisions without an HTTP request, by these rules (positions in [`RuleSet::rules`]). Shadow rules
+    /// are enforced in it, and requests are not delayed.
+    pub fn query_plan(&self, rules: &[usize]) -> ChargePlan {
+        let mut charge_plan = self.charge_plan(rules);
         charge_plan.shadow_rules.clear();
         charge_plan.may_delay = false;
-        let mut layers: Vec<LayerRef> = self.layers_of_rule(&charge_plan, 0, 0).collect();
+        let layers = |position| self.layers_of_rule(&charge_plan, position, 0);
+        let mut layers: Vec<LayerRef> = (0..rules.len()).flat_map(layers).collect();
         self.sort_layers(&charge_plan, &mut layers);
         charge_plan.enforced = layers;
         charge_plan

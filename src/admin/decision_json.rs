@@ -1,0 +1,102 @@
+//! Queries to the decision service, and their results, as JSON.
+
+use serde_json::{Map, Value, json};
+
+use crate::decision::{DecisionOutcome, DecisionQuery, Operation, RuleQuery, WindowState};
+use crate::http::error::DecisionError;
+use crate::http::ratelimit_headers::seconds_until;
+
+/// Rules of a query with several.
+const RULES_MAX: usize = 64;
+
+/// Parses the body of a query: `{"rule": …, "key": …, "cost": …, "reserve": …}`, or several rules at once,
+/// `{"rules": [{"rule": …, "key": …, "cost": …}], "reserve": …}`.
+pub fn parse(operation: Operation, text: &[u8]) -> Result<DecisionQuery, DecisionError> {
+    let query: Map<String, Value> =
+        serde_json::from_slice(text).map_err(|_| malformed("the query is not a JSON object"))?;
+    let reserve = match query.get("reserve") {
+        None | Some(Value::Null) => false,
+        Some(Value::Bool(reserve)) => *reserve,
+        Some(_) => return Err(malformed("`reserve` is neither `true` nor `false`")),
+    };
+    let Some(rules) = query.get("rules") else {
+        check_keys(&query, &["rule", "key", "cost", "reserve"])?;
+        return Ok(DecisionQuery { operation, rules: vec![parse_rule(&query)?], reserve });
+    };
+    check_keys(&query, &["rules", "reserve"])?;
+    let rules = rules.as_array().filter(|rules| (1..=RULES_MAX).contains(&rules.len()));
+    let rules = rules.ok_or_else(|| malformed("`rules` is not a list of 1 to 64 objects"))?;
+    let parse_entry = |entry: &Value| {
+        let entry = entry.as_object().ok_or_else(|| malformed("`rules` is not a list of 1 to 64 objects"))?;
+        check_keys(entry, &["rule", "key", "cost"])?;
+        parse_rule(entry)
+    };
+    Ok(DecisionQuery { operation, rules: rules.iter().map(parse_entry).collect::<Result<_, _>>()?, reserve })
+}
+
+fn malformed(reason: &str) -> DecisionError {
+    DecisionError::Malformed(reason.to_owned())
+}
+
+fn check_keys(object: &Map<String, Value>, known: &[&str]) -> Result<(), DecisionError> {
+    let Some(other) = object.keys().find(|name| !known.contains(&name.as_str())) else { return Ok(()) };
+    let other: String = other.chars().take(64).collect();
+    Err(DecisionError::Malformed(format!("`{other}` is not one of `{}`", known.join("`, `"))))
+}
+
+fn parse_rule(object: &Map<String, Value>) -> Result<RuleQuery, DecisionError> {
+    let Some(Value::String(rule)) = object.get("rule") else { return Err(malformed("`rule` is not a string")) };
+    let text = |value: &Value| match value {
+        Value::String(text) if !text.is_empty() => Some(text.clone()),
+        _ => None,
+    };
+    let key = match object.get("key") {
+        None | Some(Value::Null) => Some(Vec::new()),
+        Some(Value::Array(parts)) => parts.iter().map(text).collect(),
+        Some(value) => text(value).map(|text| vec![text]),
+    };
+    let key = key.ok_or_else(|| malformed("`key` is neither a non-empty string nor a list of non-empty strings"))?;
+    let cost = match object.get("cost") {
+        None | Some(Value::Null) => None,
+        Some(cost) => {
+            let cost = cost.as_u64().and_then(|cost| u32::try_from(cost).ok());
+            Some(cost.ok_or_else(|| malformed("`cost` is not a whole number from 0 to 4294967295"))?)
+        }
+    };
+    Ok(RuleQuery { rule: rule.clone(), key, cost })
+}
+
+/// The response to a query. Its top level repeats the window with the fewest tokens left.
+pub fn render(query: &DecisionQuery, outcome: &DecisionOutcome) -> Value {
+    let window = |window: &WindowState| {
+        let mut fields = Map::new();
+        fields.insert("count".to_owned(), json!(window.used));
+        fields.insert("limit".to_owned(), json!(window.limit));
+        fields.insert("remaining".to_owned(), json!(window.remaining));
+        fields.insert("ttl".to_owned(), json!(seconds_until(window.end_ms, outcome.now_ms)));
+        fields
+    };
+    let named = |of: &WindowState| {
+        let mut fields = window(of);
+        fields.insert("name".to_owned(), json!(of.name));
+        if query.rules.len() > 1 {
+            fields.insert("rule".to_owned(), json!(of.rule));
+        }
+        Value::Object(fields)
+    };
+    let tightest = outcome.windows.iter().min_by_key(|window| (window.remaining, std::cmp::Reverse(window.end_ms)));
+    // Without windows, the key is exempt from all rules.
+    let mut response = match tightest {
+        Some(tightest) => window(tightest),
+        None => window(&WindowState { end_ms: outcome.now_ms, ..WindowState::default() }),
+    };
+    response.insert("allowed".to_owned(), json!(outcome.allowed));
+    // Null where the cost exceeds the capacity, so that the query can never succeed.
+    let retry_after = outcome.retry_at_ms.map(|retry_at_ms| {
+        let seconds = seconds_until(retry_at_ms, outcome.now_ms);
+        if outcome.allowed { seconds } else { seconds.max(1) }
+    });
+    response.insert("retry_after".to_owned(), json!(retry_after));
+    response.insert("windows".to_owned(), outcome.windows.iter().map(named).collect());
+    Value::Object(response)
+}
