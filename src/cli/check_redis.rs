@@ -7,8 +7,7 @@ use tokio::runtime::{Builder, LocalOptions};
 use super::Exit;
 use crate::clock::Clock;
 use crate::config::redis::StoreConfig;
-use crate::redis_store::diagnose::{ServerReport, diagnose};
-use crate::redis_store::diagnose_rules::Severity;
+use crate::redis_store::diagnose::{ServerReport, Severity, diagnose};
 
 /// Diagnoses all configured servers and prints the findings.
 pub fn check_redis(shared: Option<&StoreConfig>) -> Exit {
@@ -23,7 +22,9 @@ pub fn check_redis(shared: Option<&StoreConfig>) -> Exit {
             return Exit::Failed;
         }
     };
-    let exit = if reports.iter().any(ServerReport::has_problem) { Exit::Failed } else { Exit::Fine };
+    let is_fine =
+        reports.iter().flat_map(|report| &report.findings).all(|finding| finding.severity != Severity::Problem);
+    let exit = if is_fine { Exit::Fine } else { Exit::Failed };
     for ServerReport { subject: of, findings } in reports {
         print_out!("{of}{}", if findings.is_empty() { ": fine" } else { "" });
         for finding in findings {
@@ -33,7 +34,9 @@ pub fn check_redis(shared: Option<&StoreConfig>) -> Exit {
                 Severity::Note => "note",
             };
             print_out!("  {word}: {}", finding.text);
-            print_out!("    fix: {}", finding.fix);
+            if !finding.fix.is_empty() {
+                print_out!("    fix: {}", finding.fix);
+            }
         }
     }
     if exit == Exit::Fine {

@@ -56,6 +56,13 @@ pub enum StoreError {
     Key(String),
 }
 
+impl From<StoreError> for String {
+    fn from(error: StoreError) -> String {
+        let (StoreError::Unreachable(why) | StoreError::Key(why)) = error;
+        why
+    }
+}
+
 impl RedisClient {
     /// Opens no connection yet.
     pub fn new(settings: &StoreConfig) -> RedisClient {
@@ -207,20 +214,11 @@ impl RedisClient {
     }
 
     async fn probe_all(&self) -> Result<u64, StoreError> {
-        let key_prefix = format!("{}:{{#probe|", self.0.prefix);
-        let bases = match &self.0.servers {
-            Servers::Single(link) => {
-                link.check_master().await;
-                vec![format!("{key_prefix}0}}")]
-            }
-            Servers::Cluster(cluster) => {
-                cluster.refresh().await.map_err(StoreError::Unreachable)?;
-                cluster.masters(&key_prefix).into_iter().map(|(_, base)| base).collect()
-            }
-        };
-        let probes: Vec<JoinHandle<_>> = bases
+        let masters = self.masters(&format!("{}:{{#probe|", self.0.prefix)).await;
+        let masters = masters.map_err(StoreError::Unreachable)?;
+        let probes: Vec<JoinHandle<_>> = masters
             .into_iter()
-            .map(|base| {
+            .map(|(_, base)| {
                 let store = self.clone();
                 spawn_local(async move { store.probe_one(base).await })
             })
@@ -233,7 +231,22 @@ impl RedisClient {
         Ok(time_ms)
     }
 
-    async fn probe_one(&self, base: String) -> Result<u64, StoreError> {
+    /// Every master, with a key base in one of its slots that begins with `prefix` and ends with `}`.
+    pub async fn masters(&self, prefix: &str) -> Result<Vec<(Rc<ReconnectingConnection>, String)>, String> {
+        match &self.0.servers {
+            Servers::Single(link) => {
+                link.check_master().await;
+                Ok(vec![(Rc::clone(link), format!("{prefix}0}}"))])
+            }
+            Servers::Cluster(cluster) => {
+                cluster.refresh().await?;
+                Ok(cluster.masters(prefix))
+            }
+        }
+    }
+
+    /// Acquires from a short-lived key; returns the server's time, Unix milliseconds.
+    pub async fn probe_one(&self, base: String) -> Result<u64, StoreError> {
         let at = WindowRef::Floating { period_ms: PROBE_PERIOD_MS };
         let (limit, ceiling) = (u32::MAX, TOKENS_MAX);
         let request = CounterRequest {

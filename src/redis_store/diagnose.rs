@@ -1,351 +1,318 @@
-//! Diagnoses the configured servers, for `transom check --connect`: all of them, including sentinels and cluster
-//! nodes, and counts on them.
-//!
-//! Test counts use keys of their own, `PREFIX:{transom-check|…}`, which expire after a few seconds.
+//! Checks the configured servers for `transom check --connect`: all of them, including sentinels and cluster nodes.
+//! Counts there, under keys of its own (`PREFIX:{transom-check|…}`), which it deletes.
 
-use std::cell::Cell;
 use std::rc::Rc;
 use std::time::Duration;
 
-use redis::{Cmd, Value};
-
-use super::cluster::Cluster;
+use super::client::RedisClient;
 use super::connect::{Connector, with_timeout};
-use super::connection::{Connection, ScriptKind};
-use super::diagnose_rules::{Finding, Info, Severity, clock_finding, error_finding};
-use super::scripts::{
-    self, AcquireCall, AcquireReply, CounterRequest, Refund, Scripts, TOKENS_MAX, WindowRef, refunds_of,
-};
-use super::sentinel::{self, reply_text};
-use crate::config::redis::{Node, Nodes, StoreConfig};
+use super::connection::{Connection, log_excerpt};
+use super::scripts::{AcquireReply, CounterRequest, TOKENS_MAX, WindowRef, refunds_of};
+use super::sentinel::reply_text;
+use crate::config::redis::{Nodes, StoreConfig};
 
-/// Limit for one reply.
-const REPLY_TIMEOUT: Duration = Duration::from_millis(2000);
-/// Length of the test window.
-const WINDOW_MS: u64 = 10_000;
-const SENTINELS_MIN: usize = 3;
+/// Limit for the replies of one server.
+const REPLY_TIMEOUT: Duration = Duration::from_millis(3000);
+const CLOCK_DIFFERENCE_MAX_MS: u64 = 1000;
 
-/// The findings about one server, or about all together.
+/// The ACL rights that the gateway's user needs, in addition to the keys `~PREFIX:*`.
+pub const COMMANDS: &str = "+ping +select +eval +evalsha +time +get +mget +exists +set +del +decrby +hmget +hset +pexpireat \
+                            +role +info +cluster|slots +cluster|info +asking";
+
+/// The server cannot be used as it is; more than the limit may be admitted some day; for information.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Severity {
+    Problem,
+    Warning,
+    Note,
+}
+use Severity::{Note, Problem, Warning};
+
+/// A finding about a server, for the operator. The fix is empty if the text says enough.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Finding {
+    pub severity: Severity,
+    pub text: String,
+    pub fix: String,
+}
+
+/// The findings about one server.
 #[derive(Debug)]
 pub struct ServerReport {
-    /// What the findings are about.
     pub subject: String,
     pub findings: Vec<Finding>,
 }
 
-impl ServerReport {
-    fn new(of: impl Into<String>, findings: Vec<Finding>) -> ServerReport {
-        ServerReport { subject: of.into(), findings }
+/// A check of what a server reports: severity, condition, text, fix. `{field}` in the texts is the value of that field.
+pub type Check = (Severity, fn(&Info) -> bool, &'static str, &'static str);
+type Opened = Result<Rc<Connection>, String>;
+
+/// Checks of `INFO`. Every counter has an expiry time, so each policy but `noeviction` evicts counters.
+pub const EVICTION: Check = (
+    Problem,
+    |info| !["", "0"].contains(&info.get("maxmemory")) && info.get("maxmemory_policy") != "noeviction",
+    "`maxmemory-policy` is `{maxmemory_policy}`: when its memory is full, it evicts counters of windows that are still \
+     open, and their keys get the whole limit again",
+    "`CONFIG SET maxmemory-policy noeviction`, and the same in its configuration file; use a separate server for counters",
+);
+const SERVER: [Check; 4] = [
+    (
+        Problem,
+        |info| ["2.", "3.", "4.", "5.", "6.0.", "6.1."].iter().any(|old| info.get("redis_version").starts_with(old)),
+        "version {redis_version} is too old: shared counters need 6.2 or later",
+        "install a later version of Redis, or Valkey",
+    ),
+    (
+        Problem,
+        |info| info.get("role") == "slave",
+        "it is a replica and cannot count; its master is `{master_host}:{master_port}`",
+        "name `{master_host}:{master_port}` in `redis`, or the sentinels that know the master",
+    ),
+    EVICTION,
+    (
+        Note,
+        |info| info.get("aof_enabled") == "0",
+        "it does not log each change (`appendonly no`): a crash loses the usage since its last snapshot",
+        "set `appendonly yes` if this loss matters",
+    ),
+];
+const OUTSIDE_CLUSTER: Check = (
+    Problem,
+    |info| info.get("cluster_enabled") == "1",
+    "it is a node of a cluster",
+    "write its URL in brackets: `redis = [\"redis://HOST:PORT\"]`",
+);
+const BEHIND_SENTINELS: Check = (
+    Note,
+    |info| info.get("min_slaves_good_slaves").is_empty(),
+    "it keeps counting while it is cut off from its replicas, even after another master was elected, and for seconds \
+     after `SENTINEL FAILOVER`: clients can then use their limits twice",
+    "set `min-replicas-to-write` to the number of replicas, and `min-replicas-max-lag 10`",
+);
+/// A check of `CLUSTER INFO`.
+const COMPLETE_CLUSTER: Check = (
+    Problem,
+    |info| info.get("cluster_state") != "ok" || info.get("cluster_slots_ok") != "16384",
+    "the cluster is `{cluster_state}`; {cluster_slots_ok} of 16384 slots are served",
+    "see `redis-cli --cluster check HOST:PORT`, and repair with `--cluster fix`",
+);
+
+/// Fixes in the gateway's configuration for errors that have one of these words; the first match applies.
+const FIXES: [(&str, &str); 10] = [
+    ("NOPERM|ACL failure|can't run", "grant the user the rights: `ACL SETUSER NAME on >PASSWORD ~PREFIX:* RIGHTS`"),
+    ("NOAUTH", "write `password_file` or `password_env`, and `username` for an ACL user"),
+    ("SENTINEL", "it is not a sentinel: name sentinels in `redis`, or remove `sentinel_master`"),
+    ("No such master", "set `sentinel_master` to the name in its `sentinel monitor NAME …`"),
+    ("cluster support", "it is not a node of a cluster: write it without brackets, `redis = \"redis://HOST:PORT\"`"),
+    ("UnknownIssuer|BadSignature", "name the CA that issued its certificate: `ca = \"FILE\"`"),
+    ("CertificateRequired|HandshakeFailure", "it requires a client certificate: write `certificate` and `private_key`"),
+    ("refused|No such file|denied", "check that it runs and listens there (`bind`, `port`, `unixsocket`)"),
+    (
+        "no reply|imed out|end of file|reset|roken",
+        "check the address; for TLS write `rediss://`, else write `redis://`",
+    ),
+    ("InvalidContentType|corrupt message", "it does not use TLS at this port: write `redis://`, or its TLS port"),
+];
+
+/// The reply to `INFO` or `CLUSTER INFO`.
+pub struct Info<'t>(pub &'t str);
+
+impl<'t> Info<'t> {
+    fn get(&self, name: &str) -> &'t str {
+        let value = self.0.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+        value.map_or("", str::trim)
     }
 
-    pub fn has_problem(&self) -> bool {
-        self.findings.iter().any(|finding| finding.severity == Severity::Problem)
+    pub fn run(&self, &(severity, fails, text, fix): &Check) -> Option<Finding> {
+        fails(self).then(|| Finding { severity, text: self.fill(text), fix: self.fill(fix) })
+    }
+
+    fn fill(&self, template: &str) -> String {
+        let (start, fields) = template.split_once('{').unwrap_or((template, ""));
+        let fields = fields.split('{').filter_map(|field| field.split_once('}'));
+        fields.fold(start.to_owned(), |text, (name, rest)| text + &log_excerpt(self.get(name)) + rest)
     }
 }
 
 /// Diagnoses all servers of the configuration; `now_ms` is this machine's time.
 pub async fn diagnose(settings: &StoreConfig, now_ms: &dyn Fn() -> u64) -> Vec<ServerReport> {
-    let diagnosis = Diagnosis {
-        connector: Rc::new(Connector::new(settings)),
-        prefix: &settings.prefix,
-        uses_tls: settings.tls.is_some(),
-        scripts: Scripts::default(),
-        now_ms,
-    };
+    let connector = Connector::new(settings);
+    let mut diagnosis =
+        Diagnosis { prefix: &settings.prefix, client: RedisClient::new(settings), now_ms, reports: Vec::new() };
+    let mut checks = SERVER.to_vec();
     match &settings.nodes {
-        Nodes::Single(node) => vec![diagnosis.diagnose_single(node).await],
-        Nodes::Sentinel { nodes, master } => diagnosis.diagnose_sentinels(nodes, master).await,
-        Nodes::Cluster(seeds) => diagnosis.diagnose_cluster(seeds).await,
+        Nodes::Single(_) => checks.push(OUTSIDE_CLUSTER),
+        Nodes::Sentinel { nodes, master } => {
+            checks.extend([OUTSIDE_CLUSTER, BEHIND_SENTINELS]);
+            for node in nodes {
+                let opened = connector.open_sentinel(node).await;
+                diagnosis.examine("sentinel", opened, &["SENTINEL", "CKQUORUM", master], &[], None).await;
+            }
+        }
+        Nodes::Cluster(seeds) => {
+            for node in seeds {
+                let opened = connector.open(node).await;
+                diagnosis.examine("node", opened, &["CLUSTER", "INFO"], &[COMPLETE_CLUSTER], None).await;
+            }
+        }
     }
-}
-
-/// A master's replicas.
-#[derive(Clone, Copy)]
-struct Replicas {
-    count: u64,
-    /// Whether the master requires replicas (`min-replicas-to-write`).
-    are_required: bool,
+    match diagnosis.client.masters(&format!("{}:{{transom-check|", settings.prefix)).await {
+        Ok(masters) => {
+            for (link, base) in masters {
+                diagnosis.examine("server", link.get().await, &["INFO"], &checks, Some(base)).await;
+            }
+        }
+        Err(why) => diagnosis.examine("cluster", Err(why), &[], &[], None).await,
+    }
+    diagnosis.reports
 }
 
 struct Diagnosis<'s> {
-    connector: Rc<Connector>,
     prefix: &'s str,
-    uses_tls: bool,
-    scripts: Scripts,
+    client: RedisClient,
     now_ms: &'s dyn Fn() -> u64,
+    reports: Vec<ServerReport>,
 }
 
 impl Diagnosis<'_> {
-    async fn diagnose_single(&self, node: &Node) -> ServerReport {
-        match self.connector.open(node).await {
-            Ok(connection) => self.diagnose_server(&connection, None).await.0,
-            Err(why) => ServerReport::new(node.to_string(), vec![self.error_finding(&why)]),
-        }
-    }
-
-    async fn diagnose_sentinels(&self, nodes: &[Node], master: &str) -> Vec<ServerReport> {
-        let mut reports = Vec::new();
-        for node in nodes {
-            let findings = match self.connector.open_sentinel(node).await {
-                Ok(connection) => self.diagnose_sentinel(&connection, master).await,
-                Err(why) => vec![self.error_finding(&why)],
-            };
-            reports.push(ServerReport::new(format!("sentinel {node}"), findings));
-        }
-        if reports.iter().all(ServerReport::has_problem) {
-            return reports;
-        }
-        if nodes.len() < SENTINELS_MIN {
-            let text = format!("only {} sentinels are configured", nodes.len());
-            let fix = "name all sentinels in `redis`, and run at least three: fewer cannot replace a master safely";
-            reports.push(ServerReport::new("sentinels", vec![Finding::note(text, fix)]));
-        }
-        let sentinels = sentinel::Sentinels::new(nodes.to_vec(), master.to_owned());
-        match sentinels.open_master(&self.connector).await {
-            Ok(connection) => {
-                let (mut report, replicas) = self.diagnose_server(&connection, None).await;
-                if replicas.is_some_and(|replicas| replicas.count == 0) {
-                    let text = "it has no replica that could replace it";
-                    report.findings.push(Finding::warning(text, "add one: `REPLICAOF HOST PORT` there"));
+    /// Checks the reply of a server to a command, and, if it has the counters with key base `base`, counts there.
+    async fn examine(&mut self, role: &str, opened: Opened, command: &[&str], checks: &[Check], base: Option<String>) {
+        let (mut subject, mut findings) = (role.to_owned(), Vec::new());
+        let examined: Result<(), String> = async {
+            let connection = opened?;
+            let node = &connection.node;
+            subject = format!("{role} {node}");
+            let mut query = redis::cmd(command[0]);
+            query.arg(&command[1..]);
+            let reply = async { connection.call(query).await.map_err(|failure| connection.describe(&failure)) };
+            match with_timeout(node, REPLY_TIMEOUT, reply).await {
+                // Counting needs neither this command nor a quorum.
+                Err(why) if why.contains("NOPERM") || why.contains("NOQUORUM") => {
+                    findings.push(Finding { severity: Warning, ..self.error(&why) });
                 }
-                if replicas.is_some_and(|replicas| replicas.count > 0 && !replicas.are_required) {
-                    let text = "it keeps counting while it is cut off from its replicas, even after another master was elected, \
-                                and for seconds after `SENTINEL FAILOVER`: clients can then use their limits twice";
-                    let fix = "set `min-replicas-to-write` to the number of replicas, and `min-replicas-max-lag 10`";
-                    report.findings.push(Finding::note(text, fix));
-                }
-                report.subject = format!("master {}", report.subject);
-                reports.push(report);
-            }
-            Err(why) => reports.push(ServerReport::new(format!("master `{master}`"), vec![self.error_finding(&why)])),
-        }
-        reports
-    }
-
-    /// What a sentinel knows of the master.
-    async fn diagnose_sentinel(&self, connection: &Connection, master: &str) -> Vec<Finding> {
-        let reply = match self.call(connection, redis::cmd("SENTINEL").arg("master").arg(master)).await {
-            Ok(reply) => pairs(&reply),
-            Err(why) if why.contains("No such master") => {
-                let fix = "set `sentinel_master` to the name in its `sentinel monitor NAME …`";
-                return vec![Finding::problem(format!("it does not know a master called `{master}`"), fix)];
-            }
-            Err(why) if why.contains("unknown command") => {
-                let fix = "name sentinels in `redis`, which listen at port 26379, or remove `sentinel_master`";
-                return vec![Finding::problem("it is not a sentinel", fix)];
-            }
-            Err(why) => return vec![self.error_finding(&why)],
-        };
-        let number = |name: &str| -> u64 {
-            let found = reply.iter().find(|(key, _)| key == name);
-            found.and_then(|(_, value)| value.parse().ok()).unwrap_or(0)
-        };
-        let flags = reply.iter().find(|(key, _)| key == "flags").map_or("", |(_, value)| value.as_str());
-        let mut found = Vec::new();
-        if flags.contains("down") {
-            let fix = "repair the master, or wait until a replica has replaced it";
-            found.push(Finding::problem(format!("it reports that the master is down (`{flags}`)"), fix));
-        }
-        if number("quorum") > number("num-other-sentinels") + 1 {
-            let text = "it knows fewer sentinels than the quorum for a new master";
-            found.push(Finding::warning(text, "start the other sentinels, or lower the quorum of `sentinel monitor`"));
-        }
-        found
-    }
-
-    async fn diagnose_cluster(&self, seeds: &[Node]) -> Vec<ServerReport> {
-        let mut reports = Vec::new();
-        for node in seeds {
-            let findings = match self.connector.open(node).await {
-                Ok(connection) => self.diagnose_seed(&connection).await,
-                Err(why) => vec![self.error_finding(&why)],
-            };
-            if !findings.is_empty() {
-                reports.push(ServerReport::new(node.to_string(), findings));
-            }
-        }
-        if reports.len() == seeds.len() && reports.iter().all(ServerReport::has_problem) {
-            return reports;
-        }
-        let cluster = Cluster::new(seeds.to_vec(), Rc::clone(&self.connector), Rc::new(Cell::new(0)));
-        if let Err(why) = cluster.refresh().await {
-            reports.push(ServerReport::new("cluster", vec![self.error_finding(&why)]));
-            return reports;
-        }
-        for (link, base) in cluster.masters(&format!("{}:{{transom-check|", self.prefix)) {
-            match link.get().await {
-                Ok(connection) => reports.push(self.diagnose_server(&connection, Some(base)).await.0),
-                Err(why) => reports.push(ServerReport::new("a master", vec![self.error_finding(&why)])),
-            }
-        }
-        reports
-    }
-
-    /// The state of the cluster as one node sees it.
-    async fn diagnose_seed(&self, connection: &Connection) -> Vec<Finding> {
-        let reply = match self.call(connection, redis::cmd("CLUSTER").arg("INFO")).await {
-            Ok(reply) => reply,
-            Err(why) if why.contains("cluster support disabled") => {
-                let fix = "write it without brackets: `redis = \"redis://HOST:PORT\"`";
-                return vec![Finding::problem("it is not a node of a cluster", fix)];
-            }
-            Err(why) if is_not_permitted(&why) => return Vec::new(),
-            Err(why) => return vec![self.error_finding(&why)],
-        };
-        let info = Info::new(reply_text(&reply).unwrap_or_default());
-        let (state, slots) = (info.get("cluster_state").unwrap_or("unknown"), info.number("cluster_slots_ok"));
-        if state == "ok" && slots == u64::from(super::hash_slot::SLOTS) {
-            return Vec::new();
-        }
-        let text = format!("the cluster is `{state}`; {slots} of 16384 slots are served");
-        vec![Finding::problem(text, "see `redis-cli --cluster check HOST:PORT`, and repair with `--cluster fix`")]
-    }
-
-    /// Diagnoses one server; also returns its replicas, if it is a master and its `INFO` can be read. `base` is a key
-    /// base in one of its slots, if the server should be a cluster node.
-    async fn diagnose_server(
-        &self,
-        connection: &Rc<Connection>,
-        base: Option<String>,
-    ) -> (ServerReport, Option<Replicas>) {
-        let mut title = "version and role unknown".to_owned();
-        let mut findings = Vec::new();
-        let mut replicas = None;
-        match self.call(connection, &mut redis::cmd("INFO")).await {
-            Ok(reply) => {
-                let info = Info::new(reply_text(&reply).unwrap_or_default());
-                title = info.title();
-                findings = info.findings();
-                let are_needed = info.get("min_slaves_good_slaves").is_some();
-                replicas = info
-                    .is_master()
-                    .then(|| Replicas { count: info.number("connected_slaves"), are_required: are_needed });
-                if info.in_cluster() && base.is_none() {
-                    let fix = format!("write it in brackets: `redis = [\"redis://{}\"]`", connection.node);
-                    findings.push(Finding::problem("it is a node of a cluster", fix));
-                    return (ServerReport::new(format!("{}: {title}", connection.node), findings), replicas);
-                }
-            }
-            Err(why) if is_not_permitted(&why) => {
-                let text = "its version, role and memory are unknown: the user may not run INFO";
-                findings.push(Finding::note(text, "allow the user `+info`"));
-            }
-            Err(why) => findings.push(self.error_finding(&why)),
-        }
-        let base = base.unwrap_or_else(|| format!("{}:{{transom-check|}}", self.prefix));
-        match self.measure_time(connection).await {
-            Ok((server_ms, finding)) => {
-                findings.extend(finding);
-                if let Err(why) = self.try_counting(connection, &base, server_ms).await {
-                    // Being a replica is a finding already.
-                    if !why.contains("READONLY") || !title.ends_with("replica") {
-                        findings.push(self.error_finding(&why));
+                reply => {
+                    let reply = reply?;
+                    let info = Info(reply_text(&reply).unwrap_or_default());
+                    if !info.get("role").is_empty() {
+                        subject += &info.fill(": {role}, replicas: {connected_slaves}, Redis version: {redis_version}");
                     }
+                    findings.extend(checks.iter().filter_map(|check| info.run(check)));
                 }
             }
-            Err(why) => findings.push(self.error_finding(&why)),
+            if let (Some(base), true) = (base, findings.iter().all(|finding| finding.severity > Problem)) {
+                findings.extend(with_timeout(node, REPLY_TIMEOUT, self.count(base)).await?);
+            }
+            Ok(())
         }
+        .await;
+        findings.extend(examined.err().map(|why| self.error(&why)));
         findings.sort_by_key(|finding| finding.severity);
-        findings.dedup();
-        (ServerReport::new(format!("{}: {title}", connection.node), findings), replicas)
+        self.reports.push(ServerReport { subject, findings });
     }
 
-    /// The server's time, and the finding if it is wrong.
-    async fn measure_time(&self, connection: &Connection) -> Result<(u64, Option<Finding>), String> {
+    /// Acquires tokens with each command that the scripts use, and refunds them. Returns the finding about the server's clock.
+    async fn count(&self, base: String) -> Result<Option<Finding>, String> {
         let before_ms = (self.now_ms)();
-        let reply = self.call(connection, &mut redis::cmd("TIME")).await?;
+        let server_ms = self.client.probe_one(base.clone()).await?;
         let after_ms = (self.now_ms)();
-        let unexpected = || format!("unexpected reply to TIME: {reply:?}");
-        let Value::Array(parts) = &reply else { return Err(unexpected()) };
-        let parts: Vec<u64> = parts.iter().filter_map(|part| reply_text(part)?.parse().ok()).collect();
-        let [seconds, micros] = parts.as_slice() else { return Err(unexpected()) };
-        let server_ms = seconds * 1000 + micros / 1000;
-        Ok((server_ms, clock_finding(server_ms, before_ms, after_ms)))
-    }
 
-    /// Acquires a token of each kind of counter and refunds it.
-    async fn try_counting(&self, connection: &Rc<Connection>, base: &str, server_ms: u64) -> Result<(), String> {
-        // A window that no other check has used.
-        let number = server_ms;
-        let end_ms = server_ms + WINDOW_MS;
-        let next_end_ms = end_ms + WINDOW_MS;
-        let (limit, ceiling) = (1000, TOKENS_MAX);
-        let want = |at| CounterRequest {
-            key_base: base.into(),
-            window: at,
-            limit,
-            ceiling,
-            need: 1,
-            want: 1,
-            used_min: 0,
-            computed_ms: 0,
+        let (limit, ceiling, key_base) = (1000, TOKENS_MAX, base.into());
+        // The number of a window that no other check has used.
+        let (number, end_ms, next_end_ms) = (server_ms, server_ms + 10_000, server_ms + 20_000);
+        let window = WindowRef::Plain { number, end_ms, next_end_ms };
+        let requests =
+            [CounterRequest { key_base, window, limit, ceiling, need: 1, want: 1, used_min: 0, computed_ms: 0 }];
+        let acquired = self.client.acquire(&requests, server_ms).await?;
+        let AcquireReply::Granted { counters, .. } = acquired else {
+            return Err(format!("unexpected reply to a script: {acquired:?}"));
         };
-        let requests = [
-            want(WindowRef::Plain { number, end_ms, next_end_ms }),
-            want(WindowRef::Accumulating { number, end_ms, next_end_ms }),
-            want(WindowRef::Floating { period_ms: WINDOW_MS }),
-        ];
-        let calls = [AcquireCall { requests: requests.into(), gateway_ms: 0, window_ms: server_ms }];
-        let acquire = |by| scripts::acquire_command(&self.scripts.acquire, by, calls.iter());
-        let reply = self.run(connection, ScriptKind::Acquire, &acquire).await?;
-        let decisions = scripts::parse_acquire_reply(&reply, calls.iter()).unwrap_or_default();
-        let replies = match decisions.into_iter().next() {
-            Some(Ok(AcquireReply::Granted { counters: replies, .. })) => replies,
-            _ => return Err(format!("unexpected reply to a script: {reply:?}")),
-        };
-        let refunds = refunds_of(&calls[0].requests, &replies);
-        let refund = |by| scripts::refund_command(&self.scripts.refund, by, &refunds);
-        let refunded = scripts::parse_refund_reply(&self.run(connection, ScriptKind::Refund, &refund).await?);
-        if refunded != Some(replies.iter().map(|replies| replies.granted).sum()) {
-            // `pcall` in the script hides the missing right.
-            return Err("tokens cannot be refunded".to_owned());
+        let mut refunds = refunds_of(&requests, &counters);
+        // The script takes a counter that it may not read for one that has expired.
+        if self.client.refund(&refunds).await? != 1 {
+            return Err("NOPERM: tokens cannot be refunded, which needs GET".to_owned());
         }
-        // Deletes the test counters, as a reset does.
-        let all: Vec<Refund> = refunds.iter().map(|refund| Refund { deletes: true, ..refund.clone() }).collect();
-        let delete = |by| scripts::refund_command(&self.scripts.refund, by, &all);
-        self.run(connection, ScriptKind::Refund, &delete).await.map(|_nothing| ())
+        refunds.iter_mut().for_each(|refund| refund.deletes = true);
+        self.client.refund(&refunds).await?;
+        Ok(clock_finding(server_ms, before_ms, after_ms))
     }
 
-    /// The finding for an error, without the server's name, which the report already has.
-    fn error_finding(&self, why: &str) -> Finding {
-        let mut finding = error_finding(why, self.prefix, self.uses_tls);
-        if let Some((node, what)) = finding.text.split_once(": ")
-            && !node.contains(' ')
-            && node.contains([':', '/'])
-        {
-            finding.text = what.to_owned();
-        }
-        finding
-    }
-
-    async fn call(&self, connection: &Connection, command: &mut Cmd) -> Result<Value, String> {
-        let reply = async { connection.call(command.clone()).await.map_err(|failure| connection.describe(&failure)) };
-        with_timeout(&connection.node, REPLY_TIMEOUT, reply).await
-    }
-
-    async fn run(
-        &self,
-        connection: &Connection,
-        which: ScriptKind,
-        call: &dyn Fn(scripts::ScriptRef) -> Cmd,
-    ) -> Result<Value, String> {
-        let reply =
-            async { connection.run_script(which, false, call).await.map_err(|failure| connection.describe(&failure)) };
-        with_timeout(&connection.node, REPLY_TIMEOUT, reply).await
+    fn error(&self, why: &str) -> Finding {
+        let known = FIXES.iter().find(|(words, _)| words.split('|').any(|word| why.contains(word)));
+        let fix = known.map_or("", |(_, fix)| fix).replace("PREFIX", self.prefix).replace("RIGHTS", COMMANDS);
+        Finding { severity: Problem, text: why.to_owned(), fix }
     }
 }
 
-/// Whether the user lacks the right to a command.
-fn is_not_permitted(why: &str) -> bool {
-    why.contains("NOPERM")
+/// The finding about a server's clock that was read between two times of this machine.
+fn clock_finding(server_ms: u64, before_ms: u64, after_ms: u64) -> Option<Finding> {
+    let (ahead_ms, behind_ms) = (server_ms.saturating_sub(after_ms), before_ms.saturating_sub(server_ms));
+    let (side, off_ms) = if ahead_ms > 0 { ("ahead of", ahead_ms) } else { ("behind", behind_ms) };
+    let seconds = off_ms as f64 / 1e3;
+    (off_ms > CLOCK_DIFFERENCE_MAX_MS).then(|| Finding {
+        severity: Warning,
+        text: format!("its clock is {seconds:.3} s {side} this machine's; windows follow the server's clock"),
+        fix: "synchronize both clocks (NTP)".to_owned(),
+    })
 }
 
-/// Parses alternating names and values.
-fn pairs(reply: &Value) -> Vec<(String, String)> {
-    let Value::Array(reply) = reply else { return Vec::new() };
-    let pair = |pair: &[Value]| match pair {
-        [name, value] => Some((reply_text(name)?.to_owned(), reply_text(value)?.to_owned())),
-        _ => None,
-    };
-    reply.chunks_exact(2).filter_map(pair).collect()
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GOOD: &str = "# Server\r\nredis_version:8.2.3\r\nrole:master\r\nconnected_slaves:1\r\nmaxmemory:0\r\n\
+                        maxmemory_policy:allkeys-lru\r\naof_enabled:1\r\n";
+
+    fn findings(info: &str) -> Vec<Finding> {
+        SERVER.iter().filter_map(|check| Info(info).run(check)).collect()
+    }
+
+    #[test]
+    fn the_suggested_rights_cover_the_commands_of_the_scripts() {
+        let scripts = [include_str!("acquire.lua"), include_str!("refund.lua")].concat();
+        let calls: Vec<&str> = scripts.split("call('").skip(1).filter_map(|rest| rest.split('\'').next()).collect();
+        assert!(calls.len() > 5);
+        for call in calls {
+            let right = format!("+{}", call.to_lowercase());
+            assert!(COMMANDS.split(' ').any(|known| known == right), "{right}");
+        }
+    }
+
+    #[test]
+    fn a_good_server_has_no_findings() {
+        assert_eq!(findings(GOOD), []);
+    }
+
+    #[test]
+    fn old_versions_are_a_problem() {
+        for (version, problems) in [("5.0.14", 1), ("6.0.20", 1), ("6.2.0", 0), ("10.0.0", 0), ("unstable", 0)] {
+            let found = findings(&GOOD.replace("8.2.3", version));
+            assert_eq!(found.iter().filter(|finding| finding.severity == Problem).count(), problems, "{version}");
+        }
+    }
+
+    #[test]
+    fn a_policy_that_evicts_is_a_problem_if_memory_is_limited() {
+        for (policy, found) in [("noeviction", 0), ("volatile-ttl", 1), ("allkeys-lru", 1), ("volatile-lru", 1)] {
+            let info = GOOD.replace("maxmemory:0", "maxmemory:1000").replace("allkeys-lru", policy);
+            assert_eq!(findings(&info).len(), found, "{policy}");
+            assert_eq!(Info(&info).run(&EVICTION).is_some(), found == 1);
+        }
+    }
+
+    #[test]
+    fn the_texts_of_a_finding_contain_what_the_server_reports() {
+        let info = GOOD.replace("role:master", "role:slave\r\nmaster_host:10.0.0.1\r\nmaster_port:6379");
+        let found = findings(&info);
+        assert_eq!((found.len(), found[0].severity), (1, Problem));
+        assert!(found[0].text.ends_with("its master is `10.0.0.1:6379`"), "{}", found[0].text);
+        assert!(found[0].fix.starts_with("name `10.0.0.1:6379` in"), "{}", found[0].fix);
+    }
+
+    #[test]
+    fn the_clock_difference_excludes_the_round_trip() {
+        assert_eq!(clock_finding(10_000, 9_000, 9_500), None);
+        assert_eq!(clock_finding(8_000, 9_000, 9_500), None);
+        assert!(clock_finding(10_501, 9_000, 9_500).unwrap().text.contains("1.001 s ahead of"));
+        assert!(clock_finding(5_750, 9_000, 9_500).unwrap().text.contains("3.250 s behind"));
+    }
 }

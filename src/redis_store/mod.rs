@@ -6,7 +6,7 @@
 //! - Decisions: `shared_decision` (one request), `exact_mode` (what the store decides itself), `token_fetch` and
 //!   `lease_sizing` (leases), `decision_queries` (decision API).
 //! - Outages: `circuit_breaker`, `unreported_usage`, `outage`.
-//! - Diagnosis: `diagnose` (queries the servers), `diagnose_rules` (what the replies mean).
+//! - Diagnosis: `diagnose`.
 //! - `shared_counters`: the state of one worker, calls with their bookkeeping, periodic tasks.
 
 mod circuit_breaker;
@@ -16,7 +16,6 @@ mod connect;
 mod connection;
 pub mod decision_queries;
 pub mod diagnose;
-pub mod diagnose_rules;
 mod exact_mode;
 mod hash_slot;
 pub mod lease_sizing;

@@ -105,7 +105,7 @@ impl SharedCounters {
                 self.clock.follow(time_ms);
                 Ok(())
             }
-            Ok(Err(StoreError::Unreachable(why) | StoreError::Key(why))) => Err(why),
+            Ok(Err(error)) => Err(error.into()),
             Err(_elapsed) => Err(format!("{}: no reply", self.store.name_of(server.unwrap_or(ServerId::ONLY)))),
         }
     }

@@ -11,7 +11,7 @@ use tokio::task::spawn_local;
 use super::circuit_breaker::CircuitBreakers;
 use super::client::{RedisClient, StoreError};
 use super::connection::{Connection, log_excerpt};
-use super::diagnose_rules::{EVICTION_FIX, Info, eviction_text};
+use super::diagnose::{EVICTION, Info};
 use super::lease_sizing::Leases;
 use super::reconnecting::ServerId;
 use super::scripts::{AcquireReply, CounterRequest, KeyFormat, Refund, RefundTarget};
@@ -264,9 +264,9 @@ async fn check_eviction(connection: Rc<Connection>) {
     command.arg("memory");
     match connection.call(command).await {
         Ok(reply) => {
-            if let Some(policy) = Info::new(reply_text(&reply).unwrap_or_default()).evicting_policy() {
+            if let Some(eviction) = Info(reply_text(&reply).unwrap_or_default()).run(&EVICTION) {
                 connection.eviction.is_evicting.set(true);
-                tracing::warn!("{}: {}; write {EVICTION_FIX}", connection.node, eviction_text(&log_excerpt(policy)));
+                tracing::warn!("{}: {}; write {}", connection.node, eviction.text, eviction.fix);
             }
         }
         Err(failure) => {

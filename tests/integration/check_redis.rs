@@ -54,11 +54,10 @@ fn as_user(server: &RedisServer, login: &str) -> String {
 fn a_usable_server_is_reported_and_left_unchanged() {
     let server = RedisServer::start();
     let output = expect_usable(&url_of(&server));
-    assert!(
-        output.contains(&format!("127.0.0.1:{}: Redis ", server.port)) && output.contains(", master without replicas")
-    );
+    let title = format!("server 127.0.0.1:{}: master, replicas: 0, Redis version: ", server.port);
+    assert!(output.contains(&title), "{output}");
     assert!(!output.contains("problem"), "{output}");
-    assert!(server.keys().iter().all(|key| key.starts_with("transom:{transom-check|}:")));
+    assert!(server.keys().iter().all(|key| key.starts_with("transom:{transom-check|0}:")));
     for key in server.keys() {
         assert!(server.integer(&["PTTL", &key]) <= 20_000);
     }
@@ -83,7 +82,7 @@ fn unreachable_and_refusing_servers_are_reported_with_the_fix() {
     let server = RedisServer::with_config("requirepass sesame");
     expect_unusable(check(&url_of(&server)), &["NOAUTH", "password_file"]);
     expect_unusable(check(&as_user(&server, "eve:sesame")), &["does not accept the user and password"]);
-    expect_unusable(check(&in_database(&as_user(&server, ":sesame"), 99)), &["`databases`"]);
+    expect_unusable(check(&in_database(&as_user(&server, ":sesame"), 99)), &["DB index is out of range"]);
     expect_usable(&as_user(&server, ":sesame"));
     let scratch = TempDir::new();
     scratch.write("redis.password", "sesame\n");
@@ -110,7 +109,7 @@ fn the_documented_acl_rights_suffice() {
         ["ACL", "SETUSER", "edge", "reset", "on", ">sesame"].into_iter().chain(rights.split(' ')).collect();
     assert_eq!(server.cli(&line), "OK");
     let output = expect_usable(&in_database(&as_user(&server, "edge:sesame"), 3));
-    assert!(output.contains(", master"), "{output}");
+    assert!(output.contains(": master, "), "{output}");
     // Each command that a script runs is required.
     let commands =
         ["-get", "-mget", "-exists", "-set", "-del", "-hset", "-hmget", "-pexpireat", "-time", "-decrby", "-evalsha"];
@@ -155,7 +154,7 @@ fn an_evicting_server_is_unfit() {
         }
     }
     let full = RedisServer::with_config("maxmemory 1mb");
-    expect_unusable(check(&url_of(&full)), &["OOM", "raise `maxmemory`"]);
+    expect_unusable(check(&url_of(&full)), &["OOM", "'maxmemory'"]);
 }
 
 #[test]
@@ -163,7 +162,7 @@ fn a_replica_is_reported_with_its_master() {
     let master = RedisServer::start();
     let replica = RedisServer::replica_of(&master, "");
     expect_unusable(check(&url_of(&replica)), &["it is a replica", &format!("name `127.0.0.1:{}`", master.port)]);
-    assert!(expect_usable(&url_of(&master)).contains("master with 1 replica"));
+    assert!(expect_usable(&url_of(&master)).contains(": master, replicas: 1"));
 }
 
 #[test]
@@ -208,13 +207,10 @@ fn sentinels_name_the_master() {
     let replica = RedisServer::replica_of(&master, "");
     let sentinels = Sentinels::start(&master);
     let output = expect_usable(&named(&sentinels, MASTER));
-    assert!(output.contains(&format!("master 127.0.0.1:{}: Redis", master.port)), "{output}");
+    assert!(output.contains(&format!("server 127.0.0.1:{}: master", master.port)), "{output}");
     assert_eq!(output.matches("sentinel 127.0.0.1:").count(), 3, "{output}");
     assert!(output.contains("min-replicas-to-write"), "{output}");
-    expect_unusable(
-        check(&named(&sentinels, "other")),
-        &["it does not know a master called `other`", "sentinel_master"],
-    );
+    expect_unusable(check(&named(&sentinels, "other")), &["No such master", "set `sentinel_master`"]);
     drop(replica);
 }
 
@@ -222,7 +218,7 @@ fn sentinels_name_the_master() {
 fn every_master_and_slot_of_a_cluster_is_checked() {
     let mut cluster = RedisCluster::start();
     let output = expect_usable(&format!("redis = {}", cluster.urls()));
-    assert_eq!(output.lines().filter(|line| line.starts_with("127.0.0.1:")).count(), 3, "{output}");
+    assert_eq!(output.lines().filter(|line| line.starts_with("server 127.0.0.1:")).count(), 3, "{output}");
     expect_unusable(check(&url_of(&cluster.nodes[0])), &["it is a node of a cluster", "in brackets"]);
     let single = RedisServer::start();
     expect_unusable(
