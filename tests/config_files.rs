@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
 use transom::config::diagnostics::{Problem, render};
+use transom::config::path::{EncodedSlash, ForwardPath, PathParameters, PathReading, Segment, TrailingSlash};
 use transom::config::redis::{Node, Nodes};
-use transom::config::route::{EncodedSlash, ForwardPath, PathParameters, PathReading, Segment, TrailingSlash};
 use transom::config::upstream::{HostField, Scheme, Target, UpstreamProtocol};
 use transom::config::{
     AccessLog, Config, RateLimitStyle, RefusalResponse, read, read_with_files, read_with_files_and_variables,

@@ -1,7 +1,7 @@
 //! For any path: normalization rejects it, or returns a path that normalization does not change and in which no other
 //! parser finds anything to resolve.
 
-use transom::config::route::{EncodedSlash, PathParameters, PathReading, TrailingSlash};
+use transom::config::path::{EncodedSlash, PathParameters, PathReading, TrailingSlash};
 use transom::http::path_normalize::normalize;
 
 pub fn holds(bytes: &[u8]) {

@@ -10,28 +10,23 @@ use super::counters::Counters;
 use super::diagnostics::{Problem, Report};
 use super::limits::{Http2, Limits, Timeouts};
 use super::listen::{Admin, Listen};
+use super::path::PathReading;
 use super::redis::{StoreConfig, TABLE_FIX};
-use super::route::PathReading;
+use super::route::{RouteContext, read_routes};
 use super::settings::Section;
 use super::toml_reader::{Table, toml_errors};
+use super::upstream::read_upstreams;
 use super::{AccessLogSettings, Config, General};
 use clients::DefinedPlans;
-use routes::Schemes;
 use transom_limiter::rule::Rule;
 
-mod actions;
 mod calendar_windows;
 mod clients;
 mod jwt;
 pub mod key;
 mod overrides;
-mod path;
-pub mod route_match;
-mod routes;
 pub mod rule_windows;
-mod rules;
-mod template;
-pub mod upstreams;
+pub mod rules;
 pub mod values;
 
 /// Reads the configuration that a report is on, or returns all problems in it.
@@ -75,15 +70,21 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
     let sharing = counters.default_sharing().or(placeholder);
     jwt::report_missing_or_unused_jwt(jwt.as_ref(), rules.as_ref(), clients.as_ref(), &misspelled, report);
     let jwt = jwt::read_jwt(jwt, report);
-    let mut upstreams = upstreams::read_upstreams(upstreams, report);
+    let mut upstreams = read_upstreams(upstreams, report);
     upstreams.complete &= !misspelled.contains(&"upstreams");
     let mut rules = rules::read_rules(rules, general.headers, certs, sharing, report);
     rules.complete &= !misspelled.contains(&"rules");
     // A trusted proxy sends the scheme of the original request. Invalid addresses may belong to either scheme.
     let any_scheme = !listen.trusted_proxies.is_empty() || !listen_is_valid || misspelled.contains(&"listen");
-    let schemes =
-        Schemes { http: any_scheme || !listen.http.is_empty(), https: any_scheme || !listen.https.is_empty() };
-    let routes = routes::read_routes(routes, path_reading, &upstreams, &rules, &timeouts, schemes, report);
+    let context = RouteContext {
+        reading: path_reading,
+        upstreams: &upstreams,
+        rules: &rules,
+        timeouts: &timeouts,
+        http: any_scheme || !listen.http.is_empty(),
+        https: any_scheme || !listen.https.is_empty(),
+    };
+    let routes = read_routes(routes, &context, report);
 
     let plans = rules.entries.iter().flat_map(|rule| &rule.value.0.plans).map(|plan| plan.name.as_str()).collect();
     let clients =

@@ -19,8 +19,8 @@ use sha2::{Digest, Sha256};
 
 use super::certificate::{self, Certificate, PEM_FILE};
 use super::diagnostics::{Report, Span, quoted};
-use super::settings::{Section, Text};
-use super::toml_reader::{Item, SpannedString, Table};
+use super::settings::Text;
+use super::toml_reader::{SpannedString, Table};
 
 settings! {
     /// The gateway as a TLS client.
@@ -70,15 +70,6 @@ impl SystemRoots {
         }
         Arc::clone(roots)
     }
-}
-
-/// Reads the table `tls` of an upstream. `span` is the position of the servers, for a problem without the table.
-pub fn read_tls(item: Option<&Item>, span: Span, roots: &mut SystemRoots, report: &mut Report) -> Option<ClientTls> {
-    let Some(item) = item else { return ClientTls::new(&ClientTlsSettings::default(), span, roots, report) };
-    let mut table = item.table("`tls`", "write `tls = { ca = \"FILE\" }`", report)?;
-    let settings = ClientTlsSettings::read(&mut table, report);
-    table.finish(report);
-    ClientTls::new(&settings, item.span.clone(), roots, report)
 }
 
 /// TLS settings of connections to servers, shared by all workers, with the cache of resumable sessions. Settings from

@@ -9,8 +9,9 @@ use super::Config;
 use super::certificate::RevocationList;
 use super::check::rule_windows::layers_are_comparable;
 use super::diagnostics::{quoted, quoted_list};
+use super::path::{PathParameters, Segment, TrailingSlash};
 use super::redis::is_secret_part;
-use super::route::{PathParameters, Route, Segment, TrailingSlash};
+use super::route::Route;
 use transom_limiter::burst_bound;
 use transom_limiter::key::{KeyPart, OnMissing};
 use transom_limiter::limit::Limit;
@@ -111,7 +112,7 @@ fn path_without_subpaths(config: &Config, route: &Route) -> Option<String> {
         return None;
     }
     let path = route.path.text.as_str();
-    let literals: Option<Vec<&str>> = route.path.segments.iter().map(literal).collect();
+    let literals: Option<Vec<&str>> = route.path.segments.iter().map(Segment::literal).collect();
     let prefix_segments = match literals?.as_slice() {
         [""] => Vec::new(),
         [file] if file.contains('.') => return None,
@@ -125,12 +126,12 @@ fn path_without_subpaths(config: &Config, route: &Route) -> Option<String> {
         for own in &prefix_segments {
             match segments.next() {
                 Some(Segment::Rest(_)) => return true,
-                Some(segment) if literal(segment).is_none_or(|text| text == *own) => {}
+                Some(segment) if segment.literal().is_none_or(|text| text == *own) => {}
                 _ => return false,
             }
         }
         // For the path `/`, a route such as `/api` matches only a part of the paths below.
-        segments.next().is_some_and(|segment| !prefix_segments.is_empty() || literal(segment).is_none())
+        segments.next().is_some_and(|segment| !prefix_segments.is_empty() || segment.literal().is_none())
     };
     let may_match_same_requests = |other: &&Route| {
         let is_host = |host| other.hosts.contains(host);
@@ -150,13 +151,6 @@ fn path_without_subpaths(config: &Config, route: &Route) -> Option<String> {
         quoted(&format!("{prefix}/x")),
         quoted(&format!("{prefix}/{{*rest}}"))
     ))
-}
-
-fn literal(segment: &Segment) -> Option<&str> {
-    match segment {
-        Segment::Literal(text) => Some(text),
-        Segment::Param(_) | Segment::Rest(_) => None,
-    }
 }
 
 /// Notes an admin address that other machines can reach.

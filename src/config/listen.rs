@@ -9,9 +9,9 @@ use rustls_pki_types::CertificateDer;
 use toml::de::DeValue;
 
 use super::certificate::{self, Certificate, CertificateFiles, PEM_FILE, RevocationList};
-use super::check::route_match;
 use super::check::values::read_network;
 use super::diagnostics::{Report, quoted};
+use super::host::read_hosts;
 use super::settings::{Choice, Custom, Integer, Kind, Optional, Required, Section, Shape, Tables, Word, Words};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use transom_limiter::ip_prefix::Network;
@@ -87,15 +87,14 @@ settings! {
     /// Settings of the admin address.
     pub struct Admin {
         /// Names that are accepted in `Host` on the admin address, for scrapers that use a name. `*.` at the beginning
-        /// stands for any labels. IP addresses and `localhost` are always accepted. Other names get 421, so that a web page cannot reach the admin address through
-        /// its own name (DNS rebinding).
+        /// stands for any labels. IP addresses and `localhost` are always accepted. Other names get 421, so that a web page
+        /// cannot reach the admin address through its own name (DNS rebinding).
         hosts: Vec<String> = Custom {
             default: Vec::new(),
             default_text: None,
             shape: Shape::OneOrList(Box::new(Shape::Text("name"))),
             read: |item, report| {
-                let without = "the admin address then accepts IP addresses and `localhost`";
-                route_match::read_hosts(Some(item.clone()), without, report)
+                read_hosts(item, "the admin address then accepts IP addresses and `localhost`", report)
             },
         };
     }

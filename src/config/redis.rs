@@ -11,10 +11,10 @@ use std::time::Duration;
 use toml::de::DeValue;
 
 use super::certificate::PEM_FILE;
-use super::check::upstreams::{parse_authority, parse_socket_path};
 use super::check::values::{Parsed, strip_line_end};
 use super::client_tls::{ClientTls, ClientTlsSettings, SystemRoots, check_pair};
 use super::diagnostics::{Report, Span, quoted};
+use super::host::{parse_authority, parse_socket_path};
 use super::settings::{Choice, Custom, Integer, Optional, Required, Section, Shape, Text, Time, Word};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use transom_limiter::key::KeyPart;

@@ -1,10 +1,25 @@
-//! Routes: what they match, what they change in requests and responses (path, header fields, limits), and what they
-//! respond with themselves. Also how request paths are normalized.
+//! `[[routes]]`: which requests each route matches, where they are forwarded, and which rules limit them.
 //!
-//! Plain data, already checked: all variables of templates exist, and no text can inject a line into a message head.
+//! The most specific matching route wins, and among equally specific routes the first in the file. A route is
+//! unreachable if earlier routes match the same requests.
 
+use std::collections::HashMap;
+
+use http::{HeaderValue, Method};
+use toml::de::DeValue;
+
+use super::check::rules::{self, RuleResponses};
+use super::check::values::{Definitions, FIELD_NAME_FIX, parse_field_name};
+use super::diagnostics::{Report, Span, quoted, quoted_list};
+use super::host::{read_distinct, read_hosts};
 use super::limits::Timeouts;
-use super::settings::Choice;
+use super::path::{PathPattern, PathReading, Segment};
+use super::route_actions::{ActionContext, ActionSettings, Actions, CONNECTION_FIELDS, responds_directly};
+use super::settings::{Boolean, Choice, Custom, Integer, Optional, Required, Section, Shape, Text, Word};
+use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
+use super::upstream::Upstream;
+use transom_limiter::key::{KeyPart, OnMissing};
+use transom_limiter::rule::{Cost, Rule};
 
 /// One entry of `[[routes]]`.
 #[derive(Clone, PartialEq, Debug)]
@@ -32,223 +47,401 @@ pub struct Route {
     pub cost: Option<u32>,
 }
 
-/// A path pattern, segment by segment.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
-pub struct PathPattern {
-    /// As configured.
-    pub text: String,
-    pub segments: Vec<Segment>,
-}
-
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
-pub enum Segment {
-    Literal(String),
-    /// `{name}`: one segment that is not empty.
-    Param(String),
-    /// `{*name}`: the rest of the path, possibly empty; always last.
-    Rest(String),
-}
-
-impl PathPattern {
-    /// The names of the parameters, in order.
-    pub fn param_names(&self) -> Vec<&str> {
-        let names = self.segments.iter().filter_map(|segment| match segment {
-            Segment::Param(name) | Segment::Rest(name) => Some(name.as_str()),
-            Segment::Literal(_) => None,
-        });
-        names.collect()
+settings! {
+    /// The conditions of a route, as written in the file.
+    pub struct RouteConditions {
+        /// Path of the request. Segments are literal, `{name}` (one non-empty segment) or `{*name}` (the rest, possibly
+        /// empty; last).
+        path: Option<SpannedString> = Required(
+            Text("pattern", "\"/{*rest}\""),
+            "write `path = \"/{*rest}\"` to match every request, or another path",
+        );
+        /// Host of the request. `"*.example.com"` matches all names below `example.com`. Without it: any.
+        host: Vec<String> = Custom {
+            default: Vec::new(),
+            default_text: None,
+            shape: Shape::OneOrList(Box::new(Shape::Text("name"))),
+            read: |item, report| read_hosts(item, "the route then matches any host", report),
+        };
+        /// Methods of the request; `GET` includes HEAD. Without it: any.
+        methods: Vec<String> = Custom {
+            default: Vec::new(),
+            default_text: None,
+            shape: Shape::OneOrList(Box::new(Shape::Text("method"))),
+            read: read_methods,
+        };
+        /// Fields that must be present. A request with a repeated field whose value a route compares gets 400. Connection
+        /// fields, `Forwarded` and `X-Forwarded-For`, `-Proto`, `-Host` are not allowed, because the gateway removes or
+        /// replaces them: use `host` and `scheme`.
+        headers: Vec<(String, Option<String>)> = Custom {
+            default: Vec::new(),
+            default_text: None,
+            shape: Shape::Text("table of field = value or `true`"),
+            read: read_headers,
+        };
+        /// Scheme of the client's request, or the scheme that a trusted proxy reports. Without it: both. A scheme that no
+        /// listener and no trusted proxy can produce is an error.
+        scheme: Option<bool> = Optional(Choice(false, &[("http", false), ("https", true)]));
     }
 }
 
 settings! {
-    /// How request paths are normalized, for routes and rules alike. [`ForwardPath`] decides what is forwarded.
-    pub struct PathReading {
-        /// Paths with `%2F` or `%5C`. `"refuse"`: 400, because servers interpret them differently. `"keep"`: ordinary bytes.
-        encoded_slash: EncodedSlash =
-            Choice(EncodedSlash::Refuse, &[("refuse", EncodedSlash::Refuse), ("keep", EncodedSlash::Keep)]);
-        /// A `;` (or `%3B`) in a path segment and the text after it, as in `/login;v=1`. `"keep"`: ordinary bytes. `"strip"`:
-        /// routes and rules see `/login`. `"refuse"`: 400.
-        path_parameters: PathParameters = Choice(
-            PathParameters::Keep,
-            &[("keep", PathParameters::Keep), ("strip", PathParameters::Strip), ("refuse", PathParameters::Refuse)],
-        );
-        /// `"keep"`: `/login/` and `/login` are different paths. `"ignore"`: routes and rules see `/login`.
-        trailing_slash: TrailingSlash =
-            Choice(TrailingSlash::Keep, &[("keep", TrailingSlash::Keep), ("ignore", TrailingSlash::Ignore)]);
+    /// What happens to the requests of a route, as written in the file.
+    pub struct RouteSettings {
+        /// Where requests go. Required, unless the route responds itself.
+        upstream: Option<SpannedString> = Text("name", "\"NAME\"");
+        /// Rules that apply. A rule on several routes counts once across them.
+        rules: Vec<SpannedString> = Custom {
+            default: Vec::new(),
+            default_text: None,
+            shape: Shape::OneOrList(Box::new(Shape::Text("name"))),
+            read: |item, report| {
+                let words = item.strings("[]", report)?;
+                Some(words.iter().map(|word| SpannedString::new(item.key, word)).collect())
+            },
+        };
+        /// Whether clients may open [WebSockets](#websocket).
+        websocket: bool = Boolean(true);
+        /// Cost of a request here, for rules with a fixed cost. Without it: the rules' own.
+        cost: Option<u32> = Optional(Integer(1, 0..=u32::MAX as u64));
+        /// Label in metrics and log. Without it: derived from path, host and methods.
+        name: Option<String> = Word { shape: "text", example: "\"login\"", read: read_name };
     }
 }
 
-impl Copy for PathReading {}
-
-impl PathReading {
-    /// Keeps parameters and a trailing slash, as paths for the upstream need it.
-    pub fn verbatim(encoded_slash: EncodedSlash) -> PathReading {
-        PathReading { encoded_slash, path_parameters: PathParameters::Keep, trailing_slash: TrailingSlash::Keep }
-    }
+fn read_methods(item: &Item, report: &mut Report) -> Option<Vec<String>> {
+    const WITHOUT: &str = "the route then matches any method";
+    let method = |word: &SpannedStr| {
+        let upper = word.text.to_ascii_uppercase();
+        let fix = match Method::from_bytes(word.text.as_bytes()) {
+            _ if ["", "*", "ANY", "ALL"].contains(&upper.as_str()) => format!("remove `methods`: {WITHOUT}"),
+            Ok(_) if word.text == upper => return Ok(upper),
+            Ok(_) => format!("write `\"{upper}\"`: methods are in upper case"),
+            Err(_) => String::from("write each method as its own string, such as `[\"GET\", \"POST\"]`"),
+        };
+        Err((format!("{} is not a method", quoted(word.text)), fix))
+    };
+    read_distinct(item, "[\"GET\"]", WITHOUT, method, report)
 }
 
-/// The meaning of `;` in a path segment and of the text behind it (RFC 3986, section 3.3).
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum PathParameters {
-    /// They are ordinary bytes of the segment.
-    Keep,
-    /// The segment ends before them.
-    Strip,
-    /// The response is 400.
-    Refuse,
-}
+/// Fields that the gateway removes from every request, beside those of the connection, or replaces if the client is not
+/// a trusted proxy. With such a field, a client could choose a route and its rules, and the upstream would not see the
+/// field.
+const NOT_FORWARDED: [&str; 6] = [
+    "forwarded",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "x-forwarded-for",
+    "x-forwarded-host",
+    "x-forwarded-proto",
+];
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum TrailingSlash {
-    /// Paths with and without a trailing slash differ.
-    Keep,
-    /// A trailing slash is removed.
-    Ignore,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum EncodedSlash {
-    /// The response to `%2F` or `%5C` in a path is 400, because servers interpret them differently.
-    Refuse,
-    /// They are ordinary bytes of a segment.
-    Keep,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum ForwardPath {
-    /// The bytes that the client sent.
-    Original,
-    /// The normalized path that was matched.
-    Normalized,
-}
-
-/// Whether a byte may stand unescaped in a path segment: `pchar` of RFC 3986, section 3.3, without percent-encodings.
-/// Patterns and normalized paths leave exactly these bytes unescaped.
-pub fn is_pchar(byte: u8) -> bool {
-    PCHAR[usize::from(byte)]
-}
-
-const PCHAR: [bool; 256] = byte_set(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~!$&'()*+,;=:@");
-
-/// A lookup table of the given bytes.
-pub const fn byte_set(bytes: &[u8]) -> [bool; 256] {
-    let mut set = [false; 256];
-    let mut i = 0;
-    while i < bytes.len() {
-        set[bytes[i] as usize] = true;
-        i += 1;
-    }
-    set
-}
-
-/// Why a normalized segment is ambiguous, if it is: some servers interpret it differently.
-/// - `..;x` as `..`: servers that remove path parameters before they resolve dot segments;
-/// - `login%0A` as `login`: `$` in a regular expression matches before a line end. Other control characters end
-///   strings or are dropped;
-/// - `%C0%AF`, which is not UTF-8, as `/`: decoders that accept overlong encodings.
-pub fn find_ambiguity(segment: &str) -> Option<&'static str> {
-    let dots = segment.split(';').next().unwrap_or_default();
-    if (dots == "." || dots == "..") && dots != segment {
-        return Some("the path has dots before a semicolon");
-    }
-    let mut before = 0;
-    for code in segment.split('%').skip(1) {
-        let digits = code.get(..2).unwrap_or_default();
-        let byte = u8::from_str_radix(digits, 16).unwrap_or_default();
-        if byte.is_ascii_control() {
-            return Some("the path contains an encoded control character");
+/// Reads the header fields that a request must have: each a value, or `None` for any value.
+fn read_headers(item: &Item, report: &mut Report) -> Option<Vec<(String, Option<String>)>> {
+    let table =
+        item.table("`headers`", "write `headers = { \"x-version\" = \"2\" }`, or `true` for any value", report)?;
+    let mut found: Vec<(String, Option<String>)> = Vec::new();
+    for entry in table.items() {
+        let Some(name) = parse_field_name(entry.key) else {
+            let message = format!("{} is not a header field name", quoted(entry.key));
+            report.problem(entry.key_span, message, FIELD_NAME_FIX);
+            continue;
+        };
+        if found.iter().any(|(other, _)| *other == name) {
+            let message = format!("{} is listed twice: field names are not case-sensitive", quoted(entry.key));
+            report.problem(entry.key_span, message, "remove one of the two");
+            continue;
         }
-        if let (0xC0 | 0xC1, 0x80..=0xBF) | (0xE0, 0x80..=0x9F) | (0xF0, 0x80..=0x8F) = (before, byte) {
-            return Some("the path contains an overlong encoding of a character");
+        if CONNECTION_FIELDS.contains(&name.as_str()) || NOT_FORWARDED.contains(&name.as_str()) {
+            let message = format!(
+                "a route cannot match {}: the gateway does not forward this field as the client sent it",
+                quoted(&name)
+            );
+            let fix = "remove it, and match another field, `host` or `scheme`";
+            report.problem(entry.key_span, message, fix);
+            continue;
         }
-        // Only adjacent codes form one character.
-        before = if code.len() == 2 { byte } else { 0 };
+        match entry.value {
+            DeValue::Boolean(true) => found.push((name, None)),
+            DeValue::String(value) if HeaderValue::from_str(value).is_ok() && value.trim() == value => {
+                found.push((name, Some(value.to_string())));
+            }
+            DeValue::String(value) => {
+                let message = format!("{} is not a valid header field value", quoted(value));
+                report.problem(entry.span, message, "write it without line breaks, and without spaces around it");
+            }
+            DeValue::Boolean(false) => {
+                let fix = "remove it: a route without this header matches the requests that more specific routes do not match";
+                report.problem(entry.span, "a route cannot require a header field to be absent", fix);
+            }
+            _ => {
+                let fix = "write the value in quotes, or `true` for any value";
+                let _: Option<()> = entry.wrong_type("a string or `true`", fix, report);
+            }
+        }
     }
-    None
+    Some(found)
 }
 
-/// Changes that a route makes to requests and responses.
-#[derive(Clone, PartialEq, Debug, Default)]
-pub struct Actions {
-    /// Sent by the gateway instead of forwarding the request.
-    pub response: Option<LocalResponse>,
-    pub path: Option<PathChange>,
-    pub request_fields: FieldChanges,
-    pub response_fields: FieldChanges,
-    /// Replaces [`super::Config::timeouts`].
-    pub timeouts: Option<Timeouts>,
-    /// Replaces [`super::limits::Limits::max_body`]; `Some(None)`: no limit.
-    pub max_body: Option<Option<u64>>,
-    /// Replaces [`super::limits::Limits::min_request_rate`].
-    pub min_request_rate: Option<u64>,
+fn read_name(word: &SpannedStr, report: &mut Report) -> Option<String> {
+    if word.text.is_empty() || word.text.chars().count() > 128 || word.text.contains(char::is_control) {
+        let message = format!("{} cannot be the name of a route", quoted(word.text));
+        report.problem(word.span.clone(), message, "write from 1 to 128 characters on one line, or remove it");
+        return None;
+    }
+    Some(word.text.to_owned())
 }
 
-/// A response by the gateway itself.
-#[derive(Clone, PartialEq, Debug)]
-pub enum LocalResponse {
-    Redirect { to: Template, status: u16 },
-    Respond { status: u16, body: Option<Body> },
+/// Settings outside of `[[routes]]` that routes depend on.
+pub struct RouteContext<'c> {
+    pub reading: PathReading,
+    pub upstreams: &'c Definitions<Upstream>,
+    pub rules: &'c Definitions<(Rule, RuleResponses)>,
+    pub timeouts: &'c Timeouts,
+    /// Whether requests can have the schemes.
+    pub http: bool,
+    pub https: bool,
 }
 
-/// A body and its media type, which is valid as a field value.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Body {
-    pub text: String,
-    pub content_type: String,
+pub fn read_routes(item: Option<Item>, context: &RouteContext, report: &mut Report) -> Vec<Route> {
+    let Some(item) = item else { return Vec::new() };
+    if let DeValue::Table(_) = item.value {
+        let fix = "write `[[routes]]`, in two brackets, above each route";
+        return item.wrong_type("a list of tables", fix, report).unwrap_or_default();
+    }
+    let items = item.list("[{ path = \"/{*rest}\", upstream = \"NAME\" }]", report).unwrap_or_default();
+    if items.is_empty() && matches!(item.value, DeValue::Array(_)) {
+        let fix = "write `[[routes]]`, then its `path` and its `upstream`";
+        report.missing(item.key_span, "there are no routes", fix);
+    }
+    let mut routes: Vec<ParsedRoute> = Vec::new();
+    for item in items {
+        let fix = "write `[[routes]]`, then its `path` and its `upstream`, each on a line";
+        let Some(table) = item.table("`[[routes]]`", fix, report) else { continue };
+        routes.push(context.read_route(table, report));
+    }
+    report_unreachable(&routes, report);
+    assign_names(&mut routes, report);
+    routes.into_iter().map(|route| route.route).collect()
 }
 
-/// The path to forward instead of the matched one.
-#[derive(Clone, PartialEq, Debug)]
-pub enum PathChange {
-    /// Replaces `from`, with which all paths of the route begin, with `to`.
-    Prefix { from: String, to: String },
-    /// Built from the route's parameters.
-    Rewrite(PathPattern),
+/// A route that was read, with the positions that problems refer to. Invalid settings have defaults.
+struct ParsedRoute {
+    route: Route,
+    /// The position of the configured name, if the route has one.
+    name_span: Option<Span>,
+    /// The position of the path, or of the table if there is no path.
+    span: Span,
+    /// Whether all settings that requests are matched by are valid.
+    is_complete: bool,
 }
 
-/// Changes to header fields, applied in this order: remove, set, add.
-#[derive(Clone, PartialEq, Debug, Default)]
-pub struct FieldChanges {
-    pub remove: Vec<String>,
-    /// Replaces all fields of the name.
-    pub set: Vec<(String, Template)>,
-    /// Keeps other fields of the name.
-    pub add: Vec<(String, Template)>,
-}
+impl RouteContext<'_> {
+    fn read_route(&self, mut table: Table, report: &mut Report) -> ParsedRoute {
+        let before = report.count();
+        let conditions = RouteConditions::read(&mut table, report);
+        let path = conditions.path.as_ref().and_then(|path| PathPattern::read(path, self.reading, report));
+        self.check_scheme(conditions.scheme, &table, report);
+        let is_valid = report.count() == before && path.is_some();
+        let actions = ActionSettings::read(&mut table, report);
+        let settings = RouteSettings::read(&mut table, report);
+        let (name_item, cost_item) = (table.given("name"), table.given("cost"));
+        let needs_upstream = !responds_directly(&table);
+        let lacks_upstream = needs_upstream && table.lacks("upstream");
+        if let (Some(item), false) = (table.given("upstream"), needs_upstream) {
+            let message = "`upstream` has no effect: the route has `redirect` or `respond`";
+            report.missing(item.key_span, message, "remove it, or remove `redirect` or `respond`");
+        }
+        let table_span = table.span.clone();
+        let is_complete = table.finish(report).is_empty() && is_valid;
+        if lacks_upstream {
+            report.missing(table_span.clone(), "`[[routes]]` has no `upstream`", self.upstream_fix());
+        }
 
-impl FieldChanges {
-    pub fn is_empty(&self) -> bool {
-        self.remove.is_empty() && self.set.is_empty() && self.add.is_empty()
+        let upstream = settings.upstream.filter(|_| needs_upstream);
+        let upstream = upstream.and_then(|name| self.upstreams.find("upstream", &name.text, name.span, report));
+        let rules = self.find_rules(&settings.rules, path.as_ref(), report);
+        if let (Some(item), Some(cost)) = (cost_item, settings.cost) {
+            self.check_cost(&item, cost, &rules, report);
+        }
+        let context =
+            ActionContext { path: path.as_ref(), encoded_slash: self.reading.encoded_slash, timeouts: self.timeouts };
+        let actions = actions.resolve(&context, report);
+        let path = path.unwrap_or(PathPattern { text: String::new(), segments: Vec::new() });
+        ParsedRoute {
+            name_span: name_item.map(|item| item.span).filter(|_| settings.name.is_some()),
+            span: conditions.path.map_or(table_span, |path| path.span),
+            is_complete,
+            route: Route {
+                name: settings.name.unwrap_or_else(|| path.text.clone()),
+                hosts: conditions.host,
+                methods: conditions.methods,
+                headers: conditions.headers,
+                path,
+                secure: conditions.scheme,
+                actions,
+                upstream: upstream.unwrap_or(0),
+                websocket: settings.websocket,
+                rules,
+                cost: settings.cost,
+            },
+        }
+    }
+
+    /// Reports a scheme that no request can have.
+    fn check_scheme(&self, secure: Option<bool>, table: &Table, report: &mut Report) {
+        let (message, fix) = match secure {
+            Some(true) if !self.https => (
+                "this route can never match: requests use https only with `[listen.https]` or `trusted_proxies`",
+                "add `[listen.https]`, or `trusted_proxies` if a proxy in front terminates TLS; or remove `scheme`",
+            ),
+            Some(false) if !self.http => (
+                "this route can never match: requests use http only with `http` in `[listen]` or `trusted_proxies`",
+                "add `http` to `[listen]`, or remove the route",
+            ),
+            _ => return,
+        };
+        report.missing(table.given("scheme").map_or(0..0, |item| item.span), message, fix);
+    }
+
+    fn upstream_fix(&self) -> String {
+        match self.upstreams.entries.first() {
+            Some(first) => format!("write `upstream = \"{}\"`", first.name),
+            None => String::from("write `upstream = \"NAME\"`, and define it: `[upstreams.NAME]`"),
+        }
+    }
+
+    /// The rules that a route names, as indices.
+    fn find_rules(&self, names: &[SpannedString], path: Option<&PathPattern>, report: &mut Report) -> Vec<usize> {
+        let mut found = Vec::new();
+        for (i, SpannedString { text, span, .. }) in names.iter().enumerate() {
+            if names[..i].iter().any(|other| other.text == *text) {
+                report.problem(span.clone(), format!("{} is listed twice", quoted(text)), "remove it");
+                continue;
+            }
+            let Some(index) = self.rules.find("rule", text, span.clone(), report) else { continue };
+            found.push(index);
+            // Without `on_missing_key`, a rule needs all path parameters that it counts by.
+            let (rule, _) = &self.rules.entries[index].value;
+            let Some(path) = path.filter(|_| rule.on_missing == OnMissing::Never) else { continue };
+            let is_param =
+                |part: &KeyPart| matches!(part, KeyPart::Param(name) if !path.param_names().contains(&&**name));
+            if let Some(KeyPart::Param(name)) = rule.key.iter().find(|part| is_param(part)) {
+                let (rule, path) = (quoted(text), quoted(&path.text));
+                let message =
+                    format!("the rule {rule} counts by `param:{name}`, but the path {path} has no `{{{name}}}`");
+                let fix = format!("add `{{{name}}}` to the path, or `on_missing_key = \"skip\"` to `[rules.{text}]`");
+                report.missing(span.clone(), message, fix);
+            }
+        }
+        found
+    }
+
+    /// Checks the cost of a request on a route. It replaces the cost of those rules of the route that have a fixed cost.
+    fn check_cost(&self, item: &Item, cost: u32, rule_indices: &[usize], report: &mut Report) {
+        let fixed = rule_indices.iter().map(|rule| &self.rules.entries[*rule].value.0);
+        let fixed: Vec<&Rule> = fixed.filter(|rule| matches!(rule.cost, Cost::Fixed(_))).collect();
+        if fixed.is_empty() && self.rules.complete {
+            let message = "`cost` has no effect: no rule of this route has a fixed cost";
+            report.missing(item.key_span.clone(), message, "remove it, or name a rule in `rules`");
+        }
+        let smallest = fixed.iter().flat_map(|rule| rule.variants()).filter_map(rules::smallest_capacity).min();
+        rules::report_unaffordable(item, cost, smallest, report);
     }
 }
 
-/// A text with variables.
-#[derive(Clone, PartialEq, Debug)]
-pub struct Template(pub Vec<TemplatePart>);
-
-#[derive(Clone, PartialEq, Debug)]
-pub enum TemplatePart {
-    Literal(String),
-    Variable(Variable),
+/// Reports routes that earlier routes make unreachable. Only routes with the same path shape, headers and scheme are
+/// compared: a route with fewer conditions is less specific, so it never makes another unreachable.
+fn report_unreachable(routes: &[ParsedRoute], report: &mut Report) {
+    let mut earlier: HashMap<_, Vec<&ParsedRoute>> = HashMap::new();
+    for route in routes.iter().filter(|route| route.is_complete) {
+        // Names of parameters do not matter.
+        let shape =
+            route.route.path.segments.iter().map(|segment| (segment.literal(), matches!(segment, Segment::Rest(_))));
+        let mut headers: Vec<_> = route.route.headers.iter().collect();
+        headers.sort();
+        let before = earlier.entry((shape.collect::<Vec<_>>(), headers, route.route.secure)).or_default();
+        if let Some(lines) = covering_lines(&route.route, before, report) {
+            let message = match lines.as_slice() {
+                [line] => format!("this route can never match: the route on line `{line}` matches all its requests"),
+                lines => {
+                    let lines: Vec<String> = lines.iter().map(usize::to_string).collect();
+                    let lines = quoted_list(lines.iter().map(String::as_str), "and");
+                    format!("this route can never match: the routes on lines {lines} match all its requests")
+                }
+            };
+            let fix = "remove one of them, or distinguish them by `path`, `host`, `scheme`, `methods` or `headers`";
+            report.missing(route.span.clone(), message, fix);
+        }
+        before.push(route);
+    }
 }
 
-#[derive(Clone, PartialEq, Debug)]
-pub enum Variable {
-    /// The client's IP address.
-    ClientIp,
-    /// `http` or `https`.
-    Scheme,
-    /// Lower case, without port.
-    Host,
-    Method,
-    /// Normalized.
-    Path,
-    /// As received, without the question mark; empty if there is none.
-    Query,
-    /// The path, with `?` and the query if there is one.
-    Uri,
-    /// The name of the route.
-    Route,
-    /// The route's parameter at this position.
-    Param(usize),
+/// The lines of the earlier routes that match all requests of `route`: for each of its hosts and methods, the first
+/// earlier route with both. `None` if there is a combination that no earlier route matches.
+fn covering_lines(route: &Route, before: &[&ParsedRoute], report: &Report) -> Option<Vec<usize>> {
+    let mut lines = Vec::new();
+    for host in values_or_any(&route.hosts) {
+        for method in values_or_any(&route.methods) {
+            let is_match = |other: &&&ParsedRoute| {
+                values_or_any(&other.route.hosts).any(|h| h == host)
+                    && values_or_any(&other.route.methods).any(|m| m == method)
+            };
+            lines.push(report.line(before.iter().find(is_match)?.span.start));
+        }
+    }
+    lines.sort_unstable();
+    lines.dedup();
+    Some(lines)
+}
+
+/// The values of a list, or a single `None` for any value if the list is empty.
+fn values_or_any(values: &[String]) -> impl Iterator<Item = Option<&str>> {
+    let any = values.is_empty().then_some(None);
+    values.iter().map(|value| Some(value.as_str())).chain(any)
+}
+
+/// Gives a unique name to each route without a configured name, and reports configured names that are not unique.
+fn assign_names(routes: &mut [ParsedRoute], report: &mut Report) {
+    let mut lines: HashMap<&str, usize> = HashMap::new();
+    for ParsedRoute { route: Route { name, .. }, name_span, .. } in routes.iter() {
+        let Some(span) = name_span else { continue };
+        if let Some(other) = lines.insert(name, report.line(span.start)) {
+            let message = format!("the name {} is already used by the route on line `{other}`", quoted(name));
+            report.problem(span.clone(), message, "give one of the two another name");
+        }
+    }
+    // Routes without a configured name have their path as a name. Details are added while two routes have the same name.
+    for level in 1..=NAME_LEVELS {
+        let mut count: HashMap<String, usize> = HashMap::new();
+        for route in routes.iter() {
+            *count.entry(route.route.name.clone()).or_default() += 1;
+        }
+        for (index, ParsedRoute { route, name_span, .. }) in routes.iter_mut().enumerate() {
+            if name_span.is_none() && count[&route.name] > 1 {
+                route.name = detailed_name(route, index, level);
+            }
+        }
+    }
+}
+
+/// Levels of detail: with host and scheme; with methods; with headers; with the number of the route.
+const NAME_LEVELS: usize = 4;
+
+fn detailed_name(route: &Route, index: usize, level: usize) -> String {
+    let scheme = route.secure.map_or("", |secure| if secure { "https " } else { "http " });
+    let mut name = format!("{scheme}{}{}", route.hosts.join(","), route.path.text);
+    if level >= 2 && !route.methods.is_empty() {
+        name = format!("{} {name}", route.methods.join(","));
+    }
+    if level >= 3 {
+        for (field, value) in &route.headers {
+            name += &format!(" {field}={}", value.as_deref().unwrap_or("*"));
+        }
+    }
+    // A configured name, or a header value with spaces, may still equal the name.
+    if level >= NAME_LEVELS {
+        name += &format!(" #{}", index + 1);
+    }
+    name
 }

@@ -115,7 +115,11 @@ pub trait Section: Sized {
     where
         Self: Default,
     {
-        let Some(mut table) = section_table(item, report) else { return Self::default() };
+        section_table(item, report).map_or_else(Self::default, |table| Self::read_all(table, report))
+    }
+
+    /// Reads a table without other settings. An unknown key is a problem.
+    fn read_all(mut table: Table, report: &mut Report) -> Self {
         let section = Self::read(&mut table, report);
         table.finish(report);
         section
@@ -613,12 +617,7 @@ impl<S: Section> Kind for Tables<S> {
     fn read(&self, item: &Item, report: &mut Report) -> Option<Vec<S>> {
         let DeValue::Array(_) = item.value else { return item.wrong_type("a list of tables", self.1, report) };
         let items = item.list("[]", report)?;
-        let read = |item: &Item| {
-            let mut table = item.table(self.0, self.1, report)?;
-            let section = S::read(&mut table, report);
-            table.finish(report);
-            Some(section)
-        };
+        let read = |item: &Item| Some(S::read_all(item.table(self.0, self.1, report)?, report));
         Some(items.iter().filter_map(read).collect())
     }
 
@@ -648,10 +647,7 @@ impl<S: Section + Default> Kind for Inline<S> {
     type Value = S;
 
     fn read(&self, item: &Item, report: &mut Report) -> Option<S> {
-        let mut table = item.table(format!("`{}`", item.key), self.0, report)?;
-        let section = S::read(&mut table, report);
-        table.finish(report);
-        Some(section)
+        Some(S::read_all(item.table(format!("`{}`", item.key), self.0, report)?, report))
     }
 
     fn default(&self) -> S {

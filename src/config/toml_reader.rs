@@ -307,7 +307,8 @@ impl<'d> Item<'d> {
         }
     }
 
-    fn one_or_all(&self) -> Vec<Item<'d>> {
+    /// The items of a list, or a single value.
+    pub fn one_or_all(&self) -> Vec<Item<'d>> {
         if let DeValue::Array(_) = self.value { self.items() } else { vec![self.clone()] }
     }
 

@@ -1,6 +1,7 @@
-//! Upstreams: their servers, how connections to them are made, and how the servers are chosen, checked and protected.
+//! `[upstreams.NAME]`: servers, how connections to them are made, and how the servers are chosen, checked and protected.
 //!
-//! The settings of `[upstreams.NAME]` that concern the servers as a group are read here; `check/upstreams.rs` reads the servers.
+//! A server is a URL with scheme, host and port, or the path of a Unix socket. A URL has no path: the request
+//! determines the path. This file resolves no names and opens no connections.
 
 use std::ops::RangeInclusive;
 use std::time::Duration;
@@ -8,16 +9,23 @@ use std::time::Duration;
 use toml::de::DeValue;
 
 use super::check::key;
-use super::client_tls::ClientTls;
+use super::check::values::{Definitions, Parsed};
+use super::client_tls::{ClientTls, ClientTlsSettings, SystemRoots};
 use super::diagnostics::{Report, quoted};
+use super::host::{parse_authority, parse_socket_path};
 use super::settings::{
-    Choice, Custom, DAY_MS, Inline, InlineOrFalse, Integer, Optional, Percent, Required, Shape, Time, TimeOrZero,
+    Choice, Custom, DAY_MS, Inline, InlineOrFalse, Integer, Kind, Optional, Percent, Required, Section, Shape, Text,
+    Time, TimeOrZero,
 };
-use super::toml_reader::{Item, Table, nearest};
+use super::toml_reader::{Item, SpannedString, Table, nearest};
 use transom_limiter::key::KeyPart;
 
 const SECOND: Duration = Duration::from_secs(1);
 const COUNT_MAX: u64 = 1_000_000;
+/// The default scheme of servers and its port.
+const HTTP: (&str, u16) = ("http", 80);
+const SERVERS_EXAMPLE: &str = "[\"http://127.0.0.1:9001\"]";
+const SERVER_FIX: &str = "write `{ url = \"http://127.0.0.1:9001\", weight = 3 }`";
 const HASH_EXAMPLE: &str = "{ hash = \"ip\" }";
 const STATUSES_EXAMPLE: &str = "[502, 503, 504]";
 const CAUSES: [&str; 3] = ["connect-failure", "reset", "timeout"];
@@ -95,6 +103,178 @@ pub enum HostField {
     Server,
     /// This text, which is valid as a field value.
     Fixed(String),
+}
+
+settings! {
+    /// Servers of an upstream and connections to them, as written in the file.
+    pub struct ServerSettings {
+        /// `"http://HOST[:PORT]"`, `"https://HOST[:PORT]"`, `"unix:/PATH/OF/SOCKET"`. `weight` (default 1): share of the
+        /// requests, relative to the other servers. Required, unless `builtin` is set.
+        servers: Option<Vec<Server>> = Optional(Custom {
+            default: Vec::new(),
+            default_text: None,
+            shape: Shape::OneOrList(Box::new(Shape::Text("URL, `{ url = URL, weight = 1 to 1000 }`,"))),
+            read: read_servers,
+        });
+        /// `"echo"`: an upstream without servers, which responds with the request that it received.
+        builtin: Option<()> = Optional(Choice((), &[("echo", ())]));
+        /// `"auto"`: an `https` server chooses (HTTP/2 if it can), others get HTTP/1.1. `"http2"` without TLS uses prior
+        /// knowledge; gRPC without TLS needs it.
+        protocol: UpstreamProtocol = Choice(
+            UpstreamProtocol::Auto,
+            &[("auto", UpstreamProtocol::Auto), ("http1", UpstreamProtocol::Http1), ("http2", UpstreamProtocol::Http2)],
+        );
+        /// Host (or `:authority`) sent to the server. `"keep"`: the client's. `"server"`: the host of the server's URL
+        /// (`localhost` for a socket). `X-Forwarded-Host` carries the client's.
+        host: HostField = Custom {
+            default: HostField::Keep,
+            default_text: Some("\"keep\""),
+            shape: Shape::AnyOf(vec![Shape::Words(vec!["keep", "server"]), Shape::Text("a name")]),
+            read: read_host_field,
+        };
+        /// How long resolved addresses of a name are used.
+        resolve: Duration = Time(30 * SECOND, 1000..=DAY_MS);
+        /// [TLS to the servers](#tls-to-upstreams), for `https`.
+        tls: Option<ClientTlsSettings> = Optional(Inline::<ClientTlsSettings>::or("write `tls = { ca = \"FILE\" }`"));
+    }
+}
+
+settings! {
+    /// An item of `servers` that is a table.
+    pub struct WeightedServer {
+        /// URL of the server.
+        url: Option<SpannedString> = Required(Text("URL", "\"http://127.0.0.1:9001\""), SERVER_FIX);
+        /// Share of the requests, relative to the other servers.
+        weight: u32 = Integer(1, 1..=1000);
+    }
+}
+
+pub fn read_upstreams(item: Option<Item>, report: &mut Report) -> Definitions<Upstream> {
+    let mut roots = SystemRoots::default();
+    Definitions::read(item, report, |name, table, report| {
+        let read = table.map(|table| read_upstream(table, &mut roots, report));
+        let (ServerSettings { servers, protocol, host, resolve, .. }, tls, policy) = read.unwrap_or_default();
+        Upstream {
+            name: name.to_owned(),
+            target: servers.map_or(Target::Echo, Target::Servers),
+            policy,
+            transport: TransportSettings { protocol, host, tls, resolve },
+        }
+    })
+}
+
+fn read_upstream(
+    mut table: Table,
+    roots: &mut SystemRoots,
+    report: &mut Report,
+) -> (ServerSettings, Option<ClientTls>, UpstreamPolicy) {
+    let span = table.span.clone();
+    let settings = ServerSettings::read(&mut table, report);
+    let policy = UpstreamPolicy::read(&mut table, report);
+    let given: Vec<Item> = table.items();
+    let (servers, builtin, tls) = (table.given("servers"), table.given("builtin"), table.given("tls"));
+    let is_misspelled = !table.finish(report).is_empty();
+    let mut client_tls = None;
+    match (builtin, servers) {
+        (None, None) if is_misspelled => {}
+        (None, None) => {
+            let fix =
+                format!("write `servers = {SERVERS_EXAMPLE}`, or `builtin = \"echo\"` for an upstream without servers");
+            report.missing(span, "the upstream has no `servers`", fix);
+        }
+        (Some(builtin), Some(_)) => {
+            let message = "`servers` and `builtin` are both given";
+            report.missing(builtin.key_span, message, "remove this line to use the servers");
+        }
+        (Some(_), None) => {
+            let keys = [&["protocol", "host", "resolve", "tls"], UpstreamPolicy::KEYS].concat();
+            for item in given.into_iter().filter(|item| keys.contains(&item.key)) {
+                let message = format!("`{}` has no effect: the upstream has no `servers`", item.key);
+                report.missing(item.key_span, message, "remove it, or write `servers` instead of `builtin`");
+            }
+        }
+        (None, Some(item)) => {
+            // Servers that cannot be read may have been meant to use https.
+            let uses_https = |servers: &Vec<Server>| servers.iter().any(|server| server.scheme == Scheme::Https);
+            match (settings.servers.as_ref().map(uses_https), tls) {
+                (Some(false), Some(tls)) => {
+                    let message = "`tls` has no effect: no server uses `https`";
+                    report.missing(tls.key_span, message, "remove it, or write `https://` in `servers`");
+                }
+                (Some(false) | None, None) => {}
+                (Some(true) | None, tls) => {
+                    let own = settings.tls.clone().unwrap_or_default();
+                    client_tls = ClientTls::new(&own, tls.map_or(item.span, |tls| tls.span), roots, report);
+                }
+            }
+        }
+    }
+    (settings, client_tls, policy)
+}
+
+/// Reads servers: each is a URL, or a table with `url` and `weight`.
+fn read_servers(item: &Item, report: &mut Report) -> Option<Vec<Server>> {
+    let items = item.one_or_all();
+    if items.is_empty() {
+        report.problem(item.span.clone(), "`servers` is an empty list", item.fix_with(SERVERS_EXAMPLE));
+    }
+    let mut servers: Vec<Server> = Vec::new();
+    for item in items {
+        let server = match item.value {
+            DeValue::Table(_) => {
+                item.table("a server", SERVER_FIX, report).map(|table| WeightedServer::read_all(table, report))
+            }
+            _ => Text("URL", SERVERS_EXAMPLE).read(&item, report).map(|url| WeightedServer { url, weight: 1 }),
+        };
+        let Some(WeightedServer { url: Some(url), weight }) = server else { continue };
+        match parse_server_url(&url.text) {
+            Ok((scheme, host, port)) => {
+                if let Some(other) = servers.iter().find(|other| other.host == host && other.port == port) {
+                    let message = format!("{} is the same server as {}", quoted(&url.text), quoted(&other.url));
+                    report.problem(url.span, message, "remove one of the two");
+                }
+                servers.push(Server { url: url.text, scheme, host, port, weight });
+            }
+            Err((message, fix)) => report.problem(url.span, message, fix),
+        }
+    }
+    (!servers.is_empty()).then_some(servers)
+}
+
+/// Parses the URL of a server into scheme, host in lower case, and port.
+fn parse_server_url(url: &str) -> Parsed<(Scheme, String, u16)> {
+    if let Some(path) = url.strip_prefix("unix:") {
+        return parse_socket_path(url, path, "unix:").map(|path| (Scheme::Unix, path.to_owned(), 0));
+    }
+    let invalid = |what: &str, scheme: &str, rest: &str| {
+        Err((format!("{} {what}", quoted(url)), format!("write `\"{scheme}://{}\"`", rest.trim())))
+    };
+    match url.split_once("://") {
+        Some(("http", rest)) => parse_authority(url, rest, HTTP).map(|(host, port)| (Scheme::Http, host, port)),
+        Some(("https", rest)) => {
+            parse_authority(url, rest, ("https", 443)).map(|(host, port)| (Scheme::Https, host, port))
+        }
+        Some((scheme, rest)) => match scheme.to_ascii_lowercase().as_str() {
+            scheme @ ("http" | "https") => invalid("is not a server URL", scheme, rest),
+            _ => invalid("has a scheme that is not supported", "http", "HOST:PORT"),
+        },
+        None => invalid("is not a server URL", "http", if url.is_empty() { "HOST:PORT" } else { url }),
+    }
+}
+
+fn read_host_field(item: &Item, report: &mut Report) -> Option<HostField> {
+    let word = item.string("\"server\"", report)?;
+    match word.text {
+        "keep" => Some(HostField::Keep),
+        "server" => Some(HostField::Server),
+        host if parse_authority(host, host, HTTP).is_ok() => Some(HostField::Fixed(host.to_owned())),
+        host => {
+            let message = format!("`host` cannot be {}", quoted(host));
+            let fix = "write `\"keep\"` (the host that the client sent), `\"server\"` (the host of the server), or a host name";
+            report.problem(word.span, message, fix);
+            None
+        }
+    }
 }
 
 settings! {
@@ -256,10 +436,7 @@ fn read_health_host(item: &Item, report: &mut Report) -> Option<String> {
 
 /// Reads status codes and ranges of status codes.
 fn read_status_ranges(item: &Item, report: &mut Report) -> Vec<RangeInclusive<u16>> {
-    let items = match item.value {
-        DeValue::Array(_) => item.list("[\"200-299\"]", report).unwrap_or_default(),
-        _ => vec![item.clone()],
-    };
+    let items = item.one_or_all();
     if items.is_empty() {
         report.problem(item.span.clone(), "`status` is an empty list", item.fix_with("\"200-299\""));
     }
@@ -362,12 +539,8 @@ pub struct RetryCauses {
 /// Reads the conditions of a retry: names, and status codes with or without quotes.
 fn read_retry_causes(item: &Item, report: &mut Report) -> RetryCauses {
     let example = "[\"connect-failure\", \"reset\", 503]";
-    let items = match item.value {
-        DeValue::Array(_) => item.list(example, report).unwrap_or_default(),
-        _ => vec![item.clone()],
-    };
     let mut causes = RetryCauses { connect_failure: false, reset: false, timeout: false, statuses: Vec::new() };
-    for item in items {
+    for item in item.one_or_all() {
         if let DeValue::Integer(_) = item.value {
             causes.statuses.extend(read_error_status(&item, report));
             continue;
@@ -392,4 +565,31 @@ fn read_retry_causes(item: &Item, report: &mut Report) -> RetryCauses {
         }
     }
     causes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn servers_are_read_as_written() {
+        for (url, scheme, host, port) in [
+            ("http://127.0.0.1:9001", Scheme::Http, "127.0.0.1", 9001),
+            ("http://API.example.com", Scheme::Http, "api.example.com", 80),
+            ("https://API.example.com", Scheme::Https, "api.example.com", 443),
+            ("http://[::1]:8080", Scheme::Http, "::1", 8080),
+            ("https://[fd00:0::1]:80", Scheme::Https, "fd00::1", 80),
+            ("http://my_service:80", Scheme::Http, "my_service", 80),
+            ("unix:/run/Api.sock", Scheme::Unix, "/run/Api.sock", 0),
+        ] {
+            assert_eq!(parse_server_url(url), Ok((scheme, host.to_owned(), port)), "{url}");
+        }
+        let hosts = "http:// http://:80 http://::1 http://::1:80 http://[::1 http://[x]:1 http://é http://a..b http://10.0.0.256";
+        let others =
+            "http://a:0 http://a: http://a:+1 http://a:65536 http://u@h http://h/ https://h/ https:// ftp://h h:1";
+        let schemes = "HTTP://h unix: unix:run/x.sock unix:///run/x.sock";
+        for url in [hosts, others, schemes].iter().flat_map(|urls| urls.split(' ')).chain(["", "http://a b"]) {
+            assert!(parse_server_url(url).is_err(), "{url}");
+        }
+    }
 }

@@ -9,7 +9,7 @@ use http::header::{self, Entry, HeaderMap, HeaderName, HeaderValue};
 
 use super::forwarded::{ClientInfo, X_FORWARDED_FOR, X_FORWARDED_PROTO};
 use crate::config::listen::ForwardedField;
-use crate::config::route::byte_set;
+use crate::config::path::byte_set;
 
 const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
 

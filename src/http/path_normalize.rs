@@ -8,7 +8,9 @@
 use std::borrow::Cow;
 
 use super::error::RequestError;
-use crate::config::route::{EncodedSlash, PathParameters, PathReading, TrailingSlash, find_ambiguity, is_pchar};
+use crate::config::path::{
+    EncodedSlash, PathParameters, PathReading, TrailingSlash, find_ambiguity, is_pchar, push_encoded,
+};
 
 /// Normalizes an absolute path: one that starts with a slash, without a query.
 pub fn normalize(path: &str, reading: PathReading) -> Result<Cow<'_, str>, RequestError> {
@@ -65,16 +67,6 @@ fn reencode(path: &str, slashes: EncodedSlash) -> Result<String, RequestError> {
         }
     }
     Ok(out)
-}
-
-/// Appends a byte of a segment, plain or escaped.
-fn push_encoded(byte: u8, out: &mut String) {
-    const HEX: &[u8; 16] = b"0123456789ABCDEF";
-    if is_pchar(byte) {
-        out.push(char::from(byte));
-    } else {
-        out.extend(['%', HEX[usize::from(byte >> 4)].into(), HEX[usize::from(byte & 15)].into()]);
-    }
 }
 
 /// Removes dot segments and empty segments.

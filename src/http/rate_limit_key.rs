@@ -329,7 +329,7 @@ pub mod tests {
     use super::*;
     use http::{Method, Uri};
 
-    use crate::config::route::{PathPattern, Segment};
+    use crate::config::path::{PathPattern, Segment};
     use crate::jwt::cache::TokenCache;
     use crate::jwt::token::TokenVerifier;
     use transom_limiter::limit::Limit;

@@ -13,7 +13,7 @@ use http::{Method, Version};
 use super::error::RequestError;
 use super::headers::SpecialFields;
 use super::websocket_handshake::{self, UpgradeMethod};
-use crate::config::route::byte_set;
+use crate::config::path::byte_set;
 
 /// The result of the validation.
 #[derive(Debug)]

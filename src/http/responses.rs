@@ -14,7 +14,7 @@ use jiff::fmt::rfc2822::DateTimePrinter;
 use super::error::{DecisionError, RequestError};
 use super::ratelimit_headers::{RateLimitFields, number, push_number, seconds_until};
 use crate::config;
-use crate::config::route::Body;
+use crate::config::response_body::Body;
 use transom_limiter::acquire::Charge;
 use transom_limiter::counter::{AcquireRequest, Usage};
 use transom_limiter::decision_context::DecisionContext;

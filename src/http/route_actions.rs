@@ -13,9 +13,10 @@ use super::error::RequestError;
 use super::key_source::RequestAttributes;
 use super::responses::{self, LocalResponse};
 use crate::config::limits::Timeouts;
-use crate::config::route::{
-    self, Actions, FieldChanges, PathChange, PathPattern, Route, Segment, Template, TemplatePart, Variable,
-};
+use crate::config::path::{PathPattern, Segment};
+use crate::config::route::Route;
+use crate::config::route_actions::{self, Actions, FieldChanges, PathChange};
+use crate::config::template::{Template, TemplatePart, Variable};
 
 /// The compiled actions of one route.
 #[derive(Debug)]
@@ -98,10 +99,10 @@ impl RouteActions {
     pub fn new(actions: &Actions, route: &Route) -> RouteActions {
         RouteActions {
             direct_response: actions.response.as_ref().map(|response| match response {
-                route::LocalResponse::Redirect { to, status } => {
+                route_actions::LocalResponse::Redirect { to, status } => {
                     DirectResponse::Redirect { to: to.clone(), status: *status }
                 }
-                route::LocalResponse::Respond { status, body } => {
+                route_actions::LocalResponse::Respond { status, body } => {
                     DirectResponse::Respond(responses::direct_response(*status, body.as_ref()))
                 }
             }),

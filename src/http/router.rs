@@ -16,7 +16,8 @@ use foldhash::HashMap;
 use http::header::{HeaderMap, HeaderName};
 use http::{HeaderValue, Method};
 
-use crate::config::route::{PathPattern, Route, Segment, TrailingSlash};
+use crate::config::path::{PathPattern, Segment, TrailingSlash};
+use crate::config::route::Route;
 
 /// Segments of a path that are matched one by one; deeper paths match catch-alls only.
 const DEPTH_MAX: usize = 64;

@@ -23,7 +23,7 @@ use super::websocket::{WebSocketHandshake, finish_handshake};
 use super::worker_config::{DecisionBuffers, Target, WorkerConfig};
 use super::worker_state::WorkerState;
 use crate::clock::Timestamp;
-use crate::config::route::ForwardPath;
+use crate::config::path::ForwardPath;
 use crate::http::client_plans::PlanLookup;
 use crate::http::error::RequestError;
 use crate::http::forwarded::ClientInfo;

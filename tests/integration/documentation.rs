@@ -6,13 +6,16 @@ use std::path::Path;
 use std::process::Command;
 
 use transom::config::certificate::CertificateFiles;
+use transom::config::client_tls::ClientTlsSettings;
 use transom::config::counters::Counters;
 use transom::config::limits::{Http2, Limits, Timeouts};
 use transom::config::listen::{Admin, HttpsSettings, Listen};
+use transom::config::path::PathReading;
 use transom::config::redis::SharedSettings;
-use transom::config::route::PathReading;
+use transom::config::route::{RouteConditions, RouteSettings};
+use transom::config::route_actions::ActionSettings;
 use transom::config::settings::{Section, reference_rows};
-use transom::config::upstream::{Ejection, HealthChecks, Retries, UpstreamPolicy};
+use transom::config::upstream::{Ejection, HealthChecks, Retries, ServerSettings, UpstreamPolicy};
 use transom::config::{AccessLogSettings, General};
 use transom::http::error::RequestError;
 
@@ -219,10 +222,13 @@ fn the_configuration_reference_equals_the_declarations_of_settings() {
         ("## `[counters]`", Counters::settings()),
         ("## `[counters.shared]`", SharedSettings::settings()),
         ("## `[access_log]`", AccessLogSettings::settings()),
-        ("## `[upstreams.NAME]`", UpstreamPolicy::settings()),
+        ("## `[upstreams.NAME]`", [ServerSettings::settings(), UpstreamPolicy::settings()].concat()),
+        ("### TLS to upstreams", ClientTlsSettings::settings()),
         ("### Health checks", HealthChecks::settings()),
         ("### Ejection", Ejection::settings()),
         ("### Retries", Retries::settings()),
+        ("## `[[routes]]`", [RouteConditions::settings(), RouteSettings::settings()].concat()),
+        ("### Actions", ActionSettings::settings()),
     ] {
         let start = lines.iter().position(|line| line == heading).unwrap_or_else(|| panic!("no heading `{heading}`"));
         let end = lines[start + 1..].iter().position(|line| line.starts_with('#')).map(|length| start + 1 + length);

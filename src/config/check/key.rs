@@ -3,10 +3,10 @@
 //! A client may omit some parts. The operator must then choose with `on_missing_key`: a default would let requests
 //! bypass the limit, or refuse them without notice. A choice that has no effect is a problem as well.
 
-use super::path::is_param_name;
 use super::values::{FIELD_NAME_FIX, parse_field_name};
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::listen::ClientCerts;
+use crate::config::path::is_param_name;
 use crate::config::toml_reader::{Item, SpannedStr, nearest};
 use transom_limiter::key::{KeyPart, OnMissing};
 

@@ -7,12 +7,13 @@ use std::time::Duration;
 
 use toml::de::DeValue;
 
-use super::values::{Definitions, FIELD_NAME_FIX, parse_field_name, read_body, read_duration_ms};
+use super::values::{Definitions, FIELD_NAME_FIX, parse_field_name, read_duration_ms};
 use super::{key, overrides, rule_windows};
 use crate::config::diagnostics::{Report, quoted};
 use crate::config::listen::ClientCerts;
 use crate::config::redis::{DefaultSharing, RuleSharingSettings};
-use crate::config::settings::DAY_MS;
+use crate::config::response_body::{BODY, Body, CONTENT_TYPE, check_content_type};
+use crate::config::settings::{DAY_MS, Kind};
 use crate::config::toml_reader::{Item, Table};
 use crate::config::{RATE_LIMIT_STYLES, RateLimitStyle, RefusalResponse};
 use transom_limiter::key::OnMissing;
@@ -78,6 +79,7 @@ fn read_rule(
     let count_refused = table.get("count_refused");
     let sharing = RuleSharingSettings::take_from(&mut table);
     let refusal = RefusalSettings::take_from(&mut table);
+    check_content_type(&table, "the rule", report);
     let exceptions = overrides::OverrideSettings {
         plans: table.get("plans"),
         overrides: table.get("overrides"),
@@ -196,12 +198,13 @@ impl<'d> RefusalSettings<'d> {
 
     fn read(self, report: &mut Report) -> RefusalResponse {
         let status = self.status.and_then(|item| item.integer(400..=599, report));
-        let body = read_body(self.body, self.content_type, "the rule", report);
+        let body = self.body.and_then(|item| BODY.read(&item, report)).flatten();
+        let content_type = self.content_type.and_then(|item| CONTENT_TYPE.read(&item, report)).flatten();
         let jitter_ms =
             self.retry_jitter.and_then(|item| read_duration_ms(&item, 0..=DAY_MS, Duration::from_secs(5), report));
         RefusalResponse {
             status: status.and_then(|status| u16::try_from(status).ok()),
-            body,
+            body: Body::new(body, content_type),
             retry_jitter_s: jitter_ms.unwrap_or(0).div_ceil(1000),
         }
     }

@@ -8,16 +8,12 @@ use std::time::Duration;
 use http::HeaderName;
 
 use crate::config::diagnostics::{Report, Span, quoted, quoted_list};
-use crate::config::route::Body;
 use crate::config::settings::{Kind, Time};
 use crate::config::toml_reader::{Item, SpannedStr, Table, nearest};
 use transom_limiter::ip_prefix::{Network, NetworkError};
 use transom_limiter::secret_digest::Digest;
 
 pub const FIELD_NAME_FIX: &str = "write a name such as `x-api-key`: letters, digits and `-`";
-
-/// A configured body is sent with every refusal, so it should not be long.
-const BODY_MAX_BYTES: usize = 64 * 1024;
 
 /// A parsed value, or the message and the fix of a problem.
 pub type Parsed<T> = Result<T, (String, String)>;
@@ -117,20 +113,6 @@ pub fn parse_field_name(text: &str) -> Option<String> {
     HeaderName::from_bytes(text.as_bytes()).ok().map(|name| name.as_str().to_owned())
 }
 
-/// Whether a text is a DNS name. Underscores are allowed, as container networks use them.
-pub fn is_name(text: &str) -> bool {
-    let label = |label: &str| {
-        (1..=63).contains(&label.len()) && label.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_".contains(&b))
-    };
-    text.len() <= 253 && text.split('.').all(label)
-}
-
-/// Whether a text can only be meant as an IPv4 address: its last label is a number (RFC 3986,
-/// section 3.2.2, and the WHATWG's URL standard, "ends in a number").
-pub fn is_ipv4_like(text: &str) -> bool {
-    text.rsplit('.').next().is_some_and(|last| !last.is_empty() && last.bytes().all(|b| b.is_ascii_digit()))
-}
-
 /// Reads an address or a network in CIDR notation.
 pub fn read_network(word: &SpannedStr, report: &mut Report) -> Option<Network> {
     match word.text.parse() {
@@ -170,43 +152,6 @@ pub fn read_digest(word: &SpannedStr, report: &mut Report) -> Option<Digest> {
         report.problem(word.span.clone(), message, "copy all of it from `printf %s KEY | sha256sum`");
     }
     digest
-}
-
-/// Reads the body of a response that the gateway generates. `owner` names the rule or response in messages.
-pub fn read_body(body: Option<Item>, kind: Option<Item>, owner: &str, report: &mut Report) -> Option<Body> {
-    let content_type = kind.as_ref().and_then(|item| read_content_type(item, report));
-    if let (None, Some(item)) = (&body, &kind) {
-        let message = format!("`content_type` has no effect: {owner} has no `body`");
-        report.problem(item.key_span.clone(), message, "add `body`, or remove `content_type`");
-    }
-    let text = body.and_then(|item| self::read_body_text(&item, report))?;
-    Some(Body { text, content_type: content_type.unwrap_or_else(|| "text/plain; charset=utf-8".to_owned()) })
-}
-
-fn read_body_text(item: &Item, report: &mut Report) -> Option<String> {
-    let word = item.string("\"slow down\\n\"", report)?;
-    if word.text.len() > BODY_MAX_BYTES {
-        let message = format!("`body` has `{}` bytes", word.text.len());
-        report.problem(word.span, message, format!("write at most `{BODY_MAX_BYTES}` bytes"));
-        return None;
-    }
-    Some(word.text.to_owned())
-}
-
-/// Reads a media type (RFC 9110, section 8.3.1). Parameters are only checked to be printable ASCII.
-fn read_content_type(item: &Item, report: &mut Report) -> Option<String> {
-    let word = item.string("\"application/json\"", report)?;
-    let token = |text: &str| {
-        !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte))
-    };
-    let (name, parameters) = word.text.split_once(';').unwrap_or((word.text, ""));
-    let is_type = name.trim_end().split_once('/').is_some_and(|(kind, sub)| token(kind) && token(sub));
-    if !is_type || !parameters.bytes().all(|byte| (b' '..=b'~').contains(&byte)) {
-        let fix = "write a type such as `\"application/json\"` or `\"text/html; charset=utf-8\"`";
-        report.problem(word.span, format!("{} is not a media type", quoted(word.text)), fix);
-        return None;
-    }
-    Some(word.text.trim().to_owned())
 }
 
 /// Removes the line end that editors add to a secret in a text file. Binary secrets stay as they are.

@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 
 use http::Method;
 
-use crate::config::route::byte_set;
+use crate::config::path::byte_set;
 use crate::downstream::http2::huffman;
 
 /// SETTINGS_HEADER_TABLE_SIZE, at its default.

@@ -1,0 +1,401 @@
+//! Paths: how those of requests are normalized, and the patterns of routes.
+//!
+//! The path of a request is normalized before it is matched, so a pattern that is not normalized would never match.
+//! Such a pattern is a problem, and the fix is its normal form.
+
+use super::check::values::Parsed;
+use super::diagnostics::{Report, quoted};
+use super::settings::Choice;
+use super::toml_reader::SpannedString;
+
+/// The router does not match more segments than this one by one.
+const SEGMENTS_MAX: usize = 64;
+
+settings! {
+    /// How request paths are normalized, for routes and rules alike. [`ForwardPath`] decides what is forwarded.
+    pub struct PathReading {
+        /// Paths with `%2F` or `%5C`. `"refuse"`: 400, because servers interpret them differently. `"keep"`: ordinary bytes.
+        encoded_slash: EncodedSlash =
+            Choice(EncodedSlash::Refuse, &[("refuse", EncodedSlash::Refuse), ("keep", EncodedSlash::Keep)]);
+        /// A `;` (or `%3B`) in a path segment and the text after it, as in `/login;v=1`. `"keep"`: ordinary bytes. `"strip"`:
+        /// routes and rules see `/login`. `"refuse"`: 400.
+        path_parameters: PathParameters = Choice(
+            PathParameters::Keep,
+            &[("keep", PathParameters::Keep), ("strip", PathParameters::Strip), ("refuse", PathParameters::Refuse)],
+        );
+        /// `"keep"`: `/login/` and `/login` are different paths. `"ignore"`: routes and rules see `/login`.
+        trailing_slash: TrailingSlash =
+            Choice(TrailingSlash::Keep, &[("keep", TrailingSlash::Keep), ("ignore", TrailingSlash::Ignore)]);
+    }
+}
+
+impl Copy for PathReading {}
+
+impl PathReading {
+    /// Keeps parameters and a trailing slash, as paths for the upstream need it.
+    pub fn verbatim(encoded_slash: EncodedSlash) -> PathReading {
+        PathReading { encoded_slash, path_parameters: PathParameters::Keep, trailing_slash: TrailingSlash::Keep }
+    }
+}
+
+/// The meaning of `;` in a path segment and of the text behind it (RFC 3986, section 3.3).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum PathParameters {
+    /// They are ordinary bytes of the segment.
+    Keep,
+    /// The segment ends before them.
+    Strip,
+    /// The response is 400.
+    Refuse,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum TrailingSlash {
+    /// Paths with and without a trailing slash differ.
+    Keep,
+    /// A trailing slash is removed.
+    Ignore,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum EncodedSlash {
+    /// The response to `%2F` or `%5C` in a path is 400, because servers interpret them differently.
+    Refuse,
+    /// They are ordinary bytes of a segment.
+    Keep,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ForwardPath {
+    /// The bytes that the client sent.
+    Original,
+    /// The normalized path that was matched.
+    Normalized,
+}
+
+/// Whether a byte may stand unescaped in a path segment: `pchar` of RFC 3986, section 3.3, without percent-encodings.
+/// Patterns and normalized paths leave exactly these bytes unescaped.
+pub fn is_pchar(byte: u8) -> bool {
+    PCHAR[usize::from(byte)]
+}
+
+const PCHAR: [bool; 256] = byte_set(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~!$&'()*+,;=:@");
+
+/// A lookup table of the given bytes.
+pub const fn byte_set(bytes: &[u8]) -> [bool; 256] {
+    let mut set = [false; 256];
+    let mut i = 0;
+    while i < bytes.len() {
+        set[bytes[i] as usize] = true;
+        i += 1;
+    }
+    set
+}
+
+/// Appends a byte of a segment, plain or escaped (RFC 3986, section 6.2.2).
+pub fn push_encoded(byte: u8, out: &mut String) {
+    const HEX: &[u8; 16] = b"0123456789ABCDEF";
+    if is_pchar(byte) {
+        out.push(char::from(byte));
+    } else {
+        out.extend(['%', HEX[usize::from(byte >> 4)].into(), HEX[usize::from(byte & 15)].into()]);
+    }
+}
+
+/// The byte that `%XX` at the beginning of a text encodes.
+fn decode_escape(text: &[u8]) -> Option<u8> {
+    let [b'%', high, low, ..] = text else { return None };
+    let digit = |byte: u8| char::from(byte).to_digit(16);
+    Some((digit(*high)? << 4 | digit(*low)?) as u8)
+}
+
+/// Why a normalized segment is ambiguous, if it is: some servers interpret it differently.
+/// - `..;x` as `..`: servers that remove path parameters before they resolve dot segments;
+/// - `login%0A` as `login`: `$` in a regular expression matches before a line end. Other control characters end
+///   strings or are dropped;
+/// - `%C0%AF`, which is not UTF-8, as `/`: decoders that accept overlong encodings.
+pub fn find_ambiguity(segment: &str) -> Option<&'static str> {
+    let dots = segment.split(';').next().unwrap_or_default();
+    if (dots == "." || dots == "..") && dots != segment {
+        return Some("the path has dots before a semicolon");
+    }
+    let mut before = 0;
+    for code in segment.split('%').skip(1) {
+        let digits = code.get(..2).unwrap_or_default();
+        let byte = u8::from_str_radix(digits, 16).unwrap_or_default();
+        if byte.is_ascii_control() {
+            return Some("the path contains an encoded control character");
+        }
+        if let (0xC0 | 0xC1, 0x80..=0xBF) | (0xE0, 0x80..=0x9F) | (0xF0, 0x80..=0x8F) = (before, byte) {
+            return Some("the path contains an overlong encoding of a character");
+        }
+        // Only adjacent codes form one character.
+        before = if code.len() == 2 { byte } else { 0 };
+    }
+    None
+}
+
+/// A path pattern, segment by segment. Segments are the parts between slashes: `/` has one empty segment, and `/a/` ends
+/// with an empty segment.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct PathPattern {
+    /// As configured.
+    pub text: String,
+    pub segments: Vec<Segment>,
+}
+
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub enum Segment {
+    Literal(String),
+    /// `{name}`: one segment that is not empty.
+    Param(String),
+    /// `{*name}`: the rest of the path, possibly empty; always last.
+    Rest(String),
+}
+
+impl Segment {
+    pub fn literal(&self) -> Option<&str> {
+        if let Segment::Literal(text) = self { Some(text) } else { None }
+    }
+
+    pub fn param_name(&self) -> Option<&str> {
+        match self {
+            Segment::Param(name) | Segment::Rest(name) => Some(name),
+            Segment::Literal(_) => None,
+        }
+    }
+}
+
+impl PathPattern {
+    pub fn read(written: &SpannedString, reading: PathReading, report: &mut Report) -> Option<PathPattern> {
+        match parse_segments(&written.text, reading) {
+            Ok(segments) => Some(PathPattern { text: written.text.clone(), segments }),
+            Err((message, fix)) => {
+                report.problem(written.span.clone(), message, fix);
+                None
+            }
+        }
+    }
+
+    /// The names of the parameters, in order.
+    pub fn param_names(&self) -> Vec<&str> {
+        self.segments.iter().filter_map(Segment::param_name).collect()
+    }
+}
+
+fn parse_segments(text: &str, reading: PathReading) -> Parsed<Vec<Segment>> {
+    let path = |what: &str| format!("the path {} {what}", quoted(text));
+    let write = |text: &str| format!("write `path = \"{}\"`", normalize_pattern(text));
+    let Some(rest) = text.strip_prefix('/') else {
+        let Some((_, url)) = text.split_once("://") else {
+            return Err((path("does not begin with `/`"), write(text)));
+        };
+        let (host, path_of_url) = url.split_once('/').unwrap_or((url, ""));
+        let fix = format!("{}, and `host = \"{host}\"`", write(&format!("/{path_of_url}")));
+        return Err((path("is a whole URL"), fix));
+    };
+    if rest.contains(['?', '#']) {
+        return Err((path("has a query or a fragment, which a route does not match"), write(text)));
+    }
+    if reading.trailing_slash == TrailingSlash::Ignore && rest.ends_with('/') {
+        let what = "can never match: with `trailing_slash = \"ignore\"`, the path of a request never ends with a slash";
+        return Err((path(what), write(text.trim_end_matches('/'))));
+    }
+    let mut segments: Vec<Segment> = Vec::new();
+    let mut parts = rest.split('/').peekable();
+    while let Some(part) = parts.next() {
+        let is_last = parts.peek().is_none();
+        if part.is_empty() && !is_last {
+            return Err((path("has two slashes in a row"), write(text)));
+        }
+        let segment = match parse_parameter(part)? {
+            Some(segment) => segment,
+            None => parse_literal(part, reading)
+                .map_err(|(what, fix)| (path(&what), fix.map_or_else(|| write(text), str::to_owned)))?,
+        };
+        if let (Segment::Rest(name), false) = (&segment, is_last) {
+            let message = path(&format!("continues after `{{*{name}}}`, which matches the rest of the path"));
+            return Err((message, format!("end the path with `{{*{name}}}`, or write `{{{name}}}` for one segment")));
+        }
+        let name = segment.param_name();
+        if name.is_some() && segments.iter().any(|other| other.param_name() == name) {
+            let message = path(&format!("has {} twice", quoted(part)));
+            return Err((message, String::from("give one of the two another name")));
+        }
+        segments.push(segment);
+    }
+    if segments.iter().filter(|segment| !matches!(segment, Segment::Rest(_))).count() > SEGMENTS_MAX {
+        let fix = format!("end it with `{{*rest}}` after at most `{SEGMENTS_MAX}` segments");
+        return Err((format!("a path with more than `{SEGMENTS_MAX}` segments can never match"), fix));
+    }
+    Ok(segments)
+}
+
+pub fn is_param_name(text: &str) -> bool {
+    let first = |c: char| c.is_ascii_alphabetic() || c == '_';
+    text.starts_with(first) && text.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
+}
+
+/// Parses `{name}` and `{*name}`; `None` for a literal. Recognizes the parameters of other routers, to suggest a fix.
+fn parse_parameter(part: &str) -> Parsed<Option<Segment>> {
+    let no_parameter = |fix: &str| Err((format!("{} is not a parameter", quoted(part)), fix.to_owned()));
+    if part == "*" || part == "**" {
+        return no_parameter("write `{*rest}` for the rest of the path, or `{name}` for one segment");
+    }
+    let foreign = part.strip_prefix([':', '<']).map(|rest| rest.trim_end_matches('>'));
+    if let Some(name) = foreign.filter(|name| is_param_name(name)) {
+        return no_parameter(&format!("write `{{{name}}}`"));
+    }
+    if !part.contains(['{', '}']) {
+        return Ok(None);
+    }
+    let inner = part.strip_prefix('{').and_then(|rest| rest.strip_suffix('}'));
+    let Some(inner) = inner.filter(|inner| !inner.contains(['{', '}'])) else {
+        let fix = "write `{name}` as a whole segment, such as `/users/{id}/files`";
+        return Err((format!("{} is neither a parameter nor a literal", quoted(part)), fix.to_owned()));
+    };
+    let (name, is_rest) = inner.strip_prefix('*').map_or((inner, false), |name| (name, true));
+    if is_param_name(name) {
+        let segment = if is_rest { Segment::Rest } else { Segment::Param };
+        return Ok(Some(segment(name.to_owned())));
+    }
+    let bare = name.split([':', '=']).next().unwrap_or_default().replace('-', "_");
+    match bare.trim_matches(['*', '.']) {
+        "" if is_rest => no_parameter("a parameter needs a name: write `{*rest}`"),
+        "" => no_parameter("a parameter needs a name: write `{id}`"),
+        bare if !is_param_name(bare) => {
+            no_parameter("a name has letters, digits and `_`, and does not start with a digit: write `{id}`")
+        }
+        bare if is_rest || name.contains(['*', '.']) => no_parameter(&format!("write `{{*{bare}}}`")),
+        bare => no_parameter(&format!("write `{{{bare}}}`")),
+    }
+}
+
+/// Parses a literal segment. The error is what is wrong, and the fix unless it is the normal form.
+fn parse_literal(part: &str, reading: PathReading) -> Result<Segment, (String, Option<&'static str>)> {
+    if let "." | ".." = normalize_segment(part).as_str() {
+        let what = format!("has the segment {}, which normalization removes from every request", quoted(part));
+        return Err((what, None));
+    }
+    if let Some(what) = difference_from_normal(part) {
+        return Err((what, None));
+    }
+    if let Some(ambiguity) = find_ambiguity(part) {
+        let what = format!("can never match: a request is refused if {ambiguity}");
+        return Err((what, Some("write the path that clients request")));
+    }
+    if part.contains(';') && reading.path_parameters != PathParameters::Keep {
+        let why = match reading.path_parameters {
+            PathParameters::Strip => "the `;` and what follows it are removed before matching",
+            PathParameters::Keep | PathParameters::Refuse => "requests with it are refused",
+        };
+        let fix = "write the path without `;`, or `path_parameters = \"keep\"` at the top of the file";
+        return Err((format!("can never match: it contains `;`, and {why}"), Some(fix)));
+    }
+    let slash = ["%2F", "%5C"].into_iter().find(|code| part.contains(code));
+    if let (Some(code), EncodedSlash::Refuse) = (slash, reading.encoded_slash) {
+        let what = format!("can never match: it contains `{code}`, and requests with it are refused");
+        return Err((what, Some("write `encoded_slash = \"keep\"` at the top of the file")));
+    }
+    Ok(Segment::Literal(part.to_owned()))
+}
+
+/// The first difference of a segment from its normal form.
+fn difference_from_normal(part: &str) -> Option<String> {
+    part.char_indices().find_map(|(at, c)| match (c, decode_escape(&part.as_bytes()[at..])) {
+        ('%', None) => Some(String::from("has a `%` without two hex digits")),
+        (_, Some(byte)) if is_pchar(byte) => {
+            Some(format!("encodes `{}`, which is written without encoding", char::from(byte)))
+        }
+        (_, Some(_)) => {
+            let code = &part[at..at + 3];
+            let is_lower = code.contains(|c: char| c.is_ascii_lowercase());
+            is_lower.then(|| format!("has the encoding `{code}` in lower case"))
+        }
+        (c, None) => {
+            let is_plain = u8::try_from(c).is_ok_and(is_pchar);
+            (!is_plain).then(|| format!("has {}, which must be percent-encoded", quoted(&c.to_string())))
+        }
+    })
+}
+
+/// The normal form of a pattern.
+fn normalize_pattern(text: &str) -> String {
+    let path = text.split(['?', '#']).next().unwrap_or(text);
+    let mut parts: Vec<String> = Vec::new();
+    let mut segments = path.split('/').peekable();
+    while let Some(part) = segments.next() {
+        let plain = if part.starts_with('{') { part.to_owned() } else { normalize_segment(part) };
+        match plain.as_str() {
+            ".." => drop(parts.pop()),
+            "." => {}
+            "" if segments.peek().is_some() => {}
+            _ => parts.push(plain),
+        }
+    }
+    format!("/{}", parts.join("/"))
+}
+
+/// The normal form of a segment: only characters that must be percent-encoded are.
+fn normalize_segment(part: &str) -> String {
+    let mut out = String::new();
+    let mut rest = part.as_bytes();
+    while let [first, ..] = rest {
+        let (byte, width) = decode_escape(rest).map_or((*first, 1), |byte| (byte, 3));
+        push_encoded(byte, &mut out);
+        rest = &rest[width..];
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Parsed<Vec<Segment>> {
+        parse_segments(text, PathReading::verbatim(EncodedSlash::Keep))
+    }
+
+    #[test]
+    fn patterns_are_read_as_written() {
+        let literal = |text: &str| Segment::Literal(text.to_owned());
+        assert_eq!(read("/"), Ok(vec![literal("")]));
+        assert_eq!(read("/a/"), Ok(vec![literal("a"), literal("")]));
+        assert_eq!(read("/a/{id}/{*rest}").unwrap()[1..], [Segment::Param("id".into()), Segment::Rest("rest".into())]);
+        assert_eq!(read("/a:b@c,d/%2F%C3%A9"), Ok(vec![literal("a:b@c,d"), literal("%2F%C3%A9")]));
+    }
+
+    #[test]
+    fn the_normal_form_of_a_rejected_path_is_accepted() {
+        let written =
+            "a //a /a//b /./a /a/../b /a/.. /%41 /%c3%a9 /é /100% /a?b=1 /%2e%2E/x /\" /a\\b /% /%4 /[x] ? /a// /é%e9";
+        for text in written.split(' ').chain(["/a b"]) {
+            assert!(read(text).is_err(), "{text}");
+            assert!(read(&normalize_pattern(text)).is_ok(), "{text} -> {}", normalize_pattern(text));
+        }
+    }
+
+    #[test]
+    fn a_path_has_at_most_the_segments_that_are_matched() {
+        let deep = "/a".repeat(SEGMENTS_MAX);
+        assert!(read(&deep).is_ok());
+        assert!(read(&format!("{deep}/{{*rest}}")).is_ok());
+        assert!(read(&format!("{deep}/a")).is_err());
+    }
+
+    #[test]
+    fn other_routers_patterns_are_recognised() {
+        for (text, fix) in [
+            ("/users/:id", "write `{id}`"),
+            ("/users/<id>", "write `{id}`"),
+            ("/users/{id:[0-9]+}", "write `{id}`"),
+            ("/users/{user-id}", "write `{user_id}`"),
+            ("/files/{path*}", "write `{*path}`"),
+            ("/files/{path...}", "write `{*path}`"),
+            ("/files/{*}", "a parameter needs a name: write `{*rest}`"),
+            ("/{}", "a parameter needs a name: write `{id}`"),
+        ] {
+            assert_eq!(read(text).unwrap_err().1, fix);
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! Bodies of responses that the gateway generates: the settings `body` and `content_type` of rules and routes.
+
+use super::diagnostics::{Report, quoted};
+use super::settings::Word;
+use super::toml_reader::{SpannedStr, Table};
+
+/// A configured body is sent with every refusal, so it should not be long.
+const BODY_MAX_BYTES: usize = 64 * 1024;
+
+/// A body and its media type, which is valid as a field value.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Body {
+    pub text: String,
+    pub content_type: String,
+}
+
+pub const BODY: Word<String> = Word { shape: "text, at most 64 KiB", example: "\"slow down\\n\"", read: read_text };
+pub const CONTENT_TYPE: Word<String> =
+    Word { shape: "media type", example: "\"application/json\"", read: read_content_type };
+
+impl Body {
+    /// The body, if there is one. `content_type` is `text/plain; charset=utf-8` by default.
+    pub fn new(text: Option<String>, content_type: Option<String>) -> Option<Body> {
+        let content_type = content_type.unwrap_or_else(|| "text/plain; charset=utf-8".to_owned());
+        text.map(|text| Body { text, content_type })
+    }
+}
+
+/// Reports a media type without a body. `owner` names the rule or response in messages.
+pub fn check_content_type(table: &Table, owner: &str, report: &mut Report) {
+    if let (None, Some(item)) = (table.given("body"), table.given("content_type")) {
+        let message = format!("`content_type` has no effect: {owner} has no `body`");
+        report.problem(item.key_span, message, "add `body`, or remove `content_type`");
+    }
+}
+
+fn read_text(word: &SpannedStr, report: &mut Report) -> Option<String> {
+    if word.text.len() > BODY_MAX_BYTES {
+        let message = format!("`body` has `{}` bytes", word.text.len());
+        report.problem(word.span.clone(), message, format!("write at most `{BODY_MAX_BYTES}` bytes"));
+        return None;
+    }
+    Some(word.text.to_owned())
+}
+
+/// Reads a media type (RFC 9110, section 8.3.1). Parameters are only checked to be printable ASCII.
+fn read_content_type(word: &SpannedStr, report: &mut Report) -> Option<String> {
+    let token = |text: &str| {
+        !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte))
+    };
+    let (name, parameters) = word.text.split_once(';').unwrap_or((word.text, ""));
+    let is_type = name.trim_end().split_once('/').is_some_and(|(kind, sub)| token(kind) && token(sub));
+    if !is_type || !parameters.bytes().all(|byte| (b' '..=b'~').contains(&byte)) {
+        let fix = "write a type such as `\"application/json\"` or `\"text/html; charset=utf-8\"`";
+        report.problem(word.span.clone(), format!("{} is not a media type", quoted(word.text)), fix);
+        return None;
+    }
+    Some(word.text.trim().to_owned())
+}

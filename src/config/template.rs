@@ -1,0 +1,170 @@
+//! Texts with variables, such as `https://{host}{uri}`. A variable in braces is replaced by a value of the request.
+
+use super::check::values::Parsed;
+use super::diagnostics::{Report, quoted, quoted_list};
+use super::path::PathPattern;
+use super::toml_reader::{SpannedString, nearest};
+
+/// A text with variables.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Template(pub Vec<TemplatePart>);
+
+#[derive(Clone, PartialEq, Debug)]
+pub enum TemplatePart {
+    Literal(String),
+    Variable(Variable),
+}
+
+#[derive(Clone, PartialEq, Debug)]
+pub enum Variable {
+    /// The client's IP address.
+    ClientIp,
+    /// `http` or `https`.
+    Scheme,
+    /// Lower case, without port.
+    Host,
+    Method,
+    /// Normalized.
+    Path,
+    /// As received, without the question mark; empty if there is none.
+    Query,
+    /// The path, with `?` and the query if there is one.
+    Uri,
+    /// The name of the route.
+    Route,
+    /// The route's parameter at this position.
+    Param(usize),
+}
+
+const VARIABLES: [(&str, Variable); 8] = [
+    ("client_ip", Variable::ClientIp),
+    ("scheme", Variable::Scheme),
+    ("host", Variable::Host),
+    ("method", Variable::Method),
+    ("path", Variable::Path),
+    ("query", Variable::Query),
+    ("uri", Variable::Uri),
+    ("route", Variable::Route),
+];
+
+/// The prefix of a variable that is a parameter of the route's path.
+const PARAM: &str = "param.";
+
+/// Variables here, and variables of nginx with the same value.
+const NGINX: [(&str, &[&str]); 7] = [
+    ("{client_ip}", &["remote_addr", "binary_remote_addr"]),
+    ("{host}", &["host", "http_host", "server_name"]),
+    ("{method}", &["request_method"]),
+    ("{scheme}", &["scheme"]),
+    ("{path}", &["uri", "document_uri"]),
+    ("{uri}", &["request_uri"]),
+    ("{query}", &["args", "query_string"]),
+];
+
+/// How other variables of nginx begin.
+const NGINX_PREFIXES: [&str; 14] = [
+    "arg_",
+    "connection_",
+    "cookie_",
+    "geoip_",
+    "hostname",
+    "http",
+    "proxy_",
+    "realip_",
+    "remote_",
+    "request",
+    "server_",
+    "ssl_",
+    "time_",
+    "upstream_",
+];
+
+impl Template {
+    /// Reads a template; `{{` and `}}` stand for literal braces. `path` is the path of the route, unless it is invalid.
+    pub fn read(written: &SpannedString, path: Option<&PathPattern>, report: &mut Report) -> Option<Template> {
+        match parse(&written.text, path) {
+            Ok(parts) => Some(Template(parts)),
+            Err((message, fix)) => {
+                report.problem(written.span.clone(), message, fix);
+                None
+            }
+        }
+    }
+}
+
+fn parse(text: &str, path: Option<&PathPattern>) -> Parsed<Vec<TemplatePart>> {
+    if let Some(c) = text.chars().find(|c| c.is_control() && *c != '\t') {
+        let message = format!("a header field cannot contain {}", quoted(&c.to_string()));
+        return Err((message, "write it on one line, without control characters".to_owned()));
+    }
+    if let Some((written, meant)) = find_nginx_variable(text) {
+        let known = || quoted_list(VARIABLES.map(|(name, _)| format!("{{{name}}}")).iter().map(String::as_str), "and");
+        let fix = match meant {
+            Some(meant) => format!("write `{meant}`"),
+            None => format!("remove it; the variables are {}", known()),
+        };
+        return Err((format!("{} is a variable of nginx, which would be sent literally", quoted(written)), fix));
+    }
+    let mut parts = Vec::new();
+    let mut literal = String::new();
+    let mut rest = text;
+    while let Some(at) = rest.find(['{', '}']) {
+        literal.push_str(&rest[..at]);
+        let (brace, behind) = rest[at..].split_at(1);
+        if let Some(behind) = behind.strip_prefix(brace) {
+            literal.push_str(brace);
+            rest = behind;
+            continue;
+        }
+        let Some((name, behind)) = behind.split_once('}').filter(|_| brace == "{") else {
+            let message = format!("{} has a brace that is not part of a variable", quoted(text));
+            return Err((message, "write `{{` or `}}` for a brace, and `{host}` for a variable".to_owned()));
+        };
+        if !literal.is_empty() {
+            parts.push(TemplatePart::Literal(std::mem::take(&mut literal)));
+        }
+        parts.push(TemplatePart::Variable(parse_variable(name, path)?));
+        rest = behind;
+    }
+    literal.push_str(rest);
+    if !literal.is_empty() {
+        parts.push(TemplatePart::Literal(literal));
+    }
+    Ok(parts)
+}
+
+/// The first variable of nginx in a text, such as `$remote_addr` or `${host}`, and its equivalent here.
+fn find_nginx_variable(text: &str) -> Option<(&str, Option<&'static str>)> {
+    text.match_indices('$').find_map(|(at, _)| {
+        let (start, close) = if text[at + 1..].starts_with('{') { (at + 2, 1) } else { (at + 1, 0) };
+        let is_name = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
+        let end = text[start..].find(|c| !is_name(c)).map_or(text.len(), |length| start + length);
+        let name = &text[start..end];
+        let meant = NGINX.iter().find(|(_, names)| names.contains(&name)).map(|(meant, _)| *meant);
+        let is_known = meant.is_some() || NGINX_PREFIXES.iter().any(|prefix| name.starts_with(prefix));
+        is_known.then(|| (text.get(at..end + close).unwrap_or(&text[at..]), meant))
+    })
+}
+
+fn parse_variable(name: &str, path: Option<&PathPattern>) -> Parsed<Variable> {
+    if let (None, Some(_)) = (path, name.strip_prefix(PARAM)) {
+        // The parameters of an invalid path are unknown, and the path is a problem already.
+        return Ok(Variable::Param(0));
+    }
+    let params = path.map(PathPattern::param_names).unwrap_or_default();
+    let params = params.iter().enumerate().map(|(at, name)| (format!("{PARAM}{name}"), Variable::Param(at)));
+    let variables = VARIABLES.iter().map(|(name, variable)| ((*name).to_owned(), variable.clone()));
+    let known: Vec<(String, Variable)> = variables.chain(params).collect();
+    if let Some((_, variable)) = known.iter().find(|(known, _)| known == name) {
+        return Ok(variable.clone());
+    }
+    let braced = |name: &str| format!("{{{name}}}");
+    let fix = match nearest(name, known.iter().map(|(name, _)| name.as_str())) {
+        Some(guess) => format!("did you mean {}?", quoted(&braced(guess))),
+        None => {
+            let known: Vec<String> = known.iter().map(|(name, _)| braced(name)).collect();
+            format!("the variables are {}", quoted_list(known.iter().map(String::as_str), "and"))
+        }
+    };
+    Err((format!("{} is not a variable", quoted(&braced(name))), fix))
+}
