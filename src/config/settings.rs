@@ -42,7 +42,9 @@ pub trait Kind {
     fn default(&self) -> Self::Value;
 
     /// The default as TOML; `None`: the setting has none.
-    fn default_text(&self) -> Option<String>;
+    fn default_text(&self) -> Option<String> {
+        None
+    }
 
     /// What the file may contain, for the configuration reference.
     fn shape(&self) -> Shape;
@@ -351,10 +353,6 @@ impl<K: Kind> Kind for Optional<K> {
         None
     }
 
-    fn default_text(&self) -> Option<String> {
-        None
-    }
-
     fn shape(&self) -> Shape {
         self.0.shape()
     }
@@ -471,10 +469,6 @@ impl<K: Kind> Kind for Required<K> {
         self.0.default()
     }
 
-    fn default_text(&self) -> Option<String> {
-        None
-    }
-
     fn shape(&self) -> Shape {
         self.0.shape()
     }
@@ -529,10 +523,6 @@ impl Kind for Text {
         None
     }
 
-    fn default_text(&self) -> Option<String> {
-        None
-    }
-
     fn shape(&self) -> Shape {
         Shape::Text(self.0)
     }
@@ -554,10 +544,6 @@ impl<T> Kind for Word<T> {
     }
 
     fn default(&self) -> Option<T> {
-        None
-    }
-
-    fn default_text(&self) -> Option<String> {
         None
     }
 
@@ -593,10 +579,6 @@ impl<T> Kind for Words<T> {
         Vec::new()
     }
 
-    fn default_text(&self) -> Option<String> {
-        None
-    }
-
     fn shape(&self) -> Shape {
         Shape::OneOrList(Box::new(Shape::Text(self.shape)))
     }
@@ -625,10 +607,6 @@ impl<S: Section> Kind for Tables<S> {
         Vec::new()
     }
 
-    fn default_text(&self) -> Option<String> {
-        None
-    }
-
     fn shape(&self) -> Shape {
         Shape::List(Box::new(Shape::Table(S::settings())))
     }
@@ -652,10 +630,6 @@ impl<S: Section + Default> Kind for Inline<S> {
 
     fn default(&self) -> S {
         S::default()
-    }
-
-    fn default_text(&self) -> Option<String> {
-        None
     }
 
     fn shape(&self) -> Shape {
