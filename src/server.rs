@@ -450,7 +450,7 @@ impl Gateway {
 
 /// The expiry metrics of certificates and revocation lists.
 fn expiries(registry: &Registry, config: &Config) -> ExpiryGauges {
-    let certificates = config.listen.https.iter().flat_map(|https| &https.tls.certificates);
+    let certificates = config.listen.https.iter().flat_map(|https| &https.certificates);
     let certificates = certificates.map(|certificate| (certificate.file.as_str(), certificate.not_after_s));
     let lists = lint::revocation_lists(config).map(|list| (list.file.as_str(), list.next_update_s));
     ExpiryGauges::new(registry, certificates, lists)

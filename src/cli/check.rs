@@ -56,10 +56,10 @@ fn start_failures(path: &Path, config: &Config) -> Vec<String> {
     ];
     let files = files.iter().filter_map(|(name, file)| Some(format!("{name} {}", unwritable_file(file.as_deref()?)?)));
     let listen = &config.listen;
-    let https = listen.https.iter().flat_map(|https| &https.addresses);
+    let https = listen.https.iter().flat_map(|https| &https.address);
     let addresses =
         listen.http.iter().chain(https).chain(&listen.admin).filter_map(|address| unusable_address(*address));
-    let tls = listen.https.iter().filter_map(|https| tls::server_config(&https.tls).err());
+    let tls = listen.https.iter().filter_map(|https| tls::server_config(https).err());
     let tls = tls.map(|error| format!("TLS cannot be set up: {error}"));
     files.chain(addresses).chain(tls).map(|text| format!("the gateway would not start here: {text}")).collect()
 }

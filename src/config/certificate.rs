@@ -15,7 +15,7 @@ use rustls_pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyD
 use webpki::{EndEntityCert, OwnedCertRevocationList};
 use x509_parser::prelude::{CertificateRevocationList as ParsedList, FromDer, X509Certificate};
 
-use super::diagnostics::{Report, quoted};
+use super::diagnostics::{Report, Span, quoted};
 use super::settings::{Required, Text};
 use super::toml_reader::SpannedString;
 
@@ -33,11 +33,20 @@ settings! {
     }
 }
 
+impl CertificateFiles {
+    /// Reads both files. A missing setting is reported elsewhere.
+    pub fn certificate(&self, report: &mut Report) -> Option<Certificate> {
+        Certificate::read(self.certificate.as_ref()?, self.private_key.as_ref()?, report)
+    }
+}
+
 /// A certificate with its chain and private key.
 #[derive(Clone)]
 pub struct Certificate {
     /// The file of the chain, as configured.
     pub file: String,
+    /// The position of its name in the configuration. Equal certificates may have different positions.
+    pub span: Span,
     pub key: Arc<CertifiedKey>,
     /// In lower case; `*.example.com` for all names directly below one.
     pub dns_names: Vec<String>,
@@ -105,8 +114,8 @@ impl Certificate {
             let is_mismatch = matches!(error, Error::InconsistentKeys(InconsistentKeys::KeyMismatch));
             report_unusable(if is_mismatch { KEY_MISMATCH } else { UNUSABLE_KEY }, key, report);
         });
-        let (file, certified) = (chain.text.clone(), certified.ok()?);
-        Some(Certificate { file, key: Arc::new(certified), dns_names, not_before_s, not_after_s })
+        let (file, span, key) = (chain.text.clone(), chain.span.clone(), Arc::new(certified.ok()?));
+        Some(Certificate { file, span, key, dns_names, not_before_s, not_after_s })
     }
 
     /// The signature algorithm of the key, by which a certificate is chosen that the client supports.

@@ -249,7 +249,7 @@ fn matches_variant(variant: PathVariant, own: &[Segment], others: &[Segment]) ->
 /// Notes certificates that are not valid now or expire soon, and revocation lists that have expired.
 pub fn certificate_dates(config: &Config, now_ms: u64) -> Vec<String> {
     let now_s = i64::try_from(now_ms / 1000).unwrap_or(i64::MAX);
-    let certificates = config.listen.https.iter().flat_map(|https| &https.tls.certificates);
+    let certificates = config.listen.https.iter().flat_map(|https| &https.certificates);
     let notes = certificates.filter_map(|certificate| {
         let state = match (certificate.not_before_s - now_s, certificate.not_after_s - now_s) {
             (_, ..0) => format!("expired on {}", date(certificate.not_after_s)),
@@ -277,8 +277,7 @@ fn expired_revocation_lists(config: &Config, now_s: i64) -> impl Iterator<Item =
 }
 
 pub fn revocation_lists(config: &Config) -> impl Iterator<Item = &RevocationList> {
-    let client_auths = config.listen.https.iter().filter_map(|https| https.tls.client_auth.as_ref());
-    client_auths.flat_map(|auth| &auth.revocation_lists)
+    config.listen.https.iter().flat_map(|https| https.client_crl.iter().flatten())
 }
 
 fn date(unix_s: i64) -> String {

@@ -8,7 +8,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use rustls_pki_types::CertificateDer;
 use toml::de::DeValue;
 
-use super::certificate::{self, Certificate, CertificateFiles, PEM_FILE, RevocationList};
+use super::certificate::{self, Certificate, CertificateFiles, RevocationList};
 use super::check::values::read_network;
 use super::diagnostics::{Report, quoted};
 use super::host::read_hosts;
@@ -37,7 +37,7 @@ settings! {
             default: Vec::new(),
             default_text: None,
             shape: Shape::OneOrList(Box::new(Shape::Table(
-                [CertificateFiles::settings(), HttpsSettings::settings()].concat(),
+                [CertificateFiles::settings(), Https::settings()].concat(),
             ))),
             read: |item, report| Some(read_https_listeners(item, report)),
         };
@@ -101,62 +101,54 @@ settings! {
 }
 
 settings! {
-    /// Addresses for HTTP over TLS, beside `certificate` and `private_key`.
-    pub struct HttpsSettings checked by check_https {
+    /// Addresses for HTTP over TLS, and their certificates. The default certificate has settings of its own,
+    /// `CertificateFiles`.
+    pub struct Https checked by check_https {
         /// Addresses for TLS; HTTP/2 and HTTP/1.1 by ALPN.
         address: Vec<SocketAddr> =
             Required(addresses("\"0.0.0.0:443\"", ""), "write `address = \"0.0.0.0:443\"`");
         /// Further certificates, each with `certificate` and `private_key`. They are chosen by the client's server name
         /// (SNI) among the DNS names in subjectAltName: exact names first, then `*.` in place of one label. An RSA and an
         /// ECDSA certificate may have the same name: the first one that the client's algorithms permit is used.
-        certificates: Vec<CertificateFiles> = Tables::<CertificateFiles>::or(
-            "the certificate",
-            "write `[[listen.https.certificates]]`, then its `certificate` and its `private_key`",
-        );
+        certificates: Vec<Certificate> = Custom {
+            default: Vec::new(),
+            default_text: None,
+            shape: Shape::List(Box::new(Shape::Table(CertificateFiles::settings()))),
+            read: read_certificates,
+        };
         /// Authorities that issue client certificates. Without it: clients are not asked for a certificate.
-        client_ca: Option<SpannedString> = PEM_FILE;
+        client_ca: Option<Vec<CertificateDer<'static>>> = Word {
+            shape: "PEM file",
+            example: "\"FILE\"",
+            read: |word, report| {
+                let read = certificate::read_authorities(&SpannedString::new("client_ca", word), report);
+                Some(read.unwrap_or_default())
+            },
+        };
         /// With `client_ca`. `"required"`: connections without a certificate are rejected. `"optional"`: they are accepted.
         /// A certificate that cannot be verified is always rejected.
-        client_auth: bool = Choice(true, &[("required", true), ("optional", false)]);
+        client_auth: ClientAuth = Choice(
+            ClientAuth::Required,
+            &[("required", ClientAuth::Required), ("optional", ClientAuth::Optional)],
+        );
         /// Certificate revocation lists, one or more in each file. Without it: no revocation check. Revoked certificates
         /// are rejected. Every certificate up to those of `client_ca` then needs a valid list of its issuer, as with nginx
         /// and HAProxy; a client without such a list is rejected.
-        client_crl: Vec<SpannedString> = Words {
+        client_crl: Vec<Vec<RevocationList>> = Words {
             shape: "PEM file",
             example: "\"FILE\"",
             or: ", or remove it: no certificate is then treated as revoked",
-            read: |word, _report| Some(SpannedString::new("client_crl", word)),
+            read: |word, report| RevocationList::read(&SpannedString::new("client_crl", word), report),
         };
         /// Lowest TLS version.
         min_version: TlsVersion = Choice(TlsVersion::V1_2, &[("1.2", TlsVersion::V1_2), ("1.3", TlsVersion::V1_3)]);
     }
 }
 
-/// Addresses with the same TLS settings.
-#[derive(Clone, PartialEq, Debug)]
-pub struct Https {
-    pub addresses: Vec<SocketAddr>,
-    pub tls: Tls,
-}
-
-/// TLS settings of a listener.
-#[derive(Clone, PartialEq, Debug)]
-pub struct Tls {
-    /// The first is the default: for clients that send no server name, or one that no certificate has.
-    pub certificates: Vec<Certificate>,
-    pub client_auth: Option<ClientAuth>,
-    pub min_version: TlsVersion,
-}
-
-/// Verification of client certificates.
-#[derive(Clone, PartialEq, Debug)]
-pub struct ClientAuth {
-    /// Issuers that are trusted.
-    pub authorities: Vec<CertificateDer<'static>>,
-    /// Whether connections without a certificate are rejected.
-    pub required: bool,
-    /// If there are any, each issuer must have one.
-    pub revocation_lists: Vec<RevocationList>,
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ClientAuth {
+    Required,
+    Optional,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -176,15 +168,15 @@ pub enum ClientCerts {
 impl Listen {
     /// Whether both have the same addresses in the same order.
     pub fn has_same_addresses(&self, other: &Listen) -> bool {
-        let https = |listen: &Listen| listen.https.iter().map(|https| https.addresses.clone()).collect::<Vec<_>>();
+        let https = |listen: &Listen| listen.https.iter().map(|https| https.address.clone()).collect::<Vec<_>>();
         (&self.http, https(self), self.admin) == (&other.http, https(other), other.admin)
     }
 
     pub fn client_certs(&self) -> ClientCerts {
-        let is_required = |https: &Https| https.tls.client_auth.as_ref().map(|auth| auth.required);
-        if !self.https.iter().any(|https| is_required(https).is_some()) {
+        let is_required = |https: &Https| https.client_ca.is_some() && https.client_auth == ClientAuth::Required;
+        if !self.https.iter().any(|https| https.client_ca.is_some()) {
             ClientCerts::Never
-        } else if self.http.is_empty() && self.https.iter().all(|https| is_required(https) == Some(true)) {
+        } else if self.http.is_empty() && self.https.iter().all(is_required) {
             ClientCerts::Always
         } else {
             ClientCerts::Sometimes
@@ -335,46 +327,29 @@ fn read_https_listeners(item: &Item, report: &mut Report) -> Vec<Https> {
 
 fn read_https(item: &Item, report: &mut Report) -> Option<Https> {
     let mut table = item.table("`[listen.https]`", HTTPS_FIX, report)?;
-    let default = CertificateFiles::read(&mut table, report);
-    let settings = HttpsSettings::read(&mut table, report);
+    let default = CertificateFiles::read(&mut table, report).certificate(report);
+    let mut https = Https::read(&mut table, report);
     table.finish(report);
-    let mut certificates = Vec::new();
-    for (position, files) in std::iter::once(&default).chain(&settings.certificates).enumerate() {
-        let (Some(chain), Some(key)) = (&files.certificate, &files.private_key) else { continue };
-        let Some(certificate) = Certificate::read(chain, key, report) else { continue };
-        if position > 0 {
-            check_selectable(&certificate, &certificates, chain, report);
-        }
-        certificates.push(certificate);
+    for (position, certificate) in https.certificates.iter().enumerate() {
+        let others = default.iter().chain(&https.certificates[..position]);
+        check_selectable(certificate, others, report);
     }
-    let client_auth = settings.client_ca.as_ref().map(|issuers| {
-        let lists = settings.client_crl.iter().filter_map(|file| RevocationList::read(file, report));
-        ClientAuth {
-            revocation_lists: lists.flatten().collect(),
-            authorities: certificate::read_authorities(issuers, report).unwrap_or_default(),
-            required: settings.client_auth,
-        }
-    });
-    let tls = Tls { certificates, client_auth, min_version: settings.min_version };
-    Some(Https { addresses: settings.address, tls })
+    https.certificates.splice(..0, default);
+    Some(https)
 }
 
-fn check_https(_settings: &mut HttpsSettings, table: &Table, report: &mut Report) {
-    for item in ["client_auth", "client_crl"].iter().filter_map(|key| table.given(key)) {
-        if table.lacks("client_ca") {
-            let message = format!("`{}` has no effect without `client_ca`", item.key);
-            let fix = "add `client_ca = \"FILE\"` with the certificates of the issuers, or remove it";
-            report.missing(item.key_span, message, fix);
-        }
-    }
+fn read_certificates(item: &Item, report: &mut Report) -> Option<Vec<Certificate>> {
+    let fix = "write `[[listen.https.certificates]]`, then its `certificate` and its `private_key`";
+    let files = Tables::<CertificateFiles>::or("the certificate", fix).read(item, report)?;
+    Some(files.iter().filter_map(|files| files.certificate(report)).collect())
 }
 
 /// Reports a certificate that is never used: each but the default is selected by its DNS names (SNI), which no other
 /// certificate of the same key type may have.
-fn check_selectable(certificate: &Certificate, others: &[Certificate], written: &SpannedString, report: &mut Report) {
+fn check_selectable<'c>(certificate: &Certificate, others: impl Iterator<Item = &'c Certificate>, report: &mut Report) {
     let file = quoted(&certificate.file);
     let names = &certificate.dns_names;
-    let same_type = |other: &&Certificate| other.algorithm() == certificate.algorithm();
+    let mut others = others.filter(|other| other.algorithm() == certificate.algorithm());
     let shared_name = |other: &Certificate| {
         let name = names.iter().find(|name| other.dns_names.contains(name))?;
         Some((quoted(&other.file), quoted(name)))
@@ -382,10 +357,20 @@ fn check_selectable(certificate: &Certificate, others: &[Certificate], written: 
     if names.is_empty() {
         let message = format!("{file} can never be selected: it contains no DNS name");
         let fix = "have it issued with DNS names (subjectAltName), or make it the default `certificate`";
-        report.problem(written.span.clone(), message, fix);
-    } else if let Some((other, name)) = others.iter().filter(same_type).find_map(shared_name) {
+        report.problem(certificate.span.clone(), message, fix);
+    } else if let Some((other, name)) = others.find_map(shared_name) {
         let message = format!("{file} and {other} are both for {name}");
         let fix = "keep one of the two; two certificates for a name must have different key types, RSA and ECDSA";
-        report.problem(written.span.clone(), message, fix);
+        report.problem(certificate.span.clone(), message, fix);
+    }
+}
+
+fn check_https(_https: &mut Https, table: &Table, report: &mut Report) {
+    for item in ["client_auth", "client_crl"].iter().filter_map(|key| table.given(key)) {
+        if table.lacks("client_ca") {
+            let message = format!("`{}` has no effect without `client_ca`", item.key);
+            let fix = "add `client_ca = \"FILE\"` with the certificates of the issuers, or remove it";
+            report.missing(item.key_span, message, fix);
+        }
     }
 }

@@ -109,7 +109,7 @@ impl Listeners {
             listeners.http.push(bound);
         }
         for (index, https) in listen.https.iter().enumerate() {
-            for address in &https.addresses {
+            for address in &https.address {
                 let bound = listeners.add(*address, Some(index), inherited).map_err(|source| (*address, source))?;
                 listeners.https.push(bound);
             }

@@ -48,12 +48,12 @@ impl ListenerConfig {
         let mut servers = Vec::new();
         for (index, https) in listen.https.iter().enumerate() {
             let unchanged = previous.and_then(|(listen, config)| {
-                let before = listen.https.get(index).filter(|before| before.tls == https.tls);
+                let before = listen.https.get(index).filter(|before| *before == https);
                 before.and(config.tls.get(index))
             });
             servers.push(match unchanged {
                 Some(unchanged) => Arc::clone(unchanged),
-                None => tls::server_config(&https.tls)?,
+                None => tls::server_config(https)?,
             });
         }
         let proxies = Networks::new(listen.proxy_protocol.iter().map(|network| (*network, ())));

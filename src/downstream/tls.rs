@@ -14,7 +14,7 @@ use rustls_pki_types::CertificateDer;
 use sha2::{Digest as _, Sha256};
 
 use crate::config::certificate::Certificate;
-use crate::config::listen::{ClientAuth, Tls, TlsVersion};
+use crate::config::listen::{ClientAuth, Https, TlsVersion};
 
 /// ALPN name of HTTP/2 (RFC 9113, section 3.2).
 pub const HTTP2: &[u8] = b"h2";
@@ -25,16 +25,16 @@ const ALPN: [&[u8]; 3] = [HTTP2, b"http/1.1", b"http/1.0"];
 const TICKETS: usize = 2;
 
 /// The rustls configuration of a listener.
-pub fn server_config(tls: &Tls) -> Result<Arc<ServerConfig>, Error> {
+pub fn server_config(https: &Https) -> Result<Arc<ServerConfig>, Error> {
     let provider = Arc::new(default_provider());
-    let versions = match tls.min_version {
+    let versions = match https.min_version {
         TlsVersion::V1_2 => &[&TLS13, &TLS12][..],
         TlsVersion::V1_3 => &[&TLS13],
     };
     let builder = ServerConfig::builder_with_provider(Arc::clone(&provider)).with_protocol_versions(versions)?;
-    let builder = match &tls.client_auth {
+    let builder = match &https.client_ca {
         None => builder.with_no_client_auth(),
-        Some(ClientAuth { authorities, required, revocation_lists: revoked }) => {
+        Some(authorities) => {
             let mut roots = RootCertStore::empty();
             for authority in authorities {
                 roots.add(authority.clone())?;
@@ -42,13 +42,16 @@ pub fn server_config(tls: &Tls) -> Result<Arc<ServerConfig>, Error> {
             let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider);
             // With revocation lists, a certificate is rejected if its issuer has no list, or only expired ones, as nginx and
             // Envoy do. Without any list, revocation is not checked.
-            let lists = revoked.iter().map(|list| list.der.clone());
+            let lists = https.client_crl.iter().flatten().map(|list| list.der.clone());
             let verifier = verifier.with_crls(lists).enforce_revocation_expiration();
-            let verifier = if *required { verifier } else { verifier.allow_unauthenticated() };
+            let verifier = match https.client_auth {
+                ClientAuth::Required => verifier,
+                ClientAuth::Optional => verifier.allow_unauthenticated(),
+            };
             builder.with_client_cert_verifier(verifier.build().map_err(|error| Error::General(error.to_string()))?)
         }
     };
-    let mut server_config = builder.with_cert_resolver(Arc::new(CertificateResolver::new(&tls.certificates)));
+    let mut server_config = builder.with_cert_resolver(Arc::new(CertificateResolver::new(&https.certificates)));
     server_config.alpn_protocols = ALPN.iter().map(|name| name.to_vec()).collect();
     // No early data: it can be replayed (RFC 8446, section 8).
     server_config.max_early_data_size = 0;

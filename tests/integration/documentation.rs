@@ -9,7 +9,7 @@ use transom::config::certificate::CertificateFiles;
 use transom::config::client_tls::ClientTlsSettings;
 use transom::config::counters::Counters;
 use transom::config::limits::{Http2, Limits, Timeouts};
-use transom::config::listen::{Admin, HttpsSettings, Listen};
+use transom::config::listen::{Admin, Https, Listen};
 use transom::config::path::PathReading;
 use transom::config::redis::SharedSettings;
 use transom::config::route::{RouteConditions, RouteSettings};
@@ -214,7 +214,7 @@ fn the_configuration_reference_equals_the_declarations_of_settings() {
     for (heading, settings) in [
         ("## Top level", [General::settings(), PathReading::settings()].concat()),
         ("## `[listen]`", Listen::settings()),
-        ("## `[listen.https]`", [CertificateFiles::settings(), HttpsSettings::settings()].concat()),
+        ("## `[listen.https]`", [CertificateFiles::settings(), Https::settings()].concat()),
         ("## `[admin]`", Admin::settings()),
         ("## `[limits]`", Limits::settings()),
         ("## `[timeouts]`", Timeouts::settings()),
