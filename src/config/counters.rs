@@ -16,29 +16,20 @@ settings! {
         capacity: usize = Integer(1_000_000, 64..=1_000_000_000);
         /// Memory-mapped file for the counters. Counts survive a restart, a crash and an upgrade, and processes with the
         /// same file count together.
-        file: Option<PathBuf> = Custom {
-            default: None,
-            default_text: None,
-            shape: Shape::Text("absolute path"),
-            read: |item, report| read_absolute_path(item, "\"/run/transom/counters\"", report),
-        };
+        file: Option<PathBuf> = Custom::or_empty(Shape::Text("absolute path"), |item, report| {
+            read_absolute_path(item, "\"/run/transom/counters\"", report)
+        });
         /// File on a disk to which counts are written. Counts survive a reboot. Not together with `[counters.shared]`.
-        snapshot: Option<PathBuf> = Custom {
-            default: None,
-            default_text: None,
-            shape: Shape::Text("absolute path"),
-            read: |item, report| read_absolute_path(item, "\"/var/lib/transom/counts\"", report),
-        };
+        snapshot: Option<PathBuf> = Custom::or_empty(Shape::Text("absolute path"), |item, report| {
+            read_absolute_path(item, "\"/var/lib/transom/counts\"", report)
+        });
         /// Interval of snapshots. A snapshot is always written at exit. A power cut loses the counts after the last
         /// snapshot.
         snapshot_every: Duration = Time(Duration::from_secs(5), 1000..=DAY_MS);
         /// The store for counters that gateways share, see [`[counters.shared]`](#countersshared).
-        shared: Option<StoreConfig> = Custom {
-            default: None,
-            default_text: None,
-            shape: Shape::Table(SharedSettings::settings()),
-            read: |item, report| Some(Some(read_shared(item, report))),
-        };
+        shared: Option<StoreConfig> = Custom::or_empty(Shape::Table(SharedSettings::settings()), |item, report| {
+            Some(Some(read_shared(item, report)))
+        });
     }
 }
 

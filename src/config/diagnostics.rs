@@ -10,6 +10,9 @@ use std::path::{Path, PathBuf};
 
 use super::redaction::Secrets;
 
+/// A parsed value, or the message and the fix of a problem.
+pub type Parsed<T> = Result<T, (String, String)>;
+
 /// A range of bytes in the text.
 pub type Span = Range<usize>;
 
@@ -80,6 +83,17 @@ impl<'t> Report<'t> {
         let column = self.text[self.line_starts[line - 1]..span.start].chars().count() + 1;
         let (file, message, fix) = (self.file.clone(), message.into(), fix.into());
         self.problems.push(Problem { file, span, line, column, message, fix });
+    }
+
+    /// Reports a problem because of which there is no value.
+    pub fn reject<T>(&mut self, span: Span, message: impl Into<String>, fix: impl Into<String>) -> Option<T> {
+        self.problem(span, message, fix);
+        None
+    }
+
+    /// The value of a text, unless the text is a problem.
+    pub fn accept<T>(&mut self, span: Span, parsed: Parsed<T>) -> Option<T> {
+        parsed.map_err(|(message, fix)| self.problem(span, message, fix)).ok()
     }
 
     /// Reports something that is missing or undefined. Ignored after syntax errors: the skipped text may contain it.

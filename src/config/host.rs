@@ -2,8 +2,7 @@
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
-use super::check::values::Parsed;
-use super::diagnostics::{Report, quoted};
+use super::diagnostics::{Parsed, Report, quoted};
 use super::toml_reader::{Item, SpannedStr};
 
 /// The longest path of a Unix socket on Linux.
@@ -32,18 +31,15 @@ pub fn read_distinct(
     let words = item.strings(example, report)?;
     if words.is_empty() {
         let fix = format!("remove it: {without}");
-        report.problem(item.span.clone(), format!("`{}` is an empty list", item.key), fix);
-        return None;
+        return report.reject(item.span.clone(), format!("`{}` is an empty list", item.key), fix);
     }
     let mut found: Vec<String> = Vec::new();
     for word in words {
-        match read(&word) {
-            Ok(value) if found.contains(&value) => {
-                report.problem(word.span, format!("{} is listed twice", quoted(word.text)), "remove it");
-            }
-            Ok(value) => found.push(value),
-            Err((message, fix)) => report.problem(word.span, message, fix),
+        let Some(value) = report.accept(word.span.clone(), read(&word)) else { continue };
+        if found.contains(&value) {
+            report.problem(word.span, format!("{} is listed twice", quoted(word.text)), "remove it");
         }
+        found.push(value);
     }
     Some(found)
 }
@@ -51,31 +47,25 @@ pub fn read_distinct(
 /// The host in lower case, or the fix of a problem.
 fn normalize_host(text: &str) -> Result<String, String> {
     let lower = text.to_lowercase();
-    if let Some((_, rest)) = lower.split_once("://") {
-        let bare = rest.split(['/', ':', '?']).next().unwrap_or(rest);
-        return Err(format!("write the host name alone: {}", quoted(bare)));
-    }
     if let Some(ip) = lower.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
         return ip.parse::<Ipv6Addr>().map(|ip| format!("[{ip}]")).map_err(|_| String::from("write `[::1]` for IPv6"));
     }
-    if let Ok(ip) = lower.parse::<Ipv6Addr>() {
-        return Err(format!("put an IPv6 address in brackets: write `\"[{ip}]\"`"));
-    }
-    if let Some((bare, _)) = lower.rsplit_once(':') {
-        return Err(format!("write {}: hosts are compared without their port", quoted(bare)));
-    }
-    if let Some((bare, _)) = lower.split_once('/') {
-        return Err(format!("write {}, and the rest in `path`", quoted(bare)));
-    }
-    if let Some(bare) = lower.strip_suffix('.') {
-        return Err(format!("write {}, without the last dot", quoted(bare)));
-    }
     let name = lower.strip_prefix("*.").unwrap_or(&lower);
-    let valid = if is_ipv4_like(&lower) { lower.parse::<Ipv4Addr>().is_ok() } else { is_name(name) };
-    if valid && !(is_ipv4_like(name) && name != lower) {
+    let is_valid = if is_ipv4_like(name) { lower.parse::<Ipv4Addr>().is_ok() } else { is_name(name) };
+    if is_valid {
         return Ok(lower);
     }
-    Err(if name.contains('*') {
+    Err(if let Some((_, rest)) = lower.split_once("://") {
+        format!("write the host name alone: {}", quoted(rest.split(['/', ':', '?']).next().unwrap_or(rest)))
+    } else if let Ok(ip) = lower.parse::<Ipv6Addr>() {
+        format!("put an IPv6 address in brackets: write `\"[{ip}]\"`")
+    } else if let Some((bare, _)) = lower.rsplit_once(':') {
+        format!("write {}: hosts are compared without their port", quoted(bare))
+    } else if let Some((bare, _)) = lower.split_once('/') {
+        format!("write {}, and the rest in `path`", quoted(bare))
+    } else if let Some(bare) = lower.strip_suffix('.') {
+        format!("write {}, without the last dot", quoted(bare))
+    } else if name.contains('*') {
         String::from("a `*` can only be the first label, such as `\"*.example.com\"`")
     } else if lower.starts_with('.') {
         format!("write {}", quoted(&format!("*{lower}")))

@@ -113,33 +113,23 @@ fn path_without_subpaths(config: &Config, route: &Route) -> Option<String> {
     }
     let path = route.path.text.as_str();
     let literals: Option<Vec<&str>> = route.path.segments.iter().map(Segment::literal).collect();
-    let prefix_segments = match literals?.as_slice() {
-        [""] => Vec::new(),
+    let prefix = match literals?.as_slice() {
         [file] if file.contains('.') => return None,
-        [one] | [one, ""] => vec![*one],
         // A path of several segments without a trailing slash is more often an endpoint than a prefix.
-        [init @ .., ""] => init.to_vec(),
+        [init @ .., ""] => route.path.segments[..init.len()].to_vec(),
+        [_] => route.path.segments.clone(),
         _ => return None,
     };
-    let matches_below = |other: &Route| {
-        let mut segments = other.path.segments.iter();
-        for own in &prefix_segments {
-            match segments.next() {
-                Some(Segment::Rest(_)) => return true,
-                Some(segment) if segment.literal().is_none_or(|text| text == *own) => {}
-                _ => return false,
-            }
-        }
-        // For the path `/`, a route such as `/api` matches only a part of the paths below.
-        segments.next().is_some_and(|segment| !prefix_segments.is_empty() || segment.literal().is_none())
-    };
+    // For the path `/`, a route such as `/api` matches only a part of the paths below.
+    let below = if prefix.is_empty() { Segment::Literal(String::from("%00")) } else { Segment::Rest(String::new()) };
+    let below = [prefix, vec![below]].concat();
     let may_match_same_requests = |other: &&Route| {
         let is_host = |host| other.hosts.contains(host);
         other.path != route.path
             && (other.hosts.is_empty() || route.hosts.is_empty() || route.hosts.iter().any(is_host))
             && (other.secure.is_none() || route.secure.is_none() || other.secure == route.secure)
     };
-    if config.routes.iter().filter(may_match_same_requests).any(matches_below) {
+    if config.routes.iter().filter(may_match_same_requests).any(|other| overlap(&below, &other.path.segments)) {
         return None;
     }
     let prefix = path.trim_end_matches('/');
@@ -184,13 +174,20 @@ fn guessable_digests(config: &Config) -> Option<String> {
 /// Notes paths to which other rules apply with a trailing slash or with parameters than without. Many servers treat
 /// these variants as the same path, so that a client can avoid the rules.
 fn paths_with_variants(config: &Config) -> Vec<String> {
-    let reading = config.path_reading;
+    let keeps_slash = config.path_reading.trailing_slash == TrailingSlash::Keep;
+    let keeps_parameters = config.path_reading.path_parameters == PathParameters::Keep;
     let mut messages = Vec::new();
-    let mut check = |variant: PathVariant, suffix: &str, setting: &str| {
-        let is_avoidable = |route: &&Route| config.routes.iter().any(|other| avoids_rules(variant, route, other));
-        let mut routes = config.routes.iter().filter(is_avoidable).map(|route| &route.path.text);
-        let Some(path) = routes.next() else { return };
-        let others = match routes.count() {
+    for (is_kept, suffix, setting) in [
+        (keeps_slash, "/", "`trailing_slash = \"ignore\"`"),
+        (keeps_parameters, ";x", "`path_parameters` to `\"strip\"` or `\"refuse\"`"),
+    ] {
+        let is_avoidable = |route: &&Route| {
+            let variant = path_variant(&route.path.segments, suffix);
+            variant.is_some_and(|variant| config.routes.iter().any(|other| avoids_rules(&variant, route, other)))
+        };
+        let mut paths = config.routes.iter().filter(|_| is_kept).filter(is_avoidable).map(|route| &route.path.text);
+        let Some(path) = paths.next() else { continue };
+        let others = match paths.count() {
             0 => String::new(),
             1 => String::from(" (likewise 1 other path)"),
             more => format!(" (likewise {more} other paths)"),
@@ -199,50 +196,43 @@ fn paths_with_variants(config: &Config) -> Vec<String> {
             "other rules apply to `{path}{suffix}` than to `{path}`{others}: if the upstream treats both as the same \
              path, set {setting}"
         ));
-    };
-    if reading.trailing_slash == TrailingSlash::Keep {
-        check(PathVariant::TrailingSlash, "/", "`trailing_slash = \"ignore\"`");
-    }
-    if reading.path_parameters == PathParameters::Keep {
-        check(PathVariant::Parameter, ";x", "`path_parameters` to `\"strip\"` or `\"refuse\"`");
     }
     messages
 }
 
-/// What a client may append to a path that ends in a literal segment.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum PathVariant {
-    TrailingSlash,
-    Parameter,
+/// A pattern that ends in a literal segment, with a slash or a path parameter appended.
+fn path_variant(pattern: &[Segment], suffix: &str) -> Option<Vec<Segment>> {
+    let (last, init) = pattern.split_last()?;
+    let last = last.literal().filter(|text| !text.is_empty())?;
+    let ends = format!("{last}{suffix}");
+    Some(init.iter().cloned().chain(ends.split('/').map(|text| Segment::Literal(text.to_owned()))).collect())
 }
 
 /// Whether requests for a variant of the route's path avoid some of its rules, because the other route matches the
 /// variant and forwards it as well.
-fn avoids_rules(variant: PathVariant, route: &Route, other: &Route) -> bool {
-    let overlap = |a: &[String], b: &[String]| a.is_empty() || b.is_empty() || a.iter().any(|one| b.contains(one));
+fn avoids_rules(variant: &[Segment], route: &Route, other: &Route) -> bool {
+    let meet = |a: &[String], b: &[String]| a.is_empty() || b.is_empty() || a.iter().any(|one| b.contains(one));
     let responds = |route: &Route| route.actions.as_ref().is_some_and(|actions| actions.response.is_some());
-    let (own, others) = (&route.path.segments, &other.path.segments);
-    matches!(own.last(), Some(Segment::Literal(text)) if !text.is_empty())
-        && route.rules.iter().any(|rule| !other.rules.contains(rule))
+    route.rules.iter().any(|rule| !other.rules.contains(rule))
         && !responds(route)
         && !responds(other)
-        && overlap(&route.hosts, &other.hosts)
-        && overlap(&route.methods, &other.methods)
+        && meet(&route.hosts, &other.hosts)
+        && meet(&route.methods, &other.methods)
         && route.secure.zip(other.secure).is_none_or(|(a, b)| a == b)
-        && matches_variant(variant, own, others)
+        && overlap(variant, &other.path.segments)
 }
 
-/// Whether the pattern `others` matches the variant of a path that `own` matches.
-fn matches_variant(variant: PathVariant, own: &[Segment], others: &[Segment]) -> bool {
-    let fit = |(a, b): (&Segment, &Segment)| !matches!((a, b), (Segment::Literal(a), Segment::Literal(b)) if a != b);
-    let begins = |length: usize| own.iter().zip(&others[..length]).all(fit);
-    let (length, last) = (own.len(), others.len() - 1);
-    match (&others[last], variant) {
-        (Segment::Rest(_), PathVariant::TrailingSlash) => last <= length && begins(last),
-        (Segment::Rest(_), PathVariant::Parameter) => last < length && begins(last),
-        (Segment::Param(_), PathVariant::Parameter) => others.len() == length && begins(last),
-        (Segment::Literal(text), PathVariant::TrailingSlash) => text.is_empty() && last == length && begins(last),
-        (Segment::Param(_), PathVariant::TrailingSlash) | (Segment::Literal(_), PathVariant::Parameter) => false,
+/// Whether some path matches both patterns.
+fn overlap(a: &[Segment], b: &[Segment]) -> bool {
+    match (a, b) {
+        ([], []) | ([Segment::Rest(_)], [_, ..]) | ([_, ..], [Segment::Rest(_)]) => true,
+        ([Segment::Literal(own), a @ ..], [Segment::Literal(other), b @ ..]) => own == other && overlap(a, b),
+        // A parameter is not empty.
+        ([Segment::Literal(text), a @ ..], [_, b @ ..]) | ([_, a @ ..], [Segment::Literal(text), b @ ..]) => {
+            !text.is_empty() && overlap(a, b)
+        }
+        ([_, a @ ..], [_, b @ ..]) => overlap(a, b),
+        _ => false,
     }
 }
 

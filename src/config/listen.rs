@@ -29,18 +29,16 @@ settings! {
         http: Vec<SocketAddr> = Custom {
             default: vec![DEFAULT],
             default_text: Some(EXAMPLE),
-            shape: Shape::OneOrList(Box::new(Shape::Text(ADDRESS))),
+            shape: Shape::one_or_list(ADDRESS),
             read: |item, report| addresses(EXAMPLE, ", or remove `http`: this is the default").read(item, report),
         };
         /// Addresses for TLS, see [`[listen.https]`](#listenhttps).
-        https: Vec<Https> = Custom {
-            default: Vec::new(),
-            default_text: None,
-            shape: Shape::OneOrList(Box::new(Shape::Table(
+        https: Vec<Https> = Custom::or_empty(
+            Shape::OneOrList(Box::new(Shape::Table(
                 [CertificateFiles::settings(), Https::settings()].concat(),
             ))),
-            read: |item, report| Some(read_https_listeners(item, report)),
-        };
+            |item, report| Some(read_https_listeners(item, report)),
+        );
         /// Address of `/metrics`, `/upstreams`, `/healthz`, `/readyz` and the [decision
         /// API](../guides/decision-api.md).
         admin: Option<SocketAddr> = Word { shape: ADDRESS, example: "\"127.0.0.1:9900\"", read: read_address };
@@ -89,14 +87,9 @@ settings! {
         /// Names that are accepted in `Host` on the admin address, for scrapers that use a name. `*.` at the beginning
         /// stands for any labels. IP addresses and `localhost` are always accepted. Other names get 421, so that a web page
         /// cannot reach the admin address through its own name (DNS rebinding).
-        hosts: Vec<String> = Custom {
-            default: Vec::new(),
-            default_text: None,
-            shape: Shape::OneOrList(Box::new(Shape::Text("name"))),
-            read: |item, report| {
-                read_hosts(item, "the admin address then accepts IP addresses and `localhost`", report)
-            },
-        };
+        hosts: Vec<String> = Custom::or_empty(Shape::one_or_list("name"), |item, report| {
+            read_hosts(item, "the admin address then accepts IP addresses and `localhost`", report)
+        });
     }
 }
 

@@ -3,8 +3,7 @@
 //! The path of a request is normalized before it is matched, so a pattern that is not normalized would never match.
 //! Such a pattern is a problem, and the fix is its normal form.
 
-use super::check::values::Parsed;
-use super::diagnostics::{Report, quoted};
+use super::diagnostics::{Parsed, Report, quoted};
 use super::settings::Choice;
 use super::toml_reader::SpannedString;
 
@@ -168,13 +167,8 @@ impl Segment {
 
 impl PathPattern {
     pub fn read(written: &SpannedString, reading: PathReading, report: &mut Report) -> Option<PathPattern> {
-        match parse_segments(&written.text, reading) {
-            Ok(segments) => Some(PathPattern { text: written.text.clone(), segments }),
-            Err((message, fix)) => {
-                report.problem(written.span.clone(), message, fix);
-                None
-            }
-        }
+        let segments = report.accept(written.span.clone(), parse_segments(&written.text, reading))?;
+        Some(PathPattern { text: written.text.clone(), segments })
     }
 
     /// The names of the parameters, in order.

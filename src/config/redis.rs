@@ -11,9 +11,9 @@ use std::time::Duration;
 use toml::de::DeValue;
 
 use super::certificate::PEM_FILE;
-use super::check::values::{Parsed, strip_line_end};
+use super::check::values::strip_line_end;
 use super::client_tls::{ClientTls, ClientTlsSettings, SystemRoots, check_pair};
-use super::diagnostics::{Report, Span, quoted};
+use super::diagnostics::{Parsed, Report, Span, quoted};
 use super::host::{parse_authority, parse_socket_path};
 use super::settings::{Choice, Custom, Integer, Optional, Required, Section, Shape, Text, Time, Word};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
@@ -52,7 +52,7 @@ settings! {
             Custom {
                 default: Servers { urls: Vec::new(), is_list: false },
                 default_text: None,
-                shape: Shape::OneOrList(Box::new(Shape::Text("URL"))),
+                shape: Shape::one_or_list("URL"),
                 read: read_servers,
             },
             REDIS_FIX,

@@ -37,8 +37,7 @@ pub fn check_content_type(table: &Table, owner: &str, report: &mut Report) {
 fn read_text(word: &SpannedStr, report: &mut Report) -> Option<String> {
     if word.text.len() > BODY_MAX_BYTES {
         let message = format!("`body` has `{}` bytes", word.text.len());
-        report.problem(word.span.clone(), message, format!("write at most `{BODY_MAX_BYTES}` bytes"));
-        return None;
+        return report.reject(word.span.clone(), message, format!("write at most `{BODY_MAX_BYTES}` bytes"));
     }
     Some(word.text.to_owned())
 }
@@ -52,8 +51,7 @@ fn read_content_type(word: &SpannedStr, report: &mut Report) -> Option<String> {
     let is_type = name.trim_end().split_once('/').is_some_and(|(kind, sub)| token(kind) && token(sub));
     if !is_type || !parameters.bytes().all(|byte| (b' '..=b'~').contains(&byte)) {
         let fix = "write a type such as `\"application/json\"` or `\"text/html; charset=utf-8\"`";
-        report.problem(word.span.clone(), format!("{} is not a media type", quoted(word.text)), fix);
-        return None;
+        return report.reject(word.span.clone(), format!("{} is not a media type", quoted(word.text)), fix);
     }
     Some(word.text.trim().to_owned())
 }

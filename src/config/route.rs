@@ -57,28 +57,16 @@ settings! {
             "write `path = \"/{*rest}\"` to match every request, or another path",
         );
         /// Host of the request. `"*.example.com"` matches all names below `example.com`. Without it: any.
-        host: Vec<String> = Custom {
-            default: Vec::new(),
-            default_text: None,
-            shape: Shape::OneOrList(Box::new(Shape::Text("name"))),
-            read: |item, report| read_hosts(item, "the route then matches any host", report),
-        };
+        host: Vec<String> = Custom::or_empty(Shape::one_or_list("name"), |item, report| {
+            read_hosts(item, "the route then matches any host", report)
+        });
         /// Methods of the request; `GET` includes HEAD. Without it: any.
-        methods: Vec<String> = Custom {
-            default: Vec::new(),
-            default_text: None,
-            shape: Shape::OneOrList(Box::new(Shape::Text("method"))),
-            read: read_methods,
-        };
+        methods: Vec<String> = Custom::or_empty(Shape::one_or_list("method"), read_methods);
         /// Fields that must be present. A request with a repeated field whose value a route compares gets 400. Connection
         /// fields, `Forwarded` and `X-Forwarded-For`, `-Proto`, `-Host` are not allowed, because the gateway removes or
         /// replaces them: use `host` and `scheme`.
-        headers: Vec<(String, Option<String>)> = Custom {
-            default: Vec::new(),
-            default_text: None,
-            shape: Shape::Text("table of field = value or `true`"),
-            read: read_headers,
-        };
+        headers: Vec<(String, Option<String>)> =
+            Custom::or_empty(Shape::Text("table of field = value or `true`"), read_headers);
         /// Scheme of the client's request, or the scheme that a trusted proxy reports. Without it: both. A scheme that no
         /// listener and no trusted proxy can produce is an error.
         scheme: Option<bool> = Optional(Choice(false, &[("http", false), ("https", true)]));
@@ -91,15 +79,10 @@ settings! {
         /// Where requests go. Required, unless the route responds itself.
         upstream: Option<SpannedString> = Text("name", "\"NAME\"");
         /// Rules that apply. A rule on several routes counts once across them.
-        rules: Vec<SpannedString> = Custom {
-            default: Vec::new(),
-            default_text: None,
-            shape: Shape::OneOrList(Box::new(Shape::Text("name"))),
-            read: |item, report| {
-                let words = item.strings("[]", report)?;
-                Some(words.iter().map(|word| SpannedString::new(item.key, word)).collect())
-            },
-        };
+        rules: Vec<SpannedString> = Custom::or_empty(Shape::one_or_list("name"), |item, report| {
+            let words = item.strings("[]", report)?;
+            Some(words.iter().map(|word| SpannedString::new(item.key, word)).collect::<Vec<_>>())
+        });
         /// Whether clients may open [WebSockets](#websocket).
         websocket: bool = Boolean(true);
         /// Cost of a request here, for rules with a fixed cost. Without it: the rules' own.
@@ -142,43 +125,45 @@ fn read_headers(item: &Item, report: &mut Report) -> Option<Vec<(String, Option<
         item.table("`headers`", "write `headers = { \"x-version\" = \"2\" }`, or `true` for any value", report)?;
     let mut found: Vec<(String, Option<String>)> = Vec::new();
     for entry in table.items() {
-        let Some(name) = parse_field_name(entry.key) else {
-            let message = format!("{} is not a header field name", quoted(entry.key));
-            report.problem(entry.key_span, message, FIELD_NAME_FIX);
-            continue;
-        };
-        if found.iter().any(|(other, _)| *other == name) {
-            let message = format!("{} is listed twice: field names are not case-sensitive", quoted(entry.key));
-            report.problem(entry.key_span, message, "remove one of the two");
-            continue;
-        }
-        if CONNECTION_FIELDS.contains(&name.as_str()) || NOT_FORWARDED.contains(&name.as_str()) {
-            let message = format!(
-                "a route cannot match {}: the gateway does not forward this field as the client sent it",
-                quoted(&name)
-            );
-            let fix = "remove it, and match another field, `host` or `scheme`";
-            report.problem(entry.key_span, message, fix);
-            continue;
-        }
-        match entry.value {
-            DeValue::Boolean(true) => found.push((name, None)),
+        let Item { key, key_span, span, value, .. } = &entry;
+        let name = parse_field_name(key).unwrap_or_default();
+        let is_removed = |name| CONNECTION_FIELDS.contains(&name) || NOT_FORWARDED.contains(&name);
+        let (span, message, fix) = match value {
+            _ if name.is_empty() => (key_span, format!("{} is not a header field name", quoted(key)), FIELD_NAME_FIX),
+            _ if found.iter().any(|(other, _)| *other == name) => {
+                let message = format!("{} is listed twice: field names are not case-sensitive", quoted(key));
+                (key_span, message, "remove one of the two")
+            }
+            _ if is_removed(name.as_str()) => {
+                let name = quoted(&name);
+                let message = format!(
+                    "a route cannot match {name}: the gateway does not forward this field as the client sent it"
+                );
+                (key_span, message, "remove it, and match another field, `host` or `scheme`")
+            }
+            DeValue::Boolean(true) => {
+                found.push((name, None));
+                continue;
+            }
             DeValue::String(value) if HeaderValue::from_str(value).is_ok() && value.trim() == value => {
                 found.push((name, Some(value.to_string())));
+                continue;
             }
             DeValue::String(value) => {
                 let message = format!("{} is not a valid header field value", quoted(value));
-                report.problem(entry.span, message, "write it without line breaks, and without spaces around it");
+                (span, message, "write it without line breaks, and without spaces around it")
             }
             DeValue::Boolean(false) => {
                 let fix = "remove it: a route without this header matches the requests that more specific routes do not match";
-                report.problem(entry.span, "a route cannot require a header field to be absent", fix);
+                (span, String::from("a route cannot require a header field to be absent"), fix)
             }
             _ => {
                 let fix = "write the value in quotes, or `true` for any value";
                 let _: Option<()> = entry.wrong_type("a string or `true`", fix, report);
+                continue;
             }
-        }
+        };
+        report.problem(span.clone(), message, fix);
     }
     Some(found)
 }
@@ -186,8 +171,7 @@ fn read_headers(item: &Item, report: &mut Report) -> Option<Vec<(String, Option<
 fn read_name(word: &SpannedStr, report: &mut Report) -> Option<String> {
     if word.text.is_empty() || word.text.chars().count() > 128 || word.text.contains(char::is_control) {
         let message = format!("{} cannot be the name of a route", quoted(word.text));
-        report.problem(word.span.clone(), message, "write from 1 to 128 characters on one line, or remove it");
-        return None;
+        return report.reject(word.span.clone(), message, "write from 1 to 128 characters on one line, or remove it");
     }
     Some(word.text.to_owned())
 }

@@ -68,27 +68,19 @@ settings! {
     /// Changes to header fields.
     pub struct FieldSettings {
         /// Replaces all fields of the name.
-        set: Vec<(String, SpannedString)> = FIELD_TEXTS;
+        set: Vec<(String, SpannedString)> = field_texts();
         /// Keeps other fields of the name.
-        add: Vec<(String, SpannedString)> = FIELD_TEXTS;
+        add: Vec<(String, SpannedString)> = field_texts();
         /// Removes all fields of the name.
-        remove: Vec<String> = Custom {
-            default: Vec::new(),
-            default_text: None,
-            shape: Shape::OneOrList(Box::new(Shape::Text("name of a field"))),
-            read: |item, report| {
-                let words = item.strings("[\"x-name\"]", report)?;
-                Some(words.iter().filter_map(|word| read_field_name(word, report)).collect())
-            },
-        };
+        remove: Vec<String> = Custom::or_empty(Shape::one_or_list("name of a field"), |item, report| {
+            let words = item.strings("[\"x-name\"]", report)?;
+            Some(words.iter().filter_map(|word| read_field_name(word, report)).collect::<Vec<_>>())
+        });
     }
 }
 
-const FIELD_TEXTS: Custom<Vec<(String, SpannedString)>> = Custom {
-    default: Vec::new(),
-    default_text: None,
-    shape: Shape::Text("table of field = text"),
-    read: |item, report| {
+fn field_texts() -> Custom<Vec<(String, SpannedString)>> {
+    Custom::or_empty(Shape::Text("table of field = text"), |item, report| {
         let fix = format!("write `{} = {{ x-name = \"value\" }}`", item.key);
         let table = item.table(format!("`{}`", item.key), &fix, report)?;
         let read = |entry: &Item| {
@@ -96,8 +88,8 @@ const FIELD_TEXTS: Custom<Vec<(String, SpannedString)>> = Custom {
             name.zip(Text("text", "\"value\"").read(entry, report).flatten())
         };
         Some(table.items().iter().filter_map(read).collect())
-    },
-};
+    })
+}
 
 settings! {
     /// A redirect.
@@ -275,8 +267,7 @@ fn read_prefix(written: &SpannedString, slashes: EncodedSlash, report: &mut Repo
     let pattern = PathPattern::read(written, PathReading::verbatim(slashes), report)?;
     if !pattern.param_names().is_empty() {
         let message = format!("{} has a parameter, which a prefix cannot have", quoted(&written.text));
-        report.problem(written.span.clone(), message, "write a prefix without parameters, or use `rewrite`");
-        return None;
+        return report.reject(written.span.clone(), message, "write a prefix without parameters, or use `rewrite`");
     }
     Some(pattern.text.strip_suffix('/').unwrap_or(&pattern.text).to_owned())
 }
@@ -363,14 +354,13 @@ impl FieldSettings {
 /// Reads the name of a field that a route may change.
 fn read_field_name(word: &SpannedStr, report: &mut Report) -> Option<String> {
     let Some(name) = parse_field_name(word.text) else {
-        report.problem(word.span.clone(), format!("{} is not a header field name", quoted(word.text)), FIELD_NAME_FIX);
-        return None;
+        let message = format!("{} is not a header field name", quoted(word.text));
+        return report.reject(word.span.clone(), message, FIELD_NAME_FIX);
     };
     if CONNECTION_FIELDS.contains(&name.as_str()) || GATEWAY_FIELDS.contains(&name.as_str()) {
         let message = format!("a route cannot change {}", quoted(word.text));
         let fix = "remove it: the gateway sets this field for the connection or the length of the message";
-        report.problem(word.span.clone(), message, fix);
-        return None;
+        return report.reject(word.span.clone(), message, fix);
     }
     Some(name)
 }

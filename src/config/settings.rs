@@ -487,6 +487,13 @@ pub struct Custom<T> {
     pub read: fn(&Item, &mut Report) -> Option<T>,
 }
 
+impl<T: Default> Custom<T> {
+    /// A setting whose default is the empty value.
+    pub fn or_empty(shape: Shape, read: fn(&Item, &mut Report) -> Option<T>) -> Custom<T> {
+        Custom { default: T::default(), default_text: None, shape, read }
+    }
+}
+
 impl<T: Clone> Kind for Custom<T> {
     type Value = T;
 
@@ -580,7 +587,7 @@ impl<T> Kind for Words<T> {
     }
 
     fn shape(&self) -> Shape {
-        Shape::OneOrList(Box::new(Shape::Text(self.shape)))
+        Shape::one_or_list(self.shape)
     }
 }
 
@@ -694,6 +701,11 @@ impl<T: Copy + ToString + TryFrom<u64>> Kind for Percent<T> {
 }
 
 impl Shape {
+    /// A text or a list of texts.
+    pub fn one_or_list(name: &'static str) -> Shape {
+        Shape::OneOrList(Box::new(Shape::Text(name)))
+    }
+
     /// The type and the bounds, as the configuration reference prints them.
     pub fn reference_text(&self) -> String {
         match self {

@@ -1,7 +1,6 @@
 //! Texts with variables, such as `https://{host}{uri}`. A variable in braces is replaced by a value of the request.
 
-use super::check::values::Parsed;
-use super::diagnostics::{Report, quoted, quoted_list};
+use super::diagnostics::{Parsed, Report, quoted, quoted_list};
 use super::path::PathPattern;
 use super::toml_reader::{SpannedString, nearest};
 
@@ -82,13 +81,7 @@ const NGINX_PREFIXES: [&str; 14] = [
 impl Template {
     /// Reads a template; `{{` and `}}` stand for literal braces. `path` is the path of the route, unless it is invalid.
     pub fn read(written: &SpannedString, path: Option<&PathPattern>, report: &mut Report) -> Option<Template> {
-        match parse(&written.text, path) {
-            Ok(parts) => Some(Template(parts)),
-            Err((message, fix)) => {
-                report.problem(written.span.clone(), message, fix);
-                None
-            }
-        }
+        report.accept(written.span.clone(), parse(&written.text, path)).map(Template)
     }
 }
 

@@ -9,15 +9,15 @@ use std::time::Duration;
 use toml::de::DeValue;
 
 use super::check::key;
-use super::check::values::{Definitions, Parsed};
+use super::check::values::Definitions;
 use super::client_tls::{ClientTls, ClientTlsSettings, SystemRoots};
-use super::diagnostics::{Report, quoted};
+use super::diagnostics::{Parsed, Report, quoted};
 use super::host::{parse_authority, parse_socket_path};
 use super::settings::{
     Choice, Custom, DAY_MS, Inline, InlineOrFalse, Integer, Kind, Optional, Percent, Required, Section, Shape, Text,
-    Time, TimeOrZero,
+    Time, TimeOrZero, Word,
 };
-use super::toml_reader::{Item, SpannedString, Table, nearest};
+use super::toml_reader::{Item, SpannedStr, SpannedString, Table, nearest};
 use transom_limiter::key::KeyPart;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -110,12 +110,10 @@ settings! {
     pub struct ServerSettings {
         /// `"http://HOST[:PORT]"`, `"https://HOST[:PORT]"`, `"unix:/PATH/OF/SOCKET"`. `weight` (default 1): share of the
         /// requests, relative to the other servers. Required, unless `builtin` is set.
-        servers: Option<Vec<Server>> = Optional(Custom {
-            default: Vec::new(),
-            default_text: None,
-            shape: Shape::OneOrList(Box::new(Shape::Text("URL, `{ url = URL, weight = 1 to 1000 }`,"))),
-            read: read_servers,
-        });
+        servers: Option<Vec<Server>> = Optional(Custom::or_empty(
+            Shape::one_or_list("URL, `{ url = URL, weight = 1 to 1000 }`,"),
+            read_servers,
+        ));
         /// `"echo"`: an upstream without servers, which responds with the request that it received.
         builtin: Option<()> = Optional(Choice((), &[("echo", ())]));
         /// `"auto"`: an `https` server chooses (HTTP/2 if it can), others get HTTP/1.1. `"http2"` without TLS uses prior
@@ -271,8 +269,7 @@ fn read_host_field(item: &Item, report: &mut Report) -> Option<HostField> {
         host => {
             let message = format!("`host` cannot be {}", quoted(host));
             let fix = "write `\"keep\"` (the host that the client sent), `\"server\"` (the host of the server), or a host name";
-            report.problem(word.span, message, fix);
-            None
+            report.reject(word.span, message, fix)
         }
     }
 }
@@ -366,8 +363,7 @@ fn read_hash_parts(item: &Item, report: &mut Report) -> Option<Vec<KeyPart>> {
         };
         let fix =
             "hash `ip`, `header:NAME`, `cookie:NAME`, `query:NAME`, `client-cert`, `host`, `method`, `path` or `route`";
-        report.problem(item.span.clone(), why, fix);
-        return None;
+        return report.reject(item.span.clone(), why, fix);
     }
     Some(parts)
 }
@@ -377,23 +373,13 @@ settings! {
     pub struct HealthChecks {
         /// Target of the check.
         path: String = Required(
-            Custom {
-                default: "/".to_owned(),
-                default_text: None,
-                shape: Shape::Text("path, with an optional query"),
-                read: read_health_path,
-            },
+            Custom::or_empty(Shape::Text("path, with an optional query"), read_health_path),
             "write `path = \"/healthz\"`, or `path = \"/\"`",
         );
         /// Method.
         method: &'static str = Choice("GET", &[("GET", "GET"), ("HEAD", "HEAD"), ("OPTIONS", "OPTIONS")]);
         /// Host field. Without it: the server's address.
-        host: Option<String> = Optional(Custom {
-            default: String::new(),
-            default_text: None,
-            shape: Shape::Text("name"),
-            read: read_health_host,
-        });
+        host: Option<String> = Word { shape: "name", example: "\"api.example.com\"", read: read_health_host };
         /// Time from the end of a check to the next, ±10 %.
         interval: Duration = Time(10 * SECOND, 10..=DAY_MS);
         /// Time for a whole check, including its connection.
@@ -417,19 +403,17 @@ fn read_health_path(item: &Item, report: &mut Report) -> Option<String> {
     let is_valid = |byte: u8| byte.is_ascii_graphic() && !b"#\"<>\\^`{|}".contains(&byte);
     if !word.text.starts_with('/') || !word.text.bytes().all(is_valid) {
         let message = format!("{} is not a valid request path", quoted(word.text));
-        report.problem(word.span, message, "write a path such as `\"/healthz\"`, with other characters as `%XX`");
-        return None;
+        let fix = "write a path such as `\"/healthz\"`, with other characters as `%XX`";
+        return report.reject(word.span, message, fix);
     }
     Some(word.text.to_owned())
 }
 
-fn read_health_host(item: &Item, report: &mut Report) -> Option<String> {
-    let word = item.string("\"api.example.com\"", report)?;
+fn read_health_host(word: &SpannedStr, report: &mut Report) -> Option<String> {
     let is_valid = |byte: u8| byte.is_ascii_alphanumeric() || b".-_:[]".contains(&byte);
     if word.text.is_empty() || !word.text.bytes().all(is_valid) {
         let message = format!("{} is not a valid Host field", quoted(word.text));
-        report.problem(word.span, message, "write a host such as `\"api.example.com\"`");
-        return None;
+        return report.reject(word.span.clone(), message, "write a host such as `\"api.example.com\"`");
     }
     Some(word.text.to_owned())
 }

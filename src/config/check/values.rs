@@ -15,9 +15,6 @@ use transom_limiter::secret_digest::Digest;
 
 pub const FIELD_NAME_FIX: &str = "write a name such as `x-api-key`: letters, digits and `-`";
 
-/// A parsed value, or the message and the fix of a problem.
-pub type Parsed<T> = Result<T, (String, String)>;
-
 /// The definitions of a section such as `[rules.NAME]`, in the order of the file.
 pub struct Definitions<T> {
     pub entries: Vec<Definition<T>>,
