@@ -19,8 +19,8 @@ use sha2::{Digest, Sha256};
 
 use super::certificate::{self, Certificate, PEM_FILE};
 use super::diagnostics::{Report, Span, quoted};
-use super::settings::Text;
-use super::toml_reader::{SpannedString, Table};
+use super::settings::Word;
+use super::toml_reader::{SpannedStr, SpannedString, Table};
 
 settings! {
     /// The gateway as a TLS client.
@@ -29,7 +29,8 @@ settings! {
         /// authorities.
         ca: Option<SpannedString> = PEM_FILE;
         /// Name that is sent (SNI) and verified. Without it: the host of the URL.
-        server_name: Option<SpannedString> = Text("name", "\"api.internal\"");
+        server_name: Option<ServerName<'static>> =
+            Word { shape: "name", example: "\"api.internal\"", read: read_server_name };
         /// Client certificate of the gateway, with its chain.
         certificate: Option<SpannedString> = PEM_FILE;
         /// Its private key.
@@ -93,7 +94,7 @@ impl ClientTls {
         report: &mut Report,
     ) -> Option<ClientTls> {
         let pinned = settings.ca.as_ref().and_then(|file| certificate::read_authorities(file, report));
-        let server_name = settings.server_name.as_ref().and_then(|name| read_server_name(name, report));
+        let server_name = settings.server_name.clone();
         let identity = match (&settings.certificate, &settings.private_key) {
             (Some(certificate), Some(private_key)) => Certificate::read(certificate, private_key, report),
             _ => None,
@@ -136,13 +137,12 @@ impl ClientTls {
     }
 }
 
-fn read_server_name(name: &SpannedString, report: &mut Report) -> Option<ServerName<'static>> {
-    let read = ServerName::try_from(name.text.clone());
-    if read.is_err() {
-        let message = format!("{} is not a valid server name", quoted(&name.text));
-        report.problem(name.span.clone(), message, "write a host name or an IP address, without a port");
-    }
-    read.ok()
+fn read_server_name(word: &SpannedStr, report: &mut Report) -> Option<ServerName<'static>> {
+    let Ok(name) = ServerName::try_from(word.text.to_owned()) else {
+        let message = format!("{} is not a valid server name", quoted(word.text));
+        return report.reject(word.span.clone(), message, "write a host name or an IP address, without a port");
+    };
+    Some(name)
 }
 
 /// Accepts certificates that an authority issued, and certificates that the operator named themselves. The second kind

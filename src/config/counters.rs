@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::diagnostics::{Report, quoted};
 use super::redis::{DefaultSharing, SharedSettings, StoreConfig, read_shared};
-use super::settings::{Custom, DAY_MS, Integer, Section, Shape, Time};
+use super::settings::{Custom, DAY_MS, Integer, Optional, Section, Shape, Time};
 use super::toml_reader::{Item, Table};
 
 settings! {
@@ -16,20 +16,18 @@ settings! {
         capacity: usize = Integer(1_000_000, 64..=1_000_000_000);
         /// Memory-mapped file for the counters. Counts survive a restart, a crash and an upgrade, and processes with the
         /// same file count together.
-        file: Option<PathBuf> = Custom::or_empty(Shape::Text("absolute path"), |item, report| {
+        file: Option<PathBuf> = Optional(Custom::or_empty(Shape::Text("absolute path"), |item, report| {
             read_absolute_path(item, "\"/run/transom/counters\"", report)
-        });
+        }));
         /// File on a disk to which counts are written. Counts survive a reboot. Not together with `[counters.shared]`.
-        snapshot: Option<PathBuf> = Custom::or_empty(Shape::Text("absolute path"), |item, report| {
+        snapshot: Option<PathBuf> = Optional(Custom::or_empty(Shape::Text("absolute path"), |item, report| {
             read_absolute_path(item, "\"/var/lib/transom/counts\"", report)
-        });
+        }));
         /// Interval of snapshots. A snapshot is always written at exit. A power cut loses the counts after the last
         /// snapshot.
         snapshot_every: Duration = Time(Duration::from_secs(5), 1000..=DAY_MS);
         /// The store for counters that gateways share, see [`[counters.shared]`](#countersshared).
-        shared: Option<StoreConfig> = Custom::or_empty(Shape::Table(SharedSettings::settings()), |item, report| {
-            Some(Some(read_shared(item, report)))
-        });
+        shared: Option<StoreConfig> = Custom::or_empty(Shape::Table(SharedSettings::settings()), read_shared);
     }
 }
 
@@ -71,12 +69,11 @@ fn check_counters(counters: &mut Counters, table: &mut Table, report: &mut Repor
 }
 
 /// Reads the absolute path of a file, which does not depend on the working directory.
-fn read_absolute_path(item: &Item, example: &str, report: &mut Report) -> Option<Option<PathBuf>> {
+fn read_absolute_path(item: &Item, example: &str, report: &mut Report) -> Option<PathBuf> {
     let word = item.string(example, report)?;
     if word.text.starts_with('/') && !word.text.ends_with('/') {
-        return Some(Some(PathBuf::from(word.text)));
+        return Some(PathBuf::from(word.text));
     }
     let message = format!("`{}` is {}, which is not the absolute path of a file", item.key, quoted(word.text));
-    report.problem(word.span, message, item.fix_with(example));
-    None
+    report.reject(word.span, message, item.fix_with(example))
 }

@@ -6,11 +6,10 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use rustls_pki_types::CertificateDer;
-use toml::de::DeValue;
 
 use super::certificate::{self, Certificate, CertificateFiles, RevocationList};
 use super::check::values::read_network;
-use super::diagnostics::{Report, quoted};
+use super::diagnostics::{Parsed, Report, quoted};
 use super::host::read_hosts;
 use super::settings::{Choice, Custom, Integer, Kind, Optional, Required, Section, Shape, Tables, Word, Words};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
@@ -34,10 +33,8 @@ settings! {
         };
         /// Addresses for TLS, see [`[listen.https]`](#listenhttps).
         https: Vec<Https> = Custom::or_empty(
-            Shape::OneOrList(Box::new(Shape::Table(
-                [CertificateFiles::settings(), Https::settings()].concat(),
-            ))),
-            |item, report| Some(read_https_listeners(item, report)),
+            Shape::OneOrList(Box::new(Shape::Table([CertificateFiles::settings(), Https::settings()].concat()))),
+            read_https_listeners,
         );
         /// Address of `/metrics`, `/upstreams`, `/healthz`, `/readyz` and the [decision
         /// API](../guides/decision-api.md).
@@ -103,12 +100,10 @@ settings! {
         /// Further certificates, each with `certificate` and `private_key`. They are chosen by the client's server name
         /// (SNI) among the DNS names in subjectAltName: exact names first, then `*.` in place of one label. An RSA and an
         /// ECDSA certificate may have the same name: the first one that the client's algorithms permit is used.
-        certificates: Vec<Certificate> = Custom {
-            default: Vec::new(),
-            default_text: None,
-            shape: Shape::List(Box::new(Shape::Table(CertificateFiles::settings()))),
-            read: read_certificates,
-        };
+        certificates: Vec<Certificate> = Custom::or_empty(
+            Shape::List(Box::new(Shape::Table(CertificateFiles::settings()))),
+            read_certificates,
+        );
         /// Authorities that issue client certificates. Without it: clients are not asked for a certificate.
         client_ca: Option<Vec<CertificateDer<'static>>> = Word {
             shape: "PEM file",
@@ -258,18 +253,18 @@ fn addresses(example: &'static str, or: &'static str) -> Words<SocketAddr> {
 }
 
 fn read_address(word: &SpannedStr, report: &mut Report) -> Option<SocketAddr> {
-    let parsed = parse_address(word.text);
-    parsed.map_err(|(message, fix)| report.problem(word.span.clone(), quoted(word.text) + message, fix)).ok()
+    report.accept(word.span.clone(), parse_address(word.text))
 }
 
-/// Parses an address, or returns what is wrong with it, and the fix.
-fn parse_address(text: &str) -> Result<SocketAddr, (&'static str, String)> {
-    let address: SocketAddr = text.parse().map_err(|_error| (" is not an address to listen on", address_fix(text)))?;
+fn parse_address(text: &str) -> Parsed<SocketAddr> {
+    let is = |what: &str| format!("{} {what}", quoted(text));
+    let parsed = text.parse::<SocketAddr>();
+    let address = parsed.map_err(|_error| (is("is not an address to listen on"), address_fix(text)))?;
     if let IpAddr::V6(ip) = address.ip()
         && let Some(mapped) = ip.to_ipv4_mapped()
     {
         let fix = format!("write `\"{mapped}:{}\"`", address.port());
-        return Err((" is an IPv4 address in IPv6 notation", fix));
+        return Err((is("is an IPv4 address in IPv6 notation"), fix));
     }
     Ok(address)
 }
@@ -309,13 +304,12 @@ fn address_fix(text: &str) -> String {
 }
 
 /// Reads `[listen.https]`, or several `[[listen.https]]` tables, each with its own certificates.
-fn read_https_listeners(item: &Item, report: &mut Report) -> Vec<Https> {
-    let DeValue::Array(array) = item.value else { return read_https(item, report).into_iter().collect() };
-    if array.is_empty() {
+fn read_https_listeners(item: &Item, report: &mut Report) -> Option<Vec<Https>> {
+    let items = item.one_or_all();
+    if items.is_empty() {
         report.problem(item.span.clone(), "`https` is an empty list", HTTPS_FIX);
     }
-    let items = item.list("[]", report).unwrap_or_default();
-    items.iter().filter_map(|item| read_https(item, report)).collect()
+    Some(items.iter().filter_map(|item| read_https(item, report)).collect())
 }
 
 fn read_https(item: &Item, report: &mut Report) -> Option<Https> {

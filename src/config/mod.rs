@@ -42,8 +42,8 @@ use listen::{Admin, Listen};
 use path::{ForwardPath, PathReading};
 use response_body::Body;
 use route::Route;
-use settings::{Choice, Custom, Integer, Optional, Required, Shape, Word};
-use toml_reader::{Item, SpannedStr};
+use settings::{Choice, Integer, Optional, Required, Word};
+use toml_reader::SpannedStr;
 use upstream::Upstream;
 
 /// All settings of `gateway.toml` and of the clients file.
@@ -79,12 +79,8 @@ settings! {
         workers: Option<usize> = Optional(Integer(4, 1..=1024));
         /// File with the id of the serving process. It is replaced atomically once the gateway serves, and removed at exit.
         /// `transom upgrade` reads it.
-        pid_file: Option<PathBuf> = Optional(Custom {
-            default: PathBuf::new(),
-            default_text: None,
-            shape: Shape::Text("path of a file"),
-            read: read_pid_file,
-        });
+        pid_file: Option<PathBuf> =
+            Word { shape: "path of a file", example: "\"/run/transom/pid\"", read: read_pid_file };
         /// Rate limit fields in responses, for rules without their own `headers`. `"ietf"`: `RateLimit` and
         /// `RateLimit-Policy`, joined with fields of these names from the upstream. `"legacy"`: `X-RateLimit-Limit`,
         /// `-Remaining`, `-Reset` (seconds from now) of the layer nearest its limit.
@@ -97,14 +93,12 @@ settings! {
     }
 }
 
-fn read_pid_file(item: &Item, report: &mut Report) -> Option<PathBuf> {
-    let example = "\"/run/transom/pid\"";
-    let path = item.string(example, report)?;
-    if path.text.is_empty() {
-        report.problem(path.span, "`pid_file` is empty", format!("{}, or remove it", item.fix_with(example)));
-        return None;
+fn read_pid_file(word: &SpannedStr, report: &mut Report) -> Option<PathBuf> {
+    if word.text.is_empty() {
+        let fix = "write `pid_file = \"/run/transom/pid\"`, or remove it";
+        return report.reject(word.span.clone(), "`pid_file` is empty", fix);
     }
-    Some(PathBuf::from(path.text))
+    Some(PathBuf::from(word.text))
 }
 
 /// `headers` of the configuration and of rules.
@@ -137,10 +131,7 @@ const ACCESS_LOG_FIX: &str = "write `file = \"stdout\"`, or the path of a file";
 
 fn read_access_log(word: &SpannedStr, report: &mut Report) -> Option<AccessLog> {
     match word.text {
-        "" => {
-            report.problem(word.span.clone(), "`file` is empty", ACCESS_LOG_FIX);
-            None
-        }
+        "" => report.reject(word.span.clone(), "`file` is empty", ACCESS_LOG_FIX),
         "stdout" => Some(AccessLog::Stdout),
         path => Some(AccessLog::File(PathBuf::from(path))),
     }

@@ -49,12 +49,7 @@ settings! {
         /// password and database in the URL are for a single server only. Percent-encode all characters of a password but
         /// letters and digits.
         redis: Servers = Required(
-            Custom {
-                default: Servers { urls: Vec::new(), is_list: false },
-                default_text: None,
-                shape: Shape::one_or_list("URL"),
-                read: read_servers,
-            },
+            Custom::or_empty(Shape::one_or_list("URL"), read_servers),
             REDIS_FIX,
         );
         /// Name of the master in Sentinel (`sentinel monitor NAME …`). `redis` then lists the sentinels.
@@ -122,19 +117,7 @@ pub struct StoreConfig {
 impl StoreConfig {
     /// Settings with only the servers configured.
     pub fn with_defaults(nodes: Nodes) -> StoreConfig {
-        let SharedSettings { prefix, timeout, mode, on_outage, .. } = SharedSettings::default();
-        StoreConfig {
-            nodes,
-            username: None,
-            password: None,
-            database: 0,
-            prefix,
-            timeout,
-            digest_key: None,
-            tls: None,
-            mode,
-            on_outage,
-        }
+        SharedSettings::default().with_nodes(nodes)
     }
 
     /// Stands for settings that cannot be read.
@@ -158,19 +141,16 @@ impl StoreConfig {
 }
 
 /// Reads `[counters.shared]`. Settings with problems are replaced by placeholders.
-pub fn read_shared(item: &Item, report: &mut Report) -> StoreConfig {
-    if matches!(item.value, DeValue::String(_)) {
+pub fn read_shared(item: &Item, report: &mut Report) -> Option<Option<StoreConfig>> {
+    let table = match item.value {
         // The message does not show the value: it may be a URL with a password.
-        report.problem(item.span.clone(), "`shared`: expected a table, found a string", TABLE_FIX);
-        return StoreConfig::placeholder();
-    }
-    let Some(mut table) = item.table("`[counters.shared]`", TABLE_FIX, report) else {
-        return StoreConfig::placeholder();
+        DeValue::String(_) => report.reject(item.span.clone(), "`shared`: expected a table, found a string", TABLE_FIX),
+        _ => item.table("`[counters.shared]`", TABLE_FIX, report),
     };
-    let settings = SharedSettings::read(&mut table, report);
-    let store = settings.to_store(&table, report);
+    let Some(mut table) = table else { return Some(Some(StoreConfig::placeholder())) };
+    let store = SharedSettings::read(&mut table, report).into_store(&table, report);
     table.finish(report);
-    store
+    Some(Some(store))
 }
 
 fn check_shared(settings: &mut SharedSettings, table: &mut Table, report: &mut Report) {
@@ -202,21 +182,21 @@ fn check_shared(settings: &mut SharedSettings, table: &mut Table, report: &mut R
         report.problem(span.clone(), format!("`{}`, {role}, {wrong}", url.node), fix);
     }
     let Some((url, _)) = urls.first() else { return };
-    if let Some(item) = table.given("database") {
-        if *is_list && !is_sentinel {
-            let message = "`database` has no effect: a Redis Cluster has only one database";
-            let fix = "remove it, or write `redis` without brackets if this is not a cluster";
-            report.problem(item.key_span, message, fix);
-        } else if url.database.is_some() {
-            report_both("`database`", "a database in the URL", item.key_span, report);
+    if let (Some(item), true, false) = (table.given("database"), *is_list, is_sentinel) {
+        let message = "`database` has no effect: a Redis Cluster has only one database";
+        let fix = "remove it, or write `redis` without brackets if this is not a cluster";
+        report.problem(item.key_span, message, fix);
+    }
+    for (key, is_in_url, part) in [
+        ("username", url.username.is_some(), "a user name"),
+        ("password_file", url.password.is_some(), "a password"),
+        ("password_env", url.password.is_some(), "a password"),
+        ("database", url.database.is_some(), "a database"),
+    ] {
+        if let (Some(item), true, false) = (table.given(key), is_in_url, *is_list) {
+            let message = format!("{part} in the URL and `{key}` are both given");
+            report.problem(item.key_span, message, "keep one of the two");
         }
-    }
-    if let (Some(item), Some(_)) = (table.given("username"), &url.username) {
-        report_both("a user name in the URL", "`username`", item.key_span, report);
-    }
-    let password = table.given("password_file").or(table.given("password_env"));
-    if let (Some(item), Some(_)) = (&password, &url.password) {
-        report_both("a password in the URL", &format!("`{}`", item.key), item.key_span.clone(), report);
     }
     let has_no_password = url.password.is_none() && table.lacks("password_file") && table.lacks("password_env");
     if has_no_password && (settings.username.is_some() || url.username.is_some()) {
@@ -230,51 +210,51 @@ fn check_shared(settings: &mut SharedSettings, table: &mut Table, report: &mut R
     }
 }
 
-/// Reports two settings that exclude each other. `span` is the position of the second.
-fn report_both(first: &str, second: &str, span: Span, report: &mut Report) {
-    report.problem(span, format!("{first} and {second} are both given"), "keep one of the two");
-}
-
 impl SharedSettings {
-    fn to_store(&self, table: &Table, report: &mut Report) -> StoreConfig {
+    fn into_store(self, table: &Table, report: &mut Report) -> StoreConfig {
+        let mut nodes: Vec<Node> = self.redis.urls.iter().map(|(url, _)| url.node.clone()).collect();
+        let nodes = match &self.sentinel_master {
+            Some(master) => Nodes::Sentinel { nodes, master: master.clone() },
+            None if self.redis.is_list || nodes.is_empty() => Nodes::Cluster(nodes),
+            None => Nodes::Single(nodes.remove(0)),
+        };
         let url = self.redis.urls.first().map(|(url, _)| url);
-        let nodes: Vec<Node> = self.redis.urls.iter().map(|(url, _)| url.node.clone()).collect();
-        let nodes = match (&self.sentinel_master, nodes.as_slice()) {
-            (Some(master), _) => Nodes::Sentinel { nodes, master: master.clone() },
-            (None, [node]) if !self.redis.is_list => Nodes::Single(node.clone()),
-            (None, _) => Nodes::Cluster(nodes),
-        };
-        let url_password = url.and_then(|url| url.password.clone());
-        let password = match url_password {
-            Some(_) => None,
-            None => read_secret(self.password_file.as_ref(), self.password_env.as_ref(), report),
-        };
-        let password = password.and_then(|(bytes, source)| {
-            let invalid = |_error| {
-                report.problem(source.span.clone(), "the password is not UTF-8 text", "choose another password")
+        let password = url.and_then(|url| url.password.clone()).or_else(|| {
+            let (bytes, source) = read_secret(self.password_file.as_ref(), self.password_env.as_ref(), report)?;
+            let Ok(password) = String::from_utf8(bytes) else {
+                let message = "the password is not UTF-8 text";
+                return report.reject(source.span.clone(), message, "choose another password");
             };
-            String::from_utf8(bytes).map_err(invalid).ok()
+            Some(Secret(password))
         });
         let digest_key = read_secret(self.digest_key_file.as_ref(), self.digest_key_env.as_ref(), report);
         if let Some((_, source)) = digest_key.as_ref().filter(|(key, _)| key.len() < DIGEST_KEY_MIN_BYTES) {
             let message = format!("the key in `{}` has less than {DIGEST_KEY_MIN_BYTES} bytes", source.key);
             report.problem(source.span.clone(), message, "create a random key: `openssl rand -hex 32`");
         }
+        let digest_key = digest_key.map(|(key, _)| Secret(key));
         let tls = table.given("redis").filter(|_| url.is_some_and(|url| url.secure)).and_then(|item| {
             let (ca, certificate, private_key) = (self.ca.clone(), self.certificate.clone(), self.private_key.clone());
             let mut tls = ClientTlsSettings { ca, server_name: None, certificate, private_key };
             check_pair(&mut tls, table, report);
             ClientTls::new(&tls, item.span, &mut SystemRoots::default(), report)
         });
+        let username = self.username.clone().or_else(|| url?.username.clone());
+        let database = self.database.or_else(|| url?.database).unwrap_or(0);
+        StoreConfig { username, password, database, digest_key, tls, ..self.with_nodes(nodes) }
+    }
+
+    /// The settings that need no further reading.
+    fn with_nodes(self, nodes: Nodes) -> StoreConfig {
         StoreConfig {
             nodes,
-            username: self.username.clone().or_else(|| url?.username.clone()),
-            password: password.map(Secret).or(url_password),
-            database: self.database.or_else(|| url?.database).unwrap_or(0),
-            prefix: self.prefix.clone(),
+            username: None,
+            password: None,
+            database: 0,
+            prefix: self.prefix,
             timeout: self.timeout,
-            digest_key: digest_key.map(|(key, _)| Secret(key)),
-            tls,
+            digest_key: None,
+            tls: None,
             mode: self.mode,
             on_outage: self.on_outage,
         }
@@ -290,9 +270,8 @@ fn read_secret<'s>(
 ) -> Option<(Vec<u8>, &'s SpannedString)> {
     let (source, bytes, what) = match (file, variable) {
         (Some(file), Some(variable)) => {
-            let names = [file, variable].map(|setting| format!("`{}`", setting.key));
-            report_both(&names[0], &names[1], variable.key_span.clone(), report);
-            return None;
+            let message = format!("`{}` and `{}` are both given", file.key, variable.key);
+            return report.reject(variable.key_span.clone(), message, "keep one of the two");
         }
         (Some(file), None) => (file, file.read_file(report)?, quoted(&file.text)),
         (None, variable) => {
@@ -300,8 +279,7 @@ fn read_secret<'s>(
             let what = format!("the environment variable {}", quoted(&variable.text));
             let Some(value) = (report.variables)(&variable.text) else {
                 let fix = "set it in the environment of the gateway, or name a file instead";
-                report.problem(variable.span.clone(), format!("{what} is not set"), fix);
-                return None;
+                return report.reject(variable.span.clone(), format!("{what} is not set"), fix);
             };
             (variable, value, what)
         }
@@ -318,15 +296,15 @@ fn read_master(word: &SpannedStr, report: &mut Report) -> Option<String> {
     if word.text.is_empty() || !word.text.chars().all(is_name) {
         let message = format!("{} is not a valid Sentinel master name", quoted(word.text));
         let fix = "write the name from `sentinel monitor NAME …`: letters, digits, `.-_`";
-        report.problem(word.span.clone(), message, fix);
-        return None;
+        return report.reject(word.span.clone(), message, fix);
     }
     Some(word.text.to_owned())
 }
 
 fn read_username(word: &SpannedStr, report: &mut Report) -> Option<String> {
     if word.text.is_empty() {
-        report.problem(word.span.clone(), "`username` is empty", "write the user name, or remove the setting");
+        let fix = "write the user name, or remove the setting";
+        return report.reject(word.span.clone(), "`username` is empty", fix);
     }
     Some(word.text.to_owned())
 }
@@ -338,8 +316,7 @@ fn read_prefix(item: &Item, report: &mut Report) -> Option<String> {
         return Some(word.text.to_owned());
     }
     let message = format!("{} cannot be the prefix of keys", quoted(word.text));
-    report.problem(word.span, message, format!("write at most {PREFIX_MAX_BYTES} letters, digits and `.~_:-`"));
-    None
+    report.reject(word.span, message, format!("write at most {PREFIX_MAX_BYTES} letters, digits and `.~_:-`"))
 }
 
 /// How a rule without `shared` and `on_outage` is counted; `None`: there is no `[counters.shared]`.
@@ -380,7 +357,7 @@ impl<'d> RuleSharingSettings<'d> {
 }
 
 /// The servers that `redis` names.
-#[derive(Clone, PartialEq, Debug)]
+#[derive(Clone, PartialEq, Debug, Default)]
 pub struct Servers {
     /// Each with its position.
     urls: Vec<(RedisUrl, Span)>,
@@ -395,21 +372,15 @@ fn read_servers(item: &Item, report: &mut Report) -> Option<Servers> {
     }
     let mut urls: Vec<(RedisUrl, Span)> = Vec::new();
     for SpannedStr { text, span } in words {
-        let (message, fix) = match parse_redis_url(text) {
-            Ok(url) if urls.iter().any(|(other, _)| other.node == url.node) => {
-                (format!("`{}` is listed twice", url.node), "remove one of the two".to_owned())
-            }
-            Ok(url) if urls.first().is_some_and(|(first, _)| first.secure != url.secure) => (
-                "some of these servers use TLS, and some do not".to_owned(),
-                "write `rediss://` for all of them, or for none".to_owned(),
-            ),
-            Ok(url) => {
-                urls.push((url, span));
-                continue;
-            }
-            Err(problem) => problem,
-        };
-        report.problem(span, message, fix);
+        let Some(url) = report.accept(span.clone(), parse_redis_url(text)) else { continue };
+        if urls.iter().any(|(other, _)| other.node == url.node) {
+            report.problem(span, format!("`{}` is listed twice", url.node), "remove one of the two");
+        } else if urls.first().is_some_and(|(first, _)| first.secure != url.secure) {
+            let message = "some of these servers use TLS, and some do not";
+            report.problem(span, message, "write `rediss://` for all of them, or for none");
+        } else {
+            urls.push((url, span));
+        }
     }
     let is_list = matches!(item.value, DeValue::Array(_));
     (report.count() == before).then_some(Servers { urls, is_list })
@@ -427,6 +398,12 @@ struct RedisUrl {
     database: Option<i64>,
 }
 
+impl RedisUrl {
+    fn to(node: Node) -> RedisUrl {
+        RedisUrl { secure: false, node, username: None, password: None, database: None }
+    }
+}
+
 /// Messages never contain the user name and the password.
 fn parse_redis_url(url: &str) -> Parsed<RedisUrl> {
     let Some((scheme, rest)) = url.split_once("://") else { return Err(missing_scheme(url)) };
@@ -440,7 +417,7 @@ fn parse_redis_url(url: &str) -> Parsed<RedisUrl> {
             }
             let path = parse_socket_path(url, rest, &format!("{scheme}://"))?;
             let node = Node::Unix(path.into());
-            return Ok(RedisUrl { secure: false, node, username: None, password: None, database: None });
+            return Ok(RedisUrl::to(node));
         }
         scheme => {
             let message = format!("{} is not the scheme of a Redis server", quoted(scheme));
@@ -606,8 +583,7 @@ mod tests {
     use super::*;
 
     fn tcp(host: &str, port: u16) -> RedisUrl {
-        let node = Node::Tcp { host: host.to_owned(), port };
-        RedisUrl { secure: false, node, username: None, password: None, database: None }
+        RedisUrl::to(Node::Tcp { host: host.to_owned(), port })
     }
 
     #[test]

@@ -73,13 +73,11 @@ impl SpannedString {
     pub fn read_file(&self, report: &mut Report) -> Option<Vec<u8>> {
         let SpannedString { key, text, span, .. } = self;
         if text.is_empty() {
-            report.problem(span.clone(), format!("`{key}` is empty"), format!("write `{key} = \"FILE\"`"));
-            return None;
+            return report.reject(span.clone(), format!("`{key}` is empty"), format!("write `{key} = \"FILE\"`"));
         }
         if text.trim_start().starts_with("-----BEGIN ") {
             let message = format!("`{key}` takes the name of a file, not its content");
-            report.problem(span.clone(), message, "save the content in a file, and write the name of the file");
-            return None;
+            return report.reject(span.clone(), message, "save the content in a file, and write the name of the file");
         }
         report.read_file(text, span)
     }
