@@ -107,10 +107,7 @@ const FIXES: [(&str, &str); 10] = [
     ("UnknownIssuer|BadSignature", "name the CA that issued its certificate: `ca = \"FILE\"`"),
     ("CertificateRequired|HandshakeFailure", "it requires a client certificate: write `certificate` and `private_key`"),
     ("refused|No such file|denied", "check that it runs and listens there (`bind`, `port`, `unixsocket`)"),
-    (
-        "no reply|imed out|end of file|reset|roken",
-        "check the address; for TLS write `rediss://`, else write `redis://`",
-    ),
+    ("no reply|imed out|end of|reset|roken", "check the address; for TLS write `rediss://`, else write `redis://`"),
     ("InvalidContentType|corrupt message", "it does not use TLS at this port: write `redis://`, or its TLS port"),
 ];
 
@@ -119,8 +116,7 @@ pub struct Info<'t>(pub &'t str);
 
 impl<'t> Info<'t> {
     fn get(&self, name: &str) -> &'t str {
-        let value = self.0.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
-        value.map_or("", str::trim)
+        self.0.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map_or("", str::trim)
     }
 
     pub fn run(&self, &(severity, fails, text, fix): &Check) -> Option<Finding> {
@@ -137,8 +133,7 @@ impl<'t> Info<'t> {
 /// Diagnoses all servers of the configuration; `now_ms` is this machine's time.
 pub async fn diagnose(settings: &StoreConfig, now_ms: &dyn Fn() -> u64) -> Vec<ServerReport> {
     let connector = Connector::new(settings);
-    let mut diagnosis =
-        Diagnosis { prefix: &settings.prefix, client: RedisClient::new(settings), now_ms, reports: Vec::new() };
+    let mut diagnosis = Diagnosis { settings, client: RedisClient::new(settings), now_ms, reports: Vec::new() };
     let mut checks = SERVER.to_vec();
     match &settings.nodes {
         Nodes::Single(_) => checks.push(OUTSIDE_CLUSTER),
@@ -168,7 +163,7 @@ pub async fn diagnose(settings: &StoreConfig, now_ms: &dyn Fn() -> u64) -> Vec<S
 }
 
 struct Diagnosis<'s> {
-    prefix: &'s str,
+    settings: &'s StoreConfig,
     client: RedisClient,
     now_ms: &'s dyn Fn() -> u64,
     reports: Vec<ServerReport>,
@@ -182,8 +177,7 @@ impl Diagnosis<'_> {
             let connection = opened?;
             let node = &connection.node;
             subject = format!("{role} {node}");
-            let mut query = redis::cmd(command[0]);
-            query.arg(&command[1..]);
+            let query = redis::Cmd::new().arg(command).to_owned();
             let reply = async { connection.call(query).await.map_err(|failure| connection.describe(&failure)) };
             match with_timeout(node, REPLY_TIMEOUT, reply).await {
                 // Counting needs neither this command nor a quorum.
@@ -210,18 +204,16 @@ impl Diagnosis<'_> {
         self.reports.push(ServerReport { subject, findings });
     }
 
-    /// Acquires tokens with each command that the scripts use, and refunds them. Returns the finding about the server's clock.
+    /// Acquires and refunds tokens, by every command of the scripts. Returns the finding about the server's clock.
     async fn count(&self, base: String) -> Result<Option<Finding>, String> {
         let before_ms = (self.now_ms)();
         let server_ms = self.client.probe_one(base.clone()).await?;
         let after_ms = (self.now_ms)();
-
-        let (limit, ceiling, key_base) = (1000, TOKENS_MAX, base.into());
+        let (key_base, limit, ceiling, need, want) = (base.into(), 1000, TOKENS_MAX, 1, 1);
         // The number of a window that no other check has used.
         let (number, end_ms, next_end_ms) = (server_ms, server_ms + 10_000, server_ms + 20_000);
         let window = WindowRef::Plain { number, end_ms, next_end_ms };
-        let requests =
-            [CounterRequest { key_base, window, limit, ceiling, need: 1, want: 1, used_min: 0, computed_ms: 0 }];
+        let requests = [CounterRequest { key_base, window, limit, ceiling, need, want, used_min: 0, computed_ms: 0 }];
         let acquired = self.client.acquire(&requests, server_ms).await?;
         let AcquireReply::Granted { counters, .. } = acquired else {
             return Err(format!("unexpected reply to a script: {acquired:?}"));
@@ -238,8 +230,8 @@ impl Diagnosis<'_> {
 
     fn error(&self, why: &str) -> Finding {
         let known = FIXES.iter().find(|(words, _)| words.split('|').any(|word| why.contains(word)));
-        let fix = known.map_or("", |(_, fix)| fix).replace("PREFIX", self.prefix).replace("RIGHTS", COMMANDS);
-        Finding { severity: Problem, text: why.to_owned(), fix }
+        let fix = known.map_or("", |(_, fix)| fix).replace("PREFIX", &self.settings.prefix).replace("RIGHTS", COMMANDS);
+        Finding { severity: Problem, text: log_excerpt(why), fix }
     }
 }
 
