@@ -25,33 +25,29 @@ const EXPIRY_NOTICE_DAYS: i64 = 14;
 /// One sentence about a configuration.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct LintMessage {
-    /// The rule, with the plan if the message is about a plan.
-    subject: Option<String>,
     text: String,
     /// The setting is probably a mistake. With `--strict`, notes are errors.
     pub is_note: bool,
 }
 
 impl LintMessage {
-    fn statement(subject: &str, text: String) -> LintMessage {
-        LintMessage { subject: Some(subject.to_owned()), text, is_note: false }
+    /// `subject` is a rule, with the plan if the message is about a plan.
+    fn statement(subject: &str, text: &str) -> LintMessage {
+        LintMessage { text: format!("{subject}: {text}"), is_note: false }
     }
 
-    fn note_on(subject: &str, text: String) -> LintMessage {
-        LintMessage { subject: Some(subject.to_owned()), text, is_note: true }
+    fn note_on(subject: &str, text: &str) -> LintMessage {
+        LintMessage { text: format!("{subject}: note: {text}"), is_note: true }
     }
 
     pub fn note(text: String) -> LintMessage {
-        LintMessage { subject: None, text, is_note: true }
+        LintMessage { text: format!("note: {text}"), is_note: true }
     }
 }
 
 impl fmt::Display for LintMessage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if let Some(subject) = &self.subject {
-            write!(f, "{subject}: ")?;
-        }
-        write!(f, "{}{}", if self.is_note { "note: " } else { "" }, self.text)
+        f.write_str(&self.text)
     }
 }
 
@@ -78,27 +74,28 @@ fn rule_messages(config: &Config) -> Vec<LintMessage> {
         let has_cost_1 = rule.cost == Cost::Fixed(1) && routes().all(|route| route.cost.is_none_or(|cost| cost == 1));
         // A response cost or a delayed request may refund the charge that opened a window.
         let opener_stays = !delays && !matches!(rule.cost, Cost::Response { .. });
-        let summary = RuleSummary { unit: if has_cost_1 { "requests" } else { "tokens" }, opener_stays };
+        let unit = if has_cost_1 { "requests" } else { "tokens" };
         let name = &rule.name;
         let plans = rule.plans.iter().map(|plan| (format!("{name}, plan {}", plan.name), &plan.layers));
         for (subject, layers) in std::iter::once((name.clone(), &rule.layers)).chain(plans) {
-            messages.push(LintMessage::statement(&subject, summary.worst_case(rule, layers) + &caveats(rule)));
+            messages.push(LintMessage::statement(
+                &subject,
+                &(worst_case(rule, layers, opener_stays, unit) + &caveats(rule)),
+            ));
             if layers_are_comparable(rule) && !delays && rule.cost != Cost::Fixed(0) {
-                messages.extend(layers_that_never_refuse(layers).map(|text| LintMessage::note_on(&subject, text)));
+                messages.extend(layers_that_never_refuse(layers).map(|text| LintMessage::note_on(&subject, &text)));
             }
         }
         if routes().next().is_none() {
             messages.push(match config.listen.admin {
-                Some(_) => {
-                    LintMessage::statement(name, String::from("used by no route: only the decision API counts by it"))
-                }
-                None => LintMessage::note_on(name, String::from("used by no route: nothing is counted by it")),
+                Some(_) => LintMessage::statement(name, "used by no route: only the decision API counts by it"),
+                None => LintMessage::note_on(name, "used by no route: nothing is counted by it"),
             });
         }
         if config.clients.is_none() && !rule.plans.is_empty() {
             let plans = quoted_list(rule.plans.iter().map(|plan| plan.name.as_str()), "or");
             let text = format!("no client can have the plan {plans}: there is no `[clients]`");
-            messages.push(LintMessage::note_on(name, text));
+            messages.push(LintMessage::note_on(name, &text));
         }
     }
     messages
@@ -251,19 +248,16 @@ pub fn certificate_dates(config: &Config, now_ms: u64) -> Vec<String> {
         };
         Some(format!("the certificate in `{}` {state}", certificate.file))
     });
-    notes.chain(expired_revocation_lists(config, now_s)).collect()
-}
-
-/// Lists that expire soon are not noted: issuers replace lists every few days or hours.
-fn expired_revocation_lists(config: &Config, now_s: i64) -> impl Iterator<Item = String> {
-    revocation_lists(config).filter(move |list| list.next_update_s < now_s).map(|list| {
+    // Lists that expire soon are not noted: issuers replace lists every few days or hours.
+    let expired = revocation_lists(config).filter(|list| list.next_update_s < now_s).map(|list| {
         format!(
             "the revocation list in `{}` expired on {}: certificates of its issuer are rejected unless another list is \
              valid",
             list.file,
             date(list.next_update_s)
         )
-    })
+    });
+    notes.chain(expired).collect()
 }
 
 pub fn revocation_lists(config: &Config) -> impl Iterator<Item = &RevocationList> {
@@ -274,47 +268,33 @@ fn date(unix_s: i64) -> String {
     jiff::Timestamp::from_second(unix_s).map_or_else(|_| unix_s.to_string(), |time| time.to_string())
 }
 
-/// How to describe the worst case of one rule.
-struct RuleSummary {
-    /// `requests` if each costs 1, or else `tokens`.
-    unit: &'static str,
-    /// As in [`burst_bound::max_within`].
-    opener_stays: bool,
-}
-
-impl RuleSummary {
-    /// The layers, and how much they admit around the end of a window and in each longer period.
-    fn worst_case(&self, rule: &Rule, layers: &[Limit]) -> String {
-        let limits: Vec<String> =
-            layers.iter().map(|limit| format!("{}/{}", limit.tokens, limit.period_text)).collect();
-        let limits = limits.join(" + ");
-        if rule.cost == Cost::Fixed(0) {
-            return format!("{limits}: counts nothing, because the cost is 0");
-        }
-        let max_in = |span_ms: u64| burst_bound::max_within(layers, span_ms, self.opener_stays);
-        let shortest_ms =
-            |limit: &&Limit| burst_bound::lengths_ms(&limit.windows).map_or(u64::MAX, |(shortest_ms, _)| shortest_ms);
-        // The end of a window matters most for the layer that admits least around it.
-        let max_of_layer = |limit: &&Limit| burst_bound::max_within(std::slice::from_ref(*limit), 2, self.opener_stays);
-        let narrowest = layers.iter().min_by_key(|limit| (max_of_layer(limit), shortest_ms(limit)));
-        let Some((narrowest, burst)) = narrowest.zip(max_in(2)) else {
-            return limits;
-        };
-        let moment = if max_in(SHORT_SPAN_MS) == Some(burst) { "2 seconds" } else { "a moment" };
-        let unit = self.unit;
-        let window = window_text(narrowest);
-        let mut text = format!("{limits}: at most {burst} {unit} in {moment} around the end of {window}");
-        let mut longer: Vec<&Limit> =
-            layers.iter().filter(|limit| shortest_ms(limit) > shortest_ms(&narrowest)).collect();
-        longer.sort_by_key(shortest_ms);
-        longer.dedup_by_key(|limit| shortest_ms(&&**limit));
-        for limit in longer {
-            if let Some(most) = max_in(shortest_ms(&limit)) {
-                text += &format!(", {most} in any {}", length_text(limit));
-            }
-        }
-        text
+/// The layers, and how many tokens they admit around the end of a window and in each longer period. `opener_stays` is as
+/// in [`burst_bound::max_within`]; `unit` names the tokens.
+fn worst_case(rule: &Rule, layers: &[Limit], opener_stays: bool, unit: &str) -> String {
+    let limits: Vec<String> = layers.iter().map(|limit| format!("{}/{}", limit.tokens, limit.period_text)).collect();
+    let limits = limits.join(" + ");
+    if rule.cost == Cost::Fixed(0) {
+        return format!("{limits}: counts nothing, because the cost is 0");
     }
+    let max_in = |span_ms: u64| burst_bound::max_within(layers, span_ms, opener_stays);
+    let shortest_ms =
+        |limit: &&Limit| burst_bound::lengths_ms(&limit.windows).map_or(u64::MAX, |(shortest, _)| shortest);
+    // The end of a window matters most for the layer that admits least around it.
+    let max_of_layer = |limit: &&Limit| burst_bound::max_within(std::slice::from_ref(*limit), 2, opener_stays);
+    let narrowest = layers.iter().min_by_key(|limit| (max_of_layer(limit), shortest_ms(limit)));
+    let Some((narrowest, burst)) = narrowest.zip(max_in(2)) else { return limits };
+    let moment = if max_in(SHORT_SPAN_MS) == Some(burst) { "2 seconds" } else { "a moment" };
+    let window = window_text(narrowest);
+    let mut text = format!("{limits}: at most {burst} {unit} in {moment} around the end of {window}");
+    let mut longer: Vec<&Limit> = layers.iter().filter(|limit| shortest_ms(limit) > shortest_ms(&narrowest)).collect();
+    longer.sort_by_key(shortest_ms);
+    longer.dedup_by_key(|limit| shortest_ms(&&**limit));
+    for limit in longer {
+        if let Some(most) = max_in(shortest_ms(&limit)) {
+            text += &format!(", {most} in any {}", length_text(limit));
+        }
+    }
+    text
 }
 
 /// Conditions on the worst case of a rule.

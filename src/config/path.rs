@@ -40,35 +40,27 @@ impl PathReading {
 /// The meaning of `;` in a path segment and of the text behind it (RFC 3986, section 3.3).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PathParameters {
-    /// They are ordinary bytes of the segment.
     Keep,
-    /// The segment ends before them.
     Strip,
-    /// The response is 400.
     Refuse,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum TrailingSlash {
-    /// Paths with and without a trailing slash differ.
     Keep,
-    /// A trailing slash is removed.
     Ignore,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum EncodedSlash {
-    /// The response to `%2F` or `%5C` in a path is 400, because servers interpret them differently.
     Refuse,
-    /// They are ordinary bytes of a segment.
     Keep,
 }
 
+/// Whether the path that the client sent is forwarded, or the normalized path that was matched.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ForwardPath {
-    /// The bytes that the client sent.
     Original,
-    /// The normalized path that was matched.
     Normalized,
 }
 

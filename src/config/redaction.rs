@@ -33,13 +33,19 @@ impl<'t> Secrets<'t> {
         out
     }
 
-    /// Removes the secrets of the text from a message.
+    /// Replaces the secrets of the text, and beginnings of them, in a message by `***`.
     pub fn remove_from(&self, message: &mut String) {
         for span in &self.spans {
             let value = self.text[span.clone()].trim_matches(['"', '\'', ' ', '\t', '\r', '\n']);
-            let prefix: String = value.chars().take(REVEALING_CHARS).collect();
-            if prefix.chars().count() == REVEALING_CHARS && message.contains(&prefix) {
-                *message = remove_value(message, value, &prefix);
+            let Some((last, c)) = value.char_indices().nth(REVEALING_CHARS - 1) else { continue };
+            let beginning = &value[..last + c.len_utf8()];
+            let mut at = 0;
+            while let Some(offset) = message[at..].find(beginning) {
+                let start = at + offset;
+                let same = message[start..].chars().zip(value.chars()).take_while(|(a, b)| a == b);
+                let length: usize = same.map(|(c, _)| c.len_utf8()).sum();
+                message.replace_range(start..start + length, "***");
+                at = start + 3;
             }
         }
     }
@@ -47,23 +53,17 @@ impl<'t> Secrets<'t> {
 
 fn secret_spans(text: &str) -> Vec<Range<usize>> {
     let mut spans: Vec<Range<usize>> = Vec::new();
-    let is_name = |c: char| c.is_alphanumeric() || "_-".contains(c);
-    let mut at = 0;
-    while let Some(offset) = text[at..].find(is_name) {
-        let start = at + offset;
-        let end = text[start..].find(|c| !is_name(c)).map_or(text.len(), |length| start + length);
-        at = end;
-        // `=` as in TOML, or `:` as in YAML.
-        let rest = text[end..].trim_start_matches(['"', '\'', ' ', '\t']);
-        let Some(value) = rest.strip_prefix(['=', ':']) else { continue };
-        let value = value.trim_start_matches([' ', '\t']);
+    // `=` as in TOML, or `:` as in YAML.
+    for (at, _) in text.match_indices(['=', ':']) {
+        let is_in_secret = spans.last().is_some_and(|last| at < last.end);
+        let before = text[..at].trim_end_matches(['"', '\'', ' ', '\t']);
+        let name = before.rsplit(|c: char| !c.is_alphanumeric() && c != '_' && c != '-').next().unwrap_or_default();
+        let value = text[at + 1..].trim_start_matches([' ', '\t']);
         let label = pem_label_length(value);
-        if !is_secret_key(&text[start..end]) && label == 0 {
-            continue;
+        if !is_in_secret && (is_secret_key(name) || label > 0) {
+            let start = text.len() - value.len();
+            spans.push(start + label..start + value_length(value).max(label));
         }
-        let from = text.len() - value.len();
-        at = from + value_length(value).max(label);
-        spans.push(from + label..at);
     }
     let is_separate = |url: &Range<usize>| spans.iter().all(|span| url.end <= span.start || span.end <= url.start);
     let urls: Vec<Range<usize>> = url_passwords(text).into_iter().filter(is_separate).collect();
@@ -124,20 +124,6 @@ fn value_length(value: &str) -> usize {
         return quote.len() + line;
     }
     value.find(['\n', '\r']).unwrap_or(value.len())
-}
-
-/// Replaces every occurrence of the value, or of a beginning of the value, by `***`.
-fn remove_value(message: &str, value: &str, beginning: &str) -> String {
-    let mut out = String::new();
-    let mut rest = message;
-    while let Some(at) = rest.find(beginning) {
-        let same = rest[at..].chars().zip(value.chars()).take_while(|(a, b)| a == b);
-        let length: usize = same.map(|(c, _)| c.len_utf8()).sum();
-        out.push_str(&rest[..at]);
-        out.push_str("***");
-        rest = &rest[at + length..];
-    }
-    out + rest
 }
 
 #[cfg(test)]

@@ -27,7 +27,6 @@ const HTTP: (&str, u16) = ("http", 80);
 const SERVERS_EXAMPLE: &str = "[\"http://127.0.0.1:9001\"]";
 const SERVER_FIX: &str = "write `{ url = \"http://127.0.0.1:9001\", weight = 3 }`";
 const HASH_EXAMPLE: &str = "{ hash = \"ip\" }";
-const STATUSES_EXAMPLE: &str = "[502, 503, 504]";
 const CAUSES: [&str; 3] = ["connect-failure", "reset", "timeout"];
 
 #[derive(Clone, PartialEq, Debug)]
@@ -88,18 +87,14 @@ pub struct TransportSettings {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum UpstreamProtocol {
     Http1,
-    /// Without TLS: with prior knowledge.
     Http2,
-    /// Chosen by the server through ALPN; HTTP/1.1 without TLS.
     Auto,
 }
 
 /// The value of Host or `:authority` in forwarded requests.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum HostField {
-    /// As the client sent it.
     Keep,
-    /// The host of the server's URL.
     Server,
     /// This text, which is valid as a field value.
     Fixed(String),
@@ -225,16 +220,12 @@ fn read_servers(item: &Item, report: &mut Report) -> Option<Vec<Server>> {
             _ => Text("URL", SERVERS_EXAMPLE).read(&item, report).map(|url| WeightedServer { url, weight: 1 }),
         };
         let Some(WeightedServer { url: Some(url), weight }) = server else { continue };
-        match parse_server_url(&url.text) {
-            Ok((scheme, host, port)) => {
-                if let Some(other) = servers.iter().find(|other| other.host == host && other.port == port) {
-                    let message = format!("{} is the same server as {}", quoted(&url.text), quoted(&other.url));
-                    report.problem(url.span, message, "remove one of the two");
-                }
-                servers.push(Server { url: url.text, scheme, host, port, weight });
-            }
-            Err((message, fix)) => report.problem(url.span, message, fix),
+        let Some((scheme, host, port)) = report.accept(url.span.clone(), parse_server_url(&url.text)) else { continue };
+        if let Some(other) = servers.iter().find(|other| other.host == host && other.port == port) {
+            let message = format!("{} is the same server as {}", quoted(&url.text), quoted(&other.url));
+            report.problem(url.span, message, "remove one of the two");
         }
+        servers.push(Server { url: url.text, scheme, host, port, weight });
     }
     (!servers.is_empty()).then_some(servers)
 }
@@ -329,12 +320,11 @@ pub enum LoadBalancing {
 fn read_balance(item: &Item, report: &mut Report) -> Option<LoadBalancing> {
     let DeValue::Table(_) = item.value else {
         let words = [("least-requests", Some(true)), ("round-robin", Some(false)), ("hash", None)];
-        let chosen = item.choice(&words, report)?;
-        if chosen.is_none() {
-            let fix = item.fix_with(HASH_EXAMPLE);
-            report.problem(item.span.clone(), "`balance = \"hash\"` does not say what is hashed", fix);
-        }
-        return chosen.map(|least| if least { LoadBalancing::LeastRequests } else { LoadBalancing::RoundRobin });
+        let Some(is_least) = item.choice(&words, report)? else {
+            let message = "`balance = \"hash\"` does not say what is hashed";
+            return report.reject(item.span.clone(), message, item.fix_with(HASH_EXAMPLE));
+        };
+        return Some(if is_least { LoadBalancing::LeastRequests } else { LoadBalancing::RoundRobin });
     };
     let mut table = item.table("`balance`", &item.fix_with(HASH_EXAMPLE), report)?;
     let parts = table.require("hash", item.fix_with(HASH_EXAMPLE));
@@ -448,12 +438,10 @@ settings! {
         /// Failures in a row, over all workers, that eject a server.
         failures: u32 = Integer(5, 1..=1000);
         /// Responses that count as failures.
-        statuses: Vec<u16> = Custom {
-            default: Vec::new(),
-            default_text: Some("[]"),
-            shape: Shape::List(Box::new(Shape::Integer(400..=599))),
-            read: |item, report| Some(read_error_statuses(item, report)),
-        };
+        statuses: Vec<u16> = Custom::or_empty(Shape::List(Box::new(Shape::Integer(400..=599))), |item, report| {
+            let items = item.list("[502, 503, 504]", report)?;
+            Some(items.iter().filter_map(|item| read_error_status(item, report)).collect::<Vec<_>>())
+        });
         /// Length of the first ejection; it doubles with each further ejection.
         time: Duration = Time(10 * SECOND, 1..=DAY_MS);
         /// Longest ejection; at least `time`. A server without an ejection for this long starts again with `time`.
@@ -470,11 +458,6 @@ fn check_ejection(ejection: &mut Ejection, table: &Table, report: &mut Report) {
         }
         _ => ejection.max_time = ejection.max_time.max(ejection.time),
     }
-}
-
-fn read_error_statuses(item: &Item, report: &mut Report) -> Vec<u16> {
-    let items = item.list(STATUSES_EXAMPLE, report).unwrap_or_default();
-    items.iter().filter_map(|item| read_error_status(item, report)).collect()
 }
 
 /// Reads an error status code, from 400 to 599.
@@ -534,15 +517,11 @@ fn read_retry_causes(item: &Item, report: &mut Report) -> RetryCauses {
             "connect-failure" => causes.connect_failure = true,
             "reset" => causes.reset = true,
             "timeout" => causes.timeout = true,
-            text => match text.parse().ok().filter(|status| (400..=599).contains(status)) {
-                Some(status) => causes.statuses.push(status),
-                None => {
-                    let fix = match nearest(text, CAUSES) {
-                        Some(guess) => format!("did you mean `\"{guess}\"`?"),
-                        None => {
-                            String::from("write `connect-failure`, `reset`, `timeout`, or a status code such as `503`")
-                        }
-                    };
+            text => match (text.parse(), nearest(text, CAUSES)) {
+                (Ok(status @ 400..=599), _) => causes.statuses.push(status),
+                (_, guess) => {
+                    let fix = "write `connect-failure`, `reset`, `timeout`, or a status code such as `503`";
+                    let fix = guess.map_or(fix.to_owned(), |guess| format!("did you mean `\"{guess}\"`?"));
                     report.problem(word.span, format!("{} is not a retry condition", quoted(text)), fix);
                 }
             },
