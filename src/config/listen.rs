@@ -291,14 +291,11 @@ fn address_fix(text: &str) -> String {
     match host {
         "" | "*" => format!("write `\"0.0.0.0:{port}\"` for all addresses, or `\"127.0.0.1:{port}\"` for this machine"),
         "localhost" => format!("write `\"127.0.0.1:{port}\"`; names are not resolved"),
-        _ => match host.trim_matches(['[', ']']).parse::<Ipv6Addr>() {
-            Ok(ip) => format!("write `\"[{ip}]:{port}\"`"),
-            Err(_) => match host.parse::<Ipv4Addr>() {
-                Ok(ip) => format!("write `\"{ip}:{port}\"`"),
-                Err(_) => {
-                    format!("write the IP address of a network interface, such as `\"0.0.0.0:{port}\"` for all of them")
-                }
-            },
+        _ => match host.trim_matches(['[', ']']).parse::<IpAddr>() {
+            Ok(ip) => format!("write `\"{}\"`", SocketAddr::new(ip, port)),
+            Err(_) => {
+                format!("write the IP address of a network interface, such as `\"0.0.0.0:{port}\"` for all of them")
+            }
         },
     }
 }

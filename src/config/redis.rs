@@ -48,10 +48,7 @@ settings! {
         /// `"unix:///PATH"` for a Unix socket; in schemes, `valkey` may stand for `redis`. A list names nodes of a Redis Cluster. User,
         /// password and database in the URL are for a single server only. Percent-encode all characters of a password but
         /// letters and digits.
-        redis: Servers = Required(
-            Custom::or_empty(Shape::one_or_list("URL"), read_servers),
-            REDIS_FIX,
-        );
+        redis: Servers = Required(Custom::or_empty(Shape::one_or_list("URL"), read_servers), REDIS_FIX);
         /// Name of the master in Sentinel (`sentinel monitor NAME …`). `redis` then lists the sentinels.
         sentinel_master: Option<String> = Word { shape: "text", example: "\"mymaster\"", read: read_master };
         /// User of the gateway. Without it: the default user.
@@ -425,8 +422,9 @@ fn parse_redis_url(url: &str) -> Parsed<RedisUrl> {
             return Err((message, fix.to_owned()));
         }
     };
-    let (login, rest) = rest.rsplit_once('@').map_or((None, rest), |(login, rest)| (Some(login), rest));
-    let (username, password) = login.map_or(Ok((None, None)), self::parse_login)?;
+    let (login, rest) = rest.rsplit_once('@').unwrap_or(("", rest));
+    let (username, password) = login.split_once(':').unwrap_or((login, ""));
+    let (username, password) = (parse_login(username)?, parse_login(password)?.map(Secret));
     let bare = format!("{scheme}://{rest}");
     if let Some(end) = rest.find(['?', '#']) {
         let message = format!("the URL of {} has parameters after `{}`", quoted(&rest[..end]), &rest[end..=end]);
@@ -457,20 +455,13 @@ fn missing_scheme(url: &str) -> (String, String) {
     (format!("{shown} is not a server URL"), fix)
 }
 
-type Login = (Option<String>, Option<Secret<String>>);
-
-/// Parses `[user][:password]`.
-fn parse_login(text: &str) -> Parsed<Login> {
-    let (name, password) = text.split_once(':').map_or((text, None), |(name, password)| (name, Some(password)));
-    let decoded = |text: &str| {
-        percent_decode(text).ok_or_else(|| {
-            let fix = "write these characters as `%` and two hex digits (`%40` for `@`, `%2F` for `/`, `%25` for `%`), or \
-                       use `password_file`";
-            ("the user name or password in the URL has characters that must be percent-encoded".to_owned(), fix.to_owned())
-        })
-    };
-    let non_empty = |text: String| Some(text).filter(|text| !text.is_empty());
-    Ok((non_empty(decoded(name)?), non_empty(decoded(password.unwrap_or_default())?).map(Secret)))
+/// Decodes a user name or password. An empty one is none.
+fn parse_login(text: &str) -> Parsed<Option<String>> {
+    let message = "the user name or password in the URL has characters that must be percent-encoded";
+    let fix = "write these characters as `%` and two hex digits (`%40` for `@`, `%2F` for `/`, `%25` for `%`), or use \
+               `password_file`";
+    let decoded = percent_decode(text).ok_or_else(|| (message.to_owned(), fix.to_owned()))?;
+    Ok(Some(decoded).filter(|text| !text.is_empty()))
 }
 
 /// Decodes percent-encoding. `None` if a reserved character is not encoded, or the result is not UTF-8.
