@@ -93,8 +93,8 @@ impl RedisClient {
         }))
     }
 
-    /// Acquires tokens in all counters or in none. The counters must be distinct and fit in one call: see
-    /// [`RedisClient::is_one_call`]. `gateway_ms` is the gateway's time.
+    /// Acquires tokens in all counters or in none. The counters must be distinct and fit in one call. `gateway_ms` is the
+    /// gateway's time.
     pub async fn acquire(&self, requests: &[CounterRequest], gateway_ms: u64) -> Result<AcquireReply, StoreError> {
         let base = requests.first().map_or("", |request| &*request.key_base);
         let gateway_ms = requests.iter().map(|request| request.computed_ms).fold(gateway_ms, u64::max);
