@@ -17,8 +17,10 @@ use transom::clock::Clock;
 use transom::config::redis::{Node, Nodes, StoreConfig};
 use transom::redis_store::client::RedisClient;
 use transom::redis_store::scripts::{
-    self, AcquireCall, AcquireReply, AcquireResult, CounterRequest, ScriptRef, Scripts, WindowRef,
+    self, AcquireCall, AcquireReply, AcquireResult, CounterRequest, ScriptRef, Scripts,
 };
+use transom_limiter::store_key::StoreWindow;
+use transom_limiter::window_kind::WindowKind;
 
 /// The gateway's allocator, for both sides.
 #[global_allocator]
@@ -140,7 +142,8 @@ fn requests(key: usize) -> [CounterRequest; 3] {
     let now_ms = now_ms();
     let window = |period_ms: u64, name: &str| {
         let number = now_ms / period_ms;
-        let at = WindowRef::Plain { number, end_ms: (number + 1) * period_ms, next_end_ms: (number + 2) * period_ms };
+        let (end_ms, next_end_ms) = ((number + 1) * period_ms, (number + 2) * period_ms);
+        let at = StoreWindow { kind: WindowKind::Plain, number, end_ms, next_end_ms };
         let base = format!("transom:{{bench|{key}}}:{name}").into();
         CounterRequest {
             key_base: base,

@@ -277,8 +277,7 @@ fn worst_case(rule: &Rule, layers: &[Limit], opener_stays: bool, unit: &str) -> 
         return format!("{limits}: counts nothing, because the cost is 0");
     }
     let max_in = |span_ms: u64| burst_bound::max_within(layers, span_ms, opener_stays);
-    let shortest_ms =
-        |limit: &&Limit| burst_bound::lengths_ms(&limit.windows).map_or(u64::MAX, |(shortest, _)| shortest);
+    let shortest_ms = |limit: &&Limit| limit.windows.lengths_ms().map_or(u64::MAX, |(shortest, _)| shortest);
     // The end of a window matters most for the layer that admits least around it.
     let max_of_layer = |limit: &&Limit| burst_bound::max_within(std::slice::from_ref(*limit), 2, opener_stays);
     let narrowest = layers.iter().min_by_key(|limit| (max_of_layer(limit), shortest_ms(limit)));
@@ -337,7 +336,7 @@ fn window_text(limit: &Limit) -> String {
 /// The length of a layer's windows; of the shortest if they differ.
 fn length_text(limit: &Limit) -> String {
     const HOUR_MS: u64 = 3_600_000;
-    match (burst_bound::lengths_ms(&limit.windows), limit.windows.period_ms()) {
+    match (limit.windows.lengths_ms(), limit.windows.period_ms()) {
         (Some((shortest_ms, _)), None) if shortest_ms % (24 * HOUR_MS) == 0 => {
             format!("{} days", shortest_ms / (24 * HOUR_MS))
         }

@@ -17,7 +17,6 @@ use crate::config::route::Route;
 use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::rule::Cost;
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
-use transom_limiter::window::Windows;
 
 /// Finds the key of one rule in the requests of one route.
 #[derive(Debug)]
@@ -203,7 +202,7 @@ pub struct KeyHashers {
 
 impl KeyHashers {
     pub fn new(rule: &CompiledRule, seed: Seed, fallback: Option<&[KeyPart]>) -> KeyHashers {
-        let is_random = rule.rule.variants().flatten().any(|limit| matches!(limit.windows, Windows::Random { .. }));
+        let is_random = rule.rule.variants().flatten().any(|limit| limit.windows.have_offsets());
         let name_hash = || Seed::SHARED.hash(&[&rule.rule.name]);
         KeyHashers {
             counter: key_hasher(seed, rule.hash_prefix, fallback),

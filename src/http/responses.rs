@@ -16,9 +16,9 @@ use super::ratelimit_headers::{RateLimitFields, number, push_number, seconds_unt
 use crate::config;
 use crate::config::response_body::Body;
 use transom_limiter::acquire::Charge;
-use transom_limiter::counter::{AcquireRequest, Usage};
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::rule_set::{ChargePlan, LayerRef, RuleSet};
+use transom_limiter::window_kind::{AcquireRequest, Usage};
 
 const PROBLEM_JSON: HeaderValue = HeaderValue::from_static("application/problem+json");
 const JSON: HeaderValue = HeaderValue::from_static("application/json");

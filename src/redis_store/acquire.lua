@@ -35,7 +35,7 @@ local function account(key, a, now)
     if exists then used = used - argv[a + 6] * (number - mark) end
     marks[key], ends[key] = number, end_ms
   else
-    local period = argv[a + 3] + 0
+    local period = argv[a + 8] - argv[a + 3]
     if not exists or mark > now then mark = now end
     local elapsed = math.floor((now - mark) / period)
     used = used - argv[a + 6] * elapsed
@@ -96,7 +96,7 @@ while a <= total do
       local want, least = argv[a + 4] + 0, argv[a + 5] + 0
       if used < least then spare = argv[a + 1] - least - need end
       if want > need then grant = need + math.min(want - need, math.floor(spare / 8)) end
-      a = a + (kind == 'p' and 6 or kind == 'g' and 9 or 7)
+      a = a + 9
     end
     if spare < 0 and status > 0 then status = 0 end
     grants[i] = grant
@@ -118,14 +118,14 @@ while a <= total do
           expiry[key] = argv[b + 3]
         else
           -- Kept until all reserved tokens have been used. Calendar windows differ in length.
-          local length = kind == 'g' and 2 * (argv[b + 8] - argv[b + 3]) or argv[b + 3] + 0
+          local length = (argv[b + 8] - argv[b + 3]) * (kind == 'g' and 2 or 1)
           local windows = math.ceil(used / argv[b + 6]) - 1
           expiry[key] = math.min(ends[key] + windows * length, 4398046511103)
           fields[key] = kind == 'g' and 'window' or 'start'
         end
       end
       at = at + 3
-      b = b + (kind == 'e' and 4 or kind == 'p' and 6 or kind == 'g' and 9 or 7)
+      b = b + (kind == 'e' and 4 or 9)
     end
   end
   first = last + 1

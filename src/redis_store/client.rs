@@ -18,9 +18,10 @@ use super::connect::Connector;
 use super::connection::{self, Batching, CallError, Connection, ScriptKind, ServerErrorText, unexpected_reply};
 use super::hash_slot::slot;
 use super::reconnecting::{Endpoint, ReconnectingConnection, ServerId};
-use super::scripts::{self, AcquireCall, AcquireReply, CounterRequest, Refund, Scripts, TOKENS_MAX, WindowRef};
+use super::scripts::{self, AcquireCall, AcquireReply, CounterRequest, Refund, Scripts, TOKENS_MAX};
 use super::sentinel::Sentinels;
 use crate::config::redis::{Node, Nodes, StoreConfig};
+use transom_limiter::store_key::StoreWindow;
 
 /// Redirects that one call follows.
 const REDIRECTS_MAX: u32 = 8;
@@ -247,7 +248,7 @@ impl RedisClient {
 
     /// Acquires from a short-lived key; returns the server's time, Unix milliseconds.
     pub async fn probe_one(&self, base: String) -> Result<u64, StoreError> {
-        let at = WindowRef::Floating { period_ms: PROBE_PERIOD_MS };
+        let at = StoreWindow::floating(PROBE_PERIOD_MS);
         let (limit, ceiling) = (u32::MAX, TOKENS_MAX);
         let request = CounterRequest {
             key_base: base.into(),

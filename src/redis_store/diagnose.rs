@@ -7,9 +7,11 @@ use std::time::Duration;
 use super::client::RedisClient;
 use super::connect::{Connector, with_timeout};
 use super::connection::{Connection, log_excerpt};
-use super::scripts::{AcquireReply, CounterRequest, TOKENS_MAX, WindowRef, refunds_of};
+use super::scripts::{AcquireReply, CounterRequest, TOKENS_MAX, refunds_of};
 use super::sentinel::reply_text;
 use crate::config::redis::{Nodes, StoreConfig};
+use transom_limiter::store_key::StoreWindow;
+use transom_limiter::window_kind::WindowKind;
 
 /// Limit for the replies of one server.
 const REPLY_TIMEOUT: Duration = Duration::from_millis(3000);
@@ -212,7 +214,7 @@ impl Diagnosis<'_> {
         let (key_base, limit, ceiling, need, want) = (base.into(), 1000, TOKENS_MAX, 1, 1);
         // The number of a window that no other check has used.
         let (number, end_ms, next_end_ms) = (server_ms, server_ms + 10_000, server_ms + 20_000);
-        let window = WindowRef::Plain { number, end_ms, next_end_ms };
+        let window = StoreWindow { kind: WindowKind::Plain, number, end_ms, next_end_ms };
         let requests = [CounterRequest { key_base, window, limit, ceiling, need, want, used_min: 0, computed_ms: 0 }];
         let acquired = self.client.acquire(&requests, server_ms).await?;
         let AcquireReply::Granted { counters, .. } = acquired else {

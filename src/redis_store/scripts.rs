@@ -6,6 +6,10 @@
 //! has ended. So a call names one key per plain counter: while a slot moves between nodes, a cluster rejects calls with
 //! several keys (TRYAGAIN).
 //!
+//! A request to a counter is passed as its kind (`p`, `g` or `f`) and eight numbers: ceiling, need, end of the window,
+//! want, least usage, limit, number of the window, end of the next one. `e` is the short form for a plain window and
+//! exactly the tokens needed, with the first three numbers.
+//!
 //! | counter | key | value |
 //! | --- | --- | --- |
 //! | plain window | `BASE:NUMBER` | tokens taken, an integer |
@@ -22,14 +26,16 @@
 //! begun since, because those would have expired. A window that a first request opened takes back nothing once another
 //! is open. For reservations, `only_if_used` ensures that no later request has reserved.
 
-use std::fmt::Write;
 use std::rc::Rc;
 
 use redis::{Cmd, Value};
 
+use transom_limiter::store_key::StoreWindow;
+use transom_limiter::window_kind::WindowKind;
+
 /// While the gateway's time is ahead of the server's by less than this, it is used, milliseconds. `acquire.lua` has the
 /// same bound.
-const LEAD_MAX_MS: u64 = 1000;
+pub const LEAD_MAX_MS: u64 = 1000;
 /// The largest integer that Lua counts exactly.
 pub const TOKENS_MAX: u64 = (1 << 53) - 1;
 /// The short form of a request to a plain window for exactly the tokens needed: the usual case.
@@ -67,77 +73,12 @@ pub enum ScriptRef {
     Text,
 }
 
-/// The windows of a counter, and which one is open by the gateway's time.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum WindowRef {
-    /// Independent windows.
-    Plain {
-        /// Number of the open window; the next window has the next number.
-        number: u64,
-        end_ms: u64,
-        next_end_ms: u64,
-    },
-    /// Accumulating windows: tokens roll over, or are reserved in later windows.
-    Accumulating { number: u64, end_ms: u64, next_end_ms: u64 },
-    /// The first request opens a window.
-    Floating { period_ms: u64 },
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum KeyFormat {
-    Plain,
-    Accumulating,
-    Floating,
-}
-
-impl KeyFormat {
-    fn letter(self) -> &'static str {
-        match self {
-            KeyFormat::Plain => "p",
-            KeyFormat::Accumulating => "g",
-            KeyFormat::Floating => "f",
-        }
-    }
-}
-
-impl WindowRef {
-    pub fn kind(self) -> KeyFormat {
-        match self {
-            WindowRef::Plain { .. } => KeyFormat::Plain,
-            WindowRef::Accumulating { .. } => KeyFormat::Accumulating,
-            WindowRef::Floating { .. } => KeyFormat::Floating,
-        }
-    }
-
-    /// Whether a plain window begins after `now_ms`. The lengths of calendar windows differ by an eighth at most.
-    pub fn begins_after(self, now_ms: u64) -> bool {
-        let WindowRef::Plain { end_ms, next_end_ms, .. } = self else { return false };
-        let length_ms = next_end_ms.saturating_sub(end_ms);
-        end_ms.saturating_sub(length_ms + length_ms / 8 + LEAD_MAX_MS) > now_ms
-    }
-
-    /// Number and end of the window that is open at `now_ms`, if it is the first or the second.
-    fn window_at(self, now_ms: u64) -> Option<(u64, u64)> {
-        match self {
-            WindowRef::Plain { number, end_ms, next_end_ms }
-            | WindowRef::Accumulating { number, end_ms, next_end_ms } => {
-                if now_ms < end_ms {
-                    Some((number, end_ms))
-                } else {
-                    (now_ms < next_end_ms).then_some((number + 1, next_end_ms))
-                }
-            }
-            WindowRef::Floating { .. } => Some((0, 0)),
-        }
-    }
-}
-
 /// A request to one counter.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct CounterRequest {
     /// The beginning of the counter's keys.
     pub key_base: Rc<str>,
-    pub window: WindowRef,
+    pub window: StoreWindow,
     /// Tokens granted per window; at least 1.
     pub limit: u32,
     /// The most that may be used or owed afterwards; capped at [`TOKENS_MAX`].
@@ -187,7 +128,7 @@ pub enum AcquireReply {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Refund {
     pub key_base: Rc<str>,
-    pub kind: KeyFormat,
+    pub kind: WindowKind,
     /// [`CounterReply::number`].
     pub number: u64,
     pub limit: u32,
@@ -202,7 +143,7 @@ pub struct Refund {
 #[derive(Clone, Debug)]
 pub struct RefundTarget {
     pub key_base: Rc<str>,
-    pub kind: KeyFormat,
+    pub kind: WindowKind,
     pub number: u64,
     pub limit: u32,
     pub end_ms: u64,
@@ -219,13 +160,7 @@ impl RefundTarget {
 impl CounterRequest {
     pub fn refund_target(&self, reply: CounterReply) -> RefundTarget {
         let CounterReply { number, end_ms, .. } = reply;
-        RefundTarget {
-            key_base: Rc::clone(&self.key_base),
-            kind: self.window.kind(),
-            number,
-            limit: self.limit,
-            end_ms,
-        }
+        RefundTarget { key_base: Rc::clone(&self.key_base), kind: self.window.kind, number, limit: self.limit, end_ms }
     }
 }
 
@@ -265,8 +200,7 @@ pub fn acquire_command<'a>(
     let mut cmd = start_command(script, script_ref, count, 9 * count + 2, base_bytes);
     let mut key = String::new();
     for (request, at_ms) in requests {
-        let (number, _) = request.window.window_at(at_ms).unwrap_or_default();
-        write_key(&mut key, &request.key_base, request.window.kind(), number);
+        write_key(&mut key, &request.key_base, request.window.kind, request.window.keyed_at(at_ms).number);
         cmd.arg(&key);
     }
     for call in calls {
@@ -281,26 +215,14 @@ pub fn acquire_command<'a>(
 fn write_request_arguments(cmd: &mut Cmd, request: &CounterRequest, at_ms: u64) {
     let (ceiling, need) = (request.ceiling.min(TOKENS_MAX), request.need.min(TOKENS_MAX));
     let (want, used_min) = (request.want.clamp(need, TOKENS_MAX), request.used_min.min(TOKENS_MAX));
-    let (_, end_ms) = request.window.window_at(at_ms).unwrap_or_default();
-    match request.window {
-        WindowRef::Plain { .. } if want == need && used_min == 0 => cmd.arg(EXACT).arg(ceiling).arg(need).arg(end_ms),
-        WindowRef::Plain { .. } => write_arguments(cmd, KeyFormat::Plain, [ceiling, need, end_ms, want, used_min]),
-        WindowRef::Accumulating { number, end_ms, next_end_ms } => {
-            write_arguments(cmd, KeyFormat::Accumulating, [ceiling, need, end_ms, want, used_min])
-                .arg(request.limit.max(1))
-                .arg(number)
-                .arg(next_end_ms)
-        }
-        WindowRef::Floating { period_ms } => {
-            write_arguments(cmd, KeyFormat::Floating, [ceiling, need, period_ms.max(1), want, used_min])
-                .arg(request.limit.max(1))
-        }
-    };
-}
-
-fn write_arguments(cmd: &mut Cmd, kind: KeyFormat, numbers: [u64; 5]) -> &mut Cmd {
+    let StoreWindow { kind, number, end_ms, next_end_ms } = request.window.keyed_at(at_ms);
+    if kind == WindowKind::Plain && want == need && used_min == 0 {
+        cmd.arg(EXACT).arg(ceiling).arg(need).arg(end_ms);
+        return;
+    }
     cmd.arg(kind.letter());
-    numbers.into_iter().fold(cmd, |cmd, number| cmd.arg(number))
+    let numbers = [ceiling, need, end_ms, want, used_min, request.limit.max(1).into(), number, next_end_ms];
+    numbers.into_iter().for_each(|number| _ = cmd.arg(number));
 }
 
 /// Parses the reply of a server to [`acquire_command`], call by call; `None` if the reply is malformed.
@@ -335,7 +257,8 @@ fn parse_decision(status: &Value, layers: &[Value], call: &AcquireCall, time_ms:
         Value::Int(-2) => {
             let (_, request) = layers.into_iter().find(|(reply, _)| reply.first() == Some(&Value::Int(-1)))?;
             let mut key = String::new();
-            write_key(&mut key, &request.key_base, request.window.kind(), request.window.window_at(call.window_ms)?.0);
+            let window = request.window.keyed_at(call.window_ms);
+            write_key(&mut key, &request.key_base, window.kind, window.number);
             Some(Err(key))
         }
         _ => None,
@@ -344,23 +267,13 @@ fn parse_decision(status: &Value, layers: &[Value], call: &AcquireCall, time_ms:
 
 fn parse_counter(reply: &[Value], request: &CounterRequest, at_ms: u64) -> Option<CounterReply> {
     let [granted, used, window_mark] = reply else { return None };
-    let (number, end_ms) = match request.window {
-        WindowRef::Plain { .. } => request.window.window_at(at_ms)?,
-        WindowRef::Accumulating { number: first, end_ms, next_end_ms } => {
-            let number = parse_number(window_mark)?;
-            (number, if number == first { end_ms } else { next_end_ms })
-        }
-        WindowRef::Floating { period_ms } => {
-            let start_ms = parse_number(window_mark)?;
-            (start_ms, start_ms + period_ms)
-        }
-    };
+    let (number, end_ms) = request.window.keyed_at(at_ms).reported(parse_number(window_mark)?);
     Some(CounterReply { granted: parse_number(granted)?, used: parse_number(used)?, end_ms, number })
 }
 
 /// Whether each counter's first or second window is open at `now_ms`.
 pub fn are_windows_known(requests: &[CounterRequest], now_ms: u64) -> bool {
-    requests.iter().all(|request| request.window.window_at(now_ms).is_some())
+    requests.iter().all(|request| request.window.is_known_at(now_ms))
 }
 
 /// The command that refunds tokens.
@@ -406,15 +319,10 @@ fn start_command(script: &Script, script_ref: ScriptRef, keys: usize, arguments:
     cmd
 }
 
-fn write_key(key: &mut String, base: &str, kind: KeyFormat, number: u64) {
+fn write_key(key: &mut String, base: &str, kind: WindowKind, number: u64) {
     key.clear();
     key.push_str(base);
-    match kind {
-        // Writing to a string cannot fail.
-        KeyFormat::Plain => drop(write!(key, ":{number}")),
-        KeyFormat::Accumulating => key.push_str(":account"),
-        KeyFormat::Floating => key.push_str(":first-request"),
-    }
+    kind.push_key_end(number, key);
 }
 
 fn parse_number(reply: &Value) -> Option<u64> {
@@ -428,7 +336,10 @@ fn parse_number(reply: &Value) -> Option<u64> {
 mod tests {
     use super::*;
 
-    fn acquire_call(at: WindowRef, need: u64, want: u64) -> AcquireCall {
+    const PLAIN: StoreWindow = StoreWindow { kind: WindowKind::Plain, number: 7, end_ms: 1000, next_end_ms: 2000 };
+    const GRID: StoreWindow = StoreWindow { kind: WindowKind::Accumulating, ..PLAIN };
+
+    fn acquire_call(at: StoreWindow, need: u64, want: u64) -> AcquireCall {
         let want = CounterRequest {
             key_base: Rc::from("t:{r|a}"),
             window: at,
@@ -453,21 +364,21 @@ mod tests {
 
     #[test]
     fn commands_have_the_arguments_that_the_script_reads() {
-        let at = WindowRef::Plain { number: 7, end_ms: 1000, next_end_ms: 2000 };
+        let at = PLAIN;
         assert_eq!(words(&[acquire_call(at, 1, 1)]), ["1", "t:{r|a}:7", "900", "1", "e", "5", "1", "1000"]);
         let late = AcquireCall { window_ms: 1000, ..acquire_call(at, 1, 4) };
-        assert_eq!(words(&[late]), ["1", "t:{r|a}:8", "900", "1", "p", "5", "1", "2000", "4", "0"]);
-        let grid = acquire_call(WindowRef::Accumulating { number: 7, end_ms: 1000, next_end_ms: 2000 }, 1, 1);
-        let floating = acquire_call(WindowRef::Floating { period_ms: 60 }, 2, 1);
+        assert_eq!(words(&[late]), ["1", "t:{r|a}:8", "900", "1", "p", "5", "1", "2000", "4", "0", "5", "8", "3000"]);
+        let grid = acquire_call(GRID, 1, 1);
+        let floating = acquire_call(StoreWindow::floating(60), 2, 1);
         let both = words(&[grid, floating]);
         assert_eq!(both[..3], ["2", "t:{r|a}:account", "t:{r|a}:first-request"]);
         assert_eq!(both[3..14], ["900", "1", "g", "5", "1", "1000", "1", "0", "5", "7", "2000"]);
-        assert_eq!(both[14..], ["900", "1", "f", "5", "2", "60", "2", "0", "5"]);
+        assert_eq!(both[14..], ["900", "1", "f", "5", "2", "60", "2", "0", "5", "0", "120"]);
     }
 
     #[test]
     fn numbers_beyond_the_range_of_lua_are_capped() {
-        let at = WindowRef::Plain { number: 7, end_ms: 1000, next_end_ms: 2000 };
+        let at = PLAIN;
         let mut call = acquire_call(at, u64::MAX, u64::MAX);
         call.requests[0].ceiling = u64::MAX;
         let most = "9007199254740991";
@@ -477,9 +388,9 @@ mod tests {
     #[test]
     fn replies_are_parsed_call_by_call() {
         let ints = |ints: &[i64]| Value::Array(ints.iter().map(|int| Value::Int(*int)).collect());
-        let plain = acquire_call(WindowRef::Plain { number: 7, end_ms: 1000, next_end_ms: 2000 }, 1, 1);
-        let grid = acquire_call(WindowRef::Accumulating { number: 7, end_ms: 1000, next_end_ms: 2000 }, 1, 1);
-        let floating = acquire_call(WindowRef::Floating { period_ms: 60 }, 1, 1);
+        let plain = acquire_call(PLAIN, 1, 1);
+        let grid = acquire_call(GRID, 1, 1);
+        let floating = acquire_call(StoreWindow::floating(60), 1, 1);
         let calls = [plain, grid, floating];
         let reply = ints(&[950, 1, 1, 3, 0, 0, 0, 5, 8, -1, 0, 0, 0]);
         let replies = |granted, used, end_ms, number| vec![CounterReply { granted, used, end_ms, number }];
@@ -499,16 +410,6 @@ mod tests {
             assert_eq!(parse_acquire_reply(&ints(malformed), calls[..1].iter()), None, "{malformed:?}");
         }
         assert_eq!(parse_acquire_reply(&Value::Nil, calls.iter()), None);
-    }
-
-    #[test]
-    fn a_window_that_has_not_begun_is_detected() {
-        let day_ms = 86_400_000;
-        // A month of 28 days before one of 31; the second is open.
-        let at = WindowRef::Plain { number: 1, end_ms: 100 * day_ms, next_end_ms: 131 * day_ms };
-        let ahead = [70, 73].map(|day| at.begins_after(day * day_ms));
-        assert_eq!((ahead, at.begins_after(40 * day_ms)), ([false, false], true));
-        assert!(!WindowRef::Floating { period_ms: 60 }.begins_after(0));
     }
 
     #[test]

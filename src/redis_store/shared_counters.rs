@@ -14,7 +14,7 @@ use super::connection::{Connection, log_excerpt};
 use super::diagnose::{EVICTION, Info};
 use super::lease_sizing::Leases;
 use super::reconnecting::ServerId;
-use super::scripts::{AcquireReply, CounterRequest, KeyFormat, Refund, RefundTarget};
+use super::scripts::{AcquireReply, CounterRequest, LEAD_MAX_MS, Refund, RefundTarget};
 use super::sentinel::reply_text;
 use super::unreported_usage::UnreportedUsage;
 use crate::clock::Clock;
@@ -115,7 +115,7 @@ impl SharedCounters {
         let began = self.clock.instant();
         let now_ms = self.clock.now().unix_ms;
         // The time may have been corrected since the requests were made.
-        if requests.iter().any(|request| request.window.begins_after(now_ms)) {
+        if requests.iter().any(|request| request.window.begins_after(now_ms + LEAD_MAX_MS)) {
             return Ok(AcquireReply::OtherWindow { time_ms: now_ms });
         }
         // A server behind a new connection may have forgotten usage that the requests relied on.
@@ -217,7 +217,7 @@ impl SharedCounters {
         self.metrics.outstanding(self.leases.outstanding(left));
         // An ended plain window takes nothing back; of other windows the tokens belong to the next one.
         let (live, ended): (Vec<_>, Vec<_>) =
-            idle.into_iter().partition(|(target, _)| target.end_ms > now_ms || target.kind != KeyFormat::Plain);
+            idle.into_iter().partition(|(target, _)| target.end_ms > now_ms || target.kind.carries_debt());
         self.metrics.expired(ended.iter().map(|(_, tokens)| u64::from(*tokens)).sum());
         self.refund(live.iter().map(|(target, tokens)| target.refund(u64::from(*tokens))).collect()).await;
     }

@@ -14,18 +14,18 @@ use std::sync::Arc;
 use tokio::time::Instant;
 
 use super::lease_sizing::{InFlightFetch, UndepositedTokens, counter_id};
-use super::scripts::{AcquireReply, CounterReply, CounterRequest, KeyFormat, RefundTarget, WindowRef};
+use super::scripts::{AcquireReply, CounterReply, CounterRequest, RefundTarget};
 use super::shared_counters::SharedCounters;
 use super::shared_decision::{DecisionProgress, NextStep, ROUNDS_MAX, SharedDecision, before_deadline};
-use transom_limiter::counter::{Usage, WindowKind};
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::leased_tokens::DepositResult;
 use transom_limiter::rule::Sharing;
 use transom_limiter::rule_set::{ChargePlan, CountingMode, KeyedRequest, LayerRef, RuleSet};
 use transom_limiter::sharded_counter::part_of_shard;
-use transom_limiter::store_key::{NumberedWindow, numbered_window};
+use transom_limiter::store_key::StoreWindow;
 use transom_limiter::table::Counter;
+use transom_limiter::window_kind::Usage;
 
 /// A fetch of tokens for one counter.
 pub struct TokenFetch {
@@ -196,12 +196,10 @@ impl SharedCounters {
     /// windows belong to the next window.
     fn discard_ended_lease(self: &Rc<Self>, counter: Counter, former: &RefundTarget) {
         let left = self.table.withdraw(counter, former.end_ms, u32::MAX);
-        match former.kind {
-            KeyFormat::Plain => self.metrics.expired(u64::from(left)),
-            KeyFormat::Accumulating | KeyFormat::Floating if left > 0 => {
-                self.refund_later(vec![former.refund(u64::from(left))])
-            }
-            KeyFormat::Accumulating | KeyFormat::Floating => {}
+        if !former.kind.carries_debt() {
+            self.metrics.expired(u64::from(left));
+        } else if left > 0 {
+            self.refund_later(vec![former.refund(u64::from(left))]);
         }
     }
 
@@ -355,24 +353,14 @@ impl SharedCounters {
         let local_usage = self.used_locally(rule_set, rule, layer, keyed_request).used;
         let (suffix, layer) = (compiled_rule.suffix(layer), compiled_rule.layer(layer));
         let windows = &rule_set.windows[layer.windows_index];
-        let at = match (layer.kind, numbered_window(windows, now_ms, keyed_request.offset)) {
-            (WindowKind::Plain, Some(NumberedWindow { number, end_ms, next_end_ms })) => {
-                WindowRef::Plain { number, end_ms, next_end_ms }
-            }
-            (WindowKind::Accumulating(_), Some(NumberedWindow { number, end_ms, next_end_ms })) => {
-                WindowRef::Accumulating { number, end_ms, next_end_ms }
-            }
-            (WindowKind::Floating(_) | WindowKind::Leased, _) | (_, None) => {
-                WindowRef::Floating { period_ms: windows.typical_ms() }
-            }
-        };
+        let at = StoreWindow::at(layer.request.kind, windows, now_ms, keyed_request.offset);
         let base = self.key_base(key_text, suffix, 0);
         let ceiling = u64::from(layer.capacity).saturating_sub(local_usage);
         let used_min = self.used_at_least(layer.counter(keyed_request), windows.typical_ms(), now_ms);
         CounterRequest {
             key_base: base,
             window: at,
-            limit: layer.limit,
+            limit: layer.request.limit,
             ceiling,
             need: 0,
             want: 0,

@@ -14,7 +14,8 @@ use tokio::time::sleep;
 use transom::config::client_tls::ClientTls;
 use transom::config::redis::{Nodes, StoreConfig};
 use transom::redis_store::client::{RedisClient, StoreError};
-use transom::redis_store::scripts::{CounterRequest, KeyFormat, Refund};
+use transom::redis_store::scripts::{CounterRequest, Refund};
+use transom_limiter::window_kind::WindowKind;
 
 use crate::support::redis::RedisServer;
 use crate::support::redis_client::{
@@ -90,7 +91,7 @@ fn each_counter_is_requested_from_its_slots_node() {
             .map(|base| Refund {
                 deletes: false,
                 key_base: Rc::from(base.as_str()),
-                kind: KeyFormat::Plain,
+                kind: WindowKind::Plain,
                 number: 1,
                 limit: 9,
                 tokens: 1,

@@ -13,7 +13,9 @@ use tokio::task::spawn_local;
 use tokio::time::{sleep, timeout};
 use transom::config::redis::{Node, Nodes, Secret, StoreConfig};
 use transom::redis_store::client::{RedisClient, StoreError};
-use transom::redis_store::scripts::{AcquireReply, CounterRequest, KeyFormat, Refund, WindowRef};
+use transom::redis_store::scripts::{AcquireReply, CounterRequest, Refund};
+use transom_limiter::store_key::StoreWindow;
+use transom_limiter::window_kind::WindowKind;
 
 use crate::support::DEADLINE;
 use crate::support::load_checker::now_ms;
@@ -39,7 +41,7 @@ fn a_plain_window_is_an_integer_that_expires_with_it() {
         assert_eq!((replies[0].granted, replies[0].used, replies[1].used), (0, 2, 2));
         assert_eq!(redis.keys(), ["t:{r|a}:hour:2", "t:{r|a}:minute:7"]);
         assert_eq!(redis.cli(&["GET", "t:{r|a}:minute:7"]), "2");
-        let WindowRef::Plain { end_ms, .. } = requests[0].window else { panic!("a plain window") };
+        let end_ms = requests[0].window.end_ms;
         assert_eq!(redis.integer(&["PEXPIRETIME", "t:{r|a}:minute:7"]), end_ms as i64);
         assert_eq!(replies[0].end_ms, end_ms);
     });
@@ -73,27 +75,26 @@ fn the_servers_clock_selects_the_window() {
     let store = RedisClient::new(&single_server(&redis));
     run_on_worker(async {
         let now_ms = now_ms();
-        let ended_window = |base: &str, kind: fn(u64, u64, u64) -> WindowRef, next_ms: u64| CounterRequest {
-            window: kind(7, now_ms - 1, next_ms),
+        let ended_window = |base: &str, kind: WindowKind, next_end_ms: u64| CounterRequest {
+            window: StoreWindow { kind, number: 7, end_ms: now_ms - 1, next_end_ms },
             ..plain_request(base, 0, 5)
         };
-        let plain_at: fn(u64, u64, u64) -> WindowRef =
-            |number, end_ms, next_end_ms| WindowRef::Plain { number, end_ms, next_end_ms };
-        let grid_at: fn(u64, u64, u64) -> WindowRef =
-            |number, end_ms, next_end_ms| WindowRef::Accumulating { number, end_ms, next_end_ms };
+        let (plain, grid) = (WindowKind::Plain, WindowKind::Accumulating);
         let requests =
-            [ended_window("t:{a}:1", plain_at, now_ms + 60_000), ended_window("t:{a}:2", grid_at, now_ms + 60_000)];
+            [ended_window("t:{a}:1", plain, now_ms + 60_000), ended_window("t:{a}:2", grid, now_ms + 60_000)];
         for replies in expect_granted(store.acquire(&requests, 0).await.unwrap()) {
             assert_eq!((replies.number, replies.end_ms), (8, now_ms + 60_000));
         }
         assert_eq!(redis.keys(), ["t:{a}:1:8", "t:{a}:2:account"]);
-        let past = [ended_window("t:{b}:1", plain_at, now_ms)];
+        let past = [ended_window("t:{b}:1", plain, now_ms)];
         assert!(matches!(store.acquire(&past, 0).await, Ok(AcquireReply::OtherWindow { .. })));
-        let past = [ended_window("t:{b}:1", grid_at, now_ms)];
+        let past = [ended_window("t:{b}:1", grid, now_ms)];
         assert!(matches!(store.acquire(&past, 0).await, Ok(AcquireReply::OtherWindow { .. })));
         // A gateway whose clock is slightly ahead has reported the next window to its clients.
-        let ahead =
-            CounterRequest { window: plain_at(1, now_ms + 400, now_ms + 60_400), ..plain_request("t:{c}", 0, 5) };
+        let ahead = CounterRequest {
+            window: StoreWindow { kind: plain, number: 1, end_ms: now_ms + 400, next_end_ms: now_ms + 60_400 },
+            ..plain_request("t:{c}", 0, 5)
+        };
         let replies = expect_granted(store.acquire(std::slice::from_ref(&ahead), now_ms + 500).await.unwrap());
         assert_eq!(replies[0].number, 2);
         assert_eq!(redis.keys(), ["t:{a}:1:8", "t:{a}:2:account", "t:{c}:2"]);
@@ -168,7 +169,7 @@ fn only_refunded_tokens_can_be_acquired_again() {
         store.acquire(&[all(plain_request("t:{a}", 1, 10)), all(grid_request("t:{a}", 1, 10))], 0).await.unwrap();
         assert_eq!(
             store
-                .refund(&[refund("t:{a}", KeyFormat::Plain, 1, 3), refund("t:{a}", KeyFormat::Accumulating, 1, 3)])
+                .refund(&[refund("t:{a}", WindowKind::Plain, 1, 3), refund("t:{a}", WindowKind::Accumulating, 1, 3)])
                 .await,
             Ok(6)
         );
@@ -176,10 +177,10 @@ fn only_refunded_tokens_can_be_acquired_again() {
         assert_eq!(redis.cli(&["HGET", "t:{a}:account", "used"]), "5");
         assert!(redis.integer(&["PTTL", "t:{a}:1"]) > 0);
         // At most the usage is refunded, and only to the same window of an existing counter.
-        assert_eq!(store.refund(&[refund("t:{a}", KeyFormat::Plain, 1, 9)]).await, Ok(5));
+        assert_eq!(store.refund(&[refund("t:{a}", WindowKind::Plain, 1, 9)]).await, Ok(5));
         assert_eq!(
             store
-                .refund(&[refund("t:{a}", KeyFormat::Plain, 2, 9), refund("t:{b}", KeyFormat::Accumulating, 1, 9)])
+                .refund(&[refund("t:{a}", WindowKind::Plain, 2, 9), refund("t:{b}", WindowKind::Accumulating, 1, 9)])
                 .await,
             Ok(0)
         );
@@ -191,15 +192,15 @@ fn only_refunded_tokens_can_be_acquired_again() {
             .unwrap();
         store.acquire(&[CounterRequest { ceiling: 100, ..grid_request("t:{c}", 3, 10) }], 0).await.unwrap();
         assert_eq!(redis.cli(&["HGET", "t:{c}:account", "used"]), "21");
-        assert_eq!(store.refund(&[refund("t:{c}", KeyFormat::Accumulating, 1, 20)]).await, Ok(0));
-        assert_eq!(store.refund(&[refund("t:{c}", KeyFormat::Accumulating, 1, 25)]).await, Ok(5));
+        assert_eq!(store.refund(&[refund("t:{c}", WindowKind::Accumulating, 1, 20)]).await, Ok(0));
+        assert_eq!(store.refund(&[refund("t:{c}", WindowKind::Accumulating, 1, 25)]).await, Ok(5));
         // Reserved tokens: only if no later charge exists.
-        let reserved = |used| Refund { only_if_used: Some(used), ..refund("t:{c}", KeyFormat::Accumulating, 3, 6) };
+        let reserved = |used| Refund { only_if_used: Some(used), ..refund("t:{c}", WindowKind::Accumulating, 3, 6) };
         assert_eq!(store.refund(&[reserved(17)]).await, Ok(0));
         assert_eq!(store.refund(&[reserved(16)]).await, Ok(6));
         let replies = expect_granted(store.acquire(&[all(floating_request("t:{d}", 60_000, 10))], 0).await.unwrap());
-        assert_eq!(store.refund(&[refund("t:{d}", KeyFormat::Floating, replies[0].number + 1, 8)]).await, Ok(0));
-        assert_eq!(store.refund(&[refund("t:{d}", KeyFormat::Floating, replies[0].number, 8)]).await, Ok(8));
+        assert_eq!(store.refund(&[refund("t:{d}", WindowKind::Floating, replies[0].number + 1, 8)]).await, Ok(0));
+        assert_eq!(store.refund(&[refund("t:{d}", WindowKind::Floating, replies[0].number, 8)]).await, Ok(8));
     });
 }
 

@@ -190,8 +190,10 @@ fn a_lowered_limit_applies_to_leased_tokens() {
     let gateways = GatewayGroup::start(1, &toml(100_000));
     assert_eq!(count_admitted_by(&gateways.0[0], "alice", 300), 300);
     gateways.reload(&toml(200));
+    eventually("the lower limit applies", || count_admitted_by(&gateways.0[0], "alice", 1) == 0);
     assert_eq!(count_admitted_by(&gateways.0[0], "alice", 20), 0);
     gateways.reload(&toml(100_000));
+    eventually("the higher limit applies", || count_admitted_by(&gateways.0[0], "alice", 1) == 1);
     assert_eq!(count_admitted_by(&gateways.0[0], "alice", 20), 20);
 }
 

@@ -7,13 +7,14 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use redis::Commands;
 use transom::redis_store::client::RedisClient;
-use transom::redis_store::scripts::{AcquireReply, CounterReply, CounterRequest, KeyFormat, Refund, WindowRef};
+use transom::redis_store::scripts::{AcquireReply, CounterReply, CounterRequest, Refund};
+use transom_limiter::window_kind::WindowKind;
 
 use crate::support::redis::RedisServer;
 use crate::support::redis_client::{floating_request, grid_request, plain_request, run_on_worker, single_server};
 
 const BASES: [&str; 4] = ["t:{plain}:minute", "t:{plain}:hour", "t:{grid}", "t:{floats}"];
-const KINDS: [KeyFormat; 4] = [KeyFormat::Plain, KeyFormat::Plain, KeyFormat::Accumulating, KeyFormat::Floating];
+const KINDS: [WindowKind; 4] = [WindowKind::Plain, WindowKind::Plain, WindowKind::Accumulating, WindowKind::Floating];
 const LIMITS: [u32; 4] = [10, 25, 7, 5];
 const PERIOD_MS: u64 = 10_000;
 
@@ -62,22 +63,22 @@ struct Model {
 impl Model {
     /// The key of the open counter: a plain window has a counter for each window.
     fn counter_key(&self, at: usize) -> (usize, u64) {
-        (at, if KINDS[at] == KeyFormat::Plain { self.window } else { 0 })
+        (at, if KINDS[at] == WindowKind::Plain { self.window } else { 0 })
     }
 
     /// The counter at the current time.
     fn now(&self, at: usize, time_ms: u64) -> Counter {
         let mut counter = self.counters.get(&self.counter_key(at)).copied().unwrap_or_default();
         match KINDS[at] {
-            KeyFormat::Plain => counter.mark = self.window,
-            KeyFormat::Accumulating => {
+            WindowKind::Plain => counter.mark = self.window,
+            WindowKind::Accumulating => {
                 while counter.exists && counter.mark < self.window {
                     counter.used = counter.used.saturating_sub(u64::from(LIMITS[at]));
                     counter.mark += 1;
                 }
                 counter.mark = self.window;
             }
-            KeyFormat::Floating => {
+            WindowKind::Floating | WindowKind::Leased => {
                 while counter.exists && counter.mark + PERIOD_MS <= time_ms {
                     counter.used = counter.used.saturating_sub(u64::from(LIMITS[at]));
                     counter.mark += PERIOD_MS;
@@ -112,14 +113,14 @@ impl Model {
     }
 
     fn refund(&mut self, at: usize, taken: CounterReply, tokens: u64, only: bool) -> u64 {
-        let counter_key = (at, if KINDS[at] == KeyFormat::Plain { taken.number } else { 0 });
+        let counter_key = (at, if KINDS[at] == WindowKind::Plain { taken.number } else { 0 });
         let Some(counter) = self.counters.get_mut(&counter_key) else { return 0 };
         let limit = u64::from(LIMITS[at]);
         let back = match KINDS[at] {
             _ if only && (counter.used != taken.used || counter.mark != taken.number) => 0,
-            KeyFormat::Accumulating => tokens.saturating_sub(limit * (counter.mark - taken.number)),
-            KeyFormat::Floating if counter.mark != taken.number => 0,
-            KeyFormat::Plain | KeyFormat::Floating => tokens,
+            WindowKind::Accumulating => tokens.saturating_sub(limit * (counter.mark - taken.number)),
+            WindowKind::Floating if counter.mark != taken.number => 0,
+            WindowKind::Plain | WindowKind::Floating | WindowKind::Leased => tokens,
         };
         let back = back.min(counter.used);
         counter.used -= back;
@@ -129,9 +130,9 @@ impl Model {
 
 fn counter_request(model: &Model, (at, need, want, used_min, more): (usize, u64, u64, u64, u64)) -> CounterRequest {
     let request = match KINDS[at] {
-        KeyFormat::Plain => plain_request(BASES[at], model.window, LIMITS[at]),
-        KeyFormat::Accumulating => grid_request(BASES[at], model.window, LIMITS[at]),
-        KeyFormat::Floating => floating_request(BASES[at], PERIOD_MS, LIMITS[at]),
+        WindowKind::Plain => plain_request(BASES[at], model.window, LIMITS[at]),
+        WindowKind::Accumulating => grid_request(BASES[at], model.window, LIMITS[at]),
+        WindowKind::Floating | WindowKind::Leased => floating_request(BASES[at], PERIOD_MS, LIMITS[at]),
     };
     CounterRequest { ceiling: request.ceiling + more, need, want, used_min, ..request }
 }
@@ -152,12 +153,8 @@ async fn run_actions(store: &RedisClient, server: &mut redis::Connection, action
                     AcquireReply::OtherWindow { .. } => panic!("the windows are open"),
                 };
                 for (replies, (_, want)) in replies.iter_mut().zip(&requests) {
-                    match want.window {
-                        WindowRef::Plain { end_ms, .. } | WindowRef::Accumulating { end_ms, .. } => {
-                            assert_eq!(replies.end_ms, end_ms)
-                        }
-                        WindowRef::Floating { period_ms } => assert_eq!(replies.end_ms, replies.number + period_ms),
-                    }
+                    let start_ms = if want.window.kind == WindowKind::Floating { replies.number } else { 0 };
+                    assert_eq!(replies.end_ms, start_ms + want.window.end_ms);
                     replies.end_ms = 0;
                 }
                 assert_eq!((is_granted, replies.clone()), model.acquire(&requests, time_ms));

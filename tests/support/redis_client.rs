@@ -6,7 +6,9 @@ use std::time::Duration;
 use tokio::runtime::{Builder, LocalOptions};
 use transom::config::redis::{Node, Nodes, StoreConfig};
 use transom::redis_store::client::{RedisClient, StoreError};
-use transom::redis_store::scripts::{AcquireReply, CounterReply, CounterRequest, WindowRef};
+use transom::redis_store::scripts::{AcquireReply, CounterReply, CounterRequest};
+use transom_limiter::store_key::StoreWindow;
+use transom_limiter::window_kind::WindowKind;
 
 use super::DEADLINE;
 use super::load_checker::now_ms;
@@ -29,20 +31,20 @@ pub fn run_on_worker<T>(test: impl Future<Output = T>) -> T {
 /// A request for one token of a plain window that is open for another minute.
 pub fn plain_request(base: &str, number: u64, limit: u32) -> CounterRequest {
     let end_ms = now_ms() + 60_000;
-    let window = WindowRef::Plain { number, end_ms, next_end_ms: end_ms + 60_000 };
+    let window = StoreWindow { kind: WindowKind::Plain, number, end_ms, next_end_ms: end_ms + 60_000 };
     counter_request(base, window, limit)
 }
 
 pub fn grid_request(base: &str, number: u64, limit: u32) -> CounterRequest {
-    let end_ms = now_ms() + 60_000;
-    counter_request(base, WindowRef::Accumulating { number, end_ms, next_end_ms: end_ms + 60_000 }, limit)
+    let request = plain_request(base, number, limit);
+    CounterRequest { window: StoreWindow { kind: WindowKind::Accumulating, ..request.window }, ..request }
 }
 
 pub fn floating_request(base: &str, period_ms: u64, limit: u32) -> CounterRequest {
-    counter_request(base, WindowRef::Floating { period_ms }, limit)
+    counter_request(base, StoreWindow::floating(period_ms), limit)
 }
 
-fn counter_request(base: &str, window: WindowRef, limit: u32) -> CounterRequest {
+fn counter_request(base: &str, window: StoreWindow, limit: u32) -> CounterRequest {
     CounterRequest {
         key_base: Rc::from(base),
         window,

@@ -6,10 +6,10 @@
 //! of a lost race. It can cause another request to be refused, but can never admit one too many.
 
 use crate::atomics::{Ordering, fence};
-use crate::counter::{AcquireRequest, Usage, WindowKind};
 use crate::sharded_counter::{ShardReceipt, Sharding, ShardsResult};
 use crate::table::{Counter, CounterResult, PeekedSlot, Receipt, Slot, Table};
 use crate::window::Time;
+use crate::window_kind::{AcquireRequest, Usage};
 
 /// One counter of a request: the tokens to take, and the result.
 #[derive(Clone, Copy, Debug)]
@@ -48,16 +48,6 @@ impl Charge {
             slot: None,
             tokens: 0,
         }
-    }
-
-    /// Whether the request opens the window.
-    pub fn is_floating(&self) -> bool {
-        matches!(self.request.kind, WindowKind::Floating(_))
-    }
-
-    /// Whether the usage may be debt of later windows.
-    pub fn may_carry_debt(&self) -> bool {
-        matches!(self.request.kind, WindowKind::Accumulating(_) | WindowKind::Floating(_))
     }
 
     /// As [`Charge::receipt`]. The caller refunds it; the charge then counts as not made.

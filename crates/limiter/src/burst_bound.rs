@@ -14,12 +14,13 @@ pub fn max_within(layers: &[Limit], span_ms: u64, keeps_opening_charge: bool) ->
 }
 
 fn max_of_layer(limit: &Limit, span_ms: u64, keeps_opening_charge: bool) -> Option<u64> {
-    let (shortest_ms, _) = lengths_ms(&limit.windows)?;
+    let (shortest_ms, _) = limit.windows.lengths_ms()?;
     let max_tokens = tokens_granted_in(limit, windows_touched(span_ms, shortest_ms));
     // Where requests open windows, the first of several windows was opened before the interval begins, unless the
     // interval is a whole number of windows and one millisecond.
-    let floats = matches!(limit.windows, Windows::FirstRequest { .. });
-    let opened_before = floats && keeps_opening_charge && !span_ms.saturating_sub(1).is_multiple_of(shortest_ms);
+    let opened_before = limit.windows.are_opened_by_requests()
+        && keeps_opening_charge
+        && !span_ms.saturating_sub(1).is_multiple_of(shortest_ms);
     Some(max_tokens - u64::from(opened_before))
 }
 
@@ -45,18 +46,10 @@ fn windows_touched(span_ms: u64, shortest_ms: u64) -> u64 {
     span_ms.saturating_sub(1).div_ceil(shortest_ms) + 1
 }
 
-/// The lengths of the shortest and of the longest window.
-pub fn lengths_ms(windows: &Windows) -> Option<(u64, u64)> {
-    let Windows::Calendar(calendar) = windows else { return windows.period_ms().map(|ms| (ms, ms)) };
-    // The first window starts before the list, so its length is unknown.
-    let lengths = || calendar.ends.windows(2).map(|two| two[1] - two[0]);
-    Some((lengths().min()?, lengths().max()?))
-}
-
 /// The most windows of one kind that a window of another kind can overlap.
 fn windows_in_window(inner: &Windows, outer: &Windows) -> Option<u64> {
-    let (_, longest_ms) = lengths_ms(outer)?;
-    let (shortest_ms, _) = lengths_ms(inner)?;
+    let (_, longest_ms) = outer.lengths_ms()?;
+    let (shortest_ms, _) = inner.lengths_ms()?;
     let at_any_offset = windows_touched(longest_ms, shortest_ms);
     match (inner, outer) {
         (Windows::Even { period_ms: p, offset_ms: o }, Windows::Even { period_ms: q, offset_ms: r }) => {
@@ -67,8 +60,8 @@ fn windows_in_window(inner: &Windows, outer: &Windows) -> Option<u64> {
             Some((p - step + shift + q - 1) / p + 1)
         }
         (_, Windows::Calendar(calendar)) if inner.are_shared() => {
-            let touched = |two: &[u64]| windows_overlapping(inner, two[0], two[1]);
-            calendar.ends.windows(2).map(touched).max()
+            let overlapping = |two: &[u64]| inner.windows_between(inner.window_at(two[0], 0).end_ms, two[1]) + 1;
+            calendar.ends.windows(2).map(overlapping).max()
         }
         (Windows::Calendar(calendar), Windows::Even { .. }) => {
             // Every end within a window, except at its start, adds one.
@@ -82,23 +75,6 @@ fn windows_in_window(inner: &Windows, outer: &Windows) -> Option<u64> {
             Some(max_run + 1)
         }
         _ => Some(at_any_offset),
-    }
-}
-
-/// The windows of a grid or calendar that overlap an interval.
-fn windows_overlapping(windows: &Windows, start_ms: u64, end_ms: u64) -> u64 {
-    match windows {
-        Windows::Calendar(calendar) => {
-            let position = |ms: u64| calendar.ends.partition_point(|end| *end <= ms) as u64;
-            position(end_ms - 1) - position(start_ms) + 1
-        }
-        Windows::Even { period_ms, .. } => {
-            let first_ms = windows.window_at(start_ms, 0).end_ms;
-            end_ms.saturating_sub(first_ms).div_ceil(*period_ms) + 1
-        }
-        Windows::Random { period_ms } | Windows::FirstRequest { period_ms } => {
-            windows_touched(end_ms - start_ms, *period_ms)
-        }
     }
 }
 

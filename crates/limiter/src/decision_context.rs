@@ -103,7 +103,7 @@ impl DecisionContext {
     /// Whether a counter from `first` on is full because of tokens that may be owed.
     #[cold]
     pub(super) fn is_full_by_debt(&self, first: usize) -> bool {
-        self.result.charges[first..].iter().any(|charge| charge.is_full && charge.may_carry_debt())
+        self.result.charges[first..].iter().any(|charge| charge.is_full && charge.request.kind.carries_debt())
     }
 
     /// Whether the request has the default windows under all rules.

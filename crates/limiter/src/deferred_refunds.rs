@@ -50,7 +50,7 @@ impl DeferredRefunds {
             match refund.try_refund(table, now_ms) {
                 RefundResult::All => {}
                 RefundResult::AllExcept(_) | RefundResult::Nothing
-                    if until_ms <= now_ms || !shard_receipt.request.is_queued() =>
+                    if until_ms <= now_ms || !shard_receipt.request.kind.carries_debt() =>
                 {
                     continue;
                 }

@@ -8,7 +8,6 @@
 //! refuse.
 
 use crate::acquire::{AcquireResult, Charge, acquire_peeked, peek_all};
-use crate::counter::{AcquireRequest, WindowKind, tokens_granted};
 use crate::decision::{Decision, Waiter};
 use crate::decision_context::DecisionContext;
 use crate::decision_time::DecisionTime;
@@ -17,6 +16,7 @@ use crate::rule_set::{ChargePlan, CompiledRule, CountingMode, KeyedRequest, Laye
 use crate::sharded_counter::ShardReceipt;
 use crate::table::{CounterResult, Table};
 use crate::window::Time;
+use crate::window_kind::{AcquireRequest, tokens_granted};
 
 /// How often a delayed request tries again after another request took its tokens.
 const TRIES: u32 = 16;
@@ -124,9 +124,9 @@ impl RuleSet {
         time: Time<'_>,
     ) -> u64 {
         let layer = compiled.layer(layer_ref.layer);
-        let sequence = &time.sequences[layer.windows_index];
-        let end_ms = sequence.end_at(charge.usage.end_ms, until_ms);
-        let windows = sequence.windows_between(charge.usage.end_ms, end_ms);
+        let all = &time.windows[layer.windows_index];
+        let end_ms = all.end_at(charge.usage.end_ms, until_ms);
+        let windows = all.windows_between(charge.usage.end_ms, end_ms);
         let granted = tokens_granted(windows, charge.request.limit);
         charge.request.ceiling = charge.request.ceiling.saturating_add(granted);
         if charge.is_full && layer.reserve > 0 {
@@ -168,19 +168,15 @@ impl RuleSet {
         if u64::from(charge.request.cost) > charge.request.ceiling {
             return None;
         }
+        let layer = compiled.layer(layer);
         // Excess usage of an independent window is not owed by the next: it may have been used under a greater limit.
-        let is_dependent = match charge.request.kind {
-            WindowKind::Plain => false,
-            WindowKind::Leased => compiled.layer(layer).kind != WindowKind::Plain,
-            WindowKind::Accumulating(_) | WindowKind::Floating(_) => true,
+        let windows = match missing.div_ceil(u64::from(charge.request.limit)) {
+            windows if layer.request.kind.carries_debt() => windows,
+            windows => windows.min(1),
         };
-        let windows = missing.div_ceil(u64::from(charge.request.limit));
-        match if is_dependent { windows } else { windows.min(1) } {
+        match windows {
             0 => Some(now_ms),
-            windows => Some(
-                self.time(now_ms).sequences[compiled.layer(layer).windows_index]
-                    .end_after(charge.usage.end_ms, windows - 1),
-            ),
+            windows => Some(self.windows[layer.windows_index].end_after(charge.usage.end_ms, windows - 1)),
         }
     }
 
@@ -295,7 +291,7 @@ fn acquire_remaining<const W: usize>(charge: &mut Charge, table: &Table<W>, time
     for _ in 0..TRIES {
         let left = charge.request.ceiling.saturating_sub(charge.usage.used);
         let cost = charge.request.cost.min(u32::try_from(left).unwrap_or(u32::MAX));
-        if cost == 0 || (charge.usage.used == 0 && charge.is_floating()) {
+        if cost == 0 || (charge.usage.used == 0 && charge.request.kind.is_opened_by_requests()) {
             return;
         }
         let request = AcquireRequest { cost, ..charge.request };

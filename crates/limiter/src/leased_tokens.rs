@@ -10,9 +10,10 @@
 //! tokens is the caller's task.
 
 use crate::bucket::{FindResult, InsertResult, Key, OpenWindow};
-use crate::counter::{AcquireRequest, CounterWord, Usage, WindowKind};
+use crate::counter::CounterWord;
 use crate::table::{Counter, Table};
 use crate::window::END_MAX_MS;
+use crate::window_kind::{AcquireRequest, Usage, WindowKind};
 
 /// These constants distinguish a lease from its counter, and the known usage from both. Leases may outlive the process,
 /// so the constants never change.

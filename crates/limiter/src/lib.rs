@@ -112,6 +112,7 @@ pub mod store_key;
 pub mod table;
 pub mod waiter_limit;
 pub mod window;
+pub mod window_kind;
 
 pub use limiter::{Admission, BuildError, LayerState, Limiter, LimiterBuilder, LimiterDecision, Refusal};
 

@@ -7,7 +7,6 @@ use std::fmt;
 use std::hash::{BuildHasher, Hash, Hasher, RandomState};
 use std::time::Duration;
 
-use crate::counter::AcquireRequest;
 use crate::decision::Decision;
 use crate::decision_context::DecisionContext;
 use crate::decision_time::DecisionTime;
@@ -17,6 +16,7 @@ use crate::rule::Rule;
 use crate::rule_set::{ChargePlan, KeyedRequest, RuleSet};
 use crate::table::{Receipt, Table};
 use crate::window::{PERIOD_MAX_MS, PERIOD_MIN_MS, Windows};
+use crate::window_kind::AcquireRequest;
 
 /// The most layers that a limiter can have.
 pub const MAX_LAYERS: usize = 8;

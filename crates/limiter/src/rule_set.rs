@@ -8,7 +8,6 @@ use std::sync::Arc;
 
 use crate::acquire::Charge;
 use crate::bucket::Key;
-use crate::counter::{AcquireRequest, WindowKind};
 use crate::key::{KeyHash, KeyPart, Seed};
 use crate::limit::Limit;
 use crate::rule::{OnLimit, Rule, Sharing};
@@ -16,7 +15,8 @@ use crate::sharded_counter::Sharding;
 use crate::store_key::WindowSegments;
 use crate::table::Counter;
 use crate::waiter_limit::WaiterLimit;
-use crate::window::{Time, WindowSequence, Windows};
+use crate::window::{Time, Windows};
+use crate::window_kind::{AcquireRequest, WindowKind};
 
 /// A request under one rule: its key and its cost.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -50,12 +50,10 @@ pub struct CompiledLayer {
     pub(super) id: u64,
     /// Moves the counters of the layer away from those of the rule's other layers.
     bucket_offset: u64,
+    /// A request for no tokens of this layer, in no window.
+    pub request: AcquireRequest,
     /// The position in [`RuleSet::windows`].
     pub windows_index: usize,
-    /// How its windows depend on each other.
-    pub kind: WindowKind,
-    /// Tokens granted per window.
-    pub limit: u32,
     /// Tokens that may accumulate; at least the limit.
     pub capacity: u32,
     /// Tokens that may be taken from later windows.
@@ -136,8 +134,6 @@ pub struct RuleSet {
     pub rules: Vec<CompiledRule>,
     /// The windows of all layers, each kind once.
     pub windows: Vec<Windows>,
-    /// The sequence of each of the windows.
-    sequences: Vec<WindowSequence>,
 }
 
 impl CompiledLayer {
@@ -146,9 +142,7 @@ impl CompiledLayer {
     pub(super) fn new_charge(&self, keyed_request: KeyedRequest, end_ms: u64, own_shard: u32) -> Charge {
         let bucket_hash = keyed_request.key.bucket_hash.wrapping_add(self.bucket_offset);
         let counter = Counter { key: Key::new(bucket_hash, keyed_request.key.tag ^ self.id), layer: self.id };
-        let ceiling = u64::from(self.capacity);
-        let request =
-            AcquireRequest { end_ms, ceiling, floor: 0, limit: self.limit, cost: keyed_request.cost, kind: self.kind };
+        let request = AcquireRequest { end_ms, cost: keyed_request.cost, ..self.request };
         let mut charge = Charge::new(counter, request);
         if self.shards > 1 {
             charge.sharding = Sharding { shards: self.shards, first_shard: own_shard % self.shards };
@@ -212,7 +206,7 @@ fn bucket_group(typical_ms: u64) -> u64 {
 
 /// The setting whose change gave a layer of a rule other counters.
 fn changed_setting(rule: &Rule, former: &Rule, layer: &CompiledLayer, other: &CompiledLayer) -> &'static str {
-    let is_plain = |layer: &CompiledLayer| layer.kind == WindowKind::Plain;
+    let is_plain = |layer: &CompiledLayer| layer.request.kind == WindowKind::Plain;
     match () {
         () if is_plain(layer) && is_plain(other) => "shards",
         () if rule.delays() != former.delays() => "on_limit",
@@ -317,7 +311,6 @@ impl RuleSet {
     fn compile_layer(&mut self, rule: &Rule, limit: &Limit, hash_prefix: u64, seed: Seed) -> CompiledLayer {
         let windows_index = self.windows.iter().position(|known| *known == limit.windows).unwrap_or_else(|| {
             self.windows.push(limit.windows.clone());
-            self.sequences.push(limit.windows.sequence());
             self.windows.len() - 1
         });
         // Layers of plans and overrides with the same windows share counters.
@@ -333,28 +326,30 @@ impl RuleSet {
         // Delayed requests and reservations take tokens of later windows, and so does the cost that a response states.
         let carries_debt = rule.has_response_cost() || rule.delays() || rule.reserves();
         let rolls_over = sharing().any(|other| other.capacity > other.tokens);
-        let sequence = windows_index as u32;
-        let (kind, shards) = match limit.windows {
-            Windows::FirstRequest { .. } => (WindowKind::Floating(sequence), 1),
-            _ if carries_debt || rolls_over => (WindowKind::Accumulating(sequence), 1),
-            _ => (WindowKind::Plain, sharing().map(|other| other.shards).max().unwrap_or(1).max(1)),
+        let kind = WindowKind::of(&limit.windows, carries_debt || rolls_over);
+        let shards = match kind {
+            WindowKind::Plain => sharing().map(|other| other.shards).max().unwrap_or(1).max(1),
+            _ => 1,
         };
-        // Kind and shards decide what the words of a layer mean, so they are part of its identity.
-        let form = match kind {
-            WindowKind::Accumulating(_) => " accumulating".to_owned(),
-            _ if shards > 1 => format!(" in {shards} shards"),
-            _ => String::new(),
-        };
+        let form = kind.form(shards);
+        let (capacity, windows) = (limit.capacity.max(limit.tokens), windows_index as u32);
         CompiledLayer {
             id: seed.hash(&["layer", &rule.name, &format!("{}{form}", limit.windows)]) ^ hash_prefix,
             bucket_offset: bucket_group(typical_ms).wrapping_mul(0x9E37_79B9_7F4A_7C15),
+            request: AcquireRequest {
+                end_ms: 0,
+                ceiling: capacity.into(),
+                floor: 0,
+                limit: limit.tokens,
+                cost: 0,
+                kind,
+                windows,
+            },
             windows_index,
-            kind,
             shards,
             max_ahead,
             max_held: sharing().map(Limit::max_held).max().unwrap_or(0),
-            limit: limit.tokens,
-            capacity: limit.capacity.max(limit.tokens),
+            capacity,
             reserve: limit.reserve,
             rank: (rule.key.contains(&KeyPart::Global), limit.tokens, typical_ms),
         }
@@ -362,7 +357,7 @@ impl RuleSet {
 
     /// The time of a decision by this rule set.
     pub fn time(&self, now_ms: u64) -> Time<'_> {
-        Time { now_ms, sequences: &self.sequences }
+        Time { now_ms, windows: &self.windows }
     }
 
     /// The charge plan of a route with these rules (positions in [`RuleSet::rules`]).
@@ -386,7 +381,7 @@ impl RuleSet {
         let layers = || rules.iter().flat_map(|rule| &self.rules[*rule].layers);
         charge_plan.is_plain = !charge_plan.counts_refused
             && !charge_plan.is_shared
-            && layers().all(|layer| layer.kind == WindowKind::Plain && layer.shards == 1);
+            && layers().all(|layer| layer.request.kind == WindowKind::Plain && layer.shards == 1);
         charge_plan
     }
 

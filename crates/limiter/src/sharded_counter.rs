@@ -5,9 +5,9 @@
 //! the limit. Only plain windows can be sharded.
 
 use crate::bucket::Key;
-use crate::counter::{AcquireRequest, Usage, WindowKind};
 use crate::table::{Counter, CounterResult, Receipt, Table};
 use crate::window::Time;
+use crate::window_kind::{AcquireRequest, Usage, WindowKind};
 
 /// The most shards of a counter.
 pub const SHARDS_MAX: u32 = 1024;
@@ -52,9 +52,9 @@ impl Sharding {
 
     /// The request for one shard, with the limit of its part.
     fn shard_request(self, shard: u32, request: AcquireRequest) -> AcquireRequest {
-        debug_assert!(request.kind != WindowKind::Leased, "a lease is not sharded");
+        debug_assert!(request.kind == WindowKind::Plain, "only plain windows are sharded");
         let ceiling = part_of_shard(u64::from(request.limit), self.shards, shard);
-        AcquireRequest { limit: ceiling as u32, ceiling, floor: 0, kind: WindowKind::Plain, cost: 0, ..request }
+        AcquireRequest { limit: ceiling as u32, ceiling, floor: 0, cost: 0, ..request }
     }
 
     /// The counter of a shard. The first shard uses the whole's own counter.

@@ -5,7 +5,6 @@
 //! caller fetches tokens and decides again.
 
 use crate::acquire::{AcquireResult, Charge, acquire_peeked, peek_all};
-use crate::counter::{Usage, usage};
 use crate::decision::Decision;
 use crate::decision_context::{DecisionContext, DecisionResult, SharingState};
 use crate::decision_time::DecisionTime;
@@ -14,6 +13,7 @@ use crate::rule_set::{ChargePlan, CompiledLayer, CompiledRule, CountingMode, Key
 use crate::sharded_counter::{ShardReceipt, Sharding};
 use crate::table::{Counter, Table};
 use crate::window::Time;
+use crate::window_kind::{Usage, usage};
 
 /// The result of deciding some layers.
 #[derive(Debug)]
@@ -129,7 +129,7 @@ impl RuleSet {
         loop {
             let mut charge = self.local_charge(rule, layer, keyed_request, now.unix_ms);
             peek_all(table, std::slice::from_mut(&mut charge), self.time(now.unix_ms));
-            if charge.usage.used == 0 || !charge.may_carry_debt() || !now.advance() {
+            if charge.usage.used == 0 || !charge.request.kind.carries_debt() || !now.advance() {
                 return charge.usage;
             }
         }

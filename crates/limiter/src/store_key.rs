@@ -1,4 +1,4 @@
-//! Names of shared counters, and numbers of their windows.
+//! The form of counters in a store: their names, their windows, and how the scripts tell the kinds apart.
 //!
 //! A name is `PREFIX:{RULE|KEY}:WINDOW`. In KEY only letters, digits and `.~-` appear literally; all other bytes are
 //! written as `%` and two hex digits. So the separators `|`, and the braces that keep the counters of a key in one slot
@@ -7,39 +7,101 @@
 use crate::limit::Limit;
 use crate::rule::Rule;
 use crate::window::Windows;
+use crate::window_kind::WindowKind;
 
-/// A window as all gateways number it.
+/// The window of a shared counter that is open by the gateway's time, and the next one. The store's clock decides which
+/// of the two counts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct NumberedWindow {
-    /// The number of the window; see [`numbered_window`].
+pub struct StoreWindow {
+    /// How the windows of the counter depend on each other.
+    pub kind: WindowKind,
+    /// The number of the window, see [`Windows::number_at`]; the next window has the next number. 0 where requests open
+    /// windows.
     pub number: u64,
-    /// The end of the window, Unix milliseconds.
+    /// The end of the window, Unix milliseconds; where requests open windows: after the start of the first one.
     pub end_ms: u64,
-    /// The end of the next window, Unix milliseconds.
+    /// The end of the next window, likewise.
     pub next_end_ms: u64,
 }
 
-/// The window of a time; `offset` is the offset of the key, as in [`Windows::window_at`]. `None` for windows opened by
-/// a key's first request: they have no numbers.
-///
-/// The number is floor((time - start) / period), where the start is the first one in 1970. Days, weeks and months of a
-/// calendar are counted from the one that contains the Unix time 0, so the number of a month is the number of months
-/// since January 1970. Times before the first start in 1970 are in window 0 as well.
-pub fn numbered_window(windows: &Windows, now_ms: u64, offset: u64) -> Option<NumberedWindow> {
-    let number = match windows {
-        Windows::FirstRequest { .. } => return None,
-        Windows::Even { period_ms, offset_ms } => number(now_ms, *period_ms, *offset_ms),
-        Windows::Random { period_ms } => {
-            number(now_ms, *period_ms, ((u128::from(offset) * u128::from(*period_ms)) >> 64) as u64)
+impl StoreWindow {
+    /// The window of a layer at a time; `offset` is the offset of the key, as in [`Windows::window_at`].
+    pub fn at(kind: WindowKind, windows: &Windows, now_ms: u64, offset: u64) -> StoreWindow {
+        let Some(number) = windows.number_at(now_ms, offset) else {
+            return StoreWindow::floating(windows.typical_ms());
+        };
+        let end_ms = windows.window_at(now_ms, offset).end_ms;
+        StoreWindow { kind, number, end_ms, next_end_ms: windows.window_at(end_ms, offset).end_ms }
+    }
+
+    /// A window of this length that a request opens.
+    pub fn floating(period_ms: u64) -> StoreWindow {
+        let end_ms = period_ms.max(1);
+        StoreWindow { kind: WindowKind::Floating, number: 0, end_ms, next_end_ms: 2 * end_ms }
+    }
+
+    /// The length of the next window.
+    pub fn length_ms(self) -> u64 {
+        self.next_end_ms.saturating_sub(self.end_ms)
+    }
+
+    /// Whether the window or the next one is open at `now_ms`.
+    pub fn is_known_at(self, now_ms: u64) -> bool {
+        self.kind.is_opened_by_requests() || now_ms < self.next_end_ms
+    }
+
+    /// Whether a plain window begins after `now_ms`. The lengths of calendar windows differ by an eighth at most.
+    pub fn begins_after(self, now_ms: u64) -> bool {
+        let longest_ms = self.length_ms() + self.length_ms() / 8;
+        self.kind == WindowKind::Plain && self.end_ms.saturating_sub(longest_ms) > now_ms
+    }
+
+    /// The window whose key a request at `now_ms` names: a plain counter has a key for each window, others have one.
+    pub fn keyed_at(self, now_ms: u64) -> StoreWindow {
+        match self.kind {
+            WindowKind::Plain if now_ms >= self.end_ms => StoreWindow {
+                number: self.number + 1,
+                end_ms: self.next_end_ms,
+                next_end_ms: self.next_end_ms + self.length_ms(),
+                ..self
+            },
+            _ => self,
         }
-        Windows::Calendar(calendar) => calendar.ends.partition_point(|end_ms| *end_ms <= now_ms) as u64,
-    };
-    let end_ms = windows.window_at(now_ms, offset).end_ms;
-    Some(NumberedWindow { number, end_ms, next_end_ms: windows.window_at(end_ms, offset).end_ms })
+    }
+
+    /// The number and the end of the window to which a reply refers. `mark` is the number that the store reports, or the
+    /// start of the window where requests open windows; 0 for plain counters.
+    pub fn reported(self, mark: u64) -> (u64, u64) {
+        match self.kind {
+            WindowKind::Plain | WindowKind::Leased => (self.number, self.end_ms),
+            WindowKind::Accumulating if mark == self.number => (mark, self.end_ms),
+            WindowKind::Accumulating => (mark, self.next_end_ms),
+            WindowKind::Floating => (mark, mark.saturating_add(self.length_ms())),
+        }
+    }
 }
 
-fn number(now_ms: u64, period_ms: u64, offset_ms: u64) -> u64 {
-    now_ms.saturating_sub(offset_ms % period_ms) / period_ms
+impl WindowKind {
+    /// The letter of the kind in calls of the scripts.
+    pub fn letter(self) -> &'static str {
+        match self {
+            WindowKind::Plain | WindowKind::Leased => "p",
+            WindowKind::Accumulating => "g",
+            WindowKind::Floating => "f",
+        }
+    }
+
+    /// Appends the last part of a counter's key.
+    pub fn push_key_end(self, number: u64, key: &mut String) {
+        match self {
+            WindowKind::Plain | WindowKind::Leased => {
+                key.push(':');
+                key.push_str(&number.to_string());
+            }
+            WindowKind::Accumulating => key.push_str(":account"),
+            WindowKind::Floating => key.push_str(":first-request"),
+        }
+    }
 }
 
 /// The parts of counter names that distinguish the windows of a rule.
@@ -140,50 +202,82 @@ mod tests {
         Limit::parse(text).unwrap()
     }
 
+    fn plain(windows: &Windows, now_ms: u64, offset: u64) -> StoreWindow {
+        StoreWindow::at(WindowKind::Plain, windows, now_ms, offset)
+    }
+
+    #[test]
+    fn a_plain_counter_has_a_key_for_each_window() {
+        let first = plain(&limit("5/minute").windows, 3 * MINUTE_MS, 0);
+        let next = first.keyed_at(4 * MINUTE_MS);
+        assert_eq!(
+            (first.keyed_at(4 * MINUTE_MS - 1), next),
+            (first, plain(&limit("5/minute").windows, 4 * MINUTE_MS, 0))
+        );
+        assert_eq!((next.reported(0), first.is_known_at(5 * MINUTE_MS - 1)), ((4, 5 * MINUTE_MS), true));
+        assert!(!first.is_known_at(5 * MINUTE_MS));
+        let account = StoreWindow { kind: WindowKind::Accumulating, ..first };
+        assert_eq!(account.keyed_at(4 * MINUTE_MS), account);
+        assert_eq!([account.reported(3), account.reported(4)], [(3, 4 * MINUTE_MS), (4, 5 * MINUTE_MS)]);
+    }
+
+    #[test]
+    fn a_window_that_has_not_begun_is_detected() {
+        // A month of 28 days before one of 31; the second is open.
+        let (kind, end_ms, next_end_ms) = (WindowKind::Plain, 100 * DAY_MS, 131 * DAY_MS);
+        let window = StoreWindow { kind, number: 1, end_ms, next_end_ms };
+        let ahead = [70, 73].map(|day| window.begins_after(day * DAY_MS));
+        assert_eq!((ahead, window.begins_after(40 * DAY_MS)), ([false, false], true));
+        assert!(!StoreWindow::floating(60).begins_after(0));
+    }
+
     #[test]
     fn the_number_of_a_window_follows_from_time_and_period() {
         let minutes = limit("5/60s").windows;
         let now_ms = 1_700_000_100_000;
         let end_ms = 1_700_000_160_000 - 1_700_000_160_000 % MINUTE_MS;
-        let expected = NumberedWindow { number: 28_333_335, end_ms, next_end_ms: end_ms + MINUTE_MS };
-        assert_eq!(numbered_window(&minutes, now_ms, 7), Some(expected));
+        let expected =
+            StoreWindow { kind: WindowKind::Plain, number: 28_333_335, end_ms, next_end_ms: end_ms + MINUTE_MS };
+        assert_eq!(plain(&minutes, now_ms, 7), expected);
         assert_eq!(counter_name("transom", "api|alice", 0, ""), "transom:{api|alice}");
 
         let late = Windows::Even { period_ms: MINUTE_MS, offset_ms: 30_000 };
         assert_eq!(
-            numbered_window(&late, 30_000, 0).unwrap(),
-            NumberedWindow { number: 0, end_ms: 90_000, next_end_ms: 150_000 }
+            plain(&late, 30_000, 0),
+            StoreWindow { kind: WindowKind::Plain, number: 0, end_ms: 90_000, next_end_ms: 150_000 }
         );
-        assert_eq!(numbered_window(&late, 89_999, 0).unwrap().number, 0);
-        assert_eq!(numbered_window(&late, 90_000, 0).unwrap().number, 1);
+        assert_eq!(plain(&late, 89_999, 0).number, 0);
+        assert_eq!(plain(&late, 90_000, 0).number, 1);
         assert_eq!(
-            numbered_window(&late, 29_999, 0).unwrap(),
-            NumberedWindow { number: 0, end_ms: 30_000, next_end_ms: 90_000 }
+            plain(&late, 29_999, 0),
+            StoreWindow { kind: WindowKind::Plain, number: 0, end_ms: 30_000, next_end_ms: 90_000 }
         );
         let further = Windows::Even { period_ms: MINUTE_MS, offset_ms: 30_000 + 5 * MINUTE_MS };
-        assert_eq!(numbered_window(&further, 90_000, 0), numbered_window(&late, 90_000, 0));
+        assert_eq!(plain(&further, 90_000, 0), plain(&late, 90_000, 0));
 
         let random = Windows::Random { period_ms: MINUTE_MS };
-        assert_eq!(numbered_window(&random, 90_000, 1 << 63), numbered_window(&late, 90_000, 0));
-        assert_eq!(numbered_window(&Windows::FirstRequest { period_ms: MINUTE_MS }, 90_000, 0), None);
+        assert_eq!(plain(&random, 90_000, 1 << 63), plain(&late, 90_000, 0));
+        let floating =
+            StoreWindow::at(WindowKind::Floating, &Windows::FirstRequest { period_ms: MINUTE_MS }, 90_000, 0);
+        assert_eq!((floating, floating.length_ms()), (StoreWindow::floating(MINUTE_MS), MINUTE_MS));
     }
 
     #[test]
     fn months_are_counted_from_1970() {
         let months = limit("5/month").windows;
         assert_eq!(
-            numbered_window(&months, 0, 0).unwrap(),
-            NumberedWindow { number: 0, end_ms: 31 * DAY_MS, next_end_ms: 59 * DAY_MS }
+            plain(&months, 0, 0),
+            StoreWindow { kind: WindowKind::Plain, number: 0, end_ms: 31 * DAY_MS, next_end_ms: 59 * DAY_MS }
         );
-        assert_eq!(numbered_window(&months, 31 * DAY_MS, 0).unwrap().number, 1);
+        assert_eq!(plain(&months, 31 * DAY_MS, 0).number, 1);
         // 2023-11-14.
-        assert_eq!(numbered_window(&months, 1_700_000_000_000, 0).unwrap().number, (2023 - 1970) * 12 + 10);
+        assert_eq!(plain(&months, 1_700_000_000_000, 0).number, (2023 - 1970) * 12 + 10);
     }
 
     #[test]
     fn the_last_window_has_no_next() {
         let days = limit("5/day").windows;
-        let last = numbered_window(&days, END_MAX_MS - 1, 0).unwrap();
+        let last = plain(&days, END_MAX_MS - 1, 0);
         assert_eq!((last.end_ms, last.next_end_ms), (END_MAX_MS, END_MAX_MS));
     }
 

@@ -12,12 +12,13 @@ use std::sync::Arc;
 
 use crate::atomics::{AtomicU64, Ordering, fence};
 use crate::bucket::{FindResult, InsertResult, Key, OpenWindow, SlotArray, WATERMARKS};
-use crate::counter::{
-    AcquireRequest, Acquired, CounterWord, Usage, WindowKind, acquired, capped, extended_to_request, overflow_usage,
+use crate::counter::CounterWord;
+use crate::memory::{AtomicSlice, LINE_BYTES, Memory};
+use crate::window::Time;
+use crate::window_kind::{
+    AcquireRequest, Acquired, Usage, acquired, capped, extended_to_request, may_have_counted, overflow_usage,
     queue_position, queue_positions, refunded_with_rest, reset, usage,
 };
-use crate::memory::{AtomicSlice, LINE_BYTES, Memory};
-use crate::window::{END_MAX_MS, Time};
 
 /// Slots per bucket: two cache lines of four words.
 pub const BUCKET_SLOTS: usize = 8;
@@ -312,7 +313,7 @@ impl<const W: usize> Table<W> {
         if let FindResult::Counter(index, word) = self.counters.find(counter.key) {
             return (usage(word, request, time), Some(PeekedSlot { index, word }));
         }
-        if request.kind_in(time) == WindowKind::Leased {
+        if request.is_leased(time) {
             return (request.nothing_leased(), None);
         }
         if self.may_overflow(request, time)
@@ -369,7 +370,7 @@ impl<const W: usize> Table<W> {
         time: Time<'_, PLAIN>,
         hint: Option<PeekedSlot>,
     ) -> CounterResult {
-        if request.kind_in(time) == WindowKind::Leased {
+        if request.is_leased(time) {
             return self.acquire_leased(counter, request, time);
         }
         if let Some(PeekedSlot { index, word }) = hint
@@ -458,14 +459,8 @@ impl<const W: usize> Table<W> {
     ) -> bool {
         self.may_overflow(request, time)
             && match self.overflow.find(counter.overflow_key()) {
-                // A counter that has moved to a later window says nothing about the window before, whatever its count.
-                FindResult::Counter(_, word) => match request.kind_in(time) {
-                    WindowKind::Plain | WindowKind::Accumulating(_) => {
-                        word.end_ms() > request.end_ms || (word.end_ms() == request.end_ms && word.count() > 0)
-                    }
-                    WindowKind::Floating(_) | WindowKind::Leased => word.is_live(time.now_ms),
-                },
-                // Neither does a removed counter. Ordering: read after the slots, as in `SlotArray::confirm`.
+                FindResult::Counter(_, word) => may_have_counted(word, request, time),
+                // A removed counter says nothing either. Ordering: read after the slots, as in `SlotArray::confirm`.
                 FindResult::Claim(..) | FindResult::Nothing => request.closes_ms(time) <= self.overflow.horizon_ms(),
             }
     }
@@ -478,10 +473,8 @@ impl<const W: usize> Table<W> {
         window: OpenWindow,
         time: Time<'_, PLAIN>,
     ) -> Option<CounterResult> {
-        // Ordering: raised before the charge, so that threads which see the charge search for it. Debt may keep a
-        // counter open for long.
-        let end_ms = if request.kind == WindowKind::Plain { request.end_ms } else { END_MAX_MS };
-        self.overflow_end().fetch_max(end_ms, Ordering::AcqRel);
+        // Ordering: raised before the charge, so that threads which see the charge search for it.
+        self.overflow_end().fetch_max(request.last_end_ms(), Ordering::AcqRel);
         let key = counter.overflow_key();
         let outcome = loop {
             match self.overflow.insert(key, window, time.now_ms, || false) {

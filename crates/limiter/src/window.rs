@@ -1,4 +1,4 @@
-//! Windows: the interval that a time falls into, and the sequence of intervals that follow it.
+//! Windows: the interval that a time falls into, and the intervals that follow it.
 //!
 //! Pure arithmetic on Unix milliseconds. Windows are half open: the end of one window is the start of the next.
 
@@ -124,9 +124,7 @@ impl Windows {
     pub fn window_at(&self, now_ms: u64, offset: u64) -> Window {
         match self {
             Windows::Even { period_ms, offset_ms } => even(now_ms, *period_ms, *offset_ms),
-            Windows::Random { period_ms } => {
-                even(now_ms, *period_ms, ((u128::from(offset) * u128::from(*period_ms)) >> 64) as u64)
-            }
+            Windows::Random { period_ms } => even(now_ms, *period_ms, offset_of_key(offset, *period_ms)),
             Windows::FirstRequest { period_ms } => {
                 Window { start_ms: now_ms, end_ms: (now_ms + period_ms).min(END_MAX_MS) }
             }
@@ -165,12 +163,78 @@ impl Windows {
         self.period_ms().unwrap_or_else(|| self.length_ms(self.window_at(TYPICAL_TIME_MS, 0).end_ms))
     }
 
-    /// The sequence of these windows.
-    pub fn sequence(&self) -> WindowSequence {
+    /// Whether a request of the key opens the window.
+    pub fn are_opened_by_requests(&self) -> bool {
+        matches!(self, Windows::FirstRequest { .. })
+    }
+
+    /// Whether each key has windows of its own, by an offset.
+    pub fn have_offsets(&self) -> bool {
+        matches!(self, Windows::Random { .. })
+    }
+
+    /// The lengths of the shortest and of the longest window; `None` for a calendar without windows.
+    pub fn lengths_ms(&self) -> Option<(u64, u64)> {
+        let Windows::Calendar(calendar) = self else { return self.period_ms().map(|ms| (ms, ms)) };
+        // The first window starts before the list, so its length is unknown.
+        let lengths = || calendar.ends.windows(2).map(|two| two[1] - two[0]);
+        Some((lengths().min()?, lengths().max()?))
+    }
+
+    /// The number of the window that contains `now_ms`, equal on all gateways; `None` where requests open windows.
+    ///
+    /// The number is floor((time - start) / period), where the start is the first one in 1970. Days, weeks and months of
+    /// a calendar are counted from the one that contains the Unix time 0, so the number of a month is the number of
+    /// months since January 1970. Times before the first start in 1970 are in window 0 as well.
+    pub fn number_at(&self, now_ms: u64, offset: u64) -> Option<u64> {
+        let number = |period_ms: u64, offset_ms: u64| now_ms.saturating_sub(offset_ms % period_ms) / period_ms;
         match self {
-            Windows::Calendar(calendar) => WindowSequence::Listed(Arc::clone(&calendar.ends)),
+            Windows::FirstRequest { .. } => None,
+            Windows::Even { period_ms, offset_ms } => Some(number(*period_ms, *offset_ms)),
+            Windows::Random { period_ms } => Some(number(*period_ms, offset_of_key(offset, *period_ms))),
+            Windows::Calendar(calendar) => Some(calendar.ends.partition_point(|end_ms| *end_ms <= now_ms) as u64),
+        }
+    }
+
+    /// The number of windows between the end of one window and the end of a later one; 0 if the second is not later.
+    pub fn windows_between(&self, end_ms: u64, later_ms: u64) -> u64 {
+        match self {
             Windows::Even { period_ms, .. } | Windows::Random { period_ms } | Windows::FirstRequest { period_ms } => {
-                WindowSequence::Even { period_ms: *period_ms }
+                later_ms.saturating_sub(end_ms).div_ceil(*period_ms)
+            }
+            Windows::Calendar(Calendar { ends, .. }) => {
+                let position = |ms: u64| ends.partition_point(|end| *end < ms) as u64;
+                position(later_ms).saturating_sub(position(end_ms))
+            }
+        }
+    }
+
+    /// The end of the window that comes `windows` windows after the one that ends at `end_ms`; at most [`END_MAX_MS`].
+    pub fn end_after(&self, end_ms: u64, windows: u64) -> u64 {
+        match self {
+            Windows::Even { period_ms, .. } | Windows::Random { period_ms } | Windows::FirstRequest { period_ms } => {
+                end_ms.saturating_add(windows.saturating_mul(*period_ms)).min(END_MAX_MS)
+            }
+            Windows::Calendar(Calendar { ends, .. }) => {
+                let position = ends.partition_point(|end| *end < end_ms) as u64 + windows;
+                usize::try_from(position).ok().and_then(|i| ends.get(i)).map_or(END_MAX_MS, |end| *end)
+            }
+        }
+    }
+
+    /// The end of the window that is open at `now_ms`, given that one window ends at `end_ms`. If `now_ms` is before
+    /// `end_ms`, `end_ms` itself.
+    pub fn end_at(&self, end_ms: u64, now_ms: u64) -> u64 {
+        if now_ms < end_ms {
+            return end_ms;
+        }
+        match self {
+            Windows::Even { period_ms, .. } | Windows::Random { period_ms } | Windows::FirstRequest { period_ms } => {
+                end_ms + ((now_ms - end_ms) / period_ms + 1) * period_ms
+            }
+            Windows::Calendar(Calendar { ends, .. }) => {
+                let next = ends.partition_point(|end| *end <= now_ms);
+                ends.get(next).map_or(END_MAX_MS, |end| *end)
             }
         }
     }
@@ -187,6 +251,11 @@ impl fmt::Display for Windows {
             Windows::Calendar(calendar) => f.write_str(&calendar.name),
         }
     }
+}
+
+/// The offset of a key's windows in milliseconds.
+fn offset_of_key(offset: u64, period_ms: u64) -> u64 {
+    ((u128::from(offset) * u128::from(period_ms)) >> 64) as u64
 }
 
 fn even(now_ms: u64, period_ms: u64, offset_ms: u64) -> Window {
@@ -295,61 +364,7 @@ fn month_start_day(year: u64, month: u64) -> u64 {
     year / 400 * 146_097 + of_era - 719_468
 }
 
-/// The lengths of consecutive windows. Counters whose tokens roll over, or are taken from later windows, use it to find
-/// how many windows are between two times. Plain counters do not need it.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub enum WindowSequence {
-    /// All windows have the same length, at least 1 ms.
-    Even {
-        /// The length of a window, milliseconds.
-        period_ms: u64,
-    },
-    /// The windows end at these times, Unix milliseconds, ascending: calendar windows.
-    Listed(Arc<[u64]>),
-}
-
-impl WindowSequence {
-    /// The number of windows between the end of one window and the end of a later one; 0 if the second is not later.
-    pub fn windows_between(&self, end_ms: u64, later_ms: u64) -> u64 {
-        match self {
-            WindowSequence::Even { period_ms } => later_ms.saturating_sub(end_ms).div_ceil(*period_ms),
-            WindowSequence::Listed(ends) => {
-                let position = |ms: u64| ends.partition_point(|end| *end < ms) as u64;
-                position(later_ms).saturating_sub(position(end_ms))
-            }
-        }
-    }
-
-    /// The end of the window that comes `windows` windows after the one that ends at `end_ms`; at most [`END_MAX_MS`].
-    pub fn end_after(&self, end_ms: u64, windows: u64) -> u64 {
-        match self {
-            WindowSequence::Even { period_ms } => {
-                end_ms.saturating_add(windows.saturating_mul(*period_ms)).min(END_MAX_MS)
-            }
-            WindowSequence::Listed(ends) => {
-                let position = ends.partition_point(|end| *end < end_ms) as u64 + windows;
-                usize::try_from(position).ok().and_then(|i| ends.get(i)).map_or(END_MAX_MS, |end| *end)
-            }
-        }
-    }
-
-    /// The end of the window that is open at `now_ms`, given that one window ends at `end_ms`. If `now_ms` is before
-    /// `end_ms`, `end_ms` itself.
-    pub fn end_at(&self, end_ms: u64, now_ms: u64) -> u64 {
-        if now_ms < end_ms {
-            return end_ms;
-        }
-        match self {
-            WindowSequence::Even { period_ms } => end_ms + ((now_ms - end_ms) / period_ms + 1) * period_ms,
-            WindowSequence::Listed(ends) => {
-                let next = ends.partition_point(|end| *end <= now_ms);
-                ends.get(next).map_or(END_MAX_MS, |end| *end)
-            }
-        }
-    }
-}
-
-/// The time of a decision, and the window sequences to which [`crate::counter::WindowKind`] refers.
+/// The time of a decision, and the windows to which [`crate::window_kind::AcquireRequest::windows`] refers.
 ///
 /// `PLAIN`: all counters of the decision are plain, whatever their kind says. The compiler knows it, so the most common
 /// decision does not branch on the kind.
@@ -357,21 +372,21 @@ impl WindowSequence {
 pub struct Time<'a, const PLAIN: bool = false> {
     /// Unix milliseconds.
     pub now_ms: u64,
-    /// The window sequences of the rule set.
-    pub sequences: &'a [WindowSequence],
+    /// The windows of the rule set.
+    pub windows: &'a [Windows],
 }
 
 impl Time<'static> {
-    /// For plain windows, which need no sequence.
+    /// For plain windows, which do not depend on each other.
     pub fn plain(now_ms: u64) -> Time<'static> {
-        Time { now_ms, sequences: &[] }
+        Time { now_ms, windows: &[] }
     }
 }
 
 impl Time<'static, true> {
     /// For a decision on plain counters only.
     pub fn all_plain(now_ms: u64) -> Time<'static, true> {
-        Time { now_ms, sequences: &[] }
+        Time { now_ms, windows: &[] }
     }
 }
 
@@ -443,28 +458,24 @@ mod tests {
 
     #[test]
     fn even_windows_are_counted_and_found() {
-        let sequence = WindowSequence::Even { period_ms: 100 };
+        let windows = Windows::Even { period_ms: 100, offset_ms: 0 };
         assert_eq!(
-            (
-                sequence.windows_between(100, 100),
-                sequence.windows_between(100, 300),
-                sequence.windows_between(300, 100)
-            ),
+            (windows.windows_between(100, 100), windows.windows_between(100, 300), windows.windows_between(300, 100)),
             (0, 2, 0)
         );
-        assert_eq!((sequence.end_after(100, 0), sequence.end_after(100, 3)), (100, 400));
-        assert_eq!(sequence.end_after(100, u64::MAX), END_MAX_MS);
+        assert_eq!((windows.end_after(100, 0), windows.end_after(100, 3)), (100, 400));
+        assert_eq!(windows.end_after(100, u64::MAX), END_MAX_MS);
     }
 
     #[test]
     fn listed_windows_are_counted_and_found() {
-        let sequence = WindowSequence::Listed([31, 59, 90, 120].into());
+        let windows = Windows::Calendar(Calendar { name: String::new(), ends: [31, 59, 90, 120].into() });
         assert_eq!(
-            (sequence.windows_between(31, 90), sequence.windows_between(59, 59), sequence.windows_between(90, 31)),
+            (windows.windows_between(31, 90), windows.windows_between(59, 59), windows.windows_between(90, 31)),
             (2, 0, 0)
         );
         assert_eq!(
-            (sequence.end_after(31, 2), sequence.end_after(59, 0), sequence.end_after(59, 9)),
+            (windows.end_after(31, 2), windows.end_after(59, 0), windows.end_after(59, 9)),
             (90, 59, END_MAX_MS)
         );
     }

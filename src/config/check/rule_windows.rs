@@ -92,11 +92,10 @@ pub fn report_unreachable_layers(item: &Item, layers: &[Limit], report: &mut Rep
     let items = if layers.len() < 2 { None } else { item.list(EXAMPLE, report) };
     let Some(items) = items.filter(|items| items.len() == layers.len()) else { return };
     for (item, limit) in items.iter().zip(layers) {
-        let is_longer =
-            |other: &&Limit| match (burst_bound::lengths_ms(&limit.windows), burst_bound::lengths_ms(&other.windows)) {
-                (Some((_, longest_ms)), Some((shortest_ms, _))) => longest_ms < shortest_ms,
-                _ => false,
-            };
+        let is_longer = |other: &&Limit| match (limit.windows.lengths_ms(), other.windows.lengths_ms()) {
+            (Some((_, longest_ms)), Some((shortest_ms, _))) => longest_ms < shortest_ms,
+            _ => false,
+        };
         let is_smaller =
             |other: &&Limit| burst_bound::max_in_window(other, limit).is_some_and(|max| max < u64::from(limit.tokens));
         if let Some(other) = layers.iter().filter(is_longer).find(is_smaller) {
@@ -235,7 +234,7 @@ pub fn read_window_table(item: &Item, report: &mut Report) -> Option<Limit> {
             return None;
         }
     };
-    let is_first_request = matches!(limit.windows, Windows::FirstRequest { .. });
+    let is_first_request = limit.windows.are_opened_by_requests();
     extras.read(&mut limit, is_first_request, report);
     Some(limit)
 }

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use transom_limiter::bucket::{InsertResult, Key, OpenWindow, SlotArray, WATERMARKS};
-use transom_limiter::counter::{AcquireRequest, CounterWord, acquired, usage};
+use transom_limiter::counter::CounterWord;
 use transom_limiter::memory::Memory;
 use transom_limiter::window::Time;
+use transom_limiter::window_kind::{AcquireRequest, acquired, usage};
 
 use crate::support::{explore, race};
 

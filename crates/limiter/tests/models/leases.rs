@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
-use transom_limiter::counter::AcquireRequest;
 use transom_limiter::leased_tokens::DepositResult;
 use transom_limiter::table::{Counter, Receipt, Table};
+use transom_limiter::window_kind::AcquireRequest;
 
 use crate::support::{Outcome, acquire, acquire_one, acquired_in, counter, explore, race, time, used};
 

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
-use transom_limiter::counter::AcquireRequest;
 use transom_limiter::sharded_counter::Sharding;
 use transom_limiter::table::Table;
+use transom_limiter::window_kind::AcquireRequest;
 
 use crate::support::{counter, explore, race, time};
 

@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex};
 use loom::thread;
 use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
 use transom_limiter::bucket::Key;
-use transom_limiter::counter::{AcquireRequest, WindowKind};
 use transom_limiter::table::{Counter, CounterResult, Receipt, Table};
-use transom_limiter::window::{Time, WindowSequence};
+use transom_limiter::window::{Time, Windows};
+use transom_limiter::window_kind::{AcquireRequest, WindowKind};
 
 /// Runs `model` in every interleaving with at most this many preemptions, and returns all outcomes. The environment
 /// variable `TRANSOM_MODEL_EXTRA` adds preemptions.
@@ -83,17 +83,17 @@ pub fn acquire_one_with_receipt<const W: usize>(
 }
 
 /// Windows of 100 ms that depend on each other.
-static SEQUENCES: [WindowSequence; 1] = [WindowSequence::Even { period_ms: 100 }];
+static WINDOWS: [Windows; 1] = [Windows::Even { period_ms: 100, offset_ms: 0 }];
 
 /// The time of a decision on windows of 100 ms.
 pub fn time(now_ms: u64) -> Time<'static> {
-    Time { now_ms, sequences: &SEQUENCES }
+    Time { now_ms, windows: &WINDOWS }
 }
 
 /// A request for one token in the current window of a 100 ms grid, with this limit per window and this capacity.
 pub fn rolling(now_ms: u64, limit: u32, capacity: u64) -> AcquireRequest {
     let end_ms = (now_ms / 100 + 1) * 100;
-    AcquireRequest { end_ms, ceiling: capacity, floor: 0, limit, cost: 1, kind: WindowKind::Accumulating(0) }
+    AcquireRequest { end_ms, ceiling: capacity, floor: 0, limit, cost: 1, kind: WindowKind::Accumulating, windows: 0 }
 }
 
 /// A request for one token of the window that comes `windows` after the current one.
@@ -104,8 +104,8 @@ pub fn reservation(now_ms: u64, limit: u32, windows: u64) -> AcquireRequest {
 
 /// A request for one token in a window of 100 ms that the first request opens.
 pub fn floating(now_ms: u64, limit: u32) -> AcquireRequest {
-    let kind = WindowKind::Floating(0);
-    AcquireRequest { end_ms: now_ms + 100, ceiling: u64::from(limit), floor: 0, limit, cost: 1, kind }
+    let (end_ms, ceiling) = (now_ms + 100, u64::from(limit));
+    AcquireRequest { end_ms, ceiling, floor: 0, limit, cost: 1, kind: WindowKind::Floating, windows: 0 }
 }
 
 /// Charges a request, and returns the receipt for a refund.

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use transom_limiter::counter::AcquireRequest;
 use transom_limiter::table::{Counter, Table};
 use transom_limiter::window::Time;
+use transom_limiter::window_kind::AcquireRequest;
 
 use crate::support::{
     Outcome, acquire_one, acquire_one_with_receipt, acquired_in, counter, counter_at, explore, race, refund_one, used,

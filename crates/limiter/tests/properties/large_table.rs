@@ -4,9 +4,10 @@ use std::collections::HashMap;
 
 use proptest::prelude::*;
 use transom_limiter::acquire::AcquireResult;
-use transom_limiter::counter::{AcquireRequest, Acquired, CounterWord, acquired, refunded, usage};
+use transom_limiter::counter::CounterWord;
 use transom_limiter::table::Table;
 use transom_limiter::window::Time;
+use transom_limiter::window_kind::{AcquireRequest, Acquired, acquired, refunded, usage};
 
 use crate::oracle::{LayerRequest, Oracle, WindowUsage};
 use crate::support::{Clocks, Outcome, acquire_request, actions, costs, counter, decide, layer_requests, limits};

@@ -4,10 +4,11 @@ use std::collections::HashMap;
 
 use proptest::prelude::*;
 use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
-use transom_limiter::counter::{AcquireRequest, Acquired, CounterWord, Usage, refunded};
+use transom_limiter::counter::CounterWord;
 use transom_limiter::leased_tokens::DepositResult;
 use transom_limiter::table::{Counter, CounterResult, Receipt, Table};
 use transom_limiter::window::Time;
+use transom_limiter::window_kind::{AcquireRequest, Acquired, Usage, refunded};
 
 use crate::support::{START_MS, counter, mix};
 

@@ -4,9 +4,9 @@ use std::collections::{HashMap, HashSet};
 
 use proptest::prelude::*;
 use transom_limiter::acquire::AcquireResult;
-use transom_limiter::counter::AcquireRequest;
 use transom_limiter::table::{CounterResult, Table};
 use transom_limiter::window::Time;
+use transom_limiter::window_kind::AcquireRequest;
 
 use crate::oracle::{LayerRequest, Oracle};
 use crate::support::{

@@ -3,9 +3,9 @@
 use proptest::prelude::*;
 use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
 use transom_limiter::bucket::Key;
-use transom_limiter::counter::AcquireRequest;
 use transom_limiter::table::{Counter, Table};
 use transom_limiter::window::Time;
+use transom_limiter::window_kind::AcquireRequest;
 
 use crate::oracle::LayerRequest;
 

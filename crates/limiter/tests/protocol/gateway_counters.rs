@@ -4,7 +4,6 @@
 //! afterwards, in windows later than all windows used before. This file does not know the store.
 
 use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
-use transom_limiter::counter::AcquireRequest;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
@@ -16,6 +15,7 @@ use transom_limiter::rule_set::{ChargePlan, KeyedRequest, LayerRef, RuleSet};
 use transom_limiter::shared_counting::LocalDecision;
 use transom_limiter::table::{Counter, Table};
 use transom_limiter::window::{Time, Windows};
+use transom_limiter::window_kind::AcquireRequest;
 
 use crate::state::{COUNTERS, Each, Gateway, NARROW, WIDE, Window};
 

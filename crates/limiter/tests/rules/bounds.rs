@@ -10,7 +10,7 @@ use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, Rule};
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::table::Table;
-use transom_limiter::window::{WindowSequence, Windows};
+use transom_limiter::window::Windows;
 
 use crate::oracle::{Expected, LayerRequest, Oracle};
 use crate::support::{Action, Event, Gateway, START_MS, events, limit, plain, rule, rules};
@@ -36,14 +36,14 @@ impl PassedTokens {
 
     fn check(&self) -> Result<(), TestCaseError> {
         for (layer_request, account) in self.accounts.values() {
-            let (sequence, limit) = (layer_request.limit.windows.sequence(), i64::from(layer_request.limit.tokens));
+            let (all, limit) = (&layer_request.limit.windows, i64::from(layer_request.limit.tokens));
             for first_ms in account.keys() {
                 let mut sum = 0;
                 for (last_ms, tokens) in account.range(first_ms..) {
                     sum += tokens;
-                    let windows = match &sequence {
-                        WindowSequence::Even { period_ms } => (last_ms - first_ms) / period_ms,
-                        WindowSequence::Listed(_) => sequence.windows_between(*first_ms, *last_ms),
+                    let windows = match all.period_ms() {
+                        Some(period_ms) => (last_ms - first_ms) / period_ms,
+                        None => all.windows_between(*first_ms, *last_ms),
                     };
                     let most = i64::from(layer_request.limit.capacity) + windows as i64 * limit;
                     prop_assert!(
@@ -98,7 +98,7 @@ fn never_over<const W: usize>(table: Table<W>, rules: &[Rule], events: &[Event])
                 let mut passes = Vec::new();
                 for (layer_ref, layer_request) in gateway.layer_requests(event.client, costs, None) {
                     let charge = gateway.context.charge_of(layer_ref).expect("the layer was charged");
-                    let sequence = layer_request.limit.windows.sequence();
+                    let all = &layer_request.limit.windows;
                     let (own_ms, end_ms) = (charge.request.end_ms, charge.usage.end_ms);
                     let end_ms = match &layer_request.limit.windows {
                         // Keys with different windows that share a counter share its windows as well. A late thread may
@@ -108,8 +108,7 @@ fn never_over<const W: usize>(table: Table<W>, rules: &[Rule], events: &[Event])
                         _ => end_ms,
                     };
                     // A delayed request counts in the window that it waits for; otherwise `floor` is 0.
-                    let passes_in =
-                        sequence.end_after(end_ms, charge.request.floor / u64::from(layer_request.limit.tokens));
+                    let passes_in = all.end_after(end_ms, charge.request.floor / u64::from(layer_request.limit.tokens));
                     passed.add(&layer_request, passes_in, layer_request.cost.into());
                     passes.push((layer_request, passes_in));
                 }

@@ -4,10 +4,10 @@ use std::collections::{HashMap, HashSet};
 
 use proptest::prelude::*;
 use transom_limiter::acquire::Charge;
-use transom_limiter::counter::AcquireRequest;
 use transom_limiter::rule::{Cost, Rule};
 use transom_limiter::rule_set::LayerRef;
 use transom_limiter::sharded_counter::ShardReceipt;
+use transom_limiter::window_kind::AcquireRequest;
 
 use crate::oracle::{Account, Expected, LayerRequest, Oracle};
 use crate::support::{Action, Event, Gateway, START_MS, events, outcome, rules};

@@ -4,7 +4,6 @@
 use std::cell::{Cell, RefCell};
 
 use proptest::prelude::*;
-use transom_limiter::counter::Usage;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
@@ -13,6 +12,7 @@ use transom_limiter::rule::{Rule, Sharing};
 use transom_limiter::rule_set::LayerRef;
 use transom_limiter::shared_counting::LocalDecision;
 use transom_limiter::window::Windows;
+use transom_limiter::window_kind::Usage;
 
 use crate::config;
 use crate::oracle::Expected::{self, Admitted, DelayedUntil, Refused};

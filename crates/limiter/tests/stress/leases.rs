@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
-use transom_limiter::counter::AcquireRequest;
 use transom_limiter::leased_tokens::DepositResult;
 use transom_limiter::table::Table;
 use transom_limiter::window::Time;
+use transom_limiter::window_kind::AcquireRequest;
 
 use super::{THREADS, counter, end_ms, mix};
 

@@ -14,9 +14,9 @@ use std::thread;
 
 use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
 use transom_limiter::bucket::Key;
-use transom_limiter::counter::AcquireRequest;
 use transom_limiter::table::{Counter, Table};
 use transom_limiter::window::Time;
+use transom_limiter::window_kind::AcquireRequest;
 
 const THREADS: u64 = 8;
 /// Two layers of three rules each: the length of a window, and its tokens.

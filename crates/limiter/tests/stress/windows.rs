@@ -98,7 +98,7 @@ fn send_requests<const W: usize>(load: &Load<W>, thread: u64) -> AdmittedTokens 
                 continue;
             }
             let end_ms = counted_in(&receipt, &layer);
-            let passes_in = until_ms.map_or(end_ms, |until_ms| layer.windows.sequence().end_at(end_ms, until_ms));
+            let passes_in = until_ms.map_or(end_ms, |until_ms| layer.windows.end_at(end_ms, until_ms));
             *windows.entry(passes_in).or_default() += i64::from(receipt.request.cost);
         }
     }
