@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use super::settings::{Boolean, DAY_MS, GIB, Integer, KIB, MIB, Optional, Size, SizeOrUnlimited, Time, TimeOrOff};
+use super::settings::{
+    Boolean, Custom, DAY_MS, GIB, Integer, KIB, Kind, MIB, Optional, Shape, Size, SizeOrUnlimited, Time,
+};
 
 const SECOND: Duration = Duration::from_secs(1);
 const MINUTE: Duration = Duration::from_secs(60);
@@ -117,7 +119,14 @@ settings! {
         /// PING, and closes the connection when the client has answered the PING, or after five seconds.
         idle: Duration = Time(MINUTE, 1..=DAY_MS);
         /// Interval of PING to a silent client, which has 20 seconds to answer. `"0s"`: never.
-        ping: Option<Duration> = TimeOrOff(30 * SECOND);
+        ping: Option<Duration> = Custom {
+            default: Some(30 * SECOND),
+            default_text: Some("\"30s\""),
+            shape: Shape::Duration(0..=DAY_MS),
+            read: |item, report| {
+                Time(30 * SECOND, 0..=DAY_MS).read(item, report).map(|time| (!time.is_zero()).then_some(time))
+            },
+        };
         /// Requests that a client may cancel in a second.
         max_resets: u32 = Integer(200, 1..=1_000_000);
         /// Frames in a second that are neither request nor body: PING, SETTINGS, PRIORITY, WINDOW_UPDATE, empty DATA, unknown

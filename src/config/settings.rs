@@ -293,29 +293,6 @@ fn format_ms(ms: u64) -> String {
     }
 }
 
-/// A duration, or `"0s"` for none.
-pub struct TimeOrOff(pub Duration);
-
-impl Kind for TimeOrOff {
-    type Value = Option<Duration>;
-
-    fn read(&self, item: &Item, report: &mut Report) -> Option<Option<Duration>> {
-        Time(self.0, 0..=DAY_MS).read(item, report).map(|time| (!time.is_zero()).then_some(time))
-    }
-
-    fn default(&self) -> Option<Duration> {
-        Some(self.0)
-    }
-
-    fn default_text(&self) -> Option<String> {
-        Time(self.0, 0..=DAY_MS).default_text()
-    }
-
-    fn shape(&self) -> Shape {
-        Shape::Duration(0..=DAY_MS)
-    }
-}
-
 /// A duration up to a day whose default is zero. The field is the example in messages.
 pub struct TimeOrZero(pub Duration);
 
