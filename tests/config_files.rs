@@ -307,6 +307,17 @@ fn shared_counters_are_read_as_written() {
 }
 
 #[test]
+fn a_reload_applies_mode_and_on_outage_of_shared_counters_only() {
+    let counters = |settings: &str| {
+        let upstream = "[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/\"\nupstream = \"u\"\n";
+        read(&format!("[counters.shared]\nredis = \"redis://a\"\n{settings}\n{upstream}")).unwrap().counters
+    };
+    let before = counters("");
+    assert!(before.equals_except_sharing(&counters("mode = \"exact\"\non_outage = \"refuse\"")));
+    assert!(!before.equals_except_sharing(&counters("prefix = \"other\"")));
+}
+
+#[test]
 fn a_password_is_read_from_the_environment() {
     let text = "[counters.shared]\nredis = \"redis://a\"\npassword_env = \"PASSWORD\"\n\
                 [upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/\"\nupstream = \"u\"\n";

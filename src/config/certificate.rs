@@ -246,6 +246,16 @@ mod tests {
     }
 
     #[test]
+    fn the_first_and_the_last_date_are_read() {
+        let mut params = CertificateParams::new(["a.Example.com".to_owned()]).unwrap();
+        params.not_before = date_time_ymd(1970, 1, 1);
+        params.not_after = date_time_ymd(9999, 12, 31);
+        let pem = params.self_signed(&KeyPair::generate().unwrap()).unwrap().pem();
+        let (_, names, validity) = parse_chain(pem.as_bytes()).unwrap();
+        assert_eq!((names, validity), (vec!["a.example.com".to_owned()], (0, 253_402_214_400)));
+    }
+
+    #[test]
     fn every_list_of_a_file_is_read() {
         let lists = RevocationList::parse("lists.pem", (pem() + &pem()).as_bytes()).unwrap();
         assert_eq!(lists.iter().map(|list| list.next_update_s).collect::<Vec<_>>(), [1_769_904_000; 2]);
