@@ -13,10 +13,9 @@ use proptest::prelude::*;
 use transom::config::diagnostics::{Problem, render};
 use transom::config::path::{EncodedSlash, ForwardPath, PathParameters, PathReading, Segment, TrailingSlash};
 use transom::config::redis::{Node, Nodes};
+use transom::config::rule::{RateLimitStyle, RefusalResponse};
 use transom::config::upstream::{HostField, Scheme, Target, UpstreamProtocol};
-use transom::config::{
-    AccessLog, Config, RateLimitStyle, RefusalResponse, read, read_with_files, read_with_files_and_variables,
-};
+use transom::config::{AccessLog, Config, read, read_with_files, read_with_files_and_variables};
 use transom_limiter::key::{KeyPart, OnMissing};
 use transom_limiter::rule::{Cost, KeyValue, OnLimit, OnOutage, Sharing};
 use transom_limiter::secret_digest::Digest;

@@ -6,28 +6,22 @@
 
 use toml::de::DeTable;
 
+use super::calendar;
+use super::clients::{DefinedPlans, read_clients};
 use super::counters::Counters;
 use super::diagnostics::{Problem, Report};
+use super::jwt::{read_jwt, report_missing_or_unused_jwt};
 use super::limits::{Http2, Limits, Timeouts};
 use super::listen::{Admin, Listen};
 use super::path::PathReading;
 use super::redis::{StoreConfig, TABLE_FIX};
 use super::route::{RouteContext, read_routes};
+use super::rule::{RuleResponses, read_rules};
 use super::settings::Section;
 use super::toml_reader::{Table, toml_errors};
 use super::upstream::read_upstreams;
 use super::{AccessLogSettings, Config, General};
-use clients::DefinedPlans;
 use transom_limiter::rule::Rule;
-
-mod calendar_windows;
-mod clients;
-mod jwt;
-pub mod key;
-mod overrides;
-pub mod rule_windows;
-pub mod rules;
-pub mod values;
 
 /// Reads the configuration that a report is on, or returns all problems in it.
 pub fn read_config(mut report: Report) -> Result<Config, Vec<Problem>> {
@@ -36,7 +30,7 @@ pub fn read_config(mut report: Report) -> Result<Config, Vec<Problem>> {
     let mut config = read_top_level(Table::new(document.get_ref(), 0..0, "the file"), &mut report);
     match report.into_problems() {
         problems if problems.is_empty() => {
-            calendar_windows::fill_calendars(&mut config.rules);
+            calendar::fill_calendars(&mut config.rules);
             Ok(config)
         }
         problems => Err(problems),
@@ -68,11 +62,11 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
 
     let placeholder = misspelled.contains(&"counters").then(|| StoreConfig::placeholder().default_sharing());
     let sharing = counters.default_sharing().or(placeholder);
-    jwt::report_missing_or_unused_jwt(jwt.as_ref(), rules.as_ref(), clients.as_ref(), &misspelled, report);
-    let jwt = jwt::read_jwt(jwt, report);
+    report_missing_or_unused_jwt(jwt.as_ref(), rules.as_ref(), clients.as_ref(), &misspelled, report);
+    let jwt = read_jwt(jwt, report);
     let mut upstreams = read_upstreams(upstreams, report);
     upstreams.complete &= !misspelled.contains(&"upstreams");
-    let mut rules = rules::read_rules(rules, general.headers, certs, sharing, report);
+    let mut rules = read_rules(rules, general.headers, certs, sharing, report);
     rules.complete &= !misspelled.contains(&"rules");
     // A trusted proxy sends the scheme of the original request. Invalid addresses may belong to either scheme.
     let any_scheme = !listen.trusted_proxies.is_empty() || !listen_is_valid || misspelled.contains(&"listen");
@@ -87,10 +81,9 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
     let routes = read_routes(routes, &context, report);
 
     let plans = rules.entries.iter().flat_map(|rule| &rule.value.0.plans).map(|plan| plan.name.as_str()).collect();
-    let clients =
-        clients::read_clients(clients, &DefinedPlans { names: plans, complete: rules.complete }, certs, report);
+    let clients = read_clients(clients, &DefinedPlans { names: plans, complete: rules.complete }, certs, report);
 
-    let (rules, responses): (Vec<Rule>, Vec<rules::RuleResponses>) = rules.into_values().into_iter().unzip();
+    let (rules, responses): (Vec<Rule>, Vec<RuleResponses>) = rules.into_values().into_iter().unzip();
     let (rate_limit_styles, refusal_responses) =
         responses.into_iter().map(|responses| (responses.rate_limit_style, responses.refusal)).unzip();
     Config {

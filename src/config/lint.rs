@@ -7,11 +7,11 @@ use std::fmt;
 
 use super::Config;
 use super::certificate::RevocationList;
-use super::check::rule_windows::layers_are_comparable;
 use super::diagnostics::{quoted, quoted_list};
 use super::path::{PathParameters, Segment, TrailingSlash};
 use super::redis::is_secret_part;
 use super::route::Route;
+use super::window::layers_are_comparable;
 use transom_limiter::burst_bound;
 use transom_limiter::key::{KeyPart, OnMissing};
 use transom_limiter::limit::Limit;

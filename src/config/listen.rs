@@ -8,11 +8,11 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use rustls_pki_types::CertificateDer;
 
 use super::certificate::{self, Certificate, CertificateFiles, RevocationList};
-use super::check::values::read_network;
 use super::diagnostics::{Parsed, Report, quoted};
 use super::host::read_hosts;
 use super::settings::{Choice, Custom, Integer, Kind, Optional, Required, Section, Shape, Tables, Word, Words};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
+use super::values::read_network;
 use transom_limiter::ip_prefix::Network;
 
 const ADDRESS: &str = "`\"ADDRESS:PORT\"`";

@@ -8,40 +8,46 @@
 use std::path::PathBuf;
 
 use crate::jwt::token::TokenVerifier;
-use transom_limiter::ip_prefix::Network;
-use transom_limiter::key::KeyPart;
 use transom_limiter::rule::Rule;
-use transom_limiter::secret_digest::Digest;
 
 #[macro_use]
 pub mod settings;
 
+pub mod calendar;
 pub mod certificate;
 pub mod check;
 pub mod client_tls;
+pub mod clients;
 pub mod counters;
 pub mod diagnostics;
 pub mod host;
+pub mod jwt;
+pub mod key;
 pub mod limits;
 pub mod lint;
 pub mod listen;
+pub mod overrides;
 pub mod path;
 pub mod redaction;
 pub mod redis;
 pub mod response_body;
 pub mod route;
 pub mod route_actions;
+pub mod rule;
 pub mod template;
 pub mod toml_reader;
 pub mod upstream;
+pub mod values;
+pub mod window;
 
+use clients::Clients;
 use counters::Counters;
 use diagnostics::{Problem, ReadFile, ReadVariable, Report};
 use limits::{Http2, Limits, Timeouts};
 use listen::{Admin, Listen};
 use path::{ForwardPath, PathReading};
-use response_body::Body;
 use route::Route;
+use rule::{RATE_LIMIT_STYLES, RateLimitStyle, RefusalResponse};
 use settings::{Choice, Integer, Optional, Required, Word};
 use toml_reader::SpannedStr;
 use upstream::Upstream;
@@ -101,14 +107,6 @@ fn read_pid_file(word: &SpannedStr, report: &mut Report) -> Option<PathBuf> {
     Some(PathBuf::from(word.text))
 }
 
-/// `headers` of the configuration and of rules.
-pub const RATE_LIMIT_STYLES: [(&str, RateLimitStyle); 4] = [
-    ("ietf", RateLimitStyle::Ietf),
-    ("legacy", RateLimitStyle::Legacy),
-    ("both", RateLimitStyle::Both),
-    ("off", RateLimitStyle::Off),
-];
-
 /// Where the access log is written.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum AccessLog {
@@ -135,51 +133,6 @@ fn read_access_log(word: &SpannedStr, report: &mut Report) -> Option<AccessLog> 
         "stdout" => Some(AccessLog::Stdout),
         path => Some(AccessLog::File(PathBuf::from(path))),
     }
-}
-
-/// `[clients]` and the clients file: named clients, their plans, and how requests are assigned to them.
-#[derive(Clone, PartialEq, Debug)]
-pub struct Clients {
-    /// As configured.
-    pub file: PathBuf,
-    /// The part of a request that holds the API key.
-    pub api_key: Option<KeyPart>,
-    /// The part of a request that names the subject on whose behalf it is made.
-    pub subject: Option<KeyPart>,
-    /// In the order of the file.
-    pub list: Vec<Client>,
-}
-
-/// One client: requests with one of its API keys or subjects, or from one of its networks.
-#[derive(Clone, PartialEq, Debug)]
-pub struct Client {
-    pub name: String,
-    pub plan: String,
-    pub api_keys: Vec<Digest>,
-    pub subjects: Vec<String>,
-    pub networks: Vec<Network>,
-}
-
-/// The rate-limit header fields of responses.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum RateLimitStyle {
-    /// `RateLimit` and `RateLimit-Policy` (draft-ietf-httpapi-ratelimit-headers-11).
-    Ietf,
-    /// `X-RateLimit-Limit`, `-Remaining` and `-Reset`.
-    Legacy,
-    Both,
-    Off,
-}
-
-/// The response to requests that a rule refuses, as far as the rule configures it.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct RefusalResponse {
-    /// From 400 to 599.
-    pub status: Option<u16>,
-    /// Replaces the problem document.
-    pub body: Option<Body>,
-    /// Upper bound in seconds of the random time that is added to Retry-After.
-    pub retry_jitter_s: u64,
 }
 
 /// Reads a configuration that names no other files, or returns all its problems.

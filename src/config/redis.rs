@@ -11,22 +11,22 @@ use std::time::Duration;
 use toml::de::DeValue;
 
 use super::certificate::PEM_FILE;
-use super::check::values::strip_line_end;
 use super::client_tls::{ClientTls, ClientTlsSettings, SystemRoots, check_pair};
 use super::diagnostics::{Parsed, Report, Span, quoted};
 use super::host::{parse_authority, parse_socket_path};
 use super::settings::{Choice, Custom, Integer, Optional, Required, Section, Shape, Text, Time, Word};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
+use super::values::strip_line_end;
 use transom_limiter::key::KeyPart;
-use transom_limiter::rule::{OnOutage, Rule, Sharing};
+use transom_limiter::rule::{OnOutage, Sharing};
 
 const EXAMPLE: &str = "\"redis://127.0.0.1:6379\"";
 const REDIS_FIX: &str = "write `redis = \"redis://127.0.0.1:6379\"`";
 pub const TABLE_FIX: &str = "write `[counters.shared]`, then `redis = \"redis://127.0.0.1:6379\"`";
 
 const MODES: [(&str, Sharing); 2] = [("lease", Sharing::Lease), ("exact", Sharing::Exact)];
-const RULE_MODES: [(&str, Sharing); 3] = [MODES[0], MODES[1], ("off", Sharing::Local)];
-const OUTAGES: [(&str, OnOutage); 3] =
+pub const RULE_MODES: [(&str, Sharing); 3] = [MODES[0], MODES[1], ("off", Sharing::Local)];
+pub const OUTAGES: [(&str, OnOutage); 3] =
     [("local", OnOutage::Local), ("allow", OnOutage::Allow), ("refuse", OnOutage::Refuse)];
 
 const FILE: Text = Text("path of a file", "\"FILE\"");
@@ -318,40 +318,6 @@ fn read_prefix(item: &Item, report: &mut Report) -> Option<String> {
 
 /// How a rule without `shared` and `on_outage` is counted; `None`: there is no `[counters.shared]`.
 pub type DefaultSharing = Option<(Sharing, OnOutage)>;
-
-/// The settings of a rule about shared counters.
-pub struct RuleSharingSettings<'d> {
-    shared: Option<Item<'d>>,
-    on_outage: Option<Item<'d>>,
-}
-
-impl<'d> RuleSharingSettings<'d> {
-    pub fn take_from(table: &mut Table<'d>) -> RuleSharingSettings<'d> {
-        RuleSharingSettings { shared: table.get("shared"), on_outage: table.get("on_outage") }
-    }
-
-    /// Sets `sharing` and `on_outage` of the rule. `misspelled` is true if an unknown setting was probably meant to be
-    /// `shared`.
-    pub fn read(self, rule: &mut Rule, default_sharing: DefaultSharing, misspelled: bool, report: &mut Report) {
-        let shared = self.shared.as_ref().map(|item| item.choice(&RULE_MODES, report));
-        let on_outage = self.on_outage.as_ref().map(|item| item.choice(&OUTAGES, report));
-        let Some((mode, outage)) = default_sharing else {
-            // `shared = "off"` is what happens without `[counters.shared]`, so it is not a problem.
-            let shared_item = self.shared.as_ref().filter(|_| shared != Some(Some(Sharing::Local)));
-            for item in shared_item.into_iter().chain(&self.on_outage) {
-                let message = format!("`{}` has no effect: there is no `[counters.shared]`", item.key);
-                report.missing(item.key_span.clone(), message, format!("remove it, or {TABLE_FIX}"));
-            }
-            return;
-        };
-        rule.sharing = shared.flatten().unwrap_or(mode);
-        rule.on_outage = on_outage.flatten().unwrap_or(outage);
-        if let (Sharing::Local, Some(item), false) = (rule.sharing, &self.on_outage, misspelled) {
-            let message = "`on_outage` has no effect: the rule has `shared = \"off\"`";
-            report.missing(item.key_span.clone(), message, "remove it, or remove `shared = \"off\"`");
-        }
-    }
-}
 
 /// The servers that `redis` names.
 #[derive(Clone, PartialEq, Debug, Default)]

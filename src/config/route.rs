@@ -8,16 +8,16 @@ use std::collections::HashMap;
 use http::{HeaderValue, Method};
 use toml::de::DeValue;
 
-use super::check::rules::{self, RuleResponses};
-use super::check::values::{Definitions, FIELD_NAME_FIX, parse_field_name};
 use super::diagnostics::{Report, Span, quoted, quoted_list};
 use super::host::{read_distinct, read_hosts};
 use super::limits::Timeouts;
 use super::path::{PathPattern, PathReading, Segment};
 use super::route_actions::{ActionContext, ActionSettings, Actions, CONNECTION_FIELDS, responds_directly};
-use super::settings::{Boolean, Choice, Custom, Integer, Optional, Required, Section, Shape, Text, Word};
+use super::rule::{self, RuleResponses};
+use super::settings::{Boolean, Choice, Custom, Integer, Optional, Required, Section, Shape, Text, Texts, Word};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use super::upstream::Upstream;
+use super::values::{Definitions, FIELD_NAME_FIX, parse_field_name};
 use transom_limiter::key::{KeyPart, OnMissing};
 use transom_limiter::rule::{Cost, Rule};
 
@@ -79,10 +79,7 @@ settings! {
         /// Where requests go. Required, unless the route responds itself.
         upstream: Option<SpannedString> = Text("name", "\"NAME\"");
         /// Rules that apply. A rule on several routes counts once across them.
-        rules: Vec<SpannedString> = Custom::or_empty(Shape::one_or_list("name"), |item, report| {
-            let words = item.strings("[]", report)?;
-            Some(words.iter().map(|word| SpannedString::new(item.key, word)).collect::<Vec<_>>())
-        });
+        rules: Vec<SpannedString> = Texts("name", "[]");
         /// Whether clients may open [WebSockets](#websocket).
         websocket: bool = Boolean(true);
         /// Cost of a request here, for rules with a fixed cost. Without it: the rules' own.
@@ -329,8 +326,8 @@ impl RouteContext<'_> {
             let message = "`cost` has no effect: no rule of this route has a fixed cost";
             report.missing(item.key_span.clone(), message, "remove it, or name a rule in `rules`");
         }
-        let smallest = fixed.iter().flat_map(|rule| rule.variants()).filter_map(rules::smallest_capacity).min();
-        rules::report_unaffordable(item, cost, smallest, report);
+        let smallest = fixed.iter().flat_map(|rule| rule.variants()).filter_map(rule::smallest_capacity).min();
+        rule::report_unaffordable(item, cost, smallest, report);
     }
 }
 

@@ -3,7 +3,6 @@
 //! All actions are checked here, so that they cannot fail for a request: a prefix that the path of the route does not
 //! have, an unknown variable, or a header field that only the gateway may set is a problem.
 
-use super::check::values::{FIELD_NAME_FIX, parse_field_name};
 use super::diagnostics::{Report, quoted, quoted_list};
 use super::limits::{MAX_BODY, MIN_RATE, RouteTimeouts, Timeouts};
 use super::path::{EncodedSlash, PathPattern, PathReading, Segment};
@@ -11,6 +10,7 @@ use super::response_body::{self, BODY, Body, CONTENT_TYPE};
 use super::settings::{Custom, Inline, Integer, Kind, Optional, Required, Shape, Text};
 use super::template::{Template, TemplatePart, Variable};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
+use super::values;
 
 /// Fields of one connection or one hop, which are never forwarded.
 pub const CONNECTION_FIELDS: [&str; 7] =
@@ -353,10 +353,7 @@ impl FieldSettings {
 
 /// Reads the name of a field that a route may change.
 fn read_field_name(word: &SpannedStr, report: &mut Report) -> Option<String> {
-    let Some(name) = parse_field_name(word.text) else {
-        let message = format!("{} is not a header field name", quoted(word.text));
-        return report.reject(word.span.clone(), message, FIELD_NAME_FIX);
-    };
+    let name = values::read_field_name(word, report)?;
     if CONNECTION_FIELDS.contains(&name.as_str()) || GATEWAY_FIELDS.contains(&name.as_str()) {
         let message = format!("a route cannot change {}", quoted(word.text));
         let fix = "remove it: the gateway sets this field for the connection or the length of the message";

@@ -71,8 +71,10 @@ pub enum Shape {
     List(Box<Shape>),
     /// One, or a list.
     OneOrList(Box<Shape>),
-    /// An inline table.
+    /// A table with these keys.
     Table(Vec<Setting>),
+    /// A table of such tables, by names that the operator chooses.
+    TableOf(Vec<Setting>),
     AnyOf(Vec<Shape>),
 }
 
@@ -147,10 +149,11 @@ pub fn section_table<'d>(item: Option<Item<'d>>, report: &mut Report) -> Option<
 /// }
 /// ```
 ///
+/// A key that is no Rust name follows its field: `request_header as "request-header": …`.
 /// `pub struct Http2 checked by check` calls `check(&mut http2, &table, report)` after all settings are read.
 macro_rules! settings {
     ($(#[doc = $title:literal])* pub struct $Section:ident $(checked by $check:path)? {
-        $($(#[doc = $doc:literal])* $key:ident: $Type:ty = $kind:expr;)*
+        $($(#[doc = $doc:literal])* $key:ident $(as $name:literal)?: $Type:ty = $kind:expr;)*
     }) => {
         $(#[doc = $title])*
         #[derive(Clone, PartialEq, Debug)]
@@ -160,17 +163,19 @@ macro_rules! settings {
 
         impl $crate::config::settings::Section for $Section {
             fn settings() -> Vec<$crate::config::settings::Setting> {
-                vec![$($crate::config::settings::Setting::new(stringify!($key), concat!($($doc, "\n",)*), &$kind),)*]
+                vec![$(
+                    $crate::config::settings::Setting::new(key!($key $($name)?), concat!($($doc, "\n",)*), &$kind),
+                )*]
             }
 
-            const KEYS: &'static [&'static str] = &[$(stringify!($key)),*];
+            const KEYS: &'static [&'static str] = &[$(key!($key $($name)?)),*];
 
             fn read(
                 table: &mut $crate::config::toml_reader::Table,
                 report: &mut $crate::config::diagnostics::Report,
             ) -> $Section {
                 #[allow(unused_mut, reason = "changed by the check, if there is one")]
-                let mut section = $Section { $($key: table.read(stringify!($key), &$kind, report),)* };
+                let mut section = $Section { $($key: table.read(key!($key $($name)?), &$kind, report),)* };
                 $($check(&mut section, table, report);)?
                 section
             }
@@ -183,6 +188,17 @@ macro_rules! settings {
         }
     };
 }
+
+/// The key of a setting.
+macro_rules! key {
+    ($field:ident) => {
+        stringify!($field)
+    };
+    ($field:ident $key:literal) => {
+        $key
+    };
+}
+
 impl Table<'_> {
     /// The value of a setting, or its default.
     pub fn read<K: Kind>(&mut self, key: &'static str, kind: &K, report: &mut Report) -> K::Value {
@@ -512,6 +528,31 @@ impl Kind for Text {
     }
 }
 
+/// Strings that are checked together with other settings, in a list or a single one: what one is called in the
+/// reference, and an example as TOML.
+pub struct Texts(pub &'static str, pub &'static str);
+
+impl Kind for Texts {
+    type Value = Vec<SpannedString>;
+
+    fn read(&self, item: &Item, report: &mut Report) -> Option<Vec<SpannedString>> {
+        let words = item.strings(self.1, report)?;
+        Some(words.iter().map(|word| SpannedString::new(item.key, word)).collect())
+    }
+
+    fn default(&self) -> Vec<SpannedString> {
+        Vec::new()
+    }
+
+    fn default_text(&self) -> Option<String> {
+        None
+    }
+
+    fn shape(&self) -> Shape {
+        Shape::OneOrList(Box::new(Shape::Text(self.0)))
+    }
+}
+
 /// A string that is read into a value, without a default.
 pub struct Word<T> {
     pub shape: &'static str,
@@ -683,6 +724,11 @@ impl Shape {
         Shape::OneOrList(Box::new(Shape::Text(name)))
     }
 
+    /// A list whose items have one of several shapes.
+    pub fn list_of(shapes: Vec<Shape>) -> Shape {
+        Shape::List(Box::new(Shape::AnyOf(shapes)))
+    }
+
     /// The type and the bounds, as the configuration reference prints them.
     pub fn reference_text(&self) -> String {
         match self {
@@ -699,6 +745,7 @@ impl Shape {
             Shape::List(of) => format!("list of {}", of.reference_text()),
             Shape::OneOrList(of) => format!("{} or list", of.reference_text()),
             Shape::Table(_) => "table".to_owned(),
+            Shape::TableOf(_) => "tables by name".to_owned(),
             Shape::AnyOf(shapes) => shapes.iter().map(Shape::reference_text).collect::<Vec<_>>().join(", "),
         }
     }

@@ -69,6 +69,10 @@ impl SpannedString {
         SpannedString { key: key.to_owned(), key_span: span.clone(), text, span }
     }
 
+    pub fn as_str(&self) -> SpannedStr<'_> {
+        SpannedStr { text: &self.text, span: self.span.clone() }
+    }
+
     /// Reads the file of this name. Secrets and certificates themselves are not written in the configuration.
     pub fn read_file(&self, report: &mut Report) -> Option<Vec<u8>> {
         let SpannedString { key, text, span, .. } = self;

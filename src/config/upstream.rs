@@ -8,16 +8,16 @@ use std::time::Duration;
 
 use toml::de::DeValue;
 
-use super::check::key;
-use super::check::values::Definitions;
 use super::client_tls::{ClientTls, ClientTlsSettings, SystemRoots};
 use super::diagnostics::{Parsed, Report, quoted};
 use super::host::{parse_authority, parse_socket_path};
+use super::key;
 use super::settings::{
     Choice, Custom, DAY_MS, Inline, InlineOrFalse, Integer, Kind, Optional, Percent, Required, Section, Shape, Text,
     Time, TimeOrZero, Word,
 };
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table, nearest};
+use super::values::Definitions;
 use transom_limiter::key::KeyPart;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -335,7 +335,7 @@ fn read_balance(item: &Item, report: &mut Report) -> Option<LoadBalancing> {
 
 /// Reads the key parts to hash. Only parts that exist on every route are allowed.
 fn read_hash_parts(item: &Item, report: &mut Report) -> Option<Vec<KeyPart>> {
-    let parts = key::read_parts(item, &KeyPart::Ip { v4_prefix: 32, v6_prefix: 128 }, report)?;
+    let parts = key::read_parts(item, report)?;
     for part in &parts {
         let why = match part {
             KeyPart::Param(_) => "`param` cannot be hashed: it belongs to one route, and an upstream can have several",

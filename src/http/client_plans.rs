@@ -8,7 +8,7 @@ use std::cell::OnceCell;
 use std::collections::{BTreeSet, HashMap};
 
 use super::key_source::{KeyError, KeySource, RequestAttributes};
-use crate::config::{Client, Clients};
+use crate::config::clients::{Client, Clients};
 use transom_limiter::ip_prefix::Networks;
 use transom_limiter::key::KeyPart;
 use transom_limiter::secret_digest::Digest;

@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use http::header::{HeaderMap, HeaderName, HeaderValue};
 
-use crate::config::RateLimitStyle;
+use crate::config::rule::RateLimitStyle;
 use transom_limiter::acquire::Charge;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::rule_set::{ChargePlan, LayerRef, RuleSet};

@@ -59,7 +59,7 @@ enum RefusalBody {
 }
 
 impl RefusalTemplate {
-    pub fn new(refusal: &config::RefusalResponse) -> RefusalTemplate {
+    pub fn new(refusal: &config::rule::RefusalResponse) -> RefusalTemplate {
         // The configuration check rejects numbers that are no status.
         let status = refusal.status.and_then(|status| StatusCode::from_u16(status).ok());
         let status = status.unwrap_or(StatusCode::TOO_MANY_REQUESTS);

@@ -7,15 +7,21 @@ use std::process::Command;
 
 use transom::config::certificate::CertificateFiles;
 use transom::config::client_tls::ClientTlsSettings;
+use transom::config::clients::{ClientSettings, ClientsSettings};
 use transom::config::counters::Counters;
+use transom::config::jwt::{JwtKeySettings, JwtSettings};
+use transom::config::key::KeySettings;
 use transom::config::limits::{Http2, Limits, Timeouts};
 use transom::config::listen::{Admin, Https, Listen};
+use transom::config::overrides::ExceptionSettings;
 use transom::config::path::PathReading;
 use transom::config::redis::SharedSettings;
 use transom::config::route::{RouteConditions, RouteSettings};
 use transom::config::route_actions::ActionSettings;
+use transom::config::rule::{CostSettings, RuleSettings};
 use transom::config::settings::{Section, reference_rows};
 use transom::config::upstream::{Ejection, HealthChecks, Retries, ServerSettings, UpstreamPolicy};
+use transom::config::window::WindowSettings;
 use transom::config::{AccessLogSettings, General};
 use transom::http::error::RequestError;
 
@@ -227,6 +233,14 @@ fn the_configuration_reference_equals_the_declarations_of_settings() {
         ("### Health checks", HealthChecks::settings()),
         ("### Ejection", Ejection::settings()),
         ("### Retries", Retries::settings()),
+        (
+            "## `[rules.NAME]`",
+            [KeySettings::settings(), RuleSettings::settings(), ExceptionSettings::settings()].concat(),
+        ),
+        ("### Windows", WindowSettings::settings()),
+        ("### Cost", CostSettings::settings()),
+        ("## `[clients]`", [ClientsSettings::settings(), ClientSettings::settings()].concat()),
+        ("## `[jwt]`", [JwtSettings::settings(), JwtKeySettings::settings()].concat()),
         ("## `[[routes]]`", [RouteConditions::settings(), RouteSettings::settings()].concat()),
         ("### Actions", ActionSettings::settings()),
     ] {

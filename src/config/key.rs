@@ -3,11 +3,12 @@
 //! A client may omit some parts. The operator must then choose with `on_missing_key`: a default would let requests
 //! bypass the limit, or refuse them without notice. A choice that has no effect is a problem as well.
 
+use super::diagnostics::{Parsed, Report, quoted, quoted_list};
+use super::listen::ClientCerts;
+use super::path::is_param_name;
+use super::settings::{Custom, Integer, Required, Shape};
+use super::toml_reader::{Item, SpannedStr, Table, nearest};
 use super::values::{FIELD_NAME_FIX, parse_field_name};
-use crate::config::diagnostics::{Report, quoted};
-use crate::config::listen::ClientCerts;
-use crate::config::path::is_param_name;
-use crate::config::toml_reader::{Item, SpannedStr, nearest};
 use transom_limiter::key::{KeyPart, OnMissing};
 
 const KINDS: [&str; 12] = [
@@ -36,81 +37,102 @@ const NAMED: [(&str, &str, &str); 5] = [
 
 const ALWAYS_PRESENT: &str = "`ip`, `host`, `method`, `path`, `route` or `global`";
 
-/// The settings of a rule about its key.
-pub struct KeySettings<'d> {
-    pub key: Option<Item<'d>>,
-    pub on_missing: Option<Item<'d>>,
-    pub ipv4_prefix: Option<Item<'d>>,
-    pub ipv6_prefix: Option<Item<'d>>,
-    /// Whether requests come with a client certificate.
-    pub certs: ClientCerts,
+settings! {
+    /// The key of a rule.
+    pub struct KeySettings {
+        /// What is counted by.
+        key: Vec<KeyPart> = Required(
+            Custom::or_empty(Shape::one_or_list("[key part](#keys)"), read_parts),
+            "write `key = \"ip\"` to count each address, or `key = \"global\"` to count all as one",
+        );
+        /// What to do if a part of the key is absent or empty; required if a part may be absent. `"refuse"`: 400. `"skip"`:
+        /// the rule does not apply. A key that is always present, such as `"ip"`: count by this key instead.
+        on_missing_key: Option<OnMissing> = Custom::or_empty(
+            Shape::AnyOf(vec![Shape::Words(vec!["refuse", "skip"]), Shape::Text("a key")]),
+            |item, report| read_on_missing(item, report).map(Some),
+        );
+        /// IPv4 addresses with this many equal leading bits are one client.
+        ipv4_prefix: u8 = Integer(32, 1..=32);
+        /// IPv6 addresses with this many equal leading bits are one client.
+        ipv6_prefix: u8 = Integer(64, 1..=128);
+    }
 }
 
-impl KeySettings<'_> {
-    /// Reads the key, and what happens without it. `misspelled` is true if an unknown setting was probably meant to be
-    /// `on_missing_key`.
-    pub fn read(self, misspelled: bool, report: &mut Report) -> (Vec<KeyPart>, OnMissing) {
-        let prefix = |item: &Option<Item>, bits: u8, default: u8, report: &mut Report| {
-            let given = item.as_ref().and_then(|item| item.integer(1..=u64::from(bits), report));
-            given.and_then(|bits| u8::try_from(bits).ok()).unwrap_or(default)
-        };
-        let v4_prefix = prefix(&self.ipv4_prefix, 32, 32, report);
-        let v6_prefix = prefix(&self.ipv6_prefix, 128, 64, report);
-        let ip = KeyPart::Ip { v4_prefix, v6_prefix };
-        let key = self.key.as_ref().and_then(|item| read_parts(item, &ip, report));
-        let on_missing = self.on_missing.as_ref().map(|item| read_on_missing(item, &ip, self.certs, report));
-        let Some(key) = key else {
-            // The key is invalid, so the other settings cannot be checked against it.
-            return (Vec::new(), OnMissing::Skip);
-        };
-        self.report_contradictions(&key, &on_missing, misspelled, report);
-        let on_missing = match on_missing {
-            None if misspelled => OnMissing::Skip,
-            None => OnMissing::Never,
-            Some(on_missing) => on_missing.unwrap_or(OnMissing::Skip),
-        };
-        (key, on_missing)
+impl KeySettings {
+    /// Checks the settings together. Returns the key, which is empty if it is invalid, and what happens without it.
+    pub fn finish(mut self, table: &Table, certs: ClientCerts, report: &mut Report) -> (Vec<KeyPart>, OnMissing) {
+        if let Some(OnMissing::Fallback(parts)) = &mut self.on_missing_key {
+            self::set_prefixes(parts, self.ipv4_prefix, self.ipv6_prefix);
+        }
+        self::set_prefixes(&mut self.key, self.ipv4_prefix, self.ipv6_prefix);
+        self.check_fallback(table, certs, report);
+        if !self.key.is_empty() {
+            self.check_effect(table, certs, report);
+        }
+        match self.on_missing_key {
+            Some(on_missing) => (self.key, on_missing),
+            None if table.lacks("on_missing_key") => (self.key, OnMissing::Never),
+            None => (self.key, OnMissing::Skip),
+        }
+    }
+
+    fn fallback(&self) -> &[KeyPart] {
+        match &self.on_missing_key {
+            Some(OnMissing::Fallback(parts)) => parts,
+            Some(OnMissing::Never | OnMissing::Refuse | OnMissing::Skip) | None => &[],
+        }
+    }
+
+    /// Reports parts of `on_missing_key` that a request may lack as well.
+    fn check_fallback(&self, table: &Table, certs: ClientCerts, report: &mut Report) {
+        let words = table.given("on_missing_key").map(|item| item.words()).unwrap_or_default();
+        for (word, part) in words.into_iter().zip(self.fallback()) {
+            let lacks_cert = *part == KeyPart::ClientCert && certs != ClientCerts::Always;
+            if lacks_cert || client_may_omit(part, certs) || matches!(part, KeyPart::Param(_)) {
+                let fix = format!("use a part that is always present: {ALWAYS_PRESENT}");
+                report.problem(word.span, format!("{} may be missing too", quoted(word.text)), fix);
+            }
+        }
     }
 
     /// Reports settings that have no effect, and a missing `on_missing_key`.
-    fn report_contradictions(
-        &self,
-        key: &[KeyPart],
-        on_missing: &Option<Option<OnMissing>>,
-        misspelled: bool,
-        report: &mut Report,
-    ) {
-        if let (Some(item), true, ClientCerts::Never) = (&self.key, key.contains(&KeyPart::ClientCert), self.certs) {
+    fn check_effect(&self, table: &Table, certs: ClientCerts, report: &mut Report) {
+        let key_span = table.given("key").map_or(table.span.clone(), |item| item.span);
+        if self.key.contains(&KeyPart::ClientCert) && certs == ClientCerts::Never {
             let message = "`client-cert` is never present: the gateway does not request client certificates";
             let fix = "add `client_ca = \"FILE\"` to `[listen.https]`, with the certificates of the issuers";
-            report.missing(item.span.clone(), message, fix);
+            report.missing(key_span.clone(), message, fix);
         }
-        let optional = key.iter().find(|part| client_may_omit(part, self.certs));
-        let has_param = key.iter().any(|part| matches!(part, KeyPart::Param(_)));
-        match (&self.key, &self.on_missing, optional) {
-            (Some(item), None, Some(part)) if !misspelled => {
+        let has_param = self.key.iter().any(|part| matches!(part, KeyPart::Param(_)));
+        match (table.given("on_missing_key"), self.key.iter().find(|part| client_may_omit(part, certs))) {
+            (None, Some(part)) if table.lacks("on_missing_key") => {
                 let message = format!("a request may lack `{part}`, and the rule has no `on_missing_key`");
                 let fix =
                     "add `on_missing_key = \"refuse\"`, `\"skip\"`, or a key to count by instead, such as `\"ip\"`";
-                report.missing(item.span.clone(), message, fix);
+                report.missing(key_span, message, fix);
             }
-            (_, Some(item), None) if !has_param => {
+            (Some(item), None) if !has_param => {
                 let message = "`on_missing_key` has no effect: every part of `key` is always present";
-                report.missing(item.key_span.clone(), message, "remove it");
+                report.missing(item.key_span, message, "remove it");
             }
             _ => {}
         }
-        let fallback = match on_missing {
-            // An invalid `on_missing_key` may be meant to have a part `ip`.
-            Some(None) => return,
-            Some(Some(OnMissing::Fallback(parts))) => parts.as_slice(),
-            Some(Some(OnMissing::Never | OnMissing::Refuse | OnMissing::Skip)) | None => &[],
-        };
-        if !misspelled && !key.iter().chain(fallback).any(|part| matches!(part, KeyPart::Ip { .. })) {
-            for item in [&self.ipv4_prefix, &self.ipv6_prefix].into_iter().flatten() {
+        // An invalid `on_missing_key` may be meant to have a part `ip`.
+        let is_known = self.on_missing_key.is_some() || table.lacks("on_missing_key");
+        if is_known && !self.key.iter().chain(self.fallback()).any(|part| matches!(part, KeyPart::Ip { .. })) {
+            for item in ["ipv4_prefix", "ipv6_prefix"].into_iter().filter_map(|key| table.given(key)) {
                 let message = format!("`{}` has no effect: `key` has no part `ip`", item.key);
-                report.missing(item.key_span.clone(), message, "remove it, or count by `ip`");
+                report.missing(item.key_span, message, "remove it, or count by `ip`");
             }
+        }
+    }
+}
+
+/// Sets the prefixes of addresses in a key.
+fn set_prefixes(parts: &mut [KeyPart], ipv4_prefix: u8, ipv6_prefix: u8) {
+    for part in parts {
+        if let KeyPart::Ip { v4_prefix, v6_prefix } = part {
+            (*v4_prefix, *v6_prefix) = (ipv4_prefix, ipv6_prefix);
         }
     }
 }
@@ -129,16 +151,19 @@ fn client_may_omit(part: &KeyPart, certs: ClientCerts) -> bool {
     }
 }
 
-/// Reads the parts of a key. `ip` is the part that the text `ip` stands for, with the prefixes of the rule.
-pub fn read_parts(item: &Item, ip: &KeyPart, report: &mut Report) -> Option<Vec<KeyPart>> {
+/// Reads the parts of a key.
+pub fn read_parts(item: &Item, report: &mut Report) -> Option<Vec<KeyPart>> {
     let words = item.strings("\"ip\"", report)?;
     if words.is_empty() {
-        report.problem(item.span.clone(), "the key has no parts", "write `key = \"global\"` to count all as one");
-        return None;
+        return report.reject(
+            item.span.clone(),
+            "the key has no parts",
+            "write `key = \"global\"` to count all as one",
+        );
     }
     let mut parts: Vec<KeyPart> = Vec::new();
     for word in &words {
-        match parse_part(word.text, ip) {
+        match parse_part(word.text) {
             Ok(part) if parts.contains(&part) => {
                 report.problem(word.span.clone(), format!("{} is listed twice", quoted(word.text)), "remove it");
             }
@@ -149,21 +174,18 @@ pub fn read_parts(item: &Item, ip: &KeyPart, report: &mut Report) -> Option<Vec<
     if parts.len() > 1 && parts.contains(&KeyPart::Global) {
         let global = words.iter().find(|word| word.text == "global").unwrap_or(&words[0]);
         let message = "`global` cannot be combined with other parts: it counts all requests as one";
-        report.problem(global.span.clone(), message, "remove it, or remove all other parts");
-        return None;
+        return report.reject(global.span.clone(), message, "remove it, or remove all other parts");
     }
     (parts.len() == words.len()).then_some(parts)
 }
 
-/// Reads one part outside of a rule, where an address is not cut to a prefix.
+/// Reads one part.
 pub fn read_part(word: &SpannedStr, report: &mut Report) -> Option<KeyPart> {
-    parse_part(word.text, &KeyPart::Ip { v4_prefix: 32, v6_prefix: 128 })
-        .map_err(|(message, fix)| report.problem(word.span.clone(), message, fix))
-        .ok()
+    report.accept(word.span.clone(), parse_part(word.text))
 }
 
-/// Parses one part.
-fn parse_part(text: &str, ip: &KeyPart) -> Result<KeyPart, (String, String)> {
+/// Parses one part. Only rules cut addresses to a prefix.
+fn parse_part(text: &str) -> Parsed<KeyPart> {
     let no_part = || format!("{} is not a key part", quoted(text));
     if let Some((kind, name)) = text.split_once(':')
         && let Some(part) = parse_named_part(kind, name, text)
@@ -171,7 +193,7 @@ fn parse_part(text: &str, ip: &KeyPart) -> Result<KeyPart, (String, String)> {
         return part;
     }
     match text {
-        "ip" => Ok(ip.clone()),
+        "ip" => Ok(KeyPart::Ip { v4_prefix: 32, v6_prefix: 128 }),
         "host" => Ok(KeyPart::Host),
         "method" => Ok(KeyPart::Method),
         "path" => Ok(KeyPart::Path),
@@ -184,7 +206,7 @@ fn parse_part(text: &str, ip: &KeyPart) -> Result<KeyPart, (String, String)> {
             }
             let fix = match nearest(text, KINDS.into_iter().filter(|kind| !kind.contains(':'))) {
                 Some(guess) => format!("did you mean `\"{guess}\"`?"),
-                None => format!("write {}", crate::config::diagnostics::quoted_list(KINDS, "or")),
+                None => format!("write {}", quoted_list(KINDS, "or")),
             };
             Err((no_part(), fix))
         }
@@ -192,7 +214,7 @@ fn parse_part(text: &str, ip: &KeyPart) -> Result<KeyPart, (String, String)> {
 }
 
 /// Parses a part of the form `KIND:NAME`; `None` if the kind is unknown.
-fn parse_named_part(kind: &str, name: &str, text: &str) -> Option<Result<KeyPart, (String, String)>> {
+fn parse_named_part(kind: &str, name: &str, text: &str) -> Option<Parsed<KeyPart>> {
     let no_part = || format!("{} is not a key part", quoted(text));
     let (_, what, example) = NAMED.iter().find(|(known, ..)| *known == kind)?;
     let none = |fix: &str| Err((format!("{} names no {what}", quoted(text)), fix.to_owned()));
@@ -227,8 +249,7 @@ fn is_token_byte(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte)
 }
 
-/// Reads `on_missing_key`; `None` after reporting a problem.
-fn read_on_missing(item: &Item, ip: &KeyPart, certs: ClientCerts, report: &mut Report) -> Option<OnMissing> {
+fn read_on_missing(item: &Item, report: &mut Report) -> Option<OnMissing> {
     let words = item.strings("\"refuse\"", report)?;
     if let [SpannedStr { text, span }] = words.as_slice() {
         match *text {
@@ -236,25 +257,13 @@ fn read_on_missing(item: &Item, ip: &KeyPart, certs: ClientCerts, report: &mut R
             "skip" => return Some(OnMissing::Skip),
             _ => {}
         }
-        if !text.contains(':') && parse_part(text, ip).is_err() {
+        if !text.contains(':') && parse_part(text).is_err() {
             let fix = match nearest(text, ["refuse", "skip"]) {
                 Some(guess) => format!("did you mean `\"{guess}\"`?"),
                 None => String::from("write `\"refuse\"`, `\"skip\"`, or a key to count by instead, such as `\"ip\"`"),
             };
-            report.problem(span.clone(), format!("`on_missing_key` cannot be {}", quoted(text)), fix);
-            return None;
+            return report.reject(span.clone(), format!("`on_missing_key` cannot be {}", quoted(text)), fix);
         }
     }
-    let parts = read_parts(item, ip, report)?;
-    let mut always_present = true;
-    for (word, part) in words.iter().zip(&parts) {
-        let lacks_cert = *part == KeyPart::ClientCert && certs != ClientCerts::Always;
-        if lacks_cert || client_may_omit(part, certs) || matches!(part, KeyPart::Param(_)) {
-            let message = format!("{} may be missing too", quoted(word.text));
-            let fix = format!("use a part that is always present: {ALWAYS_PRESENT}");
-            report.problem(word.span.clone(), message, fix);
-            always_present = false;
-        }
-    }
-    always_present.then_some(OnMissing::Fallback(parts))
+    read_parts(item, report).map(OnMissing::Fallback)
 }

@@ -6,9 +6,10 @@
 
 use toml::de::DeValue;
 
-use super::calendar_windows;
-use crate::config::diagnostics::{Report, quoted, quoted_list};
-use crate::config::toml_reader::{Item, SpannedStr, nearest};
+use super::calendar;
+use super::diagnostics::{Report, Span, quoted, quoted_list};
+use super::settings::{Custom, DAY_MS, Integer, Optional, Required, Section, Shape, Text};
+use super::toml_reader::{Item, SpannedString, Table, nearest};
 use transom_limiter::burst_bound;
 use transom_limiter::limit::{Limit, LimitError};
 use transom_limiter::rule::{Cost, Rule};
@@ -16,32 +17,72 @@ use transom_limiter::sharded_counter::SHARDS_MAX;
 use transom_limiter::window::{Period, PeriodError, Windows};
 
 const EXAMPLE: &str = "[\"2000/hour\", \"33/minute\"]";
-const STARTS: &str = "write `\"epoch\"`, `\"random\"`, `\"first-request\"`, or a time such as `2024-01-01T09:00:00Z`";
+const TABLE_FIX: &str = "write `{ limit = 33, period = \"minute\" }`";
+const STARTS: [(&str, WindowStart); 3] =
+    [("epoch", WindowStart::Epoch), ("random", WindowStart::Random), ("first-request", WindowStart::FirstRequest)];
+const TOKENS_MAX: u64 = u32::MAX as u64;
 /// The longest time in which later windows pay off a debt: ten years.
-const DEBT_MAX_MS: u64 = 3653 * 24 * 60 * 60 * 1000;
+const DEBT_MAX_MS: u64 = 3653 * DAY_MS;
 
 const PERIODS: [&str; 6] = ["second", "minute", "hour", "day", "week", "month"];
 
-/// Reads the list `windows`, in the order of the file.
-pub fn read_layers(item: &Item, report: &mut Report) -> Vec<Limit> {
-    if let DeValue::String(text) = item.value {
-        let fix = item.fix_with(&format!("[\"{}\"]", text.trim()));
-        return item.wrong_type("a list", &fix, report).unwrap_or_default();
+settings! {
+    /// A layer of a rule, as a table.
+    pub struct WindowSettings {
+        /// Tokens granted at the start of each window.
+        limit: Option<u32> = Required(Optional(Integer(33, 1..=TOKENS_MAX)), TABLE_FIX);
+        /// Length of a window.
+        period: Option<SpannedString> = Required(Text("PERIOD", "\"minute\""), TABLE_FIX);
+        /// `"epoch"`: window number floor(Unix time / period). A time, such as `2024-01-01T09:00:00-08:00` (quotes optional):
+        /// a window begins then, and every period before and after. `"random"`: each key has an offset, derived from its
+        /// hash and equal on every gateway, so that keys do not all start at once. `"first-request"`: a key's first request
+        /// opens a window of one period; the next request after its end opens another.
+        start: Option<WindowStart> = Custom {
+            default: None,
+            default_text: Some("\"epoch\""),
+            shape: Shape::AnyOf(vec![
+                Shape::Words(STARTS.map(|(word, _)| word).to_vec()),
+                Shape::Text("RFC 3339 time"),
+            ]),
+            read: |item, report| read_start(item, report).map(Some),
+        };
+        /// Time zone, for the periods `day`, `week` and `month`. Without it: UTC, with weeks that start on Thursday.
+        timezone: Option<SpannedString> = Text("IANA name", "\"Europe/Paris\"");
+        /// Unused tokens roll over, up to this many; at least `limit`, which is the default. A key that is new or was idle
+        /// for long has all of them.
+        capacity: Option<u32> = Optional(Integer(50, 1..=TOKENS_MAX));
+        /// Tokens that may be taken from future windows: by callers of the decision API, and by requests that are delayed
+        /// (`on_limit = "delay"`). See [Tokens of other windows](../explanation/windows.md#tokens-of-other-windows).
+        reserve: u32 = Integer(0, 0..=TOKENS_MAX);
+        /// Number of counters into which one busy counter, such as that of `"global"`, is split so that workers do not
+        /// contend for it. Together they hold exactly the limit.
+        shards: u32 = Integer(1, 1..=SHARDS_MAX as u64);
     }
-    let items = item.list(EXAMPLE, report).unwrap_or_default();
-    if items.is_empty() && matches!(item.value, DeValue::Array(_)) {
+}
+
+/// The setting `windows` of a rule, a plan or an override: layers in the order of the file.
+pub fn windows() -> Required<Custom<Vec<Limit>>> {
+    let shape = Shape::list_of(vec![Shape::Text("`\"LIMIT/PERIOD\"`"), Shape::Table(WindowSettings::settings())]);
+    Required(Custom::or_empty(shape, read_layers), "write `windows = [\"33/minute\"]`")
+}
+
+fn read_layers(item: &Item, report: &mut Report) -> Option<Vec<Limit>> {
+    if let DeValue::String(text) = item.value {
+        return item.wrong_type("a list", &item.fix_with(&format!("[\"{}\"]", text.trim())), report);
+    }
+    let items = item.list(EXAMPLE, report)?;
+    if items.is_empty() {
         report.problem(item.span.clone(), "`windows` is an empty list", item.fix_with(EXAMPLE));
     }
     let mut found: Vec<Limit> = Vec::new();
     for item in items {
         let Some(limit) = read_layer(&item, report) else { continue };
-        if let Some((message, fix)) = found.iter().find_map(|other| find_conflict(&limit, other)) {
-            report.problem(item.span, message, fix);
-            continue;
+        match found.iter().find_map(|other| find_conflict(&limit, other)) {
+            Some((message, fix)) => report.problem(item.span, message, fix),
+            None => found.push(limit),
         }
-        found.push(limit);
     }
-    found
+    Some(found)
 }
 
 /// The message and the fix for two layers that have the same windows, or the same name in responses.
@@ -154,7 +195,7 @@ fn guess_tokens(text: &str) -> Option<u64> {
 }
 
 /// The valid period that is most likely intended by an invalid one.
-pub fn guess_period(text: &str) -> Option<String> {
+fn guess_period(text: &str) -> Option<String> {
     let plain: String = text.to_lowercase().split_whitespace().collect();
     let unit = plain.trim_start_matches(|c: char| c.is_ascii_digit());
     let number = &plain[..plain.len() - unit.len()];
@@ -178,8 +219,8 @@ pub fn guess_period(text: &str) -> Option<String> {
 }
 
 /// Where the windows of a layer start.
-#[derive(Clone, Copy, PartialEq)]
-enum WindowStart {
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub enum WindowStart {
     Epoch,
     /// At this time in Unix milliseconds, and at every whole period before and after it.
     At(i64),
@@ -187,109 +228,91 @@ enum WindowStart {
     FirstRequest,
 }
 
-/// The settings of a window table that are checked against the limit and the windows.
-struct OptionalSettings<'d> {
-    capacity: Option<Item<'d>>,
-    reserve: Option<Item<'d>>,
-    shards: Option<Item<'d>>,
-}
-
-pub fn read_window_table(item: &Item, report: &mut Report) -> Option<Limit> {
+fn read_window_table(item: &Item, report: &mut Report) -> Option<Limit> {
     let mut table = item.table("the window", "", report)?;
-    let limit = table.require("limit", "write `{ limit = 33, period = \"minute\" }`");
-    let period = table.require("period", "write `{ limit = 33, period = \"minute\" }`");
-    let (start, zone) = (table.get("start"), table.get("timezone"));
-    let extras = OptionalSettings {
-        capacity: table.get("capacity"),
-        reserve: table.get("reserve"),
-        shards: table.get("shards"),
-    };
+    let settings = WindowSettings::read(&mut table, report);
+    let limit = settings.resolve(&table, report);
     table.finish(report);
-
-    let start_span = start.as_ref().map(|item| item.span.clone());
-    let start = start.map_or(Some(WindowStart::Epoch), |item| self::read_start(&item, report));
-    let zone = zone.map(|item| (item.key_span.clone(), item.string("\"Europe/Paris\"", report)));
-    let tokens = limit.and_then(|item| item.integer(1..=u64::from(u32::MAX), report));
-    let period = period.and_then(|item| item.string("\"minute\"", report));
-    let (tokens, period) = (u32::try_from(tokens?).ok()?, period?);
-    let mut limit = match Limit::new(tokens, period.text) {
-        Ok(limit) => limit,
-        Err(error) => {
-            let fix = match guess_period(period.text) {
-                Some(meant) => format!("write `period = \"{meant}\"`"),
-                None => error.to_string(),
-            };
-            report.problem(period.span, format!("{} is not a period", quoted(period.text)), fix);
-            return None;
-        }
-    };
-    limit.windows = match (start?, zone) {
-        (WindowStart::Epoch, None) => limit.windows,
-        (WindowStart::Epoch, Some((_, zone))) => windows_in_zone(&period, &zone?, report)?,
-        (start, None) => windows_from_start(start, &period, start_span.unwrap_or(period.span.clone()), report)?,
-        (_, Some((zone_key, _))) => {
-            let message =
-                "`timezone` and `start` are both given: with `timezone`, windows start at midnight in that zone";
-            report.problem(zone_key, message, "keep one of the two");
-            return None;
-        }
-    };
-    let is_first_request = limit.windows.are_opened_by_requests();
-    extras.read(&mut limit, is_first_request, report);
-    Some(limit)
+    limit
 }
 
 fn read_start(item: &Item, report: &mut Report) -> Option<WindowStart> {
     match item.value {
-        DeValue::String(text) => match text.as_ref() {
-            "epoch" => Some(WindowStart::Epoch),
-            "random" => Some(WindowStart::Random),
-            "first-request" => Some(WindowStart::FirstRequest),
-            text if text.starts_with(|c: char| c.is_ascii_digit()) => read_start_time(item, text, report),
-            _ => item.choice(
-                &[
-                    ("epoch", WindowStart::Epoch),
-                    ("random", WindowStart::Random),
-                    ("first-request", WindowStart::FirstRequest),
-                ],
-                report,
-            ),
-        },
-        DeValue::Datetime(time) => self::read_start_time(item, &time.to_string(), report),
-        _ => item.wrong_type("a string or a time", STARTS, report),
+        DeValue::String(text) if text.starts_with(|c: char| c.is_ascii_digit()) => read_time(item, text, report),
+        DeValue::String(_) => item.choice(&STARTS, report),
+        DeValue::Datetime(time) => read_time(item, &time.to_string(), report),
+        _ => {
+            let fix = "write `\"epoch\"`, `\"random\"`, `\"first-request\"`, or a time such as `2024-01-01T09:00:00Z`";
+            item.wrong_type("a string or a time", fix, report)
+        }
     }
 }
 
 /// Reads a time in RFC 3339 format.
-fn read_start_time(item: &Item, text: &str, report: &mut Report) -> Option<WindowStart> {
-    if let Ok(time) = text.parse::<jiff::Timestamp>() {
+fn read_time(item: &Item, text: &str, report: &mut Report) -> Option<WindowStart> {
+    let is_time = |text: &str| text.parse::<jiff::Timestamp>();
+    if let Ok(time) = is_time(text) {
         return Some(WindowStart::At(time.as_millisecond()));
     }
-    let (message, fix) = if [text, text.trim()].iter().any(|text| format!("{text}Z").parse::<jiff::Timestamp>().is_ok())
-    {
-        let message = format!("`start = {}` has no offset from UTC", report.source(item.span.clone()));
-        (message, format!("write `{}Z`, or the offset, such as `{}+01:00`", text.trim(), text.trim()))
+    let (given, plain) = (report.source(item.span.clone()), text.trim());
+    let (message, fix) = if is_time(&format!("{plain}Z")).is_ok() {
+        let fix = format!("write `{plain}Z`, or the offset, such as `{plain}+01:00`");
+        (format!("`start = {given}` has no offset from UTC"), fix)
     } else if text.parse::<jiff::civil::Date>().is_ok() {
-        let message = format!("`start = {}` has no time of day", report.source(item.span.clone()));
-        (message, format!("write `{text}T00:00:00Z`"))
+        (format!("`start = {given}` has no time of day"), format!("write `{text}T00:00:00Z`"))
     } else {
         (format!("{} is not a time", quoted(text)), String::from("write, for example, `2024-01-01T09:00:00Z`"))
     };
-    report.problem(item.span.clone(), message, fix);
-    None
+    report.reject(item.span.clone(), message, fix)
+}
+
+impl WindowSettings {
+    /// The limit; `None` if a setting is invalid without which the windows are unknown.
+    fn resolve(&self, table: &Table, report: &mut Report) -> Option<Limit> {
+        let (tokens, period) = (self.limit?, self.period.as_ref()?);
+        let mut limit = match Limit::new(tokens, &period.text) {
+            Ok(limit) => limit,
+            Err(error) => {
+                let fix = match guess_period(&period.text) {
+                    Some(meant) => format!("write `period = \"{meant}\"`"),
+                    None => error.to_string(),
+                };
+                return report.reject(period.span.clone(), format!("{} is not a period", quoted(&period.text)), fix);
+            }
+        };
+        let start = match table.given("start") {
+            Some(item) => (self.start?, item.span),
+            None => (WindowStart::Epoch, period.span.clone()),
+        };
+        limit.windows = match (start, table.given("timezone")) {
+            ((WindowStart::Epoch, _), None) => limit.windows,
+            ((WindowStart::Epoch, _), Some(_)) => windows_in_zone(period, self.timezone.as_ref()?, report)?,
+            ((start, span), None) => windows_from_start(start, &limit.windows, span, report)?,
+            (_, Some(zone)) => {
+                let message =
+                    "`timezone` and `start` are both given: with `timezone`, windows start at midnight in that zone";
+                return report.reject(zone.key_span, message, "keep one of the two");
+            }
+        };
+        (limit.reserve, limit.shards) = (self.reserve, self.shards);
+        if let (Some(capacity), Some(item)) = (self.capacity, table.given("capacity")) {
+            if capacity < tokens {
+                let message = format!("`capacity` is `{capacity}`, which is less than the limit, `{tokens}`");
+                report.problem(item.span, message, format!("write a capacity of at least `{tokens}`, or remove it"));
+            }
+            limit.capacity = capacity.max(tokens);
+        }
+        check_shards(&limit, table, report);
+        check_debt(&limit, table, report);
+        Some(limit)
+    }
 }
 
 /// The windows of a period with a `start` other than the epoch.
-fn windows_from_start(
-    start: WindowStart,
-    period: &SpannedStr,
-    span: std::ops::Range<usize>,
-    report: &mut Report,
-) -> Option<Windows> {
-    let Ok(Period::Fixed { ms: period_ms }) = Period::parse(period.text) else {
+fn windows_from_start(start: WindowStart, even: &Windows, span: Span, report: &mut Report) -> Option<Windows> {
+    let Windows::Even { period_ms, .. } = *even else {
         let message = "`start` cannot be combined with `month`, which starts on the first day of the month";
-        report.problem(span, message, "remove `start`, or write a period of days, such as `period = \"30d\"`");
-        return None;
+        return report.reject(span, message, "remove `start`, or write a period of days, such as `period = \"30d\"`");
     };
     Some(match start {
         WindowStart::Random => Windows::Random { period_ms },
@@ -300,83 +323,55 @@ fn windows_from_start(
     })
 }
 
-fn windows_in_zone(period: &SpannedStr, zone: &SpannedStr, report: &mut Report) -> Option<Windows> {
-    if calendar_windows::PERIODS.contains(&period.text) {
-        return calendar_windows::windows_in_zone(period.text, zone, report);
+fn windows_in_zone(period: &SpannedString, zone: &SpannedString, report: &mut Report) -> Option<Windows> {
+    let text = period.text.as_str();
+    if calendar::PERIODS.contains(&text) {
+        return calendar::windows_in_zone(text, zone, report);
     }
-    let message =
-        format!("`timezone` needs the period `day`, `week` or `month`, and the period is {}", quoted(period.text));
-    let is_same = |text: &str| Period::parse(period.text) == Period::parse(text);
-    let fix = match calendar_windows::PERIODS.into_iter().find(|text| is_same(text)) {
+    let message = format!("`timezone` needs the period `day`, `week` or `month`, and the period is {}", quoted(text));
+    let fix = match calendar::PERIODS.into_iter().find(|calendar| Period::parse(calendar) == Period::parse(text)) {
         Some(calendar) => format!("write `period = \"{calendar}\"`"),
-        None => format!("remove `timezone`, or write {}", quoted_list(calendar_windows::PERIODS, "or")),
+        None => format!("remove `timezone`, or write {}", quoted_list(calendar::PERIODS, "or")),
     };
-    report.problem(period.span.clone(), message, fix);
-    None
+    report.reject(period.span.clone(), message, fix)
 }
 
-impl OptionalSettings<'_> {
-    fn read(self, limit: &mut Limit, is_first_request: bool, report: &mut Report) {
-        let number = |item: &Option<Item>, range: std::ops::RangeInclusive<u64>, report: &mut Report| {
-            let number = item.as_ref().and_then(|item| item.integer(range, report));
-            number.and_then(|number| u32::try_from(number).ok())
-        };
-        let max = u64::from(u32::MAX);
-        let capacity = number(&self.capacity, 1..=max, report);
-        limit.reserve = number(&self.reserve, 0..=max, report).unwrap_or(0);
-        limit.shards = number(&self.shards, 1..=u64::from(SHARDS_MAX), report).unwrap_or(1);
-        if let (Some(capacity), Some(item)) = (capacity, &self.capacity) {
-            if capacity < limit.tokens {
-                let message = format!("`capacity` is `{capacity}`, which is less than the limit, `{}`", limit.tokens);
-                let fix = format!("write a capacity of at least `{}`, or remove it", limit.tokens);
-                report.problem(item.span.clone(), message, fix);
-            }
-            limit.capacity = capacity.max(limit.tokens);
-        }
-        self.check_shards(limit, is_first_request, report);
-        self.check_debt(limit, report);
+/// A shard counts its part of one window without knowledge of earlier windows, so shards exclude settings that carry
+/// tokens over.
+fn check_shards(limit: &Limit, table: &Table, report: &mut Report) {
+    let Some(item) = table.given("shards").filter(|_| limit.shards > 1) else { return };
+    if limit.shards > limit.tokens {
+        let message =
+            format!("there are more shards, `{}`, than the limit has tokens, `{}`", limit.shards, limit.tokens);
+        report.problem(item.span, message, format!("write at most `{}`", limit.tokens));
     }
+    let other = match () {
+        () if limit.capacity > limit.tokens => "`capacity`",
+        () if limit.reserve > 0 => "`reserve`",
+        () if limit.windows.are_opened_by_requests() => "`start = \"first-request\"`",
+        () => return,
+    };
+    let message = format!("`shards` cannot be combined with {other}");
+    report.problem(item.key_span, message, format!("remove `shards`, or remove {other}"));
+}
 
-    /// A shard counts its part of one window without knowledge of earlier windows, so shards exclude settings that
-    /// carry tokens over.
-    fn check_shards(&self, limit: &Limit, is_first_request: bool, report: &mut Report) {
-        let Some(item) = self.shards.as_ref().filter(|_| limit.shards > 1) else { return };
-        if limit.shards > limit.tokens {
-            let message =
-                format!("there are more shards, `{}`, than the limit has tokens, `{}`", limit.shards, limit.tokens);
-            report.problem(item.span.clone(), message, format!("write at most `{}`", limit.tokens));
-        }
-        let other = match () {
-            () if limit.capacity > limit.tokens => "`capacity`",
-            () if limit.reserve > 0 => "`reserve`",
-            () if is_first_request => "`start = \"first-request\"`",
-            () => return,
-        };
-        let message = format!("`shards` cannot be combined with {other}");
-        report.problem(item.key_span.clone(), message, format!("remove `shards`, or remove {other}"));
-    }
-
-    /// A counter stores the number of the window that pays off its debt, which bounds `capacity` and `reserve`.
-    fn check_debt(&self, limit: &Limit, report: &mut Report) {
-        let Some(item) = self.reserve.as_ref().filter(|_| limit.reserve > 0).or(self.capacity.as_ref()) else { return };
-        let debt = u64::from(limit.capacity) + u64::from(limit.reserve);
-        // The calendars of days, weeks and months in a time zone are still empty here: see `fill_calendars`.
-        let period_ms = match &limit.windows {
-            Windows::Calendar(_) if limit.period_text == "day" => 24 * 60 * 60 * 1000,
-            Windows::Calendar(_) if limit.period_text == "week" => 7 * 24 * 60 * 60 * 1000,
-            Windows::Calendar(_) => 31 * 24 * 60 * 60 * 1000,
-            windows => windows.typical_ms(),
-        };
-        let windows = debt.div_ceil(u64::from(limit.tokens));
-        if windows.saturating_mul(period_ms) > DEBT_MAX_MS {
-            let max = (DEBT_MAX_MS / period_ms).saturating_mul(u64::from(limit.tokens));
-            let message = format!(
-                "a limit of `{}` pays off `{debt}` tokens in `{windows}` windows, which is more than ten years",
-                limit.tokens
-            );
-            let fix = format!("write less: `capacity` and `reserve` together at most `{max}`, or a higher limit");
-            report.problem(item.span.clone(), message, fix);
-        }
+/// A counter stores the number of the window that pays off its debt, which bounds `capacity` and `reserve`.
+fn check_debt(limit: &Limit, table: &Table, report: &mut Report) {
+    let Some(item) = table.given("reserve").filter(|_| limit.reserve > 0).or(table.given("capacity")) else { return };
+    let period_ms = match Period::parse(&limit.period_text) {
+        Ok(Period::Fixed { ms }) => ms,
+        Ok(Period::Month) | Err(_) => 31 * DAY_MS,
+    };
+    let debt = u64::from(limit.capacity) + u64::from(limit.reserve);
+    let windows = debt.div_ceil(u64::from(limit.tokens));
+    if windows.saturating_mul(period_ms) > DEBT_MAX_MS {
+        let max = (DEBT_MAX_MS / period_ms).saturating_mul(u64::from(limit.tokens));
+        let message = format!(
+            "a limit of `{}` pays off `{debt}` tokens in `{windows}` windows, which is more than ten years",
+            limit.tokens
+        );
+        let fix = format!("write less: `capacity` and `reserve` together at most `{max}`, or a higher limit");
+        report.problem(item.span, message, fix);
     }
 }
 

@@ -8,32 +8,33 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use jiff::tz::{self, TimeZone, TimeZoneDatabase};
-use jiff::{Timestamp, civil};
+use jiff::{ToSpan, civil};
 
-use crate::config::diagnostics::{Report, quoted};
-use crate::config::toml_reader::{SpannedStr, nearest};
+use super::diagnostics::{Report, quoted};
+use super::settings::DAY_MS;
+use super::toml_reader::{SpannedString, nearest};
 use transom_limiter::rule::Rule;
 use transom_limiter::window::{CALENDAR_END_MS, Calendar, Windows};
 
 /// The periods that start at midnight in a time zone.
 pub const PERIODS: [&str; 3] = ["day", "week", "month"];
 
-const DAY_MS: i64 = 24 * 60 * 60 * 1000;
-/// From the epoch, which is a Thursday, to the first Monday.
-const MONDAY_MS: u64 = 4 * DAY_MS as u64;
-
 /// The windows of a period, one of [`PERIODS`], in a zone. The list of a calendar is empty until
 /// [`fill_calendars`] computes it.
-pub fn windows_in_zone(period: &str, zone: &SpannedStr, report: &mut Report) -> Option<Windows> {
-    let Some(zone) = canonical_zone(zone.text) else {
-        report.problem(zone.span.clone(), format!("unknown time zone {}", quoted(zone.text)), zone_fix(zone.text));
-        return None;
+pub fn windows_in_zone(period: &str, zone: &SpannedString, report: &mut Report) -> Option<Windows> {
+    let Some(name) = canonical_zone(&zone.text) else {
+        return report.reject(
+            zone.span.clone(),
+            format!("unknown time zone {}", quoted(&zone.text)),
+            zone_fix(&zone.text),
+        );
     };
-    Some(match (period, zone.as_str()) {
-        ("day", "UTC") => Windows::Even { period_ms: DAY_MS as u64, offset_ms: 0 },
-        ("week", "UTC") => Windows::Even { period_ms: 7 * DAY_MS as u64, offset_ms: MONDAY_MS },
+    Some(match (period, name.as_str()) {
+        ("day", "UTC") => Windows::Even { period_ms: DAY_MS, offset_ms: 0 },
+        // The epoch is a Thursday, four days before a Monday.
+        ("week", "UTC") => Windows::Even { period_ms: 7 * DAY_MS, offset_ms: 4 * DAY_MS },
         ("month", "UTC") => Windows::Calendar(Calendar::utc_months()),
-        _ => Windows::Calendar(Calendar { name: format!("{period} {zone}"), ends: Arc::default() }),
+        _ => Windows::Calendar(Calendar { name: format!("{period} {name}"), ends: Arc::default() }),
     })
 }
 
@@ -44,12 +45,11 @@ pub fn fill_calendars(rules: &mut [Rule]) {
         let plans = rule.plans.iter_mut().map(|plan| &mut plan.layers);
         let overrides = rule.overrides.iter_mut().map(|other| &mut other.layers);
         for limit in std::iter::once(&mut rule.layers).chain(plans).chain(overrides).flatten() {
-            if let Windows::Calendar(calendar) = &mut limit.windows {
-                let ends =
-                    computed.entry(calendar.name.clone()).or_insert_with(|| match calendar.name.split_once(' ') {
-                        Some((period, zone)) if calendar.ends.is_empty() => window_ends(period, zone),
-                        _ => Arc::clone(&calendar.ends),
-                    });
+            if let Windows::Calendar(calendar) = &mut limit.windows
+                && calendar.ends.is_empty()
+                && let Some((period, zone)) = calendar.name.split_once(' ')
+            {
+                let ends = computed.entry(calendar.name.clone()).or_insert_with(|| window_ends(period, zone));
                 calendar.ends = Arc::clone(ends);
             }
         }
@@ -118,68 +118,31 @@ fn offset_fix(offset: &str) -> String {
 /// The times at which windows end, in Unix milliseconds, from 1970 to beyond the year 2110.
 fn window_ends(period: &str, zone: &str) -> Arc<[u64]> {
     let Some(zone) = find_zone(zone) else { return Arc::default() };
-    let mut ends = Vec::new();
-    let mut open = None;
-    for (start_ms, day) in day_starts(&zone) {
-        let number = match period {
-            "day" => day,
-            // The epoch is a Thursday; weeks start on Monday.
-            "week" => (day + 3).div_euclid(7),
-            _ => month_number(day),
-        };
-        if open.replace(number).is_some_and(|open| open != number)
-            && let Ok(end_ms @ 1..) = u64::try_from(start_ms)
-        {
+    let (first, step) = match period {
+        "day" => (civil::date(1970, 1, 1), 1.day()),
+        "week" => (civil::date(1970, 1, 5), 1.week()),
+        _ => (civil::date(1970, 1, 1), 1.month()),
+    };
+    let mut ends: Vec<u64> = Vec::new();
+    for date in first.series(step) {
+        // A day starts at its first moment, if a change of the offset skips or repeats midnight.
+        let Ok(start) = date.to_zoned(zone.clone()).and_then(|midnight| midnight.start_of_day()) else { continue };
+        // In zones east of UTC, the first day starts before the epoch. A date that a change skips starts with the next.
+        let Ok(end_ms @ 1..) = u64::try_from(start.timestamp().as_millisecond()) else { continue };
+        if ends.last().is_none_or(|last| end_ms > *last) {
             ends.push(end_ms);
+        }
+        if end_ms > CALENDAR_END_MS {
+            break;
         }
     }
     ends.into()
 }
 
-/// The start of each day in a zone, in Unix milliseconds, with the number of the day since the epoch.
-///
-/// Between two changes of the offset, midnights are a day apart. If a change skips midnight, the day starts with the
-/// change; if a change repeats midnight, the day does not start again.
-fn day_starts(zone: &TimeZone) -> Vec<(i64, i64)> {
-    let first = Timestamp::UNIX_EPOCH - jiff::SignedDuration::from_hours(24 * 70);
-    let changes = zone.following(first).map(|change| (change.timestamp(), change.offset()));
-    let changes: Vec<_> = std::iter::once((first, zone.to_offset(first)))
-        .chain(changes.take_while(|(at, _)| at.as_millisecond() <= CALENDAR_END_MS as i64 + 40 * DAY_MS))
-        .map(|(at, offset)| (at.as_millisecond(), i64::from(offset.seconds()) * 1000))
-        .collect();
-    let mut days = Vec::new();
-    let mut today = i64::MIN;
-    for (i, (start_ms, offset_ms)) in changes.iter().enumerate() {
-        let end_ms = changes.get(i + 1).map_or(CALENDAR_END_MS as i64 + 40 * DAY_MS, |(next_ms, _)| *next_ms);
-        let day = (start_ms + offset_ms).div_euclid(DAY_MS);
-        if day > today {
-            days.push((*start_ms, day));
-            today = day;
-        }
-        loop {
-            let midnight_ms = (today + 1) * DAY_MS - offset_ms;
-            if midnight_ms >= end_ms {
-                break;
-            }
-            today += 1;
-            days.push((midnight_ms, today));
-        }
-    }
-    days
-}
-
-/// The number of the month that contains a day since the epoch.
-fn month_number(day: i64) -> i64 {
-    let date = civil::date(1970, 1, 1).saturating_add(jiff::Span::new().days(day.clamp(-DAYS_MAX, DAYS_MAX)));
-    i64::from(date.year()) * 12 + i64::from(date.month())
-}
-
-/// More days than a calendar has, and fewer than a `jiff::Span` can hold.
-const DAYS_MAX: i64 = 1_000_000;
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use jiff::Timestamp;
 
     #[test]
     fn the_fix_for_an_offset_is_the_zone_with_it() {
@@ -209,45 +172,9 @@ mod tests {
         ends.binary_search(&ms(text)).is_ok()
     }
 
-    /// The ends of days, computed by jiff for each day.
-    fn by_jiff(zone: &str) -> Vec<u64> {
-        let zone = find_zone(zone).unwrap();
-        let mut ends: Vec<u64> = Vec::new();
-        for day in civil::date(1970, 1, 2).series(jiff::Span::new().days(1)) {
-            let at = day.to_zoned(zone.clone()).unwrap().start_of_day().unwrap().timestamp().as_millisecond() as u64;
-            if ends.last().is_none_or(|last| at > *last) {
-                ends.push(at);
-            }
-            if at > CALENDAR_END_MS {
-                return ends;
-            }
-        }
-        unreachable!("days go on beyond the year 2110")
-    }
-
-    #[test]
-    fn days_start_at_the_times_that_jiff_computes() {
-        for zone in [
-            "Europe/Paris",
-            "America/New_York",
-            "America/Sao_Paulo",
-            "Africa/Cairo",
-            "Asia/Beirut",
-            "America/Havana",
-            "Asia/Kolkata",
-            "Australia/Lord_Howe",
-            "Pacific/Apia",
-            "Pacific/Kwajalein",
-            "Africa/Monrovia",
-            "America/St_Johns",
-        ] {
-            let (ends, expected) = (window_ends("day", zone), by_jiff(zone));
-            // The first day of the two lists may differ.
-            let expected = expected.iter().filter(|end| **end > 2 * DAY_MS as u64 && **end <= CALENDAR_END_MS);
-            let found = ends.iter().filter(|end| **end > 2 * DAY_MS as u64 && **end <= CALENDAR_END_MS);
-            assert!(expected.eq(found), "{zone}");
-            assert!(ends.is_sorted_by(|a, b| a < b) && *ends.last().unwrap() > CALENDAR_END_MS, "{zone}");
-        }
+    /// The number of windows that begin in a time span.
+    fn count(ends: &[u64], from: &str, to: &str) -> usize {
+        ends.iter().filter(|at| (ms(from)..ms(to)).contains(at)).count()
     }
 
     #[test]
@@ -257,27 +184,33 @@ mod tests {
             [("2025-03-29T23:00:00Z", "2025-03-30T22:00:00Z"), ("2025-10-25T22:00:00Z", "2025-10-26T23:00:00Z")]
         {
             assert!(has(&ends, start) && has(&ends, end));
-            let between = ends.iter().filter(|at| (ms(start)..ms(end)).contains(at)).count();
-            assert_eq!(between, 1, "{start}");
+            assert_eq!(count(&ends, start, end), 1, "{start}");
         }
     }
 
     #[test]
     fn a_day_without_midnight_starts_at_its_first_moment() {
-        // In Beirut, clocks change from 24:00 to 01:00.
-        let ends = window_ends("day", "Asia/Beirut");
-        assert!(has(&ends, "2024-03-30T22:00:00Z"));
-        assert_eq!(
-            "2024-03-31T01:00:00+03:00".parse::<Timestamp>().unwrap().as_millisecond() as u64,
-            ms("2024-03-30T22:00:00Z")
-        );
+        // In Beirut, clocks change from 24:00 to 01:00. In Havana, they change back from 01:00 to 00:00.
+        assert!(has(&window_ends("day", "Asia/Beirut"), "2024-03-31T01:00:00+03:00"));
+        let havana = window_ends("day", "America/Havana");
+        assert!(has(&havana, "2024-11-03T00:00:00-04:00") && has(&havana, "2024-11-04T00:00:00-05:00"));
+        assert_eq!(count(&havana, "2024-11-03T00:00:00-04:00", "2024-11-04T00:00:00-05:00"), 1);
+    }
+
+    #[test]
+    fn a_date_that_a_zone_skips_has_no_window() {
+        // Samoa moved across the date line: 2011-12-29 was followed by 2011-12-31.
+        let ends = window_ends("day", "Pacific/Apia");
+        assert!(has(&ends, "2011-12-29T00:00:00-10:00") && has(&ends, "2011-12-31T00:00:00+14:00"));
+        assert_eq!(count(&ends, "2011-12-29T00:00:00-10:00", "2011-12-31T00:00:00+14:00"), 1);
+        assert!(ends.is_sorted_by(|a, b| a < b) && *ends.last().unwrap() > CALENDAR_END_MS);
     }
 
     #[test]
     fn weeks_start_on_monday_and_months_on_the_first() {
         let weeks = window_ends("week", "America/New_York");
         assert!(has(&weeks, "2025-03-03T05:00:00Z") && has(&weeks, "2025-03-10T04:00:00Z"));
-        assert!(weeks.windows(2).skip(1).all(|two| [167, 168, 169].contains(&((two[1] - two[0]) / 3_600_000))));
+        assert!(weeks.windows(2).all(|two| [167, 168, 169].contains(&((two[1] - two[0]) / 3_600_000))));
         let months = window_ends("month", "America/New_York");
         assert!(has(&months, "2025-03-01T05:00:00Z") && has(&months, "2025-04-01T04:00:00Z"));
         assert!(months.len() > 12 * 139 && *months.last().unwrap() > CALENDAR_END_MS);

@@ -1,15 +1,11 @@
-//! Readers and checks that several sections of the configuration share.
+//! Names, networks and digests that several sections of the configuration read.
 //!
 //! Each reader returns the value, or reports a problem and returns `None`. Nothing here depends on a section.
 
-use std::ops::RangeInclusive;
-use std::time::Duration;
-
 use http::HeaderName;
 
-use crate::config::diagnostics::{Report, Span, quoted, quoted_list};
-use crate::config::settings::{Kind, Time};
-use crate::config::toml_reader::{Item, SpannedStr, Table, nearest};
+use super::diagnostics::{Report, Span, quoted, quoted_list};
+use super::toml_reader::{Item, SpannedStr, Table, nearest};
 use transom_limiter::ip_prefix::{Network, NetworkError};
 use transom_limiter::secret_digest::Digest;
 
@@ -57,18 +53,8 @@ impl<T> Definitions<T> {
     pub fn find(&self, kind: &str, name: &str, span: Span, report: &mut Report) -> Option<usize> {
         let found = self.entries.iter().position(|entry| entry.name == name);
         if found.is_none() && self.complete {
-            let names = || self.entries.iter().map(|entry| entry.name.as_str());
-            let fix = match nearest(name, names()) {
-                Some(guess) => format!("did you mean {}?", quoted(guess)),
-                None if self.entries.is_empty() => format!("define it: `[{kind}s.{}]`", nearest_name(name)),
-                None => {
-                    format!(
-                        "define it: `[{kind}s.{}]`; defined are {}",
-                        nearest_name(name),
-                        quoted_list(names(), "and")
-                    )
-                }
-            };
+            let names: Vec<&str> = self.entries.iter().map(|entry| entry.name.as_str()).collect();
+            let fix = definition_fix(name, &format!("{kind}s"), &names);
             report.problem(span, format!("{kind} {} is not defined", quoted(name)), fix);
         }
         found
@@ -76,6 +62,16 @@ impl<T> Definitions<T> {
 
     pub fn into_values(self) -> Vec<T> {
         self.entries.into_iter().map(|entry| entry.value).collect()
+    }
+}
+
+/// The fix for a name that is not defined: one of the defined names, or the table that defines it.
+pub fn definition_fix(name: &str, section: &str, defined: &[&str]) -> String {
+    let fix = format!("define it: `[{section}.{}]`", nearest_name(name));
+    match nearest(name, defined.iter().copied()) {
+        Some(guess) => format!("did you mean {}?", quoted(guess)),
+        None if defined.is_empty() => fix,
+        None => format!("{fix}; defined are {}", quoted_list(defined.iter().copied(), "and")),
     }
 }
 
@@ -89,25 +85,24 @@ pub fn check_name(entry: &Item, report: &mut Report) {
 }
 
 /// The name with each unsuitable character replaced by `-`, cut to 64 characters.
-pub fn nearest_name(name: &str) -> String {
+fn nearest_name(name: &str) -> String {
     let fits = |c: char| if c.is_ascii_alphanumeric() || "_.-".contains(c) { c } else { '-' };
     let valid: String = name.chars().map(fits).take(64).collect();
     if valid.is_empty() { String::from("NAME") } else { valid }
 }
 
-/// Reads a duration such as `2s`, in milliseconds. `range` is in milliseconds; `default` serves as the example in a fix.
-pub fn read_duration_ms(
-    item: &Item,
-    range: RangeInclusive<u64>,
-    default: Duration,
-    report: &mut Report,
-) -> Option<u64> {
-    Time(default, range).read(item, report).map(|duration| duration.as_millis() as u64)
-}
-
 /// The name of a header field in lower case; `None` if the text is not a field name (RFC 9110, section 5.1).
 pub fn parse_field_name(text: &str) -> Option<String> {
     HeaderName::from_bytes(text.as_bytes()).ok().map(|name| name.as_str().to_owned())
+}
+
+/// Reads the name of a header field.
+pub fn read_field_name(word: &SpannedStr, report: &mut Report) -> Option<String> {
+    let name = parse_field_name(word.text);
+    if name.is_none() {
+        report.problem(word.span.clone(), format!("{} is not a header field name", quoted(word.text)), FIELD_NAME_FIX);
+    }
+    name
 }
 
 /// Reads an address or a network in CIDR notation.
@@ -137,8 +132,7 @@ pub fn read_fingerprint(word: &SpannedStr, report: &mut Report) -> Option<String
         return Some(digits);
     }
     let fix = "write its SHA-256, as `openssl x509 -in FILE -noout -fingerprint -sha256` does";
-    report.problem(word.span.clone(), format!("{} is not a certificate fingerprint", quoted(word.text)), fix);
-    None
+    report.reject(word.span.clone(), format!("{} is not a certificate fingerprint", quoted(word.text)), fix)
 }
 
 /// Reads the digest of a secret: `sha256:` and 64 hex digits.

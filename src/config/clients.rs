@@ -1,0 +1,280 @@
+//! `[clients]`, and the clients file that it names.
+//!
+//! The clients file may contain an API key in plain text by mistake. Problems give the position in that file, and never
+//! show a line or a value that could be a secret.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::path::PathBuf;
+
+use toml::de::{DeTable, DeValue};
+
+use super::diagnostics::{Report, quoted};
+use super::key;
+use super::listen::ClientCerts;
+use super::settings::{Custom, Required, Section, Shape, Text, Texts, section_table};
+use super::toml_reader::{Item, SpannedString, Table, toml_errors};
+use super::values::{check_name, definition_fix, read_digest, read_fingerprint, read_network};
+use transom_limiter::ip_prefix::Network;
+use transom_limiter::key::KeyPart;
+use transom_limiter::secret_digest::Digest;
+
+const CLIENT_FIX: &str = "write `[clients.NAME]`, then its settings, each on a line";
+const ADD_COMMAND: &str = "transom clients add NAME --plan PLAN --generate-key";
+const SYNTAX_ERROR: &str = "this is not TOML";
+const ALREADY_DEFINED: &str = "this name is already defined";
+const SYNTAX_FIX: &str = "a line is `key = value` or `[table]`; texts go in quotes";
+const API_KEY: &str = "\"header:x-api-key\"";
+const SUBJECT: &str = "\"jwt:sub\"";
+
+settings! {
+    /// Clients, and the parts of a request that identify them.
+    pub struct ClientsSettings {
+        /// The clients file.
+        file: Option<SpannedString> =
+            Required(Text("path of a file", "\"clients.toml\""), "write `file = \"clients.toml\"`");
+        /// Where requests carry the client's API key.
+        api_key: Option<KeyPart> = Custom::or_empty(
+            Shape::Text("`\"header:NAME\"`, `\"cookie:NAME\"`, `\"query:NAME\"`"),
+            |item, report| read_key_source(item, API_KEY, false, report),
+        );
+        /// Where requests carry the user on whose behalf they are sent. With `"client-cert"`, `subjects` are SHA-256 of
+        /// certificates. The gateway verifies only claims and certificates; any client can send a field.
+        subject: Option<KeyPart> = Custom::or_empty(
+            Shape::Text("as `api_key`, or `\"jwt:CLAIM\"`, `\"client-cert\"`"),
+            |item, report| read_key_source(item, SUBJECT, true, report),
+        );
+    }
+}
+
+settings! {
+    /// A client in the clients file.
+    pub struct ClientSettings {
+        /// Plan of the client, which some rule defines.
+        plan: Option<SpannedString> =
+            Required(Text("name", "\"PLAN\""), "write `plan = \"PLAN\"`, with a plan that a rule defines");
+        /// Digests of API keys: `sha256:` and the SHA-256 in hex.
+        api_keys: Vec<SpannedString> = Texts("digest", "[\"sha256:…\"]");
+        /// Values of `subject` in requests.
+        subjects: Vec<SpannedString> = Texts("text", "[\"user-17\"]");
+        /// Networks or addresses of the client.
+        networks: Vec<SpannedString> = Texts("network", "[\"203.0.113.0/24\"]");
+    }
+}
+
+/// `[clients]` and the clients file: named clients, their plans, and how requests are assigned to them.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Clients {
+    /// As configured.
+    pub file: PathBuf,
+    /// The part of a request that holds the API key.
+    pub api_key: Option<KeyPart>,
+    /// The part of a request that names the subject on whose behalf it is made.
+    pub subject: Option<KeyPart>,
+    /// In the order of the file.
+    pub list: Vec<Client>,
+}
+
+/// One client: requests with one of its API keys or subjects, or from one of its networks.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Client {
+    pub name: String,
+    pub plan: String,
+    pub api_keys: Vec<Digest>,
+    pub subjects: Vec<String>,
+    pub networks: Vec<Network>,
+}
+
+/// The plans that the rules define.
+pub struct DefinedPlans<'r> {
+    pub names: Vec<&'r str>,
+    /// False if some plans may be missing here, because part of the file is invalid.
+    pub complete: bool,
+}
+
+pub fn read_clients(
+    item: Option<Item>,
+    plans: &DefinedPlans,
+    certs: ClientCerts,
+    report: &mut Report,
+) -> Option<Clients> {
+    let mut table = section_table(item, report)?;
+    let ClientsSettings { file, api_key, subject } = ClientsSettings::read(&mut table, report);
+    let (api_key_item, subject_item) = (table.given("api_key"), table.given("subject"));
+    table.finish(report);
+    if let (Some(KeyPart::ClientCert), ClientCerts::Never, Some(item)) = (&subject, certs, &subject_item) {
+        let fix = "add `client_ca = \"FILE\"` to `[listen.https]`, with the certificates of the issuers";
+        report.missing(item.span.clone(), "the gateway does not request client certificates", fix);
+    }
+    let file = file?;
+    let path = PathBuf::from(&file.text);
+    let bytes = match (report.files)(&path) {
+        Ok(bytes) => bytes,
+        Err(error) => {
+            let message = format!("cannot read {}: {error}", quoted(&file.text));
+            return report.reject(file.span, message, format!("name the file, or create it: `{ADD_COMMAND}`"));
+        }
+    };
+    let Ok(text) = String::from_utf8(bytes) else {
+        return report.reject(file.span, format!("{} is not UTF-8 text", quoted(&file.text)), "save it as UTF-8");
+    };
+    let mut file_report = Report::for_named_file(&text, &path);
+    let mut reader = ClientsFileReader {
+        plans,
+        has_api_key: api_key_item.is_some(),
+        has_subject: subject_item.is_some(),
+        subjects_are_fingerprints: certs != ClientCerts::Never && subject == Some(KeyPart::ClientCert),
+        owners: HashMap::new(),
+    };
+    let list = reader.read_file(&text, &mut file_report);
+    report.append(file_report);
+    Some(Clients { file: path, api_key, subject, list })
+}
+
+/// Reads the part of a request that identifies a client. `is_subject`: it may be the client certificate.
+fn read_key_source(item: &Item, example: &str, is_subject: bool, report: &mut Report) -> Option<Option<KeyPart>> {
+    let word = item.string(example, report)?;
+    let part = key::read_part(&word, report)?;
+    match part {
+        KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::Query(_) | KeyPart::Jwt(_) => return Some(Some(part)),
+        KeyPart::ClientCert if is_subject => return Some(Some(part)),
+        KeyPart::Ip { .. }
+        | KeyPart::Param(_)
+        | KeyPart::ClientCert
+        | KeyPart::Host
+        | KeyPart::Method
+        | KeyPart::Path
+        | KeyPart::Route
+        | KeyPart::Global => {}
+    }
+    let message = format!("`{}` cannot be {}: it does not identify a client", item.key, quoted(word.text));
+    report.reject(word.span, message, item.fix_with(example))
+}
+
+/// Reads the clients file.
+struct ClientsFileReader<'r> {
+    plans: &'r DefinedPlans<'r>,
+    /// Whether `[clients]` has `api_key`, and `subject`.
+    has_api_key: bool,
+    has_subject: bool,
+    /// Whether subjects are fingerprints of client certificates.
+    subjects_are_fingerprints: bool,
+    /// The keys, subjects and networks read so far, each after the word for its kind, with the names of their clients.
+    owners: HashMap<(&'static str, String), String>,
+}
+
+impl ClientsFileReader<'_> {
+    fn read_file(&mut self, text: &str, report: &mut Report) -> Vec<Client> {
+        let mut syntax_report = Report::new(text);
+        let valid_text = toml_errors::skip_syntax_errors(text, &mut syntax_report);
+        report.has_syntax_errors = syntax_report.has_syntax_errors;
+        for problem in syntax_report.into_problems() {
+            // Most syntax errors quote the file, so their text is replaced.
+            let (message, fix) = match problem.message.as_str() {
+                message if message.contains("is already defined") => (ALREADY_DEFINED.to_owned(), problem.fix),
+                message if message.contains('`') => (SYNTAX_ERROR.to_owned(), SYNTAX_FIX.to_owned()),
+                _ => (problem.message, problem.fix),
+            };
+            report.problem(problem.span, message, fix);
+        }
+        let (document, _) = DeTable::parse_recoverable(&valid_text);
+        let mut top = Table::new(document.get_ref(), 0..0, "the clients file");
+        let clients = top.get("clients");
+        top.finish(report);
+        let Some(clients) = clients else { return Vec::new() };
+        let Some(table) = clients.table("`[clients]`", CLIENT_FIX, report) else { return Vec::new() };
+        table.items().iter().filter_map(|entry| self.read_client(entry, report)).collect()
+    }
+
+    fn read_client(&mut self, entry: &Item, report: &mut Report) -> Option<Client> {
+        check_name(entry, report);
+        let mut table = entry.table(format!("`[clients.{}]`", entry.key), CLIENT_FIX, report)?;
+        let settings = ClientSettings::read(&mut table, report);
+        let is_empty = |item: Item| matches!(item.value, DeValue::Array(array) if array.is_empty());
+        let is_absent = |key: &str| table.lacks(key) || table.given(key).is_some_and(is_empty);
+        if ["api_keys", "subjects", "networks"].into_iter().all(is_absent) {
+            let message = format!(
+                "{} has no `api_keys`, `subjects` or `networks`, so no request belongs to it",
+                quoted(entry.key)
+            );
+            let fix = "add `api_keys`, `subjects` or `networks`, or remove the client";
+            report.missing(entry.key_span.clone(), message, fix);
+        }
+        for (key, setting, example, is_given) in
+            [("api_keys", "api_key", API_KEY, self.has_api_key), ("subjects", "subject", SUBJECT, self.has_subject)]
+        {
+            if let (Some(item), false) = (table.given(key), is_given) {
+                let message = format!("`{key}` has no effect: `[clients]` in the configuration has no `{setting}`");
+                let fix = format!("add, for example, `{setting} = {example}` there");
+                report.problem(item.key_span, message, fix);
+            }
+        }
+        table.finish(report);
+        let name = entry.key;
+        let api_keys = settings.api_keys.iter().filter_map(|text| self.read_api_key(text, name, report)).collect();
+        let subjects = settings.subjects.iter().filter_map(|text| self.read_subject(text, name, report)).collect();
+        let networks = settings.networks.iter().filter_map(|text| self.read_network(text, name, report)).collect();
+        let plan = settings.plan?;
+        if self.plans.complete && !self.plans.names.contains(&plan.text.as_str()) {
+            let fix = definition_fix(&plan.text, "rules.NAME.plans", &self.plans.names);
+            report.problem(plan.span, format!("plan {} is not defined by any rule", quoted(&plan.text)), fix);
+        }
+        Some(Client { name: name.to_owned(), plan: plan.text, api_keys, subjects, networks })
+    }
+
+    fn read_api_key(&mut self, text: &SpannedString, client: &str, report: &mut Report) -> Option<Digest> {
+        if !text.text.starts_with(Digest::PREFIX) {
+            let fix = format!(
+                "replace the key: others may have read it. Remove it here, then `transom clients add {client} --generate-key`; \
+                 or keep it: `transom clients add {client} --key -` reads it and stores its digest"
+            );
+            return report.reject(text.span.clone(), "this is an API key in plain text", fix);
+        }
+        let digest = read_digest(&text.as_str(), report)?;
+        self.assign_owner("key", digest.to_string(), client, text, report);
+        Some(digest)
+    }
+
+    fn read_subject(&mut self, text: &SpannedString, client: &str, report: &mut Report) -> Option<String> {
+        if text.text.is_empty() {
+            return report.reject(text.span.clone(), "a subject is empty", "write the subject, or remove it");
+        }
+        let subject = match self.subjects_are_fingerprints {
+            true => read_fingerprint(&text.as_str(), report)?,
+            false => text.text.clone(),
+        };
+        self.assign_owner("subject", subject.clone(), client, text, report);
+        Some(subject)
+    }
+
+    fn read_network(&mut self, text: &SpannedString, client: &str, report: &mut Report) -> Option<Network> {
+        let network = read_network(&text.as_str(), report)?;
+        self.assign_owner("network", network.to_string(), client, text, report);
+        Some(network)
+    }
+
+    /// Records the client that a key, subject or network belongs to. Reports one that a client already has.
+    fn assign_owner(
+        &mut self,
+        kind: &'static str,
+        value: String,
+        client: &str,
+        text: &SpannedString,
+        report: &mut Report,
+    ) {
+        let owner = match self.owners.entry((kind, value)) {
+            Entry::Occupied(owner) => owner,
+            Entry::Vacant(entry) => {
+                entry.insert(client.to_owned());
+                return;
+            }
+        };
+        let (message, fix) = match owner.get() {
+            owner if owner == client => (format!("this {kind} is listed twice"), "remove it"),
+            owner => {
+                (format!("this {kind} already belongs to {}", quoted(owner)), "remove it from one of the two clients")
+            }
+        };
+        report.problem(text.span.clone(), message, fix);
+    }
+}

@@ -1,0 +1,358 @@
+//! `[rules.NAME]`: the layers of a rule, its cost, what happens at the limit, and the response to refused requests.
+//!
+//! This file checks each rule by itself. `route` checks that the key of a rule exists on the routes that use the rule.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use toml::de::DeValue;
+
+use super::diagnostics::{Report, quoted};
+use super::key::KeySettings;
+use super::listen::ClientCerts;
+use super::overrides::ExceptionSettings;
+use super::redis::{DefaultSharing, OUTAGES, RULE_MODES, TABLE_FIX};
+use super::response_body::{BODY, Body, CONTENT_TYPE, check_content_type};
+use super::settings::{Boolean, Choice, Custom, DAY_MS, Integer, Optional, Section, Shape, Time, TimeOrZero, Word};
+use super::toml_reader::{Item, Table};
+use super::values::{Definitions, parse_field_name, read_field_name};
+use super::window::{layers_are_comparable, report_unreachable_layers, windows};
+use transom_limiter::key::OnMissing;
+use transom_limiter::limit::Limit;
+use transom_limiter::rule::{Cost, OnLimit, OnOutage, Rule, Sharing};
+
+/// `headers` of the configuration and of rules.
+pub const RATE_LIMIT_STYLES: [(&str, RateLimitStyle); 4] = [
+    ("ietf", RateLimitStyle::Ietf),
+    ("legacy", RateLimitStyle::Legacy),
+    ("both", RateLimitStyle::Both),
+    ("off", RateLimitStyle::Off),
+];
+
+/// `max_delay` and `max_waiting` complete the choice `delay`.
+const ON_LIMIT: [(&str, OnLimit); 3] = [
+    ("refuse", OnLimit::Refuse),
+    ("delay", OnLimit::Delay { max_delay_ms: 0, max_waiting: 0 }),
+    ("shadow", OnLimit::Shadow),
+];
+const COST_MAX: u64 = u32::MAX as u64;
+const COST_FORMS: &str = "write a whole number, or a table such as `cost = { request-header = \"x-cost\" }`";
+const COST_FIELD: Word<String> = Word { shape: "field name", example: "\"x-cost\"", read: read_field_name };
+
+settings! {
+    /// A rule, apart from its key and its exceptions.
+    pub struct RuleSettings {
+        /// Layers; every layer must admit a request.
+        windows: Vec<Limit> = windows();
+        /// Tokens that a request takes. A rule of cost 0 counts nothing. [Table](#cost): the cost is in a field.
+        cost: WrittenCost = Custom {
+            default: WrittenCost::Fixed(1),
+            default_text: Some("1"),
+            shape: Shape::AnyOf(vec![Shape::Integer(0..=COST_MAX), Shape::Table(CostSettings::settings())]),
+            read: read_cost,
+        };
+        /// What happens to a request that exceeds a layer. `"delay"`: it [waits](#delay) for a later window. `"shadow"`:
+        /// metrics and log report the decision; it is neither enforced nor shown to the client.
+        on_limit: OnLimit = Choice(OnLimit::Refuse, &ON_LIMIT);
+        /// Longest wait of a request; required with `"delay"`. A request that would wait longer is refused at once.
+        max_delay: Option<Duration> = Optional(Time(Duration::from_secs(2), 1..=DAY_MS));
+        /// Requests that wait because of this rule at a time. Further requests are refused at once.
+        max_waiting: u32 = Integer(1000, 1..=1_000_000);
+        /// `false`: a refused request takes nothing in any layer. `true`: it takes what is left, up to its cost, in all
+        /// layers of this rule, even if another rule refused it. It never opens a `"first-request"` window.
+        count_refused: bool = Boolean(false);
+        /// How gateways [count together](../guides/shared-counters.md#lease-or-exact). `"off"` (also allowed without
+        /// `[counters.shared]`): this gateway counts alone. Without it: `mode` of [`[counters.shared]`](#countersshared).
+        shared: Option<Sharing> = Optional(Choice(Sharing::Lease, &RULE_MODES));
+        /// What the rule does while the store is unavailable. Without it: `on_outage` of `[counters.shared]`.
+        on_outage: Option<OnOutage> = Optional(Choice(OnOutage::Local, &OUTAGES));
+        /// Status of a refusal, also in the problem document. Without it: 429.
+        status: Option<u16> = Optional(Integer(429, 400..=599));
+        /// Body of a refusal, instead of a problem document. If several rules refuse, the rule that blocks longest decides.
+        body: Option<String> = BODY;
+        /// Media type of `body`. Without it: `"text/plain; charset=utf-8"`.
+        content_type: Option<String> = CONTENT_TYPE;
+        /// Upper bound of a random addition to `Retry-After`, so that waiting clients do not return at the same moment.
+        retry_jitter: Duration = TimeOrZero(Duration::from_secs(5));
+        /// Rate limit fields of this rule. Without it: as at the [top level](#top-level).
+        headers: Option<RateLimitStyle> = Optional(Choice(RateLimitStyle::Ietf, &RATE_LIMIT_STYLES));
+    }
+}
+
+settings! {
+    /// A cost that a field of the request or of the response states.
+    pub struct CostSettings checked by check_cost_table {
+        /// Field of the request with the cost: a whole number from 0 to `max`. Another value, or a field given twice, gets
+        /// 400. A cost of 0 takes nothing, and is admitted even if nothing is left, so only let trusted clients set the
+        /// field.
+        request_header as "request-header": Option<String> = COST_FIELD;
+        /// Field of the response with the cost, up to `max`. The difference from `reserve` is charged or refunded when the
+        /// response head arrives, before the `RateLimit` fields are computed. If the window has too few tokens left, later
+        /// windows grant that much less.
+        response_header as "response-header": Option<String> = COST_FIELD;
+        /// With `request-header`: cost without the field.
+        default: u32 = Integer(1, 0..=COST_MAX);
+        /// With `response-header`: charged in advance, and the whole charge if the field is missing or unclear. A client that
+        /// disconnects before the response head pays `reserve`, so set it to the usual cost.
+        reserve: u32 = Integer(1, 0..=COST_MAX);
+        /// Greatest cost. Without it: the smallest capacity of the rule's layers, or of a plan or override if that is larger.
+        max: Option<u32> = Optional(Integer(100, 1..=COST_MAX));
+    }
+}
+
+/// The rate-limit header fields of responses.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum RateLimitStyle {
+    /// `RateLimit` and `RateLimit-Policy` (draft-ietf-httpapi-ratelimit-headers-11).
+    Ietf,
+    /// `X-RateLimit-Limit`, `-Remaining` and `-Reset`.
+    Legacy,
+    Both,
+    Off,
+}
+
+/// The response to requests that a rule refuses, as far as the rule configures it.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct RefusalResponse {
+    /// From 400 to 599.
+    pub status: Option<u16>,
+    /// Replaces the problem document.
+    pub body: Option<Body>,
+    /// Upper bound in seconds of the random time that is added to Retry-After.
+    pub retry_jitter_s: u64,
+}
+
+/// How a rule appears in responses.
+pub struct RuleResponses {
+    pub rate_limit_style: RateLimitStyle,
+    pub refusal: RefusalResponse,
+}
+
+/// The cost of a request as written in the file. The layers of the rule bound it.
+#[derive(Clone, PartialEq, Debug)]
+pub enum WrittenCost {
+    Fixed(u32),
+    Stated(CostSettings),
+}
+
+pub fn read_rules(
+    item: Option<Item>,
+    rate_limit_style: RateLimitStyle,
+    certs: ClientCerts,
+    default_sharing: DefaultSharing,
+    report: &mut Report,
+) -> Definitions<(Rule, RuleResponses)> {
+    let rules = Definitions::read(item, report, |name, table, report| {
+        // The placeholder for an invalid rule. It has no key and no layers, so it causes no further problems.
+        let mut rule = Rule::new(name, Vec::new(), OnMissing::Skip, Vec::new());
+        let mut responses = RuleResponses { rate_limit_style, refusal: RefusalResponse::default() };
+        if let Some(table) = table {
+            read_rule(&mut rule, &mut responses, table, certs, default_sharing, report);
+        }
+        (rule, responses)
+    });
+    report_equal_layer_names(&rules, report);
+    rules
+}
+
+/// Reads the table of one rule into `rule` and `responses`.
+fn read_rule(
+    rule: &mut Rule,
+    responses: &mut RuleResponses,
+    mut table: Table,
+    certs: ClientCerts,
+    default_sharing: DefaultSharing,
+    report: &mut Report,
+) {
+    let key = KeySettings::read(&mut table, report);
+    let settings = RuleSettings::read(&mut table, report);
+    let exceptions = ExceptionSettings::read(&mut table, report);
+    table.suggest_for("mode", "shared", "did you mean `shared`? In a rule, the setting has this name");
+
+    (rule.key, rule.on_missing) = key.finish(&table, certs, report);
+    exceptions.finish(rule, report);
+    rule.layers.clone_from(&settings.windows);
+    rule.cost = resolve_cost(&settings.cost, &table, rule, report);
+    rule.on_limit = settings.resolve_on_limit(&table, report);
+    rule.count_refused = settings.count_refused;
+    if let Some((mode, outage)) = default_sharing {
+        rule.sharing = settings.shared.unwrap_or(mode);
+        rule.on_outage = settings.on_outage.unwrap_or(outage);
+    }
+    check_sharing(rule.sharing, default_sharing, &table, report);
+    check_layers(rule, &table, report);
+    check_content_type(&table, "the rule", report);
+    table.finish(report);
+
+    responses.rate_limit_style = settings.headers.unwrap_or(responses.rate_limit_style);
+    responses.refusal = RefusalResponse {
+        status: settings.status,
+        body: Body::new(settings.body, settings.content_type),
+        retry_jitter_s: settings.retry_jitter.as_millis().div_ceil(1000) as u64,
+    };
+}
+
+impl RuleSettings {
+    /// What happens at the limit, with the settings of the delay.
+    fn resolve_on_limit(&self, table: &Table, report: &mut Report) -> OnLimit {
+        let item = table.given("on_limit");
+        match (self.on_limit, self.max_delay) {
+            (OnLimit::Delay { .. }, Some(delay)) => {
+                OnLimit::Delay { max_delay_ms: delay.as_millis() as u64, max_waiting: self.max_waiting }
+            }
+            (OnLimit::Delay { .. }, None) => {
+                if let Some(item) = item.filter(|_| table.lacks("max_delay")) {
+                    let message = "`on_limit = \"delay\"` needs `max_delay`, the longest time that a request may wait";
+                    report.missing(item.span, message, "add `max_delay = \"2s\"`");
+                }
+                OnLimit::Refuse
+            }
+            (chosen @ (OnLimit::Refuse | OnLimit::Shadow), _) => {
+                let is_valid = |item: Item| ON_LIMIT.iter().any(|(word, _)| item.value.as_str() == Some(word));
+                let unused = ["max_delay", "max_waiting"].into_iter().filter_map(|key| table.given(key));
+                for item in unused.filter(|_| item.clone().is_none_or(is_valid)) {
+                    let message = format!("`{}` has no effect: the rule does not delay requests", item.key);
+                    report.missing(item.key_span, message, "add `on_limit = \"delay\"`, or remove it");
+                }
+                chosen
+            }
+        }
+    }
+}
+
+/// Reports settings of shared counters that have no effect.
+fn check_sharing(sharing: Sharing, default_sharing: DefaultSharing, table: &Table, report: &mut Report) {
+    let (shared, on_outage) = (table.given("shared"), table.given("on_outage"));
+    if default_sharing.is_none() {
+        // `shared = "off"` is what happens without `[counters.shared]`, so it is not a problem.
+        let shared = shared.filter(|item| item.value.as_str() != Some("off"));
+        for item in shared.into_iter().chain(on_outage) {
+            let message = format!("`{}` has no effect: there is no `[counters.shared]`", item.key);
+            report.missing(item.key_span, message, format!("remove it, or {TABLE_FIX}"));
+        }
+    } else if let (Sharing::Local, Some(item)) = (sharing, on_outage) {
+        let message = "`on_outage` has no effect: the rule has `shared = \"off\"`";
+        report.missing(item.key_span, message, "remove it, or remove `shared = \"off\"`");
+    }
+}
+
+/// Checks the layers against the cost, and against what happens at the limit.
+fn check_layers(rule: &Rule, table: &Table, report: &mut Report) {
+    let Some(item) = table.given("windows") else { return };
+    let excludes_shards = match (&rule.cost, rule.on_limit) {
+        (Cost::Response { .. }, _) => Some("a cost from a response header"),
+        (_, OnLimit::Delay { .. }) => Some("`on_limit = \"delay\"`"),
+        _ => None,
+    };
+    if let (Some(other), true) = (excludes_shards, rule.variants().flatten().any(|limit| limit.shards > 1)) {
+        let message = format!("`shards` cannot be combined with {other}");
+        report.problem(item.span.clone(), message, "remove `shards`");
+    }
+    if layers_are_comparable(rule) {
+        report_unreachable_layers(&item, &rule.layers, report);
+    }
+}
+
+/// Reports two layers with the same name: responses and metrics distinguish layers by name only.
+fn report_equal_layer_names(rules: &Definitions<(Rule, RuleResponses)>, report: &mut Report) {
+    let mut used: Vec<(String, &str)> = Vec::new();
+    for entry in &rules.entries {
+        let rule = &entry.value.0;
+        let layers = rule.variants().flat_map(|layers| (0..layers.len()).map(move |layer| (layers, layer)));
+        let names: BTreeSet<String> = layers.map(|(layers, layer)| rule.layer_name(layers, layer)).collect();
+        if let Some((name, other)) = used.iter().find(|(name, _)| names.contains(name)) {
+            let message = format!(
+                "two layers have the name {} in responses: one of the rule {}, one of the rule {}",
+                quoted(name),
+                quoted(other),
+                quoted(&rule.name)
+            );
+            report.problem(entry.span.clone(), message, "give one of the two rules another name");
+        }
+        used.extend(names.into_iter().map(|name| (name, entry.name.as_str())));
+    }
+}
+
+fn read_cost(item: &Item, report: &mut Report) -> Option<WrittenCost> {
+    match item.value {
+        DeValue::Table(_) => {
+            let table = item.table("the cost", COST_FORMS, report)?;
+            Some(WrittenCost::Stated(CostSettings::read_all(table, report)))
+        }
+        DeValue::String(text) if text.contains(':') || text.starts_with(|c: char| c.is_ascii_alphabetic()) => {
+            let name = parse_field_name(text.trim_start_matches("header:"));
+            let fix = format!("write `cost = {{ request-header = \"{}\" }}`", name.as_deref().unwrap_or("x-cost"));
+            item.wrong_type("a whole number or a table", &fix, report)
+        }
+        _ => Some(WrittenCost::Fixed(u32::try_from(item.integer(0..=COST_MAX, report)?).ok()?)),
+    }
+}
+
+/// The key of the header setting alone decides which of the two forms is meant.
+fn check_cost_table(cost: &mut CostSettings, table: &Table, report: &mut Report) {
+    let (header, key, unused, default) = match (table.given("request-header"), table.given("response-header")) {
+        (Some(header), None) => (header, "default", "reserve", cost.default),
+        (None, Some(header)) => (header, "reserve", "default", cost.reserve),
+        (Some(_), Some(second)) => {
+            let message = "`request-header` and `response-header` are both given";
+            return report.problem(second.key_span, message, "keep one of the two");
+        }
+        (None, None) => {
+            if table.lacks("request-header") && table.lacks("response-header") {
+                let fix = "write `request-header = \"x-cost\"`, or `response-header` if the upstream reports the cost";
+                let message = "the cost has neither `request-header` nor `response-header`";
+                report.problem(table.span.clone(), message, fix);
+            }
+            return;
+        }
+    };
+    if let Some(item) = table.given(unused) {
+        let message = format!("`{unused}` has no effect with `{}`", header.key);
+        report.problem(item.key_span, message, format!("write `{key}`, or remove it"));
+    }
+    if let (Some(item), Some(max)) = (table.given(key), cost.max.filter(|max| default > *max)) {
+        let message = format!("`{key}` is `{default}`, which is more than `max`, `{max}`");
+        report.problem(item.span, message, format!("write at most `{max}`, or raise `max`"));
+    }
+}
+
+/// The cost of a request, for a rule whose layers have been read.
+fn resolve_cost(cost: &WrittenCost, table: &Table, rule: &Rule, report: &mut Report) -> Cost {
+    let capacities = || rule.variants().filter_map(smallest_capacity);
+    // The default of `max` is the largest capacity among plans and overrides: a plan with a small capacity must not
+    // restrict the others.
+    let max = |max: &Option<u32>| max.or(capacities().max()).unwrap_or(u32::MAX);
+    let (cost, key) = match cost {
+        WrittenCost::Fixed(cost) => (Cost::Fixed(*cost), ""),
+        WrittenCost::Stated(cost) => match (&cost.request_header, &cost.response_header) {
+            (Some(header), None) => {
+                let (header, default) = (header.clone(), cost.default);
+                (Cost::Request { header, default, max: max(&cost.max) }, "default")
+            }
+            (None, Some(header)) => {
+                let (header, reserve) = (header.clone(), cost.reserve);
+                (Cost::Response { header, reserve, max: max(&cost.max) }, "reserve")
+            }
+            _ => return Cost::Fixed(1),
+        },
+    };
+    let Some(item) = table.given("cost") else { return cost };
+    let default = item.tables().iter().find_map(|table| table.given(key));
+    report_unaffordable(&default.unwrap_or(item), cost.default_cost(), capacities().min(), report);
+    cost
+}
+
+/// The smallest capacity of the layers: a request of a higher cost is never admitted.
+pub fn smallest_capacity(layers: &[Limit]) -> Option<u32> {
+    layers.iter().map(|limit| limit.capacity).min()
+}
+
+/// Reports a cost above the smallest capacity.
+pub fn report_unaffordable(item: &Item, cost: u32, smallest: Option<u32>, report: &mut Report) {
+    if let Some(smallest) = smallest.filter(|smallest| *smallest < cost) {
+        let message =
+            format!("a request that costs `{cost}` can never be admitted: the smallest limit is `{smallest}`");
+        let fix = format!("write a cost of at most `{smallest}`, or raise the limit");
+        report.problem(item.span.clone(), message, fix);
+    }
+}
