@@ -108,16 +108,12 @@ pub fn read_clients(
     }
     let file = file?;
     let path = PathBuf::from(&file.text);
-    let bytes = match (report.files)(&path) {
-        Ok(bytes) => bytes,
-        Err(error) => {
-            let message = format!("cannot read {}: {error}", quoted(&file.text));
-            return report.reject(file.span, message, format!("name the file, or create it: `{ADD_COMMAND}`"));
-        }
-    };
-    let Ok(text) = String::from_utf8(bytes) else {
-        return report.reject(file.span, format!("{} is not UTF-8 text", quoted(&file.text)), "save it as UTF-8");
-    };
+    let name = quoted(&file.text);
+    let unreadable =
+        |error| (format!("cannot read {name}: {error}"), format!("name the file, or create it: `{ADD_COMMAND}`"));
+    let bytes = report.accept(file.span.clone(), (report.files)(&path).map_err(unreadable))?;
+    let text = String::from_utf8(bytes).ok();
+    let text = text.or_else(|| report.reject(file.span, format!("{name} is not UTF-8 text"), "save it as UTF-8"))?;
     let mut file_report = Report::for_named_file(&text, &path);
     let mut reader = ClientsFileReader {
         plans,

@@ -98,30 +98,24 @@ pub fn parse_field_name(text: &str) -> Option<String> {
 
 /// Reads the name of a header field.
 pub fn read_field_name(word: &SpannedStr, report: &mut Report) -> Option<String> {
-    let name = parse_field_name(word.text);
-    if name.is_none() {
-        report.problem(word.span.clone(), format!("{} is not a header field name", quoted(word.text)), FIELD_NAME_FIX);
-    }
-    name
+    let message = || format!("{} is not a header field name", quoted(word.text));
+    parse_field_name(word.text).or_else(|| report.reject(word.span.clone(), message(), FIELD_NAME_FIX))
 }
 
 /// Reads an address or a network in CIDR notation.
 pub fn read_network(word: &SpannedStr, report: &mut Report) -> Option<Network> {
-    match word.text.parse() {
-        Ok(network) => Some(network),
-        Err(NetworkError::Syntax) => {
-            let message = format!("{} is not a network", quoted(word.text));
-            report.problem(word.span.clone(), message, "write a network such as `\"10.0.0.0/8\"`, or an address");
-            None
+    let explain = |error| match error {
+        NetworkError::Syntax => {
+            let fix = "write a network such as `\"10.0.0.0/8\"`, or an address";
+            (format!("{} is not a network", quoted(word.text)), fix.to_owned())
         }
-        Err(NetworkError::HostBits(network)) => {
+        NetworkError::HostBits(network) => {
             let message = format!("{} has bits set after its first `{}` bits", quoted(word.text), network.prefix);
             let address = word.text.split('/').next().unwrap_or_default();
-            let fix = format!("write `\"{network}\"`, or `\"{address}\"` for the one address");
-            report.problem(word.span.clone(), message, fix);
-            None
+            (message, format!("write `\"{network}\"`, or `\"{address}\"` for the one address"))
         }
-    }
+    };
+    report.accept(word.span.clone(), word.text.parse().map_err(explain))
 }
 
 /// Reads the SHA-256 fingerprint of a certificate: 64 lower-case hex digits, the form in which requests are counted.
@@ -137,12 +131,9 @@ pub fn read_fingerprint(word: &SpannedStr, report: &mut Report) -> Option<String
 
 /// Reads the digest of a secret: `sha256:` and 64 hex digits.
 pub fn read_digest(word: &SpannedStr, report: &mut Report) -> Option<Digest> {
-    let digest = Digest::parse(word.text);
-    if digest.is_none() {
-        let message = "this is not a digest: `sha256:` is followed by 64 hex digits";
-        report.problem(word.span.clone(), message, "copy all of it from `printf %s KEY | sha256sum`");
-    }
-    digest
+    let message = "this is not a digest: `sha256:` is followed by 64 hex digits";
+    let fix = "copy all of it from `printf %s KEY | sha256sum`";
+    Digest::parse(word.text).or_else(|| report.reject(word.span.clone(), message, fix))
 }
 
 /// Removes the line end that editors add to a secret in a text file. Binary secrets stay as they are.

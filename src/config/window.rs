@@ -104,13 +104,10 @@ fn find_conflict(limit: &Limit, other: &Limit) -> Option<(String, String)> {
 
 fn read_layer(item: &Item, report: &mut Report) -> Option<Limit> {
     match item.value {
-        DeValue::String(text) => match Limit::parse(text) {
-            Ok(limit) => Some(limit),
-            Err(error) => {
-                report.problem(item.span.clone(), format!("{} is not a limit", quoted(text)), limit_fix(text, error));
-                None
-            }
-        },
+        DeValue::String(text) => {
+            let explain = |error| (format!("{} is not a limit", quoted(text)), limit_fix(text, error));
+            report.accept(item.span.clone(), Limit::parse(text).map_err(explain))
+        }
         DeValue::Table(_) => read_window_table(item, report),
         DeValue::Integer(_) => {
             let fix = format!("write `\"{}/minute\"`, if minutes are meant", report.source(item.span.clone()));
@@ -270,16 +267,12 @@ impl WindowSettings {
     /// The limit; `None` if a setting is invalid without which the windows are unknown.
     fn resolve(&self, table: &Table, report: &mut Report) -> Option<Limit> {
         let (tokens, period) = (self.limit?, self.period.as_ref()?);
-        let mut limit = match Limit::new(tokens, &period.text) {
-            Ok(limit) => limit,
-            Err(error) => {
-                let fix = match guess_period(&period.text) {
-                    Some(meant) => format!("write `period = \"{meant}\"`"),
-                    None => error.to_string(),
-                };
-                return report.reject(period.span.clone(), format!("{} is not a period", quoted(&period.text)), fix);
-            }
+        let explain = |error: LimitError| {
+            let meant = guess_period(&period.text).map(|meant| format!("write `period = \"{meant}\"`"));
+            (format!("{} is not a period", quoted(&period.text)), meant.unwrap_or_else(|| error.to_string()))
         };
+        let limit = Limit::new(tokens, &period.text).map_err(explain);
+        let mut limit = report.accept(period.span.clone(), limit)?;
         let start = match table.given("start") {
             Some(item) => (self.start?, item.span),
             None => (WindowStart::Epoch, period.span.clone()),
