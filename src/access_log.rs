@@ -1,7 +1,6 @@
 //! The access log: one JSON line per request, written by its own thread.
 //!
-//! Workers send lines over a bounded queue and never wait for the disk: when the queue is full, a line is dropped and
-//! counted. Own queue: that of `tracing-appender` 0.2 ignores write errors, and waits only a second for the last lines.
+//! Workers send lines over a bounded queue and never wait for the disk: when the queue is full, a line is dropped and counted.
 
 use std::fs::OpenOptions;
 use std::io::{self, BufWriter, Write};

@@ -1,7 +1,7 @@
 //! Replaces a file as a whole: readers find the old content or the new one.
 //!
 //! The new content is written to `FILE.new` and renamed once it is on disk. No other edit can begin while `FILE.new`
-//! exists, so that no edit undoes another. `tempfile` is of no use here: its random names do not exclude another edit.
+//! exists, so that no edit undoes another.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};

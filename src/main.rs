@@ -29,6 +29,8 @@ enum Command {
     Run(File),
     /// Check a configuration file and list all problems
     Check(Check),
+    /// Print the JSON schema of the configuration file, for editors
+    Schema,
     /// Replace the running gateway with this version, without a gap
     Upgrade(cli::upgrade::Arguments),
     /// Add, change, remove and list the clients of the clients file
@@ -39,12 +41,8 @@ enum Command {
 struct Check {
     #[command(flatten)]
     file: File,
-    /// Also check the Redis servers that hold shared counters
-    #[arg(long)]
-    connect: bool,
-    /// Treat notes as errors: exit 2 if there are any
-    #[arg(long)]
-    strict: bool,
+    #[command(flatten)]
+    options: cli::check::Options,
 }
 
 #[derive(clap::Args)]
@@ -71,7 +69,8 @@ fn main() -> ExitCode {
     tracing_subscriber::fmt().with_max_level(level).with_writer(writer).with_ansi(false).finish().with(targets).init();
     let exit = match arguments.command.unwrap_or(Command::Run(arguments.file)) {
         Command::Run(file) => cli::run::run(&file.config),
-        Command::Check(check) => cli::check::check(&check.file.config, check.connect, check.strict),
+        Command::Check(check) => cli::check::check(&check.file.config, check.options),
+        Command::Schema => cli::print_schema(),
         Command::Upgrade(arguments) => cli::upgrade::upgrade(&arguments),
         Command::Clients(arguments) => cli::clients::clients(&arguments),
     };

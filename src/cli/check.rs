@@ -1,43 +1,141 @@
 //! `transom check`: prints what a configuration amounts to, or all its problems. `--connect` also checks the Redis
-//! servers; `--strict` treats notes as errors.
+//! servers; `--strict` treats notes as errors; `--json` prints JSON.
 
 use std::fs;
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 
-use super::check_redis::check_redis;
+use serde_json::{Value, json};
+use tokio::runtime::{Builder, LocalOptions};
+
 use super::{Exit, read_config, resolve_path};
 use crate::clock::Clock;
 use crate::config::lint::{self, LintMessage};
+use crate::config::redis::StoreConfig;
 use crate::config::{AccessLog, Config};
 use crate::downstream::tls;
 use crate::file_watch::FileWatch;
+use crate::redis_store::diagnose::{Finding, ServerReport, Severity, diagnose};
 
-pub fn check(path: &Path, reach_out: bool, is_strict: bool) -> Exit {
+/// Options of `transom check`.
+#[derive(Clone, Copy, clap::Args)]
+pub struct Options {
+    /// Also check the Redis servers that hold shared counters
+    #[arg(long)]
+    connect: bool,
+    /// Treat notes as errors: exit 2 if there are any
+    #[arg(long)]
+    strict: bool,
+    /// Print the result as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+pub fn check(path: &Path, options: Options) -> Exit {
     let config = match read_config(path, &mut FileWatch::default()) {
         Ok(config) => config,
-        Err(problems) => {
-            print_err!("{}", problems.trim_end());
+        Err(invalid) => {
+            match options.json {
+                true => print_out!("{:#}", invalid.to_json()),
+                false => print_err!("{}", invalid.to_string().trim_end()),
+            }
             return Exit::BadConfig;
         }
     };
     let certificates = lint::certificate_dates(&config, Clock::system().wall_ms());
     let start_notes = certificates.into_iter().chain(start_failures(path, &config)).map(LintMessage::note);
-    let lines: Vec<LintMessage> = lint::messages(&config).into_iter().chain(start_notes).collect();
-    let refused = lines.iter().filter(|line| is_strict && line.is_note).count();
+    let messages: Vec<LintMessage> = lint::messages(&config).into_iter().chain(start_notes).collect();
+    let refused = messages.iter().filter(|message| options.strict && message.is_note).count();
+    let shared = config.counters.shared.as_ref();
+    // Printed before the servers are asked, because they may take seconds.
+    if !options.json {
+        print_messages(path, &config, &messages, refused);
+    }
+    let servers = match shared.filter(|_| options.connect).map(diagnose_servers).transpose() {
+        Ok(servers) => servers,
+        Err(error) => {
+            print_err!("cannot check the servers: {error}");
+            return Exit::Failed;
+        }
+    };
+    match options.json {
+        true => print_out!("{:#}", to_json(path, &config, &messages, servers.as_deref())),
+        false if options.connect => print_servers(shared, servers.as_deref().unwrap_or_default()),
+        false => {}
+    }
+    if refused > 0 {
+        if !options.json {
+            print_err!("{}: {} with `--strict`", path.display(), counted(refused, "note"));
+        }
+        return Exit::BadConfig;
+    }
+    if servers.is_some_and(|servers| servers.iter().any(has_problem)) { Exit::Failed } else { Exit::Fine }
+}
+
+fn print_messages(path: &Path, config: &Config, messages: &[LintMessage], refused: usize) {
     let fine = if refused == 0 { "fine: " } else { "" };
     let (routes, rules) = (counted(config.routes.len(), "route"), counted(config.rules.len(), "rule"));
     print_out!("{}: {fine}{routes}, {rules}, {}", path.display(), counted(config.upstreams.len(), "upstream"));
-    for line in lines {
-        print_out!("  {line}");
+    for message in messages {
+        print_out!("  {message}");
     }
-    let connected = if reach_out { check_redis(config.counters.shared.as_ref()) } else { Exit::Fine };
-    if refused > 0 {
-        print_err!("{}: {} with `--strict`", path.display(), counted(refused, "note"));
-        return Exit::BadConfig;
+}
+
+/// `servers`: the result of `--connect`.
+fn to_json(path: &Path, config: &Config, messages: &[LintMessage], servers: Option<&[ServerReport]>) -> Value {
+    let message = |message: &LintMessage| {
+        let kind = if message.is_note { "note" } else { "bound" };
+        json!({ "kind": kind, "text": message.text })
+    };
+    let finding = |finding: &Finding| json!({ "severity": severity_word(finding.severity), "text": finding.text, "fix": finding.fix });
+    let server = |server: &ServerReport| json!({ "server": server.subject, "findings": server.findings.iter().map(finding).collect::<Vec<_>>() });
+    let mut result = json!({
+        "file": path.display().to_string(), "valid": true,
+        "routes": config.routes.len(), "rules": config.rules.len(), "upstreams": config.upstreams.len(),
+        "messages": messages.iter().map(message).collect::<Vec<_>>(),
+    });
+    if let Some(servers) = servers {
+        result["servers"] = servers.iter().map(server).collect();
     }
-    connected
+    result
+}
+
+fn diagnose_servers(shared: &StoreConfig) -> io::Result<Vec<ServerReport>> {
+    let clock = Clock::system();
+    let runtime = Builder::new_current_thread().enable_all().build_local(LocalOptions::default())?;
+    Ok(runtime.block_on(diagnose(shared, &|| clock.now().unix_ms)))
+}
+
+fn has_problem(server: &ServerReport) -> bool {
+    server.findings.iter().any(|finding| finding.severity == Severity::Problem)
+}
+
+fn severity_word(severity: Severity) -> &'static str {
+    match severity {
+        Severity::Problem => "problem",
+        Severity::Warning => "warning",
+        Severity::Note => "note",
+    }
+}
+
+fn print_servers(shared: Option<&StoreConfig>, servers: &[ServerReport]) {
+    let Some(shared) = shared else {
+        print_out!("  nothing to connect to: there is no `[counters.shared]`");
+        return;
+    };
+    for ServerReport { subject, findings } in servers {
+        print_out!("{subject}{}", if findings.is_empty() { ": fine" } else { "" });
+        for finding in findings {
+            print_out!("  {}: {}", severity_word(finding.severity), finding.text);
+            if !finding.fix.is_empty() {
+                print_out!("    fix: {}", finding.fix);
+            }
+        }
+    }
+    if !servers.iter().any(has_problem) {
+        print_out!("counters can be shared there, under keys that begin with `{}:`", shared.prefix);
+    }
 }
 
 /// Problems that a start on this machine would have. They are notes: folders and addresses may be created by what

@@ -112,7 +112,8 @@ pub fn clients(arguments: &Arguments) -> Exit {
 }
 
 fn list(path: &Path) -> Result<(), Failure> {
-    let config = read_config(path, &mut FileWatch::default()).map_err(|problems| Failure(Exit::BadConfig, problems))?;
+    let config = read_config(path, &mut FileWatch::default())
+        .map_err(|invalid| Failure(Exit::BadConfig, invalid.to_string()))?;
     let header = ["NAME", "PLAN", "KEYS", "SUBJECTS", "NETWORKS"].map(str::to_owned);
     let row = |client: &Client| {
         let joined = |items: Vec<String>| if items.is_empty() { "-".to_owned() } else { items.join(" ") };
@@ -330,7 +331,7 @@ fn read_current_config(path: &Path) -> Result<Config, Failure> {
         Err(error) if error.kind() == io::ErrorKind::NotFound && file != path => Ok(Vec::new()),
         read => read,
     });
-    read.map_err(|problems| Failure(Exit::BadConfig, problems))
+    read.map_err(|invalid| Failure(Exit::BadConfig, invalid.to_string()))
 }
 
 fn clients_of<'c>(config: &'c Config, path: &Path) -> Result<&'c Clients, Failure> {
@@ -359,9 +360,9 @@ fn edit(path: &Path, clients: &Clients, change: impl FnOnce(&mut ClientsDocument
     let after = document.to_string();
     let checked =
         read_config_with(path, &|other| if other == file { Ok(after.clone().into_bytes()) } else { read_file(other) });
-    checked.map_err(|problems| {
+    checked.map_err(|invalid| {
         let message = "transom: nothing was written; the result would be invalid:";
-        Failure(Exit::BadConfig, format!("{message}\n{problems}"))
+        Failure(Exit::BadConfig, format!("{message}\n{invalid}"))
     })?;
     draft.publish(&after).map_err(|error| Failure::io(&file, &error))?;
     Ok(before.is_none())

@@ -1,4 +1,4 @@
-//! The commands `run`, `check`, `upgrade` and `clients`, and how they read configuration files.
+//! The commands `run`, `check`, `schema`, `upgrade` and `clients`, and how they read configuration files.
 
 /// Prints a line to standard output; write errors are ignored.
 macro_rules! print_out {
@@ -15,7 +15,6 @@ macro_rules! print_err {
 }
 
 pub mod check;
-mod check_redis;
 pub mod clients;
 mod pid_file;
 pub mod run;
@@ -23,12 +22,15 @@ pub mod systemd;
 pub mod upgrade;
 
 use std::cell::RefCell;
+use std::fmt;
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use crate::config::diagnostics::{self, ReadFile};
-use crate::config::{self, Config};
+use serde_json::{Value, json};
+
+use crate::config::diagnostics::{self, Problem, ReadFile};
+use crate::config::{self, Config, schema};
 use crate::file_watch::FileWatch;
 
 /// The result of a command.
@@ -44,9 +46,43 @@ pub enum Exit {
 /// Largest file that a configuration may name.
 const FILE_MAX_BYTES: u64 = 16 * 1024 * 1024;
 
-/// Reads a configuration and the files it names, and watches them. Returns the rendered diagnostics if there are
-/// problems.
-pub fn read_config(path: &Path, watch: &mut FileWatch) -> Result<Config, String> {
+/// A configuration that cannot be used.
+#[derive(Debug)]
+pub struct InvalidConfig {
+    name: String,
+    text: String,
+    problems: Vec<Problem>,
+}
+
+impl InvalidConfig {
+    /// A file that cannot be read as text.
+    fn unreadable(name: String, line: usize, column: usize, message: String, fix: &str) -> InvalidConfig {
+        let problem = Problem { file: None, span: 0..0, line, column, message, fix: fix.to_owned() };
+        InvalidConfig { name, text: String::new(), problems: vec![problem] }
+    }
+
+    /// The problems, as `transom check --json` prints them.
+    fn to_json(&self) -> Value {
+        let problem = |problem: &Problem| {
+            let file =
+                problem.file.as_ref().map(|file| resolve_path(Path::new(&self.name), file).display().to_string());
+            json!({
+                "file": file.as_ref().unwrap_or(&self.name), "line": problem.line, "column": problem.column,
+                "message": problem.message, "fix": problem.fix,
+            })
+        };
+        json!({ "file": self.name, "valid": false, "problems": self.problems.iter().map(problem).collect::<Vec<_>>() })
+    }
+}
+
+impl fmt::Display for InvalidConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&diagnostics::render(&self.problems, &self.name, &self.text))
+    }
+}
+
+/// Reads a configuration and the files it names, and watches them.
+pub fn read_config(path: &Path, watch: &mut FileWatch) -> Result<Config, InvalidConfig> {
     let watch = RefCell::new(watch);
     read_config_with(path, &|path| {
         watch.borrow_mut().watch(path);
@@ -55,18 +91,29 @@ pub fn read_config(path: &Path, watch: &mut FileWatch) -> Result<Config, String>
 }
 
 /// Reads a configuration through `files`.
-fn read_config_with(path: &Path, files: ReadFile) -> Result<Config, String> {
+fn read_config_with(path: &Path, files: ReadFile) -> Result<Config, InvalidConfig> {
     let name = path.display().to_string();
-    let bytes = files(path).map_err(|error| {
-        format!("{name}:1:1: cannot read the file: {error}\n  fix: name a file with `--config FILE`\n")
-    })?;
-    let text = match std::str::from_utf8(&bytes) {
+    let bytes = match files(path) {
+        Ok(bytes) => bytes,
+        Err(error) => {
+            let message = format!("cannot read the file: {error}");
+            return Err(InvalidConfig::unreadable(name, 1, 1, message, "name a file with `--config FILE`"));
+        }
+    };
+    let text = match String::from_utf8(bytes) {
         Ok(text) => text,
-        Err(error) => return Err(not_utf8(&name, &bytes, error.valid_up_to())),
+        Err(error) => {
+            let before = &error.as_bytes()[..error.utf8_error().valid_up_to()];
+            let line = before.iter().filter(|byte| **byte == b'\n').count() + 1;
+            let start = before.iter().rposition(|byte| *byte == b'\n').map_or(0, |newline| newline + 1);
+            let column = String::from_utf8_lossy(&before[start..]).chars().count() + 1;
+            let message = "the file is not UTF-8 text".to_owned();
+            return Err(InvalidConfig::unreadable(name, line, column, message, "save it as UTF-8"));
+        }
     };
     let variables = |name: &str| std::env::var_os(name).map(|value| value.into_encoded_bytes());
-    let config = config::read_with_files_and_variables(text, &|file| files(&resolve_path(path, file)), &variables);
-    config.map_err(|problems| diagnostics::render(&problems, &name, text))
+    let config = config::read_with_files_and_variables(&text, &|file| files(&resolve_path(path, file)), &variables);
+    config.map_err(|problems| InvalidConfig { name, text, problems })
 }
 
 /// Resolves a path in a configuration relative to the configuration file.
@@ -87,10 +134,8 @@ fn read_file(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-fn not_utf8(name: &str, bytes: &[u8], at: usize) -> String {
-    let before = &bytes[..at];
-    let line = before.iter().filter(|byte| **byte == b'\n').count() + 1;
-    let start = before.iter().rposition(|byte| *byte == b'\n').map_or(0, |newline| newline + 1);
-    let column = String::from_utf8_lossy(&before[start..]).chars().count() + 1;
-    format!("{name}:{line}:{column}: the file is not UTF-8 text\n  fix: save it as UTF-8\n")
+/// `transom schema`: prints the JSON schema of the configuration file.
+pub fn print_schema() -> Exit {
+    print_out!("{:#}", schema::schema());
+    Exit::Fine
 }

@@ -76,7 +76,7 @@ fn with_path(path: &Path, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }
 
-/// In the same folder, so that a rename is atomic. Named by the PID, so that a killed process leaves one file at most.
+/// In the same folder, so that a rename is atomic.
 fn temporary_path(path: &Path) -> PathBuf {
     path.with_added_extension(process::id().to_string())
 }

@@ -11,7 +11,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::MissedTickBehavior;
 
 use super::pid_file::PidFile;
-use super::{Exit, read_config, resolve_path, systemd};
+use super::{Exit, InvalidConfig, read_config, resolve_path, systemd};
 use crate::cli::upgrade::child::Program;
 use crate::cli::upgrade::protocol::{Handover, SuccessorChannel};
 use crate::cli::upgrade::state;
@@ -28,8 +28,8 @@ const WATCH_PERIOD: Duration = Duration::from_secs(1);
 pub fn run(path: &Path) -> Exit {
     match serve(path) {
         Ok(()) => Exit::Fine,
-        Err(Failure::Config(problems)) => {
-            print_err!("{}", problems.trim_end());
+        Err(Failure::Config(invalid)) => {
+            print_err!("{}", invalid.to_string().trim_end());
             Exit::BadConfig
         }
         Err(Failure::Start(error)) => {
@@ -41,8 +41,7 @@ pub fn run(path: &Path) -> Exit {
 
 /// Why the gateway cannot serve.
 enum Failure {
-    /// Rendered diagnostics.
-    Config(String),
+    Config(InvalidConfig),
     Start(Box<dyn Error>),
 }
 
@@ -238,8 +237,8 @@ impl Supervisor<'_> {
                     meter.refused();
                 }
             },
-            Err(problems) => {
-                tracing::error!("reload failed, the running configuration is kept:\n{problems}");
+            Err(invalid) => {
+                tracing::error!("reload failed, the running configuration is kept:\n{invalid}");
                 meter.refused();
             }
         }

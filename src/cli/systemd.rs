@@ -37,7 +37,7 @@ pub fn sockets() -> io::Result<InheritedSockets> {
     InheritedSockets::from_service_manager(listeners)
 }
 
-/// Notifies the service manager of a state. Own code: `sd-notify` 0.5 may block, and knows no abstract sockets.
+/// Notifies the service manager of a state.
 pub fn notify(state: &str) {
     let Some(path) = env::var_os("NOTIFY_SOCKET") else { return };
     let address = match path.as_bytes() {

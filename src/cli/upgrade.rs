@@ -54,8 +54,8 @@ pub fn upgrade(arguments: &Arguments) -> Exit {
     // The new process will read the file with this version.
     let config = match read_config(&arguments.config, &mut FileWatch::default()) {
         Ok(config) => config,
-        Err(problems) => {
-            print_err!("{}", problems.trim_end());
+        Err(invalid) => {
+            print_err!("{}", invalid.to_string().trim_end());
             return Exit::BadConfig;
         }
     };

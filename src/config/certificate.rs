@@ -13,10 +13,7 @@ use rustls::{Error, InconsistentKeys, RootCertStore, SignatureAlgorithm};
 use rustls_pki_types::pem::{PemObject, SectionKind};
 use rustls_pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer};
 use webpki::{EndEntityCert, OwnedCertRevocationList};
-use x509_cert::Certificate as X509Certificate;
-use x509_cert::crl::CertificateList;
-use x509_cert::der::Decode;
-use x509_cert::time::Time;
+use x509_parser::prelude::{CertificateRevocationList as ParsedList, FromDer, X509Certificate};
 
 use super::diagnostics::{Report, Span, quoted};
 use super::settings::{Required, Text};
@@ -135,9 +132,8 @@ fn parse_chain(text: &[u8]) -> Result<Chain, Unusable> {
     let leaf = chain.first().ok_or(NO_CERTIFICATE)?;
     let end_entity = EndEntityCert::try_from(leaf).map_err(|_error| INVALID_CERTIFICATE)?;
     let dns_names = end_entity.valid_dns_names().map(str::to_ascii_lowercase).collect();
-    let parsed = X509Certificate::from_der(leaf).map_err(|_error| INVALID_CERTIFICATE)?;
-    let validity = parsed.tbs_certificate().validity();
-    let validity = (unix_s(validity.not_before), unix_s(validity.not_after));
+    let (_, parsed) = X509Certificate::from_der(leaf).map_err(|_error| INVALID_CERTIFICATE)?;
+    let validity = (parsed.validity().not_before.timestamp(), parsed.validity().not_after.timestamp());
     Ok((chain, dns_names, validity))
 }
 
@@ -204,8 +200,8 @@ impl RevocationList {
         for der in CertificateRevocationListDer::pem_slice_iter(text) {
             let der = der.map_err(|_error| INVALID_PEM)?;
             OwnedCertRevocationList::from_der(&der).map_err(|_error| INVALID_LIST)?;
-            let parsed = <CertificateList>::from_der(&der).map_err(|_error| INVALID_LIST)?;
-            let next_update_s = parsed.tbs_cert_list.next_update.map(unix_s).ok_or(INVALID_LIST)?;
+            let (_, parsed) = ParsedList::from_der(&der).map_err(|_error| INVALID_LIST)?;
+            let next_update_s = parsed.next_update().ok_or(INVALID_LIST)?.timestamp();
             lists.push(RevocationList { file: file.to_owned(), der, next_update_s });
         }
         if lists.is_empty() { Err(NO_LIST) } else { Ok(lists) }
@@ -216,10 +212,6 @@ impl fmt::Debug for RevocationList {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RevocationList").field("file", &self.file).finish_non_exhaustive()
     }
-}
-
-fn unix_s(time: Time) -> i64 {
-    i64::try_from(time.to_unix_duration().as_secs()).unwrap_or(i64::MAX)
 }
 
 #[cfg(test)]

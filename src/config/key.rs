@@ -48,7 +48,7 @@ settings! {
         /// What to do if a part of the key is absent or empty; required if a part may be absent. `"refuse"`: 400. `"skip"`:
         /// the rule does not apply. A key that is always present, such as `"ip"`: count by this key instead.
         on_missing_key: Option<OnMissing> = Custom::or_empty(
-            Shape::AnyOf(vec![Shape::Words(vec!["refuse", "skip"]), Shape::Text("a key")]),
+            Shape::AnyOf(vec![Shape::Words(vec!["refuse", "skip"]), Shape::one_or_list("a key")]),
             |item, report| read_on_missing(item, report).map(Some),
         );
         /// IPv4 addresses with this many equal leading bits are one client.

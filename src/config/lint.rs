@@ -25,7 +25,7 @@ const EXPIRY_NOTICE_DAYS: i64 = 14;
 /// One sentence about a configuration.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct LintMessage {
-    text: String,
+    pub text: String,
     /// The setting is probably a mistake. With `--strict`, notes are errors.
     pub is_note: bool,
 }

@@ -10,7 +10,9 @@ use rustls_pki_types::CertificateDer;
 use super::certificate::{self, Certificate, CertificateFiles, RevocationList};
 use super::diagnostics::{Parsed, Report, quoted};
 use super::host::read_hosts;
-use super::settings::{Choice, Custom, Integer, Kind, Optional, Required, Section, Shape, Tables, Word, Words};
+use super::settings::{
+    Choice, Custom, Integer, Kind, Optional, Required, Restart, Section, Shape, Tables, Word, Words,
+};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use super::values::read_network;
 use transom_limiter::ip_prefix::Network;
@@ -25,12 +27,12 @@ settings! {
     pub struct Listen checked by check_listen {
         /// Addresses for HTTP without TLS. The default applies unless `[listen.https]` is set. Port 0 chooses a free port.
         /// Addresses of one port must not overlap, as `0.0.0.0:80` and `127.0.0.1:80` do.
-        http: Vec<SocketAddr> = Custom {
+        http: Vec<SocketAddr> = Restart(Custom {
             default: vec![DEFAULT],
             default_text: Some(EXAMPLE),
             shape: Shape::one_or_list(ADDRESS),
             read: |item, report| addresses(EXAMPLE, ", or remove `http`: this is the default").read(item, report),
-        };
+        });
         /// Addresses for TLS, see [`[listen.https]`](#listenhttps).
         https: Vec<Https> = Custom::or_empty(
             Shape::OneOrList(Box::new(Shape::Table([CertificateFiles::settings(), Https::settings()].concat()))),
@@ -38,7 +40,7 @@ settings! {
         );
         /// Address of `/metrics`, `/upstreams`, `/healthz`, `/readyz` and the [decision
         /// API](../guides/decision-api.md).
-        admin: Option<SocketAddr> = Word { shape: ADDRESS, example: "\"127.0.0.1:9900\"", read: read_address };
+        admin: Option<SocketAddr> = Restart(Word { shape: ADDRESS, example: "\"127.0.0.1:9900\"", read: read_address });
         /// Balancers whose connections must begin with a PROXY header (version 1 or 2), see [Trusted
         /// proxies](#trusted-proxies).
         proxy_protocol: Vec<Network> = Words {
@@ -96,7 +98,7 @@ settings! {
     pub struct Https checked by check_https {
         /// Addresses for TLS; HTTP/2 and HTTP/1.1 by ALPN.
         address: Vec<SocketAddr> =
-            Required(addresses("\"0.0.0.0:443\"", ""), "write `address = \"0.0.0.0:443\"`");
+            Restart(Required(addresses("\"0.0.0.0:443\"", ""), "write `address = \"0.0.0.0:443\"`"));
         /// Further certificates, each with `certificate` and `private_key`. They are chosen by the client's server name
         /// (SNI) among the DNS names in subjectAltName: exact names first, then `*.` in place of one label. An RSA and an
         /// ECDSA certificate may have the same name: the first one that the client's algorithms permit is used.

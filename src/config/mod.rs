@@ -34,6 +34,7 @@ pub mod response_body;
 pub mod route;
 pub mod route_actions;
 pub mod rule;
+pub mod schema;
 pub mod template;
 pub mod toml_reader;
 pub mod upstream;
@@ -48,7 +49,7 @@ use listen::{Admin, Listen};
 use path::{ForwardPath, PathReading};
 use route::Route;
 use rule::{RATE_LIMIT_STYLES, RateLimitStyle, RefusalResponse};
-use settings::{Choice, Integer, Optional, Required, Word};
+use settings::{Choice, Integer, Optional, Required, Restart, Word};
 use toml_reader::SpannedStr;
 use upstream::Upstream;
 
@@ -82,7 +83,7 @@ settings! {
     /// Settings without a section.
     pub struct General {
         /// Number of workers (event loops). Without it: one per core that the process may use.
-        workers: Option<usize> = Optional(Integer(4, 1..=1024));
+        workers: Option<usize> = Restart(Optional(Integer(4, 1..=1024)));
         /// File with the id of the serving process. It is replaced atomically once the gateway serves, and removed at exit.
         /// `transom upgrade` reads it.
         pid_file: Option<PathBuf> =

@@ -29,7 +29,7 @@ settings! {
     pub struct ExceptionSettings {
         /// Windows of clients on this plan: `[rules.NAME.plans.PLAN]`, see [below](#plans-overrides-exemptions). Rules can
         /// have plans of the same name; a rule without a client's plan uses its default windows.
-        plans: Vec<Plan> = Custom::or_empty(Shape::TableOf(PlanSettings::settings()), read_plans);
+        plans: Vec<Plan> = Custom::or_empty(Shape::map_of(Shape::Table(PlanSettings::settings())), read_plans);
         /// Windows of single keys: tables with `key` and `windows`.
         overrides: Vec<OverrideSettings> = Tables::<OverrideSettings>::or("the override", OVERRIDE_FIX);
         /// Requests that the rule does not count, by network (`"10.0.0.0/8"`, an address, `{ network = "10.0.0.0/8" }`) or

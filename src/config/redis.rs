@@ -14,7 +14,7 @@ use super::certificate::PEM_FILE;
 use super::client_tls::{ClientTls, ClientTlsSettings, SystemRoots, check_pair};
 use super::diagnostics::{Parsed, Report, Span, quoted};
 use super::host::{parse_authority, parse_socket_path};
-use super::settings::{Choice, Custom, Integer, Optional, Required, Section, Shape, Text, Time, Word};
+use super::settings::{Choice, Custom, Integer, Optional, Required, Restart, Section, Shape, Text, Time, Word};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use super::values::strip_line_end;
 use transom_limiter::key::KeyPart;
@@ -48,44 +48,44 @@ settings! {
         /// `"unix:///PATH"` for a Unix socket; in schemes, `valkey` may stand for `redis`. A list names nodes of a Redis Cluster. User,
         /// password and database in the URL are for a single server only. Percent-encode all characters of a password but
         /// letters and digits.
-        redis: Servers = Required(Custom::or_empty(Shape::one_or_list("URL"), read_servers), REDIS_FIX);
+        redis: Servers = Restart(Required(Custom::or_empty(Shape::one_or_list("URL"), read_servers), REDIS_FIX));
         /// Name of the master in Sentinel (`sentinel monitor NAME …`). `redis` then lists the sentinels.
-        sentinel_master: Option<String> = Word { shape: "text", example: "\"mymaster\"", read: read_master };
+        sentinel_master: Option<String> = Restart(Word { shape: "text", example: "\"mymaster\"", read: read_master });
         /// User of the gateway. Without it: the default user.
-        username: Option<String> = Word { shape: "text", example: "\"transom\"", read: read_username };
+        username: Option<String> = Restart(Word { shape: "text", example: "\"transom\"", read: read_username });
         /// File with the password, without a trailing line end. There may be only one password: in the URL, in a file, or
         /// in the environment.
-        password_file: Option<SpannedString> = FILE;
+        password_file: Option<SpannedString> = Restart(FILE);
         /// Environment variable with the password.
-        password_env: Option<SpannedString> = VARIABLE;
+        password_env: Option<SpannedString> = Restart(VARIABLE);
         /// Database number. Without it: that of the URL, or 0. A cluster has only 0.
-        database: Option<i64> = Optional(Integer(0, 0..=DATABASE_MAX));
+        database: Option<i64> = Restart(Optional(Integer(0, 0..=DATABASE_MAX)));
         /// Prefix of all keys. Gateways with the same prefix count together.
-        prefix: String = Custom {
+        prefix: String = Restart(Custom {
             default: "transom".to_owned(),
             default_text: Some("\"transom\""),
             shape: Shape::Text("up to 64 letters, digits and `.~_:-`"),
             read: read_prefix,
-        };
+        });
         /// How rules count that have no `shared`.
         mode: Sharing = Choice(Sharing::Lease, &MODES);
         /// What rules do during an outage, where they have no `on_outage`. `"local"`: each gateway counts alone. `"allow"`:
         /// requests pass uncounted. `"refuse"`: 503.
         on_outage: OnOutage = Choice(OnOutage::Local, &OUTAGES);
         /// How long one request waits for the store, in total.
-        timeout: Duration = Time(Duration::from_millis(50), 1..=10_000);
+        timeout: Duration = Restart(Time(Duration::from_millis(50), 1..=10_000));
         /// File with the key of the digests that replace cookies, API keys and other secrets in counter names: at least 16
         /// bytes, the same on all gateways. Without it, the key is derived from `prefix`, and anyone who can read Redis can
         /// find short secrets by trying.
-        digest_key_file: Option<SpannedString> = FILE;
+        digest_key_file: Option<SpannedString> = Restart(FILE);
         /// Environment variable with this key, instead of the file.
-        digest_key_env: Option<SpannedString> = VARIABLE;
+        digest_key_env: Option<SpannedString> = Restart(VARIABLE);
         /// With `rediss://`: authorities of the servers. Without it: the system's authorities.
-        ca: Option<SpannedString> = PEM_FILE;
+        ca: Option<SpannedString> = Restart(PEM_FILE);
         /// With `rediss://`: client certificate of the gateway, with its chain.
-        certificate: Option<SpannedString> = PEM_FILE;
+        certificate: Option<SpannedString> = Restart(PEM_FILE);
         /// Its private key.
-        private_key: Option<SpannedString> = PEM_FILE;
+        private_key: Option<SpannedString> = Restart(PEM_FILE);
     }
 }
 

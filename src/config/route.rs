@@ -66,7 +66,13 @@ settings! {
         /// fields, `Forwarded` and `X-Forwarded-For`, `-Proto`, `-Host` are not allowed, because the gateway removes or
         /// replaces them: use `host` and `scheme`.
         headers: Vec<(String, Option<String>)> =
-            Custom::or_empty(Shape::Text("table of field = value or `true`"), read_headers);
+            Custom::or_empty(
+            Shape::described(
+                "table of field = value or `true`",
+                Shape::map_of(Shape::AnyOf(vec![Shape::Text("value"), Shape::Boolean])),
+            ),
+            read_headers,
+        );
         /// Scheme of the client's request, or the scheme that a trusted proxy reports. Without it: both. A scheme that no
         /// listener and no trusted proxy can produce is an error.
         scheme: Option<bool> = Optional(Choice(false, &[("http", false), ("https", true)]));

@@ -80,7 +80,7 @@ settings! {
 }
 
 fn field_texts() -> Custom<Vec<(String, SpannedString)>> {
-    Custom::or_empty(Shape::Text("table of field = text"), |item, report| {
+    Custom::or_empty(Shape::described("table of field = text", Shape::map_of(Shape::Text("text"))), |item, report| {
         let fix = format!("write `{} = {{ x-name = \"value\" }}`", item.key);
         let table = item.table(format!("`{}`", item.key), &fix, report)?;
         let read = |entry: &Item| {
@@ -101,7 +101,7 @@ settings! {
         status: u16 = Custom {
             default: 308,
             default_text: Some("308"),
-            shape: Shape::Text("301, 302, 303, 307, 308"),
+            shape: Shape::described("301, 302, 303, 307, 308", Shape::Integer(301..=308)),
             read: |item, report| {
                 let status = item.integer(100..=599, report)?;
                 if ![301, 302, 303, 307, 308].contains(&status) {

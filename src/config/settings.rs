@@ -20,7 +20,7 @@ pub const MIB: u64 = 1024 * KIB;
 pub const GIB: u64 = 1024 * MIB;
 
 /// Units of a size, and their bytes.
-const SIZE_UNITS: [(&str, u64); 8] = [
+pub const SIZE_UNITS: [(&str, u64); 8] = [
     ("KiB", KIB),
     ("MiB", MIB),
     ("GiB", GIB),
@@ -53,6 +53,11 @@ pub trait Kind {
     fn required_fix(&self) -> Option<&'static str> {
         None
     }
+
+    /// Whether a reload does not apply a change.
+    fn needs_restart(&self) -> bool {
+        false
+    }
 }
 
 /// What the file may contain for a setting.
@@ -73,9 +78,11 @@ pub enum Shape {
     OneOrList(Box<Shape>),
     /// A table with these keys.
     Table(Vec<Setting>),
-    /// A table of such tables, by names that the operator chooses.
-    TableOf(Vec<Setting>),
+    /// A table whose keys the operator chooses.
+    Map(Box<Shape>),
     AnyOf(Vec<Shape>),
+    /// A shape that the reference describes in other words.
+    Described(&'static str, Box<Shape>),
 }
 
 /// One setting of a table.
@@ -87,6 +94,7 @@ pub struct Setting {
     /// The default as TOML.
     pub default: Option<String>,
     pub is_required: bool,
+    pub needs_restart: bool,
     pub shape: Shape,
 }
 
@@ -98,7 +106,22 @@ impl Setting {
             description: description.trim().to_owned(),
             default: kind.default_text(),
             is_required: kind.required_fix().is_some(),
+            needs_restart: kind.needs_restart(),
             shape: kind.shape(),
+        }
+    }
+}
+
+impl Setting {
+    /// A section: a table, or a list of tables.
+    pub fn section(key: &'static str, description: &str, shape: Shape) -> Setting {
+        Setting {
+            key,
+            description: description.to_owned(),
+            default: None,
+            is_required: false,
+            needs_restart: false,
+            shape,
         }
     }
 }
@@ -471,6 +494,37 @@ impl<K: Kind> Kind for Required<K> {
     }
 }
 
+/// A setting of which a reload does not apply a change.
+pub struct Restart<K>(pub K);
+
+impl<K: Kind> Kind for Restart<K> {
+    type Value = K::Value;
+
+    fn read(&self, item: &Item, report: &mut Report) -> Option<K::Value> {
+        self.0.read(item, report)
+    }
+
+    fn default(&self) -> K::Value {
+        self.0.default()
+    }
+
+    fn default_text(&self) -> Option<String> {
+        self.0.default_text()
+    }
+
+    fn shape(&self) -> Shape {
+        self.0.shape()
+    }
+
+    fn required_fix(&self) -> Option<&'static str> {
+        self.0.required_fix()
+    }
+
+    fn needs_restart(&self) -> bool {
+        true
+    }
+}
+
 /// A setting with a reader of its own.
 pub struct Custom<T> {
     pub default: T,
@@ -729,6 +783,16 @@ impl Shape {
         Shape::List(Box::new(Shape::AnyOf(shapes)))
     }
 
+    /// A table whose keys the operator chooses.
+    pub fn map_of(shape: Shape) -> Shape {
+        Shape::Map(Box::new(shape))
+    }
+
+    /// A shape that the reference describes in these words.
+    pub fn described(text: &'static str, shape: Shape) -> Shape {
+        Shape::Described(text, Box::new(shape))
+    }
+
     /// The type and the bounds, as the configuration reference prints them.
     pub fn reference_text(&self) -> String {
         match self {
@@ -744,8 +808,9 @@ impl Shape {
             Shape::List(of) if matches!(**of, Shape::Table(_)) => "list of tables".to_owned(),
             Shape::List(of) => format!("list of {}", of.reference_text()),
             Shape::OneOrList(of) => format!("{} or list", of.reference_text()),
-            Shape::Table(_) => "table".to_owned(),
-            Shape::TableOf(_) => "tables by name".to_owned(),
+            Shape::Map(of) if matches!(**of, Shape::Table(_)) => "tables by name".to_owned(),
+            Shape::Table(_) | Shape::Map(_) => "table".to_owned(),
+            Shape::Described(text, _) => (*text).to_owned(),
             Shape::AnyOf(shapes) => shapes.iter().map(Shape::reference_text).collect::<Vec<_>>().join(", "),
         }
     }
@@ -772,10 +837,11 @@ fn size_text(bytes: u64) -> String {
 /// The rows of the settings in the configuration reference, which is Markdown.
 pub fn reference_rows(settings: &[Setting]) -> Vec<String> {
     let row = |setting: &Setting| {
-        let Setting { key, description, shape, default, is_required } = setting;
+        let Setting { key, description, shape, default, is_required, needs_restart } = setting;
         let absent = if *is_required { "required" } else { "none" };
         let default = default.as_ref().map_or_else(|| absent.to_owned(), |default| format!("`{default}`"));
-        format!("| `{key}` | {} | {default} | {description} |", shape.reference_text())
+        let restart = if *needs_restart { " A change needs a restart." } else { "" };
+        format!("| `{key}` | {} | {default} | {description}{restart} |", shape.reference_text())
     };
     settings.iter().map(row).collect()
 }

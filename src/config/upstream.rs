@@ -106,7 +106,10 @@ settings! {
         /// `"http://HOST[:PORT]"`, `"https://HOST[:PORT]"`, `"unix:/PATH/OF/SOCKET"`. `weight` (default 1): share of the
         /// requests, relative to the other servers. Required, unless `builtin` is set.
         servers: Option<Vec<Server>> = Optional(Custom::or_empty(
-            Shape::one_or_list("URL, `{ url = URL, weight = 1 to 1000 }`,"),
+            Shape::OneOrList(Box::new(Shape::described(
+                "URL, `{ url = URL, weight = 1 to 1000 }`,",
+                Shape::AnyOf(vec![Shape::Text("URL"), Shape::Table(WeightedServer::settings())]),
+            ))),
             read_servers,
         ));
         /// `"echo"`: an upstream without servers, which responds with the request that it received.
@@ -274,7 +277,7 @@ settings! {
         balance: LoadBalancing = Custom {
             default: LoadBalancing::LeastRequests,
             default_text: Some("\"least-requests\""),
-            shape: Shape::AnyOf(vec![Shape::Words(vec!["least-requests", "round-robin"]), Shape::Text("`{ hash = … }`")]),
+            shape: Shape::AnyOf(vec![Shape::Words(vec!["least-requests", "round-robin"]), Shape::described("`{ hash = … }`", Shape::map_of(Shape::one_or_list("part of a key")))]),
             read: read_balance,
         };
         /// [Active health checks](#health-checks).
@@ -378,7 +381,10 @@ settings! {
         status: Vec<RangeInclusive<u16>> = Custom {
             default: vec![200..=299],
             default_text: Some("\"200-299\""),
-            shape: Shape::Text("status code, range such as `\"200-299\"`, or list"),
+            shape: Shape::described("status code, range such as `\"200-299\"`, or list", Shape::OneOrList(Box::new(Shape::AnyOf(vec![
+                    Shape::Integer(100..=599),
+                    Shape::Text("range"),
+                ])))),
             read: |item, report| Some(read_status_ranges(item, report)),
         };
         /// Failed checks in a row that make a server unhealthy.
@@ -476,7 +482,7 @@ settings! {
         on: RetryCauses = Custom {
             default: RetryCauses { connect_failure: true, reset: true, timeout: true, statuses: Vec::new() },
             default_text: Some("[\"connect-failure\", \"reset\", \"timeout\"]"),
-            shape: Shape::List(Box::new(Shape::AnyOf(vec![
+            shape: Shape::OneOrList(Box::new(Shape::AnyOf(vec![
                 Shape::Words(CAUSES.to_vec()),
                 Shape::Integer(400..=599),
                 Shape::Text("a status code in quotes"),

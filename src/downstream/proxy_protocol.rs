@@ -1,9 +1,6 @@
 //! The PROXY protocol, versions 1 and 2: the header by which a load balancer names the client of a connection (HAProxy's
 //! specification, proxy-protocol.txt, sections 2.1 and 2.2).
 //!
-//! Own code: `ppp` 2.3 rejects a version 1 line that has arrived up to the last port, and `proxy-header` 0.1 waits for
-//! more bytes after a version 2 header that is too short for its addresses.
-//!
 //! The header precedes everything else, TLS included. The caller must make sure that the peer is a trusted proxy. This
 //! parser reads no socket.
 

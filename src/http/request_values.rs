@@ -126,7 +126,7 @@ pub fn bearer_token(headers: &HeaderMap) -> Result<Option<&[u8]>, DuplicateAutho
     Ok(scheme.eq_ignore_ascii_case(b"bearer").then_some(rest.trim_ascii_start()))
 }
 
-/// Iterates over bytes with `%XX` and `+` decoded. Own code: `percent-encoding` passes invalid escapes unchanged.
+/// Iterates over bytes with `%XX` and `+` decoded.
 #[derive(Clone)]
 struct PercentDecoder<'a> {
     rest: &'a [u8],

@@ -1,8 +1,7 @@
 //! The verification of a signed JSON Web Token: its compact form (RFC 7515), the signature, and the claims (RFC 7519).
 //!
 //! The header of a token is not trusted: its algorithm and key id only select among the configured keys, each of which
-//! has one algorithm. The payload is parsed after the signature is verified. Own code: `jsonwebtoken` 11.1 accepts
-//! `crit`, reads the clock itself, and notices only with the first token that a point of a key is not on the curve.
+//! has one algorithm. The payload is parsed after the signature is verified.
 
 use std::fmt;
 

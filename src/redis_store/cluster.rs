@@ -1,8 +1,11 @@
 //! The slot map of a Redis Cluster, and the connections to its masters.
 //!
-//! The cluster client of redis-rs is not used: it sends a command again after the connection broke, which would count
-//! twice. Here the map comes from `CLUSTER SLOTS`, is corrected by `MOVED`, and is fetched again after an unexpected
-//! reply. Only masters are used.
+//! The map comes from `CLUSTER SLOTS`, is corrected by `MOVED`, and is fetched again after an unexpected reply. Only
+//! masters are used.
+//!
+//! The cluster client of redis-rs (1.8) is not used: it sends a command again after the connection broke, which would
+//! count twice. With `retries(0)` it does not, but follows neither `MOVED` nor `ASK`. It also hides the owner of a slot, by
+//! which calls are grouped and circuit breakers kept, and reconnects, after which a server may have lost counts.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;

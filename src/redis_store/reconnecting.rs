@@ -1,6 +1,8 @@
 //! The connection to one server, opened when needed and reopened after it breaks.
 //!
-//! One task opens it for all callers that wait; callers may be dropped meanwhile.
+//! One task opens it for all callers that wait; callers may be dropped meanwhile. redis-rs's `ConnectionManager` hides
+//! that it reconnected. Here every call can compare the number of connections opened first: a server behind a new
+//! connection may have lost counts.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;

@@ -73,6 +73,7 @@ mod repeated_refusals;
 mod request_validation;
 mod retries;
 mod routing;
+mod schema;
 mod shared_cluster;
 mod shared_counters;
 mod shared_edge_cases;

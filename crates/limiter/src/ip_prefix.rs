@@ -51,8 +51,6 @@ impl Network {
     }
 }
 
-/// Own code: `ipnet` 2 accepts bits after the prefix, and keeps IPv4 addresses that are written as IPv6. Both checks
-/// would remain, and so would half of these lines.
 impl FromStr for Network {
     type Err = NetworkError;
 

@@ -4,8 +4,6 @@
 //! decodes thousands of fields before they can be rejected. A block that is valid and within the limits passes unchanged. Any
 //! other block is replaced by a short one that changes the dynamic table in the same way.
 //!
-//! Own code: decoders such as `hpack` do not say where in a block a field is, which the replacement needs.
-//!
 //! The copy of the dynamic table has only lengths and kinds of fields. This file knows no frames.
 
 use std::collections::VecDeque;

@@ -1,5 +1,4 @@
 //! Decoder for Huffman-coded strings in HPACK (RFC 7541, section 5.2 and appendix B). Used by `hpack`.
-//! Own code: `httlib-huffman` 0.3 accepts padding of zeros, and takes 116 ns for `www.example.com` instead of 28 ns.
 
 /// The end-of-string symbol, which must not occur in a string.
 const EOS: u16 = 256;
