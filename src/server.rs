@@ -23,7 +23,7 @@ use crate::clock::Clock;
 use crate::config::{AccessLog, Config, lint};
 use crate::decision::DecisionService;
 use crate::downstream::connection_limit::{ConnectionLimit, raise_descriptor_limit};
-use crate::downstream::listener::{InheritedSockets, Listeners, WorkerListener};
+use crate::downstream::listener::{InheritedSockets, Listeners, WorkerListener, set_backlog};
 use crate::downstream::listener_context::{Listener, ListenerConfig, ListenerContext};
 use crate::metrics::Registry;
 use crate::metrics::events::{AccessLogMetrics, ExpiryGauges, ListenerMetrics, SnapshotMetrics};
@@ -288,6 +288,11 @@ impl Gateway {
             None => self.access_sink = None,
             log if *log == self.config.access_log => {}
             Some(log) => self.open_access_log(log).map_err(ReloadError::AccessLog)?,
+        }
+        for (address, socket) in &self.sockets {
+            if let Err(error) = set_backlog(socket, config.listen.backlog) {
+                tracing::error!(%address, %error, "the backlog cannot be changed");
+            }
         }
         self.listener_config = listener_config;
         // Metrics that the previous reload removed may be unused by now.

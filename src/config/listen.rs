@@ -49,6 +49,9 @@ settings! {
             or: ", or remove it: no PROXY header is then accepted",
             read: read_network,
         };
+        /// Connections that may wait in the kernel to be accepted, on each socket. A worker has one per address. The kernel
+        /// reduces it to `net.core.somaxconn`.
+        backlog: i32 = Integer(4096, 1..=65_535);
         /// Client connections on all addresses together. Without it: half of the process's file descriptors minus 128, at
         /// most 65536. A further connection is closed at once; without TLS it first gets a 503. The default reserves one
         /// file descriptor per client for its upstream connection, and 128 for files and listeners.

@@ -15,8 +15,6 @@ use super::connection_setup::{refuse, serve_connection};
 use super::listener_context::Listener;
 use crate::config::listen::Listen;
 
-/// Connections that may wait in the kernel to be accepted, per socket.
-const BACKLOG: i32 = 4096;
 /// Bytes that wait unsent in the kernel for one client, beside those in flight. Without it a client that reads slowly
 /// occupies megabytes of the memory that all connections of the machine share.
 const UNSENT_MAX_BYTES: u32 = 128 * 1024;
@@ -114,6 +112,9 @@ impl Listeners {
                 listeners.https.push(bound);
             }
         }
+        for (address, socket) in &listeners.sockets {
+            set_backlog(socket, listen.backlog).map_err(|source| (*address, source))?;
+        }
         Ok(listeners)
     }
 
@@ -179,6 +180,11 @@ fn bind_all(address: SocketAddr, count: usize) -> io::Result<(SocketAddr, Vec<St
     Ok((address, listeners))
 }
 
+/// Sets how many connections may wait in the kernel. The first call makes the socket listen.
+pub fn set_backlog(socket: &StdListener, backlog: i32) -> io::Result<()> {
+    SockRef::from(socket).listen(backlog)
+}
+
 fn bind(address: SocketAddr) -> io::Result<StdListener> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
     socket.set_reuse_address(true)?;
@@ -189,7 +195,6 @@ fn bind(address: SocketAddr) -> io::Result<StdListener> {
     socket.bind(&address.into())?;
     // Accepted connections inherit this option.
     socket.set_tcp_notsent_lowat(UNSENT_MAX_BYTES)?;
-    socket.listen(BACKLOG)?;
     socket.set_nonblocking(true)?;
     Ok(socket.into())
 }

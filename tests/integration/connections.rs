@@ -5,6 +5,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use crate::support::client::Client;
+use crate::support::external_servers::program;
 use crate::support::gateway::Gateway;
 use crate::support::process::{BINARY, Process};
 use crate::support::upstream::Upstream;
@@ -38,6 +39,23 @@ fn open(address: std::net::SocketAddr, header: &str) -> Option<Client> {
             Some(client)
         }
     }
+}
+
+#[test]
+fn the_backlog_is_configurable_and_reloaded() {
+    // The kernel reduces larger values to `net.core.somaxconn`.
+    let mut gateway = Gateway::start(&toml("backlog = 7"));
+    let port = gateway.http.port().to_string();
+    let backlog = || {
+        let output = Command::new(program("ss")).args(["-Hltn", "sport", "=", &port]).output().unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        // The third column of a listening socket is its backlog.
+        text.lines().map(|line| line.split_whitespace().nth(2).unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    let all_are = |expected: &str| backlog().iter().all(|found| found == expected) && !backlog().is_empty();
+    assert!(all_are("7"), "{:?}", backlog());
+    gateway.reload(&toml("backlog = 9"));
+    eventually("the backlog is changed", || all_are("9"));
 }
 
 #[test]

@@ -246,11 +246,20 @@ fn the_configuration_reference_equals_the_declarations_of_settings() {
     ] {
         let start = lines.iter().position(|line| line == heading).unwrap_or_else(|| panic!("no heading `{heading}`"));
         let end = lines[start + 1..].iter().position(|line| line.starts_with('#')).map(|length| start + 1 + length);
+        let mut end = end.unwrap();
+        let mut at = start;
         for row in reference_rows(&settings) {
-            let key = row[..row.find(" | ").unwrap() + 3].to_owned();
-            let section = &mut lines[start..end.unwrap()];
-            let line = section.iter_mut().find(|line| line.starts_with(&key));
-            *line.unwrap_or_else(|| panic!("`{heading}` has no row {key}")) = row;
+            let key = &row[..row.find(" | ").unwrap() + 3];
+            if let Some(found) = lines[start..end].iter().position(|line| line.starts_with(key)) {
+                at = start + found;
+                lines[at] = row;
+            } else {
+                // A new setting follows the one that is declared before it.
+                assert!(at > start, "`{heading}` has no row {key}");
+                at += 1;
+                end += 1;
+                lines.insert(at, row);
+            }
         }
     }
     let generated = lines.join("\n") + "\n";
@@ -258,6 +267,6 @@ fn the_configuration_reference_equals_the_declarations_of_settings() {
         fs::write(Path::new(env!("CARGO_MANIFEST_DIR")).join(page), generated).unwrap();
     } else {
         let differ: Vec<_> = text.lines().zip(generated.lines()).filter(|(written, new)| written != new).collect();
-        assert!(differ.is_empty(), "run `make docs`: {differ:#?}");
+        assert!(text == generated, "run `make docs`: {differ:#?}");
     }
 }
