@@ -1,9 +1,10 @@
 //! The checked configuration: every setting with its default filled in.
 //!
 //! A [`Config`] is made by [`read`] only, so its users need not check it again. `toml_reader` parses TOML with
-//! positions, `check` turns tables into values or reports problems, `diagnostics` renders problems, `redaction` masks
-//! secrets, and `lint` reports valid settings that are probably mistakes. The module opens no files except the system's
-//! time-zone database and root certificates: callers pass in the contents of all others.
+//! positions, `settings` declares settings, the file of each section turns its table into values or reports problems,
+//! and `check` does so for the whole file. `diagnostics` renders problems, `redaction` masks secrets, `lint` reports
+//! valid settings that are probably mistakes, and `schema` prints the JSON schema. The module opens no files except the
+//! system's time-zone database and root certificates: callers pass in the contents of all others.
 
 use std::path::PathBuf;
 
