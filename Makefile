@@ -32,9 +32,10 @@ help:
 	@echo "make fuzz        fuzzes the parsers, FUZZ_SECONDS each (60)"
 	@echo "make advisories  checks dependencies for known vulnerabilities; downloads their list"
 
-# --no-fail-fast: one run shows all failures.
+# --no-fail-fast: one run shows all failures. Two tests for each core, because most tests wait: for a window, a timeout,
+# another process.
 test: parts
-	cargo test --locked --no-fail-fast --workspace
+	RUST_TEST_THREADS=$$((2 * $$(nproc))) cargo test --locked --no-fail-fast --workspace
 	$(MODELS)
 	@! ls -l /proc/[0-9]*/exe 2>/dev/null | grep -F ' $(CURDIR)/target/debug/transom' || { \
 		echo "The tests have left a gateway running." >&2; exit 1; }
