@@ -134,7 +134,6 @@ impl RuleSet {
                 AcquireResult::Late => return Decision::Refused,
                 AcquireResult::Refused if charge_plan.is_plain() => return Decision::Refused,
                 AcquireResult::Refused if context.is_full_by_debt(first) && now.advance() => {}
-                AcquireResult::Refused if self.cap_debt(charge_plan, table, self.time(now_ms), context, first) => {}
                 AcquireResult::Refused => {
                     if may_delay && let Some(delayed) = self.delay(charge_plan, table, self.time(now_ms), context) {
                         return delayed;

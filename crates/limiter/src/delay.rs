@@ -191,28 +191,6 @@ impl RuleSet {
         opens.try_fold(now_ms, |latest_ms, opens_ms| Some(latest_ms.max(opens_ms?)))
     }
 
-    /// Corrects counters that hold more debt than requests can owe, because they were written under another limit, so
-    /// that requests do not wait for windows that were never used. Returns whether there were any; they are full
-    /// then, but without debt.
-    #[cold]
-    pub(super) fn cap_debt<const W: usize>(
-        &self,
-        charge_plan: &ChargePlan,
-        table: &Table<W>,
-        time: Time<'_>,
-        context: &DecisionContext,
-        first: usize,
-    ) -> bool {
-        let mut is_capped = false;
-        for (charge, layer_ref) in context.result.charges.iter().zip(&context.result.layers).skip(first) {
-            let layer = self.layer_of(charge_plan, *layer_ref);
-            if charge.usage.used > layer.max_usage() {
-                is_capped |= table.cap_usage(charge.counter, charge.request, layer.max_usage(), time);
-            }
-        }
-        is_capped
-    }
-
     /// Resets the counters of the charges in the context. Overflow counters are not reset.
     #[cold]
     pub fn reset<const W: usize>(&self, table: &Table<W>, now_ms: u64, context: &DecisionContext) {

@@ -42,11 +42,6 @@ impl Limit {
         let period_text = period.to_owned();
         Ok(Limit { tokens, windows, period_text, capacity: tokens, reserve: 0, shards: 1 })
     }
-
-    /// The most tokens that a key can use at one time: capacity and reserve.
-    pub fn max_held(&self) -> u64 {
-        u64::from(self.capacity.max(self.tokens)) + u64::from(self.reserve)
-    }
 }
 
 fn parse_tokens(text: &str) -> Result<u32, LimitError> {

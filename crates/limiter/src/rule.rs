@@ -188,19 +188,6 @@ impl Rule {
         self.variants().flatten().any(|limit| limit.reserve > 0)
     }
 
-    /// The longest time between a request and the window in which it may be charged, milliseconds; approximate for
-    /// calendars.
-    pub fn max_wait_ms(&self) -> u64 {
-        let delay_ms = match self.on_limit {
-            OnLimit::Delay { max_delay_ms, .. } => max_delay_ms,
-            OnLimit::Refuse | OnLimit::Shadow => 0,
-        };
-        let reserving = self.variants().flatten().filter(|limit| limit.reserve > 0);
-        let reserved_ms = reserving
-            .map(|limit| (u64::from(limit.reserve / limit.tokens) + 2).saturating_mul(limit.windows.typical_ms()));
-        reserved_ms.fold(delay_ms, u64::max)
-    }
-
     /// Whether the response states the cost of a request.
     pub fn has_response_cost(&self) -> bool {
         matches!(self.cost, Cost::Response { .. })

@@ -60,11 +60,6 @@ pub struct CompiledLayer {
     pub reserve: u32,
     /// Shards of each counter; 1: not sharded.
     pub shards: u32,
-    /// The most tokens that can be owed beyond capacity and reserve, by requests that wait for a later window: those of
-    /// this rule set and of the ones before it.
-    max_ahead: u64,
-    /// The greatest sum of capacity and reserve of the layers that share these counters.
-    max_held: u64,
     /// The order of charging: layers with the smallest value first.
     rank: (bool, u32, u64),
 }
@@ -148,11 +143,6 @@ impl CompiledLayer {
             charge.sharding = Sharding { shards: self.shards, first_shard: own_shard % self.shards };
         }
         charge
-    }
-
-    /// The most tokens that requests can have used or owe, unless the counter was written under another limit.
-    pub(super) fn max_usage(&self) -> u64 {
-        self.max_ahead.saturating_add(self.max_held)
     }
 }
 
@@ -245,14 +235,8 @@ impl RuleSet {
         for rule in rules {
             let mut compiled = rule_set.compile_rule(rule, seed);
             let known = former.and_then(|former| former.rules.iter().find(|known| known.rule.name == rule.name));
-            if let Some(known) = known {
-                if known.rule.on_limit == rule.on_limit {
-                    compiled.waiters = Arc::clone(&known.waiters);
-                }
-                for layer in &mut compiled.layers {
-                    let ahead = known.layers.iter().filter(|other| other.id == layer.id).map(|other| other.max_ahead);
-                    layer.max_ahead = ahead.fold(layer.max_ahead, u64::max);
-                }
+            if let Some(known) = known.filter(|known| known.rule.on_limit == rule.on_limit) {
+                compiled.waiters = Arc::clone(&known.waiters);
             }
             rule_set.rules.push(compiled);
         }
@@ -316,13 +300,6 @@ impl RuleSet {
         // Layers of plans and overrides with the same windows share counters.
         let sharing = || rule.variants().flatten().filter(|other| other.windows == limit.windows);
         let typical_ms = limit.windows.typical_ms();
-        let most_tokens = sharing().map(|other| u64::from(other.tokens)).max().unwrap_or(0);
-        let max_ahead = match rule.max_wait_ms() {
-            // The cost stated by a response may be any number.
-            _ if rule.has_response_cost() => u64::MAX,
-            0 => 0,
-            max_wait_ms => (max_wait_ms / typical_ms.max(1) + 2).saturating_mul(most_tokens),
-        };
         // Delayed requests and reservations take tokens of later windows, and so does the cost that a response states.
         let carries_debt = rule.has_response_cost() || rule.delays() || rule.reserves();
         let rolls_over = sharing().any(|other| other.capacity > other.tokens);
@@ -347,8 +324,6 @@ impl RuleSet {
             },
             windows_index,
             shards,
-            max_ahead,
-            max_held: sharing().map(Limit::max_held).max().unwrap_or(0),
             capacity,
             reserve: limit.reserve,
             rank: (rule.key.contains(&KeyPart::Global), limit.tokens, typical_ms),

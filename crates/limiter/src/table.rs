@@ -16,8 +16,8 @@ use crate::counter::CounterWord;
 use crate::memory::{AtomicSlice, LINE_BYTES, Memory};
 use crate::window::Time;
 use crate::window_kind::{
-    AcquireRequest, Acquired, Usage, acquired, capped, extended_to_request, may_have_counted, overflow_usage,
-    queue_position, queue_positions, refunded_with_rest, reset, usage,
+    AcquireRequest, Acquired, Usage, acquired, extended_to_request, may_have_counted, overflow_usage, queue_position,
+    queue_positions, refunded_with_rest, reset, usage,
 };
 
 /// Slots per bucket: two cache lines of four words.
@@ -516,17 +516,6 @@ impl<const W: usize> Table<W> {
         // Ordering: relaxed; a statistic.
         self.overflow_charges_total.fetch_add(1, Ordering::Relaxed);
         Some(outcome)
-    }
-
-    /// Lowers the usage and debt of a key's own counter to at most `max_used`; `false` if it is not above that.
-    pub fn cap_usage(&self, counter: Counter, request: AcquireRequest, max_used: u64, time: Time<'_>) -> bool {
-        while let FindResult::Counter(index, word) = self.counters.find(counter.key) {
-            let Some(less) = capped(word, request, max_used, time) else { return false };
-            if self.counters.swap(index, word, less).is_ok() {
-                return true;
-            }
-        }
-        false
     }
 
     /// Resets the usage and debt of a key's own counter; returns its word before, or [`CounterWord::EMPTY`] if there is

@@ -8,10 +8,6 @@ use std::ops::RangeInclusive;
 use crate::counter::{COUNT_BITS, CounterWord};
 use crate::window::{END_BITS, END_MAX_MS, Time, Windows};
 
-/// The largest difference between the times of two threads, including a thread that was suspended between reading the
-/// clock and using the time.
-const MAX_CLOCK_SKEW_MS: u64 = 60_000;
-
 /// How the windows of a counter depend on each other.
 // As wide as its neighbours in `AcquireRequest`, which is copied faster without a gap.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -273,21 +269,6 @@ fn with_usage<const PLAIN: bool>(
             CounterWord::new(tag, all.end_after(end_ms, windows), count as u32)
         }
     }
-}
-
-/// Lowers the debt of a counter: the word with at most `max_used` tokens used or owed. `None` if it owes nothing in
-/// later windows, or no more than that. The usage of the current window is read in the same way under all limits and
-/// does not change. A word that is less than the clock skew ahead does not change either: it may only look indebted to
-/// a thread whose clock is behind.
-pub fn capped(word: CounterWord, request: AcquireRequest, max_used: u64, time: Time<'_>) -> Option<CounterWord> {
-    if !request.kind.carries_debt() {
-        return None;
-    }
-    let now = usage(word, request, time);
-    let owes_later_windows = request.windows_in(time).windows_between(now.end_ms, word.end_ms()) >= 2
-        && word.end_ms() - now.end_ms > MAX_CLOCK_SKEW_MS;
-    let used = max_used.max(u64::from(word.count()));
-    (owes_later_windows && now.used > used).then(|| with_usage(word.tag(), Usage { used, ..now }, request, time))
 }
 
 /// The word of the same counter with nothing used or owed; of a lease, with nothing left to spend.

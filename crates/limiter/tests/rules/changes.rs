@@ -220,3 +220,35 @@ fn a_refusal_does_not_reduce_what_is_reserved_far_ahead() {
     let minute = gateway.context.result.charges.iter().find(|charge| charge.request.limit == 5);
     assert_eq!(minute.map(|charge| charge.usage.used), Some(60 * 5 + 1));
 }
+
+/// Two rule sets count in one table while a process drains, or while processes share a file. A refusal by the one does
+/// not reduce the debt that the other allowed.
+#[test]
+fn a_rule_set_with_a_smaller_capacity_does_not_reduce_debt() {
+    let rules = |capacity| [rule("r", vec![Limit { capacity, ..plain(1, 60_000) }])];
+    let mut gateway = Gateway::with_large_table(&rules(5));
+    let mut other = RuleSet::new(&rules(100), Seed(3, 4), Some(&gateway.rule_set));
+    let mut admitted = 0;
+    for _ in 0..10 {
+        std::mem::swap(&mut gateway.rule_set, &mut other);
+        admitted += u32::from(gateway.request_tokens(0, 95, START_MS) == Admitted) * 95;
+        std::mem::swap(&mut gateway.rule_set, &mut other);
+        assert_eq!(gateway.request(0, START_MS), if admitted == 0 { Admitted } else { Refused });
+    }
+    assert_eq!(admitted, 95);
+}
+
+/// After a restart with a smaller `reserve`, the tokens that were reserved before are not granted again.
+#[test]
+fn a_smaller_reserve_grants_no_reserved_tokens_again() {
+    const MINUTE_MS: u64 = 60_000;
+    let rules = |reserve| [rule("r", vec![Limit { reserve, ..plain(1, MINUTE_MS) }])];
+    let mut gateway = Gateway::with_large_table(&rules(30));
+    gateway.context.inputs.reserve = true;
+    let reserved = (0..40).filter(|_| gateway.request(0, START_MS) != Refused).count();
+    assert_eq!(reserved, 31);
+    gateway.rule_set = RuleSet::new(&rules(1), Seed(3, 4), None);
+    gateway.context.inputs.reserve = false;
+    let admitted = (0..31).filter(|minute| gateway.request(0, START_MS + minute * MINUTE_MS) == Admitted).count();
+    assert_eq!(admitted, 0);
+}
