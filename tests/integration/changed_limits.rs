@@ -20,21 +20,20 @@ fn retry_after_s(gateway: &Gateway) -> u64 {
 }
 
 #[test]
-fn debt_of_a_smaller_limit_does_not_lock_out_a_key() {
-    for (before, after) in [
-        // A raised limit also raises the apparent debt of a window.
-        ("{ limit = 1, period = \"1h\", capacity = 10 }", "{ limit = 5, period = \"1h\", capacity = 10 }"),
-        ("{ limit = 1, period = \"1h\", capacity = 10 }", "{ limit = 10, period = \"1h\", capacity = 11 }"),
+fn debt_lasts_as_many_windows_under_changed_limits() {
+    for (before, after, debt_windows, capacity) in [
+        ("{ limit = 1, period = \"1h\", capacity = 10 }", "{ limit = 5, period = \"1h\", capacity = 10 }", 10, 10),
+        ("{ limit = 1, period = \"1h\", capacity = 10 }", "{ limit = 10, period = \"1h\", capacity = 11 }", 10, 11),
         // Fewer tokens roll over.
-        ("{ limit = 2, period = \"1h\", capacity = 20 }", "{ limit = 2, period = \"1h\", capacity = 3 }"),
+        ("{ limit = 2, period = \"1h\", capacity = 20 }", "{ limit = 2, period = \"1h\", capacity = 3 }", 10, 3),
     ] {
         let mut gateway = Gateway::start(&rule(&format!("windows = [{before}]")));
         let all = admitted(&gateway, 40);
         assert!(all == 10 || all == 20, "{before}: {all}");
         gateway.reload_and_wait(&rule(&format!("windows = [{after}]")));
-        assert!(retry_after_s(&gateway) <= HOUR_S, "{before}, then {after}");
-        gateway.advance_s(HOUR_S);
-        assert!(admitted(&gateway, 1) == 1, "{before}, then {after}");
+        assert!(retry_after_s(&gateway) <= debt_windows * HOUR_S, "{before}, then {after}");
+        gateway.advance_s(debt_windows * HOUR_S);
+        assert_eq!(admitted(&gateway, 40), capacity, "{before}, then {after}");
     }
 }
 
