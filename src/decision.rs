@@ -1,5 +1,5 @@
 //! The decision service: decides for callers outside of the gateway, by rules and keys that they name, on the counters that
-//! requests use. It knows no encoding; `admin::decision_json` reads and writes JSON.
+//! requests use. Limits of concurrent requests do not apply: a decision has no end. It knows no encoding; `admin::decision_json` reads and writes JSON.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -13,6 +13,7 @@ use crate::redis_store::decision_queries::{KeyQuery, KeyState};
 use crate::redis_store::shared_counters::SharedCounters;
 use crate::redis_store::shared_decision::Unavailable;
 use transom_limiter::acquire::Charge;
+use transom_limiter::concurrency::ConcurrencyUsage;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
@@ -64,6 +65,17 @@ pub struct DecisionOutcome {
     pub retry_at_ms: Option<u64>,
     /// In the order of the query and of the configuration. Rules that exempt the key have none.
     pub windows: Vec<WindowState>,
+    /// The requests under way; only after [`Operation::Value`].
+    pub concurrent: Vec<ConcurrencyState>,
+}
+
+/// The requests of a key that are under way.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ConcurrencyState {
+    pub rule: String,
+    /// The name of the limit.
+    pub name: String,
+    pub usage: ConcurrencyUsage,
 }
 
 /// The usage of one window.
@@ -129,6 +141,11 @@ impl DecisionService {
         };
         let rules = rule_set.rules.iter().zip(overrides).map(served).collect();
         DecisionService { rules, rule_set: Arc::clone(rule_set), digester }
+    }
+
+    /// How often the requests under way of a key shared a count with those of others, because there were too many keys.
+    pub fn concurrency_overflows(&self) -> u64 {
+        self.rule_set.concurrency.overflows_total()
     }
 
     /// Runs a query.
@@ -208,7 +225,8 @@ impl DecisionService {
             Decision::Delayed { until_ms, .. } => (true, Some(until_ms)),
             Decision::Refused => (false, self.rule_set.retry_at_ms(&charge_plan, &context, now_ms)),
         };
-        Ok(DecisionOutcome { allowed, now_ms, retry_at_ms, windows: self.windows(&charge_plan, &context) })
+        let windows = self.windows(&charge_plan, &context);
+        Ok(DecisionOutcome { allowed, now_ms, retry_at_ms, windows, concurrent: Vec::new() })
     }
 
     /// Reads the usage of each rule; removes it before, if the query is a reset.
@@ -219,11 +237,17 @@ impl DecisionService {
         counters: &CounterAccess<'_>,
     ) -> Result<DecisionOutcome, DecisionError> {
         let now_ms = (counters.clock)();
-        let mut outcome = DecisionOutcome { allowed: true, now_ms, retry_at_ms: Some(now_ms), windows: Vec::new() };
+        let mut outcome = DecisionOutcome {
+            allowed: true,
+            now_ms,
+            retry_at_ms: Some(now_ms),
+            windows: Vec::new(),
+            concurrent: Vec::new(),
+        };
         for rule in rules {
             let Some(keyed_request) = rule.keyed_request else { continue };
             let charge_plan = self.rule_set.query_plan(&[rule.rule]);
-            let KeyState { context, admits } = match (counters.shared, &rule.key_text) {
+            let KeyState { mut context, admits } = match (counters.shared, &rule.key_text) {
                 (Some(shared), Some(key_text)) => {
                     let key_query = KeyQuery {
                         rule_set: &self.rule_set,
@@ -262,6 +286,14 @@ impl DecisionService {
             };
             outcome.retry_at_ms = outcome.retry_at_ms.zip(retry_at_ms).map(|(one, other)| one.max(other));
             outcome.windows.extend(self.windows(&charge_plan, &context));
+            if query.operation == Operation::Value {
+                self.rule_set.peek_slots(&charge_plan, &mut context);
+                outcome.concurrent.extend(context.result.concurrency.iter().filter_map(|usage| {
+                    let compiled_rule = &self.rule_set.rules[rule.rule];
+                    let name = compiled_rule.concurrent_name()?.to_owned();
+                    Some(ConcurrencyState { rule: compiled_rule.rule.name.clone(), name, usage: *usage })
+                }));
+            }
         }
         Ok(outcome)
     }

@@ -434,6 +434,19 @@ fn plans_overrides_and_exemptions_are_read_as_written() {
 }
 
 #[test]
+fn a_plan_or_override_takes_over_what_it_lacks_from_its_rule() {
+    let config = good("concurrent.toml");
+    let limits = |rule: usize| -> Vec<(Option<u32>, usize)> {
+        let rule = &config.rules[rule];
+        rule.concurrent_variants().zip(rule.variants().map(<[_]>::len)).collect()
+    };
+    assert_eq!(limits(0), [(Some(10), 0), (Some(10), 1)]);
+    let all = Some(u32::MAX);
+    assert_eq!(limits(1), [(all, 2), (Some(2), 2), (Some(1), 1), (all, 1)]);
+    assert_eq!(config.rules[1].concurrent_name().as_deref(), Some("beside-concurrent"));
+}
+
+#[test]
 fn messages_do_not_show_keys_in_clear_text() {
     for (name, key) in [("invalid-entries", "hunter2"), ("syntax-errors", "hunter2")] {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config/bad");

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use crate::decision::{DecisionOutcome, DecisionQuery, Operation, RuleQuery, WindowState};
+use crate::decision::{ConcurrencyState, DecisionOutcome, DecisionQuery, Operation, RuleQuery, WindowState};
 use crate::http::error::DecisionError;
 use crate::http::ratelimit_headers::seconds_until;
 
@@ -98,5 +98,17 @@ pub fn render(query: &DecisionQuery, outcome: &DecisionOutcome) -> Value {
     });
     response.insert("retry_after".to_owned(), json!(retry_after));
     response.insert("windows".to_owned(), outcome.windows.iter().map(named).collect());
+    if !outcome.concurrent.is_empty() {
+        let concurrent = |ConcurrencyState { rule, name, usage }: &ConcurrencyState| {
+            let mut fields = json!({
+                "name": name, "count": usage.in_use, "limit": usage.limit, "remaining": usage.remaining(),
+            });
+            if query.rules.len() > 1 {
+                fields["rule"] = json!(rule);
+            }
+            fields
+        };
+        response.insert("concurrent".to_owned(), outcome.concurrent.iter().map(concurrent).collect());
+    }
     Value::Object(response)
 }

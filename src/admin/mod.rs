@@ -240,7 +240,10 @@ fn upstreams(state: &AdminState) -> serde_json::Value {
 fn metrics(state: &AdminState) -> String {
     let (counters, now_ms) = (&state.counters, state.clock.now().unix_ms);
     let stats = counters.stats(now_ms);
-    let overflow = counters.table.overflow_charges_total() + counters.table.overflow_refused_total();
+    let concurrency_overflow =
+        state.decision_service.borrow().as_ref().map_or(0, |service| service.concurrency_overflows());
+    let overflow =
+        counters.table.overflow_charges_total() + counters.table.overflow_refused_total() + concurrency_overflow;
     state.registry.remove_unused();
     let readings = [
         Reading { name: &COUNTERS, labels: vec![("state", "live")], value: stats.live as u64 },

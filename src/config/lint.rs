@@ -15,7 +15,7 @@ use super::window::layers_are_comparable;
 use transom_limiter::burst_bound;
 use transom_limiter::key::{KeyPart, OnMissing};
 use transom_limiter::limit::Limit;
-use transom_limiter::rule::{Cost, OnLimit, Rule, Sharing};
+use transom_limiter::rule::{Cost, OnLimit, Plan, Rule, Sharing};
 
 const SHORT_SPAN_MS: u64 = 2000;
 const DAY_S: i64 = 24 * 60 * 60;
@@ -76,14 +76,15 @@ fn rule_messages(config: &Config) -> Vec<LintMessage> {
         let opener_stays = !delays && !matches!(rule.cost, Cost::Response { .. });
         let unit = if has_cost_1 { "requests" } else { "tokens" };
         let name = &rule.name;
-        let plans = rule.plans.iter().map(|plan| (format!("{name}, plan {}", plan.name), &plan.layers));
-        for (subject, layers) in std::iter::once((name.clone(), &rule.layers)).chain(plans) {
-            messages.push(LintMessage::statement(
-                &subject,
-                &(worst_case(rule, layers, opener_stays, unit) + &caveats(rule)),
-            ));
+        let plan = |plan: &Plan| (format!("{name}, plan {}", plan.name), plan.layers.clone(), plan.concurrent);
+        let default = (name.clone(), rule.layers.clone(), rule.concurrent);
+        for (subject, layers, concurrent) in std::iter::once(default).chain(rule.plans.iter().map(plan)) {
+            let windows = (!layers.is_empty()).then(|| worst_case(rule, &layers, opener_stays, unit));
+            let concurrent = concurrent.map(|limit| format!("at most {limit} requests of a key under way"));
+            let bounds: Vec<String> = windows.into_iter().chain(concurrent).collect();
+            messages.push(LintMessage::statement(&subject, &(bounds.join("; ") + &caveats(rule))));
             if layers_are_comparable(rule) && !delays && rule.cost != Cost::Fixed(0) {
-                messages.extend(layers_that_never_refuse(layers).map(|text| LintMessage::note_on(&subject, &text)));
+                messages.extend(layers_that_never_refuse(&layers).map(|text| LintMessage::note_on(&subject, &text)));
             }
         }
         if routes().next().is_none() {
@@ -395,6 +396,12 @@ mod tests {
                 "r: 5/month + 2/day: at most 4 requests in 2 seconds around the end of a day, 10 in any 28 days",
             ),
             ("windows = [\"5/minute\"]\ncost = 0", "r: 5/minute: counts nothing, because the cost is 0"),
+            ("concurrent = 3", "r: at most 3 requests of a key under way"),
+            (
+                "windows = [\"5/minute\"]\nconcurrent = 3",
+                "r: 5/minute: at most 10 requests in 2 seconds around the end of a minute; at most 3 requests of a key under \
+                 way",
+            ),
             (
                 "windows = [\"5/minute\"]\non_limit = \"shadow\"",
                 "r: 5/minute: at most 10 requests in 2 seconds around the end of a minute; a shadow rule refuses nothing",

@@ -11,7 +11,7 @@ use super::diagnostics::{Report, Span, quoted, quoted_list};
 use super::settings::{Custom, Required, Section, Shape, Tables, Word};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use super::values::{check_name, read_digest, read_fingerprint, read_network};
-use super::window::windows;
+use super::window::{concurrent, require_limits, windows};
 use transom_limiter::ip_prefix::{Network, canonical_address};
 use transom_limiter::key::KeyPart;
 use transom_limiter::limit::Limit;
@@ -27,10 +27,11 @@ const KEY_PREFIX: &str = "key:";
 settings! {
     /// Exceptions of a rule.
     pub struct ExceptionSettings {
-        /// Windows of clients on this plan: `[rules.NAME.plans.PLAN]`, see [below](#plans-overrides-exemptions). Rules can
-        /// have plans of the same name; a rule without a client's plan uses its default windows.
+        /// Windows and `concurrent` of clients on this plan: `[rules.NAME.plans.PLAN]`, see
+        /// [below](#plans-overrides-exemptions). Rules can have plans of the same name; a rule without a client's plan uses
+        /// its default windows.
         plans: Vec<Plan> = Custom::or_empty(Shape::map_of(Shape::Table(PlanSettings::settings())), read_plans);
-        /// Windows of single keys: tables with `key` and `windows`.
+        /// Windows of single keys: tables with `key`, and `windows` or `concurrent`.
         overrides: Vec<OverrideSettings> = Tables::<OverrideSettings>::or("the override", OVERRIDE_FIX);
         /// Requests that the rule does not count, by network (`"10.0.0.0/8"`, an address, `{ network = "10.0.0.0/8" }`) or
         /// key (`"key:VALUE"`, `{ key = … }`). Networks are compared with the client's address. The response does not
@@ -43,20 +44,24 @@ settings! {
 }
 
 settings! {
-    /// Windows of clients on a plan.
-    pub struct PlanSettings {
-        /// As in the rule.
+    /// Limits of clients on a plan.
+    pub struct PlanSettings checked by check_plan {
+        /// As in the rule. Without it: those of the rule.
         windows: Vec<Limit> = windows();
+        /// As in the rule. Without it: that of the rule.
+        concurrent: Option<u32> = concurrent();
     }
 }
 
 settings! {
-    /// Windows of a single key.
-    pub struct OverrideSettings {
+    /// Limits of a single key.
+    pub struct OverrideSettings checked by check_override {
         /// Value of the rule's key in a request; a list if the rule's key is a list.
         key: Option<WrittenKey> = Required(written_key(), "write `key = \"VALUE\"`: the value of the rule's key in a request");
-        /// As in the rule.
+        /// As in the rule. Without it: those of the rule.
         windows: Vec<Limit> = windows();
+        /// As in the rule. Without it: that of the rule.
+        concurrent: Option<u32> = concurrent();
     }
 }
 
@@ -70,6 +75,14 @@ settings! {
     }
 }
 
+fn check_plan(_plan: &mut PlanSettings, table: &mut Table, _report: &mut Report) {
+    require_limits(table);
+}
+
+fn check_override(_override: &mut OverrideSettings, table: &mut Table, _report: &mut Report) {
+    require_limits(table);
+}
+
 fn check_exemption(_exemption: &mut ExemptionSettings, table: &Table, report: &mut Report) {
     if table.lacks("key") == table.lacks("network") {
         let message = "an exemption is either a `key` or a `network`";
@@ -79,20 +92,27 @@ fn check_exemption(_exemption: &mut ExemptionSettings, table: &Table, report: &m
 }
 
 impl ExceptionSettings {
-    /// Sets the exceptions of a rule whose key has been read.
+    /// Sets the exceptions of a rule whose key and limits have been read.
     pub fn finish(self, rule: &mut Rule, report: &mut Report) {
-        rule.plans = self.plans;
+        let layers_or_default = |layers: Vec<Limit>| if layers.is_empty() { rule.layers.clone() } else { layers };
+        let plan = |Plan { name, layers, concurrent }: Plan| {
+            let layers = layers_or_default(layers);
+            Plan { name, layers, concurrent: concurrent.or(rule.concurrent) }
+        };
+        let plans = self.plans.into_iter().map(plan).collect();
         let mut keys = OverrideKeys { parts: &rule.key, seen: HashSet::new() };
         let mut overrides = Vec::new();
-        for OverrideSettings { key, windows: layers } in self.overrides {
-            overrides.extend(key.and_then(|key| keys.read(&key, report)).map(|key| Override { key, layers }));
+        for OverrideSettings { key, windows, concurrent } in self.overrides {
+            let (layers, concurrent) = (layers_or_default(windows), concurrent.or(rule.concurrent));
+            let key = key.and_then(|key| keys.read(&key, report));
+            overrides.extend(key.map(|key| Override { key, layers, concurrent }));
         }
         let mut exemptions = Exemptions::default();
         for ExemptionSettings { key, network } in self.exemptions {
             exemptions.networks.extend(network);
             exemptions.keys.extend(key.and_then(|key| keys.read(&key, report)));
         }
-        (rule.overrides, rule.exemptions) = (overrides, exemptions);
+        (rule.plans, rule.overrides, rule.exemptions) = (plans, overrides, exemptions);
     }
 }
 
@@ -101,7 +121,8 @@ fn read_plans(item: &Item, report: &mut Report) -> Option<Vec<Plan>> {
     let read_plan = |entry: Item| {
         check_name(&entry, report);
         let table = entry.table(format!("the plan {}", quoted(entry.key)), PLAN_FIX, report)?;
-        Some(Plan { name: entry.key.to_owned(), layers: PlanSettings::read_all(table, report).windows })
+        let PlanSettings { windows, concurrent } = PlanSettings::read_all(table, report);
+        Some(Plan { name: entry.key.to_owned(), layers: windows, concurrent })
     };
     Some(table.items().into_iter().filter_map(read_plan).collect())
 }

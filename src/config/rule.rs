@@ -16,7 +16,7 @@ use super::response_body::{BODY, Body, CONTENT_TYPE, check_content_type};
 use super::settings::{Boolean, Choice, Custom, DAY_MS, Integer, Optional, Section, Shape, Time, TimeOrZero, Word};
 use super::toml_reader::{Item, Table};
 use super::values::{Definitions, parse_field_name, read_field_name};
-use super::window::{layers_are_comparable, report_unreachable_layers, windows};
+use super::window::{concurrent, layers_are_comparable, report_unreachable_layers, require_limits, windows};
 use transom_limiter::key::OnMissing;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, OnLimit, OnOutage, Rule, Sharing};
@@ -42,8 +42,10 @@ const COST_FIELD: Word<String> = Word { shape: "field name", example: "\"x-cost\
 settings! {
     /// A rule, apart from its key and its exceptions.
     pub struct RuleSettings {
-        /// Layers; every layer must admit a request.
+        /// Layers; every layer must admit a request. Required unless there is `concurrent`.
         windows: Vec<Limit> = windows();
+        /// [Requests of a key under way at a time](#concurrent-requests), beside or instead of `windows`. Without it: any number.
+        concurrent: Option<u32> = concurrent();
         /// Tokens that a request takes. A rule of cost 0 counts nothing. [Table](#cost): the cost is in a field.
         cost: WrittenCost = Custom {
             default: WrittenCost::Fixed(1),
@@ -170,8 +172,10 @@ fn read_rule(
     table.suggest_for("mode", "shared", "did you mean `shared`? In a rule, the setting has this name");
 
     (rule.key, rule.on_missing) = key.finish(&table, certs, report);
-    exceptions.finish(rule, report);
     rule.layers.clone_from(&settings.windows);
+    rule.concurrent = settings.concurrent;
+    exceptions.finish(rule, report);
+    require_limits(&mut table);
     rule.cost = resolve_cost(&settings.cost, &table, rule, report);
     rule.on_limit = settings.resolve_on_limit(&table, report);
     rule.count_refused = settings.count_refused;
@@ -259,7 +263,8 @@ fn report_equal_layer_names(rules: &Definitions<(Rule, RuleResponses)>, report: 
     for entry in &rules.entries {
         let rule = &entry.value.0;
         let layers = rule.variants().flat_map(|layers| (0..layers.len()).map(move |layer| (layers, layer)));
-        let names: BTreeSet<String> = layers.map(|(layers, layer)| rule.layer_name(layers, layer)).collect();
+        let names = layers.map(|(layers, layer)| rule.layer_name(layers, layer));
+        let names: BTreeSet<String> = names.chain(rule.concurrent_name()).collect();
         if let Some((name, other)) = used.iter().find(|(name, _)| names.contains(name)) {
             let message = format!(
                 "two layers have the name {} in responses: one of the rule {}, one of the rule {}",

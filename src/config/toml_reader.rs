@@ -114,6 +114,13 @@ impl<'d> Table<'d> {
         item
     }
 
+    /// Makes a key required that was read before.
+    pub fn require_known(&mut self, key: &'static str, fix: impl Into<String>) {
+        if self.given(key).is_none() {
+            self.missing.push((key, fix.into()));
+        }
+    }
+
     /// The fix for a key that does not exist and is probably written instead of the known key `meant`.
     pub fn suggest_for(&mut self, key: &'static str, meant: &'static str, fix: impl Into<String>) {
         self.common_mistakes.push(CommonMistake { key, meant, fix: fix.into() });

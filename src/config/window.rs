@@ -61,9 +61,21 @@ settings! {
 }
 
 /// The setting `windows` of a rule, a plan or an override: layers in the order of the file.
-pub fn windows() -> Required<Custom<Vec<Limit>>> {
+pub fn windows() -> Custom<Vec<Limit>> {
     let shape = Shape::list_of(vec![Shape::Text("`\"LIMIT/PERIOD\"`"), Shape::Table(WindowSettings::settings())]);
-    Required(Custom::or_empty(shape, read_layers), "write `windows = [\"33/minute\"]`")
+    Custom::or_empty(shape, read_layers)
+}
+
+/// The setting `concurrent` of a rule, a plan or an override.
+pub fn concurrent() -> Optional<Integer<u32>> {
+    Optional(Integer(10, 1..=TOKENS_MAX))
+}
+
+/// Makes `windows` required unless there is `concurrent`. Call after all settings of the table were read.
+pub fn require_limits(table: &mut Table) {
+    if table.lacks("concurrent") {
+        table.require_known("windows", "write `windows = [\"33/minute\"]`");
+    }
 }
 
 fn read_layers(item: &Item, report: &mut Report) -> Option<Vec<Limit>> {

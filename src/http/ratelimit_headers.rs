@@ -2,7 +2,8 @@
 //!
 //! `RateLimit` and `RateLimit-Policy` are lists of Structured Fields (RFC 9651) as in
 //! draft-ietf-httpapi-ratelimit-headers-11: one item per layer, with `q` the limit, `w` the window in seconds, `r` the
-//! remaining tokens, and `t` the seconds until the window ends, rounded up. The older `X-RateLimit-*` fields report only
+//! remaining tokens, and `t` the seconds until the window ends, rounded up. A limit of concurrent requests has `q`, `qu` and
+//! `r` only. The older `X-RateLimit-*` fields report only
 //! the layer nearest its limit; their reset is in seconds from now. Names are rendered at load.
 
 use std::ops::Range;
@@ -11,6 +12,7 @@ use http::header::{HeaderMap, HeaderName, HeaderValue};
 
 use crate::config::rule::RateLimitStyle;
 use transom_limiter::acquire::Charge;
+use transom_limiter::concurrency::ConcurrencyUsage;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::rule_set::{ChargePlan, LayerRef, RuleSet};
 use transom_limiter::window::Windows;
@@ -26,6 +28,18 @@ const LEGACY_RESET: HeaderName = HeaderName::from_static("x-ratelimit-reset");
 pub struct RateLimitTemplate {
     rules: Vec<ReportedRule>,
     layers: Vec<ReportedLayer>,
+    concurrency: Vec<ReportedConcurrency>,
+}
+
+/// A limit of concurrent requests that responses report.
+#[derive(Debug)]
+struct ReportedConcurrency {
+    /// The position of the rule in the charge plan.
+    position: usize,
+    /// As in [`ReportedLayer`].
+    name: String,
+    /// The limit in the default variant.
+    default: Option<u32>,
 }
 
 /// A rule that responses report. It may have thousands of variants; a request has one.
@@ -55,7 +69,7 @@ struct ReportedLayer {
 impl RateLimitTemplate {
     /// Shadow rules are not reported: clients would slow down for them.
     pub fn new(rule_set: &RuleSet, charge_plan: &ChargePlan, fields: &[RateLimitStyle]) -> RateLimitTemplate {
-        let (mut rules, mut layers) = (Vec::new(), Vec::new());
+        let (mut rules, mut layers, mut concurrency) = (Vec::new(), Vec::new(), Vec::new());
         for (position, &index) in charge_plan.rules.iter().enumerate() {
             let rule = &rule_set.rules[index];
             let style = fields[index];
@@ -66,6 +80,12 @@ impl RateLimitTemplate {
             let variants = (0..rule.rule.variants().count()).map(|variant| rule.variant(variant));
             let variants = variants.map(|range| first + range.start..first + range.end).collect();
             rules.push(ReportedRule { position, variants });
+            let is_ietf = matches!(style, RateLimitStyle::Ietf | RateLimitStyle::Both);
+            concurrency.extend(rule.concurrent_name().filter(|_| is_ietf).map(|name| ReportedConcurrency {
+                position,
+                name: format!(", \"{name}\""),
+                default: rule.rule.concurrent,
+            }));
             layers.extend(rule.rule.variants().flatten().enumerate().map(|(layer, limit)| ReportedLayer {
                 layer: LayerRef { rule: position, layer },
                 is_default: rule.variant(0).contains(&layer),
@@ -73,11 +93,22 @@ impl RateLimitTemplate {
                 limit: limit.tokens,
                 capacity: u64::from(limit.capacity.max(limit.tokens)),
                 windows: limit.windows.clone(),
-                is_ietf: matches!(style, RateLimitStyle::Ietf | RateLimitStyle::Both),
+                is_ietf,
                 is_legacy: matches!(style, RateLimitStyle::Legacy | RateLimitStyle::Both),
             }));
         }
-        RateLimitTemplate { rules, layers }
+        RateLimitTemplate { rules, layers, concurrency }
+    }
+
+    /// The limits of concurrent requests that apply to a request.
+    fn concurrency<'a>(
+        &'a self,
+        context: &'a DecisionContext,
+    ) -> impl Iterator<Item = (&'a ReportedConcurrency, &'a ConcurrencyUsage)> {
+        self.concurrency.iter().filter_map(|reported| {
+            let mut usages = context.result.concurrency.iter();
+            Some((reported, usages.find(|usage| usage.rule == reported.position)?))
+        })
     }
 
     /// The layers that a request was counted in, and their charges.
@@ -95,6 +126,9 @@ impl RateLimitTemplate {
         let mut text = Vec::new();
         for layer in self.layers.iter().filter(|layer| layer.is_ietf && layer.is_default) {
             layer.write_policy(layer.windows.period_ms()?, &mut text);
+        }
+        for reported in &self.concurrency {
+            reported.default.iter().for_each(|limit| reported.write_policy(*limit, &mut text));
         }
         list(&text)
     }
@@ -117,6 +151,9 @@ impl RateLimitTemplate {
         for (layer, charge) in self.applicable(context).filter(|(layer, _)| layer.is_ietf) {
             layer.write_state(charge, now_ms, text);
         }
+        for (reported, usage) in self.concurrency(context) {
+            reported.write_state(usage, text);
+        }
         fields.state = list(text);
         fields.policy = match policy {
             Some(policy) if all_default => Some(policy.clone()),
@@ -131,6 +168,9 @@ impl RateLimitTemplate {
         text.clear();
         for (layer, charge) in self.applicable(context).filter(|(layer, _)| layer.is_ietf) {
             layer.write_policy(layer.windows.length_ms(charge.usage.end_ms), text);
+        }
+        for (reported, usage) in self.concurrency(context) {
+            reported.write_policy(usage.limit, text);
         }
         list(text)
     }
@@ -169,6 +209,21 @@ impl ReportedLayer {
         push_number(self.remaining(charge), text);
         text.extend_from_slice(b";t=");
         push_number(seconds_until(charge.usage.end_ms, now_ms), text);
+    }
+}
+
+impl ReportedConcurrency {
+    fn write_policy(&self, limit: u32, text: &mut Vec<u8>) {
+        text.extend_from_slice(self.name.as_bytes());
+        text.extend_from_slice(b";q=");
+        push_number(u64::from(limit), text);
+        text.extend_from_slice(b";qu=\"concurrent-requests\"");
+    }
+
+    fn write_state(&self, usage: &ConcurrencyUsage, text: &mut Vec<u8>) {
+        text.extend_from_slice(self.name.as_bytes());
+        text.extend_from_slice(b";r=");
+        push_number(usage.remaining(), text);
     }
 }
 

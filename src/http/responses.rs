@@ -16,6 +16,7 @@ use super::ratelimit_headers::{RateLimitFields, number, push_number, seconds_unt
 use crate::config;
 use crate::config::response_body::Body;
 use transom_limiter::acquire::Charge;
+use transom_limiter::concurrency::{ConcurrencyUsage, SlotState};
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::rule_set::{ChargePlan, LayerRef, RuleSet};
 use transom_limiter::window_kind::{AcquireRequest, Usage};
@@ -90,7 +91,7 @@ pub struct RefusalResponse {
     pub is_random: bool,
 }
 
-/// Builds the response of a refusal: which layers are full, and when to retry. `templates` has one entry for each rule of
+/// Builds the response of a refusal: which limits are reached, and when to retry. `templates` has one entry for each rule of
 /// the rule set; of several refusing rules, the one that blocks longest decides. Written by hand, since a gateway under
 /// attack does little else: `text` is scratch memory, `headers` is the map of the request, used again.
 #[allow(clippy::too_many_arguments, reason = "two of them are scratch memory")]
@@ -106,8 +107,13 @@ pub fn refusal_response(
 ) -> RefusalResponse {
     let full = || context.result.charges.iter().zip(&context.result.layers).filter(|(charge, _)| charge.is_full);
     let rule = |layer_ref: &LayerRef| &rule_set.rules[charge_plan.rules[layer_ref.rule]];
-    // When the layer that blocks longest is available, and its rule; `None` if never, for a request of this cost.
-    let mut longest = (Some(0), 0);
+    let without_slot = || {
+        let full = context.result.concurrency.iter().filter(|usage| usage.state == SlotState::Full);
+        full.map(|usage| charge_plan.rules[usage.rule])
+    };
+    // When the layer that blocks longest is available, and its rule; `None` if never, for a request of this cost. A slot
+    // may become free at any time.
+    let mut longest = (Some(0), without_slot().next().unwrap_or(0));
     for (charge, layer_ref) in full() {
         let available_ms = rule_set.available_at_ms(charge, rule(layer_ref), layer_ref.layer, now_ms);
         if longest.0.is_some_and(|longest_ms| available_ms.is_none_or(|available_ms| available_ms > longest_ms)) {
@@ -123,10 +129,12 @@ pub fn refusal_response(
         RefusalBody::Problem { retryable, never } => {
             text.clear();
             text.extend_from_slice(if retry_after_s.is_some() { retryable } else { never });
-            for (i, (_, layer_ref)) in full().enumerate() {
+            let layers = full().map(|(_, layer_ref)| rule(layer_ref).layer_name(layer_ref.layer));
+            let names = layers.chain(without_slot().filter_map(|index| rule_set.rules[index].concurrent_name()));
+            for (i, name) in names.enumerate() {
                 // The configuration check allows no name that needs an escape.
                 text.extend_from_slice(if i == 0 { b"\"" } else { b", \"" });
-                text.extend_from_slice(rule(layer_ref).layer_name(layer_ref.layer).as_bytes());
+                text.extend_from_slice(name.as_bytes());
                 text.push(b'"');
             }
             text.push(b']');
@@ -438,6 +446,7 @@ pub struct RefusalCache {
     rules_index: usize,
     now_ms: u64,
     outcomes: Vec<LayerOutcome>,
+    concurrency: Vec<ConcurrencyUsage>,
     /// `None` before the first refusal.
     refused: Option<RefusalResponse>,
 }
@@ -467,12 +476,14 @@ impl RefusalCache {
         render: impl FnOnce() -> RefusalResponse,
     ) -> LocalResponse {
         let outcomes = || context.result.charges.iter().zip(&context.result.layers).map(LayerOutcome::of);
-        let is_same =
-            (self.rules_index, self.now_ms) == (rules_index, now_ms) && self.outcomes.iter().copied().eq(outcomes());
+        let is_same = (self.rules_index, self.now_ms) == (rules_index, now_ms)
+            && self.outcomes.iter().copied().eq(outcomes())
+            && self.concurrency == context.result.concurrency;
         if !is_same || self.refused.as_ref().is_none_or(|refused| refused.is_random) {
             (self.rules_index, self.now_ms) = (rules_index, now_ms);
             self.outcomes.clear();
             self.outcomes.extend(outcomes());
+            self.concurrency.clone_from(&context.result.concurrency);
             self.refused = None;
         }
         let refused = self.refused.get_or_insert_with(|| {

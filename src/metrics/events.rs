@@ -47,6 +47,10 @@ pub static OVERFLOW: Metric = counter(
     "transom_counters_overflow_total",
     "Decisions made by overflow counters because the counter table was full.",
 );
+static CONCURRENT_REQUESTS: Metric = gauge(
+    "transom_concurrent_requests",
+    "Requests under way that hold a slot of a rule with a limit of concurrent requests.",
+);
 pub static CLOCK_OFFSET: Metric = gauge("transom_clock_offset_seconds", "Gateway time minus the machine's wall clock.");
 static SNAPSHOTS: Metric = counter("transom_counters_snapshots_total", "Snapshots of the counters, by outcome.");
 static SNAPSHOT_TIME: Metric =
@@ -56,12 +60,13 @@ static REQUEST_ERRORS: Metric =
 pub static BUILD_INFO: Metric = gauge("transom_build_info", "The running version; the value is 1.");
 
 /// All metrics, in exposition order.
-pub static NAMES: [&Metric; 39] = [
+pub static NAMES: [&Metric; 40] = [
     &REQUESTS,
     &REQUEST_DURATION,
     &DECISIONS,
     &REFUSED,
     &DECISION_DURATION,
+    &CONCURRENT_REQUESTS,
     &UPSTREAM_REQUESTS,
     &UPSTREAM_DURATION,
     &upstream::REQUESTS_ACTIVE,
@@ -133,21 +138,39 @@ impl RouteMetrics {
     }
 }
 
-/// Refusals by the windows of a list of rules, in one worker.
+/// Refusals by the limits of a list of rules, in one worker.
 #[derive(Debug)]
 pub struct WindowMetrics(Vec<Vec<Arc<MetricCell>>>);
 
 impl WindowMetrics {
-    /// `rules` are rule names, each with the names of its layers.
-    pub fn new(registry: &Registry, worker: WorkerId, rules: &[(&str, &[String])]) -> WindowMetrics {
-        let rule = |(rule, layers): &(&str, &[String])| {
-            layers.iter().map(|layer| registry.cell(&REFUSED, worker, &[("rule", rule), ("window", layer)])).collect()
+    /// `rules` are rule names, each with the names of its limits.
+    pub fn new(registry: &Registry, worker: WorkerId, rules: &[(&str, Vec<&str>)]) -> WindowMetrics {
+        let rule = |(rule, limits): &(&str, Vec<&str>)| {
+            limits.iter().map(|limit| registry.cell(&REFUSED, worker, &[("rule", rule), ("window", limit)])).collect()
         };
         WindowMetrics(rules.iter().map(rule).collect())
     }
 
-    pub fn refused(&self, rule: usize, layer: usize) {
-        self.0[rule][layer].add(1);
+    pub fn refused(&self, rule: usize, limit: usize) {
+        self.0[rule][limit].add(1);
+    }
+}
+
+/// Requests of one worker that hold a slot of one rule.
+#[derive(Clone, Debug)]
+pub struct ConcurrencyGauge(Arc<MetricCell>);
+
+impl ConcurrencyGauge {
+    pub fn new(registry: &Registry, worker: WorkerId, rule: &str) -> ConcurrencyGauge {
+        ConcurrencyGauge(registry.cell(&CONCURRENT_REQUESTS, worker, &[("rule", rule)]))
+    }
+
+    pub fn acquired(&self) {
+        self.0.add(1);
+    }
+
+    pub fn released(&self) {
+        self.0.sub(1);
     }
 }
 

@@ -1,11 +1,15 @@
-//! Decides a request by its rules: at once from the local table, or after a reply of the shared store.
+//! Decides a request by its rules: at once from the local table, or after waiting for a slot or the shared store.
+//!
+//! Slots of the rules that limit the requests under way are taken first, so that no window is charged without them.
 
+use std::cell::Cell;
 use std::rc::Rc;
+use std::time::Duration;
 
 use http::HeaderMap;
 
 use super::compiled_config::{CompiledConfig, RouteRules};
-use super::delayed_request::{DelayedRequest, StoreCharges};
+use super::delayed_request::{DelayedRequest, RECHECK_INTERVAL, StoreCharges};
 use super::peer::Peer;
 use super::request_record::RequestRecord;
 use super::response::Rejection;
@@ -16,15 +20,24 @@ use crate::http::error::RequestError;
 use crate::http::key_source::RequestAttributes;
 use crate::http::ratelimit_headers::RateLimitFields;
 use crate::redis_store::shared_decision::{BeginResult, SharedDecision, SharedOutcome, Unavailable};
+use transom_limiter::concurrency::{QueuedSlot, Slot, SlotState, SlotsResult};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::rule::OnLimit;
+use transom_limiter::waiter_limit::WaiterSlot;
 
-/// A decision that waits for the shared store.
+/// A decision that waits.
 pub struct PendingAdmission {
-    decision: Box<SharedDecision>,
+    step: PendingStep,
     /// Position in `CompiledConfig::route_rules`.
     rules_index: usize,
+}
+
+/// What a decision waits for.
+enum PendingStep {
+    Slot(Box<QueuedRequest>),
+    Store(Box<SharedDecision>),
 }
 
 /// What later steps of an admitted request need.
@@ -74,24 +87,225 @@ pub fn evaluate(
     rules_index: usize,
     attributes: &RequestAttributes<'_>,
     context: &mut DecisionContext,
+    record: &mut RequestRecord,
     now_ms: u64,
 ) -> Result<Evaluation, RequestError> {
-    let rules @ RouteRules { charge_plan, .. } = &compiled.route_rules[rules_index];
-    let Some(shared) = worker.shared.as_ref().filter(|_| charge_plan.is_shared) else {
-        let clock = || worker.clock.now().unix_ms;
-        let now = DecisionTime::starting_at(now_ms, &clock);
-        return Ok(Evaluation::Decided(compiled.rule_set.decide(charge_plan, &worker.table, now, context)));
-    };
-    let store_key = |position| compiled.store_key(rules, position, attributes);
-    match shared.begin(&compiled.rule_set, charge_plan, context, store_key) {
+    let rules = &compiled.route_rules[rules_index];
+    context.result.concurrency.clear();
+    if rules.charge_plan.limits_concurrency()
+        && let Some(evaluation) = acquire_slots(worker, compiled, rules_index, attributes, context, record)
+    {
+        return Ok(evaluation);
+    }
+    match decide_windows(worker, compiled, rules, context, now_ms, |rule| compiled.store_key(rules, rule, attributes)) {
         BeginResult::Decided(decision) => Ok(Evaluation::Decided(decision)),
-        BeginResult::Pending(decision) => Ok(Evaluation::Pending(Box::new(PendingAdmission { decision, rules_index }))),
+        BeginResult::Pending(decision) => {
+            let step = PendingStep::Store(decision);
+            Ok(Evaluation::Pending(Box::new(PendingAdmission { step, rules_index })))
+        }
         BeginResult::Unavailable => Err(RequestError::StoreUnavailable),
     }
 }
 
+/// Takes the slots of the rules that limit the requests under way. `None`: the request has all slots, and its windows decide.
+#[inline(never)]
+fn acquire_slots(
+    worker: &WorkerState,
+    compiled: &CompiledConfig,
+    rules_index: usize,
+    attributes: &RequestAttributes<'_>,
+    context: &mut DecisionContext,
+    record: &mut RequestRecord,
+) -> Option<Evaluation> {
+    let (rule_set, rules) = (&compiled.rule_set, &compiled.route_rules[rules_index]);
+    let hold = |position, slot| record.hold_slot(rules_index, position, slot);
+    match rule_set.acquire_slots(&rules.charge_plan, context, 0, hold) {
+        SlotsResult::Acquired => return None,
+        SlotsResult::Full(index) => {
+            if let Some((place, waiter)) = QueuePlace::join(compiled, rules_index, context, record, index) {
+                let store_keys = compiled.store_keys(rules, attributes);
+                let queued = QueuedRequest { place, _waiter: waiter, context: context.clone(), store_keys };
+                let step = PendingStep::Slot(Box::new(queued));
+                return Some(Evaluation::Pending(Box::new(PendingAdmission { step, rules_index })));
+            }
+        }
+        SlotsResult::Refused => {}
+    }
+    refuse(worker, compiled, rules, context, record, |rule| compiled.store_key(rules, rule, attributes));
+    Some(Evaluation::Decided(Decision::Refused))
+}
+
+/// Decides the windows of a request that holds its slots.
+#[inline(always)]
+fn decide_windows(
+    worker: &WorkerState,
+    compiled: &CompiledConfig,
+    rules: &RouteRules,
+    context: &mut DecisionContext,
+    now_ms: u64,
+    store_key: impl Fn(usize) -> Option<Rc<str>>,
+) -> BeginResult {
+    let charge_plan = &rules.charge_plan;
+    match worker.shared.as_ref().filter(|_| charge_plan.is_shared) {
+        None => {
+            let clock = || worker.clock.now().unix_ms;
+            let now = DecisionTime::starting_at(now_ms, &clock);
+            BeginResult::Decided(compiled.rule_set.decide(charge_plan, &worker.table, now, context))
+        }
+        Some(shared) => shared.begin(&compiled.rule_set, charge_plan, context, store_key),
+    }
+}
+
+/// Releases the slots of a request that found one rule without a free slot, and completes the result of its decision.
+fn refuse(
+    worker: &WorkerState,
+    compiled: &CompiledConfig,
+    rules: &RouteRules,
+    context: &mut DecisionContext,
+    record: &mut RequestRecord,
+    store_key: impl Fn(usize) -> Option<Rc<str>>,
+) {
+    record.release_slots(context);
+    let clock = || worker.clock.now().unix_ms;
+    compiled.rule_set.refuse(&rules.charge_plan, &worker.table, DecisionTime::read(&clock), context);
+    if let Some(shared) = worker.shared.as_ref().filter(|_| rules.charge_plan.is_shared) {
+        shared.charge_refusal(&compiled.rule_set, &rules.charge_plan, context, store_key);
+    }
+}
+
+/// A request that waits for a slot. Dropped, as when the client goes away, it leaves the queue.
+struct QueuedRequest {
+    place: QueuePlace,
+    _waiter: WaiterSlot,
+    context: DecisionContext,
+    /// Store keys by rule.
+    store_keys: Vec<Option<Rc<str>>>,
+}
+
+/// A place in the queue of a rule.
+struct QueuePlace {
+    /// Index in the order in which slots are taken.
+    index: usize,
+    /// Position of the rule in the charge plan.
+    position: usize,
+    slot: QueuedSlot,
+    max_delay_ms: u64,
+}
+
+impl QueuePlace {
+    /// `None` if too many requests wait for the rule already.
+    fn join(
+        compiled: &CompiledConfig,
+        rules_index: usize,
+        context: &DecisionContext,
+        record: &RequestRecord,
+        index: usize,
+    ) -> Option<(QueuePlace, WaiterSlot)> {
+        let (rule_set, charge_plan) = (&compiled.rule_set, &compiled.route_rules[rules_index].charge_plan);
+        let (position, slot) = rule_set.queue_slot(charge_plan, context, index)?;
+        let rule = &rule_set.rules[charge_plan.rules[position]];
+        let OnLimit::Delay { max_delay_ms, .. } = rule.rule.on_limit else { return None };
+        let waiter = rule.waiters.try_enter()?;
+        record.record_slot_wait(position);
+        Some((QueuePlace { index, position, slot, max_delay_ms }, waiter))
+    }
+
+    /// Waits for the slot; `None` after the longest delay that the rule allows.
+    async fn wait(&mut self, worker: &WorkerState) -> Option<Slot> {
+        let latest_ms = worker.clock.now().unix_ms.saturating_add(self.max_delay_ms);
+        loop {
+            let left_ms = latest_ms.saturating_sub(worker.clock.now().unix_ms);
+            let pause = Duration::from_millis(left_ms).min(RECHECK_INTERVAL);
+            match tokio::time::timeout(pause, &mut self.slot).await {
+                Ok(slot) => return Some(slot),
+                Err(_elapsed) if left_ms == 0 => return None,
+                Err(_elapsed) => {}
+            }
+        }
+    }
+}
+
+impl QueuedRequest {
+    /// Waits for the slots, then decides the windows.
+    async fn decide(
+        mut self: Box<Self>,
+        worker: &WorkerState,
+        config: &WorkerConfig,
+        peer: &Peer,
+        rules_index: usize,
+        record: &mut RequestRecord,
+    ) -> Result<SharedOutcome, Unavailable> {
+        let compiled = &*config.compiled;
+        let rules = &compiled.route_rules[rules_index];
+        let has_slots = {
+            let _watch = DelayWatch::start(&peer.is_delayed);
+            self.wait_for_slots(worker, compiled, rules_index, record).await
+        };
+        let QueuedRequest { mut context, store_keys, .. } = *self;
+        let store_key = |rule: usize| store_keys.get(rule).cloned().flatten();
+        let begun = if has_slots {
+            let now_ms = worker.clock.now().unix_ms;
+            decide_windows(worker, compiled, rules, &mut context, now_ms, store_key)
+        } else {
+            refuse(worker, compiled, rules, &mut context, record, store_key);
+            BeginResult::Decided(Decision::Refused)
+        };
+        match begun {
+            BeginResult::Decided(decision) => {
+                Ok(SharedOutcome { decision, context, refunds: Vec::new(), key_texts: store_keys })
+            }
+            BeginResult::Pending(decision) => decision.decide(&rules.charge_plan).await,
+            BeginResult::Unavailable => Err(Unavailable),
+        }
+    }
+
+    /// Waits for all slots; `false` if a rule refuses the request.
+    async fn wait_for_slots(
+        &mut self,
+        worker: &WorkerState,
+        compiled: &CompiledConfig,
+        rules_index: usize,
+        record: &mut RequestRecord,
+    ) -> bool {
+        let (rule_set, charge_plan) = (&compiled.rule_set, &compiled.route_rules[rules_index].charge_plan);
+        loop {
+            let Some(slot) = self.place.wait(worker).await else { return false };
+            record.hold_slot(rules_index, self.place.position, slot);
+            if let Some(usage) = self.context.result.concurrency.last_mut() {
+                usage.state = SlotState::Waited;
+            }
+            let hold = |position, slot| record.hold_slot(rules_index, position, slot);
+            match rule_set.acquire_slots(charge_plan, &mut self.context, self.place.index + 1, hold) {
+                SlotsResult::Acquired => return true,
+                SlotsResult::Refused => return false,
+                SlotsResult::Full(index) => {
+                    let joined = QueuePlace::join(compiled, rules_index, &self.context, record, index);
+                    let Some((place, waiter)) = joined else { return false };
+                    (self.place, self._waiter) = (place, waiter);
+                }
+            }
+        }
+    }
+}
+
+/// Makes the connection watch for the client closing it.
+struct DelayWatch<'p>(&'p Cell<bool>);
+
+impl DelayWatch<'_> {
+    fn start(is_delayed: &Cell<bool>) -> DelayWatch<'_> {
+        is_delayed.set(true);
+        DelayWatch(is_delayed)
+    }
+}
+
+impl Drop for DelayWatch<'_> {
+    fn drop(&mut self) {
+        self.0.set(false);
+    }
+}
+
 impl PendingAdmission {
-    /// Waits for the store, and decides.
+    /// Waits for slots or the store, and decides.
     pub async fn resolve(
         self: Box<Self>,
         worker: &Rc<WorkerState>,
@@ -99,11 +313,17 @@ impl PendingAdmission {
         peer: &Peer,
         record: &mut RequestRecord,
     ) -> Result<Admission, Rejection> {
-        let PendingAdmission { decision, rules_index } = *self;
+        let PendingAdmission { step, rules_index } = *self;
         let rules = &config.compiled.route_rules[rules_index];
-        let outcome = decision.decide(&rules.charge_plan).await;
-        let outcome = outcome.map_err(|Unavailable| Rejection::Error(RequestError::StoreUnavailable))?;
+        let outcome = match step {
+            PendingStep::Store(decision) => decision.decide(&rules.charge_plan).await,
+            PendingStep::Slot(queued) => queued.decide(worker, config, peer, rules_index, record).await,
+        };
+        let mut outcome = outcome.map_err(|Unavailable| Rejection::Error(RequestError::StoreUnavailable))?;
         let now_ms = worker.clock.now().unix_ms;
+        if let Decision::Refused = outcome.decision {
+            record.release_slots(&mut outcome.context);
+        }
         record.record_decision(rules_index, &outcome.context, &outcome.decision);
         let mut text = Vec::new();
         if let Decision::Refused = outcome.decision {

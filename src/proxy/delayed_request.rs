@@ -29,7 +29,7 @@ use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::waiter_limit::WaiterSlot;
 
 /// The wall clock may be set while a request waits, so the time is read again at this interval.
-const RECHECK_INTERVAL: Duration = Duration::from_secs(1);
+pub const RECHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// What the shared store has charged for a request.
 #[derive(Default)]
@@ -172,6 +172,8 @@ impl DelayedRequest {
                 self.store_charges.refunds.extend(refunds);
                 // The response states all layers as they are now.
                 rule_set.peek(&rules.charge_plan, &self.worker.table, now, &mut context);
+                rule_set.peek_slots(&rules.charge_plan, &mut context);
+                record.release_slots(&mut context);
                 record.record_decision(self.rules_index, &context, &Decision::Refused);
                 let mut text = Vec::new();
                 let fields = rules.rate_limit_template.render(&context, None, context.result.decided_ms, &mut text);

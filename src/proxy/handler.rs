@@ -87,7 +87,7 @@ fn panic_response() -> Response<ResponseBody> {
 
 /// What `decide` found.
 enum RequestOutcome {
-    /// With `pending`, the shared store decides first, and `admission` is empty.
+    /// With `pending`, the request waits for a slot or the shared store first, and `admission` is empty.
     Forward { plan: ForwardPlan, admission: Admission, pending: Option<Box<PendingAdmission>> },
     /// A refusal, or another response that needs no upstream.
     Respond(LocalResponse),
@@ -137,7 +137,10 @@ pub fn handle(
             Ok(RequestOutcome::Respond(reply)) => {
                 return ResponseFuture::Done(Some(finish(format.refusal(reply).map(Content::from), record)));
             }
-            Err(error) => return ResponseFuture::Done(Some(error_response(&error, format, record))),
+            Err(error) => {
+                record.release_all_slots();
+                return ResponseFuture::Done(Some(error_response(&error, format, record)));
+            }
         };
     // Taken apart here, so that the future below stores each value only once.
     let Admission { mut fields, mut delay, mut pending_cost } = admission;
@@ -243,10 +246,14 @@ fn decide(
     let actions = actions
         .map(|actions| actions.evaluate(&TemplateVariables::of(&attributes, request_context.client.is_secure)))
         .transpose()?;
-    let (admission, pending) = match evaluate(worker, compiled, rules_index, &attributes, context, now.unix_ms)? {
+    let (admission, pending) = match evaluate(worker, compiled, rules_index, &attributes, context, record, now.unix_ms)?
+    {
         Evaluation::Pending(pending) => (Admission::default(), Some(pending)),
         Evaluation::Decided(decision) => {
             worker.metrics.decision_took(worker.clock.instant().duration_since(now.instant));
+            if let Decision::Refused = decision {
+                record.release_slots(context);
+            }
             record.record_decision(rules_index, context, &decision);
             let decided_ms = context.result.decided_ms;
             if let Decision::Refused = decision {

@@ -1,7 +1,7 @@
 //! The life of one request, from its head to the end of its response.
 //!
-//! `handler` validates, routes, decides and forwards. `admission` decides by the rules, `delayed_request` waits for a later
-//! window, `response_cost` charges what the response says the request cost. `response` turns results into responses,
+//! `handler` validates, routes, decides and forwards. `admission` decides by the rules and waits for a slot, `held_slots`
+//! releases the slots, `delayed_request` waits for a later window, `response_cost` charges what the response says the request cost. `response` turns results into responses,
 //! and `request_record` counts and logs each request once. `repeat_refusal` is the short cut for a client that repeats
 //! a refused request. `websocket` ends a handshake and runs the tunnel.
 //!
@@ -12,6 +12,7 @@ mod admission;
 pub mod compiled_config;
 mod delayed_request;
 pub mod handler;
+mod held_slots;
 pub mod log_throttle;
 pub mod peer;
 pub mod request_record;

@@ -1,6 +1,7 @@
 //! The record of one request: metrics, and a line of the access log if there is one.
 //!
-//! Dropping the record ends it, so a request is counted and logged exactly once, also when the client goes away.
+//! Dropping the record ends it, so a request is counted and logged exactly once, also when the client goes away. The slots
+//! that the request holds are released then.
 
 use std::net::IpAddr;
 use std::rc::Rc;
@@ -9,6 +10,7 @@ use std::time::Duration;
 use http::request::Parts;
 use serde_json::{Map, Value, json};
 
+use super::held_slots::HeldSlots;
 use super::worker_config::WorkerConfig;
 use super::worker_state::WorkerState;
 use crate::clock::Timestamp;
@@ -16,6 +18,7 @@ use crate::http::error::RequestError;
 use crate::http::responses::{self, CLIENT_CLOSED_REQUEST};
 use crate::metrics::events::RouteMetrics;
 use crate::upstream::response_body::UpstreamBodyError;
+use transom_limiter::concurrency::{Slot, SlotState};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 
@@ -31,6 +34,7 @@ pub struct RequestRecord {
     bytes: u64,
     /// The line of the access log; `None` without an access log.
     log_entry: Option<Box<Map<String, Value>>>,
+    slots: HeldSlots,
 }
 
 impl RequestRecord {
@@ -43,15 +47,55 @@ impl RequestRecord {
     ) -> RequestRecord {
         let line = config.access_log.as_ref().map(|_| Box::new(head_fields(peer, parts, started)));
         let (worker, config) = (Rc::clone(worker), Rc::clone(config));
-        RequestRecord { worker, config, route: None, status: CLIENT_CLOSED_REQUEST, started, bytes: 0, log_entry: line }
+        RequestRecord {
+            worker,
+            config,
+            route: None,
+            status: CLIENT_CLOSED_REQUEST,
+            started,
+            bytes: 0,
+            log_entry: line,
+            slots: HeldSlots::default(),
+        }
     }
 
     pub fn set_route(&mut self, route: usize) {
         self.route = Some(route);
     }
 
+    /// Holds a slot of the rule at a position of the charge plan until the request ends.
+    pub fn hold_slot(&mut self, rules_index: usize, position: usize, slot: Slot) {
+        let rule = self.config.compiled.route_rules[rules_index].charge_plan.rules[position];
+        // Every rule that has slots has a gauge.
+        if let Some(gauge) = &self.config.concurrency_gauges[rule] {
+            self.slots.add(position, slot, gauge.clone());
+        }
+    }
+
+    /// Releases the slots of a request that is not forwarded. `context` has the result of its decision.
+    pub fn release_slots(&mut self, context: &mut DecisionContext) {
+        if !self.slots.is_empty() {
+            self.slots.release_all();
+            context.slots_released();
+        }
+    }
+
+    /// Releases the slots of a request that failed.
+    pub fn release_all_slots(&mut self) {
+        self.slots.release_all();
+    }
+
+    /// Counts a request that waits for a slot of the rule at this position.
+    pub fn record_slot_wait(&self, position: usize) {
+        self.route_metrics().delayed(position);
+    }
+
     /// Counts the decision on the request's route, and notes refusing and shadow rules for the access log.
     pub fn record_decision(&mut self, rules_index: usize, context: &DecisionContext, decision: &Decision) {
+        let concurrency = |state: SlotState| {
+            let usages = context.result.concurrency.iter();
+            usages.filter(move |usage| usage.state == state).map(|usage| usage.rule)
+        };
         let metrics = self.route_metrics();
         match decision {
             Decision::Admitted | Decision::Delayed { .. } => {
@@ -64,32 +108,37 @@ impl RequestRecord {
                 {
                     match decision {
                         _ if context.result.shadowed.contains(&position) => metrics.shadowed(position),
+                        // Counted when it began to wait.
+                        _ if concurrency(SlotState::Waited).any(|rule| rule == position) => {}
                         Decision::Delayed { waiter: Some(wait), .. } if wait.rule == position => {
                             metrics.delayed(position)
                         }
                         _ => metrics.admitted(position),
                     }
                 }
+                concurrency(SlotState::Shadowed).for_each(|position| metrics.shadowed(position));
             }
             Decision::Refused => record_refusal(&self.config, self.route, rules_index, context),
         }
         if self.log_entry.is_some() {
             let rules = &self.config.compiled.route_rules[rules_index].charge_plan.rules;
-            let name = |position: &usize| json!(self.config.compiled.rule_set.rules[rules[*position]].rule.name);
-            let full = context
-                .result
-                .charges
-                .iter()
-                .zip(&context.result.layers)
-                .filter(|(charge, _)| charge.is_full && matches!(decision, Decision::Refused));
-            let refused: Vec<Value> = full.map(|(_, layer)| name(&layer.rule)).collect();
-            let shadowed: Vec<Value> = context.result.shadowed.iter().map(name).collect();
+            let name = |position: usize| json!(self.config.compiled.rule_set.rules[rules[position]].rule.name);
+            let is_refused = matches!(decision, Decision::Refused);
+            let full = context.result.charges.iter().zip(&context.result.layers);
+            let full = full.filter(|(charge, _)| charge.is_full).map(|(_, layer)| layer.rule);
+            let refused: Vec<Value> =
+                full.chain(concurrency(SlotState::Full)).filter(|_| is_refused).map(name).collect();
+            let shadowed = context.result.shadowed.iter().copied();
+            let shadowed: Vec<Value> =
+                shadowed.chain(concurrency(SlotState::Shadowed).filter(|_| !is_refused)).map(name).collect();
             for (name, rules) in [("refused_by", refused), ("shadowed_by", shadowed)] {
                 if !rules.is_empty() {
                     self.set_log_field(name, Value::Array(rules));
                 }
             }
         }
+        // The windows of these rules have not admitted the request.
+        self.slots.release(&context.result.shadowed);
     }
 
     pub fn set_upstream(&mut self, name: &str) {
@@ -192,14 +241,23 @@ fn route_metrics(config: &WorkerConfig, route: Option<usize>) -> &RouteMetrics {
     route.map_or(&config.unrouted_metrics, |route| &config.route_metrics[route])
 }
 
-/// Counts a refusal for each full window, and once for each refusing rule.
+/// Counts a refusal for each full window and each rule without a free slot, and once for each refusing rule.
 pub fn record_refusal(config: &WorkerConfig, route: Option<usize>, rules_index: usize, context: &DecisionContext) {
     let mut counted = None;
-    for (_, line) in context.result.charges.iter().zip(&context.result.layers).filter(|(charge, _)| charge.is_full) {
+    let full = || context.result.charges.iter().zip(&context.result.layers).filter(|(charge, _)| charge.is_full);
+    for (_, line) in full() {
         config.window_metrics[rules_index].refused(line.rule, line.layer);
         if counted != Some(line.rule) {
             route_metrics(config, route).refused(line.rule);
             counted = Some(line.rule);
+        }
+    }
+    let compiled = &config.compiled;
+    for usage in context.result.concurrency.iter().filter(|usage| usage.state == SlotState::Full) {
+        let rule = compiled.route_rules[rules_index].charge_plan.rules[usage.rule];
+        config.window_metrics[rules_index].refused(usage.rule, compiled.rule_set.rules[rule].concurrent_index());
+        if full().all(|(_, line)| line.rule != usage.rule) {
+            route_metrics(config, route).refused(usage.rule);
         }
     }
 }

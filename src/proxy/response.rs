@@ -21,7 +21,8 @@ pub enum Rejection {
 
 impl Rejection {
     #[cold]
-    pub fn into_response(self, format: ErrorFormat, record: RequestRecord) -> Response<ResponseBody> {
+    pub fn into_response(self, format: ErrorFormat, mut record: RequestRecord) -> Response<ResponseBody> {
+        record.release_all_slots();
         match self {
             Rejection::Refused(reply) => finish(format.refusal(reply).map(Content::from), record),
             Rejection::Error(error) => error_response(&error, format, record),
@@ -66,6 +67,7 @@ pub struct ResponseBody(Box<BodyState>);
 
 struct BodyState {
     content: Content,
+    /// After `content`, so that an upstream connection is closed before the slots of its request are released.
     record: Option<RequestRecord>,
     /// How the upstream's response broke off, until hyper has been given the error.
     pending_error: Option<UpstreamBodyError>,

@@ -18,7 +18,7 @@ use crate::config::upstream::{Server, Target as ConfiguredTarget, TransportSetti
 use crate::http::ratelimit_headers::RateLimitFields;
 use crate::http::responses::{self, RefusalCache, RefusalResponse};
 use crate::jwt::cache::TokenCache;
-use crate::metrics::events::{RouteMetrics, UpstreamMetrics, WindowMetrics};
+use crate::metrics::events::{ConcurrencyGauge, RouteMetrics, UpstreamMetrics, WindowMetrics};
 use crate::metrics::upstream::{ActiveGauge, RetryMetrics};
 use crate::metrics::{Registry, WorkerId};
 use crate::upstream::forward::Forwarder;
@@ -26,7 +26,7 @@ use crate::upstream::pool::{ConnectionPool, ServerPool};
 use crate::upstream::server_health::UpstreamHealth;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
-use transom_limiter::rule_set::KeyedRequest;
+use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
 use transom_limiter::table::Table;
 
 pub struct WorkerConfig {
@@ -35,6 +35,8 @@ pub struct WorkerConfig {
     pub route_metrics: Vec<RouteMetrics>,
     /// By route rules.
     pub window_metrics: Vec<WindowMetrics>,
+    /// By rule of the rule set; `None` for rules without a limit of concurrent requests.
+    pub concurrency_gauges: Vec<Option<ConcurrencyGauge>>,
     /// `RateLimit-Policy` by route rules. A copy per worker, so that workers do not contend for its reference count.
     pub policy_fields: Vec<Option<HeaderValue>>,
     /// For requests that match no route.
@@ -96,9 +98,13 @@ impl WorkerConfig {
             RouteMetrics::new(registry, worker_id, compiled.route_name(index), &names)
         };
         let window_metrics = |route_rules: &RouteRules| {
-            let layers: Vec<_> =
-                rules_of(route_rules).iter().map(|rule| (rule.rule.name.as_str(), rule.layer_names())).collect();
-            WindowMetrics::new(registry, worker_id, &layers)
+            let rules = rules_of(route_rules);
+            let limits: Vec<_> =
+                rules.iter().map(|rule| (rule.rule.name.as_str(), rule.limit_names().collect())).collect();
+            WindowMetrics::new(registry, worker_id, &limits)
+        };
+        let concurrency_gauge = |rule: &CompiledRule| {
+            rule.concurrent_name().map(|_| ConcurrencyGauge::new(registry, worker_id, &rule.rule.name))
         };
         let mut server_pools = ServerPools::new();
         let server_count = |upstream: &Upstream| match &upstream.target {
@@ -140,6 +146,7 @@ impl WorkerConfig {
         WorkerConfig {
             route_metrics: compiled.routes.iter().enumerate().map(route_metrics).collect(),
             window_metrics: compiled.route_rules.iter().map(window_metrics).collect(),
+            concurrency_gauges: compiled.rule_set.rules.iter().map(concurrency_gauge).collect(),
             policy_fields: compiled
                 .route_rules
                 .iter()
@@ -169,6 +176,7 @@ impl WorkerConfig {
         context.inputs.keyed_requests.clear();
         context.inputs.keyed_requests.extend_from_slice(keyed_requests);
         self.compiled.rule_set.peek(charge_plan, table, now, context);
+        self.compiled.rule_set.peek_slots(charge_plan, context);
         let policy = self.policy_fields[rules_index].as_ref();
         rate_limit_template.render(context, policy, context.result.decided_ms, text)
     }

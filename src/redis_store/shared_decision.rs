@@ -182,6 +182,19 @@ impl SharedCounters {
         }
     }
 
+    /// Charges a request that was refused without asking the store, in rules that count refusals. `context` has the usage of
+    /// its counters.
+    pub fn charge_refusal(
+        self: &Rc<Self>,
+        rule_set: &RuleSet,
+        charge_plan: &ChargePlan,
+        context: &DecisionContext,
+        text: impl Fn(usize) -> Option<Rc<str>>,
+    ) {
+        let progress = DecisionProgress::new(charge_plan.rules.len());
+        self.charge_refused_request(rule_set, charge_plan, context, &progress, text);
+    }
+
     /// Charges layers of a delayed request again whose windows have ended since.
     pub fn recharge(
         self: &Rc<Self>,

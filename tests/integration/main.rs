@@ -24,6 +24,8 @@ mod client_certs;
 mod clients;
 mod clients_command;
 mod clock_steps;
+mod concurrency;
+mod concurrency_ends;
 mod connection_resend;
 mod connections;
 mod cost;

@@ -3,12 +3,11 @@
 //! Loom has no 128-bit atomic, so a word is packed into 64 bits without loss: tags are numbered in the order of their
 //! first use. Models must therefore use small times; an assertion rejects others.
 
-use std::sync::Mutex;
-
 pub use loom::sync::atomic::{AtomicU64, Ordering, fence};
+pub use loom::sync::{Mutex, MutexGuard};
 
 /// All tags used so far. The number of a tag has no meaning, so the order does not matter.
-static TAGS: Mutex<Vec<u64>> = Mutex::new(Vec::new());
+static TAGS: std::sync::Mutex<Vec<u64>> = std::sync::Mutex::new(Vec::new());
 
 const END: u64 = (1 << 16) - 1;
 

@@ -2,6 +2,7 @@
 //! decisions do not allocate.
 
 use crate::acquire::Charge;
+use crate::concurrency::ConcurrencyUsage;
 use crate::rule_set::{ChargePlan, CountingMode, KeyedRequest, LayerRef, RuleSet};
 use crate::sharded_counter::ShardReceipt;
 use crate::window::Window;
@@ -44,8 +45,11 @@ pub struct DecisionResult {
     pub decided_ms: u64,
     /// Receipts of charges in sharded counters.
     pub shard_receipts: Vec<ShardReceipt>,
-    /// Positions of the shadow rules that would have refused the request.
+    /// Positions of the shadow rules that would have refused the request in their windows.
     pub shadowed: Vec<usize>,
+    /// The requests under way of the rules that limit them. Set by [`RuleSet::acquire_slots`] and
+    /// [`RuleSet::peek_slots`] only.
+    pub concurrency: Vec<ConcurrencyUsage>,
 }
 
 /// State of a decision on rules whose counters several gateways share.

@@ -76,6 +76,7 @@
 //! - [`window`] and [`limit`]: calendar windows in a time zone, windows with a random offset for each key, windows opened
 //!   by the first request of a key, tokens that roll over, and reserves.
 //! - [`delay`]: requests that wait for a later window instead of being refused.
+//! - [`concurrency`]: limits on the requests of a key that are under way at the same time.
 //! - [`sharded_counter`]: a counter divided among threads, for a key that all requests share.
 //! - [`leased_tokens`] and [`shared_counting`]: limits that several processes share through a store, spent locally.
 //! - [`table`] and [`memory`]: the counter table itself, on the heap or in a mapped file that outlives the process.
@@ -90,6 +91,7 @@ pub mod acquire;
 pub mod atomics;
 pub mod bucket;
 pub mod burst_bound;
+pub mod concurrency;
 pub mod counter;
 pub mod decision;
 pub mod decision_context;

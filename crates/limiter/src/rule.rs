@@ -17,6 +17,8 @@ pub struct Rule {
     pub on_missing: OnMissing,
     /// The default windows.
     pub layers: Vec<Limit>,
+    /// The most requests of a key under way at a time; at least 1. `None`: any number.
+    pub concurrent: Option<u32>,
     /// Other windows for the clients of a plan.
     pub plans: Vec<Plan>,
     /// Other windows for single keys.
@@ -42,6 +44,8 @@ pub struct Plan {
     pub name: String,
     /// Its windows.
     pub layers: Vec<Limit>,
+    /// As in the rule.
+    pub concurrent: Option<u32>,
 }
 
 /// The windows of a rule for one key.
@@ -51,6 +55,8 @@ pub struct Override {
     pub key: Vec<KeyValue>,
     /// Its windows.
     pub layers: Vec<Limit>,
+    /// As in the rule.
+    pub concurrent: Option<u32>,
 }
 
 /// Requests that a rule does not count.
@@ -152,6 +158,7 @@ impl Rule {
             key,
             on_missing,
             layers,
+            concurrent: None,
             plans: Vec::new(),
             overrides: Vec::new(),
             exemptions: Exemptions::default(),
@@ -176,6 +183,22 @@ impl Rule {
         let plans = self.plans.iter().map(|plan| plan.layers.as_slice());
         let overrides = self.overrides.iter().map(|other| other.layers.as_slice());
         std::iter::once(self.layers.as_slice()).chain(plans).chain(overrides)
+    }
+
+    /// The limits of requests under way, in the order of [`Rule::variants`].
+    pub fn concurrent_variants(&self) -> impl Iterator<Item = Option<u32>> {
+        let plans = self.plans.iter().map(|plan| plan.concurrent);
+        let overrides = self.overrides.iter().map(|other| other.concurrent);
+        std::iter::once(self.concurrent).chain(plans).chain(overrides)
+    }
+
+    /// The name of the limit of requests under way in responses and metrics; `None` if no variant has one.
+    pub fn concurrent_name(&self) -> Option<String> {
+        self.concurrent_variants().flatten().next()?;
+        Some(match self.variants().all(<[Limit]>::is_empty) {
+            true => self.name.clone(),
+            false => format!("{}-concurrent", self.name),
+        })
     }
 
     /// Whether the rule delays requests.

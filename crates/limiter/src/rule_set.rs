@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use crate::acquire::Charge;
 use crate::bucket::Key;
+use crate::concurrency::ConcurrencyTable;
 use crate::key::{KeyHash, KeyPart, Seed};
 use crate::limit::Limit;
 use crate::rule::{OnLimit, Rule, Sharing};
@@ -89,6 +90,9 @@ pub struct CompiledRule {
     /// The suffixes of the counters' names in the store, one for each layer.
     suffixes: Vec<String>,
     variants: Vec<Range<usize>>,
+    /// By variant: the most requests of a key under way.
+    pub(super) concurrent: Vec<Option<u32>>,
+    concurrent_name: Option<String>,
     /// The requests that this rule delays.
     pub waiters: Arc<WaiterLimit>,
 }
@@ -111,6 +115,8 @@ pub struct ChargePlan {
     enforced: Vec<LayerRef>,
     /// Positions of the shadow rules.
     shadow_rules: Vec<usize>,
+    /// Positions of the rules that limit the requests under way, in the order in which their slots are taken.
+    pub(super) concurrent: Vec<usize>,
     /// Whether several gateways share counters of any of the rules.
     pub is_shared: bool,
     /// How each rule is counted while the store is reachable.
@@ -129,6 +135,8 @@ pub struct RuleSet {
     pub rules: Vec<CompiledRule>,
     /// The windows of all layers, each kind once.
     pub windows: Vec<Windows>,
+    /// The requests under way. A rule set takes it over from the former one.
+    pub concurrency: Arc<ConcurrencyTable>,
 }
 
 impl CompiledLayer {
@@ -162,9 +170,19 @@ impl CompiledRule {
         &self.suffixes[layer]
     }
 
-    /// The names of all layers.
-    pub fn layer_names(&self) -> &[String] {
-        &self.names
+    /// The name of the limit of requests under way; `None` if there is none.
+    pub fn concurrent_name(&self) -> Option<&str> {
+        self.concurrent_name.as_deref()
+    }
+
+    /// The names of all layers, then that of the limit of requests under way.
+    pub fn limit_names(&self) -> impl Iterator<Item = &str> {
+        self.names.iter().map(String::as_str).chain(self.concurrent_name())
+    }
+
+    /// The position of the limit of requests under way in [`CompiledRule::limit_names`].
+    pub fn concurrent_index(&self) -> usize {
+        self.names.len()
     }
 
     /// The positions of the layers of a variant.
@@ -222,6 +240,11 @@ impl ChargePlan {
         self.is_plain
     }
 
+    /// Whether any of the rules limits the requests under way.
+    pub fn limits_concurrency(&self) -> bool {
+        !self.concurrent.is_empty()
+    }
+
     /// Positions of the shadow rules.
     pub fn shadow_rules(&self) -> &[usize] {
         &self.shadow_rules
@@ -231,7 +254,8 @@ impl ChargePlan {
 impl RuleSet {
     /// Compiles these rules. `former` is the previous rule set, if there is one: its requests may still wait.
     pub fn new(rules: &[Rule], seed: Seed, former: Option<&RuleSet>) -> RuleSet {
-        let mut rule_set = RuleSet::default();
+        let concurrency = former.map_or_else(Arc::default, |former| Arc::clone(&former.concurrency));
+        let mut rule_set = RuleSet { rules: Vec::new(), windows: Vec::new(), concurrency };
         for rule in rules {
             let mut compiled = rule_set.compile_rule(rule, seed);
             let known = former.and_then(|former| former.rules.iter().find(|known| known.rule.name == rule.name));
@@ -287,6 +311,8 @@ impl RuleSet {
             names,
             suffixes,
             variants,
+            concurrent: rule.concurrent_variants().collect(),
+            concurrent_name: rule.concurrent_name(),
             waiters: WaiterLimit::new(max_waiting),
             rule: rule.clone(),
         }
@@ -342,6 +368,7 @@ impl RuleSet {
             rules: rules.to_vec(),
             enforced: Vec::new(),
             shadow_rules: (0..rules.len()).filter(|position| rule(*position).is_shadow()).collect(),
+            concurrent: self.concurrent_order(rules),
             may_delay: (0..rules.len()).any(|position| rule(position).delays()),
             counts_refused: (0..rules.len()).any(|position| rule(position).count_refused),
             counting_modes: rules.iter().map(|rule| self.rules[*rule].counting_mode()).collect(),

@@ -286,9 +286,13 @@ mod tests {
         let one = WindowSegments::of(&rule(vec![limit("5/minute")]));
         assert_eq!(one.segment(&limit("5/minute").windows), "");
         let mut planned = rule(vec![limit("5/60s")]);
-        planned.plans.push(Plan { name: "gold".to_owned(), layers: vec![limit("50/minute")] });
+        planned.plans.push(Plan { name: "gold".to_owned(), layers: vec![limit("50/minute")], concurrent: None });
         assert_eq!(WindowSegments::of(&planned).segment(&limit("1/1m").windows), "");
-        planned.plans.push(Plan { name: "silver".to_owned(), layers: vec![limit("50/hour"), limit("9/1m")] });
+        planned.plans.push(Plan {
+            name: "silver".to_owned(),
+            layers: vec![limit("50/hour"), limit("9/1m")],
+            concurrent: None,
+        });
         let several = WindowSegments::of(&planned);
         assert_eq!(several.segment(&limit("1/1m").windows), ":60s");
         assert_eq!(several.segment(&limit("1/60m").windows), ":hour");

@@ -3,11 +3,12 @@
 //!
 //! `bucket`: a key has one counter. `table`: acquire, refund and a full table. `overflow`: keys without a slot. `acquire`:
 //! requests on several counters. `rolling_over`: windows with rollover. `first_request`: windows that a request opens.
-//! `waiters`: reservations. `shards`: sharded counters. `leases`: leased tokens.
+//! `waiters`: reservations. `concurrency`: requests under way. `shards`: sharded counters. `leases`: leased tokens.
 //! Every model also names outcomes that must occur, so that no model passes without testing anything.
 
 mod acquire;
 mod bucket;
+mod concurrency;
 mod first_request;
 mod leases;
 mod overflow;

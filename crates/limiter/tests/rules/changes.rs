@@ -172,7 +172,7 @@ fn a_change_of_how_a_layer_counts_is_found() {
     let with_plan = |layer: Limit| {
         let windows = default.layers[1].windows.clone();
         let layer = Limit { windows, period_text: "60m".to_owned(), ..layer };
-        Rule { plans: vec![Plan { name: "gold".to_owned(), layers: vec![layer] }], ..default.clone() }
+        Rule { plans: vec![Plan { name: "gold".to_owned(), layers: vec![layer], concurrent: None }], ..default.clone() }
     };
     let change = |before: &Rule, after: &Rule| {
         let former = RuleSet::new(std::slice::from_ref(before), Seed(3, 4), None);
@@ -195,7 +195,7 @@ fn a_change_of_how_a_layer_counts_is_found() {
 #[test]
 fn a_variant_with_a_smaller_capacity_grants_no_tokens_to_the_others() {
     let layer = |capacity: u32| Limit { capacity, ..plain(10, 100) };
-    let plans = vec![Plan { name: "gold".to_owned(), layers: vec![layer(500)] }];
+    let plans = vec![Plan { name: "gold".to_owned(), layers: vec![layer(500)], concurrent: None }];
     let mut gateway = Gateway::with_large_table(&[Rule { plans, ..rule("r", vec![layer(20)]) }]);
     // Odd clients have the plan.
     assert_eq!(gateway.request_tokens(1, 500, START_MS), Admitted);

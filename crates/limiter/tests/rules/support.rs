@@ -228,8 +228,8 @@ pub fn rules() -> impl Strategy<Value = Vec<Rule>> {
     ];
     let one = (key, layers(), prop::option::of(layers()), prop::option::of(layers()), cost, on_limit, any::<bool>());
     let one = one.prop_map(|(key, layers, plan, own, cost, on_limit, count_refused)| {
-        let plans = plan.map(|layers| Plan { name: "gold".to_owned(), layers }).into_iter().collect();
-        let own = own.map(|layers| Override { key: vec![KeyValue::Clear("3".to_owned())], layers });
+        let plans = plan.map(|layers| Plan { name: "gold".to_owned(), layers, concurrent: None }).into_iter().collect();
+        let own = own.map(|layers| Override { key: vec![KeyValue::Clear("3".to_owned())], layers, concurrent: None });
         let overrides = own.into_iter().collect();
         Rule { key: vec![key], plans, overrides, cost, on_limit, count_refused, ..rule("", layers) }
     });

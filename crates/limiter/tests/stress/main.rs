@@ -3,6 +3,7 @@
 //! Threads share a clock that advances with the requests, and each reads it only now and then, so that late threads are
 //! common. Nothing sleeps, and nothing depends on durations.
 
+mod concurrency;
 mod leases;
 mod reports;
 mod windows;

@@ -40,6 +40,7 @@ pub fn rule(layer: Limit, on_limit: OnLimit) -> Rule {
         key: vec![KeyPart::Header("client".to_owned())],
         on_missing: OnMissing::Refuse,
         layers: vec![layer],
+        concurrent: None,
         plans: Vec::new(),
         overrides: Vec::new(),
         cost: Cost::Fixed(1),

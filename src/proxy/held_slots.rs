@@ -1,0 +1,43 @@
+//! The slots that a request holds in rules which limit the requests under way.
+
+use crate::metrics::events::ConcurrencyGauge;
+use transom_limiter::concurrency::Slot;
+
+/// Released when dropped.
+#[derive(Default)]
+pub struct HeldSlots(Vec<HeldSlot>);
+
+struct HeldSlot {
+    /// Position of the rule in the charge plan.
+    rule: usize,
+    gauge: ConcurrencyGauge,
+    _slot: Slot,
+}
+
+impl HeldSlots {
+    /// `rule` is the position of the rule in the charge plan.
+    pub fn add(&mut self, rule: usize, slot: Slot, gauge: ConcurrencyGauge) {
+        gauge.acquired();
+        self.0.push(HeldSlot { rule, gauge, _slot: slot });
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Releases the slots of some rules.
+    pub fn release(&mut self, rules: &[usize]) {
+        self.0.retain(|held| !rules.contains(&held.rule));
+    }
+
+    pub fn release_all(&mut self) {
+        self.0.clear();
+    }
+}
+
+impl Drop for HeldSlot {
+    fn drop(&mut self) {
+        // Before the slot is released: then the metric never exceeds the limit.
+        self.gauge.released();
+    }
+}
