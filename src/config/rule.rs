@@ -184,6 +184,11 @@ fn read_rule(
         rule.on_outage = settings.on_outage.unwrap_or(outage);
     }
     check_sharing(rule.sharing, default_sharing, &table, report);
+    let has_windows = !table.lacks("windows") || rule.variants().any(|layers| !layers.is_empty());
+    if !has_windows && rule.concurrent_name().is_some() {
+        rule.sharing = Sharing::Local;
+        report_settings_of_windows(&table, report);
+    }
     check_layers(rule, &table, report);
     check_content_type(&table, "the rule", report);
     table.finish(report);
@@ -237,6 +242,14 @@ fn check_sharing(sharing: Sharing, default_sharing: DefaultSharing, table: &Tabl
     } else if let (Sharing::Local, Some(item)) = (sharing, on_outage) {
         let message = "`on_outage` has no effect: the rule has `shared = \"off\"`";
         report.missing(item.key_span, message, "remove it, or remove `shared = \"off\"`");
+    }
+}
+
+/// Reports settings that concern only windows, for a rule that limits only the requests under way.
+fn report_settings_of_windows(table: &Table, report: &mut Report) {
+    for item in ["cost", "count_refused"].into_iter().filter_map(|key| table.given(key)) {
+        let message = format!("`{}` has no effect: the rule has no `windows`", item.key);
+        report.missing(item.key_span, message, "add `windows`, or remove it");
     }
 }
 

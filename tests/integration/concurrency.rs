@@ -9,7 +9,8 @@ use crate::support::gateway::Gateway;
 use crate::support::process::Process;
 use crate::support::ratelimit_parser::remaining;
 use crate::support::redis::RedisServer;
-use crate::support::{eventually, eventually_eq, one_rule};
+use crate::support::upgrade_chain::UpgradeChain;
+use crate::support::{TempDir, eventually, eventually_eq, one_rule};
 
 const USER: &str = "key = \"header:x-user\"\non_missing_key = \"skip\"\n";
 
@@ -409,4 +410,29 @@ fn a_shared_window_is_charged_after_the_wait_for_a_slot() {
         assert_eq!(refused.problem()["violated-policies"], json!(["r"]), "{mode}");
         eventually_eq(|| sum("transom_concurrent_requests", &[]), 0);
     }
+}
+
+/// Slots are not in the counters file. The old process of an upgrade keeps those of its requests, waiting ones included.
+#[test]
+fn each_process_counts_its_own_requests() {
+    let scratch = TempDir::new();
+    let file = scratch.path().join("counters");
+    let rule = toml(&format!("{DELAY}max_delay = \"1h\"\nmax_waiting = 1\nwindows = [\"9/366d\"]"));
+    let chain = UpgradeChain::start(&format!("{rule}\n[counters]\ncapacity = 64\nfile = \"{}\"\n", file.display()));
+    let old = &chain.first;
+    let sum = |name: &str| old.metrics().sum(name, &[("rule", "r")]);
+    let held = upload(old, "a");
+    eventually_eq(|| sum("transom_concurrent_requests"), 1);
+    let waiting = upload(old, "a");
+    eventually("the upload waits", || {
+        old.metrics().sum("transom_decisions_total", &[("rule", "r"), ("outcome", "delayed")]) == 1
+    });
+    chain.upgrade();
+    // The address is now served by the new process.
+    let response = finish(upload(old, "a"));
+    assert_eq!(remaining_text(&response, "r"), "7", "windows continue, and the waiting request is not charged yet");
+    assert_eq!(remaining_text(&response, "r-concurrent"), "0");
+    eventually_eq(|| sum("transom_concurrent_requests"), 0);
+    finish(held);
+    assert_eq!(remaining_text(&finish(waiting), "r"), "6");
 }
