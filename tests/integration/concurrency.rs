@@ -428,8 +428,12 @@ fn each_process_counts_its_own_requests() {
         old.metrics().sum("transom_decisions_total", &[("rule", "r"), ("outcome", "delayed")]) == 1
     });
     chain.upgrade();
-    // The address is now served by the new process.
-    let response = finish(upload(old, "a"));
+    // The old process, which may accept a last connection, has no free slot and no place in its queue.
+    let mut response = HttpResponse::default();
+    eventually("the new process serves", || {
+        response = upload(old, "abc").read_response_to("POST");
+        response.status == 200
+    });
     assert_eq!(remaining_text(&response, "r"), "7", "windows continue, and the waiting request is not charged yet");
     assert_eq!(remaining_text(&response, "r-concurrent"), "0");
     eventually_eq(|| sum("transom_concurrent_requests"), 0);
