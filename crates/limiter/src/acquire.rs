@@ -7,9 +7,10 @@
 
 use crate::atomics::{Ordering, fence};
 use crate::sharded_counter::{ShardReceipt, Sharding, ShardsResult};
+use crate::sliding_counter::SlidingCounter;
 use crate::table::{Counter, CounterResult, PeekedSlot, Receipt, Slot, Table};
 use crate::window::Time;
-use crate::window_kind::{AcquireRequest, Usage};
+use crate::window_kind::{AcquireRequest, Usage, WindowKind};
 
 /// One counter of a request: the tokens to take, and the result.
 #[derive(Clone, Copy, Debug)]
@@ -57,11 +58,18 @@ impl Charge {
         receipt
     }
 
-    /// The receipt of this charge, if it was made and the counter is not sharded.
+    /// Whether the charge is in several words of the table: its receipts are with those of shards.
+    #[inline(always)]
+    fn is_split(&self) -> bool {
+        self.sharding.shards > 1 || self.request.kind == WindowKind::Sliding
+    }
+
+    /// The receipt of this charge, if it was made and the counter is neither sharded nor sliding.
     pub fn receipt(&self) -> Option<ShardReceipt> {
         self.slot.map(|slot| ShardReceipt {
             request: self.request,
             receipt: Receipt::at(slot, self.counter, self.usage, self.tokens),
+            layer: self.counter.layer,
         })
     }
 }
@@ -78,8 +86,8 @@ pub enum AcquireResult {
     Late,
 }
 
-/// Decides one request on all its counters, in the order in which they are to be charged. Receipts of sharded counters
-/// are added to `shard_receipts`.
+/// Decides one request on all its counters, in the order in which they are to be charged. Receipts of sharded and sliding
+/// counters are added to `shard_receipts`.
 #[inline(always)]
 pub fn acquire_all<const W: usize, const PLAIN: bool>(
     table: &Table<W>,
@@ -103,7 +111,10 @@ pub fn peek_all<const W: usize, const PLAIN: bool>(
 ) -> bool {
     let mut all_fit = true;
     for charge in charges {
-        if !PLAIN && charge.sharding.shards > 1 {
+        if !PLAIN && charge.request.kind == WindowKind::Sliding {
+            (charge.usage, charge.request.end_ms) =
+                SlidingCounter::new(charge.counter, charge.request, time).peek(table, time);
+        } else if !PLAIN && charge.sharding.shards > 1 {
             (charge.usage, charge.is_shard_over_part) =
                 charge.sharding.peek(table, charge.counter, charge.request, time);
         } else {
@@ -138,7 +149,9 @@ pub fn acquire_peeked<const W: usize, const PLAIN: bool>(
             charge.slot = Some(slot);
             continue;
         }
-        let outcome = if !PLAIN && charge.sharding.shards > 1 {
+        let outcome = if !PLAIN && charge.request.kind == WindowKind::Sliding {
+            SlidingCounter::new(charge.counter, charge.request, time).acquire(table, time, shard_receipts)
+        } else if !PLAIN && charge.sharding.shards > 1 {
             acquire_shards(table, charge, shard_receipts, time)
         } else {
             table.acquire(charge.counter, charge.request, time, charge.hint)
@@ -146,7 +159,7 @@ pub fn acquire_peeked<const W: usize, const PLAIN: bool>(
         let outcome = match outcome {
             CounterResult::Acquired(receipt, usage) => {
                 charge.usage = usage;
-                charge.slot = (PLAIN || charge.sharding.shards == 1).then_some(receipt.slot());
+                charge.slot = (PLAIN || !charge.is_split()).then_some(receipt.slot());
                 charge.tokens = receipt.tokens();
                 continue;
             }
@@ -205,7 +218,7 @@ fn refund_all<const W: usize, const PLAIN: bool>(table: &Table<W>, charges: &mut
             table.refund(receipt.receipt, receipt.request, time);
             charge.slot = None;
         }
-        // Only the reported usage; the caller refunds the shards of a sharded counter.
+        // Only the reported usage; the caller refunds the parts of sharded and sliding counters.
         charge.usage.used = charge.usage.used.saturating_sub(u64::from(charge.request.cost));
     }
 }

@@ -15,7 +15,7 @@ pub fn max_within(layers: &[Limit], span_ms: u64, keeps_opening_charge: bool) ->
 
 fn max_of_layer(limit: &Limit, span_ms: u64, keeps_opening_charge: bool) -> Option<u64> {
     let (shortest_ms, _) = limit.windows.lengths_ms()?;
-    let max_tokens = tokens_granted_in(limit, windows_touched(span_ms, shortest_ms));
+    let max_tokens = tokens_granted_in(limit, windows_touched(&limit.windows, span_ms, shortest_ms));
     // Where requests open windows, the first of several windows was opened before the interval begins, unless the
     // interval is a whole number of windows and one millisecond.
     let opened_before = limit.windows.are_opened_by_requests()
@@ -41,16 +41,19 @@ fn tokens_granted_in(limit: &Limit, windows: u64) -> u64 {
     after_first.saturating_add(u64::from(limit.capacity.max(limit.tokens)))
 }
 
-/// The most windows of at least `shortest_ms` that an interval can overlap.
-fn windows_touched(span_ms: u64, shortest_ms: u64) -> u64 {
-    span_ms.saturating_sub(1).div_ceil(shortest_ms) + 1
+/// The most windows of at least `shortest_ms` that an interval can overlap; of sliding windows, those that it consists of.
+fn windows_touched(windows: &Windows, span_ms: u64, shortest_ms: u64) -> u64 {
+    match windows {
+        Windows::Sliding { period_ms } => span_ms.div_ceil(*period_ms),
+        _ => span_ms.saturating_sub(1).div_ceil(shortest_ms) + 1,
+    }
 }
 
 /// The most windows of one kind that a window of another kind can overlap.
 fn windows_in_window(inner: &Windows, outer: &Windows) -> Option<u64> {
     let (_, longest_ms) = outer.lengths_ms()?;
     let (shortest_ms, _) = inner.lengths_ms()?;
-    let at_any_offset = windows_touched(longest_ms, shortest_ms);
+    let at_any_offset = windows_touched(inner, longest_ms, shortest_ms);
     match (inner, outer) {
         (Windows::Even { period_ms: p, offset_ms: o }, Windows::Even { period_ms: q, offset_ms: r }) => {
             // Relative to the inner grid, outer windows start at every multiple of the greatest common divisor of both
@@ -59,6 +62,7 @@ fn windows_in_window(inner: &Windows, outer: &Windows) -> Option<u64> {
             let shift = (r % step + step - o % step) % step;
             Some((p - step + shift + q - 1) / p + 1)
         }
+        (Windows::Sliding { .. }, _) | (_, Windows::Sliding { .. }) => Some(at_any_offset),
         (_, Windows::Calendar(calendar)) if inner.are_shared() => {
             let overlapping = |two: &[u64]| inner.windows_between(inner.window_at(two[0], 0).end_ms, two[1]) + 1;
             calendar.ends.windows(2).map(overlapping).max()

@@ -43,7 +43,7 @@ pub struct DecisionResult {
     pub layers: Vec<LayerRef>,
     /// The time to which `charges` refer, Unix milliseconds.
     pub decided_ms: u64,
-    /// Receipts of charges in sharded counters.
+    /// Receipts of charges in sharded and sliding counters.
     pub shard_receipts: Vec<ShardReceipt>,
     /// Positions of the shadow rules that would have refused the request in their windows.
     pub shadowed: Vec<usize>,
@@ -120,15 +120,14 @@ impl DecisionContext {
         self.result.layers.iter().position(|other| *other == layer_ref).map(|i| &self.result.charges[i])
     }
 
-    /// The receipts of all charges in the layers of one rule. Charges of sharded counters are not included.
+    /// The receipts of all charges in the layers of one rule.
     pub fn receipts_of_rule(&self, position: usize) -> impl Iterator<Item = ShardReceipt> + '_ {
-        let of_rule = self
-            .result
-            .charges
-            .iter()
-            .zip(&self.result.layers)
-            .filter(move |(_, layer_ref)| layer_ref.rule == position);
-        of_rule.filter_map(|(charge, _)| charge.receipt())
+        let charges = self.result.charges.iter().zip(&self.result.layers);
+        let of_rule = charges.filter(move |(_, layer_ref)| layer_ref.rule == position);
+        of_rule.flat_map(|(charge, _)| {
+            let parts = self.result.shard_receipts.iter().filter(|part| part.layer == charge.counter.layer);
+            charge.receipt().into_iter().chain(parts.copied())
+        })
     }
 
     /// The receipts of all charges of the request.

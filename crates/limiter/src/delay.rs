@@ -14,9 +14,10 @@ use crate::decision_time::DecisionTime;
 use crate::rule::OnLimit;
 use crate::rule_set::{ChargePlan, CompiledRule, CountingMode, KeyedRequest, LayerRef, RuleSet};
 use crate::sharded_counter::ShardReceipt;
+use crate::sliding_counter::SlidingCounter;
 use crate::table::{CounterResult, Table};
 use crate::window::Time;
-use crate::window_kind::{AcquireRequest, tokens_granted};
+use crate::window_kind::{AcquireRequest, WindowKind, tokens_granted};
 
 /// How often a delayed request tries again after another request took its tokens.
 const TRIES: u32 = 16;
@@ -52,6 +53,8 @@ impl RuleSet {
                         admit_at_ms,
                         time,
                     ),
+                    // A token of a sliding window counts in the segment in which the request proceeds.
+                    _ if charge.request.kind == WindowKind::Sliding => charge.request.end_ms,
                     _ => charge.usage.end_ms,
                 };
                 if end_ms <= until_ms {
@@ -87,7 +90,7 @@ impl RuleSet {
     }
 
     /// The time at which each rule of the charge plan admits the request, Unix milliseconds; `None` if a full rule does
-    /// not allow the delay.
+    /// not allow the delay, or has a sliding window: tokens of later segments cannot be taken.
     pub fn admission_times(
         &self,
         charge_plan: &ChargePlan,
@@ -103,6 +106,9 @@ impl RuleSet {
             let opens_ms = self.available_at_ms(charge, compiled, layer_ref.layer, time.now_ms)?;
             // The window of a charge may have ended since.
             let waits_ms = opens_ms.saturating_sub(time.now_ms);
+            if charge.request.kind == WindowKind::Sliding {
+                return None;
+            }
             let may_wait = charge_plan.may_delay || layer.reserve > 0;
             match compiled.rule.on_limit {
                 OnLimit::Delay { max_delay_ms, .. } if may_wait && waits_ms <= max_delay_ms => {}
@@ -194,11 +200,15 @@ impl RuleSet {
     /// Resets the counters of the charges in the context. Overflow counters are not reset.
     #[cold]
     pub fn reset<const W: usize>(&self, table: &Table<W>, now_ms: u64, context: &DecisionContext) {
+        let time = self.time(now_ms);
         for charge in &context.result.charges {
-            charge
-                .sharding
-                .counters(charge.counter)
-                .for_each(|counter| _ = table.reset(counter, charge.request, self.time(now_ms)));
+            match charge.request.kind {
+                WindowKind::Sliding => SlidingCounter::new(charge.counter, charge.request, time).reset(table, time),
+                _ => charge
+                    .sharding
+                    .counters(charge.counter)
+                    .for_each(|counter| _ = table.reset(counter, charge.request, time)),
+            }
         }
     }
 
@@ -245,11 +255,12 @@ impl RuleSet {
                 let end_ms = self.windows[compiled_layer.windows_index].window_at(now_ms, keyed_request.offset).end_ms;
                 let mut charge = compiled_layer.new_charge(keyed_request, end_ms, 0);
                 charge.request.ceiling = u64::MAX;
-                match table.acquire(charge.counter, charge.request, self.time(now_ms), None) {
-                    CounterResult::Acquired(..) | CounterResult::Full(_) => break,
-                    CounterResult::Late if now_ms < table.horizon_ms() => now_ms = table.horizon_ms(),
+                let charges = std::slice::from_mut(&mut charge);
+                match acquire_peeked(table, charges, &mut Vec::new(), self.time(now_ms)) {
+                    AcquireResult::Admitted | AcquireResult::Refused => break,
+                    AcquireResult::Late if now_ms < table.horizon_ms() => now_ms = table.horizon_ms(),
                     // Counters cannot hold a later time.
-                    CounterResult::Late => break,
+                    AcquireResult::Late => break,
                 }
             }
         }
@@ -273,6 +284,13 @@ fn acquire_remaining<const W: usize>(charge: &mut Charge, table: &Table<W>, time
             return;
         }
         let request = AcquireRequest { cost, ..charge.request };
+        if request.kind == WindowKind::Sliding {
+            let counter = SlidingCounter::new(charge.counter, request, time);
+            if let CounterResult::Acquired(..) = counter.acquire(table, time, &mut Vec::new()) {
+                charge.usage = SlidingCounter::new(charge.counter, charge.request, time).peek(table, time).0;
+            }
+            return;
+        }
         if charge.sharding.shards > 1 {
             charge.sharding.acquire(table, charge.counter, request, time, &mut Vec::new());
             charge.usage.used += u64::from(cost);

@@ -110,6 +110,7 @@ pub mod rule_set;
 pub mod secret_digest;
 pub mod sharded_counter;
 pub mod shared_counting;
+pub mod sliding_counter;
 pub mod store_key;
 pub mod table;
 pub mod waiter_limit;

@@ -12,13 +12,15 @@ use crate::window_kind::{AcquireRequest, Usage, WindowKind};
 /// The most shards of a counter.
 pub const SHARDS_MAX: u32 = 1024;
 
-/// A charge with its receipt. A sharded counter has one for each charged shard.
+/// A charge with its receipt. A sharded counter has one for each charged shard, a sliding counter one for the segment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ShardReceipt {
     /// The charged request.
     pub request: AcquireRequest,
     /// The receipt for a refund.
     pub receipt: Receipt,
+    /// The layer of the counter, see [`Counter::layer`].
+    pub layer: u64,
 }
 
 /// The part of `whole` that one of several shards has. The parts add up to the whole.
@@ -109,7 +111,7 @@ impl Sharding {
                 }
                 match table.acquire(counter, shard_request, time, hint) {
                     CounterResult::Acquired(receipt, _) => {
-                        shard_receipts.push(ShardReceipt { request: shard_request, receipt });
+                        shard_receipts.push(ShardReceipt { request: shard_request, receipt, layer: whole.layer });
                         left -= shard_request.cost;
                         break;
                     }

@@ -73,7 +73,7 @@ impl StoreWindow {
     /// start of the window where requests open windows; 0 for plain counters.
     pub fn reported(self, mark: u64) -> (u64, u64) {
         match self.kind {
-            WindowKind::Plain | WindowKind::Leased => (self.number, self.end_ms),
+            WindowKind::Plain | WindowKind::Sliding | WindowKind::Leased => (self.number, self.end_ms),
             WindowKind::Accumulating if mark == self.number => (mark, self.end_ms),
             WindowKind::Accumulating => (mark, self.next_end_ms),
             WindowKind::Floating => (mark, mark.saturating_add(self.length_ms())),
@@ -85,7 +85,7 @@ impl WindowKind {
     /// The letter of the kind in calls of the scripts.
     pub fn letter(self) -> &'static str {
         match self {
-            WindowKind::Plain | WindowKind::Leased => "p",
+            WindowKind::Plain | WindowKind::Sliding | WindowKind::Leased => "p",
             WindowKind::Accumulating => "g",
             WindowKind::Floating => "f",
         }
@@ -94,7 +94,7 @@ impl WindowKind {
     /// Appends the last part of a counter's key.
     pub fn push_key_end(self, number: u64, key: &mut String) {
         match self {
-            WindowKind::Plain | WindowKind::Leased => {
+            WindowKind::Plain | WindowKind::Sliding | WindowKind::Leased => {
                 key.push(':');
                 key.push_str(&number.to_string());
             }
@@ -149,6 +149,7 @@ fn push_start(windows: &Windows, out: &mut String) {
         }
         Windows::Random { .. } => out.push_str(".random"),
         Windows::FirstRequest { .. } => out.push_str(".first-request"),
+        Windows::Sliding { .. } => out.push_str(".sliding"),
         Windows::Calendar(calendar) => {
             if let Some((_, zone)) = calendar.name.split_once(' ') {
                 out.push('.');

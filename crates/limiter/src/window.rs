@@ -57,8 +57,57 @@ pub enum Windows {
         /// The length of a window, milliseconds.
         period_ms: u64,
     },
+    /// Every interval of one period, wherever it begins. A window is one of the [`Segments`] into which time is divided.
+    Sliding {
+        /// The length of the interval, milliseconds.
+        period_ms: u64,
+    },
     /// Days, weeks or months of a time zone.
     Calendar(Calendar),
+}
+
+/// Segments into which the period of a sliding window is divided. Models have one, because they explore all
+/// interleavings.
+pub const SEGMENTS_PER_PERIOD: u64 = if cfg!(feature = "loom") { 1 } else { 8 };
+
+/// Segments of sliding windows: equal parts of a period, numbered from the Unix epoch. If the parts are not a whole
+/// number of milliseconds, their lengths differ by one.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Segments {
+    /// The period of the sliding window, milliseconds.
+    pub period_ms: u64,
+}
+
+impl Segments {
+    /// The number of the segment that contains `now_ms`.
+    pub fn number_at(self, now_ms: u64) -> u64 {
+        now_ms * SEGMENTS_PER_PERIOD / self.period_ms
+    }
+
+    /// The start of a segment, Unix milliseconds; at most [`END_MAX_MS`].
+    pub fn start_ms(self, number: u64) -> u64 {
+        number.saturating_mul(self.period_ms).div_ceil(SEGMENTS_PER_PERIOD).min(END_MAX_MS)
+    }
+
+    /// The end of a segment, Unix milliseconds; at most [`END_MAX_MS`].
+    pub fn end_ms(self, number: u64) -> u64 {
+        self.start_ms(number.saturating_add(1))
+    }
+
+    /// The time at which all tokens of a segment are one period old, Unix milliseconds.
+    pub fn expires_ms(self, number: u64) -> u64 {
+        self.end_ms(number.saturating_add(SEGMENTS_PER_PERIOD))
+    }
+
+    /// The segment whose tokens expire at `expires_ms`.
+    pub fn expiring_at(self, expires_ms: u64) -> u64 {
+        self.number_at(expires_ms.saturating_sub(1)).saturating_sub(SEGMENTS_PER_PERIOD)
+    }
+
+    fn at(self, now_ms: u64) -> Window {
+        let number = self.number_at(now_ms);
+        Window { start_ms: self.start_ms(number), end_ms: self.end_ms(number) }
+    }
 }
 
 /// Windows of a calendar.
@@ -128,6 +177,7 @@ impl Windows {
             Windows::FirstRequest { period_ms } => {
                 Window { start_ms: now_ms, end_ms: (now_ms + period_ms).min(END_MAX_MS) }
             }
+            Windows::Sliding { period_ms } => Segments { period_ms: *period_ms }.at(now_ms),
             Windows::Calendar(calendar) => calendar.window_at(now_ms),
         }
     }
@@ -135,17 +185,18 @@ impl Windows {
     /// Whether all keys have the same window at the same time.
     pub fn are_shared(&self) -> bool {
         match self {
-            Windows::Even { .. } | Windows::Calendar(_) => true,
+            Windows::Even { .. } | Windows::Sliding { .. } | Windows::Calendar(_) => true,
             Windows::Random { .. } | Windows::FirstRequest { .. } => false,
         }
     }
 
-    /// The length of all windows, if it is the same.
+    /// The time in which the limit holds, if it is the same for all windows.
     pub fn period_ms(&self) -> Option<u64> {
         match self {
-            Windows::Even { period_ms, .. } | Windows::Random { period_ms } | Windows::FirstRequest { period_ms } => {
-                Some(*period_ms)
-            }
+            Windows::Even { period_ms, .. }
+            | Windows::Random { period_ms }
+            | Windows::FirstRequest { period_ms }
+            | Windows::Sliding { period_ms } => Some(*period_ms),
             Windows::Calendar(_) => None,
         }
     }
@@ -192,6 +243,7 @@ impl Windows {
             Windows::FirstRequest { .. } => None,
             Windows::Even { period_ms, offset_ms } => Some(number(*period_ms, *offset_ms)),
             Windows::Random { period_ms } => Some(number(*period_ms, offset_of_key(offset, *period_ms))),
+            Windows::Sliding { period_ms } => Some(Segments { period_ms: *period_ms }.number_at(now_ms)),
             Windows::Calendar(calendar) => Some(calendar.ends.partition_point(|end_ms| *end_ms <= now_ms) as u64),
         }
     }
@@ -201,6 +253,10 @@ impl Windows {
         match self {
             Windows::Even { period_ms, .. } | Windows::Random { period_ms } | Windows::FirstRequest { period_ms } => {
                 later_ms.saturating_sub(end_ms).div_ceil(*period_ms)
+            }
+            Windows::Sliding { period_ms } => {
+                let ending_at = |ms: u64| Segments { period_ms: *period_ms }.number_at(ms.saturating_sub(1));
+                ending_at(later_ms).saturating_sub(ending_at(end_ms))
             }
             Windows::Calendar(Calendar { ends, .. }) => {
                 let position = |ms: u64| ends.partition_point(|end| *end < ms) as u64;
@@ -214,6 +270,10 @@ impl Windows {
         match self {
             Windows::Even { period_ms, .. } | Windows::Random { period_ms } | Windows::FirstRequest { period_ms } => {
                 end_ms.saturating_add(windows.saturating_mul(*period_ms)).min(END_MAX_MS)
+            }
+            Windows::Sliding { period_ms } => {
+                let segments = Segments { period_ms: *period_ms };
+                segments.end_ms(segments.number_at(end_ms.saturating_sub(1)).saturating_add(windows))
             }
             Windows::Calendar(Calendar { ends, .. }) => {
                 let position = ends.partition_point(|end| *end < end_ms) as u64 + windows;
@@ -232,6 +292,7 @@ impl Windows {
             Windows::Even { period_ms, .. } | Windows::Random { period_ms } | Windows::FirstRequest { period_ms } => {
                 end_ms + ((now_ms - end_ms) / period_ms + 1) * period_ms
             }
+            Windows::Sliding { period_ms } => Segments { period_ms: *period_ms }.at(now_ms).end_ms,
             Windows::Calendar(Calendar { ends, .. }) => {
                 let next = ends.partition_point(|end| *end <= now_ms);
                 ends.get(next).map_or(END_MAX_MS, |end| *end)
@@ -248,6 +309,7 @@ impl fmt::Display for Windows {
             Windows::Even { period_ms, offset_ms } => write!(f, "{period_ms}ms from {offset_ms}ms"),
             Windows::Random { period_ms } => write!(f, "{period_ms}ms at random"),
             Windows::FirstRequest { period_ms } => write!(f, "{period_ms}ms from the first request"),
+            Windows::Sliding { period_ms } => write!(f, "{period_ms}ms sliding"),
             Windows::Calendar(calendar) => f.write_str(&calendar.name),
         }
     }

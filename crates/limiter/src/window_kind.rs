@@ -20,6 +20,9 @@ pub enum WindowKind {
     /// As `Accumulating`, but the first request of a key opens a window and later windows follow it, until the counter is
     /// unused again. All windows have the same length.
     Floating,
+    /// A limit on every interval of one period. Only a whole sliding counter has this kind; see `sliding_counter`. Its
+    /// parts are `Plain`.
+    Sliding,
     /// A lease: the word counts the tokens that can still be spent until its end. After its end nothing can be spent.
     Leased,
 }
@@ -28,6 +31,7 @@ impl WindowKind {
     /// The kind of a layer with these windows. `accumulates`: whether tokens of one window can be used in another.
     pub fn of(windows: &Windows, accumulates: bool) -> WindowKind {
         match accumulates {
+            _ if matches!(windows, Windows::Sliding { .. }) => WindowKind::Sliding,
             _ if windows.are_opened_by_requests() => WindowKind::Floating,
             true => WindowKind::Accumulating,
             false => WindowKind::Plain,
@@ -35,13 +39,13 @@ impl WindowKind {
     }
 
     /// A text that differs if the words of counters mean something else. It is part of the identity of a layer, so that no
-    /// word is read as one of another kind. Plain counters without shards have none; of the others, `Floating` is
-    /// distinguished by its windows.
+    /// word is read as one of another kind. Plain counters without shards have none; `Floating` and `Sliding` are
+    /// distinguished by their windows.
     pub fn form(self, shards: u32) -> String {
         match self {
             WindowKind::Plain if shards > 1 => format!(" in {shards} shards"),
             WindowKind::Accumulating => " accumulating".to_owned(),
-            WindowKind::Plain | WindowKind::Floating | WindowKind::Leased => String::new(),
+            WindowKind::Plain | WindowKind::Floating | WindowKind::Sliding | WindowKind::Leased => String::new(),
         }
     }
 
@@ -50,7 +54,7 @@ impl WindowKind {
     pub fn carries_debt(self) -> bool {
         match self {
             WindowKind::Accumulating | WindowKind::Floating => true,
-            WindowKind::Plain | WindowKind::Leased => false,
+            WindowKind::Plain | WindowKind::Sliding | WindowKind::Leased => false,
         }
     }
 
@@ -93,7 +97,7 @@ impl AcquireRequest {
     #[inline]
     pub fn closes_ms<const PLAIN: bool>(&self, time: Time<'_, PLAIN>) -> u64 {
         match self.kind_in(time) {
-            WindowKind::Plain | WindowKind::Accumulating | WindowKind::Leased => self.end_ms,
+            WindowKind::Plain | WindowKind::Accumulating | WindowKind::Sliding | WindowKind::Leased => self.end_ms,
             WindowKind::Floating => time.now_ms + 1,
         }
     }
@@ -116,7 +120,8 @@ impl AcquireRequest {
         if self.kind == WindowKind::Plain { self.end_ms } else { END_MAX_MS }
     }
 
-    fn windows_in<'w, const PLAIN: bool>(&self, time: Time<'w, PLAIN>) -> &'w Windows {
+    /// The windows of the counter.
+    pub(super) fn windows_in<'w, const PLAIN: bool>(&self, time: Time<'w, PLAIN>) -> &'w Windows {
         &time.windows[self.windows as usize]
     }
 
@@ -173,7 +178,7 @@ fn accumulated_usage<const PLAIN: bool>(word: CounterWord, request: AcquireReque
     let fresh = Usage { used: 0, end_ms: request.end_ms };
     let owed = |windows: u64| u64::from(word.count()) + tokens_granted(windows, request.limit);
     match request.kind {
-        WindowKind::Plain => fresh,
+        WindowKind::Plain | WindowKind::Sliding => fresh,
         WindowKind::Accumulating if word.end_ms() < request.end_ms => fresh,
         WindowKind::Accumulating => {
             let windows = request.windows_in(time).windows_between(request.end_ms, word.end_ms());
@@ -204,9 +209,11 @@ pub fn overflow_usage<const PLAIN: bool>(word: CounterWord, request: AcquireRequ
         WindowKind::Plain | WindowKind::Accumulating if word.end_ms() < request.end_ms && word.is_live(time.now_ms) => {
             Usage { used: u64::from(word.count()), end_ms: request.end_ms }
         }
-        WindowKind::Plain | WindowKind::Accumulating | WindowKind::Floating | WindowKind::Leased => {
-            usage(word, request, time)
-        }
+        WindowKind::Plain
+        | WindowKind::Accumulating
+        | WindowKind::Floating
+        | WindowKind::Sliding
+        | WindowKind::Leased => usage(word, request, time),
     }
 }
 
@@ -214,7 +221,7 @@ pub fn overflow_usage<const PLAIN: bool>(word: CounterWord, request: AcquireRequ
 /// counter that has moved to a later window says nothing about the window before, whatever its count.
 pub fn may_have_counted<const PLAIN: bool>(word: CounterWord, request: AcquireRequest, time: Time<'_, PLAIN>) -> bool {
     match request.kind_in(time) {
-        WindowKind::Plain | WindowKind::Accumulating => {
+        WindowKind::Plain | WindowKind::Accumulating | WindowKind::Sliding => {
             word.end_ms() > request.end_ms || (word.end_ms() == request.end_ms && word.count() > 0)
         }
         WindowKind::Floating | WindowKind::Leased => word.is_live(time.now_ms),
@@ -226,7 +233,7 @@ pub fn may_have_counted<const PLAIN: bool>(word: CounterWord, request: AcquireRe
 /// another key, or a refunded charge, would end too early.
 pub fn extended_to_request<const PLAIN: bool>(before: Usage, request: AcquireRequest, time: Time<'_, PLAIN>) -> Usage {
     match request.kind_in(time) {
-        WindowKind::Plain | WindowKind::Accumulating | WindowKind::Leased => before,
+        WindowKind::Plain | WindowKind::Accumulating | WindowKind::Sliding | WindowKind::Leased => before,
         WindowKind::Floating => Usage { end_ms: before.end_ms.max(request.end_ms), ..before },
     }
 }
@@ -256,7 +263,7 @@ fn with_usage<const PLAIN: bool>(
 ) -> CounterWord {
     match request.kind_in(time) {
         // The usage is at most the ceiling, and the ceiling of a plain counter is its limit.
-        WindowKind::Plain => CounterWord::new(tag, end_ms, used as u32),
+        WindowKind::Plain | WindowKind::Sliding => CounterWord::new(tag, end_ms, used as u32),
         // At most the tokens that the lease held.
         WindowKind::Leased => CounterWord::new(tag, end_ms, request.ceiling.saturating_sub(used) as u32),
         WindowKind::Accumulating | WindowKind::Floating => {
@@ -325,7 +332,9 @@ pub fn refunded_with_rest<const PLAIN: bool>(
         CounterWord::new(word.tag(), word.end_ms(), u64::from(word.count()).saturating_sub(tokens) as u32)
     };
     let all = match request.kind_in(time) {
-        WindowKind::Plain => return (word.end_ms() == taken.end_ms).then(|| (less(taken.tokens), None)),
+        WindowKind::Plain | WindowKind::Sliding => {
+            return (word.end_ms() == taken.end_ms).then(|| (less(taken.tokens), None));
+        }
         WindowKind::Leased => {
             return (word.end_ms() == taken.end_ms).then(|| (word.with_more_tokens(taken.tokens), None));
         }

@@ -12,6 +12,7 @@ mod exact;
 mod extremes;
 mod late_threads;
 mod oracle;
+mod sliding;
 mod support;
 mod timelines;
 

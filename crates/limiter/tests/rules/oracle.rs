@@ -63,6 +63,7 @@ impl LayerRequest {
                 grid_end_ms(now_ms, *period_ms, start as u64)
             }
             Windows::FirstRequest { period_ms } => now_ms + period_ms,
+            Windows::Sliding { .. } => unreachable!("sliding windows have a reference of their own"),
             Windows::Calendar(calendar) => {
                 *calendar.ends.iter().find(|end| **end > now_ms).expect("the calendar reaches far enough")
             }

@@ -1,0 +1,195 @@
+//! Sliding windows beside an exact log of all admitted requests: what the log forbids is never admitted, and what it
+//! allows is refused for at most an eighth of the period.
+
+use proptest::prelude::*;
+use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::limit::Limit;
+use transom_limiter::rule::Rule;
+use transom_limiter::table::Table;
+use transom_limiter::window::{PERIOD_MIN_MS, SEGMENTS_PER_PERIOD, Windows};
+
+use crate::oracle::Expected::{Admitted, Refused};
+use crate::support::{Gateway, START_MS, limit, plain, rule};
+
+const MINUTE_MS: u64 = 60_000;
+/// The longest time that a token counts beyond the period.
+const EXTRA_MS: u64 = MINUTE_MS / SEGMENTS_PER_PERIOD;
+
+fn sliding(tokens: u32, period_ms: u64) -> Limit {
+    limit(tokens, Windows::Sliding { period_ms })
+}
+
+fn only(layer: Limit) -> Gateway<8> {
+    Gateway::with_large_table(&[rule("only", vec![layer])])
+}
+
+/// All admitted requests of one key: time and cost.
+#[derive(Default)]
+struct Log(Vec<(u64, u64)>);
+
+impl Log {
+    /// Tokens of requests that are less than `period_ms` older than `now_ms`.
+    fn used(&self, now_ms: u64, period_ms: u64) -> u64 {
+        self.0.iter().filter(|(then_ms, _)| now_ms - then_ms < period_ms).map(|(_, cost)| cost).sum()
+    }
+}
+
+/// Five requests at the end of a minute count in the next one. `t` and Retry-After name the time of the next token.
+#[test]
+fn a_burst_around_a_minute_is_one_burst() {
+    let mut gateway = only(sliding(5, MINUTE_MS));
+    let start_ms = START_MS - START_MS % MINUTE_MS;
+    let burst_ms = start_ms + 59_000;
+    for left in (0..5).rev() {
+        assert_eq!(gateway.request(0, burst_ms), Admitted);
+        assert_eq!(gateway.remaining(), (left, start_ms + MINUTE_MS + MINUTE_MS));
+    }
+    let retry_ms = start_ms + 2 * MINUTE_MS;
+    for now_ms in [burst_ms, burst_ms + 2000, retry_ms - 1] {
+        assert_eq!(gateway.request(0, now_ms), Refused);
+        assert_eq!(gateway.retry_at_ms(now_ms), Some(retry_ms));
+    }
+    assert!((burst_ms + MINUTE_MS..=burst_ms + MINUTE_MS + EXTRA_MS).contains(&retry_ms));
+    assert_eq!((0..9).filter(|_| gateway.request(0, retry_ms) == Admitted).count(), 5);
+}
+
+/// A request for several tokens waits for as many.
+#[test]
+fn the_time_to_retry_depends_on_the_cost() {
+    let mut gateway = only(sliding(5, 800));
+    for (now_ms, cost) in [(0, 2), (250, 2), (500, 1)] {
+        assert_eq!(gateway.request_tokens(0, cost, START_MS + now_ms), Admitted);
+    }
+    for (cost, retry_ms) in [(1, 900), (2, 900), (3, 1100), (5, 1400)] {
+        assert_eq!(gateway.request_tokens(0, cost, START_MS + 600), Refused);
+        assert_eq!(gateway.retry_at_ms(START_MS + 600), Some(START_MS + retry_ms), "{cost}");
+    }
+    assert_eq!(gateway.request_tokens(0, 6, START_MS + 600), Refused);
+    assert_eq!(gateway.retry_at_ms(START_MS + 600), None, "it never fits");
+}
+
+/// A lowered limit applies to the usage so far; tokens that are refunded are available at once.
+#[test]
+fn a_changed_limit_and_a_refund_apply_to_the_usage() {
+    let mut gateway = only(sliding(5, 800));
+    assert_eq!((0..9).filter(|_| gateway.request(0, START_MS) == Admitted).count(), 5);
+    gateway.reload(&[rule("only", vec![sliding(3, 800)])]);
+    assert_eq!((gateway.request(0, START_MS + 899), gateway.request(0, START_MS + 900)), (Refused, Admitted));
+    gateway.reload(&[rule("only", vec![sliding(7, 800)])]);
+    assert_eq!((0..9).filter(|_| gateway.request(0, START_MS + 1000) == Admitted).count(), 6);
+    let receipts: Vec<_> = gateway.context.all_receipts().collect();
+    assert!(receipts.is_empty(), "the last request was refused");
+    gateway.rule_set.reset(&gateway.table, START_MS + 1000, &gateway.context);
+    assert_eq!(gateway.request_tokens(0, 7, START_MS + 1000), Admitted);
+    let receipts: Vec<_> = gateway.context.receipts_of_rule(0).collect();
+    assert_eq!(receipts.len(), 1);
+    gateway.rule_set.refund(&receipts, 4, &gateway.table, START_MS + 1300);
+    assert_eq!(
+        (gateway.request_tokens(0, 5, START_MS + 1300), gateway.request_tokens(0, 4, START_MS + 1300)),
+        (Refused, Admitted)
+    );
+}
+
+#[derive(Clone, Debug)]
+struct Event {
+    advance_ms: u64,
+    client: u64,
+    cost: u32,
+    /// Whether the request is refunded if it was admitted.
+    is_refunded: bool,
+}
+
+fn events(period_ms: u64) -> impl Strategy<Value = Vec<Event>> {
+    let advance_ms = prop_oneof![
+        4 => Just(0u64),
+        8 => 0..period_ms / 4,
+        2 => 0..2 * period_ms,
+        1 => Just(period_ms),
+        1 => 0..20 * period_ms,
+    ];
+    let event = (advance_ms, 0..3u64, 0..4u32, prop::bool::weighted(0.1))
+        .prop_map(|(advance_ms, client, cost, is_refunded)| Event { advance_ms, client, cost, is_refunded });
+    prop::collection::vec(event, 1..200)
+}
+
+fn schedule() -> impl Strategy<Value = (u32, u64, Vec<Event>)> {
+    (1..12u32, prop_oneof![Just(PERIOD_MIN_MS), Just(800), Just(1001), PERIOD_MIN_MS..5000])
+        .prop_flat_map(|(tokens, period_ms)| events(period_ms).prop_map(move |events| (tokens, period_ms, events)))
+}
+
+/// Plays a schedule and compares each decision with the log. `is_exact`: every key has its own counters.
+fn play<const W: usize>(
+    table: Table<W>,
+    tokens: u32,
+    period_ms: u64,
+    events: &[Event],
+    is_exact: bool,
+) -> Result<(), TestCaseError> {
+    let rules: Vec<Rule> = vec![rule("r", vec![sliding(tokens, period_ms)])];
+    let mut gateway = Gateway::new(&rules, table);
+    let mut logs = [const { Log(Vec::new()) }; 3];
+    let mut now_ms = START_MS;
+    for event in events {
+        now_ms += event.advance_ms;
+        let log = &mut logs[event.client as usize];
+        let decision = gateway.request_tokens(event.client, event.cost, now_ms);
+        let fits = |used: u64| used + u64::from(event.cost) <= u64::from(tokens);
+        if decision == Admitted {
+            prop_assert!(fits(log.used(now_ms, period_ms)), "{:?} at {}: {:?}", event, now_ms, log.0);
+            let receipts: Vec<_> = gateway.context.all_receipts().collect();
+            match event.is_refunded {
+                true => gateway.rule_set.refund(&receipts, u32::MAX, &gateway.table, now_ms),
+                false => log.0.push((now_ms, event.cost.into())),
+            }
+        } else if is_exact {
+            let longest_ms = period_ms + period_ms.div_ceil(SEGMENTS_PER_PERIOD);
+            prop_assert!(!fits(log.used(now_ms, longest_ms)), "{:?} at {}: {:?}", event, now_ms, log.0);
+            match gateway.retry_at_ms(now_ms) {
+                Some(retry_ms) => {
+                    // The time to retry is the first at which the request is admitted.
+                    prop_assert_eq!(peek(&mut gateway, event, retry_ms - 1), false);
+                    prop_assert_eq!(peek(&mut gateway, event, retry_ms), true);
+                }
+                None => prop_assert!(event.cost > tokens),
+            }
+        }
+    }
+    Ok(())
+}
+
+fn peek<const W: usize>(gateway: &mut Gateway<W>, event: &Event, now_ms: u64) -> bool {
+    gateway.context.inputs.keyed_requests = vec![Some(gateway.keyed_request(0, event.client, event.cost))];
+    let clock = || now_ms;
+    let now = DecisionTime::read(&clock);
+    gateway.rule_set.peek(&gateway.charge_plan, &gateway.table, now, &mut gateway.context)
+}
+
+proptest! {
+    #![proptest_config(crate::config())]
+
+    #[test]
+    fn decisions_agree_with_a_log_of_all_requests((tokens, period_ms, events) in schedule()) {
+        play(Table::<8>::with_capacity(4096).expect("there is memory"), tokens, period_ms, &events, true)?;
+    }
+
+    #[test]
+    fn a_full_table_admits_nothing_that_the_log_forbids((tokens, period_ms, events) in schedule()) {
+        play(Table::<1>::with_buckets(7, 64).expect("there is memory"), tokens, period_ms, &events, false)?;
+    }
+}
+
+/// A rule with a fixed and a sliding layer charges both or none.
+#[test]
+fn a_refusal_by_a_sliding_layer_charges_no_other() {
+    let mut gateway = Gateway::with_large_table(&[rule("r", vec![plain(100, 3_600_000), sliding(2, 800)])]);
+    let admitted = (0..20).filter(|nth| gateway.request(0, START_MS + nth * 90) == Admitted).count();
+    assert_eq!(admitted, 4);
+    let hour = gateway
+        .context
+        .result
+        .charges
+        .iter()
+        .find(|charge| charge.request.limit == 100)
+        .map(|charge| charge.usage.used);
+    assert_eq!(hour, Some(4));
+}
