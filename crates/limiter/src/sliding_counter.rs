@@ -84,7 +84,8 @@ impl SlidingCounter {
             if is_late {
                 return CounterResult::Late;
             }
-            // The last of the threads that withdraw finds the tokens of the others.
+            // Ordering: the refund comes before, the sum after: the last thread to withdraw finds the tokens of the others.
+            fence(Ordering::SeqCst);
             let sum = self.sum(table, sum.latest, time);
             if sum.used + u64::from(self.request.cost) > self.request.ceiling {
                 return CounterResult::Full(self.usage(&sum, u64::from(self.request.cost)));

@@ -3,7 +3,8 @@
 //!
 //! `bucket`: a key has one counter. `table`: acquire, refund and a full table. `overflow`: keys without a slot. `acquire`:
 //! requests on several counters. `rolling_over`: windows with rollover. `first_request`: windows that a request opens.
-//! `waiters`: reservations. `concurrency`: requests under way. `shards`: sharded counters. `leases`: leased tokens.
+//! `waiters`: reservations. `concurrency`: requests in flight. `shards`: sharded counters. `sliding`: sliding windows.
+//! `leases`: leased tokens.
 //! Every model also names outcomes that must occur, so that no model passes without testing anything.
 
 mod acquire;
@@ -14,6 +15,7 @@ mod leases;
 mod overflow;
 mod rolling_over;
 mod shards;
+mod sliding;
 mod support;
 mod table;
 mod waiters;

@@ -6,6 +6,7 @@
 mod concurrency;
 mod leases;
 mod reports;
+mod sliding;
 mod windows;
 
 use std::collections::HashMap;
