@@ -20,6 +20,7 @@ use super::window::{concurrent, layers_are_comparable, report_unreachable_layers
 use transom_limiter::key::OnMissing;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, OnLimit, OnOutage, Rule, Sharing};
+use transom_limiter::window::Windows;
 
 /// `headers` of the configuration and of rules.
 pub const RATE_LIMIT_STYLES: [(&str, RateLimitStyle); 4] = [
@@ -264,6 +265,17 @@ fn check_layers(rule: &Rule, table: &Table, report: &mut Report) {
     if let (Some(other), true) = (excludes_shards, rule.variants().flatten().any(|limit| limit.shards > 1)) {
         let message = format!("`shards` cannot be combined with {other}");
         report.problem(item.span.clone(), message, "remove `shards`");
+    }
+    let excludes_sliding = match (rule.on_limit, rule.sharing) {
+        (OnLimit::Delay { .. }, _) => Some(("`on_limit = \"delay\"`", "remove `sliding`, or remove `on_limit`")),
+        (_, Sharing::Lease | Sharing::Exact) => {
+            Some(("shared counters", "add `shared = \"off\"` to the rule, or remove `sliding`"))
+        }
+        (_, Sharing::Local) => None,
+    };
+    let is_sliding = |limit: &Limit| matches!(limit.windows, Windows::Sliding { .. });
+    if let (Some((other, fix)), true) = (excludes_sliding, rule.variants().flatten().any(is_sliding)) {
+        report.problem(item.span.clone(), format!("`sliding` cannot be combined with {other}"), fix);
     }
     if layers_are_comparable(rule) {
         report_unreachable_layers(&item, &rule.layers, report);

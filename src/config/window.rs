@@ -8,7 +8,7 @@ use toml::de::DeValue;
 
 use super::calendar;
 use super::diagnostics::{Report, Span, quoted, quoted_list};
-use super::settings::{Custom, DAY_MS, Integer, Optional, Required, Section, Shape, Text};
+use super::settings::{Boolean, Custom, DAY_MS, Integer, Optional, Required, Section, Shape, Text};
 use super::toml_reader::{Item, SpannedString, Table, nearest};
 use transom_limiter::burst_bound;
 use transom_limiter::limit::{Limit, LimitError};
@@ -57,6 +57,11 @@ settings! {
         /// Number of counters into which one busy counter, such as that of `"global"`, is split so that workers do not
         /// contend for it. Together they hold exactly the limit.
         shards: u32 = Integer(1, 1..=SHARDS_MAX as u64);
+        /// The limit holds in every interval of one `period`, wherever it begins, and not only between the ends of windows.
+        /// A token counts for up to an eighth of the period longer. Takes up to nine counters for each key. Not with `month`,
+        /// with the four settings above or `start`, with `on_limit = "delay"`, or with shared counters. See
+        /// [Sliding windows](../explanation/windows.md#sliding-windows).
+        sliding: bool = Boolean(false);
     }
 }
 
@@ -285,6 +290,10 @@ impl WindowSettings {
         };
         let limit = Limit::new(tokens, &period.text).map_err(explain);
         let mut limit = report.accept(period.span.clone(), limit)?;
+        if self.sliding {
+            limit.windows = sliding_windows(period, &limit.windows, table, report)?;
+            return Some(limit);
+        }
         let start = match table.given("start") {
             Some(item) => (self.start?, item.span),
             None => (WindowStart::Epoch, period.span.clone()),
@@ -326,6 +335,18 @@ fn windows_from_start(start: WindowStart, even: &Windows, span: Span, report: &m
         // The offset in the period is enough: start times that are whole periods apart give the same windows.
         WindowStart::At(ms) => Windows::Even { period_ms, offset_ms: ms.rem_euclid(period_ms as i64) as u64 },
     })
+}
+
+fn sliding_windows(period: &SpannedString, even: &Windows, table: &Table, report: &mut Report) -> Option<Windows> {
+    for item in ["start", "timezone", "capacity", "reserve", "shards"].into_iter().filter_map(|key| table.given(key)) {
+        let message = format!("`{}` cannot be combined with `sliding = true`", item.key);
+        report.problem(item.key_span, message, format!("remove `{}`, or remove `sliding`", item.key));
+    }
+    let Windows::Even { period_ms, .. } = *even else {
+        let message = "`sliding` cannot be combined with `month`: months differ in length";
+        return report.reject(period.span.clone(), message, "write a period of days, such as `period = \"30d\"`");
+    };
+    Some(Windows::Sliding { period_ms })
 }
 
 fn windows_in_zone(period: &SpannedString, zone: &SpannedString, report: &mut Report) -> Option<Windows> {

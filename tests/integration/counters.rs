@@ -80,6 +80,19 @@ fn time_continues_from_the_last_recorded_time() {
 }
 
 #[test]
+fn a_sliding_window_survives_a_restart() {
+    let counters = CountersFile::new();
+    let sliding = "{ limit = 5, period = \"1h\", sliding = true }";
+    assert_eq!(admitted_until_stop(counters.gateway(sliding), 9), 5);
+    let gateway = counters.gateway(sliding);
+    assert_eq!(admitted(&gateway, 9), 0);
+    gateway.advance_s(HOUR_S - 1);
+    assert_eq!(admitted(&gateway, 9), 0);
+    gateway.advance_s(1 + HOUR_S / 8);
+    assert_eq!(admitted(&gateway, 9), 5);
+}
+
+#[test]
 fn a_layer_that_counts_in_another_way_has_other_counters() {
     for (before, used, after) in [
         ("{ limit = 1, period = \"1h\", capacity = 10 }", 10, "\"8/1h\""),

@@ -26,7 +26,7 @@ const NOW_MS: u64 = START_S * 1000;
 const YEAR_MS: u64 = 366 * 86_400_000;
 
 /// Rules with every kind of window.
-const RULES: [(&str, &str); 12] = [
+const RULES: [(&str, &str); 13] = [
     ("plain", "windows = [\"3/second\", \"50/minute\"]"),
     (
         "rolling",
@@ -36,6 +36,7 @@ const RULES: [(&str, &str); 12] = [
     ("floating", "windows = [{ limit = 3, period = \"2s\", start = \"first-request\" }]"),
     ("random", "windows = [{ limit = 3, period = \"1m\", start = \"random\" }]"),
     ("sharded", "windows = [{ limit = 30, period = \"minute\", shards = 7 }]"),
+    ("sliding", "windows = [{ limit = 3, period = \"2s\", sliding = true }]"),
     ("reserving", "windows = [{ limit = 3, period = \"2s\", reserve = 10 }]"),
     ("response-cost", "windows = [\"100/minute\"]\ncost = { response-header = \"x-cost\", reserve = 10, max = 1000 }"),
     ("strict", "windows = [\"3/second\"]\ncount_refused = true"),

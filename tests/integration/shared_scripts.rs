@@ -70,7 +70,7 @@ impl Model {
     fn now(&self, at: usize, time_ms: u64) -> Counter {
         let mut counter = self.counters.get(&self.counter_key(at)).copied().unwrap_or_default();
         match KINDS[at] {
-            WindowKind::Plain => counter.mark = self.window,
+            WindowKind::Plain | WindowKind::Sliding => counter.mark = self.window,
             WindowKind::Accumulating => {
                 while counter.exists && counter.mark < self.window {
                     counter.used = counter.used.saturating_sub(u64::from(LIMITS[at]));
@@ -120,7 +120,7 @@ impl Model {
             _ if only && (counter.used != taken.used || counter.mark != taken.number) => 0,
             WindowKind::Accumulating => tokens.saturating_sub(limit * (counter.mark - taken.number)),
             WindowKind::Floating if counter.mark != taken.number => 0,
-            WindowKind::Plain | WindowKind::Floating | WindowKind::Leased => tokens,
+            WindowKind::Plain | WindowKind::Floating | WindowKind::Sliding | WindowKind::Leased => tokens,
         };
         let back = back.min(counter.used);
         counter.used -= back;
@@ -130,7 +130,7 @@ impl Model {
 
 fn counter_request(model: &Model, (at, need, want, used_min, more): (usize, u64, u64, u64, u64)) -> CounterRequest {
     let request = match KINDS[at] {
-        WindowKind::Plain => plain_request(BASES[at], model.window, LIMITS[at]),
+        WindowKind::Plain | WindowKind::Sliding => plain_request(BASES[at], model.window, LIMITS[at]),
         WindowKind::Accumulating => grid_request(BASES[at], model.window, LIMITS[at]),
         WindowKind::Floating | WindowKind::Leased => floating_request(BASES[at], PERIOD_MS, LIMITS[at]),
     };

@@ -13,6 +13,7 @@ use crate::support::ratelimit_parser::{items, remaining};
 use crate::support::{eventually, one_rule};
 
 const HOUR_S: u64 = 3600;
+const MINUTE_S: u64 = 60;
 
 /// A rule that counts users separately, with one window table.
 fn per_user(window: &str) -> String {
@@ -287,4 +288,42 @@ fn a_lowered_limit_applies_to_the_usage_of_all_shards() {
         (0..left).for_each(|_| drop(client.get("/a").expect(200)));
         client.get("/a").expect(429);
     }
+}
+
+/// Five requests at second 59 of a minute also count in the next one.
+#[test]
+fn a_sliding_window_refuses_a_second_burst() {
+    let minute_s = START_S - START_S % MINUTE_S;
+    let gateway = Gateway::start_at(&per_user("limit = 5, period = \"60s\", sliding = true"), minute_s + 59);
+    for left in (0..5).rev() {
+        let response = get_as(&gateway, "bob").expect(200);
+        let policy = items(&response, "ratelimit-policy")[0].clone();
+        assert_eq!((policy.get("q"), policy.get("w"), remaining(&response, "r")), (5, 60, left));
+    }
+    gateway.advance_s(2);
+    let refused = get_as(&gateway, "bob").expect(429);
+    let retry_s: u64 = refused.field("retry-after").unwrap().parse().unwrap();
+    assert_eq!(reset_s(&refused), retry_s);
+    assert!((58..=66).contains(&retry_s), "{retry_s}");
+    get_as(&gateway, "alice").expect(200);
+    gateway.advance_s(retry_s - 1);
+    get_as(&gateway, "bob").expect(429);
+    gateway.advance_s(1);
+    get_as(&gateway, "bob").expect(200);
+}
+
+/// Workers charge the same segments at the same time.
+#[test]
+fn a_sliding_window_admits_exactly_the_limit_to_many_connections() {
+    let rule = one_rule("key = \"global\"\nwindows = [{ limit = 200, period = \"1h\", sliding = true }]");
+    let gateway = Gateway::start(&format!("workers = 4\n{rule}"));
+    let admitted: usize = thread::scope(|scope| {
+        let send = || {
+            let mut client = gateway.client();
+            (0..100).filter(|_| client.get("/a").status == 200).count()
+        };
+        let clients: Vec<_> = (0..8).map(|_| scope.spawn(send)).collect();
+        clients.into_iter().map(|client| client.join().unwrap()).sum()
+    });
+    assert_eq!(admitted, 200);
 }
