@@ -205,6 +205,12 @@ fn parse_part(text: &str) -> Parsed<KeyPart> {
                 return Err((no_part(), format!("name the {what}, such as `\"{example}\"`")));
             }
             let fix = match nearest(text, KINDS.into_iter().filter(|kind| !kind.contains(':'))) {
+                None if ["remote_addr", "client_ip", "address", "client"].contains(&text) => {
+                    "did you mean `\"ip\"`?".to_owned()
+                }
+                None if text.contains('-') && parse_field_name(text).is_some() => {
+                    format!("did you mean `\"header:{text}\"`?")
+                }
                 Some(guess) => format!("did you mean `\"{guess}\"`?"),
                 None => format!("write {}", quoted_list(KINDS, "or")),
             };

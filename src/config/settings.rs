@@ -289,6 +289,10 @@ impl Kind for Time {
     fn read(&self, item: &Item, report: &mut Report) -> Option<Duration> {
         let Time(default, range) = self;
         let example = format!("\"{}\"", format_ms(default.as_millis() as u64));
+        let in_seconds = |seconds| format!("{}, if seconds are meant", item.fix_with(&format!("\"{seconds}s\"")));
+        if let DeValue::Integer(_) = item.value {
+            return item.wrong_type("a string", &in_seconds(report.source(item.span.clone())), report);
+        }
         let written = item.string(&example, report)?;
         let (message, fix) = match duration_ms(written.text) {
             Some(ms) if range.contains(&ms) => return Some(Duration::from_millis(ms)),
@@ -298,9 +302,10 @@ impl Kind for Time {
             Some(0) => (format!("`{}` cannot be {}", item.key, quoted(written.text)), item.fix_with(&example)),
             Some(_) => (format!("{} is too short", quoted(written.text)), format!("at least `{}ms`", range.start())),
             None => {
-                let fix = match written.text.parse::<u32>() {
-                    Ok(seconds) => format!("{}, if seconds are meant", item.fix_with(&format!("\"{seconds}s\""))),
-                    Err(_) => format!("write a whole number with `ms`, `s`, `m`, `h` or `d`, such as `{example}`"),
+                let fix = match (written.text.parse::<u32>(), guess_duration(written.text)) {
+                    (Ok(_), _) => in_seconds(written.text),
+                    (_, Some(meant)) => item.fix_with(&format!("\"{meant}\"")),
+                    _ => format!("write a whole number with `ms`, `s`, `m`, `h`, `d` or `w`, such as `{example}`"),
                 };
                 (format!("{} is not a duration", quoted(written.text)), fix)
             }
@@ -320,6 +325,23 @@ impl Kind for Time {
     fn shape(&self) -> Shape {
         Shape::Duration(self.1.clone())
     }
+}
+
+/// The duration that is most likely intended by an invalid one, such as `1 s` or `2min`.
+fn guess_duration(text: &str) -> Option<String> {
+    let plain: String = text.to_lowercase().split_whitespace().collect();
+    let unit = plain.trim_start_matches(|c: char| c.is_ascii_digit());
+    let short = match unit.strip_suffix('s').filter(|unit| unit.len() > 1).unwrap_or(unit) {
+        "msec" | "milli" | "millisecond" => "ms",
+        "sec" | "second" => "s",
+        "min" | "minute" => "m",
+        "hr" | "hour" => "h",
+        "day" => "d",
+        "week" => "w",
+        _ => unit,
+    };
+    let meant = format!("{}{short}", &plain[..plain.len() - unit.len()]);
+    duration_ms(&meant).map(|_ms| meant)
 }
 
 /// A duration in the largest unit that divides it.

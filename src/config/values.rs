@@ -67,7 +67,14 @@ impl<T> Definitions<T> {
 
 /// The fix for a name that is not defined: one of the defined names, or the table that defines it.
 pub fn definition_fix(name: &str, section: &str, defined: &[&str]) -> String {
-    let fix = format!("define it: `[{section}.{}]`", nearest_name(name));
+    let table = match nearest_name(name) {
+        _ if name.contains("://") => {
+            format!("`[{section}.NAME]` with `servers = [\"{name}\"]`, and write its name here")
+        }
+        key if key.contains('.') => format!("`[{section}.\"{key}\"]`"),
+        key => format!("`[{section}.{key}]`"),
+    };
+    let fix = format!("define it: {table}");
     match nearest(name, defined.iter().copied()) {
         Some(guess) => format!("did you mean {}?", quoted(guess)),
         None if defined.is_empty() => fix,

@@ -8,7 +8,7 @@ use toml::de::DeValue;
 
 use super::calendar;
 use super::diagnostics::{Report, Span, quoted, quoted_list};
-use super::settings::{Boolean, Custom, DAY_MS, Integer, Optional, Required, Section, Shape, Text};
+use super::settings::{Boolean, Custom, DAY_MS, Integer, Kind, Optional, Required, Section, Shape, Text};
 use super::toml_reader::{Item, SpannedString, Table, nearest};
 use transom_limiter::burst_bound;
 use transom_limiter::limit::{Limit, LimitError};
@@ -32,7 +32,7 @@ settings! {
         /// Tokens granted at the start of each window.
         limit: Option<u32> = Required(Optional(Integer(33, 1..=TOKENS_MAX)), TABLE_FIX);
         /// Length of a window.
-        period: Option<SpannedString> = Required(Text("PERIOD", "\"minute\""), TABLE_FIX);
+        period: Option<SpannedString> = Required(Custom::or_empty(Shape::Text("PERIOD"), read_period), TABLE_FIX);
         /// `"epoch"`: window number floor(Unix time / period). A time, such as `2024-01-01T09:00:00-08:00` (quotes optional):
         /// a window begins then, and every period before and after. `"random"`: each key has an offset, derived from its
         /// hash and equal on every gateway, so that keys do not all start at once. `"first-request"`: a key's first request
@@ -86,6 +86,10 @@ pub fn require_limits(table: &mut Table) {
 fn read_layers(item: &Item, report: &mut Report) -> Option<Vec<Limit>> {
     if let DeValue::String(text) = item.value {
         return item.wrong_type("a list", &item.fix_with(&format!("[\"{}\"]", text.trim())), report);
+    }
+    if let DeValue::Integer(_) = item.value {
+        let example = format!("[\"{}/minute\"]", report.source(item.span.clone()));
+        return item.wrong_type("a list", &format!("{}, if minutes are meant", item.fix_with(&example)), report);
     }
     let items = item.list(EXAMPLE, report)?;
     if items.is_empty() {
@@ -215,6 +219,11 @@ fn guess_period(text: &str) -> Option<String> {
     let number = &plain[..plain.len() - unit.len()];
     let word = match unit {
         "" => return None,
+        "s" if number.is_empty() => "second",
+        "m" if number.is_empty() => "minute",
+        "h" if number.is_empty() => "hour",
+        "d" if number.is_empty() => "day",
+        "w" if number.is_empty() => "week",
         "ms" | "s" | "m" | "h" | "d" | "w" => unit,
         "sec" | "secs" => "second",
         "min" | "mins" => "minute",
@@ -223,7 +232,7 @@ fn guess_period(text: &str) -> Option<String> {
         _ => nearest(unit, PERIODS)?,
     };
     let meant = match (number, word) {
-        ("", "ms" | "s" | "m" | "h" | "d" | "w") => format!("1{word}"),
+        ("", "ms") => return None,
         (_, "month") if !number.is_empty() && number != "1" => return None,
         ("" | "1", _) => word.to_owned(),
         (_, "ms") => plain.clone(),
@@ -248,6 +257,14 @@ fn read_window_table(item: &Item, report: &mut Report) -> Option<Limit> {
     let limit = settings.resolve(&table, report);
     table.finish(report);
     limit
+}
+
+fn read_period(item: &Item, report: &mut Report) -> Option<Option<SpannedString>> {
+    if let DeValue::Integer(_) = item.value {
+        let fix = format!("write `period = \"{}s\"`, if seconds are meant", report.source(item.span.clone()));
+        return item.wrong_type("a string", &fix, report);
+    }
+    Text("PERIOD", "\"minute\"").read(item, report)
 }
 
 fn read_start(item: &Item, report: &mut Report) -> Option<WindowStart> {

@@ -48,7 +48,9 @@ pub fn toml_fix(text: &str, number: usize) -> Option<String> {
     let Some((key, value)) = line.setting() else {
         let is_in_list = line.is_item && !parents.is_empty();
         if is_in_list && line.content.is_empty() {
-            return Some(format!("write `[[{}]]`", parents.join(".")));
+            let section = parents.join(".");
+            let header = if is_named(&section) { format!("[{section}.NAME]") } else { format!("[[{section}]]") };
+            return Some(format!("write `{header}`"));
         }
         return is_in_list
             .then(|| format!("write `{}` in the list `{} = […]`", to_toml(line.content), parents[parents.len() - 1]));
@@ -60,8 +62,20 @@ pub fn toml_fix(text: &str, number: usize) -> Option<String> {
         format!("`{key} = {}`", to_toml(value))
     };
     // The first key of a list item begins a table of the list.
-    let header = if line.is_item { format!("`[[{}]]`, then ", parents.join(".")) } else { String::new() };
+    let header = match parents.join(".") {
+        _ if !line.is_item => String::new(),
+        section if is_named(&section) && key == "name" && !value.is_empty() => {
+            return Some(format!("write `[{section}.{}]`", value.trim_matches(['"', '\''])));
+        }
+        section if is_named(&section) => format!("`[{section}.NAME]`, then "),
+        list => format!("`[[{list}]]`, then "),
+    };
     Some(format!("write {header}{toml}"))
+}
+
+/// Whether a section has a table for each name, instead of a list.
+fn is_named(section: &str) -> bool {
+    ["rules", "upstreams"].contains(&section)
 }
 
 /// The keys above a line in the hierarchy, outermost first.
@@ -98,6 +112,7 @@ fn block_to_toml(key: &str, path: &str, line: &YamlLine, after: &[Option<YamlLin
                 format!("`{key} = [{values}]`")
             }
         }
+        Some(first) if first.is_item && is_named(path) => format!("`[{path}.NAME]` above the settings of each"),
         Some(first) if first.is_item => format!("`[[{path}]]` above each of its tables"),
         _ => format!("`[{path}]`"),
     }
