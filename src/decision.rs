@@ -65,7 +65,9 @@ pub struct DecisionOutcome {
     pub retry_at_ms: Option<u64>,
     /// In the order of the query and of the configuration. Rules that exempt the key have none.
     pub windows: Vec<WindowState>,
-    /// The requests under way; only after [`Operation::Value`].
+    /// Whether all rules exempt the key.
+    pub is_exempt: bool,
+    /// The requests in flight; only after [`Operation::Value`].
     pub concurrent: Vec<ConcurrencyState>,
 }
 
@@ -153,7 +155,7 @@ impl DecisionService {
     /// # Errors
     ///
     /// An unknown rule, a key that does not fit its rule, a rule that is named twice with one key, or a store that cannot be
-    /// reached. Nothing is consumed then.
+    /// reached. Nothing is consumed then. A reset of several rules may have removed the counters of the first ones.
     pub async fn decide(
         &self,
         query: &DecisionQuery,
@@ -191,9 +193,9 @@ impl DecisionService {
         query: &DecisionQuery,
         counters: &CounterAccess<'_>,
     ) -> Result<DecisionOutcome, DecisionError> {
-        let charge_plan = self.rule_set.query_plan(&rules.iter().map(|rule| rule.rule).collect::<Vec<_>>());
-        let keyed_requests = || rules.iter().map(|rule| rule.keyed_request);
         let is_check = query.operation == Operation::Check;
+        let charge_plan = self.rule_set.query_plan(&rules.iter().map(|rule| rule.rule).collect::<Vec<_>>(), !is_check);
+        let keyed_requests = || rules.iter().map(|rule| rule.keyed_request);
         let (decision, context) = match counters.shared.filter(|_| rules.iter().any(|rule| rule.key_text.is_some())) {
             Some(shared) => {
                 let query = KeyQuery {
@@ -226,7 +228,8 @@ impl DecisionService {
             Decision::Refused => (false, self.rule_set.retry_at_ms(&charge_plan, &context, now_ms)),
         };
         let windows = self.windows(&charge_plan, &context);
-        Ok(DecisionOutcome { allowed, now_ms, retry_at_ms, windows, concurrent: Vec::new() })
+        let is_exempt = keyed_requests().all(|keyed_request| keyed_request.is_none());
+        Ok(DecisionOutcome { allowed, now_ms, retry_at_ms, windows, is_exempt, concurrent: Vec::new() })
     }
 
     /// Reads the usage of each rule; removes it before, if the query is a reset.
@@ -242,11 +245,12 @@ impl DecisionService {
             now_ms,
             retry_at_ms: Some(now_ms),
             windows: Vec::new(),
+            is_exempt: rules.iter().all(|rule| rule.keyed_request.is_none()),
             concurrent: Vec::new(),
         };
         for rule in rules {
             let Some(keyed_request) = rule.keyed_request else { continue };
-            let charge_plan = self.rule_set.query_plan(&[rule.rule]);
+            let charge_plan = self.rule_set.query_plan(&[rule.rule], false);
             let KeyState { mut context, admits } = match (counters.shared, &rule.key_text) {
                 (Some(shared), Some(key_text)) => {
                     let key_query = KeyQuery {
@@ -393,6 +397,13 @@ impl DecisionService {
             Some(start) => hash(start, false)?.bucket_hash,
             None => 0,
         };
+        let is_ip = |(part, _): &(&KeyPart, &String)| matches!(part, KeyPart::Ip { .. });
+        let address = parts.iter().zip(&query.key).find(is_ip).and_then(|(_, value)| value.parse().ok());
+        if let (Some(overrides), Some(address)) = (&served.overrides, address)
+            && overrides.exempts(address)
+        {
+            return Ok(None);
+        }
         let mut variant = 0;
         if let Some(overrides) = served.overrides.as_ref().filter(|overrides| overrides.has_keys()) {
             let known = match &overrides.digest_hasher {

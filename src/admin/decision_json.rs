@@ -23,6 +23,9 @@ pub fn parse(operation: Operation, text: &[u8]) -> Result<DecisionQuery, Decisio
         check_keys(&query, &["rule", "key", "cost", "reserve"])?;
         return Ok(DecisionQuery { operation, rules: vec![parse_rule(&query)?], reserve });
     };
+    if query.contains_key("rule") {
+        return Err(malformed("`rule` and `rules` are both given: keep one of the two"));
+    }
     check_keys(&query, &["rules", "reserve"])?;
     let rules = rules.as_array().filter(|rules| (1..=RULES_MAX).contains(&rules.len()));
     let rules = rules.ok_or_else(|| malformed("`rules` is not a list of 1 to 64 objects"))?;
@@ -97,6 +100,11 @@ pub fn render(query: &DecisionQuery, outcome: &DecisionOutcome) -> Value {
         if outcome.allowed { seconds } else { seconds.max(1) }
     });
     response.insert("retry_after".to_owned(), json!(retry_after));
+    let retry_after_ms = outcome.retry_at_ms.map(|retry_at_ms| retry_at_ms.saturating_sub(outcome.now_ms));
+    response.insert("retry_after_ms".to_owned(), json!(retry_after_ms));
+    if outcome.is_exempt {
+        response.insert("exempt".to_owned(), json!(true));
+    }
     response.insert("windows".to_owned(), outcome.windows.iter().map(named).collect());
     if !outcome.concurrent.is_empty() {
         let concurrent = |ConcurrencyState { rule, name, usage }: &ConcurrencyState| {

@@ -429,7 +429,7 @@ mod tests {
             ("33 per minute", "write `\"33/minute\"`"),
             ("33/min", "write `\"33/minute\"`"),
             ("33/minutes", "write `\"33/minute\"`"),
-            ("33r/m", "write `\"33/1m\"`"),
+            ("33r/m", "write `\"33/minute\"`"),
             ("100/5min", "write `\"100/5m\"`"),
             ("100/5 hours", "write `\"100/5h\"`"),
             ("33", "write `\"33/minute\"`"),

@@ -33,7 +33,7 @@ fn a_key_is_checked_charged_read_and_reset() {
     let expected = |allowed: bool, count: u64, retry_after: u64| {
         json!({
             "allowed": allowed, "count": count, "limit": 5, "remaining": 5 - count, "ttl": 37,
-            "retry_after": retry_after, "windows": [window(count)],
+            "retry_after": retry_after, "retry_after_ms": 1000 * retry_after, "windows": [window(count)],
         })
     };
     let alice = || json!({"rule": "per-client", "key": "alice"});
@@ -215,6 +215,28 @@ fn several_rules_are_charged_together_or_not_at_all() {
         post(&gateway, "limit", &malformed).expect(400);
     }
     assert_eq!(query(&gateway, "value", json!({"rule": "per-client", "key": "a"}))["count"], 1);
+}
+
+/// Rules with `count_refused` charge refused requests, but not refused checks.
+#[test]
+fn a_refused_check_consumes_nothing() {
+    let rule = "[rules.strict]\nkey = \"global\"\ncount_refused = true\nwindows = [{ limit = 9, period = \"1h\", reserve = 1 }]\n";
+    let gateway = Gateway::start(&config_with(rule, "\"strict\""));
+    for (operation, count) in [("check", 0), ("limit", 9)] {
+        let refused = query(&gateway, operation, json!({"rule": "strict", "cost": 11, "reserve": true}));
+        assert_eq!(refused["allowed"], false);
+        assert_eq!(query(&gateway, "value", json!({"rule": "strict"}))["count"], count, "{operation}");
+    }
+}
+
+#[test]
+fn an_exempt_key_is_reported() {
+    let rule = "[rules.r]\nkey = \"ip\"\nwindows = [\"1/hour\"]\nexemptions = [\"10.0.0.0/8\"]\n";
+    let gateway = Gateway::start(&config_with(rule, "\"r\""));
+    for (key, exempt) in [("10.1.2.3", json!(true)), ("192.0.2.7", Value::Null)] {
+        let response = query(&gateway, "limit", json!({"rule": "r", "key": key}));
+        assert_eq!((&response["allowed"], &response["exempt"]), (&json!(true), &exempt), "{key}");
+    }
 }
 
 #[test]

@@ -388,9 +388,10 @@ impl RuleSet {
     }
 
     /// The charge plan for decisions without an HTTP request, by these rules (positions in [`RuleSet::rules`]). Shadow rules
-    /// are enforced in it, and requests are not delayed.
-    pub fn query_plan(&self, rules: &[usize]) -> ChargePlan {
+    /// are enforced in it, and requests are not delayed. `consumes`: refused queries consume tokens where the rules say so.
+    pub fn query_plan(&self, rules: &[usize], consumes: bool) -> ChargePlan {
         let mut charge_plan = self.charge_plan(rules);
+        charge_plan.counts_refused &= consumes;
         charge_plan.shadow_rules.clear();
         charge_plan.may_delay = false;
         let layers = |position| self.layers_of_rule(&charge_plan, position, 0);
