@@ -48,7 +48,7 @@ struct Check {
 #[derive(clap::Args)]
 struct File {
     /// Configuration file
-    #[arg(long, value_name = "FILE", default_value = "gateway.toml")]
+    #[arg(short, long, value_name = "FILE", default_value = "gateway.toml")]
     config: PathBuf,
 }
 

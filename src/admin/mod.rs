@@ -48,6 +48,8 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 /// For the head of a request, for a query, and between requests.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
 const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
+/// The pages that [`handle_page`] serves.
+const PAGES: [&str; 4] = ["/metrics", "/upstreams", "/healthz", "/readyz"];
 const QUERY_MAX_BYTES: usize = 64 * 1024;
 
 /// Whether the admin address accepts connections.
@@ -214,12 +216,13 @@ fn is_cross_origin(fields: &HeaderMap) -> bool {
 }
 
 fn handle_page<B>(state: &AdminState, request: &Request<B>) -> LocalResponse {
-    if ![Method::GET, Method::HEAD].contains(request.method()) {
+    let path = request.uri().path();
+    if PAGES.contains(&path) && ![Method::GET, Method::HEAD].contains(request.method()) {
         let mut reply = responses::error_response(&RequestError::Method);
         reply.headers_mut().insert(http::header::ALLOW, http::HeaderValue::from_static("GET, HEAD"));
         return reply;
     }
-    match request.uri().path() {
+    match path {
         "/metrics" => responses::metrics_response(metrics(state)),
         "/upstreams" => responses::json_response(format!("{:#}\n", upstreams(state))),
         "/healthz" => responses::text_response("ok\n".to_owned()),

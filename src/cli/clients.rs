@@ -33,7 +33,7 @@ pub struct Arguments {
     #[command(subcommand)]
     action: Action,
     /// Configuration file
-    #[arg(long, global = true, value_name = "FILE", default_value = "gateway.toml")]
+    #[arg(short, long, global = true, value_name = "FILE", default_value = "gateway.toml")]
     config: PathBuf,
 }
 

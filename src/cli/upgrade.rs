@@ -43,7 +43,7 @@ const FAILED: &str = "failed: ";
 #[derive(clap::Args)]
 pub struct Arguments {
     /// Configuration file
-    #[arg(long, value_name = "FILE", default_value = "gateway.toml")]
+    #[arg(short, long, value_name = "FILE", default_value = "gateway.toml")]
     config: PathBuf,
     /// PID of the serving process, if the configuration has no `pid_file`
     #[arg(long, value_name = "PID")]

@@ -30,6 +30,9 @@ impl fmt::Display for StartError {
             StartError::Listen { address, source } if source.kind() == io::ErrorKind::PermissionDenied => {
                 write!(f, "cannot listen on `{address}` (ports below 1024 need CAP_NET_BIND_SERVICE)")
             }
+            StartError::Listen { address, source } if source.kind() == io::ErrorKind::AddrInUse => {
+                write!(f, "cannot listen on `{address}` (`ss -ltnp` lists the processes that listen)")
+            }
             StartError::Listen { address, .. } => write!(f, "cannot listen on `{address}`"),
             StartError::Inherited(address) => {
                 write!(

@@ -161,7 +161,7 @@ fn a_malformed_query_is_400_and_an_unknown_rule_404() {
     Client::connect(gateway.admin).post("/v1/limit", long).expect(413);
     let get = Client::connect(gateway.admin).get("/v1/limit").expect(405);
     assert_eq!(get.field("allow"), Some("POST"));
-    Client::connect(gateway.admin).post("/v1/other", "{}").expect(405);
+    Client::connect(gateway.admin).post("/v1/other", "{}").expect(404);
     let body = br#"{"rule": "per-client", "key": "a"}"#;
     for fields in [&[("Origin", "http://evil.example")][..], &[("Origin", "null")], &[("Sec-Fetch-Site", "cross-site")]]
     {

@@ -159,7 +159,7 @@ fn an_address_in_use_fails_the_start() {
         let file = scratch.write("gateway.toml", format!("{listen}{GOOD}")).display().to_string();
         let (code, _, err) = run(&["--config", &file]);
         assert_eq!(code, Some(1), "{err}");
-        assert!(err.contains(&taken.to_string()) && err.contains("in use"), "{err}");
+        assert!(err.contains(&taken.to_string()) && err.contains("in use") && err.contains("ss -ltnp"), "{err}");
     }
     drop(holder);
 }
