@@ -10,6 +10,7 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
+use transom::config::count_when::CountWhen;
 use transom::config::diagnostics::{Problem, render};
 use transom::config::path::{EncodedSlash, ForwardPath, PathParameters, PathReading, Segment, TrailingSlash};
 use transom::config::redis::{Node, Nodes};
@@ -366,6 +367,9 @@ fn every_setting_of_rules_is_read_as_written() {
     );
     let header = |name: &str| name.to_owned();
     assert_eq!(rule("capacities").cost, Cost::Request { header: header("x-cost"), default: 2, max: 150 });
+    let position = config.rules.iter().position(|rule| rule.name == "failed-logins").unwrap();
+    let count_when = CountWhen { status: vec![401..=401, 500..=599], grpc_status: vec![16, 7] };
+    assert_eq!(config.count_when[position], Some(count_when));
     assert_eq!(rule("response-cost").cost, Cost::Response { header: header("x-cost"), reserve: 10, max: 1000 });
     assert_eq!(
         (rule("sharded").layers[0].shards, &rule("sharded").cost, config.routes[0].cost),

@@ -84,6 +84,7 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
     let clients = read_clients(clients, &DefinedPlans { names: plans, complete: rules.complete }, certs, report);
 
     let (rules, responses): (Vec<Rule>, Vec<RuleResponses>) = rules.into_values().into_iter().unzip();
+    let count_when = responses.iter().map(|responses| responses.count_when.clone()).collect();
     let (rate_limit_styles, refusal_responses) =
         responses.into_iter().map(|responses| (responses.rate_limit_style, responses.refusal)).unzip();
     Config {
@@ -102,6 +103,7 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
         rules,
         rate_limit_styles,
         refusal_responses,
+        count_when,
         routes,
     }
 }

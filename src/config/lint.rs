@@ -72,8 +72,9 @@ fn rule_messages(config: &Config) -> Vec<LintMessage> {
         let routes = || config.routes.iter().filter(move |route| route.rules.contains(&position));
         let delays = routes().flat_map(|route| &route.rules).any(|other| config.rules[*other].delays());
         let has_cost_1 = rule.cost == Cost::Fixed(1) && routes().all(|route| route.cost.is_none_or(|cost| cost == 1));
-        // A response cost or a delayed request may refund the charge that opened a window.
-        let opener_stays = !delays && !matches!(rule.cost, Cost::Response { .. });
+        let counts_all = config.count_when[position].is_none();
+        // A response or a delayed request may refund the charge that opened a window.
+        let opener_stays = !delays && counts_all && !matches!(rule.cost, Cost::Response { .. });
         let unit = if has_cost_1 { "requests" } else { "tokens" };
         let name = &rule.name;
         let plan = |plan: &Plan| (format!("{name}, plan {}", plan.name), plan.layers.clone(), plan.concurrent);
@@ -82,7 +83,7 @@ fn rule_messages(config: &Config) -> Vec<LintMessage> {
             let windows = (!layers.is_empty()).then(|| worst_case(rule, &layers, opener_stays, unit));
             let concurrent = concurrent.map(|limit| format!("at most {limit} requests of a key under way"));
             let bounds: Vec<String> = windows.into_iter().chain(concurrent).collect();
-            messages.push(LintMessage::statement(&subject, &(bounds.join("; ") + &caveats(rule))));
+            messages.push(LintMessage::statement(&subject, &(bounds.join("; ") + &caveats(rule, counts_all))));
             if layers_are_comparable(rule) && !delays && rule.cost != Cost::Fixed(0) {
                 messages.extend(layers_that_never_refuse(&layers).map(|text| LintMessage::note_on(&subject, &text)));
             }
@@ -298,8 +299,11 @@ fn worst_case(rule: &Rule, layers: &[Limit], opener_stays: bool, unit: &str) -> 
 }
 
 /// Conditions on the worst case of a rule.
-fn caveats(rule: &Rule) -> String {
+fn caveats(rule: &Rule, counts_all: bool) -> String {
     let mut text = String::new();
+    if !counts_all {
+        text += "; requests whose response does not match `count_when` come in addition";
+    }
     if let Cost::Response { .. } = rule.cost {
         text += "; costs of responses beyond the reserve come in addition, and the next windows grant that much less";
     }

@@ -19,6 +19,7 @@ pub mod certificate;
 pub mod check;
 pub mod client_tls;
 pub mod clients;
+pub mod count_when;
 pub mod counters;
 pub mod diagnostics;
 pub mod host;
@@ -43,6 +44,7 @@ pub mod values;
 pub mod window;
 
 use clients::Clients;
+use count_when::CountWhen;
 use counters::Counters;
 use diagnostics::{Problem, ReadFile, ReadVariable, Report};
 use limits::{Http2, Limits, Timeouts};
@@ -77,6 +79,8 @@ pub struct Config {
     pub rate_limit_styles: Vec<RateLimitStyle>,
     /// The refusal responses of each rule, in the order of `rules`.
     pub refusal_responses: Vec<RefusalResponse>,
+    /// The responses whose requests each rule counts, in the order of `rules`; `None`: all.
+    pub count_when: Vec<Option<CountWhen>>,
     pub routes: Vec<Route>,
 }
 

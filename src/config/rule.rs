@@ -7,13 +7,16 @@ use std::time::Duration;
 
 use toml::de::DeValue;
 
+use super::count_when::CountWhen;
 use super::diagnostics::{Report, quoted};
 use super::key::KeySettings;
 use super::listen::ClientCerts;
 use super::overrides::ExceptionSettings;
 use super::redis::{DefaultSharing, OUTAGES, RULE_MODES, TABLE_FIX};
 use super::response_body::{BODY, Body, CONTENT_TYPE, check_content_type};
-use super::settings::{Boolean, Choice, Custom, DAY_MS, Integer, Optional, Section, Shape, Time, TimeOrZero, Word};
+use super::settings::{
+    Boolean, Choice, Custom, DAY_MS, Inline, Integer, Optional, Section, Shape, Time, TimeOrZero, Word,
+};
 use super::toml_reader::{Item, Table};
 use super::values::{Definitions, parse_field_name, read_field_name};
 use super::window::{concurrent, layers_are_comparable, report_unreachable_layers, require_limits, windows};
@@ -64,6 +67,8 @@ settings! {
         /// `false`: a refused request takes nothing in any layer. `true`: it takes what is left, up to its cost, in all
         /// layers of this rule, even if another rule refused it. It never opens a `"first-request"` window.
         count_refused: bool = Boolean(false);
+        /// Only requests with [such a response](#counted-responses) stay charged. Without it: all.
+        count_when: Option<CountWhen> = Optional(Inline::<CountWhen>::or("write, for example, `count_when = { status = [401] }`"));
         /// How gateways [count together](../guides/shared-counters.md#lease-or-exact). `"off"` (also allowed without
         /// `[counters.shared]`): this gateway counts alone. Without it: `mode` of [`[counters.shared]`](#countersshared).
         shared: Option<Sharing> = Optional(Choice(Sharing::Lease, &RULE_MODES));
@@ -125,10 +130,11 @@ pub struct RefusalResponse {
     pub retry_jitter_s: u64,
 }
 
-/// How a rule appears in responses.
+/// How a rule appears in responses, and which responses it counts.
 pub struct RuleResponses {
     pub rate_limit_style: RateLimitStyle,
     pub refusal: RefusalResponse,
+    pub count_when: Option<CountWhen>,
 }
 
 /// The cost of a request as written in the file. The layers of the rule bound it.
@@ -148,7 +154,7 @@ pub fn read_rules(
     let rules = Definitions::read(item, report, |name, table, report| {
         // The placeholder for an invalid rule. It has no key and no layers, so it causes no further problems.
         let mut rule = Rule::new(name, Vec::new(), OnMissing::Skip, Vec::new());
-        let mut responses = RuleResponses { rate_limit_style, refusal: RefusalResponse::default() };
+        let mut responses = RuleResponses { rate_limit_style, refusal: RefusalResponse::default(), count_when: None };
         if let Some(table) = table {
             read_rule(&mut rule, &mut responses, table, certs, default_sharing, report);
         }
@@ -192,6 +198,10 @@ fn read_rule(
     }
     check_layers(rule, &table, report);
     check_content_type(&table, "the rule", report);
+    if let Some(item) = table.given("count_when").filter(|_| is_without_windows(rule, &table)) {
+        let message = "`count_when` has no effect: the rule has no `windows`";
+        report.missing(item.key_span, message, "add `windows`, or remove it");
+    }
     table.finish(report);
 
     responses.rate_limit_style = settings.headers.unwrap_or(responses.rate_limit_style);
@@ -200,6 +210,12 @@ fn read_rule(
         body: Body::new(settings.body, settings.content_type),
         retry_jitter_s: settings.retry_jitter.as_millis().div_ceil(1000) as u64,
     };
+    responses.count_when = settings.count_when;
+}
+
+/// Whether no variant of a rule has windows, and none were meant.
+fn is_without_windows(rule: &Rule, table: &Table) -> bool {
+    table.lacks("windows") && rule.variants().all(<[Limit]>::is_empty)
 }
 
 impl RuleSettings {

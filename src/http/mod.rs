@@ -15,6 +15,7 @@ pub mod rate_limit_key;
 pub mod ratelimit_headers;
 pub mod request_validation;
 pub mod request_values;
+pub mod response_cost;
 pub mod responses;
 pub mod route_actions;
 pub mod router;

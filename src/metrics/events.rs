@@ -16,6 +16,10 @@ pub static REQUEST_DURATION: Metric =
     histogram("transom_request_duration_seconds", "Time from the head of a request to the end of its response.");
 pub static DECISIONS: Metric = counter("transom_decisions_total", "Decisions by route, rule and outcome.");
 static REFUSED: Metric = counter("transom_refused_total", "Refused requests by rule and exhausted window.");
+static REFUNDED: Metric = counter(
+    "transom_refunded_total",
+    "Requests whose tokens were refunded because their response does not match count_when, by rule.",
+);
 static DECISION_DURATION: Metric =
     histogram("transom_decision_duration_seconds", "Time to decide a request, without waiting for the shared store.");
 static UPSTREAM_REQUESTS: Metric =
@@ -60,11 +64,12 @@ static REQUEST_ERRORS: Metric =
 pub static BUILD_INFO: Metric = gauge("transom_build_info", "The running version; the value is 1.");
 
 /// All metrics, in exposition order.
-pub static NAMES: [&Metric; 40] = [
+pub static NAMES: [&Metric; 41] = [
     &REQUESTS,
     &REQUEST_DURATION,
     &DECISIONS,
     &REFUSED,
+    &REFUNDED,
     &DECISION_DURATION,
     &CONCURRENT_REQUESTS,
     &UPSTREAM_REQUESTS,
@@ -171,6 +176,20 @@ impl ConcurrencyGauge {
 
     pub fn released(&self) {
         self.0.sub(1);
+    }
+}
+
+/// Requests of one worker that one rule does not count because of their response.
+#[derive(Debug)]
+pub struct RefundCounter(Arc<MetricCell>);
+
+impl RefundCounter {
+    pub fn new(registry: &Registry, worker: WorkerId, rule: &str) -> RefundCounter {
+        RefundCounter(registry.cell(&REFUNDED, worker, &[("rule", rule)]))
+    }
+
+    pub fn refunded(&self) {
+        self.0.add(1);
     }
 }
 

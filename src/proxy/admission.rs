@@ -63,12 +63,11 @@ impl Admission {
         context: &DecisionContext,
         store_keys: impl FnOnce() -> Vec<Option<Rc<str>>>,
     ) -> Admission {
-        let rules = &config.compiled.route_rules[rules_index];
         let charges = StoreCharges::default();
         Admission {
             fields: fields.without_indexing(),
             delay: DelayedRequest::new(decision, worker, config, peer, rules_index, context, charges),
-            pending_cost: PendingCost::new(rules, rules_index, context, &[], store_keys),
+            pending_cost: PendingCost::new(worker, config, rules_index, context, &[], store_keys),
         }
     }
 }
@@ -334,7 +333,7 @@ impl PendingAdmission {
         let policy = config.policy_fields[rules_index].as_ref();
         let fields = rules.rate_limit_template.render(&outcome.context, policy, now_ms, &mut text);
         let SharedOutcome { decision, context, refunds, key_texts } = outcome;
-        let pending_cost = PendingCost::new(rules, rules_index, &context, &refunds, || key_texts.clone());
+        let pending_cost = PendingCost::new(worker, config, rules_index, &context, &refunds, || key_texts.clone());
         let charges = StoreCharges { refunds, keys: key_texts };
         let delay = DelayedRequest::new(decision, worker, config, peer, rules_index, &context, charges);
         Ok(Admission { fields: fields.without_indexing(), delay, pending_cost })

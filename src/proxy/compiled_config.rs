@@ -7,7 +7,7 @@ use std::num::NonZeroU32;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use http::{HeaderMap, HeaderName};
+use http::HeaderName;
 
 use crate::config::Config;
 use crate::config::listen::Listen;
@@ -19,6 +19,7 @@ use crate::http::key_source::{HashKey, RequestAttributes};
 use crate::http::overrides::Overrides;
 use crate::http::rate_limit_key::RuleKey;
 use crate::http::ratelimit_headers::RateLimitTemplate;
+use crate::http::response_cost::ResponseCostRule;
 use crate::http::responses::RefusalTemplate;
 use crate::http::route_actions::RouteActions;
 use crate::http::router::Router;
@@ -80,44 +81,8 @@ pub struct RouteRules {
     /// By position in the charge plan.
     pub rule_keys: Vec<RuleKey>,
     pub rate_limit_template: RateLimitTemplate,
-    /// The rules that read their cost from the response.
+    /// The rules whose charge depends on the response.
     pub response_costs: Vec<ResponseCostRule>,
-}
-
-/// A rule of a route that reads its cost from the response.
-#[derive(Debug)]
-pub struct ResponseCostRule {
-    /// Position in the charge plan.
-    pub position: usize,
-    field: HeaderName,
-    /// Tokens charged before forwarding.
-    pub reserve: u32,
-    /// Upper bound of the cost.
-    max: u32,
-}
-
-impl ResponseCostRule {
-    /// Those of `rules` that read their cost from the response.
-    fn all_of(config: &Config, rules: &[usize]) -> Vec<ResponseCostRule> {
-        let response_cost = |(position, rule): (usize, &usize)| match &config.rules[*rule].cost {
-            Cost::Response { header, reserve, max } => {
-                let field = HeaderName::from_bytes(header.as_bytes()).ok()?;
-                Some(ResponseCostRule { position, field, reserve: *reserve, max: *max })
-            }
-            Cost::Fixed(_) | Cost::Request { .. } => None,
-        };
-        rules.iter().enumerate().filter_map(response_cost).collect()
-    }
-
-    /// The cost in a response, at most `max`. `None` if the field is absent, repeated, or not a whole number.
-    pub fn cost_in(&self, headers: &HeaderMap) -> Option<u32> {
-        let mut values = headers.get_all(&self.field).iter();
-        let (Some(value), None) = (values.next(), values.next()) else { return None };
-        let text = value.to_str().ok()?.trim();
-        let is_number = text.bytes().all(|byte| byte.is_ascii_digit()) && !text.is_empty();
-        // A number that does not fit exceeds `max`.
-        is_number.then(|| text.parse().unwrap_or(self.max).min(self.max))
-    }
 }
 
 impl CompiledConfig {

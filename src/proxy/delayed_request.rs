@@ -195,7 +195,7 @@ impl DelayedRequest {
         self.receipts.retain(|charged| charged.receipt.end_ms() > now_ms);
         self.receipts.extend(context.all_receipts());
         if let Some(pending_cost) = pending_cost {
-            pending_cost.add_recharge(rules, &context, &refunds, now_ms);
+            pending_cost.add_recharge(rules, &context, &refunds);
         }
         self.store_charges.refunds.extend(refunds);
         Ok(())

@@ -19,6 +19,7 @@ use super::compiled_config::CompiledConfig;
 use super::peer::{ConnectionInfo, Peer};
 use super::request_record::RequestRecord;
 use super::response::{Content, ResponseBody, error_response, finish};
+use super::response_cost::PendingCost;
 use super::websocket::{WebSocketHandshake, finish_handshake};
 use super::worker_config::{DecisionBuffers, Target, WorkerConfig};
 use super::worker_state::WorkerState;
@@ -30,6 +31,7 @@ use crate::http::forwarded::ClientInfo;
 use crate::http::headers::SpecialFields;
 use crate::http::key_source::RequestAttributes;
 use crate::http::rate_limit_key::KeyFailure;
+use crate::http::ratelimit_headers::RateLimitFields;
 use crate::http::request_validation::ValidatedRequest;
 use crate::http::responses::{ErrorFormat, LocalResponse};
 use crate::http::route_actions::{AppliedActions, RouteActions, TemplateVariables};
@@ -164,29 +166,34 @@ pub fn handle(
                 Err(rejection) => return ResponseFuture::Done(Some(rejection.into_response(format, record))),
             };
         }
-        let mut response = match forward(&config, &peer, &mut plan, request, &mut record).await {
+        let response = match forward(&config, &peer, &mut plan, request, &mut record).await {
             Ok(response) => {
-                if let Some(pending_cost) = pending_cost {
-                    fields = pending_cost.settle(&worker, &config, response.headers()).unwrap_or(fields);
-                }
                 if let Some(handshake) = plan.websocket.take() {
                     return ResponseFuture::Forward(Box::pin(async move {
                         let idle_timeout = config.compiled.config.timeouts.tunnel;
                         let finished =
                             finish_handshake(response, handshake, format, record, &peer.tunnel, idle_timeout);
-                        let mut response = finished.await;
-                        fields.add_to(response.headers_mut());
-                        ResponseFuture::Done(Some(response))
+                        ResponseFuture::Done(Some(settle(finished.await, fields, pending_cost)))
                     }));
                 }
                 finish(response, record)
             }
             Err(error) => error_response(&error, format, record),
         };
-        // Errors carry the fields too: an admitted request has consumed its tokens.
-        fields.add_to(response.headers_mut());
-        ResponseFuture::Done(Some(response))
+        ResponseFuture::Done(Some(settle(response, fields, pending_cost)))
     }))
+}
+
+/// Settles what the response decides, and adds the RateLimit fields. Errors carry them too: an admitted request has consumed
+/// its tokens.
+fn settle(
+    mut response: Response<ResponseBody>,
+    fields: RateLimitFields,
+    pending_cost: Option<Box<PendingCost>>,
+) -> Response<ResponseBody> {
+    let fields = pending_cost.and_then(|pending_cost| pending_cost.settle(&mut response)).unwrap_or(fields);
+    fields.add_to(response.headers_mut());
+    response
 }
 
 /// The client: the peer, or the client that a trusted proxy names.

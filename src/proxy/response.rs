@@ -4,8 +4,8 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
-use http::Response;
 use http::header::CONTENT_LENGTH;
+use http::{HeaderMap, Response};
 use http_body::{Body as HttpBody, Frame, SizeHint};
 
 use super::request_record::RequestRecord;
@@ -61,6 +61,9 @@ impl From<UpstreamBody> for Content {
     }
 }
 
+/// Receives the trailers of a response that has ended, if it has any.
+type AtEnd = Box<dyn FnOnce(Option<&HeaderMap>)>;
+
 /// A body that owns the record of its request: dropping the body ends the request. Boxed, because it is moved many times
 /// together with the head of its response.
 pub struct ResponseBody(Box<BodyState>);
@@ -69,18 +72,25 @@ struct BodyState {
     content: Content,
     /// After `content`, so that an upstream connection is closed before the slots of its request are released.
     record: Option<RequestRecord>,
+    /// Called at the end of the body.
+    at_end: Option<AtEnd>,
     /// How the upstream's response broke off, until hyper has been given the error.
     pending_error: Option<UpstreamBodyError>,
 }
 
 impl ResponseBody {
     pub fn new(content: Content, record: RequestRecord) -> ResponseBody {
-        ResponseBody(Box::new(BodyState { content, record: Some(record), pending_error: None }))
+        ResponseBody(Box::new(BodyState { content, record: Some(record), at_end: None, pending_error: None }))
     }
 
     /// A body without a record: a tunnel has taken the record, or a panic has ended it.
     pub fn unrecorded(content: Content) -> ResponseBody {
-        ResponseBody(Box::new(BodyState { content, record: None, pending_error: None }))
+        ResponseBody(Box::new(BodyState { content, record: None, at_end: None, pending_error: None }))
+    }
+
+    /// Calls `at_end` at the end of the body, and never if the body breaks off or the client goes away.
+    pub fn at_end(&mut self, at_end: AtEnd) {
+        self.0.at_end = Some(at_end);
     }
 
     /// Takes a body that the gateway made, as a whole.
@@ -129,6 +139,14 @@ impl HttpBody for ResponseBody {
                 Err(error) => record.record_upstream_abort(error),
             }
         }
+        let trailers = match &frame {
+            Poll::Ready(None) => Some(None),
+            Poll::Ready(Some(Ok(frame))) => frame.trailers_ref().map(Some),
+            Poll::Ready(Some(Err(_))) | Poll::Pending => None,
+        };
+        if let (Some(trailers), true) = (trailers, this.at_end.is_some()) {
+            this.at_end.take().into_iter().for_each(|at_end| at_end(trailers));
+        }
         if let Poll::Ready(Some(Err(error))) = frame {
             // hyper drops what it has buffered when the body reports an error. Returning `Pending` once makes hyper flush
             // the head and the data before the error.
@@ -156,7 +174,10 @@ impl HttpBody for ResponseBody {
 
 impl Drop for ResponseBody {
     fn drop(&mut self) {
-        if let (false, Some(record)) = (self.is_end_stream(), &mut self.0.record) {
+        if self.is_end_stream() {
+            // A body of known length is often not polled beyond its last byte.
+            self.0.at_end.take().into_iter().for_each(|at_end| at_end(None));
+        } else if let Some(record) = &mut self.0.record {
             record.record_truncation();
         }
     }

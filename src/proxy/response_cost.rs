@@ -1,111 +1,190 @@
-//! Charges what the response says that its request cost.
+//! Settles charges that depend on the response: a cost that the response states, and `count_when`.
 //!
-//! A rule may read the cost of a request from a response field. A reserve is charged before forwarding; the rest is charged,
-//! or the excess refunded, when the head of the response arrives. What exceeds the current windows is taken from later ones.
+//! Tokens are charged before forwarding, so that concurrent requests cannot exceed a limit. When the response arrives, the
+//! rest is charged, or what was charged too much is refunded. What exceeds the current windows is taken from later ones.
 
 use std::rc::Rc;
 
-use http::HeaderMap;
+use http::{HeaderMap, Response, StatusCode};
+use http_body::Body as _;
 
 use super::compiled_config::RouteRules;
+use super::response::ResponseBody;
 use super::worker_config::WorkerConfig;
 use super::worker_state::WorkerState;
 use crate::http::ratelimit_headers::RateLimitFields;
+use crate::http::response_cost::{FinalCost, GRPC_UNKNOWN, ResponseCostRule, grpc_status};
 use crate::redis_store::scripts::Refund;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule_set::KeyedRequest;
 use transom_limiter::sharded_counter::ShardReceipt;
+use transom_limiter::table::Counter;
 
-/// An admitted request whose cost is not known yet.
+/// An admitted request whose cost is not known yet. Dropped without a response, as when the client goes away, it keeps its
+/// charges.
 pub struct PendingCost {
+    worker: Rc<WorkerState>,
+    config: Rc<WorkerConfig>,
     /// Position in `CompiledConfig::route_rules`.
     rules_index: usize,
     keyed_requests: Vec<Option<KeyedRequest>>,
-    /// The reserve charged locally, for each of `RouteRules::response_costs`.
-    reserved: Vec<Vec<ShardReceipt>>,
-    /// Refunds of the reserve charged in the shared store, with the position of the rule.
+    /// What was charged, for each of `RouteRules::response_costs`.
+    charged: Vec<RuleCharges>,
+    /// Refunds of what the shared store has charged, with the position of the rule.
     refunds: Vec<(usize, Refund)>,
     /// Store keys by rule; `None` for rules that are not shared.
     store_keys: Vec<Option<Rc<str>>>,
 }
 
+/// What one rule has charged.
+struct RuleCharges {
+    /// Locally.
+    receipts: Vec<ShardReceipt>,
+    /// The counters charged by the store, with the ends of their windows.
+    remote: Vec<(Counter, u64)>,
+    is_settled: bool,
+}
+
+impl RuleCharges {
+    fn add(&mut self, context: &DecisionContext, position: usize) {
+        self.receipts.extend(context.receipts_of_rule(position));
+        let remote = context.charges_of_rule(position).filter(|charge| charge.receipt().is_none());
+        self.remote.extend(remote.map(|charge| (charge.counter, charge.usage.end_ms)));
+    }
+}
+
 impl PendingCost {
-    /// `None` if no rule reads its cost from the response. `context` has the result of the decision.
+    /// `None` if the charge of no rule depends on the response. `context` has the result of the decision.
     pub fn new(
-        rules: &RouteRules,
+        worker: &Rc<WorkerState>,
+        config: &Rc<WorkerConfig>,
         rules_index: usize,
         context: &DecisionContext,
         refunds: &[(usize, Refund)],
         store_keys: impl FnOnce() -> Vec<Option<Rc<str>>>,
     ) -> Option<Box<PendingCost>> {
-        if rules.response_costs.is_empty() {
+        let response_costs = &config.compiled.route_rules[rules_index].response_costs;
+        if response_costs.is_empty() {
             return None;
         }
-        let reserved = rules.response_costs.iter().map(|cost| context.receipts_of_rule(cost.position).collect());
+        let charged = response_costs.iter().map(|rule| {
+            let mut charges = RuleCharges { receipts: Vec::new(), remote: Vec::new(), is_settled: false };
+            charges.add(context, rule.position);
+            charges
+        });
         Some(Box::new(PendingCost {
+            worker: Rc::clone(worker),
+            config: Rc::clone(config),
             rules_index,
             keyed_requests: context.inputs.keyed_requests.clone(),
-            reserved: reserved.collect(),
+            charged: charged.collect(),
             refunds: refunds.to_vec(),
             store_keys: store_keys(),
         }))
     }
 
-    /// Notes what a delayed request was charged again in the window in which it passes.
-    pub fn add_recharge(
-        &mut self,
-        rules: &RouteRules,
-        context: &DecisionContext,
-        refunds: &[(usize, Refund)],
-        now_ms: u64,
-    ) {
+    /// Notes what a delayed request was charged again in the window in which it passes. Refunds in windows that have ended
+    /// have no effect.
+    pub fn add_recharge(&mut self, rules: &RouteRules, context: &DecisionContext, refunds: &[(usize, Refund)]) {
         self.refunds.extend_from_slice(refunds);
-        for (cost, reserved) in rules.response_costs.iter().zip(&mut self.reserved) {
-            reserved.retain(|charged| charged.receipt.end_ms() > now_ms);
-            reserved.extend(context.receipts_of_rule(cost.position));
+        for (rule, charges) in rules.response_costs.iter().zip(&mut self.charged) {
+            charges.add(context, rule.position);
         }
     }
 
-    /// Charges or refunds the difference to the reserve. Returns the RateLimit fields as of then, or `None` if the response
-    /// states no cost.
-    pub fn settle(
-        self,
-        worker: &Rc<WorkerState>,
-        config: &WorkerConfig,
-        headers: &HeaderMap,
-    ) -> Option<RateLimitFields> {
-        let compiled = &*config.compiled;
-        let (rule_set, rules) = (&compiled.rule_set, &compiled.route_rules[self.rules_index]);
-        let clock = || worker.clock.now().unix_ms;
-        let now_ms = clock();
-        let mut is_settled = false;
-        for (rule, reserved) in rules.response_costs.iter().zip(&self.reserved) {
-            let (Some(keyed_request), Some(cost)) = (self.keyed_requests[rule.position], rule.cost_in(headers)) else {
+    /// Charges or refunds the difference to what was charged. Returns the RateLimit fields as of then, or `None` if nothing
+    /// has changed. Rules that count by the trailers are settled at the end of the body.
+    pub fn settle(mut self: Box<Self>, response: &mut Response<ResponseBody>) -> Option<RateLimitFields> {
+        let code_at_end = || response.body().is_end_stream().then_some(GRPC_UNKNOWN);
+        let code = grpc_status(response.headers()).or_else(code_at_end);
+        let is_changed = self.settle_rules(response.status(), response.headers(), code);
+        let fields = is_changed.then(|| {
+            let clock = || self.worker.clock.now().unix_ms;
+            let (table, now) = (&self.worker.table, DecisionTime::read(&clock));
+            self.config.rate_limit_fields(self.rules_index, &self.keyed_requests, table, now)
+        });
+        if self.charged.iter().any(|charges| !charges.is_settled) {
+            let (status, headers) = (response.status(), response.headers().clone());
+            response.body_mut().at_end(Box::new(move |trailers| {
+                let code = trailers.and_then(grpc_status).unwrap_or(GRPC_UNKNOWN);
+                self.settle_rules(status, &headers, Some(code));
+            }));
+        }
+        fields
+    }
+
+    /// Settles the rules whose cost is known; `true` if a counter may have changed.
+    fn settle_rules(&mut self, status: StatusCode, headers: &HeaderMap, grpc_status: Option<u8>) -> bool {
+        let config = Rc::clone(&self.config);
+        let mut is_changed = false;
+        for (nth, rule) in config.compiled.route_rules[self.rules_index].response_costs.iter().enumerate() {
+            let Some(keyed_request) = self.keyed_requests[rule.position].filter(|_| !self.charged[nth].is_settled)
+            else {
+                self.charged[nth].is_settled = true;
                 continue;
             };
-            is_settled = true;
-            if cost > rule.reserve {
-                let keyed_request = KeyedRequest { cost: cost - rule.reserve, ..keyed_request };
-                let (index, store_key) = (rules.charge_plan.rules[rule.position], self.store_keys.get(rule.position));
-                match (&worker.shared, store_key.and_then(Option::as_ref)) {
-                    (Some(shared), Some(store_key)) => shared.overdraw(rule_set, index, keyed_request, store_key),
-                    _ => rule_set.charge_excess(index, keyed_request, &worker.table, now_ms),
+            let cost = match rule.final_cost(status, headers, grpc_status) {
+                FinalCost::KnownAtEnd => continue,
+                FinalCost::AsCharged => None,
+                FinalCost::Stated(cost) => Some(cost),
+                FinalCost::NotCounted => {
+                    self.record_refund(rule);
+                    Some(0)
                 }
-            } else {
-                let excess = rule.reserve - cost;
-                rule_set.refund(reserved, excess, &worker.table, now_ms);
-                let of_rule = self.refunds.iter().filter(|(position, _)| *position == rule.position);
-                let limited = |(_, refund): &(usize, Refund)| Refund {
-                    tokens: refund.tokens.min(u64::from(excess)),
-                    ..refund.clone()
-                };
-                worker.shared.iter().for_each(|shared| shared.refund_later(of_rule.clone().map(limited).collect()));
+            };
+            self.charged[nth].is_settled = true;
+            is_changed |= cost.is_some();
+            match cost {
+                Some(cost) if cost > keyed_request.cost => {
+                    self.charge(rule, KeyedRequest { cost: cost - keyed_request.cost, ..keyed_request });
+                }
+                Some(cost) => self.refund(rule, nth, keyed_request.cost - cost, cost == 0),
+                None => {}
             }
         }
-        is_settled.then(|| {
-            let now = DecisionTime::starting_at(now_ms, &clock);
-            config.rate_limit_fields(self.rules_index, &self.keyed_requests, &worker.table, now)
-        })
+        is_changed
+    }
+
+    /// Counts a request that a rule does not count.
+    fn record_refund(&self, rule: &ResponseCostRule) {
+        let index = self.config.compiled.route_rules[self.rules_index].charge_plan.rules[rule.position];
+        if let Some(counter) = &self.config.refund_counters[index] {
+            counter.refunded();
+        }
+    }
+
+    fn charge(&self, rule: &ResponseCostRule, keyed_request: KeyedRequest) {
+        let rule_set = &self.config.compiled.rule_set;
+        let index = self.config.compiled.route_rules[self.rules_index].charge_plan.rules[rule.position];
+        match (&self.worker.shared, self.store_keys.get(rule.position).and_then(Option::as_ref)) {
+            (Some(shared), Some(store_key)) => shared.overdraw(rule_set, index, keyed_request, store_key),
+            _ => rule_set.charge_excess(index, keyed_request, &self.worker.table, self.worker.clock.now().unix_ms),
+        }
+    }
+
+    /// Refunds the last `tokens` of each charge. `is_all`: nothing stays charged.
+    fn refund(&self, rule: &ResponseCostRule, nth: usize, tokens: u32, is_all: bool) {
+        let PendingCost { worker, config, .. } = self;
+        let (rule_set, now_ms) = (&config.compiled.rule_set, worker.clock.now().unix_ms);
+        let RuleCharges { receipts, remote, .. } = &self.charged[nth];
+        // A whole charge in front of later ones may be refunded when these are.
+        let (whole, parts): (Vec<ShardReceipt>, Vec<ShardReceipt>) =
+            receipts.iter().partition(|charged| is_all && charged.request.kind.carries_debt());
+        for charged in whole {
+            worker.deferred_refunds.refund([charged], charged.receipt.end_ms(), rule_set, &worker.table, now_ms);
+        }
+        rule_set.refund(&parts, tokens, &worker.table, now_ms);
+        let limited =
+            |(_, refund): &(usize, Refund)| Refund { tokens: refund.tokens.min(u64::from(tokens)), ..refund.clone() };
+        let refunds: Vec<Refund> =
+            self.refunds.iter().filter(|(position, _)| *position == rule.position).map(limited).collect();
+        if let Some(shared) = worker.shared.as_ref().filter(|_| !refunds.is_empty()) {
+            // Before the store refunds: usage that is reported afterwards is not lowered again.
+            for (counter, end_ms) in remote {
+                worker.table.subtract_known_usage(*counter, *end_ms, tokens, now_ms);
+            }
+            shared.refund_later(refunds);
+        }
     }
 }

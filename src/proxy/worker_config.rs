@@ -14,11 +14,12 @@ use http::{HeaderMap, HeaderValue};
 use super::compiled_config::{CompiledConfig, CompiledRoute, RouteRules};
 use crate::access_log::LogSender;
 use crate::clock::Clock;
+use crate::config::count_when::CountWhen;
 use crate::config::upstream::{Server, Target as ConfiguredTarget, TransportSettings, Upstream};
 use crate::http::ratelimit_headers::RateLimitFields;
 use crate::http::responses::{self, RefusalCache, RefusalResponse};
 use crate::jwt::cache::TokenCache;
-use crate::metrics::events::{ConcurrencyGauge, RouteMetrics, UpstreamMetrics, WindowMetrics};
+use crate::metrics::events::{ConcurrencyGauge, RefundCounter, RouteMetrics, UpstreamMetrics, WindowMetrics};
 use crate::metrics::upstream::{ActiveGauge, RetryMetrics};
 use crate::metrics::{Registry, WorkerId};
 use crate::upstream::forward::Forwarder;
@@ -26,6 +27,7 @@ use crate::upstream::pool::{ConnectionPool, ServerPool};
 use crate::upstream::server_health::UpstreamHealth;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::rule::Rule;
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
 use transom_limiter::table::Table;
 
@@ -37,6 +39,8 @@ pub struct WorkerConfig {
     pub window_metrics: Vec<WindowMetrics>,
     /// By rule of the rule set; `None` for rules without a limit of concurrent requests.
     pub concurrency_gauges: Vec<Option<ConcurrencyGauge>>,
+    /// By rule of the rule set; `None` for rules without `count_when`.
+    pub refund_counters: Vec<Option<RefundCounter>>,
     /// `RateLimit-Policy` by route rules. A copy per worker, so that workers do not contend for its reference count.
     pub policy_fields: Vec<Option<HeaderValue>>,
     /// For requests that match no route.
@@ -106,6 +110,9 @@ impl WorkerConfig {
         let concurrency_gauge = |rule: &CompiledRule| {
             rule.concurrent_name().map(|_| ConcurrencyGauge::new(registry, worker_id, &rule.rule.name))
         };
+        let refund_counter = |(rule, count_when): (&Rule, &Option<CountWhen>)| {
+            count_when.as_ref().map(|_| RefundCounter::new(registry, worker_id, &rule.name))
+        };
         let mut server_pools = ServerPools::new();
         let server_count = |upstream: &Upstream| match &upstream.target {
             ConfiguredTarget::Echo => 0,
@@ -147,6 +154,13 @@ impl WorkerConfig {
             route_metrics: compiled.routes.iter().enumerate().map(route_metrics).collect(),
             window_metrics: compiled.route_rules.iter().map(window_metrics).collect(),
             concurrency_gauges: compiled.rule_set.rules.iter().map(concurrency_gauge).collect(),
+            refund_counters: compiled
+                .config
+                .rules
+                .iter()
+                .zip(&compiled.config.count_when)
+                .map(refund_counter)
+                .collect(),
             policy_fields: compiled
                 .route_rules
                 .iter()

@@ -8,6 +8,7 @@ use std::process::Command;
 use transom::config::certificate::CertificateFiles;
 use transom::config::client_tls::ClientTlsSettings;
 use transom::config::clients::{ClientSettings, ClientsSettings};
+use transom::config::count_when::CountWhen;
 use transom::config::counters::Counters;
 use transom::config::jwt::{JwtKeySettings, JwtSettings};
 use transom::config::key::KeySettings;
@@ -239,6 +240,7 @@ fn the_configuration_reference_equals_the_declarations_of_settings() {
         ),
         ("### Windows", WindowSettings::settings()),
         ("### Cost", CostSettings::settings()),
+        ("### Counted responses", CountWhen::settings()),
         ("## `[clients]`", [ClientsSettings::settings(), ClientSettings::settings()].concat()),
         ("## `[jwt]`", [JwtSettings::settings(), JwtKeySettings::settings()].concat()),
         ("## `[[routes]]`", [RouteConditions::settings(), RouteSettings::settings()].concat()),

@@ -29,6 +29,7 @@ mod concurrency_ends;
 mod connection_resend;
 mod connections;
 mod cost;
+mod count_when;
 mod counter_identity;
 mod counters;
 mod counters_file_random_bits;

@@ -120,11 +120,15 @@ impl DecisionContext {
         self.result.layers.iter().position(|other| *other == layer_ref).map(|i| &self.result.charges[i])
     }
 
+    /// The charges in the layers of one rule.
+    pub fn charges_of_rule(&self, position: usize) -> impl Iterator<Item = &Charge> {
+        let charges = self.result.charges.iter().zip(&self.result.layers);
+        charges.filter(move |(_, layer_ref)| layer_ref.rule == position).map(|(charge, _)| charge)
+    }
+
     /// The receipts of all charges in the layers of one rule.
     pub fn receipts_of_rule(&self, position: usize) -> impl Iterator<Item = ShardReceipt> + '_ {
-        let charges = self.result.charges.iter().zip(&self.result.layers);
-        let of_rule = charges.filter(move |(_, layer_ref)| layer_ref.rule == position);
-        of_rule.flat_map(|(charge, _)| {
+        self.charges_of_rule(position).flat_map(|charge| {
             let parts = self.result.shard_receipts.iter().filter(|part| part.layer == charge.counter.layer);
             charge.receipt().into_iter().chain(parts.copied())
         })

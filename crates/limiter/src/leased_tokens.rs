@@ -112,6 +112,14 @@ impl<const W: usize> Table<W> {
             self.write_window(counter.known_usage_counter(), end_ms, now_ms, |before| before.saturating_add(tokens));
     }
 
+    /// Subtracts refunded tokens from the known usage of the window ending at `end_ms`.
+    pub fn subtract_known_usage(&self, counter: Counter, end_ms: u64, tokens: u32, now_ms: u64) {
+        if self.known_usage(counter, now_ms).is_some_and(|(known_end_ms, _)| known_end_ms == end_ms) {
+            let _ = self
+                .write_window(counter.known_usage_counter(), end_ms, now_ms, |before| before.saturating_sub(tokens));
+        }
+    }
+
     /// The end of the shared counter's window (Unix milliseconds) and its last known usage; `None` if that window has
     /// ended.
     pub fn known_usage(&self, counter: Counter, now_ms: u64) -> Option<(u64, u32)> {

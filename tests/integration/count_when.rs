@@ -1,0 +1,281 @@
+//! `count_when`: requests that stay charged because of their response. A login server counts failed logins only.
+
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread;
+
+use http::{HeaderMap, HeaderValue, Response};
+
+use crate::support::client::{HttpResponse, request};
+use crate::support::gateway::Gateway;
+use crate::support::gateway_group::{GatewayGroup, LONG_TIMEOUT};
+use crate::support::http2_client::Http2Client;
+use crate::support::http2_upstream::{Http2Upstream, Options};
+use crate::support::ratelimit_parser::remaining;
+use crate::support::redis::RedisServer;
+use crate::support::upstream::{Upstream, reply};
+use crate::support::{eventually, eventually_eq};
+
+const FAILED_LOGINS: &str =
+    "key = \"header:x-user\"\non_missing_key = \"refuse\"\nwindows = [\"5/15m\"]\ncount_when = { status = [401] }";
+
+/// Holds the responses of a server while it is closed.
+#[derive(Clone, Default)]
+struct Gate(Arc<(Mutex<bool>, Condvar)>);
+
+impl Gate {
+    fn set_closed(&self, is_closed: bool) {
+        *self.0.0.lock().unwrap() = is_closed;
+        self.0.1.notify_all();
+    }
+
+    fn wait_until_open(&self) {
+        drop(self.0.1.wait_while(self.0.0.lock().unwrap(), |is_closed| *is_closed).unwrap());
+    }
+}
+
+/// A login server: the target is the status of its response.
+fn login_server(gate: &Gate) -> Upstream {
+    let gate = gate.clone();
+    Upstream::responding(move |received| {
+        gate.wait_until_open();
+        reply(received.target.trim_start_matches('/').parse().unwrap(), &[], b"")
+    })
+}
+
+fn config(upstream: &str, rule: &str) -> String {
+    format!(
+        "{upstream}[rules.logins]\n{rule}\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"logins\"]\n"
+    )
+}
+
+fn log_in(gateway: &Gateway, user: &str, status: u16) -> HttpResponse {
+    gateway.get_with(&format!("/{status}"), &[("X-User", user)])
+}
+
+/// Many concurrent requests, of which `passing` reach the server before any is answered. Returns how many got `status`.
+fn at_once(gateway: &Gateway, upstream: &Upstream, gate: &Gate, user: &str, status: u16, passing: usize) -> usize {
+    let refused = || gateway.metrics().sum("transom_decisions_total", &[("outcome", "refused")]);
+    let (before, received) = (refused(), upstream.received().len());
+    gate.set_closed(true);
+    thread::scope(|scope| {
+        let clients: Vec<_> = (0..30).map(|_| scope.spawn(|| log_in(gateway, user, status).status)).collect();
+        eventually_eq(refused, before + 30 - passing as u64);
+        eventually_eq(|| upstream.received().len(), received + passing);
+        gate.set_closed(false);
+        clients.into_iter().map(|client| client.join().unwrap()).filter(|got| *got == status).count()
+    })
+}
+
+#[test]
+fn only_failed_logins_count() {
+    let gate = Gate::default();
+    let upstream = login_server(&gate);
+    let gateway = Gateway::start(&config(&upstream.toml("u"), FAILED_LOGINS));
+    for _ in 0..20 {
+        assert_eq!(remaining(&log_in(&gateway, "alice", 200).expect(200), "logins"), 5);
+    }
+    for left in (1..5).rev() {
+        assert_eq!(remaining(&log_in(&gateway, "alice", 401).expect(401), "logins"), left);
+    }
+    // While the one attempt that is left is under way, no other passes. A success refunds it.
+    assert_eq!(at_once(&gateway, &upstream, &gate, "alice", 200, 1), 1);
+    assert_eq!(remaining(&log_in(&gateway, "alice", 200).expect(200), "logins"), 1);
+    assert_eq!(at_once(&gateway, &upstream, &gate, "alice", 401, 1), 1);
+    for status in [200, 401] {
+        assert_eq!(remaining(&log_in(&gateway, "alice", status).expect(429), "logins"), 0);
+    }
+    assert_eq!(remaining(&log_in(&gateway, "bob", 200).expect(200), "logins"), 5);
+    assert_eq!(gateway.metrics().sum("transom_refunded_total", &[("rule", "logins")]), 23);
+    gateway.advance_s(15 * 60);
+    assert_eq!(remaining(&log_in(&gateway, "alice", 401).expect(401), "logins"), 4);
+}
+
+#[test]
+fn parallel_attempts_do_not_slip_through() {
+    let gate = Gate::default();
+    let upstream = login_server(&gate);
+    let toml = config(&upstream.toml("u"), "key = \"ip\"\nwindows = [\"5/15m\"]\ncount_when = { status = [401] }");
+    for is_http2 in [false, true] {
+        let gateway = Gateway::start(&format!("workers = 2\n{toml}"));
+        let before = upstream.received().len();
+        gate.set_closed(true);
+        let statuses: Vec<u16> = thread::scope(|scope| {
+            let clients: Vec<_> = match is_http2 {
+                true => {
+                    (0..4).map(|_| scope.spawn(|| Http2Client::connect(gateway.http).get_many("/401", 50))).collect()
+                }
+                false => (0..200).map(|_| scope.spawn(|| vec![gateway.get("/401")])).collect(),
+            };
+            let refused = || gateway.metrics().sum("transom_refused_total", &[("rule", "logins")]);
+            eventually_eq(refused, 195);
+            eventually_eq(|| upstream.received().len(), before + 5);
+            gate.set_closed(false);
+            clients.into_iter().flat_map(|client| client.join().unwrap()).map(|response| response.status).collect()
+        });
+        assert_eq!(statuses.len(), 200);
+        assert_eq!(statuses.iter().filter(|status| **status == 401).count(), 5);
+        assert_eq!(upstream.received().len(), before + 5);
+    }
+}
+
+#[test]
+fn errors_of_the_gateway_are_compared_too() {
+    let upstream = Upstream::refusing_connections();
+    for (count_when, left) in [("[401]", [5, 5]), ("[401, \"5xx\"]", [4, 3]), ("[503]", [5, 5]), ("[502]", [4, 3])] {
+        let rule = FAILED_LOGINS.replace("[401]", count_when);
+        let gateway = Gateway::start(&config(&upstream.toml("u"), &rule));
+        for left in left {
+            assert_eq!(remaining(&log_in(&gateway, "a", 200).expect(502), "logins"), left, "{count_when}");
+        }
+    }
+}
+
+#[test]
+fn an_attempt_without_a_response_stays_charged() {
+    let (upstream, reported) = crate::cancellation::silent_upstream();
+    let gateway = Gateway::start(&config(&upstream.toml("u"), FAILED_LOGINS));
+    for _ in 0..5 {
+        let mut client = gateway.client();
+        client.send(request("GET", "/200", &[("X-User", "a")], b""));
+        assert_eq!(reported.recv(), Ok("requested"));
+        drop(client);
+        assert_eq!(reported.recv(), Ok("closed"));
+    }
+    log_in(&gateway, "a", 200).expect(429);
+}
+
+#[test]
+fn an_ended_window_gets_nothing_back() {
+    let gate = Gate::default();
+    let upstream = login_server(&gate);
+    let mut gateway = Gateway::start(&config(&upstream.toml("u"), FAILED_LOGINS));
+    gate.set_closed(true);
+    let mut slow = gateway.client();
+    slow.send(request("GET", "/200", &[("X-User", "a")], b""));
+    eventually("the request is under way", || upstream.received().len() == 1);
+    gateway.advance_s(15 * 60);
+    // Requests keep the configuration with which they were charged.
+    gateway.reload_and_wait(&config(&upstream.toml("u"), &FAILED_LOGINS.replace("[401]", "[200]")));
+    gate.set_closed(false);
+    assert_eq!(remaining(&slow.read_response().expect(200), "logins"), 5);
+    assert_eq!(remaining(&log_in(&gateway, "a", 200).expect(200), "logins"), 4);
+    assert_eq!(remaining(&log_in(&gateway, "a", 401).expect(401), "logins"), 4);
+}
+
+#[test]
+fn every_kind_of_window_takes_tokens_back() {
+    let gate = Gate::default();
+    let upstream = login_server(&gate);
+    for windows in [
+        "[\"5/15m\", \"20/day\"]",
+        "[{ limit = 5, period = \"15m\", start = \"first-request\" }]",
+        "[{ limit = 4, period = \"15m\", capacity = 5 }]",
+        "[{ limit = 5, period = \"15m\", sliding = true }]",
+        "[{ limit = 5, period = \"15m\", shards = 3 }]",
+        "[{ limit = 5, period = \"15m\", reserve = 5 }]",
+        "[\"5/15m\"]\non_limit = \"delay\"\nmax_delay = \"1s\"",
+        "[\"10/15m\"]\ncost = 2",
+        "[\"5/15m\"]\ncount_refused = true",
+    ] {
+        let rule = FAILED_LOGINS.replace("[\"5/15m\"]", windows);
+        let gateway = Gateway::start(&config(&upstream.toml("u"), &rule));
+        (0..12).for_each(|_| drop(log_in(&gateway, "a", 200).expect(200)));
+        // Concurrent ones are refunded in any order.
+        assert_eq!(at_once(&gateway, &upstream, &gate, "b", 200, 5), 5, "{windows}");
+        for user in ["a", "b"] {
+            let passed = (0..8).filter(|_| log_in(&gateway, user, 401).status == 401).count();
+            assert_eq!(passed, 5, "{windows}");
+        }
+    }
+}
+
+#[test]
+fn a_shadow_rule_reports_failed_logins_only() {
+    let gate = Gate::default();
+    let upstream = login_server(&gate);
+    let gateway = Gateway::start(&config(&upstream.toml("u"), &format!("{FAILED_LOGINS}\non_limit = \"shadow\"")));
+    let shadowed = || gateway.metrics().sum("transom_decisions_total", &[("outcome", "shadowed")]);
+    (0..20).for_each(|_| drop(log_in(&gateway, "a", 200).expect(200)));
+    (0..5).for_each(|_| drop(log_in(&gateway, "a", 401).expect(401)));
+    assert_eq!(shadowed(), 0);
+    (0..3).for_each(|_| drop(log_in(&gateway, "a", 200).expect(200)));
+    assert_eq!(shadowed(), 3);
+}
+
+#[test]
+fn a_stated_cost_is_charged_if_the_request_counts() {
+    let upstream = Upstream::responding(|received| {
+        reply(received.target.trim_start_matches('/').parse().unwrap(), &[("X-Cost", "4")], b"")
+    });
+    let rule =
+        FAILED_LOGINS.replace("[\"5/15m\"]", "[\"20/15m\"]\ncost = { response-header = \"x-cost\", reserve = 2 }");
+    let gateway = Gateway::start(&config(&upstream.toml("u"), &rule));
+    for (status, left) in [(200, 20), (401, 16), (200, 16), (401, 12)] {
+        assert_eq!(remaining(&log_in(&gateway, "a", status).expect(status), "logins"), left);
+    }
+}
+
+#[test]
+fn the_status_of_a_grpc_response_decides() {
+    // The path names the code, and where it is stated.
+    let upstream = Http2Upstream::with_script(Options::default(), |mut stream| async move {
+        let uri = stream.head.uri.clone();
+        let (place, code) = uri.rsplit_once('/').unwrap();
+        let code = HeaderValue::from_str(code).unwrap();
+        let mut head = Response::new(());
+        head.headers_mut().insert("content-type", HeaderValue::from_static("application/grpc"));
+        if place.ends_with("head") {
+            head.headers_mut().insert("grpc-status", code.clone());
+        }
+        let mut body = stream.send_head(head);
+        if place.ends_with("trailers") {
+            let _ = body.send_data("answer".into(), false);
+            let _ = body.send_trailers(HeaderMap::from_iter([(http::HeaderName::from_static("grpc-status"), code)]));
+        } else {
+            let _ = body.send_data("".into(), true);
+        }
+    });
+    let rule = "key = \"ip\"\nwindows = [\"100/15m\"]\ncount_when = { grpc_status = [\"UNAUTHENTICATED\", 2] }";
+    let gateway = Gateway::start(&config(&upstream.toml("u"), rule));
+    let mut client = Http2Client::connect(gateway.http);
+    let grpc = [("content-type", "application/grpc"), ("te", "trailers")];
+    let mut call = |path: &str| client.request_path("POST", path, &grpc, b"x").expect(200);
+    let mut left = 100;
+    for (path, counts) in [
+        ("/head/0", false),
+        ("/trailers/0", false),
+        ("/head/16", true),
+        ("/trailers/16", true),
+        ("/trailers/7", false),
+        ("/nowhere/0", true),
+        ("/trailers/x", true),
+    ] {
+        call(path);
+        left -= u64::from(counts);
+        // The next response states what is left; its own token comes back.
+        assert_eq!(remaining(&call("/head/0"), "logins"), left, "{path}");
+    }
+}
+
+#[test]
+fn gateways_share_failed_logins() {
+    let redis = RedisServer::start();
+    let gate = Gate::default();
+    let upstream = login_server(&gate);
+    let rule = FAILED_LOGINS.replace("15m", "30d");
+    for mode in ["exact", "lease"] {
+        let shared = format!("redis = \"{}\"\nmode = \"{mode}\"\nprefix = \"{mode}\"\n{LONG_TIMEOUT}", redis.url());
+        let toml = format!("[counters.shared]\n{shared}\n{}", config(&upstream.toml("u"), &rule));
+        let group = GatewayGroup::start(2, &toml);
+        let mut clients: Vec<_> = group.0.iter().map(|process| process.client()).collect();
+        let mut statuses = |status: u16, times: usize| -> Vec<u16> {
+            let fields = [("X-User", "a")];
+            let all = (0..times).flat_map(|_| [0, 1]);
+            all.map(|nth| clients[nth].get_with(&format!("/{status}"), &fields).status).collect()
+        };
+        assert_eq!(statuses(200, 20), [200; 40], "{mode}");
+        let failed = statuses(401, 5).into_iter().filter(|status| *status == 401).count();
+        assert_eq!(failed, 5, "{mode}");
+        assert_eq!(statuses(200, 1), [429; 2], "{mode}");
+    }
+}
