@@ -1,4 +1,4 @@
-//! Windows of days, weeks and months in a time zone: the times at which they end.
+//! Windows of days, weeks and months in a time zone: the times at which they end. They follow daylight saving time.
 //!
 //! A zone is looked up in the time-zone database of the system, and if it is missing there, in the bundled one. The
 //! lists are computed last, for a configuration without problems: a list of days has fifty thousand entries, and rules
@@ -19,9 +19,14 @@ use transom_limiter::window::{CALENDAR_END_MS, Calendar, Windows};
 /// The periods that start at midnight in a time zone.
 pub const PERIODS: [&str; 3] = ["day", "week", "month"];
 
-/// The windows of a period, one of [`PERIODS`], in a zone. The list of a calendar is empty until
+/// The windows of a period, one of [`PERIODS`], in a zone; they begin at this time of day. The list of a calendar is empty until
 /// [`fill_calendars`] computes it.
-pub fn windows_in_zone(period: &str, zone: &SpannedString, report: &mut Report) -> Option<Windows> {
+pub fn windows_in_zone(
+    period: &str,
+    zone: &SpannedString,
+    begins_at: civil::Time,
+    report: &mut Report,
+) -> Option<Windows> {
     let Some(name) = canonical_zone(&zone.text) else {
         return report.reject(
             zone.span.clone(),
@@ -29,12 +34,17 @@ pub fn windows_in_zone(period: &str, zone: &SpannedString, report: &mut Report) 
             zone_fix(&zone.text),
         );
     };
+    let is_midnight = begins_at == civil::Time::midnight();
+    let offset_ms = begins_at.duration_since(civil::Time::midnight()).as_millis() as u64;
     Some(match (period, name.as_str()) {
-        ("day", "UTC") => Windows::Even { period_ms: DAY_MS, offset_ms: 0 },
+        ("day", "UTC") => Windows::Even { period_ms: DAY_MS, offset_ms },
         // The epoch is a Thursday, four days before a Monday.
-        ("week", "UTC") => Windows::Even { period_ms: 7 * DAY_MS, offset_ms: 4 * DAY_MS },
-        ("month", "UTC") => Windows::Calendar(Calendar::utc_months()),
-        _ => Windows::Calendar(Calendar { name: format!("{period} {name}"), ends: Arc::default() }),
+        ("week", "UTC") => Windows::Even { period_ms: 7 * DAY_MS, offset_ms: 4 * DAY_MS + offset_ms },
+        ("month", "UTC") if is_midnight => Windows::Calendar(Calendar::utc_months()),
+        _ => {
+            let time = if is_midnight { String::new() } else { format!(" {begins_at}") };
+            Windows::Calendar(Calendar { name: format!("{period} {name}{time}"), ends: Arc::default() })
+        }
     })
 }
 
@@ -49,7 +59,10 @@ pub fn fill_calendars(rules: &mut [Rule]) {
                 && calendar.ends.is_empty()
                 && let Some((period, zone)) = calendar.name.split_once(' ')
             {
-                let ends = computed.entry(calendar.name.clone()).or_insert_with(|| window_ends(period, zone));
+                let (zone, time) = zone.split_once(' ').unwrap_or((zone, "00:00:00"));
+                let begins_at = time.parse().unwrap_or_default();
+                let ends =
+                    computed.entry(calendar.name.clone()).or_insert_with(|| window_ends(period, zone, begins_at));
                 calendar.ends = Arc::clone(ends);
             }
         }
@@ -116,7 +129,7 @@ fn offset_fix(offset: &str) -> String {
 }
 
 /// The times at which windows end, in Unix milliseconds, from 1970 to beyond the year 2110.
-fn window_ends(period: &str, zone: &str) -> Arc<[u64]> {
+fn window_ends(period: &str, zone: &str, begins_at: civil::Time) -> Arc<[u64]> {
     let Some(zone) = find_zone(zone) else { return Arc::default() };
     let (first, step) = match period {
         "day" => (civil::date(1970, 1, 1), 1.day()),
@@ -125,8 +138,13 @@ fn window_ends(period: &str, zone: &str) -> Arc<[u64]> {
     };
     let mut ends: Vec<u64> = Vec::new();
     for date in first.series(step) {
-        // A day starts at its first moment, if a change of the offset skips or repeats midnight.
-        let Ok(start) = date.to_zoned(zone.clone()).and_then(|midnight| midnight.start_of_day()) else { continue };
+        // A day starts at its first moment, if a change of the offset skips or repeats midnight. Of another time, the first
+        // occurrence counts, and if it is skipped, the time that is as much later.
+        let start = match begins_at == civil::Time::midnight() {
+            true => date.to_zoned(zone.clone()).and_then(|midnight| midnight.start_of_day()),
+            false => date.to_datetime(begins_at).to_zoned(zone.clone()),
+        };
+        let Ok(start) = start else { continue };
         // In zones east of UTC, the first day starts before the epoch. A date that a change skips starts with the next.
         let Ok(end_ms @ 1..) = u64::try_from(start.timestamp().as_millisecond()) else { continue };
         if ends.last().is_none_or(|last| end_ms > *last) {
@@ -168,6 +186,10 @@ mod tests {
         text.parse::<Timestamp>().unwrap().as_millisecond() as u64
     }
 
+    fn midnights(period: &str, zone: &str) -> Arc<[u64]> {
+        window_ends(period, zone, civil::Time::midnight())
+    }
+
     fn has(ends: &[u64], text: &str) -> bool {
         ends.binary_search(&ms(text)).is_ok()
     }
@@ -179,7 +201,7 @@ mod tests {
 
     #[test]
     fn days_have_23_and_25_hours_when_clocks_change() {
-        let ends = window_ends("day", "Europe/Paris");
+        let ends = midnights("day", "Europe/Paris");
         for (start, end) in
             [("2025-03-29T23:00:00Z", "2025-03-30T22:00:00Z"), ("2025-10-25T22:00:00Z", "2025-10-26T23:00:00Z")]
         {
@@ -189,10 +211,24 @@ mod tests {
     }
 
     #[test]
+    fn a_time_of_day_follows_the_clock_on_the_wall() {
+        let at = |zone, hour, minute| window_ends("day", zone, civil::time(hour, minute, 0, 0));
+        let nine = at("America/Los_Angeles", 9, 0);
+        assert!(has(&nine, "2024-01-01T17:00:00Z") && has(&nine, "2024-07-01T16:00:00Z"));
+        assert!(nine.windows(2).all(|two| [23, 24, 25].contains(&((two[1] - two[0]) / 3_600_000))));
+        // In Paris, 02:30 is skipped in spring and occurs twice in autumn.
+        let skipped = at("Europe/Paris", 2, 30);
+        assert!(has(&skipped, "2025-03-30T03:30:00+02:00") && has(&skipped, "2025-10-26T02:30:00+02:00"));
+        assert!(!has(&skipped, "2025-10-26T02:30:00+01:00"));
+        let months = window_ends("month", "UTC", civil::time(6, 0, 0, 0));
+        assert!(has(&months, "2025-02-01T06:00:00Z"));
+    }
+
+    #[test]
     fn a_day_without_midnight_starts_at_its_first_moment() {
         // In Beirut, clocks change from 24:00 to 01:00. In Havana, they change back from 01:00 to 00:00.
-        assert!(has(&window_ends("day", "Asia/Beirut"), "2024-03-31T01:00:00+03:00"));
-        let havana = window_ends("day", "America/Havana");
+        assert!(has(&midnights("day", "Asia/Beirut"), "2024-03-31T01:00:00+03:00"));
+        let havana = midnights("day", "America/Havana");
         assert!(has(&havana, "2024-11-03T00:00:00-04:00") && has(&havana, "2024-11-04T00:00:00-05:00"));
         assert_eq!(count(&havana, "2024-11-03T00:00:00-04:00", "2024-11-04T00:00:00-05:00"), 1);
     }
@@ -200,7 +236,7 @@ mod tests {
     #[test]
     fn a_date_that_a_zone_skips_has_no_window() {
         // Samoa moved across the date line: 2011-12-29 was followed by 2011-12-31.
-        let ends = window_ends("day", "Pacific/Apia");
+        let ends = midnights("day", "Pacific/Apia");
         assert!(has(&ends, "2011-12-29T00:00:00-10:00") && has(&ends, "2011-12-31T00:00:00+14:00"));
         assert_eq!(count(&ends, "2011-12-29T00:00:00-10:00", "2011-12-31T00:00:00+14:00"), 1);
         assert!(ends.is_sorted_by(|a, b| a < b) && *ends.last().unwrap() > CALENDAR_END_MS);
@@ -208,10 +244,10 @@ mod tests {
 
     #[test]
     fn weeks_start_on_monday_and_months_on_the_first() {
-        let weeks = window_ends("week", "America/New_York");
+        let weeks = midnights("week", "America/New_York");
         assert!(has(&weeks, "2025-03-03T05:00:00Z") && has(&weeks, "2025-03-10T04:00:00Z"));
         assert!(weeks.windows(2).all(|two| [167, 168, 169].contains(&((two[1] - two[0]) / 3_600_000))));
-        let months = window_ends("month", "America/New_York");
+        let months = midnights("month", "America/New_York");
         assert!(has(&months, "2025-03-01T05:00:00Z") && has(&months, "2025-04-01T04:00:00Z"));
         assert!(months.len() > 12 * 139 && *months.last().unwrap() > CALENDAR_END_MS);
     }

@@ -14,12 +14,14 @@ use transom_limiter::burst_bound;
 use transom_limiter::limit::{Limit, LimitError};
 use transom_limiter::rule::{Cost, Rule};
 use transom_limiter::sharded_counter::SHARDS_MAX;
-use transom_limiter::window::{Period, PeriodError, Windows};
+use transom_limiter::window::{END_MAX_MS, Period, PeriodError, Windows};
 
 const EXAMPLE: &str = "[\"2000/hour\", \"33/minute\"]";
 const TABLE_FIX: &str = "write `{ limit = 33, period = \"minute\" }`";
 const STARTS: [(&str, WindowStart); 3] =
     [("epoch", WindowStart::Epoch), ("random", WindowStart::Random), ("first-request", WindowStart::FirstRequest)];
+/// The least number that is taken for milliseconds since the epoch: in 1973.
+const START_MIN_MS: i64 = 100_000_000_000;
 const TOKENS_MAX: u64 = u32::MAX as u64;
 /// The longest time in which later windows pay off a debt: ten years.
 const DEBT_MAX_MS: u64 = 3653 * DAY_MS;
@@ -34,7 +36,8 @@ settings! {
         /// Length of a window.
         period: Option<SpannedString> = Required(Custom::or_empty(Shape::Text("PERIOD"), read_period), TABLE_FIX);
         /// `"epoch"`: window number floor(Unix time / period). A time, such as `2024-01-01T09:00:00-08:00` (quotes optional):
-        /// a window begins then, and every period before and after. `"random"`: each key has an offset, derived from its
+        /// a window begins then, and every period before and after; also in milliseconds since the epoch, such as
+        /// `1704128400000`. With `timezone`: a time of day, such as `"09:00"`. `"random"`: each key has an offset, derived from its
         /// hash and equal on every gateway, so that keys do not all start at once. `"first-request"`: a key's first request
         /// opens a window of one period; the next request after its end opens another.
         start: Option<WindowStart> = Custom {
@@ -43,10 +46,13 @@ settings! {
             shape: Shape::AnyOf(vec![
                 Shape::Words(STARTS.map(|(word, _)| word).to_vec()),
                 Shape::Text("RFC 3339 time"),
+                Shape::Text("`\"HH:MM\"`"),
+                Shape::Integer(0..=END_MAX_MS),
             ]),
             read: |item, report| read_start(item, report).map(Some),
         };
-        /// Time zone, for the periods `day`, `week` and `month`. Without it: UTC, with weeks that start on Thursday.
+        /// Time zone, for the periods `day`, `week` and `month`. Windows begin at midnight there, or at the time of day that
+        /// `start` states. Without it: UTC, with weeks that start on Thursday.
         timezone: Option<SpannedString> = Text("IANA name", "\"Europe/Paris\"");
         /// Unused tokens roll over, up to this many; at least `limit`, which is the default. A key that is new or was idle
         /// for long has all of them.
@@ -247,6 +253,8 @@ pub enum WindowStart {
     Epoch,
     /// At this time in Unix milliseconds, and at every whole period before and after it.
     At(i64),
+    /// At this time of day in a time zone.
+    TimeOfDay(jiff::civil::Time),
     Random,
     FirstRequest,
 }
@@ -272,6 +280,18 @@ fn read_start(item: &Item, report: &mut Report) -> Option<WindowStart> {
         DeValue::String(text) if text.starts_with(|c: char| c.is_ascii_digit()) => read_time(item, text, report),
         DeValue::String(_) => item.choice(&STARTS, report),
         DeValue::Datetime(time) => read_time(item, &time.to_string(), report),
+        DeValue::Integer(_) => {
+            let written = report.source(item.span.clone());
+            let ms: Option<i64> = written.replace('_', "").parse().ok();
+            // A smaller number is in seconds, or an hour.
+            let ms = ms.filter(|ms| *ms == 0 || (START_MIN_MS..=END_MAX_MS as i64).contains(ms));
+            let fix =
+                "write milliseconds since the epoch, such as `1704128400000`, or a time such as `2024-01-01T17:00:00Z`";
+            match ms {
+                Some(ms) => Some(WindowStart::At(ms)),
+                None => report.reject(item.span.clone(), format!("{} is not a time", quoted(written)), fix),
+            }
+        }
         _ => {
             let fix = "write `\"epoch\"`, `\"random\"`, `\"first-request\"`, or a time such as `2024-01-01T09:00:00Z`";
             item.wrong_type("a string or a time", fix, report)
@@ -279,8 +299,13 @@ fn read_start(item: &Item, report: &mut Report) -> Option<WindowStart> {
     }
 }
 
-/// Reads a time in RFC 3339 format.
+/// Reads a time in RFC 3339 format, or a time of day.
 fn read_time(item: &Item, text: &str, report: &mut Report) -> Option<WindowStart> {
+    if text.len() <= "09:00:00".len()
+        && let Ok(time) = text.parse::<jiff::civil::Time>()
+    {
+        return Some(WindowStart::TimeOfDay(time));
+    }
     let is_time = |text: &str| text.parse::<jiff::Timestamp>();
     if let Ok(time) = is_time(text) {
         return Some(WindowStart::At(time.as_millisecond()));
@@ -317,7 +342,16 @@ impl WindowSettings {
         };
         limit.windows = match (start, table.given("timezone")) {
             ((WindowStart::Epoch, _), None) => limit.windows,
-            ((WindowStart::Epoch, _), Some(_)) => windows_in_zone(period, self.timezone.as_ref()?, report)?,
+            ((WindowStart::Epoch, _), Some(_)) => {
+                windows_in_zone(period, self.timezone.as_ref()?, jiff::civil::Time::midnight(), report)?
+            }
+            ((WindowStart::TimeOfDay(time), _), Some(_)) => {
+                windows_in_zone(period, self.timezone.as_ref()?, time, report)?
+            }
+            ((WindowStart::TimeOfDay(_), span), None) => {
+                let message = "a time of day needs `timezone`";
+                return report.reject(span, message, "add `timezone = \"Europe/Paris\"`, or `timezone = \"UTC\"`");
+            }
             ((start, span), None) => windows_from_start(start, &limit.windows, span, report)?,
             (_, Some(zone)) => {
                 let message =
@@ -348,7 +382,8 @@ fn windows_from_start(start: WindowStart, even: &Windows, span: Span, report: &m
     Some(match start {
         WindowStart::Random => Windows::Random { period_ms },
         WindowStart::FirstRequest => Windows::FirstRequest { period_ms },
-        WindowStart::Epoch => Windows::Even { period_ms, offset_ms: 0 },
+        // `resolve` handles times of day.
+        WindowStart::Epoch | WindowStart::TimeOfDay(_) => Windows::Even { period_ms, offset_ms: 0 },
         // The offset in the period is enough: start times that are whole periods apart give the same windows.
         WindowStart::At(ms) => Windows::Even { period_ms, offset_ms: ms.rem_euclid(period_ms as i64) as u64 },
     })
@@ -366,10 +401,15 @@ fn sliding_windows(period: &SpannedString, even: &Windows, table: &Table, report
     Some(Windows::Sliding { period_ms })
 }
 
-fn windows_in_zone(period: &SpannedString, zone: &SpannedString, report: &mut Report) -> Option<Windows> {
+fn windows_in_zone(
+    period: &SpannedString,
+    zone: &SpannedString,
+    begins_at: jiff::civil::Time,
+    report: &mut Report,
+) -> Option<Windows> {
     let text = period.text.as_str();
     if calendar::PERIODS.contains(&text) {
-        return calendar::windows_in_zone(text, zone, report);
+        return calendar::windows_in_zone(text, zone, begins_at, report);
     }
     let message = format!("`timezone` needs the period `day`, `week` or `month`, and the period is {}", quoted(text));
     let fix = match calendar::PERIODS.into_iter().find(|calendar| Period::parse(calendar) == Period::parse(text)) {

@@ -327,3 +327,17 @@ fn a_sliding_window_admits_exactly_the_limit_to_many_connections() {
     });
     assert_eq!(admitted, 200);
 }
+
+/// On 2025-03-09, clocks in Los Angeles change from PST to PDT: that day has 23 hours.
+#[test]
+fn a_day_can_begin_at_a_time_of_day_in_a_zone() {
+    const EIGHTH_OF_MARCH_9_PST_S: u64 = 1_741_453_200;
+    let window = "limit = 2, period = \"day\", timezone = \"America/Los_Angeles\", start = \"09:00\"";
+    let gateway = Gateway::start_at(&per_user(window), EIGHTH_OF_MARCH_9_PST_S - 1);
+    assert_eq!(reset_s(&get_as(&gateway, "bob").expect(200)), 1);
+    gateway.advance_s(1);
+    let response = get_as(&gateway, "bob").expect(200);
+    assert_eq!((reset_s(&response), remaining(&response, "r")), (23 * HOUR_S, 1));
+    gateway.advance_s(23 * HOUR_S);
+    assert_eq!(reset_s(&get_as(&gateway, "bob").expect(200)), 24 * HOUR_S);
+}
