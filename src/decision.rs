@@ -319,7 +319,11 @@ impl DecisionService {
                 end_ms: charge.usage.end_ms,
             }
         };
-        layers.into_iter().map(window).collect()
+        // A penalty is reported while it lasts.
+        let is_shown = |(charge, layer_ref): &(&Charge, &LayerRef)| {
+            !self.rule_set.layer_of(charge_plan, **layer_ref).is_penalty() || charge.usage.used > 0
+        };
+        layers.into_iter().filter(is_shown).map(window).collect()
     }
 
     /// Finds the rule of a query, and the key to charge.

@@ -69,6 +69,10 @@ settings! {
         count_refused: bool = Boolean(false);
         /// Only requests with [such a response](#counted-responses) stay charged. Without it: all.
         count_when: Option<CountWhen> = Optional(Inline::<CountWhen>::or("write, for example, `count_when = { status = [401] }`"));
+        /// Lock-out: after a refusal by a window of this rule, the key stays refused for so long, counted from that refusal.
+        /// Refusals meanwhile do not extend it. A [shared](../guides/shared-counters.md#lease-or-exact) rule counts as with
+        /// `shared = "exact"`.
+        penalty: Option<Duration> = Optional(Time(Duration::from_secs(3600), 1000..=365 * DAY_MS));
         /// How gateways [count together](../guides/shared-counters.md#lease-or-exact). `"off"` (also allowed without
         /// `[counters.shared]`): this gateway counts alone. Without it: `mode` of [`[counters.shared]`](#countersshared).
         shared: Option<Sharing> = Optional(Choice(Sharing::Lease, &RULE_MODES));
@@ -186,6 +190,7 @@ fn read_rule(
     rule.cost = resolve_cost(&settings.cost, &table, rule, report);
     rule.on_limit = settings.resolve_on_limit(&table, report);
     rule.count_refused = settings.count_refused;
+    rule.penalty_ms = settings.penalty.map(|penalty| penalty.as_millis() as u64);
     if let Some((mode, outage)) = default_sharing {
         rule.sharing = settings.shared.unwrap_or(mode);
         rule.on_outage = settings.on_outage.unwrap_or(outage);
@@ -202,6 +207,7 @@ fn read_rule(
         let message = "`count_when` has no effect: the rule has no `windows`";
         report.missing(item.key_span, message, "add `windows`, or remove it");
     }
+    check_penalty(rule, &table, report);
     table.finish(report);
 
     responses.rate_limit_style = settings.headers.unwrap_or(responses.rate_limit_style);
@@ -211,6 +217,22 @@ fn read_rule(
         retry_jitter_s: settings.retry_jitter.as_millis().div_ceil(1000) as u64,
     };
     responses.count_when = settings.count_when;
+}
+
+/// Reports a penalty without effect, or beside settings that exclude it.
+fn check_penalty(rule: &Rule, table: &Table, report: &mut Report) {
+    let Some(item) = table.given("penalty") else { return };
+    if is_without_windows(rule, table) {
+        let message = "`penalty` has no effect: the rule has no `windows`";
+        return report.missing(item.key_span, message, "add `windows`, or remove it");
+    }
+    let is_sharded = rule.variants().flatten().any(|limit| limit.shards > 1);
+    let other = match () {
+        () if rule.delays() => "`on_limit = \"delay\"`",
+        () if rule.sharing != Sharing::Local && is_sharded => "`shards` of shared counters",
+        () => return,
+    };
+    report.problem(item.key_span, format!("`penalty` cannot be combined with {other}"), "remove one of the two");
 }
 
 /// Whether no variant of a rule has windows, and none were meant.
@@ -305,7 +327,7 @@ fn report_equal_layer_names(rules: &Definitions<(Rule, RuleResponses)>, report: 
         let rule = &entry.value.0;
         let layers = rule.variants().flat_map(|layers| (0..layers.len()).map(move |layer| (layers, layer)));
         let names = layers.map(|(layers, layer)| rule.layer_name(layers, layer));
-        let names: BTreeSet<String> = names.chain(rule.concurrent_name()).collect();
+        let names: BTreeSet<String> = names.chain(rule.concurrent_name()).chain(rule.penalty_name()).collect();
         if let Some((name, other)) = used.iter().find(|(name, _)| names.contains(name)) {
             let message = format!(
                 "two layers have the name {} in responses: one of the rule {}, one of the rule {}",

@@ -10,10 +10,12 @@ use tokio::time::Instant;
 use super::scripts::{AcquireReply, CounterRequest, Refund, TOKENS_MAX};
 use super::shared_counters::SharedCounters;
 use super::shared_decision::{DecisionProgress, SendResult, SharedDecision, SharedOutcome, Unavailable};
+use transom_limiter::acquire::Charge;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule_set::{ChargePlan, CountingMode, KeyedRequest, LayerRef, RuleSet};
+use transom_limiter::window_kind::AcquireRequest;
 
 /// A query about keys, one for each rule of its charge plan.
 pub struct KeyQuery<'a> {
@@ -163,7 +165,13 @@ impl SharedCounters {
             &mut pending.context,
         );
         let charges = pending.context.result.charges.iter_mut();
-        let costs: Vec<u32> = charges.map(|charge| std::mem::take(&mut charge.request.cost)).collect();
+        // Nothing is requested, so nothing is refused: neither during a penalty, nor where a limit was lowered.
+        let read_only = |charge: &mut Charge| {
+            let unchanged = charge.request;
+            (charge.request.cost, charge.request.ceiling) = (0, TOKENS_MAX);
+            unchanged
+        };
+        let unchanged: Vec<AcquireRequest> = charges.map(read_only).collect();
         let mut refunds: Vec<Refund> = match pending.send_layers(rule_set, charge_plan, 0).await {
             SendResult::Granted(refunds) => {
                 refunds.into_iter().map(|(_, refund)| Refund { tokens: TOKENS_MAX, ..refund }).collect()
@@ -173,7 +181,10 @@ impl SharedCounters {
                 Vec::new()
             }
         };
-        pending.context.result.charges.iter_mut().zip(costs).for_each(|(charge, cost)| charge.request.cost = cost);
+        for (charge, request) in pending.context.result.charges.iter_mut().zip(unchanged) {
+            (charge.request.cost, charge.request.ceiling) = (request.cost, request.ceiling);
+            charge.is_full = !charge.usage.admits(charge.request);
+        }
         self.add_shards(query, &mut pending, &mut refunds).await;
         (pending, refunds)
     }

@@ -17,6 +17,7 @@ use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule::OnOutage;
 use transom_limiter::rule_set::{ChargePlan, CountingMode, KeyedRequest, LayerRef, RuleSet};
 use transom_limiter::shared_counting::LocalDecision;
+use transom_limiter::window_kind::Usage;
 
 /// Attempts to reserve when other requests interfere.
 const ATTEMPTS_MAX: u32 = 16;
@@ -163,6 +164,44 @@ impl SharedCounters {
         rule_set.rules[rule].variant(keyed_request.variant).map(request).collect()
     }
 
+    /// Starts the penalties of a refused request that are counted by the store, in the background; locally, if the store is
+    /// unreachable.
+    pub(super) fn start_penalties(
+        self: &Rc<Self>,
+        rule_set: &Arc<RuleSet>,
+        charge_plan: &ChargePlan,
+        context: &mut DecisionContext,
+        key_text: impl Fn(usize) -> Option<Rc<str>>,
+    ) {
+        if !charge_plan.has_penalties() {
+            return;
+        }
+        let now_ms = self.clock.now().unix_ms;
+        for position in rule_set.new_penalties(charge_plan, context, 0) {
+            let layer_ref = context.result.layers[position];
+            let (Some(keyed_request), Some(key_text)) =
+                (context.inputs.keyed_requests[layer_ref.rule], key_text(layer_ref.rule))
+            else {
+                continue;
+            };
+            let base_request = self.counter_request(rule_set, charge_plan, layer_ref, keyed_request, &key_text, now_ms);
+            let request = CounterRequest { need: 1, want: 1, ceiling: 1, ..base_request };
+            let charge = &mut context.result.charges[position];
+            charge.usage = Usage { used: 1, end_ms: now_ms + request.window.length_ms() };
+            charge.is_full = true;
+            self.table.set_known_usage(charge.counter, charge.usage.end_ms, 1, now_ms);
+            let (shared, rule_set, rule) = (Rc::clone(self), Arc::clone(rule_set), charge_plan.rules[layer_ref.rule]);
+            tokio::task::spawn_local(async move {
+                if !matches!(
+                    shared.acquire(&[request]).await,
+                    Ok(AcquireReply::Granted { .. } | AcquireReply::Refused { .. })
+                ) {
+                    rule_set.start_penalty(rule, keyed_request, &shared.table, shared.clock.now().unix_ms);
+                }
+            });
+        }
+    }
+
     fn overdraw_locally(&self, rule_set: &Arc<RuleSet>, rule: usize, keyed_request: KeyedRequest, key_text: &Rc<str>) {
         let compiled_rule = &rule_set.rules[rule];
         if compiled_rule.rule.on_outage == OnOutage::Local {
@@ -203,8 +242,18 @@ impl SharedDecision {
             let base_request =
                 shared.counter_request(rule_set, charge_plan, *layer_ref, keyed_request, key_text, now_ms);
             known.push(base_request.used_min);
-            let local =
-                u64::from(rule_set.layer_of(charge_plan, *layer_ref).capacity).saturating_sub(base_request.ceiling);
+            let layer = rule_set.layer_of(charge_plan, *layer_ref);
+            let local = match layer.is_penalty() {
+                // Started while the store was unreachable.
+                true => {
+                    let rule = charge_plan.rules[layer_ref.rule];
+                    shared.used_locally(rule_set, rule, layer_ref.layer, keyed_request).used
+                }
+                false => u64::from(layer.capacity).saturating_sub(base_request.ceiling),
+            };
+            if layer.is_penalty() {
+                charge.request.floor = local;
+            }
             local_usage.push(local);
             let (cost, ceiling) = (u64::from(charge.request.cost), charge.request.ceiling.saturating_sub(local));
             requests.push(CounterRequest {

@@ -157,6 +157,7 @@ impl SharedCounters {
         match self.advance(rule_set, charge_plan, context, &[], &mut progress) {
             NextStep::Done(decision) => {
                 if let Decision::Refused = decision {
+                    self.start_penalties(rule_set, charge_plan, context, &text);
                     self.charge_refused_request(rule_set, charge_plan, context, &progress, &text);
                     self.recheck(rule_set, charge_plan, context, text);
                 }
@@ -359,6 +360,9 @@ impl SharedDecision {
             match next {
                 NextStep::Done(decision) => {
                     if let Decision::Refused = decision {
+                        let key_texts = self.key_texts.clone();
+                        let key_text = |rule: usize| key_texts.get(rule).cloned().flatten();
+                        shared.start_penalties(rule_set, charge_plan, &mut self.context, key_text);
                         shared.charge_refused_request(rule_set, charge_plan, &self.context, &self.progress, |rule| {
                             self.key_text(rule)
                         });

@@ -1,19 +1,19 @@
-//! `count_when`: requests that stay charged because of their response. A login server counts failed logins only.
+//! `count_when`: requests that stay charged because of their response; and `penalty`. A login server counts failed logins only.
 
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 
 use http::{HeaderMap, HeaderValue, Response};
 
-use crate::support::client::{HttpResponse, request};
+use crate::support::client::{Client, HttpResponse, request};
 use crate::support::gateway::Gateway;
-use crate::support::gateway_group::{GatewayGroup, LONG_TIMEOUT};
+use crate::support::gateway_group::{GatewayGroup, LONG_TIMEOUT, query_decision, rule_by_key, shared_config};
 use crate::support::http2_client::Http2Client;
 use crate::support::http2_upstream::{Http2Upstream, Options};
 use crate::support::ratelimit_parser::remaining;
 use crate::support::redis::RedisServer;
 use crate::support::upstream::{Upstream, reply};
-use crate::support::{eventually, eventually_eq};
+use crate::support::{TempDir, eventually, eventually_eq, one_rule};
 
 const FAILED_LOGINS: &str =
     "key = \"header:x-user\"\non_missing_key = \"refuse\"\nwindows = [\"5/15m\"]\ncount_when = { status = [401] }";
@@ -277,5 +277,111 @@ fn gateways_share_failed_logins() {
         let failed = statuses(401, 5).into_iter().filter(|status| *status == 401).count();
         assert_eq!(failed, 5, "{mode}");
         assert_eq!(statuses(200, 1), [429; 2], "{mode}");
+    }
+}
+
+/// The configuration of a guide, with another address for the gateway and its server.
+fn documented(page: &str, upstream: &Upstream) -> String {
+    let text = std::fs::read_to_string(format!("{}/docs/guides/{page}", env!("CARGO_MANIFEST_DIR"))).unwrap();
+    let (_, snippet) = text.split_once("```toml\n").unwrap();
+    let toml = snippet.split("```").next().unwrap();
+    let toml = toml.replace("127.0.0.1:8080", "127.0.0.1:0").replace("127.0.0.1:9900", "127.0.0.1:0");
+    toml.replace("127.0.0.1:9001", &upstream.address.to_string())
+}
+
+#[test]
+fn the_guide_locks_out_whoever_guesses_passwords() {
+    let gate = Gate::default();
+    let hold = gate.clone();
+    let upstream = Upstream::responding(move |received| {
+        hold.wait_until_open();
+        let is_right = received.target.ends_with("password=right");
+        reply(if is_right { 200 } else { 401 }, &[], b"")
+    });
+    let gateway = Gateway::start(&documented("login-protection.md", &upstream));
+    let log_in = |user: &str, password: &str| gateway.get(&format!("/login?user={user}&password={password}"));
+    (0..20).for_each(|_| drop(log_in("alice", "right").expect(200)));
+    gate.set_closed(true);
+    let before = upstream.received().len();
+    thread::scope(|scope| {
+        let clients: Vec<_> = (0..200).map(|_| scope.spawn(|| log_in("alice", "wrong").status)).collect();
+        let refused = || gateway.metrics().sum("transom_decisions_total", &[("outcome", "refused")]);
+        eventually_eq(refused, 195);
+        eventually_eq(|| upstream.received().len(), before + 5);
+        gate.set_closed(false);
+        let statuses: Vec<u16> = clients.into_iter().map(|client| client.join().unwrap()).collect();
+        assert_eq!(statuses.iter().filter(|status| **status == 401).count(), 5);
+    });
+    // Locked out for an hour from the first refusal, though the window ends earlier and requests go on.
+    for elapsed_s in (0..3600).step_by(600) {
+        let refused = log_in("alice", "right").expect(429);
+        assert_eq!(refused.field("retry-after"), Some((3600 - elapsed_s).to_string().as_str()));
+        assert!(refused.text().contains("failed-logins-penalty"), "{}", refused.text());
+        gateway.advance_s(600);
+    }
+    log_in("alice", "right").expect(200);
+    log_in("bob", "right").expect(200);
+    assert!(gateway.metrics().sum("transom_refused_total", &[("window", "failed-logins-penalty")]) > 6);
+    assert_eq!(upstream.received().len(), before + 7);
+}
+
+#[test]
+fn a_penalty_survives_a_restart() {
+    let scratch = TempDir::in_memory();
+    let file = scratch.path().join("counters");
+    let rule = one_rule("key = \"ip\"\nwindows = [\"1/minute\"]\npenalty = \"1h\"");
+    let toml = format!("[counters]\ncapacity = 64\nfile = \"{}\"\n{rule}", file.display());
+    let start_s = 1_700_000_040;
+    let gateway = Gateway::start_at(&toml, start_s);
+    gateway.get("/").expect(200);
+    gateway.get("/").expect(429);
+    gateway.stop();
+    let gateway = Gateway::start_at(&toml, start_s + 1800);
+    assert_eq!(gateway.get("/").expect(429).field("retry-after"), Some("1800"));
+    gateway.advance_s(1800);
+    gateway.get("/").expect(200);
+}
+
+#[test]
+fn the_decision_api_reports_penalties_and_resets_them() {
+    let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/minute\"]\npenalty = \"1h\""));
+    let query = |verb: &str| {
+        let body = "{\"rule\": \"r\", \"key\": \"127.0.0.1\"}";
+        Client::connect(gateway.admin).post(&format!("/v1/{verb}"), body).expect(200).json()
+    };
+    assert_eq!(query("limit")["allowed"], true);
+    // A check starts no penalty.
+    let checked = query("check");
+    assert_eq!((&checked["allowed"], checked["windows"].as_array().unwrap().len()), (&false.into(), 1));
+    let limited = query("limit");
+    assert_eq!((&limited["allowed"], &limited["retry_after"]), (&false.into(), &3600.into()));
+    assert_eq!(limited["windows"][1]["name"], "r-penalty");
+    gateway.advance_s(60);
+    assert_eq!(query("value")["retry_after"], 3540);
+    gateway.get("/").expect(429);
+    assert_eq!(query("reset")["allowed"], true);
+    gateway.get("/").expect(200);
+}
+
+#[test]
+fn gateways_share_penalties() {
+    let redis = RedisServer::start();
+    for mode in ["exact", "lease"] {
+        let settings = format!("mode = \"{mode}\"\nprefix = \"{mode}\"\n{LONG_TIMEOUT}");
+        let rule = rule_by_key("[\"2/30d\"]", "penalty = \"8000h\"");
+        let group = GatewayGroup::start(2, &shared_config(&format!("\"{}\"", redis.url()), &settings, &rule));
+        let get = |nth: usize, key: &str| group.0[nth].client().get_with("/a", &[("X-Key", key)]);
+        let retry_after_s = |response: HttpResponse| response.field("retry-after").unwrap().parse::<u64>().unwrap();
+        (0..2).for_each(|_| drop(get(0, "a").expect(200)));
+        let first = retry_after_s(get(0, "a").expect(429));
+        assert!((28_799_990..=28_800_000).contains(&first), "{first}");
+        // Once the store knows it, the other gateway refuses because of the penalty.
+        eventually("the store has the penalty", || redis.keys().iter().any(|key| key.contains(":penalty")));
+        let other = retry_after_s(get(1, "a").expect(429));
+        assert!((first - 60..=first).contains(&other), "{mode}: {other}");
+        get(1, "b").expect(200);
+        // A reset ends it everywhere.
+        query_decision(&group.0[0], "reset", &serde_json::json!({"rule": "r", "key": "a"}));
+        get(0, "a").expect(200);
     }
 }

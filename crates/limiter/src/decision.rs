@@ -142,6 +142,9 @@ impl RuleSet {
                     if may_delay && context.is_full_by_debt(first) && now.advance() {
                         continue;
                     }
+                    if charge_plan.has_penalties() {
+                        self.start_penalties(charge_plan, table, now_ms, context, first);
+                    }
                     if charge_plan.counts_refused() && !charge_plan.is_shared {
                         self.charge_refusal(charge_plan, table, self.time(now_ms), context, first);
                     }

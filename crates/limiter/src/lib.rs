@@ -105,6 +105,7 @@ pub mod limit;
 pub mod limiter;
 #[cfg_attr(feature = "loom", path = "memory_loom.rs")]
 pub mod memory;
+pub mod penalty;
 pub mod rule;
 pub mod rule_set;
 pub mod secret_digest;

@@ -31,6 +31,8 @@ pub struct Rule {
     pub on_limit: OnLimit,
     /// Whether a refused request takes the remaining tokens.
     pub count_refused: bool,
+    /// After a refusal by a window, the key stays refused for so long, milliseconds.
+    pub penalty_ms: Option<u64>,
     /// Whether other gateways share the counters.
     pub sharing: Sharing,
     /// What happens while the store is unreachable.
@@ -165,6 +167,7 @@ impl Rule {
             cost: Cost::Fixed(1),
             on_limit: OnLimit::Refuse,
             count_refused: false,
+            penalty_ms: None,
             sharing: Sharing::Local,
             on_outage: OnOutage::Local,
         }
@@ -199,6 +202,11 @@ impl Rule {
             true => self.name.clone(),
             false => format!("{}-concurrent", self.name),
         })
+    }
+
+    /// The name of the penalty in responses and metrics.
+    pub fn penalty_name(&self) -> Option<String> {
+        self.penalty_ms.map(|_| format!("{}-penalty", self.name))
     }
 
     /// Whether the rule delays requests.

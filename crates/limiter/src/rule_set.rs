@@ -90,6 +90,8 @@ pub struct CompiledRule {
     /// The suffixes of the counters' names in the store, one for each layer.
     suffixes: Vec<String>,
     variants: Vec<Range<usize>>,
+    /// The position of the layer that counts penalties: the last one, in no variant.
+    pub(super) penalty: Option<usize>,
     /// By variant: the most requests of a key under way.
     pub(super) concurrent: Vec<Option<u32>>,
     concurrent_name: Option<String>,
@@ -123,6 +125,7 @@ pub struct ChargePlan {
     pub(super) counting_modes: Vec<CountingMode>,
     pub(super) may_delay: bool,
     counts_refused: bool,
+    has_penalties: bool,
     /// Whether every layer of every variant is plain and not sharded, and a refusal has no side effects. The compiler
     /// specializes such decisions.
     is_plain: bool,
@@ -140,12 +143,18 @@ pub struct RuleSet {
 }
 
 impl CompiledLayer {
+    /// Whether the layer counts penalties. Requests take nothing from it; it is full while a penalty lasts.
+    pub fn is_penalty(&self) -> bool {
+        self.capacity == 0
+    }
+
     /// The charge of one request in this layer, in the window ending at `end_ms`.
     #[inline]
     pub(super) fn new_charge(&self, keyed_request: KeyedRequest, end_ms: u64, own_shard: u32) -> Charge {
         let bucket_hash = keyed_request.key.bucket_hash.wrapping_add(self.bucket_offset);
         let counter = Counter { key: Key::new(bucket_hash, keyed_request.key.tag ^ self.id), layer: self.id };
-        let request = AcquireRequest { end_ms, cost: keyed_request.cost, ..self.request };
+        let cost = if self.is_penalty() { 0 } else { keyed_request.cost };
+        let request = AcquireRequest { end_ms, cost, ..self.request };
         let mut charge = Charge::new(counter, request);
         if self.shards > 1 {
             charge.sharding = Sharding { shards: self.shards, first_shard: own_shard % self.shards };
@@ -235,6 +244,11 @@ impl ChargePlan {
         self.counts_refused
     }
 
+    /// Whether a refusal by any of the rules starts a penalty.
+    pub fn has_penalties(&self) -> bool {
+        self.has_penalties
+    }
+
     /// Whether a decision reads plain counters only, and a refusal neither changes a counter nor waits.
     pub fn is_plain(&self) -> bool {
         self.is_plain
@@ -272,7 +286,9 @@ impl RuleSet {
         for compiled in &self.rules {
             let known = former.rules.iter().find(|known| known.hash_prefix == compiled.hash_prefix);
             for (limit, layer) in compiled.rule.variants().flatten().zip(&compiled.layers) {
-                let same_windows = |other: &&CompiledLayer| former.windows[other.windows_index] == limit.windows;
+                let same_windows = |other: &&CompiledLayer| {
+                    former.windows[other.windows_index] == limit.windows && !other.is_penalty()
+                };
                 let known = known.and_then(|known| Some((known, known.layers.iter().find(same_windows)?)));
                 if let Some((known, other)) = known.filter(|(_, other)| other.id != layer.id) {
                     return Some(ChangedCounters {
@@ -304,13 +320,21 @@ impl RuleSet {
             OnLimit::Refuse | OnLimit::Shadow => 0,
         };
         let segments = WindowSegments::of(rule);
-        let suffixes = rule.variants().flatten().map(|limit| segments.segment(&limit.windows).to_owned()).collect();
+        let mut suffixes: Vec<String> =
+            rule.variants().flatten().map(|limit| segments.segment(&limit.windows).to_owned()).collect();
+        let penalty = rule.penalty_ms.map(|period_ms| {
+            layers.push(self.compile_penalty(rule, period_ms, hash_prefix, seed));
+            names.extend(rule.penalty_name());
+            suffixes.push(":penalty".to_owned());
+            layers.len() - 1
+        });
         CompiledRule {
             hash_prefix,
             layers,
             names,
             suffixes,
             variants,
+            penalty,
             concurrent: rule.concurrent_variants().collect(),
             concurrent_name: rule.concurrent_name(),
             waiters: WaiterLimit::new(max_waiting),
@@ -318,11 +342,40 @@ impl RuleSet {
         }
     }
 
-    fn compile_layer(&mut self, rule: &Rule, limit: &Limit, hash_prefix: u64, seed: Seed) -> CompiledLayer {
-        let windows_index = self.windows.iter().position(|known| *known == limit.windows).unwrap_or_else(|| {
-            self.windows.push(limit.windows.clone());
+    /// The layer that counts penalties: a penalty is a window of its length, opened by a refusal. The length is not part of
+    /// the counter's identity, so a reload keeps penalties.
+    fn compile_penalty(&mut self, rule: &Rule, period_ms: u64, hash_prefix: u64, seed: Seed) -> CompiledLayer {
+        let windows_index = self.windows_index(&Windows::FirstRequest { period_ms });
+        CompiledLayer {
+            id: seed.hash(&["penalty", &rule.name]) ^ hash_prefix,
+            bucket_offset: bucket_group(period_ms).wrapping_mul(0x9E37_79B9_7F4A_7C15),
+            request: AcquireRequest {
+                end_ms: 0,
+                ceiling: 0,
+                floor: 0,
+                limit: 1,
+                cost: 0,
+                kind: WindowKind::Floating,
+                windows: windows_index as u32,
+            },
+            windows_index,
+            shards: 1,
+            capacity: 0,
+            reserve: 0,
+            rank: (rule.key.contains(&KeyPart::Global), 0, period_ms),
+        }
+    }
+
+    /// The position of these windows in [`RuleSet::windows`].
+    fn windows_index(&mut self, windows: &Windows) -> usize {
+        self.windows.iter().position(|known| known == windows).unwrap_or_else(|| {
+            self.windows.push(windows.clone());
             self.windows.len() - 1
-        });
+        })
+    }
+
+    fn compile_layer(&mut self, rule: &Rule, limit: &Limit, hash_prefix: u64, seed: Seed) -> CompiledLayer {
+        let windows_index = self.windows_index(&limit.windows);
         // Layers of plans and overrides with the same windows share counters.
         let sharing = || rule.variants().flatten().filter(|other| other.windows == limit.windows);
         let typical_ms = limit.windows.typical_ms();
@@ -371,6 +424,7 @@ impl RuleSet {
             concurrent: self.concurrent_order(rules),
             may_delay: (0..rules.len()).any(|position| rule(position).delays()),
             counts_refused: (0..rules.len()).any(|position| rule(position).count_refused),
+            has_penalties: (0..rules.len()).any(|position| rule(position).penalty_ms.is_some()),
             counting_modes: rules.iter().map(|rule| self.rules[*rule].counting_mode()).collect(),
             is_shared: (0..rules.len()).any(|position| rule(position).sharing != Sharing::Local),
             is_plain: false,
@@ -392,6 +446,7 @@ impl RuleSet {
     pub fn query_plan(&self, rules: &[usize], consumes: bool) -> ChargePlan {
         let mut charge_plan = self.charge_plan(rules);
         charge_plan.counts_refused &= consumes;
+        charge_plan.has_penalties &= consumes;
         charge_plan.shadow_rules.clear();
         charge_plan.may_delay = false;
         let layers = |position| self.layers_of_rule(&charge_plan, position, 0);
@@ -401,14 +456,15 @@ impl RuleSet {
         charge_plan
     }
 
-    /// The layers of one variant of a rule.
+    /// The layers of one variant of a rule, and that of its penalties.
     pub(super) fn layers_of_rule(
         &self,
         charge_plan: &ChargePlan,
         position: usize,
         variant: usize,
     ) -> impl Iterator<Item = LayerRef> + use<> {
-        self.rules[charge_plan.rules[position]].variant(variant).map(move |layer| LayerRef { rule: position, layer })
+        let compiled = &self.rules[charge_plan.rules[position]];
+        compiled.variant(variant).chain(compiled.penalty).map(move |layer| LayerRef { rule: position, layer })
     }
 
     /// Sorts layers in the order of charging. Counters that are likelier to be full come first: those of one client

@@ -392,7 +392,12 @@ impl RuleSet {
 
 /// Reduces the ceiling of a local charge by the known usage of other gateways.
 fn subtract_remote_usage<const W: usize>(charge: &mut Charge, table: &Table<W>, now_ms: u64) {
-    charge.request.ceiling = charge.request.ceiling.saturating_sub(remote_usage(charge.counter, table, now_ms));
+    let used = remote_usage(charge.counter, table, now_ms);
+    match charge.request.ceiling {
+        // A penalty.
+        0 => charge.request.floor = used,
+        ceiling => charge.request.ceiling = ceiling.saturating_sub(used),
+    }
 }
 
 /// The known usage of a counter: by other gateways, or reported to the store by this one.
@@ -411,6 +416,8 @@ impl CompiledRule {
         match self.rule.sharing {
             Sharing::Local => CountingMode::Local,
             // No single call can decide on all shards, so sharded counters are always leased.
+            // Leased tokens could be spent during a penalty that another gateway has started.
+            Sharing::Exact | Sharing::Lease if self.penalty.is_some() => CountingMode::Remote,
             Sharing::Exact if !self.is_sharded() => CountingMode::Remote,
             Sharing::Exact | Sharing::Lease => CountingMode::Leased,
         }

@@ -3,7 +3,7 @@
 //!
 //! `exact`: a gateway with a large table equals the reference. `bounds`: bounds that no table, clock or order of events
 //! exceeds. `timelines`: behaviour known from other limiters. `delay`: delayed requests and counted refusals.
-//! `late_threads`: threads whose clock is behind. `changes`: limits that change. `extremes`: extreme numbers.
+//! `late_threads`: threads whose clock is behind. `changes`: limits that change. `penalty`: lock-outs. `extremes`: extreme numbers.
 
 mod bounds;
 mod changes;
@@ -12,6 +12,7 @@ mod exact;
 mod extremes;
 mod late_threads;
 mod oracle;
+mod penalty;
 mod sliding;
 mod support;
 mod timelines;

@@ -46,6 +46,7 @@ pub fn rule(layer: Limit, on_limit: OnLimit) -> Rule {
         cost: Cost::Fixed(1),
         on_limit,
         count_refused: false,
+        penalty_ms: None,
         exemptions: Exemptions::default(),
         sharing: Sharing::Local,
         on_outage: OnOutage::Local,
