@@ -41,7 +41,7 @@ settings! {
         /// Where requests carry the user on whose behalf they are sent. With `"client-cert"`, `subjects` are SHA-256 of
         /// certificates. The gateway verifies only claims and certificates; any client can send a field.
         subject: Option<KeyPart> = Custom::or_empty(
-            Shape::Text("as `api_key`, or `\"jwt:CLAIM\"`, `\"client-cert\"`"),
+            Shape::Text("as `api_key`, or `\"jwt:CLAIM\"`, `\"basic-user\"`, `\"client-cert\"`"),
             |item, report| read_key_source(item, SUBJECT, true, report),
         );
     }
@@ -133,9 +133,10 @@ fn read_key_source(item: &Item, example: &str, is_subject: bool, report: &mut Re
     let part = key::read_part(&word, report)?;
     match part {
         KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::Query(_) | KeyPart::Jwt(_) => return Some(Some(part)),
-        KeyPart::ClientCert if is_subject => return Some(Some(part)),
+        KeyPart::ClientCert | KeyPart::BasicUser if is_subject => return Some(Some(part)),
         KeyPart::Ip { .. }
         | KeyPart::Param(_)
+        | KeyPart::BasicUser
         | KeyPart::ClientCert
         | KeyPart::Host
         | KeyPart::Method

@@ -11,13 +11,14 @@ use super::toml_reader::{Item, SpannedStr, Table, nearest};
 use super::values::{FIELD_NAME_FIX, parse_field_name};
 use transom_limiter::key::{KeyPart, OnMissing};
 
-const KINDS: [&str; 12] = [
+const KINDS: [&str; 13] = [
     "ip",
     "header:NAME",
     "cookie:NAME",
     "query:NAME",
     "param:NAME",
     "jwt:CLAIM",
+    "basic-user",
     "client-cert",
     "host",
     "method",
@@ -142,7 +143,7 @@ fn client_may_omit(part: &KeyPart, certs: ClientCerts) -> bool {
     match part {
         // `ClientCerts::Never` is reported as a problem of its own.
         KeyPart::ClientCert => certs == ClientCerts::Sometimes,
-        KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::Query(_) | KeyPart::Jwt(_) => true,
+        KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::Query(_) | KeyPart::Jwt(_) | KeyPart::BasicUser => true,
         // The route decides: see `check_params` in `routes`.
         KeyPart::Param(_) => false,
         KeyPart::Ip { .. } | KeyPart::Host | KeyPart::Method | KeyPart::Path | KeyPart::Route | KeyPart::Global => {
@@ -199,6 +200,7 @@ fn parse_part(text: &str) -> Parsed<KeyPart> {
         "path" => Ok(KeyPart::Path),
         "route" => Ok(KeyPart::Route),
         "global" => Ok(KeyPart::Global),
+        "basic-user" => Ok(KeyPart::BasicUser),
         "client-cert" => Ok(KeyPart::ClientCert),
         _ => {
             if let Some((_, what, example)) = NAMED.iter().find(|(kind, ..)| *kind == text) {

@@ -228,6 +228,7 @@ fn example_value(part: &KeyPart) -> &'static str {
         | KeyPart::Query(_)
         | KeyPart::Jwt(_)
         | KeyPart::Param(_)
+        | KeyPart::BasicUser
         | KeyPart::Route
         | KeyPart::Global => "VALUE",
     }
@@ -258,7 +259,7 @@ fn read_value(part: &KeyPart, word: &SpannedStr, report: &mut Report) -> Option<
             "write the value of the field, without spaces around it"
         }
         KeyPart::Header(_) if text.contains(|c: char| c.is_control() && c != '\t') => "remove control characters",
-        KeyPart::Cookie(_) | KeyPart::Query(_) | KeyPart::Jwt(_) if text.is_empty() => {
+        KeyPart::Cookie(_) | KeyPart::Query(_) | KeyPart::Jwt(_) | KeyPart::BasicUser if text.is_empty() => {
             "write a value; an empty value counts as missing"
         }
         KeyPart::Host if text.is_empty() || text.contains(|c: char| c.is_uppercase() || "/: ".contains(c)) => {
@@ -274,6 +275,7 @@ fn read_value(part: &KeyPart, word: &SpannedStr, report: &mut Report) -> Option<
         | KeyPart::Query(_)
         | KeyPart::Jwt(_)
         | KeyPart::Param(_)
+        | KeyPart::BasicUser
         | KeyPart::ClientCert
         | KeyPart::Host
         | KeyPart::Method

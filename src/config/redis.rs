@@ -459,6 +459,7 @@ pub fn is_secret_part(part: &KeyPart) -> bool {
         KeyPart::Ip { .. }
         | KeyPart::Jwt(_)
         | KeyPart::Param(_)
+        | KeyPart::BasicUser
         | KeyPart::ClientCert
         | KeyPart::Host
         | KeyPart::Method

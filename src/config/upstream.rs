@@ -348,14 +348,14 @@ fn read_hash_parts(item: &Item, report: &mut Report) -> Option<Vec<KeyPart>> {
             | KeyPart::Header(_)
             | KeyPart::Cookie(_)
             | KeyPart::Query(_)
+            | KeyPart::BasicUser
             | KeyPart::ClientCert
             | KeyPart::Host
             | KeyPart::Method
             | KeyPart::Path
             | KeyPart::Route => continue,
         };
-        let fix =
-            "hash `ip`, `header:NAME`, `cookie:NAME`, `query:NAME`, `client-cert`, `host`, `method`, `path` or `route`";
+        let fix = "hash `ip`, `header:NAME`, `cookie:NAME`, `query:NAME`, `basic-user`, `client-cert`, `host`, `method`, `path` or `route`";
         return report.reject(item.span.clone(), why, fix);
     }
     Some(parts)

@@ -12,7 +12,7 @@ use http::header::{HeaderMap, HeaderName};
 use http::{Method, Uri};
 
 use super::request_values::{DuplicateAuthorization, InvalidEscape, Occurrence};
-use super::request_values::{bearer_token, cookie, query_parameter};
+use super::request_values::{basic_user, bearer_token, cookie, query_parameter};
 use crate::config::upstream::LoadBalancing;
 use crate::jwt::cache::TokenCache;
 use crate::jwt::token::TokenError;
@@ -58,6 +58,7 @@ pub enum KeySource {
     Param(usize),
     /// No request of the route has the part.
     Unavailable,
+    BasicUser,
     ClientCert,
     Host,
     Method,
@@ -81,6 +82,7 @@ pub mod kind {
     pub const QUERY: u8 = 11;
     pub const JWT: u8 = 12;
     pub const CLIENT_CERT: u8 = 13;
+    pub const BASIC_USER: u8 = 14;
 }
 
 /// Why a request has no usable value for a part.
@@ -110,6 +112,7 @@ impl KeySource {
                 let position = params.iter().position(|known| known == name);
                 position.map_or(KeySource::Unavailable, KeySource::Param)
             }
+            KeyPart::BasicUser => KeySource::BasicUser,
             KeyPart::ClientCert => KeySource::ClientCert,
             KeyPart::Host => KeySource::Host,
             KeyPart::Method => KeySource::Method,
@@ -148,6 +151,12 @@ impl KeySource {
                 let query = request.uri.query().unwrap_or_default();
                 let value = query_parameter(query, name).map_err(|InvalidEscape| KeyError::InvalidEscape)?;
                 take(kind::QUERY, &single(value)?);
+            }
+            KeySource::BasicUser => {
+                let user = basic_user(request.headers)
+                    .map_err(|DuplicateAuthorization| KeyError::RepeatedAuthorization)?
+                    .ok_or(KeyError::Missing)?;
+                take(kind::BASIC_USER, &user);
             }
             KeySource::Jwt(claim) => {
                 let token = bearer_token(request.headers)
@@ -194,6 +203,7 @@ pub fn part_kind(part: &KeyPart) -> u8 {
         KeyPart::Cookie(_) => kind::COOKIE,
         KeyPart::Query(_) => kind::QUERY,
         KeyPart::Jwt(_) => kind::JWT,
+        KeyPart::BasicUser => kind::BASIC_USER,
         KeyPart::ClientCert => kind::CLIENT_CERT,
     }
 }

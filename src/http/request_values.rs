@@ -1,4 +1,4 @@
-//! Reads query parameters, cookies and bearer tokens from a request.
+//! Reads query parameters, cookies and credentials from a request.
 //!
 //! A value has one meaning however it is encoded, so that a client cannot get a fresh counter by encoding its key
 //! differently. A name that occurs twice is reported as repeated: the upstream might use the other value. A value is
@@ -6,6 +6,9 @@
 
 use std::borrow::Cow;
 
+use base64::Engine as _;
+use base64::alphabet;
+use base64::engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig};
 use http::header::{self, HeaderMap};
 
 /// What a request has under one name.
@@ -114,6 +117,28 @@ fn decode_cookie(value: &[u8]) -> Cow<'_, [u8]> {
 /// The bearer token of a request (RFC 6750, section 2.1); `None` without an `Authorization` field, or if the field has
 /// another scheme.
 pub fn bearer_token(headers: &HeaderMap) -> Result<Option<&[u8]>, DuplicateAuthorization> {
+    credentials(headers, b"bearer")
+}
+
+/// The user name of Basic authentication (RFC 7617, section 2); `None` without it, or if the credentials are malformed.
+/// Base64 is decoded as leniently as upstreams may do, so that all spellings of a name count as one.
+pub fn basic_user(headers: &HeaderMap) -> Result<Option<Vec<u8>>, DuplicateAuthorization> {
+    const LENIENT: GeneralPurpose = GeneralPurpose::new(
+        &alphabet::STANDARD,
+        GeneralPurposeConfig::new()
+            .with_decode_padding_mode(DecodePaddingMode::Indifferent)
+            .with_decode_allow_trailing_bits(true),
+    );
+    let decoded = credentials(headers, b"basic")?.and_then(|text| LENIENT.decode(text).ok());
+    Ok(decoded.and_then(|mut decoded| {
+        let end = decoded.iter().position(|byte| *byte == b':').filter(|end| *end > 0)?;
+        decoded.truncate(end);
+        Some(decoded)
+    }))
+}
+
+/// The credentials of a scheme, in lower case here; `None` without an `Authorization` field, or with another scheme.
+fn credentials<'h>(headers: &'h HeaderMap, of_scheme: &[u8]) -> Result<Option<&'h [u8]>, DuplicateAuthorization> {
     let mut fields = headers.get_all(header::AUTHORIZATION).iter();
     let credentials = match (fields.next(), fields.next()) {
         (None, _) => return Ok(None),
@@ -123,7 +148,7 @@ pub fn bearer_token(headers: &HeaderMap) -> Result<Option<&[u8]>, DuplicateAutho
     let end = credentials.iter().position(u8::is_ascii_whitespace).unwrap_or(credentials.len());
     let (scheme, rest) = credentials.split_at(end);
     // RFC 9110, section 11.1: schemes are case-insensitive.
-    Ok(scheme.eq_ignore_ascii_case(b"bearer").then_some(rest.trim_ascii_start()))
+    Ok(scheme.eq_ignore_ascii_case(of_scheme).then_some(rest.trim_ascii_start()))
 }
 
 /// Iterates over bytes with `%XX` and `+` decoded.
@@ -312,6 +337,25 @@ mod tests {
             headers.append("authorization", HeaderValue::from_static(field));
         }
         bearer_token(&headers).map(|token| token.map(|token| String::from_utf8(token.to_vec()).unwrap()))
+    }
+
+    /// `YWxpY2U6c2VjcmV0` is `alice:secret`.
+    #[test]
+    fn the_user_is_the_part_before_the_first_colon() {
+        let user = |field: &'static str| {
+            let mut headers = HeaderMap::new();
+            headers.append("authorization", HeaderValue::from_static(field));
+            basic_user(&headers).map(|user| user.map(|user| String::from_utf8(user).unwrap()))
+        };
+        // The last two have other trailing bits, and no padding.
+        for field in
+            ["Basic YWxpY2U6c2VjcmV0", "basic  YWxpY2U6c2U6dA==", "Basic YWxpY2U6c2U6dB==", "Basic YWxpY2U6c2U6dA"]
+        {
+            assert_eq!(user(field), Ok(Some("alice".to_owned())), "{field}");
+        }
+        for field in ["Basic", "Basic YWxpY2U=", "Basic OnNlY3JldA==", "Basic !", "Bearer YWxpY2U6c2VjcmV0"] {
+            assert_eq!(user(field), Ok(None), "{field}");
+        }
     }
 
     #[test]

@@ -1,10 +1,9 @@
 //! The life of one request, from its head to the end of its response.
 //!
 //! `handler` validates, routes, decides and forwards. `admission` decides by the rules and waits for a slot, `held_slots`
-//! releases the slots, `delayed_request` waits for a later window, `response_cost`
-//! settles charges that depend on the response. `response` turns results into responses,
-//! and `request_record` counts and logs each request once. `repeat_refusal` is the short cut for a client that repeats
-//! a refused request. `websocket` ends a handshake and runs the tunnel.
+//! releases the slots, `delayed_request` waits for a later window, `response_cost` settles charges that depend on the
+//! response. `response` turns results into responses, and `request_record` counts and logs each request once. `websocket`
+//! ends a handshake and runs the tunnel.
 //!
 //! State: `compiled_config` is the configuration prepared at load, `worker_config` one worker's view of it,
 //! `worker_state` what a worker keeps between requests, `peer` what requests know of their connection.

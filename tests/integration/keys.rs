@@ -248,3 +248,17 @@ fn windows_of_all_lengths_end_at_their_boundaries() {
         gateway.get("/a").expect(200);
     }
 }
+
+/// `YWxpY2U6eA==` is `alice:x`, `Ym9iOng=` is `bob:x`.
+#[test]
+fn the_user_of_basic_authentication_is_a_key() {
+    let gateway = two_per_minute("key = \"basic-user\"\non_missing_key = \"refuse\"");
+    let status = |credentials: &str| gateway.get_with("/a", &[("Authorization", credentials)]).status;
+    let mut passwords = ["Basic YWxpY2U6eA==", "basic YWxpY2U6eQ==", "Basic YWxpY2U6eg"].into_iter();
+    assert_two_admitted(|| status(passwords.next().unwrap()));
+    assert_two_admitted(|| status("Basic Ym9iOng="));
+    for malformed in ["Basic YWxpY2U=", "Basic", "Bearer YWxpY2U6eA=="] {
+        assert_eq!(status(malformed), 400, "{malformed}");
+    }
+    gateway.get("/a").expect(400);
+}

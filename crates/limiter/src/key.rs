@@ -29,6 +29,8 @@ pub enum KeyPart {
     Jwt(String),
     /// A parameter of the route's path.
     Param(String),
+    /// The user name of Basic authentication. The password is not verified.
+    BasicUser,
     /// The SHA-256 of the client's verified certificate.
     ClientCert,
     /// The host of the request.
@@ -52,6 +54,7 @@ impl fmt::Display for KeyPart {
             KeyPart::Query(name) => write!(f, "query:{name}"),
             KeyPart::Jwt(claim) => write!(f, "jwt:{claim}"),
             KeyPart::Param(name) => write!(f, "param:{name}"),
+            KeyPart::BasicUser => f.write_str("basic-user"),
             KeyPart::ClientCert => f.write_str("client-cert"),
             KeyPart::Host => f.write_str("host"),
             KeyPart::Method => f.write_str("method"),
