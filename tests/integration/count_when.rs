@@ -268,6 +268,10 @@ fn gateways_share_failed_logins() {
         let toml = format!("[counters.shared]\n{shared}\n{}", config(&upstream.toml("u"), &rule));
         let group = GatewayGroup::start(2, &toml);
         let mut clients: Vec<_> = group.0.iter().map(|process| process.client()).collect();
+        // The gateway does not take its last known usage for true after a refund.
+        for status in [401, 401, 401, 401, 200, 200, 200, 401, 429] {
+            clients[0].get_with(&format!("/{}", status.min(401)), &[("X-User", "b")]).expect(status);
+        }
         let mut statuses = |status: u16, times: usize| -> Vec<u16> {
             let fields = [("X-User", "a")];
             let all = (0..times).flat_map(|_| [0, 1]);
