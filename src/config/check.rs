@@ -25,6 +25,8 @@ use transom_limiter::rule::Rule;
 
 /// Reads the configuration that a report is on, or returns all problems in it.
 pub fn read_config(mut report: Report) -> Result<Config, Vec<Problem>> {
+    let top_level = General::settings().into_iter().chain(PathReading::settings());
+    report.top_level_keys = top_level.map(|setting| setting.key).collect();
     let valid_text = toml_errors::skip_syntax_errors(report.text, &mut report);
     let (document, _) = DeTable::parse_recoverable(&valid_text);
     let mut config = read_top_level(Table::new(document.get_ref(), 0..0, "the file"), &mut report);

@@ -52,6 +52,8 @@ pub struct Report<'t> {
     problems: Vec<Problem>,
     /// Statements that are not TOML were skipped, so a setting that seems missing may be in one of them.
     pub has_syntax_errors: bool,
+    /// Keys that belong before the first table header.
+    pub top_level_keys: Vec<&'static str>,
     pub files: ReadFile<'t>,
     pub variables: ReadVariable<'t>,
 }
@@ -64,7 +66,16 @@ impl<'t> Report<'t> {
 
     pub fn with_inputs(text: &'t str, files: ReadFile<'t>, variables: ReadVariable<'t>) -> Report<'t> {
         let line_starts = line_starts(text);
-        Report { text, file: None, line_starts, problems: Vec::new(), has_syntax_errors: false, files, variables }
+        Report {
+            text,
+            file: None,
+            line_starts,
+            problems: Vec::new(),
+            has_syntax_errors: false,
+            top_level_keys: Vec::new(),
+            files,
+            variables,
+        }
     }
 
     /// A report on a file that the configuration names.

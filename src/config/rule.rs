@@ -182,6 +182,10 @@ fn read_rule(
     let exceptions = ExceptionSettings::read(&mut table, report);
     table.suggest_for("mode", "shared", "did you mean `shared`? In a rule, the setting has this name");
 
+    for key in ["limit", "period", "rate", "requests"] {
+        table.suggest_for(key, "windows", "write `windows = [\"33/minute\"]`");
+    }
+
     (rule.key, rule.on_missing) = key.finish(&table, certs, report);
     rule.layers.clone_from(&settings.windows);
     rule.concurrent = settings.concurrent;

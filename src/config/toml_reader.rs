@@ -149,6 +149,12 @@ impl<'d> Table<'d> {
         let mut meant = Vec::new();
         for UnknownKey { item, meant: known, fix } in self.unknown_keys() {
             meant.extend(known);
+            let fix = match known {
+                None if report.top_level_keys.contains(&item.key) => {
+                    format!("move {} above the first `[table]` of the file", quoted(item.key))
+                }
+                _ => fix,
+            };
             report.problem(item.key_span, format!("unknown key {} in {}", quoted(item.key), self.title), fix);
         }
         for (key, fix) in self.missing {
