@@ -71,7 +71,7 @@ pub struct DecisionOutcome {
     pub concurrent: Vec<ConcurrencyState>,
 }
 
-/// The requests of a key that are under way.
+/// The requests of a key in flight.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ConcurrencyState {
     pub rule: String,
@@ -145,7 +145,7 @@ impl DecisionService {
         DecisionService { rules, rule_set: Arc::clone(rule_set), digester }
     }
 
-    /// How often the requests under way of a key shared a count with those of others, because there were too many keys.
+    /// How often the requests in flight of a key shared a count with those of others, because there were too many keys.
     pub fn concurrency_overflows(&self) -> u64 {
         self.rule_set.concurrency.overflows_total()
     }

@@ -81,7 +81,7 @@ fn rule_messages(config: &Config) -> Vec<LintMessage> {
         let default = (name.clone(), rule.layers.clone(), rule.concurrent);
         for (subject, layers, concurrent) in std::iter::once(default).chain(rule.plans.iter().map(plan)) {
             let windows = (!layers.is_empty()).then(|| worst_case(rule, &layers, opener_stays, unit));
-            let concurrent = concurrent.map(|limit| format!("at most {limit} requests of a key under way"));
+            let concurrent = concurrent.map(|limit| format!("at most {limit} requests of a key in flight"));
             let bounds: Vec<String> = windows.into_iter().chain(concurrent).collect();
             messages.push(LintMessage::statement(&subject, &(bounds.join("; ") + &caveats(rule, counts_all))));
             if layers_are_comparable(rule) && !delays && rule.cost != Cost::Fixed(0) {
@@ -400,11 +400,11 @@ mod tests {
                 "r: 5/month + 2/day: at most 4 requests in 2 seconds around the end of a day, 10 in any 28 days",
             ),
             ("windows = [\"5/minute\"]\ncost = 0", "r: 5/minute: counts nothing, because the cost is 0"),
-            ("concurrent = 3", "r: at most 3 requests of a key under way"),
+            ("concurrent = 3", "r: at most 3 requests of a key in flight"),
             (
                 "windows = [\"5/minute\"]\nconcurrent = 3",
-                "r: 5/minute: at most 10 requests in 2 seconds around the end of a minute; at most 3 requests of a key under \
-                 way",
+                "r: 5/minute: at most 10 requests in 2 seconds around the end of a minute; at most 3 requests of a key in \
+                 flight",
             ),
             (
                 "windows = [\"5/minute\"]\non_limit = \"shadow\"",

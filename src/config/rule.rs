@@ -48,7 +48,7 @@ settings! {
     pub struct RuleSettings {
         /// Layers; every layer must admit a request. Required unless there is `concurrent`.
         windows: Vec<Limit> = windows();
-        /// [Requests of a key under way at a time](#concurrent-requests), beside or instead of `windows`. Without it: any number.
+        /// [Requests of a key in flight at a time](#concurrent-requests), beside or instead of `windows`. Without it: any number.
         concurrent: Option<u32> = concurrent();
         /// Tokens that a request takes. A rule of cost 0 counts nothing. [Table](#cost): the cost is in a field.
         cost: WrittenCost = Custom {
@@ -288,7 +288,7 @@ fn check_sharing(sharing: Sharing, default_sharing: DefaultSharing, table: &Tabl
     }
 }
 
-/// Reports settings that concern only windows, for a rule that limits only the requests under way.
+/// Reports settings that concern only windows, for a rule that limits only the requests in flight.
 fn report_settings_of_windows(table: &Table, report: &mut Report) {
     for item in ["cost", "count_refused"].into_iter().filter_map(|key| table.given(key)) {
         let message = format!("`{}` has no effect: the rule has no `windows`", item.key);

@@ -53,7 +53,7 @@ pub static OVERFLOW: Metric = counter(
 );
 static CONCURRENT_REQUESTS: Metric = gauge(
     "transom_concurrent_requests",
-    "Requests under way that hold a slot of a rule with a limit of concurrent requests.",
+    "Requests in flight that hold a slot of a rule with a limit of concurrent requests.",
 );
 pub static CLOCK_OFFSET: Metric = gauge("transom_clock_offset_seconds", "Gateway time minus the machine's wall clock.");
 static SNAPSHOTS: Metric = counter("transom_counters_snapshots_total", "Snapshots of the counters, by outcome.");

@@ -1,6 +1,6 @@
 //! Decides a request by its rules: at once from the local table, or after waiting for a slot or the shared store.
 //!
-//! Slots of the rules that limit the requests under way are taken first, so that no window is charged without them.
+//! Slots of the rules that limit the requests in flight are taken first, so that no window is charged without them.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -20,11 +20,12 @@ use crate::http::error::RequestError;
 use crate::http::key_source::RequestAttributes;
 use crate::http::ratelimit_headers::RateLimitFields;
 use crate::redis_store::shared_decision::{BeginResult, SharedDecision, SharedOutcome, Unavailable};
-use transom_limiter::concurrency::{QueuedSlot, Slot, SlotState, SlotsResult};
+use transom_limiter::concurrency::{QueuedSlot, Slot, SlotState};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule::OnLimit;
+use transom_limiter::slot_decision::SlotsResult;
 use transom_limiter::waiter_limit::WaiterSlot;
 
 /// A decision that waits.
@@ -106,7 +107,7 @@ pub fn evaluate(
     }
 }
 
-/// Takes the slots of the rules that limit the requests under way. `None`: the request has all slots, and its windows decide.
+/// Takes the slots of the rules that limit the requests in flight. `None`: the request has all slots, and its windows decide.
 #[inline(never)]
 fn acquire_slots(
     worker: &WorkerState,

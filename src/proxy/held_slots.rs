@@ -1,4 +1,4 @@
-//! The slots that a request holds in rules which limit the requests under way.
+//! The slots that a request holds in rules which limit the requests in flight.
 
 use crate::metrics::events::ConcurrencyGauge;
 use transom_limiter::concurrency::Slot;

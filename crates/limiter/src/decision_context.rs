@@ -47,7 +47,7 @@ pub struct DecisionResult {
     pub shard_receipts: Vec<ShardReceipt>,
     /// Positions of the shadow rules that would have refused the request in their windows.
     pub shadowed: Vec<usize>,
-    /// The requests under way of the rules that limit them. Set by [`RuleSet::acquire_slots`] and
+    /// The requests in flight of the rules that limit them. Set by [`RuleSet::acquire_slots`] and
     /// [`RuleSet::peek_slots`] only.
     pub concurrency: Vec<ConcurrencyUsage>,
 }

@@ -76,7 +76,7 @@
 //! - [`window`] and [`limit`]: calendar windows in a time zone, windows with a random offset for each key, windows opened
 //!   by the first request of a key, tokens that roll over, and reserves.
 //! - [`delay`]: requests that wait for a later window instead of being refused.
-//! - [`concurrency`]: limits on the requests of a key that are under way at the same time.
+//! - [`concurrency`]: limits on the requests of a key in flight at the same time.
 //! - [`sharded_counter`]: a counter divided among threads, for a key that all requests share.
 //! - [`leased_tokens`] and [`shared_counting`]: limits that several processes share through a store, spent locally.
 //! - [`table`] and [`memory`]: the counter table itself, on the heap or in a mapped file that outlives the process.
@@ -112,6 +112,7 @@ pub mod secret_digest;
 pub mod sharded_counter;
 pub mod shared_counting;
 pub mod sliding_counter;
+pub mod slot_decision;
 pub mod store_key;
 pub mod table;
 pub mod waiter_limit;

@@ -17,7 +17,7 @@ pub struct Rule {
     pub on_missing: OnMissing,
     /// The default windows.
     pub layers: Vec<Limit>,
-    /// The most requests of a key under way at a time; at least 1. `None`: any number.
+    /// The most requests of a key in flight at a time; at least 1. `None`: any number.
     pub concurrent: Option<u32>,
     /// Other windows for the clients of a plan.
     pub plans: Vec<Plan>,
@@ -188,14 +188,14 @@ impl Rule {
         std::iter::once(self.layers.as_slice()).chain(plans).chain(overrides)
     }
 
-    /// The limits of requests under way, in the order of [`Rule::variants`].
+    /// The limits of requests in flight, in the order of [`Rule::variants`].
     pub fn concurrent_variants(&self) -> impl Iterator<Item = Option<u32>> {
         let plans = self.plans.iter().map(|plan| plan.concurrent);
         let overrides = self.overrides.iter().map(|other| other.concurrent);
         std::iter::once(self.concurrent).chain(plans).chain(overrides)
     }
 
-    /// The name of the limit of requests under way in responses and metrics; `None` if no variant has one.
+    /// The name of the limit of requests in flight in responses and metrics; `None` if no variant has one.
     pub fn concurrent_name(&self) -> Option<String> {
         self.concurrent_variants().flatten().next()?;
         Some(match self.variants().all(<[Limit]>::is_empty) {

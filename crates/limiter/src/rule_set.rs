@@ -92,7 +92,7 @@ pub struct CompiledRule {
     variants: Vec<Range<usize>>,
     /// The position of the layer that counts penalties: the last one, in no variant.
     pub(super) penalty: Option<usize>,
-    /// By variant: the most requests of a key under way.
+    /// By variant: the most requests of a key in flight.
     pub(super) concurrent: Vec<Option<u32>>,
     concurrent_name: Option<String>,
     /// The requests that this rule delays.
@@ -117,7 +117,7 @@ pub struct ChargePlan {
     enforced: Vec<LayerRef>,
     /// Positions of the shadow rules.
     shadow_rules: Vec<usize>,
-    /// Positions of the rules that limit the requests under way, in the order in which their slots are taken.
+    /// Positions of the rules that limit the requests in flight, in the order in which their slots are taken.
     pub(super) concurrent: Vec<usize>,
     /// Whether several gateways share counters of any of the rules.
     pub is_shared: bool,
@@ -138,7 +138,7 @@ pub struct RuleSet {
     pub rules: Vec<CompiledRule>,
     /// The windows of all layers, each kind once.
     pub windows: Vec<Windows>,
-    /// The requests under way. A rule set takes it over from the former one.
+    /// The requests in flight. A rule set takes it over from the former one.
     pub concurrency: Arc<ConcurrencyTable>,
 }
 
@@ -179,17 +179,17 @@ impl CompiledRule {
         &self.suffixes[layer]
     }
 
-    /// The name of the limit of requests under way; `None` if there is none.
+    /// The name of the limit of requests in flight; `None` if there is none.
     pub fn concurrent_name(&self) -> Option<&str> {
         self.concurrent_name.as_deref()
     }
 
-    /// The names of all layers, then that of the limit of requests under way.
+    /// The names of all layers, then that of the limit of requests in flight.
     pub fn limit_names(&self) -> impl Iterator<Item = &str> {
         self.names.iter().map(String::as_str).chain(self.concurrent_name())
     }
 
-    /// The position of the limit of requests under way in [`CompiledRule::limit_names`].
+    /// The position of the limit of requests in flight in [`CompiledRule::limit_names`].
     pub fn concurrent_index(&self) -> usize {
         self.names.len()
     }
@@ -254,7 +254,7 @@ impl ChargePlan {
         self.is_plain
     }
 
-    /// Whether any of the rules limits the requests under way.
+    /// Whether any of the rules limits the requests in flight.
     pub fn limits_concurrency(&self) -> bool {
         !self.concurrent.is_empty()
     }
