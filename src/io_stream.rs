@@ -5,6 +5,7 @@
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
+use std::rc::Rc;
 use std::task::{Context, Poll, Waker, ready};
 
 use bytes::{Buf, Bytes};
@@ -16,6 +17,8 @@ use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 use tokio_rustls::TlsStream;
 
+use crate::metrics::events::ByteCounters;
+
 /// Slices of up to this many bytes together are copied into one.
 const COPY_MAX_BYTES: usize = 2048;
 
@@ -25,6 +28,8 @@ pub struct IoStream {
     stream: Transport,
     /// Bytes that `poll_read` returns first.
     unread: Bytes,
+    /// Counts the bytes of clients; `None` for upstream servers.
+    counters: Option<Rc<ByteCounters>>,
 }
 
 #[derive(Debug)]
@@ -41,15 +46,30 @@ pub fn descriptor_limit() -> u64 {
 
 impl IoStream {
     pub fn tcp(stream: TcpStream) -> IoStream {
-        IoStream { stream: Transport::Tcp(stream), unread: Bytes::new() }
+        IoStream::new(Transport::Tcp(stream))
     }
 
     pub fn unix(stream: UnixStream) -> IoStream {
-        IoStream { stream: Transport::Unix(stream), unread: Bytes::new() }
+        IoStream::new(Transport::Unix(stream))
     }
 
     pub fn tls(stream: TlsStream<TcpStream>) -> IoStream {
-        IoStream { stream: Transport::Tls(Box::new(stream)), unread: Bytes::new() }
+        IoStream::new(Transport::Tls(Box::new(stream)))
+    }
+
+    fn new(stream: Transport) -> IoStream {
+        IoStream { stream, unread: Bytes::new(), counters: None }
+    }
+
+    /// Counts the bytes that are read and written from now on.
+    pub fn counted(self, counters: &Rc<ByteCounters>) -> IoStream {
+        IoStream { counters: Some(Rc::clone(counters)), ..self }
+    }
+
+    fn count_sent(&self, sent: &Poll<io::Result<usize>>) {
+        if let (Some(counters), Poll::Ready(Ok(bytes))) = (&self.counters, sent) {
+            counters.sent(*bytes);
+        }
     }
 
     /// Puts back bytes that were read, to be read again. There must be none put back already.
@@ -168,11 +188,14 @@ impl AsyncRead for IoStream {
             }
             return Poll::Ready(Ok(()));
         }
-        match &mut self.stream {
+        let before = buffer.filled().len();
+        let read = match &mut self.stream {
             Transport::Tcp(stream) => Pin::new(stream).poll_read(cx, buffer),
             Transport::Unix(stream) => Pin::new(stream).poll_read(cx, buffer),
             Transport::Tls(stream) => Pin::new(stream).poll_read(cx, buffer),
-        }
+        };
+        self.counters.iter().for_each(|counters| counters.received(buffer.filled().len() - before));
+        read
     }
 }
 
@@ -188,11 +211,13 @@ impl Transport {
 
 impl AsyncWrite for IoStream {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        match &mut self.stream {
+        let sent = match &mut self.stream {
             Transport::Tcp(stream) => Pin::new(stream).poll_write(cx, bytes),
             Transport::Unix(stream) => Pin::new(stream).poll_write(cx, bytes),
             Transport::Tls(stream) => Pin::new(stream).poll_write(cx, bytes),
-        }
+        };
+        self.count_sent(&sent);
+        sent
     }
 
     fn poll_write_vectored(
@@ -209,7 +234,11 @@ impl AsyncWrite for IoStream {
                 several.iter().for_each(|slice| joined.extend_from_slice(slice));
                 self.poll_write(cx, &joined)
             }
-            several => self.stream.poll_writev(cx, several),
+            several => {
+                let sent = self.stream.poll_writev(cx, several);
+                self.count_sent(&sent);
+                sent
+            }
         }
     }
 

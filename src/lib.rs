@@ -5,11 +5,11 @@
 //!
 //! | layer | modules |
 //! | --- | --- |
-//! | process | [`cli`], [`server`], [`admin`] |
-//! | requests | [`downstream`], [`proxy`], [`decision`], [`upstream`], [`access_log`] |
+//! | process | [`cli`], [`server`], [`admin`], [`explain`], [`simulation`] |
+//! | requests | [`downstream`], [`ratelimit_service`], [`proxy`], [`decision`], [`upstream`], [`spans`], [`access_log`] |
 //! | counters outside of this process | [`redis_store`], [`persistence`] |
 //! | basics | [`atomic_file`], [`clock`], [`file_watch`], [`informational`], [`io_stream`], [`metrics`], [`timer`] |
-//! | without I/O | [`http`], [`config`], [`jwt`] |
+//! | without I/O | [`top_keys`], [`http`], [`config`], [`jwt`] |
 //!
 //! A request passes `downstream::http1` or `downstream::http2`, then `proxy`, then `upstream`.
 
@@ -23,6 +23,7 @@ pub mod clock;
 pub mod config;
 pub mod decision;
 pub mod downstream;
+pub mod explain;
 pub mod file_watch;
 pub mod http;
 pub mod informational;
@@ -31,7 +32,11 @@ pub mod jwt;
 pub mod metrics;
 pub mod persistence;
 pub mod proxy;
+pub mod ratelimit_service;
 pub mod redis_store;
 pub mod server;
+pub mod simulation;
+pub mod spans;
 pub mod timer;
+pub mod top_keys;
 pub mod upstream;

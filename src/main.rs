@@ -1,10 +1,12 @@
 //! Command line arguments, logging setup, exit codes.
 
-use std::io::Write as _;
+use std::io::{self, Write as _};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, Parser, Subcommand};
+use clap_mangen::Man;
+use tracing_appender::non_blocking::WorkerGuard;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
@@ -29,8 +31,20 @@ enum Command {
     Run(File),
     /// Check a configuration file and list all problems
     Check(Check),
+    /// Explain what a request, given as to curl, would get, and why
+    Explain(Explain),
+    /// Tell by the exit code whether the running gateway is ready, for probes of containers
+    Health(Health),
+    /// Show which keys each rule refuses most often, live
+    Top(Top),
+    /// Play access logs against a configuration, and show whom its limits would have refused
+    Simulate(Simulate),
     /// Print the JSON schema of the configuration file, for editors
     Schema,
+    /// Print the completions for a shell
+    Completions { shell: clap_complete::Shell },
+    /// Print the manual page
+    Man,
     /// Replace the running gateway with this version, without a gap
     Upgrade(cli::upgrade::Arguments),
     /// Add, change, remove and list the clients of the clients file
@@ -46,6 +60,38 @@ struct Check {
 }
 
 #[derive(clap::Args)]
+struct Explain {
+    #[command(flatten)]
+    file: File,
+    #[command(flatten)]
+    options: cli::explain::Options,
+}
+
+#[derive(clap::Args)]
+struct Health {
+    #[command(flatten)]
+    file: File,
+    #[command(flatten)]
+    options: cli::health::Options,
+}
+
+#[derive(clap::Args)]
+struct Top {
+    #[command(flatten)]
+    file: File,
+    #[command(flatten)]
+    options: cli::top::Options,
+}
+
+#[derive(clap::Args)]
+struct Simulate {
+    #[command(flatten)]
+    file: File,
+    #[command(flatten)]
+    options: cli::simulate::Options,
+}
+
+#[derive(clap::Args)]
 struct File {
     /// Configuration file
     #[arg(short, long, value_name = "FILE", default_value = "gateway.toml")]
@@ -54,23 +100,23 @@ struct File {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    let level = std::env::var("TRANSOM_LOG").unwrap_or_else(|_unset| "info".to_owned());
-    let Ok(level) = level.parse::<LevelFilter>() else {
-        let _ = writeln!(
-            std::io::stderr(),
-            "transom: TRANSOM_LOG is `{level}`\n  fix: write `error`, `warn`, `info`, `debug`, `trace` or `off`"
-        );
-        return ExitCode::from(2);
+    let _flushed_at_the_end = match start_log() {
+        Ok(writer) => writer,
+        Err(message) => {
+            let _ = writeln!(std::io::stderr(), "transom: {message}");
+            return ExitCode::from(2);
+        }
     };
-    // Workers never wait for the log: lines that do not fit into the buffer are dropped.
-    let (writer, _flushed_at_the_end) = tracing_appender::non_blocking(std::io::stderr());
-    // Protocol errors of clients are counted. The h2 library would log a warning for each, which clients could flood.
-    let targets = Targets::new().with_default(level).with_target("h2", level.min(LevelFilter::ERROR));
-    tracing_subscriber::fmt().with_max_level(level).with_writer(writer).with_ansi(false).finish().with(targets).init();
     let exit = match arguments.command.unwrap_or(Command::Run(arguments.file)) {
         Command::Run(file) => cli::run::run(&file.config),
         Command::Check(check) => cli::check::check(&check.file.config, check.options),
+        Command::Explain(explain) => cli::explain::explain(&explain.file.config, &explain.options),
+        Command::Health(health) => cli::health::health(&health.file.config, &health.options),
+        Command::Top(top) => cli::top::top(&top.file.config, &top.options),
+        Command::Simulate(simulate) => cli::simulate::simulate(&simulate.file.config, &simulate.options),
         Command::Schema => cli::print_schema(),
+        Command::Completions { shell } => print_completions(shell),
+        Command::Man => print_manual_page(),
         Command::Upgrade(arguments) => cli::upgrade::upgrade(&arguments),
         Command::Clients(arguments) => cli::clients::clients(&arguments),
     };
@@ -79,4 +125,74 @@ fn main() -> ExitCode {
         Exit::Failed => ExitCode::from(1),
         Exit::BadConfig => ExitCode::from(2),
     }
+}
+
+fn print_completions(shell: clap_complete::Shell) -> Exit {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Arguments::command(), "transom", &mut script);
+    print(&script)
+}
+
+fn print_manual_page() -> Exit {
+    let mut page = Vec::new();
+    // Writing to a vector cannot fail.
+    let _ = write_manual_page(&mut page);
+    print(&page)
+}
+
+/// One page for all commands: a section for each, with the synopsis and the options below.
+fn write_manual_page(page: &mut Vec<u8>) -> io::Result<()> {
+    let mut command = Arguments::command().disable_help_subcommand(true);
+    command.build();
+    let top = Man::new(command.clone());
+    top.render_title(page)?;
+    top.render_name_section(page)?;
+    top.render_synopsis_section(page)?;
+    top.render_description_section(page)?;
+    top.render_options_section(page)?;
+    command.get_subcommands().try_for_each(|command| write_command_section(command, page))?;
+    writeln!(page, ".SH EXIT STATUS\n0: success. 1: could not start, or failed. 2: wrong usage or configuration.")?;
+    writeln!(page, ".SH SEE ALSO\nThe documentation, in the folder docs of the source.")
+}
+
+fn write_command_section(command: &clap::Command, page: &mut Vec<u8>) -> io::Result<()> {
+    let mut sections = Vec::new();
+    let man = Man::new(command.clone());
+    man.render_synopsis_section(&mut sections)?;
+    man.render_description_section(&mut sections)?;
+    if command.get_arguments().next().is_some() {
+        man.render_options_section(&mut sections)?;
+    }
+    let sections = String::from_utf8_lossy(&sections).replace(".SH ", ".SS ");
+    writeln!(page, ".SH \"{}\"\n{sections}", command.get_bin_name().unwrap_or_default().to_uppercase())?;
+    command.get_subcommands().try_for_each(|command| write_command_section(command, page))
+}
+
+fn print(text: &[u8]) -> Exit {
+    // A reader may close the pipe early.
+    let _ = std::io::stdout().write_all(text);
+    Exit::Fine
+}
+
+/// Sends messages to standard error, as `TRANSOM_LOG` and `TRANSOM_LOG_FORMAT` say. Messages are written until the result is
+/// dropped.
+fn start_log() -> Result<WorkerGuard, String> {
+    let variable = |name: &str, default: &str| std::env::var(name).unwrap_or_else(|_unset| default.to_owned());
+    let level = variable("TRANSOM_LOG", "info");
+    let Ok(level) = level.parse::<LevelFilter>() else {
+        return Err(format!(
+            "TRANSOM_LOG is `{level}`\n  fix: write `error`, `warn`, `info`, `debug`, `trace` or `off`"
+        ));
+    };
+    // Workers never wait for the log: lines that do not fit into the buffer are dropped.
+    let (writer, guard) = tracing_appender::non_blocking(std::io::stderr());
+    // Protocol errors of clients are counted. The h2 library would log a warning for each, which clients could flood.
+    let targets = Targets::new().with_default(level).with_target("h2", level.min(LevelFilter::ERROR));
+    let log = tracing_subscriber::fmt().with_max_level(level).with_writer(writer).with_ansi(false);
+    match variable("TRANSOM_LOG_FORMAT", "text").as_str() {
+        "text" => log.finish().with(targets).init(),
+        "json" => log.json().flatten_event(true).finish().with(targets).init(),
+        format => return Err(format!("TRANSOM_LOG_FORMAT is `{format}`\n  fix: write `text` or `json`")),
+    }
+    Ok(guard)
 }

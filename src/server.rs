@@ -2,41 +2,45 @@
 //! the drain on to them. Each worker thread has its own runtime, listeners and connections; workers share the counter
 //! table and the compiled configuration. Signals and file changes are handled in `cli::run`.
 
+use std::cell::RefCell;
 use std::io;
 use std::net::{SocketAddr, TcpListener as StdListener};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use tokio::runtime::{Builder, LocalOptions};
-use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::{oneshot, watch};
 use tokio::task::spawn_local;
 
 use crate::access_log::{LogSender, WriterThread};
-use crate::admin::{self, AcceptState, AdminState};
+use crate::admin::{self, AcceptState, AdminState, DecisionApi};
 use crate::clock::Clock;
-use crate::config::{AccessLog, Config, lint};
-use crate::decision::DecisionService;
+use crate::config::listen::Admin;
+use crate::config::span_export::Tracing;
+use crate::config::{Config, lint};
 use crate::downstream::connection_limit::{ConnectionLimit, raise_descriptor_limit};
 use crate::downstream::listener::{InheritedSockets, Listeners, WorkerListener, set_backlog};
 use crate::downstream::listener_context::{Listener, ListenerConfig, ListenerContext};
 use crate::metrics::Registry;
-use crate::metrics::events::{AccessLogMetrics, ExpiryGauges, ListenerMetrics, SnapshotMetrics};
+use crate::metrics::events::{
+    AccessLogMetrics, DecisionMetrics, ExpiryGauges, ListenerMetrics, SnapshotMetrics, SpanMetrics,
+};
 use crate::metrics::redis::StoreMetrics;
 use crate::persistence::background::BackgroundWriter;
 use crate::persistence::counters::Counters;
 use crate::proxy::compiled_config::CompiledConfig;
-use crate::proxy::worker_state::WorkerState;
-use crate::redis_store::shared_counters::SharedCounters;
+use crate::proxy::worker_config::RecordOutputs;
+use crate::proxy::worker_state::{TopKeysQuery, WorkerState};
+use crate::redis_store::shared_counters::{SharedByWorkers, SharedCounters};
+use crate::spans::SpanSender;
 use crate::upstream::health_check;
 use crate::upstream::server_health::{self, UpstreamHealth};
 use error::{ReloadError, StartError};
-use transom_limiter::deferred_refunds::DeferredRefunds;
 use transom_limiter::rule_set::RuleSet;
 use transom_limiter::window::{END_MAX_MS, PERIOD_MAX_MS};
 use worker::{DrainTimes, WorkerCommand};
@@ -56,20 +60,22 @@ const CLOCK_OFFSET_MAX_S: u64 = 5;
 
 /// Limit for writing the last access log lines.
 const LOG_FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
+/// Limit for exporting the last spans.
+const SPAN_FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A running gateway.
 pub struct Gateway {
     http: Vec<SocketAddr>,
     https: Vec<SocketAddr>,
+    ratelimit_service: Vec<SocketAddr>,
     admin: Option<SocketAddr>,
     counters: Arc<Counters>,
     snapshot_writer: Option<BackgroundWriter>,
     config: Config,
     pub registry: Arc<Registry>,
     expiries: ExpiryGauges,
-    /// Refunds of reservations of requests that were dropped.
-    deferred_refunds: Arc<DeferredRefunds>,
-    ready: Arc<AtomicBool>,
+    shared_by_workers: SharedByWorkers,
+    ready: watch::Sender<bool>,
     worker_commands: Vec<UnboundedSender<WorkerCommand>>,
     /// The listening sockets with their configured addresses; passed on in an upgrade.
     sockets: Vec<(SocketAddr, StdListener)>,
@@ -80,13 +86,13 @@ pub struct Gateway {
     listener_config: Arc<ListenerConfig>,
     connection_limit: Arc<ConnectionLimit>,
     /// The decision service of the current configuration.
-    decision_service: watch::Sender<Option<Arc<DecisionService>>>,
+    decision_api: watch::Sender<Option<Arc<DecisionApi>>>,
     /// The current rules.
     rule_set: Option<Arc<RuleSet>>,
     /// The upstream servers, as all workers know them.
     upstream_health: watch::Sender<Vec<Arc<UpstreamHealth>>>,
-    /// The host names that the admin address accepts.
-    admin_hosts: watch::Sender<Vec<String>>,
+    /// The settings of the admin address.
+    admin_settings: watch::Sender<Admin>,
     /// The thread of the active health checks, if any are configured.
     health_thread: Option<JoinHandle<()>>,
     clock: Clock,
@@ -94,8 +100,9 @@ pub struct Gateway {
     is_clock_off: bool,
     /// Number of workers.
     workers: usize,
-    access_sink: Option<LogSender>,
+    outputs: RecordOutputs,
     log_writers: Vec<WriterThread>,
+    span_exporters: Vec<WriterThread>,
 }
 
 impl Gateway {
@@ -129,6 +136,7 @@ impl Gateway {
         let mut gateway = Gateway {
             http: opened.http,
             https: opened.https,
+            ratelimit_service: opened.ratelimit_service,
             admin: None,
             listener_config,
             connection_limit: ConnectionLimit::new(&config.listen),
@@ -136,42 +144,45 @@ impl Gateway {
             snapshot_writer: None,
             registry,
             expiries: ExpiryGauges::default(),
-            deferred_refunds: Arc::default(),
-            ready: Arc::new(AtomicBool::new(true)),
+            shared_by_workers: SharedByWorkers::new(Arc::clone(&counters.table)),
+            ready: watch::Sender::new(true),
             worker_commands: Vec::new(),
             sockets: opened.sockets,
             accept_state: watch::Sender::new(AcceptState::NotStarted),
             worker_threads: Vec::new(),
             admin_thread: None,
-            decision_service: watch::Sender::default(),
+            decision_api: watch::Sender::default(),
             rule_set: None,
             upstream_health: watch::Sender::default(),
-            admin_hosts: watch::Sender::new(config.admin.hosts.clone()),
+            admin_settings: watch::Sender::new(config.admin.clone()),
             health_thread: None,
             clock: clock.clone(),
             is_clock_off: false,
             workers,
-            access_sink: None,
+            outputs: RecordOutputs::default(),
             log_writers: Vec::new(),
+            span_exporters: Vec::new(),
             config: config.clone(),
         };
         gateway.expiries = expiries(&gateway.registry, &config);
-        if let Some(log) = &config.access_log {
-            gateway.open_access_log(log).map_err(StartError::AccessLog)?;
-        }
+        gateway.outputs = RecordOutputs {
+            access_log: gateway.open_access_log(&config).map_err(StartError::AccessLog)?,
+            spans: gateway.start_span_exporter(&config).map_err(StartError::Tracing)?,
+        };
         let upstream_health = gateway.update_upstream_health(&config);
         gateway.start_health_checks(&upstream_health)?;
         let rule_set = RuleSet::new(&config.rules, counters.seed, None);
         let compiled = CompiledConfig::new(config, counters.seed, rule_set, upstream_health);
         gateway.rule_set = Some(Arc::clone(&compiled.rule_set));
-        gateway.decision_service.send_replace(Some(Arc::clone(&compiled.decision_service)));
+        gateway.serve_decisions(&compiled);
+        let (queries, query_inboxes) = (0..workers).map(|_| unbounded_channel()).unzip();
         if let Some(address) = gateway.config.listen.admin {
-            gateway.start_admin(address, &mut inherited)?;
+            gateway.start_admin(address, queries, &mut inherited)?;
         }
         if let Some(address) = inherited.unused_address() {
             return Err(StartError::Inherited(address));
         }
-        gateway.start_workers(opened.by_worker, &compiled)?;
+        gateway.start_workers(opened.by_worker, query_inboxes, &compiled)?;
         // Started last, so that a failed start leaves the snapshot unchanged.
         let meter = SnapshotMetrics::new(&gateway.registry);
         let snapshot_writer = BackgroundWriter::start(counters, clock, &gateway.config.counters, meter);
@@ -183,39 +194,38 @@ impl Gateway {
     fn start_workers(
         &mut self,
         by_worker: Vec<Vec<WorkerListener>>,
+        query_inboxes: Vec<UnboundedReceiver<TopKeysQuery>>,
         compiled: &Arc<CompiledConfig>,
     ) -> Result<(), StartError> {
-        for (id, worker_listeners) in by_worker.into_iter().enumerate() {
+        for (id, (worker_listeners, queries)) in by_worker.into_iter().zip(query_inboxes).enumerate() {
             let (commands, inbox) = unbounded_channel();
-            let (table, clock) = (Arc::clone(&self.counters.table), self.clock.clone());
-            let (compiled, access_sink) = (Arc::clone(compiled), self.access_sink.clone());
+            let (shared_by_workers, clock) = (self.shared_by_workers.clone(), self.clock.clone());
+            let (compiled, outputs) = (Arc::clone(compiled), self.outputs.clone());
             let (registry, listener_config) = (Arc::clone(&self.registry), Arc::clone(&self.listener_config));
-            let (connection_limit, deferred_refunds) =
-                (Arc::clone(&self.connection_limit), Arc::clone(&self.deferred_refunds));
+            let (connection_limit, ready) = (Arc::clone(&self.connection_limit), self.ready.subscribe());
             let run = move || {
-                let worker = Rc::new(WorkerState::new(
-                    id,
-                    table,
-                    clock,
-                    deferred_refunds,
-                    Arc::clone(&registry),
-                    compiled,
-                    access_sink,
-                ));
-                let listener_context = Rc::new(ListenerContext::new(worker, connection_limit, listener_config));
+                let worker =
+                    Rc::new(WorkerState::new(id, shared_by_workers, clock, Arc::clone(&registry), compiled, outputs));
+                let listener_context = ListenerContext::new(worker, connection_limit, listener_config, ready);
+                let listener_context = Rc::new(listener_context);
                 let listeners = worker_listeners.into_iter().map(|worker_listener| {
                     let meter = ListenerMetrics::new(
                         &registry,
                         id,
                         &worker_listener.address.to_string(),
-                        worker_listener.https.is_some(),
+                        worker_listener.tls.is_some(),
                     );
                     (
                         worker_listener.socket,
-                        Rc::new(Listener::new(Rc::clone(&listener_context), meter, worker_listener.https)),
+                        Rc::new(Listener::new(
+                            Rc::clone(&listener_context),
+                            meter,
+                            worker_listener.tls,
+                            worker_listener.protocol,
+                        )),
                     )
                 });
-                worker::run(Rc::clone(&listener_context), listeners.collect(), inbox)
+                worker::run(Rc::clone(&listener_context), listeners.collect(), inbox, queries)
             };
             self.worker_threads.push(spawn(format!("worker-{id}"), run)?);
             self.worker_commands.push(commands);
@@ -256,6 +266,11 @@ impl Gateway {
         &self.https
     }
 
+    /// As [`Gateway::http`], for the rate limit service.
+    pub fn ratelimit_service(&self) -> &[SocketAddr] {
+        &self.ratelimit_service
+    }
+
     pub fn admin(&self) -> Option<SocketAddr> {
         self.admin
     }
@@ -268,14 +283,10 @@ impl Gateway {
     /// Applies a new configuration. Connections and counts are kept; requests in flight finish under the old
     /// configuration.
     pub fn reload(&mut self, config: Config) -> Result<(), ReloadError> {
-        for (name, same) in [
-            ("the addresses in `listen`", config.listen.has_same_addresses(&self.config.listen)),
-            ("`workers`", config.general.workers == self.config.general.workers),
-            ("`counters`", config.counters.equals_except_sharing(&self.config.counters)),
-        ] {
-            if !same {
-                return Err(ReloadError::NeedsRestart(name));
-            }
+        let changed_workers = || (config.general.workers != self.config.general.workers).then_some("workers");
+        let changed = config.listen.changed_address(&self.config.listen).or_else(changed_workers);
+        if let Some(setting) = changed.or_else(|| config.counters.changed_setting(&self.config.counters)) {
+            return Err(ReloadError::NeedsRestart(setting));
         }
         let former = self.rule_set.as_deref();
         let rule_set = RuleSet::new(&config.rules, self.counters.seed, former);
@@ -284,11 +295,10 @@ impl Gateway {
         }
         let listener_config = ListenerConfig::new(&config.listen, Some((&self.config.listen, &self.listener_config)))
             .map_err(ReloadError::Tls)?;
-        match &config.access_log {
-            None => self.access_sink = None,
-            log if *log == self.config.access_log => {}
-            Some(log) => self.open_access_log(log).map_err(ReloadError::AccessLog)?,
-        }
+        self.outputs = RecordOutputs {
+            access_log: self.open_access_log(&config).map_err(ReloadError::AccessLog)?,
+            spans: self.start_span_exporter(&config).map_err(ReloadError::Tracing)?,
+        };
         for (address, socket) in &self.sockets {
             if let Err(error) = set_backlog(socket, config.listen.backlog) {
                 tracing::error!(%address, %error, "the backlog cannot be changed");
@@ -300,16 +310,16 @@ impl Gateway {
         self.expiries = expiries(&self.registry, &config);
         self.connection_limit.apply(&config.listen);
         self.config = config.clone();
-        self.admin_hosts.send_replace(config.admin.hosts.clone());
+        self.admin_settings.send_replace(config.admin.clone());
         let upstream_health = self.update_upstream_health(&config);
         if let Err(error) = self.start_health_checks(&upstream_health) {
             tracing::error!(%error, "upstream servers are not checked");
         }
         let compiled = CompiledConfig::new(config, self.counters.seed, rule_set, upstream_health);
         self.rule_set = Some(Arc::clone(&compiled.rule_set));
-        self.decision_service.send_replace(Some(Arc::clone(&compiled.decision_service)));
+        self.serve_decisions(&compiled);
         self.send_to_workers(|| {
-            WorkerCommand::Reload(Arc::clone(&compiled), Arc::clone(&self.listener_config), self.access_sink.clone())
+            WorkerCommand::Reload(Arc::clone(&compiled), Arc::clone(&self.listener_config), self.outputs.clone())
         });
         Ok(())
     }
@@ -334,13 +344,18 @@ impl Gateway {
 
     /// Reopens the access log after rotation.
     pub fn reopen_access_log(&self) {
-        self.access_sink.iter().for_each(LogSender::reopen);
+        self.outputs.access_log.iter().for_each(LogSender::reopen);
+    }
+
+    /// Makes readiness fail. Connections are still accepted.
+    pub fn begin_drain(&self) {
+        self.ready.send_replace(false);
     }
 
     /// Stops accepting, lets requests finish within the configured limit, and returns when all threads have ended.
     /// Readiness fails first.
     pub fn drain(self) {
-        self.ready.store(false, Ordering::Release);
+        self.begin_drain();
         let limit = self.config.timeouts.drain;
         self.shut_down(DrainTimes { idle: IDLE_DRAIN, limit });
     }
@@ -375,18 +390,38 @@ impl Gateway {
         }
         // Nothing is counted from here on.
         self.snapshot_writer.take().into_iter().for_each(BackgroundWriter::finish);
-        self.access_sink = None;
+        self.outputs = RecordOutputs::default();
         for writer in self.log_writers.drain(..) {
             writer.finish(LOG_FLUSH_TIMEOUT);
         }
+        for exporter in self.span_exporters.drain(..) {
+            exporter.finish(SPAN_FLUSH_TIMEOUT);
+        }
     }
 
-    fn open_access_log(&mut self, log: &AccessLog) -> io::Result<()> {
+    /// The access log of a configuration: the open one, if the settings are the same.
+    fn open_access_log(&mut self, config: &Config) -> io::Result<Option<LogSender>> {
+        let Some(log) = &config.access_log else { return Ok(None) };
+        if self.outputs.access_log.is_some() && config.access_log == self.config.access_log {
+            return Ok(self.outputs.access_log.clone());
+        }
         let meter = AccessLogMetrics::new(&self.registry, self.log_writers.len());
-        let (sink, writer) = LogSender::open(log, meter)?;
-        self.access_sink = Some(sink);
+        let (sender, writer) = LogSender::open(log, meter)?;
         self.log_writers.push(writer);
-        Ok(())
+        Ok(Some(sender))
+    }
+
+    /// The exporter of spans of a configuration: the running one, if the receiver is the same.
+    fn start_span_exporter(&mut self, config: &Config) -> io::Result<Option<SpanSender>> {
+        let Some(Tracing { receiver, .. }) = &config.tracing else { return Ok(None) };
+        let former = self.config.tracing.as_ref().map(|former| &former.receiver);
+        if self.outputs.spans.is_some() && former == Some(receiver) {
+            return Ok(self.outputs.spans.clone());
+        }
+        let metrics = SpanMetrics::new(&self.registry, self.span_exporters.len());
+        let (sender, thread) = SpanSender::start(receiver.clone(), metrics)?;
+        self.span_exporters.push(thread);
+        Ok(Some(sender))
     }
 
     /// The upstream servers of a configuration with their known health; also published to the other threads.
@@ -407,13 +442,25 @@ impl Gateway {
         Ok(())
     }
 
-    fn start_admin(&mut self, address: SocketAddr, inherited: &mut InheritedSockets) -> Result<(), StartError> {
+    /// Lets the decision API use a configuration.
+    fn serve_decisions(&self, compiled: &Arc<CompiledConfig>) {
+        let metrics =
+            DecisionMetrics::new(&self.registry, self.workers, "api", &compiled.decision_service.limit_names());
+        self.decision_api.send_replace(Some(Arc::new(DecisionApi { compiled: Arc::clone(compiled), metrics })));
+    }
+
+    fn start_admin(
+        &mut self,
+        address: SocketAddr,
+        workers: Vec<UnboundedSender<TopKeysQuery>>,
+        inherited: &mut InheritedSockets,
+    ) -> Result<(), StartError> {
         let (registry, counters, clock) = (Arc::clone(&self.registry), Arc::clone(&self.counters), self.clock.clone());
-        let (ready, accept_state) = (Arc::clone(&self.ready), self.accept_state.subscribe());
-        let (decision_service, upstream_health) = (self.decision_service.subscribe(), self.upstream_health.subscribe());
-        let hosts = self.admin_hosts.subscribe();
-        let (settings, owner) = (self.config.counters.shared.clone(), self.workers);
-        let deferred_refunds = Arc::clone(&self.deferred_refunds);
+        let (ready, accept_state) = (self.ready.subscribe(), self.accept_state.subscribe());
+        let (decision_api, upstream_health) = (self.decision_api.subscribe(), self.upstream_health.subscribe());
+        let settings = self.admin_settings.subscribe();
+        let (store, owner) = (self.config.counters.shared.clone(), self.workers);
+        let shared_by_workers = self.shared_by_workers.clone();
         let failed = |source| StartError::Listen { address, source };
         let socket = inherited.take(address).into_iter().next();
         let listener = socket.map_or_else(|| StdListener::bind(address), Ok).map_err(failed)?;
@@ -423,9 +470,7 @@ impl Gateway {
         let (stop, stopped) = oneshot::channel();
         let run = move || async move {
             let meter = || StoreMetrics::new(&registry, owner);
-            let shared = settings.map(|settings| {
-                SharedCounters::new(&settings, Arc::clone(&counters.table), clock.clone(), deferred_refunds, meter())
-            });
+            let shared = store.map(|store| SharedCounters::new(&store, shared_by_workers, clock.clone(), meter()));
             shared.iter().for_each(|shared| drop(spawn_local(Rc::clone(shared).run())));
             let admin_state = AdminState {
                 registry,
@@ -433,10 +478,12 @@ impl Gateway {
                 clock,
                 ready,
                 accept_state,
-                hosts,
-                decision_service,
+                settings,
+                decision_api,
                 upstream_health,
                 shared,
+                workers,
+                top_keys: RefCell::default(),
             };
             tokio::select! {
                 served = admin::serve(listener, Rc::new(admin_state)) => {
@@ -455,7 +502,7 @@ impl Gateway {
 
 /// The expiry metrics of certificates and revocation lists.
 fn expiries(registry: &Registry, config: &Config) -> ExpiryGauges {
-    let certificates = config.listen.https.iter().flat_map(|https| &https.certificates);
+    let certificates = config.listen.tls_listeners().flat_map(|https| &https.certificates);
     let certificates = certificates.map(|certificate| (certificate.file.as_str(), certificate.not_after_s));
     let lists = lint::revocation_lists(config).map(|list| (list.file.as_str(), list.next_update_s));
     ExpiryGauges::new(registry, certificates, lists)

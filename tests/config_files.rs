@@ -6,17 +6,18 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::io::{self, ErrorKind};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
 use transom::config::count_when::CountWhen;
-use transom::config::diagnostics::{Problem, render};
+use transom::config::diagnostics::{Inputs, Problem, render};
+use transom::config::key::OnUnknownKey;
 use transom::config::path::{EncodedSlash, ForwardPath, PathParameters, PathReading, Segment, TrailingSlash};
 use transom::config::redis::{Node, Nodes};
 use transom::config::rule::{RateLimitStyle, RefusalResponse};
 use transom::config::upstream::{HostField, Scheme, Target, UpstreamProtocol};
-use transom::config::{AccessLog, Config, read, read_with_files, read_with_files_and_variables};
+use transom::config::{AccessLog, Config, LogFormat, LogTarget, read, read_with_files, read_with_inputs};
 use transom_limiter::key::{KeyPart, OnMissing};
 use transom_limiter::rule::{Cost, KeyValue, OnLimit, OnOutage, Sharing};
 use transom_limiter::secret_digest::Digest;
@@ -65,9 +66,9 @@ fn every_good_file_is_accepted() {
     let files = files("good", "toml");
     assert!(files.len() >= 8);
     for file in files {
-        let (text, read) = read_file(&file);
+        let (_, read) = read_file(&file);
         if let Err(problems) = read {
-            panic!("{}", render(&problems, &file.display().to_string(), &text));
+            panic!("{}", render(&problems, &file.display().to_string()));
         }
     }
 }
@@ -79,10 +80,10 @@ fn every_bad_file_is_rejected_with_exactly_its_message() {
     assert!(files.len() >= 40);
     let mut failures = String::new();
     for file in &files {
-        let (text, read) = read_file(file);
+        let (_, read) = read_file(file);
         let name = file.file_name().unwrap().to_str().unwrap();
         let problems = read.expect_err(name);
-        let found = render(&problems, name, &text);
+        let found = render(&problems, name);
         let expected_file = file.with_extension("txt");
         if update {
             fs::write(&expected_file, &found).unwrap();
@@ -150,6 +151,7 @@ fn test_file_for(name: &Path, clients: &str) -> io::Result<Vec<u8>> {
         "jwks.json" => "keys/jwks.json",
         "authority.pem" => "good/authority.pem",
         "redis.password" => "good/redis.password",
+        "admin.token" => "good/admin.token",
         other => panic!("the documentation names `{other}`: choose a test file for it here"),
     };
     fs::read(folder.join(file))
@@ -180,8 +182,13 @@ fn every_snippet_of_the_documentation_is_accepted() {
             blocks.iter().map(|(_, block)| block.as_str()).filter(|block| block.starts_with("[clients.")).collect();
         for (line, block) in blocks {
             let whole = completed(&block);
-            if let Err(problems) = read_with_files(&whole, &|file| test_file_for(file, &clients)) {
-                panic!("{name}, line {line}:\n{}", render(&problems, "snippet.toml", &whole));
+            let inputs = Inputs {
+                files: &|file| test_file_for(file, &clients),
+                folders: &|_| Ok(Vec::new()),
+                variables: &|_| Some(b"1".to_vec()),
+            };
+            if let Err(problems) = read_with_inputs(&whole, inputs) {
+                panic!("{name}, line {line}:\n{}", render(&problems, "snippet.toml"));
             }
             count += 1;
         }
@@ -201,6 +208,7 @@ fn defaults_are_filled_in() {
     let config = good("minimal.toml");
     assert_eq!(config.listen.http, ["127.0.0.1:8080".parse().unwrap()]);
     assert_eq!((config.listen.admin, config.general.workers, config.access_log), (None, None, None));
+    assert_eq!(config.tracing, None);
     assert_eq!(config.counters.capacity, 1_000_000);
     assert_eq!(config.timeouts.connect.as_secs(), 5);
     assert_eq!(config.path_reading, PathReading::verbatim(EncodedSlash::Refuse));
@@ -224,7 +232,15 @@ fn everything_is_read_as_written() {
     let config = good("everything.toml");
     assert_eq!((config.listen.http.len(), config.general.workers), (2, Some(2)));
     assert_eq!(config.admin.hosts, ["transom.internal", "*.monitoring.svc"]);
-    assert_eq!(config.access_log, Some(AccessLog::File("/var/log/transom/access.log".into())));
+    assert_eq!(config.admin.token.unwrap().0, "3a7bd3e2360a3d29eea436fcfb7e44c7");
+    assert_eq!(
+        config.access_log,
+        Some(AccessLog { target: LogTarget::File("/var/log/transom/access.log".into()), format: LogFormat::Combined })
+    );
+    let tracing = config.tracing.as_ref().unwrap();
+    assert_eq!((tracing.sample, tracing.receiver.service_name.as_str()), (1.0, "edge"));
+    assert_eq!(tracing.receiver.endpoint, "https://collector.internal:4317");
+    assert!(tracing.receiver.authorities.is_some());
     let reading = PathReading {
         encoded_slash: EncodedSlash::Keep,
         path_parameters: PathParameters::Strip,
@@ -313,8 +329,8 @@ fn a_reload_applies_mode_and_on_outage_of_shared_counters_only() {
         read(&format!("[counters.shared]\nredis = \"redis://a\"\n{settings}\n{upstream}")).unwrap().counters
     };
     let before = counters("");
-    assert!(before.equals_except_sharing(&counters("mode = \"exact\"\non_outage = \"refuse\"")));
-    assert!(!before.equals_except_sharing(&counters("prefix = \"other\"")));
+    assert!(before.changed_setting(&counters("mode = \"exact\"\non_outage = \"refuse\"")).is_none());
+    assert!(before.changed_setting(&counters("prefix = \"other\"")) == Some("counters.shared"));
 }
 
 #[test]
@@ -322,9 +338,8 @@ fn a_password_is_read_from_the_environment() {
     let text = "[counters.shared]\nredis = \"redis://a\"\npassword_env = \"PASSWORD\"\n\
                 [upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/\"\nupstream = \"u\"\n";
     let read = |value: &[u8]| {
-        read_with_files_and_variables(text, &|_| Err(ErrorKind::NotFound.into()), &|name| {
-            (name == "PASSWORD").then(|| value.to_vec())
-        })
+        let variables = |name: &str| (name == "PASSWORD").then(|| value.to_vec());
+        read_with_inputs(text, Inputs { variables: &variables, ..Inputs::NONE })
     };
     let password = read(b"hunter2\n").unwrap().counters.shared.unwrap().password.unwrap();
     assert_eq!(password.0, "hunter2");
@@ -362,7 +377,7 @@ fn every_setting_of_rules_is_read_as_written() {
 
     let capacities = &rule("capacities").layers;
     assert_eq!(
-        (capacities[0].capacity, capacities[0].reserve, capacities[1].capacity, capacities[1].reserve),
+        (capacities[0].capacity(), capacities[0].reserve, capacities[1].capacity(), capacities[1].reserve),
         (150, 0, 1000, 200)
     );
     let header = |name: &str| name.to_owned();
@@ -438,6 +453,16 @@ fn plans_overrides_and_exemptions_are_read_as_written() {
 }
 
 #[test]
+fn the_treatment_of_unknown_keys_is_read_as_written() {
+    let config = good("known-keys.toml");
+    assert_eq!(config.on_unknown_key, [OnUnknownKey::Refuse, OnUnknownKey::Missing, OnUnknownKey::Count]);
+    assert!(config.metrics.clients);
+    let config = good("plans.toml");
+    assert_eq!(config.on_unknown_key, [OnUnknownKey::Count; 3]);
+    assert!(!config.metrics.clients);
+}
+
+#[test]
 fn a_plan_or_override_takes_over_what_it_lacks_from_its_rule() {
     let config = good("concurrent.toml");
     let limits = |rule: usize| -> Vec<(Option<u32>, usize)> {
@@ -454,10 +479,10 @@ fn a_plan_or_override_takes_over_what_it_lacks_from_its_rule() {
 fn messages_do_not_show_keys_in_clear_text() {
     for (name, key) in [("invalid-entries", "hunter2"), ("syntax-errors", "hunter2")] {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config/bad");
-        let (text, read) = read_file(&folder.join(format!("clients-file-{name}.toml")));
+        let (_, read) = read_file(&folder.join(format!("clients-file-{name}.toml")));
         let of_clients = fs::read_to_string(folder.join(format!("clients/{name}.toml"))).unwrap();
         assert!(of_clients.contains(key));
-        let found = render(&read.unwrap_err(), "gateway.toml", &text);
+        let found = render(&read.unwrap_err(), "gateway.toml");
         assert!(!found.contains(key), "{found}");
     }
 }
@@ -472,7 +497,7 @@ fn a_truncated_clients_file_never_panics() {
         let of_clients = fs::read(folder.join(format!("{clients}.toml"))).unwrap();
         for end in 0..of_clients.len() {
             if let Err(problems) = read_with_files(&text, &|_| Ok(of_clients[..end].to_vec())) {
-                assert!(render(&problems, "gateway.toml", &text).contains("clients/"), "{problems:?}");
+                assert!(render(&problems, "gateway.toml").contains("clients/"), "{problems:?}");
             }
         }
     }
@@ -492,7 +517,7 @@ fn assert_no_panic(text: &str) {
     if let Err(problems) = read(text) {
         assert!(!problems.is_empty());
         assert_positions_are_inside(text, &problems);
-        assert!(render(&problems, "gateway.toml", text).contains("fix: "));
+        assert!(render(&problems, "gateway.toml").contains("fix: "));
     }
 }
 

@@ -88,7 +88,7 @@ pub fn render(query: &DecisionQuery, outcome: &DecisionOutcome) -> Value {
         Value::Object(fields)
     };
     let tightest = outcome.windows.iter().min_by_key(|window| (window.remaining, std::cmp::Reverse(window.end_ms)));
-    // Without windows, the key is exempt from all rules.
+    // Without windows, no rule counts the key.
     let mut response = match tightest {
         Some(tightest) => window(tightest),
         None => window(&WindowState { end_ms: outcome.now_ms, ..WindowState::default() }),
@@ -104,6 +104,9 @@ pub fn render(query: &DecisionQuery, outcome: &DecisionOutcome) -> Value {
     response.insert("retry_after_ms".to_owned(), json!(retry_after_ms));
     if outcome.is_exempt {
         response.insert("exempt".to_owned(), json!(true));
+    }
+    if outcome.has_unknown_key {
+        response.insert("unknown_key".to_owned(), json!(true));
     }
     response.insert("windows".to_owned(), outcome.windows.iter().map(named).collect());
     if !outcome.concurrent.is_empty() {

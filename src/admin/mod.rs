@@ -1,18 +1,19 @@
-//! The admin address: `/metrics`, `/upstreams`, `/healthz`, `/readyz`, and the decision API under `/v1/`.
+//! The admin address: `/metrics`, `/upstreams`, `/healthz`, `/readyz`, the busiest keys, and the decision API under `/v1/`.
 //!
 //! Runs on its own thread, so that a scrape takes no time from requests. Accepts only IP addresses, `localhost` and configured
 //! names as host, which stops DNS rebinding: a web page whose name resolves to this address could read the responses in a
 //! browser. `write_timeout` ends connections with a peer that does not read.
 
+use std::cell::RefCell;
 use std::convert::Infallible;
 use std::net::{Ipv4Addr, Ipv6Addr, TcpListener as StdListener};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use aws_lc_rs::constant_time::verify_slices_are_equal;
 use bytes::Bytes;
-use http::header::{CONNECTION, HOST, HeaderMap, HeaderName, ORIGIN};
+use http::header::{ACCEPT, AUTHORIZATION, CONNECTION, HOST, HeaderMap, HeaderName, ORIGIN};
 use http::uri::Authority;
 use http::{HeaderValue, Method, Request, Response};
 use http_body_util::{BodyExt, Full, Limited};
@@ -20,25 +21,34 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use serde_json::Value;
 use tokio::net::TcpListener;
+use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::{Semaphore, watch};
 
 use crate::clock::Clock;
-use crate::decision::{CounterAccess, DecisionService, Operation};
+use crate::config::listen::Admin;
+use crate::decision::{CounterAccess, Operation};
+use crate::explain;
+use crate::explain::question::Question;
+use crate::explain::rule_state::Counting;
 use crate::http::error::DecisionError;
 use crate::http::error::RequestError;
 use crate::http::responses::{self, LocalResponse};
 use crate::metrics::Registry;
-use crate::metrics::events::{BUILD_INFO, CLOCK_OFFSET, COUNTERS, NAMES, OVERFLOW};
-use crate::metrics::exposition::{Reading, render};
+use crate::metrics::events::DecisionMetrics;
 use crate::persistence::counters::Counters;
+use crate::proxy::compiled_config::CompiledConfig;
+use crate::proxy::worker_state::TopKeysQuery;
 use crate::redis_store::shared_counters::SharedCounters;
+use crate::top_keys::TopKeys;
 use crate::upstream::server_health::UpstreamHealth;
 
 mod decision_json;
+mod metrics_page;
+mod top_query;
 mod write_timeout;
 
+use top_query::TopQuery;
 use write_timeout::WriteTimeout;
 
 /// Concurrent connections; further ones are closed at once.
@@ -62,21 +72,50 @@ pub enum AcceptState {
     HandedOver,
 }
 
+/// What the decision API uses under one configuration.
+pub struct DecisionApi {
+    pub compiled: Arc<CompiledConfig>,
+    pub metrics: DecisionMetrics,
+}
+
 /// What the admin pages read.
 pub struct AdminState {
     pub registry: Arc<Registry>,
     pub counters: Arc<Counters>,
     pub clock: Clock,
     /// Readiness. Becomes `false` first when the gateway drains.
-    pub ready: Arc<AtomicBool>,
+    pub ready: watch::Receiver<bool>,
     pub accept_state: watch::Receiver<AcceptState>,
-    /// Configured host names of the admin address.
-    pub hosts: watch::Receiver<Vec<String>>,
+    pub settings: watch::Receiver<Admin>,
     /// `None` until the first configuration is applied.
-    pub decision_service: watch::Receiver<Option<Arc<DecisionService>>>,
+    pub decision_api: watch::Receiver<Option<Arc<DecisionApi>>>,
     pub upstream_health: watch::Receiver<Vec<Arc<UpstreamHealth>>>,
     /// `None` where counters are not shared between gateways.
     pub shared: Option<Rc<SharedCounters>>,
+    pub workers: Vec<UnboundedSender<TopKeysQuery>>,
+    /// The keys of the decision API, and the configuration whose rules they are of.
+    pub top_keys: RefCell<Option<(Arc<CompiledConfig>, Rc<TopKeys>)>>,
+}
+
+impl AdminState {
+    /// The keys of the decision API, by the rules of a configuration.
+    fn top_keys(&self, compiled: &Arc<CompiledConfig>) -> Rc<TopKeys> {
+        let mut current = self.top_keys.borrow_mut();
+        match &*current {
+            Some((known, top_keys)) if Arc::ptr_eq(known, compiled) => Rc::clone(top_keys),
+            former => {
+                let former = former.as_ref().map(|(_, top_keys)| &**top_keys);
+                let (capacity, now_ms) = (compiled.config.admin.top_keys, self.clock.now().unix_ms);
+                let top_keys = Rc::new(TopKeys::new(&compiled.rule_set, capacity, now_ms, former));
+                *current = Some((Arc::clone(compiled), Rc::clone(&top_keys)));
+                top_keys
+            }
+        }
+    }
+
+    fn is_ready(&self) -> bool {
+        *self.ready.borrow()
+    }
 }
 
 /// Serves the admin pages until the task is dropped.
@@ -128,18 +167,33 @@ pub async fn serve(listener: StdListener, state: Rc<AdminState>) -> std::io::Res
 }
 
 async fn handle(state: Rc<AdminState>, request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
-    if !has_allowed_host(&request, &state.hosts.borrow()) {
-        return Ok(finish_response(&state, responses::decision_error_response(&DecisionError::UnknownHost)));
+    let refusal = check_access(&request, &state.settings.borrow()).err();
+    if let Some(error) = refusal {
+        return Ok(finish_response(&state, responses::decision_error_response(&error)));
     }
-    let operation = match request.uri().path() {
-        "/v1/limit" => Operation::Limit,
-        "/v1/check" => Operation::Check,
-        "/v1/reset" => Operation::Reset,
-        "/v1/value" => Operation::Value,
+    let call = match request.uri().path() {
+        "/v1/limit" => ApiCall::Decide(Operation::Limit),
+        "/v1/check" => ApiCall::Decide(Operation::Check),
+        "/v1/reset" => ApiCall::Decide(Operation::Reset),
+        "/v1/value" => ApiCall::Decide(Operation::Value),
+        "/v1/explain" => ApiCall::Explain,
+        "/v1/top" => {
+            let reply = match refuse_method(&request) {
+                None => busiest_keys(&state, request.uri().query().unwrap_or_default()).await,
+                Some(reply) => reply,
+            };
+            return Ok(finish_response(&state, reply));
+        }
         _ => return Ok(finish_response(&state, handle_page(&state, &request))),
     };
-    let decided = decide(&state, operation, request).await;
-    Ok(finish_response(&state, decided))
+    let response = call_api(&state, call, request).await;
+    Ok(finish_response(&state, response))
+}
+
+/// What a request to the decision API asks for.
+enum ApiCall {
+    Decide(Operation),
+    Explain,
 }
 
 /// Closes the connection after this response if another process has taken over.
@@ -151,7 +205,7 @@ fn finish_response(state: &AdminState, mut reply: LocalResponse) -> Response<Ful
 }
 
 /// Handles a request to the decision API.
-async fn decide(state: &AdminState, operation: Operation, request: Request<Incoming>) -> LocalResponse {
+async fn call_api(state: &AdminState, call: ApiCall, request: Request<Incoming>) -> LocalResponse {
     if request.method() != Method::POST {
         let mut reply = responses::error_response(&RequestError::Method);
         reply.headers_mut().insert(http::header::ALLOW, http::HeaderValue::from_static("POST"));
@@ -160,31 +214,91 @@ async fn decide(state: &AdminState, operation: Operation, request: Request<Incom
     if is_cross_origin(request.headers()) {
         return responses::decision_error_response(&DecisionError::CrossOrigin);
     }
+    let wants_text =
+        request.headers().get(ACCEPT).is_some_and(|accepted| accepted.as_bytes().starts_with(b"text/plain"));
     let body = Limited::new(request.into_body(), QUERY_MAX_BYTES).collect();
     let text = match tokio::time::timeout(HEAD_TIMEOUT, body).await {
         Ok(Ok(text)) => text.to_bytes(),
         Ok(Err(_too_long_or_broken)) => return responses::decision_error_response(&DecisionError::TooLarge),
         Err(_elapsed) => return responses::decision_error_response(&DecisionError::Timeout),
     };
-    let service = state.decision_service.borrow().clone();
-    // Not reached: the service is set before the listener accepts.
-    let Some(service) = service else { return responses::not_ready_response(String::from("starting\n")) };
-    match execute(state, &service, operation, &text).await {
-        Ok(response) => responses::json_response(format!("{response}\n")),
-        Err(error) => responses::decision_error_response(&error),
+    let decision_api = state.decision_api.borrow().clone();
+    // Not reached: it is set before the listener accepts.
+    let Some(decision_api) = decision_api else { return responses::not_ready_response(String::from("starting\n")) };
+    let response = match call {
+        ApiCall::Decide(operation) => decide(state, &decision_api, operation, &text).await,
+        ApiCall::Explain => explain(state, &decision_api.compiled, &text, wants_text).await,
+    };
+    response.unwrap_or_else(|error| responses::decision_error_response(&error))
+}
+
+async fn decide(
+    state: &AdminState,
+    decision_api: &DecisionApi,
+    operation: Operation,
+    text: &[u8],
+) -> Result<LocalResponse, DecisionError> {
+    let query = decision_json::parse(operation, text)?;
+    let clock = || state.clock.now().unix_ms;
+    let DecisionApi { compiled, metrics } = decision_api;
+    let (table, shared) = (&*state.counters.table, state.shared.as_ref());
+    let (top_keys, readable_digester) = (&*state.top_keys(compiled), &*compiled.readable_digester);
+    let counters = CounterAccess { table, clock: &clock, shared, metrics, top_keys, readable_digester };
+    let outcome = compiled.decision_service.decide(&query, counters).await?;
+    Ok(responses::json_response(format!("{}\n", decision_json::render(&query, &outcome))))
+}
+
+/// `POST /v1/explain`: JSON, or the text that `transom explain` prints.
+async fn explain(
+    state: &AdminState,
+    compiled: &CompiledConfig,
+    text: &[u8],
+    wants_text: bool,
+) -> Result<LocalResponse, DecisionError> {
+    let question = Question::from_json(text).map_err(DecisionError::Malformed)?;
+    let (table, shared) = (&*state.counters.table, state.shared.as_ref());
+    let counting = Counting { table, clock: &state.clock, shared, is_live: true };
+    let explanation = explain::explain(compiled, &question, counting).await;
+    Ok(match wants_text {
+        true => responses::text_response(explanation.to_string()),
+        false => responses::json_response(format!("{}\n", explanation.to_json())),
+    })
+}
+
+/// Every request must name a host of the admin address, and a `POST` the token, if there is one.
+fn check_access<B>(request: &Request<B>, settings: &Admin) -> Result<(), DecisionError> {
+    if !has_allowed_host(request, &settings.hosts) {
+        return Err(DecisionError::UnknownHost);
+    }
+    match &settings.token {
+        Some(token) if request.method() == Method::POST && !has_token(request.headers(), &token.0) => {
+            Err(DecisionError::Unauthorized)
+        }
+        _ => Ok(()),
     }
 }
 
-async fn execute(
-    state: &AdminState,
-    service: &DecisionService,
-    operation: Operation,
-    text: &[u8],
-) -> Result<Value, DecisionError> {
-    let query = decision_json::parse(operation, text)?;
-    let clock = || state.clock.now().unix_ms;
-    let counters = CounterAccess { table: &state.counters.table, clock: &clock, shared: state.shared.as_ref() };
-    Ok(decision_json::render(&query, &service.decide(&query, counters).await?))
+/// Whether a request has the token of the admin address (RFC 6750). The time of the comparison tells nothing about the token.
+fn has_token(fields: &HeaderMap, token: &str) -> bool {
+    let given = fields.get(AUTHORIZATION).and_then(|value| value.to_str().ok()?.split_once(' '));
+    given.is_some_and(|(scheme, given)| {
+        scheme.eq_ignore_ascii_case("bearer")
+            && verify_slices_are_equal(given.trim().as_bytes(), token.as_bytes()).is_ok()
+    })
+}
+
+/// `GET /v1/top`: the busiest keys of one rule or of all.
+async fn busiest_keys(state: &AdminState, query: &str) -> LocalResponse {
+    let decision_api = state.decision_api.borrow().clone();
+    let Some(decision_api) = decision_api else { return responses::not_ready_response(String::from("starting\n")) };
+    let listed = match TopQuery::parse(query) {
+        Ok(query) => query.list(state, &decision_api.compiled).await,
+        Err(error) => Err(error),
+    };
+    match listed {
+        Ok(lists) => responses::json_response(format!("{lists}\n")),
+        Err(error) => responses::decision_error_response(&error),
+    }
 }
 
 /// Whether all hosts that a request names belong to the admin address. HTTP/1.0 clients may name none; browsers always do.
@@ -215,18 +329,28 @@ fn is_cross_origin(fields: &HeaderMap) -> bool {
     origin.split_once("://").is_none_or(|(_, authority)| authority != host)
 }
 
+/// The response to a method that a page does not have.
+fn refuse_method<B>(request: &Request<B>) -> Option<LocalResponse> {
+    if [Method::GET, Method::HEAD].contains(request.method()) {
+        return None;
+    }
+    let mut reply = responses::error_response(&RequestError::Method);
+    reply.headers_mut().insert(http::header::ALLOW, http::HeaderValue::from_static("GET, HEAD"));
+    Some(reply)
+}
+
 fn handle_page<B>(state: &AdminState, request: &Request<B>) -> LocalResponse {
     let path = request.uri().path();
-    if PAGES.contains(&path) && ![Method::GET, Method::HEAD].contains(request.method()) {
-        let mut reply = responses::error_response(&RequestError::Method);
-        reply.headers_mut().insert(http::header::ALLOW, http::HeaderValue::from_static("GET, HEAD"));
+    if PAGES.contains(&path)
+        && let Some(reply) = refuse_method(request)
+    {
         return reply;
     }
     match path {
-        "/metrics" => responses::metrics_response(metrics(state)),
+        "/metrics" => metrics_page::response(state),
         "/upstreams" => responses::json_response(format!("{:#}\n", upstreams(state))),
         "/healthz" => responses::text_response("ok\n".to_owned()),
-        "/readyz" if state.ready.load(Ordering::Acquire) => responses::text_response("ready\n".to_owned()),
+        "/readyz" if state.is_ready() => responses::text_response("ready\n".to_owned()),
         "/readyz" => responses::not_ready_response("draining\n".to_owned()),
         _ => responses::error_response(&RequestError::NoRoute),
     }
@@ -238,22 +362,4 @@ fn upstreams(state: &AdminState) -> serde_json::Value {
     let upstream_health = state.upstream_health.borrow();
     let upstream_health = upstream_health.iter().filter(|upstream_health| !upstream_health.servers.is_empty());
     serde_json::json!({ "upstreams": upstream_health.map(|upstream_health| upstream_health.to_json(now)).collect::<Vec<_>>() })
-}
-
-fn metrics(state: &AdminState) -> String {
-    let (counters, now_ms) = (&state.counters, state.clock.now().unix_ms);
-    let stats = counters.stats(now_ms);
-    let concurrency_overflow =
-        state.decision_service.borrow().as_ref().map_or(0, |service| service.concurrency_overflows());
-    let overflow =
-        counters.table.overflow_charges_total() + counters.table.overflow_refused_total() + concurrency_overflow;
-    state.registry.remove_unused();
-    let readings = [
-        Reading { name: &COUNTERS, labels: vec![("state", "live")], value: stats.live as u64 },
-        Reading { name: &COUNTERS, labels: vec![("state", "free")], value: stats.free as u64 },
-        Reading { name: &OVERFLOW, labels: vec![], value: overflow },
-        Reading { name: &CLOCK_OFFSET, labels: vec![], value: state.clock.offset_s() as u64 },
-        Reading { name: &BUILD_INFO, labels: vec![("version", env!("CARGO_PKG_VERSION"))], value: 1 },
-    ];
-    render(&state.registry, &NAMES, &readings)
 }

@@ -13,10 +13,11 @@ use super::{Exit, read_config, resolve_path};
 use crate::clock::Clock;
 use crate::config::lint::{self, LintMessage};
 use crate::config::redis::StoreConfig;
-use crate::config::{AccessLog, Config};
+use crate::config::{Config, LogTarget};
 use crate::downstream::tls;
 use crate::file_watch::FileWatch;
 use crate::redis_store::diagnose::{Finding, ServerReport, Severity, diagnose};
+use transom_limiter::rule::{Rule, Sharing};
 
 /// Options of `transom check`.
 #[derive(Clone, Copy, clap::Args)]
@@ -52,7 +53,8 @@ pub fn check(path: &Path, options: Options) -> Exit {
     if !options.json {
         print_messages(path, &config, &messages, refused);
     }
-    let servers = match shared.filter(|_| options.connect).map(diagnose_servers).transpose() {
+    let diagnose = |shared| diagnose_servers(shared, &config.rules);
+    let servers = match shared.filter(|_| options.connect).map(diagnose).transpose() {
         Ok(servers) => servers,
         Err(error) => {
             print_err!("cannot check the servers: {error}");
@@ -101,10 +103,13 @@ fn to_json(path: &Path, config: &Config, messages: &[LintMessage], servers: Opti
     result
 }
 
-fn diagnose_servers(shared: &StoreConfig) -> io::Result<Vec<ServerReport>> {
+fn diagnose_servers(shared: &StoreConfig, rules: &[Rule]) -> io::Result<Vec<ServerReport>> {
+    let shared_rules = rules.iter().filter(|rule| rule.sharing != Sharing::Local);
+    let formats: Vec<_> =
+        shared_rules.filter_map(|rule| Some((rule.name.as_str(), rule.key_format.as_ref()?))).collect();
     let clock = Clock::system();
     let runtime = Builder::new_current_thread().enable_all().build_local(LocalOptions::default())?;
-    Ok(runtime.block_on(diagnose(shared, &|| clock.now().unix_ms)))
+    Ok(runtime.block_on(diagnose(shared, &formats, &|| clock.now().unix_ms)))
 }
 
 fn has_problem(server: &ServerReport) -> bool {
@@ -141,9 +146,9 @@ fn print_servers(shared: Option<&StoreConfig>, servers: &[ServerReport]) {
 /// Problems that a start on this machine would have. They are notes: folders and addresses may be created by what
 /// starts the gateway.
 fn start_failures(path: &Path, config: &Config) -> Vec<String> {
-    let log = match &config.access_log {
-        Some(AccessLog::File(log)) => Some(log.clone()),
-        Some(AccessLog::Stdout) | None => None,
+    let log = match config.access_log.as_ref().map(|log| &log.target) {
+        Some(LogTarget::File(log)) => Some(log.clone()),
+        Some(LogTarget::Stdout) | None => None,
     };
     let counters = &config.counters;
     let files: [(&str, Option<PathBuf>); 4] = [
@@ -155,9 +160,15 @@ fn start_failures(path: &Path, config: &Config) -> Vec<String> {
     let files = files.iter().filter_map(|(name, file)| Some(format!("{name} {}", unwritable_file(file.as_deref()?)?)));
     let listen = &config.listen;
     let https = listen.https.iter().flat_map(|https| &https.address);
-    let addresses =
-        listen.http.iter().chain(https).chain(&listen.admin).filter_map(|address| unusable_address(*address));
-    let tls = listen.https.iter().filter_map(|https| tls::server_config(https).err());
+    let service = listen.ratelimit_service.iter().flat_map(|service| service.addresses());
+    let addresses = listen
+        .http
+        .iter()
+        .chain(https)
+        .chain(service)
+        .chain(&listen.admin)
+        .filter_map(|address| unusable_address(*address));
+    let tls = listen.tls_listeners().filter_map(|https| tls::server_config(https).err());
     let tls = tls.map(|error| format!("TLS cannot be set up: {error}"));
     files.chain(addresses).chain(tls).map(|text| format!("the gateway would not start here: {text}")).collect()
 }

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use clap::Subcommand;
 
 use self::clients_toml::{ClientsDocument, Identifiers};
-use super::{Exit, read_config, read_config_with, read_file, resolve_path};
+use super::{Exit, list_folder, read_config, read_config_with, read_file, resolve_path};
 use crate::atomic_file::Draft;
 use crate::config::Config;
 use crate::config::clients::{Client, Clients};
@@ -327,11 +327,11 @@ fn generate_key() -> Result<String, Failure> {
 
 /// Reads the configuration; a missing clients file counts as empty.
 fn read_current_config(path: &Path) -> Result<Config, Failure> {
-    let read = read_config_with(path, &|file| match read_file(file) {
+    let files = |file: &Path| match read_file(file) {
         Err(error) if error.kind() == io::ErrorKind::NotFound && file != path => Ok(Vec::new()),
         read => read,
-    });
-    read.map_err(|invalid| Failure(Exit::BadConfig, invalid.to_string()))
+    };
+    read_config_with(path, &files, &list_folder).map_err(|invalid| Failure(Exit::BadConfig, invalid.to_string()))
 }
 
 fn clients_of<'c>(config: &'c Config, path: &Path) -> Result<&'c Clients, Failure> {
@@ -358,9 +358,8 @@ fn edit(path: &Path, clients: &Clients, change: impl FnOnce(&mut ClientsDocument
     })?;
     change(&mut document);
     let after = document.to_string();
-    let checked =
-        read_config_with(path, &|other| if other == file { Ok(after.clone().into_bytes()) } else { read_file(other) });
-    checked.map_err(|invalid| {
+    let files = |other: &Path| if other == file { Ok(after.clone().into_bytes()) } else { read_file(other) };
+    read_config_with(path, &files, &list_folder).map_err(|invalid| {
         let message = "transom: nothing was written; the result would be invalid:";
         Failure(Exit::BadConfig, format!("{message}\n{invalid}"))
     })?;

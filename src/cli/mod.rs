@@ -1,4 +1,5 @@
-//! The commands `run`, `check`, `schema`, `upgrade` and `clients`, and how they read configuration files.
+//! The commands `run`, `check`, `explain`, `health`, `top`, `simulate`, `schema`, `upgrade` and `clients`, and how they
+//! read configuration files.
 
 /// Prints a line to standard output; write errors are ignored.
 macro_rules! print_out {
@@ -14,11 +15,16 @@ macro_rules! print_err {
     }};
 }
 
+mod admin_client;
 pub mod check;
 pub mod clients;
+pub mod explain;
+pub mod health;
 mod pid_file;
 pub mod run;
+pub mod simulate;
 pub mod systemd;
+pub mod top;
 pub mod upgrade;
 
 use std::cell::RefCell;
@@ -29,7 +35,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
-use crate::config::diagnostics::{self, Problem, ReadFile};
+use crate::config::diagnostics::{self, Inputs, ListFolder, Problem, ReadFile};
 use crate::config::{self, Config, schema};
 use crate::file_watch::FileWatch;
 
@@ -50,15 +56,15 @@ const FILE_MAX_BYTES: u64 = 16 * 1024 * 1024;
 #[derive(Debug)]
 pub struct InvalidConfig {
     name: String,
-    text: String,
     problems: Vec<Problem>,
 }
 
 impl InvalidConfig {
     /// A file that cannot be read as text.
     fn unreadable(name: String, line: usize, column: usize, message: String, fix: &str) -> InvalidConfig {
-        let problem = Problem { file: None, span: 0..0, line, column, message, fix: fix.to_owned() };
-        InvalidConfig { name, text: String::new(), problems: vec![problem] }
+        let (fix, line_text) = (fix.to_owned(), String::new());
+        let problem = Problem { file: None, span: 0..0, line, column, message, fix, line_text };
+        InvalidConfig { name, problems: vec![problem] }
     }
 
     /// The problems, as `transom check --json` prints them.
@@ -77,21 +83,26 @@ impl InvalidConfig {
 
 impl fmt::Display for InvalidConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&diagnostics::render(&self.problems, &self.name, &self.text))
+        f.write_str(&diagnostics::render(&self.problems, &self.name))
     }
 }
 
-/// Reads a configuration and the files it names, and watches them.
+/// Reads a configuration and the files it names, and watches them and the folders of included files.
 pub fn read_config(path: &Path, watch: &mut FileWatch) -> Result<Config, InvalidConfig> {
     let watch = RefCell::new(watch);
-    read_config_with(path, &|path| {
+    let files = |path: &Path| {
         watch.borrow_mut().watch(path);
         read_file(path)
-    })
+    };
+    let folders = |path: &Path| {
+        watch.borrow_mut().watch(path);
+        list_folder(path)
+    };
+    read_config_with(path, &files, &folders)
 }
 
-/// Reads a configuration through `files`.
-fn read_config_with(path: &Path, files: ReadFile) -> Result<Config, InvalidConfig> {
+/// Reads a configuration through `files` and `folders`.
+fn read_config_with(path: &Path, files: ReadFile, folders: ListFolder) -> Result<Config, InvalidConfig> {
     let name = path.display().to_string();
     let bytes = match files(path) {
         Ok(bytes) => bytes,
@@ -112,13 +123,23 @@ fn read_config_with(path: &Path, files: ReadFile) -> Result<Config, InvalidConfi
         }
     };
     let variables = |name: &str| std::env::var_os(name).map(|value| value.into_encoded_bytes());
-    let config = config::read_with_files_and_variables(&text, &|file| files(&resolve_path(path, file)), &variables);
-    config.map_err(|problems| InvalidConfig { name, text, problems })
+    let files = |file: &Path| files(&resolve_path(path, file));
+    let folders = |folder: &Path| folders(&resolve_path(path, folder));
+    let inputs = Inputs { files: &files, folders: &folders, variables: &variables };
+    config::read_with_inputs(&text, inputs).map_err(|problems| InvalidConfig { name, problems })
 }
 
 /// Resolves a path in a configuration relative to the configuration file.
 fn resolve_path(config: &Path, file: &Path) -> PathBuf {
     config.parent().unwrap_or(Path::new("")).join(file)
+}
+
+/// The names of the files in a folder. Names that are not UTF-8 are left out.
+fn list_folder(path: &Path) -> io::Result<Vec<String>> {
+    // The folder of a file without a folder is the working directory.
+    let folder = if path.as_os_str().is_empty() { Path::new(".") } else { path };
+    let names = std::fs::read_dir(folder)?.map(|entry| Ok(entry?.file_name().into_string().ok()));
+    Ok(names.collect::<io::Result<Vec<Option<String>>>>()?.into_iter().flatten().collect())
 }
 
 fn read_file(path: &Path) -> io::Result<Vec<u8>> {

@@ -4,6 +4,7 @@
 use std::error::Error;
 use std::io;
 use std::path::Path;
+use std::pin::pin;
 use std::time::Duration;
 
 use tokio::runtime::Builder;
@@ -17,7 +18,7 @@ use crate::cli::upgrade::protocol::{Handover, SuccessorChannel};
 use crate::cli::upgrade::state;
 use crate::cli::upgrade::state::Upgrade;
 use crate::clock::Clock;
-use crate::config::{Config, lint};
+use crate::config::{Config, LogTarget, lint};
 use crate::file_watch::FileWatch;
 use crate::metrics::events::ReloadMetrics;
 use crate::server::Gateway;
@@ -145,7 +146,7 @@ impl Supervisor<'_> {
     async fn supervise(mut self, former: Option<(u32, SuccessorChannel)>, mut signals: Signals) -> io::Result<()> {
         let mut stop = StopSignals::new()?;
         self.open(former, &mut stop).await?;
-        let meter = ReloadMetrics::new(&self.gateway.registry);
+        let meter = ReloadMetrics::new(&self.gateway.registry, self.clock.wall_ms());
         // The interval survives the loop, so that frequent signals do not postpone the checks.
         let mut watch_timer = tokio::time::interval(WATCH_PERIOD);
         watch_timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -202,17 +203,21 @@ impl Supervisor<'_> {
         Ok(())
     }
 
-    /// Prints the addresses, once signals are handled.
+    /// Prints the addresses, once signals are handled: to standard error if standard output is the access log.
     fn report_listening(&self) {
-        for address in self.gateway.http() {
-            print_out!("listening on http://{address}");
-        }
-        for address in self.gateway.https() {
-            print_out!("listening on https://{address}");
-        }
-        if let Some(address) = self.gateway.admin() {
-            print_out!("admin on http://{address}");
-        }
+        let log = self.gateway.config().access_log.as_ref();
+        let is_stdout_taken = log.is_some_and(|log| log.target == LogTarget::Stdout);
+        let print = |line: String| match is_stdout_taken {
+            true => print_err!("{line}"),
+            false => print_out!("{line}"),
+        };
+        self.gateway.http().iter().for_each(|address| print(format!("listening on http://{address}")));
+        self.gateway.https().iter().for_each(|address| print(format!("listening on https://{address}")));
+        self.gateway.admin().iter().for_each(|address| print(format!("admin on http://{address}")));
+        let service = &self.gateway.config().listen.ratelimit_service;
+        let scheme = if service.as_ref().is_some_and(|service| service.tls().is_some()) { "https" } else { "http" };
+        let addresses = self.gateway.ratelimit_service().iter();
+        addresses.for_each(|address| print(format!("rate limit service on {scheme}://{address}")));
         if let Some(shared) = &self.gateway.config().counters.shared {
             tracing::info!("counters are shared through {}, under `{}:`", shared.nodes, shared.prefix);
         }
@@ -230,15 +235,15 @@ impl Supervisor<'_> {
                     self.pid_file.move_to(config.general.pid_file.as_ref().map(|file| resolve_path(self.path, file)));
                     // Logged before it is counted: the message is there when the metric changes.
                     tracing::info!("configuration reloaded");
-                    meter.applied();
+                    meter.applied(self.clock.wall_ms());
                 }
                 Err(error) => {
-                    tracing::error!("reload failed, the running configuration is kept: {error}");
+                    tracing::error!("reload failed, nothing was applied: {error}");
                     meter.refused();
                 }
             },
             Err(invalid) => {
-                tracing::error!("reload failed, the running configuration is kept:\n{invalid}");
+                tracing::error!("reload failed, nothing was applied:\n{invalid}");
                 meter.refused();
             }
         }
@@ -257,14 +262,34 @@ impl Supervisor<'_> {
         if cancels_upgrade {
             self.pid_file.renew();
         }
-        tracing::info!("draining");
         systemd::notify(systemd::STOPPING);
+        self.gateway.begin_drain();
+        self.delay_drain(&mut stop, &mut signals).await;
+        tracing::info!("draining");
         let gateway = self.gateway;
         let mut draining = tokio::task::spawn_blocking(move || gateway.drain());
         loop {
             tokio::select! {
                 drained = &mut draining => return drained.map_err(io::Error::other),
                 () = stop.recv() => return Err(stopped_twice()),
+                _ = signals.upgrade.recv() => state::report_failure("it is stopping"),
+            }
+        }
+    }
+
+    /// Accepts connections until load balancers have noticed that the gateway is not ready, or a stop signal arrives.
+    async fn delay_drain(&self, stop: &mut StopSignals, signals: &mut Signals) {
+        let delay = self.gateway.config().drain.delay;
+        if delay.is_zero() {
+            return;
+        }
+        tracing::info!("not ready; draining begins in {delay:?}");
+        let mut delay = pin!(tokio::time::sleep(delay));
+        loop {
+            tokio::select! {
+                () = &mut delay => return,
+                () = stop.recv() => return,
+                _ = signals.hangup.recv() => self.gateway.reopen_access_log(),
                 _ = signals.upgrade.recv() => state::report_failure("it is stopping"),
             }
         }

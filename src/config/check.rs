@@ -7,28 +7,33 @@
 use toml::de::DeTable;
 
 use super::calendar;
-use super::clients::{DefinedPlans, read_clients};
+use super::clients::{DefinedPlans, read_clients, report_unused_on_unknown_key};
 use super::counters::Counters;
+use super::descriptor::report_unused_descriptors;
 use super::diagnostics::{Problem, Report};
 use super::jwt::{read_jwt, report_missing_or_unused_jwt};
-use super::limits::{Http2, Limits, Timeouts};
+use super::key_format::check_key_formats;
+use super::limits::{DrainSettings, Http2, Limits, Timeouts};
 use super::listen::{Admin, Listen};
 use super::path::PathReading;
 use super::redis::{StoreConfig, TABLE_FIX};
+use super::references;
 use super::route::{RouteContext, read_routes};
-use super::rule::{RuleResponses, read_rules};
+use super::rule::{GatewayRule, read_rules};
 use super::settings::Section;
-use super::toml_reader::{Table, toml_errors};
+use super::span_export::read_tracing;
+use super::toml_reader::{Item, Table, toml_errors};
 use super::upstream::read_upstreams;
-use super::{AccessLogSettings, Config, General};
+use super::{AccessLog, AccessLogSettings, Config, General, MetricsSettings};
 use transom_limiter::rule::Rule;
 
 /// Reads the configuration that a report is on, or returns all problems in it.
-pub fn read_config(mut report: Report) -> Result<Config, Vec<Problem>> {
+pub fn read_config(text: &str, mut report: Report) -> Result<Config, Vec<Problem>> {
     let top_level = General::settings().into_iter().chain(PathReading::settings());
     report.top_level_keys = top_level.map(|setting| setting.key).collect();
-    let valid_text = toml_errors::skip_syntax_errors(report.text, &mut report);
-    let (document, _) = DeTable::parse_recoverable(&valid_text);
+    let valid_text = toml_errors::skip_syntax_errors(text, &mut report);
+    let (mut document, _) = DeTable::parse_recoverable(&valid_text);
+    references::resolve(document.get_mut(), &mut report);
     let mut config = read_top_level(Table::new(document.get_ref(), 0..0, "the file"), &mut report);
     match report.into_problems() {
         problems if problems.is_empty() => {
@@ -49,14 +54,22 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
     let certs = listen.client_certs();
     let counters = Counters::read_section(top.get("counters"), report);
     let timeouts = Timeouts::read_section(top.get("timeouts"), report);
+    let drain = DrainSettings::read_section(top.get("drain"), report);
     let http2 = Http2::read_section(top.get("http2"), report);
     let limits = Limits::read_section(top.get("limits"), report);
-    let access_log = AccessLogSettings::read_section(top.get("access_log"), report).file;
+    let AccessLogSettings { file, format } = AccessLogSettings::read_section(top.get("access_log"), report);
+    let access_log = file.map(|target| AccessLog { target, format });
+    let metrics_item = top.get("metrics");
+    let metrics = MetricsSettings::read_section(metrics_item.clone(), report);
+    let tracing = read_tracing(top.get("tracing"), report);
     let jwt = top.get("jwt");
     let upstreams = top.get("upstreams");
     let rules = top.get("rules");
     let clients = top.get("clients");
-    let routes = top.require("routes", "write `[[routes]]`, then its `path` and its `upstream`");
+    let routes = match &listen.ratelimit_service {
+        Some(_) => top.get("routes"),
+        None => top.require("routes", "write `[[routes]]`, then its `path` and its `upstream`"),
+    };
     for key in ["redis", "shared"] {
         top.suggest_for(key, "counters", TABLE_FIX);
     }
@@ -70,6 +83,11 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
     upstreams.complete &= !misspelled.contains(&"upstreams");
     let mut rules = read_rules(rules, general.headers, certs, sharing, report);
     rules.complete &= !misspelled.contains(&"rules");
+    let formats = rules.entries.iter().map(|entry| (&entry.value.0, entry.value.1.key_format_span.as_ref()));
+    check_key_formats(formats, counters.shared.as_ref(), report);
+    if listen.ratelimit_service.is_none() && listen_is_valid && !misspelled.contains(&"listen") {
+        report_unused_descriptors(&rules, report);
+    }
     // A trusted proxy sends the scheme of the original request. Invalid addresses may belong to either scheme.
     let any_scheme = !listen.trusted_proxies.is_empty() || !listen_is_valid || misspelled.contains(&"listen");
     let context = RouteContext {
@@ -83,21 +101,38 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
     let routes = read_routes(routes, &context, report);
 
     let plans = rules.entries.iter().flat_map(|rule| &rule.value.0.plans).map(|plan| plan.name.as_str()).collect();
+    let before = report.count();
     let clients = read_clients(clients, &DefinedPlans { names: plans, complete: rules.complete }, certs, report);
+    if report.count() == before && !misspelled.contains(&"clients") {
+        report_unused_on_unknown_key(&rules, clients.as_ref(), report);
+        let tables = metrics_item.iter().flat_map(Item::tables);
+        if let (Some(item), None) = (tables.filter_map(|table| table.given("clients")).next(), &clients)
+            && metrics.clients
+        {
+            let message = "`clients` has no effect: there is no `[clients]`";
+            report.missing(item.key_span, message, "add `[clients]`, or remove it");
+        }
+    }
 
-    let (rules, responses): (Vec<Rule>, Vec<RuleResponses>) = rules.into_values().into_iter().unzip();
-    let count_when = responses.iter().map(|responses| responses.count_when.clone()).collect();
+    let (rules, gateway_rules): (Vec<Rule>, Vec<GatewayRule>) = rules.into_values().into_iter().unzip();
+    let count_when = gateway_rules.iter().map(|rule| rule.count_when.clone()).collect();
+    let on_unknown_key = gateway_rules.iter().map(|rule| rule.on_unknown_key).collect();
+    let descriptors =
+        gateway_rules.iter().map(|rule| rule.descriptor.as_ref().map(|(descriptor, _)| descriptor.clone())).collect();
     let (rate_limit_styles, refusal_responses) =
-        responses.into_iter().map(|responses| (responses.rate_limit_style, responses.refusal)).unzip();
+        gateway_rules.into_iter().map(|rule| (rule.rate_limit_style, rule.refusal)).unzip();
     Config {
         listen,
         admin,
         general,
         counters,
         timeouts,
+        drain,
         http2,
         limits,
         access_log,
+        metrics,
+        tracing,
         clients,
         jwt,
         path_reading,
@@ -106,6 +141,8 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
         rate_limit_styles,
         refusal_responses,
         count_when,
+        on_unknown_key,
+        descriptors,
         routes,
     }
 }

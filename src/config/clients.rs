@@ -9,14 +9,16 @@ use std::path::PathBuf;
 
 use toml::de::{DeTable, DeValue};
 
-use super::diagnostics::{Report, quoted};
-use super::key;
+use super::diagnostics::{Report, quoted, quoted_list};
+use super::key::{self, OnUnknownKey};
 use super::listen::ClientCerts;
+use super::rule::GatewayRule;
 use super::settings::{Custom, Required, Section, Shape, Text, Texts, section_table};
 use super::toml_reader::{Item, SpannedString, Table, toml_errors};
-use super::values::{check_name, definition_fix, read_digest, read_fingerprint, read_network};
+use super::values::{Definitions, check_name, definition_fix, read_digest, read_fingerprint, read_network};
 use transom_limiter::ip_prefix::Network;
 use transom_limiter::key::KeyPart;
+use transom_limiter::rule::Rule;
 use transom_limiter::secret_digest::Digest;
 
 const CLIENT_FIX: &str = "write `[clients.NAME]`, then its settings, each on a line";
@@ -85,6 +87,18 @@ pub struct Client {
     pub networks: Vec<Network>,
 }
 
+impl Clients {
+    /// The parts of a request that name a client.
+    pub fn sources(&self) -> impl Iterator<Item = &KeyPart> {
+        self.api_key.iter().chain(&self.subject)
+    }
+
+    /// Whether the key of a rule has a part that names a client.
+    pub fn read_part_of(&self, key: &[KeyPart]) -> bool {
+        self.sources().any(|source| key.contains(source))
+    }
+}
+
 /// The plans that the rules define.
 pub struct DefinedPlans<'r> {
     pub names: Vec<&'r str>,
@@ -111,7 +125,7 @@ pub fn read_clients(
     let name = quoted(&file.text);
     let unreadable =
         |error| (format!("cannot read {name}: {error}"), format!("name the file, or create it: `{ADD_COMMAND}`"));
-    let bytes = report.accept(file.span.clone(), (report.files)(&path).map_err(unreadable))?;
+    let bytes = report.accept(file.span.clone(), (report.inputs.files)(&path).map_err(unreadable))?;
     let text = String::from_utf8(bytes).ok();
     let text = text.or_else(|| report.reject(file.span, format!("{name} is not UTF-8 text"), "save it as UTF-8"))?;
     let mut file_report = Report::for_named_file(&text, &path);
@@ -125,6 +139,41 @@ pub fn read_clients(
     let list = reader.read_file(&text, &mut file_report);
     report.append(file_report);
     Some(Clients { file: path, api_key, subject, list })
+}
+
+/// Reports settings that have no effect because no part of a key names a client.
+pub fn report_unused_on_unknown_key(
+    rules: &Definitions<(Rule, GatewayRule)>,
+    clients: Option<&Clients>,
+    report: &mut Report,
+) {
+    for (rule, gateway_rule) in rules.entries.iter().map(|entry| &entry.value) {
+        let has_effect = rule.key.is_empty() || clients.is_some_and(|clients| clients.read_part_of(&rule.key));
+        let Some(span) = &gateway_rule.on_unknown_key_span else { continue };
+        if has_effect || gateway_rule.on_unknown_key == OnUnknownKey::Count {
+            continue;
+        }
+        let names = |parts: Vec<String>| quoted_list(parts.iter().map(String::as_str), "and");
+        let sources: Vec<String> =
+            clients.iter().flat_map(|clients| clients.sources()).map(KeyPart::to_string).collect();
+        let (reason, fix) = match clients {
+            None => {
+                (String::from("there is no `[clients]`"), "add `[clients]`, with `file` and `api_key`, or remove it")
+            }
+            Some(_) if sources.is_empty() => (
+                String::from("`[clients]` has neither `api_key` nor `subject`"),
+                "add `api_key` or `subject` there, with a part of `key`, or remove it",
+            ),
+            Some(_) => {
+                let parts = names(rule.key.iter().map(KeyPart::to_string).collect());
+                (
+                    format!("`[clients]` reads {}, and the rule counts by {parts}", names(sources)),
+                    "write the same part in both, or remove it",
+                )
+            }
+        };
+        report.missing(span.clone(), format!("`on_unknown_key` has no effect: {reason}"), fix);
+    }
 }
 
 /// Reads the part of a request that identifies a client. `is_subject`: it may be the client certificate.
@@ -142,6 +191,7 @@ fn read_key_source(item: &Item, example: &str, is_subject: bool, report: &mut Re
         | KeyPart::Method
         | KeyPart::Path
         | KeyPart::Route
+        | KeyPart::Entry(_)
         | KeyPart::Global => {}
     }
     let message = format!("`{}` cannot be {}: it does not identify a client", item.key, quoted(word.text));

@@ -32,13 +32,20 @@ settings! {
 }
 
 impl Counters {
-    /// Whether both have the same settings, apart from those that a reload applies.
-    pub fn equals_except_sharing(&self, other: &Counters) -> bool {
+    /// The first setting that differs, apart from those that a reload applies.
+    pub fn changed_setting(&self, other: &Counters) -> Option<&'static str> {
         let mut other = other.clone();
         if let (Some(store), Some((mode, on_outage))) = (&mut other.shared, self.default_sharing()) {
             (store.mode, store.on_outage) = (mode, on_outage);
         }
-        *self == other
+        let settings = [
+            ("counters.capacity", self.capacity == other.capacity),
+            ("counters.file", self.file == other.file),
+            ("counters.snapshot", self.snapshot == other.snapshot),
+            ("counters.shared", self.shared == other.shared),
+            ("counters", *self == other),
+        ];
+        settings.into_iter().find(|(_, is_same)| !is_same).map(|(name, _)| name)
     }
 
     pub fn default_sharing(&self) -> DefaultSharing {

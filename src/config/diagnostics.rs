@@ -8,7 +8,8 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use super::redaction::Secrets;
+use super::redaction::{self, Secrets};
+use super::sources::IncludedFile;
 
 /// A parsed value, or the message and the fix of a problem.
 pub type Parsed<T> = Result<T, (String, String)>;
@@ -19,8 +20,28 @@ pub type Span = Range<usize>;
 /// Returns the contents of a file that the configuration names.
 pub type ReadFile<'f> = &'f dyn Fn(&Path) -> io::Result<Vec<u8>>;
 
+/// Returns the names of the files in a folder.
+pub type ListFolder<'l> = &'l dyn Fn(&Path) -> io::Result<Vec<String>>;
+
 /// Returns the value of an environment variable, if it is set.
 pub type ReadVariable<'v> = &'v dyn Fn(&str) -> Option<Vec<u8>>;
+
+/// What a configuration may name.
+#[derive(Clone, Copy)]
+pub struct Inputs<'i> {
+    pub files: ReadFile<'i>,
+    pub folders: ListFolder<'i>,
+    pub variables: ReadVariable<'i>,
+}
+
+impl Inputs<'_> {
+    /// No files, no folders and no variables.
+    pub const NONE: Inputs<'static> = Inputs {
+        files: &|_path| Err(io::ErrorKind::Unsupported.into()),
+        folders: &|_path| Err(io::ErrorKind::Unsupported.into()),
+        variables: &|_name| None,
+    };
+}
 
 /// Longer values are truncated in messages.
 const VALUE_CHARS: usize = 60;
@@ -41,6 +62,8 @@ pub struct Problem {
     pub message: String,
     /// What to write instead, or what to do.
     pub fix: String,
+    /// The line, with secrets masked; empty if the file may be secret as a whole.
+    pub line_text: String,
 }
 
 /// Collects the problems of one text.
@@ -54,27 +77,30 @@ pub struct Report<'t> {
     pub has_syntax_errors: bool,
     /// Keys that belong before the first table header.
     pub top_level_keys: Vec<&'static str>,
-    pub files: ReadFile<'t>,
-    pub variables: ReadVariable<'t>,
+    pub inputs: Inputs<'t>,
+    included: &'t [IncludedFile],
+    /// Values that messages must not show, with what to show instead.
+    hidden: Vec<(String, String)>,
 }
 
 impl<'t> Report<'t> {
     /// A report on a text that names no files and environment variables.
     pub fn new(text: &'t str) -> Report<'t> {
-        Report::with_inputs(text, &|_path| Err(io::ErrorKind::Unsupported.into()), &|_name| None)
+        Report::with_inputs(text, &[], Inputs::NONE)
     }
 
-    pub fn with_inputs(text: &'t str, files: ReadFile<'t>, variables: ReadVariable<'t>) -> Report<'t> {
-        let line_starts = line_starts(text);
+    /// A report on a configuration, joined with the files that it includes.
+    pub fn with_inputs(text: &'t str, included: &'t [IncludedFile], inputs: Inputs<'t>) -> Report<'t> {
         Report {
             text,
             file: None,
-            line_starts,
+            line_starts: line_starts(text),
             problems: Vec::new(),
             has_syntax_errors: false,
             top_level_keys: Vec::new(),
-            files,
-            variables,
+            inputs,
+            included,
+            hidden: Vec::new(),
         }
     }
 
@@ -90,10 +116,15 @@ impl<'t> Report<'t> {
 
     pub fn problem(&mut self, span: Span, message: impl Into<String>, fix: impl Into<String>) {
         let span = self.clamp(span);
-        let line = self.line(span.start);
+        let line = self.line_of_text(span.start);
         let column = self.text[self.line_starts[line - 1]..span.start].chars().count() + 1;
-        let (file, message, fix) = (self.file.clone(), message.into(), fix.into());
-        self.problems.push(Problem { file, span, line, column, message, fix });
+        let included = self.included_file(span.start).map(|file| file.path.clone());
+        let (file, message, fix) = (self.file.clone().or(included), message.into(), fix.into());
+        let is_secret = self.file.is_some();
+        let line_text =
+            self.text[self.line_starts[line - 1]..].lines().next().filter(|_| !is_secret).unwrap_or_default();
+        let line_text = line_text.to_owned();
+        self.problems.push(Problem { file, line: self.line(span.start), span, column, message, fix, line_text });
     }
 
     /// Reports a problem because of which there is no value.
@@ -116,7 +147,7 @@ impl<'t> Report<'t> {
 
     /// Reads a file whose name is at `span`.
     pub fn read_file(&mut self, name: &str, span: &Span) -> Option<Vec<u8>> {
-        let read = (self.files)(Path::new(name));
+        let read = (self.inputs.files)(Path::new(name));
         read.map_err(|error| {
             let fix = "name a file that the gateway may read; a relative path starts at the folder of this file";
             self.problem(span.clone(), format!("cannot read {}: {error}", quoted(name)), fix);
@@ -124,8 +155,34 @@ impl<'t> Report<'t> {
         .ok()
     }
 
-    /// The line of a byte, counted from 1.
+    /// Makes messages show `shown` instead of a value.
+    pub fn hide(&mut self, value: &str, shown: &str) {
+        self.hidden.push((value.to_owned(), shown.to_owned()));
+    }
+
+    /// The line of a byte in its file, counted from 1.
     pub fn line(&self, offset: usize) -> usize {
+        let first = self.included_file(offset).map_or(1, |file| self.line_of_text(file.start));
+        self.line_of_text(offset) + 1 - first
+    }
+
+    /// The line of a byte, for a message about a byte at `seen_from`: `7`, or `7` of `conf.d/a.toml`.
+    pub fn line_seen_from(&self, offset: usize, seen_from: usize) -> String {
+        let line = self.line(offset).to_string();
+        let path = |offset| self.included_file(offset).map(|file| file.path.display().to_string());
+        match path(offset) {
+            at if at == path(seen_from) => line,
+            Some(at) => format!("{line} of {}", quoted(&at)),
+            None => format!("{line} of the main file"),
+        }
+    }
+
+    /// The included file of a byte; `None` for the main file.
+    fn included_file(&self, offset: usize) -> Option<&'t IncludedFile> {
+        self.included.iter().rev().find(|file| file.start <= offset)
+    }
+
+    fn line_of_text(&self, offset: usize) -> usize {
         self.line_starts.partition_point(|start| *start <= offset).max(1)
     }
 
@@ -144,9 +201,15 @@ impl<'t> Report<'t> {
         self.problems.sort_by(|a, b| (&a.file, a.span.start).cmp(&(&b.file, b.span.start)));
         self.problems.dedup();
         let secrets = Secrets::find(self.text);
-        for problem in &mut self.problems {
-            secrets.remove_from(&mut problem.message);
-            secrets.remove_from(&mut problem.fix);
+        let masked = secrets.masked_text();
+        for problem in self.problems.iter_mut().filter(|problem| !problem.line_text.is_empty()) {
+            // A mask may have another length, but the same lines.
+            let line = self.line_starts.partition_point(|start| *start <= problem.span.start).max(1);
+            problem.line_text = masked.split('\n').nth(line - 1).unwrap_or_default().to_owned();
+        }
+        for text in self.problems.iter_mut().flat_map(|problem| [&mut problem.message, &mut problem.fix]) {
+            secrets.remove_from(text);
+            self.hidden.iter().for_each(|(value, shown)| redaction::replace(text, value, shown));
         }
         self.problems
     }
@@ -194,36 +257,21 @@ pub fn quoted_list<'v>(values: impl IntoIterator<Item = &'v str>, last_word: &st
     }
 }
 
-/// Formats problems for the operator: position, message, line and fix of each, then their number. `text` is that of
-/// `file_name`; lines of other files are not shown.
-pub fn render(problems: &[Problem], file_name: &str, text: &str) -> String {
-    let text = &Secrets::find(text).masked_text();
-    let starts = line_starts(text);
+/// Formats problems for the operator: position, message, line and fix of each, then their number for each file. `main` is
+/// the configuration; the paths of other files are relative to its folder.
+pub fn render(problems: &[Problem], main: &str) -> String {
     let mut out = String::new();
-    let (main, others): (Vec<&Problem>, Vec<&Problem>) = problems.iter().partition(|problem| problem.file.is_none());
-    for problem in sorted(main) {
-        let start = starts.get(problem.line.saturating_sub(1)).copied().unwrap_or(text.len());
-        let line = text[start..].split('\n').next().unwrap_or("");
-        write_problem(problem, file_name, Some(line), &mut out);
-    }
-    let mut files: Vec<&Path> = others.iter().filter_map(|problem| problem.file.as_deref()).collect();
-    files.sort();
+    let mut files: Vec<Option<&Path>> = problems.iter().map(|problem| problem.file.as_deref()).collect();
+    files.sort_unstable();
     files.dedup();
-    let count = |of: usize, name: &str, out: &mut String| {
-        // Writing to a string cannot fail.
-        let _ = writeln!(out, "{of} {} in {name}", if of == 1 { "problem" } else { "problems" });
-    };
-    if problems.len() > others.len() || others.is_empty() {
-        count(problems.len() - others.len(), file_name, &mut out);
-    }
     for file in files {
-        // Relative paths are relative to the directory of the configuration.
-        let name = Path::new(file_name).parent().unwrap_or(Path::new("")).join(file).display().to_string();
-        let of_file: Vec<&Problem> =
-            others.iter().copied().filter(|problem| problem.file.as_deref() == Some(file)).collect();
-        let number = of_file.len();
-        sorted(of_file).into_iter().for_each(|problem| write_problem(problem, &name, None, &mut out));
-        count(number, &name, &mut out);
+        let path = file.map(|file| Path::new(main).parent().unwrap_or(Path::new("")).join(file));
+        let name = path.map_or_else(|| main.to_owned(), |path| path.display().to_string());
+        let of_file = sorted(problems.iter().filter(|problem| problem.file.as_deref() == file).collect());
+        of_file.iter().for_each(|problem| write_problem(problem, &name, &mut out));
+        // Writing to a string cannot fail.
+        let _ =
+            writeln!(out, "{} {} in {name}", of_file.len(), if of_file.len() == 1 { "problem" } else { "problems" });
     }
     out
 }
@@ -233,10 +281,10 @@ fn sorted(mut problems: Vec<&Problem>) -> Vec<&Problem> {
     problems
 }
 
-fn write_problem(problem: &Problem, file_name: &str, line: Option<&str>, out: &mut String) {
+fn write_problem(problem: &Problem, file_name: &str, out: &mut String) {
     // Writing to a string cannot fail.
     let _ = writeln!(out, "{file_name}:{}:{}: {}", problem.line, problem.column, problem.message);
-    let (excerpt, carets) = line.map(|line| excerpt(line, problem)).unwrap_or_default();
+    let (excerpt, carets) = excerpt(&problem.line_text, problem);
     if !excerpt.trim().is_empty() {
         let number = problem.line.to_string();
         let gutter = " ".repeat(number.len());
@@ -295,7 +343,7 @@ mod tests {
         let problem = problem_at(text, 15..19);
         assert_eq!((problem.line, problem.column), (2, 6));
         assert_eq!(
-            render(&[problem], "gateway.toml", text),
+            render(&[problem], "gateway.toml"),
             "gateway.toml:2:6: it is wrong\n  2 | üü = \"ß\"\n    |      ^^^\n  fix: correct it\n\n1 problem in gateway.toml\n"
         );
     }
@@ -307,7 +355,7 @@ mod tests {
                 for end in 0..text.len() + 3 {
                     let problem = problem_at(text, start..end);
                     assert!(problem.span.end <= text.len() && problem.line >= 1 && problem.column >= 1);
-                    let rendered = render(&[problem], "f", text);
+                    let rendered = render(&[problem], "f");
                     assert!(rendered.contains("fix: correct it"), "{rendered}");
                 }
             }

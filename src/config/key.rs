@@ -3,10 +3,11 @@
 //! A client may omit some parts. The operator must then choose with `on_missing_key`: a default would let requests
 //! bypass the limit, or refuse them without notice. A choice that has no effect is a problem as well.
 
+use super::descriptor::Descriptor;
 use super::diagnostics::{Parsed, Report, quoted, quoted_list};
 use super::listen::ClientCerts;
 use super::path::is_param_name;
-use super::settings::{Custom, Integer, Required, Shape};
+use super::settings::{Choice, Custom, Integer, Shape};
 use super::toml_reader::{Item, SpannedStr, Table, nearest};
 use super::values::{FIELD_NAME_FIX, parse_field_name};
 use transom_limiter::key::{KeyPart, OnMissing};
@@ -38,20 +39,34 @@ const NAMED: [(&str, &str, &str); 5] = [
 
 const ALWAYS_PRESENT: &str = "`ip`, `host`, `method`, `path`, `route` or `global`";
 
+/// What happens to a key that names no client of `[clients]`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum OnUnknownKey {
+    /// It is counted like any other.
+    Count,
+    /// It counts as missing.
+    Missing,
+    /// The request is refused.
+    Refuse,
+}
+
+const ON_UNKNOWN_KEY: [(&str, OnUnknownKey); 3] =
+    [("count", OnUnknownKey::Count), ("missing", OnUnknownKey::Missing), ("refuse", OnUnknownKey::Refuse)];
+
 settings! {
     /// The key of a rule.
     pub struct KeySettings {
-        /// What is counted by.
-        key: Vec<KeyPart> = Required(
-            Custom::or_empty(Shape::one_or_list("[key part](#keys)"), read_parts),
-            "write `key = \"ip\"` to count each address, or `key = \"global\"` to count all as one",
-        );
+        /// What is counted by. Required, except with a `descriptor`: then its entries without a value are the key.
+        key: Vec<KeyPart> = Custom::or_empty(Shape::one_or_list("[key part](#keys)"), read_parts);
         /// What to do if a part of the key is absent or empty; required if a part may be absent. `"refuse"`: 400. `"skip"`:
         /// the rule does not apply. A key that is always present, such as `"ip"`: count by this key instead.
         on_missing_key: Option<OnMissing> = Custom::or_empty(
             Shape::AnyOf(vec![Shape::Words(vec!["refuse", "skip"]), Shape::one_or_list("a key")]),
             |item, report| read_on_missing(item, report).map(Some),
         );
+        /// What to do with a key that names no [client](#unknown-keys): its API key or subject is not in the clients file.
+        /// `"count"`: it is counted like any other. `"missing"`: as `on_missing_key` says. `"refuse"`: 401.
+        on_unknown_key: OnUnknownKey = Choice(OnUnknownKey::Count, &ON_UNKNOWN_KEY);
         /// IPv4 addresses with this many equal leading bits are one client.
         ipv4_prefix: u8 = Integer(32, 1..=32);
         /// IPv6 addresses with this many equal leading bits are one client.
@@ -61,7 +76,22 @@ settings! {
 
 impl KeySettings {
     /// Checks the settings together. Returns the key, which is empty if it is invalid, and what happens without it.
-    pub fn finish(mut self, table: &Table, certs: ClientCerts, report: &mut Report) -> (Vec<KeyPart>, OnMissing) {
+    pub fn finish(
+        mut self,
+        descriptor: Option<&Descriptor>,
+        table: &mut Table,
+        certs: ClientCerts,
+        report: &mut Report,
+    ) -> (Vec<KeyPart>, OnMissing) {
+        match descriptor {
+            Some(descriptor) if table.lacks("key") => self.key = descriptor.key(),
+            Some(_) => {}
+            None if table.given("descriptor").is_some() => {}
+            None => {
+                let fix = "write `key = \"ip\"` to count each address, or `key = \"global\"` to count all as one";
+                table.require_known("key", fix);
+            }
+        }
         if let Some(OnMissing::Fallback(parts)) = &mut self.on_missing_key {
             self::set_prefixes(parts, self.ipv4_prefix, self.ipv6_prefix);
         }
@@ -104,6 +134,7 @@ impl KeySettings {
             let fix = "add `client_ca = \"FILE\"` to `[listen.https]`, with the certificates of the issuers";
             report.missing(key_span.clone(), message, fix);
         }
+        let counts_as_missing = self.on_unknown_key == OnUnknownKey::Missing;
         let has_param = self.key.iter().any(|part| matches!(part, KeyPart::Param(_)));
         match (table.given("on_missing_key"), self.key.iter().find(|part| client_may_omit(part, certs))) {
             (None, Some(part)) if table.lacks("on_missing_key") => {
@@ -112,7 +143,13 @@ impl KeySettings {
                     "add `on_missing_key = \"refuse\"`, `\"skip\"`, or a key to count by instead, such as `\"ip\"`";
                 report.missing(key_span, message, fix);
             }
-            (Some(item), None) if !has_param => {
+            (None, None) if table.lacks("on_missing_key") && counts_as_missing => {
+                let message = "`on_unknown_key = \"missing\"` needs `on_missing_key`, which says what happens then";
+                let fix =
+                    "add `on_missing_key = \"refuse\"`, `\"skip\"`, or a key to count by instead, such as `\"ip\"`";
+                report.missing(key_span, message, fix);
+            }
+            (Some(item), None) if !has_param && !counts_as_missing => {
                 let message = "`on_missing_key` has no effect: every part of `key` is always present";
                 report.missing(item.key_span, message, "remove it");
             }
@@ -146,9 +183,13 @@ fn client_may_omit(part: &KeyPart, certs: ClientCerts) -> bool {
         KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::Query(_) | KeyPart::Jwt(_) | KeyPart::BasicUser => true,
         // The route decides: see `check_params` in `routes`.
         KeyPart::Param(_) => false,
-        KeyPart::Ip { .. } | KeyPart::Host | KeyPart::Method | KeyPart::Path | KeyPart::Route | KeyPart::Global => {
-            false
-        }
+        KeyPart::Ip { .. }
+        | KeyPart::Host
+        | KeyPart::Method
+        | KeyPart::Path
+        | KeyPart::Route
+        | KeyPart::Entry(_)
+        | KeyPart::Global => false,
     }
 }
 

@@ -1,9 +1,10 @@
-//! Timeouts, and limits on the size and rate of requests and HTTP/2 frames: `[timeouts]`, `[limits]` and `[http2]`.
+//! Timeouts, and limits on the size and rate of requests and HTTP/2 frames: `[timeouts]`, `[drain]`, `[limits]` and
+//! `[http2]`.
 
 use std::time::Duration;
 
 use super::settings::{
-    Boolean, Custom, DAY_MS, GIB, Integer, KIB, Kind, MIB, Optional, Shape, Size, SizeOrUnlimited, Time,
+    Boolean, Custom, DAY_MS, GIB, Integer, KIB, Kind, MIB, Optional, Shape, Size, SizeOrUnlimited, Time, TimeOrZero,
 };
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -42,6 +43,16 @@ settings! {
         drain: Duration = Time(30 * SECOND, 0..=DAY_MS);
         /// How long a new process may take to become ready. Then it is terminated, and the running process continues.
         upgrade: Duration = Time(MINUTE, 1..=DAY_MS);
+    }
+}
+
+settings! {
+    /// How the gateway stops.
+    pub struct DrainSettings {
+        /// How long the gateway still accepts connections after SIGTERM, while `/readyz` is 503 already: as long as load
+        /// balancers take to notice. `timeouts.drain` begins afterwards. A second signal ends the delay. A hot upgrade has
+        /// no delay.
+        delay: Duration = TimeOrZero(5 * SECOND);
     }
 }
 

@@ -21,6 +21,8 @@ const SHORT_SPAN_MS: u64 = 2000;
 const DAY_S: i64 = 24 * 60 * 60;
 /// Most certificates are renewed a month before they expire, so one with fewer days left was probably not renewed.
 const EXPIRY_NOTICE_DAYS: i64 = 14;
+/// A token of the admin address with fewer characters is noted.
+const TOKEN_CHARS: usize = 16;
 
 /// One sentence about a configuration.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -54,10 +56,12 @@ impl fmt::Display for LintMessage {
 /// All messages that depend on the configuration alone, not on the time or the machine.
 pub fn messages(config: &Config) -> Vec<LintMessage> {
     let mut messages = rule_messages(config);
+    messages.extend(invented_keys(config));
     let routes = config.routes.iter().filter_map(|route| path_without_subpaths(config, route));
     messages.extend(
         routes
             .chain(exposed_admin_address(config))
+            .chain(short_token(config))
             .chain(guessable_digests(config))
             .chain(paths_with_variants(config))
             .map(LintMessage::note),
@@ -90,6 +94,9 @@ fn rule_messages(config: &Config) -> Vec<LintMessage> {
         }
         if routes().next().is_none() {
             messages.push(match config.listen.admin {
+                _ if config.descriptors[position].is_some() => {
+                    LintMessage::statement(name, "used by no route: it answers to descriptors")
+                }
                 Some(_) => LintMessage::statement(name, "used by no route: only the decision API counts by it"),
                 None => LintMessage::note_on(name, "used by no route: nothing is counted by it"),
             });
@@ -99,6 +106,43 @@ fn rule_messages(config: &Config) -> Vec<LintMessage> {
             let text = format!("no client can have the plan {plans}: there is no `[clients]`");
             messages.push(LintMessage::note_on(name, &text));
         }
+    }
+    messages
+}
+
+/// Notes rules that count by a value that any client can invent. With a new value in each request, such a rule limits
+/// nothing; a rule by address on the same route limits how many values a client can try.
+fn invented_keys(config: &Config) -> Vec<LintMessage> {
+    let is_invented = |part: &&KeyPart| matches!(part, KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::Query(_));
+    let limits_addresses = |rule: &Rule| {
+        let has_address = rule.key.iter().any(|part| matches!(part, KeyPart::Ip { .. }));
+        has_address && !rule.key.iter().any(|part| is_invented(&part)) && !rule.is_shadow()
+    };
+    let mut messages = Vec::new();
+    for (position, rule) in config.rules.iter().enumerate() {
+        let Some(part) = rule.key.iter().find(is_invented) else { continue };
+        if config.clients.as_ref().is_some_and(|clients| clients.read_part_of(&rule.key)) {
+            continue;
+        }
+        let mut routes = config.routes.iter().filter(|route| route.rules.contains(&position));
+        let unprotected = routes.find(|route| !route.rules.iter().any(|other| limits_addresses(&config.rules[*other])));
+        let sources = config.clients.iter().flat_map(|clients| clients.sources()).map(KeyPart::to_string);
+        let sources: Vec<String> = sources.collect();
+        let text = match unprotected {
+            // The plan of one client, and a count for each value that the client invents.
+            _ if !sources.is_empty() && (unprotected.is_some() || !rule.plans.is_empty()) => format!(
+                "`[clients]` reads {}, and the rule counts by `{part}`, which a client can choose freely: count by what \
+                 `[clients]` reads, or read `{part}` there",
+                quoted_list(sources.iter().map(String::as_str), "and")
+            ),
+            Some(route) => format!(
+                "counts by `{part}`, which a client can choose freely, so a new value is a new quota: add a rule by `ip` to \
+                 the route {}, or let `[clients]` read `{part}` and set `on_unknown_key`",
+                quoted(&route.name)
+            ),
+            None => continue,
+        };
+        messages.push(LintMessage::note_on(&rule.name, &text));
     }
     messages
 }
@@ -142,11 +186,23 @@ fn path_without_subpaths(config: &Config, route: &Route) -> Option<String> {
     ))
 }
 
-/// Notes an admin address that other machines can reach.
+/// Notes an admin address that other machines can reach, unless it asks for a token.
 pub fn exposed_admin_address(config: &Config) -> Option<String> {
     let address = config.listen.admin.filter(|address| !address.ip().to_canonical().is_loopback())?;
+    config.admin.token.is_none().then(|| {
+        format!(
+            "`admin` listens on `{address}`: anyone who can connect can read the metrics, and use up and reset every limit; set \
+             `token_file` in `[admin]`"
+        )
+    })
+}
+
+/// Notes a token of the admin address that can be guessed.
+fn short_token(config: &Config) -> Option<String> {
+    let token = config.admin.token.as_ref().filter(|token| token.0.len() < TOKEN_CHARS)?;
     Some(format!(
-        "`admin` listens on `{address}`: anyone who can connect can read the metrics, and use up and reset every limit"
+        "the token of `token_file` has {} characters: create a longer one, such as `openssl rand -hex 32`",
+        token.0.len()
     ))
 }
 
@@ -238,7 +294,7 @@ fn overlap(a: &[Segment], b: &[Segment]) -> bool {
 /// Notes certificates that are not valid now or expire soon, and revocation lists that have expired.
 pub fn certificate_dates(config: &Config, now_ms: u64) -> Vec<String> {
     let now_s = i64::try_from(now_ms / 1000).unwrap_or(i64::MAX);
-    let certificates = config.listen.https.iter().flat_map(|https| &https.certificates);
+    let certificates = config.listen.tls_listeners().flat_map(|https| &https.certificates);
     let notes = certificates.filter_map(|certificate| {
         let state = match (certificate.not_before_s - now_s, certificate.not_after_s - now_s) {
             (_, ..0) => format!("expired on {}", date(certificate.not_after_s)),
@@ -263,7 +319,7 @@ pub fn certificate_dates(config: &Config, now_ms: u64) -> Vec<String> {
 }
 
 pub fn revocation_lists(config: &Config) -> impl Iterator<Item = &RevocationList> {
-    config.listen.https.iter().flat_map(|https| https.client_crl.iter().flatten())
+    config.listen.tls_listeners().flat_map(|https| https.client_crl.iter().flatten())
 }
 
 fn date(unix_s: i64) -> String {
@@ -536,6 +592,47 @@ mod tests {
     }
 
     #[test]
+    fn keys_that_clients_can_invent_are_reported() {
+        let rules = |key: &str, more: &str| {
+            format!(
+                "[rules.r]\nkey = {key}\non_missing_key = \"skip\"\nwindows = [\"5/minute\"]\n{more}\n\
+                 [rules.address]\nkey = \"ip\"\nwindows = [\"5/minute\"]\n\
+                 [rules.pair]\nkey = [\"ip\", \"cookie:id\"]\non_missing_key = \"skip\"\nwindows = [\"5/minute\"]\n\
+                 [rules.shadow]\nkey = \"ip\"\nwindows = [\"5/minute\"]\non_limit = \"shadow\""
+            )
+        };
+        let notes = |clients: &str, key: &str, more: &str, names: &str| -> Vec<String> {
+            let text = format!(
+                "{clients}\n[upstreams.u]\nbuiltin = \"echo\"\n{}\n\
+                 [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [{names}]\n",
+                rules(key, more)
+            );
+            let config = crate::config::read_with_files(&text, &|_| Ok(Vec::new()));
+            let messages = invented_keys(&config.unwrap_or_else(|problems| panic!("{problems:?}")));
+            messages.iter().map(LintMessage::to_string).filter(|text| text.starts_with("r:")).collect()
+        };
+        for key in ["\"header:x-user\"", "\"cookie:id\"", "\"query:key\"", "[\"header:x-user\", \"path\"]"] {
+            assert_eq!(notes("", key, "", "\"r\"").len(), 1, "{key}");
+            assert!(notes("", key, "", "\"r\", \"address\"").is_empty(), "{key}");
+            for no_help in ["pair", "shadow"] {
+                assert_eq!(notes("", key, "", &format!("\"r\", \"{no_help}\"")).len(), 1, "{key}, {no_help}");
+            }
+        }
+        let alone = "r: note: counts by `header:x-user`, which a client can choose freely, so a new value is a new quota: add a \
+                     rule by `ip` to the route `/{*rest}`, or let `[clients]` read `header:x-user` and set `on_unknown_key`";
+        assert_eq!(notes("", "\"header:x-user\"", "", "\"r\""), [alone]);
+        let clients = "[clients]\nfile = \"c.toml\"\napi_key = \"header:x-api-key\"";
+        let other = "r: note: `[clients]` reads `header:x-api-key`, and the rule counts by `header:x-user`, which a client \
+                     can choose freely: count by what `[clients]` reads, or read `header:x-user` there";
+        assert!(notes(clients, "\"header:x-api-key\"", "", "\"r\"").is_empty());
+        assert_eq!(notes(clients, "\"header:x-user\"", "", "\"r\""), [other]);
+        assert!(notes(clients, "\"header:x-user\"", "", "\"r\", \"address\"").is_empty());
+        let plan = "[rules.r.plans.gold]\nwindows = [\"9/minute\"]";
+        assert_eq!(notes(clients, "\"header:x-user\"", plan, "\"r\", \"address\""), [other]);
+        assert!(notes("", "\"basic-user\"", "", "\"r\"").is_empty(), "the upstream verifies the password");
+    }
+
+    #[test]
     fn unused_plans_and_an_exposed_admin_address_are_reported() {
         let plan = "[rules.r]\nkey = \"ip\"\nwindows = [\"5/minute\"]\n[rules.r.plans.gold]\nwindows = [\"9/minute\"]";
         assert_eq!(
@@ -543,7 +640,8 @@ mod tests {
             "r: note: no client can have the plan `gold`: there is no `[clients]`"
         );
         let admin = |address: &str| messages_of_rules(&format!("[listen]\nadmin = \"{address}\""), "");
-        let note = "note: `admin` listens on `0.0.0.0:9900`: anyone who can connect can read the metrics, and use up and reset every limit";
+        let note = "note: `admin` listens on `0.0.0.0:9900`: anyone who can connect can read the metrics, and use up and reset every limit; \
+                    set `token_file` in `[admin]`";
         assert_eq!(admin("0.0.0.0:9900"), [note]);
         for address in ["192.0.2.1:9900", "[::]:9900", "[2001:db8::1]:9900"] {
             assert_eq!(admin(address).len(), 1, "{address}");
@@ -551,5 +649,18 @@ mod tests {
         for address in ["127.0.0.1:9900", "127.8.9.1:0", "[::1]:9900"] {
             assert!(admin(address).is_empty(), "{address}");
         }
+        let with_token = |token: &str| {
+            let text = "[listen]\nadmin = \"0.0.0.0:9900\"\n[admin]\ntoken_file = \"token\"\n\
+                        [[routes]]\npath = \"/{*rest}\"\nrespond = { status = 200 }\n";
+            let config = crate::config::read_with_files(text, &|_| Ok(token.as_bytes().to_vec()));
+            messages(&config.unwrap_or_else(|problems| panic!("{problems:?}")))
+                .iter()
+                .map(LintMessage::to_string)
+                .collect::<Vec<_>>()
+        };
+        let short =
+            "note: the token of `token_file` has 6 characters: create a longer one, such as `openssl rand -hex 32`";
+        assert_eq!(with_token("secret\n"), [short]);
+        assert!(with_token("0123456789abcdef").is_empty());
     }
 }

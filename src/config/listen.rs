@@ -6,6 +6,7 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use rustls_pki_types::CertificateDer;
+use toml::de::DeValue;
 
 use super::certificate::{self, Certificate, CertificateFiles, RevocationList};
 use super::diagnostics::{Parsed, Report, quoted};
@@ -14,7 +15,7 @@ use super::settings::{
     Choice, Custom, Integer, Kind, Optional, Required, Restart, Section, Shape, Tables, Word, Words,
 };
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
-use super::values::read_network;
+use super::values::{Secret, read_network};
 use transom_limiter::ip_prefix::Network;
 
 const ADDRESS: &str = "`\"ADDRESS:PORT\"`";
@@ -25,7 +26,7 @@ const HTTPS_FIX: &str = "write `[listen.https]`, then its `address`, its `certif
 settings! {
     /// Addresses, limits on connections, and proxies in front of the gateway.
     pub struct Listen checked by check_listen {
-        /// Addresses for HTTP without TLS. The default applies unless `[listen.https]` is set. Port 0 chooses a free port.
+        /// Addresses for HTTP without TLS. The default applies unless `https` or `ratelimit_service` is set. Port 0 chooses a free port.
         /// Addresses of one port must not overlap, as `0.0.0.0:80` and `127.0.0.1:80` do.
         http: Vec<SocketAddr> = Restart(Custom {
             default: vec![DEFAULT],
@@ -38,7 +39,16 @@ settings! {
             Shape::OneOrList(Box::new(Shape::Table([CertificateFiles::settings(), Https::settings()].concat()))),
             read_https_listeners,
         );
-        /// Address of `/metrics`, `/upstreams`, `/healthz`, `/readyz` and the [decision
+        /// Addresses of the [rate limit service](../guides/envoy.md) that Envoy asks: gRPC over HTTP/2 without TLS. With
+        /// TLS: a table as `[listen.https]`. A change of the addresses needs a restart.
+        ratelimit_service: Option<RatelimitService> = Custom::or_empty(
+            Shape::AnyOf(vec![
+                Shape::one_or_list(ADDRESS),
+                Shape::Table([CertificateFiles::settings(), Https::settings()].concat()),
+            ]),
+            |item, report| read_ratelimit_service(item, report).map(Some),
+        );
+        /// Address of `/metrics`, `/upstreams`, `/healthz`, `/readyz`, `/v1/top` and the [decision
         /// API](../guides/decision-api.md).
         admin: Option<SocketAddr> = Restart(Word { shape: ADDRESS, example: "\"127.0.0.1:9900\"", read: read_address });
         /// Balancers whose connections must begin with a PROXY header (version 1 or 2), see [Trusted
@@ -75,6 +85,29 @@ settings! {
     }
 }
 
+/// The listener of Envoy's rate limit service.
+#[derive(Clone, PartialEq, Debug)]
+pub enum RatelimitService {
+    Cleartext(Vec<SocketAddr>),
+    Tls(Https),
+}
+
+impl RatelimitService {
+    pub fn addresses(&self) -> &[SocketAddr] {
+        match self {
+            RatelimitService::Cleartext(addresses) => addresses,
+            RatelimitService::Tls(https) => &https.address,
+        }
+    }
+
+    pub fn tls(&self) -> Option<&Https> {
+        match self {
+            RatelimitService::Cleartext(_) => None,
+            RatelimitService::Tls(https) => Some(https),
+        }
+    }
+}
+
 /// The header field in which trusted proxies name the client.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ForwardedField {
@@ -92,7 +125,32 @@ settings! {
         hosts: Vec<String> = Custom::or_empty(Shape::one_or_list("name"), |item, report| {
             read_hosts(item, "the admin address then accepts IP addresses and `localhost`", report)
         });
+        /// File with a token. With it, each `POST` to the admin address needs the field `Authorization: Bearer TOKEN`, and
+        /// gets 401 without it. Spaces and line ends around the token are ignored. `transom explain` sends the token. Without
+        /// it, anyone who can connect to the admin address can use up and reset every limit.
+        token as "token_file": Option<Secret<String>> =
+            Word { shape: "file", example: "\"admin.token\"", read: read_token };
+        /// How finely [`/v1/top`](../guides/decision-api.md#busiest-keys) counts the busiest keys of each rule: a count is at
+        /// most one in `top_keys` of the rule's requests too high. Each worker follows up to twice as many keys, once by
+        /// refused and once by admitted requests. `0`: keys are not counted.
+        top_keys: usize = Integer(250, 0..=10_000);
     }
+}
+
+/// Reads the file with the token of the admin address.
+fn read_token(word: &SpannedStr, report: &mut Report) -> Option<Secret<String>> {
+    let file = SpannedString::new("token_file", word);
+    let content = file.read_file(report)?;
+    let token = content.trim_ascii();
+    let problem = if token.is_empty() {
+        "contains no token"
+    } else if !token.iter().all(u8::is_ascii_graphic) {
+        "contains a token that no header field can carry: printable ASCII without spaces is possible"
+    } else {
+        return Some(Secret(String::from_utf8_lossy(token).into_owned()));
+    };
+    let fix = "create a random token: `openssl rand -hex 32`";
+    report.reject(word.span.clone(), format!("{} {problem}", quoted(word.text)), fix)
 }
 
 settings! {
@@ -159,10 +217,22 @@ pub enum ClientCerts {
 }
 
 impl Listen {
-    /// Whether both have the same addresses in the same order.
-    pub fn has_same_addresses(&self, other: &Listen) -> bool {
+    /// The first setting with other addresses, or with the same in another order.
+    pub fn changed_address(&self, other: &Listen) -> Option<&'static str> {
         let https = |listen: &Listen| listen.https.iter().map(|https| https.address.clone()).collect::<Vec<_>>();
-        (&self.http, https(self), self.admin) == (&other.http, https(other), other.admin)
+        let service = |listen: &Listen| listen.ratelimit_service.as_ref().map(|service| service.addresses().to_vec());
+        let settings = [
+            ("listen.http", self.http == other.http),
+            ("listen.https.address", https(self) == https(other)),
+            ("listen.admin", self.admin == other.admin),
+            ("listen.ratelimit_service", service(self) == service(other)),
+        ];
+        settings.into_iter().find(|(_, is_same)| !is_same).map(|(name, _)| name)
+    }
+
+    /// All listeners with TLS: those of `https`, then that of the rate limit service.
+    pub fn tls_listeners(&self) -> impl Iterator<Item = &Https> {
+        self.https.iter().chain(self.ratelimit_service.as_ref().and_then(RatelimitService::tls))
     }
 
     pub fn client_certs(&self) -> ClientCerts {
@@ -177,9 +247,13 @@ impl Listen {
     }
 }
 
+/// Whether the default address for plain HTTP applies, or `http` is given.
+fn uses_default_address(table: &Table) -> bool {
+    table.given("http").is_some() || ["https", "ratelimit_service"].iter().all(|key| table.given(key).is_none())
+}
+
 fn check_listen(listen: &mut Listen, table: &Table, report: &mut Report) {
-    if table.given("http").is_none() && table.given("https").is_some() {
-        // With `https` alone, the default address for plain HTTP does not apply.
+    if !uses_default_address(table) {
         listen.http.clear();
     }
     check_overlaps(table, report);
@@ -206,7 +280,7 @@ struct ListenSocket {
     /// Whether `[::]` accepts IPv4 connections too. It does for the admin address, and not for the others.
     accepts_ipv4: bool,
     /// Where the file has the address, for messages.
-    position: String,
+    position: Option<usize>,
 }
 
 impl ListenSocket {
@@ -227,17 +301,19 @@ impl ListenSocket {
 /// Reports addresses that cannot be used at the same time.
 fn check_overlaps(table: &Table, report: &mut Report) {
     let mut sockets = Vec::new();
-    let https = table.given("https");
-    if table.given("http").is_none() && https.is_none() {
-        let position = ": `http` uses it by default".to_owned();
-        sockets.push(ListenSocket { address: DEFAULT, accepts_ipv4: false, position });
+    if table.given("http").is_none() && uses_default_address(table) {
+        sockets.push(ListenSocket { address: DEFAULT, accepts_ipv4: false, position: None });
     }
-    let https = https.iter().flat_map(Item::tables).filter_map(|table| table.given("address"));
-    let items = table.given("http").into_iter().chain(https).chain(table.given("admin"));
+    // Listeners with TLS are tables.
+    let items = ["http", "https", "ratelimit_service", "admin"].into_iter().filter_map(|key| table.given(key));
+    let items = items.flat_map(|item| {
+        let with_tls: Vec<Item> = item.tables().iter().filter_map(|table| table.given("address")).collect();
+        with_tls.into_iter().chain([item])
+    });
     let words = items.flat_map(|item| item.words().into_iter().map(move |word| (item.key, word)));
     for (key, word) in words {
         let Ok(address) = parse_address(word.text) else { continue };
-        let position = format!(", on line {}", report.line(word.span.start));
+        let position = Some(word.span.start);
         let socket = ListenSocket { address, accepts_ipv4: key == "admin", position };
         if let Some(other) = sockets.iter().find(|other| socket.overlaps(other)) {
             let (text, other_text) = (quoted(word.text), quoted(&other.address.to_string()));
@@ -246,7 +322,10 @@ fn check_overlaps(table: &Table, report: &mut Report) {
                 false if socket.covers(other) => format!("{text} includes {other_text}, which is already in use"),
                 false => format!("{text} is already in use by {other_text}"),
             };
-            report.problem(word.span, message + &other.position, "remove it, or give it another port");
+            let position = other.position.map_or(": `http` uses it by default".to_owned(), |other| {
+                format!(", on line {}", report.line_seen_from(other, word.span.start))
+            });
+            report.problem(word.span, message + &position, "remove it, or give it another port");
         }
         sockets.push(socket);
     }
@@ -311,11 +390,25 @@ fn read_https_listeners(item: &Item, report: &mut Report) -> Option<Vec<Https>> 
     if items.is_empty() {
         report.problem(item.span.clone(), "`https` is an empty list", HTTPS_FIX);
     }
-    Some(items.iter().filter_map(|item| read_https(item, report)).collect())
+    Some(items.iter().filter_map(|item| read_https(item, "`[listen.https]`", HTTPS_FIX, report)).collect())
 }
 
-fn read_https(item: &Item, report: &mut Report) -> Option<Https> {
-    let mut table = item.table("`[listen.https]`", HTTPS_FIX, report)?;
+/// Reads the addresses of the rate limit service, or a table with TLS.
+fn read_ratelimit_service(item: &Item, report: &mut Report) -> Option<RatelimitService> {
+    match item.value {
+        DeValue::Table(_) => {
+            let fix = "write `[listen.ratelimit_service]`, then its `address`, its `certificate` and its `private_key`";
+            read_https(item, "`[listen.ratelimit_service]`", fix, report).map(RatelimitService::Tls)
+        }
+        _ => {
+            let or = ", or remove `ratelimit_service`";
+            addresses("\"127.0.0.1:8081\"", or).read(item, report).map(RatelimitService::Cleartext)
+        }
+    }
+}
+
+fn read_https(item: &Item, title: &str, fix: &str, report: &mut Report) -> Option<Https> {
+    let mut table = item.table(title, fix, report)?;
     let default = CertificateFiles::read(&mut table, report).certificate(report);
     let mut https = Https::read(&mut table, report);
     table.finish(report);

@@ -21,10 +21,12 @@ pub mod client_tls;
 pub mod clients;
 pub mod count_when;
 pub mod counters;
+pub mod descriptor;
 pub mod diagnostics;
 pub mod host;
 pub mod jwt;
 pub mod key;
+pub mod key_format;
 pub mod limits;
 pub mod lint;
 pub mod listen;
@@ -32,11 +34,14 @@ pub mod overrides;
 pub mod path;
 pub mod redaction;
 pub mod redis;
+mod references;
 pub mod response_body;
 pub mod route;
 pub mod route_actions;
 pub mod rule;
 pub mod schema;
+mod sources;
+pub mod span_export;
 pub mod template;
 pub mod toml_reader;
 pub mod upstream;
@@ -46,14 +51,18 @@ pub mod window;
 use clients::Clients;
 use count_when::CountWhen;
 use counters::Counters;
-use diagnostics::{Problem, ReadFile, ReadVariable, Report};
-use limits::{Http2, Limits, Timeouts};
+use descriptor::Descriptor;
+use diagnostics::{Inputs, Problem, ReadFile, Report};
+use key::OnUnknownKey;
+use limits::{DrainSettings, Http2, Limits, Timeouts};
 use listen::{Admin, Listen};
 use path::{ForwardPath, PathReading};
 use route::Route;
 use rule::{RATE_LIMIT_STYLES, RateLimitStyle, RefusalResponse};
-use settings::{Choice, Integer, Optional, Required, Restart, Word};
-use toml_reader::SpannedStr;
+use settings::{Boolean, Choice, Integer, Optional, Required, Restart, Texts, Word};
+use sources::Sources;
+use span_export::Tracing;
+use toml_reader::{SpannedStr, SpannedString};
 use upstream::Upstream;
 
 /// All settings of `gateway.toml` and of the clients file.
@@ -64,9 +73,13 @@ pub struct Config {
     pub admin: Admin,
     pub counters: Counters,
     pub timeouts: Timeouts,
+    pub drain: DrainSettings,
     pub http2: Http2,
     pub limits: Limits,
     pub access_log: Option<AccessLog>,
+    pub metrics: MetricsSettings,
+    /// Present if requests are traced.
+    pub tracing: Option<Tracing>,
     /// Clients of the clients file.
     pub clients: Option<Clients>,
     /// Keys and conditions for valid tokens. Present if a rule or the clients use a claim.
@@ -81,12 +94,18 @@ pub struct Config {
     pub refusal_responses: Vec<RefusalResponse>,
     /// The responses whose requests each rule counts, in the order of `rules`; `None`: all.
     pub count_when: Vec<Option<CountWhen>>,
+    /// What happens to keys that name no client, in the order of `rules`.
+    pub on_unknown_key: Vec<OnUnknownKey>,
+    /// The descriptors that each rule answers to, in the order of `rules`.
+    pub descriptors: Vec<Option<Descriptor>>,
     pub routes: Vec<Route>,
 }
 
 settings! {
     /// Settings without a section.
     pub struct General {
+        /// More files of the configuration: paths, whose last part may have `*`. See [Included files](#included-files).
+        include: Vec<SpannedString> = Texts("path", "[\"conf.d/*.toml\"]");
         /// Number of workers (event loops). Without it: one per core that the process may use.
         workers: Option<usize> = Restart(Optional(Integer(4, 1..=1024)));
         /// File with the id of the serving process. It is replaced atomically once the gateway serves, and removed at exit.
@@ -113,49 +132,75 @@ fn read_pid_file(word: &SpannedStr, report: &mut Report) -> Option<PathBuf> {
     Some(PathBuf::from(word.text))
 }
 
+/// The access log.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct AccessLog {
+    pub target: LogTarget,
+    pub format: LogFormat,
+}
+
 /// Where the access log is written.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum AccessLog {
+pub enum LogTarget {
     Stdout,
     File(PathBuf),
+}
+
+/// The form of the lines of the access log.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum LogFormat {
+    Json,
+    Combined,
 }
 
 settings! {
     /// The access log.
     pub struct AccessLogSettings {
         /// File of the access log. A relative path starts at the working directory of the process.
-        file: Option<AccessLog> = Required(
-            Word { shape: "path, `\"stdout\"`", example: "\"stdout\"", read: read_access_log },
+        file: Option<LogTarget> = Required(
+            Word { shape: "path, `\"stdout\"`", example: "\"stdout\"", read: read_log_target },
             ACCESS_LOG_FIX,
         );
+        /// Form of the lines: JSON objects, or the combined format of Apache and nginx, which says nothing of rules.
+        format: LogFormat = Choice(
+            LogFormat::Json,
+            &[("json", LogFormat::Json), ("combined", LogFormat::Combined)],
+        );
+    }
+}
+
+settings! {
+    /// Metrics on the admin address.
+    pub struct MetricsSettings {
+        /// Count the requests of each client of `[clients]`, by its name and plan: `transom_client_requests_total`.
+        clients: bool = Boolean(false);
     }
 }
 
 const ACCESS_LOG_FIX: &str = "write `file = \"stdout\"`, or the path of a file";
 
-fn read_access_log(word: &SpannedStr, report: &mut Report) -> Option<AccessLog> {
+fn read_log_target(word: &SpannedStr, report: &mut Report) -> Option<LogTarget> {
     match word.text {
         "" => report.reject(word.span.clone(), "`file` is empty", ACCESS_LOG_FIX),
-        "stdout" => Some(AccessLog::Stdout),
-        path => Some(AccessLog::File(PathBuf::from(path))),
+        "stdout" => Some(LogTarget::Stdout),
+        path => Some(LogTarget::File(PathBuf::from(path))),
     }
 }
 
 /// Reads a configuration that names no other files, or returns all its problems.
 pub fn read(text: &str) -> Result<Config, Vec<Problem>> {
-    check::read_config(Report::new(text))
+    read_with_inputs(text, Inputs::NONE)
 }
 
-/// Reads a configuration and the files that it names, or returns all problems.
+/// Reads a configuration that names files but no folders and variables.
 pub fn read_with_files(text: &str, files: ReadFile) -> Result<Config, Vec<Problem>> {
-    read_with_files_and_variables(text, files, &|_name| None)
+    read_with_inputs(text, Inputs { files, ..Inputs::NONE })
 }
 
-/// Like [`read_with_files`], for a configuration that may also name environment variables.
-pub fn read_with_files_and_variables(
-    text: &str,
-    files: ReadFile,
-    variables: ReadVariable,
-) -> Result<Config, Vec<Problem>> {
-    check::read_config(Report::with_inputs(text, files, variables))
+/// Reads a configuration and what it names, or returns all problems.
+pub fn read_with_inputs(text: &str, inputs: Inputs) -> Result<Config, Vec<Problem>> {
+    let sources = Sources::read(text, inputs);
+    let mut report = Report::with_inputs(&sources.text, &sources.included, inputs);
+    let text = sources.report_problems(&mut report);
+    check::read_config(&text, report)
 }

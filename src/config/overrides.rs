@@ -230,6 +230,7 @@ fn example_value(part: &KeyPart) -> &'static str {
         | KeyPart::Param(_)
         | KeyPart::BasicUser
         | KeyPart::Route
+        | KeyPart::Entry(_)
         | KeyPart::Global => "VALUE",
     }
 }
@@ -281,6 +282,7 @@ fn read_value(part: &KeyPart, word: &SpannedStr, report: &mut Report) -> Option<
         | KeyPart::Method
         | KeyPart::Path
         | KeyPart::Route
+        | KeyPart::Entry(_)
         | KeyPart::Global => return Some(KeyValue::Clear(text.to_owned())),
     };
     report.reject(word.span.clone(), format!("a request never has {} as its `{part}`", quoted(text)), fix)

@@ -37,17 +37,22 @@ impl<'t> Secrets<'t> {
     pub fn remove_from(&self, message: &mut String) {
         for span in &self.spans {
             let value = self.text[span.clone()].trim_matches(['"', '\'', ' ', '\t', '\r', '\n']);
-            let Some((last, c)) = value.char_indices().nth(REVEALING_CHARS - 1) else { continue };
-            let beginning = &value[..last + c.len_utf8()];
-            let mut at = 0;
-            while let Some(offset) = message[at..].find(beginning) {
-                let start = at + offset;
-                let same = message[start..].chars().zip(value.chars()).take_while(|(a, b)| a == b);
-                let length: usize = same.map(|(c, _)| c.len_utf8()).sum();
-                message.replace_range(start..start + length, "***");
-                at = start + 3;
-            }
+            replace(message, value, "***");
         }
+    }
+}
+
+/// Replaces a value, and beginnings of it, in a message.
+pub fn replace(message: &mut String, value: &str, replacement: &str) {
+    let Some((last, c)) = value.char_indices().nth(REVEALING_CHARS - 1) else { return };
+    let beginning = &value[..last + c.len_utf8()];
+    let mut at = 0;
+    while let Some(offset) = message[at..].find(beginning) {
+        let start = at + offset;
+        let same = message[start..].chars().zip(value.chars()).take_while(|(a, b)| a == b);
+        let length: usize = same.map(|(c, _)| c.len_utf8()).sum();
+        message.replace_range(start..start + length, replacement);
+        at = start + replacement.len();
     }
 }
 
@@ -77,7 +82,7 @@ fn is_secret_key(name: &str) -> bool {
     // Bounds the work for long names, which are no misspelled keys.
     let is_near = |word: &str| name.len() < 16 && strsim::damerau_levenshtein(&name, word) <= 2;
     let is = |word: &str| is_near(word) || name.starts_with(word);
-    (is("secret") || is("password") || name.starts_with("pass") || is("digest_key"))
+    (is("secret") || is("password") || name.starts_with("pass") || name.starts_with("token") || is("digest_key"))
         && !name.ends_with("file")
         && !name.ends_with("env")
 }
@@ -145,6 +150,7 @@ mod tests {
             "secret = hunter2-hunter2",
             "secret: hunter2-hunter2",
             "secret = [\"hunter2-hunter2\"]",
+            "token = \"hunter2-hunter2\"",
             "secret = \"hunter2-hunter2",
             "secret = \"\\\"hunter2-hunter2\"",
             "secret = \"\"\"\nhunter2-hunter2\n\"\"\"",
@@ -181,6 +187,7 @@ mod tests {
             "password_file = \"redis.password\"",
             "password_env = \"REDIS_PASSWORD\"",
             "digest_key_file = \"digest.key\"",
+            "token_file = \"admin.token\"",
             "servers = \"http://a\"",
             "period = \"second\" # a secret",
             "key = \"cookie:session\"",

@@ -16,7 +16,7 @@ use super::diagnostics::{Parsed, Report, Span, quoted};
 use super::host::{parse_authority, parse_socket_path};
 use super::settings::{Choice, Custom, Integer, Optional, Required, Restart, Section, Shape, Text, Time, Word};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
-use super::values::strip_line_end;
+use super::values::{Secret, strip_line_end};
 use transom_limiter::key::KeyPart;
 use transom_limiter::rule::{OnOutage, Sharing};
 
@@ -162,6 +162,8 @@ fn check_shared(settings: &mut SharedSettings, table: &mut Table, report: &mut R
     }
     table.suggest_for("tls", "redis", "write `rediss://` in `redis`");
     table.suggest_for("shared", "mode", "did you mean `mode`? Here, the setting for all rules has this name");
+    let fix = "write `key_format` in the rule that shares its counters with another service";
+    table.suggest_for("key_format", "prefix", fix);
     let Servers { urls, is_list } = &settings.redis;
     let is_sentinel = table.given("sentinel_master").is_some();
     let role = if is_sentinel { "a sentinel" } else { "a node of a cluster" };
@@ -274,7 +276,7 @@ fn read_secret<'s>(
         (None, variable) => {
             let variable = variable?;
             let what = format!("the environment variable {}", quoted(&variable.text));
-            let Some(value) = (report.variables)(&variable.text) else {
+            let Some(value) = (report.inputs.variables)(&variable.text) else {
                 let fix = "set it in the environment of the gateway, or name a file instead";
                 return report.reject(variable.span.clone(), format!("{what} is not set"), fix);
             };
@@ -455,7 +457,7 @@ pub fn is_secret_part(part: &KeyPart) -> bool {
     match part {
         KeyPart::Cookie(_) => true,
         KeyPart::Header(name) => SECRET_FIELDS.contains(&name.as_str()) || is_secret_name(name),
-        KeyPart::Query(name) => is_secret_name(name),
+        KeyPart::Query(name) | KeyPart::Entry(name) => is_secret_name(name),
         KeyPart::Ip { .. }
         | KeyPart::Jwt(_)
         | KeyPart::Param(_)
@@ -523,16 +525,6 @@ impl fmt::Display for Node {
             Node::Tcp { host, port } => write!(f, "{host}:{port}"),
             Node::Unix(path) => write!(f, "{}", path.display()),
         }
-    }
-}
-
-/// A value that `Debug` does not show.
-#[derive(Clone, PartialEq, Eq)]
-pub struct Secret<T>(pub T);
-
-impl<T> fmt::Debug for Secret<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("***")
     }
 }
 

@@ -8,12 +8,12 @@ use std::collections::HashMap;
 use http::{HeaderValue, Method};
 use toml::de::DeValue;
 
-use super::diagnostics::{Report, Span, quoted, quoted_list};
+use super::diagnostics::{Report, Span, quoted};
 use super::host::{read_distinct, read_hosts};
 use super::limits::Timeouts;
 use super::path::{PathPattern, PathReading, Segment};
 use super::route_actions::{ActionContext, ActionSettings, Actions, CONNECTION_FIELDS, responds_directly};
-use super::rule::{self, RuleResponses};
+use super::rule::{self, GatewayRule};
 use super::settings::{Boolean, Choice, Custom, Integer, Optional, Required, Section, Shape, Text, Texts, Word};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use super::upstream::Upstream;
@@ -183,7 +183,7 @@ fn read_name(word: &SpannedStr, report: &mut Report) -> Option<String> {
 pub struct RouteContext<'c> {
     pub reading: PathReading,
     pub upstreams: &'c Definitions<Upstream>,
-    pub rules: &'c Definitions<(Rule, RuleResponses)>,
+    pub rules: &'c Definitions<(Rule, GatewayRule)>,
     pub timeouts: &'c Timeouts,
     /// Whether requests can have the schemes.
     pub http: bool,
@@ -310,6 +310,10 @@ impl RouteContext<'_> {
             found.push(index);
             // Without `on_missing_key`, a rule needs all path parameters that it counts by.
             let (rule, _) = &self.rules.entries[index].value;
+            if let Some(part) = rule.key.iter().find(|part| matches!(part, KeyPart::Entry(_))) {
+                let message = format!("the rule {} counts by `{part}`, which only a descriptor has", quoted(text));
+                report.problem(span.clone(), message, format!("add a `key` to `[rules.{text}]`, such as `\"ip\"`"));
+            }
             let Some(path) = path.filter(|_| rule.on_missing == OnMissing::Never) else { continue };
             let is_param =
                 |part: &KeyPart| matches!(part, KeyPart::Param(name) if !path.param_names().contains(&&**name));
@@ -348,14 +352,14 @@ fn report_unreachable(routes: &[ParsedRoute], report: &mut Report) {
         let mut headers: Vec<_> = route.route.headers.iter().collect();
         headers.sort();
         let before = earlier.entry((shape.collect::<Vec<_>>(), headers, route.route.secure)).or_default();
-        if let Some(lines) = covering_lines(&route.route, before, report) {
+        if let Some(lines) = covering_lines(route, before, report) {
             let message = match lines.as_slice() {
-                [line] => format!("this route can never match: the route on line `{line}` matches all its requests"),
-                lines => {
-                    let lines: Vec<String> = lines.iter().map(usize::to_string).collect();
-                    let lines = quoted_list(lines.iter().map(String::as_str), "and");
+                [line] => format!("this route can never match: the route on line {line} matches all its requests"),
+                [init @ .., last] => {
+                    let lines = format!("{} and {last}", init.join(", "));
                     format!("this route can never match: the routes on lines {lines} match all its requests")
                 }
+                [] => continue,
             };
             let fix = "remove one of them, or distinguish them by `path`, `host`, `scheme`, `methods` or `headers`";
             report.missing(route.span.clone(), message, fix);
@@ -366,20 +370,20 @@ fn report_unreachable(routes: &[ParsedRoute], report: &mut Report) {
 
 /// The lines of the earlier routes that match all requests of `route`: for each of its hosts and methods, the first
 /// earlier route with both. `None` if there is a combination that no earlier route matches.
-fn covering_lines(route: &Route, before: &[&ParsedRoute], report: &Report) -> Option<Vec<usize>> {
-    let mut lines = Vec::new();
-    for host in values_or_any(&route.hosts) {
-        for method in values_or_any(&route.methods) {
+fn covering_lines(route: &ParsedRoute, before: &[&ParsedRoute], report: &Report) -> Option<Vec<String>> {
+    let mut positions = Vec::new();
+    for host in values_or_any(&route.route.hosts) {
+        for method in values_or_any(&route.route.methods) {
             let is_match = |other: &&&ParsedRoute| {
                 values_or_any(&other.route.hosts).any(|h| h == host)
                     && values_or_any(&other.route.methods).any(|m| m == method)
             };
-            lines.push(report.line(before.iter().find(is_match)?.span.start));
+            positions.push(before.iter().find(is_match)?.span.start);
         }
     }
-    lines.sort_unstable();
-    lines.dedup();
-    Some(lines)
+    positions.sort_unstable();
+    positions.dedup();
+    Some(positions.into_iter().map(|position| report.line_seen_from(position, route.span.start)).collect())
 }
 
 /// The values of a list, or a single `None` for any value if the list is empty.
@@ -390,11 +394,12 @@ fn values_or_any(values: &[String]) -> impl Iterator<Item = Option<&str>> {
 
 /// Gives a unique name to each route without a configured name, and reports configured names that are not unique.
 fn assign_names(routes: &mut [ParsedRoute], report: &mut Report) {
-    let mut lines: HashMap<&str, usize> = HashMap::new();
+    let mut positions: HashMap<&str, usize> = HashMap::new();
     for ParsedRoute { route: Route { name, .. }, name_span, .. } in routes.iter() {
         let Some(span) = name_span else { continue };
-        if let Some(other) = lines.insert(name, report.line(span.start)) {
-            let message = format!("the name {} is already used by the route on line `{other}`", quoted(name));
+        if let Some(other) = positions.insert(name, span.start) {
+            let other = report.line_seen_from(other, span.start);
+            let message = format!("the name {} is already used by the route on line {other}", quoted(name));
             report.problem(span.clone(), message, "give one of the two another name");
         }
     }

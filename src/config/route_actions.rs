@@ -7,7 +7,7 @@ use super::diagnostics::{Report, quoted, quoted_list};
 use super::limits::{MAX_BODY, MIN_RATE, RouteTimeouts, Timeouts};
 use super::path::{EncodedSlash, PathPattern, PathReading, Segment};
 use super::response_body::{self, BODY, Body, CONTENT_TYPE};
-use super::settings::{Custom, Inline, Integer, Kind, Optional, Required, Shape, Text};
+use super::settings::{Choice, Custom, Inline, Integer, Kind, Optional, Required, Shape, Text};
 use super::template::{Template, TemplatePart, Variable};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use super::values;
@@ -36,7 +36,7 @@ settings! {
         /// Changes to the fields of the request, see below.
         request_headers: FieldSettings = Inline::<FieldSettings>::or(FIELDS_FIX);
         /// Changes to the fields of the response, see below.
-        response_headers: FieldSettings = Inline::<FieldSettings>::or(FIELDS_FIX);
+        response_headers: ResponseFieldSettings = Inline::<ResponseFieldSettings>::or(FIELDS_FIX);
         /// Redirect instead of forwarding: `{ to = "https://{host}{uri}", status = 308 }`; 301, 302, 303, 307 or 308.
         redirect: Option<RedirectSettings> =
             Optional(Inline::<RedirectSettings>::or("write `redirect = { to = \"https://{host}{uri}\", status = 308 }`"));
@@ -72,11 +72,30 @@ settings! {
         /// Keeps other fields of the name.
         add: Vec<(String, SpannedString)> = field_texts();
         /// Removes all fields of the name.
-        remove: Vec<String> = Custom::or_empty(Shape::one_or_list("name of a field"), |item, report| {
-            let words = item.strings("[\"x-name\"]", report)?;
-            Some(words.iter().filter_map(|word| read_field_name(word, report)).collect::<Vec<_>>())
-        });
+        remove: Vec<String> = field_names();
     }
+}
+
+settings! {
+    /// Changes to the header fields of responses.
+    pub struct ResponseFieldSettings checked by check_response_fields {
+        /// Replaces all fields of the name.
+        set: Vec<(String, SpannedString)> = field_texts();
+        /// Keeps other fields of the name.
+        add: Vec<(String, SpannedString)> = field_texts();
+        /// Removes all fields of the name.
+        remove: Vec<String> = field_names();
+        /// `"all"`: also changes refusals and errors, which the gateway makes itself.
+        on: ChangedResponses =
+            Choice(ChangedResponses::Upstream, &[("upstream", ChangedResponses::Upstream), ("all", ChangedResponses::All)]);
+    }
+}
+
+fn field_names() -> Custom<Vec<String>> {
+    Custom::or_empty(Shape::one_or_list("name of a field"), |item, report| {
+        let words = item.strings("[\"x-name\"]", report)?;
+        Some(words.iter().filter_map(|word| read_field_name(word, report)).collect())
+    })
 }
 
 fn field_texts() -> Custom<Vec<(String, SpannedString)>> {
@@ -134,12 +153,23 @@ pub struct Actions {
     pub path: Option<PathChange>,
     pub request_fields: FieldChanges,
     pub response_fields: FieldChanges,
+    pub changed_responses: ChangedResponses,
     /// Replaces [`super::Config::timeouts`].
     pub timeouts: Option<Timeouts>,
     /// Replaces [`super::limits::Limits::max_body`]; `Some(None)`: no limit.
     pub max_body: Option<Option<u64>>,
     /// Replaces [`super::limits::Limits::min_request_rate`].
     pub min_request_rate: Option<u64>,
+}
+
+/// The responses of a route whose fields change.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+pub enum ChangedResponses {
+    /// Those of the upstream, or of the route's redirect or fixed response.
+    #[default]
+    Upstream,
+    /// Refusals and errors too.
+    All,
 }
 
 /// A response by the gateway itself.
@@ -198,6 +228,18 @@ fn check_actions(_settings: &mut ActionSettings, table: &Table, report: &mut Rep
     }
 }
 
+fn check_response_fields(_settings: &mut ResponseFieldSettings, table: &Table, report: &mut Report) {
+    let changes_none = ["set", "add", "remove"].iter().all(|key| table.lacks(key));
+    if let (Some(item), true) = (table.given("on"), changes_none) {
+        let message = "`on` has no effect without `set`, `add` or `remove`";
+        report.missing(
+            item.key_span,
+            message,
+            "add one of them, such as `set = { x-name = \"value\" }`, or remove `on`",
+        );
+    }
+}
+
 fn check_respond(settings: &mut RespondSettings, table: &Table, report: &mut Report) {
     if let (204 | 304, Some(body)) = (settings.status, table.given("body")) {
         let message = format!("a response with status `{}` has no body", settings.status);
@@ -228,6 +270,7 @@ impl ActionSettings {
                 (None, None) => None,
             },
             request_fields: self.request_headers.resolve(context.path, report),
+            changed_responses: self.response_headers.on,
             response_fields: self.response_headers.resolve(context.path, report),
             timeouts: self.timeouts.map(|own| own.over(context.timeouts)),
             max_body: self.max_body,
@@ -348,6 +391,12 @@ impl FieldSettings {
             templates
         };
         FieldChanges { set: resolve(self.set), add: resolve(self.add), remove: self.remove }
+    }
+}
+
+impl ResponseFieldSettings {
+    fn resolve(self, path: Option<&PathPattern>, report: &mut Report) -> FieldChanges {
+        FieldSettings { set: self.set, add: self.add, remove: self.remove }.resolve(path, report)
     }
 }
 

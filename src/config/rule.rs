@@ -8,8 +8,10 @@ use std::time::Duration;
 use toml::de::DeValue;
 
 use super::count_when::CountWhen;
-use super::diagnostics::{Report, quoted};
-use super::key::KeySettings;
+use super::descriptor::{Descriptor, check_descriptor};
+use super::diagnostics::{Report, Span, quoted};
+use super::key::{KeySettings, OnUnknownKey};
+use super::key_format::{KEY_FORMAT, check_key_format};
 use super::listen::ClientCerts;
 use super::overrides::ExceptionSettings;
 use super::redis::{DefaultSharing, OUTAGES, RULE_MODES, TABLE_FIX};
@@ -22,8 +24,7 @@ use super::values::{Definitions, parse_field_name, read_field_name};
 use super::window::{concurrent, layers_are_comparable, report_unreachable_layers, require_limits, windows};
 use transom_limiter::key::OnMissing;
 use transom_limiter::limit::Limit;
-use transom_limiter::rule::{Cost, OnLimit, OnOutage, Rule, Sharing};
-use transom_limiter::window::Windows;
+use transom_limiter::rule::{Cost, KeyFormat, OnLimit, OnOutage, Rule, Sharing};
 
 /// `headers` of the configuration and of rules.
 pub const RATE_LIMIT_STYLES: [(&str, RateLimitStyle); 4] = [
@@ -73,9 +74,17 @@ settings! {
         /// Refusals meanwhile do not extend it. A [shared](../guides/shared-counters.md#lease-or-exact) rule counts as with
         /// `shared = "exact"`.
         penalty: Option<Duration> = Optional(Time(Duration::from_secs(3600), 1000..=365 * DAY_MS));
+        /// The [descriptors](../guides/envoy.md) of Envoy's rate limit service that the rule answers to, such as
+        /// `{ domain = "api", entries = ["remote_address"] }`. Needs `ratelimit_service` in [`[listen]`](#listen).
+        descriptor: Option<Descriptor> = Optional(Inline::<Descriptor>::or(
+            "write, for example, `descriptor = { domain = \"api\", entries = [\"remote_address\"] }`",
+        ));
         /// How gateways [count together](../guides/shared-counters.md#lease-or-exact). `"off"` (also allowed without
         /// `[counters.shared]`): this gateway counts alone. Without it: `mode` of [`[counters.shared]`](#countersshared).
         shared: Option<Sharing> = Optional(Choice(Sharing::Lease, &RULE_MODES));
+        /// Names of the counters in Redis, [as another service writes them](../guides/shared-counters.md#names-of-another-service),
+        /// such as `"service:{key}:{window}"`. Without it: the [default names](../guides/shared-counters.md#names-in-redis).
+        key_format: Option<KeyFormat> = KEY_FORMAT;
         /// What the rule does while the store is unavailable. Without it: `on_outage` of `[counters.shared]`.
         on_outage: Option<OnOutage> = Optional(Choice(OnOutage::Local, &OUTAGES));
         /// Status of a refusal, also in the problem document. Without it: 429.
@@ -134,11 +143,19 @@ pub struct RefusalResponse {
     pub retry_jitter_s: u64,
 }
 
-/// How a rule appears in responses, and which responses it counts.
-pub struct RuleResponses {
+/// The settings of a rule that the limiter does not know: how the rule appears in responses, and which keys and responses
+/// it counts.
+pub struct GatewayRule {
     pub rate_limit_style: RateLimitStyle,
     pub refusal: RefusalResponse,
     pub count_when: Option<CountWhen>,
+    pub on_unknown_key: OnUnknownKey,
+    /// The position of `on_unknown_key`, if it is given.
+    pub on_unknown_key_span: Option<Span>,
+    /// The position of `key_format`, if it is given.
+    pub key_format_span: Option<Span>,
+    /// The descriptors that the rule answers to, and their position.
+    pub descriptor: Option<(Descriptor, Span)>,
 }
 
 /// The cost of a request as written in the file. The layers of the rule bound it.
@@ -154,24 +171,32 @@ pub fn read_rules(
     certs: ClientCerts,
     default_sharing: DefaultSharing,
     report: &mut Report,
-) -> Definitions<(Rule, RuleResponses)> {
+) -> Definitions<(Rule, GatewayRule)> {
     let rules = Definitions::read(item, report, |name, table, report| {
         // The placeholder for an invalid rule. It has no key and no layers, so it causes no further problems.
         let mut rule = Rule::new(name, Vec::new(), OnMissing::Skip, Vec::new());
-        let mut responses = RuleResponses { rate_limit_style, refusal: RefusalResponse::default(), count_when: None };
+        let mut gateway_rule = GatewayRule {
+            rate_limit_style,
+            refusal: RefusalResponse::default(),
+            count_when: None,
+            on_unknown_key: OnUnknownKey::Count,
+            on_unknown_key_span: None,
+            key_format_span: None,
+            descriptor: None,
+        };
         if let Some(table) = table {
-            read_rule(&mut rule, &mut responses, table, certs, default_sharing, report);
+            read_rule(&mut rule, &mut gateway_rule, table, certs, default_sharing, report);
         }
-        (rule, responses)
+        (rule, gateway_rule)
     });
     report_equal_layer_names(&rules, report);
     rules
 }
 
-/// Reads the table of one rule into `rule` and `responses`.
+/// Reads the table of one rule into `rule` and `gateway_rule`.
 fn read_rule(
     rule: &mut Rule,
-    responses: &mut RuleResponses,
+    gateway_rule: &mut GatewayRule,
     mut table: Table,
     certs: ClientCerts,
     default_sharing: DefaultSharing,
@@ -186,7 +211,10 @@ fn read_rule(
         table.suggest_for(key, "windows", "write `windows = [\"33/minute\"]`");
     }
 
-    (rule.key, rule.on_missing) = key.finish(&table, certs, report);
+    gateway_rule.on_unknown_key = key.on_unknown_key;
+    gateway_rule.on_unknown_key_span = table.given("on_unknown_key").map(|item| item.key_span);
+    gateway_rule.key_format_span = table.given("key_format").map(|item| item.span);
+    (rule.key, rule.on_missing) = key.finish(settings.descriptor.as_ref(), &mut table, certs, report);
     rule.layers.clone_from(&settings.windows);
     rule.concurrent = settings.concurrent;
     exceptions.finish(rule, report);
@@ -194,6 +222,7 @@ fn read_rule(
     rule.cost = resolve_cost(&settings.cost, &table, rule, report);
     rule.on_limit = settings.resolve_on_limit(&table, report);
     rule.count_refused = settings.count_refused;
+    rule.key_format.clone_from(&settings.key_format);
     rule.penalty_ms = settings.penalty.map(|penalty| penalty.as_millis() as u64);
     if let Some((mode, outage)) = default_sharing {
         rule.sharing = settings.shared.unwrap_or(mode);
@@ -205,6 +234,11 @@ fn read_rule(
         rule.sharing = Sharing::Local;
         report_settings_of_windows(&table, report);
     }
+    // A refund comes with the response: by then the lease of a sliding window may have ended.
+    let has_refunds = settings.count_when.is_some() || matches!(rule.cost, Cost::Response { .. });
+    if rule.sharing == Sharing::Lease && has_refunds && rule.has_sliding_windows() {
+        rule.sharing = Sharing::Exact;
+    }
     check_layers(rule, &table, report);
     check_content_type(&table, "the rule", report);
     if let Some(item) = table.given("count_when").filter(|_| is_without_windows(rule, &table)) {
@@ -212,15 +246,19 @@ fn read_rule(
         report.missing(item.key_span, message, "add `windows`, or remove it");
     }
     check_penalty(rule, &table, report);
+    check_key_format(rule, &table, report);
+    check_descriptor(rule, settings.descriptor.as_ref(), &table, report);
+    let descriptor_span = table.given("descriptor").map(|item| item.key_span);
     table.finish(report);
 
-    responses.rate_limit_style = settings.headers.unwrap_or(responses.rate_limit_style);
-    responses.refusal = RefusalResponse {
+    gateway_rule.rate_limit_style = settings.headers.unwrap_or(gateway_rule.rate_limit_style);
+    gateway_rule.refusal = RefusalResponse {
         status: settings.status,
         body: Body::new(settings.body, settings.content_type),
         retry_jitter_s: settings.retry_jitter.as_millis().div_ceil(1000) as u64,
     };
-    responses.count_when = settings.count_when;
+    gateway_rule.count_when = settings.count_when;
+    gateway_rule.descriptor = settings.descriptor.zip(descriptor_span);
 }
 
 /// Reports a penalty without effect, or beside settings that exclude it.
@@ -274,23 +312,26 @@ impl RuleSettings {
 
 /// Reports settings of shared counters that have no effect.
 fn check_sharing(sharing: Sharing, default_sharing: DefaultSharing, table: &Table, report: &mut Report) {
-    let (shared, on_outage) = (table.given("shared"), table.given("on_outage"));
+    let shared = table.given("shared");
+    let others = ["on_outage", "key_format"].into_iter().filter_map(|key| table.given(key));
     if default_sharing.is_none() {
         // `shared = "off"` is what happens without `[counters.shared]`, so it is not a problem.
         let shared = shared.filter(|item| item.value.as_str() != Some("off"));
-        for item in shared.into_iter().chain(on_outage) {
+        for item in shared.into_iter().chain(others) {
             let message = format!("`{}` has no effect: there is no `[counters.shared]`", item.key);
             report.missing(item.key_span, message, format!("remove it, or {TABLE_FIX}"));
         }
-    } else if let (Sharing::Local, Some(item)) = (sharing, on_outage) {
-        let message = "`on_outage` has no effect: the rule has `shared = \"off\"`";
-        report.missing(item.key_span, message, "remove it, or remove `shared = \"off\"`");
+    } else if sharing == Sharing::Local {
+        for item in others {
+            let message = format!("`{}` has no effect: the rule has `shared = \"off\"`", item.key);
+            report.missing(item.key_span, message, "remove it, or remove `shared = \"off\"`");
+        }
     }
 }
 
 /// Reports settings that concern only windows, for a rule that limits only the requests in flight.
 fn report_settings_of_windows(table: &Table, report: &mut Report) {
-    for item in ["cost", "count_refused"].into_iter().filter_map(|key| table.given(key)) {
+    for item in ["cost", "count_refused", "key_format"].into_iter().filter_map(|key| table.given(key)) {
         let message = format!("`{}` has no effect: the rule has no `windows`", item.key);
         report.missing(item.key_span, message, "add `windows`, or remove it");
     }
@@ -308,16 +349,9 @@ fn check_layers(rule: &Rule, table: &Table, report: &mut Report) {
         let message = format!("`shards` cannot be combined with {other}");
         report.problem(item.span.clone(), message, "remove `shards`");
     }
-    let excludes_sliding = match (rule.on_limit, rule.sharing) {
-        (OnLimit::Delay { .. }, _) => Some(("`on_limit = \"delay\"`", "remove `sliding`, or remove `on_limit`")),
-        (_, Sharing::Lease | Sharing::Exact) => {
-            Some(("shared counters", "add `shared = \"off\"` to the rule, or remove `sliding`"))
-        }
-        (_, Sharing::Local) => None,
-    };
-    let is_sliding = |limit: &Limit| matches!(limit.windows, Windows::Sliding { .. });
-    if let (Some((other, fix)), true) = (excludes_sliding, rule.variants().flatten().any(is_sliding)) {
-        report.problem(item.span.clone(), format!("`sliding` cannot be combined with {other}"), fix);
+    if rule.has_sliding_windows() && matches!(rule.on_limit, OnLimit::Delay { .. }) {
+        let message = "`sliding` cannot be combined with `on_limit = \"delay\"`";
+        report.problem(item.span.clone(), message, "remove `sliding`, or remove `on_limit`");
     }
     if layers_are_comparable(rule) {
         report_unreachable_layers(&item, &rule.layers, report);
@@ -325,7 +359,7 @@ fn check_layers(rule: &Rule, table: &Table, report: &mut Report) {
 }
 
 /// Reports two layers with the same name: responses and metrics distinguish layers by name only.
-fn report_equal_layer_names(rules: &Definitions<(Rule, RuleResponses)>, report: &mut Report) {
+fn report_equal_layer_names(rules: &Definitions<(Rule, GatewayRule)>, report: &mut Report) {
     let mut used: Vec<(String, &str)> = Vec::new();
     for entry in &rules.entries {
         let rule = &entry.value.0;
@@ -416,7 +450,7 @@ fn resolve_cost(cost: &WrittenCost, table: &Table, rule: &Rule, report: &mut Rep
 
 /// The smallest capacity of the layers: a request of a higher cost is never admitted.
 pub fn smallest_capacity(layers: &[Limit]) -> Option<u32> {
-    layers.iter().map(|limit| limit.capacity).min()
+    layers.iter().map(Limit::capacity).min()
 }
 
 /// Reports a cost above the smallest capacity.

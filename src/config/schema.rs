@@ -9,7 +9,7 @@ use super::clients::ClientsSettings;
 use super::counters::Counters;
 use super::jwt::JwtSettings;
 use super::key::KeySettings;
-use super::limits::{Http2, Limits, Timeouts};
+use super::limits::{DrainSettings, Http2, Limits, Timeouts};
 use super::listen::{Admin, Listen};
 use super::overrides::ExceptionSettings;
 use super::path::PathReading;
@@ -17,8 +17,9 @@ use super::route::{RouteConditions, RouteSettings};
 use super::route_actions::ActionSettings;
 use super::rule::RuleSettings;
 use super::settings::{SIZE_UNITS, Section, Setting, Shape};
+use super::span_export::TracingSettings;
 use super::upstream::{ServerSettings, UpstreamPolicy};
-use super::{AccessLogSettings, General};
+use super::{AccessLogSettings, General, MetricsSettings};
 
 /// The schema.
 pub fn schema() -> Value {
@@ -40,17 +41,18 @@ fn top_level() -> Vec<Setting> {
         section("admin", "The admin address.", Admin::settings()),
         section("counters", "The counter table and its persistence.", Counters::settings()),
         section("timeouts", "Timeouts.", Timeouts::settings()),
+        section("drain", "How the gateway stops.", DrainSettings::settings()),
         section("limits", "Limits on messages.", Limits::settings()),
         section("http2", "HTTP/2 from clients.", Http2::settings()),
         section("access_log", "The access log.", AccessLogSettings::settings()),
+        section("metrics", "Metrics on the admin address.", MetricsSettings::settings()),
+        section("tracing", "Export of spans.", TracingSettings::settings()),
         section("clients", "Clients, and the parts of a request that identify them.", ClientsSettings::settings()),
         section("jwt", "Verification of bearer tokens.", JwtSettings::settings()),
         Setting::section("rules", "Rules by name.", Shape::map_of(Shape::Table(rule))),
         Setting::section("upstreams", "Upstreams by name.", Shape::map_of(Shape::Table(upstream))),
-        Setting {
-            is_required: true,
-            ..Setting::section("routes", "Routes.", Shape::List(Box::new(Shape::Table(route))))
-        },
+        // Required without `listen.ratelimit_service`.
+        Setting::section("routes", "Routes.", Shape::List(Box::new(Shape::Table(route)))),
     ]);
     settings
 }
@@ -59,15 +61,18 @@ impl Shape {
     /// The JSON schema of a value.
     fn schema(&self) -> Value {
         match self {
-            Shape::Boolean => json!({ "type": "boolean" }),
-            Shape::Integer(range) => json!({ "type": "integer", "minimum": range.start(), "maximum": range.end() }),
-            Shape::Duration(_) => json!({ "type": "string", "pattern": "^[0-9]+(ms|s|m|h|d|w)$" }),
+            Shape::Boolean => or_reference(json!({ "type": "boolean" })),
+            Shape::Integer(range) => {
+                or_reference(json!({ "type": "integer", "minimum": range.start(), "maximum": range.end() }))
+            }
+            Shape::Share => or_reference(json!({ "type": "number", "minimum": 0, "maximum": 1 })),
+            Shape::Duration(_) => or_reference(json!({ "type": "string", "pattern": "^[0-9]+(ms|s|m|h|d|w)$" })),
             Shape::Size(range) => {
                 let units = SIZE_UNITS.map(|(unit, _)| unit).join("|");
                 let text = json!({ "type": "string", "pattern": format!("^[0-9]+ *({units})$") });
                 json!({ "anyOf": [Shape::Integer(range.clone()).schema(), text] })
             }
-            Shape::Words(words) => json!({ "enum": words }),
+            Shape::Words(words) => or_reference(json!({ "enum": words })),
             Shape::Text(name) => json!({ "type": "string", "title": name }),
             Shape::List(of) => json!({ "type": "array", "items": of.schema() }),
             Shape::OneOrList(of) => json!({ "anyOf": [of.schema(), Shape::List(of.clone()).schema()] }),
@@ -77,6 +82,11 @@ impl Shape {
             Shape::Described(_, of) => of.schema(),
         }
     }
+}
+
+/// A value, or a string with a reference to it.
+fn or_reference(value: Value) -> Value {
+    json!({ "anyOf": [value, { "type": "string", "pattern": r"\$\{(env|file):" }] })
 }
 
 /// The schema of a table with these settings and no others.

@@ -65,6 +65,8 @@ pub trait Kind {
 pub enum Shape {
     Boolean,
     Integer(RangeInclusive<u64>),
+    /// A number from 0 to 1.
+    Share,
     /// Bounds in milliseconds.
     Duration(RangeInclusive<u64>),
     /// Bounds in bytes.
@@ -277,6 +279,29 @@ impl<T: Copy + ToString + TryFrom<u64>> Kind for Integer<T> {
 
     fn shape(&self) -> Shape {
         Shape::Integer(self.1.clone())
+    }
+}
+
+/// A number from 0 to 1; the field is the default.
+pub struct Share(pub f64);
+
+impl Kind for Share {
+    type Value = f64;
+
+    fn read(&self, item: &Item, report: &mut Report) -> Option<f64> {
+        item.share(report)
+    }
+
+    fn default(&self) -> f64 {
+        self.0
+    }
+
+    fn default_text(&self) -> Option<String> {
+        Some(self.0.to_string())
+    }
+
+    fn shape(&self) -> Shape {
+        Shape::Share
     }
 }
 
@@ -820,6 +845,7 @@ impl Shape {
         match self {
             Shape::Boolean => "boolean".to_owned(),
             Shape::Integer(range) => format!("{} to {}", grouped(range.start(), ","), grouped(range.end(), ",")),
+            Shape::Share => "0 to 1".to_owned(),
             Shape::Duration(range) => {
                 format!("duration, `\"{}\"` to `\"{}\"`", format_ms(*range.start()), format_ms(*range.end()))
             }

@@ -98,7 +98,22 @@ fn parse(text: &str, path: Option<&PathPattern>) -> Parsed<Vec<TemplatePart>> {
         };
         return Err((format!("{} is a variable of nginx, which would be sent literally", quoted(written)), fix));
     }
-    let mut parts = Vec::new();
+    let pieces = split_variables(text, "{host}", |name| parse_variable(name, path))?;
+    let parts = pieces.into_iter().flat_map(|(literal, variable)| {
+        let literal = Some(literal).filter(|literal| !literal.is_empty()).map(TemplatePart::Literal);
+        literal.into_iter().chain(variable.map(TemplatePart::Variable))
+    });
+    Ok(parts.collect())
+}
+
+/// Splits a text into literals, each with the variable that follows it. `{{` and `}}` stand for literal braces; `example` is a
+/// variable for messages.
+pub fn split_variables<V>(
+    text: &str,
+    example: &str,
+    variable: impl Fn(&str) -> Parsed<V>,
+) -> Parsed<Vec<(String, Option<V>)>> {
+    let mut pieces = Vec::new();
     let mut literal = String::new();
     let mut rest = text;
     while let Some(at) = rest.find(['{', '}']) {
@@ -111,19 +126,14 @@ fn parse(text: &str, path: Option<&PathPattern>) -> Parsed<Vec<TemplatePart>> {
         }
         let Some((name, behind)) = behind.split_once('}').filter(|_| brace == "{") else {
             let message = format!("{} has a brace that is not part of a variable", quoted(text));
-            return Err((message, "write `{{` or `}}` for a brace, and `{host}` for a variable".to_owned()));
+            return Err((message, format!("write `{{{{` or `}}}}` for a brace, and `{example}` for a variable")));
         };
-        if !literal.is_empty() {
-            parts.push(TemplatePart::Literal(std::mem::take(&mut literal)));
-        }
-        parts.push(TemplatePart::Variable(parse_variable(name, path)?));
+        pieces.push((std::mem::take(&mut literal), Some(variable(name)?)));
         rest = behind;
     }
     literal.push_str(rest);
-    if !literal.is_empty() {
-        parts.push(TemplatePart::Literal(literal));
-    }
-    Ok(parts)
+    pieces.push((literal, None));
+    Ok(pieces)
 }
 
 /// The first variable of nginx in a text, such as `$remote_addr` or `${host}`, and its equivalent here.

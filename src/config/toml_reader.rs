@@ -250,15 +250,20 @@ impl<'d> Item<'d> {
 
     pub fn integer(&self, range: RangeInclusive<u64>, report: &mut Report) -> Option<u64> {
         let fix = format!("write a whole number from `{}` to `{}`", range.start(), range.end());
-        match self.value {
-            DeValue::Integer(integer) => {
-                let value = to_u64(integer).filter(|value| range.contains(value));
-                if value.is_none() {
-                    let written = quoted(report.source(self.span.clone()));
-                    report.problem(self.span.clone(), format!("`{}` cannot be {written}", self.key), fix);
-                }
-                value
+        let value = match self.value {
+            DeValue::Integer(integer) => Some(to_u64(integer)),
+            DeValue::String(text) if self.is_reference(report) => text.replace('_', "").parse().ok().map(Some),
+            _ => None,
+        };
+        if let Some(value) = value {
+            let value = value.filter(|value| range.contains(value));
+            if value.is_none() {
+                let written = quoted(report.source(self.span.clone()));
+                report.problem(self.span.clone(), format!("`{}` cannot be {written}", self.key), fix);
             }
+            return value;
+        }
+        match self.value {
             DeValue::String(text) if text.replace('_', "").parse().is_ok_and(|value| range.contains(&value)) => {
                 self.wrong_type("an integer", &format!("write {} without quotes", quoted(text)), report)
             }
@@ -266,15 +271,39 @@ impl<'d> Item<'d> {
         }
     }
 
+    /// A number from 0 to 1.
+    pub fn share(&self, report: &mut Report) -> Option<f64> {
+        let fix = "write a number from `0` to `1`, such as `0.01`";
+        let number = match self.value {
+            DeValue::Float(number) => number.as_str(),
+            DeValue::Integer(number) => number.as_str(),
+            DeValue::String(text) if self.is_reference(report) => text,
+            _ => return self.wrong_type("a number", fix, report),
+        };
+        let share = number.parse().ok().filter(|share| (0.0..=1.0).contains(share));
+        if share.is_none() {
+            let written = quoted(report.source(self.span.clone()));
+            report.problem(self.span.clone(), format!("`{}` cannot be {written}", self.key), fix);
+        }
+        share
+    }
+
     pub fn boolean(&self, report: &mut Report) -> Option<bool> {
         match self.value {
             DeValue::Boolean(flag) => Some(*flag),
             DeValue::String(text) => match parse_boolean(text) {
+                Some(meant) if self.is_reference(report) => Some(meant),
                 Some(meant) => self.wrong_type("a boolean", &format!("write `{meant}` without quotes"), report),
                 None => self.wrong_type("a boolean", "write `true` or `false`", report),
             },
             _ => self.wrong_type("a boolean", "write `true` or `false`", report),
         }
+    }
+
+    /// Whether the value was written as one reference, `"${…}"`, which may stand for a value of any type.
+    fn is_reference(&self, report: &Report) -> bool {
+        let written = report.source(self.span.clone()).trim_matches(['"', '\'']);
+        written.starts_with("${") && written.find('}') == Some(written.len() - 1)
     }
 
     /// One of several words.

@@ -353,7 +353,8 @@ fn read_hash_parts(item: &Item, report: &mut Report) -> Option<Vec<KeyPart>> {
             | KeyPart::Host
             | KeyPart::Method
             | KeyPart::Path
-            | KeyPart::Route => continue,
+            | KeyPart::Route
+            | KeyPart::Entry(_) => continue,
         };
         let fix = "hash `ip`, `header:NAME`, `cookie:NAME`, `query:NAME`, `basic-user`, `client-cert`, `host`, `method`, `path` or `route`";
         return report.reject(item.span.clone(), why, fix);

@@ -2,6 +2,8 @@
 //!
 //! Each reader returns the value, or reports a problem and returns `None`. Nothing here depends on a section.
 
+use std::fmt;
+
 use http::HeaderName;
 
 use super::diagnostics::{Report, Span, quoted, quoted_list};
@@ -10,6 +12,16 @@ use transom_limiter::ip_prefix::{Network, NetworkError};
 use transom_limiter::secret_digest::Digest;
 
 pub const FIELD_NAME_FIX: &str = "write a name such as `x-api-key`: letters, digits and `-`";
+
+/// A value that `Debug` does not show.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secret<T>(pub T);
+
+impl<T> fmt::Debug for Secret<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("***")
+    }
+}
 
 /// The definitions of a section such as `[rules.NAME]`, in the order of the file.
 pub struct Definitions<T> {

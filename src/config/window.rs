@@ -54,8 +54,8 @@ settings! {
         /// Time zone, for the periods `day`, `week` and `month`. Windows begin at midnight there, or at the time of day that
         /// `start` states. Without it: UTC, with weeks that start on Thursday.
         timezone: Option<SpannedString> = Text("IANA name", "\"Europe/Paris\"");
-        /// Unused tokens roll over, up to this many; at least `limit`, which is the default. A key that is new or was idle
-        /// for long has all of them.
+        /// Unused tokens roll over, up to this many; at least `limit`. With the `limit` itself none roll over, as without
+        /// `capacity`. A key that is new or was idle for long has all of them.
         capacity: Option<u32> = Optional(Integer(50, 1..=TOKENS_MAX));
         /// Tokens that may be taken from future windows: by callers of the decision API, and by requests that are delayed
         /// (`on_limit = "delay"`). See [Tokens of other windows](../explanation/windows.md#tokens-of-other-windows).
@@ -65,7 +65,7 @@ settings! {
         shards: u32 = Integer(1, 1..=SHARDS_MAX as u64);
         /// The limit holds in every interval of one `period`, wherever it begins, and not only between the ends of windows.
         /// A token counts for up to an eighth of the period longer. Takes up to nine counters for each key. Not with `month`,
-        /// with the four settings above or `start`, with `on_limit = "delay"`, or with shared counters. See
+        /// with the four settings above or `start`, or with `on_limit = "delay"`. See
         /// [Sliding windows](../explanation/windows.md#sliding-windows).
         sliding: bool = Boolean(false);
     }
@@ -365,7 +365,7 @@ impl WindowSettings {
                 let message = format!("`capacity` is `{capacity}`, which is less than the limit, `{tokens}`");
                 report.problem(item.span, message, format!("write a capacity of at least `{tokens}`, or remove it"));
             }
-            limit.capacity = capacity.max(tokens);
+            limit.capacity = Some(capacity);
         }
         check_shards(&limit, table, report);
         check_debt(&limit, table, report);
@@ -429,7 +429,7 @@ fn check_shards(limit: &Limit, table: &Table, report: &mut Report) {
         report.problem(item.span, message, format!("write at most `{}`", limit.tokens));
     }
     let other = match () {
-        () if limit.capacity > limit.tokens => "`capacity`",
+        () if limit.capacity.is_some() => "`capacity`",
         () if limit.reserve > 0 => "`reserve`",
         () if limit.windows.are_opened_by_requests() => "`start = \"first-request\"`",
         () => return,
@@ -445,7 +445,7 @@ fn check_debt(limit: &Limit, table: &Table, report: &mut Report) {
         Ok(Period::Fixed { ms }) => ms,
         Ok(Period::Month) | Err(_) => 31 * DAY_MS,
     };
-    let debt = u64::from(limit.capacity) + u64::from(limit.reserve);
+    let debt = u64::from(limit.capacity()) + u64::from(limit.reserve);
     let windows = debt.div_ceil(u64::from(limit.tokens));
     if windows.saturating_mul(period_ms) > DEBT_MAX_MS {
         let max = (DEBT_MAX_MS / period_ms).saturating_mul(u64::from(limit.tokens));

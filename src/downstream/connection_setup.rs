@@ -67,7 +67,10 @@ pub async fn serve_connection(
             match protocol {
                 Protocol::Http1 => http1::connection::serve(io, connection, worker, drain_guard).await,
                 // Boxed, so that HTTP/1.1 connections use no memory for it.
-                Protocol::Http2 => Box::pin(http2::connection::serve(io, connection, worker, drain_guard)).await,
+                Protocol::Http2 => {
+                    let service = listener.ratelimit_service().cloned();
+                    Box::pin(http2::connection::serve(io, connection, worker, drain_guard, service)).await;
+                }
             }
         }
         Err(SetupError::Closed) => {}
@@ -93,7 +96,8 @@ fn respond_too_many_connections(stream: TcpStream, address: IpAddr, listener: &L
     if !listener.is_tls() {
         let error = RequestError::TooManyConnections;
         request_record::record_rejected_head(&listener.listener_context.worker, address, &error);
-        IoStream::tcp(stream).try_send(&responses::http1_bytes(&responses::error_response(&error)));
+        let response = responses::http1_bytes(&responses::error_response(&error));
+        IoStream::tcp(stream).counted(&listener.metrics.bytes).try_send(&response);
     }
 }
 
@@ -126,7 +130,9 @@ async fn set_up(
         None => (IoStream::tcp(stream), ConnectionInfo::new(address, false)),
         Some(tls) => Box::pin(accept_tls(stream, tls, address, listener, drain_guard)).await?,
     };
+    let io = io.counted(&listener.metrics.bytes);
     let (io, protocol) = match connection.is_secure {
+        _ if listener.ratelimit_service().is_some() => (io, Protocol::Http2),
         // A client that negotiates no protocol speaks HTTP/1.1.
         true if io.alpn() == Some(HTTP2) => (io, Protocol::Http2),
         false if worker.config().compiled.config.http2.h2c => {
@@ -172,7 +178,7 @@ async fn handshake(
             count_refusal(ConnectionRefusal::Cleartext, address, listener);
             let error = RequestError::Cleartext;
             request_record::record_rejected_head(&listener.listener_context.worker, address, &error);
-            respond_and_close(stream, &error).await;
+            respond_and_close(IoStream::tcp(stream).counted(&listener.metrics.bytes), &error).await;
             return Err(SetupError::Closed);
         }
         Ok(0) | Err(_) => return Err(SetupError::Closed),
@@ -185,7 +191,7 @@ async fn handshake(
 
 /// Sends an error response in clear text. Bytes that the client still sends are read and discarded for a moment: closing
 /// the socket with unread bytes would reset the connection, and the client could lose the response.
-async fn respond_and_close(mut stream: TcpStream, error: &RequestError) {
+async fn respond_and_close(mut stream: IoStream, error: &RequestError) {
     let closing = async {
         stream.write_all(&responses::http1_bytes(&responses::error_response(error))).await?;
         stream.shutdown().await?;

@@ -12,7 +12,7 @@ use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::net::TcpListener;
 
 use super::connection_setup::{refuse, serve_connection};
-use super::listener_context::Listener;
+use super::listener_context::{Listener, ListenerProtocol};
 use crate::config::listen::Listen;
 
 /// Bytes that wait unsent in the kernel for one client, beside those in flight. Without it a client that reads slowly
@@ -79,6 +79,7 @@ pub struct Listeners {
     /// Bound addresses, with the ports that the system chose.
     pub http: Vec<SocketAddr>,
     pub https: Vec<SocketAddr>,
+    pub ratelimit_service: Vec<SocketAddr>,
     pub by_worker: Vec<Vec<WorkerListener>>,
     /// Every queue once, with its address as configured: what a hot upgrade passes to the next process.
     pub sockets: Vec<(SocketAddr, StdListener)>,
@@ -89,8 +90,9 @@ pub struct WorkerListener {
     pub socket: StdListener,
     /// As configured.
     pub address: SocketAddr,
-    /// Index in `listen.https`; `None`: HTTP without TLS.
-    pub https: Option<usize>,
+    /// Index in [`Listen::tls_listeners`]; `None`: without TLS.
+    pub tls: Option<usize>,
+    pub protocol: ListenerProtocol,
 }
 
 impl Listeners {
@@ -101,17 +103,32 @@ impl Listeners {
         inherited: &mut InheritedSockets,
     ) -> Result<Listeners, (SocketAddr, io::Error)> {
         let by_worker = (0..workers).map(|_| Vec::new()).collect();
-        let mut listeners = Listeners { http: Vec::new(), https: Vec::new(), by_worker, sockets: Vec::new() };
+        let mut listeners = Listeners {
+            http: Vec::new(),
+            https: Vec::new(),
+            ratelimit_service: Vec::new(),
+            by_worker,
+            sockets: Vec::new(),
+        };
+        let mut open = |address: SocketAddr, tls, protocol| {
+            listeners.add(address, tls, protocol, inherited).map_err(|source| (address, source))
+        };
+        let (mut http, mut https_addresses, mut ratelimit_service) = (Vec::new(), Vec::new(), Vec::new());
         for address in &listen.http {
-            let bound = listeners.add(*address, None, inherited).map_err(|source| (*address, source))?;
-            listeners.http.push(bound);
+            http.push(open(*address, None, ListenerProtocol::Http)?);
         }
         for (index, https) in listen.https.iter().enumerate() {
             for address in &https.address {
-                let bound = listeners.add(*address, Some(index), inherited).map_err(|source| (*address, source))?;
-                listeners.https.push(bound);
+                https_addresses.push(open(*address, Some(index), ListenerProtocol::Http)?);
             }
         }
+        if let Some(service) = &listen.ratelimit_service {
+            let tls = service.tls().map(|_| listen.https.len());
+            for address in service.addresses() {
+                ratelimit_service.push(open(*address, tls, ListenerProtocol::RatelimitService)?);
+            }
+        }
+        (listeners.http, listeners.https, listeners.ratelimit_service) = (http, https_addresses, ratelimit_service);
         for (address, socket) in &listeners.sockets {
             set_backlog(socket, listen.backlog).map_err(|source| (*address, source))?;
         }
@@ -121,7 +138,8 @@ impl Listeners {
     fn add(
         &mut self,
         address: SocketAddr,
-        https: Option<usize>,
+        tls: Option<usize>,
+        protocol: ListenerProtocol,
         inherited: &mut InheritedSockets,
     ) -> io::Result<SocketAddr> {
         let workers = self.by_worker.len();
@@ -131,7 +149,7 @@ impl Listeners {
         }
         // A worker may get several sockets: the process that opened them may have had more workers.
         for (position, socket) in opened.listeners.into_iter().enumerate() {
-            self.by_worker[position % workers].push(WorkerListener { socket, address, https });
+            self.by_worker[position % workers].push(WorkerListener { socket, address, tls, protocol });
         }
         Ok(opened.address)
     }
@@ -224,6 +242,7 @@ pub async fn accept_connections(socket: TcpListener, listener: Rc<Listener>) {
         match accepted.await {
             None => return,
             Some(Ok((stream, peer))) => {
+                listener.metrics.accepted();
                 let Some(slot) = context.connection_limit.acquire() else {
                     refuse(stream, peer.ip(), &listener);
                     continue;

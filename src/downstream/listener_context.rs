@@ -7,6 +7,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use rustls::{Error, ServerConfig};
+use tokio::sync::watch;
 
 use super::connection_limit::ConnectionLimit;
 use super::drain::Drain;
@@ -14,12 +15,13 @@ use super::tls;
 use crate::config::listen::Listen;
 use crate::metrics::events::ListenerMetrics;
 use crate::proxy::worker_state::WorkerState;
+use crate::ratelimit_service::RatelimitService;
 use transom_limiter::ip_prefix::Networks;
 
 /// The compiled configuration of listeners; shared by all workers.
 #[derive(Debug)]
 pub struct ListenerConfig {
-    /// One per entry of `listen.https`.
+    /// One per entry of [`Listen::tls_listeners`].
     tls: Vec<Arc<ServerConfig>>,
     /// Networks whose connections begin with a PROXY header (`listen.proxy_protocol`).
     proxies: Networks<()>,
@@ -30,6 +32,8 @@ pub struct ListenerContext {
     pub worker: Rc<WorkerState>,
     pub drain: Rc<Drain>,
     pub connection_limit: Arc<ConnectionLimit>,
+    /// `None` without a listener for it.
+    ratelimit_service: Option<Rc<RatelimitService>>,
     config: RefCell<Arc<ListenerConfig>>,
 }
 
@@ -37,8 +41,18 @@ pub struct ListenerContext {
 pub struct Listener {
     pub listener_context: Rc<ListenerContext>,
     pub metrics: ListenerMetrics,
-    /// Index in `listen.https`; `None`: HTTP without TLS.
-    https_index: Option<usize>,
+    /// Index in [`Listen::tls_listeners`]; `None`: without TLS.
+    tls_index: Option<usize>,
+    protocol: ListenerProtocol,
+}
+
+/// What a listener serves.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ListenerProtocol {
+    /// Requests that are forwarded.
+    Http,
+    /// Calls of Envoy, over HTTP/2.
+    RatelimitService,
 }
 
 impl ListenerConfig {
@@ -46,9 +60,9 @@ impl ListenerConfig {
     /// sessions.
     pub fn new(listen: &Listen, previous: Option<(&Listen, &ListenerConfig)>) -> Result<Arc<ListenerConfig>, Error> {
         let mut servers = Vec::new();
-        for (index, https) in listen.https.iter().enumerate() {
+        for (index, https) in listen.tls_listeners().enumerate() {
             let unchanged = previous.and_then(|(listen, config)| {
-                let before = listen.https.get(index).filter(|before| *before == https);
+                let before = listen.tls_listeners().nth(index).filter(|before| *before == https);
                 before.and(config.tls.get(index))
             });
             servers.push(match unchanged {
@@ -66,13 +80,18 @@ impl ListenerContext {
         worker: Rc<WorkerState>,
         connection_limit: Arc<ConnectionLimit>,
         config: Arc<ListenerConfig>,
+        ready: watch::Receiver<bool>,
     ) -> ListenerContext {
-        ListenerContext { worker, drain: Rc::default(), connection_limit, config: RefCell::new(config) }
+        let is_served = worker.config().compiled.config.listen.ratelimit_service.is_some();
+        let ratelimit_service = is_served.then(|| Rc::new(RatelimitService::new(&worker, ready)));
+        let config = RefCell::new(config);
+        ListenerContext { worker, drain: Rc::default(), connection_limit, ratelimit_service, config }
     }
 
-    /// Replaces the configuration. Open connections keep theirs.
+    /// Replaces the configuration, once the worker has applied its own. Open connections keep theirs.
     pub fn apply(&self, config: Arc<ListenerConfig>) {
         *self.config.borrow_mut() = config;
+        self.ratelimit_service.iter().for_each(|service| service.apply_config(&self.worker));
     }
 
     /// Whether connections from `peer` begin with a PROXY header.
@@ -82,16 +101,28 @@ impl ListenerContext {
 }
 
 impl Listener {
-    pub fn new(listener_context: Rc<ListenerContext>, meter: ListenerMetrics, https: Option<usize>) -> Listener {
-        Listener { listener_context, metrics: meter, https_index: https }
+    /// `tls`: index in [`Listen::tls_listeners`].
+    pub fn new(
+        listener_context: Rc<ListenerContext>,
+        meter: ListenerMetrics,
+        tls: Option<usize>,
+        protocol: ListenerProtocol,
+    ) -> Listener {
+        Listener { listener_context, metrics: meter, tls_index: tls, protocol }
     }
 
     pub fn is_tls(&self) -> bool {
-        self.https_index.is_some()
+        self.tls_index.is_some()
+    }
+
+    /// The rate limit service, if the listener serves it.
+    pub fn ratelimit_service(&self) -> Option<&Rc<RatelimitService>> {
+        let service = self.listener_context.ratelimit_service.as_ref();
+        service.filter(|_| self.protocol == ListenerProtocol::RatelimitService)
     }
 
     /// The TLS configuration that connections accepted now use; `None`: HTTP without TLS.
     pub fn tls_config(&self) -> Option<Arc<ServerConfig>> {
-        self.https_index.and_then(|index| self.listener_context.config.borrow().tls.get(index).cloned())
+        self.tls_index.and_then(|index| self.listener_context.config.borrow().tls.get(index).cloned())
     }
 }

@@ -31,7 +31,7 @@ pub enum Protocol {
 }
 
 /// Reads a client's first bytes and detects the protocol. `None`: the client sent nothing in time, or closed the
-/// connection.
+/// connection. A preface that stays incomplete may as well be the head of a slow POST, and is left to HTTP/1.1.
 pub async fn detect_protocol(
     mut io: IoStream,
     worker: &Rc<WorkerState>,
@@ -41,15 +41,17 @@ pub async fn detect_protocol(
     let limit = worker.config().compiled.config.timeouts.request_head;
     timer.arm(limit);
     let mut preface = Vec::new();
+    let unfinished =
+        |preface: &mut Vec<u8>| (!preface.is_empty()).then(|| (Bytes::from(std::mem::take(preface)), Protocol::Http1));
     let (first, protocol) = poll_fn(|cx| {
         loop {
             let mut bytes = [0; FIRST_BYTES];
             let mut buffer = ReadBuf::new(&mut bytes);
             match Pin::new(&mut io).poll_read(cx, &mut buffer) {
                 Poll::Ready(Ok(())) if !buffer.filled().is_empty() => {}
-                Poll::Ready(_) => return Poll::Ready(None),
+                Poll::Ready(_) => return Poll::Ready(unfinished(&mut preface)),
                 Poll::Pending if timer.poll_expired(cx) || drain_guard.poll_closing_idle(cx) => {
-                    return Poll::Ready(None);
+                    return Poll::Ready(unfinished(&mut preface));
                 }
                 Poll::Pending => return Poll::Pending,
             }

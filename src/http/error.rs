@@ -38,6 +38,10 @@ pub enum RequestError {
     Malformed,
     /// The head took too long to arrive.
     HeadTimeout,
+    /// The client closed the connection before its head was complete. This error is never sent.
+    HeadIncomplete,
+    /// A stream beyond the limits of its HTTP/2 connection. Sent as REFUSED_STREAM.
+    StreamRefused,
     /// Plain HTTP on a TLS port.
     Cleartext,
     /// The connection limit is reached.
@@ -57,6 +61,16 @@ pub enum RequestError {
     },
     /// The request gives a part of a rule's key more than once.
     KeyAmbiguous {
+        rule: String,
+        part: String,
+    },
+    /// A part of a rule's key has bytes outside of printable ASCII, or is in credentials that are not Base64.
+    KeyMalformed {
+        rule: String,
+        part: String,
+    },
+    /// A part of a rule's key names no client, and the rule has `on_unknown_key = "refuse"`.
+    KeyUnknown {
         rule: String,
         part: String,
     },
@@ -106,7 +120,7 @@ impl RequestError {
     pub const BARE_LINE_FEED: RequestError = RequestError::Framing("a line ends in a line feed alone");
 
     /// Names of errors in metrics, by [`RequestError::kind_index`].
-    pub const KINDS: [&str; 33] = [
+    pub const KINDS: [&str; 37] = [
         "target",
         "host",
         "path",
@@ -140,6 +154,10 @@ impl RequestError {
         "protocol",
         "store_unavailable",
         "route_field",
+        "key_malformed",
+        "key_unknown",
+        "head_incomplete",
+        "stream_refused",
     ];
 
     /// The position of the name in [`RequestError::KINDS`].
@@ -178,6 +196,10 @@ impl RequestError {
             RequestError::Protocol(_) => 30,
             RequestError::StoreUnavailable => 31,
             RequestError::RouteField(_) => 32,
+            RequestError::KeyMalformed { .. } => 33,
+            RequestError::KeyUnknown { .. } => 34,
+            RequestError::HeadIncomplete => 35,
+            RequestError::StreamRefused => 36,
         }
     }
 
@@ -192,6 +214,8 @@ impl RequestError {
             | RequestError::TargetTooLong
             | RequestError::Malformed
             | RequestError::HeadTimeout
+            | RequestError::HeadIncomplete
+            | RequestError::StreamRefused
             | RequestError::Cleartext
             | RequestError::TooManyConnections
             | RequestError::Method
@@ -201,6 +225,8 @@ impl RequestError {
             | RequestError::RouteField(_)
             | RequestError::KeyMissing { .. }
             | RequestError::KeyAmbiguous { .. }
+            | RequestError::KeyMalformed { .. }
+            | RequestError::KeyUnknown { .. }
             | RequestError::Cost { .. }
             | RequestError::Token(_)
             | RequestError::Body
@@ -230,6 +256,7 @@ impl RequestError {
             | RequestError::TargetTooLong
             | RequestError::Malformed
             | RequestError::HeadTimeout
+            | RequestError::HeadIncomplete
             | RequestError::Cleartext
             | RequestError::TooManyConnections
             | RequestError::Method
@@ -244,8 +271,11 @@ impl RequestError {
             | RequestError::Stalled
             | RequestError::Panic => true,
             RequestError::NoRoute
+            | RequestError::StreamRefused
             | RequestError::Protocol(_)
             | RequestError::KeyMissing { .. }
+            | RequestError::KeyMalformed { .. }
+            | RequestError::KeyUnknown { .. }
             | RequestError::Token(_)
             | RequestError::Connect(_)
             | RequestError::ConnectTimeout
@@ -259,6 +289,14 @@ impl RequestError {
 }
 
 impl RequestError {
+    /// Whether the client broke off its body or sent a wrong one, after the request was forwarded.
+    pub fn is_of_request_body(&self) -> bool {
+        matches!(
+            self,
+            RequestError::Body | RequestError::BodyTimeout | RequestError::BodyTooSlow | RequestError::BodyTooLarge(_)
+        )
+    }
+
     /// Whether the error is logged even if requests are not.
     pub fn is_logged_as_warning(&self) -> bool {
         self.side() != Side::Client
@@ -270,6 +308,8 @@ impl RequestError {
             RequestError::Connect(cause) | RequestError::Upstream(cause) => format!("{self}: {cause}"),
             RequestError::KeyMissing { rule, .. }
             | RequestError::KeyAmbiguous { rule, .. }
+            | RequestError::KeyMalformed { rule, .. }
+            | RequestError::KeyUnknown { rule, .. }
             | RequestError::Cost { rule, .. } => {
                 format!("{self} (rule `{rule}`)")
             }
@@ -292,6 +332,8 @@ impl fmt::Display for RequestError {
             RequestError::TargetTooLong => f.write_str("the request target is too long"),
             RequestError::Malformed => f.write_str("the request is not well-formed HTTP"),
             RequestError::HeadTimeout => f.write_str("the head of the request took too long"),
+            RequestError::HeadIncomplete => f.write_str("the head of the request is incomplete"),
+            RequestError::StreamRefused => f.write_str("the connection has too many requests"),
             RequestError::Cleartext => f.write_str("this port speaks TLS: use https"),
             RequestError::TooManyConnections => f.write_str("there are too many connections"),
             RequestError::Method => f.write_str("the method is not allowed here"),
@@ -300,6 +342,13 @@ impl fmt::Display for RequestError {
             RequestError::RouteField(field) => write!(f, "the request gives `{field}` more than once"),
             RequestError::KeyMissing { part, .. } => write!(f, "the request lacks `{part}`"),
             RequestError::KeyAmbiguous { part, .. } => write!(f, "the request gives `{part}` more than once"),
+            RequestError::KeyMalformed { part, .. } if part == "basic-user" => {
+                f.write_str("the credentials in `authorization` are not Base64")
+            }
+            RequestError::KeyMalformed { part, .. } => {
+                write!(f, "`{part}` contains bytes other than printable ASCII")
+            }
+            RequestError::KeyUnknown { part, .. } => write!(f, "the value of `{part}` is not known here"),
             RequestError::Cost { field, max, .. } => write!(f, "`{field}` is not one whole number from 0 to {max}"),
             RequestError::Token(error) => write!(f, "{error}"),
             RequestError::Body => f.write_str("the body of the request is incomplete or malformed"),
@@ -326,6 +375,8 @@ impl fmt::Display for RequestError {
 pub enum DecisionError {
     /// No rule has this name.
     UnknownRule(String),
+    /// The busiest keys are not counted.
+    TopKeysOff,
     /// The query is malformed, with the reason.
     Malformed(String),
     TooLarge,
@@ -336,4 +387,6 @@ pub enum DecisionError {
     UnknownHost,
     /// The request comes from a page of another origin, in a browser that can reach the admin address.
     CrossOrigin,
+    /// A `POST` without the token of `[admin] token_file`, or with another one.
+    Unauthorized,
 }

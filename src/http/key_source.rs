@@ -11,7 +11,7 @@ use std::ops::Range;
 use http::header::{HeaderMap, HeaderName};
 use http::{Method, Uri};
 
-use super::request_values::{DuplicateAuthorization, InvalidEscape, Occurrence};
+use super::request_values::{CredentialsError, DuplicateAuthorization, InvalidEscape, Occurrence};
 use super::request_values::{basic_user, bearer_token, cookie, query_parameter};
 use crate::config::upstream::LoadBalancing;
 use crate::jwt::cache::TokenCache;
@@ -83,6 +83,7 @@ pub mod kind {
     pub const JWT: u8 = 12;
     pub const CLIENT_CERT: u8 = 13;
     pub const BASIC_USER: u8 = 14;
+    pub const ENTRY: u8 = 15;
 }
 
 /// Why a request has no usable value for a part.
@@ -92,7 +93,14 @@ pub enum KeyError {
     Ambiguous,
     /// More than one `Authorization` field.
     RepeatedAuthorization,
+    /// The credentials of Basic authentication are not Base64. Servers decode them differently.
+    MalformedCredentials,
     InvalidEscape,
+    /// The value of a field or cookie has bytes outside of printable ASCII. Servers decode such bytes differently, and many
+    /// of them are invisible.
+    NotPrintable,
+    /// The part names no client, and the rule refuses such keys.
+    Unknown,
     Token(TokenError),
 }
 
@@ -118,6 +126,8 @@ impl KeySource {
             KeyPart::Method => KeySource::Method,
             KeyPart::Path => KeySource::Path,
             KeyPart::Route => KeySource::Route,
+            // The configuration check rejects such rules on routes.
+            KeyPart::Entry(_) => KeySource::Unavailable,
             KeyPart::Global => KeySource::Global,
         }
     }
@@ -153,9 +163,11 @@ impl KeySource {
                 take(kind::QUERY, &single(value)?);
             }
             KeySource::BasicUser => {
-                let user = basic_user(request.headers)
-                    .map_err(|DuplicateAuthorization| KeyError::RepeatedAuthorization)?
-                    .ok_or(KeyError::Missing)?;
+                let user = basic_user(request.headers).map_err(|error| match error {
+                    CredentialsError::Repeated => KeyError::RepeatedAuthorization,
+                    CredentialsError::Malformed => KeyError::MalformedCredentials,
+                });
+                let user = user?.ok_or(KeyError::Missing)?;
                 take(kind::BASIC_USER, &user);
             }
             KeySource::Jwt(claim) => {
@@ -170,6 +182,24 @@ impl KeySource {
         }
         Ok(())
     }
+}
+
+impl KeySource {
+    /// As [`KeySource::feed`], for a value that identifies a client. If it returns an error, `take` may have been called.
+    #[inline]
+    pub fn feed_key(&self, request: &RequestAttributes<'_>, take: &mut impl FnMut(u8, &[u8])) -> Result<(), KeyError> {
+        let mut is_usable = true;
+        self.feed(request, &mut |kind, value| {
+            is_usable &= is_usable_key(kind, value);
+            take(kind, value);
+        })?;
+        if is_usable { Ok(()) } else { Err(KeyError::NotPrintable) }
+    }
+}
+
+/// Whether the value of a part can be counted: that of a field or cookie must be printable ASCII.
+pub fn is_usable_key(part_kind: u8, value: &[u8]) -> bool {
+    !matches!(part_kind, kind::HEADER | kind::COOKIE) || value.iter().all(|byte| matches!(byte, b' '..=b'~'))
 }
 
 fn single(occurrence: Occurrence<'_>) -> Result<Cow<'_, [u8]>, KeyError> {
@@ -199,6 +229,7 @@ pub fn part_kind(part: &KeyPart) -> u8 {
         KeyPart::Method => kind::METHOD,
         KeyPart::Path => kind::PATH,
         KeyPart::Route => kind::ROUTE,
+        KeyPart::Entry(_) => kind::ENTRY,
         KeyPart::Global => kind::GLOBAL,
         KeyPart::Cookie(_) => kind::COOKIE,
         KeyPart::Query(_) => kind::QUERY,

@@ -7,12 +7,13 @@
 use std::sync::Arc;
 
 use http::header::{HeaderMap, HeaderName};
+use serde_json::{Value, json};
 
-use super::client_plans::{ClientPlans, PlanLookup};
+use super::client_plans::{ClientCheck, ClientLookup, ClientPlans};
 use super::error::RequestError;
 use super::key_source::{KeyError, KeySource, RequestAttributes};
 use super::overrides::{self, Overrides, RuleTreatment};
-use super::store_key_text::{KeyDigester, KeyTextFormat};
+use super::store_key_text::{DIGEST, KeyDigester, KeyTextFormat};
 use crate::config::route::Route;
 use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::rule::Cost;
@@ -25,6 +26,8 @@ pub struct RuleKey {
     rule: String,
     key: KeyRecipe,
     on_missing: MissingPart,
+    /// Set if keys that name no client are not counted.
+    client_check: Option<ClientCheck>,
     cost: RequestCost,
     overrides: Option<Arc<Overrides>>,
 }
@@ -67,6 +70,59 @@ impl From<RequestError> for KeyFailure {
     }
 }
 
+/// Digits of a digest in a label.
+const SHORT_DIGEST_DIGITS: usize = 8;
+
+/// How a rule finds the key of a request, for explanations.
+#[derive(PartialEq, Eq, Debug)]
+pub struct KeyDescription {
+    /// Whether the address of the client is exempt.
+    pub is_network_exempt: bool,
+    /// Why another key applies, or none.
+    pub missing: Option<MissingKeyPart>,
+    /// Whether the key is the one of `on_missing_key`.
+    pub is_fallback: bool,
+    /// The names and values of the parts of the key. A secret value is a digest; a value that cannot be read is `None`.
+    pub parts: Vec<(String, Option<String>)>,
+    /// The name of the client that a part of the key names.
+    pub client: Option<String>,
+}
+
+impl KeyDescription {
+    /// The key on one line: the name of the client that it names, or its values, with digests shortened.
+    pub fn label(&self) -> String {
+        if let Some(client) = &self.client {
+            return client.clone();
+        }
+        if self.parts.iter().all(|(_name, value)| value.as_deref() == Some("")) {
+            return String::from("all requests");
+        }
+        let values = self.parts.iter().filter_map(|(_name, value)| value.as_deref());
+        values.map(label_of_part).collect::<Vec<_>>().join(" ")
+    }
+
+    /// The parts as a list of `part` and `value`.
+    pub fn parts_json(&self) -> Value {
+        self.parts.iter().map(|(part, value)| json!({ "part": part, "value": value })).collect()
+    }
+}
+
+/// A value without control characters, and a digest shortened.
+fn label_of_part(value: &str) -> String {
+    match value.strip_prefix(DIGEST) {
+        Some(digest) => format!("{DIGEST}{}", digest.get(..SHORT_DIGEST_DIGITS).unwrap_or(digest)),
+        None => value.chars().map(|sign| if sign.is_control() { char::REPLACEMENT_CHARACTER } else { sign }).collect(),
+    }
+}
+
+/// A part of the key that counts as missing.
+#[derive(PartialEq, Eq, Debug)]
+pub struct MissingKeyPart {
+    pub name: String,
+    /// Whether the request has a value, which names no client.
+    pub is_unknown: bool,
+}
+
 /// Why a key could not be computed.
 struct PartError {
     /// The position of the part in the key.
@@ -81,7 +137,7 @@ impl RuleKey {
             KeyRecipe {
                 hashers: KeyHashers::new(rule, seed, is_fallback.then_some(parts)),
                 parts: parts.iter().map(|part| KeySource::new(part, &params)).collect(),
-                text_format: Box::new(KeyTextFormat::new(&rule.rule.name, parts, is_fallback)),
+                text_format: Box::new(KeyTextFormat::new(&rule.rule, parts, is_fallback)),
             }
         };
         RuleKey {
@@ -92,6 +148,7 @@ impl RuleKey {
                 OnMissing::Skip => MissingPart::Skip,
                 OnMissing::Fallback(parts) => MissingPart::Fallback(Box::new(recipe(true, parts))),
             },
+            client_check: None,
             cost: RequestCost::new(&rule.rule.cost, route),
             overrides: None,
         }
@@ -100,6 +157,11 @@ impl RuleKey {
     /// Adds the overrides of the rule, see [`RuleKey::compile_overrides`].
     pub fn with_overrides(self, overrides: Option<Arc<Overrides>>) -> RuleKey {
         RuleKey { overrides, ..self }
+    }
+
+    /// Checks that keys name clients.
+    pub fn with_client_check(self, client_check: Option<ClientCheck>) -> RuleKey {
+        RuleKey { client_check, ..self }
     }
 
     /// Compiles the exemptions and overrides of a rule; the result serves all routes that use the rule.
@@ -111,14 +173,14 @@ impl RuleKey {
     pub fn keyed_request(
         &self,
         request: &RequestAttributes<'_>,
-        plans: &PlanLookup<'_>,
+        clients: &ClientLookup<'_>,
     ) -> Result<Option<KeyedRequest>, KeyFailure> {
         if self.overrides.as_ref().is_some_and(|overrides| overrides.exempts(request.address)) {
             return Ok(None);
         }
-        let Some((key, offset)) = self.key_hash(request)? else { return Ok(None) };
+        let Some((key, offset)) = self.key_hash(request, clients)? else { return Ok(None) };
         let keyed_request = |variant, cost| KeyedRequest { key, offset, variant, cost };
-        let treatment = self.overrides.as_ref().map(|overrides| self.treatment(overrides, key, request, plans));
+        let treatment = self.overrides.as_ref().map(|overrides| self.treatment(overrides, key, request, clients));
         let variant = match treatment {
             None => 0,
             Some(Ok(RuleTreatment::Exempt)) => return Ok(None),
@@ -131,32 +193,58 @@ impl RuleKey {
         Ok(Some(keyed_request(variant, self.cost.of_request(request.headers, &self.rule)?)))
     }
 
+    /// Whether the rule exempts a request for which [`RuleKey::keyed_request`] has found no key. Otherwise the rule skips the
+    /// request, because it lacks the key.
+    #[cold]
+    pub fn is_exempt(&self, request: &RequestAttributes<'_>, clients: &ClientLookup<'_>) -> bool {
+        let is_in_network = self.overrides.as_ref().is_some_and(|overrides| overrides.exempts(request.address));
+        is_in_network || matches!(self.key_hash(request, clients), Ok(Some(_)))
+    }
+
     /// How the rule treats a key. An override of the key takes precedence over the plan of the client.
     fn treatment(
         &self,
         overrides: &Overrides,
         key: KeyHash,
         request: &RequestAttributes<'_>,
-        plans: &PlanLookup<'_>,
+        clients: &ClientLookup<'_>,
     ) -> Result<RuleTreatment, RequestError> {
-        if overrides.has_keys() {
-            let hasher = overrides.digest_hasher.as_ref();
-            let key = hasher.map_or(Some(key), |hasher| self.key.digest_hash(hasher, request));
-            if let Some(treatment) = key.and_then(|key| overrides.treatment_of(key)) {
-                return Ok(treatment);
-            }
+        if let Some(treatment) = self.key_treatment(overrides, key, request) {
+            return Ok(treatment);
         }
         if !overrides.has_plans() {
             return Ok(RuleTreatment::Variant(overrides.variant_of(None)));
         }
-        let plan = plans.plan_of(request).map_err(|(part, error)| self.request_error(part, &error))?;
+        let plan = clients.plan_of(request).map_err(|(part, error)| self.request_error(part, &error))?;
         Ok(RuleTreatment::Variant(overrides.variant_of(plan)))
     }
 
+    /// The exemption or override of a single key.
+    fn key_treatment(
+        &self,
+        overrides: &Overrides,
+        key: KeyHash,
+        request: &RequestAttributes<'_>,
+    ) -> Option<RuleTreatment> {
+        if !overrides.has_keys() {
+            return None;
+        }
+        let hasher = overrides.digest_hasher.as_ref();
+        let key = hasher.map_or(Some(key), |hasher| self.key.digest_hash(hasher, request));
+        key.and_then(|key| overrides.treatment_of(key))
+    }
+
     /// The hash of the key, and the offset of its windows.
-    fn key_hash(&self, request: &RequestAttributes<'_>) -> Result<Option<(KeyHash, u64)>, RequestError> {
+    fn key_hash(
+        &self,
+        request: &RequestAttributes<'_>,
+        clients: &ClientLookup<'_>,
+    ) -> Result<Option<(KeyHash, u64)>, RequestError> {
         let failed = match self.key.hash(request) {
-            Ok(key) => return Ok(Some(key)),
+            Ok(key) => match self.check_client(request, clients) {
+                Ok(()) => return Ok(Some(key)),
+                Err(failed) => failed,
+            },
             Err(failed) => failed,
         };
         match (&failed.error, &self.on_missing) {
@@ -168,13 +256,76 @@ impl RuleKey {
         }
     }
 
+    /// Fails for a complete key that names no client, if the rule does not count such keys. Keys with an exemption or
+    /// override are known as well.
+    #[inline(always)]
+    fn check_client(&self, request: &RequestAttributes<'_>, clients: &ClientLookup<'_>) -> Result<(), PartError> {
+        self.client_check.as_ref().map_or(Ok(()), |check| self.check_parts(check, request, clients))
+    }
+
+    fn check_parts(
+        &self,
+        check: &ClientCheck,
+        request: &RequestAttributes<'_>,
+        clients: &ClientLookup<'_>,
+    ) -> Result<(), PartError> {
+        let unknown = check.unknown_part(request, clients);
+        let unknown = unknown.map_err(|(position, error)| PartError { position, error })?;
+        let Some(position) = unknown else { return Ok(()) };
+        if let Some(overrides) = self.overrides.as_ref().filter(|overrides| overrides.has_keys())
+            && self.key_treatment(overrides, self.key.hash(request)?.0, request).is_some()
+        {
+            return Ok(());
+        }
+        Err(PartError { position, error: if check.is_missing { KeyError::Missing } else { KeyError::Unknown } })
+    }
+
     /// Appends the text of the key that [`RuleKey::keyed_request`] finds, `RULE|PART|PART`, by which the shared store knows
     /// it. Returns whether there is a key; appends nothing if there is none.
-    pub fn write_store_key(&self, request: &RequestAttributes<'_>, digester: &KeyDigester, out: &mut String) -> bool {
-        match (self.key.write_text(request, digester, out), &self.on_missing) {
+    pub fn write_store_key(
+        &self,
+        request: &RequestAttributes<'_>,
+        clients: &ClientLookup<'_>,
+        digester: &KeyDigester,
+        out: &mut String,
+    ) -> bool {
+        let start = out.len();
+        let written = self.key.write_text(request, digester, out);
+        let written = written.and_then(|()| self.check_client(request, clients).map_err(|failed| failed.error));
+        if written.is_err() {
+            out.truncate(start);
+        }
+        match (written, &self.on_missing) {
             (Ok(()), _) => true,
             (Err(KeyError::Missing), MissingPart::Fallback(key)) => key.write_text(request, digester, out).is_ok(),
             (Err(_), _) => false,
+        }
+    }
+
+    /// Describes the key that [`RuleKey::keyed_request`] finds.
+    pub fn describe(
+        &self,
+        request: &RequestAttributes<'_>,
+        clients: &ClientLookup<'_>,
+        digester: &KeyDigester,
+    ) -> KeyDescription {
+        let found = self.key.hash(request);
+        let is_unknown = found.is_ok();
+        let failed = found.and_then(|_key| self.check_client(request, clients)).err();
+        let missing = failed
+            .filter(|failed| matches!(failed.error, KeyError::Missing))
+            .map(|failed| MissingKeyPart { name: self.key.part_name(&failed), is_unknown });
+        let fallback = match (&missing, &self.on_missing) {
+            (Some(_), MissingPart::Fallback(key)) => Some(&**key),
+            _ => None,
+        };
+        let (parts, client) = fallback.unwrap_or(&self.key).describe(request, clients, digester);
+        KeyDescription {
+            is_network_exempt: self.overrides.as_ref().is_some_and(|overrides| overrides.exempts(request.address)),
+            missing,
+            is_fallback: fallback.is_some(),
+            parts,
+            client,
         }
     }
 
@@ -186,6 +337,8 @@ impl RuleKey {
             KeyError::Ambiguous => RequestError::KeyAmbiguous { rule, part },
             KeyError::RepeatedAuthorization => RequestError::KeyAmbiguous { rule, part: String::from("authorization") },
             KeyError::InvalidEscape => RequestError::Query("the query contains a `%` without two hex digits"),
+            KeyError::NotPrintable | KeyError::MalformedCredentials => RequestError::KeyMalformed { rule, part },
+            KeyError::Unknown => RequestError::KeyUnknown { rule, part },
             KeyError::Token(error) => RequestError::Token(error),
         }
     }
@@ -238,7 +391,7 @@ impl KeyRecipe {
         let mut result = Ok(());
         for (position, part) in self.parts.iter().enumerate() {
             let mut write = |kind, bytes: &[u8]| self.text_format.write_part(position, kind, bytes, digester, out);
-            match part.feed(request, &mut write) {
+            match part.feed_key(request, &mut write) {
                 Ok(()) => {}
                 Err(KeyError::Missing) => result = result.and(Err(KeyError::Missing)),
                 Err(error) => {
@@ -247,10 +400,31 @@ impl KeyRecipe {
                 }
             }
         }
-        if result.is_err() {
-            out.truncate(start);
+        match result {
+            Ok(()) => self.text_format.write_suffix(out),
+            Err(_) => out.truncate(start),
         }
         result
+    }
+
+    /// The names and readable values of the parts, and the client that they name.
+    fn describe(
+        &self,
+        request: &RequestAttributes<'_>,
+        clients: &ClientLookup<'_>,
+        digester: &KeyDigester,
+    ) -> (Vec<(String, Option<String>)>, Option<String>) {
+        let mut client = None;
+        let describe = |(position, part): (usize, &KeySource)| {
+            let mut value = None;
+            let mut take = |kind, bytes: &[u8]| {
+                client = client.take().or_else(|| self.text_format.client_of_part(position, bytes, clients.plans));
+                value = Some(self.text_format.readable_part(position, kind, bytes, digester));
+            };
+            let is_usable = part.feed_key(request, &mut take).is_ok();
+            (self.text_format.part_name(position), value.filter(|_| is_usable))
+        };
+        (self.parts.iter().enumerate().map(describe).collect(), client)
     }
 
     /// The hash of the key, and the offset of its windows if they start at random.
@@ -266,7 +440,7 @@ impl KeyRecipe {
         let mut hasher = hasher.clone();
         let mut missing = None;
         for (position, part) in self.parts.iter().enumerate() {
-            match part.feed(request, &mut |kind, bytes| hasher.add_part(kind, bytes)) {
+            match part.feed_key(request, &mut |kind, bytes| hasher.add_part(kind, bytes)) {
                 Ok(()) => {}
                 // A missing part does not hide a wrong one: an invalid token is refused whatever else the key consists
                 // of.
@@ -328,12 +502,19 @@ pub mod tests {
     use super::*;
     use http::{Method, Uri};
 
+    use crate::config::clients::{Client, Clients};
+    use crate::config::key::OnUnknownKey;
     use crate::config::path::{PathPattern, Segment};
     use crate::jwt::cache::TokenCache;
     use crate::jwt::token::TokenVerifier;
+    use transom_limiter::decision::Decision;
+    use transom_limiter::decision_context::DecisionContext;
+    use transom_limiter::decision_time::DecisionTime;
     use transom_limiter::limit::Limit;
     use transom_limiter::rule::Rule;
     use transom_limiter::rule_set::RuleSet;
+    use transom_limiter::secret_digest::Digest;
+    use transom_limiter::table::Table;
 
     pub const SEED: Seed = Seed(1, 2);
 
@@ -365,7 +546,7 @@ pub mod tests {
     /// The key of a request without a clients file.
     pub fn resolve(rule: &RuleKey, address: &str, headers: &HeaderMap) -> Result<Option<KeyedRequest>, RequestError> {
         let tokens = TokenCache::new(TokenVerifier::default(), Vec::new(), KeyHasher::new(SEED, 0));
-        with_request(address, headers, &tokens, |request| rule.keyed_request(request, &PlanLookup::new(None)))
+        with_request(address, headers, &tokens, |request| rule.keyed_request(request, &ClientLookup::new(None)))
             .map_err(|failure| failure.error)
     }
 
@@ -447,5 +628,60 @@ pub mod tests {
         let fewer = rule_key(&parts[..5], OnMissing::Refuse);
         assert!(resolve(&all, "10.0.0.1", &headers).unwrap().is_some());
         assert_ne!(resolve(&all, "10.0.0.1", &headers), resolve(&fewer, "10.0.0.1", &headers));
+    }
+
+    /// The integration tests send some of these keys through sockets.
+    #[test]
+    fn invented_keys_get_neither_quota_nor_counter() {
+        const KEYS: u64 = 100_000;
+        const LIMIT: usize = 10;
+        let clients = ClientPlans::new(&Clients {
+            file: "clients.toml".into(),
+            api_key: Some(KeyPart::Header("x-api-key".to_owned())),
+            subject: None,
+            list: vec![Client {
+                name: "acme".to_owned(),
+                plan: "gold".to_owned(),
+                api_keys: vec![Digest::of(b"known")],
+                subjects: Vec::new(),
+                networks: Vec::new(),
+            }],
+        });
+        let ip = || OnMissing::Fallback(vec![KeyPart::Ip { v4_prefix: 32, v6_prefix: 64 }]);
+        for (on_unknown, on_missing, admitted, live) in [
+            (OnUnknownKey::Refuse, OnMissing::Skip, 0, 0),
+            (OnUnknownKey::Refuse, ip(), 0, 0),
+            (OnUnknownKey::Missing, OnMissing::Refuse, 0, 0),
+            // Not counted at all: the rule does not apply.
+            (OnUnknownKey::Missing, OnMissing::Skip, 0, 0),
+            (OnUnknownKey::Missing, ip(), LIMIT, 1),
+        ] {
+            let mut rule = rule(&[KeyPart::Header("x-api-key".to_owned())], on_missing);
+            rule.layers = vec![Limit::parse("10/week").unwrap()];
+            let rule_set = RuleSet::new(&[rule.clone()], SEED, None);
+            let plan = rule_set.charge_plan(&[0]);
+            let table = Table::with_capacity(4096).unwrap();
+            let check = ClientCheck::new(on_unknown, &rule.key, Some(&clients));
+            let rule_key = RuleKey::new(&rule_set.rules[0], &route(), SEED).with_client_check(check);
+            let tokens = TokenCache::new(TokenVerifier::default(), Vec::new(), KeyHasher::new(SEED, 0));
+            let mut context = DecisionContext::default();
+            let mut count = |key: &str| {
+                let mut headers = HeaderMap::new();
+                headers.insert("x-api-key", key.parse().unwrap());
+                let lookup = ClientLookup::new(Some(&clients));
+                let keyed =
+                    with_request("10.0.0.1", &headers, &tokens, |request| rule_key.keyed_request(request, &lookup));
+                let Ok(Some(keyed)) = keyed else { return false };
+                context.inputs.keyed_requests.clear();
+                context.inputs.keyed_requests.push(Some(keyed));
+                let now = DecisionTime::read(&|| 1_000_000);
+                matches!(rule_set.decide(&plan, &table, now, &mut context), Decision::Admitted)
+            };
+            let mut rng = fastrand::Rng::with_seed(7);
+            let found = (0..KEYS).filter(|_| count(&format!("{:032x}", rng.u128(..)))).count();
+            assert_eq!((found, table.stats(1_000_000).live), (admitted, live), "{on_unknown:?}, {:?}", rule.on_missing);
+            assert!(count("known"));
+            assert_eq!(table.stats(1_000_000).live, live + 1);
+        }
     }
 }

@@ -2,9 +2,9 @@
 //!
 //! `RateLimit` and `RateLimit-Policy` are lists of Structured Fields (RFC 9651) as in
 //! draft-ietf-httpapi-ratelimit-headers-11: one item per layer, with `q` the limit, `w` the window in seconds, `r` the
-//! remaining tokens, and `t` the seconds until the window ends, rounded up. A limit of concurrent requests has `q`, `qu` and
-//! `r` only. The older `X-RateLimit-*` fields report only
-//! the layer nearest its limit; their reset is in seconds from now. Names are rendered at load.
+//! remaining tokens, and `t` the seconds until the window ends, rounded up. During a penalty, all layers of its rule have no
+//! tokens until the penalty ends. A limit of concurrent requests has `q`, `qu` and `r` only. The older `X-RateLimit-*`
+//! fields report only the layer nearest its limit; their reset is in seconds from now. Names are rendered at load.
 
 use std::ops::Range;
 
@@ -16,12 +16,18 @@ use transom_limiter::concurrency::ConcurrencyUsage;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::rule_set::{ChargePlan, LayerRef, RuleSet};
 use transom_limiter::window::Windows;
+use transom_limiter::window_kind::Usage;
 
 const RATELIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const RATELIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
 const LEGACY_LIMIT: HeaderName = HeaderName::from_static("x-ratelimit-limit");
 const LEGACY_REMAINING: HeaderName = HeaderName::from_static("x-ratelimit-remaining");
 const LEGACY_RESET: HeaderName = HeaderName::from_static("x-ratelimit-reset");
+
+/// Whether the gateway adds fields of this name to responses.
+pub fn is_rate_limit_field(name: &HeaderName) -> bool {
+    [RATELIMIT, RATELIMIT_POLICY, LEGACY_LIMIT, LEGACY_REMAINING, LEGACY_RESET].contains(name)
+}
 
 /// The layers that the responses of one route report, in the order of the configuration.
 #[derive(Debug, Default)]
@@ -54,6 +60,8 @@ struct ReportedRule {
 #[derive(Debug)]
 struct ReportedLayer {
     layer: LayerRef,
+    /// The layer that counts penalties of the rule.
+    penalty: Option<LayerRef>,
     /// Whether the layer belongs to the default variant.
     is_default: bool,
     /// The name as a structured-field string, after the separator from the previous item.
@@ -88,10 +96,11 @@ impl RateLimitTemplate {
             }));
             layers.extend(rule.rule.variants().flatten().enumerate().map(|(layer, limit)| ReportedLayer {
                 layer: LayerRef { rule: position, layer },
+                penalty: rule.penalty.map(|layer| LayerRef { rule: position, layer }),
                 is_default: rule.variant(0).contains(&layer),
                 name: format!(", \"{}\"", rule.layer_name(layer)),
                 limit: limit.tokens,
-                capacity: u64::from(limit.capacity.max(limit.tokens)),
+                capacity: u64::from(limit.capacity()),
                 windows: limit.windows.clone(),
                 is_ietf,
                 is_legacy: matches!(style, RateLimitStyle::Legacy | RateLimitStyle::Both),
@@ -149,7 +158,7 @@ impl RateLimitTemplate {
         let all_default = self.rules.iter().all(is_default);
         text.clear();
         for (layer, charge) in self.applicable(context).filter(|(layer, _)| layer.is_ietf) {
-            layer.write_state(charge, now_ms, text);
+            layer.write_state(layer.usage(charge, context), now_ms, text);
         }
         for (reported, usage) in self.concurrency(context) {
             reported.write_state(usage, text);
@@ -178,20 +187,31 @@ impl RateLimitTemplate {
     /// The layer with the fewest remaining tokens; of several, the one whose window ends last.
     fn nearest(&self, context: &DecisionContext, now_ms: u64) -> Option<LegacyFields> {
         let reported = self.applicable(context).filter(|(layer, _)| layer.is_legacy);
-        let nearness = |(layer, charge): &(&ReportedLayer, &Charge)| {
-            (layer.remaining(charge), std::cmp::Reverse(charge.usage.end_ms))
-        };
-        reported.min_by_key(nearness).map(|(layer, charge)| LegacyFields {
+        let reported = reported.map(|(layer, charge)| (layer, layer.usage(charge, context)));
+        let nearness =
+            |(layer, usage): &(&ReportedLayer, Usage)| (layer.remaining(*usage), std::cmp::Reverse(usage.end_ms));
+        reported.min_by_key(nearness).map(|(layer, usage)| LegacyFields {
             limit: layer.limit,
-            remaining: layer.remaining(charge),
-            reset_s: seconds_until(charge.usage.end_ms, now_ms),
+            remaining: layer.remaining(usage),
+            reset_s: seconds_until(usage.end_ms, now_ms),
         })
     }
 }
 
 impl ReportedLayer {
-    fn remaining(&self, charge: &Charge) -> u64 {
-        self.capacity.saturating_sub(charge.usage.used)
+    /// The usage to report. During a penalty all tokens are used, until it ends.
+    #[inline]
+    fn usage(&self, charge: &Charge, context: &DecisionContext) -> Usage {
+        let Some(penalty) = self.penalty.and_then(|penalty| context.charge_of(penalty)) else { return charge.usage };
+        if !penalty.is_full && penalty.usage.used == 0 {
+            return charge.usage;
+        }
+        let window_end_ms = if self.remaining(charge.usage) == 0 { charge.usage.end_ms } else { 0 };
+        Usage { used: self.capacity.max(charge.usage.used), end_ms: window_end_ms.max(penalty.usage.end_ms) }
+    }
+
+    fn remaining(&self, usage: Usage) -> u64 {
+        self.capacity.saturating_sub(usage.used)
     }
 
     /// A window shorter than a second is reported as one second: `w` is an integer.
@@ -203,12 +223,12 @@ impl ReportedLayer {
         push_number(window_ms.div_ceil(1000), text);
     }
 
-    fn write_state(&self, charge: &Charge, now_ms: u64, text: &mut Vec<u8>) {
+    fn write_state(&self, usage: Usage, now_ms: u64, text: &mut Vec<u8>) {
         text.extend_from_slice(self.name.as_bytes());
         text.extend_from_slice(b";r=");
-        push_number(self.remaining(charge), text);
+        push_number(self.remaining(usage), text);
         text.extend_from_slice(b";t=");
-        push_number(seconds_until(charge.usage.end_ms, now_ms), text);
+        push_number(seconds_until(usage.end_ms, now_ms), text);
     }
 }
 

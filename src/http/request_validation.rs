@@ -125,7 +125,7 @@ fn translate_http2(parts: &mut Parts) -> Result<(), RequestError> {
 }
 
 /// Whether all servers read the method alike. Methods are case-sensitive, but some servers read `post` as POST.
-fn is_valid_method(method: &str) -> bool {
+pub fn is_valid_method(method: &str) -> bool {
     method.len() <= 32
         && method.bytes().all(|byte| byte.is_ascii_uppercase() || byte.is_ascii_digit() || b"-_".contains(&byte))
 }
@@ -170,7 +170,13 @@ fn host_field(parts: &Parts) -> Result<Option<Host<'_>>, RequestError> {
         (None, _) => return Err(RequestError::Host("the Host field is missing")),
         (Some(_), Some(_)) => return Err(RequestError::Host("the Host field is given more than once")),
     };
-    parse_host(host).map(Some).ok_or(RequestError::Host("the Host field is malformed"))
+    let host = host.to_str().ok().and_then(parse_host);
+    host.map(Some).ok_or(RequestError::Host("the Host field is malformed"))
+}
+
+/// The host of a Host field as routes match it: lower case, without port and trailing dot. `None` if it is malformed.
+pub fn normalized_host(field: &str) -> Option<Cow<'_, str>> {
+    parse_host(field).map(Host::normalized)
 }
 
 /// The host of a request, as received.
@@ -191,8 +197,7 @@ impl<'a> Host<'a> {
 }
 
 /// `host[:port]`, or `None`: RFC 3986's reg-name or IP literal, no user information.
-fn parse_host(host: &HeaderValue) -> Option<Host<'_>> {
-    let authority = host.to_str().ok()?;
+fn parse_host(authority: &str) -> Option<Host<'_>> {
     let (name, port) = split_port(authority);
     let class = name.bytes().fold(0, |class, byte| class | REG_NAME[usize::from(byte)]);
     let is_valid_port = port.is_none_or(is_port);

@@ -25,25 +25,41 @@ pub enum Occurrence<'a> {
 #[derive(PartialEq, Eq, Debug)]
 pub struct DuplicateAuthorization;
 
+/// Why the user name of Basic authentication is unknown.
+#[derive(PartialEq, Eq, Debug)]
+pub enum CredentialsError {
+    /// As [`DuplicateAuthorization`].
+    Repeated,
+    /// Not Base64.
+    Malformed,
+}
+
 /// A `%` that is not followed by two hex digits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct InvalidEscape;
 
 /// The value of a query parameter, read as servers read a form (WHATWG URL, section 5.1): pairs between `&`, with `%XX`
 /// and `+` decoded in names and values. Every name has to be decodable; of the values, only the requested one.
+///
+/// Some servers also split at `;`. A query in which these find another value counts as repeated.
 pub fn query_parameter<'a>(query: &'a str, name: &str) -> Result<Occurrence<'a>, InvalidEscape> {
-    let mut found = None;
+    let mut pairs = Pairs::default();
     for pair in query.as_bytes().split(|byte| *byte == b'&') {
-        let equals = pair.iter().position(|byte| *byte == b'=').unwrap_or(pair.len());
-        if !name_matches(&pair[..equals], name.as_bytes())? {
-            continue;
+        pairs.add_if(pair, name_matches(name_of(pair), name.as_bytes())?);
+    }
+    if query.contains(';') {
+        let mut split = Pairs::default();
+        for pair in query.as_bytes().split(|byte| matches!(byte, b'&' | b';')) {
+            split.add_if(pair, name_matches(name_of(pair), name.as_bytes()) == Ok(true));
         }
-        if found.is_some() {
+        if split != pairs {
             return Ok(Occurrence::Repeated);
         }
-        found = Some(pair.get(equals + 1..).unwrap_or_default());
     }
-    match found {
+    if pairs.is_repeated {
+        return Ok(Occurrence::Repeated);
+    }
+    match pairs.value {
         None | Some(b"") => Ok(Occurrence::Absent),
         Some(value) if PercentDecoder::is_plain(value) => Ok(Occurrence::Single(Cow::Borrowed(value))),
         Some(value) => PercentDecoder::new(value)
@@ -51,6 +67,30 @@ pub fn query_parameter<'a>(query: &'a str, name: &str) -> Result<Occurrence<'a>,
             .map(Cow::Owned)
             .map(Occurrence::Single),
     }
+}
+
+/// The pairs of a query with one name.
+#[derive(PartialEq, Eq, Default)]
+struct Pairs<'a> {
+    /// The first value, encoded.
+    value: Option<&'a [u8]>,
+    is_repeated: bool,
+}
+
+impl<'a> Pairs<'a> {
+    fn add_if(&mut self, pair: &'a [u8], has_name: bool) {
+        if !has_name {
+            return;
+        }
+        self.is_repeated |= self.value.is_some();
+        self.value = self.value.or_else(|| Some(pair.get(name_of(pair).len() + 1..).unwrap_or_default()));
+    }
+}
+
+/// The encoded name of a pair.
+fn name_of(pair: &[u8]) -> &[u8] {
+    let equals = pair.iter().position(|byte| *byte == b'=');
+    &pair[..equals.unwrap_or(pair.len())]
 }
 
 /// Whether an encoded name decodes to `name`.
@@ -120,20 +160,23 @@ pub fn bearer_token(headers: &HeaderMap) -> Result<Option<&[u8]>, DuplicateAutho
     credentials(headers, b"bearer")
 }
 
-/// The user name of Basic authentication (RFC 7617, section 2); `None` without it, or if the credentials are malformed.
-/// Base64 is decoded as leniently as upstreams may do, so that all spellings of a name count as one.
-pub fn basic_user(headers: &HeaderMap) -> Result<Option<Vec<u8>>, DuplicateAuthorization> {
+/// The user name of Basic authentication (RFC 7617, section 2); `None` without it, or without a user name.
+///
+/// Padding and trailing bits do not matter, so that all spellings of a name count as one. Other deviations from Base64 are
+/// an error: many servers skip or replace wrong characters, and so read a name that the gateway would not.
+pub fn basic_user(headers: &HeaderMap) -> Result<Option<Vec<u8>>, CredentialsError> {
     const LENIENT: GeneralPurpose = GeneralPurpose::new(
         &alphabet::STANDARD,
         GeneralPurposeConfig::new()
             .with_decode_padding_mode(DecodePaddingMode::Indifferent)
             .with_decode_allow_trailing_bits(true),
     );
-    let decoded = credentials(headers, b"basic")?.and_then(|text| LENIENT.decode(text).ok());
-    Ok(decoded.and_then(|mut decoded| {
-        let end = decoded.iter().position(|byte| *byte == b':').filter(|end| *end > 0)?;
+    let credentials = credentials(headers, b"basic").map_err(|DuplicateAuthorization| CredentialsError::Repeated)?;
+    let Some(text) = credentials else { return Ok(None) };
+    let mut decoded = LENIENT.decode(text).map_err(|_| CredentialsError::Malformed)?;
+    Ok(decoded.iter().position(|byte| *byte == b':').filter(|end| *end > 0).map(|end| {
         decoded.truncate(end);
-        Some(decoded)
+        decoded
     }))
 }
 
@@ -239,7 +282,7 @@ mod tests {
 
     #[test]
     fn an_absent_or_empty_query_value_is_absent() {
-        for query in ["", "token", "token=", "Token=a", "tokens=a", "toke=a", "a=token", "token%00=a", "a;token=b"] {
+        for query in ["", "token", "token=", "Token=a", "tokens=a", "toke=a", "a=token", "token%00=a", "a;b=token"] {
             assert_eq!(token(query), Ok(None), "{query}");
         }
     }
@@ -249,6 +292,18 @@ mod tests {
         for query in ["token=a&token=b", "token=a&token=a", "token&token=a", "token=a&%74oken=b", "token=&x&token="] {
             assert_eq!(token(query), Ok(Some("repeated".to_owned())), "{query}");
         }
+    }
+
+    #[test]
+    fn a_query_that_semicolons_change_is_repeated() {
+        for query in ["token=a;b", "token=a;", "a;token=b", "x=1;token=b&token=a", "token=a&x=1;%74oken=b", "token;x=a"]
+        {
+            assert_eq!(token(query), Ok(Some("repeated".to_owned())), "{query}");
+        }
+        for query in ["x=1;y&token=a", "token=a&;;", "tokens=1;2&token=a", "token=a&x=;%zz"] {
+            assert_eq!(token(query), Ok(Some("a".to_owned())), "{query}");
+        }
+        assert_eq!(token("token=a%3Bb"), Ok(Some("a;b".to_owned())));
     }
 
     #[test]
@@ -353,8 +408,11 @@ mod tests {
         {
             assert_eq!(user(field), Ok(Some("alice".to_owned())), "{field}");
         }
-        for field in ["Basic", "Basic YWxpY2U=", "Basic OnNlY3JldA==", "Basic !", "Bearer YWxpY2U6c2VjcmV0"] {
+        for field in ["Basic", "Basic YWxpY2U=", "Basic OnNlY3JldA==", "Bearer YWxpY2U6c2VjcmV0"] {
             assert_eq!(user(field), Ok(None), "{field}");
+        }
+        for field in ["Basic !", "Basic YWxp!Y2U6c2VjcmV0", "Basic YWxp Y2U6c2VjcmV0", "Basic YWxpY2U6c2VjcmV0=="] {
+            assert_eq!(user(field), Err(CredentialsError::Malformed), "{field}");
         }
     }
 

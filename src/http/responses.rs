@@ -13,6 +13,7 @@ use jiff::fmt::rfc2822::DateTimePrinter;
 
 use super::error::{DecisionError, RequestError};
 use super::ratelimit_headers::{RateLimitFields, number, push_number, seconds_until};
+use super::request_id::X_REQUEST_ID;
 use crate::config;
 use crate::config::response_body::Body;
 use transom_limiter::acquire::Charge;
@@ -27,6 +28,7 @@ const TEXT: HeaderValue = HeaderValue::from_static("text/plain; charset=utf-8");
 const METRICS: HeaderValue = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
 /// The usual methods. Routes accept every method other than CONNECT and TRACE.
 const ALLOW: HeaderValue = HeaderValue::from_static("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS");
+const INVALID_TOKEN: &str = "Bearer error=\"invalid_token\"";
 const QUOTA_EXCEEDED: &str = "Request cannot be satisfied as assigned quota has been exceeded";
 const QUOTA_TOO_SMALL: &str = "Request can never be satisfied as it costs more than the assigned quota";
 
@@ -80,6 +82,10 @@ impl RefusalTemplate {
         let problems =
             || RefusalBody::Problem { retryable: problem(QUOTA_EXCEEDED, ""), never: problem(QUOTA_TOO_SMALL, detail) };
         RefusalTemplate { status, retry_jitter_s: refusal.retry_jitter_s, body: custom.unwrap_or_else(problems) }
+    }
+
+    pub fn status(&self) -> StatusCode {
+        self.status
     }
 }
 
@@ -173,13 +179,23 @@ pub fn error_response(error: &RequestError) -> LocalResponse {
     if *error == RequestError::StoreUnavailable {
         response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
     }
-    if let RequestError::Token(_) = error {
-        // RFC 6750, section 3.
-        response
-            .headers_mut()
-            .insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer error=\"invalid_token\""));
+    if let Some(challenge) = challenge(error) {
+        response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static(challenge));
     }
     response
+}
+
+/// The challenge that a 401 must have (RFC 9110, section 15.5.2).
+fn challenge(error: &RequestError) -> Option<&'static str> {
+    match error {
+        // RFC 6750, section 3.
+        RequestError::Token(_) => Some(INVALID_TOKEN),
+        RequestError::KeyUnknown { part, .. } if part.starts_with("jwt:") => Some(INVALID_TOKEN),
+        RequestError::KeyUnknown { part, .. } if part == "basic-user" => Some("Basic realm=\"gateway\""),
+        // No scheme is registered for API keys. With `Basic`, a browser would ask for a password.
+        RequestError::KeyUnknown { .. } => Some("Key"),
+        _ => None,
+    }
 }
 
 /// The response to `OPTIONS *`, which asks about the server as a whole (RFC 9110, section 9.3.7).
@@ -229,11 +245,14 @@ pub fn error_status(error: &RequestError) -> StatusCode {
         RequestError::RouteField(_)
         | RequestError::KeyMissing { .. }
         | RequestError::KeyAmbiguous { .. }
+        | RequestError::KeyMalformed { .. }
         | RequestError::Cost { .. } => StatusCode::BAD_REQUEST,
-        RequestError::Token(_) => StatusCode::UNAUTHORIZED,
+        RequestError::Token(_) | RequestError::KeyUnknown { .. } => StatusCode::UNAUTHORIZED,
         RequestError::HeadTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
         RequestError::TargetTooLong => StatusCode::URI_TOO_LONG,
-        RequestError::TooManyConnections => StatusCode::SERVICE_UNAVAILABLE,
+        // Never sent: the client has closed the connection.
+        RequestError::HeadIncomplete => StatusCode::from_u16(CLIENT_CLOSED_REQUEST).unwrap_or(StatusCode::BAD_REQUEST),
+        RequestError::TooManyConnections | RequestError::StreamRefused => StatusCode::SERVICE_UNAVAILABLE,
         RequestError::HeadTimeout | RequestError::BodyTimeout | RequestError::BodyTooSlow | RequestError::Stalled => {
             StatusCode::REQUEST_TIMEOUT
         }
@@ -353,6 +372,9 @@ fn encode_grpc_message(message: &str) -> String {
 pub fn decision_error_response(error: &DecisionError) -> LocalResponse {
     let (status, detail) = match error {
         DecisionError::UnknownRule(name) => (StatusCode::NOT_FOUND, format!("unknown rule `{name}`")),
+        DecisionError::TopKeysOff => {
+            (StatusCode::NOT_FOUND, String::from("keys are not counted: `[admin] top_keys` is 0"))
+        }
         DecisionError::Malformed(detail) => (StatusCode::BAD_REQUEST, detail.clone()),
         DecisionError::TooLarge => (StatusCode::PAYLOAD_TOO_LARGE, String::from("the request body is too large")),
         DecisionError::CrossOrigin => (StatusCode::FORBIDDEN, String::from("cross-origin requests are not allowed")),
@@ -366,8 +388,16 @@ pub fn decision_error_response(error: &DecisionError) -> LocalResponse {
             (StatusCode::SERVICE_UNAVAILABLE, RequestError::StoreUnavailable.to_string())
         }
         DecisionError::Timeout => (StatusCode::REQUEST_TIMEOUT, String::from("the request took too long to arrive")),
+        DecisionError::Unauthorized => (
+            StatusCode::UNAUTHORIZED,
+            String::from("the token of `[admin] token_file` is required: `Authorization: Bearer TOKEN`"),
+        ),
     };
-    problem_response(status, &detail)
+    let mut response = problem_response(status, &detail);
+    if status == StatusCode::UNAUTHORIZED {
+        response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+    }
+    response
 }
 
 fn problem_response(status: StatusCode, detail: &str) -> LocalResponse {
@@ -400,6 +430,11 @@ pub fn text_response(body: String) -> LocalResponse {
 /// A page in the text format of Prometheus, version 0.0.4.
 pub fn metrics_response(page: String) -> LocalResponse {
     response(StatusCode::OK, METRICS, page)
+}
+
+/// The response to a request that is no gRPC call.
+pub fn no_grpc_response() -> LocalResponse {
+    problem_response(StatusCode::UNSUPPORTED_MEDIA_TYPE, "this address serves gRPC only: POST with `application/grpc`")
 }
 
 /// The response of `/readyz` while the gateway drains.
@@ -488,8 +523,8 @@ impl RefusalCache {
         }
         let refused = self.refused.get_or_insert_with(|| {
             let mut refused = render();
-            // The sender adds a field or two to its copy, such as the date.
-            refused.response.headers_mut().reserve(4);
+            // Replaced in each copy: another field would make the map of every copy grow.
+            refused.response.headers_mut().insert(X_REQUEST_ID, HeaderValue::from_static(""));
             refused
         });
         refused.response.clone()

@@ -11,11 +11,12 @@ use http::{Method, Uri};
 
 use super::error::RequestError;
 use super::key_source::RequestAttributes;
+use super::ratelimit_headers::is_rate_limit_field;
 use super::responses::{self, LocalResponse};
 use crate::config::limits::Timeouts;
 use crate::config::path::{PathPattern, Segment};
 use crate::config::route::Route;
-use crate::config::route_actions::{self, Actions, FieldChanges, PathChange};
+use crate::config::route_actions::{self, Actions, ChangedResponses, FieldChanges, PathChange};
 use crate::config::template::{Template, TemplatePart, Variable};
 
 /// The compiled actions of one route.
@@ -25,6 +26,7 @@ pub struct RouteActions {
     path: Option<PathRewrite>,
     request_changes: Vec<HeaderChange>,
     response_changes: Vec<HeaderChange>,
+    changed_responses: ChangedResponses,
     /// Replaces the timeouts for all routes.
     pub timeouts: Option<Timeouts>,
     pub max_body: Option<Option<u64>>,
@@ -84,9 +86,17 @@ pub struct AppliedActions {
     pub direct_response: Option<LocalResponse>,
     /// Replaces the path of the forwarded request.
     pub path: Option<String>,
-    request_changes: Vec<(HeaderName, RenderedChange)>,
-    response_changes: Vec<(HeaderName, RenderedChange)>,
+    request_changes: RenderedChanges,
 }
+
+/// The changes to the fields of the response to one request.
+#[derive(Debug)]
+pub struct ResponseChanges {
+    changes: RenderedChanges,
+    changed_responses: ChangedResponses,
+}
+
+type RenderedChanges = Vec<(HeaderName, RenderedChange)>;
 
 #[derive(Debug)]
 enum RenderedChange {
@@ -112,13 +122,21 @@ impl RouteActions {
             }),
             request_changes: header_changes(&actions.request_fields),
             response_changes: header_changes(&actions.response_fields),
+            changed_responses: actions.changed_responses,
             timeouts: actions.timeouts.clone(),
             max_body: actions.max_body,
             min_request_rate: actions.min_request_rate,
         }
     }
 
-    /// Evaluates the actions for a request.
+    /// The changes to the response to a request; `None` without changes.
+    pub fn response_changes(&self, variables: &TemplateVariables<'_>) -> Option<Box<ResponseChanges>> {
+        let changes = || render_changes(&self.response_changes, variables);
+        let changed_responses = self.changed_responses;
+        (!self.response_changes.is_empty()).then(|| Box::new(ResponseChanges { changes: changes(), changed_responses }))
+    }
+
+    /// Evaluates the other actions for a request.
     pub fn evaluate(&self, variables: &TemplateVariables<'_>) -> Result<Box<AppliedActions>, RequestError> {
         let direct_response = match &self.direct_response {
             None => None,
@@ -131,14 +149,11 @@ impl RouteActions {
                 Some(responses::redirect_response(*status, location))
             }
         };
-        let rendered =
-            |changes: &[HeaderChange]| changes.iter().filter_map(|change| render_change(change, variables)).collect();
         let path = self.path.as_ref().map(|path| path.render(variables));
         Ok(Box::new(AppliedActions {
             direct_response,
             path,
-            request_changes: rendered(&self.request_changes),
-            response_changes: rendered(&self.response_changes),
+            request_changes: render_changes(&self.request_changes, variables),
         }))
     }
 }
@@ -148,14 +163,24 @@ impl AppliedActions {
     pub fn apply_to_request(&mut self, headers: &mut HeaderMap) {
         apply(std::mem::take(&mut self.request_changes), headers);
     }
+}
 
-    /// Changes the fields of a response.
-    pub fn apply_to_response(self, headers: &mut HeaderMap) {
-        apply(self.response_changes, headers);
+impl ResponseChanges {
+    /// Changes the response of the upstream, or of the route's redirect or fixed response.
+    pub fn apply(self, headers: &mut HeaderMap) {
+        apply(self.changes, headers);
+    }
+
+    /// Changes a refusal or an error, if the route does. The fields of a refusal already include the gateway's
+    /// RateLimit fields, to which changes never apply.
+    pub fn apply_to_local_response(self, headers: &mut HeaderMap) {
+        if self.changed_responses == ChangedResponses::All {
+            apply(self.changes.into_iter().filter(|(name, _)| !is_rate_limit_field(name)), headers);
+        }
     }
 }
 
-fn apply(changes: Vec<(HeaderName, RenderedChange)>, headers: &mut HeaderMap) {
+fn apply(changes: impl IntoIterator<Item = (HeaderName, RenderedChange)>, headers: &mut HeaderMap) {
     for (name, change) in changes {
         match change {
             RenderedChange::Remove => {
@@ -169,6 +194,10 @@ fn apply(changes: Vec<(HeaderName, RenderedChange)>, headers: &mut HeaderMap) {
             }
         }
     }
+}
+
+fn render_changes(changes: &[HeaderChange], variables: &TemplateVariables<'_>) -> RenderedChanges {
+    changes.iter().filter_map(|change| render_change(change, variables)).collect()
 }
 
 fn render_change(change: &HeaderChange, variables: &TemplateVariables<'_>) -> Option<(HeaderName, RenderedChange)> {
@@ -263,6 +292,6 @@ impl<'a> TemplateVariables<'a> {
                 Variable::Param(position) => out.push_str(self.param(*position)),
             }
         }
-        HeaderValue::from_bytes(out.as_bytes()).ok()
+        HeaderValue::try_from(out).ok()
     }
 }

@@ -100,6 +100,18 @@ pub struct AmbiguousHeader<'r>(pub &'r HeaderName);
 
 type Match<'r> = Result<Option<usize>, AmbiguousHeader<'r>>;
 
+/// The condition of a route that a request of its host and path does not meet.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum UnmetCondition {
+    Method,
+    Header,
+}
+
+/// Whether a request meets the conditions of a candidate.
+trait Accepts: for<'c> FnMut(&'c Candidate, &RouteQuery<'_>) -> Result<bool, AmbiguousHeader<'c>> {}
+
+impl<F: for<'c> FnMut(&'c Candidate, &RouteQuery<'_>) -> Result<bool, AmbiguousHeader<'c>>> Accepts for F {}
+
 impl Router {
     pub fn new(routes: &[Route], trailing_slash: TrailingSlash) -> Router {
         let with_scheme = |secure: Option<bool>| move |(_, route): &(usize, &Route)| route.secure == secure;
@@ -178,15 +190,35 @@ impl Router {
     /// The position of the route that matches a request. `params` receives the values of its parameters as ranges of the
     /// path, in path order.
     pub fn find(&self, query: &RouteQuery<'_>, params: &mut Vec<Range<usize>>) -> Match<'_> {
+        self.search(query, params, &mut Candidate::matches)
+    }
+
+    /// The routes whose scheme, host and path match a request, the most specific first, each with the condition that the
+    /// request does not meet. The first route without such a condition is the one that [`Router::find`] returns.
+    pub fn candidates(&self, query: &RouteQuery<'_>) -> Vec<(usize, Option<UnmetCondition>)> {
+        let mut tried: Vec<(usize, Option<UnmetCondition>)> = Vec::new();
+        // Nothing is accepted, so the search tries every candidate, and never fails.
+        let _ = self.search(query, &mut Vec::new(), &mut |candidate, query| {
+            let route = candidate.route as usize;
+            if tried.iter().all(|(known, _)| *known != route) {
+                tried.push((route, candidate.unmet_condition(query)));
+            }
+            Ok(false)
+        });
+        tried
+    }
+
+    /// Searches for the most specific route that `accepts` accepts among those whose scheme, host and path match.
+    fn search(&self, query: &RouteQuery<'_>, params: &mut Vec<Range<usize>>, accepts: &mut impl Accepts) -> Match<'_> {
         if let Some(router) = &self.by_scheme[usize::from(query.secure)]
-            && let Some(route) = router.find(query, params)?
+            && let Some(route) = router.search(query, params, accepts)?
         {
             return Ok(Some(route));
         }
         params.clear();
         if !self.hosts.is_empty()
             && let Some(root) = self.hosts.get(query.host)
-            && let Some(route) = self.find_in_tree(*root, query, params)?
+            && let Some(route) = self.find_in_tree(*root, query, params, accepts)?
         {
             return Ok(Some(route));
         }
@@ -194,18 +226,24 @@ impl Router {
             // The longest suffix is the most specific; `*` matches at least one character.
             for (dot, _) in query.host.match_indices('.').filter(|(dot, _)| *dot > 0) {
                 if let Some(root) = self.wildcards.get(&query.host[dot..])
-                    && let Some(route) = self.find_in_tree(*root, query, params)?
+                    && let Some(route) = self.find_in_tree(*root, query, params, accepts)?
                 {
                     return Ok(Some(route));
                 }
             }
         }
-        self.find_in_tree(self.any_host, query, params)
+        self.find_in_tree(self.any_host, query, params, accepts)
     }
 
-    fn find_in_tree(&self, root: usize, query: &RouteQuery<'_>, params: &mut Vec<Range<usize>>) -> Match<'_> {
+    fn find_in_tree(
+        &self,
+        root: usize,
+        query: &RouteQuery<'_>,
+        params: &mut Vec<Range<usize>>,
+        accepts: &mut impl Accepts,
+    ) -> Match<'_> {
         let start = query.path.starts_with('/').then_some(1);
-        self.match_segments(root, query, start, DEPTH_MAX, params)
+        self.match_segments(root, query, start, DEPTH_MAX, params, accepts)
     }
 
     /// `start` is the start of the next segment; `None` at the end of the path.
@@ -216,13 +254,14 @@ impl Router {
         start: Option<usize>,
         depth: usize,
         params: &mut Vec<Range<usize>>,
+        accepts: &mut impl Accepts,
     ) -> Match<'_> {
         let node = &self.nodes[node];
         let Some(start) = start else {
-            return match self.first_match(node.exact, query)? {
+            return match self.first_match(node.exact, query, accepts)? {
                 // The path may have had a trailing slash, after which the catch-all matches the empty rest.
                 None if self.trailing_slash == TrailingSlash::Ignore => {
-                    self.match_catch_all(node, query, query.path.len(), params)
+                    self.match_catch_all(node, query, query.path.len(), params, accepts)
                 }
                 found => Ok(found),
             };
@@ -232,20 +271,21 @@ impl Router {
             let end = slash.map_or(query.path.len(), |at| start + at);
             let next = (end < query.path.len()).then_some(end + 1);
             if let Some(child) = node.literals.get(&query.path[start..end])
-                && let Some(route) = self.match_segments(child, query, next, depth - 1, params)?
+                && let Some(route) = self.match_segments(child, query, next, depth - 1, params, accepts)?
             {
                 return Ok(Some(route));
             }
             if let Some(child) = node.param.filter(|_| end > start) {
                 let params_before = params.len();
                 params.push(start..end);
-                if let Some(route) = self.match_segments(child.get() as usize, query, next, depth - 1, params)? {
+                let child = child.get() as usize;
+                if let Some(route) = self.match_segments(child, query, next, depth - 1, params, accepts)? {
                     return Ok(Some(route));
                 }
                 params.truncate(params_before);
             }
         }
-        self.match_catch_all(node, query, start, params)
+        self.match_catch_all(node, query, start, params, accepts)
     }
 
     /// A catch-all that matches the rest of the path.
@@ -255,17 +295,18 @@ impl Router {
         query: &RouteQuery<'_>,
         start: usize,
         params: &mut Vec<Range<usize>>,
+        accepts: &mut impl Accepts,
     ) -> Match<'_> {
-        let route = self.first_match(node.catch_alls, query)?;
+        let route = self.first_match(node.catch_alls, query, accepts)?;
         if route.is_some() {
             params.push(start..query.path.len());
         }
         Ok(route)
     }
 
-    fn first_match(&self, (start, end): (u32, u32), query: &RouteQuery<'_>) -> Match<'_> {
+    fn first_match(&self, (start, end): (u32, u32), query: &RouteQuery<'_>, accepts: &mut impl Accepts) -> Match<'_> {
         for candidate in &self.candidates[start as usize..end as usize] {
-            if candidate.matches(query)? {
+            if accepts(candidate, query)? {
                 return Ok(Some(candidate.route as usize));
             }
         }
@@ -323,11 +364,19 @@ impl Candidate {
     fn matches(&self, query: &RouteQuery<'_>) -> Result<bool, AmbiguousHeader<'_>> {
         self.conditions.as_ref().map_or(Ok(true), |conditions| conditions.are_met_by(query))
     }
+
+    fn unmet_condition(&self, query: &RouteQuery<'_>) -> Option<UnmetCondition> {
+        let conditions = self.conditions.as_ref()?;
+        if !conditions.include_method(query.method) {
+            return Some(UnmetCondition::Method);
+        }
+        (conditions.are_met_by(query) != Ok(true)).then_some(UnmetCondition::Header)
+    }
 }
 
 impl Conditions {
     fn are_met_by(&self, query: &RouteQuery<'_>) -> Result<bool, AmbiguousHeader<'_>> {
-        if !self.methods.is_empty() && !self.methods.iter().any(|method| method_matches(method, query.method)) {
+        if !self.include_method(query.method) {
             return Ok(false);
         }
         let mut are_met = true;
@@ -340,6 +389,10 @@ impl Conditions {
             };
         }
         Ok(are_met)
+    }
+
+    fn include_method(&self, requested: &Method) -> bool {
+        self.methods.is_empty() || self.methods.iter().any(|method| method_matches(method, requested))
     }
 }
 
@@ -448,6 +501,19 @@ mod tests {
         assert_eq!(found(&routes, "HEAD", "", "/a/b"), Some(("GET - /a/b", vec![])));
         assert_eq!(found(&routes, "POST", "", "/a/b"), Some(("POST - /a/{x}", vec!["b".to_owned()])));
         assert_eq!(found(&routes, "PUT", "", "/a/b"), Some(("- - /{*all}", vec!["a/b".to_owned()])));
+    }
+
+    #[test]
+    fn candidates_are_the_routes_of_host_and_path_in_order_of_preference() {
+        let routes = ["GET - /a/b", "POST - /a/{x}", "- - /{*all}", "- - /c", "- a.example.com,*.example.com /{*all}"]
+            .map(route);
+        let candidates = |method: Method, host| {
+            let query = RouteQuery { host, method: &method, headers: &HeaderMap::new(), path: "/a/b", secure: false };
+            Router::new(&routes, TrailingSlash::Keep).candidates(&query)
+        };
+        let other_method = Some(UnmetCondition::Method);
+        assert_eq!(candidates(Method::POST, "x"), [(0, other_method), (1, None), (2, None)]);
+        assert_eq!(candidates(Method::HEAD, "a.example.com"), [(4, None), (0, None), (1, other_method), (2, None)]);
     }
 
     #[test]

@@ -2,20 +2,22 @@
 //!
 //! The parts are those of the hash, in the same order, escaped so that a value cannot contain a separator. A secret or
 //! long part is replaced by a keyed digest, equal on all gateways that have the same key. Different keys of a rule have
-//! different texts, up to collisions of HMAC-SHA256.
+//! different texts, up to collisions of HMAC-SHA256. With a `key_format`, the text is the name of the counters.
 
 use std::fmt::{self, Write};
 use std::net::{Ipv4Addr, Ipv6Addr};
 
 use aws_lc_rs::hmac;
 
+use super::client_plans::ClientPlans;
 use super::key_source::kind;
 use crate::config::redis::is_secret_part;
 use transom_limiter::key::KeyPart;
-use transom_limiter::store_key::percent_encode;
+use transom_limiter::rule::Rule;
+use transom_limiter::store_key::{encode_formatted_key, percent_encode};
 
 /// The prefix of a digest.
-const DIGEST: &str = "hmac-";
+pub const DIGEST: &str = "hmac-";
 /// Bytes of the digest that are written, as 32 hex digits.
 const DIGEST_BYTES: usize = 16;
 /// A part whose encoding is longer is replaced by its digest.
@@ -26,6 +28,9 @@ const PART_MAX_BYTES: usize = 256;
 pub struct KeyTextFormat {
     /// The start of every key.
     prefix: Box<str>,
+    /// The end of every key; empty without a `key_format`.
+    suffix: Box<str>,
+    is_formatted: bool,
     parts: Vec<KeyPart>,
     /// Whether each part is a secret, judged by its name.
     is_secret: Vec<bool>,
@@ -33,9 +38,12 @@ pub struct KeyTextFormat {
 
 impl KeyTextFormat {
     /// Keys of a fallback start with a part that names the fallback. The part has a `=`, which other parts escape.
-    pub fn new(rule: &str, parts: &[KeyPart], is_fallback: bool) -> KeyTextFormat {
+    pub fn new(rule: &Rule, parts: &[KeyPart], is_fallback: bool) -> KeyTextFormat {
         let mut prefix = String::new();
-        percent_encode(rule.as_bytes(), &mut prefix);
+        match &rule.key_format {
+            Some(format) => prefix.push_str(&format.before_key),
+            None => percent_encode(rule.name.as_bytes(), &mut prefix),
+        }
         if is_fallback {
             prefix.push_str("|else=");
             let names: Vec<String> = parts.iter().map(KeyPart::to_string).collect();
@@ -43,6 +51,8 @@ impl KeyTextFormat {
         }
         KeyTextFormat {
             prefix: prefix.into(),
+            suffix: rule.key_format.as_ref().map(|format| format.after_key.as_str()).unwrap_or_default().into(),
+            is_formatted: rule.key_format.is_some(),
             parts: parts.to_vec(),
             is_secret: parts.iter().map(is_secret_part).collect(),
         }
@@ -58,33 +68,68 @@ impl KeyTextFormat {
         out.push_str(&self.prefix);
     }
 
+    /// Appends the end of a key.
+    pub fn write_suffix(&self, out: &mut String) {
+        out.push_str(&self.suffix);
+    }
+
     /// Appends the part at a position, with its kind and bytes as in [`super::key_source::KeySource::feed`].
     pub fn write_part(&self, position: usize, part_kind: u8, bytes: &[u8], digester: &KeyDigester, out: &mut String) {
         let (Some(part), Some(is_secret)) = (self.parts.get(position), self.is_secret.get(position)) else { return };
-        out.push('|');
-        if *is_secret || digester.api_key.as_ref() == Some(part) {
+        let encode = if self.is_formatted { encode_formatted_key } else { percent_encode };
+        if !self.is_formatted {
+            out.push('|');
+        }
+        if *is_secret || digester.is_api_key(part) {
             return digester.write_digest(bytes, out);
         }
         let start = out.len();
         match (part, part_kind, <[u8; 4]>::try_from(bytes), <[u8; 16]>::try_from(bytes)) {
             (KeyPart::Global, ..) => {}
-            (KeyPart::Ip { .. }, kind::IPV4, Ok(v4), _) => {
-                percent_encode(Ipv4Addr::from(v4).to_string().as_bytes(), out)
-            }
-            (KeyPart::Ip { .. }, kind::IPV6, _, Ok(v6)) => {
-                percent_encode(Ipv6Addr::from(v6).to_string().as_bytes(), out)
-            }
+            (KeyPart::Ip { .. }, kind::IPV4, Ok(v4), _) => encode(Ipv4Addr::from(v4).to_string().as_bytes(), out),
+            (KeyPart::Ip { .. }, kind::IPV6, _, Ok(v6)) => encode(Ipv6Addr::from(v6).to_string().as_bytes(), out),
             // Escaped, so that a value from a client never equals a digest.
             _ if bytes.starts_with(DIGEST.as_bytes()) => {
                 out.push_str("%68");
-                percent_encode(bytes.get(1..).unwrap_or_default(), out);
+                encode(bytes.get(1..).unwrap_or_default(), out);
             }
-            _ => percent_encode(bytes, out),
+            _ => encode(bytes, out),
         }
         if out.len() - start > PART_MAX_BYTES {
             out.truncate(start);
             digester.write_digest(bytes, out);
         }
+    }
+
+    /// The part at a position as people read it: as in [`KeyTextFormat::write_part`], but not escaped, and a network with
+    /// its prefix.
+    pub fn readable_part(&self, position: usize, part_kind: u8, bytes: &[u8], digester: &KeyDigester) -> String {
+        let (Some(part), Some(is_secret)) = (self.parts.get(position), self.is_secret.get(position)) else {
+            return String::new();
+        };
+        let network = |address: String, prefix: u8, bits: u8| match prefix < bits {
+            true => format!("{address}/{prefix}"),
+            false => address,
+        };
+        match (part, part_kind, <[u8; 4]>::try_from(bytes), <[u8; 16]>::try_from(bytes)) {
+            (KeyPart::Ip { v4_prefix, .. }, kind::IPV4, Ok(v4), _) => {
+                network(Ipv4Addr::from(v4).to_string(), *v4_prefix, 32)
+            }
+            (KeyPart::Ip { v6_prefix, .. }, kind::IPV6, _, Ok(v6)) => {
+                network(Ipv6Addr::from(v6).to_string(), *v6_prefix, 128)
+            }
+            _ if *is_secret || digester.is_api_key(part) || bytes.len() > PART_MAX_BYTES => {
+                let mut out = String::new();
+                digester.write_digest(bytes, &mut out);
+                out
+            }
+            _ => String::from_utf8_lossy(bytes).into_owned(),
+        }
+    }
+
+    /// The name of the client that the part at a position names.
+    pub fn client_of_part(&self, position: usize, bytes: &[u8], plans: Option<&ClientPlans>) -> Option<String> {
+        plans?.client_of_part(self.parts.get(position)?, bytes).map(str::to_owned)
     }
 }
 
@@ -99,6 +144,10 @@ impl KeyDigester {
     /// `key` is common to all gateways that share counters; `api_key` is the part with the API key of a client.
     pub fn new(key: &[u8], api_key: Option<&KeyPart>) -> KeyDigester {
         KeyDigester { key: hmac::Key::new(hmac::HMAC_SHA256, key), api_key: api_key.cloned() }
+    }
+
+    fn is_api_key(&self, part: &KeyPart) -> bool {
+        self.api_key.as_ref() == Some(part)
     }
 
     fn write_digest(&self, bytes: &[u8], out: &mut String) {
@@ -128,7 +177,7 @@ mod tests {
 
     use super::*;
     use crate::decision::DecisionService;
-    use crate::http::client_plans::PlanLookup;
+    use crate::http::client_plans::ClientLookup;
     use crate::http::rate_limit_key::RuleKey;
     use crate::http::rate_limit_key::tests::{SEED, route, rule, with_request};
     use crate::jwt::cache::TokenCache;
@@ -174,12 +223,13 @@ mod tests {
         let rule_set = RuleSet::new(&[rule(key, on_missing)], SEED, None);
         let rule_key = RuleKey::new(&rule_set.rules[0], &route(), SEED);
         let mut text = String::from("transom:");
+        let clients = ClientLookup::new(None);
         let found = with_request(address, headers, &tokens(), |request| {
             assert_eq!(
-                matches!(rule_key.keyed_request(request, &PlanLookup::new(None)), Ok(Some(_))),
-                rule_key.write_store_key(request, digester, &mut String::new())
+                matches!(rule_key.keyed_request(request, &clients), Ok(Some(_))),
+                rule_key.write_store_key(request, &clients, digester, &mut String::new())
             );
-            rule_key.write_store_key(request, digester, &mut text)
+            rule_key.write_store_key(request, &clients, digester, &mut text)
         });
         assert!(found || text == "transom:");
         text.split_off("transom:".len())
@@ -309,7 +359,8 @@ mod tests {
             a in proptest::collection::vec(any::<u8>(), 0..40), b in proptest::collection::vec(any::<u8>(), 0..40),
             at in 0..40_usize,
         ) {
-            let format = KeyTextFormat::new("r", &[KeyPart::Path, KeyPart::Path], false);
+            let key = [KeyPart::Path, KeyPart::Path];
+            let format = KeyTextFormat::new(&rule(&key, OnMissing::Refuse), &key, false);
             let written = |key: [&[u8]; 2]| {
                 let mut text = String::new();
                 format.write_prefix(&mut text);

@@ -2,11 +2,12 @@
 //!
 //! A worker makes its metric objects when it takes over a configuration; counting then needs no look-up.
 
+use std::rc::Rc;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use super::storage::{Histogram, MetricCell, RouteCells};
-use super::{Metric, Registry, WorkerId, counter, gauge, histogram, redis, upstream};
+use super::storage::{GaugeGuard, Histogram, MetricCell, RouteCells};
+use super::{Metric, Registry, WorkerId, counter, gauge, histogram, process, redis, upstream};
 
 pub static REQUESTS: Metric = counter(
     "transom_requests_total",
@@ -14,19 +15,35 @@ pub static REQUESTS: Metric = counter(
 );
 pub static REQUEST_DURATION: Metric =
     histogram("transom_request_duration_seconds", "Time from the head of a request to the end of its response.");
+static REQUESTS_ACTIVE: Metric = gauge("transom_requests_active", "Requests in flight, until the end of the response.");
+static TRUNCATED: Metric = counter(
+    "transom_responses_truncated_total",
+    "Responses that ended before their last byte, because the client, the upstream or a timeout cut them off.",
+);
 pub static DECISIONS: Metric = counter("transom_decisions_total", "Decisions by route, rule and outcome.");
 static REFUSED: Metric = counter("transom_refused_total", "Refused requests by rule and exhausted window.");
 static REFUNDED: Metric = counter(
     "transom_refunded_total",
     "Requests whose tokens were refunded because their response does not match count_when, by rule.",
 );
+static CLIENT_REQUESTS: Metric =
+    counter("transom_client_requests_total", "Requests of the clients of the clients file, by plan and outcome.");
 static DECISION_DURATION: Metric =
     histogram("transom_decision_duration_seconds", "Time to decide a request, without waiting for the shared store.");
+static SERVICE_CALLS: Metric =
+    counter("transom_ratelimit_service_calls_total", "Calls of the rate limit service, by result.");
+static SERVICE_DESCRIPTORS: Metric = counter(
+    "transom_ratelimit_service_descriptors_total",
+    "Descriptors that no rule answers to, and descriptors with negative hits or a limit that cannot be applied.",
+);
 static UPSTREAM_REQUESTS: Metric =
     counter("transom_upstream_requests_total", "Requests sent to upstream servers, by outcome.");
 static UPSTREAM_DURATION: Metric =
     histogram("transom_upstream_duration_seconds", "Time from sending a request to the head of the upstream response.");
 static CONNECTIONS: Metric = gauge("transom_connections", "Open client connections.");
+static ACCEPTED: Metric = counter("transom_connections_accepted_total", "Accepted client connections.");
+static RECEIVED: Metric = counter("transom_received_bytes_total", "Bytes received from clients, without those of TLS.");
+static SENT: Metric = counter("transom_sent_bytes_total", "Bytes sent to clients, without those of TLS.");
 static CONNECTIONS_REFUSED: Metric =
     counter("transom_connections_refused_total", "Client connections closed before their first request, by reason.");
 static TLS_HANDSHAKES: Metric = counter("transom_tls_handshakes_total", "Completed TLS handshakes with clients.");
@@ -41,10 +58,28 @@ static HTTP2_ABUSE: Metric =
 static TUNNELS: Metric =
     gauge("transom_tunnels", "Open WebSocket tunnels, over HTTP/1.1 connections and HTTP/2 streams.");
 static RELOADS: Metric = counter("transom_config_reloads_total", "Configuration reloads, by outcome.");
+static RELOAD_SUCCESSFUL: Metric =
+    gauge("transom_config_last_reload_successful", "Whether the last reload was applied; 1 before the first.");
+static RELOAD_TIME: Metric = gauge(
+    "transom_config_last_reload_success_timestamp_seconds",
+    "When the running configuration was applied, Unix time in seconds.",
+);
+pub static RULE_LIMIT: Metric = gauge(
+    "transom_rule_limit",
+    "Configured limit of a rule by window and plan: tokens of a window, or concurrent requests.",
+);
+pub static RULE_WINDOW: Metric =
+    gauge("transom_rule_window_seconds", "Length of a typical window by rule, window and plan.");
+pub static DRAINING: Metric =
+    gauge("transom_draining", "Whether the gateway is stopping, or another process has taken over.");
 static UPGRADES: Metric = counter("transom_upgrades_total", "Hot upgrades, by outcome.");
 static ACCESS_LOG_LOST: Metric = counter(
     "transom_access_log_lost_total",
     "Access log lines that were lost, because the queue was full or the file could not be written.",
+);
+static SPANS: Metric = counter(
+    "transom_spans_total",
+    "Spans of traced requests: exported, dropped because the queue was full, or failed to be exported.",
 );
 pub static COUNTERS: Metric = gauge("transom_counters", "Counters in the table: live ones, and free capacity.");
 pub static OVERFLOW: Metric = counter(
@@ -55,6 +90,8 @@ static CONCURRENT_REQUESTS: Metric = gauge(
     "transom_concurrent_requests",
     "Requests in flight that hold a slot of a rule with a limit of concurrent requests.",
 );
+static DELAYED_REQUESTS: Metric =
+    gauge("transom_delayed_requests", "Requests that wait for a later window or a slot, by the rule they wait for.");
 pub static CLOCK_OFFSET: Metric = gauge("transom_clock_offset_seconds", "Gateway time minus the machine's wall clock.");
 static SNAPSHOTS: Metric = counter("transom_counters_snapshots_total", "Snapshots of the counters, by outcome.");
 static SNAPSHOT_TIME: Metric =
@@ -64,17 +101,27 @@ static REQUEST_ERRORS: Metric =
 pub static BUILD_INFO: Metric = gauge("transom_build_info", "The running version; the value is 1.");
 
 /// All metrics, in exposition order.
-pub static NAMES: [&Metric; 41] = [
+pub static NAMES: &[&Metric] = &[
     &REQUESTS,
     &REQUEST_DURATION,
+    &REQUESTS_ACTIVE,
+    &TRUNCATED,
     &DECISIONS,
     &REFUSED,
     &REFUNDED,
+    &CLIENT_REQUESTS,
     &DECISION_DURATION,
+    &SERVICE_CALLS,
+    &SERVICE_DESCRIPTORS,
+    &RULE_LIMIT,
+    &RULE_WINDOW,
     &CONCURRENT_REQUESTS,
+    &DELAYED_REQUESTS,
     &UPSTREAM_REQUESTS,
     &UPSTREAM_DURATION,
     &upstream::REQUESTS_ACTIVE,
+    &upstream::CONNECTIONS,
+    &upstream::WAITING,
     &upstream::UP,
     &upstream::EJECTED,
     &upstream::EJECTIONS,
@@ -82,7 +129,10 @@ pub static NAMES: [&Metric; 41] = [
     &upstream::RETRIES,
     &upstream::REFUSED,
     &CONNECTIONS,
+    &ACCEPTED,
     &CONNECTIONS_REFUSED,
+    &RECEIVED,
+    &SENT,
     &TLS_HANDSHAKES,
     &CERTIFICATE_EXPIRY,
     &REVOCATION_EXPIRY,
@@ -102,14 +152,25 @@ pub static NAMES: [&Metric; 41] = [
     &SNAPSHOTS,
     &SNAPSHOT_TIME,
     &RELOADS,
+    &RELOAD_SUCCESSFUL,
+    &RELOAD_TIME,
     &UPGRADES,
+    &DRAINING,
     &ACCESS_LOG_LOST,
+    &SPANS,
     &REQUEST_ERRORS,
     &BUILD_INFO,
+    &process::CPU,
+    &process::RESIDENT_MEMORY,
+    &process::VIRTUAL_MEMORY,
+    &process::START_TIME,
+    &process::OPEN_FDS,
+    &process::MAX_FDS,
+    &process::THREADS,
 ];
 
 /// Outcomes of a rule, in the order of `RouteCells::outcomes`.
-pub const OUTCOMES: [&str; 4] = ["admitted", "refused", "delayed", "shadowed"];
+pub const OUTCOMES: [&str; 5] = ["admitted", "refused", "delayed", "shadowed", "exempt"];
 
 /// Metrics of one route in one worker.
 #[derive(Debug)]
@@ -141,6 +202,10 @@ impl RouteMetrics {
     pub fn shadowed(&self, rule: usize) {
         self.0.outcomes[rule][3].add(1);
     }
+
+    pub fn exempt(&self, rule: usize) {
+        self.0.outcomes[rule][4].add(1);
+    }
 }
 
 /// Refusals by the limits of a list of rules, in one worker.
@@ -158,6 +223,95 @@ impl WindowMetrics {
 
     pub fn refused(&self, rule: usize, limit: usize) {
         self.0[rule][limit].add(1);
+    }
+}
+
+/// Decisions asked for from outside, by rule of the rule set.
+#[derive(Debug)]
+pub struct DecisionMetrics {
+    /// By rule, in the order of [`OUTCOMES`].
+    outcomes: Vec<[Arc<MetricCell>; OUTCOMES.len()]>,
+    windows: WindowMetrics,
+}
+
+impl DecisionMetrics {
+    /// `route` says who asks; `rules` as for [`WindowMetrics::new`].
+    pub fn new(registry: &Registry, worker: WorkerId, route: &str, rules: &[(&str, Vec<&str>)]) -> DecisionMetrics {
+        let cells = |(rule, _): &(&str, Vec<&str>)| {
+            OUTCOMES.map(|outcome| {
+                registry.cell(&DECISIONS, worker, &[("route", route), ("rule", rule), ("outcome", outcome)])
+            })
+        };
+        let outcomes = rules.iter().map(cells).collect();
+        DecisionMetrics { outcomes, windows: WindowMetrics::new(registry, worker, rules) }
+    }
+
+    pub fn admitted(&self, rule: usize) {
+        self.outcomes[rule][0].add(1);
+    }
+
+    pub fn refused(&self, rule: usize) {
+        self.outcomes[rule][1].add(1);
+    }
+
+    pub fn delayed(&self, rule: usize) {
+        self.outcomes[rule][2].add(1);
+    }
+
+    pub fn shadowed(&self, rule: usize) {
+        self.outcomes[rule][3].add(1);
+    }
+
+    pub fn exempt(&self, rule: usize) {
+        self.outcomes[rule][4].add(1);
+    }
+
+    pub fn refused_by_window(&self, rule: usize, limit: usize) {
+        self.windows.refused(rule, limit);
+    }
+}
+
+/// Calls of the rate limit service, in one worker.
+#[derive(Debug)]
+pub struct RatelimitServiceMetrics {
+    ok: Arc<MetricCell>,
+    over_limit: Arc<MetricCell>,
+    /// By gRPC status.
+    failed: Vec<(u8, Arc<MetricCell>)>,
+    /// Descriptors that no rule answers to.
+    unmatched: Arc<MetricCell>,
+    /// Descriptors with negative hits, or with a limit that cannot be applied.
+    ignored: Arc<MetricCell>,
+}
+
+impl RatelimitServiceMetrics {
+    /// `statuses`: the gRPC statuses of failed calls, with their names.
+    pub fn new(registry: &Registry, worker: WorkerId, statuses: &[(u8, &str)]) -> RatelimitServiceMetrics {
+        let call = |result| registry.cell(&SERVICE_CALLS, worker, &[("result", result)]);
+        let descriptor = |outcome| registry.cell(&SERVICE_DESCRIPTORS, worker, &[("outcome", outcome)]);
+        RatelimitServiceMetrics {
+            ok: call("ok"),
+            over_limit: call("over_limit"),
+            failed: statuses.iter().map(|(code, name)| (*code, call(name))).collect(),
+            unmatched: descriptor("unmatched"),
+            ignored: descriptor("ignored"),
+        }
+    }
+
+    pub fn answered(&self, is_over_limit: bool) {
+        if is_over_limit { self.over_limit.add(1) } else { self.ok.add(1) }
+    }
+
+    pub fn failed(&self, code: u8) {
+        self.failed.iter().filter(|(known, _)| *known == code).for_each(|(_, cell)| cell.add(1));
+    }
+
+    pub fn unmatched(&self) {
+        self.unmatched.add(1);
+    }
+
+    pub fn ignored(&self) {
+        self.ignored.add(1);
     }
 }
 
@@ -179,6 +333,21 @@ impl ConcurrencyGauge {
     }
 }
 
+/// Requests of one worker that wait because of one rule.
+#[derive(Debug)]
+pub struct DelayGauge(Arc<MetricCell>);
+
+impl DelayGauge {
+    pub fn new(registry: &Registry, worker: WorkerId, rule: &str) -> DelayGauge {
+        DelayGauge(registry.cell(&DELAYED_REQUESTS, worker, &[("rule", rule)]))
+    }
+
+    /// Counts a request until the result is dropped.
+    pub fn count(&self) -> GaugeGuard {
+        GaugeGuard::new(&self.0)
+    }
+}
+
 /// Requests of one worker that one rule does not count because of their response.
 #[derive(Debug)]
 pub struct RefundCounter(Arc<MetricCell>);
@@ -193,6 +362,34 @@ impl RefundCounter {
     }
 }
 
+/// Requests of the clients of the clients file in one worker.
+#[derive(Debug)]
+pub struct ClientMetrics {
+    /// By client: admitted and refused requests.
+    outcomes: Vec<[Arc<MetricCell>; 2]>,
+}
+
+impl ClientMetrics {
+    /// `clients` are names, each with the name of its plan.
+    pub fn new<'c>(
+        registry: &Registry,
+        worker: WorkerId,
+        clients: impl Iterator<Item = (&'c str, &'c str)>,
+    ) -> ClientMetrics {
+        let cells = |(client, plan)| {
+            ["admitted", "refused"].map(|outcome| {
+                registry.cell(&CLIENT_REQUESTS, worker, &[("client", client), ("plan", plan), ("outcome", outcome)])
+            })
+        };
+        ClientMetrics { outcomes: clients.map(cells).collect() }
+    }
+
+    /// `client` is the position in the clients file.
+    pub fn decided(&self, client: usize, is_refused: bool) {
+        self.outcomes[client][usize::from(is_refused)].add(1);
+    }
+}
+
 /// How a request to an upstream server ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum UpstreamOutcome {
@@ -202,6 +399,14 @@ pub enum UpstreamOutcome {
     TimedOut,
     /// The client canceled the request, or its body broke off.
     Canceled,
+}
+
+impl UpstreamOutcome {
+    const NAMES: [&str; 5] = ["responded", "connect_failed", "failed", "timed_out", "canceled"];
+
+    pub fn name(self) -> &'static str {
+        Self::NAMES[self as usize]
+    }
 }
 
 /// Metrics of one upstream in one worker.
@@ -215,7 +420,7 @@ pub struct UpstreamMetrics {
 impl UpstreamMetrics {
     pub fn new(registry: &Registry, worker: WorkerId, upstream: &str, servers: &[&str]) -> UpstreamMetrics {
         let cells = |server: &&str| {
-            ["responded", "connect_failed", "failed", "timed_out", "canceled"].map(|outcome| {
+            UpstreamOutcome::NAMES.map(|outcome| {
                 registry.cell(
                     &UPSTREAM_REQUESTS,
                     worker,
@@ -264,6 +469,8 @@ const HTTP2_ABUSES: [&str; 10] = [
 pub struct WorkerMetrics {
     http2_abuse: [Arc<MetricCell>; HTTP2_ABUSES.len()],
     tunnels: Arc<MetricCell>,
+    requests_active: Arc<MetricCell>,
+    truncated: Arc<MetricCell>,
     decision: Arc<Histogram>,
     access_log_lost: Arc<MetricCell>,
     /// By `RequestError::kind`.
@@ -276,6 +483,8 @@ impl WorkerMetrics {
         WorkerMetrics {
             http2_abuse: HTTP2_ABUSES.map(|kind| registry.cell(&HTTP2_ABUSE, worker, &[("kind", kind)])),
             tunnels: registry.cell(&TUNNELS, worker, &[]),
+            requests_active: registry.cell(&REQUESTS_ACTIVE, worker, &[]),
+            truncated: registry.cell(&TRUNCATED, worker, &[]),
             decision: registry.histogram(&DECISION_DURATION, worker, &[]),
             access_log_lost: registry.cell(&ACCESS_LOG_LOST, worker, &[]),
             request_errors: errors
@@ -297,6 +506,18 @@ impl WorkerMetrics {
 
     pub fn tunnel_ended(&self) {
         self.tunnels.sub(1);
+    }
+
+    pub fn request_began(&self) {
+        self.requests_active.add(1);
+    }
+
+    pub fn request_ended(&self) {
+        self.requests_active.sub(1);
+    }
+
+    pub fn response_truncated(&self) {
+        self.truncated.add(1);
     }
 
     pub fn decision_took(&self, took: Duration) {
@@ -337,10 +558,29 @@ const REFUSAL_REASONS: [&str; 7] = [
     "tls_handshake_timeout",
 ];
 
+/// Bytes of the clients of one listener in one worker.
+#[derive(Debug)]
+pub struct ByteCounters {
+    received: Arc<MetricCell>,
+    sent: Arc<MetricCell>,
+}
+
+impl ByteCounters {
+    pub fn received(&self, bytes: usize) {
+        self.received.add(bytes as u64);
+    }
+
+    pub fn sent(&self, bytes: usize) {
+        self.sent.add(bytes as u64);
+    }
+}
+
 /// Metrics of one listener in one worker.
 #[derive(Debug)]
 pub struct ListenerMetrics {
     open: Arc<MetricCell>,
+    accepted: Arc<MetricCell>,
+    pub bytes: Rc<ByteCounters>,
     /// By reason.
     refusals: [Arc<MetricCell>; REFUSAL_REASONS.len()],
     /// Full handshakes and resumed sessions.
@@ -354,9 +594,18 @@ impl ListenerMetrics {
             |outcome| registry.cell(&TLS_HANDSHAKES, worker, &[("listener", listener), ("outcome", outcome)]);
         ListenerMetrics {
             open: registry.cell(&CONNECTIONS, worker, &[("listener", listener)]),
+            accepted: registry.cell(&ACCEPTED, worker, &[("listener", listener)]),
+            bytes: Rc::new(ByteCounters {
+                received: registry.cell(&RECEIVED, worker, &[("listener", listener)]),
+                sent: registry.cell(&SENT, worker, &[("listener", listener)]),
+            }),
             refusals: REFUSAL_REASONS.map(|reason| registry.cell(&CONNECTIONS_REFUSED, worker, &[("reason", reason)])),
             handshakes: is_secure.then(|| ["full", "resumed"].map(handshakes)),
         }
+    }
+
+    pub fn accepted(&self) {
+        self.accepted.add(1);
     }
 
     pub fn connected(&self) {
@@ -443,24 +692,75 @@ impl AccessLogMetrics {
     }
 }
 
+/// The spans that an exporter has taken from its queue.
+#[derive(Debug)]
+pub struct SpanMetrics {
+    exported: Arc<MetricCell>,
+    failed: Arc<MetricCell>,
+}
+
+impl SpanMetrics {
+    /// `nth`: number of earlier exporters, so that each has its own cells.
+    pub fn new(registry: &Registry, nth: usize) -> SpanMetrics {
+        let cell = |outcome| registry.cell(&SPANS, WorkerId::MAX - 1 - nth, &[("outcome", outcome)]);
+        SpanMetrics { exported: cell("exported"), failed: cell("failed") }
+    }
+
+    pub fn exported(&self, spans: usize) {
+        self.exported.add(spans as u64);
+    }
+
+    pub fn failed(&self, spans: usize) {
+        self.failed.add(spans as u64);
+    }
+}
+
+/// The spans of one worker that did not fit into the queue.
+#[derive(Debug)]
+pub struct DroppedSpans(Arc<MetricCell>);
+
+impl DroppedSpans {
+    pub fn new(registry: &Registry, worker: WorkerId) -> DroppedSpans {
+        DroppedSpans(registry.cell(&SPANS, worker, &[("outcome", "dropped")]))
+    }
+
+    pub fn add(&self, spans: usize) {
+        self.0.add(spans as u64);
+    }
+}
+
 /// Reloads of the process.
 #[derive(Debug)]
 pub struct ReloadMetrics {
     applied: Arc<MetricCell>,
     refused: Arc<MetricCell>,
+    is_last_successful: Arc<MetricCell>,
+    latest_s: Arc<MetricCell>,
 }
 
 impl ReloadMetrics {
-    pub fn new(registry: &Registry) -> ReloadMetrics {
+    /// The process has begun to use its first configuration at `now_ms`, Unix milliseconds.
+    pub fn new(registry: &Registry, now_ms: u64) -> ReloadMetrics {
         let cell = |outcome| registry.cell(&RELOADS, WorkerId::MAX, &[("outcome", outcome)]);
-        ReloadMetrics { applied: cell("applied"), refused: cell("refused") }
+        let reloads = ReloadMetrics {
+            applied: cell("applied"),
+            refused: cell("refused"),
+            is_last_successful: registry.cell(&RELOAD_SUCCESSFUL, WorkerId::MAX, &[]),
+            latest_s: registry.cell(&RELOAD_TIME, WorkerId::MAX, &[]),
+        };
+        reloads.is_last_successful.set(1);
+        reloads.latest_s.set(now_ms / 1000);
+        reloads
     }
 
-    pub fn applied(&self) {
+    pub fn applied(&self, now_ms: u64) {
+        self.latest_s.set(now_ms / 1000);
+        self.is_last_successful.set(1);
         self.applied.add(1);
     }
 
     pub fn refused(&self) {
+        self.is_last_successful.set(0);
         self.refused.add(1);
     }
 }

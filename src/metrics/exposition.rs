@@ -1,7 +1,6 @@
 //! Renders all series, summed over the workers, in the Prometheus text format.
 
 use std::collections::BTreeMap;
-use std::fmt::Display;
 use std::sync::{Mutex, PoisonError};
 
 use indexmap::IndexMap;
@@ -16,9 +15,15 @@ use super::{Metric, MetricKind, Registry, Series};
 /// A value that is read when the metrics are rendered.
 pub struct Reading {
     pub name: &'static Metric,
-    pub labels: Vec<(&'static str, &'static str)>,
-    /// Two's complement for gauges.
-    pub value: u64,
+    labels: Vec<Label>,
+    pub value: f64,
+}
+
+impl Reading {
+    pub fn new(name: &'static Metric, labels: &[(&'static str, &str)], value: f64) -> Reading {
+        let labels = labels.iter().map(|(key, value)| Label::new(*key, (*value).to_owned())).collect();
+        Reading { name, labels, value }
+    }
 }
 
 type Sums<T> = BTreeMap<&'static str, BTreeMap<Vec<Label>, T>>;
@@ -28,17 +33,23 @@ pub fn render(registry: &Registry, names: &[&'static Metric], readings: &[Readin
     let mut counts = sum(&registry.cells, |total: &mut u64, cell| *total = total.wrapping_add(cell.get()));
     let mut histograms = sum(&registry.histograms, |total: &mut HistogramSum, histogram| histogram.add_to(total));
     add_routes(registry, &mut counts, &mut histograms);
-    for reading in readings {
-        let labels = reading.labels.iter().map(|(key, value)| Label::new(*key, *value)).collect();
-        counts.entry(reading.name.name).or_default().insert(labels, reading.value);
-    }
     let mut text = String::new();
     for name in names {
-        match name.kind {
-            MetricKind::Counter => write_counts(&mut text, name, "counter", counts.remove(name.name), |value| value),
-            MetricKind::Gauge => write_counts(&mut text, name, "gauge", counts.remove(name.name), |value| value as i64),
-            MetricKind::Histogram => write_histograms(&mut text, name, histograms.remove(name.name)),
-        }
+        let kind = match name.kind {
+            MetricKind::Counter => "counter",
+            MetricKind::Gauge => "gauge",
+            MetricKind::Histogram => {
+                write_histograms(&mut text, name, histograms.remove(name.name));
+                continue;
+            }
+        };
+        let counts = counts.remove(name.name).unwrap_or_default().into_iter().map(|(labels, value)| match name.kind {
+            MetricKind::Gauge => (labels, value as i64 as f64),
+            _ => (labels, value as f64),
+        });
+        let read = readings.iter().filter(|reading| reading.name.name == name.name);
+        let read = read.map(|reading| (reading.labels.clone(), reading.value));
+        write_values(&mut text, name, kind, counts.chain(read));
     }
     text
 }
@@ -87,17 +98,13 @@ fn write_head(text: &mut String, name: &Metric, kind: &str) {
     write_type_line(text, name.name, None, None, kind);
 }
 
-fn write_counts<T: Display>(
-    text: &mut String,
-    name: &Metric,
-    kind: &str,
-    series: Option<BTreeMap<Vec<Label>, u64>>,
-    shown: impl Fn(u64) -> T,
-) {
-    let Some(series) = series else { return };
-    write_head(text, name, kind);
+fn write_values(text: &mut String, name: &Metric, kind: &str, series: impl Iterator<Item = (Vec<Label>, f64)>) {
+    let mut series = series.peekable();
+    if series.peek().is_some() {
+        write_head(text, name, kind);
+    }
     for (labels, value) in series {
-        write_metric_line::<&str, T>(text, name.name, None, &label_set(labels), None, shown(value), None);
+        write_metric_line::<&str, f64>(text, name.name, None, &label_set(labels), None, value, None);
     }
 }
 
@@ -136,8 +143,8 @@ mod tests {
         registry.cell(&HITS, 1, &[("route", "a\"b\\{c}")]).add(3);
         registry.cell(&HITS, 1, &[("route", "a\"b\\{c}")]).add(1);
         registry.histogram(&TOOK, 0, &[]).record(Duration::from_micros(3));
-        let live = |state, value: i64| Reading { name: &LIVE, labels: vec![("state", state)], value: value as u64 };
-        let readings = [live("up", 7), live("below", -7)];
+        let live = |state, value| Reading::new(&LIVE, &[("state", state)], value);
+        let readings = [live("below", -7.0), live("up", 7.5)];
         let text = render(&registry, &[&HITS, &TOOK, &LIVE], &readings);
         assert!(text.starts_with("# HELP hits_total Hits.\n# TYPE hits_total counter\n"), "{text}");
         assert!(text.contains("hits_total{route=\"a\\\"b\\\\{c}\"} 6\n"), "{text}");
@@ -145,6 +152,6 @@ mod tests {
         assert!(text.contains("took_seconds_bucket{le=\"0.000005\"} 1\n"), "{text}");
         assert!(text.contains("took_seconds_bucket{le=\"+Inf\"} 1\n"), "{text}");
         assert!(text.contains("took_seconds_sum 0.000003\ntook_seconds_count 1\n"), "{text}");
-        assert!(text.ends_with("live{state=\"below\"} -7\nlive{state=\"up\"} 7\n"), "{text}");
+        assert!(text.ends_with("live{state=\"below\"} -7\nlive{state=\"up\"} 7.5\n"), "{text}");
     }
 }

@@ -1,7 +1,7 @@
 //! Prometheus metrics.
 //!
-//! `storage` holds the numbers, `events`, `redis` and `upstream` define metrics with one function per event, `exposition`
-//! sums and renders. Labels come from the configuration, never from a request, so their number is bounded. No decision of
+//! `storage` holds the numbers, `events`, `redis` and `upstream` define metrics with one function per event, `process` reads
+//! those of the process, `exposition` sums and renders. Labels come from the configuration, never from a request, so their number is bounded. No decision of
 //! the gateway depends on a metric.
 
 use std::collections::BTreeMap;
@@ -11,6 +11,7 @@ use metrics::Label;
 
 pub mod events;
 pub mod exposition;
+pub mod process;
 pub mod redis;
 pub mod storage;
 pub mod upstream;

@@ -132,6 +132,11 @@ impl StoreMetrics {
         self.unreachable.sub(1);
     }
 
+    /// The decisions that were made during outages so far.
+    pub fn outage_decisions(&self) -> u64 {
+        self.outage_decisions.iter().map(|cell| cell.get()).sum()
+    }
+
     pub fn decided_in_outage(&self, what: OutageDecision) {
         self.outage_decisions[what as usize].add(1);
     }

@@ -2,6 +2,7 @@
 //!
 //! Every worker has its own cells, so counting is an uncontended load and store. A scrape sums the cells of all workers.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -36,6 +37,23 @@ impl MetricCell {
 
     pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// Counts something in a gauge until it is dropped.
+#[derive(Debug)]
+pub struct GaugeGuard(Arc<MetricCell>);
+
+impl GaugeGuard {
+    pub fn new(gauge: &Arc<MetricCell>) -> GaugeGuard {
+        gauge.add(1);
+        GaugeGuard(Arc::clone(gauge))
+    }
+}
+
+impl Drop for GaugeGuard {
+    fn drop(&mut self) {
+        self.0.sub(1);
     }
 }
 
@@ -108,8 +126,8 @@ impl StatusCounts {
 #[repr(C, align(64))]
 pub struct RouteCells {
     pub duration: Histogram,
-    /// By rule of the route: admitted, refused, delayed, shadowed.
-    pub outcomes: SmallVec<[[MetricCell; 4]; 2]>,
+    /// By rule of the route: admitted, refused, delayed, shadowed, exempt.
+    pub outcomes: SmallVec<[[MetricCell; 5]; 2]>,
     pub codes: StatusCounts,
 }
 

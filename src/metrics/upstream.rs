@@ -1,12 +1,18 @@
-//! Metrics of upstream servers besides their requests: health, ejections, retries, refusals.
+//! Metrics of upstream servers besides their requests: health, ejections, connections, retries, refusals.
 
+use std::cell::Cell;
+use std::rc::Rc;
 use std::sync::Arc;
 
-use super::storage::MetricCell;
+use super::storage::{GaugeGuard, MetricCell};
 use super::{Metric, Registry, WorkerId, counter, gauge};
 
 pub static REQUESTS_ACTIVE: Metric =
     gauge("transom_upstream_requests_active", "Requests in flight at upstream servers, until the end of the response.");
+pub static CONNECTIONS: Metric =
+    gauge("transom_upstream_connections", "Connections to upstream servers, with requests in flight and idle.");
+pub static WAITING: Metric =
+    gauge("transom_upstream_waiting", "Requests that wait for a connection, because max_connections is reached.");
 pub static UP: Metric = gauge("transom_upstream_server_up", "Whether active health checks find a server healthy.");
 pub static EJECTED: Metric =
     gauge("transom_upstream_server_ejected", "Whether a server is ejected from load balancing.");
@@ -83,6 +89,57 @@ impl ActiveGauge {
     }
 }
 
+/// Connections from one worker to one server.
+#[derive(Debug)]
+pub struct ConnectionGauge {
+    active: Arc<MetricCell>,
+    idle: Arc<MetricCell>,
+}
+
+impl ConnectionGauge {
+    pub fn new(registry: &Registry, worker: WorkerId, upstream: &str, server: &str) -> Rc<ConnectionGauge> {
+        let cell = |state| {
+            registry.cell(&CONNECTIONS, worker, &[("upstream", upstream), ("server", server), ("state", state)])
+        };
+        Rc::new(ConnectionGauge { active: cell("active"), idle: cell("idle") })
+    }
+
+    fn cell(&self, is_idle: bool) -> &MetricCell {
+        if is_idle { &self.idle } else { &self.active }
+    }
+}
+
+/// Counts one connection until it is dropped.
+#[derive(Debug)]
+pub struct CountedConnection {
+    /// `None`: connections of health checks are not counted.
+    gauge: Option<Rc<ConnectionGauge>>,
+    is_idle: Cell<bool>,
+}
+
+impl CountedConnection {
+    /// A connection that is opened for a request.
+    pub fn new(gauge: Option<&Rc<ConnectionGauge>>) -> CountedConnection {
+        gauge.iter().for_each(|gauge| gauge.active.add(1));
+        CountedConnection { gauge: gauge.cloned(), is_idle: Cell::new(false) }
+    }
+
+    pub fn set_idle(&self, is_idle: bool) {
+        if let Some(gauge) = &self.gauge
+            && self.is_idle.replace(is_idle) != is_idle
+        {
+            gauge.cell(!is_idle).sub(1);
+            gauge.cell(is_idle).add(1);
+        }
+    }
+}
+
+impl Drop for CountedConnection {
+    fn drop(&mut self) {
+        self.gauge.iter().for_each(|gauge| gauge.cell(self.is_idle.get()).sub(1));
+    }
+}
+
 /// The limit of an upstream that refused a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum UpstreamLimit {
@@ -92,9 +149,10 @@ pub enum UpstreamLimit {
     ConnectWait,
 }
 
-/// Retries and refusals of one upstream in one worker.
+/// Waiting requests, retries and refusals of one upstream in one worker.
 #[derive(Debug)]
 pub struct RetryMetrics {
+    waiting: Arc<MetricCell>,
     retried: Arc<MetricCell>,
     over_budget: Arc<MetricCell>,
     refused: [Arc<MetricCell>; 3],
@@ -105,10 +163,16 @@ impl RetryMetrics {
         let retries = |outcome| registry.cell(&RETRIES, worker, &[("upstream", upstream), ("outcome", outcome)]);
         let refused = |limit| registry.cell(&REFUSED, worker, &[("upstream", upstream), ("limit", limit)]);
         RetryMetrics {
+            waiting: registry.cell(&WAITING, worker, &[("upstream", upstream)]),
             retried: retries("retried"),
             over_budget: retries("over_budget"),
             refused: ["max_requests", "max_pending", "connect"].map(refused),
         }
+    }
+
+    /// Counts a request that waits for a connection until the result is dropped.
+    pub fn count_waiting(&self) -> GaugeGuard {
+        GaugeGuard::new(&self.waiting)
     }
 
     pub fn retried(&self) {

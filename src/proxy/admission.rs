@@ -19,6 +19,7 @@ use super::worker_state::WorkerState;
 use crate::http::error::RequestError;
 use crate::http::key_source::RequestAttributes;
 use crate::http::ratelimit_headers::RateLimitFields;
+use crate::metrics::storage::GaugeGuard;
 use crate::redis_store::shared_decision::{BeginResult, SharedDecision, SharedOutcome, Unavailable};
 use transom_limiter::concurrency::{QueuedSlot, Slot, SlotState};
 use transom_limiter::decision::Decision;
@@ -124,7 +125,7 @@ fn acquire_slots(
         SlotsResult::Full(index) => {
             if let Some((place, waiter)) = QueuePlace::join(compiled, rules_index, context, record, index) {
                 let store_keys = compiled.store_keys(rules, attributes);
-                let queued = QueuedRequest { place, _waiter: waiter, context: context.clone(), store_keys };
+                let queued = QueuedRequest { place, waiter, context: context.clone(), store_keys };
                 let step = PendingStep::Slot(Box::new(queued));
                 return Some(Evaluation::Pending(Box::new(PendingAdmission { step, rules_index })));
             }
@@ -176,7 +177,7 @@ fn refuse(
 /// A request that waits for a slot. Dropped, as when the client goes away, it leaves the queue.
 struct QueuedRequest {
     place: QueuePlace,
-    _waiter: WaiterSlot,
+    waiter: WaiterSlot,
     context: DecisionContext,
     /// Store keys by rule.
     store_keys: Vec<Option<Rc<str>>>,
@@ -190,6 +191,7 @@ struct QueuePlace {
     position: usize,
     slot: QueuedSlot,
     max_delay_ms: u64,
+    _counted: Option<GaugeGuard>,
 }
 
 impl QueuePlace {
@@ -206,8 +208,8 @@ impl QueuePlace {
         let rule = &rule_set.rules[charge_plan.rules[position]];
         let OnLimit::Delay { max_delay_ms, .. } = rule.rule.on_limit else { return None };
         let waiter = rule.waiters.try_enter()?;
-        record.record_slot_wait(position);
-        Some((QueuePlace { index, position, slot, max_delay_ms }, waiter))
+        let counted = record.record_slot_wait(position, charge_plan.rules[position]);
+        Some((QueuePlace { index, position, slot, max_delay_ms, _counted: counted }, waiter))
     }
 
     /// Waits for the slot; `None` after the longest delay that the rule allows.
@@ -239,9 +241,14 @@ impl QueuedRequest {
         let rules = &compiled.route_rules[rules_index];
         let has_slots = {
             let _watch = DelayWatch::start(&peer.is_delayed);
-            self.wait_for_slots(worker, compiled, rules_index, record).await
+            record.delay_began();
+            let has_slots = self.wait_for_slots(worker, compiled, rules_index, record).await;
+            record.delay_ended();
+            has_slots
         };
-        let QueuedRequest { mut context, store_keys, .. } = *self;
+        let QueuedRequest { place, waiter, mut context, store_keys } = *self;
+        // The request waits no longer, also while the store decides.
+        drop((place, waiter));
         let store_key = |rule: usize| store_keys.get(rule).cloned().flatten();
         let begun = if has_slots {
             let now_ms = worker.clock.now().unix_ms;
@@ -281,7 +288,7 @@ impl QueuedRequest {
                 SlotsResult::Full(index) => {
                     let joined = QueuePlace::join(compiled, rules_index, &self.context, record, index);
                     let Some((place, waiter)) = joined else { return false };
-                    (self.place, self._waiter) = (place, waiter);
+                    (self.place, self.waiter) = (place, waiter);
                 }
             }
         }
@@ -325,6 +332,7 @@ impl PendingAdmission {
             record.release_slots(&mut outcome.context);
         }
         record.record_decision(rules_index, &outcome.context, &outcome.decision);
+        config.top_keys.count_decision(&rules.charge_plan, &outcome.context, &outcome.decision);
         let mut text = Vec::new();
         if let Decision::Refused = outcome.decision {
             let headers = HeaderMap::new();

@@ -3,32 +3,39 @@
 //! A compiled configuration is immutable and shared by all workers. A reload makes a new one; requests in flight keep theirs.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::net::IpAddr;
 use std::num::NonZeroU32;
+use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use http::HeaderName;
+use http::{HeaderMap, HeaderName};
 
 use crate::config::Config;
+use crate::config::key::OnUnknownKey;
 use crate::config::listen::Listen;
 use crate::config::route::Route;
 use crate::decision::DecisionService;
-use crate::http::client_plans::ClientPlans;
-use crate::http::forwarded::TrustedProxies;
+use crate::decision::descriptors::DescriptorIndex;
+use crate::http::client_plans::{ClientCheck, ClientLookup, ClientPlans};
+use crate::http::error::RequestError;
+use crate::http::forwarded::{ClientInfo, TrustedProxies};
 use crate::http::key_source::{HashKey, RequestAttributes};
 use crate::http::overrides::Overrides;
-use crate::http::rate_limit_key::RuleKey;
+use crate::http::rate_limit_key::{KeyFailure, RuleKey};
 use crate::http::ratelimit_headers::RateLimitTemplate;
+use crate::http::request_validation::ValidatedRequest;
 use crate::http::response_cost::ResponseCostRule;
 use crate::http::responses::RefusalTemplate;
 use crate::http::route_actions::RouteActions;
-use crate::http::router::Router;
+use crate::http::router::{AmbiguousHeader, RouteQuery, Router};
 use crate::http::store_key_text::KeyDigester;
+use crate::http::websocket_handshake::UpgradeMethod;
 use crate::jwt::cache::TokenCache;
 use crate::upstream::server_health::UpstreamHealth;
 use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
-use transom_limiter::rule::{Cost, Sharing};
-use transom_limiter::rule_set::{ChargePlan, RuleSet};
+use transom_limiter::rule::{Cost, Rule, Sharing};
+use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
 
 #[derive(Debug)]
 pub struct CompiledConfig {
@@ -39,18 +46,24 @@ pub struct CompiledConfig {
     /// By upstream: what to hash, for hash load balancing.
     pub hash_keys: Vec<Option<HashKey>>,
     pub rule_set: Arc<RuleSet>,
+    /// With which `rule_set` was compiled.
+    pub seed: Seed,
     /// Serves the decision API.
     pub decision_service: Arc<DecisionService>,
+    /// The rules that answer to descriptors.
+    pub descriptors: DescriptorIndex,
     /// Form of refusals, by rule of the rule set.
     pub refusal_templates: Vec<RefusalTemplate>,
     /// Clients of the clients file.
-    pub clients: Option<ClientPlans>,
+    pub clients: Option<Arc<ClientPlans>>,
     /// In the order of the configuration.
     pub routes: Vec<CompiledRoute>,
     /// Lists of rules; routes with equal lists share one.
     pub route_rules: Vec<RouteRules>,
     /// Digests secret key parts for the shared store; `None` without one.
     digester: Option<Arc<KeyDigester>>,
+    /// Digests secret key parts for people: as in the shared store, if there is one.
+    pub readable_digester: Arc<KeyDigester>,
     /// JWT claims used as keys or to identify clients.
     claims: Vec<String>,
     /// Seeded hasher for the token cache.
@@ -85,6 +98,14 @@ pub struct RouteRules {
     pub response_costs: Vec<ResponseCostRule>,
 }
 
+/// Why a rule does not count a request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum NotCounted {
+    Exempt,
+    /// The key cannot be found, and the rule is a shadow rule.
+    Shadowed,
+}
+
 impl CompiledConfig {
     /// `rule_set` is compiled from the rules of `config`.
     pub fn new(
@@ -94,9 +115,12 @@ impl CompiledConfig {
         upstream_health: Vec<Arc<UpstreamHealth>>,
     ) -> Arc<CompiledConfig> {
         let rule_set = Arc::new(rule_set);
-        let clients = config.clients.as_ref().map(ClientPlans::new);
-        let overrides_of = |rule| RuleKey::compile_overrides(rule, clients.as_ref(), seed).map(Arc::new);
+        let clients = config.clients.as_ref().map(ClientPlans::new).map(Arc::new);
+        let overrides_of = |rule| RuleKey::compile_overrides(rule, clients.as_deref(), seed).map(Arc::new);
         let overrides: Vec<_> = rule_set.rules.iter().map(overrides_of).collect();
+        let client_check =
+            |(rule, on_unknown): (&Rule, &OnUnknownKey)| ClientCheck::new(*on_unknown, &rule.key, clients.as_deref());
+        let client_checks: Vec<_> = config.rules.iter().zip(&config.on_unknown_key).map(client_check).collect();
         let (mut route_rules, mut actions) = (Vec::new(), Vec::new());
         let mut indexes: BTreeMap<_, usize> = BTreeMap::new();
         let mut routes = Vec::with_capacity(config.routes.len());
@@ -104,7 +128,7 @@ impl CompiledConfig {
             // Keys depend on the positions of path parameters, and a route may set its own cost.
             let rules_index =
                 *indexes.entry((&route.rules, route.path.param_names(), route.cost)).or_insert_with(|| {
-                    route_rules.push(RouteRules::new(&rule_set, &config, route, &overrides, seed));
+                    route_rules.push(RouteRules::new(&rule_set, &config, route, &overrides, &client_checks, seed));
                     route_rules.len() - 1
                 });
             actions.extend(route.actions.as_ref().map(|own| RouteActions::new(own, route)));
@@ -124,11 +148,17 @@ impl CompiledConfig {
         let api_key = config.clients.as_ref().and_then(|clients| clients.api_key.as_ref());
         let digester = config.counters.shared.as_ref().map(|shared| KeyDigester::new(&shared.digest_key(), api_key));
         let digester = digester.map(Arc::new);
+        let local_key = [seed.0.to_be_bytes(), seed.1.to_be_bytes()].concat();
+        let readable_digester = digester.clone().unwrap_or_else(|| Arc::new(KeyDigester::new(&local_key, api_key)));
         let Listen { trusted_proxies, forwarded, .. } = &config.listen;
         let trusted_proxies = (!trusted_proxies.is_empty()).then(|| TrustedProxies::new(trusted_proxies, *forwarded));
-        let decision_service = Arc::new(DecisionService::new(&rule_set, &overrides, seed, digester.clone()));
+        let decision_service = DecisionService::new(&rule_set, &overrides, seed, digester.clone());
+        let decision_service = Arc::new(decision_service.with_clients(clients.as_ref(), client_checks));
+        let descriptors = DescriptorIndex::new(&config.descriptors);
         Arc::new(CompiledConfig {
+            descriptors,
             digester,
+            readable_digester,
             trusted_proxies,
             actions,
             router,
@@ -143,6 +173,7 @@ impl CompiledConfig {
             clients,
             decision_service,
             rule_set,
+            seed,
             config,
         })
     }
@@ -152,6 +183,79 @@ impl CompiledConfig {
     /// A token verifier with an empty cache; one per worker. Without configured keys every token is invalid.
     pub fn token_checker(&self) -> TokenCache {
         TokenCache::new(self.config.jwt.clone().unwrap_or_default(), self.claims.clone(), self.token_hasher.clone())
+    }
+
+    /// The client of a request that arrived from `peer`: the peer, or the client that a trusted proxy names.
+    pub fn identify_client(&self, peer: IpAddr, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
+        match &self.trusted_proxies {
+            None => ClientInfo { address: peer, is_secure, trusted_header: None },
+            Some(trusted_proxies) => trusted_proxies.client(peer, is_secure, headers),
+        }
+    }
+
+    /// The position of the route of a request. `params` receives the values of its parameters.
+    pub fn find_route(&self, query: &RouteQuery<'_>, params: &mut Vec<Range<usize>>) -> Result<usize, RequestError> {
+        let found = self.router.find(query, params);
+        found.map_err(|AmbiguousHeader(field)| RequestError::RouteField(field.clone()))?.ok_or(RequestError::NoRoute)
+    }
+
+    /// Checks that a route takes the protocol of a request and the size of its body, which has at least `body_bytes`.
+    #[inline]
+    pub fn check_route(
+        &self,
+        route: usize,
+        validated: &ValidatedRequest<'_>,
+        body_bytes: u64,
+    ) -> Result<(), RequestError> {
+        if validated.websocket == Some(UpgradeMethod::ExtendedConnect) && !self.config.routes[route].websocket {
+            return Err(RequestError::WEBSOCKET_NOT_SERVED);
+        }
+        // A body that is known to be too large is refused before anything is charged or read.
+        match self.max_body_bytes(self.actions_of(&self.routes[route])) {
+            Some(max_bytes) if body_bytes > max_bytes => Err(RequestError::BodyTooLarge(max_bytes)),
+            _ => Ok(()),
+        }
+    }
+
+    /// The limit of the route with these actions, or else of the configuration.
+    pub fn max_body_bytes(&self, actions: Option<&RouteActions>) -> Option<u64> {
+        actions.and_then(|actions| actions.max_body).unwrap_or(self.config.limits.max_body)
+    }
+
+    /// Finds the key of each rule of a list. Returns the first error; rules whose keys were found are charged nevertheless.
+    /// `not_counted` is called with the position of each rule that does not count the request.
+    #[inline]
+    pub fn find_keys(
+        &self,
+        rules: &RouteRules,
+        attributes: &RequestAttributes<'_>,
+        clients: &ClientLookup<'_>,
+        keyed_requests: &mut Vec<Option<KeyedRequest>>,
+        not_counted: impl Fn(usize, NotCounted),
+    ) -> Option<RequestError> {
+        let mut first_error = None;
+        keyed_requests.clear();
+        for (position, rule_key) in rules.rule_keys.iter().enumerate() {
+            keyed_requests.push(match rule_key.keyed_request(attributes, clients) {
+                Ok(None) => {
+                    if rule_key.is_exempt(attributes, clients) {
+                        not_counted(position, NotCounted::Exempt);
+                    }
+                    None
+                }
+                Ok(keyed_request) => keyed_request,
+                // A shadow rule never refuses, also not for a missing key.
+                Err(_) if self.rule_set.is_shadow(&rules.charge_plan, position) => {
+                    not_counted(position, NotCounted::Shadowed);
+                    None
+                }
+                Err(KeyFailure { error, keyed_request }) => {
+                    first_error.get_or_insert(error);
+                    keyed_request
+                }
+            });
+        }
+        first_error
     }
 
     pub fn rules_of(&self, route: &CompiledRoute) -> &RouteRules {
@@ -172,12 +276,26 @@ impl CompiledConfig {
         let rule = &self.rule_set.rules[rules.charge_plan.rules[position]].rule;
         let digester = self.digester.as_ref().filter(|_| rule.sharing != Sharing::Local)?;
         let mut text = String::new();
-        rules.rule_keys[position].write_store_key(attributes, digester, &mut text).then(|| text.into())
+        let clients = ClientLookup::new(self.clients.as_deref());
+        rules.rule_keys[position].write_store_key(attributes, &clients, digester, &mut text).then(|| text.into())
     }
 
     /// [`CompiledConfig::store_key`] for all rules.
     pub fn store_keys(&self, rules: &RouteRules, attributes: &RequestAttributes<'_>) -> Vec<Option<Rc<str>>> {
         (0..rules.charge_plan.rules.len()).map(|position| self.store_key(rules, position, attributes)).collect()
+    }
+
+    /// The key of a request under the rule at `position` as people read it: the name of the client if the key names one, or
+    /// the values of the parts, with short digests of secrets.
+    pub fn key_label(
+        &self,
+        rules: &RouteRules,
+        position: usize,
+        attributes: &RequestAttributes<'_>,
+        digester: &KeyDigester,
+    ) -> String {
+        let clients = ClientLookup::new(self.clients.as_deref());
+        rules.rule_keys[position].describe(attributes, &clients, digester).label()
     }
 
     pub fn route_name(&self, route: usize) -> &str {
@@ -191,11 +309,14 @@ impl RouteRules {
         config: &Config,
         route: &Route,
         overrides: &[Option<Arc<Overrides>>],
+        client_checks: &[Option<ClientCheck>],
         seed: Seed,
     ) -> RouteRules {
         let charge_plan = rule_set.charge_plan(&route.rules);
-        let rule_key =
-            |rule: &usize| RuleKey::new(&rule_set.rules[*rule], route, seed).with_overrides(overrides[*rule].clone());
+        let rule_key = |rule: &usize| {
+            let rule_key = RuleKey::new(&rule_set.rules[*rule], route, seed);
+            rule_key.with_overrides(overrides[*rule].clone()).with_client_check(client_checks[*rule].clone())
+        };
         let rule_keys = route.rules.iter().map(rule_key).collect();
         let response_costs = ResponseCostRule::all_of(config, &route.rules);
         RouteRules {
@@ -228,7 +349,7 @@ fn claims(config: &Config) -> Vec<String> {
 
 /// Key parts of all rules and of client identification.
 fn parts(config: &Config) -> impl Iterator<Item = &KeyPart> {
-    let clients = config.clients.iter().flat_map(|clients| [&clients.api_key, &clients.subject]).flatten();
+    let clients = config.clients.iter().flat_map(|clients| clients.sources());
     let keys = config.rules.iter().flat_map(|rule| {
         let fallback: &[KeyPart] = if let OnMissing::Fallback(parts) = &rule.on_missing { parts } else { &[] };
         rule.key.iter().chain(fallback)

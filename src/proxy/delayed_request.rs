@@ -19,6 +19,7 @@ use super::worker_state::WorkerState;
 use crate::http::error::RequestError;
 use crate::http::ratelimit_headers::RateLimitFields;
 use crate::http::responses;
+use crate::metrics::storage::GaugeGuard;
 use crate::redis_store::scripts::Refund;
 use crate::redis_store::shared_decision::Unavailable;
 use transom_limiter::decision::Decision;
@@ -53,8 +54,8 @@ pub struct DelayedRequest {
     store_charges: StoreCharges,
     worker: Rc<WorkerState>,
     config: Rc<WorkerConfig>,
-    /// Occupies one of the waiter slots of the rule.
-    _waiter: Option<WaiterSlot>,
+    /// Occupies one of the waiter slots of the rule, and counts as waiting.
+    _waiter: Option<(WaiterSlot, Option<GaugeGuard>)>,
     /// Unix time in milliseconds after which the request is refused.
     latest_ms: u64,
     /// Makes the connection watch for the client closing it.
@@ -74,6 +75,7 @@ impl DelayedRequest {
     ) -> Option<Box<DelayedRequest>> {
         let Decision::Delayed { until_ms, waiter, recharge: to_recharge } = decision else { return None };
         let (compiled, now_ms) = (&config.compiled, worker.clock.now().unix_ms);
+        let rules = &compiled.route_rules[rules_index].charge_plan.rules;
         Some(Box::new(DelayedRequest {
             until_ms,
             rules_index,
@@ -83,7 +85,7 @@ impl DelayedRequest {
             store_charges,
             worker: Rc::clone(worker),
             config: Rc::clone(config),
-            _waiter: waiter.map(|waiter| waiter.slot),
+            _waiter: waiter.map(|waiter| (waiter.slot, config.count_delayed(rules[waiter.rule]))),
             latest_ms: now_ms + compiled.rule_set.max_delay_ms(&compiled.route_rules[rules_index].charge_plan),
             is_delayed: Rc::clone(&peer.is_delayed),
         }))
@@ -167,6 +169,7 @@ impl DelayedRequest {
             }
             Decision::Delayed { .. } | Decision::Refused => {
                 self.receipts.extend(context.all_receipts());
+                self.track_refunded_leases();
                 rule_set.refund(&self.receipts, u32::MAX, &self.worker.table, now_ms);
                 self.receipts.clear();
                 self.store_charges.refunds.extend(refunds);
@@ -175,6 +178,7 @@ impl DelayedRequest {
                 rule_set.peek_slots(&rules.charge_plan, &mut context);
                 record.release_slots(&mut context);
                 record.record_decision(self.rules_index, &context, &Decision::Refused);
+                self.config.top_keys.count_decision(&rules.charge_plan, &context, &Decision::Refused);
                 let mut text = Vec::new();
                 let fields = rules.rate_limit_template.render(&context, None, context.result.decided_ms, &mut text);
                 let (charge_plan, refusal_templates) = (&rules.charge_plan, &compiled.refusal_templates);
@@ -200,6 +204,14 @@ impl DelayedRequest {
         self.store_charges.refunds.extend(refunds);
         Ok(())
     }
+
+    fn track_refunded_leases(&self) {
+        if let Some(shared) = &self.worker.shared {
+            let (compiled, keys) = (&self.config.compiled, &self.store_charges.keys);
+            let charge_plan = &compiled.route_rules[self.rules_index].charge_plan;
+            shared.track_refunded_leases(&compiled.rule_set, charge_plan, &self.keyed_requests, keys, &self.receipts);
+        }
+    }
 }
 
 impl Drop for DelayedRequest {
@@ -208,6 +220,7 @@ impl Drop for DelayedRequest {
         if !self.receipts.is_empty() {
             let (worker, rule_set) = (&self.worker, &self.config.compiled.rule_set);
             let now_ms = worker.clock.now().unix_ms;
+            self.track_refunded_leases();
             worker.deferred_refunds.refund(self.receipts.drain(..), self.until_ms, rule_set, &worker.table, now_ms);
         }
         if let Some(shared) = self.worker.shared.as_ref().filter(|_| !self.store_charges.refunds.is_empty()) {

@@ -3,7 +3,6 @@
 //! `handle` responds at once where it need not wait (refusals, errors); otherwise it returns a future.
 
 use std::num::NonZeroU64;
-use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::rc::Rc;
@@ -15,34 +14,31 @@ use http::{Request, Response, Version, header};
 use http_body::Body as _;
 
 use super::admission::{Admission, Evaluation, PendingAdmission, evaluate};
-use super::compiled_config::CompiledConfig;
+use super::compiled_config::{CompiledConfig, NotCounted};
 use super::peer::{ConnectionInfo, Peer};
 use super::request_record::RequestRecord;
-use super::response::{Content, ResponseBody, error_response, finish};
+use super::response::{Content, ResponseBody, ResponseFormat, error_response, forwarded_response, refusal_response};
 use super::response_cost::PendingCost;
 use super::websocket::{WebSocketHandshake, finish_handshake};
 use super::worker_config::{DecisionBuffers, Target, WorkerConfig};
 use super::worker_state::WorkerState;
 use crate::clock::Timestamp;
 use crate::config::path::ForwardPath;
-use crate::http::client_plans::PlanLookup;
+use crate::http::client_plans::ClientLookup;
 use crate::http::error::RequestError;
 use crate::http::forwarded::ClientInfo;
 use crate::http::headers::SpecialFields;
 use crate::http::key_source::RequestAttributes;
-use crate::http::rate_limit_key::KeyFailure;
 use crate::http::ratelimit_headers::RateLimitFields;
-use crate::http::request_validation::ValidatedRequest;
-use crate::http::responses::{ErrorFormat, LocalResponse};
-use crate::http::route_actions::{AppliedActions, RouteActions, TemplateVariables};
-use crate::http::router::{self, AmbiguousHeader};
+use crate::http::responses::LocalResponse;
+use crate::http::route_actions::{AppliedActions, TemplateVariables};
+use crate::http::router::RouteQuery;
 use crate::http::websocket_handshake::UpgradeMethod;
 use crate::http::{headers, path_normalize, request_validation, responses};
 use crate::upstream::echo;
 use crate::upstream::load_balancer::RequestTraits;
 use crate::upstream::request_body::{BodySource, ClientBody, MinUploadRate, RequestBody, UploadLimits};
 use transom_limiter::decision::Decision;
-use transom_limiter::decision_context::DecisionContext;
 
 /// A request in progress. A panic while it is handled becomes a 500 response; the worker goes on.
 pub enum ResponseFuture {
@@ -129,15 +125,16 @@ pub fn handle(
     peer.body_timeout.set(config.compiled.config.timeouts.body);
     let (mut parts, body) = request.into_parts();
     let body = ClientBody::new(body, &parts.headers, peer.body_drain.as_ref());
-    let format = ErrorFormat::of(&parts);
-    let client = identify_client(&config.compiled, peer, &parts);
-    let mut record = RequestRecord::new(worker, &config, client.address, &parts, now);
+    let mut format = ResponseFormat::of(&parts);
+    let ConnectionInfo { address, is_secure, .. } = *peer.connection;
+    let client = config.compiled.identify_client(address, is_secure, &parts.headers);
+    let mut record = RequestRecord::new(worker, &config, &client, &parts, now);
     let request_context = RequestContext { peer, client, body_bytes: body.size_hint().lower(), now };
     let (mut plan, admission, pending) =
-        match decide(worker, &config, &request_context, &mut parts, check_raw_head, &mut record) {
+        match decide(worker, &config, &request_context, &mut parts, check_raw_head, &mut format, &mut record) {
             Ok(RequestOutcome::Forward { plan, admission, pending }) => (plan, admission, pending),
             Ok(RequestOutcome::Respond(reply)) => {
-                return ResponseFuture::Done(Some(finish(format.refusal(reply).map(Content::from), record)));
+                return ResponseFuture::Done(Some(refusal_response(reply, format, record)));
             }
             Err(error) => {
                 record.release_all_slots();
@@ -150,6 +147,10 @@ pub fn handle(
         Some(_) => RequestBody::Upgrade,
         None => RequestBody::new(body, || upload_limits(worker, &config.compiled, plan.route)),
     };
+    if record.is_logged() {
+        record.set_upload(upload.progress());
+    }
+    record.identify(&mut parts.headers);
     let (peer, worker) = (Rc::clone(peer), Rc::clone(worker));
     let request = Box::new(Request::from_parts(parts, upload));
     // Rare waits are boxed, so that the future of every other request does not reserve memory for them.
@@ -161,7 +162,10 @@ pub fn handle(
             }
         }
         if let Some(delay) = delay.take() {
-            fields = match Box::pin(delay.wait(&mut record, &mut pending_cost)).await {
+            record.delay_began();
+            let waited = Box::pin(delay.wait(&mut record, &mut pending_cost)).await;
+            record.delay_ended();
+            fields = match waited {
                 Ok(fields) => fields,
                 Err(rejection) => return ResponseFuture::Done(Some(rejection.into_response(format, record))),
             };
@@ -176,9 +180,13 @@ pub fn handle(
                         ResponseFuture::Done(Some(settle(finished.await, fields, pending_cost)))
                     }));
                 }
-                finish(response, record)
+                forwarded_response(response, format, record)
             }
-            Err(error) => error_response(&error, format, record),
+            Err(error) => {
+                // No response proves that the upstream did not act on what it has received.
+                pending_cost = pending_cost.filter(|_| !error.is_of_request_body());
+                error_response(&error, format, record)
+            }
         };
         ResponseFuture::Done(Some(settle(response, fields, pending_cost)))
     }))
@@ -196,15 +204,6 @@ fn settle(
     response
 }
 
-/// The client: the peer, or the client that a trusted proxy names.
-fn identify_client(compiled: &CompiledConfig, peer: &Peer, parts: &Parts) -> ClientInfo {
-    let ConnectionInfo { address, is_secure, .. } = *peer.connection;
-    match &compiled.trusted_proxies {
-        None => ClientInfo { address, is_secure, trusted_header: None },
-        Some(trusted_proxies) => trusted_proxies.client(address, is_secure, &parts.headers),
-    }
-}
-
 /// Validates the request, finds its route and keys, and charges its rules. Never waits.
 fn decide(
     worker: &Rc<WorkerState>,
@@ -212,6 +211,7 @@ fn decide(
     request_context: &RequestContext<'_>,
     parts: &mut Parts,
     check_raw_head: impl FnOnce(SpecialFields) -> Option<RequestError>,
+    format: &mut ResponseFormat,
     record: &mut RequestRecord,
 ) -> Result<RequestOutcome, RequestError> {
     let (compiled, now) = (&*config.compiled, request_context.now);
@@ -228,7 +228,15 @@ fn decide(
     };
     let mut scratch = config.scratch();
     let DecisionBuffers { context, params, text, refusal_cache } = &mut *scratch;
-    let route_index = find_route(compiled, request_context, parts, &validated, &path, params, record)?;
+    let query = RouteQuery {
+        host: &validated.host,
+        method: &parts.method,
+        headers: &parts.headers,
+        path: &path,
+        secure: request_context.client.is_secure,
+    };
+    let route_index = compiled.find_route(&query, params)?;
+    record.set_route(route_index);
     let route = &compiled.routes[route_index];
     let (rules_index, rules) = (route.rules_index as usize, compiled.rules_of(route));
     let attributes = RequestAttributes {
@@ -244,24 +252,45 @@ fn decide(
         tokens: &config.token_cache,
         wall_ms: compiled.config.jwt.as_ref().map_or(0, |_| worker.clock.wall_ms()),
     };
-    let error = match find_keys(config, route_index, &attributes, context) {
+    let actions = compiled.actions_of(route);
+    let variables = TemplateVariables::of(&attributes, request_context.client.is_secure);
+    format.changes = actions.and_then(|actions| actions.response_changes(&variables));
+    compiled.check_route(route_index, &validated, request_context.body_bytes)?;
+    let clients = ClientLookup::new(compiled.clients.as_deref());
+    if (config.reports_clients() || record.is_logged())
+        && let Ok(Some(client)) = clients.client_of(&attributes)
+    {
+        record.set_client(client);
+    }
+    let not_counted = |position, why| match why {
+        NotCounted::Exempt => config.route_metrics[route_index].exempt(position),
+        NotCounted::Shadowed => config.route_metrics[route_index].shadowed(position),
+    };
+    let error = match compiled.find_keys(rules, &attributes, &clients, &mut context.inputs.keyed_requests, not_counted)
+    {
         // No rule has a key to charge.
         Some(error) if context.inputs.keyed_requests.iter().all(Option::is_none) => return Err(error),
         error => error.map(Box::new),
     };
-    let actions = compiled.actions_of(route).filter(|_| error.is_none());
-    let actions = actions
-        .map(|actions| actions.evaluate(&TemplateVariables::of(&attributes, request_context.client.is_secure)))
-        .transpose()?;
+    let actions = actions.filter(|_| error.is_none()).map(|actions| actions.evaluate(&variables)).transpose()?;
     let (admission, pending) = match evaluate(worker, compiled, rules_index, &attributes, context, record, now.unix_ms)?
     {
-        Evaluation::Pending(pending) => (Admission::default(), Some(pending)),
+        Evaluation::Pending(pending) => {
+            record.set_keys(rules_index, &attributes);
+            // The decision will be counted without the request, which has the text of its keys.
+            config.name_keys(rules, context, &attributes, &clients);
+            (Admission::default(), Some(pending))
+        }
         Evaluation::Decided(decision) => {
+            if record.is_logged() && !(matches!(decision, Decision::Admitted) && context.result.shadowed.is_empty()) {
+                record.set_keys(rules_index, &attributes);
+            }
             worker.metrics.decision_took(worker.clock.instant().duration_since(now.instant));
             if let Decision::Refused = decision {
                 record.release_slots(context);
             }
             record.record_decision(rules_index, context, &decision);
+            config.count_keys(rules, context, &decision, &attributes, &clients);
             let decided_ms = context.result.decided_ms;
             if let Decision::Refused = decision {
                 let headers = std::mem::take(&mut parts.headers);
@@ -289,44 +318,12 @@ fn decide(
     Ok(RequestOutcome::Forward { plan, admission, pending })
 }
 
-/// Finds the route of a request, and checks that the route takes its protocol and the size of its body.
-fn find_route(
-    compiled: &CompiledConfig,
-    request_context: &RequestContext<'_>,
-    parts: &Parts,
-    validated: &ValidatedRequest<'_>,
-    path: &str,
-    params: &mut Vec<Range<usize>>,
-    record: &mut RequestRecord,
-) -> Result<usize, RequestError> {
-    let (host, secure) = (&*validated.host, request_context.client.is_secure);
-    let query = router::RouteQuery { host, method: &parts.method, headers: &parts.headers, path, secure };
-    let found = compiled.router.find(&query, params);
-    let route = found
-        .map_err(|AmbiguousHeader(field)| RequestError::RouteField(field.clone()))?
-        .ok_or(RequestError::NoRoute)?;
-    record.set_route(route);
-    if validated.websocket == Some(UpgradeMethod::ExtendedConnect) && !compiled.config.routes[route].websocket {
-        return Err(RequestError::WEBSOCKET_NOT_SERVED);
-    }
-    // A body that is known to be too large is refused before anything is charged or read.
-    match max_body_bytes(compiled, compiled.actions_of(&compiled.routes[route])) {
-        Some(max_bytes) if request_context.body_bytes > max_bytes => Err(RequestError::BodyTooLarge(max_bytes)),
-        _ => Ok(route),
-    }
-}
-
-/// The limit of the route, or else of the configuration.
-fn max_body_bytes(compiled: &CompiledConfig, actions: Option<&RouteActions>) -> Option<u64> {
-    actions.and_then(|actions| actions.max_body).unwrap_or(compiled.config.limits.max_body)
-}
-
 /// Limits of size and rate for the body of a request while it is forwarded.
 fn upload_limits(worker: &WorkerState, compiled: &CompiledConfig, route: usize) -> UploadLimits {
     let limits = &compiled.config.limits;
     let actions = compiled.actions_of(&compiled.routes[route]);
     let rate = actions.and_then(|actions| actions.min_request_rate).unwrap_or(limits.min_request_rate);
-    UploadLimits::new(max_body_bytes(compiled, actions), MinUploadRate::new(&worker.timers, rate, limits.rate_grace))
+    UploadLimits::new(compiled.max_body_bytes(actions), MinUploadRate::new(&worker.timers, rate, limits.rate_grace))
 }
 
 impl ForwardPlan {
@@ -368,35 +365,6 @@ impl ForwardPlan {
     }
 }
 
-/// Finds the key of each rule of a route. Returns the first error; rules whose keys were found are charged nevertheless.
-fn find_keys(
-    config: &WorkerConfig,
-    route: usize,
-    attributes: &RequestAttributes<'_>,
-    context: &mut DecisionContext,
-) -> Option<RequestError> {
-    let compiled = &*config.compiled;
-    let rules = compiled.rules_of(&compiled.routes[route]);
-    let plans = PlanLookup::new(compiled.clients.as_ref());
-    let mut first_error = None;
-    context.inputs.keyed_requests.clear();
-    for (position, rule_key) in rules.rule_keys.iter().enumerate() {
-        context.inputs.keyed_requests.push(match rule_key.keyed_request(attributes, &plans) {
-            Ok(keyed_request) => keyed_request,
-            // A shadow rule never refuses, also not for a missing key.
-            Err(_) if compiled.rule_set.is_shadow(&rules.charge_plan, position) => {
-                config.route_metrics[route].shadowed(position);
-                None
-            }
-            Err(KeyFailure { error, keyed_request }) => {
-                first_error.get_or_insert(error);
-                keyed_request
-            }
-        });
-    }
-    first_error
-}
-
 /// The target in origin form: path and query only, so that it cannot name another host (RFC 9112, 3.2.1).
 fn origin_form(uri: &Uri, path: Option<String>) -> Result<Uri, RequestError> {
     let target = match (path, uri.path_and_query()) {
@@ -413,7 +381,7 @@ fn origin_form(uri: &Uri, path: Option<String>) -> Result<Uri, RequestError> {
     Uri::from_parts(parts).map_err(|_invalid| RequestError::Target("the request target is malformed"))
 }
 
-/// Forwards a request, and prepares the head of the response for the client.
+/// Forwards a request, or responds as the route says.
 async fn forward(
     config: &WorkerConfig,
     peer: &Peer,
@@ -430,12 +398,12 @@ async fn forward(
     let timeouts = actions.and_then(|actions| actions.timeouts.as_ref()).unwrap_or(&compiled.config.timeouts);
     peer.body_timeout.set(timeouts.body);
     if let Some(reply) = plan.actions.as_mut().and_then(|actions| actions.direct_response.take()) {
-        return Ok(apply_response_actions(reply.map(Content::from), plan.actions.take()));
+        return Ok(reply.map(Content::from));
     }
     let upstream = route.upstream_index as usize;
-    record.set_upstream(&compiled.config.upstreams[upstream].name);
-    let response = match &config.targets[upstream] {
-        Target::Echo => Box::pin(echo::respond(*request, timeouts.body, &peer.timer)).await?.map(Content::from),
+    let attempt_log = record.forwarding_began(upstream);
+    match &config.targets[upstream] {
+        Target::Echo => Ok(Box::pin(echo::respond(*request, timeouts.body, &peer.timer)).await?.map(Content::from)),
         Target::Servers(servers) => {
             // HTTP/1.0 has no 1xx responses (RFC 9110, 15.2).
             let informational = (request.version() >= Version::HTTP_11).then(|| Rc::clone(&peer.informational));
@@ -445,17 +413,163 @@ async fn forward(
             }
             *request.version_mut() = Version::HTTP_11;
             let traits = RequestTraits::of(&request, plan.server_key);
-            let mut response = servers.forward(request, traits, timeouts, &peer.timer, informational).await?;
+            let response = servers.forward(request, traits, timeouts, &peer.timer, informational, attempt_log).await;
+            record.forwarding_ended();
+            let mut response = response?;
             *response.version_mut() = Version::HTTP_11;
-            response.map(Content::from)
+            Ok(response.map(Content::from))
         }
-    };
-    Ok(apply_response_actions(response, plan.actions.take()))
+    }
 }
 
-fn apply_response_actions(mut response: Response<Content>, actions: Option<Box<AppliedActions>>) -> Response<Content> {
-    if let Some(actions) = actions {
-        actions.apply_to_response(response.headers_mut());
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+    use std::net::Ipv4Addr;
+    use std::sync::Arc;
+    use std::task::Waker;
+
+    use super::*;
+    use crate::clock::Clock;
+    use crate::config;
+    use crate::metrics::Registry;
+    use crate::metrics::events::{ConcurrencyGauge, NAMES};
+    use crate::metrics::exposition::render;
+    use crate::proxy::held_slots::HeldSlots;
+    use crate::proxy::worker_config::RecordOutputs;
+    use crate::redis_store::shared_counters::SharedByWorkers;
+    use crate::upstream::server_health::build_upstream_health;
+    use transom_limiter::concurrency::ConcurrencyTable;
+    use transom_limiter::key::{KeyHash, Seed};
+    use transom_limiter::rule_set::RuleSet;
+    use transom_limiter::table::Table;
+
+    const KEY: KeyHash = KeyHash { bucket_hash: 1, tag: 1 };
+
+    fn panics<T>() -> T {
+        panic!("a panic for this test")
     }
-    response
+
+    /// A key of which one request may be in flight.
+    struct Rule {
+        registry: Registry,
+        gauge: ConcurrencyGauge,
+        table: Arc<ConcurrencyTable>,
+    }
+
+    impl Rule {
+        fn new() -> Rule {
+            let registry = Registry::default();
+            let gauge = ConcurrencyGauge::new(&registry, 0, "r");
+            Rule { registry, gauge, table: Arc::new(ConcurrencyTable::with_capacity(1, 4)) }
+        }
+
+        /// The only slot, as a request holds it.
+        fn hold_slot(&self) -> HeldSlots {
+            let mut slots = HeldSlots::default();
+            slots.add(0, self.table.try_acquire(KEY, 1).0.unwrap(), self.gauge.clone());
+            self.assert_in_flight(1);
+            slots
+        }
+
+        #[track_caller]
+        fn assert_in_flight(&self, requests: u64) {
+            assert_eq!(self.table.in_use(KEY), requests);
+            let metrics = render(&self.registry, NAMES, &[]);
+            assert!(metrics.contains(&format!("transom_concurrent_requests{{rule=\"r\"}} {requests}\n")), "{metrics}");
+        }
+    }
+
+    /// A request that panics when it is polled once more than `waits` times.
+    fn panicking_request(slots: HeldSlots, waits: usize) -> ResponseFuture {
+        let mut polls = 0;
+        ResponseFuture::Forward(Box::pin(async move {
+            let _slots = slots;
+            poll_fn(|_| {
+                polls += 1;
+                if polls > waits { Poll::Ready(()) } else { Poll::Pending }
+            })
+            .await;
+            panics()
+        }))
+    }
+
+    #[test]
+    fn a_panic_while_a_request_is_handled_releases_its_slots() {
+        let rule = Rule::new();
+        let decided = |rule: &Rule| {
+            let slots = rule.hold_slot();
+            panics::<()>();
+            panicking_request(slots, 0)
+        };
+        let in_next_step = |slots| {
+            ResponseFuture::Forward(Box::pin(async move {
+                std::future::ready(()).await;
+                panicking_request(slots, 1)
+            }))
+        };
+        let requests: [(&dyn Fn() -> ResponseFuture, usize); 4] = [
+            (&|| decided(&rule), 0),
+            (&|| panicking_request(rule.hold_slot(), 0), 0),
+            (&|| panicking_request(rule.hold_slot(), 3), 3),
+            (&|| in_next_step(rule.hold_slot()), 1),
+        ];
+        let mut cx = Context::from_waker(Waker::noop());
+        for (start, waits) in requests {
+            let mut request = ResponseFuture::start(start);
+            for _ in 0..waits {
+                assert!(request.poll_response(&mut cx).is_pending());
+                rule.assert_in_flight(1);
+            }
+            let Poll::Ready(response) = request.poll_response(&mut cx) else { panic!("no response after a panic") };
+            assert_eq!(response.status().as_u16(), 500);
+            // The connection still holds the response, and may hold the future.
+            rule.assert_in_flight(0);
+        }
+    }
+
+    /// The response to the panic is made without the record of the request, which the panic drops.
+    #[test]
+    fn a_panic_is_counted_as_the_response_that_it_causes() {
+        let text = "[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/\"\nupstream = \"u\"\n";
+        let (config, clock) = (config::read(text).unwrap(), Clock::manual(1_700_000_000_000));
+        let registry = Arc::new(Registry::default());
+        let upstream_health = build_upstream_health(&config, &[], &registry, 1, clock.instant());
+        let rule_set = RuleSet::new(&config.rules, Seed(1, 2), None);
+        let compiled = CompiledConfig::new(config, Seed(1, 2), rule_set, upstream_health);
+        let shared = SharedByWorkers::new(Arc::new(Table::with_capacity(64).unwrap()));
+        let worker = WorkerState::new(0, shared, clock, Arc::clone(&registry), compiled, RecordOutputs::default());
+        let worker = Rc::new(worker);
+        let (parts, ()) = Request::new(()).into_parts();
+        let client = worker.config().compiled.identify_client(Ipv4Addr::LOCALHOST.into(), false, &parts.headers);
+        let record = RequestRecord::new(&worker, &worker.config(), &client, &parts, worker.clock.now());
+        let mut request = ResponseFuture::start(|| {
+            let _record = record;
+            panics()
+        });
+        assert_eq!(request.take_ready().unwrap().status().as_u16(), 500);
+        let metrics = render(&registry, NAMES, &[]);
+        for series in [
+            "transom_requests_total{route=\"\",code=\"500\"} 1\n",
+            "transom_request_errors_total{error=\"panic\"} 1\n",
+            "transom_requests_active 0\n",
+        ] {
+            assert!(metrics.contains(series), "{metrics}");
+        }
+    }
+
+    /// The task of a connection owns the response while its body is sent.
+    #[test]
+    fn a_panic_of_a_whole_task_releases_the_slots() {
+        let rule = Rule::new();
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let slots = rule.hold_slot();
+        let task = runtime.spawn(async move {
+            let _slots = slots;
+            tokio::task::yield_now().await;
+            panics::<()>();
+        });
+        assert!(runtime.block_on(task).unwrap_err().is_panic());
+        rule.assert_in_flight(0);
+    }
 }

@@ -1,66 +1,176 @@
-//! The record of one request: metrics, and a line of the access log if there is one.
+//! The record of one request: metrics, a line of the access log if there is one, and the spans of a traced request.
 //!
 //! Dropping the record ends it, so a request is counted and logged exactly once, also when the client goes away. The slots
 //! that the request holds are released then.
 
 use std::net::IpAddr;
 use std::rc::Rc;
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use http::request::Parts;
-use serde_json::{Map, Value, json};
+use http::{HeaderMap, HeaderValue, Version, header};
 
 use super::held_slots::HeldSlots;
 use super::worker_config::WorkerConfig;
 use super::worker_state::WorkerState;
+use crate::access_log::entry::{FullLimit, KnownClient, LogEntry, LoggedRequest, RuleDecision, UpstreamUse};
 use crate::clock::Timestamp;
+use crate::config::upstream::{Server, Target as ConfiguredTarget};
+use crate::http::client_plans::ClientId;
 use crate::http::error::RequestError;
+use crate::http::forwarded::ClientInfo;
+use crate::http::key_source::RequestAttributes;
+use crate::http::request_id::{RequestId, X_REQUEST_ID};
 use crate::http::responses::{self, CLIENT_CLOSED_REQUEST};
-use crate::metrics::events::RouteMetrics;
+use crate::http::trace_context::{SpanContext, TraceParent};
+use crate::metrics::events::{RouteMetrics, UpstreamOutcome};
+use crate::metrics::storage::GaugeGuard;
+use crate::spans::{TracedRequest, UpstreamAttempt};
+use crate::upstream::attempt_log::{AttemptLog, TracedAttempt};
+use crate::upstream::request_body::UploadProgress;
 use crate::upstream::response_body::UpstreamBodyError;
-use transom_limiter::concurrency::{Slot, SlotState};
+use transom_limiter::concurrency::{ConcurrencyUsage, Slot, SlotState};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 
-/// Limit for the host and for the path in the access log.
+/// Limit for each text of the client's in the access log.
 const LOGGED_MAX_BYTES: usize = 2048;
 
 pub struct RequestRecord {
     worker: Rc<WorkerState>,
     config: Rc<WorkerConfig>,
     route: Option<usize>,
+    /// The client by the clients file.
+    client: Option<ClientId>,
     status: u16,
     started: Timestamp,
     bytes: u64,
-    /// The line of the access log; `None` without an access log.
-    log_entry: Option<Box<Map<String, Value>>>,
+    request_id: RequestId,
+    /// The client did not receive the complete response.
+    is_truncated: bool,
+    /// `None` for a request that is neither logged nor traced.
+    log: Option<Box<PendingEntry>>,
     slots: HeldSlots,
+}
+
+/// An entry of the access log whose request has not ended.
+struct PendingEntry {
+    entry: LogEntry,
+    /// Present if the request is traced.
+    span: Option<SpanContext>,
+    /// Of the client's request.
+    scheme: &'static str,
+    /// The key of each rule, where one may be logged.
+    keys: Vec<String>,
+    /// Since when the rules make the request wait.
+    delayed_since: Option<Instant>,
+    forwarded: Option<Forwarded>,
+    upload: Option<Rc<UploadProgress>>,
+}
+
+/// A request that was forwarded.
+struct Forwarded {
+    /// Position in the configuration.
+    upstream: usize,
+    since: Instant,
+    /// `None` until the head of a response has arrived.
+    time: Option<Duration>,
+    attempts: Rc<AttemptLog>,
 }
 
 impl RequestRecord {
     pub fn new(
         worker: &Rc<WorkerState>,
         config: &Rc<WorkerConfig>,
-        peer: IpAddr,
+        client: &ClientInfo,
         parts: &Parts,
         started: Timestamp,
     ) -> RequestRecord {
-        let line = config.access_log.as_ref().map(|_| Box::new(head_fields(peer, parts, started)));
-        let (worker, config) = (Rc::clone(worker), Rc::clone(config));
+        let request_id = RequestId::of(&parts.headers, client.trusted_header.is_some());
+        let tracer = config.tracer.as_ref();
+        let span = tracer.and_then(|tracer| tracer.begin_span(&parts.headers, client.trusted_header.is_some()));
+        let log = (config.access_log.is_some() || span.is_some()).then(|| {
+            let mut entry = LogEntry::new(started.unix_ms, client.address);
+            entry.request = Some(logged_request(parts, &request_id, span.as_ref()));
+            Box::new(PendingEntry {
+                entry,
+                span,
+                scheme: if client.is_secure { "https" } else { "http" },
+                keys: Vec::new(),
+                delayed_since: None,
+                forwarded: None,
+                upload: None,
+            })
+        });
+        worker.metrics.request_began();
         RequestRecord {
-            worker,
-            config,
+            worker: Rc::clone(worker),
+            config: Rc::clone(config),
             route: None,
+            client: None,
             status: CLIENT_CLOSED_REQUEST,
             started,
             bytes: 0,
-            log_entry: line,
+            request_id,
+            is_truncated: false,
+            log,
             slots: HeldSlots::default(),
         }
     }
 
+    /// Sets the request id of a message.
+    pub fn identify(&self, headers: &mut HeaderMap) {
+        headers.insert(X_REQUEST_ID, self.request_id.to_value());
+    }
+
+    /// Whether the request is logged or traced.
+    pub fn is_logged(&self) -> bool {
+        self.log.is_some()
+    }
+
     pub fn set_route(&mut self, route: usize) {
         self.route = Some(route);
+    }
+
+    /// Names the client for the access log and the metrics.
+    pub fn set_client(&mut self, client: ClientId) {
+        self.client = Some(client);
+        if let (Some(log), Some(clients)) = (&mut self.log, &self.config.compiled.clients) {
+            let known = &clients.clients[client as usize];
+            let (name, plan) = (known.name.clone(), clients.plans[known.plan as usize].clone());
+            log.entry.known_client = Some(KnownClient { name, plan });
+        }
+    }
+
+    /// Notes the keys of all rules, for a decision that may not be a mere admission.
+    pub fn set_keys(&mut self, rules_index: usize, attributes: &RequestAttributes<'_>) {
+        let compiled = &self.config.compiled;
+        if let Some(log) = &mut self.log {
+            let rules = &compiled.route_rules[rules_index];
+            let label = |position| compiled.key_label(rules, position, attributes, &compiled.readable_digester);
+            log.keys = (0..rules.rule_keys.len()).map(label).collect();
+        }
+    }
+
+    /// Counts the bytes of the request body for the access log.
+    pub fn set_upload(&mut self, upload: Option<Rc<UploadProgress>>) {
+        if let Some(log) = &mut self.log {
+            log.upload = upload;
+        }
+    }
+
+    /// The rules make the request wait.
+    pub fn delay_began(&mut self) {
+        if let Some(log) = &mut self.log {
+            log.delayed_since = Some(self.worker.clock.instant());
+        }
+    }
+
+    pub fn delay_ended(&mut self) {
+        if let Some(log) = &mut self.log {
+            log.end_delay(self.worker.clock.instant());
+        }
     }
 
     /// Holds a slot of the rule at a position of the charge plan until the request ends.
@@ -85,9 +195,11 @@ impl RequestRecord {
         self.slots.release_all();
     }
 
-    /// Counts a request that waits for a slot of the rule at this position.
-    pub fn record_slot_wait(&self, position: usize) {
+    /// Counts a request that waits for a slot of the rule at this position of the charge plan. It waits until the result is
+    /// dropped.
+    pub fn record_slot_wait(&self, position: usize, rule: usize) -> Option<GaugeGuard> {
         self.route_metrics().delayed(position);
+        self.config.count_delayed(rule)
     }
 
     /// Counts the decision on the request's route, and notes refusing and shadow rules for the access log.
@@ -96,9 +208,12 @@ impl RequestRecord {
             let usages = context.result.concurrency.iter();
             usages.filter(move |usage| usage.state == state).map(|usage| usage.rule)
         };
-        let metrics = self.route_metrics();
+        if let (Some(client), Some(client_metrics)) = (self.client, &self.config.client_metrics) {
+            client_metrics.decided(client as usize, matches!(decision, Decision::Refused));
+        }
         match decision {
             Decision::Admitted | Decision::Delayed { .. } => {
+                let metrics = self.route_metrics();
                 for (position, _) in context
                     .inputs
                     .keyed_requests
@@ -120,30 +235,79 @@ impl RequestRecord {
             }
             Decision::Refused => record_refusal(&self.config, self.route, rules_index, context),
         }
-        if self.log_entry.is_some() {
-            let rules = &self.config.compiled.route_rules[rules_index].charge_plan.rules;
-            let name = |position: usize| json!(self.config.compiled.rule_set.rules[rules[position]].rule.name);
-            let is_refused = matches!(decision, Decision::Refused);
-            let full = context.result.charges.iter().zip(&context.result.layers);
-            let full = full.filter(|(charge, _)| charge.is_full).map(|(_, layer)| layer.rule);
-            let refused: Vec<Value> =
-                full.chain(concurrency(SlotState::Full)).filter(|_| is_refused).map(name).collect();
-            let shadowed = context.result.shadowed.iter().copied();
-            let shadowed: Vec<Value> =
-                shadowed.chain(concurrency(SlotState::Shadowed).filter(|_| !is_refused)).map(name).collect();
-            for (name, rules) in [("refused_by", refused), ("shadowed_by", shadowed)] {
-                if !rules.is_empty() {
-                    self.set_log_field(name, Value::Array(rules));
-                }
-            }
-        }
+        self.log_decision(rules_index, context, decision);
         // The windows of these rules have not admitted the request.
         self.slots.release(&context.result.shadowed);
     }
 
-    pub fn set_upstream(&mut self, name: &str) {
-        if self.log_entry.is_some() {
-            self.set_log_field("upstream", json!(name));
+    /// Notes the decision of each rule, and the limits without room, for the access log.
+    fn log_decision(&mut self, rules_index: usize, context: &DecisionContext, decision: &Decision) {
+        let (Some(log), compiled) = (&mut self.log, &self.config.compiled) else { return };
+        let charge_plan = &compiled.route_rules[rules_index].charge_plan;
+        let rule_at = |position: usize| &compiled.rule_set.rules[charge_plan.rules[position]];
+        let keyed_requests = &context.inputs.keyed_requests;
+        let is_refused = matches!(decision, Decision::Refused);
+        let full_limit = |position: usize, limit: usize| {
+            let rule = rule_at(position);
+            let plan = keyed_requests[position].and_then(|keyed_request| rule.rule.plan_of(keyed_request.variant));
+            (
+                position,
+                FullLimit {
+                    rule: rule.rule.name.clone(),
+                    window: rule.limit_names().nth(limit).unwrap_or_default().to_owned(),
+                    key: log.keys.get(position).cloned(),
+                    plan: plan.map(|plan| plan.name.clone()),
+                },
+            )
+        };
+        let windows = context.result.charges.iter().zip(&context.result.layers);
+        let windows =
+            windows.filter(|(charge, _)| charge.is_full).map(|(_, layer)| full_limit(layer.rule, layer.layer));
+        let slots = context.result.concurrency.iter();
+        let slots = slots.filter(|usage| matches!(usage.state, SlotState::Full | SlotState::Shadowed));
+        let slots = slots.map(|usage| full_limit(usage.rule, rule_at(usage.rule).concurrent_index()));
+        let (shadowed, full): (Vec<_>, Vec<_>) =
+            windows.chain(slots).partition(|(position, _)| rule_at(*position).rule.is_shadow());
+        let is_in = |limits: &[(usize, FullLimit)], position| limits.iter().any(|(rule, _)| *rule == position);
+        let waits = |position| {
+            let in_window = matches!(decision, Decision::Delayed { waiter: Some(wait), .. } if wait.rule == position);
+            let has_waited = |usage: &ConcurrencyUsage| usage.rule == position && usage.state == SlotState::Waited;
+            in_window || context.result.concurrency.iter().any(has_waited)
+        };
+        let decision_of = |position: usize| match () {
+            () if is_in(&shadowed, position) => RuleDecision::Shadowed,
+            () if is_refused && is_in(&full, position) => RuleDecision::Refused,
+            () if waits(position) => RuleDecision::Delayed,
+            () => RuleDecision::Admitted,
+        };
+        let counted = (0..charge_plan.rules.len()).filter(|position| keyed_requests[*position].is_some());
+        log.entry.rules =
+            counted.map(|position| (rule_at(position).rule.name.clone(), decision_of(position))).collect();
+        let limits = |limits: Vec<(usize, FullLimit)>| limits.into_iter().map(|(_, limit)| limit).collect();
+        log.entry.shadowed_by = limits(shadowed);
+        log.entry.refused_by = if is_refused { limits(full) } else { Vec::new() };
+    }
+
+    /// The request is forwarded to an upstream. Returns where its attempts are noted.
+    pub fn forwarding_began(&mut self, upstream: usize) -> Option<Rc<AttemptLog>> {
+        let log = self.log.as_mut()?;
+        let attempts = Rc::new(AttemptLog::new(log.span.as_ref()));
+        let since = self.worker.clock.instant();
+        log.forwarded = Some(Forwarded { upstream, since, time: None, attempts: Rc::clone(&attempts) });
+        Some(attempts)
+    }
+
+    /// The head of the response has arrived, or the last attempt has failed.
+    pub fn forwarding_ended(&mut self) {
+        if let Some(forwarded) = self.log.as_mut().and_then(|log| log.forwarded.as_mut()) {
+            forwarded.time = Some(self.worker.clock.instant().duration_since(forwarded.since));
+        }
+    }
+
+    /// Notes the status of a gRPC response, from its head or its trailers.
+    pub fn set_grpc_status(&mut self, fields: &HeaderMap) {
+        if let (Some(log), Some(status)) = (&mut self.log, fields.get("grpc-status")) {
+            log.entry.grpc_status = Some(readable(status));
         }
     }
 
@@ -153,9 +317,7 @@ impl RequestRecord {
         if error.is_logged_as_warning() {
             self.warn(&error.operator_message());
         }
-        if self.log_entry.is_some() {
-            self.set_log_field("error", json!(error.to_string()));
-        }
+        self.set_log_error(&error.to_string());
     }
 
     /// Logs a warning, at most once a second per cause.
@@ -178,13 +340,17 @@ impl RequestRecord {
     /// The upstream's response was cut off.
     pub fn record_upstream_abort(&mut self, error: &UpstreamBodyError) {
         self.warn(&format!("the upstream server's response was cut off: {error}"));
+        self.worker.metrics.request_error(RequestError::Upstream(String::new()).kind_index());
         self.record_truncation();
     }
 
     /// The client did not receive the complete response.
     pub fn record_truncation(&mut self) {
-        if self.log_entry.as_ref().is_some_and(|line| !line.contains_key("error")) {
-            self.set_log_field("error", json!("the response was cut off"));
+        if !std::mem::replace(&mut self.is_truncated, true) {
+            self.worker.metrics.response_truncated();
+        }
+        if let Some(log) = &mut self.log {
+            log.entry.error.get_or_insert_with(|| "the response was cut off".to_owned());
         }
     }
 
@@ -197,21 +363,28 @@ impl RequestRecord {
     pub fn record_tunnel_end(&mut self, to_client: u64, to_upstream: u64) {
         self.worker.metrics.tunnel_ended();
         self.bytes += to_client;
-        if self.log_entry.is_some() {
-            self.set_log_field("bytes_received", json!(to_upstream));
+        if let Some(log) = &mut self.log {
+            log.entry.bytes_received = to_upstream;
         }
     }
 
     /// The tunnel ended without being closed by either side.
     pub fn record_tunnel_error(&mut self, message: &str) {
-        if self.log_entry.is_some() {
-            self.set_log_field("error", json!(message));
+        self.set_log_error(message);
+    }
+
+    fn set_log_error(&mut self, message: &str) {
+        if let Some(log) = &mut self.log {
+            log.entry.error = Some(message.to_owned());
         }
     }
 
-    fn set_log_field(&mut self, name: &str, value: Value) {
-        if let Some(line) = &mut self.log_entry {
-            line.insert(name.to_owned(), value);
+    /// The request ends because of a panic: its response is 500, unless one was begun.
+    #[cold]
+    fn record_panic(&mut self) {
+        self.record_error(&RequestError::Panic);
+        if self.status == CLIENT_CLOSED_REQUEST {
+            self.status = responses::error_status(&RequestError::Panic).as_u16();
         }
     }
 
@@ -222,18 +395,80 @@ impl RequestRecord {
 
 impl Drop for RequestRecord {
     fn drop(&mut self) {
+        if thread::panicking() {
+            self.record_panic();
+        }
+        self.worker.metrics.request_ended();
         let took = self.worker.end_time().duration_since(self.started.instant);
         self.route_metrics().request_ended(self.status, took);
-        if let (Some(mut line), Some(access)) = (self.log_entry.take(), &self.config.access_log) {
-            let route = self.route.map(|route| self.config.compiled.route_name(route));
-            line.insert("route".to_owned(), json!(route));
-            line.insert("status".to_owned(), json!(self.status));
-            line.insert("bytes".to_owned(), json!(self.bytes));
-            line.insert("duration_ms".to_owned(), json!(took.as_micros() as f64 / 1e3));
-            if !access.write(&Value::Object(*line)) {
-                self.worker.metrics.access_log_lost(1);
+        if let Some(mut log) = self.log.take() {
+            let (span, scheme) = (log.span.take(), log.scheme);
+            let (mut entry, attempts) = log.finish(&self.config, self.started.instant, self.worker.end_time());
+            entry.route = self.route.map(|route| self.config.compiled.route_name(route).to_owned());
+            (entry.status, entry.bytes_sent, entry.duration) = (self.status, self.bytes, took);
+            write_entry(&self.worker, &self.config, &entry);
+            if let (Some(tracer), Some(span)) = (&self.config.tracer, span) {
+                let route = self.route.map(|route| self.config.compiled.config.routes[route].path.text.clone());
+                let started = self.worker.clock.wall_time() - took;
+                tracer.send(TracedRequest { span, started, entry, http_route: route, scheme, attempts });
             }
         }
+    }
+}
+
+impl PendingEntry {
+    fn end_delay(&mut self, now: Instant) {
+        let waited = self.delayed_since.take().map(|since| now.duration_since(since));
+        self.entry.delay += waited.unwrap_or_default();
+    }
+
+    /// The entry of a request that ends now, and the attempts of a traced one.
+    fn finish(mut self, config: &WorkerConfig, started: Instant, now: Instant) -> (LogEntry, Vec<UpstreamAttempt>) {
+        self.end_delay(now);
+        let mut entry = self.entry;
+        if let Some(upload) = self.upload {
+            entry.bytes_received = upload.received_bytes.get();
+        }
+        let mut traced = Vec::new();
+        entry.upstream = self.forwarded.map(|forwarded| {
+            let upstream = &config.compiled.config.upstreams[forwarded.upstream];
+            let log = &*forwarded.attempts;
+            let servers: &[Server] = match &upstream.target {
+                ConfiguredTarget::Servers(servers) => servers,
+                ConfiguredTarget::Echo => &[],
+            };
+            let server = servers.get(log.last_server.get()).filter(|_| log.attempts.get() > 0);
+            traced = log.traced().iter().map(|attempt| upstream_attempt(attempt, servers, started, now)).collect();
+            UpstreamUse {
+                upstream: upstream.name.clone(),
+                server: server.map(|server| server.url.clone()),
+                time: forwarded.time.unwrap_or_else(|| now.duration_since(forwarded.since)),
+                attempts: log.attempts.get(),
+            }
+        });
+        (entry, traced)
+    }
+}
+
+/// What the span of an attempt says. The request runs from `started` to `now`.
+fn upstream_attempt(attempt: &TracedAttempt, servers: &[Server], started: Instant, now: Instant) -> UpstreamAttempt {
+    let server = servers.get(attempt.server);
+    let outcome = attempt.outcome.map_or("closed", UpstreamOutcome::name);
+    UpstreamAttempt {
+        span_id: attempt.span_id,
+        began: attempt.began.saturating_duration_since(started),
+        took: attempt.ended.unwrap_or(now).saturating_duration_since(attempt.began),
+        server: server.map_or_else(String::new, |server| server.url.clone()),
+        address: server.map_or_else(String::new, |server| server.host.clone()),
+        port: server.map(|server| server.port).filter(|port| *port > 0),
+        status: attempt.status.map(|status| status.as_u16()),
+        error: attempt.status.is_none().then_some(outcome),
+    }
+}
+
+fn write_entry(worker: &WorkerState, config: &WorkerConfig, entry: &LogEntry) {
+    if config.access_log.as_ref().is_some_and(|log| !log.write(entry)) {
+        worker.metrics.access_log_lost(1);
     }
 }
 
@@ -243,13 +478,12 @@ fn route_metrics(config: &WorkerConfig, route: Option<usize>) -> &RouteMetrics {
 
 /// Counts a refusal for each full window and each rule without a free slot, and once for each refusing rule.
 pub fn record_refusal(config: &WorkerConfig, route: Option<usize>, rules_index: usize, context: &DecisionContext) {
-    let mut counted = None;
     let full = || context.result.charges.iter().zip(&context.result.layers).filter(|(charge, _)| charge.is_full);
-    for (_, line) in full() {
+    for (nth, (_, line)) in full().enumerate() {
         config.window_metrics[rules_index].refused(line.rule, line.layer);
-        if counted != Some(line.rule) {
+        // Layers of one rule need not follow each other.
+        if full().take(nth).all(|(_, earlier)| earlier.rule != line.rule) {
             route_metrics(config, route).refused(line.rule);
-            counted = Some(line.rule);
         }
     }
     let compiled = &config.compiled;
@@ -268,21 +502,11 @@ pub fn record_rejected_head(worker: &WorkerState, peer: IpAddr, error: &RequestE
     let config = worker.config();
     let status = responses::error_status(error).as_u16();
     config.unrouted_metrics.request_ended(status, Duration::ZERO);
-    if let Some(access) = &config.access_log {
-        let time = worker.clock.now();
-        let mut line = Map::new();
-        line.insert("time".to_owned(), json!(rfc3339(time)));
-        line.insert("client".to_owned(), json!(peer.to_canonical().to_string()));
-        line.insert("status".to_owned(), json!(status));
-        line.insert("error".to_owned(), json!(error.to_string()));
-        if !access.write(&Value::Object(line)) {
-            worker.metrics.access_log_lost(1);
-        }
+    if config.access_log.is_some() {
+        let mut entry = LogEntry::new(worker.clock.now().unix_ms, peer);
+        (entry.status, entry.error) = (status, Some(error.to_string()));
+        write_entry(worker, &config, &entry);
     }
-}
-
-fn rfc3339(moment: Timestamp) -> Option<String> {
-    jiff::Timestamp::from_millisecond(moment.unix_ms as i64).map(|time| format!("{time:.3}")).ok()
 }
 
 /// Cuts a text of the client's to `LOGGED_MAX_BYTES`, at a character boundary.
@@ -291,16 +515,29 @@ fn truncate(text: &str) -> &str {
     &text[..end.unwrap_or(0)]
 }
 
-/// Log fields of the head. The query is left out, because it may hold secrets.
-fn head_fields(peer: IpAddr, parts: &Parts, started: Timestamp) -> Map<String, Value> {
-    let host = parts.headers.get(http::header::HOST).map(|host| String::from_utf8_lossy(host.as_bytes()));
-    let host = host.or_else(|| parts.uri.authority().map(|authority| authority.as_str().into()));
-    let mut line = Map::new();
-    line.insert("time".to_owned(), json!(rfc3339(started)));
-    line.insert("client".to_owned(), json!(peer.to_canonical().to_string()));
-    line.insert("method".to_owned(), json!(parts.method.as_str()));
-    line.insert("protocol".to_owned(), json!(format!("{:?}", parts.version)));
-    line.insert("host".to_owned(), json!(host.as_deref().map(truncate)));
-    line.insert("path".to_owned(), json!(truncate(parts.uri.path())));
-    line
+fn readable(value: &HeaderValue) -> String {
+    truncate(&String::from_utf8_lossy(value.as_bytes())).to_owned()
+}
+
+/// What the access log says of the head. Queries are left out, because they may hold secrets.
+fn logged_request(parts: &Parts, request_id: &RequestId, span: Option<&SpanContext>) -> LoggedRequest {
+    let field = |name| parts.headers.get(name).map(readable);
+    let authority = || parts.uri.authority().map(|authority| truncate(authority.as_str()).to_owned());
+    let referrer = field(header::REFERER);
+    let received_trace_id = || TraceParent::of(&parts.headers).map(|parent| parent.trace_id);
+    let trace_id = span.map(|span| span.trace_id).or_else(received_trace_id);
+    LoggedRequest {
+        request_id: readable(&request_id.to_value()),
+        trace_id: trace_id.map(|id| format!("{id:032x}")),
+        method: truncate(parts.method.as_str()).to_owned(),
+        host: field(header::HOST).or_else(authority),
+        path: truncate(parts.uri.path()).to_owned(),
+        protocol: match parts.version {
+            Version::HTTP_10 => "HTTP/1.0",
+            Version::HTTP_2 => "HTTP/2.0",
+            _ => "HTTP/1.1",
+        },
+        user_agent: field(header::USER_AGENT),
+        referrer: referrer.map(|url| url.split(['?', '#']).next().unwrap_or_default().to_owned()),
+    }
 }

@@ -5,12 +5,14 @@ use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use http::header::CONTENT_LENGTH;
+use http::request::Parts;
 use http::{HeaderMap, Response};
 use http_body::{Body as HttpBody, Frame, SizeHint};
 
 use super::request_record::RequestRecord;
 use crate::http::error::RequestError;
 use crate::http::responses::{ErrorFormat, LocalResponse};
+use crate::http::route_actions::ResponseChanges;
 use crate::upstream::response_body::{UpstreamBody, UpstreamBodyError};
 
 /// Why a request is not forwarded.
@@ -21,24 +23,78 @@ pub enum Rejection {
 
 impl Rejection {
     #[cold]
-    pub fn into_response(self, format: ErrorFormat, mut record: RequestRecord) -> Response<ResponseBody> {
+    pub fn into_response(self, format: ResponseFormat, mut record: RequestRecord) -> Response<ResponseBody> {
         record.release_all_slots();
         match self {
-            Rejection::Refused(reply) => finish(format.refusal(reply).map(Content::from), record),
+            Rejection::Refused(reply) => refusal_response(reply, format, record),
             Rejection::Error(error) => error_response(&error, format, record),
         }
     }
 }
 
+/// How the response to one request is sent.
+pub struct ResponseFormat {
+    errors: ErrorFormat,
+    /// By the route; `None` before it is known.
+    pub changes: Option<Box<ResponseChanges>>,
+}
+
+impl ResponseFormat {
+    pub fn of(parts: &Parts) -> ResponseFormat {
+        ResponseFormat { errors: ErrorFormat::of(parts), changes: None }
+    }
+
+    /// Identifies the request in a response of the upstream or the route, and makes the changes of the route.
+    pub fn change_fields(self, headers: &mut HeaderMap, record: &RequestRecord) {
+        record.identify(headers);
+        if let Some(changes) = self.changes {
+            changes.apply(headers);
+        }
+    }
+
+    // Inlined, so that the response and the record are not moved once more.
+    #[inline(always)]
+    fn finish_local(self, mut response: LocalResponse, record: RequestRecord) -> Response<ResponseBody> {
+        record.identify(response.headers_mut());
+        if let Some(changes) = self.changes {
+            changes.apply_to_local_response(response.headers_mut());
+        }
+        finish(response.map(Content::from), record)
+    }
+}
+
+/// The response to a refused request.
+#[inline(always)]
+pub fn refusal_response(reply: LocalResponse, format: ResponseFormat, record: RequestRecord) -> Response<ResponseBody> {
+    let response = format.errors.refusal(reply);
+    format.finish_local(response, record)
+}
+
 /// The response to a request that failed; records the error.
-pub fn error_response(error: &RequestError, format: ErrorFormat, mut record: RequestRecord) -> Response<ResponseBody> {
+pub fn error_response(
+    error: &RequestError,
+    format: ResponseFormat,
+    mut record: RequestRecord,
+) -> Response<ResponseBody> {
     record.record_error(error);
-    finish(format.error(error).map(Content::from), record)
+    let response = format.errors.error(error);
+    format.finish_local(response, record)
+}
+
+/// The response of the upstream or the route.
+pub fn forwarded_response(
+    mut response: Response<Content>,
+    format: ResponseFormat,
+    record: RequestRecord,
+) -> Response<ResponseBody> {
+    format.change_fields(response.headers_mut(), &record);
+    finish(response, record)
 }
 
 /// Ties a response to the record of its request.
-pub fn finish(response: Response<Content>, mut record: RequestRecord) -> Response<ResponseBody> {
+fn finish(response: Response<Content>, mut record: RequestRecord) -> Response<ResponseBody> {
     record.set_status(response.status().as_u16());
+    record.set_grpc_status(response.headers());
     response.map(|content| ResponseBody::new(content, record))
 }
 
@@ -47,7 +103,12 @@ pub enum Content {
     /// Made by the gateway; `None` once it was taken.
     Local(Option<Bytes>),
     Upstream(UpstreamBody),
+    /// Made by the gateway while it is sent.
+    Stream(LocalStream),
 }
+
+/// A body that the gateway makes while it is sent, with trailers.
+pub type LocalStream = Pin<Box<dyn HttpBody<Data = Bytes, Error = UpstreamBodyError>>>;
 
 impl From<Bytes> for Content {
     fn from(bytes: Bytes) -> Content {
@@ -102,6 +163,11 @@ impl ResponseBody {
         }
         Some(bytes)
     }
+
+    /// A piece that was taken did not reach the client.
+    pub fn record_truncation(&mut self) {
+        self.0.record.iter_mut().for_each(RequestRecord::record_truncation);
+    }
 }
 
 /// Makes a response one to HEAD: removes the body and keeps its Content-Length.
@@ -132,10 +198,14 @@ impl HttpBody for ResponseBody {
         let frame = match &mut this.content {
             Content::Local(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
             Content::Upstream(download) => Pin::new(download).poll_frame(cx),
+            Content::Stream(stream) => stream.as_mut().poll_frame(cx),
         };
         if let (Some(record), Poll::Ready(Some(frame))) = (&mut this.record, &frame) {
             match frame {
-                Ok(frame) => record.add_bytes_sent(frame.data_ref().map_or(0, Bytes::len)),
+                Ok(frame) => {
+                    record.add_bytes_sent(frame.data_ref().map_or(0, Bytes::len));
+                    frame.trailers_ref().into_iter().for_each(|trailers| record.set_grpc_status(trailers));
+                }
                 Err(error) => record.record_upstream_abort(error),
             }
         }
@@ -161,6 +231,7 @@ impl HttpBody for ResponseBody {
         match &self.0.content {
             Content::Local(bytes) => bytes.is_none(),
             Content::Upstream(download) => download.is_end_stream(),
+            Content::Stream(stream) => stream.is_end_stream(),
         }
     }
 
@@ -168,6 +239,7 @@ impl HttpBody for ResponseBody {
         match &self.0.content {
             Content::Local(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
             Content::Upstream(download) => download.size_hint(),
+            Content::Stream(stream) => stream.size_hint(),
         }
     }
 }

@@ -15,11 +15,13 @@ use super::worker_state::WorkerState;
 use crate::http::ratelimit_headers::RateLimitFields;
 use crate::http::response_cost::{FinalCost, GRPC_UNKNOWN, ResponseCostRule, grpc_status};
 use crate::redis_store::scripts::Refund;
+use transom_limiter::acquire::Charge;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule_set::KeyedRequest;
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::table::Counter;
+use transom_limiter::window_kind::WindowKind;
 
 /// An admitted request whose cost is not known yet. Dropped without a response, as when the client goes away, it keeps its
 /// charges.
@@ -41,8 +43,8 @@ pub struct PendingCost {
 struct RuleCharges {
     /// Locally.
     receipts: Vec<ShardReceipt>,
-    /// The counters charged by the store, with the ends of their windows.
-    remote: Vec<(Counter, u64)>,
+    /// The counters charged by the store, with the ends of their windows; `None` for sliding windows.
+    remote: Vec<(Counter, Option<u64>)>,
     is_settled: bool,
 }
 
@@ -50,7 +52,8 @@ impl RuleCharges {
     fn add(&mut self, context: &DecisionContext, position: usize) {
         self.receipts.extend(context.receipts_of_rule(position));
         let remote = context.charges_of_rule(position).filter(|charge| charge.receipt().is_none());
-        self.remote.extend(remote.map(|charge| (charge.counter, charge.usage.end_ms)));
+        let end_ms = |charge: &Charge| (charge.request.kind != WindowKind::Sliding).then_some(charge.usage.end_ms);
+        self.remote.extend(remote.map(|charge| (charge.counter, end_ms(charge))));
     }
 }
 
@@ -175,6 +178,10 @@ impl PendingCost {
             worker.deferred_refunds.refund([charged], charged.receipt.end_ms(), rule_set, &worker.table, now_ms);
         }
         rule_set.refund(&parts, tokens, &worker.table, now_ms);
+        if let Some(shared) = &worker.shared {
+            let charge_plan = &config.compiled.route_rules[self.rules_index].charge_plan;
+            shared.track_refunded_leases(rule_set, charge_plan, &self.keyed_requests, &self.store_keys, &parts);
+        }
         let limited =
             |(_, refund): &(usize, Refund)| Refund { tokens: refund.tokens.min(u64::from(tokens)), ..refund.clone() };
         let refunds: Vec<Refund> =

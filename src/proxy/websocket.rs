@@ -11,9 +11,8 @@ use http::{HeaderMap, Response};
 use tokio::io::{AsyncRead, AsyncWrite};
 
 use super::request_record::RequestRecord;
-use super::response::{Content, ResponseBody, error_response, finish};
+use super::response::{Content, ResponseBody, ResponseFormat, error_response, forwarded_response};
 use crate::http::error::RequestError;
-use crate::http::responses::ErrorFormat;
 use crate::http::websocket_handshake::{self, HandshakeKey, UpgradeMethod};
 use crate::timer::Timer;
 use crate::upstream::tunnel::{ByteCounts, Tunnel, TunnelEnd};
@@ -52,7 +51,7 @@ impl WebSocketHandshake {
 pub async fn finish_handshake(
     response: Response<Content>,
     handshake: Box<WebSocketHandshake>,
-    format: ErrorFormat,
+    format: ResponseFormat,
     record: RequestRecord,
     tunnel_slot: &RefCell<Option<TunnelSession>>,
     idle_timeout: Duration,
@@ -67,7 +66,9 @@ pub async fn finish_handshake(
         (UpgradeMethod::ExtendedConnect, Content::Upstream(_)) if response.status().is_success() => {
             RequestError::Upstream("the server did not switch protocols".to_owned())
         }
-        (UpgradeMethod::Upgrade | UpgradeMethod::ExtendedConnect, _) => return finish(response, record),
+        (UpgradeMethod::Upgrade | UpgradeMethod::ExtendedConnect, _) => {
+            return forwarded_response(response, format, record);
+        }
     };
     error_response(&error, format, record)
 }
@@ -75,7 +76,7 @@ pub async fn finish_handshake(
 async fn open_tunnel(
     mut response: Response<Content>,
     handshake: &WebSocketHandshake,
-    format: ErrorFormat,
+    format: ResponseFormat,
     mut record: RequestRecord,
     tunnel_slot: &RefCell<Option<TunnelSession>>,
     idle_timeout: Duration,
@@ -88,15 +89,16 @@ async fn open_tunnel(
         UpgradeMethod::Upgrade => websocket_handshake::insert_upgrade_fields(response.headers_mut()),
         UpgradeMethod::ExtendedConnect => websocket_handshake::to_connect_response(&mut response),
     }
-    let (parts, content) = response.into_parts();
+    let (mut parts, content) = response.into_parts();
     let tunnel = match content {
         Content::Upstream(download) => download.into_tunnel().await,
-        Content::Local(_) => None,
+        Content::Local(_) | Content::Stream(_) => None,
     };
     let Some(tunnel) = tunnel else {
         let reason = "the server closed the connection after switching protocols";
         return error_response(&RequestError::Upstream(reason.to_owned()), format, record);
     };
+    format.change_fields(&mut parts.headers, &record);
     record.set_status(parts.status.as_u16());
     tunnel_slot.replace(Some(TunnelSession { tunnel, record, idle_timeout }));
     Response::from_parts(parts, ResponseBody::unrecorded(Content::Local(None)))

@@ -16,18 +16,27 @@ use crate::access_log::LogSender;
 use crate::clock::Clock;
 use crate::config::count_when::CountWhen;
 use crate::config::upstream::{Server, Target as ConfiguredTarget, TransportSettings, Upstream};
+use crate::http::client_plans::ClientLookup;
+use crate::http::key_source::RequestAttributes;
 use crate::http::ratelimit_headers::RateLimitFields;
 use crate::http::responses::{self, RefusalCache, RefusalResponse};
 use crate::jwt::cache::TokenCache;
-use crate::metrics::events::{ConcurrencyGauge, RefundCounter, RouteMetrics, UpstreamMetrics, WindowMetrics};
-use crate::metrics::upstream::{ActiveGauge, RetryMetrics};
+use crate::metrics::events::{
+    ClientMetrics, ConcurrencyGauge, DelayGauge, DroppedSpans, RefundCounter, RouteMetrics, UpstreamMetrics,
+    WindowMetrics,
+};
+use crate::metrics::storage::GaugeGuard;
+use crate::metrics::upstream::{ActiveGauge, ConnectionGauge, RetryMetrics};
 use crate::metrics::{Registry, WorkerId};
+use crate::spans::{SpanSender, Tracer};
+use crate::top_keys::TopKeys;
 use crate::upstream::forward::Forwarder;
 use crate::upstream::pool::{ConnectionPool, ServerPool};
 use crate::upstream::server_health::UpstreamHealth;
+use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
-use transom_limiter::rule::Rule;
+use transom_limiter::rule::{OnLimit, Rule};
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
 use transom_limiter::table::Table;
 
@@ -39,19 +48,33 @@ pub struct WorkerConfig {
     pub window_metrics: Vec<WindowMetrics>,
     /// By rule of the rule set; `None` for rules without a limit of concurrent requests.
     pub concurrency_gauges: Vec<Option<ConcurrencyGauge>>,
+    /// By rule of the rule set; `None` for rules that delay no request.
+    pub delay_gauges: Vec<Option<DelayGauge>>,
     /// By rule of the rule set; `None` for rules without `count_when`.
     pub refund_counters: Vec<Option<RefundCounter>>,
     /// `RateLimit-Policy` by route rules. A copy per worker, so that workers do not contend for its reference count.
     pub policy_fields: Vec<Option<HeaderValue>>,
+    /// With `[metrics] clients = true`.
+    pub client_metrics: Option<ClientMetrics>,
+    pub top_keys: TopKeys,
     /// For requests that match no route.
     pub unrouted_metrics: RouteMetrics,
     /// By upstream.
     pub targets: Vec<Target>,
     pub access_log: Option<LogSender>,
+    /// With `[tracing]`.
+    pub tracer: Option<Tracer>,
     /// Dropped with this view, so that no cached token outlives the keys that verified it.
     pub token_cache: TokenCache,
     server_pools: ServerPools,
     scratch: RefCell<DecisionBuffers>,
+}
+
+/// Where the records of requests go.
+#[derive(Clone, Default)]
+pub struct RecordOutputs {
+    pub access_log: Option<LogSender>,
+    pub spans: Option<SpanSender>,
 }
 
 /// The server pools of all upstreams, by upstream name and server URL.
@@ -90,7 +113,7 @@ impl WorkerConfig {
         registry: &Arc<Registry>,
         clock: &Clock,
         compiled: Arc<CompiledConfig>,
-        access_log: Option<LogSender>,
+        outputs: RecordOutputs,
         previous: Option<&WorkerConfig>,
     ) -> WorkerConfig {
         let rules_of = |route_rules: &RouteRules| {
@@ -110,9 +133,19 @@ impl WorkerConfig {
         let concurrency_gauge = |rule: &CompiledRule| {
             rule.concurrent_name().map(|_| ConcurrencyGauge::new(registry, worker_id, &rule.rule.name))
         };
+        let delay_gauge = |rule: &CompiledRule| {
+            let may_delay = matches!(rule.rule.on_limit, OnLimit::Delay { .. });
+            may_delay.then(|| DelayGauge::new(registry, worker_id, &rule.rule.name))
+        };
         let refund_counter = |(rule, count_when): (&Rule, &Option<CountWhen>)| {
             count_when.as_ref().map(|_| RefundCounter::new(registry, worker_id, &rule.name))
         };
+        let counted_clients = compiled.clients.as_ref().filter(|_| compiled.config.metrics.clients);
+        let client_metrics = counted_clients.map(|clients| {
+            let named = clients.clients.iter();
+            let named = named.map(|client| (client.name.as_str(), clients.plans[client.plan as usize].as_str()));
+            ClientMetrics::new(registry, worker_id, named)
+        });
         let mut server_pools = ServerPools::new();
         let server_count = |upstream: &Upstream| match &upstream.target {
             ConfiguredTarget::Echo => 0,
@@ -131,10 +164,10 @@ impl WorkerConfig {
                     let server_pool = same.map_or_else(
                         || {
                             let active = ActiveGauge::new(registry, worker_id, &upstream.name, &server.url);
-                            ServerPool::new(
-                                ConnectionPool::new(server.clone(), &upstream.transport, clock.clone()),
-                                active,
-                            )
+                            let open = ConnectionGauge::new(registry, worker_id, &upstream.name, &server.url);
+                            let pool =
+                                ConnectionPool::new(server.clone(), &upstream.transport, Some(open), clock.clone());
+                            ServerPool::new(pool, active)
                         },
                         |(.., server_pool)| Rc::clone(server_pool),
                     );
@@ -150,30 +183,71 @@ impl WorkerConfig {
             }
         };
         let context = DecisionContext::for_worker(worker_id as u32);
+        let counted_keys = compiled.config.admin.top_keys;
+        let previous_keys = previous.map(|previous| &previous.top_keys);
+        let top_keys = TopKeys::new(&compiled.rule_set, counted_keys, clock.now().unix_ms, previous_keys);
+        let config = &compiled.config;
         WorkerConfig {
             route_metrics: compiled.routes.iter().enumerate().map(route_metrics).collect(),
             window_metrics: compiled.route_rules.iter().map(window_metrics).collect(),
             concurrency_gauges: compiled.rule_set.rules.iter().map(concurrency_gauge).collect(),
-            refund_counters: compiled
-                .config
-                .rules
-                .iter()
-                .zip(&compiled.config.count_when)
-                .map(refund_counter)
-                .collect(),
+            delay_gauges: compiled.rule_set.rules.iter().map(delay_gauge).collect(),
+            refund_counters: config.rules.iter().zip(&config.count_when).map(refund_counter).collect(),
             policy_fields: compiled
                 .route_rules
                 .iter()
                 .map(|rules| rules.rate_limit_template.constant_policy())
                 .collect(),
+            client_metrics,
+            top_keys,
             unrouted_metrics: RouteMetrics::new(registry, worker_id, "", &[]),
-            targets: compiled.config.upstreams.iter().zip(&compiled.upstream_health).map(&mut target).collect(),
-            access_log,
+            targets: config.upstreams.iter().zip(&compiled.upstream_health).map(&mut target).collect(),
+            access_log: outputs.access_log,
+            tracer: Tracer::new(config.tracing.as_ref(), outputs.spans, || DroppedSpans::new(registry, worker_id)),
             token_cache: compiled.token_checker(),
             server_pools,
             compiled,
             scratch: RefCell::new(DecisionBuffers { context, ..DecisionBuffers::default() }),
         }
+    }
+
+    /// Counts the keys of a decided request.
+    #[inline]
+    pub fn count_keys(
+        &self,
+        rules: &RouteRules,
+        context: &DecisionContext,
+        decision: &Decision,
+        attributes: &RequestAttributes<'_>,
+        clients: &ClientLookup<'_>,
+    ) {
+        if self.top_keys.count_decision(&rules.charge_plan, context, decision) {
+            self.name_keys(rules, context, attributes, clients);
+        }
+    }
+
+    /// Names the keys of a request that `top_keys` needs names of.
+    #[cold]
+    pub fn name_keys(
+        &self,
+        rules: &RouteRules,
+        context: &DecisionContext,
+        attributes: &RequestAttributes<'_>,
+        clients: &ClientLookup<'_>,
+    ) {
+        let digester = &self.compiled.readable_digester;
+        let describe = |position: usize| rules.rule_keys[position].describe(attributes, clients, digester);
+        self.top_keys.name_keys(&rules.charge_plan, context, describe);
+    }
+
+    /// Whether metrics name the client of a request.
+    pub fn reports_clients(&self) -> bool {
+        self.client_metrics.is_some()
+    }
+
+    /// Counts a request that waits because of a rule of the rule set, until the result is dropped.
+    pub fn count_delayed(&self, rule: usize) -> Option<GaugeGuard> {
+        self.delay_gauges[rule].as_ref().map(DelayGauge::count)
     }
 
     /// The RateLimit fields as of now, for a request that was charged earlier.

@@ -6,21 +6,32 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use http::HeaderValue;
+use tokio::sync::mpsc::UnboundedSender;
 
 use super::compiled_config::CompiledConfig;
 use super::log_throttle::LogThrottle;
-use super::worker_config::WorkerConfig;
-use crate::access_log::LogSender;
+use super::worker_config::{RecordOutputs, WorkerConfig};
 use crate::clock::Clock;
 use crate::http::error::RequestError;
 use crate::http::responses::Date;
 use crate::metrics::events::WorkerMetrics;
 use crate::metrics::redis::StoreMetrics;
 use crate::metrics::{Registry, WorkerId};
-use crate::redis_store::shared_counters::SharedCounters;
+use crate::redis_store::shared_counters::{SharedByWorkers, SharedCounters};
 use crate::timer::Timers;
+use crate::top_keys::{KeyOutcome, Snapshot};
 use transom_limiter::deferred_refunds::DeferredRefunds;
 use transom_limiter::table::Table;
+
+/// Asks a worker for copies of its counts of keys.
+#[derive(Clone)]
+pub struct TopKeysQuery {
+    pub outcome: KeyOutcome,
+    /// The hash prefixes of the rules.
+    pub rules: Arc<[u64]>,
+    /// The worker sends the position in `rules` with each copy.
+    pub reply: UnboundedSender<(usize, Snapshot)>,
+}
 
 pub struct WorkerState {
     pub table: Arc<Table>,
@@ -33,8 +44,8 @@ pub struct WorkerState {
     batch_end: Cell<Option<Instant>>,
     /// `None` where counters are not shared between gateways.
     pub shared: Option<Rc<SharedCounters>>,
-    worker_id: WorkerId,
-    registry: Arc<Registry>,
+    pub worker_id: WorkerId,
+    pub registry: Arc<Registry>,
     /// The `Date` of responses, and the timer tick at which it was last computed.
     date: RefCell<(Option<u64>, Date)>,
     config: RefCell<Rc<WorkerConfig>>,
@@ -43,19 +54,19 @@ pub struct WorkerState {
 impl WorkerState {
     pub fn new(
         worker_id: WorkerId,
-        table: Arc<Table>,
+        shared_by_workers: SharedByWorkers,
         clock: Clock,
-        deferred_refunds: Arc<DeferredRefunds>,
         registry: Arc<Registry>,
         compiled: Arc<CompiledConfig>,
-        access_log: Option<LogSender>,
+        outputs: RecordOutputs,
     ) -> WorkerState {
         let settings = compiled.config.counters.shared.as_ref();
         let shared = settings.map(|settings| {
             let metrics = StoreMetrics::new(&registry, worker_id);
-            SharedCounters::new(settings, Arc::clone(&table), clock.clone(), Arc::clone(&deferred_refunds), metrics)
+            SharedCounters::new(settings, shared_by_workers.clone(), clock.clone(), metrics)
         });
-        let config = WorkerConfig::new(worker_id, &registry, &clock, compiled, access_log, None);
+        let SharedByWorkers { table, deferred_refunds, .. } = shared_by_workers;
+        let config = WorkerConfig::new(worker_id, &registry, &clock, compiled, outputs, None);
         WorkerState {
             shared,
             metrics: WorkerMetrics::new(&registry, worker_id, &RequestError::KINDS),
@@ -107,16 +118,31 @@ impl WorkerState {
     }
 
     /// Switches new requests to a configuration. Connections to unchanged servers stay open.
-    pub fn apply_config(&self, compiled: Arc<CompiledConfig>, access_log: Option<LogSender>) {
+    pub fn apply_config(&self, compiled: Arc<CompiledConfig>, outputs: RecordOutputs) {
         let previous = self.config();
         let (id, registry, clock) = (self.worker_id, &self.registry, &self.clock);
-        let config = WorkerConfig::new(id, registry, clock, compiled, access_log, Some(&previous));
+        let config = WorkerConfig::new(id, registry, clock, compiled, outputs, Some(&previous));
         *self.config.borrow_mut() = Rc::new(config);
     }
 
-    /// Closes idle upstream connections, and refunds what requests left charged that were canceled while delayed.
+    /// Sends copies of the counts of keys. Requests are served between the rules.
+    pub async fn answer_top_keys(&self, query: TopKeysQuery) {
+        for (position, hash_prefix) in query.rules.iter().enumerate() {
+            let now_ms = self.clock.now().unix_ms;
+            let snapshot = self.config().top_keys.snapshot(*hash_prefix, query.outcome, now_ms);
+            if snapshot.is_some_and(|snapshot| query.reply.send((position, snapshot)).is_err()) {
+                break;
+            }
+            tokio::task::yield_now().await;
+        }
+    }
+
+    /// Closes idle upstream connections, refunds what requests left charged that were canceled while delayed, and begins new
+    /// periods of the counts of keys.
     pub fn sweep(&self) {
-        self.deferred_refunds.sweep(&self.table, self.clock.now().unix_ms);
+        let now_ms = self.clock.now().unix_ms;
+        self.config().top_keys.begin_period(now_ms);
+        self.deferred_refunds.sweep(&self.table, now_ms);
         self.config().close_idle_connections();
     }
 }

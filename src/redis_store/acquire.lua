@@ -8,6 +8,8 @@ local values = call('MGET', unpack(keys))
 local reply = {time}
 -- By key: tokens used or owed, the current window, its end, the expiry to write, and the name of the window field.
 local usage, marks, ends, expiry, fields, changed = {}, {}, {}, {}, {}, {}
+-- By key of a sliding counter: tokens by segment.
+local segments = {}
 local first, a, r, total = 1, 1, 2, #argv
 
 -- Usage of an account at time `now`: nil if the key holds another type, -1 if both windows have ended.
@@ -27,6 +29,8 @@ local function account(key, a, now)
   if grid then
     local number, end_ms = argv[a + 7] + 0, argv[a + 3] + 0
     local length = argv[a + 8] - end_ms
+    -- A number far ahead counts shorter windows, which the rule had before.
+    if exists and (mark - number) * length > 2 * length + 2000 then exists, used = false, 0 end
     -- A gateway whose clock is ahead may have counted in the next window already.
     if now >= end_ms or (exists and mark == number + 1) then
       number, end_ms = number + 1, end_ms + length
@@ -47,6 +51,46 @@ local function account(key, a, now)
   used = used < 0 and 0 or used
   usage[key] = used
   return used
+end
+
+-- Usage of a sliding counter at time `now`; nil if the key holds another type. A request counts in the latest segment in
+-- use: that of `now`, or a later one, in which a gateway has counted whose clock is ahead. A segment far ahead belongs to a
+-- shorter period, which the rule had before.
+local function sliding(key, a, now)
+  local tokens, latest, used = segments[key], math.floor(now * 8 / argv[a + 3]), 0
+  local newest = math.floor((now + 2000) * 8 / argv[a + 3]) + 8
+  if not tokens then
+    local found = redis.pcall('HGETALL', key)
+    if found.err then
+      if string.find(found.err, 'WRONGTYPE', 1, true) then return nil end
+      call('HGETALL', key)
+    end
+    tokens = {}
+    for i = 1, #found, 2 do
+      local number, count = tonumber(found[i]), tonumber(found[i + 1])
+      if not number or not count or number % 1 ~= 0 or count % 1 ~= 0 then return nil end
+      tokens[number] = count < 0 and 0 or count
+    end
+    segments[key] = tokens
+  end
+  for number in pairs(tokens) do
+    if number <= newest then latest = math.max(latest, number) end
+  end
+  for number, count in pairs(tokens) do
+    if number >= latest - 8 and number <= latest then used = used + count end
+  end
+  usage[key], marks[key] = used, latest
+  return used
+end
+
+-- The segment of a sliding counter after which `excess` tokens have come back.
+local function returned_after(key, excess)
+  local latest = marks[key]
+  for number = latest - 8, latest - 1 do
+    excess = excess - (segments[key][number] or 0)
+    if excess <= 0 then return number end
+  end
+  return latest
 end
 
 local grants = {}
@@ -75,6 +119,8 @@ while a <= total do
         usage[key] = used
       end
       if is_far_ahead or now >= argv[a + 3] + 0 then used = -1 end
+    elseif kind == 's' then
+      used = sliding(key, a, now)
     else
       used = account(key, a, now)
     end
@@ -86,8 +132,6 @@ while a <= total do
     elseif used > max_integer then
       used = max_integer
     end
-    reply[r + 1], reply[r + 2] = used, marks[key] or 0
-    r = r + 3
     local need = argv[a + 2] + 0
     local grant, spare = need, argv[a + 1] - used - need
     if kind == 'e' then
@@ -100,6 +144,9 @@ while a <= total do
     end
     if spare < 0 and status > 0 then status = 0 end
     grants[i] = grant
+    reply[r + 1], reply[r + 2] = used, marks[key] or 0
+    reply[r + 3] = segments[key] and returned_after(key, math.max(-spare, 1)) or 0
+    r = r + 4
   end
   reply[at] = status
   if status == 1 then
@@ -112,10 +159,16 @@ while a <= total do
         if kind ~= 'e' and used < argv[b + 5] + 0 then used = argv[b + 5] + 0 end
         used = used + grant
         reply[at], reply[at + 1] = grant, used
+        if kind == 's' then
+          local tokens, latest = segments[key], marks[key]
+          tokens[latest] = (tokens[latest] or 0) + used - usage[key]
+        end
         usage[key] = used
         if not expiry[key] then changed[#changed + 1] = key end
         if kind == 'e' or kind == 'p' then
           expiry[key] = argv[b + 3]
+        elseif kind == 's' then
+          expiry[key] = math.min(math.ceil((marks[key] + 9) * argv[b + 3] / 8), 4398046511103)
         else
           -- Kept until all reserved tokens have been used. Calendar windows differ in length.
           local length = (argv[b + 8] - argv[b + 3]) * (kind == 'g' and 2 or 1)
@@ -124,7 +177,7 @@ while a <= total do
           fields[key] = kind == 'g' and 'window' or 'start'
         end
       end
-      at = at + 3
+      at = at + 4
       b = b + (kind == 'e' and 4 or 9)
     end
   end
@@ -134,8 +187,19 @@ end
 local text = string.format
 for i = 1, #changed do
   local key = changed[i]
-  local field = fields[key]
-  if field then
+  local field, tokens = fields[key], segments[key]
+  if tokens then
+    local all = {}
+    for number, count in pairs(tokens) do
+      if number < marks[key] - 8 then
+        call('HDEL', key, text('%.0f', number))
+      elseif number <= marks[key] then
+        all[#all + 1], all[#all + 2] = text('%.0f', number), text('%.0f', count)
+      end
+    end
+    call('HSET', key, unpack(all))
+    call('PEXPIREAT', key, text('%.0f', expiry[key]))
+  elseif field then
     call('HSET', key, field, text('%.0f', marks[key]), 'used', text('%.0f', usage[key]))
     call('PEXPIREAT', key, text('%.0f', expiry[key]))
   else

@@ -15,7 +15,9 @@ use tokio::time::{sleep, timeout};
 
 use super::cluster::{Cluster, parse_redirect};
 use super::connect::Connector;
-use super::connection::{self, Batching, CallError, Connection, ScriptKind, ServerErrorText, unexpected_reply};
+use super::connection::{
+    self, Batching, CallError, Connection, ScriptKind, ServerErrorText, is_forbidden_key, unexpected_reply,
+};
 use super::hash_slot::slot;
 use super::reconnecting::{Endpoint, ReconnectingConnection, ServerId};
 use super::scripts::{self, AcquireCall, AcquireReply, CounterRequest, Refund, Scripts, TOKENS_MAX};
@@ -40,6 +42,9 @@ struct ClientState {
     scripts: Rc<Scripts>,
     prefix: String,
     opened: Rc<Cell<u64>>,
+    /// The value of `opened` when the user had no right to a key. Until the next connection no call has keys of two slots,
+    /// so that a forbidden key fails calls for this key only.
+    key_forbidden: Cell<Option<u64>>,
 }
 
 enum Servers {
@@ -53,7 +58,7 @@ enum Servers {
 pub enum StoreError {
     /// No server can be reached. Whether the call was executed is unknown.
     Unreachable(String),
-    /// This counter only: its key holds another type of value.
+    /// This counter only: its key holds another type of value, or the user has no right to it.
     Key(String),
 }
 
@@ -91,6 +96,7 @@ impl RedisClient {
             scripts: Rc::new(Scripts::default()),
             prefix: settings.prefix.clone(),
             opened,
+            key_forbidden: Cell::new(None),
         }))
     }
 
@@ -103,17 +109,21 @@ impl RedisClient {
         for _ in 0..2 {
             let call_data = AcquireCall { requests: requests.to_vec(), gateway_ms, window_ms };
             let acquire = async |connection: &Rc<Connection>, importing| {
-                let in_cluster = matches!(self.0.servers, Servers::Cluster(_));
                 let batching = if importing {
                     Batching::Never
-                } else if in_cluster {
-                    Batching::SameBase
-                } else {
+                } else if self.calls_any_slots() {
                     Batching::Any
+                } else {
+                    Batching::SameBase
                 };
                 connection::acquire(connection, &self.0.scripts, call_data.clone(), batching).await
             };
-            let (decision, node) = self.run(base, &acquire).await?;
+            let (decision, node) = self.run(base, &acquire).await.map_err(|error| match error {
+                StoreError::Key(why) if requests.iter().any(|request| slot(&request.key_base) != slot(base)) => {
+                    StoreError::Key(format!("{why} or another key of the same request"))
+                }
+                error => error,
+            })?;
             let wrong_type = |key| StoreError::Key(format!("{node}: key `{key}` holds a value that is not a counter"));
             let reply = decision.map_err(wrong_type)?;
             let AcquireReply::OtherWindow { time_ms } = reply else { return Ok(reply) };
@@ -195,9 +205,14 @@ impl RedisClient {
 
     /// Whether one call can cover counters with both key bases.
     pub fn can_share_a_call(&self, a: &str, b: &str) -> bool {
+        self.calls_any_slots() || slot(a) == slot(b)
+    }
+
+    /// Whether one call can have keys of several slots.
+    fn calls_any_slots(&self) -> bool {
         match &self.0.servers {
-            Servers::Single(_) => true,
-            Servers::Cluster(_) => slot(a) == slot(b),
+            Servers::Single(_) => self.0.key_forbidden.get() != Some(self.generation()),
+            Servers::Cluster(_) => false,
         }
     }
 
@@ -274,10 +289,16 @@ impl RedisClient {
                 let connection = link.get().await.map_err(StoreError::Unreachable)?;
                 match call(&connection, false).await {
                     Ok(reply) => Ok((reply, connection.node.clone())),
-                    Err(failure) => Err(to_store_error(link, &connection, failure)),
+                    Err(failure) => {
+                        let error = to_store_error(link, &connection, base, failure);
+                        if let StoreError::Key(_) = error {
+                            self.0.key_forbidden.set(Some(self.generation()));
+                        }
+                        Err(error)
+                    }
                 }
             }
-            Servers::Cluster(cluster) => run_in_cluster(cluster, slot(base), call).await,
+            Servers::Cluster(cluster) => run_in_cluster(cluster, base, call).await,
         }
     }
 }
@@ -286,8 +307,9 @@ impl RedisClient {
 trait Call<T>: AsyncFn(&Rc<Connection>, bool) -> Result<T, CallError> {}
 impl<T, C: AsyncFn(&Rc<Connection>, bool) -> Result<T, CallError>> Call<T> for C {}
 
-/// Runs a call at the master of a slot and follows redirects.
-async fn run_in_cluster<T>(cluster: &Rc<Cluster>, slot: u16, call: &impl Call<T>) -> Result<(T, Node), StoreError> {
+/// Runs a call at the master of the slot of a key base and follows redirects.
+async fn run_in_cluster<T>(cluster: &Rc<Cluster>, base: &str, call: &impl Call<T>) -> Result<(T, Node), StoreError> {
+    let slot = slot(base);
     let mut link = cluster.master(slot).await.map_err(StoreError::Unreachable)?;
     let mut importing = false;
     let mut why = String::new();
@@ -310,7 +332,7 @@ async fn run_in_cluster<T>(cluster: &Rc<Cluster>, slot: u16, call: &impl Call<T>
             Err(CallError::Rejected(error)) => error,
             Err(failure) => {
                 cluster.refresh_in_background();
-                return Err(to_store_error(&link, &connection, failure));
+                return Err(to_store_error(&link, &connection, base, failure));
             }
         };
         let to = parse_redirect(error.details().unwrap_or_default(), &connection.node);
@@ -325,7 +347,7 @@ async fn run_in_cluster<T>(cluster: &Rc<Cluster>, slot: u16, call: &impl Call<T>
             }
             _ => {
                 cluster.refresh_in_background();
-                return Err(to_store_error(&link, &connection, CallError::Rejected(error)));
+                return Err(to_store_error(&link, &connection, base, CallError::Rejected(error)));
             }
         }
     }
@@ -333,8 +355,18 @@ async fn run_in_cluster<T>(cluster: &Rc<Cluster>, slot: u16, call: &impl Call<T>
 }
 
 /// Turns a failed call into an error, and discards the connection where another one may help.
-fn to_store_error(link: &ReconnectingConnection, connection: &Rc<Connection>, failure: CallError) -> StoreError {
+fn to_store_error(
+    link: &ReconnectingConnection,
+    connection: &Rc<Connection>,
+    base: &str,
+    failure: CallError,
+) -> StoreError {
     let result = connection.describe(&failure);
+    if let CallError::Rejected(error) = &failure
+        && is_forbidden_key(error)
+    {
+        return StoreError::Key(format!("{result}: `{base}`"));
+    }
     if let CallError::Rejected(error) = &failure
         && !is_wrong_server(error)
     {

@@ -279,8 +279,7 @@ pub async fn acquire(
     batching: Batching,
 ) -> Result<AcquireResult, CallError> {
     if batching == Batching::Never {
-        let decided = run_batch(connection, scripts, std::slice::from_ref(&call), true).await;
-        return decided.and_then(|mut decided| decided.pop().ok_or_else(|| unexpected_reply(&Value::Nil)));
+        return run_one(connection, scripts, &call, true).await;
     }
     let (sender, result) = oneshot::channel();
     connection.queue.waiting.borrow_mut().push_back(QueuedCall { call, reply_to: sender });
@@ -300,9 +299,13 @@ async fn send_batches(connection: Rc<Connection>, scripts: Rc<Scripts>, batching
             break;
         }
         let mut decided = run_batch(&connection, &scripts, &calls, false).await.map(Vec::into_iter);
-        for sender in senders {
+        for (sender, call) in senders.into_iter().zip(&calls) {
             let decision = match &mut decided {
                 Ok(decided) => decided.next().ok_or_else(|| unexpected_reply(&Value::Nil)),
+                // One key of the batch fails all calls, and none was executed.
+                Err(CallError::Rejected(error)) if is_forbidden_key(error) && calls.len() > 1 => {
+                    run_one(&connection, &scripts, call, false).await
+                }
                 Err(failure) => Err(failure.clone()),
             };
             // A dropped caller needs no reply.
@@ -310,6 +313,16 @@ async fn send_batches(connection: Rc<Connection>, scripts: Rc<Scripts>, batching
         }
     }
     connection.queue.batches_in_flight.set(connection.queue.batches_in_flight.get() - 1);
+}
+
+async fn run_one(
+    connection: &Connection,
+    scripts: &Scripts,
+    call: &AcquireCall,
+    importing: bool,
+) -> Result<AcquireResult, CallError> {
+    let decided = run_batch(connection, scripts, std::slice::from_ref(call), importing).await;
+    decided.and_then(|mut decided| decided.pop().ok_or_else(|| unexpected_reply(&Value::Nil)))
 }
 
 async fn run_batch(
@@ -356,6 +369,11 @@ impl CallQueue {
 
 fn base(call: &AcquireCall) -> &str {
     call.requests.first().map_or("", |request| &*request.key_base)
+}
+
+/// Whether the server rejects a call, and has not executed it, because the user has no right to one of its keys.
+pub fn is_forbidden_key(error: &ServerError) -> bool {
+    error.code() == "NOPERM" && error.details().is_some_and(|details| details.contains("permissions to access"))
 }
 
 /// The error for a reply of unexpected form.

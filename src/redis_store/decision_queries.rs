@@ -15,7 +15,7 @@ use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule_set::{ChargePlan, CountingMode, KeyedRequest, LayerRef, RuleSet};
-use transom_limiter::window_kind::AcquireRequest;
+use transom_limiter::window_kind::{AcquireRequest, WindowKind};
 
 /// A query about keys, one for each rule of its charge plan.
 pub struct KeyQuery<'a> {
@@ -70,6 +70,7 @@ impl SharedCounters {
     /// Reads the usage of keys that are all shared.
     pub async fn value(self: &Rc<Self>, query: &KeyQuery<'_>) -> Result<KeyState, Unavailable> {
         let (mut pending, _) = self.read_usage(query).await;
+        self.find_return_times(query, &mut pending.context).await;
         if pending.progress.without_store.contains(&true) {
             let KeyQuery { rule_set, charge_plan, .. } = query;
             let context = &mut pending.context;
@@ -89,6 +90,30 @@ impl SharedCounters {
         Ok(KeyState { context: take(&mut pending.context), admits })
     }
 
+    /// Asks when a full sliding counter has as many tokens as the request needs. A read only tells when the next one returns.
+    async fn find_return_times(self: &Rc<Self>, query: &KeyQuery<'_>, context: &mut DecisionContext) {
+        let KeyQuery { rule_set, charge_plan, keyed_requests, key_texts, .. } = query;
+        let now_ms = self.clock.now().unix_ms;
+        for (charge, layer_ref) in context.result.charges.iter_mut().zip(&context.result.layers) {
+            let (Some(keyed_request), Some(key_text)) = (keyed_requests[layer_ref.rule], &key_texts[layer_ref.rule])
+            else {
+                continue;
+            };
+            if !charge.is_full || charge.request.kind != WindowKind::Sliding {
+                continue;
+            }
+            let base_request = self.counter_request(rule_set, charge_plan, *layer_ref, keyed_request, key_text, now_ms);
+            // Nothing is taken under a limit that is lower by the cost, and the reply is the same.
+            let Some(ceiling) = base_request.ceiling.checked_sub(u64::from(charge.request.cost)) else { continue };
+            let request = CounterRequest { ceiling, ..base_request };
+            if let Ok(AcquireReply::Refused { counters, .. }) = self.acquire(std::slice::from_ref(&request)).await
+                && let Some(reply) = counters.first()
+            {
+                charge.usage.end_ms = reply.available_ms;
+            }
+        }
+    }
+
     /// Resets keys that are all shared, in the store and here. Tokens that other gateways have leased can still be spent.
     pub async fn reset(self: &Rc<Self>, query: &KeyQuery<'_>) -> Result<KeyState, Unavailable> {
         let KeyQuery { rule_set, charge_plan, .. } = query;
@@ -101,11 +126,11 @@ impl SharedCounters {
         self.refund(refunds).await;
         let now_ms = self.clock.now().unix_ms;
         rule_set.reset(&self.table, now_ms, &pending.context);
-        for layer_ref in &pending.context.result.layers {
+        for (charge, layer_ref) in pending.context.result.charges.iter().zip(&pending.context.result.layers) {
             let Some(keyed_request) = query.keyed_requests[layer_ref.rule] else { continue };
             let counter = rule_set.layer_of(charge_plan, *layer_ref).counter(keyed_request);
+            self.table.reset(counter.lease(), charge.request.leased(), rule_set.time(now_ms));
             if let Some((end_ms, _)) = self.table.known_usage(counter, now_ms) {
-                self.table.withdraw(counter, end_ms, u32::MAX);
                 self.table.set_known_usage(counter, end_ms, 0, now_ms);
             }
         }

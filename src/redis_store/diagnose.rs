@@ -4,21 +4,26 @@
 use std::rc::Rc;
 use std::time::Duration;
 
+use tokio::time::timeout;
+
 use super::client::RedisClient;
 use super::connect::{Connector, with_timeout};
 use super::connection::{Connection, log_excerpt};
 use super::scripts::{AcquireReply, CounterRequest, TOKENS_MAX, refunds_of};
 use super::sentinel::reply_text;
 use crate::config::redis::{Nodes, StoreConfig};
+use transom_limiter::rule::KeyFormat;
 use transom_limiter::store_key::StoreWindow;
 use transom_limiter::window_kind::WindowKind;
 
 /// Limit for the replies of one server.
 const REPLY_TIMEOUT: Duration = Duration::from_millis(3000);
 const CLOCK_DIFFERENCE_MAX_MS: u64 = 1000;
+/// The keys of all rules without a `key_format`.
+const KEYS: &str = "~PREFIX:*";
 
 /// The ACL rights that the gateway's user needs, in addition to the keys `~PREFIX:*`.
-pub const COMMANDS: &str = "+ping +select +eval +evalsha +time +get +mget +exists +set +del +decrby +hmget +hset +pexpireat \
+pub const COMMANDS: &str = "+ping +select +eval +evalsha +time +get +mget +exists +set +del +decrby +hmget +hgetall +hset +hdel +pexpireat \
                             +role +info +cluster|slots +cluster|info +asking";
 
 /// The server cannot be used as it is; more than the limit may be admitted some day; for information.
@@ -100,9 +105,11 @@ const COMPLETE_CLUSTER: Check = (
 );
 
 /// Fixes in the gateway's configuration for errors that have one of these words; the first match applies.
-const FIXES: [(&str, &str); 10] = [
-    ("NOPERM|ACL failure|can't run", "grant the user the rights: `ACL SETUSER NAME on >PASSWORD ~PREFIX:* RIGHTS`"),
+const FIXES: [(&str, &str); 12] = [
+    ("NOPERM|ACL failure|can't run", "grant the user the rights: `ACL SETUSER NAME on >PASSWORD KEYS RIGHTS`"),
     ("NOAUTH", "write `password_file` or `password_env`, and `username` for an ACL user"),
+    ("not accept the user", "check `username` and the password; a user without `on` in its ACL is disabled"),
+    ("Parse error", "another service listens there: check the address and the port"),
     ("SENTINEL", "it is not a sentinel: name sentinels in `redis`, or remove `sentinel_master`"),
     ("No such master", "set `sentinel_master` to the name in its `sentinel monitor NAME …`"),
     ("cluster support", "it is not a node of a cluster: write it without brackets, `redis = \"redis://HOST:PORT\"`"),
@@ -132,8 +139,13 @@ impl<'t> Info<'t> {
     }
 }
 
-/// Diagnoses all servers of the configuration; `now_ms` is this machine's time.
-pub async fn diagnose(settings: &StoreConfig, now_ms: &dyn Fn() -> u64) -> Vec<ServerReport> {
+/// Diagnoses all servers of the configuration, and the right to the names of counters of rules with a `key_format`;
+/// `now_ms` is this machine's time.
+pub async fn diagnose(
+    settings: &StoreConfig,
+    formats: &[(&str, &KeyFormat)],
+    now_ms: &dyn Fn() -> u64,
+) -> Vec<ServerReport> {
     let connector = Connector::new(settings);
     let mut diagnosis = Diagnosis { settings, client: RedisClient::new(settings), now_ms, reports: Vec::new() };
     let mut checks = SERVER.to_vec();
@@ -161,6 +173,12 @@ pub async fn diagnose(settings: &StoreConfig, now_ms: &dyn Fn() -> u64) -> Vec<S
         }
         Err(why) => diagnosis.examine("cluster", Err(why), &[], &[], None).await,
     }
+    let has_problem = |report: &ServerReport| report.findings.iter().any(|finding| finding.severity == Problem);
+    if !diagnosis.reports.iter().any(has_problem) {
+        for (rule, format) in formats {
+            diagnosis.examine_names(rule, format).await;
+        }
+    }
     diagnosis.reports
 }
 
@@ -184,7 +202,7 @@ impl Diagnosis<'_> {
             match with_timeout(node, REPLY_TIMEOUT, reply).await {
                 // Counting needs neither this command nor a quorum.
                 Err(why) if why.contains("NOPERM") || why.contains("NOQUORUM") => {
-                    findings.push(Finding { severity: Warning, ..self.error(&why) });
+                    findings.push(Finding { severity: Warning, ..self.error(&why, KEYS) });
                 }
                 reply => {
                     let reply = reply?;
@@ -196,20 +214,31 @@ impl Diagnosis<'_> {
                 }
             }
             if let (Some(base), true) = (base, findings.iter().all(|finding| finding.severity > Problem)) {
-                findings.extend(with_timeout(node, REPLY_TIMEOUT, self.count(base)).await?);
+                findings.extend(with_timeout(node, REPLY_TIMEOUT, self.count(base.clone(), base)).await?);
             }
             Ok(())
         }
         .await;
-        findings.extend(examined.err().map(|why| self.error(&why)));
+        findings.extend(examined.err().map(|why| self.error(&why, KEYS)));
         findings.sort_by_key(|finding| finding.severity);
         self.reports.push(ServerReport { subject, findings });
     }
 
+    /// Counts by a name of a rule with a `key_format`.
+    async fn examine_names(&mut self, rule: &str, format: &KeyFormat) {
+        let probe = format!("{}:{{transom-check|0}}", self.settings.prefix);
+        let counted = timeout(REPLY_TIMEOUT, self.count(probe, format.name("transom-check"))).await;
+        let counted = counted.unwrap_or_else(|_elapsed| Err(format!("no reply within {REPLY_TIMEOUT:?}")));
+        let keys = format!("~PREFIX:* ~{}*", format.head());
+        let findings = counted.err().map(|why| self.error(&why, &keys)).into_iter().collect();
+        self.reports.push(ServerReport { subject: format!("names of the rule `{rule}`"), findings });
+    }
+
     /// Acquires and refunds tokens, by every command of the scripts. Returns the finding about the server's clock.
-    async fn count(&self, base: String) -> Result<Option<Finding>, String> {
+    /// `probe` is the key base by which the clock is read.
+    async fn count(&self, probe: String, base: String) -> Result<Option<Finding>, String> {
         let before_ms = (self.now_ms)();
-        let server_ms = self.client.probe_one(base.clone()).await?;
+        let server_ms = self.client.probe_one(probe).await?;
         let after_ms = (self.now_ms)();
         let (key_base, limit, ceiling, need, want) = (base.into(), 1000, TOKENS_MAX, 1, 1);
         // The number of a window that no other check has used.
@@ -230,9 +259,11 @@ impl Diagnosis<'_> {
         Ok(clock_finding(server_ms, before_ms, after_ms))
     }
 
-    fn error(&self, why: &str) -> Finding {
+    /// A problem with its fix. `keys` are the keys that the user must have the right to.
+    fn error(&self, why: &str, keys: &str) -> Finding {
         let known = FIXES.iter().find(|(words, _)| words.split('|').any(|word| why.contains(word)));
-        let fix = known.map_or("", |(_, fix)| fix).replace("PREFIX", &self.settings.prefix).replace("RIGHTS", COMMANDS);
+        let fix = known.map_or("", |(_, fix)| fix).replace("KEYS", keys).replace("RIGHTS", COMMANDS);
+        let fix = fix.replace("PREFIX", &self.settings.prefix);
         Finding { severity: Problem, text: log_excerpt(why), fix }
     }
 }

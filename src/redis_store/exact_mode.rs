@@ -7,7 +7,8 @@ use std::sync::Arc;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::lease_sizing::LeaseRecord;
+use super::client::StoreError;
+use super::lease_sizing::{LeaseRecord, Refusal};
 use super::scripts::{AcquireReply, CounterReply, CounterRequest, Refund, TOKENS_MAX, refunds_of};
 use super::shared_counters::SharedCounters;
 use super::shared_decision::{NextStep, SendResult, SharedDecision, before_deadline};
@@ -17,7 +18,7 @@ use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule::OnOutage;
 use transom_limiter::rule_set::{ChargePlan, CountingMode, KeyedRequest, LayerRef, RuleSet};
 use transom_limiter::shared_counting::LocalDecision;
-use transom_limiter::window_kind::Usage;
+use transom_limiter::window_kind::{Usage, WindowKind};
 
 /// Attempts to reserve when other requests interfere.
 const ATTEMPTS_MAX: u32 = 16;
@@ -84,6 +85,8 @@ impl SharedCounters {
                 Ok(AcquireReply::OtherWindow { time_ms }) if self.agrees_on_time(time_ms) => {
                     break ChargeOutcome::OtherWindow;
                 }
+                // The keys of the call are now sent apart, because the server rejects one of them.
+                Err(StoreError::Key(_)) if self.first_call_len(rest) < call.len() => continue,
                 Ok(AcquireReply::OtherWindow { .. }) | Err(_) => break ChargeOutcome::Failed,
             }
             rest = others;
@@ -93,7 +96,7 @@ impl SharedCounters {
     }
 
     /// How many of these, from the first on, fit in one call.
-    fn first_call_len(&self, requests: &[CounterRequest]) -> usize {
+    pub(super) fn first_call_len(&self, requests: &[CounterRequest]) -> usize {
         let Some(first) = requests.first() else { return 0 };
         requests.iter().take_while(|request| self.store.can_share_a_call(&first.key_base, &request.key_base)).count()
     }
@@ -196,10 +199,28 @@ impl SharedCounters {
                     shared.acquire(&[request]).await,
                     Ok(AcquireReply::Granted { .. } | AcquireReply::Refused { .. })
                 ) {
-                    rule_set.start_penalty(rule, keyed_request, &shared.table, shared.clock.now().unix_ms);
+                    let clock = || shared.clock.now().unix_ms;
+                    rule_set.start_penalty(rule, keyed_request, &shared.table, DecisionTime::read(&clock));
                 }
             });
         }
+    }
+
+    /// A penalty that the store may not know: one that was started while the store was unreachable, or, if `least` is
+    /// positive, one that the store may have lost.
+    fn known_penalty(
+        &self,
+        rule_set: &RuleSet,
+        charge_plan: &ChargePlan,
+        layer_ref: LayerRef,
+        keyed_request: KeyedRequest,
+        least: u64,
+    ) -> Usage {
+        let counter = rule_set.layer_of(charge_plan, layer_ref).counter(keyed_request);
+        let known = self.table.known_usage(counter, self.clock.now().unix_ms).filter(|_| least > 0);
+        let known = known.map_or_else(Usage::default, |(end_ms, used)| Usage { used: u64::from(used), end_ms });
+        self.used_locally(rule_set, charge_plan.rules[layer_ref.rule], layer_ref.layer, keyed_request)
+            .joined_penalty(known)
     }
 
     fn overdraw_locally(&self, rule_set: &Arc<RuleSet>, rule: usize, keyed_request: KeyedRequest, key_text: &Rc<str>) {
@@ -244,18 +265,14 @@ impl SharedDecision {
             known.push(base_request.used_min);
             let layer = rule_set.layer_of(charge_plan, *layer_ref);
             let local = match layer.is_penalty() {
-                // Started while the store was unreachable.
-                true => {
-                    let rule = charge_plan.rules[layer_ref.rule];
-                    shared.used_locally(rule_set, rule, layer_ref.layer, keyed_request).used
-                }
-                false => u64::from(layer.capacity).saturating_sub(base_request.ceiling),
+                true => shared.known_penalty(rule_set, charge_plan, *layer_ref, keyed_request, base_request.used_min),
+                false => Usage { used: u64::from(layer.capacity).saturating_sub(base_request.ceiling), end_ms: 0 },
             };
             if layer.is_penalty() {
-                charge.request.floor = local;
+                charge.request.floor = local.used;
             }
             local_usage.push(local);
-            let (cost, ceiling) = (u64::from(charge.request.cost), charge.request.ceiling.saturating_sub(local));
+            let (cost, ceiling) = (u64::from(charge.request.cost), charge.request.ceiling.saturating_sub(local.used));
             requests.push(CounterRequest {
                 need: cost,
                 want: cost,
@@ -297,15 +314,31 @@ impl SharedDecision {
                 .map(|keyed_request| rule_set.layer_of(charge_plan, layer_ref).counter(keyed_request));
             // If nothing was acquired, the reply is only what the store knows.
             let least = known.get(i).copied().unwrap_or(0);
+            let local = local_usage.get(i).copied().unwrap_or_default();
+            if rule_set.layer_of(charge_plan, layer_ref).is_penalty() {
+                let of_store = Usage { used: used.min(1), end_ms: replies.available_ms };
+                charge.usage = of_store.joined_penalty(local);
+                charge.is_full = refused && charge.usage.used > 0;
+                // A penalty that the store does not know keeps its end.
+                if let Some(counter) = counter.filter(|_| used > 0 || local.used == 0) {
+                    shared.note_store_usage(counter, replies.end_ms, used, now_ms);
+                }
+                continue;
+            }
             let known = counter.map_or(least, |counter| shared.known_usage(counter, replies.end_ms, least, generation));
             let used = used.max(known);
-            charge.usage.used = used.saturating_add(local_usage.get(i).copied().unwrap_or(0));
-            charge.usage.end_ms = replies.end_ms;
+            charge.usage.used = used.saturating_add(local.used);
+            charge.usage.end_ms = replies.available_ms;
             charge.is_full = refused
                 && charge.usage.used.max(charge.request.floor) + u64::from(charge.request.cost)
                     > charge.request.ceiling;
             if let Some(counter) = counter {
                 shared.note_store_usage(counter, replies.end_ms, used, now_ms);
+                if rule_set.layer_of(charge_plan, layer_ref).request.kind == WindowKind::Sliding {
+                    let (need, limit, usage) = (u64::from(charge.request.cost), charge.request.limit, charge.usage);
+                    let refusal = charge.is_full.then_some(Refusal { need, limit, usage });
+                    shared.note_refusal(counter, refusal);
+                }
             }
         }
         if refused { SendResult::Refused } else { SendResult::Granted(refunds) }
@@ -322,18 +355,30 @@ impl SharedDecision {
         for (charge, layer_ref) in charges.iter_mut().zip(layers.iter()).skip(first) {
             let Some(keyed_request) = keyed_requests[layer_ref.rule] else { continue };
             let layer = rule_set.layer_of(charge_plan, *layer_ref);
-            let known_usage = shared.table.known_usage(layer.counter(keyed_request), now_ms);
-            let local_usage =
-                shared.used_locally(rule_set, charge_plan.rules[layer_ref.rule], layer_ref.layer, keyed_request).used;
-            charge.usage.used = known_usage.map_or(0, |(_, used)| u64::from(used)).saturating_add(local_usage);
-            charge.usage.end_ms = known_usage.map_or(charge.usage.end_ms, |(end_ms, _)| end_ms);
-            charge.is_full =
-                charge.usage.used.max(charge.request.floor) + u64::from(charge.request.cost) > charge.request.ceiling;
+            let counter = layer.counter(keyed_request);
+            if layer.request.kind == WindowKind::Sliding {
+                // Tokens come back before the known usage ends.
+                let (cost, limit) = (u64::from(charge.request.cost), charge.request.limit);
+                let refusal = shared.known_refusal(counter, cost, limit, now_ms);
+                charge.is_full = refusal.is_some();
+                charge.usage = refusal.unwrap_or(charge.usage);
+            } else {
+                let known_usage = shared.table.known_usage(counter, now_ms);
+                let rule = charge_plan.rules[layer_ref.rule];
+                let local_usage = shared.used_locally(rule_set, rule, layer_ref.layer, keyed_request);
+                let (end_ms, used) = known_usage.unwrap_or((charge.usage.end_ms, 0));
+                charge.usage = Usage { used: u64::from(used), end_ms };
+                match layer.is_penalty() {
+                    true => charge.usage = charge.usage.joined_penalty(local_usage),
+                    false => charge.usage.used = charge.usage.used.saturating_add(local_usage.used),
+                }
+                let used = charge.usage.used.max(charge.request.floor);
+                charge.is_full = used + u64::from(charge.request.cost) > charge.request.ceiling;
+            }
             if charge.is_full {
                 let period_ms = rule_set.windows[layer.windows_index].typical_ms();
                 let due = |record: &mut LeaseRecord| record.is_recheck_due(now, period_ms);
-                if shared.leases.with_or_insert(layer.counter(keyed_request), shared.own_shard, now, due) != Some(false)
-                {
+                if shared.leases.with_or_insert(counter, shared.own_shard, now, due) != Some(false) {
                     return false;
                 }
                 is_full = true;

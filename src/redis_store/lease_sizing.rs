@@ -17,6 +17,7 @@ use super::scripts::{CounterReply, RefundTarget};
 use foldhash::fast::RandomState;
 use tokio::sync::Notify;
 use transom_limiter::table::Counter;
+use transom_limiter::window_kind::Usage;
 
 /// Most records. Other counters lease only what they need.
 const RECORDS_MAX: usize = 65_536;
@@ -62,6 +63,8 @@ pub struct LeaseRecord {
     pub in_flight: Option<Rc<InFlightFetch>>,
     /// Tokens needed by requests that wait for the fetch in flight.
     pub waiting_tokens: u64,
+    /// The last refusal by the store, if the window slides.
+    pub refusal: Option<Refusal>,
     /// End of the window in which the store no longer grants tokens in advance.
     exhausted_end_ms: u64,
     /// Leased tokens at the last idle check.
@@ -69,6 +72,16 @@ pub struct LeaseRecord {
     /// The shard that had tokens the last time.
     pub shard: u32,
     pub generation: u64,
+}
+
+/// A refusal of tokens of a sliding window.
+#[derive(Clone, Copy)]
+pub struct Refusal {
+    /// The tokens that were needed, and the limit.
+    pub need: u64,
+    pub limit: u32,
+    /// The usage then, and the time until which as many tokens are refused.
+    pub usage: Usage,
 }
 
 impl LeaseRecord {
@@ -82,6 +95,7 @@ impl LeaseRecord {
             next_recheck: now,
             in_flight: None,
             waiting_tokens: 0,
+            refusal: None,
             exhausted_end_ms: 0,
             last_balance: 0,
             shard,

@@ -5,7 +5,7 @@
 //! - Protocol: `scripts` (commands and replies, pure).
 //! - Decisions: `shared_decision` (one request), `exact_mode` (what the store decides itself), `token_fetch` and
 //!   `lease_sizing` (leases), `decision_queries` (decision API).
-//! - Outages: `circuit_breaker`, `unreported_usage`, `outage`.
+//! - Outages: `circuit_breaker`, `unreported_usage`, `outage`, `outage_log`.
 //! - Diagnosis: `diagnose`.
 //! - `shared_counters`: the state of one worker, calls with their bookkeeping, periodic tasks.
 
@@ -20,6 +20,7 @@ mod exact_mode;
 mod hash_slot;
 pub mod lease_sizing;
 mod outage;
+mod outage_log;
 mod reconnecting;
 pub mod scripts;
 mod sentinel;

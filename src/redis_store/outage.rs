@@ -11,6 +11,7 @@ use super::circuit_breaker::FAILURES_MAX;
 use super::client::StoreError;
 use super::connection::log_excerpt;
 use super::lease_sizing::CounterId;
+use super::outage_log::WorkerOutage;
 use super::reconnecting::ServerId;
 use super::scripts::{AcquireReply, CounterRequest, TOKENS_MAX};
 use super::shared_counters::SharedCounters;
@@ -21,6 +22,7 @@ use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule_set::{ChargePlan, CountingMode, KeyedRequest, RuleSet};
 use transom_limiter::sharded_counter::part_of_shard;
 use transom_limiter::table::Counter;
+use transom_limiter::window_kind::WindowKind;
 
 /// How often an unreachable server is probed, and the limit for each probe.
 const PROBE_PERIOD: Duration = Duration::from_millis(250);
@@ -70,12 +72,9 @@ impl SharedCounters {
 
     fn record_failures(self: &Rc<Self>, server: ServerId, times: u32, why: &str) {
         if self.breaker.record_failure(server, times, self.clock.instant(), self.timeout) {
-            tracing::warn!(
-                "shared counters cannot be reached, each rule follows its `on_outage`: {}",
-                log_excerpt(why)
-            );
+            let outage = self.outages.begin(server, why, self.metrics.outage_decisions());
             self.metrics.server_lost();
-            spawn_local(Rc::clone(self).recover(server));
+            spawn_local(Rc::clone(self).recover(server, outage));
         }
     }
 
@@ -111,7 +110,7 @@ impl SharedCounters {
     }
 
     /// Waits until a server is reachable, reports the usage counted meanwhile, and closes its breaker.
-    async fn recover(self: Rc<Self>, server: ServerId) {
+    async fn recover(self: Rc<Self>, server: ServerId, outage: WorkerOutage) {
         loop {
             tokio::time::sleep(PROBE_PERIOD).await;
             if self.probe(Some(server)).await.is_ok() && self.report(server).await {
@@ -120,7 +119,7 @@ impl SharedCounters {
         }
         self.breaker.close(server, self.clock.instant());
         self.metrics.server_recovered();
-        tracing::info!("shared counters are reachable again: {}", self.store.name_of(server));
+        outage.end(&self.store.name_of(server), self.metrics.outage_decisions());
         // In a cluster, its hash slots may have moved to other servers meanwhile.
         self.report_to_reachable().await;
         self.send_kept_refunds().await;
@@ -295,14 +294,24 @@ impl SharedCounters {
             return true;
         }
         // The report includes known usage, in case the server has forgotten it and this call recreates the counter.
-        let used_min = self.counter_request_of(rule_set, rule, layer, keyed_request, key_text, now_ms).used_min;
+        let known = self.counter_request_of(rule_set, rule, layer, keyed_request, key_text, now_ms);
+        let CounterRequest { used_min, window, .. } = known;
         let counter = charge.counter();
         // The local counter is emptied before the report, because usage must not be reported twice: whether a report
         // arrived is not always known, and other workers report the same counter. Those workers may still count locally
         // for a while; the tokens are therefore first added to the usage known to be used elsewhere. They are added,
         // not set, because several workers may report one counter at once.
         let add_known = |tokens: u64| {
-            self.table.add_known_usage(counter, local.end_ms, u32::try_from(tokens).unwrap_or(u32::MAX), now_ms);
+            let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
+            match window.kind {
+                // Until a token that is used now has come back.
+                WindowKind::Sliding => {
+                    let segments = window.segments();
+                    let expires_ms = segments.expires_ms(segments.number_at(now_ms));
+                    self.table.add_sliding_usage(counter, expires_ms, tokens, now_ms);
+                }
+                _ => self.table.add_known_usage(counter, local.end_ms, tokens, now_ms),
+            }
         };
         let tokens = rule_set.reset_local(
             rule,

@@ -8,6 +8,12 @@ for i = 1, #KEYS do
   local amount = 0
   if only == 'all' then
     redis.call('DEL', key)
+  elseif kind == 's' then
+    local field = string.format('%.0f', mark)
+    local reply = redis.pcall('HMGET', key, field)
+    local used = tonumber(reply[1] or nil)
+    amount = used and math.min(tokens, used) or 0
+    if amount > 0 then redis.call('HSET', key, field, string.format('%.0f', used - amount)) end
   elseif kind == 'p' then
     local reply = redis.pcall('GET', key)
     local used = type(reply) == 'string' and string.find(reply, '^[1-9]%d*$') and tonumber(reply)

@@ -6,15 +6,16 @@
 //! has ended. So a call names one key per plain counter: while a slot moves between nodes, a cluster rejects calls with
 //! several keys (TRYAGAIN).
 //!
-//! A request to a counter is passed as its kind (`p`, `g` or `f`) and eight numbers: ceiling, need, end of the window,
+//! A request to a counter is passed as its kind (`p`, `g`, `f` or `s`) and eight numbers: ceiling, need, end of the window,
 //! want, least usage, limit, number of the window, end of the next one. `e` is the short form for a plain window and
 //! exactly the tokens needed, with the first three numbers.
 //!
 //! | counter | key | value |
 //! | --- | --- | --- |
-//! | plain window | `BASE:NUMBER` | tokens taken, an integer |
+//! | plain window | `BASE:NUMBER`, or as the rule's `key_format` says | tokens taken, an integer |
 //! | accumulating windows (rollover, reservations) | `BASE:account` | `window`: its number at the last write; `used`: tokens used or owed then |
 //! | windows that a first request opens | `BASE:first-request` | `start` of the window, milliseconds, and `used` |
+//! | sliding window | `BASE:sliding` | tokens taken in each segment, an eighth of the period, by its number |
 //!
 //! **Other writers.** Tokens that another service adds to a plain counter count as taken. A value above the limit
 //! refuses, up to 2^63. A value below 0 counts as 0, and the next acquire corrects it, so that no more than the limit
@@ -24,12 +25,14 @@
 //! **Refunds.** A plain window takes back all tokens, as long as it exists. A counter of accumulating windows takes back the tokens on which
 //! no later request can depend: all of them in the window of the charge, reduced by `limit` for each window that has
 //! begun since, because those would have expired. A window that a first request opened takes back nothing once another
-//! is open. For reservations, `only_if_used` ensures that no later request has reserved.
+//! is open. A segment of a sliding window takes back all its tokens. For reservations, `only_if_used` ensures that no later request has reserved.
 
+use std::fmt::Write;
 use std::rc::Rc;
 
 use redis::{Cmd, Value};
 
+use transom_limiter::rule::WINDOW_MARK;
 use transom_limiter::store_key::StoreWindow;
 use transom_limiter::window_kind::WindowKind;
 
@@ -101,9 +104,13 @@ pub struct CounterReply {
     pub granted: u64,
     /// Tokens used or owed now.
     pub used: u64,
-    /// End of the window that is open by the server's time.
+    /// End of the window that is open by the server's time; for sliding windows, the time at which the last of the used
+    /// tokens comes back.
     pub end_ms: u64,
-    /// The window's number; for windows that a first request opens, their start in milliseconds.
+    /// The time at which tokens come back: if the call was refused, as many as it needs.
+    pub available_ms: u64,
+    /// The window's number; for windows that a first request opens, their start in milliseconds; for sliding windows, the
+    /// number of the segment.
     pub number: u64,
 }
 
@@ -146,6 +153,7 @@ pub struct RefundTarget {
     pub kind: WindowKind,
     pub number: u64,
     pub limit: u32,
+    /// The end of a lease on the tokens.
     pub end_ms: u64,
 }
 
@@ -160,6 +168,7 @@ impl RefundTarget {
 impl CounterRequest {
     pub fn refund_target(&self, reply: CounterReply) -> RefundTarget {
         let CounterReply { number, end_ms, .. } = reply;
+        let end_ms = self.window.lease_end_ms(number, end_ms);
         RefundTarget { key_base: Rc::clone(&self.key_base), kind: self.window.kind, number, limit: self.limit, end_ms }
     }
 }
@@ -236,7 +245,7 @@ pub fn parse_acquire_reply<'a>(
     let mut decisions = Vec::with_capacity(calls.size_hint().0);
     for call in calls {
         let (status, layers) = rest.split_first()?;
-        let (layers, others) = layers.split_at_checked(3 * call.requests.len())?;
+        let (layers, others) = layers.split_at_checked(4 * call.requests.len())?;
         decisions.push(parse_decision(status, layers, call, time_ms)?);
         rest = others;
     }
@@ -244,7 +253,7 @@ pub fn parse_acquire_reply<'a>(
 }
 
 fn parse_decision(status: &Value, layers: &[Value], call: &AcquireCall, time_ms: u64) -> Option<AcquireResult> {
-    let layers = layers.chunks_exact(3).zip(&call.requests);
+    let layers = layers.chunks_exact(4).zip(&call.requests);
     let replies = |(reply, request)| parse_counter(reply, request, call.window_ms);
     match status {
         Value::Int(1) => {
@@ -266,9 +275,14 @@ fn parse_decision(status: &Value, layers: &[Value], call: &AcquireCall, time_ms:
 }
 
 fn parse_counter(reply: &[Value], request: &CounterRequest, at_ms: u64) -> Option<CounterReply> {
-    let [granted, used, window_mark] = reply else { return None };
-    let (number, end_ms) = request.window.keyed_at(at_ms).reported(parse_number(window_mark)?);
-    Some(CounterReply { granted: parse_number(granted)?, used: parse_number(used)?, end_ms, number })
+    let [granted, used, window_mark, returned_after] = reply else { return None };
+    let window = request.window.keyed_at(at_ms);
+    let (number, end_ms) = window.reported(parse_number(window_mark)?);
+    let available_ms = match window.kind {
+        WindowKind::Sliding => window.segments().expires_ms(parse_number(returned_after)?),
+        WindowKind::Plain | WindowKind::Accumulating | WindowKind::Floating | WindowKind::Leased => end_ms,
+    };
+    Some(CounterReply { granted: parse_number(granted)?, used: parse_number(used)?, end_ms, available_ms, number })
 }
 
 /// Whether each counter's first or second window is open at `now_ms`.
@@ -321,8 +335,13 @@ fn start_command(script: &Script, script_ref: ScriptRef, keys: usize, arguments:
 
 fn write_key(key: &mut String, base: &str, kind: WindowKind, number: u64) {
     key.clear();
-    key.push_str(base);
-    kind.push_key_end(number, key);
+    if let Some((before, after)) = base.split_once(WINDOW_MARK) {
+        // Writing to a string cannot fail.
+        let _ = write!(key, "{before}{number}{after}");
+    } else {
+        key.push_str(base);
+        kind.push_key_end(number, key);
+    }
 }
 
 fn parse_number(reply: &Value) -> Option<u64> {
@@ -392,20 +411,29 @@ mod tests {
         let grid = acquire_call(GRID, 1, 1);
         let floating = acquire_call(StoreWindow::floating(60), 1, 1);
         let calls = [plain, grid, floating];
-        let reply = ints(&[950, 1, 1, 3, 0, 0, 0, 5, 8, -1, 0, 0, 0]);
-        let replies = |granted, used, end_ms, number| vec![CounterReply { granted, used, end_ms, number }];
+        let reply = ints(&[950, 1, 1, 3, 0, 0, 0, 0, 5, 8, 0, -1, 0, 0, 0, 0]);
+        let replies =
+            |granted, used, end_ms, number| vec![CounterReply { granted, used, end_ms, available_ms: end_ms, number }];
         let expected = [
             Ok(AcquireReply::Granted { time_ms: 950, counters: replies(1, 3, 1000, 7) }),
             Ok(AcquireReply::Refused { time_ms: 950, counters: replies(0, 5, 2000, 8) }),
             Ok(AcquireReply::OtherWindow { time_ms: 950 }),
         ];
         assert_eq!(parse_acquire_reply(&reply, calls.iter()).as_deref(), Some(&expected[..]));
-        let floats = parse_acquire_reply(&ints(&[950, 1, 1, 1, 940]), calls[2..].iter());
+        let floats = parse_acquire_reply(&ints(&[950, 1, 1, 1, 940, 0]), calls[2..].iter());
         assert_eq!(floats, Some(vec![Ok(AcquireReply::Granted { time_ms: 950, counters: replies(1, 1, 1000, 940) })]));
-        let bad = parse_acquire_reply(&ints(&[950, -2, -1, 0, 0]), calls[..1].iter());
+        let period_ms = 800;
+        let sliding =
+            StoreWindow { kind: WindowKind::Sliding, number: 0, end_ms: period_ms, next_end_ms: 2 * period_ms };
+        let slid = parse_acquire_reply(&ints(&[950, 1, 2, 5, 9, 4]), [acquire_call(sliding, 2, 2)].iter());
+        // The ninth segment ends at 1000, and its tokens come back one period later.
+        let reply = CounterReply { granted: 2, used: 5, end_ms: 1800, available_ms: 1300, number: 9 };
+        assert_eq!(slid, Some(vec![Ok(AcquireReply::Granted { time_ms: 950, counters: vec![reply] })]));
+        assert_eq!(acquire_call(sliding, 2, 2).requests[0].refund_target(reply).end_ms, 1000);
+        let bad = parse_acquire_reply(&ints(&[950, -2, -1, 0, 0, 0]), calls[..1].iter());
         assert_eq!(bad, Some(vec![Err("t:{r|a}:7".to_owned())]));
         for malformed in
-            [&[][..], &[950], &[950, 1, 1, 3], &[950, 1, 1, 3, 0, 9], &[950, 5, 1, 3, 0], &[-1, 1, 1, 3, 0]]
+            [&[][..], &[950], &[950, 1, 1, 3, 0], &[950, 1, 1, 3, 0, 0, 9], &[950, 5, 1, 3, 0, 0], &[-1, 1, 1, 3, 0, 0]]
         {
             assert_eq!(parse_acquire_reply(&ints(malformed), calls[..1].iter()), None, "{malformed:?}");
         }

@@ -13,6 +13,7 @@ use super::client::{RedisClient, StoreError};
 use super::connection::{Connection, log_excerpt};
 use super::diagnose::{EVICTION, Info};
 use super::lease_sizing::Leases;
+use super::outage_log::OutageLog;
 use super::reconnecting::ServerId;
 use super::scripts::{AcquireReply, CounterRequest, LEAD_MAX_MS, Refund, RefundTarget};
 use super::sentinel::reply_text;
@@ -21,8 +22,11 @@ use crate::clock::Clock;
 use crate::config::redis::StoreConfig;
 use crate::metrics::redis::{StoreMetrics, StoreOutcome};
 use transom_limiter::deferred_refunds::DeferredRefunds;
-use transom_limiter::store_key::counter_name;
+use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
+use transom_limiter::sharded_counter::ShardReceipt;
+use transom_limiter::store_key::{StoreWindow, counter_name};
 use transom_limiter::table::Table;
+use transom_limiter::window_kind::WindowKind;
 
 /// Larger differences between the gateway's time and the store's are not corrected.
 const CLOCK_DIFFERENCE_MAX_MS: u64 = 5000;
@@ -33,6 +37,20 @@ const REFUND_CALLS_MAX: usize = 32;
 pub const SWEEP_PERIOD: Duration = Duration::from_secs(1);
 /// Limit for returning leased tokens when a worker ends.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// What the workers of a gateway share.
+#[derive(Clone)]
+pub struct SharedByWorkers {
+    pub table: Arc<Table>,
+    pub deferred_refunds: Arc<DeferredRefunds>,
+    pub outages: Arc<OutageLog>,
+}
+
+impl SharedByWorkers {
+    pub fn new(table: Arc<Table>) -> SharedByWorkers {
+        SharedByWorkers { table, deferred_refunds: Arc::default(), outages: Arc::default() }
+    }
+}
 
 /// The shared counters as one worker sees them.
 pub struct SharedCounters {
@@ -45,6 +63,7 @@ pub struct SharedCounters {
     pub(super) breaker: CircuitBreakers,
     pub(super) unreported: UnreportedUsage,
     pub(super) deferred_refunds: Arc<DeferredRefunds>,
+    pub(super) outages: Arc<OutageLog>,
     pub(super) metrics: StoreMetrics,
     /// The shard of a sharded counter from which this worker fetches first.
     pub(super) own_shard: u32,
@@ -59,9 +78,8 @@ pub struct SharedCounters {
 impl SharedCounters {
     pub fn new(
         config: &StoreConfig,
-        table: Arc<Table>,
+        SharedByWorkers { table, deferred_refunds, outages }: SharedByWorkers,
         clock: Clock,
-        deferred_refunds: Arc<DeferredRefunds>,
         metrics: StoreMetrics,
     ) -> Rc<SharedCounters> {
         Rc::new(SharedCounters {
@@ -74,6 +92,7 @@ impl SharedCounters {
             breaker: CircuitBreakers::default(),
             unreported: UnreportedUsage::default(),
             deferred_refunds,
+            outages,
             metrics,
             own_shard: fastrand::u32(..),
             reconnected_ms: Cell::new(0),
@@ -215,11 +234,50 @@ impl SharedCounters {
         };
         let idle = self.leases.take_idle(all, self.clock.instant(), left, withdraw);
         self.metrics.outstanding(self.leases.outstanding(left));
-        // An ended plain window takes nothing back; of other windows the tokens belong to the next one.
+        // An ended plain window takes nothing back.
         let (live, ended): (Vec<_>, Vec<_>) =
-            idle.into_iter().partition(|(target, _)| target.end_ms > now_ms || target.kind.carries_debt());
+            idle.into_iter().partition(|(target, _)| target.end_ms > now_ms || target.kind.outlasts_window());
         self.metrics.expired(ended.iter().map(|(_, tokens)| u64::from(*tokens)).sum());
         self.refund(live.iter().map(|(target, tokens)| target.refund(u64::from(*tokens))).collect()).await;
+    }
+
+    /// Ensures that leased tokens are returned if they are not spent after the refund of these charges: the lease may have been
+    /// returned meanwhile, without them.
+    pub fn track_refunded_leases(
+        &self,
+        rule_set: &RuleSet,
+        charge_plan: &ChargePlan,
+        keyed_requests: &[Option<KeyedRequest>],
+        key_texts: &[Option<Rc<str>>],
+        receipts: &[ShardReceipt],
+    ) {
+        let now = self.clock.instant();
+        for ((rule, keyed_request), key_text) in charge_plan.rules.iter().zip(keyed_requests).zip(key_texts) {
+            let (Some(keyed_request), Some(key_text)) = (keyed_request, key_text) else { continue };
+            let compiled_rule = &rule_set.rules[*rule];
+            for position in compiled_rule.variant(keyed_request.variant) {
+                let layer = compiled_rule.layer(position);
+                let (counter, kind) = (layer.counter(*keyed_request), layer.request.kind);
+                let is_lease = |receipt: &&ShardReceipt| {
+                    receipt.layer == counter.layer && receipt.request.kind == WindowKind::Leased
+                };
+                // A request that was charged again has its latest lease last.
+                let Some(lease) = receipts.iter().rev().find(is_lease) else { continue };
+                let end_ms = lease.receipt.end_ms();
+                let windows = &rule_set.windows[layer.windows_index];
+                let window = StoreWindow::at(kind, windows, end_ms.saturating_sub(1), keyed_request.offset);
+                self.leases.with_or_insert(counter, self.own_shard, now, |record| {
+                    let shard = record.shard % layer.shards;
+                    record.refund_target.get_or_insert_with(|| RefundTarget {
+                        key_base: self.key_base(key_text, compiled_rule.suffix(position), shard),
+                        kind,
+                        number: window.number_of_lease(end_ms),
+                        limit: layer.request.limit,
+                        end_ms,
+                    });
+                });
+            }
+        }
     }
 
     /// Whether the gateway's time agrees with the store's.

@@ -156,11 +156,7 @@ impl SharedCounters {
         let mut progress = DecisionProgress::new(charge_plan.rules.len());
         match self.advance(rule_set, charge_plan, context, &[], &mut progress) {
             NextStep::Done(decision) => {
-                if let Decision::Refused = decision {
-                    self.start_penalties(rule_set, charge_plan, context, &text);
-                    self.charge_refused_request(rule_set, charge_plan, context, &progress, &text);
-                    self.recheck(rule_set, charge_plan, context, text);
-                }
+                self.follow_refusals(rule_set, charge_plan, context, &progress, &decision, text);
                 BeginResult::Decided(decision)
             }
             NextStep::Unavailable => BeginResult::Unavailable,
@@ -180,6 +176,23 @@ impl SharedCounters {
                     deadline: Instant::from_std(self.clock.instant()) + self.timeout,
                 }))
             }
+        }
+    }
+
+    /// Does what the rules want after a refusal: of the enforced rules, or of shadow rules, which refuse nothing.
+    fn follow_refusals(
+        self: &Rc<Self>,
+        rule_set: &Arc<RuleSet>,
+        charge_plan: &ChargePlan,
+        context: &mut DecisionContext,
+        progress: &DecisionProgress,
+        decision: &Decision,
+        text: impl Fn(usize) -> Option<Rc<str>>,
+    ) {
+        if matches!(decision, Decision::Refused) || !context.result.shadowed.is_empty() {
+            self.start_penalties(rule_set, charge_plan, context, &text);
+            self.charge_refused_request(rule_set, charge_plan, context, progress, &text);
+            self.recheck(rule_set, charge_plan, context, text);
         }
     }
 
@@ -359,17 +372,12 @@ impl SharedDecision {
             };
             match next {
                 NextStep::Done(decision) => {
-                    if let Decision::Refused = decision {
-                        let key_texts = self.key_texts.clone();
-                        let key_text = |rule: usize| key_texts.get(rule).cloned().flatten();
-                        shared.start_penalties(rule_set, charge_plan, &mut self.context, key_text);
-                        shared.charge_refused_request(rule_set, charge_plan, &self.context, &self.progress, |rule| {
-                            self.key_text(rule)
-                        });
-                        shared.recheck(rule_set, charge_plan, &self.context, |rule| self.key_text(rule));
-                        shared.refund_later(self.progress.refunds.drain(..).map(|(_, refund)| refund).collect());
-                    }
                     let SharedDecision { context, key_texts, progress, .. } = &mut *self;
+                    let key_text = |rule: usize| key_texts.get(rule).cloned().flatten();
+                    shared.follow_refusals(rule_set, charge_plan, context, progress, &decision, key_text);
+                    if let Decision::Refused = decision {
+                        shared.refund_later(progress.refunds.drain(..).map(|(_, refund)| refund).collect());
+                    }
                     let (context, key_texts, refunds) = (take(context), take(key_texts), take(&mut progress.refunds));
                     return Ok(SharedOutcome { decision, context, refunds, key_texts });
                 }

@@ -13,10 +13,12 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 
-use super::lease_sizing::{InFlightFetch, UndepositedTokens, counter_id};
+use super::client::StoreError;
+use super::lease_sizing::{InFlightFetch, Refusal, UndepositedTokens, counter_id};
 use super::scripts::{AcquireReply, CounterReply, CounterRequest, RefundTarget};
 use super::shared_counters::SharedCounters;
 use super::shared_decision::{DecisionProgress, NextStep, ROUNDS_MAX, SharedDecision, before_deadline};
+use transom_limiter::acquire::Charge;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::leased_tokens::DepositResult;
@@ -25,7 +27,7 @@ use transom_limiter::rule_set::{ChargePlan, CountingMode, KeyedRequest, LayerRef
 use transom_limiter::sharded_counter::part_of_shard;
 use transom_limiter::store_key::StoreWindow;
 use transom_limiter::table::Counter;
-use transom_limiter::window_kind::Usage;
+use transom_limiter::window_kind::{Usage, WindowKind};
 
 /// A fetch of tokens for one counter.
 pub struct TokenFetch {
@@ -93,6 +95,14 @@ impl SharedCounters {
                 true
             }
             Ok(AcquireReply::OtherWindow { time_ms }) => self.agrees_on_time(time_ms),
+            // The keys of the call are now sent apart, because the server rejects one of them.
+            Err(StoreError::Key(_)) if self.first_call_len(&requests) < requests.len() => {
+                let mut has_reply = false;
+                for fetch in call {
+                    has_reply |= Box::pin(self.fetch_tokens(std::slice::from_ref(fetch), in_flight)).await;
+                }
+                has_reply
+            }
             Err(_reported) => false,
         }
     }
@@ -165,18 +175,21 @@ impl SharedCounters {
         let has_lost_counts = reply.used < known;
         let used = reply.used.max(known);
         self.note_store_usage(fetch.counter, reply.end_ms, used, now_ms);
-        if request.need > 0 && reply.granted == 0 && fetch.shards == 1 {
+        let is_full = used.saturating_add(request.need) > request.ceiling;
+        if request.need > 0 && reply.granted == 0 && is_full && fetch.shards == 1 {
             in_flight.refused.borrow_mut().push((id, CounterReply { used, ..reply }));
         }
         let refund_target = request.refund_target(reply);
+        let lease_end_ms = refund_target.end_ms;
         let former = self.leases.with_existing(id, |record| {
             if !has_lost_counts {
                 record.generation = self.generation.get();
             }
-            record.record_reply(reply.granted, reply.end_ms, request.need > 0);
+            record.record_reply(reply.granted, lease_end_ms, request.need > 0);
+            record.refusal = record.refusal.filter(|_| reply.granted == 0);
             record.refund_target.replace(refund_target.clone())
         });
-        if let Some(former) = former.flatten().filter(|former| former.end_ms < reply.end_ms) {
+        if let Some(former) = former.flatten().filter(|former| former.end_ms < lease_end_ms) {
             self.discard_ended_lease(fetch.counter, &former);
         }
         let Ok(tokens) = u32::try_from(reply.granted) else { return };
@@ -184,7 +197,7 @@ impl SharedCounters {
             return;
         }
         self.metrics.fetched(reply.granted);
-        match self.table.deposit(fetch.counter, reply.end_ms, tokens, now_ms) {
+        match self.table.deposit(fetch.counter, lease_end_ms, tokens, now_ms) {
             DepositResult::Stored => {}
             DepositResult::Full | DepositResult::Expired => {
                 in_flight.undeposited.borrow_mut().push(UndepositedTokens { id, tokens: reply.granted, refund_target });
@@ -192,11 +205,10 @@ impl SharedCounters {
         }
     }
 
-    /// Withdraws the tokens that are left of an ended window: those of plain windows have expired, those of accumulating
-    /// windows belong to the next window.
+    /// Withdraws the tokens that are left of an ended window: those of plain windows have expired, the others are refunded.
     fn discard_ended_lease(self: &Rc<Self>, counter: Counter, former: &RefundTarget) {
         let left = self.table.withdraw(counter, former.end_ms, u32::MAX);
-        if !former.kind.carries_debt() {
+        if !former.kind.outlasts_window() {
             self.metrics.expired(u64::from(left));
         } else if left > 0 {
             self.refund_later(vec![former.refund(u64::from(left))]);
@@ -282,7 +294,8 @@ impl SharedCounters {
         }
     }
 
-    /// Charges a refused request what is left in the store, for rules with `count_refused`; in the background.
+    /// Charges a refused request what is left in the store, for rules with `count_refused`; in the background. Of an admitted
+    /// request, only shadow rules have refused, and only they charge.
     pub(super) fn charge_refused_request(
         self: &Rc<Self>,
         rule_set: &RuleSet,
@@ -296,10 +309,14 @@ impl SharedCounters {
         }
         let now_ms = self.clock.now().unix_ms;
         let mut requests = Vec::new();
+        let shadowed = &context.result.shadowed;
         for (charge, layer_ref) in context.result.charges.iter().zip(&context.result.layers) {
             let rule = &rule_set.rules[charge_plan.rules[layer_ref.rule]].rule;
-            let is_elsewhere =
-                rule.count_refused && rule.sharing != Sharing::Local && !progress.without_store[layer_ref.rule];
+            let has_refused = shadowed.is_empty() || shadowed.contains(&layer_ref.rule);
+            let is_elsewhere = has_refused
+                && rule.count_refused
+                && rule.sharing != Sharing::Local
+                && !progress.without_store[layer_ref.rule];
             let capacity = u64::from(rule_set.layer_of(charge_plan, *layer_ref).capacity);
             let tokens = u64::from(charge.request.cost).min(capacity.saturating_sub(charge.usage.used));
             let (true, Some(keyed_request), Some(key_text)) =
@@ -356,7 +373,7 @@ impl SharedCounters {
         let at = StoreWindow::at(layer.request.kind, windows, now_ms, keyed_request.offset);
         let base = self.key_base(key_text, suffix, 0);
         let ceiling = u64::from(layer.capacity).saturating_sub(local_usage);
-        let used_min = self.used_at_least(layer.counter(keyed_request), windows.typical_ms(), now_ms);
+        let used_min = self.used_at_least(layer.counter(keyed_request), windows.counted_ms(), now_ms);
         CounterRequest {
             key_base: base,
             window: at,
@@ -380,13 +397,32 @@ impl SharedCounters {
         rule_set.local_usage(rule, layer, keyed_request, &self.table, DecisionTime::read(&|| self.clock.now().unix_ms))
     }
 
+    /// Records whether the store refused tokens of a sliding window.
+    pub(super) fn note_refusal(&self, counter: Counter, refusal: Option<Refusal>) {
+        let now = self.clock.instant();
+        match refusal {
+            Some(_) => _ = self.leases.with_or_insert(counter, self.own_shard, now, |record| record.refusal = refusal),
+            None => _ = self.leases.with_existing(counter_id(counter), |record| record.refusal = None),
+        }
+    }
+
+    /// The usage of a sliding window of which the store is known to refuse `need` tokens. A refusal says nothing once the
+    /// usage has decreased, because tokens were refunded or the key was reset, or under another limit.
+    pub(super) fn known_refusal(&self, counter: Counter, need: u64, limit: u32, now_ms: u64) -> Option<Usage> {
+        let refusal = self.leases.with_existing(counter_id(counter), |record| record.refusal)??;
+        let (_, used) = self.table.known_usage(counter, now_ms)?;
+        let is_same = (refusal.need, refusal.limit) == (need, limit);
+        let is_known = is_same && now_ms < refusal.usage.end_ms && u64::from(used) >= refusal.usage.used;
+        is_known.then_some(refusal.usage)
+    }
+
     /// A lower bound of the usage, if the store may have lost counts; otherwise 0.
-    fn used_at_least(&self, counter: Counter, period_ms: u64, now_ms: u64) -> u64 {
+    fn used_at_least(&self, counter: Counter, counted_ms: u64, now_ms: u64) -> u64 {
         self.note_reconnect(self.clock.instant());
         let Some((end_ms, used)) = self.table.known_usage(counter, now_ms) else { return 0 };
         let is_confirmed =
             self.leases.with_existing(counter_id(counter), |record| record.generation == self.generation.get());
-        let is_doubtful = self.reconnected_ms.get() > end_ms.saturating_sub(period_ms);
+        let is_doubtful = self.reconnected_ms.get() > end_ms.saturating_sub(counted_ms);
         if is_doubtful && is_confirmed != Some(true) { u64::from(used) } else { 0 }
     }
 
@@ -451,6 +487,9 @@ impl SharedDecision {
             self.context.truncate(first);
             return None;
         }
+        if self.is_known_refusal(rule_set, charge_plan, &missing) {
+            return self.refuse(rule_set, charge_plan, first);
+        }
         let (calls_in_flight, are_own) = self.start_or_join_fetches(rule_set, charge_plan, &missing);
         let began = Instant::from_std(self.shared.clock.instant());
         // Which of them the store refuses is not known yet.
@@ -491,6 +530,24 @@ impl SharedDecision {
             .map(|keyed_request| rule_set.layer_of(charge_plan, layer_ref).counter(keyed_request))
     }
 
+    /// Whether the store is known to refuse missing tokens of a sliding window; the refusal is then recorded in the context.
+    fn is_known_refusal(&mut self, rule_set: &RuleSet, charge_plan: &ChargePlan, missing: &[usize]) -> bool {
+        let now_ms = self.shared.clock.now().unix_ms;
+        let known = |i: &usize| {
+            let counter = self.counter_of(rule_set, charge_plan, *i)?;
+            let charge = &self.context.result.charges[*i];
+            self.shared.known_refusal(counter, missing_tokens(charge), charge.request.limit, now_ms)
+        };
+        let known: Vec<Option<Usage>> = missing.iter().map(known).collect();
+        let is_known = known.iter().any(Option::is_some);
+        for (i, usage) in missing.iter().zip(known).filter(|_| is_known) {
+            let charge = &mut self.context.result.charges[*i];
+            charge.is_full = usage.is_some();
+            charge.usage = usage.unwrap_or(charge.usage);
+        }
+        is_known
+    }
+
     /// The calls that fetch what is lacking, and whether this request has started them: fetches in flight are joined
     /// first.
     fn start_or_join_fetches(
@@ -509,8 +566,7 @@ impl SharedDecision {
             else {
                 continue;
             };
-            let cost = u64::from(charge.request.cost);
-            let need = cost.saturating_sub(charge.request.ceiling.saturating_sub(charge.usage.used));
+            let need = missing_tokens(charge);
             let counter = rule_set.layer_of(charge_plan, layer_ref).counter(keyed_request);
             let want = shared.leases.with_or_insert(counter, shared.own_shard, now, |record| {
                 record.key_text = Some(Rc::clone(&key_text));
@@ -564,8 +620,8 @@ impl SharedDecision {
         }
     }
 
-    /// Whether the store has refused and the table is too full to record the refusal, which is then recorded in the
-    /// context.
+    /// Whether the store has refused, and the table does not say so: it is too full, or the windows slide. The refusal is
+    /// then recorded in the context.
     fn is_refused(
         &mut self,
         rule_set: &RuleSet,
@@ -578,13 +634,27 @@ impl SharedDecision {
         for i in fetched {
             let Some(counter) = self.counter_of(rule_set, charge_plan, *i) else { continue };
             let reply = refused.iter().find(|(id_, _)| *id_ == counter_id(counter)).map(|(_, reply)| reply);
+            let layer = rule_set.layer_of(charge_plan, self.context.result.layers[*i]);
+            let is_sliding = layer.request.kind == WindowKind::Sliding;
             let charge = &mut self.context.result.charges[*i];
             charge.is_full = reply.is_some();
-            if let Some(reply) = reply.filter(|_| self.shared.table.known_usage(counter, now_ms).is_none()) {
-                (charge.usage.used, charge.usage.end_ms) = (reply.used, reply.end_ms);
+            let is_unknown = |_: &&CounterReply| is_sliding || self.shared.table.known_usage(counter, now_ms).is_none();
+            if let Some(reply) = reply.filter(is_unknown) {
+                let need = missing_tokens(charge);
+                charge.usage = Usage { used: reply.used, end_ms: reply.available_ms };
+                if is_sliding {
+                    let (limit, usage) = (charge.request.limit, charge.usage);
+                    self.shared.note_refusal(counter, Some(Refusal { need, limit, usage }));
+                }
                 is_refused = true;
             }
         }
         is_refused
     }
+}
+
+/// The tokens that a charge of a lease lacks.
+fn missing_tokens(charge: &Charge) -> u64 {
+    let left = charge.request.ceiling.saturating_sub(charge.usage.used);
+    u64::from(charge.request.cost).saturating_sub(left)
 }

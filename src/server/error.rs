@@ -18,6 +18,7 @@ pub enum StartError {
     Inherited(SocketAddr),
     Tls(rustls::Error),
     AccessLog(io::Error),
+    Tracing(io::Error),
     Thread(io::Error),
     Counters(OpenError),
     /// The clock is outside the range of countable windows.
@@ -44,6 +45,7 @@ impl fmt::Display for StartError {
             StartError::Counters(error) => error.fmt(f),
             StartError::Clock => f.write_str("the clock is before 1970 or after 2109: set it"),
             StartError::AccessLog(_) => f.write_str("cannot open the access log"),
+            StartError::Tracing(_) => f.write_str("spans cannot be exported"),
             StartError::Thread(_) => f.write_str("cannot start a thread"),
         }
     }
@@ -53,7 +55,7 @@ impl std::error::Error for StartError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
             StartError::Listen { source, .. } => Some(source),
-            StartError::AccessLog(source) | StartError::Thread(source) => Some(source),
+            StartError::AccessLog(source) | StartError::Tracing(source) | StartError::Thread(source) => Some(source),
             StartError::Tls(source) => Some(source),
             StartError::Counters(error) => error.source(),
             StartError::Inherited(_) | StartError::Clock => None,
@@ -68,6 +70,7 @@ pub enum ReloadError {
     NeedsRestart(&'static str),
     Tls(rustls::Error),
     AccessLog(io::Error),
+    Tracing(io::Error),
     /// The change gives a layer other counters.
     ChangedCounters(ChangedCounters),
 }
@@ -75,9 +78,10 @@ pub enum ReloadError {
 impl fmt::Display for ReloadError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            ReloadError::NeedsRestart(section) => write!(f, "a change of {section} needs a restart or an upgrade"),
+            ReloadError::NeedsRestart(setting) => write!(f, "a change of `{setting}` needs a restart or an upgrade"),
             ReloadError::Tls(error) => write!(f, "TLS cannot be set up: {error}"),
             ReloadError::AccessLog(error) => write!(f, "cannot open the access log: {error}"),
+            ReloadError::Tracing(error) => write!(f, "spans cannot be exported: {error}"),
             ReloadError::ChangedCounters(ChangedCounters { rule, layer, setting }) => write!(
                 f,
                 "rule `{rule}`, `{layer}`: a change of `{setting}` changes how usage is counted, and needs a restart or an upgrade, which starts this layer with unused counters"

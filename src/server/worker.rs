@@ -8,11 +8,12 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc::UnboundedReceiver;
 
-use crate::access_log::LogSender;
 use crate::downstream::drain::Drain;
 use crate::downstream::listener;
 use crate::downstream::listener_context::{Listener, ListenerConfig, ListenerContext};
 use crate::proxy::compiled_config::CompiledConfig;
+use crate::proxy::worker_config::RecordOutputs;
+use crate::proxy::worker_state::TopKeysQuery;
 
 /// Period of the cleanup of idle upstream connections.
 const SWEEP: Duration = Duration::from_secs(5);
@@ -21,7 +22,7 @@ const SWEEP: Duration = Duration::from_secs(5);
 pub enum WorkerCommand {
     /// Accept connections.
     Accept,
-    Reload(Arc<CompiledConfig>, Arc<ListenerConfig>, Option<LogSender>),
+    Reload(Arc<CompiledConfig>, Arc<ListenerConfig>, RecordOutputs),
     Drain(DrainTimes),
     /// Close idle connections without further delay.
     CloseIdle,
@@ -41,6 +42,7 @@ pub async fn run(
     listener_context: Rc<ListenerContext>,
     listeners: Vec<(StdListener, Rc<Listener>)>,
     mut commands: UnboundedReceiver<WorkerCommand>,
+    mut top_keys_queries: UnboundedReceiver<TopKeysQuery>,
 ) {
     let Some(WorkerCommand::Accept) = commands.recv().await else { return };
     let worker = Rc::clone(&listener_context.worker);
@@ -59,6 +61,14 @@ pub async fn run(
             }
         }
     });
+    let answers = tokio::task::spawn_local({
+        let worker = Rc::clone(&worker);
+        async move {
+            while let Some(query) = top_keys_queries.recv().await {
+                worker.answer_top_keys(query).await;
+            }
+        }
+    });
     let ticker = tokio::task::spawn_local({
         let worker = Rc::clone(&worker);
         async move { worker.timers.run().await }
@@ -70,8 +80,8 @@ pub async fn run(
             WorkerCommand::Accept => {}
             // The command may arrive before the drain.
             WorkerCommand::CloseIdle => idle = Some(Duration::ZERO),
-            WorkerCommand::Reload(compiled, config, log_sender) => {
-                worker.apply_config(compiled, log_sender);
+            WorkerCommand::Reload(compiled, config, outputs) => {
+                worker.apply_config(compiled, outputs);
                 listener_context.apply(config);
             }
             WorkerCommand::Drain(times) => {
@@ -89,6 +99,7 @@ pub async fn run(
         shared.close().await;
     }
     sweeper.abort();
+    answers.abort();
 }
 
 /// Waits until all connections have ended.

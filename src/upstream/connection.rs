@@ -118,8 +118,8 @@ impl UpstreamConnection {
         match self {
             UpstreamConnection::Http1(mut connection) => {
                 let permit = connection.permit.take();
-                let (stream, early_bytes) = connection.into_stream().await?;
-                Some(Tunnel::new(UpstreamIo::Http1(stream, permit), early_bytes))
+                let (stream, early_bytes, counted) = connection.into_stream().await?;
+                Some(Tunnel::new(UpstreamIo::Http1(stream, (permit, counted)), early_bytes))
             }
             UpstreamConnection::Http2(stream) => {
                 let (io, stream) = Box::pin(stream.into_stream()).await?;

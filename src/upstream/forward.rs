@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use http::{HeaderValue, Request, Response, StatusCode};
 use hyper::body::Incoming;
 
+use super::attempt_log::AttemptLog;
 use super::connection::UpstreamConnection;
 use super::http1::SendError;
 use super::http2;
@@ -76,6 +77,8 @@ struct Attempt<'a> {
     /// `None` if nothing was sent.
     outcome: Option<UpstreamOutcome>,
     result: AttemptResult,
+    /// `None` for a request that is neither logged nor traced.
+    log: Option<&'a AttemptLog>,
 }
 
 impl Drop for Attempt<'_> {
@@ -83,6 +86,9 @@ impl Drop for Attempt<'_> {
         let (servers, server) = (self.forwarder, self.choice.server);
         if let Some(outcome) = self.outcome {
             servers.metrics.request_ended(server, outcome);
+        }
+        if let Some(log) = self.log {
+            log.attempt_ended(self.outcome, &servers.clock);
         }
         servers.upstream_health.report(server, self.result, self.choice.reason, || servers.clock.instant());
     }
@@ -150,6 +156,7 @@ impl Forwarder {
         limits: &Timeouts,
         timer: &Timer,
         informational: Option<Rc<InformationalQueue>>,
+        attempt_log: Option<Rc<AttemptLog>>,
     ) -> impl Future<Output = Result<Response<UpstreamBody>, RequestError>> {
         let progress = request.body().progress();
         let mut forwarding = self.begin(traits, limits);
@@ -158,12 +165,16 @@ impl Forwarder {
             let mut choice = self.load_balancer.choose_first(&self.upstream_health, forwarding.traits, &self.clock);
             loop {
                 let server = &self.load_balancer.servers()[choice.server];
+                if let Some(log) = &attempt_log {
+                    log.attempt_began(choice.server, request.headers_mut(), &self.clock);
+                }
                 let mut attempt = Attempt {
                     forwarder: self,
                     choice,
                     active: Some(server.begin_request()),
                     outcome: Some(UpstreamOutcome::Canceled),
                     result: AttemptResult::Unknown,
+                    log: attempt_log.as_deref(),
                 };
                 let (mut connection, reused);
                 if let Some(idle) = (!forwarding.needs_new_connection && !forwarding.is_exclusive)
@@ -283,6 +294,7 @@ impl Forwarder {
                 else {
                     return Err(self.reject(UpstreamLimit::Pending));
                 };
+                let _waiting = self.retry_meter.count_waiting();
                 match tokio::time::timeout(limit, server.enqueue(!forwarding.is_exclusive)).await {
                     Ok(Ok(Offer::Connection(connection))) => return Ok((connection, true)),
                     Ok(Ok(Offer::Permit(permit))) => Some(permit),
@@ -340,6 +352,9 @@ impl Forwarder {
         if let Some(why) = violation {
             attempt.set_outcome(UpstreamOutcome::Failed, AttemptResult::Failure);
             return NextStep::Fail(RequestError::Upstream(why.to_owned()));
+        }
+        if let Some(log) = attempt.log {
+            log.responded(response.status());
         }
         let responded_at = self.clock.instant();
         self.metrics.responded_in(responded_at.duration_since(started));

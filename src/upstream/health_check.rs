@@ -110,7 +110,7 @@ async fn check_repeatedly(
 ) {
     sleep(health.interval.min(FIRST_CHECK_SPREAD).mul_f64(fastrand::f64())).await;
     // The pool keeps the resolved addresses from check to check, as for requests.
-    let pool = ConnectionPool::new(server, &transport, clock.clone());
+    let pool = ConnectionPool::new(server, &transport, None, clock.clone());
     let mut consecutive = 0;
     loop {
         let result = match timeout(health.timeout, check(&pool, &health)).await {

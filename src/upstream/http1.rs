@@ -27,6 +27,7 @@ use super::request_body::RequestBody;
 use super::request_limit::ConnectionPermit;
 use crate::informational::InformationalQueue;
 use crate::io_stream::IoStream;
+use crate::metrics::upstream::CountedConnection;
 
 /// Read-buffer limit, and so the largest response head that is accepted.
 const RESPONSE_HEAD_MAX_BYTES: usize = 64 * 1024;
@@ -57,6 +58,7 @@ pub struct Http1Connection {
     pub idle_since: Option<Instant>,
     /// Its permit among the connections to the server, where these are limited.
     pub permit: Option<ConnectionPermit>,
+    pub counted: CountedConnection,
 }
 
 /// Why there is no response; with the request, if none of it was sent.
@@ -64,7 +66,11 @@ pub type SendError = TrySendError<Request<RequestBody>>;
 
 impl Http1Connection {
     /// Starts HTTP/1.1 on a connected stream.
-    pub async fn new(stream: IoStream, target: ResolvedTarget) -> hyper::Result<Http1Connection> {
+    pub async fn new(
+        stream: IoStream,
+        target: ResolvedTarget,
+        counted: CountedConnection,
+    ) -> hyper::Result<Http1Connection> {
         let tap = Rc::new(TapState::default());
         let io = TokioIo::new(TapIo::new(stream, Rc::clone(&tap)));
         let (sender, driver) = http1::Builder::new().max_buf_size(RESPONSE_HEAD_MAX_BYTES).handshake(io).await?;
@@ -80,6 +86,7 @@ impl Http1Connection {
             target,
             idle_since: None,
             permit: None,
+            counted,
         })
     }
 
@@ -163,8 +170,9 @@ impl Http1Connection {
         poll_fn(|cx| self.poll_driven(cx, |cx| response.as_mut().poll(cx))).await
     }
 
-    /// The byte stream, and the bytes read after the head of the last response, if that switched protocols.
-    pub async fn into_stream(mut self) -> Option<(IoStream, Bytes)> {
+    /// The byte stream, and the bytes read after the head of the last response, if that switched protocols; the connection
+    /// counts for as long as the third part is held.
+    pub async fn into_stream(mut self) -> Option<(IoStream, Bytes, CountedConnection)> {
         // The request had no body, so hyper only has to notice the switch.
         poll_fn(|cx| {
             self.drive(cx.waker());
@@ -172,7 +180,7 @@ impl Http1Connection {
         })
         .await;
         match self.driver {
-            Driver::Ended(parts) => Some((parts.io.into_inner().into_stream(), parts.read_buf)),
+            Driver::Ended(parts) => Some((parts.io.into_inner().into_stream(), parts.read_buf, self.counted)),
             Driver::Running(_) | Driver::Taken => None,
         }
     }

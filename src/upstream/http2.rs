@@ -33,6 +33,7 @@ use super::request_body::{ReplayBody, RequestBody};
 use super::request_limit::ConnectionPermit;
 use crate::http::websocket_handshake::{self, HandshakeKey};
 use crate::io_stream::IoStream;
+use crate::metrics::upstream::CountedConnection;
 
 /// Concurrent streams of one connection; servers may allow fewer.
 const STREAMS_MAX: usize = 100;
@@ -73,6 +74,8 @@ pub struct Http2Connection {
     scheme: Scheme,
     /// Its permit among the connections to the server, where these are limited.
     permit: RefCell<Option<ConnectionPermit>>,
+    /// Idle while no request has a stream.
+    counted: CountedConnection,
 }
 
 impl Http2Connection {
@@ -85,7 +88,9 @@ impl Http2Connection {
         address: Option<SocketAddr>,
         ping_after: Duration,
         now: Instant,
+        counted: CountedConnection,
     ) -> io::Result<Rc<Http2Connection>> {
+        counted.set_idle(true);
         let read_events = Rc::new(ReadEvents::default());
         let (sender, connection) = Builder::new(LocalExecutor)
             .timer(TokioTimer::new())
@@ -111,6 +116,7 @@ impl Http2Connection {
             address,
             scheme,
             permit: RefCell::default(),
+            counted,
         }))
     }
 
@@ -224,6 +230,7 @@ impl Http2Stream {
     pub fn open(connection: Rc<Http2Connection>) -> Http2Stream {
         connection.active_streams.set(connection.active_streams.get() + 1);
         connection.has_been_used.set(true);
+        connection.counted.set_idle(false);
         Http2Stream { connection, saved_head: None, replay_body: None, responded_at: None, upgrade: None }
     }
 
@@ -290,6 +297,7 @@ impl Drop for Http2Stream {
     fn drop(&mut self) {
         let connection = &self.connection;
         connection.active_streams.set(connection.active_streams.get().saturating_sub(1));
+        connection.counted.set_idle(connection.active_streams.get() == 0);
         if let Some(responded_at) = self.responded_at {
             connection.idle_since.set(responded_at.max(connection.idle_since.get()));
         }

@@ -1,6 +1,6 @@
 //! Upstream servers: connections to them, load balancing, health, retries, and the bodies in both directions.
 //!
-//! `forward` sends one request: `load_balancer` chooses a server by `server_health`, `pool` provides a `connection`,
+//! `forward` sends one request (`attempt_log`): `load_balancer` chooses a server by `server_health`, `pool` provides a `connection`,
 //! `retry_budget` and `request_limit` bound retries and load, `health_check` probes servers. Every worker has its own
 //! connections and load balancer; health and request limits are shared.
 //!
@@ -12,6 +12,7 @@
 //! - Connection: `UpstreamConnection` (HTTP/1.1 or HTTP/2), `Http1Connection` over `TapIo`, or `Http2Stream` of an
 //!   `Http2Connection` over `NotifyingIo`, each over the TCP, TLS or Unix stream of `io_stream`.
 
+pub mod attempt_log;
 pub mod connect;
 pub mod connection;
 pub mod dns;

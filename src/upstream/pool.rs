@@ -26,7 +26,7 @@ use crate::clock::Clock;
 use crate::config::upstream::{HostField, Scheme, Server, TransportSettings, UpstreamPolicy};
 use crate::http::error::RequestError;
 use crate::io_stream::descriptor_limit;
-use crate::metrics::upstream::ActiveGauge;
+use crate::metrics::upstream::{ActiveGauge, ConnectionGauge, CountedConnection};
 
 /// HTTP/2 connections to one server. Beyond this number, requests wait for a stream.
 const HTTP2_CONNECTIONS_MAX: usize = 64;
@@ -48,11 +48,18 @@ pub struct ConnectionPool {
     prefers_http2: Cell<bool>,
     /// One task opens an HTTP/2 connection while the others wait for it.
     opening: Semaphore,
+    /// Counts connections; `None` for health checks.
+    gauge: Option<Rc<ConnectionGauge>>,
     clock: Clock,
 }
 
 impl ConnectionPool {
-    pub fn new(server: Server, transport: &TransportSettings, clock: Clock) -> Rc<ConnectionPool> {
+    pub fn new(
+        server: Server,
+        transport: &TransportSettings,
+        gauge: Option<Rc<ConnectionGauge>>,
+        clock: Clock,
+    ) -> Rc<ConnectionPool> {
         let host = match &transport.host {
             HostField::Keep => None,
             HostField::Server => Some(authority(&server)),
@@ -66,6 +73,7 @@ impl ConnectionPool {
             http2: RefCell::default(),
             prefers_http2: Cell::new(connector.is_http2()),
             opening: Semaphore::new(1),
+            gauge,
             connector,
             server,
             clock,
@@ -93,6 +101,7 @@ impl ConnectionPool {
     /// A connection that takes a request now. Whether it is still open shows when it is used.
     pub fn take_ready(&self) -> Option<UpstreamConnection> {
         if let Some(connection) = self.idle.borrow_mut().pop() {
+            connection.counted.set_idle(false);
             return Some(UpstreamConnection::Http1(connection));
         }
         self.open_stream(usize::MAX)
@@ -149,6 +158,7 @@ impl ConnectionPool {
             && connection.is_request_sent()
         {
             connection.idle_since.get_or_insert_with(|| self.clock.instant());
+            connection.counted.set_idle(true);
             idle.push(connection);
         }
     }
@@ -255,10 +265,12 @@ impl ConnectionPool {
         let generation = self.connector.resolver.generation();
         let connected = self.connector.open(is_exclusive).await?;
         let target = ResolvedTarget { address: connected.address, generation };
+        let counted = CountedConnection::new(self.gauge.as_ref());
         match connected.version {
             HttpVersion::Http1 => {
                 self.prefers_http2.set(self.connector.is_http2());
-                let connection = Http1Connection::new(connected.stream, target).await.map_err(io::Error::other)?;
+                let connection =
+                    Http1Connection::new(connected.stream, target, counted).await.map_err(io::Error::other)?;
                 Ok(NewConnection::Http1(Box::new(connection)))
             }
             HttpVersion::Http2 => {
@@ -266,7 +278,7 @@ impl ConnectionPool {
                 let scheme = if self.server.scheme == Scheme::Https { uri::Scheme::HTTPS } else { uri::Scheme::HTTP };
                 let ping_after = ping_after.max(PING_AFTER_MIN);
                 let now = self.clock.instant();
-                Http2Connection::new(connected.stream, scheme, connected.address, ping_after, now)
+                Http2Connection::new(connected.stream, scheme, connected.address, ping_after, now, counted)
                     .await
                     .map(NewConnection::Http2)
             }

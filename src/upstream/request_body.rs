@@ -198,6 +198,7 @@ pub struct UploadProgress {
     pub has_failed: Cell<bool>,
     /// The body is larger, or slower, than allowed.
     pub violation: Cell<Option<UploadViolation>>,
+    pub received_bytes: Cell<u64>,
 }
 
 impl UploadProgress {
@@ -276,7 +277,11 @@ impl Upload {
             Poll::Ready(None) | Poll::Pending => {}
         }
         let received = match &frame {
-            Poll::Ready(Some(Ok(frame))) => Some(Poll::Ready(frame.data_ref().map_or(0, Bytes::len))),
+            Poll::Ready(Some(Ok(frame))) => {
+                let bytes = frame.data_ref().map_or(0, Bytes::len);
+                progress.received_bytes.update(|received| received + bytes as u64);
+                Some(Poll::Ready(bytes))
+            }
             Poll::Pending => Some(Poll::Pending),
             Poll::Ready(None | Some(Err(_))) => None,
         };

@@ -20,6 +20,7 @@ use super::http2::Http2Stream;
 use super::pool::ActiveRequest;
 use super::request_limit::{ConnectionPermit, RequestPermit};
 use crate::io_stream::IoStream;
+use crate::metrics::upstream::CountedConnection;
 use crate::timer::Timer;
 
 /// The most bytes of one read.
@@ -201,8 +202,8 @@ impl Direction {
 
 /// The byte stream of a tunnel: an HTTP/1.1 connection that switched protocols, or an HTTP/2 stream.
 pub enum UpstreamIo {
-    /// With its permit among the connections to the server, where these are limited.
-    Http1(IoStream, Option<ConnectionPermit>),
+    /// With its count among the connections to the server, and its permit where these are limited.
+    Http1(IoStream, (Option<ConnectionPermit>, CountedConnection)),
     /// With its stream's count on the connection.
     Http2(TokioIo<Upgraded>, Http2Stream),
 }

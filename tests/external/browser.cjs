@@ -3,7 +3,7 @@
 //
 //     browser.cjs CHROMIUM ADDRESS PIN
 //
-// The page is https://gateway.test/, resolved to ADDRESS; only the certificate with the key PIN is accepted.
+// The page is https://gateway.test/. All names below `test` are resolved to ADDRESS; only the certificate with the key PIN is accepted.
 
 const { chromium } = require("playwright-core");
 
@@ -20,7 +20,7 @@ async function main(executablePath, address, pin) {
       "--disable-gpu", "--disable-quic", "--no-first-run", "--no-proxy-server", "--disable-background-networking",
       "--disable-component-update", "--disable-sync",
       `--ignore-certificate-errors-spki-list=${pin}`,
-      `--host-resolver-rules=MAP gateway.test ${host}`,
+      `--host-resolver-rules=MAP *.test ${host}`,
     ],
   });
   try {

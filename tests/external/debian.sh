@@ -31,8 +31,10 @@ else
     need iproute2 command -v ss
     need libnss-wrapper sh -c 'ls /usr/lib/*/libnss_wrapper.so'
     need python3-venv python3 -c 'import ensurepip'
+    need prometheus command -v promtool
     need redis-tools command -v redis-cli
     need slowhttptest command -v slowhttptest
+    need systemd command -v systemd-analyze
 fi
 
 [ -n "$missing" ] || exit 0

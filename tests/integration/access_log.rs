@@ -1,11 +1,12 @@
-//! The access log: one line of JSON for each request, successful or not.
+//! The access log: one line for each request, successful or not; request ids.
 
 use std::fs;
 use std::path::Path;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::support::client::request;
+use crate::support::gateway::Gateway;
 use crate::support::process::Process;
 use crate::support::upstream::Upstream;
 use crate::support::{TempDir, eventually, eventually_eq, forward_all, one_rule};
@@ -34,7 +35,11 @@ fn every_request_is_one_line() {
     );
     let process = Process::spawn(&toml);
     let mut client = process.client();
-    let fields = [("User-Agent", "a \"quoted\\agent\"\u{1F600}"), ("Authorization", "Bearer secret-token")];
+    let fields = [
+        ("User-Agent", "a \"quoted\\agent\"\u{1F600}"),
+        ("Authorization", "Bearer secret-token"),
+        ("Referer", "https://a.test/b?c=secret"),
+    ];
     let echo = client.request("PUT", "/api/a%20b?token=secret-query", &fields, b"body").expect(200);
     client.request("HEAD", "/api/b", &[], b"").expect(200);
     client.get("/api/c").expect(429);
@@ -47,13 +52,18 @@ fn every_request_is_one_line() {
     assert_eq!(column("path"), ["/api/a%20b", "/api/b", "/api/c", "/nowhere", "/a/../../b"]);
     assert_eq!(column("route"), [Value::from("all"), "all".into(), "all".into(), Value::Null, Value::Null]);
     assert_eq!(lines[0]["upstream"], "u");
-    assert_eq!(lines[0]["bytes"], echo.body.len());
-    assert_eq!(lines[1]["bytes"], 0);
-    assert_eq!(lines[2]["refused_by"], serde_json::json!(["r"]));
+    assert_eq!((&lines[0]["bytes_received"], &lines[0]["bytes_sent"]), (&4.into(), &echo.body.len().into()));
+    assert_eq!(lines[1]["bytes_sent"], 0);
+    assert_eq!(lines[0]["user_agent"], "a \"quoted\\agent\"\u{1F600}");
+    assert_eq!(lines[0]["referrer"], "https://a.test/b");
+    assert_eq!((&lines[0]["rules"], &lines[2]["rules"]), (&json!({ "r": "admitted" }), &json!({ "r": "refused" })));
+    assert_eq!(lines[2]["refused_by"], json!([{ "rule": "r", "window": "r", "key": "127.0.0.1" }]));
+    assert_eq!(lines[0].get("refused_by"), None);
     assert!(lines[4]["error"].as_str().unwrap().contains("above the root"));
     for line in &lines {
         assert_eq!((&line["client"], &line["host"]), (&"127.0.0.1".into(), &"gateway.test".into()));
         assert!(line["duration_ms"].as_f64().is_some_and(|ms| (0.0..30_000.0).contains(&ms)), "{line}");
+        assert!(line["request_id"].as_str().is_some_and(|id| id.len() == 16), "{line}");
         let time = line["time"].as_str().unwrap();
         assert!(time.len() == 24 && time.starts_with("20") && time.ends_with('Z'), "{time}");
         // Queries and fields may contain secrets.
@@ -150,7 +160,7 @@ fn a_response_to_head_is_not_logged_as_cut_off() {
         assert!(response.field("content-length").is_some_and(|length| length != "0"), "{response:?}");
     }
     let lines = wait_for_lines(&file, 3);
-    assert_eq!(lines.iter().map(|line| &line["bytes"]).collect::<Vec<_>>(), [0, 0, 0]);
+    assert_eq!(lines.iter().map(|line| &line["bytes_sent"]).collect::<Vec<_>>(), [0, 0, 0]);
     assert!(lines[..2].iter().all(|line| line.get("error").is_none()), "{lines:#?}");
     assert_eq!(lines[2]["error"], "no route matches this request");
 }
@@ -234,11 +244,12 @@ fn the_log_may_be_standard_output_or_off() {
     let toml = one_rule("key = \"ip\"\nwindows = [\"1000/366d\"]");
     let mut process = Process::spawn(&format!("{toml}[access_log]\nfile = \"stdout\"\n"));
     process.get("/a").expect(200);
+    process.signal("TERM");
+    process.wait();
+    // Nothing else is written there.
     eventually("the line is on standard output", || process.stdout_lines().len() == 1);
     let line: Value = serde_json::from_str(&process.stdout_lines()[0]).unwrap();
     assert_eq!(line["path"], "/a");
-    process.signal("TERM");
-    process.wait();
 
     let mut process = Process::spawn(&toml);
     process.get("/a").expect(200);
@@ -263,4 +274,183 @@ fn a_client_that_disconnects_is_logged() {
     eventually("the upstream has the request", || upstream.received().len() == 1);
     drop(client);
     assert_eq!(wait_for_lines(&file, 1)[0]["status"], 499);
+}
+
+/// A gateway with this configuration and an access log.
+struct LoggingGateway {
+    gateway: Gateway,
+    scratch: TempDir,
+}
+
+impl LoggingGateway {
+    fn start(toml: &str) -> LoggingGateway {
+        let scratch = TempDir::new();
+        let log = scratch.path().join("access.log");
+        let gateway = Gateway::start(&format!("{toml}[access_log]\nfile = \"{}\"\n", log.display()));
+        LoggingGateway { gateway, scratch }
+    }
+
+    fn lines(&self, count: usize) -> Vec<Value> {
+        wait_for_lines(&self.scratch.path().join("access.log"), count)
+    }
+}
+
+#[test]
+fn each_rule_of_a_request_has_its_decision() {
+    let toml = r#"
+        [upstreams.u]
+        builtin = "echo"
+        [rules.wide]
+        key     = "header:x-api-key"
+        windows = ["100/366d", "4/365d"]
+        on_missing_key = "skip"
+        [rules.narrow]
+        key     = ["ip", "header:x-user"]
+        windows = ["1/366d"]
+        on_missing_key = "skip"
+        [rules.watched]
+        key     = "ip"
+        windows = ["2/366d"]
+        on_limit = "shadow"
+        [[routes]]
+        path     = "/{*rest}"
+        upstream = "u"
+        rules    = ["wide", "narrow", "watched"]
+    "#;
+    let logging = LoggingGateway::start(toml);
+    let mut client = logging.gateway.client();
+    for (fields, status) in [
+        (&[("X-User", "alice")][..], 200),
+        (&[("X-User", "alice"), ("X-Api-Key", "secret-key")], 429),
+        (&[("X-Api-Key", "secret-key")], 200),
+        (&[("X-Api-Key", "secret-key")], 200),
+    ] {
+        client.get_with("/a", fields).expect(status);
+    }
+    let lines = logging.lines(4);
+    assert_eq!(lines[0]["rules"], json!({ "narrow": "admitted", "watched": "admitted" }));
+    assert_eq!(lines[1]["rules"], json!({ "wide": "admitted", "narrow": "refused", "watched": "admitted" }));
+    assert_eq!(lines[1]["refused_by"], json!([{ "rule": "narrow", "window": "narrow", "key": "127.0.0.1 alice" }]));
+    assert_eq!(lines[2]["rules"], json!({ "wide": "admitted", "watched": "admitted" }));
+    assert_eq!(lines[3]["rules"], json!({ "wide": "admitted", "watched": "shadowed" }));
+    assert_eq!(lines[3]["shadowed_by"], json!([{ "rule": "watched", "window": "watched", "key": "127.0.0.1" }]));
+    // Secrets are shown as digests.
+    (0..2).for_each(|_| drop(client.get_with("/a", &[("X-Api-Key", "secret-key")])));
+    client.get_with("/a", &[("X-Api-Key", "secret-key")]).expect(429);
+    let full = &logging.lines(7)[6]["refused_by"][0];
+    assert_eq!((&full["rule"], &full["window"]), (&"wide".into(), &"wide-365d".into()));
+    let key = full["key"].as_str().unwrap();
+    assert!(key.starts_with("hmac-") && key.len() == 13, "{key}");
+}
+
+#[test]
+fn the_upstream_and_its_time_are_logged() {
+    let dead = Upstream::refusing_connections();
+    let upstream = Upstream::with_script(|connection| {
+        while let Some(request) = connection.read_request() {
+            assert_eq!(request.body, b"1234567");
+            connection.send("HTTP/1.1 200 OK\r\nContent-Length: 2\r\ngrpc-status: 5\r\n\r\nok");
+        }
+    });
+    let url = format!("http://{}", upstream.address);
+    let toml = format!(
+        "[upstreams.u]\nservers = [\"{}\", \"{}\"]\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",
+        format_args!("http://{}", dead.address),
+        url
+    );
+    let logging = LoggingGateway::start(&toml);
+    let mut client = logging.gateway.client();
+    // The balancer chooses at random: with so many requests, some meet the dead server first, and some do not.
+    const REQUESTS: usize = 16;
+    for _ in 0..REQUESTS {
+        client.request("POST", "/a", &[], b"1234567").expect(200);
+    }
+    for line in logging.lines(REQUESTS) {
+        assert_eq!((&line["upstream"], &line["server"]), (&"u".into(), &url.as_str().into()), "{line}");
+        assert!(line["upstream_ms"].as_f64() <= line["duration_ms"].as_f64(), "{line}");
+        assert_eq!((&line["bytes_received"], &line["bytes_sent"]), (&7.into(), &2.into()));
+        assert_eq!(line["grpc_status"], "5");
+        assert_eq!(line.get("delay_ms"), None);
+    }
+    let attempts: Vec<Value> = logging.lines(REQUESTS).iter().map(|line| line["upstream_attempts"].clone()).collect();
+    assert!(attempts.contains(&2.into()) && attempts.iter().all(|attempts| attempts.is_null() || *attempts == 2));
+}
+
+#[test]
+fn a_delay_is_logged_apart_from_the_upstream() {
+    let rule = "key = \"ip\"\nwindows = [\"1/minute\"]\non_limit = \"delay\"\nmax_delay = \"1m\"";
+    let logging = LoggingGateway::start(&one_rule(rule));
+    logging.gateway.get("/a").expect(200);
+    let mut client = logging.gateway.client();
+    client.send(request("GET", "/b", &[], b""));
+    let delayed = || logging.gateway.metrics().sum("transom_decisions_total", &[("outcome", "delayed")]);
+    eventually_eq(delayed, 1);
+    logging.gateway.advance(std::time::Duration::from_secs(60));
+    client.read_response().expect(200);
+    let lines = logging.lines(2);
+    assert_eq!((lines[0].get("delay_ms"), &lines[0]["rules"]["r"]), (None, &"admitted".into()));
+    assert_eq!(lines[1]["rules"]["r"], "delayed");
+    assert!(lines[1]["delay_ms"].as_f64() <= lines[1]["duration_ms"].as_f64(), "{}", lines[1]);
+    assert!(lines[1]["delay_ms"].as_f64() > lines[1]["upstream_ms"].as_f64(), "{}", lines[1]);
+}
+
+#[test]
+fn a_request_has_one_id_in_the_log_and_on_both_sides() {
+    let listen = "[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\n";
+    let rule = one_rule("key = \"header:x-user\"\non_missing_key = \"skip\"\nwindows = [\"1/366d\"]");
+    for (trusted, is_taken) in [("", false), ("trusted_proxies = [\"127.0.0.1\"]\n", true)] {
+        let logging = LoggingGateway::start(&format!("{listen}{trusted}{rule}"));
+        let mut client = logging.gateway.client();
+        let sent = [
+            ("X-Request-Id", "from-client"),
+            ("X-User", "a"),
+            ("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
+        ];
+        let admitted = client.get_with("/a", &sent).expect(200);
+        let id = admitted.field("x-request-id").unwrap().to_owned();
+        assert_eq!(id == "from-client", is_taken, "{id}");
+        let received: Value = serde_json::from_slice(&admitted.body).unwrap();
+        assert_eq!(received["fields"]["x-request-id"], id.as_str());
+        assert_eq!(received["fields"]["traceparent"], sent[2].1);
+        let refused = client.get_with("/a", &sent).expect(429);
+        let other = client.get_with("/a", &sent[..1]).expect(200);
+        let missing = client.get_with("/../a", &[]).expect(400);
+        let lines = logging.lines(4);
+        for (line, response) in lines.iter().zip([admitted, refused, other, missing]) {
+            assert_eq!(line["request_id"], response.field("x-request-id").unwrap());
+        }
+        assert_eq!(lines[0]["trace_id"], "0af7651916cd43dd8448eb211c80319c");
+        assert_eq!(lines[2].get("trace_id"), None);
+        assert_ne!(lines[2]["request_id"] == lines[0]["request_id"], !is_taken);
+    }
+}
+
+#[test]
+fn the_combined_format_is_that_of_nginx() {
+    let scratch = TempDir::new();
+    let file = scratch.path().join("access.log");
+    let rule = one_rule("key = \"ip\"\nwindows = [\"1000/366d\"]");
+    let gateway =
+        Gateway::start(&format!("{rule}[access_log]\nfile = \"{}\"\nformat = \"combined\"\n", file.display()));
+    let mut client = gateway.client();
+    client.get_with("/a?q=secret", &[("User-Agent", "a\"b"), ("Referer", "http://c/?secret")]).expect(200);
+    eventually("a line is logged", || fs::read_to_string(&file).is_ok_and(|text| text.ends_with('\n')));
+    let line = fs::read_to_string(&file).unwrap();
+    assert!(line.starts_with("127.0.0.1 - - ["), "{line}");
+    assert!(line.contains(" +0000] \"GET /a HTTP/1.1\" 200 "), "{line}");
+    assert!(line.ends_with(" \"http://c/\" \"a\\x22b\"\n"), "{line}");
+}
+
+#[test]
+fn messages_for_the_operator_can_be_json() {
+    let mut command = std::process::Command::new(crate::support::process::BINARY);
+    command.env("TRANSOM_LOG_FORMAT", "json");
+    let toml = one_rule("key = \"ip\"\nwindows = [\"1000/366d\"]");
+    let mut process = Process::spawn_command(command, &toml, TempDir::new());
+    process.signal("TERM");
+    assert!(process.wait().success());
+    let messages = process.stderr();
+    let line = messages.lines().find(|line| line.contains("draining")).unwrap();
+    let message: Value = serde_json::from_str(line).unwrap();
+    assert_eq!((&message["level"], &message["message"]), (&"INFO".into(), &"draining".into()));
 }

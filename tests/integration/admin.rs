@@ -3,11 +3,11 @@
 use std::collections::HashSet;
 use std::io::{Read, Write};
 
-use crate::support::client::Client;
+use crate::support::client::{Client, HOST};
 use crate::support::gateway::Gateway;
 use crate::support::process::Process;
 use crate::support::upstream::{Upstream, reply};
-use crate::support::{eventually, one_rule};
+use crate::support::{TempDir, eventually, one_rule};
 
 fn toml(upstream: &Upstream) -> String {
     format!(
@@ -168,6 +168,36 @@ fn the_admin_address_accepts_its_configured_hosts_only() {
     let query = br#"{"rule": "r", "key": "a"}"#;
     let fields = [("Host", "evil.example"), ("Origin", "http://evil.example")];
     Client::connect(gateway.admin).request("POST", "/v1/limit", &fields, query).expect(421);
+}
+
+#[test]
+fn a_post_needs_the_configured_token() {
+    let folder = TempDir::new();
+    let file = folder.write("token", "first-0123456789\n");
+    let toml = format!("[admin]\nhosts = [\"{HOST}\"]\ntoken_file = {file:?}\n{}", toml(&Upstream::always(200)));
+    let mut gateway = Gateway::start(&toml);
+    let limit = |gateway: &Gateway, authorization: &str| {
+        let fields = [("Authorization", authorization)];
+        let fields = if authorization.is_empty() { &[][..] } else { &fields[..] };
+        Client::connect(gateway.admin).request("POST", "/v1/limit", fields, br#"{"rule": "r", "key": "192.0.2.7"}"#)
+    };
+    let wrong = ["", "first-0123456789", "Bearer", "Bearer ", "Bearer first-012345678", "Basic first-0123456789"];
+    for authorization in wrong {
+        let response = limit(&gateway, authorization).expect(401);
+        response.problem();
+        assert_eq!(response.field("www-authenticate"), Some("Bearer"), "{authorization:?}");
+    }
+    for path in ["/v1/check", "/v1/value", "/v1/reset", "/v1/explain", "/metrics", "/nowhere"] {
+        Client::connect(gateway.admin).post(path, "{}").expect(401).problem();
+    }
+    Client::connect(gateway.admin).get("/metrics").expect(200);
+    // The refused queries consumed nothing.
+    assert_eq!(limit(&gateway, "Bearer first-0123456789").expect(200).json()["windows"][0]["count"], 1);
+    assert_eq!(limit(&gateway, "bearer  first-0123456789").expect(200).json()["windows"][0]["count"], 2);
+    folder.write("token", "second-0123456789");
+    gateway.reload(&toml);
+    limit(&gateway, "Bearer first-0123456789").expect(401);
+    limit(&gateway, "Bearer second-0123456789").expect(200);
 }
 
 #[test]

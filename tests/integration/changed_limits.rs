@@ -24,6 +24,9 @@ fn debt_lasts_as_many_windows_under_changed_limits() {
     for (before, after, debt_windows, capacity) in [
         ("{ limit = 1, period = \"1h\", capacity = 10 }", "{ limit = 5, period = \"1h\", capacity = 10 }", 10, 10),
         ("{ limit = 1, period = \"1h\", capacity = 10 }", "{ limit = 10, period = \"1h\", capacity = 11 }", 10, 11),
+        // No tokens roll over any more.
+        ("{ limit = 1, period = \"1h\", capacity = 10 }", "{ limit = 10, period = \"1h\", capacity = 10 }", 10, 10),
+        ("{ limit = 10, period = \"1h\", capacity = 10 }", "{ limit = 5, period = \"1h\", capacity = 10 }", 1, 10),
         // Fewer tokens roll over.
         ("{ limit = 2, period = \"1h\", capacity = 20 }", "{ limit = 2, period = \"1h\", capacity = 3 }", 10, 3),
     ] {

@@ -232,3 +232,21 @@ fn every_master_and_slot_of_a_cluster_is_checked() {
         code == Some(1) && output.contains("of 16384 slots are served")
     });
 }
+
+#[test]
+fn the_names_of_another_service_need_a_right_too() {
+    let server = RedisServer::start();
+    let rights = "reset on >sesame ~transom:* +@all";
+    let set_rights = |more: &str| {
+        let line: Vec<&str> =
+            ["ACL", "SETUSER", "edge"].into_iter().chain(rights.split(' ')).chain(more.split_terminator(' ')).collect();
+        assert_eq!(server.cli(&line), "OK");
+    };
+    let rule = "[rules.r]\nkey = \"ip\"\nwindows = [\"9/minute\"]\nkey_format = \"rlaas:{key}:{window}\"";
+    let settings = format!("{}\n{rule}", as_user(&server, "edge:sesame"));
+    set_rights("");
+    expect_unusable(check(&settings), &["names of the rule `r`", "NOPERM", "~transom:* ~rlaas:* +ping"]);
+    set_rights("~rlaas:*");
+    assert!(expect_usable(&settings).contains("names of the rule `r`: fine"));
+    assert_eq!(server.cli(&["KEYS", "rlaas:*"]), "");
+}

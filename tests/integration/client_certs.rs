@@ -6,7 +6,7 @@ use crate::support::client::Client;
 use crate::support::gateway::Gateway;
 use crate::support::test_ca::{Issued, TestCa};
 use crate::support::tls::{TlsClient, listen};
-use crate::support::{TempDir, one_rule};
+use crate::support::{TempDir, eventually_eq, one_rule};
 
 const PER_CERT: &str = "key = \"client-cert\"\nwindows = [\"2/hour\"]\n";
 
@@ -51,7 +51,9 @@ fn clients_without_a_certificate_are_refused() {
         params.not_after = rcgen::date_time_ymd(2020, 1, 1);
     });
     assert_eq!(certificates.status(&gateway, Some(&expired)), None);
-    assert_eq!(gateway.metrics().sum("transom_connections_refused_total", &[("reason", "tls_handshake")]), 3);
+    // Counted after the client has seen the end of the handshake.
+    let refused = || gateway.metrics().sum("transom_connections_refused_total", &[("reason", "tls_handshake")]);
+    eventually_eq(refused, 3);
 }
 
 #[test]

@@ -10,7 +10,7 @@ use crate::support::gateway::Gateway;
 use crate::support::gateway_group::{GatewayGroup, LONG_TIMEOUT, query_decision, rule_by_key, shared_config};
 use crate::support::http2_client::Http2Client;
 use crate::support::http2_upstream::{Http2Upstream, Options};
-use crate::support::ratelimit_parser::remaining;
+use crate::support::ratelimit_parser::{items, remaining};
 use crate::support::redis::RedisServer;
 use crate::support::upstream::{Upstream, reply};
 use crate::support::{TempDir, eventually, eventually_eq, one_rule};
@@ -144,6 +144,26 @@ fn an_attempt_without_a_response_stays_charged() {
     log_in(&gateway, "a", 200).expect(429);
 }
 
+/// A client could have the server act on the first part of a body, and then break it off to get its tokens back.
+#[test]
+fn a_broken_off_body_stays_charged() {
+    let upstream = Upstream::with_script(|connection| {
+        if connection.read_head().is_some() {
+            connection.wait_for_close();
+        }
+    });
+    let gateway = Gateway::start(&config(&upstream.toml("u"), FAILED_LOGINS));
+    let head = "POST /200 HTTP/1.1\r\nHost: a\r\nX-User: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n";
+    for n in 1..=5 {
+        let mut client = gateway.client();
+        client.send(head);
+        eventually_eq(|| upstream.received().len(), n);
+        client.send("no size\r\n");
+        assert_eq!(states(&client.read_response().expect(400))[0].0, 5 - n as u64);
+    }
+    log_in(&gateway, "a", 200).expect(429);
+}
+
 #[test]
 fn an_ended_window_gets_nothing_back() {
     let gate = Gate::default();
@@ -263,9 +283,11 @@ fn gateways_share_failed_logins() {
     let gate = Gate::default();
     let upstream = login_server(&gate);
     let rule = FAILED_LOGINS.replace("15m", "30d");
-    for mode in ["exact", "lease"] {
-        let shared = format!("redis = \"{}\"\nmode = \"{mode}\"\nprefix = \"{mode}\"\n{LONG_TIMEOUT}", redis.url());
-        let toml = format!("[counters.shared]\n{shared}\n{}", config(&upstream.toml("u"), &rule));
+    let sliding = rule.replace("\"5/30d\"", "{ limit = 5, period = \"30d\", sliding = true }");
+    for (mode, rule) in [("exact", &rule), ("lease", &rule), ("exact", &sliding), ("lease", &sliding)] {
+        redis.cli(&["FLUSHALL"]);
+        let shared = format!("redis = \"{}\"\nmode = \"{mode}\"\n{LONG_TIMEOUT}", redis.url());
+        let toml = format!("[counters.shared]\n{shared}\n{}", config(&upstream.toml("u"), rule));
         let group = GatewayGroup::start(2, &toml);
         let mut clients: Vec<_> = group.0.iter().map(|process| process.client()).collect();
         let mut send = |nth: usize, user: &str, status: u16| {
@@ -320,6 +342,7 @@ fn the_guide_locks_out_whoever_guesses_passwords() {
     for elapsed_s in (0..3600).step_by(600) {
         let refused = log_in("alice", "right").expect(429);
         assert_eq!(refused.field("retry-after"), Some((3600 - elapsed_s).to_string().as_str()));
+        assert_eq!(states(&refused)[0], (0, 3600 - elapsed_s));
         assert!(refused.text().contains("failed-logins-penalty"), "{}", refused.text());
         gateway.advance_s(600);
     }
@@ -327,6 +350,134 @@ fn the_guide_locks_out_whoever_guesses_passwords() {
     log_in("bob", "right").expect(200);
     assert!(gateway.metrics().sum("transom_refused_total", &[("window", "failed-logins-penalty")]) > 6);
     assert_eq!(upstream.received().len(), before + 7);
+    // Other spellings of the name have tokens of their own, but not of their own address.
+    let spellings = (0..200).map(|n| log_in(&format!("alice{}", "%20".repeat(n)), "wrong").status);
+    assert_eq!(spellings.filter(|status| *status == 401).count(), 50);
+}
+
+/// The remaining tokens and seconds of each layer in `RateLimit`.
+fn states(response: &HttpResponse) -> Vec<(u64, u64)> {
+    items(response, "ratelimit").iter().map(|item| (item.get("r"), item.get("t"))).collect()
+}
+
+#[test]
+fn rate_limit_fields_state_the_end_of_a_penalty() {
+    let rule = |windows: &str, penalty: &str| {
+        one_rule(&format!("key = \"ip\"\nwindows = {windows}\npenalty = \"{penalty}\"\nheaders = \"both\""))
+    };
+    // The start is fifteen minutes into an hour.
+    let gateway = Gateway::start(&rule("[\"2/minute\", \"5/hour\"]", "10m"));
+    let policies = |response: &HttpResponse| {
+        items(response, "ratelimit-policy").iter().map(|item| (item.get("q"), item.get("w"))).collect::<Vec<_>>()
+    };
+    assert_eq!(states(&gateway.get("/").expect(200)), [(1, 60), (4, 2700)]);
+    assert_eq!(states(&gateway.get("/").expect(200)), [(0, 60), (3, 2700)]);
+    for left_s in (60..=600).rev().step_by(60) {
+        let refused = gateway.get("/").expect(429);
+        assert_eq!((states(&refused), policies(&refused)), (vec![(0, left_s); 2], vec![(2, 60), (5, 3600)]));
+        let text = left_s.to_string();
+        assert_eq!(refused.field("retry-after"), Some(text.as_str()));
+        assert_eq!(refused.problem()["retry-after"], left_s);
+        let legacy = ["x-ratelimit-remaining", "x-ratelimit-reset"].map(|name| refused.field(name).unwrap());
+        assert_eq!(legacy, ["0", &text]);
+        gateway.advance_s(60);
+    }
+    assert_eq!(states(&gateway.get("/").expect(200)), [(1, 60), (2, 2100)]);
+
+    // The window ends later than the penalty.
+    let gateway = Gateway::start(&rule("[\"1/day\"]", "1m"));
+    gateway.get("/").expect(200);
+    let refused = gateway.get("/").expect(429);
+    let day_s = states(&refused)[0].1;
+    assert!(day_s > 60);
+    assert_eq!((states(&refused), refused.problem()["retry-after"].clone()), (vec![(0, day_s)], day_s.into()));
+    assert_eq!(refused.field("retry-after"), Some(day_s.to_string().as_str()));
+}
+
+/// The last request before the lock-out is answered after it began.
+#[test]
+fn responses_to_earlier_requests_state_a_penalty_that_has_begun() {
+    let gate = Gate::default();
+    let upstream = login_server(&gate);
+    let gateway = Gateway::start(&config(&upstream.toml("u"), &format!("{FAILED_LOGINS}\npenalty = \"1h\"")));
+    gate.set_closed(true);
+    thread::scope(|scope| {
+        let clients: Vec<_> = (0..5).map(|_| scope.spawn(|| log_in(&gateway, "a", 200))).collect();
+        eventually_eq(|| upstream.received().len(), 5);
+        log_in(&gateway, "a", 200).expect(429);
+        gate.set_closed(false);
+        for client in clients {
+            assert_eq!(states(&client.join().unwrap().expect(200)), [(0, 3600)]);
+        }
+    });
+    assert_eq!(states(&log_in(&gateway, "a", 200).expect(429)), [(0, 3600)]);
+}
+
+/// Responds to a WebSocket handshake with 101, and to other requests with 401.
+#[test]
+fn a_websocket_counts_by_the_status_of_its_handshake() {
+    const HANDSHAKE: [(&str, &str); 5] = [
+        ("Connection", "Upgrade"),
+        ("Upgrade", "websocket"),
+        ("Sec-WebSocket-Version", "13"),
+        ("Sec-WebSocket-Key", "dGhlIHNhbXBsZSBub25jZQ=="),
+        ("X-User", "a"),
+    ];
+    let upstream = Upstream::with_script(|connection| {
+        while let Some(head) = connection.read_head() {
+            if head.field("upgrade").is_none() || head.target == "/denied" {
+                connection.reply(401, &[], b"");
+                continue;
+            }
+            connection.send(
+                "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
+                 Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n",
+            );
+            while !connection.wait_for_close() {}
+        }
+    });
+    for (status, opened, denied) in [("401", 5, 4), ("101", 4, 5), ("\"4xx\", 101", 4, 4)] {
+        let rule = FAILED_LOGINS.replace("401", status);
+        for is_denied in [false, true] {
+            let gateway = Gateway::start(&config(&upstream.toml("u"), &rule));
+            let mut client = gateway.client();
+            client.send(request("GET", if is_denied { "/denied" } else { "/chat" }, &HANDSHAKE, b""));
+            let head = client.read_head().unwrap();
+            assert_eq!(head.status, if is_denied { 401 } else { 101 });
+            assert_eq!(remaining(&head, "logins"), if is_denied { denied } else { opened }, "{status}");
+            // The open tunnel holds no token that came back.
+            drop(client);
+            let left = remaining(&log_in(&gateway, "a", 401).expect(401), "logins");
+            let next = u64::from(status != "101");
+            assert_eq!(left, if is_denied { denied } else { opened } - next, "{status}");
+        }
+    }
+}
+
+/// Of several attempts, the last response decides, and the request is charged once.
+#[test]
+fn a_retried_request_counts_once_by_its_last_response() {
+    let failing = Upstream::responding(|_| reply(503, &[], b""));
+    let closing = Upstream::with_script(|connection| drop(connection.read_head()));
+    let last =
+        Upstream::responding(|received| reply(received.target.trim_start_matches('/').parse().unwrap(), &[], b""));
+    for first in [&failing, &closing] {
+        let upstreams = format!(
+            "[upstreams.u]\nservers = [\"http://{}\", \"http://{}\"]\nbalance = \"round-robin\"\nejection = false\n\
+             retries = {{ on = [\"reset\", 503], budget_min = 1000 }}\n",
+            first.address, last.address
+        );
+        let rule = FAILED_LOGINS.replace("[401]", "[401, 503, 502]");
+        let gateway = Gateway::start(&config(&upstreams, &rule));
+        let attempts = || gateway.metrics().sum("transom_upstream_retries_total", &[("outcome", "retried")]);
+        (0..6).for_each(|_| assert_eq!(remaining(&log_in(&gateway, "a", 200).expect(200), "logins"), 5));
+        for left in (0..5).rev() {
+            assert_eq!(remaining(&log_in(&gateway, "a", 401).expect(401), "logins"), left);
+        }
+        log_in(&gateway, "a", 200).expect(429);
+        assert!(attempts() >= 5, "{}", attempts());
+        assert_eq!(gateway.metrics().sum("transom_refunded_total", &[]), 6);
+    }
 }
 
 #[test]
@@ -387,5 +538,41 @@ fn gateways_share_penalties() {
         // A reset ends it everywhere.
         query_decision(&group.0[0], "reset", &serde_json::json!({"rule": "r", "key": "a"}));
         get(0, "a").expect(200);
+    }
+}
+
+/// The lease of a key is idle, and returned, while its only request waits for the response.
+#[test]
+fn gateways_share_a_token_refunded_after_a_slow_response() {
+    let redis = RedisServer::start();
+    let gate = Gate::default();
+    let hold = gate.clone();
+    let upstream = Upstream::responding(move |received| {
+        if received.target == "/201" {
+            hold.wait_until_open();
+        }
+        reply(200, &[], b"")
+    });
+    let shared = format!("redis = \"{}\"\n{LONG_TIMEOUT}", redis.url());
+    for start in ["", ", start = \"first-request\"", ", capacity = 1, reserve = 1"] {
+        redis.cli(&["FLUSHALL"]);
+        let windows = format!("{{ limit = 1, period = \"30d\"{start} }}");
+        let rule = FAILED_LOGINS.replace("\"5/15m\"", &windows);
+        let toml = format!("workers = 1\n[counters.shared]\n{shared}\n{}", config(&upstream.toml("u"), &rule));
+        let group = GatewayGroup::start(2, &toml);
+        let before = upstream.received().len();
+        let log_in =
+            |nth: usize, user: &str, path: &str| group.0[nth].client().get_with(path, &[("X-User", user)]).status;
+        gate.set_closed(true);
+        thread::scope(|scope| {
+            let slow = scope.spawn(|| log_in(0, "slow", "/201"));
+            eventually_eq(|| upstream.received().len(), before + 1);
+            // A lease that was taken later has been returned.
+            assert_eq!(log_in(0, "fast", "/200"), 200);
+            eventually("an idle lease is returned", || log_in(1, "fast", "/200") == 200);
+            gate.set_closed(false);
+            assert_eq!(slow.join().unwrap(), 200);
+        });
+        eventually("the refunded token is returned", || log_in(1, "slow", "/200") == 200);
     }
 }

@@ -1,10 +1,17 @@
 //! The decision API: it uses the same counters as forwarded requests.
 
+use std::collections::BTreeSet;
+
 use serde_json::{Value, json};
+use transom_limiter::secret_digest::Digest;
 
 use crate::support::client::{Client, HttpResponse};
 use crate::support::gateway::Gateway;
-use crate::support::ratelimit_parser::remaining;
+use crate::support::gateway_group::{LONG_TIMEOUT, query_decision, shared_config};
+use crate::support::process::Process;
+use crate::support::ratelimit_parser::{items, remaining};
+use crate::support::redis::RedisServer;
+use crate::support::seeded_rng;
 
 fn config_with(rules: &str, named: &str) -> String {
     format!(
@@ -253,4 +260,182 @@ fn a_reload_changes_the_rules_and_keeps_usage() {
     assert_eq!(query(&gateway, "limit", body())["remaining"], 3);
     gateway.reload(&config_with(&PER_USER.replace("5/minute", "10/minute"), "\"per-client\""));
     assert_eq!(query(&gateway, "limit", body())["remaining"], 6);
+}
+
+const CLIENTS: &str =
+    "[clients]\nfile = \"clients.toml\"\napi_key = \"header:x-api-key\"\nsubject = \"header:x-user\"\n";
+
+fn client_toml(name: &str, plan: &str, what: &str) -> String {
+    format!("[clients.{name}]\nplan = \"{plan}\"\n{what}\n")
+}
+
+/// Clients by API key, by subject and by network.
+fn clients_file() -> String {
+    let api_keys = |key: &str| format!("api_keys = [\"{}\"]", Digest::of(key.as_bytes()));
+    client_toml("acme", "gold", &api_keys("key-of-acme"))
+        + &client_toml("beta", "silver", &format!("{}\nsubjects = [\"user-of-beta\"]", api_keys("key-of-beta")))
+        + &client_toml("office", "silver", "networks = [\"192.0.2.0/24\"]")
+}
+
+/// Two gateways with equal configurations: one gets requests, the other queries that name the keys of these requests.
+#[test]
+fn a_query_is_decided_as_a_request_with_the_same_keys() {
+    let rule = |name: &str, key: &str, limits: [u32; 3], more: &str| {
+        let [default, silver, gold] = limits;
+        let on_missing_key = if key == "ip" { "" } else { "on_missing_key = \"skip\"\n" };
+        format!(
+            "[rules.{name}]\nkey = \"{key}\"\n{on_missing_key}windows = [\"{default}/30d\", \"4/day\"]\n{more}\n\
+             [rules.{name}.plans.silver]\nwindows = [\"{silver}/30d\"]\n\
+             [rules.{name}.plans.gold]\nwindows = [\"{gold}/30d\", \"9/day\"]\n"
+        )
+    };
+    let toml = config_with(
+        &[
+            CLIENTS.to_owned(),
+            rule("address", "ip", [20, 30, 40], "exemptions = [\"203.0.113.0/24\"]"),
+            rule(
+                "key",
+                "header:x-api-key",
+                [5, 10, 15],
+                "on_unknown_key = \"refuse\"\nexemptions = [\"key:monitor\"]\n\
+                 overrides = [{ key = \"special\", windows = [\"7/30d\"] }]",
+            ),
+            rule("user", "header:x-user", [5, 10, 15], "on_unknown_key = \"missing\""),
+        ]
+        .concat(),
+        "\"address\", \"key\", \"user\"",
+    );
+    let toml = format!(
+        "[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\ntrusted_proxies = \"127.0.0.1\"\n\
+         [admin]\nhosts = [\"{}\"]\n{toml}",
+        crate::support::client::HOST
+    );
+    let [requested, queried] = [0, 1].map(|_| Gateway::start_with(&toml, &clients_file()));
+    let (mut rng, mut seen) = (seeded_rng(), BTreeSet::new());
+    for step in 1..=600 {
+        if step % 50 == 0 {
+            [&requested, &queried].iter().for_each(|gateway| gateway.advance_s(24 * 3600));
+        }
+        let address = *rng.choice(&["192.0.2.7", "198.51.100.7", "203.0.113.7"]).unwrap();
+        let key = *rng
+            .choice(&[None, Some("key-of-acme"), Some("key-of-beta"), Some("monitor"), Some("special"), Some("guess")])
+            .unwrap();
+        let user = *rng.choice(&[None, Some("user-of-beta"), Some("guess")]).unwrap();
+        let mut fields = vec![("X-Forwarded-For", address)];
+        let mut rules = vec![json!({"rule": "address", "key": address})];
+        for (rule, field, value) in [("key", "X-API-Key", key), ("user", "X-User", user)] {
+            fields.extend(value.map(|value| (field, value)));
+            rules.extend(value.map(|value| json!({"rule": rule, "key": value})));
+        }
+        let response = requested.get_with("/a", &fields);
+        let decided = query(&queried, "limit", json!({"rules": rules}));
+        let what = format!("{fields:?}: {decided}");
+        assert_eq!(decided["allowed"], response.status == 200, "{what}");
+        assert_eq!(decided.get("unknown_key").is_some(), key == Some("guess"), "{what}");
+        assert_eq!(response.status == 401, key == Some("guess") && response.status != 429, "{what}");
+        let policy = items(&response, "ratelimit-policy");
+        let of_request: Vec<_> = items(&response, "ratelimit")
+            .iter()
+            .zip(&policy)
+            .map(|(state, policy)| json!([state.name, policy.get("q"), state.get("r"), state.get("t")]))
+            .collect();
+        let windows = decided["windows"].as_array().unwrap().iter();
+        let of_query: Vec<_> = windows
+            .map(|window| json!([window["name"], window["limit"], window["remaining"], window["ttl"]]))
+            .collect();
+        assert_eq!(of_query, of_request, "{what}");
+        seen.insert(response.status);
+    }
+    assert_eq!(seen, BTreeSet::from([200, 401, 429]));
+    let decisions = |gateway: &Gateway, rule: &str, outcome: &str, route: &[(&str, &str)]| {
+        gateway.metrics().sum("transom_decisions_total", &[&[("rule", rule), ("outcome", outcome)], route].concat())
+    };
+    for (rule, outcome) in [
+        ("address", "admitted"),
+        ("address", "refused"),
+        ("user", "admitted"),
+        ("user", "refused"),
+        ("key", "admitted"),
+    ] {
+        let of_query = decisions(&queried, rule, outcome, &[("route", "api")]);
+        assert_eq!(of_query, decisions(&requested, rule, outcome, &[]), "{rule} {outcome}");
+        assert!(of_query > 0, "{rule} {outcome}");
+    }
+    let refused = |gateway: &Gateway| gateway.metrics().sum("transom_refused_total", &[]);
+    assert_eq!(refused(&queried), refused(&requested));
+}
+
+#[test]
+fn the_plan_of_a_key_applies_to_every_operation() {
+    let rule = "key = \"header:x-api-key\"\non_missing_key = \"skip\"\nwindows = [\"2/30d\"]\n\
+        [rules.r.plans.gold]\nwindows = [\"3/30d\"]\n[rules.r.plans.silver]\nwindows = [\"2/30d\"]\n";
+    let local = Gateway::start_with(&config_with(&format!("{CLIENTS}[rules.r]\n{rule}"), "\"r\""), &clients_file());
+    let redis = RedisServer::start();
+    let shared = |mode: &str| {
+        let settings = format!("mode = \"{mode}\"\n{LONG_TIMEOUT}");
+        let toml = shared_config(&format!("\"{}\"", redis.url()), &settings, &format!("[rules.r]\n{rule}"));
+        Process::spawn_with(&format!("{CLIENTS}{toml}"), &clients_file())
+    };
+    let (exact, lease) = (shared("exact"), shared("lease"));
+    let body = |key: &str| json!({"rule": "r", "key": key});
+    let of_process = |process: &Process, operation: &str, key: &str| query_decision(process, operation, &body(key));
+    for decide in [
+        &|operation: &str, key: &str| query(&local, operation, body(key)) as Value,
+        &|operation: &str, key: &str| of_process(&exact, operation, key),
+        &|operation: &str, key: &str| of_process(&lease, operation, key),
+    ] as [&dyn Fn(&str, &str) -> Value; 3]
+    {
+        for (key, limit) in [("key-of-acme", 3), ("guess", 2)] {
+            for operation in ["value", "check", "reset"] {
+                assert_eq!(decide(operation, key)["limit"], limit, "{operation} {key}");
+            }
+            for nth in 1..=limit {
+                assert_eq!(decide("limit", key)["count"], nth, "{key}");
+            }
+            for operation in ["check", "limit", "value"] {
+                assert_eq!(decide(operation, key)["allowed"], false, "{operation} {key}");
+            }
+        }
+        redis.cli(&["FLUSHALL"]);
+    }
+    let refused = local.get_with("/a", &[("X-API-Key", "key-of-acme")]).expect(429);
+    assert_eq!(items(&refused, "ratelimit-policy")[0].get("q"), 3);
+    assert_eq!(query(&local, "reset", body("key-of-acme"))["remaining"], 3);
+}
+
+#[test]
+fn metrics_count_decisions_by_rule_and_outcome() {
+    let rules = "[rules.r]\nkey = \"header:x-user\"\non_missing_key = \"skip\"\n\
+        windows = [{ limit = 2, period = \"minute\", reserve = 2 }]\n\
+        [rules.all]\nkey = \"global\"\nwindows = [\"9/minute\"]\nexemptions = [\"10.0.0.0/8\"]\n\
+        [rules.dry]\nkey = \"global\"\nwindows = [\"1/hour\"]\non_limit = \"shadow\"\n";
+    let mut gateway = Gateway::start(&config_with(rules, "\"r\", \"all\", \"dry\""));
+    let counts = |gateway: &Gateway, rule: &str| {
+        let metrics = gateway.metrics();
+        ["admitted", "refused", "delayed"].map(|outcome| {
+            metrics.sum("transom_decisions_total", &[("route", "api"), ("rule", rule), ("outcome", outcome)])
+        })
+    };
+    let both = |reserve: bool| json!({"rules": [{"rule": "r", "key": "a"}, {"rule": "all"}], "reserve": reserve});
+    assert_eq!(counts(&gateway, "r"), [0, 0, 0]);
+    for reserve in [false, true, false, true, true, true] {
+        query(&gateway, "limit", both(reserve));
+    }
+    // Two admitted, one refused, two reserved for the next window, and one refused because no more can be reserved.
+    assert_eq!((counts(&gateway, "r"), counts(&gateway, "all")), ([2, 2, 2], [4, 0, 0]));
+    // Nothing is consumed, so nothing is counted.
+    for operation in ["check", "value", "reset"] {
+        query(&gateway, operation, both(true));
+    }
+    post(&gateway, "limit", &json!({"rule": "r", "key": ["a", "b"]})).expect(400);
+    assert_eq!((counts(&gateway, "r"), counts(&gateway, "all")), ([2, 2, 2], [4, 0, 0]));
+    (0..3).for_each(|_| drop(query(&gateway, "limit", json!({"rule": "dry"}))));
+    assert_eq!(counts(&gateway, "dry"), [1, 2, 0]);
+    let refused = |window: &str| gateway.metrics().sum("transom_refused_total", &[("window", window)]);
+    assert_eq!((refused("r"), refused("all"), refused("dry")), (2, 0, 2));
+    assert_eq!(gateway.metrics().sum("transom_requests_total", &[]), 0);
+    // A reload keeps the counts.
+    gateway.reload(&config_with(&rules.replace("9/minute", "8/minute"), "\"r\", \"all\", \"dry\""));
+    query(&gateway, "limit", json!({"rule": "all"}));
+    assert_eq!((counts(&gateway, "r"), counts(&gateway, "all")), ([2, 2, 2], [5, 0, 0]));
 }

@@ -10,9 +10,10 @@ use transom::config::client_tls::ClientTlsSettings;
 use transom::config::clients::{ClientSettings, ClientsSettings};
 use transom::config::count_when::CountWhen;
 use transom::config::counters::Counters;
+use transom::config::descriptor::Descriptor;
 use transom::config::jwt::{JwtKeySettings, JwtSettings};
 use transom::config::key::KeySettings;
-use transom::config::limits::{Http2, Limits, Timeouts};
+use transom::config::limits::{DrainSettings, Http2, Limits, Timeouts};
 use transom::config::listen::{Admin, Https, Listen};
 use transom::config::overrides::ExceptionSettings;
 use transom::config::path::PathReading;
@@ -21,11 +22,13 @@ use transom::config::route::{RouteConditions, RouteSettings};
 use transom::config::route_actions::ActionSettings;
 use transom::config::rule::{CostSettings, RuleSettings};
 use transom::config::settings::{Section, reference_rows};
+use transom::config::span_export::TracingSettings;
 use transom::config::upstream::{Ejection, HealthChecks, Retries, ServerSettings, UpstreamPolicy};
 use transom::config::window::WindowSettings;
-use transom::config::{AccessLogSettings, General};
+use transom::config::{AccessLogSettings, General, MetricsSettings};
 use transom::http::error::RequestError;
 
+use crate::support::client::Client;
 use crate::support::gateway::Gateway;
 use crate::support::process::run;
 
@@ -115,6 +118,32 @@ fn the_documented_decision_api_responses_are_true() {
         response["windows"].take();
     }
     assert_eq!(shown, printed);
+}
+
+#[test]
+fn the_documented_explanation_is_true() {
+    let page = document("docs/guides/refusals.md");
+    let shown = page.split("   ```text\n").nth(1).unwrap().split("   ```").next().unwrap();
+    let shown: Vec<&str> = shown.lines().map(|line| line.strip_prefix("   ").unwrap_or(line)).collect();
+    let gateway = shipped(1711);
+    (0..33).for_each(|_| drop(gateway.get("/api/search").expect(200)));
+    let question = r#"{"url": "http://127.0.0.1:8080/api/search"}"#;
+    let explain = |accept: &str| {
+        let fields = [("Host", &*gateway.admin.to_string()), ("Accept", accept)];
+        Client::connect(gateway.admin).request("POST", "/v1/explain", &fields, question.as_bytes()).expect(200)
+    };
+    assert_eq!(explain("text/plain").text().lines().collect::<Vec<_>>(), shown);
+    let json = explain("*/*").json();
+    let fields = |heading: &str| -> BTreeSet<String> {
+        let page = document("docs/guides/decision-api.md");
+        let table = page.split(heading).nth(1).unwrap().split("\n\n").next().unwrap().to_owned();
+        let names = table.lines().filter_map(|row| row.strip_prefix("| `")?.split(" |").next().map(str::to_owned));
+        names.flat_map(|names| names.replace('`', "").split(", ").map(str::to_owned).collect::<Vec<_>>()).collect()
+    };
+    let names = |value: &serde_json::Value| value.as_object().unwrap().keys().cloned().collect::<BTreeSet<_>>();
+    assert_eq!(names(&json), fields("JSON otherwise:\n\n"));
+    assert_eq!(names(&json["rules"][0]), fields("| field of a rule"));
+    gateway.get("/api/search").expect(429);
 }
 
 #[test]
@@ -225,10 +254,13 @@ fn the_configuration_reference_equals_the_declarations_of_settings() {
         ("## `[admin]`", Admin::settings()),
         ("## `[limits]`", Limits::settings()),
         ("## `[timeouts]`", Timeouts::settings()),
+        ("## `[drain]`", DrainSettings::settings()),
         ("## `[http2]`", Http2::settings()),
         ("## `[counters]`", Counters::settings()),
         ("## `[counters.shared]`", SharedSettings::settings()),
         ("## `[access_log]`", AccessLogSettings::settings()),
+        ("## `[metrics]`", MetricsSettings::settings()),
+        ("## `[tracing]`", TracingSettings::settings()),
         ("## `[upstreams.NAME]`", [ServerSettings::settings(), UpstreamPolicy::settings()].concat()),
         ("### TLS to upstreams", ClientTlsSettings::settings()),
         ("### Health checks", HealthChecks::settings()),
@@ -240,6 +272,7 @@ fn the_configuration_reference_equals_the_declarations_of_settings() {
         ),
         ("### Windows", WindowSettings::settings()),
         ("### Cost", CostSettings::settings()),
+        ("### Descriptors", Descriptor::settings()),
         ("### Counted responses", CountWhen::settings()),
         ("## `[clients]`", [ClientsSettings::settings(), ClientSettings::settings()].concat()),
         ("## `[jwt]`", [JwtSettings::settings(), JwtKeySettings::settings()].concat()),

@@ -6,9 +6,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::support::client::{Client, HOST, request};
-use crate::support::process::Process;
+use crate::support::process::{Process, signal};
 use crate::support::test_ca::TestCa;
 use crate::support::tls::listen;
+use crate::support::upgrade_chain::{UpgradeChain, is_alive};
 use crate::support::upstream::Upstream;
 use crate::support::{TempDir, eventually, forward_all, one_rule, within};
 
@@ -186,4 +187,54 @@ fn a_connection_without_a_detected_protocol_does_not_delay_the_exit() {
     process.signal("TERM");
     stalled.expect_closed();
     assert_eq!(process.wait().code(), Some(0));
+}
+
+/// A delay that no test waits for.
+fn delayed_drain() -> String {
+    let upstream = "[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
+    format!("{upstream}[drain]\ndelay = \"1h\"\n")
+}
+
+#[test]
+fn connections_are_accepted_during_the_delay_of_a_drain() {
+    let mut process = Process::spawn(&delayed_drain());
+    let mut idle = process.client();
+    idle.get("/a").expect(200);
+    let draining = || process.metrics().sum("transom_draining", &[]);
+    assert_eq!((process.admin_get("/readyz").status, draining()), (200, 0));
+    process.signal("TERM");
+    eventually("the gateway is not ready", || process.admin_get("/readyz").status == 503);
+    assert_eq!(draining(), 1);
+    // New and open connections are served as before.
+    let response = process.get("/a").expect(200);
+    assert_eq!(response.field("connection"), None);
+    idle.get("/b").expect(200);
+    process.admin_get("/healthz").expect(200);
+    // The second signal ends the delay, not the process.
+    process.signal("TERM");
+    eventually("no connection is accepted", || TcpStream::connect(process.http).is_err());
+    idle.expect_closed();
+    assert_eq!(process.wait().code(), Some(0));
+    assert!(process.stderr().contains("not ready; draining begins in 3600s"), "{}", process.stderr());
+}
+
+#[test]
+fn a_drain_begins_after_its_delay() {
+    let mut process = Process::spawn(&delayed_drain().replace("1h", "300ms"));
+    process.signal("TERM");
+    assert_eq!(within(Duration::from_secs(2), || process.wait()).code(), Some(0));
+}
+
+#[test]
+fn an_upgrade_has_no_delay_before_the_drain() {
+    let chain = UpgradeChain::start(&delayed_drain());
+    let old = chain.first.pid();
+    let new = chain.upgrade();
+    eventually("the old process ends", || !is_alive(old));
+    // The new process delays its own drain.
+    signal(new, "TERM");
+    eventually("the new process is not ready", || chain.first.admin_get("/readyz").status == 503);
+    chain.first.get("/a").expect(200);
+    signal(new, "TERM");
+    eventually("the new process ends", || !is_alive(new));
 }

@@ -261,4 +261,11 @@ fn the_user_of_basic_authentication_is_a_key() {
         assert_eq!(status(malformed), 400, "{malformed}");
     }
     gateway.get("/a").expect(400);
+    // Many servers skip the characters that are not Base64, and read `alice`.
+    let gateway = two_per_minute("key = \"basic-user\"\non_missing_key = \"skip\"");
+    gateway.get("/a").expect(200);
+    for ambiguous in ["Basic YWxp!Y2U6eA==", "Basic YWxp Y2U6eA==", "Basic YWxpY2U6eA===", "Basic YWxp-Y2U6eA=="] {
+        let response = gateway.get_with("/a", &[("Authorization", ambiguous)]).expect(400);
+        assert_eq!(response.problem()["detail"], "the credentials in `authorization` are not Base64", "{ambiguous}");
+    }
 }

@@ -19,7 +19,7 @@ use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::table::Table;
 
 use crate::support::gateway::with_listen;
-use crate::support::load_checker::{KEYS, Layer, Load, now_ms};
+use crate::support::load_checker::{KEYS, Layer, Load, LoadResults, now_ms};
 use crate::support::process::{BINARY, Process};
 use crate::support::{TempDir, one_rule, seeded_rng};
 
@@ -31,6 +31,10 @@ const HEADER_PART: u8 = 3;
 
 fn toml(file: &Path) -> String {
     let rule = "key = \"header:x-key\"\non_missing_key = \"refuse\"\nwindows = [\"3/2s\", \"6/7s\"]";
+    toml_with(file, rule)
+}
+
+fn toml_with(file: &Path, rule: &str) -> String {
     format!("workers = 2\n{}\n[counters]\ncapacity = {CAPACITY}\nfile = \"{}\"\n", one_rule(rule), file.display())
 }
 
@@ -63,13 +67,7 @@ fn start(toml: &str, starts: &mut Vec<Duration>) -> Process {
     process
 }
 
-fn report(
-    what: &str,
-    kills: usize,
-    results: &crate::support::load_checker::LoadResults,
-    at_limit: &[usize],
-    starts: &mut [Duration],
-) {
+fn report(what: &str, kills: usize, results: &LoadResults, at_limit: &[usize], starts: &mut [Duration]) {
     starts.sort();
     let ms = |duration: Duration| duration.as_secs_f64() * 1000.0;
     println!(
@@ -118,23 +116,58 @@ fn two_gateways_on_one_file_share_counters_despite_kills() {
     let file = scratch.path().join("counters");
     let toml = toml(&file);
     let (mut kills, mut starts) = (0, Vec::new());
-    let results = Load::default().run_during(&LAYERS, |load| {
-        let mut rng = seeded_rng();
-        let mut both = [start(&toml, &mut starts), start(&toml, &mut starts)];
-        load.send_to(&both.each_ref().map(|process| process.http));
-        while continues(load, &mut kills, kill_count(50) / 5) {
-            thread::sleep(Duration::from_micros(rng.u64(..300_000)));
-            // A gateway is killed once its replacement serves.
-            let next = start(&toml, &mut starts);
-            load.send_to(&[]);
-            both[rng.usize(..2)] = next;
-            load.send_to(&both.each_ref().map(|process| process.http));
-        }
+    let results = kill_in_turns(Load::default(), &LAYERS, &toml, &mut starts, |load| {
+        continues(load, &mut kills, kill_count(50) / 5)
     });
     let at_limit = results.assert_limits(&LAYERS);
     assert!(at_limit.iter().all(|at_limit| *at_limit > 0), "no limit was ever reached in {kills} kills");
     every_record_is_possible(&file, &toml);
     report("two at once", kills - 1, &results, &at_limit, &mut starts);
+}
+
+#[test]
+fn a_sliding_limit_holds_despite_kills() {
+    const LIMIT: u64 = 6;
+    let scratch = TempDir::in_memory();
+    let rule = format!(
+        "key = \"header:x-key\"\non_missing_key = \"refuse\"\n\
+         windows = [{{ limit = {LIMIT}, period = \"2s\", sliding = true }}]"
+    );
+    let toml = toml_with(&scratch.path().join("counters"), &rule);
+    let (mut kills, mut starts) = (0, Vec::new());
+    let begin = Instant::now();
+    let results = kill_in_turns(Load::for_keys(20), &[], &toml, &mut starts, |_load| {
+        kills += 1;
+        // At least two periods.
+        kills <= kill_count(50) / 5 || begin.elapsed() < Duration::from_secs(4)
+    });
+    let at_limit = results.assert_sliding_limit(LIMIT, 2000);
+    assert!(at_limit > 0, "no limit was ever reached in {kills} kills");
+    report("two at once, sliding", kills - 1, &results, &[at_limit], &mut starts);
+}
+
+/// Sends requests to two gateways, one of which is killed after the other once its replacement serves, while `continues`
+/// returns `true`.
+fn kill_in_turns(
+    load: Load,
+    layers: &[Layer],
+    toml: &str,
+    starts: &mut Vec<Duration>,
+    mut continues: impl FnMut(&Load) -> bool,
+) -> LoadResults {
+    load.run_during(layers, |load| {
+        let mut rng = seeded_rng();
+        let mut both = [start(toml, starts), start(toml, starts)];
+        load.send_to(&both.each_ref().map(|process| process.http));
+        while continues(load) {
+            thread::sleep(Duration::from_micros(rng.u64(..300_000)));
+            // A gateway is killed once its replacement serves.
+            let next = start(toml, starts);
+            load.send_to(&[]);
+            both[rng.usize(..2)] = next;
+            load.send_to(&both.each_ref().map(|process| process.http));
+        }
+    })
 }
 
 /// Checks the records of a counters file: each is empty, or a claim or a counter of a key that was used, with an end and a

@@ -239,7 +239,7 @@ fn a_tls_server_is_used_if_its_certificate_verifies() {
     let redis = RedisServer::with_tls(&authority, "tls-auth-clients yes\nrequirepass sesame");
     let issued = authority.issue(&["gateway"]);
     let with_password = |mut settings: StoreConfig| {
-        settings.password = Some(transom::config::redis::Secret("sesame".to_owned()));
+        settings.password = Some(transom::config::values::Secret("sesame".to_owned()));
         RedisClient::new(&settings)
     };
     run_on_worker(async {

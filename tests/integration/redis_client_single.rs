@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 
 use tokio::task::spawn_local;
 use tokio::time::{sleep, timeout};
-use transom::config::redis::{Node, Nodes, Secret, StoreConfig};
+use transom::config::redis::{Node, Nodes, StoreConfig};
+use transom::config::values::Secret;
 use transom::redis_store::client::{RedisClient, StoreError};
 use transom::redis_store::scripts::{AcquireReply, CounterRequest, Refund};
 use transom_limiter::store_key::StoreWindow;
@@ -505,8 +506,21 @@ fn acl_users_limit_the_gateway() {
         );
         let none = unreachable(as_user(None, None, 0)).await;
         assert!(none.contains("NOAUTH"), "{none}");
-        let elsewhere = unreachable(as_user(Some("gateway"), Some("hunter2-hunter2"), 0)).await;
-        assert!(elsewhere.contains("NOPERM"), "{elsewhere}");
+        // A key without a right to it does not fail the calls that are sent together with it.
+        let store = as_user(Some("gateway"), Some("hunter2-hunter2"), 0);
+        store.probe().await.unwrap();
+        for counted in 1..=3 {
+            let bases = ["transom:{b}", "other:{a}", "transom:{c}"];
+            let [b, elsewhere, c] = bases.map(|base| {
+                let store = store.clone();
+                tokio::task::spawn_local(async move { store.acquire(&[plain_request(base, 1, 9)], 0).await })
+            });
+            for permitted in [b, c] {
+                assert_eq!(expect_granted(permitted.await.unwrap().unwrap())[0].used, counted);
+            }
+            let Err(StoreError::Key(why)) = elsewhere.await.unwrap() else { panic!("the key is forbidden") };
+            assert!(why.contains("NOPERM") && why.ends_with("`other:{a}`"), "{why}");
+        }
     });
 }
 

@@ -1,5 +1,6 @@
 //! Reloads of the real binary, by a signal or a changed file: no connection is lost, no request fails, and no count is lost.
 
+use std::fs;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc;
 use std::sync::{Arc, Mutex};
@@ -68,6 +69,30 @@ fn a_changed_file_is_reloaded() {
 }
 
 #[test]
+fn included_files_can_be_added_changed_and_removed() {
+    let process = Process::spawn(&rule(1_000_000));
+    let folder = process.scratch.path().join("conf.d");
+    fs::create_dir(&folder).unwrap();
+    let route = |path: &str| format!("[[routes]]\npath = \"{path}\"\nrespond = {{ status = 204 }}\n");
+    fs::write(folder.join("a.toml"), route("/a/included")).unwrap();
+    process.write_config(&format!("include = [\"conf.d/*.toml\"]\n{}", rule(1_000_000)));
+    let answers = |path: &str, status: u16| {
+        eventually(&format!("{path}: {status}"), || process.get(path).status == status);
+    };
+    answers("/a/included", 204);
+    fs::write(folder.join("b.toml"), route("/b/included")).unwrap();
+    answers("/b/included", 204);
+    fs::write(folder.join("a.toml"), route("/a/changed")).unwrap();
+    answers("/a/changed", 204);
+    fs::write(folder.join("b.toml"), "\n[[routes]]\npaht = \"/\"\n").unwrap();
+    let log = process.wait_for_stderr("unknown key `paht`");
+    assert!(log.contains("conf.d/b.toml:3:1: "), "{log}");
+    answers("/b/included", 204);
+    fs::remove_file(folder.join("b.toml")).unwrap();
+    answers("/b/included", 200);
+}
+
+#[test]
 fn a_bad_file_changes_nothing() {
     let process = Process::spawn(&rule(10));
     let mut client = process.client();
@@ -106,7 +131,7 @@ fn a_change_that_needs_a_restart_is_refused_and_reported() {
         process.write_config(&format!("{change}{}", rule(20)));
         process.wait_for_reloads("refused", n as u64 + 1);
     }
-    let log = process.wait_for_stderr("`counters`");
+    let log = process.wait_for_stderr("`counters.capacity`");
     assert!(log.contains("`workers`") && log.contains("restart"), "{log}");
     assert_eq!(items(&process.get("/a").expect(200), "ratelimit-policy")[0].get("q"), 10);
 }

@@ -17,7 +17,7 @@ fn count(gateway: &Gateway, name: &str, labels: &[(&str, &str)]) -> u64 {
     gateway.metrics().sum(name, labels)
 }
 
-/// The bytes of a response.
+/// The bytes of a response, without its request id.
 fn get_raw(client: &mut Client) -> String {
     client.send(request("GET", "/a", &[], b""));
     let mut text = String::new();
@@ -25,7 +25,9 @@ fn get_raw(client: &mut Client) -> String {
         text.push(char::from(client.read_exactly(1)[0]));
     }
     let length = text.split("content-length: ").nth(1).unwrap().split_once("\r\n").unwrap().0.parse().unwrap();
-    text + std::str::from_utf8(&client.read_exactly(length)).unwrap()
+    let (before, id) = text.split_once("x-request-id: ").unwrap();
+    let (_, after) = id.split_once("\r\n").unwrap();
+    format!("{before}{after}{}", std::str::from_utf8(&client.read_exactly(length)).unwrap())
 }
 
 #[test]

@@ -234,6 +234,7 @@ fn connection_specific_fields_are_not_forwarded() {
         "x-forwarded-host",
         "x-forwarded-proto",
         "x-kept",
+        "x-request-id",
     ];
     assert_eq!(names, expected);
     assert_eq!(received.values("x-forwarded-for"), ["127.0.0.1"]);

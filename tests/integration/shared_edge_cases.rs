@@ -197,6 +197,29 @@ fn a_lowered_limit_applies_to_leased_tokens() {
     assert_eq!(count_admitted_by(&gateways.0[0], "alice", 20), 20);
 }
 
+/// A counter with a name that does not depend on the period has numbers of shorter windows, which are greater.
+#[test]
+fn a_longer_period_begins_unused() {
+    let redis = RedisServer::start();
+    for (mode, more, suffix, limit) in [
+        ("exact", "sliding = true", "sliding", 3),
+        ("lease", "sliding = true", "sliding", 3),
+        ("exact", "capacity = 4", "account", 4),
+        ("lease", "capacity = 4", "account", 4),
+    ] {
+        redis.cli(&["FLUSHALL"]);
+        let toml = |period: &str| {
+            let rule = rule_by_key(&format!("[{{ limit = 3, period = \"{period}\", {more} }}]"), "");
+            config(&redis, &format!("mode = \"{mode}\"\n{LONG_TIMEOUT}"), &rule)
+        };
+        let (shorter, longer) = (Process::spawn(&toml("30d")), Process::spawn(&toml("60d")));
+        assert_eq!(count_admitted_by(&shorter, "alice", 2), 2);
+        assert_eq!(count_admitted_by(&longer, "alice", 6), limit, "{mode} {suffix}");
+        let left_ms = redis.integer(&["PTTL", &format!("transom:{{r|alice}}:{suffix}")]);
+        assert!((1..200 * 24 * 3_600_000).contains(&left_ms), "{mode} {suffix}: {left_ms}");
+    }
+}
+
 #[test]
 fn a_refusal_in_one_store_charges_no_other() {
     let redis = RedisServer::start();
@@ -216,6 +239,28 @@ fn a_refusal_in_one_store_charges_no_other() {
         let reply = query_decision(&gateway, "value", &json!({ "rule": "leased", "key": "alice" }));
         reply["count"] == json!(7)
     });
+}
+
+#[test]
+fn a_shared_shadow_rule_charges_refusals_and_begins_penalties() {
+    let redis = RedisServer::start();
+    for mode in ["exact", "lease"] {
+        redis.cli(&["FLUSHALL"]);
+        let rules = named("enforced", "[\"9/30d\"]", "cost = 2\ncount_refused = true")
+            + &named("shadow", "[\"3/30d\"]", "cost = 2\ncount_refused = true\non_limit = \"shadow\"")
+            + &named("locking", "[\"1/30d\"]", "penalty = \"8000h\"\non_limit = \"shadow\"");
+        let gateway = Process::spawn(&config(&redis, &format!("mode = \"{mode}\"\n{LONG_TIMEOUT}"), &rules));
+        assert_eq!(count_admitted_by(&gateway, "alice", 2), 2);
+        for (rule, used) in [("shadow", 3), ("enforced", 4)] {
+            eventually(&format!("{mode}: `{rule}` has used {used}"), || {
+                let reply = query_decision(&gateway, "value", &json!({ "rule": rule, "key": "alice" }));
+                reply["count"] == json!(used)
+            });
+        }
+        eventually("the store has the penalty", || {
+            redis.keys().iter().any(|key| key.starts_with("transom:{locking|alice}:penalty"))
+        });
+    }
 }
 
 #[test]

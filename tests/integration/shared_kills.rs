@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::support::gateway_group::{rule_by_key, shared_config};
-use crate::support::load_checker::{Layer, Load, now_ms};
+use crate::support::load_checker::{Layer, Load, LoadResults, now_ms};
 use crate::support::process::Process;
 use crate::support::redis::{RedisServer, free_port};
 use crate::support::seeded_rng;
@@ -42,7 +42,7 @@ fn toml(redis: &RedisServer, settings: &str, windows: &str) -> String {
 
 /// Checks that every counter in Redis has at least the number of admitted requests, and at most the limit. Returns the number
 /// of counters.
-fn assert_counters_agree(redis: &RedisServer, results: &crate::support::load_checker::LoadResults) -> usize {
+fn assert_counters_agree(redis: &RedisServer, results: &LoadResults) -> usize {
     let keys: Vec<String> = redis.keys().into_iter().filter(|key| key.starts_with("transom:{r|")).collect();
     assert!(!keys.is_empty());
     for key in &keys {
@@ -60,15 +60,20 @@ fn assert_counters_agree(redis: &RedisServer, results: &crate::support::load_che
     keys.len()
 }
 
-fn assert_limits_despite_kills(mode: &str) {
-    let redis = RedisServer::start();
-    let tomls: Vec<String> = (0..GATEWAYS).map(|_| toml(&redis, &format!("mode = \"{mode}\""), WINDOWS)).collect();
-    let (mut kills, end) = (0, Instant::now() + duration());
-    let results = Load::for_keys(KEYS).run_during(&LAYERS, |load| {
+/// Sends requests to gateways that are killed and restarted while `continues` returns `true`. Returns the responses and the
+/// number of kills.
+fn run_with_kills(
+    load: Load,
+    layers: &[Layer],
+    tomls: &[String],
+    continues: impl Fn(&Load, u32) -> bool,
+) -> (LoadResults, u32) {
+    let mut kills = 0;
+    let results = load.run_during(layers, |load| {
         let mut rng = seeded_rng();
         let mut gateways: Vec<Process> = tomls.iter().map(|toml| Process::spawn(toml)).collect();
         load.send_to(&gateways.iter().map(|gateway| gateway.http).collect::<Vec<_>>());
-        while Instant::now() < end || (!load.has_reached_limits(&LAYERS[..2]) && kills < 1000) {
+        while continues(load, kills) {
             thread::sleep(Duration::from_micros(rng.u64(..400_000)));
             let which = rng.usize(..GATEWAYS);
             // Dropping the process kills it; then it is started again on its port.
@@ -77,6 +82,16 @@ fn assert_limits_despite_kills(mode: &str) {
             gateways.insert(which, Process::spawn(&tomls[which]));
             kills += 1;
         }
+    });
+    (results, kills)
+}
+
+fn assert_limits_despite_kills(mode: &str) {
+    let redis = RedisServer::start();
+    let tomls: Vec<String> = (0..GATEWAYS).map(|_| toml(&redis, &format!("mode = \"{mode}\""), WINDOWS)).collect();
+    let end = Instant::now() + duration();
+    let (results, kills) = run_with_kills(Load::for_keys(KEYS), &LAYERS, &tomls, |load, kills| {
+        Instant::now() < end || (!load.has_reached_limits(&LAYERS[..2]) && kills < 1000)
     });
     let at_limit = results.assert_limits(&LAYERS);
     let counters = assert_counters_agree(&redis, &results);
@@ -88,6 +103,28 @@ fn assert_limits_despite_kills(mode: &str) {
         redis.call_count("evalsha"),
     );
     assert!(at_limit[0] > 0 && at_limit[1] > 0, "no limit was ever reached in {kills} kills");
+}
+
+/// As [`assert_limits_despite_kills`], for a limit on every interval of two seconds.
+fn assert_sliding_limit_despite_kills(mode: &str) {
+    const LIMIT: u64 = 6;
+    let redis = RedisServer::start();
+    let windows = format!("[{{ limit = {LIMIT}, period = \"2s\", sliding = true }}]");
+    let toml = || toml(&redis, &format!("mode = \"{mode}\""), &windows);
+    let tomls: Vec<String> = (0..GATEWAYS).map(|_| toml()).collect();
+    let end = Instant::now() + duration();
+    let (results, kills) = run_with_kills(Load::for_keys(20), &[], &tomls, |_load, _kills| Instant::now() < end);
+    let at_limit = results.assert_sliding_limit(LIMIT, 2000);
+    println!(
+        "{mode}, sliding: {kills} kills, {} requests answered, {} admitted, {at_limit} intervals at the limit",
+        results.requests, results.admitted
+    );
+    assert!(at_limit > 0, "the limit was never reached in {kills} kills");
+}
+
+#[test]
+fn killed_gateways_grant_no_more_than_a_sliding_limit() {
+    ["lease", "exact"].into_iter().for_each(assert_sliding_limit_despite_kills);
 }
 
 #[test]

@@ -4,13 +4,15 @@
 use std::sync::Mutex;
 use std::sync::mpsc::channel;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use crate::support::client::HttpResponse;
 use crate::support::gateway_group::{GatewayGroup, LONG_TIMEOUT, count_admitted_by, rule_by_key, shared_config};
 use crate::support::process::Process;
+use crate::support::ratelimit_parser::items;
 use crate::support::redis::{RedisServer, free_port};
 use crate::support::upstream::{Connection, Upstream, reply};
-use crate::support::{eventually, forward_all, within};
+use crate::support::{eventually, eventually_eq, forward_all, within};
 
 /// The default time for which a request waits for the store.
 const STORE_TIMEOUT: Duration = Duration::from_millis(50);
@@ -192,6 +194,96 @@ fn a_response_cost_during_an_outage_is_not_lost() {
     }
 }
 
+/// Before an outage, during it, and after Redis has returned without its data.
+#[test]
+fn penalties_follow_the_outage_policy() {
+    const HOURS: &str = "8000h";
+    for mode in ["lease", "exact"] {
+        let mut redis = RedisServer::start();
+        let penalty = format!("windows = {WINDOWS}\npenalty = \"{HOURS}\"");
+        let toml = policies(&redis.url(), mode).replace(&format!("windows = {WINDOWS}"), &penalty);
+        let [gateway, other] = [0, 1].map(|_| Process::spawn(&format!("workers = 1\n{toml}")));
+        let get = |gateway: &Process, path: &str, key: &str| {
+            within(STORE_TIMEOUT, || gateway.client().get_with(path, &[("X-Key", key)]))
+        };
+        // Longer than the window.
+        #[track_caller]
+        fn assert_locked(response: HttpResponse) {
+            let refused = response.expect(429);
+            let retry_after_s = refused.field("retry-after").unwrap().parse::<u64>().unwrap();
+            assert!((28_700_000..=28_800_000).contains(&retry_after_s), "{retry_after_s}");
+            assert_eq!(items(&refused, "ratelimit")[0].get("t"), retry_after_s);
+            assert_eq!(refused.problem()["retry-after"], retry_after_s);
+        }
+        let lock_out = |path: &str, key: &str| {
+            (0..LIMIT).for_each(|_| drop(get(&gateway, path, key).expect(200)));
+            assert_locked(get(&gateway, path, key));
+        };
+        let in_store = |policy: &str, key: &str| {
+            let name = format!("transom:{{{policy}|{key}}}:penalty");
+            redis.keys().iter().any(|known| known.starts_with(&name))
+        };
+        for policy in ["local", "allow", "refuse"] {
+            lock_out(&format!("/{policy}"), "before");
+            eventually("Redis has the penalty", || in_store(policy, "before"));
+            assert_locked(get(&other, &format!("/{policy}"), "before"));
+        }
+
+        redis.kill();
+        eventually("the outage is noticed", || get(&gateway, "/refuse", "noticed").status == 503);
+        for gateway in [&gateway, &other] {
+            assert_locked(get(gateway, "/local", "before"));
+        }
+        get(&gateway, "/allow", "before").expect(200);
+        get(&gateway, "/refuse", "before").expect(503);
+        lock_out("/local", "during");
+
+        redis.restart();
+        assert_recovers(&gateway, &redis, "after");
+        for policy in ["local", "allow", "refuse"] {
+            assert_locked(get(&gateway, &format!("/{policy}"), "before"));
+        }
+        assert_locked(get(&gateway, "/local", "during"));
+        [&gateway, &other].iter().for_each(|gateway| assert_no_panic(gateway));
+    }
+}
+
+/// A penalty ends when it was due at its start, although refusals go on, with Redis away or back without its data.
+#[test]
+fn refusals_during_an_outage_do_not_extend_a_penalty() {
+    const PENALTY: Duration = Duration::from_secs(5);
+    for returns in [false, true] {
+        let mut redis = RedisServer::start();
+        let rule = "[rules.r]\nkey = \"header:x-key\"\non_missing_key = \"skip\"\nwindows = [\"1/100ms\"]\npenalty = \"5s\"\n\
+                    on_outage = \"local\"\n";
+        let gateway = Process::spawn(&format!(
+            "workers = 1\n{}",
+            shared_config(&format!("\"{}\"", redis.url()), "mode = \"exact\"", rule)
+        ));
+        let get = || gateway.client().get_with("/a", &[("X-Key", "a")]);
+        let mut began = Instant::now();
+        while get().status == 200 {
+            began = Instant::now();
+        }
+        redis.kill();
+        get().expect(429);
+        if returns {
+            redis.restart();
+        }
+        let has_ended = || {
+            let left = PENALTY.saturating_sub(began.elapsed());
+            let response = get();
+            // The penalty began a little later; and the field is rounded up.
+            let retry_after_s = response.field("retry-after").map_or(0, |text| text.parse().unwrap());
+            assert!(Duration::from_secs(retry_after_s) <= left + Duration::from_secs(2), "{retry_after_s} {left:?}");
+            response.status == 200
+        };
+        within(PENALTY, || eventually("the penalty ends", has_ended));
+        assert!(began.elapsed() >= PENALTY, "{:?}", began.elapsed());
+        assert_no_panic(&gateway);
+    }
+}
+
 #[test]
 fn a_gateway_starts_without_redis() {
     let mut redis = RedisServer::start();
@@ -200,6 +292,30 @@ fn a_gateway_starts_without_redis() {
     assert_outage_policies(&gateway, "during");
     redis.restart();
     assert_recovers(&gateway, &redis, "after");
+}
+
+/// Every worker notices the outage, and so does the admin address.
+#[test]
+fn an_outage_is_logged_once() {
+    let mut redis = RedisServer::start();
+    redis.kill();
+    let gateway = Process::spawn(&format!("workers = 3\n{}", policies(&redis.url(), "lease")));
+    let unreachable = || gateway.metrics().sum("transom_shared_servers_unreachable", &[]);
+    eventually("all workers notice", || unreachable() == 4);
+    for (path, status) in [("/local", 200), ("/allow", 200), ("/refuse", 503)] {
+        assert_eq!(status_of(&gateway, path, "during"), status);
+    }
+    redis.restart();
+    eventually("all workers reach Redis", || unreachable() == 0);
+    let log = gateway.wait_for_stderr("are reachable again");
+    let lines = |text: &str| log.lines().filter(|line| line.contains(text)).collect::<Vec<_>>();
+    assert_eq!(lines("cannot be reached").len(), 1, "{log}");
+    let [end] = lines("are reachable again")[..] else { panic!("{log}") };
+    assert!(end.contains(&format!("127.0.0.1:{}; 3 decisions followed `on_outage`", redis.port)), "{end}");
+    // The next outage is logged again.
+    redis.kill();
+    eventually("the outage is noticed", || status_of(&gateway, "/refuse", "again") == 503 && unreachable() > 0);
+    eventually_eq(|| gateway.stderr().matches("cannot be reached").count(), 2);
 }
 
 #[test]
@@ -265,6 +381,32 @@ fn a_redis_out_of_memory_is_an_outage() {
     assert_eq!(redis.cli(&["CONFIG", "SET", "maxmemory", "0"]), "OK");
     assert_recovers(&gateway, &redis, "after");
     assert_no_panic(&gateway);
+}
+
+/// The user has no right to the names of one rule.
+#[test]
+fn a_missing_right_is_an_outage_of_one_rule() {
+    for mode in ["lease", "exact"] {
+        let redis = RedisServer::with_config(
+            "user edge on >sesame ~transom:{#* ~transom:{refuse|* ~transom:{allow|* +@all\nuser default on nopass ~* +@all",
+        );
+        let both = "[[routes]]\npath = \"/both\"\nupstream = \"u\"\nrules = [\"local\", \"refuse\"]\n";
+        let toml = policies(&redis.url().replace("redis://", "redis://edge:sesame@"), mode)
+            .replace("mode =", "timeout = \"10s\"\nmode =");
+        let gateway = Process::spawn(&format!("workers = 1\n{toml}{both}"));
+        assert_eq!(status_of(&gateway, "/refuse", "alice"), 200);
+        // The other rule of the route counts in Redis.
+        assert_eq!(statuses_of(&gateway, "/both", "bob"), [200, 200, 200, 200, 200, 429, 429], "{mode}");
+        assert!(redis.keys().iter().any(|name| name.starts_with("transom:{refuse|bob}")), "{:?}", redis.keys());
+        assert_eq!(status_of(&gateway, "/local", "bob"), 429);
+        assert_eq!(status_of(&gateway, "/refuse", "alice"), 200);
+        let metrics = gateway.metrics();
+        assert_eq!(metrics.sum("transom_shared_outages_total", &[]), 0);
+        assert!(metrics.sum("transom_shared_requests_total", &[("outcome", "error")]) > 0);
+        let log = gateway.wait_for_stderr("a shared counter cannot be used");
+        assert!(log.contains("NOPERM") && log.contains("transom:{local|bob}"), "{log}");
+        assert_eq!(log.matches("a shared counter cannot be used").count(), 1, "{log}");
+    }
 }
 
 #[test]

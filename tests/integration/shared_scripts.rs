@@ -107,7 +107,13 @@ impl Model {
                 counter = Counter { used: now.used.max(want.used_min) + granted, mark: now.mark, exists: true };
                 self.counters.insert(self.counter_key(*at), counter);
             }
-            replies.push(CounterReply { granted, used: counter.used, end_ms: 0, number: counter.mark });
+            replies.push(CounterReply {
+                granted,
+                used: counter.used,
+                end_ms: 0,
+                available_ms: 0,
+                number: counter.mark,
+            });
         }
         (is_granted, replies)
     }
@@ -155,7 +161,7 @@ async fn run_actions(store: &RedisClient, server: &mut redis::Connection, action
                 for (replies, (_, want)) in replies.iter_mut().zip(&requests) {
                     let start_ms = if want.window.kind == WindowKind::Floating { replies.number } else { 0 };
                     assert_eq!(replies.end_ms, start_ms + want.window.end_ms);
-                    replies.end_ms = 0;
+                    (replies.end_ms, replies.available_ms) = (0, 0);
                 }
                 assert_eq!((is_granted, replies.clone()), model.acquire(&requests, time_ms));
                 taken

@@ -100,7 +100,7 @@ fn a_note_is_an_error_only_with_strict() {
     let scratch = TempDir::new();
     let text = format!("[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"0.0.0.0:0\"\n{GOOD}");
     let file = scratch.write("gateway.toml", &text).display().to_string();
-    let note = "\n  note: `admin` listens on `0.0.0.0:0`: anyone who can connect can read the metrics, and use up and reset every limit\n";
+    let note = "\n  note: `admin` listens on `0.0.0.0:0`: anyone who can connect can read the metrics, and use up and reset every limit; set `token_file` in `[admin]`\n";
     let (code, out, err) = run(&["check", "--config", &file]);
     assert_eq!((code, err.as_str()), (Some(0), ""));
     assert_eq!(out, format!("{file}: fine: 1 route, 0 rules, 1 upstream{note}"));
@@ -206,6 +206,26 @@ fn version_and_help_are_printed() {
     for word in ["run", "check", "--config", "--version"] {
         assert!(out.contains(word), "{word} is not in {out}");
     }
+}
+
+#[test]
+fn completions_and_manual_page_name_every_command() {
+    let (_, help, _) = run(&["--help"]);
+    let listed = help.split("Commands:").nth(1).unwrap().split("Options:").next().unwrap();
+    let commands: Vec<&str> = listed.lines().filter_map(|line| line.split_whitespace().next()).collect();
+    assert!(commands.contains(&"run") && commands.contains(&"man"), "{help}");
+    for shell in ["bash", "elvish", "fish", "powershell", "zsh"] {
+        let (code, script, _) = run(&["completions", shell]);
+        assert_eq!(code, Some(0));
+        assert!(commands.iter().all(|command| script.contains(command)), "{shell}: {script}");
+    }
+    let (code, page, err) = run(&["man"]);
+    assert_eq!((code, err), (Some(0), String::new()));
+    for command in commands.iter().filter(|command| **command != "help") {
+        assert!(page.contains(&format!(".SH \"TRANSOM {}\"", command.to_uppercase())), "{command}: {page}");
+    }
+    assert!(page.contains("\\fB\\-\\-connect\\fR"), "{page}");
+    assert_eq!(run(&["completions", "tcsh"]).0, Some(2));
 }
 
 #[test]

@@ -39,7 +39,7 @@ fn a_request_becomes_a_well_formed_stream() {
     assert_eq!((head.method.as_str(), head.uri), ("GET", format!("http://{HOST}/a/b?c=d")));
     let mut names: Vec<&str> = head.fields.keys().map(http::HeaderName::as_str).collect();
     names.sort_unstable();
-    assert_eq!(names, ["te", "x-a", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto"]);
+    assert_eq!(names, ["te", "x-a", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-request-id"]);
     assert!(head.fields["te"] == "trailers" && head.fields["x-a"] == "b");
 }
 

@@ -351,7 +351,7 @@ fn a_tunnel_is_logged_at_its_end() {
         line.ends_with('\n')
     });
     let line: serde_json::Value = serde_json::from_str(&line).unwrap();
-    assert_eq!((&line["status"], &line["bytes"], &line["bytes_received"]), (&101.into(), &7.into(), &5.into()));
+    assert_eq!((&line["status"], &line["bytes_sent"], &line["bytes_received"]), (&101.into(), &7.into(), &5.into()));
     eventually_eq(|| metric("transom_requests_total", &[("code", "101")]), 1);
     eventually_eq(|| metric("transom_upstream_requests_total", &[("outcome", "responded")]), 1);
     eventually_eq(|| metric("transom_tunnels", &[]), 0);

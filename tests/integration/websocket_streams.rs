@@ -156,7 +156,7 @@ fn an_extended_connect_is_counted_as_a_get() {
     });
     let line: serde_json::Value = serde_json::from_str(&line).unwrap();
     assert_eq!((&line["method"], &line["protocol"], &line["status"]), (&"GET".into(), &"HTTP/2.0".into(), &200.into()));
-    assert_eq!((&line["bytes"], &line["bytes_received"]), (&7.into(), &5.into()));
+    assert_eq!((&line["bytes_sent"], &line["bytes_received"]), (&7.into(), &5.into()));
     eventually_eq(|| (metric("transom_requests_total", &[("code", "200")]), metric("transom_tunnels", &[])), (1, 0));
     // The tunnel was counted as one GET; this GET is the second.
     gateway.get("/plain");

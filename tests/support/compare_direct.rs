@@ -11,8 +11,8 @@ use serde_json::Value;
 
 use super::client::{Client, HOST, HttpResponse, request};
 
-const NOT_COMPARED: [&str; 6] =
-    ["date", "connection", "keep-alive", "transfer-encoding", "ratelimit", "ratelimit-policy"];
+const NOT_COMPARED: [&str; 7] =
+    ["x-request-id", "date", "connection", "keep-alive", "transfer-encoding", "ratelimit", "ratelimit-policy"];
 
 /// The addresses of a server and of a gateway in front of it.
 pub struct DirectComparison {

@@ -19,6 +19,7 @@ pub const START_S: u64 = 1_700_000_100;
 pub struct Gateway {
     inner: Option<server::Gateway>,
     pub clock: Clock,
+    /// The first address; port 0 if there is none.
     pub http: SocketAddr,
     pub admin: SocketAddr,
 }
@@ -42,7 +43,8 @@ impl Gateway {
         panic_watch::install_hook();
         let clock = Clock::manual(unix_s * 1000);
         let inner = server::Gateway::start(config, clock.clone()).unwrap();
-        let (http, admin) = (inner.http()[0], inner.admin().unwrap());
+        let (http, admin) = (inner.http().first().copied(), inner.admin().unwrap());
+        let http = http.unwrap_or(SocketAddr::from(([127, 0, 0, 1], 0)));
         Gateway { inner: Some(inner), clock, http, admin }
     }
 
@@ -54,6 +56,10 @@ impl Gateway {
     /// The addresses with TLS, in the order of the configuration.
     pub fn https_addresses(&self) -> &[SocketAddr] {
         self.inner.as_ref().unwrap().https()
+    }
+
+    pub fn ratelimit_service_addresses(&self) -> &[SocketAddr] {
+        self.inner.as_ref().unwrap().ratelimit_service()
     }
 
     pub fn client(&self) -> Client {

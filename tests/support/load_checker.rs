@@ -37,6 +37,8 @@ pub struct LoadResults {
     pub admitted: u64,
     /// By key, position of the layer, and number of the window.
     admitted_by_window: HashMap<(u32, usize, u64), u64>,
+    /// When the admitted requests of each key were sent, and when their responses were received.
+    admitted_at: HashMap<u32, Vec<(u64, u64)>>,
     /// The number of responses in each window, and how many of them were admitted.
     responses_by_window: HashMap<(u32, usize, u64), (u64, u64)>,
 }
@@ -44,6 +46,7 @@ pub struct LoadResults {
 impl LoadResults {
     fn record_admitted(&mut self, layers: &[Layer], key: u32, sent_ms: u64, received_ms: u64) {
         self.admitted += 1;
+        self.admitted_at.entry(key).or_default().push((sent_ms, received_ms));
         for (position, layer) in layers.iter().enumerate() {
             let window = sent_ms.saturating_sub(MARGIN_MS) / layer.period_ms;
             if window == (received_ms + MARGIN_MS) / layer.period_ms {
@@ -75,6 +78,22 @@ impl LoadResults {
         let (windows, admitted) =
             demanded.fold((0, 0), |(windows, sum), (_, (_, admitted))| (windows + 1, sum + (*admitted).min(limit)));
         (windows, admitted as f64 / (limit * windows as u64).max(1) as f64)
+    }
+
+    /// Fails if a key was admitted more often than `limit` in any interval of `period_ms`, wherever it begins; returns in how
+    /// many intervals the limit was reached.
+    pub fn assert_sliding_limit(&self, limit: u64, period_ms: u64) -> usize {
+        let mut at_limit = 0;
+        for (key, admitted) in &self.admitted_at {
+            for (begin_ms, _) in admitted {
+                let end_ms = begin_ms + period_ms - 2 * MARGIN_MS;
+                let inside = |(sent_ms, received_ms): &&(u64, u64)| sent_ms >= begin_ms && *received_ms <= end_ms;
+                let count = admitted.iter().filter(inside).count() as u64;
+                assert!(count <= limit, "key {key} was admitted {count} times in {period_ms} ms from {begin_ms}");
+                at_limit += usize::from(count == limit);
+            }
+        }
+        at_limit
     }
 
     /// Fails if a key was admitted more often than its limit; returns how many keys and windows reached their limit per layer.

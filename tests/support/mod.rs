@@ -6,13 +6,16 @@
 //! - Servers: `upstream` follows a script and records requests, `http2_upstream` the same over HTTP/2,
 //!   `external_servers` from Debian and PyPI, `redis`, `redis_cluster`, `sentinel`; `redis_client` calls the store.
 //! - Credentials: `test_ca`, `jwt_issuer`.
+//! - Logs: `access_logs` generates them.
 //! - Parsers: `ratelimit_parser`, `metrics_parser`.
 //! - Checkers: `load_checker`, `compare_direct` (responses with and without the gateway), `panic_watch`.
 //!
 //! A panic in any thread of a gateway or an upstream fails the test: see `panic_watch`.
 
+pub mod access_logs;
 pub mod client;
 pub mod compare_direct;
+pub mod envoy;
 pub mod external_scripts;
 pub mod external_servers;
 pub mod gateway;
@@ -24,6 +27,7 @@ pub mod load_checker;
 pub mod metrics_parser;
 pub mod panic_watch;
 pub mod process;
+pub mod ratelimit_client;
 pub mod ratelimit_parser;
 pub mod redis;
 pub mod redis_client;

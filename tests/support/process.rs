@@ -79,10 +79,19 @@ impl Process {
         command.arg("--config").arg(file).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);
         let mut child = ProcessGroup::spawn(&mut command);
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let messages = || fs::read_to_string(scratch.path().join("stderr")).unwrap();
+        let address_on_stderr = |prefix: &str| {
+            let find = || messages().lines().find_map(|line| Some(line.strip_prefix(prefix)?.parse().unwrap()));
+            eventually("the address is printed", || find().is_some());
+            find().unwrap()
+        };
         let mut address = |prefix: &str| {
-            let line = lines.next().and_then(Result::ok).unwrap_or_else(|| {
-                panic!("the gateway did not start: {}", fs::read_to_string(scratch.path().join("stderr")).unwrap())
-            });
+            // Standard output is the access log.
+            if toml.contains("file = \"stdout\"") {
+                return address_on_stderr(prefix);
+            }
+            let line = lines.next().and_then(Result::ok);
+            let line = line.unwrap_or_else(|| panic!("the gateway did not start: {}", messages()));
             line.strip_prefix(prefix).unwrap_or_else(|| panic!("{line}")).parse().unwrap()
         };
         let http = address("listening on http://");

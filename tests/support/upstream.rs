@@ -31,6 +31,16 @@ struct State {
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
+impl State {
+    /// Releases the descriptors and threads of connections that both sides have closed.
+    fn forget_closed_connections(&self) {
+        // These have no peer.
+        self.open.lock().unwrap().retain(|stream| stream.peer_addr().is_ok());
+        let ended: Vec<_> = self.threads.lock().unwrap().extract_if(.., |thread| thread.is_finished()).collect();
+        ended.into_iter().for_each(|thread| thread.join().expect("an upstream's script panicked"));
+    }
+}
+
 /// A request as received by the upstream.
 #[derive(Clone, Debug, Default)]
 pub struct ReceivedRequest {
@@ -75,6 +85,7 @@ impl Upstream {
                     let stream = stream.unwrap();
                     stream.set_nodelay(true).unwrap();
                     stream.set_read_timeout(Some(DEADLINE)).unwrap();
+                    state.forget_closed_connections();
                     state.open.lock().unwrap().push(stream.try_clone().unwrap());
                     let number = state.connections.fetch_add(1, Ordering::SeqCst);
                     let mut connection =

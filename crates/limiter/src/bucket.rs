@@ -193,6 +193,13 @@ impl<const W: usize> SlotArray<W> {
         [first, second].into_iter().take(buckets).flat_map(slots)
     }
 
+    /// The first word that a search for a key reads.
+    #[inline]
+    pub fn first_word(&self, key: Key) -> CounterWord {
+        // Ordering: relaxed; the word is not used.
+        CounterWord::from_bits(self.slot(self.first_bucket(key) * W + Self::slot_mask(key)).load(Ordering::Relaxed))
+    }
+
     fn slot(&self, index: usize) -> &AtomicU128 {
         &self.words[index]
     }

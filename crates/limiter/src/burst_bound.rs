@@ -38,7 +38,7 @@ pub fn never_binds(limit: &Limit, other: &Limit) -> bool {
 /// The tokens that a layer grants in consecutive windows after a long idle time.
 fn tokens_granted_in(limit: &Limit, windows: u64) -> u64 {
     let after_first = windows.saturating_sub(1).saturating_mul(u64::from(limit.tokens));
-    after_first.saturating_add(u64::from(limit.capacity.max(limit.tokens)))
+    after_first.saturating_add(u64::from(limit.capacity()))
 }
 
 /// The most windows of at least `shortest_ms` that an interval can overlap; of sliding windows, those that it consists of.
@@ -92,7 +92,7 @@ mod tests {
     use crate::window::Calendar;
 
     fn limit(tokens: u32, capacity: u32, windows: Windows) -> Limit {
-        Limit { tokens, windows, period_text: String::new(), capacity, reserve: 0, shards: 1 }
+        Limit { tokens, windows, period_text: String::new(), capacity: Some(capacity), reserve: 0, shards: 1 }
     }
 
     fn even(tokens: u32, period_ms: u64, offset_ms: u64) -> Limit {
@@ -113,20 +113,20 @@ mod tests {
 
     impl<'l> Counter<'l> {
         fn new(limit: &'l Limit) -> Counter<'l> {
-            Counter { limit, left: limit.capacity, end_ms: 0 }
+            Counter { limit, left: limit.capacity(), end_ms: 0 }
         }
 
         /// The tokens left at a time.
         fn at(&mut self, now_ms: u64) -> u32 {
             if let Windows::FirstRequest { .. } = self.limit.windows {
                 if now_ms >= self.end_ms {
-                    self.left = self.limit.capacity;
+                    self.left = self.limit.capacity();
                 }
                 return self.left;
             }
             while now_ms >= self.end_ms {
                 self.end_ms = self.limit.windows.window_at(self.end_ms, 0).end_ms;
-                self.left = (self.left + self.limit.tokens).min(self.limit.capacity);
+                self.left = (self.left + self.limit.tokens).min(self.limit.capacity());
             }
             self.left
         }
@@ -262,8 +262,8 @@ mod tests {
                     idle += 1;
                     assert!(!binds, "{limit:?} beside {other:?}");
                 } else if let (Windows::Even { .. }, Windows::Even { .. }) = (&limit.windows, &other.windows)
-                    && limit.capacity == limit.tokens
-                    && other.capacity == other.tokens
+                    && limit.capacity() == limit.tokens
+                    && other.capacity() == other.tokens
                 {
                     // For grids the condition is also necessary.
                     assert!(binds, "{limit:?} beside {other:?}");

@@ -143,7 +143,7 @@ impl RuleSet {
                         continue;
                     }
                     if charge_plan.has_penalties() {
-                        self.start_penalties(charge_plan, table, now_ms, context, first);
+                        self.start_penalties(charge_plan, table, now, context, first);
                     }
                     if charge_plan.counts_refused() && !charge_plan.is_shared {
                         self.charge_refusal(charge_plan, table, self.time(now_ms), context, first);

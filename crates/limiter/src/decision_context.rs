@@ -1,5 +1,5 @@
-//! `DecisionContext`: who writes what during a decision. Reused by the next decision of the same rule set, so that
-//! decisions do not allocate.
+//! The inputs, the result and the memory of a decision. The next decision of the same rule set reuses them, so that decisions
+//! do not allocate.
 
 use crate::acquire::Charge;
 use crate::concurrency::ConcurrencyUsage;

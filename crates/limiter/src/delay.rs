@@ -17,7 +17,7 @@ use crate::sharded_counter::ShardReceipt;
 use crate::sliding_counter::SlidingCounter;
 use crate::table::{CounterResult, Table};
 use crate::window::Time;
-use crate::window_kind::{AcquireRequest, WindowKind, tokens_granted};
+use crate::window_kind::{AcquireRequest, Usage, WindowKind, tokens_granted};
 
 /// How often a delayed request tries again after another request took its tokens.
 const TRIES: u32 = 16;
@@ -197,13 +197,37 @@ impl RuleSet {
         opens.try_fold(now_ms, |latest_ms, opens_ms| Some(latest_ms.max(opens_ms?)))
     }
 
+    /// As [`RuleSet::retry_at_ms`], for a request that was peeked at only: with the tokens that a refusal would take, and the
+    /// penalties that it would begin. The charges in the context then state this usage; no counter changes.
+    #[cold]
+    pub fn retry_at_ms_once_refused(
+        &self,
+        charge_plan: &ChargePlan,
+        context: &mut DecisionContext,
+        now_ms: u64,
+    ) -> Option<u64> {
+        for position in self.new_penalties(charge_plan, context, 0) {
+            let layer = self.layer_of(charge_plan, context.result.layers[position]);
+            let end_ms = self.windows[layer.windows_index].window_at(now_ms, 0).end_ms;
+            context.result.charges[position].usage = Usage { used: 1, end_ms };
+        }
+        for (charge, layer_ref) in context.result.charges.iter_mut().zip(&context.result.layers) {
+            if self.rule_of(charge_plan, *layer_ref).rule.count_refused {
+                charge.usage.used += u64::from(remaining_cost(charge));
+            }
+        }
+        self.retry_at_ms(charge_plan, context, now_ms)
+    }
+
     /// Resets the counters of the charges in the context. Overflow counters are not reset.
     #[cold]
     pub fn reset<const W: usize>(&self, table: &Table<W>, now_ms: u64, context: &DecisionContext) {
         let time = self.time(now_ms);
         for charge in &context.result.charges {
             match charge.request.kind {
-                WindowKind::Sliding => SlidingCounter::new(charge.counter, charge.request, time).reset(table, time),
+                WindowKind::Sliding => {
+                    SlidingCounter::new(charge.counter, charge.request, time).reset(table, time, |_tokens| ());
+                }
                 _ => charge
                     .sharding
                     .counters(charge.counter)
@@ -275,12 +299,20 @@ impl RuleSet {
     }
 }
 
+/// The remaining tokens of a counter, up to the cost; 0 where a charge would open a window.
+fn remaining_cost(charge: &Charge) -> u32 {
+    let left = charge.request.ceiling.saturating_sub(charge.usage.used);
+    match charge.usage.used == 0 && charge.request.kind.is_opened_by_requests() {
+        true => 0,
+        false => charge.request.cost.min(u32::try_from(left).unwrap_or(u32::MAX)),
+    }
+}
+
 /// Takes the remaining tokens of a counter, up to the cost. Does not open a window.
 fn acquire_remaining<const W: usize>(charge: &mut Charge, table: &Table<W>, time: Time<'_>) {
     for _ in 0..TRIES {
-        let left = charge.request.ceiling.saturating_sub(charge.usage.used);
-        let cost = charge.request.cost.min(u32::try_from(left).unwrap_or(u32::MAX));
-        if cost == 0 || (charge.usage.used == 0 && charge.request.kind.is_opened_by_requests()) {
+        let cost = remaining_cost(charge);
+        if cost == 0 {
             return;
         }
         let request = AcquireRequest { cost, ..charge.request };

@@ -41,6 +41,8 @@ pub enum KeyPart {
     Path,
     /// The name of the route.
     Route,
+    /// An entry of a descriptor, by its key. HTTP requests have none.
+    Entry(String),
     /// One counter for all requests.
     Global,
 }
@@ -60,6 +62,7 @@ impl fmt::Display for KeyPart {
             KeyPart::Method => f.write_str("method"),
             KeyPart::Path => f.write_str("path"),
             KeyPart::Route => f.write_str("route"),
+            KeyPart::Entry(name) => write!(f, "entry:{name}"),
             KeyPart::Global => f.write_str("global"),
         }
     }
@@ -81,6 +84,12 @@ pub enum OnMissing {
 /// The secret that keys the hash. Equal seeds find equal counters.
 #[derive(Clone, Copy)]
 pub struct Seed(pub u64, pub u64);
+
+impl fmt::Debug for Seed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("***")
+    }
+}
 
 impl Seed {
     /// The public seed for hashes on which all gateways agree.

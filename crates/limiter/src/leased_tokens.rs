@@ -52,6 +52,11 @@ impl AcquireRequest {
 }
 
 impl CounterWord {
+    /// The count if the word is of the window ending at `end_ms`, otherwise 0.
+    fn count_in(self, end_ms: u64) -> u32 {
+        if self.end_ms() == end_ms.min(END_MAX_MS) { self.count() } else { 0 }
+    }
+
     /// The same word with `tokens` more, or as many as it can count.
     pub(super) fn with_more_tokens(self, tokens: u64) -> CounterWord {
         let count = u64::from(self.count()).saturating_add(tokens);
@@ -74,7 +79,7 @@ pub enum DepositResult {
 impl<const W: usize> Table<W> {
     /// Adds tokens of the window ending at `end_ms` to the lease of `counter`. Tokens of an earlier window expire.
     pub fn deposit(&self, counter: Counter, end_ms: u64, tokens: u32, now_ms: u64) -> DepositResult {
-        self.write_window(counter.lease(), end_ms, now_ms, |left| left.saturating_add(tokens))
+        self.write_window(counter.lease(), end_ms, now_ms, |word| word.count_in(end_ms).saturating_add(tokens))
     }
 
     /// Takes at most `most` tokens out of the lease again, if the lease is still of the window ending at `end_ms`.
@@ -103,20 +108,33 @@ impl<const W: usize> Table<W> {
     /// of a later window is known.
     pub fn set_known_usage(&self, counter: Counter, end_ms: u64, used: u32, now_ms: u64) {
         // Known usage grants no tokens, so the result does not matter.
-        let _ = self.write_window(counter.known_usage_counter(), end_ms, now_ms, |_before| used);
+        let _ = self.write_window(counter.known_usage_counter(), end_ms, now_ms, |_word| used);
     }
 
     /// Adds tokens to the known usage of the shared counter.
     pub fn add_known_usage(&self, counter: Counter, end_ms: u64, tokens: u32, now_ms: u64) {
-        let _ =
-            self.write_window(counter.known_usage_counter(), end_ms, now_ms, |before| before.saturating_add(tokens));
+        let known_usage = counter.known_usage_counter();
+        let _ = self.write_window(known_usage, end_ms, now_ms, |word| word.count_in(end_ms).saturating_add(tokens));
     }
 
-    /// Subtracts refunded tokens from the known usage of the window ending at `end_ms`.
-    pub fn subtract_known_usage(&self, counter: Counter, end_ms: u64, tokens: u32, now_ms: u64) {
-        if self.known_usage(counter, now_ms).is_some_and(|(known_end_ms, _)| known_end_ms == end_ms) {
-            let _ = self
-                .write_window(counter.known_usage_counter(), end_ms, now_ms, |before| before.saturating_sub(tokens));
+    /// As [`Table::add_known_usage`], for a sliding window: what was known before counts on, until `end_ms` at least.
+    pub fn add_sliding_usage(&self, counter: Counter, end_ms: u64, tokens: u32, now_ms: u64) {
+        let add = |word: CounterWord| if word.is_live(now_ms) { word.count().saturating_add(tokens) } else { tokens };
+        let known_usage = counter.known_usage_counter();
+        // Another thread may set a later end meanwhile.
+        while self.write_window(known_usage, self.known_end_ms(counter, now_ms).max(end_ms), now_ms, add)
+            == DepositResult::Expired
+            && self.known_end_ms(counter, now_ms) > end_ms
+        {}
+    }
+
+    /// Subtracts refunded tokens from the known usage of the window ending at `end_ms`; of a sliding window, `None`.
+    pub fn subtract_known_usage(&self, counter: Counter, end_ms: Option<u64>, tokens: u32, now_ms: u64) {
+        if let Some((known_end_ms, _)) = self.known_usage(counter, now_ms)
+            && end_ms.is_none_or(|end_ms| end_ms == known_end_ms)
+        {
+            let subtract = |word: CounterWord| word.count_in(known_end_ms).saturating_sub(tokens);
+            let _ = self.write_window(counter.known_usage_counter(), known_end_ms, now_ms, subtract);
         }
     }
 
@@ -126,6 +144,10 @@ impl<const W: usize> Table<W> {
         self.find_live(counter.known_usage_counter(), now_ms).map(|word| (word.end_ms(), word.count()))
     }
 
+    fn known_end_ms(&self, counter: Counter, now_ms: u64) -> u64 {
+        self.known_usage(counter, now_ms).map_or(0, |(end_ms, _)| end_ms)
+    }
+
     fn find_live(&self, counter: Counter, now_ms: u64) -> Option<CounterWord> {
         match self.counters.find(counter.key) {
             FindResult::Counter(_, word) if word.is_live(now_ms) => Some(word),
@@ -133,8 +155,14 @@ impl<const W: usize> Table<W> {
         }
     }
 
-    /// Writes the word of a window, with a count computed from the count of the same window before.
-    fn write_window(&self, counter: Counter, end_ms: u64, now_ms: u64, count: impl Fn(u32) -> u32) -> DepositResult {
+    /// Writes the word of a window, with a count computed from the word before, which is not of a later window.
+    fn write_window(
+        &self,
+        counter: Counter,
+        end_ms: u64,
+        now_ms: u64,
+        count: impl Fn(CounterWord) -> u32,
+    ) -> DepositResult {
         let (key, end_ms) = (counter.key, end_ms.min(END_MAX_MS));
         if end_ms <= now_ms {
             return DepositResult::Expired;
@@ -151,8 +179,7 @@ impl<const W: usize> Table<W> {
                 if word.end_ms() > end_ms {
                     return DepositResult::Expired;
                 }
-                let before = if word.end_ms() == end_ms { word.count() } else { 0 };
-                let next = CounterWord::new(key.tag, end_ms, count(before));
+                let next = CounterWord::new(key.tag, end_ms, count(word));
                 if next == word {
                     return DepositResult::Stored;
                 }

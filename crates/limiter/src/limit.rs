@@ -13,8 +13,9 @@ pub struct Limit {
     pub windows: Windows,
     /// The period as configured, such as `minute` or `5m`. It names the layer.
     pub period_text: String,
-    /// Tokens that may accumulate over windows, at least `tokens`.
-    pub capacity: u32,
+    /// Tokens that may accumulate over windows. A layer with a capacity accumulates even where it equals `tokens`, so that
+    /// either number can change without a change of the kind of counter.
+    pub capacity: Option<u32>,
     /// Tokens that may be taken from later windows.
     pub reserve: u32,
     /// The shards of each counter, each with its part of `tokens`.
@@ -40,7 +41,12 @@ impl Limit {
     pub fn new(tokens: u32, period: &str) -> Result<Limit, LimitError> {
         let windows = Period::parse(period).map_err(LimitError::Period)?.windows();
         let period_text = period.to_owned();
-        Ok(Limit { tokens, windows, period_text, capacity: tokens, reserve: 0, shards: 1 })
+        Ok(Limit { tokens, windows, period_text, capacity: None, reserve: 0, shards: 1 })
+    }
+
+    /// The most tokens that a window can have.
+    pub fn capacity(&self) -> u32 {
+        self.capacity.map_or(self.tokens, |capacity| capacity.max(self.tokens))
     }
 }
 

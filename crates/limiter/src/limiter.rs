@@ -380,7 +380,7 @@ fn plain_limit(tokens: u32, period: Duration) -> Result<Limit, BuildError> {
         return Err(BuildError::Period(period));
     }
     let windows = Windows::Even { period_ms, offset_ms: 0 };
-    Ok(Limit { tokens, windows, period_text: format!("{period_ms}ms"), capacity: tokens, reserve: 0, shards: 1 })
+    Ok(Limit { tokens, windows, period_text: format!("{period_ms}ms"), capacity: None, reserve: 0, shards: 1 })
 }
 
 /// The standard library seeds its hash maps from the operating system.

@@ -4,9 +4,21 @@
 //! nothing from the layer, and are refused while the token is used. So penalties are kept wherever counters are.
 
 use crate::decision_context::DecisionContext;
+use crate::decision_time::DecisionTime;
 use crate::rule_set::{ChargePlan, CountingMode, KeyedRequest, RuleSet};
 use crate::table::{CounterResult, Table};
 use crate::window_kind::{AcquireRequest, Usage};
+
+impl Usage {
+    /// The usage of a penalty that is known from two places: it lasts until the later end.
+    pub fn joined_penalty(self, other: Usage) -> Usage {
+        match (self.used, other.used) {
+            (_, 0) => self,
+            (0, _) => other,
+            (_, _) => Usage { used: 1, end_ms: self.end_ms.max(other.end_ms) },
+        }
+    }
+}
 
 impl RuleSet {
     /// The positions of charges from `first` on that begin a penalty: those of rules of which a window refused the request,
@@ -27,7 +39,7 @@ impl RuleSet {
         &self,
         charge_plan: &ChargePlan,
         table: &Table<W>,
-        now_ms: u64,
+        now: DecisionTime<'_>,
         context: &mut DecisionContext,
         first: usize,
     ) {
@@ -39,7 +51,7 @@ impl RuleSet {
                 continue;
             };
             let rule = charge_plan.rules[layer_ref.rule];
-            if let Some(usage) = self.start_penalty(rule, keyed_request, table, now_ms) {
+            if let Some(usage) = self.start_penalty(rule, keyed_request, table, now) {
                 let charge = &mut context.result.charges[position];
                 (charge.usage, charge.is_full) = (usage, true);
             }
@@ -54,17 +66,21 @@ impl RuleSet {
         rule: usize,
         keyed_request: KeyedRequest,
         table: &Table<W>,
-        mut now_ms: u64,
+        mut now: DecisionTime<'_>,
     ) -> Option<Usage> {
         let compiled = &self.rules[rule];
         let layer = compiled.layer(compiled.penalty?);
         loop {
-            let end_ms = self.windows[layer.windows_index].window_at(now_ms, keyed_request.offset).end_ms;
+            let end_ms = self.windows[layer.windows_index].window_at(now.unix_ms, keyed_request.offset).end_ms;
             let charge = layer.new_charge(keyed_request, end_ms, 0);
             let request = AcquireRequest { cost: 1, ceiling: 1, ..charge.request };
-            match table.acquire(charge.counter, request, self.time(now_ms), None) {
-                CounterResult::Acquired(_, usage) | CounterResult::Full(usage) => return Some(usage),
-                CounterResult::Late if now_ms < table.horizon_ms() => now_ms = table.horizon_ms(),
+            match table.acquire(charge.counter, request, self.time(now.unix_ms), None) {
+                CounterResult::Acquired(_, usage) => return Some(usage),
+                // A counter that another thread has just inserted, at a later time, looks full although it is empty: that
+                // thread may start the penalty only after this refusal has returned.
+                CounterResult::Full(_) if now.advance() => {}
+                CounterResult::Full(usage) => return Some(usage),
+                CounterResult::Late if now.advance_to(table.horizon_ms()) => {}
                 // Counters cannot hold a later time.
                 CounterResult::Late => return None,
             }

@@ -5,6 +5,7 @@ use crate::ip_prefix::Network;
 use crate::key::{KeyPart, OnMissing};
 use crate::limit::Limit;
 use crate::secret_digest::Digest;
+use crate::window::Windows;
 
 /// A rule as configured.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -37,6 +38,33 @@ pub struct Rule {
     pub sharing: Sharing,
     /// What happens while the store is unreachable.
     pub on_outage: OnOutage,
+    /// The names of the counters in the store; `None`: the default names.
+    pub key_format: Option<KeyFormat>,
+}
+
+/// Stands for the number of the window in a name by a [`KeyFormat`]. No other name contains it.
+pub const WINDOW_MARK: char = '\0';
+
+/// The names of a rule's counters as another service writes them, instead of the default names. The rule has plain
+/// windows of one period, and a key of one part at most.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct KeyFormat {
+    /// The text before the key. Either this or `after_key` contains [`WINDOW_MARK`].
+    pub before_key: String,
+    /// The text after the key.
+    pub after_key: String,
+}
+
+impl KeyFormat {
+    /// The name of a key's counters, with [`WINDOW_MARK`] in place of the number of the window.
+    pub fn name(&self, key: &str) -> String {
+        format!("{}{key}{}", self.before_key, self.after_key)
+    }
+
+    /// The text with which all names begin.
+    pub fn head(&self) -> &str {
+        self.before_key.split(WINDOW_MARK).next().unwrap_or_default()
+    }
 }
 
 /// The windows of a rule for the clients of a plan.
@@ -170,6 +198,7 @@ impl Rule {
             penalty_ms: None,
             sharing: Sharing::Local,
             on_outage: OnOutage::Local,
+            key_format: None,
         }
     }
 
@@ -181,11 +210,21 @@ impl Rule {
         }
     }
 
+    /// The plan of a variant; `None` for the default and for an override.
+    pub fn plan_of(&self, variant: usize) -> Option<&Plan> {
+        self.plans.get(variant.checked_sub(1)?)
+    }
+
     /// The default layers, then those of each plan, then those of each override.
     pub fn variants(&self) -> impl Iterator<Item = &[Limit]> {
         let plans = self.plans.iter().map(|plan| plan.layers.as_slice());
         let overrides = self.overrides.iter().map(|other| other.layers.as_slice());
         std::iter::once(self.layers.as_slice()).chain(plans).chain(overrides)
+    }
+
+    /// Whether a limit holds in every interval of its period.
+    pub fn has_sliding_windows(&self) -> bool {
+        self.variants().flatten().any(|limit| matches!(limit.windows, Windows::Sliding { .. }))
     }
 
     /// The limits of requests in flight, in the order of [`Rule::variants`].

@@ -14,7 +14,7 @@ use crate::limit::Limit;
 use crate::rule::{OnLimit, Rule, Sharing};
 use crate::sharded_counter::Sharding;
 use crate::store_key::WindowSegments;
-use crate::table::Counter;
+use crate::table::{Counter, Table};
 use crate::waiter_limit::WaiterLimit;
 use crate::window::{Time, Windows};
 use crate::window_kind::{AcquireRequest, WindowKind};
@@ -91,7 +91,7 @@ pub struct CompiledRule {
     suffixes: Vec<String>,
     variants: Vec<Range<usize>>,
     /// The position of the layer that counts penalties: the last one, in no variant.
-    pub(super) penalty: Option<usize>,
+    pub penalty: Option<usize>,
     /// By variant: the most requests of a key in flight.
     pub(super) concurrent: Vec<Option<u32>>,
     concurrent_name: Option<String>,
@@ -381,14 +381,14 @@ impl RuleSet {
         let typical_ms = limit.windows.typical_ms();
         // Delayed requests and reservations take tokens of later windows, and so does the cost that a response states.
         let carries_debt = rule.has_response_cost() || rule.delays() || rule.reserves();
-        let rolls_over = sharing().any(|other| other.capacity > other.tokens);
+        let rolls_over = sharing().any(|other| other.capacity.is_some());
         let kind = WindowKind::of(&limit.windows, carries_debt || rolls_over);
         let shards = match kind {
             WindowKind::Plain => sharing().map(|other| other.shards).max().unwrap_or(1).max(1),
             _ => 1,
         };
         let form = kind.form(shards);
-        let (capacity, windows) = (limit.capacity.max(limit.tokens), windows_index as u32);
+        let (capacity, windows) = (limit.capacity(), windows_index as u32);
         CompiledLayer {
             id: seed.hash(&["layer", &rule.name, &format!("{}{form}", limit.windows)]) ^ hash_prefix,
             bucket_offset: bucket_group(typical_ms).wrapping_mul(0x9E37_79B9_7F4A_7C15),
@@ -441,14 +441,20 @@ impl RuleSet {
         charge_plan
     }
 
-    /// The charge plan for decisions without an HTTP request, by these rules (positions in [`RuleSet::rules`]). Shadow rules
-    /// are enforced in it, and requests are not delayed. `consumes`: refused queries consume tokens where the rules say so.
-    pub fn query_plan(&self, rules: &[usize], consumes: bool) -> ChargePlan {
+    /// The charge plan for decisions that cannot wait, by these rules (positions in [`RuleSet::rules`]). `consumes`: refused
+    /// requests consume tokens where the rules say so.
+    pub fn immediate_plan(&self, rules: &[usize], consumes: bool) -> ChargePlan {
         let mut charge_plan = self.charge_plan(rules);
         charge_plan.counts_refused &= consumes;
         charge_plan.has_penalties &= consumes;
-        charge_plan.shadow_rules.clear();
         charge_plan.may_delay = false;
+        charge_plan
+    }
+
+    /// As [`RuleSet::immediate_plan`], with shadow rules enforced.
+    pub fn query_plan(&self, rules: &[usize], consumes: bool) -> ChargePlan {
+        let mut charge_plan = self.immediate_plan(rules, consumes);
+        charge_plan.shadow_rules.clear();
         let layers = |position| self.layers_of_rule(&charge_plan, position, 0);
         let mut layers: Vec<LayerRef> = (0..rules.len()).flat_map(layers).collect();
         self.sort_layers(&charge_plan, &mut layers);
@@ -477,6 +483,22 @@ impl RuleSet {
     /// The compiled layer.
     pub fn layer_of(&self, charge_plan: &ChargePlan, layer_ref: LayerRef) -> &CompiledLayer {
         self.rules[charge_plan.rules[layer_ref.rule]].layer(layer_ref.layer)
+    }
+
+    /// Reads the memory of a request's counters. A caller that decides many requests prefetches for some of them first: the
+    /// processor then waits for their memory at the same time.
+    pub fn prefetch<const W: usize>(
+        &self,
+        charge_plan: &ChargePlan,
+        table: &Table<W>,
+        keyed_requests: &[Option<KeyedRequest>],
+    ) {
+        for (position, keyed_request) in keyed_requests.iter().enumerate() {
+            let Some(keyed_request) = keyed_request else { continue };
+            for layer_ref in self.layers_of_rule(charge_plan, position, keyed_request.variant) {
+                table.prefetch(self.layer_of(charge_plan, layer_ref).new_charge(*keyed_request, 0, 0).counter);
+            }
+        }
     }
 
     /// Whether the rule at this position of the charge plan is a shadow rule.

@@ -11,9 +11,10 @@ use crate::decision_time::DecisionTime;
 use crate::rule::{OnLimit, OnOutage, Sharing};
 use crate::rule_set::{ChargePlan, CompiledLayer, CompiledRule, CountingMode, KeyedRequest, LayerRef, RuleSet};
 use crate::sharded_counter::{ShardReceipt, Sharding};
+use crate::sliding_counter::SlidingCounter;
 use crate::table::{Counter, Table};
 use crate::window::Time;
-use crate::window_kind::{Usage, usage};
+use crate::window_kind::{Usage, WindowKind, usage};
 
 /// The result of deciding some layers.
 #[derive(Debug)]
@@ -149,6 +150,9 @@ impl RuleSet {
     ) -> u64 {
         let charge = self.local_charge(rule, layer, keyed_request, now.unix_ms);
         let time = self.time(now.unix_ms);
+        if charge.request.kind == WindowKind::Sliding {
+            return SlidingCounter::new(charge.counter, charge.request, time).reset(table, time, announce);
+        }
         let mut words = Vec::new();
         for counter in charge.sharding.counters(charge.counter) {
             let mut announced = 0;
@@ -256,9 +260,14 @@ impl RuleSet {
                     let left = charge.request.ceiling.saturating_sub(charge.usage.used);
                     if let Some((end_ms, used)) = table.known_usage(layer.counter(keyed_request), now_ms) {
                         charge.usage.used = u64::from(used).saturating_sub(left);
-                        if left == 0 {
+                        if left == 0 && layer.request.kind != WindowKind::Sliding {
                             charge.usage.end_ms = end_ms;
                         }
+                    }
+                }
+                CountingMode::LocalFallback if layer.is_penalty() => {
+                    if let Some((end_ms, used)) = table.known_usage(layer.counter(keyed_request), now_ms) {
+                        charge.usage = charge.usage.joined_penalty(Usage { used: u64::from(used), end_ms });
                     }
                 }
                 CountingMode::LocalFallback => {
@@ -438,8 +447,11 @@ impl CompiledLayer {
         let counter = self.counter(keyed_request);
         // Leased tokens that are not spent are not used.
         let spent = |(_, used): (u64, u32)| u64::from(used.saturating_sub(table.leased_tokens(counter, now_ms)));
+        // Tokens of a sliding window come back before the known usage ends: the store has to be asked.
+        let is_known = self.request.kind != WindowKind::Sliding;
         cost > capacity
-            || table.known_usage(counter, now_ms).is_some_and(|known| spent(known) + used_locally + cost > capacity)
+            || is_known
+                && table.known_usage(counter, now_ms).is_some_and(|known| spent(known) + used_locally + cost > capacity)
     }
 }
 

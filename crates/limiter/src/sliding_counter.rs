@@ -14,7 +14,7 @@ use crate::bucket::Key;
 use crate::sharded_counter::ShardReceipt;
 use crate::table::{Counter, CounterResult, Table};
 use crate::window::{SEGMENTS_PER_PERIOD, Segments, Time};
-use crate::window_kind::{AcquireRequest, Usage, WindowKind};
+use crate::window_kind::{AcquireRequest, Usage, WindowKind, usage};
 
 /// Segments that count at one time: those of one period, and the current one.
 const OPEN_SEGMENTS: u64 = SEGMENTS_PER_PERIOD + 1;
@@ -95,11 +95,19 @@ impl SlidingCounter {
         CounterResult::Full(self.peek(table, time).0)
     }
 
-    /// Resets the usage in all segments.
-    pub fn reset<const W: usize>(self, table: &Table<W>, time: Time<'_>) {
-        for segment in self.open_segments(self.current()) {
-            table.reset(self.segment_counter(segment), self.segment_request(segment, 0), time);
-        }
+    /// Resets the usage in all segments, and returns it. Before the counter of a segment becomes empty, `announce` is called
+    /// with its tokens, as far as they are not announced yet.
+    pub fn reset<const W: usize>(self, table: &Table<W>, time: Time<'_>, mut announce: impl FnMut(u64)) -> u64 {
+        let reset_segment = |segment| {
+            let (request, mut announced) = (self.segment_request(segment, 0), 0);
+            let word = table.reset_announced(self.segment_counter(segment), request, time, |word| {
+                let used = usage(word, request, time).used;
+                announce(used.saturating_sub(announced));
+                announced = used.max(announced);
+            });
+            usage(word, request, time).used
+        };
+        self.open_segments(self.current()).map(reset_segment).sum()
     }
 
     fn current(self) -> u64 {

@@ -2,11 +2,12 @@
 //!
 //! A name is `PREFIX:{RULE|KEY}:WINDOW`. In KEY only letters, digits and `.~-` appear literally; all other bytes are
 //! written as `%` and two hex digits. So the separators `|`, and the braces that keep the counters of a key in one slot
-//! of a cluster, never come from a client. This module does not access the store.
+//! of a cluster, never come from a client. A rule with a [`KeyFormat`](crate::rule::KeyFormat) has other names. This module does not access the
+//! store.
 
 use crate::limit::Limit;
-use crate::rule::Rule;
-use crate::window::Windows;
+use crate::rule::{Rule, WINDOW_MARK};
+use crate::window::{Segments, Windows};
 use crate::window_kind::WindowKind;
 
 /// The window of a shared counter that is open by the gateway's time, and the next one. The store's clock decides which
@@ -16,9 +17,10 @@ pub struct StoreWindow {
     /// How the windows of the counter depend on each other.
     pub kind: WindowKind,
     /// The number of the window, see [`Windows::number_at`]; the next window has the next number. 0 where requests open
-    /// windows.
+    /// windows, and for sliding windows, whose segments the store finds.
     pub number: u64,
-    /// The end of the window, Unix milliseconds; where requests open windows: after the start of the first one.
+    /// The end of the window, Unix milliseconds; where requests open windows: after the start of the first one. Of sliding
+    /// windows: the period.
     pub end_ms: u64,
     /// The end of the next window, likewise.
     pub next_end_ms: u64,
@@ -27,6 +29,9 @@ pub struct StoreWindow {
 impl StoreWindow {
     /// The window of a layer at a time; `offset` is the offset of the key, as in [`Windows::window_at`].
     pub fn at(kind: WindowKind, windows: &Windows, now_ms: u64, offset: u64) -> StoreWindow {
+        if kind == WindowKind::Sliding {
+            return StoreWindow { kind, ..StoreWindow::floating(windows.typical_ms()) };
+        }
         let Some(number) = windows.number_at(now_ms, offset) else {
             return StoreWindow::floating(windows.typical_ms());
         };
@@ -47,7 +52,7 @@ impl StoreWindow {
 
     /// Whether the window or the next one is open at `now_ms`.
     pub fn is_known_at(self, now_ms: u64) -> bool {
-        self.kind.is_opened_by_requests() || now_ms < self.next_end_ms
+        matches!(self.kind, WindowKind::Floating | WindowKind::Sliding) || now_ms < self.next_end_ms
     }
 
     /// Whether a plain window begins after `now_ms`. The lengths of calendar windows differ by an eighth at most.
@@ -69,14 +74,39 @@ impl StoreWindow {
         }
     }
 
-    /// The number and the end of the window to which a reply refers. `mark` is the number that the store reports, or the
-    /// start of the window where requests open windows; 0 for plain counters.
+    /// The number of the window to which a reply refers, and the time until which the reported usage may count. `mark` is
+    /// the number that the store reports, or the start of the window where requests open windows; 0 for plain counters.
     pub fn reported(self, mark: u64) -> (u64, u64) {
         match self.kind {
-            WindowKind::Plain | WindowKind::Sliding | WindowKind::Leased => (self.number, self.end_ms),
+            WindowKind::Plain | WindowKind::Leased => (self.number, self.end_ms),
+            WindowKind::Sliding => (mark, self.segments().expires_ms(mark)),
             WindowKind::Accumulating if mark == self.number => (mark, self.end_ms),
             WindowKind::Accumulating => (mark, self.next_end_ms),
             WindowKind::Floating => (mark, mark.saturating_add(self.length_ms())),
+        }
+    }
+
+    /// The segments of a sliding window.
+    pub fn segments(self) -> Segments {
+        Segments { period_ms: self.length_ms() }
+    }
+
+    /// The end of leases on tokens of a window, as [`StoreWindow::reported`] returns it. Tokens of a sliding window are spent
+    /// in the segment in which the store counts them.
+    pub fn lease_end_ms(self, number: u64, end_ms: u64) -> u64 {
+        match self.kind {
+            WindowKind::Sliding => self.segments().end_ms(number),
+            WindowKind::Plain | WindowKind::Accumulating | WindowKind::Floating | WindowKind::Leased => end_ms,
+        }
+    }
+
+    /// The number of the window, or of the segment, of which a lease ends at `lease_end_ms`. These windows are those at a time
+    /// before that end.
+    pub fn number_of_lease(self, lease_end_ms: u64) -> u64 {
+        match self.kind {
+            WindowKind::Sliding => self.segments().number_at(lease_end_ms.saturating_sub(1)),
+            WindowKind::Floating => lease_end_ms.saturating_sub(self.length_ms()),
+            WindowKind::Plain | WindowKind::Accumulating | WindowKind::Leased => self.number,
         }
     }
 }
@@ -85,21 +115,23 @@ impl WindowKind {
     /// The letter of the kind in calls of the scripts.
     pub fn letter(self) -> &'static str {
         match self {
-            WindowKind::Plain | WindowKind::Sliding | WindowKind::Leased => "p",
+            WindowKind::Plain | WindowKind::Leased => "p",
             WindowKind::Accumulating => "g",
             WindowKind::Floating => "f",
+            WindowKind::Sliding => "s",
         }
     }
 
     /// Appends the last part of a counter's key.
     pub fn push_key_end(self, number: u64, key: &mut String) {
         match self {
-            WindowKind::Plain | WindowKind::Sliding | WindowKind::Leased => {
+            WindowKind::Plain | WindowKind::Leased => {
                 key.push(':');
                 key.push_str(&number.to_string());
             }
             WindowKind::Accumulating => key.push_str(":account"),
             WindowKind::Floating => key.push_str(":first-request"),
+            WindowKind::Sliding => key.push_str(":sliding"),
         }
     }
 }
@@ -159,10 +191,11 @@ fn push_start(windows: &Windows, out: &mut String) {
     }
 }
 
-/// The first part of the names of a key's counters: `key` is `RULE|PART|PART`, percent-encoded. Shards after the first
-/// are keys of their own, which may be in other slots of a cluster.
+/// The first part of the names of a key's counters: `key` is `RULE|PART|PART`, percent-encoded, or a name by a
+/// [`KeyFormat`](crate::rule::KeyFormat). Shards after the first are keys of their own, which may be in other slots of a cluster.
 pub fn counter_name(prefix: &str, key: &str, shard: u32, segment: &str) -> String {
     match shard {
+        _ if key.contains(WINDOW_MARK) => key.to_owned(),
         0 => format!("{prefix}:{{{key}}}{segment}"),
         shard => format!("{prefix}:{{{key}|#{shard}}}{segment}"),
     }
@@ -170,15 +203,25 @@ pub fn counter_name(prefix: &str, key: &str, shard: u32, segment: &str) -> Strin
 
 /// Appends bytes, in which all except letters, digits and `.~-` are percent-encoded.
 pub fn percent_encode(bytes: &[u8], out: &mut String) {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b".~-".contains(&byte);
+    encode_unless(is_plain, bytes, out);
+}
+
+/// Appends the key in a name by a [`KeyFormat`](crate::rule::KeyFormat): only bytes outside of visible ASCII, `%` and braces are
+/// percent-encoded.
+pub fn encode_formatted_key(bytes: &[u8], out: &mut String) {
+    encode_unless(|byte| byte.is_ascii_graphic() && !b"%{}".contains(&byte), bytes, out);
+}
+
+fn encode_unless(is_plain: impl Fn(u8) -> bool, bytes: &[u8], out: &mut String) {
     const DIGITS: &[u8; 16] = b"0123456789ABCDEF";
-    for byte in bytes {
-        match byte {
-            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'.' | b'~' | b'-' => out.push(char::from(*byte)),
-            _ => {
-                out.push('%');
-                out.push(char::from(DIGITS[usize::from(byte >> 4)]));
-                out.push(char::from(DIGITS[usize::from(byte & 15)]));
-            }
+    for &byte in bytes {
+        if is_plain(byte) {
+            out.push(char::from(byte));
+        } else {
+            out.push('%');
+            out.push(char::from(DIGITS[usize::from(byte >> 4)]));
+            out.push(char::from(DIGITS[usize::from(byte & 15)]));
         }
     }
 }
@@ -189,7 +232,7 @@ mod tests {
 
     use super::*;
     use crate::key::{KeyPart, OnMissing};
-    use crate::rule::Plan;
+    use crate::rule::{KeyFormat, Plan};
     use crate::window::{Calendar, END_MAX_MS};
 
     const MINUTE_MS: u64 = 60_000;
@@ -264,6 +307,29 @@ mod tests {
     }
 
     #[test]
+    fn the_end_of_a_lease_tells_its_window() {
+        let even = Windows::Even { period_ms: 800, offset_ms: 300 };
+        let kinds = [
+            (WindowKind::Plain, even.clone()),
+            (WindowKind::Accumulating, even),
+            (WindowKind::Floating, Windows::FirstRequest { period_ms: 800 }),
+            (WindowKind::Sliding, Windows::Sliding { period_ms: 800 }),
+        ];
+        for (kind, windows) in kinds {
+            let at = StoreWindow::at(kind, &windows, 5_000, 0);
+            let mark = match kind {
+                WindowKind::Floating => 4_321,
+                WindowKind::Sliding => at.segments().number_at(5_000),
+                WindowKind::Plain | WindowKind::Accumulating | WindowKind::Leased => at.number,
+            };
+            let (number, end_ms) = at.reported(mark);
+            let lease_end_ms = at.lease_end_ms(number, end_ms);
+            let later = StoreWindow::at(kind, &windows, lease_end_ms - 1, 0);
+            assert_eq!(later.number_of_lease(lease_end_ms), number, "{kind:?}");
+        }
+    }
+
+    #[test]
     fn months_are_counted_from_1970() {
         let months = limit("5/month").windows;
         assert_eq!(
@@ -324,5 +390,15 @@ mod tests {
         percent_encode(b"a.Z~9-_|{}%:\n\0\xff#\xc3\xa9", &mut out);
         assert_eq!(out, "a.Z~9-%5F%7C%7B%7D%25%3A%0A%00%FF%23%C3%A9");
         assert_eq!(counter_name("p", "r|", 3, ":day"), "p:{r||#3}:day");
+    }
+
+    #[test]
+    fn a_formatted_name_is_complete_but_for_its_window() {
+        let format = KeyFormat { before_key: "a:".to_owned(), after_key: format!(":{WINDOW_MARK}:z") };
+        let name = format.name("b_1");
+        assert_eq!((counter_name("p", &name, 0, ""), format.head()), (format!("a:b_1:{WINDOW_MARK}:z"), "a:"));
+        let mut out = String::new();
+        encode_formatted_key(b"a:b_1@x|\xff %{}\0", &mut out);
+        assert_eq!(out, "a:b_1@x|%FF%20%25%7B%7D%00");
     }
 }

@@ -302,6 +302,12 @@ impl<const W: usize> Table<W> {
         TableStats { live, free: (self.counters.slots() / 2).saturating_sub(live) }
     }
 
+    /// Reads the memory in which a counter is searched first.
+    #[inline]
+    pub fn prefetch(&self, counter: Counter) {
+        std::hint::black_box(self.counters.first_word(counter.key));
+    }
+
     /// The usage of a counter. Nothing is charged, and no slot is taken.
     #[inline]
     pub fn peek<const PLAIN: bool>(

@@ -31,6 +31,11 @@ impl WaiterLimit {
         None
     }
 
+    /// Whether no other request may wait.
+    pub fn is_full(&self) -> bool {
+        self.waiting() >= self.max_waiting
+    }
+
     /// The number of delayed requests.
     pub fn waiting(&self) -> u64 {
         // Ordering: relaxed; a statistic.
@@ -53,7 +58,7 @@ mod tests {
     fn no_more_requests_wait_than_allowed() {
         let limit = WaiterLimit::new(2);
         let slots = (limit.try_enter(), limit.try_enter());
-        assert!(slots.0.is_some() && slots.1.is_some() && limit.try_enter().is_none());
+        assert!(slots.0.is_some() && slots.1.is_some() && limit.try_enter().is_none() && limit.is_full());
         drop(slots);
         assert_eq!(limit.waiting(), 0);
         assert!(limit.try_enter().is_some());

@@ -214,6 +214,14 @@ impl Windows {
         self.period_ms().unwrap_or_else(|| self.length_ms(self.window_at(TYPICAL_TIME_MS, 0).end_ms))
     }
 
+    /// The longest time for which a token of a typical window counts.
+    pub fn counted_ms(&self) -> u64 {
+        match self {
+            Windows::Sliding { period_ms } => period_ms + period_ms.div_ceil(SEGMENTS_PER_PERIOD) + 1,
+            _ => self.typical_ms(),
+        }
+    }
+
     /// Whether a request of the key opens the window.
     pub fn are_opened_by_requests(&self) -> bool {
         matches!(self, Windows::FirstRequest { .. })

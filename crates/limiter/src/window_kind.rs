@@ -58,6 +58,11 @@ impl WindowKind {
         }
     }
 
+    /// Whether tokens of a window can matter after its end, so that leased tokens which were not spent are then refunded.
+    pub fn outlasts_window(self) -> bool {
+        self.carries_debt() || self == WindowKind::Sliding
+    }
+
     /// Whether a request opens the window.
     pub fn is_opened_by_requests(self) -> bool {
         self == WindowKind::Floating

@@ -35,7 +35,7 @@ pub fn skip_syntax_errors<'t>(text: &'t str, report: &mut Report) -> Cow<'t, str
         };
         let error = SyntaxError::find(&valid, document.get_ref(), first, &errors);
         report.has_syntax_errors = true;
-        let (message, fix) = error.explain(&valid, first.message(), text);
+        let (message, fix) = error.explain(&valid, first.message(), text, report);
         report.problem(error.display_span(&valid, first.message()), message, fix);
         if valid[error.statement.clone()].trim().is_empty() {
             break;
@@ -50,7 +50,7 @@ fn error_span(error: &Error) -> Span {
 }
 
 /// Replaces each byte with a space, except line ends.
-fn blank_out(text: &str, part: Span) -> String {
+pub fn blank_out(text: &str, part: Span) -> String {
     let blank = |c: char| if c == '\n' { "\n".to_owned() } else { " ".repeat(c.len_utf8()) };
     let middle: String = text[part.clone()].chars().map(blank).collect();
     format!("{}{middle}{}", &text[..part.start], &text[part.end..])
@@ -127,7 +127,7 @@ impl SyntaxError {
     }
 
     /// Message and fix. `text` is `original` without the statements with earlier errors.
-    fn explain(&self, text: &str, parser_message: &str, original: &str) -> (String, String) {
+    fn explain(&self, text: &str, parser_message: &str, original: &str, report: &Report) -> (String, String) {
         let line = text[line_start(text, self.at.start)..line_end(text, self.at.start)].trim();
         let value = &text[self.at.clone()];
         let is_about = |start: &str| parser_message.starts_with(start);
@@ -190,7 +190,7 @@ impl SyntaxError {
         } else if is_about("unexpected key or value") {
             pair("there is more text after the value", "move it to a new line, or remove it")
         } else if is_about("duplicate key") {
-            explain_duplicate_key(text, self.at.clone())
+            explain_duplicate_key(text, self.at.clone(), report)
         } else if is_about("cannot extend value") {
             let message = format!("{} already has a value and cannot also be a table", quoted(value));
             (message, String::from("remove the value or the table"))
@@ -268,7 +268,7 @@ fn unmatched_bracket(value: &str) -> Option<usize> {
     open.last().map(|(at, _)| *at)
 }
 
-fn line_start(text: &str, at: usize) -> usize {
+pub fn line_start(text: &str, at: usize) -> usize {
     text[..at].rfind('\n').map_or(0, |newline| newline + 1)
 }
 
@@ -289,7 +289,7 @@ fn next_line_start(text: &str, at: usize, wanted: fn(&str) -> bool) -> usize {
     text.len()
 }
 
-fn is_header(text: &str) -> bool {
+pub fn is_header(text: &str) -> bool {
     let line = text.trim_start_matches([' ', '\t']);
     line.starts_with('[') && !line.starts_with("[\"") && !line.starts_with("['")
 }
@@ -344,20 +344,19 @@ fn explain_header(line: &str, message: &str) -> (String, String) {
 
 /// Message and fix for a key that is defined twice. The parser does not report the first definition, so it is searched
 /// in the text.
-fn explain_duplicate_key(text: &str, at: Span) -> (String, String) {
+fn explain_duplicate_key(text: &str, at: Span, report: &Report) -> (String, String) {
     let start = line_start(text, at.start);
     let line = text[start..line_end(text, at.start)].trim();
     let name = quoted(&text[at]);
     let key = |line: &str| line.split('=').next().unwrap_or("").trim().to_owned();
-    let earlier: Vec<(usize, &str)> = text[..start].lines().map(str::trim).enumerate().collect();
-    let found = match is_header(line) {
-        true => earlier.iter().rev().find(|(_, other)| key(other) == key(line)),
-        false => {
-            earlier.iter().rev().take_while(|(_, other)| !is_header(other)).find(|(_, other)| key(other) == key(line))
-        }
-    };
-    let message = match found {
-        Some((number, _)) => format!("{name} is already defined on line {}", number + 1),
+    let earlier: Vec<&str> = text[..start].split_inclusive('\n').collect();
+    let found = earlier.iter().rev().take_while(|other| is_header(line) || !is_header(other));
+    let found = found.scan(start, |end, other| {
+        *end -= other.len();
+        Some((*end, other))
+    });
+    let message = match found.into_iter().find(|(_, other)| key(other) == key(line)) {
+        Some((other, _)) => format!("{name} is already defined on line {}", report.line_seen_from(other, start)),
         None => format!("{name} is already defined"),
     };
     let fix = match is_header(line) {

@@ -188,9 +188,22 @@ impl ConnectionState {
         self.unflushed.set(false);
         self.bytes_due.set(0);
         if self.phase.replace(Phase::Head) != Phase::Head {
+            // The client may have sent the beginning of the next head early.
+            self.has_partial_head.set(!self.head_tracker.borrow().next_bytes().is_empty());
             self.timer.arm(self.head_timeout.min(BUFFERED_IDLE));
             self.is_buffered_idle.set(true);
         }
+    }
+
+    /// Whether a head has begun, other than with empty lines, and is not complete.
+    pub(super) fn is_in_head(&self) -> bool {
+        let is_of_head = |byte: &u8| !matches!(byte, b'\r' | b'\n');
+        self.has_partial_head.get() && self.head_tracker.borrow().next_bytes().iter().any(is_of_head)
+    }
+
+    /// Discards the beginning of a head that will not be read.
+    pub(super) fn discard_partial_head(&self) {
+        self.has_partial_head.set(false);
     }
 
     /// Stops the timer when the write side is closed: lingering has its own limits.

@@ -79,6 +79,11 @@ impl HeadTracker {
         !busy
     }
 
+    /// Bytes behind the current request.
+    pub fn next_bytes(&self) -> &[u8] {
+        &self.bytes[self.request_bytes..]
+    }
+
     /// Discards the bytes of the current request.
     fn discard_request(&mut self) {
         if self.request_bytes == 0 {
@@ -113,7 +118,7 @@ impl HeadTracker {
 
     /// Whether the next request line, as far as received, has at least `bytes` bytes because of its target.
     pub fn has_long_target(&self, bytes: usize) -> bool {
-        let mut lines = self.bytes[self.request_bytes..].split(|byte| *byte == b'\n');
+        let mut lines = self.next_bytes().split(|byte| *byte == b'\n');
         let line = lines.find(|line| !matches!(*line, b"" | b"\r"));
         line.is_some_and(|line| line.len() >= bytes && line.contains(&b' '))
     }

@@ -41,7 +41,8 @@ pub struct Http1Io {
     peer: Rc<Peer>,
     /// Written before hyper's bytes: informational responses, or a response of this file.
     queued: Bytes,
-    has_replaced_response: bool,
+    /// The response to an unusable head was made by this file, and recorded.
+    has_rejected_head: bool,
     lingering: Option<LingerState>,
     is_shut_down: bool,
     is_read_closed: bool,
@@ -61,7 +62,7 @@ impl Http1Io {
             worker,
             peer,
             queued: Bytes::new(),
-            has_replaced_response: false,
+            has_rejected_head: false,
             lingering: None,
             is_shut_down: false,
             is_read_closed: false,
@@ -90,7 +91,7 @@ impl Http1Io {
     /// Detects a response of hyper's parser, which no request in flight explains, and queues a problem document instead.
     /// `true`: hyper's response is replaced and must not be sent.
     fn replace_parser_response(&mut self, start: &[u8]) -> bool {
-        if !self.state.has_no_pending_response() || self.has_replaced_response || self.is_passthrough {
+        if !self.state.has_no_pending_response() || self.has_rejected_head || self.is_passthrough {
             return false;
         }
         let status = start.strip_prefix(b"HTTP/1.1 ").and_then(|rest| rest.get(..3));
@@ -103,7 +104,7 @@ impl Http1Io {
             }
             self.queued = responses::http1_bytes(&responses::error_response(&error));
             request_record::record_rejected_head(&self.worker, self.peer.connection.address, &error);
-            self.has_replaced_response = true;
+            self.has_rejected_head = true;
         }
         status.is_some()
     }
@@ -111,7 +112,8 @@ impl Http1Io {
     /// Sends an error response for a head that is malformed or timed out, when hyper sends none. The send buffer of a socket
     /// without a response in flight can hold it.
     pub fn send_error(&mut self, error: &RequestError) {
-        if self.state.has_no_pending_response() && !self.has_replaced_response && !self.is_read_closed {
+        if self.state.has_no_pending_response() && !self.has_rejected_head && !self.is_read_closed {
+            self.has_rejected_head = true;
             request_record::record_rejected_head(&self.worker, self.peer.connection.address, error);
             self.stream.try_send(&responses::http1_bytes(&responses::error_response(error)));
         }
@@ -173,6 +175,16 @@ impl Http1Io {
     /// a byte now and then.
     pub fn reset(self) {
         self.stream.reset_on_close();
+    }
+}
+
+impl Drop for Http1Io {
+    /// Records a request whose head never became complete, however its connection has ended.
+    fn drop(&mut self) {
+        if self.state.is_in_head() && !self.has_rejected_head && !self.is_passthrough {
+            let address = self.peer.connection.address;
+            request_record::record_rejected_head(&self.worker, address, &RequestError::HeadIncomplete);
+        }
     }
 }
 
@@ -280,6 +292,10 @@ impl AsyncWrite for Http1Io {
         let this = self.get_mut();
         this.state.closing.set(true);
         if !this.is_shut_down {
+            if !this.is_read_closed {
+                // The gateway closes: what the client sent behind the last response is no request.
+                this.state.discard_partial_head();
+            }
             ready!(this.poll_send_queued(cx))?;
             ready!(Pin::new(&mut this.stream).poll_shutdown(cx))?;
             this.is_shut_down = true;

@@ -1,6 +1,7 @@
 //! One HTTP/2 client connection: h2's settings, the limits on the connection as a whole, keepalive, and the end.
 
 use std::future::poll_fn;
+use std::net::IpAddr;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, ready};
@@ -14,13 +15,14 @@ use crate::config::Config;
 use crate::downstream::drain::DrainGuard;
 use crate::downstream::http2::flood_guard::Budget;
 use crate::downstream::http2::hpack;
-use crate::downstream::http2::monitor::{ConnectionLimits, Monitor, MonitoredIo, TimeoutAction};
+use crate::downstream::http2::monitor::{ConnectionLimits, Monitor, MonitoredIo, TimeoutAction, Unfinished};
 use crate::downstream::http2::stream::Streams;
 use crate::http::error::RequestError;
 use crate::io_stream::IoStream;
 use crate::proxy::peer::ConnectionInfo;
 use crate::proxy::request_record;
 use crate::proxy::worker_state::WorkerState;
+use crate::ratelimit_service::RatelimitService;
 use crate::timer::Timer;
 
 /// Receive windows: bytes of request bodies that may wait to be read, per stream and per connection.
@@ -88,7 +90,7 @@ impl ServerConnection {
                         connection.abrupt_shutdown(Reason::NO_ERROR);
                     }
                     let accepted = connection.poll_accept(cx);
-                    self.streams.record_rejected_by_h2();
+                    self.streams.record_rejected();
                     match accepted {
                         Poll::Ready(Some(request)) => {
                             let (request, respond) = request?;
@@ -112,12 +114,14 @@ impl ServerConnection {
     }
 }
 
-/// Serves a connection until it ends. When the drain begins, it finishes the requests in flight and closes.
+/// Serves a connection until it ends. When the drain begins, it finishes the requests in flight and closes. `service`
+/// answers the requests; `None`: they are forwarded.
 pub async fn serve(
     io: IoStream,
     connection_info: Rc<ConnectionInfo>,
     worker: Rc<WorkerState>,
     drain_guard: DrainGuard,
+    service: Option<Rc<RatelimitService>>,
 ) {
     let address = connection_info.address;
     let worker_config = worker.config();
@@ -135,7 +139,7 @@ pub async fn serve(
     let handshake = h2_builder(config).handshake(MonitoredIo::new(io, Rc::clone(&monitor)));
     let mut serving = ServerConnection {
         h2: H2State::Handshaking(handshake),
-        streams: Streams::new(Rc::clone(&worker), connection_info, Rc::clone(&monitor)),
+        streams: Streams::new(Rc::clone(&worker), connection_info, Rc::clone(&monitor), service),
         monitor: Rc::clone(&monitor),
         keepalive: http2.ping.map(|every| (every, worker.timers.new_timer())),
         is_shutting_down: false,
@@ -143,6 +147,12 @@ pub async fn serve(
     };
     // Do not hold the configuration for the life of the connection: a reload may replace it.
     drop(worker_config);
+    let mut open_head = OpenHead {
+        worker: Rc::clone(&worker),
+        monitor: Rc::clone(&monitor),
+        address,
+        error: RequestError::HeadIncomplete,
+    };
     let mut is_shutting_down = false;
     let ended = poll_fn(|cx| {
         monitor.begin_turn();
@@ -157,9 +167,11 @@ pub async fn serve(
                 match monitor.poll_timed_out(cx) {
                     None => return Poll::Pending,
                     Some(TimeoutAction::Shutdown) => is_shutting_down = true,
-                    Some(TimeoutAction::Close { in_head }) => {
-                        if in_head {
-                            request_record::record_rejected_head(&worker, address, &RequestError::HeadTimeout);
+                    Some(TimeoutAction::Close(unfinished)) => {
+                        match unfinished {
+                            Unfinished::Head => open_head.error = RequestError::HeadTimeout,
+                            Unfinished::Responses => worker.metrics.request_error(RequestError::Stalled.kind_index()),
+                            Unfinished::Nothing => {}
                         }
                         return Poll::Ready(Ok(()));
                     }
@@ -172,12 +184,29 @@ pub async fn serve(
     if let Err(error) = ended.await {
         tracing::debug!(%address, %error, "client connection failed");
     }
+    serving.streams.record_rejected();
     if let Some(abuse) = monitor.abuse() {
         worker.metrics.http2_abuse(abuse.name());
         tracing::debug!(%address, kind = abuse.name(), "client exceeded a frame limit");
     } else if monitor.is_broken() && !serving.is_peer_lost {
         // GOAWAY after a lost keepalive is no protocol error.
         worker.metrics.http2_abuse("protocol_error");
+    }
+}
+
+/// Records a request whose header block never ended, however its connection ends.
+struct OpenHead {
+    worker: Rc<WorkerState>,
+    monitor: Rc<Monitor>,
+    address: IpAddr,
+    error: RequestError,
+}
+
+impl Drop for OpenHead {
+    fn drop(&mut self) {
+        if self.monitor.is_in_head() {
+            request_record::record_rejected_head(&self.worker, self.address, &self.error);
+        }
     }
 }
 

@@ -75,6 +75,8 @@ struct PendingStream {
     /// Size of its decoded head; 0 until the head is complete.
     head_bytes: usize,
     rejection: Option<HeadRejection>,
+    /// The gateway handles the request.
+    is_accepted: bool,
 }
 
 /// Why a request with a valid head is not served.
@@ -111,6 +113,8 @@ pub struct FloodGuard {
     head_bytes: usize,
     /// How many of them have a rejection.
     rejected_heads: usize,
+    /// Codes of the resets of requests that were not accepted.
+    reset_codes: Vec<u32>,
 }
 
 impl FloodGuard {
@@ -130,6 +134,7 @@ impl FloodGuard {
             pending: Vec::new(),
             head_bytes: 0,
             rejected_heads: 0,
+            reset_codes: Vec::new(),
         }
     }
 
@@ -144,6 +149,18 @@ impl FloodGuard {
             return None;
         }
         self.pending.iter().find(|request| request.stream == stream).and_then(|request| request.rejection)
+    }
+
+    /// The gateway handles a request.
+    pub fn accept(&mut self, stream: u32) {
+        if let Some(request) = self.pending.iter_mut().rev().find(|request| request.stream == stream) {
+            request.is_accepted = true;
+        }
+    }
+
+    /// The error codes with which requests were reset since the last call, before they were accepted.
+    pub fn take_reset_codes(&mut self) -> Vec<u32> {
+        std::mem::take(&mut self.reset_codes)
     }
 
     /// Records the decoded head of a request.
@@ -196,7 +213,12 @@ impl FloodGuard {
                         return Some(Abuse::BadRequest);
                     }
                     self.last_stream = frame.stream;
-                    self.pending.push(PendingStream { stream: frame.stream, head_bytes: 0, rejection: None });
+                    self.pending.push(PendingStream {
+                        stream: frame.stream,
+                        head_bytes: 0,
+                        rejection: None,
+                        is_accepted: false,
+                    });
                     self.earned = self.earned.saturating_add(EARNED_BY_STREAM);
                 }
                 self.block_bytes_received = Some(0);
@@ -223,6 +245,10 @@ impl FloodGuard {
 
     /// Records a sent frame header.
     pub fn record_sent_frame(&mut self, frame: FrameHeader, tick: u64) -> Option<Abuse> {
+        let is_new = |request: &PendingStream| request.stream == frame.stream && !request.is_accepted;
+        if frame.kind == FrameHeader::RST_STREAM && self.pending.iter().any(is_new) {
+            self.reset_codes.push(frame.code);
+        }
         if frame.ends_stream() || frame.kind == FrameHeader::RST_STREAM {
             self.finish_stream(frame.stream);
         }

@@ -73,8 +73,18 @@ enum Phase {
 pub enum TimeoutAction {
     /// Send GOAWAY and finish.
     Shutdown,
-    /// Close the connection. `in_head`: a header block was unfinished.
-    Close { in_head: bool },
+    /// Close the connection.
+    Close(Unfinished),
+}
+
+/// What a connection that timed out has not finished.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Unfinished {
+    /// A header block.
+    Head,
+    /// Responses, which the client does not read.
+    Responses,
+    Nothing,
 }
 
 /// State of a connection, shared by the code above h2 and the `MonitoredIo` below it.
@@ -172,6 +182,21 @@ impl Monitor {
         self.flood_guard.borrow().rejection_of(stream)
     }
 
+    /// The gateway handles a request.
+    pub fn accept(&self, stream: u32) {
+        self.flood_guard.borrow_mut().accept(stream);
+    }
+
+    /// The error codes with which requests were reset since the last call, before they were accepted.
+    pub fn take_reset_codes(&self) -> Vec<u32> {
+        self.flood_guard.borrow_mut().take_reset_codes()
+    }
+
+    /// Whether a header block has begun and not ended.
+    pub fn is_in_head(&self) -> bool {
+        self.flood_guard.borrow().is_in_head()
+    }
+
     /// The number of requests that h2 has rejected for the size of their heads since the last call.
     pub fn take_unrecorded_rejections(&self) -> usize {
         self.unrecorded_rejections.take()
@@ -191,14 +216,17 @@ impl Monitor {
     pub fn poll_timed_out(&self, cx: &Context<'_>) -> Option<TimeoutAction> {
         if self.write_timer.poll_expired(cx) {
             self.write_timed_out.set(true);
-            return Some(TimeoutAction::Close { in_head: false });
+            let is_busy = self.flood_guard.borrow().is_busy();
+            return Some(TimeoutAction::Close(if is_busy { Unfinished::Responses } else { Unfinished::Nothing }));
         }
         if !self.timer.poll_expired(cx) {
             return None;
         }
         Some(match self.phase.get() {
             Phase::Idle => TimeoutAction::Shutdown,
-            phase => TimeoutAction::Close { in_head: phase == Phase::Head },
+            Phase::Head => TimeoutAction::Close(Unfinished::Head),
+            Phase::Sending => TimeoutAction::Close(Unfinished::Responses),
+            Phase::Opening | Phase::Busy | Phase::Closing => TimeoutAction::Close(Unfinished::Nothing),
         })
     }
 

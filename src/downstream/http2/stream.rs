@@ -31,6 +31,7 @@ use crate::proxy::peer::{ConnectionInfo, Peer};
 use crate::proxy::request_record;
 use crate::proxy::response::{self, ResponseBody};
 use crate::proxy::worker_state::WorkerState;
+use crate::ratelimit_service::RatelimitService;
 
 /// Limits on reading the rest of a request body after the response. Then the client's window stays closed, and the stream is
 /// reset. Some clients drop a response that they read together with the reset; the time helps clients on busy machines, and
@@ -57,21 +58,29 @@ struct StreamContext {
     /// Template for the peers of streams.
     connection_peer: Peer,
     monitor: Rc<Monitor>,
+    /// Answers the requests; `None`: they are forwarded.
+    service: Option<Rc<RatelimitService>>,
     /// Peers of ended streams, to be reused.
     free_peers: RefCell<Vec<Rc<Peer>>>,
 }
 
 impl Streams {
-    pub fn new(worker: Rc<WorkerState>, connection: Rc<ConnectionInfo>, monitor: Rc<Monitor>) -> Streams {
+    pub fn new(
+        worker: Rc<WorkerState>,
+        connection: Rc<ConnectionInfo>,
+        monitor: Rc<Monitor>,
+        service: Option<Rc<RatelimitService>>,
+    ) -> Streams {
         let connection_peer = Peer::new(connection, worker.timers.new_timer(), Rc::default(), Rc::default());
-        let shared = StreamContext { worker, connection_peer, monitor, free_peers: RefCell::default() };
+        let shared = StreamContext { worker, connection_peer, monitor, service, free_peers: RefCell::default() };
         Streams { shared: Rc::new(shared), ready_responses: Vec::new() }
     }
 
     /// Accepts a request: handles it at once, or starts a task for its stream.
     pub fn accept(&mut self, mut request: Request<RecvStream>, mut respond: Respond) {
         let mut error = None;
-        match self.shared.monitor.rejection_of(respond.stream_id().into()) {
+        let stream_id = respond.stream_id().into();
+        match self.shared.monitor.rejection_of(stream_id) {
             None => {}
             // The client may retry it (RFC 9113, section 8.7).
             Some(HeadRejection::ConnectionFull) => return respond.send_reset(Reason::REFUSED_STREAM),
@@ -83,6 +92,7 @@ impl Streams {
             // The request announces a body, which a CONNECT cannot have.
             return respond.send_reset(Reason::INTERNAL_ERROR);
         }
+        self.shared.monitor.accept(stream_id);
         let is_head = request.method() == Method::HEAD;
         let (parts, stream) = request.into_parts();
         let mut body = None;
@@ -94,7 +104,11 @@ impl Streams {
         let (peer, has_no_body) = (self.shared.take_peer(), body.is_none());
         let request = Request::from_parts(parts, body);
         // HTTP/2 has no chunked coding, so the message length is never ambiguous.
-        let mut response = ResponseFuture::start(|| handle(&self.shared.worker, &peer, request, |_special| error));
+        let StreamContext { worker, service, .. } = &*self.shared;
+        let mut response = ResponseFuture::start(|| match service {
+            Some(service) => service.handle(worker, &peer, request, error),
+            None => handle(worker, &peer, request, |_special| error),
+        });
         if has_no_body && let Some(mut response) = response.take_ready() {
             self.shared.recycle_peer(peer);
             if is_head {
@@ -105,15 +119,16 @@ impl Streams {
         self.shared.spawn_task(StreamState::AwaitingResponse { response, is_head, tunnel }, respond, peer);
     }
 
-    /// Records requests that h2 has rejected itself.
-    pub fn record_rejected_by_h2(&self) {
+    /// Records requests that were rejected before they could be handled: with 431 by h2, or with a reset.
+    pub fn record_rejected(&self) {
         let StreamContext { worker, connection_peer, monitor, .. } = &*self.shared;
-        for _ in 0..monitor.take_unrecorded_rejections() {
-            request_record::record_rejected_head(
-                worker,
-                connection_peer.connection.address,
-                &RequestError::HeadTooLarge,
-            );
+        let record = |error| request_record::record_rejected_head(worker, connection_peer.connection.address, error);
+        (0..monitor.take_unrecorded_rejections()).for_each(|_| record(&RequestError::HeadTooLarge));
+        for code in monitor.take_reset_codes() {
+            record(match Reason::from(code) {
+                Reason::REFUSED_STREAM => &RequestError::StreamRefused,
+                _ => &RequestError::Malformed,
+            });
         }
     }
 
@@ -245,7 +260,10 @@ impl Future for StreamTask {
                 }
                 StreamState::Body(sender) => {
                     if sender.poll(&this.peer, cx).is_pending() {
-                        return this.poll_stalled(cx);
+                        let error = sender.timeout_error();
+                        ready!(this.poll_stalled(cx));
+                        this.shared.worker.metrics.request_error(error.kind_index());
+                        return Poll::Ready(());
                     }
                     this.state = this.begin_request_drain();
                 }
@@ -361,6 +379,11 @@ impl BodySender {
         BodySender { body, stream, pending: None }
     }
 
+    /// The error of a body that makes no progress: the client does not open its window, or the upstream does not continue.
+    fn timeout_error(&self) -> RequestError {
+        if self.pending.is_some() { RequestError::Stalled } else { RequestError::ResponseTimeout }
+    }
+
     /// Ready when the body was sent, or the stream is reset. Progress re-arms the timer of `peer`.
     pub fn poll(&mut self, peer: &Peer, cx: &mut Context<'_>) -> Poll<()> {
         match self.poll_send(peer, cx) {
@@ -413,6 +436,14 @@ impl BodySender {
                     return Poll::Ready(self.stream.send_trailers(trailers));
                 }
             }
+        }
+    }
+}
+
+impl Drop for BodySender {
+    fn drop(&mut self) {
+        if self.pending.is_some() {
+            self.body.record_truncation();
         }
     }
 }

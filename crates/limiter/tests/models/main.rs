@@ -4,7 +4,7 @@
 //! `bucket`: a key has one counter. `table`: acquire, refund and a full table. `overflow`: keys without a slot. `acquire`:
 //! requests on several counters. `rolling_over`: windows with rollover. `first_request`: windows that a request opens.
 //! `waiters`: reservations. `concurrency`: requests in flight. `shards`: sharded counters. `sliding`: sliding windows.
-//! `leases`: leased tokens.
+//! `penalty`: lock-outs. `leases`: leased tokens.
 //! Every model also names outcomes that must occur, so that no model passes without testing anything.
 
 mod acquire;
@@ -13,6 +13,7 @@ mod concurrency;
 mod first_request;
 mod leases;
 mod overflow;
+mod penalty;
 mod rolling_over;
 mod shards;
 mod sliding;

@@ -7,7 +7,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 
 use crate::gateway::Model;
 use crate::scenario::{Mistake, Scenario};
-use crate::state::{COUNTERS, CallStage, Gateway, Request, Stage, State, Windows};
+use crate::state::{COUNTERS, CallStage, Gateway, Request, Stage, State, Store, Windows};
 use crate::{ALL_ACCOUNTED_FOR, GRANTED_ONCE, NEVER_OVER, NOT_REFUSED_FOREVER, NOT_RESENT};
 
 /// With more states the tests would take minutes.
@@ -23,7 +23,8 @@ pub struct Exploration {
 /// Explores until a property is violated; if `only` is set, until that property is violated.
 pub fn explore(scenario: Scenario, only: Option<&str>) -> Exploration {
     let mut model = Model::new(scenario);
-    let first = State { budget: scenario.budget, ..State::default() };
+    let store = Store { is_sliding: scenario.is_sliding, ..Store::default() };
+    let first = State { store, budget: scenario.budget, ..State::default() };
     let mut known: HashMap<State, (), BuildHasherDefault<FastHasher>> = HashMap::default();
     known.insert(first.clone(), ());
     let mut states = vec![(first, 0)];
@@ -74,9 +75,11 @@ fn broken_properties(model: &mut Model, state: &State) -> Vec<&'static str> {
             let granted = admitted + state.outstanding(window, counter);
             let (used, lost) = (of(&state.store.used), of(&state.ghost.lost));
             // Tokens of a window that has ended do not count.
-            let is_open = window >= state.store.window;
+            let is_open = state.store.counts(window);
+            let limited = |windows: &Windows| state.store.counted(windows, window, counter);
+            let most = model.scenario.limits[counter] + limited(&state.ghost.forgotten);
             for (is_broken, name) in [
-                (admitted > model.scenario.limits[counter] + forgotten, NEVER_OVER),
+                (limited(&state.ghost.admitted) > most, NEVER_OVER),
                 (is_open && granted > used + forgotten, GRANTED_ONCE),
                 (is_open && used > granted + lost, ALL_ACCOUNTED_FOR),
             ] {
@@ -115,13 +118,15 @@ fn admits_after_refunds(model: &mut Model, state: &State) -> bool {
             run_until_idle(model, &mut state);
         }
     }
-    let of = |windows: Windows, counter: usize| windows[usize::from(window)][counter];
+    let is_sliding = state.store.is_sliding;
+    let of =
+        |windows: Windows, counter: usize| Store { is_sliding, ..Store::default() }.counted(&windows, window, counter);
     let has_tokens = |counter: usize| {
         let gateway = &state.gateways[0];
         let taken = of(state.ghost.admitted, counter) + of(state.ghost.lost, counter);
         // A gateway keeps usage reported by a former server until the window ends.
         let reported = gateway.known_usage[counter].filter(|_| gateway.stale[counter]).map_or(0, |(_, used)| used);
-        let taken = (taken + state.outstanding(window, counter) - gateway.lease[counter].1).max(reported);
+        let taken = (taken + state.counted_outstanding(window, counter) - gateway.lease[counter].1).max(reported);
         taken < model.scenario.limits[counter]
     };
     if !COUNTERS.into_iter().all(has_tokens) {

@@ -16,7 +16,7 @@ pub struct Model {
 
 impl Model {
     pub fn new(scenario: Scenario) -> Model {
-        Model { scenario, local: LocalCounters::new(scenario.limits, scenario.sharing) }
+        Model { scenario, local: LocalCounters::new(&scenario) }
     }
 
     pub fn is_exact(&self, counter: usize) -> bool {
@@ -57,7 +57,7 @@ impl Model {
                     request.stage = Stage::WaitsForStore;
                     let id = request.id;
                     state.gateways[at].requests.push(request);
-                    self.charge(state, at, id, requested, [false; 2], window);
+                    self.charge(state, at, id, requested, [None; 2], window);
                 }
             }
         }
@@ -77,7 +77,7 @@ impl Model {
         at: usize,
         request: u8,
         requested: Each<bool>,
-        done: Each<bool>,
+        done: Each<Option<Window>>,
         window: Window,
     ) {
         let (counters, later) = self.split_call(requested);
@@ -103,13 +103,14 @@ impl Model {
         (need, want): (u8, u8),
     ) -> AcquireArgs {
         let gateway = &state.gateways[at];
+        let is_of = |known: Window| known == window || self.scenario.is_sliding;
         let reports_usage = !self.scenario.has_mistake(Mistake::ForgetKnownUsage);
         let used_min = COUNTERS.map(|counter| match gateway.known_usage[counter] {
-            Some((of, used)) if of == window && counters[counter] && gateway.stale[counter] && reports_usage => used,
+            Some((of, used)) if is_of(of) && counters[counter] && gateway.stale[counter] && reports_usage => used,
             _ => 0,
         });
         let known = COUNTERS.map(|counter| match gateway.known_usage[counter] {
-            Some((of, used)) if of == window && counters[counter] && self.scenario.budget.forgets() => {
+            Some((of, used)) if is_of(of) && counters[counter] && self.scenario.budget.forgets() => {
                 used.saturating_sub(gateway.refunded_since[counter])
             }
             _ => 0,
@@ -134,16 +135,16 @@ impl Model {
     pub fn refuse(&mut self, state: &mut State, at: usize, request: &Request, window: Window) {
         let limits = self.scenario.limits;
         let requested = || COUNTERS.into_iter().filter(|counter| request.counters[*counter]);
-        let admitted = |counter| state.ghost.admitted[usize::from(window)][counter];
+        let admitted = |counter| state.store.counted(&state.ghost.admitted, window, counter);
         let is_bounded = |counter: usize| {
-            let lost = state.ghost.lost[usize::from(window)][counter];
+            let lost = state.store.counted(&state.ghost.lost, window, counter);
             let refunded = state.gateways[at].refunded_since[counter];
-            admitted(counter) + state.outstanding(window, counter) + lost + refunded >= limits[counter]
+            admitted(counter) + state.counted_outstanding(window, counter) + lost + refunded >= limits[counter]
         };
         // A request may be refused although all counters have tokens left only if the missing tokens are outstanding,
         // or were refunded since the gateway learned the usage. In a window that has ended, a gateway whose clock is
         // behind may refuse any request.
-        let is_open = window >= state.store.window;
+        let is_open = state.store.counts(window);
         if is_open && requested().all(|counter| admitted(counter) < limits[counter]) && !requested().any(is_bounded) {
             state.broken.get_or_insert(crate::REFUSALS_BOUNDED);
         }
@@ -175,6 +176,7 @@ impl Model {
         result: CallResult,
     ) {
         let (mut not_stored, mut continues) = (Vec::new(), true);
+        self.follow_store(state, at, args, result.reply);
         match result.reply {
             Some(Reply::Granted(granted, used)) => {
                 for counter in COUNTERS.into_iter().filter(|counter| args.counters[*counter]) {
@@ -207,19 +209,34 @@ impl Model {
             state.calls.push(Call { by: Some(at), kind, stage: CallStage::Sent });
             return;
         }
-        self.complete_fetch(state, at, args, result.reply.is_some(), not_stored);
+        self.complete_fetch(state, at, args, result.reply, not_stored);
+    }
+
+    /// The reply names the segment in which the store counts, and the time.
+    fn follow_store(&self, state: &mut State, at: usize, args: AcquireArgs, reply: Option<Reply>) {
+        if self.scenario.is_sliding && reply.is_some() {
+            state.gateways[at].window = state.gateways[at].window.max(args.window);
+        }
     }
 
     /// Continues the requests that wait for a fetch, with tokens that were not stored. Without a reply they are
-    /// refused.
+    /// refused, and also by a refusal of the store that the known usage does not tell, because windows slide.
     fn complete_fetch(
         &mut self,
         state: &mut State,
         at: usize,
         args: AcquireArgs,
-        succeeded: bool,
+        reply: Option<Reply>,
         not_stored: Vec<(usize, u8)>,
     ) {
+        let succeeded = reply.is_some();
+        let Scenario { limits, is_sliding, .. } = self.scenario;
+        let is_full = |request: &Request| {
+            let is_missing = |counter: usize| request.counters[counter] && request.in_hand[counter].is_none();
+            let fetched = || COUNTERS.into_iter().filter(|counter| args.counters[*counter] && is_missing(*counter));
+            is_sliding
+                && matches!(reply, Some(Reply::Refused(used)) if fetched().any(|counter| used[counter] >= limits[counter]))
+        };
         let waits = |request: &Request| match request.stage {
             Stage::WaitsForTokens(counter) => !state.calls.iter().any(|call| call.fetches_for(at, counter)),
             Stage::Ready | Stage::WaitsForStore => false,
@@ -240,6 +257,7 @@ impl Model {
                 state.send_refund(at, counter, args.window, tokens, None);
             }
         }
+        let (refused, waiting): (Vec<Request>, Vec<Request>) = waiting.into_iter().partition(is_full);
         for mut request in waiting {
             request.stage = Stage::Ready;
             match succeeded {
@@ -251,12 +269,17 @@ impl Model {
             }
         }
         state.gateways[at].requests.sort_by_key(|request| request.id);
+        refused.iter().for_each(|request| self.refuse(state, at, request, args.window));
     }
 
     fn deposit(&mut self, state: &mut State, at: usize, counter: usize, window: Window, tokens: u8) -> bool {
         let (of, left) = state.gateways[at].lease[counter];
+        // Tokens that are left of a segment still count, and are refunded.
+        if self.scenario.is_sliding && of < window {
+            self.return_idle(state, at, counter);
+        }
         let is_stored = self.local.deposit(&mut state.gateways[at], counter, window, tokens);
-        if is_stored && of != window {
+        if is_stored && of != window && !self.scenario.is_sliding {
             state.count_lost(of, counter, left);
         }
         is_stored
@@ -286,13 +309,14 @@ impl Model {
         &mut self,
         state: &mut State,
         at: usize,
-        (request, args, later, mut done): (Option<u8>, AcquireArgs, Each<bool>, Each<bool>),
+        (request, args, later, mut done): (Option<u8>, AcquireArgs, Each<bool>, Each<Option<Window>>),
         result: CallResult,
     ) {
+        self.follow_store(state, at, args, result.reply);
         let after = match result.reply {
             Some(Reply::Granted(_, used)) => {
                 for counter in COUNTERS.into_iter().filter(|counter| args.counters[*counter]) {
-                    done[counter] = true;
+                    done[counter] = Some(args.window);
                     self.record_usage(state, at, counter, args, used[counter], result);
                 }
                 None
@@ -317,19 +341,19 @@ impl Model {
             }
             (None, Some(id)) => {
                 let request = state.take_request(at, id);
-                self.admit(state, &request, at, done.map(|done| done.then_some(args.window)));
+                self.admit(state, &request, at, done);
             }
             (None, None) if self.scenario.has_mistake(Mistake::KeepChargesOfCancelled) => {}
             (None, None) => {
-                for counter in COUNTERS.into_iter().filter(|counter| done[*counter]) {
-                    state.send_refund(at, counter, args.window, 1, None);
+                for (counter, window) in COUNTERS.into_iter().zip(done) {
+                    window.into_iter().for_each(|window| state.send_refund(at, counter, window, 1, None));
                 }
             }
             (Some(after), request) => {
                 let after = request.map(|id| (id, after));
-                let charged = COUNTERS.into_iter().find(|counter| done[*counter]);
+                let charged = COUNTERS.into_iter().find_map(|counter| Some((counter, done[counter]?)));
                 match charged.filter(|_| !self.scenario.has_mistake(Mistake::KeepChargesOfRefused)) {
-                    Some(counter) => state.send_refund(at, counter, args.window, 1, after),
+                    Some((counter, window)) => state.send_refund(at, counter, window, 1, after),
                     None => self.continue_request(state, at, after),
                 }
             }
@@ -388,9 +412,16 @@ impl State {
         self.calls.push(Call { by: after.map(|_| at), kind, stage: CallStage::Sent });
     }
 
+    /// Records that one token of each window is lost.
+    pub fn count_all_lost(&mut self, charged: Each<Option<Window>>) {
+        for (counter, window) in COUNTERS.into_iter().zip(charged) {
+            window.into_iter().for_each(|window| self.count_lost(window, counter, 1));
+        }
+    }
+
     /// Records lost tokens: the store counts them until their window ends, and no gateway can spend them.
     pub fn count_lost(&mut self, window: Window, counter: usize, tokens: u8) {
-        if window >= self.store.window {
+        if self.store.counts(window) {
             self.ghost.lost[usize::from(window)][counter] += tokens;
         }
     }

@@ -10,13 +10,14 @@ use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::leased_tokens::DepositResult;
 use transom_limiter::limit::Limit;
-use transom_limiter::rule::{Rule, Sharing};
+use transom_limiter::rule::Rule;
 use transom_limiter::rule_set::{ChargePlan, KeyedRequest, LayerRef, RuleSet};
 use transom_limiter::shared_counting::LocalDecision;
 use transom_limiter::table::{Counter, Table};
-use transom_limiter::window::{Time, Windows};
+use transom_limiter::window::{SEGMENTS_PER_PERIOD, Time, Windows};
 use transom_limiter::window_kind::AcquireRequest;
 
+use crate::scenario::Scenario;
 use crate::state::{COUNTERS, Each, Gateway, NARROW, WIDE, Window};
 
 const PERIOD_MS: u64 = 1000;
@@ -29,6 +30,7 @@ pub struct LocalCounters {
     context: DecisionContext,
     keyed_requests: Each<KeyedRequest>,
     limits: Each<u8>,
+    is_sliding: bool,
     /// The start of the earlier of the two windows, Unix milliseconds.
     start_ms: u64,
 }
@@ -42,11 +44,15 @@ pub enum LocalOutcome {
 }
 
 impl LocalCounters {
-    pub fn new(limits: Each<u8>, sharing: Each<Sharing>) -> LocalCounters {
+    pub fn new(scenario: &Scenario) -> LocalCounters {
+        let Scenario { limits, sharing, is_sliding, .. } = *scenario;
         let rule = |name: &str, key: Vec<KeyPart>, counter: usize| {
-            let windows = Windows::Even { period_ms: PERIOD_MS, offset_ms: 0 };
+            let windows = match is_sliding {
+                true => Windows::Sliding { period_ms: SEGMENTS_PER_PERIOD * PERIOD_MS },
+                false => Windows::Even { period_ms: PERIOD_MS, offset_ms: 0 },
+            };
             let tokens = u32::from(limits[counter]);
-            let layer = Limit { tokens, windows, period_text: String::new(), capacity: tokens, reserve: 0, shards: 1 };
+            let layer = Limit { tokens, windows, period_text: String::new(), capacity: None, reserve: 0, shards: 1 };
             Rule { sharing: sharing[counter], ..Rule::new(name, key, OnMissing::Refuse, vec![layer]) }
         };
         let narrow = rule("narrow", vec![KeyPart::Header("client".to_owned())], NARROW);
@@ -64,6 +70,7 @@ impl LocalCounters {
             context: DecisionContext::default(),
             keyed_requests,
             limits,
+            is_sliding,
             start_ms: 1_000_000_000,
         }
     }
@@ -83,9 +90,14 @@ impl LocalCounters {
         self.start_ms + u64::from(window + 1) * PERIOD_MS
     }
 
+    /// The time until which the known usage of a window counts.
+    fn known_until_ms(&self, window: Window) -> u64 {
+        self.end_ms(window) + if self.is_sliding { SEGMENTS_PER_PERIOD * PERIOD_MS } else { 0 }
+    }
+
     /// Writes the state of a gateway into the table.
     fn load(&mut self, gateway: &Gateway) {
-        self.start_ms += 2 * PERIOD_MS;
+        self.start_ms += (2 + SEGMENTS_PER_PERIOD) * PERIOD_MS;
         for counter in COUNTERS {
             let (window, tokens) = gateway.lease[counter];
             if tokens > 0 {
@@ -94,7 +106,7 @@ impl LocalCounters {
             if let Some((window, used)) = gateway.known_usage[counter] {
                 self.table.set_known_usage(
                     self.counter(counter),
-                    self.end_ms(window),
+                    self.known_until_ms(window),
                     u32::from(used),
                     self.now_ms(window),
                 );
@@ -119,7 +131,7 @@ impl LocalCounters {
             };
             let known_usage = self.table.known_usage(self.counter(counter), self.now_ms(0));
             gateway.known_usage[counter] =
-                known_usage.map(|(end_ms, used)| (Window::from(end_ms == self.end_ms(1)), used as u8));
+                known_usage.map(|(end_ms, used)| (Window::from(end_ms == self.known_until_ms(1)), used as u8));
         }
     }
 
@@ -172,7 +184,7 @@ impl LocalCounters {
     /// Stores the usage of a counter; `false` if the usage of a later window is known.
     pub fn set_known_usage(&mut self, gateway: &mut Gateway, counter: usize, window: Window, used: u8) -> bool {
         self.load(gateway);
-        let (end_ms, now_ms) = (self.end_ms(window), self.now_ms(gateway.window));
+        let (end_ms, now_ms) = (self.known_until_ms(window), self.now_ms(gateway.window));
         self.table.set_known_usage(self.counter(counter), end_ms, u32::from(used), now_ms);
         self.save(gateway);
         gateway.known_usage[counter] == Some((window, used))

@@ -14,6 +14,7 @@ mod steps;
 
 use explore::{Exploration, explore};
 use scenario::{Mistake, Scenario};
+use state::Budget;
 
 /// While the store loses no data, the limit is never exceeded. After a failover, an empty restart or a reset, it is
 /// exceeded by at most the usage that the store lost and that no gateway reported again.
@@ -97,6 +98,19 @@ fn properties_hold_when_a_key_is_reset() {
     all().into_iter().for_each(|scenario| holds(scenario.one_request_kind().with_budget(|budget| budget.resets = 1)));
 }
 
+/// In sliding windows, tokens of both segments count together, and leases end with their segment.
+#[test]
+fn properties_hold_for_sliding_windows() {
+    let windows = |budget: &mut Budget| budget.windows = 1;
+    for scenario in all().map(|scenario| scenario.sliding().one_request_kind()) {
+        holds(scenario.with_budget(windows));
+        let scenario = scenario.one_token_each();
+        holds(scenario.with_budget(windows).with_budget(|budget| (budget.background, budget.refunds) = (1, 1)));
+        holds(scenario.with_budget(windows).with_budget(|budget| (budget.losses, budget.impatient) = (1, 1)));
+        holds(scenario.with_budget(windows).with_budget(|budget| budget.kills = 1));
+    }
+}
+
 #[test]
 fn every_deliberate_mistake_is_found() {
     let (leased, exact) = (Scenario::leased(), Scenario::exact());
@@ -116,6 +130,13 @@ fn every_deliberate_mistake_is_found() {
     breaks(exact.in_separate_slots(), Mistake::KeepChargesOfRefused, ALL_ACCOUNTED_FOR);
     breaks(exact.in_separate_slots(), Mistake::KeepChargesOfRefused, REFUSALS_BOUNDED);
     breaks(exact.with_budget(|budget| budget.impatient = 1), Mistake::KeepChargesOfCancelled, ALL_ACCOUNTED_FOR);
+    breaks(leased.sliding().with_budget(|budget| budget.windows = 1), Mistake::CarryTokensOver, GRANTED_ONCE);
+    breaks(leased.sliding().with_budget(|budget| budget.windows = 1), Mistake::RefundToNextWindow, GRANTED_ONCE);
+    breaks(
+        exact.sliding().with_budget(|budget| budget.impatient = 1),
+        Mistake::KeepChargesOfCancelled,
+        ALL_ACCOUNTED_FOR,
+    );
     let failover = |scenario: Scenario| scenario.with_budget(|budget| budget.failovers = 1);
     breaks(failover(leased), Mistake::ForgetKnownUsage, REMEMBERED);
     breaks(exact.with_budget(|budget| budget.restarts = 1), Mistake::ForgetKnownUsage, REMEMBERED);

@@ -10,6 +10,8 @@ const KINDS: [Each<bool>; 3] = [[true, true], [true, false], [false, true]];
 pub struct Scenario {
     pub limits: Each<u8>,
     pub sharing: Each<Sharing>,
+    /// Whether the windows slide: the two windows are then segments, and all tokens of both count until the end.
+    pub is_sliding: bool,
     /// Whether both counters are in one hash slot, so that one call decides on both.
     pub same_slot: bool,
     pub budget: Budget,
@@ -50,6 +52,7 @@ impl Scenario {
         Scenario {
             limits: [1, 2],
             sharing: [Sharing::Lease; 2],
+            is_sliding: false,
             same_slot: true,
             budget,
             request_kinds: &KINDS,
@@ -66,6 +69,10 @@ impl Scenario {
     pub fn mixed() -> Scenario {
         Scenario { sharing: [Sharing::Lease, Sharing::Exact], ..Scenario::exact() }
             .with_budget(|budget| budget.requests = 2)
+    }
+
+    pub fn sliding(self) -> Scenario {
+        Scenario { is_sliding: true, ..self }
     }
 
     pub fn in_separate_slots(self) -> Scenario {

@@ -68,6 +68,7 @@ pub struct Ghost {
 
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Store {
+    pub is_sliding: bool,
     pub window: Window,
     pub used: Windows,
     /// The usage before the last write, which is the state of a replica.
@@ -121,8 +122,8 @@ pub struct Call {
 pub enum CallKind {
     /// Fetches tokens for leases. `later`: the counters of the next call.
     Fetch { args: AcquireArgs, later: Each<bool>, need: u8 },
-    /// The store decides a request. `done`: the counters charged by earlier calls.
-    Charge { request: Option<u8>, args: AcquireArgs, later: Each<bool>, done: Each<bool> },
+    /// The store decides a request. `done`: the windows in which earlier calls charged.
+    Charge { request: Option<u8>, args: AcquireArgs, later: Each<bool>, done: Each<Option<Window>> },
     /// Refunds tokens of one counter, and then continues a request.
     Refund { counter: usize, window: Window, tokens: u8, after: Option<(u8, AfterRefund)> },
 }
@@ -168,14 +169,16 @@ pub enum Reply {
 }
 
 impl Store {
-    /// What acquire.lua does for plain windows: it grants all counters or none, in the window of the later clock.
-    /// Beyond the need it grants at most the `part`-th part of the remaining tokens.
-    pub fn acquire(&mut self, args: &AcquireArgs, limits: Each<u8>, part: u8, same_slot: bool) -> Reply {
+    /// What acquire.lua does for plain and sliding windows: it grants all counters or none, in the window of the later
+    /// clock. Beyond the need it grants at most the `part`-th part of the remaining tokens. `args` then name that window.
+    pub fn acquire(&mut self, args: &mut AcquireArgs, limits: Each<u8>, part: u8, same_slot: bool) -> Reply {
         let open = self.window.max(args.window);
-        if args.window < open {
+        if self.is_sliding {
+            args.window = open;
+        } else if args.window < open {
             return Reply::OtherWindow(open);
         }
-        let known = self.used[usize::from(open)];
+        let known = COUNTERS.map(|counter| self.counted(&self.used, open, counter));
         let used_of_requested =
             |used: Each<u8>| COUNTERS.map(|counter| if args.counters[counter] { used[counter] } else { 0 });
         let requested = || COUNTERS.into_iter().filter(|counter| args.counters[*counter]);
@@ -189,7 +192,7 @@ impl Store {
             granted[counter] = args.need + (args.want - args.need).min(spare / part);
             if granted[counter] > 0 {
                 used[counter] = raised(counter) + granted[counter];
-                self.used[usize::from(open)][counter] = used[counter];
+                self.used[usize::from(open)][counter] += used[counter] - known[counter];
             }
         }
         if before != self.used {
@@ -218,15 +221,33 @@ impl Store {
         }
     }
 
-    /// Keys expire with their windows.
+    /// Keys expire with their windows, unless they slide.
     pub fn end_window(&mut self) {
         self.window = 1;
-        self.used[0] = [0; 2];
-        self.before[0] = [0; 2];
+        if !self.is_sliding {
+            self.used[0] = [0; 2];
+            self.before[0] = [0; 2];
+        }
+    }
+
+    /// Whether tokens of a window count.
+    pub fn counts(&self, window: Window) -> bool {
+        self.is_sliding || window >= self.window
+    }
+
+    /// The tokens of one counter that limit a window: those of the window, or of both if windows slide.
+    pub fn counted(&self, of: &Windows, window: Window, counter: usize) -> u8 {
+        if self.is_sliding { of[0][counter] + of[1][counter] } else { of[usize::from(window)][counter] }
     }
 }
 
 impl State {
+    /// As [`State::outstanding`], of all windows that limit a window.
+    pub fn counted_outstanding(&self, window: Window, counter: usize) -> u8 {
+        let all = [0, 1].map(|window| COUNTERS.map(|counter| self.outstanding(window, counter)));
+        self.store.counted(&all, window, counter)
+    }
+
     /// Tokens of a window that may still be spent or refunded: in leases, held by undecided requests, and in calls.
     pub fn outstanding(&self, window: Window, counter: usize) -> u8 {
         let is_here = |of: &Option<Window>| u8::from(*of == Some(window));
@@ -263,7 +284,7 @@ impl Call {
             _ => 0,
         };
         let done = match &self.kind {
-            CallKind::Charge { args, done, .. } => u8::from(done[counter] && args.window == window),
+            CallKind::Charge { done, .. } => u8::from(done[counter] == Some(window)),
             _ => 0,
         };
         granted + done

@@ -106,8 +106,13 @@ impl Model {
                 });
             }
             let (_, tokens) = state.gateways[at].lease[counter];
-            if tokens > 0 {
-                next.step(("idle tokens are returned", at, counter), |state| self.return_idle(state, at, counter));
+            // While windows slide, tokens could be returned and fetched without end.
+            let uses_budget = self.scenario.is_sliding;
+            if tokens > 0 && (!uses_budget || state.budget.background > 0) {
+                next.step(("idle tokens are returned", at, counter), |state| {
+                    state.budget.background -= u8::from(uses_budget);
+                    self.return_idle(state, at, counter);
+                });
             }
         }
     }
@@ -157,19 +162,20 @@ impl Model {
     pub fn execute(&mut self, state: &mut State, i: usize, part: u8) {
         let same_slot = self.scenario.same_slot;
         let mut call = state.calls[i].clone();
-        let reply = match &call.kind {
+        let reply = match &mut call.kind {
             CallKind::Fetch { args, .. } | CallKind::Charge { args, .. } => {
                 let before = state.store.used;
                 let reply = state.store.acquire(args, self.scenario.limits, part, same_slot);
-                state.note_raise(before, &reply, args.window);
-                state.check_remembered(&call, args.window, before);
+                let window = args.window;
+                state.note_raise(before, &reply, window);
+                state.check_remembered(&call, window, before);
                 reply
             }
             CallKind::Refund { counter, window, tokens, .. } => {
                 let refunded = state.store.refund(*window, *counter, *tokens, same_slot);
-                if *window >= state.store.window {
+                if state.store.counts(*window) {
                     let forgotten = &mut state.ghost.forgotten[usize::from(*window)][*counter];
-                    *forgotten = forgotten.saturating_sub(tokens - refunded);
+                    *forgotten = forgotten.saturating_sub(*tokens - refunded);
                 }
                 // Includes tokens that the store cannot refund, because it has lost them or their window has ended.
                 state.note_refund(*counter, *tokens);
@@ -213,10 +219,8 @@ impl Model {
         }
         let Some(at) = by else {
             // Charges of earlier calls are lost as well.
-            if let CallKind::Charge { args, done, .. } = &kind {
-                COUNTERS
-                    .into_iter()
-                    .for_each(|counter| state.count_lost(args.window, counter, u8::from(done[counter])));
+            if let CallKind::Charge { done, .. } = &kind {
+                state.count_all_lost(*done);
             }
             return;
         };
@@ -280,7 +284,9 @@ impl Model {
             if next.state.store.window == 0 {
                 next.step(("a window ends by the store's clock", 0, 0), |state| {
                     state.store.end_window();
-                    state.ghost.lost[0] = [0; 2];
+                    if !state.store.is_sliding {
+                        state.ghost.lost[0] = [0; 2];
+                    }
                 });
             }
             for at in 0..GATEWAYS {
@@ -341,9 +347,10 @@ impl Model {
 impl State {
     /// Makes equivalent states equal: sorts calls and gateways, and clears values that are never read again.
     fn normalize(&mut self) {
+        let is_sliding = self.store.is_sliding;
         for gateway in &mut self.gateways {
             for counter in COUNTERS {
-                let is_over = |window: u8| window < gateway.window;
+                let is_over = |window: u8| window < gateway.window && !is_sliding;
                 if is_over(gateway.lease[counter].0) && gateway.lease[counter].0 < self.store.window {
                     gateway.lease[counter] = (0, 0);
                 }
@@ -431,9 +438,9 @@ impl State {
             {
                 COUNTERS.into_iter().for_each(|counter| self.count_lost(args.window, counter, granted[counter]));
             }
-            if let CallKind::Charge { args, done, .. } = &mut call.kind {
+            if let CallKind::Charge { done, .. } = &mut call.kind {
                 let done = std::mem::take(done);
-                COUNTERS.into_iter().for_each(|counter| self.count_lost(args.window, counter, u8::from(done[counter])));
+                self.count_all_lost(done);
             }
             if call.stage == CallStage::Sent {
                 self.calls.push(call);

@@ -45,7 +45,7 @@ impl PassedTokens {
                         Some(period_ms) => (last_ms - first_ms) / period_ms,
                         None => all.windows_between(*first_ms, *last_ms),
                     };
-                    let most = i64::from(layer_request.limit.capacity) + windows as i64 * limit;
+                    let most = i64::from(layer_request.limit.capacity()) + windows as i64 * limit;
                     prop_assert!(
                         sum <= most,
                         "{} of {} from {} to {} in {}",
@@ -154,7 +154,7 @@ proptest! {
         rules in rules(), demand in prop::collection::vec((0..4u64, 0..30u64), 1..150), buckets in 1..4usize,
     ) {
         let rules = strict(rules);
-        let layers = rules[0].layers.iter().take(1).map(|layer| Limit { capacity: layer.tokens, ..layer.clone() });
+        let layers = rules[0].layers.iter().take(1).map(|layer| Limit { capacity: None, ..layer.clone() });
         let simple = rule("simple", layers.collect());
         let mut gateway = Gateway::new(&[simple], Table::<1>::with_buckets(buckets, 1).expect("there is memory"));
         let (mut oracle, mut now_ms) = (Oracle::default(), START_MS);
@@ -181,7 +181,7 @@ fn an_overflowed_key_keeps_its_usage_when_another_key_opens_its_window() {
     for capacity in [2, 3] {
         let random = limit(2, Windows::Random { period_ms: 100 });
         let occupant = rule("occupant", vec![plain(1, 1_000_000)]);
-        let rules = [rule("random", vec![Limit { capacity, ..random }]), occupant];
+        let rules = [rule("random", vec![Limit { capacity: Some(capacity), ..random }]), occupant];
         let mut gateway = Gateway::new(&rules, Table::<1>::with_buckets(1, 1).expect("there is memory"));
         assert!(matches!(gateway.decide(0, &[None, Some(1)], 0), Decision::Admitted), "the occupant has the only slot");
         let group = |gateway: &Gateway<1>, client| gateway.keyed_request(0, client, 1).key.tag;

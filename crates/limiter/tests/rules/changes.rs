@@ -92,7 +92,7 @@ fn with_limits(rules: &[Rule], limits: &[u32]) -> Vec<Rule> {
     let mut limits = limits.iter().cycle().copied();
     let mut next = |layer: &Limit| {
         let tokens = limits.next().expect("at least one limit");
-        Limit { tokens, capacity: tokens, ..layer.clone() }
+        Limit { tokens, ..layer.clone() }
     };
     rules.iter().map(|rule| Rule { layers: rule.layers.iter().map(&mut next).collect(), ..rule.clone() }).collect()
 }
@@ -179,12 +179,15 @@ fn a_change_of_how_a_layer_counts_is_found() {
         let rule_set = RuleSet::new(std::slice::from_ref(after), Seed(3, 4), Some(&former));
         rule_set.changed_counters(&former).map(|changed| (changed.layer, changed.setting))
     };
-    let rolling = with_plan(Limit { capacity: 9, ..plain(7, 1) });
+    let rolling = with_plan(Limit { capacity: Some(9), ..plain(7, 1) });
+    let no_longer_rolling = with_plan(Limit { capacity: Some(9), ..plain(9, 1) });
     let sharded = with_plan(Limit { shards: 9, ..plain(9, 1) });
     let hour = |setting| Some(("50/hour".to_owned(), setting));
     assert_eq!(change(&default, &with_plan(plain(7, 1))), None);
     assert_eq!((change(&default, &rolling), change(&rolling, &default)), (hour("capacity"), hour("capacity")));
     assert_eq!((change(&default, &sharded), change(&sharded, &rolling)), (hour("shards"), hour("capacity")));
+    assert_eq!((change(&rolling, &no_longer_rolling), change(&no_longer_rolling, &rolling)), (None, None));
+    assert_eq!(change(&default, &no_longer_rolling), hour("capacity"));
     let delaying = Rule { on_limit: delay(5), ..default.clone() };
     assert_eq!(change(&rolling, &delaying), Some(("5/minute".to_owned(), "on_limit")));
     assert_eq!(change(&default, &Rule { name: "other".to_owned(), ..delaying }), None);
@@ -194,7 +197,7 @@ fn a_change_of_how_a_layer_counts_is_found() {
 /// A request with a small capacity does not reduce the debt of a request with a large one.
 #[test]
 fn a_variant_with_a_smaller_capacity_grants_no_tokens_to_the_others() {
-    let layer = |capacity: u32| Limit { capacity, ..plain(10, 100) };
+    let layer = |capacity: u32| Limit { capacity: Some(capacity), ..plain(10, 100) };
     let plans = vec![Plan { name: "gold".to_owned(), layers: vec![layer(500)], concurrent: None }];
     let mut gateway = Gateway::with_large_table(&[Rule { plans, ..rule("r", vec![layer(20)]) }]);
     // Odd clients have the plan.
@@ -225,7 +228,7 @@ fn a_refusal_does_not_reduce_what_is_reserved_far_ahead() {
 /// not reduce the debt that the other allowed.
 #[test]
 fn a_rule_set_with_a_smaller_capacity_does_not_reduce_debt() {
-    let rules = |capacity| [rule("r", vec![Limit { capacity, ..plain(1, 60_000) }])];
+    let rules = |capacity| [rule("r", vec![Limit { capacity: Some(capacity), ..plain(1, 60_000) }])];
     let mut gateway = Gateway::with_large_table(&rules(5));
     let mut other = RuleSet::new(&rules(100), Seed(3, 4), Some(&gateway.rule_set));
     let mut admitted = 0;

@@ -160,8 +160,10 @@ fn a_counted_refusal_reports_the_layer_it_emptied() {
 #[test]
 fn a_response_cost_is_paid_window_by_window() {
     let cost = Cost::Response { header: "cost".to_owned(), reserve: 1, max: 1000 };
-    let mut gateway =
-        Gateway::with_large_table(&[Rule { cost, ..rule("only", vec![Limit { capacity: 15, ..plain(10, 100) }]) }]);
+    let mut gateway = Gateway::with_large_table(&[Rule {
+        cost,
+        ..rule("only", vec![Limit { capacity: Some(15), ..plain(10, 100) }])
+    }]);
     assert_eq!(gateway.request(0, 50), Admitted);
     let keyed_request = gateway.keyed_request(0, 0, 44);
     gateway.rule_set.charge_excess(0, keyed_request, &gateway.table, 60);

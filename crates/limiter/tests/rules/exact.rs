@@ -43,7 +43,7 @@ impl Comparison {
         for (layer_ref, layer_request) in layer_requests {
             let charge = self.gateway.context.charge_of(*layer_ref).expect("the layer was charged");
             let account = self.oracle.account(layer_request, self.now_ms);
-            let left = i128::from(layer_request.limit.capacity) - i128::from(charge.usage.used);
+            let left = i128::from(layer_request.limit.capacity()) - i128::from(charge.usage.used);
             prop_assert_eq!((left, charge.usage.end_ms), (account.left, account.end_ms), "{}", layer_request.key);
         }
         Ok(())
@@ -142,14 +142,14 @@ impl Comparison {
 
     /// The account as the table reports it; `charge` is a charge of that account.
     fn table_account(&self, layer_request: &LayerRequest, charge: &Charge) -> Account {
-        let ceiling = u64::from(layer_request.limit.capacity);
+        let ceiling = u64::from(layer_request.limit.capacity());
         let request = AcquireRequest { end_ms: layer_request.end_ms(self.now_ms), ceiling, floor: 0, ..charge.request };
         let (table, time) = (&self.gateway.table, self.gateway.rule_set.time(self.now_ms));
         let usage = match charge.sharding.shards {
             1 => table.peek(charge.counter, request, time).0,
             _ => charge.sharding.peek(table, charge.counter, request, time).0,
         };
-        Account { left: i128::from(layer_request.limit.capacity) - i128::from(usage.used), end_ms: usage.end_ms }
+        Account { left: i128::from(layer_request.limit.capacity()) - i128::from(usage.used), end_ms: usage.end_ms }
     }
 
     fn charge_excess(&mut self, client: u64, rule: usize, cost: u32) {

@@ -25,8 +25,8 @@ fn request_late(gateway: &mut Gateway<8>, then_ms: u64, now_ms: u64) -> Expected
 
 #[test]
 fn a_window_opened_by_another_thread_is_not_owed() {
-    let floating = Limit { capacity: 3, ..limit(3, Windows::FirstRequest { period_ms: 100 }) };
-    let rolling = Limit { capacity: 4, ..plain(3, 100) };
+    let floating = Limit { capacity: Some(3), ..limit(3, Windows::FirstRequest { period_ms: 100 }) };
+    let rolling = Limit { capacity: Some(4), ..plain(3, 100) };
     for (layer, on_limit, opened_ms) in [
         (floating.clone(), rule("", vec![]).on_limit, 1001),
         (floating, delay(1000), 1001),
@@ -131,7 +131,8 @@ fn a_request_that_waits_for_the_store_is_charged_when_it_passes() {
 /// The clock may advance at each read.
 #[test]
 fn the_clock_is_read_a_bounded_number_of_times() {
-    let mut gateway = Gateway::with_large_table(&[rule("only", vec![Limit { capacity: 2, ..plain(1, 1_000_000) }])]);
+    let mut gateway =
+        Gateway::with_large_table(&[rule("only", vec![Limit { capacity: Some(2), ..plain(1, 1_000_000) }])]);
     assert_eq!([0; 2].map(|_| gateway.request(0, 1000)), [Admitted; 2]);
     let clock = Cell::new(1000);
     let read = || clock.replace(clock.get() + 1);
@@ -149,7 +150,7 @@ proptest! {
         (tokens, more, windows) in (1..5u32, 1..5u32, windows()),
         events in prop::collection::vec((0..40u64, 0..40u64, 0..4u32), 1..60),
     ) {
-        let layer = Limit { capacity: tokens + more, ..limit(tokens, windows) };
+        let layer = Limit { capacity: Some(tokens + more), ..limit(tokens, windows) };
         let mut gateway = Gateway::with_large_table(&[rule("only", vec![layer])]);
         let mut now_ms = START_MS;
         for (advance_ms, behind_ms, cost) in events {

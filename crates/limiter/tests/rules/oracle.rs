@@ -51,7 +51,7 @@ impl LayerRequest {
     }
 
     fn capacity(&self) -> i128 {
-        self.limit.capacity.into()
+        self.limit.capacity().into()
     }
 
     /// The end of the window that contains a time.

@@ -26,7 +26,7 @@ pub fn plain(tokens: u32, period_ms: u64) -> Limit {
 }
 
 pub fn limit(tokens: u32, windows: Windows) -> Limit {
-    Limit { tokens, windows, period_text: String::new(), capacity: tokens, reserve: 0, shards: 1 }
+    Limit { tokens, windows, period_text: String::new(), capacity: None, reserve: 0, shards: 1 }
 }
 
 /// A rule that counts each client and refuses at the limit.
@@ -205,7 +205,7 @@ fn layers() -> impl Strategy<Value = Vec<Limit>> {
         1..4u32,
     )
         .prop_map(|(tokens, windows, more, reserve, shards)| Limit {
-            capacity: tokens + more,
+            capacity: (more > 0).then_some(tokens + more),
             reserve,
             shards,
             ..limit(tokens, windows)

@@ -118,7 +118,7 @@ fn a_used_up_hour_refuses_although_the_minute_has_room() {
 
 #[test]
 fn unused_tokens_roll_over_up_to_the_capacity() {
-    let mut gateway = only(Limit { capacity: 150, ..plain(100, HOUR_MS) });
+    let mut gateway = only(Limit { capacity: Some(150), ..plain(100, HOUR_MS) });
     // A new key has 150 tokens, so 100 are left at 0:00.
     assert_eq!(gateway.request_tokens(BOB, 50, 0), Admitted);
     for (minute, consumed, left) in
@@ -133,7 +133,7 @@ fn unused_tokens_roll_over_up_to_the_capacity() {
 #[test]
 fn a_new_key_equals_one_idle_for_long() {
     for capacity in [100, 120, 150] {
-        let mut gateway = only(Limit { capacity, ..plain(100, HOUR_MS) });
+        let mut gateway = only(Limit { capacity: Some(capacity), ..plain(100, HOUR_MS) });
         assert_eq!(gateway.request_tokens(BOB, capacity, 0), Admitted);
         assert_eq!(remaining(&mut gateway, BOB, 0).0, 0);
         assert_eq!(remaining(&mut gateway, BOB, HOUR_MS).0, 100);
@@ -245,7 +245,7 @@ fn a_global_counter_is_shared_by_all_keys() {
 
 #[test]
 fn a_peek_consumes_nothing() {
-    let mut gateway = only(Limit { capacity: 7, ..plain(5, MINUTE_MS) });
+    let mut gateway = only(Limit { capacity: Some(7), ..plain(5, MINUTE_MS) });
     for _ in 0..10 {
         assert_eq!(remaining(&mut gateway, BOB, 3), (7, MINUTE_MS));
     }

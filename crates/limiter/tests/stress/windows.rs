@@ -11,7 +11,7 @@ use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::limit::Limit;
-use transom_limiter::rule::{Cost, Exemptions, OnLimit, OnOutage, Rule, Sharing};
+use transom_limiter::rule::{OnLimit, Rule};
 use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::table::Table;
@@ -35,26 +35,19 @@ struct Load<'a, const W: usize> {
 }
 
 pub fn rule(layer: Limit, on_limit: OnLimit) -> Rule {
-    Rule {
-        name: "only".to_owned(),
-        key: vec![KeyPart::Header("client".to_owned())],
-        on_missing: OnMissing::Refuse,
-        layers: vec![layer],
-        concurrent: None,
-        plans: Vec::new(),
-        overrides: Vec::new(),
-        cost: Cost::Fixed(1),
-        on_limit,
-        count_refused: false,
-        penalty_ms: None,
-        exemptions: Exemptions::default(),
-        sharing: Sharing::Local,
-        on_outage: OnOutage::Local,
-    }
+    let key = vec![KeyPart::Header("client".to_owned())];
+    Rule { on_limit, ..Rule::new("only", key, OnMissing::Refuse, vec![layer]) }
 }
 
 pub fn limit(tokens: u32, capacity: u32, windows: Windows) -> Limit {
-    Limit { tokens, windows, period_text: String::new(), capacity, reserve: 0, shards: 1 }
+    Limit {
+        tokens,
+        windows,
+        period_text: String::new(),
+        capacity: (capacity > tokens).then_some(capacity),
+        reserve: 0,
+        shards: 1,
+    }
 }
 
 /// Sends the requests of one thread. Every other delayed request is cancelled.
@@ -158,7 +151,7 @@ fn within_the_bound(windows: &BTreeMap<u64, i64>, layer: &Limit) {
     // The end of the last window, and the tokens left in it.
     let mut level: Option<(u64, i64)> = None;
     for (end_ms, tokens) in windows {
-        let capacity = i64::from(layer.capacity);
+        let capacity = i64::from(layer.capacity());
         let before = level.map_or(capacity, |(last_ms, left)| {
             let windows = ((end_ms - last_ms) / period_ms) as i64;
             capacity.min(left + windows * i64::from(layer.tokens))

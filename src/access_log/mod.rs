@@ -1,6 +1,8 @@
-//! The access log: one JSON line per request, written by its own thread.
+//! The access log: one line per request, written by its own thread.
 //!
 //! Workers send lines over a bounded queue and never wait for the disk: when the queue is full, a line is dropped and counted.
+
+pub mod entry;
 
 use std::fs::OpenOptions;
 use std::io::{self, BufWriter, Write};
@@ -10,9 +12,9 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 use std::time::Duration;
 
-use serde_json::Value;
+use entry::LogEntry;
 
-use crate::config::AccessLog;
+use crate::config::{AccessLog, LogFormat, LogTarget};
 use crate::metrics::events::AccessLogMetrics;
 
 /// Capacity of the queue.
@@ -24,16 +26,17 @@ const POLL_INTERVAL: Duration = Duration::from_millis(5);
 #[derive(Clone, Debug)]
 pub struct LogSender {
     lines: SyncSender<Vec<u8>>,
+    format: LogFormat,
     /// Set after log rotation: the next line goes to a new file.
     reopen: Arc<AtomicBool>,
 }
 
-/// The thread that writes the lines.
+/// A thread that writes what workers queue, until all senders are dropped.
 #[derive(Debug)]
-pub struct WriterThread(thread::JoinHandle<()>);
+pub struct WriterThread(pub thread::JoinHandle<()>);
 
 impl WriterThread {
-    /// Waits until all lines are written, at most for `within`.
+    /// Waits until everything is written, at most for `within`.
     pub fn finish(self, within: Duration) {
         let tries = within.as_millis() / POLL_INTERVAL.as_millis();
         for _ in 0..tries {
@@ -48,20 +51,18 @@ impl WriterThread {
 impl LogSender {
     /// Opens the log and starts its writer. `lost` counts the lines that cannot be written.
     pub fn open(log: &AccessLog, lost: AccessLogMetrics) -> io::Result<(LogSender, WriterThread)> {
-        let target = open(log)?;
+        let output = open(&log.target)?;
         let (lines, queue) = sync_channel(QUEUE_LINES);
         let reopen = Arc::new(AtomicBool::new(false));
-        let (log, reopen_requested) = (log.clone(), Arc::clone(&reopen));
-        let run = move || write_all(&log, target, &queue, &reopen_requested, &lost);
+        let (target, reopen_requested) = (log.target.clone(), Arc::clone(&reopen));
+        let run = move || write_all(&target, output, &queue, &reopen_requested, &lost);
         let writer = thread::Builder::new().name("access-log".to_owned()).spawn(run)?;
-        Ok((LogSender { lines, reopen }, WriterThread(writer)))
+        Ok((LogSender { lines, format: log.format, reopen }, WriterThread(writer)))
     }
 
-    /// Queues a line. Returns `false` if the queue is full.
-    pub fn write(&self, line: &Value) -> bool {
-        let mut text = line.to_string().into_bytes();
-        text.push(b'\n');
-        self.lines.try_send(text).is_ok()
+    /// Queues an entry. Returns `false` if the queue is full.
+    pub fn write(&self, entry: &LogEntry) -> bool {
+        self.lines.try_send(entry.to_line(self.format)).is_ok()
     }
 
     /// Reopens the file by its name.
@@ -72,12 +73,12 @@ impl LogSender {
     }
 }
 
-type Target = BufWriter<Box<dyn Write + Send>>;
+type Output = BufWriter<Box<dyn Write + Send>>;
 
-fn open(log: &AccessLog) -> io::Result<Target> {
-    Ok(BufWriter::new(match log {
-        AccessLog::Stdout => Box::new(io::stdout()),
-        AccessLog::File(path) => {
+fn open(target: &LogTarget) -> io::Result<Output> {
+    Ok(BufWriter::new(match target {
+        LogTarget::Stdout => Box::new(io::stdout()),
+        LogTarget::File(path) => {
             let file = OpenOptions::new().append(true).create(true).open(path);
             Box::new(file.map_err(|error| io::Error::new(error.kind(), format!("`{}`: {error}", path.display())))?)
         }
@@ -86,8 +87,8 @@ fn open(log: &AccessLog) -> io::Result<Target> {
 
 /// Writes lines until all senders are dropped; flushes whenever the queue is empty.
 fn write_all(
-    log: &AccessLog,
-    mut target: Target,
+    target: &LogTarget,
+    mut output: Output,
     queue: &Receiver<Vec<u8>>,
     reopen: &AtomicBool,
     lost: &AccessLogMetrics,
@@ -95,8 +96,8 @@ fn write_all(
     let mut failing = false;
     while let Ok(first) = queue.recv() {
         if reopen.swap(false, Ordering::AcqRel) {
-            match open(log) {
-                Ok(reopened) => target = reopened,
+            match open(target) {
+                Ok(reopened) => output = reopened,
                 Err(error) => tracing::error!(%error, "the access log cannot be reopened"),
             }
         }
@@ -105,10 +106,10 @@ fn write_all(
         let mut lines = 0;
         while let Some(line) = next {
             lines += 1;
-            result = result.and_then(|()| target.write_all(&line));
+            result = result.and_then(|()| output.write_all(&line));
             next = queue.try_recv().ok();
         }
-        let result = result.and_then(|()| target.flush());
+        let result = result.and_then(|()| output.flush());
         if let Err(error) = &result {
             lost.lost(lines);
             // Logged once per outage, not per line.
@@ -116,8 +117,8 @@ fn write_all(
                 tracing::error!(%error, "the access log cannot be written");
             }
             // A new buffer: the unwritten bytes would be retried with the next lines, and fail them.
-            if let Ok(fresh) = open(log) {
-                let (_, _unwritten) = std::mem::replace(&mut target, fresh).into_parts();
+            if let Ok(fresh) = open(target) {
+                let (_, _unwritten) = std::mem::replace(&mut output, fresh).into_parts();
             }
         }
         failing = result.is_err();

@@ -1,0 +1,57 @@
+//! `GET /metrics`: the cells of all workers, and what is read at each scrape.
+
+use super::{AcceptState, AdminState};
+use crate::http::responses::{self, LocalResponse};
+use crate::metrics::events::{BUILD_INFO, CLOCK_OFFSET, COUNTERS, DRAINING, NAMES, OVERFLOW, RULE_LIMIT, RULE_WINDOW};
+use crate::metrics::exposition::{Reading, render};
+use crate::metrics::process;
+use transom_limiter::limit::Limit;
+use transom_limiter::rule::Rule;
+
+pub fn response(state: &AdminState) -> LocalResponse {
+    state.registry.remove_unused();
+    let mut readings: Vec<Reading> = process::readings().into_iter().chain(readings(state)).collect();
+    if let Some(decision_api) = &*state.decision_api.borrow() {
+        decision_api.compiled.config.rules.iter().for_each(|rule| add_limits(rule, &mut readings));
+    }
+    responses::metrics_response(render(&state.registry, NAMES, &readings))
+}
+
+/// The values that no worker counts.
+fn readings(state: &AdminState) -> [Reading; 6] {
+    let table = &state.counters.table;
+    let stats = state.counters.stats(state.clock.now().unix_ms);
+    let concurrency_overflow = state
+        .decision_api
+        .borrow()
+        .as_ref()
+        .map_or(0, |decision_api| decision_api.compiled.rule_set.concurrency.overflows_total());
+    let overflow = table.overflow_charges_total() + table.overflow_refused_total() + concurrency_overflow;
+    let is_draining = !state.is_ready() || *state.accept_state.borrow() == AcceptState::HandedOver;
+    [
+        Reading::new(&COUNTERS, &[("state", "free")], stats.free as f64),
+        Reading::new(&COUNTERS, &[("state", "live")], stats.live as f64),
+        Reading::new(&OVERFLOW, &[], overflow as f64),
+        Reading::new(&CLOCK_OFFSET, &[], state.clock.offset_s() as f64),
+        Reading::new(&DRAINING, &[], f64::from(u8::from(is_draining))),
+        Reading::new(&BUILD_INFO, &[("version", env!("CARGO_PKG_VERSION"))], 1.0),
+    ]
+}
+
+/// The configured limits of a rule, for clients without a plan and for each plan.
+fn add_limits(rule: &Rule, readings: &mut Vec<Reading>) {
+    let mut add = |plan: &str, layers: &[Limit], concurrent: Option<u32>| {
+        for (layer, limit) in layers.iter().enumerate() {
+            let window = rule.layer_name(layers, layer);
+            let labels = [("rule", rule.name.as_str()), ("window", window.as_str()), ("plan", plan)];
+            readings.push(Reading::new(&RULE_LIMIT, &labels, f64::from(limit.tokens)));
+            readings.push(Reading::new(&RULE_WINDOW, &labels, limit.windows.typical_ms() as f64 / 1e3));
+        }
+        if let Some((limit, window)) = concurrent.zip(rule.concurrent_name()) {
+            let labels = [("rule", rule.name.as_str()), ("window", window.as_str()), ("plan", plan)];
+            readings.push(Reading::new(&RULE_LIMIT, &labels, f64::from(limit)));
+        }
+    };
+    add("", &rule.layers, rule.concurrent);
+    rule.plans.iter().for_each(|plan| add(&plan.name, &plan.layers, plan.concurrent));
+}

@@ -1,0 +1,102 @@
+//! Sends a request to the admin address of a running gateway.
+
+use std::io;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::path::Path;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::{CONNECTION, HOST};
+use http::{HeaderValue, Request};
+use http_body_util::{BodyExt, Full, Limited};
+use hyper_util::rt::TokioIo;
+use serde_json::Value;
+use tokio::net::TcpStream;
+
+use super::read_config;
+use crate::config::Config;
+use crate::file_watch::FileWatch;
+
+/// For the whole exchange with the gateway.
+const TIMEOUT: Duration = Duration::from_secs(10);
+const RESPONSE_MAX_BYTES: usize = 16 * 1024 * 1024;
+
+/// The gateway that a command asks.
+#[derive(clap::Args)]
+pub struct AdminAddress {
+    /// Admin address of the gateway, instead of that of the configuration file
+    #[arg(long, value_name = "HOST:PORT")]
+    admin: Option<String>,
+}
+
+impl AdminAddress {
+    /// Reads the configuration only if the command names no address.
+    ///
+    /// # Errors
+    ///
+    /// The configuration is invalid, or has no admin address.
+    pub fn find(&self, config: &Path) -> Result<String, String> {
+        if let Some(address) = &self.admin {
+            return Ok(address.clone());
+        }
+        let read = read_config(config, &mut FileWatch::default());
+        let read = read.map_err(|invalid| invalid.to_string().trim_end().to_owned())?;
+        admin_address(&read).ok_or_else(|| {
+            let file = config.display();
+            format!("transom: {file} sets no admin address with a port\n  fix: name it with `--admin HOST:PORT`")
+        })
+    }
+}
+
+/// The address by which this machine reaches the admin address; `None` if the configuration does not tell it: it has none,
+/// or one with port 0.
+pub fn admin_address(config: &Config) -> Option<String> {
+    let mut address: SocketAddr = config.listen.admin.filter(|address| address.port() != 0)?;
+    if address.ip().is_unspecified() {
+        address.set_ip(if address.is_ipv4() { Ipv4Addr::LOCALHOST.into() } else { Ipv6Addr::LOCALHOST.into() });
+    }
+    Some(address.to_string())
+}
+
+/// Sends a request to `HOST:PORT`. Returns the body of a successful response, or `None` if nothing listens there.
+///
+/// # Errors
+///
+/// The reason why there is no successful response: of the gateway, if it responds with a problem.
+pub async fn send(address: &str, mut request: Request<Full<Bytes>>) -> Result<Option<String>, String> {
+    let host = HeaderValue::from_str(address).map_err(|error| error.to_string())?;
+    request.headers_mut().insert(HOST, host);
+    request.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+    let stream = match tokio::time::timeout(TIMEOUT, TcpStream::connect(address)).await {
+        Ok(Ok(stream)) => stream,
+        Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused => return Ok(None),
+        Ok(Err(error)) => return Err(error.to_string()),
+        Err(_elapsed) => return Err(String::from("it does not accept the connection")),
+    };
+    match tokio::time::timeout(TIMEOUT, exchange(stream, request)).await {
+        Ok(exchanged) => exchanged.map(Some),
+        Err(_elapsed) => Err(String::from("it does not respond")),
+    }
+}
+
+/// Returns the body of a successful response.
+async fn exchange(stream: TcpStream, request: Request<Full<Bytes>>) -> Result<String, String> {
+    let handshake = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await;
+    let (mut sender, connection) = handshake.map_err(|error| error.to_string())?;
+    let respond = async {
+        let response = sender.send_request(request).await.map_err(|error| error.to_string())?;
+        let status = response.status();
+        let body = Limited::new(response.into_body(), RESPONSE_MAX_BYTES).collect().await;
+        let body = String::from_utf8_lossy(&body.map_err(|error| error.to_string())?.to_bytes()).into_owned();
+        if status.is_success() {
+            return Ok(body);
+        }
+        let problem: Value = serde_json::from_str(&body).unwrap_or_default();
+        Err(problem["detail"].as_str().map_or_else(|| status.to_string(), str::to_owned))
+    };
+    tokio::pin!(respond);
+    tokio::select! {
+        responded = &mut respond => responded,
+        _ = connection => respond.await,
+    }
+}

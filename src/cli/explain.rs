@@ -1,0 +1,110 @@
+//! `transom explain`: which rules a request would meet, and where its keys stand. Asks the running gateway at its admin
+//! address; if none runs, explains by the configuration, with empty windows.
+
+use std::net::IpAddr;
+use std::path::Path;
+
+use bytes::Bytes;
+use http::Request;
+use http::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE};
+use http_body_util::Full;
+use serde_json::Value;
+use tokio::runtime::{Builder, LocalOptions};
+
+use super::{Exit, admin_client, read_config};
+use crate::config::Config;
+use crate::explain::explain_without_gateway;
+use crate::explain::question::Question;
+use crate::file_watch::FileWatch;
+
+/// Options of `transom explain`.
+#[derive(clap::Args)]
+pub struct Options {
+    /// Method of the request
+    #[arg(short = 'X', long = "request", value_name = "METHOD", default_value = "GET")]
+    method: String,
+    /// Header of the request, `Name: value`; may be repeated
+    #[arg(short = 'H', long = "header", value_name = "HEADER", value_parser = parse_header)]
+    headers: Vec<(String, String)>,
+    /// Address that the request comes from
+    #[arg(long, value_name = "IP", default_value_t = Question::CLIENT)]
+    client: IpAddr,
+    /// Print the explanation as JSON
+    #[arg(long)]
+    json: bool,
+    /// URL of the request
+    url: String,
+}
+
+/// `Name: value`, or `Name;` for an empty value, as curl reads it.
+fn parse_header(text: &str) -> Result<(String, String), String> {
+    let named = text.split_once(':').or_else(|| Some((text.strip_suffix(';')?, "")));
+    let (name, value) = named.ok_or("write `Name: value`")?;
+    Ok((name.to_owned(), value.trim().to_owned()))
+}
+
+pub fn explain(path: &Path, options: &Options) -> Exit {
+    let question = match Question::new(&options.method, &options.url, &options.headers, options.client) {
+        Ok(question) => question,
+        Err(message) => {
+            print_err!("transom: {message}");
+            return Exit::BadConfig;
+        }
+    };
+    let config = match read_config(path, &mut FileWatch::default()) {
+        Ok(config) => config,
+        Err(invalid) => {
+            print_err!("{}", invalid.to_string().trim_end());
+            return Exit::BadConfig;
+        }
+    };
+    let runtime = Builder::new_current_thread().enable_all().build_local(LocalOptions::default());
+    let explained = runtime.map_err(|error| error.to_string()).and_then(|runtime| {
+        let token = config.admin.token.as_ref().map(|token| token.0.clone());
+        runtime.block_on(async {
+            if let Some(address) = admin_client::admin_address(&config)
+                && let Some(explained) = ask_gateway(&address, token.as_deref(), options).await?
+            {
+                return Ok(explained);
+            }
+            explain_by_config(config, &question, options).await
+        })
+    });
+    match explained {
+        Ok(text) => {
+            print_out!("{}", text.trim_end());
+            Exit::Fine
+        }
+        Err(message) => {
+            print_err!("transom: {message}");
+            Exit::Failed
+        }
+    }
+}
+
+async fn explain_by_config(config: Config, question: &Question, options: &Options) -> Result<String, String> {
+    let explanation = explain_without_gateway(config, question).await.ok_or("there is too little memory")?;
+    Ok(if options.json { format!("{:#}", explanation.to_json()) } else { explanation.to_string() })
+}
+
+/// The explanation of the running gateway; `None` if nothing listens at its admin address.
+async fn ask_gateway(address: &str, token: Option<&str>, options: &Options) -> Result<Option<String>, String> {
+    let failed = |reason: String| format!("the gateway at http://{address} cannot explain the request: {reason}");
+    let question = Question::to_json(&options.method, &options.url, &options.headers, options.client);
+    let request = Request::post("/v1/explain")
+        .header(CONTENT_TYPE, "application/json")
+        .header(ACCEPT, if options.json { "application/json" } else { "text/plain" });
+    let request = match token {
+        Some(token) => request.header(AUTHORIZATION, format!("Bearer {token}")),
+        None => request,
+    };
+    let request = request.body(Full::new(Bytes::from(question.to_string())));
+    let request = request.map_err(|error| failed(error.to_string()))?;
+    match admin_client::send(address, request).await.map_err(failed)? {
+        Some(body) if options.json => {
+            let value: Value = serde_json::from_str(&body).map_err(|error| failed(error.to_string()))?;
+            Ok(Some(format!("{value:#}")))
+        }
+        body => Ok(body),
+    }
+}

@@ -1,0 +1,199 @@
+//! References in the strings of a configuration: `${env:NAME}` stands for an environment variable, `${file:PATH}` for the
+//! content of a file, `$${` for `${`.
+//!
+//! The references are replaced before settings are read, so they work in every string, and instead of a number or a
+//! boolean. Their values may be secrets: messages show the reference.
+
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+use super::diagnostics::{Parsed, Report, Span, quoted};
+
+/// Replaces the references in all strings of a table.
+pub fn resolve(table: &mut DeTable, report: &mut Report) {
+    table.iter_mut().for_each(|(_key, value)| resolve_value(value, report));
+}
+
+fn resolve_value(value: &mut Spanned<DeValue>, report: &mut Report) {
+    let span = value.span();
+    match value.get_mut() {
+        DeValue::String(text) if text.contains("${") => {
+            let resolved = resolve_text(text, &span, report);
+            *text = resolved.unwrap_or_default().into();
+        }
+        DeValue::Array(items) => items.iter_mut().for_each(|item| resolve_value(item, report)),
+        DeValue::Table(table) => resolve(table, report),
+        _ => {}
+    }
+}
+
+/// The text with the values of its references; `None` after a problem.
+fn resolve_text(text: &str, span: &Span, report: &mut Report) -> Option<String> {
+    let mut resolved = String::new();
+    let mut rest = text;
+    while let Some(at) = rest.find("${") {
+        let (before, reference) = rest.split_at(at);
+        rest = &reference[2..];
+        if let Some(before) = before.strip_suffix('$') {
+            resolved += before;
+            resolved += "${";
+            continue;
+        }
+        resolved += before;
+        let Some((kind, name)) = report.accept(span.clone(), parse(reference))? else {
+            resolved += "${";
+            continue;
+        };
+        let value = match kind {
+            Kind::Variable => variable(name, span, report),
+            Kind::File => file(name, span, report),
+        }?;
+        rest = &rest[kind.prefix().len() + name.len() + 1..];
+        report.hide(&value, &format!("${{{}{name}}}", kind.prefix()));
+        resolved += &value;
+    }
+    resolved += rest;
+    Some(resolved)
+}
+
+#[derive(Clone, Copy)]
+enum Kind {
+    Variable,
+    File,
+}
+
+impl Kind {
+    fn prefix(self) -> &'static str {
+        match self {
+            Kind::Variable => "env:",
+            Kind::File => "file:",
+        }
+    }
+}
+
+/// The kind and the name of the reference that a text begins with; `None` for other uses of `${`.
+fn parse(text: &str) -> Parsed<Option<(Kind, &str)>> {
+    let inner = &text[2..];
+    let Some((word, name)) = inner.split_once(':') else { return Ok(None) };
+    if word.is_empty() || !word.bytes().all(|byte| byte.is_ascii_lowercase()) {
+        return Ok(None);
+    }
+    let kind = match word {
+        "env" => Kind::Variable,
+        "file" => Kind::File,
+        _ => {
+            let message = format!("{} is no reference", quoted(&format!("${{{word}:")));
+            return Err((message, "write `${env:NAME}` or `${file:PATH}`, or `$${` for a literal `${`".to_owned()));
+        }
+    };
+    match name.split_once('}') {
+        Some((name, _)) if !name.is_empty() => Ok(Some((kind, name))),
+        _ => {
+            let message = format!("the reference {} has no name or no `}}`", quoted(&format!("${{{word}:")));
+            Err((message, format!("write `${{{word}:{}}}`", if word == "env" { "NAME" } else { "PATH" })))
+        }
+    }
+}
+
+fn variable(name: &str, span: &Span, report: &mut Report) -> Option<String> {
+    let what = format!("the environment variable {}", quoted(name));
+    let fix = "set it in the environment of the gateway";
+    let Some(bytes) = (report.inputs.variables)(name) else {
+        return report.reject(span.clone(), format!("{what} is not set"), fix);
+    };
+    text_of(bytes, &what, span, report)
+}
+
+/// The content of a file without its last line end.
+fn file(name: &str, span: &Span, report: &mut Report) -> Option<String> {
+    let bytes = report.read_file(name, span)?;
+    let mut text = text_of(bytes, &format!("the file {}", quoted(name)), span, report)?;
+    text.truncate(text.trim_end_matches(['\r', '\n']).len());
+    Some(text)
+}
+
+fn text_of(bytes: Vec<u8>, what: &str, span: &Span, report: &mut Report) -> Option<String> {
+    let text = String::from_utf8(bytes).ok();
+    if text.is_none() {
+        report.problem(span.clone(), format!("{what} is not UTF-8 text"), "write text there");
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::ErrorKind;
+
+    use super::super::diagnostics::{Inputs, Problem};
+    use super::super::read_with_inputs;
+    use super::*;
+    use crate::config::Config;
+
+    fn read(lines: &str) -> Result<Config, Vec<(String, String)>> {
+        let text = format!("{lines}\n[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/\"\nupstream = \"u\"\n");
+        let files = |path: &std::path::Path| match path.to_str() {
+            Some("port") => Ok(b"8081\r\n".to_vec()),
+            Some("binary") => Ok(vec![0xff]),
+            _ => Err(ErrorKind::NotFound.into()),
+        };
+        let variables = |name: &str| match name {
+            "HOST" => Some(b"127.0.0.1".to_vec()),
+            "WORKERS" => Some(b"1_0".to_vec()),
+            "SECRET" => Some(b"hunter2hunter2".to_vec()),
+            "ON" => Some(b"true".to_vec()),
+            _ => None,
+        };
+        let inputs = Inputs { files: &files, variables: &variables, ..Inputs::NONE };
+        let texts = |problem: Problem| (problem.message, problem.fix);
+        read_with_inputs(&text, inputs).map_err(|problems| problems.into_iter().map(texts).collect())
+    }
+
+    #[test]
+    fn references_are_replaced_in_every_string() {
+        let config = read("workers = \"${env:WORKERS}\"\n[listen]\nhttp = [\"${env:HOST}:${file:port}\"]\n").unwrap();
+        assert_eq!(config.general.workers, Some(10));
+        assert_eq!(config.listen.http[0].to_string(), "127.0.0.1:8081");
+        let rule = "[rules.r]\nkey = \"ip\"\nwindows = [\"2/minute\"]\ncount_refused = \"${env:ON}\"";
+        assert!(read(rule).unwrap().rules[0].count_refused);
+    }
+
+    #[test]
+    fn other_uses_of_the_sign_are_literal() {
+        let mut report = Report::new("");
+        for (text, expected) in [
+            ("$", "$"),
+            ("${", "${"),
+            ("${name}", "${name}"),
+            ("$${env:X}", "${env:X}"),
+            ("a$${", "a${"),
+            ("${A:b}", "${A:b}"),
+            ("${ x: 1 }", "${ x: 1 }"),
+        ] {
+            assert_eq!(resolve_text(text, &(0..0), &mut report).as_deref(), Some(expected), "{text}");
+        }
+        assert_eq!(report.count(), 0);
+    }
+
+    #[test]
+    fn problems_name_the_reference_and_never_its_value() {
+        for (line, message, fix) in [
+            ("pid_file = \"${env:MISSING}\"", "the environment variable `MISSING` is not set", "set it"),
+            ("pid_file = \"${file:missing}\"", "cannot read `missing`: entity not found", "name a file"),
+            ("pid_file = \"${file:binary}\"", "the file `binary` is not UTF-8 text", "write text"),
+            ("pid_file = \"${evn:X}\"", "`${evn:` is no reference", "write `${env:NAME}`"),
+            ("pid_file = \"${env:X\"", "the reference `${env:` has no name or no `}`", "write `${env:NAME}`"),
+            ("pid_file = \"${file:}\"", "the reference `${file:` has no name or no `}`", "write `${file:PATH}`"),
+            ("headers = \"${env:SECRET}\"", "`headers` cannot be `${env:SECRET}`", "write"),
+            (
+                "workers = \"${env:SECRET}\"",
+                "`workers`: expected an integer, found a string `\"${env:SECRET}\"`",
+                "write",
+            ),
+            ("workers = \"${file:port}\"", "`workers` cannot be `\"${file:port}\"`", "write a whole number"),
+        ] {
+            let problems = read(line).unwrap_err();
+            assert!(problems[0].0.starts_with(message) && problems[0].1.starts_with(fix), "{line}: {problems:?}");
+            assert!(!format!("{problems:?}").contains("hunter"), "{problems:?}");
+        }
+    }
+}

@@ -1,0 +1,303 @@
+//! Explains what a request would get: its route, the key and the windows under each rule, the decision and the reason. It
+//! takes the steps of `proxy::handler` with the same code, but only reads counters, so that a question consumes nothing.
+
+pub mod question;
+mod route_choice;
+pub mod rule_state;
+mod text;
+
+use std::net::IpAddr;
+
+use http::header::HeaderMap;
+use serde_json::{Value, json};
+
+use self::question::Question;
+use self::route_choice::RouteChoice;
+use self::rule_state::{Counting, RuleResult, RuleState};
+use crate::clock::Clock;
+use crate::config::Config;
+use crate::http::client_plans::ClientLookup;
+use crate::http::error::RequestError;
+use crate::http::key_source::RequestAttributes;
+use crate::http::ratelimit_headers::seconds_until;
+use crate::http::route_actions::TemplateVariables;
+use crate::http::router::RouteQuery;
+use crate::http::{path_normalize, request_validation, responses};
+use crate::proxy::compiled_config::{CompiledConfig, RouteRules};
+use transom_limiter::key::Seed;
+use transom_limiter::rule_set::{KeyedRequest, RuleSet};
+use transom_limiter::table::Table;
+
+/// The answer to a question.
+#[derive(Debug)]
+pub struct Explanation {
+    is_live: bool,
+    method: String,
+    is_secure: bool,
+    host: String,
+    /// Normalized, if possible.
+    path: String,
+    /// The address of the client, as found behind trusted proxies.
+    client_address: IpAddr,
+    /// The name and the plan of the client.
+    client: Option<(String, String)>,
+    /// What the routes make of the request; `None` if the request is invalid.
+    routes: Option<RouteChoice>,
+    rules: Vec<RuleState>,
+    decision: Decision,
+    reason: String,
+    /// The time of the decision, Unix milliseconds.
+    now_ms: u64,
+}
+
+/// What a request would get.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Decision {
+    /// With the status of the route's own response, if it has one.
+    Admitted(Option<u16>),
+    /// With the time at which the request proceeds, if it waits for a window.
+    Delayed(Option<u64>),
+    /// With the status of the refusal, and the time to retry; `None`: never.
+    Refused(u16, Option<u64>),
+    /// An error, with its status.
+    Error(u16),
+}
+
+/// Explains what a request would get from a running gateway.
+pub async fn explain(compiled: &CompiledConfig, question: &Question, counting: Counting<'_>) -> Explanation {
+    let parts = &question.parts;
+    let mut explanation = Explanation {
+        is_live: counting.is_live,
+        method: parts.method.to_string(),
+        is_secure: question.is_secure,
+        host: question.authority.clone(),
+        path: parts.uri.path().to_owned(),
+        client_address: question.client,
+        client: None,
+        routes: None,
+        rules: Vec::new(),
+        decision: Decision::Admitted(None),
+        reason: String::new(),
+        now_ms: counting.clock.now().unix_ms,
+    };
+    if let Err(error) = explanation.decide(compiled, question, counting).await {
+        explanation.decision = Decision::Error(responses::error_status(&error).as_u16());
+        explanation.reason = match (&error, &explanation.routes) {
+            (RequestError::NoRoute, Some(routes)) => routes.reason.clone(),
+            (error, _) => error.operator_message(),
+        };
+    }
+    explanation
+}
+
+/// Explains what a request would get from a gateway that starts with this configuration: all windows are empty.
+pub async fn explain_without_gateway(config: Config, question: &Question) -> Option<Explanation> {
+    let seed = Seed(fastrand::u64(..), fastrand::u64(..));
+    let rule_set = RuleSet::new(&config.rules, seed, None);
+    let compiled = CompiledConfig::new(config, seed, rule_set, Vec::new());
+    let table = Table::with_capacity(1)?;
+    let counting = Counting { table: &table, clock: &Clock::system(), shared: None, is_live: false };
+    Some(explain(&compiled, question, counting).await)
+}
+
+impl Explanation {
+    /// Takes the steps of a request until it is decided, in the same order.
+    async fn decide(
+        &mut self,
+        compiled: &CompiledConfig,
+        question: &Question,
+        counting: Counting<'_>,
+    ) -> Result<(), RequestError> {
+        let parts = &question.parts;
+        let client = compiled.identify_client(question.client, question.is_secure, &parts.headers);
+        (self.client_address, self.is_secure) = (client.address.to_canonical(), client.is_secure);
+        let validated = request_validation::validate(parts)?;
+        self.host = validated.host.clone().into_owned();
+        let path = path_normalize::normalize(parts.uri.path(), compiled.config.path_reading)?;
+        self.path = path.clone().into_owned();
+        let query = RouteQuery {
+            host: &validated.host,
+            method: &parts.method,
+            headers: &parts.headers,
+            path: &path,
+            secure: client.is_secure,
+        };
+        self.routes = Some(RouteChoice::new(compiled, &query));
+        let mut params = Vec::new();
+        let route_index = compiled.find_route(&query, &mut params)?;
+        let route = &compiled.routes[route_index];
+        let rules = compiled.rules_of(route);
+        let attributes = RequestAttributes {
+            address: client.address,
+            client_cert: None,
+            host: &validated.host,
+            method: &parts.method,
+            path: &path,
+            params: &params,
+            uri: &parts.uri,
+            headers: &parts.headers,
+            route: compiled.route_name(route_index),
+            tokens: &compiled.token_checker(),
+            wall_ms: counting.clock.wall_ms(),
+        };
+        compiled.check_route(route_index, &validated, body_bytes(&parts.headers))?;
+        let clients = ClientLookup::new(compiled.clients.as_deref());
+        if let (Ok(Some(id)), Some(plans)) = (clients.client_of(&attributes), &compiled.clients) {
+            let client = &plans.clients[id as usize];
+            self.client = Some((client.name.clone(), plans.plans[client.plan as usize].clone()));
+        }
+        let (error, keyed_requests) = self.find_keys(compiled, rules, &attributes, &clients);
+        let error = match error {
+            Some(error) if keyed_requests.iter().all(Option::is_none) => return Err(error),
+            error => error,
+        };
+        let variables = TemplateVariables::of(&attributes, client.is_secure);
+        let actions = compiled.actions_of(route).filter(|_| error.is_none());
+        let actions = actions.map(|actions| actions.evaluate(&variables)).transpose()?;
+        for (position, keyed_request) in keyed_requests.into_iter().enumerate() {
+            if let Some(keyed_request) = keyed_request {
+                let store_key = compiled.store_key(rules, position, &attributes);
+                let rule = rules.charge_plan.rules[position];
+                self.rules[position].read_counters(compiled, rule, keyed_request, store_key, counting).await?;
+            }
+        }
+        self.now_ms = counting.clock.now().unix_ms;
+        let direct_response = actions.and_then(|actions| actions.direct_response).map(|reply| reply.status().as_u16());
+        self.conclude(compiled, rules, error, direct_response)
+    }
+
+    /// Finds the key of each rule, as `proxy::handler` does. Returns the first error, and the keys to charge.
+    fn find_keys(
+        &mut self,
+        compiled: &CompiledConfig,
+        rules: &RouteRules,
+        attributes: &RequestAttributes<'_>,
+        clients: &ClientLookup<'_>,
+    ) -> (Option<RequestError>, Vec<Option<KeyedRequest>>) {
+        let mut first_error = None;
+        let mut keyed_requests = Vec::new();
+        for (position, rule_key) in rules.rule_keys.iter().enumerate() {
+            let rule = &compiled.rule_set.rules[rules.charge_plan.rules[position]];
+            let found = rule_key.keyed_request(attributes, clients);
+            let key = rule_key.describe(attributes, clients, &compiled.readable_digester);
+            self.rules.push(RuleState::new(rule, key, &found));
+            keyed_requests.push(match found {
+                Ok(keyed_request) => keyed_request,
+                Err(_) if rule.rule.is_shadow() => None,
+                Err(failure) => {
+                    first_error.get_or_insert(failure.error);
+                    failure.keyed_request
+                }
+            });
+        }
+        (first_error, keyed_requests)
+    }
+
+    /// Combines the results of the rules: one refusal refuses the request.
+    fn conclude(
+        &mut self,
+        compiled: &CompiledConfig,
+        rules: &RouteRules,
+        error: Option<RequestError>,
+        direct_response: Option<u16>,
+    ) -> Result<(), RequestError> {
+        let enforced = || self.rules.iter().enumerate().filter(|(_, rule)| !rule.is_shadow);
+        let reasons = |is: &dyn Fn(&RuleResult) -> bool| {
+            let reasons = enforced().filter(|(_, rule)| is(&rule.result));
+            reasons.map(|(_, rule)| format!("rule `{}`: {}", rule.name, rule.reason)).collect::<Vec<_>>().join("; ")
+        };
+        let refusals = reasons(&|result| *result == RuleResult::Refuses);
+        if !refusals.is_empty() {
+            let retry_at_ms = enforced().try_fold(self.now_ms, |latest, (_, rule)| Some(latest.max(rule.retry_at_ms?)));
+            // Of several refusing rules, the one that blocks longest determines the response; the first of equals.
+            let refusing = enforced().filter(|(_, rule)| rule.result == RuleResult::Refuses);
+            let blocks_ms = |rule: &RuleState| rule.retry_at_ms.unwrap_or(u64::MAX);
+            let longest = refusing.reduce(|one, other| if blocks_ms(other.1) > blocks_ms(one.1) { other } else { one });
+            let status = longest
+                .map(|(position, _)| compiled.refusal_templates[rules.charge_plan.rules[position]].status().as_u16());
+            (self.decision, self.reason) = (Decision::Refused(status.unwrap_or_default(), retry_at_ms), refusals);
+            return Ok(());
+        }
+        if let Some(error) = error {
+            return Err(error);
+        }
+        let delays = reasons(&|result| matches!(result, RuleResult::Delays(_)));
+        if !delays.is_empty() {
+            let until_ms = enforced().try_fold(self.now_ms, |latest, (_, rule)| match rule.result {
+                RuleResult::Delays(until_ms) => Some(latest.max(until_ms?)),
+                _ => Some(latest),
+            });
+            (self.decision, self.reason) = (Decision::Delayed(until_ms), delays);
+            return Ok(());
+        }
+        let counted = enforced().any(|(_, rule)| rule.result == RuleResult::Admits);
+        self.decision = Decision::Admitted(direct_response);
+        self.reason = String::from(match () {
+            () if self.rules.is_empty() => "the route has no rules",
+            () if counted => "every rule that applies has room",
+            () if enforced().next().is_none() => "the route has shadow rules only",
+            () => "no rule counts the request",
+        });
+        Ok(())
+    }
+
+    fn decision_name(&self) -> &'static str {
+        match self.decision {
+            Decision::Admitted(_) => "admitted",
+            Decision::Delayed(_) => "delayed",
+            Decision::Refused(..) => "refused",
+            Decision::Error(_) => "error",
+        }
+    }
+
+    /// The status of the response, if the gateway responds itself.
+    fn status(&self) -> Option<u16> {
+        match self.decision {
+            Decision::Admitted(status) => status,
+            Decision::Delayed(_) => None,
+            Decision::Refused(status, _) | Decision::Error(status) => Some(status),
+        }
+    }
+
+    /// When to retry, or when the delayed request proceeds: seconds, rounded up.
+    fn retry_after_s(&self) -> Option<u64> {
+        match self.decision {
+            Decision::Admitted(_) => Some(0),
+            Decision::Delayed(until_ms) => until_ms.map(|until_ms| seconds_until(until_ms, self.now_ms)),
+            Decision::Refused(_, retry_at_ms) => {
+                retry_at_ms.map(|retry_at_ms| seconds_until(retry_at_ms, self.now_ms).max(1))
+            }
+            Decision::Error(_) => None,
+        }
+    }
+
+    /// The response of `POST /v1/explain`.
+    pub fn to_json(&self) -> Value {
+        let client = self.client.as_ref().map(|(name, plan)| json!({ "name": name, "plan": plan }));
+        json!({
+            "decision": self.decision_name(),
+            "status": self.status(),
+            "reason": self.reason,
+            "retry_after": self.retry_after_s(),
+            "live": self.is_live,
+            "request": {
+                "method": self.method, "scheme": self.scheme(), "host": self.host, "path": self.path,
+                "client": self.client_address.to_string(),
+            },
+            "client": client,
+            "route": self.routes.as_ref().and_then(RouteChoice::chosen_json),
+            "other_routes": self.routes.as_ref().map_or_else(Vec::new, RouteChoice::others_json),
+            "rules": self.rules.iter().map(|rule| rule.to_json(self.now_ms)).collect::<Vec<_>>(),
+        })
+    }
+
+    fn scheme(&self) -> &'static str {
+        if self.is_secure { "https" } else { "http" }
+    }
+}
+
+/// The size of the body, as far as the head tells. `request_validation` has checked the field.
+fn body_bytes(headers: &HeaderMap) -> u64 {
+    let length = headers.get(http::header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
+    length.unwrap_or(0)
+}

@@ -1,0 +1,155 @@
+//! Why a route serves a request: what makes it more specific than the next candidates, or why none matches.
+
+use std::cmp::Ordering;
+
+use serde_json::{Value, json};
+
+use crate::config::Config;
+use crate::config::path::Segment;
+use crate::config::route::Route;
+use crate::http::router::{RouteQuery, UnmetCondition};
+use crate::proxy::compiled_config::CompiledConfig;
+
+/// Most other candidates that are explained.
+const OTHERS_MAX: usize = 10;
+
+/// What the routes make of a request.
+#[derive(Debug)]
+pub struct RouteChoice {
+    pub chosen: Option<ExplainedRoute>,
+    pub reason: String,
+    /// Other routes of the same scheme, host and path, the most specific first.
+    pub others: Vec<ExplainedRoute>,
+}
+
+#[derive(Debug)]
+pub struct ExplainedRoute {
+    pub name: String,
+    pub path: String,
+    /// `None`: the route responds itself.
+    pub upstream: Option<String>,
+    /// Why the route does not serve the request; empty for the chosen one.
+    pub reason: String,
+}
+
+impl ExplainedRoute {
+    fn new(config: &Config, route: &Route, reason: String) -> ExplainedRoute {
+        let responds = route.actions.as_ref().is_some_and(|actions| actions.response.is_some());
+        let upstream = config.upstreams.get(route.upstream).filter(|_| !responds);
+        let upstream = upstream.map(|upstream| upstream.name.clone());
+        ExplainedRoute { name: route.name.clone(), path: route.path.text.clone(), upstream, reason }
+    }
+}
+
+impl RouteChoice {
+    pub fn new(compiled: &CompiledConfig, query: &RouteQuery<'_>) -> RouteChoice {
+        let config = &compiled.config;
+        let candidates = compiled.router.candidates(query);
+        let chosen = candidates.iter().find(|(_, unmet)| unmet.is_none()).map(|(route, _)| &config.routes[*route]);
+        let others = candidates.iter().map(|(route, unmet)| (&config.routes[*route], *unmet));
+        let others = others.filter(|(route, _)| chosen.is_none_or(|chosen| chosen.name != route.name));
+        let explained = others.map(|(route, unmet)| {
+            let reason = match (unmet, chosen) {
+                (Some(UnmetCondition::Method), _) => format!("it takes {} only", route.methods.join(", ")),
+                (Some(UnmetCondition::Header), _) => {
+                    let names: Vec<&str> = route.headers.iter().map(|(name, _)| name.as_str()).collect();
+                    format!("the request does not have the required header: `{}`", names.join("`, `"))
+                }
+                (None, Some(chosen)) => less_specific(route, chosen, query.host),
+                (None, None) => String::new(),
+            };
+            ExplainedRoute::new(config, route, reason)
+        });
+        let others: Vec<ExplainedRoute> = explained.take(OTHERS_MAX).collect();
+        let reason = match (chosen, others.iter().find(|other| !other.reason.is_empty())) {
+            (Some(_), None) => String::from("it is the only route that matches host and path"),
+            (Some(_), Some(_)) => String::from("it is the most specific route that matches"),
+            (None, Some(_)) => String::from("no route matches: the routes of this path do not take the request"),
+            (None, None) => no_candidate(config, query),
+        };
+        RouteChoice { chosen: chosen.map(|route| ExplainedRoute::new(config, route, String::new())), reason, others }
+    }
+
+    /// The chosen route in JSON.
+    pub fn chosen_json(&self) -> Option<Value> {
+        let route = self.chosen.as_ref()?;
+        Some(json!({
+            "name": route.name, "path": route.path, "upstream": route.upstream, "reason": self.reason,
+        }))
+    }
+
+    /// The other candidates in JSON.
+    pub fn others_json(&self) -> Vec<Value> {
+        let route = |route: &ExplainedRoute| json!({ "name": route.name, "path": route.path, "reason": route.reason });
+        self.others.iter().map(route).collect()
+    }
+}
+
+/// Why no route has the scheme, host and path of a request.
+fn no_candidate(config: &Config, query: &RouteQuery<'_>) -> String {
+    let hosts: Vec<&str> = config.routes.iter().flat_map(|route| &route.hosts).map(String::as_str).collect();
+    let serves_host = |route: &Route| route.hosts.is_empty() || host_rank(route, query.host) > 0;
+    match config.routes.iter().any(serves_host) {
+        true => format!("no route matches the path `{}` on the host `{}`", query.path, query.host),
+        false => format!("no route serves the host `{}`; routes name `{}`", query.host, hosts.join("`, `")),
+    }
+}
+
+/// How specific the host of a route is that matches `host`: the length of the matching part; 0: any.
+fn host_rank(route: &Route, host: &str) -> usize {
+    let rank = |named: &String| match named.strip_prefix('*') {
+        Some(suffix) if host.len() > suffix.len() && host.ends_with(suffix) => suffix.len(),
+        None if named == host => usize::MAX,
+        _ => 0,
+    };
+    route.hosts.iter().map(rank).max().unwrap_or(0)
+}
+
+/// Why `chosen` precedes a route that matches as well, in the order of the router.
+fn less_specific(route: &Route, chosen: &Route, host: &str) -> String {
+    if chosen.secure.is_some() && route.secure.is_none() {
+        return format!("`{}` names the scheme", chosen.name);
+    }
+    if host_rank(chosen, host) > host_rank(route, host) {
+        return match host_rank(chosen, host) {
+            usize::MAX => format!("`{}` names the host", chosen.name),
+            _ => format!("`{}` names the host more exactly", chosen.name),
+        };
+    }
+    let segments = chosen.path.segments.iter().zip(&route.path.segments);
+    for (number, (ours, theirs)) in segments.enumerate() {
+        let number = number + 1;
+        if path_rank(ours) != path_rank(theirs) {
+            let kind = |segment: &Segment| match segment {
+                Segment::Literal(text) => format!("literal `{text}`"),
+                Segment::Param(name) => format!("parameter `{{{name}}}`"),
+                Segment::Rest(name) => format!("catch-all `{{*{name}}}`"),
+            };
+            return format!(
+                "in segment {number} of the path, the {} of `{}` precedes its {}",
+                kind(ours),
+                chosen.name,
+                kind(theirs)
+            );
+        }
+    }
+    let values = |route: &Route| route.headers.iter().filter(|(_, value)| value.is_some()).count();
+    match (chosen.path.segments.len().cmp(&route.path.segments.len()), chosen.methods.is_empty()) {
+        (Ordering::Less | Ordering::Greater, _) => format!("`{}` ends where the path ends", chosen.name),
+        (Ordering::Equal, false) if route.methods.is_empty() => format!("`{}` names the method", chosen.name),
+        _ if chosen.headers.len() > route.headers.len() => format!("`{}` requires more headers", chosen.name),
+        _ if values(chosen) > values(route) => format!("`{}` requires more values of headers", chosen.name),
+        _ if chosen.methods.contains(&String::from("HEAD")) && !route.methods.contains(&String::from("HEAD")) => {
+            format!("`{}` names HEAD", chosen.name)
+        }
+        _ => format!("`{}` comes first in the file", chosen.name),
+    }
+}
+
+fn path_rank(segment: &Segment) -> u8 {
+    match segment {
+        Segment::Literal(_) => 2,
+        Segment::Param(_) => 1,
+        Segment::Rest(_) => 0,
+    }
+}

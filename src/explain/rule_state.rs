@@ -1,0 +1,293 @@
+//! One rule of an explanation: the key of the request, the windows that apply, their usage, and what the rule makes of the
+//! request.
+
+use std::rc::Rc;
+
+use serde_json::{Value, json};
+
+use crate::clock::Clock;
+use crate::decision::WindowState;
+use crate::http::error::RequestError;
+use crate::http::rate_limit_key::{KeyDescription, KeyFailure};
+use crate::http::ratelimit_headers::seconds_until;
+use crate::proxy::compiled_config::CompiledConfig;
+use crate::redis_store::decision_queries::{KeyQuery, KeyState};
+use crate::redis_store::shared_counters::SharedCounters;
+use crate::redis_store::shared_decision::Unavailable;
+use transom_limiter::concurrency::ConcurrencyUsage;
+use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::rule::{OnLimit, OnOutage, Sharing};
+use transom_limiter::rule_set::{ChargePlan, CompiledRule, KeyedRequest};
+use transom_limiter::table::Table;
+
+/// The counters that a question reads.
+#[derive(Clone, Copy)]
+pub struct Counting<'a> {
+    pub table: &'a Table,
+    pub clock: &'a Clock,
+    /// `None` where counters are not shared between gateways.
+    pub shared: Option<&'a Rc<SharedCounters>>,
+    /// Whether these are the counters of a running gateway.
+    pub is_live: bool,
+}
+
+/// What a rule makes of a request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum RuleResult {
+    /// The rule does not count the request.
+    NotCounted,
+    Admits,
+    /// Until this time; `None`: until a slot is free.
+    Delays(Option<u64>),
+    Refuses,
+    /// The key, the cost or the plan of the request is unknown.
+    Fails,
+}
+
+/// Whose windows a rule applies.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Variant {
+    Default,
+    Plan(String),
+    Override,
+}
+
+/// A rule under a request.
+#[derive(Debug)]
+pub struct RuleState {
+    pub name: String,
+    pub is_shadow: bool,
+    pub is_shared: bool,
+    pub key: KeyDescription,
+    /// Set if the rule counts the request.
+    pub counted: Option<(Variant, u32)>,
+    pub result: RuleResult,
+    pub reason: String,
+    /// In the order of the configuration.
+    pub windows: Vec<WindowState>,
+    /// The name and the usage of the limit of requests in flight.
+    pub concurrent: Option<(String, ConcurrencyUsage)>,
+    /// When the rule would admit the request after a refusal, Unix milliseconds; `None`: never.
+    pub retry_at_ms: Option<u64>,
+}
+
+impl RuleState {
+    /// `found`: the key of the request.
+    pub fn new(
+        rule: &CompiledRule,
+        key: KeyDescription,
+        found: &Result<Option<KeyedRequest>, KeyFailure>,
+    ) -> RuleState {
+        let (result, reason, keyed_request) = match found {
+            Ok(Some(keyed_request)) => (RuleResult::Admits, String::new(), Some(*keyed_request)),
+            Ok(None) => (RuleResult::NotCounted, reason_not_counted(&key), None),
+            Err(KeyFailure { error, keyed_request }) => (RuleResult::Fails, error.to_string(), *keyed_request),
+        };
+        RuleState {
+            name: rule.rule.name.clone(),
+            is_shadow: rule.rule.is_shadow(),
+            is_shared: rule.rule.sharing != Sharing::Local,
+            counted: keyed_request.map(|keyed_request| (Variant::of(rule, keyed_request.variant), keyed_request.cost)),
+            key,
+            result,
+            reason,
+            windows: Vec::new(),
+            concurrent: None,
+            retry_at_ms: Some(0),
+        }
+    }
+
+    /// Reads the usage of the key, and decides by it. `rule` is a position in the rule set.
+    pub async fn read_counters(
+        &mut self,
+        compiled: &CompiledConfig,
+        rule: usize,
+        keyed_request: KeyedRequest,
+        store_key: Option<Rc<str>>,
+        counting: Counting<'_>,
+    ) -> Result<(), RequestError> {
+        let rule_set = &compiled.rule_set;
+        // In a plan of a query, a shadow rule decides as others do.
+        let charge_plan =
+            if self.is_shadow { rule_set.query_plan(&[rule], false) } else { rule_set.charge_plan(&[rule]) };
+        let KeyState { mut context, admits } = match counting.shared.zip(store_key) {
+            Some((shared, store_key)) => {
+                let query = KeyQuery {
+                    rule_set,
+                    charge_plan: &charge_plan,
+                    keyed_requests: vec![Some(keyed_request)],
+                    reserve: false,
+                    key_texts: vec![Some(store_key)],
+                };
+                match shared.value(&query).await {
+                    Ok(state) => state,
+                    Err(Unavailable) if self.is_shadow || rule_set.rules[rule].rule.on_outage == OnOutage::Allow => {
+                        if self.result != RuleResult::Fails {
+                            self.reason = String::from("the shared store cannot be reached, and the rule allows that");
+                        }
+                        return Ok(());
+                    }
+                    Err(Unavailable) => return Err(RequestError::StoreUnavailable),
+                }
+            }
+            None => {
+                let mut context = DecisionContext::default();
+                context.inputs.keyed_requests.push(Some(keyed_request));
+                let clock = || counting.clock.now().unix_ms;
+                let now = DecisionTime::read(&clock);
+                let admits = rule_set.peek(&charge_plan, counting.table, now, &mut context);
+                KeyState { context, admits }
+            }
+        };
+        let now_ms = counting.clock.now().unix_ms;
+        rule_set.peek_slots(&charge_plan, &mut context);
+        let compiled_rule = &rule_set.rules[rule];
+        let usage = context.result.concurrency.first().copied();
+        self.concurrent = usage.and_then(|usage| Some((compiled_rule.concurrent_name()?.to_owned(), usage)));
+        self.windows = compiled.decision_service.windows(&charge_plan, &context);
+        // A rule that could not read its key or plan keeps its error, unless its windows refuse.
+        let is_failed = self.result == RuleResult::Fails;
+        let result = self.decide(compiled, &charge_plan, compiled_rule, &context, admits, now_ms);
+        if !is_failed || result == RuleResult::Refuses {
+            self.result = result;
+            self.reason = self.reason_of_result(compiled_rule, now_ms);
+        }
+        self.retry_at_ms = rule_set.retry_at_ms_once_refused(&charge_plan, &mut context, now_ms);
+        Ok(())
+    }
+
+    /// What the rule makes of the request, with the usage in `context`.
+    fn decide(
+        &self,
+        compiled: &CompiledConfig,
+        charge_plan: &ChargePlan,
+        rule: &CompiledRule,
+        context: &DecisionContext,
+        admits: bool,
+        now_ms: u64,
+    ) -> RuleResult {
+        let may_wait = rule.rule.delays() && !rule.waiters.is_full();
+        let admission_times =
+            || compiled.rule_set.admission_times(charge_plan, compiled.rule_set.time(now_ms), context);
+        let has_slot = self.concurrent.as_ref().is_none_or(|(_, usage)| usage.remaining() > 0);
+        let of_windows = match admits {
+            true => RuleResult::Admits,
+            false => match admission_times().filter(|_| may_wait) {
+                Some(times) => RuleResult::Delays(times.first().copied()),
+                None => RuleResult::Refuses,
+            },
+        };
+        match of_windows {
+            RuleResult::Admits | RuleResult::Delays(_) if !has_slot && may_wait => RuleResult::Delays(None),
+            _ if !has_slot => RuleResult::Refuses,
+            of_windows => of_windows,
+        }
+    }
+
+    fn reason_of_result(&self, rule: &CompiledRule, now_ms: u64) -> String {
+        let cost = self.counted.as_ref().map_or(0, |(_, cost)| *cost);
+        let penalty = rule.rule.penalty_name();
+        let of_window = |window: &WindowState| {
+            let (name, reset_s) = (&window.name, seconds_until(window.end_ms, now_ms));
+            match () {
+                () if penalty.as_ref() == Some(name) => {
+                    format!("the key serves a penalty after a refusal, for {reset_s} s more")
+                }
+                () if u64::from(cost) > window.used.saturating_add(window.remaining)
+                    && window.used <= u64::from(window.limit) =>
+                {
+                    format!("window `{name}` never holds the {cost} tokens that the request takes")
+                }
+                () => {
+                    let takes = if cost == 1 { String::new() } else { format!(", and the request takes {cost}") };
+                    let (used, limit) = (window.used, window.limit);
+                    format!("window `{name}` is full: {used} of {limit} tokens used{takes}; it ends in {reset_s} s")
+                }
+            }
+        };
+        let full = self.windows.iter().filter(|window| window.is_full).map(of_window);
+        let without_slot =
+            self.concurrent.iter().filter(|(_, usage)| usage.remaining() == 0).map(|(name, usage)| {
+                format!("`{name}` is full: {} of {} requests in flight", usage.in_use, usage.limit)
+            });
+        let full: Vec<String> = full.chain(without_slot).collect();
+        let waiting = match rule.rule.on_limit {
+            OnLimit::Delay { .. } if self.result == RuleResult::Refuses && rule.waiters.is_full() => {
+                "; as many requests wait as `max_waiting` allows"
+            }
+            OnLimit::Delay { max_delay_ms, .. } if self.result == RuleResult::Refuses => {
+                return format!("{}; waiting would take longer than `max_delay`, {max_delay_ms} ms", full.join("; "));
+            }
+            _ => "",
+        };
+        match full.is_empty() {
+            true => String::from("there is room"),
+            false => format!("{}{waiting}", full.join("; ")),
+        }
+    }
+
+    /// The result in words.
+    pub fn result_name(&self) -> &'static str {
+        match self.result {
+            RuleResult::NotCounted => "not counted",
+            RuleResult::Admits => "admits",
+            RuleResult::Delays(_) if self.is_shadow => "would delay",
+            RuleResult::Delays(_) => "delays",
+            RuleResult::Refuses if self.is_shadow => "would refuse",
+            RuleResult::Refuses => "refuses",
+            RuleResult::Fails if self.is_shadow => "not counted",
+            RuleResult::Fails => "error",
+        }
+    }
+
+    pub fn to_json(&self, now_ms: u64) -> Value {
+        let window = |window: &WindowState| {
+            json!({
+                "name": window.name, "count": window.used, "limit": window.limit, "remaining": window.remaining,
+                "ttl": seconds_until(window.end_ms, now_ms), "full": window.is_full,
+            })
+        };
+        let concurrent = self.concurrent.as_ref().map(|(name, usage)| {
+            json!({
+                "name": name, "count": usage.in_use, "limit": usage.limit, "remaining": usage.remaining(),
+            })
+        });
+        let (windows_of, plan) = match self.counted.as_ref().map(|(variant, _)| variant) {
+            None => (Value::Null, Value::Null),
+            Some(Variant::Default) => (json!("rule"), Value::Null),
+            Some(Variant::Plan(plan)) => (json!("plan"), json!(plan)),
+            Some(Variant::Override) => (json!("override"), Value::Null),
+        };
+        json!({
+            "rule": self.name, "result": self.result_name(), "reason": self.reason,
+            "key": self.key.parts_json(), "fallback": self.key.is_fallback,
+            "windows_of": windows_of, "plan": plan, "cost": self.counted.as_ref().map(|(_, cost)| cost),
+            "shadow": self.is_shadow, "shared": self.is_shared,
+            "windows": self.windows.iter().map(window).collect::<Vec<_>>(), "concurrent": concurrent,
+        })
+    }
+}
+
+impl Variant {
+    fn of(rule: &CompiledRule, variant: usize) -> Variant {
+        match variant.checked_sub(1) {
+            None => Variant::Default,
+            Some(_) => rule.rule.plan_of(variant).map_or(Variant::Override, |plan| Variant::Plan(plan.name.clone())),
+        }
+    }
+}
+
+/// Why a rule does not count a request that it could.
+fn reason_not_counted(key: &KeyDescription) -> String {
+    match &key.missing {
+        _ if key.is_network_exempt => String::from("the address of the client is exempt"),
+        Some(missing) if missing.is_unknown => {
+            format!("the value of `{}` names no client, and `on_missing_key` is \"skip\"", missing.name)
+        }
+        Some(missing) if !key.is_fallback => {
+            format!("the request lacks `{}`, and `on_missing_key` is \"skip\"", missing.name)
+        }
+        Some(_) | None => String::from("the key is exempt"),
+    }
+}

@@ -1,0 +1,576 @@
+//! `ShouldRateLimit`: finds the rules that answer to the descriptors of a request, decides them together, and describes the
+//! decision: a status for each descriptor, and header fields for the client.
+
+use std::borrow::Cow;
+use std::cell::RefCell;
+use std::cmp::Reverse;
+use std::collections::HashMap;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use foldhash::fast::RandomState;
+use http::Response;
+use http::header::{CONTENT_LENGTH, HeaderMap, HeaderValue, RETRY_AFTER};
+use smallvec::SmallVec;
+
+use super::grpc::{GrpcError, decode, encode};
+use super::messages::envoy::config::core::v3::HeaderValue as HeaderMessage;
+use super::messages::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
+use super::messages::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::RateLimitOverride;
+use super::messages::envoy::service::ratelimit::v3::rate_limit_response::rate_limit::Unit;
+use super::messages::envoy::service::ratelimit::v3::rate_limit_response::{Code, DescriptorStatus, RateLimit};
+use super::messages::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
+use super::messages::envoy::r#type::v3::RateLimitUnit;
+use crate::decision::{CounterAccess, KeyedRule, RuleKeyValues};
+use crate::http::ratelimit_headers::RateLimitTemplate;
+use crate::http::responses::{self, RefusalTemplate};
+use crate::metrics::events::{DecisionMetrics, RatelimitServiceMetrics};
+use crate::proxy::compiled_config::CompiledConfig;
+use crate::proxy::response::ResponseBody;
+use crate::proxy::worker_config::{DecisionBuffers, WorkerConfig};
+use crate::proxy::worker_state::WorkerState;
+use crate::redis_store::decision_queries::KeyQuery;
+use crate::redis_store::shared_decision::{BeginResult, SharedOutcome, Unavailable};
+use transom_limiter::decision::Decision;
+use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::limit::Limit;
+use transom_limiter::rule::{Plan, Rule};
+use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
+use transom_limiter::window::Windows;
+
+/// Rules that answer to the descriptors of one request.
+const RULES_MAX: usize = 256;
+/// Lists of rules whose charge plans are kept. Requests with further lists compile a plan each time.
+const PLANS_MAX: usize = 1024;
+const SECOND_MS: u64 = 1000;
+const DAY_MS: u64 = 24 * 60 * 60 * SECOND_MS;
+/// Units of a window, the longest first.
+const UNITS: [(u64, Unit); 6] = [
+    (365 * DAY_MS, Unit::Year),
+    (7 * DAY_MS, Unit::Week),
+    (DAY_MS, Unit::Day),
+    (DAY_MS / 24, Unit::Hour),
+    (60 * SECOND_MS, Unit::Minute),
+    (SECOND_MS, Unit::Second),
+];
+
+/// What one worker keeps for calls under one configuration.
+pub struct ServiceConfig {
+    config: Rc<WorkerConfig>,
+    decisions: DecisionMetrics,
+    calls: RatelimitServiceMetrics,
+    plans: RefCell<HashMap<RuleList, Rc<ServicePlan>, RandomState>>,
+}
+
+/// Positions in the rule set of the configuration, with the limits that descriptors state instead of the rules' windows.
+type RuleList = SmallVec<[(usize, Option<StatedLimit>); 4]>;
+
+/// A limit that a descriptor states.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+struct StatedLimit {
+    /// At least 1.
+    tokens: u32,
+    unit: RateLimitUnit,
+    multiplier: u32,
+}
+
+/// A list of rules that are decided together.
+struct ServicePlan {
+    /// That of the configuration, unless a limit is stated.
+    rule_set: Arc<RuleSet>,
+    charge_plan: ChargePlan,
+    template: RateLimitTemplate,
+    /// `RateLimit-Policy`, where it is constant.
+    policy: Option<HeaderValue>,
+    /// Set if a limit is stated.
+    stated: Option<StatedPlan>,
+}
+
+/// The difference between the rules of a plan and those of the configuration.
+struct StatedPlan {
+    /// For each rule of the plan: whether its limit is stated.
+    is_stated: SmallVec<[bool; 4]>,
+    /// The same rules in the rule set of the configuration.
+    configured: ChargePlan,
+    /// By rule of the plan's rule set.
+    refusal_templates: Vec<RefusalTemplate>,
+}
+
+/// A rule that answers to a descriptor.
+struct MatchedRule<'r> {
+    rule: usize,
+    /// Position of the descriptor.
+    descriptor: usize,
+    key: SmallVec<[Cow<'r, str>; 2]>,
+    /// `None`: the cost of the rule. 0: nothing is taken, but a token must be left.
+    hits: Option<u32>,
+    /// Replaces the windows of the rule.
+    limit: Option<StatedLimit>,
+}
+
+/// The rules of a request with their keys, each key once.
+struct Call<'r> {
+    matched: Vec<MatchedRule<'r>>,
+    /// For each of `matched`: its position in `rules`.
+    positions: SmallVec<[usize; 4]>,
+    rules: SmallVec<[KeyedRule; 4]>,
+    /// For each of `rules`: the first of `matched` with its key.
+    sources: SmallVec<[usize; 4]>,
+    plan: Rc<ServicePlan>,
+}
+
+impl ServiceConfig {
+    pub fn new(worker: &WorkerState) -> ServiceConfig {
+        let (config, registry) = (worker.config(), &worker.registry);
+        let limit_names = config.compiled.decision_service.limit_names();
+        ServiceConfig {
+            decisions: DecisionMetrics::new(registry, worker.worker_id, "ratelimit_service", &limit_names),
+            calls: RatelimitServiceMetrics::new(registry, worker.worker_id, &GrpcError::CODES),
+            plans: RefCell::default(),
+            config,
+        }
+    }
+
+    fn compiled(&self) -> &CompiledConfig {
+        &self.config.compiled
+    }
+
+    /// The response to a call that failed.
+    pub fn fail(&self, error: GrpcError) -> Response<ResponseBody> {
+        self.calls.failed(error.code);
+        error.response()
+    }
+
+    /// Answers a call.
+    pub async fn should_rate_limit(&self, worker: &WorkerState, message: Bytes) -> Result<Bytes, GrpcError> {
+        let began = worker.clock.now();
+        let request: RateLimitRequest = decode(message)?;
+        if request.domain.is_empty() || request.descriptors.is_empty() {
+            return Err(GrpcError::invalid_argument("the request needs a domain and a descriptor"));
+        }
+        let call = self.prepare(worker, self.find_rules(&request)?);
+        let ServicePlan { rule_set, charge_plan, .. } = &*call.plan;
+        let refused = match call.rules.iter().zip(&call.sources).any(|(_, source)| call.matched[*source].is_check()) {
+            true => self.check(worker, &call).await,
+            false => Ok(None),
+        };
+        let begun = match refused {
+            Ok(Some(context)) => {
+                let now_ms = worker.clock.now().unix_ms;
+                return Ok(self.respond(worker, &request, &call, Decision::Refused, &context, now_ms, &mut Vec::new()));
+            }
+            Err(Unavailable) => BeginResult::Unavailable,
+            Ok(None) => {
+                let mut buffers = self.config.scratch();
+                let DecisionBuffers { context, text, .. } = &mut *buffers;
+                // The context of the worker belongs to the rule set of the configuration.
+                let mut own_context =
+                    call.plan.stated.as_ref().map(|_| DecisionContext::for_worker(worker.worker_id as u32));
+                let context = own_context.as_mut().unwrap_or(context);
+                context.inputs.reserve = false;
+                context.inputs.keyed_requests.clear();
+                context.inputs.keyed_requests.extend(call.rules.iter().map(|rule| rule.keyed_request));
+                context.result.concurrency.clear();
+                let begun = match worker.shared.as_ref().filter(|_| charge_plan.is_shared) {
+                    None => {
+                        let clock = || worker.clock.now().unix_ms;
+                        let now = DecisionTime::starting_at(began.unix_ms, &clock);
+                        BeginResult::Decided(rule_set.decide(charge_plan, &worker.table, now, context))
+                    }
+                    Some(shared) => {
+                        shared.begin(rule_set, charge_plan, context, |position| call.rules[position].key_text.clone())
+                    }
+                };
+                worker.metrics.decision_took(worker.clock.instant().duration_since(began.instant));
+                match begun {
+                    BeginResult::Decided(decision) => {
+                        let now_ms = context.result.decided_ms;
+                        return Ok(self.respond(worker, &request, &call, decision, context, now_ms, text));
+                    }
+                    BeginResult::Pending(_) | BeginResult::Unavailable => begun,
+                }
+            }
+        };
+        let outcome = match begun {
+            BeginResult::Pending(pending) => pending.decide(charge_plan).await,
+            BeginResult::Decided(_) | BeginResult::Unavailable => Err(Unavailable),
+        };
+        let now_ms = worker.clock.now().unix_ms;
+        Ok(match outcome {
+            Ok(SharedOutcome { decision, context, .. }) => {
+                self.respond(worker, &request, &call, decision, &context, now_ms, &mut Vec::new())
+            }
+            Err(Unavailable) => self.refuse_in_outage(&request, &call),
+        })
+    }
+
+    /// The rules that answer to the descriptors, with the values of their keys.
+    fn find_rules<'r>(&self, request: &'r RateLimitRequest) -> Result<Vec<MatchedRule<'r>>, GrpcError> {
+        let mut matched = Vec::with_capacity(request.descriptors.len());
+        for (position, descriptor) in request.descriptors.iter().enumerate() {
+            let entries = descriptor.entries.iter().map(|entry| (entry.key.as_bytes(), &*entry.value));
+            let Some(found) = self.compiled().descriptors.find(&request.domain, entries) else {
+                self.calls.unmatched();
+                continue;
+            };
+            if descriptor.is_negative_hits {
+                self.calls.ignored();
+                continue;
+            }
+            let key: SmallVec<[Cow<'r, str>; 2]> =
+                found.open_entries.iter().map(|entry| key_text(&descriptor.entries[*entry].value)).collect();
+            let admits_nothing = descriptor.limit.as_ref().is_some_and(|limit| limit.requests_per_unit == 0);
+            let hits = if admits_nothing { Some(u32::MAX) } else { hits(request, descriptor) };
+            matched.extend(found.rules.iter().map(|rule| {
+                MatchedRule {
+                    rule: *rule,
+                    descriptor: position,
+                    key: key.clone(),
+                    hits,
+                    limit: descriptor
+                        .limit
+                        .as_ref()
+                        .filter(|_| !admits_nothing)
+                        .and_then(|limit| self.stated_limit(*rule, limit)),
+                }
+            }));
+            if matched.len() > RULES_MAX {
+                return Err(GrpcError::invalid_argument("more than 256 rules answer to the descriptors"));
+            }
+        }
+        Ok(matched)
+    }
+
+    /// Finds the counters of the rules. Hits of descriptors with the same counters are added up.
+    fn prepare<'r>(&self, worker: &WorkerState, matched: Vec<MatchedRule<'r>>) -> Call<'r> {
+        let values: SmallVec<[RuleKeyValues<'_, Cow<'_, str>>; 4]> = matched
+            .iter()
+            .map(|matched| RuleKeyValues { rule: matched.rule, key: &matched.key, cost: matched.hits })
+            .collect();
+        let keyed_rules = self.compiled().decision_service.key_rules(&values, worker.shared.is_some());
+        let mut rules = SmallVec::<[KeyedRule; 4]>::new();
+        let (mut positions, mut sources) = (SmallVec::new(), SmallVec::<[usize; 4]>::new());
+        for (source, keyed_rule) in keyed_rules.enumerate() {
+            // The value comes from a client. An error would let the request pass.
+            let refused = |_unusable| KeyedRule {
+                rule: matched[source].rule,
+                keyed_request: None,
+                is_refused: true,
+                key_text: None,
+            };
+            let mut rule = keyed_rule.unwrap_or_else(refused);
+            // A stated limit precedes plans and overrides.
+            let variant_of = |request: &KeyedRequest| if matched[source].limit.is_some() { 0 } else { request.variant };
+            rule.keyed_request =
+                rule.keyed_request.map(|request| KeyedRequest { variant: variant_of(&request), ..request });
+            let identity = rule.identity();
+            let same =
+                rules.iter_mut().enumerate().find(|(_, other)| identity.is_some() && other.identity() == identity);
+            match (same, rule.keyed_request) {
+                (Some((position, KeyedRule { keyed_request: Some(total), .. })), Some(keyed_request)) => {
+                    total.cost = total.cost.saturating_add(keyed_request.cost);
+                    positions.push(position);
+                }
+                _ => {
+                    positions.push(rules.len());
+                    sources.push(source);
+                    rules.push(rule);
+                }
+            }
+        }
+        drop(values);
+        let plan =
+            self.plan(rules.iter().zip(&sources).map(|(rule, source)| (rule.rule, matched[*source].limit)).collect());
+        Call { matched, positions, rules, sources, plan }
+    }
+
+    fn plan(&self, rules: RuleList) -> Rc<ServicePlan> {
+        if let Some(plan) = self.plans.borrow().get(&rules) {
+            return Rc::clone(plan);
+        }
+        let plan = Rc::new(self.compile_plan(&rules));
+        let mut plans = self.plans.borrow_mut();
+        if plans.len() < PLANS_MAX {
+            plans.insert(rules, Rc::clone(&plan));
+        }
+        plan
+    }
+
+    fn compile_plan(&self, rules: &RuleList) -> ServicePlan {
+        let CompiledConfig { rule_set, config, seed, .. } = self.compiled();
+        let positions: SmallVec<[usize; 4]> = rules.iter().map(|(rule, _)| *rule).collect();
+        let configured = rule_set.immediate_plan(&positions, true);
+        if rules.iter().all(|(_, limit)| limit.is_none()) {
+            let template = RateLimitTemplate::new(rule_set, &configured, &config.rate_limit_styles);
+            let (rule_set, policy) = (Arc::clone(rule_set), template.constant_policy());
+            return ServicePlan { rule_set, charge_plan: configured, template, policy, stated: None };
+        }
+        let with_limit =
+            |(rule, limit): &(usize, Option<StatedLimit>)| match limit.as_ref().and_then(StatedLimit::limit) {
+                Some(limit) => with_limit(&config.rules[*rule], limit),
+                None => config.rules[*rule].clone(),
+            };
+        let rule_set = RuleSet::new(&rules.iter().map(with_limit).collect::<Vec<_>>(), *seed, None);
+        let charge_plan = rule_set.immediate_plan(&(0..rules.len()).collect::<Vec<_>>(), true);
+        let styles: Vec<_> = positions.iter().map(|rule| config.rate_limit_styles[*rule]).collect();
+        let template = RateLimitTemplate::new(&rule_set, &charge_plan, &styles);
+        let refusal_template = |rule: &usize| RefusalTemplate::new(&config.refusal_responses[*rule]);
+        let stated = StatedPlan {
+            is_stated: rules.iter().map(|(_, limit)| limit.is_some()).collect(),
+            configured,
+            refusal_templates: positions.iter().map(refusal_template).collect(),
+        };
+        let policy = template.constant_policy();
+        ServicePlan { rule_set: Arc::new(rule_set), charge_plan, template, policy, stated: Some(stated) }
+    }
+
+    /// The limit that a descriptor states, if the rule can have it.
+    fn stated_limit(&self, rule: usize, limit: &RateLimitOverride) -> Option<StatedLimit> {
+        let (tokens, unit, multiplier) = (limit.requests_per_unit, limit.unit(), limit.unit_multiplier.unwrap_or(1));
+        let stated = StatedLimit { tokens, unit, multiplier };
+        // Names by a `key_format` do not tell windows of different periods apart.
+        let is_possible = self.compiled().config.rules[rule].key_format.is_none() && stated.limit().is_some();
+        if !is_possible {
+            self.calls.ignored();
+        }
+        is_possible.then_some(stated)
+    }
+
+    /// Checks that the rules without hits have a token left, and that the others admit. Returns the result of a refusal.
+    async fn check(&self, worker: &WorkerState, call: &Call<'_>) -> Result<Option<DecisionContext>, Unavailable> {
+        let rule_set = &call.plan.rule_set;
+        let charge_plan = &rule_set.immediate_plan(&call.plan.charge_plan.rules, false);
+        let keyed_requests = call.rules.iter().zip(&call.sources).map(|(rule, source)| {
+            let least = if call.matched[*source].is_check() { 1 } else { 0 };
+            rule.keyed_request.map(|request| KeyedRequest { cost: request.cost.max(least), ..request })
+        });
+        let (decision, context) = match worker.shared.as_ref().filter(|_| charge_plan.is_shared) {
+            Some(shared) => {
+                let query = KeyQuery {
+                    rule_set,
+                    charge_plan,
+                    keyed_requests: keyed_requests.collect(),
+                    reserve: false,
+                    key_texts: call.rules.iter().map(|rule| rule.key_text.clone()).collect(),
+                };
+                shared.check(&query).await?
+            }
+            None => {
+                let mut context = DecisionContext::default();
+                context.inputs.keyed_requests.extend(keyed_requests);
+                let clock = || worker.clock.now().unix_ms;
+                let now = DecisionTime::read(&clock);
+                let decision = rule_set.decide(charge_plan, &worker.table, now, &mut context);
+                if !matches!(decision, Decision::Refused) {
+                    let receipts: Vec<_> = context.all_receipts().collect();
+                    rule_set.refund(&receipts, u32::MAX, &worker.table, context.result.decided_ms);
+                }
+                (decision, context)
+            }
+        };
+        Ok(matches!(decision, Decision::Refused).then_some(context))
+    }
+
+    /// Counts the decision, and describes it.
+    #[allow(clippy::too_many_arguments, reason = "the call, and the parts of its result")]
+    fn respond(
+        &self,
+        worker: &WorkerState,
+        request: &RateLimitRequest,
+        call: &Call<'_>,
+        decision: Decision,
+        context: &DecisionContext,
+        now_ms: u64,
+        text: &mut Vec<u8>,
+    ) -> Bytes {
+        let Call { matched, rules, sources, plan, .. } = call;
+        let CompiledConfig { refusal_templates, readable_digester, decision_service, .. } = self.compiled();
+        let ServicePlan { rule_set, stated, .. } = &**plan;
+        let configured = stated.as_ref().map_or(&plan.charge_plan, |stated| &stated.configured);
+        let has_own_windows = |position: usize| stated.as_ref().is_none_or(|stated| !stated.is_stated[position]);
+        let counters = CounterAccess {
+            table: &worker.table,
+            clock: &|| worker.clock.now().unix_ms,
+            shared: worker.shared.as_ref(),
+            metrics: &self.decisions,
+            top_keys: &self.config.top_keys,
+            readable_digester,
+        };
+        let key = |position: usize| matched[sources[position]].key.as_slice();
+        decision_service.count(rules, key, has_own_windows, configured, &decision, context, &counters);
+        let fields = plan.template.render(context, plan.policy.as_ref(), now_ms, text);
+        let is_refused = matches!(decision, Decision::Refused);
+        let (mut headers, raw_body) = match is_refused {
+            true => {
+                let headers = HeaderMap::new();
+                let templates = stated.as_ref().map_or(refusal_templates, |stated| &stated.refusal_templates);
+                let charge_plan = &plan.charge_plan;
+                let refused = responses::refusal_response(
+                    rule_set,
+                    charge_plan,
+                    context,
+                    templates,
+                    now_ms,
+                    fields,
+                    text,
+                    headers,
+                );
+                let (head, body) = refused.response.into_parts();
+                (head.headers, body)
+            }
+            false => {
+                let mut headers = HeaderMap::new();
+                fields.add_to(&mut headers);
+                (headers, Bytes::new())
+            }
+        };
+        // Envoy sets the length itself.
+        headers.remove(CONTENT_LENGTH);
+        let is_over_limit = is_refused || rules.iter().any(|rule| rule.is_refused);
+        self.calls.answered(is_over_limit);
+        encode(&RateLimitResponse {
+            overall_code: code(is_over_limit),
+            statuses: (0..request.descriptors.len()).map(|at| self.status(call, at, context, now_ms)).collect(),
+            response_headers_to_add: headers.iter().filter_map(|(name, value)| header(name.as_str(), value)).collect(),
+            raw_body,
+        })
+    }
+
+    /// The status of one descriptor: of the window that is full for the longest time, or has the fewest tokens left.
+    fn status(&self, call: &Call<'_>, descriptor: usize, context: &DecisionContext, now_ms: u64) -> DescriptorStatus {
+        let ServicePlan { rule_set, charge_plan, .. } = &*call.plan;
+        let answers = |position: usize| {
+            let mut matched = call.matched.iter().zip(&call.positions);
+            matched.any(|(matched, of)| matched.descriptor == descriptor && *of == position)
+        };
+        let is_refused_key = (0..call.rules.len()).any(|position| call.rules[position].is_refused && answers(position));
+        let charges = || {
+            let charges = context.result.charges.iter().zip(&context.result.layers);
+            charges.filter(|(_, of)| answers(of.rule) && !rule_set.is_shadow(charge_plan, of.rule))
+        };
+        let penalty_end_ms = |rule: usize| {
+            let full = charges().filter(|(charge, of)| of.rule == rule && charge.is_full);
+            let penalties = full.filter(|(_, of)| rule_set.layer_of(charge_plan, **of).is_penalty());
+            penalties.map(|(charge, _)| charge.usage.end_ms).max()
+        };
+        let windows = charges().filter_map(|(charge, of)| {
+            let layer = rule_set.layer_of(charge_plan, *of);
+            let penalty_end_ms = penalty_end_ms(of.rule);
+            let remaining = match penalty_end_ms {
+                Some(_) => 0,
+                None => u64::from(layer.capacity).saturating_sub(charge.usage.used),
+            };
+            let is_full = charge.is_full || penalty_end_ms.is_some();
+            let end_ms = charge.usage.end_ms.max(penalty_end_ms.unwrap_or(0));
+            (!layer.is_penalty()).then_some((!is_full, remaining, Reverse(end_ms), charge.request.limit, *of))
+        });
+        let Some((is_open, remaining, Reverse(end_ms), limit, of)) =
+            windows.min_by_key(|(is_open, remaining, end_ms, ..)| (*is_open, *remaining, *end_ms))
+        else {
+            return DescriptorStatus { code: code(is_refused_key), ..DescriptorStatus::default() };
+        };
+        let (unit, multiplier) = unit(&rule_set.windows[rule_set.layer_of(charge_plan, of).windows_index]);
+        let left_ms = end_ms.saturating_sub(now_ms);
+        DescriptorStatus {
+            code: code(is_refused_key || !is_open),
+            current_limit: Some(RateLimit {
+                requests_per_unit: limit,
+                unit: unit.into(),
+                name: rule_set.rules[charge_plan.rules[of.rule]].layer_name(of.layer).to_owned(),
+                unit_multiplier: (multiplier != 1).then_some(multiplier),
+            }),
+            limit_remaining: u32::try_from(remaining).unwrap_or(u32::MAX),
+            duration_until_reset: Some(prost_types::Duration {
+                seconds: (left_ms / SECOND_MS).cast_signed(),
+                nanos: (left_ms % SECOND_MS) as i32 * 1_000_000,
+            }),
+        }
+    }
+
+    /// A rule with `on_outage = "refuse"` cannot be counted. An error would let the request pass, unless Envoy has
+    /// `failure_mode_deny`.
+    fn refuse_in_outage(&self, request: &RateLimitRequest, call: &Call<'_>) -> Bytes {
+        self.calls.answered(true);
+        let is_matched = |at| call.matched.iter().any(|matched| matched.descriptor == at);
+        let status = |at| DescriptorStatus { code: code(is_matched(at)), ..DescriptorStatus::default() };
+        encode(&RateLimitResponse {
+            overall_code: code(true),
+            statuses: (0..request.descriptors.len()).map(status).collect(),
+            response_headers_to_add: header(RETRY_AFTER.as_str(), &HeaderValue::from_static("1")).into_iter().collect(),
+            raw_body: Bytes::new(),
+        })
+    }
+}
+
+impl StatedLimit {
+    /// The limit as configured; `None` for an unknown unit or a period that is not possible. The names of the units are
+    /// those that most configurations use, so that the counters of shared rules have the same names.
+    fn limit(&self) -> Option<Limit> {
+        let unit = match self.unit {
+            RateLimitUnit::Unknown => return None,
+            RateLimitUnit::Second => ("second", "s", 1),
+            RateLimitUnit::Minute => ("minute", "m", 1),
+            RateLimitUnit::Hour => ("hour", "h", 1),
+            RateLimitUnit::Day => ("day", "d", 1),
+            RateLimitUnit::Month => ("month", "d", 30),
+            RateLimitUnit::Year => ("365d", "d", 365),
+        };
+        let period = match (self.multiplier, unit) {
+            (1, (name, ..)) => name.to_owned(),
+            (multiplier, (_, letter, days)) => format!("{}{letter}", multiplier.checked_mul(days)?),
+        };
+        Limit::new(self.tokens, &period).ok()
+    }
+}
+
+/// A rule with another limit. Its own windows stay in a plan that no client has: windows of the same length have the same
+/// counters, because the limit is not part of their identity.
+fn with_limit(rule: &Rule, limit: Limit) -> Rule {
+    let own = Plan { name: String::new(), layers: rule.layers.clone(), concurrent: None };
+    let plans = std::iter::once(own).chain(rule.plans.iter().cloned()).collect();
+    Rule { layers: vec![limit], plans, ..rule.clone() }
+}
+
+impl MatchedRule<'_> {
+    fn is_check(&self) -> bool {
+        self.hits == Some(0)
+    }
+}
+
+/// The hits of a descriptor; `None`: neither it nor the request states them.
+fn hits(request: &RateLimitRequest, descriptor: &RateLimitDescriptor) -> Option<u32> {
+    match descriptor.hits_addend {
+        Some(hits) => Some(u32::try_from(hits).unwrap_or(u32::MAX)),
+        None => Some(request.hits_addend).filter(|hits| *hits > 0),
+    }
+}
+
+/// The text of a value. Bytes that are not UTF-8 are escaped, so that a client cannot get past its limit by sending them.
+fn key_text(value: &[u8]) -> Cow<'_, str> {
+    match str::from_utf8(value) {
+        Ok(text) => Cow::Borrowed(text),
+        Err(_) => Cow::Owned(value.escape_ascii().to_string()),
+    }
+}
+
+/// The largest unit that divides the windows, and how many of it they last.
+fn unit(windows: &Windows) -> (Unit, u32) {
+    match windows.period_ms() {
+        None => (Unit::Month, 1),
+        Some(period_ms) => {
+            let unit = UNITS.into_iter().find(|(unit_ms, _)| period_ms.is_multiple_of(*unit_ms));
+            unit.map_or((Unit::Unknown, 1), |(unit_ms, unit)| (unit, (period_ms / unit_ms) as u32))
+        }
+    }
+}
+
+fn code(is_over_limit: bool) -> i32 {
+    if is_over_limit { Code::OverLimit.into() } else { Code::Ok.into() }
+}
+
+/// All fields of the gateway are ASCII.
+fn header(name: &str, value: &HeaderValue) -> Option<HeaderMessage> {
+    Some(HeaderMessage { key: name.to_owned(), value: value.to_str().ok()?.to_owned(), raw_value: Bytes::new() })
+}

@@ -1,0 +1,258 @@
+//! The busiest keys of each rule: which keys it refused and admitted most often in the last 30 to 60 minutes.
+//!
+//! Every worker counts in sketches of its own, by the hash of the key. The text of a key is made only when the key stands
+//! out, so that a flood of invented keys costs no text. `/v1/top` merges copies of the sketches.
+
+mod sketch;
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+
+use crate::http::rate_limit_key::KeyDescription;
+use sketch::{Entry, Sketch};
+use transom_limiter::concurrency::SlotState;
+use transom_limiter::decision::Decision;
+use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::key::KeyHash;
+use transom_limiter::rule_set::{ChargePlan, RuleSet};
+
+/// The sketches of the last full period are kept, so that a list is of the last one to two periods.
+const PERIOD_MS: u64 = 30 * 60_000;
+
+/// What is counted of a key.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum KeyOutcome {
+    /// The rule refused the request, or a shadow rule would have.
+    Refused,
+    Admitted,
+}
+
+impl KeyOutcome {
+    pub const ALL: [KeyOutcome; 2] = [KeyOutcome::Refused, KeyOutcome::Admitted];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            KeyOutcome::Refused => "refused",
+            KeyOutcome::Admitted => "admitted",
+        }
+    }
+}
+
+/// The counts of one worker, by rule of the rule set; empty if keys are not counted.
+#[derive(Default)]
+pub struct TopKeys(Vec<Rc<RefCell<RuleKeys>>>);
+
+/// The counts of one rule in one worker.
+struct RuleKeys {
+    /// Tells whether a rule of another configuration has the same name and key.
+    hash_prefix: u64,
+    capacity: usize,
+    /// Unix milliseconds.
+    started_ms: u64,
+    /// By outcome.
+    counts: [PeriodCounts; 2],
+}
+
+/// The counts of the current and of the previous period.
+#[derive(Clone)]
+struct PeriodCounts {
+    /// The number of the current period since 1970.
+    period: u64,
+    current: KeySketch,
+    previous: Arc<KeySketch>,
+}
+
+/// Keys with their names.
+type KeySketch = Sketch<Option<Arc<KeyDescription>>>;
+
+/// A copy of the counts of one rule in one worker.
+pub struct Snapshot {
+    started_ms: u64,
+    counts: PeriodCounts,
+}
+
+impl TopKeys {
+    /// Rules that `previous` has with the same name and key keep their counts. `capacity` 0: keys are not counted.
+    pub fn new(rule_set: &RuleSet, capacity: usize, now_ms: u64, previous: Option<&TopKeys>) -> TopKeys {
+        let keys_of = |hash_prefix: u64| {
+            let is_same = |keys: &&Rc<RefCell<RuleKeys>>| {
+                let keys = keys.borrow();
+                keys.hash_prefix == hash_prefix && keys.capacity == capacity
+            };
+            let kept = previous.and_then(|previous| previous.0.iter().find(is_same)).cloned();
+            kept.unwrap_or_else(|| Rc::new(RefCell::new(RuleKeys::new(hash_prefix, capacity, now_ms))))
+        };
+        let rules = rule_set.rules.iter().filter(|_| capacity > 0);
+        TopKeys(rules.map(|rule| keys_of(rule.hash_prefix)).collect())
+    }
+
+    /// Counts the decision on a request, with its result in `context`. Returns whether one of its keys needs a name.
+    #[inline]
+    pub fn count_decision(&self, charge_plan: &ChargePlan, context: &DecisionContext, decision: &Decision) -> bool {
+        let mut needs_name = false;
+        for (position, keyed_request) in context.inputs.keyed_requests.iter().enumerate() {
+            if let Some(keyed_request) = keyed_request
+                && let Some(rule) = self.0.get(charge_plan.rules[position])
+                && let Some(outcome) = outcome_of(position, context, decision)
+            {
+                needs_name |= rule.borrow_mut().count(keyed_request.key, outcome);
+            }
+        }
+        needs_name
+    }
+
+    /// Names the keys of a request that need a name; `describe` is given the position of the rule in the charge plan.
+    pub fn name_keys(
+        &self,
+        charge_plan: &ChargePlan,
+        context: &DecisionContext,
+        describe: impl Fn(usize) -> KeyDescription,
+    ) {
+        for (position, keyed_request) in context.inputs.keyed_requests.iter().enumerate() {
+            if let Some(keyed_request) = keyed_request
+                && let Some(rule) = self.0.get(charge_plan.rules[position])
+            {
+                rule.borrow_mut().name(keyed_request.key, || describe(position));
+            }
+        }
+    }
+
+    /// Begins a new period, if it is time.
+    pub fn begin_period(&self, now_ms: u64) {
+        self.0.iter().for_each(|rule| rule.borrow_mut().begin_period(now_ms));
+    }
+
+    /// Copies the counts of a rule.
+    pub fn snapshot(&self, hash_prefix: u64, outcome: KeyOutcome, now_ms: u64) -> Option<Snapshot> {
+        let rule = self.0.iter().find(|rule| rule.borrow().hash_prefix == hash_prefix)?;
+        let mut rule = rule.borrow_mut();
+        rule.begin_period(now_ms);
+        Some(Snapshot { started_ms: rule.started_ms, counts: rule.counts[outcome as usize].clone() })
+    }
+}
+
+/// What a rule did with a request; `None`: another rule refused the request.
+#[inline]
+fn outcome_of(position: usize, context: &DecisionContext, decision: &Decision) -> Option<KeyOutcome> {
+    let result = &context.result;
+    let has_slot_state =
+        |state: SlotState| result.concurrency.iter().any(|usage| usage.rule == position && usage.state == state);
+    match decision {
+        Decision::Refused => {
+            let is_refused =
+                context.charges_of_rule(position).any(|charge| charge.is_full) || has_slot_state(SlotState::Full);
+            is_refused.then_some(KeyOutcome::Refused)
+        }
+        _ if result.shadowed.contains(&position) || has_slot_state(SlotState::Shadowed) => Some(KeyOutcome::Refused),
+        Decision::Admitted | Decision::Delayed { .. } => Some(KeyOutcome::Admitted),
+    }
+}
+
+impl RuleKeys {
+    fn new(hash_prefix: u64, capacity: usize, now_ms: u64) -> RuleKeys {
+        let counts = KeyOutcome::ALL.map(|_| PeriodCounts {
+            period: now_ms / PERIOD_MS,
+            current: Sketch::new(capacity),
+            previous: Arc::new(Sketch::new(capacity)),
+        });
+        RuleKeys { hash_prefix, capacity, started_ms: now_ms, counts }
+    }
+
+    #[inline]
+    fn count(&mut self, key: KeyHash, outcome: KeyOutcome) -> bool {
+        let needs_name = |entry: &mut Entry<Option<_>>, stands_out| stands_out && entry.value.is_none();
+        self.counts[outcome as usize].current.hit(key.bucket_hash, needs_name)
+    }
+
+    fn name(&mut self, key: KeyHash, describe: impl Fn() -> KeyDescription) {
+        for counts in &mut self.counts {
+            if let Some((entry, true)) = counts.current.find(key.bucket_hash)
+                && entry.value.is_none()
+            {
+                entry.value = Some(Arc::new(describe()));
+            }
+        }
+    }
+
+    fn begin_period(&mut self, now_ms: u64) {
+        let period = now_ms / PERIOD_MS;
+        for counts in self.counts.iter_mut().filter(|counts| counts.period != period) {
+            let ended = std::mem::replace(&mut counts.current, Sketch::new(self.capacity));
+            let is_next = period == counts.period + 1;
+            counts.previous = Arc::new(if is_next { ended } else { Sketch::new(self.capacity) });
+            counts.period = period;
+        }
+    }
+}
+
+/// The busiest keys of one rule, merged from all workers.
+#[derive(Debug)]
+pub struct TopList {
+    /// Since when requests are counted, Unix milliseconds.
+    pub since_ms: u64,
+    /// All requests that are counted.
+    pub total: u64,
+    /// With the most hits first.
+    pub keys: Vec<TopKey>,
+}
+
+/// A busy key.
+#[derive(Debug)]
+pub struct TopKey {
+    key: Arc<KeyDescription>,
+    /// Never too low.
+    count: u64,
+    /// How much the count may be too high.
+    error: u64,
+}
+
+impl TopList {
+    /// Merges the copies of several workers. Keys that stand out in none have no name and are left out.
+    pub fn merge(snapshots: &[Snapshot], now_ms: u64, limit: usize) -> TopList {
+        /// The sum of all workers.
+        #[derive(Default)]
+        struct Sum {
+            hits: u64,
+            /// Where the key is followed: what it may have missed less than a key that is not followed.
+            known: u64,
+            name: Option<Arc<KeyDescription>>,
+        }
+        let sketches = || snapshots.iter().flat_map(|snapshot| [&snapshot.counts.current, &snapshot.counts.previous]);
+        let missed_max: u64 = sketches().map(Sketch::missed_max).sum();
+        let mut sums = HashMap::<u64, Sum>::new();
+        for sketch in sketches() {
+            for (key, entry) in sketch.entries() {
+                let sum = sums.entry(key).or_default();
+                sum.hits += entry.hits;
+                sum.known += sketch.missed_max() - entry.missed;
+                sum.name = sum.name.take().or_else(|| entry.value.clone());
+            }
+        }
+        let top_key = |sum: Sum| {
+            let error = missed_max - sum.known;
+            Some(TopKey { key: sum.name?, count: sum.hits + error, error })
+        };
+        let mut keys: Vec<TopKey> = sums.into_values().filter_map(top_key).collect();
+        keys.sort_by(|a, b| (b.count - b.error).cmp(&(a.count - a.error)).then_with(|| a.key.parts.cmp(&b.key.parts)));
+        keys.truncate(limit);
+        let started_ms = snapshots.iter().map(|snapshot| snapshot.started_ms).min().unwrap_or(now_ms);
+        TopList {
+            since_ms: started_ms.max((now_ms / PERIOD_MS).saturating_sub(1) * PERIOD_MS),
+            total: sketches().map(Sketch::total).sum(),
+            keys,
+        }
+    }
+}
+
+impl TopKey {
+    pub fn to_json(&self) -> Value {
+        json!({
+            "key": self.key.parts_json(), "fallback": self.key.is_fallback, "client": self.key.client,
+            "label": self.key.label(), "count": self.count, "error": self.error,
+        })
+    }
+}

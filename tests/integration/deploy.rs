@@ -1,0 +1,165 @@
+//! The files in `deploy/`: those for Prometheus and Grafana, checked by promtool and against the metrics of the gateway; the
+//! systemd unit, the manifests for Kubernetes, and the contents of packages, which `make package-test` installs and runs.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::Write as _;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+
+use crate::support::client::Client;
+use crate::support::external_scripts::run_checks;
+use crate::support::external_servers::program;
+use crate::support::gateway::Gateway;
+use crate::support::process::{BINARY, run};
+use crate::support::{TempDir, one_rule};
+
+fn read(file: &str) -> String {
+    fs::read_to_string(format!("{}/{file}", env!("CARGO_MANIFEST_DIR"))).unwrap()
+}
+
+/// Runs promtool in the folder of the files; fails if it finds a problem.
+fn promtool(arguments: &[&str], input: &str) -> Output {
+    let mut command = Command::new("promtool");
+    command.args(arguments).current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/deploy"));
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().expect("promtool of the Debian package `prometheus` is installed");
+    child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+    let output = child.wait_with_output().unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    assert!(output.status.success(), "{arguments:?}\n{}{}", text(&output.stdout), text(&output.stderr));
+    output
+}
+
+/// The names of the gateway's metrics in a text, without the suffixes of histograms.
+fn metrics_in(text: &str) -> BTreeSet<String> {
+    let name = |part: &str| {
+        let rest: String = part.chars().take_while(|sign| sign.is_ascii_alphanumeric() || *sign == '_').collect();
+        format!("transom_{}", rest.trim_end_matches("_bucket").trim_end_matches("_sum").trim_end_matches("_count"))
+    };
+    text.split("transom_").skip(1).map(name).collect()
+}
+
+fn assert_documented(text: &str) {
+    let reference = metrics_in(&read("docs/reference/metrics.md"));
+    let unknown: Vec<String> = metrics_in(text).difference(&reference).cloned().collect();
+    assert!(unknown.is_empty(), "{unknown:?}");
+}
+
+#[test]
+fn prometheus_accepts_its_files() {
+    promtool(&["check", "config", "prometheus.yml"], "");
+    promtool(&["check", "rules", "recording.yml", "alerts.yml"], "");
+    [read("deploy/alerts.yml"), read("deploy/recording.yml")].iter().for_each(|text| assert_documented(text));
+}
+
+/// Every alert fires in a unit test, has a severity, and names the section of the guide that says what to do.
+#[test]
+fn every_alert_is_tested_and_explained() {
+    promtool(&["test", "rules", "alerts_test.yml"], "");
+    let (alerts, tests, guide) =
+        (read("deploy/alerts.yml"), read("deploy/alerts_test.yml"), read("docs/guides/alerts.md"));
+    let names: Vec<&str> = alerts.lines().filter_map(|line| line.trim().strip_prefix("- alert: ")).collect();
+    assert!(names.len() >= 12, "{names:?}");
+    for (name, alert) in names.iter().zip(alerts.split("- alert: ").skip(1)) {
+        let runbook = format!("runbook: docs/guides/alerts.md#{}", name.to_lowercase());
+        assert!(alert.contains(&runbook) && guide.contains(&format!("## {name}\n")), "{name}");
+        assert!(
+            ["critical", "warning"].iter().any(|severity| alert.contains(&format!("severity: {severity}"))),
+            "{name}"
+        );
+        let test = tests.split("  - interval:").find(|test| test.contains(&format!("alertname: {name}\n")));
+        assert!(test.is_some_and(|test| test.contains("exp_alerts")), "{name}");
+    }
+}
+
+/// Grafana itself is not in Debian: the structure is checked, and Prometheus reads every query.
+#[test]
+fn the_dashboard_queries_metrics_that_exist() {
+    let text = read("deploy/grafana.json");
+    let dashboard: Value = serde_json::from_str(&text).unwrap();
+    let panels = dashboard["panels"].as_array().unwrap();
+    let mut ids = BTreeSet::new();
+    let mut rules = String::from("groups:\n  - name: dashboard\n    rules:\n");
+    for panel in panels {
+        assert!(ids.insert(panel["id"].as_u64().unwrap()), "{panel}");
+        for target in panel["targets"].as_array().into_iter().flatten() {
+            let query = target["expr"].as_str().unwrap().replace("$__rate_interval", "5m").replace("$instance", ".*");
+            rules += &format!(
+                "      - record: query:{}{}\n        expr: |\n          {query}\n",
+                panel["id"],
+                target["refId"].as_str().unwrap()
+            );
+        }
+    }
+    assert!(ids.len() >= 20);
+    let scratch = TempDir::new();
+    let file = scratch.write("rules.yml", rules);
+    promtool(&["check", "rules", file.to_str().unwrap()], "");
+    assert_documented(&text.replace("\"transom_", "\" transom_"));
+}
+
+#[test]
+fn prometheus_accepts_the_metrics() {
+    let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"2/minute\"]"));
+    (0..3).for_each(|_| drop(gateway.get("/a")));
+    let metrics = Client::connect(gateway.admin).get("/metrics").expect(200);
+    let text = String::from_utf8(metrics.body).unwrap();
+    let output = promtool(&["check", "metrics"], &text);
+    assert!(output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn the_systemd_unit_is_hardened() {
+    let output = Command::new(program("systemd-analyze"))
+        // Tenths: exposure 2.0.
+        .args(["security", "--offline=true", "--threshold=20", "--no-pager", "deploy/transom.service"])
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+}
+
+#[test]
+fn the_configurations_of_packages_are_valid() {
+    for name in ["gateway.toml", "image.toml"] {
+        let file = format!("{}/deploy/package/{name}", env!("CARGO_MANIFEST_DIR"));
+        let (code, stdout, stderr) = run(&["check", "--config", &file]);
+        assert_eq!(code, Some(0), "{name}: {stdout}{stderr}");
+    }
+}
+
+/// What the Debian package takes from the source exists; the other files are written by `build.sh`.
+#[test]
+fn the_debian_package_lists_files_that_exist() {
+    let manifest: toml_edit::DocumentMut = read("Cargo.toml").parse().unwrap();
+    let script = read("deploy/package/build.sh");
+    let assets = manifest["package"]["metadata"]["deb"]["assets"].as_array().unwrap();
+    let part =
+        |asset: &toml_edit::Value, n: usize| asset.as_array().unwrap().get(n).unwrap().as_str().unwrap().to_owned();
+    for asset in assets {
+        let source = part(asset, 0);
+        let (folder, name) = source.rsplit_once('/').unwrap_or((".", &source));
+        if folder == "target/package-stage" {
+            let name = name.trim_end_matches(".gz");
+            assert!(script.contains(&format!("\"$stage/{name}\"")), "{source}");
+        } else if !source.contains('*') {
+            assert!(Path::new(env!("CARGO_MANIFEST_DIR")).join(&source).is_file(), "{source}");
+        }
+    }
+    let unit = read("deploy/transom.service");
+    for path in ["/usr/bin/transom", "/etc/transom/gateway.toml"] {
+        assert!(
+            unit.contains(path) && assets.iter().any(|asset| part(asset, 1) == path.trim_start_matches('/')),
+            "{path}"
+        );
+    }
+}
+
+/// Against the schemas of the API, how they refer to one another, and their configurations.
+#[test]
+fn the_kubernetes_manifests_are_valid() {
+    run_checks("validate_manifests.py", &[BINARY, concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/kubernetes")]);
+}
