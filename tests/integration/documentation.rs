@@ -39,12 +39,12 @@ fn document(name: &str) -> String {
     fs::read_to_string(format!("{}/{name}", env!("CARGO_MANIFEST_DIR"))).unwrap()
 }
 
-/// Names of README and of all pages in the folders of `docs`.
+/// Names of README, of the index of `docs`, and of all pages in its folders.
 fn documents() -> Vec<String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let mut names = vec!["README.md".to_owned()];
-    for folder in fs::read_dir(root.join("docs")).unwrap() {
-        for page in fs::read_dir(folder.unwrap().path()).unwrap() {
+    let mut names = vec!["README.md".to_owned(), "docs/README.md".to_owned()];
+    for folder in ["guides", "reference", "explanation"] {
+        for page in fs::read_dir(root.join("docs").join(folder)).unwrap() {
             names.push(page.unwrap().path().strip_prefix(root).unwrap().to_str().unwrap().to_owned());
         }
     }
@@ -190,7 +190,8 @@ fn anchors(text: &str) -> Vec<String> {
 fn every_link_of_the_documentation_leads_somewhere() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut count = 0;
-    let others = ["ARCHITECTURE.md", "CHANGELOG.md", "benches/README.md"].map(str::to_owned);
+    let others =
+        ["ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benches/README.md"].map(str::to_owned);
     for name in documents().into_iter().chain(others) {
         let text = document(&name);
         for link in text.split("](").skip(1) {
@@ -212,6 +213,14 @@ fn every_link_of_the_documentation_leads_somewhere() {
         }
     }
     assert!(count >= 100, "only {count} links were found");
+}
+
+#[test]
+fn the_index_lists_every_page() {
+    let index = document("docs/README.md");
+    for name in documents().iter().filter_map(|name| name.strip_prefix("docs/")) {
+        assert!(name == "README.md" || index.contains(&format!("]({name})")), "docs/README.md lacks {name}");
+    }
 }
 
 #[test]
