@@ -28,6 +28,7 @@ else
     need chromium command -v chromium
     need curl command -v curl
     need faketime command -v faketime
+    need haproxy command -v haproxy
     need iproute2 command -v ss
     need libnss-wrapper sh -c 'ls /usr/lib/*/libnss_wrapper.so'
     need python3-venv python3 -c 'import ensurepip'

@@ -36,13 +36,8 @@ fn addresses_are_counted_separately() {
     assert_two_admitted(|| status_from("127.0.1.1", &gateway));
 }
 
-/// The status of a request from an address of this machine.
 fn status_from(address: &str, gateway: &Gateway) -> u16 {
-    use std::net::SocketAddr;
-    let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
-    socket.bind(&format!("{address}:0").parse::<SocketAddr>().unwrap().into()).unwrap();
-    socket.connect(&gateway.http.into()).unwrap();
-    Client::from_tcp(socket.into()).get("/a").status
+    Client::connect_from(address, gateway.http).get("/a").status
 }
 
 #[test]

@@ -10,14 +10,7 @@ use crate::support::gateway::Gateway;
 use crate::support::ratelimit_parser::remaining;
 use crate::support::redis::free_port;
 use crate::support::upstream::{Upstream, reply};
-use crate::support::{TempDir, eventually_eq};
-
-/// The first block of a guide in this language.
-fn block(page: &str, language: &str) -> String {
-    let text = std::fs::read_to_string(format!("{}/docs/guides/{page}.md", env!("CARGO_MANIFEST_DIR"))).unwrap();
-    let (_, block) = text.split_once(&format!("```{language}\n")).unwrap();
-    block.split("```").next().unwrap().to_owned()
-}
+use crate::support::{TempDir, eventually_eq, guide_blocks};
 
 /// The gateway of a guide, with another address, in front of a server that responds 200.
 fn gateway(page: &str, clients: &str) -> (Gateway, Upstream) {
@@ -25,7 +18,7 @@ fn gateway(page: &str, clients: &str) -> (Gateway, Upstream) {
 }
 
 fn gateway_before(page: &str, clients: &str, upstream: Upstream) -> (Gateway, Upstream) {
-    let mut toml = block(page, "toml");
+    let mut toml = guide_blocks(page, "toml").remove(0);
     let server = upstream.address.to_string();
     for (address, other) in [("8080", "127.0.0.1:0"), ("9900", "127.0.0.1:0"), ("9001", server.as_str())] {
         let address = format!("127.0.0.1:{address}");
@@ -44,7 +37,7 @@ fn admitted(gateway: &Gateway, target: &str, fields: &[(&str, &str)], requests: 
 #[test]
 fn nginx_reads_its_configuration() {
     let scratch = TempDir::new();
-    let text = block("from-nginx", "nginx").replace("127.0.0.1:8080", &format!("127.0.0.1:{}", free_port()));
+    let text = guide_blocks("from-nginx", "nginx")[0].replace("127.0.0.1:8080", &format!("127.0.0.1:{}", free_port()));
     let folder = scratch.path().display();
     let paths =
         ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"].map(|name| format!("{name}_temp_path {folder}/{name};"));

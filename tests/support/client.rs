@@ -23,6 +23,14 @@ impl Client {
         Client::from_tcp(TcpStream::connect(address).unwrap())
     }
 
+    /// From an address of this machine, such as any of 127/8.
+    pub fn connect_from(source: &str, address: SocketAddr) -> Client {
+        let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+        socket.bind(&format!("{source}:0").parse::<SocketAddr>().unwrap().into()).unwrap();
+        socket.connect(&address.into()).unwrap();
+        Client::from_tcp(socket.into())
+    }
+
     pub fn from_tcp(stream: TcpStream) -> Client {
         stream.set_nodelay(true).unwrap();
         stream.set_read_timeout(Some(DEADLINE)).unwrap();

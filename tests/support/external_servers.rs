@@ -117,21 +117,23 @@ pub fn nginx_with(listen: &str, settings: &str, fill: impl FnOnce(&Path)) -> Ext
     let root = scratch.path().join("files");
     fs::create_dir(&root).unwrap();
     fill(&root);
-    let home = scratch.path().display().to_string();
-    // nginx does not support port 0. Another process may take the port before nginx starts: then another port.
+    on_free_port("nginx", scratch, |scratch, address| {
+        let home = scratch.path().display().to_string();
+        let config = scratch.write("nginx.conf", nginx_config(&home, address, listen, settings));
+        let mut command = Command::new(program("nginx"));
+        command.args(["-e", "stderr", "-p", &home, "-c"]).arg(config);
+        command
+    })
+}
+
+/// A server that does not support port 0. Another process may take the port before the server starts: then another port.
+pub fn on_free_port(name: &str, scratch: TempDir, command: impl Fn(&TempDir, SocketAddr) -> Command) -> ExternalServer {
     for _ in 0..10 {
         let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-        let config = scratch.write("nginx.conf", nginx_config(&home, address, listen, settings));
-        let log = fs::File::create(scratch.path().join("nginx.log")).unwrap();
-        let mut child = Command::new(program("nginx"))
-            .args(["-e", "stderr", "-p", &home, "-c"])
-            .arg(config)
-            .stdin(Stdio::null())
-            .stderr(log)
-            .spawn()
-            .unwrap();
+        let log = fs::File::create(scratch.path().join("stderr.log")).unwrap();
+        let mut child = command(&scratch, address).stdin(Stdio::null()).stderr(log).spawn().unwrap();
         let mut ended = false;
-        eventually("nginx starts", || {
+        eventually("the server starts", || {
             ended = child.try_wait().unwrap().is_some();
             ended || TcpStream::connect(address).is_ok()
         });
@@ -139,7 +141,7 @@ pub fn nginx_with(listen: &str, settings: &str, fill: impl FnOnce(&Path)) -> Ext
             return ExternalServer { address, child, _scratch: scratch };
         }
     }
-    panic!("nginx does not start: {}", fs::read_to_string(scratch.path().join("nginx.log")).unwrap());
+    panic!("{name} does not start: {}", fs::read_to_string(scratch.path().join("stderr.log")).unwrap());
 }
 
 /// The configuration of nginx, whose files are below `home`.

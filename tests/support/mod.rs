@@ -110,6 +110,13 @@ pub fn forward_to(servers: &[std::net::SocketAddr], settings: &str) -> String {
     )
 }
 
+/// The blocks of a guide in a language.
+pub fn guide_blocks(page: &str, language: &str) -> Vec<String> {
+    let text = std::fs::read_to_string(format!("{}/docs/guides/{page}.md", env!("CARGO_MANIFEST_DIR"))).unwrap();
+    let fence = format!("```{language}\n");
+    text.split(&fence).skip(1).map(|block| block.split("```").next().unwrap().to_owned()).collect()
+}
+
 /// A configuration with one route for everything, to the built-in upstream, and one rule `r` on it.
 pub fn one_rule(rule: &str) -> String {
     format!(
