@@ -170,6 +170,39 @@ fn documents(root: &Path) -> Vec<PathBuf> {
     pages
 }
 
+/// A folder of `examples` is named like its guide, has the guide's first configuration, and no line of its other files that
+/// the guide does not show.
+#[test]
+fn every_example_is_accepted_and_is_that_of_its_guide() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let index = fs::read_to_string(root.join("examples/README.md")).unwrap();
+    let folders = fs::read_dir(root.join("examples")).unwrap().map(|entry| entry.unwrap().path());
+    let mut examples = 0;
+    for folder in folders.filter(|path| path.is_dir()) {
+        let name = folder.file_name().unwrap().to_str().unwrap();
+        assert!(index.contains(&format!("]({name}/gateway.toml)")), "examples/README.md lacks {name}");
+        let guide = fs::read_to_string(root.join(format!("docs/guides/{name}.md"))).unwrap();
+        let (before, rest) = guide.split_once("```toml\n").unwrap();
+        let indent = before.len() - before.trim_end_matches(' ').len();
+        let (block, _) = rest.split_once("```").unwrap();
+        let block: Vec<&str> = block.lines().map(|line| line.get(indent..).unwrap_or("")).collect();
+        let text = fs::read_to_string(folder.join("gateway.toml")).unwrap();
+        assert!(text.contains(block.join("\n").trim_end()), "examples/{name}/gateway.toml differs from its guide");
+        if let Err(problems) = read_with_files(&text, &|file| test_file_for(file, "")) {
+            panic!("{}", render(&problems, &format!("examples/{name}/gateway.toml")));
+        }
+        for entry in fs::read_dir(&folder).unwrap() {
+            let file = entry.unwrap().path();
+            let text = fs::read_to_string(&file).unwrap();
+            if !["gateway.toml", "clients.toml"].contains(&file.file_name().unwrap().to_str().unwrap()) {
+                assert!(guide.contains(&text), "{} differs from its guide", file.display());
+            }
+        }
+        examples += 1;
+    }
+    assert!(examples >= 10, "only {examples} examples");
+}
+
 #[test]
 fn every_snippet_of_the_documentation_is_accepted() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
