@@ -20,17 +20,19 @@ DENY = cargo deny --version >/dev/null 2>&1
 # What `make package` packages. Another binary can be named, and is not built: make package BINARY=target/release/transom
 BINARY = target/dist/transom
 
-.PHONY: help test check docs release package package-test cargo-deb bench model kills kills-shared concurrency replay failover fuzz parts deny advisories
+.PHONY: help test check docs release package package-test dist site cargo-deb mdbook bench model kills kills-shared concurrency replay failover fuzz parts deny advisories
 # Targets build, install and measure, and must not run at the same time.
 .NOTPARALLEL:
 
 help:
 	@echo "make test        run all tests; installs the servers they talk to"
 	@echo "make check       formatting, lints, documentation, licenses of dependencies"
+	@echo "make site        target/site: the documentation as a web site"
 	@echo "make docs        writes the settings into the configuration reference"
 	@echo "make release     target/dist/transom: optimized with a profile of the gateway under load; builds twice"
 	@echo "make package     target/package: a .deb, a tarball and a container image of the release"
 	@echo "make package-test  builds packages; installs the .deb in a Debian of its own, runs the image; needs root"
+	@echo "make dist        target/package: the packages, and the source of this commit, with checksums"
 	@echo "make bench       builds a release; CPU time per request, beside nginx, HAProxy and Envoy; memory; slow clients"
 	@echo "make model       the loom models of the limiter, with wider bounds"
 	@echo "make kills       kills the gateway KILLS times (1000) under load: no client gets more than the limit"
@@ -52,7 +54,23 @@ test: parts
 docs:
 	TRANSOM_WRITE_DOCS=1 cargo test --locked --test integration -- the_configuration_reference
 
-check: deny
+# The documentation as a web site. Its table of contents is docs/README.md. Files lie as in the repository, so that links between
+# them lead to the same pages; mdbook calls README.md index.html, but not in links.
+SITE_SOURCE = target/site-source
+site: mdbook
+	rm -rf $(SITE_SOURCE) target/site
+	mkdir -p $(SITE_SOURCE)/src
+	git ls-files -z '*.md' docs gateway.toml Cargo.toml examples 'deploy/*' 'LICENSE-*' | xargs -0 cp --parents --target-directory $(SITE_SOURCE)/src
+	find $(SITE_SOURCE)/src -name README.md -execdir mv {} index.md \;
+	find $(SITE_SOURCE)/src -name '*.md' -exec sed -i 's/README\.md\([)#]\)/index.md\1/g' {} +
+	printf '# Summary\n\n[Tutorial](index.md)\n[All pages](docs/index.md)\n\n' >$(SITE_SOURCE)/src/SUMMARY.md
+	sed -n -e 's/^## /# /p' -e 's|^- \[\(.*\)\](\.\./\([^)]*\)).*|- [\1](\2)|p' -e 's|^- \[\(.*\)\](\([a-z][^)]*\)).*|- [\1](docs/\2)|p' \
+		$(SITE_SOURCE)/src/docs/index.md >>$(SITE_SOURCE)/src/SUMMARY.md
+	cp docs/book.toml $(SITE_SOURCE)
+	mdbook build --dest-dir $(CURDIR)/target/site $(SITE_SOURCE)
+	python3 tests/external/check_site.py target/site
+
+check: deny site
 	cargo fmt --check --all
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	cargo clippy --locked --no-default-features --lib --bins -- -D warnings
@@ -77,6 +95,10 @@ release:
 
 package: $(if $(filter file,$(origin BINARY)),release) cargo-deb
 	deploy/package/build.sh $(BINARY) target/package
+
+dist: package
+	git archive --format=tar.gz --prefix=transom-source/ --output=target/package/transom-source.tar.gz HEAD
+	cd target/package && sha256sum -- *.deb *.tar.gz *.tar >SHA256SUMS
 
 package-test: cargo-deb
 	cargo build --locked --release --target-dir target
@@ -148,6 +170,9 @@ $(PARTS)/browser/packages: $(PARTS)/browser/installed tests/external/browser/pac
 
 cargo-deb:
 	@cargo deb --version >/dev/null 2>&1 || cargo install --locked cargo-deb
+
+mdbook:
+	@mdbook --version >/dev/null 2>&1 || cargo install --locked mdbook --no-default-features --features search
 
 deny:
 	@$(DENY) || cargo install --locked cargo-deny
