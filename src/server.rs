@@ -18,7 +18,7 @@ use tokio::sync::{oneshot, watch};
 use tokio::task::spawn_local;
 
 use crate::access_log::{LogSender, WriterThread};
-use crate::admin::{self, AcceptState, AdminState, DecisionApi};
+use crate::admin::{self, AcceptState, AdminScope, AdminState, DecisionApi};
 use crate::clock::Clock;
 use crate::config::listen::Admin;
 use crate::config::span_export::Tracing;
@@ -69,6 +69,7 @@ pub struct Gateway {
     https: Vec<SocketAddr>,
     ratelimit_service: Vec<SocketAddr>,
     admin: Option<SocketAddr>,
+    metrics: Vec<SocketAddr>,
     counters: Arc<Counters>,
     snapshot_writer: Option<BackgroundWriter>,
     config: Config,
@@ -138,6 +139,7 @@ impl Gateway {
             https: opened.https,
             ratelimit_service: opened.ratelimit_service,
             admin: None,
+            metrics: Vec::new(),
             listener_config,
             connection_limit: ConnectionLimit::new(&config.listen),
             counters: Arc::clone(&counters),
@@ -176,9 +178,7 @@ impl Gateway {
         gateway.rule_set = Some(Arc::clone(&compiled.rule_set));
         gateway.serve_decisions(&compiled);
         let (queries, query_inboxes) = (0..workers).map(|_| unbounded_channel()).unzip();
-        if let Some(address) = gateway.config.listen.admin {
-            gateway.start_admin(address, queries, &mut inherited)?;
-        }
+        gateway.start_admin(queries, &mut inherited)?;
         if let Some(address) = inherited.unused_address() {
             return Err(StartError::Inherited(address));
         }
@@ -273,6 +273,11 @@ impl Gateway {
 
     pub fn admin(&self) -> Option<SocketAddr> {
         self.admin
+    }
+
+    /// As [`Gateway::http`], for the addresses that serve only metrics.
+    pub fn metrics(&self) -> &[SocketAddr] {
+        &self.metrics
     }
 
     /// The current configuration.
@@ -449,24 +454,49 @@ impl Gateway {
         self.decision_api.send_replace(Some(Arc::new(DecisionApi { compiled: Arc::clone(compiled), metrics })));
     }
 
-    fn start_admin(
+    /// Opens an address of the admin thread, or takes its socket from `inherited`. Returns it with the bound address.
+    fn open_admin(
         &mut self,
         address: SocketAddr,
-        workers: Vec<UnboundedSender<TopKeysQuery>>,
         inherited: &mut InheritedSockets,
-    ) -> Result<(), StartError> {
-        let (registry, counters, clock) = (Arc::clone(&self.registry), Arc::clone(&self.counters), self.clock.clone());
-        let (ready, accept_state) = (self.ready.subscribe(), self.accept_state.subscribe());
-        let (decision_api, upstream_health) = (self.decision_api.subscribe(), self.upstream_health.subscribe());
-        let settings = self.admin_settings.subscribe();
-        let (store, owner) = (self.config.counters.shared.clone(), self.workers);
-        let shared_by_workers = self.shared_by_workers.clone();
+    ) -> Result<(StdListener, SocketAddr), StartError> {
         let failed = |source| StartError::Listen { address, source };
         let socket = inherited.take(address).into_iter().next();
         let listener = socket.map_or_else(|| StdListener::bind(address), Ok).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
         self.sockets.push((address, listener.try_clone().map_err(failed)?));
-        self.admin = Some(listener.local_addr().map_err(failed)?);
+        let bound = listener.local_addr().map_err(failed)?;
+        Ok((listener, bound))
+    }
+
+    /// Serves `listen.admin` and `listen.metrics`, if one of them is configured.
+    fn start_admin(
+        &mut self,
+        workers: Vec<UnboundedSender<TopKeysQuery>>,
+        inherited: &mut InheritedSockets,
+    ) -> Result<(), StartError> {
+        let mut listeners = Vec::new();
+        if let Some(address) = self.config.listen.admin {
+            let (listener, bound) = self.open_admin(address, inherited)?;
+            self.admin = Some(bound);
+            listeners.push((listener, AdminScope::Everything));
+        }
+        for address in self.config.listen.metrics.clone() {
+            let (listener, bound) = self.open_admin(address, inherited)?;
+            self.metrics.push(bound);
+            listeners.push((listener, AdminScope::Metrics));
+        }
+        if listeners.is_empty() {
+            return Ok(());
+        }
+        let (registry, counters, clock) = (Arc::clone(&self.registry), Arc::clone(&self.counters), self.clock.clone());
+        let (ready, accept_state) = (self.ready.subscribe(), self.accept_state.subscribe());
+        let (decision_api, upstream_health) = (self.decision_api.subscribe(), self.upstream_health.subscribe());
+        let settings = self.admin_settings.subscribe();
+        // Only the decision API asks the store.
+        let store = self.config.counters.shared.clone().filter(|_| self.admin.is_some());
+        let owner = self.workers;
+        let shared_by_workers = self.shared_by_workers.clone();
         let (stop, stopped) = oneshot::channel();
         let run = move || async move {
             let meter = || StoreMetrics::new(&registry, owner);
@@ -486,7 +516,7 @@ impl Gateway {
                 top_keys: RefCell::default(),
             };
             tokio::select! {
-                served = admin::serve(listener, Rc::new(admin_state)) => {
+                served = admin::serve(listeners, Rc::new(admin_state)) => {
                     if let Err(error) = served {
                         tracing::error!(%error, "the admin address is no longer served");
                     }

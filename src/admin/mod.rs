@@ -1,4 +1,5 @@
 //! The admin address: `/metrics`, `/upstreams`, `/healthz`, `/readyz`, the busiest keys, and the decision API under `/v1/`.
+//! The addresses of `listen.metrics` serve a part of these pages.
 //!
 //! Runs on its own thread, so that a scrape takes no time from requests. Accepts only IP addresses, `localhost` and configured
 //! names as host, which stops DNS rebinding: a web page whose name resolves to this address could read the responses in a
@@ -58,6 +59,8 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 /// For the head of a request, for a query, and between requests.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
 const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
+/// All that the addresses of `listen.metrics` serve. Nothing of it changes the gateway, or names a key.
+const METRICS_PAGES: [&str; 3] = ["/metrics", "/healthz", "/readyz"];
 /// The pages that [`handle_page`] serves.
 const PAGES: [&str; 4] = ["/metrics", "/upstreams", "/healthz", "/readyz"];
 const QUERY_MAX_BYTES: usize = 64 * 1024;
@@ -70,6 +73,14 @@ pub enum AcceptState {
     Accepting,
     /// Another process has taken over the listener; responses on open connections close them.
     HandedOver,
+}
+
+/// What an address serves.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum AdminScope {
+    Everything,
+    /// `GET /metrics` and the health pages only.
+    Metrics,
 }
 
 /// What the decision API uses under one configuration.
@@ -119,18 +130,26 @@ impl AdminState {
 }
 
 /// Serves the admin pages until the task is dropped.
-pub async fn serve(listener: StdListener, state: Rc<AdminState>) -> std::io::Result<()> {
+pub async fn serve(listeners: Vec<(StdListener, AdminScope)>, state: Rc<AdminState>) -> std::io::Result<()> {
     let mut accept_state = state.accept_state.clone();
     if accept_state.wait_for(|accept_state| *accept_state != AcceptState::NotStarted).await.is_err() {
         return Ok(());
     }
-    let listener = TcpListener::from_std(listener)?;
+    for (listener, scope) in listeners {
+        tokio::task::spawn_local(accept_connections(TcpListener::from_std(listener)?, scope, Rc::clone(&state)));
+    }
+    std::future::pending().await
+}
+
+/// Accepts connections until another process has taken over. Each address has its own limit of connections.
+async fn accept_connections(listener: TcpListener, scope: AdminScope, state: Rc<AdminState>) {
+    let mut accept_state = state.accept_state.clone();
     let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     let mut is_full = false;
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
-            _ = accept_state.wait_for(|accept_state| *accept_state == AcceptState::HandedOver) => break,
+            _ = accept_state.wait_for(|accept_state| *accept_state == AcceptState::HandedOver) => return,
         };
         match accepted {
             Ok((stream, _peer)) => {
@@ -144,7 +163,7 @@ pub async fn serve(listener: StdListener, state: Rc<AdminState>) -> std::io::Res
                 };
                 is_full = false;
                 let state = Rc::clone(&state);
-                let service = service_fn(move |request| handle(Rc::clone(&state), request));
+                let service = service_fn(move |request| handle(Rc::clone(&state), scope, request));
                 let connection = http1::Builder::new()
                     .timer(TokioTimer::new())
                     .header_read_timeout(HEAD_TIMEOUT)
@@ -161,17 +180,21 @@ pub async fn serve(listener: StdListener, state: Rc<AdminState>) -> std::io::Res
             }
         }
     }
-    drop(listener);
-    // Open connections are served until the task is dropped.
-    std::future::pending().await
 }
 
-async fn handle(state: Rc<AdminState>, request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
-    let refusal = check_access(&request, &state.settings.borrow()).err();
+async fn handle(
+    state: Rc<AdminState>,
+    scope: AdminScope,
+    request: Request<Incoming>,
+) -> Result<Response<Full<Bytes>>, Infallible> {
+    let refusal = check_access(&request, scope, &state.settings.borrow()).err();
     if let Some(error) = refusal {
         return Ok(finish_response(&state, responses::decision_error_response(&error)));
     }
     let call = match request.uri().path() {
+        path if scope == AdminScope::Metrics && !METRICS_PAGES.contains(&path) => {
+            return Ok(finish_response(&state, responses::error_response(&RequestError::NoRoute)));
+        }
         "/v1/limit" => ApiCall::Decide(Operation::Limit),
         "/v1/check" => ApiCall::Decide(Operation::Check),
         "/v1/reset" => ApiCall::Decide(Operation::Reset),
@@ -265,13 +288,18 @@ async fn explain(
     })
 }
 
-/// Every request must name a host of the admin address, and a `POST` the token, if there is one.
-fn check_access<B>(request: &Request<B>, settings: &Admin) -> Result<(), DecisionError> {
+/// Every request must name a host of the admin address, and a `POST` the token, if there is one. The pages of
+/// `listen.metrics` have no `POST`.
+fn check_access<B>(request: &Request<B>, scope: AdminScope, settings: &Admin) -> Result<(), DecisionError> {
     if !has_allowed_host(request, &settings.hosts) {
         return Err(DecisionError::UnknownHost);
     }
     match &settings.token {
-        Some(token) if request.method() == Method::POST && !has_token(request.headers(), &token.0) => {
+        Some(token)
+            if scope == AdminScope::Everything
+                && request.method() == Method::POST
+                && !has_token(request.headers(), &token.0) =>
+        {
             Err(DecisionError::Unauthorized)
         }
         _ => Ok(()),

@@ -36,12 +36,21 @@ impl AdminAddress {
     ///
     /// The configuration is invalid, or has no admin address.
     pub fn find(&self, config: &Path) -> Result<String, String> {
+        self.find_by(config, admin_address)
+    }
+
+    /// As [`AdminAddress::find`], of an address that serves `/readyz`.
+    pub fn find_readiness(&self, config: &Path) -> Result<String, String> {
+        self.find_by(config, |config| admin_address(config).or_else(|| metrics_address(config)))
+    }
+
+    fn find_by(&self, config: &Path, address: impl Fn(&Config) -> Option<String>) -> Result<String, String> {
         if let Some(address) = &self.admin {
             return Ok(address.clone());
         }
         let read = read_config(config, &mut FileWatch::default());
         let read = read.map_err(|invalid| invalid.to_string().trim_end().to_owned())?;
-        admin_address(&read).ok_or_else(|| {
+        address(&read).ok_or_else(|| {
             let file = config.display();
             format!("transom: {file} sets no admin address with a port\n  fix: name it with `--admin HOST:PORT`")
         })
@@ -51,7 +60,18 @@ impl AdminAddress {
 /// The address by which this machine reaches the admin address; `None` if the configuration does not tell it: it has none,
 /// or one with port 0.
 pub fn admin_address(config: &Config) -> Option<String> {
-    let mut address: SocketAddr = config.listen.admin.filter(|address| address.port() != 0)?;
+    local_address(config.listen.admin?)
+}
+
+/// As [`admin_address`], of the first address that serves only metrics.
+fn metrics_address(config: &Config) -> Option<String> {
+    config.listen.metrics.iter().find_map(|address| local_address(*address))
+}
+
+fn local_address(mut address: SocketAddr) -> Option<String> {
+    if address.port() == 0 {
+        return None;
+    }
     if address.ip().is_unspecified() {
         address.set_ip(if address.is_ipv4() { Ipv4Addr::LOCALHOST.into() } else { Ipv6Addr::LOCALHOST.into() });
     }

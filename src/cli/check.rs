@@ -167,6 +167,7 @@ fn start_failures(path: &Path, config: &Config) -> Vec<String> {
         .chain(https)
         .chain(service)
         .chain(&listen.admin)
+        .chain(&listen.metrics)
         .filter_map(|address| unusable_address(*address));
     let tls = listen.tls_listeners().filter_map(|https| tls::server_config(https).err());
     let tls = tls.map(|error| format!("TLS cannot be set up: {error}"));

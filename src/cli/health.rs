@@ -31,9 +31,9 @@ pub fn health(path: &Path, options: &Options) -> Exit {
     }
 }
 
-/// Returns the admin address of a gateway that is ready.
+/// Returns the address of a gateway that is ready.
 fn check(path: &Path, options: &Options) -> Result<String, String> {
-    let address = options.address.find(path)?;
+    let address = options.address.find_readiness(path)?;
     let not_ready = |reason: String| format!("transom: the gateway at http://{address} is not ready: {reason}");
     let request =
         Request::get("/readyz").body(Full::new(Bytes::new())).map_err(|error| not_ready(error.to_string()))?;

@@ -214,6 +214,7 @@ impl Supervisor<'_> {
         self.gateway.http().iter().for_each(|address| print(format!("listening on http://{address}")));
         self.gateway.https().iter().for_each(|address| print(format!("listening on https://{address}")));
         self.gateway.admin().iter().for_each(|address| print(format!("admin on http://{address}")));
+        self.gateway.metrics().iter().for_each(|address| print(format!("metrics on http://{address}")));
         let service = &self.gateway.config().listen.ratelimit_service;
         let scheme = if service.as_ref().is_some_and(|service| service.tls().is_some()) { "https" } else { "http" };
         let addresses = self.gateway.ratelimit_service().iter();

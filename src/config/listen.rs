@@ -51,6 +51,11 @@ settings! {
         /// Address of `/metrics`, `/upstreams`, `/healthz`, `/readyz`, `/v1/top` and the [decision
         /// API](../guides/decision-api.md).
         admin: Option<SocketAddr> = Restart(Word { shape: ADDRESS, example: "\"127.0.0.1:9900\"", read: read_address });
+        /// Addresses that serve only `/metrics`, `/healthz` and `/readyz`: who can connect can read the metrics, and can neither
+        /// change counters nor see keys. See [Monitor with Prometheus](../guides/monitoring.md).
+        metrics: Vec<SocketAddr> = Restart(Custom::or_empty(Shape::one_or_list(ADDRESS), |item, report| {
+            addresses("\"127.0.0.1:9901\"", ", or remove `metrics`").read(item, report)
+        }));
         /// Balancers whose connections must begin with a PROXY header (version 1 or 2), see [Trusted
         /// proxies](#trusted-proxies).
         proxy_protocol: Vec<Network> = Words {
@@ -119,8 +124,8 @@ pub enum ForwardedField {
 settings! {
     /// Settings of the admin address.
     pub struct Admin {
-        /// Names that are accepted in `Host` on the admin address, for scrapers that use a name. `*.` at the beginning
-        /// stands for any labels. IP addresses and `localhost` are always accepted. Other names get 421, so that a web page
+        /// Names that are accepted in `Host` on the admin address and on those of `metrics`, for scrapers that use a name.
+        /// `*.` at the beginning stands for any labels. IP addresses and `localhost` are always accepted. Other names get 421, so that a web page
         /// cannot reach the admin address through its own name (DNS rebinding).
         hosts: Vec<String> = Custom::or_empty(Shape::one_or_list("name"), |item, report| {
             read_hosts(item, "the admin address then accepts IP addresses and `localhost`", report)
@@ -225,6 +230,7 @@ impl Listen {
             ("listen.http", self.http == other.http),
             ("listen.https.address", https(self) == https(other)),
             ("listen.admin", self.admin == other.admin),
+            ("listen.metrics", self.metrics == other.metrics),
             ("listen.ratelimit_service", service(self) == service(other)),
         ];
         settings.into_iter().find(|(_, is_same)| !is_same).map(|(name, _)| name)
@@ -277,7 +283,7 @@ fn check_listen(listen: &mut Listen, table: &Table, report: &mut Report) {
 /// A socket that the gateway opens when it starts.
 struct ListenSocket {
     address: SocketAddr,
-    /// Whether `[::]` accepts IPv4 connections too. It does for the admin address, and not for the others.
+    /// Whether `[::]` accepts IPv4 connections too. It does for `admin` and `metrics`, and not for the others.
     accepts_ipv4: bool,
     /// Where the file has the address, for messages.
     position: Option<usize>,
@@ -305,7 +311,8 @@ fn check_overlaps(table: &Table, report: &mut Report) {
         sockets.push(ListenSocket { address: DEFAULT, accepts_ipv4: false, position: None });
     }
     // Listeners with TLS are tables.
-    let items = ["http", "https", "ratelimit_service", "admin"].into_iter().filter_map(|key| table.given(key));
+    let items =
+        ["http", "https", "ratelimit_service", "admin", "metrics"].into_iter().filter_map(|key| table.given(key));
     let items = items.flat_map(|item| {
         let with_tls: Vec<Item> = item.tables().iter().filter_map(|table| table.given("address")).collect();
         with_tls.into_iter().chain([item])
@@ -314,7 +321,7 @@ fn check_overlaps(table: &Table, report: &mut Report) {
     for (key, word) in words {
         let Ok(address) = parse_address(word.text) else { continue };
         let position = Some(word.span.start);
-        let socket = ListenSocket { address, accepts_ipv4: key == "admin", position };
+        let socket = ListenSocket { address, accepts_ipv4: ["admin", "metrics"].contains(&key), position };
         if let Some(other) = sockets.iter().find(|other| socket.overlaps(other)) {
             let (text, other_text) = (quoted(word.text), quoted(&other.address.to_string()));
             let message = match other.address.ip() == address.ip() {

@@ -4,15 +4,16 @@ use std::os::unix::net::UnixDatagram;
 use std::path::Path;
 use std::process::Command;
 
+use crate::support::client::Client;
 use crate::support::external_servers::program;
 use crate::support::process::{BINARY, Process};
-use crate::support::{DEADLINE, TempDir, one_rule};
+use crate::support::{DEADLINE, TempDir, eventually, one_rule};
 
 /// A Python program that opens sockets, writes their ports into the configuration, and executes the gateway, which inherits
 /// the sockets as descriptors 3, 4 and so on.
 const SOCKET_OPENER: &str = r#"
 import os, socket, sys
-sockets = [socket.create_server(("127.0.0.1", 0), backlog=128) for _ in range(2)]
+sockets = [socket.create_server(("127.0.0.1", 0), backlog=128) for _ in range(int(os.environ.get("SOCKETS", "2")))]
 config = sys.argv[-1]
 text = open(config).read()
 for n, s in enumerate(sockets):
@@ -48,6 +49,17 @@ fn inherited_sockets_are_served_by_every_worker() {
     let label = process.http.to_string();
     assert_eq!(process.metrics().sum("transom_connections", &[("listener", &label)]), 20);
     process.admin_get("/readyz").expect(200);
+}
+
+#[test]
+fn the_socket_of_a_metrics_address_is_inherited() {
+    let listen = format!("{LISTEN_BOTH}\nmetrics = \"127.0.0.1:PORT2\"");
+    let process = spawn_with_inherited_sockets(&listen, TempDir::new(), &[("SOCKETS", Path::new("3"))]);
+    eventually("the address is printed", || !process.stdout_lines().is_empty());
+    let address = process.stdout_lines()[0].strip_prefix("metrics on http://").unwrap().to_owned();
+    let text = std::fs::read_to_string(process.config_path()).unwrap();
+    assert!(text.contains(&format!("metrics = \"{address}\"")), "{text}");
+    Client::connect(address.parse().unwrap()).get_with("/readyz", &[("Host", &address)]).expect(200);
 }
 
 #[test]

@@ -5,6 +5,7 @@ use std::io::{Read, Write};
 
 use crate::support::client::{Client, HOST};
 use crate::support::gateway::Gateway;
+use crate::support::metrics_parser::Exposition;
 use crate::support::process::Process;
 use crate::support::upstream::{Upstream, reply};
 use crate::support::{TempDir, eventually, one_rule};
@@ -200,9 +201,52 @@ fn a_post_needs_the_configured_token() {
     limit(&gateway, "Bearer second-0123456789").expect(200);
 }
 
+/// Who may scrape need not be able to use up and reset limits, or to see which keys are refused.
+#[test]
+fn a_metrics_address_serves_metrics_and_health_only() {
+    let folder = TempDir::new();
+    let file = folder.write("token", "0123456789abcdef");
+    let listen = "http = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\nmetrics = [\"127.0.0.1:0\", \"[::1]:0\"]\n";
+    let hosts = format!("[admin]\nhosts = [\"{HOST}\"]\n");
+    for token in [String::new(), format!("token_file = {file:?}\n")] {
+        let upstream = Upstream::always(200);
+        let gateway = Gateway::start(&format!("[listen]\n{listen}{hosts}{token}{}", toml(&upstream)));
+        gateway.get("/api/a").expect(200);
+        assert_eq!(gateway.metrics_addresses().len(), 2);
+        for address in gateway.metrics_addresses() {
+            let request = |method: &str, target: &str, fields: &[(&str, &str)]| {
+                Client::connect(*address).request(method, target, fields, b"{\"rule\": \"r\", \"key\": \"127.0.0.1\"}")
+            };
+            for target in ["/metrics", "/healthz", "/readyz"] {
+                request("GET", target, &[]).expect(200);
+                request("HEAD", target, &[]).expect(200);
+                assert_eq!(request("POST", target, &[]).expect(405).field("allow"), Some("GET, HEAD"));
+                request("GET", target, &[("Host", "evil.example")]).expect(421).problem();
+            }
+            let scraped = Exposition::parse(&request("GET", "/metrics", &[]).text());
+            assert_eq!(scraped.families(), gateway.metrics().families());
+            let all =
+                ["/", "/upstreams", "/v1/top", "/v1/events", "/nowhere", "/metrics/", "//metrics", "/v1/../metrics"];
+            let decisions = ["/v1/limit", "/v1/check", "/v1/value", "/v1/reset", "/v1/explain", "/%761/reset"];
+            for target in all.iter().chain(&decisions) {
+                for method in ["GET", "POST"] {
+                    let fields = [("Authorization", "Bearer 0123456789abcdef")];
+                    request(method, target, &fields).expect(404).problem();
+                    request(method, target, &[]).expect(404);
+                }
+            }
+        }
+        // Nothing was reset or decided: the counters and the decisions of two rules are those of the client's request.
+        let live = gateway.metrics().sum("transom_counters", &[("state", "live")]);
+        assert_eq!((live, gateway.metrics().sum("transom_decisions_total", &[])), (3, 2));
+    }
+}
+
 #[test]
 fn admin_connections_are_limited() {
-    let gateway = Gateway::start(&toml(&Upstream::always(200)));
+    let listen = "http = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\nmetrics = \"127.0.0.1:0\"\n";
+    let hosts = format!("[admin]\nhosts = [\"{HOST}\"]\n");
+    let gateway = Gateway::start(&format!("[listen]\n{listen}{hosts}{}", toml(&Upstream::always(200))));
     let connected = || {
         let mut client = Client::connect(gateway.admin);
         client.get("/healthz").expect(200);
@@ -210,6 +254,8 @@ fn admin_connections_are_limited() {
     };
     let mut clients: Vec<Client> = (0..256).map(|_| connected()).collect();
     Client::connect(gateway.admin).expect_closed();
+    // Each address has its own limit.
+    Client::connect(gateway.metrics_addresses()[0]).get("/healthz").expect(200);
     drop(clients.pop());
     eventually("another connection is accepted", || {
         let mut stream = Client::connect(gateway.admin).stream;

@@ -231,18 +231,22 @@ fn completions_and_manual_page_name_every_command() {
 #[test]
 fn every_address_is_printed_and_served() {
     let scratch = TempDir::new();
-    let text = format!("listen = {{ http = [\"127.0.0.1:0\", \"127.0.0.1:0\"], admin = \"127.0.0.1:0\" }}\n{GOOD}");
+    let text = format!(
+        "listen = {{ http = [\"127.0.0.1:0\", \"127.0.0.1:0\"], admin = \"127.0.0.1:0\", metrics = \"127.0.0.1:0\" }}\n{GOOD}"
+    );
     let file = scratch.write("gateway.toml", text);
     let mut child =
         ProcessGroup::spawn(Command::new(BINARY).arg("run").arg("--config").arg(file).stdout(Stdio::piped()));
     let mut lines = std::io::BufRead::lines(std::io::BufReader::new(child.stdout.take().unwrap()));
-    let printed: Vec<String> = lines.by_ref().take(3).map(Result::unwrap).collect();
+    let printed: Vec<String> = lines.by_ref().take(4).map(Result::unwrap).collect();
     let address = |n: usize, prefix: &str| printed[n].strip_prefix(prefix).unwrap().parse().unwrap();
     for n in [0, 1] {
         crate::support::client::Client::connect(address(n, "listening on http://")).get("/a").expect(200);
     }
-    let admin: std::net::SocketAddr = address(2, "admin on http://");
-    crate::support::client::Client::connect(admin).get_with("/readyz", &[("Host", &admin.to_string())]).expect(200);
+    for (n, prefix) in [(2, "admin on http://"), (3, "metrics on http://")] {
+        let at: std::net::SocketAddr = address(n, prefix);
+        crate::support::client::Client::connect(at).get_with("/readyz", &[("Host", &at.to_string())]).expect(200);
+    }
     crate::support::process::signal(child.id(), "INT");
     assert!(child.wait().unwrap().success());
     assert_eq!(lines.count(), 0);
@@ -264,4 +268,28 @@ fn no_admin_listener_is_opened_by_default() {
     crate::support::process::signal(child.id(), "TERM");
     assert!(child.wait().unwrap().success());
     assert_eq!(lines.count(), 0);
+}
+
+#[test]
+fn metrics_are_served_without_an_admin_address() {
+    let scratch = TempDir::new();
+    let config = |address: &str| format!("[listen]\nhttp = \"127.0.0.1:0\"\nmetrics = \"{address}\"\n{GOOD}");
+    let file = scratch.write("gateway.toml", config("127.0.0.1:0"));
+    let mut command = Command::new(BINARY);
+    let mut child = ProcessGroup::spawn(command.arg("--config").arg(file).stdout(Stdio::piped()));
+    let mut lines = std::io::BufRead::lines(std::io::BufReader::new(child.stdout.take().unwrap()));
+    let printed: Vec<String> = lines.by_ref().take(2).map(Result::unwrap).collect();
+    let address: std::net::SocketAddr = printed[1].strip_prefix("metrics on http://").unwrap().parse().unwrap();
+    let mut client = crate::support::client::Client::connect(address);
+    let host = address.to_string();
+    assert!(client.get_with("/metrics", &[("Host", &host)]).expect(200).text().contains("transom_build_info"));
+    client.get_with("/upstreams", &[("Host", &host)]).expect(404);
+    // A probe finds it in the configuration.
+    let probed = scratch.write("probed.toml", config(&host));
+    let ready = (Some(0), format!("the gateway at http://{address} is ready\n"), String::new());
+    assert_eq!(run(&["health", "--config", probed.to_str().unwrap()]), ready);
+    let taken = run(&["--config", probed.to_str().unwrap()]);
+    assert!(taken.0 == Some(1) && taken.2.contains(&host), "{taken:?}");
+    crate::support::process::signal(child.id(), "TERM");
+    assert!(child.wait().unwrap().success());
 }

@@ -53,6 +53,20 @@ fn the_old_process_finishes_requests_and_the_new_one_accepts() {
     ["true", "false"].iter().for_each(|h2c| assert_old_finishes_and_new_accepts(&format!("[http2]\nh2c = {h2c}\n")));
 }
 
+#[test]
+fn the_metrics_address_is_handed_over() {
+    let listen = "[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\nmetrics = \"127.0.0.1:0\"\n";
+    let chain = UpgradeChain::start(&format!("{listen}{}", one_rule("key = \"ip\"\nwindows = [\"9/hour\"]")));
+    eventually("the address is printed", || !chain.first.stdout_lines().is_empty());
+    let address = chain.first.stdout_lines()[0].strip_prefix("metrics on http://").unwrap().to_owned();
+    let scrape = |client: &mut Client| client.get_with("/metrics", &[("Host", &address)]).expect(200);
+    let mut open = Client::connect(address.parse().unwrap());
+    assert_eq!(scrape(&mut open).field("connection"), None);
+    chain.upgrade();
+    let mut new = Client::connect(address.parse().unwrap());
+    assert!(scrape(&mut new).text().contains("transom_upgrades_total{outcome=\"taken_over\"} 1"));
+}
+
 fn assert_old_finishes_and_new_accepts(settings: &str) {
     let (report, reported) = mpsc::channel();
     let (go, released) = mpsc::channel::<()>();

@@ -62,6 +62,11 @@ impl Gateway {
         self.inner.as_ref().unwrap().ratelimit_service()
     }
 
+    /// The addresses that serve only metrics.
+    pub fn metrics_addresses(&self) -> &[SocketAddr] {
+        self.inner.as_ref().unwrap().metrics()
+    }
+
     pub fn client(&self) -> Client {
         Client::connect(self.http)
     }
