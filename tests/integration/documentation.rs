@@ -166,7 +166,8 @@ fn every_documented_command_line_is_accepted() {
         let text = document(&name);
         let code = text.lines().filter(|line| line.starts_with("    ")).map(str::trim_start);
         for line in code.filter_map(|line| line.strip_prefix("transom ")) {
-            let arguments: Vec<&str> = line.split(" #").next().unwrap().split_whitespace().chain(["--help"]).collect();
+            let command = [" #", " >", " |"].iter().fold(line, |line, end| line.split(end).next().unwrap());
+            let arguments: Vec<&str> = command.split_whitespace().chain(["--help"]).collect();
             // The arguments before `--help` are parsed first.
             let (code, _, err) = run(&arguments);
             assert_eq!(code, Some(0), "{name}: transom {line}: {err}");

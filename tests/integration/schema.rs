@@ -1,7 +1,11 @@
 //! `transom schema`, and `transom check --json`.
+//!
+//! Taplo is the TOML language server of most editors. Its command line checks files as it does in an editor.
 
+use std::collections::BTreeSet;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use serde_json::{Value, json};
 
@@ -56,6 +60,85 @@ fn the_schema_accepts_good_configurations_and_rejects_structural_mistakes() {
         }
     }
     assert!(accepted.is_empty() && rejected > 50, "{rejected} rejected; accepted: {accepted:#?}");
+}
+
+/// Whether Taplo accepts all of the files, and its messages. Without `schema`, each file names its own.
+fn taplo(schema: Option<&Path>, files: &[String]) -> (bool, String) {
+    let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/.parts/clients/bin/taplo");
+    assert!(program.is_file(), "Taplo is missing; `make parts` installs it");
+    let mut command = Command::new(program);
+    command.args(["lint", "--no-auto-config", "--colors", "never"]).env("RUST_LOG", "error");
+    if let Some(schema) = schema {
+        command.arg("--schema").arg(format!("file://{}", schema.display()));
+    }
+    let output = command.args(files).output().unwrap();
+    (output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+/// The TOML of fenced blocks and of values in YAML, each as a file. Blocks of clients files are left out.
+fn embedded_toml(scratch: &TempDir) -> Vec<String> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let folders = ["docs/guides", "docs/reference", "docs/explanation", "deploy/kubernetes"];
+    let pages = folders.iter().flat_map(|folder| fs::read_dir(root.join(folder)).unwrap());
+    let pages = pages.map(|page| page.unwrap().path()).chain([root.join("README.md")]);
+    let mut files = Vec::new();
+    for page in pages.collect::<BTreeSet<PathBuf>>() {
+        let text = fs::read_to_string(&page).unwrap();
+        let is_yaml = page.extension() == Some("yaml".as_ref());
+        let (start, indent) = if is_yaml { ("gateway.toml: |", "    ") } else { ("```toml", "") };
+        let mut lines = text.lines();
+        while lines.by_ref().any(|line| line.trim_start() == start) {
+            let is_inside = |line: &&str| match is_yaml {
+                true => line.is_empty() || line.starts_with(indent),
+                false => !line.trim_start().starts_with("```"),
+            };
+            let block: Vec<&str> = lines.clone().take_while(is_inside).collect();
+            if !block.concat().starts_with("[clients.") {
+                let name = format!("{}-{}.toml", page.file_stem().unwrap().to_str().unwrap(), files.len());
+                files.push(scratch.write(&name, block.join("\n")).display().to_string());
+            }
+        }
+    }
+    files
+}
+
+#[test]
+fn taplo_accepts_every_configuration_of_the_project() {
+    let scratch = TempDir::new();
+    let schema = scratch.write("schema.json", run(&["schema"]).1);
+    let mut files = [toml_files("tests/config/good"), toml_files("deploy/package")].concat();
+    files.retain(|file| !fs::read_to_string(file).unwrap().starts_with("[clients."));
+    let (shipped, embedded) = (files.len(), embedded_toml(&scratch));
+    files.extend(embedded);
+    assert!(shipped > 25 && files.len() >= shipped + 70, "{shipped}, {}", files.len());
+    files.push(format!("{}/gateway.toml", env!("CARGO_MANIFEST_DIR")));
+    let (accepted, messages) = taplo(Some(&schema), &files);
+    assert!(accepted, "{messages}");
+}
+
+#[test]
+fn taplo_rejects_what_a_validator_of_json_schema_rejects() {
+    let scratch = TempDir::new();
+    let schema = scratch.write("schema.json", run(&["schema"]).1);
+    let verdicts = validate(&schema, &toml_files("tests/config/bad"));
+    assert!(verdicts.len() > 100, "{}", verdicts.len());
+    for (file, verdict) in verdicts {
+        let (accepted, messages) = taplo(Some(&schema), std::slice::from_ref(&file));
+        assert_eq!(accepted, verdict == "valid", "{file}: {verdict}: {messages}");
+    }
+}
+
+#[test]
+fn a_configuration_can_name_its_schema() {
+    let scratch = TempDir::new();
+    scratch.write("gateway.schema.json", run(&["schema"]).1);
+    let text = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/gateway.toml")).unwrap();
+    assert!(text.starts_with("#:schema ./gateway.schema.json\n"));
+    for (text, is_good) in [(text.clone(), true), (text.replace("windows", "window"), false)] {
+        let file = scratch.write("gateway.toml", text).display().to_string();
+        let (accepted, messages) = taplo(None, &[file]);
+        assert_eq!(accepted, is_good, "{messages}");
+    }
 }
 
 #[test]
