@@ -22,15 +22,16 @@ use crate::admin::{self, AcceptState, AdminScope, AdminState, DecisionApi};
 use crate::clock::Clock;
 use crate::config::listen::Admin;
 use crate::config::span_export::Tracing;
-use crate::config::{Config, lint};
+use crate::config::{Config, REQUEST_BUCKETS_MAX, lint};
 use crate::downstream::connection_limit::{ConnectionLimit, raise_descriptor_limit};
 use crate::downstream::listener::{InheritedSockets, Listeners, WorkerListener, set_backlog};
 use crate::downstream::listener_context::{Listener, ListenerConfig, ListenerContext};
 use crate::metrics::Registry;
 use crate::metrics::events::{
-    AccessLogMetrics, DecisionMetrics, ExpiryGauges, ListenerMetrics, SnapshotMetrics, SpanMetrics,
+    AccessLogMetrics, AdminMetrics, DecisionMetrics, ExpiryGauges, ListenerMetrics, SnapshotMetrics, SpanMetrics,
 };
 use crate::metrics::redis::StoreMetrics;
+use crate::metrics::storage::REQUEST_BOUNDS_MAX;
 use crate::persistence::background::BackgroundWriter;
 use crate::persistence::counters::Counters;
 use crate::proxy::compiled_config::CompiledConfig;
@@ -54,6 +55,9 @@ const IDLE_DRAIN: Duration = Duration::from_secs(1);
 /// After an upgrade, idle connections are closed this long before the drain limit, or at half of the limit if that is
 /// later: clients may be about to send requests on them.
 const IDLE_CLOSE_MARGIN: Duration = Duration::from_secs(2);
+
+/// The metrics can hold as many buckets as can be configured.
+const _: () = assert!(REQUEST_BUCKETS_MAX <= REQUEST_BOUNDS_MAX);
 
 /// Clock difference that is warned of.
 const CLOCK_OFFSET_MAX_S: u64 = 5;
@@ -129,7 +133,7 @@ impl Gateway {
         }
         let counters = Counters::open(&config.counters, counters, &clock).map_err(StartError::Counters)?;
         let counters = Arc::new(counters);
-        let registry = Arc::new(Registry::default());
+        let registry = Arc::new(Registry::new(&config.metrics.request_buckets));
         raise_descriptor_limit();
         let listener_config = ListenerConfig::new(&config.listen, None).map_err(StartError::Tls)?;
         let opened = Listeners::open(&config.listen, workers, &mut inherited)
@@ -289,7 +293,11 @@ impl Gateway {
     /// configuration.
     pub fn reload(&mut self, config: Config) -> Result<(), ReloadError> {
         let changed_workers = || (config.general.workers != self.config.general.workers).then_some("workers");
+        let changed_buckets = || {
+            (config.metrics.request_buckets != self.config.metrics.request_buckets).then_some("metrics.request_buckets")
+        };
         let changed = config.listen.changed_address(&self.config.listen).or_else(changed_workers);
+        let changed = changed.or_else(changed_buckets);
         if let Some(setting) = changed.or_else(|| config.counters.changed_setting(&self.config.counters)) {
             return Err(ReloadError::NeedsRestart(setting));
         }
@@ -502,6 +510,7 @@ impl Gateway {
             let meter = || StoreMetrics::new(&registry, owner);
             let shared = store.map(|store| SharedCounters::new(&store, shared_by_workers, clock.clone(), meter()));
             shared.iter().for_each(|shared| drop(spawn_local(Rc::clone(shared).run())));
+            let metrics = AdminMetrics::new(&registry, owner);
             let admin_state = AdminState {
                 registry,
                 counters,
@@ -514,6 +523,7 @@ impl Gateway {
                 shared,
                 workers,
                 top_keys: RefCell::default(),
+                metrics,
             };
             tokio::select! {
                 served = admin::serve(listeners, Rc::new(admin_state)) => {

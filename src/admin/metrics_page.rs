@@ -1,6 +1,13 @@
-//! `GET /metrics`: the cells of all workers, and what is read at each scrape.
+//! `GET /metrics`: the cells of all workers, and what is read at each scrape, in the format and coding that the client accepts.
 
-use super::{AcceptState, AdminState};
+use std::io::Write as _;
+
+use flate2::Compression;
+use flate2::write::GzEncoder;
+use http::header::{CONTENT_ENCODING, VARY};
+use http::{HeaderMap, HeaderValue};
+
+use super::{AcceptState, AdminState, accepted};
 use crate::http::responses::{self, LocalResponse};
 use crate::metrics::events::{BUILD_INFO, CLOCK_OFFSET, COUNTERS, DRAINING, NAMES, OVERFLOW, RULE_LIMIT, RULE_WINDOW};
 use crate::metrics::exposition::{Reading, render};
@@ -8,13 +15,30 @@ use crate::metrics::process;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::Rule;
 
-pub fn response(state: &AdminState) -> LocalResponse {
+/// `fields`: those of the request.
+pub fn response(state: &AdminState, fields: &HeaderMap) -> LocalResponse {
     state.registry.remove_unused();
     let mut readings: Vec<Reading> = process::readings().into_iter().chain(readings(state)).collect();
     if let Some(decision_api) = &*state.decision_api.borrow() {
         decision_api.compiled.config.rules.iter().for_each(|rule| add_limits(rule, &mut readings));
     }
-    responses::metrics_response(render(&state.registry, NAMES, &readings))
+    let format = accepted::format(fields);
+    let page = render(&state.registry, NAMES, &readings, format);
+    let compressed = if accepted::gzip(fields) { compress(&page) } else { None };
+    let is_compressed = compressed.is_some();
+    let mut response = responses::metrics_response(compressed.unwrap_or(page.into_bytes()), format.media_type());
+    response.headers_mut().insert(VARY, HeaderValue::from_static("Accept, Accept-Encoding"));
+    if is_compressed {
+        response.headers_mut().insert(CONTENT_ENCODING, HeaderValue::from_static("gzip"));
+    }
+    response
+}
+
+/// Compresses in memory, which does not fail.
+fn compress(page: &str) -> Option<Vec<u8>> {
+    let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
+    encoder.write_all(page.as_bytes()).ok()?;
+    encoder.finish().ok()
 }
 
 /// The values that no worker counts.

@@ -36,7 +36,7 @@ use crate::http::error::DecisionError;
 use crate::http::error::RequestError;
 use crate::http::responses::{self, LocalResponse};
 use crate::metrics::Registry;
-use crate::metrics::events::DecisionMetrics;
+use crate::metrics::events::{AdminMetrics, DecisionMetrics};
 use crate::persistence::counters::Counters;
 use crate::proxy::compiled_config::CompiledConfig;
 use crate::proxy::worker_state::TopKeysQuery;
@@ -44,6 +44,7 @@ use crate::redis_store::shared_counters::SharedCounters;
 use crate::top_keys::TopKeys;
 use crate::upstream::server_health::UpstreamHealth;
 
+mod accepted;
 mod decision_json;
 mod metrics_page;
 mod top_query;
@@ -63,6 +64,22 @@ const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 const METRICS_PAGES: [&str; 3] = ["/metrics", "/healthz", "/readyz"];
 /// The pages that [`handle_page`] serves.
 const PAGES: [&str; 4] = ["/metrics", "/upstreams", "/healthz", "/readyz"];
+/// Paths that are counted by name; all others are counted as `other`.
+const ENDPOINTS: [&str; 12] = [
+    "/",
+    "/metrics",
+    "/upstreams",
+    "/healthz",
+    "/readyz",
+    "/v1/limit",
+    "/v1/check",
+    "/v1/reset",
+    "/v1/value",
+    "/v1/explain",
+    "/v1/top",
+    "/v1/events",
+];
+const OTHER_ENDPOINT: &str = "other";
 const QUERY_MAX_BYTES: usize = 64 * 1024;
 
 /// Whether the admin address accepts connections.
@@ -106,6 +123,7 @@ pub struct AdminState {
     pub workers: Vec<UnboundedSender<TopKeysQuery>>,
     /// The keys of the decision API, and the configuration whose rules they are of.
     pub top_keys: RefCell<Option<(Arc<CompiledConfig>, Rc<TopKeys>)>>,
+    pub metrics: AdminMetrics,
 }
 
 impl AdminState {
@@ -155,6 +173,7 @@ async fn accept_connections(listener: TcpListener, scope: AdminScope, state: Rc<
             Ok((stream, _peer)) => {
                 let permit = Arc::clone(&permits).try_acquire_owned();
                 let Ok(permit) = permit else {
+                    state.metrics.connection_refused();
                     if !is_full {
                         tracing::warn!("the admin address has {CONNECTIONS_MAX} connections; further ones are closed");
                     }
@@ -162,7 +181,7 @@ async fn accept_connections(listener: TcpListener, scope: AdminScope, state: Rc<
                     continue;
                 };
                 is_full = false;
-                let state = Rc::clone(&state);
+                let (state, on_error) = (Rc::clone(&state), Rc::clone(&state));
                 let service = service_fn(move |request| handle(Rc::clone(&state), scope, request));
                 let connection = http1::Builder::new()
                     .timer(TokioTimer::new())
@@ -170,7 +189,9 @@ async fn accept_connections(listener: TcpListener, scope: AdminScope, state: Rc<
                     .serve_connection(TokioIo::new(WriteTimeout::new(stream, WRITE_TIMEOUT)), service);
                 tokio::task::spawn_local(async move {
                     // A peer that closes the connection is no error.
-                    drop(connection.await);
+                    if let Some(code) = connection.await.err().and_then(|error| parser_status(&error)) {
+                        on_error.metrics.responded(OTHER_ENDPOINT, code);
+                    }
                     drop(permit);
                 });
             }
@@ -182,7 +203,30 @@ async fn accept_connections(listener: TcpListener, scope: AdminScope, state: Rc<
     }
 }
 
+/// The status with which hyper has answered a head that it cannot parse.
+fn parser_status(error: &hyper::Error) -> Option<u16> {
+    match () {
+        () if !error.is_parse() || error.is_parse_version_h2() => None,
+        () if !error.is_parse_too_large() => Some(400),
+        () if error.to_string().contains("URI") => Some(414),
+        () => Some(431),
+    }
+}
+
+/// Responds, and counts the response.
 async fn handle(
+    state: Rc<AdminState>,
+    scope: AdminScope,
+    request: Request<Incoming>,
+) -> Result<Response<Full<Bytes>>, Infallible> {
+    let path = request.uri().path();
+    let endpoint = ENDPOINTS.into_iter().find(|endpoint| *endpoint == path).unwrap_or(OTHER_ENDPOINT);
+    let response = respond(Rc::clone(&state), scope, request).await?;
+    state.metrics.responded(endpoint, response.status().as_u16());
+    Ok(response)
+}
+
+async fn respond(
     state: Rc<AdminState>,
     scope: AdminScope,
     request: Request<Incoming>,
@@ -375,7 +419,7 @@ fn handle_page<B>(state: &AdminState, request: &Request<B>) -> LocalResponse {
         return reply;
     }
     match path {
-        "/metrics" => metrics_page::response(state),
+        "/metrics" => metrics_page::response(state, request.headers()),
         "/upstreams" => responses::json_response(format!("{:#}\n", upstreams(state))),
         "/healthz" => responses::text_response("ok\n".to_owned()),
         "/readyz" if state.is_ready() => responses::text_response("ready\n".to_owned()),

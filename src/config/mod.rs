@@ -6,7 +6,9 @@
 //! valid settings that are probably mistakes, and `schema` prints the JSON schema. The module opens no files except the
 //! system's time-zone database and root certificates: callers pass in the contents of all others.
 
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use crate::jwt::token::TokenVerifier;
 use transom_limiter::rule::Rule;
@@ -59,10 +61,10 @@ use listen::{Admin, Listen};
 use path::{ForwardPath, PathReading};
 use route::Route;
 use rule::{RATE_LIMIT_STYLES, RateLimitStyle, RefusalResponse};
-use settings::{Boolean, Choice, Integer, Optional, Required, Restart, Texts, Word};
+use settings::{Boolean, Choice, Custom, DAY_MS, Integer, Kind, Optional, Required, Restart, Shape, Texts, Time, Word};
 use sources::Sources;
 use span_export::Tracing;
-use toml_reader::{SpannedStr, SpannedString};
+use toml_reader::{Item, SpannedStr, SpannedString};
 use upstream::Upstream;
 
 /// All settings of `gateway.toml` and of the clients file.
@@ -174,7 +176,45 @@ settings! {
     pub struct MetricsSettings {
         /// Count the requests of each client of `[clients]`, by its name and plan: `transom_client_requests_total`.
         clients: bool = Boolean(false);
+        /// Upper bounds of the buckets of `transom_request_duration_seconds`, ascending. An SLO of 300 ms needs the bucket
+        /// `"300ms"`.
+        request_buckets: Vec<Duration> = Restart(Custom {
+            default: REQUEST_BUCKETS_MS.map(Duration::from_millis).to_vec(),
+            default_text: Some(REQUEST_BUCKETS_EXAMPLE),
+            shape: Shape::OneOrList(Box::new(Shape::Duration(REQUEST_BUCKET))),
+            read: read_request_buckets,
+        });
     }
+}
+
+/// Most buckets of `request_buckets`.
+pub const REQUEST_BUCKETS_MAX: usize = 20;
+const REQUEST_BUCKETS_MS: [u64; 11] = [5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000];
+const REQUEST_BUCKETS_EXAMPLE: &str =
+    "[\"5ms\", \"10ms\", \"25ms\", \"50ms\", \"100ms\", \"250ms\", \"500ms\", \"1s\", \"2500ms\", \"5s\", \"10s\"]";
+/// In milliseconds.
+const REQUEST_BUCKET: RangeInclusive<u64> = 1..=DAY_MS;
+
+fn read_request_buckets(item: &Item, report: &mut Report) -> Option<Vec<Duration>> {
+    let items = item.one_or_all();
+    if !(1..=REQUEST_BUCKETS_MAX).contains(&items.len()) {
+        let message = match items.len() {
+            0 => format!("`{}` is an empty list", item.key),
+            number => format!("`{}` has {number} buckets", item.key),
+        };
+        let fix = format!("write 1 to {REQUEST_BUCKETS_MAX} buckets, or remove it: there is a default");
+        return report.reject(item.span.clone(), message, fix);
+    }
+    let mut buckets: Vec<Duration> = Vec::new();
+    for item in &items {
+        let Some(bucket) = Time(Duration::from_millis(300), REQUEST_BUCKET).read(item, report) else { continue };
+        if buckets.last().is_some_and(|former| *former >= bucket) {
+            let message = format!("`{}` is not above the bound before it", report.source(item.span.clone()));
+            report.problem(item.span.clone(), message, "write the bounds in ascending order, each once");
+        }
+        buckets.push(bucket);
+    }
+    Some(buckets)
 }
 
 const ACCESS_LOG_FIX: &str = "write `file = \"stdout\"`, or the path of a file";

@@ -25,7 +25,6 @@ use transom_limiter::window_kind::{AcquireRequest, Usage};
 const PROBLEM_JSON: HeaderValue = HeaderValue::from_static("application/problem+json");
 const JSON: HeaderValue = HeaderValue::from_static("application/json");
 const TEXT: HeaderValue = HeaderValue::from_static("text/plain; charset=utf-8");
-const METRICS: HeaderValue = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
 /// The usual methods. Routes accept every method other than CONNECT and TRACE.
 const ALLOW: HeaderValue = HeaderValue::from_static("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS");
 const INVALID_TOKEN: &str = "Bearer error=\"invalid_token\"";
@@ -428,8 +427,8 @@ pub fn text_response(body: String) -> LocalResponse {
 }
 
 /// A page in the text format of Prometheus, version 0.0.4.
-pub fn metrics_response(page: String) -> LocalResponse {
-    response(StatusCode::OK, METRICS, page)
+pub fn metrics_response(page: Vec<u8>, media_type: &'static str) -> LocalResponse {
+    response(StatusCode::OK, HeaderValue::from_static(media_type), page)
 }
 
 /// The response to a request that is no gRPC call.

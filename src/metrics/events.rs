@@ -2,6 +2,8 @@
 //!
 //! A worker makes its metric objects when it takes over a configuration; counting then needs no look-up.
 
+use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -96,6 +98,8 @@ pub static CLOCK_OFFSET: Metric = gauge("transom_clock_offset_seconds", "Gateway
 static SNAPSHOTS: Metric = counter("transom_counters_snapshots_total", "Snapshots of the counters, by outcome.");
 static SNAPSHOT_TIME: Metric =
     gauge("transom_counters_snapshot_timestamp_seconds", "Time of the latest counter snapshot, Unix time in seconds.");
+static ADMIN_REQUESTS: Metric =
+    counter("transom_admin_requests_total", "Responses of the admin address and the metrics addresses, by page.");
 static REQUEST_ERRORS: Metric =
     counter("transom_request_errors_total", "Failed requests by error, including malformed ones.");
 pub static BUILD_INFO: Metric = gauge("transom_build_info", "The running version; the value is 1.");
@@ -159,6 +163,7 @@ pub static NAMES: &[&Metric] = &[
     &ACCESS_LOG_LOST,
     &SPANS,
     &REQUEST_ERRORS,
+    &ADMIN_REQUESTS,
     &BUILD_INFO,
     &process::CPU,
     &process::RESIDENT_MEMORY,
@@ -182,8 +187,7 @@ impl RouteMetrics {
     }
 
     pub fn request_ended(&self, code: u16, took: Duration) {
-        self.0.codes.count(code);
-        self.0.duration.record(took);
+        self.0.request_ended(code, took);
     }
 
     /// `rule` is the position in the route's list.
@@ -276,6 +280,10 @@ impl DecisionMetrics {
 pub struct RatelimitServiceMetrics {
     ok: Arc<MetricCell>,
     over_limit: Arc<MetricCell>,
+    health: Arc<MetricCell>,
+    reflection: Arc<MetricCell>,
+    /// Requests that are no gRPC calls.
+    not_grpc: Arc<MetricCell>,
     /// By gRPC status.
     failed: Vec<(u8, Arc<MetricCell>)>,
     /// Descriptors that no rule answers to.
@@ -292,6 +300,9 @@ impl RatelimitServiceMetrics {
         RatelimitServiceMetrics {
             ok: call("ok"),
             over_limit: call("over_limit"),
+            health: call("health"),
+            reflection: call("reflection"),
+            not_grpc: call("not_grpc"),
             failed: statuses.iter().map(|(code, name)| (*code, call(name))).collect(),
             unmatched: descriptor("unmatched"),
             ignored: descriptor("ignored"),
@@ -300,6 +311,18 @@ impl RatelimitServiceMetrics {
 
     pub fn answered(&self, is_over_limit: bool) {
         if is_over_limit { self.over_limit.add(1) } else { self.ok.add(1) }
+    }
+
+    pub fn health_told(&self) {
+        self.health.add(1);
+    }
+
+    pub fn reflected(&self) {
+        self.reflection.add(1);
+    }
+
+    pub fn not_grpc(&self) {
+        self.not_grpc.add(1);
     }
 
     pub fn failed(&self, code: u8) {
@@ -726,6 +749,40 @@ impl DroppedSpans {
 
     pub fn add(&self, spans: usize) {
         self.0.add(spans as u64);
+    }
+}
+
+/// Responses of the admin address and the metrics addresses.
+#[derive(Debug)]
+pub struct AdminMetrics {
+    registry: Arc<Registry>,
+    owner: WorkerId,
+    responses: RefCell<BTreeMap<(&'static str, u16), Arc<MetricCell>>>,
+    refused: Arc<MetricCell>,
+}
+
+impl AdminMetrics {
+    pub fn new(registry: &Arc<Registry>, owner: WorkerId) -> AdminMetrics {
+        AdminMetrics {
+            registry: Arc::clone(registry),
+            owner,
+            responses: RefCell::default(),
+            refused: registry.cell(&CONNECTIONS_REFUSED, owner, &[("reason", "max_admin_connections")]),
+        }
+    }
+
+    /// `endpoint` must not come from the request.
+    pub fn responded(&self, endpoint: &'static str, code: u16) {
+        let mut responses = self.responses.borrow_mut();
+        let cell = responses.entry((endpoint, code)).or_insert_with(|| {
+            let labels = [("endpoint", endpoint), ("code", &*code.to_string())];
+            self.registry.cell(&ADMIN_REQUESTS, self.owner, &labels)
+        });
+        cell.add(1);
+    }
+
+    pub fn connection_refused(&self) {
+        self.refused.add(1);
     }
 }
 

@@ -1,16 +1,35 @@
-//! Renders all series, summed over the workers, in the Prometheus text format.
+//! Renders all series, summed over the workers, in the Prometheus text format 0.0.4 or in OpenMetrics 1.0.
+//!
+//! The formats differ in the names of counters, in units and in the last line. Bounds of buckets are written alike, so that a
+//! series does not depend on the format of the scrape.
 
 use std::collections::BTreeMap;
+use std::fmt::{Display, Write as _};
 use std::sync::{Mutex, PoisonError};
 
-use indexmap::IndexMap;
-use metrics::{Key, Label};
-use metrics_exporter_prometheus::LabelSet;
-use metrics_exporter_prometheus::formatting::{write_help_line, write_metric_line, write_type_line};
+use metrics::Label;
 
 use super::events::{DECISIONS, OUTCOMES, REQUEST_DURATION, REQUESTS};
 use super::storage::{BOUNDS_US, HistogramSum};
 use super::{Metric, MetricKind, Registry, Series};
+
+/// A text format of metrics.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Format {
+    /// Prometheus text format, version 0.0.4.
+    Prometheus,
+    /// OpenMetrics, version 1.0.0.
+    OpenMetrics,
+}
+
+impl Format {
+    pub fn media_type(self) -> &'static str {
+        match self {
+            Format::Prometheus => "text/plain; version=0.0.4; charset=utf-8",
+            Format::OpenMetrics => "application/openmetrics-text; version=1.0.0; charset=utf-8",
+        }
+    }
+}
 
 /// A value that is read when the metrics are rendered.
 pub struct Reading {
@@ -26,32 +45,36 @@ impl Reading {
     }
 }
 
+/// Units of metrics, at the end of their names.
+const UNITS: [&str; 2] = ["seconds", "bytes"];
+
 type Sums<T> = BTreeMap<&'static str, BTreeMap<Vec<Label>, T>>;
 
 /// Renders those of `names` that have a series, in their order.
-pub fn render(registry: &Registry, names: &[&'static Metric], readings: &[Reading]) -> String {
+pub fn render(registry: &Registry, names: &[&'static Metric], readings: &[Reading], format: Format) -> String {
     let mut counts = sum(&registry.cells, |total: &mut u64, cell| *total = total.wrapping_add(cell.get()));
     let mut histograms = sum(&registry.histograms, |total: &mut HistogramSum, histogram| histogram.add_to(total));
     add_routes(registry, &mut counts, &mut histograms);
-    let mut text = String::new();
+    let mut page = Page { text: String::new(), format };
     for name in names {
-        let kind = match name.kind {
-            MetricKind::Counter => "counter",
-            MetricKind::Gauge => "gauge",
-            MetricKind::Histogram => {
-                write_histograms(&mut text, name, histograms.remove(name.name));
-                continue;
-            }
-        };
+        if name.kind == MetricKind::Histogram {
+            let is_configured = name.name == REQUEST_DURATION.name;
+            let bounds_us = if is_configured { &*registry.request_bounds_us } else { &BOUNDS_US };
+            page.write_histograms(name, bounds_us, histograms.remove(name.name).unwrap_or_default());
+            continue;
+        }
         let counts = counts.remove(name.name).unwrap_or_default().into_iter().map(|(labels, value)| match name.kind {
             MetricKind::Gauge => (labels, value as i64 as f64),
             _ => (labels, value as f64),
         });
         let read = readings.iter().filter(|reading| reading.name.name == name.name);
         let read = read.map(|reading| (reading.labels.clone(), reading.value));
-        write_values(&mut text, name, kind, counts.chain(read));
+        page.write_values(name, counts.chain(read));
     }
-    text
+    if format == Format::OpenMetrics {
+        page.text.push_str("# EOF\n");
+    }
+    page.text
 }
 
 fn sum<T, S: Default>(series: &Mutex<Series<T>>, add: impl Fn(&mut S, &T)) -> Sums<S> {
@@ -84,46 +107,104 @@ fn add_routes(registry: &Registry, counts: &mut Sums<u64>, histograms: &mut Sums
                 }
             }
             let durations = histograms.entry(REQUEST_DURATION.name).or_default();
-            cells.duration.add_to(durations.entry(label(&[])).or_default());
+            cells.add_buckets_to(durations.entry(label(&[])).or_default());
         }
     }
 }
 
-fn label_set(labels: Vec<Label>) -> LabelSet {
-    LabelSet::from_key_and_global(&Key::from_parts("", labels), &IndexMap::new())
+/// A page that is being written.
+struct Page {
+    text: String,
+    format: Format,
 }
 
-fn write_head(text: &mut String, name: &Metric, kind: &str) {
-    write_help_line(text, name.name, None, None, name.help);
-    write_type_line(text, name.name, None, None, kind);
-}
-
-fn write_values(text: &mut String, name: &Metric, kind: &str, series: impl Iterator<Item = (Vec<Label>, f64)>) {
-    let mut series = series.peekable();
-    if series.peek().is_some() {
-        write_head(text, name, kind);
-    }
-    for (labels, value) in series {
-        write_metric_line::<&str, f64>(text, name.name, None, &label_set(labels), None, value, None);
-    }
-}
-
-fn write_histograms(text: &mut String, name: &Metric, series: Option<BTreeMap<Vec<Label>, HistogramSum>>) {
-    let Some(series) = series else { return };
-    write_head(text, name, "histogram");
-    for (labels, sum) in series {
-        let labels = label_set(labels);
-        let mut count = 0;
-        for (bound_us, n) in BOUNDS_US.iter().zip(&sum.buckets) {
-            count += n;
-            let le = *bound_us as f64 / 1e6;
-            write_metric_line(text, name.name, Some("bucket"), &labels, Some(("le", le)), count, None);
+impl Page {
+    /// The lines before the first sample of a metric.
+    fn write_head(&mut self, name: &Metric) {
+        let kind = match name.kind {
+            MetricKind::Counter => "counter",
+            MetricKind::Gauge => "gauge",
+            MetricKind::Histogram => "histogram",
+        };
+        // In OpenMetrics `_total` belongs to the sample.
+        let family = match self.format {
+            Format::Prometheus => name.name,
+            Format::OpenMetrics => name.name.strip_suffix("_total").unwrap_or(name.name),
+        };
+        self.write_line(format_args!("# HELP {family} {}", name.help));
+        self.write_line(format_args!("# TYPE {family} {kind}"));
+        let unit = UNITS.iter().find(|unit| family.strip_suffix(**unit).is_some_and(|rest| rest.ends_with('_')));
+        if let (Some(unit), Format::OpenMetrics) = (unit, self.format) {
+            self.write_line(format_args!("# UNIT {family} {unit}"));
         }
-        count += sum.buckets[BOUNDS_US.len()];
-        write_metric_line(text, name.name, Some("bucket"), &labels, Some(("le", "+Inf")), count, None);
-        let seconds = sum.sum_ns as f64 / 1e9;
-        write_metric_line::<&str, f64>(text, name.name, Some("sum"), &labels, None, seconds, None);
-        write_metric_line::<&str, u64>(text, name.name, Some("count"), &labels, None, count, None);
+    }
+
+    fn write_values(&mut self, name: &Metric, series: impl Iterator<Item = (Vec<Label>, f64)>) {
+        let mut series = series.peekable();
+        if series.peek().is_some() {
+            self.write_head(name);
+        }
+        for (labels, value) in series {
+            self.write_sample(name.name, "", &labels, None, value);
+        }
+    }
+
+    fn write_histograms(&mut self, name: &Metric, bounds_us: &[u64], series: BTreeMap<Vec<Label>, HistogramSum>) {
+        if !series.is_empty() {
+            self.write_head(name);
+        }
+        for (labels, sum) in series {
+            let mut count = 0;
+            for (bound_us, n) in bounds_us.iter().zip(&sum.buckets) {
+                count += n;
+                self.write_sample(name.name, "_bucket", &labels, Some(&bound_text(*bound_us)), count);
+            }
+            count += sum.buckets[bounds_us.len()];
+            self.write_sample(name.name, "_bucket", &labels, Some("+Inf"), count);
+            self.write_sample(name.name, "_sum", &labels, None, sum.sum_ns as f64 / 1e9);
+            self.write_sample(name.name, "_count", &labels, None, count);
+        }
+    }
+
+    /// `le` is the bound of a bucket.
+    fn write_sample(&mut self, name: &str, suffix: &str, labels: &[Label], le: Option<&str>, value: impl Display) {
+        self.text.push_str(name);
+        self.text.push_str(suffix);
+        let labels = labels.iter().map(|label| (label.key(), label.value())).chain(le.map(|bound| ("le", bound)));
+        let mut separator = '{';
+        for (key, value) in labels {
+            self.text.push(separator);
+            separator = ',';
+            self.text.push_str(key);
+            self.text.push_str("=\"");
+            for sign in value.chars() {
+                match sign {
+                    '\\' => self.text.push_str("\\\\"),
+                    '"' => self.text.push_str("\\\""),
+                    '\n' => self.text.push_str("\\n"),
+                    _ => self.text.push(sign),
+                }
+            }
+            self.text.push('"');
+        }
+        if separator == ',' {
+            self.text.push('}');
+        }
+        self.write_line(format_args!(" {value}"));
+    }
+
+    fn write_line(&mut self, line: std::fmt::Arguments<'_>) {
+        // A `String` never fails.
+        let _ = writeln!(self.text, "{line}");
+    }
+}
+
+/// A bound in seconds as OpenMetrics writes it: with a point, or with an exponent of two digits.
+fn bound_text(bound_us: u64) -> String {
+    let bound = bound_us as f64 / 1e6;
+    match format!("{bound:e}").split_once("e-") {
+        Some((digits, exponent)) if bound < 1e-4 => format!("{digits}e-{exponent:0>2}"),
+        _ => format!("{bound:?}"),
     }
 }
 
@@ -145,13 +226,46 @@ mod tests {
         registry.histogram(&TOOK, 0, &[]).record(Duration::from_micros(3));
         let live = |state, value| Reading::new(&LIVE, &[("state", state)], value);
         let readings = [live("below", -7.0), live("up", 7.5)];
-        let text = render(&registry, &[&HITS, &TOOK, &LIVE], &readings);
+        let text = render(&registry, &[&HITS, &TOOK, &LIVE], &readings, Format::Prometheus);
         assert!(text.starts_with("# HELP hits_total Hits.\n# TYPE hits_total counter\n"), "{text}");
         assert!(text.contains("hits_total{route=\"a\\\"b\\\\{c}\"} 6\n"), "{text}");
-        assert!(text.contains("took_seconds_bucket{le=\"0.000002\"} 0\n"), "{text}");
-        assert!(text.contains("took_seconds_bucket{le=\"0.000005\"} 1\n"), "{text}");
+        assert!(text.contains("took_seconds_bucket{le=\"2e-06\"} 0\n"), "{text}");
+        assert!(text.contains("took_seconds_bucket{le=\"5e-06\"} 1\n"), "{text}");
         assert!(text.contains("took_seconds_bucket{le=\"+Inf\"} 1\n"), "{text}");
         assert!(text.contains("took_seconds_sum 0.000003\ntook_seconds_count 1\n"), "{text}");
         assert!(text.ends_with("live{state=\"below\"} -7\nlive{state=\"up\"} 7.5\n"), "{text}");
+    }
+
+    #[test]
+    fn openmetrics_names_units_and_ends() {
+        let registry = Registry::new(&[Duration::from_millis(5), Duration::from_secs(1)]);
+        registry.cell(&HITS, 0, &[("route", "a\nb\\\\\"")]).add(2);
+        registry.histogram(&TOOK, 0, &[]).record(Duration::from_micros(3));
+        registry.route(0, "r", &[]).request_ended(200, Duration::from_millis(7));
+        let text = render(&registry, &[&HITS, &TOOK, &REQUEST_DURATION, &LIVE], &[], Format::OpenMetrics);
+        let hits = "# HELP hits Hits.\n# TYPE hits counter\nhits_total{route=\"a\\nb\\\\\\\\\\\"\"} 2\n";
+        assert!(text.starts_with(hits), "{text}");
+        assert!(text.contains("# TYPE took_seconds histogram\n# UNIT took_seconds seconds\n"), "{text}");
+        let buckets = "_bucket{route=\"r\",le=\"0.005\"} 0\n\
+             transom_request_duration_seconds_bucket{route=\"r\",le=\"1.0\"} 1\n\
+             transom_request_duration_seconds_bucket{route=\"r\",le=\"+Inf\"} 1\n\
+             transom_request_duration_seconds_sum{route=\"r\"} 0.007\n";
+        assert!(text.contains(buckets), "{text}");
+        assert!(text.ends_with("\n# EOF\n") && !text.contains("live"), "{text}");
+    }
+
+    /// OpenMetrics also escapes quotation marks in help texts, the other format does not.
+    #[test]
+    fn help_texts_need_no_escapes() {
+        for metric in crate::metrics::events::NAMES {
+            assert!(!metric.help.contains(['\\', '"', '\n']), "{metric:?}");
+            assert_eq!(metric.kind == MetricKind::Counter, metric.name.ends_with("_total"), "{metric:?}");
+        }
+    }
+
+    #[test]
+    fn bounds_are_canonical() {
+        let texts: Vec<String> = [1, 25, 99, 100, 2_500, 1_000_000, 30_000_000, 3_600_000_000].map(bound_text).into();
+        assert_eq!(texts, ["1e-06", "2.5e-05", "9.9e-05", "0.0001", "0.0025", "1.0", "30.0", "3600.0"]);
     }
 }

@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use metrics::Label;
 
@@ -16,7 +17,7 @@ pub mod redis;
 pub mod storage;
 pub mod upstream;
 
-use storage::{Histogram, MetricCell, RouteCells};
+use storage::{Histogram, MetricCell, REQUEST_BOUNDS_MAX, RouteCells};
 
 /// Definition of a metric.
 #[derive(Debug)]
@@ -56,12 +57,21 @@ pub const fn histogram(name: &'static str, help: &'static str) -> Metric {
 /// All metric cells of all workers.
 #[derive(Debug, Default)]
 pub struct Registry {
+    /// Upper bounds of the buckets of request durations, in microseconds.
+    request_bounds_us: Arc<[u64]>,
     cells: Mutex<Series<MetricCell>>,
     histograms: Mutex<Series<Histogram>>,
     routes: Mutex<BTreeMap<RouteKey, BTreeMap<WorkerId, Arc<RouteCells>>>>,
 }
 
 impl Registry {
+    /// `request_buckets`: upper bounds of the buckets of request durations, ascending. Only the first
+    /// [`REQUEST_BOUNDS_MAX`] are used.
+    pub fn new(request_buckets: &[Duration]) -> Registry {
+        let bounds_us = request_buckets.iter().map(|bound| bound.as_micros() as u64);
+        Registry { request_bounds_us: bounds_us.take(REQUEST_BOUNDS_MAX).collect(), ..Registry::default() }
+    }
+
     /// The worker's cell of a series, created on first use. Not for the request path: it takes a lock and compares labels.
     pub fn cell(&self, name: &Metric, worker: WorkerId, labels: &[(&'static str, &str)]) -> Arc<MetricCell> {
         series_entry(&self.cells, name, worker, labels)
@@ -88,7 +98,7 @@ impl Registry {
         let key = (route.to_owned(), rules.iter().map(|rule| (*rule).to_owned()).collect());
         let mut routes = self.routes.lock().unwrap_or_else(PoisonError::into_inner);
         let cells = routes.entry(key).or_default().entry(worker);
-        Arc::clone(cells.or_insert_with(|| Arc::new(RouteCells::new(rules.len()))))
+        Arc::clone(cells.or_insert_with(|| Arc::new(RouteCells::new(rules.len(), &self.request_bounds_us))))
     }
 }
 

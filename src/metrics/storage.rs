@@ -2,18 +2,22 @@
 //!
 //! Every worker has its own cells, so counting is an uncontended load and store. A scrape sums the cells of all workers.
 
+use std::array;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use smallvec::SmallVec;
 
-/// Upper bounds of the buckets of every histogram, in microseconds: from a local decision to a slow upstream, mostly in steps
+/// Upper bounds of the buckets of a [`Histogram`], in microseconds: from a local decision to a slow upstream, mostly in steps
 /// of 2 to 2.5.
 pub const BOUNDS_US: [u64; 20] = [
     1, 2, 5, 10, 25, 50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 1_000_000,
     5_000_000, 30_000_000,
 ];
+
+/// Most bounds of `RouteCells::buckets`.
+pub const REQUEST_BOUNDS_MAX: usize = BOUNDS_US.len();
 
 /// A counter or gauge. Written by one thread.
 #[derive(Debug, Default)]
@@ -67,9 +71,7 @@ pub struct Histogram {
 
 impl Histogram {
     pub fn record(&self, duration: Duration) {
-        let us = duration.as_secs() * 1_000_000 + u64::from(duration.subsec_micros());
-        let bucket = BOUNDS_US.iter().position(|bound| us < *bound).unwrap_or(BOUNDS_US.len());
-        self.buckets[bucket].add(1);
+        self.buckets[bucket_of(&BOUNDS_US, duration)].add(1);
         self.sum_ns.add(duration.as_secs() * 1_000_000_000 + u64::from(duration.subsec_nanos()));
     }
 
@@ -82,7 +84,13 @@ impl Histogram {
     }
 }
 
-/// The sum of several workers' histograms.
+/// The bucket of a duration: the first whose bound exceeds it, or the one behind the last bound.
+fn bucket_of(bounds_us: &[u64], duration: Duration) -> usize {
+    let us = duration.as_secs() * 1_000_000 + u64::from(duration.subsec_micros());
+    bounds_us.iter().position(|bound| us < *bound).unwrap_or(bounds_us.len())
+}
+
+/// The sum of several workers' histograms. The counts of a histogram with fewer bounds are the first ones.
 #[derive(Clone, Debug, Default)]
 pub struct HistogramSum {
     pub buckets: [u64; BOUNDS_US.len() + 1],
@@ -126,18 +134,38 @@ impl StatusCounts {
 #[repr(C, align(64))]
 pub struct RouteCells {
     pub duration: Histogram,
+    /// The same durations by the configured bounds.
+    buckets: [MetricCell; REQUEST_BOUNDS_MAX + 1],
+    bounds_us: Arc<[u64]>,
     /// By rule of the route: admitted, refused, delayed, shadowed, exempt.
     pub outcomes: SmallVec<[[MetricCell; 5]; 2]>,
     pub codes: StatusCounts,
 }
 
 impl RouteCells {
-    pub fn new(rules: usize) -> RouteCells {
+    /// `bounds_us`: at most [`REQUEST_BOUNDS_MAX`], ascending.
+    pub fn new(rules: usize, bounds_us: &Arc<[u64]>) -> RouteCells {
         RouteCells {
             codes: StatusCounts::default(),
             duration: Histogram::default(),
+            buckets: array::from_fn(|_| MetricCell::default()),
+            bounds_us: Arc::clone(bounds_us),
             outcomes: (0..rules).map(|_| Default::default()).collect(),
         }
+    }
+
+    pub fn request_ended(&self, code: u16, took: Duration) {
+        self.codes.count(code);
+        self.duration.record(took);
+        self.buckets[bucket_of(&self.bounds_us, took)].add(1);
+    }
+
+    /// Adds the durations by the configured bounds to a sum over workers.
+    pub fn add_buckets_to(&self, sum: &mut HistogramSum) {
+        for (total, bucket) in sum.buckets.iter_mut().zip(&self.buckets) {
+            *total += bucket.get();
+        }
+        sum.sum_ns += self.duration.sum_ns.get();
     }
 }
 
@@ -158,6 +186,18 @@ mod tests {
         assert_eq!((sum.buckets[0], sum.buckets[2], sum.buckets[9], sum.buckets[10]), (2, 2, 2, 2));
         assert_eq!(sum.buckets[BOUNDS_US.len()], 2);
         assert_eq!(sum.sum_ns, 2 * 60_002_002_000);
+    }
+
+    #[test]
+    fn durations_of_requests_are_counted_by_the_configured_bounds() {
+        let bounds_us: Arc<[u64]> = Arc::new([5_000, 10_000]);
+        let cells = RouteCells::new(0, &bounds_us);
+        for us in [0, 4_999, 5_000, 9_999, 10_000, 60_000_000] {
+            cells.request_ended(200, Duration::from_micros(us));
+        }
+        let mut sum = HistogramSum::default();
+        cells.add_buckets_to(&mut sum);
+        assert_eq!((&sum.buckets[..4], sum.sum_ns), (&[2, 2, 2, 0][..], 60_029_998_000));
     }
 
     #[test]

@@ -434,7 +434,7 @@ mod tests {
     use crate::config;
     use crate::metrics::Registry;
     use crate::metrics::events::{ConcurrencyGauge, NAMES};
-    use crate::metrics::exposition::render;
+    use crate::metrics::exposition::{Format, render};
     use crate::proxy::held_slots::HeldSlots;
     use crate::proxy::worker_config::RecordOutputs;
     use crate::redis_store::shared_counters::SharedByWorkers;
@@ -475,7 +475,7 @@ mod tests {
         #[track_caller]
         fn assert_in_flight(&self, requests: u64) {
             assert_eq!(self.table.in_use(KEY), requests);
-            let metrics = render(&self.registry, NAMES, &[]);
+            let metrics = render(&self.registry, NAMES, &[], Format::Prometheus);
             assert!(metrics.contains(&format!("transom_concurrent_requests{{rule=\"r\"}} {requests}\n")), "{metrics}");
         }
     }
@@ -548,7 +548,7 @@ mod tests {
             panics()
         });
         assert_eq!(request.take_ready().unwrap().status().as_u16(), 500);
-        let metrics = render(&registry, NAMES, &[]);
+        let metrics = render(&registry, NAMES, &[], Format::Prometheus);
         for series in [
             "transom_requests_total{route=\"\",code=\"500\"} 1\n",
             "transom_request_errors_total{error=\"panic\"} 1\n",

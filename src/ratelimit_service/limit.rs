@@ -137,6 +137,10 @@ impl ServiceConfig {
         &self.config.compiled
     }
 
+    pub fn metrics(&self) -> &RatelimitServiceMetrics {
+        &self.calls
+    }
+
     /// The response to a call that failed.
     pub fn fail(&self, error: GrpcError) -> Response<ResponseBody> {
         self.calls.failed(error.code);

@@ -14,6 +14,7 @@ use crate::http::error::RequestError;
 use crate::http::responses::{self, ErrorFormat};
 use crate::proxy::handler::ResponseFuture;
 use crate::proxy::peer::Peer;
+use crate::proxy::request_record::record_rejected_head;
 use crate::proxy::response::{Content, ResponseBody};
 use crate::proxy::worker_state::WorkerState;
 use crate::upstream::request_body::{BodySource, ClientBody};
@@ -87,9 +88,11 @@ impl RatelimitService {
             ResponseFuture::Done(Some(response.map(|bytes| ResponseBody::unrecorded(Content::from(bytes)))))
         };
         if let Some(error) = error {
+            record_rejected_head(worker, peer.connection.address, &error);
             return local(responses::error_response(&error));
         }
         if ErrorFormat::of(&parts) != ErrorFormat::Grpc {
+            config.metrics().not_grpc();
             return local(responses::no_grpc_response());
         }
         let Some(method) = Method::of_path(parts.uri.path()) else {
@@ -98,6 +101,7 @@ impl RatelimitService {
         };
         let mut reader = MessageReader::new(body, &parts.headers);
         if let Method::Reflect = method {
+            config.metrics().reflected();
             return ResponseFuture::Done(Some(grpc::response(None, Following::Answers(reader, reflection::answer))));
         }
         let (service, worker, peer) = (Rc::clone(self), Rc::clone(worker), Rc::clone(peer));
@@ -109,8 +113,16 @@ impl RatelimitService {
                     Method::ShouldRateLimit => {
                         Ok(grpc::response(Some(config.should_rate_limit(&worker, message).await?), Following::End))
                     }
-                    Method::HealthCheck | Method::Reflect => service.check_health(message),
-                    Method::HealthWatch => service.watch_health(message, &peer),
+                    Method::HealthCheck | Method::Reflect => {
+                        let answer = service.check_health(message)?;
+                        config.metrics().health_told();
+                        Ok(answer)
+                    }
+                    Method::HealthWatch => {
+                        let answer = service.watch_health(message, &peer)?;
+                        config.metrics().health_told();
+                        Ok(answer)
+                    }
                 }
             };
             let answer: Result<Response<ResponseBody>, GrpcError> = answer.await;

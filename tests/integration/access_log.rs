@@ -2,12 +2,17 @@
 
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::support::client::request;
+use crate::support::client::{Client, request};
 use crate::support::gateway::Gateway;
-use crate::support::process::Process;
+use crate::support::http2_client::Http2Client;
+use crate::support::process::{BINARY, Process};
+use crate::support::redis::free_port;
+use crate::support::test_ca::TestCa;
+use crate::support::tls::listen;
 use crate::support::upstream::Upstream;
 use crate::support::{TempDir, eventually, eventually_eq, forward_all, one_rule};
 
@@ -453,4 +458,76 @@ fn messages_for_the_operator_can_be_json() {
     let line = messages.lines().find(|line| line.contains("draining")).unwrap();
     let message: Value = serde_json::from_str(line).unwrap();
     assert_eq!((&message["level"], &message["message"]), (&"INFO".into(), &"draining".into()));
+}
+
+/// What the gateway answers without an upstream, on its routes and besides them, over every protocol.
+#[test]
+fn responses_without_an_upstream_are_counted_and_logged() {
+    let (scratch, authority) = (TempDir::new(), TestCa::new());
+    let log = scratch.path().join("access.log");
+    let listen = listen(&scratch, &authority.issue(&["a.test"]), "");
+    let closed = free_port();
+    let routes = format!(
+        "[access_log]\nfile = {log:?}\n[rules.keyed]\nkey = \"header:x-key\"\non_missing_key = \"refuse\"\nwindows = [\"1/366d\"]\n\
+         [upstreams.gone]\nservers = [\"http://127.0.0.1:{closed}\"]\n\
+         [[routes]]\nname = \"moved\"\npath = \"/moved\"\nredirect = {{ status = 308, to = \"https://a.test/\" }}\n\
+         [[routes]]\nname = \"direct\"\npath = \"/direct\"\nrespond = {{ status = 204 }}\n\
+         [[routes]]\nname = \"keyed\"\npath = \"/keyed\"\nrespond = {{ status = 200 }}\nrules = [\"keyed\"]\n\
+         [[routes]]\nname = \"gone\"\npath = \"/gone\"\nupstream = \"gone\"\n\
+         [[routes]]\nname = \"large\"\npath = \"/large\"\nupstream = \"gone\"\nmax_body = 10\n"
+    );
+    let process = Process::spawn_command(Command::new(BINARY), &format!("{listen}{routes}"), scratch);
+    let upgrade = [("Connection", "Upgrade"), ("Upgrade", "websocket"), ("Sec-WebSocket-Version", "13")];
+    let cases = [
+        ("GET", "/moved", &[][..], 308, "moved", ""),
+        ("GET", "/direct", &[], 204, "direct", ""),
+        ("GET", "/keyed", &[("x-key", "a")], 200, "keyed", ""),
+        ("GET", "/keyed", &[("x-key", "a")], 429, "keyed", ""),
+        ("GET", "/keyed", &[], 400, "keyed", "key_missing"),
+        ("GET", "/gone", &[], 502, "gone", "connect"),
+        ("POST", "/large", &[], 413, "large", "body_too_large"),
+        ("GET", "/nowhere", &[], 404, "", "no_route"),
+        ("GET", "/%2e%2e/..", &[], 400, "", "path"),
+        ("OPTIONS", "*", &[], 200, "", ""),
+        ("TRACE", "/direct", &[], 405, "", "method"),
+        ("GET", "/direct", &[("expect", "something")], 417, "", "expectation"),
+        ("GET", "/gone", &upgrade, 502, "gone", "connect"),
+    ];
+    let mut expected = Vec::new();
+    for (method, target, fields, status, route, error) in cases {
+        let body: &[u8] = if method == "POST" { b"more than ten bytes" } else { b"" };
+        // The preceding case used up the limit.
+        let is_limited = route == "keyed" && error.is_empty();
+        for protocol in ["HTTP/1.1", "HTTP/2.0"] {
+            let is_http2 = protocol == "HTTP/2.0";
+            if is_http2 && (target == "*" || is_limited || !fields.is_empty()) {
+                continue;
+            }
+            let before = process.metrics();
+            let response = match is_http2 {
+                true => Http2Client::connect(process.http).request_path(method, target, fields, body),
+                false => process.client().request(method, target, fields, body),
+            };
+            assert_eq!(response.status, status, "{protocol} {method} {target}");
+            let since =
+                |name: &str, labels: &[(&str, &str)]| process.metrics().sum(name, labels) - before.sum(name, labels);
+            let code = status.to_string();
+            eventually_eq(|| since("transom_requests_total", &[("route", route), ("code", &code)]), 1);
+            assert_eq!(since("transom_requests_total", &[]), 1, "{protocol} {method} {target}");
+            assert_eq!(since("transom_request_errors_total", &[]), u64::from(!error.is_empty()), "{target}");
+            assert_eq!(since("transom_request_errors_total", &[("error", error)]), u64::from(!error.is_empty()));
+            let logged_route = if route.is_empty() { Value::Null } else { route.into() };
+            expected.push((status, logged_route, target));
+        }
+    }
+    // HTTP without TLS on an address with TLS.
+    let mut cleartext = Client::connect(process.https.unwrap());
+    cleartext.get("/direct").expect(400);
+    eventually_eq(|| process.metrics().sum("transom_request_errors_total", &[("error", "cleartext")]), 1);
+    eventually_eq(|| process.metrics().sum("transom_requests_total", &[]), expected.len() as u64 + 1);
+    expected.push((400, Value::Null, "cleartext"));
+    let lines = wait_for_lines(&log, expected.len());
+    for (line, (status, route, target)) in lines.iter().zip(&expected) {
+        assert_eq!((&line["status"], &line["route"]), (&(*status).into(), route), "{target}: {line}");
+    }
 }

@@ -42,6 +42,16 @@ fn metrics_in(text: &str) -> BTreeSet<String> {
     text.split("transom_").skip(1).map(name).collect()
 }
 
+/// Fails unless recording.yml records every series that a text names as recorded.
+fn assert_recorded(text: &str) {
+    let recorded = read("deploy/recording.yml");
+    let is_name = |sign: &char| sign.is_ascii_alphanumeric() || [':', '_'].contains(sign);
+    for part in text.split("transom:").skip(1) {
+        let name: String = part.chars().take_while(is_name).collect();
+        assert!(recorded.contains(&format!("- record: transom:{name}\n")), "transom:{name}");
+    }
+}
+
 fn assert_documented(text: &str) {
     let reference = metrics_in(&read("docs/reference/metrics.md"));
     let unknown: Vec<String> = metrics_in(text).difference(&reference).cloned().collect();
@@ -53,6 +63,7 @@ fn prometheus_accepts_its_files() {
     promtool(&["check", "config", "prometheus.yml"], "");
     promtool(&["check", "rules", "recording.yml", "alerts.yml"], "");
     [read("deploy/alerts.yml"), read("deploy/recording.yml")].iter().for_each(|text| assert_documented(text));
+    assert_recorded(&read("deploy/alerts.yml"));
 }
 
 /// Every alert fires in a unit test, has a severity, and names the section of the guide that says what to do.
@@ -73,9 +84,21 @@ fn every_alert_is_tested_and_explained() {
         let test = tests.split("  - interval:").find(|test| test.contains(&format!("alertname: {name}\n")));
         assert!(test.is_some_and(|test| test.contains("exp_alerts")), "{name}");
     }
+    // Every recorded series is tested, by itself or through an alert.
+    let recording = read("deploy/recording.yml");
+    let recorded: Vec<&str> = recording.lines().filter_map(|line| line.trim().strip_prefix("- record: ")).collect();
+    assert!(recorded.len() >= 5, "{recorded:?}");
+    for name in recorded {
+        assert!(tests.contains(&format!("expr: {name}\n")), "{name}");
+    }
 }
 
-/// Grafana itself is not in Debian: the structure is checked, and Prometheus reads every query.
+/// Grafana itself is not in Debian: its own types read the dashboard, and Prometheus reads every query.
+#[test]
+fn grafana_knows_every_field_of_the_dashboard() {
+    run_checks("validate_dashboard.py", &[concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/grafana.json")]);
+}
+
 #[test]
 fn the_dashboard_queries_metrics_that_exist() {
     let text = read("deploy/grafana.json");
@@ -99,16 +122,21 @@ fn the_dashboard_queries_metrics_that_exist() {
     let file = scratch.write("rules.yml", rules);
     promtool(&["check", "rules", file.to_str().unwrap()], "");
     assert_documented(&text.replace("\"transom_", "\" transom_"));
+    assert_recorded(&text);
 }
 
 #[test]
 fn prometheus_accepts_the_metrics() {
-    let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"2/minute\"]"));
+    let named = "[[routes]]\nname = 'a \\\\\"name\" \\n'\npath = \"/b\"\nrespond = { status = 204 }\n";
+    let gateway = Gateway::start(&(one_rule("key = \"ip\"\nwindows = [\"2/minute\"]") + named));
     (0..3).for_each(|_| drop(gateway.get("/a")));
     let metrics = Client::connect(gateway.admin).get("/metrics").expect(200);
     let text = String::from_utf8(metrics.body).unwrap();
     let output = promtool(&["check", "metrics"], &text);
     assert!(output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
+    // Of a name that needs escapes.
+    drop(gateway.get("/b"));
+    run_checks("parse_metrics.py", &[format!("http://{}/metrics", gateway.admin)]);
 }
 
 #[test]

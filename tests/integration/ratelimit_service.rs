@@ -402,7 +402,7 @@ fn errors_of_calls_have_their_status() {
     let metrics = gateway.metrics();
     let calls = |result: &str| metrics.sum("transom_ratelimit_service_calls_total", &[("result", result)]);
     assert_eq!((calls("internal"), calls("invalid_argument"), calls("resource_exhausted")), (5, 3, 1));
-    assert_eq!((calls("unimplemented"), calls("over_limit")), (6, 1));
+    assert_eq!((calls("unimplemented"), calls("over_limit"), calls("not_grpc")), (6, 1, 3));
 }
 
 /// Bytes in any order and in frames of any length have a status, and the service goes on.
