@@ -75,7 +75,7 @@ check: deny site
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	cargo clippy --locked --no-default-features --lib --bins -- -D warnings
 	cargo clippy --locked -p transom-limiter --features loom --test models -- -D warnings
-	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --document-private-items
+	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --features transom-limiter/tower --no-deps --document-private-items
 	cargo deny --locked check bans licenses sources
 
 # Instrumented build scripts write profiles too: these are removed. Cargo does not notice a changed

@@ -121,7 +121,7 @@ const ATOMICS: [(&str, &str); 7] = [
 ];
 /// The only file of the workspace with `unsafe`.
 const UNSAFE: &str = "crates/limiter/src/memory.rs";
-const CLOCKS: [(&str, &str); 1] = [("clock.rs", "the only module that reads time")];
+const CLOCKS: [(&str, &str); 1] = [("clock.rs", "the only module of the gateway that reads time")];
 
 /// Names of files that do not say what the file holds.
 const GENERIC_NAMES: [&str; 7] = ["utils", "util", "common", "helpers", "helper", "manager", "types"];
@@ -269,7 +269,8 @@ fn pure_modules_and_the_limiter_do_no_io() {
     for source in sources("src").iter().filter(|source| PURE.contains(&source.module())) {
         found.extend(forbidden.iter().flat_map(|word| source.lines_with(word)));
     }
-    for source in sources("crates/limiter/src") {
+    // The middleware is the only part of the limiter that knows HTTP and has a clock.
+    for source in sources("crates/limiter/src").iter().filter(|source| source.name != "tower.rs") {
         let more = ["use http", "http::", "toml", "serde", "redis"];
         found.extend(forbidden.iter().chain(&more).flat_map(|word| source.lines_with(word)));
     }

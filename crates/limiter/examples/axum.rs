@@ -1,30 +1,31 @@
-//! An axum middleware that limits each client address and responds 429 with `Retry-After`.
+//! An axum service that limits each client address, and failed logins.
 //!
-//! `cargo run -p transom-limiter --example axum`, then `curl -i http://127.0.0.1:3000/` six times.
+//! `cargo run -p transom-limiter --features tower --example axum`, then `curl -i http://127.0.0.1:3000/` six times.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use axum::Router;
-use axum::extract::{ConnectInfo, Request, State};
+use axum::extract::ConnectInfo;
 use axum::http::StatusCode;
-use axum::http::header::RETRY_AFTER;
-use axum::middleware::{Next, from_fn_with_state};
-use axum::response::{IntoResponse, Response};
-use axum::routing::get;
-use transom_limiter::{Limiter, LimiterDecision};
+use axum::http::request::Parts;
+use axum::routing::{get, post};
+use transom_limiter::Limiter;
+use transom_limiter::ip_prefix::Network;
+use transom_limiter::tower::LimitLayer;
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let limiter = Limiter::builder()
-        .layer(5, Duration::from_secs(10))
-        .layer(100, Duration::from_secs(3600))
-        .capacity(100_000)
-        .build()?;
+    let requests =
+        Limiter::builder().layer(5, Duration::from_secs(10)).layer(100, Duration::from_secs(3600)).capacity(100_000);
+    let failures = Limiter::builder().layer(3, Duration::from_secs(60)).capacity(100_000);
+    let per_client = LimitLayer::new("per-client", requests.build()?, client);
+    let failed_logins = LimitLayer::new("failed-logins", failures.build()?, client)
+        .count_when(|status| status == StatusCode::UNAUTHORIZED);
     let app = Router::new()
+        .route("/login", post(log_in).layer(failed_logins))
         .route("/", get(|| async { "hello\n" }))
-        .layer(from_fn_with_state(Arc::new(limiter), limit))
+        .layer(per_client)
         .into_make_service_with_connect_info::<SocketAddr>();
     let listener = tokio::net::TcpListener::bind("127.0.0.1:3000").await?;
     println!("http://{}", listener.local_addr()?);
@@ -32,23 +33,15 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-async fn limit(
-    State(limiter): State<Arc<Limiter>>,
-    ConnectInfo(client): ConnectInfo<SocketAddr>,
-    request: Request,
-    next: Next,
-) -> Response {
-    match limiter.acquire(&client.ip(), 1, unix_ms()) {
-        LimiterDecision::Admitted(_) => next.run(request).await,
-        LimiterDecision::Refused(refusal) => {
-            let wait = refusal.retry_after().unwrap_or(Duration::MAX);
-            let seconds = wait.as_millis().div_ceil(1000).max(1);
-            (StatusCode::TOO_MANY_REQUESTS, [(RETRY_AFTER, seconds.to_string())], "too many requests\n").into_response()
-        }
-    }
+/// The address of the connection; for IPv6, its /64 network, all of which a client usually has.
+fn client(request: &Parts) -> Option<Network> {
+    let ConnectInfo(address) = request.extensions.get::<ConnectInfo<SocketAddr>>()?;
+    Some(Network::containing(address.ip().to_canonical(), 64))
 }
 
-#[allow(clippy::disallowed_methods, reason = "an example reads the clock itself")]
-fn unix_ms() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64)
+async fn log_in(password: String) -> (StatusCode, &'static str) {
+    match password.as_str() {
+        "open sesame" => (StatusCode::OK, "welcome\n"),
+        _ => (StatusCode::UNAUTHORIZED, "wrong password\n"),
+    }
 }

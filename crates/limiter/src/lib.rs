@@ -5,7 +5,8 @@
 //! may take that many tokens in every window of a layer. A request is admitted if all layers have tokens left, and is
 //! then charged in all of them. A refused request is charged in none.
 //!
-//! The crate does no I/O and never reads a clock: the caller passes the time.
+//! The crate does no I/O and never reads a clock: the caller passes the time. Only the middleware of feature `tower` has a
+//! clock, which can be replaced.
 //!
 //! # Example
 //!
@@ -83,6 +84,7 @@
 //!
 //! # Features
 //!
+//! - `tower`: the module `tower`, a middleware for axum, hyper and other services of tower.
 //! - `loom`: replaces atomics by those of loom, for the crate's own models. Not for other use.
 #![deny(missing_docs)]
 #![warn(clippy::too_many_lines)]
@@ -115,13 +117,19 @@ pub mod sliding_counter;
 pub mod slot_decision;
 pub mod store_key;
 pub mod table;
+#[cfg(feature = "tower")]
+pub mod tower;
 pub mod waiter_limit;
 pub mod window;
 pub mod window_kind;
 
 pub use limiter::{Admission, BuildError, LayerState, Limiter, LimiterBuilder, LimiterDecision, Refusal};
 
-/// The examples of the README are tests.
-#[cfg(doctest)]
-#[doc = include_str!("../README.md")]
-struct Readme;
+/// The examples of the README and of the guide are tests.
+#[cfg(all(doctest, feature = "tower"))]
+mod documents {
+    #[doc = include_str!("../README.md")]
+    struct Readme;
+    #[doc = include_str!("../../../docs/guides/rust.md")]
+    struct Guide;
+}

@@ -242,6 +242,20 @@ impl Limiter {
         refunded
     }
 
+    /// The limit in tokens and the period of each layer, in the order of the builder.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use transom_limiter::Limiter;
+    /// let minute = Duration::from_secs(60);
+    /// let limiter = Limiter::builder().layer(33, minute).capacity(100).build()?;
+    /// assert_eq!(limiter.layers().collect::<Vec<_>>(), [(33, minute)]);
+    /// # Ok::<(), transom_limiter::BuildError>(())
+    /// ```
+    pub fn layers(&self) -> impl Iterator<Item = (u32, Duration)> {
+        self.rule_set.rules[0].rule.layers.iter().map(|layer| layer.tokens).zip(self.periods)
+    }
+
     /// The number of charges to overflow counters since the limiter was built: the table had no free slot for these keys.
     /// A request can be charged to several of them, one in each layer. If this number rises, the capacity is too small.
     pub fn overflow_total(&self) -> u64 {
