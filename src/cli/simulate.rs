@@ -24,7 +24,7 @@ pub struct Options {
     /// Format of the logs: `auto`, `combined`, `json`, or `json:FIELD=KEY,…` to name the keys of JSON
     #[arg(long, value_name = "FORMAT", default_value = "auto")]
     format: String,
-    /// Compare with other windows of a rule; can be repeated
+    /// Compare with other windows of a rule, or `RULE:PLAN=…` of a plan; can be repeated
     #[arg(long = "try", value_name = "RULE=WINDOW,WINDOW")]
     candidates: Vec<String>,
     /// Also write the report as one HTML page with charts

@@ -99,8 +99,8 @@ fn local_rules(config: &mut Config) {
     }
 }
 
-/// The rules with other windows for one of them, by a text `RULE=WINDOW,WINDOW`. `concurrent:N` instead of a window sets the
-/// limit of requests in flight.
+/// The rules with other windows for one of them, by a text `RULE=WINDOW,WINDOW`, or `RULE:PLAN=WINDOW,WINDOW` for those of a
+/// plan. `concurrent:N` instead of a window sets the limit of requests in flight.
 ///
 /// # Errors
 ///
@@ -110,40 +110,56 @@ fn with_windows(rules: &[Rule], text: &str) -> Result<Vec<Rule>, String> {
     let (name, windows) = text.split_once('=').ok_or_else(malformed)?;
     let mut rules = rules.to_vec();
     let names: Vec<&str> = rules.iter().map(|rule| rule.name.as_str()).collect();
-    let Some(position) = names.iter().position(|known| *known == name.trim()) else {
-        let meant = nearest(name.trim(), names).map(|name| format!("; did you mean `{name}`?")).unwrap_or_default();
-        return Err(format!("unknown rule `{}`{meant}", name.trim()));
-    };
+    let (name, plan) =
+        name.split_once(':').map_or((name.trim(), None), |(name, plan)| (name.trim(), Some(plan.trim())));
+    let position = position_of("rule", name, &names)?;
     let rule = &mut rules[position];
+    let (layers, concurrent_limit) = match plan {
+        None => (&mut rule.layers, &mut rule.concurrent),
+        Some(plan) => {
+            let names: Vec<&str> = rule.plans.iter().map(|plan| plan.name.as_str()).collect();
+            let position = position_of(&format!("plan of rule `{name}`:"), plan, &names)?;
+            let plan = &mut rule.plans[position];
+            (&mut plan.layers, &mut plan.concurrent)
+        }
+    };
     let (concurrent, windows): (Vec<&str>, Vec<&str>) =
         windows.split(',').map(str::trim).partition(|text| text.starts_with("concurrent:"));
     if let [text] = *concurrent {
         let limit = text.strip_prefix("concurrent:").and_then(|limit| limit.parse().ok()).filter(|limit| *limit > 0);
-        rule.concurrent =
+        *concurrent_limit =
             Some(limit.ok_or_else(|| format!("`{text}` is not `concurrent:N`, such as `concurrent:10`"))?);
     }
-    let mut layers: Vec<Limit> = Vec::new();
+    let mut new_layers: Vec<Limit> = Vec::new();
     for window in windows {
         let new = Limit::parse(window).map_err(|error| format!("`{window}` is not a limit: {error}"))?;
-        // A layer of the rule keeps its other settings, such as `sliding`.
-        let known = rule.layers.iter().find(|layer| layer.period_text == new.period_text);
+        // A known layer keeps its other settings, such as `sliding`.
+        let known = layers.iter().find(|layer| layer.period_text == new.period_text);
         let limit = match known {
             Some(known) => Limit { tokens: new.tokens, ..known.clone() },
             None => new,
         };
-        if layers.iter().any(|other| other.windows == limit.windows) {
+        if new_layers.iter().any(|other| other.windows == limit.windows) {
             return Err(format!("`--try {text}` has two limits with the same windows"));
         }
-        layers.push(limit);
+        new_layers.push(limit);
     }
-    if !layers.is_empty() {
-        rule.layers = layers;
+    if !new_layers.is_empty() {
+        *layers = new_layers;
     }
     Ok(rules)
 }
 
+/// The position of a name among those that are known, or a message for the user.
+fn position_of(kind: &str, name: &str, known: &[&str]) -> Result<usize, String> {
+    known.iter().position(|known| *known == name).ok_or_else(|| {
+        let meant = nearest(name, known.iter().copied()).map(|name| format!("; did you mean `{name}`?"));
+        format!("unknown {kind} `{name}`{}", meant.unwrap_or_default())
+    })
+}
+
 impl Replay {
-    /// `candidates` are texts `RULE=WINDOW,WINDOW`.
+    /// `candidates` are texts `RULE=WINDOW,WINDOW` or `RULE:PLAN=WINDOW,WINDOW`.
     ///
     /// # Errors
     ///

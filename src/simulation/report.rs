@@ -251,10 +251,17 @@ impl RuleReport {
         }
     }
 
-    /// The limits of keys without plan or override.
+    /// The limits of the rule, and those of plans and overrides that requests had.
     pub fn limits_text(&self) -> String {
-        let own = self.windows.iter().filter(|window| window.plan.is_none());
-        own.map(WindowReport::limit_text).collect::<Vec<_>>().join(", ")
+        let of_one_plan = self.windows.chunk_by(|one, next| one.plan == next.plan);
+        let texts = of_one_plan.map(|windows| {
+            let limits = windows.iter().map(WindowReport::limit_text).collect::<Vec<_>>().join(", ");
+            match &windows[0].plan {
+                None => limits,
+                Some(plan) => format!("{plan}: {limits}"),
+            }
+        });
+        texts.collect::<Vec<_>>().join("; ")
     }
 
     /// Requests that the rule refused, or would have refused as a shadow rule.
@@ -289,6 +296,11 @@ impl RuleReport {
 }
 
 impl WindowReport {
+    /// Whether no request took anything from the window, for example because all clients have a plan.
+    pub fn is_unused(&self) -> bool {
+        self.max == 0
+    }
+
     /// The name, with the plan if it is not the default.
     pub fn title(&self) -> String {
         let plan = self.plan.as_ref().map(|plan| format!(" ({plan})")).unwrap_or_default();

@@ -155,7 +155,8 @@ const END_OF_TABLE: &str = "</tbody></table></div>\n";
 fn write_comparisons(f: &mut Formatter<'_>, report: &Report) -> fmt::Result {
     let Some((configured, candidates)) = report.scenarios.split_first() else { return Ok(()) };
     for (position, rule) in configured.rules.iter().enumerate() {
-        let of_rule = |name: &str| name.split_once('=').is_some_and(|(tried, _)| tried.trim() == rule.name);
+        // `RULE=…` or `RULE:PLAN=…`
+        let of_rule = |name: &str| name.split([':', '=']).next().is_some_and(|tried| tried.trim() == rule.name);
         let tried: Vec<_> = candidates.iter().filter(|candidate| of_rule(&candidate.name)).collect();
         if tried.is_empty() {
             continue;
@@ -288,6 +289,9 @@ fn write_timeline(f: &mut Formatter<'_>, timeline: &TimelineReport) -> fmt::Resu
 
 /// What keys ask for, as bars of logarithmic length, with the limit as a line.
 fn write_window(f: &mut Formatter<'_>, window: &WindowReport) -> fmt::Result {
+    if window.is_unused() {
+        return writeln!(f, "<h3>{}</h3><p>It is the window of no request.</p>", Escaped(&window.title()));
+    }
     let (unit, limit) = (window.counted_by(), u64::from(window.limit));
     writeln!(
         f,

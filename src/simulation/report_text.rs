@@ -98,6 +98,9 @@ impl Display for RuleReport {
 }
 
 fn write_window(f: &mut Formatter<'_>, window: &WindowReport) -> fmt::Result {
+    if window.is_unused() {
+        return writeln!(f, "  window {}, of no request", window.title());
+    }
     writeln!(f, "  window {}, refused {}", window.title(), grouped(window.refused))?;
     writeln!(
         f,
@@ -113,9 +116,9 @@ fn write_window(f: &mut Formatter<'_>, window: &WindowReport) -> fmt::Result {
     let suggested: Vec<String> = window
         .suggested
         .iter()
-        .map(|(share, limit)| format!("{} for {}", grouped(*limit), percent(1.0 - share)))
+        .map(|(share, limit)| format!("{} with {}", percent(1.0 - share), grouped(*limit)))
         .collect();
-    writeln!(f, "    limit that lets a share of the keys through: {}", suggested.join(", "))
+    writeln!(f, "    keys that a limit would never refuse: {}", suggested.join(", "))
 }
 
 /// A scale from 1 to the maximum with the quantiles (`5`, `9`, `+`, `m`) and the limit (`|`), logarithmic.

@@ -162,6 +162,7 @@ fn candidates_are_compared() {
     assert!(text.contains("compared") && text.contains("as configured") && text.contains("50 (83.3 %)"), "{text}");
     for (candidate, message) in [
         ("q=10/minute", "unknown rule `q`"),
+        ("r:gold=10/minute", "unknown plan of rule `r`: `gold`"),
         ("r", "`--try r` is not `RULE=WINDOW,WINDOW`"),
         ("r=10", "`10` is not a limit: write it as `LIMIT/PERIOD`"),
         ("r=10/minute,20/60s", "two limits with the same windows"),
