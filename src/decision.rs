@@ -26,6 +26,7 @@ use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::rule::Sharing;
 use transom_limiter::rule_set::{ChargePlan, CompiledRule, KeyedRequest, LayerRef, RuleSet};
 use transom_limiter::table::Table;
+use transom_limiter::window_kind::WindowKind;
 
 pub mod descriptors;
 
@@ -97,9 +98,11 @@ pub struct WindowState {
     pub name: String,
     pub used: u64,
     pub limit: u32,
+    pub capacity: u32,
     pub remaining: u64,
     /// Unix milliseconds.
     pub end_ms: u64,
+    pub kind: WindowKind,
     /// Whether the window has too few tokens left for the query.
     pub is_full: bool,
 }
@@ -404,14 +407,16 @@ impl DecisionService {
         layers.sort_by_key(|(_, layer_ref)| (layer_ref.rule, layer_ref.layer));
         let window = |(charge, layer_ref): (&Charge, &LayerRef)| {
             let compiled_rule = &self.rule_set.rules[charge_plan.rules[layer_ref.rule]];
-            let capacity = u64::from(compiled_rule.layer(layer_ref.layer).capacity);
+            let capacity = compiled_rule.layer(layer_ref.layer).capacity;
             WindowState {
                 rule: compiled_rule.rule.name.clone(),
                 name: compiled_rule.layer_name(layer_ref.layer).to_owned(),
                 used: charge.usage.used,
                 limit: charge.request.limit,
-                remaining: capacity.saturating_sub(charge.usage.used),
+                capacity,
+                remaining: u64::from(capacity).saturating_sub(charge.usage.used),
                 end_ms: charge.usage.end_ms,
+                kind: charge.request.kind,
                 is_full: charge.is_full,
             }
         };

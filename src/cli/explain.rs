@@ -62,12 +62,13 @@ pub fn explain(path: &Path, options: &Options) -> Exit {
     let explained = runtime.map_err(|error| error.to_string()).and_then(|runtime| {
         let token = config.admin.token.as_ref().map(|token| token.0.clone());
         runtime.block_on(async {
-            if let Some(address) = admin_client::admin_address(&config)
-                && let Some(explained) = ask_gateway(&address, token.as_deref(), options).await?
+            let address = admin_client::admin_address(&config);
+            if let Some(address) = &address
+                && let Some(explained) = ask_gateway(address, token.as_deref(), options).await?
             {
                 return Ok(explained);
             }
-            explain_by_config(config, &question, options).await
+            explain_by_config(config, address, &question, options).await
         })
     });
     match explained {
@@ -82,9 +83,22 @@ pub fn explain(path: &Path, options: &Options) -> Exit {
     }
 }
 
-async fn explain_by_config(config: Config, question: &Question, options: &Options) -> Result<String, String> {
+/// `address`: where no gateway listens.
+async fn explain_by_config(
+    config: Config,
+    address: Option<String>,
+    question: &Question,
+    options: &Options,
+) -> Result<String, String> {
     let explanation = explain_without_gateway(config, question).await.ok_or("there is too little memory")?;
-    Ok(if options.json { format!("{:#}", explanation.to_json()) } else { explanation.to_string() })
+    if options.json {
+        return Ok(format!("{:#}", explanation.to_json()));
+    }
+    let why = address.map_or_else(
+        || String::from("the configuration has no admin address to ask"),
+        |address| format!("no gateway runs at the admin address {address}"),
+    );
+    Ok(format!("{explanation}\nnote:     {why}: all windows are shown empty"))
 }
 
 /// The explanation of the running gateway; `None` if nothing listens at its admin address.

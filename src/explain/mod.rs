@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use self::question::Question;
 use self::route_choice::RouteChoice;
-use self::rule_state::{Counting, RuleResult, RuleState};
+use self::rule_state::{Counting, RuleResult, RuleState, error_text};
 use crate::clock::Clock;
 use crate::config::Config;
 use crate::http::client_plans::ClientLookup;
@@ -55,8 +55,8 @@ pub struct Explanation {
 enum Decision {
     /// With the status of the route's own response, if it has one.
     Admitted(Option<u16>),
-    /// With the time at which the request proceeds, if it waits for a window.
-    Delayed(Option<u64>),
+    /// With the time at which the request proceeds, if it waits for a window, and the status of the route's own response.
+    Delayed(Option<u64>, Option<u16>),
     /// With the status of the refusal, and the time to retry; `None`: never.
     Refused(u16, Option<u64>),
     /// An error, with its status.
@@ -84,6 +84,12 @@ pub async fn explain(compiled: &CompiledConfig, question: &Question, counting: C
         explanation.decision = Decision::Error(responses::error_status(&error).as_u16());
         explanation.reason = match (&error, &explanation.routes) {
             (RequestError::NoRoute, Some(routes)) => routes.reason.clone(),
+            // Of the other malformed requests, none can be asked about.
+            (RequestError::Malformed, _) => format!(
+                "the method `{}` is malformed: a method has up to 32 upper-case letters, digits, `-` and `_`",
+                parts.method
+            ),
+            (RequestError::KeyUnknown { rule, .. }, _) => format!("{} (rule `{rule}`)", error_text(&error)),
             (error, _) => error.operator_message(),
         };
     }
@@ -227,7 +233,7 @@ impl Explanation {
                 RuleResult::Delays(until_ms) => Some(latest.max(until_ms?)),
                 _ => Some(latest),
             });
-            (self.decision, self.reason) = (Decision::Delayed(until_ms), delays);
+            (self.decision, self.reason) = (Decision::Delayed(until_ms, direct_response), delays);
             return Ok(());
         }
         let counted = enforced().any(|(_, rule)| rule.result == RuleResult::Admits);
@@ -244,7 +250,7 @@ impl Explanation {
     fn decision_name(&self) -> &'static str {
         match self.decision {
             Decision::Admitted(_) => "admitted",
-            Decision::Delayed(_) => "delayed",
+            Decision::Delayed(..) => "delayed",
             Decision::Refused(..) => "refused",
             Decision::Error(_) => "error",
         }
@@ -253,8 +259,7 @@ impl Explanation {
     /// The status of the response, if the gateway responds itself.
     fn status(&self) -> Option<u16> {
         match self.decision {
-            Decision::Admitted(status) => status,
-            Decision::Delayed(_) => None,
+            Decision::Admitted(status) | Decision::Delayed(_, status) => status,
             Decision::Refused(status, _) | Decision::Error(status) => Some(status),
         }
     }
@@ -263,7 +268,7 @@ impl Explanation {
     fn retry_after_s(&self) -> Option<u64> {
         match self.decision {
             Decision::Admitted(_) => Some(0),
-            Decision::Delayed(until_ms) => until_ms.map(|until_ms| seconds_until(until_ms, self.now_ms)),
+            Decision::Delayed(until_ms, _) => until_ms.map(|until_ms| seconds_until(until_ms, self.now_ms)),
             Decision::Refused(_, retry_at_ms) => {
                 retry_at_ms.map(|retry_at_ms| seconds_until(retry_at_ms, self.now_ms).max(1))
             }

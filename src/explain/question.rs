@@ -32,18 +32,23 @@ impl Question {
     ///
     /// The message for the user.
     pub fn new(method: &str, url: &str, fields: &[(String, String)], client: IpAddr) -> Result<Question, String> {
-        let not_a_url = |reason: &str| format!("`{url}` is not a URL of http or https: {reason}");
+        let not_a_url = || {
+            format!(
+                "`{url}` is not a URL of http or https: write `http://HOST/PATH` or `https://HOST/PATH`, with blanks and \
+                 characters beyond ASCII as `%XX`"
+            )
+        };
         // The fragment stays with the client (RFC 9110, section 4.2.5).
         let target = url.split_once('#').map_or(url, |(target, _fragment)| target);
         let uri = match target.contains("://") {
             true => target.parse::<Uri>(),
             false => format!("http://{target}").parse(),
         };
-        let uri = uri.map_err(|error| not_a_url(&error.to_string()))?;
+        let uri = uri.map_err(|_invalid| not_a_url())?;
         let is_secure = match uri.scheme_str() {
             Some("http") => false,
             Some("https") => true,
-            Some(_) | None => return Err(not_a_url("write `http://HOST/PATH` or `https://HOST/PATH`")),
+            Some(_) | None => return Err(not_a_url()),
         };
         let authority = uri.authority().map(ToString::to_string).unwrap_or_default();
         if authority.contains('@') {
@@ -63,7 +68,7 @@ impl Question {
             parts.headers.try_append(named, value).map_err(|_full| String::from("there are too many headers"))?;
         }
         if !parts.headers.contains_key(HOST) {
-            let host = HeaderValue::from_str(&authority).map_err(|_invalid| not_a_url("the host is malformed"))?;
+            let host = HeaderValue::from_str(&authority).map_err(|_invalid| not_a_url())?;
             parts.headers.insert(HOST, host);
         }
         Ok(Question { parts, authority, is_secure, client })

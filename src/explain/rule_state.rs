@@ -20,6 +20,7 @@ use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule::{OnLimit, OnOutage, Sharing};
 use transom_limiter::rule_set::{ChargePlan, CompiledRule, KeyedRequest};
 use transom_limiter::table::Table;
+use transom_limiter::window_kind::WindowKind;
 
 /// The counters that a question reads.
 #[derive(Clone, Copy)]
@@ -53,12 +54,36 @@ pub enum Variant {
     Override,
 }
 
+/// What happens at the time that a window states as its end.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Renewal {
+    /// The usage is forgotten.
+    Ends,
+    /// The limit is granted once more; usage that exceeds it stays.
+    Grants,
+    /// The first tokens of a sliding window expire.
+    Slides,
+}
+
+impl Renewal {
+    pub fn of(window: &WindowState) -> Renewal {
+        match window.kind {
+            WindowKind::Sliding => Renewal::Slides,
+            WindowKind::Accumulating => Renewal::Grants,
+            _ if window.capacity > window.limit => Renewal::Grants,
+            _ => Renewal::Ends,
+        }
+    }
+}
+
 /// A rule under a request.
 #[derive(Debug)]
 pub struct RuleState {
     pub name: String,
     pub is_shadow: bool,
     pub is_shared: bool,
+    /// Whether plans have windows of their own.
+    pub has_plans: bool,
     pub key: KeyDescription,
     /// Set if the rule counts the request.
     pub counted: Option<(Variant, u32)>,
@@ -66,6 +91,8 @@ pub struct RuleState {
     pub reason: String,
     /// In the order of the configuration.
     pub windows: Vec<WindowState>,
+    /// The name of the penalty among the windows.
+    pub penalty_name: Option<String>,
     /// The name and the usage of the limit of requests in flight.
     pub concurrent: Option<(String, ConcurrencyUsage)>,
     /// When the rule would admit the request after a refusal, Unix milliseconds; `None`: never.
@@ -82,17 +109,19 @@ impl RuleState {
         let (result, reason, keyed_request) = match found {
             Ok(Some(keyed_request)) => (RuleResult::Admits, String::new(), Some(*keyed_request)),
             Ok(None) => (RuleResult::NotCounted, reason_not_counted(&key), None),
-            Err(KeyFailure { error, keyed_request }) => (RuleResult::Fails, error.to_string(), *keyed_request),
+            Err(KeyFailure { error, keyed_request }) => (RuleResult::Fails, error_text(error), *keyed_request),
         };
         RuleState {
             name: rule.rule.name.clone(),
             is_shadow: rule.rule.is_shadow(),
             is_shared: rule.rule.sharing != Sharing::Local,
+            has_plans: !rule.rule.plans.is_empty(),
             counted: keyed_request.map(|keyed_request| (Variant::of(rule, keyed_request.variant), keyed_request.cost)),
             key,
             result,
             reason,
             windows: Vec::new(),
+            penalty_name: rule.rule.penalty_name(),
             concurrent: None,
             retry_at_ms: Some(0),
         }
@@ -187,23 +216,21 @@ impl RuleState {
 
     fn reason_of_result(&self, rule: &CompiledRule, now_ms: u64) -> String {
         let cost = self.counted.as_ref().map_or(0, |(_, cost)| *cost);
-        let penalty = rule.rule.penalty_name();
         let of_window = |window: &WindowState| {
-            let (name, reset_s) = (&window.name, seconds_until(window.end_ms, now_ms));
-            match () {
-                () if penalty.as_ref() == Some(name) => {
-                    format!("the key serves a penalty after a refusal, for {reset_s} s more")
-                }
-                () if u64::from(cost) > window.used.saturating_add(window.remaining)
-                    && window.used <= u64::from(window.limit) =>
-                {
-                    format!("window `{name}` never holds the {cost} tokens that the request takes")
-                }
-                () => {
-                    let takes = if cost == 1 { String::new() } else { format!(", and the request takes {cost}") };
-                    let (used, limit) = (window.used, window.limit);
-                    format!("window `{name}` is full: {used} of {limit} tokens used{takes}; it ends in {reset_s} s")
-                }
+            let name = &window.name;
+            if self.penalty_name.as_ref() == Some(name) {
+                let left = seconds_text(seconds_until(window.end_ms, now_ms));
+                return format!("the penalty after an earlier refusal lasts for {left} more");
+            }
+            if cost > window.capacity {
+                return format!("window `{name}` never holds the {cost} tokens that the request takes");
+            }
+            let (used, capacity, renewal) = (window.used, window.capacity, renewal(window, now_ms));
+            match window.remaining {
+                0 => format!("window `{name}` is full: {used} of {capacity} tokens used; {renewal}"),
+                left => format!(
+                    "window `{name}` has {left} of {capacity} tokens left, and the request takes {cost}; {renewal}"
+                ),
             }
         };
         let full = self.windows.iter().filter(|window| window.is_full).map(of_window);
@@ -278,10 +305,39 @@ impl Variant {
     }
 }
 
+/// An error in words for the operator, who may know whether a key names a client.
+pub fn error_text(error: &RequestError) -> String {
+    match error {
+        RequestError::KeyUnknown { part, .. } => format!("the value of `{part}` names no client"),
+        error => error.to_string(),
+    }
+}
+
+/// When a window has room again, in words.
+fn renewal(window: &WindowState, now_ms: u64) -> String {
+    let seconds = seconds_text(seconds_until(window.end_ms, now_ms));
+    match Renewal::of(window) {
+        Renewal::Ends => format!("it ends in {seconds}"),
+        Renewal::Grants => format!("it gets {} more in {seconds}", window.limit),
+        Renewal::Slides => format!("its first tokens expire in {seconds}"),
+    }
+}
+
+/// A time for people: the seconds of `Retry-After`, and what they are in a larger unit.
+pub fn seconds_text(seconds: u64) -> String {
+    let rounded = |unit: u64| (seconds + unit / 2) / unit;
+    match seconds {
+        0..120 => format!("{seconds} s"),
+        120..7200 => format!("{seconds} s ({} min)", rounded(60)),
+        7200..172_800 => format!("{seconds} s ({} h)", rounded(3600)),
+        _ => format!("{seconds} s ({} d)", rounded(86400)),
+    }
+}
+
 /// Why a rule does not count a request that it could.
 fn reason_not_counted(key: &KeyDescription) -> String {
     match &key.missing {
-        _ if key.is_network_exempt => String::from("the address of the client is exempt"),
+        _ if key.is_network_exempt => String::from("the address of the client is in an exempt network"),
         Some(missing) if missing.is_unknown => {
             format!("the value of `{}` names no client, and `on_missing_key` is \"skip\"", missing.name)
         }

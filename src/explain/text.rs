@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use super::rule_state::{RuleState, Variant};
+use super::route_choice::ExplainedRoute;
+use super::rule_state::{Renewal, RuleResult, RuleState, Variant, seconds_text};
 use super::{Decision, Explanation};
 use crate::http::ratelimit_headers::seconds_until;
 
@@ -15,14 +16,22 @@ impl fmt::Display for Explanation {
             None => writeln!(f)?,
         }
         write!(f, "decision: {}", self.decision_name())?;
-        if let Some(status) = self.status() {
-            write!(f, " with {status}")?;
-        }
-        match (self.decision, self.retry_after_s()) {
-            (Decision::Refused(..), Some(seconds)) => write!(f, ", retry after {seconds} s")?,
-            (Decision::Refused(..), None) => write!(f, ", retrying does not help")?,
-            (Decision::Delayed(_), Some(seconds)) => write!(f, " by {seconds} s")?,
-            (Decision::Admitted(_) | Decision::Delayed(_) | Decision::Error(_), _) => {}
+        let time = self.retry_after_s().map(seconds_text);
+        match self.decision {
+            Decision::Admitted(None) => {}
+            Decision::Admitted(Some(status)) | Decision::Error(status) => write!(f, " with {status}")?,
+            Decision::Delayed(_, status) => {
+                write!(
+                    f,
+                    " {}",
+                    time.map_or_else(|| "until another request ends".into(), |time| format!("by {time}"))
+                )?;
+                status.map_or(Ok(()), |status| write!(f, ", then admitted with {status}"))?;
+            }
+            Decision::Refused(status, _) => {
+                let advice = time.map_or_else(|| "retrying does not help".into(), |time| format!("retry after {time}"));
+                write!(f, " with {status}, {advice}")?;
+            }
         }
         writeln!(f, "\nreason:   {}", self.reason)?;
         if let Some(routes) = &self.routes {
@@ -31,28 +40,43 @@ impl fmt::Display for Explanation {
                     || String::from("responds itself"),
                     |upstream| format!("forwards to upstream `{upstream}`"),
                 );
-                writeln!(f, "route:    `{}`, path {}, {target}: {}", route.name, route.path, routes.reason)?;
+                writeln!(f, "route:    {}, {target}: {}", title(route), routes.reason)?;
             }
             for other in &routes.others {
-                writeln!(f, "          not `{}`, path {}: {}", other.name, other.path, other.reason)?;
+                writeln!(f, "          not {}: {}", title(other), other.reason)?;
             }
         }
         for rule in &self.rules {
             writeln!(f)?;
             self.write_rule(rule, f)?;
         }
-        if !self.is_live {
-            writeln!(f, "\nnote:     no running gateway was found: all windows are shown empty")?;
-        }
         Ok(())
+    }
+}
+
+/// The name of a route, and its path unless the name contains it.
+fn title(route: &ExplainedRoute) -> String {
+    match route.name.contains(&route.path) {
+        true => format!("`{}`", route.name),
+        false => format!("`{}` ({})", route.name, route.path),
     }
 }
 
 impl Explanation {
     fn write_rule(&self, rule: &RuleState, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let notes = [(rule.is_shadow, " (shadow: never enforced)"), (rule.is_shared, " (shared)")];
+        let verb = match (rule.result, rule.is_shadow) {
+            (RuleResult::NotCounted, _) => "does not count the request",
+            (RuleResult::Admits, _) => "admits the request",
+            (RuleResult::Delays(_), false) => "delays the request",
+            (RuleResult::Delays(_), true) => "would delay the request",
+            (RuleResult::Refuses, false) => "refuses the request",
+            (RuleResult::Refuses, true) => "would refuse the request",
+            (RuleResult::Fails, false) => "cannot count the request",
+            (RuleResult::Fails, true) => "could not count the request",
+        };
+        let notes = [(rule.is_shadow, ", never enforced (shadow)"), (rule.is_shared, ", shared by gateways")];
         let notes: String = notes.iter().filter(|(applies, _)| *applies).map(|(_, note)| *note).collect();
-        writeln!(f, "rule `{}`{notes}: {}: {}", rule.name, rule.result_name(), rule.reason)?;
+        writeln!(f, "rule `{}`{notes}: {verb}: {}", rule.name, rule.reason)?;
         let part = |(part, value): &(String, Option<String>)| match value {
             Some(value) if value.is_empty() => part.clone(),
             Some(value) => format!("{part} = {value}"),
@@ -66,22 +90,53 @@ impl Explanation {
         }
         if let Some((variant, cost)) = &rule.counted {
             match variant {
-                Variant::Default => {}
+                Variant::Default => {
+                    if let Some((_, plan)) = self.client.as_ref().filter(|_| rule.has_plans) {
+                        write!(f, "; windows of the rule, which has no plan `{plan}`")?;
+                    }
+                }
                 Variant::Plan(plan) => write!(f, "; windows of plan `{plan}`")?,
                 Variant::Override => write!(f, "; windows of an override")?,
             }
             write!(f, "; cost {cost}")?;
         }
         writeln!(f)?;
+        self.write_windows(rule, f)
+    }
+
+    /// One line for each window and for the requests in flight, with numbers below one another.
+    fn write_windows(&self, rule: &RuleState, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let digits = |largest: u64| largest.max(1).ilog10() as usize + 1;
+        let names = rule.windows.iter().map(|window| &window.name).chain(rule.concurrent.iter().map(|(name, _)| name));
+        let name_width = names.map(String::len).max().unwrap_or(0);
+        let (used_width, left_width) = rule.windows.iter().fold((1, 1), |(used, left), window| {
+            (used.max(digits(window.used.max(window.capacity.into()))), left.max(digits(window.remaining)))
+        });
         for window in &rule.windows {
-            let (used, limit, left) = (window.used, window.limit, window.remaining);
-            let reset_s = seconds_until(window.end_ms, self.now_ms);
-            let full = if window.is_full { "  FULL" } else { "" };
-            writeln!(f, "  {:<24} {used} of {limit} used, {left} left, resets in {reset_s} s{full}", window.name)?;
+            let (name, used, left, limit) = (&window.name, window.used, window.remaining, window.limit);
+            let seconds = seconds_text(seconds_until(window.end_ms, self.now_ms));
+            if rule.penalty_name.as_ref() == Some(name) {
+                writeln!(f, "  {name:<name_width$}  lasts for {seconds}")?;
+                continue;
+            }
+            write!(f, "  {name:<name_width$}  {used:>used_width$} of {:>used_width$} used, ", window.capacity)?;
+            write!(f, "{left:>left_width$} left, ")?;
+            match Renewal::of(window) {
+                Renewal::Ends => write!(f, "resets in {seconds}")?,
+                Renewal::Grants => write!(f, "{limit} more in {seconds}")?,
+                Renewal::Slides if used == 0 => write!(f, "slides")?,
+                Renewal::Slides => write!(f, "first tokens expire in {seconds}")?,
+            }
+            let mark = match (window.is_full, window.remaining) {
+                (false, _) => "",
+                (true, 0) => "  FULL",
+                (true, _) => "  TOO FEW",
+            };
+            writeln!(f, "{mark}")?;
         }
         if let Some((name, usage)) = &rule.concurrent {
             let full = if usage.remaining() == 0 { "  FULL" } else { "" };
-            writeln!(f, "  {name:<24} {} of {} in flight{full}", usage.in_use, usage.limit)?;
+            writeln!(f, "  {name:<name_width$}  {} of {} in flight{full}", usage.in_use, usage.limit)?;
         }
         Ok(())
     }

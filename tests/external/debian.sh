@@ -30,6 +30,7 @@ else
     need faketime command -v faketime
     need haproxy command -v haproxy
     need iproute2 command -v ss
+    need jq command -v jq
     need libnss-wrapper sh -c 'ls /usr/lib/*/libnss_wrapper.so'
     need python3-venv python3 -c 'import ensurepip'
     need prometheus command -v promtool

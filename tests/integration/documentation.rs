@@ -1,10 +1,11 @@
 //! Runs the commands of README and docs, and compares their output.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use serde_json::json;
 use transom::config::certificate::CertificateFiles;
 use transom::config::client_tls::ClientTlsSettings;
 use transom::config::clients::{ClientSettings, ClientsSettings};
@@ -27,10 +28,12 @@ use transom::config::upstream::{Ejection, HealthChecks, Retries, ServerSettings,
 use transom::config::window::WindowSettings;
 use transom::config::{AccessLogSettings, General, MetricsSettings};
 use transom::http::error::RequestError;
+use transom_limiter::secret_digest::Digest;
 
 use crate::support::client::Client;
 use crate::support::gateway::Gateway;
-use crate::support::process::run;
+use crate::support::process::{BINARY, run};
+use crate::support::{TempDir, eventually, without_digests};
 
 /// Unix seconds at which both an hour and a minute start.
 const HOUR_S: u64 = 472_223 * 3600;
@@ -120,20 +123,119 @@ fn the_documented_decision_api_responses_are_true() {
     assert_eq!(shown, printed);
 }
 
-#[test]
-fn the_documented_explanation_is_true() {
-    let page = document("docs/guides/refusals.md");
-    let shown = page.split("   ```text\n").nth(1).unwrap().split("   ```").next().unwrap();
-    let shown: Vec<&str> = shown.lines().map(|line| line.strip_prefix("   ").unwrap_or(line)).collect();
-    let gateway = shipped(1711);
-    (0..33).for_each(|_| drop(gateway.get("/api/search").expect(200)));
-    let question = r#"{"url": "http://127.0.0.1:8080/api/search"}"#;
-    let explain = |accept: &str| {
-        let fields = [("Host", &*gateway.admin.to_string()), ("Accept", accept)];
-        Client::connect(gateway.admin).request("POST", "/v1/explain", &fields, question.as_bytes()).expect(200)
+/// Unix seconds of 2026-10-09T14:00:00Z.
+const AFTERNOON_S: u64 = 1_791_554_400;
+
+/// A configuration with 1000 clients of plan `gold`, of which acme has the key `key-of-acme`.
+fn clients_of_the_guide() -> String {
+    let names = (1..999).map(|number| format!("c{number}")).chain(["acme", "hooli"].map(str::to_owned));
+    let client = |name: String| {
+        let digest = Digest::of(format!("key-of-{name}").as_bytes());
+        format!("[clients.{name}]\nplan = \"gold\"\napi_keys = [\"{digest}\"]\n")
     };
-    assert_eq!(explain("text/plain").text().lines().collect::<Vec<_>>(), shown);
-    let json = explain("*/*").json();
+    names.map(client).collect()
+}
+
+/// The access log of a day with a limit of 33 requests a minute: most clients ask for less than 30, acme for up to 48 in the
+/// afternoon, and hooli for 280 during three quarters of an hour.
+fn log_of_the_guide() -> String {
+    let mut random = fastrand::Rng::with_seed(1);
+    let mut requests = Vec::new();
+    let mut add = |random: &mut fastrand::Rng, minute: u64, count: u32, name: &str, path: &str| {
+        let times = (0..count).map(|_| minute * 60_000 + random.u64(..60_000));
+        requests.extend(times.map(|time_ms| (time_ms, name.to_owned(), path.to_owned())));
+    };
+    for number in 1..999 {
+        for _ in 0..random.u32(1..4) {
+            let (minute, count) = (random.u64(..1440), if number % 20 == 0 { 29 } else { random.u32(1..10) });
+            add(&mut random, minute, count, &format!("c{number}"), "/v1/items/3");
+        }
+    }
+    (840..960).for_each(|minute| add(&mut random, minute, 8 + (minute as u32 * 17) % 41, "acme", "/v1/search"));
+    (700..745).for_each(|minute| add(&mut random, minute, 300, "hooli", "/v1/items/7"));
+    requests.sort();
+    let mut used = BTreeMap::new();
+    let line = |(time_ms, name, path): (u64, String, String)| {
+        let used = used.entry((name.clone(), time_ms / 60_000)).or_insert(0);
+        let is_admitted = *used < 33;
+        *used += u32::from(is_admitted);
+        let (hours, minutes, seconds) = (time_ms / 3_600_000, time_ms / 60_000 % 60, time_ms / 1000 % 60);
+        let (status, verdict) = if is_admitted { (200, "admitted") } else { (429, "refused") };
+        let full = json!([{"rule": "per-client", "window": "per-client-minute", "key": name, "plan": "gold"}]);
+        let mut line = json!({
+            "time": format!("2026-10-09T{hours:02}:{minutes:02}:{seconds:02}.{:03}Z", time_ms % 1000),
+            "method": "GET", "host": "api.example.com", "path": path, "client": "192.0.2.7", "client_name": name,
+            "plan": "gold", "status": status, "duration_ms": 1.25, "rules": {"per-client": verdict},
+        });
+        if !is_admitted {
+            line["refused_by"] = full;
+        }
+        format!("{line}\n")
+    };
+    requests.into_iter().map(line).collect()
+}
+
+/// Does what `docs/guides/refusals.md` says, from the complaint to the limit, and compares every output. A line of dots stands for
+/// lines that are left out.
+#[test]
+fn the_walk_from_a_complaint_to_a_limit_is_true() {
+    let page = document("docs/guides/refusals.md");
+    let walk = page.split("\n## ").nth(1).unwrap();
+    let (scratch, clients) = (TempDir::new(), clients_of_the_guide());
+    let toml = walk.split("```toml\n").nth(1).unwrap().split("```").next().unwrap();
+    let on =
+        |toml: &str, http: &str, admin: &str| toml.replace("127.0.0.1:8080", http).replace("127.0.0.1:9900", admin);
+    let live_log = scratch.path().join("live.log");
+    let live_toml = on(toml, "127.0.0.1:0", "127.0.0.1:0").replace("access.log", live_log.to_str().unwrap());
+    let mut gateway = Gateway::start_with_at(&live_toml, &clients, AFTERNOON_S + 31 * 60);
+    let admin = gateway.admin.to_string();
+    scratch.write("gateway.toml", on(toml, "127.0.0.1:8080", &admin));
+    scratch.write("clients.toml", &clients);
+    scratch.write("access.log", log_of_the_guide());
+    scratch.write("acme.key", "key-of-acme\n");
+    let fields = [("X-API-Key", "key-of-acme")];
+    (0..33).for_each(|_| drop(gateway.get_with("/v1/search", &fields).expect(200)));
+    gateway.advance_s(29);
+    gateway.get_with("/v1/search", &fields).expect(429);
+    let (mut commands, mut outputs) = (String::new(), 0);
+    let mut lines = walk.lines();
+    while let Some(line) = lines.next() {
+        if let Some(command) = line.strip_prefix("       ") {
+            commands += &format!("{}\n", command.replace("transom ", &format!("{BINARY} ")));
+        } else if line == "   ```text" {
+            let shown: Vec<&str> = lines.by_ref().take_while(|line| *line != "   ```").collect();
+            let output = Command::new("bash").args(["-ec", &commands]).current_dir(scratch.path()).output().unwrap();
+            assert!(output.status.success(), "{commands}: {}", String::from_utf8_lossy(&output.stderr));
+            let text = without_digests(&String::from_utf8(output.stdout).unwrap());
+            let printed = flat(&text);
+            let mut at = 0;
+            for line in shown.iter().filter(|line| line.trim() != "...").map(|line| flat(line)) {
+                let found = printed[at..].find(&line);
+                at += found.unwrap_or_else(|| panic!("`{commands}` printed\n{text}\nand not {line}")) + line.len();
+            }
+            if !shown.iter().any(|line| line.trim() == "...") {
+                assert_eq!(at, printed.len(), "`{commands}` printed\n{text}");
+            }
+            commands = "KEY=$(cat acme.key)\n".to_owned();
+            outputs += 1;
+            // The gateway of this process reads no file.
+            let edited = fs::read_to_string(scratch.path().join("gateway.toml")).unwrap();
+            if edited.contains("48/minute") {
+                gateway.reload_with(&live_toml.replace("33/minute", "48/minute"), &clients);
+                eventually("the request is admitted", || gateway.get_with("/v1/search", &fields).status == 200);
+            }
+        }
+    }
+    assert_eq!(outputs, 6);
+}
+
+#[test]
+fn the_documented_fields_of_explanations_are_complete() {
+    let gateway = shipped(1711);
+    let question = r#"{"url": "http://127.0.0.1:8080/api/search"}"#;
+    let host = [("Host", &*gateway.admin.to_string())];
+    let explanation = Client::connect(gateway.admin).request("POST", "/v1/explain", &host, question.as_bytes());
+    let json = explanation.expect(200).json();
     let fields = |heading: &str| -> BTreeSet<String> {
         let page = document("docs/guides/decision-api.md");
         let table = page.split(heading).nth(1).unwrap().split("\n\n").next().unwrap().to_owned();
@@ -143,7 +245,6 @@ fn the_documented_explanation_is_true() {
     let names = |value: &serde_json::Value| value.as_object().unwrap().keys().cloned().collect::<BTreeSet<_>>();
     assert_eq!(names(&json), fields("JSON otherwise:\n\n"));
     assert_eq!(names(&json["rules"][0]), fields("| field of a rule"));
-    gateway.get("/api/search").expect(429);
 }
 
 #[test]

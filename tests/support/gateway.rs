@@ -39,6 +39,11 @@ impl Gateway {
         Gateway::start_config(parse_config(toml, clients), START_S)
     }
 
+    /// As [`Gateway::start_with`], with the clock at a time in Unix seconds.
+    pub fn start_with_at(toml: &str, clients: &str, unix_s: u64) -> Gateway {
+        Gateway::start_config(parse_config(toml, clients), unix_s)
+    }
+
     fn start_config(config: Config, unix_s: u64) -> Gateway {
         panic_watch::install_hook();
         let clock = Clock::manual(unix_s * 1000);

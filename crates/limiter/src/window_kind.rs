@@ -10,10 +10,11 @@ use crate::window::{END_BITS, END_MAX_MS, Time, Windows};
 
 /// How the windows of a counter depend on each other.
 // As wide as its neighbours in `AcquireRequest`, which is copied faster without a gap.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[repr(u32)]
 pub enum WindowKind {
     /// Windows are independent: unused tokens expire with their window, and tokens of later windows cannot be taken.
+    #[default]
     Plain,
     /// Windows of a fixed grid, where tokens roll over or are taken from later windows.
     Accumulating,
