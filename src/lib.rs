@@ -6,7 +6,7 @@
 //! | layer | modules |
 //! | --- | --- |
 //! | process | [`cli`], [`server`], [`admin`], [`explain`], [`simulation`] |
-//! | requests | [`downstream`], [`ratelimit_service`], [`proxy`], [`decision`], [`upstream`], [`spans`], [`access_log`] |
+//! | requests | [`downstream`], [`ratelimit_service`], [`proxy`], [`decision`], [`upstream`], [`spans`], [`access_log`], [`key_set_fetcher`] |
 //! | counters outside of this process | [`redis_store`], [`persistence`] |
 //! | basics | [`atomic_file`], [`clock`], [`file_watch`], [`informational`], [`io_stream`], [`metrics`], [`timer`] |
 //! | without I/O | [`top_keys`], [`http`], [`config`], [`jwt`] |
@@ -29,6 +29,7 @@ pub mod http;
 pub mod informational;
 pub mod io_stream;
 pub mod jwt;
+pub mod key_set_fetcher;
 pub mod metrics;
 pub mod persistence;
 pub mod proxy;

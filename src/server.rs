@@ -20,15 +20,19 @@ use tokio::task::spawn_local;
 use crate::access_log::{LogSender, WriterThread};
 use crate::admin::{self, AcceptState, AdminScope, AdminState, DecisionApi};
 use crate::clock::Clock;
+use crate::config::jwt::KeySetSource;
 use crate::config::listen::Admin;
 use crate::config::span_export::Tracing;
 use crate::config::{Config, REQUEST_BUCKETS_MAX, lint};
 use crate::downstream::connection_limit::{ConnectionLimit, raise_descriptor_limit};
 use crate::downstream::listener::{InheritedSockets, Listeners, WorkerListener, set_backlog};
 use crate::downstream::listener_context::{Listener, ListenerConfig, ListenerContext};
+use crate::jwt::published_keys::{KeySet, PublishedKeys};
+use crate::key_set_fetcher::KeySetFetcher;
 use crate::metrics::Registry;
 use crate::metrics::events::{
-    AccessLogMetrics, AdminMetrics, DecisionMetrics, ExpiryGauges, ListenerMetrics, SnapshotMetrics, SpanMetrics,
+    AccessLogMetrics, AdminMetrics, DecisionMetrics, ExpiryGauges, KeySetMetrics, ListenerMetrics, SnapshotMetrics,
+    SpanMetrics,
 };
 use crate::metrics::redis::StoreMetrics;
 use crate::metrics::storage::REQUEST_BOUNDS_MAX;
@@ -100,6 +104,10 @@ pub struct Gateway {
     admin_settings: watch::Sender<Admin>,
     /// The thread of the active health checks, if any are configured.
     health_thread: Option<JoinHandle<()>>,
+    /// Fetches keys for tokens, if configured.
+    key_set: Option<KeySetThread>,
+    /// Number of the threads that fetched a key set so far.
+    key_set_threads: usize,
     clock: Clock,
     /// Whether the last check found that window time and wall clock differ.
     is_clock_off: bool,
@@ -110,22 +118,39 @@ pub struct Gateway {
     span_exporters: Vec<WriterThread>,
 }
 
+/// The thread that fetches a key set. It ends when this is dropped.
+struct KeySetThread {
+    source: KeySetSource,
+    keys: Arc<PublishedKeys>,
+    stop: oneshot::Sender<()>,
+    thread: JoinHandle<()>,
+}
+
+/// A key set that was fetched before, perhaps by another process.
+pub struct KnownKeySet {
+    pub url: String,
+    pub text: Arc<[u8]>,
+    /// Unix milliseconds.
+    pub fetched_at_ms: u64,
+}
+
 impl Gateway {
     /// Starts a gateway and accepts connections at once.
     pub fn start(config: Config, clock: Clock) -> Result<Gateway, StartError> {
-        let gateway = Gateway::start_with(config, clock, InheritedSockets::default(), None)?;
+        let gateway = Gateway::start_with(config, clock, InheritedSockets::default(), None, None)?;
         gateway.start_accepting();
         Ok(gateway)
     }
 
     /// Starts a gateway on inherited sockets, and opens the other addresses. It accepts no connection before
-    /// [`Gateway::start_accepting`]; nothing can fail after this returns. `counters` is the counter memory of the
-    /// process that is replaced.
+    /// [`Gateway::start_accepting`]; nothing can fail after this returns. `counters` and `key_set` are those of the process
+    /// that is replaced.
     pub fn start_with(
         config: Config,
         clock: Clock,
         mut inherited: InheritedSockets,
         counters: Option<OwnedFd>,
+        key_set: Option<KnownKeySet>,
     ) -> Result<Gateway, StartError> {
         let workers = config.general.workers.unwrap_or_else(|| thread::available_parallelism().map_or(1, usize::from));
         if !(1..END_MAX_MS - PERIOD_MAX_MS).contains(&clock.now().unix_ms) {
@@ -162,6 +187,8 @@ impl Gateway {
             upstream_health: watch::Sender::default(),
             admin_settings: watch::Sender::new(config.admin.clone()),
             health_thread: None,
+            key_set: None,
+            key_set_threads: 0,
             clock: clock.clone(),
             is_clock_off: false,
             workers,
@@ -177,8 +204,9 @@ impl Gateway {
         };
         let upstream_health = gateway.update_upstream_health(&config);
         gateway.start_health_checks(&upstream_health)?;
+        let published_keys = gateway.fetch_key_set(&config, key_set)?;
         let rule_set = RuleSet::new(&config.rules, counters.seed, None);
-        let compiled = CompiledConfig::new(config, counters.seed, rule_set, upstream_health);
+        let compiled = CompiledConfig::new(config, counters.seed, rule_set, upstream_health, published_keys);
         gateway.rule_set = Some(Arc::clone(&compiled.rule_set));
         gateway.serve_decisions(&compiled);
         let (queries, query_inboxes) = (0..workers).map(|_| unbounded_channel()).unzip();
@@ -253,6 +281,13 @@ impl Gateway {
         self.counters.descriptor()
     }
 
+    /// The key set that was fetched last, for an upgrade.
+    pub fn key_set(&self) -> Option<KnownKeySet> {
+        let KeySetThread { source, keys, .. } = self.key_set.as_ref()?;
+        let KeySet { text, fetched_at_ms, .. } = keys.key_set()?;
+        Some(KnownKeySet { url: source.url.clone(), text, fetched_at_ms })
+    }
+
     fn send_to_workers(&self, order: impl Fn() -> WorkerCommand) {
         for commands in &self.worker_commands {
             // A worker that is gone has panicked, which is logged when joined.
@@ -312,6 +347,11 @@ impl Gateway {
             access_log: self.open_access_log(&config).map_err(ReloadError::AccessLog)?,
             spans: self.start_span_exporter(&config).map_err(ReloadError::Tracing)?,
         };
+        let published_keys = self.fetch_key_set(&config, None).map_err(ReloadError::KeySet)?;
+        if let Some(keys) = &published_keys {
+            // A gateway that serves stays ready.
+            keys.set_tried();
+        }
         for (address, socket) in &self.sockets {
             if let Err(error) = set_backlog(socket, config.listen.backlog) {
                 tracing::error!(%address, %error, "the backlog cannot be changed");
@@ -328,7 +368,7 @@ impl Gateway {
         if let Err(error) = self.start_health_checks(&upstream_health) {
             tracing::error!(%error, "upstream servers are not checked");
         }
-        let compiled = CompiledConfig::new(config, self.counters.seed, rule_set, upstream_health);
+        let compiled = CompiledConfig::new(config, self.counters.seed, rule_set, upstream_health, published_keys);
         self.rule_set = Some(Arc::clone(&compiled.rule_set));
         self.serve_decisions(&compiled);
         self.send_to_workers(|| {
@@ -397,6 +437,10 @@ impl Gateway {
         // The health checks end when their sender is dropped.
         drop(self.upstream_health);
         self.health_thread.into_iter().for_each(join);
+        if let Some(KeySetThread { thread, stop, .. }) = self.key_set.take() {
+            drop(stop);
+            join(thread);
+        }
         if let Some((stop, thread)) = self.admin_thread.take() {
             let _ = stop.send(());
             join(thread);
@@ -453,6 +497,31 @@ impl Gateway {
             self.health_thread = Some(spawn("health".to_owned(), move || health_check::run(upstream_health, clock))?);
         }
         Ok(())
+    }
+
+    /// Starts to fetch the key set of a configuration, unless it is fetched already. The keys of the same URL stay in use.
+    fn fetch_key_set(
+        &mut self,
+        config: &Config,
+        known: Option<KnownKeySet>,
+    ) -> Result<Option<Arc<PublishedKeys>>, StartError> {
+        let Some(source) = &config.key_set else {
+            self.key_set = None;
+            return Ok(None);
+        };
+        if let Some(same) = self.key_set.as_ref().filter(|former| former.source == *source) {
+            return Ok(Some(Arc::clone(&same.keys)));
+        }
+        let known = known.or_else(|| self.key_set()).filter(|known| known.url == source.url);
+        let last = known.as_ref().map(|known| (&*known.text, known.fetched_at_ms));
+        let metrics = KeySetMetrics::new(&self.registry, self.key_set_threads);
+        let (fetcher, keys) = KeySetFetcher::new(source.clone(), last, metrics, self.clock.clone());
+        let (stop, stopped) = oneshot::channel();
+        let thread = spawn("key-set".to_owned(), move || fetcher.run(stopped))?;
+        self.key_set_threads += 1;
+        // Dropping the former one ends its thread.
+        self.key_set = Some(KeySetThread { source: source.clone(), keys: Arc::clone(&keys), stop, thread });
+        Ok(Some(keys))
     }
 
     /// Lets the decision API use a configuration.

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 /// Every module of the gateway, from the top layer to the bottom, with the modules it may use. A module uses only modules
 /// below it in this list, so there are no cycles.
-const MODULES: [(&str, &[&str]); 25] = [
+const MODULES: [(&str, &[&str]); 26] = [
     (
         "cli",
         &[
@@ -19,6 +19,7 @@ const MODULES: [(&str, &[&str]); 25] = [
             "downstream",
             "explain",
             "file_watch",
+            "key_set_fetcher",
             "metrics",
             "redis_store",
             "server",
@@ -35,6 +36,8 @@ const MODULES: [(&str, &[&str]); 25] = [
             "clock",
             "config",
             "downstream",
+            "jwt",
+            "key_set_fetcher",
             "metrics",
             "persistence",
             "proxy",
@@ -59,7 +62,7 @@ const MODULES: [(&str, &[&str]); 25] = [
             "upstream",
         ],
     ),
-    ("explain", &["clock", "config", "decision", "http", "proxy", "redis_store"]),
+    ("explain", &["clock", "config", "decision", "http", "jwt", "proxy", "redis_store"]),
     ("simulation", &["config", "http", "jwt", "proxy"]),
     ("downstream", &["config", "http", "informational", "io_stream", "metrics", "proxy", "ratelimit_service", "timer"]),
     ("ratelimit_service", &["decision", "http", "metrics", "proxy", "redis_store", "upstream"]),
@@ -86,6 +89,7 @@ const MODULES: [(&str, &[&str]); 25] = [
     ("access_log", &["config", "metrics"]),
     ("decision", &["config", "http", "metrics", "redis_store", "top_keys"]),
     ("redis_store", &["clock", "config", "metrics"]),
+    ("key_set_fetcher", &["clock", "config", "jwt", "metrics", "upstream"]),
     ("upstream", &["clock", "config", "http", "informational", "io_stream", "metrics", "timer"]),
     ("clock", &[]),
     ("top_keys", &["http"]),
@@ -107,7 +111,7 @@ const STATUS_CODES: [(&str, &str); 2] = [
     ("http/websocket_handshake.rs", "distinguishes a 101 from other responses of the upstream"),
 ];
 /// Files that may use atomics, with the reason.
-const ATOMICS: [(&str, &str); 7] = [
+const ATOMICS: [(&str, &str); 8] = [
     ("clock.rs", "workers share the offset of the clock"),
     ("metrics/storage.rs", "counted by one worker, read by a scrape"),
     (
@@ -118,6 +122,7 @@ const ATOMICS: [(&str, &str); 7] = [
     ("upstream/server_health.rs", "workers share the health of servers"),
     ("upstream/http1.rs", "wakers may be shared between threads"),
     ("access_log/mod.rs", "whether the file was moved"),
+    ("jwt/published_keys.rs", "workers notice changed keys without a lock"),
 ];
 /// The only file of the workspace with `unsafe`.
 const UNSAFE: &str = "crates/limiter/src/memory.rs";

@@ -51,7 +51,7 @@ fn readings(state: &AdminState) -> [Reading; 6] {
         .as_ref()
         .map_or(0, |decision_api| decision_api.compiled.rule_set.concurrency.overflows_total());
     let overflow = table.overflow_charges_total() + table.overflow_refused_total() + concurrency_overflow;
-    let is_draining = !state.is_ready() || *state.accept_state.borrow() == AcceptState::HandedOver;
+    let is_draining = !*state.ready.borrow() || *state.accept_state.borrow() == AcceptState::HandedOver;
     [
         Reading::new(&COUNTERS, &[("state", "free")], stats.free as f64),
         Reading::new(&COUNTERS, &[("state", "live")], stats.live as f64),

@@ -142,8 +142,14 @@ impl AdminState {
         }
     }
 
-    fn is_ready(&self) -> bool {
-        *self.ready.borrow()
+    /// Whether requests can be served, or why not.
+    fn readiness(&self) -> Result<(), &'static str> {
+        let compiled = self.decision_api.borrow().as_ref().map(|api| Arc::clone(&api.compiled));
+        match compiled {
+            _ if !*self.ready.borrow() => Err("draining\n"),
+            Some(compiled) if !compiled.was_key_set_tried() => Err("the key set of `[jwt]` is being fetched\n"),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -422,8 +428,10 @@ fn handle_page<B>(state: &AdminState, request: &Request<B>) -> LocalResponse {
         "/metrics" => metrics_page::response(state, request.headers()),
         "/upstreams" => responses::json_response(format!("{:#}\n", upstreams(state))),
         "/healthz" => responses::text_response("ok\n".to_owned()),
-        "/readyz" if state.is_ready() => responses::text_response("ready\n".to_owned()),
-        "/readyz" => responses::not_ready_response("draining\n".to_owned()),
+        "/readyz" => match state.readiness() {
+            Ok(()) => responses::text_response("ready\n".to_owned()),
+            Err(why) => responses::not_ready_response(why.to_owned()),
+        },
         _ => responses::error_response(&RequestError::NoRoute),
     }
 }

@@ -1,5 +1,5 @@
 //! `transom check`: prints what a configuration amounts to, or all its problems. `--connect` also checks the Redis
-//! servers; `--strict` treats notes as errors; `--json` prints JSON.
+//! servers and fetches the key set; `--strict` treats notes as errors; `--json` prints JSON.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -16,13 +16,14 @@ use crate::config::redis::StoreConfig;
 use crate::config::{Config, LogTarget};
 use crate::downstream::tls;
 use crate::file_watch::FileWatch;
+use crate::key_set_fetcher;
 use crate::redis_store::diagnose::{Finding, ServerReport, Severity, diagnose};
 use transom_limiter::rule::{Rule, Sharing};
 
 /// Options of `transom check`.
 #[derive(Clone, Copy, clap::Args)]
 pub struct Options {
-    /// Also check the Redis servers that hold shared counters
+    /// Also check the Redis servers that hold shared counters, and fetch the key set of `[jwt]`
     #[arg(long)]
     connect: bool,
     /// Treat notes as errors: exit 2 if there are any
@@ -52,9 +53,11 @@ pub fn check(path: &Path, options: Options) -> Exit {
     // Printed before the servers are asked, because they may take seconds.
     if !options.json {
         print_messages(path, &config, &messages, refused);
+        if let Some(source) = config.key_set.as_ref().filter(|_| !options.connect) {
+            print_out!("  not checked: the key set at {}; `--connect` fetches it", source.shown());
+        }
     }
-    let diagnose = |shared| diagnose_servers(shared, &config.rules);
-    let servers = match shared.filter(|_| options.connect).map(diagnose).transpose() {
+    let servers = match options.connect.then(|| check_servers(&config)).transpose() {
         Ok(servers) => servers,
         Err(error) => {
             print_err!("cannot check the servers: {error}");
@@ -63,8 +66,7 @@ pub fn check(path: &Path, options: Options) -> Exit {
     };
     match options.json {
         true => print_out!("{:#}", to_json(path, &config, &messages, servers.as_deref())),
-        false if options.connect => print_servers(shared, servers.as_deref().unwrap_or_default()),
-        false => {}
+        false => servers.iter().for_each(|servers| print_servers(shared, servers)),
     }
     if refused > 0 {
         if !options.json {
@@ -103,6 +105,27 @@ fn to_json(path: &Path, config: &Config, messages: &[LintMessage], servers: Opti
     result
 }
 
+/// Checks all servers that the gateway would ask.
+fn check_servers(config: &Config) -> io::Result<Vec<ServerReport>> {
+    let shared = config.counters.shared.as_ref();
+    let mut servers = shared.map(|shared| diagnose_servers(shared, &config.rules)).transpose()?.unwrap_or_default();
+    if let Some(source) = &config.key_set {
+        let (severity, text, fix) = match key_set_fetcher::check(source)? {
+            Ok(keys) => (Severity::Note, format!("the key set has {}", counted(keys, "key")), String::new()),
+            Err(why) => (
+                Severity::Problem,
+                format!("the key set cannot be fetched: {why}"),
+                String::from("correct `jwks_url`, or see why the server does not respond with a key set"),
+            ),
+        };
+        servers.push(ServerReport {
+            subject: format!("key set {}", source.shown()),
+            findings: vec![Finding { severity, text, fix }],
+        });
+    }
+    Ok(servers)
+}
+
 fn diagnose_servers(shared: &StoreConfig, rules: &[Rule]) -> io::Result<Vec<ServerReport>> {
     let shared_rules = rules.iter().filter(|rule| rule.sharing != Sharing::Local);
     let formats: Vec<_> =
@@ -125,10 +148,9 @@ fn severity_word(severity: Severity) -> &'static str {
 }
 
 fn print_servers(shared: Option<&StoreConfig>, servers: &[ServerReport]) {
-    let Some(shared) = shared else {
-        print_out!("  nothing to connect to: there is no `[counters.shared]`");
-        return;
-    };
+    if servers.is_empty() {
+        print_out!("  nothing to connect to: there is neither `[counters.shared]` nor `jwks_url`");
+    }
     for ServerReport { subject, findings } in servers {
         print_out!("{subject}{}", if findings.is_empty() { ": fine" } else { "" });
         for finding in findings {
@@ -138,7 +160,7 @@ fn print_servers(shared: Option<&StoreConfig>, servers: &[ServerReport]) {
             }
         }
     }
-    if !servers.iter().any(has_problem) {
+    if let (Some(shared), false) = (shared, servers.iter().any(has_problem)) {
         print_out!("counters can be shared there, under keys that begin with `{}:`", shared.prefix);
     }
 }

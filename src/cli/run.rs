@@ -67,15 +67,17 @@ fn serve(path: &Path) -> Result<(), Failure> {
     if let Some(note) = lint::exposed_admin_address(&config) {
         tracing::warn!("{note}");
     }
-    let (sockets, counters, former) = match handover {
-        Some(Handover { from, sockets, counters, channel }) => (sockets, counters, Some((from, channel))),
+    let (sockets, counters, key_set, former) = match handover {
+        Some(Handover { from, sockets, counters, key_set, channel }) => {
+            (sockets, counters, key_set, Some((from, channel)))
+        }
         None => {
             let sockets = systemd::sockets();
-            (sockets.map_err(|error| with_context("cannot use the inherited sockets", &error))?, None, None)
+            (sockets.map_err(|error| with_context("cannot use the inherited sockets", &error))?, None, None, None)
         }
     };
     let pid_file = config.general.pid_file.as_ref().map(|file| resolve_path(path, file));
-    let gateway = Gateway::start_with(config, clock.clone(), sockets, counters)?;
+    let gateway = Gateway::start_with(config, clock.clone(), sockets, counters, key_set)?;
     let pid_file = PidFile::prepare(pid_file).map_err(|error| with_context("cannot write `pid_file`", &error))?;
     let supervisor = Supervisor { upgrade: Upgrade::new(program, &gateway), gateway, clock, path, watch, pid_file };
     let ended = runtime.block_on(supervisor.supervise(former, signals));

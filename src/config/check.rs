@@ -78,7 +78,7 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
     let placeholder = misspelled.contains(&"counters").then(|| StoreConfig::placeholder().default_sharing());
     let sharing = counters.default_sharing().or(placeholder);
     report_missing_or_unused_jwt(jwt.as_ref(), rules.as_ref(), clients.as_ref(), &misspelled, report);
-    let jwt = read_jwt(jwt, report);
+    let (jwt, key_set) = read_jwt(jwt, report).unzip();
     let mut upstreams = read_upstreams(upstreams, report);
     upstreams.complete &= !misspelled.contains(&"upstreams");
     let mut rules = read_rules(rules, general.headers, certs, sharing, report);
@@ -135,6 +135,7 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
         tracing,
         clients,
         jwt,
+        key_set: key_set.flatten(),
         path_reading,
         upstreams: upstreams.into_values(),
         rules,

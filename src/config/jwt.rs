@@ -3,17 +3,25 @@
 //! Keys are parsed here, so that an unusable key is reported at the start rather than at the first request. Messages
 //! contain no secrets.
 
+use std::net::IpAddr;
 use std::time::Duration;
 
 use toml::de::DeValue;
 
-use super::diagnostics::{Report, Span, quoted};
+use http::uri::PathAndQuery;
+
+use super::certificate::PEM_FILE;
+use super::client_tls::{ClientTls, ClientTlsSettings, SystemRoots};
+use super::diagnostics::{Parsed, Report, Span, quoted};
+use super::host::parse_authority;
 use super::settings::{
-    Choice, Custom, Kind, Optional, Required, Section, Shape, Text, TimeOrZero, Word, Words, section_table,
+    Choice, Custom, DAY_MS, Kind, Optional, Required, Section, Shape, Text, Time, TimeOrZero, Word, Words,
+    section_table,
 };
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
+use super::upstream::{Scheme, Server};
 use super::values::strip_line_end;
-use crate::jwt::jwks::{self, JwksError};
+use crate::jwt::jwks::{self, JwksError, KEYS_MAX, ambiguous_algorithm};
 use crate::jwt::token::{KEYS_TRIED_MAX, TokenVerifier};
 use crate::jwt::verification_key::{Algorithm, VerificationKey};
 
@@ -23,11 +31,9 @@ const ALGORITHMS: [(&str, Algorithm); 4] = [
     ("ES256", Algorithm::Es256),
     ("EdDSA", Algorithm::EdDsa),
 ];
-const NO_KEYS: &str =
-    "write `keys = [{ algorithm = \"RS256\", public_key_file = \"FILE\" }]`, or `jwks_file = \"FILE\"`";
+const NO_KEYS: &str = "write `keys = [{ algorithm = \"RS256\", public_key_file = \"FILE\" }]`, `jwks_file = \"FILE\"`, or `jwks_url = \"URL\"`";
+const URL_EXAMPLE: &str = "\"https://issuer.example/.well-known/jwks.json\"";
 const KEY_FIX: &str = "write `{ algorithm = \"RS256\", public_key_file = \"FILE\" }`";
-/// Enough for the old and new keys of a few issuers.
-const KEYS_MAX: usize = 32;
 
 const KEY_SOURCES: [&str; 4] = ["secret", "secret_file", "public_key", "public_key_file"];
 const KEY_FILE: Text = Text("path of a file", "\"FILE\"");
@@ -44,6 +50,20 @@ settings! {
         );
         /// JSON Web Key Set, as issuers publish it. Keys for other uses are ignored.
         jwks_file: Vec<(VerificationKey, Span)> = Custom::or_empty(Shape::Text("path of a file"), read_jwks);
+        /// URL of the key set that the issuer [publishes](#key-sets-by-url): `https`, or `http` to loopback. Its public keys,
+        /// at most 32, are used beside the others.
+        jwks_url: Option<SpannedString> = Text("URL", URL_EXAMPLE);
+        /// Authorities of the server of `jwks_url`. Without it: the system's authorities.
+        jwks_ca: Option<SpannedString> = PEM_FILE;
+        /// How often `jwks_url` is fetched. Sooner if the response has a shorter `max-age`, but not sooner than
+        /// `jwks_cooldown`.
+        jwks_refresh: Duration = Time(Duration::from_secs(300), 1000..=DAY_MS);
+        /// A token with an unknown key causes a fetch, but not sooner than this after the last one.
+        jwks_cooldown: Duration = Time(Duration::from_secs(30), 1000..=DAY_MS);
+        /// Limit for one fetch.
+        jwks_timeout: Duration = Time(Duration::from_secs(5), 100..=60_000);
+        /// How long the last key set stays in use while fetches fail. At least `jwks_refresh`.
+        jwks_keep: Duration = Time(Duration::from_secs(24 * 60 * 60), 1000..=366 * DAY_MS);
         /// Accepted values of `iss`. Without it: any.
         issuer: Vec<String> = Words {
             shape: "text",
@@ -111,23 +131,115 @@ fn read_inline_key(item: &Item, report: &mut Report) -> Option<Option<SpannedStr
     report.reject(item.span.clone(), format!("`{}`: expected a string", item.key), fix)
 }
 
-pub fn read_jwt(item: Option<Item>, report: &mut Report) -> Option<TokenVerifier> {
+/// A key set that is fetched.
+#[derive(Clone, PartialEq, Debug)]
+pub struct KeySetSource {
+    pub url: String,
+    pub server: Server,
+    /// Path and query of the URL.
+    pub target: PathAndQuery,
+    /// Present for `https`.
+    pub tls: Option<ClientTls>,
+    pub refresh: Duration,
+    pub cooldown: Duration,
+    pub timeout: Duration,
+    pub keep: Duration,
+}
+
+impl KeySetSource {
+    /// The URL without its query, which may contain a secret.
+    pub fn shown(&self) -> &str {
+        self.url.split('?').next().unwrap_or(&self.url)
+    }
+}
+
+pub fn read_jwt(item: Option<Item>, report: &mut Report) -> Option<(TokenVerifier, Option<KeySetSource>)> {
     let table = section_table(item, report)?;
-    let JwtSettings { keys, jwks_file, issuer, audience, leeway } = JwtSettings::read_all(table, report);
+    let settings = JwtSettings::read_all(table, report);
+    let source = settings.jwks_url.as_ref().and_then(|url| read_source(url, &settings, report));
+    let JwtSettings { keys, jwks_file, issuer, audience, leeway, .. } = settings;
     let keys = keys.into_iter().chain(jwks_file).map(|(key, _)| key).collect();
-    Some(TokenVerifier { keys, issuers: issuer, audiences: audience, leeway_ms: leeway.as_millis() as u64 })
+    let leeway_ms = leeway.as_millis() as u64;
+    Some((TokenVerifier { keys, issuers: issuer, audiences: audience, leeway_ms }, source))
+}
+
+fn read_source(url: &SpannedString, settings: &JwtSettings, report: &mut Report) -> Option<KeySetSource> {
+    let (server, target) = report.accept(url.span.clone(), parse_key_set_url(&url.text))?;
+    let tls = match server.scheme {
+        Scheme::Https => {
+            let tls = ClientTlsSettings { ca: settings.jwks_ca.clone(), ..ClientTlsSettings::default() };
+            Some(ClientTls::new(&tls, url.span.clone(), &mut SystemRoots::default(), report)?)
+        }
+        Scheme::Http | Scheme::Unix => None,
+    };
+    Some(KeySetSource {
+        url: url.text.clone(),
+        server,
+        target,
+        tls,
+        refresh: settings.jwks_refresh,
+        cooldown: settings.jwks_cooldown,
+        timeout: settings.jwks_timeout,
+        keep: settings.jwks_keep,
+    })
+}
+
+/// Parses the URL of a key set. Without TLS, anyone on the way could replace the keys: only loopback is accepted then.
+fn parse_key_set_url(url: &str) -> Parsed<(Server, PathAndQuery)> {
+    let invalid = |what: &str| (format!("{} {what}", quoted(url)), format!("write a URL such as `{URL_EXAMPLE}`"));
+    let (scheme, name, default_port) = match url.split_once("://") {
+        Some(("https", _)) => (Scheme::Https, "https", 443),
+        Some(("http", _)) => (Scheme::Http, "http", 80),
+        _ => return Err(invalid("is not the URL of a key set")),
+    };
+    let rest = &url[name.len() + 3..];
+    let (authority, target) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));
+    if let Some((_, host)) = authority.rsplit_once('@') {
+        let message = format!("{} has a user name, which is not supported", quoted(url));
+        return Err((message, format!("write `\"{name}://{host}{target}\"`")));
+    }
+    let (host, port) = parse_authority(url, authority, (name, default_port))?;
+    let is_loopback = host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback());
+    if scheme == Scheme::Http && !is_loopback {
+        let message = format!("{} has no TLS: anyone on the way could replace the keys", quoted(url));
+        return Err((message, format!("write `\"https://{rest}\"`; `http` is for loopback addresses")));
+    }
+    if target.contains('#') {
+        return Err(invalid("has a fragment"));
+    }
+    let slash = if target.starts_with('/') { "" } else { "/" };
+    let target =
+        PathAndQuery::try_from(format!("{slash}{target}")).map_err(|_invalid| invalid("has an invalid path"))?;
+    let server = Server { url: format!("{name}://{authority}"), scheme, host, port, weight: 1 };
+    Ok((server, target))
 }
 
 /// Checks the keys together: each is listed once, and few enough may match one token.
 fn check_keys(settings: &mut JwtSettings, table: &Table, report: &mut Report) {
-    if table.lacks("keys") && table.lacks("jwks_file") {
+    if ["keys", "jwks_file", "jwks_url"].iter().all(|key| table.lacks(key)) {
         report.missing(table.span.clone(), "`[jwt]` has no keys", NO_KEYS);
     }
     let (keys, jwks) = (table.given("keys"), table.given("jwks_file"));
     if let (Some(Item { value: DeValue::Array(array), span, .. }), None) = (&keys, &jwks)
         && array.is_empty()
+        && table.lacks("jwks_url")
     {
         report.problem(span.clone(), "`keys` is an empty list", NO_KEYS);
+    }
+    for key in ["jwks_ca", "jwks_refresh", "jwks_cooldown", "jwks_timeout", "jwks_keep"] {
+        if let (Some(item), true) = (table.given(key), table.lacks("jwks_url")) {
+            let message = format!("`{key}` has no effect without `jwks_url`");
+            report.missing(item.key_span, message, format!("remove it, or write `jwks_url = {URL_EXAMPLE}`"));
+        }
+    }
+    let is_cleartext = settings.jwks_url.as_ref().is_some_and(|url| url.text.starts_with("http://"));
+    if let (Some(item), true) = (table.given("jwks_ca"), is_cleartext) {
+        let fix = "remove it, or write `https://` in `jwks_url`";
+        report.missing(item.key_span, "`jwks_ca` has no effect: the key set is fetched without TLS", fix);
+    }
+    if let (Some(item), true) = (table.given("jwks_keep"), settings.jwks_keep < settings.jwks_refresh) {
+        let fix = "write a longer one, so that a single failed fetch does not disable the keys";
+        report.problem(item.span, "`jwks_keep` is shorter than `jwks_refresh`", fix);
     }
     let mut found: Vec<&VerificationKey> = Vec::new();
     for (key, span) in settings.keys.iter().chain(&settings.jwks_file) {
@@ -147,16 +259,6 @@ fn check_keys(settings: &mut JwtSettings, table: &Table, report: &mut Report) {
         );
         report.problem(item.span, message, "give each key a different `kid`, and have the issuer set it in tokens");
     }
-}
-
-/// The algorithm of a key that more than `KEYS_TRIED_MAX` keys cannot be distinguished from, because they have the same
-/// `kid` or one of the two has none.
-fn ambiguous_algorithm(keys: &[&VerificationKey]) -> Option<Algorithm> {
-    let alike = |key: &VerificationKey, other: &VerificationKey| {
-        key.algorithm == other.algorithm && (key.kid.is_none() || other.kid.is_none() || key.kid == other.kid)
-    };
-    let is_crowded = |key: &&&VerificationKey| keys.iter().filter(|other| alike(key, other)).count() > KEYS_TRIED_MAX;
-    keys.iter().find(is_crowded).map(|key| key.algorithm)
 }
 
 fn read_keys(item: &Item, report: &mut Report) -> Option<Vec<(VerificationKey, Span)>> {
@@ -234,6 +336,8 @@ fn read_jwks(item: &Item, report: &mut Report) -> Option<Vec<(VerificationKey, S
             String::from("have the issuer sign with one of these algorithms, and name its key set"),
         ),
         Err(JwksError::BadKey(position, error)) => error.explain(&format!("key {position} of {name}")),
+        // Only of published key sets: the keys of all settings are checked together.
+        Err(error @ (JwksError::TooManyKeys | JwksError::Ambiguous(_))) => (error.to_string(), String::new()),
     };
     report.reject(file.span, message, fix)
 }

@@ -55,6 +55,7 @@ use count_when::CountWhen;
 use counters::Counters;
 use descriptor::Descriptor;
 use diagnostics::{Inputs, Problem, ReadFile, Report};
+use jwt::KeySetSource;
 use key::OnUnknownKey;
 use limits::{DrainSettings, Http2, Limits, Timeouts};
 use listen::{Admin, Listen};
@@ -86,6 +87,8 @@ pub struct Config {
     pub clients: Option<Clients>,
     /// Keys and conditions for valid tokens. Present if a rule or the clients use a claim.
     pub jwt: Option<TokenVerifier>,
+    /// More keys for tokens, which are fetched.
+    pub key_set: Option<KeySetSource>,
     /// How request paths are normalized for routes and rules.
     pub path_reading: PathReading,
     pub upstreams: Vec<Upstream>,

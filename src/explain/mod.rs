@@ -7,6 +7,7 @@ pub mod rule_state;
 mod text;
 
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use http::header::HeaderMap;
 use serde_json::{Value, json};
@@ -23,6 +24,7 @@ use crate::http::ratelimit_headers::seconds_until;
 use crate::http::route_actions::TemplateVariables;
 use crate::http::router::RouteQuery;
 use crate::http::{path_normalize, request_validation, responses};
+use crate::jwt::published_keys::PublishedKeys;
 use crate::proxy::compiled_config::{CompiledConfig, RouteRules};
 use transom_limiter::key::Seed;
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
@@ -100,7 +102,9 @@ pub async fn explain(compiled: &CompiledConfig, question: &Question, counting: C
 pub async fn explain_without_gateway(config: Config, question: &Question) -> Option<Explanation> {
     let seed = Seed(fastrand::u64(..), fastrand::u64(..));
     let rule_set = RuleSet::new(&config.rules, seed, None);
-    let compiled = CompiledConfig::new(config, seed, rule_set, Vec::new());
+    // Nothing is fetched: a token that needs the key set gets what it gets before the first fetch.
+    let published_keys = config.key_set.as_ref().map(|_| Arc::new(PublishedKeys::new(|| {})));
+    let compiled = CompiledConfig::new(config, seed, rule_set, Vec::new(), published_keys);
     let table = Table::with_capacity(1)?;
     let counting = Counting { table: &table, clock: &Clock::system(), shared: None, is_live: false };
     Some(explain(&compiled, question, counting).await)

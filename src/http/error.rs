@@ -104,6 +104,8 @@ pub enum RequestError {
     Overloaded,
     /// The shared store is unreachable, and the rule refuses requests that it cannot count.
     StoreUnavailable,
+    /// The key set that verifies tokens was not fetched yet, or too long ago.
+    KeySetUnavailable,
     /// A defect of the gateway.
     Panic,
 }
@@ -120,7 +122,7 @@ impl RequestError {
     pub const BARE_LINE_FEED: RequestError = RequestError::Framing("a line ends in a line feed alone");
 
     /// Names of errors in metrics, by [`RequestError::kind_index`].
-    pub const KINDS: [&str; 37] = [
+    pub const KINDS: [&str; 38] = [
         "target",
         "host",
         "path",
@@ -158,6 +160,7 @@ impl RequestError {
         "key_unknown",
         "head_incomplete",
         "stream_refused",
+        "key_set_unavailable",
     ];
 
     /// The position of the name in [`RequestError::KINDS`].
@@ -200,6 +203,7 @@ impl RequestError {
             RequestError::KeyUnknown { .. } => 34,
             RequestError::HeadIncomplete => 35,
             RequestError::StreamRefused => 36,
+            RequestError::KeySetUnavailable => 37,
         }
     }
 
@@ -240,7 +244,7 @@ impl RequestError {
             | RequestError::ResponseTimeout
             | RequestError::RequestTimeout
             | RequestError::Overloaded => Side::Upstream,
-            RequestError::StoreUnavailable | RequestError::Panic => Side::Gateway,
+            RequestError::StoreUnavailable | RequestError::KeySetUnavailable | RequestError::Panic => Side::Gateway,
         }
     }
 
@@ -283,7 +287,8 @@ impl RequestError {
             | RequestError::ResponseTimeout
             | RequestError::RequestTimeout
             | RequestError::Overloaded
-            | RequestError::StoreUnavailable => false,
+            | RequestError::StoreUnavailable
+            | RequestError::KeySetUnavailable => false,
         }
     }
 }
@@ -365,6 +370,7 @@ impl fmt::Display for RequestError {
             RequestError::RequestTimeout => f.write_str("the request took too long"),
             RequestError::Overloaded => f.write_str("the upstream has too many requests at the moment"),
             RequestError::StoreUnavailable => f.write_str("the limits cannot be checked at the moment"),
+            RequestError::KeySetUnavailable => write!(f, "{}", TokenError::KeysUnavailable),
             RequestError::Panic => f.write_str("the gateway failed on this request"),
         }
     }

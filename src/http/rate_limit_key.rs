@@ -15,6 +15,7 @@ use super::key_source::{KeyError, KeySource, RequestAttributes};
 use super::overrides::{self, Overrides, RuleTreatment};
 use super::store_key_text::{DIGEST, KeyDigester, KeyTextFormat};
 use crate::config::route::Route;
+use crate::jwt::token::TokenError;
 use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::rule::Cost;
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
@@ -339,6 +340,7 @@ impl RuleKey {
             KeyError::InvalidEscape => RequestError::Query("the query contains a `%` without two hex digits"),
             KeyError::NotPrintable | KeyError::MalformedCredentials => RequestError::KeyMalformed { rule, part },
             KeyError::Unknown => RequestError::KeyUnknown { rule, part },
+            KeyError::Token(TokenError::KeysUnavailable) => RequestError::KeySetUnavailable,
             KeyError::Token(error) => RequestError::Token(error),
         }
     }

@@ -175,7 +175,7 @@ pub fn error_response(error: &RequestError) -> LocalResponse {
     if *error == RequestError::Method {
         response.headers_mut().insert(header::ALLOW, ALLOW);
     }
-    if *error == RequestError::StoreUnavailable {
+    if [RequestError::StoreUnavailable, RequestError::KeySetUnavailable].contains(error) {
         response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
     }
     if let Some(challenge) = challenge(error) {
@@ -264,7 +264,9 @@ pub fn error_status(error: &RequestError) -> StatusCode {
         RequestError::ConnectTimeout | RequestError::ResponseTimeout | RequestError::RequestTimeout => {
             StatusCode::GATEWAY_TIMEOUT
         }
-        RequestError::Overloaded | RequestError::StoreUnavailable => StatusCode::SERVICE_UNAVAILABLE,
+        RequestError::Overloaded | RequestError::StoreUnavailable | RequestError::KeySetUnavailable => {
+            StatusCode::SERVICE_UNAVAILABLE
+        }
         RequestError::Panic => StatusCode::INTERNAL_SERVER_ERROR,
     }
 }

@@ -1,13 +1,16 @@
 //! A cache of verified tokens: verifying a signature costs more than the rest of a decision.
 //!
-//! Each worker has a cache, which every new configuration replaces, so that no token outlives the keys that verified it. An
-//! entry has the keyed 128-bit hash of a token, its lifetime, and the values of the claims that rules use as keys. Of the
-//! rejected tokens only the last one is remembered, because several rules of one request may need it.
+//! Each worker has a cache. It is emptied when the published keys change, and every new configuration replaces it, so that
+//! no token outlives the keys that verified it. An entry has the keyed 128-bit hash of a token, its lifetime, and the values
+//! of the claims that rules use as keys. Of the rejected tokens only the last one is remembered, because several rules of one
+//! request may need it.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::mem;
+use std::sync::Arc;
 
+use super::published_keys::PublishedKeys;
 use super::token::{Claims, Lifetime, TokenError, TokenVerifier};
 use transom_limiter::key::KeyHasher;
 
@@ -18,7 +21,12 @@ const VALUES_MAX_BYTES: usize = 512;
 
 /// The verified tokens of one worker.
 pub struct TokenCache {
-    verifier: TokenVerifier,
+    /// The published keys follow the configured ones.
+    verifier: RefCell<TokenVerifier>,
+    configured_keys: usize,
+    /// The published keys, and the version of those in `verifier`.
+    published: Option<Arc<PublishedKeys>>,
+    version: Cell<u64>,
     /// The names of all claims that rules use as keys.
     claims: Vec<String>,
     /// The seeded hash, before a token is added.
@@ -47,7 +55,21 @@ struct CachedToken {
 
 impl TokenCache {
     pub fn new(verifier: TokenVerifier, claims: Vec<String>, hasher: KeyHasher) -> TokenCache {
-        TokenCache { verifier, claims, hasher, generations: RefCell::default(), last_rejected: Cell::default() }
+        TokenCache {
+            configured_keys: verifier.keys.len(),
+            verifier: RefCell::new(verifier),
+            published: None,
+            version: Cell::new(0),
+            claims,
+            hasher,
+            generations: RefCell::default(),
+            last_rejected: Cell::default(),
+        }
+    }
+
+    /// Verifies tokens with published keys too.
+    pub fn with_published(self, published: Option<Arc<PublishedKeys>>) -> TokenCache {
+        TokenCache { published, ..self }
     }
 
     /// Verifies a token at the time `now_ms` (Unix milliseconds of the wall clock), and passes the value of a claim to `take`.
@@ -59,6 +81,11 @@ impl TokenCache {
         now_ms: u64,
         take: impl FnOnce(&str),
     ) -> Result<bool, TokenError> {
+        if let Some(published) = &self.published
+            && published.version() != self.version.get()
+        {
+            self.take_over(published);
+        }
         let position = self.claims.iter().position(|claim| claim == name);
         let hash = self.hash(token);
         let mut generations = self.generations.borrow_mut();
@@ -75,15 +102,42 @@ impl TokenCache {
         Ok(value.is_some())
     }
 
+    /// Takes over changed keys.
+    #[cold]
+    fn take_over(&self, published: &PublishedKeys) {
+        let (version, keys) = published.keys();
+        self.version.set(version);
+        let own = &mut self.verifier.borrow_mut().keys;
+        own.truncate(self.configured_keys);
+        own.extend_from_slice(&keys);
+        self.generations.take();
+        self.last_rejected.take();
+    }
+
     #[cold]
     fn verify(&self, token: &[u8], hash: TokenHash, now_ms: u64) -> Result<CachedToken, TokenError> {
         match self.last_rejected.get() {
             Some((rejected, at_ms, why)) if (rejected, at_ms) == (hash, now_ms) => Err(why),
             _ => {
-                let verified = self.verifier.verify(token, now_ms);
+                let verified = self.verifier.borrow().verify(token, now_ms).map_err(|why| self.explain(why));
                 let verified = verified.inspect_err(|why| self.last_rejected.set(Some((hash, now_ms, *why))));
                 verified.map(|(claims, lifetime)| self.extract_claims(&claims, lifetime))
             }
+        }
+    }
+
+    /// The reason for a rejection, with regard to the published keys. An unknown key may have been published since.
+    fn explain(&self, why: TokenError) -> TokenError {
+        let Some(published) = &self.published else { return why };
+        if why == TokenError::UnknownKey {
+            published.want_refresh();
+        }
+        let has_published = self.verifier.borrow().keys.len() > self.configured_keys;
+        match why {
+            TokenError::UnknownKey | TokenError::AmbiguousKey | TokenError::Signature if !has_published => {
+                TokenError::KeysUnavailable
+            }
+            why => why,
         }
     }
 
@@ -126,6 +180,7 @@ impl CachedToken {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::jwt::published_keys::KeySet;
     use crate::jwt::verification_key::VerificationKey;
     use aws_lc_rs::hmac;
     use base64::Engine;
@@ -151,7 +206,7 @@ mod tests {
 
     /// Removes the keys, so that only cached tokens are accepted.
     fn without_keys(cache: &mut TokenCache) {
-        cache.verifier.keys.clear();
+        cache.verifier.get_mut().keys.clear();
     }
 
     fn sub(cache: &TokenCache, token: &str, now_ms: u64) -> Result<Option<String>, TokenError> {
@@ -173,6 +228,32 @@ mod tests {
         without_keys(&mut cache);
         assert_eq!(sub(&cache, &token, 99_999), Ok(Some("alice".to_owned())));
         assert_eq!(sub(&cache, &self::token(r#"{"sub":"bob"}"#), 0), Err(TokenError::UnknownKey));
+    }
+
+    #[test]
+    fn no_token_outlives_the_published_key_that_verified_it() {
+        let key = VerificationKey::from_secret(SECRET, None).unwrap();
+        let other = VerificationKey::from_secret(&[1; 32], None).unwrap();
+        let published = Arc::new(PublishedKeys::new(|| {}));
+        let cache = TokenCache::new(TokenVerifier::default(), vec!["sub".to_owned()], KeyHasher::new(Seed(1, 2), 0));
+        let (cache, token) = (cache.with_published(Some(Arc::clone(&published))), token(r#"{"sub":"alice"}"#));
+        let replace = |keys: &[&VerificationKey]| {
+            let keys = keys.iter().map(|key| (*key).clone()).collect();
+            published.replace(KeySet { keys, text: Arc::new([]), fetched_at_ms: 0 })
+        };
+        assert_eq!(sub(&cache, &token, 0), Err(TokenError::KeysUnavailable));
+        assert!(published.take_wanted_refresh() && !published.take_wanted_refresh());
+        assert!(replace(&[&key]));
+        assert_eq!(sub(&cache, &token, 0), Ok(Some("alice".to_owned())));
+        assert!(!replace(&[&key]), "the same keys");
+        assert!(replace(&[&other, &key]));
+        assert_eq!((sub(&cache, &token, 0), cached_tokens(&cache)), (Ok(Some("alice".to_owned())), 1));
+        assert!(replace(&[&other]));
+        assert_eq!((sub(&cache, &token, 0), cached_tokens(&cache)), (Err(TokenError::Signature), 0));
+        assert!(replace(&[&key]));
+        assert_eq!(sub(&cache, &token, 0), Ok(Some("alice".to_owned())));
+        published.remove();
+        assert_eq!((sub(&cache, &token, 0), cached_tokens(&cache)), (Err(TokenError::KeysUnavailable), 0));
     }
 
     #[test]

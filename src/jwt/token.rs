@@ -42,6 +42,8 @@ pub enum TokenError {
     NotYetValid,
     Issuer,
     Audience,
+    /// No configured key verifies it, and the key set of the issuer was not fetched yet, or too long ago.
+    KeysUnavailable,
 }
 
 impl fmt::Display for TokenError {
@@ -56,6 +58,7 @@ impl fmt::Display for TokenError {
             TokenError::NotYetValid => "the token is not valid yet",
             TokenError::Issuer => "the token's issuer is not trusted here",
             TokenError::Audience => "the token is meant for another audience",
+            TokenError::KeysUnavailable => "the keys that verify tokens are not available at the moment",
         })
     }
 }

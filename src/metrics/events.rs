@@ -100,6 +100,11 @@ static SNAPSHOT_TIME: Metric =
     gauge("transom_counters_snapshot_timestamp_seconds", "Time of the latest counter snapshot, Unix time in seconds.");
 static ADMIN_REQUESTS: Metric =
     counter("transom_admin_requests_total", "Responses of the admin address and the metrics addresses, by page.");
+static KEY_SET_FETCHES: Metric = counter("transom_jwks_fetches_total", "Fetches of the key set, by outcome.");
+static KEY_SET_TIME: Metric = gauge(
+    "transom_jwks_last_fetch_timestamp_seconds",
+    "When the key set was last fetched successfully, Unix time in seconds.",
+);
 static REQUEST_ERRORS: Metric =
     counter("transom_request_errors_total", "Failed requests by error, including malformed ones.");
 pub static BUILD_INFO: Metric = gauge("transom_build_info", "The running version; the value is 1.");
@@ -155,6 +160,8 @@ pub static NAMES: &[&Metric] = &[
     &redis::OUTAGE_DECISIONS,
     &SNAPSHOTS,
     &SNAPSHOT_TIME,
+    &KEY_SET_FETCHES,
+    &KEY_SET_TIME,
     &RELOADS,
     &RELOAD_SUCCESSFUL,
     &RELOAD_TIME,
@@ -852,6 +859,45 @@ impl SnapshotMetrics {
 
     pub fn failed(&self) {
         self.failed.add(1);
+    }
+}
+
+/// Fetches of a key set.
+pub struct KeySetMetrics {
+    registry: Arc<Registry>,
+    fetched: Arc<MetricCell>,
+    failed: Arc<MetricCell>,
+    invalid: Arc<MetricCell>,
+    latest_s: OnceLock<Arc<MetricCell>>,
+}
+
+impl KeySetMetrics {
+    /// `fetcher` is the number of the thread that fetches.
+    pub fn new(registry: &Arc<Registry>, fetcher: WorkerId) -> KeySetMetrics {
+        let cell = |outcome| registry.cell(&KEY_SET_FETCHES, fetcher, &[("outcome", outcome)]);
+        KeySetMetrics {
+            fetched: cell("fetched"),
+            failed: cell("failed"),
+            invalid: cell("invalid"),
+            latest_s: OnceLock::new(),
+            registry: Arc::clone(registry),
+        }
+    }
+
+    pub fn fetched(&self, now_ms: u64) {
+        self.fetched.add(1);
+        // The series appears with the first success.
+        self.latest_s.get_or_init(|| self.registry.cell(&KEY_SET_TIME, WorkerId::MAX, &[])).set(now_ms / 1000);
+    }
+
+    /// There was no response, or a wrong one.
+    pub fn failed(&self) {
+        self.failed.add(1);
+    }
+
+    /// The response was no usable key set.
+    pub fn invalid(&self) {
+        self.invalid.add(1);
     }
 }
 

@@ -32,6 +32,7 @@ use crate::http::router::{AmbiguousHeader, RouteQuery, Router};
 use crate::http::store_key_text::KeyDigester;
 use crate::http::websocket_handshake::UpgradeMethod;
 use crate::jwt::cache::TokenCache;
+use crate::jwt::published_keys::PublishedKeys;
 use crate::upstream::server_health::UpstreamHealth;
 use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::rule::{Cost, Rule, Sharing};
@@ -68,6 +69,8 @@ pub struct CompiledConfig {
     claims: Vec<String>,
     /// Seeded hasher for the token cache.
     token_hasher: KeyHasher,
+    /// The fetched keys for tokens.
+    published_keys: Option<Arc<PublishedKeys>>,
     /// Proxies whose forwarding fields are trusted.
     pub trusted_proxies: Option<TrustedProxies>,
     /// Actions of those routes that have any.
@@ -113,6 +116,7 @@ impl CompiledConfig {
         seed: Seed,
         rule_set: RuleSet,
         upstream_health: Vec<Arc<UpstreamHealth>>,
+        published_keys: Option<Arc<PublishedKeys>>,
     ) -> Arc<CompiledConfig> {
         let rule_set = Arc::new(rule_set);
         let clients = config.clients.as_ref().map(ClientPlans::new).map(Arc::new);
@@ -169,6 +173,7 @@ impl CompiledConfig {
             route_rules,
             claims,
             token_hasher,
+            published_keys,
             key_fields,
             clients,
             decision_service,
@@ -183,6 +188,12 @@ impl CompiledConfig {
     /// A token verifier with an empty cache; one per worker. Without configured keys every token is invalid.
     pub fn token_checker(&self) -> TokenCache {
         TokenCache::new(self.config.jwt.clone().unwrap_or_default(), self.claims.clone(), self.token_hasher.clone())
+            .with_published(self.published_keys.clone())
+    }
+
+    /// Whether the first fetch of the key set, if one is configured, has ended.
+    pub fn was_key_set_tried(&self) -> bool {
+        self.published_keys.as_ref().is_none_or(|published| published.was_tried())
     }
 
     /// The client of a request that arrived from `peer`: the peer, or the client that a trusted proxy names.

@@ -536,7 +536,7 @@ mod tests {
         let registry = Arc::new(Registry::default());
         let upstream_health = build_upstream_health(&config, &[], &registry, 1, clock.instant());
         let rule_set = RuleSet::new(&config.rules, Seed(1, 2), None);
-        let compiled = CompiledConfig::new(config, Seed(1, 2), rule_set, upstream_health);
+        let compiled = CompiledConfig::new(config, Seed(1, 2), rule_set, upstream_health, None);
         let shared = SharedByWorkers::new(Arc::new(Table::with_capacity(64).unwrap()));
         let worker = WorkerState::new(0, shared, clock, Arc::clone(&registry), compiled, RecordOutputs::default());
         let worker = Rc::new(worker);

@@ -71,6 +71,7 @@ pub enum ReloadError {
     Tls(rustls::Error),
     AccessLog(io::Error),
     Tracing(io::Error),
+    KeySet(StartError),
     /// The change gives a layer other counters.
     ChangedCounters(ChangedCounters),
 }
@@ -82,6 +83,7 @@ impl fmt::Display for ReloadError {
             ReloadError::Tls(error) => write!(f, "TLS cannot be set up: {error}"),
             ReloadError::AccessLog(error) => write!(f, "cannot open the access log: {error}"),
             ReloadError::Tracing(error) => write!(f, "spans cannot be exported: {error}"),
+            ReloadError::KeySet(error) => write!(f, "the key set cannot be fetched: {error}"),
             ReloadError::ChangedCounters(ChangedCounters { rule, layer, setting }) => write!(
                 f,
                 "rule `{rule}`, `{layer}`: a change of `{setting}` changes how usage is counted, and needs a restart or an upgrade, which starts this layer with unused counters"

@@ -168,7 +168,7 @@ impl Replay {
         local_rules(&mut config);
         let rules = config.rules.clone();
         let rule_set = RuleSet::new(&rules, SEED, None);
-        let compiled = CompiledConfig::new(config, SEED, rule_set, Vec::new());
+        let compiled = CompiledConfig::new(config, SEED, rule_set, Vec::new(), None);
         let sampled = SAMPLED_KEYS / (rules.len() * (1 + candidates.len())).max(1);
         // Just below a power of two, so that the memory of the map does not double for the last keys.
         let sampled = sampled.min(SAMPLED_KEYS_OF_RULE).next_power_of_two() / 8 * 7;

@@ -63,6 +63,7 @@ mod http2_attacks;
 mod http2_resend;
 mod httpbin;
 mod informational_http2;
+mod jwks_url;
 mod jwt;
 mod key_normalization;
 mod keys;

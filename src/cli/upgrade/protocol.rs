@@ -14,7 +14,7 @@
 
 use std::env;
 use std::fs::File;
-use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Seek, Write};
 use std::mem::MaybeUninit;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -22,6 +22,7 @@ use std::os::unix::net::UnixStream as StdUnixStream;
 use std::time::Duration;
 
 use rustix::cmsg_space;
+use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags, recvmsg, sendmsg, sockopt,
@@ -31,6 +32,7 @@ use tokio::io::Interest;
 use tokio::net::UnixStream;
 
 use crate::downstream::listener::InheritedSockets;
+use crate::server::KnownKeySet;
 
 /// Environment variable of the new process: the PID of the process that it replaces.
 pub const PREDECESSOR_VARIABLE: &str = "TRANSOM_HANDOVER";
@@ -39,6 +41,8 @@ pub const PREDECESSOR_VARIABLE: &str = "TRANSOM_HANDOVER";
 const HEADER: &str = "transom 1 ";
 const LISTEN: &str = "listen ";
 const COUNTERS: &str = "counters";
+/// Followed by the time of the fetch in Unix milliseconds, and the URL of the key set whose text the descriptor has.
+const KEY_SET: &str = "key-set ";
 const READY: &[u8] = b"ready\n";
 const GO: &[u8] = b"yours\n";
 const SERVING: &[u8] = b"serving\n";
@@ -52,12 +56,21 @@ const RECEIVE_TIMEOUT: Duration = Duration::from_secs(10);
 pub struct HandoverSet(Vec<(String, OwnedFd)>);
 
 impl HandoverSet {
-    pub fn new(sockets: &[(SocketAddr, TcpListener)], counters: BorrowedFd) -> io::Result<HandoverSet> {
+    pub fn new(
+        sockets: &[(SocketAddr, TcpListener)],
+        counters: BorrowedFd,
+        key_set: Option<KnownKeySet>,
+    ) -> io::Result<HandoverSet> {
         let mut items = Vec::new();
         for (address, socket) in sockets {
             items.push((format!("{LISTEN}{address}\n"), socket.as_fd().try_clone_to_owned()?));
         }
         items.push((format!("{COUNTERS}\n"), counters.try_clone_to_owned()?));
+        if let Some(KnownKeySet { url, text, fetched_at_ms }) = key_set {
+            let mut file = File::from(memfd_create("key-set", MemfdFlags::CLOEXEC)?);
+            file.write_all(&text)?;
+            items.push((format!("{KEY_SET}{fetched_at_ms} {url}\n"), file.into()));
+        }
         Ok(HandoverSet(items))
     }
 
@@ -126,6 +139,8 @@ pub struct Handover {
     pub sockets: InheritedSockets,
     /// The counter memory, if the former process had one.
     pub counters: Option<OwnedFd>,
+    /// The last key set, if the former process had fetched one.
+    pub key_set: Option<KnownKeySet>,
     pub channel: SuccessorChannel,
 }
 
@@ -145,13 +160,20 @@ impl Handover {
         channel.set_nonblocking(false)?;
         channel.set_read_timeout(Some(RECEIVE_TIMEOUT))?;
         let (names, descriptors) = receive_all(&channel)?;
-        let (mut sockets, mut counters) = (Vec::new(), None);
+        let (mut sockets, mut counters, mut key_set) = (Vec::new(), None, None);
         for (name, descriptor) in names.iter().zip(descriptors) {
             if let Some(address) = name.strip_prefix(LISTEN) {
                 let address: SocketAddr = address.parse().map_err(|_no_address| protocol_error())?;
                 sockets.push((address, TcpListener::from(descriptor)));
             } else if name == COUNTERS {
                 counters = Some(descriptor);
+            } else if let Some(rest) = name.strip_prefix(KEY_SET) {
+                let (fetched_at_ms, url) = rest.split_once(' ').ok_or_else(protocol_error)?;
+                let fetched_at_ms = fetched_at_ms.parse().map_err(|_no_number| protocol_error())?;
+                let (mut file, mut text) = (File::from(descriptor), Vec::new());
+                file.rewind()?;
+                file.read_to_end(&mut text)?;
+                key_set = Some(KnownKeySet { url: url.to_owned(), text: text.into(), fetched_at_ms });
             }
             // Unknown items of other versions are ignored.
         }
@@ -159,6 +181,7 @@ impl Handover {
             from,
             sockets: InheritedSockets::from_predecessor(sockets)?,
             counters,
+            key_set,
             channel: SuccessorChannel(channel),
         }))
     }
@@ -232,7 +255,6 @@ fn protocol_error() -> io::Error {
 
 #[cfg(test)]
 mod tests {
-    use std::io::{Read, Write};
     use std::net::Shutdown;
     use std::thread;
 
@@ -267,7 +289,7 @@ mod tests {
             .collect();
         let memory = File::open("/dev/null").unwrap();
         let (old, new) = StdUnixStream::pair().unwrap();
-        let handover = HandoverSet::new(&sockets, memory.as_fd()).unwrap();
+        let handover = HandoverSet::new(&sockets, memory.as_fd(), None).unwrap();
         let sender = thread::spawn(move || {
             runtime().block_on(async { handover.hand_over(old).await.unwrap().let_serve().await.unwrap() });
         });
@@ -285,7 +307,7 @@ mod tests {
     fn a_closed_channel_is_an_error() {
         let memory = File::open("/dev/null").unwrap();
         let hand_over = |channel| {
-            let handover = HandoverSet::new(&[], memory.as_fd()).unwrap();
+            let handover = HandoverSet::new(&[], memory.as_fd(), None).unwrap();
             runtime().block_on(async { handover.hand_over(channel).await?.let_serve().await })
         };
         let (old, new) = StdUnixStream::pair().unwrap();
