@@ -64,7 +64,7 @@ fn a_usable_server_is_reported_and_left_unchanged() {
     expect_usable(&format!("redis = \"redis+unix://{}\"\nprefix = \"edge\"", server.socket().display()));
     let (code, out, _) =
         run(&["check", "--connect", "--config", &TempDir::new().write("g.toml", OTHER_SECTIONS).display().to_string()]);
-    assert!(code == Some(0) && out.contains("there is no `[counters.shared]`"), "{out}");
+    assert!(code == Some(0) && out.contains("neither `[counters.shared]` nor `jwks_url`"), "{out}");
 }
 
 #[test]
