@@ -76,6 +76,7 @@ pub struct Gateway {
     http: Vec<SocketAddr>,
     https: Vec<SocketAddr>,
     ratelimit_service: Vec<SocketAddr>,
+    forward_auth: Vec<SocketAddr>,
     admin: Option<SocketAddr>,
     metrics: Vec<SocketAddr>,
     counters: Arc<Counters>,
@@ -167,6 +168,7 @@ impl Gateway {
             http: opened.http,
             https: opened.https,
             ratelimit_service: opened.ratelimit_service,
+            forward_auth: opened.forward_auth,
             admin: None,
             metrics: Vec::new(),
             listener_config,
@@ -308,6 +310,11 @@ impl Gateway {
     /// As [`Gateway::http`], for the rate limit service.
     pub fn ratelimit_service(&self) -> &[SocketAddr] {
         &self.ratelimit_service
+    }
+
+    /// As [`Gateway::http`], for proxies that ask about requests.
+    pub fn forward_auth(&self) -> &[SocketAddr] {
+        &self.forward_auth
     }
 
     pub fn admin(&self) -> Option<SocketAddr> {

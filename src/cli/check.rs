@@ -188,6 +188,7 @@ fn start_failures(path: &Path, config: &Config) -> Vec<String> {
         .iter()
         .chain(https)
         .chain(service)
+        .chain(&listen.forward_auth)
         .chain(&listen.admin)
         .chain(&listen.metrics)
         .filter_map(|address| unusable_address(*address));

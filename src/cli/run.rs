@@ -221,6 +221,7 @@ impl Supervisor<'_> {
         let scheme = if service.as_ref().is_some_and(|service| service.tls().is_some()) { "https" } else { "http" };
         let addresses = self.gateway.ratelimit_service().iter();
         addresses.for_each(|address| print(format!("rate limit service on {scheme}://{address}")));
+        self.gateway.forward_auth().iter().for_each(|address| print(format!("forward auth on http://{address}")));
         if let Some(shared) = &self.gateway.config().counters.shared {
             tracing::info!("counters are shared through {}, under `{}:`", shared.nodes, shared.prefix);
         }

@@ -89,7 +89,8 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
         report_unused_descriptors(&rules, report);
     }
     // A trusted proxy sends the scheme of the original request. Invalid addresses may belong to either scheme.
-    let any_scheme = !listen.trusted_proxies.is_empty() || !listen_is_valid || misspelled.contains(&"listen");
+    let is_proxied = !listen.trusted_proxies.is_empty() || !listen.forward_auth.is_empty();
+    let any_scheme = is_proxied || !listen_is_valid || misspelled.contains(&"listen");
     let context = RouteContext {
         reading: path_reading,
         upstreams: &upstreams,

@@ -3,6 +3,7 @@
 //!
 //! `transom_limiter::burst_bound` computes the bounds; this file only words them.
 
+use std::collections::BTreeSet;
 use std::fmt;
 
 use super::Config;
@@ -62,6 +63,8 @@ pub fn messages(config: &Config) -> Vec<LintMessage> {
         routes
             .chain(exposed_admin_address(config))
             .chain(short_token(config))
+            .chain(exposed_forward_auth(config))
+            .chain(rules_of_responses(config))
             .chain(guessable_digests(config))
             .chain(paths_with_variants(config))
             .map(LintMessage::note),
@@ -193,6 +196,34 @@ pub fn exposed_admin_address(config: &Config) -> Option<String> {
         format!(
             "`admin` listens on `{address}`: anyone who can connect can read the metrics, and use up and reset every limit; set \
              `token_file` in `[admin]`"
+        )
+    })
+}
+
+/// Notes an address for the questions of proxies that other machines can reach.
+fn exposed_forward_auth(config: &Config) -> Option<String> {
+    let address = config.listen.forward_auth.iter().find(|address| !address.ip().to_canonical().is_loopback())?;
+    Some(format!(
+        "`forward_auth` listens on `{address}`: anyone who can connect can use up the limits of any client; let only your \
+         proxies connect"
+    ))
+}
+
+/// Notes rules that depend on the response or its end, of which the gateway sees nothing where a proxy forwards the request.
+fn rules_of_responses(config: &Config) -> Option<String> {
+    let depends = |position: &usize| {
+        let rule = &config.rules[*position];
+        let is_refunded = config.count_when[*position].is_some() || matches!(rule.cost, Cost::Response { .. });
+        is_refunded || rule.concurrent_name().is_some()
+    };
+    let positions: BTreeSet<usize> = config.routes.iter().flat_map(|route| route.rules.iter().copied()).collect();
+    let names: Vec<&str> =
+        positions.iter().filter(|position| depends(position)).map(|position| &*config.rules[*position].name).collect();
+    (!config.listen.forward_auth.is_empty() && !names.is_empty()).then(|| {
+        format!(
+            "the gateway does not see the responses to requests about which proxies ask on `forward_auth`: they always count by \
+             {}, with the cost that is reserved, and hold no slot of `concurrent`",
+            quoted_list(names.into_iter(), "and")
         )
     })
 }

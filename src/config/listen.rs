@@ -26,7 +26,8 @@ const HTTPS_FIX: &str = "write `[listen.https]`, then its `address`, its `certif
 settings! {
     /// Addresses, limits on connections, and proxies in front of the gateway.
     pub struct Listen checked by check_listen {
-        /// Addresses for HTTP without TLS. The default applies unless `https` or `ratelimit_service` is set. Port 0 chooses a free port.
+        /// Addresses for HTTP without TLS. The default applies unless `https`, `ratelimit_service` or `forward_auth` is set.
+        /// Port 0 chooses a free port.
         /// Addresses of one port must not overlap, as `0.0.0.0:80` and `127.0.0.1:80` do.
         http: Vec<SocketAddr> = Restart(Custom {
             default: vec![DEFAULT],
@@ -48,6 +49,13 @@ settings! {
             ]),
             |item, report| read_ratelimit_service(item, report).map(Some),
         );
+        /// Addresses on which [nginx](../guides/nginx.md), [Caddy](../guides/caddy.md) and [Traefik](../guides/traefik.md) ask
+        /// about requests that they forward themselves. The request is taken from `X-Forwarded-Method`, `-Uri`, `-Host`,
+        /// `-Proto` and `-For`, which are trusted: whoever can connect can name any client. It is matched to the routes, and
+        /// gets 200 instead of being forwarded.
+        forward_auth: Vec<SocketAddr> = Restart(Custom::or_empty(Shape::one_or_list(ADDRESS), |item, report| {
+            addresses("\"127.0.0.1:8082\"", ", or remove `forward_auth`").read(item, report)
+        }));
         /// Address of `/metrics`, `/upstreams`, `/healthz`, `/readyz`, `/v1/top` and the [decision
         /// API](../guides/decision-api.md).
         admin: Option<SocketAddr> = Restart(Word { shape: ADDRESS, example: "\"127.0.0.1:9900\"", read: read_address });
@@ -232,6 +240,7 @@ impl Listen {
             ("listen.admin", self.admin == other.admin),
             ("listen.metrics", self.metrics == other.metrics),
             ("listen.ratelimit_service", service(self) == service(other)),
+            ("listen.forward_auth", self.forward_auth == other.forward_auth),
         ];
         settings.into_iter().find(|(_, is_same)| !is_same).map(|(name, _)| name)
     }
@@ -245,7 +254,7 @@ impl Listen {
         let is_required = |https: &Https| https.client_ca.is_some() && https.client_auth == ClientAuth::Required;
         if !self.https.iter().any(|https| https.client_ca.is_some()) {
             ClientCerts::Never
-        } else if self.http.is_empty() && self.https.iter().all(is_required) {
+        } else if self.http.is_empty() && self.forward_auth.is_empty() && self.https.iter().all(is_required) {
             ClientCerts::Always
         } else {
             ClientCerts::Sometimes
@@ -255,7 +264,8 @@ impl Listen {
 
 /// Whether the default address for plain HTTP applies, or `http` is given.
 fn uses_default_address(table: &Table) -> bool {
-    table.given("http").is_some() || ["https", "ratelimit_service"].iter().all(|key| table.given(key).is_none())
+    table.given("http").is_some()
+        || ["https", "ratelimit_service", "forward_auth"].iter().all(|key| table.given(key).is_none())
 }
 
 fn check_listen(listen: &mut Listen, table: &Table, report: &mut Report) {
@@ -311,8 +321,9 @@ fn check_overlaps(table: &Table, report: &mut Report) {
         sockets.push(ListenSocket { address: DEFAULT, accepts_ipv4: false, position: None });
     }
     // Listeners with TLS are tables.
-    let items =
-        ["http", "https", "ratelimit_service", "admin", "metrics"].into_iter().filter_map(|key| table.given(key));
+    let items = ["http", "https", "ratelimit_service", "forward_auth", "admin", "metrics"]
+        .into_iter()
+        .filter_map(|key| table.given(key));
     let items = items.flat_map(|item| {
         let with_tls: Vec<Item> = item.tables().iter().filter_map(|table| table.given("address")).collect();
         with_tls.into_iter().chain([item])

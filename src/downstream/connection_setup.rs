@@ -121,18 +121,22 @@ async fn set_up(
     } else {
         peer
     };
-    if !slot.acquire_for_client(address) {
+    // A proxy that asks about requests is no client.
+    if !listener.is_forward_auth() && !slot.acquire_for_client(address) {
         count_refusal(ConnectionRefusal::MaxConnectionsPerClient, address, listener);
         respond_too_many_connections(stream, address, listener);
         return Err(SetupError::Closed);
     }
     let (io, connection) = match listener.tls_config() {
-        None => (IoStream::tcp(stream), ConnectionInfo::new(address, false)),
+        None => {
+            (IoStream::tcp(stream), ConnectionInfo::new(address, false).with_forward_auth(listener.is_forward_auth()))
+        }
         Some(tls) => Box::pin(accept_tls(stream, tls, address, listener, drain_guard)).await?,
     };
     let io = io.counted(&listener.metrics.bytes);
     let (io, protocol) = match connection.is_secure {
         _ if listener.ratelimit_service().is_some() => (io, Protocol::Http2),
+        _ if connection.is_forward_auth => (io, Protocol::Http1),
         // A client that negotiates no protocol speaks HTTP/1.1.
         true if io.alpn() == Some(HTTP2) => (io, Protocol::Http2),
         false if worker.config().compiled.config.http2.h2c => {

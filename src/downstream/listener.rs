@@ -80,6 +80,7 @@ pub struct Listeners {
     pub http: Vec<SocketAddr>,
     pub https: Vec<SocketAddr>,
     pub ratelimit_service: Vec<SocketAddr>,
+    pub forward_auth: Vec<SocketAddr>,
     pub by_worker: Vec<Vec<WorkerListener>>,
     /// Every queue once, with its address as configured: what a hot upgrade passes to the next process.
     pub sockets: Vec<(SocketAddr, StdListener)>,
@@ -107,6 +108,7 @@ impl Listeners {
             http: Vec::new(),
             https: Vec::new(),
             ratelimit_service: Vec::new(),
+            forward_auth: Vec::new(),
             by_worker,
             sockets: Vec::new(),
         };
@@ -114,6 +116,7 @@ impl Listeners {
             listeners.add(address, tls, protocol, inherited).map_err(|source| (address, source))
         };
         let (mut http, mut https_addresses, mut ratelimit_service) = (Vec::new(), Vec::new(), Vec::new());
+        let mut forward_auth = Vec::new();
         for address in &listen.http {
             http.push(open(*address, None, ListenerProtocol::Http)?);
         }
@@ -128,7 +131,11 @@ impl Listeners {
                 ratelimit_service.push(open(*address, tls, ListenerProtocol::RatelimitService)?);
             }
         }
-        (listeners.http, listeners.https, listeners.ratelimit_service) = (http, https_addresses, ratelimit_service);
+        for address in &listen.forward_auth {
+            forward_auth.push(open(*address, None, ListenerProtocol::ForwardAuth)?);
+        }
+        (listeners.http, listeners.https) = (http, https_addresses);
+        (listeners.ratelimit_service, listeners.forward_auth) = (ratelimit_service, forward_auth);
         for (address, socket) in &listeners.sockets {
             set_backlog(socket, listen.backlog).map_err(|source| (*address, source))?;
         }

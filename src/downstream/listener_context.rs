@@ -53,6 +53,8 @@ pub enum ListenerProtocol {
     Http,
     /// Calls of Envoy, over HTTP/2.
     RatelimitService,
+    /// Authorization requests of proxies, over HTTP/1.
+    ForwardAuth,
 }
 
 impl ListenerConfig {
@@ -119,6 +121,11 @@ impl Listener {
     pub fn ratelimit_service(&self) -> Option<&Rc<RatelimitService>> {
         let service = self.listener_context.ratelimit_service.as_ref();
         service.filter(|_| self.protocol == ListenerProtocol::RatelimitService)
+    }
+
+    /// Whether proxies ask here about requests that they forward themselves.
+    pub fn is_forward_auth(&self) -> bool {
+        self.protocol == ListenerProtocol::ForwardAuth
     }
 
     /// The TLS configuration that connections accepted now use; `None`: HTTP without TLS.

@@ -54,6 +54,8 @@ pub enum RequestError {
     NoRoute,
     /// A field that routes match by value is given more than once.
     RouteField(HeaderName),
+    /// A proxy asks about a request whose method, target or host it does not name, or names twice.
+    OriginalRequest(&'static str),
     /// The request lacks a part of a rule's key.
     KeyMissing {
         rule: String,
@@ -122,7 +124,7 @@ impl RequestError {
     pub const BARE_LINE_FEED: RequestError = RequestError::Framing("a line ends in a line feed alone");
 
     /// Names of errors in metrics, by [`RequestError::kind_index`].
-    pub const KINDS: [&str; 38] = [
+    pub const KINDS: [&str; 39] = [
         "target",
         "host",
         "path",
@@ -161,6 +163,7 @@ impl RequestError {
         "head_incomplete",
         "stream_refused",
         "key_set_unavailable",
+        "original_request",
     ];
 
     /// The position of the name in [`RequestError::KINDS`].
@@ -199,6 +202,7 @@ impl RequestError {
             RequestError::Protocol(_) => 30,
             RequestError::StoreUnavailable => 31,
             RequestError::RouteField(_) => 32,
+            RequestError::OriginalRequest(_) => 38,
             RequestError::KeyMalformed { .. } => 33,
             RequestError::KeyUnknown { .. } => 34,
             RequestError::HeadIncomplete => 35,
@@ -227,6 +231,7 @@ impl RequestError {
             | RequestError::Expectation
             | RequestError::NoRoute
             | RequestError::RouteField(_)
+            | RequestError::OriginalRequest(_)
             | RequestError::KeyMissing { .. }
             | RequestError::KeyAmbiguous { .. }
             | RequestError::KeyMalformed { .. }
@@ -266,6 +271,7 @@ impl RequestError {
             | RequestError::Method
             | RequestError::Expectation
             | RequestError::RouteField(_)
+            | RequestError::OriginalRequest(_)
             | RequestError::KeyAmbiguous { .. }
             | RequestError::Cost { .. }
             | RequestError::Body
@@ -344,6 +350,9 @@ impl fmt::Display for RequestError {
             RequestError::Method => f.write_str("the method is not allowed here"),
             RequestError::Expectation => f.write_str("the only expectation understood is `100-continue`"),
             RequestError::NoRoute => f.write_str("no route matches this request"),
+            RequestError::OriginalRequest(problem) => {
+                write!(f, "the request that the proxy asks about is not clear: {problem}")
+            }
             RequestError::RouteField(field) => write!(f, "the request gives `{field}` more than once"),
             RequestError::KeyMissing { part, .. } => write!(f, "the request lacks `{part}`"),
             RequestError::KeyAmbiguous { part, .. } => write!(f, "the request gives `{part}` more than once"),

@@ -45,6 +45,13 @@ impl TrustedProxies {
         self.networks.most_specific(address).is_some()
     }
 
+    /// The client of a request about which the proxy `peer` asks. The proxy is trusted without being listed.
+    pub fn client_of_proxy(&self, peer: IpAddr, headers: &HeaderMap) -> ClientInfo {
+        let address = self.first_untrusted(peer, x_forwarded_for_addresses(headers));
+        let is_secure = last_x_forwarded_proto(headers).unwrap_or(false);
+        ClientInfo { address, is_secure, trusted_header: Some(ForwardedField::XForwardedFor) }
+    }
+
     /// The client of a request that arrived on a connection from `peer`.
     pub fn client(&self, peer: IpAddr, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
         if !self.contains(peer) {

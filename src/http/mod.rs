@@ -7,6 +7,7 @@
 
 pub mod client_plans;
 pub mod error;
+pub mod forward_auth;
 pub mod forwarded;
 pub mod headers;
 pub mod key_source;

@@ -204,6 +204,11 @@ pub fn options_response() -> LocalResponse {
     response
 }
 
+/// The response to a proxy that may forward the request about which it asks.
+pub fn authorized_response() -> LocalResponse {
+    direct_response(StatusCode::OK.as_u16(), None)
+}
+
 /// The response that a route is configured to send itself.
 pub fn direct_response(status: u16, body: Option<&Body>) -> LocalResponse {
     // The configuration check rejects numbers that are no status.
@@ -242,6 +247,7 @@ pub fn error_status(error: &RequestError) -> StatusCode {
         | RequestError::Cleartext
         | RequestError::Body => StatusCode::BAD_REQUEST,
         RequestError::RouteField(_)
+        | RequestError::OriginalRequest(_)
         | RequestError::KeyMissing { .. }
         | RequestError::KeyAmbiguous { .. }
         | RequestError::KeyMalformed { .. }

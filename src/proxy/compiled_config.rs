@@ -13,6 +13,7 @@ use http::{HeaderMap, HeaderName};
 
 use crate::config::Config;
 use crate::config::key::OnUnknownKey;
+use crate::config::listen::ForwardedField;
 use crate::config::listen::Listen;
 use crate::config::route::Route;
 use crate::decision::DecisionService;
@@ -201,6 +202,14 @@ impl CompiledConfig {
         match &self.trusted_proxies {
             None => ClientInfo { address: peer, is_secure, trusted_header: None },
             Some(trusted_proxies) => trusted_proxies.client(peer, is_secure, headers),
+        }
+    }
+
+    /// The client of a request about which the proxy `peer` asks.
+    pub fn identify_client_of_proxy(&self, peer: IpAddr, headers: &HeaderMap) -> ClientInfo {
+        match &self.trusted_proxies {
+            None => TrustedProxies::new(&[], ForwardedField::XForwardedFor).client_of_proxy(peer, headers),
+            Some(trusted_proxies) => trusted_proxies.client_of_proxy(peer, headers),
         }
     }
 

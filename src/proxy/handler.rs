@@ -34,7 +34,7 @@ use crate::http::responses::LocalResponse;
 use crate::http::route_actions::{AppliedActions, TemplateVariables};
 use crate::http::router::RouteQuery;
 use crate::http::websocket_handshake::UpgradeMethod;
-use crate::http::{headers, path_normalize, request_validation, responses};
+use crate::http::{forward_auth, headers, path_normalize, request_validation, responses};
 use crate::upstream::echo;
 use crate::upstream::load_balancer::RequestTraits;
 use crate::upstream::request_body::{BodySource, ClientBody, MinUploadRate, RequestBody, UploadLimits};
@@ -125,22 +125,31 @@ pub fn handle(
     peer.body_timeout.set(config.compiled.config.timeouts.body);
     let (mut parts, body) = request.into_parts();
     let body = ClientBody::new(body, &parts.headers, peer.body_drain.as_ref());
+    let ConnectionInfo { address, is_secure, is_forward_auth, .. } = *peer.connection;
     let mut format = ResponseFormat::of(&parts);
-    let ConnectionInfo { address, is_secure, .. } = *peer.connection;
-    let client = config.compiled.identify_client(address, is_secure, &parts.headers);
+    let (client, restored) = match is_forward_auth {
+        false => (config.compiled.identify_client(address, is_secure, &parts.headers), Ok(())),
+        true => {
+            let client = config.compiled.identify_client_of_proxy(address, &parts.headers);
+            (client, forward_auth::restore_request(&mut parts))
+        }
+    };
     let mut record = RequestRecord::new(worker, &config, &client, &parts, now);
     let request_context = RequestContext { peer, client, body_bytes: body.size_hint().lower(), now };
-    let (mut plan, admission, pending) =
-        match decide(worker, &config, &request_context, &mut parts, check_raw_head, &mut format, &mut record) {
-            Ok(RequestOutcome::Forward { plan, admission, pending }) => (plan, admission, pending),
-            Ok(RequestOutcome::Respond(reply)) => {
-                return ResponseFuture::Done(Some(refusal_response(reply, format, record)));
-            }
-            Err(error) => {
-                record.release_all_slots();
-                return ResponseFuture::Done(Some(error_response(&error, format, record)));
-            }
-        };
+    let decided = match restored {
+        Ok(()) => decide(worker, &config, &request_context, &mut parts, check_raw_head, &mut format, &mut record),
+        Err(error) => Err(error),
+    };
+    let (mut plan, admission, pending) = match decided {
+        Ok(RequestOutcome::Forward { plan, admission, pending }) => (plan, admission, pending),
+        Ok(RequestOutcome::Respond(reply)) => {
+            return ResponseFuture::Done(Some(refusal_response(reply, format, record)));
+        }
+        Err(error) => {
+            record.release_all_slots();
+            return ResponseFuture::Done(Some(error_response(&error, format, record)));
+        }
+    };
     // Taken apart here, so that the future below stores each value only once.
     let Admission { mut fields, mut delay, mut pending_cost } = admission;
     let upload = match plan.websocket {
@@ -188,6 +197,8 @@ pub fn handle(
                 error_response(&error, format, record)
             }
         };
+        // The response to an authorization request says nothing about the response to the client.
+        let pending_cost = pending_cost.filter(|_| !is_forward_auth);
         ResponseFuture::Done(Some(settle(response, fields, pending_cost)))
     }))
 }
@@ -306,7 +317,7 @@ fn decide(
         }
     };
     let plan = ForwardPlan { route: route_index, websocket: None, server_key: None, actions, error };
-    if plan.error.is_some() {
+    if plan.error.is_some() || request_context.peer.connection.is_forward_auth {
         return Ok(RequestOutcome::Forward { plan, admission, pending });
     }
     let hash_key = compiled.hash_keys.get(route.upstream_index as usize).and_then(Option::as_ref);
@@ -391,6 +402,9 @@ async fn forward(
 ) -> Result<Response<Content>, RequestError> {
     if let Some(error) = plan.error.take() {
         return Err(*error);
+    }
+    if peer.connection.is_forward_auth {
+        return Ok(responses::authorized_response().map(Content::from));
     }
     let compiled = &*config.compiled;
     let route = &compiled.routes[plan.route];

@@ -24,15 +24,27 @@ pub struct ConnectionInfo {
     pub is_secure: bool,
     /// Fingerprint of the client's verified certificate: SHA-256, lower-case hex. `None` without a certificate.
     pub client_cert: Option<Box<str>>,
+    /// Whether the peer is a proxy that asks about requests which it forwards itself.
+    pub is_forward_auth: bool,
 }
 
 impl ConnectionInfo {
     pub fn new(address: IpAddr, is_secure: bool) -> ConnectionInfo {
-        ConnectionInfo { address, address_field: headers::address_value(address), is_secure, client_cert: None }
+        ConnectionInfo {
+            address,
+            address_field: headers::address_value(address),
+            is_secure,
+            client_cert: None,
+            is_forward_auth: false,
+        }
     }
 
     pub fn with_certificate(self, client_cert: Option<Box<str>>) -> ConnectionInfo {
         ConnectionInfo { client_cert, ..self }
+    }
+
+    pub fn with_forward_auth(self, is_forward_auth: bool) -> ConnectionInfo {
+        ConnectionInfo { is_forward_auth, ..self }
     }
 }
 

@@ -25,6 +25,7 @@ need redis-server command -v redis-server
 if [ "$target" = release ]; then
     need llvm-19 command -v "$PROFDATA"
 else
+    need caddy command -v caddy
     need chromium command -v chromium
     need curl command -v curl
     need faketime command -v faketime

@@ -50,6 +50,7 @@ mod exactness;
 mod explain;
 mod failover_real_servers;
 mod failover_scripted;
+mod forward_auth;
 mod framing;
 mod full_table;
 mod grpc;

@@ -67,6 +67,11 @@ impl Gateway {
         self.inner.as_ref().unwrap().ratelimit_service()
     }
 
+    /// The addresses on which proxies ask.
+    pub fn forward_auth_addresses(&self) -> &[SocketAddr] {
+        self.inner.as_ref().unwrap().forward_auth()
+    }
+
     /// The addresses that serve only metrics.
     pub fn metrics_addresses(&self) -> &[SocketAddr] {
         self.inner.as_ref().unwrap().metrics()
