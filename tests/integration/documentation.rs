@@ -195,8 +195,10 @@ fn the_walk_from_a_complaint_to_a_limit_is_true() {
     scratch.write("acme.key", "key-of-acme\n");
     let fields = [("X-API-Key", "key-of-acme")];
     (0..33).for_each(|_| drop(gateway.get_with("/v1/search", &fields).expect(200)));
+    (0..33).for_each(|_| drop(gateway.get_with("/v1/items/7", &[("X-API-Key", "key-of-hooli")]).expect(200)));
     gateway.advance_s(29);
-    gateway.get_with("/v1/search", &fields).expect(429);
+    (0..43).for_each(|_| drop(gateway.get_with("/v1/search", &fields).expect(429)));
+    (0..1207).for_each(|_| drop(gateway.get_with("/v1/items/7", &[("X-API-Key", "key-of-hooli")]).expect(429)));
     let (mut commands, mut outputs) = (String::new(), 0);
     let mut lines = walk.lines();
     while let Some(line) = lines.next() {
@@ -226,7 +228,7 @@ fn the_walk_from_a_complaint_to_a_limit_is_true() {
             }
         }
     }
-    assert_eq!(outputs, 6);
+    assert_eq!(outputs, 7);
 }
 
 #[test]
