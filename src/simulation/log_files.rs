@@ -19,6 +19,8 @@ use super::log_line::{HeaderSpan, LogFormat, LogLine, NoRequest};
 
 /// Bytes read from a file at a time. About twice as much is sorted.
 const BLOCK_BYTES: usize = 4 << 20;
+/// Bytes of a block that are read and then parsed, while they are in the cache of the processor.
+const PART_BYTES: usize = 128 << 10;
 /// A longer line is a bad line.
 const LINE_MAX_BYTES: usize = 1 << 20;
 /// Lines that are played together.
@@ -232,13 +234,14 @@ impl Source {
                 self.input = Input::Open(decompressed(progress.wrap_read(File::open(path)?))?);
             }
             self.compact();
-            if let Input::Open(reader) = &mut self.input {
-                let read = reader.take(BLOCK_BYTES as u64).read_to_end(&mut self.buffer)?;
-                if read < BLOCK_BYTES {
+            for _ in 0..BLOCK_BYTES / PART_BYTES {
+                let Input::Open(reader) = &mut self.input else { break };
+                let read = reader.take(PART_BYTES as u64).read_to_end(&mut self.buffer)?;
+                if read < PART_BYTES {
                     self.input = Input::AtEnd;
                 }
+                self.parse(format, counts);
             }
-            self.parse(format, counts);
             if !self.entries.is_sorted_by_key(|entry| entry.line.time_ms) {
                 self.entries.sort_by_key(|entry| entry.line.time_ms);
             }

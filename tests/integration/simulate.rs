@@ -408,7 +408,7 @@ concurrent = 1
 on_limit   = "shadow"
 [rules.all]
 key        = "global"
-concurrent = 6
+concurrent = 4
 [[routes]]
 path     = "/{*rest}"
 upstream = "u"
