@@ -600,6 +600,7 @@ impl Gateway {
                 workers,
                 top_keys: RefCell::default(),
                 metrics,
+                events: Default::default(),
             };
             tokio::select! {
                 served = admin::serve(listeners, Rc::new(admin_state)) => {

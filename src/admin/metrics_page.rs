@@ -43,19 +43,12 @@ fn compress(page: &str) -> Option<Vec<u8>> {
 
 /// The values that no worker counts.
 fn readings(state: &AdminState) -> [Reading; 6] {
-    let table = &state.counters.table;
     let stats = state.counters.stats(state.clock.now().unix_ms);
-    let concurrency_overflow = state
-        .decision_api
-        .borrow()
-        .as_ref()
-        .map_or(0, |decision_api| decision_api.compiled.rule_set.concurrency.overflows_total());
-    let overflow = table.overflow_charges_total() + table.overflow_refused_total() + concurrency_overflow;
-    let is_draining = !*state.ready.borrow() || *state.accept_state.borrow() == AcceptState::HandedOver;
+    let is_draining = state.is_draining() || *state.accept_state.borrow() == AcceptState::HandedOver;
     [
         Reading::new(&COUNTERS, &[("state", "free")], stats.free as f64),
         Reading::new(&COUNTERS, &[("state", "live")], stats.live as f64),
-        Reading::new(&OVERFLOW, &[], overflow as f64),
+        Reading::new(&OVERFLOW, &[], state.overflow_total() as f64),
         Reading::new(&CLOCK_OFFSET, &[], state.clock.offset_s() as f64),
         Reading::new(&DRAINING, &[], f64::from(u8::from(is_draining))),
         Reading::new(&BUILD_INFO, &[("version", env!("CARGO_PKG_VERSION"))], 1.0),

@@ -1,5 +1,5 @@
-//! The admin address: `/metrics`, `/upstreams`, `/healthz`, `/readyz`, the busiest keys, and the decision API under `/v1/`.
-//! The addresses of `listen.metrics` serve a part of these pages.
+//! The admin address: the dashboard and its events, `/metrics`, `/upstreams`, `/healthz`, `/readyz`, the busiest keys, and
+//! the decision API under `/v1/`. The addresses of `listen.metrics` serve a part of these pages.
 //!
 //! Runs on its own thread, so that a scrape takes no time from requests. Accepts only IP addresses, `localhost` and configured
 //! names as host, which stops DNS rebinding: a web page whose name resolves to this address could read the responses in a
@@ -17,7 +17,7 @@ use bytes::Bytes;
 use http::header::{ACCEPT, AUTHORIZATION, CONNECTION, HOST, HeaderMap, HeaderName, ORIGIN};
 use http::uri::Authority;
 use http::{HeaderValue, Method, Request, Response};
-use http_body_util::{BodyExt, Full, Limited};
+use http_body_util::{BodyExt, Either, Full, Limited};
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
@@ -45,11 +45,15 @@ use crate::top_keys::TopKeys;
 use crate::upstream::server_health::UpstreamHealth;
 
 mod accepted;
+mod dashboard;
 mod decision_json;
+mod events;
+mod history;
 mod metrics_page;
 mod top_query;
 mod write_timeout;
 
+use events::{EventBody, Events};
 use top_query::TopQuery;
 use write_timeout::WriteTimeout;
 
@@ -63,7 +67,7 @@ const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 /// All that the addresses of `listen.metrics` serve. Nothing of it changes the gateway, or names a key.
 const METRICS_PAGES: [&str; 3] = ["/metrics", "/healthz", "/readyz"];
 /// The pages that [`handle_page`] serves.
-const PAGES: [&str; 4] = ["/metrics", "/upstreams", "/healthz", "/readyz"];
+const PAGES: [&str; 5] = ["/", "/metrics", "/upstreams", "/healthz", "/readyz"];
 /// Paths that are counted by name; all others are counted as `other`.
 const ENDPOINTS: [&str; 12] = [
     "/",
@@ -124,7 +128,11 @@ pub struct AdminState {
     /// The keys of the decision API, and the configuration whose rules they are of.
     pub top_keys: RefCell<Option<(Arc<CompiledConfig>, Rc<TopKeys>)>>,
     pub metrics: AdminMetrics,
+    pub events: Events,
 }
+
+/// The body of a response.
+type AdminBody = Either<Full<Bytes>, EventBody>;
 
 impl AdminState {
     /// The keys of the decision API, by the rules of a configuration.
@@ -146,10 +154,22 @@ impl AdminState {
     fn readiness(&self) -> Result<(), &'static str> {
         let compiled = self.decision_api.borrow().as_ref().map(|api| Arc::clone(&api.compiled));
         match compiled {
-            _ if !*self.ready.borrow() => Err("draining\n"),
+            _ if self.is_draining() => Err("draining\n"),
             Some(compiled) if !compiled.was_key_set_tried() => Err("the key set of `[jwt]` is being fetched\n"),
             _ => Ok(()),
         }
+    }
+
+    /// Decisions by overflow counters.
+    fn overflow_total(&self) -> u64 {
+        let table = &self.counters.table;
+        let decision_api = self.decision_api.borrow();
+        let concurrency = decision_api.as_ref().map_or(0, |api| api.compiled.rule_set.concurrency.overflows_total());
+        table.overflow_charges_total() + table.overflow_refused_total() + concurrency
+    }
+
+    fn is_draining(&self) -> bool {
+        !*self.ready.borrow()
     }
 }
 
@@ -159,6 +179,7 @@ pub async fn serve(listeners: Vec<(StdListener, AdminScope)>, state: Rc<AdminSta
     if accept_state.wait_for(|accept_state| *accept_state != AcceptState::NotStarted).await.is_err() {
         return Ok(());
     }
+    tokio::task::spawn_local(events::run(Rc::clone(&state)));
     for (listener, scope) in listeners {
         tokio::task::spawn_local(accept_connections(TcpListener::from_std(listener)?, scope, Rc::clone(&state)));
     }
@@ -224,7 +245,7 @@ async fn handle(
     state: Rc<AdminState>,
     scope: AdminScope,
     request: Request<Incoming>,
-) -> Result<Response<Full<Bytes>>, Infallible> {
+) -> Result<Response<AdminBody>, Infallible> {
     let path = request.uri().path();
     let endpoint = ENDPOINTS.into_iter().find(|endpoint| *endpoint == path).unwrap_or(OTHER_ENDPOINT);
     let response = respond(Rc::clone(&state), scope, request).await?;
@@ -236,7 +257,7 @@ async fn respond(
     state: Rc<AdminState>,
     scope: AdminScope,
     request: Request<Incoming>,
-) -> Result<Response<Full<Bytes>>, Infallible> {
+) -> Result<Response<AdminBody>, Infallible> {
     let refusal = check_access(&request, scope, &state.settings.borrow()).err();
     if let Some(error) = refusal {
         return Ok(finish_response(&state, responses::decision_error_response(&error)));
@@ -257,10 +278,29 @@ async fn respond(
             };
             return Ok(finish_response(&state, reply));
         }
+        "/v1/events" => return Ok(open_events(&state, &request)),
         _ => return Ok(finish_response(&state, handle_page(&state, &request))),
     };
     let response = call_api(&state, call, request).await;
     Ok(finish_response(&state, response))
+}
+
+/// `GET /v1/events`. A page of another origin could not read the events, but could use up all streams.
+fn open_events(state: &Rc<AdminState>, request: &Request<Incoming>) -> Response<AdminBody> {
+    if let Some(reply) = refuse_method(request) {
+        return finish_response(state, reply);
+    }
+    if request.method() == Method::HEAD {
+        return finish_response(state, responses::event_stream_head());
+    }
+    let opened = match is_cross_origin(request.headers()) {
+        true => Err(DecisionError::CrossOrigin),
+        false => events::open(state),
+    };
+    match opened {
+        Ok(body) => responses::event_stream_head().map(|_empty| Either::Right(body)),
+        Err(error) => finish_response(state, responses::decision_error_response(&error)),
+    }
 }
 
 /// What a request to the decision API asks for.
@@ -270,11 +310,11 @@ enum ApiCall {
 }
 
 /// Closes the connection after this response if another process has taken over.
-fn finish_response(state: &AdminState, mut reply: LocalResponse) -> Response<Full<Bytes>> {
+fn finish_response(state: &AdminState, mut reply: LocalResponse) -> Response<AdminBody> {
     if *state.accept_state.borrow() == AcceptState::HandedOver {
         reply.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
     }
-    reply.map(Full::new)
+    reply.map(|body| Either::Left(Full::new(body)))
 }
 
 /// Handles a request to the decision API.
@@ -425,6 +465,7 @@ fn handle_page<B>(state: &AdminState, request: &Request<B>) -> LocalResponse {
         return reply;
     }
     match path {
+        "/" => dashboard::response(),
         "/metrics" => metrics_page::response(state, request.headers()),
         "/upstreams" => responses::json_response(format!("{:#}\n", upstreams(state))),
         "/healthz" => responses::text_response("ok\n".to_owned()),

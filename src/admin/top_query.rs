@@ -47,6 +47,11 @@ impl TopQuery {
         Ok(TopQuery { outcome, rule: parameter("rule")?, limit: limit.unwrap_or(LIMIT) })
     }
 
+    /// The busiest keys of all rules.
+    pub fn of_all_rules(outcome: KeyOutcome, limit: usize) -> TopQuery {
+        TopQuery { outcome, rule: None, limit }
+    }
+
     /// The lists of all workers and of the decision API, merged, as JSON.
     pub async fn list(&self, state: &AdminState, compiled: &Arc<CompiledConfig>) -> Result<Value, DecisionError> {
         if compiled.config.admin.top_keys == 0 {

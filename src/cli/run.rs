@@ -243,12 +243,12 @@ impl Supervisor<'_> {
                 }
                 Err(error) => {
                     tracing::error!("reload failed, nothing was applied: {error}");
-                    meter.refused();
+                    meter.refused(self.clock.wall_ms(), &error.to_string());
                 }
             },
             Err(invalid) => {
                 tracing::error!("reload failed, nothing was applied:\n{invalid}");
-                meter.refused();
+                meter.refused(self.clock.wall_ms(), invalid.to_string().trim_end());
             }
         }
         systemd::notify(systemd::READY);

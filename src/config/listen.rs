@@ -56,8 +56,8 @@ settings! {
         forward_auth: Vec<SocketAddr> = Restart(Custom::or_empty(Shape::one_or_list(ADDRESS), |item, report| {
             addresses("\"127.0.0.1:8082\"", ", or remove `forward_auth`").read(item, report)
         }));
-        /// Address of `/metrics`, `/upstreams`, `/healthz`, `/readyz`, `/v1/top` and the [decision
-        /// API](../guides/decision-api.md).
+        /// Address of the [dashboard](../guides/dashboard.md), `/metrics`, `/upstreams`, `/healthz`, `/readyz`, `/v1/top` and the
+        /// [decision API](../guides/decision-api.md).
         admin: Option<SocketAddr> = Restart(Word { shape: ADDRESS, example: "\"127.0.0.1:9900\"", read: read_address });
         /// Addresses that serve only `/metrics`, `/healthz` and `/readyz`: who can connect can read the metrics, and can neither
         /// change counters nor see keys. See [Monitor with Prometheus](../guides/monitoring.md).

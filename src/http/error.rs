@@ -404,4 +404,8 @@ pub enum DecisionError {
     CrossOrigin,
     /// A `POST` without the token of `[admin] token_file`, or with another one.
     Unauthorized,
+    /// As many streams of events are open as are possible.
+    TooManyStreams,
+    /// Another process has taken over, and has the events.
+    HandedOver,
 }

@@ -25,6 +25,10 @@ use transom_limiter::window_kind::{AcquireRequest, Usage};
 const PROBLEM_JSON: HeaderValue = HeaderValue::from_static("application/problem+json");
 const JSON: HeaderValue = HeaderValue::from_static("application/json");
 const TEXT: HeaderValue = HeaderValue::from_static("text/plain; charset=utf-8");
+const HTML: HeaderValue = HeaderValue::from_static("text/html; charset=utf-8");
+const EVENT_STREAM: HeaderValue = HeaderValue::from_static("text/event-stream");
+const OPENER_POLICY: HeaderName = HeaderName::from_static("cross-origin-opener-policy");
+const RESOURCE_POLICY: HeaderName = HeaderName::from_static("cross-origin-resource-policy");
 /// The usual methods. Routes accept every method other than CONNECT and TRACE.
 const ALLOW: HeaderValue = HeaderValue::from_static("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS");
 const INVALID_TOKEN: &str = "Bearer error=\"invalid_token\"";
@@ -395,6 +399,13 @@ pub fn decision_error_response(error: &DecisionError) -> LocalResponse {
             (StatusCode::SERVICE_UNAVAILABLE, RequestError::StoreUnavailable.to_string())
         }
         DecisionError::Timeout => (StatusCode::REQUEST_TIMEOUT, String::from("the request took too long to arrive")),
+        DecisionError::TooManyStreams => (
+            StatusCode::SERVICE_UNAVAILABLE,
+            String::from("too many streams of events are open: close other dashboards"),
+        ),
+        DecisionError::HandedOver => {
+            (StatusCode::SERVICE_UNAVAILABLE, String::from("another process has taken over: connect again"))
+        }
         DecisionError::Unauthorized => (
             StatusCode::UNAUTHORIZED,
             String::from("the token of `[admin] token_file` is required: `Authorization: Bearer TOKEN`"),
@@ -437,6 +448,34 @@ pub fn text_response(body: String) -> LocalResponse {
 /// A page in the text format of Prometheus, version 0.0.4.
 pub fn metrics_response(page: Vec<u8>, media_type: &'static str) -> LocalResponse {
     response(StatusCode::OK, HeaderValue::from_static(media_type), page)
+}
+
+/// An HTML page that browsers restrict by a content security policy.
+pub fn page_response(page: &'static str, policy: &str) -> LocalResponse {
+    let mut response = response(StatusCode::OK, HTML, page);
+    let headers = response.headers_mut();
+    // A policy without control characters.
+    if let Ok(policy) = HeaderValue::from_str(policy) {
+        headers.insert(header::CONTENT_SECURITY_POLICY, policy);
+    }
+    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    headers.insert(header::X_FRAME_OPTIONS, HeaderValue::from_static("DENY"));
+    headers.insert(header::REFERRER_POLICY, HeaderValue::from_static("no-referrer"));
+    headers.insert(OPENER_POLICY, HeaderValue::from_static("same-origin"));
+    headers.insert(RESOURCE_POLICY, HeaderValue::from_static("same-origin"));
+    // After an upgrade of the gateway, the page is that of the new version.
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    response
+}
+
+/// The head of a stream of server-sent events.
+pub fn event_stream_head() -> LocalResponse {
+    let mut response = response(StatusCode::OK, EVENT_STREAM, Bytes::new());
+    let headers = response.headers_mut();
+    headers.remove(header::CONTENT_LENGTH);
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    response
 }
 
 /// The response to a request that is no gRPC call.

@@ -17,13 +17,14 @@ pub static REQUESTS: Metric = counter(
 );
 pub static REQUEST_DURATION: Metric =
     histogram("transom_request_duration_seconds", "Time from the head of a request to the end of its response.");
-static REQUESTS_ACTIVE: Metric = gauge("transom_requests_active", "Requests in flight, until the end of the response.");
+pub static REQUESTS_ACTIVE: Metric =
+    gauge("transom_requests_active", "Requests in flight, until the end of the response.");
 static TRUNCATED: Metric = counter(
     "transom_responses_truncated_total",
     "Responses that ended before their last byte, because the client, the upstream or a timeout cut them off.",
 );
 pub static DECISIONS: Metric = counter("transom_decisions_total", "Decisions by route, rule and outcome.");
-static REFUSED: Metric = counter("transom_refused_total", "Refused requests by rule and exhausted window.");
+pub static REFUSED: Metric = counter("transom_refused_total", "Refused requests by rule and exhausted window.");
 static REFUNDED: Metric = counter(
     "transom_refunded_total",
     "Requests whose tokens were refunded because their response does not match count_when, by rule.",
@@ -38,11 +39,11 @@ static SERVICE_DESCRIPTORS: Metric = counter(
     "transom_ratelimit_service_descriptors_total",
     "Descriptors that no rule answers to, and descriptors with negative hits or a limit that cannot be applied.",
 );
-static UPSTREAM_REQUESTS: Metric =
+pub static UPSTREAM_REQUESTS: Metric =
     counter("transom_upstream_requests_total", "Requests sent to upstream servers, by outcome.");
 static UPSTREAM_DURATION: Metric =
     histogram("transom_upstream_duration_seconds", "Time from sending a request to the head of the upstream response.");
-static CONNECTIONS: Metric = gauge("transom_connections", "Open client connections.");
+pub static CONNECTIONS: Metric = gauge("transom_connections", "Open client connections.");
 static ACCEPTED: Metric = counter("transom_connections_accepted_total", "Accepted client connections.");
 static RECEIVED: Metric = counter("transom_received_bytes_total", "Bytes received from clients, without those of TLS.");
 static SENT: Metric = counter("transom_sent_bytes_total", "Bytes sent to clients, without those of TLS.");
@@ -92,7 +93,7 @@ static CONCURRENT_REQUESTS: Metric = gauge(
     "transom_concurrent_requests",
     "Requests in flight that hold a slot of a rule with a limit of concurrent requests.",
 );
-static DELAYED_REQUESTS: Metric =
+pub static DELAYED_REQUESTS: Metric =
     gauge("transom_delayed_requests", "Requests that wait for a later window or a slot, by the rule they wait for.");
 pub static CLOCK_OFFSET: Metric = gauge("transom_clock_offset_seconds", "Gateway time minus the machine's wall clock.");
 static SNAPSHOTS: Metric = counter("transom_counters_snapshots_total", "Snapshots of the counters, by outcome.");
@@ -105,7 +106,7 @@ static KEY_SET_TIME: Metric = gauge(
     "transom_jwks_last_fetch_timestamp_seconds",
     "When the key set was last fetched successfully, Unix time in seconds.",
 );
-static REQUEST_ERRORS: Metric =
+pub static REQUEST_ERRORS: Metric =
     counter("transom_request_errors_total", "Failed requests by error, including malformed ones.");
 pub static BUILD_INFO: Metric = gauge("transom_build_info", "The running version; the value is 1.");
 
@@ -195,6 +196,11 @@ impl RouteMetrics {
 
     pub fn request_ended(&self, code: u16, took: Duration) {
         self.0.request_ended(code, took);
+    }
+
+    /// Counts a request that one or more rules refuse.
+    pub fn request_refused(&self) {
+        self.0.refused.add(1);
     }
 
     /// `rule` is the position in the route's list.
@@ -796,6 +802,7 @@ impl AdminMetrics {
 /// Reloads of the process.
 #[derive(Debug)]
 pub struct ReloadMetrics {
+    registry: Arc<Registry>,
     applied: Arc<MetricCell>,
     refused: Arc<MetricCell>,
     is_last_successful: Arc<MetricCell>,
@@ -804,9 +811,10 @@ pub struct ReloadMetrics {
 
 impl ReloadMetrics {
     /// The process has begun to use its first configuration at `now_ms`, Unix milliseconds.
-    pub fn new(registry: &Registry, now_ms: u64) -> ReloadMetrics {
+    pub fn new(registry: &Arc<Registry>, now_ms: u64) -> ReloadMetrics {
         let cell = |outcome| registry.cell(&RELOADS, WorkerId::MAX, &[("outcome", outcome)]);
         let reloads = ReloadMetrics {
+            registry: Arc::clone(registry),
             applied: cell("applied"),
             refused: cell("refused"),
             is_last_successful: registry.cell(&RELOAD_SUCCESSFUL, WorkerId::MAX, &[]),
@@ -818,12 +826,15 @@ impl ReloadMetrics {
     }
 
     pub fn applied(&self, now_ms: u64) {
+        self.registry.reload_log.add(now_ms, None);
         self.latest_s.set(now_ms / 1000);
         self.is_last_successful.set(1);
         self.applied.add(1);
     }
 
-    pub fn refused(&self) {
+    /// `problem` is the reason for the operator.
+    pub fn refused(&self, now_ms: u64, problem: &str) {
+        self.registry.reload_log.add(now_ms, Some(problem));
         self.is_last_successful.set(0);
         self.refused.add(1);
     }

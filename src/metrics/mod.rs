@@ -1,7 +1,7 @@
 //! Prometheus metrics.
 //!
 //! `storage` holds the numbers, `events`, `redis` and `upstream` define metrics with one function per event, `process` reads
-//! those of the process, `exposition` sums and renders. Labels come from the configuration, never from a request, so their number is bounded. No decision of
+//! those of the process, `exposition` sums and renders, `totals` and `reload_log` are for the dashboard. Labels come from the configuration, never from a request, so their number is bounded. No decision of
 //! the gateway depends on a metric.
 
 use std::collections::BTreeMap;
@@ -14,9 +14,12 @@ pub mod events;
 pub mod exposition;
 pub mod process;
 pub mod redis;
+pub mod reload_log;
 pub mod storage;
+pub mod totals;
 pub mod upstream;
 
+use reload_log::ReloadLog;
 use storage::{Histogram, MetricCell, REQUEST_BOUNDS_MAX, RouteCells};
 
 /// Definition of a metric.
@@ -54,7 +57,7 @@ pub const fn histogram(name: &'static str, help: &'static str) -> Metric {
     Metric { name, help, kind: MetricKind::Histogram }
 }
 
-/// All metric cells of all workers.
+/// All metric cells of all workers, and the latest reloads.
 #[derive(Debug, Default)]
 pub struct Registry {
     /// Upper bounds of the buckets of request durations, in microseconds.
@@ -62,6 +65,7 @@ pub struct Registry {
     cells: Mutex<Series<MetricCell>>,
     histograms: Mutex<Series<Histogram>>,
     routes: Mutex<BTreeMap<RouteKey, BTreeMap<WorkerId, Arc<RouteCells>>>>,
+    pub reload_log: ReloadLog,
 }
 
 impl Registry {

@@ -97,6 +97,39 @@ pub struct HistogramSum {
     pub sum_ns: u64,
 }
 
+impl HistogramSum {
+    /// What was recorded since an earlier sum.
+    pub fn since(&self, earlier: &HistogramSum) -> HistogramSum {
+        HistogramSum {
+            buckets: std::array::from_fn(|bucket| self.buckets[bucket].saturating_sub(earlier.buckets[bucket])),
+            sum_ns: self.sum_ns.saturating_sub(earlier.sum_ns),
+        }
+    }
+
+    pub fn add(&mut self, other: &HistogramSum) {
+        self.buckets.iter_mut().zip(&other.buckets).for_each(|(sum, bucket)| *sum += bucket);
+        self.sum_ns += other.sum_ns;
+    }
+
+    /// The duration below which this share of the recorded durations lies, microseconds, interpolated within its bucket;
+    /// `None` if nothing was recorded. Durations above the last bound count as this bound.
+    pub fn quantile_us(&self, share: f64) -> Option<u64> {
+        let total: u64 = self.buckets.iter().sum();
+        let rank = total as f64 * share;
+        let mut below = 0.0;
+        for (position, count) in self.buckets.iter().enumerate().filter(|(_, count)| **count > 0) {
+            let count = *count as f64;
+            if below + count >= rank {
+                let start = position.checked_sub(1).map_or(0, |previous| BOUNDS_US[previous]);
+                let end = BOUNDS_US.get(position).copied().unwrap_or(start);
+                return Some(start + ((end - start) as f64 * (rank - below) / count) as u64);
+            }
+            below += count;
+        }
+        None
+    }
+}
+
 /// Status codes that one route counts separately; further ones are counted as `other`.
 const CODES: usize = 16;
 
@@ -120,6 +153,13 @@ impl StatusCounts {
         count.add(1);
     }
 
+    /// All responses, and those of class 5xx.
+    pub fn requests_and_failures(&self) -> (u64, u64) {
+        let counts = || self.slots.iter().map(|(code, count)| (code.get(), count.get()));
+        let failed = counts().filter(|(code, _)| (500..600).contains(code)).map(|(_, count)| count).sum();
+        (counts().map(|(_, count)| count).sum::<u64>() + self.others.get(), failed)
+    }
+
     /// The codes as label values, with their counts.
     pub fn counts(&self) -> impl Iterator<Item = (String, u64)> + '_ {
         let slots = self.slots.iter().filter(|(code, _)| code.get() != 0);
@@ -137,6 +177,8 @@ pub struct RouteCells {
     /// The same durations by the configured bounds.
     buckets: [MetricCell; REQUEST_BOUNDS_MAX + 1],
     bounds_us: Arc<[u64]>,
+    /// Requests that a rule refused. `outcomes` counts a request once for each rule that refuses it.
+    pub refused: MetricCell,
     /// By rule of the route: admitted, refused, delayed, shadowed, exempt.
     pub outcomes: SmallVec<[[MetricCell; 5]; 2]>,
     pub codes: StatusCounts,
@@ -150,6 +192,7 @@ impl RouteCells {
             duration: Histogram::default(),
             buckets: array::from_fn(|_| MetricCell::default()),
             bounds_us: Arc::clone(bounds_us),
+            refused: MetricCell::default(),
             outcomes: (0..rules).map(|_| Default::default()).collect(),
         }
     }
@@ -198,6 +241,27 @@ mod tests {
         let mut sum = HistogramSum::default();
         cells.add_buckets_to(&mut sum);
         assert_eq!((&sum.buckets[..4], sum.sum_ns), (&[2, 2, 2, 0][..], 60_029_998_000));
+    }
+
+    #[test]
+    fn quantiles_are_interpolated_within_a_bucket() {
+        assert_eq!(HistogramSum::default().quantile_us(0.5), None);
+        let histogram = Histogram::default();
+        (0..100).for_each(|_| histogram.record(Duration::from_micros(1_500)));
+        let mut sum = HistogramSum::default();
+        histogram.add_to(&mut sum);
+        // Between the bounds 1000 and 2500.
+        assert_eq!([0.0, 0.5, 1.0].map(|share| sum.quantile_us(share)), [Some(1_000), Some(1_750), Some(2_500)]);
+        let before = sum.clone();
+        histogram.record(Duration::from_secs(100));
+        histogram.record(Duration::from_micros(1));
+        let mut sum = HistogramSum::default();
+        histogram.add_to(&mut sum);
+        assert_eq!(sum.quantile_us(0.999), Some(30_000_000));
+        let mut since = sum.since(&before);
+        assert_eq!((since.quantile_us(0.4), since.quantile_us(1.0)), (Some(1), Some(30_000_000)));
+        since.add(&before);
+        assert_eq!((since.buckets, since.sum_ns), (sum.buckets, sum.sum_ns));
     }
 
     #[test]

@@ -478,6 +478,7 @@ fn route_metrics(config: &WorkerConfig, route: Option<usize>) -> &RouteMetrics {
 
 /// Counts a refusal for each full window and each rule without a free slot, and once for each refusing rule.
 pub fn record_refusal(config: &WorkerConfig, route: Option<usize>, rules_index: usize, context: &DecisionContext) {
+    route_metrics(config, route).request_refused();
     let full = || context.result.charges.iter().zip(&context.result.layers).filter(|(charge, _)| charge.is_full);
     for (nth, (_, line)) in full().enumerate() {
         config.window_metrics[rules_index].refused(line.rule, line.layer);

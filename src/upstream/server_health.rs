@@ -338,6 +338,16 @@ impl UpstreamHealth {
         !self.states[server].was_checked.swap(true, Relaxed)
     }
 
+    /// The servers that cannot be used, or whose last request failed.
+    pub fn troubled_servers(&self, now: Instant) -> impl Iterator<Item = &str> {
+        let now_ms = self.elapsed_ms(now);
+        let servers = self.servers.iter().enumerate();
+        let is_in_use =
+            move |server| matches!(self.status(server, now_ms), ServerStatus::InUse(_) | ServerStatus::SlowStart(_));
+        let troubled = servers.filter(move |(server, _)| !is_in_use(*server) || self.failed_last(*server));
+        troubled.map(|(_, server)| server.url.as_str())
+    }
+
     /// The upstream's state as the admin API shows it.
     pub fn to_json(&self, now: Instant) -> Value {
         let now_ms = self.elapsed_ms(now);

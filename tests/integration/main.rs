@@ -37,6 +37,7 @@ mod counters;
 mod counters_file_random_bits;
 mod counters_file_rejected;
 mod curl;
+mod dashboard;
 mod decision_api;
 mod delay;
 mod deploy;

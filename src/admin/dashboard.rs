@@ -1,0 +1,33 @@
+//! `GET /`: the dashboard, one page without outside resources. Its script reads `/v1/events` and calls the decision API.
+//!
+//! The policy in the response lets the browser run only the script and the style of the page, by their digests, and connect
+//! only to this address. Names of keys come from clients: the script writes them as text, which `require-trusted-types-for`
+//! enforces.
+
+use std::sync::LazyLock;
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use sha2::{Digest, Sha256};
+
+use crate::http::responses::{self, LocalResponse};
+
+const PAGE: &str = include_str!("dashboard.html");
+
+static POLICY: LazyLock<String> = LazyLock::new(|| {
+    let digest = |element: &str| {
+        let content =
+            PAGE.split_once(&format!("<{element}>")).and_then(|(_, rest)| rest.split_once(&format!("</{element}>")));
+        STANDARD.encode(Sha256::digest(content.map_or("", |(content, _)| content)))
+    };
+    format!(
+        "default-src 'none'; script-src 'sha256-{}'; style-src 'sha256-{}'; img-src data:; connect-src 'self'; \
+         base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
+        digest("script"),
+        digest("style")
+    )
+});
+
+pub fn response() -> LocalResponse {
+    responses::page_response(PAGE, &POLICY)
+}

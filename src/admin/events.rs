@@ -1,0 +1,328 @@
+//! `GET /v1/events`: the state of the gateway as server-sent events, once a second, for the dashboard.
+//!
+//! One task reads the metrics, whatever the number of streams. It makes a sample of the history every ten seconds, and does
+//! nothing else while no stream is open. Each stream has a task that waits until its connection has room; events meanwhile are
+//! left out, so a slow reader costs no memory, and `write_timeout` ends it. Streams end when another process takes over.
+
+use std::cell::{Cell, RefCell};
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body::{Body, Frame};
+use serde_json::{Value, json};
+use tokio::sync::{Notify, mpsc, watch};
+use tokio::time::{MissedTickBehavior, interval, timeout};
+
+use super::history::{Down, History, Sample};
+use super::top_query::TopQuery;
+use super::{AcceptState, AdminState, DecisionApi, upstreams};
+use crate::http::error::DecisionError;
+use crate::metrics::events::{CONNECTIONS, DELAYED_REQUESTS, REQUESTS_ACTIVE, UPSTREAM_REQUESTS};
+use crate::metrics::totals::{Totals, value};
+use crate::metrics::{redis, upstream};
+use crate::top_keys::KeyOutcome;
+use transom_limiter::limit::Limit;
+use transom_limiter::rule::{OnLimit, Rule, Sharing};
+use transom_limiter::window::Windows;
+
+const PERIOD: Duration = Duration::from_secs(1);
+/// Streams at a time.
+const STREAMS_MAX: usize = 16;
+/// The table is read, and the busiest keys are collected, once in so many events.
+const TABLE_EVERY: u64 = 10;
+const TOP_KEYS_EVERY: u64 = 5;
+/// Busiest keys of each rule.
+const TOP_KEYS: usize = 10;
+/// Rules and routes that are described.
+const DESCRIBED_MAX: usize = 500;
+
+/// The streams, and what they send.
+pub struct Events {
+    history: RefCell<History>,
+    /// The latest event.
+    latest: watch::Sender<Bytes>,
+    /// Wakes the task for the first stream.
+    opened: Notify,
+    streams: Cell<usize>,
+    /// Since when this process counts, Unix milliseconds.
+    started_ms: Cell<u64>,
+}
+
+impl Default for Events {
+    fn default() -> Events {
+        Events {
+            history: RefCell::default(),
+            latest: watch::Sender::new(Bytes::new()),
+            opened: Notify::new(),
+            streams: Cell::new(0),
+            started_ms: Cell::new(0),
+        }
+    }
+}
+
+/// The body of a response with events.
+pub struct EventBody(mpsc::Receiver<Bytes>);
+
+impl Body for EventBody {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        self.0.poll_recv(cx).map(|events| events.map(|events| Ok(Frame::data(events))))
+    }
+}
+
+/// Opens a stream.
+pub fn open(state: &Rc<AdminState>) -> Result<EventBody, DecisionError> {
+    let streams = &state.events.streams;
+    if *state.accept_state.borrow() == AcceptState::HandedOver {
+        return Err(DecisionError::HandedOver);
+    }
+    if streams.get() >= STREAMS_MAX {
+        return Err(DecisionError::TooManyStreams);
+    }
+    streams.set(streams.get() + 1);
+    let (sender, receiver) = mpsc::channel(1);
+    let state = Rc::clone(state);
+    tokio::task::spawn_local(async move {
+        let mut accept_state = state.accept_state.clone();
+        tokio::select! {
+            () = send_events(&state, &sender) => {}
+            () = sender.closed() => {}
+            _ = accept_state.wait_for(|accept_state| *accept_state == AcceptState::HandedOver) => {}
+        }
+        let streams = &state.events.streams;
+        streams.set(streams.get() - 1);
+    });
+    Ok(EventBody(receiver))
+}
+
+/// Sends to one stream: first the history and the configuration.
+async fn send_events(state: &AdminState, sender: &mpsc::Sender<Bytes>) {
+    let events = &state.events;
+    let mut latest = events.latest.subscribe();
+    // Others have the latest event for this one too.
+    let mut has_event = events.latest.receiver_count() > 1;
+    if !has_event {
+        events.opened.notify_one();
+    }
+    let mut next_sample = 0;
+    let mut described: Option<(Arc<DecisionApi>, u64)> = None;
+    let mut text = String::from("retry: 1000\n\n");
+    loop {
+        let decision_api = state.decision_api.borrow().clone();
+        if let Some(decision_api) = decision_api {
+            let reloads = state.registry.reload_log.total();
+            let is_known = |(known, at): &(Arc<DecisionApi>, u64)| Arc::ptr_eq(known, &decision_api) && *at == reloads;
+            if !described.as_ref().is_some_and(is_known) {
+                push_event(&mut text, "config", &configuration(state, &decision_api));
+                described = Some((decision_api, reloads));
+            }
+        }
+        while next_sample < events.history.borrow().next() {
+            let (samples, next) = events.history.borrow().since(next_sample);
+            next_sample = next;
+            push_event(&mut text, "history", &samples);
+            if sender.send(Bytes::from(std::mem::take(&mut text))).await.is_err() {
+                return;
+            }
+        }
+        if std::mem::replace(&mut has_event, true) {
+            text.push_str(&String::from_utf8_lossy(&latest.borrow_and_update()));
+        }
+        if !text.is_empty() && sender.send(Bytes::from(std::mem::take(&mut text))).await.is_err() {
+            return;
+        }
+        // When there is room for the next events, so that they are not old when they are sent.
+        if sender.reserve().await.is_err() || latest.changed().await.is_err() {
+            return;
+        }
+    }
+}
+
+fn push_event(text: &mut String, name: &str, data: &Value) {
+    text.push_str(&format!("event: {name}\ndata: {data}\n\n"));
+}
+
+/// Makes the history, and the events while a stream is open.
+pub async fn run(state: Rc<AdminState>) {
+    let events = &state.events;
+    let started_ms = state.clock.now().unix_ms;
+    events.started_ms.set(started_ms);
+    events.history.borrow_mut().begin(started_ms);
+    let mut timer = interval(PERIOD);
+    timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut snapshots = Snapshots::default();
+    loop {
+        tokio::select! {
+            _ = timer.tick() => {}
+            () = events.opened.notified() => {}
+        }
+        let now_ms = state.clock.now().unix_ms;
+        let (is_watched, is_due) = (events.latest.receiver_count() > 0, events.history.borrow().is_due(now_ms));
+        if !is_watched {
+            snapshots = Snapshots::default();
+        }
+        if !is_watched && !is_due {
+            continue;
+        }
+        let totals = Totals::read(&state.registry);
+        if is_due {
+            let now = state.clock.instant();
+            let upstream_health = state.upstream_health.borrow();
+            let servers = upstream_health.iter().flat_map(|upstream| upstream.troubled_servers(now).map(str::to_owned));
+            let down =
+                Down { is_store_down: state.registry.total(&redis::UNREACHABLE) > 0, servers: servers.collect() };
+            events.history.borrow_mut().add(now_ms, totals.clone(), down);
+        }
+        if is_watched {
+            let snapshot = snapshots.take(&state, now_ms, totals).await;
+            events.latest.send_replace(Bytes::from(format!("data: {snapshot}\n\n")));
+        }
+    }
+}
+
+/// What the events of a series have in common.
+#[derive(Default)]
+struct Snapshots {
+    taken: u64,
+    /// The previous reading and its time.
+    previous: Option<(u64, Totals)>,
+    counters: Value,
+    top_keys: Value,
+}
+
+impl Snapshots {
+    async fn take(&mut self, state: &AdminState, now_ms: u64, totals: Totals) -> Value {
+        if self.taken.is_multiple_of(TABLE_EVERY) {
+            let stats = state.counters.stats(now_ms);
+            self.counters = json!({ "live": stats.live, "free": stats.free });
+        }
+        if self.taken.is_multiple_of(TOP_KEYS_EVERY) {
+            // A worker that is stuck does not delay the events for long.
+            if let Ok(lists) = timeout(PERIOD / 2, top_keys(state)).await {
+                self.top_keys = lists;
+            }
+        }
+        self.taken += 1;
+        let live = self.previous.as_ref().map(|(then_ms, previous)| {
+            let span_ms = now_ms.saturating_sub(*then_ms);
+            Sample::new(now_ms, span_ms, &totals.since(previous), Down::default(), |name| Rc::from(name)).to_json()
+        });
+        self.previous = Some((now_ms, totals));
+        let mut counters = self.counters.clone();
+        counters["overflow"] = json!(state.overflow_total());
+        json!({
+            "time": now_ms,
+            "version": env!("CARGO_PKG_VERSION"),
+            "started": state.events.started_ms.get(),
+            "draining": state.is_draining(),
+            "live": live,
+            "requests_active": state.registry.total(&REQUESTS_ACTIVE),
+            "requests_delayed": state.registry.total(&DELAYED_REQUESTS),
+            "connections": state.registry.total(&CONNECTIONS),
+            "counters": counters,
+            "upstreams": upstreams_with_requests(state),
+            "shared": shared_store(state),
+            "top": self.top_keys,
+        })
+    }
+}
+
+/// The upstream servers, with their requests.
+fn upstreams_with_requests(state: &AdminState) -> Value {
+    let mut listed = upstreams(state)["upstreams"].take();
+    let mut add = |labels: &[_], name: &str, count: u64| {
+        let upstreams = listed.as_array_mut().into_iter().flatten();
+        let of_upstream = upstreams.filter(|upstream| upstream["name"] == value(labels, "upstream"));
+        let servers = of_upstream.filter_map(|upstream| upstream["servers"].as_array_mut()).flatten();
+        for server in servers.filter(|server| server["url"] == value(labels, "server")) {
+            server[name] = json!(server[name].as_u64().unwrap_or(0) + count);
+        }
+    };
+    state.registry.sum_cells(&UPSTREAM_REQUESTS, |labels, count| {
+        add(labels, "requests", count);
+        if !["responded", "canceled"].contains(&value(labels, "outcome").as_str()) {
+            add(labels, "failed", count);
+        }
+    });
+    state.registry.sum_cells(&upstream::REQUESTS_ACTIVE, |labels, count| add(labels, "active", count));
+    listed
+}
+
+/// The state of the shared store; null without one.
+fn shared_store(state: &AdminState) -> Value {
+    let decision_api = state.decision_api.borrow();
+    let shared = decision_api.as_ref().and_then(|decision_api| decision_api.compiled.config.counters.shared.as_ref());
+    let Some(shared) = shared else { return Value::Null };
+    let registry = &state.registry;
+    let mut calls = json!({});
+    registry.sum_cells(&redis::REQUESTS, |labels, count| calls[value(labels, "outcome")] = json!(count));
+    let duration = registry.total_duration(&redis::DURATION);
+    json!({
+        "store": shared.nodes.to_string(),
+        "unreachable": registry.total(&redis::UNREACHABLE),
+        "evicting": registry.total(&redis::EVICTING),
+        "outages": registry.total(&redis::OUTAGES),
+        "outage_decisions": registry.total(&redis::OUTAGE_DECISIONS),
+        "calls": calls,
+        "p50": duration.quantile_us(0.5),
+        "p99": duration.quantile_us(0.99),
+    })
+}
+
+/// The busiest keys; null if they are not counted.
+async fn top_keys(state: &AdminState) -> Value {
+    let decision_api = state.decision_api.borrow().clone();
+    let Some(decision_api) = decision_api else { return Value::Null };
+    let mut lists = json!({});
+    for outcome in KeyOutcome::ALL {
+        match TopQuery::of_all_rules(outcome, TOP_KEYS).list(state, &decision_api.compiled).await {
+            Ok(mut listed) => lists[outcome.name()] = listed["rules"].take(),
+            Err(_off) => return Value::Null,
+        }
+    }
+    lists
+}
+
+/// What changes at a reload only.
+fn configuration(state: &AdminState, decision_api: &DecisionApi) -> Value {
+    let config = &decision_api.compiled.config;
+    let routes = config.routes.iter().enumerate().take(DESCRIBED_MAX).map(|(position, route)| {
+        let rules = route.rules.iter().map(|rule| config.rules[*rule].name.as_str());
+        json!({
+            "name": decision_api.compiled.route_name(position), "path": route.path.text,
+            "rules": rules.collect::<Vec<_>>(),
+        })
+    });
+    let reloads = state.registry.reload_log.latest().into_iter();
+    json!({
+        "rules": config.rules.iter().take(DESCRIBED_MAX).map(describe_rule).collect::<Vec<_>>(),
+        "routes": routes.collect::<Vec<_>>(),
+        "top_keys": config.admin.top_keys > 0,
+        "token_required": state.settings.borrow().token.is_some(),
+        "reloads": reloads.map(|reload| json!({ "time": reload.at_ms, "problem": reload.problem })).collect::<Vec<_>>(),
+    })
+}
+
+fn describe_rule(rule: &Rule) -> Value {
+    let window = |limit: &Limit| {
+        let kind = if matches!(limit.windows, Windows::Sliding { .. }) { " sliding" } else { "" };
+        format!("{}/{}{kind}", limit.tokens, limit.period_text)
+    };
+    let on_limit = match rule.on_limit {
+        OnLimit::Refuse => "refuse",
+        OnLimit::Delay { .. } => "delay",
+        OnLimit::Shadow => "shadow",
+    };
+    json!({
+        "name": rule.name, "key": rule.key.iter().map(ToString::to_string).collect::<Vec<_>>(),
+        "windows": rule.layers.iter().map(window).collect::<Vec<_>>(), "concurrent": rule.concurrent,
+        "on_limit": on_limit, "shared": rule.sharing != Sharing::Local, "plans": rule.plans.len(),
+    })
+}

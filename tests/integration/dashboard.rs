@@ -1,0 +1,399 @@
+//! The dashboard and its events: format, bounds, access, and the page in a browser.
+//!
+//! tests/external/dashboard.cjs drives Chromium.
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::SocketAddr;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use serde_json::{Value, json};
+use sha2::Digest;
+
+use crate::support::client::{Client, HOST, request};
+use crate::support::external_servers::{node, program};
+use crate::support::gateway::Gateway;
+use crate::support::process::{BINARY, Process};
+use crate::support::upstream::Upstream;
+use crate::support::{TempDir, eventually, one_rule};
+
+const STREAMS_MAX: usize = 16;
+
+/// A stream of `/v1/events`.
+struct Events {
+    client: Client,
+    text: String,
+}
+
+impl Events {
+    fn open(admin: SocketAddr) -> Events {
+        let mut client = Client::connect(admin);
+        client.send(request("GET", "/v1/events", &[], b""));
+        let head = client.read_head().unwrap();
+        assert_eq!((head.status, head.field("content-type")), (200, Some("text/event-stream")), "{head:?}");
+        assert_eq!(head.field("cache-control"), Some("no-store"));
+        Events { client, text: String::new() }
+    }
+
+    /// The next event with its name; `None` at the end of the stream.
+    fn next(&mut self) -> Option<(String, Value)> {
+        while !self.text.contains("\n\n") {
+            self.text.push_str(&String::from_utf8(self.client.read_chunk()?).unwrap());
+        }
+        let (event, rest) = self.text.split_once("\n\n").unwrap();
+        let (mut name, mut data) = (String::from("message"), None);
+        for line in event.lines() {
+            match line.split_once(": ").unwrap() {
+                ("retry", "1000") => {}
+                ("event", text) => name = text.to_owned(),
+                ("data", text) => data = Some(serde_json::from_str(text).unwrap()),
+                _ => panic!("{line:?}"),
+            }
+        }
+        self.text = rest.to_owned();
+        match data {
+            Some(data) => Some((name, data)),
+            None => self.next(),
+        }
+    }
+
+    /// The next event of this name that fulfils a condition.
+    fn find(&mut self, wanted: &str, holds: impl Fn(&Value) -> bool) -> Value {
+        let mut found = Value::Null;
+        eventually(&format!("an event `{wanted}`"), || {
+            let (name, data) = self.next().expect("the stream ended");
+            let is_found = name == wanted && holds(&data);
+            if is_found {
+                found = data;
+            }
+            is_found
+        });
+        found
+    }
+}
+
+#[test]
+fn events_have_what_was_counted() {
+    let upstream = Upstream::always(200);
+    let rules = "[rules.r]\nkey = \"header:x-user\"\non_missing_key = \"skip\"\nwindows = [\"2/minute\"]\n\
+                 [[routes]]\nname = \"api\"\npath = \"/a\"\nupstream = \"u\"\nrules = [\"r\"]\n\
+                 [[routes]]\nname = \"broken\"\npath = \"/b\"\nrespond = { status = 503 }\n";
+    let gateway = Gateway::start(&format!("{}{rules}", upstream.toml("u")));
+    let mut events = Events::open(gateway.admin);
+    let (name, config) = events.next().unwrap();
+    assert_eq!((&*name, &config["token_required"], &config["reloads"]), ("config", &json!(false), &json!([])));
+    let rule = json!({
+        "name": "r", "key": ["header:x-user"], "windows": ["2/minute"], "concurrent": null, "on_limit": "refuse",
+        "shared": false, "plans": 0,
+    });
+    assert_eq!(config["rules"], json!([rule]));
+    assert_eq!(config["routes"][0], json!({ "name": "api", "path": "/a", "rules": ["r"] }));
+    let first = events.find("message", |_| true);
+    assert_eq!((&first["draining"], &first["shared"]), (&json!(false), &Value::Null));
+    for status in [200, 200, 429, 429, 429] {
+        gateway.get_with("/a", &[("X-User", "ann")]).expect(status);
+    }
+    gateway.get("/b").expect(503);
+    gateway.get("/nowhere").expect(404);
+    let refused = |sample: &Value| sample["all"][1] == 3;
+    // The table and the busiest keys are not read for each event.
+    let is_read = |event: &Value| event["top"]["refused"][0]["total"] == 3 && event["counters"]["live"] == 1;
+    let live = events.find("message", is_read);
+    assert_eq!(live["top"]["refused"][0]["keys"][0]["label"], "ann");
+    assert_eq!(live["counters"]["overflow"], 0);
+    let server = &live["upstreams"][0]["servers"][0];
+    assert_eq!((&server["state"], &server["requests"], &server["active"]), (&json!("in"), &json!(2), &json!(0)));
+    // A sample of the history ends every ten seconds.
+    gateway.advance_s(10);
+    let history = events.find("history", |_| true);
+    let sample = history.as_array().unwrap().iter().find(|sample| refused(sample)).unwrap();
+    assert_eq!((sample["ms"].as_u64(), &sample["all"][0], &sample["all"][2]), (Some(10_000), &json!(7), &json!(1)));
+    let routes: Vec<_> = sample["routes"].as_array().unwrap().iter().map(|route| (&route[0], &route[1][0])).collect();
+    assert_eq!(routes, [(&json!(""), &json!(1)), (&json!("api"), &json!(5)), (&json!("broken"), &json!(1))]);
+    assert!(sample["all"][4].as_u64() >= sample["all"][3].as_u64(), "{sample}");
+    assert_eq!(sample["rules"], json!([["api", "r", [2, 3, 0, 0, 0]]]));
+    assert_eq!(sample["windows"], json!([["r", "r", 3]]));
+    assert_eq!(sample["errors"], json!([["no_route", 1]]));
+    assert_eq!((&sample["store_down"], &sample["servers_down"]), (&json!(false), &json!([])));
+    // A later stream begins with the history.
+    let mut later = Events::open(gateway.admin);
+    assert_eq!(later.find("history", |_| true), history);
+    later.find("message", |event| event["live"]["all"] == json!([0, 0, 0, null, null]));
+}
+
+#[test]
+fn streams_are_limited() {
+    let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"9/minute\"]"));
+    // Most of them do not read.
+    let mut streams: Vec<_> = (0..STREAMS_MAX).map(|_| Events::open(gateway.admin)).collect();
+    let refused = Client::connect(gateway.admin).get("/v1/events").expect(503);
+    assert_eq!(refused.json()["detail"], "too many streams of events are open: close other dashboards");
+    (0..3).for_each(|_| drop(streams[0].find("message", |_| true)));
+    streams.truncate(5);
+    eventually("the other streams have ended", || {
+        let mut client = Client::connect(gateway.admin);
+        client.send(request("GET", "/v1/events", &[], b""));
+        client.read_head().unwrap().status == 200
+    });
+    // The other pages do not depend on them.
+    Client::connect(gateway.admin).get("/metrics").expect(200);
+}
+
+#[test]
+fn events_are_for_pages_of_this_origin() {
+    let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"9/minute\"]"));
+    let mut client = Client::connect(gateway.admin);
+    for fields in [&[("Origin", "http://evil.example")][..], &[("Sec-Fetch-Site", "cross-site")]] {
+        client.get_with("/v1/events", fields).expect(403).problem();
+    }
+    client.get_with("/v1/events", &[("Host", "evil.example")]).expect(421);
+    client.get_with("/", &[("Host", "evil.example")]).expect(421);
+    for page in ["/", "/v1/events"] {
+        let reply = Client::connect(gateway.admin).post(page, "").expect(405);
+        assert_eq!(reply.field("allow"), Some("GET, HEAD"), "{page}");
+    }
+    client.request("HEAD", "/v1/events", &[], b"").expect(200);
+    client.request("HEAD", "/", &[], b"").expect(200);
+    client.get("/v1/events/more").expect(404);
+    gateway.get("/v1/events").expect(200).json();
+}
+
+#[test]
+fn the_page_runs_its_own_script_only() {
+    let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"9/minute\"]"));
+    let page = Client::connect(gateway.admin).get("/").expect(200);
+    assert_eq!(page.field("content-type"), Some("text/html; charset=utf-8"));
+    for (name, value) in [
+        ("x-content-type-options", "nosniff"),
+        ("x-frame-options", "DENY"),
+        ("referrer-policy", "no-referrer"),
+        ("cross-origin-opener-policy", "same-origin"),
+        ("cross-origin-resource-policy", "same-origin"),
+        ("cache-control", "no-store"),
+    ] {
+        assert_eq!(page.field(name), Some(value), "{name}");
+    }
+    assert_eq!(page.field("access-control-allow-origin"), None);
+    let text = page.text();
+    let digest = |element: &str| {
+        assert_eq!(text.matches(&format!("<{element}")).count(), 1);
+        let content =
+            text.split(&format!("<{element}>")).nth(1).unwrap().split(&format!("</{element}>")).next().unwrap();
+        STANDARD.encode(sha2::Sha256::digest(content))
+    };
+    let policy = format!(
+        "default-src 'none'; script-src 'sha256-{}'; style-src 'sha256-{}'; img-src data:; connect-src 'self'; \
+         base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; \
+         trusted-types 'none'",
+        digest("script"),
+        digest("style")
+    );
+    assert_eq!(page.field("content-security-policy"), Some(&*policy));
+    for word in ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", " style=", " onclick="] {
+        assert!(!text.contains(word), "{word}");
+    }
+    // The only addresses are names of XML.
+    assert!(text.split("://").skip(1).all(|rest| rest.starts_with("www.w3.org/2000/svg")), "an outside resource");
+}
+
+#[test]
+fn reloads_are_listed_with_their_problems() {
+    let toml = one_rule("key = \"ip\"\nwindows = [\"9/minute\"]");
+    let process = Process::spawn(&toml);
+    let mut events = Events::open(process.admin);
+    process.write_config(&toml.replace("9/minute", "9/minit"));
+    let rejected = events.find("config", |config| config["reloads"].as_array().unwrap().len() == 1);
+    let problem = rejected["reloads"][0]["problem"].as_str().unwrap();
+    assert!(problem.contains("minit"), "{problem}");
+    assert_eq!(rejected["rules"][0]["windows"], json!(["9/minute"]));
+    process.write_config(&toml.replace("9/minute", "8/minute"));
+    let applied = events.find("config", |config| config["reloads"].as_array().unwrap().len() == 2);
+    assert_eq!((&applied["reloads"][0]["problem"], &applied["reloads"][1]), (&Value::Null, &rejected["reloads"][0]));
+    assert_eq!(applied["rules"][0]["windows"], json!(["8/minute"]));
+}
+
+#[test]
+fn streams_show_the_drain_and_do_not_delay_it() {
+    let mut process = Process::spawn("[drain]\ndelay = \"3s\"\n[[routes]]\npath = \"/\"\nrespond = { status = 204 }\n");
+    let mut events = Events::open(process.admin);
+    events.find("message", |event| event["draining"] == false);
+    process.signal("TERM");
+    events.find("message", |event| event["draining"] == true);
+    assert!(process.wait().success());
+}
+
+#[test]
+fn streams_end_when_another_process_takes_over() {
+    let process = Process::spawn("[[routes]]\npath = \"/\"\nrespond = { status = 204 }\n");
+    let mut former = Client::connect(process.admin);
+    former.get("/healthz").expect(200);
+    let mut events = Events::open(process.admin);
+    let started = events.find("message", |_| true)["started"].clone();
+    process.signal("USR2");
+    eventually("the stream ends", || events.next().is_none());
+    // A connection that is still open to the former process.
+    former.get("/v1/events").expect(503).problem();
+    let mut events = Events::open(process.admin);
+    assert_ne!(events.find("message", |_| true)["started"], started);
+}
+
+/// Chromium with the dashboard.
+struct Browser {
+    child: Child,
+    commands: ChildStdin,
+    results: BufReader<ChildStdout>,
+}
+
+impl Browser {
+    fn start() -> Browser {
+        let mut command = node("dashboard.cjs");
+        command.arg(program("chromium")).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let (commands, results) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
+        Browser { child, commands, results }
+    }
+
+    #[track_caller]
+    fn run(&mut self, command: Value) -> Value {
+        writeln!(self.commands, "{command}").unwrap();
+        let mut line = String::new();
+        self.results.read_line(&mut line).unwrap();
+        serde_json::from_str(&line).unwrap_or_else(|_| panic!("the browser failed at {command}"))
+    }
+
+    #[track_caller]
+    fn open(&mut self, admin: SocketAddr, view: &str, bypass: bool) {
+        self.run(json!({ "do": "open", "url": format!("http://{admin}/"), "view": view, "bypass": bypass }));
+        self.wait("#connection", "live");
+    }
+
+    /// Waits until an element contains a text.
+    #[track_caller]
+    fn wait(&mut self, of: &str, text: &str) {
+        self.run(json!({ "do": "wait", "of": of, "text": text }));
+    }
+
+    #[track_caller]
+    fn click(&mut self, of: &str) {
+        self.run(json!({ "do": "click", "of": of }));
+    }
+
+    /// What the browser complained about, without these.
+    #[track_caller]
+    fn problems_but(&mut self, expected: &[&str]) -> Vec<String> {
+        let problems: Vec<String> = serde_json::from_value(self.run(json!({ "do": "problems" }))).unwrap();
+        problems.into_iter().filter(|problem| !expected.iter().any(|text| problem.contains(text))).collect()
+    }
+}
+
+impl Drop for Browser {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+const HOSTILE: &str = "<img src=x onerror=alert(1)>";
+const RULES: &str = r#"
+[upstreams.u]
+builtin = "echo"
+[rules.per-user]
+key = "header:x-user"
+on_missing_key = "ip"
+windows = [{ limit = 3, period = "hour", start = "first-request" }]
+[[routes]]
+name = "<b>api</b>"
+path = "/{*rest}"
+upstream = "u"
+rules = ["per-user"]
+"#;
+
+#[test]
+fn the_page_is_live_and_resets_keys_with_the_token() {
+    let toml = format!("[admin]\ntoken_file = \"admin.token\"\nhosts = [\"{HOST}\"]\n{RULES}");
+    let start = |toml: &str| {
+        let scratch = TempDir::new();
+        scratch.write("admin.token", "the-right-token\n");
+        Process::spawn_command(Command::new(BINARY), toml, scratch)
+    };
+    let process = start(&toml);
+    let mut browser = Browser::start();
+    browser.open(process.admin, "light", false);
+    browser.wait("#keys", "No key was refused");
+    let ask = |process: &Process, status: u16| process.client().get_with("/a", &[("X-User", HOSTILE)]).expect(status);
+    (0..3).for_each(|_| drop(ask(&process, 200)));
+    (0..5).for_each(|_| drop(ask(&process, 429)));
+    // Names are text.
+    browser.wait("#keys tbody th", HOSTILE);
+    browser.wait("#routes tbody th", "<b>api</b>");
+    browser.wait("#tiles", "8 in the last hour");
+    browser.wait("#rules tbody", "5");
+    assert_eq!(browser.run(json!({ "do": "count", "of": "img, main b" })), 0);
+    // The charts show one route, and values at the pointer and by key.
+    browser.click("#routes tbody button");
+    browser.wait("#traffic-title", "Route <b>api</b>");
+    browser.run(json!({ "do": "press", "of": "#traffic", "key": "ArrowLeft" }));
+    browser.wait("#traffic .tip", "refused");
+    browser.click("#values summary");
+    browser.wait("#values tbody", "8");
+    // Without the token, with a wrong one, with the right one.
+    browser.click("#keys tbody button");
+    browser.wait("#lookup-error", "The token of [admin] token_file is required.");
+    browser.run(json!({ "do": "fill", "of": "#token", "value": "a-wrong-token" }));
+    browser.click("#lookup-button");
+    browser.wait("#lookup-error", "The token is wrong.");
+    browser.run(json!({ "do": "fill", "of": "#token", "value": "the-right-token" }));
+    browser.click("#lookup-button");
+    browser.wait("#lookup-result", "3 of 3");
+    browser.wait("#lookup-result", "The next request is refused, for");
+    browser.click("#reset-button");
+    browser.wait("#reset-button", "confirm");
+    browser.click("#reset-button");
+    browser.wait("#lookup-result", "0 of 3");
+    ask(&process, 200);
+    browser.wait("#lookup-result", "1 of 3");
+    let storage = json!({ "do": "run", "script": "JSON.stringify([sessionStorage, localStorage])" });
+    assert_eq!(browser.run(storage), json!("[{\"transom-admin-token\":\"the-right-token\"},{}]"));
+    // A restart of the gateway.
+    let (http, admin) = (process.http, process.admin);
+    drop(process);
+    browser.wait("#connection", "disconnected");
+    browser.wait("#offline", "connects again by itself");
+    let toml =
+        format!("listen = {{ http = \"{http}\", admin = \"{admin}\" }}\n{}", toml.replace("limit = 3", "limit = 2"));
+    let process = start(&toml);
+    browser.wait("#connection", "live");
+    browser.wait("#rules tbody", "2/hour");
+    ask(&process, 200);
+    browser.wait("#lookup-result", "1 of 2");
+    assert_eq!(browser.problems_but(&["net::ERR_", "status of 401"]), Vec::<String>::new());
+}
+
+#[test]
+fn the_page_is_accessible_in_light_and_dark_and_on_a_phone() {
+    let gateway = Gateway::start(RULES);
+    let empty = Gateway::start("[[routes]]\npath = \"/\"\nrespond = { status = 204 }\n");
+    for n in 0..40 {
+        gateway.get_with("/a", &[("X-User", &format!("{}{}", "a-long-name-of-a-user-".repeat(4), n % 9))]);
+    }
+    gateway.advance_s(10);
+    let mut browser = Browser::start();
+    for (name, admin) in [("busy", gateway.admin), ("empty", empty.admin)] {
+        for view in ["light", "dark", "phone"] {
+            for bypass in [false, true] {
+                browser.open(admin, view, bypass);
+                browser.wait("#status", "Configuration");
+                browser.wait(
+                    if name == "busy" { "#keys tbody" } else { "#rules" },
+                    if name == "busy" { "a-long-name" } else { "No rule" },
+                );
+                assert_eq!(browser.problems_but(&[]), Vec::<String>::new(), "{name} {view}");
+                if bypass {
+                    let checked = browser.run(json!({ "do": "check" }));
+                    assert_eq!(checked, json!({ "findings": [], "overflow": 0 }), "{name} {view}");
+                }
+            }
+        }
+    }
+}
