@@ -135,7 +135,9 @@ pub fn handle(
         }
     };
     let mut record = RequestRecord::new(worker, &config, &client, &parts, now);
-    let request_context = RequestContext { peer, client, body_bytes: body.size_hint().lower(), now };
+    // The body about which a proxy asks is not sent to the gateway.
+    let body_bytes = if is_forward_auth { 0 } else { body.size_hint().lower() };
+    let request_context = RequestContext { peer, client, body_bytes, now };
     let decided = match restored {
         Ok(()) => decide(worker, &config, &request_context, &mut parts, check_raw_head, &mut format, &mut record),
         Err(error) => Err(error),
@@ -404,7 +406,10 @@ async fn forward(
         return Err(*error);
     }
     if peer.connection.is_forward_auth {
-        return Ok(responses::authorized_response().map(Content::from));
+        let reply = plan.actions.as_mut().and_then(|actions| actions.direct_response.take());
+        // A refusal or redirect of the route is passed on by the proxy; after any other response it forwards the request.
+        let reply = reply.filter(|reply| !reply.status().is_success()).unwrap_or_else(responses::authorized_response);
+        return Ok(reply.map(Content::from));
     }
     let compiled = &*config.compiled;
     let route = &compiled.routes[plan.route];

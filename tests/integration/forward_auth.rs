@@ -90,9 +90,9 @@ fn the_original_request_is_decided() {
     assert_eq!(ask(&mut Client::connect(address), "/keyed/2", &post[..2]), 400);
     assert_eq!(ask(&mut Client::connect(address), "/keyed/1", &[("X-Api-Key", "k")]), 404);
     assert_eq!(ask(&mut Client::connect(address), "/all/%2e%2e/keyed/1", &[]), 404);
-    // Routes decide by host, method and scheme, and nothing else: neither forwards nor redirects.
-    assert_eq!(ask(&mut client, "/moved", &[]), 200);
-    assert_eq!(ask(&mut client, "/secure", &[("X-Forwarded-Proto", "https")]), 200);
+    // The proxy passes on refusals and redirects of routes.
+    assert_eq!(ask(&mut client, "/moved", &[]), 308);
+    assert_eq!(ask(&mut client, "/secure", &[("X-Forwarded-Proto", "https")]), 500);
     assert_eq!(ask(&mut Client::connect(address), "/secure", &[("X-Forwarded-Proto", "http")]), 404);
     // Each request counts, because its response is not known.
     let user = [("X-User", "ann")];
@@ -124,6 +124,16 @@ fn responses_carry_the_fields_and_no_body() {
 }
 
 #[test]
+fn the_length_of_a_body_that_is_not_sent_is_ignored() {
+    let gateway = Gateway::start(&CONFIG.replacen("[upstreams", "[limits]\nmax_body = \"1KiB\"\n[upstreams", 1));
+    let address = gateway.forward_auth_addresses()[0];
+    for length in ["1", "1000000"] {
+        let fields = [("X-Forwarded-Uri", "/all/a"), ("X-Forwarded-Method", "POST"), ("Content-Length", length)];
+        Client::connect(address).get_with("/", &fields).expect(200);
+    }
+}
+
+#[test]
 fn unclear_questions_are_refused() {
     let gateway = Gateway::start(CONFIG);
     let address = gateway.forward_auth_addresses()[0];
@@ -137,6 +147,7 @@ fn unclear_questions_are_refused() {
         &[method, target, ("X-Original-Method", "GET")],
         &[method, target, ("X-Forwarded-Host", "a"), ("X-Forwarded-Host", "b")],
         &[method, ("X-Forwarded-Uri", "http://a.test/all/a")],
+        &[("X-Forwarded-Method", "OPTIONS"), ("X-Forwarded-Uri", "*")],
     ] {
         let refused = Client::connect(address).get_with("/all/a", fields).expect(400);
         let detail = refused.json()["detail"].as_str().unwrap().to_owned();
@@ -150,7 +161,7 @@ fn unclear_questions_are_refused() {
     ] {
         assert_eq!(Client::connect(address).get_with("/", fields).status, status, "{fields:?}");
     }
-    assert_eq!(gateway.metrics().sum("transom_request_errors_total", &[("error", "original_request")]), 8);
+    assert_eq!(gateway.metrics().sum("transom_request_errors_total", &[("error", "original_request")]), 9);
 }
 
 #[test]

@@ -70,6 +70,20 @@ fn the_metrics_address_is_handed_over() {
     });
 }
 
+/// A proxy that asks on `forward_auth` finds the same counters in the new process.
+#[test]
+fn the_forward_auth_address_is_handed_over() {
+    let listen = "[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\nforward_auth = \"127.0.0.1:0\"\n";
+    let chain = UpgradeChain::start(&format!("{listen}{}", one_rule("key = \"ip\"\nwindows = [\"9/hour\"]")));
+    eventually("the address is printed", || !chain.first.stdout_lines().is_empty());
+    let address = chain.first.stdout_lines()[0].strip_prefix("forward auth on http://").unwrap().parse().unwrap();
+    let ask = || Client::connect(address).get_with("/", &[("X-Forwarded-Method", "GET"), ("X-Forwarded-Uri", "/")]);
+    (0..9).for_each(|_| drop(ask().expect(200)));
+    let new = chain.upgrade();
+    chain.wait_for_log(&format!("process {new} took over, draining"));
+    (0..9).for_each(|_| drop(ask().expect(429)));
+}
+
 fn assert_old_finishes_and_new_accepts(settings: &str) {
     let (report, reported) = mpsc::channel();
     let (go, released) = mpsc::channel::<()>();
