@@ -26,7 +26,7 @@ use crate::support::ratelimit_client::{
 };
 use crate::support::redis::{RedisServer, free_port};
 use crate::support::test_ca::ServerFiles;
-use crate::support::upgrade_chain::UpgradeChain;
+use crate::support::upgrade_chain::{UpgradeChain, is_alive};
 use crate::support::{eventually, seeded_rng};
 
 const LISTEN: &str =
@@ -472,6 +472,8 @@ fn an_upgrade_passes_the_address_and_the_counters_on() {
     let chain = UpgradeChain::start(&format!("{listen}{}", PER_USER.replace("3/minute", "3/30d")));
     assert_eq!(RatelimitClient::connect(address).count_ok(&[("user", "alice")], 2), 2);
     chain.upgrade();
+    // The former process may accept one more connection, and closes it after one response.
+    eventually("the former process has ended", || !is_alive(chain.first.pid()));
     assert_eq!(RatelimitClient::connect(address).count_ok(&[("user", "alice")], 2), 1);
 }
 
