@@ -340,12 +340,18 @@ fn report_settings_of_windows(table: &Table, report: &mut Report) {
 /// Checks the layers against the cost, and against what happens at the limit.
 fn check_layers(rule: &Rule, table: &Table, report: &mut Report) {
     let Some(item) = table.given("windows") else { return };
+    let limits = || rule.variants().flatten();
+    let accumulates = rule.reserves() || limits().any(|limit| limit.capacity.is_some());
     let excludes_shards = match (&rule.cost, rule.on_limit) {
         (Cost::Response { .. }, _) => Some("a cost from a response header"),
         (_, OnLimit::Delay { .. }) => Some("`on_limit = \"delay\"`"),
+        _ if accumulates && rule.count_refused => Some("`count_refused` in a rule with `capacity` or `reserve`"),
+        _ if accumulates && rule.sharing != Sharing::Local => Some(
+            "`capacity` or `reserve` in a rule that gateways share (`shared = \"off\"` counts on this machine alone)",
+        ),
         _ => None,
     };
-    if let (Some(other), true) = (excludes_shards, rule.variants().flatten().any(|limit| limit.shards > 1)) {
+    if let (Some(other), true) = (excludes_shards, limits().any(|limit| limit.shards > 1)) {
         let message = format!("`shards` cannot be combined with {other}");
         report.problem(item.span.clone(), message, "remove `shards`");
     }

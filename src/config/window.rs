@@ -419,8 +419,7 @@ fn windows_in_zone(
     report.reject(period.span.clone(), message, fix)
 }
 
-/// A shard counts its part of one window without knowledge of earlier windows, so shards exclude settings that carry
-/// tokens over.
+/// Shards count in the same windows, which those opened by the first request of each shard would not be.
 fn check_shards(limit: &Limit, table: &Table, report: &mut Report) {
     let Some(item) = table.given("shards").filter(|_| limit.shards > 1) else { return };
     if limit.shards > limit.tokens {
@@ -428,14 +427,10 @@ fn check_shards(limit: &Limit, table: &Table, report: &mut Report) {
             format!("there are more shards, `{}`, than the limit has tokens, `{}`", limit.shards, limit.tokens);
         report.problem(item.span, message, format!("write at most `{}`", limit.tokens));
     }
-    let other = match () {
-        () if limit.capacity.is_some() => "`capacity`",
-        () if limit.reserve > 0 => "`reserve`",
-        () if limit.windows.are_opened_by_requests() => "`start = \"first-request\"`",
-        () => return,
-    };
-    let message = format!("`shards` cannot be combined with {other}");
-    report.problem(item.key_span, message, format!("remove `shards`, or remove {other}"));
+    if limit.windows.are_opened_by_requests() {
+        let message = "`shards` cannot be combined with `start = \"first-request\"`";
+        report.problem(item.key_span, message, "remove `shards`, or remove `start = \"first-request\"`");
+    }
 }
 
 /// A counter stores the number of the window that pays off its debt, which bounds `capacity` and `reserve`.

@@ -28,6 +28,9 @@ pub struct Charge {
     /// After [`peek_all`]: whether a shard has used more than its part, so that the parts alone do not enforce the
     /// limit.
     is_shard_over_part: bool,
+    /// After [`peek_all`] found a sharded counter full whose windows depend on each other: how many windows must begin
+    /// until the request fits.
+    pub windows_until_fit: u64,
     hint: Option<PeekedSlot>,
     /// The charged slot, and the increase of the usage. Small, because both are written for every counter of every
     /// request and rarely read.
@@ -45,6 +48,7 @@ impl Charge {
             usage: Usage::default(),
             is_full: false,
             is_shard_over_part: false,
+            windows_until_fit: 0,
             hint: None,
             slot: None,
             tokens: 0,
@@ -115,12 +119,18 @@ pub fn peek_all<const W: usize, const PLAIN: bool>(
             (charge.usage, charge.request.end_ms) =
                 SlidingCounter::new(charge.counter, charge.request, time).peek(table, time);
         } else if !PLAIN && charge.sharding.shards > 1 {
-            (charge.usage, charge.is_shard_over_part) =
-                charge.sharding.peek(table, charge.counter, charge.request, time);
+            let shards = charge.sharding.peek(table, charge.counter, charge.request, time);
+            (charge.usage, charge.is_shard_over_part) = (shards.usage, shards.is_over_part);
+            if charge.request.kind.carries_debt() {
+                charge.sharding.first_shard = shards.fullest_shard;
+            }
         } else {
             (charge.usage, charge.hint) = table.peek(charge.counter, charge.request, time);
         }
         charge.is_full = !charge.usage.admits(charge.request);
+        if !PLAIN && charge.is_full && charge.sharding.shards > 1 && charge.request.kind.carries_debt() {
+            charge.windows_until_fit = charge.sharding.windows_until_fit(table, charge.counter, charge.request, time);
+        }
         all_fit &= !charge.is_full;
     }
     all_fit
@@ -194,7 +204,7 @@ fn acquire_shards<const W: usize, const PLAIN: bool>(
                 // Ordering: the charge comes before, the peek after, for every thread that takes the remaining tokens;
                 // so of two threads that take the same tokens at least one sees both charges, and withdraws.
                 fence(Ordering::SeqCst);
-                let (after, _) = split.peek(table, counter, request, time);
+                let after = split.peek(table, counter, request, time).usage;
                 if after.used > request.ceiling {
                     return CounterResult::Full(Usage {
                         used: after.used.saturating_sub(u64::from(request.cost)),
@@ -206,7 +216,7 @@ fn acquire_shards<const W: usize, const PLAIN: bool>(
         }
         (ShardsResult::Late, _) => CounterResult::Late,
         (ShardsResult::Acquired | ShardsResult::TooFew, _) => {
-            CounterResult::Full(split.peek(table, counter, request, time).0)
+            CounterResult::Full(split.peek(table, counter, request, time).usage)
         }
     }
 }

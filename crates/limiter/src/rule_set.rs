@@ -223,9 +223,13 @@ fn bucket_group(typical_ms: u64) -> u64 {
 
 /// The setting whose change gave a layer of a rule other counters.
 fn changed_setting(rule: &Rule, former: &Rule, layer: &CompiledLayer, other: &CompiledLayer) -> &'static str {
-    let is_plain = |layer: &CompiledLayer| layer.request.kind == WindowKind::Plain;
+    let is_same_kind = layer.request.kind == other.request.kind;
     match () {
-        () if is_plain(layer) && is_plain(other) => "shards",
+        // Shards of an account are one where refusals count.
+        () if is_same_kind && layer.request.kind.carries_debt() && rule.count_refused != former.count_refused => {
+            "count_refused"
+        }
+        () if is_same_kind => "shards",
         () if rule.delays() != former.delays() => "on_limit",
         () if rule.has_response_cost() != former.has_response_cost() => "cost",
         () if rule.reserves() != former.reserves() => "reserve",
@@ -383,8 +387,17 @@ impl RuleSet {
         let carries_debt = rule.has_response_cost() || rule.delays() || rule.reserves();
         let rolls_over = sharing().any(|other| other.capacity.is_some());
         let kind = WindowKind::of(&limit.windows, carries_debt || rolls_over);
+        let shards = sharing().map(|other| other.shards).max().unwrap_or(1).max(1);
         let shards = match kind {
-            WindowKind::Plain => sharing().map(|other| other.shards).max().unwrap_or(1).max(1),
+            WindowKind::Plain => shards,
+            // Each shard gains tokens in each window. The store knows no shards of an account, and refunds of a part of a
+            // charge, and the remaining tokens that a refusal takes, no shards at all.
+            WindowKind::Accumulating
+                if rule.sharing == Sharing::Local
+                    && !(rule.delays() || rule.has_response_cost() || rule.count_refused) =>
+            {
+                sharing().map(|other| other.tokens).min().map_or(1, |tokens| shards.min(tokens))
+            }
             _ => 1,
         };
         let form = kind.form(shards);

@@ -2,7 +2,13 @@
 //!
 //! Each shard has a part of the limit; the parts add up to the limit. A request is charged in the shard of its own
 //! worker. Missing tokens are taken from the other shards before the request is refused, so the sum admitted is exactly
-//! the limit. Only plain windows can be sharded.
+//! the limit.
+//!
+//! Where tokens roll over or are reserved, each shard is an account of its own, with its part of the limit, of the capacity
+//! and of the reserve, so that the shards admit no more than one counter. A shard at its capacity gains nothing when a
+//! window begins, even if another shard has used tokens. Requests therefore charge the shard that has most tokens left: then
+//! a shard gains nothing only if each of the others lacks at most one request, and all of them together hold less than one
+//! counter would by at most one request for each shard.
 
 use crate::bucket::Key;
 use crate::table::{Counter, CounterResult, Receipt, Table};
@@ -52,11 +58,22 @@ impl Sharding {
         (0..self.shards).map(move |shard| Sharding::shard_counter(shard, whole))
     }
 
-    /// The request for one shard, with the limit of its part.
+    /// The request for one shard, with its parts of the limit and of the tokens that may be used or owed.
     fn shard_request(self, shard: u32, request: AcquireRequest) -> AcquireRequest {
-        debug_assert!(request.kind == WindowKind::Plain, "only plain windows are sharded");
-        let ceiling = part_of_shard(u64::from(request.limit), self.shards, shard);
-        AcquireRequest { limit: ceiling as u32, ceiling, floor: 0, cost: 0, ..request }
+        debug_assert!(
+            matches!(request.kind, WindowKind::Plain | WindowKind::Accumulating),
+            "other kinds are not sharded"
+        );
+        let limit = part_of_shard(u64::from(request.limit), self.shards, shard);
+        debug_assert!(limit > 0 || request.kind == WindowKind::Plain, "each shard of an account gains tokens");
+        // The tokens of whole windows are divided as those of one, so that the part of a shard is still its part when
+        // windows have passed.
+        let part = |tokens: u64| {
+            let (windows, rest) = (tokens / u64::from(request.limit), tokens % u64::from(request.limit));
+            windows * limit + part_of_shard(rest, self.shards, shard)
+        };
+        let (ceiling, floor) = (part(request.ceiling), part(request.floor));
+        AcquireRequest { limit: limit as u32, ceiling, floor, cost: 0, ..request }
     }
 
     /// The counter of a shard. The first shard uses the whole's own counter.
@@ -67,25 +84,57 @@ impl Sharding {
         Counter { key, layer: whole.layer ^ bits }
     }
 
-    /// The usage of all shards together, the end of their window, and whether one shard has used more than its part.
-    /// That happens after the limit was lowered: the other shards have that much less to give.
+    /// The usage of all shards together.
     pub fn peek<const W: usize, const PLAIN: bool>(
         self,
         table: &Table<W>,
         whole: Counter,
         request: AcquireRequest,
         time: Time<'_, PLAIN>,
-    ) -> (Usage, bool) {
+    ) -> ShardedUsage {
         let mut sum = Usage { used: 0, end_ms: request.end_ms };
-        let mut is_over_part = false;
+        let (mut is_over_part, mut most_left, mut fullest_shard) = (false, 0, self.first_shard);
         for shard in self.shards_in_order() {
             let shard_request = self.shard_request(shard, request);
             let (usage, _) = table.peek(Sharding::shard_counter(shard, whole), shard_request, time);
             is_over_part |= usage.used > shard_request.ceiling;
             sum.used += usage.used;
             sum.end_ms = sum.end_ms.max(usage.end_ms);
+            let left = shard_request.ceiling.saturating_sub(usage.used);
+            if left > most_left {
+                (most_left, fullest_shard) = (left, shard);
+            }
         }
-        (sum, is_over_part)
+        ShardedUsage { usage: sum, is_over_part, fullest_shard }
+    }
+
+    /// How many windows must begin until `request` fits, if there are no other requests; 0: it fits now. Each shard gains
+    /// its own part of each window. The cost must not exceed the ceiling.
+    #[cold]
+    pub fn windows_until_fit<const W: usize, const PLAIN: bool>(
+        self,
+        table: &Table<W>,
+        whole: Counter,
+        request: AcquireRequest,
+        time: Time<'_, PLAIN>,
+    ) -> u64 {
+        let shards: Vec<(u64, u64)> = (0..self.shards)
+            .map(|shard| {
+                let shard_request = self.shard_request(shard, request);
+                let (usage, _) = table.peek(Sharding::shard_counter(shard, whole), shard_request, time);
+                (usage.used, u64::from(shard_request.limit.max(1)))
+            })
+            .collect();
+        let fits_after = |windows: u64| {
+            let used = shards.iter().map(|(used, limit)| used.saturating_sub(windows.saturating_mul(*limit)));
+            used.fold(u64::from(request.cost), u64::saturating_add) <= request.ceiling
+        };
+        let (mut least, mut most) = (0, shards.iter().map(|(used, limit)| used.div_ceil(*limit)).max().unwrap_or(0));
+        while least < most {
+            let middle = least + (most - least) / 2;
+            if fits_after(middle) { most = middle } else { least = middle + 1 }
+        }
+        least
     }
 
     /// Charges the shards, the own shard first, until the cost is taken. `shard_receipts` receives each charge, even if
@@ -104,7 +153,7 @@ impl Sharding {
             let mut shard_request = self.shard_request(shard, request);
             loop {
                 let (usage, hint) = table.peek(counter, shard_request, time);
-                let shard_left = shard_request.ceiling.saturating_sub(usage.used);
+                let shard_left = shard_request.ceiling.saturating_sub(usage.used.max(shard_request.floor));
                 shard_request.cost = left.min(u32::try_from(shard_left).unwrap_or(u32::MAX));
                 if shard_request.cost == 0 {
                     break;
@@ -127,6 +176,18 @@ impl Sharding {
         }
         ShardsResult::TooFew
     }
+}
+
+/// The usage of all shards of a counter.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ShardedUsage {
+    /// Their usage together, and the end of their window.
+    pub usage: Usage,
+    /// Whether one shard has used more than its part. That happens after the limit was lowered, and where tokens of later
+    /// windows were taken: the other shards have that much less to give.
+    pub is_over_part: bool,
+    /// The first shard with the most tokens left, of equal ones the own shard first.
+    pub fullest_shard: u32,
 }
 
 /// The result of charging the shards.

@@ -45,6 +45,7 @@ impl WindowKind {
     pub fn form(self, shards: u32) -> String {
         match self {
             WindowKind::Plain if shards > 1 => format!(" in {shards} shards"),
+            WindowKind::Accumulating if shards > 1 => format!(" accumulating in {shards} shards"),
             WindowKind::Accumulating => " accumulating".to_owned(),
             WindowKind::Plain | WindowKind::Floating | WindowKind::Sliding | WindowKind::Leased => String::new(),
         }

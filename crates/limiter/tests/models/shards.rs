@@ -7,7 +7,7 @@ use transom_limiter::sharded_counter::Sharding;
 use transom_limiter::table::Table;
 use transom_limiter::window_kind::AcquireRequest;
 
-use crate::support::{counter, explore, race, time};
+use crate::support::{counter, explore, race, rolling, time};
 
 /// A request for `cost` of `limit` tokens by the worker of one shard.
 fn acquire_sharded(table: &Table<2>, own_shard: u32, limit: u32, cost: u32) -> bool {
@@ -20,7 +20,7 @@ fn acquire_sharded(table: &Table<2>, own_shard: u32, limit: u32, cost: u32) -> b
 fn sharded_usage(table: &Table<2>, limit: u32) -> u64 {
     Sharding { shards: 2, first_shard: 0 }
         .peek(table, counter(1), AcquireRequest::plain(100, limit, 0), time(50))
-        .0
+        .usage
         .used
 }
 
@@ -91,5 +91,48 @@ fn a_lost_race_for_a_shard_acquires_the_rest() {
         assert!(acquire_sharded(&table, 1, 4, 1));
         let results = race(&table, [|t| acquire_sharded(t, 0, 4, 2), |t| acquire_sharded(t, 0, 4, 1)]);
         assert_eq!((results, sharded_usage(&table, 4)), ([true; 2], 4));
+    });
+}
+
+/// A request for `cost` tokens of two shards with two tokens a window and a capacity of three.
+fn acquire_rolling(table: &Table<2>, own_shard: u32, cost: u32, now_ms: u64) -> bool {
+    let mut charge = Charge::new(counter(1), AcquireRequest { cost, ..rolling(now_ms, 2, 3) });
+    charge.sharding = Sharding { shards: 2, first_shard: own_shard };
+    acquire_all(table, &mut [charge], &mut Vec::new(), time(now_ms)) == AcquireResult::Admitted
+}
+
+fn rolling_usage(table: &Table<2>, now_ms: u64) -> u64 {
+    let request = AcquireRequest { cost: 0, ..rolling(now_ms, 2, 3) };
+    Sharding { shards: 2, first_shard: 0 }.peek(table, counter(1), request, time(now_ms)).usage.used
+}
+
+/// A table in which all tokens of the window that ends at 100 ms are used.
+fn used_up() -> Arc<Table<2>> {
+    let table = Arc::new(Table::<2>::with_buckets(1, 1).expect("there is memory"));
+    (0..3).for_each(|i| assert!(acquire_rolling(&table, i % 2, 1, 50)));
+    assert!(!acquire_rolling(&table, 0, 1, 50));
+    table
+}
+
+/// The tokens that shards gain in a window are granted once.
+#[test]
+fn shards_grant_the_tokens_of_a_new_window_once() {
+    explore(3, || {
+        let table = used_up();
+        let results = race(&table, [|t| acquire_rolling(t, 0, 2, 150), |t| acquire_rolling(t, 1, 1, 150)]);
+        assert!(!(results[0] && results[1]), "two tokens were gained: {results:?}");
+        let acquired = 2 * u64::from(results[0]) + u64::from(results[1]);
+        assert_eq!(rolling_usage(&table, 150), 1 + acquired);
+    });
+}
+
+/// A thread whose clock is one window behind takes no tokens of the new window twice.
+#[test]
+fn shards_grant_nothing_twice_to_a_late_thread() {
+    explore(3, || {
+        let table = used_up();
+        let results = race(&table, [|t| acquire_rolling(t, 0, 1, 50), |t| acquire_rolling(t, 0, 2, 150)]);
+        let acquired = u64::from(results[0]) + 2 * u64::from(results[1]);
+        assert!(acquired <= 2, "{results:?}");
     });
 }

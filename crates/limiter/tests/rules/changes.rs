@@ -188,6 +188,13 @@ fn a_change_of_how_a_layer_counts_is_found() {
     assert_eq!((change(&default, &sharded), change(&sharded, &rolling)), (hour("shards"), hour("capacity")));
     assert_eq!((change(&rolling, &no_longer_rolling), change(&no_longer_rolling, &rolling)), (None, None));
     assert_eq!(change(&default, &no_longer_rolling), hour("capacity"));
+    let rolling_shards = with_plan(Limit { capacity: Some(9), shards: 7, ..plain(7, 1) });
+    let counting = Rule { count_refused: true, ..rolling_shards.clone() };
+    assert_eq!(
+        (change(&rolling, &rolling_shards), change(&sharded, &rolling_shards)),
+        (hour("shards"), hour("capacity"))
+    );
+    assert_eq!(change(&rolling_shards, &counting), hour("count_refused"));
     let delaying = Rule { on_limit: delay(5), ..default.clone() };
     assert_eq!(change(&rolling, &delaying), Some(("5/minute".to_owned(), "on_limit")));
     assert_eq!(change(&default, &Rule { name: "other".to_owned(), ..delaying }), None);

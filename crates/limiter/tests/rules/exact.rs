@@ -147,7 +147,7 @@ impl Comparison {
         let (table, time) = (&self.gateway.table, self.gateway.rule_set.time(self.now_ms));
         let usage = match charge.sharding.shards {
             1 => table.peek(charge.counter, request, time).0,
-            _ => charge.sharding.peek(table, charge.counter, request, time).0,
+            _ => charge.sharding.peek(table, charge.counter, request, time).usage,
         };
         Account { left: i128::from(layer_request.limit.capacity()) - i128::from(usage.used), end_ms: usage.end_ms }
     }

@@ -3,7 +3,8 @@
 //!
 //! `exact`: a gateway with a large table equals the reference. `bounds`: bounds that no table, clock or order of events
 //! exceeds. `timelines`: behaviour known from other limiters. `delay`: delayed requests and counted refusals.
-//! `late_threads`: threads whose clock is behind. `changes`: limits that change. `penalty`: lock-outs. `extremes`: extreme numbers.
+//! `late_threads`: threads whose clock is behind. `changes`: limits that change. `penalty`: lock-outs. `sharded_accounts`:
+//! shards whose tokens roll over or are reserved. `extremes`: extreme numbers.
 
 mod bounds;
 mod changes;
@@ -13,6 +14,7 @@ mod extremes;
 mod late_threads;
 mod oracle;
 mod penalty;
+mod sharded_accounts;
 mod sliding;
 mod support;
 mod timelines;

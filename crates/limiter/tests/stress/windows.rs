@@ -188,6 +188,8 @@ fn never_over_with_first_request_windows() {
 fn never_over_with_shards() {
     let sharded = Limit { shards: 4, ..limit(10, 10, even()) };
     never_over(Table::with_capacity(64).expect("there is memory"), sharded, OnLimit::Refuse, 2);
+    let rolling = Limit { shards: 4, ..limit(10, 25, even()) };
+    never_over(Table::with_capacity(64).expect("there is memory"), rolling, OnLimit::Refuse, 2);
 }
 
 #[test]

@@ -1,0 +1,133 @@
+//! Shards whose tokens roll over or are reserved, compared with one account: they never admit what it would refuse, and hold
+//! less than it by at most one request for each shard.
+
+use proptest::prelude::*;
+use transom_limiter::limit::Limit;
+
+use crate::oracle::Expected::{Admitted, DelayedUntil, Refused};
+use crate::support::{Gateway, START_MS, plain, rule};
+
+const PERIOD_MS: u64 = 100;
+const CLIENT: u64 = 7;
+const MAX_COST: u32 = 4;
+
+/// The account that the shards replace.
+struct Account {
+    limit: Limit,
+    left: i64,
+    window: u64,
+}
+
+impl Account {
+    fn new(limit: Limit) -> Account {
+        Account { left: i64::from(limit.capacity()), window: START_MS / PERIOD_MS, limit }
+    }
+
+    /// The tokens left at this time; negative: owed to later windows.
+    fn left_at(&mut self, now_ms: u64) -> i64 {
+        let windows = now_ms / PERIOD_MS - self.window;
+        let granted = windows as i64 * i64::from(self.limit.tokens);
+        self.left = (self.left + granted).min(i64::from(self.limit.capacity()));
+        self.window += windows;
+        self.left
+    }
+}
+
+fn settings() -> impl Strategy<Value = Limit> {
+    (2..40_u32, prop_oneof![Just(0), 1..60_u32], prop_oneof![Just(0), 1..20_u32], 2..6_u32).prop_map(
+        |(tokens, more, reserve, shards)| Limit {
+            capacity: Some(tokens + more),
+            reserve,
+            shards: shards.min(tokens),
+            ..plain(tokens, PERIOD_MS)
+        },
+    )
+}
+
+/// A request: the time since the one before, its cost, the worker, whether it may be reserved, and whether it is repeated at
+/// the time that its refusal states.
+type Step = (u64, u32, u32, bool, bool);
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let advance = prop_oneof![6 => Just(0_u64), 2 => 0..60_u64, 1 => 60..500_u64];
+    prop::collection::vec((advance, 1..=MAX_COST, 0..6_u32, any::<bool>(), any::<bool>()), 1..300)
+}
+
+proptest! {
+    #![proptest_config(crate::config())]
+
+    #[test]
+    fn shards_admit_what_one_account_would_but_for_one_request_each(limit in settings(), steps in steps()) {
+        let mut gateway = Gateway::with_large_table(&[rule("only", vec![limit.clone()])]);
+        let mut account = Account::new(limit.clone());
+        let may_lack = i64::from(limit.shards * MAX_COST);
+        let mut now_ms = START_MS;
+        for (advance_ms, cost, own_shard, reserve, repeats) in steps {
+            now_ms += advance_ms;
+            (gateway.context.inputs.own_shard, gateway.context.inputs.reserve) = (own_shard, reserve);
+            let left = account.left_at(now_ms);
+            let taken = i64::from(cost);
+            let decision = gateway.request_tokens(CLIENT, cost, now_ms);
+            let remaining = i64::from(limit.capacity()) - gateway.context.result.charges[0].usage.used as i64;
+            match decision {
+                Admitted => {
+                    prop_assert!(left >= taken, "{cost} of {left}");
+                    account.left -= taken;
+                }
+                DelayedUntil(until_ms) => {
+                    let windows = until_ms / PERIOD_MS - now_ms / PERIOD_MS;
+                    let granted = windows as i64 * i64::from(limit.tokens);
+                    prop_assert!(reserve && until_ms % PERIOD_MS == 0);
+                    prop_assert!(left + granted >= taken, "{cost} of {left} and {granted}");
+                    prop_assert!(left - taken >= -i64::from(limit.reserve));
+                    account.left -= taken;
+                }
+                Refused => {
+                    prop_assert!(left - may_lack < taken, "{cost} of {left} is refused");
+                }
+            }
+            prop_assert!((account.left - may_lack..=account.left).contains(&remaining), "{remaining}, {}", account.left);
+            if decision != Refused || !repeats {
+                continue;
+            }
+            gateway.context.inputs.reserve = false;
+            let Some(retry_at_ms) = gateway.retry_at_ms(now_ms) else {
+                prop_assert!(cost > limit.capacity());
+                continue;
+            };
+            if retry_at_ms > now_ms + 1 {
+                prop_assert_eq!(gateway.request_tokens(CLIENT, cost, retry_at_ms - 1), Refused);
+            }
+            prop_assert_eq!(gateway.request_tokens(CLIENT, cost, retry_at_ms), Admitted);
+            prop_assert!(account.left_at(retry_at_ms) >= taken);
+            account.left -= taken;
+            now_ms = retry_at_ms;
+        }
+    }
+}
+
+#[test]
+fn shards_accumulate_and_lend_as_one_account() {
+    let limit = Limit { capacity: Some(30), reserve: 5, shards: 4, ..plain(10, PERIOD_MS) };
+    let mut gateway = Gateway::with_large_table(&[rule("only", vec![limit])]);
+    let mut admitted = |now_ms: u64, reserve: bool| {
+        gateway.context.inputs.reserve = reserve;
+        let decisions = (0..100).map(|i| {
+            gateway.context.inputs.own_shard = i % 4;
+            gateway.request(CLIENT, now_ms)
+        });
+        decisions.fold((0, 0), |(now, later), decision| match decision {
+            Admitted => (now + 1, later),
+            DelayedUntil(until_ms) => {
+                assert_eq!(until_ms, now_ms / PERIOD_MS * PERIOD_MS + PERIOD_MS);
+                (now, later + 1)
+            }
+            Refused => (now, later),
+        })
+    };
+    let start_ms = START_MS / PERIOD_MS * PERIOD_MS;
+    assert_eq!(admitted(start_ms, true), (30, 5));
+    assert_eq!(admitted(start_ms + PERIOD_MS, false), (5, 0), "five tokens were reserved");
+    assert_eq!(admitted(start_ms + 3 * PERIOD_MS, false), (20, 0));
+    assert_eq!(admitted(start_ms + 9 * PERIOD_MS, false), (30, 0));
+}
