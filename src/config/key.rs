@@ -12,8 +12,10 @@ use super::toml_reader::{Item, SpannedStr, Table, nearest};
 use super::values::{FIELD_NAME_FIX, parse_field_name};
 use transom_limiter::key::{KeyPart, OnMissing};
 
-const KINDS: [&str; 13] = [
+const KINDS: [&str; 15] = [
     "ip",
+    "ip-prefix:BITS",
+    "ip-prefix6:BITS",
     "header:NAME",
     "cookie:NAME",
     "query:NAME",
@@ -36,6 +38,13 @@ const NAMED: [(&str, &str, &str); 5] = [
     ("param", "parameter", "param:id"),
     ("jwt", "claim", "jwt:sub"),
 ];
+
+/// Prefixes of addresses: the kind of the part, the version of IP, the number of bits of an address, an example.
+const PREFIXES: [(&str, &str, u8, &str); 2] =
+    [("ip-prefix", "IPv4", 32, "ip-prefix:24"), ("ip-prefix6", "IPv6", 128, "ip-prefix6:56")];
+
+/// The prefix of an address of which a part says nothing.
+const NOT_STATED: u8 = 0;
 
 const ALWAYS_PRESENT: &str = "`ip`, `host`, `method`, `path`, `route` or `global`";
 
@@ -67,9 +76,9 @@ settings! {
         /// What to do with a key that names no [client](#unknown-keys): its API key or subject is not in the clients file.
         /// `"count"`: it is counted like any other. `"missing"`: as `on_missing_key` says. `"refuse"`: 401.
         on_unknown_key: OnUnknownKey = Choice(OnUnknownKey::Count, &ON_UNKNOWN_KEY);
-        /// IPv4 addresses with this many equal leading bits are one client.
+        /// IPv4 addresses with this many equal leading bits are one client, as with the part `"ip-prefix:BITS"`.
         ipv4_prefix: u8 = Integer(32, 1..=32);
-        /// IPv6 addresses with this many equal leading bits are one client.
+        /// IPv6 addresses with this many equal leading bits are one client, as with the part `"ip-prefix6:BITS"`.
         ipv6_prefix: u8 = Integer(64, 1..=128);
     }
 }
@@ -92,6 +101,7 @@ impl KeySettings {
                 table.require_known("key", fix);
             }
         }
+        self.check_prefixes(table, report);
         if let Some(OnMissing::Fallback(parts)) = &mut self.on_missing_key {
             self::set_prefixes(parts, self.ipv4_prefix, self.ipv6_prefix);
         }
@@ -155,24 +165,55 @@ impl KeySettings {
             }
             _ => {}
         }
-        // An invalid `on_missing_key` may be meant to have a part `ip`.
+    }
+
+    /// Reports a prefix for addresses that no part leaves open.
+    fn check_prefixes(&self, table: &Table, report: &mut Report) {
+        // An invalid key may be meant to have a part `ip`.
         let is_known = self.on_missing_key.is_some() || table.lacks("on_missing_key");
-        if is_known && !self.key.iter().chain(self.fallback()).any(|part| matches!(part, KeyPart::Ip { .. })) {
-            for item in ["ipv4_prefix", "ipv6_prefix"].into_iter().filter_map(|key| table.given(key)) {
-                let message = format!("`{}` has no effect: `key` has no part `ip`", item.key);
-                report.missing(item.key_span, message, "remove it, or count by `ip`");
-            }
+        if self.key.is_empty() || !is_known {
+            return;
+        }
+        let prefixes = self.key.iter().chain(self.fallback()).filter_map(|part| match part {
+            KeyPart::Ip { v4_prefix, v6_prefix } => Some([*v4_prefix, *v6_prefix]),
+            _ => None,
+        });
+        let prefixes: Vec<[u8; 2]> = prefixes.collect();
+        for (version, setting) in ["ipv4_prefix", "ipv6_prefix"].into_iter().enumerate() {
+            let Some(item) = table.given(setting) else { continue };
+            let reason = match prefixes.is_empty() {
+                true => "`key` has no part `ip`",
+                false if prefixes.iter().all(|stated| stated[version] != NOT_STATED) => "`key` states the prefix",
+                false => continue,
+            };
+            let message = format!("`{setting}` has no effect: {reason}");
+            report.missing(item.key_span, message, "remove it, or count by `ip`");
         }
     }
 }
 
-/// Sets the prefixes of addresses in a key.
+/// Sets the prefixes of addresses that the parts of a key do not state.
 fn set_prefixes(parts: &mut [KeyPart], ipv4_prefix: u8, ipv6_prefix: u8) {
     for part in parts {
         if let KeyPart::Ip { v4_prefix, v6_prefix } = part {
-            (*v4_prefix, *v6_prefix) = (ipv4_prefix, ipv6_prefix);
+            let or = |stated: u8, other: u8| if stated == NOT_STATED { other } else { stated };
+            (*v4_prefix, *v6_prefix) = (or(*v4_prefix, ipv4_prefix), or(*v6_prefix, ipv6_prefix));
         }
     }
+}
+
+/// Adds the prefix for one version of IP to a part that states only the other one: both are one part of the key.
+fn join_prefixes(parts: &mut [KeyPart], part: &KeyPart) -> bool {
+    let KeyPart::Ip { v4_prefix: added_v4, v6_prefix: added_v6 } = part else { return false };
+    parts.iter_mut().any(|known| {
+        let KeyPart::Ip { v4_prefix, v6_prefix } = known else { return false };
+        let states_one = |one: u8, other: u8| (one == NOT_STATED) != (other == NOT_STATED);
+        let complements = states_one(*v4_prefix, *added_v4) && states_one(*v6_prefix, *added_v6);
+        if complements {
+            (*v4_prefix, *v6_prefix) = ((*v4_prefix).max(*added_v4), (*v6_prefix).max(*added_v6));
+        }
+        complements
+    })
 }
 
 /// Whether a client can send a request without this part.
@@ -193,8 +234,15 @@ fn client_may_omit(part: &KeyPart, certs: ClientCerts) -> bool {
     }
 }
 
-/// Reads the parts of a key.
-pub fn read_parts(item: &Item, report: &mut Report) -> Option<Vec<KeyPart>> {
+/// Reads the parts of a key. Addresses whose prefix no part states count as they are.
+pub fn read_whole_parts(item: &Item, report: &mut Report) -> Option<Vec<KeyPart>> {
+    let mut parts = read_parts(item, report)?;
+    set_prefixes(&mut parts, 32, 128);
+    Some(parts)
+}
+
+/// Reads the parts of a key. Prefixes of addresses may be [`NOT_STATED`].
+fn read_parts(item: &Item, report: &mut Report) -> Option<Vec<KeyPart>> {
     let words = item.strings("\"ip\"", report)?;
     if words.is_empty() {
         return report.reject(
@@ -204,21 +252,32 @@ pub fn read_parts(item: &Item, report: &mut Report) -> Option<Vec<KeyPart>> {
         );
     }
     let mut parts: Vec<KeyPart> = Vec::new();
+    let mut is_valid = true;
     for word in &words {
-        match parse_part(word.text) {
+        let is_address = |part: &KeyPart| matches!(part, KeyPart::Ip { .. });
+        let problem = match parse_part(word.text) {
+            Ok(part) if join_prefixes(&mut parts, &part) => continue,
             Ok(part) if parts.contains(&part) => {
-                report.problem(word.span.clone(), format!("{} is listed twice", quoted(word.text)), "remove it");
+                (format!("{} is listed twice", quoted(word.text)), "remove it".to_owned())
             }
-            Ok(part) => parts.push(part),
-            Err((message, fix)) => report.problem(word.span.clone(), message, fix),
-        }
+            Ok(part) if is_address(&part) && parts.iter().any(is_address) => {
+                (format!("{} is the address again", quoted(word.text)), "keep one part of the address".to_owned())
+            }
+            Ok(part) => {
+                parts.push(part);
+                continue;
+            }
+            Err(problem) => problem,
+        };
+        is_valid = false;
+        report.problem(word.span.clone(), problem.0, problem.1);
     }
     if parts.len() > 1 && parts.contains(&KeyPart::Global) {
         let global = words.iter().find(|word| word.text == "global").unwrap_or(&words[0]);
         let message = "`global` cannot be combined with other parts: it counts all requests as one";
         return report.reject(global.span.clone(), message, "remove it, or remove all other parts");
     }
-    (parts.len() == words.len()).then_some(parts)
+    is_valid.then_some(parts)
 }
 
 /// Reads one part.
@@ -226,7 +285,7 @@ pub fn read_part(word: &SpannedStr, report: &mut Report) -> Option<KeyPart> {
     report.accept(word.span.clone(), parse_part(word.text))
 }
 
-/// Parses one part. Only rules cut addresses to a prefix.
+/// Parses one part.
 fn parse_part(text: &str) -> Parsed<KeyPart> {
     let no_part = || format!("{} is not a key part", quoted(text));
     if let Some((kind, name)) = text.split_once(':')
@@ -235,7 +294,7 @@ fn parse_part(text: &str) -> Parsed<KeyPart> {
         return part;
     }
     match text {
-        "ip" => Ok(KeyPart::Ip { v4_prefix: 32, v6_prefix: 128 }),
+        "ip" => Ok(KeyPart::Ip { v4_prefix: NOT_STATED, v6_prefix: NOT_STATED }),
         "host" => Ok(KeyPart::Host),
         "method" => Ok(KeyPart::Method),
         "path" => Ok(KeyPart::Path),
@@ -246,6 +305,9 @@ fn parse_part(text: &str) -> Parsed<KeyPart> {
         _ => {
             if let Some((_, what, example)) = NAMED.iter().find(|(kind, ..)| *kind == text) {
                 return Err((no_part(), format!("name the {what}, such as `\"{example}\"`")));
+            }
+            if let Some((.., example)) = PREFIXES.iter().find(|(kind, ..)| *kind == text) {
+                return Err((no_part(), format!("add the number of bits, such as `\"{example}\"`")));
             }
             let fix = match nearest(text, KINDS.into_iter().filter(|kind| !kind.contains(':'))) {
                 None if ["remote_addr", "client_ip", "address", "client"].contains(&text) => {
@@ -265,6 +327,17 @@ fn parse_part(text: &str) -> Parsed<KeyPart> {
 /// Parses a part of the form `KIND:NAME`; `None` if the kind is unknown.
 fn parse_named_part(kind: &str, name: &str, text: &str) -> Option<Parsed<KeyPart>> {
     let no_part = || format!("{} is not a key part", quoted(text));
+    if let Some((kind, version, bits, _)) = PREFIXES.iter().find(|(known, ..)| *known == kind) {
+        let prefix = name.parse().ok().filter(|prefix| (1..=*bits).contains(prefix));
+        return Some(match (prefix, *kind) {
+            (Some(v4_prefix), "ip-prefix") => Ok(KeyPart::Ip { v4_prefix, v6_prefix: NOT_STATED }),
+            (Some(v6_prefix), _) => Ok(KeyPart::Ip { v4_prefix: NOT_STATED, v6_prefix }),
+            (None, _) => Err((
+                format!("{} is no prefix of an {version} address", quoted(text)),
+                format!("write a number of bits from 1 to {bits}, such as `\"{kind}:{}\"`", bits / 4 * 3),
+            )),
+        });
+    }
     let (_, what, example) = NAMED.iter().find(|(known, ..)| *known == kind)?;
     let none = |fix: &str| Err((format!("{} names no {what}", quoted(text)), fix.to_owned()));
     let such_as = format!("write, for example, `\"{example}\"`");

@@ -338,7 +338,7 @@ fn read_balance(item: &Item, report: &mut Report) -> Option<LoadBalancing> {
 
 /// Reads the key parts to hash. Only parts that exist on every route are allowed.
 fn read_hash_parts(item: &Item, report: &mut Report) -> Option<Vec<KeyPart>> {
-    let parts = key::read_parts(item, report)?;
+    let parts = key::read_whole_parts(item, report)?;
     for part in &parts {
         let why = match part {
             KeyPart::Param(_) => "`param` cannot be hashed: it belongs to one route, and an upstream can have several",

@@ -28,12 +28,14 @@ fn addresses_are_counted_separately() {
     let gateway = two_per_minute("key = \"ip\"");
     assert_two_admitted(|| status_from("127.0.0.1", &gateway));
     assert_two_admitted(|| status_from("127.0.0.2", &gateway));
-    let gateway = two_per_minute("key = \"ip\"\nipv4_prefix = 24");
-    assert_eq!(
-        ["127.0.0.1", "127.0.0.9", "127.0.0.200"].map(|address| status_from(address, &gateway)),
-        [200, 200, 429]
-    );
-    assert_two_admitted(|| status_from("127.0.1.1", &gateway));
+    for key in ["key = \"ip\"\nipv4_prefix = 24", "key = [\"ip-prefix6:56\", \"ip-prefix:24\"]"] {
+        let gateway = two_per_minute(key);
+        assert_eq!(
+            ["127.0.0.1", "127.0.0.9", "127.0.0.200"].map(|address| status_from(address, &gateway)),
+            [200, 200, 429]
+        );
+        assert_two_admitted(|| status_from("127.0.1.1", &gateway));
+    }
 }
 
 fn status_from(address: &str, gateway: &Gateway) -> u16 {
