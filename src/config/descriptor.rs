@@ -7,7 +7,7 @@ use super::diagnostics::{Report, quoted};
 use super::rule::GatewayRule;
 use super::settings::{Custom, Required, Shape, Words};
 use super::toml_reader::{Item, SpannedStr, Table};
-use super::values::Definitions;
+use super::values::{Definitions, PREFIX_NOT_STATED};
 use transom_limiter::key::KeyPart;
 use transom_limiter::rule::Rule;
 
@@ -42,11 +42,10 @@ impl Descriptor {
         self.entries.iter().filter(|entry| entry.value.is_none()).map(|entry| entry.key.as_str())
     }
 
-    /// The key of a rule that does not state one.
+    /// The key of a rule that does not state one. The settings of the rule state the prefixes of addresses.
     pub fn key(&self) -> Vec<KeyPart> {
         let part = |key: &str| match key {
-            // An IPv6 client has many addresses.
-            "remote_address" => KeyPart::Ip { v4_prefix: 32, v6_prefix: 64 },
+            "remote_address" => KeyPart::Ip { v4_prefix: PREFIX_NOT_STATED, v6_prefix: PREFIX_NOT_STATED },
             key => KeyPart::Entry(key.to_owned()),
         };
         let parts: Vec<KeyPart> = self.open_entries().map(part).collect();

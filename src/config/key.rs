@@ -9,7 +9,7 @@ use super::listen::ClientCerts;
 use super::path::is_param_name;
 use super::settings::{Choice, Custom, Integer, Shape};
 use super::toml_reader::{Item, SpannedStr, Table, nearest};
-use super::values::{FIELD_NAME_FIX, parse_field_name};
+use super::values::{FIELD_NAME_FIX, PREFIX_NOT_STATED, parse_field_name};
 use transom_limiter::key::{KeyPart, OnMissing};
 
 const KINDS: [&str; 15] = [
@@ -42,9 +42,6 @@ const NAMED: [(&str, &str, &str); 5] = [
 /// Prefixes of addresses: the kind of the part, the version of IP, the number of bits of an address, an example.
 const PREFIXES: [(&str, &str, u8, &str); 2] =
     [("ip-prefix", "IPv4", 32, "ip-prefix:24"), ("ip-prefix6", "IPv6", 128, "ip-prefix6:56")];
-
-/// The prefix of an address of which a part says nothing.
-const NOT_STATED: u8 = 0;
 
 const ALWAYS_PRESENT: &str = "`ip`, `host`, `method`, `path`, `route` or `global`";
 
@@ -183,7 +180,9 @@ impl KeySettings {
             let Some(item) = table.given(setting) else { continue };
             let reason = match prefixes.is_empty() {
                 true => "`key` has no part `ip`",
-                false if prefixes.iter().all(|stated| stated[version] != NOT_STATED) => "`key` states the prefix",
+                false if prefixes.iter().all(|stated| stated[version] != PREFIX_NOT_STATED) => {
+                    "`key` states the prefix"
+                }
                 false => continue,
             };
             let message = format!("`{setting}` has no effect: {reason}");
@@ -196,7 +195,7 @@ impl KeySettings {
 fn set_prefixes(parts: &mut [KeyPart], ipv4_prefix: u8, ipv6_prefix: u8) {
     for part in parts {
         if let KeyPart::Ip { v4_prefix, v6_prefix } = part {
-            let or = |stated: u8, other: u8| if stated == NOT_STATED { other } else { stated };
+            let or = |stated: u8, other: u8| if stated == PREFIX_NOT_STATED { other } else { stated };
             (*v4_prefix, *v6_prefix) = (or(*v4_prefix, ipv4_prefix), or(*v6_prefix, ipv6_prefix));
         }
     }
@@ -207,7 +206,7 @@ fn join_prefixes(parts: &mut [KeyPart], part: &KeyPart) -> bool {
     let KeyPart::Ip { v4_prefix: added_v4, v6_prefix: added_v6 } = part else { return false };
     parts.iter_mut().any(|known| {
         let KeyPart::Ip { v4_prefix, v6_prefix } = known else { return false };
-        let states_one = |one: u8, other: u8| (one == NOT_STATED) != (other == NOT_STATED);
+        let states_one = |one: u8, other: u8| (one == PREFIX_NOT_STATED) != (other == PREFIX_NOT_STATED);
         let complements = states_one(*v4_prefix, *added_v4) && states_one(*v6_prefix, *added_v6);
         if complements {
             (*v4_prefix, *v6_prefix) = ((*v4_prefix).max(*added_v4), (*v6_prefix).max(*added_v6));
@@ -241,7 +240,7 @@ pub fn read_whole_parts(item: &Item, report: &mut Report) -> Option<Vec<KeyPart>
     Some(parts)
 }
 
-/// Reads the parts of a key. Prefixes of addresses may be [`NOT_STATED`].
+/// Reads the parts of a key. Prefixes of addresses may be [`PREFIX_NOT_STATED`].
 fn read_parts(item: &Item, report: &mut Report) -> Option<Vec<KeyPart>> {
     let words = item.strings("\"ip\"", report)?;
     if words.is_empty() {
@@ -294,7 +293,7 @@ fn parse_part(text: &str) -> Parsed<KeyPart> {
         return part;
     }
     match text {
-        "ip" => Ok(KeyPart::Ip { v4_prefix: NOT_STATED, v6_prefix: NOT_STATED }),
+        "ip" => Ok(KeyPart::Ip { v4_prefix: PREFIX_NOT_STATED, v6_prefix: PREFIX_NOT_STATED }),
         "host" => Ok(KeyPart::Host),
         "method" => Ok(KeyPart::Method),
         "path" => Ok(KeyPart::Path),
@@ -330,8 +329,8 @@ fn parse_named_part(kind: &str, name: &str, text: &str) -> Option<Parsed<KeyPart
     if let Some((kind, version, bits, _)) = PREFIXES.iter().find(|(known, ..)| *known == kind) {
         let prefix = name.parse().ok().filter(|prefix| (1..=*bits).contains(prefix));
         return Some(match (prefix, *kind) {
-            (Some(v4_prefix), "ip-prefix") => Ok(KeyPart::Ip { v4_prefix, v6_prefix: NOT_STATED }),
-            (Some(v6_prefix), _) => Ok(KeyPart::Ip { v4_prefix: NOT_STATED, v6_prefix }),
+            (Some(v4_prefix), "ip-prefix") => Ok(KeyPart::Ip { v4_prefix, v6_prefix: PREFIX_NOT_STATED }),
+            (Some(v6_prefix), _) => Ok(KeyPart::Ip { v4_prefix: PREFIX_NOT_STATED, v6_prefix }),
             (None, _) => Err((
                 format!("{} is no prefix of an {version} address", quoted(text)),
                 format!("write a number of bits from 1 to {bits}, such as `\"{kind}:{}\"`", bits / 4 * 3),

@@ -11,6 +11,9 @@ use super::toml_reader::{Item, SpannedStr, Table, nearest};
 use transom_limiter::ip_prefix::{Network, NetworkError};
 use transom_limiter::secret_digest::Digest;
 
+/// The prefix of an address that a part of a key leaves to the settings of its rule.
+pub const PREFIX_NOT_STATED: u8 = 0;
+
 pub const FIELD_NAME_FIX: &str = "write a name such as `x-api-key`: letters, digits and `-`";
 
 /// A value that `Debug` does not show.
