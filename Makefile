@@ -6,6 +6,7 @@ KILLS = 1000
 KILLS_SHARED_S = 60
 ROUNDS = 1000
 REPLAYED_REQUESTS = 100000
+SCHEDULES = 10000
 FAILOVER_S = 600
 # Python virtual environments, each with the packages that tests/external/NAME.txt lists.
 PARTS = tests/.parts
@@ -20,7 +21,7 @@ DENY = cargo deny --version >/dev/null 2>&1
 # What `make package` packages. Another binary can be named, and is not built: make package BINARY=target/release/transom
 BINARY = target/dist/transom
 
-.PHONY: help test check docs release package package-test dist site cargo-deb mdbook bench model kills kills-shared concurrency replay failover fuzz parts deny advisories
+.PHONY: help test check docs release package package-test dist site cargo-deb mdbook bench model kills kills-shared concurrency sliding replay failover fuzz parts deny advisories
 # Targets build, install and measure, and must not run at the same time.
 .NOTPARALLEL:
 
@@ -38,6 +39,7 @@ help:
 	@echo "make kills       kills the gateway KILLS times (1000) under load: no client gets more than the limit"
 	@echo "make kills-shared  kills four gateways on one Redis for KILLS_SHARED_S seconds (60) under load, likewise"
 	@echo "make concurrency ends concurrent requests in random ways, in ROUNDS rounds (1000): all slots come back"
+	@echo "make sliding     compares sliding windows with a log of all requests, in SCHEDULES random schedules (10000), also of 4 threads"
 	@echo "make replay      simulates the access log of REPLAYED_REQUESTS requests (100000): decisions are those of the gateway"
 	@echo "make failover    kills one of two upstream servers repeatedly for FAILOVER_S seconds (600) under load: no request is lost"
 	@echo "make fuzz        fuzzes the parsers, FUZZ_SECONDS each (60)"
@@ -127,6 +129,11 @@ kills-shared:
 # 64 requests in each round, with a limit of ten in flight.
 concurrency:
 	TRANSOM_ROUNDS=$(ROUNDS) cargo test --locked --test integration -- random_ends_give --nocapture
+
+# No interval of one period exceeds the limit. Prints for how long a request is refused too early, at most.
+sliding:
+	PROPTEST_CASES=$(SCHEDULES) TRANSOM_SCHEDULES=$(SCHEDULES) \
+		cargo test --locked -p transom-limiter --test rules --test stress -- sliding:: --nocapture
 
 # Requests of ten kinds of rule, over about a day and more, whose time is that of the test.
 replay:
