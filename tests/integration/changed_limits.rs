@@ -60,6 +60,7 @@ fn a_reload_that_changes_how_a_layer_counts_is_refused() {
         (windows(", capacity = 80"), "capacity"),
         (windows(", reserve = 8"), "reserve"),
         (windows(", shards = 3"), "shards"),
+        (windows(", sliding = true"), "sliding"),
         (delay.to_owned(), "on_limit"),
         (cost.to_owned(), "cost"),
     ] {

@@ -237,6 +237,27 @@ fn changed_setting(rule: &Rule, former: &Rule, layer: &CompiledLayer, other: &Co
     }
 }
 
+/// The layers by which the keys of a variant of `rule` were counted under `former`: those of the same plan or override, or
+/// the default ones.
+fn former_layers<'a>(rule: &Rule, variant: usize, former: &'a Rule) -> &'a [Limit] {
+    let plan = rule.plan_of(variant).and_then(|plan| former.plans.iter().find(|known| known.name == plan.name));
+    let own = variant.checked_sub(1 + rule.plans.len()).map(|position| &rule.overrides[position]);
+    let own = own.and_then(|own| former.overrides.iter().find(|known| known.key == own.key));
+    plan.map(|plan| &plan.layers).or(own.map(|own| &own.layers)).unwrap_or(&former.layers)
+}
+
+/// The layer of `variant` that replaces a layer of `former` with the same period, of which one is sliding.
+fn toggled_sliding<'a>(variant: &'a [Limit], former: &[Limit]) -> Option<&'a Limit> {
+    let has = |layers: &[Limit], limit: &Limit| layers.iter().any(|known| known.windows == limit.windows);
+    let is_sliding = |limit: &Limit| matches!(limit.windows, Windows::Sliding { .. });
+    let replaces = |limit: &Limit, known: &Limit| {
+        is_sliding(limit) != is_sliding(known)
+            && limit.windows.typical_ms() == known.windows.typical_ms()
+            && !has(variant, known)
+    };
+    variant.iter().find(|limit| !has(former, limit) && former.iter().any(|known| replaces(limit, known)))
+}
+
 impl ChargePlan {
     /// The default layers of the enforced rules, in the order of charging.
     pub fn enforced(&self) -> &[LayerRef] {
@@ -285,21 +306,28 @@ impl RuleSet {
         rule_set
     }
 
-    /// The first layer of `former` that has other counters in this rule set, although its key and windows are the same.
+    /// The first layer of `former` that has other counters in this rule set, although its key and windows are the same, or
+    /// differ only in whether they slide.
     pub fn changed_counters(&self, former: &RuleSet) -> Option<ChangedCounters> {
         for compiled in &self.rules {
             let known = former.rules.iter().find(|known| known.hash_prefix == compiled.hash_prefix);
+            let change = |limit: &Limit, setting| ChangedCounters {
+                rule: compiled.rule.name.clone(),
+                layer: format!("{}/{}", limit.tokens, limit.period_text),
+                setting,
+            };
+            let toggled =
+                |(variant, limits)| toggled_sliding(limits, former_layers(&compiled.rule, variant, &known?.rule));
+            if let Some(limit) = compiled.rule.variants().enumerate().find_map(toggled) {
+                return Some(change(limit, "sliding"));
+            }
             for (limit, layer) in compiled.rule.variants().flatten().zip(&compiled.layers) {
                 let same_windows = |other: &&CompiledLayer| {
                     former.windows[other.windows_index] == limit.windows && !other.is_penalty()
                 };
                 let known = known.and_then(|known| Some((known, known.layers.iter().find(same_windows)?)));
                 if let Some((known, other)) = known.filter(|(_, other)| other.id != layer.id) {
-                    return Some(ChangedCounters {
-                        rule: compiled.rule.name.clone(),
-                        layer: format!("{}/{}", limit.tokens, limit.period_text),
-                        setting: changed_setting(&compiled.rule, &known.rule, layer, other),
-                    });
+                    return Some(change(limit, changed_setting(&compiled.rule, &known.rule, layer, other)));
                 }
             }
         }

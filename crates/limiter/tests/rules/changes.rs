@@ -8,8 +8,9 @@ use std::collections::HashMap;
 use proptest::prelude::*;
 use transom_limiter::key::Seed;
 use transom_limiter::limit::Limit;
-use transom_limiter::rule::{Plan, Rule};
+use transom_limiter::rule::{KeyValue, Override, Plan, Rule};
 use transom_limiter::rule_set::RuleSet;
+use transom_limiter::window::Windows;
 
 use crate::oracle::Expected::{Admitted, Refused};
 use crate::oracle::{Expected, LayerRequest};
@@ -165,6 +166,13 @@ fn random_changes_reach_usage_above_the_limit() {
     assert!(over.sum::<u32>() > 100);
 }
 
+/// The layer and the setting for which a reload is refused.
+fn change(before: &Rule, after: &Rule) -> Option<(String, &'static str)> {
+    let former = RuleSet::new(std::slice::from_ref(before), Seed(3, 4), None);
+    let rule_set = RuleSet::new(std::slice::from_ref(after), Seed(3, 4), Some(&former));
+    rule_set.changed_counters(&former).map(|changed| (changed.layer, changed.setting))
+}
+
 /// Layers of a plan and the default that have the same windows share counters, so they count in one way.
 #[test]
 fn a_change_of_how_a_layer_counts_is_found() {
@@ -173,11 +181,6 @@ fn a_change_of_how_a_layer_counts_is_found() {
         let windows = default.layers[1].windows.clone();
         let layer = Limit { windows, period_text: "60m".to_owned(), ..layer };
         Rule { plans: vec![Plan { name: "gold".to_owned(), layers: vec![layer], concurrent: None }], ..default.clone() }
-    };
-    let change = |before: &Rule, after: &Rule| {
-        let former = RuleSet::new(std::slice::from_ref(before), Seed(3, 4), None);
-        let rule_set = RuleSet::new(std::slice::from_ref(after), Seed(3, 4), Some(&former));
-        rule_set.changed_counters(&former).map(|changed| (changed.layer, changed.setting))
     };
     let rolling = with_plan(Limit { capacity: Some(9), ..plain(7, 1) });
     let no_longer_rolling = with_plan(Limit { capacity: Some(9), ..plain(9, 1) });
@@ -199,6 +202,39 @@ fn a_change_of_how_a_layer_counts_is_found() {
     assert_eq!(change(&rolling, &delaying), Some(("5/minute".to_owned(), "on_limit")));
     assert_eq!(change(&default, &Rule { name: "other".to_owned(), ..delaying }), None);
     assert_eq!(change(&default, &Rule { layers: vec![Limit::parse("9/2m").expect("valid")], ..default.clone() }), None);
+}
+
+/// A window that begins or ends to slide has other counters, in a plan and in an override too.
+#[test]
+fn a_change_of_sliding_is_found() {
+    let default = rule("r", vec![Limit::parse("5/minute").expect("valid"), Limit::parse("50/hour").expect("valid")]);
+    let slides = |layer: &Limit| {
+        let period_ms = layer.windows.period_ms().expect("windows of one length");
+        Limit { windows: Windows::Sliding { period_ms }, ..layer.clone() }
+    };
+    let layers = |minute: &Limit| vec![minute.clone(), default.layers[1].clone()];
+    let (fixed, sliding) = (layers(&default.layers[0]), layers(&slides(&default.layers[0])));
+    let with_default = |layers: &[Limit]| Rule { layers: layers.to_vec(), ..default.clone() };
+    let with_plan = |layers: &[Limit]| {
+        let plan = Plan { name: "gold".to_owned(), layers: layers.to_vec(), concurrent: None };
+        Rule { plans: vec![plan], ..default.clone() }
+    };
+    let with_override = |layers: &[Limit]| {
+        let key = vec![KeyValue::Clear("alice".to_owned())];
+        Rule { overrides: vec![Override { key, layers: layers.to_vec(), concurrent: None }], ..default.clone() }
+    };
+    let minute = Some(("5/minute".to_owned(), "sliding"));
+    for variant in [&with_default as &dyn Fn(&[Limit]) -> Rule, &with_plan, &with_override] {
+        let (fixed, sliding) = (variant(&fixed), variant(&sliding));
+        assert_eq!((change(&fixed, &sliding), change(&sliding, &fixed)), (minute.clone(), minute.clone()));
+        assert_eq!((change(&fixed, &fixed), change(&sliding, &sliding)), (None, None));
+    }
+    // Clients of a new plan had the default windows.
+    assert_eq!(change(&default, &with_plan(&sliding)), minute);
+    // Another period has other counters, and a layer beside the present ones is a further limit.
+    let longer = slides(&Limit::parse("5/2m").expect("valid"));
+    assert_eq!(change(&default, &with_default(&layers(&longer))), None);
+    assert_eq!(change(&default, &with_default(&[fixed.clone(), vec![sliding[0].clone()]].concat())), None);
 }
 
 /// A request with a small capacity does not reduce the debt of a request with a large one.
