@@ -1,11 +1,15 @@
 //! `count_when`: requests that stay charged because of their response; and `penalty`. A login server counts failed logins only.
 
+use std::net::SocketAddr;
+use std::process::{Command, Stdio};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 
 use http::{HeaderMap, HeaderValue, Response};
 
 use crate::support::client::{Client, HttpResponse, request};
+use crate::support::external_scripts::ScriptServer;
+use crate::support::external_servers::program;
 use crate::support::gateway::Gateway;
 use crate::support::gateway_group::{GatewayGroup, LONG_TIMEOUT, query_decision, rule_by_key, shared_config};
 use crate::support::http2_client::Http2Client;
@@ -307,12 +311,12 @@ fn gateways_share_failed_logins() {
 }
 
 /// The configuration of a guide, with another address for the gateway and its server.
-fn documented(page: &str, upstream: &Upstream) -> String {
+fn documented(page: &str, upstream: SocketAddr) -> String {
     let text = std::fs::read_to_string(format!("{}/docs/guides/{page}", env!("CARGO_MANIFEST_DIR"))).unwrap();
     let (_, snippet) = text.split_once("```toml\n").unwrap();
     let toml = snippet.split("```").next().unwrap();
     let toml = toml.replace("127.0.0.1:8080", "127.0.0.1:0").replace("127.0.0.1:9900", "127.0.0.1:0");
-    toml.replace("127.0.0.1:9001", &upstream.address.to_string())
+    toml.replace("127.0.0.1:9001", &upstream.to_string())
 }
 
 #[test]
@@ -324,7 +328,7 @@ fn the_guide_locks_out_whoever_guesses_passwords() {
         let is_right = received.target.ends_with("password=right");
         reply(if is_right { 200 } else { 401 }, &[], b"")
     });
-    let gateway = Gateway::start(&documented("login-protection.md", &upstream));
+    let gateway = Gateway::start(&documented("login-protection.md", upstream.address));
     let log_in = |user: &str, password: &str| gateway.get(&format!("/login?user={user}&password={password}"));
     (0..20).for_each(|_| drop(log_in("alice", "right").expect(200)));
     gate.set_closed(true);
@@ -353,6 +357,58 @@ fn the_guide_locks_out_whoever_guesses_passwords() {
     // Other spellings of the name have tokens of their own, but not of their own address.
     let spellings = (0..200).map(|n| log_in(&format!("alice{}", "%20".repeat(n)), "wrong").status);
     assert_eq!(spellings.filter(|status| *status == 401).count(), 50);
+}
+
+/// Fetches a URL with curl, in which `[1-N]` stands for N requests, all at the same time. Returns the status and
+/// `Retry-After` of each.
+fn curl_in_parallel(url: &str) -> Vec<(u16, String)> {
+    let mut command = Command::new(program("curl"));
+    command.args(["--silent", "--show-error", "--max-time", "60", "--noproxy", "*"]);
+    command.args(["--parallel", "--parallel-immediate", "--parallel-max", "200", "--output", "/dev/null"]);
+    command.args(["--write-out", "%{http_code} %header{retry-after}\\n", url]);
+    let output = command.stdin(Stdio::null()).output().unwrap();
+    assert!(output.status.success(), "{}: {}", output.status, String::from_utf8_lossy(&output.stderr));
+    let lines = String::from_utf8(output.stdout).unwrap();
+    let response = |line: &str| {
+        let (status, retry_after) = line.split_once(' ').unwrap();
+        (status.parse().unwrap(), retry_after.to_owned())
+    };
+    lines.lines().map(response).collect()
+}
+
+#[test]
+fn curl_guesses_five_passwords_at_a_login_server() {
+    let server = ScriptServer::start("login_server.py", &["alice=sesame", "bob=swordfish"]);
+    let gateway = Gateway::start(&documented("login-protection.md", server.address));
+    let log_in = |user: &str, password: &str| {
+        curl_in_parallel(&format!("http://{}/login?user={user}&password={password}", gateway.http))
+    };
+    // Logins of one user that the server has received.
+    let received = |user: &str| {
+        let host = server.address.to_string();
+        let counts = Client::connect(server.address).get_with("/received", &[("Host", &host)]).expect(200).json();
+        counts[user].as_u64().unwrap_or(0)
+    };
+    let guesses = log_in("alice", "guess[1-200]");
+    assert_eq!(guesses.len(), 200);
+    let (denied, refused): (Vec<_>, Vec<_>) = guesses.into_iter().partition(|(status, _)| *status == 401);
+    assert_eq!((denied.len(), received("alice")), (5, 5));
+    assert_eq!(refused, vec![(429, "3600".to_owned()); 195]);
+    gateway.advance_s(1200);
+    assert_eq!(log_in("alice", "sesame"), [(429, "2400".to_owned())]);
+    assert_eq!(received("alice"), 5);
+
+    // Logins that succeed leave all tokens of their user and address.
+    for _ in 0..20 {
+        assert_eq!(log_in("bob", "swordfish"), [(200, String::new())]);
+    }
+    let guesses = log_in("bob", "guess[1-200]");
+    assert_eq!(guesses.iter().filter(|(status, _)| *status == 401).count(), 5);
+    assert_eq!(received("bob"), 25);
+    gateway.advance_s(2399);
+    assert_eq!(log_in("alice", "sesame"), [(429, "1".to_owned())]);
+    gateway.advance_s(1);
+    assert_eq!(log_in("alice", "sesame"), [(200, String::new())]);
 }
 
 /// The remaining tokens and seconds of each layer in `RateLimit`.
