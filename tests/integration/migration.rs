@@ -1,11 +1,18 @@
-//! The guides for users of other products: their configurations are valid as quoted, and ours limit as the guides say.
+//! The guides for users of other products: their configurations can be read, and ours limit as the guides say.
+//!
+//! nginx and Envoy check theirs themselves, except for the descriptors of Envoy's rate limit service. Those, and the
+//! configurations of Kong, Traefik and Cloudflare, are parsed as YAML or JSON, and state the limits that ours have. The code for
+//! Convex is not checked.
 
-use std::process::Command;
+use std::io::Write;
+use std::path::Path;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::support::client::Client;
+use crate::support::external_scripts::python;
 use crate::support::gateway::Gateway;
 use crate::support::ratelimit_parser::remaining;
 use crate::support::redis::free_port;
@@ -50,6 +57,101 @@ fn nginx_reads_its_configuration() {
     );
     let output =
         Command::new("nginx").env("PATH", "/usr/sbin:/usr/bin:/bin").arg("-t").arg("-c").arg(file).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// Reads YAML.
+fn yaml(text: &str) -> Value {
+    let mut command = python("yaml_to_json.py", &[] as &[&str]);
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}\n{text}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+#[test]
+fn the_configuration_of_kong_is_yaml() {
+    let kong = yaml(&guide_blocks("from-kong", "yaml")[0]);
+    assert_eq!(kong["_format_version"], "3.0");
+    let plugins = &kong["services"][0]["plugins"];
+    assert_eq!(plugins[0], json!({ "name": "key-auth", "config": { "key_names": ["x-api-key"] } }));
+    let limits =
+        |plugin: &Value| (plugin["name"].clone(), plugin["config"]["hour"].clone(), plugin["config"]["minute"].clone());
+    assert_eq!(limits(&plugins[1]), (json!("rate-limiting"), json!(2000), json!(33)));
+    let acme = &kong["consumers"][0];
+    assert_eq!(acme["keyauth_credentials"][0]["key"], "acme-secret");
+    assert_eq!(limits(&acme["plugins"][0]), (json!("rate-limiting"), json!(100_000), json!(2000)));
+    assert_eq!(kong["consumers"][1]["keyauth_credentials"][0]["key"], "initech-secret");
+}
+
+#[test]
+fn the_configuration_of_traefik_is_yaml() {
+    let traefik = yaml(&guide_blocks("from-traefik", "yaml")[0]);
+    let http = &traefik["http"];
+    let rate_limit = &http["middlewares"]["per-address"]["rateLimit"];
+    assert_eq!(
+        [&rate_limit["average"], &rate_limit["period"], &rate_limit["burst"]],
+        [&json!(100), &json!("1m"), &json!(50)]
+    );
+    assert_eq!(http["middlewares"]["per-user"]["inFlightReq"]["amount"], 10);
+    let router = &http["routers"]["api"];
+    assert_eq!(router["middlewares"], json!(["per-address", "per-user"]));
+    assert_eq!(
+        http["services"][router["service"].as_str().unwrap()]["loadBalancer"]["servers"][0]["url"],
+        "http://127.0.0.1:9001"
+    );
+}
+
+#[test]
+fn the_rule_of_cloudflare_is_json() {
+    let rule: Value = serde_json::from_str(&guide_blocks("from-cloudflare", "json")[0]).unwrap();
+    let limit = &rule["ratelimit"];
+    let number = |name: &str| limit[name].as_u64();
+    assert_eq!(["requests_per_period", "period", "mitigation_timeout"].map(number), [Some(5), Some(60), Some(600)]);
+    assert_eq!(limit["counting_expression"], "http.response.code eq 401");
+}
+
+#[test]
+fn the_descriptors_of_envoy_are_yaml() {
+    let service = yaml(&guide_blocks("from-envoy-ratelimit", "yaml")[0]);
+    let limit = |descriptor: &Value| {
+        let limit = &descriptor["rate_limit"];
+        (descriptor["key"].clone(), limit["requests_per_unit"].clone(), limit["unit"].clone())
+    };
+    let all: Vec<_> = service["descriptors"].as_array().unwrap().iter().map(limit).collect();
+    let expected = [
+        ("remote_address", 33, "minute"),
+        ("user", 2000, "hour"),
+        ("user", 100_000, "hour"),
+        ("generic_key", 500, "second"),
+    ];
+    assert_eq!(all, expected.map(|(key, tokens, unit)| (json!(key), json!(tokens), json!(unit))));
+    assert_eq!(limit(&service["descriptors"][1]["descriptors"][0]), (json!("path"), json!(5), json!("second")));
+}
+
+/// In the configuration of the other guide, whose route has other actions.
+#[test]
+fn envoy_reads_its_actions() {
+    let actions = &guide_blocks("from-envoy-ratelimit", "yaml")[1];
+    let config = guide_blocks("envoy", "yaml").remove(0);
+    let (before, rest) = config.split_once("rate_limits:\n").unwrap();
+    let indent = before.len() - before.trim_end_matches(' ').len();
+    let (_, after) = rest.split_once("                http_filters:").unwrap();
+    let lines = actions.lines().map(|line| format!("{}{line}\n", " ".repeat(indent)));
+    let scratch = TempDir::new();
+    let text =
+        format!("{}{}                http_filters:{after}", before.trim_end_matches(' '), lines.collect::<String>());
+    assert_eq!(text.matches("descriptor_key: path").count(), 1, "{text}");
+    let file = scratch.write("envoy.yaml", text);
+    let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/.parts/envoy/bin/envoy");
+    assert!(program.is_file(), "Envoy is missing; `make parts` installs it");
+    let output = Command::new(program)
+        .args(["--mode", "validate", "--log-level", "warning", "--config-path"])
+        .arg(file)
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
