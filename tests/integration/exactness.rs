@@ -191,3 +191,32 @@ fn reloads_under_load_neither_lose_nor_return_tokens() {
     });
     assert_eq!(admitted, 2000);
 }
+
+/// Reloads under load, at times whose segments are counted together: each interval of an hour admits exactly the limit.
+#[test]
+fn reloads_under_load_keep_the_usage_of_a_sliding_window() {
+    let toml = |drain: u32| {
+        let rule = one_rule("key = \"ip\"\nwindows = [{ limit = 2000, period = \"1h\", sliding = true }]");
+        format!("workers = 4\n{rule}\n[timeouts]\ndrain = \"{drain}s\"\n")
+    };
+    let mut gateway = Gateway::start(&toml(1));
+    let (mut drains, mut now) = (2.., 0);
+    // After 68 minutes the first 1200 tokens are back: each counts for an hour, and at most an eighth longer.
+    for (minute, admitted) in [(0, 1200), (20, 800), (40, 0), (68, 1200), (75, 0)] {
+        gateway.advance_s(60 * (minute - now));
+        now = minute;
+        let address = gateway.http;
+        let load = thread::scope(|scope| {
+            let send = || {
+                let mut client = Client::connect(address);
+                (0..150).filter(|_| client.get("/a").status == 200).count()
+            };
+            let threads: Vec<_> = (0..THREADS).map(|_| scope.spawn(send)).collect();
+            for drain in drains.by_ref().take(10) {
+                gateway.reload(&toml(drain));
+            }
+            threads.into_iter().map(|thread| thread.join().unwrap()).sum::<usize>()
+        });
+        assert_eq!(load, admitted, "minute {minute}");
+    }
+}
