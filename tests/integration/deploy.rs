@@ -75,12 +75,13 @@ fn every_alert_is_tested_and_explained() {
     let names: Vec<&str> = alerts.lines().filter_map(|line| line.trim().strip_prefix("- alert: ")).collect();
     assert!(names.len() >= 12, "{names:?}");
     for (name, alert) in names.iter().zip(alerts.split("- alert: ").skip(1)) {
-        let runbook = format!("runbook: docs/guides/alerts.md#{}", name.to_lowercase());
+        let runbook = format!("runbook_url: docs/guides/alerts.md#{}", name.to_lowercase());
         assert!(alert.contains(&runbook) && guide.contains(&format!("## {name}\n")), "{name}");
         assert!(
             ["critical", "warning"].iter().any(|severity| alert.contains(&format!("severity: {severity}"))),
             "{name}"
         );
+        assert!(alert.contains("\n        for: "), "{name}");
         let test = tests.split("  - interval:").find(|test| test.contains(&format!("alertname: {name}\n")));
         assert!(test.is_some_and(|test| test.contains("exp_alerts")), "{name}");
     }
@@ -91,6 +92,21 @@ fn every_alert_is_tested_and_explained() {
     for name in recorded {
         assert!(tests.contains(&format!("expr: {name}\n")), "{name}");
     }
+}
+
+/// The command of the guide makes an address of every `runbook_url`.
+#[test]
+fn runbook_links_can_be_made_absolute() {
+    let guide = read("docs/guides/alerts.md");
+    let command = guide.lines().find(|line| line.starts_with("    sed ")).unwrap().trim();
+    let scratch = TempDir::new();
+    let file = scratch.write("alerts.yml", read("deploy/alerts.yml"));
+    let status = Command::new("sh").args(["-c", command]).current_dir(scratch.path()).status().unwrap();
+    assert!(status.success());
+    let alerts = fs::read_to_string(file).unwrap();
+    let links: Vec<&str> = alerts.lines().filter_map(|line| line.trim().strip_prefix("runbook_url: ")).collect();
+    assert!(links.len() >= 12, "{links:?}");
+    assert!(links.iter().all(|link| link.starts_with("https://") && link.contains("/docs/guides/")), "{links:?}");
 }
 
 /// Grafana itself is not in Debian: its own types read the dashboard, and Prometheus reads every query.
