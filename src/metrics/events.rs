@@ -176,6 +176,7 @@ pub static NAMES: &[&Metric] = &[
     &process::CPU,
     &process::RESIDENT_MEMORY,
     &process::VIRTUAL_MEMORY,
+    &process::MAX_VIRTUAL_MEMORY,
     &process::START_TIME,
     &process::OPEN_FDS,
     &process::MAX_FDS,

@@ -12,6 +12,8 @@ pub static CPU: Metric = counter("process_cpu_seconds_total", "User and system C
 pub static OPEN_FDS: Metric = gauge("process_open_fds", "Open file descriptors.");
 pub static MAX_FDS: Metric = gauge("process_max_fds", "Limit on open file descriptors.");
 pub static VIRTUAL_MEMORY: Metric = gauge("process_virtual_memory_bytes", "Virtual memory in bytes.");
+pub static MAX_VIRTUAL_MEMORY: Metric =
+    gauge("process_virtual_memory_max_bytes", "Limit on virtual memory in bytes; 2^64 - 1 without one.");
 pub static RESIDENT_MEMORY: Metric = gauge("process_resident_memory_bytes", "Resident memory in bytes.");
 pub static START_TIME: Metric = gauge("process_start_time_seconds", "Start of the process, Unix time in seconds.");
 pub static THREADS: Metric = gauge("process_threads", "Threads of the process.");
@@ -28,6 +30,8 @@ pub fn readings() -> Vec<Reading> {
         (&THREADS, field(20)),
         (&START_TIME, boot_time_s().zip(field(22)).map(|(boot_s, start)| boot_s + start / ticks)),
         (&VIRTUAL_MEMORY, field(23)),
+        // As the client library of Go does: the largest limit stands for none.
+        (&MAX_VIRTUAL_MEMORY, Some(getrlimit(Resource::As).current.unwrap_or(u64::MAX) as f64)),
         (&RESIDENT_MEMORY, field(24).map(|pages| pages * page_size() as f64)),
         // Without the descriptor that reads the folder.
         (&OPEN_FDS, fs::read_dir("/proc/self/fd").ok().map(|open| open.count().saturating_sub(1) as f64)),
@@ -55,6 +59,7 @@ mod tests {
         };
         assert!(value(&CPU) >= 0.0 && value(&THREADS) >= 1.0);
         assert!(value(&RESIDENT_MEMORY) > 1e5 && value(&VIRTUAL_MEMORY) >= value(&RESIDENT_MEMORY));
+        assert!(value(&MAX_VIRTUAL_MEMORY) >= value(&VIRTUAL_MEMORY));
         assert!(value(&OPEN_FDS) >= 3.0 && value(&MAX_FDS) >= value(&OPEN_FDS));
         // After 2020 and before 2100.
         assert!((1.5e9..4.1e9).contains(&value(&START_TIME)), "{}", value(&START_TIME));

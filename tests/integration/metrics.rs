@@ -183,6 +183,7 @@ fn the_process_and_its_reloads_are_shown() {
         ("process_open_fds", "gauge"),
         ("process_max_fds", "gauge"),
         ("process_virtual_memory_bytes", "gauge"),
+        ("process_virtual_memory_max_bytes", "gauge"),
         ("process_resident_memory_bytes", "gauge"),
         ("process_start_time_seconds", "gauge"),
         ("process_threads", "gauge"),
