@@ -273,6 +273,8 @@ fn everything_is_read_as_written() {
         config.access_log,
         Some(AccessLog { target: LogTarget::File("/var/log/transom/access.log".into()), format: LogFormat::Combined })
     );
+    let short = good("access-log-short.toml");
+    assert_eq!(short.access_log, Some(AccessLog { target: LogTarget::Stdout, format: LogFormat::Json }));
     let tracing = config.tracing.as_ref().unwrap();
     assert_eq!((tracing.sample, tracing.receiver.service_name.as_str()), (1.0, "edge"));
     assert_eq!(tracing.receiver.endpoint, "https://collector.internal:4317");

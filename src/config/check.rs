@@ -24,13 +24,13 @@ use super::settings::Section;
 use super::span_export::read_tracing;
 use super::toml_reader::{Item, Table, toml_errors};
 use super::upstream::read_upstreams;
-use super::{AccessLog, AccessLogSettings, Config, General, MetricsSettings};
+use super::{Config, General, MetricsSettings, read_access_log};
 use transom_limiter::rule::Rule;
 
 /// Reads the configuration that a report is on, or returns all problems in it.
 pub fn read_config(text: &str, mut report: Report) -> Result<Config, Vec<Problem>> {
     let top_level = General::settings().into_iter().chain(PathReading::settings());
-    report.top_level_keys = top_level.map(|setting| setting.key).collect();
+    report.top_level_keys = top_level.map(|setting| setting.key).chain(["access_log"]).collect();
     let valid_text = toml_errors::skip_syntax_errors(text, &mut report);
     let (mut document, _) = DeTable::parse_recoverable(&valid_text);
     references::resolve(document.get_mut(), &mut report);
@@ -57,8 +57,7 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
     let drain = DrainSettings::read_section(top.get("drain"), report);
     let http2 = Http2::read_section(top.get("http2"), report);
     let limits = Limits::read_section(top.get("limits"), report);
-    let AccessLogSettings { file, format } = AccessLogSettings::read_section(top.get("access_log"), report);
-    let access_log = file.map(|target| AccessLog { target, format });
+    let access_log = top.get("access_log").and_then(|item| read_access_log(item, report));
     let metrics_item = top.get("metrics");
     let metrics = MetricsSettings::read_section(metrics_item.clone(), report);
     let tracing = read_tracing(top.get("tracing"), report);

@@ -62,9 +62,12 @@ use listen::{Admin, Listen};
 use path::{ForwardPath, PathReading};
 use route::Route;
 use rule::{RATE_LIMIT_STYLES, RateLimitStyle, RefusalResponse};
-use settings::{Boolean, Choice, Custom, DAY_MS, Integer, Kind, Optional, Required, Restart, Shape, Texts, Time, Word};
+use settings::{
+    Boolean, Choice, Custom, DAY_MS, Integer, Kind, Optional, Required, Restart, Section, Shape, Texts, Time, Word,
+};
 use sources::Sources;
 use span_export::Tracing;
+use toml::de::DeValue;
 use toml_reader::{Item, SpannedStr, SpannedString};
 use upstream::Upstream;
 
@@ -151,6 +154,16 @@ pub enum LogTarget {
     File(PathBuf),
 }
 
+impl LogTarget {
+    /// The target that a setting names.
+    fn of(text: &str) -> LogTarget {
+        match text {
+            "stdout" => LogTarget::Stdout,
+            path => LogTarget::File(PathBuf::from(path)),
+        }
+    }
+}
+
 /// The form of the lines of the access log.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum LogFormat {
@@ -221,12 +234,27 @@ fn read_request_buckets(item: &Item, report: &mut Report) -> Option<Vec<Duration
 }
 
 const ACCESS_LOG_FIX: &str = "write `file = \"stdout\"`, or the path of a file";
+const SHORT_ACCESS_LOG_FIX: &str = "write `access_log = \"stdout\"`, or the path of a file";
+
+/// Reads `[access_log]`, or a string, which is its `file`.
+fn read_access_log(item: Item, report: &mut Report) -> Option<AccessLog> {
+    match item.value {
+        DeValue::Table(_) => {
+            let AccessLogSettings { file, format } = AccessLogSettings::read_section(Some(item), report);
+            file.map(|target| AccessLog { target, format })
+        }
+        DeValue::String(text) if text.is_empty() => {
+            report.reject(item.span, "`access_log` is empty", SHORT_ACCESS_LOG_FIX)
+        }
+        DeValue::String(text) => Some(AccessLog { target: LogTarget::of(text), format: LogFormat::Json }),
+        _ => item.wrong_type("a string or a table", SHORT_ACCESS_LOG_FIX, report),
+    }
+}
 
 fn read_log_target(word: &SpannedStr, report: &mut Report) -> Option<LogTarget> {
     match word.text {
         "" => report.reject(word.span.clone(), "`file` is empty", ACCESS_LOG_FIX),
-        "stdout" => Some(LogTarget::Stdout),
-        path => Some(LogTarget::File(PathBuf::from(path))),
+        text => Some(LogTarget::of(text)),
     }
 }
 

@@ -35,6 +35,7 @@ fn top_level() -> Vec<Setting> {
     let upstream = [ServerSettings::settings(), UpstreamPolicy::settings()].concat();
     let route = [RouteConditions::settings(), RouteSettings::settings(), ActionSettings::settings()].concat();
     let rule = [KeySettings::settings(), RuleSettings::settings(), ExceptionSettings::settings()].concat();
+    let access_log = Shape::AnyOf(vec![Shape::Text("`file`"), Shape::Table(AccessLogSettings::settings())]);
     let mut settings = [General::settings(), PathReading::settings()].concat();
     settings.extend([
         section("listen", "Addresses, limits on connections, and proxies in front of the gateway.", Listen::settings()),
@@ -44,7 +45,7 @@ fn top_level() -> Vec<Setting> {
         section("drain", "How the gateway stops.", DrainSettings::settings()),
         section("limits", "Limits on messages.", Limits::settings()),
         section("http2", "HTTP/2 from clients.", Http2::settings()),
-        section("access_log", "The access log.", AccessLogSettings::settings()),
+        Setting::section("access_log", "The access log, or its `file` alone.", access_log),
         section("metrics", "Metrics on the admin address.", MetricsSettings::settings()),
         section("tracing", "Export of spans.", TracingSettings::settings()),
         section("clients", "Clients, and the parts of a request that identify them.", ClientsSettings::settings()),

@@ -247,14 +247,16 @@ fn a_reload_turns_the_log_on_and_off() {
 #[test]
 fn the_log_may_be_standard_output_or_off() {
     let toml = one_rule("key = \"ip\"\nwindows = [\"1000/366d\"]");
-    let mut process = Process::spawn(&format!("{toml}[access_log]\nfile = \"stdout\"\n"));
-    process.get("/a").expect(200);
-    process.signal("TERM");
-    process.wait();
-    // Nothing else is written there.
-    eventually("the line is on standard output", || process.stdout_lines().len() == 1);
-    let line: Value = serde_json::from_str(&process.stdout_lines()[0]).unwrap();
-    assert_eq!(line["path"], "/a");
+    for toml in [format!("{toml}[access_log]\nfile = \"stdout\"\n"), format!("access_log = \"stdout\"\n{toml}")] {
+        let mut process = Process::spawn(&toml);
+        process.get("/a").expect(200);
+        process.signal("TERM");
+        process.wait();
+        // Nothing else is written there.
+        eventually("the line is on standard output", || process.stdout_lines().len() == 1);
+        let line: Value = serde_json::from_str(&process.stdout_lines()[0]).unwrap();
+        assert_eq!(line["path"], "/a");
+    }
 
     let mut process = Process::spawn(&toml);
     process.get("/a").expect(200);

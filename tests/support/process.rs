@@ -87,7 +87,7 @@ impl Process {
         };
         let mut address = |prefix: &str| {
             // Standard output is the access log.
-            if toml.contains("file = \"stdout\"") {
+            if toml.contains("= \"stdout\"") {
                 return address_on_stderr(prefix);
             }
             let line = lines.next().and_then(Result::ok);
