@@ -94,6 +94,8 @@ pub enum RuleDecision {
     Delayed,
     Refused,
     Shadowed,
+    /// The rule exempts the request.
+    Exempt,
 }
 
 impl RuleDecision {
@@ -104,6 +106,7 @@ impl RuleDecision {
             RuleDecision::Delayed => "delayed",
             RuleDecision::Refused => "refused",
             RuleDecision::Shadowed => "shadowed",
+            RuleDecision::Exempt => "exempt",
         }
     }
 }

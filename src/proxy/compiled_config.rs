@@ -251,7 +251,7 @@ impl CompiledConfig {
         attributes: &RequestAttributes<'_>,
         clients: &ClientLookup<'_>,
         keyed_requests: &mut Vec<Option<KeyedRequest>>,
-        not_counted: impl Fn(usize, NotCounted),
+        mut not_counted: impl FnMut(usize, NotCounted),
     ) -> Option<RequestError> {
         let mut first_error = None;
         keyed_requests.clear();

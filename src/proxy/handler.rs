@@ -276,7 +276,7 @@ fn decide(
         record.set_client(client);
     }
     let not_counted = |position, why| match why {
-        NotCounted::Exempt => config.route_metrics[route_index].exempt(position),
+        NotCounted::Exempt => record.record_exemption(position),
         NotCounted::Shadowed => config.route_metrics[route_index].shadowed(position),
     };
     let error = match compiled.find_keys(rules, &attributes, &clients, &mut context.inputs.keyed_requests, not_counted)

@@ -63,6 +63,8 @@ struct PendingEntry {
     scheme: &'static str,
     /// The key of each rule, where one may be logged.
     keys: Vec<String>,
+    /// Positions of the rules that exempt the request.
+    exempt: Vec<usize>,
     /// Since when the rules make the request wait.
     delayed_since: Option<Instant>,
     forwarded: Option<Forwarded>,
@@ -98,6 +100,7 @@ impl RequestRecord {
                 span,
                 scheme: if client.is_secure { "https" } else { "http" },
                 keys: Vec::new(),
+                exempt: Vec::new(),
                 delayed_since: None,
                 forwarded: None,
                 upload: None,
@@ -150,6 +153,14 @@ impl RequestRecord {
             let rules = &compiled.route_rules[rules_index];
             let label = |position| compiled.key_label(rules, position, attributes, &compiled.readable_digester);
             log.keys = (0..rules.rule_keys.len()).map(label).collect();
+        }
+    }
+
+    /// Counts a request that the rule at this position exempts.
+    pub fn record_exemption(&mut self, position: usize) {
+        self.route_metrics().exempt(position);
+        if let Some(log) = &mut self.log {
+            log.exempt.push(position);
         }
     }
 
@@ -280,9 +291,16 @@ impl RequestRecord {
             () if waits(position) => RuleDecision::Delayed,
             () => RuleDecision::Admitted,
         };
-        let counted = (0..charge_plan.rules.len()).filter(|position| keyed_requests[*position].is_some());
-        log.entry.rules =
-            counted.map(|position| (rule_at(position).rule.name.clone(), decision_of(position))).collect();
+        let decided = (0..charge_plan.rules.len()).filter_map(|position| {
+            let decision = match keyed_requests[position] {
+                Some(_) => decision_of(position),
+                None if log.exempt.contains(&position) => RuleDecision::Exempt,
+                // The request lacks the key, and the rule skips it.
+                None => return None,
+            };
+            Some((rule_at(position).rule.name.clone(), decision))
+        });
+        log.entry.rules = decided.collect();
         let limits = |limits: Vec<(usize, FullLimit)>| limits.into_iter().map(|(_, limit)| limit).collect();
         log.entry.shadowed_by = limits(shadowed);
         log.entry.refused_by = if is_refused { limits(full) } else { Vec::new() };

@@ -190,8 +190,8 @@ fn client_attributes(attempt: UpstreamAttempt, method: &str, upstream: &str, res
 
 /// The decision of all rules together; `None` if no rule has decided.
 fn request_decision(entry: &LogEntry) -> Option<RuleDecision> {
-    use RuleDecision::{Admitted, Delayed, Refused, Shadowed};
-    [Refused, Shadowed, Delayed, Admitted]
+    use RuleDecision::{Admitted, Delayed, Exempt, Refused, Shadowed};
+    [Refused, Shadowed, Delayed, Admitted, Exempt]
         .into_iter()
         .find(|decision| entry.rules.iter().any(|(_, of_rule)| of_rule == decision))
 }
@@ -269,9 +269,11 @@ mod tests {
 
     #[test]
     fn the_decision_of_a_request_is_the_strictest_of_its_rules() {
-        use RuleDecision::{Admitted, Delayed, Refused, Shadowed};
+        use RuleDecision::{Admitted, Delayed, Exempt, Refused, Shadowed};
         for (rules, expected) in [
             (&[Admitted][..], "admitted"),
+            (&[Exempt], "exempt"),
+            (&[Exempt, Admitted], "admitted"),
             (&[Admitted, Delayed], "delayed"),
             (&[Shadowed, Delayed], "shadowed"),
             (&[Shadowed, Refused, Admitted], "refused"),

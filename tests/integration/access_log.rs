@@ -76,6 +76,36 @@ fn every_request_is_one_line() {
     }
 }
 
+#[test]
+fn exempt_rules_are_logged_and_skipping_ones_are_not() {
+    let scratch = TempDir::new();
+    let file = scratch.path().join("access.log");
+    let gateway = Gateway::start(&format!(
+        "[upstreams.u]\nbuiltin = \"echo\"\n\
+         [rules.per-user]\nkey = \"header:x-user\"\non_missing_key = \"skip\"\nwindows = [\"1/366d\"]\n\
+         exemptions = [\"key:monitor\"]\n\
+         [rules.all]\nkey = \"global\"\nwindows = [\"4/366d\"]\nexemptions = [\"127.0.0.2/32\"]\n\
+         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"per-user\", \"all\"]\n\
+         [access_log]\nfile = {file:?}\n"
+    ));
+    for (user, status) in
+        [(Some("monitor"), 200), (Some("monitor"), 200), (None, 200), (Some("bob"), 200), (Some("monitor"), 429)]
+    {
+        let user = user.map(|user| ("X-User", user));
+        gateway.get_with("/a", user.as_slice()).expect(status);
+    }
+    let exempt = |decision: &str| json!({ "per-user": "exempt", "all": decision });
+    let rules = [
+        exempt("admitted"),
+        exempt("admitted"),
+        json!({ "all": "admitted" }),
+        json!({ "per-user": "admitted", "all": "admitted" }),
+        exempt("refused"),
+    ];
+    let lines = wait_for_lines(&file, 5);
+    assert_eq!(lines.iter().map(|line| line["rules"].clone()).collect::<Vec<_>>(), rules);
+}
+
 /// Sends each of these requests and checks that its response has this status, is counted with this error, and has one line in
 /// the log.
 fn assert_counted_and_logged(settings: &str, cases: &[(Vec<u8>, u16, &str)]) {
