@@ -17,7 +17,7 @@ use crate::redis_store::shared_decision::Unavailable;
 use transom_limiter::concurrency::ConcurrencyUsage;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
-use transom_limiter::rule::{OnLimit, OnOutage, Sharing};
+use transom_limiter::rule::{KeyValue, OnLimit, OnOutage, Sharing};
 use transom_limiter::rule_set::{ChargePlan, CompiledRule, KeyedRequest};
 use transom_limiter::table::Table;
 use transom_limiter::window_kind::WindowKind;
@@ -51,7 +51,8 @@ pub enum RuleResult {
 pub enum Variant {
     Default,
     Plan(String),
-    Override,
+    /// The override at a position in `overrides`, from 1, and its key as configured, with digests shortened.
+    Override(usize, Vec<String>),
 }
 
 /// What happens at the time that a window states as its end.
@@ -280,16 +281,19 @@ impl RuleState {
                 "name": name, "count": usage.in_use, "limit": usage.limit, "remaining": usage.remaining(),
             })
         });
-        let (windows_of, plan) = match self.counted.as_ref().map(|(variant, _)| variant) {
-            None => (Value::Null, Value::Null),
-            Some(Variant::Default) => (json!("rule"), Value::Null),
-            Some(Variant::Plan(plan)) => (json!("plan"), json!(plan)),
-            Some(Variant::Override) => (json!("override"), Value::Null),
+        let (windows_of, plan, override_of) = match self.counted.as_ref().map(|(variant, _)| variant) {
+            None => (Value::Null, Value::Null, Value::Null),
+            Some(Variant::Default) => (json!("rule"), Value::Null, Value::Null),
+            Some(Variant::Plan(plan)) => (json!("plan"), json!(plan), Value::Null),
+            Some(Variant::Override(number, key)) => {
+                (json!("override"), Value::Null, json!({ "number": number, "key": key }))
+            }
         };
         json!({
             "rule": self.name, "result": self.result_name(), "reason": self.reason,
             "key": self.key.parts_json(), "fallback": self.key.is_fallback,
-            "windows_of": windows_of, "plan": plan, "cost": self.counted.as_ref().map(|(_, cost)| cost),
+            "windows_of": windows_of, "plan": plan, "override": override_of,
+            "cost": self.counted.as_ref().map(|(_, cost)| cost),
             "shadow": self.is_shadow, "shared": self.is_shared,
             "windows": self.windows.iter().map(window).collect::<Vec<_>>(), "concurrent": concurrent,
         })
@@ -298,9 +302,14 @@ impl RuleState {
 
 impl Variant {
     fn of(rule: &CompiledRule, variant: usize) -> Variant {
-        match variant.checked_sub(1) {
-            None => Variant::Default,
-            Some(_) => rule.rule.plan_of(variant).map_or(Variant::Override, |plan| Variant::Plan(plan.name.clone())),
+        let value = |value: &KeyValue| match value {
+            KeyValue::Clear(text) => text.clone(),
+            KeyValue::Digest(digest) => digest.brief(),
+        };
+        match (rule.rule.plan_of(variant), rule.rule.override_of(variant)) {
+            (Some(plan), _) => Variant::Plan(plan.name.clone()),
+            (None, Some((position, other))) => Variant::Override(position + 1, other.key.iter().map(value).collect()),
+            (None, None) => Variant::Default,
         }
     }
 }

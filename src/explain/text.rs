@@ -96,7 +96,9 @@ impl Explanation {
                     }
                 }
                 Variant::Plan(plan) => write!(f, "; windows of plan `{plan}`")?,
-                Variant::Override => write!(f, "; windows of an override")?,
+                Variant::Override(number, key) => {
+                    write!(f, "; windows of override {number}, for `{}`", key.join("`, `"))?;
+                }
             }
             write!(f, "; cost {cost}")?;
         }

@@ -332,14 +332,14 @@ fn details_are_as_checked_by_hand(explained: &[Value]) {
             {
                 "rule": "per-client", "result": "admits", "reason": "there is room",
                 "key": [{"part": "ip", "value": "203.0.113.1"}], "fallback": false, "windows_of": "rule",
-                "plan": null, "cost": 1, "shadow": false, "shared": false,
+                "plan": null, "override": null, "cost": 1, "shadow": false, "shared": false,
                 "windows": [window("per-client-hour", 0, 8, 2690), window("per-client-minute", 0, 5, 50)],
                 "concurrent": null,
             },
             {
                 "rule": "per-key", "result": "admits", "reason": "there is room",
                 "key": [{"part": "ip", "value": "203.0.113.1"}], "fallback": true, "windows_of": "rule",
-                "plan": null, "cost": 1, "shadow": false, "shared": false,
+                "plan": null, "override": null, "cost": 1, "shadow": false, "shared": false,
                 "windows": [window("per-key", 0, 2, 50)], "concurrent": null,
             },
         ])
@@ -370,6 +370,7 @@ fn details_are_as_checked_by_hand(explained: &[Value]) {
     // An override, by a key of two parts.
     let overridden = &explained[10]["rules"][0];
     assert_eq!((&overridden["windows_of"], &overridden["windows"][0]["limit"]), (&json!("override"), &json!(50)));
+    assert_eq!(overridden["override"], json!({"number": 1, "key": ["root", "GET"]}));
     let root = json!([{"part": "header:x-user", "value": "root"}, {"part": "method", "value": "GET"}]);
     assert_eq!(overridden["key"], root);
     assert_eq!((&explained[15]["retry_after"], &explained[17]["retry_after"]), (&json!(590), &json!(50)));

@@ -215,6 +215,12 @@ impl Rule {
         self.plans.get(variant.checked_sub(1)?)
     }
 
+    /// The override of a variant, and its position in `overrides`; `None` for the default and for a plan.
+    pub fn override_of(&self, variant: usize) -> Option<(usize, &Override)> {
+        let position = variant.checked_sub(1 + self.plans.len())?;
+        Some((position, self.overrides.get(position)?))
+    }
+
     /// The default layers, then those of each plan, then those of each override.
     pub fn variants(&self) -> impl Iterator<Item = &[Limit]> {
         let plans = self.plans.iter().map(|plan| plan.layers.as_slice());
