@@ -135,9 +135,13 @@ sliding:
 	PROPTEST_CASES=$(SCHEDULES) TRANSOM_SCHEDULES=$(SCHEDULES) \
 		cargo test --locked -p transom-limiter --test rules --test stress -- sliding:: --nocapture
 
-# Requests of ten kinds of rule, over about a day and more, whose time is that of the test.
+# Requests of all kinds of windows, over most of a year, whose time is that of the test.
 replay:
 	TRANSOM_REPLAYED_REQUESTS=$(REPLAYED_REQUESTS) cargo test --locked --test integration -- simulated_decisions_are --nocapture
+
+# The pictures of docs/guides/dashboard.md: an hour of a gateway, in about seven minutes. Look at them before you commit them.
+screenshots: parts
+	TRANSOM_SCREENSHOTS=$(CURDIR)/docs/images cargo test --locked --test integration -- screenshots_can_be_made --nocapture
 
 # Kills and restarts two upstream servers under 2,000 requests a second, with the default settings. Needs a release build
 # for the load.
