@@ -8,13 +8,19 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
+use transom_limiter::secret_digest::Digest;
 
 use crate::support::client::Client;
 use crate::support::external_scripts::run_checks;
 use crate::support::external_servers::program;
 use crate::support::gateway::Gateway;
-use crate::support::process::{BINARY, run};
-use crate::support::{TempDir, one_rule};
+use crate::support::jwt_issuer::Issuer;
+use crate::support::process::{BINARY, Process, run};
+use crate::support::redis::{RedisServer, free_port};
+use crate::support::test_ca::TestCa;
+use crate::support::tls::listen;
+use crate::support::upstream::{Upstream, reply};
+use crate::support::{TempDir, eventually_eq, one_rule};
 
 fn read(file: &str) -> String {
     fs::read_to_string(format!("{}/{file}", env!("CARGO_MANIFEST_DIR"))).unwrap()
@@ -153,6 +159,69 @@ fn prometheus_accepts_the_metrics() {
     // Of a name that needs escapes.
     drop(gateway.get("/b"));
     run_checks("parse_metrics.py", &[format!("http://{}/metrics", gateway.admin)]);
+}
+
+/// A gateway that uses nearly every part has all documented metrics, and promtool accepts them.
+#[test]
+fn prometheus_accepts_the_metrics_of_every_part() {
+    let (redis, issuer, authority, scratch) = (RedisServer::start(), Issuer::new(), TestCa::new(), TempDir::new());
+    let list = scratch.write("list.pem", authority.revoke(&[], 4000));
+    let client_authority = scratch.write("authority.pem", &authority.pem);
+    let tls = listen(
+        &scratch,
+        &authority.issue(&["a.test"]),
+        &format!("client_ca = {client_authority:?}\nclient_crl = {list:?}\nclient_auth = \"optional\""),
+    );
+    let key_set = issuer.jwks().to_string();
+    let keys = Upstream::responding(move |_| reply(200, &[], key_set.as_bytes()));
+    let (upstream, receiver) = (Upstream::always(200), free_port());
+    let (log, snapshot) = (scratch.path().join("access.log"), scratch.path().join("snapshot"));
+    let tls = tls.replace("[listen]\n", "[listen]\nratelimit_service = \"127.0.0.1:0\"\n");
+    let process = Process::spawn_with(
+        &format!(
+            "{tls}[metrics]\nclients = true\n[access_log]\nfile = {log:?}\n\
+             [counters.shared]\nredis = \"redis://127.0.0.1:{}\"\ntimeout = \"10s\"\n\
+             [tracing]\nendpoint = \"http://127.0.0.1:{receiver}\"\nsample = 1\n\
+             [clients]\nfile = \"clients.toml\"\napi_key = \"header:x-api-key\"\n{}\
+             jwks_url = \"http://{}/keys\"\n\
+             [upstreams.u]\nservers = [\"http://{}\"]\nmax_connections = 8\nmax_pending = 8\n\
+             health = {{ path = \"/health\" }}\n\
+             [rules.shared]\nkey = \"header:x-api-key\"\non_missing_key = \"ip\"\nwindows = [\"9/hour\", \"5/minute\"]\n\
+             [rules.shared.plans.gold]\nwindows = [\"90/hour\"]\n\
+             [rules.local]\nkey = \"jwt:sub\"\non_missing_key = \"ip\"\nwindows = [\"3/hour\"]\nshared = \"off\"\n\
+             descriptor = {{ domain = \"api\", entries = [\"user\"] }}\n\
+             on_limit = \"delay\"\nmax_delay = \"1s\"\n\
+             [rules.flight]\nkey = \"ip\"\nconcurrent = 9\nshared = \"off\"\n\
+             [rules.failures]\nkey = \"ip\"\nwindows = [\"9/hour\"]\nshared = \"off\"\npenalty = \"1h\"\n\
+             count_when = {{ status = [401] }}\n\
+             [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"shared\", \"local\", \"flight\", \"failures\"]\n",
+            redis.port,
+            issuer.keys(&scratch),
+            keys.address,
+            upstream.address
+        ),
+        &format!("[clients.acme]\nplan = \"gold\"\napi_keys = [\"{}\"]\n", Digest::of(b"a key")),
+    );
+    let mut client = process.client();
+    let statuses: Vec<u16> = (0..7).map(|_| client.get("/a").status).collect();
+    assert!(statuses.contains(&200) && statuses.contains(&429), "{statuses:?}");
+    client.get_with("/b", &[("X-Api-Key", "a key")]);
+    // Shared counters have no snapshot.
+    let saving = Process::spawn(&format!(
+        "{}[counters]\nsnapshot = {snapshot:?}\nsnapshot_every = \"1s\"\n",
+        one_rule("key = \"ip\"\nwindows = [\"9/hour\"]")
+    ));
+    let page_of = |process: &Process| String::from_utf8(process.admin_get("/metrics").expect(200).body).unwrap();
+    let page = || page_of(&process) + &page_of(&saving);
+    let missing = || {
+        let present = metrics_in(&page());
+        metrics_in(&read("docs/reference/metrics.md")).difference(&present).cloned().collect::<Vec<_>>()
+    };
+    eventually_eq(missing, Vec::new());
+    for process in [&process, &saving] {
+        let output = promtool(&["check", "metrics"], &page_of(process));
+        assert!(output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
 }
 
 #[test]
