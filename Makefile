@@ -21,7 +21,7 @@ DENY = cargo deny --version >/dev/null 2>&1
 # What `make package` packages. Another binary can be named, and is not built: make package BINARY=target/release/transom
 BINARY = target/dist/transom
 
-.PHONY: help test check docs release package package-test dist site cargo-deb mdbook bench model kills kills-shared concurrency sliding replay failover fuzz parts deny advisories
+.PHONY: help test check docs release package package-test dist site cargo-deb mdbook bench model kills kills-shared concurrency sliding replay screenshots failover fuzz parts deny advisories
 # Targets build, install and measure, and must not run at the same time.
 .NOTPARALLEL:
 
@@ -41,6 +41,7 @@ help:
 	@echo "make concurrency ends concurrent requests in random ways, in ROUNDS rounds (1000): all slots come back"
 	@echo "make sliding     compares sliding windows with a log of all requests, in SCHEDULES random schedules (10000), also of 4 threads"
 	@echo "make replay      simulates the access log of REPLAYED_REQUESTS requests (100000): decisions are those of the gateway"
+	@echo "make screenshots the pictures of the dashboard in docs/images; takes minutes"
 	@echo "make failover    kills one of two upstream servers repeatedly for FAILOVER_S seconds (600) under load: no request is lost"
 	@echo "make fuzz        fuzzes the parsers, FUZZ_SECONDS each (60)"
 	@echo "make advisories  checks dependencies for known vulnerabilities; downloads their list"

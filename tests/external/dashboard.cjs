@@ -11,7 +11,7 @@ const LIMIT_MS = 90_000;
 const VIEWS = {
   light: { viewport: { width: 1280, height: 900 }, colorScheme: "light" },
   dark: { viewport: { width: 1280, height: 900 }, colorScheme: "dark" },
-  phone: { viewport: { width: 390, height: 844 }, colorScheme: "light", isMobile: true, hasTouch: true },
+  phone: { viewport: { width: 390, height: 844 }, colorScheme: "light", deviceScaleFactor: 1.5, isMobile: true, hasTouch: true },
 };
 
 let page, problems = [];
@@ -41,8 +41,10 @@ const commands = {
   select: (_, { of, value }) => page.selectOption(of, value),
   run: (_, { script }) => page.evaluate(script),
   problems: () => problems,
-  async screenshot(_, { file, full }) {
-    await page.screenshot({ path: file, fullPage: Boolean(full) });
+  // Of the whole page, or of its first `height` pixels.
+  async screenshot(_, { file, height }) {
+    if (height) await page.setViewportSize({ width: page.viewportSize().width, height });
+    await page.screenshot({ path: file, fullPage: !height });
   },
   // Serious findings of axe-core, and by how many pixels the page is too wide.
   async check() {

@@ -2,21 +2,30 @@
 //!
 //! tests/external/dashboard.cjs drives Chromium.
 
+use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::{Value, json};
 use sha2::Digest;
+use transom_limiter::secret_digest::Digest as SecretDigest;
 
 use crate::support::client::{Client, HOST, request};
 use crate::support::external_servers::{node, program};
 use crate::support::gateway::Gateway;
+use crate::support::gateway_group::shared_config;
 use crate::support::process::{BINARY, Process};
+use crate::support::redis::RedisServer;
 use crate::support::upstream::Upstream;
-use crate::support::{TempDir, eventually, one_rule};
+use crate::support::{TempDir, eventually, one_rule, seeded_rng};
 
 const STREAMS_MAX: usize = 16;
 
@@ -275,6 +284,12 @@ impl Browser {
         self.run(json!({ "do": "click", "of": of }));
     }
 
+    #[track_caller]
+    fn assert_accessible(&mut self, name: &str, view: &str) {
+        let checked = self.run(json!({ "do": "check" }));
+        assert_eq!(checked, json!({ "findings": [], "overflow": 0 }), "{name} {view}");
+    }
+
     /// What the browser complained about, without these.
     #[track_caller]
     fn problems_but(&mut self, expected: &[&str]) -> Vec<String> {
@@ -386,10 +401,210 @@ fn the_page_is_accessible_in_light_and_dark_and_on_a_phone() {
                 );
                 assert_eq!(browser.problems_but(&[]), Vec::<String>::new(), "{name} {view}");
                 if bypass {
-                    let checked = browser.run(json!({ "do": "check" }));
-                    assert_eq!(checked, json!({ "findings": [], "overflow": 0 }), "{name} {view}");
+                    browser.assert_accessible(name, view);
                 }
             }
         }
+    }
+}
+
+#[test]
+fn the_page_is_accessible_in_an_outage_and_with_a_looked_up_key() {
+    let outage = Outage::new();
+    let gateway = Gateway::start(RULES);
+    for status in [200, 200, 200, 429] {
+        gateway.get_with("/a", &[("X-User", "ann")]).expect(status);
+    }
+    let mut browser = Browser::start();
+    for view in ["light", "dark", "phone"] {
+        browser.open(outage.process.admin, view, true);
+        browser.wait("#status", "unreachable");
+        browser.assert_accessible("outage", view);
+        browser.open(gateway.admin, view, true);
+        browser.click("#keys tbody button");
+        browser.wait("#lookup-result", "3 of 3");
+        browser.assert_accessible("lookup", view);
+        browser.click("#reset-button");
+        browser.wait("#reset-button", "confirm");
+        browser.assert_accessible("reset", view);
+        browser.run(json!({ "do": "fill", "of": "#lookup-parts input", "value": "a\u{e9}" }));
+        browser.click("#lookup-button");
+        browser.wait("#lookup-error", "printable ASCII");
+        browser.assert_accessible("lookup that fails", view);
+    }
+}
+
+/// A gateway whose shared store cannot be reached.
+struct Outage {
+    process: Process,
+    _redis: RedisServer,
+}
+
+impl Outage {
+    fn new() -> Outage {
+        let mut redis = RedisServer::start();
+        let rule = "[rules.per-address]\nkey = \"ip\"\nwindows = [\"900/hour\", \"90/minute\"]\n";
+        let process = Process::spawn(&shared_config(&format!("\"{}\"", redis.url()), "", rule));
+        (0..60).for_each(|_| drop(process.get("/a").expect(200)));
+        redis.kill();
+        eventually("the gateway notices the outage", || {
+            process.get("/a");
+            process.metrics().sum("transom_shared_servers_unreachable", &[]) > 0
+        });
+        Outage { process, _redis: redis }
+    }
+}
+
+/// The gateway of the screenshots: a shop with an API.
+const SHOP: &str = r#"
+[listen]
+http = "127.0.0.1:0"
+admin = "127.0.0.1:0"
+trusted_proxies = ["127.0.0.1"]
+[admin]
+hosts = ["gateway.test"]
+[counters]
+capacity = 20_000
+[clients]
+file = "clients.toml"
+api_key = "header:x-api-key"
+[rules.per-key]
+key = "header:x-api-key"
+on_missing_key = "ip"
+windows = ["9000/hour", "300/minute"]
+[rules.per-key.plans.free]
+windows = ["1200/hour", "150/minute"]
+[rules.per-key.plans.gold]
+windows = ["40000/hour", "4000/minute"]
+[rules.per-address]
+key = "ip"
+windows = ["9000/hour", { limit = 400, period = "minute", sliding = true }]
+[rules.login]
+key = ["ip", "header:x-user"]
+on_missing_key = "skip"
+windows = ["5/15m"]
+penalty = "10m"
+[rules.reports-trial]
+key = "header:x-api-key"
+on_missing_key = "ip"
+windows = ["60/minute"]
+on_limit = "shadow"
+[[routes]]
+path = "/v1/catalog/{*rest}"
+upstream = "catalog"
+rules = ["per-key", "per-address"]
+[[routes]]
+path = "/v1/search"
+upstream = "search"
+rules = ["per-key", "per-address"]
+[[routes]]
+path = "/v1/reports/{id}"
+upstream = "catalog"
+rules = ["per-key", "reports-trial"]
+[[routes]]
+path = "/login"
+upstream = "catalog"
+rules = ["login"]
+[[routes]]
+path = "/status"
+respond = { status = 204 }
+"#;
+
+/// An upstream that takes some milliseconds for a response, and breaks connections off while it is broken.
+fn slow_upstream(is_broken: &Arc<AtomicBool>) -> Upstream {
+    let is_broken = Arc::clone(is_broken);
+    Upstream::with_script(move |connection| {
+        while connection.read_request().is_some() && !is_broken.load(Ordering::SeqCst) {
+            thread::sleep(Duration::from_micros((2000.0 / fastrand::f64().max(0.05)) as u64));
+            connection.reply(200, &[], b"fine\n");
+        }
+    })
+}
+
+/// Sends the requests of ten seconds; `part` is the part of the hour that has passed.
+fn send_requests(client: &mut Client, part: f64, rng: &mut fastrand::Rng) {
+    let rush = (0.55..0.72).contains(&part);
+    let requests = (60.0 + 50.0 * (part * 5.0).sin() + rng.f64() * 20.0) as usize;
+    for number in 0..requests + if rush { 90 } else { 0 } {
+        let (address, key) = match number {
+            _ if number >= requests => ("198.51.100.23".to_owned(), "key of globex"),
+            _ if rng.u8(..8) == 0 => ("203.0.113.80".to_owned(), "key of hooli"),
+            _ => (format!("192.0.2.{}", rng.u8(1..90)), ["key of acme", "key of initech"][rng.usize(..2)]),
+        };
+        let path = match rng.u8(..20) {
+            0..10 => "/v1/catalog/shoes",
+            10..15 => "/v1/search",
+            15..18 => "/v1/reports/7",
+            18 => "/status",
+            _ => "/nothing-here",
+        };
+        client.get_with(path, &[("X-Forwarded-For", &address), ("X-Api-Key", key)]);
+    }
+    if (0.3..0.8).contains(&part) {
+        for _ in 0..4 {
+            client.get_with("/login", &[("X-Forwarded-For", "192.0.2.66"), ("X-User", "admin")]);
+        }
+    }
+}
+
+/// Makes the screenshots of docs/guides/dashboard.md. With `TRANSOM_SCREENSHOTS`, the folder to write them to, they show an hour,
+/// which takes minutes; otherwise they show half a minute, and are removed.
+#[test]
+fn screenshots_can_be_made() {
+    let scratch = TempDir::new();
+    let folder = std::env::var_os("TRANSOM_SCREENSHOTS").map(PathBuf::from);
+    let samples = if folder.is_some() { 358 } else { 3 };
+    let folder = folder.unwrap_or_else(|| scratch.path().to_owned());
+    let (mut rng, is_broken) = (seeded_rng(), Arc::new(AtomicBool::new(false)));
+    let (catalog, search) = (slow_upstream(&Arc::default()), slow_upstream(&is_broken));
+    let clients: String = [("acme", "gold"), ("initech", "gold"), ("globex", "free"), ("hooli", "free")]
+        .iter()
+        .map(|(name, plan)| {
+            let digest = SecretDigest::of(format!("key of {name}").as_bytes());
+            format!("[clients.{name}]\nplan = \"{plan}\"\napi_keys = [\"{digest}\"]\n")
+        })
+        .collect();
+    let shop = format!("{SHOP}{}{}", catalog.toml("catalog"), search.toml("search"));
+    let gateway = Gateway::start_with(&shop, &clients);
+    let mut events = Events::open(gateway.admin);
+    let mut client = gateway.client();
+    for number in 0..samples {
+        let part = f64::from(number) / f64::from(samples);
+        is_broken.store((0.8..0.88).contains(&part), Ordering::SeqCst);
+        send_requests(&mut client, part, &mut rng);
+        gateway.advance_s(10);
+        events.find("history", |history| !history.as_array().unwrap().is_empty());
+    }
+    let mut browser = Browser::start();
+    let mut made = Vec::new();
+    let mut shoot = |browser: &mut Browser, name: &str, height: Option<u32>| {
+        let file = folder.join(format!("dashboard-{name}.png"));
+        browser.run(json!({ "do": "screenshot", "file": file, "height": height }));
+        made.push(file);
+    };
+    for (view, height) in [("light", None), ("dark", None), ("phone", Some(1400))] {
+        browser.open(gateway.admin, view, false);
+        // The numbers of now are of the last five seconds of the gateway's clock.
+        for _ in 0..6 {
+            (0..7).for_each(|_| drop(client.get_with("/v1/search", &[("X-Api-Key", "key of acme")]).expect(200)));
+            gateway.advance_s(1);
+            events.find("message", |_| true);
+        }
+        browser.wait("#keys tbody", "admin");
+        browser.click("#keys tbody button");
+        browser.wait("#lookup-result", "login");
+        browser.run(json!({ "do": "run", "script": "scrollTo(0, 0)" }));
+        shoot(&mut browser, view, height);
+    }
+    let empty = Gateway::start("[[routes]]\npath = \"/\"\nrespond = { status = 204 }\n");
+    browser.open(empty.admin, "light", false);
+    browser.wait("#rules", "No rule");
+    shoot(&mut browser, "empty", Some(780));
+    let outage = Outage::new();
+    browser.open(outage.process.admin, "light", false);
+    browser.wait("#status", "unreachable");
+    shoot(&mut browser, "outage", Some(780));
+    for file in made {
+        assert!(fs::read(&file).unwrap().starts_with(b"\x89PNG"), "{}", file.display());
     }
 }
