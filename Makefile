@@ -115,6 +115,8 @@ bench: release $(PARTS)/envoy/installed
 	python3 benches/idle_connections.py
 	python3 benches/slow_clients.py
 	python3 benches/lease_calls.py
+	python3 benches/top_keys.py
+	python3 benches/dashboard.py
 
 model:
 	TRANSOM_MODEL_EXTRA=1 $(MODELS)

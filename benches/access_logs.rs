@@ -1,5 +1,7 @@
 //! How fast `transom simulate` plays access logs, and how much memory it takes: a log of a day for each format, on one core.
 //!
+//! `cargo bench --bench access_logs -- --write FOLDER` writes the logs and their configuration, for the command itself.
+//!
 //! Target: a million lines a second, and 200 MB for five million lines.
 
 #![allow(clippy::disallowed_methods, reason = "measures real time")]
@@ -8,8 +10,8 @@
 mod access_logs;
 
 use std::fs::{self, File};
-use std::io::BufWriter;
-use std::path::Path;
+use std::io::{BufWriter, Write as _};
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use access_logs::{LogForm, LogShape, write_log};
@@ -20,6 +22,7 @@ use transom::simulation::log_line::LogFormat;
 use transom::simulation::replay::Replay;
 
 const LINES: u64 = 5_000_000;
+const FORMS: [LogForm; 2] = [LogForm::Combined, LogForm::Transom];
 const CONFIGURATION: &str = r#"
 [listen]
 http = "127.0.0.1:8080"
@@ -39,13 +42,15 @@ rules    = ["per-client"]
 "#;
 
 fn main() {
+    let mut arguments = std::env::args().skip_while(|argument| argument != "--write").skip(1);
+    if let Some(folder) = arguments.next() {
+        return write_logs(Path::new(&folder));
+    }
     // The allocator of this program differs from that of the gateway; the memory of both is bounded by the same structures.
     let folder = std::env::temp_dir().join(format!("transom-access-logs-{}", std::process::id()));
     fs::create_dir_all(&folder).unwrap();
-    for form in [LogForm::Combined, LogForm::Transom] {
-        let file = folder.join(format!("{form:?}.log"));
-        let shape = LogShape { form, lines: LINES, clients: 200_000, seed: 1 };
-        write_log(&mut BufWriter::new(File::create(&file).unwrap()), shape).unwrap();
+    for form in FORMS {
+        let file = write_log_of(form, &folder);
         let seconds = play(&file);
         println!(
             "{form:?}: {LINES} lines in {seconds:.2} s, {:.2} million a second (target: 1), peak memory so far {}",
@@ -54,6 +59,24 @@ fn main() {
         );
     }
     let _ = fs::remove_dir_all(&folder);
+}
+
+/// Writes a log of each format, and a configuration to play them against.
+fn write_logs(folder: &Path) {
+    fs::create_dir_all(folder).unwrap();
+    for form in FORMS {
+        println!("{}", write_log_of(form, folder).display());
+    }
+    fs::write(folder.join("gateway.toml"), CONFIGURATION.trim_start()).unwrap();
+}
+
+fn write_log_of(form: LogForm, folder: &Path) -> PathBuf {
+    let file = folder.join(format!("{form:?}.log").to_lowercase());
+    let shape = LogShape { form, lines: LINES, clients: 200_000, seed: 1 };
+    let mut out = BufWriter::new(File::create(&file).unwrap());
+    write_log(&mut out, shape).unwrap();
+    out.flush().unwrap();
+    file
 }
 
 /// Plays a log; returns the seconds that it took.

@@ -218,12 +218,15 @@ class Transom:
 
     name, package = "transom", None
 
-    def __init__(self, binary):
-        self._binary = binary
+    def __init__(self, binary, wrapper=()):
+        """`wrapper` is a command that runs the gateway, such as valgrind."""
+        self._binary, self._wrapper = binary, wrapper
+        # The admin address of the latest start.
+        self.admin_port = None
 
     def start(self, directory, upstream_port, scenario, cores, capacity=1_000_000, listen="", more=""):
         """Appends `listen` to the section `[listen]`, and `more` to the configuration."""
-        port, admin_port = machine.free_port(), machine.free_port()
+        port, self.admin_port = machine.free_port(), machine.free_port()
         prefix = os.path.join(directory, f"transom-{port}")
         os.makedirs(prefix)
         path = os.path.join(prefix, "gateway.toml")
@@ -234,7 +237,7 @@ class Transom:
                 f"""
 [listen]
 http = "{machine.LOOPBACK}:{port}"
-admin = "{machine.LOOPBACK}:{admin_port}"
+admin = "{machine.LOOPBACK}:{self.admin_port}"
 {listen}
 
 [counters]
@@ -255,7 +258,7 @@ rules = ["per-client"]
 """
             )
         # The number of workers follows the cores that the process may run on.
-        command = [self._binary, "run", "--config", path]
+        command = [*self._wrapper, self._binary, "run", "--config", path]
         return machine.Server(self.name, command, port, os.path.join(prefix, "log"), cores), port
 
     def version(self):
