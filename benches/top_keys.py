@@ -3,7 +3,7 @@
 
     apt-get install -y nginx-light nghttp2-client valgrind
     make release
-    python3 benches/top_keys.py                       # about five minutes
+    python3 benches/top_keys.py                       # about ten minutes
     python3 benches/top_keys.py --results table.md    # also writes the figures as Markdown
 
 Callgrind counts the instructions of a gateway that forwards N requests, and of one that forwards 2 N: the
