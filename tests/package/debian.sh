@@ -26,9 +26,12 @@ serves() {
 }
 
 config=/etc/transom/gateway.toml
+# Seconds from the installation to the first refusal, with one edited line.
+FIRST_REFUSAL_LIMIT_S=120
 api=http://127.0.0.1:8080/api
 
 : 'Install: nothing runs yet. One edited line, a start, and the sixth request is refused.'
+start=$(date +%s)
 dpkg --install "$1"
 fails systemctl --quiet is-active transom.service
 transom check --config $config
@@ -36,11 +39,17 @@ sed -i 's,^windows.*,windows = ["5/day"],' $config
 systemctl enable --now transom.service
 for _ in 1 2 3 4 5; do serves $api 200; done
 serves $api 429
+seconds=$(($(date +%s) - start))
+echo "$seconds" >/packages/first-refusal-s
+test "$seconds" -lt $FIRST_REFUSAL_LIMIT_S
 transom health --config $config
 test "$(stat --format=%U "/proc/$(main_pid)")" = transom
 test -s /var/log/transom/access.log
 man_page=/usr/share/man/man1/transom.1.gz
 gunzip --stdout $man_page | grep --quiet '^.TH transom'
+bash -c '. /usr/share/bash-completion/completions/transom && complete -p transom'
+grep --quiet '^#compdef transom' /usr/share/zsh/vendor-completions/_transom
+grep --quiet '^complete -c transom' /usr/share/fish/vendor_completions.d/transom.fish
 
 : 'The unit is as hardened as systemd-analyze can tell, and runs with a filter of system calls.'
 systemd-analyze security --threshold=20 --no-pager transom.service
@@ -63,12 +72,14 @@ transom upgrade --config $config
 until_true replaced "$old"
 serves http://127.0.0.1/api 429
 
-: 'A new version of the package: the running gateway hands over, with its configuration and its counters.'
+: 'A new version of the package, with another configuration: the edited one stays, the new one lies beside it. The running'
+: 'gateway hands over, with its counters.'
 old=$(main_pid)
 cp $config /tmp/edited.toml
-dpkg --install "$2"
+dpkg --force-confdef --install "$2"
 until_true replaced "$old"
 cmp $config /tmp/edited.toml
+grep --quiet '^# A new line' $config.dpkg-dist
 serves http://127.0.0.1/api 429
 systemctl --quiet is-active transom.service
 test "$(dpkg-query --show --showformat='${Version}' transom)" = "$(dpkg-deb --field "$2" Version)"

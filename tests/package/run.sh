@@ -22,6 +22,13 @@ deploy/package/build.sh "$binary" "$work/again" >/dev/null
 cmp "$work/first/SHA256SUMS" "$work/again/SHA256SUMS"
 (cd "$work/first" && sha256sum --check --quiet SHA256SUMS)
 cargo deb --quiet --locked --no-build --no-strip --deb-version 99 --output "$work/again/" >/dev/null
+# The next version ships another configuration.
+next=$(echo "$work"/again/*_99_*.deb)
+dpkg-deb --raw-extract "$next" "$work/next"
+echo "# A new line of the next version." >>"$work/next/etc/transom/gateway.toml"
+(cd "$work/next" && find . -path ./DEBIAN -prune -o -type f -printf '%P\n' | xargs md5sum >DEBIAN/md5sums)
+dpkg-deb --root-owner-group --build "$work/next" "$next" >/dev/null
+rm -rf "$work/next"
 
 echo "== the .deb in a bare Debian"
 if [ ! -e "$work/debian.tar" ]; then
@@ -57,7 +64,7 @@ if [ ! -e "$work/root/packages/passed" ]; then
     tail --lines=40 "$work/root/packages/log" "$work/boot.log"
     exit 1
 fi
-echo "passed in $(($(date +%s) - start)) s, with the start of the system"
+echo "passed in $(($(date +%s) - start)) s, with the start of the system; first refusal $(cat "$work/root/packages/first-refusal-s") s after dpkg"
 
 echo "== the image"
 python3 tests/package/check_image.py "$work/first/image"
