@@ -2,21 +2,26 @@
 //! configurations of docs/guides/nginx.md, caddy.md and traefik.md.
 
 use std::net::SocketAddr;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::thread;
 
-use crate::support::client::Client;
-use crate::support::external_servers::{ExternalServer, on_free_port, program};
+use crate::support::client::{Client, HttpResponse};
+use crate::support::external_servers::{ExternalServer, on_free_port, part, program};
 use crate::support::gateway::Gateway;
+use crate::support::gateway_group::is_admitted;
 use crate::support::process::run;
+use crate::support::ratelimit_parser::remaining;
 use crate::support::upstream::{Upstream, reply};
-use crate::support::{TempDir, guide_blocks};
+use crate::support::{TempDir, eventually, guide_blocks};
 
-/// A gateway with the configuration of a guide.
+/// A gateway with the configuration of a guide, and 60 requests an hour instead of 2000, so that a test uses up both layers.
 fn guide_gateway(page: &str) -> (Gateway, SocketAddr) {
-    let toml = guide_blocks(page, "toml").remove(0);
-    let gateway =
-        Gateway::start(&toml.replace("127.0.0.1:8082", "127.0.0.1:0").replace("127.0.0.1:9900", "127.0.0.1:0"));
+    let mut toml = guide_blocks(page, "toml").remove(0);
+    for (old, new) in [("127.0.0.1:8082", "127.0.0.1:0"), ("127.0.0.1:9900", "127.0.0.1:0"), ("2000/hour", "60/hour")] {
+        assert!(toml.contains(old), "{page}: {old}");
+        toml = toml.replace(old, new);
+    }
+    let gateway = Gateway::start(&toml);
     let address = gateway.forward_auth_addresses()[0];
     (gateway, address)
 }
@@ -180,37 +185,55 @@ fn check_notes_what_proxies_cannot_be_told() {
     }
 }
 
-/// Eight clients in parallel get exactly the 33 requests of a minute, and the server no more.
-fn assert_two_layers_hold(proxy: SocketAddr, upstream: &Upstream) {
-    for address in ["127.0.0.2", "127.0.0.3"] {
-        let before = upstream.received().len();
-        let statuses: Vec<u16> = thread::scope(|scope| {
-            let clients: Vec<_> = (0..8)
-                .map(|n| {
-                    scope.spawn(move || {
-                        let claimed = format!("192.0.2.{n}");
-                        let fields = [("X-Forwarded-For", &*claimed), ("X-Real-IP", &*claimed)];
-                        let mut client = Client::connect_from(address, proxy);
-                        (0..10).map(|_| client.get_with("/a?b=c", &fields).status).collect::<Vec<_>>()
+/// Each field of an admission that a proxy copies to the response.
+const COPIED: [&str; 2] = ["ratelimit", "ratelimit-policy"];
+
+/// Eight clients in parallel get exactly 33 requests of each minute and 60 of the hour, and the server gets no more. `copied` are
+/// the fields of admissions that the proxy passes on.
+fn assert_two_layers_hold(gateway: &Gateway, proxy: SocketAddr, upstream: &Upstream, copied: &[&str]) {
+    let policy = "\"per-client-hour\";q=60;w=3600, \"per-client-minute\";q=33;w=60";
+    // The test starts at the beginning of a minute, 45 minutes before the end of an hour.
+    for (advance_s, limit, full, retry_after_s) in [
+        (0, 33, "per-client-minute", 60),
+        (60, 60 - 33, "per-client-hour", 44 * 60),
+        (60, 0, "per-client-hour", 43 * 60),
+        (3600, 33, "per-client-minute", 60),
+    ] {
+        gateway.advance_s(advance_s);
+        for address in ["127.0.0.2", "127.0.0.3"] {
+            let before = upstream.received().len();
+            let responses: Vec<HttpResponse> = thread::scope(|scope| {
+                let clients: Vec<_> = (0..8)
+                    .map(|n| {
+                        scope.spawn(move || {
+                            let claimed = format!("192.0.2.{n}");
+                            let fields = [("X-Forwarded-For", &*claimed), ("X-Real-IP", &*claimed)];
+                            let mut client = Client::connect_from(address, proxy);
+                            (0..10).map(|_| client.get_with("/a?b=c", &fields)).collect::<Vec<_>>()
+                        })
                     })
-                })
-                .collect();
-            clients.into_iter().flat_map(|client| client.join().unwrap()).collect()
-        });
-        let count = |status| statuses.iter().filter(|found| **found == status).count();
-        assert_eq!((count(200), count(429)), (33, 47), "{statuses:?}");
-        assert_eq!(upstream.received().len() - before, 33);
+                    .collect();
+                clients.into_iter().flat_map(|client| client.join().unwrap()).collect()
+            });
+            let (admitted, refused): (Vec<_>, Vec<_>) = responses.iter().partition(|response| is_admitted(response));
+            assert_eq!((admitted.len(), refused.len()), (limit, 80 - limit));
+            assert_eq!(upstream.received().len() - before, limit);
+            for response in refused {
+                assert_eq!(response.field("ratelimit-policy"), Some(policy));
+                assert_eq!(remaining(response, full), 0);
+                assert_eq!(response.field("retry-after"), Some(&*retry_after_s.to_string()));
+                assert_eq!(response.field("content-type"), Some("application/problem+json"));
+            }
+        }
     }
-    let refused = Client::connect_from("127.0.0.2", proxy).get_with("/a", &[]).expect(429);
-    let policy = "\"per-client-hour\";q=2000;w=3600, \"per-client-minute\";q=33;w=60";
-    assert_eq!(refused.field("ratelimit-policy"), Some(policy));
-    assert!(refused.field("ratelimit").unwrap().contains("\"per-client-minute\";r=0;t="), "{refused:?}");
-    let seconds: u64 = refused.field("retry-after").unwrap().parse().unwrap();
-    assert!((1..=60).contains(&seconds), "{seconds}");
-    assert_eq!(refused.field("content-type"), Some("application/problem+json"));
     let admitted = Client::connect_from("127.0.0.4", proxy).get_with("/a", &[]).expect(200);
-    assert_eq!(admitted.field("ratelimit-policy"), Some(policy));
-    assert!(admitted.field("ratelimit").unwrap().contains("\"per-client-minute\";r=32;t="), "{admitted:?}");
+    for name in COPIED {
+        assert_eq!(admitted.field(name).is_some(), copied.contains(&name), "{admitted:?}");
+    }
+    if copied == COPIED {
+        assert_eq!(admitted.field("ratelimit-policy"), Some(policy));
+        assert_eq!(remaining(&admitted, "per-client-minute"), 32);
+    }
     // A client cannot name another request.
     for (name, value) in [("X-Forwarded-Uri", "/other"), ("X-Forwarded-Method", "OPTIONS"), ("X-Forwarded-Host", "b")] {
         Client::connect_from("127.0.0.2", proxy).get_with("/a", &[(name, value)]).expect(429);
@@ -246,8 +269,8 @@ fn nginx(gateway: SocketAddr, upstream: &Upstream) -> ExternalServer {
 #[test]
 fn nginx_asks_about_its_requests() {
     let upstream = Upstream::responding(|_| reply(200, &[], b""));
-    let (_gateway, address) = guide_gateway("nginx");
-    assert_two_layers_hold(nginx(address, &upstream).address, &upstream);
+    let (gateway, address) = guide_gateway("nginx");
+    assert_two_layers_hold(&gateway, nginx(address, &upstream).address, &upstream, &COPIED);
 }
 
 #[test]
@@ -262,8 +285,8 @@ fn refusals_of_the_server_behind_nginx_pass() {
 #[test]
 fn caddy_asks_about_its_requests() {
     let upstream = Upstream::responding(|_| reply(200, &[], b""));
-    let (_gateway, gateway) = guide_gateway("caddy");
-    let text = guide_blocks("caddy", "caddyfile").remove(0).replace("127.0.0.1:8082", &gateway.to_string());
+    let (gateway, address) = guide_gateway("caddy");
+    let text = guide_blocks("caddy", "caddyfile").remove(0).replace("127.0.0.1:8082", &address.to_string());
     let text = text.replace("127.0.0.1:9001", &upstream.address.to_string());
     let proxy = on_free_port("caddy", TempDir::new(), |scratch, address| {
         let text = text.replace(":8000", &format!(":{}", address.port()));
@@ -273,5 +296,27 @@ fn caddy_asks_about_its_requests() {
         command.env("HOME", scratch.path()).env("XDG_DATA_HOME", scratch.path()).env("XDG_CONFIG_HOME", scratch.path());
         command
     });
-    assert_two_layers_hold(proxy.address, &upstream);
+    assert_two_layers_hold(&gateway, proxy.address, &upstream, &COPIED);
+}
+
+#[test]
+fn traefik_asks_about_its_requests() {
+    let upstream = Upstream::responding(|_| reply(200, &[], b""));
+    let (gateway, address) = guide_gateway("traefik");
+    let [dynamic, start] = <[String; 2]>::try_from(guide_blocks("traefik", "yaml")).unwrap();
+    let dynamic = dynamic.replace("127.0.0.1:8082", &address.to_string());
+    let dynamic = dynamic.replace("127.0.0.1:9001", &upstream.address.to_string());
+    let traefik = part("traefik", "traefik");
+    let proxy = on_free_port("traefik", TempDir::new(), |scratch, address| {
+        scratch.write("dynamic.yaml", &dynamic);
+        let start = start.replace("127.0.0.1:8000", &address.to_string());
+        let config = scratch.write("traefik.yaml", &start);
+        let mut command = Command::new(&traefik);
+        command.arg("--configfile").arg(config).current_dir(scratch.path()).env("HOME", scratch.path());
+        command.stdout(Stdio::null());
+        command
+    });
+    // Traefik listens before it has read its routers.
+    eventually("Traefik has its routers", || Client::connect_from("127.0.0.9", proxy.address).get("/").status == 200);
+    assert_two_layers_hold(&gateway, proxy.address, &upstream, &[]);
 }

@@ -2,9 +2,9 @@
 
 use std::fs;
 use std::net::{SocketAddr, TcpStream};
-use std::path::Path;
 use std::process::{Command, Stdio};
 
+use super::external_servers::part;
 use super::process::ProcessGroup;
 use super::redis::free_port;
 use super::{TempDir, eventually};
@@ -41,10 +41,8 @@ impl Envoy {
         let scratch = TempDir::new();
         let file = scratch.write("envoy.yaml", &config);
         let log = fs::File::create(scratch.path().join("envoy.log")).unwrap();
-        let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/.parts/envoy/bin/envoy");
-        assert!(program.is_file(), "Envoy is missing; `make parts` installs it");
         let mut process = ProcessGroup::spawn(
-            Command::new(program)
+            Command::new(part("envoy", "envoy"))
                 .args(["--disable-hot-restart", "--concurrency", "2", "--log-level", "warning", "--config-path"])
                 .arg(file)
                 .stdin(Stdio::null())

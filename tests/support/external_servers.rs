@@ -49,6 +49,13 @@ pub fn program(name: &str) -> PathBuf {
     found.unwrap_or_else(|| panic!("`{name}` is missing; `make parts` installs it"))
 }
 
+/// The path of a program from PyPI, which tests/external/PART.txt lists.
+pub fn part(part: &str, name: &str) -> PathBuf {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/.parts").join(part).join("bin").join(name);
+    assert!(path.is_file(), "`{name}` is missing; `make parts` installs it");
+    path
+}
+
 /// The path of libfaketime, in its build for programs with several threads. The other build mixes up simultaneous readings
 /// of the clock.
 pub fn faketime() -> PathBuf {
@@ -69,9 +76,7 @@ pub fn node(name: &str) -> Command {
 
 /// The process that runs httpbin, behind gunicorn.
 pub fn gunicorn(home: &Path, address: &str) -> Command {
-    let gunicorn = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/.parts/httpbin/bin/gunicorn");
-    assert!(gunicorn.is_file(), "httpbin is missing; `make parts` installs it");
-    let mut command = Command::new(gunicorn);
+    let mut command = Command::new(part("httpbin", "gunicorn"));
     command
         .args(["--bind", address, "--threads", "8", "--keep-alive", "30", "--graceful-timeout", "1"])
         .args(["--no-control-socket", "httpbin:app"])
