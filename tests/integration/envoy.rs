@@ -78,18 +78,19 @@ fn three_envoys_hold_one_limit() {
     assert_eq!(count_admitted(&addresses, 12, &[]), 60 - 33);
 }
 
-#[test]
-fn three_envoys_and_two_gateways_hold_one_limit() {
+/// Two gateways with one Redis, and three Envoys that ask both: a rule by address, and a smaller one by user. Returns how many
+/// requests of two users are admitted, and then of a third.
+fn count_admitted_by_two_gateways(mode: &str, by_address: usize, by_user: usize) -> [usize; 3] {
     let redis = RedisServer::start();
     let upstream = upstream();
     let start = |_| {
         let service = SocketAddr::from(([127, 0, 0, 1], free_port()));
         let process = Process::spawn(&format!(
             "[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\nratelimit_service = \"{service}\"\n\
-             [counters.shared]\nredis = \"{}\"\n{LONG_TIMEOUT}\n\
-             [rules.r]\nwindows = [\"100/30d\", \"150/180d\"]\nshared = \"exact\"\n\
+             [counters.shared]\nredis = \"{}\"\n{mode}{LONG_TIMEOUT}\n\
+             [rules.by-address]\nwindows = [\"{by_address}/30d\"]\n\
              descriptor = {{ domain = \"api\", entries = [\"remote_address\"] }}\n\
-             [rules.u]\nwindows = [\"1000/30d\"]\n\
+             [rules.by-user]\nwindows = [\"{by_user}/180d\"]\n\
              descriptor = {{ domain = \"api\", entries = [\"user\"] }}\n",
             redis.url()
         ));
@@ -99,9 +100,26 @@ fn three_envoys_and_two_gateways_hold_one_limit() {
     let services: Vec<SocketAddr> = gateways.iter().map(|(_, service)| *service).collect();
     let envoys: Vec<Envoy> = (0..3).map(|_| Envoy::start(upstream.address, &services, patient)).collect();
     let addresses: Vec<SocketAddr> = envoys.iter().map(|envoy| envoy.address).collect();
-    assert_eq!(count_admitted(&addresses, 20, &[]), 100);
-    let decided = |process: &Process| process.metrics().sum("transom_decisions_total", &[("rule", "r")]);
+    let times = by_address / THREADS + 10;
+    let admitted = ["alice", "bob", "carol"].map(|user| count_admitted(&addresses, times, &[("X-User", user)]));
+    assert_eq!(upstream.received().len(), admitted.iter().sum::<usize>());
+    let decided = |process: &Process| process.metrics().sum("transom_decisions_total", &[("rule", "by-address")]);
     assert!(gateways.iter().all(|(process, _)| decided(process) > 0), "Envoy asks both");
+    admitted
+}
+
+/// The first user is refused by the layer of users, the second one by the layer of addresses, which both users have filled.
+#[test]
+fn three_envoys_and_two_gateways_hold_two_layers_exactly() {
+    assert_eq!(count_admitted_by_two_gateways("mode = \"exact\"\n", 100, 60), [60, 40, 0]);
+}
+
+/// The default. Leases never exceed a limit; tokens that a gateway holds when another one refuses may remain unused.
+#[test]
+fn three_envoys_and_two_gateways_never_exceed_two_layers_with_leases() {
+    let [alice, bob, carol] = count_admitted_by_two_gateways("", 1000, 600);
+    assert!((590..=600).contains(&alice), "{alice}");
+    assert!((980..=1000).contains(&(alice + bob + carol)), "{alice}, {bob}, {carol}");
 }
 
 #[test]
@@ -145,4 +163,43 @@ fn a_fixed_value_has_its_rule() {
     let login = [200, 200, 200, 200, 200, 429].map(|status| client.get("/login").expect(status));
     assert_eq!(login[5].problem()["violated-policies"][0], "logins");
     client.get("/other").expect(200);
+}
+
+/// The scenarios of envoyproxy/ratelimit's integration tests that concern limits: a request within its limit, a limit that is
+/// reached, and one that only counts. Its nested descriptors are entries of rules here, and Envoy sends two descriptors.
+#[test]
+fn the_scenarios_of_envoyproxy_ratelimit_hold() {
+    let rule = |name: &str, entries: &str, more: &str| {
+        format!("[rules.{name}]\ndescriptor = {{ domain = \"api\", entries = [{entries}] }}\n{more}\n")
+    };
+    let rules = rule("tenants", r#""tenant", "plan""#, "windows = [\"3/minute\"]")
+        + &rule("tasks", r#""tenant", "task""#, "windows = [\"1/second\"]")
+        + &rule("reports", r#""tenant", "task=report""#, "windows = [\"3/minute\"]")
+        + &rule("exports", r#""tenant", "task=export""#, "windows = [\"3/minute\"]\non_limit = \"shadow\"");
+    let listen = "[listen]\nratelimit_service = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\n";
+    let (gateway, upstream) = (Gateway::start(&format!("{listen}{rules}")), upstream());
+    let envoy = Envoy::start(upstream.address, gateway.ratelimit_service_addresses(), |config| {
+        let (before, rest) = config.split_once("rate_limits:\n").unwrap();
+        let (_, after) = rest.split_once("                http_filters:").unwrap();
+        let field = |name: &str| format!("{{ request_headers: {{ header_name: {name}, descriptor_key: {name} }} }}");
+        let actions = ["plan", "task"].map(|second| {
+            format!("                              - actions: [{}, {}]\n", field("tenant"), field(second))
+        });
+        patient(&format!("{before}rate_limits:\n{}                http_filters:{after}", actions.concat()))
+    });
+    let statuses = |task: &str, times: usize| -> Vec<u16> {
+        (0..times).map(|_| get(envoy.address, &[("tenant", "pelican"), ("task", task)]).status).collect()
+    };
+    assert_eq!(statuses("report", 5), [200, 200, 200, 429, 429]);
+    assert_eq!(statuses("export", 6), [200; 6]);
+    assert_eq!(statuses("import", 2), [200, 429]);
+    // The other descriptor, and another value of the first entry.
+    let plan = [("tenant", "pelican"), ("plan", "gold")];
+    assert_eq!([(); 4].map(|()| get(envoy.address, &plan).status), [200, 200, 200, 429]);
+    get(envoy.address, &[("tenant", "heron"), ("task", "report")]).expect(200);
+    get(envoy.address, &[]).expect(200);
+    gateway.advance(Duration::from_secs(60));
+    assert_eq!(statuses("report", 4), [200, 200, 200, 429]);
+    let shadowed = [("rule", "exports"), ("outcome", "shadowed")];
+    assert_eq!(gateway.metrics().sum("transom_decisions_total", &shadowed), 3);
 }

@@ -220,6 +220,47 @@ fn the_most_specific_rule_answers() {
     assert_eq!(gateway.metrics().sum("transom_ratelimit_service_descriptors_total", &unmatched), 13);
 }
 
+/// The shape of envoyproxy/ratelimit's example, in rules: a value with its limit, nested values, a limit at each level, a more
+/// specific value, and one without a limit.
+#[test]
+fn a_tree_of_descriptors_is_rules() {
+    let rule = |name: &str, entries: &str, limit: &str| {
+        format!("[rules.{name}]\ndescriptor = {{ domain = \"api\", entries = [{entries}] }}\nwindows = [\"{limit}\"]\n")
+    };
+    let rules = rule("accounts", "\"kind=account\"", "4/minute")
+        + &rule("to-billing", "\"from=edge\", \"to=billing\"", "2/minute")
+        + &rule("to-search", "\"from=edge\", \"to=search\"", "1/minute")
+        + &rule("tenants", "\"tenant\"", "2/minute")
+        + &rule("plans", "\"tenant\", \"plan\"", "3/minute")
+        + &rule("trials", "\"tenant\", \"plan=trial\"", "1/minute")
+        + &rule("tasks", "\"tenant\", \"task\"", "1/second")
+        + &rule("reports", "\"tenant\", \"task=report\"", "3/minute")
+        + "[rules.free]\ndescriptor = { domain = \"api\", entries = [\"tenant\", \"task=status\"] }\nwindows = [\"1/minute\"]\n\
+           on_limit = \"shadow\"\n";
+    let (gateway, mut client) = start(&rules);
+    for (entries, limit) in [
+        (&[("kind", "account")][..], 4),
+        (&[("kind", "other")], 9),
+        (&[("from", "edge"), ("to", "billing")], 2),
+        (&[("from", "edge"), ("to", "search")], 1),
+        (&[("from", "edge"), ("to", "elsewhere")], 9),
+        (&[("from", "edge")], 9),
+        (&[("tenant", "pelican")], 2),
+        (&[("tenant", "heron")], 2),
+        (&[("tenant", "pelican"), ("plan", "gold")], 3),
+        (&[("tenant", "pelican"), ("plan", "trial")], 1),
+        (&[("tenant", "pelican"), ("task", "import")], 1),
+        (&[("tenant", "pelican"), ("task", "report")], 3),
+        (&[("tenant", "pelican"), ("task", "status")], 9),
+    ] {
+        assert_eq!(client.count_ok(entries, 9), limit, "{entries:?}");
+    }
+    // Each level has its own period.
+    gateway.advance_s(1);
+    assert_eq!(client.count_ok(&[("tenant", "pelican"), ("task", "import")], 9), 1);
+    assert_eq!(client.count_ok(&[("tenant", "pelican"), ("task", "report")], 9), 0);
+}
+
 #[test]
 fn plans_overrides_and_exemptions_apply() {
     let rules = "[clients]\nfile = \"clients.toml\"\napi_key = \"header:x-api-key\"\n\
