@@ -354,6 +354,28 @@ fn every_metric_is_in_the_reference() {
     assert_eq!(metric_names(&document("docs/reference/metrics.md"), "`"), names);
 }
 
+/// The first heading is the version of the package; versions before it are released, the newest first.
+#[test]
+fn the_change_log_is_by_version() {
+    let text = document("CHANGELOG.md");
+    let headings: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("## ")).collect();
+    let versions: Vec<(Vec<u32>, &str)> = headings
+        .iter()
+        .map(|heading| {
+            let (version, state) = heading.strip_suffix(')').and_then(|heading| heading.split_once(" (")).unwrap();
+            (version.split('.').map(|number| number.parse().unwrap()).collect(), state)
+        })
+        .collect();
+    assert!(headings[0].starts_with(concat!(env!("CARGO_PKG_VERSION"), " (")), "{headings:?}");
+    assert!(versions.is_sorted_by(|newer, older| newer.0 > older.0), "{headings:?}");
+    for (position, (version, state)) in versions.iter().enumerate() {
+        let is_date = jiff::civil::Date::strptime("%Y-%m-%d", state).is_ok();
+        assert!(version.len() == 3 && (is_date || position == 0 && *state == "not released yet"), "{headings:?}");
+    }
+    let limiter = document("crates/limiter/Cargo.toml");
+    assert!(limiter.contains(concat!("\nversion = \"", env!("CARGO_PKG_VERSION"), "\"\n")));
+}
+
 /// `make docs` sets the variable `TRANSOM_WRITE_DOCS`, and writes the rows instead of comparing them.
 #[test]
 fn the_configuration_reference_equals_the_declarations_of_settings() {
