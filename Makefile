@@ -27,7 +27,7 @@ BINARY = target/dist/transom
 
 help:
 	@echo "make test        run all tests; installs the servers they talk to"
-	@echo "make check       formatting, lints, documentation, licenses of dependencies"
+	@echo "make check       formatting, lints, documentation, licenses and known vulnerabilities of dependencies"
 	@echo "make site        target/site: the documentation as a web site"
 	@echo "make docs        writes the settings into the configuration reference"
 	@echo "make release     target/dist/transom: optimized with a profile of the gateway under load; builds twice"
@@ -44,7 +44,7 @@ help:
 	@echo "make screenshots the pictures of the dashboard in docs/images; takes minutes"
 	@echo "make failover    kills one of two upstream servers repeatedly for FAILOVER_S seconds (600) under load: no request is lost"
 	@echo "make fuzz        fuzzes the parsers, FUZZ_SECONDS each (60)"
-	@echo "make advisories  checks dependencies for known vulnerabilities; downloads their list"
+	@echo "make advisories  checks dependencies for known vulnerabilities; fails if their list cannot be downloaded"
 
 # --no-fail-fast: one run shows all failures. Two tests for each core, because most tests wait: for a window, a timeout,
 # another process.
@@ -80,6 +80,7 @@ check: deny site
 	cargo clippy --locked -p transom-limiter --features loom --test models -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --features transom-limiter/tower --no-deps --document-private-items
 	cargo deny --locked check bans licenses sources
+	tests/external/advisories.sh --if-available
 
 # Instrumented build scripts write profiles too: these are removed. Cargo does not notice a changed
 # profile, so the previous build is removed as well.
@@ -192,4 +193,4 @@ deny:
 	@$(DENY) || cargo install --locked cargo-deny
 
 advisories: deny
-	cargo deny --locked check advisories
+	tests/external/advisories.sh

@@ -13,6 +13,7 @@ mod access_log;
 mod actions;
 mod activation;
 mod admin;
+mod advisories;
 mod behind_balancer;
 mod bodies;
 mod body_limits;
