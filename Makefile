@@ -118,6 +118,7 @@ bench: release $(PARTS)/envoy/installed
 	python3 benches/lease_calls.py
 	python3 benches/top_keys.py
 	python3 benches/dashboard.py
+	python3 benches/ratelimit_service.py
 
 model:
 	TRANSOM_MODEL_EXTRA=1 $(MODELS)

@@ -224,14 +224,17 @@ class Transom:
         # The admin address of the latest start.
         self.admin_port = None
 
+    @staticmethod
+    def windows(scenario):
+        # A layer that can never refuse is an error, so the large minute is more than a sixtieth of the hour.
+        return '"2000/hour", "33/minute"' if scenario.limits else '"4000000000/hour", "70000000/minute"'
+
     def start(self, directory, upstream_port, scenario, cores, capacity=1_000_000, listen="", more=""):
         """Appends `listen` to the section `[listen]`, and `more` to the configuration."""
         port, self.admin_port = machine.free_port(), machine.free_port()
         prefix = os.path.join(directory, f"transom-{port}")
         os.makedirs(prefix)
         path = os.path.join(prefix, "gateway.toml")
-        # A layer that can never refuse is an error, so the large minute is more than a sixtieth of the hour.
-        windows = '"2000/hour", "33/minute"' if scenario.limits else '"4000000000/hour", "70000000/minute"'
         with open(path, "w") as file:
             file.write(
                 f"""
@@ -248,7 +251,7 @@ servers = ["http://{machine.LOOPBACK}:{upstream_port}"]
 
 [rules.per-client]
 key = "ip"
-windows = [{windows}]
+windows = [{self.windows(scenario)}]
 
 [[routes]]
 path = "/api/{{*rest}}"

@@ -83,13 +83,15 @@ class H2load:
     name, package = "h2load", "nghttp2-client"
     description = f"h2load, {CONNECTIONS} kept connections"
     options = ("--h1", f"-c{CONNECTIONS}")
+    path = PATH
 
     def __init__(self, directory):
         pass
 
     def run(self, core, port, seconds, varied=False):
         """See `Wrk.run`."""
-        urls = [f"{_url(port)}?{each}" for each in range(7)] if varied else [_url(port)]
+        url = _url(port, self.path)
+        urls = [f"{url}?{each}" for each in range(7)] if varied else [url]
         command = ["h2load", *self.options, "-t1", f"-D{seconds}", *urls]
         output = machine.run_on({core}, command, seconds + 15)
         codes = re.search(r"status codes: (\d+) 2xx, (\d+) 3xx, (\d+) 4xx, (\d+) 5xx", output)
@@ -124,8 +126,8 @@ class Http2(H2load):
 GENERATORS = {generator.name: generator for generator in (Wrk, H2load)}
 
 
-def _url(port):
-    return f"http://{machine.LOOPBACK}:{port}{PATH}"
+def _url(port, path=PATH):
+    return f"http://{machine.LOOPBACK}:{port}{path}"
 
 
 def probe(port, path=PATH):
