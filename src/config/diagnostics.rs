@@ -81,6 +81,8 @@ pub struct Report<'t> {
     included: &'t [IncludedFile],
     /// Values that messages must not show, with what to show instead.
     hidden: Vec<(String, String)>,
+    /// Values that are not known, because of a problem that is reported already.
+    unknown: Vec<Span>,
 }
 
 impl<'t> Report<'t> {
@@ -101,6 +103,7 @@ impl<'t> Report<'t> {
             inputs,
             included,
             hidden: Vec::new(),
+            unknown: Vec::new(),
         }
     }
 
@@ -114,7 +117,15 @@ impl<'t> Report<'t> {
         self.problems.extend(other.problems);
     }
 
+    /// Ignores later problems of a value that is not known.
+    pub fn ignore_within(&mut self, value: Span) {
+        self.unknown.push(value);
+    }
+
     pub fn problem(&mut self, span: Span, message: impl Into<String>, fix: impl Into<String>) {
+        if self.unknown.iter().any(|value| value.start <= span.start && span.end <= value.end) {
+            return;
+        }
         let span = self.clamp(span);
         let line = self.line_of_text(span.start);
         let column = self.text[self.line_starts[line - 1]..span.start].chars().count() + 1;

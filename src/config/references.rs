@@ -19,6 +19,9 @@ fn resolve_value(value: &mut Spanned<DeValue>, report: &mut Report) {
     match value.get_mut() {
         DeValue::String(text) if text.contains("${") => {
             let resolved = resolve_text(text, &span, report);
+            if resolved.is_none() {
+                report.ignore_within(span);
+            }
             *text = resolved.unwrap_or_default().into();
         }
         DeValue::Array(items) => items.iter_mut().for_each(|item| resolve_value(item, report)),
@@ -192,6 +195,7 @@ mod tests {
             ("workers = \"${file:port}\"", "`workers` cannot be `\"${file:port}\"`", "write a whole number"),
         ] {
             let problems = read(line).unwrap_err();
+            assert_eq!(problems.len(), 1, "{line}: {problems:?}");
             assert!(problems[0].0.starts_with(message) && problems[0].1.starts_with(fix), "{line}: {problems:?}");
             assert!(!format!("{problems:?}").contains("hunter"), "{problems:?}");
         }

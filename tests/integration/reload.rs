@@ -1,16 +1,17 @@
 //! Reloads of the real binary, by a signal or a changed file: no connection is lost, no request fails, and no count is lost.
 
 use std::fs;
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc;
 use std::sync::{Arc, Mutex};
 use std::thread;
 
 use crate::support::client::{Client, request};
-use crate::support::process::Process;
+use crate::support::process::{BINARY, Process};
 use crate::support::ratelimit_parser::{items, remaining};
 use crate::support::upstream::{Upstream, reply};
-use crate::support::{eventually, forward_all, one_rule};
+use crate::support::{TempDir, eventually, forward_all, one_rule};
 
 /// A window that does not end while the test runs.
 fn rule(limit: u32) -> String {
@@ -90,6 +91,36 @@ fn included_files_can_be_added_changed_and_removed() {
     answers("/b/included", 204);
     fs::remove_file(folder.join("b.toml")).unwrap();
     answers("/b/included", 200);
+}
+
+/// `${env:NAME}` and `${file:PATH}`.
+#[test]
+fn references_are_read_and_read_again() {
+    let scratch = TempDir::new();
+    scratch.write("limit", "10\n");
+    let toml = one_rule("key = \"ip\"\nwindows = [\"${file:limit}/${env:PERIOD}\"]");
+    let mut command = Command::new(BINARY);
+    command.env("PERIOD", "366d");
+    let process = Process::spawn_command(command, &toml, scratch);
+    assert_eq!(remaining(&process.get("/a").expect(200), "r"), 9);
+    process.replace_file("limit", "20\n");
+    process.wait_for_reloads("applied", 1);
+    eventually("the new limit applies", || items(&process.get("/a").expect(200), "ratelimit-policy")[0].get("q") == 20);
+    // The running configuration stays in use without the file; a start is refused.
+    fs::remove_file(process.scratch.path().join("limit")).unwrap();
+    process.signal("HUP");
+    let log = process.wait_for_stderr("cannot read `limit`: ");
+    let path = process.config_path();
+    let text = fs::read_to_string(&path).unwrap();
+    let line = 1 + text.lines().position(|line| line.contains("${file:limit}")).unwrap();
+    let place = format!("{}:{line}:12: ", path.display());
+    assert!(log.contains(&format!("{place}cannot read `limit`: ")), "{log}");
+    process.get("/a").expect(200);
+    process.replace_file("limit", "20\n");
+    let output = Command::new(BINARY).args(["run", "--config"]).arg(&path).env_remove("PERIOD").output().unwrap();
+    let messages = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{messages}");
+    assert!(messages.contains(&format!("{place}the environment variable `PERIOD` is not set")), "{messages}");
 }
 
 #[test]
