@@ -16,6 +16,13 @@ use transom_limiter::tower::LimitLayer;
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:3000").await?;
+    println!("http://{}", listener.local_addr()?);
+    axum::serve(listener, app()?.into_make_service_with_connect_info::<SocketAddr>()).await?;
+    Ok(())
+}
+
+pub fn app() -> Result<Router, Box<dyn std::error::Error>> {
     let requests =
         Limiter::builder().layer(5, Duration::from_secs(10)).layer(100, Duration::from_secs(3600)).capacity(100_000);
     let failures = Limiter::builder().layer(3, Duration::from_secs(60)).capacity(100_000);
@@ -25,12 +32,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let app = Router::new()
         .route("/login", post(log_in).layer(failed_logins))
         .route("/", get(|| async { "hello\n" }))
-        .layer(per_client)
-        .into_make_service_with_connect_info::<SocketAddr>();
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:3000").await?;
-    println!("http://{}", listener.local_addr()?);
-    axum::serve(listener, app).await?;
-    Ok(())
+        .layer(per_client);
+    Ok(app)
 }
 
 /// The address of the connection; for IPv6, its /64 network, all of which a client usually has.

@@ -12,6 +12,10 @@ use axum::routing::get;
 use transom_limiter::Limiter;
 use transom_limiter::tower::LimitLayer;
 
+#[path = "../examples/axum.rs"]
+#[allow(dead_code, reason = "the example listens on a fixed port; the test does not")]
+mod axum_example;
+
 /// The status of each of `count` requests on one connection.
 fn request(address: SocketAddr, count: usize) -> Vec<String> {
     let mut connection = TcpStream::connect(address).unwrap();
@@ -57,4 +61,24 @@ fn clients_in_parallel_get_exactly_the_limit() {
     });
     let count = |status| statuses.iter().filter(|found| *found == status).count();
     assert_eq!((count("200"), count("429")), (60, 100));
+}
+
+/// Five requests in ten seconds, and three failed logins a minute.
+#[test]
+fn the_axum_example_limits_requests_and_failed_logins() {
+    // Eleven requests meet at most two windows, each of which admits five.
+    let statuses = request(serve(axum_example::app().unwrap()), 11);
+    assert_eq!(statuses[..5], ["200"; 5]);
+    assert!(statuses.iter().any(|status| status == "429"), "{statuses:?}");
+    let address = serve(axum_example::app().unwrap());
+    for (password, status) in [("open sesame", "200 OK"), ("wrong", "401 Unauthorized")] {
+        let mut connection = TcpStream::connect(address).unwrap();
+        let length = password.len();
+        let head = format!("POST /login HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n");
+        connection.write_all((head + password).as_bytes()).unwrap();
+        let mut text = String::new();
+        connection.read_to_string(&mut text).unwrap();
+        assert!(text.starts_with(&format!("HTTP/1.1 {status}")), "{text}");
+        assert!(text.contains("\"failed-logins\";q=3;w=60"), "{text}");
+    }
 }
