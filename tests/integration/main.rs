@@ -57,6 +57,7 @@ mod framing;
 mod full_table;
 mod grpc;
 mod grpc_clients;
+mod guide_commands;
 mod h2load;
 mod header_fields;
 mod health;

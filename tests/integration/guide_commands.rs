@@ -1,0 +1,196 @@
+//! Runs the commands of task guides as they are written, in a folder with the files of the guide, and starts every configuration of
+//! `examples`.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use flate2::Compression;
+use flate2::write::GzEncoder;
+use transom_limiter::secret_digest::Digest;
+
+use crate::support::client::Client;
+use crate::support::process::{BINARY, Process, ProcessGroup, run, signal};
+use crate::support::ratelimit_parser::items;
+use crate::support::upgrade_chain::UpgradeChain;
+use crate::support::upstream::Upstream;
+use crate::support::{TempDir, eventually, guide_blocks, one_rule};
+
+const ROOT: &str = env!("CARGO_MANIFEST_DIR");
+
+/// The commands in the indented code of a guide that begin with `transom` or `openssl`. A backslash continues a line.
+fn commands(page: &str) -> Vec<String> {
+    let text = fs::read_to_string(format!("{ROOT}/docs/guides/{page}.md")).unwrap().replace("\\\n", "");
+    let code = text.lines().filter(|line| line.starts_with("    ")).map(str::trim_start);
+    code.filter(|line| line.starts_with("transom ") || line.starts_with("openssl ")).map(str::to_owned).collect()
+}
+
+/// What a command prints to standard output, run in a folder.
+fn output(command: &str, folder: &Path) -> String {
+    let programs = Path::new(BINARY).parent().unwrap().display();
+    let path = format!("{programs}:{}", std::env::var("PATH").unwrap());
+    let output = Command::new("bash").args(["-ec", command]).env("PATH", path).current_dir(folder).output().unwrap();
+    assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn the_guide_to_plans_adds_and_replaces_a_key() {
+    let [add, add_another, list, remove] = <[String; 4]>::try_from(commands("plans")).unwrap();
+    let rule = guide_blocks("plans", "toml").remove(0);
+    let upstream = "[upstreams.u]\nbuiltin = \"echo\"\n";
+    let route = "[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\nrules = [\"per-client\"]\n";
+    let process = Process::spawn_with(&format!("{rule}\n{upstream}{route}"), "");
+    let folder = process.scratch.path();
+    let get = |key: &str| process.client().get_with("/a", &[("X-API-Key", key)]);
+    let key = output(&add, folder).trim().to_owned();
+    eventually("the gateway knows the client", || get(&key).status == 200);
+    // The hour and the minute of the plan.
+    let policy = get(&key).expect(200);
+    let limits: Vec<u64> = items(&policy, "ratelimit-policy").iter().map(|item| item.get("q")).collect();
+    assert_eq!(limits, [100_000, 2000]);
+    let another = output(&add_another, folder).trim().to_owned();
+    eventually("the gateway knows the other key", || get(&another).status == 200);
+    get(&key).expect(200);
+    // The beginning of a digest, of the length that the guide shows.
+    let shown = remove.split(' ').next_back().unwrap();
+    let digest = Digest::of(key.as_bytes()).to_string();
+    let digest = &digest[..shown.len()];
+    let listed = output(&list, folder);
+    assert!(listed.contains("acme  gold  ") && listed.contains(digest), "{listed}");
+    output(&remove.replace(shown, digest), folder);
+    eventually("the former key is unknown", || get(&key).status == 401);
+    get(&another).expect(200);
+}
+
+#[test]
+fn the_guide_to_limits_plays_logs() {
+    let [logs, candidates, higher, json] = <[String; 4]>::try_from(commands("choose-limits")).unwrap();
+    let scratch = TempDir::new();
+    for name in ["gateway.toml", "access.log"] {
+        fs::copy(format!("{ROOT}/examples/choose-limits/{name}"), scratch.path().join(name)).unwrap();
+    }
+    // The output that the guide shows, with lines left out at the end.
+    let shown = guide_blocks("choose-limits", "text").remove(0);
+    let printed = output("transom simulate access.log", scratch.path());
+    let printed: Vec<&str> = printed.lines().map(str::trim).collect();
+    let shown: Vec<&str> = shown.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    assert!(printed.windows(shown.len()).any(|lines| lines == shown), "{printed:#?}");
+    // The log of the day before, compressed.
+    let mut compressed = GzEncoder::new(Vec::new(), Compression::fast());
+    let before = fs::read_to_string(scratch.path().join("access.log")).unwrap().replace("09/Oct", "08/Oct");
+    compressed.write_all(before.as_bytes()).unwrap();
+    scratch.write("access.log.1.gz", compressed.finish().unwrap());
+    let printed = output(&logs.replace("/var/log/nginx/", ""), scratch.path());
+    assert!(printed.contains("  requests            282\n"), "{printed}");
+    let printed = output(&candidates, scratch.path());
+    assert!(printed.contains("per-client: limits") && printed.contains("160/minute, 2000/hour"), "{printed}");
+    assert!(output(&higher, scratch.path()).contains("per-client=100/minute"));
+    // One balancer, and two clients that it names.
+    let line = |client: &str| {
+        format!(
+            "{{\"time\": \"2026-10-09T14:00:00Z\", \"remote_addr\": \"10.0.0.1\", \"x_forwarded_for\": \"{client}\", \
+             \"host\": \"a\", \"request\": \"GET / HTTP/1.1\", \"status\": 200}}\n"
+        )
+    };
+    scratch.write("access.log", line("192.0.2.7") + &line("192.0.2.8"));
+    let printed = output(&json, scratch.path());
+    assert!(printed.contains("  keys                2\n"), "{printed}");
+}
+
+#[test]
+fn the_guide_to_a_gateway_before_an_api_serves_https() {
+    let [certificate, check, start] = <[String; 3]>::try_from(commands("reverse-proxy")).unwrap();
+    assert_eq!(start, "transom run --config gateway.toml");
+    let (scratch, upstream) = (TempDir::new(), Upstream::always(200));
+    let mut toml = guide_blocks("reverse-proxy", "toml").remove(0);
+    let server = format!("http://{}", upstream.address);
+    for (text, other) in [
+        ("0.0.0.0:80\"", "127.0.0.1:0\""),
+        ("0.0.0.0:443", "127.0.0.1:0"),
+        ("127.0.0.1:9900", "127.0.0.1:0"),
+        ("https://one.internal", &server),
+        ("\"https://two.internal\"", ""),
+    ] {
+        assert!(toml.contains(text), "{text}");
+        toml = toml.replace(text, other);
+    }
+    scratch.write("gateway.toml", &toml);
+    output(&certificate, scratch.path());
+    output(&check, scratch.path());
+    let process = Process::spawn_command(Command::new(BINARY), &toml, scratch);
+    let moved = process.get("/a?b=c").expect(308);
+    assert_eq!(moved.field("location"), Some("https://gateway.test/a?b=c"));
+    let port = process.https.unwrap().port();
+    let curl = format!("curl -s --noproxy '*' --cacert fullchain.pem --connect-to localhost:{port}:127.0.0.1:{port}");
+    let get = format!("{curl} -o /dev/null -w '%{{http_code}} %{{http_version}}' https://localhost:{port}/a");
+    assert_eq!(output(&get, process.scratch.path()), "200 2");
+}
+
+#[test]
+fn the_guide_to_upgrades_replaces_the_process() {
+    let [check, upgrade] = <[String; 2]>::try_from(commands("upgrade")).unwrap();
+    let chain = UpgradeChain::start(&one_rule("key = \"ip\"\nwindows = [\"9/hour\"]"));
+    let (folder, old) = (chain.first.scratch.path(), chain.serving_pid().unwrap());
+    output(&check.replace("/etc/transom/", ""), folder);
+    let printed = output(&format!("{} 2>&1", upgrade.replace("/etc/transom/", "")), folder);
+    let new = chain.serving_pid().unwrap();
+    assert!(new != old && printed.contains(&format!("process {new} took over from {old}")), "{printed}");
+}
+
+/// Replaces what an example cannot have in a test: addresses, folders of the system, servers of other machines.
+fn made_local(toml: &str, folder: &Path) -> String {
+    let line = |line: &str| {
+        let setting = line.split('=').next().unwrap().trim();
+        let is_address = ["http", "admin", "address", "forward_auth", "ratelimit_service"].contains(&setting);
+        if is_address { format!("{setting} = \"127.0.0.1:0\"\n") } else { format!("{line}\n") }
+    };
+    let mut text: String = toml.lines().map(line).collect();
+    for system in ["/etc/transom", "/run/transom", "/var/lib/transom"] {
+        text = text.replace(system, folder.to_str().unwrap());
+    }
+    for (server, local) in [("10.0.0.5", "127.0.0.1"), ("one.internal", "127.0.0.1"), ("two.internal", "127.0.0.2")] {
+        text = text.replace(server, local);
+    }
+    text
+}
+
+#[test]
+fn every_example_starts_and_ends() {
+    let folders = fs::read_dir(format!("{ROOT}/examples")).unwrap().map(|entry| entry.unwrap().path());
+    let mut examples: Vec<_> = folders.filter(|path| path.is_dir()).collect();
+    examples.sort();
+    for example in &examples {
+        let scratch = TempDir::new();
+        for entry in fs::read_dir(example).unwrap() {
+            let file = entry.unwrap();
+            fs::copy(file.path(), scratch.path().join(file.file_name())).unwrap();
+        }
+        for (name, key) in [
+            ("fullchain.pem", "tls-without-names.pem"),
+            ("privkey.pem", "tls-other.key"),
+            ("other.pem", "tls.pem"),
+            ("other.key", "tls.key"),
+        ] {
+            fs::copy(format!("{ROOT}/tests/config/keys/{key}"), scratch.path().join(name)).unwrap();
+        }
+        let toml = fs::read_to_string(example.join("gateway.toml")).unwrap();
+        let config = scratch.write("gateway.toml", made_local(&toml, scratch.path()));
+        let config = config.to_str().unwrap();
+        let (code, _, messages) = run(&["check", "--config", config]);
+        assert_eq!(code, Some(0), "{}: {messages}", example.display());
+        let mut command = Command::new(BINARY);
+        command.args(["run", "--config", config]);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut process = ProcessGroup::spawn(&mut command);
+        let mut lines = BufReader::new(process.stdout.take().unwrap()).lines().map_while(Result::ok);
+        let admin = lines.find_map(|line| line.strip_prefix("admin on http://").map(str::to_owned));
+        let admin = admin.unwrap_or_else(|| panic!("{} does not start", example.display()));
+        Client::connect(admin.parse().unwrap()).get_with("/readyz", &[("Host", &admin)]).expect(200);
+        signal(process.id(), "TERM");
+        lines.for_each(drop);
+        assert!(process.wait().unwrap().success(), "{}", example.display());
+    }
+    assert!(examples.len() >= 15, "only {} examples", examples.len());
+}
