@@ -341,12 +341,12 @@ fn report_settings_of_windows(table: &Table, report: &mut Report) {
 fn check_layers(rule: &Rule, table: &Table, report: &mut Report) {
     let Some(item) = table.given("windows") else { return };
     let limits = || rule.variants().flatten();
-    let accumulates = rule.reserves() || limits().any(|limit| limit.capacity.is_some());
+    let has_sharded_account = limits().any(|limit| limit.shards > 1 && (limit.capacity.is_some() || limit.reserve > 0));
     let excludes_shards = match (&rule.cost, rule.on_limit) {
         (Cost::Response { .. }, _) => Some("a cost from a response header"),
         (_, OnLimit::Delay { .. }) => Some("`on_limit = \"delay\"`"),
-        _ if accumulates && rule.count_refused => Some("`count_refused` in a rule with `capacity` or `reserve`"),
-        _ if accumulates && rule.sharing != Sharing::Local => Some(
+        _ if has_sharded_account && rule.count_refused => Some("`count_refused` and `capacity` or `reserve`"),
+        _ if has_sharded_account && rule.sharing != Sharing::Local => Some(
             "`capacity` or `reserve` in a rule that gateways share (`shared = \"off\"` counts on this machine alone)",
         ),
         _ => None,
