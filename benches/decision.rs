@@ -1,9 +1,10 @@
 //! Measures the CPU time of one decision, in nanoseconds: Transom's table compared with the governor crate.
 //!
-//! `cargo bench --bench decision` prints five tables: the same two-layer decision by both limiters, Transom's decision under
-//! various conditions, the cost of a memory-mapped table, the time to open a counters file, and the cost of 128-bit counter
-//! words. No server and no socket is involved; `http1.py` measures whole requests. A plain `main` instead of a benchmark
-//! framework, because the compared sides have to take turns within one run.
+//! `cargo bench --bench decision` prints six tables: the same two-layer decision by both limiters, Transom's decision under
+//! various conditions, a sliding window beside a fixed one, the cost of a memory-mapped table, the time to open a counters file,
+//! and the cost of 128-bit counter words. `-- sliding` prints the third alone. No server and no socket is involved; `http1.py`
+//! measures whole requests. A plain `main` instead of a benchmark framework, because the compared sides have to take turns
+//! within one run.
 
 #[path = "decision/limiters.rs"]
 mod limiters;
@@ -21,6 +22,7 @@ use governor::clock::{FakeRelativeClock, QuantaClock};
 use transom::clock::Clock;
 use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
 use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::window::SEGMENTS_PER_PERIOD;
 
 use limiters::{Governor, NOW_MS, Transom};
 use timing::{Runner, Samples, in_turn, on_threads};
@@ -52,8 +54,12 @@ fn main() {
     }
     let keys = addresses(KEYS, 10);
     println!("{}", machine());
+    if std::env::args().any(|argument| argument == "sliding") {
+        return compare_sliding(&keys);
+    }
     compare_with_governor(&keys);
     measure_conditions(&keys);
+    compare_sliding(&keys);
     mapped_table::compare_with_heap(&keys);
     mapped_table::measure_open();
     compare_word_widths();
@@ -205,6 +211,40 @@ fn measure_conditions(keys: &[IpAddr]) {
         let nearly_full = nearly_full_table(keys);
         pass(1, &new_keys, |key, context| nearly_full.admits(key, NOW_MS, context))
     }));
+    let samples = in_turn(ROUNDS, &mut runners);
+    print_alone(&runners, &samples);
+}
+
+/// One layer, in a fixed and in a sliding window. `all segments`: the key has used tokens in each segment that still counts, which
+/// are nine counters; `one segment`: in the current one only.
+fn compare_sliding(keys: &[IpAddr]) {
+    println!("### One layer, fixed and sliding, 1 thread, time as argument\n");
+    const PERIOD_MS: u64 = 60_000;
+    let busy = vec![keys[0]; KEYS];
+    let admitting = || Transom::sliding(u32::MAX, PERIOD_MS, 3 * CAPACITY);
+    let used = |side: Transom, keys: &[IpAddr]| {
+        for segment in (1..=SEGMENTS_PER_PERIOD).rev() {
+            let then_ms = NOW_MS - segment * PERIOD_MS / SEGMENTS_PER_PERIOD;
+            pass(1, keys, |key, context| side.admits(key, then_ms, context));
+        }
+        side
+    };
+    let (fixed, one, all) = (Transom::new(&WIDE[1..], 3 * CAPACITY), admitting(), used(admitting(), keys));
+    let fixed_refusing = Transom::new(&["1/minute"], 3 * CAPACITY);
+    let refusing = used(Transom::sliding(9, PERIOD_MS, 3 * CAPACITY), keys);
+    let mut runners = Vec::new();
+    for (name, side) in [
+        ("fixed", &fixed),
+        ("sliding, one segment", &one),
+        ("sliding, all segments", &all),
+        ("fixed, refused", &fixed_refusing),
+        ("sliding, all segments, refused", &refusing),
+    ] {
+        for (which, keys) in [("a million keys", keys), ("busy key", &busy)] {
+            let sample = move || pass(1, keys, |key, context| side.admits(key, NOW_MS, context));
+            runners.push(Runner::new(format!("{name}, {which}"), sample));
+        }
+    }
     let samples = in_turn(ROUNDS, &mut runners);
     print_alone(&runners, &samples);
 }

@@ -21,6 +21,7 @@ use transom_limiter::limit::Limit;
 use transom_limiter::rule::Rule;
 use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
 use transom_limiter::table::Table;
+use transom_limiter::window::Windows;
 
 const SEED: Seed = Seed(0x0123_4567_89AB_CDEF, 0xFEDC_BA98_7654_3210);
 /// 2023-11-14T22:13:20Z. All decisions of a run are in one window.
@@ -41,9 +42,19 @@ impl Transom {
 
     /// As `new`, with this table.
     pub fn on(windows: &[&str], table: Arc<Table>) -> Transom {
+        Transom::with_layers(windows.iter().map(|text| Limit::parse(text).expect("a window")).collect(), table)
+    }
+
+    /// One layer, of a sliding window.
+    pub fn sliding(tokens: u32, period_ms: u64, capacity: usize) -> Transom {
+        let limit = Limit::parse("1/minute").expect("a window");
+        let layer = Limit { tokens, windows: Windows::Sliding { period_ms }, ..limit };
+        Transom::with_layers(vec![layer], Arc::new(Table::with_capacity(capacity).expect("there is memory")))
+    }
+
+    fn with_layers(layers: Vec<Limit>, table: Arc<Table>) -> Transom {
         let rule = {
             let key = vec![KeyPart::Ip { v4_prefix: 32, v6_prefix: 64 }];
-            let layers = windows.iter().map(|text| Limit::parse(text).expect("a window")).collect();
             Rule::new("per-client", key, OnMissing::Never, layers)
         };
         let rule_set = RuleSet::new(&[rule], SEED, None);
