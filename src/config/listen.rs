@@ -51,7 +51,7 @@ settings! {
         );
         /// Addresses on which [nginx](../guides/nginx.md), [Caddy](../guides/caddy.md) and [Traefik](../guides/traefik.md) ask
         /// about requests that they forward themselves. The request is taken from `X-Forwarded-Method`, `-Uri`, `-Host`,
-        /// `-Proto` and `-For`, which are trusted: whoever can connect can name any client. Without `X-Forwarded-For`, the
+        /// `-Proto` and `-For`, which are trusted, so let only these proxies connect. Without `X-Forwarded-For`, the
         /// client is the proxy. The request is matched to the routes, and gets 200 instead of being forwarded. A `respond` that
         /// is no success and a `redirect` are sent as they are.
         forward_auth: Vec<SocketAddr> = Restart(Custom::or_empty(Shape::one_or_list(ADDRESS), |item, report| {

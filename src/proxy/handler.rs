@@ -135,7 +135,7 @@ pub fn handle(
         }
     };
     let mut record = RequestRecord::new(worker, &config, &client, &parts, now);
-    // The body about which a proxy asks is not sent to the gateway.
+    // On `forward_auth`, the proxy sends the head of the original request without its body.
     let body_bytes = if is_forward_auth { 0 } else { body.size_hint().lower() };
     let request_context = RequestContext { peer, client, body_bytes, now };
     let decided = match restored {

@@ -225,7 +225,7 @@ fn bucket_group(typical_ms: u64) -> u64 {
 fn changed_setting(rule: &Rule, former: &Rule, layer: &CompiledLayer, other: &CompiledLayer) -> &'static str {
     let is_same_kind = layer.request.kind == other.request.kind;
     match () {
-        // Shards of an account are one where refusals count.
+        // Where refusals count, windows that depend on each other are not sharded.
         () if is_same_kind && layer.request.kind.carries_debt() && rule.count_refused != former.count_refused => {
             "count_refused"
         }
@@ -241,8 +241,7 @@ fn changed_setting(rule: &Rule, former: &Rule, layer: &CompiledLayer, other: &Co
 /// the default ones.
 fn former_layers<'a>(rule: &Rule, variant: usize, former: &'a Rule) -> &'a [Limit] {
     let plan = rule.plan_of(variant).and_then(|plan| former.plans.iter().find(|known| known.name == plan.name));
-    let own = variant.checked_sub(1 + rule.plans.len()).map(|position| &rule.overrides[position]);
-    let own = own.and_then(|own| former.overrides.iter().find(|known| known.key == own.key));
+    let own = rule.override_of(variant).and_then(|(_, own)| former.overrides.iter().find(|known| known.key == own.key));
     plan.map(|plan| &plan.layers).or(own.map(|own| &own.layers)).unwrap_or(&former.layers)
 }
 
@@ -418,8 +417,9 @@ impl RuleSet {
         let shards = sharing().map(|other| other.shards).max().unwrap_or(1).max(1);
         let shards = match kind {
             WindowKind::Plain => shards,
-            // Each shard gains tokens in each window. The store knows no shards of an account, and refunds of a part of a
-            // charge, and the remaining tokens that a refusal takes, no shards at all.
+            // At most as many shards as tokens, so that each shard gains tokens in each window. Not sharded: counters of the
+            // store, whose scripts keep one account for a key; rules that refund a part of a charge; and rules whose refusals
+            // take the remaining tokens.
             WindowKind::Accumulating
                 if rule.sharing == Sharing::Local
                     && !(rule.delays() || rule.has_response_cost() || rule.count_refused) =>
