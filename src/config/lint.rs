@@ -9,6 +9,7 @@ use std::fmt;
 use super::Config;
 use super::certificate::RevocationList;
 use super::diagnostics::{quoted, quoted_list};
+use super::key::OnUnknownKey;
 use super::path::{PathParameters, Segment, TrailingSlash};
 use super::redis::is_secret_part;
 use super::route::Route;
@@ -124,7 +125,8 @@ fn invented_keys(config: &Config) -> Vec<LintMessage> {
     let mut messages = Vec::new();
     for (position, rule) in config.rules.iter().enumerate() {
         let Some(part) = rule.key.iter().find(is_invented) else { continue };
-        if config.clients.as_ref().is_some_and(|clients| clients.read_part_of(&rule.key)) {
+        let is_read = config.clients.as_ref().is_some_and(|clients| clients.read_part_of(&rule.key));
+        if is_read && config.on_unknown_key[position] != OnUnknownKey::Count {
             continue;
         }
         let mut routes = config.routes.iter().filter(|route| route.rules.contains(&position));
@@ -132,8 +134,13 @@ fn invented_keys(config: &Config) -> Vec<LintMessage> {
         let sources = config.clients.iter().flat_map(|clients| clients.sources()).map(KeyPart::to_string);
         let sources: Vec<String> = sources.collect();
         let text = match unprotected {
+            Some(route) if is_read => format!(
+                "counts by `{part}`, which a client can choose freely, so a new value is a new quota: set `on_unknown_key` to \
+                 `\"missing\"` or `\"refuse\"`, or add a rule by `ip` to the route {}",
+                quoted(&route.name)
+            ),
             // The plan of one client, and a count for each value that the client invents.
-            _ if !sources.is_empty() && (unprotected.is_some() || !rule.plans.is_empty()) => format!(
+            _ if !is_read && !sources.is_empty() && (unprotected.is_some() || !rule.plans.is_empty()) => format!(
                 "`[clients]` reads {}, and the rule counts by `{part}`, which a client can choose freely: count by what \
                  `[clients]` reads, or read `{part}` there",
                 quoted_list(sources.iter().map(String::as_str), "and")
@@ -655,7 +662,14 @@ mod tests {
         let clients = "[clients]\nfile = \"c.toml\"\napi_key = \"header:x-api-key\"";
         let other = "r: note: `[clients]` reads `header:x-api-key`, and the rule counts by `header:x-user`, which a client \
                      can choose freely: count by what `[clients]` reads, or read `header:x-user` there";
-        assert!(notes(clients, "\"header:x-api-key\"", "", "\"r\"").is_empty());
+        let counted = "r: note: counts by `header:x-api-key`, which a client can choose freely, so a new value is a new quota: \
+                       set `on_unknown_key` to `\"missing\"` or `\"refuse\"`, or add a rule by `ip` to the route `/{*rest}`";
+        assert_eq!(notes(clients, "\"header:x-api-key\"", "", "\"r\""), [counted]);
+        assert!(notes(clients, "\"header:x-api-key\"", "", "\"r\", \"address\"").is_empty());
+        for known in ["missing", "refuse"] {
+            let setting = format!("on_unknown_key = \"{known}\"");
+            assert!(notes(clients, "\"header:x-api-key\"", &setting, "\"r\"").is_empty());
+        }
         assert_eq!(notes(clients, "\"header:x-user\"", "", "\"r\""), [other]);
         assert!(notes(clients, "\"header:x-user\"", "", "\"r\", \"address\"").is_empty());
         let plan = "[rules.r.plans.gold]\nwindows = [\"9/minute\"]";

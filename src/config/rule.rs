@@ -339,9 +339,14 @@ fn report_settings_of_windows(table: &Table, report: &mut Report) {
 
 /// Checks the layers against the cost, and against what happens at the limit.
 fn check_layers(rule: &Rule, table: &Table, report: &mut Report) {
-    let Some(item) = table.given("windows") else { return };
+    let windows = table.given("windows");
+    let Some(item) = windows.clone().or(table.given("plans")).or(table.given("overrides")) else { return };
     let limits = || rule.variants().flatten();
-    let has_sharded_account = limits().any(|limit| limit.shards > 1 && (limit.capacity.is_some() || limit.reserve > 0));
+    // Layers of plans and overrides with the same windows share counters, and a reserve concerns all layers.
+    let is_account = |limit: &Limit| {
+        rule.reserves() || limits().any(|other| other.windows == limit.windows && other.capacity.is_some())
+    };
+    let has_sharded_account = limits().any(|limit| limit.shards > 1 && is_account(limit));
     let excludes_shards = match (&rule.cost, rule.on_limit) {
         (Cost::Response { .. }, _) => Some("a cost from a response header"),
         (_, OnLimit::Delay { .. }) => Some("`on_limit = \"delay\"`"),
@@ -359,8 +364,8 @@ fn check_layers(rule: &Rule, table: &Table, report: &mut Report) {
         let message = "`sliding` cannot be combined with `on_limit = \"delay\"`";
         report.problem(item.span.clone(), message, "remove `sliding`, or remove `on_limit`");
     }
-    if layers_are_comparable(rule) {
-        report_unreachable_layers(&item, &rule.layers, report);
+    if let Some(windows) = windows.filter(|_| layers_are_comparable(rule)) {
+        report_unreachable_layers(&windows, &rule.layers, report);
     }
 }
 

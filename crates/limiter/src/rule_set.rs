@@ -237,24 +237,27 @@ fn changed_setting(rule: &Rule, former: &Rule, layer: &CompiledLayer, other: &Co
     }
 }
 
-/// The layers by which the keys of a variant of `rule` were counted under `former`: those of the same plan or override, or
-/// the default ones.
-fn former_layers<'a>(rule: &Rule, variant: usize, former: &'a Rule) -> &'a [Limit] {
-    let plan = rule.plan_of(variant).and_then(|plan| former.plans.iter().find(|known| known.name == plan.name));
-    let own = rule.override_of(variant).and_then(|(_, own)| former.overrides.iter().find(|known| known.key == own.key));
-    plan.map(|plan| &plan.layers).or(own.map(|own| &own.layers)).unwrap_or(&former.layers)
+/// The layers by which the keys of a variant of `rule` are counted under `other`, an earlier or later state of the rule:
+/// those of the same plan or override, or the default ones.
+fn layers_under<'a>(rule: &Rule, variant: usize, other: &'a Rule) -> &'a [Limit] {
+    let plan = rule.plan_of(variant).and_then(|plan| other.plans.iter().find(|known| known.name == plan.name));
+    let own = rule.override_of(variant).and_then(|(_, own)| other.overrides.iter().find(|known| known.key == own.key));
+    plan.map(|plan| &plan.layers).or(own.map(|own| &own.layers)).unwrap_or(&other.layers)
 }
 
-/// The layer of `variant` that replaces a layer of `former` with the same period, of which one is sliding.
-fn toggled_sliding<'a>(variant: &'a [Limit], former: &[Limit]) -> Option<&'a Limit> {
+/// The layer of a variant of `rule` in whose place `other` has a layer with the same period, of which one is sliding.
+fn toggled_sliding<'a>(rule: &'a Rule, other: &Rule) -> Option<&'a Limit> {
     let has = |layers: &[Limit], limit: &Limit| layers.iter().any(|known| known.windows == limit.windows);
     let is_sliding = |limit: &Limit| matches!(limit.windows, Windows::Sliding { .. });
-    let replaces = |limit: &Limit, known: &Limit| {
-        is_sliding(limit) != is_sliding(known)
-            && limit.windows.typical_ms() == known.windows.typical_ms()
-            && !has(variant, known)
-    };
-    variant.iter().find(|limit| !has(former, limit) && former.iter().any(|known| replaces(limit, known)))
+    rule.variants().enumerate().find_map(|(variant, layers)| {
+        let others = layers_under(rule, variant, other);
+        let replaces = |limit: &Limit, known: &Limit| {
+            is_sliding(limit) != is_sliding(known)
+                && limit.windows.typical_ms() == known.windows.typical_ms()
+                && !has(layers, known)
+        };
+        layers.iter().find(|limit| !has(others, limit) && others.iter().any(|known| replaces(limit, known)))
+    })
 }
 
 impl ChargePlan {
@@ -315,10 +318,14 @@ impl RuleSet {
                 layer: format!("{}/{}", limit.tokens, limit.period_text),
                 setting,
             };
-            let toggled =
-                |(variant, limits)| toggled_sliding(limits, former_layers(&compiled.rule, variant, &known?.rule));
-            if let Some(limit) = compiled.rule.variants().enumerate().find_map(toggled) {
-                return Some(change(limit, "sliding"));
+            // Also from `former`: the keys of a removed plan or override have the default layers now.
+            let toggled = |known: &CompiledRule| {
+                toggled_sliding(&compiled.rule, &known.rule)
+                    .or(toggled_sliding(&known.rule, &compiled.rule))
+                    .map(|limit| change(limit, "sliding"))
+            };
+            if let Some(changed) = known.and_then(toggled) {
+                return Some(changed);
             }
             for (limit, layer) in compiled.rule.variants().flatten().zip(&compiled.layers) {
                 let same_windows = |other: &&CompiledLayer| {

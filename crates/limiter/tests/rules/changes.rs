@@ -229,8 +229,13 @@ fn a_change_of_sliding_is_found() {
         assert_eq!((change(&fixed, &sliding), change(&sliding, &fixed)), (minute.clone(), minute.clone()));
         assert_eq!((change(&fixed, &fixed), change(&sliding, &sliding)), (None, None));
     }
-    // Clients of a new plan had the default windows.
+    // Clients of a new plan had the default windows; those of a removed plan or override get them.
     assert_eq!(change(&default, &with_plan(&sliding)), minute);
+    for variant in [with_plan(&sliding), with_override(&sliding)] {
+        assert_eq!(change(&variant, &default), minute);
+        assert_eq!(change(&with_default(&sliding), &variant), minute);
+    }
+    assert_eq!(change(&with_plan(&fixed), &default), None);
     // Another period has other counters, and a layer beside the present ones is a further limit.
     let longer = slides(&Limit::parse("5/2m").expect("valid"));
     assert_eq!(change(&default, &with_default(&layers(&longer))), None);
