@@ -21,7 +21,7 @@ DENY = cargo deny --version >/dev/null 2>&1
 # What `make package` packages. Another binary can be named, and is not built: make package BINARY=target/release/transom
 BINARY = target/dist/transom
 
-.PHONY: help test check docs release package package-test dist site cargo-deb mdbook bench model kills kills-shared concurrency sliding replay screenshots failover fuzz parts deny advisories
+.PHONY: help test check docs release package package-test dist site cargo-deb mdbook bench model kills kills-shared concurrency sliding instructions replay screenshots failover fuzz parts deny advisories
 # Targets build, install and measure, and must not run at the same time.
 .NOTPARALLEL:
 
@@ -36,6 +36,7 @@ help:
 	@echo "make dist        target/package: the packages, and the source of this commit, with checksums"
 	@echo "make bench       builds a release; CPU time per request, beside nginx, HAProxy and Envoy; memory; slow clients"
 	@echo "make model       the loom models of the limiter, with wider bounds"
+	@echo "make instructions  counts the instructions of requests and decisions; fails if they are 2 % above the committed counts"
 	@echo "make kills       kills the gateway KILLS times (1000) under load: no client gets more than the limit"
 	@echo "make kills-shared  kills four gateways on one Redis for KILLS_SHARED_S seconds (60) under load, likewise"
 	@echo "make concurrency ends concurrent requests in random ways, in ROUNDS rounds (1000): all slots come back"
@@ -51,6 +52,7 @@ help:
 test: parts
 	RUST_TEST_THREADS=$$((2 * $$(nproc))) cargo test --locked --no-fail-fast --workspace
 	$(MODELS)
+	$(MAKE) instructions
 	@! ls -l /proc/[0-9]*/exe 2>/dev/null | grep -F ' $(CURDIR)/target/debug/transom' || { \
 		echo "The tests have left a gateway running." >&2; exit 1; }
 
@@ -122,6 +124,11 @@ bench: release $(PARTS)/envoy/installed
 
 model:
 	TRANSOM_MODEL_EXTRA=1 $(MODELS)
+
+# Fails if a request or a decision takes 2 % more instructions than committed in benches/instructions.json.
+instructions:
+	cargo build --locked --release
+	python3 benches/instructions.py
 
 # `make test` kills a few times; this target prints the result.
 kills:

@@ -6,37 +6,25 @@
     python3 benches/top_keys.py                       # about ten minutes
     python3 benches/top_keys.py --results table.md    # also writes the figures as Markdown
 
-Callgrind counts the instructions of a gateway that forwards N requests, and of one that forwards 2 N: the
-difference is that of N requests without the start. A gateway with the default `top_keys` is compared
-with one that has `top_keys = 0`, in rounds. One connection sends one request after the other, so that each
-takes the same steps; counts of instructions hardly depend on other work of the machine.
+A gateway with the default `top_keys` is compared with one that has `top_keys = 0`, in rounds. See `callgrind.py` for the
+count.
 """
 
 import argparse
 import collections
-import os
 import random
-import re
 import statistics
 
+import callgrind
 import gateways
 import http1
 import load_generators
 import machine
-from machine import BenchmarkError
 
 KEYS = 10_000
 TARGET = 0.01
 # `paths`: the path of each request of a connection; the rule counts by path.
 Load = collections.namedtuple("Load", "name paths")
-
-
-class Valgrind:
-    name, package = "valgrind", "valgrind"
-
-    @staticmethod
-    def version():
-        return machine.version_of(["valgrind", "--version"], r"valgrind-(\S+)")
 
 
 def main():
@@ -63,12 +51,11 @@ def loads():
 
 
 def measure(options, directory, report):
-    http1.require(options.transom, [load_generators.H2load, Valgrind])
-    versions = [("transom", gateways.Transom(options.transom).version()), ("valgrind", Valgrind.version())]
+    http1.require(options.transom, [load_generators.H2load, callgrind.Valgrind])
+    versions = [("transom", gateways.Transom(options.transom).version()), ("valgrind", callgrind.Valgrind.version())]
     report.facts(machine.description(versions))
     report.section(f"Busiest keys: instructions per forwarded request, N = {options.requests:,}")
-    cores = os.sched_getaffinity(0)
-    upstream, upstream_port = load_generators.start_upstream(directory, max(cores))
+    upstream, upstream_port = load_generators.start_upstream(directory, callgrind.CORE)
     rows = []
     with upstream:
         for load in loads():
@@ -90,37 +77,11 @@ def measure(options, directory, report):
 
 
 def instructions_per_request(options, directory, upstream_port, load, setting):
-    one, two = (
-        instructions(options, directory, upstream_port, load, setting, requests)
-        for requests in (options.requests, 2 * options.requests)
-    )
-    return (two - one) / options.requests
-
-
-def instructions(options, directory, upstream_port, load, setting, requests):
-    """Returns the instructions of a gateway, from its start to its end, that forwards so many requests."""
-    valgrind = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null"]
-    transom = gateways.Transom(options.transom, valgrind)
     rule = (
         f"[admin]\n{setting}\n[rules.per-path]\nkey = \"path\"\nwindows = [\"4000000000/hour\", \"70000000/minute\"]\n"
         "[[routes]]\npath = \"/api/{name}\"\nupstream = \"bench\"\nrules = [\"per-path\"]\n"
     )
-    # One core: one worker.
-    server, port = transom.start(directory, upstream_port, gateways.FORWARDING, {min(os.sched_getaffinity(0))}, more=rule)
-    with server:
-        urls = os.path.join(directory, "urls")
-        with open(urls, "w") as file:
-            file.writelines(f"http://{machine.LOOPBACK}:{port}{path}\n" for path in load.paths)
-        command = ["h2load", "--h1", "-c1", "-t1", f"-n{requests}", "-i", urls]
-        output = machine.run_on(os.sched_getaffinity(0), command, 600)
-        done = re.search(r"status codes: (\d+) 2xx", output)
-        if not done or int(done[1]) != requests:
-            raise BenchmarkError(f"not all requests were forwarded:\n{output}")
-        server.end(60)
-        counted = re.search(r"Collected : (\d+)", server.output())
-        if not counted:
-            raise BenchmarkError(f"valgrind counted nothing:\n{server.output()}")
-        return int(counted[1])
+    return callgrind.per_request(options.transom, directory, upstream_port, load.paths, options.requests, rule)
 
 
 if __name__ == "__main__":

@@ -37,8 +37,10 @@ impl RequestId {
         let mut value = match self {
             RequestId::Received(id) => HeaderValue::clone(id),
             RequestId::Made(id) => {
-                let bits = id.iter().fold(0_u128, |bits, byte| bits << 8 | u128::from(*byte));
-                let digit = |place| DIGITS[(bits >> (5 * place)) as usize % DIGITS.len()];
+                // Five bytes are eight digits.
+                let halves =
+                    [&id[..5], &id[5..]].map(|half| half.iter().fold(0_u64, |bits, byte| bits << 8 | u64::from(*byte)));
+                let digit = |place| DIGITS[(halves[place / 8] >> (5 * (7 - place % 8))) as usize % DIGITS.len()];
                 let text: [u8; NEW_ID_BYTES * 8 / 5] = std::array::from_fn(digit);
                 HeaderValue::from_bytes(&text).unwrap_or(HeaderValue::from_static("-"))
             }

@@ -324,7 +324,9 @@ impl RequestRecord {
 
     /// Notes the status of a gRPC response, from its head or its trailers.
     pub fn set_grpc_status(&mut self, fields: &HeaderMap) {
-        if let (Some(log), Some(status)) = (&mut self.log, fields.get("grpc-status")) {
+        if let Some(log) = &mut self.log
+            && let Some(status) = fields.get("grpc-status")
+        {
             log.entry.grpc_status = Some(readable(status));
         }
     }

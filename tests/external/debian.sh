@@ -38,6 +38,7 @@ else
     need redis-tools command -v redis-cli
     need slowhttptest command -v slowhttptest
     need systemd command -v systemd-analyze
+    need valgrind command -v valgrind
 fi
 
 [ -n "$missing" ] || exit 0

@@ -79,7 +79,9 @@ fn an_error_has_the_corresponding_grpc_status() {
     let mut client = Http2Client::connect(gateway.http);
     assert_eq!(grpc_message(&call(&mut client), "13"), "the request lacks `header:x-user`");
     grpc_message(&client.request_path("POST", "/elsewhere", &GRPC, b"x"), "12");
-    let toml = one_rule("key = \"header:x-user\"\non_unknown_key = \"refuse\"\nwindows = [\"9/hour\"]");
+    let toml = one_rule(
+        "key = \"header:x-user\"\non_missing_key = \"skip\"\non_unknown_key = \"refuse\"\nwindows = [\"9/hour\"]",
+    );
     let gateway =
         Gateway::start_with(&format!("[clients]\nfile = \"clients.toml\"\napi_key = \"header:x-user\"\n{toml}"), "");
     let fields = [GRPC[0], GRPC[1], ("x-user", "nobody")];

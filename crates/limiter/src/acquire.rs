@@ -29,8 +29,8 @@ pub struct Charge {
     /// limit.
     is_shard_over_part: bool,
     /// After [`peek_all`] found a sharded counter full whose windows depend on each other: how many windows must begin
-    /// until the request fits.
-    pub windows_until_fit: u64,
+    /// until the request fits, at most `u32::MAX`. Not wider, so that it fits beside the flags.
+    pub windows_until_fit: u32,
     hint: Option<PeekedSlot>,
     /// The charged slot, and the increase of the usage. Small, because both are written for every counter of every
     /// request and rarely read.
@@ -129,7 +129,8 @@ pub fn peek_all<const W: usize, const PLAIN: bool>(
         }
         charge.is_full = !charge.usage.admits(charge.request);
         if !PLAIN && charge.is_full && charge.sharding.shards > 1 && charge.request.kind.carries_debt() {
-            charge.windows_until_fit = charge.sharding.windows_until_fit(table, charge.counter, charge.request, time);
+            let windows = charge.sharding.windows_until_fit(table, charge.counter, charge.request, time);
+            charge.windows_until_fit = u32::try_from(windows).unwrap_or(u32::MAX);
         }
         all_fit &= !charge.is_full;
     }

@@ -177,7 +177,7 @@ impl RuleSet {
         let layer = compiled.layer(layer);
         // Excess usage of an independent window is not owed by the next: it may have been used under a greater limit.
         let windows = match missing.div_ceil(u64::from(charge.request.limit)) {
-            _ if layer.shards > 1 && layer.request.kind.carries_debt() => charge.windows_until_fit,
+            _ if layer.shards > 1 && layer.request.kind.carries_debt() => charge.windows_until_fit.into(),
             windows if layer.request.kind.carries_debt() => windows,
             windows => windows.min(1),
         };

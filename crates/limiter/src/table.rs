@@ -121,7 +121,7 @@ pub enum RefundResult {
 /// The counter that a peek found, and its word.
 #[derive(Clone, Copy, Debug)]
 pub struct PeekedSlot {
-    index: usize,
+    slot: Slot,
     word: CounterWord,
 }
 
@@ -317,7 +317,7 @@ impl<const W: usize> Table<W> {
         time: Time<'_, PLAIN>,
     ) -> (Usage, Option<PeekedSlot>) {
         if let FindResult::Counter(index, word) = self.counters.find(counter.key) {
-            return (usage(word, request, time), Some(PeekedSlot { index, word }));
+            return (usage(word, request, time), Some(PeekedSlot { slot: Slot::new(false, index), word }));
         }
         if request.is_leased(time) {
             return (request.nothing_leased(), None);
@@ -364,7 +364,7 @@ impl<const W: usize> Table<W> {
         time: Time<'_, PLAIN>,
     ) -> Option<(Slot, Usage)> {
         let (next, after) = acquired(seen.word.tag(), before, request, time)?;
-        self.counters.swap(seen.index, seen.word, next).ok().map(|()| (Slot::new(false, seen.index), after))
+        self.counters.swap(seen.slot.index(), seen.word, next).ok().map(|()| (seen.slot, after))
     }
 
     /// Charges `request` to a counter, or reports that it does not fit. `hint` is the result of [`Table::peek`], and
@@ -379,8 +379,8 @@ impl<const W: usize> Table<W> {
         if request.is_leased(time) {
             return self.acquire_leased(counter, request, time);
         }
-        if let Some(PeekedSlot { index, word }) = hint
-            && let Some(outcome) = self.acquire_in(&self.counters, index, word, counter.key, request, time)
+        if let Some(PeekedSlot { slot, word }) = hint
+            && let Some(outcome) = self.acquire_in(&self.counters, slot.index(), word, counter.key, request, time)
         {
             return outcome;
         }
