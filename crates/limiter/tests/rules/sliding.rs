@@ -4,17 +4,19 @@
 //! `make sliding` compares more schedules, and prints the largest early refusal.
 
 use std::cell::Cell;
+use std::collections::HashMap;
 
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::limit::Limit;
-use transom_limiter::rule::Rule;
+use transom_limiter::rule::{KeyValue, OnLimit, Override, Plan, Rule};
 use transom_limiter::table::Table;
 use transom_limiter::window::{PERIOD_MIN_MS, SEGMENTS_PER_PERIOD, Windows};
 
 use crate::oracle::Expected::{Admitted, Refused};
-use crate::support::{Gateway, START_MS, limit, plain, rule};
+use crate::oracle::LayerRequest;
+use crate::support::{Gateway, START_MS, limit, outcome, plain, rule};
 
 const MINUTE_MS: u64 = 60_000;
 /// The longest time that a token counts beyond the period.
@@ -231,4 +233,81 @@ fn a_refusal_by_a_sliding_layer_charges_no_other() {
         .find(|charge| charge.request.limit == 100)
         .map(|charge| charge.usage.used);
     assert_eq!(hour, Some(4));
+}
+
+/// The tokens taken from each counter, with their times.
+#[derive(Default)]
+struct History(HashMap<String, Vec<(u64, u64)>>);
+
+impl History {
+    /// The tokens left. A sliding window counts the tokens of the present segment and of the eight before.
+    fn left(&self, request: &LayerRequest, now_ms: u64) -> u64 {
+        let counts = |then_ms: u64| match request.limit.windows {
+            Windows::Sliding { period_ms } => now_ms * 8 / period_ms - then_ms * 8 / period_ms <= 8,
+            _ => request.end_ms(then_ms) == request.end_ms(now_ms),
+        };
+        let taken = self.0.get(&request.key).into_iter().flatten().filter(|(then_ms, _)| counts(*then_ms));
+        u64::from(request.limit.tokens).saturating_sub(taken.map(|(_, tokens)| tokens).sum())
+    }
+
+    /// Whether all layers admit a request. It is charged in all or, if one refuses it, in those that count refused requests.
+    fn decide(&mut self, requests: &[LayerRequest], now_ms: u64) -> bool {
+        let fits = requests.iter().all(|request| self.left(request, now_ms) >= request.cost.into());
+        for request in requests.iter().filter(|request| fits || request.count_refused) {
+            let tokens = self.left(request, now_ms).min(request.cost.into());
+            self.0.entry(request.key.clone()).or_default().push((now_ms, tokens));
+        }
+        fits
+    }
+}
+
+/// Rules with a sliding layer, and often a fixed one, whose limits depend on the plan or override.
+fn rules_with_variants() -> impl Strategy<Value = Vec<Rule>> {
+    let layers = || {
+        (1..8u32, prop::option::of(1..8u32)).prop_map(|(tokens, fixed)| {
+            [sliding(tokens, 800)].into_iter().chain(fixed.map(|tokens| plain(tokens, 1000))).collect::<Vec<_>>()
+        })
+    };
+    let variants = (layers(), prop::option::of(layers()), prop::option::of(layers()));
+    let one = (variants, any::<bool>(), prop::bool::weighted(0.3));
+    let one = one.prop_map(|((layers, plan, own), count_refused, is_shadow)| Rule {
+        plans: plan.map(|layers| Plan { name: "gold".to_owned(), layers, concurrent: None }).into_iter().collect(),
+        overrides: own
+            .map(|layers| Override { key: vec![KeyValue::Clear("3".to_owned())], layers, concurrent: None })
+            .into_iter()
+            .collect(),
+        count_refused,
+        on_limit: if is_shadow { OnLimit::Shadow } else { OnLimit::Refuse },
+        ..rule("", layers)
+    });
+    prop::collection::vec(one, 1..4)
+        .prop_map(|all| all.into_iter().enumerate().map(|(i, rule)| Rule { name: format!("r{i}"), ..rule }).collect())
+}
+
+proptest! {
+    #![proptest_config(crate::config())]
+
+    /// Plans, overrides, shadow rules and `count_refused` decide as in a history of all charges.
+    #[test]
+    fn variants_shadow_rules_and_counted_refusals_agree_with_a_history(
+        rules in rules_with_variants(),
+        events in prop::collection::vec((prop_oneof![3 => 0..20u64, 2 => 0..300u64, 1 => 0..3000u64], 0..4u64, 0..4u32), 1..150),
+    ) {
+        let mut gateway = Gateway::with_large_table(&rules);
+        let (mut history, mut now_ms) = (History::default(), START_MS);
+        for (advance_ms, client, cost) in events {
+            now_ms += advance_ms;
+            let costs = vec![Some(cost); rules.len()];
+            let found = outcome(&gateway.decide(client, &costs, now_ms));
+            let mut requests = |shadow| -> bool {
+                let requests = gateway.layer_requests(client, &costs, shadow).into_iter().map(|(_, request)| request);
+                history.decide(&requests.collect::<Vec<_>>(), now_ms)
+            };
+            let is_admitted = requests(None);
+            prop_assert_eq!(found, if is_admitted { Admitted } else { Refused }, "at {}", now_ms);
+            let shadow_rules = (0..rules.len()).filter(|rule| is_admitted && rules[*rule].is_shadow());
+            let shadowed: Vec<usize> = shadow_rules.filter(|rule| !requests(Some(*rule))).collect();
+            prop_assert_eq!(&shadowed, &gateway.context.result.shadowed, "at {}", now_ms);
+        }
+    }
 }
