@@ -91,7 +91,7 @@ pub struct Gateway {
     sockets: Vec<(SocketAddr, StdListener)>,
     accept_state: watch::Sender<AcceptState>,
     worker_threads: Vec<JoinHandle<()>>,
-    admin_thread: Option<(oneshot::Sender<()>, JoinHandle<()>)>,
+    admin_thread: Option<JoinHandle<()>>,
     /// The settings for new connections.
     listener_config: Arc<ListenerConfig>,
     connection_limit: Arc<ConnectionLimit>,
@@ -448,10 +448,8 @@ impl Gateway {
             drop(stop);
             join(thread);
         }
-        if let Some((stop, thread)) = self.admin_thread.take() {
-            let _ = stop.send(());
-            join(thread);
-        }
+        self.accept_state.send_replace(AcceptState::Stopped);
+        self.admin_thread.into_iter().for_each(join);
         // Nothing is counted from here on.
         self.snapshot_writer.take().into_iter().for_each(BackgroundWriter::finish);
         self.outputs = RecordOutputs::default();
@@ -581,7 +579,6 @@ impl Gateway {
         let store = self.config.counters.shared.clone().filter(|_| self.admin.is_some());
         let owner = self.workers;
         let shared_by_workers = self.shared_by_workers.clone();
-        let (stop, stopped) = oneshot::channel();
         let run = move || async move {
             let meter = || StoreMetrics::new(&registry, owner);
             let shared = store.map(|store| SharedCounters::new(&store, shared_by_workers, clock.clone(), meter()));
@@ -602,17 +599,11 @@ impl Gateway {
                 metrics,
                 events: Default::default(),
             };
-            tokio::select! {
-                served = admin::serve(listeners, Rc::new(admin_state)) => {
-                    if let Err(error) = served {
-                        tracing::error!(%error, "the admin address is no longer served");
-                    }
-                }
-                // Stopped, or the handle was dropped.
-                _ = stopped => {}
+            if let Err(error) = admin::serve(listeners, Rc::new(admin_state)).await {
+                tracing::error!(%error, "the admin address is no longer served");
             }
         };
-        self.admin_thread = Some((stop, spawn("admin".to_owned(), run)?));
+        self.admin_thread = Some(spawn("admin".to_owned(), run)?);
         Ok(())
     }
 }

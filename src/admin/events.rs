@@ -20,7 +20,7 @@ use tokio::time::{MissedTickBehavior, interval, timeout};
 
 use super::history::{Down, History, Sample};
 use super::top_query::TopQuery;
-use super::{AcceptState, AdminState, DecisionApi, upstreams};
+use super::{AdminState, DecisionApi, upstreams};
 use crate::http::error::DecisionError;
 use crate::metrics::events::{CONNECTIONS, DELAYED_REQUESTS, REQUESTS_ACTIVE, UPSTREAM_REQUESTS};
 use crate::metrics::totals::{Totals, value};
@@ -80,7 +80,7 @@ impl Body for EventBody {
 /// Opens a stream.
 pub fn open(state: &Rc<AdminState>) -> Result<EventBody, DecisionError> {
     let streams = &state.events.streams;
-    if *state.accept_state.borrow() == AcceptState::HandedOver {
+    if state.accept_state.borrow().is_over() {
         return Err(DecisionError::HandedOver);
     }
     if streams.get() >= STREAMS_MAX {
@@ -94,7 +94,7 @@ pub fn open(state: &Rc<AdminState>) -> Result<EventBody, DecisionError> {
         tokio::select! {
             () = send_events(&state, &sender) => {}
             () = sender.closed() => {}
-            _ = accept_state.wait_for(|accept_state| *accept_state == AcceptState::HandedOver) => {}
+            _ = accept_state.wait_for(|accept_state| accept_state.is_over()) => {}
         }
         let streams = &state.events.streams;
         streams.set(streams.get() - 1);

@@ -22,9 +22,12 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::GracefulShutdown;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::{Semaphore, watch};
+use tokio::task::JoinSet;
+use tokio::time::timeout;
 
 use crate::clock::Clock;
 use crate::config::listen::Admin;
@@ -61,6 +64,8 @@ use write_timeout::WriteTimeout;
 const CONNECTIONS_MAX: usize = 256;
 /// How long a peer may leave a response unread.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
+/// For responses under way when the process ends.
+const STOP_TIMEOUT: Duration = Duration::from_secs(1);
 /// For the head of a request, for a query, and between requests.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
 const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
@@ -94,6 +99,15 @@ pub enum AcceptState {
     Accepting,
     /// Another process has taken over the listener; responses on open connections close them.
     HandedOver,
+    /// No longer: the process ends as soon as responses under way are finished.
+    Stopped,
+}
+
+impl AcceptState {
+    /// Whether streams of events end, and responses close their connection.
+    fn is_over(self) -> bool {
+        matches!(self, AcceptState::HandedOver | AcceptState::Stopped)
+    }
 }
 
 /// What an address serves.
@@ -173,28 +187,43 @@ impl AdminState {
     }
 }
 
-/// Serves the admin pages until the task is dropped.
+/// Serves the admin pages until the gateway stops.
 pub async fn serve(listeners: Vec<(StdListener, AdminScope)>, state: Rc<AdminState>) -> std::io::Result<()> {
     let mut accept_state = state.accept_state.clone();
     if accept_state.wait_for(|accept_state| *accept_state != AcceptState::NotStarted).await.is_err() {
         return Ok(());
     }
     tokio::task::spawn_local(events::run(Rc::clone(&state)));
+    let connections = Rc::new(GracefulShutdown::new());
+    let mut accepting = JoinSet::new();
     for (listener, scope) in listeners {
-        tokio::task::spawn_local(accept_connections(TcpListener::from_std(listener)?, scope, Rc::clone(&state)));
+        let listener = TcpListener::from_std(listener)?;
+        accepting.spawn_local(accept_connections(listener, scope, Rc::clone(&state), Rc::clone(&connections)));
     }
-    std::future::pending().await
+    accepting.join_all().await;
+    // Fails if the gateway was dropped.
+    let _ = accept_state.wait_for(|accept_state| *accept_state == AcceptState::Stopped).await;
+    if let Some(connections) = Rc::into_inner(connections) {
+        let _ = timeout(STOP_TIMEOUT, connections.shutdown()).await;
+    }
+    Ok(())
 }
 
-/// Accepts connections until another process has taken over. Each address has its own limit of connections.
-async fn accept_connections(listener: TcpListener, scope: AdminScope, state: Rc<AdminState>) {
+/// Accepts connections until another process has taken over, or the gateway stops. Each address has its own limit of
+/// connections.
+async fn accept_connections(
+    listener: TcpListener,
+    scope: AdminScope,
+    state: Rc<AdminState>,
+    connections: Rc<GracefulShutdown>,
+) {
     let mut accept_state = state.accept_state.clone();
     let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     let mut is_full = false;
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
-            _ = accept_state.wait_for(|accept_state| *accept_state == AcceptState::HandedOver) => return,
+            _ = accept_state.wait_for(|accept_state| accept_state.is_over()) => return,
         };
         match accepted {
             Ok((stream, _peer)) => {
@@ -214,6 +243,7 @@ async fn accept_connections(listener: TcpListener, scope: AdminScope, state: Rc<
                     .timer(TokioTimer::new())
                     .header_read_timeout(HEAD_TIMEOUT)
                     .serve_connection(TokioIo::new(WriteTimeout::new(stream, WRITE_TIMEOUT)), service);
+                let connection = connections.watch(connection);
                 tokio::task::spawn_local(async move {
                     // A peer that closes the connection is no error.
                     if let Some(code) = connection.await.err().and_then(|error| parser_status(&error)) {
@@ -311,7 +341,7 @@ enum ApiCall {
 
 /// Closes the connection after this response if another process has taken over.
 fn finish_response(state: &AdminState, mut reply: LocalResponse) -> Response<AdminBody> {
-    if *state.accept_state.borrow() == AcceptState::HandedOver {
+    if state.accept_state.borrow().is_over() {
         reply.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
     }
     reply.map(|body| Either::Left(Full::new(body)))

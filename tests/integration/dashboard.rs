@@ -243,6 +243,15 @@ fn streams_end_when_another_process_takes_over() {
     assert_ne!(events.find("message", |_| true)["started"], started);
 }
 
+#[test]
+fn streams_end_when_the_gateway_stops() {
+    let process = Process::spawn("[[routes]]\npath = \"/\"\nrespond = { status = 204 }\n");
+    let mut events = Events::open(process.admin);
+    events.find("message", |_| true);
+    process.signal("TERM");
+    eventually("the stream ends", || events.next().is_none());
+}
+
 /// Chromium with the dashboard.
 struct Browser {
     child: Child,
