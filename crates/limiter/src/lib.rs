@@ -80,7 +80,7 @@
 //! - [`concurrency`]: limits on the requests of a key in flight at the same time.
 //! - [`sharded_counter`]: a counter divided among threads, for a key that all requests share.
 //! - [`leased_tokens`] and [`shared_counting`]: limits that several processes share through a store, spent locally.
-//! - [`table`] and [`memory`]: the counter table itself, on the heap or in a mapped file that outlives the process.
+//! - [`table`] and [`memory`]: the counter table itself, in memory of its own or in a mapped file that outlives the process.
 //!
 //! # Features
 //!

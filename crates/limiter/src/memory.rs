@@ -1,4 +1,4 @@
-//! The memory of counters: a zeroed block on the heap, or a mapped file.
+//! The memory of counters: a mapping of zeros, or of a file.
 //!
 //! This is the only file with unsafe code. It hands out atomics only. Every bit pattern is a valid atomic, so neither
 //! the contents of a file nor concurrent writes of other processes matter. This module opens no files and does not
@@ -9,7 +9,6 @@
 
 #![allow(unsafe_code, reason = "a mapping of memory that outlives the process needs it")]
 
-use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::io;
 use std::marker::PhantomData;
 use std::ops::Deref;
@@ -17,7 +16,7 @@ use std::os::fd::BorrowedFd;
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
 use crate::atomics::{AtomicU64, AtomicU128};
 
@@ -25,17 +24,12 @@ use crate::atomics::{AtomicU64, AtomicU128};
 pub const LINE_BYTES: usize = 128;
 /// The alignment of a mapping.
 pub const PAGE_BYTES: usize = 4096;
+const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// A block of memory, shared by everything that is laid out in it.
 pub struct Memory {
     base: NonNull<u8>,
     bytes: usize,
-    kind: Kind,
-}
-
-enum Kind {
-    Heap(Layout),
-    Mapped,
 }
 
 // SAFETY: the block is accessed through atomics only, and freed when the last reference is dropped.
@@ -44,12 +38,18 @@ unsafe impl Send for Memory {}
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// Allocates a zeroed block; `None` if memory cannot be allocated.
-    pub fn heap(bytes: usize) -> Option<Arc<Memory>> {
-        let layout = Layout::from_size_align(bytes.max(LINE_BYTES), PAGE_BYTES).ok()?;
-        // SAFETY: the size is not 0.
-        let base = NonNull::new(unsafe { alloc_zeroed(layout) })?;
-        Some(Arc::new(Memory { base, bytes: layout.size(), kind: Kind::Heap(layout) }))
+    /// Maps a block of zeros; `None` if there is too little memory. Pages are huge where the kernel has such: a lookup in a
+    /// large table then waits for memory once, and not also for the address of the page.
+    pub fn zeroed(bytes: usize) -> Option<Arc<Memory>> {
+        let (bytes, access) = (bytes.max(LINE_BYTES), ProtFlags::READ | ProtFlags::WRITE);
+        // SAFETY: the kernel chooses an unused address.
+        let base = unsafe { mmap_anonymous(null_mut(), bytes, access, MapFlags::PRIVATE) }.ok()?;
+        let memory = Arc::new(Memory { base: NonNull::new(base.cast())?, bytes });
+        if bytes >= HUGE_PAGE_BYTES {
+            // SAFETY: the block is mapped, and the advice changes no byte of it. A kernel that does not know it ignores it.
+            let _ = unsafe { madvise(base, bytes, Advice::LinuxHugepage) };
+        }
+        Some(memory)
     }
 
     /// Maps the first `bytes` of a file, shared with other processes that map it. The file must be that long.
@@ -62,7 +62,7 @@ impl Memory {
         // SAFETY: the kernel chooses an unused address.
         let base = unsafe { mmap(null_mut(), bytes, access, flags, file, 0) }?;
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Arc::new(Memory { base, bytes, kind: Kind::Mapped }))
+        Ok(Arc::new(Memory { base, bytes }))
     }
 
     /// The size of the block.
@@ -94,13 +94,9 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        match self.kind {
-            // SAFETY: the block was allocated with this layout, and there are no references to it any more.
-            Kind::Heap(layout) => unsafe { dealloc(self.base.as_ptr(), layout) },
-            // SAFETY: the block was mapped with this length, and there are no references to it any more. With valid
-            // arguments `munmap` does not fail.
-            Kind::Mapped => drop(unsafe { munmap(self.base.as_ptr().cast(), self.bytes) }),
-        }
+        // SAFETY: the block was mapped with this length, and there are no references to it any more. With valid arguments
+        // `munmap` does not fail.
+        let _ = unsafe { munmap(self.base.as_ptr().cast(), self.bytes) };
     }
 }
 
@@ -135,7 +131,7 @@ mod tests {
 
     #[test]
     fn a_block_is_zeroed_and_its_bounds_are_checked() {
-        let memory = Memory::heap(256).unwrap();
+        let memory = Memory::zeroed(256).unwrap();
         assert!(memory.words(0, 16).unwrap().iter().all(|word| word.load(Ordering::Relaxed) == 0));
         memory.numbers(8, 1).unwrap()[0].store(7, Ordering::Relaxed);
         assert_eq!(memory.words(0, 1).unwrap()[0].load(Ordering::Relaxed), 7 << 64);

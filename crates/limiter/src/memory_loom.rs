@@ -16,7 +16,7 @@ pub struct AtomicSlice<T>(Box<[T]>);
 
 impl Memory {
     /// As in `memory.rs`.
-    pub fn heap(_bytes: usize) -> Option<Arc<Memory>> {
+    pub fn zeroed(_bytes: usize) -> Option<Arc<Memory>> {
         Some(Arc::new(Memory))
     }
 

@@ -172,12 +172,12 @@ impl Table {
         TableLayout { counter_buckets, overflow_buckets: (counter_buckets / 64).max(128), bucket_slots: BUCKET_SLOTS }
     }
 
-    /// A table of this capacity on the heap, with twice as many slots as counters; `None` if memory cannot be
+    /// A table of this capacity in memory of its own, with twice as many slots as counters; `None` if memory cannot be
     /// allocated. If keys with two layers in one bucket use the whole capacity, both buckets of a new key are full in
     /// about 2 of 100,000 cases.
     pub fn with_capacity(capacity: usize) -> Option<Table> {
         let layout = Table::layout(capacity);
-        Table::in_memory(layout, &Memory::heap(layout.bytes())?, 0)
+        Table::in_memory(layout, &Memory::zeroed(layout.bytes())?, 0)
     }
 }
 
@@ -228,14 +228,14 @@ impl<const W: usize> Table<W> {
         })
     }
 
-    /// A table on the heap with these numbers of buckets; `None` if memory cannot be allocated.
+    /// A table in memory of its own with these numbers of buckets; `None` if memory cannot be allocated.
     pub fn with_buckets(counter_buckets: usize, overflow_buckets: usize) -> Option<Table<W>> {
         let layout = TableLayout {
             counter_buckets: counter_buckets.max(1),
             overflow_buckets: overflow_buckets.max(1),
             bucket_slots: W,
         };
-        Table::in_memory(layout, &Memory::heap(layout.bytes())?, 0)
+        Table::in_memory(layout, &Memory::zeroed(layout.bytes())?, 0)
     }
 
     /// The latest end of a window that has overflow counters, Unix milliseconds.

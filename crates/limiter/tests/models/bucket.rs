@@ -17,7 +17,7 @@ const KEY_C: Key = Key { bucket_hash: u64::MAX, tag: 3 };
 
 /// An array of two buckets with one slot each.
 fn slot_array() -> SlotArray<1> {
-    let cells = Memory::heap(0).and_then(|memory| Some((memory.words(0, 2)?, memory.numbers(0, WATERMARKS)?)));
+    let cells = Memory::zeroed(0).and_then(|memory| Some((memory.words(0, 2)?, memory.numbers(0, WATERMARKS)?)));
     let (words, marks) = cells.expect("there is memory");
     SlotArray::new(words, marks)
 }
