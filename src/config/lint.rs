@@ -118,25 +118,32 @@ fn rule_messages(config: &Config) -> Vec<LintMessage> {
 /// nothing; a rule by address on the same route limits how many values a client can try.
 fn invented_keys(config: &Config) -> Vec<LintMessage> {
     let is_invented = |part: &&KeyPart| matches!(part, KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::Query(_));
+    // A path can be invented too, where a route matches many.
+    let is_fixed = |part: &KeyPart| matches!(part, KeyPart::Ip { .. } | KeyPart::Route);
     let limits_addresses = |rule: &Rule| {
         let has_address = rule.key.iter().any(|part| matches!(part, KeyPart::Ip { .. }));
-        has_address && !rule.key.iter().any(|part| is_invented(&part)) && !rule.is_shadow()
+        has_address && rule.key.iter().all(is_fixed) && !rule.layers.is_empty() && !rule.is_shadow()
     };
+    let is_read = |part: &KeyPart| config.clients.iter().flat_map(|clients| clients.sources()).any(|read| read == part);
     let mut messages = Vec::new();
     for (position, rule) in config.rules.iter().enumerate() {
-        let Some(part) = rule.key.iter().find(is_invented) else { continue };
-        let is_read = config.clients.as_ref().is_some_and(|clients| clients.read_part_of(&rule.key));
-        if is_read && config.on_unknown_key[position] != OnUnknownKey::Count {
-            continue;
-        }
+        // `"missing"` with `on_missing_key = "skip"` leaves keys of no client without a limit.
+        let must_be_known = match config.on_unknown_key[position] {
+            OnUnknownKey::Count => false,
+            OnUnknownKey::Missing => !matches!(rule.on_missing, OnMissing::Skip),
+            OnUnknownKey::Refuse => true,
+        };
+        let mut invented = rule.key.iter().filter(is_invented).filter(|part| !(must_be_known && is_read(part)));
+        let Some(part) = invented.next() else { continue };
+        let is_read = is_read(part);
         let mut routes = config.routes.iter().filter(|route| route.rules.contains(&position));
         let unprotected = routes.find(|route| !route.rules.iter().any(|other| limits_addresses(&config.rules[*other])));
         let sources = config.clients.iter().flat_map(|clients| clients.sources()).map(KeyPart::to_string);
         let sources: Vec<String> = sources.collect();
         let text = match unprotected {
             Some(route) if is_read => format!(
-                "counts by `{part}`, which a client can choose freely, so a new value is a new quota: set `on_unknown_key` to \
-                 `\"missing\"` or `\"refuse\"`, or add a rule by `ip` to the route {}",
+                "counts by `{part}`, which a client can choose freely, so a new value is a new quota: set \
+                 `on_unknown_key = \"refuse\"`, or add a rule by `ip` to the route {}",
                 quoted(&route.name)
             ),
             // The plan of one client, and a count for each value that the client invents.
@@ -636,6 +643,8 @@ mod tests {
                 "[rules.r]\nkey = {key}\non_missing_key = \"skip\"\nwindows = [\"5/minute\"]\n{more}\n\
                  [rules.address]\nkey = \"ip\"\nwindows = [\"5/minute\"]\n\
                  [rules.pair]\nkey = [\"ip\", \"cookie:id\"]\non_missing_key = \"skip\"\nwindows = [\"5/minute\"]\n\
+                 [rules.in-flight]\nkey = \"ip\"\nconcurrent = 5\n\
+                 [rules.paths]\nkey = [\"ip\", \"path\"]\nwindows = [\"5/minute\"]\n\
                  [rules.shadow]\nkey = \"ip\"\nwindows = [\"5/minute\"]\non_limit = \"shadow\""
             )
         };
@@ -652,7 +661,7 @@ mod tests {
         for key in ["\"header:x-user\"", "\"cookie:id\"", "\"query:key\"", "[\"header:x-user\", \"path\"]"] {
             assert_eq!(notes("", key, "", "\"r\"").len(), 1, "{key}");
             assert!(notes("", key, "", "\"r\", \"address\"").is_empty(), "{key}");
-            for no_help in ["pair", "shadow"] {
+            for no_help in ["pair", "shadow", "in-flight", "paths"] {
                 assert_eq!(notes("", key, "", &format!("\"r\", \"{no_help}\"")).len(), 1, "{key}, {no_help}");
             }
         }
@@ -663,13 +672,18 @@ mod tests {
         let other = "r: note: `[clients]` reads `header:x-api-key`, and the rule counts by `header:x-user`, which a client \
                      can choose freely: count by what `[clients]` reads, or read `header:x-user` there";
         let counted = "r: note: counts by `header:x-api-key`, which a client can choose freely, so a new value is a new quota: \
-                       set `on_unknown_key` to `\"missing\"` or `\"refuse\"`, or add a rule by `ip` to the route `/{*rest}`";
-        assert_eq!(notes(clients, "\"header:x-api-key\"", "", "\"r\""), [counted]);
-        assert!(notes(clients, "\"header:x-api-key\"", "", "\"r\", \"address\"").is_empty());
-        for known in ["missing", "refuse"] {
-            let setting = format!("on_unknown_key = \"{known}\"");
-            assert!(notes(clients, "\"header:x-api-key\"", &setting, "\"r\"").is_empty());
-        }
+                       set `on_unknown_key = \"refuse\"`, or add a rule by `ip` to the route `/{*rest}`";
+        let key = "\"header:x-api-key\"";
+        assert_eq!(notes(clients, key, "", "\"r\""), [counted]);
+        assert!(notes(clients, key, "", "\"r\", \"address\"").is_empty());
+        assert_eq!(
+            notes(clients, key, "on_unknown_key = \"missing\"", "\"r\""),
+            [counted],
+            "missing keys are not counted"
+        );
+        assert!(notes(clients, key, "on_unknown_key = \"refuse\"", "\"r\"").is_empty());
+        let two = "[\"header:x-api-key\", \"header:x-user\"]";
+        assert_eq!(notes(clients, two, "on_unknown_key = \"refuse\"", "\"r\""), [other]);
         assert_eq!(notes(clients, "\"header:x-user\"", "", "\"r\""), [other]);
         assert!(notes(clients, "\"header:x-user\"", "", "\"r\", \"address\"").is_empty());
         let plan = "[rules.r.plans.gold]\nwindows = [\"9/minute\"]";

@@ -63,7 +63,7 @@ settings! {
         on_limit: OnLimit = Choice(OnLimit::Refuse, &ON_LIMIT);
         /// Longest wait of a request; required with `"delay"`. A request that would wait longer is refused at once.
         max_delay: Option<Duration> = Optional(Time(Duration::from_secs(2), 1..=DAY_MS));
-        /// Requests that wait because of this rule at a time. Further requests are refused at once.
+        /// Requests of all keys that wait because of this rule at a time. Further requests are refused at once.
         max_waiting: u32 = Integer(1000, 1..=1_000_000);
         /// `false`: a refused request takes nothing in any layer. `true`: it takes what is left, up to its cost, in all
         /// layers of this rule, even if another rule refused it. It never opens a `"first-request"` window.

@@ -41,7 +41,8 @@ pub struct InvalidEscape;
 /// The value of a query parameter, read as servers read a form (WHATWG URL, section 5.1): pairs between `&`, with `%XX`
 /// and `+` decoded in names and values. Every name has to be decodable; of the values, only the requested one.
 ///
-/// Some servers also split at `;`. A query in which these find another value counts as repeated.
+/// Some servers also split at `;`, others ignore the case of names or replace characters in them. A query in which these find
+/// another value counts as repeated.
 pub fn query_parameter<'a>(query: &'a str, name: &str) -> Result<Occurrence<'a>, InvalidEscape> {
     let mut pairs = Pairs::default();
     for pair in query.as_bytes().split(|byte| *byte == b'&') {
@@ -56,7 +57,8 @@ pub fn query_parameter<'a>(query: &'a str, name: &str) -> Result<Occurrence<'a>,
             return Ok(Occurrence::Repeated);
         }
     }
-    if pairs.is_repeated {
+    let mut pieces = query.as_bytes().split(|byte| matches!(byte, b'&' | b';')).map(name_of);
+    if pairs.is_repeated || pieces.any(|piece| is_look_alike(piece, name.as_bytes())) {
         return Ok(Occurrence::Repeated);
     }
     match pairs.value {
@@ -107,14 +109,30 @@ fn name_matches(encoded: &[u8], name: &[u8]) -> Result<bool, InvalidEscape> {
     Ok(is_same && expected.next().is_none())
 }
 
+/// Whether some servers take an encoded name for `name`, which it is not. PHP replaces `.`, `[` and spaces by `_`, skips leading
+/// spaces, and ends a name at NUL; ASP.NET ignores case.
+fn is_look_alike(encoded: &[u8], name: &[u8]) -> bool {
+    let fold = |byte: u8| if matches!(byte, b'.' | b'[' | b' ') { b'_' } else { byte.to_ascii_lowercase() };
+    let decoded = PercentDecoder::new(encoded).map_while(Result::ok).skip_while(|byte| *byte == b' ');
+    let folded = decoded.take_while(|byte| *byte != 0).map(fold);
+    folded.eq(name.iter().copied().map(fold)) && name_matches(encoded, name) != Ok(true)
+}
+
 /// The value of a cookie. Cookies are pairs `a=b; c=d` (RFC 6265, section 5.4) in one field or several (RFC 9113,
 /// section 8.2.3). Names are compared byte by byte.
 ///
 /// Encodings that servers treat as equal are one value: white space and one pair of quotes around the value are removed,
-/// and escapes are decoded where they are valid, as many frameworks do. A quoted value with a backslash counts as
-/// repeated, and so is refused: some servers decode the backslash, others do not, and RFC 6265 allows none.
+/// and escapes `%XX` are decoded where they are valid, as many frameworks do. A quoted value with a backslash counts as
+/// repeated, and so is refused: some servers decode the backslash, others do not, and RFC 6265 allows none. So does a
+/// further cookie of the name behind white space or a comma, where some servers begin a new pair.
 pub fn cookie<'a>(headers: &'a HeaderMap, name: &str) -> Occurrence<'a> {
     let mut found = None;
+    let separators = |byte: &u8| matches!(byte, b';' | b',') || byte.is_ascii_whitespace();
+    let fields = headers.get_all(header::COOKIE).into_iter();
+    let pieces = fields.flat_map(|field| field.as_bytes().split(separators));
+    if pieces.filter(|piece| piece.contains(&b'=') && name_of(piece) == name.as_bytes()).nth(1).is_some() {
+        return Occurrence::Repeated;
+    }
     for field in headers.get_all(header::COOKIE) {
         for pair in field.as_bytes().split(|byte| *byte == b';') {
             let equals = pair.iter().position(|byte| *byte == b'=').unwrap_or(pair.len());
@@ -145,10 +163,10 @@ fn unquote_cookie(value: &[u8]) -> &[u8] {
 
 /// Decodes the escapes of a value. A value with an invalid escape stays as it is, as in the frameworks that decode.
 fn decode_cookie(value: &[u8]) -> Cow<'_, [u8]> {
-    if PercentDecoder::is_plain(value) {
+    if !value.contains(&b'%') {
         return Cow::Borrowed(value);
     }
-    match PercentDecoder::new(value).collect::<Result<Vec<u8>, InvalidEscape>>() {
+    match PercentDecoder::new(value).with_plus().collect::<Result<Vec<u8>, InvalidEscape>>() {
         Ok(decoded) => Cow::Owned(decoded),
         Err(InvalidEscape) => Cow::Borrowed(value),
     }
@@ -194,15 +212,22 @@ fn credentials<'h>(headers: &'h HeaderMap, of_scheme: &[u8]) -> Result<Option<&'
     Ok(scheme.eq_ignore_ascii_case(of_scheme).then_some(rest.trim_ascii_start()))
 }
 
-/// Iterates over bytes with `%XX` and `+` decoded.
+/// Iterates over bytes with `%XX` and, in forms, `+` decoded.
 #[derive(Clone)]
 struct PercentDecoder<'a> {
     rest: &'a [u8],
+    /// What `+` stands for.
+    plus: u8,
 }
 
 impl<'a> PercentDecoder<'a> {
     fn new(text: &'a [u8]) -> PercentDecoder<'a> {
-        PercentDecoder { rest: text }
+        PercentDecoder { rest: text, plus: b' ' }
+    }
+
+    /// Outside of forms, `+` is an ordinary character.
+    fn with_plus(self) -> PercentDecoder<'a> {
+        PercentDecoder { plus: b'+', ..self }
     }
 
     /// Whether a text has nothing to decode.
@@ -218,7 +243,7 @@ impl Iterator for PercentDecoder<'_> {
         let (first, rest) = self.rest.split_first()?;
         self.rest = rest;
         match (first, rest) {
-            (b'+', _) => Some(Ok(b' ')),
+            (b'+', _) => Some(Ok(self.plus)),
             (b'%', [high, low, rest @ ..]) => {
                 let digit = |byte: u8| char::from(byte).to_digit(16);
                 let (Some(high), Some(low)) = (digit(*high), digit(*low)) else { return Some(Err(InvalidEscape)) };
@@ -282,7 +307,7 @@ mod tests {
 
     #[test]
     fn an_absent_or_empty_query_value_is_absent() {
-        for query in ["", "token", "token=", "Token=a", "tokens=a", "toke=a", "a=token", "token%00=a", "a;b=token"] {
+        for query in ["", "token", "token=", "tokens=a", "toke=a", "a=token", "a;b=token"] {
             assert_eq!(token(query), Ok(None), "{query}");
         }
     }
@@ -438,5 +463,35 @@ mod tests {
     fn two_authorization_fields_are_an_error() {
         assert_eq!(bearer(&["Bearer abc", "Bearer abc"]), Err(DuplicateAuthorization));
         assert_eq!(bearer(&["Basic abc", "Bearer abc"]), Err(DuplicateAuthorization));
+    }
+
+    #[test]
+    fn values_that_other_servers_find_are_repeated() {
+        for query in [
+            "api.key=a&api_key=b",
+            "api.key=a",
+            "api+key=a",
+            "%20api_key=a",
+            "API_KEY=a&api_key=b",
+            "API_KEY=a",
+            "api%5Bkey=a",
+            "api_key%00x=a&api_key=b",
+            "a=1;Api_Key=2",
+        ] {
+            assert_eq!(query_parameter(query, "api_key"), Ok(Occurrence::Repeated), "{query}");
+        }
+        for query in ["api_key=a.b", "apikey=1&api_key=a.b", "api_key=a.b&api_keys=2&api-key=3"] {
+            assert_eq!(query_parameter(query, "api_key"), Ok(Occurrence::Single(Cow::Borrowed(b"a.b"))), "{query}");
+        }
+        assert_eq!(query_parameter("filter[user]=a", "filter[user]"), Ok(Occurrence::Single(Cow::Borrowed(b"a"))));
+        let of = |text: &'static str| HeaderMap::from_iter([(header::COOKIE, HeaderValue::from_static(text))]);
+        for text in
+            ["session=a; x=y session=b", "session=a,session=b", "x=y\tsession=a; session=b", "session=a session=b"]
+        {
+            assert_eq!(cookie(&of(text), "session"), Occurrence::Repeated, "{text}");
+        }
+        for (text, value) in [("session=a b", "a b"), ("x=session; session=a+b", "a+b"), ("session=a%2Bb", "a+b")] {
+            assert_eq!(cookie(&of(text), "session"), Occurrence::Single(Cow::Borrowed(value.as_bytes())), "{text}");
+        }
     }
 }

@@ -320,7 +320,7 @@ fn documented(page: &str, upstream: SocketAddr) -> String {
 }
 
 #[test]
-fn the_guide_locks_out_whoever_guesses_passwords() {
+fn the_guide_locks_out_guessed_passwords() {
     let gate = Gate::default();
     let hold = gate.clone();
     let upstream = Upstream::responding(move |received| {

@@ -78,6 +78,7 @@ fn repeated_or_malformed_values_are_refused() {
         "/a?token&token=a",
         "/a?token=a;b",
         "/a?x=1;token=b&token=a",
+        "/a?Token=a",
     ] {
         let response = by_query.get(target).expect(400);
         assert_eq!(response.problem()["detail"], "the request gives `query:token` more than once");
@@ -90,7 +91,7 @@ fn repeated_or_malformed_values_are_refused() {
 
 #[test]
 fn an_absent_or_empty_value_is_a_missing_key() {
-    for target in ["/a", "/a?", "/a?token", "/a?token=", "/a?Token=x", "/a?a=token"] {
+    for target in ["/a", "/a?", "/a?token", "/a?token=", "/a?a=token"] {
         let response = gateway("query:token", "refuse").get(target).expect(400);
         assert_eq!(response.problem()["detail"], "the request lacks `query:token`");
         assert_eq!(gateway("query:token", "skip").get(target).expect(200).field("ratelimit"), None, "{target}");

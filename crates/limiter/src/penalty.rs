@@ -59,7 +59,7 @@ impl RuleSet {
     }
 
     /// Starts the penalty of a key by the rule at a position in [`RuleSet::rules`], unless it serves one; returns the state
-    /// of the penalty's counter.
+    /// of the penalty's counter, `None` if the table is full.
     #[cold]
     pub fn start_penalty<const W: usize>(
         &self,
@@ -74,7 +74,12 @@ impl RuleSet {
             let end_ms = self.windows[layer.windows_index].window_at(now.unix_ms, keyed_request.offset).end_ms;
             let charge = layer.new_charge(keyed_request, end_ms, 0);
             let request = AcquireRequest { cost: 1, ceiling: 1, ..charge.request };
-            match table.acquire(charge.counter, request, self.time(now.unix_ms), None) {
+            // Not in an overflow counter, where the penalty would refuse other keys too, as long as it lasts.
+            let Some(result) = table.acquire_own(charge.counter, request, self.time(now.unix_ms), None) else {
+                table.count_overflow_refusal();
+                return None;
+            };
+            match result {
                 CounterResult::Acquired(_, usage) => return Some(usage),
                 // A counter that another thread has just inserted, at a later time, looks full although it is empty: that
                 // thread may start the penalty only after this refusal has returned.

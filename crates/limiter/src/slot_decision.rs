@@ -19,14 +19,15 @@ pub enum SlotsResult {
 }
 
 impl RuleSet {
-    /// The positions of the rules that limit the requests in flight. Rules that refuse come first, so that no request
-    /// waits and is then refused. All requests wait in the order of the rule set, so that no two wait for each other.
+    /// The positions of the rules that limit the requests in flight. Rules for all clients together come last, so that the
+    /// waiting requests of one client hold no slots that others need. Of the rest, rules that refuse come first, so that
+    /// no request waits and is then refused. All requests wait in this order, so that no two wait for each other.
     pub(super) fn concurrent_order(&self, rules: &[usize]) -> Vec<usize> {
         let mut positions: Vec<usize> = (0..rules.len()).collect();
         positions.retain(|position| self.rules[rules[*position]].concurrent_name().is_some());
         positions.sort_by_key(|position| {
             let rule = &self.rules[rules[*position]].rule;
-            (rule.is_shadow(), rule.delays(), rule.key.contains(&KeyPart::Global), rules[*position])
+            (rule.is_shadow(), rule.key.contains(&KeyPart::Global), rule.delays(), rules[*position])
         });
         positions
     }

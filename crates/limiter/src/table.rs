@@ -340,7 +340,7 @@ impl<const W: usize> Table<W> {
         self.overflow_refused_total.load(Ordering::Relaxed)
     }
 
-    fn count_overflow_refusal(&self) {
+    pub(super) fn count_overflow_refusal(&self) {
         // Ordering: relaxed; a statistic.
         self.overflow_refused_total.fetch_add(1, Ordering::Relaxed);
     }
@@ -379,10 +379,30 @@ impl<const W: usize> Table<W> {
         if request.is_leased(time) {
             return self.acquire_leased(counter, request, time);
         }
+        loop {
+            if let Some(outcome) = self.acquire_own(counter, request, time, hint) {
+                return outcome;
+            }
+            let window = OpenWindow { end_ms: request.end_ms, closes_ms: request.closes_ms(time) };
+            if let Some(outcome) = self.acquire_overflow(counter, request, window, time) {
+                return outcome;
+            }
+        }
+    }
+
+    /// As [`Table::acquire`], but charges no overflow counter, which the key would share with others; `None` if the key has no
+    /// counter of its own, and there is no free slot.
+    pub fn acquire_own<const PLAIN: bool>(
+        &self,
+        counter: Counter,
+        request: AcquireRequest,
+        time: Time<'_, PLAIN>,
+        hint: Option<PeekedSlot>,
+    ) -> Option<CounterResult> {
         if let Some(PeekedSlot { slot, word }) = hint
             && let Some(outcome) = self.acquire_in(&self.counters, slot.index(), word, counter.key, request, time)
         {
-            return outcome;
+            return Some(outcome);
         }
         let window = OpenWindow { end_ms: request.end_ms, closes_ms: request.closes_ms(time) };
         loop {
@@ -390,15 +410,11 @@ impl<const W: usize> Table<W> {
             {
                 InsertResult::At(index, word) => {
                     if let Some(outcome) = self.acquire_in(&self.counters, index, word, counter.key, request, time) {
-                        return outcome;
+                        return Some(outcome);
                     }
                 }
-                InsertResult::Late => return CounterResult::Late,
-                InsertResult::Full => {
-                    if let Some(outcome) = self.acquire_overflow(counter, request, window, time) {
-                        return outcome;
-                    }
-                }
+                InsertResult::Late => return Some(CounterResult::Late),
+                InsertResult::Full => return None,
             }
         }
     }

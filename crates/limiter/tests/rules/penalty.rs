@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule::{OnLimit, Rule};
+use transom_limiter::table::Table;
 
 use crate::oracle::Expected::{Admitted, Refused};
 use crate::support::{Gateway, START_MS, plain, rule};
@@ -114,4 +115,19 @@ fn a_peek_starts_no_penalty() {
         &mut gateway.context
     ));
     assert_eq!(gateway.request(0, START_MS + 100), Admitted);
+}
+
+/// In a full table a key has no counter of its own. A penalty in an overflow counter would refuse other keys for as long as it
+/// lasts.
+#[test]
+fn a_full_table_starts_no_penalty() {
+    let rules = [Rule { penalty_ms: Some(3_600_000), ..rule("r", vec![plain(1, 100)]) }];
+    let mut gateway = Gateway::new(&rules, Table::<1>::with_buckets(2, 64).expect("there is memory"));
+    for client in 0..2000 {
+        gateway.request(client, START_MS);
+        assert_eq!(gateway.request(client, START_MS), Refused);
+    }
+    // The two slots may have penalties; no other client is refused after the window.
+    let refused = (0..4000).filter(|client| gateway.request(*client, START_MS + 100 * (1 + client)) == Refused).count();
+    assert!(refused <= 2, "{refused}");
 }
