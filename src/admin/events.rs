@@ -51,6 +51,14 @@ pub struct Events {
     streams: Cell<usize>,
     /// Since when this process counts, Unix milliseconds.
     started_ms: Cell<u64>,
+    has_ended: watch::Sender<bool>,
+}
+
+impl Events {
+    /// Ends all streams.
+    pub fn end(&self) {
+        self.has_ended.send_replace(true);
+    }
 }
 
 impl Default for Events {
@@ -61,6 +69,7 @@ impl Default for Events {
             opened: Notify::new(),
             streams: Cell::new(0),
             started_ms: Cell::new(0),
+            has_ended: watch::Sender::new(false),
         }
     }
 }
@@ -90,11 +99,11 @@ pub fn open(state: &Rc<AdminState>) -> Result<EventBody, DecisionError> {
     let (sender, receiver) = mpsc::channel(1);
     let state = Rc::clone(state);
     tokio::task::spawn_local(async move {
-        let mut accept_state = state.accept_state.clone();
+        let mut has_ended = state.events.has_ended.subscribe();
         tokio::select! {
             () = send_events(&state, &sender) => {}
             () = sender.closed() => {}
-            _ = accept_state.wait_for(|accept_state| accept_state.is_over()) => {}
+            _ = has_ended.wait_for(|has_ended| *has_ended) => {}
         }
         let streams = &state.events.streams;
         streams.set(streams.get() - 1);

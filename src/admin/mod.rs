@@ -201,6 +201,8 @@ pub async fn serve(listeners: Vec<(StdListener, AdminScope)>, state: Rc<AdminSta
         accepting.spawn_local(accept_connections(listener, scope, Rc::clone(&state), Rc::clone(&connections)));
     }
     accepting.join_all().await;
+    // Only now, so that this process accepts no reader of a stream that connects again.
+    state.events.end();
     // Fails if the gateway was dropped.
     let _ = accept_state.wait_for(|accept_state| *accept_state == AcceptState::Stopped).await;
     if let Some(connections) = Rc::into_inner(connections) {
