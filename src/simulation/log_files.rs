@@ -2,12 +2,16 @@
 //!
 //! Gateways log a request when it ends, so lines are out of order by the durations of requests. Each file is sorted within
 //! a buffer of some megabytes; files are merged, so that rotated files and those of several gateways can be named in any
-//! order.
+//! order. A thread for each file reads and parses the next block while lines of the present one are played.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead as _, BufReader, Read};
 use std::ops::Range;
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::thread::{self, JoinHandle};
 
 use flate2::bufread::MultiGzDecoder;
 use indicatif::ProgressBar;
@@ -37,8 +41,6 @@ const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 /// The logs of a simulation.
 pub struct LogFiles {
     sources: Vec<Source>,
-    format: LogFormat,
-    progress: ProgressBar,
     pub counts: ReadCounts,
 }
 
@@ -91,27 +93,54 @@ struct Entry {
 enum Input {
     /// A regular file whose first lines were looked at.
     Closed(PathBuf),
-    Open(Box<dyn Read>),
+    Open(Box<dyn Read + Send>),
     AtEnd,
 }
 
 /// One file.
 struct Source {
     name: String,
-    input: Input,
     /// The time of the first line that has one; 0 if none was found.
     first_ms: u64,
-    buffer: Vec<u8>,
-    /// Where the last, incomplete line begins.
-    tail_at: usize,
-    /// In order of time.
-    entries: Vec<Entry>,
-    headers: Vec<HeaderSpan>,
-    /// The next entry to play, and the first one that must wait for more lines.
+    state: SourceState,
+    block: Block,
+    /// The next entry of the block to play.
     next: usize,
-    ready: usize,
-    /// The memory of the last block, to be used again.
-    spare: (Vec<u8>, Vec<HeaderSpan>),
+}
+
+enum SourceState {
+    NotStarted(Box<BlockReader>),
+    Started(ReaderThread),
+    AtEnd,
+}
+
+/// The thread that reads a file ahead.
+struct ReaderThread {
+    blocks: Receiver<io::Result<Block>>,
+    /// Takes blocks whose lines were played.
+    used: Sender<Block>,
+    thread: JoinHandle<()>,
+}
+
+/// Lines in order of time.
+#[derive(Default)]
+struct Block {
+    buffer: Vec<u8>,
+    headers: Vec<HeaderSpan>,
+    entries: Vec<Entry>,
+    /// Of the lines that were read for this block.
+    counts: ReadCounts,
+}
+
+/// Reads the blocks of a file.
+struct BlockReader {
+    name: String,
+    input: Input,
+    format: Arc<LogFormat>,
+    progress: ProgressBar,
+    /// The lines that were read, and the incomplete one behind them.
+    block: Block,
+    tail_at: usize,
     line_number: u64,
     latest_ms: u64,
     /// Whether the rest of an overlong line is to be skipped.
@@ -121,6 +150,7 @@ struct Source {
 impl LogFiles {
     /// Opens the files; `-` is standard input. `progress` counts their bytes.
     pub fn open(paths: &[PathBuf], format: LogFormat, progress: ProgressBar) -> Result<LogFiles, ReadError> {
+        let format = Arc::new(format);
         let mut sources = Vec::new();
         let mut total_bytes = Some(0);
         for path in paths {
@@ -141,12 +171,14 @@ impl LogFiles {
             };
             let (input, first_ms, bytes) = open().map_err(|error| ReadError { file: name.clone(), error })?;
             total_bytes = total_bytes.zip(bytes).map(|(total, bytes)| total + bytes);
-            sources.push(Source::new(name, input, first_ms));
+            let reader = BlockReader::new(name.clone(), input, Arc::clone(&format), progress.clone());
+            let state = SourceState::NotStarted(Box::new(reader));
+            sources.push(Source { name, first_ms, state, block: Block::default(), next: 0 });
         }
         if let Some(total_bytes) = total_bytes {
             progress.set_length(total_bytes);
         }
-        Ok(LogFiles { sources, format, progress, counts: ReadCounts::default() })
+        Ok(LogFiles { sources, counts: ReadCounts::default() })
     }
 
     /// Calls `play` with all lines, in order of time as far as they can be sorted.
@@ -168,18 +200,19 @@ impl LogFiles {
             let Some((_, position)) = first else { return Ok(()) };
             let source = &mut self.sources[position];
             loop {
-                let entries = source.entries[source.next..source.ready].iter().take(BATCH);
+                let Source { block, next, .. } = source;
+                let entries = block.entries[*next..].iter().take(BATCH);
                 let count = entries.take_while(|entry| entry.line.time_ms <= limit_ms).count();
                 if count == 0 {
                     break;
                 }
-                let entries = &source.entries[source.next..source.next + count];
-                play(&Batch { entries, buffer: &source.buffer, headers: &source.headers });
-                source.next += count;
+                let entries = &block.entries[*next..*next + count];
+                play(&Batch { entries, buffer: &block.buffer, headers: &block.headers });
+                *next += count;
             }
-            if source.next == source.ready {
-                let refilled = source.refill(&self.format, &self.progress, &mut self.counts);
-                refilled.map_err(|error| ReadError { file: source.name.clone(), error })?;
+            if source.next == source.block.entries.len() {
+                let received = source.receive(&mut self.counts);
+                received.map_err(|error| ReadError { file: source.name.clone(), error })?;
             }
         }
     }
@@ -200,105 +233,145 @@ impl<'a> Batch<'a> {
 }
 
 impl Source {
-    fn new(name: String, input: Input, first_ms: u64) -> Source {
-        Source {
+    /// A time before which no line comes any more; `None` at the end of the file.
+    fn next_ms(&self) -> Option<u64> {
+        match (self.block.entries.get(self.next), &self.state) {
+            (Some(entry), _) => Some(entry.line.time_ms),
+            (None, SourceState::NotStarted(_) | SourceState::Started(_)) => Some(self.first_ms),
+            (None, SourceState::AtEnd) => None,
+        }
+    }
+
+    /// Waits for the next block, and adds its counts. The first call starts the thread.
+    fn receive(&mut self, counts: &mut ReadCounts) -> io::Result<()> {
+        let thread = match std::mem::replace(&mut self.state, SourceState::AtEnd) {
+            SourceState::NotStarted(reader) => ReaderThread::start(*reader)?,
+            SourceState::Started(thread) => thread,
+            SourceState::AtEnd => return Ok(()),
+        };
+        let used = std::mem::take(&mut self.block);
+        self.next = 0;
+        // At the end of the file, the thread has ended.
+        let _ = thread.used.send(used);
+        match thread.blocks.recv() {
+            Ok(block) => {
+                self.block = block?;
+                counts.add(std::mem::take(&mut self.block.counts));
+                self.state = SourceState::Started(thread);
+            }
+            Err(_ended) => thread.thread.join().unwrap_or_else(|panic| resume_unwind(panic)),
+        }
+        Ok(())
+    }
+}
+
+impl ReaderThread {
+    fn start(reader: BlockReader) -> io::Result<ReaderThread> {
+        // Without a queue: the thread works on one block, while another one is played.
+        let (sender, blocks) = sync_channel(0);
+        let (used, spare) = channel();
+        let thread = thread::Builder::new().name("log reader".to_owned());
+        let thread = thread.spawn(move || reader.run(&sender, &spare))?;
+        Ok(ReaderThread { blocks, used, thread })
+    }
+}
+
+impl BlockReader {
+    fn new(name: String, input: Input, format: Arc<LogFormat>, progress: ProgressBar) -> BlockReader {
+        BlockReader {
             name,
             input,
-            first_ms,
-            buffer: Vec::new(),
+            format,
+            progress,
+            block: Block::default(),
             tail_at: 0,
-            entries: Vec::new(),
-            headers: Vec::new(),
-            next: 0,
-            ready: 0,
-            spare: Default::default(),
             line_number: 0,
             latest_ms: 0,
             skips_line: false,
         }
     }
 
-    /// A time before which no line comes any more; `None` at the end of the file.
-    fn next_ms(&self) -> Option<u64> {
-        match (self.entries.get(self.next), &self.input) {
-            (Some(entry), _) => Some(entry.line.time_ms),
-            (None, Input::Closed(_) | Input::Open(_)) => Some(self.first_ms),
-            (None, Input::AtEnd) => None,
+    /// Sends all blocks, until an error.
+    fn run(mut self, blocks: &SyncSender<io::Result<Block>>, spare: &Receiver<Block>) {
+        loop {
+            let block = self.read_block(spare);
+            let is_last = block.is_err() || matches!(self.input, Input::AtEnd);
+            if blocks.send(block).is_err() || is_last {
+                return;
+            }
         }
     }
 
     /// Reads and sorts more lines, until some can be played or the file ends.
-    fn refill(&mut self, format: &LogFormat, progress: &ProgressBar, counts: &mut ReadCounts) -> io::Result<()> {
-        while self.next == self.ready {
+    fn read_block(&mut self, spare: &Receiver<Block>) -> io::Result<Block> {
+        loop {
             if let Input::Closed(path) = &self.input {
-                self.input = Input::Open(decompressed(progress.wrap_read(File::open(path)?))?);
+                self.input = Input::Open(decompressed(self.progress.wrap_read(File::open(path)?))?);
             }
-            self.compact();
             for _ in 0..BLOCK_BYTES / PART_BYTES {
                 let Input::Open(reader) = &mut self.input else { break };
-                let read = reader.take(PART_BYTES as u64).read_to_end(&mut self.buffer)?;
+                let read = reader.take(PART_BYTES as u64).read_to_end(&mut self.block.buffer)?;
                 if read < PART_BYTES {
                     self.input = Input::AtEnd;
                 }
-                self.parse(format, counts);
+                self.parse();
             }
-            if !self.entries.is_sorted_by_key(|entry| entry.line.time_ms) {
-                self.entries.sort_by_key(|entry| entry.line.time_ms);
+            let entries = &mut self.block.entries;
+            if !entries.is_sorted_by_key(|entry| entry.line.time_ms) {
+                entries.sort_by_key(|entry| entry.line.time_ms);
             }
             match self.input {
+                Input::AtEnd => return Ok(std::mem::take(&mut self.block)),
                 // Later lines may belong before the second half.
-                Input::Open(_) | Input::Closed(_) => self.ready = self.entries.len() / 2,
-                Input::AtEnd => {
-                    self.ready = self.entries.len();
-                    break;
+                Input::Open(_) | Input::Closed(_) if entries.len() > 1 => {
+                    let ready = entries.len() / 2;
+                    return Ok(self.split(ready, spare.try_recv().unwrap_or_default()));
                 }
+                Input::Open(_) | Input::Closed(_) => {}
             }
         }
-        if self.entries.is_empty() {
-            (self.buffer, self.spare) = Default::default();
-        }
-        Ok(())
     }
 
-    /// Moves the lines that were not played, and the incomplete one, to the start of the buffer.
-    fn compact(&mut self) {
-        let (mut buffer, mut headers) = std::mem::take(&mut self.spare);
-        buffer.clear();
-        headers.clear();
-        self.entries.drain(..self.next);
-        for entry in &mut self.entries {
+    /// Returns the first `ready` lines. Moves the others, and the incomplete one, to the memory of a used block.
+    fn split(&mut self, ready: usize, mut rest: Block) -> Block {
+        rest.buffer.clear();
+        rest.headers.clear();
+        rest.entries.clear();
+        rest.entries.extend(self.block.entries.drain(ready..));
+        for entry in &mut rest.entries {
             let at = entry.at as usize;
-            entry.at = buffer.len() as u32;
-            buffer.extend_from_slice(&self.buffer[at..at + entry.len as usize]);
-            let first = headers.len() as u32;
-            headers.extend_from_slice(&self.headers[entry.line.headers.0 as usize..entry.line.headers.1 as usize]);
-            entry.line.headers = (first, headers.len() as u32);
+            entry.at = rest.buffer.len() as u32;
+            rest.buffer.extend_from_slice(&self.block.buffer[at..at + entry.len as usize]);
+            let first = rest.headers.len() as u32;
+            let (from, to) = entry.line.headers;
+            rest.headers.extend_from_slice(&self.block.headers[from as usize..to as usize]);
+            entry.line.headers = (first, rest.headers.len() as u32);
         }
-        let tail_at = buffer.len();
-        buffer.extend_from_slice(&self.buffer[self.tail_at..]);
+        let tail_at = rest.buffer.len();
+        rest.buffer.extend_from_slice(&self.block.buffer[self.tail_at..]);
         self.tail_at = tail_at;
-        self.spare = (std::mem::replace(&mut self.buffer, buffer), std::mem::replace(&mut self.headers, headers));
-        (self.next, self.ready) = (0, 0);
+        std::mem::replace(&mut self.block, rest)
     }
 
     /// Parses the complete lines behind `tail_at`.
-    fn parse(&mut self, format: &LogFormat, counts: &mut ReadCounts) {
+    fn parse(&mut self) {
+        let Block { buffer, headers, entries, counts } = &mut self.block;
         if self.skips_line {
-            let end = memchr(b'\n', &self.buffer[self.tail_at..]).map(|at| self.tail_at + at + 1);
+            let end = memchr(b'\n', &buffer[self.tail_at..]).map(|at| self.tail_at + at + 1);
             self.skips_line = end.is_none();
-            self.tail_at = end.unwrap_or(self.buffer.len());
+            self.tail_at = end.unwrap_or(buffer.len());
         }
         let end = match self.input {
-            Input::AtEnd => self.buffer.len(),
-            _ => memrchr(b'\n', &self.buffer[self.tail_at..]).map_or(self.tail_at, |at| self.tail_at + at + 1),
+            Input::AtEnd => buffer.len(),
+            _ => memrchr(b'\n', &buffer[self.tail_at..]).map_or(self.tail_at, |at| self.tail_at + at + 1),
         };
         let mut start = self.tail_at;
         self.tail_at = end;
         let base = start;
-        let ends = memchr_iter(b'\n', &self.buffer[base..end]).map(|at| base + at);
-        let last = (end > start && self.buffer[end - 1] != b'\n').then_some(end);
+        let ends = memchr_iter(b'\n', &buffer[base..end]).map(|at| base + at);
+        let last = (end > start && buffer[end - 1] != b'\n').then_some(end);
         for line_end in ends.chain(last) {
-            let line = self.buffer[start..line_end].strip_suffix(b"\r").unwrap_or(&self.buffer[start..line_end]);
+            let line = buffer[start..line_end].strip_suffix(b"\r").unwrap_or(&buffer[start..line_end]);
             let at = start;
             start = line_end + 1;
             self.line_number += 1;
@@ -307,35 +380,46 @@ impl Source {
                 continue;
             }
             counts.lines += 1;
-            let first_header = self.headers.len();
-            match format.parse_line(line, &mut self.headers) {
+            let first_header = headers.len();
+            match self.format.parse_line(line, headers) {
                 Ok(parsed) => {
                     counts.without_zone += u64::from(parsed.lacks_zone);
                     counts.out_of_order += u64::from(parsed.time_ms < self.latest_ms);
                     self.latest_ms = self.latest_ms.max(parsed.time_ms);
-                    self.entries.push(Entry { line: parsed, at: at as u32, len: line.len() as u32 });
+                    entries.push(Entry { line: parsed, at: at as u32, len: line.len() as u32 });
                 }
                 Err(NoRequest::Rejected) => {
-                    self.headers.truncate(first_header);
+                    headers.truncate(first_header);
                     counts.rejected += 1;
                 }
                 Err(NoRequest::Bad(reason)) => {
-                    self.headers.truncate(first_header);
+                    headers.truncate(first_header);
                     counts.add_bad(&self.name, self.line_number, reason, line);
                 }
             }
         }
-        if self.buffer.len() - self.tail_at > LINE_MAX_BYTES {
+        if buffer.len() - self.tail_at > LINE_MAX_BYTES {
             self.line_number += 1;
             counts.lines += 1;
-            counts.add_bad(&self.name, self.line_number, "it is longer than 1 MiB", &self.buffer[self.tail_at..]);
-            self.buffer.truncate(self.tail_at);
+            counts.add_bad(&self.name, self.line_number, "it is longer than 1 MiB", &buffer[self.tail_at..]);
+            buffer.truncate(self.tail_at);
             self.skips_line = true;
         }
     }
 }
 
 impl ReadCounts {
+    fn add(&mut self, other: ReadCounts) {
+        let ReadCounts { lines, bad, bad_lines, rejected, out_of_order, without_zone } = other;
+        self.lines += lines;
+        self.bad += bad;
+        self.bad_lines.extend(bad_lines);
+        self.bad_lines.truncate(EXAMPLES);
+        self.rejected += rejected;
+        self.out_of_order += out_of_order;
+        self.without_zone += without_zone;
+    }
+
     fn add_bad(&mut self, file: &str, number: u64, reason: &'static str, line: &[u8]) {
         self.bad += 1;
         if self.bad_lines.len() < EXAMPLES {
@@ -355,7 +439,7 @@ fn first_time(path: &Path, format: &LogFormat) -> io::Result<u64> {
 }
 
 /// The text of a file, which may be compressed with gzip or Zstandard.
-fn decompressed(file: impl Read + 'static) -> io::Result<Box<dyn Read>> {
+fn decompressed(file: impl Read + Send + 'static) -> io::Result<Box<dyn Read + Send>> {
     let mut reader = BufReader::with_capacity(128 << 10, file);
     let start = reader.fill_buf()?;
     Ok(match () {
