@@ -192,7 +192,11 @@ fn check_plan(config: &Config, add: &Add, known: Option<&Client>) -> Result<(), 
     match &add.plan {
         None if known.is_none() => {
             let message = format!("client {} is new and needs a plan", quoted(&add.name));
-            Err(Failure::usage(message, format!("add `--plan PLAN`; plans: {}", known_plans())))
+            let fix = match names.is_empty() {
+                true => String::from("define a plan first, such as `[rules.NAME.plans.standard]` with `windows`"),
+                false => format!("add `--plan PLAN`; plans: {}", known_plans()),
+            };
+            Err(Failure::usage(message, fix))
         }
         Some(plan) if !names.contains(&plan.as_str()) => {
             let fix = match nearest(plan, plans()) {

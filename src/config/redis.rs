@@ -53,7 +53,7 @@ settings! {
         sentinel_master: Option<String> = Restart(Word { shape: "text", example: "\"mymaster\"", read: read_master });
         /// User of the gateway. Without it: the default user.
         username: Option<String> = Restart(Word { shape: "text", example: "\"transom\"", read: read_username });
-        /// File with the password, without a trailing line end. There may be only one password: in the URL, in a file, or
+        /// File with the password; a trailing line end is ignored. There may be only one password: in the URL, in a file, or
         /// in the environment.
         password_file: Option<SpannedString> = Restart(FILE);
         /// Environment variable with the password.

@@ -290,7 +290,7 @@ fn write_timeline(f: &mut Formatter<'_>, timeline: &TimelineReport) -> fmt::Resu
 /// What keys ask for, as bars of logarithmic length, with the limit as a line.
 fn write_window(f: &mut Formatter<'_>, window: &WindowReport) -> fmt::Result {
     if window.is_unused() {
-        return writeln!(f, "<h3>{}</h3><p>It is the window of no request.</p>", Escaped(&window.title()));
+        return writeln!(f, "<h3>{}</h3><p>It applies to no request of the log.</p>", Escaped(&window.title()));
     }
     let (unit, limit) = (window.counted_by(), u64::from(window.limit));
     writeln!(

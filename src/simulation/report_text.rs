@@ -99,7 +99,7 @@ impl Display for RuleReport {
 
 fn write_window(f: &mut Formatter<'_>, window: &WindowReport) -> fmt::Result {
     if window.is_unused() {
-        return writeln!(f, "  window {}, of no request", window.title());
+        return writeln!(f, "  window {}, applies to no request of the log", window.title());
     }
     writeln!(f, "  window {}, refused {}", window.title(), grouped(window.refused))?;
     writeln!(

@@ -44,7 +44,7 @@ fn the_guide_to_plans_adds_and_replaces_a_key() {
     let process = Process::spawn_with(&format!("{rule}\n{upstream}{route}"), "");
     let folder = process.scratch.path();
     let get = |key: &str| process.client().get_with("/a", &[("X-API-Key", key)]);
-    let key = output(&add, folder).trim().to_owned();
+    let key = output(&format!("{add}; cat acme.key"), folder).trim().to_owned();
     eventually("the gateway knows the client", || get(&key).status == 200);
     // The hour and the minute of the plan.
     let policy = get(&key).expect(200);
