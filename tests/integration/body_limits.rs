@@ -182,9 +182,8 @@ fn a_response_read_too_slowly_is_aborted() {
             thread::sleep(Duration::from_millis(10));
         }
     });
-    within(Duration::from_millis(500), || {
-        eventually("the connection is closed", || error_count(&gateway, "stalled") == 1);
-    });
+    // An interval of `timeouts.body` in which the kernel frees a large piece of its buffers passes, so several may be needed.
+    eventually("the connection is closed", || error_count(&gateway, "stalled") == 1);
     trickle.join().unwrap();
 }
 

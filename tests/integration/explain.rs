@@ -669,7 +669,9 @@ fn random_rule(rng: &mut fastrand::Rng, name: &str, periods: [&str; 4]) -> Strin
     if key.starts_with(by_user) {
         rule.push_str(&format!("[[rules.{name}.overrides]]\nkey = \"alice\"\n{}", random_windows(rng, periods, false)));
     }
-    rule
+    // An account whose refusals count is not sharded.
+    let is_account = rule.contains("count_refused") && rule.contains("capacity");
+    if is_account { rule.replace(", shards = 2", "") } else { rule }
 }
 
 /// A rule by a claim, and one that has every plan, as clients need.

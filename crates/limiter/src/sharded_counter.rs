@@ -93,16 +93,17 @@ impl Sharding {
         time: Time<'_, PLAIN>,
     ) -> ShardedUsage {
         let mut sum = Usage { used: 0, end_ms: request.end_ms };
-        let (mut is_over_part, mut most_left, mut fullest_shard) = (false, 0, self.first_shard);
+        let (mut is_over_part, mut fullest, mut fullest_shard) = (false, None, self.first_shard);
         for shard in self.shards_in_order() {
             let shard_request = self.shard_request(shard, request);
             let (usage, _) = table.peek(Sharding::shard_counter(shard, whole), shard_request, time);
             is_over_part |= usage.used > shard_request.ceiling;
             sum.used += usage.used;
             sum.end_ms = sum.end_ms.max(usage.end_ms);
-            let left = shard_request.ceiling.saturating_sub(usage.used);
-            if left > most_left {
-                (most_left, fullest_shard) = (left, shard);
+            // The shard that windows fill up first: its next tokens are the first that would be lost.
+            let (used, limit) = (u128::from(usage.used), u128::from(shard_request.limit));
+            if fullest.is_none_or(|(fewest, of)| used * of < fewest * limit) {
+                (fullest, fullest_shard) = (Some((used, limit)), shard);
             }
         }
         ShardedUsage { usage: sum, is_over_part, fullest_shard }
@@ -186,7 +187,8 @@ pub struct ShardedUsage {
     /// Whether one shard has used more than its part. That happens after the limit was lowered, and where tokens of later
     /// windows were taken: the other shards have that much less to give.
     pub is_over_part: bool,
-    /// The first shard with the most tokens left, of equal ones the own shard first.
+    /// The shard that needs the fewest windows to gain all its tokens, of equal ones the own shard first. Requests begin with
+    /// it, so that all shards need about as many, and none loses tokens while others lack some.
     pub fullest_shard: u32,
 }
 
