@@ -3,7 +3,7 @@
 
     apt-get install -y nginx-light nghttp2-client valgrind
     cargo build --release
-    python3 benches/instructions.py            # two minutes; fails if a count exceeds the committed one by more than 2 %
+    python3 benches/instructions.py            # three minutes; fails if a count exceeds the committed one by more than 2 %
     python3 benches/instructions.py --write    # replaces the committed counts, in benches/instructions.json
     python3 benches/instructions.py --transom OTHER --decisions OTHER    # counts of other builds; never fails
 
@@ -25,6 +25,8 @@ from machine import BenchmarkError
 
 COMMITTED = os.path.join(http1.ROOT, "benches", "instructions.json")
 TOLERANCE = 0.02
+# Measurements of a refused request.
+REPEATED = 5
 DECISIONS = 50_000
 DECISION_CASES = ["fixed", "fixed-many", "fixed-refused", "sliding", "sliding-refused"]
 # No window ends between two runs, except at midnight.
@@ -51,8 +53,13 @@ def measure(options, directory, report):
     with upstream:
         for protocol, http in (("HTTP/1.1", "--h1"), ("HTTP/2", "-m1")):
             for name, path, status in (("forwarded", "/api/hello", 2), ("refused", "/refused", 4)):
-                counts[f"request, {protocol}, {name}"] = callgrind.per_request(
-                    options.transom, directory, upstream_port, [path], options.requests, REFUSING, http, status
+                # A refusal is so fast that the kernel sometimes runs the client before the gateway waits: the least count is
+                # that without such interruptions.
+                counts[f"request, {protocol}, {name}"] = min(
+                    callgrind.per_request(
+                        options.transom, directory, upstream_port, [path], options.requests, REFUSING, http, status
+                    )
+                    for _ in range(1 if status == 2 else REPEATED)
                 )
     program = options.decisions or decisions_program()
     for case in DECISION_CASES:
