@@ -60,7 +60,7 @@ fn main() {
     compare_with_governor(&keys);
     measure_conditions(&keys);
     compare_sliding(&keys);
-    mapped_table::compare_with_heap(&keys);
+    mapped_table::compare_with_private_memory(&keys);
     mapped_table::measure_open();
     compare_word_widths();
 }

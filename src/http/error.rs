@@ -61,7 +61,7 @@ pub enum RequestError {
         rule: String,
         part: String,
     },
-    /// The request gives a part of a rule's key more than once.
+    /// The request gives a part of a rule's key more than once, or so that servers differ about it.
     KeyAmbiguous {
         rule: String,
         part: String,
@@ -355,7 +355,9 @@ impl fmt::Display for RequestError {
             }
             RequestError::RouteField(field) => write!(f, "the request gives `{field}` more than once"),
             RequestError::KeyMissing { part, .. } => write!(f, "the request lacks `{part}`"),
-            RequestError::KeyAmbiguous { part, .. } => write!(f, "the request gives `{part}` more than once"),
+            RequestError::KeyAmbiguous { part, .. } => {
+                write!(f, "the request gives `{part}` more than once, or in a form that servers read differently")
+            }
             RequestError::KeyMalformed { part, .. } if part == "basic-user" => {
                 f.write_str("the credentials in `authorization` are not Base64")
             }

@@ -303,6 +303,22 @@ fn a_request_that_waited_for_a_slot_may_wait_for_a_window() {
     assert_eq!((decisions(&gateway, "admitted"), decisions(&gateway, "delayed")), (1, 1));
 }
 
+/// Otherwise one client could use up a limit for all clients with requests that only wait.
+#[test]
+fn a_waiting_request_holds_no_slot_of_a_limit_for_all_clients() {
+    let gateway = Gateway::start(&format!(
+        "workers = 2\n[upstreams.u]\nbuiltin = \"echo\"\n[rules.all]\nkey = \"global\"\nconcurrent = 2\n\
+         [rules.r]\n{USER}concurrent = 1\non_limit = \"delay\"\nmax_delay = \"1h\"\n\
+         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"all\", \"r\"]\n"
+    ));
+    let first = hold(&gateway, "a");
+    let waiting = [queue(&gateway, "a"), queue(&gateway, "a")];
+    assert_eq!(gateway.metrics().sum("transom_concurrent_requests", &[("rule", "all")]), 1);
+    finish(hold(&gateway, "b"));
+    finish(first);
+    waiting.into_iter().for_each(|client| drop(finish(client)));
+}
+
 /// A request waits for slots of two rules in turn. A rule that refuses is asked first.
 #[test]
 fn a_request_waits_for_several_slots_in_turn() {

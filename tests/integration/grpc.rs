@@ -84,7 +84,7 @@ fn an_error_has_the_corresponding_grpc_status() {
     );
     let gateway =
         Gateway::start_with(&format!("[clients]\nfile = \"clients.toml\"\napi_key = \"header:x-user\"\n{toml}"), "");
-    let fields = [GRPC[0], GRPC[1], ("x-user", "nobody")];
+    let fields = [GRPC[0], GRPC[1], ("x-user", "mallory")];
     let unknown = Http2Client::connect(gateway.http).request_path("POST", "/a", &fields, b"x");
     grpc_message(&unknown, "16");
     assert_eq!(unknown.field("www-authenticate"), Some("Key"));

@@ -53,57 +53,87 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec((advance, 1..=MAX_COST, 0..6_u32, any::<bool>(), any::<bool>()), 1..300)
 }
 
+/// Plays requests, and compares each decision with the account.
+fn compare(limit: &Limit, steps: &[Step]) -> Result<(), TestCaseError> {
+    let mut gateway = Gateway::with_large_table(&[rule("only", vec![limit.clone()])]);
+    let mut account = Account::new(limit.clone());
+    let may_lack = i64::from(limit.shards * MAX_COST);
+    let mut now_ms = START_MS;
+    for (advance_ms, cost, own_shard, reserve, repeats) in steps.iter().copied() {
+        now_ms += advance_ms;
+        (gateway.context.inputs.own_shard, gateway.context.inputs.reserve) = (own_shard, reserve);
+        let left = account.left_at(now_ms);
+        let taken = i64::from(cost);
+        let decision = gateway.request_tokens(CLIENT, cost, now_ms);
+        let remaining = i64::from(limit.capacity()) - gateway.context.result.charges[0].usage.used as i64;
+        match decision {
+            Admitted => {
+                prop_assert!(left >= taken, "{cost} of {left}");
+                account.left -= taken;
+            }
+            DelayedUntil(until_ms) => {
+                let windows = until_ms / PERIOD_MS - now_ms / PERIOD_MS;
+                let granted = windows as i64 * i64::from(limit.tokens);
+                prop_assert!(reserve && until_ms % PERIOD_MS == 0);
+                prop_assert!(left + granted >= taken, "{cost} of {left} and {granted}");
+                prop_assert!(left - taken >= -i64::from(limit.reserve));
+                account.left -= taken;
+            }
+            Refused => {
+                prop_assert!(left - may_lack < taken, "{cost} of {left} is refused");
+            }
+        }
+        prop_assert!((account.left - may_lack..=account.left).contains(&remaining), "{remaining}, {}", account.left);
+        if decision != Refused || !repeats {
+            continue;
+        }
+        gateway.context.inputs.reserve = false;
+        let Some(retry_at_ms) = gateway.retry_at_ms(now_ms) else {
+            prop_assert!(cost > limit.capacity());
+            continue;
+        };
+        if retry_at_ms > now_ms + 1 {
+            prop_assert_eq!(gateway.request_tokens(CLIENT, cost, retry_at_ms - 1), Refused);
+        }
+        prop_assert_eq!(gateway.request_tokens(CLIENT, cost, retry_at_ms), Admitted);
+        prop_assert!(account.left_at(retry_at_ms) >= taken);
+        account.left -= taken;
+        now_ms = retry_at_ms;
+    }
+    Ok(())
+}
+
 proptest! {
     #![proptest_config(crate::config())]
 
     #[test]
     fn shards_admit_what_one_account_would_but_for_one_request_each(limit in settings(), steps in steps()) {
-        let mut gateway = Gateway::with_large_table(&[rule("only", vec![limit.clone()])]);
-        let mut account = Account::new(limit.clone());
-        let may_lack = i64::from(limit.shards * MAX_COST);
-        let mut now_ms = START_MS;
-        for (advance_ms, cost, own_shard, reserve, repeats) in steps {
-            now_ms += advance_ms;
-            (gateway.context.inputs.own_shard, gateway.context.inputs.reserve) = (own_shard, reserve);
-            let left = account.left_at(now_ms);
-            let taken = i64::from(cost);
-            let decision = gateway.request_tokens(CLIENT, cost, now_ms);
-            let remaining = i64::from(limit.capacity()) - gateway.context.result.charges[0].usage.used as i64;
-            match decision {
-                Admitted => {
-                    prop_assert!(left >= taken, "{cost} of {left}");
-                    account.left -= taken;
-                }
-                DelayedUntil(until_ms) => {
-                    let windows = until_ms / PERIOD_MS - now_ms / PERIOD_MS;
-                    let granted = windows as i64 * i64::from(limit.tokens);
-                    prop_assert!(reserve && until_ms % PERIOD_MS == 0);
-                    prop_assert!(left + granted >= taken, "{cost} of {left} and {granted}");
-                    prop_assert!(left - taken >= -i64::from(limit.reserve));
-                    account.left -= taken;
-                }
-                Refused => {
-                    prop_assert!(left - may_lack < taken, "{cost} of {left} is refused");
-                }
-            }
-            prop_assert!((account.left - may_lack..=account.left).contains(&remaining), "{remaining}, {}", account.left);
-            if decision != Refused || !repeats {
-                continue;
-            }
-            gateway.context.inputs.reserve = false;
-            let Some(retry_at_ms) = gateway.retry_at_ms(now_ms) else {
-                prop_assert!(cost > limit.capacity());
-                continue;
-            };
-            if retry_at_ms > now_ms + 1 {
-                prop_assert_eq!(gateway.request_tokens(CLIENT, cost, retry_at_ms - 1), Refused);
-            }
-            prop_assert_eq!(gateway.request_tokens(CLIENT, cost, retry_at_ms), Admitted);
-            prop_assert!(account.left_at(retry_at_ms) >= taken);
-            account.left -= taken;
-            now_ms = retry_at_ms;
-        }
+        compare(&limit, &steps)?;
     }
+}
+
+/// Shards that gain one and two tokens in each window. If requests began with the one that holds the most tokens, they would
+/// fill up at different times, and lack nine tokens.
+#[test]
+fn shards_with_unequal_parts_fill_up_together() -> Result<(), TestCaseError> {
+    let limit = Limit { capacity: Some(57), shards: 2, ..plain(3, PERIOD_MS) };
+    let requests = [
+        (0, 2),
+        (19, 1),
+        (0, 3),
+        (34, 2),
+        (81, 1),
+        (0, 3),
+        (0, 1),
+        (0, 1),
+        (253, 4),
+        (255, 2),
+        (0, 2),
+        (0, 1),
+        (0, 4),
+        (258, 1),
+    ];
+    compare(&limit, &requests.map(|(advance_ms, cost)| (advance_ms, cost, 0, false, false)))
 }
 
 #[test]
