@@ -369,6 +369,8 @@ impl<const W: usize> Table<W> {
 
     /// Charges `request` to a counter, or reports that it does not fit. `hint` is the result of [`Table::peek`], and
     /// may be stale.
+    // Separate, because a counter that has not changed since the peek is charged by `acquire_unchanged`.
+    #[inline(never)]
     pub fn acquire<const PLAIN: bool>(
         &self,
         counter: Counter,
