@@ -40,6 +40,8 @@ const TOP_KEYS_EVERY: u64 = 5;
 const TOP_KEYS: usize = 10;
 /// Rules and routes that are described.
 const DESCRIBED_MAX: usize = 500;
+/// Plans of a rule that are described.
+const PLANS_MAX: usize = 10;
 
 /// The streams, and what they send.
 pub struct Events {
@@ -324,6 +326,14 @@ fn describe_rule(rule: &Rule) -> Value {
         let kind = if matches!(limit.windows, Windows::Sliding { .. }) { " sliding" } else { "" };
         format!("{}/{}{kind}", limit.tokens, limit.period_text)
     };
+    let limits = |layers: &[Limit], concurrent: Option<u32>| -> Vec<String> {
+        let concurrent = concurrent.map(|slots| format!("{slots} at a time"));
+        layers.iter().map(window).chain(concurrent).collect()
+    };
+    let variants = rule.variants().zip(rule.concurrent_variants()).skip(1);
+    let plans = rule.plans.iter().zip(variants).take(PLANS_MAX);
+    let plans =
+        plans.map(|(plan, (layers, concurrent))| json!({ "name": plan.name, "limits": limits(layers, concurrent) }));
     let on_limit = match rule.on_limit {
         OnLimit::Refuse => "refuse",
         OnLimit::Delay { .. } => "delay",
@@ -331,7 +341,7 @@ fn describe_rule(rule: &Rule) -> Value {
     };
     json!({
         "name": rule.name, "key": rule.key.iter().map(ToString::to_string).collect::<Vec<_>>(),
-        "windows": rule.layers.iter().map(window).collect::<Vec<_>>(), "concurrent": rule.concurrent,
-        "on_limit": on_limit, "shared": rule.sharing != Sharing::Local, "plans": rule.plans.len(),
+        "limits": limits(&rule.layers, rule.concurrent), "on_limit": on_limit, "shared": rule.sharing != Sharing::Local,
+        "plans": plans.collect::<Vec<_>>(), "plan_count": rule.plans.len(),
     })
 }

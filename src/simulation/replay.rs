@@ -107,11 +107,9 @@ fn local_rules(config: &mut Config) {
 /// A message for the user.
 fn with_windows(rules: &[Rule], text: &str) -> Result<Vec<Rule>, String> {
     let malformed = || format!("`--try {text}` is not `RULE=WINDOW,WINDOW`, such as `per-client=50/minute,3000/hour`");
-    let (name, windows) = text.split_once('=').ok_or_else(malformed)?;
+    let (name, plan, windows) = candidate_parts(text).ok_or_else(malformed)?;
     let mut rules = rules.to_vec();
     let names: Vec<&str> = rules.iter().map(|rule| rule.name.as_str()).collect();
-    let (name, plan) =
-        name.split_once(':').map_or((name.trim(), None), |(name, plan)| (name.trim(), Some(plan.trim())));
     let position = position_of("rule", name, &names)?;
     let rule = &mut rules[position];
     let (layers, concurrent_limit) = match plan {
@@ -148,6 +146,13 @@ fn with_windows(rules: &[Rule], text: &str) -> Result<Vec<Rule>, String> {
         *layers = new_layers;
     }
     Ok(rules)
+}
+
+/// The rule, the plan and the windows of a text `RULE=WINDOW,WINDOW` or `RULE:PLAN=WINDOW,WINDOW`.
+pub fn candidate_parts(text: &str) -> Option<(&str, Option<&str>, &str)> {
+    let (name, windows) = text.split_once('=')?;
+    let (name, plan) = name.split_once(':').map_or((name, None), |(name, plan)| (name, Some(plan.trim())));
+    Some((name.trim(), plan, windows))
 }
 
 /// The position of a name among those that are known, or a message for the user.

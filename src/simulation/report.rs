@@ -4,7 +4,7 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::log_files::{BadLine, ReadCounts};
-use super::replay::{KeyInput, Replay, RuleInputs};
+use super::replay::{KeyInput, Replay, RuleInputs, candidate_parts};
 use super::scenario::{RuleCounts, Scenario};
 use super::statistics::{Minute, TopKey, TopKeys};
 use transom_limiter::key::OnMissing;
@@ -404,6 +404,7 @@ fn notes(read: &ReadCounts, replay: &Replay) -> Vec<String> {
             counts.late
         ));
     }
+    notes.extend(replay.scenarios.iter().skip(1).filter_map(unused_candidate));
     for scenario in &replay.scenarios {
         let overflow = scenario.table.overflow_charges_total();
         if overflow > 0 {
@@ -414,6 +415,25 @@ fn notes(read: &ReadCounts, replay: &Replay) -> Vec<String> {
         }
     }
     notes
+}
+
+/// Says if no request had the limits that a candidate changes, because clients have other plans.
+fn unused_candidate(scenario: &Scenario) -> Option<String> {
+    let (name, plan, _windows) = candidate_parts(&scenario.name)?;
+    let position = scenario.rule_set.rules.iter().position(|compiled| compiled.rule.name == name)?;
+    let (compiled, counts) = (&scenario.rule_set.rules[position], &scenario.rules[position]);
+    let variant = plan.map_or(0, |plan| compiled.variant_of_plan(plan));
+    let mut limits = compiled.variant(variant).chain([compiled.concurrent_index() + variant]);
+    let is_unused = counts.requests > 0 && limits.all(|limit| counts.asked[limit].total() == 0);
+    is_unused.then(|| match plan {
+        Some(plan) => {
+            format!("`--try {}` changes nothing: no request is of a client with plan `{plan}`", scenario.name)
+        }
+        None => format!(
+            "`--try {}` changes nothing: all clients have a plan or an override; write `{name}:PLAN=WINDOW,WINDOW`",
+            scenario.name
+        ),
+    })
 }
 
 /// Says how many lines lack a part of the rule's key or the cost, and what that means.

@@ -93,8 +93,8 @@ fn events_have_what_was_counted() {
     let (name, config) = events.next().unwrap();
     assert_eq!((&*name, &config["token_required"], &config["reloads"]), ("config", &json!(false), &json!([])));
     let rule = json!({
-        "name": "r", "key": ["header:x-user"], "windows": ["2/minute"], "concurrent": null, "on_limit": "refuse",
-        "shared": false, "plans": 0,
+        "name": "r", "key": ["header:x-user"], "limits": ["2/minute"], "on_limit": "refuse",
+        "shared": false, "plans": [], "plan_count": 0,
     });
     assert_eq!(config["rules"], json!([rule]));
     assert_eq!(config["routes"][0], json!({ "name": "api", "path": "/a", "rules": ["r"] }));
@@ -215,11 +215,11 @@ fn reloads_are_listed_with_their_problems() {
     let rejected = events.find("config", |config| config["reloads"].as_array().unwrap().len() == 1);
     let problem = rejected["reloads"][0]["problem"].as_str().unwrap();
     assert!(problem.contains("minit"), "{problem}");
-    assert_eq!(rejected["rules"][0]["windows"], json!(["9/minute"]));
+    assert_eq!(rejected["rules"][0]["limits"], json!(["9/minute"]));
     process.write_config(&toml.replace("9/minute", "8/minute"));
     let applied = events.find("config", |config| config["reloads"].as_array().unwrap().len() == 2);
     assert_eq!((&applied["reloads"][0]["problem"], &applied["reloads"][1]), (&Value::Null, &rejected["reloads"][0]));
-    assert_eq!(applied["rules"][0]["windows"], json!(["8/minute"]));
+    assert_eq!(applied["rules"][0]["limits"], json!(["8/minute"]));
 }
 
 #[test]

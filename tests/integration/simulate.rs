@@ -773,6 +773,19 @@ fn clients_are_known_by_the_names_in_a_log_of_the_gateway() {
     assert_eq!((&rule["windows"][1]["plan"], &rule["windows"][1]["refused"]), (&"plan gold".into(), &2.into()));
     let note = "rule `r`: 6 of 9 lines have `header:x-api-key`; the others were counted by `ip`";
     assert_eq!(result["notes"], serde_json::json!([note]));
+    // A candidate for limits that no request has: of the default plan if all clients have another, or the other way around.
+    for (lines, candidate, expected) in [
+        (0, "r=9/minute", "all clients have a plan or an override; write `r:PLAN=WINDOW,WINDOW`"),
+        (1, "r:gold=9/minute", "no request is of a client with plan `gold`"),
+    ] {
+        directory.write("access.log", &log[lines]);
+        let result = directory.json(&["--try", candidate, "access.log"]);
+        let notes = result["notes"].as_array().unwrap();
+        let expected = format!("`--try {candidate}` changes nothing: {expected}");
+        assert!(notes.contains(&expected.as_str().into()), "{notes:?}");
+        let other = directory.json(&["--try", if lines == 0 { "r:gold=9/minute" } else { "r=9/minute" }, "access.log"]);
+        assert!(!other["notes"].to_string().contains("--try"), "{other:#}");
+    }
 }
 
 #[test]
