@@ -15,7 +15,7 @@ use crate::metrics::events::DecisionMetrics;
 use crate::redis_store::decision_queries::{KeyQuery, KeyState};
 use crate::redis_store::shared_counters::SharedCounters;
 use crate::redis_store::shared_decision::Unavailable;
-use crate::top_keys::TopKeys;
+use crate::top_keys::{ListedKey, TopKeys};
 use smallvec::SmallVec;
 use transom_limiter::acquire::Charge;
 use transom_limiter::concurrency::ConcurrencyUsage;
@@ -57,10 +57,27 @@ pub struct DecisionQuery {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct RuleQuery {
     pub rule: String,
-    /// The values of the key's parts, in order. A rule with the key `global` needs none.
-    pub key: Vec<String>,
+    pub key: QueryKey,
     /// `None`: the default cost of the rule.
     pub cost: Option<u32>,
+}
+
+/// The key of a query.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum QueryKey {
+    /// The values of the key's parts, in order. A rule with the key `global` needs none.
+    Values(Vec<String>),
+    /// One of the busiest keys of the rule, by its id; `None` if no key has it. Not for [`Operation::Limit`].
+    Listed(u64, Option<Arc<ListedKey>>),
+}
+
+impl QueryKey {
+    fn values(&self) -> &[String] {
+        match self {
+            QueryKey::Values(values) => values,
+            QueryKey::Listed(..) => &[],
+        }
+    }
 }
 
 /// The result of a query.
@@ -313,7 +330,7 @@ impl DecisionService {
             Decision::Refused => (false, self.rule_set.retry_at_ms(&charge_plan, &context, now_ms)),
         };
         if !is_check {
-            let key = |position: usize| query.rules[position].key.as_slice();
+            let key = |position: usize| query.rules[position].key.values();
             self.count(rules, key, |_rule| true, &charge_plan, &decision, &context, counters);
         }
         let windows = self.windows(&charge_plan, &context);
@@ -461,7 +478,10 @@ impl DecisionService {
             }
         }
         if top_keys.count_decision(charge_plan, context, decision) {
-            let describe = |position: usize| self.describe_key(rules[position].rule, key(position), readable_digester);
+            let describe = |position: usize| {
+                let rule = &rules[position];
+                (self.describe_key(rule.rule, key(position), readable_digester), rule.key_text.clone())
+            };
             top_keys.name_keys(charge_plan, context, describe);
         }
         let is_enforced = |position: usize| !charge_plan.shadow_rules().contains(&position);
@@ -474,15 +494,36 @@ impl DecisionService {
     /// Finds the rules of a query, and their keys. As a request, a query has one client: where the key of a rule does not name
     /// it, the keys of the other rules do.
     fn keyed_rules(&self, queries: &[RuleQuery], uses_store: bool) -> Result<Vec<KeyedRule>, DecisionError> {
-        let rule_of = |query: &RuleQuery| {
-            let rule = self.rule_set.rules.iter().position(|compiled| compiled.rule.name == query.rule);
-            rule.ok_or_else(|| DecisionError::UnknownRule(query.rule.chars().take(64).collect()))
-        };
-        let rules = queries.iter().map(|query| {
-            rule_of(query).map(|rule| RuleKeyValues { rule, key: query.key.as_slice(), cost: query.cost })
+        let rules = queries.iter().map(|query| self.rule(&query.rule)).collect::<Result<Vec<usize>, _>>()?;
+        let with_values = queries.iter().zip(&rules).filter_map(|(query, rule)| match &query.key {
+            QueryKey::Values(key) => Some(RuleKeyValues { rule: *rule, key: key.as_slice(), cost: query.cost }),
+            QueryKey::Listed(..) => None,
         });
-        let rules: Vec<RuleKeyValues<String>> = rules.collect::<Result<_, _>>()?;
-        self.key_rules(&rules, uses_store).collect()
+        let with_values: Vec<RuleKeyValues<String>> = with_values.collect();
+        let mut keyed = self.key_rules(&with_values, uses_store);
+        let keyed_rule = |(query, rule): (&RuleQuery, usize)| match &query.key {
+            QueryKey::Listed(_, Some(listed)) => Ok(self.listed_rule(rule, listed, query.cost)),
+            QueryKey::Listed(id, None) => Err(DecisionError::UnknownKey(*id)),
+            QueryKey::Values(_) => keyed.next().unwrap_or_else(|| Err(DecisionError::UnknownRule(query.rule.clone()))),
+        };
+        queries.iter().zip(rules).map(keyed_rule).collect()
+    }
+
+    /// The position of a rule in the rule set.
+    pub fn rule(&self, name: &str) -> Result<usize, DecisionError> {
+        let rule = self.rule_set.rules.iter().position(|compiled| compiled.rule.name == name);
+        rule.ok_or_else(|| DecisionError::UnknownRule(name.chars().take(64).collect()))
+    }
+
+    /// A rule with one of its busiest keys.
+    fn listed_rule(&self, rule: usize, listed: &ListedKey, cost: Option<u32>) -> KeyedRule {
+        let cost = cost.unwrap_or(self.rule_set.rules[rule].rule.cost.default_cost());
+        KeyedRule {
+            rule,
+            keyed_request: Some(KeyedRequest { cost, ..listed.keyed_request }),
+            is_refused: false,
+            key_text: listed.store_key.as_deref().map(Rc::from),
+        }
     }
 
     /// The keys of rules that are decided together. An error is a key that does not fit its rule.
@@ -790,7 +831,7 @@ mod tests {
             let values = [address, key, name];
             let query = |rule: &Rule| RuleQuery {
                 rule: rule.name.clone(),
-                key: rule.key.iter().map(|part| value(part, values)).collect(),
+                key: QueryKey::Values(rule.key.iter().map(|part| value(part, values)).collect()),
                 cost: None,
             };
             let queries: Vec<RuleQuery> = configured.iter().map(query).collect();

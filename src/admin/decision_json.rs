@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use crate::decision::{ConcurrencyState, DecisionOutcome, DecisionQuery, Operation, RuleQuery, WindowState};
+use crate::decision::{ConcurrencyState, DecisionOutcome, DecisionQuery, Operation, QueryKey, RuleQuery, WindowState};
 use crate::http::error::DecisionError;
 use crate::http::ratelimit_headers::seconds_until;
 
@@ -20,8 +20,8 @@ pub fn parse(operation: Operation, text: &[u8]) -> Result<DecisionQuery, Decisio
         Some(_) => return Err(malformed("`reserve` is neither `true` nor `false`")),
     };
     let Some(rules) = query.get("rules") else {
-        check_keys(&query, &["rule", "key", "cost", "reserve"])?;
-        return Ok(DecisionQuery { operation, rules: vec![parse_rule(&query)?], reserve });
+        check_keys(&query, &["rule", "key", "id", "cost", "reserve"])?;
+        return Ok(DecisionQuery { operation, rules: vec![parse_rule(operation, &query)?], reserve });
     };
     if query.contains_key("rule") {
         return Err(malformed("`rule` and `rules` are both given: keep one of the two"));
@@ -31,8 +31,8 @@ pub fn parse(operation: Operation, text: &[u8]) -> Result<DecisionQuery, Decisio
     let rules = rules.ok_or_else(|| malformed("`rules` is not a list of 1 to 64 objects"))?;
     let parse_entry = |entry: &Value| {
         let entry = entry.as_object().ok_or_else(|| malformed("`rules` is not a list of 1 to 64 objects"))?;
-        check_keys(entry, &["rule", "key", "cost"])?;
-        parse_rule(entry)
+        check_keys(entry, &["rule", "key", "id", "cost"])?;
+        parse_rule(operation, entry)
     };
     Ok(DecisionQuery { operation, rules: rules.iter().map(parse_entry).collect::<Result<_, _>>()?, reserve })
 }
@@ -47,7 +47,7 @@ fn check_keys(object: &Map<String, Value>, known: &[&str]) -> Result<(), Decisio
     Err(DecisionError::Malformed(format!("`{other}` is not one of `{}`", known.join("`, `"))))
 }
 
-fn parse_rule(object: &Map<String, Value>) -> Result<RuleQuery, DecisionError> {
+fn parse_rule(operation: Operation, object: &Map<String, Value>) -> Result<RuleQuery, DecisionError> {
     let Some(Value::String(rule)) = object.get("rule") else { return Err(malformed("`rule` is not a string")) };
     let text = |value: &Value| match value {
         Value::String(text) if !text.is_empty() => Some(text.clone()),
@@ -59,6 +59,18 @@ fn parse_rule(object: &Map<String, Value>) -> Result<RuleQuery, DecisionError> {
         Some(value) => text(value).map(|text| vec![text]),
     };
     let key = key.ok_or_else(|| malformed("`key` is neither a non-empty string nor a list of non-empty strings"))?;
+    let key = match object.get("id") {
+        None | Some(Value::Null) => QueryKey::Values(key),
+        Some(_) if !key.is_empty() => return Err(malformed("`key` and `id` are both given: keep one of the two")),
+        Some(_) if operation == Operation::Limit => return Err(malformed("`/v1/limit` takes a `key`, not an `id`")),
+        Some(id) => {
+            let id = id
+                .as_str()
+                .filter(|id| id.len() == 16 && !id.starts_with('+'))
+                .and_then(|id| u64::from_str_radix(id, 16).ok());
+            QueryKey::Listed(id.ok_or_else(|| malformed("`id` is not one of `/v1/top`"))?, None)
+        }
+    };
     let cost = match object.get("cost") {
         None | Some(Value::Null) => None,
         Some(cost) => {

@@ -31,7 +31,7 @@ use tokio::time::timeout;
 
 use crate::clock::Clock;
 use crate::config::listen::Admin;
-use crate::decision::{CounterAccess, Operation};
+use crate::decision::{CounterAccess, Operation, QueryKey, RuleQuery};
 use crate::explain;
 use crate::explain::question::Question;
 use crate::explain::rule_state::Counting;
@@ -383,7 +383,13 @@ async fn decide(
     operation: Operation,
     text: &[u8],
 ) -> Result<LocalResponse, DecisionError> {
-    let query = decision_json::parse(operation, text)?;
+    let mut query = decision_json::parse(operation, text)?;
+    for RuleQuery { rule, key, .. } in &mut query.rules {
+        if let QueryKey::Listed(id, listed) = key {
+            let rule = decision_api.compiled.decision_service.rule(rule)?;
+            *listed = top_query::find_key(state, &decision_api.compiled, rule, *id).await;
+        }
+    }
     let clock = || state.clock.now().unix_ms;
     let DecisionApi { compiled, metrics } = decision_api;
     let (table, shared) = (&*state.counters.table, state.shared.as_ref());

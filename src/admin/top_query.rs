@@ -10,7 +10,7 @@ use crate::http::error::DecisionError;
 use crate::http::request_values::{Occurrence, query_parameter};
 use crate::proxy::compiled_config::CompiledConfig;
 use crate::proxy::worker_state::TopKeysQuery;
-use crate::top_keys::{KeyOutcome, Snapshot, TopKey, TopList};
+use crate::top_keys::{self, KeyOutcome, ListedKey, Snapshot, TopKey, TopList};
 use transom_limiter::rule_set::CompiledRule;
 
 /// Keys of each rule that are listed by default.
@@ -62,7 +62,7 @@ impl TopQuery {
         if let (Some(name), []) = (&self.rule, &rules[..]) {
             return Err(DecisionError::UnknownRule(name.chars().take(64).collect()));
         }
-        let snapshots = self.snapshots(state, compiled, &rules).await;
+        let snapshots = snapshots(self.outcome, state, compiled, &rules).await;
         let now_ms = state.clock.now().unix_ms;
         let lists = rules.iter().zip(snapshots).map(|(rule, snapshots)| {
             let list = TopList::merge(&snapshots, now_ms, self.limit);
@@ -74,29 +74,47 @@ impl TopQuery {
         });
         Ok(json!({ "by": self.outcome.name(), "rules": lists.collect::<Vec<_>>() }))
     }
+}
 
-    /// The counts of all workers and of the decision API, by rule.
-    async fn snapshots(
-        &self,
-        state: &AdminState,
-        compiled: &Arc<CompiledConfig>,
-        rules: &[&CompiledRule],
-    ) -> Vec<Vec<Snapshot>> {
-        let (reply, mut replies) = unbounded_channel();
-        let (outcome, prefixes) = (self.outcome, rules.iter().map(|rule| rule.hash_prefix).collect());
-        let query = TopKeysQuery { outcome, rules: prefixes, reply };
-        for worker in &state.workers {
-            // A worker that has ended has no counts.
-            let _ = worker.send(query.clone());
+/// A key that the lists have under this id, with the plan that it has in this configuration.
+pub async fn find_key(
+    state: &AdminState,
+    compiled: &Arc<CompiledConfig>,
+    rule: usize,
+    id: u64,
+) -> Option<Arc<ListedKey>> {
+    let rules = [&compiled.rule_set.rules[rule]];
+    for outcome in KeyOutcome::ALL {
+        let snapshots = snapshots(outcome, state, compiled, &rules).await.into_iter().flatten().collect::<Vec<_>>();
+        let found = top_keys::find_key(&snapshots, id, &compiled.rule_set);
+        if found.is_some() {
+            return found;
         }
-        let (top_keys, now_ms) = (state.top_keys(compiled), state.clock.now().unix_ms);
-        let own = |rule: &&CompiledRule| top_keys.snapshot(rule.hash_prefix, outcome, now_ms).into_iter().collect();
-        let mut snapshots: Vec<Vec<Snapshot>> = rules.iter().map(own).collect();
-        drop(query);
-        // Ends when every worker has dropped its query.
-        while let Some((position, snapshot)) = replies.recv().await {
-            snapshots[position].push(snapshot);
-        }
-        snapshots
     }
+    None
+}
+
+/// The counts of all workers and of the decision API, by rule.
+async fn snapshots(
+    outcome: KeyOutcome,
+    state: &AdminState,
+    compiled: &Arc<CompiledConfig>,
+    rules: &[&CompiledRule],
+) -> Vec<Vec<Snapshot>> {
+    let (reply, mut replies) = unbounded_channel();
+    let prefixes = rules.iter().map(|rule| rule.hash_prefix).collect();
+    let query = TopKeysQuery { outcome, rules: prefixes, reply };
+    for worker in &state.workers {
+        // A worker that has ended has no counts.
+        let _ = worker.send(query.clone());
+    }
+    let (top_keys, now_ms) = (state.top_keys(compiled), state.clock.now().unix_ms);
+    let own = |rule: &&CompiledRule| top_keys.snapshot(rule.hash_prefix, outcome, now_ms).into_iter().collect();
+    let mut snapshots: Vec<Vec<Snapshot>> = rules.iter().map(own).collect();
+    drop(query);
+    // Ends when every worker has dropped its query.
+    while let Some((position, snapshot)) = replies.recv().await {
+        snapshots[position].push(snapshot);
+    }
+    snapshots
 }

@@ -383,6 +383,10 @@ fn encode_grpc_message(message: &str) -> String {
 pub fn decision_error_response(error: &DecisionError) -> LocalResponse {
     let (status, detail) = match error {
         DecisionError::UnknownRule(name) => (StatusCode::NOT_FOUND, format!("unknown rule `{name}`")),
+        DecisionError::UnknownKey(id) => (
+            StatusCode::NOT_FOUND,
+            format!("no listed key of the rule has the id `{id:016x}`, or none since the last reload"),
+        ),
         DecisionError::TopKeysOff => {
             (StatusCode::NOT_FOUND, String::from("keys are not counted: `[admin] top_keys` is 0"))
         }

@@ -236,7 +236,10 @@ impl WorkerConfig {
         clients: &ClientLookup<'_>,
     ) {
         let digester = &self.compiled.readable_digester;
-        let describe = |position: usize| rules.rule_keys[position].describe(attributes, clients, digester);
+        let describe = |position: usize| {
+            let description = rules.rule_keys[position].describe(attributes, clients, digester);
+            (description, self.compiled.store_key(rules, position, attributes))
+        };
         self.top_keys.name_keys(&rules.charge_plan, context, describe);
     }
 

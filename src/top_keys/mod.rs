@@ -8,7 +8,7 @@ mod sketch;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use serde_json::{Value, json};
 
@@ -18,7 +18,7 @@ use transom_limiter::concurrency::SlotState;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::key::KeyHash;
-use transom_limiter::rule_set::{ChargePlan, RuleSet};
+use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
 
 /// The sketches of the last full period are kept, so that a list is of the last one to two periods.
 const PERIOD_MS: u64 = 30 * 60_000;
@@ -42,9 +42,13 @@ impl KeyOutcome {
     }
 }
 
-/// The counts of one worker, by rule of the rule set; empty if keys are not counted.
+/// The counts of one worker.
 #[derive(Default)]
-pub struct TopKeys(Vec<Rc<RefCell<RuleKeys>>>);
+pub struct TopKeys {
+    rule_set: Weak<RuleSet>,
+    /// By rule of the rule set; empty if keys are not counted.
+    rules: Vec<Rc<RefCell<RuleKeys>>>,
+}
 
 /// The counts of one rule in one worker.
 struct RuleKeys {
@@ -67,7 +71,25 @@ struct PeriodCounts {
 }
 
 /// Keys with their names.
-type KeySketch = Sketch<Option<Arc<KeyDescription>>>;
+type KeySketch = Sketch<Option<NamedKey>>;
+
+/// A key that has stood out.
+#[derive(Clone, Debug)]
+struct NamedKey {
+    /// The rules of the configuration with which the key was named.
+    rule_set: Weak<RuleSet>,
+    key: Arc<ListedKey>,
+}
+
+/// A key, with what finds its counters.
+#[derive(PartialEq, Eq, Debug)]
+pub struct ListedKey {
+    pub description: KeyDescription,
+    /// A request with the key.
+    pub keyed_request: KeyedRequest,
+    /// The key in the shared store; `None` if the rule is not shared.
+    pub store_key: Option<Box<str>>,
+}
 
 /// A copy of the counts of one rule in one worker.
 pub struct Snapshot {
@@ -77,17 +99,17 @@ pub struct Snapshot {
 
 impl TopKeys {
     /// Rules that `previous` has with the same name and key keep their counts. `capacity` 0: keys are not counted.
-    pub fn new(rule_set: &RuleSet, capacity: usize, now_ms: u64, previous: Option<&TopKeys>) -> TopKeys {
+    pub fn new(rule_set: &Arc<RuleSet>, capacity: usize, now_ms: u64, previous: Option<&TopKeys>) -> TopKeys {
         let keys_of = |hash_prefix: u64| {
             let is_same = |keys: &&Rc<RefCell<RuleKeys>>| {
                 let keys = keys.borrow();
                 keys.hash_prefix == hash_prefix && keys.capacity == capacity
             };
-            let kept = previous.and_then(|previous| previous.0.iter().find(is_same)).cloned();
+            let kept = previous.and_then(|previous| previous.rules.iter().find(is_same)).cloned();
             kept.unwrap_or_else(|| Rc::new(RefCell::new(RuleKeys::new(hash_prefix, capacity, now_ms))))
         };
         let rules = rule_set.rules.iter().filter(|_| capacity > 0);
-        TopKeys(rules.map(|rule| keys_of(rule.hash_prefix)).collect())
+        TopKeys { rule_set: Arc::downgrade(rule_set), rules: rules.map(|rule| keys_of(rule.hash_prefix)).collect() }
     }
 
     /// Counts the decision on a request, with its result in `context`. Returns whether one of its keys needs a name.
@@ -96,39 +118,40 @@ impl TopKeys {
         let mut needs_name = false;
         for (position, keyed_request) in context.inputs.keyed_requests.iter().enumerate() {
             if let Some(keyed_request) = keyed_request
-                && let Some(rule) = self.0.get(charge_plan.rules[position])
+                && let Some(rule) = self.rules.get(charge_plan.rules[position])
                 && let Some(outcome) = outcome_of(position, context, decision)
             {
-                needs_name |= rule.borrow_mut().count(keyed_request.key, outcome);
+                needs_name |= rule.borrow_mut().count(keyed_request.key, outcome, &self.rule_set);
             }
         }
         needs_name
     }
 
-    /// Names the keys of a request that need a name; `describe` is given the position of the rule in the charge plan.
+    /// Names the keys of a request that need a name. `describe` is given the position of a rule in the charge plan, and returns
+    /// the key and its text in the shared store.
     pub fn name_keys(
         &self,
         charge_plan: &ChargePlan,
         context: &DecisionContext,
-        describe: impl Fn(usize) -> KeyDescription,
+        describe: impl Fn(usize) -> (KeyDescription, Option<Rc<str>>),
     ) {
         for (position, keyed_request) in context.inputs.keyed_requests.iter().enumerate() {
             if let Some(keyed_request) = keyed_request
-                && let Some(rule) = self.0.get(charge_plan.rules[position])
+                && let Some(rule) = self.rules.get(charge_plan.rules[position])
             {
-                rule.borrow_mut().name(keyed_request.key, || describe(position));
+                rule.borrow_mut().name(*keyed_request, &self.rule_set, || describe(position));
             }
         }
     }
 
     /// Begins a new period, if it is time.
     pub fn begin_period(&self, now_ms: u64) {
-        self.0.iter().for_each(|rule| rule.borrow_mut().begin_period(now_ms));
+        self.rules.iter().for_each(|rule| rule.borrow_mut().begin_period(now_ms));
     }
 
     /// Copies the counts of a rule.
     pub fn snapshot(&self, hash_prefix: u64, outcome: KeyOutcome, now_ms: u64) -> Option<Snapshot> {
-        let rule = self.0.iter().find(|rule| rule.borrow().hash_prefix == hash_prefix)?;
+        let rule = self.rules.iter().find(|rule| rule.borrow().hash_prefix == hash_prefix)?;
         let mut rule = rule.borrow_mut();
         rule.begin_period(now_ms);
         Some(Snapshot { started_ms: rule.started_ms, counts: rule.counts[outcome as usize].clone() })
@@ -163,17 +186,25 @@ impl RuleKeys {
     }
 
     #[inline]
-    fn count(&mut self, key: KeyHash, outcome: KeyOutcome) -> bool {
-        let needs_name = |entry: &mut Entry<Option<_>>, stands_out| stands_out && entry.value.is_none();
-        self.counts[outcome as usize].current.hit(key.bucket_hash, needs_name)
+    fn count(&mut self, key: KeyHash, outcome: KeyOutcome, rule_set: &Weak<RuleSet>) -> bool {
+        let hit = |entry: &mut Entry<Option<_>>, stands_out| stands_out && needs_name(entry, rule_set);
+        self.counts[outcome as usize].current.hit(key.bucket_hash, hit)
     }
 
-    fn name(&mut self, key: KeyHash, describe: impl Fn() -> KeyDescription) {
+    fn name(
+        &mut self,
+        keyed_request: KeyedRequest,
+        rule_set: &Weak<RuleSet>,
+        describe: impl Fn() -> (KeyDescription, Option<Rc<str>>),
+    ) {
         for counts in &mut self.counts {
-            if let Some((entry, true)) = counts.current.find(key.bucket_hash)
-                && entry.value.is_none()
+            if let Some((entry, true)) = counts.current.find(keyed_request.key.bucket_hash)
+                && needs_name(entry, rule_set)
             {
-                entry.value = Some(Arc::new(describe()));
+                let (description, store_key) = describe();
+                let store_key = store_key.as_deref().map(Box::from);
+                let key = Arc::new(ListedKey { description, keyed_request, store_key });
+                entry.value = Some(NamedKey { rule_set: Weak::clone(rule_set), key });
             }
         }
     }
@@ -186,6 +217,27 @@ impl RuleKeys {
             counts.previous = Arc::new(if is_next { ended } else { Sketch::new(self.capacity) });
             counts.period = period;
         }
+    }
+}
+
+/// Whether the key has no name, or one of another configuration, in which its plan may be another.
+#[inline]
+fn needs_name(entry: &Entry<Option<NamedKey>>, rule_set: &Weak<RuleSet>) -> bool {
+    entry.value.as_ref().is_none_or(|named| !Weak::ptr_eq(&named.rule_set, rule_set))
+}
+
+/// The key with this id, as [`TopList`] lists it, with the plan that it has under `rule_set`.
+pub fn find_key(snapshots: &[Snapshot], id: u64, rule_set: &Arc<RuleSet>) -> Option<Arc<ListedKey>> {
+    let rule_set = Arc::downgrade(rule_set);
+    let named = snapshots.iter().flat_map(Snapshot::sketches).filter_map(|sketch| sketch.get(id)?.value.as_ref());
+    let found = { named }.find(|named| Weak::ptr_eq(&named.rule_set, &rule_set));
+    found.map(|named| Arc::clone(&named.key))
+}
+
+impl Snapshot {
+    /// The counts of the current and of the previous period.
+    fn sketches(&self) -> [&KeySketch; 2] {
+        [&self.counts.current, &self.counts.previous]
     }
 }
 
@@ -203,7 +255,9 @@ pub struct TopList {
 /// A busy key.
 #[derive(Debug)]
 pub struct TopKey {
-    key: Arc<KeyDescription>,
+    /// The hash of the key.
+    id: u64,
+    key: Arc<ListedKey>,
     /// Never too low.
     count: u64,
     /// How much the count may be too high.
@@ -219,9 +273,9 @@ impl TopList {
             hits: u64,
             /// Where the key is followed: what it may have missed less than a key that is not followed.
             known: u64,
-            name: Option<Arc<KeyDescription>>,
+            named: Option<Arc<ListedKey>>,
         }
-        let sketches = || snapshots.iter().flat_map(|snapshot| [&snapshot.counts.current, &snapshot.counts.previous]);
+        let sketches = || snapshots.iter().flat_map(Snapshot::sketches);
         let missed_max: u64 = sketches().map(Sketch::missed_max).sum();
         let mut sums = HashMap::<u64, Sum>::new();
         for sketch in sketches() {
@@ -229,15 +283,19 @@ impl TopList {
                 let sum = sums.entry(key).or_default();
                 sum.hits += entry.hits;
                 sum.known += sketch.missed_max() - entry.missed;
-                sum.name = sum.name.take().or_else(|| entry.value.clone());
+                sum.named = sum.named.take().or_else(|| entry.value.as_ref().map(|named| Arc::clone(&named.key)));
             }
         }
-        let top_key = |sum: Sum| {
+        let top_key = |(id, sum): (u64, Sum)| {
             let error = missed_max - sum.known;
-            Some(TopKey { key: sum.name?, count: sum.hits + error, error })
+            Some(TopKey { id, key: sum.named?, count: sum.hits + error, error })
         };
-        let mut keys: Vec<TopKey> = sums.into_values().filter_map(top_key).collect();
-        keys.sort_by(|a, b| (b.count - b.error).cmp(&(a.count - a.error)).then_with(|| a.key.parts.cmp(&b.key.parts)));
+        let mut keys: Vec<TopKey> = sums.into_iter().filter_map(top_key).collect();
+        keys.sort_by(|a, b| {
+            (b.count - b.error)
+                .cmp(&(a.count - a.error))
+                .then_with(|| a.key.description.parts.cmp(&b.key.description.parts))
+        });
         keys.truncate(limit);
         let started_ms = snapshots.iter().map(|snapshot| snapshot.started_ms).min().unwrap_or(now_ms);
         TopList {
@@ -250,9 +308,10 @@ impl TopList {
 
 impl TopKey {
     pub fn to_json(&self) -> Value {
+        let key = &self.key.description;
         json!({
-            "key": self.key.parts_json(), "fallback": self.key.is_fallback, "client": self.key.client,
-            "label": self.key.label(), "count": self.count, "error": self.error,
+            "id": format!("{:016x}", self.id), "key": key.parts_json(), "fallback": key.is_fallback,
+            "client": key.client, "label": key.label(), "count": self.count, "error": self.error,
         })
     }
 }

@@ -71,5 +71,6 @@ async function main(executablePath) {
 
 main(...process.argv.slice(2)).catch(error => {
   console.error(error);
-  process.exitCode = 1;
+  // Standard input is still open.
+  process.exit(1);
 });

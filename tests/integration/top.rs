@@ -7,7 +7,7 @@ use transom_limiter::secret_digest::Digest;
 
 use crate::support::client::{Client, HOST};
 use crate::support::gateway::{Gateway, START_S};
-use crate::support::gateway_group::{LONG_TIMEOUT, rule_by_key, shared_config};
+use crate::support::gateway_group::{LONG_TIMEOUT, count_admitted_by, query_decision, rule_by_key, shared_config};
 use crate::support::http2_client::Http2Client;
 use crate::support::process::{Process, run};
 use crate::support::redis::RedisServer;
@@ -151,6 +151,108 @@ fn the_decision_api_counts_too() {
     assert_eq!(by_token[0].1, 3);
     assert_eq!(counts_of(&gateway, "admitted", "all"), exactly([("all requests", 3)]));
     assert!(!top(&gateway, "by=refused").to_string().contains("secret"));
+}
+
+/// The value of a secret is not known to those who read the lists.
+#[test]
+fn a_listed_key_is_read_and_reset_by_its_id() {
+    let clients = format!("[clients.acme]\nplan = \"gold\"\napi_keys = [\"{}\"]\n", Digest::of(SECRET.as_bytes()));
+    let rules = RULES.replace(
+        "[rules.per-key.plans.gold]\nwindows = [\"3/minute\"]",
+        "[rules.per-key.plans.gold]\nwindows = [\"5/minute\"]",
+    );
+    let mut gateway = Gateway::start_with(&rules, &clients);
+    let ask = |gateway: &Gateway, fields: &[(&str, &str)], times: usize| {
+        (0..times).filter(|_| gateway.get_with("/a", fields).status == 200).count()
+    };
+    let api = |gateway: &Gateway, verb: &str, query: &Value, status: u16| {
+        Client::connect(gateway.admin).post(&format!("/v1/{verb}"), query.to_string()).expect(status).json()
+    };
+    let id = |gateway: &Gateway, rule: &str| top(gateway, &format!("rule={rule}"))["rules"][0]["keys"][0]["id"].clone();
+    // A client with a plan, a secret without a client, and a key by `on_missing_key`.
+    assert_eq!(ask(&gateway, &[("X-API-Key", SECRET)], 9), 5);
+    assert_eq!(ask(&gateway, &[("X-API-Key", "unknown"), ("X-Token", TOKEN)], 6), 2);
+    let by_key = json!({"rule": "per-key", "id": id(&gateway, "per-key")});
+    let by_token = json!({"rule": "per-token", "id": id(&gateway, "per-token")});
+    for (query, used) in [(&by_key, 5), (&by_token, 2)] {
+        let value = api(&gateway, "value", query, 200);
+        assert_eq!(
+            (&value["count"], &value["limit"], &value["allowed"]),
+            (&json!(used), &json!(used), &json!(false)),
+            "{value}"
+        );
+        assert_eq!(api(&gateway, "check", query, 200)["allowed"], false);
+    }
+    assert_eq!(api(&gateway, "reset", &by_key, 200)["count"], 0);
+    assert_eq!(ask(&gateway, &[("X-API-Key", SECRET)], 6), 5);
+    assert_eq!(ask(&gateway, &[("X-API-Key", "unknown"), ("X-Token", TOKEN)], 1), 0, "no other key is reset");
+    assert_eq!(ask(&gateway, &[], 4), 3);
+    let listed = top(&gateway, "rule=per-key")["rules"][0]["keys"].clone();
+    let address = listed.as_array().unwrap().iter().find(|key| key["label"] == "127.0.0.1").unwrap();
+    let both = json!({"rules": [{"rule": "per-key", "id": address["id"]}, {"rule": "all"}]});
+    let value = api(&gateway, "value", &both, 200);
+    assert_eq!(
+        (&value["windows"][0]["count"], &value["windows"][0]["rule"]),
+        (&json!(3), &json!("per-key")),
+        "{value}"
+    );
+    for (verb, query, status, detail) in [
+        (
+            "value",
+            json!({"rule": "per-key", "id": "0123456789abcdef"}),
+            404,
+            "no listed key of the rule has the id `0123456789abcdef`, or none since the last reload",
+        ),
+        ("value", json!({"rule": "all", "id": by_key["id"]}), 404, ""),
+        ("value", json!({"rule": "nothing", "id": by_key["id"]}), 404, "unknown rule `nothing`"),
+        ("value", json!({"rule": "per-key", "id": "+123456789abcdef"}), 400, "`id` is not one of `/v1/top`"),
+        ("value", json!({"rule": "per-key", "id": 7}), 400, "`id` is not one of `/v1/top`"),
+        (
+            "value",
+            json!({"rule": "per-key", "id": by_key["id"], "key": "a"}),
+            400,
+            "`key` and `id` are both given: keep one of the two",
+        ),
+        ("limit", by_key.clone(), 400, "`/v1/limit` takes a `key`, not an `id`"),
+    ] {
+        let problem = api(&gateway, verb, &query, status);
+        assert!(problem["detail"].as_str().unwrap().starts_with(detail), "{problem}");
+    }
+    // A plan of the former configuration does not apply: the key is known again with its next request.
+    gateway.reload_with(
+        &rules.replace(
+            "[rules.per-key.plans.gold]",
+            "[rules.per-key.plans.free]\nwindows = [\"4/minute\"]\n[rules.per-key.plans.gold]",
+        ),
+        &clients,
+    );
+    eventually("the admin thread has the configuration", || {
+        Client::connect(gateway.admin).post("/v1/value", by_key.to_string()).status == 404
+    });
+    eventually("a worker has named the key again", || {
+        ask(&gateway, &[("X-API-Key", SECRET)], 1);
+        Client::connect(gateway.admin).post("/v1/value", by_key.to_string()).status == 200
+    });
+    assert_eq!(api(&gateway, "value", &by_key, 200)["limit"], 5);
+}
+
+#[test]
+fn a_listed_key_is_read_and_reset_in_the_shared_store() {
+    let redis = RedisServer::start();
+    for mode in ["exact", "lease"] {
+        redis.cli(&["FLUSHALL"]);
+        let rules = rule_by_key("[\"3/hour\"]", "");
+        let settings = format!("mode = \"{mode}\"\n{LONG_TIMEOUT}");
+        let process = Process::spawn(&shared_config(&format!("\"{}\"", redis.url()), &settings, &rules));
+        assert_eq!(count_admitted_by(&process, "ann", 5), 3);
+        let listed = process.admin_get("/v1/top").expect(200).json();
+        let query = json!({"rule": "r", "id": listed["rules"][0]["keys"][0]["id"]});
+        assert_eq!(query_decision(&process, "value", &query)["count"], 3, "{mode}");
+        assert_eq!(query_decision(&process, "reset", &query)["count"], 0, "{mode}");
+        let of_key = query_decision(&process, "value", &json!({"rule": "r", "key": "ann"}));
+        assert_eq!(of_key["count"], 0, "{mode}");
+        eventually("the key is admitted again", || count_admitted_by(&process, "ann", 1) == 1);
+    }
 }
 
 /// A route for each of the rules.
