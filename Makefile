@@ -164,7 +164,7 @@ failover:
 # compiler, for this build alone. Inputs are long from the start (-len_control=0): otherwise the fuzzer begins with single
 # bytes, and after a minute has tried no configuration of 18 bytes.
 fuzz:
-	@cargo fuzz --version >/dev/null 2>&1 || cargo install --locked cargo-fuzz
+	@cargo fuzz --version >/dev/null 2>&1 || cargo install --locked --version 0.13.2 cargo-fuzz
 	if RUSTUP_AUTO_INSTALL=0 cargo +nightly --version >/dev/null 2>&1; then fuzz="cargo +nightly fuzz"; \
 	else fuzz="cargo fuzz"; export RUSTC_BOOTSTRAP=1; fi; \
 	for target in $$($$fuzz list); do \
@@ -192,13 +192,13 @@ $(PARTS)/browser/packages: $(PARTS)/browser/installed tests/external/browser/pac
 	touch $@
 
 cargo-deb:
-	@cargo deb --version >/dev/null 2>&1 || cargo install --locked cargo-deb
+	@cargo deb --version >/dev/null 2>&1 || cargo install --locked --version 3.8.0 cargo-deb
 
 mdbook:
-	@mdbook --version >/dev/null 2>&1 || cargo install --locked mdbook --no-default-features --features search
+	@mdbook --version >/dev/null 2>&1 || cargo install --locked --version 0.5.4 mdbook --no-default-features --features search
 
 deny:
-	@$(DENY) || cargo install --locked cargo-deny
+	@$(DENY) || cargo install --locked --version 0.20.2 cargo-deny
 
 advisories: deny
 	tests/external/advisories.sh

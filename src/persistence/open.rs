@@ -61,6 +61,9 @@ pub enum OpenError {
 impl fmt::Display for OpenError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            OpenError::File { path, source } if source.kind() == io::ErrorKind::NotFound => {
+                write!(f, "cannot use `{path}` as `counters.file`: make its folder first")
+            }
             OpenError::File { path, .. } => write!(f, "cannot use `{path}` as `counters.file`"),
             OpenError::Foreign { path } => {
                 write!(f, "`{path}` is not a counters file: set `counters.file` to another path, or remove the file")
