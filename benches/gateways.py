@@ -14,13 +14,24 @@ import load_generators
 import machine
 
 # `limits`: whether the limit is so low that every request, but for the first few, is refused.
-# `varied`: whether a connection sends different requests in turn.
-Scenario = collections.namedtuple("Scenario", "name limits status targets varied", defaults=[False])
+# `varied`: whether a connection sends different requests in turn. Without `connections` and `path`, those of the generator.
+Scenario = collections.namedtuple(
+    "Scenario", "name limits status targets varied connections path", defaults=[False, None, None]
+)
 
-FORWARDING = Scenario("forwarding", limits=False, status=200, targets={"nginx": 1.15})
-REFUSING = Scenario("refusing", limits=True, status=429, targets={"nginx": 0.95})
-REFUSING_VARIED = Scenario("refusing-varied", limits=True, status=429, targets={}, varied=True)
-SCENARIOS = {scenario.name: scenario for scenario in (FORWARDING, REFUSING, REFUSING_VARIED)}
+FORWARDING = Scenario("forwarding", limits=False, status=200, targets={"nginx": 1.0, "haproxy": 0.92})
+FORWARDING_1000 = FORWARDING._replace(
+    name="forwarding-1000", connections=1_000, targets={"nginx": 0.95, "haproxy": 1.0}
+)
+# With those to the upstream, just within 20,000 descriptors.
+FORWARDING_9000 = FORWARDING._replace(name="forwarding-9000", connections=9_000, targets={"nginx": 0.95})
+LARGE_BODIES = FORWARDING._replace(
+    name="large-bodies", path=load_generators.LARGE_PATH, targets={"nginx": 0.38, "haproxy": 0.92}
+)
+REFUSING = Scenario("refusing", limits=True, status=429, targets={"nginx": 0.85})
+REFUSING_VARIED = REFUSING._replace(name="refusing-varied", varied=True, targets={"nginx": 0.90})
+ALL = (FORWARDING, FORWARDING_1000, FORWARDING_9000, LARGE_BODIES, REFUSING, REFUSING_VARIED)
+SCENARIOS = {scenario.name: scenario for scenario in ALL}
 HTTP2_FORWARDING = Scenario("forwarding", limits=False, status=200, targets={"nginx": 0.95, "envoy": 0.40})
 HTTP2_REFUSING = Scenario("refusing", limits=True, status=429, targets={"nginx": 0.45})
 HTTP2_SCENARIOS = {scenario.name: scenario for scenario in (HTTP2_FORWARDING, HTTP2_REFUSING)}
@@ -33,7 +44,7 @@ class Nginx:
     # Refusals are logged below the level of the error log; otherwise nginx alone would write a line per refusal.
     log_of_refusals = "limit_req_log_level info;"
     listen_options, upstream_connections = "", load_generators.CONNECTIONS
-    connections = 4096
+    connections = load_generators.MANY
 
     def start(self, directory, upstream_port, scenario, cores):
         port = machine.free_port()
@@ -50,7 +61,7 @@ class Nginx:
                 limit_req_status 429;
                 upstream bench {{
                     server {machine.LOOPBACK}:{upstream_port};
-                    keepalive {self.upstream_connections};
+                    keepalive {max(self.upstream_connections, scenario.connections or 0)};
                     keepalive_requests 1000000000;
                     keepalive_timeout 1h;
                 }}
@@ -89,12 +100,6 @@ class NginxHttp2(Nginx):
     """HTTP/2 with prior knowledge; as many persistent upstream connections as streams."""
 
     listen_options, upstream_connections = "http2", load_generators.Http2.CONNECTIONS * load_generators.Http2.STREAMS
-
-
-class NginxWide(Nginx):
-    """Capacity for very many connections, which nginx allocates at the start."""
-
-    connections = 32_768
 
 
 class Envoy:
@@ -186,7 +191,7 @@ class Haproxy:
                 f"""
 global
     nbthread 1
-    maxconn 1024
+    maxconn 9900
 defaults
     mode http
     timeout connect 5s

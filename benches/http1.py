@@ -15,6 +15,7 @@ the speed of the load generator or the upstream, and because it is what a user p
 """
 
 import argparse
+import functools
 import os
 import shutil
 import signal
@@ -138,10 +139,13 @@ def in_turn(compared, number):
 
 def take_turn(server, port, scenario, generator, options):
     # Warms caches and opens upstream connections; in the refusing scenarios this also uses up the limit.
-    generator.run(options.load_core, port, WARM_UP_S, scenario.varied)
+    load = functools.partial(
+        generator.run, varied=scenario.varied, connections=scenario.connections, path=scenario.path
+    )
+    load(options.load_core, port, WARM_UP_S)
     expect(server, port, scenario, generator)
     core_before, cpu_before, start = machine.core_busy_s(options.server_core), server.cpu_s(), time.monotonic()
-    outcome = generator.run(options.load_core, port, options.seconds, scenario.varied)
+    outcome = load(options.load_core, port, options.seconds)
     cpu_s, wall_s = server.cpu_s() - cpu_before, time.monotonic() - start
     core_s = machine.core_busy_s(options.server_core) - core_before
     expect(server, port, scenario, generator)

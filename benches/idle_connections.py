@@ -52,7 +52,7 @@ def main():
 
 def measure(options, directory, report):
     allow_descriptors(options.connections + EXTRA_DESCRIPTORS)
-    transom, nginx = gateways.Transom(options.transom), gateways.NginxWide()
+    transom, nginx = gateways.Transom(options.transom), gateways.Nginx()
     http1.require(options.transom, [transom, nginx, Openssl])
     versions = [(each.name, each.version()) for each in (transom, nginx)]
     report.facts(machine.description(versions))

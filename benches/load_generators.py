@@ -14,6 +14,9 @@ import machine
 
 CONNECTIONS = 64
 PATH = "/api/hello"
+# A response of one MiB.
+LARGE_PATH = "/api/large"
+LARGE_BYTES = 1024 * 1024
 # A small JSON response of a hundred bytes: the benchmark measures the gateway's work, not copying.
 BODY = '{"message":"hello","from":"upstream","padding":"' + "x" * 49 + '"}\\n'
 
@@ -25,7 +28,7 @@ class Wrk:
     """wrk, one thread. A script adds up the counts, without a hook per response, which would be slow."""
 
     name, package = "wrk", "wrk"
-    description = f"wrk, {CONNECTIONS} kept connections"
+    description = "wrk with kept connections"
     SCRIPT = """
         done = function(summary)
             local e = summary.errors
@@ -55,11 +58,11 @@ class Wrk:
             with open(path, "w") as file:
                 file.write(more + self.SCRIPT)
 
-    def run(self, core, port, seconds, varied=False):
+    def run(self, core, port, seconds, varied=False, connections=None, path=None):
         """With `varied`, no connection sends the same request twice in a row."""
         script = self._varied if varied else self._script
-        command = ["wrk", "-t1", f"-c{CONNECTIONS}", f"-d{seconds}s", "--timeout", "5s", "-s", script]
-        output = machine.run_on({core}, [*command, _url(port)], seconds + 15)
+        command = ["wrk", "-t1", f"-c{connections or CONNECTIONS}", f"-d{seconds}s", "--timeout", "5s", "-s", script]
+        output = machine.run_on({core}, [*command, _url(port, path or PATH)], seconds + 15)
         found = re.search(r"^OUTCOME (.*)$", output, re.MULTILINE)
         if not found:
             raise machine.BenchmarkError(f"no result from wrk:\n{output}")
@@ -81,18 +84,17 @@ class H2load:
     """h2load with HTTP/1.1, one thread."""
 
     name, package = "h2load", "nghttp2-client"
-    description = f"h2load, {CONNECTIONS} kept connections"
-    options = ("--h1", f"-c{CONNECTIONS}")
-    path = PATH
+    description = "h2load with kept connections"
+    options, connections, path = ("--h1",), CONNECTIONS, PATH
 
     def __init__(self, directory):
         pass
 
-    def run(self, core, port, seconds, varied=False):
+    def run(self, core, port, seconds, varied=False, connections=None, path=None):
         """See `Wrk.run`."""
-        url = _url(port, self.path)
+        url = _url(port, path or self.path)
         urls = [f"{url}?{each}" for each in range(7)] if varied else [url]
-        command = ["h2load", *self.options, "-t1", f"-D{seconds}", *urls]
+        command = ["h2load", *self.options, f"-c{connections or self.connections}", "-t1", f"-D{seconds}", *urls]
         output = machine.run_on({core}, command, seconds + 15)
         codes = re.search(r"status codes: (\d+) 2xx, (\d+) 3xx, (\d+) 4xx, (\d+) 5xx", output)
         failed = re.search(r"(\d+) errored, (\d+) timeout", output)
@@ -115,7 +117,7 @@ class Http2(H2load):
 
     CONNECTIONS, STREAMS = 8, 32
     description = f"h2load, {CONNECTIONS} connections of HTTP/2 with {STREAMS} streams each"
-    options = (f"-c{CONNECTIONS}", f"-m{STREAMS}")
+    options, connections = (f"-m{STREAMS}",), CONNECTIONS
 
     @staticmethod
     def probe(port):
@@ -148,6 +150,10 @@ def start_upstream(directory, core):
     """Starts an nginx that responds to every request itself and never closes connections."""
     port = machine.free_port()
     prefix = os.path.join(directory, "upstream")
+    files = os.path.join(prefix, "files", "api")
+    os.makedirs(files)
+    with open(os.path.join(files, os.path.basename(LARGE_PATH)), "wb") as file:
+        file.write(os.urandom(LARGE_BYTES))
     config = f"""
         http {{
             access_log off;
@@ -156,12 +162,22 @@ def start_upstream(directory, core):
             server {{
                 listen {machine.LOOPBACK}:{port} backlog=1024;
                 default_type application/json;
-                return 200 '{BODY}';
+                location / {{
+                    return 200 '{BODY}';
+                }}
+                location = {LARGE_PATH} {{
+                    root {os.path.dirname(files)};
+                    sendfile on;
+                }}
             }}
         }}
     """
-    command = nginx_command(prefix, config)
+    command = nginx_command(prefix, config, MANY)
     return machine.Server("the upstream", command, port, os.path.join(prefix, "log"), {core}), port
+
+
+# Connections that nginx has memory for, where there may be very many.
+MANY = 32_768
 
 
 def nginx_command(prefix, http_block, connections=4096):
