@@ -191,7 +191,7 @@ class Haproxy:
                 f"""
 global
     nbthread 1
-    maxconn 9900
+    maxconn {(scenario.connections or load_generators.CONNECTIONS) + 500}
 defaults
     mode http
     timeout connect 5s

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures CPU time per request of Transom, nginx and HAProxy, on the same machine in the same run.
 
-    python3 benches/http1.py                       # about six minutes
+    python3 benches/http1.py                       # about fifteen minutes
     python3 benches/http1.py --rounds 3 --seconds 3 --scenario refusing
     python3 benches/http1.py --results table.md    # also writes the figures as Markdown
 
@@ -37,6 +37,8 @@ BUILT_BY = {OPTIMIZED: "make release", PLAIN: "cargo build --release"}
 WARM_UP_S = 1
 # The share of responses that must have the status of the scenario.
 PURITY = 0.999
+# Descriptors for other things than connections.
+EXTRA_DESCRIPTORS = 500
 MEMORY_TARGET_MIB = 15
 MIB = 1024 * 1024
 # Memory of the counter table: two slots of 16 bytes for each counter.
@@ -101,10 +103,12 @@ def measure(options, directory, report):
     compared = [transom, gateways.UnprofiledTransom(options.plain), gateways.Nginx(), gateways.Haproxy()]
     generator = load_generators.GENERATORS[options.load](directory)
     begin(options, report, compared, generator)
+    scenarios = [gateways.SCENARIOS[name] for name in options.scenario or gateways.SCENARIOS]
+    # Two for each connection, one of them to the upstream.
+    machine.allow_descriptors(2 * max(scenario.connections or 0 for scenario in scenarios) + EXTRA_DESCRIPTORS)
     upstream, upstream_port = load_generators.start_upstream(directory, options.load_core)
     with upstream:
-        for name in options.scenario or gateways.SCENARIOS:
-            scenario = gateways.SCENARIOS[name]
+        for scenario in scenarios:
             # The two nginx configurations differ only in refusals.
             several = [*compared, gateways.NginxLogging()] if scenario.limits else compared
             compare(options, directory, report, scenario, several, generator, upstream_port)

@@ -11,7 +11,6 @@ connections: `ulimit -Hn`.
 
 import argparse
 import os
-import resource
 import socket
 import ssl
 import struct
@@ -51,7 +50,7 @@ def main():
 
 
 def measure(options, directory, report):
-    allow_descriptors(options.connections + EXTRA_DESCRIPTORS)
+    machine.allow_descriptors(options.connections + EXTRA_DESCRIPTORS)
     transom, nginx = gateways.Transom(options.transom), gateways.Nginx()
     http1.require(options.transom, [transom, nginx, Openssl])
     versions = [(each.name, each.version()) for each in (transom, nginx)]
@@ -220,14 +219,6 @@ def make_certificate(directory):
         check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )
     return certificate, key
-
-
-def allow_descriptors(count):
-    """Raises the limit for this process and its children."""
-    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < count:
-        raise BenchmarkError(f"{count} descriptors are needed and {hard} allowed; raise the limit with:\n    ulimit -Hn {count}")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import re
 import machine
 
 CONNECTIONS = 64
+# Connections that nginx has memory for, where there may be very many.
+MANY = 32_768
 PATH = "/api/hello"
 # A response of one MiB.
 LARGE_PATH = "/api/large"
@@ -174,10 +176,6 @@ def start_upstream(directory, core):
     """
     command = nginx_command(prefix, config, MANY)
     return machine.Server("the upstream", command, port, os.path.join(prefix, "log"), {core}), port
-
-
-# Connections that nginx has memory for, where there may be very many.
-MANY = 32_768
 
 
 def nginx_command(prefix, http_block, connections=4096):

@@ -12,6 +12,7 @@ import os
 import platform
 import random
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -195,6 +196,14 @@ def version_of(command, pattern):
     done = subprocess.run(command, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL)
     found = re.search(pattern, done.stdout + done.stderr)
     return found[1] if found else "of unknown version"
+
+
+def allow_descriptors(count):
+    """Raises the limit for this process and its children."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < count:
+        raise BenchmarkError(f"{count} descriptors are needed and {hard} allowed; raise the limit with:\n    ulimit -Hn {count}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def core_busy_s(core):

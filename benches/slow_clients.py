@@ -19,7 +19,6 @@ import time
 
 import gateways
 import http1
-import idle_connections
 import load_generators
 import machine
 from machine import BenchmarkError
@@ -60,7 +59,7 @@ def main():
 
 
 def measure(options, directory, report):
-    idle_connections.allow_descriptors(options.connections * 2 + 1000)
+    machine.allow_descriptors(options.connections * 2 + 1000)
     transom = gateways.Transom(options.transom)
     http1.require(options.transom, [transom, gateways.Nginx(), SlowHttpTest])
     report.facts(machine.description([(transom.name, transom.version())]))

@@ -15,7 +15,7 @@ use crate::metrics::events::DecisionMetrics;
 use crate::redis_store::decision_queries::{KeyQuery, KeyState};
 use crate::redis_store::shared_counters::SharedCounters;
 use crate::redis_store::shared_decision::Unavailable;
-use crate::top_keys::{ListedKey, TopKeys};
+use crate::top_keys::{KeyName, ListedKey, TopKeys};
 use smallvec::SmallVec;
 use transom_limiter::acquire::Charge;
 use transom_limiter::concurrency::ConcurrencyUsage;
@@ -67,15 +67,15 @@ pub struct RuleQuery {
 pub enum QueryKey {
     /// The values of the key's parts, in order. A rule with the key `global` needs none.
     Values(Vec<String>),
-    /// One of the busiest keys of the rule, by its id; `None` if no key has it. Not for [`Operation::Limit`].
-    Listed(u64, Option<Arc<ListedKey>>),
+    /// One of the busiest keys of the only rule; not for [`Operation::Limit`].
+    Listed(Arc<ListedKey>),
 }
 
 impl QueryKey {
     fn values(&self) -> &[String] {
         match self {
             QueryKey::Values(values) => values,
-            QueryKey::Listed(..) => &[],
+            QueryKey::Listed(_) => &[],
         }
     }
 }
@@ -478,11 +478,12 @@ impl DecisionService {
             }
         }
         if top_keys.count_decision(charge_plan, context, decision) {
-            let describe = |position: usize| {
-                let rule = &rules[position];
-                (self.describe_key(rule.rule, key(position), readable_digester), rule.key_text.clone())
+            let name = |position: usize| KeyName {
+                description: self.describe_key(rules[position].rule, key(position), readable_digester),
+                store_key: rules[position].key_text.clone(),
+                has_own_windows: has_own_windows(position),
             };
-            top_keys.name_keys(charge_plan, context, describe);
+            top_keys.name_keys(charge_plan, context, name);
         }
         let is_enforced = |position: usize| !charge_plan.shadow_rules().contains(&position);
         let is_counted = |position: usize| is_enforced(position) && has_own_windows(position);
@@ -494,19 +495,14 @@ impl DecisionService {
     /// Finds the rules of a query, and their keys. As a request, a query has one client: where the key of a rule does not name
     /// it, the keys of the other rules do.
     fn keyed_rules(&self, queries: &[RuleQuery], uses_store: bool) -> Result<Vec<KeyedRule>, DecisionError> {
-        let rules = queries.iter().map(|query| self.rule(&query.rule)).collect::<Result<Vec<usize>, _>>()?;
-        let with_values = queries.iter().zip(&rules).filter_map(|(query, rule)| match &query.key {
-            QueryKey::Values(key) => Some(RuleKeyValues { rule: *rule, key: key.as_slice(), cost: query.cost }),
-            QueryKey::Listed(..) => None,
+        if let [RuleQuery { rule, key: QueryKey::Listed(listed), cost }] = queries {
+            return Ok(vec![self.listed_rule(self.rule(rule)?, listed, *cost)]);
+        }
+        let rules = queries.iter().map(|query| {
+            self.rule(&query.rule).map(|rule| RuleKeyValues { rule, key: query.key.values(), cost: query.cost })
         });
-        let with_values: Vec<RuleKeyValues<String>> = with_values.collect();
-        let mut keyed = self.key_rules(&with_values, uses_store);
-        let keyed_rule = |(query, rule): (&RuleQuery, usize)| match &query.key {
-            QueryKey::Listed(_, Some(listed)) => Ok(self.listed_rule(rule, listed, query.cost)),
-            QueryKey::Listed(id, None) => Err(DecisionError::UnknownKey(*id)),
-            QueryKey::Values(_) => keyed.next().unwrap_or_else(|| Err(DecisionError::UnknownRule(query.rule.clone()))),
-        };
-        queries.iter().zip(rules).map(keyed_rule).collect()
+        let rules: Vec<RuleKeyValues<String>> = rules.collect::<Result<_, _>>()?;
+        self.key_rules(&rules, uses_store).collect()
     }
 
     /// The position of a rule in the rule set.
@@ -520,7 +516,7 @@ impl DecisionService {
         let cost = cost.unwrap_or(self.rule_set.rules[rule].rule.cost.default_cost());
         KeyedRule {
             rule,
-            keyed_request: Some(KeyedRequest { cost, ..listed.keyed_request }),
+            keyed_request: listed.keyed_request.map(|request| KeyedRequest { cost, ..request }),
             is_refused: false,
             key_text: listed.store_key.as_deref().map(Rc::from),
         }

@@ -10,8 +10,9 @@ use crate::http::ratelimit_headers::seconds_until;
 const RULES_MAX: usize = 64;
 
 /// Parses the body of a query: `{"rule": …, "key": …, "cost": …, "reserve": …}`, or several rules at once,
-/// `{"rules": [{"rule": …, "key": …, "cost": …}], "reserve": …}`.
-pub fn parse(operation: Operation, text: &[u8]) -> Result<DecisionQuery, DecisionError> {
+/// `{"rules": [{"rule": …, "key": …, "cost": …}], "reserve": …}`. Of one rule, the query may have an `id` instead of the key: it
+/// is returned beside the query, which has no key then.
+pub fn parse(operation: Operation, text: &[u8]) -> Result<(DecisionQuery, Option<u64>), DecisionError> {
     let query: Map<String, Value> =
         serde_json::from_slice(text).map_err(|_| malformed("the query is not a JSON object"))?;
     let reserve = match query.get("reserve") {
@@ -21,7 +22,8 @@ pub fn parse(operation: Operation, text: &[u8]) -> Result<DecisionQuery, Decisio
     };
     let Some(rules) = query.get("rules") else {
         check_keys(&query, &["rule", "key", "id", "cost", "reserve"])?;
-        return Ok(DecisionQuery { operation, rules: vec![parse_rule(operation, &query)?], reserve });
+        let id = parse_id(operation, &query)?;
+        return Ok((DecisionQuery { operation, rules: vec![parse_rule(&query)?], reserve }, id));
     };
     if query.contains_key("rule") {
         return Err(malformed("`rule` and `rules` are both given: keep one of the two"));
@@ -31,10 +33,11 @@ pub fn parse(operation: Operation, text: &[u8]) -> Result<DecisionQuery, Decisio
     let rules = rules.ok_or_else(|| malformed("`rules` is not a list of 1 to 64 objects"))?;
     let parse_entry = |entry: &Value| {
         let entry = entry.as_object().ok_or_else(|| malformed("`rules` is not a list of 1 to 64 objects"))?;
-        check_keys(entry, &["rule", "key", "id", "cost"])?;
-        parse_rule(operation, entry)
+        check_keys(entry, &["rule", "key", "cost"])?;
+        parse_rule(entry)
     };
-    Ok(DecisionQuery { operation, rules: rules.iter().map(parse_entry).collect::<Result<_, _>>()?, reserve })
+    let rules = rules.iter().map(parse_entry).collect::<Result<_, _>>()?;
+    Ok((DecisionQuery { operation, rules, reserve }, None))
 }
 
 fn malformed(reason: &str) -> DecisionError {
@@ -47,7 +50,22 @@ fn check_keys(object: &Map<String, Value>, known: &[&str]) -> Result<(), Decisio
     Err(DecisionError::Malformed(format!("`{other}` is not one of `{}`", known.join("`, `"))))
 }
 
-fn parse_rule(operation: Operation, object: &Map<String, Value>) -> Result<RuleQuery, DecisionError> {
+/// The id of a key, as `/v1/top` lists it.
+fn parse_id(operation: Operation, query: &Map<String, Value>) -> Result<Option<u64>, DecisionError> {
+    let given = |name: &str| query.get(name).filter(|value| !value.is_null());
+    let Some(id) = given("id") else { return Ok(None) };
+    if given("key").is_some() {
+        return Err(malformed("`key` and `id` are both given: keep one of the two"));
+    }
+    if operation == Operation::Limit {
+        return Err(malformed("`/v1/limit` takes a `key`, not an `id`"));
+    }
+    let id = id.as_str().filter(|id| id.len() == 16 && !id.starts_with('+'));
+    let id = id.and_then(|id| u64::from_str_radix(id, 16).ok());
+    id.map(Some).ok_or_else(|| malformed("`id` is not one of `/v1/top`"))
+}
+
+fn parse_rule(object: &Map<String, Value>) -> Result<RuleQuery, DecisionError> {
     let Some(Value::String(rule)) = object.get("rule") else { return Err(malformed("`rule` is not a string")) };
     let text = |value: &Value| match value {
         Value::String(text) if !text.is_empty() => Some(text.clone()),
@@ -59,18 +77,6 @@ fn parse_rule(operation: Operation, object: &Map<String, Value>) -> Result<RuleQ
         Some(value) => text(value).map(|text| vec![text]),
     };
     let key = key.ok_or_else(|| malformed("`key` is neither a non-empty string nor a list of non-empty strings"))?;
-    let key = match object.get("id") {
-        None | Some(Value::Null) => QueryKey::Values(key),
-        Some(_) if !key.is_empty() => return Err(malformed("`key` and `id` are both given: keep one of the two")),
-        Some(_) if operation == Operation::Limit => return Err(malformed("`/v1/limit` takes a `key`, not an `id`")),
-        Some(id) => {
-            let id = id
-                .as_str()
-                .filter(|id| id.len() == 16 && !id.starts_with('+'))
-                .and_then(|id| u64::from_str_radix(id, 16).ok());
-            QueryKey::Listed(id.ok_or_else(|| malformed("`id` is not one of `/v1/top`"))?, None)
-        }
-    };
     let cost = match object.get("cost") {
         None | Some(Value::Null) => None,
         Some(cost) => {
@@ -78,7 +84,7 @@ fn parse_rule(operation: Operation, object: &Map<String, Value>) -> Result<RuleQ
             Some(cost.ok_or_else(|| malformed("`cost` is not a whole number from 0 to 4294967295"))?)
         }
     };
-    Ok(RuleQuery { rule: rule.clone(), key, cost })
+    Ok(RuleQuery { rule: rule.clone(), key: QueryKey::Values(key), cost })
 }
 
 /// The response to a query. Its top level repeats the window with the fewest tokens left.

@@ -156,12 +156,16 @@ impl AdminState {
             Some((known, top_keys)) if Arc::ptr_eq(known, compiled) => Rc::clone(top_keys),
             former => {
                 let former = former.as_ref().map(|(_, top_keys)| &**top_keys);
-                let (capacity, now_ms) = (compiled.config.admin.top_keys, self.clock.now().unix_ms);
-                let top_keys = Rc::new(TopKeys::new(&compiled.rule_set, capacity, now_ms, former));
+                let top_keys = Rc::new(TopKeys::new(&compiled.counted_rules(), self.clock.now().unix_ms, former));
                 *current = Some((Arc::clone(compiled), Rc::clone(&top_keys)));
                 top_keys
             }
         }
+    }
+
+    /// Sends a query to all workers. One that has ended has no counts.
+    fn ask_workers(&self, query: TopKeysQuery) {
+        self.workers.iter().for_each(|worker| _ = worker.send(query.clone()));
     }
 
     /// Whether requests can be served, or why not.
@@ -383,12 +387,9 @@ async fn decide(
     operation: Operation,
     text: &[u8],
 ) -> Result<LocalResponse, DecisionError> {
-    let mut query = decision_json::parse(operation, text)?;
-    for RuleQuery { rule, key, .. } in &mut query.rules {
-        if let QueryKey::Listed(id, listed) = key {
-            let rule = decision_api.compiled.decision_service.rule(rule)?;
-            *listed = top_query::find_key(state, &decision_api.compiled, rule, *id).await;
-        }
+    let (mut query, id) = decision_json::parse(operation, text)?;
+    if let (Some(id), [RuleQuery { rule, key, .. }]) = (id, &mut query.rules[..]) {
+        *key = QueryKey::Listed(top_query::find(state, &decision_api.compiled, rule, id).await?);
     }
     let clock = || state.clock.now().unix_ms;
     let DecisionApi { compiled, metrics } = decision_api;

@@ -1,20 +1,24 @@
 //! `GET /v1/top`: reads the query, collects the counts of all workers, and writes the lists as JSON.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio::sync::mpsc::unbounded_channel;
+use tokio::time::timeout;
 
 use super::AdminState;
 use crate::http::error::DecisionError;
 use crate::http::request_values::{Occurrence, query_parameter};
 use crate::proxy::compiled_config::CompiledConfig;
 use crate::proxy::worker_state::TopKeysQuery;
-use crate::top_keys::{self, KeyOutcome, ListedKey, Snapshot, TopKey, TopList};
+use crate::top_keys::{KeyOutcome, ListedKey, Snapshot, TopKey, TopList};
 use transom_limiter::rule_set::CompiledRule;
 
 /// Keys of each rule that are listed by default.
 const LIMIT: usize = 100;
+/// How long to wait for workers that look for a key.
+const FIND_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// What a list is of.
 #[derive(PartialEq, Eq, Debug)]
@@ -76,22 +80,32 @@ impl TopQuery {
     }
 }
 
-/// A key that the lists have under this id, with the plan that it has in this configuration.
-pub async fn find_key(
+/// The key that a list of the rule has under this id. If requests with the key have different plans, one of these applies, the
+/// same each time.
+pub async fn find(
     state: &AdminState,
     compiled: &Arc<CompiledConfig>,
-    rule: usize,
+    rule: &str,
     id: u64,
-) -> Option<Arc<ListedKey>> {
-    let rules = [&compiled.rule_set.rules[rule]];
-    for outcome in KeyOutcome::ALL {
-        let snapshots = snapshots(outcome, state, compiled, &rules).await.into_iter().flatten().collect::<Vec<_>>();
-        let found = top_keys::find_key(&snapshots, id, &compiled.rule_set);
-        if found.is_some() {
-            return found;
-        }
+) -> Result<Arc<ListedKey>, DecisionError> {
+    if compiled.config.admin.top_keys == 0 {
+        return Err(DecisionError::TopKeysOff);
     }
-    None
+    let compiled_rule = &compiled.rule_set.rules[compiled.decision_service.rule(rule)?];
+    let (rule, config_number) = (compiled_rule.hash_prefix, compiled.number);
+    let (reply, mut replies) = unbounded_channel();
+    state.ask_workers(TopKeysQuery::Find { rule, id, config_number, reply });
+    let own = state.top_keys(compiled).find(rule, id, config_number, state.clock.now().unix_ms);
+    let mut found = Vec::from_iter(own);
+    // Ends when every worker has dropped its query; a worker that is busy for long is not waited for.
+    let receive = async {
+        while let Some(key) = replies.recv().await {
+            found.push(key);
+        }
+    };
+    let _ = timeout(FIND_TIMEOUT, receive).await;
+    let found = found.into_iter().min_by_key(|key| key.keyed_request.map(|request| request.variant));
+    found.ok_or_else(|| DecisionError::UnlistedKey { rule: compiled_rule.rule.name.clone(), id })
 }
 
 /// The counts of all workers and of the decision API, by rule.
@@ -103,15 +117,10 @@ async fn snapshots(
 ) -> Vec<Vec<Snapshot>> {
     let (reply, mut replies) = unbounded_channel();
     let prefixes = rules.iter().map(|rule| rule.hash_prefix).collect();
-    let query = TopKeysQuery { outcome, rules: prefixes, reply };
-    for worker in &state.workers {
-        // A worker that has ended has no counts.
-        let _ = worker.send(query.clone());
-    }
+    state.ask_workers(TopKeysQuery::List { outcome, rules: prefixes, reply });
     let (top_keys, now_ms) = (state.top_keys(compiled), state.clock.now().unix_ms);
     let own = |rule: &&CompiledRule| top_keys.snapshot(rule.hash_prefix, outcome, now_ms).into_iter().collect();
     let mut snapshots: Vec<Vec<Snapshot>> = rules.iter().map(own).collect();
-    drop(query);
     // Ends when every worker has dropped its query.
     while let Some((position, snapshot)) = replies.recv().await {
         snapshots[position].push(snapshot);

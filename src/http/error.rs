@@ -392,8 +392,11 @@ impl fmt::Display for RequestError {
 pub enum DecisionError {
     /// No rule has this name.
     UnknownRule(String),
-    /// No key with this id is among the busiest keys of the rule.
-    UnknownKey(u64),
+    /// The rule lists no key with this id.
+    UnlistedKey {
+        rule: String,
+        id: u64,
+    },
     /// The busiest keys are not counted.
     TopKeysOff,
     /// The query is malformed, with the reason.

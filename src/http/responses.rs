@@ -383,9 +383,11 @@ fn encode_grpc_message(message: &str) -> String {
 pub fn decision_error_response(error: &DecisionError) -> LocalResponse {
     let (status, detail) = match error {
         DecisionError::UnknownRule(name) => (StatusCode::NOT_FOUND, format!("unknown rule `{name}`")),
-        DecisionError::UnknownKey(id) => (
+        DecisionError::UnlistedKey { rule, id } => (
             StatusCode::NOT_FOUND,
-            format!("no listed key of the rule has the id `{id:016x}`, or none since the last reload"),
+            format!(
+                "rule `{rule}` lists no key with the id `{id:016x}`; after a reload, keys that are counted again have ids"
+            ),
         ),
         DecisionError::TopKeysOff => {
             (StatusCode::NOT_FOUND, String::from("keys are not counted: `[admin] top_keys` is 0"))

@@ -8,6 +8,7 @@ use std::num::NonZeroU32;
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use http::{HeaderMap, HeaderName};
 
@@ -34,6 +35,7 @@ use crate::http::store_key_text::KeyDigester;
 use crate::http::websocket_handshake::UpgradeMethod;
 use crate::jwt::cache::TokenCache;
 use crate::jwt::published_keys::PublishedKeys;
+use crate::top_keys::CountedRules;
 use crate::upstream::server_health::UpstreamHealth;
 use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::rule::{Cost, Rule, Sharing};
@@ -41,6 +43,8 @@ use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
 
 #[derive(Debug)]
 pub struct CompiledConfig {
+    /// Distinguishes the configurations of the process.
+    pub number: u64,
     pub config: Config,
     pub router: Router,
     /// The health of each upstream's servers, shared by all workers.
@@ -119,6 +123,7 @@ impl CompiledConfig {
         upstream_health: Vec<Arc<UpstreamHealth>>,
         published_keys: Option<Arc<PublishedKeys>>,
     ) -> Arc<CompiledConfig> {
+        static NEXT_NUMBER: AtomicU64 = AtomicU64::new(0);
         let rule_set = Arc::new(rule_set);
         let clients = config.clients.as_ref().map(ClientPlans::new).map(Arc::new);
         let overrides_of = |rule| RuleKey::compile_overrides(rule, clients.as_deref(), seed).map(Arc::new);
@@ -161,6 +166,8 @@ impl CompiledConfig {
         let decision_service = Arc::new(decision_service.with_clients(clients.as_ref(), client_checks));
         let descriptors = DescriptorIndex::new(&config.descriptors);
         Arc::new(CompiledConfig {
+            // Ordering: only the numbers matter, not when they were given.
+            number: NEXT_NUMBER.fetch_add(1, Ordering::Relaxed),
             descriptors,
             digester,
             readable_digester,
@@ -284,6 +291,16 @@ impl CompiledConfig {
 
     pub fn actions_of(&self, route: &CompiledRoute) -> Option<&RouteActions> {
         route.action.map(|number| &self.actions[number.get() as usize - 1])
+    }
+
+    /// The rules, to count their keys.
+    pub fn counted_rules(&self) -> CountedRules<'_> {
+        CountedRules {
+            rule_set: &self.rule_set,
+            seed: self.seed,
+            config_number: self.number,
+            capacity: self.config.admin.top_keys,
+        }
     }
 
     /// The key of a request in the shared store under the rule at `position`; `None` if the rule is not shared or does not apply.

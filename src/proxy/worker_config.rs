@@ -29,7 +29,7 @@ use crate::metrics::storage::GaugeGuard;
 use crate::metrics::upstream::{ActiveGauge, ConnectionGauge, RetryMetrics};
 use crate::metrics::{Registry, WorkerId};
 use crate::spans::{SpanSender, Tracer};
-use crate::top_keys::TopKeys;
+use crate::top_keys::{KeyName, TopKeys};
 use crate::upstream::forward::Forwarder;
 use crate::upstream::pool::{ConnectionPool, ServerPool};
 use crate::upstream::server_health::UpstreamHealth;
@@ -183,9 +183,8 @@ impl WorkerConfig {
             }
         };
         let context = DecisionContext::for_worker(worker_id as u32);
-        let counted_keys = compiled.config.admin.top_keys;
         let previous_keys = previous.map(|previous| &previous.top_keys);
-        let top_keys = TopKeys::new(&compiled.rule_set, counted_keys, clock.now().unix_ms, previous_keys);
+        let top_keys = TopKeys::new(&compiled.counted_rules(), clock.now().unix_ms, previous_keys);
         let config = &compiled.config;
         WorkerConfig {
             route_metrics: compiled.routes.iter().enumerate().map(route_metrics).collect(),
@@ -236,11 +235,12 @@ impl WorkerConfig {
         clients: &ClientLookup<'_>,
     ) {
         let digester = &self.compiled.readable_digester;
-        let describe = |position: usize| {
-            let description = rules.rule_keys[position].describe(attributes, clients, digester);
-            (description, self.compiled.store_key(rules, position, attributes))
+        let name = |position: usize| KeyName {
+            description: rules.rule_keys[position].describe(attributes, clients, digester),
+            store_key: self.compiled.store_key(rules, position, attributes),
+            has_own_windows: true,
         };
-        self.top_keys.name_keys(&rules.charge_plan, context, describe);
+        self.top_keys.name_keys(&rules.charge_plan, context, name);
     }
 
     /// Whether metrics name the client of a request.

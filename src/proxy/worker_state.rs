@@ -19,18 +19,17 @@ use crate::metrics::redis::StoreMetrics;
 use crate::metrics::{Registry, WorkerId};
 use crate::redis_store::shared_counters::{SharedByWorkers, SharedCounters};
 use crate::timer::Timers;
-use crate::top_keys::{KeyOutcome, Snapshot};
+use crate::top_keys::{KeyOutcome, ListedKey, Snapshot};
 use transom_limiter::deferred_refunds::DeferredRefunds;
 use transom_limiter::table::Table;
 
-/// Asks a worker for copies of its counts of keys.
+/// Asks a worker for what it counted of keys. Rules are named by their hash prefixes.
 #[derive(Clone)]
-pub struct TopKeysQuery {
-    pub outcome: KeyOutcome,
-    /// The hash prefixes of the rules.
-    pub rules: Arc<[u64]>,
-    /// The worker sends the position in `rules` with each copy.
-    pub reply: UnboundedSender<(usize, Snapshot)>,
+pub enum TopKeysQuery {
+    /// Copies of the counts. The worker sends the position in `rules` with each copy.
+    List { outcome: KeyOutcome, rules: Arc<[u64]>, reply: UnboundedSender<(usize, Snapshot)> },
+    /// The key with an id: see [`TopKeys::find`](crate::top_keys::TopKeys::find).
+    Find { rule: u64, id: u64, config_number: u64, reply: UnboundedSender<Arc<ListedKey>> },
 }
 
 pub struct WorkerState {
@@ -125,15 +124,25 @@ impl WorkerState {
         *self.config.borrow_mut() = Rc::new(config);
     }
 
-    /// Sends copies of the counts of keys. Requests are served between the rules.
+    /// Sends copies of the counts of keys, or a key. Requests are served between the rules.
     pub async fn answer_top_keys(&self, query: TopKeysQuery) {
-        for (position, hash_prefix) in query.rules.iter().enumerate() {
-            let now_ms = self.clock.now().unix_ms;
-            let snapshot = self.config().top_keys.snapshot(*hash_prefix, query.outcome, now_ms);
-            if snapshot.is_some_and(|snapshot| query.reply.send((position, snapshot)).is_err()) {
-                break;
+        match query {
+            TopKeysQuery::List { outcome, rules, reply } => {
+                for (position, hash_prefix) in rules.iter().enumerate() {
+                    let now_ms = self.clock.now().unix_ms;
+                    let snapshot = self.config().top_keys.snapshot(*hash_prefix, outcome, now_ms);
+                    if snapshot.is_some_and(|snapshot| reply.send((position, snapshot)).is_err()) {
+                        break;
+                    }
+                    tokio::task::yield_now().await;
+                }
             }
-            tokio::task::yield_now().await;
+            TopKeysQuery::Find { rule, id, config_number, reply } => {
+                let now_ms = self.clock.now().unix_ms;
+                let found = self.config().top_keys.find(rule, id, config_number, now_ms);
+                // The receiver may have given up.
+                let _ = found.map(|key| reply.send(key));
+            }
         }
     }
 

@@ -423,8 +423,7 @@ fn unused_candidate(scenario: &Scenario) -> Option<String> {
     let position = scenario.rule_set.rules.iter().position(|compiled| compiled.rule.name == name)?;
     let (compiled, counts) = (&scenario.rule_set.rules[position], &scenario.rules[position]);
     let variant = plan.map_or(0, |plan| compiled.variant_of_plan(plan));
-    let mut limits = compiled.variant(variant).chain([compiled.concurrent_index() + variant]);
-    let is_unused = counts.requests > 0 && limits.all(|limit| counts.asked[limit].total() == 0);
+    let is_unused = counts.requests > 0 && counts.by_variant[variant] == 0;
     is_unused.then(|| match plan {
         Some(plan) => {
             format!("`--try {}` changes nothing: no request is of a client with plan `{plan}`", scenario.name)

@@ -68,6 +68,8 @@ pub struct RuleCounts {
     pub delayed: u64,
     /// Requests that the rule did not apply to: exempt, or without a key.
     pub not_counted: u64,
+    /// Requests by variant of the rule.
+    pub by_variant: Vec<u64>,
     /// By layer of the rule, then by variant for the limit of requests in flight: requests for which it was full.
     pub full: Vec<u64>,
     /// Likewise: tokens that a key asks for in a window; requests of a key in flight.
@@ -384,6 +386,7 @@ impl Scenario {
             };
             *counter += 1;
             counts.requests += 1;
+            counts.by_variant[keyed_request.variant] += 1;
             let id = keyed_request.key.bucket_hash;
             counts.busiest.add(id, is_full, || label(position));
             if is_full {
@@ -545,6 +548,7 @@ impl RuleCounts {
             shadowed: 0,
             delayed: 0,
             not_counted: 0,
+            by_variant: vec![0; rule.rule.variants().count()],
             full: vec![0; limits],
             asked: vec![Histogram::default(); limits],
             keys: KeySample::new(sampled_keys),

@@ -5,10 +5,10 @@
 
 mod sketch;
 
-use std::cell::RefCell;
+use std::cell::{RefCell, RefMut};
 use std::collections::HashMap;
 use std::rc::Rc;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use serde_json::{Value, json};
 
@@ -17,7 +17,7 @@ use sketch::{Entry, Sketch};
 use transom_limiter::concurrency::SlotState;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::key::KeyHash;
+use transom_limiter::key::{KeyHash, KeyHasher, Seed};
 use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
 
 /// The sketches of the last full period are kept, so that a list is of the last one to two periods.
@@ -45,15 +45,27 @@ impl KeyOutcome {
 /// The counts of one worker.
 #[derive(Default)]
 pub struct TopKeys {
-    rule_set: Weak<RuleSet>,
+    config_number: u64,
     /// By rule of the rule set; empty if keys are not counted.
     rules: Vec<Rc<RefCell<RuleKeys>>>,
+}
+
+/// The rules whose keys are counted.
+pub struct CountedRules<'a> {
+    pub rule_set: &'a RuleSet,
+    pub seed: Seed,
+    /// Distinguishes the configurations of the process.
+    pub config_number: u64,
+    /// See [`Sketch`]; 0: keys are not counted.
+    pub capacity: usize,
 }
 
 /// The counts of one rule in one worker.
 struct RuleKeys {
     /// Tells whether a rule of another configuration has the same name and key.
     hash_prefix: u64,
+    /// Computes the ids of keys.
+    id_hasher: KeyHasher,
     capacity: usize,
     /// Unix milliseconds.
     started_ms: u64,
@@ -76,8 +88,8 @@ type KeySketch = Sketch<Option<NamedKey>>;
 /// A key that has stood out.
 #[derive(Clone, Debug)]
 struct NamedKey {
-    /// The rules of the configuration with which the key was named.
-    rule_set: Weak<RuleSet>,
+    /// The configuration with which the key was named.
+    config_number: u64,
     key: Arc<ListedKey>,
 }
 
@@ -85,31 +97,41 @@ struct NamedKey {
 #[derive(PartialEq, Eq, Debug)]
 pub struct ListedKey {
     pub description: KeyDescription,
-    /// A request with the key.
-    pub keyed_request: KeyedRequest,
+    /// A request with the key; `None` if it was decided by other windows than those of the rule.
+    pub keyed_request: Option<KeyedRequest>,
     /// The key in the shared store; `None` if the rule is not shared.
     pub store_key: Option<Box<str>>,
 }
 
+/// What names a key: see [`TopKeys::name_keys`].
+pub struct KeyName {
+    pub description: KeyDescription,
+    pub store_key: Option<Rc<str>>,
+    /// Whether the windows of the rule decided the request.
+    pub has_own_windows: bool,
+}
+
 /// A copy of the counts of one rule in one worker.
 pub struct Snapshot {
+    id_hasher: KeyHasher,
     started_ms: u64,
     counts: PeriodCounts,
 }
 
 impl TopKeys {
-    /// Rules that `previous` has with the same name and key keep their counts. `capacity` 0: keys are not counted.
-    pub fn new(rule_set: &Arc<RuleSet>, capacity: usize, now_ms: u64, previous: Option<&TopKeys>) -> TopKeys {
+    /// Rules that `previous` has with the same name and key keep their counts.
+    pub fn new(counted: &CountedRules<'_>, now_ms: u64, previous: Option<&TopKeys>) -> TopKeys {
+        let CountedRules { rule_set, seed, config_number, capacity } = *counted;
         let keys_of = |hash_prefix: u64| {
             let is_same = |keys: &&Rc<RefCell<RuleKeys>>| {
                 let keys = keys.borrow();
                 keys.hash_prefix == hash_prefix && keys.capacity == capacity
             };
             let kept = previous.and_then(|previous| previous.rules.iter().find(is_same)).cloned();
-            kept.unwrap_or_else(|| Rc::new(RefCell::new(RuleKeys::new(hash_prefix, capacity, now_ms))))
+            kept.unwrap_or_else(|| Rc::new(RefCell::new(RuleKeys::new(hash_prefix, seed, capacity, now_ms))))
         };
         let rules = rule_set.rules.iter().filter(|_| capacity > 0);
-        TopKeys { rule_set: Arc::downgrade(rule_set), rules: rules.map(|rule| keys_of(rule.hash_prefix)).collect() }
+        TopKeys { config_number, rules: rules.map(|rule| keys_of(rule.hash_prefix)).collect() }
     }
 
     /// Counts the decision on a request, with its result in `context`. Returns whether one of its keys needs a name.
@@ -121,25 +143,19 @@ impl TopKeys {
                 && let Some(rule) = self.rules.get(charge_plan.rules[position])
                 && let Some(outcome) = outcome_of(position, context, decision)
             {
-                needs_name |= rule.borrow_mut().count(keyed_request.key, outcome, &self.rule_set);
+                needs_name |= rule.borrow_mut().count(keyed_request.key, outcome, self.config_number);
             }
         }
         needs_name
     }
 
-    /// Names the keys of a request that need a name. `describe` is given the position of a rule in the charge plan, and returns
-    /// the key and its text in the shared store.
-    pub fn name_keys(
-        &self,
-        charge_plan: &ChargePlan,
-        context: &DecisionContext,
-        describe: impl Fn(usize) -> (KeyDescription, Option<Rc<str>>),
-    ) {
+    /// Names the keys of a request that need a name; `name` is given the position of the rule in the charge plan.
+    pub fn name_keys(&self, charge_plan: &ChargePlan, context: &DecisionContext, name: impl Fn(usize) -> KeyName) {
         for (position, keyed_request) in context.inputs.keyed_requests.iter().enumerate() {
             if let Some(keyed_request) = keyed_request
                 && let Some(rule) = self.rules.get(charge_plan.rules[position])
             {
-                rule.borrow_mut().name(*keyed_request, &self.rule_set, || describe(position));
+                rule.borrow_mut().name(*keyed_request, self.config_number, || name(position));
             }
         }
     }
@@ -151,10 +167,27 @@ impl TopKeys {
 
     /// Copies the counts of a rule.
     pub fn snapshot(&self, hash_prefix: u64, outcome: KeyOutcome, now_ms: u64) -> Option<Snapshot> {
+        let rule = self.rule(hash_prefix, now_ms)?;
+        let counts = rule.counts[outcome as usize].clone();
+        Some(Snapshot { id_hasher: rule.id_hasher.clone(), started_ms: rule.started_ms, counts })
+    }
+
+    /// The key of a rule with this id, if it can be looked up with a configuration.
+    pub fn find(&self, hash_prefix: u64, id: u64, config_number: u64, now_ms: u64) -> Option<Arc<ListedKey>> {
+        let rule = self.rule(hash_prefix, now_ms)?;
+        let entries = rule.counts.iter().flat_map(|counts| counts.current.entries().chain(counts.previous.entries()));
+        let named = entries.filter_map(|(key, entry)| Some((key, entry.value.as_ref()?)));
+        let known = named.filter(|(_, named)| named.config_number == config_number);
+        let mut known = known.filter(|(_, named)| named.key.keyed_request.is_some());
+        let (_, found) = known.find(|(key, _)| id_of(&rule.id_hasher, *key) == id)?;
+        Some(Arc::clone(&found.key))
+    }
+
+    fn rule(&self, hash_prefix: u64, now_ms: u64) -> Option<RefMut<'_, RuleKeys>> {
         let rule = self.rules.iter().find(|rule| rule.borrow().hash_prefix == hash_prefix)?;
         let mut rule = rule.borrow_mut();
         rule.begin_period(now_ms);
-        Some(Snapshot { started_ms: rule.started_ms, counts: rule.counts[outcome as usize].clone() })
+        Some(rule)
     }
 }
 
@@ -176,35 +209,32 @@ fn outcome_of(position: usize, context: &DecisionContext, decision: &Decision) -
 }
 
 impl RuleKeys {
-    fn new(hash_prefix: u64, capacity: usize, now_ms: u64) -> RuleKeys {
+    fn new(hash_prefix: u64, seed: Seed, capacity: usize, now_ms: u64) -> RuleKeys {
         let counts = KeyOutcome::ALL.map(|_| PeriodCounts {
             period: now_ms / PERIOD_MS,
             current: Sketch::new(capacity),
             previous: Arc::new(Sketch::new(capacity)),
         });
-        RuleKeys { hash_prefix, capacity, started_ms: now_ms, counts }
+        let id_hasher = KeyHasher::new(seed, hash_prefix);
+        RuleKeys { hash_prefix, id_hasher, capacity, started_ms: now_ms, counts }
     }
 
     #[inline]
-    fn count(&mut self, key: KeyHash, outcome: KeyOutcome, rule_set: &Weak<RuleSet>) -> bool {
-        let hit = |entry: &mut Entry<Option<_>>, stands_out| stands_out && needs_name(entry, rule_set);
+    fn count(&mut self, key: KeyHash, outcome: KeyOutcome, config_number: u64) -> bool {
+        let hit = |entry: &mut Entry<Option<_>>, stands_out| stands_out && needs_name(entry, config_number);
         self.counts[outcome as usize].current.hit(key.bucket_hash, hit)
     }
 
-    fn name(
-        &mut self,
-        keyed_request: KeyedRequest,
-        rule_set: &Weak<RuleSet>,
-        describe: impl Fn() -> (KeyDescription, Option<Rc<str>>),
-    ) {
+    fn name(&mut self, keyed_request: KeyedRequest, config_number: u64, name: impl Fn() -> KeyName) {
         for counts in &mut self.counts {
             if let Some((entry, true)) = counts.current.find(keyed_request.key.bucket_hash)
-                && needs_name(entry, rule_set)
+                && needs_name(entry, config_number)
             {
-                let (description, store_key) = describe();
-                let store_key = store_key.as_deref().map(Box::from);
+                let KeyName { description, store_key, has_own_windows } = name();
+                let (keyed_request, store_key) =
+                    (has_own_windows.then_some(keyed_request), store_key.as_deref().map(Box::from));
                 let key = Arc::new(ListedKey { description, keyed_request, store_key });
-                entry.value = Some(NamedKey { rule_set: Weak::clone(rule_set), key });
+                entry.value = Some(NamedKey { config_number, key });
             }
         }
     }
@@ -222,23 +252,16 @@ impl RuleKeys {
 
 /// Whether the key has no name, or one of another configuration, in which its plan may be another.
 #[inline]
-fn needs_name(entry: &Entry<Option<NamedKey>>, rule_set: &Weak<RuleSet>) -> bool {
-    entry.value.as_ref().is_none_or(|named| !Weak::ptr_eq(&named.rule_set, rule_set))
+fn needs_name(entry: &Entry<Option<NamedKey>>, config_number: u64) -> bool {
+    entry.value.as_ref().is_none_or(|named| named.config_number != config_number)
 }
 
-/// The key with this id, as [`TopList`] lists it, with the plan that it has under `rule_set`.
-pub fn find_key(snapshots: &[Snapshot], id: u64, rule_set: &Arc<RuleSet>) -> Option<Arc<ListedKey>> {
-    let rule_set = Arc::downgrade(rule_set);
-    let named = snapshots.iter().flat_map(Snapshot::sketches).filter_map(|sketch| sketch.get(id)?.value.as_ref());
-    let found = { named }.find(|named| Weak::ptr_eq(&named.rule_set, &rule_set));
-    found.map(|named| Arc::clone(&named.key))
-}
-
-impl Snapshot {
-    /// The counts of the current and of the previous period.
-    fn sketches(&self) -> [&KeySketch; 2] {
-        [&self.counts.current, &self.counts.previous]
-    }
+/// The id of a key. Its hash itself would tell which keys share a bucket of the table.
+fn id_of(hasher: &KeyHasher, key: u64) -> u64 {
+    let mut hasher = hasher.clone();
+    hasher.add("id");
+    hasher.add(&key);
+    hasher.finish().bucket_hash
 }
 
 /// The busiest keys of one rule, merged from all workers.
@@ -255,7 +278,6 @@ pub struct TopList {
 /// A busy key.
 #[derive(Debug)]
 pub struct TopKey {
-    /// The hash of the key.
     id: u64,
     key: Arc<ListedKey>,
     /// Never too low.
@@ -275,7 +297,7 @@ impl TopList {
             known: u64,
             named: Option<Arc<ListedKey>>,
         }
-        let sketches = || snapshots.iter().flat_map(Snapshot::sketches);
+        let sketches = || snapshots.iter().flat_map(|snapshot| [&snapshot.counts.current, &snapshot.counts.previous]);
         let missed_max: u64 = sketches().map(Sketch::missed_max).sum();
         let mut sums = HashMap::<u64, Sum>::new();
         for sketch in sketches() {
@@ -286,8 +308,9 @@ impl TopList {
                 sum.named = sum.named.take().or_else(|| entry.value.as_ref().map(|named| Arc::clone(&named.key)));
             }
         }
-        let top_key = |(id, sum): (u64, Sum)| {
+        let top_key = |(key, sum): (u64, Sum)| {
             let error = missed_max - sum.known;
+            let id = snapshots.first().map(|snapshot| id_of(&snapshot.id_hasher, key))?;
             Some(TopKey { id, key: sum.named?, count: sum.hits + error, error })
         };
         let mut keys: Vec<TopKey> = sums.into_iter().filter_map(top_key).collect();

@@ -84,11 +84,6 @@ impl<T> Sketch<T> {
         })
     }
 
-    /// The key, if it is followed.
-    pub fn get(&self, key: u64) -> Option<&Entry<T>> {
-        self.entries.get(&key)
-    }
-
     /// The keys that are followed.
     pub fn entries(&self) -> impl Iterator<Item = (u64, &Entry<T>)> {
         self.entries.iter().map(|(key, entry)| (*key, entry))

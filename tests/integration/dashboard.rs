@@ -86,6 +86,7 @@ impl Events {
 fn events_have_what_was_counted() {
     let upstream = Upstream::always(200);
     let rules = "[rules.r]\nkey = \"header:x-user\"\non_missing_key = \"skip\"\nwindows = [\"2/minute\"]\n\
+                 [rules.r.plans.gold]\nwindows = [\"9/minute\", \"20/hour\"]\nconcurrent = 4\n\
                  [[routes]]\nname = \"api\"\npath = \"/a\"\nupstream = \"u\"\nrules = [\"r\"]\n\
                  [[routes]]\nname = \"broken\"\npath = \"/b\"\nrespond = { status = 503 }\n";
     let gateway = Gateway::start(&format!("{}{rules}", upstream.toml("u")));
@@ -94,7 +95,8 @@ fn events_have_what_was_counted() {
     assert_eq!((&*name, &config["token_required"], &config["reloads"]), ("config", &json!(false), &json!([])));
     let rule = json!({
         "name": "r", "key": ["header:x-user"], "limits": ["2/minute"], "on_limit": "refuse",
-        "shared": false, "plans": [], "plan_count": 0,
+        "shared": false, "plan_count": 1,
+        "plans": [{ "name": "gold", "limits": ["9/minute", "20/hour", "4 at a time"] }],
     });
     assert_eq!(config["rules"], json!([rule]));
     assert_eq!(config["routes"][0], json!({ "name": "api", "path": "/a", "rules": ["r"] }));

@@ -4,6 +4,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::thread;
 
 use prost::Message;
+use serde_json::json;
 use transom::ratelimit_service::messages::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
 use transom::ratelimit_service::messages::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::RateLimitOverride;
 use transom::ratelimit_service::messages::envoy::service::ratelimit::v3::rate_limit_response::rate_limit::Unit;
@@ -15,6 +16,7 @@ use transom::ratelimit_service::messages::envoy::r#type::v3::RateLimitUnit;
 use transom::ratelimit_service::messages::grpc::health::v1::HealthCheckResponse;
 use transom_limiter::secret_digest::Digest;
 
+use crate::support::client::Client;
 use crate::support::external_scripts;
 use crate::support::gateway::Gateway;
 use crate::support::http2_client::{
@@ -383,6 +385,13 @@ fn a_stated_limit_replaces_the_windows() {
     let refused = [("route", "ratelimit_service"), ("rule", "per-user"), ("outcome", "refused")];
     assert_eq!(metrics.sum("transom_decisions_total", &refused), 5 + 1 + 7 + 1 + 5 * 9 + 1);
     assert_eq!(metrics.sum("transom_refused_total", &[("rule", "per-user")]), 1, "of the configured windows");
+    // Keys that only stated limits have refused are listed, but their ids do not lead to the windows of the rule.
+    let (mut admin, host) = (Client::connect(gateway.admin), [("Host", "127.0.0.1")]);
+    let listed = admin.get_with("/v1/top?rule=per-user", &host).expect(200).json();
+    let keys = listed["rules"][0]["keys"].as_array().unwrap();
+    let id = &keys.iter().find(|key| key["label"] == "carol").unwrap()["id"];
+    let query = json!({"rule": "per-user", "id": id}).to_string();
+    admin.request("POST", "/v1/value", &host, query.as_bytes()).expect(404);
 }
 
 #[test]

@@ -189,34 +189,39 @@ fn a_listed_key_is_read_and_reset_by_its_id() {
     assert_eq!(ask(&gateway, &[], 4), 3);
     let listed = top(&gateway, "rule=per-key")["rules"][0]["keys"].clone();
     let address = listed.as_array().unwrap().iter().find(|key| key["label"] == "127.0.0.1").unwrap();
-    let both = json!({"rules": [{"rule": "per-key", "id": address["id"]}, {"rule": "all"}]});
-    let value = api(&gateway, "value", &both, 200);
-    assert_eq!(
-        (&value["windows"][0]["count"], &value["windows"][0]["rule"]),
-        (&json!(3), &json!("per-key")),
-        "{value}"
-    );
+    let value = api(&gateway, "value", &json!({"rule": "per-key", "id": address["id"]}), 200);
+    assert_eq!((&value["count"], &value["limit"]), (&json!(3), &json!(3)), "{value}");
+    let unlisted = |rule: &str, id: &Value| {
+        let id = id.as_str().unwrap();
+        format!("rule `{rule}` lists no key with the id `{id}`; after a reload, keys that are counted again have ids")
+    };
+    let (id, other) = (&by_key["id"], json!("0123456789abcdef"));
     for (verb, query, status, detail) in [
+        ("value", json!({"rule": "per-key", "id": other}), 404, unlisted("per-key", &other)),
+        ("value", json!({"rule": "all", "id": id}), 404, unlisted("all", id)),
+        ("value", json!({"rule": "nothing", "id": id}), 404, String::from("unknown rule `nothing`")),
         (
             "value",
-            json!({"rule": "per-key", "id": "0123456789abcdef"}),
-            404,
-            "no listed key of the rule has the id `0123456789abcdef`, or none since the last reload",
-        ),
-        ("value", json!({"rule": "all", "id": by_key["id"]}), 404, ""),
-        ("value", json!({"rule": "nothing", "id": by_key["id"]}), 404, "unknown rule `nothing`"),
-        ("value", json!({"rule": "per-key", "id": "+123456789abcdef"}), 400, "`id` is not one of `/v1/top`"),
-        ("value", json!({"rule": "per-key", "id": 7}), 400, "`id` is not one of `/v1/top`"),
-        (
-            "value",
-            json!({"rule": "per-key", "id": by_key["id"], "key": "a"}),
+            json!({"rule": "per-key", "id": "+123456789abcdef"}),
             400,
-            "`key` and `id` are both given: keep one of the two",
+            String::from("`id` is not one of `/v1/top`"),
         ),
-        ("limit", by_key.clone(), 400, "`/v1/limit` takes a `key`, not an `id`"),
+        ("value", json!({"rule": "per-key", "id": 7}), 400, String::from("`id` is not one of `/v1/top`")),
+        (
+            "value",
+            json!({"rule": "per-key", "id": id, "key": "a"}),
+            400,
+            String::from("`key` and `id` are both given: keep one of the two"),
+        ),
+        (
+            "value",
+            json!({"rules": [{"rule": "per-key", "id": id}]}),
+            400,
+            String::from("`id` is not one of `rule`, `key`, `cost`"),
+        ),
+        ("limit", by_key.clone(), 400, String::from("`/v1/limit` takes a `key`, not an `id`")),
     ] {
-        let problem = api(&gateway, verb, &query, status);
-        assert!(problem["detail"].as_str().unwrap().starts_with(detail), "{problem}");
+        assert_eq!(api(&gateway, verb, &query, status)["detail"], detail);
     }
     // A plan of the former configuration does not apply: the key is known again with its next request.
     gateway.reload_with(
@@ -234,6 +239,27 @@ fn a_listed_key_is_read_and_reset_by_its_id() {
         Client::connect(gateway.admin).post("/v1/value", by_key.to_string()).status == 200
     });
     assert_eq!(api(&gateway, "value", &by_key, 200)["limit"], 5);
+}
+
+/// An address behind which requests with different plans come: the windows are those of one plan, whichever worker is asked first.
+#[test]
+fn the_windows_of_a_listed_key_with_several_plans_are_those_of_one() {
+    let clients = format!("[clients.acme]\nplan = \"gold\"\napi_keys = [\"{}\"]\n", Digest::of(SECRET.as_bytes()));
+    let rules = "workers = 2\n[clients]\nfile = \"clients.toml\"\napi_key = \"header:x-api-key\"\n[upstreams.u]\nbuiltin = \"echo\"\n\
+                 [rules.r]\nkey = \"ip\"\nwindows = [\"3/minute\"]\n[rules.r.plans.gold]\nwindows = [\"100/hour\"]\n\
+                 [[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\nrules = [\"r\"]\n";
+    let gateway = Gateway::start_with(rules, &clients);
+    for _ in 0..20 {
+        gateway.get_with("/a", &[("X-API-Key", SECRET)]).expect(200);
+        gateway.get("/a");
+    }
+    let id = &top(&gateway, "by=admitted")["rules"][0]["keys"][0]["id"];
+    let value =
+        || Client::connect(gateway.admin).post("/v1/value", json!({"rule": "r", "id": id}).to_string()).expect(200);
+    let first = value().json()["limit"].clone();
+    for _ in 0..10 {
+        assert_eq!(value().json()["limit"], first);
+    }
 }
 
 #[test]
