@@ -56,7 +56,7 @@ pub struct CountedRules<'a> {
     pub seed: Seed,
     /// Distinguishes the configurations of the process.
     pub config_number: u64,
-    /// See [`Sketch`]; 0: keys are not counted.
+    /// `[admin] top_keys`; 0: keys are not counted.
     pub capacity: usize,
 }
 
