@@ -186,12 +186,15 @@ class Haproxy:
         path = os.path.join(prefix, "haproxy.cfg")
         # Denied requests count as well, so the rate stays above the small limit.
         limit = 33 if scenario.limits else 4_000_000_000
+        # HAProxy closes idle connections to servers when it has more than a quarter of the descriptors that this number allows.
+        # The largest number needs nearly all of 20,000 descriptors, and is too small for 9,000 connections.
+        maxconn = min(4 * (scenario.connections or load_generators.CONNECTIONS) + 1_000, 9_500)
         with open(path, "w") as file:
             file.write(
                 f"""
 global
     nbthread 1
-    maxconn {(scenario.connections or load_generators.CONNECTIONS) + 500}
+    maxconn {maxconn}
 defaults
     mode http
     timeout connect 5s

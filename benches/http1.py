@@ -38,7 +38,7 @@ WARM_UP_S = 1
 # The share of responses that must have the status of the scenario.
 PURITY = 0.999
 # Descriptors for other things than connections.
-EXTRA_DESCRIPTORS = 500
+EXTRA_DESCRIPTORS = 1_500
 MEMORY_TARGET_MIB = 15
 MIB = 1024 * 1024
 # Memory of the counter table: two slots of 16 bytes for each counter.
