@@ -18,7 +18,7 @@ use transom_limiter::rule_set::CompiledRule;
 /// Keys of each rule that are listed by default.
 const LIMIT: usize = 100;
 /// How long to wait for workers that look for a key.
-const FIND_TIMEOUT: Duration = Duration::from_secs(1);
+const FIND_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What a list is of.
 #[derive(PartialEq, Eq, Debug)]

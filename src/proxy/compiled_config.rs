@@ -8,7 +8,6 @@ use std::num::NonZeroU32;
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use http::{HeaderMap, HeaderName};
 
@@ -43,7 +42,7 @@ use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
 
 #[derive(Debug)]
 pub struct CompiledConfig {
-    /// Distinguishes the configurations of the process.
+    /// A random number, which distinguishes the configurations of the process.
     pub number: u64,
     pub config: Config,
     pub router: Router,
@@ -123,7 +122,6 @@ impl CompiledConfig {
         upstream_health: Vec<Arc<UpstreamHealth>>,
         published_keys: Option<Arc<PublishedKeys>>,
     ) -> Arc<CompiledConfig> {
-        static NEXT_NUMBER: AtomicU64 = AtomicU64::new(0);
         let rule_set = Arc::new(rule_set);
         let clients = config.clients.as_ref().map(ClientPlans::new).map(Arc::new);
         let overrides_of = |rule| RuleKey::compile_overrides(rule, clients.as_deref(), seed).map(Arc::new);
@@ -166,8 +164,7 @@ impl CompiledConfig {
         let decision_service = Arc::new(decision_service.with_clients(clients.as_ref(), client_checks));
         let descriptors = DescriptorIndex::new(&config.descriptors);
         Arc::new(CompiledConfig {
-            // Ordering: only the numbers matter, not when they were given.
-            number: NEXT_NUMBER.fetch_add(1, Ordering::Relaxed),
+            number: fastrand::u64(..),
             descriptors,
             digester,
             readable_digester,

@@ -11,6 +11,7 @@ use crate::support::gateway_group::{LONG_TIMEOUT, is_admitted};
 use crate::support::process::Process;
 use crate::support::ratelimit_parser::remaining;
 use crate::support::redis::{RedisServer, free_port};
+use crate::support::try_guide;
 use crate::support::upstream::{Upstream, reply};
 
 const THREADS: usize = 8;
@@ -65,6 +66,8 @@ fn two_layers_hold_exactly() {
     gateway.advance(Duration::from_secs(3600));
     assert_eq!(count_admitted(&[envoy.address], 12, &[]), 33);
     assert_eq!(upstream.received().len(), 60 + 33);
+    gateway.advance(Duration::from_secs(3600));
+    try_guide("envoy", "127.0.0.1:10000", envoy.address);
 }
 
 #[test]

@@ -12,7 +12,7 @@ use crate::support::gateway_group::is_admitted;
 use crate::support::process::run;
 use crate::support::ratelimit_parser::remaining;
 use crate::support::upstream::{Upstream, reply};
-use crate::support::{TempDir, eventually, guide_blocks};
+use crate::support::{TempDir, eventually, guide_blocks, try_guide};
 
 /// A gateway with the configuration of a guide, and 60 requests an hour instead of 2000, so that a test uses up both layers.
 fn guide_gateway(page: &str) -> (Gateway, SocketAddr) {
@@ -189,8 +189,8 @@ fn check_notes_what_proxies_cannot_be_told() {
 const COPIED: [&str; 2] = ["ratelimit", "ratelimit-policy"];
 
 /// Eight clients in parallel get exactly 33 requests of each minute and 60 of the hour, and the server gets no more. `copied` are
-/// the fields of admissions that the proxy passes on.
-fn assert_two_layers_hold(gateway: &Gateway, proxy: SocketAddr, upstream: &Upstream, copied: &[&str]) {
+/// the fields of admissions that the proxy passes on. Then tries the guide.
+fn assert_two_layers_hold(page: &str, gateway: &Gateway, proxy: SocketAddr, upstream: &Upstream, copied: &[&str]) {
     let policy = "\"per-client-hour\";q=60;w=3600, \"per-client-minute\";q=33;w=60";
     // The test starts at the beginning of a minute, 45 minutes before the end of an hour.
     for (advance_s, limit, full, retry_after_s) in [
@@ -234,6 +234,7 @@ fn assert_two_layers_hold(gateway: &Gateway, proxy: SocketAddr, upstream: &Upstr
         assert_eq!(admitted.field("ratelimit-policy"), Some(policy));
         assert_eq!(remaining(&admitted, "per-client-minute"), 32);
     }
+    try_guide(page, "127.0.0.1:8000", proxy);
     // A client cannot name another request.
     for (name, value) in [("X-Forwarded-Uri", "/other"), ("X-Forwarded-Method", "OPTIONS"), ("X-Forwarded-Host", "b")] {
         Client::connect_from("127.0.0.2", proxy).get_with("/a", &[(name, value)]).expect(429);
@@ -270,7 +271,7 @@ fn nginx(gateway: SocketAddr, upstream: &Upstream) -> ExternalServer {
 fn nginx_asks_about_its_requests() {
     let upstream = Upstream::responding(|_| reply(200, &[], b""));
     let (gateway, address) = guide_gateway("nginx");
-    assert_two_layers_hold(&gateway, nginx(address, &upstream).address, &upstream, &COPIED);
+    assert_two_layers_hold("nginx", &gateway, nginx(address, &upstream).address, &upstream, &COPIED);
 }
 
 #[test]
@@ -296,7 +297,7 @@ fn caddy_asks_about_its_requests() {
         command.env("HOME", scratch.path()).env("XDG_DATA_HOME", scratch.path()).env("XDG_CONFIG_HOME", scratch.path());
         command
     });
-    assert_two_layers_hold(&gateway, proxy.address, &upstream, &COPIED);
+    assert_two_layers_hold("caddy", &gateway, proxy.address, &upstream, &COPIED);
 }
 
 #[test]
@@ -318,5 +319,5 @@ fn traefik_asks_about_its_requests() {
     });
     // Traefik listens before it has read its routers.
     eventually("Traefik has its routers", || Client::connect_from("127.0.0.9", proxy.address).get("/").status == 200);
-    assert_two_layers_hold(&gateway, proxy.address, &upstream, &[]);
+    assert_two_layers_hold("traefik", &gateway, proxy.address, &upstream, &[]);
 }

@@ -40,7 +40,9 @@ pub mod upgrade_chain;
 pub mod upstream;
 
 use std::fs;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -115,6 +117,25 @@ pub fn guide_blocks(page: &str, language: &str) -> Vec<String> {
     let text = std::fs::read_to_string(format!("{}/docs/guides/{page}.md", env!("CARGO_MANIFEST_DIR"))).unwrap();
     let fence = format!("```{language}\n");
     text.split(&fence).skip(1).map(|block| block.split("```").next().unwrap().to_owned()).collect()
+}
+
+/// Runs the requests with which a reader tries a guide: 34 within a minute, of which the last is refused, and one that shows its
+/// response. `documented`: the address in the guide, `address` the one to use.
+pub fn try_guide(page: &str, documented: &str, address: SocketAddr) {
+    let is_request = |line: &&str| line.trim_start().starts_with("for ") || line.trim_start().starts_with("curl ");
+    let blocks = guide_blocks(page, "sh");
+    let requests: Vec<&str> = blocks.iter().flat_map(|block| block.lines()).filter(is_request).collect();
+    assert!(requests.len() == 2 && requests.iter().all(|line| line.contains(documented)), "{page}: {requests:?}");
+    let script = requests.join("\n").replace(documented, &address.to_string());
+    let output = Command::new("bash").args(["-ec", &script]).env("no_proxy", "*").output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    let lines: Vec<&str> = text.lines().collect();
+    assert!(lines.len() > 34, "{page}: {text}");
+    assert!(lines[..33].iter().all(|line| *line == "200") && lines[33] == "429", "{page}: {text}");
+    let response = lines[34..].join("\n").to_ascii_lowercase();
+    for part in ["http/1.1 429", "\nratelimit:", "\nretry-after:"] {
+        assert!(response.contains(part), "{page}: {response}");
+    }
 }
 
 /// A configuration with one route for everything, to the built-in upstream, and one rule `r` on it.
