@@ -129,6 +129,17 @@ fn the_guide_to_a_gateway_before_an_api_serves_https() {
 }
 
 #[test]
+fn the_guide_to_kubernetes_checks_the_configuration() {
+    let scratch = TempDir::new();
+    let folder = scratch.path().join("deploy/kubernetes");
+    fs::create_dir_all(&folder).unwrap();
+    fs::copy(format!("{ROOT}/deploy/kubernetes/configuration.yaml"), folder.join("configuration.yaml")).unwrap();
+    let check = guide_blocks("kubernetes", "sh").remove(0);
+    let printed = output(&check, scratch.path());
+    assert!(printed.starts_with("kubernetes.toml: fine: "), "{printed}");
+}
+
+#[test]
 fn the_guide_to_upgrades_replaces_the_process() {
     let [check, upgrade] = <[String; 2]>::try_from(commands("upgrade")).unwrap();
     let chain = UpgradeChain::start(&one_rule("key = \"ip\"\nwindows = [\"9/hour\"]"));
