@@ -1,4 +1,5 @@
-//! `GET /v1/top`: reads the query, collects the counts of all workers, and writes the lists as JSON.
+//! `GET /v1/top`: reads the query, collects the counts of all workers, and writes the lists as JSON. Finds listed keys by their
+//! ids, for the decision API.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -176,10 +176,12 @@ impl TopKeys {
     pub fn find(&self, hash_prefix: u64, id: u64, config_number: u64, now_ms: u64) -> Option<Arc<ListedKey>> {
         let rule = self.rule(hash_prefix, now_ms)?;
         let entries = rule.counts.iter().flat_map(|counts| counts.current.entries().chain(counts.previous.entries()));
-        let named = entries.filter_map(|(key, entry)| Some((key, entry.value.as_ref()?)));
-        let known = named.filter(|(_, named)| named.config_number == config_number);
-        let mut known = known.filter(|(_, named)| named.key.keyed_request.is_some());
-        let (_, found) = known.find(|(key, _)| id_of(&rule.id_hasher, *key) == id)?;
+        let mut named = entries.filter_map(|(key, entry)| Some((key, entry.value.as_ref()?)));
+        let (_, found) = named.find(|(key, named)| {
+            named.config_number == config_number
+                && named.key.keyed_request.is_some()
+                && id_of(&rule.id_hasher, *key) == id
+        })?;
         Some(Arc::clone(&found.key))
     }
 
