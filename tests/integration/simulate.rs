@@ -245,7 +245,7 @@ key     = "ip"
 windows = [{ limit = 2, period = "7m", start = "2023-11-14T22:13:27.500+01:00" }]
 [rules.rollover]
 key     = "ip"
-windows = [{ limit = 2, period = "minute", capacity = 4 }]
+windows = [{ limit = 1, period = "minute", capacity = 3 }]
 [rules.sliding]
 key     = "param:name"
 windows = [{ limit = 4, period = "minute", sliding = true }]
@@ -313,7 +313,11 @@ rules    = ["costly"]
 [[routes]]
 path     = "/rollover/{name}"
 upstream = "u"
-rules    = ["rollover", "sliding"]
+rules    = ["rollover"]
+[[routes]]
+path     = "/sliding/{name}"
+upstream = "u"
+rules    = ["sliding"]
 [[routes]]
 path     = "/penalized/{name}"
 upstream = "u"
@@ -342,6 +346,7 @@ fn simulated_decisions_are_those_of_the_gateway() {
         "first",
         "random",
         "rollover",
+        "sliding",
         "penalized",
         "failures",
         "successes",
