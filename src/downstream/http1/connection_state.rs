@@ -242,7 +242,10 @@ impl ConnectionState {
     /// upstream does not continue. `None`: no request was in flight.
     pub fn timeout_error(&self) -> Option<RequestError> {
         match self.phase.get() {
-            Phase::Responding if self.awaits_body.get() => Some(RequestError::ResponseTimeout),
+            // While bytes wait to be sent, the client is too slow, whatever the upstream does.
+            Phase::Responding if self.awaits_body.get() && self.bytes_due.get() == 0 => {
+                Some(RequestError::ResponseTimeout)
+            }
             Phase::Responding => Some(RequestError::Stalled),
             Phase::Head if self.has_partial_head.get() => Some(RequestError::HeadTimeout),
             Phase::Head | Phase::Processing => None,
