@@ -211,8 +211,8 @@ async fn request(source: &KeySetSource, clock: &Clock) -> Result<Fetched, FetchE
         .header(ACCEPT, ACCEPT_KEYS)
         .body(RequestBody::Empty)
         .map_err(|invalid| FetchError::Failed(invalid.to_string()))?;
-    let sent = connection.send(Box::new(request), false, None).await;
-    let response = sent.map_err(|error| FetchError::Failed(format!("no response: {}", error.error())))?;
+    let sent = connection.send(Box::new(request), None).await;
+    let response = sent.map_err(|error| FetchError::Failed(format!("no response: {error}")))?;
     match response.status().as_u16() {
         200 => {}
         status @ 300..400 => {
@@ -223,8 +223,8 @@ async fn request(source: &KeySetSource, clock: &Clock) -> Result<Fetched, FetchE
         status => return Err(FetchError::Failed(format!("the server responded with {status}"))),
     }
     let max_age = max_age(response.headers());
-    let (mut body, mut text) = (response.into_body(), Vec::new());
-    while let Some(frame) = poll_fn(|cx| connection.poll_body(&mut body, cx)).await {
+    let mut text = Vec::new();
+    while let Some(frame) = poll_fn(|cx| connection.poll_body(cx)).await {
         let frame = frame.map_err(|error| FetchError::Failed(format!("the response is incomplete: {error}")))?;
         let Ok(data) = frame.into_data() else { continue };
         if text.len() + data.len() > TEXT_MAX_BYTES {

@@ -1,17 +1,16 @@
 //! `UpstreamConnection`: what one request is sent on, an HTTP/1.1 connection or a stream of a shared HTTP/2 connection.
 
-use std::pin::Pin;
+use std::fmt;
 use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
 use bytes::Bytes;
 use http::{Request, Response};
-use http_body::{Body, Frame};
-use hyper::body::Incoming;
+use http_body::{Body, Frame, SizeHint};
 use hyper_util::rt::TokioIo;
 
-use super::http1::{Http1Connection, SendError};
+use super::http1::{Http1Connection, Http1Error};
 use super::http2::{self, Http2Stream};
 use super::request_body::RequestBody;
 use super::request_limit::ConnectionPermit;
@@ -27,6 +26,13 @@ pub enum UpstreamConnection {
     Http2(Http2Stream),
 }
 
+/// Why there is no response, or why its body broke off.
+#[derive(Debug)]
+pub enum ConnectionError {
+    Http1(Http1Error),
+    Http2(hyper::Error),
+}
+
 impl UpstreamConnection {
     /// Writes the request target in the form of this protocol; an earlier attempt may have used the other one.
     pub fn prepare_request(&self, request: &mut Request<RequestBody>) {
@@ -35,18 +41,18 @@ impl UpstreamConnection {
         }
     }
 
-    /// Sends a request and waits for the head of the response: see [`Http1Connection::send`].
-    #[allow(clippy::result_large_err, reason = "the request comes back by value, to be sent elsewhere")]
+    /// Sends a request and waits for the head of the response. Over HTTP/1.1, 1xx responses before it go to `informational`.
     pub async fn send(
         &mut self,
         request: Box<Request<RequestBody>>,
-        captures_head: bool,
         informational: Option<Rc<InformationalQueue>>,
-    ) -> Result<Response<Incoming>, SendError> {
+    ) -> Result<Response<()>, ConnectionError> {
         match self {
-            UpstreamConnection::Http1(connection) => connection.send(request, captures_head, informational).await,
+            UpstreamConnection::Http1(connection) => {
+                connection.send(request, informational).await.map_err(ConnectionError::Http1)
+            }
             // Boxed, so that HTTP/1.1 requests take no memory for it.
-            UpstreamConnection::Http2(stream) => Box::pin(stream.send(request)).await,
+            UpstreamConnection::Http2(stream) => Box::pin(stream.send(request)).await.map_err(ConnectionError::Http2),
         }
     }
 
@@ -58,11 +64,18 @@ impl UpstreamConnection {
         }
     }
 
-    /// The last request, to be sent again: over HTTP/1.1 if it was sent with `captures_head`, over HTTP/2 if its body can be
-    /// replayed.
-    pub fn take_replay(&mut self) -> Option<Request<RequestBody>> {
+    /// The last request, if none of it was sent.
+    pub fn take_unsent(&mut self) -> Option<Box<Request<RequestBody>>> {
         match self {
-            UpstreamConnection::Http1(connection) => connection.replay_request(),
+            UpstreamConnection::Http1(connection) => connection.take_unsent(),
+            UpstreamConnection::Http2(stream) => stream.take_unsent(),
+        }
+    }
+
+    /// The last request, to be sent again: over HTTP/1.1 if it had no body, over HTTP/2 if its body can be replayed.
+    pub fn take_replay(&mut self) -> Option<Box<Request<RequestBody>>> {
+        match self {
+            UpstreamConnection::Http1(connection) => connection.take_replay(),
             UpstreamConnection::Http2(stream) => stream.take_replay(),
         }
     }
@@ -76,40 +89,38 @@ impl UpstreamConnection {
     }
 
     /// Returns the last request if it may be sent again after `error`. If `is_repeatable`, also when the connection
-    /// ended before the first byte of a response.
-    pub fn take_retryable(&mut self, error: &hyper::Error, is_repeatable: bool) -> Option<Request<RequestBody>> {
-        match self {
-            UpstreamConnection::Http1(connection) if is_repeatable && closed_before_response(error) => {
-                connection.replay_request()
-            }
-            UpstreamConnection::Http2(stream) if http2::is_unprocessed(error) => stream.take_replay(),
-            UpstreamConnection::Http2(stream)
-                if is_repeatable && (closed_before_response(error) || http2::is_connection_lost(error)) =>
-            {
-                stream.take_replay()
-            }
-            UpstreamConnection::Http1(_) | UpstreamConnection::Http2(_) => None,
-        }
+    /// ended before the head of a response.
+    pub fn take_retryable(
+        &mut self,
+        error: &ConnectionError,
+        is_repeatable: bool,
+    ) -> Option<Box<Request<RequestBody>>> {
+        let may_retry = error.is_unprocessed() || is_repeatable && error.is_closed_without_response();
+        may_retry.then(|| self.take_replay()).flatten()
     }
 
     /// Polls the next frame of the response body.
-    pub fn poll_body(
-        &mut self,
-        body: &mut Incoming,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
+    pub fn poll_body(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, ConnectionError>>> {
         match self {
-            UpstreamConnection::Http1(connection) => connection.poll_body(body, cx),
-            UpstreamConnection::Http2(_) => Pin::new(body).poll_frame(cx),
+            UpstreamConnection::Http1(connection) => connection.poll_body(cx).map_err(ConnectionError::Http1),
+            UpstreamConnection::Http2(stream) => stream.poll_body(cx).map_err(ConnectionError::Http2),
         }
     }
 
-    /// Whether the body of a response is complete, once it yields no more frames. hyper treats a stream that was reset
-    /// with NO_ERROR as ended, but only END_STREAM ends a message (RFC 9113, section 8.1).
-    pub fn is_complete(&self, body: &Incoming) -> bool {
+    /// Whether the response has ended. hyper yields no more frames of an HTTP/2 stream that was reset with NO_ERROR, but only
+    /// END_STREAM ends a message (RFC 9113, section 8.1).
+    pub fn has_response_ended(&self) -> bool {
         match self {
-            UpstreamConnection::Http1(_) => true,
-            UpstreamConnection::Http2(_) => body.is_end_stream(),
+            UpstreamConnection::Http1(connection) => connection.body().has_ended(),
+            UpstreamConnection::Http2(stream) => stream.body().is_some_and(Body::is_end_stream),
+        }
+    }
+
+    /// The length of the rest of the response body.
+    pub fn body_size_hint(&self) -> SizeHint {
+        match self {
+            UpstreamConnection::Http1(connection) => connection.body().size_hint(),
+            UpstreamConnection::Http2(stream) => stream.body().map(Body::size_hint).unwrap_or_default(),
         }
     }
 
@@ -118,7 +129,7 @@ impl UpstreamConnection {
         match self {
             UpstreamConnection::Http1(mut connection) => {
                 let permit = connection.permit.take();
-                let (stream, early_bytes, counted) = connection.into_stream().await?;
+                let (stream, early_bytes, counted) = connection.into_stream();
                 Some(Tunnel::new(UpstreamIo::Http1(stream, (permit, counted)), early_bytes))
             }
             UpstreamConnection::Http2(stream) => {
@@ -129,14 +140,31 @@ impl UpstreamConnection {
     }
 }
 
-/// Whether the connection ended before the first byte of a response.
-fn closed_before_response(error: &hyper::Error) -> bool {
-    error.is_incomplete_message() || error.is_canceled() || error.is_closed() || is_reset(error)
+impl ConnectionError {
+    /// Whether the server states that it has not processed the request.
+    pub fn is_unprocessed(&self) -> bool {
+        match self {
+            ConnectionError::Http1(_) => false,
+            ConnectionError::Http2(error) => http2::is_unprocessed(error),
+        }
+    }
+
+    /// Whether the connection ended before the head of a response.
+    fn is_closed_without_response(&self) -> bool {
+        match self {
+            ConnectionError::Http1(error) => matches!(error, Http1Error::Closed),
+            ConnectionError::Http2(error) => http2::is_connection_lost(error),
+        }
+    }
 }
 
-fn is_reset(error: &hyper::Error) -> bool {
-    use std::error::Error;
-    use std::io::ErrorKind::{BrokenPipe, ConnectionReset};
-    let source = error.source().and_then(|source| source.downcast_ref::<std::io::Error>());
-    source.is_some_and(|error| matches!(error.kind(), BrokenPipe | ConnectionReset))
+impl fmt::Display for ConnectionError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            ConnectionError::Http1(error) => error.fmt(f),
+            ConnectionError::Http2(error) => f.write_str(&http2::describe(error)),
+        }
+    }
 }
+
+impl std::error::Error for ConnectionError {}

@@ -15,12 +15,9 @@ use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use http::{HeaderValue, Request, Response, StatusCode};
-use hyper::body::Incoming;
 
 use super::attempt_log::AttemptLog;
-use super::connection::UpstreamConnection;
-use super::http1::SendError;
-use super::http2;
+use super::connection::{ConnectionError, UpstreamConnection};
 use super::load_balancer::{Choice, LoadBalancer, RequestTraits, TriedServers};
 use super::pool::{ActiveRequest, ConnectionLimitReached, Offer, ServerPool};
 use super::request_body::{RequestBody, UploadProgress};
@@ -198,8 +195,7 @@ impl Forwarder {
                 connection.prepare_request(&mut request);
                 let started = self.clock.instant();
                 let response = {
-                    let sending =
-                        pin!(connection.send(request, forwarding.traits.is_repeatable, informational.clone()));
+                    let sending = pin!(connection.send(request, informational.clone()));
                     await_response(limit, forwarding.deadline, &self.clock, timer, progress.as_deref(), sending).await
                 };
                 let next = match response {
@@ -339,7 +335,7 @@ impl Forwarder {
         forwarding: &mut Forwarding,
         mut attempt: Attempt<'_>,
         mut connection: UpstreamConnection,
-        mut response: Response<Incoming>,
+        mut response: Response<()>,
         started: Instant,
     ) -> NextStep {
         let is_switched = forwarding.traits.is_upgrade && websocket_handshake::accepts_websocket(&response);
@@ -371,19 +367,15 @@ impl Forwarder {
             None => {
                 let source = ResponseSource { connection, active, request_permit: forwarding.request_permit.take() };
                 let deadline = forwarding.deadline;
-                NextStep::Respond(response.map(|body| match is_switched {
-                    true => UpstreamBody::upgraded(body, source),
-                    false => UpstreamBody::new(body, source, deadline),
+                NextStep::Respond(response.map(|()| match is_switched {
+                    true => UpstreamBody::upgraded(source),
+                    false => UpstreamBody::new(source, deadline),
                 }))
             }
             Some(request) => {
                 // A response without a body leaves a connection that can be used again.
-                drop(UpstreamBody::new(
-                    response.into_body(),
-                    ResponseSource { connection, active, request_permit: None },
-                    None,
-                ));
-                NextStep::Retry(self.next_server(forwarding, attempt), Box::new(request))
+                drop(UpstreamBody::new(ResponseSource { connection, active, request_permit: None }, None));
+                NextStep::Retry(self.next_server(forwarding, attempt), request)
             }
         }
     }
@@ -403,11 +395,10 @@ impl Forwarder {
         forwarding: &mut Forwarding,
         mut attempt: Attempt<'_>,
         mut connection: UpstreamConnection,
-        mut error: SendError,
+        error: ConnectionError,
         reused: bool,
     ) -> NextStep {
-        let unsent = error.take_message().map(Box::new);
-        if let Some(unsent) = unsent {
+        if let Some(unsent) = connection.take_unsent() {
             if reused || !forwarding.needs_new_connection {
                 // The server closed the connection before it was used. Other idle connections may work.
                 attempt.outcome = if reused { None } else { Some(UpstreamOutcome::Failed) };
@@ -417,25 +408,25 @@ impl Forwarder {
             attempt.set_outcome(UpstreamOutcome::Failed, AttemptResult::Failure);
             return match self.may_retry(forwarding, RetryCause::Reset) {
                 true => NextStep::Retry(self.next_server(forwarding, attempt), unsent),
-                false => NextStep::Fail(RequestError::Upstream(describe(error))),
+                false => NextStep::Fail(RequestError::Upstream(error.to_string())),
             };
         }
-        let replay = connection.take_retryable(error.error(), forwarding.traits.is_repeatable);
+        let replay = connection.take_retryable(&error, forwarding.traits.is_repeatable);
         // The server has stated that it did not process the request, which may therefore be sent again.
-        if (reused || http2::is_unprocessed(error.error()))
+        if (reused || error.is_unprocessed())
             && !forwarding.needs_new_connection
             && let Some(request) = replay
         {
             attempt.outcome = Some(UpstreamOutcome::Failed);
             forwarding.needs_new_connection = true;
-            return NextStep::Retry(attempt.choice, Box::new(request));
+            return NextStep::Retry(attempt.choice, request);
         }
         attempt.set_outcome(UpstreamOutcome::Failed, AttemptResult::Failure);
         match replay {
             Some(request) if self.may_retry(forwarding, RetryCause::Reset) => {
-                NextStep::Retry(self.next_server(forwarding, attempt), Box::new(request))
+                NextStep::Retry(self.next_server(forwarding, attempt), request)
             }
-            _ => NextStep::Fail(RequestError::Upstream(describe(error))),
+            _ => NextStep::Fail(RequestError::Upstream(error.to_string())),
         }
     }
 
@@ -450,7 +441,7 @@ impl Forwarder {
         let is_try = error == RequestError::ResponseTimeout && self.attempt_timeout(forwarding).is_some();
         match is_try.then(|| connection.take_replay()).flatten() {
             Some(request) if self.may_retry(forwarding, RetryCause::Timeout) => {
-                NextStep::Retry(self.next_server(forwarding, attempt), Box::new(request))
+                NextStep::Retry(self.next_server(forwarding, attempt), request)
             }
             _ => NextStep::Fail(error),
         }
@@ -492,15 +483,6 @@ impl Forwarder {
             &forwarding.tried,
             self.clock.instant(),
         )
-    }
-}
-
-fn describe(error: SendError) -> String {
-    use std::error::Error;
-    let error = error.into_error();
-    match error.source() {
-        Some(source) => format!("{error}: {source}"),
-        None => error.to_string(),
     }
 }
 

@@ -1,56 +1,58 @@
 //! An HTTP/1.1 connection to an upstream server.
 //!
-//! hyper divides a connection into a sender of requests and a driver that does the I/O. The driver is not a separate task:
-//! the task that waits for the response, or for the next frame of a body, polls it. That saves two task switches a
-//! request, and an idle connection costs nothing until it is used again. `GatedWaker` drops the unnecessary wakes that
-//! this design would cause.
+//! The task that waits for the response, or for the next frame of its body, does the I/O: no other task and no channel is
+//! between a request and its connection. An idle connection has no buffers.
 
+use std::fmt;
 use std::future::poll_fn;
-use std::pin::Pin;
+use std::io::{self, IoSlice};
+use std::pin::{Pin, pin};
 use std::rc::Rc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::task::{Context, Poll, Wake, Waker};
+use std::task::{Context, Poll, Waker, ready};
 use std::time::Instant;
 
-use bytes::Bytes;
-use http::{HeaderValue, Request, Response, header};
+use bytes::{Buf, Bytes, BytesMut};
+use http::{Method, Request, Response, StatusCode};
 use http_body::{Body, Frame};
-use hyper::body::Incoming;
-use hyper::client::conn::TrySendError;
-use hyper::client::conn::http1::{self, SendRequest};
-use hyper_util::rt::TokioIo;
+use hyper::ext::ReasonPhrase;
+use tokio::io::{AsyncReadExt, AsyncWrite};
 
 use super::connect::ResolvedTarget;
-use super::http1_tap::{TapIo, TapState};
-use super::request_body::RequestBody;
+use super::http1_codec::{self, BodyDecoder, MalformedResponse, RequestFraming, ResponseHead};
+use super::request_body::{BodyError, RequestBody};
 use super::request_limit::ConnectionPermit;
 use crate::informational::InformationalQueue;
 use crate::io_stream::IoStream;
 use crate::metrics::upstream::CountedConnection;
 
-/// Read-buffer limit, and so the largest response head that is accepted.
-const RESPONSE_HEAD_MAX_BYTES: usize = 64 * 1024;
-
-/// The driver of the connection: hyper's future that does the I/O.
-#[allow(clippy::large_enum_variant, reason = "nearly all are the large one, and a connection is boxed")]
-enum Driver {
-    Running(http1::Connection<TokioIo<TapIo>, RequestBody>),
-    /// The driver has finished: the connection is closed, or has switched protocols.
-    Ended(http1::Parts<TokioIo<TapIo>>),
-    Taken,
-}
+/// Size of the buffer of one read: of a head, of a body of unknown length, and the largest of all.
+const READ_HEAD_BYTES: usize = 4 * 1024;
+const READ_UNKNOWN_BYTES: usize = 32 * 1024;
+const READ_MAX_BYTES: usize = 64 * 1024;
+/// A large buffer that is filled to less than one part in this many is replaced by one of the right size.
+const SPARSE_DIVISOR: usize = 4;
+/// Frames of a request body of up to this size are copied behind other bytes that wait to be sent.
+const COPIED_FRAME_MAX_BYTES: usize = 4 * 1024;
+/// No more frames are taken while so many bytes wait to be sent.
+const OUTGOING_MAX_BYTES: usize = 16 * 1024;
 
 /// A connection with one request at a time.
 pub struct Http1Connection {
-    sender: SendRequest<RequestBody>,
-    driver: Driver,
-    tap: Rc<TapState>,
-    gated_waker: Arc<GatedWaker>,
-    /// The waker that the driver is polled with: `gated_waker`.
-    waker: Waker,
-    /// Whether the last request had no body, so that its response ended the exchange.
-    has_no_body: bool,
+    stream: IoStream,
+    /// Received bytes that no response has taken.
+    received: Bytes,
+    /// The last request, until the connection is idle. Its body is sent from here.
+    request: Option<Box<Request<RequestBody>>>,
+    send_state: SendState,
+    framing: RequestFraming,
+    outgoing: Outgoing,
+    /// The body of the response.
+    body: BodyDecoder,
+    /// No other request follows: an exchange is not finished or has failed, or the server closes the connection.
+    is_closing: bool,
+    /// Receives 1xx responses.
+    informational: Option<Rc<InformationalQueue>>,
+    has_forwarded_informational: bool,
     /// The server's address.
     pub target: ResolvedTarget,
     /// When the last response arrived, if that ended the exchange too: saves a clock read when the connection becomes
@@ -61,202 +63,397 @@ pub struct Http1Connection {
     pub counted: CountedConnection,
 }
 
-/// Why there is no response; with the request, if none of it was sent.
-pub type SendError = TrySendError<Request<RequestBody>>;
+/// How far the last request was sent.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum SendState {
+    /// None of it, because the connection was closed.
+    Unsent,
+    /// Frames of the body remain.
+    Body,
+    /// All of it is in `outgoing`.
+    Flush,
+    Sent,
+    /// The server takes no more of it.
+    Refused,
+}
+
+/// Why an exchange failed.
+#[derive(Debug)]
+pub enum Http1Error {
+    /// The server closed the connection before the head of the response was complete.
+    Closed,
+    /// The server closed the connection within the body of the response.
+    Truncated,
+    Io(io::Error),
+    Malformed(MalformedResponse),
+    /// The body of the request failed.
+    RequestBody(BodyError),
+}
 
 impl Http1Connection {
     /// Starts HTTP/1.1 on a connected stream.
-    pub async fn new(
-        stream: IoStream,
-        target: ResolvedTarget,
-        counted: CountedConnection,
-    ) -> hyper::Result<Http1Connection> {
-        let tap = Rc::new(TapState::default());
-        let io = TokioIo::new(TapIo::new(stream, Rc::clone(&tap)));
-        let (sender, driver) = http1::Builder::new().max_buf_size(RESPONSE_HEAD_MAX_BYTES).handshake(io).await?;
-        let gated_waker = GatedWaker::new();
-        let waker = Waker::from(Arc::clone(&gated_waker));
-        Ok(Http1Connection {
-            sender,
-            driver: Driver::Running(driver),
-            tap,
-            gated_waker,
-            waker,
-            has_no_body: true,
+    pub fn new(stream: IoStream, target: ResolvedTarget, counted: CountedConnection) -> Http1Connection {
+        Http1Connection {
+            stream,
+            received: Bytes::new(),
+            request: None,
+            send_state: SendState::Sent,
+            framing: RequestFraming::NoBody,
+            outgoing: Outgoing::default(),
+            body: BodyDecoder::Ended,
+            is_closing: false,
+            informational: None,
+            has_forwarded_informational: false,
             target,
             idle_since: None,
             permit: None,
             counted,
-        })
+        }
     }
 
-    /// Does the I/O that is possible without waiting; wakes `task` when there is more to do.
-    fn drive(&mut self, task: &Waker) {
-        if let Driver::Running(driver) = &mut self.driver {
-            self.gated_waker.arm(task);
-            // The waiting response or body receives the error of the connection.
-            if Pin::new(driver).poll(&mut Context::from_waker(&self.waker)).is_ready() {
-                self.finish_driver();
+    /// Whether the last exchange ended in such a way that another request can follow.
+    pub fn is_reusable(&self) -> bool {
+        self.send_state == SendState::Sent && !self.is_closing && self.received.is_empty()
+    }
+
+    /// Whether a request can be sent now. Notices when the server has closed the connection, or has sent bytes without a
+    /// request.
+    pub fn is_ready(&mut self) -> bool {
+        if self.is_reusable() {
+            self.is_closing = self.poll_receive(READ_HEAD_BYTES, &mut Context::from_waker(Waker::noop())).is_ready();
+        }
+        self.is_reusable()
+    }
+
+    /// Called when the last response has ended. `now` is called if the response did not arrive whole.
+    pub fn become_idle(&mut self, now: impl FnOnce() -> Instant) {
+        self.request = None;
+        self.informational = None;
+        self.idle_since.get_or_insert_with(now);
+        self.counted.set_idle(true);
+    }
+
+    /// Sends a request and waits for the head of the response. 1xx responses before it go to `informational`. Fails with
+    /// [`Http1Error::Closed`] before anything is sent if the server has closed the connection.
+    pub async fn send(
+        &mut self,
+        request: Box<Request<RequestBody>>,
+        informational: Option<Rc<InformationalQueue>>,
+    ) -> Result<Response<()>, Http1Error> {
+        let is_ready = self.is_ready();
+        self.framing = RequestFraming::of(request.body());
+        self.send_state = match self.framing {
+            _ if !is_ready => SendState::Unsent,
+            RequestFraming::NoBody => SendState::Flush,
+            RequestFraming::Length | RequestFraming::Chunked => SendState::Body,
+        };
+        self.is_closing = true;
+        let request = self.request.insert(request);
+        if !is_ready {
+            return Err(Http1Error::Closed);
+        }
+        (self.informational, self.has_forwarded_informational) = (informational, false);
+        http1_codec::write_request_head(request, self.framing, &mut self.outgoing.front);
+        poll_fn(|cx| self.poll_response(cx)).await
+    }
+
+    /// The last request, if none of it was sent.
+    pub fn take_unsent(&mut self) -> Option<Box<Request<RequestBody>>> {
+        if self.send_state == SendState::Unsent { self.request.take() } else { None }
+    }
+
+    /// The last request, to be sent again, if it had no body and nothing of a response was passed on.
+    pub fn take_replay(&mut self) -> Option<Box<Request<RequestBody>>> {
+        let is_repeatable = self.framing == RequestFraming::NoBody && !self.has_forwarded_informational;
+        if is_repeatable { self.request.take() } else { None }
+    }
+
+    fn poll_response(&mut self, cx: &mut Context<'_>) -> Poll<Result<Response<()>, Http1Error>> {
+        self.send_available(cx).map_err(Http1Error::RequestBody)?;
+        loop {
+            match ready!(self.poll_receive(READ_HEAD_BYTES, cx)) {
+                Ok(0) => return Poll::Ready(Err(Http1Error::Closed)),
+                Ok(_) => {}
+                Err(error) if matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe) => {
+                    return Poll::Ready(Err(Http1Error::Closed));
+                }
+                Err(error) => return Poll::Ready(Err(Http1Error::Io(error))),
+            }
+            if let Some(head) = self.take_head().map_err(Http1Error::Malformed)? {
+                (self.body, self.is_closing) = (head.body, !head.keeps_alive);
+                return Poll::Ready(Ok(head.response));
             }
         }
     }
 
-    /// Dismantles the driver: only then does hyper return a request that it has not read.
-    #[cold]
-    fn finish_driver(&mut self) {
-        if let Driver::Running(driver) = std::mem::replace(&mut self.driver, Driver::Taken) {
-            self.driver = Driver::Ended(driver.into_parts());
+    /// Takes the head of the response; forwards the 1xx responses before it. `None`: the head is incomplete.
+    fn take_head(&mut self) -> Result<Option<ResponseHead>, MalformedResponse> {
+        let method = self.request.as_ref().map_or(&Method::GET, |request| request.method());
+        while !self.received.is_empty() {
+            let Some(head) = http1_codec::parse_response_head(&mut self.received, method)? else { return Ok(None) };
+            let status = head.response.status();
+            if !status.is_informational() || status == StatusCode::SWITCHING_PROTOCOLS {
+                return Ok(Some(head));
+            }
+            if let Some(informational) = &self.informational {
+                let reason = head.response.extensions().get::<ReasonPhrase>().map(ReasonPhrase::as_bytes);
+                let reason = reason.and_then(|reason| str::from_utf8(reason).ok()).or(status.canonical_reason());
+                let fields = head.response.headers().iter().map(|(name, value)| (name.as_str(), value.as_bytes()));
+                informational.push(status.as_u16(), reason.unwrap_or_default(), fields);
+                self.has_forwarded_informational = true;
+            }
         }
-    }
-
-    /// Polls the driver until `poll` is ready. `poll` needs no waker: its input comes from the driver.
-    fn poll_driven<T>(&mut self, cx: &Context<'_>, mut poll: impl FnMut(&mut Context<'_>) -> Poll<T>) -> Poll<T> {
-        self.drive(cx.waker());
-        let polled = poll(&mut Context::from_waker(Waker::noop()));
-        if polled.is_ready() {
-            self.gated_waker.disarm();
-        }
-        polled
+        Ok(None)
     }
 
     /// Polls the next frame of the response body.
-    pub fn poll_body(&mut self, body: &mut Incoming, cx: &Context<'_>) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
-        self.gated_waker.disarm();
-        let frame = Pin::new(&mut *body).poll_frame(&mut Context::from_waker(Waker::noop()));
-        if frame.is_ready() {
-            return frame;
+    pub fn poll_body(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Http1Error>>> {
+        let polled = self.poll_frame(cx);
+        if let Poll::Ready(Err(_)) = polled {
+            self.is_closing = true;
         }
-        self.idle_since = None;
-        self.poll_driven(cx, |cx| Pin::new(&mut *body).poll_frame(cx))
+        polled.map(Result::transpose)
     }
 
-    /// The last request, to be sent again, if it was sent with `captures_head` and nothing of a response was passed on.
-    pub fn replay_request(&self) -> Option<Request<RequestBody>> {
-        self.tap.replay_request()
-    }
-
-    /// Whether a request can be sent now. Notices a connection that the server has closed.
-    pub fn is_ready(&mut self) -> bool {
-        self.drive(Waker::noop());
-        matches!(self.driver, Driver::Running(_)) && self.sender.is_ready()
-    }
-
-    /// Whether the request is sent in full, once its response has ended.
-    pub fn is_request_sent(&mut self) -> bool {
-        self.has_no_body || self.is_ready()
-    }
-
-    /// Sends a request and waits for the head of the response; 1xx responses before it go to `informational`. With
-    /// `captures_head`, the request head is captured, so that the request can be sent again. If the server has closed the connection, the error
-    /// returns the request: hyper checks that before it writes.
-    #[allow(clippy::result_large_err, reason = "the request comes back by value, to be sent elsewhere")]
-    pub async fn send(
-        &mut self,
-        mut request: Box<Request<RequestBody>>,
-        captures_head: bool,
-        informational: Option<Rc<InformationalQueue>>,
-    ) -> Result<Response<Incoming>, SendError> {
-        self.tap.begin_exchange(captures_head, informational);
-        self.has_no_body = request.body().is_end_stream();
-        if !self.has_no_body && request.body().size_hint().exact().is_none() {
-            // Without this field hyper sends a GET or HEAD without its body.
-            request.headers_mut().insert(header::TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
+    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Frame<Bytes>>, Http1Error>> {
+        self.send_available(cx).map_err(Http1Error::RequestBody)?;
+        loop {
+            let frame = self.body.decode(&mut self.received).map_err(Http1Error::Malformed)?;
+            if frame.is_some() || self.body.has_ended() {
+                return Poll::Ready(Ok(frame));
+            }
+            self.idle_since = None;
+            let wanted = match self.body.expected_bytes() {
+                // One byte more, because a read that fills its buffer leaves it unknown whether more bytes wait.
+                Some(bytes) => usize::try_from(bytes).unwrap_or(usize::MAX).saturating_add(1),
+                None => READ_UNKNOWN_BYTES,
+            };
+            match ready!(self.poll_receive(wanted.clamp(READ_HEAD_BYTES, READ_MAX_BYTES), cx)) {
+                Ok(0) if self.body == BodyDecoder::UntilClose => {
+                    self.body = BodyDecoder::Ended;
+                    return Poll::Ready(Ok(None));
+                }
+                Ok(0) => return Poll::Ready(Err(Http1Error::Truncated)),
+                Ok(_) => {}
+                Err(error) => return Poll::Ready(Err(Http1Error::Io(error))),
+            }
         }
-        if !self.sender.is_ready() {
-            self.drive(Waker::noop());
-        }
-        self.gated_waker.disarm();
-        let mut response = std::pin::pin!(self.sender.try_send_request(*request));
-        poll_fn(|cx| self.poll_driven(cx, |cx| response.as_mut().poll(cx))).await
     }
 
-    /// The byte stream, and the bytes read after the head of the last response, if that switched protocols; the connection
-    /// counts for as long as the third part is held.
-    pub async fn into_stream(mut self) -> Option<(IoStream, Bytes, CountedConnection)> {
-        // The request had no body, so hyper only has to notice the switch.
-        poll_fn(|cx| {
-            self.drive(cx.waker());
-            if let Driver::Running(_) = self.driver { Poll::Pending } else { Poll::Ready(()) }
-        })
-        .await;
-        match self.driver {
-            Driver::Ended(parts) => Some((parts.io.into_inner().into_stream(), parts.read_buf, self.counted)),
-            Driver::Running(_) | Driver::Taken => None,
+    /// The body of the response, as far as it was not taken.
+    pub fn body(&self) -> &BodyDecoder {
+        &self.body
+    }
+
+    /// Receives bytes into a buffer with room for `capacity`; returns their number, 0 at the end of the stream.
+    fn poll_receive(&mut self, capacity: usize, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
+        // A connection that waits holds no buffer.
+        ready!(self.stream.poll_readable(cx));
+        let mut buffer = match self.received.is_empty() {
+            true => BytesMut::with_capacity(capacity),
+            false => BytesMut::from(std::mem::take(&mut self.received)),
+        };
+        buffer.reserve(capacity);
+        let polled = pin!(self.stream.read_buf(&mut buffer)).poll(cx);
+        let is_sparse = capacity > READ_HEAD_BYTES && buffer.len() < capacity / SPARSE_DIVISOR;
+        self.received = if is_sparse { Bytes::copy_from_slice(&buffer) } else { buffer.freeze() };
+        polled
+    }
+
+    /// Sends what is available of the request, and what the server takes of it without waiting.
+    fn send_available(&mut self, cx: &mut Context<'_>) -> Result<(), BodyError> {
+        while matches!(self.send_state, SendState::Body | SendState::Flush) {
+            self.take_frames(cx)?;
+            let is_waiting = self.outgoing.is_empty() && self.send_state == SendState::Body;
+            match self.outgoing.poll_send(&mut self.stream, cx) {
+                Poll::Pending => return Ok(()),
+                Poll::Ready(Ok(())) if is_waiting => return Ok(()),
+                Poll::Ready(Ok(())) if self.send_state == SendState::Flush => self.send_state = SendState::Sent,
+                Poll::Ready(Ok(())) => {}
+                // The response may have been sent before; its end, or that of the connection, follows.
+                Poll::Ready(Err(_)) => self.send_state = SendState::Refused,
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes frames of the request body while there is room for them.
+    fn take_frames(&mut self, cx: &mut Context<'_>) -> Result<(), BodyError> {
+        let Some(request) = &mut self.request else { return Ok(()) };
+        let is_chunked = self.framing == RequestFraming::Chunked;
+        while self.send_state == SendState::Body && self.outgoing.has_room() {
+            let Poll::Ready(frame) = Pin::new(request.body_mut()).poll_frame(cx) else { return Ok(()) };
+            let mut trailers = None;
+            let mut is_last = frame.is_none();
+            if let Some(frame) = frame.transpose()? {
+                match frame.into_data() {
+                    Ok(data) if data.is_empty() => {}
+                    Ok(data) => self.outgoing.push(data, is_chunked),
+                    Err(frame) => (trailers, is_last) = (frame.into_trailers().ok(), true),
+                }
+                is_last |= request.body().is_end_stream();
+            }
+            if is_last {
+                if is_chunked {
+                    let end = self.outgoing.end_mut();
+                    http1_codec::write_last_chunk(trailers.as_ref(), request.headers(), end);
+                }
+                self.send_state = SendState::Flush;
+            }
+        }
+        Ok(())
+    }
+
+    /// The byte stream, and the bytes received after the head of the last response, if that switched protocols; the
+    /// connection counts for as long as the third part is held.
+    pub fn into_stream(self) -> (IoStream, Bytes, CountedConnection) {
+        (self.stream, self.received, self.counted)
+    }
+}
+
+/// Bytes that wait to be sent: `front`, then `frame`, then `back`.
+#[derive(Default)]
+struct Outgoing {
+    front: Vec<u8>,
+    /// Bytes of `front` that were sent.
+    sent: usize,
+    frame: Bytes,
+    back: Vec<u8>,
+}
+
+impl Outgoing {
+    fn is_empty(&self) -> bool {
+        self.front.is_empty() && self.frame.is_empty() && self.back.is_empty()
+    }
+
+    fn has_room(&self) -> bool {
+        self.frame.is_empty() && self.front.len() < OUTGOING_MAX_BYTES
+    }
+
+    /// Where bytes behind all others are added.
+    fn end_mut(&mut self) -> &mut Vec<u8> {
+        if self.frame.is_empty() { &mut self.front } else { &mut self.back }
+    }
+
+    /// Adds the data of a frame, as a chunk if `is_chunk`. There is room.
+    fn push(&mut self, data: Bytes, is_chunk: bool) {
+        if is_chunk {
+            http1_codec::write_chunk_size(data.len(), &mut self.front);
+        }
+        if data.len() <= COPIED_FRAME_MAX_BYTES {
+            self.front.extend_from_slice(&data);
+        } else {
+            self.frame = data;
+        }
+        if is_chunk {
+            self.end_mut().extend_from_slice(b"\r\n");
+        }
+    }
+
+    /// Sends all bytes.
+    fn poll_send(&mut self, stream: &mut IoStream, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        while !self.is_empty() {
+            let front = &self.front[self.sent..];
+            let stream = Pin::new(&mut *stream);
+            let sent = match self.frame.is_empty() {
+                true => ready!(stream.poll_write(cx, front))?,
+                false => {
+                    let slices = [front, &self.frame, &self.back].map(IoSlice::new);
+                    ready!(stream.poll_write_vectored(cx, &slices))?
+                }
+            };
+            if sent == 0 {
+                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+            }
+            self.advance(sent);
+        }
+        Pin::new(stream).poll_flush(cx)
+    }
+
+    /// Removes sent bytes.
+    fn advance(&mut self, sent: usize) {
+        self.sent += sent;
+        let Some(beyond_front) = self.sent.checked_sub(self.front.len()) else { return };
+        let of_frame = beyond_front.min(self.frame.len());
+        self.frame.advance(of_frame);
+        // The rest of the frame is sent from `frame` alone, and `back` only after it.
+        (self.front, self.sent) = (Vec::new(), 0);
+        if self.frame.is_empty() {
+            let of_back = beyond_front - of_frame;
+            self.frame = Bytes::new();
+            if of_back < self.back.len() {
+                (self.front, self.sent) = (std::mem::take(&mut self.back), of_back);
+            }
+            self.back = Vec::new();
         }
     }
 }
 
-/// Wakes the task that waits for a connection, and only while it waits.
-///
-/// A task that drives its own connection would be woken by its own actions there (the request it sends, the response it
-/// takes) and by those of earlier tasks. Every such wake would poll hyper once more without effect. There is one `GatedWaker`
-/// for each connection. A task and its connection belong to one worker; nevertheless wakers must be `Send` and `Sync`.
-#[derive(Debug)]
-struct GatedWaker {
-    is_armed: AtomicBool,
-    task: Mutex<Waker>,
-}
-
-impl GatedWaker {
-    fn new() -> Arc<GatedWaker> {
-        Arc::new(GatedWaker { is_armed: AtomicBool::new(false), task: Mutex::new(Waker::noop().clone()) })
-    }
-
-    /// Wakes go to this task, until the first wake.
-    fn arm(&self, task: &Waker) {
-        self.task.lock().unwrap_or_else(PoisonError::into_inner).clone_from(task);
-        // Ordering: the mutex orders the accesses to `task`; a thread that reads `true` takes the mutex before it reads
-        // `task`.
-        self.is_armed.store(true, Ordering::Release);
-    }
-
-    /// Drops wakes until `arm` is called again.
-    fn disarm(&self) {
-        self.is_armed.store(false, Ordering::Release);
-    }
-}
-
-impl Wake for GatedWaker {
-    fn wake(self: Arc<Self>) {
-        self.wake_by_ref();
-    }
-
-    fn wake_by_ref(self: &Arc<Self>) {
-        if self.is_armed.load(Ordering::Acquire) {
-            self.is_armed.store(false, Ordering::Release);
-            self.task.lock().unwrap_or_else(PoisonError::into_inner).wake_by_ref();
+impl fmt::Display for Http1Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Http1Error::Closed => f.write_str("it closed the connection before the head of its response was complete"),
+            Http1Error::Truncated => f.write_str("it closed the connection before the end of its response"),
+            Http1Error::Io(error) => error.fmt(f),
+            Http1Error::Malformed(malformed) => write!(f, "malformed response: {}", malformed.as_str()),
+            Http1Error::RequestBody(error) => write!(f, "the request body failed: {error}"),
         }
     }
 }
+
+impl std::error::Error for Http1Error {}
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::AtomicUsize;
+    use std::task::Waker;
 
-    #[derive(Default)]
-    struct Woken(AtomicUsize);
+    use tokio::net::UnixStream;
 
-    impl Wake for Woken {
-        fn wake(self: Arc<Self>) {
-            self.0.fetch_add(1, Ordering::Relaxed);
+    /// The peer receives all bytes in order, however many the socket takes at once.
+    #[tokio::test]
+    async fn outgoing_bytes_are_sent_in_order() {
+        for is_chunk in [false, true] {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            let (mut stream, mut peer) = (IoStream::unix(ours), IoStream::unix(theirs));
+            let (mut outgoing, mut expected, mut received) = (Outgoing::default(), Vec::new(), Vec::new());
+            for bytes in [1, COPIED_FRAME_MAX_BYTES, COPIED_FRAME_MAX_BYTES + 1, 3_000_000, 2] {
+                if !outgoing.has_room() {
+                    let sending = poll_fn(|cx| outgoing.poll_send(&mut stream, cx));
+                    let receiving = async {
+                        while received.len() < expected.len() {
+                            peer.read_buf(&mut received).await.unwrap();
+                        }
+                    };
+                    tokio::join!(async { sending.await.unwrap() }, receiving);
+                    assert!(outgoing.is_empty());
+                }
+                let data: Bytes = (0..bytes).map(|at| (at % 251) as u8).collect();
+                if is_chunk {
+                    expected.extend_from_slice(format!("{bytes:x}\r\n").as_bytes());
+                }
+                expected.extend_from_slice(&data);
+                if is_chunk {
+                    expected.extend_from_slice(b"\r\n");
+                }
+                outgoing.push(data, is_chunk);
+            }
+            let cx = &mut Context::from_waker(Waker::noop());
+            assert!(outgoing.poll_send(&mut stream, cx).is_ready() && outgoing.is_empty());
+            while received.len() < expected.len() {
+                peer.read_buf(&mut received).await.unwrap();
+            }
+            assert!(received == expected);
         }
     }
 
     #[test]
-    fn a_task_is_woken_once_and_only_while_it_waits() {
-        let (wakes, gate) = (Arc::new(Woken::default()), GatedWaker::new());
-        let (task, waker) = (Waker::from(Arc::clone(&wakes)), Waker::from(Arc::clone(&gate)));
-        let count = || wakes.0.load(Ordering::Relaxed);
-        waker.wake_by_ref();
-        assert_eq!(count(), 0);
-        gate.arm(&task);
-        waker.wake_by_ref();
-        waker.wake_by_ref();
-        assert_eq!(count(), 1);
-        gate.arm(&task);
-        gate.disarm();
-        waker.wake();
-        assert_eq!(count(), 1);
+    fn a_write_may_end_anywhere() {
+        for sent in 0..=9 {
+            let mut outgoing = Outgoing { front: b"abc".into(), sent: 0, frame: "def".into(), back: b"ghi".into() };
+            outgoing.advance(sent);
+            let rest = [&outgoing.front[outgoing.sent..], &outgoing.frame, &outgoing.back].concat();
+            assert_eq!((rest.as_slice(), outgoing.is_empty()), (&b"abcdefghi"[sent..], sent == 9), "{sent}");
+        }
     }
 }

@@ -18,6 +18,7 @@ use h2::Reason;
 use http::header::{self, HeaderMap};
 use http::uri::{Authority, Scheme, Uri};
 use http::{Method, Request, Response, Version};
+use http_body::{Body, Frame};
 use hyper::body::Incoming;
 use hyper::client::conn::http2::{Builder, SendRequest};
 use hyper::ext::Protocol;
@@ -28,7 +29,6 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
 
-use super::http1::SendError;
 use super::request_body::{ReplayBody, RequestBody};
 use super::request_limit::ConnectionPermit;
 use crate::http::websocket_handshake::{self, HandshakeKey};
@@ -208,7 +208,8 @@ impl Driver {
     }
 }
 
-fn describe(error: &hyper::Error) -> String {
+/// An error of hyper, with its cause.
+pub fn describe(error: &hyper::Error) -> String {
     use std::error::Error;
     error.source().map_or_else(|| error.to_string(), |source| format!("{error}: {source}"))
 }
@@ -216,12 +217,16 @@ fn describe(error: &hyper::Error) -> String {
 /// A request's stream, counted until the response has ended.
 pub struct Http2Stream {
     connection: Rc<Http2Connection>,
+    /// The request, if none of it was sent.
+    unsent: Option<Box<Request<RequestBody>>>,
     /// A copy of the request head, for a retry.
     saved_head: Option<Box<Request<RequestBody>>>,
     /// The request body, if there is one and no response head has arrived.
     replay_body: Option<ReplayBody>,
     /// When the response head arrived.
     responded_at: Option<Instant>,
+    /// The body of the response.
+    body: Option<Incoming>,
     /// The tunnel, after a response to an extended CONNECT.
     upgrade: Option<OnUpgrade>,
 }
@@ -231,26 +236,35 @@ impl Http2Stream {
         connection.active_streams.set(connection.active_streams.get() + 1);
         connection.has_been_used.set(true);
         connection.counted.set_idle(false);
-        Http2Stream { connection, saved_head: None, replay_body: None, responded_at: None, upgrade: None }
+        Http2Stream {
+            connection,
+            unsent: None,
+            saved_head: None,
+            replay_body: None,
+            responded_at: None,
+            body: None,
+            upgrade: None,
+        }
     }
 
     /// Sends a request and waits for the head of the response. 1xx responses before it are not forwarded. A WebSocket
     /// handshake becomes an extended CONNECT, and its response is turned into that of HTTP/1.1. If the server has not
     /// enabled extended CONNECT, the handshake becomes an ordinary request.
-    #[allow(clippy::result_large_err, reason = "the request comes back by value, to be sent elsewhere")]
-    pub async fn send(&mut self, mut request: Box<Request<RequestBody>>) -> Result<Response<Incoming>, SendError> {
+    pub async fn send(&mut self, mut request: Box<Request<RequestBody>>) -> hyper::Result<Response<()>> {
         self.saved_head = Some(Box::new(copy_head(&request)));
         let body = std::mem::replace(request.body_mut(), RequestBody::Empty);
         (*request.body_mut(), self.replay_body) = body.into_replayable();
         to_http2_form(&mut request, &self.connection.scheme);
-        if !matches!(request.body(), RequestBody::Upgrade) {
-            let sending = self.connection.sender.borrow_mut().try_send_request(*request);
-            return sending.await;
+        let mut key = None;
+        if matches!(request.body(), RequestBody::Upgrade) {
+            websocket_handshake::remove_upgrade_fields(request.headers_mut());
+            key = self.connection.driver.supports_extended_connect().then(|| to_extended_connect(&mut request));
         }
-        websocket_handshake::remove_upgrade_fields(request.headers_mut());
-        let key = self.connection.driver.supports_extended_connect().then(|| to_extended_connect(&mut request));
         let sending = self.connection.sender.borrow_mut().try_send_request(*request);
-        let mut response = sending.await?;
+        let mut response = sending.await.map_err(|mut error| {
+            self.unsent = error.take_message().map(Box::new);
+            error.into_error()
+        })?;
         // The response that hyper upgrades is the equivalent of 101, although any 2xx would open a tunnel too.
         if let Some(key) = key
             && response.extensions().get::<OnUpgrade>().is_some()
@@ -258,7 +272,22 @@ impl Http2Stream {
             self.upgrade = Some(hyper::upgrade::on(&mut response));
             websocket_handshake::to_switching_protocols(&mut response, key.as_ref());
         }
-        Ok(response)
+        Ok(response.map(|body| self.body = Some(body)))
+    }
+
+    /// The last request, if none of it was sent.
+    pub fn take_unsent(&mut self) -> Option<Box<Request<RequestBody>>> {
+        self.unsent.take()
+    }
+
+    /// Polls the next frame of the response body.
+    pub fn poll_body(&mut self, cx: &mut Context<'_>) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
+        self.body.as_mut().map_or(Poll::Ready(None), |body| Pin::new(body).poll_frame(cx))
+    }
+
+    /// The body of the response, as far as it was not taken.
+    pub fn body(&self) -> Option<&Incoming> {
+        self.body.as_ref()
     }
 
     /// The byte stream, after a response that opened a tunnel.
@@ -284,8 +313,8 @@ impl Http2Stream {
     }
 
     /// The request, to be sent again, if its body can be replayed.
-    pub fn take_replay(&mut self) -> Option<Request<RequestBody>> {
-        let mut request = *self.saved_head.take()?;
+    pub fn take_replay(&mut self) -> Option<Box<Request<RequestBody>>> {
+        let mut request = self.saved_head.take()?;
         if let Some(replay_body) = self.replay_body.take() {
             *request.body_mut() = replay_body.rewind()?;
         }
@@ -363,9 +392,12 @@ pub fn is_unprocessed(error: &hyper::Error) -> bool {
     })
 }
 
-/// Whether the connection was lost.
+/// Whether the connection ended before the head of a response.
 pub fn is_connection_lost(error: &hyper::Error) -> bool {
-    h2_error(error).is_some_and(h2::Error::is_io)
+    error.is_incomplete_message()
+        || error.is_canceled()
+        || error.is_closed()
+        || h2_error(error).is_some_and(h2::Error::is_io)
 }
 
 fn h2_error(error: &hyper::Error) -> Option<&h2::Error> {

@@ -149,16 +149,14 @@ impl ConnectionPool {
         drop(oldest);
     }
 
-    /// Keeps a connection whose last response has ended. Whether it takes another request shows when there is one; a
-    /// connection that still sends a body is closed.
+    /// Keeps a connection whose last response has ended, if another request can follow.
     pub fn put_idle(&self, mut connection: Box<Http1Connection>) {
         let mut idle = self.idle.borrow_mut();
         if idle.len() < self.idle_max.get()
             && self.is_current_target(&mut connection.target)
-            && connection.is_request_sent()
+            && connection.is_reusable()
         {
-            connection.idle_since.get_or_insert_with(|| self.clock.instant());
-            connection.counted.set_idle(true);
+            connection.become_idle(|| self.clock.instant());
             idle.push(connection);
         }
     }
@@ -269,9 +267,7 @@ impl ConnectionPool {
         match connected.version {
             HttpVersion::Http1 => {
                 self.prefers_http2.set(self.connector.is_http2());
-                let connection =
-                    Http1Connection::new(connected.stream, target, counted).await.map_err(io::Error::other)?;
-                Ok(NewConnection::Http1(Box::new(connection)))
+                Ok(NewConnection::Http1(Box::new(Http1Connection::new(connected.stream, target, counted))))
             }
             HttpVersion::Http2 => {
                 self.prefers_http2.set(true);

@@ -7,10 +7,9 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
-use hyper::body::Incoming;
 use tokio::time::{Sleep, sleep_until};
 
-use super::connection::UpstreamConnection;
+use super::connection::{ConnectionError, UpstreamConnection};
 use super::pool::ActiveRequest;
 use super::request_limit::RequestPermit;
 use super::tunnel::Tunnel;
@@ -18,7 +17,7 @@ use super::tunnel::Tunnel;
 /// The body of an upstream response. It drives the connection it comes from, and returns the connection to the pool at
 /// its end. If it is dropped earlier, the connection is dropped too, which cancels the request.
 pub struct UpstreamBody {
-    body: Incoming,
+    /// `None` once the response has ended.
     source: Option<ResponseSource>,
     /// When the whole request times out.
     deadline: Option<Pin<Box<Sleep>>>,
@@ -34,7 +33,7 @@ pub struct ResponseSource {
 /// Why a response ended early.
 #[derive(Debug)]
 pub enum UpstreamBodyError {
-    Upstream(hyper::Error),
+    Upstream(ConnectionError),
     /// The upstream reset the stream with NO_ERROR before the end of the response.
     Reset,
     /// The whole request took too long.
@@ -42,9 +41,10 @@ pub enum UpstreamBodyError {
 }
 
 impl UpstreamBody {
-    pub fn new(body: Incoming, source: ResponseSource, deadline: Option<Instant>) -> UpstreamBody {
-        let mut upstream_body = UpstreamBody { body, source: Some(source), deadline: None };
-        if upstream_body.body.is_end_stream() {
+    pub fn new(source: ResponseSource, deadline: Option<Instant>) -> UpstreamBody {
+        let has_ended = source.connection.has_response_ended();
+        let mut upstream_body = UpstreamBody { source: Some(source), deadline: None };
+        if has_ended {
             upstream_body.release();
         } else if let Some(deadline) = deadline {
             upstream_body.deadline = Some(Box::pin(sleep_until(deadline.into())));
@@ -53,8 +53,8 @@ impl UpstreamBody {
     }
 
     /// A response that switched protocols: its connection is not used again.
-    pub fn upgraded(body: Incoming, source: ResponseSource) -> UpstreamBody {
-        UpstreamBody { body, source: Some(source), deadline: None }
+    pub fn upgraded(source: ResponseSource) -> UpstreamBody {
+        UpstreamBody { source: Some(source), deadline: None }
     }
 
     /// The byte stream, after a response that switched protocols.
@@ -85,12 +85,10 @@ impl Body for UpstreamBody {
             (this.source, this.deadline) = (None, None);
             return Poll::Ready(Some(Err(UpstreamBodyError::TimedOut)));
         }
-        let frame = match &mut this.source {
-            Some(source) => source.connection.poll_body(&mut this.body, cx),
-            None => Pin::new(&mut this.body).poll_frame(cx),
-        };
+        let Some(source) = &mut this.source else { return Poll::Ready(None) };
+        let frame = source.connection.poll_body(cx);
         if let Poll::Ready(None) = frame {
-            if this.source.as_ref().is_some_and(|source| !source.connection.is_complete(&this.body)) {
+            if !source.connection.has_response_ended() {
                 this.source = None;
                 return Poll::Ready(Some(Err(UpstreamBodyError::Reset)));
             }
@@ -100,18 +98,18 @@ impl Body for UpstreamBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
+        self.source.as_ref().is_none_or(|source| source.connection.has_response_ended())
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
+        self.source.as_ref().map_or(SizeHint::with_exact(0), |source| source.connection.body_size_hint())
     }
 }
 
 impl Drop for UpstreamBody {
     /// A body of known length is often not polled beyond its last byte.
     fn drop(&mut self) {
-        if self.body.is_end_stream() {
+        if self.is_end_stream() {
             self.release();
         }
     }
