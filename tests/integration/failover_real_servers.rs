@@ -2,23 +2,22 @@
 //! a retry could have avoided.
 
 use std::fs;
-use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::unix::process::CommandExt;
+use std::net::SocketAddr;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 
 use bytes::Bytes;
 use http::Request;
 use http_body_util::{BodyExt, Full};
-use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::process::Signal;
 
 use crate::support::client::{Client, HOST};
-use crate::support::external_servers::{self, program};
+use crate::support::external_servers::{self, RestartableServer, program};
 use crate::support::gateway::Gateway;
 use crate::support::http2_client::Http2Client;
-use crate::support::{TempDir, eventually, external_scripts, forward_to};
+use crate::support::{eventually, external_scripts, forward_to};
 
 const CLIENTS: usize = 4;
 
@@ -28,64 +27,6 @@ struct ServerKind {
     /// Sends requests to an address repeatedly; `false` if one fails.
     load: fn(SocketAddr) -> Box<dyn FnMut() -> bool>,
     settings: &'static str,
-}
-
-/// A server in its own process group.
-struct Server {
-    address: SocketAddr,
-    child: Child,
-    scratch: TempDir,
-}
-
-impl Server {
-    fn start(kind: &ServerKind) -> Server {
-        let scratch = TempDir::new();
-        // Another process may take the port before the server starts: then another port.
-        for _ in 0..10 {
-            let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-            if let Some(child) = Server::spawn(kind, &scratch, address) {
-                return Server { address, child, scratch };
-            }
-        }
-        panic!("the server does not start: {}", fs::read_to_string(scratch.path().join("log")).unwrap());
-    }
-
-    /// `None` if the process has ended, for example because its port is in use.
-    fn spawn(kind: &ServerKind, scratch: &TempDir, address: SocketAddr) -> Option<Child> {
-        let log = fs::File::create(scratch.path().join("log")).unwrap();
-        let mut command = (kind.command)(scratch.path(), address);
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).process_group(0);
-        let mut child = command.spawn().unwrap();
-        let mut ended = false;
-        eventually("the server starts", || {
-            ended = child.try_wait().unwrap().is_some();
-            ended || TcpStream::connect(address).is_ok()
-        });
-        (!ended).then_some(child)
-    }
-
-    fn signal(&self, signal: Signal) {
-        let group = Pid::from_raw(self.child.id().cast_signed()).unwrap();
-        kill_process_group(group, signal).unwrap();
-    }
-
-    fn restart(&mut self, kind: &ServerKind) {
-        self.child.wait().unwrap();
-        eventually("the server is back", || match Server::spawn(kind, &self.scratch, self.address) {
-            Some(child) => {
-                self.child = child;
-                true
-            }
-            None => false,
-        });
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        self.signal(Signal::KILL);
-        let _ = self.child.wait();
-    }
 }
 
 /// The observations of the clients.
@@ -107,7 +48,7 @@ impl Drop for StopOnDrop<'_> {
 
 /// Runs the outages of one server under load. Returns the errors that clients saw, and the attempts lost after they were sent.
 fn run_outages(kind: &ServerKind) -> (usize, usize) {
-    let mut servers = [Server::start(kind), Server::start(kind), Server::start(kind)];
+    let mut servers = [(); 3].map(|()| RestartableServer::start(kind.command));
     for server in &servers {
         assert!((kind.load)(server.address)(), "the server works without a gateway");
     }
@@ -148,7 +89,7 @@ fn run_outages(kind: &ServerKind) -> (usize, usize) {
         serves();
         servers[1].signal(Signal::KILL);
         ejected(1);
-        servers[1].restart(kind);
+        servers[1].restart();
         ejected(0);
         serves();
         servers[1].signal(Signal::STOP);

@@ -9,7 +9,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::process::signal;
+use rustix::process::{Pid, Signal, kill_process_group};
+
+use super::process::{ProcessGroup, signal};
+use super::redis::free_port;
 use super::{DEADLINE, TempDir, eventually};
 
 /// A running server.
@@ -37,6 +40,63 @@ impl ExternalServer {
     /// The server's section of a configuration.
     pub fn toml(&self, name: &str) -> String {
         format!("[upstreams.{name}]\nservers = [\"http://{}\"]\n", self.address)
+    }
+}
+
+/// A server that can be killed and started again at its address. It has its own process group.
+pub struct RestartableServer {
+    pub address: SocketAddr,
+    command: ServerCommand,
+    child: ProcessGroup,
+    scratch: TempDir,
+}
+
+/// The command of a server, whose files are in a directory, at an address.
+pub type ServerCommand = fn(&Path, SocketAddr) -> Command;
+
+impl RestartableServer {
+    pub fn start(command: ServerCommand) -> RestartableServer {
+        let scratch = TempDir::new();
+        // Another process may take the port before the server starts: then another port.
+        for _ in 0..10 {
+            let address = SocketAddr::from(([127, 0, 0, 1], free_port()));
+            if let Some(child) = RestartableServer::spawn(command, &scratch, address) {
+                return RestartableServer { address, command, child, scratch };
+            }
+        }
+        panic!("the server does not start: {}", fs::read_to_string(scratch.path().join("log")).unwrap());
+    }
+
+    /// `None` if the process has ended, for example because its port is in use.
+    fn spawn(command: ServerCommand, scratch: &TempDir, address: SocketAddr) -> Option<ProcessGroup> {
+        let log = fs::File::create(scratch.path().join("log")).unwrap();
+        let mut command = command(scratch.path(), address);
+        let mut child = ProcessGroup::spawn(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log));
+        let mut ended = false;
+        eventually("the server starts", || {
+            ended = child.try_wait().unwrap().is_some();
+            ended || TcpStream::connect(address).is_ok()
+        });
+        (!ended).then_some(child)
+    }
+
+    /// Sends a signal to all processes of the server.
+    pub fn signal(&self, signal: Signal) {
+        kill_process_group(Pid::from_raw(self.child.id().cast_signed()).unwrap(), signal).unwrap();
+    }
+
+    /// Waits for the end of the killed server, and starts it again.
+    pub fn restart(&mut self) {
+        self.child.wait().unwrap();
+        eventually("the server is back", || {
+            match RestartableServer::spawn(self.command, &self.scratch, self.address) {
+                Some(child) => {
+                    self.child = child;
+                    true
+                }
+                None => false,
+            }
+        });
     }
 }
 
