@@ -8,6 +8,7 @@ ROUNDS = 1000
 REPLAYED_REQUESTS = 100000
 SCHEDULES = 10000
 FAILOVER_S = 600
+SOAK_S = 3600
 # Python virtual environments, each with the packages that tests/external/NAME.txt lists.
 PARTS = tests/.parts
 # Folder of the instrumented gateway and its profile, and the program that merges profiles: of the toolchain (`rustup
@@ -21,7 +22,7 @@ DENY = cargo deny --version >/dev/null 2>&1
 # What `make package` packages. Another binary can be named, and is not built: make package BINARY=target/release/transom
 BINARY = target/dist/transom
 
-.PHONY: help test check docs release package package-test dist site cargo-deb mdbook bench model kills kills-shared concurrency sliding instructions replay screenshots failover fuzz parts deny advisories
+.PHONY: help test check docs release package package-test dist site cargo-deb mdbook bench model kills kills-shared concurrency sliding instructions replay screenshots failover soak fuzz parts deny advisories
 # Targets build, install and measure, and must not run at the same time.
 .NOTPARALLEL:
 
@@ -44,6 +45,8 @@ help:
 	@echo "make replay      simulates the access log of REPLAYED_REQUESTS requests (100000): decisions are those of the gateway"
 	@echo "make screenshots the pictures of the dashboard in docs/images; takes minutes"
 	@echo "make failover    kills one of two upstream servers repeatedly for FAILOVER_S seconds (600) under load: no request is lost"
+	@echo "make soak        SOAK_S seconds (3600) at half load, with reloads, killed servers, slow clients and new keys: no request is"
+	@echo "                 lost, no limit is exceeded, memory and descriptors do not grow, metrics agree with the clients"
 	@echo "make fuzz        fuzzes the parsers, FUZZ_SECONDS each (60)"
 	@echo "make advisories  checks dependencies for known vulnerabilities; fails if their list cannot be downloaded"
 
@@ -159,6 +162,10 @@ screenshots: parts
 # for the load.
 failover:
 	TRANSOM_FAILOVER_S=$(FAILOVER_S) cargo test --locked --release --test integration -- lose_no_request_under_load --nocapture --test-threads=1
+
+# `make test` runs five minutes with little load. Needs a release build for the load.
+soak:
+	TRANSOM_SOAK_S=$(SOAK_S) cargo test --locked --release --test integration -- soak:: --nocapture --test-threads=1
 
 # A nightly compiler instruments the fuzz targets. Without one, RUSTC_BOOTSTRAP enables the nightly flags of the stable
 # compiler, for this build alone. Inputs are long from the start (-len_control=0): otherwise the fuzzer begins with single

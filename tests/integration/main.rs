@@ -106,6 +106,7 @@ mod shared_sliding;
 mod simulate;
 mod slow_clients;
 mod snapshots;
+mod soak;
 mod stalled_transfers;
 mod startup;
 mod tls;

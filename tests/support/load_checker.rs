@@ -21,7 +21,7 @@ pub const KEYS: u32 = 10_000;
 /// Half of the requests are of these, so that their limits bind.
 const HOT: u32 = 10;
 /// The maximum difference between the clocks of gateway and client.
-const MARGIN_MS: u64 = 50;
+pub const MARGIN_MS: u64 = 50;
 
 /// A layer to check: `limit` requests in each window of `period_ms`, aligned to the Unix epoch.
 #[derive(Clone, Copy)]
