@@ -17,6 +17,8 @@ use super::request_body::RequestBody;
 const HEAD_MAX_BYTES: usize = 64 * 1024;
 /// The most fields of a response head, or of trailers.
 const FIELDS_MAX: usize = 100;
+/// Room in the fields of a response for those that the gateway adds.
+const ADDED_FIELDS: usize = 6;
 /// The longest line of a chunk size, with its extensions.
 const CHUNK_LINE_MAX_BYTES: usize = 4 * 1024;
 /// Capacity of a request head beside its target, and for each field, without those that follow.
@@ -123,19 +125,16 @@ pub fn write_chunk_size(bytes: usize, to: &mut Vec<u8>) {
 pub fn write_last_chunk(trailers: Option<&HeaderMap>, head: &HeaderMap, to: &mut Vec<u8>) {
     to.extend_from_slice(b"0\r\n");
     for (name, value) in trailers.into_iter().flatten() {
-        if lists(head, &header::TRAILER, name.as_str().as_bytes()) {
+        if head.get_all(header::TRAILER).iter().any(|list| has_element(list, name.as_str().as_bytes())) {
             write_field(name, value, to);
         }
     }
     to.extend_from_slice(b"\r\n");
 }
 
-/// Whether a list field contains an element, regardless of case.
-fn lists(headers: &HeaderMap, list: &HeaderName, element: &[u8]) -> bool {
-    let lines = headers.get_all(list).iter().map(HeaderValue::as_bytes);
-    lines
-        .flat_map(|line| line.split(|byte| *byte == b','))
-        .any(|known| known.trim_ascii().eq_ignore_ascii_case(element))
+/// Whether a list has an element, regardless of case.
+fn has_element(list: &HeaderValue, element: &[u8]) -> bool {
+    list.as_bytes().split(|byte| *byte == b',').any(|known| known.trim_ascii().eq_ignore_ascii_case(element))
 }
 
 /// The head of a response.
@@ -158,6 +157,10 @@ pub fn parse_response_head(received: &mut Bytes, method: &Method) -> Result<Opti
         _ => return Err(MalformedResponse::HeadTooLarge),
     };
     let status = head.code.and_then(|code| StatusCode::from_u16(code).ok()).ok_or(MalformedResponse::Status)?;
+    let may_have_body = *method != Method::HEAD
+        && !status.is_informational()
+        && status != StatusCode::NO_CONTENT
+        && status != StatusCode::NOT_MODIFIED;
     let version = if head.version == Some(0) { Version::HTTP_10 } else { Version::HTTP_11 };
     let mut response = Response::new(());
     (*response.status_mut(), *response.version_mut()) = (status, version);
@@ -167,33 +170,36 @@ pub fn parse_response_head(received: &mut Bytes, method: &Method) -> Result<Opti
     {
         response.extensions_mut().insert(reason);
     }
-    let (mut has_connection, mut is_framed) = (false, false);
+    let (mut keeps_alive, mut is_closed) = (version == Version::HTTP_11, false);
+    let (mut body, mut has_framing) = (BodyDecoder::UntilClose, false);
     let headers = response.headers_mut();
-    headers.reserve(head.headers.len());
+    headers.reserve(head.headers.len() + ADDED_FIELDS);
     for field in &*head.headers {
         let (name, value) = parse_field(field, received)?;
-        has_connection |= name == header::CONNECTION;
-        is_framed |= name == header::CONTENT_LENGTH || name == header::TRANSFER_ENCODING;
+        match name {
+            header::CONNECTION => {
+                keeps_alive |= has_element(&value, b"keep-alive");
+                is_closed |= has_element(&value, b"close");
+            }
+            header::CONTENT_LENGTH | header::TRANSFER_ENCODING if may_have_body => {
+                // Two announcements are ambiguous, even if they are equal.
+                if std::mem::replace(&mut has_framing, true) {
+                    return Err(MalformedResponse::Length);
+                }
+                body = BodyDecoder::of_framing(&name, value.as_bytes(), version)?;
+            }
+            _ => {}
+        }
         headers.append(name, value);
     }
-    let keeps_alive = match has_connection {
-        true if version == Version::HTTP_10 => lists(headers, &header::CONNECTION, b"keep-alive"),
-        true => !lists(headers, &header::CONNECTION, b"close"),
-        false => version == Version::HTTP_11,
-    };
-    let body = match is_framed {
-        _ if *method == Method::HEAD || !may_have_body(status) => BodyDecoder::Ended,
-        true => BodyDecoder::of_framing(headers, version)?,
-        false => BodyDecoder::UntilClose,
-    };
+    if !may_have_body {
+        body = BodyDecoder::Ended;
+    }
     received.advance(length);
     // After 101 the connection speaks another protocol. Only the end of the connection ends a body without a length.
-    let keeps_alive = keeps_alive && status != StatusCode::SWITCHING_PROTOCOLS && body != BodyDecoder::UntilClose;
+    let keeps_alive =
+        keeps_alive && !is_closed && status != StatusCode::SWITCHING_PROTOCOLS && body != BodyDecoder::UntilClose;
     Ok(Some(ResponseHead { response, body, keeps_alive }))
-}
-
-fn may_have_body(status: StatusCode) -> bool {
-    !status.is_informational() && status != StatusCode::NO_CONTENT && status != StatusCode::NOT_MODIFIED
 }
 
 /// A field that was parsed in `received`, whose memory the value shares.
@@ -229,28 +235,16 @@ pub enum ChunkPosition {
 }
 
 impl BodyDecoder {
-    /// Reads Content-Length and Transfer-Encoding (RFC 9112, section 6.3).
-    fn of_framing(headers: &HeaderMap, version: Version) -> Result<BodyDecoder, MalformedResponse> {
-        let single = |name: &HeaderName| {
-            let mut values = headers.get_all(name).iter();
-            match (values.next(), values.next()) {
-                (value, None) => Ok(value),
-                (_, Some(_)) => Err(MalformedResponse::Length),
-            }
+    /// Reads a Content-Length or Transfer-Encoding (RFC 9112, section 6.3).
+    fn of_framing(name: &HeaderName, value: &[u8], version: Version) -> Result<BodyDecoder, MalformedResponse> {
+        let body = if *name == header::CONTENT_LENGTH {
+            let digits = Some(value).filter(|value| value.iter().all(u8::is_ascii_digit));
+            digits.and_then(|digits| str::from_utf8(digits).ok()?.parse().ok()).map(BodyDecoder::of_length)
+        } else {
+            let is_chunked = value.eq_ignore_ascii_case(b"chunked") && version == Version::HTTP_11;
+            is_chunked.then_some(BodyDecoder::Chunked(ChunkPosition::Size))
         };
-        match (single(&header::CONTENT_LENGTH)?, single(&header::TRANSFER_ENCODING)?) {
-            (Some(length), None) => {
-                let length = Some(length.as_bytes()).filter(|length| length.iter().all(u8::is_ascii_digit));
-                let length = length.and_then(|length| str::from_utf8(length).ok()?.parse().ok());
-                length.map(BodyDecoder::of_length).ok_or(MalformedResponse::Length)
-            }
-            (None, Some(coding))
-                if coding.as_bytes().eq_ignore_ascii_case(b"chunked") && version == Version::HTTP_11 =>
-            {
-                Ok(BodyDecoder::Chunked(ChunkPosition::Size))
-            }
-            _ => Err(MalformedResponse::Length),
-        }
+        body.ok_or(MalformedResponse::Length)
     }
 
     fn of_length(bytes: u64) -> BodyDecoder {
