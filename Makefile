@@ -22,7 +22,7 @@ DENY = cargo deny --version >/dev/null 2>&1
 # What `make package` packages. Another binary can be named, and is not built: make package BINARY=target/release/transom
 BINARY = target/dist/transom
 
-.PHONY: help test check docs release package package-test dist site cargo-deb mdbook bench model kills kills-shared concurrency sliding instructions replay screenshots failover soak fuzz parts deny advisories
+.PHONY: help test check docs release package package-test dist site cargo-deb mdbook bench bench-pingora model kills kills-shared concurrency sliding instructions replay screenshots failover soak fuzz parts deny advisories
 # Targets build, install and measure, and must not run at the same time.
 .NOTPARALLEL:
 
@@ -35,7 +35,7 @@ help:
 	@echo "make package     target/package: a .deb, a tarball and a container image of the release"
 	@echo "make package-test  builds packages; installs the .deb in a Debian of its own, runs the image; needs root"
 	@echo "make dist        target/package: the packages, and the source of this commit, with checksums"
-	@echo "make bench       builds a release; CPU time per request, beside nginx, HAProxy and Envoy; memory; slow clients"
+	@echo "make bench       builds a release; CPU time per request, beside nginx, HAProxy, Envoy, Caddy and Pingora; memory; slow clients"
 	@echo "make model       the loom models of the limiter, with wider bounds"
 	@echo "make instructions  counts the instructions of requests and decisions; fails if they are 2 % above the committed counts"
 	@echo "make kills       kills the gateway KILLS times (1000) under load: no client gets more than the limit"
@@ -68,7 +68,7 @@ SITE_SOURCE = target/site-source
 site: mdbook
 	rm -rf $(SITE_SOURCE) target/site
 	mkdir -p $(SITE_SOURCE)/src
-	git ls-files -z '*.md' docs gateway.toml Cargo.toml examples crates/limiter/examples 'deploy/*' 'LICENSE-*' | xargs -0 cp --parents --target-directory $(SITE_SOURCE)/src
+	git ls-files -z '*.md' benches/peers.svg benches/pingora docs gateway.toml Cargo.toml examples crates/limiter/examples 'deploy/*' 'LICENSE-*' | xargs -0 cp --parents --target-directory $(SITE_SOURCE)/src
 	find $(SITE_SOURCE)/src -name README.md -execdir mv {} index.md \;
 	find $(SITE_SOURCE)/src -name '*.md' -exec sed -i 's/README\.md\([)#]\)/index.md\1/g' {} +
 	printf '# Summary\n\n[Tutorial](index.md)\n[All pages](docs/index.md)\n\n' >$(SITE_SOURCE)/src/SUMMARY.md
@@ -113,17 +113,21 @@ package-test: cargo-deb
 	cargo build --locked --release --target-dir target
 	tests/package/run.sh target/release/transom
 
-bench: release $(PARTS)/envoy/installed
+# Also writes benches/peers.md and its chart.
+bench: release $(PARTS)/envoy/installed bench-pingora
 	cargo build --locked --release --target-dir target
 	cargo bench --locked
-	python3 benches/http1.py
-	python3 benches/http2.py
+	python3 benches/peers.py --results benches/peers.md --chart benches/peers.svg
 	python3 benches/idle_connections.py
 	python3 benches/slow_clients.py
 	python3 benches/lease_calls.py
 	python3 benches/top_keys.py
 	python3 benches/dashboard.py
 	python3 benches/ratelimit_service.py
+
+# A gateway that benches/peers.py measures, with dependencies of its own. A part of them needs cmake.
+bench-pingora:
+	cargo build --locked --release --manifest-path benches/pingora/Cargo.toml --target-dir target/pingora
 
 model:
 	TRANSOM_MODEL_EXTRA=1 $(MODELS)

@@ -21,8 +21,8 @@ import threading
 import time
 from collections import namedtuple
 
+import comparison
 import gateways
-import http1
 import load_generators
 import machine
 from machine import BenchmarkError
@@ -74,9 +74,9 @@ class Stream(threading.Thread):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    http1.common_arguments(parser)
+    comparison.common_arguments(parser)
     parser.set_defaults(rounds=20, seconds=6)
-    http1.run(measure, http1.checked(parser))
+    comparison.run(measure, comparison.checked(parser))
 
 
 def configuration():
@@ -90,7 +90,7 @@ def configuration():
 
 def measure(options, directory, report):
     generator = load_generators.H2load(directory)
-    http1.require_all(options, [generator])
+    comparison.require_all(options, [generator])
     transom = gateways.Transom(options.transom)
     versions = [("transom", transom.version()), ("h2load", generator.version())]
     report.facts([
@@ -165,10 +165,10 @@ def print_results(report, rounds):
         ["", "min", "median", "max", "target"],
         [
             ["CPU time, increase round by round", f"{ratios[0]:+.1%}", f"{middle:+.1%}", f"{ratios[-1]:+.1%}",
-             f"median < {CPU_TARGET:.0%}: {http1.met(middle < CPU_TARGET)}"],
+             f"median < {CPU_TARGET:.0%}: {comparison.met(middle < CPU_TARGET)}"],
             ["the part of the thread admin", f"{shares[0]:+.2%}", f"{statistics.median(shares):+.2%}", f"{shares[-1]:+.2%}", ""],
             ["seconds between events", f"{min(pauses):.2f}", f"{statistics.median(pauses):.2f}", f"{max(pauses):.2f}",
-             f"max < {PAUSE_TARGET_S}: {http1.met(max(pauses) < PAUSE_TARGET_S)}"],
+             f"max < {PAUSE_TARGET_S}: {comparison.met(max(pauses) < PAUSE_TARGET_S)}"],
         ],
     )
 

@@ -14,11 +14,10 @@ import os
 import socket
 import ssl
 import struct
-import subprocess
 import time
 
+import comparison
 import gateways
-import http1
 import load_generators
 import machine
 from machine import BenchmarkError
@@ -43,16 +42,16 @@ EXTRA_DESCRIPTORS = 1000
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--transom", default=http1.OPTIMIZED, metavar="PATH")
+    parser.add_argument("--transom", default=comparison.OPTIMIZED, metavar="PATH")
     parser.add_argument("--connections", type=int, default=10_000, help="how many (default 10000)")
     parser.add_argument("--results", metavar="FILE", help="write the figures as markdown")
-    http1.run(measure, parser.parse_args())
+    comparison.run(measure, parser.parse_args())
 
 
 def measure(options, directory, report):
     machine.allow_descriptors(options.connections + EXTRA_DESCRIPTORS)
     transom, nginx = gateways.Transom(options.transom), gateways.Nginx()
-    http1.require(options.transom, [transom, nginx, Openssl])
+    comparison.require(options.transom, [transom, nginx, gateways.Openssl])
     versions = [(each.name, each.version()) for each in (transom, nginx)]
     report.facts(machine.description(versions))
     cores = os.sched_getaffinity(0)
@@ -68,7 +67,7 @@ def measure(options, directory, report):
             kib = (after - before) * 1024 / options.connections
             target = ""
             if gateway is transom:
-                target = f"< {TARGET_KIB} KiB: {http1.met(kib < TARGET_KIB)}"
+                target = f"< {TARGET_KIB} KiB: {comparison.met(kib < TARGET_KIB)}"
             rows.append([gateway.name, f"{before:.1f}", f"{after:.1f}", f"{kib:.2f}", target])
         others = measure_others(transom, directory, upstream_port, cores, options.connections // OTHER_KINDS_DIVISOR)
     report.section(f"Memory: {options.connections:,} idle connections of HTTP/1.1, on all cores")
@@ -78,7 +77,7 @@ def measure(options, directory, report):
 
 
 def measure_others(transom, directory, upstream_port, cores, count):
-    certificate, key = make_certificate(directory)
+    certificate, key = gateways.make_certificate(directory)
     rows = []
     for name, kind in (("HTTP/1.1 over TLS", TlsConnection), ("HTTP/2", Http2Connection), ("HTTP/2 over TLS", Http2TlsConnection)):
         https_port = machine.free_port()
@@ -203,22 +202,6 @@ def tls_context(protocol):
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols([protocol])
     return context
-
-
-class Openssl:
-    """Creates the certificates."""
-
-    name = package = "openssl"
-
-
-def make_certificate(directory):
-    certificate, key = (os.path.join(directory, name) for name in ("certificate.pem", "private.pem"))
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-        + ["-subj", "/CN=bench", "-days", "2", "-out", certificate, "-keyout", key],
-        check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )
-    return certificate, key
 
 
 if __name__ == "__main__":

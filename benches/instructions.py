@@ -18,12 +18,12 @@ import subprocess
 import sys
 
 import callgrind
-import http1
+import comparison
 import load_generators
 import machine
 from machine import BenchmarkError
 
-COMMITTED = os.path.join(http1.ROOT, "benches", "instructions.json")
+COMMITTED = os.path.join(comparison.ROOT, "benches", "instructions.json")
 TOLERANCE = 0.02
 # Measurements of a refused request.
 REPEATED = 5
@@ -38,16 +38,16 @@ REFUSING = (
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--transom", default=http1.PLAIN, metavar="PATH", help="the gateway (default: target/release/transom)")
+    parser.add_argument("--transom", default=comparison.PLAIN, metavar="PATH", help="the gateway (default: target/release/transom)")
     parser.add_argument("--decisions", metavar="PATH", help="the program of the decisions (default: built here)")
     parser.add_argument("--requests", type=int, default=2_000, help="N, see callgrind.py (default 2,000)")
     parser.add_argument("--write", action="store_true", help="replace the committed counts")
     options = parser.parse_args()
-    http1.run(measure, options)
+    comparison.run(measure, options)
 
 
 def measure(options, directory, report):
-    http1.require(options.transom, [load_generators.H2load, callgrind.Valgrind])
+    comparison.require(options.transom, [load_generators.H2load, callgrind.Valgrind])
     counts = {}
     upstream, upstream_port = load_generators.start_upstream(directory, callgrind.CORE)
     with upstream:
@@ -79,7 +79,7 @@ def measure(options, directory, report):
             counts = {name: round(count) for name, count in counts.items()}
             json.dump({"compiler": compiler(), "instructions": counts}, file, indent=2)
             file.write("\n")
-    elif options.transom != http1.PLAIN:
+    elif options.transom != comparison.PLAIN:
         return
     elif committed["compiler"] != compiler():
         print(f"SKIPPED: the committed counts are those of {committed['compiler']}; this is {compiler()}", file=sys.stderr)
@@ -98,7 +98,7 @@ def decisions_program():
     """Builds the program that makes decisions, and returns its path."""
     command = ["cargo", "bench", "--locked", "-p", "transom-limiter", "--bench", "decisions", "--no-run",
                "--message-format=json"]
-    lines = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=http1.ROOT).stdout.splitlines()
+    lines = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=comparison.ROOT).stdout.splitlines()
     artifacts = [json.loads(line) for line in lines if "decisions" in line]
     return next(each["executable"] for each in artifacts if each.get("executable"))
 

@@ -25,7 +25,7 @@ import re
 import time
 import urllib.request
 
-import http1
+import comparison
 import load_generators
 import machine
 from lease_calls import Redis
@@ -173,7 +173,7 @@ async def play(scenario, ports, admins):
 
 def measure(options, directory, report):
     redis = Redis()
-    http1.require(options.transom, [redis])
+    comparison.require(options.transom, [redis])
     server, redis_port = redis.start(directory, options.load_core)
     upstream, upstream_port = load_generators.start_upstream(directory, options.load_core)
     with server, upstream:
@@ -206,8 +206,8 @@ async def play_all(options, directory, report, upstream_port, redis_port):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    http1.common_arguments(parser)
-    http1.run(measure, http1.checked(parser))
+    comparison.common_arguments(parser)
+    comparison.run(measure, comparison.checked(parser))
 
 
 if __name__ == "__main__":

@@ -124,18 +124,17 @@ class Server:
             pass
         self._process.wait()
 
-    def cpu_s(self):
-        """Returns the user and system time of the whole tree so far, including ended children, in seconds.
+    def cpu_times_s(self):
+        """Returns the user and the system time of the whole tree so far, including ended children, in seconds.
 
         Fields are numbered as in proc_pid_stat(5): 14 utime, 15 stime, 16 cutime, 17 cstime.
         """
-        ticks = 0
-        for pid in self._tree():
-            ticks += sum(int(field) for field in _stat(pid)[13:17])
-        return ticks * TICK_S
+        fields = [[int(field) for field in _stat(pid)[13:17]] for pid in self._tree()]
+        return tuple(TICK_S * sum(each[which] + each[which + 2] for each in fields) for which in (0, 1))
 
     def threads_cpu_s(self):
-        """Returns the CPU time of the threads of the process so far by their names, in seconds, without the ticks of `cpu_s`.
+        """Returns the CPU time of the threads of the process so far by their names, in seconds, without the ticks of
+        `cpu_times_s`.
 
         The first field of /proc/PID/task/TID/schedstat is nanoseconds on a core.
         """

@@ -6,7 +6,7 @@
     python3 benches/ratelimit_service.py                         # about three minutes
     python3 benches/ratelimit_service.py --results table.md      # also writes the figures as Markdown
 
-Turns, rounds and cores are those of http1.py: the gateway has one worker and a core to itself, the load another core. Every
+Turns, rounds and cores are those of peers.py: the gateway has one worker and a core to itself, the load another core. Every
 decision is about one key and two windows. The gateway's metrics must agree with what is measured: that all decisions were
 made, and that all were admitted or, but for the first, refused.
 """
@@ -18,8 +18,8 @@ import os
 import re
 import statistics
 
+import comparison
 import gateways
-import http1
 import load_generators
 import machine
 from gateways import FORWARDING, REFUSING, Scenario
@@ -42,7 +42,7 @@ class Calls(load_generators.Http2):
             file.write(rate_limit_call([("remote_address", ADDRESS)]))
         self.options = (*load_generators.Http2.options, *CALL_FIELDS, f"-d{self._body}")
 
-    def probe(self, port):
+    def probe(self, port, _):
         """Returns the code of one call."""
         answer = self._body + ".answer"
         command = ["curl", "-sS", "--http2-prior-knowledge", "--max-time", "5", "--noproxy", "*", "-o", answer]
@@ -69,7 +69,7 @@ class Posts(load_generators.H2load):
             file.write(self._question)
         self.options = (*load_generators.H2load.options, f"-d{body}")
 
-    def probe(self, port):
+    def probe(self, port, _):
         """Returns whether one request is allowed."""
         connection = http.client.HTTPConnection(machine.LOOPBACK, port, timeout=5)
         connection.request("POST", self.path, self._question)
@@ -107,33 +107,34 @@ class Way(gateways.Transom):
         expected, other = ("refused", "admitted") if self._limits.limits else ("admitted", "refused")
         # Before the limit is reached.
         most = MAX_NOT_REFUSED if self._limits.limits else 0
-        if counts[expected] < http1.PURITY * turn.rate * options.seconds or counts[other] > most:
+        if counts[expected] < comparison.PURITY * turn.rate * options.seconds or counts[other] > most:
             raise machine.BenchmarkError(f"{self.name}: the gateway counted {counts}, and {turn.rate:.0f} responses a second were received")
 
 
 def main():
-    http1.run(measure, arguments())
+    comparison.run(measure, arguments())
 
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    http1.common_arguments(parser)
-    parser.set_defaults(transom=http1.PLAIN)
-    return http1.checked(parser)
+    comparison.common_arguments(parser)
+    parser.set_defaults(transom=comparison.PLAIN)
+    return comparison.checked(parser)
 
 
 def measure(options, directory, report):
     calls, posts, requests = Calls(directory), Posts(directory), load_generators.Http2(directory)
-    respond = lambda status, is_error=False: Scenario("decisions", is_error, status, {}, varied=is_error)
+    respond = lambda status: Scenario("decisions", False, status)
+    refused = gateways.HTTP2_REFUSING._replace(name="decisions", path=f"{load_generators.PATH}?*", count=7)
     transom = options.transom
     compared = [
         Way(transom, "rate limit service, within the limit", calls, FORWARDING, respond(OK)),
         Way(transom, "rate limit service, over the limit", calls, REFUSING, respond(OVER_LIMIT)),
         Way(transom, "JSON API, within the limit", posts, FORWARDING, respond(True)),
         Way(transom, "JSON API, over the limit", posts, REFUSING, respond(False)),
-        Way(transom, "refused request over HTTP/2", requests, REFUSING, respond(429, is_error=True)),
+        Way(transom, "refused request over HTTP/2", requests, REFUSING, refused),
     ]
-    http1.require_all(options, [load_generators.H2load, gateways.Nginx])
+    comparison.require_all(options, [load_generators.H2load, gateways.Nginx])
     versions = [("transom", compared[0].version()), ("h2load", calls.version())]
     report.machine(machine.description(versions), options, calls)
     upstream, upstream_port = load_generators.start_upstream(directory, options.load_core)
@@ -146,10 +147,10 @@ def decide(options, directory, report, compared, upstream_port):
     rounds = []
     for number in range(options.rounds):
         rounds.append({})
-        for way in http1.in_turn(compared, number):
+        for way in comparison.in_turn(compared, number):
             server, port = way.start(directory, upstream_port, {options.server_core})
             with server:
-                turn = http1.take_turn(server, port, way.turn, way.generator, options)
+                turn = comparison.take_turn(server, port, way.turn, way.generator, options)
                 way.check(turn, options)
             rounds[-1][way.name] = turn
         report.round(compared[0].turn, number, rounds[-1])

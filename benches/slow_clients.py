@@ -17,8 +17,8 @@ import re
 import subprocess
 import time
 
+import comparison
 import gateways
-import http1
 import load_generators
 import machine
 from machine import BenchmarkError
@@ -50,18 +50,18 @@ upstream = "echo"
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--transom", default=http1.OPTIMIZED, metavar="PATH")
+    parser.add_argument("--transom", default=comparison.OPTIMIZED, metavar="PATH")
     parser.add_argument("--connections", type=int, default=2000, help="slow ones (default 2000)")
     parser.add_argument("--seconds", type=int, default=20, help="of either measurement (default 20)")
     parser.add_argument("--mode", choices=MODES, action="append", help="default: all")
     parser.add_argument("--results", metavar="FILE", help="write the figures as markdown")
-    http1.run(measure, parser.parse_args())
+    comparison.run(measure, parser.parse_args())
 
 
 def measure(options, directory, report):
     machine.allow_descriptors(options.connections * 2 + 1000)
     transom = gateways.Transom(options.transom)
-    http1.require(options.transom, [transom, gateways.Nginx(), SlowHttpTest])
+    comparison.require(options.transom, [transom, gateways.Nginx(), SlowHttpTest])
     report.facts(machine.description([(transom.name, transom.version())]))
     cores = os.sched_getaffinity(0)
     upstream, upstream_port = start_upstream(directory, cores)
@@ -80,7 +80,7 @@ def measure(options, directory, report):
             is_met = p99_increase < TARGET_MS and not beside_slow.failures
             rows.append([
                 MODES[name].what, f"{max_open:,}", *figures(alone), *figures(beside_slow), f"{p99_increase:+.1f}",
-                str(beside_slow.failures), f"{memory_mib:.0f}", f"< {TARGET_MS}, none failed: {http1.met(is_met)}",
+                str(beside_slow.failures), f"{memory_mib:.0f}", f"< {TARGET_MS}, none failed: {comparison.met(is_met)}",
             ])
     report.section(f"A client beside {options.connections:,} slow ones: latency in ms")
     report.table(
@@ -95,7 +95,7 @@ def start_upstream(directory, cores):
     prefix = os.path.join(directory, "upstream")
     os.makedirs(os.path.join(prefix, "files", "api"))
     with open(os.path.join(prefix, "files", "api", "large"), "wb") as file:
-        file.write(bytes(16 * http1.MIB))
+        file.write(bytes(16 * comparison.MIB))
     config = f"""
         http {{
             access_log off;

@@ -16,8 +16,8 @@ import random
 import statistics
 
 import callgrind
+import comparison
 import gateways
-import http1
 import load_generators
 import machine
 
@@ -29,14 +29,14 @@ Load = collections.namedtuple("Load", "name paths")
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--transom", default=http1.OPTIMIZED, metavar="PATH", help="the gateway (default: built by `make release`)")
+    parser.add_argument("--transom", default=comparison.OPTIMIZED, metavar="PATH", help="the gateway (default: built by `make release`)")
     parser.add_argument("--requests", type=int, default=3_000, help="N (default 3,000)")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each setting (default 3)")
     parser.add_argument("--results", metavar="FILE", help="also write the figures as Markdown")
     options = parser.parse_args()
     if options.requests < 1000 or options.rounds < 1:
         parser.error("`--requests` is at least 1000, `--rounds` at least 1")
-    http1.run(measure, options)
+    comparison.run(measure, options)
 
 
 def loads():
@@ -51,7 +51,7 @@ def loads():
 
 
 def measure(options, directory, report):
-    http1.require(options.transom, [load_generators.H2load, callgrind.Valgrind])
+    comparison.require(options.transom, [load_generators.H2load, callgrind.Valgrind])
     versions = [("transom", gateways.Transom(options.transom).version()), ("valgrind", callgrind.Valgrind.version())]
     report.facts(machine.description(versions))
     report.section(f"Busiest keys: instructions per forwarded request, N = {options.requests:,}")
@@ -71,7 +71,7 @@ def measure(options, directory, report):
             middle = statistics.median(shares)
             rows.append([
                 load.name, f"{off:,.0f}", f"{on:,.0f}", f"{shares[0]:+.2%}", f"{middle:+.2%}", f"{shares[-1]:+.2%}",
-                f"< {TARGET:.0%}: {http1.met(middle < TARGET)}",
+                f"< {TARGET:.0%}: {comparison.met(middle < TARGET)}",
             ])
     report.table(["requests", "top_keys = 0", "default", "increase, min", "median", "max", "target"], rows)
 

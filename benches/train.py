@@ -15,9 +15,8 @@ import os
 import re
 from collections import namedtuple
 
+import comparison
 import gateways
-import http1
-import idle_connections
 import lease_calls
 import load_generators
 import machine
@@ -112,7 +111,7 @@ redis = "redis://{LOOPBACK}:{redis_port}"
 
 
 def main():
-    http1.run(train, arguments())
+    comparison.run(train, arguments())
 
 
 def arguments():
@@ -127,13 +126,13 @@ def arguments():
 
 def train(options, directory, _report):
     redis = lease_calls.Redis()
-    http1.require(options.transom, [load_generators.H2load, gateways.Nginx, redis, idle_connections.Openssl])
+    comparison.require(options.transom, [load_generators.H2load, gateways.Nginx, redis, gateways.Openssl])
     body = os.path.join(directory, "body")
     with open(body, "wb") as file:
         file.write(b"x" * LONG)
     upstream, upstream_port, http2_port = start_upstream(directory)
     store, redis_port = redis.start(directory, max(CORES))
-    certificate, key = idle_connections.make_certificate(directory)
+    certificate, key = gateways.make_certificate(directory)
     with upstream, store:
         for more in (EXTRA_CONFIG, EXTRA_CONFIG + SHARED_CONFIG):
             https_port, service_port = machine.free_port(), machine.free_port()

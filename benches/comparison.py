@@ -1,21 +1,14 @@
-#!/usr/bin/env python3
-"""Measures CPU time per request of Transom, nginx and HAProxy, on the same machine in the same run.
-
-    python3 benches/http1.py                       # about fifteen minutes
-    python3 benches/http1.py --rounds 3 --seconds 3 --scenario refusing
-    python3 benches/http1.py --results table.md    # also writes the figures as Markdown
+"""Turns, rounds and reports of the programs that measure gateways on the same machine in the same run.
 
 Each gateway has one worker and core 0 to itself; the load generator and the upstream share core 1. They
 take turns, in an order that changes from round to round, so that a machine that gets slower or is
 disturbed favours none of them. Ratios are formed within a round, never across rounds. A run with
 unexpected responses ends the benchmark instead of entering the table.
 
-The benchmark compares CPU time per request instead of requests per second, because CPU time does not depend on
+Programs compare CPU time per request instead of requests per second, because CPU time does not depend on
 the speed of the load generator or the upstream, and because it is what a user pays for.
 """
 
-import argparse
-import functools
 import os
 import shutil
 import signal
@@ -34,22 +27,17 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Built by `make release` with a profile, and by `cargo build --release` without one.
 OPTIMIZED, PLAIN = (os.path.join(ROOT, "target", profile, "transom") for profile in ("dist", "release"))
 BUILT_BY = {OPTIMIZED: "make release", PLAIN: "cargo build --release"}
-WARM_UP_S = 1
+# Load before each turn, and how long keys are sent at a time until all were.
+WARM_UP_S, KEYS_S = 1, 5
 # The share of responses that must have the status of the scenario.
 PURITY = 0.999
 # Descriptors for other things than connections.
 EXTRA_DESCRIPTORS = 1_500
-MEMORY_TARGET_MIB = 15
 MIB = 1024 * 1024
-# Memory of the counter table: two slots of 16 bytes for each counter.
-BYTES_PER_COUNTER = 32
 
-# One turn of one gateway. `others` is the share of its core that other processes used.
-Turn = namedtuple("Turn", "cpu_us rate busy others memory_mib")
-
-
-def main():
-    run(measure, arguments())
+# One turn of one gateway: CPU time of a request, its part in user mode, and responses a second. `others` is the share of its
+# core that other processes used.
+Turn = namedtuple("Turn", "cpu_us user_us rate busy others memory_mib")
 
 
 def run(measure, options):
@@ -67,15 +55,6 @@ def run(measure, options):
         sys.exit(f"{os.path.basename(sys.argv[0])}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common_arguments(parser)
-    plain_argument(parser)
-    parser.add_argument("--scenario", choices=gateways.SCENARIOS, action="append", help="default: all")
-    parser.add_argument("--load", choices=load_generators.GENERATORS, default="wrk", help="load generator (default wrk)")
-    return checked(parser)
 
 
 def plain_argument(parser):
@@ -96,23 +75,6 @@ def checked(parser):
     if options.rounds < 1 or options.seconds < 1:
         parser.error("`--rounds` and `--seconds` are at least 1")
     return options
-
-
-def measure(options, directory, report):
-    transom = gateways.Transom(options.transom)
-    compared = [transom, gateways.UnprofiledTransom(options.plain), gateways.Nginx(), gateways.Haproxy()]
-    generator = load_generators.GENERATORS[options.load](directory)
-    begin(options, report, compared, generator)
-    scenarios = [gateways.SCENARIOS[name] for name in options.scenario or gateways.SCENARIOS]
-    # Two for each connection, one of them to the upstream.
-    machine.allow_descriptors(2 * max(scenario.connections or 0 for scenario in scenarios) + EXTRA_DESCRIPTORS)
-    upstream, upstream_port = load_generators.start_upstream(directory, options.load_core)
-    with upstream:
-        for scenario in scenarios:
-            # The two nginx configurations differ only in refusals.
-            several = [*compared, gateways.NginxLogging()] if scenario.limits else compared
-            compare(options, directory, report, scenario, several, generator, upstream_port)
-        report.memory(*idle_memory(transom, directory, upstream_port))
 
 
 def begin(options, report, compared, generator):
@@ -143,18 +105,16 @@ def in_turn(compared, number):
 
 def take_turn(server, port, scenario, generator, options):
     # Warms caches and opens upstream connections; in the refusing scenarios this also uses up the limit.
-    load = functools.partial(
-        generator.run, varied=scenario.varied, connections=scenario.connections, path=scenario.path
-    )
-    load(options.load_core, port, WARM_UP_S)
+    warmed = generator.run(options.load_core, port, WARM_UP_S, scenario).responses
+    while warmed < scenario.keys:
+        warmed += responses(server, scenario, generator.run(options.load_core, port, KEYS_S, scenario)).responses
     expect(server, port, scenario, generator)
-    core_before, cpu_before, start = machine.core_busy_s(options.server_core), server.cpu_s(), time.monotonic()
-    outcome = load(options.load_core, port, options.seconds)
-    cpu_s, wall_s = server.cpu_s() - cpu_before, time.monotonic() - start
-    core_s = machine.core_busy_s(options.server_core) - core_before
+    core_before, before, start = machine.core_busy_s(options.server_core), server.cpu_times_s(), time.monotonic()
+    outcome = responses(server, scenario, generator.run(options.load_core, port, options.seconds, scenario))
+    wall_s = time.monotonic() - start
+    user_s, system_s = (after - before for before, after in zip(before, server.cpu_times_s()))
+    cpu_s, core_s = user_s + system_s, machine.core_busy_s(options.server_core) - core_before
     expect(server, port, scenario, generator)
-    if outcome.responses == 0:
-        raise BenchmarkError(f"{server.name} sent no response; its output:\n{server.output()}")
     wanted = outcome.responses - outcome.ok if scenario.limits else outcome.ok
     if wanted < PURITY * outcome.responses or outcome.failed > (1 - PURITY) * outcome.responses:
         raise BenchmarkError(
@@ -163,6 +123,7 @@ def take_turn(server, port, scenario, generator, options):
         )
     return Turn(
         cpu_us=cpu_s / outcome.responses * 1e6,
+        user_us=user_s / outcome.responses * 1e6,
         rate=outcome.responses / outcome.seconds,
         busy=cpu_s / wall_s,
         others=max(0.0, core_s - cpu_s) / wall_s,
@@ -170,28 +131,21 @@ def take_turn(server, port, scenario, generator, options):
     )
 
 
+def responses(server, scenario, outcome):
+    """Returns the outcome, which has responses."""
+    if outcome.responses == 0:
+        raise BenchmarkError(f"{server.name}, {scenario.name}: no response; its output:\n{server.output()}")
+    return outcome
+
+
 def expect(server, port, scenario, generator):
     """Checks the exact status: the load generators only count classes of statuses."""
     # A window may just have ended; the first requests of the next one are then admitted.
     for _ in range(50):
-        status = generator.probe(port)
+        status = generator.probe(port, scenario)
         if status == scenario.status:
             return
     raise BenchmarkError(f"{server.name}, {scenario.name}: status {status}, expected {scenario.status}")
-
-
-def idle_memory(transom, directory, upstream_port):
-    """Returns the resident MiB of an idle gateway on all cores, with a tiny table and with the default one."""
-    cores = os.sched_getaffinity(0)
-
-    def resident(capacity):
-        server, port = transom.start(directory, upstream_port, gateways.FORWARDING, cores, capacity)
-        with server:
-            load_generators.probe(port)
-            time.sleep(1)
-            return server.memory_mib()
-
-    return resident(64), resident(1_000_000)
 
 
 def require_all(options, tools):
@@ -208,7 +162,7 @@ def require(transom, tools):
     missing = sorted({
         tool.package
         for tool in tools
-        if tool.package and not shutil.which(tool.name)
+        if tool.package and not shutil.which(getattr(tool, "program", tool.name))
     })
     if missing:
         raise BenchmarkError(f"missing programs; install them with:\n    apt-get install -y {' '.join(missing)}")
@@ -286,24 +240,6 @@ class Report:
             rows.append([f"transom / {other}", f"{ratios[0]:.2f}", f"{middle:.2f}", f"{ratios[-1]:.2f}", verdict])
         self.table(["ratio, round by round", "min", "median", "max", "target"], sorted(rows, reverse=True))
 
-    def memory(self, small, full):
-        self.section("Memory: idle, on all cores")
-        table = 1_000_000 * BYTES_PER_COUNTER / MIB
-        self.table(
-            ["transom, resident", "MiB", "target"],
-            [
-                ["without the table (capacity = 64)", f"{small:.1f}",
-                 f"< {MEMORY_TARGET_MIB}: {met(small < MEMORY_TARGET_MIB)}"],
-                ["with the default table (capacity = 1_000_000)", f"{full:.1f}",
-                 f"< {MEMORY_TARGET_MIB + table:.1f}: {met(full < MEMORY_TARGET_MIB + table)}"],
-                ["the table alone, 32 bytes a counter", f"{table:.1f}", ""],
-            ],
-        )
-
 
 def met(is_met):
     return "met" if is_met else "missed"
-
-
-if __name__ == "__main__":
-    main()
