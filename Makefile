@@ -118,6 +118,7 @@ bench: release $(PARTS)/envoy/installed bench-pingora
 	cargo build --locked --release --target-dir target
 	cargo bench --locked
 	python3 benches/peers.py --results benches/peers.md --chart benches/peers.svg
+	python3 benches/scale.py
 	python3 benches/idle_connections.py
 	python3 benches/slow_clients.py
 	python3 benches/lease_calls.py

@@ -26,21 +26,21 @@ class Valgrind:
         return machine.version_of(["valgrind", "--version"], r"valgrind-(\S+)")
 
 
-def per_request(binary, directory, upstream_port, paths, requests, more="", http="--h1", status=2):
+def per_request(binary, directory, upstream_port, paths, requests, more="", http="--h1", status=2, scenario=gateways.FORWARDING,
+                cores=frozenset({CORE}), connections=1):
     """Returns the instructions per request. Appends `more` to the configuration. `status` is the first digit of the expected
-    status."""
+    status. `cores` are those of the gateway, which has a worker for each."""
     urls = os.path.join(directory, "urls")
-    core = {CORE}
 
     def total(requests):
         server, port = gateways.Transom(binary, COMMAND).start(
-            directory, upstream_port, gateways.FORWARDING, core, more=more
+            directory, upstream_port, scenario, cores, more=more
         )
         with server:
             with open(urls, "w") as file:
                 file.writelines(f"http://{machine.LOOPBACK}:{port}{path}\n" for path in paths)
-            command = ["h2load", http, "-c1", "-t1", f"-n{requests}", "-i", urls]
-            output = machine.run_on(core, command, 600)
+            command = ["h2load", http, f"-c{connections}", "-t1", f"-n{requests}", "-i", urls]
+            output = machine.run_on({CORE}, command, 600)
             done = re.search(rf"status codes:.* (\d+) {status}xx", output)
             if not done or int(done[1]) < requests - 10:
                 raise BenchmarkError(f"not all of {requests} responses have status {status}xx:\n{output}")
