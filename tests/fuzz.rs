@@ -13,6 +13,8 @@ mod path;
 mod proxy_protocol;
 #[path = "../fuzz/properties/request_validation.rs"]
 mod request_validation;
+#[path = "../fuzz/properties/upstream_response.rs"]
+mod upstream_response;
 
 use fastrand::Rng;
 use transom::persistence::file_header::Header;
@@ -134,4 +136,17 @@ fn counters_file_properties_hold() {
         [header.encode().to_vec(), words(1_700_000_100_000), words(END_MAX_MS - 9), vec![0xff; 99], vec![0; 64]];
     let pieces = ["transom\0cnts", "transom\0snapshot", "\x01\0\0\0\0\0\0\0", "\0\0\0\0", "\x7f\x7f\x7f\x7f\x7f\x7f"];
     check_property(counters_file::holds, &seeds, &pieces, 300);
+}
+
+#[test]
+fn upstream_response_properties_hold() {
+    let seeds = [
+        "HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello",
+        "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+        "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;a=b\r\nh\r\n00\r\nX: y\r\n\r\n",
+        "HTTP/1.0 404 Not Found\r\nConnection: keep-alive\r\n\r\nhello",
+        "\r\nHTTP/1.1 204 \r\nX:  y\t\r\n\r\n",
+    ];
+    let pieces = ["\r\n", "\n", "\r", "0", "5\r\n", ";", ":", " ", "0\r\n\r\n", "Content-Length: 1\r\n", "\0", "f"];
+    check_property(upstream_response::holds, &seeds, &pieces, 100_000);
 }

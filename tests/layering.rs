@@ -106,12 +106,13 @@ const MODULES: [(&str, &[&str]); 26] = [
 const PURE: [&str; 4] = ["top_keys", "http", "config", "jwt"];
 
 /// Files that may name status codes, with the reason.
-const STATUS_CODES: [(&str, &str); 2] = [
+const STATUS_CODES: [(&str, &str); 3] = [
     ("http/responses.rs", "builds every response of the gateway"),
+    ("upstream/http1_codec.rs", "the status of a response says whether it has a body"),
     ("http/websocket_handshake.rs", "distinguishes a 101 from other responses of the upstream"),
 ];
 /// Files that may use atomics, with the reason.
-const ATOMICS: [(&str, &str); 8] = [
+const ATOMICS: [(&str, &str); 7] = [
     ("clock.rs", "workers share the offset of the clock"),
     ("metrics/storage.rs", "counted by one worker, read by a scrape"),
     (
@@ -120,7 +121,6 @@ const ATOMICS: [(&str, &str); 8] = [
     ),
     ("upstream/request_limit.rs", "requests of all workers are counted where they are limited"),
     ("upstream/server_health.rs", "workers share the health of servers"),
-    ("upstream/http1.rs", "wakers may be shared between threads"),
     ("access_log/mod.rs", "whether the file was moved"),
     ("jwt/published_keys.rs", "workers notice changed keys without a lock"),
 ];

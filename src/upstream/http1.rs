@@ -12,7 +12,7 @@ use std::task::{Context, Poll, Waker, ready};
 use std::time::Instant;
 
 use bytes::{Buf, Bytes, BytesMut};
-use http::{Method, Request, Response, StatusCode};
+use http::{Method, Request, Response};
 use http_body::{Body, Frame};
 use hyper::ext::ReasonPhrase;
 use tokio::io::{AsyncReadExt, AsyncWrite};
@@ -191,10 +191,10 @@ impl Http1Connection {
         let method = self.request.as_ref().map_or(&Method::GET, |request| request.method());
         while !self.received.is_empty() {
             let Some(head) = http1_codec::parse_response_head(&mut self.received, method)? else { return Ok(None) };
-            let status = head.response.status();
-            if !status.is_informational() || status == StatusCode::SWITCHING_PROTOCOLS {
+            if !head.is_interim() {
                 return Ok(Some(head));
             }
+            let status = head.response.status();
             if let Some(informational) = &self.informational {
                 let reason = head.response.extensions().get::<ReasonPhrase>().map(ReasonPhrase::as_bytes);
                 let reason = reason.and_then(|reason| str::from_utf8(reason).ok()).or(status.canonical_reason());

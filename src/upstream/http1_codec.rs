@@ -146,6 +146,13 @@ pub struct ResponseHead {
     pub keeps_alive: bool,
 }
 
+impl ResponseHead {
+    /// Whether another response to the same request follows.
+    pub fn is_interim(&self) -> bool {
+        self.response.status().is_informational() && self.response.status() != StatusCode::SWITCHING_PROTOCOLS
+    }
+}
+
 /// Parses a response head, and removes it from `received`. `None`: it is incomplete. `method` is that of the request.
 pub fn parse_response_head(received: &mut Bytes, method: &Method) -> Result<Option<ResponseHead>, MalformedResponse> {
     let mut fields = [const { MaybeUninit::uninit() }; FIELDS_MAX];
