@@ -41,7 +41,8 @@ fn the_guide_to_plans_adds_and_replaces_a_key() {
     let rule = guide_blocks("plans", "toml").remove(0);
     let upstream = "[upstreams.u]\nbuiltin = \"echo\"\n";
     let route = "[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\nrules = [\"per-client\"]\n";
-    let process = Process::spawn_with(&format!("{rule}\n{upstream}{route}"), "");
+    // One worker: several learn of a changed clients file one after the other.
+    let process = Process::spawn_with(&format!("workers = 1\n{rule}\n{upstream}{route}"), "");
     let folder = process.scratch.path();
     let get = |key: &str| process.client().get_with("/a", &[("X-API-Key", key)]);
     let key = output(&format!("{add}; cat acme.key"), folder).trim().to_owned();
