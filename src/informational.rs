@@ -21,10 +21,11 @@ const FIELDS_MAX: usize = 128;
 pub struct InformationalQueue(RefCell<Vec<u8>>);
 
 impl InformationalQueue {
-    /// Adds a head. 100 and 101 concern only the upstream connection and are not forwarded.
-    pub fn push<'a>(&self, status: u16, reason: &str, fields: impl Iterator<Item = (&'a str, &'a [u8])>) {
+    /// Adds a head. Returns whether it will be forwarded: 100 and 101 concern only the upstream connection, and a full queue
+    /// takes no more.
+    pub fn push<'a>(&self, status: u16, reason: &str, fields: impl Iterator<Item = (&'a str, &'a [u8])>) -> bool {
         if !(102..200).contains(&status) {
-            return;
+            return false;
         }
         let mut heads = self.0.borrow_mut();
         let start = heads.len();
@@ -36,9 +37,11 @@ impl InformationalQueue {
             heads.extend_from_slice(b"\r\n");
         }
         heads.extend_from_slice(b"\r\n");
-        if heads.len() > QUEUE_MAX_BYTES {
+        let has_room = heads.len() <= QUEUE_MAX_BYTES;
+        if !has_room {
             heads.truncate(start);
         }
+        has_room
     }
 
     /// Takes all waiting heads.
@@ -102,7 +105,8 @@ mod tests {
     #[test]
     fn the_queue_is_bounded_when_heads_are_not_taken() {
         let queue = InformationalQueue::default();
-        (0..10_000).for_each(|_| queue.push(102, "Processing", std::iter::empty()));
+        let queued = (0..10_000).filter(|_| queue.push(102, "Processing", std::iter::empty())).count();
+        assert!((1..10_000).contains(&queued));
         assert!(queue.take().unwrap().len() <= QUEUE_MAX_BYTES);
     }
 }

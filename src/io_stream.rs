@@ -77,6 +77,10 @@ impl IoStream {
         self.unread = early;
     }
 
+    pub fn is_tls(&self) -> bool {
+        matches!(self.stream, Transport::Tls(_))
+    }
+
     /// The protocol negotiated by ALPN (RFC 7301), if any.
     pub fn alpn(&self) -> Option<&[u8]> {
         match &self.stream {

@@ -176,8 +176,8 @@ fn join_lines<'a>(lines: impl Iterator<Item = &'a HeaderValue>) -> Option<Header
 }
 
 /// Prepares the fields of a response for the client. Returns `false` if the end of the body is ambiguous: only one numeric
-/// Content-Length, or one Transfer-Encoding of `chunked`, is unambiguous (RFC 9112, section 6.3). hyper accepts more, and
-/// the gateway would forward it.
+/// Content-Length, or one Transfer-Encoding of `chunked`, is unambiguous (RFC 9112, section 6.3). h2
+/// accepts more, and the gateway would forward it.
 pub fn forward_response(headers: &mut HeaderMap) -> bool {
     let (mut special, mut is_framed) = (SpecialFields::default(), false);
     for (name, value) in &*headers {
@@ -268,7 +268,7 @@ fn remove_matching(headers: &mut HeaderMap, is_removed: impl Fn(&HeaderName) -> 
     }
 }
 
-/// Removes names from `Trailer` that are not allowed in trailers. hyper sends only the trailers listed there.
+/// Removes names from `Trailer` that are not allowed in trailers. Over HTTP/1.1 only the trailers listed there are sent.
 fn filter_trailer_field(headers: &mut HeaderMap, keys: &[HeaderName]) {
     let values = headers.get_all(header::TRAILER).iter().filter_map(|value| value.to_str().ok());
     let names = values.flat_map(|value| value.split(',')).map(str::trim);

@@ -359,8 +359,14 @@ impl RequestRecord {
 
     /// The upstream's response was cut off.
     pub fn record_upstream_abort(&mut self, error: &UpstreamBodyError) {
-        self.warn(&format!("the upstream server's response was cut off: {error}"));
-        self.worker.metrics.request_error(RequestError::Upstream(String::new()).kind_index());
+        let kind = match error {
+            UpstreamBodyError::Upstream(error) if error.is_of_request_body() => RequestError::Body,
+            _ => {
+                self.warn(&format!("the upstream server's response was cut off: {error}"));
+                RequestError::Upstream(String::new())
+            }
+        };
+        self.worker.metrics.request_error(kind.kind_index());
         self.record_truncation();
     }
 

@@ -14,8 +14,7 @@ use super::http1::{Http1Connection, Http1Error};
 use super::http2::{self, Http2Stream};
 use super::request_body::RequestBody;
 use super::request_limit::ConnectionPermit;
-use super::tunnel::Tunnel;
-use super::tunnel::UpstreamIo;
+use super::tunnel::{Tunnel, UpstreamIo};
 use crate::informational::InformationalQueue;
 
 /// A connection, or a stream of one, for one request.
@@ -107,11 +106,12 @@ impl UpstreamConnection {
         }
     }
 
-    /// Whether the response has ended. hyper yields no more frames of an HTTP/2 stream that was reset with NO_ERROR, but only
-    /// END_STREAM ends a message (RFC 9113, section 8.1).
+    /// Whether the response has ended.
     pub fn has_response_ended(&self) -> bool {
         match self {
             UpstreamConnection::Http1(connection) => connection.body().has_ended(),
+            // hyper yields no more frames of a stream that was reset with NO_ERROR, but only END_STREAM ends a message (RFC
+            // 9113, section 8.1).
             UpstreamConnection::Http2(stream) => stream.body().is_some_and(Body::is_end_stream),
         }
     }
@@ -149,10 +149,15 @@ impl ConnectionError {
         }
     }
 
+    /// Whether the body of the request has failed, and not the server.
+    pub fn is_of_request_body(&self) -> bool {
+        matches!(self, ConnectionError::Http1(Http1Error::RequestBody(_)))
+    }
+
     /// Whether the connection ended before the head of a response.
     fn is_closed_without_response(&self) -> bool {
         match self {
-            ConnectionError::Http1(error) => matches!(error, Http1Error::Closed),
+            ConnectionError::Http1(error) => matches!(error, Http1Error::Unusable | Http1Error::Closed),
             ConnectionError::Http2(error) => http2::is_connection_lost(error),
         }
     }

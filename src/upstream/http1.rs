@@ -16,6 +16,7 @@ use http::{Method, Request, Response};
 use http_body::{Body, Frame};
 use hyper::ext::ReasonPhrase;
 use tokio::io::{AsyncReadExt, AsyncWrite};
+use tokio::task::unconstrained;
 
 use super::connect::ResolvedTarget;
 use super::http1_codec::{self, BodyDecoder, MalformedResponse, RequestFraming, ResponseHead};
@@ -25,9 +26,11 @@ use crate::informational::InformationalQueue;
 use crate::io_stream::IoStream;
 use crate::metrics::upstream::CountedConnection;
 
-/// Size of the buffer of one read: of a head, of a body of unknown length, and the largest of all.
+/// Size of the buffer for a read of a head.
 const READ_HEAD_BYTES: usize = 4 * 1024;
+/// Size of the buffer for a read of a body of unknown length.
 const READ_UNKNOWN_BYTES: usize = 32 * 1024;
+/// The largest buffer for a read.
 const READ_MAX_BYTES: usize = 64 * 1024;
 /// A large buffer that is filled to less than one part in this many is replaced by one of the right size.
 const SPARSE_DIVISOR: usize = 4;
@@ -66,7 +69,7 @@ pub struct Http1Connection {
 /// How far the last request was sent.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum SendState {
-    /// None of it, because the connection was closed.
+    /// None of it, because the connection was not usable.
     Unsent,
     /// Frames of the body remain.
     Body,
@@ -80,6 +83,8 @@ enum SendState {
 /// Why an exchange failed.
 #[derive(Debug)]
 pub enum Http1Error {
+    /// The server had closed the connection, or had sent bytes without a request. Nothing was sent.
+    Unusable,
     /// The server closed the connection before the head of the response was complete.
     Closed,
     /// The server closed the connection within the body of the response.
@@ -120,7 +125,9 @@ impl Http1Connection {
     /// request.
     pub fn is_ready(&mut self) -> bool {
         if self.is_reusable() {
-            self.is_closing = self.poll_receive(READ_HEAD_BYTES, &mut Context::from_waker(Waker::noop())).is_ready();
+            // Without tokio's budget of a task, which would run out while a pool of closed connections is searched.
+            let receiving = unconstrained(poll_fn(|cx| self.poll_receive(READ_HEAD_BYTES, cx)));
+            self.is_closing = pin!(receiving).poll(&mut Context::from_waker(Waker::noop())).is_ready();
         }
         self.is_reusable()
     }
@@ -129,12 +136,14 @@ impl Http1Connection {
     pub fn become_idle(&mut self, now: impl FnOnce() -> Instant) {
         self.request = None;
         self.informational = None;
+        // Empty, but it may own a buffer.
+        self.received = Bytes::new();
         self.idle_since.get_or_insert_with(now);
         self.counted.set_idle(true);
     }
 
     /// Sends a request and waits for the head of the response. 1xx responses before it go to `informational`. Fails with
-    /// [`Http1Error::Closed`] before anything is sent if the server has closed the connection.
+    /// [`Http1Error::Unusable`] before anything is sent if [`Http1Connection::is_ready`] is false.
     pub async fn send(
         &mut self,
         request: Box<Request<RequestBody>>,
@@ -145,12 +154,12 @@ impl Http1Connection {
         self.send_state = match self.framing {
             _ if !is_ready => SendState::Unsent,
             RequestFraming::NoBody => SendState::Flush,
-            RequestFraming::Length | RequestFraming::Chunked => SendState::Body,
+            RequestFraming::Length(_) | RequestFraming::Chunked => SendState::Body,
         };
         self.is_closing = true;
         let request = self.request.insert(request);
         if !is_ready {
-            return Err(Http1Error::Closed);
+            return Err(Http1Error::Unusable);
         }
         (self.informational, self.has_forwarded_informational) = (informational, false);
         http1_codec::write_request_head(request, self.framing, &mut self.outgoing.front);
@@ -173,10 +182,10 @@ impl Http1Connection {
         loop {
             match ready!(self.poll_receive(READ_HEAD_BYTES, cx)) {
                 Ok(0) => return Poll::Ready(Err(Http1Error::Closed)),
+                // A head that arrives byte by byte is not parsed each time.
+                Ok(bytes) if !http1_codec::may_complete_head(&self.received, bytes) => continue,
                 Ok(_) => {}
-                Err(error) if matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe) => {
-                    return Poll::Ready(Err(Http1Error::Closed));
-                }
+                Err(error) if is_end_of_connection(&error) => return Poll::Ready(Err(Http1Error::Closed)),
                 Err(error) => return Poll::Ready(Err(Http1Error::Io(error))),
             }
             if let Some(head) = self.take_head().map_err(Http1Error::Malformed)? {
@@ -188,6 +197,7 @@ impl Http1Connection {
 
     /// Takes the head of the response; forwards the 1xx responses before it. `None`: the head is incomplete.
     fn take_head(&mut self) -> Result<Option<ResponseHead>, MalformedResponse> {
+        // There is a request until a response has begun.
         let method = self.request.as_ref().map_or(&Method::GET, |request| request.method());
         while !self.received.is_empty() {
             let Some(head) = http1_codec::parse_response_head(&mut self.received, method)? else { return Ok(None) };
@@ -199,8 +209,8 @@ impl Http1Connection {
                 let reason = head.response.extensions().get::<ReasonPhrase>().map(ReasonPhrase::as_bytes);
                 let reason = reason.and_then(|reason| str::from_utf8(reason).ok()).or(status.canonical_reason());
                 let fields = head.response.headers().iter().map(|(name, value)| (name.as_str(), value.as_bytes()));
-                informational.push(status.as_u16(), reason.unwrap_or_default(), fields);
-                self.has_forwarded_informational = true;
+                self.has_forwarded_informational |=
+                    informational.push(status.as_u16(), reason.unwrap_or_default(), fields);
             }
         }
         Ok(None)
@@ -217,6 +227,10 @@ impl Http1Connection {
 
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Frame<Bytes>>, Http1Error>> {
         self.send_available(cx).map_err(Http1Error::RequestBody)?;
+        if self.send_state == SendState::Sent {
+            // A long response does not keep its request.
+            self.request = None;
+        }
         loop {
             let frame = self.body.decode(&mut self.received).map_err(Http1Error::Malformed)?;
             if frame.is_some() || self.body.has_ended() {
@@ -247,15 +261,21 @@ impl Http1Connection {
 
     /// Receives bytes into a buffer with room for `capacity`; returns their number, 0 at the end of the stream.
     fn poll_receive(&mut self, capacity: usize, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
-        // A connection that waits holds no buffer.
-        ready!(self.stream.poll_readable(cx));
+        if self.received.is_empty() {
+            // A connection that waits holds no buffer.
+            self.received = Bytes::new();
+            if !self.stream.is_tls() {
+                // TLS may hold bytes, or an error, that the socket does not announce.
+                ready!(self.stream.poll_readable(cx));
+            }
+        }
         let mut buffer = match self.received.is_empty() {
             true => BytesMut::with_capacity(capacity),
             false => BytesMut::from(std::mem::take(&mut self.received)),
         };
         buffer.reserve(capacity);
         let polled = pin!(self.stream.read_buf(&mut buffer)).poll(cx);
-        let is_sparse = capacity > READ_HEAD_BYTES && buffer.len() < capacity / SPARSE_DIVISOR;
+        let is_sparse = buffer.is_empty() || capacity > READ_HEAD_BYTES && buffer.len() < capacity / SPARSE_DIVISOR;
         self.received = if is_sparse { Bytes::copy_from_slice(&buffer) } else { buffer.freeze() };
         polled
     }
@@ -281,6 +301,8 @@ impl Http1Connection {
     fn take_frames(&mut self, cx: &mut Context<'_>) -> Result<(), BodyError> {
         let Some(request) = &mut self.request else { return Ok(()) };
         let is_chunked = self.framing == RequestFraming::Chunked;
+        // The next request would begin elsewhere than the server expects.
+        let wrong_length = || BodyError::from("the body does not have its Content-Length");
         while self.send_state == SendState::Body && self.outgoing.has_room() {
             let Poll::Ready(frame) = Pin::new(request.body_mut()).poll_frame(cx) else { return Ok(()) };
             let mut trailers = None;
@@ -288,16 +310,26 @@ impl Http1Connection {
             if let Some(frame) = frame.transpose()? {
                 match frame.into_data() {
                     Ok(data) if data.is_empty() => {}
-                    Ok(data) => self.outgoing.push(data, is_chunked),
+                    Ok(data) => {
+                        if let RequestFraming::Length(left) = &mut self.framing {
+                            *left = left.checked_sub(data.len() as u64).ok_or_else(wrong_length)?;
+                        }
+                        self.outgoing.push(data, is_chunked);
+                    }
                     Err(frame) => (trailers, is_last) = (frame.into_trailers().ok(), true),
                 }
                 is_last |= request.body().is_end_stream();
             }
-            if is_last {
-                if is_chunked {
+            match self.framing {
+                RequestFraming::Length(0) => is_last = true,
+                RequestFraming::Length(_) if is_last => return Err(wrong_length()),
+                RequestFraming::Chunked if is_last => {
                     let end = self.outgoing.end_mut();
                     http1_codec::write_last_chunk(trailers.as_ref(), request.headers(), end);
                 }
+                _ => {}
+            }
+            if is_last {
                 self.send_state = SendState::Flush;
             }
         }
@@ -389,9 +421,17 @@ impl Outgoing {
     }
 }
 
+/// Whether a read has failed because the server has closed the connection, if no response has begun. A TLS connection may end
+/// without the alert that announces its end.
+fn is_end_of_connection(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, UnexpectedEof};
+    matches!(error.kind(), BrokenPipe | ConnectionAborted | ConnectionReset | UnexpectedEof)
+}
+
 impl fmt::Display for Http1Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Http1Error::Unusable => f.write_str("it closed the connection, or sent bytes before a request"),
             Http1Error::Closed => f.write_str("it closed the connection before the head of its response was complete"),
             Http1Error::Truncated => f.write_str("it closed the connection before the end of its response"),
             Http1Error::Io(error) => error.fmt(f),
@@ -406,7 +446,6 @@ impl std::error::Error for Http1Error {}
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::task::Waker;
 
     use tokio::net::UnixStream;
 

@@ -21,8 +21,9 @@ const FIELDS_MAX: usize = 100;
 const ADDED_FIELDS: usize = 6;
 /// The longest line of a chunk size, with its extensions.
 const CHUNK_LINE_MAX_BYTES: usize = 4 * 1024;
-/// Capacity of a request head beside its target, and for each field, without those that follow.
+/// Estimated bytes of a request line beside its target.
 const LINE_BYTES: usize = 32;
+/// Estimated bytes of a field.
 const FIELD_BYTES: usize = 40;
 /// What follows the data of the last chunk, where there are no trailers.
 const LAST_CHUNK: &[u8] = b"\r\n0\r\n\r\n";
@@ -63,8 +64,8 @@ impl MalformedResponse {
 pub enum RequestFraming {
     /// The head is the whole request.
     NoBody,
-    /// By Content-Length.
-    Length,
+    /// By Content-Length; so many bytes are left.
+    Length(u64),
     /// By chunks, because the length is unknown.
     Chunked,
 }
@@ -73,7 +74,7 @@ impl RequestFraming {
     pub fn of(body: &RequestBody) -> RequestFraming {
         match body.size_hint().exact() {
             _ if body.is_end_stream() => RequestFraming::NoBody,
-            Some(_) => RequestFraming::Length,
+            Some(length) => RequestFraming::Length(length),
             None => RequestFraming::Chunked,
         }
     }
@@ -92,19 +93,16 @@ pub fn write_request_head(request: &Request<RequestBody>, framing: RequestFramin
     }
     head.extend_from_slice(target.as_bytes());
     head.extend_from_slice(b" HTTP/1.1\r\n");
-    let is_chunked = framing == RequestFraming::Chunked;
     for (name, value) in headers {
-        // Parsers disagree about a body with both announcements.
-        if !(is_chunked && *name == header::CONTENT_LENGTH) {
+        // Only `framing` announces a body.
+        if *name != header::CONTENT_LENGTH || framing == RequestFraming::NoBody && value == "0" {
             write_field(name, value, head);
         }
     }
-    match (framing, request.body().size_hint().exact()) {
-        (RequestFraming::Chunked, _) => head.extend_from_slice(b"transfer-encoding: chunked\r\n"),
-        (RequestFraming::Length, Some(length)) if !headers.contains_key(header::CONTENT_LENGTH) => {
-            write_field(&header::CONTENT_LENGTH, &HeaderValue::from(length), head);
-        }
-        (RequestFraming::NoBody | RequestFraming::Length, _) => {}
+    match framing {
+        RequestFraming::NoBody => {}
+        RequestFraming::Length(length) => write_field(&header::CONTENT_LENGTH, &HeaderValue::from(length), head),
+        RequestFraming::Chunked => head.extend_from_slice(b"transfer-encoding: chunked\r\n"),
     }
     head.extend_from_slice(b"\r\n");
 }
@@ -151,6 +149,15 @@ impl ResponseHead {
     pub fn is_interim(&self) -> bool {
         self.response.status().is_informational() && self.response.status() != StatusCode::SWITCHING_PROTOCOLS
     }
+}
+
+/// Whether `received`, whose last `new` bytes were not parsed, may begin with a complete head, or is too long.
+pub fn may_complete_head(received: &[u8], new: usize) -> bool {
+    // The end of a head is `\n\n` or `\n\r\n`, of which the first bytes may be old.
+    let tail = &received[received.len().saturating_sub(new + 2)..];
+    let is_first = new == received.len();
+    let has_end = || tail.windows(2).any(|pair| pair == b"\n\n") || tail.windows(3).any(|three| three == b"\n\r\n");
+    is_first || received.len() > HEAD_MAX_BYTES || has_end()
 }
 
 /// Parses a response head, and removes it from `received`. `None`: it is incomplete. `method` is that of the request.
@@ -212,9 +219,8 @@ pub fn parse_response_head(received: &mut Bytes, method: &Method) -> Result<Opti
 /// A field that was parsed in `received`, whose memory the value shares.
 fn parse_field(field: &httparse::Header<'_>, received: &Bytes) -> Result<(HeaderName, HeaderValue), MalformedResponse> {
     let name = HeaderName::from_bytes(field.name.as_bytes()).map_err(|_invalid| MalformedResponse::Field)?;
-    // `slice_ref` would panic for an empty slice that is not in `received`.
-    let value = if field.value.is_empty() { Bytes::new() } else { received.slice_ref(field.value) };
-    let value = HeaderValue::from_maybe_shared(value).map_err(|_invalid| MalformedResponse::Field)?;
+    let value =
+        HeaderValue::from_maybe_shared(received.slice_ref(field.value)).map_err(|_invalid| MalformedResponse::Field)?;
     Ok((name, value))
 }
 
@@ -407,6 +413,17 @@ mod tests {
     }
 
     #[test]
+    fn a_head_is_parsed_again_once_its_end_may_be_there() {
+        for text in [HEAD, "HTTP/1.1 200 OK\nX: y\n\n"] {
+            for new in 1..4 {
+                assert!(may_complete_head(text.as_bytes(), new));
+                assert!(!may_complete_head(&text.as_bytes()[..text.len() - 1], new));
+            }
+        }
+        assert!(may_complete_head(b"SSH", 3) && may_complete_head(&[b'x'; HEAD_MAX_BYTES + 1], 1));
+    }
+
+    #[test]
     fn the_end_of_a_body_is_known_from_the_head() {
         let body = |status: &str, fields: &str| {
             head(&format!("HTTP/{status} X\r\n{fields}\r\n")).map(|head| head.map(|head| (head.body, head.keeps_alive)))
@@ -513,13 +530,16 @@ mod tests {
         let start = "POST /a?b HTTP/1.1\r\nhost: a\r\n";
         let host = ("host", "a");
         assert_eq!(written(RequestFraming::NoBody, &[host]), format!("{start}\r\n"));
+        assert_eq!(written(RequestFraming::NoBody, &[host, ("content-length", "3")]), format!("{start}\r\n"));
         assert_eq!(
             written(RequestFraming::Chunked, &[host, ("content-length", "3")]),
             format!("{start}transfer-encoding: chunked\r\n\r\n")
         );
         let with_length = format!("{start}content-length: 0\r\n\r\n");
-        assert_eq!(written(RequestFraming::Length, &[host, ("content-length", "0")]), with_length);
-        assert_eq!(written(RequestFraming::Length, &[host]), with_length);
+        assert_eq!(written(RequestFraming::NoBody, &[host, ("content-length", "0")]), with_length);
+        let with_length = with_length.replace('0', "5");
+        assert_eq!(written(RequestFraming::Length(5), &[host, ("content-length", "5")]), with_length);
+        assert_eq!(written(RequestFraming::Length(5), &[host]), with_length);
     }
 
     #[test]

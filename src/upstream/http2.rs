@@ -392,7 +392,7 @@ pub fn is_unprocessed(error: &hyper::Error) -> bool {
     })
 }
 
-/// Whether the connection ended before the head of a response.
+/// Whether the connection was lost.
 pub fn is_connection_lost(error: &hyper::Error) -> bool {
     error.is_incomplete_message()
         || error.is_canceled()

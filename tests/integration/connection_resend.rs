@@ -4,10 +4,10 @@
 
 use std::sync::{Arc, Barrier};
 
-use crate::support::client::HOST;
-use crate::support::forward_all;
+use crate::support::client::{HOST, request};
 use crate::support::gateway::Gateway;
 use crate::support::upstream::Upstream;
+use crate::support::{eventually_eq, forward_all};
 
 fn gateway(upstream: &Upstream) -> Gateway {
     Gateway::start(&format!("workers = 1\n{}", forward_all(upstream)))
@@ -105,7 +105,7 @@ fn a_request_is_not_resent_once_a_response_has_begun() {
     let gateway = gateway(&upstream);
     let mut client = gateway.client();
     client.get("/first").expect(200);
-    client.send(crate::support::client::request("GET", "/second", &[], b""));
+    client.send(request("GET", "/second", &[], b""));
     client.read_head().unwrap().expect(200);
     assert_eq!(client.read_to_end(), b"abc");
     assert_eq!(upstream.received().len(), 2);
@@ -133,4 +133,40 @@ fn a_connection_closed_while_idle_is_not_used() {
         closed.wait();
         assert_eq!((upstream.received().len(), upstream.connections()), (n, n));
     }
+}
+
+#[test]
+fn many_connections_closed_while_idle_are_not_used() {
+    // More than tokio lets a task try before it has to wait.
+    const CONNECTIONS: usize = 150;
+    let all_open = Arc::new(Barrier::new(CONNECTIONS));
+    let close = Arc::new(Barrier::new(CONNECTIONS + 1));
+    let upstream = Upstream::with_script({
+        let (all_open, close) = (Arc::clone(&all_open), Arc::clone(&close));
+        move |connection| {
+            while connection.read_request().is_some() {
+                if connection.number >= CONNECTIONS {
+                    connection.reply(200, &[], b"");
+                    continue;
+                }
+                all_open.wait();
+                connection.reply(200, &[], b"");
+                close.wait();
+                connection.close();
+                close.wait();
+            }
+        }
+    });
+    let gateway = gateway(&upstream);
+    let mut clients: Vec<_> = (0..CONNECTIONS).map(|_| gateway.client()).collect();
+    for client in &mut clients {
+        client.send(request("GET", "/first", &[], b""));
+    }
+    clients.iter_mut().for_each(|client| drop(client.read_response().expect(200)));
+    let idle = || gateway.metrics().sum("transom_upstream_connections", &[("state", "idle")]);
+    eventually_eq(idle, CONNECTIONS as u64);
+    close.wait();
+    close.wait();
+    gateway.client().post("/next", "body").expect(200);
+    assert_eq!((upstream.received().len(), upstream.connections()), (CONNECTIONS + 1, CONNECTIONS + 1));
 }

@@ -50,6 +50,8 @@ pub struct ConnectionState {
     min_bytes_per_second: u64,
     /// Bytes of them that the client must still read before the timeout restarts; 0 while the client keeps up.
     bytes_due: Cell<u64>,
+    /// Bytes wait to be sent, because the client does not read.
+    is_blocked: Cell<bool>,
     /// The next piece of the response body is not there yet, so a client that has read all bytes keeps up.
     awaits_body: Cell<bool>,
 }
@@ -93,6 +95,7 @@ impl ConnectionState {
             body_timeout: Rc::new(Cell::new(body_timeout)),
             min_bytes_per_second,
             bytes_due: Cell::new(0),
+            is_blocked: Cell::new(false),
             awaits_body: Cell::new(false),
         };
         Rc::new(state)
@@ -217,6 +220,7 @@ impl ConnectionState {
         if self.phase.get() != Phase::Responding {
             return;
         }
+        self.is_blocked.set(sent.is_pending());
         let Poll::Ready(sent) = sent else {
             if self.bytes_due.get() == 0 {
                 let limit_ms = u64::try_from(self.body_timeout.get().as_millis()).unwrap_or(u64::MAX);
@@ -233,6 +237,7 @@ impl ConnectionState {
 
     /// All available bytes of the response were sent, and more follow later.
     pub(super) fn record_caught_up(&self) {
+        self.is_blocked.set(false);
         if self.awaits_body.get() && self.bytes_due.replace(0) > 0 {
             self.timer.arm(self.body_timeout.get());
         }
@@ -243,7 +248,7 @@ impl ConnectionState {
     pub fn timeout_error(&self) -> Option<RequestError> {
         match self.phase.get() {
             // While bytes wait to be sent, the client is too slow, whatever the upstream does.
-            Phase::Responding if self.awaits_body.get() && self.bytes_due.get() == 0 => {
+            Phase::Responding if self.awaits_body.get() && !self.is_blocked.get() => {
                 Some(RequestError::ResponseTimeout)
             }
             Phase::Responding => Some(RequestError::Stalled),
