@@ -5,7 +5,7 @@
 //! the configuration, not by decisions.
 
 use crate::limit::Limit;
-use crate::window::Windows;
+use crate::window::{END_MAX_MS, Windows};
 
 /// The most tokens that all layers together admit in any interval of `span_ms` milliseconds; `None` if there is no
 /// bound. `keeps_opening_charge`: the charge that opened a window is never refunded.
@@ -59,13 +59,14 @@ fn windows_in_window(inner: &Windows, outer: &Windows) -> Option<u64> {
             // Relative to the inner grid, outer windows start at every multiple of the greatest common divisor of both
             // periods, plus a fixed shift. The latest such position in an inner window overlaps most.
             let step = gcd(*p, *q);
-            let shift = (r % step + step - o % step) % step;
+            let shift = (r + step - o % step) % step;
             Some((p - step + shift + q - 1) / p + 1)
         }
         (Windows::Sliding { .. }, _) | (_, Windows::Sliding { .. }) => Some(at_any_offset),
         (_, Windows::Calendar(calendar)) if inner.are_shared() => {
             let overlapping = |two: &[u64]| inner.windows_between(inner.window_at(two[0], 0).end_ms, two[1]) + 1;
-            calendar.ends.windows(2).map(overlapping).max()
+            // Windows that a counter cannot hold have no end.
+            calendar.ends.windows(2).take_while(|two| two[1] <= END_MAX_MS).map(overlapping).max()
         }
         (Windows::Calendar(calendar), Windows::Even { .. }) => {
             // Every end within a window, except at its start, adds one.
@@ -210,6 +211,33 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn windows_in_a_window_are_counted() {
+        let sizes = || [4, 6, 9].into_iter().flat_map(|period_ms| (0..10).map(move |offset_ms| (period_ms, offset_ms)));
+        for ((p, o), (q, r)) in sizes().flat_map(|inner| sizes().map(move |outer| (inner, outer))) {
+            let (inner, outer) = (even(1, p, o), even(1, q, r));
+            let starts = (1000..1000 + p * q).filter(|ms| outer.windows.window_at(*ms, 0).start_ms == *ms);
+            let end_ms = |ms| inner.windows.window_at(ms, 0).end_ms;
+            let most = starts.map(|start| (end_ms(start + q - 1) - end_ms(start)) / p + 1).max();
+            assert_eq!(windows_in_window(&inner.windows, &outer.windows), most, "{p} {o} {q} {r}");
+        }
+        const DAY_MS: u64 = 86_400_000;
+        let month = limit(1, 1, Windows::Calendar(Calendar::utc_months()));
+        for (windows, expected) in [
+            (Windows::Even { period_ms: DAY_MS, offset_ms: 0 }, 31),
+            (Windows::Sliding { period_ms: DAY_MS }, 31),
+            (Windows::Random { period_ms: DAY_MS }, 32),
+        ] {
+            assert_eq!(max_in_window(&limit(1, 1, windows), &month), Some(expected));
+        }
+        assert_eq!(max_in_window(&month, &even(1, 365 * DAY_MS, 0)), Some(13));
+        let sliding = [limit(5, 5, Windows::Sliding { period_ms: 1000 })];
+        assert_eq!(
+            [1000, 1001, 2000].map(|span_ms| max_within(&sliding, span_ms, true)),
+            [Some(5), Some(10), Some(10)]
+        );
     }
 
     #[test]
