@@ -132,12 +132,9 @@ impl Eq for Calendar {}
 impl Calendar {
     /// Calendar months, UTC.
     pub fn utc_months() -> Calendar {
-        let mut ends = Vec::new();
-        let mut end_ms = 0;
-        while end_ms <= CALENDAR_END_MS {
-            end_ms = month_at(end_ms).end_ms;
-            ends.push(end_ms);
-        }
+        // From the end of January 1970 to the first end after `CALENDAR_END_MS`, that of January 2110.
+        let end_ms = |month: u64| month_start_day(1970 + month / 12, month % 12 + 1) * DAY_MS;
+        let ends: Vec<u64> = (1..=140 * 12 + 1).map(end_ms).collect();
         Calendar { name: "month".to_owned(), ends: ends.into() }
     }
 
@@ -405,26 +402,8 @@ impl fmt::Display for PeriodError {
     }
 }
 
-fn month_at(now_ms: u64) -> Window {
-    let (year, month) = civil_month(now_ms / DAY_MS);
-    let (next_year, next_month) = if month == 12 { (year + 1, 1) } else { (year, month + 1) };
-    Window { start_ms: month_start_day(year, month) * DAY_MS, end_ms: month_start_day(next_year, next_month) * DAY_MS }
-}
-
-/// Year and month (1 to 12) of a day since the epoch; Howard Hinnant, "chrono-Compatible Low-Level
-/// Date Algorithms", `civil_from_days`, for days from 1970 on.
-fn civil_month(day: u64) -> (u64, u64) {
-    let shifted = day + 719_468;
-    let of_era = shifted % 146_097;
-    let year_of_era = (of_era - of_era / 1460 + of_era / 36_524 - of_era / 146_096) / 365;
-    let of_year = of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let from_march = (5 * of_year + 2) / 153;
-    let month = if from_march < 10 { from_march + 3 } else { from_march - 9 };
-    let year = year_of_era + shifted / 146_097 * 400 + u64::from(month <= 2);
-    (year, month)
-}
-
-/// The day since the epoch on which a month starts; the inverse, `days_from_civil`.
+/// The day since the epoch on which a month (1 to 12) starts; Howard Hinnant, "chrono-Compatible Low-Level Date Algorithms",
+/// `days_from_civil`.
 fn month_start_day(year: u64, month: u64) -> u64 {
     let year = if month <= 2 { year - 1 } else { year };
     let from_march = if month > 2 { month - 3 } else { month + 9 };
@@ -471,11 +450,19 @@ mod tests {
         assert_eq!(window, Window { start_ms: 28_333_335 * 60_000, end_ms: 28_333_336 * 60_000 });
         assert_eq!(minute.window_at(window.end_ms - 1, 0), window);
         assert_eq!(minute.window_at(window.end_ms, 0).start_ms, window.end_ms);
+        let contained =
+            [window.start_ms - 1, window.start_ms, window.end_ms - 1, window.end_ms].map(|ms| window.contains(ms));
+        assert_eq!(contained, [false, true, true, false]);
     }
 
     #[test]
     fn periods_are_read_as_written() {
         assert_eq!(Period::parse("5m"), Ok(Period::Fixed { ms: 300_000 }));
+        for (text, same, ms) in
+            [("second", "1s", 1000), ("hour", "1h", HOUR_MS), ("day", "24h", DAY_MS), ("week", "1w", WEEK_MS)]
+        {
+            assert_eq!([Period::parse(text), Period::parse(same)], [Ok(Period::Fixed { ms }); 2]);
+        }
         assert_eq!(Period::parse("10ms"), Ok(Period::Fixed { ms: 10 }));
         assert_eq!(Period::parse("week"), Ok(Period::Fixed { ms: WEEK_MS }));
         assert_eq!(Period::parse("366d"), Ok(Period::Fixed { ms: PERIOD_MAX_MS }));
@@ -524,6 +511,23 @@ mod tests {
         assert_eq!(Period::Month.windows().length_ms(19_783 * DAY_MS), 29 * DAY_MS);
         assert_eq!(Period::parse("hour").unwrap().windows().length_ms(7 * HOUR_MS), HOUR_MS);
         assert_eq!(Period::Month.windows().typical_ms(), 30 * DAY_MS);
+        // A token of a sliding window counts for an eighth of the period longer, to a whole millisecond.
+        let counted = |windows: Windows| windows.counted_ms();
+        assert_eq!(counted(Windows::Sliding { period_ms: 1001 }), 1001 + 126 + 1);
+        assert_eq!(counted(Windows::Even { period_ms: 1001, offset_ms: 0 }), 1001);
+    }
+
+    #[test]
+    fn windows_of_all_keys_are_told_from_those_of_each() {
+        let kinds = [
+            Windows::Even { period_ms: 10, offset_ms: 0 },
+            Windows::Sliding { period_ms: 10 },
+            Period::Month.windows(),
+            Windows::Random { period_ms: 10 },
+            Windows::FirstRequest { period_ms: 10 },
+        ];
+        assert_eq!(kinds.each_ref().map(Windows::are_shared), [true, true, true, false, false]);
+        assert_eq!(kinds.each_ref().map(Windows::have_offsets), [false, false, false, true, false]);
     }
 
     #[test]
@@ -544,6 +548,8 @@ mod tests {
             (windows.windows_between(31, 90), windows.windows_between(59, 59), windows.windows_between(90, 31)),
             (2, 0, 0)
         );
+        assert_eq!(windows.windows_between(90, END_MAX_MS), 2);
+        assert_eq!([20, 58, 59, 500].map(|now_ms| windows.end_at(31, now_ms)), [31, 59, 90, END_MAX_MS]);
         assert_eq!(
             (windows.end_after(31, 2), windows.end_after(59, 0), windows.end_after(59, 9)),
             (90, 59, END_MAX_MS)
