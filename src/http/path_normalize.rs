@@ -267,6 +267,18 @@ mod tests {
     }
 
     #[test]
+    fn a_normal_path_is_not_copied() {
+        for (path, path_parameters, trailing_slash) in [
+            ("/a.b/c;d/", PathParameters::Keep, TrailingSlash::Keep),
+            ("/a", PathParameters::Strip, TrailingSlash::Ignore),
+            ("/", PathParameters::Refuse, TrailingSlash::Ignore),
+        ] {
+            let reading = PathReading { encoded_slash: EncodedSlash::Refuse, path_parameters, trailing_slash };
+            assert!(matches!(normalize(path, reading), Ok(Cow::Borrowed(found)) if found == path), "{path}");
+        }
+    }
+
+    #[test]
     fn a_normalized_path_is_normal() {
         for path in ["/a/%2e/b", "//x/é", "/%7euser/%41", "/.//."] {
             let once = normal(path).unwrap();
