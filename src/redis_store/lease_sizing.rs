@@ -263,3 +263,135 @@ impl InFlightFetch {
         self.notify.notify_waiters();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::clock::Clock;
+    use transom_limiter::bucket::Key;
+    use transom_limiter::window_kind::WindowKind;
+
+    const MS: Duration = Duration::from_millis(1);
+    const NONE: [u32; 0] = [];
+
+    fn counter(number: u64) -> Counter {
+        Counter { key: Key { bucket_hash: number, tag: number + 1 }, layer: 0 }
+    }
+
+    fn target() -> RefundTarget {
+        RefundTarget { key_base: "k".into(), kind: WindowKind::Plain, number: 0, limit: 9, end_ms: 100 }
+    }
+
+    #[test]
+    fn a_busy_key_fetches_more_and_an_idle_one_less() {
+        let start = Clock::manual(0).instant();
+        for (lasted, size) in [
+            (FOURFOLD_BELOW - MS, 32),
+            (FOURFOLD_BELOW, 16),
+            (TWOFOLD_BELOW - MS, 16),
+            (TWOFOLD_BELOW, 8),
+            (HALF_ABOVE, 8),
+            (HALF_ABOVE + MS, 4),
+        ] {
+            let mut record = LeaseRecord::new(counter(1), 0, start);
+            assert_eq!(record.next_fetch_size(8, start), 8, "a new key fetches what it needs");
+            assert_eq!(record.next_fetch_size(1, start + lasted), size, "{lasted:?}");
+            record.waiting_tokens = 30;
+            assert_eq!(record.next_fetch_size(20, start + lasted), 50.max(4 * size), "requests wait");
+            assert_eq!(record.next_fetch_size(u64::MAX, start + lasted), u64::from(u32::MAX));
+        }
+    }
+
+    #[test]
+    fn a_lease_is_low_at_half_of_what_was_fetched() {
+        let mut record = LeaseRecord::new(counter(1), 0, Clock::manual(0).instant());
+        record.record_reply(9, 100, true);
+        assert_eq!([4, 5].map(|left| record.is_low(left, 50)), [true, false]);
+        // The store grants nothing in advance in this window, but what a request needs.
+        record.record_reply(0, 100, false);
+        assert_eq!([99, 100].map(|now_ms| record.is_low(4, now_ms)), [false, true]);
+        record.record_reply(0, 200, true);
+        record.record_reply(7, 200, false);
+        assert_eq!(
+            [(3, 99), (3, 100), (4, 100)].map(|(left, now_ms)| record.is_low(left, now_ms)),
+            [false, true, false]
+        );
+        record.record_reply(7, 200, true);
+        assert!(record.is_low(3, 50));
+        record.in_flight = Some(Rc::new(InFlightFetch::new(vec![])));
+        assert!(!record.is_low(3, 50));
+        record.in_flight = None;
+        record.record_reply(1, 200, true);
+        assert!(!record.is_low(0, 50), "single tokens are fetched when they are needed");
+    }
+
+    #[test]
+    fn an_exhausted_window_is_checked_again_after_a_sixteenth() {
+        let start = Clock::manual(0).instant();
+        for (period_ms, pause) in [(16_000, RECHECK_PERIOD.0), (32_000, 2000 * MS), (960_000, RECHECK_PERIOD.1)] {
+            let mut record = LeaseRecord::new(counter(1), 0, start);
+            let mut is_due = |now| record.is_recheck_due(now, period_ms);
+            assert_eq!([start, start, start + pause - MS, start + pause].map(&mut is_due), [true, false, false, true]);
+            record.in_flight = Some(Rc::new(InFlightFetch::new(vec![])));
+            assert!(!record.is_recheck_due(start + 2 * pause, period_ms));
+        }
+    }
+
+    #[test]
+    fn idle_leases_are_returned() {
+        let (leases, start) = (Leases::default(), Clock::manual(0).instant());
+        let with = |number, change: fn(&mut LeaseRecord)| leases.with_or_insert(counter(number), 0, start, change);
+        with(1, |record| record.refund_target = Some(target()));
+        with(2, |_record| ());
+        let is_known = |number| leases.with_existing(counter_id(counter(number)), |_record| ()).is_some();
+        let take = |all, now, left: u32, withdrawn: Option<u32>| -> Vec<u32> {
+            let returned = leases.take_idle(all, now, |_counter| left, |_counter, _target| withdrawn);
+            returned.into_iter().map(|(_, tokens)| tokens).collect()
+        };
+        assert_eq!(leases.outstanding(|_counter| 5), 5, "of the counter with a lease");
+        let idle = start + IDLE_AFTER + MS;
+        assert_eq!(take(false, idle, 5, Some(5)), NONE, "it was used since the last check");
+        assert_eq!(take(false, start + IDLE_AFTER, 5, Some(5)), NONE, "it was fetched just now");
+        with(1, |record| record.in_flight = Some(Rc::new(InFlightFetch::new(vec![]))));
+        assert_eq!(take(false, idle, 5, Some(5)), NONE, "a fetch is in flight");
+        assert_eq!(take(true, start, 4, None), NONE, "the tokens cannot be returned now");
+        with(1, |record| record.in_flight = None);
+        with(1, |record| record.fetch_size = 9);
+        assert_eq!(take(false, idle, 4, Some(3)), [3]);
+        assert_eq!(with(1, |record| assert_eq!(record.fetch_size, 4)), Some(()));
+        assert_eq!((take(true, idle, 4, Some(3)), leases.outstanding(|_counter| 5)), (vec![], 0));
+        with(1, |record| record.refund_target = Some(target()));
+        assert_eq!(take(true, start, 0, Some(0)), NONE, "there is nothing to return");
+        // Records without a lease are dropped after their time.
+        with(2, |record| record.in_flight = Some(Rc::new(InFlightFetch::new(vec![]))));
+        take(false, start + RECORD_LIFETIME - MS, 0, None);
+        assert!(is_known(1) && is_known(2));
+        take(false, start + RECORD_LIFETIME, 0, None);
+        assert!(!is_known(1) && is_known(2), "the fetch needs its record");
+    }
+
+    #[test]
+    fn a_bounded_number_of_counters_has_records() {
+        let (leases, now) = (Leases::default(), Clock::manual(0).instant());
+        let add = |number: usize| leases.with_or_insert(counter(number as u64), 0, now, |_record| ()).is_some();
+        assert!((0..RECORDS_MAX).all(add));
+        assert!(!add(RECORDS_MAX) && add(0), "those with a record keep it");
+    }
+
+    #[test]
+    fn requests_wait_for_a_fetch_until_it_has_a_reply() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            for has_reply in [true, false] {
+                let fetch = Rc::new(InFlightFetch::new(vec![(1, 2)]));
+                assert!(fetch.includes((1, 2)) && !fetch.includes((2, 1)));
+                let finish = async {
+                    tokio::task::yield_now().await;
+                    fetch.finish(has_reply);
+                };
+                assert_eq!(tokio::join!(fetch.finished(), finish).0, has_reply);
+                assert_eq!(fetch.finished().await, has_reply);
+            }
+        });
+    }
+}
