@@ -334,6 +334,8 @@ mod tests {
         assert!(table.try_acquire(key(1), 3).0.is_some());
         drop(slots);
         assert_eq!(table.in_use(key(1)), 0);
+        assert!(table.shard(key(1)).in_use.is_empty(), "nothing is kept of keys without requests");
+        assert_eq!(table.overflows_total(), 0);
     }
 
     #[test]
@@ -357,6 +359,26 @@ mod tests {
         assert!(table.shard(key(1)).queues.is_empty());
     }
 
+    /// The task that polled last is woken.
+    #[test]
+    fn a_waiting_request_may_move_to_another_task() {
+        struct Woken(std::sync::Mutex<bool>);
+        impl std::task::Wake for Woken {
+            fn wake(self: Arc<Self>) {
+                *self.0.lock().unwrap() = true;
+            }
+        }
+        let table = Arc::new(ConcurrencyTable::default());
+        let held = table.try_acquire(key(1), 1).0;
+        let mut queued = table.queue(key(1), 1);
+        assert!(poll(&mut queued).is_none());
+        let woken = Arc::new(Woken(std::sync::Mutex::new(false)));
+        let waker = Waker::from(Arc::clone(&woken));
+        assert!(Pin::new(&mut queued).poll(&mut Context::from_waker(&waker)).is_pending());
+        drop(held);
+        assert!(*woken.0.lock().unwrap());
+    }
+
     #[test]
     fn a_greater_limit_lets_waiting_requests_pass() {
         let table = Arc::new(ConcurrencyTable::default());
@@ -376,6 +398,8 @@ mod tests {
         let own: Vec<Slot> = [1, 2].into_iter().filter_map(|number| table.try_acquire(key(number), 2).0).collect();
         let shared = table.try_acquire(key(3), 2).0;
         assert_eq!((own.len(), shared.is_some(), table.overflows_total()), (2, true, 1));
+        let elsewhere = table.try_acquire(super::tests::key(1), 1).0;
+        assert!(elsewhere.is_some(), "a key of another group does not share it");
         let other = table.try_acquire(key(4), 2).0;
         assert!(other.is_some() && table.try_acquire(key(3), 2).0.is_none(), "two keys share a limit of 2");
         // A key in the shared count gets no fresh count when there is room again.
@@ -385,7 +409,7 @@ mod tests {
         assert!(poll(&mut queued).is_none());
         drop(other);
         assert!(poll(&mut queued).is_some(), "the end of another key's request makes room");
-        drop((shared, queued));
+        drop((shared, queued, elsewhere));
         assert!((1..=4).all(|number| table.in_use(key(number)) == 0));
     }
 }

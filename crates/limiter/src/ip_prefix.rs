@@ -169,6 +169,13 @@ mod tests {
     }
 
     #[test]
+    fn a_network_around_the_mapped_ones_stays_ipv6() {
+        let mapped: IpAddr = "::ffff:1.2.3.4".parse().unwrap();
+        assert_eq!(Network::containing(mapped, 96), network("0.0.0.0/0"));
+        assert_eq!(Network::containing(mapped, 95), Network { address: "::fffe:0:0".parse().unwrap(), prefix: 95 });
+    }
+
+    #[test]
     fn texts_are_read_strictly() {
         for text in ["10.0.0.0/8", "0.0.0.0/0", "192.0.2.7/32", "2001:db8::/32", "::/0", "::1/128"] {
             assert_eq!(network(text).to_string(), text);

@@ -246,8 +246,40 @@ mod tests {
         // As for rules whose cost is known only after the response.
         let request = AcquireRequest { ceiling: u64::MAX, ..AcquireRequest::plain(100, 10, u32::MAX) }.leased();
         assert!(matches!(spend(&table, request), CounterResult::Acquired(..)));
-        assert!(matches!(spend(&table, AcquireRequest { cost: 1, ..request }), CounterResult::Full(_)));
+        assert!(matches!(spend(&table, request), CounterResult::Full(_)));
+        assert_eq!(AcquireRequest { floor: 1, ..request }.leased(), request);
         assert_eq!(table.withdraw(COUNTER, u64::MAX, 1), 0);
+    }
+
+    #[test]
+    fn known_usage_changes_in_its_window_only() {
+        let table = table();
+        let known = || table.known_usage(COUNTER, 50);
+        table.add_known_usage(COUNTER, 100, 3, 50);
+        table.add_known_usage(COUNTER, 100, 4, 50);
+        table.subtract_known_usage(COUNTER, Some(200), 1, 50);
+        assert_eq!(known(), Some((100, 7)));
+        table.subtract_known_usage(COUNTER, Some(100), 2, 50);
+        table.subtract_known_usage(COUNTER, None, 1, 50);
+        assert_eq!(known(), Some((100, 4)));
+        table.add_known_usage(COUNTER, 200, 1, 50);
+        table.add_known_usage(COUNTER, 100, 9, 50);
+        assert_eq!((known(), table.known_usage(COUNTER, 200)), (Some((200, 1)), None));
+    }
+
+    #[test]
+    fn known_usage_of_a_sliding_window_counts_on() {
+        let table = table();
+        for (end_ms, tokens, now_ms, known) in [
+            (40, 9, 50, None),
+            (100, 3, 50, Some((100, 3))),
+            (90, 4, 50, Some((100, 7))),
+            (150, 1, 50, Some((150, 8))),
+            (200, 2, 150, Some((200, 2))),
+        ] {
+            table.add_sliding_usage(COUNTER, end_ms, tokens, now_ms);
+            assert_eq!(table.known_usage(COUNTER, now_ms), known);
+        }
     }
 
     #[test]

@@ -543,6 +543,15 @@ mod tests {
     }
 
     #[test]
+    fn a_full_table_counts_keys_together() {
+        let limiter = Limiter::builder().layer(1, MINUTE).capacity(1).build().unwrap();
+        // Eight slots, and 64 counters for the other keys.
+        let admitted = (0..1000).filter(|key| limiter.acquire(key, 1, 0).is_admitted()).count() as u64;
+        assert_eq!(admitted, 8 + limiter.overflow_total());
+        assert!((9..=8 + 64).contains(&admitted), "{admitted}");
+    }
+
+    #[test]
     fn a_cost_above_the_limit_is_never_admitted() {
         let refused = refusal(limiter().acquire("a", 3, 0));
         assert_eq!((refused.layer(), refused.retry_after()), (0, None));

@@ -157,7 +157,7 @@ impl CompiledLayer {
         let request = AcquireRequest { end_ms, cost, ..self.request };
         let mut charge = Charge::new(counter, request);
         if self.shards > 1 {
-            charge.sharding = Sharding { shards: self.shards, first_shard: own_shard % self.shards };
+            charge.sharding = Sharding { shards: self.shards, first_shard: own_shard };
         }
         charge
     }

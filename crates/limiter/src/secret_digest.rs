@@ -75,6 +75,7 @@ mod tests {
     #[test]
     fn the_digest_is_sha_256() {
         assert_eq!(Digest::of(b"abc").to_string(), ABC);
+        assert_eq!(Digest::of(b"abc").bytes()[..3], [0xba, 0x78, 0x16]);
         assert_eq!(format!("{:?}", Digest::of(b"abc")), "sha256:ba7816bf…");
     }
 

@@ -266,6 +266,19 @@ mod tests {
     }
 
     #[test]
+    fn kinds_have_letters_and_ends_of_keys() {
+        use WindowKind::{Accumulating, Floating, Leased, Plain, Sliding};
+        let found = [Plain, Leased, Accumulating, Floating, Sliding].map(|kind| {
+            let mut key = kind.letter().to_owned();
+            kind.push_key_end(7, &mut key);
+            key
+        });
+        assert_eq!(found, ["p:7", "p:7", "g:account", "f:first-request", "s:sliding"]);
+        let sliding = StoreWindow::at(Sliding, &Windows::Sliding { period_ms: 800 }, 50, 0);
+        assert_eq!((sliding.kind, sliding.length_ms()), (Sliding, 800));
+    }
+
+    #[test]
     fn a_window_that_has_not_begun_is_detected() {
         // A month of 28 days before one of 31; the second is open.
         let (kind, end_ms, next_end_ms) = (WindowKind::Plain, 100 * DAY_MS, 131 * DAY_MS);

@@ -57,7 +57,9 @@ mod tests {
     #[test]
     fn no_more_requests_wait_than_allowed() {
         let limit = WaiterLimit::new(2);
-        let slots = (limit.try_enter(), limit.try_enter());
+        let first = limit.try_enter();
+        assert!(!limit.is_full());
+        let slots = (first, limit.try_enter());
         assert!(slots.0.is_some() && slots.1.is_some() && limit.try_enter().is_none() && limit.is_full());
         drop(slots);
         assert_eq!(limit.waiting(), 0);

@@ -381,6 +381,39 @@ pub fn queue_positions(tag: u64) -> RangeInclusive<u128> {
 mod tests {
     use super::*;
 
+    /// Counters that outlive the process are found by these texts.
+    #[test]
+    fn a_kind_and_its_shards_have_one_form() {
+        let forms = |kind: WindowKind| [1, 2, 3].map(|shards| kind.form(shards));
+        assert_eq!(forms(WindowKind::Plain), ["", " in 2 shards", " in 3 shards"]);
+        assert_eq!(
+            forms(WindowKind::Accumulating),
+            [" accumulating", " accumulating in 2 shards", " accumulating in 3 shards"]
+        );
+    }
+
+    #[test]
+    fn tokens_of_dependent_windows_matter_after_their_end() {
+        use WindowKind::{Accumulating, Floating, Leased, Plain, Sliding};
+        let outlasting = [Plain, Accumulating, Floating, Sliding, Leased].map(WindowKind::outlasts_window);
+        assert_eq!(outlasting, [false, true, true, true, false]);
+    }
+
+    #[test]
+    fn an_overflow_counter_of_an_earlier_window_has_not_counted_the_key() {
+        let request = AcquireRequest::plain(200, 5, 1);
+        let has_counted = |(end_ms, count)| may_have_counted(CounterWord::new(1, end_ms, count), request, time(150));
+        assert_eq!([(100, 5), (200, 0), (200, 1), (300, 0)].map(has_counted), [false, false, true, true]);
+    }
+
+    /// A key that shares the counter has opened its window earlier.
+    #[test]
+    fn an_overflow_counter_stays_open_for_the_latest_window() {
+        let before = Usage { used: 1, end_ms: 150 };
+        let end_ms = |kind| extended_to_request(before, AcquireRequest { kind, ..rolling(200, 1) }, time(100)).end_ms;
+        assert_eq!([WindowKind::Floating, WindowKind::Accumulating].map(end_ms), [200, 150]);
+    }
+
     fn charge(word: CounterWord, request: AcquireRequest, time: Time<'_>) -> Option<CounterWord> {
         acquired(word.tag(), usage(word, request, time), request, time).map(|(word, _)| word)
     }

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use proptest::prelude::*;
 use transom_limiter::acquire::AcquireResult;
 use transom_limiter::counter::CounterWord;
-use transom_limiter::table::Table;
+use transom_limiter::table::{Table, TableLayout, TableStats, Watermarks};
 use transom_limiter::window::Time;
 use transom_limiter::window_kind::{AcquireRequest, Acquired, acquired, refunded, usage};
 
@@ -151,4 +151,52 @@ proptest! {
             prop_assert_eq!((0..demand).filter(admit).count() as u64, demand.min(limit.into()));
         }
     }
+}
+
+/// A key has two buckets to choose from. Without that, some keys of a table at its capacity would find no slot.
+#[test]
+fn a_table_holds_the_keys_of_its_capacity() {
+    let layout = TableLayout { counter_buckets: 1 << 18, overflow_buckets: 1 << 12, bucket_slots: 8 };
+    assert_eq!(Table::layout(1 << 20), layout);
+    let small = (0..9).map(|nth| (Table::<8>::with_buckets(2, 1), 8, 100 * nth..100 * nth + 16));
+    for (table, free, ids) in small.chain([(Table::with_capacity(4096), 4096, 0..4096)]) {
+        let (table, keys) = (table.expect("there is memory"), ids.clone().count());
+        assert_eq!(table.stats(5), TableStats { live: 0, free });
+        for id in ids {
+            let layer_request = LayerRequest { id, window_ms: 1000, limit: 1, cost: 1 };
+            assert_eq!(decide(&table, &[layer_request], 5).result, AcquireResult::Admitted);
+        }
+        assert_eq!(table.stats(5), TableStats { live: keys, free: 0 });
+        assert_eq!((table.stats(1000), table.overflow_charges_total()), (TableStats { live: 0, free }, 0));
+    }
+}
+
+/// Once slots are free, only the keys that were counted in an overflow counter stay there.
+#[test]
+fn a_key_that_did_not_overflow_gets_its_own_counter() {
+    let table = Table::<8>::with_buckets(1, 8).expect("there is memory");
+    let overflows = |id, window_ms, now_ms| {
+        let before = table.overflow_charges_total();
+        decide(&table, &[LayerRequest { id, window_ms, limit: 9, cost: 1 }], now_ms);
+        table.overflow_charges_total() > before
+    };
+    assert!((0..8).all(|id| !overflows(id, 100, 5)));
+    assert_eq!([overflows(8, 1000, 5), overflows(9, 1000, 105), overflows(8, 1000, 105)], [true, false, true]);
+}
+
+#[test]
+fn a_restored_table_equals_the_saved_one() {
+    let table = || Table::<1>::with_buckets(2, 1).expect("there is memory");
+    let (saved, restored) = (table(), table());
+    for (id, now_ms) in (0..18).map(|id| (id, if id < 9 { 5 } else { 1005 })) {
+        decide(&saved, &[LayerRequest { id, window_ms: 1000, limit: 9, cost: 1 }], now_ms);
+    }
+    let counters = |table: &Table<1>| table.live_counters(1005).collect::<Vec<_>>();
+    assert_eq!(counters(&saved).len(), 3);
+    let marks = Watermarks { horizon_ms: 1000, overflow_horizon_ms: 1000, overflow_end_ms: 2000 };
+    assert_eq!(saved.watermarks(), marks);
+    counters(&saved).into_iter().for_each(|(index, word)| assert!(restored.restore(index, word)));
+    restored.restore_watermarks(marks);
+    assert_eq!((counters(&restored), restored.watermarks()), (counters(&saved), marks));
+    assert!(!restored.restore(3, CounterWord::EMPTY), "there are three slots");
 }

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use proptest::prelude::*;
 use transom_limiter::key::Seed;
 use transom_limiter::limit::Limit;
-use transom_limiter::rule::{KeyValue, Override, Plan, Rule};
+use transom_limiter::rule::{Cost, KeyValue, Override, Plan, Rule};
 use transom_limiter::rule_set::RuleSet;
 use transom_limiter::window::Windows;
 
@@ -198,6 +198,11 @@ fn a_change_of_how_a_layer_counts_is_found() {
         (hour("shards"), hour("capacity"))
     );
     assert_eq!(change(&rolling_shards, &counting), hour("count_refused"));
+    assert_eq!(change(&default, &counting), hour("capacity"));
+    let reserving = with_plan(Limit { reserve: 1, ..plain(7, 1) });
+    assert_eq!(change(&default, &reserving), Some(("5/minute".to_owned(), "reserve")));
+    let cost = Cost::Response { header: String::new(), reserve: 1, max: 9 };
+    assert_eq!(change(&default, &Rule { cost, ..default.clone() }), Some(("5/minute".to_owned(), "cost")));
     let delaying = Rule { on_limit: delay(5), ..default.clone() };
     assert_eq!(change(&rolling, &delaying), Some(("5/minute".to_owned(), "on_limit")));
     assert_eq!(change(&default, &Rule { name: "other".to_owned(), ..delaying }), None);
@@ -240,6 +245,16 @@ fn a_change_of_sliding_is_found() {
     let longer = slides(&Limit::parse("5/2m").expect("valid"));
     assert_eq!(change(&default, &with_default(&layers(&longer))), None);
     assert_eq!(change(&default, &with_default(&[fixed.clone(), vec![sliding[0].clone()]].concat())), None);
+}
+
+/// Tokens used beyond a lowered limit are not owed by the next window.
+#[test]
+fn a_lowered_limit_holds_until_the_window_ends() {
+    let mut gateway = Gateway::with_large_table(&[rule("r", vec![plain(9, 100)])]);
+    assert_eq!(gateway.request_tokens(0, 9, 50), Admitted);
+    gateway.reload(&[rule("r", vec![plain(2, 100)])]);
+    assert_eq!((gateway.request(0, 50), gateway.retry_at_ms(50)), (Refused, Some(100)));
+    assert_eq!(gateway.request(0, 100), Admitted);
 }
 
 /// A request with a small capacity does not reduce the debt of a request with a large one.

@@ -8,10 +8,13 @@ use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::deferred_refunds::DeferredRefunds;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, OnLimit, Rule};
+use transom_limiter::rule_set::LayerRef;
 use transom_limiter::sharded_counter::ShardReceipt;
+use transom_limiter::table::Table;
+use transom_limiter::window::Windows;
 
 use crate::oracle::Expected::{self, Admitted, DelayedUntil, Refused};
-use crate::support::{Gateway, delay, plain, rule};
+use crate::support::{Gateway, delay, limit, plain, rule};
 
 /// Each delayed request gets the next free token. None overtakes another.
 #[test]
@@ -21,6 +24,7 @@ fn waiters_pass_in_order() {
     let at = DelayedUntil;
     assert_eq!(results, [Admitted, Admitted, at(100), at(100), at(200), at(200), at(300), at(300), Refused]);
     assert_eq!(gateway.request(0, 120), DelayedUntil(400), "a new request waits behind the others");
+    assert_eq!(gateway.rule_set.max_delay_ms(&gateway.charge_plan), 300);
     assert_eq!(gateway.retry_at_ms(120), Some(120));
 }
 
@@ -108,6 +112,30 @@ fn an_abandoned_wait_retries_refunds_of_its_counter_only() {
     assert_eq!(used(), [1, 1]);
 }
 
+/// Four requests wait in two windows, and the first forfeits tokens. Cancelled in any order, they leave the counter as it was.
+#[test]
+fn all_waits_abandoned_in_any_order_refund_everything() {
+    for order in 0..256_usize {
+        let order = [order & 3, order >> 2 & 3, order >> 4 & 3, order >> 6];
+        if (0..4).any(|nth| !order.contains(&nth)) {
+            continue;
+        }
+        let mut gateway =
+            Gateway::with_large_table(&[Rule { on_limit: delay(300), ..rule("only", vec![plain(100, 100)]) }]);
+        assert_eq!(gateway.request_tokens(0, 60, 50), Admitted);
+        let charges = [100, 100, 200, 200].map(|until_ms| {
+            assert_eq!(gateway.request_tokens(0, 50, 50), DelayedUntil(until_ms));
+            gateway.context.all_receipts().collect::<Vec<_>>()
+        });
+        let (abandoned, rule_set) = (DeferredRefunds::default(), Arc::new(std::mem::take(&mut gateway.rule_set)));
+        for nth in order {
+            abandoned.refund(charges[nth].iter().copied(), 300, &rule_set, &gateway.table, 60);
+        }
+        rule_set.peek(&gateway.charge_plan, &gateway.table, DecisionTime::read(&|| 60), &mut gateway.context);
+        assert_eq!(gateway.context.result.charges[0].usage.used, 60, "{order:?}");
+    }
+}
+
 /// The layer with the longer window delays the request. The other layer charges it in the window in which it is
 /// admitted.
 #[test]
@@ -120,6 +148,36 @@ fn a_delayed_request_is_charged_in_all_layers_when_it_passes() {
     assert_eq!(gateway.request(0, 110), DelayedUntil(1000));
     assert_eq!(gateway.request(0, 1000), Admitted, "the second of two tokens");
     assert_eq!(gateway.request(0, 1000), DelayedUntil(1100), "both tokens are used");
+}
+
+/// While a request waits for one rule, the windows of others end: it is charged there again.
+#[test]
+fn a_delayed_request_is_charged_again_where_windows_have_ended() {
+    let floating = Windows::FirstRequest { period_ms: 100 };
+    let rules = [
+        Rule { on_limit: delay(1000), ..rule("delays", vec![plain(1, 150)]) },
+        rule("sliding", vec![limit(9, Windows::Sliding { period_ms: 800 })]),
+        rule("floating", vec![limit(9, floating)]),
+        rule("hour", vec![plain(9, 3_600_000)]),
+    ];
+    let mut gateway = Gateway::with_large_table(&rules);
+    assert_eq!(gateway.request(0, 10), Admitted);
+    let decision = gateway.decide(0, &[Some(1); 4], 60);
+    let Decision::Delayed { until_ms: 150, recharge, .. } = decision else { panic!("{decision:?}") };
+    let rules: Vec<usize> = recharge.iter().map(|layer_ref| layer_ref.rule).collect();
+    assert_eq!(rules, [2, 1], "their windows end at 110 and 100");
+}
+
+/// A decision that cannot wait can still take a reserve.
+#[test]
+fn a_rule_that_delays_may_have_a_reserve() {
+    for (reserve, expected) in [(0, Refused), (1, DelayedUntil(100))] {
+        let layers = vec![Limit { reserve, ..plain(1, 100) }];
+        let mut gateway = Gateway::with_large_table(&[Rule { on_limit: delay(1000), ..rule("only", layers) }]);
+        gateway.charge_plan = gateway.rule_set.immediate_plan(&[0], true);
+        gateway.context.inputs.reserve = true;
+        assert_eq!([gateway.request(0, 50), gateway.request(0, 50)], [Admitted, expected]);
+    }
 }
 
 /// A full rule that does not delay refuses the request, although another full rule would delay it.
@@ -154,6 +212,35 @@ fn a_counted_refusal_reports_the_layer_it_emptied() {
     assert_eq!(gateway.retry_at_ms(50), Some(100), "the wider layer has one token left");
     assert_eq!((gateway.request(0, 50), gateway.retry_at_ms(50)), (Refused, Some(1000)));
     assert_eq!([gateway.request(0, 999), gateway.request(0, 1000)], [Refused, Admitted]);
+}
+
+/// What a refusal would take, and the penalty that it would begin, count before the request is refused.
+#[test]
+fn a_peek_tells_when_a_refused_request_may_be_retried() {
+    let layers = vec![plain(1, 100), plain(2, 1000)];
+    let wide = LayerRef { rule: 0, layer: 1 };
+    for (penalty_ms, count_refused, retry_ms, used) in
+        [(None, false, 100, 1), (None, true, 1000, 2), (Some(500), false, 550, 1), (Some(5000), true, 5050, 2)]
+    {
+        let mut gateway =
+            Gateway::with_large_table(&[Rule { penalty_ms, count_refused, ..rule("only", layers.clone()) }]);
+        assert_eq!(gateway.request(0, 50), Admitted);
+        let Gateway { rule_set, charge_plan, table, context } = &mut gateway;
+        assert!(!rule_set.peek(charge_plan, table, DecisionTime::read(&|| 50), context));
+        assert_eq!(rule_set.retry_at_ms(charge_plan, context, 50), Some(100));
+        assert_eq!(rule_set.retry_at_ms_once_refused(charge_plan, context, 50), Some(retry_ms));
+        assert_eq!(context.charge_of(wide).map(|charge| charge.usage.used), Some(used));
+    }
+}
+
+/// A cost is owed in the present window, also by a thread whose time is behind.
+#[test]
+fn a_late_response_cost_is_paid() {
+    let mut gateway =
+        Gateway::new(&[rule("only", vec![plain(1, 10)])], Table::<1>::with_buckets(1, 1).expect("there is memory"));
+    assert_eq!([gateway.request(0, 0), gateway.request(2, 100)], [Admitted; 2]);
+    gateway.rule_set.charge_excess(0, gateway.keyed_request(0, 0, 1), &gateway.table, 5);
+    assert_eq!(gateway.request(0, 6), Refused);
 }
 
 /// Later windows pay for a cost that exceeds the capacity.

@@ -35,6 +35,9 @@ fn a_window_opened_by_another_thread_is_not_owed() {
     ] {
         let mut gateway = Gateway::with_large_table(&[Rule { on_limit, ..rule("only", vec![layer]) }]);
         assert_eq!([0; 2].map(|_| gateway.request(0, opened_ms)), [Admitted; 2]);
+        let clock = || opened_ms;
+        let now = DecisionTime::starting_at(opened_ms - 1, &clock);
+        assert!(gateway.rule_set.peek(&gateway.charge_plan, &gateway.table, now, &mut gateway.context));
         assert_eq!(request_late(&mut gateway, opened_ms - 1, opened_ms), Admitted);
         assert_eq!(gateway.remaining().1, opened_ms + 100, "charged in the open window");
         assert_eq!(gateway.context.result.decided_ms, opened_ms, "the reported time is in that window");
@@ -123,9 +126,44 @@ fn a_request_that_waits_for_the_store_is_charged_when_it_passes() {
     let known: Vec<_> =
         layers.iter().map(|layer_ref| (*layer_ref, Usage { used: 1, end_ms: [1000, 1200][layer_ref.rule] })).collect();
     rule_set.add_prepared_charges(charge_plan, &layers, table, 950, context);
-    let recharge =
-        rule_set.request_future_windows(charge_plan, &[1000, 1200], &known, rule_set.time(950), context, 0, 0);
-    assert_eq!(recharge, [LayerRef { rule: 0, layer: 0 }]);
+    let time = rule_set.time(950);
+    let recharge = rule_set.request_future_windows(charge_plan, &[1000, 1200], &known, time, context, 0, 0);
+    assert_eq!(recharge, [layers[0]]);
+    let charges = |context: &DecisionContext| -> Vec<_> {
+        let charges = context.result.charges.iter();
+        charges
+            .map(|charge| (charge.is_full, charge.usage.end_ms, charge.request.floor, charge.request.ceiling))
+            .collect()
+    };
+    assert_eq!(charges(context), [(true, 1000, 1, 2), (true, 1200, 1, 2)]);
+    // The first is charged already, until its window ends. The other is admitted at once.
+    for (end_ms, recharged) in [(950, true), (951, false)] {
+        context.clear();
+        rule_set.add_prepared_charges(charge_plan, &layers, table, 950, context);
+        context.result.charges[0].usage.end_ms = end_ms;
+        let recharge = rule_set.request_future_windows(charge_plan, &[950, 950], &[], time, context, 0, 1);
+        assert_eq!(recharge, if recharged { vec![layers[0]] } else { vec![] });
+        assert_eq!(charges(context)[1].2, 0);
+    }
+}
+
+/// Debt may belong to a window that has begun meanwhile. Other refusals are final, and so is one at a clock that stands.
+#[test]
+fn the_clock_is_read_again_only_because_of_debt() {
+    let debt = rule("debt", vec![Limit { capacity: Some(2), ..plain(1, 1000) }]);
+    let mut gateway = Gateway::with_large_table(&[debt, rule("plain", vec![plain(1, 1000)])]);
+    let reads = Cell::new(0);
+    let clock = || {
+        reads.set(reads.get() + 1);
+        1000
+    };
+    for (costs, expected, expected_reads) in [([1, 1], Admitted, 0), ([1, 1], Refused, 0), ([2, 0], Refused, 1)] {
+        let now = DecisionTime::starting_at(1000, &clock);
+        assert_eq!(outcome(&gateway.decide_at(0, &costs.map(Some), now)), expected);
+        assert_eq!(reads.take(), expected_reads);
+        gateway.rule_set.peek(&gateway.charge_plan, &gateway.table, now, &mut gateway.context);
+        assert_eq!(reads.take(), expected_reads);
+    }
 }
 
 /// The clock may advance at each read.

@@ -4,10 +4,12 @@
 //! `exact`: a gateway with a large table equals the reference. `bounds`: bounds that no table, clock or order of events
 //! exceeds. `timelines`: behaviour known from other limiters. `delay`: delayed requests and counted refusals.
 //! `late_threads`: threads whose clock is behind. `changes`: limits that change. `penalty`: lock-outs. `sharded_accounts`:
-//! shards whose tokens roll over or are reserved. `extremes`: extreme numbers.
+//! shards whose tokens roll over or are reserved. `shared`: counters that several gateways share. `extremes`: extreme
+//! numbers. `slots`: requests in flight. `compiled`: names and positions in a rule set.
 
 mod bounds;
 mod changes;
+mod compiled;
 mod delay;
 mod exact;
 mod extremes;
@@ -15,7 +17,9 @@ mod late_threads;
 mod oracle;
 mod penalty;
 mod sharded_accounts;
+mod shared;
 mod sliding;
+mod slots;
 mod support;
 mod timelines;
 

@@ -4,6 +4,7 @@ use proptest::prelude::*;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule::{OnLimit, Rule};
 use transom_limiter::table::Table;
+use transom_limiter::window_kind::Usage;
 
 use crate::oracle::Expected::{Admitted, Refused};
 use crate::support::{Gateway, START_MS, plain, rule};
@@ -89,6 +90,27 @@ fn only_the_rule_that_refused_starts_its_penalty() {
         assert_eq!(gateway.request(0, START_MS + at_ms), Admitted);
         assert_eq!(!gateway.context.result.shadowed.is_empty(), is_shadowed);
     }
+}
+
+/// A thread with an old time starts the penalty that another thread has ended, or in a slot that was reused meanwhile.
+#[test]
+fn a_late_thread_starts_a_penalty() {
+    let rules = [Rule { penalty_ms: Some(500), ..rule("only", vec![plain(1, 10)]) }];
+    let mut gateway = Gateway::with_large_table(&rules);
+    let start = |gateway: &Gateway<8>, then_ms, now_ms| {
+        let (keyed_request, clock) = (gateway.keyed_request(0, 0, 1), || now_ms);
+        gateway.rule_set.start_penalty(0, keyed_request, &gateway.table, DecisionTime::starting_at(then_ms, &clock))
+    };
+    for now_ms in [1000, 1100] {
+        assert_eq!(start(&gateway, now_ms, now_ms), Some(Usage { used: 1, end_ms: 1500 }), "it has begun");
+    }
+    assert_eq!(gateway.request(0, 1000), Refused);
+    gateway.rule_set.reset(&gateway.table, 1000, &gateway.context);
+    assert_eq!(start(&gateway, 900, 1000), Some(Usage { used: 1, end_ms: 1500 }));
+    let mut gateway = Gateway::new(&rules, Table::with_buckets(1, 1).expect("there is memory"));
+    (0..8).for_each(|client| _ = gateway.request(client, client / 7 * 100));
+    assert_eq!(gateway.table.horizon_ms(), 10, "the last request has reused one of seven slots");
+    assert_eq!(start(&gateway, 5, 5), Some(Usage { used: 1, end_ms: 510 }));
 }
 
 #[test]

@@ -2,7 +2,12 @@
 //! less than it by at most one request for each shard.
 
 use proptest::prelude::*;
+use transom_limiter::bucket::Key;
 use transom_limiter::limit::Limit;
+use transom_limiter::sharded_counter::Sharding;
+use transom_limiter::table::{Counter, Table};
+use transom_limiter::window::Time;
+use transom_limiter::window_kind::AcquireRequest;
 
 use crate::oracle::Expected::{Admitted, DelayedUntil, Refused};
 use crate::support::{Gateway, START_MS, plain, rule};
@@ -101,6 +106,48 @@ fn compare(limit: &Limit, steps: &[Step]) -> Result<(), TestCaseError> {
         now_ms = retry_at_ms;
     }
     Ok(())
+}
+
+/// A shard at its capacity gains nothing: only the other one's tokens of the next windows are waited for.
+#[test]
+fn the_time_to_retry_counts_what_each_shard_gains() {
+    let mut gateway =
+        Gateway::with_large_table(&[rule("r", vec![Limit { shards: 2, capacity: Some(6), ..plain(3, 100) }])]);
+    // The first shard has four of six tokens, and gains two in each window.
+    assert_eq!((gateway.request_tokens(0, 4, 50), gateway.request_tokens(0, 5, 50)), (Admitted, Refused));
+    assert_eq!(gateway.retry_at_ms(50), Some(200));
+    assert_eq!((gateway.request_tokens(0, 5, 199), gateway.request_tokens(0, 5, 200)), (Refused, Admitted));
+}
+
+/// Requests begin with the shard that is used up first, of equal ones with their own.
+#[test]
+fn the_fullest_shard_and_one_over_its_part_are_found() {
+    let counter = Counter { key: Key::new(1, 1 << 20), layer: 7 };
+    let request = AcquireRequest::plain(100, 10, 0);
+    // The shards have 4, 3 and 3 tokens.
+    for (used, fullest) in [([0, 0, 0], 2), ([1, 3, 1], 0), ([3, 3, 3], 0)] {
+        let table = Table::<8>::with_capacity(64).expect("there is memory");
+        for (first_shard, cost) in used.into_iter().enumerate() {
+            let sharding = Sharding { shards: 3, first_shard: first_shard as u32 };
+            let request = AcquireRequest { cost, ..request };
+            sharding.acquire(&table, counter, request, Time::plain(50), &mut Vec::new());
+        }
+        let peek = |limit| {
+            let request = AcquireRequest::plain(100, limit, 0);
+            Sharding { shards: 3, first_shard: 2 }.peek(&table, counter, request, Time::plain(50))
+        };
+        assert_eq!(
+            (peek(10).usage.used, peek(10).fullest_shard),
+            (used.iter().sum::<u32>().into(), fullest),
+            "{used:?}"
+        );
+        // Of six tokens, each shard has two.
+        assert_eq!(
+            [9, 8, 6].map(|limit| peek(limit).is_over_part),
+            [false, used == [3, 3, 3], used != [0, 0, 0]],
+            "{used:?}"
+        );
+    }
 }
 
 proptest! {

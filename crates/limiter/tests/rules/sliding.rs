@@ -82,7 +82,23 @@ fn the_time_to_retry_depends_on_the_cost() {
         assert_eq!(gateway.retry_at_ms(START_MS + 600), Some(START_MS + retry_ms), "{cost}");
     }
     assert_eq!(gateway.request_tokens(0, 6, START_MS + 600), Refused);
+    assert_eq!(gateway.remaining(), (0, START_MS + 1500), "all tokens have expired then");
     assert_eq!(gateway.retry_at_ms(START_MS + 600), None, "it never fits");
+}
+
+/// A thread that was suspended after it read the clock counts the tokens that others have taken since.
+#[test]
+fn a_late_request_counts_later_tokens() {
+    let mut gateway = only(sliding(3, 800));
+    assert_eq!([0; 2].map(|_| gateway.request(0, START_MS + 1000)), [Admitted; 2]);
+    for expected in [Admitted, Refused] {
+        let decision = gateway.decide_at(0, &[Some(1)], DecisionTime::read(&|| START_MS + 500));
+        assert_eq!(
+            (outcome(&decision), gateway.remaining()),
+            (expected, (0, START_MS + 1900)),
+            "charged with the others"
+        );
+    }
 }
 
 /// A lowered limit applies to the usage so far; tokens that are refunded are available at once.

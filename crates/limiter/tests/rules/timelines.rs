@@ -1,5 +1,6 @@
 //! Behaviour known from other fixed-window limiters, as timelines: each row is one request or one peek.
 
+use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::key::KeyPart;
 use transom_limiter::limit::Limit;
@@ -209,14 +210,16 @@ fn a_reservation_reports_the_window_that_covers_it() {
 /// A reservation in the last minute of the hour is charged to the next minute and to the next hour.
 #[test]
 fn a_reservation_is_charged_to_later_windows_of_every_layer() {
-    let layers = vec![Limit { reserve: 1, ..plain(1, MINUTE_MS) }, plain(2, HOUR_MS)];
-    let mut gateway = Gateway::with_large_table(&[rule("layers", layers)]);
-    let last_ms = HOUR_MS - 1;
-    gateway.context.inputs.reserve = true;
-    assert_eq!([gateway.request(BOB, last_ms), gateway.request(BOB, last_ms)], [Admitted, DelayedUntil(HOUR_MS)]);
-    gateway.context.inputs.reserve = false;
-    let admitted = (1..60).filter(|i| gateway.request(BOB, HOUR_MS + i * MINUTE_MS) == Admitted).count();
-    assert_eq!(admitted, 1, "the other of the hour's two tokens was reserved");
+    for shards in [1, 2] {
+        let layers = vec![Limit { reserve: 1, ..plain(1, MINUTE_MS) }, Limit { shards, ..plain(2, HOUR_MS) }];
+        let mut gateway = Gateway::with_large_table(&[rule("layers", layers)]);
+        let last_ms = HOUR_MS - 1;
+        gateway.context.inputs.reserve = true;
+        assert_eq!([gateway.request(BOB, last_ms), gateway.request(BOB, last_ms)], [Admitted, DelayedUntil(HOUR_MS)]);
+        gateway.context.inputs.reserve = false;
+        let admitted = (1..60).filter(|i| gateway.request(BOB, HOUR_MS + i * MINUTE_MS) == Admitted).count();
+        assert_eq!(admitted, 1, "the other of the hour's two tokens was reserved");
+    }
 }
 
 #[test]
@@ -230,6 +233,7 @@ fn ten_shards_grant_as_much_as_one_counter() {
         assert_eq!(admitted.count() as u32, tokens);
         assert_eq!((gateway.remaining(), gateway.retry_at_ms(5)), ((0, MINUTE_MS), Some(MINUTE_MS)));
     }
+    assert_eq!(DecisionContext::for_worker(3).inputs.own_shard, 3);
 }
 
 #[test]

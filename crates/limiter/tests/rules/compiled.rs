@@ -1,0 +1,104 @@
+//! What a compiled rule set says about its rules and plans.
+
+use transom_limiter::key::Seed;
+use transom_limiter::limit::Limit;
+use transom_limiter::rule::{Cost, KeyValue, OnLimit, Override, Plan, Rule};
+use transom_limiter::rule_set::{ChargePlan, RuleSet};
+use transom_limiter::window::Windows;
+
+use crate::support::{limit, plain, rule};
+
+fn parsed(texts: &[&str]) -> Vec<Limit> {
+    texts.iter().map(|text| Limit::parse(text).expect("valid")).collect()
+}
+
+#[test]
+fn limits_and_variants_have_names_and_positions() {
+    let plan = |name: &str, concurrent| Plan { name: name.to_owned(), layers: parsed(&["50/hour"]), concurrent };
+    let own = Override { key: vec![KeyValue::Clear("alice".to_owned())], layers: parsed(&["7/day"]), concurrent: None };
+    let several = Rule {
+        plans: vec![plan("gold", Some(9)), plan("silver", None)],
+        overrides: vec![own.clone(), own],
+        penalty_ms: Some(1000),
+        ..rule("several", parsed(&["5/minute", "9/hour"]))
+    };
+    let slots_only = Rule { concurrent: Some(3), ..rule("slots", vec![]) };
+    let rule_set = RuleSet::new(&[several, slots_only, rule("one", parsed(&["5/minute"]))], Seed(3, 4), None);
+    let names = |rule: usize| rule_set.rules[rule].limit_names().collect::<Vec<_>>();
+    let expected = [
+        "several-minute",
+        "several-hour",
+        "several",
+        "several",
+        "several",
+        "several",
+        "several-penalty",
+        "several-concurrent",
+    ];
+    assert_eq!((names(0), names(1), names(2)), (expected.to_vec(), vec!["slots"], vec!["one"]));
+    let several = &rule_set.rules[0];
+    assert_eq!((several.layer_name(1), several.suffix(1), several.concurrent_index()), ("several-hour", ":hour", 7));
+    assert_eq!((several.concurrent_name(), rule_set.rules[2].concurrent_name()), (Some("several-concurrent"), None));
+    assert_eq!(["silver", "gold", "other"].map(|name| several.variant_of_plan(name)), [2, 1, 0]);
+    assert_eq!([0, 1].map(|position| several.variant_of_override(position)), [3, 4]);
+    assert_eq!([0, 1, 2, 3, 4].map(|variant| several.variant(variant).start), [0, 2, 3, 4, 5]);
+    let rule = &several.rule;
+    assert_eq!(
+        [0, 1, 2, 3].map(|variant| rule.plan_of(variant).map(|plan| plan.name.as_str())),
+        [None, Some("gold"), Some("silver"), None]
+    );
+    assert_eq!(
+        [2, 3, 4, 5].map(|variant| rule.override_of(variant).map(|(position, _)| position)),
+        [None, Some(0), Some(1), None]
+    );
+}
+
+#[test]
+fn rules_and_plans_say_what_they_do() {
+    let costs = [Cost::Fixed(3), Cost::Response { header: String::new(), reserve: 5, max: 9 }];
+    assert_eq!(costs.map(|cost| cost.default_cost()), [3, 5]);
+    let sliding = rule("sliding", vec![limit(5, Windows::Sliding { period_ms: 800 })]);
+    let rules = [
+        rule("plain", vec![plain(5, 100)]),
+        Rule { count_refused: true, ..rule("counts", vec![plain(5, 100)]) },
+        Rule { penalty_ms: Some(500), ..rule("penalty", vec![plain(5, 100)]) },
+        Rule { concurrent: Some(1), ..rule("slots", vec![plain(5, 100)]) },
+        rule("sharded", vec![Limit { shards: 2, ..plain(5, 100) }]),
+        Rule { on_limit: OnLimit::Shadow, ..rule("shadow", vec![plain(5, 100)]) },
+        sliding,
+    ];
+    assert_eq!(rules.each_ref().map(Rule::has_sliding_windows), [false, false, false, false, false, false, true]);
+    let rule_set = RuleSet::new(&rules, Seed(3, 4), None);
+    let describe = |charge_plan: &ChargePlan| {
+        [
+            charge_plan.is_plain(),
+            charge_plan.counts_refused(),
+            charge_plan.has_penalties(),
+            charge_plan.limits_concurrency(),
+        ]
+    };
+    let plans = [0, 1, 2, 3, 4, 5, 6].map(|rule| rule_set.charge_plan(&[rule]));
+    let (plain, other) = ([true, false, false, false], [false; 4]);
+    assert_eq!(
+        plans.each_ref().map(describe),
+        [
+            plain,
+            [false, true, false, false],
+            [false, false, true, false],
+            [true, false, false, true],
+            other,
+            plain,
+            other
+        ]
+    );
+    let consuming = |consumes| describe(&rule_set.immediate_plan(&[1, 2], consumes));
+    assert_eq!([true, false].map(consuming), [[false, true, true, false], other]);
+    assert_eq!(describe(&rule_set.immediate_plan(&[0], true)), plain);
+    // A query enforces shadow rules.
+    assert_eq!(
+        [&plans[0], &plans[5]].map(|plan| (rule_set.is_shadow(plan, 0), plan.enforced().len())),
+        [(false, 1), (true, 0)]
+    );
+    let query = rule_set.query_plan(&[5, 0], true);
+    assert_eq!((query.enforced().len(), query.shadow_rules().len(), query.rules), (2, 0, vec![5, 0]));
+}
