@@ -22,7 +22,13 @@ DENY = cargo deny --version >/dev/null 2>&1
 # What `make package` packages. Another binary can be named, and is not built: make package BINARY=target/release/transom
 BINARY = target/dist/transom
 
-.PHONY: help test check docs release package package-test dist site cargo-deb mdbook bench bench-pingora model kills kills-shared concurrency sliding instructions replay screenshots failover soak fuzz parts deny advisories
+# What `make mutants` mutates, of which package, and the arguments of `cargo test` that choose its tests. Code of the gateway has its
+# tests beside it: make mutants PACKAGE=transom FILES=src/http/path_normalize.rs MUTANT_TESTS='--lib http::path_normalize'
+PACKAGE = transom-limiter
+FILES = crates/limiter/src/*.rs
+MUTANT_TESTS = --lib --test rules --test properties --test tower
+
+.PHONY: help test check docs release package package-test dist site cargo-deb mdbook cargo-mutants bench bench-pingora model mutants kills kills-shared concurrency sliding instructions replay screenshots failover soak fuzz parts deny advisories
 # Targets build, install and measure, and must not run at the same time.
 .NOTPARALLEL:
 
@@ -37,6 +43,7 @@ help:
 	@echo "make dist        target/package: the packages, and the source of this commit, with checksums"
 	@echo "make bench       builds a release; CPU time per request, beside nginx, HAProxy, Envoy, Caddy and Pingora; memory; slow clients"
 	@echo "make model       the loom models of the limiter, with wider bounds"
+	@echo "make mutants     changes the code of FILES (the limiter) in many places, one at a time: a test must fail; takes hours"
 	@echo "make instructions  counts the instructions of requests and decisions; fails if they are 2 % above the committed counts"
 	@echo "make kills       kills the gateway KILLS times (1000) under load: no client gets more than the limit"
 	@echo "make kills-shared  kills four gateways on one Redis for KILLS_SHARED_S seconds (60) under load, likewise"
@@ -133,6 +140,13 @@ bench-pingora:
 model:
 	TRANSOM_MODEL_EXTRA=1 $(MODELS)
 
+# Changes the code in one place at a time, and runs the fast tests. target/mutants.out has the changes that no test notices; the
+# next run tries only these again. A change without an end fails its tests by the timeout.
+mutants: cargo-mutants
+	mkdir -p target
+	PROPTEST_CASES=32 CARGO_TARGET_DIR=$(CURDIR)/target/mutants cargo mutants --package $(PACKAGE) $(patsubst %,--file '%',$(FILES)) --output target --iterate \
+		--baseline=skip --timeout 60 -- $(MUTANT_TESTS)
+
 # Fails if a request or a decision takes 2 % more instructions than committed in benches/instructions.json.
 instructions:
 	cargo build --locked --release
@@ -205,6 +219,9 @@ $(PARTS)/browser/packages: $(PARTS)/browser/installed tests/external/browser/pac
 
 cargo-deb:
 	@cargo deb --version >/dev/null 2>&1 || cargo install --locked --version 3.8.0 cargo-deb
+
+cargo-mutants:
+	@cargo mutants --version >/dev/null 2>&1 || cargo install --locked --version 27.1.0 cargo-mutants
 
 mdbook:
 	@mdbook --version >/dev/null 2>&1 || cargo install --locked --version 0.5.4 mdbook --no-default-features --features search
