@@ -153,7 +153,7 @@ impl Http1Connection {
         self.framing = RequestFraming::of(request.body());
         self.send_state = match self.framing {
             _ if !is_ready => SendState::Unsent,
-            RequestFraming::NoBody => SendState::Flush,
+            RequestFraming::NoBody | RequestFraming::Length(0) => SendState::Flush,
             RequestFraming::Length(_) | RequestFraming::Chunked => SendState::Body,
         };
         self.is_closing = true;
