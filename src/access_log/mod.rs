@@ -22,6 +22,7 @@ const QUEUE_LINES: usize = 16 * 1024;
 /// After a small batch, the writer lets lines gather for this long. Otherwise each line would wake the writer, which costs as
 /// much as the request.
 const GATHER_INTERVAL: Duration = Duration::from_millis(10);
+/// A batch with fewer lines is small.
 const SMALL_BATCH_LINES: u64 = QUEUE_LINES as u64 / 16;
 /// How often `finish` checks whether the writer has ended.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);

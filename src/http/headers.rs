@@ -176,8 +176,8 @@ fn join_lines<'a>(lines: impl Iterator<Item = &'a HeaderValue>) -> Option<Header
 }
 
 /// Prepares the fields of a response for the client. Returns `false` if the end of the body is ambiguous: only one numeric
-/// Content-Length, or one Transfer-Encoding of `chunked`, is unambiguous (RFC 9112, section 6.3). h2
-/// accepts more, and the gateway would forward it.
+/// Content-Length, or one Transfer-Encoding of `chunked`, is unambiguous (RFC 9112, section 6.3). hyper's
+/// HTTP/2 client accepts more, and the gateway would forward it.
 pub fn forward_response(headers: &mut HeaderMap) -> bool {
     let (mut special, mut is_framed) = (SpecialFields::default(), false);
     for (name, value) in &*headers {

@@ -45,7 +45,7 @@ pub struct Http1Connection {
     stream: IoStream,
     /// Received bytes that no response has taken.
     received: Bytes,
-    /// The last request, until the connection is idle. Its body is sent from here.
+    /// The last request, while it is sent, or may be sent again. Its body is taken from here.
     request: Option<Box<Request<RequestBody>>>,
     send_state: SendState,
     framing: RequestFraming,
@@ -298,7 +298,7 @@ impl Http1Connection {
         Ok(())
     }
 
-    /// Takes frames of the request body while there is room for them.
+    /// Takes frames of the request body until `outgoing` is full or the client has sent no more.
     fn take_frames(&mut self, cx: &mut Context<'_>) -> Result<(), BodyError> {
         let Some(request) = &mut self.request else { return Ok(()) };
         let is_chunked = self.framing == RequestFraming::Chunked;
@@ -368,7 +368,7 @@ impl Outgoing {
         if self.frame.is_empty() { &mut self.front } else { &mut self.back }
     }
 
-    /// Adds the data of a frame, as a chunk if `is_chunk`. There is room.
+    /// Adds the data of a frame, as a chunk if `is_chunk`. To be called only if [`Outgoing::has_room`] is true.
     fn push(&mut self, data: Bytes, is_chunk: bool) {
         if is_chunk {
             http1_codec::write_chunk_size(data.len(), &mut self.front);

@@ -3,6 +3,7 @@
 //!
 //! `httparse` parses heads, chunk sizes and trailers; field values share the memory of the received bytes.
 
+use std::io::Write;
 use std::mem::MaybeUninit;
 
 use bytes::{Buf, Bytes};
@@ -17,7 +18,7 @@ use super::request_body::RequestBody;
 const HEAD_MAX_BYTES: usize = 64 * 1024;
 /// The most fields of a response head, or of trailers.
 const FIELDS_MAX: usize = 100;
-/// Room in the fields of a response for those that the gateway adds.
+/// Number of fields that the gateway adds to a response; memory for them is reserved.
 const ADDED_FIELDS: usize = 6;
 /// The longest line of a chunk size, with its extensions.
 const CHUNK_LINE_MAX_BYTES: usize = 4 * 1024;
@@ -88,7 +89,7 @@ pub fn write_request_head(request: &Request<RequestBody>, framing: RequestFramin
     head.extend_from_slice(request.method().as_str().as_bytes());
     head.push(b' ');
     if !target.starts_with('/') {
-        // It consists of a query.
+        // The target is only a query.
         head.push(b'/');
     }
     head.extend_from_slice(target.as_bytes());
@@ -101,7 +102,10 @@ pub fn write_request_head(request: &Request<RequestBody>, framing: RequestFramin
     }
     match framing {
         RequestFraming::NoBody => {}
-        RequestFraming::Length(length) => write_field(&header::CONTENT_LENGTH, &HeaderValue::from(length), head),
+        RequestFraming::Length(length) => {
+            // Writing to a vector does not fail.
+            let _ = write!(head, "content-length: {length}\r\n");
+        }
         RequestFraming::Chunked => head.extend_from_slice(b"transfer-encoding: chunked\r\n"),
     }
     head.extend_from_slice(b"\r\n");
@@ -116,7 +120,8 @@ fn write_field(name: &HeaderName, value: &HeaderValue, to: &mut Vec<u8>) {
 
 /// Writes the line before the data of a chunk. A line end follows the data.
 pub fn write_chunk_size(bytes: usize, to: &mut Vec<u8>) {
-    to.extend_from_slice(format!("{bytes:x}\r\n").as_bytes());
+    // Writing to a vector does not fail.
+    let _ = write!(to, "{bytes:x}\r\n");
 }
 
 /// Writes the end of a chunked body, with the trailers that `head` announces in Trailer.
@@ -224,7 +229,7 @@ fn parse_field(field: &httparse::Header<'_>, received: &Bytes) -> Result<(Header
     Ok((name, value))
 }
 
-/// Separates the body of a response from what follows.
+/// Decodes the body of a response, and finds its end.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum BodyDecoder {
     /// Bytes left.
