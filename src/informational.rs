@@ -1,9 +1,8 @@
 //! Informational responses (1xx) on their way from an upstream connection to the client (RFC 9110, section 15.2: a proxy
 //! forwards them).
 //!
-//! The upstream connection pushes heads into an `InformationalQueue`. For HTTP/1.1, `Http1Io` writes them before any other
-//! bytes, because a hyper service cannot send them. For HTTP/2, the stream's task passes them to h2. One task drives both
-//! sides.
+//! The upstream connection pushes heads into an `InformationalQueue`. For HTTP/1.1, the connection sends
+//! them before the response. For HTTP/2, the stream's task passes them to h2. One task drives both sides.
 
 use std::cell::RefCell;
 

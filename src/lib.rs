@@ -8,7 +8,7 @@
 //! | process | [`cli`], [`server`], [`admin`], [`explain`], [`simulation`] |
 //! | requests | [`downstream`], [`ratelimit_service`], [`proxy`], [`decision`], [`upstream`], [`spans`], [`access_log`], [`key_set_fetcher`] |
 //! | counters outside of this process | [`redis_store`], [`persistence`] |
-//! | basics | [`atomic_file`], [`clock`], [`file_watch`], [`informational`], [`io_stream`], [`metrics`], [`timer`] |
+//! | basics | [`atomic_file`], [`clock`], [`file_watch`], [`http1_stream`], [`informational`], [`io_stream`], [`metrics`], [`timer`] |
 //! | without I/O | [`top_keys`], [`http`], [`config`], [`jwt`] |
 //!
 //! A request passes `downstream::http1` or `downstream::http2`, then `proxy`, then `upstream`.
@@ -26,6 +26,7 @@ pub mod downstream;
 pub mod explain;
 pub mod file_watch;
 pub mod http;
+pub mod http1_stream;
 pub mod informational;
 pub mod io_stream;
 pub mod jwt;

@@ -1,6 +1,8 @@
 //! Checks the properties of the fuzz targets for a fixed set of inputs: seeds, mutated by a generator with a fixed seed.
 //! `make fuzz` searches further.
 
+#[path = "../fuzz/properties/client_request.rs"]
+mod client_request;
 #[path = "../fuzz/properties/configuration.rs"]
 mod configuration;
 #[path = "../fuzz/properties/counters_file.rs"]
@@ -11,8 +13,6 @@ mod forwarded;
 mod path;
 #[path = "../fuzz/properties/proxy_protocol.rs"]
 mod proxy_protocol;
-#[path = "../fuzz/properties/request_validation.rs"]
-mod request_validation;
 #[path = "../fuzz/properties/upstream_response.rs"]
 mod upstream_response;
 
@@ -75,10 +75,11 @@ fn forwarded_address_properties_hold() {
 }
 
 #[test]
-fn request_validation_properties_hold() {
+fn client_request_properties_hold() {
     let seeds = [
         "GET / HTTP/1.1\r\nHost: a\r\n\r\n",
-        "POST http://a:80/b?c HTTP/1.1\r\nHost: A\r\nTransfer-Encoding: chunked\r\n\r\n",
+        "POST http://a:80/b?c HTTP/1.1\r\nHost: A\r\nTransfer-Encoding: chunked\r\n\r\n3;x=y\r\nabc\r\n0\r\nA: b\r\n\r\n",
+        "PUT / HTTP/1.1\r\nContent-Length: 4\r\nHost: a\r\n\r\nGET GET / HTTP/1.0\r\nHost: a\r\n\r\n",
         "OPTIONS * HTTP/1.1\r\nHost: [::1]:80\r\nExpect: 100-continue\r\n\r\n",
         "GET a:80 HTTP/1.0\r\nConnection: close, x\r\nContent-Length: 1\r\n\r\n",
     ];
@@ -92,10 +93,14 @@ fn request_validation_properties_hold() {
         " ",
         "http://b",
         "CONNECT ",
+        "Content-Length: 2\r\n",
+        "0\r\n\r\n",
+        "1\r\n",
+        "#",
         ":",
         "\n",
     ];
-    check_property(request_validation::holds, &seeds, &pieces, 100_000);
+    check_property(client_request::holds, &seeds, &pieces, 100_000);
 }
 
 #[test]

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 /// Every module of the gateway, from the top layer to the bottom, with the modules it may use. A module uses only modules
 /// below it in this list, so there are no cycles.
-const MODULES: [(&str, &[&str]); 26] = [
+const MODULES: [(&str, &[&str]); 27] = [
     (
         "cli",
         &[
@@ -64,7 +64,21 @@ const MODULES: [(&str, &[&str]); 26] = [
     ),
     ("explain", &["clock", "config", "decision", "http", "jwt", "proxy", "redis_store"]),
     ("simulation", &["config", "http", "jwt", "proxy"]),
-    ("downstream", &["config", "http", "informational", "io_stream", "metrics", "proxy", "ratelimit_service", "timer"]),
+    (
+        "downstream",
+        &[
+            "config",
+            "http",
+            "http1_stream",
+            "informational",
+            "io_stream",
+            "metrics",
+            "proxy",
+            "ratelimit_service",
+            "timer",
+            "upstream",
+        ],
+    ),
     ("ratelimit_service", &["decision", "http", "metrics", "proxy", "redis_store", "upstream"]),
     ("persistence", &["clock", "config", "metrics"]),
     (
@@ -90,9 +104,10 @@ const MODULES: [(&str, &[&str]); 26] = [
     ("decision", &["config", "http", "metrics", "redis_store", "top_keys"]),
     ("redis_store", &["clock", "config", "metrics"]),
     ("key_set_fetcher", &["clock", "config", "jwt", "metrics", "upstream"]),
-    ("upstream", &["clock", "config", "http", "informational", "io_stream", "metrics", "timer"]),
+    ("upstream", &["clock", "config", "http", "http1_stream", "informational", "io_stream", "metrics", "timer"]),
     ("clock", &[]),
     ("top_keys", &["http"]),
+    ("http1_stream", &["http", "io_stream"]),
     ("http", &["config", "jwt"]),
     ("informational", &[]),
     ("io_stream", &["metrics"]),
@@ -108,7 +123,7 @@ const PURE: [&str; 4] = ["top_keys", "http", "config", "jwt"];
 /// Files that may name status codes, with the reason.
 const STATUS_CODES: [(&str, &str); 3] = [
     ("http/responses.rs", "builds every response of the gateway"),
-    ("upstream/http1_codec.rs", "the status of a response says whether it has a body"),
+    ("http/http1_head.rs", "the status of a response says whether it has a body"),
     ("http/websocket_handshake.rs", "distinguishes a 101 from other responses of the upstream"),
 ];
 /// Files that may use atomics, with the reason.

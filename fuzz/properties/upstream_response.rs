@@ -3,7 +3,8 @@
 
 use bytes::Bytes;
 use http::Method;
-use transom::upstream::http1_codec::{BodyDecoder, MalformedResponse, parse_response_head};
+use transom::http::http1_body::{BodyDecoder, MalformedMessage};
+use transom::http::http1_head::parse_response_head;
 
 /// A response as far as it was decoded: its status, its data, whether it has ended, and the number of bytes behind it.
 #[derive(PartialEq, Debug)]
@@ -15,7 +16,7 @@ struct Decoded {
 }
 
 /// `None`: the head is incomplete.
-fn decode<'a>(pieces: impl Iterator<Item = &'a [u8]>) -> Result<Option<Decoded>, MalformedResponse> {
+fn decode<'a>(pieces: impl Iterator<Item = &'a [u8]>) -> Result<Option<Decoded>, MalformedMessage> {
     let mut received = Bytes::new();
     let mut head: Option<(u16, BodyDecoder)> = None;
     let mut data = Vec::new();

@@ -83,7 +83,7 @@ impl RouteTimeouts {
     }
 }
 
-/// The smallest buffer of hyper for a request head.
+/// The smallest limit of a request head. Browsers send some KiB of cookies.
 const REQUEST_HEAD_MIN: u64 = 8 * KIB;
 
 settings! {

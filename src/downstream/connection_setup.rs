@@ -4,6 +4,7 @@
 //! memory for them.
 
 use std::future::poll_fn;
+use std::io;
 use std::net::IpAddr;
 use std::pin::pin;
 use std::rc::Rc;
@@ -23,7 +24,7 @@ use super::listener_context::Listener;
 use super::protocol_detect::{Protocol, detect_protocol};
 use super::proxy_protocol::{HeaderProgress, MAX_BYTES, ProxiedAddress, parse};
 use super::tls::{HTTP2, fingerprint};
-use crate::downstream::http1::io::{LINGER, LINGER_BYTES};
+use crate::downstream::linger::{LINGER, linger};
 use crate::downstream::{http1, http2};
 use crate::http::error::RequestError;
 use crate::http::responses;
@@ -199,8 +200,8 @@ async fn respond_and_close(mut stream: IoStream, error: &RequestError) {
     let closing = async {
         stream.write_all(&responses::http1_bytes(&responses::error_response(error))).await?;
         stream.shutdown().await?;
-        let mut rest = (&mut stream).take(LINGER_BYTES as u64);
-        tokio::io::copy(&mut rest, &mut tokio::io::sink()).await
+        linger(&mut stream).await;
+        io::Result::Ok(())
     };
     // An error means that the client has closed the connection and does not read the response.
     let _ = tokio::time::timeout(LINGER, closing).await;

@@ -20,8 +20,8 @@ use crate::proxy::worker_state::WorkerState;
 /// Time limit from the first byte of a preface to its last. A preface is one packet.
 const PREFACE_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Size of hyper's first read of HTTP/1.1. hyper sizes its next read by whether the first was filled.
-const FIRST_BYTES: usize = 8192;
+/// The capacity of a read.
+const FIRST_BYTES: usize = 4096;
 
 /// The protocol of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -238,8 +238,8 @@ fn accepts_trailers(headers: &HeaderMap) -> bool {
     codings.flat_map(|te| te.split(',')).any(|coding| coding.trim().eq_ignore_ascii_case("trailers"))
 }
 
-/// Removes the fields that concern one connection. Expect is removed too: hyper sends `100 Continue` to the client when
-/// the gateway starts to read the body.
+/// Removes the fields that concern one connection. Expect is removed too: the gateway sends 100 (Continue) when it
+/// starts to read the body.
 fn remove_hop_by_hop(headers: &mut HeaderMap, special: SpecialFields, keys: &[HeaderName]) {
     if special.has(SpecialFields::CONNECTION)
         && let Entry::Occupied(connection) = headers.entry(header::CONNECTION)

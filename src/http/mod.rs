@@ -10,6 +10,8 @@ pub mod error;
 pub mod forward_auth;
 pub mod forwarded;
 pub mod headers;
+pub mod http1_body;
+pub mod http1_head;
 pub mod key_source;
 pub mod overrides;
 pub mod path_normalize;

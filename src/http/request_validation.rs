@@ -1,6 +1,6 @@
 //! Validates request heads, and refuses requests that two servers could read differently.
 //!
-//! hyper has checked the syntax. This file checks what hyper leaves to a proxy: the form of the target (RFC 9112, section
+//! `http1_head` or h2 has checked the syntax. This file checks what they leave to a proxy: the form of the target (RFC 9112, section
 //! 3.2), Host (RFC 9110, section 7.2), message framing (RFC 9112, section 6.1) and expectations (RFC 9110, section
 //! 10.1.1). Requests of HTTP/2 and HTTP/1.0 are first translated to the form of HTTP/1.1.
 
@@ -37,7 +37,7 @@ pub fn validate(parts: &Parts) -> Result<ValidatedRequest<'_>, RequestError> {
     }
     let special_fields = SpecialFields::present_in(&parts.headers);
     if special_fields.has(SpecialFields::TRANSFER_ENCODING) {
-        check_transfer_encoding(&parts.headers)?;
+        check_transfer_encoding(parts)?;
     }
     if special_fields.has(SpecialFields::CONTENT_LENGTH) {
         check_content_length(&parts.headers)?;
@@ -76,27 +76,18 @@ const MALFORMED_AUTHORITY: &str = "the authority of the request target is malfor
 
 /// HTTP/2 (RFC 9113, section 8.3): Host becomes `:authority`, and cookies are joined in one field.
 fn translate_http2(parts: &mut Parts) -> Result<(), RequestError> {
-    let (mut hosts, mut cookies, mut lengths) = (0, 0, 0);
+    let (mut hosts, mut cookies) = (0, 0);
     for (name, value) in &parts.headers {
         if name == header::COOKIE {
             cookies += 1;
         } else if name == header::HOST {
             hosts += 1;
-        } else if name == header::CONTENT_LENGTH {
-            lengths += 1;
-            // h2 reads an empty value as 0. HTTP/1.1 servers refuse such a field or ignore it.
-            if value.is_empty() {
-                return Err(RequestError::Framing("Content-Length is empty"));
-            }
         }
         // HTTP/1.1 cannot express white space around a value (RFC 9113, section 8.2.1): a server would read another value
         // than the one that the key was made of.
         if value.as_bytes() != value.as_bytes().trim_ascii() {
             return Err(RequestError::Malformed);
         }
-    }
-    if lengths > 1 {
-        return Err(RequestError::REPEATED_LENGTH);
     }
     if cookies > 1 {
         let joined = parts.headers.get_all(header::COOKIE).iter().map(HeaderValue::as_bytes).collect::<Vec<_>>();
@@ -130,10 +121,12 @@ pub fn is_valid_method(method: &str) -> bool {
         && method.bytes().all(|byte| byte.is_ascii_uppercase() || byte.is_ascii_digit() || b"-_".contains(&byte))
 }
 
-fn check_transfer_encoding(headers: &HeaderMap) -> Result<(), RequestError> {
+fn check_transfer_encoding(parts: &Parts) -> Result<(), RequestError> {
+    let headers = &parts.headers;
     let mut codings = headers.get_all(header::TRANSFER_ENCODING).iter();
     match (codings.next(), codings.next()) {
         (None, _) => Ok(()),
+        _ if parts.version == Version::HTTP_10 => Err(RequestError::Framing("HTTP/1.0 has no Transfer-Encoding")),
         (Some(coding), None) if coding.as_bytes().eq_ignore_ascii_case(b"chunked") => {
             if headers.contains_key(header::CONTENT_LENGTH) {
                 return Err(RequestError::CONFLICTING_LENGTHS);
@@ -144,15 +137,21 @@ fn check_transfer_encoding(headers: &HeaderMap) -> Result<(), RequestError> {
     }
 }
 
-/// Accepts only values that all servers read alike. Some read a leading zero as octal, and some have 63 bits.
+/// Accepts only one field, with a value that all servers read alike. Some read a leading zero as octal, and some have 63 bits.
 fn check_content_length(headers: &HeaderMap) -> Result<(), RequestError> {
     let is_unambiguous = |length: &HeaderValue| match length.as_bytes() {
         b"0" => true,
         [b'1'..=b'9', ..] => length.to_str().is_ok_and(|digits| digits.parse::<i64>().is_ok()),
         _ => false,
     };
-    let all_unambiguous = headers.get_all(header::CONTENT_LENGTH).iter().all(is_unambiguous);
-    all_unambiguous.then_some(()).ok_or(RequestError::Framing("Content-Length is not one number of bytes"))
+    let mut lengths = headers.get_all(header::CONTENT_LENGTH).iter();
+    match (lengths.next(), lengths.next()) {
+        (_, Some(_)) => Err(RequestError::REPEATED_LENGTH),
+        (Some(length), None) if !is_unambiguous(length) => {
+            Err(RequestError::Framing("Content-Length is not one number of bytes"))
+        }
+        _ => Ok(()),
+    }
 }
 
 fn check_expect(headers: &HeaderMap) -> Result<(), RequestError> {

@@ -157,7 +157,6 @@ pub fn refusal_response(
     };
     headers.clear();
     headers.insert(header::CONTENT_TYPE, content_type);
-    // Set here, since hyper sets none for an empty body in the response to HEAD.
     headers.insert(header::CONTENT_LENGTH, number(body.len() as u64));
     if let Some(retry_after_s) = retry_after_s {
         headers.insert(header::RETRY_AFTER, number(retry_after_s));
@@ -434,15 +433,6 @@ fn problem_response(status: StatusCode, detail: &str) -> LocalResponse {
     response(status, PROBLEM_JSON, body.to_string())
 }
 
-/// The error that hyper's parser reports by the status of its own response.
-pub fn error_of_parser_status(status: u16) -> RequestError {
-    match StatusCode::from_u16(status) {
-        Ok(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE) => RequestError::HeadTooLarge,
-        Ok(StatusCode::URI_TOO_LONG) => RequestError::TargetTooLong,
-        _ => RequestError::Malformed,
-    }
-}
-
 pub fn json_response(body: String) -> LocalResponse {
     response(StatusCode::OK, JSON, body)
 }
@@ -501,8 +491,7 @@ pub fn http1_bytes(response: &LocalResponse) -> Bytes {
     out.extend_from_slice(b"HTTP/1.1 ");
     push_number(u64::from(status.as_u16()), &mut out);
     out.push(b' ');
-    // hyper writes the same if a status has no reason phrase.
-    out.extend_from_slice(status.canonical_reason().unwrap_or("<none>").as_bytes());
+    out.extend_from_slice(status.canonical_reason().unwrap_or_default().as_bytes());
     out.extend_from_slice(b"\r\n");
     for (name, value) in response.headers() {
         for piece in [name.as_str().as_bytes(), b": ", value.as_bytes(), b"\r\n"] {

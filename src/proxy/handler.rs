@@ -112,18 +112,17 @@ struct RequestContext<'a> {
     now: Timestamp,
 }
 
-/// Handles a request up to the head of its response. `check_raw_head` is called with the special fields of the head, and
-/// returns errors that only the raw bytes of the head show.
+/// Handles a request up to the head of its response. `head_error`: an error of the head that its fields do not show.
 pub fn handle(
     worker: &Rc<WorkerState>,
     peer: &Rc<Peer>,
-    request: Request<impl Into<BodySource>>,
-    check_raw_head: impl FnOnce(SpecialFields) -> Option<RequestError>,
+    mut parts: Parts,
+    body: BodySource,
+    head_error: Option<RequestError>,
 ) -> ResponseFuture {
     let now = worker.clock.now();
     let config = worker.config();
     peer.body_timeout.set(config.compiled.config.timeouts.body);
-    let (mut parts, body) = request.into_parts();
     let body = ClientBody::new(body, &parts.headers, peer.body_drain.as_ref());
     let ConnectionInfo { address, is_secure, is_forward_auth, .. } = *peer.connection;
     let mut format = ResponseFormat::of(&parts);
@@ -139,7 +138,7 @@ pub fn handle(
     let body_bytes = if is_forward_auth { 0 } else { body.size_hint().lower() };
     let request_context = RequestContext { peer, client, body_bytes, now };
     let decided = match restored {
-        Ok(()) => decide(worker, &config, &request_context, &mut parts, check_raw_head, &mut format, &mut record),
+        Ok(()) => decide(worker, &config, &request_context, &mut parts, head_error, &mut format, &mut record),
         Err(error) => Err(error),
     };
     let (mut plan, admission, pending) = match decided {
@@ -223,7 +222,7 @@ fn decide(
     config: &Rc<WorkerConfig>,
     request_context: &RequestContext<'_>,
     parts: &mut Parts,
-    check_raw_head: impl FnOnce(SpecialFields) -> Option<RequestError>,
+    head_error: Option<RequestError>,
     format: &mut ResponseFormat,
     record: &mut RequestRecord,
 ) -> Result<RequestOutcome, RequestError> {
@@ -232,7 +231,7 @@ fn decide(
         request_validation::translate(parts)?;
     }
     let validated = request_validation::validate(parts)?;
-    if let Some(error) = check_raw_head(validated.special_fields) {
+    if let Some(error) = head_error {
         return Err(error);
     }
     let path = match parts.uri.path() {

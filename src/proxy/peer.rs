@@ -60,7 +60,7 @@ pub struct Peer {
     /// Receives the unread rest of a request body. `None`: the connection is closed instead.
     pub body_drain: Option<Rc<BodyDrain>>,
     /// How long a body may make no progress: the configuration's or the route's timeout.
-    pub body_timeout: Rc<Cell<Duration>>,
+    pub body_timeout: Cell<Duration>,
     /// The tunnel that the response opens.
     pub tunnel: RefCell<Option<TunnelSession>>,
 }
@@ -78,7 +78,7 @@ impl Peer {
             informational,
             is_delayed,
             body_drain: None,
-            body_timeout: Rc::default(),
+            body_timeout: Cell::default(),
             tunnel: RefCell::default(),
         }
     }

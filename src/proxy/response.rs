@@ -135,7 +135,7 @@ struct BodyState {
     record: Option<RequestRecord>,
     /// Called at the end of the body.
     at_end: Option<AtEnd>,
-    /// How the upstream's response broke off, until hyper has been given the error.
+    /// How the upstream's response broke off, until the connection has been given the error.
     pending_error: Option<UpstreamBodyError>,
 }
 
@@ -218,8 +218,8 @@ impl HttpBody for ResponseBody {
             this.at_end.take().into_iter().for_each(|at_end| at_end(trailers));
         }
         if let Poll::Ready(Some(Err(error))) = frame {
-            // hyper drops what it has buffered when the body reports an error. Returning `Pending` once makes hyper flush
-            // the head and the data before the error.
+            // h2 drops what it has queued when a stream is reset. Returning `Pending` once lets the connection send the head and
+            // the data first.
             this.pending_error = Some(error);
             cx.waker().wake_by_ref();
             return Poll::Pending;

@@ -296,7 +296,7 @@ impl WorkerConfig {
             text,
             headers,
         );
-        // Set here and not by hyper, because the refusal cache sends copies of the response.
+        // Set here, because the refusal cache sends copies of the response.
         refused.response.headers_mut().insert(DATE, date);
         refused
     }

@@ -7,7 +7,8 @@ use std::cell::RefCell;
 use std::rc::Rc;
 
 use bytes::Bytes;
-use http::{Request, Response};
+use http::Response;
+use http::request::Parts;
 use tokio::sync::watch;
 
 use crate::http::error::RequestError;
@@ -76,13 +77,13 @@ impl RatelimitService {
         self: &Rc<Self>,
         worker: &Rc<WorkerState>,
         peer: &Rc<Peer>,
-        request: Request<impl Into<BodySource>>,
+        parts: Parts,
+        body: BodySource,
         error: Option<RequestError>,
     ) -> ResponseFuture {
         let config = Rc::clone(&self.config.borrow());
         let timeout = worker.config().compiled.config.timeouts.body;
         peer.body_timeout.set(timeout);
-        let (parts, body) = request.into_parts();
         let body = ClientBody::new(body, &parts.headers, peer.body_drain.as_ref());
         let local = |response: responses::LocalResponse| {
             ResponseFuture::Done(Some(response.map(|bytes| ResponseBody::unrecorded(Content::from(bytes)))))

@@ -9,7 +9,7 @@
 //!   (limits, progress, replay), `RequestBody` (what a connection sends).
 //! - Response body: `UpstreamBody` (drives the connection, ends at the deadline, returns the connection to the pool),
 //!   then `proxy::response`.
-//! - Connection: `UpstreamConnection` (HTTP/1.1 or HTTP/2), `Http1Connection` (bytes: `http1_codec`), or `Http2Stream` of an
+//! - Connection: `UpstreamConnection` (HTTP/1.1 or HTTP/2), `Http1Connection`, or `Http2Stream` of an
 //!   `Http2Connection` over `NotifyingIo`, each over the TCP, TLS or Unix stream of `io_stream`.
 
 pub mod attempt_log;
@@ -20,7 +20,6 @@ pub mod echo;
 pub mod forward;
 pub mod health_check;
 pub mod http1;
-pub mod http1_codec;
 pub mod http2;
 pub mod load_balancer;
 pub mod pool;

@@ -15,17 +15,16 @@ use bytes::Bytes;
 use h2::RecvStream;
 use http::header::{self, HeaderMap};
 use http_body::{Body, Frame, SizeHint};
-use hyper::body::Incoming;
 
 use crate::http::error::RequestError;
 use crate::http::headers;
 use crate::timer::{Timer, Timers};
 
 /// Where a body comes from.
-#[derive(Debug)]
 pub enum BodySource {
     Empty,
-    Http1(Incoming),
+    /// Read from the connection of the client.
+    Http1(Pin<Box<dyn Body<Data = Bytes, Error = BodyError>>>),
     Http2(Http2Body),
 }
 
@@ -39,17 +38,9 @@ pub struct Http2Body {
     is_data_done: bool,
 }
 
-impl From<Incoming> for BodySource {
-    fn from(body: Incoming) -> BodySource {
-        BodySource::Http1(body)
-    }
-}
-
-/// `None` if the stream ended with its head.
-impl From<Option<RecvStream>> for BodySource {
-    fn from(stream: Option<RecvStream>) -> BodySource {
-        let http2_body = |stream| BodySource::Http2(Http2Body { stream, bytes_left: None, is_data_done: false });
-        stream.map_or(BodySource::Empty, http2_body)
+impl From<RecvStream> for BodySource {
+    fn from(stream: RecvStream) -> BodySource {
+        BodySource::Http2(Http2Body { stream, bytes_left: None, is_data_done: false })
     }
 }
 
@@ -57,7 +48,7 @@ impl BodySource {
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         match self {
             BodySource::Empty => Poll::Ready(None),
-            BodySource::Http1(body) => Pin::new(body).poll_frame(cx).map_err(BodyError::from),
+            BodySource::Http1(body) => body.as_mut().poll_frame(cx),
             BodySource::Http2(body) => body.poll_frame(cx),
         }
     }
@@ -106,7 +97,7 @@ impl Http2Body {
 /// A response may be complete before the request body is. HTTP/1.1 closes the connection after it. An HTTP/2 stream
 /// would be reset, and clients would discard the response with it; so the server of the stream takes the body from here
 /// and goes on reading for a moment.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub struct BodyDrain {
     body: RefCell<Option<BodySource>>,
     has_progress: Cell<bool>,
@@ -137,7 +128,6 @@ impl BodyDrain {
 }
 
 /// The body of a client's request. If it is dropped before its end, the rest goes to its [`BodyDrain`].
-#[derive(Debug)]
 pub struct ClientBody {
     /// `Some` until the drop.
     body: Option<BodySource>,
@@ -146,8 +136,7 @@ pub struct ClientBody {
 
 impl ClientBody {
     /// `headers`: of the request.
-    pub fn new(body: impl Into<BodySource>, headers: &HeaderMap, drain: Option<&Rc<BodyDrain>>) -> ClientBody {
-        let mut body = body.into();
+    pub fn new(mut body: BodySource, headers: &HeaderMap, drain: Option<&Rc<BodyDrain>>) -> ClientBody {
         if let BodySource::Http2(http2_body) = &mut body {
             let length = headers.get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok());
             http2_body.bytes_left = length.and_then(|length| length.parse().ok());

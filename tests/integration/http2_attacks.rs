@@ -122,7 +122,7 @@ fn empty_data_floods_end_the_connection() {
 
 #[test]
 fn rapid_reset_ends_the_connection_and_every_request_is_counted() {
-    // At once, and slowly enough to stay below the limit of hyper.
+    // At once, and slowly enough to stay below the limit of h2.
     for pause in [Duration::ZERO, Duration::from_millis(2)] {
         let gateway = gateway();
         let sent = while_others_are_served(&gateway, || {

@@ -227,14 +227,14 @@ fn malformed_chunks_end_the_connection_without_smuggling() {
     assert!(upstream.received().iter().all(|received| received.target == "/chunks"), "{:?}", upstream.received());
 }
 
-/// For hyper, a bare line feed is part of a trailer line; for other parsers, it ends the line. They would disagree where the
+/// For some parsers, a bare line feed is part of a trailer line; for others, it ends the line. They would disagree where the
 /// next request begins.
 #[test]
 fn a_trailer_line_that_ends_in_a_line_feed_alone_ends_the_connection() {
     let upstream = Upstream::always(200);
     let gateway = Gateway::start(&forward_all(&upstream));
     let head = "POST /first HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n";
-    // For hyper, the body ends after `A: b`. The second request must not pass.
+    // For some, the body ends after `A: b`. The second request must not pass.
     let trailers = "X: y\n\r\nA: b\r\n\r\n";
     let second = "POST /second HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n";
     for known in [false, true] {

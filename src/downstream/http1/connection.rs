@@ -1,302 +1,297 @@
-//! One HTTP/1.1 client connection: runs hyper while requests arrive, enforces the timeouts, and ends the connection.
+//! One HTTP/1.1 client connection: receives requests, sends responses, enforces the timeouts, and ends the connection.
 
-use std::convert::Infallible;
 use std::future::poll_fn;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
-use bytes::Bytes;
-use http::header::{CONNECTION, DATE};
-use http::{HeaderValue, Method, Request, Response};
-use http_body::{Body as HttpBody, Frame, SizeHint};
-use hyper::body::Incoming;
-use hyper::server::conn::http1;
-use hyper::service::Service;
-use hyper_util::rt::TokioIo;
+use http::header::TRAILER;
+use http::{HeaderMap, Method, Response, Version};
 use tokio::io::AsyncWrite;
 
 use crate::downstream::drain::DrainGuard;
-use crate::downstream::http1::connection_state::ConnectionState;
-use crate::downstream::http1::io::Http1Io;
+use crate::downstream::http1::client_stream::{ClientStream, HeadFailure};
+use crate::downstream::http1::response_sender::{ResponseSender, SendFailure};
+use crate::downstream::linger::linger;
 use crate::http::error::RequestError;
-use crate::http::headers::SpecialFields;
+use crate::http::http1_head::{self, Framing, HeadLimits, RequestHead};
+use crate::http::responses;
 use crate::io_stream::IoStream;
 use crate::proxy::handler::{ResponseFuture, handle};
 use crate::proxy::peer::{ConnectionInfo, Peer};
+use crate::proxy::request_record;
 use crate::proxy::response::{self, ResponseBody};
+use crate::proxy::websocket::TunnelSession;
 use crate::proxy::worker_state::WorkerState;
+use crate::timer::Timer;
 
-/// Fields that hyper parses without an allocation per head.
-const USUAL_FIELDS: usize = 100;
+const CONTINUE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 
 /// Serves a connection until it ends. While the gateway drains, responses have `Connection: close`. An idle connection
 /// stays open in the first step of the drain, because a request may be on its way and closing would lose it.
-///
-/// hyper's state has buffers. It exists only around requests, so that an idle connection uses little memory.
 pub async fn serve(io: IoStream, connection: Rc<ConnectionInfo>, worker: Rc<WorkerState>, drain_guard: DrainGuard) {
-    let address = connection.address;
-    let (state, parser_limits) = {
-        let config = &worker.config().compiled.config;
-        let (timeouts, limits) = (&config.timeouts, &config.limits);
-        let timer = worker.timers.new_timer();
-        let drain = Rc::clone(drain_guard.drain());
-        let state = ConnectionState::new(timer, drain, timeouts.request_head, timeouts.body, limits.min_response_rate);
-        (state, ParserLimits { fields: limits.request_fields, head_bytes: limits.request_head })
-    };
-    let mut peer = Peer::new(
-        connection,
-        worker.timers.new_timer(),
-        Rc::clone(state.informational()),
-        Rc::clone(state.is_delayed()),
-    );
-    peer.body_timeout = Rc::clone(state.body_timeout());
-    let peer = Rc::new(peer);
-    let mut service = Http1Service { worker: Rc::clone(&worker), state: Rc::clone(&state), peer: Rc::clone(&peer) };
-    let mut io = Http1Io::new(io, Rc::clone(&state), Rc::clone(&worker), Rc::clone(&peer));
-    loop {
-        match wait_for_request(&io, &state, &drain_guard).await {
-            IdleEnd::Readable => {}
-            IdleEnd::Late => break,
-            IdleEnd::Drained => break finish(io, Bytes::new(), &state, &peer).await,
-        }
-        let mut connection = parser_limits.new_connection(io, service);
-        match drive_hyper(&mut connection, &state, &drain_guard).await {
-            Ok(DriveEnd::Idle) => {
-                let parts = connection.into_parts();
-                (io, service) = (parts.io.into_inner(), parts.service);
-                // Bytes without a request may have been received, such as an empty line.
-                if !parts.read_buf.is_empty() {
-                    io.unread(parts.read_buf);
-                }
-            }
-            Ok(DriveEnd::Finished) => {
-                let finishing = {
-                    let parts = connection.into_parts();
-                    finish(parts.io.into_inner(), parts.read_buf, &state, &peer)
-                };
-                break finishing.await;
-            }
-            Ok(DriveEnd::Late) => {
-                let mut io = connection.into_parts().io.into_inner();
-                match state.timeout_error() {
-                    Some(error @ RequestError::HeadTimeout) => io.send_error(&error),
-                    Some(error) => {
-                        worker.metrics.request_error(error.kind_index());
-                        if error == RequestError::Stalled {
-                            io.reset();
-                        }
-                    }
-                    None => {}
-                }
-                break;
-            }
-            Err(error) => {
-                tracing::debug!(%address, %error, "client connection failed");
-                if error.is_parse() {
-                    let mut io = connection.into_parts().io.into_inner();
-                    io.send_error(&RequestError::Malformed);
-                    finish(io, Bytes::new(), &state, &peer).await;
-                }
-                break;
-            }
-        }
-    }
+    let mut connection = Http1Connection::new(io, connection, worker, &drain_guard);
+    let end = poll_fn(|cx| connection.poll(cx)).await;
+    Box::pin(connection.finish(end)).await;
 }
 
-/// hyper's connection. Boxed, so that an idle connection uses no memory for it.
-type Connection = Box<http1::Connection<TokioIo<Http1Io>, Http1Service>>;
-
-/// Limits on a request head.
-struct ParserLimits {
-    fields: usize,
-    head_bytes: usize,
-}
-
-impl ParserLimits {
-    fn new_connection(&self, io: Http1Io, service: Http1Service) -> Connection {
-        let mut builder = http1::Builder::new();
-        if self.fields != USUAL_FIELDS {
-            builder.max_headers(self.fields);
-        }
-        builder
-            .header_read_timeout(None)
-            .auto_date_header(false)
-            // `Http1Io` notices clients that close the connection.
-            .half_close(true)
-            // Both, because a grown read buffer may hold more than the maximum buffer size.
-            .max_header_size(self.head_bytes)
-            .max_buf_size(self.head_bytes);
-        Box::new(builder.serve_connection(TokioIo::new(io), service))
-    }
-}
-
-/// How the wait for a request ends.
-enum IdleEnd {
-    /// Bytes, or the end of the stream, can be read.
-    Readable,
-    Late,
-    Drained,
-}
-
-/// Waits until bytes arrive, without hyper.
-async fn wait_for_request(io: &Http1Io, state: &ConnectionState, drain_guard: &DrainGuard) -> IdleEnd {
-    poll_fn(|cx| {
-        if io.poll_readable(cx).is_ready() {
-            Poll::Ready(IdleEnd::Readable)
-        } else if drain_guard.poll_closing_idle(cx) {
-            Poll::Ready(IdleEnd::Drained)
-        } else if state.poll_timed_out(cx) {
-            Poll::Ready(IdleEnd::Late)
-        } else {
-            Poll::Pending
-        }
-    })
-    .await
-}
-
-/// How a run of hyper ends.
-enum DriveEnd {
-    /// No request arrived for a while; hyper's buffers are freed.
-    Idle,
-    /// No other request follows.
-    Finished,
-    Late,
-}
-
-/// Runs hyper until the connection is idle, finished, or timed out.
-async fn drive_hyper(
-    connection: &mut Connection,
-    state: &ConnectionState,
-    drain_guard: &DrainGuard,
-) -> Result<DriveEnd, hyper::Error> {
-    let mut is_shutting_down = false;
-    poll_fn(|cx| {
-        let mut poll = Pin::new(&mut **connection).poll(cx).map_ok(|()| DriveEnd::Finished);
-        if poll.is_pending() && state.poll_timed_out(cx) {
-            return Poll::Ready(Ok(DriveEnd::Late));
-        }
-        if poll.is_pending()
-            && !is_shutting_down
-            && (state.take_idled() || drain_guard.poll_closing_idle(cx) && state.is_idle())
-        {
-            // Without a request in flight, hyper finishes at once. If it still reads a request body behind the response, it
-            // closes the connection after that.
-            is_shutting_down = true;
-            Pin::new(&mut **connection).graceful_shutdown();
-            poll = connection.poll_without_shutdown(cx).map_ok(|()| DriveEnd::Idle);
-        }
-        poll
-    })
-    .await
-}
-
-/// Continues after the last response: runs the tunnel that it opened, or closes the connection. Boxed, so that a waiting
-/// connection uses no memory for it.
-fn finish<'a>(
-    mut io: Http1Io,
-    early: Bytes,
-    state: &'a ConnectionState,
-    peer: &'a Peer,
-) -> Pin<Box<impl Future<Output = ()> + use<'a>>> {
-    Box::pin(async move {
-        let Some(tunnel) = peer.tunnel.take() else {
-            // hyper shuts down itself, unless the client had offered an upgrade, or hyper was not running.
-            let shutdown = poll_fn(|cx| match Pin::new(&mut io).poll_shutdown(cx) {
-                Poll::Pending if !state.poll_timed_out(cx) => Poll::Pending,
-                _ => Poll::Ready(()),
-            });
-            return shutdown.await;
-        };
-        io.pass_through();
-        tunnel.run(io, early, &peer.timer).await;
-    })
-}
-
-/// The hyper service of a connection.
-struct Http1Service {
-    worker: Rc<WorkerState>,
-    state: Rc<ConnectionState>,
+/// A connection, and what its requests need.
+struct Http1Connection<'d> {
+    stream: Rc<ClientStream>,
+    phase: Phase,
     peer: Rc<Peer>,
-}
-
-impl Service<Request<Incoming>> for Http1Service {
-    type Response = Response<TrackedBody>;
-    type Error = Infallible;
-    type Future = Http1ResponseFuture;
-
-    fn call(&self, request: Request<Incoming>) -> Http1ResponseFuture {
-        self.state.begin_request(request.body().size_hint().exact());
-        let fields = request.headers().len();
-        let is_head = request.method() == Method::HEAD;
-        let find_error = |special: SpecialFields| self.state.find_framing_error(special, fields);
-        let response = ResponseFuture::start(|| handle(&self.worker, &self.peer, request, find_error));
-        Http1ResponseFuture { response, is_head, state: Rc::clone(&self.state), worker: Rc::clone(&self.worker) }
-    }
-}
-
-/// The response to one request.
-struct Http1ResponseFuture {
-    response: ResponseFuture,
-    is_head: bool,
-    state: Rc<ConnectionState>,
     worker: Rc<WorkerState>,
+    drain_guard: &'d DrainGuard,
+    /// Limits the wait for a head, and the time for which a response may make no progress.
+    timer: Rc<Timer>,
+    head_limits: HeadLimits,
+    head_timeout: Duration,
+    min_response_rate: u64,
 }
 
-impl Future for Http1ResponseFuture {
-    type Output = Result<Response<TrackedBody>, Infallible>;
+/// What a connection does.
+enum Phase {
+    /// Receiving the head of the next request.
+    Head,
+    /// Waiting for the head of the response.
+    Processing(Exchange),
+    /// Sending the response.
+    Responding(ResponseSender, NextStep),
+    Ended,
+}
 
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let this = self.get_mut();
-        let mut response = ready!(this.response.poll_response(cx));
-        if this.is_head {
+/// A request of which the response is made.
+struct Exchange {
+    response: ResponseFuture,
+    version: Version,
+    is_head: bool,
+    /// The client takes another response on the connection.
+    keeps_alive: bool,
+    takes_trailers: bool,
+}
+
+/// What follows a response.
+enum NextStep {
+    /// Another request, if the body of this one has ended.
+    Request,
+    End(ConnectionEnd),
+}
+
+/// How a connection ends.
+enum ConnectionEnd {
+    /// It is closed without another byte.
+    Dropped,
+    /// Bytes that wait to be sent are discarded too. The kernel would otherwise keep them for as long as the client reads a byte now
+    /// and then.
+    Reset,
+    /// The gateway closes its side, and reads for a moment what the client still sends.
+    Closed,
+    Tunnel(Box<TunnelSession>),
+}
+
+impl<'d> Http1Connection<'d> {
+    fn new(
+        io: IoStream,
+        connection: Rc<ConnectionInfo>,
+        worker: Rc<WorkerState>,
+        drain_guard: &'d DrainGuard,
+    ) -> Http1Connection<'d> {
+        let worker_config = worker.config();
+        let config = &worker_config.compiled.config;
+        let timer = worker.timers.new_timer();
+        timer.arm(config.timeouts.request_head);
+        Http1Connection {
+            stream: ClientStream::new(io),
+            phase: Phase::Head,
+            peer: Rc::new(Peer::new(connection, worker.timers.new_timer(), Rc::default(), Rc::default())),
+            timer,
+            head_limits: HeadLimits { fields: config.limits.request_fields, bytes: config.limits.request_head },
+            head_timeout: config.timeouts.request_head,
+            min_response_rate: config.limits.min_response_rate,
+            worker,
+            drain_guard,
+        }
+    }
+
+    /// Ready when no other request follows.
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<ConnectionEnd> {
+        loop {
+            let end = match &mut self.phase {
+                Phase::Head => match ready!(self.poll_head(cx)) {
+                    Ok(head) => {
+                        self.phase = Phase::Processing(self.begin_request(head));
+                        continue;
+                    }
+                    Err(end) => end,
+                },
+                Phase::Processing(_) => match ready!(self.poll_response(cx)) {
+                    Some(response) => {
+                        self.begin_response(response);
+                        continue;
+                    }
+                    None => ConnectionEnd::Dropped,
+                },
+                Phase::Responding(sender, _) => match ready!(sender.poll(&self.stream, &self.peer, &self.timer, cx)) {
+                    Ok(()) => match self.end_response() {
+                        Some(end) => end,
+                        None => continue,
+                    },
+                    Err(failure) => self.abort_response(failure),
+                },
+                Phase::Ended => ConnectionEnd::Dropped,
+            };
+            self.phase = Phase::Ended;
+            return Poll::Ready(end);
+        }
+    }
+
+    /// Polls the head of the next request. A head that is not complete in time, or not HTTP, gets an error response.
+    fn poll_head(&self, cx: &mut Context<'_>) -> Poll<Result<RequestHead, ConnectionEnd>> {
+        match self.stream.poll_head(self.head_limits, cx) {
+            Poll::Ready(Ok(head)) => return Poll::Ready(Ok(head)),
+            Poll::Ready(Err(HeadFailure::Closed)) => {
+                if self.stream.is_in_head() {
+                    self.record_rejected_head(&RequestError::HeadIncomplete);
+                }
+            }
+            Poll::Ready(Err(HeadFailure::Unusable(error))) => self.reject_head(&error),
+            Poll::Pending if self.drain_guard.poll_closing_idle(cx) && !self.stream.is_in_head() => {}
+            Poll::Pending if self.timer.poll_expired(cx) => {
+                if self.stream.is_in_head() {
+                    self.reject_head(&RequestError::HeadTimeout);
+                }
+                return Poll::Ready(Err(ConnectionEnd::Dropped));
+            }
+            Poll::Pending => return Poll::Pending,
+        }
+        Poll::Ready(Err(ConnectionEnd::Closed))
+    }
+
+    fn reject_head(&self, error: &RequestError) {
+        self.record_rejected_head(error);
+        self.stream.try_send(&responses::http1_bytes(&responses::error_response(error)));
+    }
+
+    fn record_rejected_head(&self, error: &RequestError) {
+        request_record::record_rejected_head(&self.worker, self.peer.connection.address, error);
+    }
+
+    fn begin_request(&self, head: RequestHead) -> Exchange {
+        let RequestHead { parts, body, keeps_alive, expects_continue, takes_trailers, error } = head;
+        self.timer.disarm();
+        let (version, is_head) = (parts.version, parts.method == Method::HEAD);
+        let body = self.stream.begin_request(body, expects_continue);
+        let response = ResponseFuture::start(|| handle(&self.worker, &self.peer, parts, body, error));
+        Exchange { response, version, is_head, keeps_alive, takes_trailers }
+    }
+
+    /// Polls the head of the response; `None` if the client has closed the connection.
+    fn poll_response(&mut self, cx: &mut Context<'_>) -> Poll<Option<Response<ResponseBody>>> {
+        let Phase::Processing(exchange) = &mut self.phase else { return Poll::Ready(None) };
+        self.stream.before_poll(cx);
+        if let Poll::Ready(response) = exchange.response.poll_response(cx) {
+            return Poll::Ready(Some(response));
+        }
+        if self.stream.take_continue() {
+            self.stream.outgoing().end_mut().extend_from_slice(CONTINUE);
+        }
+        self.queue_informational();
+        let is_broken = matches!(self.stream.poll_send(cx), Poll::Ready(Err(_)));
+        if is_broken || self.stream.poll_closed(self.peer.is_delayed.get(), cx).is_ready() {
+            return Poll::Ready(None);
+        }
+        Poll::Pending
+    }
+
+    /// Takes the waiting informational responses, to be sent before other bytes.
+    fn queue_informational(&self) {
+        if let Some(heads) = self.peer.informational.take() {
+            self.stream.outgoing().end_mut().extend_from_slice(&heads);
+        }
+    }
+
+    fn begin_response(&mut self, mut response: Response<ResponseBody>) {
+        let Phase::Processing(Exchange { version, is_head, keeps_alive, takes_trailers, .. }) = self.phase else {
+            return;
+        };
+        let tunnel = self.peer.tunnel.take();
+        let framing = Framing::of_response(&response, version, is_head);
+        if framing == Framing::NoBody && tunnel.is_none() {
             response::strip_body(&mut response);
         }
-        let state = Rc::clone(&this.state);
-        state.record_progress();
-        let mut response = response.map(|body| TrackedBody { body, state });
-        if !response.headers().keys().any(|name| *name == DATE) {
-            response.headers_mut().insert(DATE, this.worker.date());
+        let keeps_alive = keeps_alive && !self.drain_guard.drain().has_begun() && !self.stream.is_expectation_open();
+        let announced_trailers = if takes_trailers { trailer_fields(response.headers()) } else { None };
+        self.queue_informational();
+        let mut outgoing = self.stream.outgoing();
+        let date = self.worker.date();
+        let keeps_alive =
+            http1_head::write_response_head(&response, framing, version, keeps_alive, &date, outgoing.end_mut());
+        let next = match tunnel {
+            Some(session) => NextStep::End(ConnectionEnd::Tunnel(Box::new(session))),
+            None if keeps_alive => NextStep::Request,
+            None => NextStep::End(ConnectionEnd::Closed),
+        };
+        self.timer.arm(self.peer.body_timeout.get());
+        let sender = ResponseSender::new(response.into_body(), framing, announced_trailers, self.min_response_rate);
+        self.phase = Phase::Responding(sender, next);
+    }
+
+    /// Called when the response was sent. `None`: waits for the next request.
+    fn end_response(&mut self) -> Option<ConnectionEnd> {
+        match std::mem::replace(&mut self.phase, Phase::Head) {
+            Phase::Responding(_, NextStep::End(end)) => Some(end),
+            _ if self.stream.end_request() => {
+                self.timer.arm(self.head_timeout);
+                None
+            }
+            _ => Some(ConnectionEnd::Closed),
         }
-        if this.state.is_last() && !response.status().is_informational() {
-            // hyper closes the connection behind a response with this field.
-            response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+    }
+
+    fn abort_response(&self, failure: SendFailure) -> ConnectionEnd {
+        let SendFailure::TimedOut(error) = failure else { return ConnectionEnd::Dropped };
+        self.worker.metrics.request_error(error.kind_index());
+        if error == RequestError::Stalled { ConnectionEnd::Reset } else { ConnectionEnd::Dropped }
+    }
+
+    async fn finish(self, end: ConnectionEnd) {
+        let (stream, peer, timer) = (Rc::clone(&self.stream), Rc::clone(&self.peer), Rc::clone(&self.timer));
+        drop(self);
+        // Bodies hold weak references.
+        let Some((mut io, early_bytes, is_read_closed)) = Rc::into_inner(stream).map(ClientStream::into_parts) else {
+            return;
+        };
+        match end {
+            ConnectionEnd::Dropped => {}
+            ConnectionEnd::Reset => io.reset_on_close(),
+            ConnectionEnd::Tunnel(session) => drop(session.run(io, early_bytes, &peer.timer).await),
+            ConnectionEnd::Closed => {
+                timer.arm(peer.body_timeout.get());
+                poll_fn(|cx| match Pin::new(&mut io).poll_shutdown(cx) {
+                    Poll::Pending if !timer.poll_expired(cx) => Poll::Pending,
+                    _ => Poll::Ready(()),
+                })
+                .await;
+                if !is_read_closed {
+                    linger(&mut io).await;
+                }
+            }
         }
-        Poll::Ready(Ok(response))
     }
 }
 
-/// A response body that reports its progress to the connection state.
-struct TrackedBody {
-    body: ResponseBody,
-    state: Rc<ConnectionState>,
-}
-
-impl HttpBody for TrackedBody {
-    type Data = Bytes;
-    type Error = <ResponseBody as HttpBody>::Error;
-
-    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
-        let this = self.get_mut();
-        let frame = Pin::new(&mut this.body).poll_frame(cx);
-        match frame {
-            Poll::Ready(_) => this.state.record_progress(),
-            Poll::Pending => this.state.await_body(),
-        }
-        frame
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
-    }
-}
-
-impl Drop for TrackedBody {
+impl Drop for Http1Connection<'_> {
+    /// Records a head that does not become complete because the gateway stops.
     fn drop(&mut self) {
-        self.state.finish_response();
+        if matches!(self.phase, Phase::Head) && self.stream.is_in_head() {
+            self.record_rejected_head(&RequestError::HeadIncomplete);
+        }
     }
+}
+
+/// The fields that announce trailers; `None` if there are none.
+fn trailer_fields(headers: &HeaderMap) -> Option<Box<HeaderMap>> {
+    let fields = || headers.get_all(TRAILER).iter().map(|names| (TRAILER, names.clone())).collect();
+    headers.contains_key(TRAILER).then(|| Box::new(fields()))
 }

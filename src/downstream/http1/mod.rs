@@ -1,7 +1,5 @@
-//! HTTP/1.1 connections of clients, served by hyper.
+//! HTTP/1.1 connections of clients.
 
-pub mod chunked;
+pub mod client_stream;
 pub mod connection;
-pub mod connection_state;
-pub mod head_tracker;
-pub mod io;
+pub mod response_sender;

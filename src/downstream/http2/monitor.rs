@@ -13,12 +13,12 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Sleep;
 
-use crate::downstream::http1::io::LINGER;
 use crate::downstream::http2::flood_guard::{Abuse, Budget, FloodGuard, HeadRejection};
 use crate::downstream::http2::frame_header::{FrameHeader, FrameReader};
 use crate::downstream::http2::header_scanner::{BlockObserver, HeaderBlock, HeaderScanner};
 use crate::downstream::http2::hpack;
 use crate::downstream::http2::hpack::BlockError;
+use crate::downstream::linger::LINGER;
 use crate::io_stream::IoStream;
 use crate::timer::{Timer, Timers};
 

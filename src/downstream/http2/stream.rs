@@ -32,6 +32,7 @@ use crate::proxy::request_record;
 use crate::proxy::response::{self, ResponseBody};
 use crate::proxy::worker_state::WorkerState;
 use crate::ratelimit_service::RatelimitService;
+use crate::upstream::request_body::BodySource;
 
 /// Limits on reading the rest of a request body after the response. Then the client's window stays closed, and the stream is
 /// reset. Some clients drop a response that they read together with the reset; the time helps clients on busy machines, and
@@ -95,19 +96,18 @@ impl Streams {
         self.shared.monitor.accept(stream_id);
         let is_head = request.method() == Method::HEAD;
         let (parts, stream) = request.into_parts();
-        let mut body = None;
+        let mut body = BodySource::Empty;
         if is_connect {
             tunnel = Some(stream);
         } else if !stream.is_end_stream() {
-            body = Some(stream);
+            body = BodySource::from(stream);
         }
-        let (peer, has_no_body) = (self.shared.take_peer(), body.is_none());
-        let request = Request::from_parts(parts, body);
+        let (peer, has_no_body) = (self.shared.take_peer(), matches!(body, BodySource::Empty));
         // HTTP/2 has no chunked coding, so the message length is never ambiguous.
         let StreamContext { worker, service, .. } = &*self.shared;
         let mut response = ResponseFuture::start(|| match service {
-            Some(service) => service.handle(worker, &peer, request, error),
-            None => handle(worker, &peer, request, |_special| error),
+            Some(service) => service.handle(worker, &peer, parts, body, error),
+            None => handle(worker, &peer, parts, body, error),
         });
         if has_no_body && let Some(mut response) = response.take_ready() {
             self.shared.recycle_peer(peer);

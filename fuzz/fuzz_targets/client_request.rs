@@ -4,7 +4,7 @@
 
 use libfuzzer_sys::fuzz_target;
 
-#[path = "../properties/request_validation.rs"]
+#[path = "../properties/client_request.rs"]
 mod property;
 
 fuzz_target!(|bytes: &[u8]| property::holds(bytes));
