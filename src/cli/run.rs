@@ -147,8 +147,9 @@ impl Supervisor<'_> {
     /// replaces, and the channel to it.
     async fn supervise(mut self, former: Option<(u32, SuccessorChannel)>, mut signals: Signals) -> io::Result<()> {
         let mut stop = StopSignals::new()?;
-        self.open(former, &mut stop).await?;
+        // Before the first scrape.
         let meter = ReloadMetrics::new(&self.gateway.registry, self.clock.wall_ms());
+        self.open(former, &mut stop).await?;
         // The interval survives the loop, so that frequent signals do not postpone the checks.
         let mut watch_timer = tokio::time::interval(WATCH_PERIOD);
         watch_timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
