@@ -310,13 +310,18 @@ impl<const W: usize> SlotArray<W> {
         // confirm two claims of one key, the one whose fence comes second sees the claim of the other. The same holds
         // between the charge that blocks new counters and the check for it below.
         fence(Ordering::SeqCst);
-        for (order, other) in self.slots_of(key).enumerate() {
-            let word = self.load(other);
-            if other == index || word.tag() != key.tag {
+        let mut is_behind = false;
+        for other in self.slots_of(key) {
+            if other == index {
+                is_behind = true;
                 continue;
             }
-            let mine = self.slots_of(key).position(|other| other == index);
-            if !word.is_claim() || Some(order) < mine {
+            let word = self.load(other);
+            if word.tag() != key.tag {
+                continue;
+            }
+            // Of two claims, the first in the order of the search stays: so one of two threads makes progress.
+            if !word.is_claim() || !is_behind {
                 self.revoke(index, claim);
                 return Confirm::Retry;
             }
@@ -380,4 +385,22 @@ impl<const W: usize> SlotArray<W> {
 /// 2019).
 fn scale_to(bits: u64, n: u64) -> u64 {
     ((u128::from(bits) * u128::from(n)) >> 64) as u64
+}
+
+#[cfg(all(test, not(feature = "loom")))]
+mod tests {
+    use super::*;
+    use crate::memory::Memory;
+
+    #[test]
+    fn of_two_claims_the_first_becomes_the_counter() {
+        let memory = Memory::zeroed(1024).unwrap();
+        let slots = SlotArray::<1>::new(memory.words(0, 2).unwrap(), memory.numbers(512, WATERMARKS).unwrap());
+        let key = Key { bucket_hash: 0, tag: 7 };
+        (0..2).for_each(|index| assert!(slots.restore(index, CounterWord::claim(key.tag, index as u32))));
+        let window = OpenWindow { end_ms: 100, closes_ms: 100 };
+        let counter = CounterWord::new(key.tag, 100, 0);
+        assert!(matches!(slots.insert(key, window, 50, || false), InsertResult::At(0, word) if word == counter));
+        assert_eq!(slots.words().collect::<Vec<_>>(), [counter, CounterWord::EMPTY]);
+    }
 }
