@@ -22,24 +22,36 @@ fn slot_array() -> SlotArray<1> {
     SlotArray::new(words, marks)
 }
 
+/// An array of one slot.
+fn one_slot() -> SlotArray<1> {
+    let cells = Memory::zeroed(0).and_then(|memory| Some((memory.words(0, 1)?, memory.numbers(0, WATERMARKS)?)));
+    let (words, marks) = cells.expect("there is memory");
+    SlotArray::new(words, marks)
+}
+
 /// Inserts `key` and adds one token to its counter, as a table does, without overflow counters. Returns the end of the
 /// window that was charged; 0 if the array is full, 1 if the window has ended.
 fn add<const W: usize>(slot_array: &SlotArray<W>, key: Key, end_ms: u64, now_ms: u64) -> u64 {
-    let (request, time) = (AcquireRequest::plain(end_ms, 9, 1), Time::plain(now_ms));
+    acquire(slot_array, key, 9, end_ms, now_ms).expect("below the limit")
+}
+
+/// As [`add`]; `None` if `limit` tokens of the window are used.
+fn acquire<const W: usize>(slot_array: &SlotArray<W>, key: Key, limit: u32, end_ms: u64, now_ms: u64) -> Option<u64> {
+    let (request, time) = (AcquireRequest::plain(end_ms, limit, 1), Time::plain(now_ms));
     loop {
         match slot_array.insert(key, OpenWindow { end_ms, closes_ms: end_ms }, now_ms, || false) {
             InsertResult::At(index, mut word) => {
                 while word.tag() == key.tag && !word.is_claim() {
                     let before = usage(word, request, time);
-                    let (next, _) = acquired(key.tag, before, request, time).expect("below the limit");
+                    let (next, _) = acquired(key.tag, before, request, time)?;
                     match slot_array.swap(index, word, next) {
-                        Ok(()) => return next.end_ms(),
+                        Ok(()) => return Some(next.end_ms()),
                         Err(changed) => word = changed,
                     }
                 }
             }
-            InsertResult::Full => return 0,
-            InsertResult::Late => return 1,
+            InsertResult::Full => return Some(0),
+            InsertResult::Late => return Some(1),
         }
     }
 }
@@ -146,4 +158,30 @@ fn a_reused_slot_is_not_opened_for_its_ended_window() {
         late
     });
     assert_eq!(outcomes.into_iter().collect::<Vec<_>>(), [1, 100]);
+}
+
+/// A claim is removed, and the slot is claimed again for the same key, while a slow thread confirms the first claim. Meanwhile
+/// the only token of the slow thread's window was used, and the slot reused: the window must not be opened again in place of
+/// the second claim.
+#[test]
+fn a_removed_claim_is_not_confirmed_in_place_of_a_later_one() {
+    let outcomes = explore(2, || {
+        let slot_array = Arc::new(one_slot());
+        let results = race(
+            &slot_array,
+            [
+                |array| vec![acquire(array, KEY_A, 1, 100, 40)],
+                |array| {
+                    // With one slot, another key takes the claim.
+                    let other = acquire(array, KEY_B, 1, 60, 50);
+                    let first = acquire(array, KEY_A, 1, 100, 65);
+                    vec![other, first, acquire(array, KEY_B, 1, 200, 150), acquire(array, KEY_A, 1, 300, 250)]
+                },
+            ],
+        );
+        let in_first = results.iter().flatten().filter(|end| **end == Some(100)).count();
+        assert!(in_first <= 1, "{results:?}");
+        results
+    });
+    assert!(outcomes.iter().any(|[late, _]| *late == [Some(1)]), "the slow thread finds a reused slot: {outcomes:?}");
 }
