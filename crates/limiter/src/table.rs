@@ -523,8 +523,9 @@ impl<const W: usize> Table<W> {
         loop {
             match self.counters.find(counter.key) {
                 FindResult::Nothing => break,
-                FindResult::Claim(index, claim) if self.counters.revoke(index, claim) => {}
-                FindResult::Claim(..) => {}
+                FindResult::Claim(index, claim) => {
+                    self.counters.revoke(index, claim);
+                }
                 FindResult::Counter(..) => {
                     self.refund(receipt, request, time);
                     return None;
@@ -596,5 +597,77 @@ impl<const W: usize> Table<W> {
             }
         }
         RefundResult::Nothing
+    }
+}
+
+#[cfg(all(test, not(feature = "loom")))]
+mod tests {
+    use super::*;
+
+    fn counter(tag: u64) -> Counter {
+        Counter { key: Key { bucket_hash: 0, tag }, layer: 0x0123_4567_89AB_CDEF }
+    }
+
+    /// A table of one slot, which another key occupies until 60.
+    fn full_table() -> Table<1> {
+        let table = Table::with_buckets(1, 1).unwrap();
+        assert!(acquires(&table, counter(9), 60, 50));
+        table
+    }
+
+    /// Takes one of two tokens.
+    fn acquires(table: &Table<1>, counter: Counter, end_ms: u64, now_ms: u64) -> bool {
+        let outcome = table.acquire(counter, AcquireRequest::plain(end_ms, 2, 1), Time::plain(now_ms), None);
+        matches!(outcome, CounterResult::Acquired(..))
+    }
+
+    fn used(table: &Table<1>, counter: Counter, end_ms: u64, now_ms: u64) -> u64 {
+        table.peek(counter, AcquireRequest::plain(end_ms, 2, 1), Time::plain(now_ms)).0.used
+    }
+
+    /// Counters that outlive the process are found by these numbers.
+    #[test]
+    fn overflow_counters_stay_where_they_are() {
+        let key = Key { bucket_hash: 0x3DD3_A03B_E082_CBCD, tag: 0x0021_6AF3_7BC0_48D1 };
+        assert_eq!([3, 64 + 3].map(|tag| counter(tag).overflow_key()), [key; 2]);
+    }
+
+    #[test]
+    fn refusals_by_overflow_counters_are_counted() {
+        let table = full_table();
+        let refused = || table.overflow_refused_total();
+        assert!(acquires(&table, counter(1), 60, 50));
+        assert_eq!((used(&table, counter(1), 60, 50), refused()), (1, 0));
+        assert!(acquires(&table, counter(65), 60, 50));
+        assert_eq!((used(&table, counter(1), 60, 50), refused()), (2, 1));
+        assert!(!acquires(&table, counter(1), 60, 50));
+        assert_eq!((refused(), table.overflow_charges_total()), (2, 2));
+        // No overflow counter is free.
+        assert!(!acquires(&table, counter(2), 60, 50));
+        assert_eq!(refused(), 3);
+    }
+
+    /// The overflow counter of an earlier window has not counted the key, which finds a slot.
+    #[test]
+    fn usage_of_an_earlier_overflow_counter_does_not_count() {
+        let table = full_table();
+        assert!(acquires(&table, counter(1), 100, 50) && acquires(&table, counter(1), 100, 50));
+        assert_eq!([100, 200].map(|end_ms| used(&table, counter(65), end_ms, 70)), [2, 0]);
+        assert!(acquires(&table, counter(65), 200, 70));
+        assert_eq!(table.overflow_charges_total(), 2);
+    }
+
+    #[test]
+    fn watermarks_are_restored_each_in_its_place() {
+        let watermarks = Watermarks { horizon_ms: 5, overflow_horizon_ms: 9, overflow_end_ms: 7 };
+        let table = full_table();
+        table.restore_watermarks(watermarks);
+        assert_eq!((table.watermarks(), table.horizon_ms()), (watermarks, 9));
+    }
+
+    #[test]
+    fn overflow_counters_are_a_64th_of_a_large_table() {
+        let buckets = |capacity| (Table::layout(capacity).counter_buckets, Table::layout(capacity).overflow_buckets);
+        assert_eq!([0, 4000, 1 << 20].map(buckets), [(1, 128), (1000, 128), (1 << 18, 1 << 12)]);
     }
 }
