@@ -124,7 +124,7 @@ impl<const W: usize> Table<W> {
         // Another thread may set a later end meanwhile.
         while self.write_window(known_usage, self.known_end_ms(counter, now_ms).max(end_ms), now_ms, add)
             == DepositResult::Expired
-            && self.known_end_ms(counter, now_ms) > end_ms
+            && self.known_usage(counter, now_ms).is_some()
         {}
     }
 

@@ -331,3 +331,37 @@ fn known_usage_is_of_the_latest_window() {
         assert_eq!((table.known_usage(counter_a(), 100), table.known_usage(counter_a(), 200)), (Some((200, 1)), None));
     });
 }
+
+/// The window of a lease has ended. Its slot is reused for another key while tokens of the next window are deposited.
+#[test]
+fn a_deposit_never_reaches_another_counter() {
+    let outcomes = explore(3, || {
+        let table = table_with_lease::<1>(1, 1);
+        let [stored, other] = race(
+            &table,
+            [
+                |t| t.deposit(counter_a(), 200, 3, 150) == DepositResult::Stored,
+                |t| acquire_one(t, counter_b(), 9, 200, 150) == Outcome::Acquired(200),
+            ],
+        );
+        assert!(other, "a key without a slot uses the overflow counter");
+        assert_eq!(used(&table, counter_b(), 200), (1, 200));
+        assert_eq!(table.leased_tokens(counter_a(), 150), if stored { 3 } else { 0 });
+        stored
+    });
+    assert_eq!(outcomes.into_iter().collect::<Vec<_>>(), [false, true]);
+}
+
+/// The usage of a sliding window counts on when another thread moves its end meanwhile.
+#[test]
+fn known_usage_of_a_sliding_window_counts_on() {
+    explore(2, || {
+        let table = Arc::new(Table::<1>::with_buckets(2, 1).expect("there is memory"));
+        table.add_sliding_usage(counter_a(), 100, 1, 50);
+        race(
+            &table,
+            [|t| t.add_sliding_usage(counter_a(), 100, 2, 60), |t| t.add_sliding_usage(counter_a(), 150, 4, 60)],
+        );
+        assert_eq!(table.known_usage(counter_a(), 60), Some((150, 7)));
+    });
+}
