@@ -1,0 +1,79 @@
+//! Models of a rule that counts locally during an outage, while another thread reports its usage to the store.
+
+use std::sync::Arc;
+
+use transom_limiter::concurrency::ConcurrencyTable;
+use transom_limiter::decision::Decision;
+use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::key::{KeyHash, KeyPart, OnMissing, Seed};
+use transom_limiter::limit::Limit;
+use transom_limiter::rule::{Rule, Sharing};
+use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
+use transom_limiter::shared_counting::LocalDecision;
+use transom_limiter::table::Table;
+
+use crate::support::{explore, race};
+
+const KEYED_REQUEST: KeyedRequest =
+    KeyedRequest { key: KeyHash { bucket_hash: 0, tag: 1 }, offset: 0, variant: 0, cost: 1 };
+const NOW_MS: u64 = 1050;
+
+/// A shared limit of one request in 100 ms.
+struct Gateway {
+    table: Table<2>,
+    rule_set: RuleSet,
+    charge_plan: ChargePlan,
+}
+
+impl Gateway {
+    fn new() -> Arc<Gateway> {
+        let limit = Limit::parse("1/100ms").expect("it is a limit");
+        let mut rule = Rule::new("r", vec![KeyPart::Global], OnMissing::Never, vec![limit]);
+        rule.sharing = Sharing::Lease;
+        // A table of one shard, because loom creates its locks again for each interleaving.
+        let former = RuleSet { concurrency: Arc::new(ConcurrencyTable::with_capacity(1, 1)), ..RuleSet::default() };
+        let rule_set = RuleSet::new(&[rule], Seed(1, 2), Some(&former));
+        let charge_plan = rule_set.charge_plan(&[0]);
+        Arc::new(Gateway { table: Table::with_buckets(1, 1).expect("there is memory"), rule_set, charge_plan })
+    }
+
+    /// Whether a request is admitted while the store is unreachable.
+    fn admits(&self) -> bool {
+        let mut context = DecisionContext::default();
+        context.inputs.keyed_requests.push(Some(KEYED_REQUEST));
+        self.rule_set.set_counting_modes(&self.charge_plan, |_rule| true, &mut context.sharing.counting_modes);
+        let clock = || NOW_MS;
+        let decision = self.rule_set.decide_locally(
+            &self.charge_plan,
+            self.charge_plan.enforced(),
+            &self.table,
+            DecisionTime::read(&clock),
+            &mut context,
+            true,
+        );
+        matches!(decision, LocalDecision::Decided(Decision::Admitted))
+    }
+
+    /// Moves the usage of the local counter to the known usage of the shared one; returns the tokens.
+    fn report(&self) -> u64 {
+        let counter = self.rule_set.rules[0].layer(0).counter(KEYED_REQUEST);
+        let announce = |tokens: u64| self.table.add_known_usage(counter, 1100, tokens as u32, NOW_MS);
+        let clock = || NOW_MS;
+        self.rule_set.reset_local(0, 0, KEYED_REQUEST, &self.table, DecisionTime::read(&clock), announce)
+    }
+}
+
+/// A request has read the known usage, and finds the local counter reset.
+#[test]
+fn reported_usage_is_not_granted_again() {
+    let outcomes = explore(2, || {
+        let gateway = Gateway::new();
+        assert!(gateway.admits());
+        let [admitted, reported] = race(&gateway, [|gateway| u64::from(gateway.admits()), Gateway::report]);
+        assert_eq!((admitted, gateway.admits()), (0, false), "the only token is used");
+        assert_eq!(gateway.report(), 0, "a refused request leaves no token in the local counter");
+        reported
+    });
+    assert_eq!(outcomes.into_iter().collect::<Vec<_>>(), [1]);
+}
