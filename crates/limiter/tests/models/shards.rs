@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
 use transom_limiter::sharded_counter::Sharding;
-use transom_limiter::table::Table;
+use transom_limiter::table::{Counter, Table};
 use transom_limiter::window_kind::AcquireRequest;
 
-use crate::support::{counter, explore, race, rolling, time};
+use crate::support::{acquires, counter, explore, race, rolling, time};
 
 /// A request for `cost` of `limit` tokens by the worker of one shard.
 fn acquire_sharded(table: &Table<2>, own_shard: u32, limit: u32, cost: u32) -> bool {
@@ -134,5 +134,18 @@ fn shards_grant_nothing_twice_to_a_late_thread() {
         let results = race(&table, [|t| acquire_rolling(t, 0, 1, 50), |t| acquire_rolling(t, 0, 2, 150)]);
         let acquired = u64::from(results[0]) + 2 * u64::from(results[1]);
         assert!(acquired <= 2, "{results:?}");
+    });
+}
+
+/// Neither a slot nor an overflow counter is free for the shards: a request is refused at once.
+#[test]
+fn shards_without_a_slot_are_full() {
+    explore(1, || {
+        let table = Arc::new(Table::<2>::with_buckets(1, 1).expect("there is memory"));
+        for tag in [64, 128, 192, 256] {
+            assert!(acquires(&table, Counter { layer: tag, ..counter(tag) }, AcquireRequest::plain(1000, 1, 1), 50));
+        }
+        let results = race(&table, [|t| acquire_sharded(t, 0, 4, 2), |t| acquire_sharded(t, 1, 4, 2)]);
+        assert_eq!(results, [false, false]);
     });
 }

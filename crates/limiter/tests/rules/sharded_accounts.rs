@@ -2,6 +2,7 @@
 //! less than it by at most one request for each shard.
 
 use proptest::prelude::*;
+use transom_limiter::acquire::{AcquireResult, Charge, acquire_peeked, peek_all};
 use transom_limiter::bucket::Key;
 use transom_limiter::limit::Limit;
 use transom_limiter::sharded_counter::Sharding;
@@ -207,4 +208,26 @@ fn shards_accumulate_and_lend_as_one_account() {
     assert_eq!(admitted(start_ms + PERIOD_MS, false), (5, 0), "five tokens were reserved");
     assert_eq!(admitted(start_ms + 3 * PERIOD_MS, false), (20, 0));
     assert_eq!(admitted(start_ms + 9 * PERIOD_MS, false), (30, 0));
+}
+
+/// The limit was lowered, so that one shard has used more than its part. Two requests have found the same last token.
+#[test]
+fn a_request_that_loses_the_last_token_reports_the_usage_without_its_cost() {
+    let table = Table::<8>::with_buckets(1, 1).expect("there is memory");
+    let whole = Counter { key: Key { bucket_hash: 0, tag: 1 }, layer: 0 };
+    let (time, sharding) = (Time::plain(50), Sharding { shards: 2, first_shard: 0 });
+    let peeked = |limit, cost| {
+        let mut charge = Charge::new(whole, AcquireRequest::plain(100, limit, cost));
+        charge.sharding = sharding;
+        assert!(peek_all(&table, std::slice::from_mut(&mut charge), time));
+        charge
+    };
+    let acquire = |mut charge: Charge| {
+        let result = acquire_peeked(&table, std::slice::from_mut(&mut charge), &mut Vec::new(), time);
+        (result, charge.usage.used)
+    };
+    assert_eq!(acquire(peeked(8, 3)), (AcquireResult::Admitted, 3));
+    let (first, second) = (peeked(4, 1), peeked(4, 1));
+    assert_eq!([acquire(first), acquire(second)], [(AcquireResult::Admitted, 4), (AcquireResult::Refused, 4)]);
+    assert_eq!(sharding.peek(&table, whole, AcquireRequest::plain(100, 4, 0), time).usage.used, 4);
 }

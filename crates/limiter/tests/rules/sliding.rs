@@ -8,11 +8,15 @@ use std::collections::HashMap;
 
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
+use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
+use transom_limiter::bucket::Key;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{KeyValue, OnLimit, Override, Plan, Rule};
-use transom_limiter::table::Table;
-use transom_limiter::window::{PERIOD_MIN_MS, SEGMENTS_PER_PERIOD, Windows};
+use transom_limiter::sliding_counter::SlidingCounter;
+use transom_limiter::table::{Counter, CounterResult, Table};
+use transom_limiter::window::{PERIOD_MIN_MS, SEGMENTS_PER_PERIOD, Time, Windows};
+use transom_limiter::window_kind::{AcquireRequest, WindowKind};
 
 use crate::oracle::Expected::{Admitted, Refused};
 use crate::oracle::LayerRequest;
@@ -325,5 +329,29 @@ proptest! {
             let shadowed: Vec<usize> = shadow_rules.filter(|rule| !requests(Some(*rule))).collect();
             prop_assert_eq!(&shadowed, &gateway.context.result.shadowed, "at {}", now_ms);
         }
+    }
+}
+
+/// A request has peeked at the counter, and then another one is charged in the next segment: the first is charged there
+/// too, if the limit allows both.
+#[test]
+fn a_request_that_is_overtaken_is_charged_in_the_later_segment() {
+    let windows = [Windows::Sliding { period_ms: 100 * SEGMENTS_PER_PERIOD }];
+    let counter = Counter { key: Key { bucket_hash: 0, tag: 1 }, layer: 0 };
+    let [time, later]: [Time<'_>; 2] = [1150, 1250].map(|now_ms| Time { now_ms, windows: &windows });
+    let request = |end_ms, limit, cost| AcquireRequest {
+        kind: WindowKind::Sliding,
+        ..AcquireRequest::plain(end_ms, limit, cost)
+    };
+    for (limit, used, end_ms) in [(5, 2, None), (6, 6, Some(2100)), (7, 6, Some(2100))] {
+        let (table, mut receipts) = (Table::<8>::with_buckets(4, 1).expect("there is memory"), Vec::new());
+        let mut other = [Charge::new(counter, request(1300, limit, 2))];
+        assert_eq!(acquire_all(&table, &mut other, &mut receipts, later), AcquireResult::Admitted);
+        receipts.clear();
+        let outcome = SlidingCounter::new(counter, request(1200, limit, 4), time).acquire(&table, time, &mut receipts);
+        let (CounterResult::Acquired(_, usage) | CounterResult::Full(usage)) = outcome else { panic!("{outcome:?}") };
+        assert_eq!((usage.used, receipts.first().map(|charged| charged.receipt.end_ms())), (used, end_ms));
+        let (left, _) = SlidingCounter::new(counter, request(1300, limit, 0), later).peek(&table, later);
+        assert_eq!(left.used, used);
     }
 }
