@@ -285,6 +285,8 @@ mod tests {
         let window = StoreWindow { kind, number: 1, end_ms, next_end_ms };
         let ahead = [70, 73].map(|day| window.begins_after(day * DAY_MS));
         assert_eq!((ahead, window.begins_after(40 * DAY_MS)), ([false, false], true));
+        let start_ms = end_ms - 31 * DAY_MS * 9 / 8;
+        assert_eq!([start_ms - 1, start_ms].map(|now_ms| window.begins_after(now_ms)), [true, false]);
         assert!(!StoreWindow::floating(60).begins_after(0));
     }
 
@@ -390,11 +392,13 @@ mod tests {
             (zoned("day Etc/GMT+5"), ":day.Etc%2FGMT%2B5"),
         ];
         let layers = all.iter().map(|(windows, _)| Limit { windows: windows.clone(), ..limit("5/day") });
-        let segments = WindowSegments::of(&rule(layers.chain([limit("5/month")]).collect()));
+        let random = Limit { windows: Windows::Random { period_ms: MINUTE_MS }, ..limit("5/minute") };
+        let segments = WindowSegments::of(&rule(layers.chain([limit("5/month"), random.clone()]).collect()));
         for (windows, expected) in &all {
             assert_eq!(segments.segment(windows), *expected);
         }
         assert_eq!(segments.segment(&limit("5/month").windows), ":month");
+        assert_eq!(segments.segment(&random.windows), ":minute");
     }
 
     #[test]

@@ -470,6 +470,35 @@ mod tests {
         assert_eq!(send(&mut second, "a", "/200?1").status(), StatusCode::OK);
     }
 
+    /// A service that is never ready.
+    struct Busy;
+
+    impl Service<Request<()>> for Busy {
+        type Response = Response<String>;
+        type Error = Infallible;
+        type Future = Ready<Result<Response<String>, Infallible>>;
+
+        fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+            Poll::Pending
+        }
+
+        fn call(&mut self, _: Request<()>) -> Self::Future {
+            unreachable!("the service is not ready")
+        }
+    }
+
+    #[test]
+    fn requests_wait_until_the_service_is_ready() {
+        let mut service = LimitLayer::new("per-user", limiter(), user).layer(Busy);
+        assert!(service.poll_ready(&mut Context::from_waker(std::task::Waker::noop())).is_pending());
+    }
+
+    #[test]
+    fn the_default_clock_shows_unix_milliseconds() {
+        // 2025 and 2109.
+        assert!((1_735_689_600_000..4_398_046_511_104).contains(&unix_ms()));
+    }
+
     #[test]
     fn periods_have_their_usual_names() {
         let name = |ms| item_name("x", Duration::from_millis(ms), false);

@@ -490,6 +490,9 @@ mod tests {
             assert!(window.start_ms == start && (28..=31).contains(&days), "month {month}");
             start = window.end_ms;
         }
+        let Windows::Calendar(Calendar { ends, .. }) = months else { panic!("months are a calendar") };
+        let (last, others) = ends.split_last().unwrap();
+        assert!(others.iter().all(|end| *end <= CALENDAR_END_MS) && *last > CALENDAR_END_MS);
     }
 
     #[test]
