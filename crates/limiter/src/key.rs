@@ -120,6 +120,7 @@ pub struct KeyHasher(SipHasher13);
 
 impl KeyHasher {
     /// Starts the hash of a key. `rule` is the hash prefix of the rule, so that two rules never share a counter.
+    #[inline]
     pub fn new(seed: Seed, rule: u64) -> KeyHasher {
         let mut hasher = SipHasher13::new_with_keys(seed.0, seed.1);
         hasher.write_u64(rule);
@@ -127,6 +128,7 @@ impl KeyHasher {
     }
 
     /// Adds a part; `kind` distinguishes parts of different sources with equal bytes.
+    #[inline]
     pub fn add_part(&mut self, kind: u8, bytes: &[u8]) {
         self.0.write_u64(u64::from(kind) << 56 | bytes.len() as u64);
         self.0.write(bytes);
@@ -138,6 +140,7 @@ impl KeyHasher {
     }
 
     /// The hash of all parts.
+    #[inline]
     pub fn finish(self) -> KeyHash {
         let hash = self.0.finish128();
         KeyHash { bucket_hash: hash.h1, tag: hash.h2 }
