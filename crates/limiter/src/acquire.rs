@@ -113,28 +113,34 @@ pub fn peek_all<const W: usize, const PLAIN: bool>(
     charges: &mut [Charge],
     time: Time<'_, PLAIN>,
 ) -> bool {
-    let mut all_fit = true;
-    for charge in charges {
-        if !PLAIN && charge.request.kind == WindowKind::Sliding {
-            (charge.usage, charge.request.end_ms) =
-                SlidingCounter::new(charge.counter, charge.request, time).peek(table, time);
-        } else if !PLAIN && charge.sharding.shards > 1 {
-            let shards = charge.sharding.peek(table, charge.counter, charge.request, time);
-            (charge.usage, charge.is_shard_over_part) = (shards.usage, shards.is_over_part);
-            if charge.request.kind.carries_debt() {
-                charge.sharding.first_shard = shards.fullest_shard;
-            }
-        } else {
-            (charge.usage, charge.hint) = table.peek(charge.counter, charge.request, time);
+    charges.iter_mut().fold(true, |all_fit, charge| all_fit & peek_charge(table, charge, time))
+}
+
+/// As [`peek_all`], for one counter.
+#[inline(always)]
+pub fn peek_charge<const W: usize, const PLAIN: bool>(
+    table: &Table<W>,
+    charge: &mut Charge,
+    time: Time<'_, PLAIN>,
+) -> bool {
+    if !PLAIN && charge.request.kind == WindowKind::Sliding {
+        (charge.usage, charge.request.end_ms) =
+            SlidingCounter::new(charge.counter, charge.request, time).peek(table, time);
+    } else if !PLAIN && charge.sharding.shards > 1 {
+        let shards = charge.sharding.peek(table, charge.counter, charge.request, time);
+        (charge.usage, charge.is_shard_over_part) = (shards.usage, shards.is_over_part);
+        if charge.request.kind.carries_debt() {
+            charge.sharding.first_shard = shards.fullest_shard;
         }
-        charge.is_full = !charge.usage.admits(charge.request);
-        if !PLAIN && charge.is_full && charge.sharding.shards > 1 && charge.request.kind.carries_debt() {
-            let windows = charge.sharding.windows_until_fit(table, charge.counter, charge.request, time);
-            charge.windows_until_fit = u32::try_from(windows).unwrap_or(u32::MAX);
-        }
-        all_fit &= !charge.is_full;
+    } else {
+        (charge.usage, charge.hint) = table.peek(charge.counter, charge.request, time);
     }
-    all_fit
+    charge.is_full = !charge.usage.admits(charge.request);
+    if !PLAIN && charge.is_full && charge.sharding.shards > 1 && charge.request.kind.carries_debt() {
+        let windows = charge.sharding.windows_until_fit(table, charge.counter, charge.request, time);
+        charge.windows_until_fit = u32::try_from(windows).unwrap_or(u32::MAX);
+    }
+    !charge.is_full
 }
 
 /// Charges all counters after [`peek_all`], or none.

@@ -2,10 +2,10 @@
 //!
 //! A decision writes into a [`DecisionContext`] that is reused from request to request, so that it does not allocate.
 
-use crate::acquire::{AcquireResult, acquire_all, peek_all};
+use crate::acquire::{AcquireResult, acquire_all, acquire_peeked, peek_all, peek_charge};
 use crate::decision_context::DecisionContext;
 use crate::decision_time::DecisionTime;
-use crate::rule_set::{ChargePlan, CountingMode, LayerRef, RuleSet};
+use crate::rule_set::{ChargePlan, CompiledLayer, CountingMode, LayerRef, RuleSet};
 use crate::table::Table;
 use crate::waiter_limit::WaiterSlot;
 use crate::window::Time;
@@ -47,13 +47,17 @@ impl RuleSet {
         context: &mut DecisionContext,
     ) -> Decision {
         context.clear();
-        let decision = if context.use_default_windows() {
-            self.acquire_layers(charge_plan, charge_plan.enforced(), table, now, context, true)
-        } else {
-            let layers = self.layers_of_request(charge_plan, context);
-            let decision = self.acquire_layers(charge_plan, &layers, table, now, context, true);
-            context.scratch.layer_buffer = layers;
-            decision
+        let decision = match context.use_default_windows() {
+            true if charge_plan.is_plain() => {
+                self.acquire_plain_layers(charge_plan.enforced_layers(), table, now, context)
+            }
+            true => self.acquire_layers(charge_plan, charge_plan.enforced(), table, now, context, true),
+            false => {
+                let layers = self.layers_of_request(charge_plan, context);
+                let decision = self.acquire_layers(charge_plan, &layers, table, now, context, true);
+                context.scratch.layer_buffer = layers;
+                decision
+            }
         };
         if !matches!(decision, Decision::Refused) {
             self.decide_shadow_rules(charge_plan, table, now, context);
@@ -95,7 +99,57 @@ impl RuleSet {
     }
 
     /// Charges the given layers, all or none, and appends them to the charges in the context.
+    #[inline]
     pub(super) fn acquire_layers<const W: usize>(
+        &self,
+        charge_plan: &ChargePlan,
+        layers: &[LayerRef],
+        table: &Table<W>,
+        now: DecisionTime<'_>,
+        context: &mut DecisionContext,
+        may_wait: bool,
+    ) -> Decision {
+        match charge_plan.is_plain() {
+            true => self.acquire_plain_layers(self.compiled_layers(charge_plan, layers), table, now, context),
+            false => self.acquire_layers_of_any_kind(charge_plan, layers, table, now, context, may_wait),
+        }
+    }
+
+    /// As [`RuleSet::acquire_layers`], for plain counters.
+    // Separate, so that the most common decision keeps its state in registers.
+    #[inline(never)]
+    fn acquire_plain_layers<'a, const W: usize>(
+        &self,
+        layers: impl Iterator<Item = (LayerRef, &'a CompiledLayer)> + Clone,
+        table: &Table<W>,
+        mut now: DecisionTime<'_>,
+        context: &mut DecisionContext,
+    ) -> Decision {
+        let first = context.result.charges.len();
+        loop {
+            let time = Time::all_plain(now.unix_ms);
+            context.result.decided_ms = context.result.decided_ms.max(now.unix_ms);
+            let mut all_fit = true;
+            context.add_charges(self, layers.clone(), now.unix_ms, first, |charge| {
+                all_fit &= peek_charge(table, charge, time);
+            });
+            if !all_fit {
+                return Decision::Refused;
+            }
+            let charges = &mut context.result.charges[first..];
+            match acquire_peeked(table, charges, &mut context.result.shard_receipts, time) {
+                AcquireResult::Admitted => return Decision::Admitted,
+                // The time of this thread is behind the time at which another thread reused a slot.
+                AcquireResult::Late if now.advance_to(table.horizon_ms()) => {}
+                // Counters cannot hold a later time.
+                AcquireResult::Late | AcquireResult::Refused => return Decision::Refused,
+            }
+        }
+    }
+
+    /// As [`RuleSet::acquire_layers`], for counters of any kind.
+    #[inline(never)]
+    fn acquire_layers_of_any_kind<const W: usize>(
         &self,
         charge_plan: &ChargePlan,
         layers: &[LayerRef],
@@ -111,14 +165,12 @@ impl RuleSet {
             context.result.decided_ms = context.result.decided_ms.max(now_ms);
             match charge_plan.is_shared {
                 true => context.add_shared_charges(self, charge_plan, table, layers, now_ms, first),
-                false => context.add_charges(self, charge_plan, layers, now_ms, first),
+                false => {
+                    context.add_charges(self, self.compiled_layers(charge_plan, layers), now_ms, first, |_charge| ())
+                }
             }
             let charges = &mut context.result.charges[first..];
-            let outcome = match charge_plan.is_plain() {
-                true => acquire_all(table, charges, &mut context.result.shard_receipts, Time::all_plain(now_ms)),
-                false => acquire_all(table, charges, &mut context.result.shard_receipts, self.time(now_ms)),
-            };
-            match outcome {
+            match acquire_all(table, charges, &mut context.result.shard_receipts, self.time(now_ms)) {
                 AcquireResult::Admitted
                     if charge_plan.is_shared
                         && self.exceeds_known_usage(charge_plan, table, now_ms, context, first) =>
@@ -132,7 +184,6 @@ impl RuleSet {
                 AcquireResult::Late if now.advance_to(table.horizon_ms()) => {}
                 // Counters cannot hold a later time.
                 AcquireResult::Late => return Decision::Refused,
-                AcquireResult::Refused if charge_plan.is_plain() => return Decision::Refused,
                 AcquireResult::Refused if context.is_full_by_debt(first) && now.advance() => {}
                 AcquireResult::Refused => {
                     if may_delay && let Some(delayed) = self.delay(charge_plan, table, self.time(now_ms), context) {
@@ -167,8 +218,11 @@ impl RuleSet {
         context.clear();
         if charge_plan.is_plain() && context.use_default_windows() {
             context.result.decided_ms = now.unix_ms;
-            context.add_charges(self, charge_plan, charge_plan.enforced(), now.unix_ms, 0);
-            return peek_all(table, &mut context.result.charges, Time::all_plain(now.unix_ms));
+            let mut all_fit = true;
+            context.add_charges(self, charge_plan.enforced_layers(), now.unix_ms, 0, |charge| {
+                all_fit &= peek_charge(table, charge, Time::all_plain(now.unix_ms));
+            });
+            return all_fit;
         }
         self.peek_all_layers(charge_plan, table, now, context)
     }
@@ -186,7 +240,7 @@ impl RuleSet {
         let layers = self.layers_of_request(charge_plan, context);
         let all_fit = self.peek_until_current(table, now, context, |context, now_ms| match charge_plan.is_shared {
             true => self.add_charges_for_peek(charge_plan, &layers, table, now_ms, context),
-            false => context.add_charges(self, charge_plan, &layers, now_ms, 0),
+            false => context.add_charges(self, self.compiled_layers(charge_plan, &layers), now_ms, 0, |_charge| ()),
         });
         if charge_plan.is_shared {
             self.report_total_usage(charge_plan, table, context.result.decided_ms, context, 0);

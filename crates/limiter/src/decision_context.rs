@@ -3,7 +3,7 @@
 
 use crate::acquire::Charge;
 use crate::concurrency::ConcurrencyUsage;
-use crate::rule_set::{ChargePlan, CountingMode, KeyedRequest, LayerRef, RuleSet};
+use crate::rule_set::{CompiledLayer, CountingMode, KeyedRequest, LayerRef, RuleSet};
 use crate::sharded_counter::ShardReceipt;
 use crate::window::Window;
 
@@ -70,7 +70,8 @@ pub struct SharingState {
 /// Memory that decisions reuse.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Scratch {
-    /// The window found last, for each of [`RuleSet::windows`]: most requests fall into the same one.
+    /// The window found last, for each of [`RuleSet::windows`]: most requests fall into the same one. An empty interval where
+    /// keys have windows of their own.
     pub windows: Vec<Window>,
     /// The layers of a request that does not have the default windows.
     pub layer_buffer: Vec<LayerRef>,
@@ -139,23 +140,27 @@ impl DecisionContext {
         self.result.charges.iter().filter_map(Charge::receipt).chain(self.result.shard_receipts.iter().copied())
     }
 
-    /// Replaces the charges from `first` on by those of the request in `layers`.
-    #[inline]
-    pub(super) fn add_charges(
+    /// Replaces the charges from `first` on by those of the request in `layers`. `peek` is called with each of them.
+    #[inline(always)]
+    pub(super) fn add_charges<'a>(
         &mut self,
         rule_set: &RuleSet,
-        charge_plan: &ChargePlan,
-        layers: &[LayerRef],
+        layers: impl Iterator<Item = (LayerRef, &'a CompiledLayer)>,
         now_ms: u64,
         first: usize,
+        mut peek: impl FnMut(&mut Charge),
     ) {
         self.result.charges.truncate(first);
         self.result.layers.truncate(first);
-        for layer_ref in layers {
+        for (layer_ref, layer) in layers {
             if let Some(keyed_request) = self.inputs.keyed_requests[layer_ref.rule] {
-                let charge = self.new_charge(rule_set, charge_plan, *layer_ref, keyed_request, now_ms);
+                let charge = self.new_charge(rule_set, layer, keyed_request, now_ms);
                 self.result.charges.push(charge);
-                self.result.layers.push(*layer_ref);
+                self.result.layers.push(layer_ref);
+                // After the push: a search for the counter calls functions, and would keep the charge on the stack.
+                if let Some(charge) = self.result.charges.last_mut() {
+                    peek(charge);
+                }
             }
         }
     }
@@ -165,34 +170,31 @@ impl DecisionContext {
     pub(super) fn new_charge(
         &mut self,
         rule_set: &RuleSet,
-        charge_plan: &ChargePlan,
-        layer_ref: LayerRef,
+        layer: &CompiledLayer,
         keyed_request: KeyedRequest,
         now_ms: u64,
     ) -> Charge {
-        let layer = rule_set.layer_of(charge_plan, layer_ref);
-        let end_ms = match rule_set.windows[layer.windows_index].are_shared() {
-            true => self.window_end_ms(rule_set, layer.windows_index, now_ms),
-            false => rule_set.windows[layer.windows_index].window_at(now_ms, keyed_request.offset).end_ms,
-        };
+        let end_ms = self.window_end_ms(rule_set, layer.windows_index, now_ms, keyed_request.offset);
         layer.new_charge(keyed_request, end_ms, self.inputs.own_shard)
     }
 
-    /// The end of the current window, for windows that are the same for all keys.
+    /// The end of the key's current window.
     #[inline]
-    fn window_end_ms(&mut self, rule_set: &RuleSet, windows_index: usize, now_ms: u64) -> u64 {
+    fn window_end_ms(&mut self, rule_set: &RuleSet, windows_index: usize, now_ms: u64, offset: u64) -> u64 {
         match self.scratch.windows.get(windows_index) {
             Some(window) if window.contains(now_ms) => window.end_ms,
-            _ => self.find_window(rule_set, windows_index, now_ms),
+            _ => self.find_window(rule_set, windows_index, now_ms, offset),
         }
     }
 
     #[inline(never)]
-    fn find_window(&mut self, rule_set: &RuleSet, windows_index: usize, now_ms: u64) -> u64 {
-        if self.scratch.windows.len() < rule_set.windows.len() {
+    fn find_window(&mut self, rule_set: &RuleSet, windows_index: usize, now_ms: u64, offset: u64) -> u64 {
+        let windows = &rule_set.windows[windows_index];
+        let window = windows.window_at(now_ms, offset);
+        if windows.are_shared() {
             self.scratch.windows.resize(rule_set.windows.len(), Window::default());
+            self.scratch.windows[windows_index] = window;
         }
-        self.scratch.windows[windows_index] = rule_set.windows[windows_index].window_at(now_ms, 0);
-        self.scratch.windows[windows_index].end_ms
+        window.end_ms
     }
 }

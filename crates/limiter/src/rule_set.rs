@@ -46,7 +46,7 @@ pub enum CountingMode {
 }
 
 /// A compiled layer: the identity of its counters, and what requests take from them.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct CompiledLayer {
     pub(super) id: u64,
     /// Moves the counters of the layer away from those of the rule's other layers.
@@ -115,6 +115,8 @@ pub struct ChargePlan {
     pub rules: Vec<usize>,
     /// The default layers of the enforced rules, in the order of charging.
     enforced: Vec<LayerRef>,
+    /// Copies of these layers: a decision finds them here without their rules.
+    enforced_layers: Vec<CompiledLayer>,
     /// Positions of the shadow rules.
     shadow_rules: Vec<usize>,
     /// Positions of the rules that limit the requests in flight, in the order in which their slots are taken.
@@ -156,9 +158,7 @@ impl CompiledLayer {
         let cost = if self.is_penalty() { 0 } else { keyed_request.cost };
         let request = AcquireRequest { end_ms, cost, ..self.request };
         let mut charge = Charge::new(counter, request);
-        if self.shards > 1 {
-            charge.sharding = Sharding { shards: self.shards, first_shard: own_shard };
-        }
+        charge.sharding = Sharding { shards: self.shards, first_shard: own_shard };
         charge
     }
 }
@@ -264,6 +264,11 @@ impl ChargePlan {
     /// The default layers of the enforced rules, in the order of charging.
     pub fn enforced(&self) -> &[LayerRef] {
         &self.enforced
+    }
+
+    /// As [`ChargePlan::enforced`], with the compiled layers.
+    pub(super) fn enforced_layers(&self) -> impl Iterator<Item = (LayerRef, &CompiledLayer)> + Clone {
+        self.enforced.iter().copied().zip(&self.enforced_layers)
     }
 
     /// Whether any of the rules counts refused requests.
@@ -468,6 +473,7 @@ impl RuleSet {
         let mut charge_plan = ChargePlan {
             rules: rules.to_vec(),
             enforced: Vec::new(),
+            enforced_layers: Vec::new(),
             shadow_rules: (0..rules.len()).filter(|position| rule(*position).is_shadow()).collect(),
             concurrent: self.concurrent_order(rules),
             may_delay: (0..rules.len()).any(|position| rule(position).delays()),
@@ -478,10 +484,8 @@ impl RuleSet {
             is_plain: false,
         };
         let enforced = (0..rules.len()).filter(|position| !rule(*position).is_shadow());
-        let mut layers: Vec<LayerRef> =
-            enforced.flat_map(|position| self.layers_of_rule(&charge_plan, position, 0)).collect();
-        self.sort_layers(&charge_plan, &mut layers);
-        charge_plan.enforced = layers;
+        let layers = enforced.flat_map(|position| self.layers_of_rule(&charge_plan, position, 0)).collect();
+        self.set_enforced(&mut charge_plan, layers);
         let layers = || rules.iter().flat_map(|rule| &self.rules[*rule].layers);
         charge_plan.is_plain = !charge_plan.counts_refused
             && !charge_plan.is_shared
@@ -504,10 +508,26 @@ impl RuleSet {
         let mut charge_plan = self.immediate_plan(rules, consumes);
         charge_plan.shadow_rules.clear();
         let layers = |position| self.layers_of_rule(&charge_plan, position, 0);
-        let mut layers: Vec<LayerRef> = (0..rules.len()).flat_map(layers).collect();
-        self.sort_layers(&charge_plan, &mut layers);
-        charge_plan.enforced = layers;
+        let layers = (0..rules.len()).flat_map(layers).collect();
+        self.set_enforced(&mut charge_plan, layers);
         charge_plan
+    }
+
+    /// Sets the layers that are charged by default.
+    fn set_enforced(&self, charge_plan: &mut ChargePlan, mut layers: Vec<LayerRef>) {
+        self.sort_layers(charge_plan, &mut layers);
+        charge_plan.enforced_layers =
+            self.compiled_layers(charge_plan, &layers).map(|(_, layer)| layer.clone()).collect();
+        charge_plan.enforced = layers;
+    }
+
+    /// These layers, with the compiled ones.
+    pub(super) fn compiled_layers<'a>(
+        &'a self,
+        charge_plan: &'a ChargePlan,
+        layers: &'a [LayerRef],
+    ) -> impl Iterator<Item = (LayerRef, &'a CompiledLayer)> + Clone {
+        layers.iter().map(|layer_ref| (*layer_ref, self.layer_of(charge_plan, *layer_ref)))
     }
 
     /// The layers of one variant of a rule, and that of its penalties.

@@ -292,7 +292,8 @@ impl RuleSet {
         let start = context.result.charges.len();
         for layer_ref in layers {
             if let Some(keyed_request) = context.inputs.keyed_requests[layer_ref.rule] {
-                let mut charge = context.new_charge(self, charge_plan, *layer_ref, keyed_request, now_ms);
+                let layer = self.layer_of(charge_plan, *layer_ref);
+                let mut charge = context.new_charge(self, layer, keyed_request, now_ms);
                 if context.sharing.counting_modes.get(layer_ref.rule) == Some(&CountingMode::LocalFallback) {
                     subtract_remote_usage(&mut charge, table, now_ms);
                 }
@@ -497,8 +498,8 @@ impl DecisionContext {
             if self.sharing.prepaid.contains(layer_ref) {
                 continue;
             }
-            let mut charge = self.new_charge(rule_set, charge_plan, *layer_ref, keyed_request, now_ms);
             let layer = rule_set.layer_of(charge_plan, *layer_ref);
+            let mut charge = self.new_charge(rule_set, layer, keyed_request, now_ms);
             match counting_mode {
                 CountingMode::Leased => {
                     layer.use_lease(&mut charge);

@@ -309,7 +309,7 @@ impl<const W: usize> Table<W> {
     }
 
     /// The usage of a counter. Nothing is charged, and no slot is taken.
-    #[inline]
+    #[inline(always)]
     pub fn peek<const PLAIN: bool>(
         &self,
         counter: Counter,
