@@ -12,6 +12,7 @@ use bytes::{Buf, Bytes, BytesMut};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
 
 use crate::http::http1_body;
+use crate::http::http1_head::SMALL_BODY_MAX_BYTES;
 use crate::io_stream::IoStream;
 
 /// The capacity of a read of a head. Such reads go through the stack, and their bytes are copied into memory of their size.
@@ -23,8 +24,6 @@ const READ_UNKNOWN_BYTES: usize = 32 * 1024;
 const READ_MAX_BYTES: usize = 128 * 1024;
 /// A large buffer that is filled to less than one part in this many is replaced by one of the right size.
 const SPARSE_DIVISOR: usize = 4;
-/// Frames of a body of up to this size are copied behind other bytes that wait to be sent.
-const COPIED_FRAME_MAX_BYTES: usize = 4 * 1024;
 /// No more frames are taken while so many bytes wait to be sent.
 const OUTGOING_MAX_BYTES: usize = 16 * 1024;
 
@@ -122,7 +121,7 @@ impl Outgoing {
         if is_chunk {
             http1_body::write_chunk_size(data.len(), &mut self.front);
         }
-        if data.len() <= COPIED_FRAME_MAX_BYTES {
+        if data.len() <= SMALL_BODY_MAX_BYTES {
             self.front.extend_from_slice(&data);
         } else {
             self.frame = data;
@@ -187,7 +186,7 @@ mod tests {
             let (ours, theirs) = UnixStream::pair().unwrap();
             let (mut stream, mut peer) = (IoStream::unix(ours), IoStream::unix(theirs));
             let (mut outgoing, mut expected, mut received) = (Outgoing::default(), Vec::new(), Vec::new());
-            for bytes in [1, COPIED_FRAME_MAX_BYTES, COPIED_FRAME_MAX_BYTES + 1, 3_000_000, 2] {
+            for bytes in [1, SMALL_BODY_MAX_BYTES, SMALL_BODY_MAX_BYTES + 1, 3_000_000, 2] {
                 if !outgoing.has_room() {
                     let sending = poll_fn(|cx| outgoing.poll_send(&mut stream, cx));
                     let receiving = async {

@@ -23,6 +23,8 @@ const USUAL_FIELDS: usize = 100;
 const ADDED_FIELDS: usize = 6;
 /// The longest target that `Uri` takes.
 const TARGET_MAX_BYTES: usize = u16::MAX as usize - 1;
+/// Bodies of up to this size are copied behind other bytes that wait to be sent.
+pub const SMALL_BODY_MAX_BYTES: usize = 4 * 1024;
 /// Estimated bytes of a first line beside the target.
 const LINE_BYTES: usize = 32;
 /// Estimated bytes of a field.
@@ -57,6 +59,14 @@ impl Framing {
             Some(length) => Framing::Length(length),
             None if version == Version::HTTP_10 => Framing::UntilClose,
             None => Framing::Chunked,
+        }
+    }
+
+    /// The length of a body that is copied behind its head, to be sent together.
+    fn small_body_bytes(self) -> usize {
+        match self {
+            Framing::Length(length) if length <= SMALL_BODY_MAX_BYTES as u64 => length as usize,
+            _ => 0,
         }
     }
 
@@ -112,7 +122,7 @@ pub fn write_response_head(
     head: &mut Vec<u8>,
 ) -> bool {
     let (headers, status) = (response.headers(), response.status());
-    head.reserve(LINE_BYTES + (headers.len() + ADDED_FIELDS) * FIELD_BYTES);
+    head.reserve(LINE_BYTES + (headers.len() + ADDED_FIELDS) * FIELD_BYTES + framing.small_body_bytes());
     head.extend_from_slice(if version == Version::HTTP_10 { b"HTTP/1.0 " } else { b"HTTP/1.1 " });
     head.extend_from_slice(status.as_str().as_bytes());
     head.push(b' ');
