@@ -9,10 +9,12 @@ use std::pin::{Pin, pin};
 use std::task::{Context, Poll, ready};
 
 use bytes::{Buf, Bytes, BytesMut};
+use http::HeaderMap;
+use http_body::Frame;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
 
 use crate::http::http1_body;
-use crate::http::http1_head::SMALL_BODY_MAX_BYTES;
+use crate::http::http1_head::{Framing, SMALL_BODY_MAX_BYTES};
 use crate::io_stream::IoStream;
 
 /// The capacity of a read of a head. Such reads go through the stack, and their bytes are copied into memory of their size.
@@ -59,9 +61,10 @@ impl Http1Stream {
             self.append(bytes.filled());
             return Poll::Ready(Ok(bytes.filled().len()));
         }
-        // No buffer is allocated before there are bytes. TLS may hold bytes, or an error, that the socket does not announce.
-        if !self.io.is_tls() {
-            ready!(self.io.poll_readable(cx));
+        // No buffer is allocated before there are bytes.
+        if self.io.poll_readable(cx).is_pending() {
+            self.shrink();
+            return Poll::Pending;
         }
         let mut buffer = BytesMut::from(std::mem::take(&mut self.received));
         buffer.reserve(capacity);
@@ -69,6 +72,13 @@ impl Http1Stream {
         let is_sparse = buffer.is_empty() || buffer.len() < capacity / SPARSE_DIVISOR;
         self.received = if is_sparse { Bytes::copy_from_slice(&buffer) } else { buffer.freeze() };
         polled
+    }
+
+    /// Releases the memory of messages that were taken, of which a short rest would hold all.
+    pub fn shrink(&mut self) {
+        if self.received.len() <= READ_HEAD_BYTES {
+            self.received = Bytes::copy_from_slice(&self.received);
+        }
     }
 
     fn append(&mut self, bytes: &[u8]) {
@@ -86,6 +96,10 @@ impl Http1Stream {
         self.outgoing.poll_send(&mut self.io, cx)
     }
 }
+
+/// A body does not have the announced length.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct WrongLength;
 
 /// Bytes that wait to be sent: `front`, then `frame`, then `back`.
 #[derive(Default)]
@@ -116,8 +130,8 @@ impl Outgoing {
         if self.frame.is_empty() { &mut self.front } else { &mut self.back }
     }
 
-    /// Adds the data of a frame, as a chunk if `is_chunk`. To be called only if [`Outgoing::has_room`] is true.
-    pub fn push(&mut self, data: Bytes, is_chunk: bool) {
+    /// Adds data, as a chunk if `is_chunk`.
+    fn push(&mut self, data: Bytes, is_chunk: bool) {
         if is_chunk {
             http1_body::write_chunk_size(data.len(), &mut self.front);
         }
@@ -129,6 +143,38 @@ impl Outgoing {
         if is_chunk {
             self.end_mut().extend_from_slice(b"\r\n");
         }
+    }
+
+    /// Adds a frame of a body (`None`: its end) and, if it is the last one, what ends the message. Returns whether it is the
+    /// last. `head`: the fields that announce trailers; `None`: trailers are not sent. To be called only if
+    /// [`Outgoing::has_room`] is true.
+    pub fn push_frame(
+        &mut self,
+        frame: Option<Frame<Bytes>>,
+        is_end_stream: bool,
+        framing: &mut Framing,
+        head: Option<&HeaderMap>,
+    ) -> Result<bool, WrongLength> {
+        let mut is_last = frame.is_none() || is_end_stream;
+        let mut trailers = None;
+        match frame.map(Frame::into_data) {
+            Some(Ok(data)) if !data.is_empty() => {
+                if let Framing::Length(left) = framing {
+                    *left = left.checked_sub(data.len() as u64).ok_or(WrongLength)?;
+                    is_last |= *left == 0;
+                }
+                self.push(data, *framing == Framing::Chunked);
+            }
+            Some(Err(frame)) => (trailers, is_last) = (frame.into_trailers().ok(), true),
+            Some(Ok(_)) | None => {}
+        }
+        match framing {
+            // The receiver would take the next message for the rest of this one.
+            Framing::Length(1..) if is_last => return Err(WrongLength),
+            Framing::Chunked if is_last => http1_body::write_last_chunk(trailers.as_ref().zip(head), self.end_mut()),
+            _ => {}
+        }
+        Ok(is_last)
     }
 
     /// Sends all bytes.

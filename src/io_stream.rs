@@ -77,10 +77,6 @@ impl IoStream {
         self.unread = early;
     }
 
-    pub fn is_tls(&self) -> bool {
-        matches!(self.stream, Transport::Tls(_))
-    }
-
     /// The protocol negotiated by ALPN (RFC 7301), if any.
     pub fn alpn(&self) -> Option<&[u8]> {
         match &self.stream {
@@ -105,7 +101,8 @@ impl IoStream {
         .map_ok(|bytes| bytes > 0)
     }
 
-    /// Ready when bytes, or the end of the stream, can probably be read. Makes no system call.
+    /// Ready when bytes, or the end of the stream, can probably be read; always under TLS, which may hold bytes, or an error, that
+    /// the socket does not announce. Makes no system call.
     pub fn poll_readable(&self, cx: &mut Context<'_>) -> Poll<()> {
         if !self.unread.is_empty() {
             return Poll::Ready(());
@@ -113,9 +110,7 @@ impl IoStream {
         match &self.stream {
             Transport::Tcp(tcp) => tcp.poll_read_ready(cx),
             Transport::Unix(unix) => unix.poll_read_ready(cx),
-            // Plaintext that rustls already holds: the socket does not signal it again.
-            Transport::Tls(tls) if !tls.get_ref().1.wants_read() => return Poll::Ready(()),
-            Transport::Tls(tls) => tls.get_ref().0.poll_read_ready(cx),
+            Transport::Tls(_) => return Poll::Ready(()),
         }
         .map(drop)
     }

@@ -77,11 +77,6 @@ impl Timer {
         self.due.set(self.timers.tick.get() + ticks + 1);
     }
 
-    /// Extends the current time, running or just expired, by `more`.
-    pub fn extend(&self, more: Duration) {
-        self.due.set(self.due.get().saturating_add(whole_ms(more).div_ceil(whole_ms(TICK))));
-    }
-
     pub fn disarm(&self) {
         self.due.set(NEVER);
     }
@@ -125,10 +120,6 @@ mod tests {
             timers.advance_tick();
             assert!(!timer.poll_expired(cx));
         }
-        timers.advance_tick();
-        assert!(timer.poll_expired(cx));
-        timer.extend(Duration::from_millis(100));
-        assert!(!timer.poll_expired(cx));
         timers.advance_tick();
         assert!(timer.poll_expired(cx));
         timer.disarm();

@@ -97,7 +97,8 @@ fn respond_too_many_connections(stream: TcpStream, address: IpAddr, listener: &L
     if !listener.is_tls() {
         let error = RequestError::TooManyConnections;
         request_record::record_rejected_head(&listener.listener_context.worker, address, &error);
-        let response = responses::http1_bytes(&responses::error_response(&error));
+        let date = listener.listener_context.worker.date();
+        let response = responses::http1_bytes(&responses::error_response(&error), &date);
         IoStream::tcp(stream).counted(&listener.metrics.bytes).try_send(&response);
     }
 }
@@ -183,7 +184,9 @@ async fn handshake(
             count_refusal(ConnectionRefusal::Cleartext, address, listener);
             let error = RequestError::Cleartext;
             request_record::record_rejected_head(&listener.listener_context.worker, address, &error);
-            respond_and_close(IoStream::tcp(stream).counted(&listener.metrics.bytes), &error).await;
+            let date = listener.listener_context.worker.date();
+            let response = responses::http1_bytes(&responses::error_response(&error), &date);
+            respond_and_close(IoStream::tcp(stream).counted(&listener.metrics.bytes), &response).await;
             return Err(SetupError::Closed);
         }
         Ok(0) | Err(_) => return Err(SetupError::Closed),
@@ -194,11 +197,11 @@ async fn handshake(
     })
 }
 
-/// Sends an error response in clear text. Bytes that the client still sends are read and discarded for a moment: closing
+/// Sends a response in clear text. Bytes that the client still sends are read and discarded for a moment: closing
 /// the socket with unread bytes would reset the connection, and the client could lose the response.
-async fn respond_and_close(mut stream: IoStream, error: &RequestError) {
+async fn respond_and_close(mut stream: IoStream, response: &[u8]) {
     let closing = async {
-        stream.write_all(&responses::http1_bytes(&responses::error_response(error))).await?;
+        stream.write_all(response).await?;
         stream.shutdown().await?;
         linger(&mut stream).await;
         io::Result::Ok(())

@@ -12,12 +12,11 @@ use tokio::time::timeout;
 
 use crate::io_stream::IoStream;
 
-/// The time for which a silent client is awaited. Many clients read a response only after they have sent the whole request; so
-/// lingering continues in steps of this length while bytes arrive.
+/// Lingering ends after a second without any byte. Many clients read a response only after they have sent the whole request; so it
+/// ends five seconds after the last byte, if there were some, and after thirty in all. Counted in steps of a second.
 pub const LINGER: Duration = Duration::from_secs(1);
-const STEPS_MAX: u32 = 30;
-/// Lingering ends after so many steps without a byte.
 const QUIET_STEPS_MAX: u32 = 5;
+const STEPS_MAX: u32 = 30;
 /// The most bytes that are read.
 const LINGER_BYTES: usize = 64 * 1024 * 1024;
 /// The most bytes of one read.

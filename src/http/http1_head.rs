@@ -5,7 +5,7 @@
 use std::mem::MaybeUninit;
 
 use bytes::{Buf, Bytes};
-use http::header::{self, HeaderValue};
+use http::header::{self, HeaderName, HeaderValue};
 use http::request::Parts;
 use http::{Method, Request, Response, StatusCode, Uri, Version};
 use http_body::Body;
@@ -113,8 +113,8 @@ pub fn write_request_head(request: &Request<impl Body>, framing: Framing, head: 
 
 /// Writes the head of a response in the version of its request. `keeps_alive`: the request allows another one on the connection;
 /// returns whether another one follows. `date` is sent if the response has no Date.
-pub fn write_response_head(
-    response: &Response<impl Body>,
+pub fn write_response_head<B>(
+    response: &Response<B>,
     framing: Framing,
     version: Version,
     mut keeps_alive: bool,
@@ -158,6 +158,45 @@ pub fn write_response_head(
     }
     head.extend_from_slice(b"\r\n");
     keeps_alive
+}
+
+/// What the fields of a head say about the end of the message, and of the connection.
+#[derive(Default)]
+struct MessageEnd {
+    body: Option<BodyDecoder>,
+    has_keep_alive: bool,
+    has_close: bool,
+}
+
+impl MessageEnd {
+    /// Fails if the end of the body is ambiguous. The trailers may have `trailers_max_bytes`.
+    fn add_field(
+        &mut self,
+        name: &HeaderName,
+        value: &HeaderValue,
+        version: Version,
+        trailers_max_bytes: usize,
+    ) -> Result<(), MalformedMessage> {
+        match *name {
+            header::CONNECTION => {
+                self.has_keep_alive |= has_element(value, b"keep-alive");
+                self.has_close |= has_element(value, b"close");
+            }
+            header::CONTENT_LENGTH | header::TRANSFER_ENCODING => {
+                let body = BodyDecoder::of_framing(name, value.as_bytes(), version, trailers_max_bytes)?;
+                // Two announcements are ambiguous, even if they are equal.
+                if self.body.replace(body).is_some() {
+                    return Err(MalformedMessage::Length);
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn keeps_alive(&self, version: Version) -> bool {
+        (version == Version::HTTP_11 || self.has_keep_alive) && !self.has_close
+    }
 }
 
 /// The head of a request.
@@ -223,32 +262,23 @@ fn parse_with_fields<'r>(
     if has_bare_line_feed(&received[..length]) {
         error = Some(RequestError::BARE_LINE_FEED);
     }
-    let mut body = None;
-    let (mut keeps_alive, mut is_closed) = (version == Version::HTTP_11, false);
+    let mut end = MessageEnd::default();
     let (mut expects_continue, mut takes_trailers) = (false, false);
     parts.headers.reserve(head.headers.len() + ADDED_FIELDS);
     for field in &*head.headers {
         let (name, value) = parse_field(field, received).map_err(|_invalid| RequestError::Malformed)?;
+        if end.add_field(&name, &value, version, max_bytes).is_err() {
+            error = Some(RequestError::CONFLICTING_LENGTHS);
+        }
         match name {
-            header::CONNECTION => {
-                keeps_alive |= has_element(&value, b"keep-alive");
-                is_closed |= has_element(&value, b"close");
-            }
-            header::CONTENT_LENGTH | header::TRANSFER_ENCODING => {
-                match BodyDecoder::of_framing(&name, value.as_bytes(), version, max_bytes) {
-                    Ok(framing) if body.is_none() => body = Some(framing),
-                    // Two announcements are ambiguous, even if they are equal.
-                    Ok(_) | Err(_) => error = Some(RequestError::CONFLICTING_LENGTHS),
-                }
-            }
             header::EXPECT => expects_continue = version == Version::HTTP_11,
             header::TE => takes_trailers |= has_element(&value, b"trailers"),
             _ => {}
         }
         parts.headers.append(name, value);
     }
-    let body = body.unwrap_or(BodyDecoder::Ended);
-    let keeps_alive = keeps_alive && !is_closed && error.is_none();
+    let body = end.body.unwrap_or(BodyDecoder::Ended);
+    let keeps_alive = end.keeps_alive(version) && error.is_none();
     Ok(Some((RequestHead { parts, body, keeps_alive, expects_continue, takes_trailers, error }, length)))
 }
 
@@ -297,7 +327,7 @@ pub fn may_complete_head(received: &[u8], new: usize, max_bytes: usize) -> bool 
     let tail = &received[received.len().saturating_sub(new + 2)..];
     let is_first = new == received.len();
     let has_end = || tail.windows(2).any(|pair| pair == b"\n\n") || tail.windows(3).any(|three| three == b"\n\r\n");
-    is_first || received.len() > max_bytes || has_end()
+    is_first || received.len() >= max_bytes || has_end()
 }
 
 /// Parses a response head, and removes it from `received`. `None`: it is incomplete. `method` is that of the request.
@@ -319,35 +349,22 @@ pub fn parse_response_head(received: &mut Bytes, method: &Method) -> Result<Opti
     if Some(reason) != status.canonical_reason() {
         response.extensions_mut().insert(ReasonPhrase(received.slice_ref(reason.as_bytes())));
     }
-    let (mut keeps_alive, mut is_closed) = (version == Version::HTTP_11, false);
-    let (mut body, mut has_framing) = (BodyDecoder::UntilClose, false);
+    let mut end = MessageEnd::default();
     let headers = response.headers_mut();
     headers.reserve(head.headers.len() + ADDED_FIELDS);
     for field in &*head.headers {
         let (name, value) = parse_field(field, received)?;
-        match name {
-            header::CONNECTION => {
-                keeps_alive |= has_element(&value, b"keep-alive");
-                is_closed |= has_element(&value, b"close");
-            }
-            header::CONTENT_LENGTH | header::TRANSFER_ENCODING if may_have_body => {
-                // Two announcements are ambiguous, even if they are equal.
-                if std::mem::replace(&mut has_framing, true) {
-                    return Err(MalformedMessage::Length);
-                }
-                body = BodyDecoder::of_framing(&name, value.as_bytes(), version, RESPONSE_HEAD_MAX_BYTES)?;
-            }
-            _ => {}
+        let added = end.add_field(&name, &value, version, RESPONSE_HEAD_MAX_BYTES);
+        if may_have_body {
+            added?;
         }
         headers.append(name, value);
     }
-    if !may_have_body {
-        body = BodyDecoder::Ended;
-    }
+    let body = if may_have_body { end.body.unwrap_or(BodyDecoder::UntilClose) } else { BodyDecoder::Ended };
     received.advance(length);
     // After 101 the connection speaks another protocol. Only the end of the connection ends a body without a length.
-    let keeps_alive =
-        keeps_alive && !is_closed && status != StatusCode::SWITCHING_PROTOCOLS && body != BodyDecoder::UntilClose;
+    let is_reusable = status != StatusCode::SWITCHING_PROTOCOLS && body != BodyDecoder::UntilClose;
+    let keeps_alive = end.keeps_alive(version) && is_reusable;
     Ok(Some(ResponseHead { response, body, keeps_alive }))
 }
 

@@ -12,6 +12,7 @@ use jiff::Timestamp;
 use jiff::fmt::rfc2822::DateTimePrinter;
 
 use super::error::{DecisionError, RequestError};
+use super::http1_head::{self, Framing};
 use super::ratelimit_headers::{RateLimitFields, number, push_number, seconds_until};
 use super::request_id::X_REQUEST_ID;
 use crate::config;
@@ -484,21 +485,10 @@ pub fn not_ready_response(body: String) -> LocalResponse {
     response(StatusCode::SERVICE_UNAVAILABLE, TEXT, body)
 }
 
-/// A response in HTTP/1.1 syntax.
-pub fn http1_bytes(response: &LocalResponse) -> Bytes {
-    let mut out = Vec::with_capacity(512 + response.body().len());
-    let status = response.status();
-    out.extend_from_slice(b"HTTP/1.1 ");
-    push_number(u64::from(status.as_u16()), &mut out);
-    out.push(b' ');
-    out.extend_from_slice(status.canonical_reason().unwrap_or_default().as_bytes());
-    out.extend_from_slice(b"\r\n");
-    for (name, value) in response.headers() {
-        for piece in [name.as_str().as_bytes(), b": ", value.as_bytes(), b"\r\n"] {
-            out.extend_from_slice(piece);
-        }
-    }
-    out.extend_from_slice(b"\r\n");
+/// A response in HTTP/1.1 syntax, after which the connection is closed.
+pub fn http1_bytes(response: &LocalResponse, date: &HeaderValue) -> Bytes {
+    let (mut out, framing) = (Vec::new(), Framing::Length(response.body().len() as u64));
+    http1_head::write_response_head(response, framing, Version::HTTP_11, false, date, &mut out);
     out.extend_from_slice(response.body());
     Bytes::from(out)
 }

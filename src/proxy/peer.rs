@@ -51,13 +51,14 @@ impl ConnectionInfo {
 /// The other end of a connection or of an HTTP/2 stream; serves one request at a time.
 pub struct Peer {
     pub connection: Rc<ConnectionInfo>,
-    /// Timer for everything the connection's task waits for.
+    /// Timer for what a request waits for until its response begins; over HTTP/2 also for the response.
     pub timer: Rc<Timer>,
     /// Relays an upstream's 1xx responses to the client.
     pub informational: Rc<InformationalQueue>,
-    /// Whether a request is delayed. HTTP/1 connections then watch for the client closing the connection.
+    /// Whether a request is delayed. HTTP/1.1 connections then ask the socket, each time they are polled, whether the client has
+    /// closed the connection behind unread bytes. Not read over HTTP/2: h2 notices that a stream is reset.
     pub is_delayed: Rc<Cell<bool>>,
-    /// Receives the unread rest of a request body. `None`: the connection is closed instead.
+    /// Receives the unread rest of a request body. `None`: the connection discards it, or is closed.
     pub body_drain: Option<Rc<BodyDrain>>,
     /// How long a body may make no progress: the configuration's or the route's timeout.
     pub body_timeout: Cell<Duration>,
@@ -66,27 +67,20 @@ pub struct Peer {
 }
 
 impl Peer {
-    pub fn new(
-        connection: Rc<ConnectionInfo>,
-        timer: Rc<Timer>,
-        informational: Rc<InformationalQueue>,
-        is_delayed: Rc<Cell<bool>>,
-    ) -> Peer {
+    pub fn new(connection: Rc<ConnectionInfo>, timer: Rc<Timer>) -> Peer {
         Peer {
             connection,
             timer,
-            informational,
-            is_delayed,
+            informational: Rc::default(),
+            is_delayed: Rc::default(),
             body_drain: None,
             body_timeout: Cell::default(),
             tunnel: RefCell::default(),
         }
     }
 
-    /// The peer of one HTTP/2 stream. Nothing reads its `is_delayed`: h2 itself notices that a stream is reset.
-    pub fn for_stream(of_connection: &Peer, timer: Rc<Timer>) -> Peer {
-        let connection = Rc::clone(&of_connection.connection);
-        let is_delayed = Rc::clone(&of_connection.is_delayed);
-        Peer { body_drain: Some(Rc::default()), ..Peer::new(connection, timer, Rc::default(), is_delayed) }
+    /// The peer of one HTTP/2 stream.
+    pub fn for_stream(connection: Rc<ConnectionInfo>, timer: Rc<Timer>) -> Peer {
+        Peer { body_drain: Some(Rc::default()), ..Peer::new(connection, timer) }
     }
 }

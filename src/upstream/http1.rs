@@ -19,9 +19,9 @@ use tokio::task::unconstrained;
 use super::connect::ResolvedTarget;
 use super::request_body::{BodyError, RequestBody};
 use super::request_limit::ConnectionPermit;
-use crate::http::http1_body::{self, BodyDecoder, MalformedMessage};
+use crate::http::http1_body::{BodyDecoder, MalformedMessage};
 use crate::http::http1_head::{self, Framing, RESPONSE_HEAD_MAX_BYTES, ResponseHead};
-use crate::http1_stream::{Http1Stream, READ_HEAD_BYTES};
+use crate::http1_stream::{Http1Stream, READ_HEAD_BYTES, WrongLength};
 use crate::informational::InformationalQueue;
 use crate::io_stream::IoStream;
 use crate::metrics::upstream::CountedConnection;
@@ -118,8 +118,7 @@ impl Http1Connection {
     pub fn become_idle(&mut self, now: impl FnOnce() -> Instant) {
         self.request = None;
         self.informational = None;
-        // Empty, but it may own a buffer.
-        self.stream.received = Bytes::new();
+        self.stream.shrink();
         self.idle_since.get_or_insert_with(now);
         self.counted.set_idle(true);
     }
@@ -259,36 +258,12 @@ impl Http1Connection {
     /// Takes frames of the request body until `outgoing` is full or the client has sent no more.
     fn take_frames(&mut self, cx: &mut Context<'_>) -> Result<(), BodyError> {
         let Some(request) = &mut self.request else { return Ok(()) };
-        let is_chunked = self.framing == Framing::Chunked;
-        // The next request would begin elsewhere than the server expects.
-        let wrong_length = || BodyError::from("the body does not have its Content-Length");
         while self.send_state == SendState::Body && self.stream.outgoing.has_room() {
             let Poll::Ready(frame) = Pin::new(request.body_mut()).poll_frame(cx) else { return Ok(()) };
-            let mut trailers = None;
-            let mut is_last = frame.is_none();
-            if let Some(frame) = frame.transpose()? {
-                match frame.into_data() {
-                    Ok(data) if data.is_empty() => {}
-                    Ok(data) => {
-                        if let Framing::Length(left) = &mut self.framing {
-                            *left = left.checked_sub(data.len() as u64).ok_or_else(wrong_length)?;
-                        }
-                        self.stream.outgoing.push(data, is_chunked);
-                    }
-                    Err(frame) => (trailers, is_last) = (frame.into_trailers().ok(), true),
-                }
-                is_last |= request.body().is_end_stream();
-            }
-            match self.framing {
-                Framing::Length(0) => is_last = true,
-                Framing::Length(_) if is_last => return Err(wrong_length()),
-                Framing::Chunked if is_last => {
-                    let end = self.stream.outgoing.end_mut();
-                    http1_body::write_last_chunk(trailers.as_ref().map(|trailers| (trailers, request.headers())), end);
-                }
-                _ => {}
-            }
-            if is_last {
+            let (frame, is_end_stream) = (frame.transpose()?, request.body().is_end_stream());
+            let outgoing = &mut self.stream.outgoing;
+            let is_last = outgoing.push_frame(frame, is_end_stream, &mut self.framing, Some(request.headers()));
+            if is_last.map_err(|WrongLength| "the body does not have its Content-Length")? {
                 self.send_state = SendState::Flush;
             }
         }

@@ -55,9 +55,17 @@ fn the_body_of_a_refused_request_does_not_desynchronize_the_connection() {
     client.post("/a", "x").expect(200);
     // The body looks like a request, and must never be parsed as one.
     let smuggled = request("GET", "/smuggled", &[], b"");
-    let refused = client.post("/a", smuggled).expect(429);
-    let mut again = if refused.field("connection") == Some("close") { gateway.client() } else { client };
-    assert_eq!(again.get("/next").expect(200).json()["path"], "/next");
+    assert_eq!(client.post("/a", smuggled).expect(429).field("connection"), None);
+    assert_eq!(client.get("/next").expect(200).json()["path"], "/next");
+    // Nor does a client wait for 100 (Continue) that has sent the body; then the next request needs none.
+    client.request("POST", "/a", &[("Expect", "100-continue")], b"body").expect(429);
+    client.get("/next").expect(429);
+    // A long body is not read to its end.
+    let length = 200_000;
+    client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: {length}\r\n\r\n"));
+    let refused = client.send_if_open(vec![b'x'; length]).read_response().expect(429);
+    assert_eq!(refused.field("connection"), Some("close"));
+    client.shutdown_write().expect_closed();
 }
 
 #[test]
@@ -306,6 +314,27 @@ fn informational_responses_are_forwarded_at_once() {
     let mut old = gateway.client();
     old.send("GET /a HTTP/1.0\r\nHost: a\r\n\r\n");
     assert!(old.read_to_end().starts_with(b"HTTP/1.0 200"));
+}
+
+/// A client that does not read receives at most what the queue and the buffers of the kernel hold.
+#[test]
+fn informational_responses_to_a_client_that_does_not_read_are_bounded() {
+    let (report, reported) = mpsc::channel::<()>();
+    let upstream = Upstream::with_script(move |connection| {
+        while connection.read_request().is_some() {
+            let hint = format!("HTTP/1.1 103 Early Hints\r\nLink: <{}>\r\n\r\n", "a".repeat(10_000));
+            assert!((0..3000).all(|_| connection.send(&hint)));
+            connection.reply(200, &[], b"final");
+            report.send(()).unwrap();
+        }
+    });
+    let gateway = Gateway::start(&forward_all(&upstream));
+    let mut client = gateway.client();
+    client.send(request("GET", "/a", &[], b""));
+    reported.recv().unwrap();
+    let response = client.read_response().expect(200);
+    assert!((1..2000).contains(&response.informational.len()), "{}", response.informational.len());
+    assert_eq!(response.text(), "final");
 }
 
 #[test]

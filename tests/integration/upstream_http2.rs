@@ -43,6 +43,43 @@ fn a_request_becomes_a_well_formed_stream() {
     assert!(head.fields["te"] == "trailers" && head.fields["x-a"] == "b");
 }
 
+/// The task that waits for the rest of the body is that of the stream; it has to notice that the request has ended.
+#[test]
+fn an_early_response_resets_the_stream_of_an_upload_that_pauses() {
+    let (report, reported) = mpsc::channel();
+    let upstream = Http2Upstream::with_script(Options::default(), move |mut stream| {
+        let report = report.clone();
+        async move {
+            assert_eq!(stream.read_data().await.unwrap().unwrap(), "begin");
+            let mut body = stream.send_head(Response::new(()));
+            body.send_data(Bytes::from_static(b"enough"), true).unwrap();
+            while stream.read_data().await.is_some_and(|data| data.is_ok()) {}
+            report.send(()).unwrap();
+        }
+    });
+    let gateway = Gateway::start(&format!("{}[limits]\nmin_request_rate = 0\n", toml(&upstream)));
+    let mut client = gateway.client();
+    client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 9\r\n\r\nbegin"));
+    assert_eq!(client.read_response().expect(200).text(), "enough");
+    reported.recv_timeout(Duration::from_secs(10)).unwrap();
+}
+
+/// The body is polled by the task of the stream, and 100 (Continue) is sent by that of the connection.
+#[test]
+fn a_body_is_asked_for_when_the_server_takes_it() {
+    let upstream = Http2Upstream::with_script(Options::default(), |mut stream| async move {
+        let length = stream.read_body().await;
+        stream.reply(&length.to_string());
+    });
+    let gateway = gateway(&upstream);
+    let mut client = gateway.client();
+    for _ in 0..2 {
+        client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 4\r\nExpect: 100-continue\r\n\r\n"));
+        assert_eq!(client.read_head().unwrap().status, 100);
+        assert_eq!(client.send("body").read_response().expect(200).text(), "4");
+    }
+}
+
 #[test]
 fn requests_share_one_connection() {
     let together = Arc::new(tokio::sync::Barrier::new(20));

@@ -5,13 +5,15 @@
 //! the connection does not read while the body waits.
 
 use std::cell::{Cell, RefCell, RefMut};
+use std::future::poll_fn;
 use std::io;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::rc::{Rc, Weak};
 use std::task::{Context, Poll, Waker, ready};
 
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
+use tokio::task::unconstrained;
 
 use crate::http::error::RequestError;
 use crate::http::http1_body::BodyDecoder;
@@ -32,35 +34,38 @@ pub struct ClientStream {
 
 struct StreamState {
     stream: Http1Stream,
-    /// Bytes of the next head that were not parsed yet.
-    unparsed: usize,
+    /// Bytes at the end of those received that were not searched for the end of a head.
+    unchecked_bytes: usize,
     /// The rest of the body of the current request.
     body: BodyDecoder,
+    /// The request in progress may take the rest of its body.
+    is_body_wanted: bool,
     expectation: Expectation,
     /// The task that waits for bytes of the body.
     body_waker: Option<Waker>,
     /// The task of the connection, if the current request has a body.
     connection_waker: Option<Waker>,
     is_read_closed: bool,
-    unread: UnreadBytes,
+    socket_state: SocketState,
 }
 
 /// `Expect: 100-continue` of the current request (RFC 9110, section 10.1.1).
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Expectation {
     /// Not given, or fulfilled.
-    None,
+    Absent,
     /// The client waits for 100 (Continue).
     Waiting,
     /// 100 (Continue) is to be sent, because the body is wanted.
     Wanted,
 }
 
-/// What is known of bytes that wait in the socket, while a response is made. The end of the stream cannot be read behind them.
-enum UnreadBytes {
-    None,
-    /// Under TLS, these may be the close_notify alert that precedes the end of the connection; a watcher notices that end.
-    Some(Option<CloseWatcher>),
+/// What is known of the socket, while a response is made.
+enum SocketState {
+    NotChecked,
+    /// It has bytes, which are not read yet. The end of the stream cannot be read behind them; under TLS, a watcher notices it,
+    /// because these bytes may be the alert that precedes the end.
+    HasData(Option<CloseWatcher>),
 }
 
 /// Why there is no request head.
@@ -75,13 +80,14 @@ impl ClientStream {
     pub fn new(io: IoStream) -> Rc<ClientStream> {
         let state = StreamState {
             stream: Http1Stream::new(io),
-            unparsed: 0,
+            unchecked_bytes: 0,
             body: BodyDecoder::Ended,
-            expectation: Expectation::None,
+            is_body_wanted: false,
+            expectation: Expectation::Absent,
             body_waker: None,
             connection_waker: None,
             is_read_closed: false,
-            unread: UnreadBytes::None,
+            socket_state: SocketState::NotChecked,
         };
         Rc::new(ClientStream { state: RefCell::new(state), request: Cell::new(0) })
     }
@@ -91,9 +97,9 @@ impl ClientStream {
         let state = &mut *self.state.borrow_mut();
         loop {
             // A head that arrives byte by byte is not parsed each time.
-            if state.unparsed > 0 && may_complete_head(&state.stream.received, state.unparsed, limits.bytes) {
+            let unchecked = std::mem::take(&mut state.unchecked_bytes);
+            if unchecked > 0 && may_complete_head(&state.stream.received, unchecked, limits.bytes) {
                 let parsed = parse_request_head(&mut state.stream.received, limits);
-                state.unparsed = 0;
                 if let Some(head) = parsed.map_err(HeadFailure::Unusable).transpose() {
                     return Poll::Ready(head);
                 }
@@ -102,7 +108,7 @@ impl ClientStream {
             let capacity = state.stream.received.len().clamp(READ_HEAD_BYTES, limits.bytes.max(READ_HEAD_BYTES));
             match ready!(state.poll_receive(capacity, cx)) {
                 Ok(0) | Err(_) => return Poll::Ready(Err(HeadFailure::Closed)),
-                Ok(bytes) => state.unparsed += bytes,
+                Ok(bytes) => state.unchecked_bytes = bytes,
             }
         }
     }
@@ -114,13 +120,16 @@ impl ClientStream {
 
     /// Begins a request with this body.
     pub fn begin_request(self: &Rc<Self>, body: BodyDecoder, expects_continue: bool) -> BodySource {
+        let mut state = self.state.borrow_mut();
+        if state.stream.received.is_empty() {
+            state.stream.shrink();
+        }
         if body.has_ended() {
             return BodySource::Empty;
         }
-        let mut state = self.state.borrow_mut();
-        state.body = body;
-        state.expectation = if expects_continue { Expectation::Waiting } else { Expectation::None };
-        BodySource::Http1(Box::pin(RequestBody { stream: Rc::downgrade(self), request: self.request.get() }))
+        (state.body, state.is_body_wanted) = (body, true);
+        state.expectation = if expects_continue { Expectation::Waiting } else { Expectation::Absent };
+        BodySource::Http1(Box::pin(Http1RequestBody { stream: Rc::downgrade(self), request: self.request.get() }))
     }
 
     /// Called before the task of the connection polls a request.
@@ -141,29 +150,34 @@ impl ClientStream {
         let expectation = &mut self.state.borrow_mut().expectation;
         let is_wanted = *expectation == Expectation::Wanted;
         if is_wanted {
-            *expectation = Expectation::None;
+            *expectation = Expectation::Absent;
         }
         is_wanted
     }
 
-    /// Whether the client waits for 100 (Continue), which is not sent any more: it may send the body or another request.
-    pub fn is_expectation_open(&self) -> bool {
+    /// Whether another request may follow, as far as is known when the response begins.
+    pub fn may_continue(&self) -> bool {
         let state = self.state.borrow();
-        state.expectation != Expectation::None && state.stream.received.is_empty()
+        let received = state.stream.received.len();
+        // Without 100 (Continue), the client sends the body or another request.
+        let is_next_unknown = state.expectation != Expectation::Absent && received == 0;
+        let is_too_long =
+            matches!(state.body, BodyDecoder::Length(left) if left > (received + DISCARD_MAX_BYTES) as u64);
+        !is_next_unknown && (state.is_body_wanted || !is_too_long)
     }
 
-    /// Ready when the client has closed the connection; else wakes the task then. `is_delayed`: the connection is polled now and
-    /// then, so that a disconnected client does not count as a waiter.
-    pub fn poll_closed(&self, is_delayed: bool, cx: &mut Context<'_>) -> Poll<()> {
+    /// Ready when the client has closed the connection; else wakes the task then. Behind unread bytes of a connection without TLS,
+    /// only asking the socket shows the end: it is asked if `is_polled`, for requests that are polled periodically.
+    pub fn poll_closed(&self, is_polled: bool, cx: &mut Context<'_>) -> Poll<()> {
         let state = &mut *self.state.borrow_mut();
         if state.body_waker.is_some() {
             return Poll::Pending;
         }
         loop {
-            if let UnreadBytes::Some(watcher) = &state.unread {
+            if let SocketState::HasData(watcher) = &state.socket_state {
                 return match watcher {
                     Some(watcher) => watcher.poll_closed(&state.stream.io, cx),
-                    None if is_delayed && state.stream.io.is_closed_by_peer() => Poll::Ready(()),
+                    None if is_polled && state.stream.io.is_closed_by_peer() => Poll::Ready(()),
                     None => Poll::Pending,
                 };
             }
@@ -171,7 +185,7 @@ impl ClientStream {
                 state.is_read_closed = true;
                 return Poll::Ready(());
             };
-            state.unread = UnreadBytes::Some(state.stream.io.close_watcher());
+            state.socket_state = SocketState::HasData(state.stream.io.close_watcher());
         }
     }
 
@@ -180,20 +194,19 @@ impl ClientStream {
     pub fn end_request(&self) -> bool {
         let state = &mut *self.state.borrow_mut();
         self.request.update(|request| request + 1);
-        (state.body_waker, state.connection_waker) = (None, None);
+        state.end_body_wait();
+        (state.connection_waker, state.expectation) = (None, Expectation::Absent);
         let mut discarded = 0;
         while !state.body.has_ended() && discarded <= DISCARD_MAX_BYTES {
-            match state.poll_frame(&mut Context::from_waker(Waker::noop())) {
+            // Without tokio's budget of a task, which a long response may have used up.
+            let receiving = pin!(unconstrained(poll_fn(|cx| state.poll_frame(cx))));
+            match receiving.poll(&mut Context::from_waker(Waker::noop())) {
                 Poll::Ready(Some(Ok(frame))) => discarded += frame.data_ref().map_or(0, Bytes::len),
                 Poll::Ready(None) => {}
                 Poll::Ready(Some(Err(_))) | Poll::Pending => return false,
             }
         }
-        if state.stream.received.is_empty() {
-            // Empty, but it may own a buffer.
-            state.stream.received = Bytes::new();
-        }
-        state.unparsed = state.stream.received.len();
+        state.unchecked_bytes = state.stream.received.len();
         state.body.has_ended()
     }
 
@@ -217,15 +230,23 @@ impl ClientStream {
 
     /// The stream, the bytes received behind the last request, and whether the client has closed its side.
     pub fn into_parts(self) -> (IoStream, Bytes, bool) {
-        let state = self.state.into_inner();
+        let mut state = self.state.into_inner();
+        state.end_body_wait();
         (state.stream.io, state.stream.received, state.is_read_closed)
     }
 }
 
 impl StreamState {
+    /// Wakes the task that waits for bytes of the body; it finds that the request has ended.
+    fn end_body_wait(&mut self) {
+        if let Some(waker) = self.body_waker.take() {
+            waker.wake();
+        }
+    }
+
     fn poll_receive(&mut self, capacity: usize, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
         let received = ready!(self.stream.poll_receive(capacity, cx));
-        self.unread = UnreadBytes::None;
+        self.socket_state = SocketState::NotChecked;
         self.is_read_closed |= matches!(received, Ok(0) | Err(_));
         Poll::Ready(received)
     }
@@ -235,9 +256,8 @@ impl StreamState {
             match self.body.decode(&mut self.stream.received) {
                 Ok(None) if !self.body.has_ended() => {}
                 Ok(frame) => {
-                    if self.stream.received.is_empty() {
-                        // Empty, but it may own a buffer.
-                        self.stream.received = Bytes::new();
+                    if self.body.has_ended() {
+                        self.stream.shrink();
                     }
                     return Poll::Ready(frame.map(Ok));
                 }
@@ -257,20 +277,20 @@ fn is_woken_by(waker: Option<&Waker>, cx: &Context<'_>) -> bool {
 }
 
 /// The body of a request.
-struct RequestBody {
+struct Http1RequestBody {
     stream: Weak<ClientStream>,
     /// The number of the request.
     request: u64,
 }
 
-impl RequestBody {
+impl Http1RequestBody {
     /// The stream, while the request is in progress.
     fn stream(&self) -> Option<Rc<ClientStream>> {
         self.stream.upgrade().filter(|stream| stream.request.get() == self.request)
     }
 }
 
-impl Body for RequestBody {
+impl Body for Http1RequestBody {
     type Data = Bytes;
     type Error = BodyError;
 
@@ -285,7 +305,7 @@ impl Body for RequestBody {
                 state.connection_waker.iter().for_each(Waker::wake_by_ref);
             }
         } else {
-            (state.body_waker, state.expectation) = (None, Expectation::None);
+            (state.body_waker, state.expectation) = (None, Expectation::Absent);
             if !is_woken_by(state.connection_waker.as_ref(), cx) {
                 // The connection watches the socket now.
                 state.connection_waker.iter().for_each(Waker::wake_by_ref);
@@ -295,7 +315,7 @@ impl Body for RequestBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.stream().is_none_or(|stream| stream.state.borrow().body.has_ended())
+        self.stream().is_some_and(|stream| stream.state.borrow().body.has_ended())
     }
 
     fn size_hint(&self) -> SizeHint {
@@ -303,13 +323,158 @@ impl Body for RequestBody {
     }
 }
 
-impl Drop for RequestBody {
+impl Drop for Http1RequestBody {
     fn drop(&mut self) {
         let Some(stream) = self.stream() else { return };
         let state = &mut *stream.state.borrow_mut();
+        state.is_body_wanted = false;
         if state.body_waker.take().is_some() {
             // The connection watches the socket now.
             state.connection_waker.iter().for_each(Waker::wake_by_ref);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+    use std::task::Wake;
+
+    use tokio::io::AsyncWriteExt;
+    use tokio::net::UnixStream;
+
+    use super::*;
+
+    const LIMITS: HeadLimits = HeadLimits { fields: 10, bytes: 1000 };
+    const POST: &str = "POST / HTTP/1.1\r\nHost: a\r\n";
+
+    /// Counts how often a task is woken.
+    #[derive(Default)]
+    struct Task(Mutex<u32>);
+
+    impl Wake for Task {
+        fn wake(self: Arc<Self>) {
+            *self.0.lock().unwrap() += 1;
+        }
+    }
+
+    impl Task {
+        fn take_wakes(&self) -> u32 {
+            std::mem::take(&mut *self.0.lock().unwrap())
+        }
+    }
+
+    /// A connection, its client, and its task.
+    struct Connection {
+        stream: Rc<ClientStream>,
+        client: UnixStream,
+        task: Arc<Task>,
+    }
+
+    impl Connection {
+        fn new() -> Connection {
+            let (io, client) = UnixStream::pair().unwrap();
+            Connection { stream: ClientStream::new(IoStream::unix(io)), client, task: Arc::default() }
+        }
+
+        async fn receive_head(&mut self, bytes: &str) -> RequestHead {
+            self.client.write_all(bytes.as_bytes()).await.unwrap();
+            poll_fn(|cx| self.stream.poll_head(LIMITS, cx)).await.unwrap()
+        }
+
+        /// Receives a head, and begins its request.
+        async fn begin(&mut self, bytes: &str) -> Pin<Box<dyn Body<Data = Bytes, Error = BodyError>>> {
+            let head = self.receive_head(bytes).await;
+            let BodySource::Http1(body) = self.stream.begin_request(head.body, head.expects_continue) else {
+                panic!("no body")
+            };
+            self.stream.before_poll(&Context::from_waker(&Waker::from(Arc::clone(&self.task))));
+            body
+        }
+    }
+
+    /// Polls a body in a task of an upstream connection.
+    fn poll_in(task: &Arc<Task>, body: &mut Pin<Box<dyn Body<Data = Bytes, Error = BodyError>>>) -> Poll<Option<bool>> {
+        let waker = Waker::from(Arc::clone(task));
+        body.as_mut().poll_frame(&mut Context::from_waker(&waker)).map(|frame| frame.map(|frame| frame.is_ok()))
+    }
+
+    #[tokio::test]
+    async fn the_connection_and_the_task_that_polls_the_body_wake_each_other() {
+        let mut connection = Connection::new();
+        let upstream: Arc<Task> = Arc::default();
+        let mut body = connection.begin(&format!("{POST}Content-Length: 9\r\n\r\nabc")).await;
+        assert_eq!(poll_in(&upstream, &mut body), Poll::Ready(Some(true)));
+        assert_eq!(connection.task.take_wakes(), 1);
+        // While the body waits, the connection does not watch the socket.
+        assert!(poll_in(&upstream, &mut body).is_pending());
+        let cx = &mut Context::from_waker(Waker::noop());
+        assert!(connection.stream.poll_closed(false, cx).is_pending());
+        // The body is dropped: the connection watches again.
+        drop(body);
+        assert_eq!((connection.task.take_wakes(), upstream.take_wakes()), (1, 0));
+    }
+
+    #[tokio::test]
+    async fn a_waiting_body_fails_when_its_request_or_connection_ends() {
+        for ends_connection in [false, true] {
+            let mut connection = Connection::new();
+            let upstream: Arc<Task> = Arc::default();
+            let mut body = connection.begin(&format!("{POST}Content-Length: 9\r\n\r\n")).await;
+            assert!(poll_in(&upstream, &mut body).is_pending() && !body.is_end_stream());
+            if ends_connection {
+                drop(Rc::into_inner(connection.stream).unwrap().into_parts());
+            } else {
+                assert!(!connection.stream.end_request());
+            }
+            assert_eq!(upstream.take_wakes(), 1);
+            assert_eq!(poll_in(&upstream, &mut body), Poll::Ready(Some(false)));
+            assert!(!body.is_end_stream());
+        }
+    }
+
+    #[tokio::test]
+    async fn the_body_of_an_earlier_request_reads_nothing() {
+        let mut connection = Connection::new();
+        let mut first = connection.begin(&format!("{POST}Content-Length: 3\r\n\r\nabc")).await;
+        assert!(connection.stream.end_request());
+        let _second = connection.begin(&format!("{POST}Content-Length: 3\r\n\r\ndef")).await;
+        assert_eq!(poll_in(&Arc::default(), &mut first), Poll::Ready(Some(false)));
+    }
+
+    #[tokio::test]
+    async fn the_body_is_asked_for_when_it_is_wanted() {
+        let mut connection = Connection::new();
+        let expecting = format!("{POST}Content-Length: 3\r\nExpect: 100-continue\r\n\r\n");
+        let mut body = connection.begin(&expecting).await;
+        assert!(!connection.stream.take_continue() && !connection.stream.may_continue());
+        assert!(poll_in(&Arc::default(), &mut body).is_pending());
+        assert_eq!(connection.task.take_wakes(), 1);
+        assert!(connection.stream.take_continue() && !connection.stream.take_continue());
+        connection.client.write_all(b"abc").await.unwrap();
+        poll_fn(|cx| connection.stream.state.borrow().stream.io.poll_readable(cx)).await;
+        drop(body);
+        assert!(connection.stream.may_continue() && connection.stream.end_request());
+        // The client sends the body without waiting, and nothing takes it.
+        drop(connection.begin(&format!("{expecting}abc")).await);
+        assert!(connection.stream.may_continue() && connection.stream.end_request());
+        connection.receive_head("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        assert!(connection.stream.may_continue() && !connection.stream.take_continue());
+    }
+
+    #[tokio::test]
+    async fn a_connection_that_waits_holds_little_memory() {
+        let mut connection = Connection::new();
+        let body = "x".repeat(100_000);
+        let mut wanted = connection.begin(&format!("{POST}Content-Length: {}\r\n\r\n", body.len())).await;
+        let client = &mut connection.client;
+        let sending = async { client.write_all(format!("{body}GET /").as_bytes()).await.unwrap() };
+        let receiving = async { while poll_fn(|cx| wanted.as_mut().poll_frame(cx)).await.is_some() {} };
+        tokio::join!(sending, receiving);
+        assert!(connection.stream.end_request());
+        let received = std::mem::take(&mut connection.stream.state.borrow_mut().stream.received);
+        assert!(b"GET /".starts_with(&received));
+        let capacity = bytes::BytesMut::from(received).capacity();
+        assert!(capacity < 100, "{capacity}");
     }
 }

@@ -31,13 +31,13 @@ const CONTINUE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 /// Serves a connection until it ends. While the gateway drains, responses have `Connection: close`. An idle connection
 /// stays open in the first step of the drain, because a request may be on its way and closing would lose it.
 pub async fn serve(io: IoStream, connection: Rc<ConnectionInfo>, worker: Rc<WorkerState>, drain_guard: DrainGuard) {
-    let mut connection = Http1Connection::new(io, connection, worker, &drain_guard);
+    let mut connection = ClientConnection::new(io, connection, worker, &drain_guard);
     let end = poll_fn(|cx| connection.poll(cx)).await;
     Box::pin(connection.finish(end)).await;
 }
 
 /// A connection, and what its requests need.
-struct Http1Connection<'d> {
+struct ClientConnection<'d> {
     stream: Rc<ClientStream>,
     phase: Phase,
     peer: Rc<Peer>,
@@ -55,15 +55,15 @@ enum Phase {
     /// Receiving the head of the next request.
     Head,
     /// Waiting for the head of the response.
-    Processing(Exchange),
+    Processing(ResponseFuture, RequestTraits),
     /// Sending the response.
-    Responding(ResponseSender, NextStep),
+    Responding(ResponseSender, AfterResponse),
     Ended,
 }
 
-/// A request of which the response is made.
-struct Exchange {
-    response: ResponseFuture,
+/// What a response depends on, of the head of its request.
+#[derive(Clone, Copy)]
+struct RequestTraits {
     version: Version,
     is_head: bool,
     /// The client takes another response on the connection.
@@ -72,7 +72,7 @@ struct Exchange {
 }
 
 /// What follows a response.
-enum NextStep {
+enum AfterResponse {
     /// Another request, if the body of this one has ended.
     Request,
     End(ConnectionEnd),
@@ -90,21 +90,23 @@ enum ConnectionEnd {
     Tunnel(Box<TunnelSession>),
 }
 
-impl<'d> Http1Connection<'d> {
+impl<'d> ClientConnection<'d> {
     fn new(
         io: IoStream,
         connection: Rc<ConnectionInfo>,
         worker: Rc<WorkerState>,
         drain_guard: &'d DrainGuard,
-    ) -> Http1Connection<'d> {
+    ) -> ClientConnection<'d> {
         let worker_config = worker.config();
         let config = &worker_config.compiled.config;
         let timer = worker.timers.new_timer();
         timer.arm(config.timeouts.request_head);
-        Http1Connection {
+        let peer = Peer::new(connection, worker.timers.new_timer());
+        peer.body_timeout.set(config.timeouts.body);
+        ClientConnection {
             stream: ClientStream::new(io),
             phase: Phase::Head,
-            peer: Rc::new(Peer::new(connection, worker.timers.new_timer(), Rc::default(), Rc::default())),
+            peer: Rc::new(peer),
             timer,
             head_limits: HeadLimits { fields: config.limits.request_fields, bytes: config.limits.request_head },
             head_timeout: config.timeouts.request_head,
@@ -117,32 +119,26 @@ impl<'d> Http1Connection<'d> {
     /// Ready when no other request follows.
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<ConnectionEnd> {
         loop {
-            let end = match &mut self.phase {
-                Phase::Head => match ready!(self.poll_head(cx)) {
-                    Ok(head) => {
-                        self.phase = Phase::Processing(self.begin_request(head));
-                        continue;
-                    }
-                    Err(end) => end,
-                },
-                Phase::Processing(_) => match ready!(self.poll_response(cx)) {
-                    Some(response) => {
-                        self.begin_response(response);
-                        continue;
-                    }
-                    None => ConnectionEnd::Dropped,
-                },
+            let next = match &mut self.phase {
+                Phase::Head => ready!(self.poll_head(cx)).map(|head| self.begin_request(head)),
+                Phase::Processing(response, traits) => {
+                    let traits = *traits;
+                    let response = ready!(poll_response(response, &self.stream, &self.peer, cx));
+                    response.map(|response| self.begin_response(response, traits))
+                }
                 Phase::Responding(sender, _) => match ready!(sender.poll(&self.stream, &self.peer, &self.timer, cx)) {
-                    Ok(()) => match self.end_response() {
-                        Some(end) => end,
-                        None => continue,
-                    },
-                    Err(failure) => self.abort_response(failure),
+                    Ok(()) => self.end_response(),
+                    Err(failure) => Err(self.abort_response(failure)),
                 },
-                Phase::Ended => ConnectionEnd::Dropped,
+                Phase::Ended => Err(ConnectionEnd::Dropped),
             };
-            self.phase = Phase::Ended;
-            return Poll::Ready(end);
+            match next {
+                Ok(phase) => self.phase = phase,
+                Err(end) => {
+                    self.phase = Phase::Ended;
+                    return Poll::Ready(end);
+                }
+            }
         }
     }
 
@@ -170,82 +166,55 @@ impl<'d> Http1Connection<'d> {
 
     fn reject_head(&self, error: &RequestError) {
         self.record_rejected_head(error);
-        self.stream.try_send(&responses::http1_bytes(&responses::error_response(error)));
+        self.stream.try_send(&responses::http1_bytes(&responses::error_response(error), &self.worker.date()));
     }
 
     fn record_rejected_head(&self, error: &RequestError) {
         request_record::record_rejected_head(&self.worker, self.peer.connection.address, error);
     }
 
-    fn begin_request(&self, head: RequestHead) -> Exchange {
+    fn begin_request(&self, head: RequestHead) -> Phase {
         let RequestHead { parts, body, keeps_alive, expects_continue, takes_trailers, error } = head;
         self.timer.disarm();
-        let (version, is_head) = (parts.version, parts.method == Method::HEAD);
+        let is_head = parts.method == Method::HEAD;
+        let traits = RequestTraits { version: parts.version, is_head, keeps_alive, takes_trailers };
         let body = self.stream.begin_request(body, expects_continue);
-        let response = ResponseFuture::start(|| handle(&self.worker, &self.peer, parts, body, error));
-        Exchange { response, version, is_head, keeps_alive, takes_trailers }
+        Phase::Processing(ResponseFuture::start(|| handle(&self.worker, &self.peer, parts, body, error)), traits)
     }
 
-    /// Polls the head of the response; `None` if the client has closed the connection.
-    fn poll_response(&mut self, cx: &mut Context<'_>) -> Poll<Option<Response<ResponseBody>>> {
-        let Phase::Processing(exchange) = &mut self.phase else { return Poll::Ready(None) };
-        self.stream.before_poll(cx);
-        if let Poll::Ready(response) = exchange.response.poll_response(cx) {
-            return Poll::Ready(Some(response));
-        }
-        if self.stream.take_continue() {
-            self.stream.outgoing().end_mut().extend_from_slice(CONTINUE);
-        }
-        self.queue_informational();
-        let is_broken = matches!(self.stream.poll_send(cx), Poll::Ready(Err(_)));
-        if is_broken || self.stream.poll_closed(self.peer.is_delayed.get(), cx).is_ready() {
-            return Poll::Ready(None);
-        }
-        Poll::Pending
-    }
-
-    /// Takes the waiting informational responses, to be sent before other bytes.
-    fn queue_informational(&self) {
-        if let Some(heads) = self.peer.informational.take() {
-            self.stream.outgoing().end_mut().extend_from_slice(&heads);
-        }
-    }
-
-    fn begin_response(&mut self, mut response: Response<ResponseBody>) {
-        let Phase::Processing(Exchange { version, is_head, keeps_alive, takes_trailers, .. }) = self.phase else {
-            return;
-        };
+    fn begin_response(&self, mut response: Response<ResponseBody>, traits: RequestTraits) -> Phase {
+        let RequestTraits { version, is_head, keeps_alive, takes_trailers } = traits;
         let tunnel = self.peer.tunnel.take();
         let framing = Framing::of_response(&response, version, is_head);
         if framing == Framing::NoBody && tunnel.is_none() {
             response::strip_body(&mut response);
         }
-        let keeps_alive = keeps_alive && !self.drain_guard.drain().has_begun() && !self.stream.is_expectation_open();
+        let keeps_alive = keeps_alive && !self.drain_guard.drain().has_begun() && self.stream.may_continue();
         let announced_trailers = if takes_trailers { trailer_fields(response.headers()) } else { None };
-        self.queue_informational();
-        let mut outgoing = self.stream.outgoing();
-        let date = self.worker.date();
-        let keeps_alive =
-            http1_head::write_response_head(&response, framing, version, keeps_alive, &date, outgoing.end_mut());
+        queue_informational(&self.stream, &self.peer);
+        let keeps_alive = {
+            let (date, mut outgoing) = (self.worker.date(), self.stream.outgoing());
+            http1_head::write_response_head(&response, framing, version, keeps_alive, &date, outgoing.end_mut())
+        };
         let next = match tunnel {
-            Some(session) => NextStep::End(ConnectionEnd::Tunnel(Box::new(session))),
-            None if keeps_alive => NextStep::Request,
-            None => NextStep::End(ConnectionEnd::Closed),
+            Some(session) => AfterResponse::End(ConnectionEnd::Tunnel(Box::new(session))),
+            None if keeps_alive => AfterResponse::Request,
+            None => AfterResponse::End(ConnectionEnd::Closed),
         };
         self.timer.arm(self.peer.body_timeout.get());
         let sender = ResponseSender::new(response.into_body(), framing, announced_trailers, self.min_response_rate);
-        self.phase = Phase::Responding(sender, next);
+        Phase::Responding(sender, next)
     }
 
-    /// Called when the response was sent. `None`: waits for the next request.
-    fn end_response(&mut self) -> Option<ConnectionEnd> {
-        match std::mem::replace(&mut self.phase, Phase::Head) {
-            Phase::Responding(_, NextStep::End(end)) => Some(end),
+    /// Called when the response was sent.
+    fn end_response(&mut self) -> Result<Phase, ConnectionEnd> {
+        match std::mem::replace(&mut self.phase, Phase::Ended) {
+            Phase::Responding(_, AfterResponse::End(end)) => Err(end),
             _ if self.stream.end_request() => {
                 self.timer.arm(self.head_timeout);
-                None
+                Ok(Phase::Head)
             }
-            _ => Some(ConnectionEnd::Closed),
+            _ => Err(ConnectionEnd::Closed),
         }
     }
 
@@ -268,12 +237,11 @@ impl<'d> Http1Connection<'d> {
             ConnectionEnd::Tunnel(session) => drop(session.run(io, early_bytes, &peer.timer).await),
             ConnectionEnd::Closed => {
                 timer.arm(peer.body_timeout.get());
-                poll_fn(|cx| match Pin::new(&mut io).poll_shutdown(cx) {
+                let is_shut_down = poll_fn(|cx| match Pin::new(&mut io).poll_shutdown(cx) {
                     Poll::Pending if !timer.poll_expired(cx) => Poll::Pending,
-                    _ => Poll::Ready(()),
-                })
-                .await;
-                if !is_read_closed {
+                    polled => Poll::Ready(matches!(polled, Poll::Ready(Ok(())))),
+                });
+                if is_shut_down.await && !is_read_closed {
                     linger(&mut io).await;
                 }
             }
@@ -281,12 +249,44 @@ impl<'d> Http1Connection<'d> {
     }
 }
 
-impl Drop for Http1Connection<'_> {
+impl Drop for ClientConnection<'_> {
     /// Records a head that does not become complete because the gateway stops.
     fn drop(&mut self) {
         if matches!(self.phase, Phase::Head) && self.stream.is_in_head() {
             self.record_rejected_head(&RequestError::HeadIncomplete);
         }
+    }
+}
+
+/// Polls the head of the response; fails if the client has closed the connection.
+fn poll_response(
+    response: &mut ResponseFuture,
+    stream: &ClientStream,
+    peer: &Peer,
+    cx: &mut Context<'_>,
+) -> Poll<Result<Response<ResponseBody>, ConnectionEnd>> {
+    stream.before_poll(cx);
+    if let Poll::Ready(response) = response.poll_response(cx) {
+        return Poll::Ready(Ok(response));
+    }
+    if stream.take_continue() {
+        stream.outgoing().end_mut().extend_from_slice(CONTINUE);
+    }
+    // The queue is bounded, and takes no more while the client does not read.
+    if stream.outgoing().is_empty() {
+        queue_informational(stream, peer);
+    }
+    let is_broken = matches!(stream.poll_send(cx), Poll::Ready(Err(_)));
+    if is_broken || stream.poll_closed(peer.is_delayed.get(), cx).is_ready() {
+        return Poll::Ready(Err(ConnectionEnd::Dropped));
+    }
+    Poll::Pending
+}
+
+/// Takes the waiting informational responses, to be sent before other bytes.
+fn queue_informational(stream: &ClientStream, peer: &Peer) {
+    if let Some(heads) = peer.informational.take() {
+        stream.outgoing().end_mut().extend_from_slice(&heads);
     }
 }
 

@@ -3,15 +3,13 @@
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
-use bytes::Bytes;
 use http::HeaderMap;
-use http_body::{Body as _, Frame};
+use http_body::Body as _;
 
 use crate::downstream::http1::client_stream::ClientStream;
 use crate::http::error::RequestError;
-use crate::http::http1_body;
 use crate::http::http1_head::Framing;
-use crate::http1_stream::Outgoing;
+use crate::http1_stream::WrongLength;
 use crate::proxy::peer::Peer;
 use crate::proxy::response::ResponseBody;
 use crate::timer::Timer;
@@ -39,13 +37,6 @@ enum Rest {
     Nothing,
     /// The end of the connection, because the body has failed.
     Failure,
-}
-
-/// The result of queuing a frame.
-enum Queued {
-    More,
-    Last,
-    Failed,
 }
 
 /// Why a response is not sent whole.
@@ -128,49 +119,18 @@ impl ResponseSender {
             if self.bytes_due == 0 {
                 timer.arm(peer.body_timeout.get());
             }
-            let is_last = matches!(&self.rest, Rest::Body(body) if body.is_end_stream());
-            let queued = self.queue_frame(frame, is_last, &mut stream.outgoing());
+            let is_end_stream = matches!(&self.rest, Rest::Body(body) if body.is_end_stream());
+            let announced = self.announced_trailers.as_deref();
+            let queued = frame
+                .transpose()
+                .map(|frame| stream.outgoing().push_frame(frame, is_end_stream, &mut self.framing, announced));
             // Not while `outgoing` is borrowed: dropping the body may drop that of the request.
             match queued {
-                Queued::More => {}
-                Queued::Last => self.rest = Rest::Nothing,
-                Queued::Failed => self.rest = Rest::Failure,
+                Ok(Ok(false)) => {}
+                Ok(Ok(true)) => self.rest = Rest::Nothing,
+                Ok(Err(WrongLength)) | Err(_) => self.rest = Rest::Failure,
             }
         }
-    }
-
-    /// Queues a frame, and the end of the body if the frame is the last one.
-    fn queue_frame<E>(
-        &mut self,
-        frame: Option<Result<Frame<Bytes>, E>>,
-        mut is_last: bool,
-        outgoing: &mut Outgoing,
-    ) -> Queued {
-        let mut trailers = None;
-        match frame.map(|frame| frame.map(Frame::into_data)) {
-            Some(Ok(Ok(data))) if !data.is_empty() => {
-                if let Framing::Length(left) = &mut self.framing {
-                    let Some(left_then) = left.checked_sub(data.len() as u64) else { return Queued::Failed };
-                    *left = left_then;
-                }
-                outgoing.push(data, self.framing == Framing::Chunked);
-            }
-            Some(Ok(Ok(_empty))) => {}
-            Some(Ok(Err(frame))) => (trailers, is_last) = (frame.into_trailers().ok(), true),
-            Some(Err(_recorded)) => return Queued::Failed,
-            None => is_last = true,
-        }
-        match self.framing {
-            _ if !is_last => return Queued::More,
-            // The client would take the next response for the rest of this one.
-            Framing::Length(1..) => return Queued::Failed,
-            Framing::Chunked => {
-                let trailers = trailers.as_ref().zip(self.announced_trailers.as_deref());
-                http1_body::write_last_chunk(trailers, outgoing.end_mut());
-            }
-            Framing::NoBody | Framing::Length(0) | Framing::UntilClose => {}
-        }
-        Queued::Last
     }
 
     /// Bytes were sent. A response may take any time, if the client reads the minimum rate in each `body_timeout`.

@@ -57,7 +57,7 @@ pub struct Streams {
 struct StreamContext {
     worker: Rc<WorkerState>,
     /// Template for the peers of streams.
-    connection_peer: Peer,
+    connection: Rc<ConnectionInfo>,
     monitor: Rc<Monitor>,
     /// Answers the requests; `None`: they are forwarded.
     service: Option<Rc<RatelimitService>>,
@@ -72,8 +72,7 @@ impl Streams {
         monitor: Rc<Monitor>,
         service: Option<Rc<RatelimitService>>,
     ) -> Streams {
-        let connection_peer = Peer::new(connection, worker.timers.new_timer(), Rc::default(), Rc::default());
-        let shared = StreamContext { worker, connection_peer, monitor, service, free_peers: RefCell::default() };
+        let shared = StreamContext { worker, connection, monitor, service, free_peers: RefCell::default() };
         Streams { shared: Rc::new(shared), ready_responses: Vec::new() }
     }
 
@@ -121,8 +120,8 @@ impl Streams {
 
     /// Records requests that were rejected before they could be handled: with 431 by h2, or with a reset.
     pub fn record_rejected(&self) {
-        let StreamContext { worker, connection_peer, monitor, .. } = &*self.shared;
-        let record = |error| request_record::record_rejected_head(worker, connection_peer.connection.address, error);
+        let StreamContext { worker, connection, monitor, .. } = &*self.shared;
+        let record = |error| request_record::record_rejected_head(worker, connection.address, error);
         (0..monitor.take_unrecorded_rejections()).for_each(|_| record(&RequestError::HeadTooLarge));
         for code in monitor.take_reset_codes() {
             record(match Reason::from(code) {
@@ -149,7 +148,7 @@ impl Streams {
 impl StreamContext {
     fn take_peer(&self) -> Rc<Peer> {
         let free = self.free_peers.borrow_mut().pop();
-        free.unwrap_or_else(|| Rc::new(Peer::for_stream(&self.connection_peer, self.worker.timers.new_timer())))
+        free.unwrap_or_else(|| Rc::new(Peer::for_stream(Rc::clone(&self.connection), self.worker.timers.new_timer())))
     }
 
     fn recycle_peer(&self, peer: Rc<Peer>) {
