@@ -6,14 +6,13 @@
 use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::rc::Rc;
-use std::task::{Context, Poll, Waker, ready};
+use std::task::{Context, Poll, Waker};
 
 use bytes::{Buf, Bytes};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::dup;
 use rustix::process::{Resource, getrlimit};
 use smallvec::SmallVec;
-use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 use tokio_rustls::TlsStream;
 
@@ -126,15 +125,6 @@ impl IoStream {
         poll(&mut polled, Some(&Timespec::default())).is_ok() && polled[0].revents().intersects(closed)
     }
 
-    /// A watcher that notices the end of a TLS connection behind unread bytes. `None`: this is no TLS connection, or its
-    /// descriptor cannot be duplicated.
-    pub fn close_watcher(&self) -> Option<CloseWatcher> {
-        let Transport::Tls(tls) = &self.stream else { return None };
-        // A separate descriptor: clearing its readiness must not affect reads of the original.
-        let descriptor = dup(tls.get_ref().0).ok()?;
-        TcpStream::from_std(descriptor.into()).ok().map(CloseWatcher)
-    }
-
     /// Makes closing the stream discard bytes that wait in the kernel to be sent.
     pub fn reset_on_close(&self) {
         let _ = match &self.stream {
@@ -150,27 +140,6 @@ impl IoStream {
         let cx = &mut Context::from_waker(Waker::noop());
         if let Poll::Ready(Ok(_)) = Pin::new(&mut *self).poll_write(cx, bytes) {
             let _ = Pin::new(self).poll_flush(cx);
-        }
-    }
-}
-
-/// Notices that the peer of a TLS connection closes it, while bytes before the end stay unread. It wakes the task whenever
-/// bytes arrive.
-#[derive(Debug)]
-pub struct CloseWatcher(TcpStream);
-
-impl CloseWatcher {
-    /// Ready when the peer has closed the connection.
-    pub fn poll_closed(&self, stream: &IoStream, cx: &mut Context<'_>) -> Poll<()> {
-        loop {
-            if ready!(self.0.poll_read_ready(cx)).is_err() {
-                return Poll::Ready(());
-            }
-            // Clear the readiness before checking, so that an event in between is not missed.
-            let _ = self.0.try_io(Interest::READABLE, || Err::<(), _>(io::ErrorKind::WouldBlock.into()));
-            if stream.is_closed_by_peer() {
-                return Poll::Ready(());
-            }
         }
     }
 }

@@ -19,7 +19,7 @@ use tokio_rustls::server::TlsStream;
 use tokio_rustls::{TlsAcceptor, TlsStream as EitherSide};
 
 use super::connection_limit::ConnectionSlot;
-use super::drain::DrainGuard;
+use super::drain::{Drain, DrainGuard};
 use super::listener_context::Listener;
 use super::protocol_detect::{Protocol, detect_protocol};
 use super::proxy_protocol::{HeaderProgress, MAX_BYTES, ProxiedAddress, parse};
@@ -160,7 +160,9 @@ async fn accept_tls(
     let worker = &listener.listener_context.worker;
     let timeout = worker.config().compiled.config.timeouts.tls_handshake;
     let timer = worker.timers.new_timer();
-    let stream = with_timeout(&timer, timeout, drain_guard, handshake(stream, tls, address, listener)).await;
+    let stream =
+        with_timeout(&timer, timeout, drain_guard, handshake(stream, tls, address, listener, drain_guard.drain()))
+            .await;
     let stream = stream.ok_or(ConnectionRefusal::HandshakeTimeout)??;
     let (_, session) = stream.get_ref();
     listener.metrics.handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
@@ -175,6 +177,7 @@ async fn handshake(
     tls: Arc<ServerConfig>,
     address: IpAddr,
     listener: &Listener,
+    drain: &Drain,
 ) -> Result<TlsStream<TcpStream>, SetupError> {
     let mut first = [0];
     // Peeked, because rustls has to read these bytes: it sends an alert for a record it does not know.
@@ -186,7 +189,7 @@ async fn handshake(
             request_record::record_rejected_head(&listener.listener_context.worker, address, &error);
             let date = listener.listener_context.worker.date();
             let response = responses::http1_bytes(&responses::error_response(&error), &date);
-            respond_and_close(IoStream::tcp(stream).counted(&listener.metrics.bytes), &response).await;
+            respond_and_close(IoStream::tcp(stream).counted(&listener.metrics.bytes), &response, drain).await;
             return Err(SetupError::Closed);
         }
         Ok(0) | Err(_) => return Err(SetupError::Closed),
@@ -199,11 +202,11 @@ async fn handshake(
 
 /// Sends a response in clear text. Bytes that the client still sends are read and discarded for a moment: closing
 /// the socket with unread bytes would reset the connection, and the client could lose the response.
-async fn respond_and_close(mut stream: IoStream, response: &[u8]) {
+async fn respond_and_close(mut stream: IoStream, response: &[u8], drain: &Drain) {
     let closing = async {
         stream.write_all(response).await?;
         stream.shutdown().await?;
-        linger(&mut stream).await;
+        linger(&mut stream, drain).await;
         io::Result::Ok(())
     };
     // An error means that the client has closed the connection and does not read the response.

@@ -59,6 +59,11 @@ impl Drain {
         self.phase.get() >= DrainPhase::Draining
     }
 
+    /// Whether connections that wait for a request are closed.
+    pub fn is_closing_idle(&self) -> bool {
+        self.phase.get() == DrainPhase::ClosingIdle
+    }
+
     pub fn register(self: &Rc<Self>) -> DrainGuard {
         let id = self.next_id.get();
         self.next_id.set(id + 1);

@@ -10,6 +10,7 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, ReadBuf};
 use tokio::time::timeout;
 
+use crate::downstream::drain::Drain;
 use crate::io_stream::IoStream;
 
 /// Lingering ends after a second without any byte. Many clients read a response only after they have sent the whole request; so it
@@ -22,8 +23,9 @@ const LINGER_BYTES: usize = 64 * 1024 * 1024;
 /// The most bytes of one read.
 const READ_BYTES: usize = 4 * 1024;
 
-/// Reads and discards what the client sends, until it closes the connection or a limit is reached. The write side was shut down.
-pub async fn linger(io: &mut IoStream) {
+/// Reads and discards what the client sends, until it closes the connection or a limit is reached, and not much longer once the
+/// drain closes idle connections. The write side was shut down.
+pub async fn linger(io: &mut IoStream, drain: &Drain) {
     let (mut received, mut quiet_steps) = (0, 0);
     for _ in 0..STEPS_MAX {
         let received_before = received;
@@ -31,7 +33,7 @@ pub async fn linger(io: &mut IoStream) {
             return;
         }
         quiet_steps = if received == received_before { quiet_steps + 1 } else { 0 };
-        if received == 0 || quiet_steps == QUIET_STEPS_MAX {
+        if received == 0 || quiet_steps == QUIET_STEPS_MAX || drain.is_closing_idle() {
             return;
         }
     }

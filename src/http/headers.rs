@@ -204,10 +204,17 @@ fn is_content_length(text: &[u8]) -> bool {
     (1..=19).contains(&text.len()) && text.iter().all(u8::is_ascii_digit)
 }
 
-/// Prepares the trailers of a response for the client.
-pub fn forward_response_trailers(trailers: &mut HeaderMap) {
-    remove_hop_by_hop(trailers, SpecialFields::present_in(trailers), &[]);
-}
+/// Fields that are processed before the body, beside those of other lists.
+static FORBIDDEN_IN_TRAILERS: [HeaderName; 8] = [
+    header::CACHE_CONTROL,
+    header::CONTENT_ENCODING,
+    header::CONTENT_RANGE,
+    header::CONTENT_TYPE,
+    header::MAX_FORWARDS,
+    header::SET_COOKIE,
+    header::TE,
+    header::TRAILER,
+];
 
 static KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 static PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
@@ -281,13 +288,28 @@ fn filter_trailer_field(headers: &mut HeaderMap, keys: &[HeaderName]) {
     }
 }
 
-/// Removes the trailers of a request that could be taken for fields of the head.
+/// Removes the trailers of a response that could be taken for fields of the head, or that concern one connection.
+pub fn forward_response_trailers(trailers: &mut HeaderMap) {
+    // A name that servers confuse with others is none that they act on in a response.
+    let is_usual = |name: &HeaderName| {
+        let special = SpecialFields::of_name(name.as_str());
+        special == SpecialFields::default() || special == SpecialFields::AMBIGUOUS_NAME
+    };
+    remove_matching(trailers, |name| !is_usual(name) || is_field_of_head(name));
+}
+
+/// Removes the trailers of a request that could be taken for fields of the head, or that concern one connection.
 pub fn forward_request_trailers(trailers: &mut HeaderMap) {
     remove_matching(trailers, |name| !is_allowed_in_trailers(name));
 }
 
 fn is_allowed_in_trailers(name: &HeaderName) -> bool {
-    SpecialFields::of_name(name.as_str()) == SpecialFields::default() && !NEVER_HOP_BY_HOP.contains(name)
+    SpecialFields::of_name(name.as_str()) == SpecialFields::default() && !is_field_of_head(name)
+}
+
+/// Whether a field is processed before the body, and so is no trailer (RFC 9110, section 6.5.1).
+fn is_field_of_head(name: &HeaderName) -> bool {
+    NEVER_HOP_BY_HOP.contains(name) || FORBIDDEN_IN_TRAILERS.contains(name)
 }
 
 /// The field names that `Connection` lists. The options `keep-alive` and `close` are not field names.

@@ -9,9 +9,12 @@ use bytes::{Buf, Bytes};
 use http::Version;
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http_body::{Frame, SizeHint};
+use memchr::memmem;
 
 /// The most fields of a trailer section.
 const TRAILERS_MAX: usize = 100;
+/// A trailer section of this size is parsed once its end has arrived.
+const UNPARSED_TRAILERS_BYTES: usize = 1024;
 /// The longest line of a chunk size, with its extensions.
 const CHUNK_LINE_MAX_BYTES: usize = 4 * 1024;
 /// The most bytes of chunk extensions in one body (RFC 9112, section 7.1.1: a server limits their total).
@@ -274,6 +277,10 @@ fn take_chunk_size(received: &mut Bytes, extension_bytes: &mut usize) -> Result<
 
 /// Takes the trailers and the empty line behind them. `None`: they are incomplete.
 fn take_trailers(received: &mut Bytes, max_bytes: usize) -> Result<Option<HeaderMap>, MalformedMessage> {
+    // A long section that arrives byte by byte is not parsed each time.
+    if (UNPARSED_TRAILERS_BYTES..max_bytes).contains(&received.len()) && memmem::find(received, b"\n\r\n").is_none() {
+        return Ok(None);
+    }
     let mut fields = [httparse::EMPTY_HEADER; TRAILERS_MAX];
     match httparse::parse_headers(received, &mut fields) {
         // Parsers disagree whether a line feed alone ends a line, and so where the next message begins.

@@ -2,7 +2,6 @@
 //!
 //! Slots of the rules that limit the requests in flight are taken first, so that no window is charged without them.
 
-use std::cell::Cell;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -10,7 +9,6 @@ use http::HeaderMap;
 
 use super::compiled_config::{CompiledConfig, RouteRules};
 use super::delayed_request::{DelayedRequest, RECHECK_INTERVAL, StoreCharges};
-use super::peer::Peer;
 use super::request_record::RequestRecord;
 use super::response::Rejection;
 use super::response_cost::PendingCost;
@@ -60,7 +58,6 @@ impl Admission {
         fields: RateLimitFields,
         worker: &Rc<WorkerState>,
         config: &Rc<WorkerConfig>,
-        peer: &Peer,
         rules_index: usize,
         context: &DecisionContext,
         store_keys: impl FnOnce() -> Vec<Option<Rc<str>>>,
@@ -68,7 +65,7 @@ impl Admission {
         let charges = StoreCharges::default();
         Admission {
             fields: fields.without_indexing(),
-            delay: DelayedRequest::new(decision, worker, config, peer, rules_index, context, charges),
+            delay: DelayedRequest::new(decision, worker, config, rules_index, context, charges),
             pending_cost: PendingCost::new(worker, config, rules_index, context, &[], store_keys),
         }
     }
@@ -233,19 +230,14 @@ impl QueuedRequest {
         mut self: Box<Self>,
         worker: &WorkerState,
         config: &WorkerConfig,
-        peer: &Peer,
         rules_index: usize,
         record: &mut RequestRecord,
     ) -> Result<SharedOutcome, Unavailable> {
         let compiled = &*config.compiled;
         let rules = &compiled.route_rules[rules_index];
-        let has_slots = {
-            let _watch = DelayWatch::start(&peer.is_delayed);
-            record.delay_began();
-            let has_slots = self.wait_for_slots(worker, compiled, rules_index, record).await;
-            record.delay_ended();
-            has_slots
-        };
+        record.delay_began();
+        let has_slots = self.wait_for_slots(worker, compiled, rules_index, record).await;
+        record.delay_ended();
         let QueuedRequest { place, waiter, mut context, store_keys } = *self;
         // The request waits no longer, also while the store decides.
         drop((place, waiter));
@@ -295,36 +287,19 @@ impl QueuedRequest {
     }
 }
 
-/// Makes the connection watch for the client closing it.
-struct DelayWatch<'p>(&'p Cell<bool>);
-
-impl DelayWatch<'_> {
-    fn start(is_delayed: &Cell<bool>) -> DelayWatch<'_> {
-        is_delayed.set(true);
-        DelayWatch(is_delayed)
-    }
-}
-
-impl Drop for DelayWatch<'_> {
-    fn drop(&mut self) {
-        self.0.set(false);
-    }
-}
-
 impl PendingAdmission {
     /// Waits for slots or the store, and decides.
     pub async fn resolve(
         self: Box<Self>,
         worker: &Rc<WorkerState>,
         config: &Rc<WorkerConfig>,
-        peer: &Peer,
         record: &mut RequestRecord,
     ) -> Result<Admission, Rejection> {
         let PendingAdmission { step, rules_index } = *self;
         let rules = &config.compiled.route_rules[rules_index];
         let outcome = match step {
             PendingStep::Store(decision) => decision.decide(&rules.charge_plan).await,
-            PendingStep::Slot(queued) => queued.decide(worker, config, peer, rules_index, record).await,
+            PendingStep::Slot(queued) => queued.decide(worker, config, rules_index, record).await,
         };
         let mut outcome = outcome.map_err(|Unavailable| Rejection::Error(RequestError::StoreUnavailable))?;
         let now_ms = worker.clock.now().unix_ms;
@@ -344,7 +319,7 @@ impl PendingAdmission {
         let SharedOutcome { decision, context, refunds, key_texts } = outcome;
         let pending_cost = PendingCost::new(worker, config, rules_index, &context, &refunds, || key_texts.clone());
         let charges = StoreCharges { refunds, keys: key_texts };
-        let delay = DelayedRequest::new(decision, worker, config, peer, rules_index, &context, charges);
+        let delay = DelayedRequest::new(decision, worker, config, rules_index, &context, charges);
         Ok(Admission { fields: fields.without_indexing(), delay, pending_cost })
     }
 }

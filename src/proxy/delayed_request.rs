@@ -3,14 +3,12 @@
 //! Rules with tokens left were charged when the request arrived. If their window has ended when the request passes, they are
 //! charged again in the current one, and may refuse the request after all.
 
-use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
 use http::HeaderMap;
 
-use super::peer::Peer;
 use super::request_record::RequestRecord;
 use super::response::Rejection;
 use super::response_cost::PendingCost;
@@ -58,8 +56,6 @@ pub struct DelayedRequest {
     _waiter: Option<(WaiterSlot, Option<GaugeGuard>)>,
     /// Unix time in milliseconds after which the request is refused.
     latest_ms: u64,
-    /// Makes the connection watch for the client closing it.
-    is_delayed: Rc<Cell<bool>>,
 }
 
 impl DelayedRequest {
@@ -68,7 +64,6 @@ impl DelayedRequest {
         decision: Decision,
         worker: &Rc<WorkerState>,
         config: &Rc<WorkerConfig>,
-        peer: &Peer,
         rules_index: usize,
         context: &DecisionContext,
         store_charges: StoreCharges,
@@ -87,7 +82,6 @@ impl DelayedRequest {
             config: Rc::clone(config),
             _waiter: waiter.map(|waiter| (waiter.slot, config.count_delayed(rules[waiter.rule]))),
             latest_ms: now_ms + compiled.rule_set.max_delay_ms(&compiled.route_rules[rules_index].charge_plan),
-            is_delayed: Rc::clone(&peer.is_delayed),
         }))
     }
 
@@ -116,12 +110,10 @@ impl DelayedRequest {
     }
 
     async fn wait_until_open(&self) {
-        self.is_delayed.set(true);
         loop {
             let now_ms = self.worker.clock.now().unix_ms;
             let left_ms = self.until_ms.saturating_sub(now_ms);
             if left_ms == 0 {
-                self.is_delayed.set(false);
                 return;
             }
             tokio::time::sleep(Duration::from_millis(left_ms).min(RECHECK_INTERVAL)).await;
@@ -216,7 +208,6 @@ impl DelayedRequest {
 
 impl Drop for DelayedRequest {
     fn drop(&mut self) {
-        self.is_delayed.set(false);
         if !self.receipts.is_empty() {
             let (worker, rule_set) = (&self.worker, &self.config.compiled.rule_set);
             let now_ms = worker.clock.now().unix_ms;

@@ -166,7 +166,7 @@ pub fn handle(
     // Rare waits are boxed, so that the future of every other request does not reserve memory for them.
     ResponseFuture::Forward(Box::pin(async move {
         if let Some(pending) = pending {
-            match Box::pin(pending.resolve(&worker, &config, &peer, &mut record)).await {
+            match Box::pin(pending.resolve(&worker, &config, &mut record)).await {
                 Ok(admission) => Admission { fields, delay, pending_cost } = admission,
                 Err(rejection) => return ResponseFuture::Done(Some(rejection.into_response(format, record))),
             }
@@ -312,8 +312,7 @@ fn decide(
             let policy = config.policy_fields[rules_index].as_ref();
             let fields = rules.rate_limit_template.render(context, policy, decided_ms, text);
             let store_keys = || compiled.store_keys(rules, &attributes);
-            let peer = request_context.peer;
-            let admission = Admission::new(decision, fields, worker, config, peer, rules_index, context, store_keys);
+            let admission = Admission::new(decision, fields, worker, config, rules_index, context, store_keys);
             (admission, None)
         }
     };

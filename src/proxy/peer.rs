@@ -55,9 +55,6 @@ pub struct Peer {
     pub timer: Rc<Timer>,
     /// Relays an upstream's 1xx responses to the client.
     pub informational: Rc<InformationalQueue>,
-    /// Whether a request is delayed. HTTP/1.1 connections then ask the socket, each time they are polled, whether the client has
-    /// closed the connection behind unread bytes. Not read over HTTP/2: h2 notices that a stream is reset.
-    pub is_delayed: Rc<Cell<bool>>,
     /// Receives the unread rest of a request body. `None`: the connection discards it, or is closed.
     pub body_drain: Option<Rc<BodyDrain>>,
     /// How long a body may make no progress: the configuration's or the route's timeout.
@@ -72,7 +69,6 @@ impl Peer {
             connection,
             timer,
             informational: Rc::default(),
-            is_delayed: Rc::default(),
             body_drain: None,
             body_timeout: Cell::default(),
             tunnel: RefCell::default(),

@@ -11,6 +11,7 @@ use http_body::{Body as HttpBody, Frame, SizeHint};
 
 use super::request_record::RequestRecord;
 use crate::http::error::RequestError;
+use crate::http::headers;
 use crate::http::responses::{ErrorFormat, LocalResponse};
 use crate::http::route_actions::ResponseChanges;
 use crate::upstream::response_body::{UpstreamBody, UpstreamBodyError};
@@ -195,11 +196,14 @@ impl HttpBody for ResponseBody {
         if let Some(error) = this.pending_error.take() {
             return Poll::Ready(Some(Err(error)));
         }
-        let frame = match &mut this.content {
+        let mut frame = match &mut this.content {
             Content::Local(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
             Content::Upstream(download) => Pin::new(download).poll_frame(cx),
             Content::Stream(stream) => stream.as_mut().poll_frame(cx),
         };
+        if let Poll::Ready(Some(Ok(frame))) = &mut frame {
+            frame.trailers_mut().into_iter().for_each(headers::forward_response_trailers);
+        }
         if let (Some(record), Poll::Ready(Some(frame))) = (&mut this.record, &frame) {
             match frame {
                 Ok(frame) => {

@@ -39,6 +39,20 @@ fn a_disconnect_before_the_response_cancels_the_request() {
     });
 }
 
+/// The end of the stream cannot be read behind unread bytes, here those of another request.
+#[test]
+fn a_disconnect_behind_unread_bytes_cancels_the_request() {
+    let (upstream, reported) = silent_upstream();
+    let gateway = Gateway::start(&forward_all(&upstream));
+    let mut client = gateway.client();
+    client.send(request("GET", "/a", &[], b""));
+    assert_eq!(reported.recv(), Ok("requested"));
+    client.send("G");
+    drop(client);
+    assert_eq!(reported.recv(), Ok("closed"));
+    assert_eq!(upstream.received().len(), 1);
+}
+
 #[test]
 fn a_disconnect_during_the_upload_cancels_the_request() {
     for framing in ["Content-Length: 100000", "Transfer-Encoding: chunked"] {

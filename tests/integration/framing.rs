@@ -98,6 +98,25 @@ fn chunked_bodies_and_trailers_are_forwarded_both_ways() {
     assert_eq!((response.body.as_slice(), response.trailers.len()), (b"abcde".as_slice(), 0));
 }
 
+#[test]
+fn fields_of_the_head_are_not_forwarded_as_trailers() {
+    let names = "X-Sum, Content-Length, Transfer-Encoding, Host, Set-Cookie, Cache-Control, Content-Type, Authorization";
+    let trailers: String = names.split(", ").map(|name| format!("{name}: 5\r\n")).collect();
+    let body = format!("Transfer-Encoding: chunked\r\nTrailer: {names}\r\n\r\n1\r\na\r\n0\r\n{trailers}\r\n");
+    let response = format!("HTTP/1.1 200 OK\r\n{body}");
+    let upstream = Upstream::with_script(move |connection| {
+        while connection.read_request().is_some() {
+            connection.send(&response);
+        }
+    });
+    let gateway = Gateway::start(&forward_all(&upstream));
+    let mut client = gateway.client();
+    client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nTE: trailers\r\n{body}"));
+    let only = [("x-sum".to_owned(), "5".to_owned())];
+    assert_eq!(client.read_response().expect(200).trailers, only);
+    assert_eq!(upstream.only_request().trailers, only);
+}
+
 /// Requests whose method usually has no body, with a body of unknown length.
 const CHUNKED_BODY: &str = "Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n";
 
@@ -370,6 +389,21 @@ fn http_1_0_clients_are_served() {
     let response = client.send(&keep_alive_request).read_response().expect(200);
     assert_eq!(response.field("connection"), Some("keep-alive"));
     client.send(&keep_alive_request).read_response().expect(429).problem();
+}
+
+/// HTTP/1.0 has no other sign of a truncated body.
+#[test]
+fn a_truncated_response_resets_the_connection_of_an_http_1_0_client() {
+    let upstream = Upstream::with_script(|connection| {
+        if connection.read_request().is_some() {
+            connection.send("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabc");
+        }
+    });
+    let gateway = Gateway::start(&forward_all(&upstream));
+    let mut client = gateway.client();
+    client.send(format!("GET /a HTTP/1.0\r\nHost: {HOST}\r\n\r\n"));
+    let error = std::io::Read::read_to_end(&mut client.stream, &mut Vec::new()).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
 }
 
 #[test]

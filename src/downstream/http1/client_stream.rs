@@ -10,6 +10,7 @@ use std::io;
 use std::pin::{Pin, pin};
 use std::rc::{Rc, Weak};
 use std::task::{Context, Poll, Waker, ready};
+use std::time::Duration;
 
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
@@ -19,15 +20,20 @@ use crate::http::error::RequestError;
 use crate::http::http1_body::BodyDecoder;
 use crate::http::http1_head::{HeadLimits, RequestHead, may_complete_head, parse_request_head};
 use crate::http1_stream::{Http1Stream, Outgoing, READ_HEAD_BYTES};
-use crate::io_stream::{CloseWatcher, IoStream};
+use crate::io_stream::IoStream;
+use crate::timer::{Timer, Timers};
 use crate::upstream::request_body::{BodyError, BodySource};
 
 /// The most bytes of a body that nothing takes, so that the next request on the connection can be served.
 const DISCARD_MAX_BYTES: usize = 64 * 1024;
 
+/// How often the socket is asked whether the client has closed the connection behind unread bytes.
+const CLOSE_CHECK_INTERVAL: Duration = Duration::from_millis(500);
+
 /// The stream of a client.
 pub struct ClientStream {
     state: RefCell<StreamState>,
+    timers: Rc<Timers>,
     /// Counts requests, so that the body of an earlier one reads nothing.
     request: Cell<u64>,
 }
@@ -63,9 +69,8 @@ enum Expectation {
 /// What is known of the socket, while a response is made.
 enum SocketState {
     NotChecked,
-    /// It has bytes, which are not read yet. The end of the stream cannot be read behind them; under TLS, a watcher notices it,
-    /// because these bytes may be the alert that precedes the end.
-    HasData(Option<CloseWatcher>),
+    /// It has unread bytes, behind which the end of the stream cannot be read. The timer runs until the socket is asked for it.
+    HasData(Rc<Timer>),
 }
 
 /// Why there is no request head.
@@ -77,7 +82,7 @@ pub enum HeadFailure {
 }
 
 impl ClientStream {
-    pub fn new(io: IoStream) -> Rc<ClientStream> {
+    pub fn new(io: IoStream, timers: &Rc<Timers>) -> Rc<ClientStream> {
         let state = StreamState {
             stream: Http1Stream::new(io),
             unchecked_bytes: 0,
@@ -89,7 +94,7 @@ impl ClientStream {
             is_read_closed: false,
             socket_state: SocketState::NotChecked,
         };
-        Rc::new(ClientStream { state: RefCell::new(state), request: Cell::new(0) })
+        Rc::new(ClientStream { state: RefCell::new(state), timers: Rc::clone(timers), request: Cell::new(0) })
     }
 
     /// Polls the head of the next request.
@@ -166,27 +171,32 @@ impl ClientStream {
         !is_next_unknown && (state.is_body_wanted || !is_too_long)
     }
 
-    /// Ready when the client has closed the connection; else wakes the task then. Behind unread bytes of a connection without TLS,
-    /// only asking the socket shows the end: it is asked if `is_polled`, for requests that are polled periodically.
-    pub fn poll_closed(&self, is_polled: bool, cx: &mut Context<'_>) -> Poll<()> {
+    /// Ready when the client has closed the connection; else wakes the task then, behind unread bytes with some delay.
+    pub fn poll_closed(&self, cx: &mut Context<'_>) -> Poll<()> {
         let state = &mut *self.state.borrow_mut();
         if state.body_waker.is_some() {
             return Poll::Pending;
         }
-        loop {
-            if let SocketState::HasData(watcher) = &state.socket_state {
-                return match watcher {
-                    Some(watcher) => watcher.poll_closed(&state.stream.io, cx),
-                    None if is_polled && state.stream.io.is_closed_by_peer() => Poll::Ready(()),
-                    None => Poll::Pending,
-                };
-            }
+        if let SocketState::NotChecked = state.socket_state {
             let Ok(true) = ready!(state.stream.io.poll_has_data(cx)) else {
                 state.is_read_closed = true;
                 return Poll::Ready(());
             };
-            state.socket_state = SocketState::HasData(state.stream.io.close_watcher());
+            let timer = self.timers.new_timer();
+            timer.arm(CLOSE_CHECK_INTERVAL);
+            state.socket_state = SocketState::HasData(timer);
         }
+        if let SocketState::HasData(timer) = &state.socket_state
+            && timer.poll_expired(cx)
+        {
+            if state.stream.io.is_closed_by_peer() {
+                return Poll::Ready(());
+            }
+            timer.arm(CLOSE_CHECK_INTERVAL);
+            // Not expired: registers the task.
+            let _ = timer.poll_expired(cx);
+        }
+        Poll::Pending
     }
 
     /// Ends the current request, and returns whether another one can follow: the rest of its body is short, and was received or
@@ -374,7 +384,7 @@ mod tests {
     impl Connection {
         fn new() -> Connection {
             let (io, client) = UnixStream::pair().unwrap();
-            Connection { stream: ClientStream::new(IoStream::unix(io)), client, task: Arc::default() }
+            Connection { stream: ClientStream::new(IoStream::unix(io), &Rc::default()), client, task: Arc::default() }
         }
 
         async fn receive_head(&mut self, bytes: &str) -> RequestHead {
@@ -409,7 +419,7 @@ mod tests {
         // While the body waits, the connection does not watch the socket.
         assert!(poll_in(&upstream, &mut body).is_pending());
         let cx = &mut Context::from_waker(Waker::noop());
-        assert!(connection.stream.poll_closed(false, cx).is_pending());
+        assert!(connection.stream.poll_closed(cx).is_pending());
         // The body is dropped: the connection watches again.
         drop(body);
         assert_eq!((connection.task.take_wakes(), upstream.take_wakes()), (1, 0));

@@ -104,7 +104,7 @@ impl<'d> ClientConnection<'d> {
         let peer = Peer::new(connection, worker.timers.new_timer());
         peer.body_timeout.set(config.timeouts.body);
         ClientConnection {
-            stream: ClientStream::new(io),
+            stream: ClientStream::new(io, &worker.timers),
             phase: Phase::Head,
             peer: Rc::new(peer),
             timer,
@@ -219,12 +219,17 @@ impl<'d> ClientConnection<'d> {
     }
 
     fn abort_response(&self, failure: SendFailure) -> ConnectionEnd {
-        let SendFailure::TimedOut(error) = failure else { return ConnectionEnd::Dropped };
+        let SendFailure::TimedOut(error) = failure else {
+            // Where the end of the connection ends the body, only a reset shows that the body is not whole.
+            let ends_by_close = matches!(&self.phase, Phase::Responding(sender, _) if sender.ends_by_close());
+            return if ends_by_close { ConnectionEnd::Reset } else { ConnectionEnd::Dropped };
+        };
         self.worker.metrics.request_error(error.kind_index());
         if error == RequestError::Stalled { ConnectionEnd::Reset } else { ConnectionEnd::Dropped }
     }
 
     async fn finish(self, end: ConnectionEnd) {
+        let drain = self.drain_guard.drain();
         let (stream, peer, timer) = (Rc::clone(&self.stream), Rc::clone(&self.peer), Rc::clone(&self.timer));
         drop(self);
         // Bodies hold weak references.
@@ -242,7 +247,7 @@ impl<'d> ClientConnection<'d> {
                     polled => Poll::Ready(matches!(polled, Poll::Ready(Ok(())))),
                 });
                 if is_shut_down.await && !is_read_closed {
-                    linger(&mut io).await;
+                    linger(&mut io, drain).await;
                 }
             }
         }
@@ -277,7 +282,7 @@ fn poll_response(
         queue_informational(stream, peer);
     }
     let is_broken = matches!(stream.poll_send(cx), Poll::Ready(Err(_)));
-    if is_broken || stream.poll_closed(peer.is_delayed.get(), cx).is_ready() {
+    if is_broken || stream.poll_closed(cx).is_ready() {
         return Poll::Ready(Err(ConnectionEnd::Dropped));
     }
     Poll::Pending

@@ -66,6 +66,11 @@ impl ResponseSender {
         }
     }
 
+    /// Whether the end of the connection ends the body.
+    pub fn ends_by_close(&self) -> bool {
+        self.framing == Framing::UntilClose
+    }
+
     /// Ready when the response was sent. `timer` runs for the timeout of bodies; progress restarts it.
     pub fn poll(
         &mut self,
@@ -100,7 +105,7 @@ impl ResponseSender {
                 Rest::Failure => return Poll::Ready(Err(SendFailure::Broken)),
                 Rest::Body(_) if self.awaits_body => {
                     self.record_caught_up(peer, timer);
-                    return stream.poll_closed(false, cx).map(|()| Err(SendFailure::Broken));
+                    return stream.poll_closed(cx).map(|()| Err(SendFailure::Broken));
                 }
                 Rest::Body(_) => {}
             }

@@ -429,8 +429,7 @@ impl BodySender {
                     self.pending = Some((piece, is_last));
                 }
                 Err(frame) => {
-                    let Ok(mut trailers) = frame.into_trailers() else { continue };
-                    headers::forward_response_trailers(&mut trailers);
+                    let Ok(trailers) = frame.into_trailers() else { continue };
                     self.stream.reserve_capacity(0);
                     return Poll::Ready(self.stream.send_trailers(trailers));
                 }
