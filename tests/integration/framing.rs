@@ -1,6 +1,8 @@
 //! Message framing: where messages begin and end, on both sides of the gateway.
 
 use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
 
 use crate::support::client::{HOST, request};
 use crate::support::gateway::Gateway;
@@ -100,7 +102,8 @@ fn chunked_bodies_and_trailers_are_forwarded_both_ways() {
 
 #[test]
 fn fields_of_the_head_are_not_forwarded_as_trailers() {
-    let names = "X-Sum, Content-Length, Transfer-Encoding, Host, Set-Cookie, Cache-Control, Content-Type, Authorization";
+    let names =
+        "X-Sum, Content-Length, Transfer-Encoding, Host, Set-Cookie, Cache-Control, Content-Type, Authorization";
     let trailers: String = names.split(", ").map(|name| format!("{name}: 5\r\n")).collect();
     let body = format!("Transfer-Encoding: chunked\r\nTrailer: {names}\r\n\r\n1\r\na\r\n0\r\n{trailers}\r\n");
     let response = format!("HTTP/1.1 200 OK\r\n{body}");
@@ -342,7 +345,11 @@ fn informational_responses_to_a_client_that_does_not_read_are_bounded() {
     let upstream = Upstream::with_script(move |connection| {
         while connection.read_request().is_some() {
             let hint = format!("HTTP/1.1 103 Early Hints\r\nLink: <{}>\r\n\r\n", "a".repeat(10_000));
-            assert!((0..3000).all(|_| connection.send(&hint)));
+            for _ in 0..3000 {
+                assert!(connection.send(&hint));
+                // One by one, so that the queue of the gateway is taken often.
+                thread::sleep(Duration::from_micros(100));
+            }
             connection.reply(200, &[], b"final");
             report.send(()).unwrap();
         }
@@ -352,7 +359,7 @@ fn informational_responses_to_a_client_that_does_not_read_are_bounded() {
     client.send(request("GET", "/a", &[], b""));
     reported.recv().unwrap();
     let response = client.read_response().expect(200);
-    assert!((1..2000).contains(&response.informational.len()), "{}", response.informational.len());
+    assert!((1..150).contains(&response.informational.len()), "{}", response.informational.len());
     assert_eq!(response.text(), "final");
 }
 
