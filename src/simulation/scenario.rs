@@ -217,10 +217,10 @@ impl Scenario {
         self.rule_set.rules.iter().any(|rule| rule.concurrent_name().is_some())
     }
 
-    /// Reads the counters of requests that will be decided, so that the processor waits for the memory of all at once.
+    /// Prefetches the counters of requests that will be decided, so that the processor waits for the memory of all at once.
     pub fn prefetch(&self, requests: &[Request]) {
         for request in requests {
-            self.rule_set.prefetch(&self.charge_plans[request.rules_index], &self.table, &request.keyed_requests);
+            self.charge_plans[request.rules_index].prefetch(&self.table, &request.keyed_requests);
         }
     }
 

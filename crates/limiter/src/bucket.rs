@@ -164,7 +164,12 @@ impl<const W: usize> SlotArray<W> {
 
     #[inline]
     fn first_bucket(&self, key: Key) -> usize {
-        scale_to(key.bucket_hash, self.buckets().len() as u64) as usize
+        self.first_bucket_of(key.bucket_hash)
+    }
+
+    #[inline(always)]
+    fn first_bucket_of(&self, bucket_hash: u64) -> usize {
+        scale_to(bucket_hash, self.buckets().len() as u64) as usize
     }
 
     #[inline]
@@ -182,7 +187,12 @@ impl<const W: usize> SlotArray<W> {
     /// to share a cache line. Slot `i` is visited in step `i ^ slot_mask`.
     #[inline]
     fn slot_mask(key: Key) -> usize {
-        if key.bucket_hash & 1 == 1 { W / 2 } else { 0 }
+        Self::slot_mask_of(key.bucket_hash)
+    }
+
+    #[inline(always)]
+    fn slot_mask_of(bucket_hash: u64) -> usize {
+        if bucket_hash & 1 == 1 { W / 2 } else { 0 }
     }
 
     /// The indices of all slots of a key, in the order of the search.
@@ -193,11 +203,10 @@ impl<const W: usize> SlotArray<W> {
         [first, second].into_iter().take(buckets).flat_map(slots)
     }
 
-    /// The first word that a search for a key reads.
-    #[inline]
-    pub fn first_word(&self, key: Key) -> CounterWord {
-        // Ordering: relaxed; the word is not used.
-        CounterWord::from_bits(self.slot(self.first_bucket(key) * W + Self::slot_mask(key)).load(Ordering::Relaxed))
+    /// Prefetches the half of a bucket in which the search for a key with these bits begins.
+    #[inline(always)]
+    pub fn prefetch(&self, bucket_hash: u64) {
+        self.words.prefetch(self.first_bucket_of(bucket_hash) * W + Self::slot_mask_of(bucket_hash));
     }
 
     fn slot(&self, index: usize) -> &AtomicU128 {

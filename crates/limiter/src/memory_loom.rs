@@ -31,6 +31,11 @@ impl Memory {
     }
 }
 
+impl<T> AtomicSlice<T> {
+    /// As in `memory.rs`; nothing, because the models have no cache.
+    pub fn prefetch(&self, _index: usize) {}
+}
+
 impl<T> Deref for AtomicSlice<T> {
     type Target = [T];
 

@@ -131,6 +131,17 @@ pub struct ChargePlan {
     /// Whether every layer of every variant is plain and not sharded, and a refusal has no side effects. The compiler
     /// specializes such decisions.
     is_plain: bool,
+    /// Where the counters of a request are searched first: each bucket once, for all rules.
+    buckets: Vec<KeyBucket>,
+}
+
+/// A bucket of a key under one rule.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct KeyBucket {
+    /// The position of the rule in [`ChargePlan::rules`].
+    rule: usize,
+    /// Added to [`KeyHash::bucket_hash`].
+    offset: u64,
 }
 
 /// All rules, compiled.
@@ -269,6 +280,18 @@ impl ChargePlan {
     /// As [`ChargePlan::enforced`], with the compiled layers.
     pub(super) fn enforced_layers(&self) -> impl Iterator<Item = (LayerRef, &CompiledLayer)> + Clone {
         self.enforced.iter().copied().zip(&self.enforced_layers)
+    }
+
+    /// Prefetches the buckets in which a request's counters are searched first: see [`Table::prefetch`]. To be called as soon as
+    /// the keys are known; for several requests, before the first of them is decided. Expects that the windows of a plan or an
+    /// override are about as long as the default ones: the counters of others may be elsewhere.
+    #[inline]
+    pub fn prefetch<const W: usize>(&self, table: &Table<W>, keyed_requests: &[Option<KeyedRequest>]) {
+        for bucket in &self.buckets {
+            if let Some(Some(keyed_request)) = keyed_requests.get(bucket.rule) {
+                table.prefetch(keyed_request.key.bucket_hash.wrapping_add(bucket.offset));
+            }
+        }
     }
 
     /// Whether any of the rules counts refused requests.
@@ -482,6 +505,7 @@ impl RuleSet {
             counting_modes: rules.iter().map(|rule| self.rules[*rule].counting_mode()).collect(),
             is_shared: (0..rules.len()).any(|position| rule(position).sharing != Sharing::Local),
             is_plain: false,
+            buckets: Vec::new(),
         };
         let enforced = (0..rules.len()).filter(|position| !rule(*position).is_shadow());
         let layers = enforced.flat_map(|position| self.layers_of_rule(&charge_plan, position, 0)).collect();
@@ -490,6 +514,14 @@ impl RuleSet {
         charge_plan.is_plain = !charge_plan.counts_refused
             && !charge_plan.is_shared
             && layers().all(|layer| layer.request.kind == WindowKind::Plain && layer.shards == 1);
+        for rule in 0..rules.len() {
+            for layer_ref in self.layers_of_rule(&charge_plan, rule, 0) {
+                let bucket = KeyBucket { rule, offset: self.layer_of(&charge_plan, layer_ref).bucket_offset };
+                if !charge_plan.buckets.contains(&bucket) {
+                    charge_plan.buckets.push(bucket);
+                }
+            }
+        }
         charge_plan
     }
 
@@ -553,24 +585,38 @@ impl RuleSet {
         self.rules[charge_plan.rules[layer_ref.rule]].layer(layer_ref.layer)
     }
 
-    /// Reads the memory of a request's counters. A caller that decides many requests prefetches for some of them first: the
-    /// processor then waits for their memory at the same time.
-    pub fn prefetch<const W: usize>(
-        &self,
-        charge_plan: &ChargePlan,
-        table: &Table<W>,
-        keyed_requests: &[Option<KeyedRequest>],
-    ) {
-        for (position, keyed_request) in keyed_requests.iter().enumerate() {
-            let Some(keyed_request) = keyed_request else { continue };
-            for layer_ref in self.layers_of_rule(charge_plan, position, keyed_request.variant) {
-                table.prefetch(self.layer_of(charge_plan, layer_ref).new_charge(*keyed_request, 0, 0).counter);
-            }
-        }
-    }
-
     /// Whether the rule at this position of the charge plan is a shadow rule.
     pub fn is_shadow(&self, charge_plan: &ChargePlan, position: usize) -> bool {
         self.rules[charge_plan.rules[position]].rule.is_shadow()
+    }
+}
+
+#[cfg(all(test, not(feature = "loom")))]
+mod tests {
+    use super::*;
+    use crate::key::OnMissing;
+
+    #[test]
+    fn the_buckets_of_a_plan_are_those_of_its_charges_each_once() {
+        let layers = ["9/second", "99/minute", "999/hour", "9999/day"].map(|text| Limit::parse(text).unwrap()).to_vec();
+        let rule = |name: &str| Rule::new(name, vec![KeyPart::Global], OnMissing::Never, layers.clone());
+        let rule_set = RuleSet::new(&[rule("a"), rule("b")], Seed(1, 2), None);
+        let charge_plan = rule_set.charge_plan(&[1, 0]);
+        let key = KeyHash { bucket_hash: u64::MAX - 5, tag: 7 };
+        let keyed_request = KeyedRequest { key, offset: 0, variant: 0, cost: 1 };
+        for rule in 0..2 {
+            let layers = rule_set.layers_of_rule(&charge_plan, rule, 0);
+            let mut charged: Vec<u64> = layers
+                .map(|layer| rule_set.layer_of(&charge_plan, layer).new_charge(keyed_request, 0, 0))
+                .map(|charge| charge.counter.key.bucket_hash)
+                .collect();
+            charged.dedup();
+            let buckets = charge_plan.buckets.iter().filter(|bucket| bucket.rule == rule);
+            let prefetched: Vec<u64> = buckets.map(|bucket| key.bucket_hash.wrapping_add(bucket.offset)).collect();
+            assert_eq!((prefetched.len(), prefetched), (3, charged));
+        }
+        // Also with keys that are missing.
+        charge_plan.prefetch(&Table::with_capacity(1).unwrap(), &[Some(keyed_request), None]);
+        charge_plan.prefetch(&Table::with_capacity(1).unwrap(), &[]);
     }
 }
