@@ -74,7 +74,8 @@ pub struct Limiter {
     rule_set: RuleSet,
     charge_plan: ChargePlan,
     table: Table,
-    seed: Seed,
+    /// The hash of the rule, before a key.
+    hasher: KeyHasher,
     periods: [Duration; MAX_LAYERS],
     /// Distinguishes receipts of limiters with other keys, layers or capacities.
     id: u64,
@@ -178,11 +179,16 @@ impl Limiter {
     /// # Ok::<(), transom_limiter::BuildError>(())
     /// ```
     pub fn check<K: Hash + ?Sized>(&self, key: &K, cost: u32, now_ms: u64) -> LimiterDecision {
-        self.with_request(key, cost, |context| {
-            let time = || now_ms;
-            let fits = self.rule_set.peek(&self.charge_plan, &self.table, DecisionTime::read(&time), context);
-            self.outcome(fits, context, now_ms)
-        })
+        self.with_request(
+            key,
+            cost,
+            || now_ms,
+            |context, now_ms| {
+                let time = || now_ms;
+                let fits = self.rule_set.peek(&self.charge_plan, &self.table, DecisionTime::read(&time), context);
+                self.outcome(fits, context, now_ms)
+            },
+        )
     }
 
     /// Takes `cost` tokens of `key` in all layers, or in none, at the time `now_ms` (Unix milliseconds).
@@ -203,7 +209,29 @@ impl Limiter {
     /// # Ok::<(), transom_limiter::BuildError>(())
     /// ```
     pub fn acquire<K: Hash + ?Sized>(&self, key: &K, cost: u32, now_ms: u64) -> LimiterDecision {
-        self.with_request(key, cost, |context| {
+        self.acquire_with_clock(key, cost, || now_ms)
+    }
+
+    /// As [`Limiter::acquire`], at the time that `clock` returns (Unix milliseconds).
+    ///
+    /// The clock is read after the memory of the key's counters was requested. With more keys than the processor's cache has
+    /// counters, a decision waits for main memory, and reads the clock meanwhile.
+    ///
+    /// ```
+    /// # use std::time::{Duration, SystemTime, UNIX_EPOCH};
+    /// # use transom_limiter::Limiter;
+    /// let limiter = Limiter::builder().layer(2, Duration::from_secs(60)).capacity(100).build()?;
+    /// let unix_ms = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_millis() as u64);
+    /// assert!(limiter.acquire_with_clock("alice", 1, unix_ms).is_admitted());
+    /// # Ok::<(), transom_limiter::BuildError>(())
+    /// ```
+    pub fn acquire_with_clock<K: Hash + ?Sized>(
+        &self,
+        key: &K,
+        cost: u32,
+        clock: impl FnOnce() -> u64,
+    ) -> LimiterDecision {
+        self.with_request(key, cost, clock, |context, now_ms| {
             let time = || now_ms;
             let decision = self.rule_set.decide(&self.charge_plan, &self.table, DecisionTime::read(&time), context);
             self.outcome(matches!(decision, Decision::Admitted), context, now_ms)
@@ -266,16 +294,19 @@ impl Limiter {
         &self,
         key: &K,
         cost: u32,
-        decide: impl FnOnce(&mut DecisionContext) -> LimiterDecision,
+        clock: impl FnOnce() -> u64,
+        decide: impl FnOnce(&mut DecisionContext, u64) -> LimiterDecision,
     ) -> LimiterDecision {
-        // The key is hashed before the context is borrowed: its `Hash` could use another limiter.
-        let mut hasher = KeyHasher::new(self.seed, self.rule_set.rules[0].hash_prefix);
+        // The key is hashed and the clock is read before the context is borrowed: both could use another limiter.
+        let mut hasher = self.hasher.clone();
         hasher.add(key);
-        let key = hasher.finish();
+        let keyed_request = Some(KeyedRequest { key: hasher.finish(), offset: 0, variant: 0, cost });
+        self.charge_plan.prefetch(&self.table, &[keyed_request]);
+        let now_ms = clock();
         CONTEXT.with_borrow_mut(|context| {
             context.reset_rule_set();
-            context.inputs.keyed_requests.push(Some(KeyedRequest { key, offset: 0, variant: 0, cost }));
-            decide(context)
+            context.inputs.keyed_requests.push(keyed_request);
+            decide(context, now_ms)
         })
     }
 
@@ -384,7 +415,8 @@ impl LimiterBuilder {
         let rule_set =
             RuleSet::new(&[Rule::new("limiter", vec![KeyPart::Global], OnMissing::Never, limits)], seed, None);
         let charge_plan = rule_set.charge_plan(&[0]);
-        Ok(Limiter { rule_set, charge_plan, table, seed, periods, id })
+        let hasher = KeyHasher::new(seed, rule_set.rules[0].hash_prefix);
+        Ok(Limiter { rule_set, charge_plan, table, hasher, periods, id })
     }
 }
 
@@ -520,6 +552,17 @@ mod tests {
         assert!(!limiter.refund(admission(limiter.check("a", 1, 0)), 0));
         assert!(limiter.acquire("a", 2, 0).is_admitted());
         assert_eq!(refusal(limiter.check("a", 1, 0)).layer(), 0);
+    }
+
+    #[test]
+    fn the_clock_of_a_decision_can_use_another_limiter() {
+        let (limiter, other) = (limiter(), limiter());
+        let decided = limiter.acquire_with_clock("a", 1, || {
+            assert!(other.acquire("a", 1, 0).is_admitted());
+            90_000
+        });
+        assert_eq!(decided.layers()[0].resets_at_ms, 120_000);
+        assert_eq!(remaining(&decided), [1, 2]);
     }
 
     #[test]

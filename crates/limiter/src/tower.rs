@@ -52,7 +52,7 @@ const QUOTA_TOO_SMALL: &str = "Request can never be satisfied as it costs more t
 const UNITS: [(u128, &str, &str); 4] =
     [(86_400_000, "day", "d"), (3_600_000, "hour", "h"), (60_000, "minute", "m"), (1000, "second", "s")];
 
-type Acquire = dyn Fn(&Limiter, &Parts, u32, u64) -> Option<LimiterDecision> + Send + Sync;
+type Acquire = dyn Fn(&Limiter, &Parts, u32, &dyn Fn() -> u64) -> Option<LimiterDecision> + Send + Sync;
 type Refuse = dyn Fn(&Refusal) -> Response<String> + Send + Sync;
 
 /// Limits the requests of a service.
@@ -105,8 +105,8 @@ impl LimitLayer {
             list(names.iter().zip(limiter.layers()).map(|(name, (limit, period))| {
                 format!("\"{name}\";q={limit};w={}", period.as_millis().div_ceil(1000))
             }));
-        let acquire = move |limiter: &Limiter, request: &Parts, cost, now_ms| {
-            key(request).map(|key| limiter.acquire(&key, cost, now_ms))
+        let acquire = move |limiter: &Limiter, request: &Parts, cost, clock: &dyn Fn() -> u64| {
+            key(request).map(|key| limiter.acquire_with_clock(&key, cost, clock))
         };
         let refused = Arc::clone(&names);
         LimitLayer {
@@ -178,7 +178,7 @@ where
         let settings = &*self.settings;
         let (head, body) = request.into_parts();
         let cost = (settings.cost)(&head);
-        let decision = (settings.acquire)(&settings.limiter, &head, cost, (settings.clock)());
+        let decision = (settings.acquire)(&settings.limiter, &head, cost, &*settings.clock);
         let state = match decision {
             Some(LimiterDecision::Refused(refusal)) => State::Refused { refusal: Some(refusal) },
             admitted => {
