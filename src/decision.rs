@@ -314,6 +314,7 @@ impl DecisionService {
                 let mut context = DecisionContext::default();
                 context.inputs.keyed_requests.extend(keyed_requests());
                 context.inputs.reserve = query.reserve;
+                charge_plan.prefetch(counters.table, &context.inputs.keyed_requests);
                 let now = DecisionTime::read(counters.clock);
                 let decision = self.rule_set.decide(&charge_plan, counters.table, now, &mut context);
                 if is_check && !matches!(decision, Decision::Refused) {

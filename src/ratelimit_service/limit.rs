@@ -176,6 +176,7 @@ impl ServiceConfig {
                 context.inputs.reserve = false;
                 context.inputs.keyed_requests.clear();
                 context.inputs.keyed_requests.extend(call.rules.iter().map(|rule| rule.keyed_request));
+                charge_plan.prefetch(&worker.table, &context.inputs.keyed_requests);
                 context.result.concurrency.clear();
                 let begun = match worker.shared.as_ref().filter(|_| charge_plan.is_shared) {
                     None => {
