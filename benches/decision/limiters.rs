@@ -31,6 +31,8 @@ pub const NOW_MS: u64 = 1_700_000_000_000;
 pub struct Transom {
     pub rule_set: RuleSet,
     pub charge_plan: ChargePlan,
+    /// The hash of the rule, before a key.
+    hasher: KeyHasher,
     pub table: Arc<Table>,
 }
 
@@ -59,7 +61,8 @@ impl Transom {
         };
         let rule_set = RuleSet::new(&[rule], SEED, None);
         let charge_plan = rule_set.charge_plan(&[0]);
-        Transom { rule_set, charge_plan, table }
+        let hasher = KeyHasher::new(SEED, rule_set.rules[0].hash_prefix);
+        Transom { rule_set, charge_plan, hasher, table }
     }
 
     pub fn keyed_request(&self, address: &IpAddr) -> KeyedRequest {
@@ -67,7 +70,7 @@ impl Transom {
     }
 
     pub fn hash(&self, address: &IpAddr) -> KeyHash {
-        let mut hasher = KeyHasher::new(SEED, self.rule_set.rules[0].hash_prefix);
+        let mut hasher = self.hasher.clone();
         match address {
             IpAddr::V4(v4) => hasher.add_part(1, &v4.octets()),
             IpAddr::V6(v6) => hasher.add_part(1, &v6.octets()),
@@ -76,8 +79,19 @@ impl Transom {
     }
 
     pub fn admits(&self, address: &IpAddr, now_ms: u64, context: &mut DecisionContext) -> bool {
+        self.prepare(address, context);
+        self.decide(now_ms, context)
+    }
+
+    /// Hashes the key and prefetches its counters, for a decision at a time that is not read yet.
+    pub fn prepare(&self, address: &IpAddr, context: &mut DecisionContext) {
         context.inputs.keyed_requests.clear();
         context.inputs.keyed_requests.push(Some(self.keyed_request(address)));
+        self.charge_plan.prefetch(&self.table, &context.inputs.keyed_requests);
+    }
+
+    /// Decides the request that was prepared.
+    pub fn decide(&self, now_ms: u64, context: &mut DecisionContext) -> bool {
         matches!(
             self.rule_set.decide(&self.charge_plan, &self.table, DecisionTime::read(&|| now_ms), context),
             Decision::Admitted

@@ -52,14 +52,16 @@ fn decide((_, limit, keys, slides): &(&str, u32, u32, bool), count: u32) -> u32 
     let plan = rule_set.charge_plan(&[0]);
     let table = Table::with_capacity(100_000).expect("there is memory");
     let mut context = DecisionContext::default();
+    let rule_hasher = KeyHasher::new(SEED, rule_set.rules[0].hash_prefix);
     let mut admitted = 0;
     for request in 0..count {
-        let mut hasher = KeyHasher::new(SEED, rule_set.rules[0].hash_prefix);
+        let mut hasher = rule_hasher.clone();
         // Neighbours in a sequence of keys are not neighbours in memory: keys are hashed.
         hasher.add_part(1, &(request % keys).to_be_bytes());
         context.inputs.keyed_requests.clear();
         let keyed_request = KeyedRequest { key: hasher.finish(), offset: 0, variant: 0, cost: 1 };
         context.inputs.keyed_requests.push(Some(keyed_request));
+        plan.prefetch(&table, &context.inputs.keyed_requests);
         let decision = rule_set.decide(&plan, &table, DecisionTime::read(&|| NOW_MS), &mut context);
         admitted += u32::from(matches!(decision, Decision::Admitted));
     }
