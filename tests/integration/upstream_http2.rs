@@ -43,7 +43,8 @@ fn a_request_becomes_a_well_formed_stream() {
     assert!(head.fields["te"] == "trailers" && head.fields["x-a"] == "b");
 }
 
-/// The task that waits for the rest of the body is that of the stream; it has to notice that the request has ended.
+/// The stream ends although the client has not sent the whole body. The wake-up of the task that waits for it is tested in
+/// `client_stream.rs`.
 #[test]
 fn an_early_response_resets_the_stream_of_an_upload_that_pauses() {
     let (report, reported) = mpsc::channel();

@@ -161,7 +161,7 @@ impl ClientStream {
     }
 
     /// Whether another request may follow, as far as is known when the response begins.
-    pub fn may_continue(&self) -> bool {
+    pub fn may_keep_alive(&self) -> bool {
         let state = self.state.borrow();
         let received = state.stream.received.len();
         // Without 100 (Continue), the client sends the body or another request.
@@ -457,19 +457,19 @@ mod tests {
         let mut connection = Connection::new();
         let expecting = format!("{POST}Content-Length: 3\r\nExpect: 100-continue\r\n\r\n");
         let mut body = connection.begin(&expecting).await;
-        assert!(!connection.stream.take_continue() && !connection.stream.may_continue());
+        assert!(!connection.stream.take_continue() && !connection.stream.may_keep_alive());
         assert!(poll_in(&Arc::default(), &mut body).is_pending());
         assert_eq!(connection.task.take_wakes(), 1);
         assert!(connection.stream.take_continue() && !connection.stream.take_continue());
         connection.client.write_all(b"abc").await.unwrap();
         poll_fn(|cx| connection.stream.state.borrow().stream.io.poll_readable(cx)).await;
         drop(body);
-        assert!(connection.stream.may_continue() && connection.stream.end_request());
+        assert!(connection.stream.may_keep_alive() && connection.stream.end_request());
         // The client sends the body without waiting, and nothing takes it.
         drop(connection.begin(&format!("{expecting}abc")).await);
-        assert!(connection.stream.may_continue() && connection.stream.end_request());
+        assert!(connection.stream.may_keep_alive() && connection.stream.end_request());
         connection.receive_head("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
-        assert!(connection.stream.may_continue() && !connection.stream.take_continue());
+        assert!(connection.stream.may_keep_alive() && !connection.stream.take_continue());
     }
 
     #[tokio::test]

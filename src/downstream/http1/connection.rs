@@ -189,7 +189,7 @@ impl<'d> ClientConnection<'d> {
         if framing == Framing::NoBody && tunnel.is_none() {
             response::strip_body(&mut response);
         }
-        let keeps_alive = keeps_alive && !self.drain_guard.drain().has_begun() && self.stream.may_continue();
+        let keeps_alive = keeps_alive && !self.drain_guard.drain().has_begun() && self.stream.may_keep_alive();
         let announced_trailers = if takes_trailers { trailer_fields(response.headers()) } else { None };
         queue_informational(&self.stream, &self.peer);
         let keeps_alive = {
@@ -231,6 +231,7 @@ impl<'d> ClientConnection<'d> {
     async fn finish(self, end: ConnectionEnd) {
         let drain = self.drain_guard.drain();
         let (stream, peer, timer) = (Rc::clone(&self.stream), Rc::clone(&self.peer), Rc::clone(&self.timer));
+        // Its fields cannot be moved out, because it has a `Drop`.
         drop(self);
         // Bodies hold weak references.
         let Some((mut io, early_bytes, is_read_closed)) = Rc::into_inner(stream).map(ClientStream::into_parts) else {

@@ -116,6 +116,8 @@ impl ResponseSender {
     fn take_frames(&mut self, stream: &ClientStream, peer: &Peer, timer: &Timer, cx: &mut Context<'_>) {
         while let Rest::Body(body) = &mut self.rest {
             if !stream.outgoing().has_room() {
+                // The body was not polled, so nothing wakes the task for it.
+                self.awaits_body = false;
                 return;
             }
             let polled = Pin::new(body).poll_frame(cx);
