@@ -3,8 +3,10 @@
 
 use bytes::Bytes;
 use http::request::Parts;
-use http::{Method, Version};
-use transom::http::http1_head::{HeadLimits, parse_request_head};
+use http::{Method, Request, Version};
+use transom::http::http1_head::{
+    Framing, HeadLimits, parse_request_head, parse_written_request_head, write_request_head,
+};
 use transom::http::request_validation;
 
 const LIMITS: HeadLimits = HeadLimits { fields: 20, bytes: 500 };
@@ -62,6 +64,20 @@ fn check(parts: &Parts) {
     assert!(codings.len() <= 1 && codings.iter().all(|coding| coding.as_bytes().eq_ignore_ascii_case(b"chunked")));
     assert!(codings.is_empty() || !parts.headers.contains_key("content-length"));
     assert!(parts.headers.get_all("content-length").iter().count() <= 1);
+    if parts.uri.path() != "*" {
+        check_written(parts);
+    }
+}
+
+/// A head that is sent to a server, and read again to be sent once more, is the same.
+fn check_written(parts: &Parts) {
+    let mut request = Request::from_parts(parts.clone(), String::new());
+    request.headers_mut().remove("content-length");
+    let mut head = Vec::new();
+    write_request_head(&request, Framing::NoBody, &mut head);
+    let read = parse_written_request_head(head.into()).unwrap();
+    assert_eq!((read.method(), read.headers()), (request.method(), request.headers()));
+    assert_eq!((read.uri().path(), read.uri().query()), (request.uri().path(), request.uri().query()));
 }
 
 /// Takes a line that ends in CR LF.

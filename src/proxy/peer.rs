@@ -60,7 +60,7 @@ pub struct Peer {
     /// How long a body may make no progress: the configuration's or the route's timeout.
     pub body_timeout: Cell<Duration>,
     /// The tunnel that the response opens.
-    pub tunnel: RefCell<Option<TunnelSession>>,
+    pub tunnel: RefCell<Option<Box<TunnelSession>>>,
 }
 
 impl Peer {

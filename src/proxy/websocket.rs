@@ -53,7 +53,7 @@ pub async fn finish_handshake(
     handshake: Box<WebSocketHandshake>,
     format: ResponseFormat,
     record: RequestRecord,
-    tunnel_slot: &RefCell<Option<TunnelSession>>,
+    tunnel_slot: &RefCell<Option<Box<TunnelSession>>>,
     idle_timeout: Duration,
 ) -> Response<ResponseBody> {
     if websocket_handshake::is_switching_protocols(&response) {
@@ -78,7 +78,7 @@ async fn open_tunnel(
     handshake: &WebSocketHandshake,
     format: ResponseFormat,
     mut record: RequestRecord,
-    tunnel_slot: &RefCell<Option<TunnelSession>>,
+    tunnel_slot: &RefCell<Option<Box<TunnelSession>>>,
     idle_timeout: Duration,
 ) -> Response<ResponseBody> {
     if !handshake.key.is_accepted(response.headers()) {
@@ -100,7 +100,7 @@ async fn open_tunnel(
     };
     format.change_fields(&mut parts.headers, &record);
     record.set_status(parts.status.as_u16());
-    tunnel_slot.replace(Some(TunnelSession { tunnel, record, idle_timeout }));
+    tunnel_slot.replace(Some(Box::new(TunnelSession { tunnel, record, idle_timeout })));
     Response::from_parts(parts, ResponseBody::unrecorded(Content::Local(None)))
 }
 

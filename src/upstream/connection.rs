@@ -22,7 +22,7 @@ pub enum UpstreamConnection {
     /// An HTTP/1.1 connection, used by one request at a time.
     Http1(Box<Http1Connection>),
     /// A stream of a shared HTTP/2 connection.
-    Http2(Http2Stream),
+    Http2(Box<Http2Stream>),
 }
 
 /// Why there is no response, or why its body broke off.

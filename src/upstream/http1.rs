@@ -29,8 +29,13 @@ use crate::metrics::upstream::CountedConnection;
 /// A connection with one request at a time.
 pub struct Http1Connection {
     stream: Http1Stream,
-    /// The last request, while it is sent, or may be sent again. Its body is taken from here.
+    /// The last request, until all of it was sent. Its body is taken from here.
     request: Option<Box<Request<RequestBody>>>,
+    /// The head of the last request, if that had no body: the request may be sent again. It takes a fraction of the memory of the
+    /// request, which is freed while the server works.
+    sent_head: Bytes,
+    /// The method of the last request is HEAD.
+    is_head: bool,
     send_state: SendState,
     framing: Framing,
     /// The body of the response.
@@ -85,6 +90,8 @@ impl Http1Connection {
         Http1Connection {
             stream: Http1Stream::new(stream),
             request: None,
+            sent_head: Bytes::new(),
+            is_head: false,
             send_state: SendState::Sent,
             framing: Framing::NoBody,
             body: BodyDecoder::Ended,
@@ -116,7 +123,7 @@ impl Http1Connection {
 
     /// Called when the last response has ended. `now` is called if the response did not arrive whole.
     pub fn become_idle(&mut self, now: impl FnOnce() -> Instant) {
-        self.request = None;
+        (self.request, self.sent_head) = (None, Bytes::new());
         self.informational = None;
         self.stream.shrink();
         self.idle_since.get_or_insert_with(now);
@@ -143,7 +150,12 @@ impl Http1Connection {
             return Err(Http1Error::Unusable);
         }
         (self.informational, self.has_forwarded_informational) = (informational, false);
-        http1_head::write_request_head(request, self.framing, self.stream.outgoing.end_mut());
+        let head = self.stream.outgoing.end_mut();
+        http1_head::write_request_head(request, self.framing, head);
+        if let RequestBody::Empty = request.body() {
+            self.sent_head = Bytes::copy_from_slice(head);
+        }
+        self.is_head = request.method() == Method::HEAD;
         poll_fn(|cx| self.poll_response(cx)).await
     }
 
@@ -154,8 +166,13 @@ impl Http1Connection {
 
     /// The last request, to be sent again, if it had no body and nothing of a response was passed on.
     pub fn take_replay(&mut self) -> Option<Box<Request<RequestBody>>> {
-        let is_repeatable = self.framing == Framing::NoBody && !self.has_forwarded_informational;
-        if is_repeatable { self.request.take() } else { None }
+        if self.framing != Framing::NoBody || self.has_forwarded_informational {
+            return None;
+        }
+        self.request.take().or_else(|| {
+            let head = http1_head::parse_written_request_head(std::mem::take(&mut self.sent_head))?;
+            Some(Box::new(head.map(|()| RequestBody::Empty)))
+        })
     }
 
     fn poll_response(&mut self, cx: &mut Context<'_>) -> Poll<Result<Response<()>, Http1Error>> {
@@ -180,10 +197,8 @@ impl Http1Connection {
 
     /// Takes the head of the response; forwards the 1xx responses before it. `None`: the head is incomplete.
     fn take_head(&mut self) -> Result<Option<ResponseHead>, MalformedMessage> {
-        // There is a request until a response has begun.
-        let method = self.request.as_ref().map_or(&Method::GET, |request| request.method());
         while !self.stream.received.is_empty() {
-            let Some(head) = http1_head::parse_response_head(&mut self.stream.received, method)? else {
+            let Some(head) = http1_head::parse_response_head(&mut self.stream.received, self.is_head)? else {
                 return Ok(None);
             };
             if !head.is_interim() {
@@ -210,10 +225,6 @@ impl Http1Connection {
 
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Frame<Bytes>>, Http1Error>> {
         self.send_available(cx).map_err(Http1Error::RequestBody)?;
-        if self.send_state == SendState::Sent {
-            // A long response does not keep its request.
-            self.request = None;
-        }
         loop {
             let frame = self.body.decode(&mut self.stream.received).map_err(Http1Error::Malformed)?;
             if frame.is_some() || self.body.has_ended() {
@@ -246,7 +257,11 @@ impl Http1Connection {
             match self.stream.poll_send(cx) {
                 Poll::Pending => return Ok(()),
                 Poll::Ready(Ok(())) if is_waiting => return Ok(()),
-                Poll::Ready(Ok(())) if self.send_state == SendState::Flush => self.send_state = SendState::Sent,
+                Poll::Ready(Ok(())) if self.send_state == SendState::Flush => {
+                    self.send_state = SendState::Sent;
+                    // A request to switch protocols is more than its head.
+                    drop(self.request.take_if(|request| !matches!(request.body(), RequestBody::Upgrade)));
+                }
                 Poll::Ready(Ok(())) => {}
                 // The response may have been sent before; its end, or that of the connection, follows.
                 Poll::Ready(Err(_)) => self.send_state = SendState::Refused,

@@ -129,7 +129,7 @@ impl ConnectionPool {
             true
         });
         let full = full.filter(|_| shared.len() >= enough);
-        free.or(full).map(|connection| UpstreamConnection::Http2(Http2Stream::open(connection)))
+        free.or(full).map(|connection| UpstreamConnection::Http2(Box::new(Http2Stream::open(connection))))
     }
 
     /// A connection that was opened less than `patience` ago and waits for SETTINGS. Older ones are dropped.
@@ -253,7 +253,7 @@ impl ConnectionPool {
             }
             // Other requests may have taken the streams.
             if connection.state() == StreamCapacity::Free {
-                return Ok(UpstreamConnection::Http2(Http2Stream::open(connection)));
+                return Ok(UpstreamConnection::Http2(Box::new(Http2Stream::open(connection))));
             }
             shares = true;
         }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Barrier};
 
 use crate::support::client::{HOST, request};
 use crate::support::gateway::Gateway;
-use crate::support::upstream::Upstream;
+use crate::support::upstream::{ReceivedRequest, Upstream};
 use crate::support::{eventually_eq, forward_all};
 
 fn gateway(upstream: &Upstream) -> Gateway {
@@ -29,9 +29,12 @@ fn a_get_on_a_dead_connection_is_resent() {
     let gateway = gateway(&upstream);
     let mut client = gateway.client();
     client.get("/first").expect(200);
-    client.get("/second").expect(200);
-    let targets: Vec<_> = upstream.received().into_iter().map(|r| (r.target, r.connection)).collect();
-    assert_eq!(targets, [("/first".to_owned(), 0), ("/second".to_owned(), 0), ("/second".to_owned(), 1)]);
+    client.request("GET", "/second?a=%20b", &[("X", "a"), ("Y", ""), ("x", "\"b\";c")], b"").expect(200);
+    let received = upstream.received();
+    assert_eq!(received.iter().map(|request| request.connection).collect::<Vec<_>>(), [0, 0, 1]);
+    let head = |request: &ReceivedRequest| (request.target.clone(), request.fields.clone());
+    assert_eq!(head(&received[1]), head(&received[2]));
+    assert_eq!(received[2].values("x"), ["a", "\"b\";c"]);
 }
 
 #[test]

@@ -197,7 +197,7 @@ impl<'d> ClientConnection<'d> {
             http1_head::write_response_head(&response, framing, version, keeps_alive, &date, outgoing.end_mut())
         };
         let next = match tunnel {
-            Some(session) => AfterResponse::End(ConnectionEnd::Tunnel(Box::new(session))),
+            Some(session) => AfterResponse::End(ConnectionEnd::Tunnel(session)),
             None if keeps_alive => AfterResponse::Request,
             None => AfterResponse::End(ConnectionEnd::Closed),
         };

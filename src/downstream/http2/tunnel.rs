@@ -58,7 +58,7 @@ impl StreamTunnel {
     pub fn new(
         stream: SendStream<Bytes>,
         receive_stream: RecvStream,
-        tunnel: TunnelSession,
+        tunnel: Box<TunnelSession>,
         peer: &Rc<Peer>,
     ) -> StreamTunnel {
         let send_half = Rc::new(SendHalf { stream: RefCell::new(stream), is_finished: Cell::default() });
