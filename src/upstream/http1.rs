@@ -29,10 +29,11 @@ use crate::metrics::upstream::CountedConnection;
 /// A connection with one request at a time.
 pub struct Http1Connection {
     stream: Http1Stream,
-    /// The last request, until all of it was sent. Its body is taken from here.
+    /// The last request, while it is sent. Its body is taken from here. A request to switch protocols stays until the response
+    /// has begun.
     request: Option<Box<Request<RequestBody>>>,
-    /// The head of the last request, if that had no body: the request may be sent again. It takes a fraction of the memory of the
-    /// request, which is freed while the server works.
+    /// The head of the last request, until the response has begun, if it is all that is needed to send the request again. Kept
+    /// instead of the request, which takes several times the memory.
     sent_head: Bytes,
     /// The method of the last request is HEAD.
     is_head: bool,
@@ -151,10 +152,12 @@ impl Http1Connection {
         }
         (self.informational, self.has_forwarded_informational) = (informational, false);
         let head = self.stream.outgoing.end_mut();
+        debug_assert!(head.is_empty(), "the request before was sent");
         http1_head::write_request_head(request, self.framing, head);
-        if let RequestBody::Empty = request.body() {
-            self.sent_head = Bytes::copy_from_slice(head);
-        }
+        self.sent_head = match request.body() {
+            RequestBody::Empty => Bytes::copy_from_slice(head),
+            RequestBody::Upgrade | RequestBody::Client(_) | RequestBody::Replayable(_) => Bytes::new(),
+        };
         self.is_head = request.method() == Method::HEAD;
         poll_fn(|cx| self.poll_response(cx)).await
     }
@@ -170,7 +173,7 @@ impl Http1Connection {
             return None;
         }
         self.request.take().or_else(|| {
-            let head = http1_head::parse_written_request_head(std::mem::take(&mut self.sent_head))?;
+            let head = http1_head::parse_sent_request_head(std::mem::take(&mut self.sent_head))?;
             Some(Box::new(head.map(|()| RequestBody::Empty)))
         })
     }
@@ -225,6 +228,10 @@ impl Http1Connection {
 
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Frame<Bytes>>, Http1Error>> {
         self.send_available(cx).map_err(Http1Error::RequestBody)?;
+        if self.send_state == SendState::Sent {
+            // A long response keeps nothing of its request.
+            (self.request, self.sent_head) = (None, Bytes::new());
+        }
         loop {
             let frame = self.body.decode(&mut self.stream.received).map_err(Http1Error::Malformed)?;
             if frame.is_some() || self.body.has_ended() {
@@ -259,7 +266,7 @@ impl Http1Connection {
                 Poll::Ready(Ok(())) if is_waiting => return Ok(()),
                 Poll::Ready(Ok(())) if self.send_state == SendState::Flush => {
                     self.send_state = SendState::Sent;
-                    // A request to switch protocols is more than its head.
+                    // `sent_head` is not enough to send a request to switch protocols again.
                     drop(self.request.take_if(|request| !matches!(request.body(), RequestBody::Upgrade)));
                 }
                 Poll::Ready(Ok(())) => {}

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::support::client::{Client, request};
+use crate::support::client::{Client, HOST, request};
 use crate::support::gateway::Gateway;
 use crate::support::process::Process;
 use crate::support::upstream::Upstream;
@@ -156,6 +156,32 @@ fn every_retry_uses_another_server() {
     gateway.get("/c").expect(502);
     let sent = |server: &Upstream| server.received().iter().filter(|request| request.target == "/c").count();
     assert_eq!(servers.iter().map(sent).sum::<usize>(), 1);
+}
+
+#[test]
+fn a_retry_sends_the_same_head() {
+    let settings = "retries = { on = [503, \"reset\", \"timeout\"], try_timeout = \"300ms\" }\nejection = false\n";
+    let fields = "X: a\r\nY:\r\nx: \"b\"; c=\u{e9}\r\nContent-Length: 0\r\n";
+    for status in [502, 503, 504] {
+        let servers = [(); 2].map(|()| {
+            Upstream::with_script(move |connection| {
+                while connection.read_request().is_some() {
+                    match status {
+                        502 => return,
+                        503 => drop(connection.reply(503, &[], b"")),
+                        _ => {}
+                    }
+                }
+            })
+        });
+        let gateway = Gateway::start(&forward_to(&[servers[0].address, servers[1].address], settings));
+        let mut client = gateway.client();
+        client.send(format!("PUT /a/%20?b=c HTTP/1.1\r\nHost: {HOST}\r\n{fields}\r\n"));
+        client.read_response().expect(status);
+        let [first, second] = servers.each_ref().map(|server| server.received().pop().unwrap());
+        assert_eq!((&first.method, &first.target, &first.fields), (&second.method, &second.target, &second.fields));
+        assert_eq!((first.values("content-length"), first.values("x").len()), (vec!["0"], 2));
+    }
 }
 
 #[test]
