@@ -49,13 +49,13 @@ REFUSING = Scenario("refusing", limits=True, status=429, targets={"nginx": 0.85}
 REFUSING_VARIED = REFUSING._replace(
     name="refusing-varied", path=f"{load_generators.PATH}?*", count=1009, targets={"nginx": 0.90}
 )
-TLS_KEPT = FORWARDING._replace(name="tls-kept", needs={TLS}, targets={})
-TLS_NEW = TLS_KEPT._replace(name="tls-new", load=load_generators.Handshakes)
+TLS_KEPT = FORWARDING._replace(name="tls-kept", needs={TLS}, targets={"nginx": 1.0})
+TLS_NEW = TLS_KEPT._replace(name="tls-new", load=load_generators.Handshakes, targets={})
 HTTP2_FORWARDING = FORWARDING._replace(
-    name="http2", needs={HTTP2}, targets={"nginx": 0.95, "envoy": 0.40}, load=load_generators.Http2
+    name="http2", needs={HTTP2}, targets={"haproxy": 0.95, "envoy": 0.40}, load=load_generators.Http2
 )
 HTTP2_REFUSING = HTTP2_FORWARDING._replace(
-    name="http2-refusing", limits=True, status=429, needs={HTTP2, LIMITS}, targets={"nginx": 0.45}
+    name="http2-refusing", limits=True, status=429, needs={HTTP2, LIMITS}, targets={"haproxy": 0.95}
 )
 ROUTES_10 = FORWARDING._replace(
     name="routes-10", path="/api/*/hello", count=10, routes=10, needs={ROUTES}, targets={}
