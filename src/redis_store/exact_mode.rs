@@ -162,7 +162,7 @@ impl SharedCounters {
         let (cost, now_ms) = (u64::from(keyed_request.cost), self.clock.now().unix_ms);
         let request = |layer| {
             let base_request = self.counter_request_of(rule_set, rule, layer, keyed_request, key_text, now_ms);
-            CounterRequest { need: cost, want: cost, ceiling: TOKENS_MAX, ..base_request }
+            CounterRequest { need: cost, ceiling: TOKENS_MAX, ..base_request }
         };
         rule_set.rules[rule].variant(keyed_request.variant).map(request).collect()
     }
@@ -188,7 +188,7 @@ impl SharedCounters {
                 continue;
             };
             let base_request = self.counter_request(rule_set, charge_plan, layer_ref, keyed_request, &key_text, now_ms);
-            let request = CounterRequest { need: 1, want: 1, ceiling: 1, ..base_request };
+            let request = CounterRequest { need: 1, ceiling: 1, ..base_request };
             let charge = &mut context.result.charges[position];
             charge.usage = Usage { used: 1, end_ms: now_ms + request.window.length_ms() };
             charge.is_full = true;
@@ -275,7 +275,6 @@ impl SharedDecision {
             let (cost, ceiling) = (u64::from(charge.request.cost), charge.request.ceiling.saturating_sub(local.used));
             requests.push(CounterRequest {
                 need: cost,
-                want: cost,
                 ceiling,
                 used_min: base_request.used_min.max(charge.request.floor),
                 ..base_request

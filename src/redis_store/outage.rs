@@ -336,7 +336,6 @@ impl SharedCounters {
             let request = CounterRequest {
                 key_base: base,
                 need: part,
-                want: part,
                 ceiling: TOKENS_MAX,
                 used_min: if shards == 1 { used_min } else { 0 },
                 ..base_request

@@ -88,8 +88,8 @@ pub struct CounterRequest {
     pub ceiling: u64,
     /// Tokens needed; with fewer, the whole call is refused.
     pub need: u64,
-    /// Tokens wanted: beyond `need`, at most an eighth of what remains is granted. With `need` and `want` 0 the counter
-    /// is only read.
+    /// Tokens wanted: beyond `need`, at most an eighth of what remains is granted. A value below `need` counts as
+    /// `need`. With `need` and `want` 0 the counter is only read.
     pub want: u64,
     /// A lower bound of the usage.
     pub used_min: u64,

@@ -193,17 +193,14 @@ impl SharedCounters {
                 None => calls.push(vec![refund]),
             }
         }
-        while calls.len() > 1 {
+        while !calls.is_empty() {
             let others = calls.split_off(calls.len().min(REFUND_CALLS_MAX));
-            let send = |call| tokio::task::spawn_local(Rc::clone(self).refund_in_one_call(call));
+            let send = |call| spawn_local(Rc::clone(self).refund_in_one_call(call));
             let sent: Vec<_> = std::mem::replace(&mut calls, others).into_iter().map(send).collect();
             for sent in sent {
                 // A failed call has logged its error.
                 drop(sent.await);
             }
-        }
-        if let Some(call) = calls.pop() {
-            Rc::clone(self).refund_in_one_call(call).await;
         }
     }
 

@@ -71,7 +71,8 @@ pub(super) struct DecisionProgress {
     /// 0: the enforced rules; then one group for each shadow rule.
     pub(super) group: usize,
     pub(super) decision: Option<Decision>,
-    /// For each rule, whether it is counted without the store.
+    /// For each rule, whether it is counted without the store. In decisions, only shared rules that apply to the request are;
+    /// queries that read usage set all if the store fails.
     pub(super) without_store: RuleFlags,
     pub(super) refunds: Vec<(usize, Refund)>,
     pub(super) rounds: u32,
@@ -140,6 +141,14 @@ impl DecisionProgress {
                 *mode = CountingMode::Remote;
             }
         }
+    }
+
+    /// Whether a rule with `on_outage = "refuse"` cannot be counted.
+    fn is_unavailable(&self, rule_set: &RuleSet, charge_plan: &ChargePlan, layers: &[LayerRef]) -> bool {
+        layers
+            .iter()
+            .filter(|layer_ref| self.without_store[layer_ref.rule])
+            .any(|layer_ref| rule_set.rules[charge_plan.rules[layer_ref.rule]].rule.on_outage == OnOutage::Refuse)
     }
 }
 
@@ -248,7 +257,7 @@ impl SharedCounters {
                 },
             };
             progress.set_counting_modes(rule_set, charge_plan, context);
-            if shadow.is_none() && self.is_unavailable(rule_set, charge_plan, &layers, context, progress) {
+            if shadow.is_none() && progress.is_unavailable(rule_set, charge_plan, &layers) {
                 self.metrics.decided_in_outage(OutageDecision::Refused);
                 return NextStep::Unavailable;
             }
@@ -271,7 +280,7 @@ impl SharedCounters {
                 LocalDecision::Decided(decision) => decision,
             };
             if shadow.is_none() {
-                self.count_outage_decisions(rule_set, charge_plan, context, progress);
+                self.count_outage_decisions(rule_set, charge_plan, progress);
             }
             match (decision, shadow.flatten()) {
                 (Decision::Refused, Some(position)) => context.result.shadowed.push(position),
@@ -302,41 +311,14 @@ impl SharedCounters {
         }
     }
 
-    /// Whether a rule with `on_outage = "refuse"` cannot be counted.
-    fn is_unavailable(
-        &self,
-        rule_set: &RuleSet,
-        charge_plan: &ChargePlan,
-        layers: &[LayerRef],
-        context: &DecisionContext,
-        progress: &DecisionProgress,
-    ) -> bool {
-        layers.iter().filter(|layer_ref| progress.without_store[layer_ref.rule]).any(|layer_ref| {
-            let rule = &rule_set.rules[charge_plan.rules[layer_ref.rule]].rule;
-            rule.on_outage == OnOutage::Refuse
-                && rule.sharing != Sharing::Local
-                && context.inputs.keyed_requests[layer_ref.rule].is_some()
-        })
-    }
-
     /// Counts decisions made without the store in the metrics.
-    fn count_outage_decisions(
-        &self,
-        rule_set: &RuleSet,
-        charge_plan: &ChargePlan,
-        context: &DecisionContext,
-        progress: &DecisionProgress,
-    ) {
-        for (position, rule) in
-            charge_plan.rules.iter().enumerate().filter(|(position, _)| progress.without_store[*position])
-        {
-            let rule = &rule_set.rules[*rule].rule;
-            if rule.sharing != Sharing::Local && context.inputs.keyed_requests[position].is_some() {
-                match rule.on_outage {
-                    OnOutage::Local => self.metrics.decided_in_outage(OutageDecision::Local),
-                    OnOutage::Allow => self.metrics.decided_in_outage(OutageDecision::Allowed),
-                    OnOutage::Refuse => {}
-                }
+    fn count_outage_decisions(&self, rule_set: &RuleSet, charge_plan: &ChargePlan, progress: &DecisionProgress) {
+        let with_flags = charge_plan.rules.iter().zip(&progress.without_store);
+        for (rule, _) in with_flags.filter(|(_, without_store)| **without_store) {
+            match rule_set.rules[*rule].rule.on_outage {
+                OnOutage::Local => self.metrics.decided_in_outage(OutageDecision::Local),
+                OnOutage::Allow => self.metrics.decided_in_outage(OutageDecision::Allowed),
+                OnOutage::Refuse => {}
             }
         }
     }

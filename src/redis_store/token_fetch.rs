@@ -119,28 +119,29 @@ impl SharedCounters {
             let part = part_of_shard(whole, shards, shard);
             let base = self.key_base(&fetch.key_text, &fetch.suffix, shard);
             // The next shard may have what one shard lacks.
-            let (limit, mut need) = (part as u32, missing.min(part));
-            let replies = loop {
+            let mut need = missing.min(part);
+            let (request, replies) = loop {
+                // Sharded counters have plain windows, whose limit the scripts do not read.
                 let request = CounterRequest {
                     key_base: Rc::clone(&base),
-                    limit,
                     ceiling: part,
                     need,
                     used_min: 0,
                     ..fetch.request.clone()
                 };
                 match self.acquire(std::slice::from_ref(&request)).await {
-                    Ok(AcquireReply::Granted { counters, .. }) => break counters,
+                    Ok(AcquireReply::Granted { counters, .. }) => break (request, counters),
                     // The shard has fewer tokens left.
                     Ok(AcquireReply::Refused { counters, .. }) => match counters.first() {
                         Some(seen) if seen.used < part && part - seen.used < need => need = part - seen.used,
-                        _ => break counters,
+                        _ => break (request, counters),
                     },
                     Ok(AcquireReply::OtherWindow { time_ms }) => return self.agrees_on_time(time_ms),
                     Err(_reported) => return false,
                 }
             };
-            let request = CounterRequest { key_base: base, limit, ceiling: part, need, ..fetch.request.clone() };
+            // The known usage is that of all shards together.
+            let request = CounterRequest { used_min: fetch.request.used_min, ..request };
             let Some(reply) = replies.first().copied() else { return false };
             // The total usage is only known when all shards have replied; until then the counter is not reported as
             // exhausted.
@@ -326,12 +327,12 @@ impl SharedCounters {
             };
             let base_request =
                 self.counter_request(rule_set, charge_plan, *layer_ref, keyed_request, &key_text, now_ms);
-            requests.push(CounterRequest { need: tokens, want: tokens, ..base_request });
+            requests.push(CounterRequest { need: tokens, ..base_request });
         }
         // Separate calls: each counter is charged, whatever the others have left.
-        for want in requests {
+        for request in requests {
             let shared = Rc::clone(self);
-            tokio::task::spawn_local(async move { shared.acquire(&[want]).await });
+            tokio::task::spawn_local(async move { shared.acquire(&[request]).await });
         }
     }
 
