@@ -423,7 +423,7 @@ impl SharedCounters {
         let Some((end_ms, used)) = self.table.known_usage(counter, now_ms) else { return 0 };
         let is_confirmed =
             self.leases.with_existing(counter_id(counter), |record| record.generation == self.generation.get());
-        let is_doubtful = self.reconnected_ms.get() > end_ms.saturating_sub(counted_ms);
+        let is_doubtful = self.reconnected_ms.get() >= end_ms.saturating_sub(counted_ms);
         if is_doubtful && is_confirmed != Some(true) { u64::from(used) } else { 0 }
     }
 
