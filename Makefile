@@ -24,9 +24,13 @@ BINARY = target/dist/transom
 
 # What `make mutants` mutates, of which package, and the arguments of `cargo test` that choose its tests. Code of the gateway has its
 # tests beside it: make mutants PACKAGE=transom FILES=src/http/path_normalize.rs MUTANT_TESTS='--lib http::path_normalize'
+# Leases also have tests with Redis, which take minutes for each change (`make parts` installs Redis):
+# make mutants PACKAGE=transom FILES=src/redis_store/token_fetch.rs MUTANT_TIMEOUT=600 MUTANT_TESTS='--lib --test integration -- redis_store shared_'
 PACKAGE = transom-limiter
 FILES = crates/limiter/src/*.rs
 MUTANT_TESTS = --lib --test rules --test properties --test tower
+# Seconds after which the tests of a change are stopped; the change then counts as noticed.
+MUTANT_TIMEOUT = 60
 
 .PHONY: help test check docs release package package-test dist site cargo-deb mdbook cargo-mutants bench bench-pingora model mutants kills kills-shared concurrency sliding instructions replay screenshots failover soak fuzz parts deny advisories
 # Targets build, install and measure, and must not run at the same time.
@@ -145,7 +149,7 @@ model:
 mutants: cargo-mutants
 	mkdir -p target
 	PROPTEST_CASES=32 CARGO_TARGET_DIR=$(CURDIR)/target/mutants cargo mutants --package $(PACKAGE) $(patsubst %,--file '%',$(FILES)) --output target --iterate \
-		--baseline=skip --timeout 60 -- $(MUTANT_TESTS)
+		--baseline=skip --timeout $(MUTANT_TIMEOUT) -- $(MUTANT_TESTS)
 
 # Fails if a request or a decision takes 2 % more instructions than committed in benches/instructions.json.
 instructions:

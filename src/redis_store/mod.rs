@@ -8,6 +8,7 @@
 //! - Outages: `circuit_breaker`, `unreported_usage`, `outage`, `outage_log`.
 //! - Diagnosis: `diagnose`.
 //! - `shared_counters`: the state of one worker, calls with their bookkeeping, periodic tasks.
+//! - `test_worker`: a worker and a store for unit tests.
 
 mod circuit_breaker;
 pub mod client;
@@ -26,5 +27,7 @@ pub mod scripts;
 mod sentinel;
 pub mod shared_counters;
 pub mod shared_decision;
+#[cfg(test)]
+mod test_worker;
 mod token_fetch;
 mod unreported_usage;

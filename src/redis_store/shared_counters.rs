@@ -332,3 +332,151 @@ async fn check_eviction(connection: Rc<Connection>) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::test_worker::{
+        Call, HOUR_KEY, HOUR_MS, KEY, MINUTE_KEY, START_MS, TestWorker, acquire, leased, local, run, shard_key, sharded,
+    };
+    use super::*;
+    use transom_limiter::decision::Decision;
+    use transom_limiter::rule::Rule;
+
+    #[test]
+    fn a_window_that_the_store_cannot_know_yet_is_not_asked_for() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
+            let acquire_at = async |begins_ms: u64| {
+                let end_ms = begins_ms + 8000;
+                let window = StoreWindow { kind: WindowKind::Plain, number: 1, end_ms, next_end_ms: end_ms + 8000 };
+                let request = CounterRequest {
+                    key_base: "k".into(),
+                    window,
+                    limit: 9,
+                    ceiling: 9,
+                    need: 1,
+                    want: 1,
+                    used_min: 0,
+                    computed_ms: 0,
+                };
+                worker.shared.acquire(&[request]).await.unwrap()
+            };
+            // An eighth of the length, because of calendar windows, and the lead of a clock.
+            let latest_ms = START_MS + LEAD_MAX_MS + 1000;
+            assert!(matches!(acquire_at(latest_ms).await, AcquireReply::Granted { time_ms: START_MS, .. }));
+            assert_eq!(acquire_at(latest_ms + 1).await, AcquireReply::OtherWindow { time_ms: START_MS });
+            assert_eq!(worker.settled_calls().await, [acquire("k:1", [1, 1, 0])]);
+            assert_eq!(["granted", "refused", "other_window"].map(|outcome| worker.calls(outcome)), [1, 0, 0]);
+        });
+    }
+
+    #[test]
+    fn refunds_go_out_in_calls_of_limited_size() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
+            for (refunds, calls) in [(1, vec![1]), (256, vec![256]), (257, vec![256, 1]), (33 * 256, vec![256; 33])] {
+                worker.store.set_used("k:1", 10_000);
+                let refund = Refund {
+                    key_base: "k".into(),
+                    kind: WindowKind::Plain,
+                    number: 1,
+                    limit: 9,
+                    tokens: 1,
+                    only_if_used: None,
+                    deletes: false,
+                };
+                worker.shared.refund(vec![refund; refunds]).await;
+                let sizes = worker.store.take_calls().into_iter().map(|call| match call {
+                    Call::Refund(refunds) => refunds.len(),
+                    call => panic!("{call:?}"),
+                });
+                assert_eq!(sizes.collect::<Vec<_>>(), calls);
+                assert_eq!(worker.store.used("k:1"), 10_000 - refunds as u64);
+            }
+            assert_eq!(
+                (worker.tokens("returned"), worker.calls("refunded")),
+                (1 + 256 + 257 + 33 * 256, 1 + 1 + 2 + 33)
+            );
+        });
+    }
+
+    #[test]
+    fn tokens_of_an_ended_window_are_not_returned() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["1000/hour"])]).await;
+            for (elapsed_ms, is_returned) in [(HOUR_MS - 1, true), (HOUR_MS, false)] {
+                assert_eq!(worker.decide("a", 3).await, Some(true));
+                worker.settled_calls().await;
+                let left = u64::from(worker.leased_tokens("a", 0));
+                assert!(left > 0);
+                let before = (worker.tokens("returned"), worker.tokens("expired"));
+                worker.clock.advance(Duration::from_millis(elapsed_ms));
+                worker.shared.return_idle(true).await;
+                let after = (worker.tokens("returned") - before.0, worker.tokens("expired") - before.1);
+                assert_eq!(after, if is_returned { (left, 0) } else { (0, left) });
+                assert_eq!(worker.settled_calls().await.len(), usize::from(is_returned));
+                // The next lease begins with its window.
+                worker.clock.advance(Duration::from_millis(u64::from(is_returned)));
+            }
+        });
+    }
+
+    #[test]
+    fn a_token_that_is_refunded_to_a_returned_lease_is_returned_too() {
+        run(async {
+            let shard = shard_key(3);
+            let cases: [(Vec<Rule>, Option<u32>, Vec<&str>); 3] = [
+                (vec![local("9/hour"), leased(&["100/minute", "100/hour"])], None, vec![MINUTE_KEY, HOUR_KEY]),
+                (vec![leased(&["100/hour"]), local("9/hour")], None, vec![KEY]),
+                (vec![sharded("400/hour")], Some(3), vec![&shard]),
+            ];
+            for (rules, shard, keys) in cases {
+                let worker = TestWorker::new(&rules).await;
+                let TestWorker { shared, rule_set, charge_plan, .. } = &worker;
+                if let Some(shard) = shard {
+                    shared.leases.with_or_insert(worker.counter("a", 0), shard, shared.clock.instant(), |_record| ());
+                }
+                let (decision, context) = worker.outcome("a", 1).await.unwrap();
+                assert!(matches!(decision, Decision::Admitted));
+                shared.return_idle(true).await;
+                worker.settled_calls().await;
+                // Each shared layer has its token back, and no record of where to return it.
+                let receipts: Vec<_> = context.all_receipts().collect();
+                rule_set.refund(&receipts, u32::MAX, &shared.table, START_MS);
+                let requests = &context.inputs.keyed_requests;
+                let before: Vec<u64> = keys.iter().map(|key| worker.store.used(key)).collect();
+                shared.track_refunded_leases(rule_set, charge_plan, requests, &worker.key_texts("a"), &receipts);
+                shared.return_idle(true).await;
+                let after: Vec<u64> = keys.iter().map(|key| worker.store.used(key)).collect();
+                assert_eq!(after, before.iter().map(|used| used - 1).collect::<Vec<_>>(), "{keys:?}");
+            }
+        });
+    }
+
+    #[test]
+    fn clocks_that_differ_by_less_than_five_seconds_agree() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
+            let agrees = |lead_ms: i64| worker.shared.agrees_on_time(START_MS.saturating_add_signed(lead_ms));
+            assert_eq!([-5000, -4999, 0, 4999, 5000].map(agrees), [false, true, true, true, false]);
+        });
+    }
+
+    #[test]
+    fn each_connection_is_checked_for_eviction_once() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
+            let evicting = || worker.metric(&crate::metrics::redis::EVICTING, None);
+            worker.store.set_info("maxmemory:100\r\nmaxmemory_policy:allkeys-lru");
+            worker.decide("a", 1).await;
+            worker.settled_calls().await;
+            for checks in [1, 0] {
+                worker.shared.watch_eviction();
+                let calls = worker.settled_calls().await;
+                assert_eq!(calls.iter().filter(|call| **call == Call::Info).count(), checks);
+                worker.shared.watch_eviction();
+                assert_eq!(evicting(), 1);
+            }
+        });
+    }
+}

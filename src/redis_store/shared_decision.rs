@@ -512,3 +512,201 @@ pub(super) async fn before_deadline<T>(deadline: Instant, future: impl Future<Ou
     }
     None
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::circuit_breaker::FAILURES_MAX;
+    use super::super::decision_queries::KeyQuery;
+    use super::super::reconnecting::ServerId;
+    use super::super::test_worker::{
+        ACCOUNT_KEY, HOUR_KEY, HOUR_MS, KEY, START_MS, TestWorker, acquire, leased, local, named, run, sharded,
+    };
+    use super::*;
+    use transom_limiter::rule::{OnLimit, Rule};
+
+    const DELAY: OnLimit = OnLimit::Delay { max_delay_ms: 2 * HOUR_MS, max_waiting: 9 };
+
+    #[test]
+    fn only_shared_rules_that_apply_have_a_key_in_the_store() {
+        run(async {
+            let rules = [local("9/hour"), leased(&["9/hour"]), named("exempt", leased(&["9/hour"]))];
+            let worker = TestWorker::new(&rules).await;
+            let mut context = worker.context("a", 1);
+            context.inputs.keyed_requests[2] = None;
+            let texts = worker.key_texts("a");
+            let begun = worker.shared.begin(&worker.rule_set, &worker.charge_plan, &mut context, |i| texts[i].clone());
+            let BeginResult::Pending(pending) = begun else { panic!("the store is asked") };
+            assert_eq!(pending.key_texts, [None, Some("r|a".into()), None]);
+        });
+    }
+
+    #[test]
+    fn an_outage_concerns_only_shared_rules() {
+        run(async {
+            for (on_outage, is_admitted, decided) in [
+                (OnOutage::Local, Some(true), [1, 0, 0]),
+                (OnOutage::Allow, Some(true), [0, 1, 0]),
+                (OnOutage::Refuse, None, [0, 0, 1]),
+            ] {
+                let local = Rule { on_outage: OnOutage::Refuse, ..local("9/hour") };
+                let worker = TestWorker::new(&[local, Rule { on_outage, ..leased(&["9/hour"]) }]).await;
+                let now = worker.clock.instant();
+                worker.shared.breaker.record_failure(ServerId::ONLY, FAILURES_MAX, now, Duration::ZERO);
+                assert_eq!(worker.decide("a", 1).await, is_admitted);
+                assert_eq!(["local", "allowed", "refused"].map(|policy| worker.decided_in_outage(policy)), decided);
+            }
+        });
+    }
+
+    #[test]
+    fn the_decision_api_leases_only_for_sharded_counters() {
+        run(async {
+            for (rule, leases) in [(leased(&["4000/hour"]), false), (sharded("4000/hour"), true)] {
+                let worker = TestWorker::new(&[rule]).await;
+                let query = KeyQuery {
+                    rule_set: &worker.rule_set,
+                    charge_plan: &worker.charge_plan,
+                    keyed_requests: worker.context("a", 1).inputs.keyed_requests,
+                    reserve: false,
+                    key_texts: worker.key_texts("a"),
+                };
+                for _ in 0..2 {
+                    let Ok((Decision::Admitted, _)) = worker.shared.limit(&query).await else { panic!("admitted") };
+                }
+                assert_eq!(worker.tokens("fetched") > 0, leases);
+            }
+        });
+    }
+
+    #[test]
+    fn a_request_that_was_refused_before_is_charged() {
+        run(async {
+            let worker = TestWorker::new(&[Rule { count_refused: true, ..leased(&["5/hour"]) }]).await;
+            let (_, context) = worker.outcome("a", 2).await.unwrap();
+            worker.settled_calls().await;
+            let texts = worker.key_texts("a");
+            worker.shared.charge_refusal(&worker.rule_set, &worker.charge_plan, &context, |rule| texts[rule].clone());
+            assert_eq!(worker.settled_calls().await, [acquire(KEY, [2, 2, 0])]);
+        });
+    }
+
+    #[test]
+    fn only_the_layers_of_an_ended_window_are_charged_again() {
+        run(async {
+            let shadow = named("shadow", Rule { on_limit: OnLimit::Shadow, ..leased(&["9/hour"]) });
+            let exact = Rule { sharing: Sharing::Exact, ..leased(&["9/minute", "90/hour"]) };
+            let worker = TestWorker::new(&[exact, Rule { sharing: Sharing::Exact, ..shadow }]).await;
+            let layers = vec![LayerRef { rule: 0, layer: 1 }];
+            let (context, texts) = (worker.context("a", 2), worker.key_texts("a"));
+            let pending = worker.shared.recharge(&worker.rule_set, &worker.charge_plan, layers, context, texts);
+            assert!(pending.deadline > Instant::from_std(worker.clock.instant()));
+            let outcome = pending.decide(&worker.charge_plan).await.unwrap();
+            assert!(matches!(outcome.decision, Decision::Admitted));
+            assert_eq!(worker.settled_calls().await, [acquire(HOUR_KEY, [2, 2, 0])]);
+        });
+    }
+
+    #[test]
+    fn a_full_rule_that_delays_reserves_in_a_later_window() {
+        run(async {
+            for (on_limit, is_delayed) in [(DELAY, true), (OnLimit::Refuse, false)] {
+                let worker = TestWorker::new(&[Rule { on_limit, ..leased(&["5/hour"]) }]).await;
+                for _ in 0..5 {
+                    assert_eq!(worker.decide("a", 1).await, Some(true));
+                    worker.settled_calls().await;
+                }
+                let (decision, _) = worker.outcome("a", 1).await.unwrap();
+                assert_eq!(matches!(decision, Decision::Delayed { .. }), is_delayed);
+                // Not known to be full before the store replies.
+                for sharing in [Sharing::Lease, Sharing::Exact] {
+                    let worker = TestWorker::new(&[Rule { on_limit, sharing, ..leased(&["5/hour"]) }]).await;
+                    worker.store.set_used(ACCOUNT_KEY, 5);
+                    worker.store.set_used(KEY, 5);
+                    let (decision, _) = worker.outcome("a", 1).await.unwrap();
+                    assert_eq!(matches!(decision, Decision::Delayed { .. }), is_delayed);
+                    assert_eq!(matches!(decision, Decision::Refused), !is_delayed);
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn a_query_that_cannot_wait_reserves_nothing() {
+        run(async {
+            for sharing in [Sharing::Lease, Sharing::Exact] {
+                let mut rule = Rule { on_limit: DELAY, sharing, ..leased(&["5/hour"]) };
+                rule.layers[0].reserve = 5;
+                let mut worker = TestWorker::new(&[rule]).await;
+                worker.charge_plan = worker.rule_set.immediate_plan(&[0], true);
+                worker.store.set_used(ACCOUNT_KEY, 5);
+                // The second request knows the usage.
+                assert_eq!([worker.decide("a", 1).await, worker.decide("a", 1).await], [Some(false); 2]);
+                assert_eq!(worker.store.used(ACCOUNT_KEY), 5);
+            }
+        });
+    }
+
+    #[test]
+    fn windows_that_end_before_a_delayed_request_is_admitted_are_charged_again() {
+        run(async {
+            let exact = Rule { sharing: Sharing::Exact, ..leased(&["90/minute"]) };
+            let worker = TestWorker::new(&[exact, Rule { on_limit: DELAY, ..local("1/hour") }]).await;
+            assert_eq!(worker.decide("a", 1).await, Some(true));
+            let (decision, _) = worker.outcome("a", 1).await.unwrap();
+            let Decision::Delayed { until_ms, recharge, .. } = decision else { panic!("{decision:?}") };
+            assert_eq!((until_ms, recharge), (START_MS + HOUR_MS, vec![LayerRef { rule: 0, layer: 0 }]));
+        });
+    }
+
+    #[test]
+    fn a_decision_gives_up_after_its_deadline_or_too_many_rounds() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["9/hour"])]).await;
+            let now = Instant::from_std(worker.clock.instant());
+            let later = now + Duration::from_secs(60);
+            for (rounds, deadline, gives_up) in [
+                (0, now, false),
+                (ROUNDS_WITHOUT_DEADLINE - 1, now, false),
+                (ROUNDS_WITHOUT_DEADLINE, now, true),
+                (ROUNDS_WITHOUT_DEADLINE, later, false),
+                (ROUNDS_MAX - 1, later, false),
+                (ROUNDS_MAX, later, true),
+            ] {
+                let mut pending = worker.pending("a", 1);
+                (pending.progress.rounds, pending.deadline) = (rounds, deadline);
+                assert_eq!(pending.gives_up(&[0]), gives_up, "{rounds}");
+                assert_eq!((pending.progress.without_store[0], pending.progress.rounds), (gives_up, rounds + 1));
+            }
+        });
+    }
+
+    #[test]
+    fn a_rule_of_an_unreachable_server_continues_without_it() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["9/hour"])]).await;
+            let mut pending = worker.pending("a", 1);
+            assert!(!pending.skip_unreachable(&[0]) && !pending.gives_up(&[0]));
+            let now = worker.clock.instant();
+            worker.shared.breaker.record_failure(ServerId::ONLY, FAILURES_MAX, now, Duration::ZERO);
+            assert!(!pending.skip_unreachable(&[]) && !pending.progress.without_store[0]);
+            assert!(pending.skip_unreachable(&[0]) && pending.progress.without_store[0]);
+            pending.progress.without_store[0] = false;
+            assert!(pending.gives_up(&[0]) && pending.progress.without_store[0]);
+        });
+    }
+
+    #[test]
+    fn only_a_server_that_was_silent_for_half_of_the_timeout_has_failed() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["9/hour"])]).await;
+            let timeout = worker.shared.timeout;
+            let now = Instant::from_std(worker.clock.instant());
+            for (waited, failures) in [(Duration::ZERO, 0), (timeout * 4 / 10, 0), (timeout * 6 / 10, 1)] {
+                let mut pending = worker.pending("a", 1);
+                pending.time_out(&[0], now - waited);
+                assert!(pending.progress.without_store[0]);
+                assert_eq!(worker.calls("timeout"), failures, "{waited:?}");
+            }
+        });
+    }
+}

@@ -659,3 +659,600 @@ fn missing_tokens(charge: &Charge) -> u64 {
     let left = charge.request.ceiling.saturating_sub(charge.usage.used);
     u64::from(charge.request.cost).saturating_sub(left)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+    use std::task::Poll;
+    use std::time::Duration;
+
+    use super::super::circuit_breaker::FAILURES_MAX;
+    use super::super::lease_sizing::LeaseRecord;
+    use super::super::reconnecting::ServerId;
+    use super::super::shared_decision::BeginResult;
+    use super::super::test_worker::{
+        Call, HOUR_KEY, HOUR_MS, KEY, MINUTE_KEY, SLIDING_KEY, START_MS, TestWorker, acquire, leased, named, refund,
+        run, shard_key, sharded,
+    };
+    use super::*;
+    use transom_limiter::decision::Decision;
+    use transom_limiter::rule::Rule;
+    use transom_limiter::window::Windows;
+
+    /// A rule `r` with a sliding window.
+    fn sliding(limit: &str) -> Rule {
+        let mut rule = leased(&[limit]);
+        rule.layers[0].windows = Windows::Sliding { period_ms: rule.layers[0].windows.typical_ms() };
+        rule
+    }
+
+    impl TestWorker {
+        /// A fetch for a layer of the rule at this position.
+        fn fetch(&self, rule: usize, layer: usize, key: &str, need: u64, want: u64) -> TokenFetch {
+            let (layer_ref, request) = (LayerRef { rule, layer }, self.request(rule, key, 1));
+            let text = self.key_texts(key)[rule].clone().unwrap();
+            self.shared.token_fetch(&self.rule_set, &self.charge_plan, layer_ref, request, text, need, want)
+        }
+
+        /// Deposits what a store replies to a fetch for the first layer. Returns the usage if that is a refusal.
+        fn deposit(&self, fetch: &TokenFetch, granted: u64, used: u64, end_ms: u64) -> Option<u64> {
+            let in_flight = InFlightFetch::new(Vec::new());
+            let reply = CounterReply { granted, used, end_ms, available_ms: end_ms, number: end_ms / HOUR_MS - 1 };
+            self.shared.deposit_tokens(fetch, &fetch.request, reply, &in_flight);
+            let refused = in_flight.refused.borrow();
+            refused.first().map(|(_, reply)| reply.used)
+        }
+
+        /// Changes the record of a counter, which is created if needed.
+        fn record<R>(&self, key: &str, change: impl FnOnce(&mut LeaseRecord) -> R) -> R {
+            let now = self.clock.instant();
+            self.shared.leases.with_or_insert(self.counter(key, 0), 0, now, change).unwrap()
+        }
+    }
+
+    #[test]
+    fn leased_tokens_are_spent_without_the_store_and_fetched_in_the_background() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["1000/hour"])]).await;
+            assert_eq!(worker.decide("a", 3).await, Some(true));
+            assert_eq!(worker.store.take_calls(), [acquire(KEY, [3, 3, 0])]);
+            // All is spent. How much is leased for the next request depends on the time since the first fetch.
+            let calls = worker.settled_calls().await;
+            let [Call::Acquire(keys)] = &calls[..] else { panic!("{calls:?}") };
+            let [0, leased, 0] = keys[0].1 else { panic!("{calls:?}") };
+            assert!(leased >= 3);
+            assert_eq!(worker.leased_tokens("a", 0), leased as u32);
+            let BeginResult::Decided(_) = worker.begin("a", 2).0 else { panic!("enough tokens are leased") };
+            assert_eq!((worker.store.used(KEY), worker.tokens("fetched")), (3 + leased, 3 + leased));
+        });
+    }
+
+    #[test]
+    fn one_call_fetches_for_all_counters_that_are_not_sharded() {
+        run(async {
+            let wide = named("wide", sharded("80/hour"));
+            let worker = TestWorker::new(&[leased(&["10/minute", "100/hour"]), wide]).await;
+            let (minute, hour, wide) =
+                (|| worker.fetch(0, 0, "a", 1, 1), || worker.fetch(0, 1, "a", 2, 2), || worker.fetch(1, 0, "a", 3, 3));
+            let plain = |keys: &[(&str, u64)]| {
+                Call::Acquire(keys.iter().map(|(key, tokens)| ((*key).to_owned(), [*tokens, *tokens, 0])).collect())
+            };
+            for fetches in
+                [vec![minute(), hour(), wide()], vec![minute(), wide(), hour()], vec![wide(), minute(), hour()]]
+            {
+                let started = worker.shared.start_fetches(fetches);
+                assert_eq!(started.len(), 2);
+                for in_flight in &started {
+                    assert!(in_flight.finished().await);
+                }
+                let calls = worker.store.take_calls();
+                assert_eq!(calls.len(), 2);
+                assert!(calls.contains(&plain(&[(MINUTE_KEY, 1), (HOUR_KEY, 2)])), "{calls:?}");
+            }
+            let started = worker.shared.start_fetches(vec![wide(), wide()]);
+            assert_eq!(started.len(), 2, "each sharded counter has a call of its own");
+        });
+    }
+
+    #[test]
+    fn a_request_joins_the_fetches_in_flight() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["100/minute", "100/hour"])]).await;
+            let now = worker.clock.instant();
+            for layer in [0, 1] {
+                let _ = worker.shared.leases.with_or_insert(worker.counter("a", layer), 0, now, |_record| ());
+            }
+            let both = |tokens: [u64; 3]| {
+                let keys = [MINUTE_KEY, HOUR_KEY];
+                [Call::Acquire(keys.map(|key| (key.to_owned(), tokens)).to_vec())]
+            };
+            worker.store.hold();
+            worker.shared.start_fetches(vec![worker.fetch(0, 0, "a", 1, 1), worker.fetch(0, 1, "a", 1, 1)]);
+            assert_eq!(worker.store.next_calls().await, both([1, 1, 0]));
+            let mut decided = Box::pin(worker.pending("a", 5).decide(&worker.charge_plan));
+            assert!(poll_fn(|cx| Poll::Ready(decided.as_mut().poll(cx).is_pending())).await);
+            worker.store.release();
+            assert!(decided.await.is_ok());
+            // The request lacks 4 tokens; the fetch adds the 5 that it waited for.
+            assert_eq!(worker.store.take_calls()[..1], both([4, 9, 0]));
+        });
+    }
+
+    #[test]
+    fn shards_are_asked_in_turn_for_what_is_missing() {
+        run(async {
+            // 10 tokens in each shard.
+            let worker = TestWorker::new(&[sharded("40/hour")]).await;
+            worker.record("a", |record| record.shard = 2);
+            worker.store.set_used(&shard_key(2), 7);
+            worker.store.set_used(&shard_key(3), 10);
+            worker.store.set_used(&shard_key(0), 4);
+            // The shards have 3, none and 6 tokens: 5 of the last one are needed.
+            assert_eq!(worker.decide("a", 8).await, Some(true));
+            assert_eq!(
+                worker.store.take_calls(),
+                [
+                    acquire(&shard_key(2), [8, 8, 0]),
+                    acquire(&shard_key(2), [3, 8, 0]),
+                    acquire(&shard_key(3), [5, 8, 0]),
+                    acquire(&shard_key(0), [5, 8, 0]),
+                ]
+            );
+            assert_eq!([0, 1, 2, 3].map(|shard| worker.store.used(&shard_key(shard))), [9, 0, 10, 10]);
+            // The next fetch begins where there were tokens. The lowest usage that is possible is known.
+            assert_eq!(worker.record("a", |record| record.shard), 0);
+            assert_eq!(
+                worker.shared.table.known_usage(worker.counter("a", 0), START_MS),
+                Some((START_MS + HOUR_MS, 39))
+            );
+        });
+    }
+
+    #[test]
+    fn a_shard_is_asked_again_for_all_that_it_has() {
+        run(async {
+            let worker = TestWorker::new(&[sharded("40/hour")]).await;
+            worker.record("a", |record| record.shard = 0);
+            worker.store.set_used(&shard_key(0), 1);
+            let key = |shard, need| acquire(&shard_key(shard), [need, 12, 0]);
+            let started = worker.shared.start_fetches(vec![worker.fetch(0, 0, "a", 12, 12)]);
+            assert!(started[0].finished().await);
+            assert_eq!(worker.store.take_calls(), [key(0, 10), key(0, 9), key(1, 3)]);
+        });
+    }
+
+    #[test]
+    fn shards_have_a_part_of_the_limit_and_no_known_usage() {
+        run(async {
+            let worker = TestWorker::new(&[sharded("40/hour")]).await;
+            worker.record("a", |record| record.shard = 3);
+            let fetch = worker.fetch(0, 0, "a", 2, 3);
+            let doubted = CounterRequest { used_min: 30, ..fetch.request.clone() };
+            let started = worker.shared.start_fetches(vec![TokenFetch { request: doubted, ..fetch }]);
+            assert!(started[0].finished().await);
+            assert_eq!(worker.store.take_calls(), [acquire(&shard_key(3), [2, 3, 0])]);
+            assert_eq!(worker.store.last_ceiling(), 10);
+            // All shards together have used what was known before.
+            let known = worker.shared.table.known_usage(worker.counter("a", 0), START_MS);
+            assert_eq!(known, Some((START_MS + HOUR_MS, 30)));
+            // Tokens go back to their shard.
+            worker.shared.return_idle(true).await;
+            assert_eq!(worker.store.take_calls(), [refund(&shard_key(3), 3)]);
+        });
+    }
+
+    #[test]
+    fn a_shard_without_tokens_does_not_end_prefetching() {
+        run(async {
+            let worker = TestWorker::new(&[sharded("40/hour")]).await;
+            worker.record("a", |record| record.shard = 0);
+            worker.store.set_used(&shard_key(0), 10);
+            let finished =
+                async || worker.shared.start_fetches(vec![worker.fetch(0, 0, "a", 0, 8)])[0].finished().await;
+            assert!(finished().await);
+            assert_eq!(
+                worker.leased_tokens("a", 0),
+                2,
+                "an eighth of what the second shard has, and one that is needed"
+            );
+            worker.record("a", |record| {
+                assert_eq!(record.shard, 1);
+                assert!(record.is_low(1, START_MS));
+            });
+        });
+    }
+
+    #[test]
+    fn the_usage_of_shards_is_estimated_from_those_that_replied() {
+        run(async {
+            let worker = TestWorker::new(&[sharded("40/hour")]).await;
+            worker.record("a", |record| record.shard = 1);
+            worker.store.set_used(&shard_key(1), 3);
+            assert_eq!(worker.decide("a", 2).await, Some(true));
+            assert_eq!(worker.store.take_calls(), [acquire(&shard_key(1), [2, 2, 0])]);
+            let known = worker.shared.table.known_usage(worker.counter("a", 0), START_MS);
+            assert_eq!(known, Some((START_MS + HOUR_MS, 4 * 5)));
+        });
+    }
+
+    #[test]
+    fn a_sharded_counter_is_refused_when_no_shard_has_tokens() {
+        run(async {
+            let worker = TestWorker::new(&[sharded("40/hour")]).await;
+            (0..4).for_each(|shard| worker.store.set_used(&shard_key(shard), 10));
+            worker.store.set_used(&shard_key(1), 9);
+            let started = worker.shared.start_fetches(vec![worker.fetch(0, 0, "a", 2, 2)]);
+            assert!(started[0].finished().await);
+            let refused: Vec<u64> = started[0].refused.borrow().iter().map(|(_, reply)| reply.used).collect();
+            assert_eq!(refused, [40]);
+            assert_eq!(worker.decide("a", 2).await, Some(false));
+            // The last token is leased, and not returned: another request may need one.
+            assert_eq!((worker.store.used(&shard_key(1)), worker.leased_tokens("a", 0)), (10, 1));
+            let known = worker.shared.table.known_usage(worker.counter("a", 0), START_MS);
+            assert_eq!(known, Some((START_MS + HOUR_MS, 40)));
+        });
+    }
+
+    #[test]
+    fn a_new_counter_is_fetched_from_the_shard_of_the_worker() {
+        run(async {
+            let worker = TestWorker::new(&[sharded("40/hour")]).await;
+            let started = worker.shared.start_fetches(vec![worker.fetch(0, 0, "a", 1, 1)]);
+            assert!(started[0].finished().await);
+            assert_eq!(worker.shared.own_shard % 4, 1);
+            assert_eq!(worker.store.take_calls(), [acquire(&shard_key(1), [1, 1, 0])]);
+        });
+    }
+
+    #[test]
+    fn shards_without_a_reply_are_reported_as_a_failed_call() {
+        run(async {
+            let worker = TestWorker::new(&[sharded("40/hour")]).await;
+            worker.store.set_lead_ms(-5000);
+            let finished =
+                async || worker.shared.start_fetches(vec![worker.fetch(0, 0, "a", 1, 1)])[0].finished().await;
+            assert!(!finished().await, "the clocks differ too much");
+            worker.store.set_lead_ms(0);
+            assert!(finished().await);
+            worker.store.set_down(true);
+            assert!(!finished().await);
+        });
+    }
+
+    #[test]
+    fn a_reply_refuses_only_the_counters_that_are_full() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
+            let end_ms = START_MS + HOUR_MS;
+            let fetch = worker.fetch(0, 0, "a", 10, 10);
+            assert_eq!(worker.deposit(&fetch, 0, 90, end_ms), None, "another counter of the call is full");
+            assert_eq!(worker.deposit(&fetch, 0, 91, end_ms), Some(91));
+            assert_eq!(worker.deposit(&fetch, 10, 101, end_ms), None);
+            let read = worker.fetch(0, 0, "a", 0, 10);
+            assert_eq!(worker.deposit(&read, 0, 200, end_ms), None, "nothing was needed");
+            // The known usage does not decrease.
+            let doubted = TokenFetch { request: CounterRequest { used_min: 95, ..fetch.request.clone() }, ..fetch };
+            assert_eq!(worker.deposit(&doubted, 0, 50, end_ms), Some(95));
+            let sharded = TokenFetch { shards: 4, ..worker.fetch(0, 0, "a", 10, 10) };
+            assert_eq!(worker.deposit(&sharded, 0, 100, end_ms), None, "another shard may have tokens");
+        });
+    }
+
+    #[test]
+    fn a_counter_is_confirmed_by_a_reply_that_knows_its_usage() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
+            assert_eq!(worker.decide("a", 1).await, Some(true));
+            let base = worker.fetch(0, 0, "a", 1, 1);
+            let fetch = TokenFetch { request: CounterRequest { used_min: 50, ..base.request.clone() }, ..base };
+            for (used, generation) in [(49, 0), (50, 1), (51, 1)] {
+                worker.record("a", |record| record.generation = 0);
+                worker.deposit(&fetch, 1, used, START_MS + HOUR_MS);
+                assert_eq!(worker.record("a", |record| record.generation), generation, "{used}");
+            }
+        });
+    }
+
+    #[test]
+    fn a_store_that_grants_nothing_in_advance_is_not_asked_again() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
+            let (end_ms, now_ms) = (START_MS + HOUR_MS, START_MS);
+            let is_low = || worker.record("a", |record| record.is_low(1, now_ms));
+            let (needed, advance) = (worker.fetch(0, 0, "a", 8, 8), worker.fetch(0, 0, "a", 0, 8));
+            worker.record("a", |_record| ());
+            worker.deposit(&needed, 8, 8, end_ms);
+            assert!(is_low());
+            worker.deposit(&needed, 0, 100, end_ms);
+            assert!(is_low(), "a refusal of what is needed says nothing of less");
+            worker.deposit(&advance, 0, 100, end_ms);
+            assert!(!is_low());
+            worker.deposit(&advance, 1, 100, end_ms);
+            worker.deposit(&advance, 8, 100, end_ms);
+            assert!(!is_low());
+            worker.deposit(&needed, 8, 100, end_ms);
+            assert!(is_low());
+        });
+    }
+
+    #[test]
+    fn granted_tokens_end_a_known_refusal() {
+        run(async {
+            let worker = TestWorker::new(&[sliding("100/hour")]).await;
+            let usage = Usage { used: 100, end_ms: START_MS + 50 };
+            let counter = worker.counter("a", 0);
+            let fetch = worker.fetch(0, 0, "a", 1, 1);
+            let end_ms = START_MS + HOUR_MS;
+            worker.shared.note_refusal(counter, Some(Refusal { need: 1, limit: 100, usage }));
+            worker.deposit(&fetch, 0, 100, end_ms);
+            let known = |need, limit, now_ms| worker.shared.known_refusal(counter, need, limit, now_ms).is_some();
+            assert!(known(1, 100, START_MS));
+            assert!(!known(2, 100, START_MS) && !known(1, 99, START_MS));
+            assert!(known(1, 100, START_MS + 49) && !known(1, 100, START_MS + 50), "tokens come back");
+            worker.shared.table.set_known_usage(counter, end_ms, 99, START_MS);
+            assert!(!known(1, 100, START_MS), "tokens were refunded");
+            worker.shared.table.set_known_usage(counter, end_ms, 101, START_MS);
+            assert!(known(1, 100, START_MS));
+            worker.deposit(&fetch, 1, 100, end_ms);
+            assert!(!known(1, 100, START_MS));
+        });
+    }
+
+    #[test]
+    fn unspent_tokens_of_an_ended_window_expire() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
+            let end_ms = START_MS + HOUR_MS;
+            worker.record("a", |_record| ());
+            worker.deposit(&worker.fetch(0, 0, "a", 8, 8), 8, 8, end_ms);
+            worker.deposit(&worker.fetch(0, 0, "a", 8, 8), 8, 16, end_ms);
+            assert_eq!((worker.tokens("expired"), worker.leased_tokens("a", 0)), (0, 16));
+            worker.clock.advance(Duration::from_millis(HOUR_MS));
+            worker.deposit(&worker.fetch(0, 0, "a", 8, 8), 8, 8, end_ms + HOUR_MS);
+            assert_eq!((worker.tokens("expired"), worker.leased_tokens("a", 0)), (16, 8));
+        });
+    }
+
+    #[test]
+    fn unspent_tokens_of_an_ended_segment_are_refunded() {
+        run(async {
+            let worker = TestWorker::new(&[sliding("8000/hour")]).await;
+            let segment_ms = HOUR_MS / 8;
+            let deposit = |granted, segment| {
+                let in_flight = InFlightFetch::new(Vec::new());
+                let fetch = worker.fetch(0, 0, "a", granted, granted);
+                let number = START_MS / segment_ms + segment;
+                let end_ms = START_MS + HOUR_MS + segment * segment_ms;
+                let reply = CounterReply { granted, used: granted, end_ms, available_ms: end_ms, number };
+                worker.shared.deposit_tokens(&fetch, &fetch.request, reply, &in_flight);
+            };
+            worker.record("a", |_record| ());
+            deposit(8, 0);
+            worker.clock.advance(Duration::from_millis(segment_ms));
+            worker.store.set_used(SLIDING_KEY, 8);
+            deposit(3, 1);
+            assert_eq!(worker.store.next_calls().await, [refund(SLIDING_KEY, 8)]);
+            let BeginResult::Decided(_) = worker.begin("a", 3).0 else { panic!("enough tokens are leased") };
+            worker.clock.advance(Duration::from_millis(segment_ms));
+            deposit(2, 2);
+            assert_eq!(worker.settled_calls().await, [], "all tokens of the second segment were spent");
+            assert_eq!((worker.tokens("expired"), worker.leased_tokens("a", 0)), (0, 2));
+        });
+    }
+
+    #[test]
+    fn tokens_that_do_not_fit_are_given_to_the_request_that_waits() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
+            worker.store.hold();
+            let release = async {
+                worker.store.next_calls().await;
+                // The window ends: the tokens do not fit in the table.
+                worker.clock.advance(Duration::from_millis(HOUR_MS));
+                worker.store.release();
+            };
+            let (outcome, ()) = tokio::join!(worker.pending("a", 3).decide(&worker.charge_plan), release);
+            assert!(matches!(outcome.unwrap().decision, Decision::Admitted));
+            // All were taken: there is nothing to refund, and no second fetch.
+            assert_eq!(worker.settled_calls().await, []);
+            assert_eq!(worker.store.used(KEY), 3);
+        });
+    }
+
+    #[test]
+    fn tokens_that_do_not_fit_are_refunded_if_no_request_takes_them() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
+            worker.store.hold();
+            let started =
+                worker.shared.start_fetches(vec![worker.fetch(0, 0, "a", 3, 3), worker.fetch(0, 0, "b", 2, 2)]);
+            worker.store.next_calls().await;
+            worker.clock.advance(Duration::from_millis(HOUR_MS));
+            worker.store.release();
+            assert!(started[0].finished().await);
+            let refunds = vec![(KEY.to_owned(), 3), (KEY.replace("|a", "|b"), 2)];
+            assert_eq!(worker.store.next_calls().await, [Call::Refund(refunds)]);
+        });
+    }
+
+    #[test]
+    fn undeposited_tokens_of_another_counter_are_not_taken() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
+            let target = worker.fetch(0, 0, "a", 1, 1).request.refund_target(CounterReply {
+                granted: 5,
+                used: 5,
+                end_ms: START_MS,
+                available_ms: START_MS,
+                number: 500_000,
+            });
+            let in_flight = |key, tokens| {
+                let id = counter_id(worker.counter(key, 0));
+                let in_flight = InFlightFetch::new(vec![id]);
+                in_flight.undeposited.borrow_mut().push(UndepositedTokens {
+                    id,
+                    tokens,
+                    refund_target: target.clone(),
+                });
+                in_flight
+            };
+            let taken = |key, tokens| {
+                let mut pending = worker.pending("a", 3);
+                let in_flight = in_flight(key, tokens);
+                pending.take_undeposited(&worker.rule_set, &worker.charge_plan, &[0], &in_flight);
+                // Once for each layer.
+                pending.take_undeposited(&worker.rule_set, &worker.charge_plan, &[0], &in_flight);
+                let refunds = pending.progress.refunds.drain(..).map(|(_, refund)| refund.tokens).collect::<Vec<_>>();
+                (
+                    in_flight.undeposited.borrow()[0].tokens,
+                    refunds,
+                    std::mem::take(&mut pending.context.sharing.prepaid),
+                )
+            };
+            let layer = LayerRef { rule: 0, layer: 0 };
+            assert_eq!(taken("a", 7), (4, vec![3], vec![layer]));
+            assert_eq!(taken("a", 3), (0, vec![3], vec![layer]));
+            assert_eq!(taken("a", 2), (2, vec![], vec![]));
+            assert_eq!(taken("b", 7), (7, vec![], vec![]));
+        });
+    }
+
+    #[test]
+    fn an_exhausted_window_is_checked_in_the_background() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["5/hour"])]).await;
+            worker.store.set_used(KEY, 5);
+            assert_eq!(worker.decide("a", 5).await, Some(false));
+            assert_eq!(worker.store.take_calls(), [acquire(KEY, [5, 5, 0])]);
+            // The first check is due at once.
+            assert_eq!(worker.store.next_calls().await, [acquire(KEY, [0, 5, 0])]);
+            assert_eq!(worker.decide("a", 5).await, Some(false));
+            assert_eq!(worker.settled_calls().await, []);
+        });
+    }
+
+    #[test]
+    fn a_window_is_not_checked_for_more_than_it_can_have_or_at_an_unreachable_server() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["5/hour"])]).await;
+            let recheck = |key, cost| {
+                let mut context = worker.context(key, cost);
+                worker.shared.begin(&worker.rule_set, &worker.charge_plan, &mut context, |_| None);
+                context.result.charges.iter_mut().for_each(|charge| charge.is_full = true);
+                worker.record(key, |record| record.in_flight = None);
+                let text = worker.key_texts(key);
+                worker.shared.recheck(&worker.rule_set, &worker.charge_plan, &context, |rule| text[rule].clone());
+                worker.record(key, |record| record.in_flight.is_some())
+            };
+            assert!(!recheck("a", 6) && recheck("b", 5));
+            let now = worker.clock.instant();
+            worker.shared.breaker.record_failure(ServerId::ONLY, FAILURES_MAX, now, Duration::ZERO);
+            assert!(!recheck("c", 5));
+        });
+    }
+
+    #[test]
+    fn a_refused_request_is_charged_what_is_left() {
+        run(async {
+            let rule = Rule { count_refused: true, ..leased(&["5/hour"]) };
+            let worker = TestWorker::new(&[rule]).await;
+            worker.store.set_used(KEY, 3);
+            assert_eq!(worker.decide("a", 4).await, Some(false));
+            assert_eq!(worker.settled_calls().await[0], acquire(KEY, [4, 4, 0]));
+            assert_eq!(worker.store.used(KEY), 5);
+            // Nothing is left.
+            assert_eq!(worker.decide("a", 4).await, Some(false));
+            assert_eq!(worker.settled_calls().await, []);
+        });
+    }
+
+    #[test]
+    fn known_usage_is_sent_to_a_server_that_may_have_lost_it() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
+            let (counter, end_ms) = (worker.counter("a", 0), START_MS + HOUR_MS);
+            let used_min = || worker.fetch(0, 0, "a", 1, 1).request.used_min;
+            assert_eq!(worker.decide("a", 1).await, Some(true));
+            worker.shared.table.set_known_usage(counter, end_ms, 50, START_MS);
+            assert_eq!(used_min(), 0);
+            worker.record("a", |record| record.generation = 0);
+            for (reconnected_ms, sent) in [(START_MS - 1, 0), (START_MS, 50), (START_MS + 1, 50)] {
+                worker.shared.reconnected_ms.set(reconnected_ms);
+                assert_eq!(used_min(), sent, "{reconnected_ms}");
+            }
+            let generation = worker.shared.generation.get();
+            worker.record("a", |record| record.generation = generation);
+            assert_eq!(used_min(), 0, "the server has confirmed it since");
+            let known = |end_ms, generation| worker.shared.known_usage(counter, end_ms, 7, generation);
+            assert_eq!(known(end_ms, generation), 7);
+            assert_eq!(known(end_ms, generation + 1), 50);
+            assert_eq!(known(end_ms + HOUR_MS, generation + 1), 7, "in another window");
+        });
+    }
+
+    #[test]
+    fn a_request_is_refused_after_too_many_rounds() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
+            for (rounds, is_admitted, calls) in [(ROUNDS_MAX - 1, true, 1), (ROUNDS_MAX, false, 0)] {
+                let mut pending = worker.pending("a", 1);
+                pending.progress.rounds = rounds;
+                let outcome = pending.decide(&worker.charge_plan).await.unwrap();
+                assert_eq!(matches!(outcome.decision, Decision::Admitted), is_admitted);
+                let needed = |call: &Call| matches!(call, Call::Acquire(keys) if keys[0].1[0] > 0);
+                assert_eq!(worker.store.take_calls().into_iter().filter(needed).count(), calls);
+            }
+        });
+    }
+
+    #[test]
+    fn one_refused_call_refuses_the_request() {
+        run(async {
+            // The sliding rule is refused; the sharded one has a call of its own.
+            for sharded_first in [false, true] {
+                let wide = named("wide", sharded("4000/hour"));
+                let mut rules = vec![sliding("5/hour"), wide];
+                if sharded_first {
+                    rules.reverse();
+                }
+                let worker = TestWorker::new(&rules).await;
+                worker.store.set_used(SLIDING_KEY, 5);
+                assert_eq!(worker.decide("a", 1).await, Some(false));
+                let slides = |call: &Call| *call == acquire(SLIDING_KEY, [1, 1, 0]);
+                assert_eq!(worker.store.take_calls().into_iter().filter(slides).count(), 1, "{sharded_first}");
+            }
+        });
+    }
+
+    #[test]
+    fn a_refusal_is_known_without_space_in_the_table() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["5/hour"])]).await;
+            for number in 0..100_000 {
+                let key = format!("other-{number}");
+                worker.shared.table.set_known_usage(worker.counter(&key, 0), START_MS + HOUR_MS, 1, START_MS);
+            }
+            worker.store.set_used(KEY, 5);
+            assert_eq!(worker.decide("a", 1).await, Some(false));
+            assert_eq!(worker.shared.table.known_usage(worker.counter("a", 0), START_MS), None);
+            // One call for the request, and one that checks in the background whether tokens were returned.
+            assert_eq!(worker.settled_calls().await, [acquire(KEY, [1, 1, 0]), acquire(KEY, [0, 1, 0])]);
+        });
+    }
+
+    #[test]
+    fn only_rules_without_a_reply_continue_without_the_store() {
+        run(async {
+            let wide = named("wide", leased(&["1000/hour"]));
+            let worker = TestWorker::new(&[wide, leased(&["100/hour"])]).await;
+            let end_ms = START_MS + HOUR_MS;
+            let _ = worker.shared.table.deposit(worker.counter("a", 0), end_ms, 9, START_MS);
+            worker.store.hold();
+            let mut pending = worker.pending("a", 1);
+            pending.deadline = Instant::from_std(worker.clock.instant());
+            let outcome = pending.decide(&worker.charge_plan).await.unwrap();
+            assert!(matches!(outcome.decision, Decision::Admitted));
+            assert_eq!((worker.decided_in_outage("local"), worker.leased_tokens("a", 0)), (1, 8));
+        });
+    }
+}
