@@ -412,4 +412,26 @@ mod tests {
         assert!(matches!(slots.insert(key, window, 50, || false), InsertResult::At(0, word) if word == counter));
         assert_eq!(slots.words().collect::<Vec<_>>(), [counter, CounterWord::EMPTY]);
     }
+
+    /// A claim is confirmed only if no slot of the key that is searched before has another.
+    #[test]
+    fn claims_are_confirmed_in_the_order_of_the_search() {
+        let memory = Memory::zeroed(1024).unwrap();
+        let slots = SlotArray::<4>::new(memory.words(0, 16).unwrap(), memory.numbers(512, WATERMARKS).unwrap());
+        for bucket in 0..4 {
+            for half in 0..2 {
+                let key = Key { bucket_hash: bucket << 62 | half, tag: 7 };
+                (0..16).for_each(|index| _ = slots.restore(index, CounterWord::claim(key.tag, 1)));
+                let mut searched = Vec::new();
+                while let FindResult::Claim(index, claim) = slots.find(key) {
+                    searched.push(index);
+                    slots.swap(index, claim, CounterWord::EMPTY).unwrap();
+                }
+                assert_eq!(slots.slots_of(key).collect::<Vec<_>>(), searched);
+                let first = bucket as usize * 4;
+                assert_eq!(searched[..4].iter().max(), Some(&(first + 3)));
+                assert_eq!(searched.len(), 8);
+            }
+        }
+    }
 }
