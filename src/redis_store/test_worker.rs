@@ -107,7 +107,9 @@ struct StoreState {
     clock: Clock,
     /// Tokens used, by key.
     used: RefCell<BTreeMap<String, u64>>,
+    /// The calls that no test has taken.
     calls: RefCell<Vec<Call>>,
+    /// Of the last request.
     ceiling: Cell<u64>,
     /// Lead of the store's clock over the gateway's.
     lead_ms: Cell<i64>,
@@ -142,7 +144,7 @@ impl TestStore {
         store
     }
 
-    /// The calls since the last time.
+    /// Takes the calls that the store has received since they were last taken.
     pub fn take_calls(&self) -> Vec<Call> {
         self.0.calls.take()
     }
@@ -154,7 +156,9 @@ impl TestStore {
 
     /// Waits until the store has received calls, and takes them.
     pub async fn next_calls(&self) -> Vec<Call> {
-        self.until(|store| !store.0.calls.borrow().is_empty()).await;
+        while self.0.calls.borrow().is_empty() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
         self.take_calls()
     }
 
@@ -187,13 +191,6 @@ impl TestStore {
     /// Sends the replies that were held back.
     pub fn release(&self) {
         self.0.held.take().expect("replies are held back").notify_waiters();
-    }
-
-    /// Waits until a condition holds.
-    pub async fn until(&self, condition: impl Fn(&TestStore) -> bool) {
-        while !condition(self) {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
     }
 
     async fn serve(self, stream: TcpStream) -> Option<()> {
@@ -398,7 +395,7 @@ impl TestWorker {
         }
     }
 
-    /// Decides a request: whether it is admitted, at once. `None`: a rule cannot be counted.
+    /// Decides a request, which must not be delayed; returns whether it is admitted. `None`: a rule cannot be counted.
     pub async fn decide(&self, key: &str, cost: u32) -> Option<bool> {
         let (decision, _) = self.outcome(key, cost).await?;
         assert!(!matches!(decision, Decision::Delayed { .. }), "{decision:?}");
