@@ -2,12 +2,12 @@
 """Counts the instructions of a request and of a decision, and compares them with the committed counts.
 
     apt-get install -y nginx-light nghttp2-client valgrind
-    cargo build --release
+    cargo build --release -p transom -p transom-decisions
     python3 benches/instructions.py            # three minutes; fails if a count exceeds the committed one by more than 2 %
     python3 benches/instructions.py --write    # replaces the committed counts, in benches/instructions.json
     python3 benches/instructions.py --transom OTHER --decisions OTHER    # counts of other builds; never fails
 
-Counts depend on the compiler and on the C library's choice of instructions for this processor. With another compiler than that
+The committed counts are those of the profile `release`. Counts depend on the compiler and on the C library's choice of instructions for this processor. With another compiler than that
 of the committed counts, the program prints both and does not compare.
 """
 
@@ -25,6 +25,7 @@ from machine import BenchmarkError
 
 COMMITTED = os.path.join(comparison.ROOT, "benches", "instructions.json")
 TOLERANCE = 0.02
+DECISIONS_PROGRAM = os.path.join(os.path.dirname(comparison.PLAIN), "decisions")
 # Measurements of a refused request.
 REPEATED = 5
 DECISIONS = 50_000
@@ -39,7 +40,8 @@ REFUSING = (
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transom", default=comparison.PLAIN, metavar="PATH", help="the gateway (default: target/release/transom)")
-    parser.add_argument("--decisions", metavar="PATH", help="the program of the decisions (default: built here)")
+    parser.add_argument("--decisions", metavar="PATH", default=DECISIONS_PROGRAM,
+                        help="the program of the decisions (default: target/release/decisions)")
     parser.add_argument("--requests", type=int, default=2_000, help="N, see callgrind.py (default 2,000)")
     parser.add_argument("--write", action="store_true", help="replace the committed counts")
     options = parser.parse_args()
@@ -61,9 +63,8 @@ def measure(options, directory, report):
                     )
                     for _ in range(1 if status == 2 else REPEATED)
                 )
-    program = options.decisions or decisions_program()
     for case in DECISION_CASES:
-        counts[f"decision, {case}"] = per_decision(program, case)
+        counts[f"decision, {case}"] = per_decision(options.decisions, case)
     with open(COMMITTED) as file:
         committed = json.load(file)
     rows, worse = [], []
@@ -77,7 +78,7 @@ def measure(options, directory, report):
     if options.write:
         with open(COMMITTED, "w") as file:
             counts = {name: round(count) for name, count in counts.items()}
-            json.dump({"compiler": compiler(), "instructions": counts}, file, indent=2)
+            json.dump({"compiler": compiler(), "profile": "release", "instructions": counts}, file, indent=2)
             file.write("\n")
     elif options.transom != comparison.PLAIN:
         return
@@ -92,15 +93,6 @@ def measure(options, directory, report):
 
 def compiler():
     return subprocess.run(["rustc", "--version"], capture_output=True, text=True, check=True).stdout.strip()
-
-
-def decisions_program():
-    """Builds the program that makes decisions, and returns its path."""
-    command = ["cargo", "bench", "--locked", "-p", "transom-limiter", "--bench", "decisions", "--no-run",
-               "--message-format=json"]
-    lines = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=comparison.ROOT).stdout.splitlines()
-    artifacts = [json.loads(line) for line in lines if "decisions" in line]
-    return next(each["executable"] for each in artifacts if each.get("executable"))
 
 
 def per_decision(program, case):

@@ -326,6 +326,11 @@ impl Gateway {
         &self.metrics
     }
 
+    /// Number of workers.
+    pub fn workers(&self) -> usize {
+        self.workers
+    }
+
     /// The current configuration.
     pub fn config(&self) -> &Config {
         &self.config

@@ -23,6 +23,7 @@ pub mod health;
 mod pid_file;
 pub mod run;
 pub mod simulate;
+mod start_report;
 pub mod systemd;
 pub mod top;
 pub mod upgrade;

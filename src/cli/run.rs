@@ -12,13 +12,13 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::MissedTickBehavior;
 
 use super::pid_file::PidFile;
-use super::{Exit, InvalidConfig, read_config, resolve_path, systemd};
+use super::{Exit, InvalidConfig, read_config, resolve_path, start_report, systemd};
 use crate::cli::upgrade::child::Program;
 use crate::cli::upgrade::protocol::{Handover, SuccessorChannel};
 use crate::cli::upgrade::state;
 use crate::cli::upgrade::state::Upgrade;
 use crate::clock::Clock;
-use crate::config::{Config, LogTarget, lint};
+use crate::config::{Config, lint};
 use crate::file_watch::FileWatch;
 use crate::metrics::events::ReloadMetrics;
 use crate::server::Gateway;
@@ -206,23 +206,9 @@ impl Supervisor<'_> {
         Ok(())
     }
 
-    /// Prints the addresses, once signals are handled: to standard error if standard output is the access log.
+    /// Reports that the gateway serves, once signals are handled.
     fn report_listening(&self) {
-        let log = self.gateway.config().access_log.as_ref();
-        let is_stdout_taken = log.is_some_and(|log| log.target == LogTarget::Stdout);
-        let print = |line: String| match is_stdout_taken {
-            true => print_err!("{line}"),
-            false => print_out!("{line}"),
-        };
-        self.gateway.http().iter().for_each(|address| print(format!("listening on http://{address}")));
-        self.gateway.https().iter().for_each(|address| print(format!("listening on https://{address}")));
-        self.gateway.admin().iter().for_each(|address| print(format!("admin on http://{address}")));
-        self.gateway.metrics().iter().for_each(|address| print(format!("metrics on http://{address}")));
-        let service = &self.gateway.config().listen.ratelimit_service;
-        let scheme = if service.as_ref().is_some_and(|service| service.tls().is_some()) { "https" } else { "http" };
-        let addresses = self.gateway.ratelimit_service().iter();
-        addresses.for_each(|address| print(format!("rate limit service on {scheme}://{address}")));
-        self.gateway.forward_auth().iter().for_each(|address| print(format!("forward auth on http://{address}")));
+        start_report::report(&self.gateway, self.path);
         if let Some(shared) = &self.gateway.config().counters.shared {
             tracing::info!("counters are shared through {}, under `{}:`", shared.nodes, shared.prefix);
         }

@@ -17,7 +17,7 @@ use super::messages::grpc::reflection::v1::{
 const NOT_FOUND: i32 = 5;
 
 static FILES: LazyLock<Vec<FileDescriptorProto>> = LazyLock::new(|| {
-    let set = FileDescriptorSet::decode(&include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"))[..]);
+    let set = FileDescriptorSet::decode(&include_bytes!("../../proto/generated/descriptors.bin")[..]);
     set.unwrap_or_default().file
 });
 

@@ -60,5 +60,6 @@ if [ ! -e "$policy" ]; then
     chmod +x "$policy"
     trap 'rm -f "$policy"' EXIT
 fi
-apt-get update
-$install
+echo "Installing what the tests use, from Debian:$missing"
+apt-get update --quiet=2
+$install --quiet=2 >/dev/null

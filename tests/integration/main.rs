@@ -55,6 +55,7 @@ mod failover_scripted;
 mod forward_auth;
 mod framing;
 mod full_table;
+mod generated_messages;
 mod grpc;
 mod grpc_clients;
 mod guide_commands;

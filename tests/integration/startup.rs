@@ -5,7 +5,7 @@ use std::net::TcpListener;
 use std::process::{Command, Stdio};
 
 use crate::support::process::{BINARY, Process, ProcessGroup, run};
-use crate::support::{TempDir, one_rule};
+use crate::support::{TempDir, eventually, one_rule};
 
 const GOOD: &str = "[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
 
@@ -250,6 +250,50 @@ fn every_address_is_printed_and_served() {
     crate::support::process::signal(child.id(), "INT");
     assert!(child.wait().unwrap().success());
     assert_eq!(lines.count(), 0);
+}
+
+/// What a gateway prints to a terminal: `script` gives it one.
+fn printed_on_a_terminal(file: &std::path::Path, lines: usize) -> Vec<String> {
+    let mut command = Command::new("script");
+    command.args(["--quiet", "--flush", "--return", "--command"]);
+    command.arg(format!("{BINARY} --config {}", file.display())).arg("/dev/null");
+    let mut child = ProcessGroup::spawn(command.stdin(Stdio::null()).stdout(Stdio::piped()));
+    let output = std::io::BufRead::lines(std::io::BufReader::new(child.stdout.take().unwrap()));
+    output.take(lines).map(|line| line.unwrap().trim_end().to_owned()).collect()
+}
+
+#[test]
+fn a_start_says_what_is_served_and_what_to_try() {
+    let scratch = TempDir::new();
+    let file = scratch.write(
+        "gateway.toml",
+        format!("workers = 2\nlisten = {{ http = \"127.0.0.1:0\", admin = \"127.0.0.1:0\" }}\n{GOOD}"),
+    );
+    let facts = |printed: &[String]| {
+        let http = printed.iter().find_map(|line| line.strip_prefix("listening on http://")).unwrap();
+        let admin = printed.iter().find_map(|line| line.strip_prefix("admin on http://")).unwrap();
+        vec![
+            concat!("transom ", env!("CARGO_PKG_VERSION")).to_owned(),
+            format!("configuration: {}", file.display()),
+            "1 route, 0 rules".to_owned(),
+            "2 workers".to_owned(),
+            format!("listening on http://{http}"),
+            format!("admin on http://{admin}"),
+            format!("dashboard: http://{admin}/"),
+            format!("try: curl -i http://{http}/hello"),
+        ]
+    };
+    let printed = printed_on_a_terminal(&file, 8);
+    assert_eq!(printed, facts(&printed));
+    // Without a terminal: the addresses on standard output, and all facts in one line of the log.
+    let log = scratch.path().join("log");
+    let mut command = Command::new(BINARY);
+    command.arg("--config").arg(&file).stdout(Stdio::piped()).stderr(fs::File::create(&log).unwrap());
+    let mut child = ProcessGroup::spawn(&mut command);
+    let output = std::io::BufRead::lines(std::io::BufReader::new(child.stdout.take().unwrap()));
+    let printed: Vec<String> = output.take(2).map(Result::unwrap).collect();
+    let line = facts(&printed).join("; ");
+    eventually("the facts are logged", || fs::read_to_string(&log).unwrap().contains(&line));
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! The only access to atomic operations, and to locks that models check, in this crate.
 //!
 //! With the feature `loom` the same names stand for the atomics of the model checker, so that the models in
-//! `tests/models` check the code that runs in production.
+//! `models` check the code that runs in production.
 
 #[cfg(not(feature = "loom"))]
 pub use portable_atomic::AtomicU128;

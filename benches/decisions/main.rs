@@ -1,6 +1,6 @@
-//! Makes decisions, for a program that counts their instructions: `instructions.py`, beside the benchmarks of the gateway.
+//! Makes decisions, for a program that counts their instructions: `benches/instructions.py`.
 //!
-//! `cargo bench -p transom-limiter --bench decisions -- CASE COUNT`, where CASE is one of [`CASES`].
+//! `decisions CASE COUNT`, where CASE is one of [`CASES`].
 
 use std::process::exit;
 
@@ -26,10 +26,12 @@ const SEED: Seed = Seed(1, 2);
 const NOW_MS: u64 = 1_700_000_000_000;
 
 fn main() {
-    // `cargo test --all-targets` runs benchmarks too, without arguments.
-    let arguments: Vec<String> = std::env::args().skip(1).filter(|argument| !argument.starts_with("--")).collect();
-    let [name, count] = arguments.as_slice() else { return };
-    let (Some(case), Ok(count)) = (CASES.iter().find(|case| case.0 == name), count.parse()) else {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let parsed = match arguments.as_slice() {
+        [name, count] => CASES.iter().find(|case| case.0 == name).zip(count.parse().ok()),
+        _ => None,
+    };
+    let Some((case, count)) = parsed else {
         let names = CASES.map(|case| case.0).join(", ");
         eprintln!("usage: decisions CASE COUNT; cases: {names}");
         exit(2);

@@ -1,0 +1,137 @@
+//! What `transom run` says once it serves: on a terminal a line for each fact, otherwise the addresses, and one log line with all
+//! facts.
+
+use std::io::{self, IsTerminal as _};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::path::Path;
+
+use crate::config::route::Route;
+use crate::config::{Config, LogTarget};
+use crate::server::Gateway;
+
+/// Stands for a path parameter in the example of a request.
+const EXAMPLE_SEGMENT: &str = "hello";
+
+/// Reports that a gateway serves the configuration of a file. Prints to standard error if standard output is the access log.
+pub fn report(gateway: &Gateway, file: &Path) {
+    let config = gateway.config();
+    let is_stdout_taken = config.access_log.as_ref().is_some_and(|log| log.target == LogTarget::Stdout);
+    let is_terminal = if is_stdout_taken { io::stderr().is_terminal() } else { io::stdout().is_terminal() };
+    let print = |line: &String| match is_stdout_taken {
+        true => print_err!("{line}"),
+        false => print_out!("{line}"),
+    };
+    let (about, addresses, next) = (about(gateway, file), addresses(gateway), next_steps(gateway));
+    if is_terminal {
+        about.iter().chain(&addresses).chain(&next).for_each(print);
+    } else {
+        addresses.iter().for_each(print);
+        tracing::info!("{}", [about, addresses, next].concat().join("; "));
+    }
+}
+
+/// Version, configuration, size.
+fn about(gateway: &Gateway, file: &Path) -> Vec<String> {
+    let config = gateway.config();
+    vec![
+        format!("transom {}", env!("CARGO_PKG_VERSION")),
+        format!("configuration: {}", file.display()),
+        format!("{}, {}", counted(config.routes.len(), "route"), counted(config.rules.len(), "rule")),
+        counted(gateway.workers(), "worker"),
+    ]
+}
+
+fn counted(number: usize, noun: &str) -> String {
+    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
+}
+
+fn addresses(gateway: &Gateway) -> Vec<String> {
+    let service = gateway.config().listen.ratelimit_service.as_ref();
+    let service_scheme = if service.is_some_and(|service| service.tls().is_some()) { "https" } else { "http" };
+    let admin = gateway.admin();
+    [
+        ("listening on http", gateway.http()),
+        ("listening on https", gateway.https()),
+        ("admin on http", admin.as_slice()),
+        ("metrics on http", gateway.metrics()),
+        (&format!("rate limit service on {service_scheme}"), gateway.ratelimit_service()),
+        ("forward auth on http", gateway.forward_auth()),
+    ]
+    .iter()
+    .flat_map(|(what, addresses)| addresses.iter().map(move |address| format!("{what}://{address}")))
+    .collect()
+}
+
+/// The dashboard, and a request to try.
+fn next_steps(gateway: &Gateway) -> Vec<String> {
+    let dashboard = gateway.admin().map(|admin| format!("dashboard: http://{}/", reachable(admin)));
+    dashboard.into_iter().chain(example(gateway.config(), gateway.http(), gateway.https())).collect()
+}
+
+/// A `curl` command whose request matches a route, preferably one with rules.
+fn example(config: &Config, http: &[SocketAddr], https: &[SocketAddr]) -> Option<String> {
+    let route = config.routes.iter().find(|route| !route.rules.is_empty()).or(config.routes.first())?;
+    let http = http.first().filter(|_| route.secure != Some(true)).map(|address| ("http", address));
+    let https = https.first().filter(|_| route.secure != Some(false)).map(|address| ("https", address));
+    let (scheme, address) = http.or(https)?;
+    let mut command = String::from(if scheme == "https" { "curl -ik" } else { "curl -i" });
+    if let Some(method) = route.methods.first().filter(|_| !route.methods.iter().any(|method| method == "GET")) {
+        // `-X HEAD` would wait for a body.
+        command += &if method == "HEAD" { " --head".to_owned() } else { format!(" -X {}", quoted(method)) };
+    }
+    let host = route.hosts.first().map(|host| ("host".to_owned(), Some(host.replacen('*', "www", 1))));
+    for (name, value) in host.iter().chain(&route.headers) {
+        command += &format!(" -H {}", quoted(&format!("{name}: {}", value.as_deref().unwrap_or("1"))));
+    }
+    Some(format!("try: {command} {}", quoted(&format!("{scheme}://{}{}", reachable(*address), example_path(route)))))
+}
+
+fn example_path(route: &Route) -> String {
+    let segments = route.path.segments.iter().map(|segment| segment.literal().unwrap_or(EXAMPLE_SEGMENT));
+    segments.fold(String::new(), |path, segment| path + "/" + segment)
+}
+
+/// The address by which a program on this machine reaches a listener.
+fn reachable(address: SocketAddr) -> SocketAddr {
+    let loopback: IpAddr = if address.is_ipv4() { Ipv4Addr::LOCALHOST.into() } else { Ipv6Addr::LOCALHOST.into() };
+    if address.ip().is_unspecified() { SocketAddr::new(loopback, address.port()) } else { address }
+}
+
+/// A word of a shell command, in quotes if it needs them.
+fn quoted(word: &str) -> String {
+    let is_plain = |sign: char| sign.is_ascii_alphanumeric() || "/:.-_~%@+,".contains(sign);
+    if word.chars().all(is_plain) { word.to_owned() } else { format!("'{}'", word.replace('\'', r"'\''")) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config;
+
+    fn example_of(routes: &str) -> Option<String> {
+        let toml = format!("[upstreams.a]\nbuiltin = \"echo\"\n[rules.r]\nkey = \"ip\"\nwindows = [\"1/second\"]\n{routes}");
+        let http: SocketAddr = "0.0.0.0:8080".parse().unwrap();
+        example(&config::read(&toml).unwrap(), &[http], &[])
+    }
+
+    #[test]
+    fn the_example_matches_the_route() {
+        let route = |conditions: &str| format!("[[routes]]\nupstream = \"a\"\n{conditions}\n");
+        for (routes, expected) in [
+            (route("path = \"/api/{*rest}\""), "try: curl -i http://127.0.0.1:8080/api/hello"),
+            (route("path = \"/\""), "try: curl -i http://127.0.0.1:8080/"),
+            (
+                route("path = \"/users/{id}/it's\"\nmethods = [\"POST\", \"PUT\"]"),
+                r"try: curl -i -X POST 'http://127.0.0.1:8080/users/hello/it'\''s'",
+            ),
+            (route("path = \"/a\"\nmethods = [\"HEAD\"]"), "try: curl -i --head http://127.0.0.1:8080/a"),
+            (
+                route("path = \"/a\"\nhost = \"*.example.com\"\nheaders = { x-a = true, x-b = \"c d\" }"),
+                "try: curl -i -H 'host: www.example.com' -H 'x-a: 1' -H 'x-b: c d' http://127.0.0.1:8080/a",
+            ),
+            (route("path = \"/a\"") + &route("path = \"/b\"\nrules = [\"r\"]"), "try: curl -i http://127.0.0.1:8080/b"),
+        ] {
+            assert_eq!(example_of(&routes).as_deref(), Some(expected), "{routes}");
+        }
+    }
+}

@@ -1,0 +1,203 @@
+#!/usr/bin/env python3
+"""Runs all tests: what `make test` does after the parts are installed.
+
+    python3 tests/run.py
+
+Builds and tests are steps that run beside one another as far as their inputs are there: most tests wait, so the release build of
+`make instructions` and the loom models fill the time. Builds have a lower priority than tests. Each step writes its output to a
+file; a line a minute says what is running. The output of failed steps is printed last, and the exit code is 1.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+LOGS = os.path.join(ROOT, "target", "test-logs")
+CARGO_TEST = ["cargo", "test", "--locked", "--no-fail-fast"]
+MODELS = [*CARGO_TEST, "-p", "transom-limiter-models", "--features", "loom"]
+INTEGRATION_THREADS = 3 * len(os.sched_getaffinity(0))
+# Seconds between two lines about progress.
+PROGRESS_S = 60
+# Lines of the output of a failed step that names no failed test.
+TAIL_LINES = 60
+
+
+@dataclass
+class Step:
+    """A command, which runs once the steps that it needs have passed."""
+
+    name: str
+    command: list
+    needs: list = field(default_factory=list)
+    folder: str = ROOT
+    # Threads of the tests; 0: as many as there are cores.
+    threads: int = 0
+    is_build: bool = False
+    process: subprocess.Popen = None
+    started: float = 0
+    # Wall and CPU time, with that of child processes.
+    seconds: float = 0
+    cpu_seconds: float = 0
+    exit_code: int = None
+
+    @property
+    def log(self):
+        return os.path.join(LOGS, f"{self.name}.log")
+
+    def start(self):
+        environment = dict(os.environ)
+        if self.threads:
+            environment["RUST_TEST_THREADS"] = str(self.threads)
+        command = ["nice", "-n", "10", *self.command] if self.is_build else self.command
+        self.started = time.monotonic()
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=log)
+
+    def passed_tests(self):
+        if not self.process:
+            return 0
+        with open(self.log, errors="replace") as log:
+            return len(re.findall(r"^test .* \.\.\. ok", log.read(), re.MULTILINE))
+
+    def has_ended(self):
+        process, status, usage = os.wait4(self.process.pid, os.WNOHANG)
+        if process == 0:
+            return False
+        self.seconds = time.monotonic() - self.started
+        self.cpu_seconds = usage.ru_utime + usage.ru_stime
+        self.exit_code = self.process.returncode = os.waitstatus_to_exitcode(status)
+        return True
+
+
+def build_tests():
+    """Builds all test programs, and returns a step for each, in the order in which they should start: the longest first."""
+    command = [*CARGO_TEST, "--workspace", "--no-run", "--message-format=json-render-diagnostics"]
+    started = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        sys.exit(done.returncode)
+    print(f"built the tests in {duration(time.monotonic() - started)}", flush=True)
+    steps = []
+    for message in map(json.loads, done.stdout.splitlines()):
+        if message.get("reason") != "compiler-artifact" or not message["profile"]["test"] or not message["executable"]:
+            continue
+        folder = os.path.dirname(message["manifest_path"])
+        name = f"{os.path.basename(folder)}-{message['target']['name']}" if folder != ROOT else message["target"]["name"]
+        if message["target"]["kind"] != ["test"]:
+            name += f"-{message['target']['kind'][0]}"
+        program = message["executable"]
+        if name == "integration":
+            # The soak takes five minutes, with little load.
+            steps.insert(0, Step("soak", [program, "soak::"], folder=folder))
+            steps.insert(1, Step(name, [program, "--skip", "soak::"], folder=folder, threads=INTEGRATION_THREADS))
+        else:
+            steps.append(Step(name, [program], folder=folder))
+    return steps
+
+
+def other_steps():
+    return [
+        Step("documentation", [*CARGO_TEST, "--workspace", "--doc"]),
+        Step("models-build", [*MODELS, "--no-run"], is_build=True),
+        # One thread: loom maps memory for each thread of each execution, and threads of one process wait for one another there.
+        Step("models", MODELS, needs=["models-build"], threads=1),
+        Step("release-build", ["make", "--no-print-directory", "instructions-build"], needs=["models-build"], is_build=True),
+        Step("instructions", [sys.executable, "benches/instructions.py"], needs=["release-build"]),
+    ]
+
+
+def duration(seconds):
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+def run(steps):
+    """Runs the steps. Returns those that failed or could not run, and the number of passed tests."""
+    # Short tests run one after the other beside the long ones.
+    together = {"soak", "integration", "models", "models-build", "release-build", "instructions"}
+    waiting, running, passed, failed = list(steps), [], [], []
+    started = last_line = time.monotonic()
+    while waiting or running:
+        for step in [step for step in running if step.has_ended()]:
+            running.remove(step)
+            (failed if step.exit_code else passed).append(step)
+            outcome = "FAILED" if step.exit_code else "passed"
+            took = f"{duration(step.seconds)}, {step.cpu_seconds:.0f} s of CPU time"
+            print(f"{duration(time.monotonic() - started)} {step.name}: {outcome} in {took}", flush=True)
+        unavailable = {step.name for step in failed}
+        names = {step.name for step in passed}
+        for step in list(waiting):
+            if unavailable & set(step.needs):
+                waiting.remove(step)
+                failed.append(step)
+                unavailable.add(step.name)
+            elif names.issuperset(step.needs) and (
+                step.name in together or not any(other.name not in together for other in running)
+            ):
+                waiting.remove(step)
+                running.append(step)
+                step.start()
+        if time.monotonic() - last_line >= PROGRESS_S:
+            last_line = time.monotonic()
+            tests = sum(step.passed_tests() for step in [*passed, *failed, *running])
+            names = ", ".join(step.name for step in running)
+            print(f"{duration(last_line - started)} {tests} tests passed; running: {names}", flush=True)
+        time.sleep(0.1)
+    return failed, sum(step.passed_tests() for step in [*passed, *failed])
+
+
+def report(step):
+    """Prints what failed: of tests, their names and output; otherwise the end of the output."""
+    if not step.process:
+        print(f"\n{step.name}: not run, because a step before it failed")
+        return
+    with open(step.log, errors="replace") as log:
+        text = log.read()
+    print(f"\n{step.name} failed: exit code {step.exit_code}, output in {os.path.relpath(step.log, ROOT)}")
+    details = text.find("\nfailures:\n")
+    print(text[details:].strip() if details >= 0 else "\n".join(text.splitlines()[-TAIL_LINES:]))
+
+
+def gateways_left():
+    """Gateways of the tests that are still running."""
+    program = os.path.join(ROOT, "target", "debug", "transom")
+    left = []
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            link = os.readlink(f"/proc/{process}/exe")
+        except OSError:
+            continue
+        if link.startswith(program):
+            left.append(process)
+    return left
+
+
+def main():
+    os.makedirs(LOGS, exist_ok=True)
+    print("building the tests", flush=True)
+    failed, total = run([*build_tests(), *other_steps()])
+    for step in failed:
+        report(step)
+    left = gateways_left()
+    if left:
+        print(f"\nThe tests have left gateways running: processes {', '.join(left)}")
+    if total == 0:
+        print("\nno test ran")
+    print(f"\n{total} passed, {sum(failed_tests(step) for step in failed)} failed")
+    sys.exit(1 if failed or left or total == 0 else 0)
+
+
+def failed_tests(step):
+    """The number of failed tests of a step; 1 for another failure."""
+    if not step.process:
+        return 1
+    with open(step.log, errors="replace") as log:
+        return max(1, len(re.findall(r"^test .* \.\.\. FAILED", log.read(), re.MULTILINE)))
+
+
+if __name__ == "__main__":
+    main()
