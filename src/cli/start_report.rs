@@ -109,7 +109,8 @@ mod tests {
     use crate::config;
 
     fn example_of(routes: &str) -> Option<String> {
-        let toml = format!("[upstreams.a]\nbuiltin = \"echo\"\n[rules.r]\nkey = \"ip\"\nwindows = [\"1/second\"]\n{routes}");
+        let toml =
+            format!("[upstreams.a]\nbuiltin = \"echo\"\n[rules.r]\nkey = \"ip\"\nwindows = [\"1/second\"]\n{routes}");
         let http: SocketAddr = "0.0.0.0:8080".parse().unwrap();
         example(&config::read(&toml).unwrap(), &[http], &[])
     }
