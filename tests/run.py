@@ -4,15 +4,18 @@
     python3 tests/run.py
 
 Builds and tests are steps that run beside one another as far as their inputs are there: most tests wait, so the release build of
-`make instructions` and the loom models fill the time. Builds have a lower priority than tests. Each step writes its output to a
+`make instructions` and the loom models fill the time. The release build has a lower priority than tests. Each step writes its output to a
 file; a line a minute says what is running. The output of failed steps is printed last, and the exit code is 1.
 """
 
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 
@@ -37,7 +40,11 @@ class Step:
     folder: str = ROOT
     # Threads of the tests; 0: as many as there are cores.
     threads: int = 0
-    is_build: bool = False
+    has_low_priority: bool = False
+    # Whether the step runs beside others. All other steps run one after the other.
+    runs_beside: bool = False
+    # Whether a run without a test is a failure.
+    has_tests: bool = False
     process: subprocess.Popen = None
     started: float = 0
     # Wall and CPU time, with that of child processes.
@@ -53,7 +60,7 @@ class Step:
         environment = dict(os.environ)
         if self.threads:
             environment["RUST_TEST_THREADS"] = str(self.threads)
-        command = ["nice", "-n", "10", *self.command] if self.is_build else self.command
+        command = ["nice", "-n", "10", *self.command] if self.has_low_priority else self.command
         self.started = time.monotonic()
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=log)
@@ -71,14 +78,26 @@ class Step:
         self.seconds = time.monotonic() - self.started
         self.cpu_seconds = usage.ru_utime + usage.ru_stime
         self.exit_code = self.process.returncode = os.waitstatus_to_exitcode(status)
+        if self.has_tests and self.exit_code == 0 and self.passed_tests() == 0:
+            self.exit_code = 1
         return True
+
+    def slow_tests(self):
+        """Tests that libtest reports as running for over a minute, and that have not ended."""
+        with open(self.log, errors="replace") as log:
+            text = log.read()
+        slow = re.findall(r"^test (\S+) has been running for over", text, re.MULTILINE)
+        return [name for name in slow if not re.search(rf"^test {re.escape(name)} \.\.\. ", text, re.MULTILINE)]
 
 
 def build_tests():
     """Builds all test programs, and returns a step for each, in the order in which they should start: the longest first."""
     command = [*CARGO_TEST, "--workspace", "--no-run", "--message-format=json-render-diagnostics"]
     started = time.monotonic()
+    built = threading.Event()
+    threading.Thread(target=print_progress_of_build, args=(built,), daemon=True).start()
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    built.set()
     if done.returncode != 0:
         sys.exit(done.returncode)
     print(f"built the tests in {duration(time.monotonic() - started)}", flush=True)
@@ -93,21 +112,30 @@ def build_tests():
         program = message["executable"]
         if name == "integration":
             # The soak takes five minutes, with little load.
-            steps.insert(0, Step("soak", [program, "soak::"], folder=folder))
-            steps.insert(1, Step(name, [program, "--skip", "soak::"], folder=folder, threads=INTEGRATION_THREADS))
+            soak = Step("soak", [program, "soak::"], folder=folder, runs_beside=True, has_tests=True)
+            rest = [program, "--skip", "soak::"]
+            rest = Step(name, rest, folder=folder, threads=INTEGRATION_THREADS, runs_beside=True, has_tests=True)
+            steps[:0] = [soak, rest]
         else:
             steps.append(Step(name, [program], folder=folder))
     return steps
 
 
+def print_progress_of_build(built):
+    minutes = 0
+    while not built.wait(PROGRESS_S):
+        minutes += 1
+        print(f"building the tests for {duration(minutes * PROGRESS_S)}", flush=True)
+
+
 def other_steps():
     return [
         Step("documentation", [*CARGO_TEST, "--workspace", "--doc"]),
-        Step("models-build", [*MODELS, "--no-run"], is_build=True),
+        Step("models-build", [*MODELS, "--no-run"], runs_beside=True),
         # One thread: loom maps memory for each thread of each execution, and threads of one process wait for one another there.
-        Step("models", MODELS, needs=["models-build"], threads=1),
-        Step("release-build", ["make", "--no-print-directory", "instructions-build"], needs=["models-build"], is_build=True),
-        Step("instructions", [sys.executable, "benches/instructions.py"], needs=["release-build"]),
+        Step("models", MODELS, needs=["models-build"], threads=1, runs_beside=True, has_tests=True),
+        Step("release-build", ["make", "--no-print-directory", "instructions-build"], has_low_priority=True, runs_beside=True),
+        Step("instructions", [sys.executable, "benches/instructions.py"], needs=["release-build"], runs_beside=True),
     ]
 
 
@@ -117,8 +145,6 @@ def duration(seconds):
 
 def run(steps):
     """Runs the steps. Returns those that failed or could not run, and the number of passed tests."""
-    # Short tests run one after the other beside the long ones.
-    together = {"soak", "integration", "models", "models-build", "release-build", "instructions"}
     waiting, running, passed, failed = list(steps), [], [], []
     started = last_line = time.monotonic()
     while waiting or running:
@@ -129,14 +155,14 @@ def run(steps):
             took = f"{duration(step.seconds)}, {step.cpu_seconds:.0f} s of CPU time"
             print(f"{duration(time.monotonic() - started)} {step.name}: {outcome} in {took}", flush=True)
         unavailable = {step.name for step in failed}
-        names = {step.name for step in passed}
+        done = {step.name for step in passed}
         for step in list(waiting):
             if unavailable & set(step.needs):
                 waiting.remove(step)
                 failed.append(step)
                 unavailable.add(step.name)
-            elif names.issuperset(step.needs) and (
-                step.name in together or not any(other.name not in together for other in running)
+            elif done.issuperset(step.needs) and (
+                step.runs_beside or all(other.runs_beside for other in running)
             ):
                 waiting.remove(step)
                 running.append(step)
@@ -144,10 +170,14 @@ def run(steps):
         if time.monotonic() - last_line >= PROGRESS_S:
             last_line = time.monotonic()
             tests = sum(step.passed_tests() for step in [*passed, *failed, *running])
-            names = ", ".join(step.name for step in running)
-            print(f"{duration(last_line - started)} {tests} tests passed; running: {names}", flush=True)
+            print(f"{duration(last_line - started)} {tests} tests passed; running: {', '.join(map(progress, running))}", flush=True)
         time.sleep(0.1)
     return failed, sum(step.passed_tests() for step in [*passed, *failed])
+
+
+def progress(step):
+    slow = step.slow_tests()
+    return f"{step.name} (over a minute: {', '.join(slow)})" if slow else step.name
 
 
 def report(step):
@@ -177,9 +207,20 @@ def gateways_left():
 
 
 def main():
-    os.makedirs(LOGS, exist_ok=True)
+    # `gateways_left` and `make instructions` look into this folder.
+    os.environ.pop("CARGO_TARGET_DIR", None)
+    os.environ.pop("CARGO_BUILD_TARGET", None)
+    shutil.rmtree(LOGS, ignore_errors=True)
+    os.makedirs(LOGS)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     print("building the tests", flush=True)
-    failed, total = run([*build_tests(), *other_steps()])
+    steps = [*build_tests(), *other_steps()]
+    try:
+        failed, total = run(steps)
+    finally:
+        for step in steps:
+            if step.process and step.exit_code is None:
+                step.process.terminate()
     for step in failed:
         report(step)
     left = gateways_left()

@@ -62,4 +62,4 @@ if [ ! -e "$policy" ]; then
 fi
 echo "Installing what the tests use, from Debian:$missing"
 apt-get update --quiet=2
-$install --quiet=2 >/dev/null
+$install --quiet=2

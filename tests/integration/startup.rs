@@ -252,13 +252,18 @@ fn every_address_is_printed_and_served() {
     assert_eq!(lines.count(), 0);
 }
 
-/// What a gateway prints to a terminal: `script` gives it one.
+/// The first lines that a gateway prints to a terminal.
 fn printed_on_a_terminal(file: &std::path::Path, lines: usize) -> Vec<String> {
-    let mut command = Command::new("script");
-    command.args(["--quiet", "--flush", "--return", "--command"]);
-    command.arg(format!("{BINARY} --config {}", file.display())).arg("/dev/null");
-    let mut child = ProcessGroup::spawn(command.stdin(Stdio::null()).stdout(Stdio::piped()));
-    let output = std::io::BufRead::lines(std::io::BufReader::new(child.stdout.take().unwrap()));
+    use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+    let terminal = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+    grantpt(&terminal).unwrap();
+    unlockpt(&terminal).unwrap();
+    let name = ptsname(&terminal, Vec::new()).unwrap().into_string().unwrap();
+    let output = fs::OpenOptions::new().read(true).write(true).open(name).unwrap();
+    let mut command = Command::new(BINARY);
+    command.arg("--config").arg(file).stdout(output).stderr(Stdio::null());
+    let _gateway = ProcessGroup::spawn(&mut command);
+    let output = std::io::BufRead::lines(std::io::BufReader::new(fs::File::from(terminal)));
     output.take(lines).map(|line| line.unwrap().trim_end().to_owned()).collect()
 }
 
