@@ -18,7 +18,7 @@ PROFDATA ?= $(firstword $(wildcard $(shell rustc --print target-libdir)/../bin/l
 # The loom models of the limiter.
 MODELS = RUST_TEST_THREADS=1 cargo test --locked --no-fail-fast -p transom-limiter-models --features loom
 DENY = cargo deny --version >/dev/null 2>&1
-# Whether it is worth to build cargo-deny, which takes minutes, for `make check`.
+# Whether the advisory database can be reached: only then `make check` builds cargo-deny, which takes minutes.
 ADVISORY_DATABASE = timeout 30 git ls-remote https://github.com/RustSec/advisory-db HEAD >/dev/null 2>&1
 
 # What `make package` packages. Another binary can be named, and is not built: make package BINARY=target/release/transom
