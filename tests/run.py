@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Runs all tests: what `make test` does after the parts are installed.
+"""Runs all tests: what `make test` does.
 
     python3 tests/run.py
 
-Builds and tests are steps that run beside one another as far as their inputs are there: most tests wait, so the release build of
-`make instructions` and the loom models fill the time. The release build has a lower priority than tests. Each step writes its output to a
-file; a line a minute says what is running. The output of failed steps is printed last, and the exit code is 1.
+Installations, builds and tests are steps that run beside one another as far as their inputs are there: most tests wait, so the
+release build of `make instructions` and the loom models fill the time. The release build has a lower priority than the others. Each
+step writes its output to a file; a line a minute says what is running. The output of failed steps is printed last, and the exit code
+is 1.
 """
 
 import json
@@ -15,8 +16,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -45,6 +46,10 @@ class Step:
     runs_beside: bool = False
     # Whether a run without a test is a failure.
     has_tests: bool = False
+    # Whether the output is printed instead of written to a file.
+    prints: bool = False
+    # The steps that this one adds when it has passed.
+    next_steps: Callable = lambda step: []
     process: subprocess.Popen = None
     started: float = 0
     # Wall and CPU time, with that of child processes.
@@ -63,7 +68,8 @@ class Step:
         command = ["nice", "-n", "10", *self.command] if self.has_low_priority else self.command
         self.started = time.monotonic()
         with open(self.log, "w") as log:
-            self.process = subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=log)
+            output = None if self.prints else log
+            self.process = subprocess.Popen(command, cwd=self.folder, env=environment, stdout=output, stderr=output)
 
     def passed_tests(self):
         if not self.process:
@@ -90,52 +96,51 @@ class Step:
         return [name for name in slow if not re.search(rf"^test {re.escape(name)} \.\.\. ", text, re.MULTILINE)]
 
 
-def build_tests():
-    """Builds all test programs, and returns a step for each, in the order in which they should start: the longest first."""
-    command = [*CARGO_TEST, "--workspace", "--no-run", "--message-format=json-render-diagnostics"]
-    started = time.monotonic()
-    built = threading.Event()
-    threading.Thread(target=print_progress_of_build, args=(built,), daemon=True).start()
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    built.set()
-    if done.returncode != 0:
-        sys.exit(done.returncode)
-    print(f"built the tests in {duration(time.monotonic() - started)}", flush=True)
-    steps = []
-    for message in map(json.loads, done.stdout.splitlines()):
+def first_steps():
+    return [
+        Step("parts", ["make", "--no-print-directory", "parts"], runs_beside=True, prints=True),
+        # Without examples, which `make check` compiles, and no test runs.
+        Step(
+            "tests-build",
+            [*CARGO_TEST, "--workspace", "--lib", "--bins", "--tests", "--no-run", "--message-format=json-render-diagnostics"],
+            runs_beside=True,
+            next_steps=test_programs,
+        ),
+        Step("release-build", ["make", "--no-print-directory", "instructions-build"], has_low_priority=True, runs_beside=True),
+        Step("instructions", [sys.executable, "benches/instructions.py"], needs=["release-build", "parts"], runs_beside=True),
+    ]
+
+
+def test_programs(build):
+    """A step for each test program, in the order in which they should start, the longest first; then those that cargo runs."""
+    steps = [
+        Step("documentation", [*CARGO_TEST, "--workspace", "--doc"]),
+        Step("models-build", [*MODELS, "--no-run"], runs_beside=True),
+        # One thread: loom maps memory for each thread of each execution, and threads of one process wait for one another there.
+        Step("models", MODELS, needs=["models-build"], threads=1, runs_beside=True, has_tests=True),
+    ]
+    with open(build.log) as log:
+        lines = log.read().splitlines()
+    for line in reversed(lines):
+        message = json.loads(line) if line.startswith("{") else {}
         if message.get("reason") != "compiler-artifact" or not message["profile"]["test"] or not message["executable"]:
             continue
         folder = os.path.dirname(message["manifest_path"])
         name = f"{os.path.basename(folder)}-{message['target']['name']}" if folder != ROOT else message["target"]["name"]
         if message["target"]["kind"] != ["test"]:
             name += f"-{message['target']['kind'][0]}"
-        program = message["executable"]
-        if name == "integration":
-            # The soak takes five minutes, with little load.
-            soak = Step("soak", [program, "soak::"], folder=folder, runs_beside=True, has_tests=True)
-            rest = [program, "--skip", "soak::"]
-            rest = Step(name, rest, folder=folder, threads=INTEGRATION_THREADS, runs_beside=True, has_tests=True)
-            steps[:0] = [soak, rest]
-        else:
-            steps.append(Step(name, [program], folder=folder))
-    return steps
+        steps[:0] = steps_of_program(name, message["executable"], folder)
+    return sorted(steps, key=lambda step: not step.runs_beside)
 
 
-def print_progress_of_build(built):
-    minutes = 0
-    while not built.wait(PROGRESS_S):
-        minutes += 1
-        print(f"building the tests for {duration(minutes * PROGRESS_S)}", flush=True)
-
-
-def other_steps():
+def steps_of_program(name, program, folder):
+    if name != "integration":
+        return [Step(name, [program], folder=folder)]
+    options = dict(folder=folder, needs=["parts"], runs_beside=True, has_tests=True)
     return [
-        Step("documentation", [*CARGO_TEST, "--workspace", "--doc"]),
-        Step("models-build", [*MODELS, "--no-run"], runs_beside=True),
-        # One thread: loom maps memory for each thread of each execution, and threads of one process wait for one another there.
-        Step("models", MODELS, needs=["models-build"], threads=1, runs_beside=True, has_tests=True),
-        Step("release-build", ["make", "--no-print-directory", "instructions-build"], has_low_priority=True, runs_beside=True),
-        Step("instructions", [sys.executable, "benches/instructions.py"], needs=["release-build"], runs_beside=True),
+        # The soak takes five minutes, with little load.
+        Step("soak", [program, "soak::"], **options),
+        Step(name, [program, "--skip", "soak::"], threads=INTEGRATION_THREADS, **options),
     ]
 
 
@@ -144,7 +149,7 @@ def duration(seconds):
 
 
 def run(steps):
-    """Runs the steps. Returns those that failed or could not run, and the number of passed tests."""
+    """Runs the steps, and adds those that follow from them. Returns the failed ones and the number of passed tests."""
     waiting, running, passed, failed = list(steps), [], [], []
     started = last_line = time.monotonic()
     while waiting or running:
@@ -154,6 +159,10 @@ def run(steps):
             outcome = "FAILED" if step.exit_code else "passed"
             took = f"{duration(step.seconds)}, {step.cpu_seconds:.0f} s of CPU time"
             print(f"{duration(time.monotonic() - started)} {step.name}: {outcome} in {took}", flush=True)
+            if not step.exit_code:
+                added = step.next_steps(step)
+                steps += added
+                waiting += added
         unavailable = {step.name for step in failed}
         done = {step.name for step in passed}
         for step in list(waiting):
@@ -188,6 +197,7 @@ def report(step):
     with open(step.log, errors="replace") as log:
         text = log.read()
     print(f"\n{step.name} failed: exit code {step.exit_code}, output in {os.path.relpath(step.log, ROOT)}")
+    text = "\n".join(line for line in text.splitlines() if not line.startswith('{"'))
     details = text.find("\nfailures:\n")
     print(text[details:].strip() if details >= 0 else "\n".join(text.splitlines()[-TAIL_LINES:]))
 
@@ -213,8 +223,7 @@ def main():
     shutil.rmtree(LOGS, ignore_errors=True)
     os.makedirs(LOGS)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    print("building the tests", flush=True)
-    steps = [*build_tests(), *other_steps()]
+    steps = first_steps()
     try:
         failed, total = run(steps)
     finally:

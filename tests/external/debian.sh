@@ -1,10 +1,13 @@
 #!/bin/sh
-# Checks for the programs that `make test` needs, or `make release` if this is the argument, and installs missing
-# Debian packages. Without root, and for `make release`, which may run on a production machine, it prints the command to
-# run, and fails: a test without its counterpart proves nothing.
+# Checks for the programs that `make test` needs, and installs missing Debian packages. With the argument `build` only those that
+# builds need, so that the others can be installed beside them; with `release` those of `make release`. Without root, and for
+# `make release`, which may run on a production machine, it prints the command to run, and fails: a test without its counterpart
+# proves nothing.
 set -eu
 
 target=${1:-test}
+# Without root all missing programs are named at once.
+[ "$target" != build ] || [ "$(id -u)" = 0 ] || target=test
 missing=
 # need PACKAGE COMMAND...: the package is missing if the command fails.
 need() {
@@ -17,14 +20,17 @@ PATH=$PATH:/usr/sbin:/sbin
 # A linker, and a C compiler for aws-lc and mimalloc.
 need gcc command -v cc
 need libc6-dev test -e /usr/include/stdio.h
-need nghttp2-client command -v h2load
-need nginx-light command -v nginx
-need openssl command -v openssl
 need python3 command -v python3
-need redis-server command -v redis-server
+if [ "$target" != build ]; then
+    need nghttp2-client command -v h2load
+    need nginx-light command -v nginx
+    need openssl command -v openssl
+    need redis-server command -v redis-server
+fi
 if [ "$target" = release ]; then
     need llvm-19 command -v "$PROFDATA"
-else
+fi
+if [ "$target" = test ]; then
     need caddy command -v caddy
     need chromium command -v chromium
     need curl command -v curl

@@ -166,7 +166,8 @@ fn is_unread(client: &Client) -> bool {
     let port = |address: SocketAddr| format!(":{:04X}", address.port());
     let (own, other) = (port(client.stream.local_addr().unwrap()), port(client.stream.peer_addr().unwrap()));
     let table = fs::read_to_string("/proc/net/tcp").unwrap();
-    let mut sockets = table.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let candidates = table.lines().filter(|line| line.contains(&other) && line.contains(&own));
+    let mut sockets = candidates.map(|line| line.split_whitespace().collect::<Vec<_>>());
     let socket = sockets.find(|socket| socket[1].ends_with(&other) && socket[2].ends_with(&own)).unwrap();
     !socket[4].ends_with(":00000000")
 }

@@ -73,13 +73,18 @@ pub fn seeded_rng() -> fastrand::Rng {
     fastrand::Rng::with_seed(seed)
 }
 
+/// Pauses between checks of a condition, which grow from 1 to 40 ms: a check may be expensive, such as a scrape or a redis-cli.
+pub fn pauses() -> impl Iterator<Item = Duration> {
+    (1..).map(|check| Duration::from_millis(check.min(40)))
+}
+
 /// Waits until a condition holds, and fails if the condition does not hold within [`DEADLINE`].
 #[track_caller]
 pub fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
-    let start = Instant::now();
+    let (start, mut pauses) = (Instant::now(), pauses());
     while !holds() {
         assert!(start.elapsed() < DEADLINE, "not within {DEADLINE:?}: {what}");
-        thread::sleep(Duration::from_millis(2));
+        thread::sleep(pauses.next().unwrap());
     }
 }
 
@@ -87,14 +92,14 @@ pub fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
 /// value if that does not happen within [`DEADLINE`].
 #[track_caller]
 pub fn eventually_eq<T: PartialEq + std::fmt::Debug>(mut value: impl FnMut() -> T, expected: T) {
-    let start = Instant::now();
+    let (start, mut pauses) = (Instant::now(), pauses());
     loop {
         let last = value();
         if last == expected {
             return;
         }
         assert!(start.elapsed() < DEADLINE, "still {last:?} after {DEADLINE:?}, expected {expected:?}");
-        thread::sleep(Duration::from_millis(2));
+        thread::sleep(pauses.next().unwrap());
     }
 }
 
