@@ -65,7 +65,7 @@ class Step:
         environment = dict(os.environ)
         if self.threads:
             environment["RUST_TEST_THREADS"] = str(self.threads)
-        command = ["nice", "-n", "10", *self.command] if self.has_low_priority else self.command
+        command = ["nice", "-n", "5", *self.command] if self.has_low_priority else self.command
         self.started = time.monotonic()
         with open(self.log, "w") as log:
             output = None if self.prints else log

@@ -104,7 +104,7 @@ settings! {
     /// A cost that a field of the request or of the response states.
     pub struct CostSettings checked by check_cost_table {
         /// Field of the request with the cost: a whole number from 0 to `max`. Another value, or a field given twice, gets
-        /// 400. A cost of 0 takes nothing, and is admitted even if nothing is left, so only let trusted clients set the
+        /// 400. A cost of 0 takes nothing, and is admitted even if nothing is left or the limit is exceeded, so only let trusted clients set the
         /// field.
         request_header as "request-header": Option<String> = COST_FIELD;
         /// Field of the response with the cost, up to `max`. The difference from `reserve` is charged or refunded when the
@@ -114,7 +114,8 @@ settings! {
         /// With `request-header`: cost without the field.
         default: u32 = Integer(1, 0..=COST_MAX);
         /// With `response-header`: charged in advance, and the whole charge if the field is missing or unclear. A client that
-        /// disconnects before the response head pays `reserve`, so set it to the usual cost.
+        /// disconnects before the response head pays `reserve`, so set it to the usual cost. With 0 a request takes nothing until
+        /// its response, and is admitted while a token is left; the store then decides each request, as with `shared = "exact"`.
         reserve: u32 = Integer(1, 0..=COST_MAX);
         /// Greatest cost. Without it: the smallest capacity of the rule's layers, or of a plan or override if that is larger.
         max: Option<u32> = Optional(Integer(100, 1..=COST_MAX));

@@ -141,6 +141,7 @@ impl RuleState {
         // In a plan of a query, a shadow rule decides as others do.
         let charge_plan =
             if self.is_shadow { rule_set.query_plan(&[rule], false) } else { rule_set.charge_plan(&[rule]) };
+        let mut table = None;
         let KeyState { mut context, admits } = match counting.shared.zip(store_key) {
             Some((shared, store_key)) => {
                 let query = KeyQuery {
@@ -167,6 +168,7 @@ impl RuleState {
                 let clock = || counting.clock.now().unix_ms;
                 let now = DecisionTime::read(&clock);
                 let admits = rule_set.peek(&charge_plan, counting.table, now, &mut context);
+                table = Some(counting.table);
                 KeyState { context, admits }
             }
         };
@@ -183,7 +185,7 @@ impl RuleState {
             self.result = result;
             self.reason = self.reason_of_result(compiled_rule, now_ms);
         }
-        self.retry_at_ms = rule_set.retry_at_ms_once_refused(&charge_plan, &mut context, now_ms);
+        self.retry_at_ms = rule_set.retry_at_ms_once_refused(&charge_plan, table, &mut context, now_ms);
         Ok(())
     }
 

@@ -72,8 +72,12 @@ impl PendingCost {
             return None;
         }
         let charged = response_costs.iter().map(|rule| {
-            let mut charges = RuleCharges { receipts: Vec::new(), remote: Vec::new(), is_settled: false };
-            charges.add(context, rule.position);
+            // Nothing to settle: a shadow rule that would have refused, and a rule that an outage policy left out.
+            let is_settled = !context.has_charged(rule.position);
+            let mut charges = RuleCharges { receipts: Vec::new(), remote: Vec::new(), is_settled };
+            if !is_settled {
+                charges.add(context, rule.position);
+            }
             charges
         });
         Some(Box::new(PendingCost {
@@ -91,7 +95,9 @@ impl PendingCost {
     /// have no effect.
     pub fn add_recharge(&mut self, rules: &RouteRules, context: &DecisionContext, refunds: &[(usize, Refund)]) {
         self.refunds.extend_from_slice(refunds);
-        for (rule, charges) in rules.response_costs.iter().zip(&mut self.charged) {
+        for (rule, charges) in
+            rules.response_costs.iter().zip(&mut self.charged).filter(|(_, charges)| !charges.is_settled)
+        {
             charges.add(context, rule.position);
         }
     }

@@ -12,12 +12,14 @@ use super::lease_sizing::{LeaseRecord, Refusal};
 use super::scripts::{AcquireReply, CounterReply, CounterRequest, Refund, TOKENS_MAX, refunds_of};
 use super::shared_counters::SharedCounters;
 use super::shared_decision::{NextStep, SendResult, SharedDecision, before_deadline};
+use transom_limiter::acquire::Charge;
 use transom_limiter::decision::{Decision, Waiter};
 use transom_limiter::decision_context::{DecisionContext, DecisionResult};
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule::OnOutage;
-use transom_limiter::rule_set::{ChargePlan, CountingMode, KeyedRequest, LayerRef, RuleSet};
+use transom_limiter::rule_set::{ChargePlan, CompiledLayer, CountingMode, KeyedRequest, LayerRef, RuleSet};
 use transom_limiter::shared_counting::LocalDecision;
+use transom_limiter::table::Counter;
 use transom_limiter::window_kind::{Usage, WindowKind};
 
 /// Attempts to reserve when other requests interfere.
@@ -126,7 +128,7 @@ impl SharedCounters {
     }
 
     /// Charges what a request cost beyond its first charge, whatever remains, in the background; locally, if the store
-    /// is unreachable.
+    /// is unreachable. The known usage has the charge at once.
     pub fn overdraw(
         self: &Rc<Self>,
         rule_set: &Arc<RuleSet>,
@@ -137,18 +139,71 @@ impl SharedCounters {
         if self.is_unreachable(&self.key_base(key_text, "", 0)) {
             return self.overdraw_locally(rule_set, rule, keyed_request, key_text);
         }
+        let requests = self.overdraw_requests(rule_set, rule, keyed_request, key_text);
+        for (layer, request) in layers_of_key(rule_set, rule, keyed_request).zip(&requests) {
+            self.begin_charge(layer.counter(keyed_request), request.window, request.need);
+        }
         let (shared, rule_set, key_text) = (Rc::clone(self), Arc::clone(rule_set), Rc::clone(key_text));
         tokio::task::spawn_local(async move {
+            let mut requests = requests;
+            let mut charged = None;
             for _ in 0..ATTEMPTS_MAX {
-                let requests = shared.overdraw_requests(&rule_set, rule, keyed_request, &key_text);
+                let layers = layers_of_key(&rule_set, rule, keyed_request);
+                layers.for_each(|layer| shared.send_charge(layer.counter(keyed_request)));
                 match shared.charge_calls(&requests, &Cell::new(0)).await {
-                    ChargeOutcome::Granted(_) | ChargeOutcome::Refused(_) => return,
-                    ChargeOutcome::OtherWindow => {}
-                    ChargeOutcome::Failed => break,
+                    ChargeOutcome::Granted(replies) => charged = Some(replies),
+                    // The script refuses no request without a ceiling.
+                    ChargeOutcome::Refused(_) => charged = Some(Vec::new()),
+                    ChargeOutcome::OtherWindow => {
+                        requests = shared.overdraw_requests(&rule_set, rule, keyed_request, &key_text);
+                        continue;
+                    }
+                    ChargeOutcome::Failed => {}
                 }
+                break;
             }
-            shared.overdraw_locally(&rule_set, rule, keyed_request, &key_text);
+            let (layers, cost) = (layers_of_key(&rule_set, rule, keyed_request), u64::from(keyed_request.cost));
+            layers.for_each(|layer| shared.end_charge(layer.counter(keyed_request), cost, charged.is_some()));
+            match charged {
+                Some(replies) => shared.note_overdraft(&rule_set, rule, keyed_request, &requests, &replies),
+                None => shared.overdraw_locally(&rule_set, rule, keyed_request, &key_text),
+            }
         });
+    }
+
+    /// Records the usage after an overdraft.
+    fn note_overdraft(
+        self: &Rc<Self>,
+        rule_set: &RuleSet,
+        rule: usize,
+        keyed_request: KeyedRequest,
+        requests: &[CounterRequest],
+        replies: &[CounterReply],
+    ) {
+        for (layer, (request, reply)) in
+            layers_of_key(rule_set, rule, keyed_request).zip(requests.iter().zip(replies.iter().copied()))
+        {
+            self.note_used_tokens(layer, layer.counter(keyed_request), request, reply);
+        }
+    }
+
+    /// Records the usage after tokens were charged that are already used, whatever was left. Leased tokens of a counter whose
+    /// limit is then exceeded pay a part of the debt: the store gets them back, and decides about the next request.
+    pub(super) fn note_used_tokens(
+        self: &Rc<Self>,
+        layer: &CompiledLayer,
+        counter: Counter,
+        request: &CounterRequest,
+        reply: CounterReply,
+    ) {
+        let target = request.refund_target(reply);
+        let is_exceeded = reply.used > u64::from(layer.capacity);
+        let withdrawn = if is_exceeded { self.table.withdraw(counter, target.end_ms, u32::MAX) } else { 0 };
+        let used = reply.used.saturating_sub(u64::from(withdrawn));
+        self.note_store_usage(counter, request.window.kind, reply, used, self.clock.now().unix_ms);
+        if withdrawn > 0 {
+            self.refund_later(vec![target.refund(withdrawn.into())]);
+        }
     }
 
     /// The store requests for tokens that are already used.
@@ -187,22 +242,37 @@ impl SharedCounters {
             else {
                 continue;
             };
-            let base_request = self.counter_request(rule_set, charge_plan, layer_ref, keyed_request, &key_text, now_ms);
-            let request = CounterRequest { need: 1, ceiling: 1, ..base_request };
+            let rule = charge_plan.rules[layer_ref.rule];
+            let layer = rule_set.rules[rule].layer(layer_ref.layer);
             let charge = &mut context.result.charges[position];
-            charge.usage = Usage { used: 1, end_ms: now_ms + request.window.length_ms() };
+            charge.usage = Usage { used: 1, end_ms: now_ms + rule_set.windows[layer.windows_index].typical_ms() };
             charge.is_full = true;
             self.table.set_known_usage(charge.counter, charge.usage.end_ms, 1, now_ms);
-            let (shared, rule_set, rule) = (Rc::clone(self), Arc::clone(rule_set), charge_plan.rules[layer_ref.rule]);
+            let (shared, rule_set) = (Rc::clone(self), Arc::clone(rule_set));
             tokio::task::spawn_local(async move {
-                if !matches!(
-                    shared.acquire(&[request]).await,
-                    Ok(AcquireReply::Granted { .. } | AcquireReply::Refused { .. })
-                ) {
-                    let clock = || shared.clock.now().unix_ms;
-                    rule_set.start_penalty(rule, keyed_request, &shared.table, DecisionTime::read(&clock));
-                }
+                shared.start_store_penalty(&rule_set, rule, keyed_request, &key_text).await;
             });
+        }
+    }
+
+    /// Starts the penalty of a key by the rule at a position in the rule set, in the store; locally, if the store is unreachable.
+    pub(super) async fn start_store_penalty(
+        self: &Rc<Self>,
+        rule_set: &RuleSet,
+        rule: usize,
+        keyed_request: KeyedRequest,
+        key_text: &str,
+    ) {
+        let Some(layer) = rule_set.rules[rule].penalty else { return };
+        let now_ms = self.clock.now().unix_ms;
+        let base_request = self.counter_request_of(rule_set, rule, layer, keyed_request, key_text, now_ms);
+        let request = CounterRequest { need: 1, ceiling: 1, ..base_request };
+        match self.acquire(&[request]).await {
+            Ok(AcquireReply::Granted { .. } | AcquireReply::Refused { .. }) => {}
+            Ok(AcquireReply::OtherWindow { .. }) | Err(_) => {
+                let clock = || self.clock.now().unix_ms;
+                rule_set.start_penalty(rule, keyed_request, &self.table, DecisionTime::read(&clock));
+            }
         }
     }
 
@@ -223,6 +293,39 @@ impl SharedCounters {
             .joined_penalty(known)
     }
 
+    /// Sets the usage of a charge that the store decides to the known one, and whether the store is known to refuse.
+    pub(super) fn set_known_usage_of(
+        &self,
+        rule_set: &RuleSet,
+        charge_plan: &ChargePlan,
+        charge: &mut Charge,
+        layer_ref: LayerRef,
+        keyed_request: KeyedRequest,
+        now_ms: u64,
+    ) {
+        let layer = rule_set.layer_of(charge_plan, layer_ref);
+        let counter = layer.counter(keyed_request);
+        let known_usage = self.table.known_usage(counter, now_ms);
+        let (end_ms, used) = known_usage.unwrap_or((charge.usage.end_ms, 0));
+        charge.usage = Usage { used: u64::from(used), end_ms };
+        if layer.request.kind == WindowKind::Sliding {
+            // Tokens come back before the known usage ends.
+            let (cost, limit) = (u64::from(charge.request.cost), charge.request.limit);
+            let refusal = self.known_refusal(counter, cost, limit, now_ms);
+            charge.is_full = refusal.is_some();
+            charge.usage = refusal.unwrap_or(charge.usage);
+            return;
+        }
+        let rule = charge_plan.rules[layer_ref.rule];
+        let local_usage = self.used_locally(rule_set, rule, layer_ref.layer, keyed_request);
+        match layer.is_penalty() {
+            true => charge.usage = charge.usage.joined_penalty(local_usage),
+            false => charge.usage.used = charge.usage.used.saturating_add(local_usage.used),
+        }
+        let used = charge.usage.used.max(charge.request.floor);
+        charge.is_full = used + u64::from(charge.request.cost) > charge.request.ceiling;
+    }
+
     fn overdraw_locally(&self, rule_set: &Arc<RuleSet>, rule: usize, keyed_request: KeyedRequest, key_text: &Rc<str>) {
         let compiled_rule = &rule_set.rules[rule];
         if compiled_rule.rule.on_outage == OnOutage::Local {
@@ -232,6 +335,12 @@ impl SharedCounters {
                 .for_each(|layer| self.record_unreported_layer(rule_set, rule, layer, keyed_request, key_text));
         }
     }
+}
+
+/// The layers of a rule in which a request counts.
+fn layers_of_key(rule_set: &RuleSet, rule: usize, keyed_request: KeyedRequest) -> impl Iterator<Item = &CompiledLayer> {
+    let compiled_rule = &rule_set.rules[rule];
+    compiled_rule.variant(keyed_request.variant).map(|layer| compiled_rule.layer(layer))
 }
 
 impl SharedDecision {
@@ -314,33 +423,45 @@ impl SharedDecision {
             // If nothing was acquired, the reply is only what the store knows.
             let least = known.get(i).copied().unwrap_or(0);
             let local = local_usage.get(i).copied().unwrap_or_default();
+            let kind = rule_set.layer_of(charge_plan, layer_ref).request.kind;
             if rule_set.layer_of(charge_plan, layer_ref).is_penalty() {
                 let of_store = Usage { used: used.min(1), end_ms: replies.available_ms };
                 charge.usage = of_store.joined_penalty(local);
                 charge.is_full = refused && charge.usage.used > 0;
                 // A penalty that the store does not know keeps its end.
                 if let Some(counter) = counter.filter(|_| used > 0 || local.used == 0) {
-                    shared.note_store_usage(counter, replies.end_ms, used, now_ms);
+                    shared.note_store_usage(counter, kind, *replies, used, now_ms);
                 }
                 continue;
             }
             let known = counter.map_or(least, |counter| shared.known_usage(counter, replies.end_ms, least, generation));
-            let used = used.max(known);
+            let mut used = used.max(known);
+            if let Some(counter) = counter {
+                used = shared.note_store_usage(counter, kind, *replies, used, now_ms);
+            }
             charge.usage.used = used.saturating_add(local.used);
             charge.usage.end_ms = replies.available_ms;
             charge.is_full = refused
                 && charge.usage.used.max(charge.request.floor) + u64::from(charge.request.cost)
                     > charge.request.ceiling;
-            if let Some(counter) = counter {
-                shared.note_store_usage(counter, replies.end_ms, used, now_ms);
-                if rule_set.layer_of(charge_plan, layer_ref).request.kind == WindowKind::Sliding {
-                    let (need, limit, usage) = (u64::from(charge.request.cost), charge.request.limit, charge.usage);
-                    let refusal = charge.is_full.then_some(Refusal { need, limit, usage });
-                    shared.note_refusal(counter, refusal);
-                }
+            if let Some(counter) = counter.filter(|_| kind == WindowKind::Sliding) {
+                let (need, limit, usage) = (u64::from(charge.request.cost), charge.request.limit, charge.usage);
+                let refusal = charge.is_full.then_some(Refusal { need, limit, usage });
+                shared.note_refusal(counter, refusal);
             }
         }
-        if refused { SendResult::Refused } else { SendResult::Granted(refunds) }
+        if refused {
+            // Servers that were not asked, because one before has refused.
+            for position in first + replies.len()..self.context.result.charges.len() {
+                let layer_ref = self.context.result.layers[position];
+                if let Some(keyed_request) = self.context.inputs.keyed_requests[layer_ref.rule] {
+                    let charge = &mut self.context.result.charges[position];
+                    shared.set_known_usage_of(rule_set, charge_plan, charge, layer_ref, keyed_request, now_ms);
+                }
+            }
+            return SendResult::Refused;
+        }
+        SendResult::Granted(refunds)
     }
 
     /// Whether the store is known to refuse the charges from `first` on; records the refusal then. Periodically returns
@@ -353,27 +474,9 @@ impl SharedDecision {
         let DecisionResult { charges, layers, .. } = &mut self.context.result;
         for (charge, layer_ref) in charges.iter_mut().zip(layers.iter()).skip(first) {
             let Some(keyed_request) = keyed_requests[layer_ref.rule] else { continue };
+            shared.set_known_usage_of(rule_set, charge_plan, charge, *layer_ref, keyed_request, now_ms);
             let layer = rule_set.layer_of(charge_plan, *layer_ref);
             let counter = layer.counter(keyed_request);
-            if layer.request.kind == WindowKind::Sliding {
-                // Tokens come back before the known usage ends.
-                let (cost, limit) = (u64::from(charge.request.cost), charge.request.limit);
-                let refusal = shared.known_refusal(counter, cost, limit, now_ms);
-                charge.is_full = refusal.is_some();
-                charge.usage = refusal.unwrap_or(charge.usage);
-            } else {
-                let known_usage = shared.table.known_usage(counter, now_ms);
-                let rule = charge_plan.rules[layer_ref.rule];
-                let local_usage = shared.used_locally(rule_set, rule, layer_ref.layer, keyed_request);
-                let (end_ms, used) = known_usage.unwrap_or((charge.usage.end_ms, 0));
-                charge.usage = Usage { used: u64::from(used), end_ms };
-                match layer.is_penalty() {
-                    true => charge.usage = charge.usage.joined_penalty(local_usage),
-                    false => charge.usage.used = charge.usage.used.saturating_add(local_usage.used),
-                }
-                let used = charge.usage.used.max(charge.request.floor);
-                charge.is_full = used + u64::from(charge.request.cost) > charge.request.ceiling;
-            }
             if charge.is_full {
                 let period_ms = rule_set.windows[layer.windows_index].typical_ms();
                 let due = |record: &mut LeaseRecord| record.is_recheck_due(now, period_ms);

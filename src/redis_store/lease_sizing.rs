@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use super::scripts::{CounterReply, RefundTarget};
 use foldhash::fast::RandomState;
+use smallvec::SmallVec;
 use tokio::sync::Notify;
 use transom_limiter::table::Counter;
 use transom_limiter::window_kind::Usage;
@@ -63,6 +64,10 @@ pub struct LeaseRecord {
     pub in_flight: Option<Rc<InFlightFetch>>,
     /// Tokens needed by requests that wait for the fetch in flight.
     pub waiting_tokens: u64,
+    /// Charges in the background whose replies have not come. They are part of the known usage.
+    pub pending: SmallVec<[PendingCharge; 1]>,
+    /// The latest call whose reply was noted, while charges were pending.
+    pub latest_call: u64,
     /// The last refusal by the store, if the window slides.
     pub refusal: Option<Refusal>,
     /// End of the window in which the store no longer grants tokens in advance.
@@ -72,6 +77,14 @@ pub struct LeaseRecord {
     /// The shard that had tokens the last time.
     pub shard: u32,
     pub generation: u64,
+}
+
+/// A charge in the background.
+#[derive(Clone, Copy)]
+pub struct PendingCharge {
+    pub tokens: u64,
+    /// The last call that was sent before: its reply does not have these tokens. `u64::MAX`: the charge was not sent yet.
+    pub sent_after: u64,
 }
 
 /// A refusal of tokens of a sliding window.
@@ -85,6 +98,14 @@ pub struct Refusal {
 }
 
 impl LeaseRecord {
+    /// Notes the reply to a call. Returns whether a later one was noted before, and the pending tokens that the reply does not have.
+    pub fn note_call(&mut self, call: u64) -> (bool, u64) {
+        let is_outdated = call < self.latest_call;
+        self.latest_call = self.latest_call.max(call);
+        let later = self.pending.iter().filter(|charge| call <= charge.sent_after);
+        (is_outdated, later.map(|charge| charge.tokens).sum())
+    }
+
     fn new(counter: Counter, shard: u32, now: Instant) -> LeaseRecord {
         LeaseRecord {
             counter,
@@ -95,6 +116,8 @@ impl LeaseRecord {
             next_recheck: now,
             in_flight: None,
             waiting_tokens: 0,
+            pending: SmallVec::new(),
+            latest_call: 0,
             refusal: None,
             exhausted_end_ms: 0,
             last_balance: 0,
@@ -186,7 +209,7 @@ impl Leases {
     ) -> Vec<(RefundTarget, u32)> {
         let mut returned = Vec::new();
         self.records.borrow_mut().retain(|_, record| {
-            let is_in_flight = record.in_flight.is_some();
+            let is_in_flight = record.in_flight.is_some() || !record.pending.is_empty();
             let Some(target) = &record.refund_target else {
                 return is_in_flight || now < record.next_recheck.max(record.last_fetch + RECORD_LIFETIME);
             };

@@ -10,10 +10,10 @@ use tokio::task::{JoinHandle, spawn_local};
 use super::circuit_breaker::FAILURES_MAX;
 use super::client::StoreError;
 use super::connection::log_excerpt;
-use super::lease_sizing::CounterId;
+use super::lease_sizing::{CounterId, counter_id};
 use super::outage_log::WorkerOutage;
 use super::reconnecting::ServerId;
-use super::scripts::{AcquireReply, CounterRequest, TOKENS_MAX};
+use super::scripts::{AcquireReply, CounterReply, CounterRequest, TOKENS_MAX};
 use super::shared_counters::SharedCounters;
 use super::unreported_usage::UnreportedCharge;
 use crate::metrics::redis::StoreOutcome;
@@ -21,6 +21,7 @@ use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule_set::{ChargePlan, CountingMode, KeyedRequest, RuleSet};
 use transom_limiter::sharded_counter::part_of_shard;
+use transom_limiter::store_key::StoreWindow;
 use transom_limiter::table::Counter;
 use transom_limiter::window_kind::WindowKind;
 
@@ -225,13 +226,51 @@ impl SharedCounters {
         }
     }
 
-    /// Records the usage that the store reports. Around an outage, workers learn at different times what others counted
-    /// locally; a lower number is then an outdated one.
-    pub(super) fn note_store_usage(&self, counter: Counter, end_ms: u64, used: u64, now_ms: u64) {
+    /// Records the usage `used` that a reply of the store reports, and returns what is known now: with pending charges that the
+    /// reply does not have, and around an outage, when workers learn at different times what others counted locally, not less
+    /// than before. A reply to an earlier call than the last one is outdated.
+    pub(super) fn note_store_usage(
+        &self,
+        counter: Counter,
+        kind: WindowKind,
+        reply: CounterReply,
+        used: u64,
+        now_ms: u64,
+    ) -> u64 {
+        let end_ms = reply.end_ms;
+        let (is_outdated, pending) =
+            self.leases.with_existing(counter_id(counter), |record| record.note_call(reply.call)).unwrap_or_default();
+        if is_outdated && let Some((_, known)) = self.table.known_usage(counter, now_ms) {
+            return known.into();
+        }
         let is_settled = self.breaker.is_settled(self.clock.instant());
         let before = self.table.known_usage(counter, now_ms).filter(|(end, _)| *end == end_ms && !is_settled);
-        let used = used.max(before.map_or(0, |(_, used)| u64::from(used)));
-        self.table.set_known_usage(counter, end_ms, u32::try_from(used).unwrap_or(u32::MAX), now_ms);
+        let used = used.saturating_add(pending).max(before.map_or(0, |(_, used)| u64::from(used)));
+        let known = u32::try_from(used).unwrap_or(u32::MAX);
+        match kind.is_opened_by_requests() {
+            true => self.table.correct_known_usage(counter, end_ms, known, now_ms),
+            false => self.table.set_known_usage(counter, end_ms, known, now_ms),
+        }
+        used
+    }
+
+    /// Adds tokens to the known usage that are used and not reported by the store yet. `end_ms`: the end of their window, as far
+    /// as this gateway knows; a window that a request has opened in the store ends as the store has reported.
+    pub(super) fn add_known_usage(&self, counter: Counter, window: StoreWindow, end_ms: u64, tokens: u64, now_ms: u64) {
+        let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
+        match window.kind {
+            // Until a token that is used now has come back.
+            WindowKind::Sliding => {
+                let segments = window.segments();
+                let expires_ms = segments.expires_ms(segments.number_at(now_ms));
+                self.table.add_sliding_usage(counter, expires_ms, tokens, now_ms);
+            }
+            kind => {
+                let known = self.table.known_usage(counter, now_ms).filter(|_| kind.is_opened_by_requests());
+                let end_ms = known.map_or(end_ms, |(end_ms, _)| end_ms);
+                self.table.add_known_usage(counter, end_ms, tokens, now_ms);
+            }
+        }
     }
 
     /// Starts a report, unless one of this counter is running: many calls may detect a reconnect at once.
@@ -301,18 +340,7 @@ impl SharedCounters {
         // arrived is not always known, and other workers report the same counter. Those workers may still count locally
         // for a while; the tokens are therefore first added to the usage known to be used elsewhere. They are added,
         // not set, because several workers may report one counter at once.
-        let add_known = |tokens: u64| {
-            let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
-            match window.kind {
-                // Until a token that is used now has come back.
-                WindowKind::Sliding => {
-                    let segments = window.segments();
-                    let expires_ms = segments.expires_ms(segments.number_at(now_ms));
-                    self.table.add_sliding_usage(counter, expires_ms, tokens, now_ms);
-                }
-                _ => self.table.add_known_usage(counter, local.end_ms, tokens, now_ms),
-            }
-        };
+        let add_known = |tokens: u64| self.add_known_usage(counter, window, local.end_ms, tokens, now_ms);
         let tokens = rule_set.reset_local(
             rule,
             layer,
@@ -344,7 +372,7 @@ impl SharedCounters {
                 Ok(AcquireReply::Granted { counters: replies, .. }) => {
                     self.metrics.reported(part);
                     if let (Some(reply), 1) = (replies.first(), shards) {
-                        self.note_store_usage(counter, reply.end_ms, reply.used, now_ms);
+                        self.note_used_tokens(rule_set.rules[rule].layer(layer), counter, &request, *reply);
                     }
                 }
                 // The window has ended, or the key holds another type.

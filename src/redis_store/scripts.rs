@@ -112,6 +112,8 @@ pub struct CounterReply {
     /// The window's number; for windows that a first request opens, their start in milliseconds; for sliding windows, the
     /// number of the segment.
     pub number: u64,
+    /// Number of the call, in the order in which calls were sent.
+    pub call: u64,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -282,7 +284,14 @@ fn parse_counter(reply: &[Value], request: &CounterRequest, at_ms: u64) -> Optio
         WindowKind::Sliding => window.segments().expires_ms(parse_number(returned_after)?),
         WindowKind::Plain | WindowKind::Accumulating | WindowKind::Floating | WindowKind::Leased => end_ms,
     };
-    Some(CounterReply { granted: parse_number(granted)?, used: parse_number(used)?, end_ms, available_ms, number })
+    Some(CounterReply {
+        granted: parse_number(granted)?,
+        used: parse_number(used)?,
+        end_ms,
+        available_ms,
+        number,
+        call: 0,
+    })
 }
 
 /// Whether each counter's first or second window is open at `now_ms`.
@@ -412,8 +421,9 @@ mod tests {
         let floating = acquire_call(StoreWindow::floating(60), 1, 1);
         let calls = [plain, grid, floating];
         let reply = ints(&[950, 1, 1, 3, 0, 0, 0, 0, 5, 8, 0, -1, 0, 0, 0, 0]);
-        let replies =
-            |granted, used, end_ms, number| vec![CounterReply { granted, used, end_ms, available_ms: end_ms, number }];
+        let replies = |granted, used, end_ms, number| {
+            vec![CounterReply { granted, used, end_ms, available_ms: end_ms, number, call: 0 }]
+        };
         let expected = [
             Ok(AcquireReply::Granted { time_ms: 950, counters: replies(1, 3, 1000, 7) }),
             Ok(AcquireReply::Refused { time_ms: 950, counters: replies(0, 5, 2000, 8) }),
@@ -427,7 +437,7 @@ mod tests {
             StoreWindow { kind: WindowKind::Sliding, number: 0, end_ms: period_ms, next_end_ms: 2 * period_ms };
         let slid = parse_acquire_reply(&ints(&[950, 1, 2, 5, 9, 4]), [acquire_call(sliding, 2, 2)].iter());
         // The ninth segment ends at 1000, and its tokens come back one period later.
-        let reply = CounterReply { granted: 2, used: 5, end_ms: 1800, available_ms: 1300, number: 9 };
+        let reply = CounterReply { granted: 2, used: 5, end_ms: 1800, available_ms: 1300, number: 9, call: 0 };
         assert_eq!(slid, Some(vec![Ok(AcquireReply::Granted { time_ms: 950, counters: vec![reply] })]));
         assert_eq!(acquire_call(sliding, 2, 2).requests[0].refund_target(reply).end_ms, 1000);
         let bad = parse_acquire_reply(&ints(&[950, -2, -1, 0, 0, 0]), calls[..1].iter());

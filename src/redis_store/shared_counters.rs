@@ -72,6 +72,8 @@ pub struct SharedCounters {
     pub(super) reconnected_ms: Cell<u64>,
     /// The generation of the store's connections that was seen last; it changes with every reconnect.
     pub(super) generation: Cell<u64>,
+    /// Calls that were sent.
+    pub(super) calls: Cell<u64>,
     pub(super) last_warning: Cell<Option<Instant>>,
 }
 
@@ -97,6 +99,7 @@ impl SharedCounters {
             own_shard: fastrand::u32(..),
             reconnected_ms: Cell::new(0),
             generation: Cell::new(0),
+            calls: Cell::new(0),
             last_warning: Cell::new(None),
         })
     }
@@ -163,7 +166,12 @@ impl SharedCounters {
     ) -> Result<AcquireReply, StoreError> {
         let (began, now_ms) = (self.clock.instant(), self.clock.now().unix_ms);
         let server = requests.first().map_or(ServerId::ONLY, |request| self.store.server_of(&request.key_base));
-        let reply = self.store.acquire(requests, now_ms).await;
+        let call = self.calls.get() + 1;
+        self.calls.set(call);
+        let mut reply = self.store.acquire(requests, now_ms).await;
+        if let Ok(AcquireReply::Granted { counters, .. } | AcquireReply::Refused { counters, .. }) = &mut reply {
+            counters.iter_mut().for_each(|counter| counter.call = call);
+        }
         self.note_reconnect(began);
         match &reply {
             Ok(AcquireReply::Granted { time_ms, .. }) => {

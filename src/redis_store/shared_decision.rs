@@ -198,6 +198,9 @@ impl SharedCounters {
         decision: &Decision,
         text: impl Fn(usize) -> Option<Rc<str>>,
     ) {
+        if matches!(decision, Decision::Refused) {
+            self.add_layers_not_sent(rule_set, charge_plan, context, progress, &text);
+        }
         if matches!(decision, Decision::Refused) || !context.result.shadowed.is_empty() {
             self.start_penalties(rule_set, charge_plan, context, &text);
             self.charge_refused_request(rule_set, charge_plan, context, progress, &text);
@@ -211,7 +214,7 @@ impl SharedCounters {
         self: &Rc<Self>,
         rule_set: &RuleSet,
         charge_plan: &ChargePlan,
-        context: &DecisionContext,
+        context: &mut DecisionContext,
         text: impl Fn(usize) -> Option<Rc<str>>,
     ) {
         let progress = DecisionProgress::new(charge_plan.rules.len());
@@ -385,15 +388,25 @@ impl SharedDecision {
         if let Some(position) = shadow {
             self.context.result.shadowed.push(position);
             self.progress.group += 1;
+            self.count_refusal_here(rule_set, charge_plan, first);
             return None;
         }
         if !rule_set.may_be_delayed(charge_plan, &self.context) {
+            self.count_refusal_here(rule_set, charge_plan, first);
             return Some(NextStep::Done(Decision::Refused));
         }
         let layers =
             self.progress.recharged.clone().unwrap_or_else(|| rule_set.enforced_layers(charge_plan, &mut self.context));
         self.context.result.decided_ms = self.shared.clock.now().unix_ms;
         Some(NextStep::Reserve { first, layers })
+    }
+
+    /// Charges a request that the store has refused, in layers that are counted here, of rules with `count_refused`.
+    fn count_refusal_here(&mut self, rule_set: &RuleSet, charge_plan: &ChargePlan, first: usize) {
+        if charge_plan.counts_refused() {
+            let time = rule_set.time(self.shared.clock.now().unix_ms);
+            rule_set.charge_refusal(charge_plan, &self.shared.table, time, &mut self.context, first);
+        }
     }
 
     /// The store key of a rule; `None` if the rule is not shared or does not apply.
@@ -582,10 +595,12 @@ mod tests {
     fn a_request_that_was_refused_before_is_charged() {
         run(async {
             let worker = TestWorker::new(&[Rule { count_refused: true, ..leased(&["5/hour"]) }]).await;
-            let (_, context) = worker.outcome("a", 2).await.unwrap();
+            let (_, mut context) = worker.outcome("a", 2).await.unwrap();
             worker.settled_calls().await;
             let texts = worker.key_texts("a");
-            worker.shared.charge_refusal(&worker.rule_set, &worker.charge_plan, &context, |rule| texts[rule].clone());
+            worker
+                .shared
+                .charge_refusal(&worker.rule_set, &worker.charge_plan, &mut context, |rule| texts[rule].clone());
             assert_eq!(worker.settled_calls().await, [acquire(KEY, [2, 2, 0])]);
         });
     }

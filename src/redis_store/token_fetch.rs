@@ -14,12 +14,12 @@ use std::sync::Arc;
 use tokio::time::Instant;
 
 use super::client::StoreError;
-use super::lease_sizing::{InFlightFetch, Refusal, UndepositedTokens, counter_id};
+use super::lease_sizing::{InFlightFetch, PendingCharge, Refusal, UndepositedTokens, counter_id};
 use super::scripts::{AcquireReply, CounterReply, CounterRequest, RefundTarget};
 use super::shared_counters::SharedCounters;
 use super::shared_decision::{DecisionProgress, NextStep, ROUNDS_MAX, SharedDecision, before_deadline};
 use transom_limiter::acquire::Charge;
-use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::decision_context::{DecisionContext, DecisionResult};
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::leased_tokens::DepositResult;
 use transom_limiter::rule::Sharing;
@@ -175,7 +175,7 @@ impl SharedCounters {
         let known = self.known_usage(fetch.counter, reply.end_ms, request.used_min, fetch.generation);
         let has_lost_counts = reply.used < known;
         let used = reply.used.max(known);
-        self.note_store_usage(fetch.counter, reply.end_ms, used, now_ms);
+        self.note_store_usage(fetch.counter, request.window.kind, reply, used, now_ms);
         let is_full = used.saturating_add(request.need) > request.ceiling;
         if request.need > 0 && reply.granted == 0 && is_full && fetch.shards == 1 {
             in_flight.refused.borrow_mut().push((id, CounterReply { used, ..reply }));
@@ -230,7 +230,12 @@ impl SharedCounters {
         let mut fetches = Vec::new();
         for i in std::mem::take(&mut context.sharing.low_leases) {
             let (charge, layer_ref) = (&context.result.charges[i], context.result.layers[i]);
-            let Some(keyed_request) = context.inputs.keyed_requests[layer_ref.rule] else { continue };
+            // A reply that arrives after the response has stated a cost would hide that cost.
+            let is_settled_later = rule_set.rules[charge_plan.rules[layer_ref.rule]].rule.has_response_cost();
+            let Some(keyed_request) = context.inputs.keyed_requests[layer_ref.rule].filter(|_| !is_settled_later)
+            else {
+                continue;
+            };
             let counter = rule_set.layer_of(charge_plan, layer_ref).counter(keyed_request);
             let now_ms = self.clock.now().unix_ms;
             let left = u64::from(self.table.leased_tokens(counter, now_ms));
@@ -295,13 +300,13 @@ impl SharedCounters {
         }
     }
 
-    /// Charges a refused request what is left in the store, for rules with `count_refused`; in the background. Of an admitted
-    /// request, only shadow rules have refused, and only they charge.
+    /// Charges a refused request what is left of shared counters, for rules with `count_refused`: leased tokens first, the rest in
+    /// the store, in the background. Of an admitted request, only shadow rules have refused, and only they charge.
     pub(super) fn charge_refused_request(
         self: &Rc<Self>,
         rule_set: &RuleSet,
         charge_plan: &ChargePlan,
-        context: &DecisionContext,
+        context: &mut DecisionContext,
         progress: &DecisionProgress,
         key_text: impl Fn(usize) -> Option<Rc<str>>,
     ) {
@@ -309,30 +314,156 @@ impl SharedCounters {
             return;
         }
         let now_ms = self.clock.now().unix_ms;
-        let mut requests = Vec::new();
-        let shadowed = &context.result.shadowed;
-        for (charge, layer_ref) in context.result.charges.iter().zip(&context.result.layers) {
+        let DecisionResult { charges, layers, shadowed, .. } = &mut context.result;
+        for (charge, layer_ref) in charges.iter_mut().zip(layers.iter()) {
             let rule = &rule_set.rules[charge_plan.rules[layer_ref.rule]].rule;
             let has_refused = shadowed.is_empty() || shadowed.contains(&layer_ref.rule);
             let is_elsewhere = has_refused
                 && rule.count_refused
                 && rule.sharing != Sharing::Local
                 && !progress.without_store[layer_ref.rule];
-            let capacity = u64::from(rule_set.layer_of(charge_plan, *layer_ref).capacity);
-            let tokens = u64::from(charge.request.cost).min(capacity.saturating_sub(charge.usage.used));
+            let layer = rule_set.layer_of(charge_plan, *layer_ref);
+            let left = u64::from(layer.capacity).saturating_sub(charge.usage.used);
+            let tokens = u64::from(charge.request.cost).min(left);
             let (true, Some(keyed_request), Some(key_text)) =
                 (is_elsewhere && tokens > 0, context.inputs.keyed_requests[layer_ref.rule], key_text(layer_ref.rule))
             else {
                 continue;
             };
-            let base_request =
-                self.counter_request(rule_set, charge_plan, *layer_ref, keyed_request, &key_text, now_ms);
-            requests.push(CounterRequest { need: tokens, ..base_request });
+            let counter = layer.counter(keyed_request);
+            let lease_end_ms = self.leases.with_existing(counter_id(counter), |record| {
+                record.refund_target.as_ref().map_or(0, |target| target.end_ms)
+            });
+            let most = u32::try_from(tokens).unwrap_or(u32::MAX);
+            let leased = u64::from(self.table.withdraw(counter, lease_end_ms.unwrap_or(0), most));
+            let opens_window = charge.usage.used == 0 && layer.request.kind.is_opened_by_requests();
+            charge.usage.used += if opens_window { leased } else { tokens };
+            if leased < tokens {
+                let request = self.counter_request(rule_set, charge_plan, *layer_ref, keyed_request, &key_text, now_ms);
+                let pending = if opens_window { 0 } else { tokens - leased };
+                if pending > 0 {
+                    self.begin_charge(counter, request.window, pending);
+                }
+                let (shared, tokens) = (Rc::clone(self), tokens - leased);
+                // Separate calls: each counter is charged, whatever the others have left.
+                tokio::task::spawn_local(async move {
+                    shared.charge_remaining(counter, request, tokens, pending).await;
+                });
+            }
         }
-        // Separate calls: each counter is charged, whatever the others have left.
-        for request in requests {
-            let shared = Rc::clone(self);
-            tokio::task::spawn_local(async move { shared.acquire(&[request]).await });
+    }
+
+    /// Takes what is left of a counter of the store, up to `tokens`. Does not open a window. `pending`: those of them that
+    /// [`SharedCounters::begin_charge`] has noted.
+    async fn charge_remaining(self: Rc<Self>, counter: Counter, request: CounterRequest, tokens: u64, pending: u64) {
+        // A read, where a charge could open a window.
+        let mut need = if request.window.kind.is_opened_by_requests() { 0 } else { tokens.min(request.ceiling) };
+        for _ in 0..3 {
+            let call = CounterRequest { need, ..request.clone() };
+            if need > 0 && pending > 0 {
+                self.send_charge(counter);
+            }
+            let (is_charged, reply) = match self.acquire(std::slice::from_ref(&call)).await {
+                Ok(AcquireReply::Granted { counters, .. }) => (need > 0, counters.first().copied()),
+                Ok(AcquireReply::Refused { counters, .. }) => (false, counters.first().copied()),
+                Ok(AcquireReply::OtherWindow { .. }) | Err(_) => break,
+            };
+            let Some(reply) = reply else { break };
+            let used = reply.used.max(request.used_min);
+            let is_closed = used == 0 && request.window.kind.is_opened_by_requests();
+            need = tokens.min(request.ceiling.saturating_sub(used));
+            if is_charged || is_closed || need == 0 {
+                self.end_charge(counter, pending, true);
+                let now_ms = self.clock.now().unix_ms;
+                self.note_store_usage(counter, request.window.kind, reply, used, now_ms);
+                return;
+            }
+        }
+        self.end_charge(counter, pending, false);
+    }
+
+    /// Adds tokens to the known usage that a call in the background charges: the next request may come before the reply.
+    pub(super) fn begin_charge(&self, counter: Counter, window: StoreWindow, tokens: u64) {
+        let now = self.clock.instant();
+        let charge = PendingCharge { tokens, sent_after: u64::MAX };
+        self.leases.with_or_insert(counter, self.own_shard, now, |record| record.pending.push(charge));
+        let now_ms = self.clock.now().unix_ms;
+        if let Some((end_ms, _)) = self.table.known_usage(counter, now_ms) {
+            self.add_known_usage(counter, window, end_ms, tokens, now_ms);
+        }
+    }
+
+    /// Notes that the call of the oldest charge that was not sent yet is sent now.
+    pub(super) fn send_charge(&self, counter: Counter) {
+        let sent_after = self.calls.get();
+        self.leases.with_existing(counter_id(counter), |record| {
+            if let Some(charge) = record.pending.iter_mut().find(|charge| charge.sent_after == u64::MAX) {
+                charge.sent_after = sent_after;
+            }
+        });
+    }
+
+    /// Ends what [`SharedCounters::begin_charge`] has begun. `has_reply`: the usage is noted next.
+    pub(super) fn end_charge(&self, counter: Counter, tokens: u64, has_reply: bool) {
+        self.leases.with_existing(counter_id(counter), |record| {
+            if let Some(position) = record.pending.iter().position(|charge| charge.tokens == tokens) {
+                record.pending.remove(position);
+            }
+        });
+        if !has_reply {
+            let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
+            self.table.subtract_known_usage(counter, None, tokens, self.clock.now().unix_ms);
+        }
+    }
+
+    /// Adds the layers to a refused decision that the store would have decided, and that were not sent because other layers had
+    /// refused before, if their rules count the refusal or start a penalty. Their usage is what is known of it.
+    pub(super) fn add_layers_not_sent(
+        self: &Rc<Self>,
+        rule_set: &Arc<RuleSet>,
+        charge_plan: &ChargePlan,
+        context: &mut DecisionContext,
+        progress: &DecisionProgress,
+        key_text: impl Fn(usize) -> Option<Rc<str>>,
+    ) {
+        if !charge_plan.counts_refused() && !charge_plan.has_penalties() {
+            return;
+        }
+        let layers = rule_set.enforced_layers(charge_plan, context);
+        let is_not_sent = |layer_ref: &&LayerRef| {
+            let compiled_rule = &rule_set.rules[charge_plan.rules[layer_ref.rule]];
+            (compiled_rule.rule.count_refused || compiled_rule.penalty.is_some())
+                && context.sharing.counting_modes.get(layer_ref.rule) == Some(&CountingMode::Remote)
+                && !progress.without_store[layer_ref.rule]
+                && !context.result.layers.contains(layer_ref)
+        };
+        let not_sent: Vec<LayerRef> = layers.iter().filter(is_not_sent).copied().collect();
+        context.return_layer_buffer(layers);
+        let now_ms = self.clock.now().unix_ms;
+        let first = rule_set.add_prepared_charges(charge_plan, &not_sent, &self.table, now_ms, context);
+        for position in first..context.result.charges.len() {
+            let layer_ref = context.result.layers[position];
+            let Some(keyed_request) = context.inputs.keyed_requests[layer_ref.rule] else { continue };
+            let charge = &mut context.result.charges[position];
+            self.set_known_usage_of(rule_set, charge_plan, charge, layer_ref, keyed_request, now_ms);
+            let may_be_full = charge.usage.used + u64::from(charge.request.cost) > charge.request.ceiling;
+            if charge.request.kind == WindowKind::Sliding
+                && !charge.is_full
+                && may_be_full
+                && let Some(key_text) = key_text(layer_ref.rule)
+            {
+                // Tokens may have come back: only the store knows.
+                let request = self.counter_request(rule_set, charge_plan, layer_ref, keyed_request, &key_text, now_ms);
+                let ceiling = request.ceiling.saturating_sub(u64::from(charge.request.cost));
+                let (shared, rule_set, rule) =
+                    (Rc::clone(self), Arc::clone(rule_set), charge_plan.rules[layer_ref.rule]);
+                tokio::task::spawn_local(async move {
+                    let request = CounterRequest { ceiling, ..request };
+                    if let Ok(AcquireReply::Refused { .. }) = shared.acquire(&[request]).await {
+                        shared.start_store_penalty(&rule_set, rule, keyed_request, &key_text).await;
+                    }
+                });
+            }
         }
     }
 
@@ -697,7 +828,8 @@ mod tests {
         /// Deposits what a store replies to a fetch for the first layer. Returns the usage if that is a refusal.
         fn deposit(&self, fetch: &TokenFetch, granted: u64, used: u64, end_ms: u64) -> Option<u64> {
             let in_flight = InFlightFetch::new(Vec::new());
-            let reply = CounterReply { granted, used, end_ms, available_ms: end_ms, number: end_ms / HOUR_MS - 1 };
+            let reply =
+                CounterReply { granted, used, end_ms, available_ms: end_ms, number: end_ms / HOUR_MS - 1, call: 0 };
             self.shared.deposit_tokens(fetch, &fetch.request, reply, &in_flight);
             let refused = in_flight.refused.borrow();
             refused.first().map(|(_, reply)| reply.used)
@@ -1023,7 +1155,7 @@ mod tests {
                 let fetch = worker.fetch(0, 0, "a", granted, granted);
                 let number = START_MS / segment_ms + segment;
                 let end_ms = START_MS + HOUR_MS + segment * segment_ms;
-                let reply = CounterReply { granted, used: granted, end_ms, available_ms: end_ms, number };
+                let reply = CounterReply { granted, used: granted, end_ms, available_ms: end_ms, number, call: 0 };
                 worker.shared.deposit_tokens(&fetch, &fetch.request, reply, &in_flight);
             };
             worker.record("a", |_record| ());
@@ -1085,6 +1217,7 @@ mod tests {
                 end_ms: START_MS,
                 available_ms: START_MS,
                 number: 500_000,
+                call: 0,
             });
             let in_flight = |key, tokens| {
                 let id = counter_id(worker.counter(key, 0));

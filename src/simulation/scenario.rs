@@ -132,8 +132,8 @@ struct DelayedRequest {
     /// Layers to charge again then.
     recharge: Vec<LayerRef>,
     receipts: Vec<ShardReceipt>,
-    /// By position in [`Request::costs`]: the receipts of the rule.
-    cost_receipts: Vec<Vec<ShardReceipt>>,
+    /// By position in [`Request::costs`], see [`receipts_of_cost`].
+    cost_receipts: Vec<Option<Vec<ShardReceipt>>>,
     /// The latest time at which the request may proceed, Unix milliseconds.
     latest_ms: u64,
     slots: Slots,
@@ -177,6 +177,11 @@ impl Request {
         };
         Some(KeyedRequest { cost, ..keyed_request })
     }
+}
+
+/// The receipts of a rule whose cost is settled later; `None`: the rule has charged nothing, and nothing is settled.
+fn receipts_of_cost(context: &DecisionContext, position: usize) -> Option<Vec<ShardReceipt>> {
+    context.has_charged(position).then(|| context.receipts_of_rule(position).collect())
 }
 
 impl Scenario {
@@ -308,13 +313,12 @@ impl Scenario {
             Decision::Admitted => {
                 let has_waited = self.context.result.concurrency.iter().any(|usage| usage.state == SlotState::Waited);
                 self.compare(request, if has_waited { Verdict::Delayed } else { Verdict::Admitted });
-                self.settle(request, |_nth, position| self.context.receipts_of_rule(position).collect(), now_ms);
+                self.settle(request, |_nth, position| receipts_of_cost(&self.context, position), now_ms);
                 self.hold(slots, now_ms + request.left_ms);
             }
             Decision::Delayed { until_ms, waiter, recharge } => {
                 let max_delay_ms = self.rule_set.max_delay_ms(&self.charge_plans[request.rules_index]);
-                let receipts_of =
-                    |(position, _): &(usize, FinalCost)| self.context.receipts_of_rule(*position).collect();
+                let receipts_of = |(position, _): &(usize, FinalCost)| receipts_of_cost(&self.context, *position);
                 let delayed = Box::new(DelayedRequest {
                     recharge,
                     receipts: self.context.all_receipts().collect(),
@@ -401,10 +405,13 @@ impl Scenario {
         }
     }
 
-    /// Charges or refunds the difference to the cost that the response states, as `proxy::response_cost` does.
-    fn settle(&self, request: &Request, receipts: impl Fn(usize, usize) -> Vec<ShardReceipt>, now_ms: u64) {
+    /// Charges or refunds the difference to the cost that the response states, as `proxy::response_cost` does. `receipts`: see
+    /// [`receipts_of_cost`].
+    fn settle(&self, request: &Request, receipts: impl Fn(usize, usize) -> Option<Vec<ShardReceipt>>, now_ms: u64) {
         for (nth, (position, _)) in request.costs.iter().enumerate() {
-            let (Some(charged), Some(settled)) = (request.keyed_requests[*position], request.settled(*position)) else {
+            let (Some(charged), Some(settled), Some(receipts)) =
+                (request.keyed_requests[*position], request.settled(*position), receipts(nth, *position))
+            else {
                 continue;
             };
             match settled.cost.checked_sub(charged.cost) {
@@ -415,7 +422,7 @@ impl Scenario {
                     self.rule_set.charge_excess(rule, keyed_request, &self.table, now_ms);
                 }
                 None => {
-                    self.rule_set.refund(&receipts(nth, *position), charged.cost - settled.cost, &self.table, now_ms);
+                    self.rule_set.refund(&receipts, charged.cost - settled.cost, &self.table, now_ms);
                 }
             }
         }
@@ -471,11 +478,9 @@ impl Scenario {
     /// refuse, as `proxy::delayed_request` does.
     fn proceed(&mut self, now_ms: u64, mut delayed: Box<DelayedRequest>) {
         if delayed.recharge.is_empty() {
-            let DelayedRequest { request, mut cost_receipts, slots, .. } = *delayed;
-            let taken = |nth: usize, _position| cost_receipts.get(nth).cloned().unwrap_or_default();
-            self.settle(&request, taken, now_ms);
+            let DelayedRequest { request, cost_receipts, slots, .. } = *delayed;
+            self.settle(&request, |nth, _position| cost_receipts[nth].clone(), now_ms);
             self.compare(&request, Verdict::Delayed);
-            cost_receipts.clear();
             self.hold(slots, now_ms + request.left_ms);
             return;
         }
@@ -513,7 +518,9 @@ impl Scenario {
             }
         };
         for ((position, _), receipts) in delayed.request.costs.iter().zip(&mut delayed.cost_receipts) {
-            receipts.extend(self.context.receipts_of_rule(*position));
+            if let Some(receipts) = receipts {
+                receipts.extend(self.context.receipts_of_rule(*position));
+            }
         }
         let number = self.number();
         self.events.insert((until_ms, number), Event::WindowOpens(delayed));

@@ -3,6 +3,7 @@
 use crate::support::client::{Client, HttpResponse};
 use crate::support::gateway::Gateway;
 use crate::support::one_rule;
+use crate::support::process::Process;
 use crate::support::ratelimit_parser::remaining;
 use crate::support::upstream::{Upstream, reply};
 
@@ -213,4 +214,71 @@ fn a_refused_request_opens_no_window() {
     assert_eq!(floating(&client.get("/a").expect(429)), (3, 10));
     gateway.advance_s(43);
     assert_eq!(floating(&client.get("/a").expect(200)), (2, 10));
+}
+
+/// The tokens of the only client that rule `r` has counted.
+fn used(gateway: &Gateway) -> u64 {
+    let query = serde_json::json!({ "rule": "r", "key": "127.0.0.1" });
+    let state = Client::connect(gateway.admin).post("/v1/value", query.to_string()).expect(200).json();
+    state["count"].as_u64().unwrap_or_else(|| panic!("{state}"))
+}
+
+#[test]
+fn a_shadow_rule_settles_only_what_it_has_charged() {
+    let upstream = upstream_with_cost();
+    let gateway = Gateway::start(&response_cost_config(
+        &upstream,
+        "on_limit = \"shadow\"\nwindows = [\"10/minute\"]\n\
+         cost = { response-header = \"x-cost\", reserve = 1, max = 1000 }",
+    ));
+    let mut client = gateway.client();
+    client.get("/82").expect(200);
+    assert_eq!(used(&gateway), 82);
+    client.get("/210").expect(200);
+    assert_eq!(used(&gateway), 82, "an enforced rule would have refused the request");
+    let upstream = Upstream::responding(|received| {
+        reply(received.target.trim_start_matches('/').parse().unwrap_or(200), &[], b"")
+    });
+    let gateway = Gateway::start(&response_cost_config(
+        &upstream,
+        "on_limit = \"shadow\"\nwindows = [\"2/minute\"]\ncount_when = { status = [401] }",
+    ));
+    let mut client = gateway.client();
+    for _ in 0..3 {
+        client.get("/401").expect(401);
+    }
+    client.get("/200").expect(200);
+    assert_eq!(used(&gateway), 2, "nothing was charged, so nothing is refunded");
+}
+
+#[test]
+fn a_cost_of_0_is_admitted_whatever_is_used() {
+    let toml = |limit: u32| {
+        format!(
+            "[upstreams.u]\nbuiltin = \"echo\"\n[rules.r]\nkey = \"ip\"\nwindows = [\"{limit}/30d\"]\npenalty = \"1h\"\n\
+             cost = {{ request-header = \"x-cost\", max = 9 }}\n\
+             [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"r\"]\n"
+        )
+    };
+    let process = Process::spawn(&toml(9));
+    let get = |cost: &str| process.client().get_with("/", &[("X-Cost", cost)]);
+    assert_eq!(remaining(&get("8").expect(200), "r"), 1);
+    process.write_config(&toml(5));
+    process.signal("HUP");
+    process.wait_for_applied_reloads(1);
+    // More is used than the limit, and no lock-out starts.
+    assert_eq!([get("0").status, get("0").status], [200, 200]);
+    // A lock-out refuses requests of any cost.
+    assert_eq!([get("1").status, get("0").status], [429, 429]);
+}
+
+#[test]
+fn a_reserve_of_0_needs_one_token_left() {
+    let upstream = upstream_with_cost();
+    let rule = "windows = [\"10/minute\"]\ncost = { response-header = \"x-cost\", reserve = 0, max = 1000 }";
+    let gateway = Gateway::start(&response_cost_config(&upstream, rule));
+    let mut client = gateway.client();
+    assert_eq!([5, 4, 0].map(|cost| remaining(&client.get(&format!("/{cost}")).expect(200), "r")), [5, 1, 1]);
+    assert_eq!(remaining(&client.get("/1").expect(200), "r"), 0);
+    assert_eq!(client.get("/0").expect(429).field("retry-after"), Some("60"));
 }

@@ -94,6 +94,7 @@ mod retries;
 mod routing;
 mod schema;
 mod shared_cluster;
+mod shared_costs;
 mod shared_counters;
 mod shared_edge_cases;
 mod shared_eviction;

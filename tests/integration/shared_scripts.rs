@@ -113,6 +113,7 @@ impl Model {
                 end_ms: 0,
                 available_ms: 0,
                 number: counter.mark,
+                call: 0,
             });
         }
         (is_granted, replies)

@@ -289,7 +289,7 @@ impl Model {
             self.0.retain(|number, _| *number >= latest - 8);
         }
         let end_ms = segments.expires_ms(latest);
-        (is_granted, CounterReply { granted, used: used_after, end_ms, available_ms, number: latest })
+        (is_granted, CounterReply { granted, used: used_after, end_ms, available_ms, number: latest, call: 0 })
     }
 }
 

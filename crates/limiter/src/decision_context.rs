@@ -127,6 +127,12 @@ impl DecisionContext {
         charges.filter(move |(_, layer_ref)| layer_ref.rule == position).map(|(charge, _)| charge)
     }
 
+    /// Whether the rule at this position has charged an admitted request: a shadow rule that would have refused the request has
+    /// not, nor has a rule that was not examined.
+    pub fn has_charged(&self, position: usize) -> bool {
+        !self.result.shadowed.contains(&position) && self.charges_of_rule(position).next().is_some()
+    }
+
     /// The receipts of all charges in the layers of one rule.
     pub fn receipts_of_rule(&self, position: usize) -> impl Iterator<Item = ShardReceipt> + '_ {
         self.charges_of_rule(position).flat_map(|charge| {

@@ -199,11 +199,13 @@ impl RuleSet {
     }
 
     /// As [`RuleSet::retry_at_ms`], for a request that was peeked at only: with the tokens that a refusal would take, and the
-    /// penalties that it would begin. The charges in the context then state this usage; no counter changes.
+    /// penalties that it would begin. The charges in the context then state this usage; no counter changes. `table`: where sliding
+    /// windows were peeked at; `None`: in a store.
     #[cold]
-    pub fn retry_at_ms_once_refused(
+    pub fn retry_at_ms_once_refused<const W: usize>(
         &self,
         charge_plan: &ChargePlan,
+        table: Option<&Table<W>>,
         context: &mut DecisionContext,
         now_ms: u64,
     ) -> Option<u64> {
@@ -214,7 +216,13 @@ impl RuleSet {
         }
         for (charge, layer_ref) in context.result.charges.iter_mut().zip(&context.result.layers) {
             if self.rule_of(charge_plan, *layer_ref).rule.count_refused {
-                charge.usage.used += u64::from(remaining_cost(charge));
+                let taken = remaining_cost(charge);
+                charge.usage.used += u64::from(taken);
+                if let (WindowKind::Sliding, Some(table)) = (charge.request.kind, table) {
+                    let cost = charge.request.cost.saturating_add(taken);
+                    let (request, time) = (AcquireRequest { cost, ..charge.request }, self.time(now_ms));
+                    charge.usage.end_ms = SlidingCounter::new(charge.counter, request, time).peek(table, time).0.end_ms;
+                }
             }
         }
         self.retry_at_ms(charge_plan, context, now_ms)
@@ -243,7 +251,7 @@ impl RuleSet {
 
     /// Lets a refused request consume the remaining tokens, in layers of rules that count refusals.
     #[cold]
-    pub(super) fn charge_refusal<const W: usize>(
+    pub fn charge_refusal<const W: usize>(
         &self,
         charge_plan: &ChargePlan,
         table: &Table<W>,

@@ -13,7 +13,7 @@ use crate::bucket::{FindResult, InsertResult, Key, OpenWindow};
 use crate::counter::CounterWord;
 use crate::table::{Counter, Table};
 use crate::window::END_MAX_MS;
-use crate::window_kind::{AcquireRequest, Usage, WindowKind};
+use crate::window_kind::{AcquireRequest, CEILING_MAX, Usage, WindowKind};
 
 /// These constants distinguish a lease from its counter, and the known usage from both. Leases may outlive the process,
 /// so the constants never change.
@@ -41,8 +41,7 @@ impl AcquireRequest {
     /// The same request, to be charged to the lease of the counter. If the lease holds more tokens than the ceiling,
     /// the excess is dropped: it was fetched under another limit.
     pub fn leased(self) -> AcquireRequest {
-        // Capped so that a cost can be added without overflow.
-        AcquireRequest { ceiling: self.ceiling.min(u64::MAX >> 1), floor: 0, kind: WindowKind::Leased, ..self }
+        AcquireRequest { ceiling: self.ceiling.min(CEILING_MAX), floor: 0, kind: WindowKind::Leased, ..self }
     }
 
     /// The usage of a lease that has expired or does not exist.
@@ -109,6 +108,21 @@ impl<const W: usize> Table<W> {
     pub fn set_known_usage(&self, counter: Counter, end_ms: u64, used: u32, now_ms: u64) {
         // Known usage grants no tokens, so the result does not matter.
         let _ = self.write_window(counter.known_usage_counter(), end_ms, now_ms, |_word| used);
+    }
+
+    /// As [`Table::set_known_usage`], for windows that requests open, whose end only the store knows: replaces a later end, which
+    /// this gateway had assumed.
+    pub fn correct_known_usage(&self, counter: Counter, end_ms: u64, used: u32, now_ms: u64) {
+        let key = counter.known_usage_counter().key;
+        while let FindResult::Counter(index, word) = self.counters.find(key) {
+            if end_ms <= now_ms || word.end_ms() <= end_ms {
+                break;
+            }
+            if self.counters.swap(index, word, CounterWord::new(key.tag, end_ms, used)).is_ok() {
+                return;
+            }
+        }
+        self.set_known_usage(counter, end_ms, used, now_ms);
     }
 
     /// Adds tokens to the known usage of the shared counter.

@@ -269,6 +269,11 @@ impl Rule {
         matches!(self.cost, Cost::Response { .. })
     }
 
+    /// Whether a request takes nothing until its response states the cost.
+    pub fn reserves_nothing(&self) -> bool {
+        matches!(self.cost, Cost::Response { reserve: 0, .. })
+    }
+
     /// Whether the rule is a shadow rule.
     pub fn is_shadow(&self) -> bool {
         self.on_limit == OnLimit::Shadow

@@ -17,7 +17,7 @@ use crate::store_key::WindowSegments;
 use crate::table::{Counter, Table};
 use crate::waiter_limit::WaiterLimit;
 use crate::window::{Time, Windows};
-use crate::window_kind::{AcquireRequest, WindowKind};
+use crate::window_kind::{AcquireRequest, CEILING_MAX, WindowKind};
 
 /// A request under one rule: its key and its cost.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -61,6 +61,8 @@ pub struct CompiledLayer {
     pub reserve: u32,
     /// Shards of each counter; 1: not sharded.
     pub shards: u32,
+    /// Whether the cost is known after the response only, so that a request of cost 0 may still take tokens.
+    is_settled_later: bool,
     /// The order of charging: layers with the smallest value first.
     rank: (bool, u32, u64),
 }
@@ -166,11 +168,25 @@ impl CompiledLayer {
     pub(super) fn new_charge(&self, keyed_request: KeyedRequest, end_ms: u64, own_shard: u32) -> Charge {
         let bucket_hash = keyed_request.key.bucket_hash.wrapping_add(self.bucket_offset);
         let counter = Counter { key: Key::new(bucket_hash, keyed_request.key.tag ^ self.id), layer: self.id };
-        let cost = if self.is_penalty() { 0 } else { keyed_request.cost };
-        let request = AcquireRequest { end_ms, cost, ..self.request };
+        let mut request = AcquireRequest { end_ms, cost: keyed_request.cost, ..self.request };
+        if self.is_penalty() || keyed_request.cost == 0 {
+            self.set_zero_cost(&mut request);
+        }
         let mut charge = Charge::new(counter, request);
         charge.sharding = Sharding { shards: self.shards, first_shard: own_shard };
         charge
+    }
+
+    /// Makes a request take nothing. It is admitted whatever the usage, unless a penalty lasts, or its cost is known after the
+    /// response only: then one token has to be left.
+    #[cold]
+    fn set_zero_cost(&self, request: &mut AcquireRequest) {
+        request.cost = 0;
+        request.ceiling = match self {
+            _ if self.is_penalty() => 0,
+            CompiledLayer { is_settled_later: true, .. } => request.ceiling - 1,
+            CompiledLayer { is_settled_later: false, .. } => CEILING_MAX,
+        };
     }
 }
 
@@ -428,6 +444,7 @@ impl RuleSet {
             shards: 1,
             capacity: 0,
             reserve: 0,
+            is_settled_later: false,
             rank: (rule.key.contains(&KeyPart::Global), 0, period_ms),
         }
     }
@@ -481,6 +498,7 @@ impl RuleSet {
             shards,
             capacity,
             reserve: limit.reserve,
+            is_settled_later: rule.has_response_cost(),
             rank: (rule.key.contains(&KeyPart::Global), limit.tokens, typical_ms),
         }
     }

@@ -270,6 +270,10 @@ impl RuleSet {
                         charge.usage = charge.usage.joined_penalty(Usage { used: u64::from(used), end_ms });
                     }
                 }
+                CountingMode::LocalFallback if charge.request.cost == 0 => {
+                    charge.usage.used += remote_usage(charge.counter, table, now_ms);
+                    charge.request.ceiling = layer.capacity.into();
+                }
                 CountingMode::LocalFallback => {
                     let whole = charge.request.ceiling.max(u64::from(layer.capacity));
                     charge.usage.used += whole - charge.request.ceiling;
@@ -428,6 +432,8 @@ impl CompiledRule {
             // No single call can decide on all shards, so sharded counters are always leased.
             // Leased tokens could be spent during a penalty that another gateway has started.
             Sharing::Exact | Sharing::Lease if self.penalty.is_some() => CountingMode::Remote,
+            // A request that reserves nothing spends no lease, which would always admit it. Such a rule is never sharded.
+            Sharing::Exact | Sharing::Lease if self.rule.reserves_nothing() => CountingMode::Remote,
             Sharing::Exact if !self.is_sharded() => CountingMode::Remote,
             Sharing::Exact | Sharing::Lease => CountingMode::Leased,
         }

@@ -71,6 +71,9 @@ impl WindowKind {
     }
 }
 
+/// No ceiling: the greatest one to which a cost can be added without overflow.
+pub const CEILING_MAX: u64 = u64::MAX >> 1;
+
 /// The tokens that a request takes from one counter.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct AcquireRequest {
@@ -85,7 +88,7 @@ pub struct AcquireRequest {
     pub floor: u64,
     /// Tokens granted per window; at least 1.
     pub limit: u32,
-    /// Tokens to take. A cost of 0 takes nothing, and is admitted unless the ceiling is exceeded already.
+    /// Tokens to take; 0: the counter is not changed, and the request is admitted unless the ceiling is exceeded already.
     pub cost: u32,
     /// How the windows of the counter depend on each other.
     pub kind: WindowKind,
@@ -175,7 +178,7 @@ pub fn usage<const PLAIN: bool>(word: CounterWord, request: AcquireRequest, time
 /// The tokens that this many windows grant. The product can be any number if the tokens were owed under another limit;
 /// it is capped so that a cost can be added without overflow.
 pub fn tokens_granted(windows: u64, limit: u32) -> u64 {
-    windows.saturating_mul(u64::from(limit)).min(u64::MAX >> 1)
+    windows.saturating_mul(u64::from(limit)).min(CEILING_MAX)
 }
 
 /// As [`usage`], where windows depend on each other: if the word ends some windows from now, the grants of those

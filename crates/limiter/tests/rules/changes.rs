@@ -36,8 +36,9 @@ impl Plain {
 
     fn decide(&mut self, layer_requests: &[LayerRequest], now_ms: u64) -> Expected {
         let fits = |layer_request: &LayerRequest| {
-            self.used(layer_request, now_ms).tokens + u64::from(layer_request.cost)
-                <= u64::from(layer_request.limit.tokens)
+            layer_request.cost == 0
+                || self.used(layer_request, now_ms).tokens + u64::from(layer_request.cost)
+                    <= u64::from(layer_request.limit.tokens)
         };
         if !layer_requests.iter().all(fits) {
             return Expected::Refused;

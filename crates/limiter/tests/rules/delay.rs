@@ -228,8 +228,24 @@ fn a_peek_tells_when_a_refused_request_may_be_retried() {
         let Gateway { rule_set, charge_plan, table, context } = &mut gateway;
         assert!(!rule_set.peek(charge_plan, table, DecisionTime::read(&|| 50), context));
         assert_eq!(rule_set.retry_at_ms(charge_plan, context, 50), Some(100));
-        assert_eq!(rule_set.retry_at_ms_once_refused(charge_plan, context, 50), Some(retry_ms));
+        assert_eq!(rule_set.retry_at_ms_once_refused(charge_plan, Some(table), context, 50), Some(retry_ms));
         assert_eq!(context.charge_of(wide).map(|charge| charge.usage.used), Some(used));
+    }
+}
+
+/// In a sliding window, the tokens that a refusal takes come back one period after it.
+#[test]
+fn a_peek_tells_when_a_refused_request_may_be_retried_in_a_sliding_window() {
+    for (cost, now_ms) in [(2, 300), (3, 300), (2, 900), (4, 1000)] {
+        let layers = vec![Limit { windows: Windows::Sliding { period_ms: 800 }, ..plain(4, 800) }];
+        let mut gateway = Gateway::with_large_table(&[Rule { count_refused: true, ..rule("only", layers) }]);
+        assert_eq!([gateway.request_tokens(0, 2, 100), gateway.request_tokens(0, 1, 250)], [Admitted, Admitted]);
+        let Gateway { rule_set, charge_plan, table, context } = &mut gateway;
+        context.inputs.keyed_requests[0].as_mut().unwrap().cost = cost;
+        assert!(!rule_set.peek(charge_plan, table, DecisionTime::read(&|| now_ms), context), "{cost} at {now_ms}");
+        let told = rule_set.retry_at_ms_once_refused(charge_plan, Some(table), context, now_ms);
+        assert_eq!(gateway.request_tokens(0, cost, now_ms), Refused);
+        assert_eq!(told, gateway.retry_at_ms(now_ms), "{cost} at {now_ms}");
     }
 }
 

@@ -61,7 +61,7 @@ impl Comparison {
         if expected == Expected::Refused {
             for ((layer_ref, layer_request), before) in all.iter().zip(&before) {
                 let full = self.gateway.context.charge_of(*layer_ref).expect("the layer was charged").is_full;
-                prop_assert_eq!(full, before.left < i128::from(layer_request.cost));
+                prop_assert_eq!(full, before.left < layer_request.least_left());
             }
             return self.check_retry(&layer_requests);
         }

@@ -27,6 +27,8 @@ pub struct LayerRequest {
     /// The offset of the key's random windows, in units of 2^-64 of the period.
     pub offset: u64,
     pub cost: u32,
+    /// Whether the cost is known after the response only.
+    pub is_settled_later: bool,
     /// The longest delay that the rule allows.
     pub max_delay_ms: Option<u64>,
     /// Whether the rule counts refused requests.
@@ -48,6 +50,15 @@ pub struct Oracle {
 impl LayerRequest {
     fn cost(&self) -> i128 {
         self.cost.into()
+    }
+
+    /// The tokens that have to be left. A request that takes nothing needs none, unless its cost may follow.
+    pub fn least_left(&self) -> i128 {
+        match (self.cost, self.is_settled_later) {
+            (0, false) => i128::MIN,
+            (0, true) => 1,
+            (cost, _) => cost.into(),
+        }
     }
 
     fn capacity(&self) -> i128 {
@@ -108,7 +119,7 @@ impl Oracle {
     /// Charges a request in all layers or in none, in the current window or in later ones.
     pub fn decide(&mut self, layer_requests: &[LayerRequest], reserves: bool, may_wait: bool, now_ms: u64) -> Expected {
         let is_full = |oracle: &Oracle, layer_request: &LayerRequest| {
-            oracle.account(layer_request, now_ms).left < layer_request.cost()
+            oracle.account(layer_request, now_ms).left < layer_request.least_left()
         };
         if !layer_requests.iter().any(|layer_request| is_full(self, layer_request)) {
             layer_requests.iter().for_each(|layer_request| self.charge(layer_request, layer_request.cost(), now_ms));
@@ -137,8 +148,8 @@ impl Oracle {
     pub fn opens_ms(&self, layer_request: &LayerRequest, now_ms: u64) -> Option<u64> {
         let mut account = self.account(layer_request, now_ms);
         let mut opens_ms = now_ms;
-        while account.left < layer_request.cost() {
-            if layer_request.cost() > layer_request.capacity() {
+        while account.left < layer_request.least_left() {
+            if layer_request.least_left() > layer_request.capacity() {
                 return None;
             }
             opens_ms = account.end_ms;
@@ -159,7 +170,7 @@ impl Oracle {
         let mut admission_times: HashMap<usize, u64> = HashMap::new();
         for layer_request in layer_requests
             .iter()
-            .filter(|layer_request| self.account(layer_request, now_ms).left < layer_request.cost())
+            .filter(|layer_request| self.account(layer_request, now_ms).left < layer_request.least_left())
         {
             let opens_ms = self.opens_ms(layer_request, now_ms)?;
             let may_wait = layer_request.max_delay_ms.is_some_and(|most| opens_ms - now_ms <= most);
@@ -189,7 +200,7 @@ impl Oracle {
             granted += i128::from(layer_request.limit.tokens);
             end_ms = layer_request.next_ms(end_ms);
         }
-        if account.left < layer_request.cost() && layer_request.limit.reserve > 0 {
+        if account.left < layer_request.least_left() && layer_request.limit.reserve > 0 {
             // The current window and later ones share an account, which may be negative down to the reserve.
             let left = account.left - layer_request.cost();
             return (layer_request.cost == 0 || left >= -i128::from(layer_request.limit.reserve))
@@ -198,6 +209,7 @@ impl Oracle {
         // The tokens of the window in which the request is admitted, less the cost; from now on, those granted until
         // then are owed.
         let then = layer_request.capacity().min(account.left + granted) - layer_request.cost();
-        (then >= 0).then_some(Account { left: then - granted, ..account })
+        (then + layer_request.cost() >= layer_request.least_left())
+            .then_some(Account { left: then - granted, ..account })
     }
 }

@@ -140,8 +140,17 @@ impl<const W: usize> Gateway<W> {
                 };
                 let (limit, offset, count_refused) =
                     (limit.clone(), offset_of(&entry.rule, client), entry.rule.count_refused);
-                let layer_request =
-                    LayerRequest { key, rule: position, limit, offset, cost, max_delay_ms, count_refused };
+                let is_settled_later = entry.rule.has_response_cost();
+                let layer_request = LayerRequest {
+                    key,
+                    rule: position,
+                    limit,
+                    offset,
+                    cost,
+                    is_settled_later,
+                    max_delay_ms,
+                    count_refused,
+                };
                 all.push((LayerRef { rule: position, layer }, layer_request));
             }
         }

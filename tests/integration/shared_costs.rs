@@ -1,0 +1,186 @@
+//! Rules count with a store as without one: costs that responses state, refusals that count, penalties, and outages inside a window.
+
+use crate::support::client::{Client, HttpResponse};
+use crate::support::gateway_group::is_admitted;
+use crate::support::process::Process;
+use crate::support::ratelimit_parser::remaining;
+use crate::support::redis::RedisServer;
+use crate::support::upstream::{Upstream, reply};
+use crate::support::{eventually, eventually_eq};
+
+const MODES: [&str; 3] = ["off", "lease", "exact"];
+/// A window that does not end during a test.
+const WINDOW: &str = "30d";
+
+/// A store, an upstream whose responses state the number in the request's path as the cost, and a gateway that sends all
+/// requests to it.
+fn start(redis: &RedisServer, upstream: &Upstream, settings: &str, rules: &[(&str, &str)]) -> Process {
+    let mut toml = format!("[counters.shared]\nredis = \"{}\"\n{settings}\n{}", redis.url(), upstream.toml("u"));
+    for (name, text) in rules {
+        toml += &format!("[rules.{name}]\n{text}\n");
+    }
+    let names: Vec<&str> = rules.iter().map(|(name, _)| *name).collect();
+    Process::spawn(&format!("{toml}[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = {names:?}\n"))
+}
+
+fn upstream_with_cost() -> Upstream {
+    Upstream::responding(|received| reply(200, &[("X-Cost", received.target.trim_start_matches('/'))], b""))
+}
+
+/// Of as many requests of one client, those that are admitted.
+fn admitted(client: &mut Client, target: &str, times: usize) -> usize {
+    (0..times).filter(|_| is_admitted(&client.get(target))).count()
+}
+
+#[test]
+fn a_response_cost_holds_its_limit_in_each_mode() {
+    let (redis, upstream) = (RedisServer::start(), upstream_with_cost());
+    // The limit, the reserve, the cost of each request, and how many are admitted while anything is left.
+    for (limit, reserve, cost, expected) in [(10, 0, 4, 3), (10, 1, 4, 3), (1000, 1, 50, 20), (10, 0, 5, 2)] {
+        for start_of_window in ["", "start = \"first-request\", "] {
+            let of_modes = MODES.map(|mode| {
+                let rule = format!(
+                    "key = \"ip\"\nshared = \"{mode}\"\n\
+                     cost = {{ response-header = \"x-cost\", reserve = {reserve}, max = 1000 }}\n\
+                     windows = [{{ {start_of_window}limit = {limit}, period = \"{WINDOW}\" }}]"
+                );
+                // Each rule has counters of its own.
+                let name = format!("r{limit}-{reserve}-{cost}-{}-{mode}", start_of_window.len());
+                let gateway = start(&redis, &upstream, "timeout = \"10s\"", &[(&name, &rule)]);
+                let mut client = gateway.client();
+                let responses: Vec<HttpResponse> = (0..40).map(|_| client.get(&format!("/{cost}"))).collect();
+                responses.iter().map(|response| (response.status, remaining(response, &name))).collect::<Vec<_>>()
+            });
+            let [alone, leased, exact] = &of_modes;
+            assert_eq!(alone.iter().filter(|(status, _)| *status == 200).count(), expected, "{alone:?}");
+            assert_eq!(leased, alone, "leased, {start_of_window}{limit}, reserve {reserve}, cost {cost}");
+            assert_eq!(exact, alone, "exact, {start_of_window}{limit}, reserve {reserve}, cost {cost}");
+        }
+    }
+}
+
+#[test]
+fn a_response_cost_holds_a_sliding_limit_with_leases() {
+    let (redis, upstream) = (RedisServer::start(), upstream_with_cost());
+    let rule = format!(
+        "key = \"ip\"\ncost = {{ response-header = \"x-cost\", reserve = 1, max = 1000 }}\n\
+         windows = [{{ limit = 1000, period = \"{WINDOW}\", sliding = true }}]"
+    );
+    let gateway = start(&redis, &upstream, "timeout = \"10s\"", &[("r", &rule)]);
+    let mut client = gateway.client();
+    let mut total = 0;
+    // The store may still be charging the request before.
+    eventually("the limit is reached", || {
+        let is_admitted = is_admitted(&client.get("/50"));
+        total += usize::from(is_admitted);
+        !is_admitted
+    });
+    assert!((20..25).contains(&total), "{total}");
+    eventually_eq(|| admitted(&mut client, "/50", 1), 0);
+}
+
+#[test]
+fn a_refused_request_counts_wherever_its_rules_are_counted() {
+    let (redis, upstream) = (RedisServer::start(), upstream_with_cost());
+    for c_mode in MODES {
+        for b_mode in MODES {
+            for kind in ["", ", start = \"first-request\"", ", sliding = true"] {
+                let name = format!("c-{c_mode}-{b_mode}-{}", kind.len());
+                let c = format!(
+                    "key = \"ip\"\nshared = \"{c_mode}\"\ncount_refused = true\n\
+                     windows = [{{ limit = 13, period = \"{WINDOW}\"{kind} }}]"
+                );
+                let b_name = format!("b-{c_mode}-{b_mode}-{}", kind.len());
+                let b = format!("key = \"global\"\nshared = \"{b_mode}\"\nwindows = [\"2/{WINDOW}\"]");
+                let gateway = start(&redis, &upstream, "timeout = \"10s\"", &[(&name, &c), (&b_name, &b)]);
+                let mut client = gateway.client();
+                for used in 1..=16 {
+                    let response = client.get("/a").expect(if used <= 2 { 200 } else { 429 });
+                    assert_eq!(remaining(&response, &name), 13u64.saturating_sub(used), "{name}: request {used}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_refused_request_opens_no_window_in_the_store() {
+    let (redis, upstream) = (RedisServer::start(), upstream_with_cost());
+    for mode in ["lease", "exact"] {
+        let counting = format!(
+            "key = \"header:x-key\"\non_missing_key = \"skip\"\nshared = \"{mode}\"\ncount_refused = true\n\
+             windows = [{{ limit = 5, period = \"{WINDOW}\", start = \"first-request\" }}]"
+        );
+        let full = format!("key = \"ip\"\nshared = \"off\"\nwindows = [\"1/{WINDOW}\"]");
+        let gateway = start(&redis, &upstream, "timeout = \"10s\"", &[(mode, &counting), ("full", &full)]);
+        let mut client = gateway.client();
+        client.get_with("/a", &[("X-Key", "first")]).expect(200);
+        for _ in 0..2 {
+            client.get_with("/a", &[("X-Key", "second")]).expect(429);
+        }
+        // Requests of the key that has a window are charged meanwhile.
+        client.get_with("/a", &[("X-Key", "first")]).expect(429);
+        let used = |key: &str| {
+            let text = redis.cli(&["HGET", &format!("transom:{{{mode}|{key}}}:first-request"), "used"]);
+            text.parse::<u64>().unwrap_or(0)
+        };
+        eventually(&format!("the refused request counts: {:?}", redis.keys()), || used("first") >= 2);
+        assert_eq!(used("second"), 0, "{:?}", redis.keys());
+    }
+}
+
+#[test]
+fn a_full_window_starts_its_penalty_whichever_rule_refuses_first() {
+    let (redis, upstream) = (RedisServer::start(), upstream_with_cost());
+    for kind in ["", ", start = \"first-request\"", ", sliding = true"] {
+        let p = format!("p{}", kind.len());
+        let toml = format!(
+            "[counters.shared]\nredis = \"{}\"\ntimeout = \"10s\"\n{}\
+             [rules.{p}]\nkey = \"ip\"\npenalty = \"1h\"\nwindows = [{{ limit = 3, period = \"{WINDOW}\"{kind} }}]\n\
+             [rules.b]\nkey = \"ip\"\nshared = \"off\"\nwindows = [\"1/{WINDOW}\"]\n\
+             [[routes]]\npath = \"/both\"\nupstream = \"u\"\nrules = [\"b\", \"{p}\"]\n\
+             [[routes]]\npath = \"/p\"\nupstream = \"u\"\nrules = [\"{p}\"]\n",
+            redis.url(),
+            upstream.toml("u"),
+        );
+        let gateway = Process::spawn(&toml);
+        gateway.get("/both").expect(200);
+        assert_eq!(admitted(&mut gateway.client(), "/p", 2), 2);
+        let penalties = || redis.keys().into_iter().filter(|key| key.contains("penalty")).count();
+        assert_eq!(penalties(), 0);
+        // The window of `p` is full, and `b` refuses.
+        gateway.get("/both").expect(429);
+        eventually_eq(penalties, 1);
+        redis.cli(&["FLUSHALL"]);
+    }
+}
+
+#[test]
+fn a_window_admits_its_limit_over_outages() {
+    let upstream = upstream_with_cost();
+    for mode in ["lease", "exact"] {
+        for kind in ["", ", start = \"first-request\"", ", sliding = true", ", capacity = 100"] {
+            let redis = RedisServer::start();
+            let rule = format!(
+                "key = \"ip\"\nshared = \"{mode}\"\nwindows = [{{ limit = 100, period = \"{WINDOW}\"{kind} }}]"
+            );
+            let gateway = start(&redis, &upstream, "", &[("r", &rule)]);
+            let mut client = gateway.client();
+            let mut recoveries = 0;
+            let mut resume = || {
+                redis.resume();
+                recoveries += 1;
+                eventually_eq(|| gateway.stderr().matches("are reachable again").count(), recoveries);
+            };
+            assert_eq!(admitted(&mut client, "/a", 80), 80, "{mode}{kind}");
+            redis.suspend();
+            assert_eq!(admitted(&mut client, "/a", 5), 5, "{mode}{kind}");
+            resume();
+            assert_eq!(admitted(&mut client, "/a", 5), 5, "{mode}{kind}");
+            redis.suspend();
+            assert_eq!(admitted(&mut client, "/a", 20), 10, "{mode}{kind}");
+            resume();
+            assert_eq!(admitted(&mut client, "/a", 5), 0, "{mode}{kind}");
+        }
+    }
+}
