@@ -4,10 +4,12 @@
 //! series does not depend on the format of the scrape.
 
 use std::collections::BTreeMap;
-use std::fmt::{Display, Write as _};
+use std::fmt::Display;
 use std::sync::{Mutex, PoisonError};
 
-use metrics::Label;
+use metrics::{Key, Label};
+use metrics_exporter_prometheus::LabelSet;
+use metrics_exporter_prometheus::formatting::{write_help_line, write_metric_line, write_type_line};
 
 use super::events::{DECISIONS, OUTCOMES, REQUEST_DURATION, REQUESTS};
 use super::storage::{BOUNDS_US, HistogramSum};
@@ -131,11 +133,11 @@ impl Page {
             Format::Prometheus => name.name,
             Format::OpenMetrics => name.name.strip_suffix("_total").unwrap_or(name.name),
         };
-        self.write_line(format_args!("# HELP {family} {}", name.help));
-        self.write_line(format_args!("# TYPE {family} {kind}"));
+        write_help_line(&mut self.text, family, None, None, name.help);
+        write_type_line(&mut self.text, family, None, None, kind);
         let unit = UNITS.iter().find(|unit| family.strip_suffix(**unit).is_some_and(|rest| rest.ends_with('_')));
         if let (Some(unit), Format::OpenMetrics) = (unit, self.format) {
-            self.write_line(format_args!("# UNIT {family} {unit}"));
+            self.text.push_str(&format!("# UNIT {family} {unit}\n"));
         }
     }
 
@@ -145,7 +147,7 @@ impl Page {
             self.write_head(name);
         }
         for (labels, value) in series {
-            self.write_sample(name.name, "", &labels, None, value);
+            self.write_sample(name.name, None, &label_set(labels), None, value);
         }
     }
 
@@ -154,49 +156,40 @@ impl Page {
             self.write_head(name);
         }
         for (labels, sum) in series {
+            let labels = label_set(labels);
             let mut count = 0;
             for (bound_us, n) in bounds_us.iter().zip(&sum.buckets) {
                 count += n;
-                self.write_sample(name.name, "_bucket", &labels, Some(&bound_text(*bound_us)), count);
+                self.write_sample(name.name, Some("bucket"), &labels, Some(&bound_text(*bound_us)), count);
             }
             count += sum.buckets[bounds_us.len()];
-            self.write_sample(name.name, "_bucket", &labels, Some("+Inf"), count);
-            self.write_sample(name.name, "_sum", &labels, None, sum.sum_ns as f64 / 1e9);
-            self.write_sample(name.name, "_count", &labels, None, count);
+            self.write_sample(name.name, Some("bucket"), &labels, Some("+Inf"), count);
+            self.write_sample(name.name, Some("sum"), &labels, None, sum.sum_ns as f64 / 1e9);
+            self.write_sample(name.name, Some("count"), &labels, None, count);
         }
     }
 
     /// `le` is the bound of a bucket.
-    fn write_sample(&mut self, name: &str, suffix: &str, labels: &[Label], le: Option<&str>, value: impl Display) {
-        self.text.push_str(name);
-        self.text.push_str(suffix);
-        let labels = labels.iter().map(|label| (label.key(), label.value())).chain(le.map(|bound| ("le", bound)));
-        let mut separator = '{';
-        for (key, value) in labels {
-            self.text.push(separator);
-            separator = ',';
-            self.text.push_str(key);
-            self.text.push_str("=\"");
-            for sign in value.chars() {
-                match sign {
-                    '\\' => self.text.push_str("\\\\"),
-                    '"' => self.text.push_str("\\\""),
-                    '\n' => self.text.push_str("\\n"),
-                    _ => self.text.push(sign),
-                }
-            }
-            self.text.push('"');
-        }
-        if separator == ',' {
-            self.text.push('}');
-        }
-        self.write_line(format_args!(" {value}"));
+    fn write_sample(
+        &mut self,
+        name: &str,
+        suffix: Option<&'static str>,
+        labels: &LabelSet,
+        le: Option<&str>,
+        value: impl Display,
+    ) {
+        write_metric_line(&mut self.text, name, suffix, labels, le.map(|bound| ("le", bound)), value, None);
     }
+}
 
-    fn write_line(&mut self, line: std::fmt::Arguments<'_>) {
-        // A `String` never fails.
-        let _ = writeln!(self.text, "{line}");
-    }
+/// `LabelSet` takes a backslash for the beginning of an escape, and would drop it before a quotation mark or write `\\` for two.
+/// Of doubled backslashes it writes each pair as it is: the escape of one backslash.
+fn label_set(labels: Vec<Label>) -> LabelSet {
+    let doubled = labels.into_iter().map(|label| {
+        let (key, value) = label.into_parts();
+        Label::new(key, value.replace('\\', r"\\"))
+    });
+    LabelSet::from_key_and_global(&Key::from_parts("", doubled.collect::<Vec<_>>()), &Default::default())
 }
 
 /// A bound in seconds as OpenMetrics writes it: with a point, or with an exponent of two digits.
@@ -211,6 +204,7 @@ fn bound_text(bound_us: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::BTreeSet;
     use std::time::Duration;
 
     static HITS: Metric = Metric { name: "hits_total", help: "Hits.", kind: MetricKind::Counter };
@@ -252,6 +246,39 @@ mod tests {
              transom_request_duration_seconds_sum{route=\"r\"} 0.007\n";
         assert!(text.contains(buckets), "{text}");
         assert!(text.ends_with("\n# EOF\n") && !text.contains("live"), "{text}");
+    }
+
+    /// Label values of up to seven signs, among them those that need escapes.
+    fn label_values() -> impl Iterator<Item = String> {
+        let words = |length: u32| (0..4usize.pow(length)).map(move |number| (number, length));
+        (0..=7).flat_map(words).map(|(number, length)| {
+            (0..length).map(|place| ['\\', '"', '\n', 'n'][number / 4usize.pow(place) % 4]).collect()
+        })
+    }
+
+    #[test]
+    fn labels_are_escaped_as_the_formats_define() {
+        let registry = Registry::default();
+        label_values().for_each(|value| registry.cell(&HITS, 0, &[("route", &value)]).add(1));
+        let escaped = |value: String| value.replace('\\', r"\\").replace('"', "\\\"").replace('\n', r"\n");
+        let expected: BTreeSet<String> =
+            label_values().map(|value| format!("hits_total{{route=\"{}\"}} 1", escaped(value))).collect();
+        for format in [Format::Prometheus, Format::OpenMetrics] {
+            let text = render(&registry, &[&HITS], &[], format);
+            let samples: BTreeSet<String> =
+                text.lines().filter(|line| !line.starts_with('#')).map(str::to_owned).collect();
+            assert_eq!(samples.len(), 21_845);
+            assert_eq!(samples.symmetric_difference(&expected).next(), None, "{format:?}");
+        }
+    }
+
+    /// A suffix is left out after a name that ends with it.
+    #[test]
+    fn names_do_not_end_with_a_suffix_of_histograms() {
+        for metric in crate::metrics::events::NAMES {
+            let is_suffixed = ["bucket", "sum", "count"].iter().any(|suffix| metric.name.ends_with(suffix));
+            assert!(!is_suffixed || metric.kind != MetricKind::Histogram, "{metric:?}");
+        }
     }
 
     /// OpenMetrics also escapes quotation marks in help texts, the other format does not.

@@ -8,6 +8,8 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
+use transom::metrics::exposition::{Format, render};
+use transom::metrics::{Metric, Registry, counter};
 use transom_limiter::secret_digest::Digest;
 
 use crate::support::client::Client;
@@ -159,6 +161,56 @@ fn prometheus_accepts_the_metrics() {
     // Of a name that needs escapes.
     drop(gateway.get("/b"));
     run_checks("parse_metrics.py", &[format!("http://{}/metrics", gateway.admin)]);
+}
+
+/// Label values of up to four signs, among them those that need escapes and those that end a label.
+fn label_values() -> impl Iterator<Item = String> {
+    const SIGNS: [char; 7] = ['\\', '"', '\n', 'n', '}', ',', '\u{e9}'];
+    (0..=4).flat_map(|length| {
+        (0..SIGNS.len().pow(length))
+            .map(move |number| (0..length).map(|place| SIGNS[number / SIGNS.len().pow(place) % SIGNS.len()]).collect())
+    })
+}
+
+static SEEN: Metric = counter("seen_total", "Values of a label.");
+
+/// Prometheus stores what it reads, and prints it with the same escapes.
+#[test]
+fn prometheus_reads_back_all_labels() {
+    let (registry, scratch) = (Registry::default(), TempDir::new());
+    let values: Vec<String> = label_values().collect();
+    values.iter().for_each(|value| registry.cell(&SEEN, 0, &[("value", value)]).add(3));
+    let page = |format| render(&registry, &[&SEEN], &[], format);
+    let text = page(Format::Prometheus);
+    promtool(&["check", "metrics"], &text);
+    let open_metrics = page(Format::OpenMetrics);
+    run_checks(
+        "parse_labels.py",
+        &[
+            scratch.write("labels.json", serde_json::to_vec(&values).unwrap()).display().to_string(),
+            scratch.write("text", &text).display().to_string(),
+            scratch.write("openmetrics", &open_metrics).display().to_string(),
+        ],
+    );
+    // promtool stores samples with times only.
+    let timed = open_metrics
+        .lines()
+        .map(|line| if line.starts_with('#') { format!("{line}\n") } else { format!("{line} 1\n") });
+    let file = scratch.write("timed", timed.collect::<String>()).display().to_string();
+    let store = scratch.path().join("store");
+    fs::create_dir_all(store.join("wal")).unwrap();
+    let store = store.to_str().unwrap();
+    promtool(&["tsdb", "create-blocks-from", "openmetrics", &file, store], "");
+    let dump = String::from_utf8(promtool(&["tsdb", "dump", store], "").stdout).unwrap();
+    let expected = |value: &String| {
+        let escaped = value.replace('\\', r"\\").replace('"', "\\\"").replace('\n', r"\n");
+        // A label without a value is none.
+        let label = if value.is_empty() { String::new() } else { format!(", value=\"{escaped}\"") };
+        format!("{{__name__=\"seen_total\"{label}}} 3 1000")
+    };
+    let (read, expected): (BTreeSet<String>, BTreeSet<String>) =
+        (dump.lines().map(str::to_owned).collect(), values.iter().map(expected).collect());
+    assert_eq!(read.symmetric_difference(&expected).collect::<Vec<_>>(), Vec::<&String>::new());
 }
 
 /// A gateway that uses nearly every part has all documented metrics, and promtool accepts them.
