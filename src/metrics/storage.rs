@@ -72,7 +72,7 @@ pub struct Histogram {
 impl Histogram {
     pub fn record(&self, duration: Duration) {
         self.buckets[bucket_of(&BOUNDS_US, duration)].add(1);
-        self.sum_ns.add(duration.as_secs() * 1_000_000_000 + u64::from(duration.subsec_nanos()));
+        self.sum_ns.add(whole_ns(duration));
     }
 
     /// Adds this histogram to a sum over workers.
@@ -84,10 +84,15 @@ impl Histogram {
     }
 }
 
-/// The bucket of a duration: the first whose bound exceeds it, or the one behind the last bound.
+fn whole_ns(duration: Duration) -> u64 {
+    duration.as_secs() * 1_000_000_000 + u64::from(duration.subsec_nanos())
+}
+
+/// The bucket of a duration: the first whose bound is not below it, because the label `le` means "less than or equal"; or the
+/// one behind the last bound.
 fn bucket_of(bounds_us: &[u64], duration: Duration) -> usize {
-    let us = duration.as_secs() * 1_000_000 + u64::from(duration.subsec_micros());
-    bounds_us.iter().position(|bound| us < *bound).unwrap_or(bounds_us.len())
+    let ns = whole_ns(duration);
+    bounds_us.iter().position(|bound_us| ns <= bound_us * 1000).unwrap_or(bounds_us.len())
 }
 
 /// The sum of several workers' histograms. The counts of a histogram with fewer bounds are the first ones.
@@ -217,30 +222,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_duration_counts_in_the_bucket_whose_bound_exceeds_it() {
+    fn a_duration_counts_in_the_first_bucket_whose_bound_is_not_below_it() {
         let histogram = Histogram::default();
-        for us in [0, 3, 999, 1000, 60_000_000] {
-            histogram.record(Duration::from_micros(us));
+        for ns in [0, 1000, 1001, 2_001, 1_000_000, 1_000_001, 30_000_000_000, 30_000_000_001] {
+            histogram.record(Duration::from_nanos(ns));
         }
         let mut sum = HistogramSum::default();
         histogram.add_to(&mut sum);
         histogram.add_to(&mut sum);
-        assert_eq!(sum.buckets.iter().sum::<u64>(), 10);
-        assert_eq!((sum.buckets[0], sum.buckets[2], sum.buckets[9], sum.buckets[10]), (2, 2, 2, 2));
-        assert_eq!(sum.buckets[BOUNDS_US.len()], 2);
-        assert_eq!(sum.sum_ns, 2 * 60_002_002_000);
+        assert_eq!(sum.buckets.iter().sum::<u64>(), 16);
+        assert_eq!([0, 1, 2, 9, 10].map(|bucket| sum.buckets[bucket]), [4, 2, 2, 2, 2]);
+        assert_eq!([BOUNDS_US.len() - 1, BOUNDS_US.len()].map(|bucket| sum.buckets[bucket]), [2, 2]);
+        assert_eq!(sum.sum_ns, 2 * 60_002_005_003);
     }
 
     #[test]
     fn durations_of_requests_are_counted_by_the_configured_bounds() {
         let bounds_us: Arc<[u64]> = Arc::new([5_000, 10_000]);
         let cells = RouteCells::new(0, &bounds_us);
-        for us in [0, 4_999, 5_000, 9_999, 10_000, 60_000_000] {
+        for us in [0, 5_000, 5_001, 10_000, 10_001, 60_000_000] {
             cells.request_ended(200, Duration::from_micros(us));
         }
         let mut sum = HistogramSum::default();
         cells.add_buckets_to(&mut sum);
-        assert_eq!((&sum.buckets[..4], sum.sum_ns), (&[2, 2, 2, 0][..], 60_029_998_000));
+        assert_eq!((&sum.buckets[..4], sum.sum_ns), (&[2, 2, 2, 0][..], 60_030_002_000));
     }
 
     #[test]
