@@ -68,6 +68,8 @@ pub struct LeaseRecord {
     pub pending: SmallVec<[PendingCharge; 1]>,
     /// The latest call whose reply was noted, while charges were pending.
     pub latest_call: u64,
+    /// Tokens needed by requests that waited for the last fetch, which has ended, and have not continued yet.
+    pub resuming_tokens: u64,
     /// The last refusal by the store, if the window slides.
     pub refusal: Option<Refusal>,
     /// End of the window in which the store no longer grants tokens in advance.
@@ -118,6 +120,7 @@ impl LeaseRecord {
             waiting_tokens: 0,
             pending: SmallVec::new(),
             latest_call: 0,
+            resuming_tokens: 0,
             refusal: None,
             exhausted_end_ms: 0,
             last_balance: 0,
@@ -137,8 +140,20 @@ impl LeaseRecord {
             last => last,
         };
         self.last_fetch = now;
-        self.fetch_size = next.max(need + std::mem::take(&mut self.waiting_tokens)).min(u64::from(u32::MAX));
+        self.fetch_size = next.max(need + std::mem::take(&mut self.resuming_tokens)).min(u64::from(u32::MAX));
         self.fetch_size
+    }
+
+    /// Records that the fetch in flight has ended: the requests that wait for it continue.
+    pub fn end_fetch(&mut self) {
+        self.in_flight = None;
+        self.resuming_tokens = std::mem::take(&mut self.waiting_tokens);
+    }
+
+    /// Removes the tokens of a request that no longer waits: it fetches them itself, has got them, or gives up.
+    pub fn stop_waiting(&mut self, tokens: u64, has_ended: bool) {
+        let waiting = if has_ended { &mut self.resuming_tokens } else { &mut self.waiting_tokens };
+        *waiting = waiting.saturating_sub(tokens);
     }
 
     /// Records a reply, which may have granted fewer tokens than requested.
@@ -319,7 +334,7 @@ mod tests {
             let mut record = LeaseRecord::new(counter(1), 0, start);
             assert_eq!(record.next_fetch_size(8, start), 8, "a new key fetches what it needs");
             assert_eq!(record.next_fetch_size(1, start + lasted), size, "{lasted:?}");
-            record.waiting_tokens = 30;
+            record.resuming_tokens = 30;
             assert_eq!(record.next_fetch_size(20, start + lasted), 50.max(4 * size), "requests wait");
             assert_eq!(record.next_fetch_size(u64::MAX, start + lasted), u64::from(u32::MAX));
         }

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use tokio::time::Instant;
 
 use super::client::StoreError;
-use super::lease_sizing::{InFlightFetch, PendingCharge, Refusal, UndepositedTokens, counter_id};
+use super::lease_sizing::{InFlightFetch, LeaseRecord, PendingCharge, Refusal, UndepositedTokens, counter_id};
 use super::scripts::{AcquireReply, CounterReply, CounterRequest, RefundTarget};
 use super::shared_counters::SharedCounters;
 use super::shared_decision::{DecisionProgress, NextStep, ROUNDS_MAX, SharedDecision, before_deadline};
@@ -69,7 +69,7 @@ impl SharedCounters {
         let (shared, started) = (Rc::clone(self), Rc::clone(&in_flight));
         tokio::task::spawn_local(async move {
             let has_reply = shared.fetch_tokens(&call, &started).await;
-            started.ids.iter().for_each(|id| _ = shared.leases.with_existing(*id, |record| record.in_flight = None));
+            started.ids.iter().for_each(|id| _ = shared.leases.with_existing(*id, LeaseRecord::end_fetch));
             started.finish(has_reply);
             // Waiting requests run now and take what they need; the rest is refunded.
             tokio::task::yield_now().await;
@@ -633,7 +633,11 @@ impl SharedDecision {
                     .is_some_and(|counter| in_flight.includes(counter_id(counter)))
             };
             let fetched: Vec<usize> = missing.iter().copied().filter(is_fetched).collect();
-            match before_deadline(self.deadline, in_flight.finished()).await {
+            let reply = before_deadline(self.deadline, in_flight.finished()).await;
+            if !are_own {
+                self.stop_waiting(rule_set, charge_plan, &fetched, reply.is_some());
+            }
+            match reply {
                 Some(true) => {
                     self.take_undeposited(rule_set, charge_plan, &fetched, in_flight);
                     is_refused |= are_own && self.is_refused(rule_set, charge_plan, &fetched, in_flight);
@@ -690,7 +694,29 @@ impl SharedDecision {
     ) -> (Vec<Rc<InFlightFetch>>, bool) {
         let shared = &self.shared;
         let now = shared.clock.instant();
-        let (mut fetches, mut joined) = (Vec::new(), Vec::<Rc<InFlightFetch>>::new());
+        let mut joined = Vec::<Rc<InFlightFetch>>::new();
+        for i in missing {
+            let key_text = self.key_text(self.context.result.layers[*i].rule);
+            let Some(counter) = self.counter_of(rule_set, charge_plan, *i).filter(|_| key_text.is_some()) else {
+                continue;
+            };
+            let need = missing_tokens(&self.context.result.charges[*i]);
+            let in_flight = shared.leases.with_existing(counter_id(counter), |record| {
+                let in_flight = record.in_flight.clone()?;
+                record.key_text = key_text;
+                record.waiting_tokens += need;
+                Some(in_flight)
+            });
+            if let Some(in_flight) = in_flight.flatten()
+                && !joined.iter().any(|known| Rc::ptr_eq(known, &in_flight))
+            {
+                joined.push(in_flight);
+            }
+        }
+        if !joined.is_empty() {
+            return (joined, false);
+        }
+        let mut fetches = Vec::new();
         for i in missing {
             let (charge, layer_ref) = (&self.context.result.charges[*i], self.context.result.layers[*i]);
             let (Some(keyed_request), Some(key_text)) =
@@ -702,28 +728,21 @@ impl SharedDecision {
             let counter = rule_set.layer_of(charge_plan, layer_ref).counter(keyed_request);
             let want = shared.leases.with_or_insert(counter, shared.own_shard, now, |record| {
                 record.key_text = Some(Rc::clone(&key_text));
-                match &record.in_flight {
-                    Some(in_flight) => {
-                        record.waiting_tokens += need;
-                        if !joined.iter().any(|known| Rc::ptr_eq(known, in_flight)) {
-                            joined.push(Rc::clone(in_flight));
-                        }
-                        need
-                    }
-                    None => record.next_fetch_size(need, now),
-                }
+                record.next_fetch_size(need, now)
             });
-            fetches.push(shared.token_fetch(
-                rule_set,
-                charge_plan,
-                layer_ref,
-                keyed_request,
-                key_text,
-                need,
-                want.unwrap_or(need),
-            ));
+            let want = want.unwrap_or(need);
+            fetches.push(shared.token_fetch(rule_set, charge_plan, layer_ref, keyed_request, key_text, need, want));
         }
-        if joined.is_empty() { (shared.start_fetches(fetches), true) } else { (joined, false) }
+        (shared.start_fetches(fetches), true)
+    }
+
+    /// Records that this request no longer waits for a joined fetch.
+    fn stop_waiting(&self, rule_set: &RuleSet, charge_plan: &ChargePlan, fetched: &[usize], has_ended: bool) {
+        for i in fetched {
+            let Some(counter) = self.counter_of(rule_set, charge_plan, *i) else { continue };
+            let need = missing_tokens(&self.context.result.charges[*i]);
+            self.shared.leases.with_existing(counter_id(counter), |record| record.stop_waiting(need, has_ended));
+        }
     }
 
     /// Takes tokens that did not fit in the table, as many as this request needs.
@@ -798,7 +817,6 @@ mod tests {
     use std::time::Duration;
 
     use super::super::circuit_breaker::FAILURES_MAX;
-    use super::super::lease_sizing::LeaseRecord;
     use super::super::reconnecting::ServerId;
     use super::super::shared_decision::BeginResult;
     use super::super::test_worker::{
@@ -905,8 +923,51 @@ mod tests {
             assert!(poll_fn(|cx| Poll::Ready(decided.as_mut().poll(cx).is_pending())).await);
             worker.store.release();
             assert!(decided.await.is_ok());
-            // The request lacks 4 tokens; the fetch adds the 5 that it waited for.
-            assert_eq!(worker.store.take_calls()[..1], both([4, 9, 0]));
+            // The request lacks 4 tokens, and no other request waits.
+            assert_eq!(worker.store.take_calls()[..1], both([4, 4, 0]));
+        });
+    }
+
+    #[test]
+    fn what_waiting_requests_need_is_fetched_once() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
+            worker.record("a", |_record| ());
+            worker.store.hold();
+            worker.shared.start_fetches(vec![worker.fetch(0, 0, "a", 1, 1)]);
+            assert_eq!(worker.store.next_calls().await, [acquire(KEY, [1, 1, 0])]);
+            let mut requests: Vec<_> =
+                [5, 3, 2].map(|cost| Box::pin(worker.pending("a", cost).decide(&worker.charge_plan))).into();
+            for request in &mut requests {
+                assert!(poll_fn(|cx| Poll::Ready(request.as_mut().poll(cx).is_pending())).await);
+            }
+            worker.store.release();
+            for request in requests {
+                assert!(matches!(request.await.unwrap().decision, Decision::Admitted));
+            }
+            // The first request lacks 4 tokens and fetches what the others need, too.
+            let calls = worker.store.take_calls();
+            let needed = |call: &&Call| matches!(call, Call::Acquire(keys) if keys[0].1[0] > 0);
+            assert_eq!(calls.iter().filter(needed).collect::<Vec<_>>(), [&acquire(KEY, [4, 9, 0])]);
+            let (waiting, resuming) = worker.record("a", |record| (record.waiting_tokens, record.resuming_tokens));
+            assert_eq!((waiting, resuming), (0, 0));
+        });
+    }
+
+    #[test]
+    fn a_request_that_joins_one_fetch_sizes_the_others_when_they_start() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["100/minute", "100/hour"])]).await;
+            worker.record("a", |_record| ());
+            worker.store.hold();
+            worker.shared.start_fetches(vec![worker.fetch(0, 0, "a", 1, 1)]);
+            assert_eq!(worker.store.next_calls().await, [acquire(MINUTE_KEY, [1, 1, 0])]);
+            let mut decided = Box::pin(worker.pending("a", 5).decide(&worker.charge_plan));
+            assert!(poll_fn(|cx| Poll::Ready(decided.as_mut().poll(cx).is_pending())).await);
+            worker.store.release();
+            assert!(decided.await.is_ok());
+            let keys = vec![(MINUTE_KEY.to_owned(), [4, 4, 0]), (HOUR_KEY.to_owned(), [5, 5, 0])];
+            assert_eq!(worker.store.take_calls()[..1], [Call::Acquire(keys)]);
         });
     }
 
