@@ -76,8 +76,7 @@ docs:
 SITE_SOURCE = target/site-source
 site: mdbook
 	rm -rf $(SITE_SOURCE) target/site
-	mkdir -p $(SITE_SOURCE)/src
-	git ls-files -z '*.md' benches/peers.svg benches/pingora docs gateway.toml Cargo.toml examples crates/limiter/examples 'deploy/*' 'LICENSE-*' | xargs -0 cp --parents --target-directory $(SITE_SOURCE)/src
+	deploy/package/documentation.sh $(SITE_SOURCE)/src
 	find $(SITE_SOURCE)/src -name README.md -execdir mv {} index.md \;
 	find $(SITE_SOURCE)/src -name '*.md' -exec sed -i 's/README\.md\([)#]\)/index.md\1/g' {} +
 	printf '# Summary\n\n[Tutorial](index.md)\n[All pages](docs/index.md)\n\n' >$(SITE_SOURCE)/src/SUMMARY.md

@@ -25,15 +25,12 @@ gzip -9 --no-name "$stage/transom.1"
 "$binary" completions bash >"$stage/transom.bash"
 "$binary" completions zsh >"$stage/_transom"
 "$binary" completions fish >"$stage/transom.fish"
-cp LICENSE-APACHE LICENSE-MIT README.md CHANGELOG.md gateway.toml "$stage"
-cp -R docs "$stage/docs"
-mkdir "$stage/deploy"
-cp -R deploy/*.* deploy/kubernetes "$stage/deploy"
+deploy/package/documentation.sh "$stage/doc"
 
 cargo deb --quiet --locked --no-build --no-strip ${3:+--deb-version "$3"} --output "$folder/"
 
 tar --create --sort=name --owner=0 --group=0 --numeric-owner --mtime="@$SOURCE_DATE_EPOCH" --format=gnu \
-	--directory "$stage" --transform "s,^\.,$name," . | gzip -9 --no-name >"$folder/$name.tar.gz"
+	--directory "$stage" --transform "s,^\./doc\(/\|$\),$name\1,;s,^\.,$name," . | gzip -9 --no-name >"$folder/$name.tar.gz"
 
 python3 deploy/package/image.py --transom "$stage/transom" --config deploy/package/image.toml --version "$version" \
 	--layout "$folder/image"

@@ -294,14 +294,11 @@ fn anchors(text: &str) -> Vec<String> {
     headings.map(anchor).collect()
 }
 
-#[test]
-fn every_link_of_the_documentation_leads_somewhere() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+/// Fails unless each link of these pages leads to a file, and to a heading of it. Returns the number of links.
+fn check_links(root: &Path, pages: impl Iterator<Item = String>) -> usize {
     let mut count = 0;
-    let others =
-        ["ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benches/README.md"].map(str::to_owned);
-    for name in documents().into_iter().chain(others) {
-        let text = document(&name);
+    for name in pages {
+        let text = fs::read_to_string(root.join(&name)).unwrap();
         for link in text.split("](").skip(1) {
             let link = link.split(')').next().unwrap();
             if link.contains("://") {
@@ -320,7 +317,47 @@ fn every_link_of_the_documentation_leads_somewhere() {
             count += 1;
         }
     }
+    count
+}
+
+#[test]
+fn every_link_of_the_documentation_leads_somewhere() {
+    let others =
+        ["ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benches/README.md"].map(str::to_owned);
+    let count = check_links(Path::new(env!("CARGO_MANIFEST_DIR")), documents().into_iter().chain(others));
     assert!(count >= 100, "only {count} links were found");
+}
+
+/// The Markdown files of a folder and of those below it, as paths from `root`.
+fn pages_below(root: &Path, folder: &Path) -> Vec<String> {
+    let paths = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    paths
+        .flat_map(|path| match path.is_dir() {
+            true => pages_below(root, &path),
+            false => vec![path.strip_prefix(root).unwrap().to_str().unwrap().to_owned()],
+        })
+        .filter(|name| name.ends_with(".md"))
+        .collect()
+}
+
+#[test]
+fn every_link_of_packaged_documentation_leads_to_a_packaged_file() {
+    let stage = TempDir::new();
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/package/documentation.sh");
+    assert!(Command::new(script).arg(stage.path()).status().unwrap().success());
+    let pages = pages_below(stage.path(), stage.path());
+    for name in documents() {
+        assert!(pages.contains(&name), "{name} is not packaged");
+    }
+    let count = check_links(stage.path(), pages.into_iter());
+    assert!(count >= 100, "only {count} links were found");
+    // What the packages contain of it.
+    assert!(document("deploy/package/build.sh").contains("documentation.sh \"$stage/doc\""));
+    let manifest: toml_edit::DocumentMut = document("Cargo.toml").parse().unwrap();
+    let assets = manifest["package"]["metadata"]["deb"]["assets"].as_array().unwrap();
+    let asset: toml_edit::Value =
+        "[\"target/package-stage/doc/**/*\", \"usr/share/doc/transom/\", \"644\"]".parse().unwrap();
+    assert!(assets.iter().any(|listed| listed.to_string().trim() == asset.to_string()));
 }
 
 #[test]
