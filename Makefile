@@ -198,7 +198,7 @@ fuzz:
 	if RUSTUP_AUTO_INSTALL=0 cargo +nightly --version >/dev/null 2>&1; then fuzz="cargo +nightly fuzz"; \
 	else fuzz="cargo fuzz"; export RUSTC_BOOTSTRAP=1; fi; \
 	for target in $$($$fuzz list); do \
-		case $$target in configuration) seeds="tests/config/good tests/config/bad" ;; *) seeds= ;; esac; \
+		case $$target in configuration) seeds="tests/config/good tests/config/bad" ;; *) seeds=fuzz/seeds/$$target ;; esac; \
 		mkdir -p fuzz/corpus/$$target; \
 		$$fuzz run $$target fuzz/corpus/$$target $$seeds -- \
 			-max_total_time=$(FUZZ_SECONDS) -len_control=0 -print_final_stats=1 || exit 1; \
