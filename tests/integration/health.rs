@@ -1,7 +1,8 @@
 //! Active health checks: unhealthy servers get no requests.
 
-use std::sync::Arc;
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU16, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use serde_json::Value;
 
@@ -81,6 +82,33 @@ fn an_unhealthy_server_gets_no_requests() {
     assert_eq!((a.served(), b.served()), (before.0 + 10, before.1 + 30));
     let checks = |outcome| gateway.metrics().sum("transom_upstream_health_checks_total", &[("outcome", outcome)]);
     assert!(checks("passed") >= 2 && checks("failed") >= 1);
+}
+
+/// The state of a server is read at each check: then the checks before it are counted, and no other.
+#[test]
+fn a_server_changes_its_state_after_exactly_so_many_checks_in_a_row() {
+    const RESULTS: [u16; 12] = [200, 503, 503, 200, 503, 503, 503, 200, 503, 200, 200, 503];
+    let (admin, states) = (Arc::new(OnceLock::<SocketAddr>::new()), Arc::new(Mutex::new(Vec::new())));
+    let upstream = Upstream::with_script({
+        let (admin, states) = (Arc::clone(&admin), Arc::clone(&states));
+        move |connection| {
+            while connection.read_request().is_some() {
+                let page = Client::connect(*admin.wait()).get("/upstreams").expect(200).json();
+                let mut states = states.lock().unwrap();
+                states.push(page["upstreams"][0]["servers"][0]["state"] != "unhealthy");
+                connection.reply(RESULTS.get(states.len() - 1).copied().unwrap_or(200), &[], b"");
+            }
+        }
+    });
+    let settings =
+        "health = { path = \"/\", interval = \"20ms\", timeout = \"30s\", healthy_after = 2, unhealthy_after = 3 }\n";
+    let gateway = Gateway::start(&forward_to(&[upstream.address], settings));
+    admin.set(gateway.admin).unwrap();
+    eventually("all checks were made", || states.lock().unwrap().len() >= RESULTS.len());
+    let is_healthy = states.lock().unwrap()[..RESULTS.len()].to_vec();
+    let until_third_failure = [true; 7];
+    let until_second_success = [false; 4];
+    assert_eq!(is_healthy, [&until_third_failure[..], &until_second_success, &[true]].concat());
 }
 
 #[test]

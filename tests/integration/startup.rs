@@ -1,8 +1,8 @@
 //! The start of the binary: its output, and its errors.
 
-use std::fs;
 use std::net::TcpListener;
 use std::process::{Command, Stdio};
+use std::{fs, io, thread};
 
 use crate::support::process::{BINARY, Process, ProcessGroup, run};
 use crate::support::{TempDir, eventually, one_rule};
@@ -22,6 +22,34 @@ fn a_bad_file_is_refused_with_position_and_fix() {
         assert!(first.is_some() && first < second, "{err}");
         assert!(err.matches("fix: ").count() == 2, "{err}");
     }
+}
+
+/// The worker threads of a process.
+fn worker_threads(process: &Process) -> usize {
+    let threads = fs::read_dir(format!("/proc/{}/task", process.pid())).unwrap();
+    let name = |thread: io::Result<fs::DirEntry>| fs::read_to_string(thread.unwrap().path().join("comm")).unwrap();
+    threads.map(name).filter(|name| name.starts_with("worker-")).count()
+}
+
+#[test]
+fn there_are_as_many_workers_as_configured_or_as_cores() {
+    for workers in [1, 3, 6] {
+        assert_eq!(worker_threads(&Process::spawn(&format!("workers = {workers}\n{GOOD}"))), workers);
+    }
+    let cores = thread::available_parallelism().unwrap().get();
+    assert_eq!(worker_threads(&Process::spawn(GOOD)), cores);
+    let scratch = TempDir::new();
+    let mut on_one_core = Command::new("taskset");
+    // Of the cores that this process may use.
+    on_one_core.args(["--cpu-list", &first_core(), BINARY]);
+    assert_eq!(worker_threads(&Process::spawn_command(on_one_core, GOOD, scratch)), 1);
+}
+
+/// The first core that this process may use.
+fn first_core() -> String {
+    let status = fs::read_to_string("/proc/self/status").unwrap();
+    let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap();
+    list.trim().split([',', '-']).next().unwrap().to_owned()
 }
 
 #[test]
