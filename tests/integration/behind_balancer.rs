@@ -61,7 +61,7 @@ fn nginx_names_the_client_in_x_forwarded_for() {
 #[test]
 fn haproxy_names_the_client_in_a_proxy_header() {
     let upstream = Upstream::responding(|_| reply(200, &[], b""));
-    let gateway = gateway(1, &upstream);
+    let gateway = gateway(2, &upstream);
     let text = guide_blocks("load-balancer", "haproxy").remove(0).replace("127.0.0.1:8080", &gateway.http.to_string());
     let balancer = on_free_port("haproxy", TempDir::new(), |scratch, address| {
         let config = scratch.write("haproxy.cfg", text.replace("127.0.0.1:8000", &address.to_string()));
@@ -70,4 +70,21 @@ fn haproxy_names_the_client_in_a_proxy_header() {
         command
     });
     assert_addresses_have_limits_of_their_own(balancer.address);
+}
+
+/// The balancer of Google Cloud appends its own address behind that of the client.
+#[test]
+fn clients_behind_google_cloud_have_limits_of_their_own() {
+    let upstream = Upstream::responding(|_| reply(200, &[], b""));
+    let toml = guide_blocks("load-balancer", "toml").remove(1);
+    assert!(toml.contains("\"35.191.0.0/16\""), "{toml}");
+    let toml = toml.replace("35.191.0.0/16", "127.0.0.0/8").replace("127.0.0.1:9001", &upstream.address.to_string());
+    let gateway = Gateway::start(&toml.replace("0.0.0.0:8080", "127.0.0.1:0").replace("127.0.0.1:9900", "127.0.0.1:0"));
+    let mut client = gateway.client();
+    for address in ["198.51.100.7", "198.51.100.8"] {
+        let list = format!("192.0.2.1, {address}, 203.0.113.10");
+        let mut request = |_| client.get_with("/a", &[("X-Forwarded-For", &list)]).status;
+        let statuses: Vec<u16> = (0..40).map(&mut request).collect();
+        assert_eq!(statuses.iter().position(|status| *status == 429), Some(33), "{address}: {statuses:?}");
+    }
 }
