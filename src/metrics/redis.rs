@@ -121,10 +121,10 @@ impl StoreMetrics {
         self.evicting.set(servers);
     }
 
-    /// A server has become unreachable.
-    pub fn server_lost(&self) {
+    /// A server has become unreachable. `is_first`: no other worker has noticed it before.
+    pub fn server_lost(&self, is_first: bool) {
         self.unreachable.add(1);
-        self.outages.add(1);
+        self.outages.add(u64::from(is_first));
     }
 
     /// A server can be reached again.

@@ -74,7 +74,7 @@ impl SharedCounters {
     fn record_failures(self: &Rc<Self>, server: ServerId, times: u32, why: &str) {
         if self.breaker.record_failure(server, times, self.clock.instant(), self.timeout) {
             let outage = self.outages.begin(server, why, self.metrics.outage_decisions());
-            self.metrics.server_lost();
+            self.metrics.server_lost(outage.is_first);
             spawn_local(Rc::clone(self).recover(server, outage));
         }
     }

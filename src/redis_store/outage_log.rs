@@ -1,4 +1,4 @@
-//! Logs the beginning and the end of an outage once for all workers of a gateway, each of which notices it by itself.
+//! Logs the beginning and the end of an outage, and counts it, once for all workers of a gateway, each of which notices it by itself.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -25,6 +25,8 @@ pub struct WorkerOutage {
     /// Decisions without the store that the worker had made before.
     decisions_before: u64,
     has_ended: bool,
+    /// No other worker has noticed the outage before.
+    pub is_first: bool,
 }
 
 impl OutageLog {
@@ -33,13 +35,14 @@ impl OutageLog {
         let mut outages = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let outage = outages.entry(server).or_default();
         outage.workers += 1;
-        if outage.workers == 1 {
+        let is_first = outage.workers == 1;
+        if is_first {
             tracing::warn!(
                 "shared counters cannot be reached, each rule follows its `on_outage`: {}",
                 log_excerpt(why)
             );
         }
-        WorkerOutage { log: Arc::clone(self), server, decisions_before: decisions, has_ended: false }
+        WorkerOutage { log: Arc::clone(self), server, decisions_before: decisions, has_ended: false, is_first }
     }
 
     /// A worker no longer sees an outage; returns the decisions of all workers if it was the last one.

@@ -333,6 +333,19 @@ fn an_unreachable_or_closing_address_is_an_outage() {
 }
 
 #[test]
+fn an_outage_counts_once_for_all_workers() {
+    let mut redis = RedisServer::start();
+    let gateway = Process::spawn(&format!("workers = 4\n{}", policies(&redis.url(), "exact")));
+    assert_eq!(status_of(&gateway, "/allow", "alice"), 200);
+    redis.kill();
+    eventually("several workers notice the outage", || {
+        status_of(&gateway, "/allow", "alice");
+        gateway.metrics().sum("transom_shared_servers_unreachable", &[]) >= 3
+    });
+    assert_eq!(gateway.metrics().sum("transom_shared_outages_total", &[]), 1);
+}
+
+#[test]
 fn flushed_scripts_are_loaded_again() {
     let redis = RedisServer::start();
     let toml = shared_config(
