@@ -7,8 +7,8 @@ use std::io;
 use std::net::{SocketAddr, TcpListener as StdListener};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::rc::Rc;
-use std::sync::Arc;
 use std::sync::mpsc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -18,6 +18,8 @@ use tokio::sync::{oneshot, watch};
 use tokio::task::spawn_local;
 
 use crate::access_log::{LogSender, WriterThread};
+use crate::admin::events::Events;
+use crate::admin::history::History;
 use crate::admin::{self, AcceptState, AdminScope, AdminState, DecisionApi};
 use crate::clock::Clock;
 use crate::config::jwt::KeySetSource;
@@ -103,6 +105,8 @@ pub struct Gateway {
     upstream_health: watch::Sender<Vec<Arc<UpstreamHealth>>>,
     /// The settings of the admin address.
     admin_settings: watch::Sender<Admin>,
+    /// The history of the dashboard, which the admin thread makes.
+    history: Arc<Mutex<History>>,
     /// The thread of the active health checks, if any are configured.
     health_thread: Option<JoinHandle<()>>,
     /// Fetches keys for tokens, if configured.
@@ -135,29 +139,37 @@ pub struct KnownKeySet {
     pub fetched_at_ms: u64,
 }
 
+/// What a process has of the one that it replaces.
+#[derive(Default)]
+pub struct Former {
+    /// The counter memory.
+    pub counters: Option<OwnedFd>,
+    pub key_set: Option<KnownKeySet>,
+    /// The history of the dashboard, as [`History::to_text`] returns it.
+    pub history: String,
+}
+
 impl Gateway {
     /// Starts a gateway and accepts connections at once.
     pub fn start(config: Config, clock: Clock) -> Result<Gateway, StartError> {
-        let gateway = Gateway::start_with(config, clock, InheritedSockets::default(), None, None)?;
+        let gateway = Gateway::start_with(config, clock, InheritedSockets::default(), Former::default())?;
         gateway.start_accepting();
         Ok(gateway)
     }
 
     /// Starts a gateway on inherited sockets, and opens the other addresses. It accepts no connection before
-    /// [`Gateway::start_accepting`]; nothing can fail after this returns. `counters` and `key_set` are those of the process
-    /// that is replaced.
+    /// [`Gateway::start_accepting`]; nothing can fail after this returns.
     pub fn start_with(
         config: Config,
         clock: Clock,
         mut inherited: InheritedSockets,
-        counters: Option<OwnedFd>,
-        key_set: Option<KnownKeySet>,
+        former: Former,
     ) -> Result<Gateway, StartError> {
         let workers = config.general.workers.unwrap_or_else(|| thread::available_parallelism().map_or(1, usize::from));
         if !(1..END_MAX_MS - PERIOD_MAX_MS).contains(&clock.now().unix_ms) {
             return Err(StartError::Clock);
         }
-        let counters = Counters::open(&config.counters, counters, &clock).map_err(StartError::Counters)?;
+        let counters = Counters::open(&config.counters, former.counters, &clock).map_err(StartError::Counters)?;
         let counters = Arc::new(counters);
         let registry = Arc::new(Registry::new(&config.metrics.request_buckets));
         raise_descriptor_limit();
@@ -188,6 +200,7 @@ impl Gateway {
             rule_set: None,
             upstream_health: watch::Sender::default(),
             admin_settings: watch::Sender::new(config.admin.clone()),
+            history: Arc::default(),
             health_thread: None,
             key_set: None,
             key_set_threads: 0,
@@ -206,12 +219,13 @@ impl Gateway {
         };
         let upstream_health = gateway.update_upstream_health(&config);
         gateway.start_health_checks(&upstream_health)?;
-        let published_keys = gateway.fetch_key_set(&config, key_set)?;
+        let published_keys = gateway.fetch_key_set(&config, former.key_set)?;
         let rule_set = RuleSet::new(&config.rules, counters.seed, None);
         let compiled = CompiledConfig::new(config, counters.seed, rule_set, upstream_health, published_keys);
         gateway.rule_set = Some(Arc::clone(&compiled.rule_set));
         gateway.serve_decisions(&compiled);
         let (queries, query_inboxes) = (0..workers).map(|_| unbounded_channel()).unzip();
+        gateway.history.lock().unwrap_or_else(PoisonError::into_inner).restore(&former.history);
         gateway.start_admin(queries, &mut inherited)?;
         if let Some(address) = inherited.unused_address() {
             return Err(StartError::Inherited(address));
@@ -288,6 +302,11 @@ impl Gateway {
         let KeySetThread { source, keys, .. } = self.key_set.as_ref()?;
         let KeySet { text, fetched_at_ms, .. } = keys.key_set()?;
         Some(KnownKeySet { url: source.url.clone(), text, fetched_at_ms })
+    }
+
+    /// The history of the dashboard, for an upgrade.
+    pub fn history(&self) -> String {
+        self.history.lock().unwrap_or_else(PoisonError::into_inner).to_text()
     }
 
     fn send_to_workers(&self, order: impl Fn() -> WorkerCommand) {
@@ -579,7 +598,7 @@ impl Gateway {
         let (registry, counters, clock) = (Arc::clone(&self.registry), Arc::clone(&self.counters), self.clock.clone());
         let (ready, accept_state) = (self.ready.subscribe(), self.accept_state.subscribe());
         let (decision_api, upstream_health) = (self.decision_api.subscribe(), self.upstream_health.subscribe());
-        let settings = self.admin_settings.subscribe();
+        let (settings, history) = (self.admin_settings.subscribe(), Arc::clone(&self.history));
         // Only the decision API asks the store.
         let store = self.config.counters.shared.clone().filter(|_| self.admin.is_some());
         let owner = self.workers;
@@ -602,7 +621,7 @@ impl Gateway {
                 workers,
                 top_keys: RefCell::default(),
                 metrics,
-                events: Default::default(),
+                events: Events::new(history),
             };
             if let Err(error) = admin::serve(listeners, Rc::new(admin_state)).await {
                 tracing::error!(%error, "the admin address is no longer served");

@@ -4,11 +4,11 @@
 //! nothing else while no stream is open. Each stream has a task that waits until its connection has room; events meanwhile are
 //! left out, so a slow reader costs no memory, and `write_timeout` ends it. Streams end when another process takes over.
 
-use std::cell::{Cell, RefCell};
+use std::cell::Cell;
 use std::convert::Infallible;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -45,7 +45,8 @@ const PLANS_MAX: usize = 10;
 
 /// The streams, and what they send.
 pub struct Events {
-    history: RefCell<History>,
+    /// Read by an upgrade too.
+    history: Arc<Mutex<History>>,
     /// The latest event.
     latest: watch::Sender<Bytes>,
     /// Wakes the task for the first stream.
@@ -57,22 +58,24 @@ pub struct Events {
 }
 
 impl Events {
-    /// Ends all streams.
-    pub fn end(&self) {
-        self.has_ended.send_replace(true);
-    }
-}
-
-impl Default for Events {
-    fn default() -> Events {
+    pub fn new(history: Arc<Mutex<History>>) -> Events {
         Events {
-            history: RefCell::default(),
+            history,
             latest: watch::Sender::new(Bytes::new()),
             opened: Notify::new(),
             streams: Cell::new(0),
             started_ms: Cell::new(0),
             has_ended: watch::Sender::new(false),
         }
+    }
+
+    fn history(&self) -> MutexGuard<'_, History> {
+        self.history.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends all streams.
+    pub fn end(&self) {
+        self.has_ended.send_replace(true);
     }
 }
 
@@ -135,8 +138,8 @@ async fn send_events(state: &AdminState, sender: &mpsc::Sender<Bytes>) {
                 described = Some((decision_api, reloads));
             }
         }
-        while next_sample < events.history.borrow().next() {
-            let (samples, next) = events.history.borrow().since(next_sample);
+        while next_sample < events.history().next() {
+            let (samples, next) = events.history().since(next_sample);
             next_sample = next;
             push_event(&mut text, "history", &samples);
             if sender.send(Bytes::from(std::mem::take(&mut text))).await.is_err() {
@@ -165,7 +168,7 @@ pub async fn run(state: Rc<AdminState>) {
     let events = &state.events;
     let started_ms = state.clock.now().unix_ms;
     events.started_ms.set(started_ms);
-    events.history.borrow_mut().begin(started_ms);
+    events.history().begin(started_ms);
     let mut timer = interval(PERIOD);
     timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut snapshots = Snapshots::default();
@@ -175,7 +178,7 @@ pub async fn run(state: Rc<AdminState>) {
             () = events.opened.notified() => {}
         }
         let now_ms = state.clock.now().unix_ms;
-        let (is_watched, is_due) = (events.latest.receiver_count() > 0, events.history.borrow().is_due(now_ms));
+        let (is_watched, is_due) = (events.latest.receiver_count() > 0, events.history().is_due(now_ms));
         if !is_watched {
             snapshots = Snapshots::default();
         }
@@ -189,7 +192,7 @@ pub async fn run(state: Rc<AdminState>) {
             let servers = upstream_health.iter().flat_map(|upstream| upstream.troubled_servers(now).map(str::to_owned));
             let down =
                 Down { is_store_down: state.registry.total(&redis::UNREACHABLE) > 0, servers: servers.collect() };
-            events.history.borrow_mut().add(now_ms, totals.clone(), down);
+            events.history().add(now_ms, totals.clone(), down);
         }
         if is_watched {
             let snapshot = snapshots.take(&state, now_ms, totals).await;
@@ -223,7 +226,7 @@ impl Snapshots {
         self.taken += 1;
         let live = self.previous.as_ref().map(|(then_ms, previous)| {
             let span_ms = now_ms.saturating_sub(*then_ms);
-            Sample::new(now_ms, span_ms, &totals.since(previous), Down::default(), |name| Rc::from(name)).to_json()
+            Sample::new(now_ms, span_ms, &totals.since(previous), Down::default(), |name| Arc::from(name)).to_json()
         });
         self.previous = Some((now_ms, totals));
         let mut counters = self.counters.clone();

@@ -1,8 +1,8 @@
 //! What the gateway counted in the last hour, in samples of ten seconds, for the dashboard. Memory is bounded: a sample names
-//! at most so many routes and rules, and a name is stored once.
+//! at most so many routes and rules, and a name is stored once. An upgrade hands the samples over to the new process.
 
 use std::collections::{HashSet, VecDeque};
-use std::rc::Rc;
+use std::sync::Arc;
 
 use serde_json::{Value, json};
 
@@ -11,6 +11,8 @@ use crate::metrics::totals::Totals;
 
 /// Length of a sample.
 pub const SAMPLE_MS: u64 = 10_000;
+/// Version of the samples that an upgrade hands over.
+pub const FORMAT: u32 = 1;
 /// Samples of one hour.
 const SAMPLES: usize = 360;
 /// Samples of one event, which bounds the memory of a stream whose reader is slow.
@@ -23,13 +25,30 @@ const RULES_MAX: usize = 200;
 #[derive(Debug, Default)]
 pub struct History {
     /// The oldest first.
-    samples: VecDeque<Sample>,
+    samples: VecDeque<Kept>,
     /// The number of the oldest sample since the start of the process.
     first: u64,
     /// The reading at the end of the latest sample.
     totals: Totals,
     ended_ms: u64,
-    names: HashSet<Rc<str>>,
+    names: HashSet<Arc<str>>,
+}
+
+/// A sample of the history.
+#[derive(Debug)]
+enum Kept {
+    Counted(Sample),
+    /// A sample of the process that this one replaced, as JSON.
+    Former(Box<str>),
+}
+
+impl Kept {
+    fn to_json(&self) -> Value {
+        match self {
+            Kept::Counted(sample) => sample.to_json(),
+            Kept::Former(text) => serde_json::from_str(text).unwrap_or_default(),
+        }
+    }
 }
 
 /// What was counted in an interval.
@@ -39,16 +58,16 @@ pub struct Sample {
     end_ms: u64,
     span_ms: u64,
     all: Requests,
-    routes: Vec<(Rc<str>, Requests)>,
+    routes: Vec<(Arc<str>, Requests)>,
     /// Route, rule, and the counts by outcome.
-    rules: Vec<(Rc<str>, Rc<str>, [u64; 5])>,
+    rules: Vec<(Arc<str>, Arc<str>, [u64; 5])>,
     /// Rule, window, and the refused requests.
-    windows: Vec<(Rc<str>, Rc<str>, u64)>,
-    errors: Vec<(Rc<str>, u64)>,
+    windows: Vec<(Arc<str>, Arc<str>, u64)>,
+    errors: Vec<(Arc<str>, u64)>,
     /// Whether the shared store could not be reached at the end.
     is_store_down: bool,
     /// URLs of upstream servers that could not be used at the end.
-    servers_down: Vec<Rc<str>>,
+    servers_down: Vec<Arc<str>>,
 }
 
 /// Requests of a route, or of all.
@@ -84,22 +103,43 @@ impl History {
     pub fn add(&mut self, now_ms: u64, totals: Totals, down: Down) {
         let counted = totals.since(&self.totals);
         let span_ms = now_ms.saturating_sub(self.ended_ms);
+        self.drop_oldest();
+        self.names.retain(|name| Arc::strong_count(name) > 1);
+        let names = &mut self.names;
+        let sample = Sample::new(now_ms, span_ms, &counted, down, |name| match names.get(name) {
+            Some(known) => Arc::clone(known),
+            None => {
+                let name: Arc<str> = Arc::from(name);
+                names.insert(Arc::clone(&name));
+                name
+            }
+        });
+        self.samples.push_back(Kept::Counted(sample));
+        (self.totals, self.ended_ms) = (totals, now_ms);
+    }
+
+    /// Makes room for a sample.
+    fn drop_oldest(&mut self) {
         if self.samples.len() == SAMPLES {
             self.samples.pop_front();
             self.first += 1;
         }
-        self.names.retain(|name| Rc::strong_count(name) > 1);
-        let names = &mut self.names;
-        let sample = Sample::new(now_ms, span_ms, &counted, down, |name| match names.get(name) {
-            Some(known) => Rc::clone(known),
-            None => {
-                let name: Rc<str> = Rc::from(name);
-                names.insert(Rc::clone(&name));
-                name
+    }
+
+    /// The samples for a process that replaces this one: one of JSON in each line, the oldest first. A change of their form changes
+    /// [`FORMAT`].
+    pub fn to_text(&self) -> String {
+        self.samples.iter().map(|sample| format!("{}\n", sample.to_json())).collect()
+    }
+
+    /// Takes over the samples of the process that this one replaces. Lines that are no sample are left out.
+    pub fn restore(&mut self, text: &str) {
+        for line in text.lines() {
+            if serde_json::from_str(line).is_ok_and(|sample: Value| sample["end"].is_u64()) {
+                self.drop_oldest();
+                self.samples.push_back(Kept::Former(line.into()));
             }
-        });
-        self.samples.push_back(sample);
-        (self.totals, self.ended_ms) = (totals, now_ms);
+        }
     }
 
     /// The number of the next sample.
@@ -110,7 +150,7 @@ impl History {
     /// At most [`PART`] samples from this number on, and the number after them.
     pub fn since(&self, number: u64) -> (Value, u64) {
         let first = number.max(self.first);
-        let part = self.samples.iter().skip((first - self.first) as usize).take(PART).map(Sample::to_json);
+        let part = self.samples.iter().skip((first - self.first) as usize).take(PART).map(Kept::to_json);
         (part.collect(), self.next().min(first + PART as u64))
     }
 }
@@ -122,7 +162,7 @@ impl Sample {
         span_ms: u64,
         counted: &Totals,
         down: Down,
-        mut name: impl FnMut(&str) -> Rc<str>,
+        mut name: impl FnMut(&str) -> Arc<str>,
     ) -> Sample {
         let mut duration = HistogramSum::default();
         let mut all = Requests { requests: 0, refused: 0, failed: 0, p50_us: None, p99_us: None };
@@ -230,6 +270,23 @@ mod tests {
             (&last["all"][0], &last["store_down"], &last["servers_down"]),
             (&json!(0), &json!(true), &json!(["http://a"]))
         );
+    }
+
+    #[test]
+    fn samples_are_handed_over() {
+        let (mut old, mut new) = (History::default(), History::default());
+        (1..=400).for_each(|n| old.add(n * SAMPLE_MS, totals(2, n), Down::default()));
+        new.restore(&(old.to_text() + "{}\nno sample\n"));
+        assert_eq!((new.samples.len(), new.to_text()), (SAMPLES, old.to_text()));
+        assert_eq!(new.since(0).0, old.since(0).0);
+        new.begin(401 * SAMPLE_MS);
+        new.add(402 * SAMPLE_MS, totals(2, 1), Down::default());
+        assert_eq!((new.samples.len(), new.next()), (SAMPLES, 361));
+        // And again to the next process.
+        let mut next = History::default();
+        next.restore(&new.to_text());
+        assert_eq!(next.to_text(), new.to_text());
+        assert_eq!(next.since(359).0[0]["all"][0], json!(3));
     }
 
     #[test]

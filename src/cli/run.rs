@@ -21,7 +21,7 @@ use crate::clock::Clock;
 use crate::config::{Config, lint};
 use crate::file_watch::FileWatch;
 use crate::metrics::events::ReloadMetrics;
-use crate::server::Gateway;
+use crate::server::{Former, Gateway};
 
 /// How often the configuration files are checked for changes.
 const WATCH_PERIOD: Duration = Duration::from_secs(1);
@@ -67,20 +67,22 @@ fn serve(path: &Path) -> Result<(), Failure> {
     if let Some(note) = lint::exposed_admin_address(&config) {
         tracing::warn!("{note}");
     }
-    let (sockets, counters, key_set, former) = match handover {
-        Some(Handover { from, sockets, counters, key_set, channel }) => {
-            (sockets, counters, key_set, Some((from, channel)))
-        }
+    let (sockets, former, predecessor) = match handover {
+        Some(Handover { from, sockets, former, channel }) => (sockets, former, Some((from, channel))),
         None => {
             let sockets = systemd::sockets();
-            (sockets.map_err(|error| with_context("cannot use the inherited sockets", &error))?, None, None, None)
+            (
+                sockets.map_err(|error| with_context("cannot use the inherited sockets", &error))?,
+                Former::default(),
+                None,
+            )
         }
     };
     let pid_file = config.general.pid_file.as_ref().map(|file| resolve_path(path, file));
-    let gateway = Gateway::start_with(config, clock.clone(), sockets, counters, key_set)?;
+    let gateway = Gateway::start_with(config, clock.clone(), sockets, former)?;
     let pid_file = PidFile::prepare(pid_file).map_err(|error| with_context("cannot write `pid_file`", &error))?;
     let supervisor = Supervisor { upgrade: Upgrade::new(program, &gateway), gateway, clock, path, watch, pid_file };
-    let ended = runtime.block_on(supervisor.supervise(former, signals));
+    let ended = runtime.block_on(supervisor.supervise(predecessor, signals));
     // An interrupted drain is not waited for.
     runtime.shutdown_background();
     Ok(ended?)

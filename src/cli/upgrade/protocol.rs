@@ -31,8 +31,9 @@ use rustix::stdio::dup2_stdin;
 use tokio::io::Interest;
 use tokio::net::UnixStream;
 
+use crate::admin::history;
 use crate::downstream::listener::InheritedSockets;
-use crate::server::KnownKeySet;
+use crate::server::{Former, KnownKeySet};
 
 /// Environment variable of the new process: the PID of the process that it replaces.
 pub const PREDECESSOR_VARIABLE: &str = "TRANSOM_HANDOVER";
@@ -43,6 +44,8 @@ const LISTEN: &str = "listen ";
 const COUNTERS: &str = "counters";
 /// Followed by the time of the fetch in Unix milliseconds, and the URL of the key set whose text the descriptor has.
 const KEY_SET: &str = "key-set ";
+/// Followed by the version of the dashboard's history, whose samples the descriptor has.
+const HISTORY: &str = "history ";
 const READY: &[u8] = b"ready\n";
 const GO: &[u8] = b"yours\n";
 const SERVING: &[u8] = b"serving\n";
@@ -60,6 +63,7 @@ impl HandoverSet {
         sockets: &[(SocketAddr, TcpListener)],
         counters: BorrowedFd,
         key_set: Option<KnownKeySet>,
+        history: &str,
     ) -> io::Result<HandoverSet> {
         let mut items = Vec::new();
         for (address, socket) in sockets {
@@ -67,9 +71,10 @@ impl HandoverSet {
         }
         items.push((format!("{COUNTERS}\n"), counters.try_clone_to_owned()?));
         if let Some(KnownKeySet { url, text, fetched_at_ms }) = key_set {
-            let mut file = File::from(memfd_create("key-set", MemfdFlags::CLOEXEC)?);
-            file.write_all(&text)?;
-            items.push((format!("{KEY_SET}{fetched_at_ms} {url}\n"), file.into()));
+            items.push((format!("{KEY_SET}{fetched_at_ms} {url}\n"), file_with(&text)?));
+        }
+        if !history.is_empty() {
+            items.push((format!("{HISTORY}{}\n", history::FORMAT), file_with(history.as_bytes())?));
         }
         Ok(HandoverSet(items))
     }
@@ -88,6 +93,20 @@ impl HandoverSet {
         expect_message(&channel, READY).await?;
         Ok(ReadyChild(channel))
     }
+}
+
+/// A file in memory with this text.
+fn file_with(text: &[u8]) -> io::Result<OwnedFd> {
+    let mut file = File::from(memfd_create("handover", MemfdFlags::CLOEXEC)?);
+    file.write_all(text)?;
+    Ok(file.into())
+}
+
+fn read_file(descriptor: OwnedFd) -> io::Result<Vec<u8>> {
+    let (mut file, mut text) = (File::from(descriptor), Vec::new());
+    file.rewind()?;
+    file.read_to_end(&mut text)?;
+    Ok(text)
 }
 
 /// The channel to a new process that is ready.
@@ -137,10 +156,8 @@ pub struct Handover {
     /// PID of the process that this one replaces.
     pub from: u32,
     pub sockets: InheritedSockets,
-    /// The counter memory, if the former process had one.
-    pub counters: Option<OwnedFd>,
-    /// The last key set, if the former process had fetched one.
-    pub key_set: Option<KnownKeySet>,
+    /// What the former process had.
+    pub former: Former,
     pub channel: SuccessorChannel,
 }
 
@@ -160,28 +177,28 @@ impl Handover {
         channel.set_nonblocking(false)?;
         channel.set_read_timeout(Some(RECEIVE_TIMEOUT))?;
         let (names, descriptors) = receive_all(&channel)?;
-        let (mut sockets, mut counters, mut key_set) = (Vec::new(), None, None);
+        let (mut sockets, mut former) = (Vec::new(), Former::default());
+        let history_name = format!("{HISTORY}{}", history::FORMAT);
         for (name, descriptor) in names.iter().zip(descriptors) {
             if let Some(address) = name.strip_prefix(LISTEN) {
                 let address: SocketAddr = address.parse().map_err(|_no_address| protocol_error())?;
                 sockets.push((address, TcpListener::from(descriptor)));
             } else if name == COUNTERS {
-                counters = Some(descriptor);
+                former.counters = Some(descriptor);
             } else if let Some(rest) = name.strip_prefix(KEY_SET) {
                 let (fetched_at_ms, url) = rest.split_once(' ').ok_or_else(protocol_error)?;
                 let fetched_at_ms = fetched_at_ms.parse().map_err(|_no_number| protocol_error())?;
-                let (mut file, mut text) = (File::from(descriptor), Vec::new());
-                file.rewind()?;
-                file.read_to_end(&mut text)?;
-                key_set = Some(KnownKeySet { url: url.to_owned(), text: text.into(), fetched_at_ms });
+                let text = read_file(descriptor)?.into();
+                former.key_set = Some(KnownKeySet { url: url.to_owned(), text, fetched_at_ms });
+            } else if *name == history_name {
+                former.history = String::from_utf8(read_file(descriptor)?).map_err(|_no_text| protocol_error())?;
             }
             // Unknown items of other versions are ignored.
         }
         Ok(Some(Handover {
             from,
             sockets: InheritedSockets::from_predecessor(sockets)?,
-            counters,
-            key_set,
+            former,
             channel: SuccessorChannel(channel),
         }))
     }
@@ -289,7 +306,7 @@ mod tests {
             .collect();
         let memory = File::open("/dev/null").unwrap();
         let (old, new) = StdUnixStream::pair().unwrap();
-        let handover = HandoverSet::new(&sockets, memory.as_fd(), None).unwrap();
+        let handover = HandoverSet::new(&sockets, memory.as_fd(), None, "").unwrap();
         let sender = thread::spawn(move || {
             runtime().block_on(async { handover.hand_over(old).await.unwrap().let_serve().await.unwrap() });
         });
@@ -307,7 +324,7 @@ mod tests {
     fn a_closed_channel_is_an_error() {
         let memory = File::open("/dev/null").unwrap();
         let hand_over = |channel| {
-            let handover = HandoverSet::new(&[], memory.as_fd(), None).unwrap();
+            let handover = HandoverSet::new(&[], memory.as_fd(), None, "").unwrap();
             runtime().block_on(async { handover.hand_over(channel).await?.let_serve().await })
         };
         let (old, new) = StdUnixStream::pair().unwrap();

@@ -39,7 +39,7 @@ impl Upgrade {
             return;
         }
         let limit = gateway.config().timeouts.upgrade;
-        let started = HandoverSet::new(gateway.sockets(), gateway.counters(), gateway.key_set())
+        let started = HandoverSet::new(gateway.sockets(), gateway.counters(), gateway.key_set(), &gateway.history())
             .and_then(|handover| self.program.start(handover, limit));
         match started {
             Ok(successor) => {
