@@ -19,7 +19,7 @@ use tokio::task::spawn_local;
 
 use crate::access_log::{LogSender, WriterThread};
 use crate::admin::events::Events;
-use crate::admin::history::History;
+use crate::admin::history::{self, History};
 use crate::admin::{self, AcceptState, AdminScope, AdminState, DecisionApi};
 use crate::clock::Clock;
 use crate::config::jwt::KeySetSource;
@@ -138,6 +138,9 @@ pub struct KnownKeySet {
     /// Unix milliseconds.
     pub fetched_at_ms: u64,
 }
+
+/// Version of the dashboard's history in [`Former`].
+pub const HISTORY_FORMAT: u32 = history::FORMAT;
 
 /// What a process has of the one that it replaces.
 #[derive(Default)]

@@ -39,6 +39,7 @@ const commands = {
   press: (_, { of, key }) => page.locator(of).press(key),
   fill: (_, { of, value }) => page.fill(of, value),
   select: (_, { of, value }) => page.selectOption(of, value),
+  resize: (_, { width }) => page.setViewportSize({ width, height: 900 }),
   run: (_, { script }) => page.evaluate(script),
   problems: () => problems,
   // Of the whole page, or of its first `height` pixels.

@@ -445,6 +445,67 @@ fn the_page_is_accessible_in_an_outage_and_with_a_looked_up_key() {
     }
 }
 
+#[test]
+fn the_page_distinguishes_a_server_that_is_down_from_an_outage() {
+    let (dead, alive, failing) = (Upstream::refusing_connections(), Upstream::always(200), Upstream::always(503));
+    let gateway = Gateway::start(&format!(
+        "[upstreams.an-upstream-with-a-long-name]\nservers = [\"http://{}\", \"http://{}\"]\n\
+         health = {{ path = \"/\", interval = \"20ms\", timeout = \"30s\" }}\n\
+         [upstreams.failing]\nservers = [\"http://{}\"]\nejection = {{ failures = 1000, statuses = [503] }}\n\
+         [[routes]]\npath = \"/a\"\nupstream = \"an-upstream-with-a-long-name\"\n\
+         [[routes]]\npath = \"/b\"\nupstream = \"failing\"\n",
+        dead.address, alive.address, failing.address
+    ));
+    let servers = || Client::connect(gateway.admin).get("/upstreams").expect(200).json().to_string();
+    eventually("a server is unhealthy", || servers().contains("\"unhealthy\""));
+    let mut browser = Browser::start();
+    browser.open(gateway.admin, "light", false);
+    let count = |browser: &mut Browser, of: &str| browser.run(json!({ "do": "count", "of": of }));
+    gateway.advance_s(10);
+    browser.wait("#traffic-legend", "some servers down");
+    assert_eq!(count(&mut browser, "#traffic .partial"), json!(1));
+    assert_eq!(count(&mut browser, "#traffic .outage"), json!(0));
+    // The only server of the other upstream fails.
+    (0..40).for_each(|_| drop(gateway.get("/b").expect(503)));
+    gateway.advance_s(10);
+    browser.wait("#traffic-legend", "upstream or store down");
+    assert_eq!(count(&mut browser, "#traffic .outage"), json!(1));
+    browser.wait("#upstreams tbody", "40 failures in a row");
+    let failed = "document.querySelector('#routes tbody .spark .failed').getAttribute('d').length > 0";
+    eventually("the route is drawn as failing", || {
+        browser.run(json!({ "do": "run", "script": failed })) == json!(true)
+    });
+    // All columns of the upstreams are visible, at every width.
+    for width in [390, 700, 1000, 1100, 1199, 1200, 1280, 1440, 1920] {
+        browser.run(json!({ "do": "resize", "width": width }));
+        let script = "(table => table.scrollWidth - table.clientWidth)(document.querySelector('#upstreams .scroll'))";
+        assert_eq!(browser.run(json!({ "do": "run", "script": script })), json!(0), "{width}");
+    }
+    assert_eq!(browser.problems_but(&[]), Vec::<String>::new());
+}
+
+/// An upgrade replaces the process; the page shows the next one, with the samples it has.
+#[test]
+fn the_page_continues_over_an_upgrade() {
+    let process = Process::spawn(RULES);
+    let mut browser = Browser::start();
+    browser.open(process.admin, "light", false);
+    for status in [200, 200, 200, 429] {
+        process.client().get_with("/a", &[("X-User", "ann")]).expect(status);
+    }
+    // In a sample, which ends within ten seconds.
+    browser.wait("#tiles", "4 in the last hour");
+    let started = |browser: &mut Browser| browser.run(json!({ "do": "run", "script": "state.snapshot.started" }));
+    let before = started(&mut browser);
+    process.signal("USR2");
+    eventually("the page shows the new process", || started(&mut browser) != before);
+    browser.wait("#connection", "live");
+    browser.wait("#tiles", "4 in the last hour");
+    // A page that is opened now.
+    browser.open(process.admin, "light", false);
+    browser.wait("#tiles", "4 in the last hour");
+}
+
 /// A gateway whose shared store cannot be reached.
 struct Outage {
     process: Process,

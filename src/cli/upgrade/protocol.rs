@@ -31,9 +31,8 @@ use rustix::stdio::dup2_stdin;
 use tokio::io::Interest;
 use tokio::net::UnixStream;
 
-use crate::admin::history;
 use crate::downstream::listener::InheritedSockets;
-use crate::server::{Former, KnownKeySet};
+use crate::server::{Former, HISTORY_FORMAT, KnownKeySet};
 
 /// Environment variable of the new process: the PID of the process that it replaces.
 pub const PREDECESSOR_VARIABLE: &str = "TRANSOM_HANDOVER";
@@ -74,7 +73,7 @@ impl HandoverSet {
             items.push((format!("{KEY_SET}{fetched_at_ms} {url}\n"), file_with(&text)?));
         }
         if !history.is_empty() {
-            items.push((format!("{HISTORY}{}\n", history::FORMAT), file_with(history.as_bytes())?));
+            items.push((format!("{HISTORY}{}\n", HISTORY_FORMAT), file_with(history.as_bytes())?));
         }
         Ok(HandoverSet(items))
     }
@@ -178,7 +177,7 @@ impl Handover {
         channel.set_read_timeout(Some(RECEIVE_TIMEOUT))?;
         let (names, descriptors) = receive_all(&channel)?;
         let (mut sockets, mut former) = (Vec::new(), Former::default());
-        let history_name = format!("{HISTORY}{}", history::FORMAT);
+        let history_name = format!("{HISTORY}{}", HISTORY_FORMAT);
         for (name, descriptor) in names.iter().zip(descriptors) {
             if let Some(address) = name.strip_prefix(LISTEN) {
                 let address: SocketAddr = address.parse().map_err(|_no_address| protocol_error())?;
