@@ -8,7 +8,7 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use super::redaction::{self, Secrets};
+use super::redaction::{Hidden, Secrets};
 use super::sources::IncludedFile;
 
 /// A parsed value, or the message and the fix of a problem.
@@ -79,8 +79,8 @@ pub struct Report<'t> {
     pub top_level_keys: Vec<&'static str>,
     pub inputs: Inputs<'t>,
     included: &'t [IncludedFile],
-    /// Values that messages must not show, with what to show instead.
-    hidden: Vec<(String, String)>,
+    /// Values of references.
+    hidden: Vec<Hidden>,
     /// Values that are not known, because of a problem that is reported already.
     unknown: Vec<Span>,
 }
@@ -166,9 +166,9 @@ impl<'t> Report<'t> {
         .ok()
     }
 
-    /// Makes messages show `shown` instead of a value.
-    pub fn hide(&mut self, value: &str, shown: &str) {
-        self.hidden.push((value.to_owned(), shown.to_owned()));
+    /// Makes messages show the reference instead of its value.
+    pub fn hide(&mut self, hidden: Hidden) {
+        self.hidden.push(hidden);
     }
 
     /// The line of a byte in its file, counted from 1.
@@ -218,9 +218,14 @@ impl<'t> Report<'t> {
             let line = self.line_starts.partition_point(|start| *start <= problem.span.start).max(1);
             problem.line_text = masked.split('\n').nth(line - 1).unwrap_or_default().to_owned();
         }
-        for text in self.problems.iter_mut().flat_map(|problem| [&mut problem.message, &mut problem.fix]) {
-            secrets.remove_from(text);
-            self.hidden.iter().for_each(|(value, shown)| redaction::replace(text, value, shown));
+        // A name that the file has anyway, such as the key of the setting.
+        let is_name = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "_-".contains(c);
+        let is_public = |word: &str| word.chars().all(is_name) && self.text.contains(word);
+        for Problem { span, message, fix, .. } in &mut self.problems {
+            for text in [message, fix] {
+                secrets.remove_from(text);
+                self.hidden.iter().for_each(|hidden| hidden.remove_from(text, span, is_public));
+            }
         }
         self.problems
     }

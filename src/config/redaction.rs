@@ -1,12 +1,19 @@
 //! Removes secrets from messages about a configuration, which quote its lines and end up in logs.
 //!
 //! Masked are values of keys that resemble `secret`, `password` or `digest_key`, private keys, and passwords in URLs.
-//! They are found by pattern, because the file may not be valid TOML.
+//! They are found by pattern, because the file may not be valid TOML. Values of references are known, and hidden with their
+//! parts: [`Hidden`].
 
 use std::ops::Range;
 
+use memchr::memmem;
+
 /// The length of a prefix that reveals a secret when a message contains it.
 const REVEALING_CHARS: usize = 4;
+/// The length of a part of a value that reveals it, quoted or not.
+const REVEALING_PART_BYTES: usize = 8;
+/// A longer value has many short parts by chance.
+const LONG_VALUE_BYTES: usize = 256;
 
 /// The secret values of a text. The spans, in bytes, may include quotes.
 pub struct Secrets<'t> {
@@ -43,7 +50,7 @@ impl<'t> Secrets<'t> {
 }
 
 /// Replaces a value, and beginnings of it, in a message.
-pub fn replace(message: &mut String, value: &str, replacement: &str) {
+fn replace(message: &mut String, value: &str, replacement: &str) {
     let Some((last, c)) = value.char_indices().nth(REVEALING_CHARS - 1) else { return };
     let beginning = &value[..last + c.len_utf8()];
     let mut at = 0;
@@ -54,6 +61,112 @@ pub fn replace(message: &mut String, value: &str, replacement: &str) {
         message.replace_range(start..start + length, replacement);
         at = start + replacement.len();
     }
+}
+
+/// A value that came from a reference. Messages show the reference instead.
+pub struct Hidden {
+    /// The position of the string with the reference.
+    span: Range<usize>,
+    /// The value as it is, and as messages escape it. Both in lower case, because messages also show normalized values.
+    forms: [String; 2],
+    /// The reference as it is written.
+    shown: String,
+    /// The value is a whole string with references in it, of which other parts are not secret.
+    is_composed: bool,
+}
+
+impl Hidden {
+    pub fn value(span: Range<usize>, value: &str, shown: String) -> Hidden {
+        let forms = [value.to_ascii_lowercase(), value.escape_debug().to_string().to_ascii_lowercase()];
+        Hidden { span, forms, shown, is_composed: false }
+    }
+
+    pub fn composed(span: Range<usize>, value: &str, shown: String) -> Hidden {
+        Hidden { is_composed: true, ..Hidden::value(span, value, shown) }
+    }
+
+    /// Removes the value from a message about the text at `span`. `is_public` recognizes words that do not come from the value.
+    pub fn remove_from(&self, message: &mut String, span: &Range<usize>, is_public: impl Fn(&str) -> bool) {
+        let is_about_value = self.span.start <= span.start && span.end <= self.span.end;
+        if is_about_value {
+            // The quoted values are the odd parts.
+            let parts = message.split('`').enumerate().map(|(i, part)| match i % 2 {
+                1 if self.reveals(part) && !is_public(part) => self.shown.as_str(),
+                _ => part,
+            });
+            *message = parts.collect::<Vec<&str>>().join("`");
+        }
+        if !self.is_composed {
+            // Elsewhere, a common part such as `http://127.0.0.1` is more likely one of the message.
+            let whole = self.forms[0].len();
+            self.remove_parts(message, if is_about_value { whole.min(REVEALING_PART_BYTES) } else { whole });
+        }
+    }
+
+    /// Whether a quoted value is, or contains, a part of the hidden value.
+    fn reveals(&self, quoted: &str) -> bool {
+        let quoted = quoted.trim_matches(['"', '\'', ' ']).trim_end_matches('…').to_ascii_lowercase();
+        if self.forms.contains(&quoted) {
+            return true;
+        }
+        // A fix may show a short value with what is missing around it.
+        let is_apart = |c: Option<char>| c.is_none_or(|c| !c.is_alphanumeric());
+        let contains = |form: &String| {
+            quoted.match_indices(form.as_str()).any(|(at, _)| {
+                let (before, behind) = (&quoted[..at], &quoted[at + form.len()..]);
+                is_apart(before.chars().next_back()) && is_apart(behind.chars().next())
+            })
+        };
+        if !self.is_composed && (2..REVEALING_CHARS).contains(&self.forms[0].chars().count()) {
+            return self.forms.iter().any(contains);
+        }
+        if quoted.chars().count() < REVEALING_CHARS {
+            return false;
+        }
+        if self.is_composed {
+            return self.forms.iter().any(|form| form.starts_with(&quoted));
+        }
+        let least = if self.forms[0].len() > LONG_VALUE_BYTES { REVEALING_PART_BYTES } else { REVEALING_CHARS };
+        quoted.char_indices().any(|(at, _)| self.common_length(&quoted[at..], least) > 0)
+    }
+
+    /// Replaces parts of the value of at least so many bytes, wherever they are.
+    fn remove_parts(&self, message: &mut String, least: usize) {
+        if least < REVEALING_CHARS {
+            return;
+        }
+        let lower = message.to_ascii_lowercase();
+        let mut out = String::with_capacity(message.len());
+        let mut rest = message.as_str();
+        while let Some(c) = rest.chars().next() {
+            let length = self.common_length(&lower[message.len() - rest.len()..], least);
+            if length > 0 {
+                out += &self.shown;
+            } else {
+                out.push(c);
+            }
+            rest = &rest[length.max(c.len_utf8())..];
+        }
+        *message = out;
+    }
+
+    /// The length in bytes of the longest beginning of `text` that is a part of the value; 0 if that is less than `least`.
+    fn common_length(&self, text: &str, least: usize) -> usize {
+        if text.len() < least {
+            return 0;
+        }
+        let beginning = &text[..text.ceil_char_boundary(least)];
+        let length = |form: &String| {
+            let starts = memmem::find_iter(form.as_bytes(), beginning);
+            starts.map(|start| common_prefix(text, &form[start..])).max().unwrap_or(0)
+        };
+        self.forms.iter().map(length).max().unwrap_or(0)
+    }
+}
+
+/// The length in bytes of the characters with which both texts begin.
+fn common_prefix(one: &str, other: &str) -> usize {
+    one.chars().zip(other.chars()).take_while(|(a, b)| a == b).map(|(c, _)| c.len_utf8()).sum()
 }
 
 fn secret_spans(text: &str) -> Vec<Range<usize>> {

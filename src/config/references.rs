@@ -2,12 +2,13 @@
 //! content of a file, `$${` for `${`.
 //!
 //! The references are replaced before settings are read, so they work in every string, and instead of a number or a
-//! boolean. Their values may be secrets: messages show the reference.
+//! boolean. Their values may be secrets: messages show the reference, and no part of its value.
 
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use super::diagnostics::{Parsed, Report, Span, quoted};
+use super::redaction::Hidden;
 
 /// Replaces the references in all strings of a table.
 pub fn resolve(table: &mut DeTable, report: &mut Report) {
@@ -52,10 +53,11 @@ fn resolve_text(text: &str, span: &Span, report: &mut Report) -> Option<String> 
             Kind::File => file(name, span, report),
         }?;
         rest = &rest[kind.prefix().len() + name.len() + 1..];
-        report.hide(&value, &format!("${{{}{name}}}", kind.prefix()));
+        report.hide(Hidden::value(span.clone(), &value, format!("${{{}{name}}}", kind.prefix())));
         resolved += &value;
     }
     resolved += rest;
+    report.hide(Hidden::composed(span.clone(), &resolved, text.to_owned()));
     Some(resolved)
 }
 
@@ -77,6 +79,11 @@ impl Kind {
 /// The kind and the name of the reference that a text begins with; `None` for other uses of `${`.
 fn parse(text: &str) -> Parsed<Option<(Kind, &str)>> {
     let inner = &text[2..];
+    if let Some(name) = variable_of_a_shell(inner) {
+        let written = quoted(&text[..text.find('}').map_or(text.len(), |end| end + 1)]);
+        let fix = format!("write `${{env:{name}}}`, or `$${{` for a literal `${{`; there are no default values");
+        return Err((format!("{written} is no reference"), fix));
+    }
     let Some((word, name)) = inner.split_once(':') else { return Ok(None) };
     if word.is_empty() || !word.bytes().all(|byte| byte.is_ascii_lowercase()) {
         return Ok(None);
@@ -96,6 +103,15 @@ fn parse(text: &str) -> Parsed<Option<(Kind, &str)>> {
             Err((message, format!("write `${{{word}:{}}}`", if word == "env" { "NAME" } else { "PATH" })))
         }
     }
+}
+
+/// The name of a variable as a shell or Compose has it: `${NAME}` or `${NAME:-default}`. Variables of nginx and of scripts are in
+/// lower case.
+fn variable_of_a_shell(inner: &str) -> Option<&str> {
+    let end = inner.find(|c: char| !(c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_'))?;
+    let (name, rest) = inner.split_at(end);
+    let is_end = [":-", "-", ":?", "}"].iter().any(|next| rest.starts_with(next));
+    (is_end && name.starts_with(|c: char| c.is_ascii_uppercase() || c == '_')).then_some(name)
 }
 
 fn variable(name: &str, span: &Span, report: &mut Report) -> Option<String> {
@@ -137,6 +153,8 @@ mod tests {
         let files = |path: &std::path::Path| match path.to_str() {
             Some("port") => Ok(b"8081\r\n".to_vec()),
             Some("binary") => Ok(vec![0xff]),
+            Some("two") => Ok(b"canary-one\ncanary two, \"canary\"\n".to_vec()),
+            Some("short") => Ok(b"x\ty\n".to_vec()),
             _ => Err(ErrorKind::NotFound.into()),
         };
         let variables = |name: &str| match name {
@@ -177,6 +195,72 @@ mod tests {
         assert_eq!(report.count(), 0);
     }
 
+    /// Each string setting with a file of two lines, in the place of a whole value and of a part of it.
+    #[test]
+    fn no_part_of_a_value_is_in_a_message() {
+        let rule = |setting: &str| format!("[rules.r]\nkey = \"ip\"\nwindows = [\"2/minute\"]\n{setting}");
+        let route = |setting: &str| format!("[[routes]]\nupstream = \"u\"\npath = \"/a\"\n{setting}");
+        let upstream = |setting: &str| format!("[upstreams.v]\n{setting}");
+        let mut texts = Vec::new();
+        for value in ["${file:two}", "http://${file:two}", "/${file:two}", "127.0.0.1:${file:two}", "${file:short}"] {
+            for setting in ["workers", "headers", "forward_path", "pid_file", "access_log", "include", "trailing_slash"]
+            {
+                texts.push(format!("{setting} = '{value}'"));
+            }
+            for setting in
+                ["http", "admin", "metrics", "forward_auth", "trusted_proxies", "forwarded", "proxy_protocol"]
+            {
+                texts.push(format!("[listen]\n{setting} = '{value}'"));
+            }
+            for setting in ["certificate", "private_key", "address", "client_ca", "client_crl", "min_version"] {
+                texts.push(format!("[listen.https]\n{setting} = '{value}'"));
+            }
+            for setting in
+                ["redis", "sentinel_master", "username", "password_file", "password_env", "prefix", "timeout"]
+            {
+                texts.push(format!("[counters.shared]\n{setting} = '{value}'"));
+            }
+            for setting in ["keys", "jwks_url", "issuer", "leeway"] {
+                texts.push(format!("[jwt]\n{setting} = '{value}'"));
+            }
+            for setting in ["file", "api_key", "subject"] {
+                texts.push(format!("[clients]\n{setting} = '{value}'"));
+            }
+            for setting in ["servers", "balance", "protocol", "host", "hash_key"] {
+                texts.push(upstream(&format!("{setting} = '{value}'")));
+            }
+            for setting in ["exemptions", "count_when", "on_limit", "penalty", "content_type", "on_missing_key", "cost"]
+            {
+                texts.push(rule(&format!("{setting} = '{value}'")));
+            }
+            texts.push(rule(&format!("exemptions = ['{value}']")));
+            texts.push(format!("[rules.r]\nkey = '{value}'\nwindows = ['{value}']"));
+            texts.push(format!("[[routes]]\nupstream = '{value}'\npath = '{value}'"));
+            for setting in ["host", "methods", "scheme", "name", "rules", "cost", "strip_prefix", "rewrite", "redirect"]
+            {
+                texts.push(route(&format!("{setting} = '{value}'")));
+            }
+            texts.push(route(&format!("headers = {{ x-a = '{value}' }}")));
+            texts.push(route(&format!("request_headers = {{ set = {{ x-a = '{value}' }} }}")));
+        }
+        for text in texts {
+            let Err(problems) = read(&text) else { continue };
+            let shown = format!("{problems:?}").to_lowercase();
+            for part in ["canary", "x\\\\ty", "x\\ty"] {
+                assert!(!shown.contains(part), "{text}\n{problems:#?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_value_does_not_change_messages_about_other_settings() {
+        let other = "pid_file = \"${env:HOST}:8080\"\n[counters.shared]\nredis = \"127.0.0.9\"";
+        let problems = read(other).unwrap_err();
+        let [(message, fix)] = problems.as_slice() else { panic!("{problems:?}") };
+        assert_eq!(message, "`127.0.0.9` is not a server URL");
+        assert_eq!(fix, "write `\"redis://127.0.0.9\"`");
+    }
+
     #[test]
     fn problems_name_the_reference_and_never_its_value() {
         for (line, message, fix) in [
@@ -186,6 +270,8 @@ mod tests {
             ("pid_file = \"${evn:X}\"", "`${evn:` is no reference", "write `${env:NAME}`"),
             ("pid_file = \"${env:X\"", "the reference `${env:` has no name or no `}`", "write `${env:NAME}`"),
             ("pid_file = \"${file:}\"", "the reference `${file:` has no name or no `}`", "write `${file:PATH}`"),
+            ("pid_file = \"${PID_FILE}\"", "`${PID_FILE}` is no reference", "write `${env:PID_FILE}`, or"),
+            ("workers = \"${WORKERS:-4}\"", "`${WORKERS:-4}` is no reference", "write `${env:WORKERS}`, or"),
             ("headers = \"${env:SECRET}\"", "`headers` cannot be `${env:SECRET}`", "write"),
             (
                 "workers = \"${env:SECRET}\"",
