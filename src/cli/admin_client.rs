@@ -25,8 +25,19 @@ const RESPONSE_MAX_BYTES: usize = 16 * 1024 * 1024;
 #[derive(clap::Args)]
 pub struct AdminAddress {
     /// Admin address of the gateway, instead of that of the configuration file
-    #[arg(long, value_name = "HOST:PORT")]
+    #[arg(long, value_name = "HOST:PORT", value_parser = parse_address)]
     admin: Option<String>,
+}
+
+/// Accepts the URL of the dashboard, too.
+fn parse_address(text: &str) -> Result<String, String> {
+    let address = text.strip_prefix("http://").unwrap_or(text).trim_end_matches('/');
+    let port =
+        address.rsplit_once(':').filter(|(host, _)| !host.is_empty()).and_then(|(_, port)| port.parse::<u16>().ok());
+    match port {
+        Some(1..) if !address.contains(['/', '@', ' ']) => Ok(address.to_owned()),
+        _ => Err(String::from("write `HOST:PORT`, such as `127.0.0.1:9900`; the admin address has no TLS")),
+    }
 }
 
 impl AdminAddress {

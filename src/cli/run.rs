@@ -22,6 +22,7 @@ use crate::config::{Config, lint};
 use crate::file_watch::FileWatch;
 use crate::metrics::events::ReloadMetrics;
 use crate::server::{Former, Gateway};
+use crate::server::error::StartError;
 
 /// How often the configuration files are checked for changes.
 const WATCH_PERIOD: Duration = Duration::from_secs(1);
@@ -93,7 +94,7 @@ fn with_context(what: &str, error: &io::Error) -> io::Error {
 }
 
 /// Prints an error and its sources in one line.
-fn print_error(error: &dyn Error) {
+fn print_error(error: &(dyn Error + 'static)) {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(error) = source {
@@ -101,6 +102,9 @@ fn print_error(error: &dyn Error) {
         source = error.source();
     }
     print_err!("transom: {text}");
+    if let Some(fix) = error.downcast_ref::<StartError>().and_then(StartError::fix) {
+        print_err!("  fix: {fix}");
+    }
 }
 
 /// Supervises a running gateway.

@@ -7,6 +7,7 @@
 use std::fmt;
 use std::sync::Arc;
 
+use memchr::memmem;
 use rustls::crypto::aws_lc_rs::default_provider;
 use rustls::sign::CertifiedKey;
 use rustls::{Error, InconsistentKeys, RootCertStore, SignatureAlgorithm};
@@ -18,6 +19,7 @@ use x509_parser::prelude::{CertificateRevocationList as ParsedList, FromDer, X50
 use super::diagnostics::{Report, Span, quoted};
 use super::settings::{Required, Text};
 use super::toml_reader::SpannedString;
+use super::values::without_byte_order_mark;
 
 /// A setting that names a file.
 pub const PEM_FILE: Text = Text("PEM file", "\"FILE\"");
@@ -96,7 +98,8 @@ fn read_pem<T>(
     parse: impl FnOnce(&[u8]) -> Result<T, Unusable>,
     report: &mut Report,
 ) -> Option<T> {
-    let parsed = parse(&file.read_file(report)?);
+    let text = file.read_file(report)?;
+    let parsed = parse(without_byte_order_mark(&text));
     parsed.map_err(|error| report_unusable(error, file, report)).ok()
 }
 
@@ -155,6 +158,11 @@ fn parse_certificates(text: &[u8]) -> Result<Vec<CertificateDer<'static>>, Unusa
 }
 
 fn parse_private_key(text: &[u8]) -> Result<PrivateKeyDer<'static>, Unusable> {
+    let contains = |mark: &[u8]| memmem::find(text, mark).is_some();
+    // The traditional form of OpenSSL (RFC 1421, section 4.6.1.1).
+    if contains(b"Proc-Type: 4,ENCRYPTED") {
+        return Err(ENCRYPTED_KEY);
+    }
     for section in <(SectionKind, Vec<u8>)>::pem_slice_iter(text) {
         let (kind, der) = section.map_err(|_error| INVALID_PEM)?;
         if let Some(key) = PrivateKeyDer::from_pem(kind, der) {
@@ -162,8 +170,7 @@ fn parse_private_key(text: &[u8]) -> Result<PrivateKeyDer<'static>, Unusable> {
         }
     }
     // The loop skips sections of unknown kinds, among them encrypted keys.
-    let encrypted = b"-----BEGIN ENCRYPTED PRIVATE KEY-----";
-    Err(if text.windows(encrypted.len()).any(|part| part == encrypted) { ENCRYPTED_KEY } else { NO_KEY })
+    Err(if contains(b"-----BEGIN ENCRYPTED PRIVATE KEY-----") { ENCRYPTED_KEY } else { NO_KEY })
 }
 
 /// A key matches its certificate, so equal certificates have equal keys.
@@ -221,6 +228,10 @@ mod tests {
         SerialNumber, date_time_ymd,
     };
 
+    use std::path::Path;
+
+    use super::super::diagnostics::Inputs;
+    use super::super::toml_reader::SpannedStr;
     use super::*;
 
     fn pem() -> String {
@@ -245,6 +256,28 @@ mod tests {
         let pem = params.self_signed(&KeyPair::generate().unwrap()).unwrap().pem();
         let (_, names, validity) = parse_chain(pem.as_bytes()).unwrap();
         assert_eq!((names, validity), (vec!["a.example.com".to_owned()], (0, 253_402_214_400)));
+    }
+
+    #[test]
+    fn a_key_that_is_encrypted_is_recognized_in_both_forms() {
+        for (kind, header) in [("ENCRYPTED ", ""), ("RSA ", "Proc-Type: 4,ENCRYPTED\nDEK-Info: AES-128-CBC,00\n\n")] {
+            let text = format!("-----BEGIN {kind}PRIVATE KEY-----\n{header}AAAA\n-----END {kind}PRIVATE KEY-----\n");
+            assert_eq!(parse_private_key(text.as_bytes()).unwrap_err(), ENCRYPTED_KEY, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_file_may_begin_with_a_byte_order_mark() {
+        let pair = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::new(["a.test".to_owned()]).unwrap();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let text = format!("\u{feff}{}{}", params.self_signed(&pair).unwrap().pem(), pair.serialize_pem());
+        let files = |_: &Path| Ok(text.as_bytes().to_vec());
+        let mut report = Report::with_inputs("", &[], Inputs { files: &files, ..Inputs::NONE });
+        let file = SpannedString::new("ca", &SpannedStr { text: "a.pem", span: 0..0 });
+        assert!(Certificate::read(&file, &file, &mut report).is_some());
+        assert!(read_authorities(&file, &mut report).is_some());
+        assert_eq!(report.count(), 0);
     }
 
     #[test]

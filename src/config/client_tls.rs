@@ -24,7 +24,7 @@ use super::toml_reader::{SpannedStr, SpannedString, Table};
 
 settings! {
     /// The gateway as a TLS client.
-    pub struct ClientTlsSettings checked by check_pair {
+    pub struct ClientTlsSettings checked by check_client_tls {
         /// Authorities of the servers; a server's own certificate is accepted here too. Without it: the system's
         /// authorities.
         ca: Option<SpannedString> = PEM_FILE;
@@ -38,8 +38,22 @@ settings! {
     }
 }
 
+fn check_client_tls(_settings: &mut ClientTlsSettings, table: &mut Table, report: &mut Report) {
+    suggest_ca(table);
+    check_pair(table, report);
+}
+
+/// Explains settings of other products that disable verification.
+pub fn suggest_ca(table: &mut Table) {
+    for key in ["insecure_skip_verify", "skip_verify", "tls_verify"] {
+        let fix =
+            "verification cannot be disabled: write `ca = \"FILE\"` with the server's own certificate or its authority";
+        table.suggest_for(key, "ca", fix);
+    }
+}
+
 /// Reports a certificate without a private key, and the reverse.
-pub fn check_pair(_settings: &mut ClientTlsSettings, table: &Table, report: &mut Report) {
+pub fn check_pair(table: &Table, report: &mut Report) {
     for (one, other) in [("certificate", "private_key"), ("private_key", "certificate")] {
         if let (Some(item), true) = (table.given(one), table.lacks(other)) {
             let message = format!("`{one}` is given without `{other}`");

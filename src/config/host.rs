@@ -63,6 +63,10 @@ fn normalize_host(text: &str) -> Result<String, String> {
         format!("write {}: hosts are compared without their port", quoted(bare))
     } else if let Some((bare, _)) = lower.split_once('/') {
         format!("write {}, and the rest in `path`", quoted(bare))
+    } else if lower.contains(['^', '~', '$', '(', '|', '\\', '!']) || lower.contains(".+") {
+        String::from(
+            "write names: regular expressions are not supported; `\"*.example.com\"` matches all names below one",
+        )
     } else if let Some(bare) = lower.strip_suffix('.') {
         format!("write {}, without the last dot", quoted(bare))
     } else if name.contains('*') {
@@ -82,6 +86,13 @@ fn is_name(text: &str) -> bool {
         (1..=63).contains(&label.len()) && label.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_".contains(&b))
     };
     text.len() <= 253 && text.split('.').all(label)
+}
+
+/// Whether a text is the name of a service record, such as `_http._tcp.example.com` (RFC 2782).
+fn is_service_name(text: &str) -> bool {
+    let mut labels = text.split('.');
+    labels.next().is_some_and(|label| label.starts_with('_'))
+        && labels.next().is_some_and(|label| ["_tcp", "_udp"].contains(&label.to_ascii_lowercase().as_str()))
 }
 
 /// Whether a text can only be meant as an IPv4 address: its last label is a number (RFC 3986,
@@ -141,6 +152,11 @@ pub fn parse_authority(url: &str, authority: &str, (scheme, default_port): (&str
         _ if is_ipv4_like(host) && host.parse::<Ipv4Addr>().is_err() => {
             let fix = format!("write four numbers from `0` to `255`, such as `\"{scheme}://127.0.0.1:9001\"`");
             ("has an invalid IPv4 address", fix)
+        }
+        _ if is_service_name(host) => {
+            let fix =
+                "write the hosts and ports that the record lists, each as a server: service records are not looked up";
+            ("names a service record (SRV)", fix.to_owned())
         }
         _ if is_ipv4_like(host) || is_name(host) => return Ok((host.to_ascii_lowercase(), port)),
         _ => ("has an invalid host name", "write a name of letters, digits, `-` and dots, or an IP address".to_owned()),

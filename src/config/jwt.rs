@@ -20,7 +20,7 @@ use super::settings::{
 };
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use super::upstream::{Scheme, Server};
-use super::values::strip_line_end;
+use super::values::{strip_line_end, without_byte_order_mark};
 use crate::jwt::jwks::{self, JwksError, KEYS_MAX, ambiguous_algorithm};
 use crate::jwt::token::{KEYS_TRIED_MAX, TokenVerifier};
 use crate::jwt::verification_key::{Algorithm, VerificationKey};
@@ -311,7 +311,7 @@ fn read_key(key: JwtKeySettings, report: &mut Report) -> Option<VerificationKey>
     let read = match algorithm {
         Algorithm::Hs256 => VerificationKey::from_secret(strip_line_end(&bytes), key.kid),
         Algorithm::Rs256 | Algorithm::Es256 | Algorithm::EdDsa => {
-            VerificationKey::from_public_pem(algorithm, &bytes, key.kid)
+            VerificationKey::from_public_pem(algorithm, without_byte_order_mark(&bytes), key.kid)
         }
     };
     report.accept(source.span, read.map_err(|error| error.explain(&name)))

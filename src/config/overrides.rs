@@ -148,6 +148,10 @@ fn read_exempt_network(word: &SpannedStr, report: &mut Report) -> Option<Network
     if word.text.contains(['/', '.', ':']) || word.text.is_empty() {
         return read_network(word, report);
     }
+    if word.text == "localhost" {
+        let fix = "write `\"127.0.0.0/8\"` and `\"::1\"`: names are not resolved";
+        return report.reject(word.span.clone(), "`localhost` is not a network", fix);
+    }
     let fix = format!("write `\"{KEY_PREFIX}{}\"`, if this is the value of a key", word.text);
     report.reject(word.span.clone(), format!("{} is not a network", quoted(word.text)), fix)
 }
@@ -216,6 +220,12 @@ impl OverrideKeys<'_> {
     }
 }
 
+/// Whether a value is a regular expression or a wildcard of another product.
+fn is_pattern(text: &str) -> bool {
+    let is_wildcard = text.len() > 1 && text != "*/*" && (text.starts_with('*') || text.ends_with('*'));
+    is_wildcard || text.starts_with(['~', '^']) || text.contains(".*")
+}
+
 fn example_value(part: &KeyPart) -> &'static str {
     match part {
         KeyPart::Ip { .. } => "192.0.2.7",
@@ -254,6 +264,11 @@ fn read_value(part: &KeyPart, word: &SpannedStr, report: &mut Report) -> Option<
     if text.starts_with(Digest::PREFIX) {
         let digest = read_digest(word, report)?;
         return Some(KeyValue::Digest(digest));
+    }
+    if is_pattern(text) {
+        let message = format!("{} is a pattern, and values of a key are compared as a whole", quoted(text));
+        let fix = "write each value; a group of clients can share a plan: `[rules.NAME.plans.PLAN]`";
+        return report.reject(word.span.clone(), message, fix);
     }
     let fix = match part {
         KeyPart::Header(_) if text.is_empty() || text.trim() != text => {

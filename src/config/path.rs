@@ -172,6 +172,13 @@ impl PathPattern {
 fn parse_segments(text: &str, reading: PathReading) -> Parsed<Vec<Segment>> {
     let path = |what: &str| format!("the path {} {what}", quoted(text));
     let write = |text: &str| format!("write `path = \"{}\"`", normalize_pattern(text));
+    if let Some((what, nearest)) = find_foreign_pattern(text) {
+        let fix = format!(
+            "write `path = \"{nearest}\"`, the nearest that a route can match: a segment is literal, `{{name}}` for any one \
+             segment, or `{{*rest}}` for the rest"
+        );
+        return Err((path(what), fix));
+    }
     let Some(rest) = text.strip_prefix('/') else {
         let Some((_, url)) = text.split_once("://") else {
             return Err((path("does not begin with `/`"), write(text)));
@@ -255,6 +262,59 @@ fn parse_parameter(part: &str) -> Parsed<Option<Segment>> {
         bare if is_rest || name.contains(['*', '.']) => no_parameter(&format!("write `{{*{bare}}}`")),
         bare => no_parameter(&format!("write `{{{bare}}}`")),
     }
+}
+
+/// Modifiers of nginx before the path of a location, and whether the path is a prefix.
+const LOCATION_MODIFIERS: [(&str, bool); 4] = [("^~", true), ("~*", true), ("~", true), ("=", false)];
+/// What regular expressions contain, and paths hardly ever.
+const EXPRESSION_PARTS: [&str; 12] = [".*", ".+", "[^", "[a-z", "[A-Z", "[0-9", "(?", "|", "\\", "(.", "/?(", "^"];
+
+/// Recognizes patterns that other products have and that a route would match literally: regular expressions, locations of nginx,
+/// and wildcards within a segment. Returns what is wrong, and the path of the nearest route.
+fn find_foreign_pattern(text: &str) -> Option<(&'static str, String)> {
+    const REST: &str = "{*rest}";
+    let modifier = LOCATION_MODIFIERS.iter().find_map(|(mark, is_prefix)| Some((text.strip_prefix(mark)?, *is_prefix)));
+    let (pattern, is_prefix) = modifier.unwrap_or((text, true));
+    let pattern = pattern.trim_start();
+    // Expressions within braces belong to a parameter of another router.
+    let mut depth = 0_i32;
+    let outside: String = pattern
+        .chars()
+        .filter(|c| {
+            depth += i32::from(*c == '{') - i32::from(*c == '}');
+            depth == 0
+        })
+        .collect();
+    let is_expression = text.starts_with('~')
+        || EXPRESSION_PARTS.iter().any(|part| outside.contains(part))
+        || outside.ends_with('$') && outside.len() > 1;
+    let is_wildcard = |part: &str| part.contains('*') && !part.contains(['{', '}']) && !["*", "**"].contains(&part);
+    let what = match () {
+        () if is_expression => "is a regular expression, which a route does not match",
+        () if modifier.is_some() => "begins with a modifier of nginx, which a route does not match",
+        () if pattern.split('/').any(is_wildcard) => "has a `*` within a segment, which a route does not match",
+        () => return None,
+    };
+    let anchored = pattern.trim_start_matches('^');
+    let end = |pattern: &str| {
+        let is_special = |c: char| "(){}[]*+|\\$".contains(c) || is_expression && c == '?';
+        let repeats = [".*", ".+"].iter().filter_map(|part| pattern.find(part)).min().unwrap_or(pattern.len());
+        pattern.find(is_special).unwrap_or(pattern.len()).min(repeats)
+    };
+    let (literal, special) = anchored.split_at(end(anchored));
+    if !literal.starts_with('/') {
+        return Some((what, format!("/{REST}")));
+    }
+    if !is_prefix || special == "$" {
+        return Some((what, normalize_pattern(literal)));
+    }
+    // The last segment is whole if the pattern goes on with a slash or with anything.
+    let is_whole = ["", "*", "/", "(/", "(.", ".*", ".+"].iter().any(|next| match *next {
+        "" | "*" => special == *next,
+        next => special.starts_with(next),
+    });
+    let folder = if is_whole { literal } else { &literal[..=literal.rfind('/').unwrap_or(0)] };
+    Some((what, normalize_pattern(&format!("{}/{REST}", folder.trim_end_matches('/')))))
 }
 
 /// Parses a literal segment. The error is what is wrong, and the fix unless it is the normal form.
@@ -382,6 +442,47 @@ mod tests {
             ("/{}", "a parameter needs a name: write `{id}`"),
         ] {
             assert_eq!(read(text).unwrap_err().1, fix);
+        }
+    }
+
+    #[test]
+    fn patterns_of_other_products_have_a_nearest_route() {
+        for (text, nearest) in [
+            ("/static/*.css", "/static/{*rest}"),
+            ("/*.php", "/{*rest}"),
+            ("*.php", "/{*rest}"),
+            ("/api*", "/api/{*rest}"),
+            ("/a/b*c/d", "/a/{*rest}"),
+            ("^/api", "/api/{*rest}"),
+            ("^/api/", "/api/{*rest}"),
+            ("^/api$", "/api"),
+            ("^/$", "/"),
+            ("/api(/|$)(.*)", "/api/{*rest}"),
+            ("/api/(.*)", "/api/{*rest}"),
+            ("/api.*", "/api/{*rest}"),
+            ("/api/?$", "/api/{*rest}"),
+            ("/users/[0-9]+/files", "/users/{*rest}"),
+            ("/(foo|bar)/x", "/{*rest}"),
+            ("~ ^/api/v(1|2)/", "/api/{*rest}"),
+            ("~* \\.(gif|jpg)$", "/{*rest}"),
+            ("~*bot", "/{*rest}"),
+            ("^~ /images/", "/images/{*rest}"),
+            ("= /favicon.ico", "/favicon.ico"),
+            ("=/", "/"),
+        ] {
+            let (message, fix) = read(text).unwrap_err();
+            let written = format!("write `path = \"{nearest}\"`, the nearest");
+            assert!(fix.starts_with(&written), "{text}: {message}: {fix}");
+            assert!(read(nearest).is_ok(), "{nearest}");
+        }
+    }
+
+    #[test]
+    fn unusual_characters_of_paths_are_literal() {
+        for text in
+            ["/Users('x')", "/a$", "/$metadata", "/a+b", "/a.b", "/~user", "/a=b", "/(a)", "/.well-known/x", "/v1!"]
+        {
+            assert_eq!(read(text).is_ok(), text != "/a$", "{text}");
         }
     }
 }

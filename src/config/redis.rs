@@ -11,7 +11,7 @@ use std::time::Duration;
 use toml::de::DeValue;
 
 use super::certificate::PEM_FILE;
-use super::client_tls::{ClientTls, ClientTlsSettings, SystemRoots, check_pair};
+use super::client_tls::{ClientTls, ClientTlsSettings, SystemRoots, check_pair, suggest_ca};
 use super::diagnostics::{Parsed, Report, Span, quoted};
 use super::host::{parse_authority, parse_socket_path};
 use super::settings::{Choice, Custom, Integer, Optional, Required, Restart, Section, Shape, Text, Time, Word};
@@ -160,7 +160,13 @@ fn check_shared(settings: &mut SharedSettings, table: &mut Table, report: &mut R
     for key in ["url", "host", "servers", "nodes"] {
         table.suggest_for(key, "redis", format!("{REDIS_FIX}, or a list for a cluster"));
     }
+    for key in ["sentinel_password", "sentinel_username"] {
+        let fix = "remove it: the gateway logs in to sentinels with `username` and `password_file` or `password_env`, and without a \
+                   password where a sentinel has none";
+        table.suggest_for(key, "password_file", fix);
+    }
     table.suggest_for("tls", "redis", "write `rediss://` in `redis`");
+    suggest_ca(table);
     table.suggest_for("shared", "mode", "did you mean `mode`? Here, the setting for all rules has this name");
     let fix = "write `key_format` in the rule that shares its counters with another service";
     table.suggest_for("key_format", "prefix", fix);
@@ -234,8 +240,8 @@ impl SharedSettings {
         let digest_key = digest_key.map(|(key, _)| Secret(key));
         let tls = table.given("redis").filter(|_| url.is_some_and(|url| url.secure)).and_then(|item| {
             let (ca, certificate, private_key) = (self.ca.clone(), self.certificate.clone(), self.private_key.clone());
-            let mut tls = ClientTlsSettings { ca, server_name: None, certificate, private_key };
-            check_pair(&mut tls, table, report);
+            let tls = ClientTlsSettings { ca, server_name: None, certificate, private_key };
+            check_pair(table, report);
             ClientTls::new(&tls, item.span, &mut SystemRoots::default(), report)
         });
         let username = self.username.clone().or_else(|| url?.username.clone());

@@ -13,7 +13,7 @@ use super::host::{read_distinct, read_hosts};
 use super::limits::Timeouts;
 use super::path::{PathPattern, PathReading, Segment};
 use super::route_actions::{ActionContext, ActionSettings, Actions, CONNECTION_FIELDS, responds_directly};
-use super::rule::{self, GatewayRule};
+use super::rule::{self, GatewayRule, RATE_LIMIT_STYLES};
 use super::settings::{Boolean, Choice, Custom, Integer, Optional, Required, Section, Shape, Text, Texts, Word};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use super::upstream::Upstream;
@@ -101,6 +101,20 @@ fn read_methods(item: &Item, report: &mut Report) -> Option<Vec<String>> {
         let upper = word.text.to_ascii_uppercase();
         let fix = match Method::from_bytes(word.text.as_bytes()) {
             _ if ["", "*", "ANY", "ALL"].contains(&upper.as_str()) => format!("remove `methods`: {WITHOUT}"),
+            // Both are valid in a method (RFC 9110, section 9.1), and no client sends one with them.
+            _ if upper.starts_with(['!', '~']) => {
+                let name = upper.trim_start_matches(['!', '~', '*', ' ']);
+                format!(
+                    "list the methods that the route matches, or write a route with `methods = [\"{name}\"]`, which is more \
+                     specific, beside this one"
+                )
+            }
+            _ if upper.contains('|') => {
+                let methods: Vec<String> =
+                    upper.trim_matches(['^', '(', ')', '$']).split('|').map(|one| format!("\"{one}\"")).collect();
+                format!("write each method as its own string: `[{}]`", methods.join(", "))
+            }
+            _ if upper.contains(['*', '^', '$']) => String::from("list the methods that the route matches"),
             Ok(_) if word.text == upper => return Ok(upper),
             Ok(_) => format!("write `\"{upper}\"`: methods are in upper case"),
             Err(_) => String::from("write each method as its own string, such as `[\"GET\", \"POST\"]`"),
@@ -124,8 +138,14 @@ const NOT_FORWARDED: [&str; 6] = [
 
 /// Reads the header fields that a request must have: each a value, or `None` for any value.
 fn read_headers(item: &Item, report: &mut Report) -> Option<Vec<(String, Option<String>)>> {
-    let table =
-        item.table("`headers`", "write `headers = { \"x-version\" = \"2\" }`, or `true` for any value", report)?;
+    let fix = match item.value {
+        DeValue::String(style) if RATE_LIMIT_STYLES.iter().any(|(word, _)| word == style) => {
+            "write it in `[rules.NAME]` or at the top of the file: rate limit fields belong to rules, and these are \
+             conditions of the route"
+        }
+        _ => "write `headers = { \"x-version\" = \"2\" }`, or `true` for any value",
+    };
+    let table = item.table("`headers`", fix, report)?;
     let mut found: Vec<(String, Option<String>)> = Vec::new();
     for entry in table.items() {
         let Item { key, key_span, span, value, .. } = &entry;
@@ -148,6 +168,10 @@ fn read_headers(item: &Item, report: &mut Report) -> Option<Vec<(String, Option<
                 found.push((name, None));
                 continue;
             }
+            DeValue::String(value) if is_foreign_pattern(&name, value) => {
+                let message = format!("{} is a pattern, and a route compares the whole value", quoted(value));
+                (span, message, "write one value, or `true` for any value: each value needs a route of its own")
+            }
             DeValue::String(value) if HeaderValue::from_str(value).is_ok() && value.trim() == value => {
                 found.push((name, Some(value.to_string())));
                 continue;
@@ -161,7 +185,13 @@ fn read_headers(item: &Item, report: &mut Report) -> Option<Vec<(String, Option<
                 (span, String::from("a route cannot require a header field to be absent"), fix)
             }
             _ => {
-                let fix = "write the value in quotes, or `true` for any value";
+                let fix = match (value, name.as_str()) {
+                    (DeValue::Table(_) | DeValue::Array(_), "set" | "add" | "remove" | "request" | "response") => {
+                        "these are conditions of the route; write `request_headers = { set = { x-name = \"value\" } }` or \
+                         `response_headers` to change fields"
+                    }
+                    _ => "write the value in quotes, or `true` for any value",
+                };
                 let _: Option<()> = entry.wrong_type("a string or `true`", fix, report);
                 continue;
             }
@@ -169,6 +199,16 @@ fn read_headers(item: &Item, report: &mut Report) -> Option<Vec<(String, Option<
         report.problem(span.clone(), message, fix);
     }
     Some(found)
+}
+
+/// Whether the value of a field is a pattern of another product: a regular expression, a negation or a wildcard. Some fields have
+/// values with `*`.
+fn is_foreign_pattern(field: &str, value: &str) -> bool {
+    let is_expression = value.starts_with(['~', '^', '!'])
+        || [".*", ".+", "(?", "[^", "\\d", "\\w", "\\."].iter().any(|part| value.contains(part));
+    let is_wildcard = value.starts_with('*') || value.ends_with('*');
+    let has_literal_stars = value.contains('/') || field.starts_with("if-") || field.starts_with("accept");
+    is_expression || is_wildcard && !has_literal_stars
 }
 
 fn read_name(word: &SpannedStr, report: &mut Report) -> Option<String> {
@@ -304,6 +344,13 @@ impl RouteContext<'_> {
         for (i, SpannedString { text, span, .. }) in names.iter().enumerate() {
             if names[..i].iter().any(|other| other.text == *text) {
                 report.problem(span.clone(), format!("{} is listed twice", quoted(text)), "remove it");
+                continue;
+            }
+            if text.contains([',', ' ']) {
+                let each: Vec<String> =
+                    text.split([',', ' ']).filter(|name| !name.is_empty()).map(|name| format!("\"{name}\"")).collect();
+                let fix = format!("write each name as its own string: `rules = [{}]`", each.join(", "));
+                report.problem(span.clone(), format!("{} is not the name of a rule", quoted(text)), fix);
                 continue;
             }
             let Some(index) = self.rules.find("rule", text, span.clone(), report) else { continue };

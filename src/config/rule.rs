@@ -209,6 +209,14 @@ fn read_rule(
     table.suggest_for("mode", "shared", "did you mean `shared`? In a rule, the setting has this name");
 
     for key in ["limit", "period", "rate", "requests"] {
+    for key in ["shadow", "dry_run"] {
+        table.suggest_for(key, "on_limit", "write `on_limit = \"shadow\"`");
+    }
+    for key in ["burst", "nodelay"] {
+        let fix = "write a table in `windows`: `{ limit = 33, period = \"minute\", capacity = 50 }` lets unused tokens roll over, \
+                   up to `capacity`";
+        table.suggest_for(key, "windows", fix);
+    }
         table.suggest_for(key, "windows", "write `windows = [\"33/minute\"]`");
     }
 
@@ -407,7 +415,11 @@ fn read_cost(item: &Item, report: &mut Report) -> Option<WrittenCost> {
 }
 
 /// The key of the header setting alone decides which of the two forms is meant.
-fn check_cost_table(cost: &mut CostSettings, table: &Table, report: &mut Report) {
+fn check_cost_table(cost: &mut CostSettings, table: &mut Table, report: &mut Report) {
+    for key in ["response-body", "request-body"] {
+        let fix = "a cost is read from a field: have the upstream state it, and write `response-header = \"x-cost\"`";
+        table.suggest_for(key, "response-header", fix);
+    }
     let (header, key, unused, default) = match (table.given("request-header"), table.given("response-header")) {
         (Some(header), None) => (header, "default", "reserve", cost.default),
         (None, Some(header)) => (header, "reserve", "default", cost.reserve),

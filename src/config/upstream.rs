@@ -304,7 +304,9 @@ settings! {
     }
 }
 
-fn check_policy(_policy: &mut UpstreamPolicy, table: &Table, report: &mut Report) {
+fn check_policy(_policy: &mut UpstreamPolicy, table: &mut Table, report: &mut Report) {
+    table.suggest_for("ip_hash", "balance", "write `balance = { hash = \"ip\" }`");
+    table.suggest_for("least_conn", "balance", "write `balance = \"least-requests\"`");
     if let (Some(item), None) = (table.given("max_pending"), table.given("max_connections")) {
         let message = "`max_pending` has no effect without `max_connections`";
         report.missing(item.key_span, message, "add `max_connections`, or remove it");
@@ -320,7 +322,20 @@ pub enum LoadBalancing {
     Hash(Vec<KeyPart>),
 }
 
+/// Names of other products, and what is written here instead.
+const FOREIGN_BALANCING: [(&[&str], &str); 4] = [
+    (&["ip_hash", "ip-hash", "source", "source_ip"], "{ hash = \"ip\" }"),
+    (&["uri", "uri_hash"], "{ hash = \"path\" }"),
+    (&["least_conn", "leastconn", "least-conn", "least_request", "random", "p2c"], "\"least-requests\""),
+    (&["roundrobin", "round_robin", "static-rr", "weighted"], "\"round-robin\""),
+];
+
 fn read_balance(item: &Item, report: &mut Report) -> Option<LoadBalancing> {
+    if let DeValue::String(text) = item.value
+        && let Some((_, value)) = FOREIGN_BALANCING.iter().find(|(names, _)| names.contains(&&**text))
+    {
+        return report.reject(item.span.clone(), format!("`balance` cannot be {}", quoted(text)), item.fix_with(value));
+    }
     let DeValue::Table(_) = item.value else {
         let words = [("least-requests", Some(true)), ("round-robin", Some(false)), ("hash", None)];
         let Some(is_least) = item.choice(&words, report)? else {

@@ -3,6 +3,7 @@
 //! Each reader returns the value, or reports a problem and returns `None`. Nothing here depends on a section.
 
 use std::fmt;
+use std::net::IpAddr;
 
 use http::HeaderName;
 
@@ -127,6 +128,10 @@ pub fn read_field_name(word: &SpannedStr, report: &mut Report) -> Option<String>
 /// Reads an address or a network in CIDR notation.
 pub fn read_network(word: &SpannedStr, report: &mut Report) -> Option<Network> {
     let explain = |error| match error {
+        NetworkError::Syntax if long_prefix(word.text).is_some() => {
+            let bits = long_prefix(word.text).unwrap_or_default();
+            (format!("{} has a prefix longer than the address", quoted(word.text)), format!("write at most `/{bits}`"))
+        }
         NetworkError::Syntax => {
             let fix = "write a network such as `\"10.0.0.0/8\"`, or an address";
             (format!("{} is not a network", quoted(word.text)), fix.to_owned())
@@ -138,6 +143,13 @@ pub fn read_network(word: &SpannedStr, report: &mut Report) -> Option<Network> {
         }
     };
     report.accept(word.span.clone(), word.text.parse().map_err(explain))
+}
+
+/// The bits of the address, if a text is an address with a prefix of more.
+fn long_prefix(text: &str) -> Option<u8> {
+    let (address, prefix) = text.split_once('/')?;
+    let bits = if address.parse::<IpAddr>().ok()?.is_ipv4() { 32 } else { 128 };
+    (prefix.parse::<u32>().ok()? > u32::from(bits)).then_some(bits)
 }
 
 /// Reads the SHA-256 fingerprint of a certificate: 64 lower-case hex digits, the form in which requests are counted.
@@ -156,6 +168,11 @@ pub fn read_digest(word: &SpannedStr, report: &mut Report) -> Option<Digest> {
     let message = "this is not a digest: `sha256:` is followed by 64 hex digits";
     let fix = "copy all of it from `printf %s KEY | sha256sum`";
     Digest::parse(word.text).or_else(|| report.reject(word.span.clone(), message, fix))
+}
+
+/// The text without the mark with which editors on Windows begin a file. In PEM, it would hide the first line from the parser.
+pub fn without_byte_order_mark(bytes: &[u8]) -> &[u8] {
+    bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes)
 }
 
 /// Removes the line end that editors add to a secret in a text file. Binary secrets stay as they are.

@@ -105,8 +105,12 @@ const COMPLETE_CLUSTER: Check = (
 );
 
 /// Fixes in the gateway's configuration for errors that have one of these words; the first match applies.
-const FIXES: [(&str, &str); 12] = [
+const FIXES: [(&str, &str); 13] = [
     ("NOPERM|ACL failure|can't run", "grant the user the rights: `ACL SETUSER NAME on >PASSWORD KEYS RIGHTS`"),
+    (
+        "DB index|switch database",
+        "write a `database` that it has: its setting `databases` is their number, 16 by default, and they are counted from 0",
+    ),
     ("NOAUTH", "write `password_file` or `password_env`, and `username` for an ACL user"),
     ("not accept the user", "check `username` and the password; a user without `on` in its ACL is disabled"),
     ("Parse error", "another service listens there: check the address and the port"),
@@ -200,7 +204,10 @@ impl Diagnosis<'_> {
             let query = redis::Cmd::new().arg(command).to_owned();
             let reply = async { connection.call(query).await.map_err(|failure| connection.describe(&failure)) };
             match with_timeout(node, REPLY_TIMEOUT, reply).await {
-                // Counting needs neither this command nor a quorum.
+                // Counting needs neither this command nor a quorum. An administrator may have renamed the command.
+                Err(why) if command == ["INFO"] && (why.contains("NOPERM") || why.contains("unknown command")) => {
+                    findings.push(unchecked(&why));
+                }
                 Err(why) if why.contains("NOPERM") || why.contains("NOQUORUM") => {
                     findings.push(Finding { severity: Warning, ..self.error(&why, KEYS) });
                 }
@@ -265,6 +272,16 @@ impl Diagnosis<'_> {
         let fix = known.map_or("", |(_, fix)| fix).replace("KEYS", keys).replace("RIGHTS", COMMANDS);
         let fix = fix.replace("PREFIX", &self.settings.prefix);
         Finding { severity: Problem, text: log_excerpt(why), fix }
+    }
+}
+
+/// The finding about a server that does not execute `INFO`.
+fn unchecked(why: &str) -> Finding {
+    Finding {
+        severity: Warning,
+        text: format!("its version, role and eviction policy are not checked: {}", log_excerpt(why)),
+        fix: "allow `INFO` (`+info`, and no `rename-command INFO`), or see that `maxmemory-policy` is `noeviction`"
+            .to_owned(),
     }
 }
 

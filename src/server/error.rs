@@ -25,15 +25,30 @@ pub enum StartError {
     Clock,
 }
 
+impl StartError {
+    /// What to do, where the cause alone does not say it.
+    pub fn fix(&self) -> Option<String> {
+        let StartError::Listen { address, source } = self else { return None };
+        match source.kind() {
+            io::ErrorKind::PermissionDenied => {
+                Some("ports below 1024 need CAP_NET_BIND_SERVICE, which the systemd unit grants".to_owned())
+            }
+            io::ErrorKind::AddrInUse => Some(format!(
+                "`ss -ltnp 'sport = :{}'` names the process that listens there: stop it, or use another port; `transom upgrade` \
+                 replaces a running gateway",
+                address.port()
+            )),
+            io::ErrorKind::AddrNotAvailable => Some(
+                "write an address of this machine (`ip address` lists them), or `0.0.0.0` for all of them".to_owned(),
+            ),
+            _ => None,
+        }
+    }
+}
+
 impl fmt::Display for StartError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            StartError::Listen { address, source } if source.kind() == io::ErrorKind::PermissionDenied => {
-                write!(f, "cannot listen on `{address}` (ports below 1024 need CAP_NET_BIND_SERVICE)")
-            }
-            StartError::Listen { address, source } if source.kind() == io::ErrorKind::AddrInUse => {
-                write!(f, "cannot listen on `{address}` (`ss -ltnp` lists the processes that listen)")
-            }
             StartError::Listen { address, .. } => write!(f, "cannot listen on `{address}`"),
             StartError::Inherited(address) => {
                 write!(

@@ -146,7 +146,10 @@ impl SyntaxError {
             let fix = format!("write straight quotes: `\"{}\"`", without_quotes(inner));
             (format!("{} has quotes that TOML does not support", quoted(&text[span])), fix)
         } else if is_about("string values must be quoted") || is_about("invalid boolean") {
-            explain_unquoted_word(value)
+            // The parser stops behind the `$` of a reference.
+            let rest = &text[self.at.start..line_end(text, self.at.start)];
+            let reference = rest.find('}').filter(|_| rest.starts_with("${")).map(|end| &rest[..=end]);
+            explain_unquoted_word(reference.unwrap_or(value))
         } else if lacks_opening_bracket(line) {
             explain_header(line, "this header does not begin with `[`")
         } else if NOT_A_SETTING.iter().any(|start| is_about(start)) {
@@ -317,6 +320,10 @@ fn explain_unquoted_word(word: &str) -> (String, String) {
         "yes" | "on" => "write `true`".to_owned(),
         "no" => "write `false`".to_owned(),
         // Some settings accept it as a string.
+        reference if reference.starts_with("${") && !reference.contains(':') => {
+            let name = word.trim_start_matches("${").trim_end_matches('}');
+            format!("write a reference in quotes: `\"${{env:{}}}\"`", without_quotes(name))
+        }
         "off" => "write `false`, or `\"off\"` for a setting with several choices".to_owned(),
         _ => format!("put it in quotes: `\"{}\"`", without_quotes(word)),
     };
