@@ -26,6 +26,47 @@ impl Body {
     }
 }
 
+/// A variable in the body of a refusal.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum RefusalVariable {
+    /// The seconds of `Retry-After`.
+    RetryAfter,
+    /// The limit of the window.
+    Limit,
+    /// The window that blocks longest.
+    Window,
+    /// Its rule.
+    Rule,
+    RequestId,
+}
+
+const REFUSAL_VARIABLES: [(&str, RefusalVariable); 5] = [
+    ("{retry_after}", RefusalVariable::RetryAfter),
+    ("{limit}", RefusalVariable::Limit),
+    ("{window}", RefusalVariable::Window),
+    ("{rule}", RefusalVariable::Rule),
+    ("{request_id}", RefusalVariable::RequestId),
+];
+
+/// Splits the body of a refusal into literals, each with the variable that follows it. Other braces are literal, as JSON needs it.
+pub fn split_refusal_variables(text: &str) -> Vec<(&str, Option<RefusalVariable>)> {
+    let mut pieces = Vec::new();
+    let (mut start, mut at) = (0, 0);
+    while let Some(offset) = text[at..].find('{') {
+        at += offset;
+        let found = REFUSAL_VARIABLES.iter().find(|(name, _)| text[at..].starts_with(name));
+        let Some((name, variable)) = found else {
+            at += 1;
+            continue;
+        };
+        pieces.push((&text[start..at], Some(*variable)));
+        at += name.len();
+        start = at;
+    }
+    pieces.push((&text[start..], None));
+    pieces
+}
+
 /// Reports a media type without a body. `owner` names the rule or response in messages.
 pub fn check_content_type(table: &Table, owner: &str, report: &mut Report) {
     if let (None, Some(item)) = (table.given("body"), table.given("content_type")) {
@@ -54,4 +95,27 @@ fn read_content_type(word: &SpannedStr, report: &mut Report) -> Option<String> {
         return report.reject(word.span.clone(), format!("{} is not a media type", quoted(word.text)), fix);
     }
     Some(word.text.trim().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_known_names_in_braces_are_variables() {
+        use RefusalVariable::{Limit, RequestId, RetryAfter};
+        for (text, pieces) in [
+            ("", vec![("", None)]),
+            ("{}{a{b}}{", vec![("{}{a{b}}{", None)]),
+            ("{ limit }{Limit}{limits}", vec![("{ limit }{Limit}{limits}", None)]),
+            ("{limit}", vec![("", Some(Limit)), ("", None)]),
+            ("{{limit}}", vec![("{", Some(Limit)), ("}", None)]),
+            (
+                "{\"wait\": {retry_after}, \"é\": \"{request_id}\"}",
+                vec![("{\"wait\": ", Some(RetryAfter)), (", \"é\": \"", Some(RequestId)), ("\"}", None)],
+            ),
+        ] {
+            assert_eq!(split_refusal_variables(text), pieces, "{text}");
+        }
+    }
 }

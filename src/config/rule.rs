@@ -89,7 +89,8 @@ settings! {
         on_outage: Option<OnOutage> = Optional(Choice(OnOutage::Local, &OUTAGES));
         /// Status of a refusal, also in the problem document. Without it: 429.
         status: Option<u16> = Optional(Integer(429, 400..=599));
-        /// Body of a refusal, instead of a problem document. If several rules refuse, the rule that blocks longest decides.
+        /// Body of a refusal, instead of a problem document. If several rules refuse, the rule that blocks longest decides. Its
+        /// [variables](#variables-of-a-refusal) are replaced; all other braces stay.
         body: Option<String> = BODY;
         /// Media type of `body`. Without it: `"text/plain; charset=utf-8"`.
         content_type: Option<String> = CONTENT_TYPE;
@@ -208,7 +209,6 @@ fn read_rule(
     let exceptions = ExceptionSettings::read(&mut table, report);
     table.suggest_for("mode", "shared", "did you mean `shared`? In a rule, the setting has this name");
 
-    for key in ["limit", "period", "rate", "requests"] {
     for key in ["shadow", "dry_run"] {
         table.suggest_for(key, "on_limit", "write `on_limit = \"shadow\"`");
     }
@@ -217,6 +217,7 @@ fn read_rule(
                    up to `capacity`";
         table.suggest_for(key, "windows", fix);
     }
+    for key in ["limit", "period", "rate", "requests"] {
         table.suggest_for(key, "windows", "write `windows = [\"33/minute\"]`");
     }
 

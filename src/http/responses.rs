@@ -14,9 +14,9 @@ use jiff::fmt::rfc2822::DateTimePrinter;
 use super::error::{DecisionError, RequestError};
 use super::http1_head::{self, Framing};
 use super::ratelimit_headers::{RateLimitFields, number, push_number, seconds_until};
-use super::request_id::X_REQUEST_ID;
+use super::request_id::{RequestId, X_REQUEST_ID};
 use crate::config;
-use crate::config::response_body::Body;
+use crate::config::response_body::{Body, RefusalVariable, split_refusal_variables};
 use transom_limiter::acquire::Charge;
 use transom_limiter::concurrency::{ConcurrencyUsage, SlotState};
 use transom_limiter::decision_context::DecisionContext;
@@ -63,6 +63,89 @@ enum RefusalBody {
         content_type: HeaderValue,
         body: Bytes,
     },
+    Template(BodyTemplate),
+}
+
+/// A configured body with variables.
+#[derive(Debug)]
+struct BodyTemplate {
+    content_type: HeaderValue,
+    syntax: Syntax,
+    /// Literals, each with the variable that follows it.
+    pieces: Vec<(String, Option<RefusalVariable>)>,
+}
+
+/// How the values of variables are written in a body.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Syntax {
+    Json,
+    /// HTML or XML.
+    Markup,
+    Text,
+}
+
+impl Syntax {
+    fn of(media_type: &str) -> Syntax {
+        let name = media_type.split(';').next().unwrap_or_default().trim_end().to_ascii_lowercase();
+        match name.rsplit(['/', '+']).next() {
+            Some("json") => Syntax::Json,
+            Some("html" | "xml") => Syntax::Markup,
+            _ => Syntax::Text,
+        }
+    }
+
+    fn write(self, value: &str, text: &mut Vec<u8>) {
+        match self {
+            Syntax::Json => {
+                let json = serde_json::Value::from(value).to_string();
+                // Without the quotes, which the configured text has.
+                text.extend_from_slice(&json.as_bytes()[1..json.len() - 1]);
+            }
+            Syntax::Markup => value.bytes().for_each(|byte| match byte {
+                b'<' | b'>' | b'&' | b'"' | b'\'' => text.extend_from_slice(format!("&#{byte};").as_bytes()),
+                _ => text.push(byte),
+            }),
+            Syntax::Text => text.extend_from_slice(value.as_bytes()),
+        }
+    }
+}
+
+/// The values of the variables in the body of a refusal.
+struct RefusalValues<'v> {
+    /// `None`: waiting does not help.
+    retry_after_s: Option<u64>,
+    limit: u32,
+    window: &'v str,
+    rule: &'v str,
+    request_id: Option<HeaderValue>,
+}
+
+impl BodyTemplate {
+    fn write(&self, values: &RefusalValues, text: &mut Vec<u8>) {
+        text.clear();
+        for (literal, variable) in &self.pieces {
+            text.extend_from_slice(literal.as_bytes());
+            match variable {
+                Some(RefusalVariable::RetryAfter) => match values.retry_after_s {
+                    Some(seconds) => push_number(seconds, text),
+                    None if self.syntax == Syntax::Json => text.extend_from_slice(b"null"),
+                    None => {}
+                },
+                Some(RefusalVariable::Limit) => push_number(u64::from(values.limit), text),
+                Some(RefusalVariable::Window) => self.syntax.write(values.window, text),
+                Some(RefusalVariable::Rule) => self.syntax.write(values.rule, text),
+                Some(RefusalVariable::RequestId) => {
+                    let id = values.request_id.as_ref().and_then(|id| id.to_str().ok());
+                    self.syntax.write(id.unwrap_or_default(), text);
+                }
+                None => {}
+            }
+        }
+    }
+
+    fn names_request(&self) -> bool {
+        self.pieces.iter().any(|(_, variable)| *variable == Some(RefusalVariable::RequestId))
+    }
 }
 
 impl RefusalTemplate {
@@ -72,7 +155,13 @@ impl RefusalTemplate {
         let status = status.unwrap_or(StatusCode::TOO_MANY_REQUESTS);
         let custom = refusal.body.as_ref().and_then(|body| {
             let content_type = HeaderValue::from_str(&body.content_type).ok()?;
-            Some(RefusalBody::Custom { content_type, body: Bytes::from(body.text.clone()) })
+            let pieces = split_refusal_variables(&body.text);
+            if pieces.len() == 1 {
+                return Some(RefusalBody::Custom { content_type, body: Bytes::from(body.text.clone()) });
+            }
+            let pieces = pieces.into_iter().map(|(literal, variable)| (literal.to_owned(), variable)).collect();
+            let syntax = Syntax::of(&body.content_type);
+            Some(RefusalBody::Template(BodyTemplate { content_type, syntax, pieces }))
         });
         let problem = |title: &str, detail: &str| {
             let problem_type = "https://iana.org/assignments/http-problem-types#quota-exceeded";
@@ -97,8 +186,8 @@ impl RefusalTemplate {
 #[derive(Debug)]
 pub struct RefusalResponse {
     pub response: LocalResponse,
-    /// `Retry-After` has a random part, so the response must not be repeated.
-    pub is_random: bool,
+    /// The response has a random part or the id of its request, so it must not be repeated.
+    pub is_unique: bool,
 }
 
 /// Builds the response of a refusal: which limits are reached, and when to retry. `templates` has one entry for each rule of
@@ -112,6 +201,7 @@ pub fn refusal_response(
     templates: &[RefusalTemplate],
     now_ms: u64,
     fields: RateLimitFields,
+    request_id: Option<&RequestId>,
     text: &mut Vec<u8>,
     mut headers: HeaderMap,
 ) -> RefusalResponse {
@@ -121,13 +211,13 @@ pub fn refusal_response(
         let full = context.result.concurrency.iter().filter(|usage| usage.state == SlotState::Full);
         full.map(|usage| charge_plan.rules[usage.rule])
     };
-    // When the layer that blocks longest is available, and its rule; `None` if never, for a request of this cost. A slot
-    // may become free at any time.
-    let mut longest = (Some(0), without_slot().next().unwrap_or(0));
+    // When the layer that blocks longest is available, its rule, and the layer; `None` if never, for a request of this cost. A
+    // slot may become free at any time, and is no layer.
+    let mut longest = (Some(0), without_slot().next().unwrap_or(0), None);
     for (charge, layer_ref) in full() {
         let available_ms = rule_set.available_at_ms(charge, rule(layer_ref), layer_ref.layer, now_ms);
         if longest.0.is_some_and(|longest_ms| available_ms.is_none_or(|available_ms| available_ms > longest_ms)) {
-            longest = (available_ms, charge_plan.rules[layer_ref.rule]);
+            longest = (available_ms, charge_plan.rules[layer_ref.rule], Some(layer_ref.layer));
         }
     }
     let template = &templates[longest.1];
@@ -136,6 +226,27 @@ pub fn refusal_response(
     let retry_after_s = retry_ms.map(|retry_ms| seconds_until(retry_ms, now_ms).max(1) + jitter_s);
     let (content_type, body) = match &template.body {
         RefusalBody::Custom { content_type, body } => (content_type.clone(), body.clone()),
+        RefusalBody::Template(body) => {
+            let full_rule = &rule_set.rules[longest.1];
+            let slots = || {
+                let mut usages = context.result.concurrency.iter();
+                usages.find(|usage| charge_plan.rules[usage.rule] == longest.1).map_or(0, |usage| usage.limit)
+            };
+            let values = RefusalValues {
+                retry_after_s,
+                // A lock-out, which is in no variant, admits nothing.
+                limit: longest.2.map_or_else(slots, |layer| {
+                    full_rule.rule.variants().flatten().nth(layer).map_or(0, |limit| limit.tokens)
+                }),
+                window: longest
+                    .2
+                    .map_or(full_rule.concurrent_name().unwrap_or_default(), |layer| full_rule.layer_name(layer)),
+                rule: &full_rule.rule.name,
+                request_id: request_id.map(RequestId::to_value),
+            };
+            body.write(&values, text);
+            (body.content_type.clone(), Bytes::copy_from_slice(text))
+        }
         RefusalBody::Problem { retryable, never } => {
             text.clear();
             text.extend_from_slice(if retry_after_s.is_some() { retryable } else { never });
@@ -166,7 +277,8 @@ pub fn refusal_response(
     let mut response = Response::new(body);
     *response.status_mut() = template.status;
     *response.headers_mut() = headers;
-    RefusalResponse { response, is_random: template.retry_jitter_s > 0 }
+    let names_request = matches!(&template.body, RefusalBody::Template(body) if body.names_request());
+    RefusalResponse { response, is_unique: template.retry_jitter_s > 0 || names_request }
 }
 
 /// The response to a request that failed.
@@ -545,7 +657,7 @@ impl RefusalCache {
         let is_same = (self.rules_index, self.now_ms) == (rules_index, now_ms)
             && self.outcomes.iter().copied().eq(outcomes())
             && self.concurrency == context.result.concurrency;
-        if !is_same || self.refused.as_ref().is_none_or(|refused| refused.is_random) {
+        if !is_same || self.refused.as_ref().is_none_or(|refused| refused.is_unique) {
             (self.rules_index, self.now_ms) = (rules_index, now_ms);
             self.outcomes.clear();
             self.outcomes.extend(outcomes());

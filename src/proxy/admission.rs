@@ -311,7 +311,8 @@ impl PendingAdmission {
         let mut text = Vec::new();
         if let Decision::Refused = outcome.decision {
             let headers = HeaderMap::new();
-            let refused = config.refusal(rules_index, &outcome.context, now_ms, worker.date(), &mut text, headers);
+            let (date, id) = (worker.date(), record.request_id());
+            let refused = config.refusal(rules_index, &outcome.context, now_ms, date, id, &mut text, headers);
             return Err(Rejection::Refused(refused.response));
         }
         let policy = config.policy_fields[rules_index].as_ref();

@@ -182,6 +182,7 @@ impl DelayedRequest {
                     refusal_templates,
                     context.result.decided_ms,
                     fields,
+                    Some(record.request_id()),
                     &mut text,
                     headers,
                 );

@@ -306,8 +306,8 @@ fn decide(
             config.count_keys(rules, context, &decision, &attributes, &clients);
             let decided_ms = context.result.decided_ms;
             if let Decision::Refused = decision {
-                let headers = std::mem::take(&mut parts.headers);
-                let render = || config.refusal(rules_index, context, decided_ms, worker.date(), text, headers);
+                let (id, headers) = (record.request_id(), std::mem::take(&mut parts.headers));
+                let render = || config.refusal(rules_index, context, decided_ms, worker.date(), id, text, headers);
                 return Ok(RequestOutcome::Respond(refusal_cache.response(rules_index, decided_ms, context, render)));
             }
             let policy = config.policy_fields[rules_index].as_ref();

@@ -122,6 +122,10 @@ impl RequestRecord {
         }
     }
 
+    pub fn request_id(&self) -> &RequestId {
+        &self.request_id
+    }
+
     /// Sets the request id of a message.
     pub fn identify(&self, headers: &mut HeaderMap) {
         headers.insert(X_REQUEST_ID, self.request_id.to_value());

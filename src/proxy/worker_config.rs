@@ -19,6 +19,7 @@ use crate::config::upstream::{Server, Target as ConfiguredTarget, TransportSetti
 use crate::http::client_plans::ClientLookup;
 use crate::http::key_source::RequestAttributes;
 use crate::http::ratelimit_headers::RateLimitFields;
+use crate::http::request_id::RequestId;
 use crate::http::responses::{self, RefusalCache, RefusalResponse};
 use crate::jwt::cache::TokenCache;
 use crate::metrics::events::{
@@ -281,12 +282,14 @@ impl WorkerConfig {
         now_ms: u64,
         date: HeaderValue,
         text: &mut Vec<u8>,
+    #[allow(clippy::too_many_arguments, reason = "two of them are scratch memory")]
         headers: HeaderMap,
     ) -> RefusalResponse {
         let CompiledConfig { rule_set, refusal_templates, route_rules, .. } = &*self.compiled;
         let RouteRules { charge_plan, rate_limit_template, .. } = &route_rules[rules_index];
         let fields = rate_limit_template.render(context, self.policy_fields[rules_index].as_ref(), now_ms, text);
         let mut refused = responses::refusal_response(
+        request_id: &RequestId,
             rule_set,
             charge_plan,
             context,
@@ -300,6 +303,7 @@ impl WorkerConfig {
         refused.response.headers_mut().insert(DATE, date);
         refused
     }
+            Some(request_id),
 
     /// The buffers. The borrow must end before the next await.
     pub fn scratch(&self) -> RefMut<'_, DecisionBuffers> {

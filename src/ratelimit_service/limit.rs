@@ -419,6 +419,7 @@ impl ServiceConfig {
                     templates,
                     now_ms,
                     fields,
+                    None,
                     text,
                     headers,
                 );

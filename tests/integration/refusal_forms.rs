@@ -52,6 +52,65 @@ fn a_configured_body_replaces_the_problem() {
 }
 
 #[test]
+fn a_body_has_variables() {
+    let body = "body = '{\"wait\": {retry_after}, \"of\": {limit}, \"by\": \"{window} {rule}\", \"id\": \"{request_id}\", \"other\": {}, \
+                \"{limits}\": 1}'\ncontent_type = \"application/problem+json; v=1\"";
+    let (gateway, response) = refused(body);
+    let response = response.expect(429);
+    let id = response.field("x-request-id").unwrap().to_owned();
+    let seconds: u64 = response.field("retry-after").unwrap().parse().unwrap();
+    let expected =
+        serde_json::json!({"wait": seconds, "of": 1, "by": "r r", "id": id, "other": {}, "{limits}": 1}).to_string();
+    assert_eq!(response.json().to_string(), expected);
+    assert_eq!(response.field("content-length"), Some(response.text().len().to_string().as_str()));
+    // A repeated refusal has an id of its own.
+    let other = gateway.get("/a").expect(429);
+    assert_eq!(other.json()["id"], other.field("x-request-id").unwrap());
+    assert_ne!(other.json()["id"], id);
+}
+
+#[test]
+fn a_variable_is_escaped_as_the_media_type_needs() {
+    for (content_type, shown) in [
+        ("text/plain", "a\"\\<b>"),
+        ("application/json", "a\\\"\\\\<b>"),
+        ("application/vnd.x+json;v=1", "a\\\"\\\\<b>"),
+        ("text/html; charset=utf-8", "a&#34;\\&#60;b&#62;"),
+    ] {
+        let rule = format!(
+            "key = \"ip\"\nwindows = [\"1/minute\"]\nbody = 'id {{request_id}}'\ncontent_type = '{content_type}'"
+        );
+        let gateway = Gateway::start(&format!(
+            "[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\ntrusted_proxies = [\"127.0.0.1\"]\n{}",
+            one_rule(&rule)
+        ));
+        let get = || gateway.client().get_with("/a", &[("x-request-id", "a\"\\<b>")]);
+        get().expect(200);
+        assert_eq!(get().expect(429).text(), format!("id {shown}"), "{content_type}");
+    }
+}
+
+#[test]
+fn variables_name_the_limit_that_blocks_longest() {
+    let settings = "body = \"{window} of {rule}: {limit}, wait {retry_after}.\"";
+    for (rule, cost, body) in [
+        ("windows = [\"1/minute\", \"5/hour\"]", "1", "r-minute of r: 1, wait 60."),
+        ("windows = [\"1/hour\"]\n[rules.r.plans.gold]\nwindows = [\"5/minute\"]", "1", "r of r: 1, wait 2700."),
+        ("windows = [\"1/minute\"]\npenalty = \"2m\"", "1", "r-penalty of r: 0, wait 120."),
+        ("windows = [\"2/minute\"]\ncost = { request-header = \"x-cost\", max = 9 }", "3", "r of r: 2, wait ."),
+    ] {
+        let (settings, more) = match rule.split_once("\n[") {
+            Some((first, more)) => (format!("{first}\n{settings}"), format!("\n[{more}")),
+            None => (format!("{rule}\n{settings}"), String::new()),
+        };
+        let gateway = Gateway::start(&one_rule(&format!("key = \"ip\"\n{settings}{more}")));
+        gateway.client().get("/a").expect(200);
+        let refused = gateway.client().get_with("/a", &[("x-cost", cost)]).expect(429);
+        assert_eq!(refused.text(), body, "{rule}");
+    }
+}
+
+#[test]
 fn retry_after_is_spread_by_jitter() {
     let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/minute\"]\nretry_jitter = \"30s\""));
     gateway.advance_s(20);
