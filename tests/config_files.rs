@@ -13,6 +13,7 @@ use proptest::prelude::*;
 use transom::config::count_when::CountWhen;
 use transom::config::diagnostics::{Inputs, Problem, render};
 use transom::config::key::OnUnknownKey;
+use transom::config::lint::{self, Kind};
 use transom::config::path::{EncodedSlash, ForwardPath, PathParameters, PathReading, Segment, TrailingSlash};
 use transom::config::redis::{Node, Nodes};
 use transom::config::rule::{RateLimitStyle, RefusalResponse};
@@ -151,7 +152,7 @@ fn test_file_for(name: &Path, clients: &str) -> io::Result<Vec<u8>> {
         "jwks.json" => "keys/jwks.json",
         "authority.pem" => "good/authority.pem",
         "redis.password" => "good/redis.password",
-        "admin.token" => "good/admin.token",
+        "admin.token" | "admin-token" => "good/admin.token",
         other => panic!("the documentation names `{other}`: choose a test file for it here"),
     };
     fs::read(folder.join(file))
@@ -205,6 +206,53 @@ fn every_example_is_accepted_and_is_that_of_its_guide() {
         examples += 1;
     }
     assert!(examples >= 10, "only {examples} examples");
+}
+
+/// The configurations in the manifests of Kubernetes: the lines below `gateway.toml: |` that are indented more.
+fn configurations_in_manifests(folder: &Path) -> Vec<(PathBuf, String)> {
+    let mut found = Vec::new();
+    for manifest in fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
+        let text = fs::read_to_string(&manifest).unwrap();
+        for (before, block) in text.match_indices("gateway.toml: |\n").map(|(at, mark)| text.split_at(at + mark.len()))
+        {
+            let indent = before.lines().last().unwrap().len() - before.lines().last().unwrap().trim_start().len();
+            let is_inside = |line: &&str| line.trim().is_empty() || line.len() - line.trim_start().len() > indent;
+            let lines: Vec<&str> = block.lines().take_while(is_inside).map(str::trim_start).collect();
+            found.push((manifest.clone(), lines.join("\n")));
+        }
+    }
+    found
+}
+
+/// `transom check --strict` is what a pipeline runs, so shipped files must pass it.
+#[test]
+fn no_shipped_configuration_has_a_warning() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let folders = ["deploy/package", "examples"].map(|folder| fs::read_dir(root.join(folder)).unwrap());
+    let files = folders.into_iter().flatten().map(|entry| entry.unwrap().path());
+    let files = files.map(|path| if path.is_dir() { path.join("gateway.toml") } else { path });
+    let files = files.filter(|path| path.exists() && path.extension().is_some_and(|extension| extension == "toml"));
+    let files = files.chain([root.join("gateway.toml")]);
+    let mut configurations: Vec<(PathBuf, String)> =
+        files.map(|path| (path.clone(), fs::read_to_string(&path).unwrap())).collect();
+    configurations.extend(configurations_in_manifests(&root.join("deploy/kubernetes")));
+    assert!(configurations.len() >= 20, "only {} configurations were found", configurations.len());
+    for (path, text) in configurations {
+        let clients = fs::read_to_string(path.with_file_name("clients.toml")).unwrap_or_default();
+        let inputs = Inputs {
+            files: &|file| test_file_for(file, &clients),
+            folders: &|_| Ok(Vec::new()),
+            variables: &|_| Some(b"1".to_vec()),
+        };
+        let config = read_with_inputs(&text, inputs);
+        let config = config.unwrap_or_else(|problems| panic!("{}", render(&problems, &path.display().to_string())));
+        let warnings: Vec<String> = lint::messages(&config)
+            .into_iter()
+            .filter(|message| message.kind == Kind::Warning)
+            .map(|message| message.text)
+            .collect();
+        assert!(warnings.is_empty(), "{}: {warnings:?}", path.display());
+    }
 }
 
 #[test]

@@ -1,5 +1,5 @@
 //! `transom check`: prints what a configuration amounts to, or all its problems. `--connect` also checks the Redis
-//! servers and fetches the key set; `--strict` treats notes as errors; `--json` prints JSON.
+//! servers and fetches the key set; `--strict` treats warnings as errors; `--json` prints JSON.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -11,7 +11,7 @@ use tokio::runtime::{Builder, LocalOptions};
 
 use super::{Exit, read_config, resolve_path};
 use crate::clock::Clock;
-use crate::config::lint::{self, LintMessage};
+use crate::config::lint::{self, Kind, LintMessage};
 use crate::config::redis::StoreConfig;
 use crate::config::{Config, LogTarget};
 use crate::downstream::tls;
@@ -26,7 +26,7 @@ pub struct Options {
     /// Also check the Redis servers that hold shared counters, and fetch the key set of `[jwt]`
     #[arg(long)]
     connect: bool,
-    /// Treat notes as errors: exit 2 if there are any
+    /// Treat warnings as errors: exit 2 if there are any
     #[arg(long)]
     strict: bool,
     /// Print the result as JSON
@@ -46,9 +46,11 @@ pub fn check(path: &Path, options: Options) -> Exit {
         }
     };
     let certificates = lint::certificate_dates(&config, Clock::system().wall_ms());
-    let start_notes = certificates.into_iter().chain(start_failures(path, &config)).map(LintMessage::note);
-    let messages: Vec<LintMessage> = lint::messages(&config).into_iter().chain(start_notes).collect();
-    let refused = messages.iter().filter(|message| options.strict && message.is_note).count();
+    let certificates = certificates.into_iter().map(LintMessage::warning);
+    let start_notes = start_failures(path, &config).into_iter().map(LintMessage::note);
+    let messages: Vec<LintMessage> =
+        lint::messages(&config).into_iter().chain(certificates).chain(start_notes).collect();
+    let refused = messages.iter().filter(|message| options.strict && message.kind == Kind::Warning).count();
     let shared = config.counters.shared.as_ref();
     // Printed before the servers are asked, because they may take seconds.
     if !options.json {
@@ -70,7 +72,7 @@ pub fn check(path: &Path, options: Options) -> Exit {
     }
     if refused > 0 {
         if !options.json {
-            print_err!("{}: {} with `--strict`", path.display(), counted(refused, "note"));
+            print_err!("{}: {} with `--strict`", path.display(), counted(refused, "warning"));
         }
         return Exit::BadConfig;
     }
@@ -89,7 +91,11 @@ fn print_messages(path: &Path, config: &Config, messages: &[LintMessage], refuse
 /// `servers`: the result of `--connect`.
 fn to_json(path: &Path, config: &Config, messages: &[LintMessage], servers: Option<&[ServerReport]>) -> Value {
     let message = |message: &LintMessage| {
-        let kind = if message.is_note { "note" } else { "bound" };
+        let kind = match message.kind {
+            Kind::Bound => "bound",
+            Kind::Note => "note",
+            Kind::Warning => "warning",
+        };
         json!({ "kind": kind, "text": message.text })
     };
     let finding = |finding: &Finding| json!({ "severity": severity_word(finding.severity), "text": finding.text, "fix": finding.fix });

@@ -1,5 +1,6 @@
 //! Messages of `transom check` about a valid configuration: how much each rule admits at worst around the end of a
-//! window, and notes on settings that are probably mistakes or will soon cause failures.
+//! window, notes on what an operator may not expect, and warnings about settings that are probably mistakes or will soon cause
+//! failures.
 //!
 //! `transom_limiter::burst_bound` computes the bounds; this file only words them.
 
@@ -23,29 +24,46 @@ const SHORT_SPAN_MS: u64 = 2000;
 const DAY_S: i64 = 24 * 60 * 60;
 /// Most certificates are renewed a month before they expire, so one with fewer days left was probably not renewed.
 const EXPIRY_NOTICE_DAYS: i64 = 14;
-/// A token of the admin address with fewer characters is noted.
+/// Of a token of the admin address with fewer characters, a message warns.
 const TOKEN_CHARS: usize = 16;
 
 /// One sentence about a configuration.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct LintMessage {
     pub text: String,
-    /// The setting is probably a mistake. With `--strict`, notes are errors.
-    pub is_note: bool,
+    pub kind: Kind,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Kind {
+    /// How much a rule admits.
+    Bound,
+    /// For information: the configuration may be as it is meant.
+    Note,
+    /// Probably a mistake. With `--strict`, warnings are errors.
+    Warning,
 }
 
 impl LintMessage {
     /// `subject` is a rule, with the plan if the message is about a plan.
     fn statement(subject: &str, text: &str) -> LintMessage {
-        LintMessage { text: format!("{subject}: {text}"), is_note: false }
+        LintMessage { text: format!("{subject}: {text}"), kind: Kind::Bound }
     }
 
     fn note_on(subject: &str, text: &str) -> LintMessage {
-        LintMessage { text: format!("{subject}: note: {text}"), is_note: true }
+        LintMessage { text: format!("{subject}: note: {text}"), kind: Kind::Note }
+    }
+
+    fn warning_on(subject: &str, text: &str) -> LintMessage {
+        LintMessage { text: format!("{subject}: warning: {text}"), kind: Kind::Warning }
     }
 
     pub fn note(text: String) -> LintMessage {
-        LintMessage { text: format!("note: {text}"), is_note: true }
+        LintMessage { text: format!("note: {text}"), kind: Kind::Note }
+    }
+
+    pub fn warning(text: String) -> LintMessage {
+        LintMessage { text: format!("warning: {text}"), kind: Kind::Warning }
     }
 }
 
@@ -60,22 +78,22 @@ pub fn messages(config: &Config) -> Vec<LintMessage> {
     let mut messages = rule_messages(config);
     messages.extend(invented_keys(config));
     let routes = config.routes.iter().filter_map(|route| path_without_subpaths(config, route));
-    messages.extend(
-        routes
-            .chain(exposed_admin_address(config))
-            .chain(short_token(config))
-            .chain(exposed_forward_auth(config))
-            .chain(rules_of_responses(config))
-            .chain(guessable_digests(config))
-            .chain(paths_with_variants(config))
-            .map(LintMessage::note),
-    );
+    let warnings = routes
+        .chain(exposed_admin_address(config))
+        .chain(short_token(config))
+        .chain(exposed_forward_auth(config))
+        .chain(guessable_digests(config));
+    messages.extend(warnings.map(LintMessage::warning));
+    let notes = rules_of_responses(config).into_iter().chain(paths_with_variants(config));
+    messages.extend(notes.map(LintMessage::note));
     messages
 }
 
-/// One summary for each rule and plan; notes on layers that never refuse, and on rules and plans that are not used.
+/// One summary for each rule and plan; a note on layers that never refuse, and warnings about rules and plans that are not used.
 fn rule_messages(config: &Config) -> Vec<LintMessage> {
     let mut messages = Vec::new();
+    // The same layers are often those of several rules and plans: one note is enough.
+    let mut explained: BTreeSet<String> = BTreeSet::new();
     for (position, rule) in config.rules.iter().enumerate() {
         let routes = || config.routes.iter().filter(move |route| route.rules.contains(&position));
         let delays = routes().flat_map(|route| &route.rules).any(|other| config.rules[*other].delays());
@@ -93,7 +111,8 @@ fn rule_messages(config: &Config) -> Vec<LintMessage> {
             let bounds: Vec<String> = windows.into_iter().chain(concurrent).collect();
             messages.push(LintMessage::statement(&subject, &(bounds.join("; ") + &caveats(rule, counts_all))));
             if layers_are_comparable(rule) && !delays && rule.cost != Cost::Fixed(0) {
-                messages.extend(layers_that_never_refuse(&layers).map(|text| LintMessage::note_on(&subject, &text)));
+                let texts = layers_that_never_refuse(&layers).filter(|text| explained.insert(text.clone()));
+                messages.extend(texts.map(|text| LintMessage::note_on(&subject, &text)));
             }
         }
         if routes().next().is_none() {
@@ -102,19 +121,19 @@ fn rule_messages(config: &Config) -> Vec<LintMessage> {
                     LintMessage::statement(name, "used by no route: it answers to descriptors")
                 }
                 Some(_) => LintMessage::statement(name, "used by no route: only the decision API counts by it"),
-                None => LintMessage::note_on(name, "used by no route: nothing is counted by it"),
+                None => LintMessage::warning_on(name, "used by no route: nothing is counted by it"),
             });
         }
         if config.clients.is_none() && !rule.plans.is_empty() {
             let plans = quoted_list(rule.plans.iter().map(|plan| plan.name.as_str()), "or");
             let text = format!("no client can have the plan {plans}: there is no `[clients]`");
-            messages.push(LintMessage::note_on(name, &text));
+            messages.push(LintMessage::warning_on(name, &text));
         }
     }
     messages
 }
 
-/// Notes rules that count by a value that any client can invent. With a new value in each request, such a rule limits
+/// Warns of rules that count by a value that any client can invent. With a new value in each request, such a rule limits
 /// nothing; a rule by address on the same route limits how many values a client can try.
 fn invented_keys(config: &Config) -> Vec<LintMessage> {
     let is_invented = |part: &&KeyPart| matches!(part, KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::Query(_));
@@ -159,12 +178,12 @@ fn invented_keys(config: &Config) -> Vec<LintMessage> {
             ),
             None => continue,
         };
-        messages.push(LintMessage::note_on(&rule.name, &text));
+        messages.push(LintMessage::warning_on(&rule.name, &text));
     }
     messages
 }
 
-/// Notes a route that matches one path only, if no route matches the paths below it. A route with `methods` is taken to
+/// Warns of a route that matches one path only, if no route matches the paths below it. A route with `methods` is taken to
 /// mean exactly its path.
 fn path_without_subpaths(config: &Config, route: &Route) -> Option<String> {
     let is_forwarded = route.actions.as_ref().is_none_or(|actions| actions.response.is_none());
@@ -203,7 +222,7 @@ fn path_without_subpaths(config: &Config, route: &Route) -> Option<String> {
     ))
 }
 
-/// Notes an admin address that other machines can reach, unless it asks for a token.
+/// Warns of an admin address that other machines can reach, unless it asks for a token.
 pub fn exposed_admin_address(config: &Config) -> Option<String> {
     let address = config.listen.admin.filter(|address| !address.ip().to_canonical().is_loopback())?;
     config.admin.token.is_none().then(|| {
@@ -214,7 +233,7 @@ pub fn exposed_admin_address(config: &Config) -> Option<String> {
     })
 }
 
-/// Notes an address for the questions of proxies that other machines can reach.
+/// Warns of an address for the questions of proxies that other machines can reach.
 fn exposed_forward_auth(config: &Config) -> Option<String> {
     let address = config.listen.forward_auth.iter().find(|address| !address.ip().to_canonical().is_loopback())?;
     Some(format!(
@@ -242,7 +261,7 @@ fn rules_of_responses(config: &Config) -> Option<String> {
     })
 }
 
-/// Notes a token of the admin address that can be guessed.
+/// Warns of a token of the admin address that can be guessed.
 fn short_token(config: &Config) -> Option<String> {
     let token = config.admin.token.as_ref().filter(|token| token.0.len() < TOKEN_CHARS)?;
     Some(format!(
@@ -251,7 +270,7 @@ fn short_token(config: &Config) -> Option<String> {
     ))
 }
 
-/// Notes shared rules with secret keys whose digests have no secret of their own: anyone can compute digests of
+/// Warns of shared rules with secret keys whose digests have no secret of their own: anyone can compute digests of
 /// guesses.
 fn guessable_digests(config: &Config) -> Option<String> {
     config.counters.shared.as_ref().filter(|shared| shared.digest_key.is_none())?;
@@ -336,7 +355,7 @@ fn overlap(a: &[Segment], b: &[Segment]) -> bool {
     }
 }
 
-/// Notes certificates that are not valid now or expire soon, and revocation lists that have expired.
+/// Warnings about certificates that are not valid now or expire soon, and revocation lists that have expired.
 pub fn certificate_dates(config: &Config, now_ms: u64) -> Vec<String> {
     let now_s = i64::try_from(now_ms / 1000).unwrap_or(i64::MAX);
     let certificates = config.listen.tls_listeners().flat_map(|https| &https.certificates);
@@ -420,10 +439,8 @@ fn layers_that_never_refuse(layers: &[Limit]) -> impl Iterator<Item = String> {
         let others = layers.iter().filter(|other| other.windows != limit.windows);
         let other = others.into_iter().find(|other| burst_bound::never_binds(limit, other))?;
         let most = burst_bound::max_in_window(other, limit)?;
-        Some(format!(
-            "{}/{} never refuses: {}/{} lets at most {most} through in that time",
-            limit.tokens, limit.period_text, other.tokens, other.period_text
-        ))
+        let (limit, other) = [limit, other].map(|one| format!("{}/{}", one.tokens, one.period_text)).into();
+        Some(format!("{limit} refuses nobody yet, because {other} admits at most {most} in that time; it holds once {other} is raised"))
     })
 }
 
@@ -521,8 +538,12 @@ mod tests {
         let windows = "windows = [\"2000/hour\", \"33/minute\"]";
         let first =
             "r: 2000/hour + 33/minute: at most 66 requests in 2 seconds around the end of a minute, 2013 in any hour";
-        let note = "r: note: 2000/hour never refuses: 33/minute lets at most 1980 through in that time";
+        let note = "r: note: 2000/hour refuses nobody yet, because 33/minute admits at most 1980 in that time; it holds once \
+                    33/minute is raised";
         assert_eq!(messages_of_rule(windows), [first, note]);
+        let plans = format!("{windows}\n[rules.r.plans.gold]\n{windows}\n[rules.s]\nkey = \"ip\"\n{windows}");
+        let notes = messages_of_rule(&plans).into_iter().filter(|text| text.contains(": note: ")).count();
+        assert_eq!(notes, 1, "the same layers are explained once");
         assert_eq!(messages_of_rule(&format!("{windows}\ncount_refused = true")), [first]);
         assert_eq!(messages_of_rule(&format!("{windows}\non_limit = \"delay\"\nmax_delay = \"1s\"")), [first]);
         assert_eq!(messages_of_rule(&format!("{windows}\ncost = {{ response-header = \"x-cost\" }}")).len(), 1);
@@ -537,7 +558,7 @@ mod tests {
         let rules = "[rules.r]\nkey = \"ip\"\nwindows = [{ limit = 5, period = \"minute\", start = \"first-request\" }]\n\
                      [rules.d]\nkey = \"ip\"\nwindows = [\"1/hour\"]\non_limit = \"delay\"\nmax_delay = \"1s\"";
         assert!(messages_of_rules(rules, "\"r\"")[0].contains("at most 9 requests"));
-        assert_eq!(messages_of_rules(rules, "\"r\"")[2], "d: note: used by no route: nothing is counted by it");
+        assert_eq!(messages_of_rules(rules, "\"r\"")[2], "d: warning: used by no route: nothing is counted by it");
         let admin = format!("[listen]\nadmin = \"127.0.0.1:9900\"\n{rules}");
         assert_eq!(messages_of_rules(&admin, "\"r\"")[2], "d: used by no route: only the decision API counts by it");
         // A request delayed by the other rule may be cancelled, and refund the charge that opened the window.
@@ -630,7 +651,7 @@ mod tests {
         assert_eq!(
             messages_of(text),
             [
-                "note: the route `/api` matches `/api` only, and `/api/x` gets 404: write `/api/{*rest}` to match all paths \
+                "warning: the route `/api` matches `/api` only, and `/api/x` gets 404: write `/api/{*rest}` to match all paths \
                  below it, or set `methods` if only this path is meant"
             ]
         );
@@ -665,13 +686,13 @@ mod tests {
                 assert_eq!(notes("", key, "", &format!("\"r\", \"{no_help}\"")).len(), 1, "{key}, {no_help}");
             }
         }
-        let alone = "r: note: counts by `header:x-user`, which a client can choose freely, so a new value is a new quota: add a \
+        let alone = "r: warning: counts by `header:x-user`, which a client can choose freely, so a new value is a new quota: add a \
                      rule by `ip` to the route `/{*rest}`, or let `[clients]` read `header:x-user` and set `on_unknown_key`";
         assert_eq!(notes("", "\"header:x-user\"", "", "\"r\""), [alone]);
         let clients = "[clients]\nfile = \"c.toml\"\napi_key = \"header:x-api-key\"";
-        let other = "r: note: `[clients]` reads `header:x-api-key`, and the rule counts by `header:x-user`, which a client \
+        let other = "r: warning: `[clients]` reads `header:x-api-key`, and the rule counts by `header:x-user`, which a client \
                      can choose freely: count by what `[clients]` reads, or read `header:x-user` there";
-        let counted = "r: note: counts by `header:x-api-key`, which a client can choose freely, so a new value is a new quota: \
+        let counted = "r: warning: counts by `header:x-api-key`, which a client can choose freely, so a new value is a new quota: \
                        set `on_unknown_key = \"refuse\"`, or add a rule by `ip` to the route `/{*rest}`";
         let key = "\"header:x-api-key\"";
         assert_eq!(notes(clients, key, "", "\"r\""), [counted]);
@@ -696,10 +717,10 @@ mod tests {
         let plan = "[rules.r]\nkey = \"ip\"\nwindows = [\"5/minute\"]\n[rules.r.plans.gold]\nwindows = [\"9/minute\"]";
         assert_eq!(
             messages_of_rules(plan, "\"r\"")[2],
-            "r: note: no client can have the plan `gold`: there is no `[clients]`"
+            "r: warning: no client can have the plan `gold`: there is no `[clients]`"
         );
         let admin = |address: &str| messages_of_rules(&format!("[listen]\nadmin = \"{address}\""), "");
-        let note = "note: `admin` listens on `0.0.0.0:9900`: anyone who can connect can read the metrics, and use up and reset every limit; \
+        let note = "warning: `admin` listens on `0.0.0.0:9900`: anyone who can connect can read the metrics, and use up and reset every limit; \
                     set `token_file` in `[admin]`";
         assert_eq!(admin("0.0.0.0:9900"), [note]);
         for address in ["192.0.2.1:9900", "[::]:9900", "[2001:db8::1]:9900"] {
@@ -718,7 +739,7 @@ mod tests {
                 .collect::<Vec<_>>()
         };
         let short =
-            "note: the token of `token_file` has 6 characters: create a longer one, such as `openssl rand -hex 32`";
+            "warning: the token of `token_file` has 6 characters: create a longer one, such as `openssl rand -hex 32`";
         assert_eq!(with_token("secret\n"), [short]);
         assert!(with_token("0123456789abcdef").is_empty());
     }

@@ -74,7 +74,7 @@ fn an_expired_certificate_is_warned_of_and_served() {
     assert!(refused.to_string().contains("expired"), "{refused}");
     let (code, out, _) = run(&["check", "--config", &process.config_path().display().to_string()]);
     assert_eq!(code, Some(0));
-    assert!(out.contains("note: the certificate in `server.pem` expired on 2020-02-29T00:00:00Z"), "{out}");
+    assert!(out.contains("warning: the certificate in `server.pem` expired on 2020-02-29T00:00:00Z"), "{out}");
 }
 
 #[test]

@@ -82,7 +82,10 @@ fn unreachable_and_refusing_servers_are_reported_with_the_fix() {
     let server = RedisServer::with_config("requirepass sesame");
     expect_unusable(check(&url_of(&server)), &["NOAUTH", "password_file"]);
     expect_unusable(check(&as_user(&server, "eve:sesame")), &["does not accept the user and password"]);
-    expect_unusable(check(&in_database(&as_user(&server, ":sesame"), 99)), &["DB index is out of range"]);
+    expect_unusable(
+        check(&in_database(&as_user(&server, ":sesame"), 99)),
+        &["DB index is out of range", "its setting `databases`"],
+    );
     expect_usable(&as_user(&server, ":sesame"));
     let scratch = TempDir::new();
     scratch.write("redis.password", "sesame\n");
@@ -92,6 +95,16 @@ fn unreachable_and_refusing_servers_are_reported_with_the_fix() {
     server.suspend();
     expect_unusable(check(&as_user(&server, ":sesame")), &["no reply", "check the address"]);
     server.resume();
+}
+
+/// Counting needs no `INFO`, which administrators rename or deny.
+#[test]
+fn a_server_without_info_is_usable() {
+    for lines in ["rename-command INFO \"\"", "user default on nopass ~* &* +@all -info"] {
+        let output = expect_usable(&url_of(&RedisServer::with_config(lines)));
+        assert!(output.contains("warning: its version, role and eviction policy are not checked: "), "{output}");
+        assert!(output.contains("fix: allow `INFO`"), "{output}");
+    }
 }
 
 #[test]
@@ -138,7 +151,7 @@ fn weak_secrets_are_reported() {
     ] {
         let (code, output) = check_in(&scratch, &format!("{}\n{settings}\n{rules}", url_of(&server)));
         assert!(code == Some(0) && output.contains("`digest_key_file`") == warned, "{output}");
-        assert!(!warned || output.contains("note: keys of `who` are secrets"), "{output}");
+        assert!(!warned || output.contains("warning: keys of `who` are secrets"), "{output}");
     }
 }
 

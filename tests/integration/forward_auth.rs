@@ -176,7 +176,7 @@ fn check_notes_what_proxies_cannot_be_told() {
     let (_, out, err) = run(&["check", "--config", file.to_str().unwrap()]);
     let text = out + &err;
     for note in [
-        "note: `forward_auth` listens on `192.0.2.1:8082`: anyone who can connect can use up the limits of any client; let only \
+        "warning: `forward_auth` listens on `192.0.2.1:8082`: anyone who can connect can use up the limits of any client; let only \
          your proxies connect",
         "note: the gateway does not see the responses to requests about which proxies ask on `forward_auth`: they always count by \
          `logins`, with the cost that is reserved, and hold no slot of `concurrent`",

@@ -124,17 +124,17 @@ fn check_warns_of_a_start_that_would_fail_here() {
 }
 
 #[test]
-fn a_note_is_an_error_only_with_strict() {
+fn a_warning_is_an_error_only_with_strict() {
     let scratch = TempDir::new();
     let text = format!("[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"0.0.0.0:0\"\n{GOOD}");
     let file = scratch.write("gateway.toml", &text).display().to_string();
-    let note = "\n  note: `admin` listens on `0.0.0.0:0`: anyone who can connect can read the metrics, and use up and reset every limit; set `token_file` in `[admin]`\n";
+    let warning = "\n  warning: `admin` listens on `0.0.0.0:0`: anyone who can connect can read the metrics, and use up and reset every limit; set `token_file` in `[admin]`\n";
     let (code, out, err) = run(&["check", "--config", &file]);
     assert_eq!((code, err.as_str()), (Some(0), ""));
-    assert_eq!(out, format!("{file}: fine: 1 route, 0 rules, 1 upstream{note}"));
+    assert_eq!(out, format!("{file}: fine: 1 route, 0 rules, 1 upstream{warning}"));
     let (code, out, err) = run(&["check", "--strict", "--config", &file]);
-    assert_eq!((code, err), (Some(2), format!("{file}: 1 note with `--strict`\n")));
-    assert_eq!(out, format!("{file}: 1 route, 0 rules, 1 upstream{note}"));
+    assert_eq!((code, err), (Some(2), format!("{file}: 1 warning with `--strict`\n")));
+    assert_eq!(out, format!("{file}: 1 route, 0 rules, 1 upstream{warning}"));
     let file = scratch.write("gateway.toml", text.replace("0.0.0.0", "127.0.0.1")).display().to_string();
     let (code, out, err) = run(&["check", "--strict", "--config", &file]);
     assert_eq!((code, out, err), (Some(0), format!("{file}: fine: 1 route, 0 rules, 1 upstream\n"), String::new()));
@@ -167,7 +167,7 @@ fn the_shipped_file_is_valid_and_the_default() {
         String::from_utf8_lossy(&output.stdout),
         "gateway.toml: fine: 1 route, 1 rule, 1 upstream\n  \
          per-client: 2000/hour + 33/minute: at most 66 requests in 2 seconds around the end of a minute, 2013 in any hour\n  \
-         per-client: note: 2000/hour never refuses: 33/minute lets at most 1980 through in that time\n"
+         per-client: note: 2000/hour refuses nobody yet, because 33/minute admits at most 1980 in that time; it holds once 33/minute is raised\n"
     );
     let scratch = TempDir::new();
     let output = Command::new(BINARY).current_dir(scratch.path()).stdin(Stdio::null()).output().unwrap();
