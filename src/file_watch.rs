@@ -47,7 +47,8 @@ impl FileWatch {
 
 fn file_state(path: &Path) -> Option<FileState> {
     use std::os::unix::fs::MetadataExt;
-    let meta = fs::metadata(path).ok()?;
+    // A pipe is read once, and reading changes its time.
+    let meta = fs::metadata(path).ok().filter(|meta| meta.is_file() || meta.is_dir())?;
     Some(FileState { modified: meta.modified().ok(), bytes: meta.len(), inode: meta.ino() })
 }
 

@@ -28,7 +28,7 @@ struct Arguments {
 #[derive(Subcommand)]
 enum Command {
     /// Serve (default command)
-    Run(File),
+    Run(NamedFile),
     /// Check a configuration file and list all problems
     Check(Check),
     /// Explain what a request, given as to curl, would get, and why
@@ -54,7 +54,7 @@ enum Command {
 #[derive(clap::Args)]
 struct Check {
     #[command(flatten)]
-    file: File,
+    file: NamedFile,
     #[command(flatten)]
     options: cli::check::Options,
 }
@@ -98,6 +98,23 @@ struct File {
     config: PathBuf,
 }
 
+/// A configuration file that may be named without an option.
+#[derive(clap::Args)]
+struct NamedFile {
+    /// Configuration file [default: gateway.toml]
+    #[arg(value_name = "FILE", conflicts_with = "config")]
+    file: Option<PathBuf>,
+    /// Configuration file, as an option
+    #[arg(short, long, value_name = "FILE")]
+    config: Option<PathBuf>,
+}
+
+impl NamedFile {
+    fn path(self) -> PathBuf {
+        self.file.or(self.config).unwrap_or_else(|| PathBuf::from("gateway.toml"))
+    }
+}
+
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let _flushed_at_the_end = match start_log() {
@@ -107,9 +124,10 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    let exit = match arguments.command.unwrap_or(Command::Run(arguments.file)) {
-        Command::Run(file) => cli::run::run(&file.config),
-        Command::Check(check) => cli::check::check(&check.file.config, check.options),
+    let run = NamedFile { file: Some(arguments.file.config), config: None };
+    let exit = match arguments.command.unwrap_or(Command::Run(run)) {
+        Command::Run(file) => cli::run::run(&file.path()),
+        Command::Check(check) => cli::check::check(&check.file.path(), check.options),
         Command::Explain(explain) => cli::explain::explain(&explain.file.config, &explain.options),
         Command::Health(health) => cli::health::health(&health.file.config, &health.options),
         Command::Top(top) => cli::top::top(&top.file.config, &top.options),
@@ -151,9 +169,71 @@ fn write_manual_page(page: &mut Vec<u8>) -> io::Result<()> {
     top.render_description_section(page)?;
     top.render_options_section(page)?;
     command.get_subcommands().try_for_each(|command| write_command_section(command, page))?;
-    writeln!(page, ".SH EXIT STATUS\n0: success. 1: could not start, or failed. 2: wrong usage or configuration.")?;
-    writeln!(page, ".SH SEE ALSO\nThe documentation, in the folder docs of the source.")
+    page.write_all(MANUAL_SECTIONS.as_bytes())
 }
+
+/// The sections after those of the commands, as `man-pages(7)` names them.
+const MANUAL_SECTIONS: &str = r#".SH EXAMPLES
+.TP
+.B transom check \-\-strict gateway.toml
+Check a configuration in a pipeline: errors and warnings fail.
+.TP
+.B transom explain \-H 'X\-API\-Key: KEY' http://127.0.0.1:8080/api/hello
+Explain what a request would get, and why.
+.TP
+.B transom simulate \-\-try 'per\-client=60/minute' access.log
+Play an access log against the configuration, and compare with another limit.
+.TP
+.B transom top
+Show which keys each rule refuses most often. The arrow keys scroll, and q ends.
+.TP
+.B kill \-HUP PID
+Reload the configuration of a running gateway.
+.SH FILES
+.TP
+.I gateway.toml
+The configuration, in the working directory unless another file is named. Paths in it are relative to its folder.
+.TP
+.I /etc/transom/gateway.toml
+The configuration of the packaged service and of the container image.
+.SH SIGNALS
+.TP
+.B SIGTERM, SIGINT
+Drain and end: /readyz turns 503, work in flight may finish within timeouts.drain. A second signal ends the process at once.
+.TP
+.B SIGHUP
+Reopen the access log and reload the configuration.
+.TP
+.B SIGUSR2
+Replace the process by the installed program, as transom upgrade does.
+.SH ENVIRONMENT
+.TP
+.B TRANSOM_LOG
+Level of messages: error, warn, info (default), debug or off. With debug, each request has a line. Without this variable, a level in
+.B RUST_LOG
+applies.
+.TP
+.B TRANSOM_LOG_FORMAT
+text (default) or json.
+.TP
+.B NO_COLOR
+Help and errors of usage have no colors.
+.TP
+.B LISTEN_FDS, LISTEN_PID, NOTIFY_SOCKET
+Sockets of systemd, and where it is told that the gateway serves.
+.SH EXIT STATUS
+.TP
+.B 0
+Success; for transom run: the gateway was stopped, or replaced.
+.TP
+.B 1
+It could not start, or failed.
+.TP
+.B 2
+Wrong usage or configuration.
+.SH SEE ALSO
+The documentation, in the folder docs of the source, or /usr/share/doc/transom of the package.
+"#;
 
 fn write_command_section(command: &clap::Command, page: &mut Vec<u8>) -> io::Result<()> {
     let mut sections = Vec::new();
@@ -174,11 +254,13 @@ fn print(text: &[u8]) -> Exit {
     Exit::Fine
 }
 
-/// Sends messages to standard error, as `TRANSOM_LOG` and `TRANSOM_LOG_FORMAT` say. Messages are written until the result is
+/// Sends messages to standard error, as `TRANSOM_LOG`, or `RUST_LOG`, and `TRANSOM_LOG_FORMAT` say. Messages are written until the result is
 /// dropped.
 fn start_log() -> Result<WorkerGuard, String> {
     let variable = |name: &str, default: &str| std::env::var(name).unwrap_or_else(|_unset| default.to_owned());
-    let level = variable("TRANSOM_LOG", "info");
+    // `RUST_LOG` is often set for other programs, also to more than a level.
+    let rust_log = std::env::var("RUST_LOG").ok().filter(|level| level.parse::<LevelFilter>().is_ok());
+    let level = variable("TRANSOM_LOG", rust_log.as_deref().unwrap_or("info"));
     let Ok(level) = level.parse::<LevelFilter>() else {
         return Err(format!(
             "TRANSOM_LOG is `{level}`\n  fix: write `error`, `warn`, `info`, `debug`, `trace` or `off`"

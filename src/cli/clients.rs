@@ -9,6 +9,7 @@ use std::io::{self, BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
 use clap::Subcommand;
+use serde_json::{Value, json};
 
 use self::clients_toml::{ClientsDocument, Identifiers};
 use super::{Exit, list_folder, read_config, read_config_with, read_file, resolve_path};
@@ -46,7 +47,7 @@ enum Action {
     /// Remove a client, or only some of its keys, subjects and networks
     Remove(Remove),
     /// List the clients; keys are shown as the beginning of their digests
-    List,
+    List(List),
 }
 
 #[derive(clap::Args)]
@@ -67,6 +68,13 @@ struct Add {
     /// JWT subject or similar whose requests are the client's
     #[arg(long = "subject")]
     subjects: Vec<String>,
+}
+
+#[derive(clap::Args)]
+struct List {
+    /// Print the list as JSON, with whole digests
+    #[arg(long)]
+    json: bool,
 }
 
 #[derive(clap::Args)]
@@ -100,7 +108,7 @@ pub fn clients(arguments: &Arguments) -> Exit {
     let done = match &arguments.action {
         Action::Add(add) => self::add(&arguments.config, add),
         Action::Remove(remove) => self::remove(&arguments.config, remove),
-        Action::List => list(&arguments.config),
+        Action::List(List { json }) => list(&arguments.config, *json),
     };
     match done {
         Ok(()) => Exit::Fine,
@@ -111,9 +119,22 @@ pub fn clients(arguments: &Arguments) -> Exit {
     }
 }
 
-fn list(path: &Path) -> Result<(), Failure> {
+fn list(path: &Path, is_json: bool) -> Result<(), Failure> {
     let config = read_config(path, &mut FileWatch::default())
         .map_err(|invalid| Failure(Exit::BadConfig, invalid.to_string()))?;
+    if is_json {
+        let client = |client: &Client| {
+            json!({
+                "name": client.name, "plan": client.plan,
+                "keys": client.api_keys.iter().map(Digest::to_string).collect::<Vec<_>>(),
+                "subjects": client.subjects,
+                "networks": client.networks.iter().map(ToString::to_string).collect::<Vec<_>>(),
+            })
+        };
+        let clients: Vec<Value> = clients_of(&config, path)?.list.iter().map(client).collect();
+        print_out!("{:#}", json!({ "clients": clients }));
+        return Ok(());
+    }
     let header = ["NAME", "PLAN", "KEYS", "SUBJECTS", "NETWORKS"].map(str::to_owned);
     let row = |client: &Client| {
         let joined = |items: Vec<String>| if items.is_empty() { "-".to_owned() } else { items.join(" ") };

@@ -32,8 +32,11 @@ use std::cell::RefCell;
 use std::fmt;
 use std::fs::File;
 use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::OFlags;
 use serde_json::{Value, json};
 
 use crate::config::diagnostics::{self, Inputs, ListFolder, Problem, ReadFile};
@@ -50,6 +53,8 @@ pub enum Exit {
     BadConfig,
 }
 
+/// How long the writer of a pipe may pause.
+const PIPE_TIMEOUT_S: i64 = 10;
 /// Largest file that a configuration may name.
 const FILE_MAX_BYTES: u64 = 16 * 1024 * 1024;
 
@@ -145,15 +150,36 @@ fn list_folder(path: &Path) -> io::Result<Vec<String>> {
 
 fn read_file(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    // Reading a pipe could block forever.
-    if !std::fs::metadata(path)?.is_file() {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
+    if std::fs::metadata(path)?.is_file() {
+        File::open(path)?.take(FILE_MAX_BYTES + 1).read_to_end(&mut bytes)?;
+    } else {
+        read_pipe(path, &mut bytes)?;
     }
-    File::open(path)?.take(FILE_MAX_BYTES + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > FILE_MAX_BYTES {
         return Err(io::Error::new(io::ErrorKind::FileTooLarge, "it has more than 16 MiB"));
     }
     Ok(bytes)
+}
+
+/// Reads a pipe, such as `<(…)` of a shell. Does not wait forever for a program that never writes.
+fn read_pipe(path: &Path, bytes: &mut Vec<u8>) -> io::Result<()> {
+    let flags = OFlags::NONBLOCK.bits().cast_signed();
+    let mut file = File::options().read(true).custom_flags(flags).open(path)?;
+    let timeout = Timespec { tv_sec: PIPE_TIMEOUT_S, tv_nsec: 0 };
+    let mut chunk = [0; 8192];
+    while bytes.len() as u64 <= FILE_MAX_BYTES {
+        if poll(&mut [PollFd::new(&file, PollFlags::IN)], Some(&timeout))? == 0 {
+            let message = format!("nothing was written to the pipe for {PIPE_TIMEOUT_S} s");
+            return Err(io::Error::new(io::ErrorKind::TimedOut, message));
+        }
+        match file.read(&mut chunk) {
+            Ok(0) => break,
+            Ok(read) => bytes.extend_from_slice(&chunk[..read]),
+            Err(error) if [io::ErrorKind::WouldBlock, io::ErrorKind::Interrupted].contains(&error.kind()) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
 }
 
 /// `transom schema`: prints the JSON schema of the configuration file.

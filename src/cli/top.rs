@@ -2,15 +2,19 @@
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
-use std::io::{self, IsTerminal as _, Write as _};
+use std::io::{self, IsTerminal as _, Read as _, Write as _};
 use std::path::Path;
+use std::pin::pin;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http::Request;
 use http_body_util::Full;
+use rustix::termios::{LocalModes, OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetattr};
 use serde_json::Value;
 use tokio::runtime::{Builder, LocalOptions};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use super::Exit;
 use super::admin_client::{self, AdminAddress};
@@ -88,12 +92,16 @@ async fn show_once(address: &str, options: &Options) -> Result<(), String> {
     Ok(())
 }
 
-/// Shows the lists until the process is interrupted, also while the gateway is restarted.
+/// Shows the lists until the operator ends it, also while the gateway is restarted.
 async fn show_live(address: &str, options: &Options) -> Result<(), String> {
+    let failed = |error: io::Error| error.to_string();
     let clock = Clock::system();
+    let mut stop = [SignalKind::interrupt(), SignalKind::terminate()].map(signal);
+    let [Ok(interrupt), Ok(terminate)] = &mut stop else { return Err(String::from("signals cannot be handled")) };
+    let mut screen = Screen::begin().map_err(failed)?;
     let mut previous: Option<Counts> = None;
     loop {
-        let screen = match fetch(address, options).await {
+        let text = match fetch(address, options).await {
             Ok(lists) => {
                 let counts = Counts::new(&lists, clock.instant());
                 let rates = previous.as_ref().map(|previous| counts.rates_since(previous));
@@ -103,8 +111,21 @@ async fn show_live(address: &str, options: &Options) -> Result<(), String> {
             }
             Err(message) => message,
         };
-        draw(&screen).map_err(|error| error.to_string())?;
-        tokio::time::sleep(options.interval).await;
+        screen.draw(&text).map_err(failed)?;
+        let mut next = pin!(tokio::time::sleep(options.interval));
+        loop {
+            tokio::select! {
+                () = &mut next => break,
+                Some(key) = screen.keys.recv() => {
+                    if key == Key::Quit {
+                        return Ok(());
+                    }
+                    screen.scroll(key, &text).map_err(failed)?;
+                }
+                _ = interrupt.recv() => return Ok(()),
+                _ = terminate.recv() => return Ok(()),
+            }
+        }
     }
 }
 
@@ -122,19 +143,154 @@ async fn fetch(address: &str, options: &Options) -> Result<Value, String> {
     serde_json::from_str(&body).map_err(|error| failed(error.to_string()))
 }
 
-/// Replaces what the terminal shows by the text, cut to the size of the terminal.
-fn draw(text: &str) -> io::Result<()> {
-    let size = rustix::termios::tcgetwinsize(io::stdout()).ok().filter(|size| size.ws_col > 0 && size.ws_row > 0);
-    let (columns, rows) = size.map_or(TERMINAL_SIZE, |size| (size.ws_col.into(), size.ws_row.into()));
-    // Home, then each line cleared to its end, then everything below.
-    let mut screen = String::from("\x1b[H");
-    for line in text.lines().take(rows - 1) {
-        screen.extend(line.chars().take(columns));
-        screen.push_str("\x1b[K\n");
+/// What a key of the keyboard does.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Key {
+    Quit,
+    Down,
+    Up,
+    PageDown,
+    PageUp,
+    First,
+    Last,
+}
+
+/// The keys in what a terminal sent. Other keys do nothing.
+fn keys_in(mut bytes: &[u8]) -> Vec<Key> {
+    const KEYS: [(&[u8], Key); 20] = [
+        (b"\x1b[A", Key::Up),
+        (b"\x1b[B", Key::Down),
+        (b"\x1b[5~", Key::PageUp),
+        (b"\x1b[6~", Key::PageDown),
+        (b"\x1b[H", Key::First),
+        (b"\x1b[1~", Key::First),
+        (b"\x1b[F", Key::Last),
+        (b"\x1b[4~", Key::Last),
+        (b"\x1bOA", Key::Up),
+        (b"\x1bOB", Key::Down),
+        (b"q", Key::Quit),
+        (b"Q", Key::Quit),
+        (b"k", Key::Up),
+        (b"j", Key::Down),
+        (b"\r", Key::Down),
+        (b"\n", Key::Down),
+        (b"b", Key::PageUp),
+        (b" ", Key::PageDown),
+        (b"g", Key::First),
+        (b"G", Key::Last),
+    ];
+    let mut keys = Vec::new();
+    while let [_, rest @ ..] = bytes {
+        let found = KEYS.iter().find_map(|(sequence, key)| Some((bytes.strip_prefix(*sequence)?, *key)));
+        keys.extend(found.map(|(_, key)| key));
+        bytes = found.map_or(rest, |(rest, _)| rest);
     }
-    screen.push_str("\x1b[J");
+    keys
+}
+
+/// The screen of a terminal and its keyboard. When dropped, the terminal shows and does what it did before.
+struct Screen {
+    /// The settings of the terminal before; `None`: standard input is no terminal, so there are no keys.
+    before: Option<Termios>,
+    keys: UnboundedReceiver<Key>,
+    /// Keeps the channel open without a keyboard.
+    _sender: UnboundedSender<Key>,
+    /// The first line of the text that is shown.
+    top: usize,
+}
+
+impl Screen {
+    fn begin() -> io::Result<Screen> {
+        let stdin = io::stdin();
+        let before = tcgetattr(&stdin).ok().filter(|_| stdin.is_terminal());
+        let (sender, keys) = unbounded_channel();
+        if let Some(before) = &before {
+            // Keys arrive at once and are not shown. Ctrl-C still sends its signal.
+            let mut settings = before.clone();
+            settings.local_modes.remove(LocalModes::ICANON | LocalModes::ECHO);
+            tcsetattr(&stdin, OptionalActions::Now, &settings)?;
+            let sender = sender.clone();
+            // Ends with the process: nothing else interrupts the read.
+            std::thread::spawn(move || {
+                let mut bytes = [0; 64];
+                while let Ok(read @ 1..) = io::stdin().read(&mut bytes) {
+                    for key in keys_in(&bytes[..read]) {
+                        // The receiver ends with the screen.
+                        let _ = sender.send(key);
+                    }
+                }
+            });
+        }
+        let screen = Screen { before, keys, _sender: sender, top: 0 };
+        write_out("\x1b[?1049h\x1b[?25l")?;
+        Ok(screen)
+    }
+
+    /// Moves to another part of the text.
+    fn scroll(&mut self, key: Key, text: &str) -> io::Result<()> {
+        let (_, rows) = terminal_size();
+        let page = rows.saturating_sub(2).max(1);
+        self.top = match key {
+            Key::Down => self.top + 1,
+            Key::Up => self.top.saturating_sub(1),
+            Key::PageDown => self.top + page,
+            Key::PageUp => self.top.saturating_sub(page),
+            Key::Last => usize::MAX,
+            Key::First | Key::Quit => 0,
+        };
+        self.draw(text)
+    }
+
+    /// Replaces what the terminal shows by the part of the text that fits, and a line about the keys.
+    fn draw(&mut self, text: &str) -> io::Result<()> {
+        let size = terminal_size();
+        write_out(&frame(text, &mut self.top, size))
+    }
+}
+
+impl Drop for Screen {
+    fn drop(&mut self) {
+        let _ = write_out("\x1b[?25h\x1b[?1049l");
+        if let Some(before) = &self.before {
+            let _ = tcsetattr(io::stdin(), OptionalActions::Now, before);
+        }
+    }
+}
+
+/// Columns and rows.
+fn terminal_size() -> (usize, usize) {
+    let size = tcgetwinsize(io::stdout()).ok().filter(|size| size.ws_col > 0 && size.ws_row > 0);
+    size.map_or(TERMINAL_SIZE, |size| (size.ws_col.into(), size.ws_row.into()))
+}
+
+/// The lines of a text from `top` on, cut to the size, and what the keys do. Moves `top` so that the screen is full.
+fn frame(text: &str, top: &mut usize, (columns, rows): (usize, usize)) -> String {
+    let lines: Vec<&str> = text.trim_end().lines().collect();
+    let shown = rows.saturating_sub(1).max(1);
+    *top = (*top).min(lines.len().saturating_sub(shown));
+    let last = lines.len().min(*top + shown);
+    let position = match lines.len() > shown {
+        true => format!("q ends, arrow keys scroll: lines {} to {last} of {}", *top + 1, lines.len()),
+        false => String::from("q ends"),
+    };
+    // Home, then each line cleared to its end, then everything below. The last row has no line end, which would scroll.
+    let mut frame = String::from("\x1b[H");
+    for line in &lines[*top..last] {
+        frame.extend(line.chars().take(columns));
+        frame.push_str("\x1b[K\r\n");
+    }
+    frame.push_str("\x1b[J");
+    if rows > 1 {
+        frame.push_str(&format!("\x1b[{rows};1H"));
+        frame.extend(position.chars().take(columns.saturating_sub(1)));
+        frame.push_str("\x1b[K");
+    }
+    frame
+}
+
+fn write_out(text: &str) -> io::Result<()> {
     let mut stdout = io::stdout().lock();
-    stdout.write_all(screen.as_bytes())?;
+    stdout.write_all(text.as_bytes())?;
     stdout.flush()
 }
 
@@ -222,5 +378,38 @@ impl std::fmt::Display for Table<'_> {
             writeln!(f)?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_recognized_in_what_a_terminal_sends() {
+        use Key::{Down, First, Last, PageDown, PageUp, Quit, Up};
+        assert_eq!(keys_in(b"\x1b[Aj\x1b[6~x\x1b[F"), [Up, Down, PageDown, Last]);
+        assert_eq!(keys_in(b"kb gGq"), [Up, PageUp, PageDown, First, Last, Quit]);
+        assert_eq!(keys_in(b"\x1b[\xc3\xa9\x1b"), []);
+    }
+
+    #[test]
+    fn a_frame_never_exceeds_the_screen() {
+        let text: String = (1..=30).map(|line| format!("line {line} is wide\n")).collect();
+        for (columns, rows) in [(80, 24), (7, 3), (1, 1), (80, 40), (80, 31)] {
+            for start in [0, 5, 29, usize::MAX] {
+                let mut top = start;
+                let frame = frame(&text, &mut top, (columns, rows));
+                let visible = frame.replace("\x1b[H", "").replace("\x1b[K", "").replace("\x1b[J", "");
+                let lines: Vec<&str> = visible.split("\r\n").collect();
+                assert!(top <= 30_usize.saturating_sub(rows.saturating_sub(1).max(1)), "{top}");
+                assert!(lines[..lines.len() - 1].iter().all(|line| line.chars().count() <= columns), "{visible:?}");
+                assert!(lines.len() <= rows.max(2), "{visible:?}");
+            }
+        }
+        let mut top = 2;
+        let frame = frame(&text, &mut top, (80, 4));
+        assert!(frame.contains("line 3") && frame.contains("line 5 ") && !frame.contains("line 6"), "{frame:?}");
+        assert!(frame.contains("q ends, arrow keys scroll: lines 3 to 5 of 30"), "{frame:?}");
     }
 }

@@ -139,6 +139,20 @@ fn comments_and_order_of_the_file_are_kept() {
 }
 
 #[test]
+fn the_list_is_printed_as_json() {
+    let directory = Directory::new(Some(""));
+    directory.run_ok(&["add", "acme", "--plan", "gold"], "abc");
+    directory.run_ok(&["add", "beta", "--plan", "silver", "--network", "10.0.0.0/8", "--subject", "user-17"], "");
+    let list: serde_json::Value = serde_json::from_str(&directory.run_ok(&["list", "--json"], "")).unwrap();
+    let digest = Digest::of(b"abc").to_string();
+    let expected = serde_json::json!({"clients": [
+        {"name": "acme", "plan": "gold", "keys": [digest], "subjects": [], "networks": []},
+        {"name": "beta", "plan": "silver", "keys": [], "subjects": ["user-17"], "networks": ["10.0.0.0/8"]},
+    ]});
+    assert_eq!(list, expected);
+}
+
+#[test]
 fn the_list_is_a_table_without_secrets() {
     let directory = Directory::new(Some(""));
     assert_eq!(directory.run_ok(&["list"], ""), "NAME  PLAN  KEYS  SUBJECTS  NETWORKS\n");

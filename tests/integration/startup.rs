@@ -218,7 +218,7 @@ fn an_access_log_that_cannot_be_opened_fails_the_start() {
 
 #[test]
 fn invalid_usage_is_refused() {
-    for arguments in [&["--nonsense"][..], &["serve"], &["check", "--nonsense"], &["--config"], &["check", "run"]] {
+    for arguments in [&["--nonsense"][..], &["serve"], &["check", "--nonsense"], &["--config"], &["check", "a", "b"]] {
         let (code, out, err) = run(arguments);
         assert_eq!((code, out.as_str()), (Some(2), ""), "{arguments:?}");
         assert!(err.contains("--help"), "{arguments:?}: {err}");
@@ -253,7 +253,59 @@ fn completions_and_manual_page_name_every_command() {
         assert!(page.contains(&format!(".SH \"TRANSOM {}\"", command.to_uppercase())), "{command}: {page}");
     }
     assert!(page.contains("\\fB\\-\\-connect\\fR"), "{page}");
+    let sections: Vec<&str> = page.lines().filter_map(|line| line.strip_prefix(".SH ")).collect();
+    let last = ["EXAMPLES", "FILES", "SIGNALS", "ENVIRONMENT", "EXIT STATUS", "SEE ALSO"];
+    assert_eq!(sections[sections.len() - last.len()..], last);
     assert_eq!(run(&["completions", "tcsh"]).0, Some(2));
+}
+
+#[test]
+fn a_misspelled_option_or_command_has_a_suggestion() {
+    for (arguments, meant) in [
+        (&["check", "--strct"][..], "--strict"),
+        (&["chek"], "check"),
+        (&["simulate", "--tri", "r=1/minute", "log"], "--try"),
+    ] {
+        let (code, _, message) = run(arguments);
+        assert!(code == Some(2) && message.contains(&format!("'{meant}'")), "{message}");
+        assert!(!message.contains('\x1b'), "colors are for terminals: {message:?}");
+    }
+}
+
+#[test]
+fn check_takes_a_file_without_an_option() {
+    let scratch = TempDir::new();
+    let file = scratch.write("other.toml", GOOD).display().to_string();
+    let (code, out, err) = run(&["check", &file]);
+    assert_eq!((code, err.as_str()), (Some(0), ""));
+    assert!(out.starts_with(&format!("{file}: fine: ")), "{out}");
+    assert_eq!(run(&["check", &file, "--config", &file]).0, Some(2), "one file is checked");
+    let missing = scratch.path().join("missing.toml").display().to_string();
+    for command in ["check", "run"] {
+        let (code, _, err) = run(&[command, &missing]);
+        assert!(code == Some(2) && err.starts_with(&format!("{missing}:1:1: cannot read the file")), "{err}");
+    }
+}
+
+#[test]
+fn a_pipe_is_read_as_a_configuration() {
+    let scratch = TempDir::new();
+    let file = scratch.write("gateway.toml", GOOD);
+    let script = "exec \"$0\" check --config <(cat \"$1\")";
+    let output = Command::new("bash").args(["-c", script, BINARY]).arg(&file).output().unwrap();
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success() && out.contains(": fine: 1 route"), "{out}{err}");
+    let mut child = Command::new(BINARY)
+        .args(["check", "/dev/stdin"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    std::io::Write::write_all(&mut child.stdin.take().unwrap(), GOOD.as_bytes()).unwrap();
+    assert!(child.wait_with_output().unwrap().status.success());
+    // A folder is no text.
+    let (code, _, err) = run(&["check", scratch.path().to_str().unwrap()]);
+    assert!(code == Some(2) && err.contains("cannot read the file"), "{err}");
 }
 
 #[test]

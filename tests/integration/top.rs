@@ -421,6 +421,47 @@ fn a_query_that_is_not_understood_is_refused() {
 }
 
 #[test]
+fn the_live_list_scrolls_and_ends_by_a_key() {
+    use std::io::{Read as _, Write as _};
+    let rules: String = (0..40).map(|n| format!("[rules.r{n}]\nkey = \"ip\"\nwindows = [\"9/hour\"]\n")).collect();
+    let process = Process::spawn(
+        &by_user(&format!("{BY_USER}{rules}"), "")
+            .replace("workers = 2\n", "listen = { http = \"127.0.0.1:0\", admin = \"127.0.0.1:0\" }\nworkers = 2\n"),
+    );
+    let terminal = rustix::pty::openpt(rustix::pty::OpenptFlags::RDWR | rustix::pty::OpenptFlags::NOCTTY).unwrap();
+    rustix::pty::grantpt(&terminal).unwrap();
+    rustix::pty::unlockpt(&terminal).unwrap();
+    let size = rustix::termios::Winsize { ws_row: 10, ws_col: 80, ws_xpixel: 0, ws_ypixel: 0 };
+    rustix::termios::tcsetwinsize(&terminal, size).unwrap();
+    let name = rustix::pty::ptsname(&terminal, Vec::new()).unwrap().into_string().unwrap();
+    let side = || std::fs::OpenOptions::new().read(true).write(true).open(&name).unwrap();
+    let settings_before = rustix::termios::tcgetattr(side()).unwrap().local_modes;
+    let keeps_open = side();
+    let mut command = std::process::Command::new(crate::support::process::BINARY);
+    command.args(["top", "--admin", &process.admin.to_string(), "--interval", "100ms"]);
+    let mut child = command.stdin(side()).stdout(side()).stderr(side()).spawn().unwrap();
+    let mut terminal = std::fs::File::from(terminal);
+    let mut shown = String::new();
+    let mut read_until = |terminal: &mut std::fs::File, text: &str| {
+        let mut bytes = [0; 4096];
+        while !shown.contains(text) {
+            let read = terminal.read(&mut bytes).unwrap();
+            shown += &String::from_utf8_lossy(&bytes[..read]);
+        }
+        shown.clear();
+    };
+    read_until(&mut terminal, "arrow keys scroll: lines 1 to 9 of ");
+    terminal.write_all(b"\x1b[B").unwrap();
+    read_until(&mut terminal, "lines 2 to 10 of ");
+    terminal.write_all(b"G").unwrap();
+    read_until(&mut terminal, "rule `r39`");
+    terminal.write_all(b"q").unwrap();
+    read_until(&mut terminal, "\x1b[?1049l");
+    assert!(child.wait().unwrap().success());
+    assert_eq!(rustix::termios::tcgetattr(&keeps_open).unwrap().local_modes, settings_before);
+}
+
+#[test]
 fn the_command_prints_the_lists() {
     let rules = format!("{BY_USER}[rules.idle]\nkey = \"ip\"\nwindows = [\"9/hour\"]\n");
     let process = Process::spawn(
@@ -439,6 +480,12 @@ fn the_command_prints_the_lists() {
     assert_eq!(lines[2], "             3          0     75 %          -  ann");
     assert_eq!(lines[3], "             1          0     25 %          -  bob");
     assert!(lines[5].starts_with("rule `idle`: no request refused since 2"), "{printed}");
+    // The address of the dashboard is copied from a browser.
+    assert_eq!(run(&["top", "--admin", &format!("http://{admin}/"), "--once"]).1, printed);
+    for wrong in ["https://127.0.0.1:9900", "127.0.0.1", "http://127.0.0.1:9900/v1/top", ":9900"] {
+        let (code, _, message) = run(&["top", "--admin", wrong, "--once"]);
+        assert!(code == Some(2) && message.contains("write `HOST:PORT`"), "{wrong}: {message}");
+    }
     // Standard output is no terminal.
     assert_eq!(run(&["top", "--admin", &admin]).1, printed);
     let (_, json, _) = run(&["top", "--admin", &admin, "--by", "admitted", "--rule", "r", "--limit", "1", "--json"]);
