@@ -3,6 +3,7 @@
 //! Every wait has a time limit. Steps that only some connections need are boxed, so that a plain connection uses no
 //! memory for them.
 
+use std::fmt::Display;
 use std::future::poll_fn;
 use std::io;
 use std::net::IpAddr;
@@ -89,7 +90,32 @@ pub fn refuse(stream: TcpStream, peer: IpAddr, listener: &Listener) {
 /// Called before a response is written: a client that has read the response finds the refusal in the metrics.
 fn count_refusal(refusal: ConnectionRefusal, peer: IpAddr, listener: &Listener) {
     tracing::debug!(%peer, reason = ?refusal, "connection refused");
+    let message = match refusal {
+        ConnectionRefusal::ProxyHeader => {
+            "the connection of a peer in `proxy_protocol` does not begin with a PROXY header"
+        }
+        ConnectionRefusal::ProxyHeaderTimeout => {
+            "the PROXY header of a peer in `proxy_protocol` did not arrive in time"
+        }
+        ConnectionRefusal::HandshakeTimeout => "a TLS handshake took longer than `timeouts.tls_handshake`",
+        // The first is logged with its error, the others would be too many.
+        ConnectionRefusal::Handshake
+        | ConnectionRefusal::Cleartext
+        | ConnectionRefusal::MaxConnections
+        | ConnectionRefusal::MaxConnectionsPerClient => "",
+    };
+    if !message.is_empty() {
+        log_failed_setup(message, &"", peer, listener);
+    }
     listener.metrics.refused(refusal);
+}
+
+/// Logs the first of several failures of a kind, with its peer.
+fn log_failed_setup(message: &'static str, error: &dyn Display, peer: IpAddr, listener: &Listener) {
+    let worker = &listener.listener_context.worker;
+    if let Some(suppressed) = worker.log_throttle.allow(message, worker.clock.instant()) {
+        tracing::info!(%peer, suppressed, "{message}{error}");
+    }
 }
 
 /// Sends 503 to a refused connection. A TLS connection is closed without a response: one would need a handshake first.
@@ -196,6 +222,7 @@ async fn handshake(
     }
     TlsAcceptor::from(tls).accept(stream).await.map_err(|error| {
         tracing::debug!(%address, %error, "TLS handshake failed");
+        log_failed_setup("a TLS handshake failed: ", &error, address, listener);
         ConnectionRefusal::Handshake.into()
     })
 }

@@ -295,7 +295,7 @@ fn decide(
             (Admission::default(), Some(pending))
         }
         Evaluation::Decided(decision) => {
-            if record.is_logged() && !(matches!(decision, Decision::Admitted) && context.result.shadowed.is_empty()) {
+            if record.needs_keys(context, &decision) {
                 record.set_keys(rules_index, &attributes);
             }
             worker.metrics.decision_took(worker.clock.instant().duration_since(now.instant));

@@ -1,23 +1,37 @@
-//! Limits warnings about failing requests to one per cause and second, so that a dead upstream does not flood the log.
+//! Logs a cause of failures when it begins, and not again for each request while it lasts, so that a dead upstream or a scanner of
+//! ports does not flood the log.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-const INTERVAL: Duration = Duration::from_secs(1);
+/// A cause that did not occur for so long has ended.
+const END: Duration = Duration::from_secs(60);
+/// A cause that lasts is logged again after this time.
+const REMINDER: Duration = Duration::from_secs(600);
 /// Causes that are tracked; when there are more, all are forgotten.
 const CAUSES_MAX: usize = 256;
 
-/// By cause: when it was last logged, and how often it was suppressed since.
+/// By cause.
 #[derive(Debug, Default)]
-pub struct LogThrottle(RefCell<HashMap<String, (Instant, u64)>>);
+pub struct LogThrottle(RefCell<HashMap<String, Cause>>);
+
+#[derive(Debug)]
+struct Cause {
+    logged_at: Instant,
+    seen_at: Instant,
+    /// How often it occurred since it was logged.
+    suppressed: u64,
+}
 
 impl LogThrottle {
     /// `Some` if the cause may be logged now, with the number of times it was suppressed before.
     pub fn allow(&self, cause: &str, now: Instant) -> Option<u64> {
         let mut causes = self.0.borrow_mut();
-        if let Some((logged_at, suppressed)) = causes.get_mut(cause) {
-            if now.duration_since(*logged_at) < INTERVAL {
+        if let Some(Cause { logged_at, seen_at, suppressed }) = causes.get_mut(cause) {
+            let lasts = now.duration_since(*seen_at) < END;
+            *seen_at = now;
+            if lasts && now.duration_since(*logged_at) < REMINDER {
                 *suppressed += 1;
                 return None;
             }
@@ -27,7 +41,7 @@ impl LogThrottle {
         if causes.len() >= CAUSES_MAX {
             causes.clear();
         }
-        causes.insert(cause.to_owned(), (now, 0));
+        causes.insert(cause.to_owned(), Cause { logged_at: now, seen_at: now, suppressed: 0 });
         Some(0)
     }
 }
@@ -38,15 +52,16 @@ mod tests {
     use crate::clock::Clock;
 
     #[test]
-    fn a_cause_is_logged_once_a_second_with_the_number_suppressed() {
+    fn a_cause_is_logged_when_it_begins_and_seldom_while_it_lasts() {
         let throttle = LogThrottle::default();
         let start = Clock::manual(0).instant();
-        let at = |ms| start + Duration::from_millis(ms);
+        let at = |seconds| start + Duration::from_secs(seconds);
         assert_eq!(throttle.allow("a", at(0)), Some(0));
-        assert_eq!(throttle.allow("a", at(10)), None);
-        assert_eq!(throttle.allow("b", at(10)), Some(0));
-        assert_eq!(throttle.allow("a", at(999)), None);
-        assert_eq!(throttle.allow("a", at(1000)), Some(2));
-        assert_eq!(throttle.allow("a", at(2000)), Some(0));
+        assert_eq!(throttle.allow("b", at(1)), Some(0));
+        let logged: Vec<u64> = (1..=1200).filter(|second| throttle.allow("a", at(*second)).is_some()).collect();
+        assert_eq!(logged, [600, 1200]);
+        assert_eq!(throttle.allow("a", at(1259)), None);
+        assert_eq!(throttle.allow("a", at(1319)), Some(1), "it had ended");
+        assert_eq!(throttle.allow("a", at(1320)), None);
     }
 }

@@ -92,7 +92,7 @@ impl RequestRecord {
         let request_id = RequestId::of(&parts.headers, client.trusted_header.is_some());
         let tracer = config.tracer.as_ref();
         let span = tracer.and_then(|tracer| tracer.begin_span(&parts.headers, client.trusted_header.is_some()));
-        let log = (config.access_log.is_some() || span.is_some()).then(|| {
+        let log = (config.notes_requests || span.is_some()).then(|| {
             let mut entry = LogEntry::new(started.unix_ms, client.address);
             entry.request = Some(logged_request(parts, &request_id, span.as_ref()));
             Box::new(PendingEntry {
@@ -129,6 +129,12 @@ impl RequestRecord {
     /// Sets the request id of a message.
     pub fn identify(&self, headers: &mut HeaderMap) {
         headers.insert(X_REQUEST_ID, self.request_id.to_value());
+    }
+
+    /// Whether the log says the keys of a decided request. That of a mere admission is in messages for debugging only.
+    pub fn needs_keys(&self, context: &DecisionContext, decision: &Decision) -> bool {
+        let is_plain = || matches!(decision, Decision::Admitted) && context.result.shadowed.is_empty();
+        self.is_logged() && (self.config.logs_requests || !is_plain())
     }
 
     /// Whether the request is logged or traced.
@@ -344,7 +350,7 @@ impl RequestRecord {
         self.set_log_error(&error.to_string());
     }
 
-    /// Logs a warning, at most once a second per cause.
+    /// Logs a warning when its cause begins.
     fn warn(&self, message: &str) {
         let route = self.route.map_or("", |route| self.config.compiled.route_name(route));
         if let Some(suppressed) = self.worker.log_throttle.allow(message, self.worker.clock.instant()) {
@@ -418,6 +424,31 @@ impl RequestRecord {
         }
     }
 
+    /// A message about the request, for those who look for the cause of a decision. Texts of clients are escaped.
+    fn log_request(&self, entry: &LogEntry, keys: &[String]) {
+        let rules = self.route.map(|route| {
+            let compiled = &self.config.compiled;
+            let rules = compiled.rules_of(&compiled.routes[route]).charge_plan.rules.iter();
+            rules.map(|rule| compiled.rule_set.rules[*rule].rule.name.as_str()).collect::<Vec<_>>()
+        });
+        let keys: Vec<String> = rules.iter().flatten().zip(keys).map(|(rule, key)| format!("{rule}={key}")).collect();
+        let decisions: Vec<String> =
+            entry.rules.iter().map(|(rule, decision)| format!("{rule}={}", decision.name())).collect();
+        let request = entry.request.as_ref();
+        tracing::debug!(
+            client = %entry.client,
+            method = ?request.map_or("", |request| &request.method),
+            host = ?request.and_then(|request| request.host.as_deref()).unwrap_or_default(),
+            path = ?request.map_or("", |request| &request.path),
+            route = entry.route.as_deref().unwrap_or_default(),
+            status = entry.status,
+            keys = ?keys,
+            rules = ?decisions,
+            error = ?entry.error.as_deref().unwrap_or_default(),
+            "request"
+        );
+    }
+
     fn route_metrics(&self) -> &RouteMetrics {
         route_metrics(&self.config, self.route)
     }
@@ -433,9 +464,13 @@ impl Drop for RequestRecord {
         self.route_metrics().request_ended(self.status, took);
         if let Some(mut log) = self.log.take() {
             let (span, scheme) = (log.span.take(), log.scheme);
+            let keys = std::mem::take(&mut log.keys);
             let (mut entry, attempts) = log.finish(&self.config, self.started.instant, self.worker.end_time());
             entry.route = self.route.map(|route| self.config.compiled.route_name(route).to_owned());
             (entry.status, entry.bytes_sent, entry.duration) = (self.status, self.bytes, took);
+            if self.config.logs_requests {
+                self.log_request(&entry, &keys);
+            }
             write_entry(&self.worker, &self.config, &entry);
             if let (Some(tracer), Some(span)) = (&self.config.tracer, span) {
                 let route = self.route.map(|route| self.config.compiled.config.routes[route].path.text.clone());
@@ -533,6 +568,9 @@ pub fn record_rejected_head(worker: &WorkerState, peer: IpAddr, error: &RequestE
     let config = worker.config();
     let status = responses::error_status(error).as_u16();
     config.unrouted_metrics.request_ended(status, Duration::ZERO);
+    if config.logs_requests {
+        tracing::debug!(client = %peer, status, error = %error, "request without a valid head");
+    }
     if config.access_log.is_some() {
         let mut entry = LogEntry::new(worker.clock.now().unix_ms, peer);
         (entry.status, entry.error) = (status, Some(error.to_string()));

@@ -63,6 +63,10 @@ pub struct WorkerConfig {
     /// By upstream.
     pub targets: Vec<Target>,
     pub access_log: Option<LogSender>,
+    /// Whether messages at the level of debugging are logged: one for each request.
+    pub logs_requests: bool,
+    /// Whether requests are noted for the access log or for messages.
+    pub notes_requests: bool,
     /// With `[tracing]`.
     pub tracer: Option<Tracer>,
     /// Dropped with this view, so that no cached token outlives the keys that verified it.
@@ -187,6 +191,7 @@ impl WorkerConfig {
         let previous_keys = previous.map(|previous| &previous.top_keys);
         let top_keys = TopKeys::new(&compiled.counted_rules(), clock.now().unix_ms, previous_keys);
         let config = &compiled.config;
+        let logs_requests = tracing::enabled!(tracing::Level::DEBUG);
         WorkerConfig {
             route_metrics: compiled.routes.iter().enumerate().map(route_metrics).collect(),
             window_metrics: compiled.route_rules.iter().map(window_metrics).collect(),
@@ -202,6 +207,8 @@ impl WorkerConfig {
             top_keys,
             unrouted_metrics: RouteMetrics::new(registry, worker_id, "", &[]),
             targets: config.upstreams.iter().zip(&compiled.upstream_health).map(&mut target).collect(),
+            logs_requests,
+            notes_requests: logs_requests || outputs.access_log.is_some(),
             access_log: outputs.access_log,
             tracer: Tracer::new(config.tracing.as_ref(), outputs.spans, || DroppedSpans::new(registry, worker_id)),
             token_cache: compiled.token_checker(),
@@ -275,27 +282,28 @@ impl WorkerConfig {
 
     /// The response to a request that the rules refused, with the result in `context`. `text` and `headers` are memory to
     /// reuse.
+    #[allow(clippy::too_many_arguments, reason = "two of them are scratch memory")]
     pub fn refusal(
         &self,
         rules_index: usize,
         context: &DecisionContext,
         now_ms: u64,
         date: HeaderValue,
+        request_id: &RequestId,
         text: &mut Vec<u8>,
-    #[allow(clippy::too_many_arguments, reason = "two of them are scratch memory")]
         headers: HeaderMap,
     ) -> RefusalResponse {
         let CompiledConfig { rule_set, refusal_templates, route_rules, .. } = &*self.compiled;
         let RouteRules { charge_plan, rate_limit_template, .. } = &route_rules[rules_index];
         let fields = rate_limit_template.render(context, self.policy_fields[rules_index].as_ref(), now_ms, text);
         let mut refused = responses::refusal_response(
-        request_id: &RequestId,
             rule_set,
             charge_plan,
             context,
             refusal_templates,
             now_ms,
             fields,
+            Some(request_id),
             text,
             headers,
         );
@@ -303,7 +311,6 @@ impl WorkerConfig {
         refused.response.headers_mut().insert(DATE, date);
         refused
     }
-            Some(request_id),
 
     /// The buffers. The borrow must end before the next await.
     pub fn scratch(&self) -> RefMut<'_, DecisionBuffers> {

@@ -492,6 +492,39 @@ fn messages_for_the_operator_can_be_json() {
     assert_eq!((&message["level"], &message["message"]), (&"INFO".into(), &"draining".into()));
 }
 
+#[test]
+fn a_level_of_debugging_adds_a_message_for_each_request() {
+    let rule = "key = [\"ip\", \"header:x-api-key\"]\non_missing_key = \"skip\"\nwindows = [\"1/366d\"]";
+    for (variables, logs) in [
+        (&[("TRANSOM_LOG", "debug")][..], true),
+        (&[("RUST_LOG", "debug")], true),
+        (&[("RUST_LOG", "debug"), ("TRANSOM_LOG", "info")], false),
+        (&[("RUST_LOG", "transom=debug,hyper=warn")], false),
+    ] {
+        let mut command = Command::new(BINARY);
+        command.env_remove("RUST_LOG").envs(variables.iter().copied()).env("TRANSOM_LOG_FORMAT", "json");
+        let mut process = Process::spawn_command(command, &one_rule(rule), TempDir::new());
+        for status in [200, 429] {
+            process.client().get_with("/a?q=secret", &[("X-Api-Key", "secret-key")]).expect(status);
+        }
+        process.client().get("/b").expect(200);
+        process.signal("TERM");
+        assert!(process.wait().success());
+        let log = process.stderr();
+        assert!(!log.contains("secret"), "{log}");
+        let messages = log.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        let requests: Vec<Value> = messages.filter(|message| message["message"] == "request").collect();
+        assert_eq!(requests.len(), if logs { 3 } else { 0 }, "{variables:?}: {log}");
+        let [admitted, refused, without_key] = requests.as_slice() else { continue };
+        let text = |message: &Value, field: &str| message[field].as_str().unwrap().to_owned();
+        assert!(text(admitted, "keys").starts_with("[\"r=127.0.0.1"), "{admitted}");
+        assert_eq!((text(admitted, "route"), text(admitted, "path")), ("all".to_owned(), "\"/a\"".to_owned()));
+        let rules = [admitted, refused, without_key].map(|message| text(message, "rules"));
+        assert_eq!(rules, ["[\"r=admitted\"]", "[\"r=refused\"]", "[]"]);
+        assert_eq!((&admitted["status"], &refused["status"]), (&json!(200), &json!(429)));
+    }
+}
+
 /// What the gateway answers without an upstream, on its routes and besides them, over every protocol.
 #[test]
 fn responses_without_an_upstream_are_counted_and_logged() {

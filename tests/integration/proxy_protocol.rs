@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use crate::support::client::{Client, request};
 use crate::support::gateway::Gateway;
+use crate::support::process::Process;
 use crate::support::test_ca::TestCa;
 use crate::support::tls::{TlsClient, listen};
 use crate::support::{TempDir, eventually, one_rule, within};
@@ -147,6 +148,35 @@ fn the_header_comes_before_tls() {
     // Cleartext HTTP after the header is refused as such.
     let mut client = Client::connect(gateway.https_addresses()[0]);
     client.send(LINE).get("/a").expect(400);
+}
+
+/// The first of several failures is logged, with its peer.
+#[test]
+fn connections_that_fail_before_a_request_are_logged() {
+    let (scratch, authority) = (TempDir::new(), TestCa::new());
+    let rule = one_rule("key = \"ip\"\nwindows = [\"2/hour\"]");
+    let process =
+        Process::spawn(&format!("workers = 1\n{}{rule}", listen(&scratch, &authority.issue(&["a.test"]), "")));
+    for _ in 0..3 {
+        let mut stream = TcpStream::connect(process.https.unwrap()).unwrap();
+        stream.write_all(b"\x16\x03\x01\0\x05nonsense").unwrap();
+        // The connection is closed after the failure was logged.
+        let _ = std::io::Read::read_to_end(&mut stream, &mut Vec::new());
+    }
+    let process_of_balancer = Process::spawn(&format!("workers = 1\n{}", toml("\"127.0.0.1\"", "")));
+    for _ in 0..3 {
+        let mut stream = TcpStream::connect(process_of_balancer.http).unwrap();
+        stream.write_all(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n").unwrap();
+        let _ = std::io::Read::read_to_end(&mut stream, &mut Vec::new());
+    }
+    for (process, message) in [
+        (&process, "a TLS handshake failed: "),
+        (&process_of_balancer, "the connection of a peer in `proxy_protocol` does not begin with a PROXY header"),
+    ] {
+        let log = process.wait_for_stderr(message);
+        let lines: Vec<&str> = log.lines().filter(|line| line.contains(message)).collect();
+        assert!(lines.len() == 1 && lines[0].contains("INFO") && lines[0].contains("peer=127.0.0.1"), "{log}");
+    }
 }
 
 #[test]
