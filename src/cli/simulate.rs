@@ -74,8 +74,8 @@ pub fn simulate(path: &Path, options: &Options) -> Exit {
         }
     };
     replay.finish();
-    let report =
-        Report::new(options.logs.iter().map(|log| log.display().to_string()).collect(), &files.counts, &replay);
+    let logs = options.logs.iter().map(|log| log.display().to_string()).collect();
+    let report = Report::new(path.display().to_string(), logs, &files.counts, &replay);
     match options.json {
         true => print_out!("{:#}", report.to_json()),
         false => print_out!("{}", report.to_string().trim_end()),

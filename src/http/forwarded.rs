@@ -52,6 +52,11 @@ impl TrustedProxies {
         ClientInfo { address, is_secure, trusted_header: Some(ForwardedField::XForwardedFor) }
     }
 
+    /// The client behind `peer`, by the value of one `X-Forwarded-For`; `None` if the peer is no trusted proxy.
+    pub fn client_in_list(&self, peer: IpAddr, list: &[u8]) -> Option<IpAddr> {
+        self.contains(peer).then(|| self.first_untrusted(peer, addresses_from_the_end(list)))
+    }
+
     /// The client of a request that arrived on a connection from `peer`.
     pub fn client(&self, peer: IpAddr, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
         if !self.contains(peer) {
@@ -104,8 +109,11 @@ impl TrustedProxies {
 
 /// The addresses of all `X-Forwarded-For` lines, from the end; `None` for an element that is no address.
 fn x_forwarded_for_addresses(headers: &HeaderMap) -> impl Iterator<Item = Option<IpAddr>> {
-    let lines = headers.get_all(X_FORWARDED_FOR).iter().rev().map(HeaderValue::as_bytes);
-    let hops = lines.flat_map(|line| line.rsplit(|byte| *byte == b',')).map(<[u8]>::trim_ascii);
+    headers.get_all(X_FORWARDED_FOR).iter().rev().map(HeaderValue::as_bytes).flat_map(addresses_from_the_end)
+}
+
+fn addresses_from_the_end(line: &[u8]) -> impl Iterator<Item = Option<IpAddr>> {
+    let hops = line.rsplit(|byte| *byte == b',').map(<[u8]>::trim_ascii);
     // A recipient ignores empty elements of a list (RFC 9110, section 5.6.1).
     hops.filter(|hop| !hop.is_empty()).map(parse_node)
 }

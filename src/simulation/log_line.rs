@@ -64,6 +64,7 @@ enum Field {
     /// Of this gateway: milliseconds for which rules made the request wait.
     Delay,
     Client,
+    ForwardedFor,
     Method,
     Target,
     Query,
@@ -113,7 +114,7 @@ const NAMES: [(&str, Field); 14] = [
 ];
 
 /// Known keys with their rank; a dot separates levels.
-const KNOWN_KEYS: [(&str, Field, u8); 67] = [
+const KNOWN_KEYS: [(&str, Field, u8); 69] = [
     ("StartUTC", Field::Time, 1),
     ("start_time", Field::EnvoyTime, 1),
     ("ts", Field::EndTime, 2),
@@ -144,6 +145,8 @@ const KNOWN_KEYS: [(&str, Field, u8); 67] = [
     ("clientip", Field::Client, 3),
     ("ip", Field::Client, 3),
     ("downstream_direct_remote_address", Field::Client, 4),
+    ("http_x_forwarded_for", Field::ForwardedFor, 1),
+    ("x_forwarded_for", Field::ForwardedFor, 2),
     ("method", Field::Method, 1),
     ("request_method", Field::Method, 1),
     ("request.method", Field::Method, 1),
@@ -191,6 +194,8 @@ pub struct LogLine {
     /// Until the last byte of the response, without waits for rules.
     pub duration_ms: Option<u32>,
     pub client: IpAddr,
+    /// The value of `X-Forwarded-For`, if the log has it; the client is then the peer that sent it.
+    pub forwarded_for: Span,
     /// As in the clients file; empty if the log does not name the client.
     pub client_name: Span,
     pub method: Span,
@@ -323,7 +328,8 @@ impl LogFormat {
     }
 
     /// `client - user [time] "request" status bytes "referrer" "user agent"`, also with the virtual host in front; anything
-    /// may follow.
+    /// may follow, such as `X-Forwarded-For` in quotes at the end (`main` of nginx). ingress-nginx writes `client - [list] - user`,
+    /// where the list has the client that it found, or `X-Forwarded-For` with its own peer.
     fn parse_combined(&self, line: &[u8], headers: &mut Vec<HeaderSpan>) -> Result<LogLine, NoRequest> {
         let first_end = memchr(b' ', line).ok_or(NoRequest::Bad("it is in no known format"))?;
         let mut host = Span::default();
@@ -337,6 +343,16 @@ impl LogFormat {
                 (client, first_end + 1 + end)
             }
         };
+        let (mut client, mut forwarded_for, mut before_user) = (client, trailing_list(line), client_end);
+        if let Some(list) = line[client_end..].strip_prefix(b" - [")
+            && let Some(length) = memchr(b']', list).filter(|length| is_address_list(&list[..*length]))
+        {
+            before_user = client_end + 4 + length + 1;
+            match memchr(b',', &list[..length]) {
+                Some(_) => forwarded_for = span(client_end + 4, length, false),
+                None => (client, forwarded_for) = (parse_address(&list[..length]).unwrap_or(client), Span::default()),
+            }
+        }
         // The name of the user may contain a bracket, but no quote.
         let starts = memchr_iter(b'[', line).filter_map(|at| {
             let is_time = line.get(at + 27..at + 30) == Some(b"] \"");
@@ -360,14 +376,15 @@ impl LogFormat {
             }
         }
         // This gateway names the client where nginx and Apache name the user.
-        let user = line[client_end..at].strip_prefix(b" - ").and_then(|user| user.strip_suffix(b" "));
+        let user = line[before_user..at].strip_prefix(b" - ").and_then(|user| user.strip_suffix(b" "));
         let client_name = user
             .filter(|user| *user != b"-")
-            .map(|user| span(client_end + 3, user.len(), memchr(b'\\', user).is_some()));
+            .map(|user| span(before_user + 3, user.len(), memchr(b'\\', user).is_some()));
         Ok(LogLine {
             time_ms,
             duration_ms: None,
             client,
+            forwarded_for,
             client_name: client_name.unwrap_or_default(),
             method,
             target,
@@ -479,6 +496,7 @@ struct JsonFields {
     has_decisions: bool,
     client: Option<(u8, IpAddr)>,
     has_client: bool,
+    forwarded_for: Span,
     method: (u8, Span),
     target: (u8, Span),
     query: Span,
@@ -566,6 +584,9 @@ impl JsonFields {
                     self.client = parse_address(bytes).map(|address| (rank, address)).or(self.client);
                 }
             }
+            Field::ForwardedFor => {
+                self.forwarded_for = Some(text).filter(|_| is_address_list(bytes)).unwrap_or_default()
+            }
             Field::Method => replace(&mut self.method),
             Field::Target => replace(&mut self.target),
             Field::Query => self.query = text,
@@ -636,6 +657,7 @@ impl JsonFields {
             duration_ms: duration_ms
                 .map(|ms| u32::try_from(ms.saturating_sub(self.delay_ms.unwrap_or(0))).unwrap_or(u32::MAX)),
             client,
+            forwarded_for: self.forwarded_for,
             client_name: self.client_name,
             method: self.method.1,
             target: self.target.1,
@@ -679,6 +701,21 @@ fn split_request(request: Span, line: &[u8]) -> Option<(Span, Span)> {
     let is_method =
         method_len > 0 && text[..method_len].iter().all(|byte| byte.is_ascii_uppercase() || b"-_".contains(byte));
     (is_method && target_len > 0).then(|| (request.part(0, method_len), request.part(method_len + 1, target_len)))
+}
+
+/// The text in quotes at the end of a line, if it is a list of addresses.
+fn trailing_list(line: &[u8]) -> Span {
+    let start = line.strip_suffix(b"\"").and_then(|rest| memrchr(b'"', rest)).map(|quote| quote + 1);
+    let start = start.filter(|start| is_address_list(&line[*start..line.len() - 1]));
+    start.map_or(Span::default(), |start| span(start, line.len() - 1 - start, false))
+}
+
+/// Whether a text is what `X-Forwarded-For` has: addresses, separated by commas.
+fn is_address_list(text: &[u8]) -> bool {
+    let is_sign = |byte: &u8| byte.is_ascii_hexdigit() || b".:, []".contains(byte);
+    !text.is_empty()
+        && text.iter().all(is_sign)
+        && text.split(|byte| *byte == b',').all(|element| parse_address(element.trim_ascii()).is_some())
 }
 
 /// An address, also with a port, or the first of a list.
@@ -750,6 +787,36 @@ mod tests {
         let fields: Vec<String> =
             headers.iter().map(|(position, value)| format!(" {position}={}", text(*value))).collect();
         Ok(format!("{} {} {method} {target} [{host}] {status}{}", parsed.time_ms, parsed.client, fields.concat()))
+    }
+
+    #[test]
+    fn forwarded_addresses_are_read() {
+        let format = format("auto", &["user-agent"]);
+        let rest = r#"[10/Oct/2000:20:55:36 +0000] "GET / HTTP/1.1" 200 1 "-" "curl/8.5.0""#;
+        for (line, client, list, user) in [
+            (format!(r#"10.0.0.1 - - {rest} "203.0.113.7""#), "10.0.0.1", "203.0.113.7", ""),
+            (format!(r#"10.0.0.1 - ann {rest} "203.0.113.7, 10.0.0.9""#), "10.0.0.1", "203.0.113.7, 10.0.0.9", "ann"),
+            (format!(r#"10.0.0.1 - - {rest} "2001:db8::7,[2001:db8::8]:80""#), "10.0.0.1", "2001:db8::7,[2001:db8::8]:80", ""),
+            (format!(r#"10.0.0.1 - - {rest} "-""#), "10.0.0.1", "", ""),
+            (format!(r#"10.0.0.1 - - {rest} "0.005""#), "10.0.0.1", "", ""),
+            (format!(r#"10.0.0.1 - - {rest} "unknown""#), "10.0.0.1", "", ""),
+            (format!("10.0.0.1 - - {rest}"), "10.0.0.1", "", ""),
+            // ingress-nginx, before 0.22 and up to 0.25.
+            (format!("10.0.0.1 - [203.0.113.7, 10.0.0.1] - - {rest} 85 0.001 [app] 10.1.0.1:80 1 0.001 200"), "10.0.0.1", "203.0.113.7, 10.0.0.1", ""),
+            (format!("10.0.0.1 - [203.0.113.7] - ann {rest} 85 0.001 [app] 10.1.0.1:80 1 0.001 200"), "203.0.113.7", "", "ann"),
+            (format!("203.0.113.7 - [x] - {rest}"), "203.0.113.7", "", "[x] -"),
+            (
+                r#"{"time":"2000-10-10T20:55:36Z","remote_addr":"10.0.0.1","request":"GET / HTTP/1.1","http_x_forwarded_for":"203.0.113.7"}"#.to_owned(),
+                "10.0.0.1",
+                "203.0.113.7",
+                "",
+            ),
+        ] {
+            let parsed = format.parse_line(line.as_bytes(), &mut Vec::new()).unwrap();
+            let text = |span: Span| std::str::from_utf8(span.of(line.as_bytes())).unwrap();
+            let found = (parsed.client.to_string(), text(parsed.forwarded_for), text(parsed.client_name));
+            assert_eq!((found.0.as_str(), found.1, found.2), (client, list, user), "{line}");
+        }
     }
 
     #[test]
@@ -924,10 +991,10 @@ mod tests {
             (r#""time":"1970-01-01T00:01:00.5Z","duration_ms":2500.75"#, (60_500, Some(2500))),
             (r#""time":"1970-01-01T00:01:00.5Z","duration_ms":2500,"delay_ms":2000.0"#, (60_500, Some(500))),
             // Caddy, Envoy, Traefik, nginx.
-            (r#""ts":60.5,"duration":0.25"#, (60_250, Some(250))),
+            (r#""ts":971211396.5,"duration":0.25"#, (971_211_396_250, Some(250))),
             (r#""duration":250,"start_time":"1970-01-01T00:01:00.5Z""#, (60_500, Some(250))),
             (r#""StartUTC":"1970-01-01T00:01:00.5Z","Duration":250000000"#, (60_500, Some(250))),
-            (r#""msec":"60.500","request_time":"0.250""#, (60_250, Some(250))),
+            (r#""msec":"971211396.500","request_time":"0.250""#, (971_211_396_250, Some(250))),
             (r#""time":"1970-01-01T00:01:00Z""#, (60_000, None)),
         ] {
             assert_eq!(read(fields), expected, "{fields}");

@@ -59,6 +59,8 @@ pub struct PlayCounts {
     pub late: u64,
     /// Requests without a host.
     pub without_host: u64,
+    /// Requests with an `X-Forwarded-For` of a peer that is no trusted proxy.
+    pub ignored_forwarded: u64,
     /// Unix milliseconds.
     pub first_ms: u64,
     pub last_ms: u64,
@@ -250,6 +252,7 @@ impl Replay {
             }
         };
         counts.without_host += u64::from(found.host.is_empty());
+        counts.ignored_forwarded += u64::from(found.ignores_forwarded);
         let rules = reader.compiled.rules_of(&reader.compiled.routes[found.route]);
         let attributes = found.attributes(reader, *now_ms);
         let keyed_requests = &mut request.keyed_requests;

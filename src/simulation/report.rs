@@ -21,8 +21,11 @@ const CURVE_SHARES: [f64; 8] = [0.5, 0.75, 0.9, 0.95, 0.99, 0.995, 0.999, 1.0];
 
 /// The result of a simulation.
 pub struct Report {
+    /// The configuration file, and the version of this program.
+    pub config: String,
+    pub version: &'static str,
     pub logs: Vec<String>,
-    /// Unix milliseconds.
+    /// Unix milliseconds; 0 if no line could be read.
     pub first_ms: u64,
     pub last_ms: u64,
     pub lines: Lines,
@@ -118,10 +121,12 @@ pub struct TimelineReport {
 }
 
 impl Report {
-    pub fn new(logs: Vec<String>, read: &ReadCounts, replay: &Replay) -> Report {
+    pub fn new(config: String, logs: Vec<String>, read: &ReadCounts, replay: &Replay) -> Report {
         let counts = &replay.counts;
         let bad_line = |line: &BadLine| format!("{}:{}: {}: {}", line.file, line.number, line.reason, line.excerpt);
         Report {
+            config,
+            version: env!("CARGO_PKG_VERSION"),
             logs,
             first_ms: counts.first_ms,
             last_ms: counts.last_ms,
@@ -143,13 +148,18 @@ impl Report {
         }
     }
 
+    /// `None` if no line could be read.
+    fn time_text(&self, unix_ms: u64) -> Option<String> {
+        (self.first_ms > 0).then(|| rfc3339(unix_ms))
+    }
+
     pub fn to_json(&self) -> Value {
         let Lines { total, decided, unrouted, rejected, without_key, bad, out_of_order, late, same, different } =
             self.lines;
         json!({
             "logs": self.logs,
-            "first": rfc3339(self.first_ms),
-            "last": rfc3339(self.last_ms),
+            "first": self.time_text(self.first_ms),
+            "last": self.time_text(self.last_ms),
             "lines": {
                 "total": total, "decided": decided, "unrouted": unrouted, "rejected": rejected,
                 "without_key": without_key, "bad": bad, "out_of_order": out_of_order, "late": late,
@@ -394,6 +404,12 @@ fn notes(read: &ReadCounts, replay: &Replay) -> Vec<String> {
     }
     if config.routes.iter().any(|route| !route.headers.is_empty()) {
         notes.push("routes with `headers` match only lines that have these request fields".to_owned());
+    }
+    if counts.ignored_forwarded > 0 {
+        notes.push(format!(
+            "{} lines have an `X-Forwarded-For` of a peer that is not in `listen.trusted_proxies`: the peer counts as the client",
+            counts.ignored_forwarded
+        ));
     }
     if read.without_zone > 0 {
         notes.push(format!("{} times have no time zone: they were taken for UTC", read.without_zone));

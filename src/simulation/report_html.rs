@@ -28,12 +28,15 @@ th{color:var(--dim);font-weight:600}thead th{font-size:.85rem}td small{color:var
 svg{display:block;width:100%;height:9rem;border-bottom:1px solid var(--line)}.ok{fill:var(--ok)}.bad{fill:var(--bad)}\
 .ends{display:flex;justify-content:space-between;gap:1rem;color:var(--dim);font-size:.85rem}\
 .key::before{content:'';display:inline-block;width:.7rem;height:.7rem;border-radius:2px;margin:0 .4rem 0 .8rem;background:var(--ok)}.key.bad::before{background:var(--bad)}\
-.chart{table-layout:fixed}.chart th{width:5.5rem;font-weight:400;white-space:nowrap}.chart thead th{width:auto}.chart thead th:first-child{width:5.5rem}.chart th,.chart td{border:0;padding:.1rem .6rem .1rem 0}\
+.chart{table-layout:fixed}.chart th{width:5.5rem;font-weight:400;white-space:nowrap}.chart thead th{width:auto;white-space:normal}.chart thead th:first-child{width:5.5rem}.chart th,.chart td{border:0;padding:.1rem .6rem .1rem 0}\
 .plot{position:relative;margin-right:4.5rem;height:1.5rem}\
 .plot b{position:absolute;left:0;top:.2rem;height:1.1rem;min-width:2px;width:var(--w);background:var(--ok);border-radius:0 3px 3px 0}.over b{background:var(--bad)}\
 .plot span{position:absolute;left:calc(var(--w) + .4rem)}\
 .plot i{position:absolute;left:var(--l);top:-.1rem;bottom:-.1rem;border-left:2px dashed var(--bad)}\
 .plot em{position:absolute;left:var(--l);transform:translateX(-50%);font-style:normal;font-weight:600;white-space:nowrap;color:var(--bad)}\
+.plot.ticks{border-top:1px solid var(--line)}.ticks em{color:var(--dim);font-weight:400;font-size:.85rem}\
+.time{display:grid;grid-template-columns:auto 1fr;gap:0 .5rem}.time svg{border-top:1px solid var(--line)}\
+.y{display:flex;flex-direction:column;justify-content:space-between;text-align:right;height:9rem;line-height:1;color:var(--dim);font-size:.85rem}\
 .hint{border-left:3px solid var(--ok);padding-left:.7rem}";
 /// Height of the chart of requests over time.
 const HEIGHT: f64 = 100.0;
@@ -57,6 +60,22 @@ impl Display for Escaped<'_> {
     }
 }
 
+/// A text of this program, in which backticks enclose names.
+struct Marked<'a>(&'a str);
+
+impl Display for Marked<'_> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let parts: Vec<&str> = self.0.split('`').collect();
+        if parts.len().is_multiple_of(2) {
+            return Escaped(self.0).fmt(f);
+        }
+        parts.iter().enumerate().try_for_each(|(number, part)| match number % 2 {
+            0 => Escaped(part).fmt(f),
+            _ => write!(f, "<code>{}</code>", Escaped(part)),
+        })
+    }
+}
+
 impl Display for HtmlReport<'_> {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let report = self.0;
@@ -67,11 +86,15 @@ impl Display for HtmlReport<'_> {
              <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\
              <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\
              <title>Simulated limits</title><style>{STYLE}</style></head>\n<body><main><h1>Simulated limits</h1>\n\
-             <p>{}, {} to {}</p>\n",
+             <p>Configuration <code>{}</code>, played by transom {}</p>\n<p>{}",
+            Escaped(&report.config),
+            report.version,
             Escaped(&report.logs.join(", ")),
-            minute_text(report.first_ms),
-            minute_text(report.last_ms),
         )?;
+        if report.first_ms > 0 {
+            write!(f, ", {} to {}", minute_text(report.first_ms), minute_text(report.last_ms))?;
+        }
+        f.write_str("</p>\n")?;
         let lines = &report.lines;
         let mut tiles = vec![
             ("lines", grouped(lines.total), String::new()),
@@ -89,7 +112,7 @@ impl Display for HtmlReport<'_> {
             }
         }
         write_tiles(f, &tiles)?;
-        write_list(f, "Notes", &report.notes)?;
+        write_list(f, "Notes", report.notes.iter().map(|note| Marked(note)))?;
         write_comparisons(f, report)?;
         if configured.rules.len() > 1 {
             write_overview(f, &configured.rules)?;
@@ -97,7 +120,8 @@ impl Display for HtmlReport<'_> {
         for (number, rule) in configured.rules.iter().enumerate() {
             write_rule(f, number, rule)?;
         }
-        write_list(f, &format!("Bad lines ({})", grouped(lines.bad)), &report.bad_lines)?;
+        let bad_lines = report.bad_lines.iter().map(|line| Escaped(line));
+        write_list(f, &format!("Bad lines ({})", grouped(lines.bad)), bad_lines)?;
         f.write_str("</main></body></html>\n")
     }
 }
@@ -117,12 +141,14 @@ fn write_tiles(f: &mut Formatter<'_>, tiles: &[Tile]) -> fmt::Result {
     f.write_str("</dl>\n")
 }
 
-fn write_list(f: &mut Formatter<'_>, title: &str, items: &[String]) -> fmt::Result {
-    if items.is_empty() {
+fn write_list<I: Display>(f: &mut Formatter<'_>, title: &str, items: impl ExactSizeIterator<Item = I>) -> fmt::Result {
+    if items.len() == 0 {
         return Ok(());
     }
     write!(f, "<section><h2>{}</h2>\n<ul>", Escaped(title))?;
-    items.iter().try_for_each(|item| write!(f, "<li>{}</li>", Escaped(item)))?;
+    for item in items {
+        write!(f, "<li>{item}</li>")?;
+    }
     f.write_str("</ul></section>\n")
 }
 
@@ -259,11 +285,13 @@ fn write_timeline(f: &mut Formatter<'_>, timeline: &TimelineReport) -> fmt::Resu
     let seconds = timeline.bucket_ms / 1000;
     write!(
         f,
-        "<h3>Requests over time</h3>\n<p class=\"ends\"><span>at most {} in {seconds} s</span>\
+        "<h3>Requests over time</h3>\n<p class=\"ends\"><span>requests in {seconds} s</span>\
          <span><span class=\"key\">all</span><span class=\"key bad\">refused</span></span></p>\
+         <div class=\"time\"><div class=\"y\"><span>{}</span><span>{}</span><span>0</span></div>\
          <svg viewBox=\"0 0 {} {HEIGHT}\" preserveAspectRatio=\"none\" role=\"img\" \
          aria-label=\"requests over time, at most {most} in {seconds} s, {refused} refused\">",
         grouped(most),
+        half_of(most),
         timeline.buckets.len().max(1)
     )?;
     for (position, (requests, refused)) in timeline.buckets.iter().enumerate() {
@@ -281,10 +309,15 @@ fn write_timeline(f: &mut Formatter<'_>, timeline: &TimelineReport) -> fmt::Resu
     let end_ms = timeline.start_ms + timeline.bucket_ms * timeline.buckets.len() as u64;
     writeln!(
         f,
-        "</svg><p class=\"ends\"><span>{}</span><span>{}</span></p>",
+        "</svg></div><p class=\"ends\"><span>{}</span><span>{}</span></p>",
         minute_text(timeline.start_ms),
         minute_text(end_ms)
     )
+}
+
+/// The label in the middle of an axis; an odd number has none.
+fn half_of(most: u64) -> String {
+    if most.is_multiple_of(2) { grouped(most / 2) } else { String::new() }
 }
 
 /// What keys ask for, as bars of logarithmic length, with the limit as a line.
@@ -304,8 +337,8 @@ fn write_window(f: &mut Formatter<'_>, window: &WindowReport) -> fmt::Result {
     let place = |value: u64| (value as f64 + 1.0).ln() / end * 100.0;
     write!(
         f,
-        "<table class=\"chart\"><thead><tr><th scope=\"col\">{unit}</th><th scope=\"col\">a key asks for at most\
-         <div class=\"plot\" style=\"--l:{:.1}%\"><em>limit {}</em></div></th></tr></thead><tbody>",
+        "<table class=\"chart\"><thead><tr><th scope=\"col\">{unit}</th><th scope=\"col\">a key asks for at most \
+         (logarithmic scale)<div class=\"plot\" style=\"--l:{:.1}%\"><em>limit {}</em></div></th></tr></thead><tbody>",
         place(limit),
         grouped(limit)
     )?;
@@ -320,7 +353,14 @@ fn write_window(f: &mut Formatter<'_>, window: &WindowReport) -> fmt::Result {
             grouped(*value)
         )?;
     }
-    f.write_str("</tbody></table>\n<p class=\"hint\">")?;
+    f.write_str("</tbody><tfoot><tr><th></th><td><div class=\"plot ticks\">")?;
+    // 0, and the powers of ten.
+    let most = window.max.max(limit);
+    let powers = std::iter::successors(Some(1_u64), |power| power.checked_mul(10)).take_while(|power| *power <= most);
+    for tick in std::iter::once(0).chain(powers) {
+        write!(f, "<em style=\"--l:{:.1}%\">{}</em>", place(tick), grouped(tick))?;
+    }
+    f.write_str("</div></td></tr></tfoot></table>\n<p class=\"hint\">")?;
     for (share, limit) in &window.suggested {
         write!(
             f,

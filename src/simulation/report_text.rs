@@ -7,20 +7,22 @@ use super::statistics::TopKey;
 
 /// Columns of the bar that shows a limit among what keys ask for.
 const BAR_COLUMNS: usize = 50;
+/// Columns of a comparison, which a terminal shows without breaking lines.
+const COMPARISON_COLUMNS: usize = 100;
+/// The end of the name of a row with limits.
+const LIMITS: &str = ": limits";
 /// Busy keys that are shown.
 const SHOWN_KEYS: usize = 5;
 
 impl Display for Report {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let lines = &self.lines;
-        writeln!(
-            f,
-            "{}: {} lines, {} to {}",
-            self.logs.join(", "),
-            grouped(lines.total),
-            rfc3339(self.first_ms),
-            rfc3339(self.last_ms)
-        )?;
+        write!(f, "{}: {} lines", self.logs.join(", "), grouped(lines.total))?;
+        // Without a line that can be read, there is no time.
+        if self.first_ms > 0 {
+            write!(f, ", {} to {}", rfc3339(self.first_ms), rfc3339(self.last_ms))?;
+        }
+        writeln!(f)?;
         write!(f, "  decided {}", grouped(lines.decided))?;
         for (count, what) in [
             (lines.unrouted, "without a route"),
@@ -169,7 +171,7 @@ fn write_comparison(f: &mut Formatter<'_>, scenarios: &[ScenarioReport]) -> fmt:
             scenario.rules.get(position).map(cell).unwrap_or_default()
         };
         let name = scenarios[0].rules[position].name.clone();
-        row(format!("{name}: limits"), &|scenario| rule(scenario, &RuleReport::limits_text));
+        row(format!("{name}{LIMITS}"), &|scenario| rule(scenario, &RuleReport::limits_text));
         row(format!("{name}: refused"), &|scenario| {
             rule(scenario, &|rule| with_share(rule.refused_or_shadowed(), rule.requests))
         });
@@ -182,15 +184,49 @@ fn write_comparison(f: &mut Formatter<'_>, scenarios: &[ScenarioReport]) -> fmt:
     }
     let width = |cells: &mut dyn Iterator<Item = &String>| cells.map(|cell| cell.chars().count()).max().unwrap_or(0);
     let name_width = width(&mut names.iter());
-    let widths: Vec<usize> =
-        (0..scenarios.len()).map(|column| width(&mut rows.iter().map(|row| &row[column]))).collect();
+    let widths_of = |rows: &[Vec<String>]| -> Vec<usize> {
+        (0..scenarios.len()).map(|column| width(&mut rows.iter().map(|row| &row[column]))).collect()
+    };
+    let is_wide = |rows: &[Vec<String>]| {
+        name_width + widths_of(rows).iter().map(|width| width + 2).sum::<usize>() > COMPARISON_COLUMNS
+    };
     writeln!(f)?;
-    for (name, cells) in names.iter().zip(&rows) {
-        let mut line = format!("{name:<name_width$}");
-        for (cell, width) in cells.iter().zip(&widths) {
-            write!(line, "  {cell:<width$}")?;
+    if is_wide(&rows) {
+        // Limits are the widest cells. Those of a candidate are its name.
+        let is_limits = |name: &str| name.ends_with(LIMITS);
+        for (name, cells) in names.iter().zip(&rows).filter(|(name, _)| is_limits(name)) {
+            writeln!(f, "{}, {name} {}", scenarios[0].name, cells[0])?;
         }
-        writeln!(f, "{}", line.trim_end())?;
+        for (number, scenario) in scenarios.iter().enumerate().skip(1) {
+            rows[0][number] = format!("try {number}");
+            writeln!(f, "try {number}: {}", scenario.name)?;
+        }
+        writeln!(f)?;
+        (names, rows) = names.into_iter().zip(rows).filter(|(name, _)| !is_limits(name)).unzip();
+    }
+    let name_width = width(&mut names.iter());
+    let widths = widths_of(&rows);
+    let mut columns = 0..0;
+    while columns.end < scenarios.len() {
+        columns = columns.end..columns.end + 1;
+        let fits = |end: usize| {
+            let cells: usize = widths[columns.start..end].iter().map(|width| width + 2).sum();
+            name_width + cells <= COMPARISON_COLUMNS
+        };
+        while columns.end < scenarios.len() && fits(columns.end + 1) {
+            columns.end += 1;
+        }
+        if columns.start > 0 {
+            writeln!(f)?;
+        }
+        for (name, cells) in names.iter().zip(&rows) {
+            let mut line = format!("{name:<name_width$}");
+            for column in columns.clone() {
+                let (cell, width) = (&cells[column], widths[column]);
+                write!(line, "  {cell:<width$}")?;
+            }
+            writeln!(f, "{}", line.trim_end())?;
+        }
     }
     Ok(())
 }

@@ -59,6 +59,8 @@ pub struct RoutedRequest<'a> {
     pub clients: ClientLookup<'a>,
     /// The client, if the log names it instead of its API key.
     client_name: Option<&'a str>,
+    /// Whether the log has an `X-Forwarded-For` of a peer that is no trusted proxy.
+    pub ignores_forwarded: bool,
     address: IpAddr,
     method: Method,
     path: Cow<'a, str>,
@@ -155,12 +157,15 @@ impl RequestReader {
             RequestError::NoRoute => Unplayed::Unrouted { has_host: !host.is_empty() },
             _ => Unplayed::Rejected,
         })?;
+        let proxies = self.compiled.trusted_proxies.as_ref().filter(|_| line.forwarded_for.len > 0);
+        let forwarded = proxies.and_then(|proxies| proxies.client_in_list(line.client, line.forwarded_for.of(text)));
         Ok(RoutedRequest {
             host,
             route,
             clients: client.map_or_else(|| ClientLookup::new(plans), |(_, id)| ClientLookup::known(plans, id)),
             client_name: client.map(|(name, _)| name),
-            address: line.client,
+            ignores_forwarded: line.forwarded_for.len > 0 && forwarded.is_none(),
+            address: forwarded.unwrap_or(line.client),
             method,
             path,
             uri,

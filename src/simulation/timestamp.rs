@@ -1,5 +1,9 @@
 //! Reads the times of access logs as Unix milliseconds: RFC 3339, the common log format, and numbers.
 
+use std::ops::Range;
+
+/// From 1973 to 2286: seconds of nine or ten digits.
+const PLAUSIBLE_MS: Range<u64> = 100_000_000_000..10_000_000_000_000;
 const DAY_MS: i64 = 86_400_000;
 const MONTHS: &[u8] = b"JanFebMarAprMayJunJulAugSepOctNovDec";
 
@@ -48,18 +52,20 @@ fn rfc3339(text: &[u8]) -> Option<Time> {
     Some(Time { unix_ms: u64::try_from(local_ms - zone_ms).ok()?, has_zone: !rest.is_empty() })
 }
 
-/// Seconds, milliseconds, microseconds or nanoseconds since 1970, by their size.
+/// Seconds, milliseconds, microseconds or nanoseconds since 1970, by their size. Another number, such as a year or
+/// `20240101120000`, is no time.
 pub fn number(text: &[u8]) -> Option<u64> {
     let length = text.iter().take_while(|byte| byte.is_ascii_digit()).count();
     let is_whole = matches!(text.get(length), None | Some(b'.'));
-    match length {
+    let unix_ms = match length {
         0 => None,
         1..12 => in_thousandths(text),
         12..15 if is_whole => whole_number(&text[..length]),
         15..18 if is_whole => whole_number(&text[..length]).map(|value| value / 1000),
         18..20 if is_whole => whole_number(&text[..length]).map(|value| value / 1_000_000),
         _ => None,
-    }
+    };
+    unix_ms.filter(|unix_ms| PLAUSIBLE_MS.contains(unix_ms))
 }
 
 /// A decimal number in thousandths, such as seconds as milliseconds.
@@ -159,6 +165,10 @@ mod tests {
             ("2000-13-10T20:55:36Z", None),
             ("2000-10-10T25:55:36Z", None),
             ("2000-10-10", None),
+            ("2000", None),
+            ("20001010", None),
+            ("20001010205536", None),
+            ("0", None),
             ("-", None),
             ("", None),
         ] {

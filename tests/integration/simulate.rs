@@ -881,7 +881,8 @@ fn memory_is_bounded_for_any_number_of_keys() {
 fn the_html_report_is_one_page_and_escapes_what_clients_send() {
     let directory = Directory::new(&one_rule("key = \"query:q\"\non_missing_key = \"skip\"\nwindows = [\"2/minute\"]"));
     let request = "GET /?q=%3Cscript%3Ealert(1)%3C%2Fscript%3E";
-    let log: String = (0..50).map(|second| combined("203.0.113.1", second, request)).collect();
+    let mut log: String = (0..50).map(|second| combined("203.0.113.1", second, request)).collect();
+    log += &combined("203.0.113.1", 50, "GET /");
     directory.write("access.log", format!("<b>bad</b>\n{log}"));
     let (code, _, err) = directory.run(&["--html", "report.html", "--try", "r=5/minute", "access.log"]);
     assert_eq!((code, err.as_str()), (0, ""));
@@ -895,6 +896,11 @@ fn the_html_report_is_one_page_and_escapes_what_clients_send() {
         "45 <small>90 %",
         "&lt;script&gt;",
         "&lt;b&gt;bad",
+        "Configuration <code>gateway.toml</code>, played by transom ",
+        "logarithmic scale",
+        "<em style=\"--l:0.0%\">0</em>",
+        "<span>1</span><span></span><span>0</span>",
+        "<li>rule <code>",
     ] {
         assert!(page.contains(part), "{part}: {page}");
     }
@@ -903,6 +909,70 @@ fn the_html_report_is_one_page_and_escapes_what_clients_send() {
     }
     let (code, _, err) = directory.run(&["--html", "missing/report.html", "access.log"]);
     assert!(code == 1 && err.contains("cannot write `missing/report.html`"), "{code} {err}");
+}
+
+#[test]
+fn a_comparison_fits_a_terminal() {
+    let directory = Directory::new(&one_rule(TWO_A_MINUTE));
+    let log: String = (0..50).map(|second| combined("203.0.113.1", second, "GET /a")).collect();
+    directory.write("access.log", log);
+    let candidates: Vec<String> =
+        (3..12).map(|limit| format!("r={limit}/minute,{limit}00/hour,{limit}000/day")).collect();
+    let tries: Vec<&str> = candidates.iter().flat_map(|text| ["--try", text.as_str()]).collect();
+    for number in [2, 4, tries.len()] {
+        let (code, out, err) = directory.run(&[&tries[..number], &["access.log"]].concat());
+        assert_eq!((code, err.as_str()), (0, ""));
+        let (_, comparison) = out.split_once("\n\n").unwrap().1.split_once("\n\n").unwrap();
+        assert!(comparison.lines().all(|line| line.chars().count() <= 100), "{comparison}");
+        let refused: Vec<&str> = comparison.lines().filter(|line| line.starts_with("r: refused ")).collect();
+        let cells: usize = refused.iter().map(|line| line.matches('%').count()).sum();
+        assert_eq!(cells, 1 + number / 2, "{comparison}");
+        let tried = candidates[..number / 2].iter().all(|candidate| comparison.contains(candidate.as_str()));
+        assert!(tried, "{comparison}");
+    }
+}
+
+/// nginx's format `main` ends with `X-Forwarded-For`, and ingress-nginx has it in brackets.
+#[test]
+fn forwarded_addresses_of_trusted_proxies_are_the_clients() {
+    let with_proxies = |proxies: &str| {
+        let listen = format!("listen = {{ http = \"127.0.0.1:0\", trusted_proxies = {proxies} }}\n");
+        Directory::new(&format!("{listen}{}", one_rule(TWO_A_MINUTE)))
+    };
+    let line = |second: u64| combined("10.0.0.1", second, "GET /a").trim_end().to_owned();
+    let main = (0..4).map(|n| format!("{} \"198.51.100.9, 203.0.113.{n}\"\n", line(n))).collect::<String>();
+    let ingress =
+        main.replace("10.0.0.1 - -", "10.0.0.1 - [198.51.100.9, 203.0.113.1, 10.0.0.1] - -").replace("203.0.113.0", "");
+    for (log, keys) in [(&main, 4), (&ingress, 1)] {
+        let directory = with_proxies("\"10.0.0.0/8\"");
+        directory.write("access.log", log);
+        let result = directory.json(&["access.log"]);
+        assert_eq!(result["scenarios"][0]["rules"][0]["keys"]["total"], keys, "{result}");
+        assert_eq!(result["notes"], serde_json::json!([]));
+        let directory = with_proxies("\"192.0.2.1\"");
+        directory.write("access.log", log);
+        let result = directory.json(&["access.log"]);
+        assert_eq!(result["scenarios"][0]["rules"][0]["keys"]["total"], 1);
+        let note = "4 lines have an `X-Forwarded-For` of a peer that is not in `listen.trusted_proxies`: the peer counts as the client";
+        assert_eq!(result["notes"], serde_json::json!([note]));
+    }
+}
+
+#[test]
+fn a_log_whose_times_cannot_be_read_has_no_time() {
+    let directory = Directory::new(&one_rule(TWO_A_MINUTE));
+    directory.write(
+        "access.log",
+        "{\"time\":\"20240101120000\",\"client\":\"::1\",\"method\":\"GET\",\"path\":\"/\"}\n".repeat(3),
+    );
+    let (code, out, err) = directory.run(&["--html", "report.html", "access.log"]);
+    assert_eq!((code, err.as_str()), (1, "transom: no line of the logs was decided by a rule\n"));
+    assert!(out.starts_with("access.log: 3 lines\n") && out.contains("it has no time"), "{out}");
+    let page = fs::read_to_string(directory.0.path().join("report.html")).unwrap();
+    assert!(!out.contains("1970") && !page.contains("1970"), "{out}{page}");
+    let (_, json, _) = directory.run(&["--json", "access.log"]);
+    let result: Value = serde_json::from_str(&json).unwrap();
+    assert_eq!((&result["first"], &result["last"]), (&Value::Null, &Value::Null));
 }
 
 #[test]
