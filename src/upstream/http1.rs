@@ -66,8 +66,11 @@ enum SendState {
     /// All of it is in `outgoing`.
     Flush,
     Sent,
-    /// The server takes no more of it.
+    /// The server takes no more of it: it has closed the connection. The end of the stream was received before.
     Refused,
+    /// The connection has failed. The failed write has consumed the error of the socket, so the next read returns the end of the
+    /// stream even if the server has not closed the connection.
+    Failed,
 }
 
 /// Why an exchange failed.
@@ -240,7 +243,7 @@ impl Http1Connection {
             self.idle_since = None;
             let capacity = Http1Stream::capacity_for(self.body.expected_bytes());
             match ready!(self.stream.poll_receive(capacity, cx)) {
-                Ok(0) if self.body == BodyDecoder::UntilClose => {
+                Ok(0) if self.body == BodyDecoder::UntilClose && self.send_state != SendState::Failed => {
                     self.body = BodyDecoder::Ended;
                     return Poll::Ready(Ok(None));
                 }
@@ -270,8 +273,12 @@ impl Http1Connection {
                     drop(self.request.take_if(|request| !matches!(request.body(), RequestBody::Upgrade)));
                 }
                 Poll::Ready(Ok(())) => {}
-                // The response may have been sent before; its end, or that of the connection, follows.
-                Poll::Ready(Err(_)) => self.send_state = SendState::Refused,
+                // The response may have been sent before; its end, or that of the connection, follows. The kernel reports EPIPE
+                // if the end of the stream has arrived before the reset, and ECONNRESET otherwise.
+                Poll::Ready(Err(error)) if error.kind() == io::ErrorKind::BrokenPipe => {
+                    self.send_state = SendState::Refused;
+                }
+                Poll::Ready(Err(_)) => self.send_state = SendState::Failed,
             }
         }
         Ok(())

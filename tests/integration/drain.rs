@@ -111,6 +111,25 @@ fn a_drain_aborts_requests_after_its_deadline() {
     assert!(process.stderr().contains("aborted"), "{}", process.stderr());
 }
 
+/// The end of the connection would end the body.
+#[test]
+fn a_response_that_the_drain_aborts_resets_the_connection_of_an_http_1_0_client() {
+    let upstream = Upstream::with_script(|connection| {
+        if connection.read_request().is_some() {
+            connection.send("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n");
+            connection.wait_for_close();
+        }
+    });
+    let mut process = Process::spawn(&format!("{}[timeouts]\ndrain = \"100ms\"\n", forward_all(&upstream)));
+    let mut client = process.client();
+    client.send("GET /a HTTP/1.0\r\nHost: a\r\n\r\n");
+    assert_eq!(client.read_head().unwrap().status, 200);
+    process.signal("TERM");
+    assert_eq!(within(Duration::from_millis(100), || process.wait()).code(), Some(0));
+    let error = std::io::Read::read_to_end(&mut client.stream, &mut Vec::new()).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+}
+
 #[test]
 fn an_unfinished_head_does_not_delay_the_exit() {
     let (upstream, _seen, _go) = held_upstream();

@@ -1,15 +1,21 @@
 //! Message framing: where messages begin and end, on both sides of the gateway.
 
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener};
 use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
-use crate::support::client::{HOST, request};
+use socket2::{Domain, Socket, Type};
+
+use crate::support::client::{Client, HOST, request};
 use crate::support::gateway::Gateway;
-use crate::support::http2_client::{self, RawHttp2};
+use crate::support::http2_client::{
+    self, ACK, DATA, END_HEADERS, HEADERS, NO_ERROR, RST_STREAM, RawHttp2, SETTINGS, frame, request_block,
+};
 use crate::support::http2_upstream::{Http2Upstream, Options};
 use crate::support::upstream::{Upstream, reply};
-use crate::support::{forward_all, one_rule};
+use crate::support::{eventually, forward_all, forward_to, one_rule};
 
 #[test]
 fn connections_are_kept_alive_on_both_sides() {
@@ -410,6 +416,88 @@ fn a_truncated_response_resets_the_connection_of_an_http_1_0_client() {
     let mut client = gateway.client();
     client.send(format!("GET /a HTTP/1.0\r\nHost: {HOST}\r\n\r\n"));
     let error = std::io::Read::read_to_end(&mut client.stream, &mut Vec::new()).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+}
+
+/// An upstream responds without a length, and then resets the connection while the upload runs. The failed write of the gateway
+/// consumes the error of the socket, so the response seems to end.
+#[test]
+fn a_response_that_is_reset_during_the_upload_is_not_complete() {
+    for version in ["1.0", "1.1", "2"] {
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+        // So small that the gateway soon waits until it can write more.
+        socket.set_recv_buffer_size(4096).unwrap();
+        socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
+        socket.listen(1).unwrap();
+        let listener = TcpListener::from(socket);
+        let gateway = Gateway::start(&forward_to(&[listener.local_addr().unwrap()], ""));
+        let (reset, may_reset) = mpsc::channel::<()>();
+        let upstream = thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            assert!(stream.read(&mut [0; 100]).unwrap() > 0);
+            stream.write_all(b"HTTP/1.1 200 OK\r\n\r\npart").unwrap();
+            may_reset.recv().unwrap();
+            // Unread bytes of the upload turn the close into a reset.
+        });
+        let upload = vec![b'x'; 16 * 1024];
+        if version == "2" {
+            let mut raw = RawHttp2::connect(gateway.http);
+            raw.read_until(SETTINGS);
+            raw.send(frame(SETTINGS, ACK, 0, b"")).send(frame(HEADERS, END_HEADERS, 1, &request_block("POST", "/a")));
+            (0..16).for_each(|_| drop(raw.send(frame(DATA, 0, 1, &upload))));
+            assert_eq!(raw.read_until(DATA).payload, b"part");
+            reset.send(()).unwrap();
+            let end =
+                std::iter::from_fn(|| raw.next_frame()).find(|frame| frame.kind == RST_STREAM || frame.kind == DATA);
+            assert!(end.is_some_and(|frame| frame.kind == RST_STREAM && frame.code() != NO_ERROR));
+        } else {
+            let mut client = gateway.client();
+            client.send(format!("POST /a HTTP/{version}\r\nHost: {HOST}\r\nContent-Length: 1000000000\r\n\r\n"));
+            // Until the sockets are full, so that the gateway waits for the upstream.
+            client.stream.set_nonblocking(true).unwrap();
+            let is_full = |client: &mut Client| (0..1000).all(|_| client.stream.write(&upload).is_err());
+            eventually("the sockets are full", || is_full(&mut client));
+            client.stream.set_nonblocking(false).unwrap();
+            reset.send(()).unwrap();
+            let mut received = Vec::new();
+            let is_reset = client.stream.read_to_end(&mut received).is_err();
+            let received = String::from_utf8_lossy(&received);
+            assert!(received.contains("part"), "{received}");
+            assert!(is_reset || version == "1.1" && !received.ends_with("0\r\n\r\n"), "{version}: {received}");
+        }
+        upstream.join().unwrap();
+    }
+}
+
+/// The end of the stream arrives before the reset that a write then causes: the response is complete.
+#[test]
+fn a_response_that_ends_during_the_upload_is_complete() {
+    let upstream = Upstream::with_script(|connection| {
+        if connection.read_head().is_some() {
+            connection.send("HTTP/1.1 413 Too Large\r\n\r\ntoo much");
+            connection.stream().shutdown(Shutdown::Write).unwrap();
+            connection.wait_for_close();
+        }
+    });
+    let gateway = Gateway::start(&forward_all(&upstream));
+    let mut client = gateway.client();
+    client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 1000000\r\n\r\n"));
+    assert_eq!(client.read_response().expect(413).text(), "too much");
+}
+
+/// A response that pauses for too long is not whole either.
+#[test]
+fn a_timed_out_response_resets_the_connection_of_an_http_1_0_client() {
+    let upstream = Upstream::with_script(|connection| {
+        if connection.read_request().is_some() {
+            connection.send("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n");
+            connection.wait_for_close();
+        }
+    });
+    let gateway = Gateway::start(&format!("{}[timeouts]\nbody = \"300ms\"\n", forward_all(&upstream)));
+    let mut client = gateway.client();
+    client.send(format!("GET /a HTTP/1.0\r\nHost: {HOST}\r\n\r\n"));
+    let error = client.stream.read_to_end(&mut Vec::new()).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
 }
 

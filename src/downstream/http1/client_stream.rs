@@ -238,6 +238,11 @@ impl ClientStream {
         }
     }
 
+    /// Makes the end of the connection a reset.
+    pub fn reset_on_close(&self) {
+        self.state.borrow().stream.io.reset_on_close();
+    }
+
     /// The stream, the bytes received behind the last request, and whether the client has closed its side.
     pub fn into_parts(self) -> (IoStream, Bytes, bool) {
         let mut state = self.state.into_inner();

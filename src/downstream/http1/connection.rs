@@ -219,13 +219,18 @@ impl<'d> ClientConnection<'d> {
     }
 
     fn abort_response(&self, failure: SendFailure) -> ConnectionEnd {
-        let SendFailure::TimedOut(error) = failure else {
-            // Where the end of the connection ends the body, only a reset shows that the body is not whole.
-            let ends_by_close = matches!(&self.phase, Phase::Responding(sender, _) if sender.ends_by_close());
-            return if ends_by_close { ConnectionEnd::Reset } else { ConnectionEnd::Dropped };
-        };
-        self.worker.metrics.request_error(error.kind_index());
-        if error == RequestError::Stalled { ConnectionEnd::Reset } else { ConnectionEnd::Dropped }
+        let mut is_stalled = false;
+        if let SendFailure::TimedOut(error) = failure {
+            self.worker.metrics.request_error(error.kind_index());
+            is_stalled = error == RequestError::Stalled;
+        }
+        if is_stalled || self.needs_reset() { ConnectionEnd::Reset } else { ConnectionEnd::Dropped }
+    }
+
+    /// Whether a response is unfinished of which the end of the connection ends the body: only a reset shows that the body is not
+    /// whole.
+    fn needs_reset(&self) -> bool {
+        matches!(&self.phase, Phase::Responding(sender, _) if sender.ends_by_close())
     }
 
     async fn finish(self, end: ConnectionEnd) {
@@ -256,10 +261,14 @@ impl<'d> ClientConnection<'d> {
 }
 
 impl Drop for ClientConnection<'_> {
-    /// Records a head that does not become complete because the gateway stops.
+    /// The gateway stops, or the task has panicked, before the connection has ended: records a head that does not become complete,
+    /// and shows the client that a response is not whole.
     fn drop(&mut self) {
         if matches!(self.phase, Phase::Head) && self.stream.is_in_head() {
             self.record_rejected_head(&RequestError::HeadIncomplete);
+        }
+        if self.needs_reset() {
+            self.stream.reset_on_close();
         }
     }
 }
