@@ -278,7 +278,9 @@ fn take_chunk_size(received: &mut Bytes, extension_bytes: &mut usize) -> Result<
 /// Takes the trailers and the empty line behind them. `None`: they are incomplete.
 fn take_trailers(received: &mut Bytes, max_bytes: usize) -> Result<Option<HeaderMap>, MalformedMessage> {
     // A long section that arrives byte by byte is not parsed each time.
-    if (UNPARSED_TRAILERS_BYTES..max_bytes).contains(&received.len()) && memmem::find(received, b"\n\r\n").is_none() {
+    let is_long = (UNPARSED_TRAILERS_BYTES..max_bytes).contains(&received.len());
+    // An empty section is only the empty line.
+    if is_long && !received.starts_with(b"\r\n") && memmem::find(received, b"\n\r\n").is_none() {
         return Ok(None);
     }
     let mut fields = [httparse::EMPTY_HEADER; TRAILERS_MAX];
@@ -332,6 +334,20 @@ mod tests {
             }
             let single: Vec<&[u8]> = text.as_bytes().chunks(1).collect();
             assert_eq!(decoded(BodyDecoder::chunked(100), &single).unwrap(), (data.into(), true), "{text:?}");
+        }
+    }
+
+    /// The end is found before the next message is complete, however much of it follows.
+    #[test]
+    fn a_chunked_body_ends_before_a_long_next_head() {
+        let next = [b"GET / HTTP/1.1\r\nX: ", [b'x'; 2 * UNPARSED_TRAILERS_BYTES].as_slice()].concat();
+        for end in ["0\r\n\r\n", "0\r\nA: b\r\n\r\n"] {
+            let all = [b"1\r\na\r\n", end.as_bytes(), &next].concat();
+            for cut in 0..=6 + end.len() {
+                let (first, second) = all.split_at(cut);
+                let (data, has_ended) = decoded(BodyDecoder::chunked(64 * 1024), &[first, second]).unwrap();
+                assert!(data == b"a" && has_ended, "{end:?} {cut}");
+            }
         }
     }
 
