@@ -135,6 +135,19 @@ impl IoStream {
         };
     }
 
+    /// Reads and discards what the socket has, up to about `most` bytes, without waiting.
+    pub fn try_discard(&mut self, most: usize) {
+        let cx = &mut Context::from_waker(Waker::noop());
+        let (mut scratch, mut discarded) = ([0; 4096], 0);
+        while discarded < most {
+            let mut buffer = ReadBuf::new(&mut scratch);
+            match Pin::new(&mut *self).poll_read(cx, &mut buffer) {
+                Poll::Ready(Ok(())) if !buffer.filled().is_empty() => discarded += buffer.filled().len(),
+                Poll::Ready(_) | Poll::Pending => return,
+            }
+        }
+    }
+
     /// Writes what the socket takes without waiting; drops the rest and any error.
     pub fn try_send(&mut self, bytes: &[u8]) {
         let cx = &mut Context::from_waker(Waker::noop());

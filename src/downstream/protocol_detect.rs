@@ -20,6 +20,9 @@ use crate::proxy::worker_state::WorkerState;
 /// Time limit from the first byte of a preface to its last. A preface is one packet.
 const PREFACE_TIMEOUT: Duration = Duration::from_secs(3);
 
+/// The bytes of a preface that cannot begin an HTTP/1.1 request, whatever follows.
+const HTTP2_LINE_BYTES: usize = b"PRI * HTTP/2.0\r\n".len();
+
 /// The capacity of a read.
 const FIRST_BYTES: usize = 4096;
 
@@ -74,13 +77,15 @@ pub async fn detect_protocol(
     Some((io, protocol))
 }
 
-/// The protocol that `before` and `bytes` begin; `None` while both are possible.
+/// The protocol that `before` and `bytes` begin; `None` while both are possible. A preface that is wrong behind its first line
+/// is an error of HTTP/2.
 fn classify(before: &[u8], bytes: &[u8]) -> Option<Protocol> {
-    let is_prefix = before.iter().chain(bytes).zip(PREFACE).all(|(byte, wanted)| byte == wanted);
-    match is_prefix {
-        false => Some(Protocol::Http1),
-        true if before.len() + bytes.len() >= PREFACE.len() => Some(Protocol::Http2),
-        true => None,
+    let received = before.len() + bytes.len();
+    let equal = before.iter().chain(bytes).zip(PREFACE).take_while(|(byte, wanted)| byte == wanted).count();
+    match () {
+        () if equal == PREFACE.len() || equal >= HTTP2_LINE_BYTES && equal < received => Some(Protocol::Http2),
+        () if equal < received => Some(Protocol::Http1),
+        () => None,
     }
 }
 
@@ -94,6 +99,8 @@ mod tests {
         assert_eq!(classify(b"", b"P"), None);
         assert_eq!(classify(b"P", b"OST / HTTP/1.1\r\n"), Some(Protocol::Http1));
         assert_eq!(classify(b"PRI", b" * HTTP/1.1\r\n"), Some(Protocol::Http1));
+        assert_eq!(classify(b"PRI * HTTP/2.0\r", b"\rSM"), Some(Protocol::Http1));
+        assert_eq!(classify(b"PRI * HTTP/2.0\r", b"\n\r\nXM"), Some(Protocol::Http2));
         for cut in 0..PREFACE.len() {
             let (before, rest) = PREFACE.split_at(cut);
             assert_eq!(classify(before, &rest[..rest.len() - 1]), None);

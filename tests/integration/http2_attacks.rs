@@ -7,7 +7,9 @@ use std::thread;
 use std::time::Duration;
 
 use crate::support::gateway::Gateway;
-use crate::support::http2_client::{ACK, CANCEL, END_HEADERS, END_STREAM, ENHANCE_YOUR_CALM, NO_ERROR, STATUS_200};
+use crate::support::http2_client::{
+    ACK, CANCEL, END_HEADERS, END_STREAM, ENHANCE_YOUR_CALM, FRAME_SIZE_ERROR, NO_ERROR, PROTOCOL_ERROR, STATUS_200,
+};
 use crate::support::http2_client::{
     CONTINUATION, DATA, GOAWAY, HEADERS, PING, PRIORITY, RST_STREAM, SETTINGS, WINDOW_UPDATE,
 };
@@ -109,6 +111,48 @@ fn exceeding_the_budget_ends_with_enhance_your_calm() {
     let last = raw.read_to_end().pop().unwrap();
     assert_eq!((last.kind, last.code()), (GOAWAY, ENHANCE_YOUR_CALM));
     eventually_eq(|| abuse_count(&gateway, "ping"), 1);
+}
+
+/// RFC 9113, sections 4.2 and 6.10: the frames of a header block are of one stream, and within the frame size.
+#[test]
+fn a_header_block_with_a_wrong_frame_ends_the_connection() {
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&format!("workers = 1\n{}", forward_all(&upstream)));
+    let head = request_block("POST", "/a");
+    let field = |name| header_block(&[(name, "1")]);
+    let too_long = header_block(&[("x-long", &"x".repeat(17_000))]);
+    for (code, is_trailer, frames) in [
+        (PROTOCOL_ERROR, false, [frame(HEADERS, 0, 1, &head), frame(CONTINUATION, END_HEADERS, 3, &field("x-other"))]),
+        (FRAME_SIZE_ERROR, false, [frame(HEADERS, 0, 1, &head), frame(CONTINUATION, END_HEADERS, 1, &too_long)]),
+        (FRAME_SIZE_ERROR, false, [frame(HEADERS, END_HEADERS, 1, &[head.clone(), too_long.clone()].concat()), vec![]]),
+        (
+            PROTOCOL_ERROR,
+            true,
+            [
+                frame(HEADERS, END_STREAM, 1, &field("x-a")),
+                frame(CONTINUATION, END_HEADERS, 3, &header_block(&[("x-other", "1")])),
+            ],
+        ),
+    ] {
+        let mut raw = RawHttp2::connect(gateway.http);
+        if is_trailer {
+            raw.send(frame(HEADERS, END_HEADERS, 1, &head));
+        }
+        raw.send(frames.concat());
+        assert_eq!(raw.read_until(GOAWAY).code(), code);
+    }
+    assert!(upstream.received().iter().all(|request| request.field("x-other").is_none()));
+}
+
+#[test]
+fn an_invalid_preface_is_answered_with_goaway() {
+    let gateway = gateway();
+    let mut raw = RawHttp2::connect_without_preface(gateway.http);
+    // The bytes behind the preface are not read.
+    raw.send([b"PRI * HTTP/2.0\r\n\r\nXX\r\n\r\n".as_slice(), &[0; 100]].concat());
+    assert_eq!(raw.read_until(GOAWAY).code(), PROTOCOL_ERROR);
+    raw.read_to_end();
+    eventually_eq(|| abuse_count(&gateway, "protocol_error"), 1);
 }
 
 #[test]

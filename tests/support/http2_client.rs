@@ -35,7 +35,9 @@ pub const ACK: u8 = 1;
 
 /// RFC 9113, section 7.
 pub const NO_ERROR: u32 = 0;
+pub const PROTOCOL_ERROR: u32 = 1;
 pub const INTERNAL_ERROR: u32 = 2;
+pub const FRAME_SIZE_ERROR: u32 = 6;
 pub const CANCEL: u32 = 8;
 pub const ENHANCE_YOUR_CALM: u32 = 11;
 

@@ -73,7 +73,11 @@ impl ServerConnection {
         loop {
             match &mut self.h2 {
                 H2State::Handshaking(handshake) => {
-                    let mut connection = ready!(Pin::new(handshake).poll(cx))?;
+                    let mut connection = ready!(Pin::new(handshake).poll(cx)).inspect_err(|error| {
+                        if error.reason() == Some(Reason::PROTOCOL_ERROR) {
+                            self.monitor.record_invalid_preface();
+                        }
+                    })?;
                     if self.is_shutting_down {
                         connection.graceful_shutdown();
                     }

@@ -11,8 +11,10 @@ use crate::downstream::http2::hpack::{BlockError, HeadLimits, HpackScanner, MALF
 const UNKNOWN: u8 = 0xff;
 /// The largest frame payload that h2 accepts.
 const PAYLOAD_MAX_BYTES: usize = 16 * 1024;
-/// HEADERS on stream 0: a connection error.
+/// HEADERS on stream 0: a connection error of type PROTOCOL_ERROR.
 const INVALID_FRAME: [u8; FRAME_HEADER_BYTES] = [0, 0, 0, FrameHeader::HEADERS, 4, 0, 0, 0, 0];
+/// HEADERS beyond the frame size: a connection error of type FRAME_SIZE_ERROR.
+const OVERSIZED_FRAME: [u8; FRAME_HEADER_BYTES] = [0xff, 0xff, 0xff, FrameHeader::HEADERS, 4, 0, 0, 0, 1];
 
 /// A complete header block.
 #[derive(Clone, Copy, Debug)]
@@ -57,8 +59,10 @@ enum BlockEnd {
     /// The block is incomplete; length of its complete frames.
     Incomplete(usize),
     At(usize),
-    /// The block is interrupted by another frame.
+    /// The block is interrupted by another frame, or has a frame of another stream.
     Invalid,
+    /// A frame is larger than h2 accepts.
+    Oversized,
 }
 
 impl HeaderScanner {
@@ -120,13 +124,17 @@ impl HeaderScanner {
                 let Some(head) = left.first_chunk::<FRAME_HEADER_BYTES>() else { break };
                 let frame = FrameHeader::read(head);
                 if frame.kind == FrameHeader::HEADERS {
-                    match block_end(left, std::mem::take(&mut self.complete_bytes)) {
+                    match block_end(left, std::mem::take(&mut self.complete_bytes), frame.stream) {
                         BlockEnd::Incomplete(whole) => {
                             self.complete_bytes = whole;
                             break;
                         }
                         BlockEnd::Invalid => {
-                            self.fail_connection();
+                            self.fail_connection(INVALID_FRAME);
+                            continue;
+                        }
+                        BlockEnd::Oversized => {
+                            self.fail_connection(OVERSIZED_FRAME);
                             continue;
                         }
                         BlockEnd::At(end) => {
@@ -141,11 +149,13 @@ impl HeaderScanner {
                     }
                 } else if frame.kind == FrameHeader::PUSH_PROMISE {
                     // A client must not send PUSH_PROMISE (RFC 9113, section 8.4), and it would change the HPACK table.
-                    self.fail_connection();
+                    self.fail_connection(INVALID_FRAME);
                     continue;
                 } else {
+                    // h2 rejects the others, on idle streams and without the length of their padding.
                     let is_empty = frame.kind == FrameHeader::DATA && frame.length == 0 && !frame.ends_stream();
-                    if is_empty && (1..=self.last_stream).contains(&frame.stream) {
+                    let is_of_client = frame.stream % 2 == 1 && frame.stream <= self.last_stream;
+                    if is_empty && is_of_client && !frame.is_padded() {
                         left[3] = UNKNOWN;
                     }
                     self.skip = FRAME_HEADER_BYTES + frame.length as usize;
@@ -163,9 +173,9 @@ impl HeaderScanner {
         (passed, at)
     }
 
-    /// Makes h2 end the connection.
-    fn fail_connection(&mut self) {
-        self.output.extend_from_slice(&INVALID_FRAME);
+    /// Makes h2 end the connection with the error that this frame causes.
+    fn fail_connection(&mut self, frame: [u8; FRAME_HEADER_BYTES]) {
+        self.output.extend_from_slice(&frame);
         self.is_failed = true;
     }
 
@@ -215,13 +225,17 @@ impl HeaderScanner {
     }
 }
 
-/// Finds the end of the block at the start of `bytes`, of which `known` bytes are complete frames.
-fn block_end(bytes: &[u8], known: usize) -> BlockEnd {
+/// Finds the end of the block at the start of `bytes`, of which `known` bytes are complete frames, and checks what joining the
+/// frames would hide from h2: that they are of one stream, and no larger than allowed.
+fn block_end(bytes: &[u8], known: usize, stream: u32) -> BlockEnd {
     let mut at = known;
     while let Some(head) = bytes.get(at..).and_then(<[u8]>::first_chunk::<FRAME_HEADER_BYTES>) {
         let frame = FrameHeader::read(head);
-        if at > 0 && frame.kind != FrameHeader::CONTINUATION {
+        if at > 0 && frame.kind != FrameHeader::CONTINUATION || frame.stream != stream {
             return BlockEnd::Invalid;
+        }
+        if frame.length as usize > PAYLOAD_MAX_BYTES {
+            return BlockEnd::Oversized;
         }
         let end = at + FRAME_HEADER_BYTES + frame.length as usize;
         if end > bytes.len() {
@@ -630,6 +644,70 @@ mod tests {
             ];
             let block = bad[self.rng.usize(..8)];
             self.block(self.streams.len() as u32 * 2 + 1, block, END_STREAM);
+        }
+    }
+
+    /// What h2 gets of a connection on which these frames follow a complete request, each received in two parts.
+    fn filtered(frames: &[Vec<u8>]) -> (Vec<u8>, usize) {
+        let mut scanner = HeaderScanner::new(HeadLimits { fields: 10, bytes: 1000 });
+        let observer = RecordedBlocks { blocks: RefCell::default() };
+        let mut filtered = Vec::new();
+        let pieces = frames.iter().flat_map(|frame| [&frame[..frame.len() / 2], &frame[frame.len() / 2..]]);
+        for piece in [&PREFACE[..]].into_iter().chain(pieces) {
+            let mut piece = piece.to_vec();
+            let passed = scanner.filter(&mut piece, &observer);
+            filtered.extend_from_slice(&piece[..passed]);
+            loop {
+                let output = scanner.take_output(100);
+                filtered.extend_from_slice(output);
+                if output.is_empty() {
+                    break;
+                }
+            }
+        }
+        (filtered.split_off(PREFACE.len()), observer.blocks.borrow().len())
+    }
+
+    fn raw_frame(kind: u8, flags: u8, stream: u8, payload: &[u8]) -> Vec<u8> {
+        let [_, a, b, c] = (payload.len() as u32).to_be_bytes();
+        [&[a, b, c, kind, flags, 0, 0, 0, stream], payload].concat()
+    }
+
+    /// RFC 9113, sections 4.2 and 6.10.
+    #[test]
+    fn a_block_is_joined_only_of_frames_of_one_stream_and_of_the_allowed_size() {
+        let block = [0x82, 0x86, 0x84, 0x01, 0x01, b'a'];
+        let (headers, continuation) = (FrameHeader::HEADERS, FrameHeader::CONTINUATION);
+        let first = |stream| raw_frame(headers, END_STREAM, stream, &block[..3]);
+        let whole = raw_frame(headers, 0, 1, &block[..3]);
+        let last = raw_frame(continuation, END_HEADERS, 1, &block[3..]);
+        assert_eq!(filtered(&[first(1), last.clone()]), (raw_frame(headers, 5, 1, &block), 1));
+        // In trailers too.
+        let trailers = raw_frame(headers, END_STREAM, 1, &[]);
+        for other in [0, 3, 5] {
+            let foreign = raw_frame(continuation, END_HEADERS, other, &block[3..]);
+            assert_eq!(filtered(&[first(1), foreign.clone()]), (INVALID_FRAME.to_vec(), 0), "{other}");
+            let (passed, blocks) = filtered(&[whole.clone(), last.clone(), trailers.clone(), foreign]);
+            assert!(passed.ends_with(&INVALID_FRAME) && blocks == 1, "{other}");
+        }
+        let large = vec![0; PAYLOAD_MAX_BYTES + 1];
+        for frames in [
+            vec![raw_frame(headers, END_STREAM | END_HEADERS, 1, &large)],
+            vec![first(1), raw_frame(continuation, END_HEADERS, 1, &large)],
+        ] {
+            assert_eq!(filtered(&frames), (OVERSIZED_FRAME.to_vec(), 0));
+        }
+    }
+
+    #[test]
+    fn only_an_empty_data_frame_without_an_error_is_replaced() {
+        let request = raw_frame(FrameHeader::HEADERS, END_HEADERS, 3, &[0x82, 0x86, 0x84, 0x01, 0x01, b'a']);
+        for (flags, stream, is_replaced) in
+            [(0, 3, true), (0, 1, true), (PADDED, 3, false), (END_STREAM, 3, false), (0, 2, false), (0, 5, false)]
+        {
+            let data = raw_frame(FrameHeader::DATA, flags, stream, &[]);
+            let (passed, _) = filtered(&[request.clone(), data]);
+            assert_eq!(passed[request.len() + 3] == UNKNOWN, is_replaced, "{flags} {stream}");
         }
     }
 

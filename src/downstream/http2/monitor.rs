@@ -33,8 +33,12 @@ const TURN_BYTES: usize = 16 * 1024;
 /// Limit on the heads of all unfinished requests of a connection together, in multiples of the limit on one.
 const CONNECTION_HEADS: usize = 16;
 
-/// Error code of GOAWAY (RFC 9113, section 7).
+/// Error codes of GOAWAY (RFC 9113, section 7).
+const PROTOCOL_ERROR: u32 = 0x1;
 const ENHANCE_YOUR_CALM: u32 = 0xb;
+
+/// The most unread bytes that are discarded before a connection with an error is closed.
+const DISCARD_MAX_BYTES: usize = 64 * 1024;
 
 /// Timeouts of a connection, and limits on its heads.
 #[derive(Clone, Copy, Debug)]
@@ -96,6 +100,8 @@ pub struct Monitor {
     abuse: Cell<Option<Abuse>>,
     /// h2 has sent GOAWAY because of a connection error.
     is_broken: Cell<bool>,
+    /// The connection does not begin with the preface. h2 sends no GOAWAY.
+    is_preface_invalid: Cell<bool>,
     /// Streams with a task.
     active_tasks: Cell<usize>,
     /// How many of them are tunnels, on which the client may still send when the response has ended.
@@ -127,6 +133,7 @@ impl Monitor {
             limits,
             abuse: Cell::default(),
             is_broken: Cell::default(),
+            is_preface_invalid: Cell::default(),
             active_tasks: Cell::default(),
             tunnels: Cell::default(),
             is_shutting_down: Cell::default(),
@@ -209,7 +216,18 @@ impl Monitor {
 
     /// Whether h2 ended the connection because of an error in what it read.
     pub fn is_broken(&self) -> bool {
-        self.is_broken.get()
+        self.is_broken.get() || self.is_preface_invalid.get()
+    }
+
+    /// The connection does not begin with the preface.
+    pub fn record_invalid_preface(&self) {
+        self.is_preface_invalid.set(true);
+    }
+
+    /// The code of the GOAWAY that h2 does not send.
+    fn goaway_code(&self) -> Option<u32> {
+        let by_preface = self.is_preface_invalid.get().then_some(PROTOCOL_ERROR);
+        self.abuse.get().map(|_| ENHANCE_YOUR_CALM).or(by_preface)
     }
 
     /// Whether the connection has timed out; if not, the task is woken when it does.
@@ -449,17 +467,19 @@ impl AsyncWrite for MonitoredIo {
 }
 
 impl Drop for MonitoredIo {
-    /// Discards unsent bytes after a write timeout, because the kernel would keep them. Sends GOAWAY after abuse, if the last
-    /// frame was sent completely.
+    /// Discards unsent bytes after a write timeout, because the kernel would keep them. Sends GOAWAY after an error that h2 does
+    /// not report, if the last frame was sent completely.
     fn drop(&mut self) {
         if self.monitor.write_timed_out.get() {
             self.stream.reset_on_close();
         }
-        if self.monitor.abuse.get().is_some() && self.outbound.is_between_frames() {
+        if let (Some(code), true) = (self.monitor.goaway_code(), self.outbound.is_between_frames()) {
             let mut goaway = [0, 0, 8, FrameHeader::GOAWAY, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
             goaway[9..13].copy_from_slice(&self.monitor.flood_guard.borrow().last_stream().to_be_bytes());
-            goaway[13..].copy_from_slice(&ENHANCE_YOUR_CALM.to_be_bytes());
+            goaway[13..].copy_from_slice(&code.to_be_bytes());
             self.stream.try_send(&goaway);
+            // Closing with unread bytes resets the connection, and the client could lose the GOAWAY.
+            self.stream.try_discard(DISCARD_MAX_BYTES);
         }
     }
 }
