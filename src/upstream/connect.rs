@@ -15,7 +15,7 @@ use std::time::Duration;
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 use tokio::net::{TcpStream, UnixStream};
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 use tokio_rustls::{TlsConnector, TlsStream};
 
 use super::dns::Resolver;
@@ -25,6 +25,8 @@ use crate::io_stream::IoStream;
 
 /// How long an address may be silent before the next one is tried in parallel.
 const NEXT_ADDRESS_DELAY: Duration = Duration::from_millis(250);
+/// How long a failed connection waits for another look-up of the name. A slow resolver does not delay the use of another server.
+const LOOK_UP_TIMEOUT: Duration = Duration::from_secs(1);
 const HTTP_2: &[u8] = b"h2";
 const HTTP_1: &[u8] = b"http/1.1";
 
@@ -107,10 +109,7 @@ impl Connector {
         let addresses = self.resolver.rotated_addresses().await?;
         let (stream, address) = match connect_to_first(&addresses).await {
             Ok(connected) => connected,
-            Err(error) => {
-                self.resolver.mark_suspect();
-                return Err(error);
-            }
+            Err(error) => self.connect_to_new_address(&addresses, error).await?,
         };
         stream.set_nodelay(true)?;
         let address = Some(address);
@@ -130,6 +129,23 @@ impl Connector {
             _ => HttpVersion::Http1,
         };
         Ok(Connected { stream: IoStream::tls(TlsStream::Client(stream)), version, address })
+    }
+
+    /// Resolves the name again after all known addresses have failed, and connects to those that are new: the server may have
+    /// moved, and nothing was sent.
+    async fn connect_to_new_address(
+        &self,
+        failed: &[SocketAddr],
+        error: io::Error,
+    ) -> io::Result<(TcpStream, SocketAddr)> {
+        match timeout(LOOK_UP_TIMEOUT, self.resolver.new_addresses(failed)).await {
+            Ok(new) if !new.is_empty() => connect_to_first(&new).await,
+            Ok(_) => Err(error),
+            Err(_elapsed) => {
+                self.resolver.mark_suspect();
+                Err(error)
+            }
+        }
     }
 
     fn cleartext_version(&self, http1_only: bool) -> HttpVersion {

@@ -11,6 +11,7 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use tokio::net::lookup_host;
+use tokio::sync::Semaphore;
 
 use crate::clock::Clock;
 
@@ -20,8 +21,12 @@ pub struct Resolver {
     /// The host is an IP address and is not resolved.
     is_literal: bool,
     addresses: RefCell<Vec<SocketAddr>>,
-    /// No known address accepted a connection.
+    /// No known address accepted a connection in time.
     is_suspect: Cell<bool>,
+    /// One task at a time resolves the name after a failure.
+    turn: Semaphore,
+    /// Look-ups that have ended.
+    look_ups: Cell<u64>,
     /// When the name was last resolved.
     looked_up_at: Cell<Option<Instant>>,
     /// Rotates through the known addresses.
@@ -42,6 +47,8 @@ impl Resolver {
             is_literal: address.is_some(),
             addresses: RefCell::new(address.into_iter().collect()),
             is_suspect: Cell::new(false),
+            turn: Semaphore::new(1),
+            look_ups: Cell::new(0),
             looked_up_at: Cell::new(None),
             next_address: Cell::new(0),
             generation: Cell::new(0),
@@ -72,7 +79,22 @@ impl Resolver {
         !self.is_literal && !self.looked_up_at.get().is_some_and(recent)
     }
 
-    /// No known address accepted a connection: resolves the name before the next attempt.
+    /// Resolves the name again after these addresses have failed, unless another task has just done so, and returns the addresses
+    /// that are new.
+    pub async fn new_addresses(&self, failed: &[SocketAddr]) -> Vec<SocketAddr> {
+        if self.is_literal {
+            return Vec::new();
+        }
+        let look_ups = self.look_ups.get();
+        let _turn = self.turn.acquire().await;
+        if self.look_ups.get() == look_ups {
+            // On an error, the known addresses stay valid.
+            let _ = self.look_up().await;
+        }
+        self.addresses.borrow().iter().filter(|address| !failed.contains(address)).copied().collect()
+    }
+
+    /// No known address accepted a connection in time: resolves the name before the next attempt.
     pub fn mark_suspect(&self) {
         self.is_suspect.set(!self.is_literal);
     }
@@ -89,7 +111,9 @@ impl Resolver {
     async fn look_up(&self) -> io::Result<()> {
         // Set first, so that concurrent requests do not resolve the name too.
         self.looked_up_at.set(Some(self.clock.instant()));
-        self.update(lookup_host((self.host.as_str(), self.port)).await.map(Iterator::collect))
+        let found = lookup_host((self.host.as_str(), self.port)).await.map(Iterator::collect);
+        self.look_ups.update(|look_ups| look_ups + 1);
+        self.update(found)
     }
 
     fn update(&self, result: io::Result<Vec<SocketAddr>>) -> io::Result<()> {

@@ -209,7 +209,11 @@ impl ConnectionPool {
             Ok(Ok(connection)) => Ok(connection),
             Ok(Err(error)) if error.kind() == io::ErrorKind::TimedOut => Err(RequestError::ConnectTimeout),
             Ok(Err(error)) => Err(RequestError::Connect(format!("{}: {error}", self.server.url))),
-            Err(_elapsed) => Err(RequestError::ConnectTimeout),
+            Err(_elapsed) => {
+                // The address may lead nowhere since the server has moved.
+                self.connector.resolver.mark_suspect();
+                Err(RequestError::ConnectTimeout)
+            }
         }
     }
 

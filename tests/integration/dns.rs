@@ -10,7 +10,11 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
+use socket2::{Domain, Socket, Type};
+
 use crate::support::process::{BINARY, Process};
+use crate::support::redis::free_port;
+use crate::support::upstream::{Connection, Upstream};
 use crate::support::{TempDir, eventually};
 
 /// A server at an address until the end of the test; every response names the address.
@@ -55,15 +59,19 @@ fn two_servers() -> u16 {
     panic!("no port is free at both addresses");
 }
 
-/// A gateway that resolves `api.test` by the file `hosts`.
+/// A gateway that resolves `api.test` by the file `hosts`, every second.
 fn gateway(port: u16, addresses: &[&str]) -> Process {
+    gateway_with(port, addresses, "resolve = \"1s\"\n")
+}
+
+fn gateway_with(port: u16, addresses: &[&str], settings: &str) -> Process {
     let scratch = TempDir::new();
     let hosts = scratch.path().join("hosts");
     write_hosts(&hosts, addresses, 1000);
     let mut command = Command::new(BINARY);
     command.env("LD_PRELOAD", nss_wrapper()).env("NSS_WRAPPER_HOSTS", &hosts);
     let toml = format!(
-        "workers = 1\n[upstreams.u]\nservers = [\"http://api.test:{port}\"]\nresolve = \"1s\"\n\
+        "workers = 1\n[upstreams.u]\nservers = [\"http://api.test:{port}\"]\n{settings}\
          [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n"
     );
     Process::spawn_command(command, &toml, scratch)
@@ -126,4 +134,53 @@ fn an_unresolvable_name_is_502_until_it_resolves() {
     write_hosts(&gateway.scratch.path().join("hosts"), &["127.0.0.1"], 2000);
     // A lookup that began before the change may fail once more.
     eventually("the name is resolved", || gateway.get("/a").status == 200);
+}
+
+/// Nothing was sent to the old address, so the new one is tried at once.
+#[test]
+fn a_moved_server_costs_no_request() {
+    let port = free_port();
+    let first = Upstream::at_address(SocketAddr::from(([127, 0, 0, 1], port)), respond_once);
+    let second = Upstream::at_address(SocketAddr::from(([127, 0, 0, 2], port)), respond_once);
+    let gateway = gateway_with(port, &["127.0.0.1"], "resolve = \"1h\"\n");
+    gateway.get("/a").expect(200);
+    write_hosts(&gateway.scratch.path().join("hosts"), &["127.0.0.2"], 2000);
+    drop(first);
+    let mut client = gateway.client();
+    for _ in 0..3 {
+        client.post("/a", "body").expect(200);
+    }
+    assert_eq!(second.received().len(), 3);
+    // Without another address, the failure is that of the known one.
+    drop(second);
+    gateway.get("/a").expect(502).problem();
+}
+
+fn respond_once(connection: &mut Connection) {
+    if connection.read_request().is_some() {
+        connection.reply(200, &[("Connection", "close")], b"");
+    }
+}
+
+/// Packets to the old address are lost: after one timeout, the name is resolved again.
+#[test]
+fn a_connect_timeout_causes_a_look_up() {
+    let silent = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+    silent.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
+    // The kernel drops connection requests beyond the backlog.
+    silent.listen(0).unwrap();
+    let address = silent.local_addr().unwrap();
+    let queued = || {
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+        socket.set_nonblocking(true).unwrap();
+        let _ = socket.connect(&address);
+        socket
+    };
+    let _queue: Vec<Socket> = (0..4).map(|_| queued()).collect();
+    let port = address.as_socket().unwrap().port();
+    let _second = Upstream::at_address(SocketAddr::from(([127, 0, 0, 2], port)), respond_once);
+    let gateway = gateway_with(port, &["127.0.0.1"], "resolve = \"1h\"\n[timeouts]\nconnect = \"300ms\"\n");
+    gateway.get("/a").expect(504).problem();
+    write_hosts(&gateway.scratch.path().join("hosts"), &["127.0.0.2"], 2000);
+    gateway.get("/a").expect(200);
 }
