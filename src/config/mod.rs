@@ -121,8 +121,9 @@ settings! {
         pid_file: Option<PathBuf> =
             Word { shape: "path of a file", example: "\"/run/transom/pid\"", read: read_pid_file };
         /// Rate limit fields in responses, for rules without their own `headers`. `"ietf"`: `RateLimit` and
-        /// `RateLimit-Policy`, joined with fields of these names from the upstream. `"legacy"`: `X-RateLimit-Limit`,
-        /// `-Remaining`, `-Reset` (seconds from now) of the layer nearest its limit.
+        /// `RateLimit-Policy`, joined with fields of these names from the upstream; those that are no lists of items, as in older
+        /// drafts, are replaced. `"legacy"`: `X-RateLimit-Limit`, `-Remaining`, `-Reset` (seconds from now) of the layer nearest
+        /// its limit.
         headers: RateLimitStyle = Choice(RateLimitStyle::Ietf, &RATE_LIMIT_STYLES);
         /// Path sent to the upstream: the bytes of the client, or the path as it was matched.
         forward_path: ForwardPath = Choice(

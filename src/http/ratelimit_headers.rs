@@ -10,6 +10,7 @@ use std::ops::Range;
 
 use http::header::{HeaderMap, HeaderName, HeaderValue};
 
+use super::structured_list::is_item_list;
 use crate::config::rule::RateLimitStyle;
 use transom_limiter::acquire::Charge;
 use transom_limiter::concurrency::ConcurrencyUsage;
@@ -273,7 +274,7 @@ impl RateLimitFields {
         self
     }
 
-    /// Adds the fields to a response. Lists from the upstream are kept and extended.
+    /// Adds the fields to a response. Lists of items from the upstream are kept and extended.
     pub fn add_to(self, headers: &mut HeaderMap) {
         for (name, value) in [(RATELIMIT_POLICY, self.policy), (RATELIMIT, self.state)] {
             if let Some(value) = value {
@@ -328,17 +329,20 @@ pub fn seconds_until(then_ms: u64, now_ms: u64) -> u64 {
     then_ms.saturating_sub(now_ms).div_ceil(1000)
 }
 
-/// Sets a list field, or appends to its value from the upstream.
+/// Sets a list field, or appends to its value from the upstream. A value in another form, such as that of older drafts
+/// (`limit=100, remaining=3`), is replaced: joined, none of the limits could be read.
 fn append_list(headers: &mut HeaderMap, name: HeaderName, value: HeaderValue) {
     // The field is rarely present, and comparing the names costs less than hashing one.
     if !headers.keys().any(|known| *known == name) {
         headers.insert(name, value);
         return;
     }
-    let mut joined = Vec::new();
-    for known in headers.get_all(&name) {
-        joined.extend_from_slice(known.as_bytes());
+    let lines = headers.get_all(&name).iter().map(HeaderValue::as_bytes).filter(|line| !line.is_empty());
+    let mut joined = lines.collect::<Vec<_>>().join(&b", "[..]);
+    if is_item_list(&joined) {
         joined.extend_from_slice(b", ");
+    } else {
+        joined.clear();
     }
     joined.extend_from_slice(value.as_bytes());
     // Both parts are valid field values, so the conversion succeeds.

@@ -73,6 +73,25 @@ fn ratelimit_fields_of_the_upstream_are_kept_and_joined() {
     assert_eq!((response.field("retry-after"), response.field("x-ratelimit-limit")), (Some("7"), Some("10")));
 }
 
+/// Joined with a dictionary, the list could not be read.
+#[test]
+fn ratelimit_fields_of_older_drafts_are_replaced() {
+    let upstream = Upstream::responding(|_| {
+        let fields = [
+            ("RateLimit-Policy", "100;w=60"),
+            ("RateLimit", "limit=100, remaining=3, reset=5"),
+            ("RateLimit-Limit", "100"),
+        ];
+        reply(200, &fields, b"")
+    });
+    let rule = "[rules.r]\nkey = \"ip\"\nwindows = [\"5/minute\"]\n";
+    let toml = forward_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
+    let response = Gateway::start(&toml).get("/a").expect(200);
+    assert_eq!(response.values("ratelimit"), ["\"r\";r=4;t=60"]);
+    assert_eq!(response.values("ratelimit-policy"), ["100;w=60, \"r\";q=5;w=60"]);
+    assert_eq!(response.field("ratelimit-limit"), Some("100"));
+}
+
 #[test]
 fn every_response_to_a_charged_request_has_the_fields() {
     // The request was charged, so the client gets the fields, also with an error.
