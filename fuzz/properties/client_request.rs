@@ -6,9 +6,11 @@ use bytes::Bytes;
 use http::request::Parts;
 use http::{Method, Request, Version};
 use transom::http::http1_head::{Framing, HeadLimits, parse_request_head, parse_sent_request_head, write_request_head};
-use transom::http::request_validation;
+use transom::http::request_validation::{self, Schemes};
 
 const LIMITS: HeadLimits = HeadLimits { fields: 20, bytes: 500 };
+
+const CLEARTEXT: Schemes = Schemes { is_connection_secure: false, is_client_secure: false };
 
 /// An accepted request.
 #[derive(Clone, PartialEq, Debug)]
@@ -26,7 +28,9 @@ fn accepted<'a>(pieces: impl Iterator<Item = &'a [u8]>) -> Vec<Accepted> {
         loop {
             if current.is_none() {
                 match parse_request_head(&mut received, LIMITS) {
-                    Ok(Some(head)) if head.error.is_none() && request_validation::validate(&head.parts).is_ok() => {
+                    Ok(Some(head))
+                        if head.error.is_none() && request_validation::validate(&head.parts, CLEARTEXT).is_ok() =>
+                    {
                         check(&head.parts);
                         let (method, fields) = (head.parts.method.to_string(), head.parts.headers.len());
                         current = Some((Accepted { method, fields, body: Vec::new() }, head.body));
@@ -51,7 +55,7 @@ fn accepted<'a>(pieces: impl Iterator<Item = &'a [u8]>) -> Vec<Accepted> {
 }
 
 fn check(parts: &Parts) {
-    let valid = request_validation::validate(parts).unwrap();
+    let valid = request_validation::validate(parts, CLEARTEXT).unwrap();
     assert!(parts.method != Method::CONNECT && parts.method != Method::TRACE);
     assert!(parts.uri.path().starts_with('/') || (parts.uri.path() == "*" && parts.method == Method::OPTIONS));
     let hosts = parts.headers.get_all("host").iter().count();

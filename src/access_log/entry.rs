@@ -50,13 +50,17 @@ pub struct LogEntry {
 /// What the head of a request says.
 #[derive(Serialize, Debug)]
 pub struct LoggedRequest {
-    pub request_id: String,
+    /// `None` for a head that could not be parsed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub request_id: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub trace_id: Option<String>,
     pub method: String,
     pub host: Option<String>,
     /// Without the query, which may hold secrets.
     pub path: String,
+    /// Empty if it is unknown.
+    #[serde(skip_serializing_if = "str::is_empty")]
     pub protocol: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub user_agent: Option<String>,
@@ -228,7 +232,7 @@ mod tests {
 
     fn request() -> LoggedRequest {
         LoggedRequest {
-            request_id: "0af7".to_owned(),
+            request_id: Some("0af7".to_owned()),
             trace_id: None,
             method: "GET".to_owned(),
             host: Some("api.test".to_owned()),

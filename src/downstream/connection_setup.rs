@@ -122,9 +122,9 @@ fn log_failed_setup(message: &'static str, error: &dyn Display, peer: IpAddr, li
 fn respond_too_many_connections(stream: TcpStream, address: IpAddr, listener: &Listener) {
     if !listener.is_tls() {
         let error = RequestError::TooManyConnections;
-        request_record::record_rejected_head(&listener.listener_context.worker, address, &error);
+        request_record::record_rejected_head(&listener.listener_context.worker, address, &error, None);
         let date = listener.listener_context.worker.date();
-        let response = responses::http1_bytes(&responses::error_response(&error), &date);
+        let response = responses::http1_bytes(&responses::error_response(&error), false, &date);
         IoStream::tcp(stream).counted(&listener.metrics.bytes).try_send(&response);
     }
 }
@@ -212,9 +212,9 @@ async fn handshake(
         Ok(1..) => {
             count_refusal(ConnectionRefusal::Cleartext, address, listener);
             let error = RequestError::Cleartext;
-            request_record::record_rejected_head(&listener.listener_context.worker, address, &error);
+            request_record::record_rejected_head(&listener.listener_context.worker, address, &error, None);
             let date = listener.listener_context.worker.date();
-            let response = responses::http1_bytes(&responses::error_response(&error), &date);
+            let response = responses::http1_bytes(&responses::error_response(&error), false, &date);
             respond_and_close(IoStream::tcp(stream).counted(&listener.metrics.bytes), &response, drain).await;
             return Err(SetupError::Closed);
         }

@@ -21,6 +21,7 @@ use crate::http::client_plans::ClientLookup;
 use crate::http::error::RequestError;
 use crate::http::key_source::RequestAttributes;
 use crate::http::ratelimit_headers::seconds_until;
+use crate::http::request_validation::Schemes;
 use crate::http::route_actions::TemplateVariables;
 use crate::http::router::RouteQuery;
 use crate::http::{path_normalize, request_validation, responses};
@@ -121,7 +122,8 @@ impl Explanation {
         let parts = &question.parts;
         let client = compiled.identify_client(question.client, question.is_secure, &parts.headers);
         (self.client_address, self.is_secure) = (client.address.to_canonical(), client.is_secure);
-        let validated = request_validation::validate(parts)?;
+        let schemes = Schemes { is_connection_secure: question.is_secure, is_client_secure: client.is_secure };
+        let validated = request_validation::validate(parts, schemes)?;
         self.host = validated.host.clone().into_owned();
         let path = path_normalize::normalize(parts.uri.path(), compiled.config.path_reading)?;
         self.path = path.clone().into_owned();

@@ -8,6 +8,8 @@ use http::uri::PathAndQuery;
 use http::{Method, Request, Uri};
 use serde_json::{Map, Value, json};
 
+use crate::http::path_normalize::encode_query;
+
 /// The fields of a question in JSON.
 const FIELDS: [&str; 4] = ["method", "url", "headers", "client"];
 
@@ -39,7 +41,7 @@ impl Question {
             )
         };
         // The fragment stays with the client (RFC 9110, section 4.2.5).
-        let target = url.split_once('#').map_or(url, |(target, _fragment)| target);
+        let target = encode_query(url.split_once('#').map_or(url, |(target, _fragment)| target));
         let uri = match target.contains("://") {
             true => target.parse::<Uri>(),
             false => format!("http://{target}").parse(),

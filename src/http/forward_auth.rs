@@ -11,6 +11,8 @@ use http::request::Parts;
 use http::uri::{PathAndQuery, Uri};
 
 use super::error::RequestError;
+use super::forwarded::element_of_hop;
+use super::path_normalize::encode_query;
 
 const FORWARDED_METHOD: HeaderName = HeaderName::from_static("x-forwarded-method");
 const FORWARDED_URI: HeaderName = HeaderName::from_static("x-forwarded-uri");
@@ -18,8 +20,9 @@ const FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
 const ORIGINAL_METHOD: HeaderName = HeaderName::from_static("x-original-method");
 const ORIGINAL_URI: HeaderName = HeaderName::from_static("x-original-uri");
 
-/// Replaces method, target and Host of an authorization request by those of the original request.
-pub fn restore_request(parts: &mut Parts) -> Result<(), RequestError> {
+/// Replaces method, target and Host of an authorization request by those of the original request. `hops` is the place of the
+/// client in `X-Forwarded-For`: a list in `X-Forwarded-Host` has an element for each proxy.
+pub fn restore_request(parts: &mut Parts, hops: usize) -> Result<(), RequestError> {
     let fields = &mut parts.headers;
     let repeated = RequestError::OriginalRequest("X-Forwarded-Host is given more than once");
     let host = take(fields, [&FORWARDED_HOST], repeated)?;
@@ -33,7 +36,8 @@ pub fn restore_request(parts: &mut Parts) -> Result<(), RequestError> {
     parts.method = Method::from_bytes(method.as_bytes())
         .map_err(|_invalid| RequestError::OriginalRequest("X-Forwarded-Method is no method"))?;
     parts.uri = read_target(&target).ok_or(RequestError::OriginalRequest("X-Forwarded-Uri is no path"))?;
-    if let Some(host) = host {
+    let host = host.as_ref().and_then(|host| element_of_hop([host], hops));
+    if let Some(host) = host.and_then(|host| HeaderValue::from_bytes(host).ok()) {
         fields.insert(header::HOST, host);
     }
     Ok(())
@@ -60,10 +64,11 @@ fn take<const N: usize>(
 
 /// A path with its query.
 fn read_target(value: &HeaderValue) -> Option<Uri> {
-    // `PathAndQuery` accepts a text without a slash at its beginning.
-    let is_path = value.as_bytes().starts_with(b"/");
+    // `PathAndQuery` accepts a text without a slash at its beginning, and drops a fragment.
+    let target =
+        str::from_utf8(value.as_bytes()).ok().filter(|target| target.starts_with('/') && !target.contains('#'))?;
     let mut parts = http::uri::Parts::default();
-    parts.path_and_query = Some(PathAndQuery::try_from(value.as_bytes()).ok().filter(|_| is_path)?);
+    parts.path_and_query = Some(PathAndQuery::try_from(encode_query(target).as_ref()).ok()?);
     Uri::from_parts(parts).ok()
 }
 
@@ -80,7 +85,7 @@ mod tests {
             request = request.header(*name, *value);
         }
         let (mut parts, ()) = request.body(()).unwrap().into_parts();
-        restore_request(&mut parts).map_err(|error| match error {
+        restore_request(&mut parts, 2).map_err(|error| match error {
             RequestError::OriginalRequest(problem) => problem.to_owned(),
             other => panic!("{other}"),
         })?;
@@ -99,6 +104,10 @@ mod tests {
         assert_eq!(
             restore(&[("x-original-method", "GET"), ("x-original-uri", "//a/../b")]),
             restored("GET", "//a/../b", "auth.test")
+        );
+        assert_eq!(
+            restore(&[("x-original-method", "GET"), ("x-original-uri", "/a?\"b\""), ("x-forwarded-host", "a, b ,c")]),
+            restored("GET", "/a?%22b%22", "b")
         );
         assert_eq!(
             restore(&[("x-original-method", "OPTIONS"), ("x-forwarded-uri", "/"), ("x-forwarded-host", "")]),
@@ -128,6 +137,7 @@ mod tests {
             (&[method, ("x-forwarded-uri", "http://a.test/")], "X-Forwarded-Uri is no path"),
             (&[method, ("x-forwarded-uri", "/a b")], "X-Forwarded-Uri is no path"),
             (&[method, ("x-forwarded-uri", "?a")], "X-Forwarded-Uri is no path"),
+            (&[method, ("x-forwarded-uri", "/a#b")], "X-Forwarded-Uri is no path"),
             (&[method, ("x-forwarded-uri", "*")], "X-Forwarded-Uri is no path"),
         ] {
             assert_eq!(restore(fields), Err(error.to_owned()), "{fields:?}");

@@ -32,6 +32,8 @@ pub struct ClientInfo {
     pub address: IpAddr,
     /// Whether the client used https.
     pub is_secure: bool,
+    /// The place of the client in the forwarding header, counted from the end; 0 if it is the peer.
+    pub hops: usize,
     /// The forwarding header that was trusted; `None` if the peer is no trusted proxy.
     pub trusted_header: Option<ForwardedField>,
 }
@@ -47,9 +49,7 @@ impl TrustedProxies {
 
     /// The client of a request about which the proxy `peer` asks. The proxy is trusted without being listed.
     pub fn client_of_proxy(&self, peer: IpAddr, headers: &HeaderMap) -> ClientInfo {
-        let address = self.first_untrusted(peer, x_forwarded_for_addresses(headers));
-        let is_secure = last_x_forwarded_proto(headers).unwrap_or(false);
-        ClientInfo { address, is_secure, trusted_header: Some(ForwardedField::XForwardedFor) }
+        self.client_from_x_forwarded_for(peer, false, headers)
     }
 
     /// The client behind `peer`, by the value of one `X-Forwarded-For`; `None` if the peer is no trusted proxy.
@@ -60,35 +60,33 @@ impl TrustedProxies {
     /// The client of a request that arrived on a connection from `peer`.
     pub fn client(&self, peer: IpAddr, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
         if !self.contains(peer) {
-            return ClientInfo { address: peer, is_secure, trusted_header: None };
+            return ClientInfo { address: peer, is_secure, hops: 0, trusted_header: None };
         }
-        let trusted_header = Some(self.field);
         match self.field {
-            ForwardedField::XForwardedFor => {
-                let address = self.first_untrusted(peer, x_forwarded_for_addresses(headers));
-                let is_secure = last_x_forwarded_proto(headers).unwrap_or(is_secure);
-                ClientInfo { address, is_secure, trusted_header }
-            }
+            ForwardedField::XForwardedFor => self.client_from_x_forwarded_for(peer, is_secure, headers),
             ForwardedField::Forwarded => self.client_from_forwarded(peer, is_secure, headers),
         }
     }
 
     /// The first address from the end of the list that is no trusted proxy. An unreadable hop ends the search.
-    fn first_untrusted(&self, peer: IpAddr, hops: impl Iterator<Item = Option<IpAddr>>) -> IpAddr {
-        let mut client = peer;
-        for hop in hops.take(HOPS_MAX) {
-            let Some(address) = hop else { return client };
-            client = address;
-            if !self.contains(client) {
-                return client;
+    fn client_from_x_forwarded_for(&self, peer: IpAddr, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
+        let trusted_header = Some(ForwardedField::XForwardedFor);
+        let mut client = ClientInfo { address: peer, is_secure, hops: 0, trusted_header };
+        for address in x_forwarded_for_addresses(headers).take(HOPS_MAX).map_while(|hop| hop) {
+            client.address = address;
+            client.hops += 1;
+            if !self.contains(address) {
+                break;
             }
         }
+        let scheme = element_of_hop(headers.get_all(X_FORWARDED_PROTO), client.hops);
+        client.is_secure = scheme.and_then(is_https).unwrap_or(is_secure);
         client
     }
 
-    /// As [`TrustedProxies::first_untrusted`] for `Forwarded`, whose elements also have the scheme.
+    /// As [`TrustedProxies::client_from_x_forwarded_for`] for `Forwarded`, whose elements also have the scheme.
     fn client_from_forwarded(&self, peer: IpAddr, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
-        let mut client = ClientInfo { address: peer, is_secure, trusted_header: Some(self.field) };
+        let mut client = ClientInfo { address: peer, is_secure, hops: 0, trusted_header: Some(self.field) };
         let mut seen = 0;
         for line in headers.get_all(header::FORWARDED).iter().rev() {
             let Some((elements, count)) = last_elements(line.as_bytes()) else { return client };
@@ -97,6 +95,7 @@ impl TrustedProxies {
                 seen += 1;
                 let Some(hop) = hop else { return client };
                 client.address = hop.address;
+                client.hops += 1;
                 client.is_secure = hop.is_secure.unwrap_or(client.is_secure);
                 if !self.contains(client.address) {
                     return client;
@@ -113,15 +112,22 @@ fn x_forwarded_for_addresses(headers: &HeaderMap) -> impl Iterator<Item = Option
 }
 
 fn addresses_from_the_end(line: &[u8]) -> impl Iterator<Item = Option<IpAddr>> {
-    let hops = line.rsplit(|byte| *byte == b',').map(<[u8]>::trim_ascii);
-    // A recipient ignores empty elements of a list (RFC 9110, section 5.6.1).
-    hops.filter(|hop| !hop.is_empty()).map(parse_node)
+    elements_from_end(line).map(parse_node)
 }
 
-/// The scheme of the connection to the nearest proxy.
-fn last_x_forwarded_proto(headers: &HeaderMap) -> Option<bool> {
-    let last = headers.get_all(X_FORWARDED_PROTO).iter().next_back()?.as_bytes();
-    is_https(last.rsplit(|byte| *byte == b',').next().unwrap_or_default().trim_ascii())
+/// The elements of a list, from its end. A recipient ignores empty elements (RFC 9110, section 5.6.1).
+fn elements_from_end(list: &[u8]) -> impl Iterator<Item = &[u8]> {
+    list.rsplit(|byte| *byte == b',').map(<[u8]>::trim_ascii).filter(|element| !element.is_empty())
+}
+
+/// The element of a list of a forwarding field that the proxy next to the client has added. Every proxy appends an element, as to
+/// `X-Forwarded-For`. The first element of a shorter list: some proxies replace the list, or pass it on unchanged.
+pub fn element_of_hop<'a>(
+    lines: impl IntoIterator<Item = &'a HeaderValue, IntoIter: DoubleEndedIterator>,
+    hops: usize,
+) -> Option<&'a [u8]> {
+    let elements = lines.into_iter().rev().map(HeaderValue::as_bytes).flat_map(elements_from_end);
+    elements.take(hops.max(1)).last()
 }
 
 fn is_https(scheme: &[u8]) -> Option<bool> {
@@ -356,6 +362,22 @@ mod tests {
     fn the_scheme_is_that_of_the_trusted_hop() {
         let secure = |by, peer, fields: &[(&'static str, &str)]| found(by, peer, fields).is_secure;
         assert!(secure(ForwardedField::XForwardedFor, PEER, &[("x-forwarded-proto", "http, HTTPS")]));
+        // Each proxy appends its scheme, or the first one alone states it.
+        for (addresses, schemes, is_secure) in [
+            (&["192.0.2.7, 10.1.1.1"][..], &["https,http"][..], true),
+            (&["192.0.2.7, 10.1.1.1"], &["http,https"], false),
+            (&["192.0.2.7, 10.1.1.1"], &["https"], true),
+            (&["192.0.2.7", "10.1.1.1"], &["https", "http"], true),
+            (&["6.6.6.6, 192.0.2.7, 10.1.1.1"], &["https, http,, http"], false),
+            (&["6.6.6.6, 192.0.2.7, 10.1.1.1"], &["http, https, http"], true),
+            (&["192.0.2.7, unknown, 10.1.1.1"], &["https, https, http"], false),
+            (&["192.0.2.7"], &["https, http"], false),
+            (&["192.0.2.7, 10.1.1.1"], &["wss, http"], false),
+        ] {
+            let addresses = addresses.iter().map(|line| ("x-forwarded-for", *line));
+            let fields: Vec<_> = addresses.chain(schemes.iter().map(|line| ("x-forwarded-proto", *line))).collect();
+            assert_eq!(secure(ForwardedField::XForwardedFor, PEER, &fields), is_secure, "{fields:?}");
+        }
         assert!(!secure(ForwardedField::XForwardedFor, PEER, &[("x-forwarded-proto", "https, http")]));
         assert!(!secure(ForwardedField::XForwardedFor, "9.9.9.9", &[("x-forwarded-proto", "https")]));
         assert!(secure(

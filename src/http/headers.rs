@@ -5,9 +5,11 @@
 
 use std::net::IpAddr;
 
+use http::StatusCode;
 use http::header::{self, Entry, HeaderMap, HeaderName, HeaderValue};
 
 use super::forwarded::{ClientInfo, X_FORWARDED_FOR, X_FORWARDED_PROTO};
+use super::http1_head::never_has_body;
 use crate::config::listen::ForwardedField;
 use crate::config::path::byte_set;
 
@@ -177,9 +179,9 @@ fn join_lines<'a>(lines: impl Iterator<Item = &'a HeaderValue>) -> Option<Header
 
 /// Prepares the fields of a response for the client. Returns `false` if the end of the body is ambiguous: only one numeric
 /// Content-Length, or one Transfer-Encoding of `chunked`, is unambiguous (RFC 9112, section 6.3). hyper's
-/// HTTP/2 client accepts more, and the gateway would forward it.
-pub fn forward_response(headers: &mut HeaderMap) -> bool {
-    let (mut special, mut is_framed) = (SpecialFields::default(), false);
+/// HTTP/2 client accepts more, and the gateway would forward it. A response whose status excludes a body only loses the fields.
+pub fn forward_response(headers: &mut HeaderMap, status: StatusCode) -> bool {
+    let (mut special, mut is_framed, mut is_ambiguous) = (SpecialFields::default(), false, false);
     for (name, value) in &*headers {
         let mark = SpecialFields::of_name(name.as_str());
         special = SpecialFields(special.0 | mark.0);
@@ -189,19 +191,23 @@ pub fn forward_response(headers: &mut HeaderMap) -> bool {
                 true => is_content_length(value),
                 false => value.eq_ignore_ascii_case(b"chunked"),
             };
-            if !is_valid || is_framed {
-                return false;
-            }
+            is_ambiguous |= !is_valid || is_framed;
             is_framed = true;
         }
+    }
+    if is_ambiguous {
+        if !never_has_body(status) {
+            return false;
+        }
+        headers.remove(header::CONTENT_LENGTH);
     }
     remove_hop_by_hop(headers, special, &[]);
     true
 }
 
-/// Whether a text is a number of bytes. Numbers of up to 19 digits fit into 64 bits.
+/// Whether a text is a number of bytes. Some clients have 63 bits.
 fn is_content_length(text: &[u8]) -> bool {
-    (1..=19).contains(&text.len()) && text.iter().all(u8::is_ascii_digit)
+    text.iter().all(u8::is_ascii_digit) && str::from_utf8(text).is_ok_and(|digits| digits.parse::<i64>().is_ok())
 }
 
 /// Fields that are processed before the body, beside those of other lists.
@@ -368,10 +374,13 @@ mod tests {
         let mut headers = headers(fields);
         let (special, address) = (SpecialFields::present_in(&headers), address_value(peer.parse().unwrap()));
         let client = match trusted {
-            None => ClientInfo { address: peer.parse().unwrap(), is_secure: false, trusted_header: trusted },
-            Some(_) => {
-                ClientInfo { address: "198.51.100.1".parse().unwrap(), is_secure: true, trusted_header: trusted }
-            }
+            None => ClientInfo { address: peer.parse().unwrap(), is_secure: false, hops: 0, trusted_header: trusted },
+            Some(_) => ClientInfo {
+                address: "198.51.100.1".parse().unwrap(),
+                is_secure: true,
+                hops: 1,
+                trusted_header: trusted,
+            },
         };
         forward_request(&mut headers, special, &address, &client, &[HeaderName::from_static("x-api-key")]);
         headers

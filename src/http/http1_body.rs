@@ -146,7 +146,9 @@ impl BodyDecoder {
     ) -> Result<BodyDecoder, MalformedMessage> {
         let body = if *name == header::CONTENT_LENGTH {
             let digits = Some(value).filter(|value| value.iter().all(u8::is_ascii_digit));
-            digits.and_then(|digits| str::from_utf8(digits).ok()?.parse().ok()).map(BodyDecoder::of_length)
+            // Some servers have 63 bits.
+            let length = digits.and_then(|digits| str::from_utf8(digits).ok()?.parse::<i64>().ok()?.try_into().ok());
+            length.map(BodyDecoder::of_length)
         } else {
             let is_chunked = value.eq_ignore_ascii_case(b"chunked") && version == Version::HTTP_11;
             is_chunked.then(|| BodyDecoder::chunked(trailers_max_bytes))

@@ -7,11 +7,14 @@ use std::mem::MaybeUninit;
 use bytes::{Buf, Bytes};
 use http::header::{self, HeaderName, HeaderValue};
 use http::request::Parts;
+use http::uri::PathAndQuery;
 use http::{Method, Request, Response, StatusCode, Uri, Version};
 use http_body::Body;
+use memchr::memmem;
 
 use super::error::RequestError;
 use super::http1_body::{BodyDecoder, MalformedMessage, has_bare_line_feed, has_element, parse_field, write_field};
+use super::path_normalize::encode_query;
 
 /// The largest response head, or trailer section of a response, that is accepted.
 pub const RESPONSE_HEAD_MAX_BYTES: usize = 64 * 1024;
@@ -84,7 +87,7 @@ impl Framing {
 }
 
 /// Whether responses with this status have no body, whatever their fields say (RFC 9112, section 6.3).
-fn never_has_body(status: StatusCode) -> bool {
+pub fn never_has_body(status: StatusCode) -> bool {
     status.is_informational() || status == StatusCode::NO_CONTENT || status == StatusCode::NOT_MODIFIED
 }
 
@@ -261,7 +264,10 @@ fn parse_with_fields<'r>(
     let version = if head.version == Some(0) { Version::HTTP_10 } else { Version::HTTP_11 };
     let (mut parts, ()) = Request::new(()).into_parts();
     parts.method = Method::from_bytes(method.as_bytes()).map_err(|_invalid| RequestError::Malformed)?;
-    parts.uri = parse_target(received.slice_ref(target.as_bytes()))?;
+    parts.uri = parse_target(target, received)?;
+    if parts.method == Method::OPTIONS {
+        parts.uri = server_wide(parts.uri, target);
+    }
     parts.version = version;
     let mut error = None;
     if target.contains('#') {
@@ -291,10 +297,63 @@ fn parse_with_fields<'r>(
     Ok(Some((RequestHead { parts, body, keeps_alive, expects_continue, takes_trailers, error }, length)))
 }
 
-fn parse_target(target: Bytes) -> Result<Uri, RequestError> {
-    let is_too_long = target.len() > TARGET_MAX_BYTES;
+/// Parses a target that was received in `received`.
+fn parse_target(target: &str, received: &Bytes) -> Result<Uri, RequestError> {
+    if let Ok(uri) = Uri::from_maybe_shared(received.slice_ref(target.as_bytes())) {
+        return Ok(uri);
+    }
+    let encoded = encode_query(target);
+    let is_too_long = encoded.len() > TARGET_MAX_BYTES;
     let error = if is_too_long { RequestError::TargetTooLong } else { RequestError::Malformed };
-    Uri::from_maybe_shared(target).map_err(|_invalid| error)
+    Uri::try_from(encoded.as_ref()).map_err(|_invalid| error)
+}
+
+/// The target of an OPTIONS request. An absolute form without path and query is that of `OPTIONS *` (RFC 9112, section 3.2.4);
+/// `Uri` adds a slash to it.
+fn server_wide(uri: Uri, target: &str) -> Uri {
+    if target.split_once("://").is_none_or(|(_, rest)| rest.contains(['/', '?', '#'])) {
+        return uri;
+    }
+    let mut parts = uri.into_parts();
+    parts.path_and_query = Some(PathAndQuery::from_static("*"));
+    // All three parts are present, so together they form a URI.
+    Uri::from_parts(parts).unwrap_or_default()
+}
+
+/// The first line of a request head that cannot be parsed, as far as it was received.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct FirstLine<'a> {
+    pub method: &'a str,
+    /// Without authority and query, which may hold secrets. Empty if it was not received.
+    pub path: &'a [u8],
+    /// As in the access log; empty if it is unknown.
+    pub protocol: &'static str,
+}
+
+impl FirstLine<'_> {
+    /// `None` if the line does not begin with a method.
+    pub fn parse(received: &[u8]) -> Option<FirstLine<'_>> {
+        let mut lines = received.split(|byte| *byte == b'\n');
+        let line = lines.find(|line| !matches!(*line, b"" | b"\r"))?.trim_ascii_end();
+        let mut words = line.split(|byte| *byte == b' ');
+        let method = words.next()?;
+        let target = words.next().unwrap_or_default();
+        let protocol = match words.next() {
+            Some(b"HTTP/1.1") => "HTTP/1.1",
+            Some(b"HTTP/1.0") => "HTTP/1.0",
+            _ => "",
+        };
+        let method = Method::from_bytes(method).ok().and_then(|_valid| str::from_utf8(method).ok())?;
+        let path = target.split(|byte| matches!(byte, b'?' | b'#')).next().unwrap_or_default();
+        let path = match memmem::find(path, b"://") {
+            Some(at) if !path.starts_with(b"/") => {
+                let authority = &path[at + 3..];
+                authority.iter().position(|byte| *byte == b'/').map_or(&b""[..], |slash| &authority[slash..])
+            }
+            _ => path,
+        };
+        Some(FirstLine { method, path, protocol })
+    }
 }
 
 /// Whether the request line, as far as received, has at least `bytes` bytes because of its target.
@@ -443,6 +502,7 @@ mod tests {
             "Content-Length: 5, 5\r\n",
             "Content-Length: \r\n",
             "Content-Length: 18446744073709551616\r\n",
+            "Content-Length: 9223372036854775808\r\n",
             "Transfer-Encoding: gzip, chunked\r\n",
             "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n",
         ];
@@ -456,6 +516,45 @@ mod tests {
     }
 
     const LIMITS: HeadLimits = HeadLimits { fields: 3, bytes: 100 };
+
+    #[test]
+    fn targets_are_parsed_as_browsers_and_the_rfc_say() {
+        for (line, path, query) in [
+            ("GET /a?b=\"<c>\"", "/a", Some("b=%22%3Cc%3E%22")),
+            ("GET /a?b=%22", "/a", Some("b=%22")),
+            ("GET http://a", "/", None),
+            ("OPTIONS http://a", "*", None),
+            ("OPTIONS *", "*", None),
+            ("OPTIONS http://a/", "/", None),
+            ("OPTIONS http://a?b", "/", Some("b")),
+        ] {
+            let head = request_head(&format!("{line} HTTP/1.1\r\n\r\n")).unwrap().unwrap();
+            assert_eq!((head.parts.uri.path(), head.parts.uri.query()), (path, query), "{line}");
+        }
+        assert_eq!(request_head("GET /<a> HTTP/1.1\r\n\r\n").unwrap_err(), RequestError::Malformed);
+    }
+
+    #[test]
+    fn the_first_line_is_read_as_far_as_it_was_received() {
+        let read = |received: &'static str| {
+            let line = FirstLine::parse(received.as_bytes())?;
+            Some((line.method, str::from_utf8(line.path).unwrap(), line.protocol))
+        };
+        for (received, expected) in [
+            ("GET /a HTTP/1.1\r\nHo", ("GET", "/a", "HTTP/1.1")),
+            ("\r\n\r\nHEAD /a?secret HTTP/1.0\n", ("HEAD", "/a", "HTTP/1.0")),
+            ("GE", ("GE", "", "")),
+            ("GET /a b HTTP/1.1\r\n", ("GET", "/a", "")),
+            ("GET http://user:secret@host/a?b HTTP/1.1\r\n", ("GET", "/a", "HTTP/1.1")),
+            ("GET http://user:secret@host HTTP/1.1\r\n", ("GET", "", "HTTP/1.1")),
+            ("GET /a://b HTTP/2.0\r\n", ("GET", "/a://b", "")),
+        ] {
+            assert_eq!(read(received), Some(expected), "{received:?}");
+        }
+        for received in ["", "\r\n", "\x16\x03\x01", "a(b /"] {
+            assert_eq!(read(received), None, "{received:?}");
+        }
+    }
 
     fn request_head(text: &str) -> Result<Option<RequestHead>, RequestError> {
         parse_request_head(&mut Bytes::copy_from_slice(text.as_bytes()), LIMITS)
@@ -524,8 +623,10 @@ mod tests {
         assert_eq!(request_head(&"x".repeat(100)).unwrap_err(), RequestError::HeadTooLarge);
         let many = format!("GET / HTTP/1.1\r\n{}\r\n", "X: y\r\n".repeat(4));
         assert_eq!(request_head(&many).unwrap_err(), RequestError::HeadTooLarge);
-        let target = Bytes::from(format!("/{}", "x".repeat(TARGET_MAX_BYTES)));
-        assert_eq!(parse_target(target).unwrap_err(), RequestError::TargetTooLong);
+        let target = format!("/{}", "x".repeat(TARGET_MAX_BYTES));
+        let received = Bytes::from(target);
+        let target = str::from_utf8(&received).unwrap();
+        assert_eq!(parse_target(target, &received).unwrap_err(), RequestError::TargetTooLong);
     }
 
     #[test]

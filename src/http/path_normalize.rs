@@ -12,6 +12,25 @@ use crate::config::path::{
     EncodedSlash, PathParameters, PathReading, TrailingSlash, find_ambiguity, is_pchar, push_encoded,
 };
 
+/// A target with `"`, `<` and `>` in its query as `%22`, `%3C` and `%3E`. The URL parser of browsers accepts these characters in
+/// a query, and encodes them (WHATWG URL, section 4.4); `Uri` accepts them only encoded.
+pub fn encode_query(target: &str) -> Cow<'_, str> {
+    let accepted_by_browsers = ['"', '<', '>'];
+    let Some((path, query)) = target.split_once('?').filter(|(_, query)| query.contains(accepted_by_browsers)) else {
+        return Cow::Borrowed(target);
+    };
+    let mut out = format!("{path}?");
+    for character in query.chars() {
+        match character {
+            '"' => out.push_str("%22"),
+            '<' => out.push_str("%3C"),
+            '>' => out.push_str("%3E"),
+            other => out.push(other),
+        }
+    }
+    Cow::Owned(out)
+}
+
 /// Normalizes an absolute path: one that starts with a slash, without a query.
 pub fn normalize(path: &str, reading: PathReading) -> Result<Cow<'_, str>, RequestError> {
     let needs_no_reading = |path: &str| {
@@ -131,6 +150,19 @@ mod tests {
     fn read(path: &str, parameters: PathParameters, trailing_slash: TrailingSlash) -> Result<String, RequestError> {
         let reading = PathReading { encoded_slash: EncodedSlash::Refuse, path_parameters: parameters, trailing_slash };
         normalize(path, reading).map(Cow::into_owned)
+    }
+
+    #[test]
+    fn only_queries_are_encoded() {
+        for (target, encoded) in [
+            ("/a?b=\"<c>\"&d=%22", "/a?b=%22%3Cc%3E%22&d=%22"),
+            ("/?\u{e9}\"?", "/?\u{e9}%22?"),
+            ("/<a>\"", "/<a>\""),
+            ("/<?>", "/<?%3E"),
+        ] {
+            assert_eq!(encode_query(target), encoded);
+        }
+        assert!(matches!(encode_query("/a?b=%22{c}|"), Cow::Borrowed(_)));
     }
 
     #[test]

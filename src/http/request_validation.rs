@@ -15,6 +15,13 @@ use super::headers::SpecialFields;
 use super::websocket_handshake::{self, UpgradeMethod};
 use crate::config::path::byte_set;
 
+/// What the target of a request may name as its scheme: that of the connection, or the one that a trusted proxy reports.
+#[derive(Clone, Copy, Debug)]
+pub struct Schemes {
+    pub is_connection_secure: bool,
+    pub is_client_secure: bool,
+}
+
 /// The result of the validation.
 #[derive(Debug)]
 pub struct ValidatedRequest<'a> {
@@ -27,7 +34,7 @@ pub struct ValidatedRequest<'a> {
 }
 
 /// Validates a request head.
-pub fn validate(parts: &Parts) -> Result<ValidatedRequest<'_>, RequestError> {
+pub fn validate(parts: &Parts, schemes: Schemes) -> Result<ValidatedRequest<'_>, RequestError> {
     if parts.method == Method::CONNECT || parts.method == Method::TRACE {
         let is_extended = websocket_handshake::is_extended_connect(parts);
         return Err(if is_extended { RequestError::UNKNOWN_PROTOCOL } else { RequestError::Method });
@@ -47,7 +54,7 @@ pub fn validate(parts: &Parts) -> Result<ValidatedRequest<'_>, RequestError> {
     }
     let websocket = websocket_handshake::requested_upgrade(parts, special_fields.has(SpecialFields::UPGRADE))?;
     let host = host_field(parts)?;
-    check_target(parts, host.map(|host| host.authority))?;
+    check_target(parts, host.map(|host| host.authority), schemes)?;
     Ok(ValidatedRequest { host: host.map_or(Cow::Borrowed(""), Host::normalized), special_fields, websocket })
 }
 
@@ -178,6 +185,12 @@ pub fn normalized_host(field: &str) -> Option<Cow<'_, str>> {
     parse_host(field).map(Host::normalized)
 }
 
+/// The port in the Host field of a valid request; `None` if there is none.
+pub fn host_port(headers: &HeaderMap) -> Option<&str> {
+    let host = headers.get(header::HOST)?.to_str().ok()?;
+    split_port(host).1.filter(|port| !port.is_empty())
+}
+
 /// The host of a request, as received.
 #[derive(Clone, Copy)]
 struct Host<'a> {
@@ -248,22 +261,27 @@ fn split_port(authority: &str) -> (&str, Option<&str>) {
     }
 }
 
-/// Origin form, or absolute form that names the same host; `*` for OPTIONS.
-fn check_target(parts: &Parts, host: Option<&str>) -> Result<(), RequestError> {
+/// Origin form, or absolute form that names the same scheme and host; `*` for OPTIONS.
+fn check_target(parts: &Parts, host: Option<&str>, schemes: Schemes) -> Result<(), RequestError> {
     let uri = &parts.uri;
-    if uri.path() == "*" && parts.method == Method::OPTIONS {
-        return Ok(());
-    }
-    if !uri.path().starts_with('/') {
+    let is_server_wide = uri.path() == "*" && parts.method == Method::OPTIONS;
+    if !is_server_wide && !uri.path().starts_with('/') {
         return Err(RequestError::Target("the request target is not a path"));
     }
     // The Host of a translated HTTP/2 request is its authority.
     let Some(authority) = uri.authority().filter(|_| parts.version != Version::HTTP_2) else { return Ok(()) };
-    match uri.scheme_str() {
-        Some("http") if host.is_none_or(|host| is_same_authority(authority.as_str(), host, "80")) => Ok(()),
-        Some("http") => Err(RequestError::Host("the Host field is not the host of the request target")),
-        Some(_) | None => Err(RequestError::Target("the request target is of another scheme")),
+    let (is_secure, port) = match uri.scheme_str() {
+        Some("http") => (false, "80"),
+        Some("https") => (true, "443"),
+        Some(_) | None => return Err(RequestError::Target("the request target is of another scheme")),
+    };
+    if ![schemes.is_connection_secure, schemes.is_client_secure].contains(&is_secure) {
+        return Err(RequestError::Target("the scheme of the request target is not that of the connection"));
     }
+    if host.is_some_and(|host| !is_same_authority(authority.as_str(), host, port)) {
+        return Err(RequestError::Host("the Host field is not the host of the request target"));
+    }
+    Ok(())
 }
 
 /// Whether two authorities name the same host and port; `port` is the default.
@@ -281,9 +299,27 @@ mod tests {
     use super::*;
     use http::Request;
 
+    const CLEARTEXT: Schemes = Schemes { is_connection_secure: false, is_client_secure: false };
+
     fn validated_host(request: http::request::Builder) -> Result<String, RequestError> {
         let (parts, ()) = request.body(()).unwrap().into_parts();
-        validate(&parts).map(|request| request.host.into_owned())
+        validate(&parts, CLEARTEXT).map(|request| request.host.into_owned())
+    }
+
+    /// RFC 9112, section 3.2.2.
+    #[test]
+    fn the_absolute_form_names_the_scheme_of_the_connection_or_of_the_client() {
+        let is_valid = |target: &str, host: &str, is_connection_secure, is_client_secure| {
+            let (parts, ()) = Request::get(target).header("host", host).body(()).unwrap().into_parts();
+            validate(&parts, Schemes { is_connection_secure, is_client_secure }).is_ok()
+        };
+        for (connection, client) in [(false, false), (false, true), (true, false), (true, true)] {
+            assert_eq!(is_valid("http://a/b", "a", connection, client), !connection || !client);
+            assert_eq!(is_valid("https://a/b", "a", connection, client), connection || client);
+            assert!(is_valid("/b", "a", connection, client));
+        }
+        assert!(is_valid("https://a:443/", "a", true, true) && !is_valid("https://a:80/", "a", true, true));
+        assert!(!is_valid("https://b/", "a", true, true));
     }
 
     #[test]
@@ -355,7 +391,7 @@ mod tests {
         let translated = |request: http::request::Builder| {
             let (mut parts, ()) = request.version(Version::HTTP_10).body(()).unwrap().into_parts();
             translate(&mut parts)?;
-            let host = validate(&parts)?.host.into_owned();
+            let host = validate(&parts, CLEARTEXT)?.host.into_owned();
             Ok((host, parts.headers.get("host").map(|host| host.to_str().unwrap().to_owned())))
         };
         let expected = |host: &str, field: &str| Ok((host.to_owned(), Some(field.to_owned())));
@@ -373,7 +409,7 @@ mod tests {
         let translated = |request: http::request::Builder| {
             let (mut parts, ()) = request.version(Version::HTTP_2).body(()).unwrap().into_parts();
             translate(&mut parts)?;
-            validate(&parts).map(|request| request.host.into_owned())?;
+            validate(&parts, CLEARTEXT).map(|request| request.host.into_owned())?;
             let fields = |name| parts.headers.get_all(name).iter().map(|value| value.to_str().unwrap().to_owned());
             Ok((fields("host").collect::<Vec<_>>().join("|"), fields("cookie").collect::<Vec<_>>().join("|")))
         };

@@ -597,11 +597,13 @@ pub fn not_ready_response(body: String) -> LocalResponse {
     response(StatusCode::SERVICE_UNAVAILABLE, TEXT, body)
 }
 
-/// A response in HTTP/1.1 syntax, after which the connection is closed.
-pub fn http1_bytes(response: &LocalResponse, date: &HeaderValue) -> Bytes {
+/// A response in HTTP/1.1 syntax, after which the connection is closed. `is_head`: to a HEAD request.
+pub fn http1_bytes(response: &LocalResponse, is_head: bool, date: &HeaderValue) -> Bytes {
     let (mut out, framing) = (Vec::new(), Framing::Length(response.body().len() as u64));
     http1_head::write_response_head(response, framing, Version::HTTP_11, false, date, &mut out);
-    out.extend_from_slice(response.body());
+    if !is_head {
+        out.extend_from_slice(response.body());
+    }
     Bytes::from(out)
 }
 

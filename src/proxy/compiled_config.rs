@@ -204,7 +204,7 @@ impl CompiledConfig {
     /// The client of a request that arrived from `peer`: the peer, or the client that a trusted proxy names.
     pub fn identify_client(&self, peer: IpAddr, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
         match &self.trusted_proxies {
-            None => ClientInfo { address: peer, is_secure, trusted_header: None },
+            None => ClientInfo { address: peer, is_secure, hops: 0, trusted_header: None },
             Some(trusted_proxies) => trusted_proxies.client(peer, is_secure, headers),
         }
     }

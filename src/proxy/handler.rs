@@ -30,6 +30,7 @@ use crate::http::forwarded::ClientInfo;
 use crate::http::headers::SpecialFields;
 use crate::http::key_source::RequestAttributes;
 use crate::http::ratelimit_headers::RateLimitFields;
+use crate::http::request_validation::Schemes;
 use crate::http::responses::LocalResponse;
 use crate::http::route_actions::{AppliedActions, TemplateVariables};
 use crate::http::router::RouteQuery;
@@ -130,7 +131,7 @@ pub fn handle(
         false => (config.compiled.identify_client(address, is_secure, &parts.headers), Ok(())),
         true => {
             let client = config.compiled.identify_client_of_proxy(address, &parts.headers);
-            (client, forward_auth::restore_request(&mut parts))
+            (client, forward_auth::restore_request(&mut parts, client.hops))
         }
     };
     let mut record = RequestRecord::new(worker, &config, &client, &parts, now);
@@ -230,7 +231,11 @@ fn decide(
     if parts.version != Version::HTTP_11 {
         request_validation::translate(parts)?;
     }
-    let validated = request_validation::validate(parts)?;
+    let schemes = Schemes {
+        is_connection_secure: request_context.peer.connection.is_secure,
+        is_client_secure: request_context.client.is_secure,
+    };
+    let validated = request_validation::validate(parts, schemes)?;
     if let Some(error) = head_error {
         return Err(error);
     }

@@ -20,6 +20,7 @@ use crate::config::upstream::{Server, Target as ConfiguredTarget};
 use crate::http::client_plans::ClientId;
 use crate::http::error::RequestError;
 use crate::http::forwarded::ClientInfo;
+use crate::http::http1_head::FirstLine;
 use crate::http::key_source::RequestAttributes;
 use crate::http::request_id::{RequestId, X_REQUEST_ID};
 use crate::http::responses::{self, CLIENT_CLOSED_REQUEST};
@@ -563,7 +564,13 @@ pub fn record_refusal(config: &WorkerConfig, route: Option<usize>, rules_index: 
 }
 
 /// Counts and logs a response without a request: for a malformed, oversized or late head, or for a connection over the limit.
-pub fn record_rejected_head(worker: &WorkerState, peer: IpAddr, error: &RequestError) {
+/// `first_line`: what the head says, as far as it was received.
+pub fn record_rejected_head(
+    worker: &WorkerState,
+    peer: IpAddr,
+    error: &RequestError,
+    first_line: Option<FirstLine<'_>>,
+) {
     worker.metrics.request_error(error.kind_index());
     let config = worker.config();
     let status = responses::error_status(error).as_u16();
@@ -574,6 +581,7 @@ pub fn record_rejected_head(worker: &WorkerState, peer: IpAddr, error: &RequestE
     if config.access_log.is_some() {
         let mut entry = LogEntry::new(worker.clock.now().unix_ms, peer);
         (entry.status, entry.error) = (status, Some(error.to_string()));
+        entry.request = first_line.map(logged_first_line);
         write_entry(worker, &config, &entry);
     }
 }
@@ -588,6 +596,20 @@ fn readable(value: &HeaderValue) -> String {
     truncate(&String::from_utf8_lossy(value.as_bytes())).to_owned()
 }
 
+/// What the access log says of a head that cannot be parsed.
+fn logged_first_line(line: FirstLine<'_>) -> LoggedRequest {
+    LoggedRequest {
+        request_id: None,
+        trace_id: None,
+        method: truncate(line.method).to_owned(),
+        host: None,
+        path: truncate(&String::from_utf8_lossy(line.path)).to_owned(),
+        protocol: line.protocol,
+        user_agent: None,
+        referrer: None,
+    }
+}
+
 /// What the access log says of the head. Queries are left out, because they may hold secrets.
 fn logged_request(parts: &Parts, request_id: &RequestId, span: Option<&SpanContext>) -> LoggedRequest {
     let field = |name| parts.headers.get(name).map(readable);
@@ -596,7 +618,7 @@ fn logged_request(parts: &Parts, request_id: &RequestId, span: Option<&SpanConte
     let received_trace_id = || TraceParent::of(&parts.headers).map(|parent| parent.trace_id);
     let trace_id = span.map(|span| span.trace_id).or_else(received_trace_id);
     LoggedRequest {
-        request_id: readable(&request_id.to_value()),
+        request_id: Some(readable(&request_id.to_value())),
         trace_id: trace_id.map(|id| format!("{id:032x}")),
         method: truncate(parts.method.as_str()).to_owned(),
         host: field(header::HOST).or_else(authority),

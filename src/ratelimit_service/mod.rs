@@ -89,7 +89,7 @@ impl RatelimitService {
             ResponseFuture::Done(Some(response.map(|bytes| ResponseBody::unrecorded(Content::from(bytes)))))
         };
         if let Some(error) = error {
-            record_rejected_head(worker, peer.connection.address, &error);
+            record_rejected_head(worker, peer.connection.address, &error, None);
             return local(responses::error_response(&error));
         }
         if ErrorFormat::of(&parts) != ErrorFormat::Grpc {

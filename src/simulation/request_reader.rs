@@ -14,7 +14,7 @@ use crate::config::Config;
 use crate::http::client_plans::{ClientId, ClientLookup};
 use crate::http::error::RequestError;
 use crate::http::key_source::RequestAttributes;
-use crate::http::path_normalize;
+use crate::http::path_normalize::{self, encode_query};
 use crate::http::request_validation::{is_valid_method, normalized_host};
 use crate::http::router::RouteQuery;
 use crate::http::store_key_text::KeyDigester;
@@ -142,9 +142,10 @@ impl RequestReader {
         let path = path_normalize::normalize(path, self.compiled.config.path_reading);
         let uri = match self.reads_query {
             true if line.query.len > 0 => {
-                Uri::try_from([path_and_query.as_bytes(), b"?", line.query.of(text)].concat()).ok()
+                let query = std::str::from_utf8(line.query.of(text)).ok();
+                query.and_then(|query| encode_query(&format!("{path_and_query}?{query}")).parse().ok())
             }
-            true if !query.is_empty() => path_and_query.parse().ok(),
+            true if !query.is_empty() => encode_query(path_and_query).parse().ok(),
             _ => Some(Uri::from_static("/")),
         };
         let (Some(host), Ok(path), Some(uri)) = (host, path, uri) else { return Err(Unplayed::Rejected) };

@@ -169,7 +169,7 @@ fn add_request(attributes: &mut Attributes, request: &LoggedRequest, scheme: &'s
     let version = request.protocol.trim_start_matches("HTTP/");
     attributes.add("network.protocol.version", if version == "2.0" { "2" } else { version });
     attributes.add_some("user_agent.original", request.user_agent.clone());
-    attributes.add("transom.request_id", request.request_id.clone());
+    request.request_id.iter().for_each(|id| attributes.add("transom.request_id", id.clone()));
 }
 
 fn client_attributes(attempt: UpstreamAttempt, method: &str, upstream: &str, resends: usize) -> Vec<KeyValue> {
@@ -218,7 +218,7 @@ mod tests {
 
     fn request(method: &str, host: &str, protocol: &'static str) -> LoggedRequest {
         LoggedRequest {
-            request_id: "id".to_owned(),
+            request_id: Some("id".to_owned()),
             trace_id: None,
             method: method.to_owned(),
             host: Some(host.to_owned()),

@@ -340,7 +340,8 @@ impl Forwarder {
     ) -> NextStep {
         let is_switched = forwarding.traits.is_upgrade && websocket_handshake::accepts_websocket(&response);
         let is_switch = websocket_handshake::is_switching_protocols(&response);
-        let violation = match headers::forward_response(response.headers_mut()) {
+        let status = response.status();
+        let violation = match headers::forward_response(response.headers_mut(), status) {
             false => Some("its Content-Length or Transfer-Encoding is malformed, or there are several"),
             true if is_switch && !is_switched => Some("it switched protocols without a request to do so"),
             true => None,

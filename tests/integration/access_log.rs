@@ -160,6 +160,31 @@ fn every_response_of_the_gateway_is_counted_and_logged() {
     assert_counted_and_logged("[timeouts]\nrequest_head = \"500ms\"\n", &[late]);
 }
 
+/// As far as it was read, and without what may be secret.
+#[test]
+fn the_first_line_of_a_head_that_cannot_be_parsed_is_logged() {
+    let logging = LoggingGateway::start(&one_rule("key = \"ip\"\nwindows = [\"1000/366d\"]"));
+    let long = format!("POST /{} HTTP/1.1\r\nHost: a\r\n\r\n", "x".repeat(70_000));
+    let cases = [
+        ("PUT /a?secret=1 HTTP/1.0\r\nno field\r\n\r\n", 400, "PUT", "/a", "HTTP/1.0"),
+        ("GET http://u:secret@a/b\u{1} HTTP/1.1\r\n\r\n", 400, "GET", "/b\u{1}", "HTTP/1.1"),
+        (&long, 414, "POST", &format!("/{}", "x".repeat(2047)), ""),
+        ("\u{16}\u{3}\u{1} /a", 400, "", "", ""),
+    ];
+    for (bytes, status, ..) in cases {
+        let mut client = logging.gateway.client();
+        client.send_if_open(bytes);
+        client.send_if_open("\r\n\r\n").read_response().expect(status);
+    }
+    for (line, (_, status, method, path, protocol)) in logging.lines(cases.len()).iter().zip(cases) {
+        let text = |name: &str| line[name].as_str().unwrap_or_default().to_owned();
+        assert_eq!(line["status"], status);
+        assert_eq!((text("method"), text("path")), (method.to_owned(), path.to_owned()));
+        assert!(protocol.is_empty() || text("protocol") == protocol, "{line}");
+        assert!(!line.to_string().contains("secret"), "{line}");
+    }
+}
+
 #[test]
 fn a_connection_refused_with_a_response_is_counted_and_logged() {
     let scratch = TempDir::new();

@@ -375,6 +375,7 @@ fn a_malformed_request_is_an_error_of_its_stream_alone() {
         ("an empty method", with(":method", "")),
         ("a target with a space", with(":path", "/a b")),
         ("a target with a line feed", with(":path", "/a\n")),
+        ("a fragment in a target", with(":path", "/a#b")),
         ("a second method", plus(&header_block(&[(":method", "GET")]))),
         ("no method", pseudo(&all[1..])),
         ("connection", field("connection", "close")),

@@ -2,6 +2,7 @@
 //! is then closed, and reach no upstream and no counter; valid requests arrive as meant.
 
 use crate::support::client::request;
+use crate::support::forward_all;
 use crate::support::gateway::Gateway;
 use crate::support::ratelimit_parser::remaining;
 use crate::support::upstream::Upstream;
@@ -278,4 +279,18 @@ fn floods_of_empty_lines_end_the_connection() {
         client.shutdown_write();
         client.expect_closed();
     }
+}
+
+/// Browsers encode these characters, and old clients send them as they are.
+#[test]
+fn quotes_and_angle_brackets_in_a_query_are_encoded() {
+    let upstream = Upstream::always(200);
+    let rule = "[rules.r]\nkey = \"query:q\"\non_missing_key = \"refuse\"\nwindows = [\"2/day\"]\n";
+    let toml = forward_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
+    let gateway = Gateway::start(&toml);
+    let encoded = "/a?q=%22%3Cx%3E%22";
+    gateway.get("/a?q=\"<x>\"").expect(200);
+    gateway.get(encoded).expect(200);
+    gateway.get("/a?q=%22<x>\"").expect(429);
+    assert!(upstream.received().iter().all(|request| request.target == encoded), "{:?}", upstream.received());
 }

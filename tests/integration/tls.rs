@@ -55,6 +55,16 @@ fn requests_are_served_and_the_upstream_sees_the_scheme() {
     assert!(metrics.sum("transom_certificate_expiry_timestamp_seconds", &[]) > 1_800_000_000);
 }
 
+/// RFC 9112, section 3.2.2.
+#[test]
+fn the_absolute_form_names_the_scheme_of_the_connection() {
+    let (_scratch, authority, _, gateway) = setup("");
+    let mut client = TlsClient::trusting(&authority).connect(gateway.https_addresses()[0], "a.test");
+    client.send("GET https://a.test/a HTTP/1.1\r\nHost: a.test:443\r\n\r\n");
+    assert_eq!(client.read_response().expect(200).json()["path"], "/a");
+    client.send("GET http://a.test/a HTTP/1.1\r\nHost: a.test\r\n\r\n").read_response().expect(400).problem();
+}
+
 #[test]
 fn large_bodies_are_forwarded_over_tls() {
     let upstream = Upstream::responding(|received| crate::support::upstream::reply(200, &[], &received.body));

@@ -57,6 +57,25 @@ fn the_last_untrusted_hop_is_counted() {
     assert_eq!(remaining(&gateway.get_with("/a", &[("Forwarded", "for=192.0.2.50")]).expect(200), "r"), 97);
 }
 
+/// Each proxy appends its scheme. The scheme of the last one would redirect for ever.
+#[test]
+fn the_scheme_is_that_of_the_client_behind_two_proxies() {
+    let to_https = "[[routes]]\nscheme = \"http\"\npath = \"/{*rest}\"\nredirect = { to = \"https://{host}{uri}\" }\n";
+    let gateway = Gateway::start(&(counted_by_ip(TRUSTED, echo()) + to_https));
+    let status = |addresses, schemes| {
+        gateway.get_with("/a", &[("X-Forwarded-For", addresses), ("X-Forwarded-Proto", schemes)]).status
+    };
+    assert_eq!(status("192.0.2.7, 10.0.0.1", "https,http"), 200);
+    assert_eq!(status("192.0.2.7, 10.0.0.1", "https"), 200);
+    assert_eq!(status("192.0.2.7, 10.0.0.1", "http, https"), 308);
+    assert_eq!(status("192.0.2.7", "https, http"), 308);
+    // The target may name the scheme of the client too.
+    let mut client = gateway.client();
+    let absolute = "GET https://a/a HTTP/1.1\r\nHost: a\r\nX-Forwarded-For: 192.0.2.7\r\n";
+    client.send(format!("{absolute}X-Forwarded-Proto: https\r\n\r\n")).read_response().expect(200);
+    client.send(format!("{absolute}\r\n")).read_response().expect(400).problem();
+}
+
 #[test]
 fn forwarded_is_used_if_configured() {
     let gateway = Gateway::start(&counted_by_ip(&format!("{TRUSTED}\nforwarded = \"forwarded\""), echo()));

@@ -148,11 +148,13 @@ fn options_asterisk_is_answered_by_the_gateway() {
         (response.field("allow"), response.body.len()),
         (Some("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"), 0)
     );
+    // The same in absolute form (RFC 9112, section 3.2.4).
+    client.request("OPTIONS", &format!("http://{HOST}"), &[], b"").expect(200);
     client.request("GET", "*", &[], b"").expect(400).problem();
     let mut streams = RawHttp2::connect(gateway.http);
     streams.send(frame(HEADERS, END_STREAM | END_HEADERS, 1, &http2_client::request_block("OPTIONS", "*")));
     assert_eq!(streams.read_status(1), STATUS_200);
-    eventually_eq(|| gateway.metrics().sum("transom_requests_total", &[("code", "200")]), 2);
+    eventually_eq(|| gateway.metrics().sum("transom_requests_total", &[("code", "200")]), 3);
     assert_eq!(upstream.connections(), 0);
 }
 

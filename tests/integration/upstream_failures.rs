@@ -58,14 +58,27 @@ fn a_malformed_response_is_502() {
         b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
-        b"HTTP/1.1 304 Not Modified\r\nContent-Length: 5, 5\r\n\r\n",
-        b"HTTP/1.1 204 No Content\r\nContent-Length: 0\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 9223372036854775808\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nX: \0\r\nContent-Length: 0\r\n\r\n",
         b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
     ] {
         let response = response_to_script(script);
         assert_eq!(response.status, 502, "{:?}: {}", String::from_utf8_lossy(script), response.text());
         response.problem();
+    }
+}
+
+/// There is no body, so its length does not matter.
+#[test]
+fn a_malformed_length_of_a_response_without_a_body_is_dropped() {
+    for (script, status) in [
+        (&b"HTTP/1.1 304 Not Modified\r\nContent-Length: 5, 5\r\n\r\n"[..], 304),
+        (b"HTTP/1.1 304 Not Modified\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n", 304),
+        (b"HTTP/1.1 204 No Content\r\nContent-Length: 0\r\nContent-Length: 1\r\n\r\n", 204),
+        (b"HTTP/1.1 204 No Content\r\nContent-Length: x\r\n\r\n", 204),
+    ] {
+        let response = response_to_script(script).expect(status);
+        assert_eq!((response.field("content-length"), response.field("transfer-encoding")), (None, None));
     }
 }
 

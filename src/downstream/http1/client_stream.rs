@@ -18,7 +18,7 @@ use tokio::task::unconstrained;
 
 use crate::http::error::RequestError;
 use crate::http::http1_body::BodyDecoder;
-use crate::http::http1_head::{HeadLimits, RequestHead, may_complete_head, parse_request_head};
+use crate::http::http1_head::{FirstLine, HeadLimits, RequestHead, may_complete_head, parse_request_head};
 use crate::http1_stream::{Http1Stream, Outgoing, READ_HEAD_BYTES};
 use crate::io_stream::IoStream;
 use crate::timer::{Timer, Timers};
@@ -121,6 +121,11 @@ impl ClientStream {
     /// Whether a head has begun, other than with empty lines, and is not complete.
     pub fn is_in_head(&self) -> bool {
         self.state.borrow().stream.received.iter().any(|byte| !matches!(byte, b'\r' | b'\n'))
+    }
+
+    /// Calls `read` with the first line of a head that is not complete or cannot be parsed.
+    pub fn with_first_line<R>(&self, read: impl FnOnce(Option<FirstLine<'_>>) -> R) -> R {
+        read(FirstLine::parse(&self.state.borrow().stream.received))
     }
 
     /// Begins a request with this body.

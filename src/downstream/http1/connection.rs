@@ -166,11 +166,13 @@ impl<'d> ClientConnection<'d> {
 
     fn reject_head(&self, error: &RequestError) {
         self.record_rejected_head(error);
-        self.stream.try_send(&responses::http1_bytes(&responses::error_response(error), &self.worker.date()));
+        let is_head = self.stream.with_first_line(|line| line.is_some_and(|line| line.method == "HEAD"));
+        self.stream.try_send(&responses::http1_bytes(&responses::error_response(error), is_head, &self.worker.date()));
     }
 
     fn record_rejected_head(&self, error: &RequestError) {
-        request_record::record_rejected_head(&self.worker, self.peer.connection.address, error);
+        let address = self.peer.connection.address;
+        self.stream.with_first_line(|line| request_record::record_rejected_head(&self.worker, address, error, line));
     }
 
     fn begin_request(&self, head: RequestHead) -> Phase {

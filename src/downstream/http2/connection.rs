@@ -209,7 +209,7 @@ struct OpenHead {
 impl Drop for OpenHead {
     fn drop(&mut self) {
         if self.monitor.is_in_head() {
-            request_record::record_rejected_head(&self.worker, self.address, &self.error);
+            request_record::record_rejected_head(&self.worker, self.address, &self.error, None);
         }
     }
 }

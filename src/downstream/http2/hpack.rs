@@ -361,13 +361,13 @@ impl FieldKind {
         }
     }
 
-    /// Whether h2 accepts the value.
+    /// Whether h2 and the gateway accept the value.
     fn accepts(self, value: &[u8]) -> bool {
         match self {
             FieldKind::Method => Method::from_bytes(value).is_ok(),
-            FieldKind::Authority | FieldKind::Path | FieldKind::Scheme | FieldKind::Protocol => {
-                str::from_utf8(value).is_ok()
-            }
+            // h2 drops a fragment, which no client sends (RFC 9113, section 8.3.1); over HTTP/1.1 it gets 400.
+            FieldKind::Path => str::from_utf8(value).is_ok() && !value.contains(&b'#'),
+            FieldKind::Authority | FieldKind::Scheme | FieldKind::Protocol => str::from_utf8(value).is_ok(),
             FieldKind::Te => value == b"trailers",
             FieldKind::Invalid => false,
             // No control characters except tab.
@@ -507,6 +507,7 @@ mod tests {
             ("cookie", "a=\x01"),
             (":method", "G T"),
             (":method", ""),
+            (":path", "/a#b"),
         ] {
             for first in [0x00, 0x10, 0x40] {
                 let mut scanner = HpackScanner::new(LIMITS);

@@ -121,7 +121,7 @@ impl Streams {
     /// Records requests that were rejected before they could be handled: with 431 by h2, or with a reset.
     pub fn record_rejected(&self) {
         let StreamContext { worker, connection, monitor, .. } = &*self.shared;
-        let record = |error| request_record::record_rejected_head(worker, connection.address, error);
+        let record = |error| request_record::record_rejected_head(worker, connection.address, error, None);
         (0..monitor.take_unrecorded_rejections()).for_each(|_| record(&RequestError::HeadTooLarge));
         for code in monitor.take_reset_codes() {
             record(match Reason::from(code) {
