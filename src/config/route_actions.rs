@@ -349,6 +349,8 @@ fn is_safe_location(Template(parts): &Template) -> bool {
     // Stand for text of the client: any text, and text without a slash. Literals contain no control characters.
     const ANY: char = '\u{1}';
     const SEGMENT: char = '\u{2}';
+    // Host and port, beside which nothing else belongs.
+    const AUTHORITY: char = '\u{3}';
     let mut example = String::new();
     for part in parts {
         match part {
@@ -356,6 +358,7 @@ fn is_safe_location(Template(parts): &Template) -> bool {
             TemplatePart::Literal(_) => return false,
             TemplatePart::Variable(Variable::Scheme) => example += "https",
             TemplatePart::Variable(Variable::Host) => example += "host",
+            TemplatePart::Variable(Variable::Authority) => example.push(AUTHORITY),
             // A path has no second slash behind the first.
             TemplatePart::Variable(Variable::Path | Variable::Uri) if example.is_empty() => {
                 example.extend(['/', SEGMENT])
@@ -368,7 +371,7 @@ fn is_safe_location(Template(parts): &Template) -> bool {
     match example.strip_prefix("https://").or_else(|| example.strip_prefix("http://")) {
         Some(rest) => {
             let authority = rest.split(['/', '?', '#']).next().unwrap_or_default();
-            !authority.is_empty() && !authority.contains([ANY, SEGMENT])
+            authority.chars().eq([AUTHORITY]) || !authority.is_empty() && !authority.contains([ANY, SEGMENT, AUTHORITY])
         }
         // A second slash would start a host.
         None => example.strip_prefix('/').is_some_and(|rest| !rest.starts_with(['/', ANY])),

@@ -22,6 +22,8 @@ pub enum Variable {
     Scheme,
     /// Lower case, without port.
     Host,
+    /// As `Host`, with the port that the request names.
+    Authority,
     Method,
     /// Normalized.
     Path,
@@ -35,10 +37,11 @@ pub enum Variable {
     Param(usize),
 }
 
-const VARIABLES: [(&str, Variable); 8] = [
+const VARIABLES: [(&str, Variable); 9] = [
     ("client_ip", Variable::ClientIp),
     ("scheme", Variable::Scheme),
     ("host", Variable::Host),
+    ("authority", Variable::Authority),
     ("method", Variable::Method),
     ("path", Variable::Path),
     ("query", Variable::Query),
@@ -50,9 +53,10 @@ const VARIABLES: [(&str, Variable); 8] = [
 const PARAM: &str = "param.";
 
 /// Variables here, and variables of nginx with the same value.
-const NGINX: [(&str, &[&str]); 7] = [
+const NGINX: [(&str, &[&str]); 8] = [
     ("{client_ip}", &["remote_addr", "binary_remote_addr"]),
-    ("{host}", &["host", "http_host", "server_name"]),
+    ("{host}", &["host", "server_name"]),
+    ("{authority}", &["http_host"]),
     ("{method}", &["request_method"]),
     ("{scheme}", &["scheme"]),
     ("{path}", &["uri", "document_uri"]),

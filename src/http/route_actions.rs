@@ -12,6 +12,7 @@ use http::{Method, Uri};
 use super::error::RequestError;
 use super::key_source::RequestAttributes;
 use super::ratelimit_headers::is_rate_limit_field;
+use super::request_validation::host_port;
 use super::responses::{self, LocalResponse};
 use crate::config::limits::Timeouts;
 use crate::config::path::{PathPattern, Segment};
@@ -69,6 +70,8 @@ pub struct TemplateVariables<'a> {
     pub is_secure: bool,
     /// Lower case, without port; empty if an HTTP/1.0 request names no host.
     pub host: &'a str,
+    /// The fields of the request.
+    pub headers: &'a HeaderMap,
     pub method: &'a Method,
     /// Normalized.
     pub path: &'a str,
@@ -142,7 +145,7 @@ impl RouteActions {
             None => None,
             Some(DirectResponse::Respond(response)) => Some(response.clone()),
             Some(DirectResponse::Redirect { to, status }) => {
-                if variables.host.is_empty() && to.0.contains(&TemplatePart::Variable(Variable::Host)) {
+                if variables.host.is_empty() && names_host(to) {
                     return Err(RequestError::Host("the Host field is missing"));
                 }
                 let location = variables.render(to).ok_or(RequestError::Target("the request target is malformed"))?;
@@ -253,10 +256,15 @@ impl PathRewrite {
     }
 }
 
+/// Whether a template has the host of the request.
+fn names_host(Template(parts): &Template) -> bool {
+    parts.iter().any(|part| matches!(part, TemplatePart::Variable(Variable::Host | Variable::Authority)))
+}
+
 impl<'a> TemplateVariables<'a> {
     pub fn of(request: &RequestAttributes<'a>, is_secure: bool) -> TemplateVariables<'a> {
-        let RequestAttributes { address: client, host, method, path, params, uri, route, .. } = *request;
-        TemplateVariables { client, is_secure, host, method, path, uri, route, params }
+        let RequestAttributes { address: client, host, headers, method, path, params, uri, route, .. } = *request;
+        TemplateVariables { client, is_secure, host, headers, method, path, uri, route, params }
     }
 
     fn param(&self, position: usize) -> &str {
@@ -278,6 +286,13 @@ impl<'a> TemplateVariables<'a> {
                 Variable::ClientIp => out.push_str(&self.client.to_canonical().to_string()),
                 Variable::Scheme => out.push_str(if self.is_secure { "https" } else { "http" }),
                 Variable::Host => out.push_str(self.host),
+                Variable::Authority => {
+                    out.push_str(self.host);
+                    if let Some(port) = host_port(self.headers) {
+                        out.push(':');
+                        out.push_str(port);
+                    }
+                }
                 Variable::Method => out.push_str(self.method.as_str()),
                 Variable::Path => out.push_str(self.path),
                 Variable::Query => out.push_str(self.uri.query().unwrap_or_default()),

@@ -124,6 +124,25 @@ redirect = { to = \"https://www.example.com{uri}\", status = 301 }
     client.get("/x").expect(429);
 }
 
+/// A redirect within a site that does not use the default port.
+#[test]
+fn the_authority_of_a_redirect_has_the_port_of_the_request() {
+    let gateway = Gateway::start(
+        "[[routes]]\npath = \"/old/{*rest}\"\nredirect = { to = \"{scheme}://{authority}/new/{param.rest}\" }\n",
+    );
+    for (host, authority) in [
+        ("Shop.test.:8080", "shop.test:8080"),
+        ("shop.test", "shop.test"),
+        ("shop.test:", "shop.test"),
+        ("[::1]:81", "[::1]:81"),
+    ] {
+        let mut client = gateway.client();
+        client.send(format!("GET /old/a HTTP/1.1\r\nHost: {host}\r\n\r\n"));
+        let response = client.read_response().expect(308);
+        assert_eq!(response.field("location"), Some(format!("http://{authority}/new/a").as_str()));
+    }
+}
+
 #[test]
 fn fixed_responses_need_no_upstream() {
     let gateway = Gateway::start(
