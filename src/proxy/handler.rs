@@ -113,6 +113,12 @@ struct RequestContext<'a> {
     now: Timestamp,
 }
 
+impl RequestContext<'_> {
+    fn schemes(&self) -> Schemes {
+        Schemes { is_connection_secure: self.peer.connection.is_secure, is_client_secure: self.client.is_secure }
+    }
+}
+
 /// Handles a request up to the head of its response. `head_error`: an error of the head that its fields do not show.
 pub fn handle(
     worker: &Rc<WorkerState>,
@@ -231,11 +237,7 @@ fn decide(
     if parts.version != Version::HTTP_11 {
         request_validation::translate(parts)?;
     }
-    let schemes = Schemes {
-        is_connection_secure: request_context.peer.connection.is_secure,
-        is_client_secure: request_context.client.is_secure,
-    };
-    let validated = request_validation::validate(parts, schemes)?;
+    let validated = request_validation::validate(parts, request_context.schemes())?;
     if let Some(error) = head_error {
         return Err(error);
     }

@@ -444,7 +444,7 @@ fn a_response_that_is_reset_during_the_upload_is_not_complete() {
             let mut raw = RawHttp2::connect(gateway.http);
             raw.read_until(SETTINGS);
             raw.send(frame(SETTINGS, ACK, 0, b"")).send(frame(HEADERS, END_HEADERS, 1, &request_block("POST", "/a")));
-            (0..16).for_each(|_| drop(raw.send(frame(DATA, 0, 1, &upload))));
+            raw.send(frame(DATA, 0, 1, &upload).repeat(16));
             assert_eq!(raw.read_until(DATA).payload, b"part");
             reset.send(()).unwrap();
             let end =

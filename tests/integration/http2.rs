@@ -624,7 +624,7 @@ fn a_long_refused_upload_is_ended_without_an_error() {
     raw.read_until(SETTINGS);
     raw.send(frame(SETTINGS, ACK, 0, b"")).send(frame(HEADERS, END_HEADERS, 1, &request_block("POST", "/a")));
     // As many bytes as the window of the stream allows, and are read after the response.
-    (0..16).for_each(|_| drop(raw.send_if_open(frame(DATA, 0, 1, &[b'x'; 16 * 1024]))));
+    raw.send_if_open(frame(DATA, 0, 1, &[b'x'; 16 * 1024]).repeat(16));
     let kinds = std::iter::from_fn(|| raw.next_frame()).take_while(|frame| frame.kind != PING);
     let frames: Vec<_> = kinds.collect();
     let reset =
