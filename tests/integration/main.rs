@@ -42,6 +42,7 @@ mod dashboard;
 mod decision_api;
 mod delay;
 mod deploy;
+mod differential;
 mod dns;
 mod documentation;
 mod drain;

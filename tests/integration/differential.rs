@@ -1,0 +1,404 @@
+//! HTTP/1.1 in both directions, compared with hyper: random messages, mutated, cut or reset at any point. The gateway may refuse
+//! what hyper accepts; what the gateway passes on is what hyper reads in the same bytes.
+
+use std::convert::Infallible;
+use std::io::{self, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, Waker};
+use std::thread;
+use std::time::Duration;
+
+use bytes::Bytes;
+use fastrand::Rng;
+use http::{Request, Response};
+use http_body_util::{BodyExt, Empty, Full};
+use hyper::body::Incoming;
+use hyper::service::service_fn;
+use hyper_util::rt::TokioIo;
+use socket2::SockRef;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
+use tokio::runtime::{Builder, Runtime};
+
+use crate::support::gateway::Gateway;
+use crate::support::{DEADLINE, forward_to, seeded_rng};
+
+/// Random cases of each test, divided between the threads. Most end at once, some with a timeout.
+const CASES: usize = 1200;
+const THREADS: usize = 4;
+/// For clients that wait for more. The upstream answers at once, and its answers must not arrive in the next case.
+const SHORT_TIMEOUTS: &str = "[timeouts]\nrequest_head = \"300ms\"\nbody = \"300ms\"\nresponse_head = \"2s\"\n";
+
+/// A request that hyper has read whole.
+#[derive(Clone, PartialEq, Debug)]
+struct ReadRequest {
+    method: String,
+    path: String,
+    body: Bytes,
+}
+
+type ReadRequests = Arc<Mutex<Vec<ReadRequest>>>;
+
+/// Serves a connection with hyper, and records its complete requests.
+async fn serve(io: impl AsyncRead + AsyncWrite + Unpin, read: ReadRequests) {
+    let service = service_fn(move |request: Request<Incoming>| {
+        let read = Arc::clone(&read);
+        async move {
+            let (parts, body) = request.into_parts();
+            if let Ok(body) = body.collect().await {
+                let (method, path) = (parts.method.to_string(), parts.uri.path().to_owned());
+                read.lock().unwrap().push(ReadRequest { method, path, body: body.to_bytes() });
+            }
+            Ok::<_, Infallible>(Response::new(Full::new(Bytes::from_static(b"fine"))))
+        }
+    });
+    // An error is the end of the connection too.
+    let _ =
+        hyper::server::conn::http1::Builder::new().half_close(true).serve_connection(TokioIo::new(io), service).await;
+}
+
+/// The requests that hyper reads in these bytes.
+fn requests_in(runtime: &Runtime, bytes: &[u8]) -> Vec<ReadRequest> {
+    let read = ReadRequests::default();
+    runtime.block_on(async {
+        let (mut client, server) = tokio::io::duplex(1 << 20);
+        client.write_all(bytes).await.unwrap();
+        client.shutdown().await.unwrap();
+        tokio::join!(serve(server, Arc::clone(&read)), async { drop(client.read_to_end(&mut Vec::new()).await) });
+    });
+    Arc::into_inner(read).unwrap().into_inner().unwrap()
+}
+
+fn runtime() -> Runtime {
+    Builder::new_current_thread().enable_all().build().unwrap()
+}
+
+/// Pieces that decide where a message ends.
+const PIECES: [&[u8]; 34] = [
+    b"\r",
+    b"\n",
+    b"\r\n",
+    b"\r\n\r\n",
+    b"\n\n",
+    b" ",
+    b"\t",
+    b"\0",
+    b"\x0b",
+    b"\x7f",
+    b"\xff",
+    b":",
+    b";",
+    b",",
+    b"-",
+    b"+",
+    b"_",
+    b"0",
+    b"1",
+    b"5",
+    b"a",
+    b"0\r\n\r\n",
+    b"5\r\nhello\r\n",
+    b"chunked",
+    b"HTTP/1.0",
+    b"Content-Length: 0\r\n",
+    b"Content-Length: 3\r\n",
+    b"Content-Length: 33\r\n",
+    b"Transfer-Encoding: chunked\r\n",
+    b"Transfer-Encoding: identity\r\n",
+    b"transfer-encoding : chunked\r\n",
+    b" Content-Length: 5\r\n",
+    b"Connection: close\r\n",
+    b"Connection: keep-alive\r\n",
+];
+
+fn piece(rng: &mut Rng) -> &'static [u8] {
+    PIECES[rng.usize(..PIECES.len())]
+}
+
+/// Changes up to three places.
+fn mutate(bytes: &mut Vec<u8>, rng: &mut Rng) {
+    for _ in 0..rng.usize(..=3) {
+        let mut at = rng.usize(..bytes.len());
+        if rng.bool() {
+            // Before or behind a line end.
+            at = (at..bytes.len()).find(|at| bytes[*at] == b'\r').unwrap_or(at) + [0, 2][rng.usize(..2)];
+            at = at.min(bytes.len() - 1);
+        }
+        match rng.u8(..4) {
+            0 => drop(bytes.remove(at)),
+            1 => drop(bytes.splice(at..at, piece(rng).iter().copied())),
+            2 => drop(bytes.splice(at..=at, piece(rng).iter().copied())),
+            _ => {
+                let end = (at + rng.usize(1..40)).min(bytes.len());
+                let copy = bytes[at..end].to_vec();
+                bytes.splice(at..at, copy);
+            }
+        }
+    }
+}
+
+/// The body of a message, which looks like a part of others, and the fields and bytes with which it is sent.
+fn framed_body(rng: &mut Rng) -> Vec<u8> {
+    let smuggled = &b"GET /smuggled HTTP/1.1\r\nHost: a\r\n\r\n"[..];
+    let body = [&b"hello"[..], b"", smuggled, b"0\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n", &[b'x'; 3000]][rng.usize(..6)];
+    let more = [&b""[..], b"X-More: 1\r\n"][rng.usize(..2)];
+    if rng.bool() {
+        return [format!("Content-Length: {}\r\n", body.len()).as_bytes(), more, b"\r\n", body].concat();
+    }
+    let mut framed = [b"Transfer-Encoding: chunked\r\n", more, b"\r\n"].concat();
+    for chunk in body.chunks(rng.usize(1..=body.len().max(1))).take(20) {
+        let extension = ["", ";a=b", ";\"\""][rng.usize(..3)];
+        framed.extend(format!("{:x}{extension}\r\n", chunk.len()).bytes());
+        framed.extend([chunk, b"\r\n"].concat());
+    }
+    framed.extend([&b"0\r\n"[..], [&b""[..], b"X-End: 1\r\n"][rng.usize(..2)], b"\r\n"].concat());
+    framed
+}
+
+/// Some requests on one connection; the last one asks for its end.
+fn requests(rng: &mut Rng) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for number in 0..rng.usize(1..=3) {
+        let method = ["GET", "POST", "PUT", "DELETE", "HEAD"][rng.usize(..5)];
+        let version = if rng.u8(..8) == 0 { "1.0" } else { "1.1" };
+        bytes.extend(format!("{method} /{number} HTTP/{version}\r\nHost: a\r\n").bytes());
+        if method == "POST" || method == "PUT" { bytes.extend(framed_body(rng)) } else { bytes.extend(b"\r\n") }
+    }
+    mutate(&mut bytes, rng);
+    bytes.extend(b"GET /last HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n");
+    bytes
+}
+
+/// Runs a function in several threads, each with a random generator of its own.
+fn in_threads(run: impl Fn(&mut Rng) + Sync) {
+    let mut rng = seeded_rng();
+    thread::scope(|scope| {
+        for _ in 0..THREADS {
+            let (mut rng, run) = (rng.fork(), &run);
+            scope.spawn(move || run(&mut rng));
+        }
+    });
+}
+
+#[test]
+fn forwarded_requests_are_those_that_hyper_reads() {
+    in_threads(|rng| {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let gateway = Gateway::start(&format!("{}{SHORT_TIMEOUTS}", forward_to(&[listener.local_addr().unwrap()], "")));
+        let forwarded = ReadRequests::default();
+        let upstream = Arc::clone(&forwarded);
+        thread::spawn(move || {
+            listener.set_nonblocking(true).unwrap();
+            runtime().block_on(async {
+                let listener = tokio::net::TcpListener::from_std(listener).unwrap();
+                while let Ok((stream, _)) = listener.accept().await {
+                    tokio::spawn(serve(stream, Arc::clone(&upstream)));
+                }
+            });
+        });
+        let (runtime, mut all_forwarded) = (runtime(), 0);
+        for _ in 0..CASES / THREADS {
+            let bytes = requests(rng);
+            let expected = requests_in(&runtime, &bytes);
+            let mut client = TcpStream::connect(gateway.http).unwrap();
+            client.set_read_timeout(Some(DEADLINE)).unwrap();
+            // The gateway may refuse the request, and end the connection, before all of it is sent.
+            let _ = client.write_all(&bytes);
+            let _ = client.read_to_end(&mut Vec::new());
+            let forwarded = std::mem::take(&mut *forwarded.lock().unwrap());
+            let bytes = bytes.escape_ascii();
+            assert!(expected.starts_with(&forwarded), "{bytes}\nforwarded: {forwarded:?}\nhyper: {expected:?}");
+            all_forwarded += forwarded.len();
+        }
+        assert!(all_forwarded > CASES / THREADS / 2, "only {all_forwarded} requests were forwarded");
+    });
+}
+
+/// What an upstream sends, and how it ends the connection.
+#[derive(Clone)]
+struct ScriptedResponse {
+    bytes: Vec<u8>,
+    is_reset: bool,
+}
+
+impl ScriptedResponse {
+    fn random(rng: &mut Rng) -> ScriptedResponse {
+        let status = ["200 OK", "404 Not Found", "204 No Content", "304 Not Modified", "500 Oops"][rng.usize(..5)];
+        let version = if rng.u8(..4) == 0 { "1.0" } else { "1.1" };
+        let mut bytes = format!("HTTP/{version} {status}\r\nDate: now\r\n").into_bytes();
+        match rng.u8(..4) {
+            // The end of the connection ends the body.
+            0 => bytes.extend(b"\r\nuntil the end"),
+            _ if status.starts_with(['2', '4', '5']) && !status.starts_with("204") => bytes.extend(framed_body(rng)),
+            _ => bytes.extend(b"\r\n"),
+        }
+        if rng.bool() {
+            mutate(&mut bytes, rng);
+        }
+        if rng.bool() {
+            bytes.truncate(rng.usize(..=bytes.len()));
+        }
+        ScriptedResponse { bytes, is_reset: rng.u8(..3) == 0 }
+    }
+
+    /// Sends the response in two pieces, and ends the connection.
+    fn send(&self, mut stream: TcpStream, rng: &mut Rng) {
+        let (first, second) = self.bytes.split_at(rng.usize(..=self.bytes.len()));
+        // The gateway may refuse the response before all of it is sent.
+        let _ = stream.write_all(first).and_then(|()| {
+            thread::yield_now();
+            stream.write_all(second)
+        });
+        if self.is_reset {
+            SockRef::from(&stream).set_linger(Some(Duration::ZERO)).unwrap();
+        }
+    }
+}
+
+/// The connection of a hyper client to an upstream that sends its response as soon as it gets a byte.
+struct RecordedStream {
+    response: ScriptedResponse,
+    is_requested: bool,
+    waker: Option<Waker>,
+}
+
+impl AsyncRead for RecordedStream {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        if !self.is_requested {
+            self.waker = Some(cx.waker().clone());
+            return Poll::Pending;
+        }
+        let ScriptedResponse { bytes, is_reset } = &mut self.response;
+        if bytes.is_empty() && *is_reset {
+            return Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()));
+        }
+        let length = bytes.len().min(buffer.remaining());
+        buffer.put_slice(&bytes.drain(..length).collect::<Vec<u8>>());
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for RecordedStream {
+    fn poll_write(mut self: Pin<&mut Self>, _: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        self.is_requested = true;
+        self.waker.take().into_iter().for_each(Waker::wake);
+        Poll::Ready(Ok(bytes.len()))
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+}
+
+/// The status and the body of a complete response, as hyper reads it.
+fn response_by_hyper(runtime: &Runtime, response: ScriptedResponse) -> Option<(u16, Bytes)> {
+    runtime.block_on(async {
+        let io = TokioIo::new(RecordedStream { response, is_requested: false, waker: None });
+        let (mut sender, connection) = hyper::client::conn::http1::handshake(io).await.ok()?;
+        let request = Request::post("/").header("host", "a").body(Empty::<Bytes>::new()).unwrap();
+        let receiving = async {
+            let response = sender.send_request(request).await.ok()?;
+            let status = response.status().as_u16();
+            Some((status, response.into_body().collect().await.ok()?.to_bytes()))
+        };
+        tokio::select! {
+            biased;
+            received = receiving => received,
+            _ = async { drop(connection.await); std::future::pending::<()>().await } => None,
+        }
+    })
+}
+
+/// The status and the body of a response on a connection that has ended; `None` if the response is not complete, or not valid.
+fn response_by_strict_client(mut received: &[u8], is_reset: bool) -> Option<(u16, Bytes)> {
+    let line = |received: &mut &[u8]| {
+        let end = received.windows(2).position(|two| two == b"\r\n")?;
+        let line = String::from_utf8(received[..end].to_vec()).ok()?;
+        *received = &received[end + 2..];
+        Some(line)
+    };
+    let first = line(&mut received)?;
+    let status = first.strip_prefix("HTTP/1.1 ").or_else(|| first.strip_prefix("HTTP/1.0 "))?.get(..3)?.parse().ok()?;
+    let (mut length, mut is_chunked) = (None, false);
+    loop {
+        let field = line(&mut received)?;
+        if field.is_empty() {
+            break;
+        }
+        let (name, value) = field.split_once(": ")?;
+        match name.to_ascii_lowercase().as_str() {
+            "content-length" => length = Some(value.parse::<usize>().ok()?),
+            "transfer-encoding" => is_chunked = value == "chunked",
+            _ => {}
+        }
+    }
+    let mut body = Vec::new();
+    if status == 204 || status == 304 {
+        return received.is_empty().then(|| (status, Bytes::new()));
+    } else if is_chunked {
+        loop {
+            let size = usize::from_str_radix(&line(&mut received)?, 16).ok()?;
+            if size == 0 {
+                while !line(&mut received)?.is_empty() {}
+                break;
+            }
+            body.extend_from_slice(received.get(..size)?);
+            received = received[size..].strip_prefix(b"\r\n")?;
+        }
+    } else if let Some(length) = length {
+        body.extend_from_slice(received.get(..length)?);
+        received = &received[length..];
+    } else if !is_reset {
+        body.extend_from_slice(std::mem::take(&mut received));
+    } else {
+        return None;
+    }
+    received.is_empty().then(|| (status, body.into()))
+}
+
+#[test]
+fn a_response_that_looks_complete_is_that_which_hyper_reads() {
+    in_threads(|rng| {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let gateway = Gateway::start(&format!("{}{SHORT_TIMEOUTS}", forward_to(&[listener.local_addr().unwrap()], "")));
+        let next: Arc<Mutex<Option<ScriptedResponse>>> = Arc::default();
+        let (scripts, mut upstream_rng) = (Arc::clone(&next), rng.fork());
+        thread::spawn(move || {
+            for mut stream in listener.incoming().map_while(Result::ok) {
+                // The head has no body and is short.
+                let _ = stream.read(&mut [0; 2000]);
+                if let Some(script) = scripts.lock().unwrap().take() {
+                    script.send(stream, &mut upstream_rng);
+                }
+            }
+        });
+        let (runtime, mut complete) = (runtime(), 0);
+        for _ in 0..CASES / THREADS {
+            let response = ScriptedResponse::random(rng);
+            let expected = response_by_hyper(&runtime, response.clone());
+            next.lock().unwrap().replace(response.clone());
+            let mut client = TcpStream::connect(gateway.http).unwrap();
+            client.set_read_timeout(Some(DEADLINE)).unwrap();
+            let version = ["1.0", "1.1"][rng.usize(..2)];
+            // Not idempotent, so that it is sent once.
+            let request = format!("POST / HTTP/{version}\r\nHost: a\r\nConnection: close\r\n\r\n");
+            client.write_all(request.as_bytes()).unwrap();
+            let mut received = Vec::new();
+            let is_reset = client.read_to_end(&mut received).is_err();
+            let Some((status, body)) = response_by_strict_client(&received, is_reset) else { continue };
+            // A response of the gateway itself, or one that is complete with its head, whatever follows.
+            let is_exempt = matches!(status, 502 | 504) || matches!(status, 204 | 304) && expected.is_none();
+            if !is_exempt {
+                complete += 1;
+                let bytes = response.bytes.escape_ascii();
+                assert_eq!(Some((status, body)), expected, "{bytes} reset: {}", response.is_reset);
+            }
+        }
+        assert!(complete > CASES / THREADS / 8, "only {complete} complete responses were passed on");
+    });
+}
