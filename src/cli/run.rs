@@ -21,8 +21,8 @@ use crate::clock::Clock;
 use crate::config::{Config, lint};
 use crate::file_watch::FileWatch;
 use crate::metrics::events::ReloadMetrics;
-use crate::server::{Former, Gateway};
 use crate::server::error::StartError;
+use crate::server::{Former, Gateway};
 
 /// How often the configuration files are checked for changes.
 const WATCH_PERIOD: Duration = Duration::from_secs(1);

@@ -54,7 +54,7 @@ impl TrustedProxies {
 
     /// The client behind `peer`, by the value of one `X-Forwarded-For`; `None` if the peer is no trusted proxy.
     pub fn client_in_list(&self, peer: IpAddr, list: &[u8]) -> Option<IpAddr> {
-        self.contains(peer).then(|| self.first_untrusted(peer, addresses_from_the_end(list)))
+        self.contains(peer).then(|| self.first_untrusted(peer, addresses_from_the_end(list)).0)
     }
 
     /// The client of a request that arrived on a connection from `peer`.
@@ -68,20 +68,24 @@ impl TrustedProxies {
         }
     }
 
-    /// The first address from the end of the list that is no trusted proxy. An unreadable hop ends the search.
-    fn client_from_x_forwarded_for(&self, peer: IpAddr, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
-        let trusted_header = Some(ForwardedField::XForwardedFor);
-        let mut client = ClientInfo { address: peer, is_secure, hops: 0, trusted_header };
-        for address in x_forwarded_for_addresses(headers).take(HOPS_MAX).map_while(|hop| hop) {
-            client.address = address;
-            client.hops += 1;
+    /// The first address from the end of a list that is no trusted proxy, and the number of its elements up to there. An unreadable
+    /// hop ends the search.
+    fn first_untrusted(&self, peer: IpAddr, list: impl Iterator<Item = Option<IpAddr>>) -> (IpAddr, usize) {
+        let (mut client, mut hops) = (peer, 0);
+        for address in list.take(HOPS_MAX).map_while(|hop| hop) {
+            (client, hops) = (address, hops + 1);
             if !self.contains(address) {
                 break;
             }
         }
-        let scheme = element_of_hop(headers.get_all(X_FORWARDED_PROTO), client.hops);
-        client.is_secure = scheme.and_then(is_https).unwrap_or(is_secure);
-        client
+        (client, hops)
+    }
+
+    fn client_from_x_forwarded_for(&self, peer: IpAddr, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
+        let (address, hops) = self.first_untrusted(peer, x_forwarded_for_addresses(headers));
+        let scheme = element_of_hop(headers.get_all(X_FORWARDED_PROTO), hops);
+        let is_secure = scheme.and_then(is_https).unwrap_or(is_secure);
+        ClientInfo { address, is_secure, hops, trusted_header: Some(ForwardedField::XForwardedFor) }
     }
 
     /// As [`TrustedProxies::client_from_x_forwarded_for`] for `Forwarded`, whose elements also have the scheme.
