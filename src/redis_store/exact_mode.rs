@@ -418,15 +418,14 @@ impl SharedDecision {
             let Some(charge) = self.context.result.charges.get_mut(first + i) else { break };
             let used = if refused { replies.used.saturating_sub(replies.granted) } else { replies.used };
             let layer_ref = self.context.result.layers[first + i];
-            let counter = self.context.inputs.keyed_requests[layer_ref.rule]
-                .map(|keyed_request| rule_set.layer_of(charge_plan, layer_ref).counter(keyed_request));
+            let layer = rule_set.layer_of(charge_plan, layer_ref);
+            let counter = self.context.inputs.keyed_requests[layer_ref.rule].map(|request| layer.counter(request));
             // If nothing was acquired, the reply is only what the store knows.
             let least = known.get(i).copied().unwrap_or(0);
             let local = local_usage.get(i).copied().unwrap_or_default();
-            let kind = rule_set.layer_of(charge_plan, layer_ref).request.kind;
-            if rule_set.layer_of(charge_plan, layer_ref).is_penalty() {
-                let of_store = Usage { used: used.min(1), end_ms: replies.available_ms };
-                charge.usage = of_store.joined_penalty(local);
+            let kind = layer.request.kind;
+            if layer.is_penalty() {
+                charge.usage = Usage { used: used.min(1), end_ms: replies.available_ms }.joined_penalty(local);
                 charge.is_full = refused && charge.usage.used > 0;
                 // A penalty that the store does not know keeps its end.
                 if let Some(counter) = counter.filter(|_| used > 0 || local.used == 0) {
@@ -439,8 +438,7 @@ impl SharedDecision {
             if let Some(counter) = counter {
                 used = shared.note_store_usage(counter, kind, *replies, used, now_ms);
             }
-            charge.usage.used = used.saturating_add(local.used);
-            charge.usage.end_ms = replies.available_ms;
+            charge.usage = Usage { used: used.saturating_add(local.used), end_ms: replies.available_ms };
             charge.is_full = refused
                 && charge.usage.used.max(charge.request.floor) + u64::from(charge.request.cost)
                     > charge.request.ceiling;
@@ -451,17 +449,22 @@ impl SharedDecision {
             }
         }
         if refused {
-            // Servers that were not asked, because one before has refused.
-            for position in first + replies.len()..self.context.result.charges.len() {
-                let layer_ref = self.context.result.layers[position];
-                if let Some(keyed_request) = self.context.inputs.keyed_requests[layer_ref.rule] {
-                    let charge = &mut self.context.result.charges[position];
-                    shared.set_known_usage_of(rule_set, charge_plan, charge, layer_ref, keyed_request, now_ms);
-                }
-            }
+            self.set_usage_of_unasked(rule_set, charge_plan, first + replies.len());
             return SendResult::Refused;
         }
         SendResult::Granted(refunds)
+    }
+
+    /// Sets the usage of the charges from `first` on to the known one: their servers were not asked, because one before has refused.
+    fn set_usage_of_unasked(&mut self, rule_set: &RuleSet, charge_plan: &ChargePlan, first: usize) {
+        let now_ms = self.shared.clock.now().unix_ms;
+        for position in first..self.context.result.charges.len() {
+            let layer_ref = self.context.result.layers[position];
+            if let Some(keyed_request) = self.context.inputs.keyed_requests[layer_ref.rule] {
+                let charge = &mut self.context.result.charges[position];
+                self.shared.set_known_usage_of(rule_set, charge_plan, charge, layer_ref, keyed_request, now_ms);
+            }
+        }
     }
 
     /// Whether the store is known to refuse the charges from `first` on; records the refusal then. Periodically returns
