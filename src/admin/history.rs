@@ -147,7 +147,7 @@ impl History {
         self.first + self.samples.len() as u64
     }
 
-    /// At most [`PART`] samples from this number on, and the number after them.
+    /// At most `PART` samples from this number on, and the number after them.
     pub fn since(&self, number: u64) -> (Value, u64) {
         let first = number.max(self.first);
         let part = self.samples.iter().skip((first - self.first) as usize).take(PART).map(Kept::to_json);
