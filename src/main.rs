@@ -220,7 +220,7 @@ text (default) or json.
 Help and errors of usage have no colors.
 .TP
 .B LISTEN_FDS, LISTEN_PID, NOTIFY_SOCKET
-Sockets of systemd, and where it is told that the gateway serves.
+Sockets that systemd passes, and its socket for notifications of readiness.
 .SH EXIT STATUS
 .TP
 .B 0

@@ -118,7 +118,7 @@ impl History {
         (self.totals, self.ended_ms) = (totals, now_ms);
     }
 
-    /// Makes room for a sample.
+    /// Removes the oldest sample if the history is full.
     fn drop_oldest(&mut self) {
         if self.samples.len() == SAMPLES {
             self.samples.pop_front();

@@ -440,7 +440,7 @@ fn layers_that_never_refuse(layers: &[Limit]) -> impl Iterator<Item = String> {
         let other = others.into_iter().find(|other| burst_bound::never_binds(limit, other))?;
         let most = burst_bound::max_in_window(other, limit)?;
         let (limit, other) = [limit, other].map(|one| format!("{}/{}", one.tokens, one.period_text)).into();
-        Some(format!("{limit} refuses nobody yet, because {other} admits at most {most} in that time; it holds once {other} is raised"))
+        Some(format!("{limit} cannot be reached, because {other} admits at most {most} in that time; it takes effect once {other} is raised"))
     })
 }
 
@@ -538,7 +538,7 @@ mod tests {
         let windows = "windows = [\"2000/hour\", \"33/minute\"]";
         let first =
             "r: 2000/hour + 33/minute: at most 66 requests in 2 seconds around the end of a minute, 2013 in any hour";
-        let note = "r: note: 2000/hour refuses nobody yet, because 33/minute admits at most 1980 in that time; it holds once \
+        let note = "r: note: 2000/hour cannot be reached, because 33/minute admits at most 1980 in that time; it takes effect once \
                     33/minute is raised";
         assert_eq!(messages_of_rule(windows), [first, note]);
         let plans = format!("{windows}\n[rules.r.plans.gold]\n{windows}\n[rules.s]\nkey = \"ip\"\n{windows}");

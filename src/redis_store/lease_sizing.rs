@@ -66,7 +66,7 @@ pub struct LeaseRecord {
     pub waiting_tokens: u64,
     /// Charges in the background whose replies have not come. They are part of the known usage.
     pub pending: SmallVec<[PendingCharge; 1]>,
-    /// The latest call whose reply was noted, while charges were pending.
+    /// The latest call whose reply was noted.
     pub latest_call: u64,
     /// Tokens needed by requests that waited for the last fetch, which has ended, and have not continued yet.
     pub resuming_tokens: u64,

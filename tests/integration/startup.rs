@@ -167,7 +167,7 @@ fn the_shipped_file_is_valid_and_the_default() {
         String::from_utf8_lossy(&output.stdout),
         "gateway.toml: fine: 1 route, 1 rule, 1 upstream\n  \
          per-client: 2000/hour + 33/minute: at most 66 requests in 2 seconds around the end of a minute, 2013 in any hour\n  \
-         per-client: note: 2000/hour refuses nobody yet, because 33/minute admits at most 1980 in that time; it holds once 33/minute is raised\n"
+         per-client: note: 2000/hour cannot be reached, because 33/minute admits at most 1980 in that time; it takes effect once 33/minute is raised\n"
     );
     let scratch = TempDir::new();
     let output = Command::new(BINARY).current_dir(scratch.path()).stdin(Stdio::null()).output().unwrap();
