@@ -16,6 +16,7 @@ use super::overrides::{self, Overrides, RuleTreatment};
 use super::store_key_text::{DIGEST, KeyDigester, KeyTextFormat};
 use crate::config::route::Route;
 use crate::jwt::token::TokenError;
+use transom_limiter::identity;
 use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::rule::Cost;
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
@@ -368,7 +369,7 @@ impl KeyHashers {
 
 fn key_hasher(seed: Seed, rule: u64, fallback: Option<&[KeyPart]>) -> KeyHasher {
     // The parts of a fallback are hashed too, so that its keys never equal keys of the rule or of another fallback.
-    let fallback_parts = fallback.map(|parts| format!("{parts:?}")).unwrap_or_default();
+    let fallback_parts = fallback.map(identity::key_text).unwrap_or_default();
     let mut hasher = KeyHasher::new(seed, rule);
     hasher.add_part(u8::from(fallback.is_some()), fallback_parts.as_bytes());
     hasher

@@ -3,7 +3,8 @@
 //! | bytes | content, little-endian |
 //! | --- | --- |
 //! | 0..16 | magic, and a number in the byte order of the machine, which the counters use |
-//! | 16..24 | version of the layout |
+//! | 16..20 | version of the layout |
+//! | 20..24 | version of the identities of counters: [`identity::VERSION`]; 0 in files written before it was stated |
 //! | 24..48 | counter buckets, overflow buckets, slots of a bucket |
 //! | 48..64 | hash seed |
 //! | 64..100 | boot id of the machine when the file was created |
@@ -15,12 +16,15 @@ use std::fmt;
 
 use sha2::{Digest, Sha256};
 
+use transom_limiter::identity;
 use transom_limiter::key::Seed;
 use transom_limiter::memory::PAGE_BYTES;
 use transom_limiter::table::{BUCKET_SLOTS, TableLayout};
 
 /// Version of the layout, of the counter words, and of the hash function. Files of other versions are not read.
-const VERSION: u64 = 2;
+const LAYOUT_VERSION: u32 = 2;
+/// The two versions, as counters files and snapshots state them.
+pub(super) const VERSION: u64 = LAYOUT_VERSION as u64 | (identity::VERSION as u64) << 32;
 const MAGIC: [u8; 12] = *b"transom\0cnts";
 /// Differs on a machine of another byte order.
 const BYTE_ORDER_MARK: u32 = 0x0102_0304;
@@ -45,6 +49,7 @@ pub struct Header {
 pub enum UnusableFile {
     /// It is not a counters file, and may be valuable.
     Foreign,
+    /// Holds its [`VERSION`].
     Version(u64),
     Damaged,
     /// It was created before the last boot.
@@ -59,14 +64,26 @@ impl fmt::Display for UnusableFile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             UnusableFile::Foreign => f.write_str("it is not a counters file"),
-            UnusableFile::Version(version) => {
-                write!(f, "its layout is version {version}, and this is version {VERSION}")
-            }
+            UnusableFile::Version(version) => f.write_str(&describe_version(*version)),
             UnusableFile::Damaged => f.write_str("it is damaged"),
             UnusableFile::OtherBoot => f.write_str("it was created before this machine was last started"),
             UnusableFile::OtherCapacity => f.write_str("it is for another `counters.capacity`"),
             UnusableFile::WritableByOthers(mode) => write!(f, "its mode is {mode:o}, so others can write to it"),
         }
+    }
+}
+
+/// Why files of another [`VERSION`] are not read.
+pub(super) fn describe_version(version: u64) -> String {
+    let (layout, identities) = (version as u32, version >> 32);
+    match layout {
+        LAYOUT_VERSION => {
+            format!(
+                "the identities of its counters are version {identities}, and this is version {}",
+                identity::VERSION
+            )
+        }
+        _ => format!("its layout is version {layout}, and this is version {LAYOUT_VERSION}"),
     }
 }
 

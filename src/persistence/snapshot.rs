@@ -4,7 +4,7 @@
 //! | bytes | content, little-endian |
 //! | --- | --- |
 //! | 0..16 | magic |
-//! | 16..24 | version of the layout |
+//! | 16..24 | versions of the layout and of the identities of counters, as in the counters file |
 //! | 24..48 | counter buckets, overflow buckets, slots of a bucket |
 //! | 48..64 | hash seed |
 //! | 64..72 | time of writing, Unix milliseconds |
@@ -28,6 +28,7 @@ use sha2::{Digest, Sha256};
 
 use super::counters::{AHEAD_MAX_MS, Counters};
 use super::file::MODE;
+use super::file_header::{VERSION, describe_version};
 use crate::clock::Clock;
 use transom_limiter::counter::CounterWord;
 use transom_limiter::key::Seed;
@@ -35,8 +36,6 @@ use transom_limiter::table::{TableLayout, Watermarks};
 use transom_limiter::window::END_MAX_MS;
 
 const MAGIC: [u8; 16] = *b"transom\0snapshot";
-/// Equal to that of the counters file, whose words it contains.
-const VERSION: u64 = 2;
 const HEAD_NUMBERS: usize = 11;
 const HEAD_BYTES: u64 = 16 + 8 * HEAD_NUMBERS as u64;
 const COUNTER_BYTES: u64 = 24;
@@ -231,7 +230,7 @@ fn read(path: &Path, layout: TableLayout) -> io::Result<SavedSnapshot> {
     let [version, own, overflow, slots, seed_0, seed_1, time_ms, horizon_ms, spill_horizon_ms, spill_end_ms, counters] =
         fields;
     if version != VERSION {
-        return Err(io::Error::other(format!("its layout is version {version}, and this is version {VERSION}")));
+        return Err(io::Error::other(describe_version(version)));
     }
     if (own, overflow, slots)
         != (layout.counter_buckets as u64, layout.overflow_buckets as u64, layout.bucket_slots as u64)

@@ -79,10 +79,12 @@ fn an_incompatible_file_is_renamed_with_a_warning() {
     let far_ms = now_ms() + 3_600_000;
     let (table_at, time_at) = (Header::TABLE_AT, Header::TIME_AT);
     let longer = [&good[..], &[0; 4096]].concat();
-    let cases: [(&str, Vec<u8>, u32, &str); 14] = [
+    let identities = "the identities of its counters are version 3, and this is version 0";
+    let cases: [(&str, Vec<u8>, u32, &str); 15] = [
         ("nothing", Vec::new(), 0o600, "it is damaged"),
         ("zeros", vec![0; good.len()], 0o600, "it is damaged"),
         ("another version", with_number(&good, VERSION_AT, 1), 0o600, "its layout is version 1"),
+        ("other identities", with_number(&good, VERSION_AT, 2 | 3 << 32), 0o600, identities),
         ("another boot", with_header(&good, &Header { boot: other_boot, ..header }), 0o600, "before this machine"),
         ("a bit of the seed", with_number(&good, 48, header.seed.0 ^ 1), 0o600, "it is damaged"),
         ("another time", with_number(&good, time_at, now_ms()), 0o600, "it is damaged"),

@@ -100,6 +100,7 @@ pub mod decision_context;
 pub mod decision_time;
 pub mod deferred_refunds;
 pub mod delay;
+pub mod identity;
 pub mod ip_prefix;
 pub mod key;
 pub mod leased_tokens;

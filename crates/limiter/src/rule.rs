@@ -6,6 +6,7 @@ use crate::key::{KeyPart, OnMissing};
 use crate::limit::Limit;
 use crate::secret_digest::Digest;
 use crate::window::Windows;
+use crate::window_kind::WindowKind;
 
 /// A rule as configured.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -262,6 +263,31 @@ impl Rule {
     /// Whether tokens of later windows may be taken in any layer.
     pub fn reserves(&self) -> bool {
         self.variants().flatten().any(|limit| limit.reserve > 0)
+    }
+
+    /// The kind of the counters of one of the rule's layers, and the number of shards of each, at least 1. Layers of variants with
+    /// the same windows share counters, and have the same kind and number.
+    pub fn counter_kind(&self, limit: &Limit) -> (WindowKind, u32) {
+        let sharing = || self.variants().flatten().filter(|other| other.windows == limit.windows);
+        // Delayed requests and reservations take tokens of later windows, and so does the cost that a response states.
+        let carries_debt = self.has_response_cost() || self.delays() || self.reserves();
+        let rolls_over = sharing().any(|other| other.capacity.is_some());
+        let kind = WindowKind::of(&limit.windows, carries_debt || rolls_over);
+        let shards = sharing().map(|other| other.shards).max().unwrap_or(1).max(1);
+        let shards = match kind {
+            WindowKind::Plain => shards,
+            // At most as many shards as tokens, so that each shard gains tokens in each window. Not sharded: counters of the
+            // store, whose scripts keep one account for a key; rules that refund a part of a charge; and rules whose refusals
+            // take the remaining tokens.
+            WindowKind::Accumulating
+                if self.sharing == Sharing::Local
+                    && !(self.delays() || self.has_response_cost() || self.count_refused) =>
+            {
+                sharing().map(|other| other.tokens).min().map_or(1, |tokens| shards.min(tokens))
+            }
+            WindowKind::Accumulating | WindowKind::Floating | WindowKind::Sliding | WindowKind::Leased => 1,
+        };
+        (kind, shards)
     }
 
     /// Whether the response states the cost of a request.

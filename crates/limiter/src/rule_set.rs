@@ -9,6 +9,7 @@ use std::sync::Arc;
 use crate::acquire::Charge;
 use crate::bucket::Key;
 use crate::concurrency::ConcurrencyTable;
+use crate::identity;
 use crate::key::{KeyHash, KeyPart, Seed};
 use crate::limit::Limit;
 use crate::rule::{OnLimit, Rule, Sharing};
@@ -385,15 +386,13 @@ impl RuleSet {
     }
 
     fn compile_rule(&mut self, rule: &Rule, seed: Seed) -> CompiledRule {
-        // A rule's counters are identified by its name and key, and by the windows of the layer. The limit is not
-        // included, so a changed limit applies to the usage so far.
-        let hash_prefix = seed.hash(&["rule", &rule.name, &format!("{:?}", rule.key)]);
+        let mut hashes = identity::layers(rule).into_iter().map(|identity| identity.hash(seed));
         let (mut layers, mut names, mut variants) = (Vec::new(), Vec::new(), Vec::new());
         for variant in rule.variants() {
             let first = layers.len();
             for (i, limit) in variant.iter().enumerate() {
                 names.push(rule.layer_name(variant, i));
-                layers.push(self.compile_layer(rule, limit, hash_prefix, seed));
+                layers.extend(hashes.next().map(|id| self.compile_layer(rule, limit, id)));
             }
             variants.push(first..layers.len());
         }
@@ -405,13 +404,13 @@ impl RuleSet {
         let mut suffixes: Vec<String> =
             rule.variants().flatten().map(|limit| segments.segment(&limit.windows).to_owned()).collect();
         let penalty = rule.penalty_ms.map(|period_ms| {
-            layers.push(self.compile_penalty(rule, period_ms, hash_prefix, seed));
+            layers.extend(hashes.next().map(|id| self.compile_penalty(rule, period_ms, id)));
             names.extend(rule.penalty_name());
             suffixes.push(":penalty".to_owned());
             layers.len() - 1
         });
         CompiledRule {
-            hash_prefix,
+            hash_prefix: identity::key_prefix(rule, seed),
             layers,
             names,
             suffixes,
@@ -424,12 +423,11 @@ impl RuleSet {
         }
     }
 
-    /// The layer that counts penalties: a penalty is a window of its length, opened by a refusal. The length is not part of
-    /// the counter's identity, so a reload keeps penalties.
-    fn compile_penalty(&mut self, rule: &Rule, period_ms: u64, hash_prefix: u64, seed: Seed) -> CompiledLayer {
+    /// The layer that counts penalties: a penalty is a window of its length, opened by a refusal.
+    fn compile_penalty(&mut self, rule: &Rule, period_ms: u64, id: u64) -> CompiledLayer {
         let windows_index = self.windows_index(&Windows::FirstRequest { period_ms });
         CompiledLayer {
-            id: seed.hash(&["penalty", &rule.name]) ^ hash_prefix,
+            id,
             bucket_offset: bucket_group(period_ms).wrapping_mul(0x9E37_79B9_7F4A_7C15),
             request: AcquireRequest {
                 end_ms: 0,
@@ -457,33 +455,13 @@ impl RuleSet {
         })
     }
 
-    fn compile_layer(&mut self, rule: &Rule, limit: &Limit, hash_prefix: u64, seed: Seed) -> CompiledLayer {
+    fn compile_layer(&mut self, rule: &Rule, limit: &Limit, id: u64) -> CompiledLayer {
         let windows_index = self.windows_index(&limit.windows);
-        // Layers of plans and overrides with the same windows share counters.
-        let sharing = || rule.variants().flatten().filter(|other| other.windows == limit.windows);
+        let (kind, shards) = rule.counter_kind(limit);
         let typical_ms = limit.windows.typical_ms();
-        // Delayed requests and reservations take tokens of later windows, and so does the cost that a response states.
-        let carries_debt = rule.has_response_cost() || rule.delays() || rule.reserves();
-        let rolls_over = sharing().any(|other| other.capacity.is_some());
-        let kind = WindowKind::of(&limit.windows, carries_debt || rolls_over);
-        let shards = sharing().map(|other| other.shards).max().unwrap_or(1).max(1);
-        let shards = match kind {
-            WindowKind::Plain => shards,
-            // At most as many shards as tokens, so that each shard gains tokens in each window. Not sharded: counters of the
-            // store, whose scripts keep one account for a key; rules that refund a part of a charge; and rules whose refusals
-            // take the remaining tokens.
-            WindowKind::Accumulating
-                if rule.sharing == Sharing::Local
-                    && !(rule.delays() || rule.has_response_cost() || rule.count_refused) =>
-            {
-                sharing().map(|other| other.tokens).min().map_or(1, |tokens| shards.min(tokens))
-            }
-            _ => 1,
-        };
-        let form = kind.form(shards);
         let (capacity, windows) = (limit.capacity(), windows_index as u32);
         CompiledLayer {
-            id: seed.hash(&["layer", &rule.name, &format!("{}{form}", limit.windows)]) ^ hash_prefix,
+            id,
             bucket_offset: bucket_group(typical_ms).wrapping_mul(0x9E37_79B9_7F4A_7C15),
             request: AcquireRequest {
                 end_ms: 0,

@@ -307,19 +307,6 @@ impl Windows {
 }
 
 /// Identifies the windows; part of the identity of a counter.
-impl fmt::Display for Windows {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Windows::Even { period_ms, offset_ms: 0 } => write!(f, "{period_ms}ms"),
-            Windows::Even { period_ms, offset_ms } => write!(f, "{period_ms}ms from {offset_ms}ms"),
-            Windows::Random { period_ms } => write!(f, "{period_ms}ms at random"),
-            Windows::FirstRequest { period_ms } => write!(f, "{period_ms}ms from the first request"),
-            Windows::Sliding { period_ms } => write!(f, "{period_ms}ms sliding"),
-            Windows::Calendar(calendar) => f.write_str(&calendar.name),
-        }
-    }
-}
-
 /// The offset of a key's windows in milliseconds.
 fn offset_of_key(offset: u64, period_ms: u64) -> u64 {
     ((u128::from(offset) * u128::from(period_ms)) >> 64) as u64

@@ -39,18 +39,6 @@ impl WindowKind {
         }
     }
 
-    /// A text that differs if the words of counters mean something else. It is part of the identity of a layer, so that no
-    /// word is read as one of another kind. Plain counters without shards have none; `Floating` and `Sliding` are
-    /// distinguished by their windows.
-    pub fn form(self, shards: u32) -> String {
-        match self {
-            WindowKind::Plain if shards > 1 => format!(" in {shards} shards"),
-            WindowKind::Accumulating if shards > 1 => format!(" accumulating in {shards} shards"),
-            WindowKind::Accumulating => " accumulating".to_owned(),
-            WindowKind::Plain | WindowKind::Floating | WindowKind::Sliding | WindowKind::Leased => String::new(),
-        }
-    }
-
     /// Whether usage may be debt of later windows. Charges of such a counter have an order, each with its position in a
     /// window.
     pub fn carries_debt(self) -> bool {
@@ -383,17 +371,6 @@ pub fn queue_positions(tag: u64) -> RangeInclusive<u128> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// Counters that outlive the process are found by these texts.
-    #[test]
-    fn a_kind_and_its_shards_have_one_form() {
-        let forms = |kind: WindowKind| [1, 2, 3].map(|shards| kind.form(shards));
-        assert_eq!(forms(WindowKind::Plain), ["", " in 2 shards", " in 3 shards"]);
-        assert_eq!(
-            forms(WindowKind::Accumulating),
-            [" accumulating", " accumulating in 2 shards", " accumulating in 3 shards"]
-        );
-    }
 
     #[test]
     fn tokens_of_dependent_windows_matter_after_their_end() {

@@ -69,9 +69,13 @@ enum Event {
 
 fn rules() -> impl Strategy<Value = Vec<Rule>> {
     let layers = prop::collection::vec((1..8u32, windows(), 1..4u32), 1..4).prop_map(|layers| {
-        let mut known = HashMap::new();
+        let mut known = Vec::new();
         let layer = |(tokens, windows, shards)| Limit { shards, ..limit(tokens, windows) };
-        let is_new = |layer: &Limit| known.insert(layer.windows.to_string(), ()).is_none();
+        let is_new = |layer: &Limit| {
+            let is_new = !known.contains(&layer.windows);
+            known.push(layer.windows.clone());
+            is_new
+        };
         layers.into_iter().map(layer).filter(is_new).collect::<Vec<_>>()
     });
     prop::collection::vec(layers, 1..3)

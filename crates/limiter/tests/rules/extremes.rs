@@ -117,7 +117,7 @@ fn the_largest_numbers_are_used_to_the_last_token() {
             let mut gateway =
                 Gateway::with_large_table(&[rule("only", vec![Limit { shards, ..limit(MOST, windows.clone()) }])]);
             let got = [MOST - 1, 2, 1, 1, 0].map(|cost| gateway.request_tokens(0, cost, now_ms));
-            assert_eq!(got, [Admitted, Refused, Admitted, Refused, Admitted], "{windows} at {now_ms}");
+            assert_eq!(got, [Admitted, Refused, Admitted, Refused, Admitted], "{windows:?} at {now_ms}");
         }
     }
 }

@@ -5,7 +5,8 @@
 //! exceeds. `timelines`: behaviour known from other limiters. `delay`: delayed requests and counted refusals.
 //! `late_threads`: threads whose clock is behind. `changes`: limits that change. `penalty`: lock-outs. `sharded_accounts`:
 //! shards whose tokens roll over or are reserved. `shared`: counters that several gateways share. `extremes`: extreme
-//! numbers. `slots`: requests in flight. `compiled`: names and positions in a rule set.
+//! numbers. `slots`: requests in flight. `compiled`: names and positions in a rule set. `identity`: the texts by which counters are
+//! found.
 
 mod bounds;
 mod changes;
@@ -13,6 +14,7 @@ mod compiled;
 mod delay;
 mod exact;
 mod extremes;
+mod identity;
 mod late_threads;
 mod oracle;
 mod penalty;

@@ -1,7 +1,5 @@
 //! Random rules, a gateway that applies them, and random events, for the properties. It makes no assertions.
 
-use std::collections::HashMap;
-
 use proptest::prelude::*;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
@@ -133,7 +131,7 @@ impl<const W: usize> Gateway<W> {
             let variant = variant_of(&entry.rule, client);
             let layers = entry.rule.variants().nth(variant).expect("there is such a variant");
             for (layer, limit) in entry.variant(variant).zip(layers) {
-                let key = format!("{} {} {}", entry.rule.name, key_of(&entry.rule, client), limit.windows);
+                let key = format!("{} {} {:?}", entry.rule.name, key_of(&entry.rule, client), limit.windows);
                 let max_delay_ms = match entry.rule.on_limit {
                     OnLimit::Delay { max_delay_ms, .. } => Some(max_delay_ms),
                     OnLimit::Refuse | OnLimit::Shadow => None,
@@ -220,8 +218,12 @@ fn layers() -> impl Strategy<Value = Vec<Limit>> {
             ..limit(tokens, windows)
         });
     prop::collection::vec(layer, 1..5).prop_map(|layers| {
-        let mut known: HashMap<String, ()> = HashMap::new();
-        layers.into_iter().filter(|layer| known.insert(layer.windows.to_string(), ()).is_none()).collect()
+        layers.into_iter().fold(Vec::new(), |mut different: Vec<Limit>, layer| {
+            if different.iter().all(|known| known.windows != layer.windows) {
+                different.push(layer);
+            }
+            different
+        })
     })
 }
 

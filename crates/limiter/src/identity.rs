@@ -1,0 +1,119 @@
+//! Identities of counters: the texts whose hashes distinguish the counters of one layer from those of all others.
+//!
+//! Counters in files and those of running processes are found by these texts. A changed text gives every key unused counters, so
+//! the texts are written here, and nothing is derived from names in the code. Their forms are documented in
+//! docs/explanation/persistence.md; a test has those of many rules as literals.
+
+use crate::key::{KeyPart, Seed};
+use crate::rule::Rule;
+use crate::window::Windows;
+use crate::window_kind::WindowKind;
+
+/// Version of the texts. Counters files and snapshots name it: a file of another version is not read. To be raised with a change
+/// of any text.
+pub const VERSION: u32 = 0;
+
+/// The text of a key, such as `[Ip { v4_prefix: 32, v6_prefix: 64 }, Header("x-user")]`.
+pub fn key_text(parts: &[KeyPart]) -> String {
+    let parts: Vec<String> = parts.iter().map(part_text).collect();
+    format!("[{}]", parts.join(", "))
+}
+
+fn part_text(part: &KeyPart) -> String {
+    let named = |kind: &str, name: &str| format!("{kind}(\"{}\")", escape(name));
+    match part {
+        KeyPart::Ip { v4_prefix, v6_prefix } => format!("Ip {{ v4_prefix: {v4_prefix}, v6_prefix: {v6_prefix} }}"),
+        KeyPart::Header(name) => named("Header", name),
+        KeyPart::Cookie(name) => named("Cookie", name),
+        KeyPart::Query(name) => named("Query", name),
+        KeyPart::Jwt(claim) => named("Jwt", claim),
+        KeyPart::Param(name) => named("Param", name),
+        KeyPart::Entry(name) => named("Entry", name),
+        KeyPart::BasicUser => "BasicUser".to_owned(),
+        KeyPart::ClientCert => "ClientCert".to_owned(),
+        KeyPart::Host => "Host".to_owned(),
+        KeyPart::Method => "Method".to_owned(),
+        KeyPart::Path => "Path".to_owned(),
+        KeyPart::Route => "Route".to_owned(),
+        KeyPart::Global => "Global".to_owned(),
+    }
+}
+
+/// Quotes, backslashes and control characters of ASCII are escaped as in Rust literals, so that no name contains the end of its
+/// part. All other characters are literal.
+fn escape(name: &str) -> String {
+    let mut escaped = String::with_capacity(name.len());
+    for character in name.chars() {
+        match character {
+            '"' => escaped.push_str("\\\""),
+            '\\' => escaped.push_str("\\\\"),
+            '\0' => escaped.push_str("\\0"),
+            '\t' => escaped.push_str("\\t"),
+            '\n' => escaped.push_str("\\n"),
+            '\r' => escaped.push_str("\\r"),
+            _ if character.is_ascii_control() => {
+                escaped.push_str(&format!("\\u{{{:x}}}", u32::from(character)));
+            }
+            _ => escaped.push(character),
+        }
+    }
+    escaped
+}
+
+/// The text of windows and of what the words of their counters mean, so that no word is read as one of another kind. The limit is
+/// not included: a changed limit applies to the usage so far. `shards`: shards of each counter, at least 1.
+fn windows_text(windows: &Windows, kind: WindowKind, shards: u32) -> String {
+    let windows = match windows {
+        Windows::Even { period_ms, offset_ms: 0 } => format!("{period_ms}ms"),
+        Windows::Even { period_ms, offset_ms } => format!("{period_ms}ms from {offset_ms}ms"),
+        Windows::Random { period_ms } => format!("{period_ms}ms at random"),
+        Windows::FirstRequest { period_ms } => format!("{period_ms}ms from the first request"),
+        Windows::Sliding { period_ms } => format!("{period_ms}ms sliding"),
+        Windows::Calendar(calendar) => calendar.name.clone(),
+    };
+    match kind {
+        WindowKind::Plain if shards > 1 => format!("{windows} in {shards} shards"),
+        WindowKind::Accumulating if shards > 1 => format!("{windows} accumulating in {shards} shards"),
+        WindowKind::Accumulating => format!("{windows} accumulating"),
+        // Windows distinguish counters of these kinds from all others.
+        WindowKind::Plain | WindowKind::Floating | WindowKind::Sliding | WindowKind::Leased => windows,
+    }
+}
+
+/// The identity of a layer.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct LayerIdentity<'a> {
+    /// The name of the rule.
+    pub rule: &'a str,
+    /// The text of the key, see [`key_text`].
+    pub key: String,
+    /// The text of the windows; `None` for the layer that counts penalties. Their length is not included, so that a reload keeps
+    /// penalties.
+    pub windows: Option<String>,
+}
+
+impl LayerIdentity<'_> {
+    /// The hash that distinguishes the counters of the layer from those of all others.
+    pub fn hash(&self, seed: Seed) -> u64 {
+        let layer = match &self.windows {
+            Some(windows) => seed.hash(&["layer", self.rule, windows]),
+            None => seed.hash(&["penalty", self.rule]),
+        };
+        layer ^ seed.hash(&["rule", self.rule, &self.key])
+    }
+}
+
+/// The prefix of the hash of every key of a rule.
+pub fn key_prefix(rule: &Rule, seed: Seed) -> u64 {
+    seed.hash(&["rule", &rule.name, &key_text(&rule.key)])
+}
+
+/// The identities of a rule's layers: those of all variants, in order, then that of penalties.
+pub fn layers(rule: &Rule) -> Vec<LayerIdentity<'_>> {
+    let identity = |windows| LayerIdentity { rule: &rule.name, key: key_text(&rule.key), windows };
+    let windows = rule.variants().flatten().map(|limit| {
+        let (kind, shards) = rule.counter_kind(limit);
+        Some(windows_text(&limit.windows, kind, shards))
+    });
+    windows.chain(rule.penalty_ms.map(|_| None)).map(identity).collect()
+}
