@@ -1,7 +1,8 @@
-//! HTTP/1.1 in both directions, compared with hyper: random messages, mutated, cut or reset at any point. The gateway may refuse
-//! what hyper accepts; what the gateway passes on is what hyper reads in the same bytes.
+//! HTTP/1.1 in both directions, compared with hyper and h11: random messages, mutated, cut or reset at any point. The gateway may
+//! refuse what hyper accepts; what the gateway passes on is what hyper reads in the same bytes, and h11 in those passed on.
 
 use std::convert::Infallible;
+use std::fs;
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::pin::Pin;
@@ -17,12 +18,14 @@ use http_body_util::{BodyExt, Empty, Full};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
+use serde_json::json;
 use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::runtime::{Builder, Runtime};
 
+use crate::support::external_scripts::run_checks;
 use crate::support::gateway::Gateway;
-use crate::support::{DEADLINE, forward_to, seeded_rng};
+use crate::support::{DEADLINE, TempDir, forward_to, seeded_rng};
 
 /// Random cases of each test, divided between the threads. Most end at once, some with a timeout.
 const CASES: usize = 1200;
@@ -40,15 +43,38 @@ struct ReadRequest {
 
 type ReadRequests = Arc<Mutex<Vec<ReadRequest>>>;
 
-/// Serves a connection with hyper, and records its complete requests.
-async fn serve(io: impl AsyncRead + AsyncWrite + Unpin, read: ReadRequests) {
+/// A connection to the upstream: what was received, and the complete requests that hyper has read in it.
+#[derive(Clone, Default)]
+struct ReceivedConnection {
+    bytes: Arc<Mutex<Vec<u8>>>,
+    requests: ReadRequests,
+}
+
+/// Records what is read.
+struct RecordingReader<R> {
+    inner: R,
+    bytes: Arc<Mutex<Vec<u8>>>,
+}
+
+impl<R: AsyncRead + Unpin> AsyncRead for RecordingReader<R> {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let before = buffer.filled().len();
+        let read = Pin::new(&mut self.inner).poll_read(cx, buffer);
+        self.bytes.lock().unwrap().extend_from_slice(&buffer.filled()[before..]);
+        read
+    }
+}
+
+/// Serves a connection with hyper, and adds its complete requests to these lists.
+async fn serve<const N: usize>(io: impl AsyncRead + AsyncWrite + Unpin, lists: [ReadRequests; N]) {
     let service = service_fn(move |request: Request<Incoming>| {
-        let read = Arc::clone(&read);
+        let lists = lists.clone();
         async move {
             let (parts, body) = request.into_parts();
             if let Ok(body) = body.collect().await {
                 let (method, path) = (parts.method.to_string(), parts.uri.path().to_owned());
-                read.lock().unwrap().push(ReadRequest { method, path, body: body.to_bytes() });
+                let request = ReadRequest { method, path, body: body.to_bytes() };
+                lists.iter().for_each(|list| list.lock().unwrap().push(request.clone()));
             }
             Ok::<_, Infallible>(Response::new(Full::new(Bytes::from_static(b"fine"))))
         }
@@ -65,7 +91,7 @@ fn requests_in(runtime: &Runtime, bytes: &[u8]) -> Vec<ReadRequest> {
         let (mut client, server) = tokio::io::duplex(1 << 20);
         client.write_all(bytes).await.unwrap();
         client.shutdown().await.unwrap();
-        tokio::join!(serve(server, Arc::clone(&read)), async { drop(client.read_to_end(&mut Vec::new()).await) });
+        tokio::join!(serve(server, [Arc::clone(&read)]), async { drop(client.read_to_end(&mut Vec::new()).await) });
     });
     Arc::into_inner(read).unwrap().into_inner().unwrap()
 }
@@ -182,18 +208,24 @@ fn in_threads(run: impl Fn(&mut Rng) + Sync) {
 }
 
 #[test]
-fn forwarded_requests_are_those_that_hyper_reads() {
+fn forwarded_requests_are_those_that_hyper_and_h11_read() {
+    let connections: Arc<Mutex<Vec<ReceivedConnection>>> = Arc::default();
     in_threads(|rng| {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let gateway = Gateway::start(&format!("{}{SHORT_TIMEOUTS}", forward_to(&[listener.local_addr().unwrap()], "")));
         let forwarded = ReadRequests::default();
-        let upstream = Arc::clone(&forwarded);
+        let (all_requests, all_connections) = (Arc::clone(&forwarded), Arc::clone(&connections));
         thread::spawn(move || {
             listener.set_nonblocking(true).unwrap();
             runtime().block_on(async {
                 let listener = tokio::net::TcpListener::from_std(listener).unwrap();
                 while let Ok((stream, _)) = listener.accept().await {
-                    tokio::spawn(serve(stream, Arc::clone(&upstream)));
+                    let connection = ReceivedConnection::default();
+                    all_connections.lock().unwrap().push(connection.clone());
+                    let (inner, writer) = stream.into_split();
+                    let reader = RecordingReader { inner, bytes: connection.bytes };
+                    let lists = [connection.requests, Arc::clone(&all_requests)];
+                    tokio::spawn(serve(tokio::io::join(reader, writer), lists));
                 }
             });
         });
@@ -213,6 +245,15 @@ fn forwarded_requests_are_those_that_hyper_reads() {
         }
         assert!(all_forwarded > CASES / THREADS / 2, "only {all_forwarded} requests were forwarded");
     });
+    let folder = TempDir::new();
+    for (number, connection) in connections.lock().unwrap().iter().enumerate() {
+        let hex = |body: &Bytes| body.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        let requests = connection.requests.lock().unwrap();
+        let requests: Vec<_> = requests.iter().map(|read| json!([read.method, read.path, hex(&read.body)])).collect();
+        fs::write(folder.path().join(format!("{number}.bytes")), &*connection.bytes.lock().unwrap()).unwrap();
+        fs::write(folder.path().join(format!("{number}.json")), json!(requests).to_string()).unwrap();
+    }
+    run_checks("h11_requests.py", &[folder.path().to_str().unwrap()]);
 }
 
 /// What an upstream sends, and how it ends the connection.
