@@ -19,6 +19,7 @@ use transom::config::redis::{Node, Nodes};
 use transom::config::rule::{RateLimitStyle, RefusalResponse};
 use transom::config::upstream::{HostField, Scheme, Target, UpstreamProtocol};
 use transom::config::{AccessLog, Config, LogFormat, LogTarget, read, read_with_files, read_with_inputs};
+use transom_limiter::identity;
 use transom_limiter::key::{KeyPart, OnMissing};
 use transom_limiter::rule::{Cost, KeyValue, OnLimit, OnOutage, Sharing};
 use transom_limiter::secret_digest::Digest;
@@ -439,7 +440,8 @@ fn a_password_is_read_from_the_environment() {
 fn every_setting_of_rules_is_read_as_written() {
     let config = good("rule-settings.toml");
     let rule = |name: &str| config.rules.iter().find(|rule| rule.name == name).unwrap();
-    let windows = |name: &str| rule(name).layers.iter().map(|limit| limit.windows.to_string()).collect::<Vec<_>>();
+    let windows =
+        |name: &str| identity::layers(rule(name)).into_iter().filter_map(|layer| layer.windows).collect::<Vec<_>>();
     assert_eq!(
         windows("starts"),
         [
@@ -458,7 +460,7 @@ fn every_setting_of_rules_is_read_as_written() {
     );
     let list = |name: &str| match &rule(name).layers[0].windows {
         Windows::Calendar(calendar) => calendar.ends.clone(),
-        other => panic!("{other}"),
+        other => panic!("{other:?}"),
     };
     assert!(std::sync::Arc::ptr_eq(&list("timezones"), &list("same-timezone")) && list("timezones").len() > 51_000);
 
