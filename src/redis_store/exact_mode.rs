@@ -140,8 +140,9 @@ impl SharedCounters {
             return self.overdraw_locally(rule_set, rule, keyed_request, key_text);
         }
         let requests = self.overdraw_requests(rule_set, rule, keyed_request, key_text);
+        let charge = self.new_charge();
         for (layer, request) in layers_of_key(rule_set, rule, keyed_request).zip(&requests) {
-            self.begin_charge(layer.counter(keyed_request), request.window, request.need);
+            self.begin_charge(charge, layer.counter(keyed_request), request.window, request.need);
         }
         let (shared, rule_set, key_text) = (Rc::clone(self), Arc::clone(rule_set), Rc::clone(key_text));
         tokio::task::spawn_local(async move {
@@ -149,7 +150,7 @@ impl SharedCounters {
             let mut charged = None;
             for _ in 0..ATTEMPTS_MAX {
                 let layers = layers_of_key(&rule_set, rule, keyed_request);
-                layers.for_each(|layer| shared.send_charge(layer.counter(keyed_request)));
+                layers.for_each(|layer| shared.send_charge(charge, layer.counter(keyed_request)));
                 match shared.charge_calls(&requests, &Cell::new(0)).await {
                     ChargeOutcome::Granted(replies) => charged = Some(replies),
                     // The script refuses no request without a ceiling.
@@ -162,8 +163,8 @@ impl SharedCounters {
                 }
                 break;
             }
-            let (layers, cost) = (layers_of_key(&rule_set, rule, keyed_request), u64::from(keyed_request.cost));
-            layers.for_each(|layer| shared.end_charge(layer.counter(keyed_request), cost, charged.is_some()));
+            let layers = layers_of_key(&rule_set, rule, keyed_request);
+            layers.for_each(|layer| shared.end_charge(charge, layer.counter(keyed_request), charged.is_some()));
             match charged {
                 Some(replies) => shared.note_overdraft(&rule_set, rule, keyed_request, &requests, &replies),
                 None => shared.overdraw_locally(&rule_set, rule, keyed_request, &key_text),
@@ -200,7 +201,7 @@ impl SharedCounters {
         let is_exceeded = reply.used > u64::from(layer.capacity);
         let withdrawn = if is_exceeded { self.table.withdraw(counter, target.end_ms, u32::MAX) } else { 0 };
         let used = reply.used.saturating_sub(u64::from(withdrawn));
-        self.note_store_usage(counter, request.window.kind, reply, used, self.clock.now().unix_ms);
+        self.note_store_usage(counter, request.window.kind, reply, used, 0, self.clock.now().unix_ms);
         if withdrawn > 0 {
             self.refund_later(vec![target.refund(withdrawn.into())]);
         }
@@ -429,14 +430,14 @@ impl SharedDecision {
                 charge.is_full = refused && charge.usage.used > 0;
                 // A penalty that the store does not know keeps its end.
                 if let Some(counter) = counter.filter(|_| used > 0 || local.used == 0) {
-                    shared.note_store_usage(counter, kind, *replies, used, now_ms);
+                    shared.note_store_usage(counter, kind, *replies, used, 0, now_ms);
                 }
                 continue;
             }
             let known = counter.map_or(least, |counter| shared.known_usage(counter, replies.end_ms, least, generation));
             let mut used = used.max(known);
             if let Some(counter) = counter {
-                used = shared.note_store_usage(counter, kind, *replies, used, now_ms);
+                used = shared.note_store_usage(counter, kind, *replies, used, 0, now_ms);
             }
             charge.usage = Usage { used: used.saturating_add(local.used), end_ms: replies.available_ms };
             charge.is_full = refused

@@ -65,7 +65,9 @@ pub struct LeaseRecord {
     /// Tokens needed by requests that wait for the fetch in flight.
     pub waiting_tokens: u64,
     /// Charges in the background whose replies have not come. They are part of the known usage.
-    pub pending: SmallVec<[PendingCharge; 1]>,
+    pub unanswered: SmallVec<[UnansweredCharge; 1]>,
+    /// Whether a call in flight finds out if a sliding window is full, for a request that another rule has refused.
+    pub is_being_checked: bool,
     /// The latest call whose reply was noted.
     pub latest_call: u64,
     /// Tokens needed by requests that waited for the last fetch, which has ended, and have not continued yet.
@@ -83,11 +85,16 @@ pub struct LeaseRecord {
 
 /// A charge in the background.
 #[derive(Clone, Copy)]
-pub struct PendingCharge {
+pub struct UnansweredCharge {
+    pub id: ChargeId,
     pub tokens: u64,
     /// The last call that was sent before: its reply does not have these tokens. `u64::MAX`: the charge was not sent yet.
     pub sent_after: u64,
 }
+
+/// The identity of an [`UnansweredCharge`] among those of a worker.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ChargeId(pub u64);
 
 /// A refusal of tokens of a sliding window.
 #[derive(Clone, Copy)]
@@ -100,11 +107,11 @@ pub struct Refusal {
 }
 
 impl LeaseRecord {
-    /// Notes the reply to a call. Returns whether a later one was noted before, and the pending tokens that the reply does not have.
+    /// Notes the reply to a call. Returns whether a later one was noted before, and the tokens of unanswered charges that the reply does not have.
     pub fn note_call(&mut self, call: u64) -> (bool, u64) {
         let is_outdated = call < self.latest_call;
         self.latest_call = self.latest_call.max(call);
-        let later = self.pending.iter().filter(|charge| call <= charge.sent_after);
+        let later = self.unanswered.iter().filter(|charge| call <= charge.sent_after);
         (is_outdated, later.map(|charge| charge.tokens).sum())
     }
 
@@ -118,7 +125,8 @@ impl LeaseRecord {
             next_recheck: now,
             in_flight: None,
             waiting_tokens: 0,
-            pending: SmallVec::new(),
+            unanswered: SmallVec::new(),
+            is_being_checked: false,
             latest_call: 0,
             resuming_tokens: 0,
             refusal: None,
@@ -224,7 +232,7 @@ impl Leases {
     ) -> Vec<(RefundTarget, u32)> {
         let mut returned = Vec::new();
         self.records.borrow_mut().retain(|_, record| {
-            let is_in_flight = record.in_flight.is_some() || !record.pending.is_empty();
+            let is_in_flight = record.in_flight.is_some() || !record.unanswered.is_empty();
             let Some(target) = &record.refund_target else {
                 return is_in_flight || now < record.next_recheck.max(record.last_fetch + RECORD_LIFETIME);
             };

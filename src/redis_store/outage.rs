@@ -226,26 +226,28 @@ impl SharedCounters {
         }
     }
 
-    /// Records the usage `used` that a reply of the store reports, and returns what is known now: with pending charges that the
+    /// Records the usage `used` that a reply of the store reports, and returns what is known now: with unanswered charges that the
     /// reply does not have, and around an outage, when workers learn at different times what others counted locally, not less
-    /// than before. A reply to an earlier call than the last one is outdated.
+    /// than before with the `leased` tokens of the reply. A reply to an earlier call than the last one is outdated.
     pub(super) fn note_store_usage(
         &self,
         counter: Counter,
         kind: WindowKind,
         reply: CounterReply,
         used: u64,
+        leased: u64,
         now_ms: u64,
     ) -> u64 {
         let end_ms = reply.end_ms;
-        let (is_outdated, pending) =
+        let (is_outdated, unanswered) =
             self.leases.with_existing(counter_id(counter), |record| record.note_call(reply.call)).unwrap_or_default();
         if is_outdated && let Some((_, known)) = self.table.known_usage(counter, now_ms) {
             return known.into();
         }
         let is_settled = self.breaker.is_settled(self.clock.instant());
         let before = self.table.known_usage(counter, now_ms).filter(|(end, _)| *end == end_ms && !is_settled);
-        let used = used.saturating_add(pending).max(before.map_or(0, |(_, used)| u64::from(used)));
+        let least = before.map_or(0, |(_, before)| u64::from(before).saturating_add(leased));
+        let used = used.saturating_add(unanswered).max(least);
         let known = u32::try_from(used).unwrap_or(u32::MAX);
         match kind.is_opened_by_requests() {
             true => self.table.correct_known_usage(counter, end_ms, known, now_ms),
@@ -352,6 +354,11 @@ impl SharedCounters {
         if tokens == 0 {
             return true;
         }
+        // The tokens are part of the known usage, and not of replies to calls that were sent before.
+        let unanswered = (shards == 1).then(|| self.new_charge());
+        if let Some(id) = unanswered {
+            self.add_unanswered(id, counter, tokens.into());
+        }
         let mut all_delivered = true;
         let parts = reachable.len() as u32;
         for (base, shard) in reachable.into_iter().zip(0..) {
@@ -368,7 +375,15 @@ impl SharedCounters {
                 used_min: if shards == 1 { used_min } else { 0 },
                 ..base_request
             };
-            match self.acquire_unchecked(std::slice::from_ref(&request)).await {
+            if let Some(id) = unanswered {
+                self.send_charge(id, counter);
+            }
+            let reply = self.acquire_unchecked(std::slice::from_ref(&request)).await;
+            // Without a reply, the tokens stay part of the known usage: the store may have them.
+            if let Some(id) = unanswered {
+                self.end_charge(id, counter, true);
+            }
+            match reply {
                 Ok(AcquireReply::Granted { counters: replies, .. }) => {
                     self.metrics.reported(part);
                     if let (Some(reply), 1) = (replies.first(), shards) {

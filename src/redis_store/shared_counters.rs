@@ -74,6 +74,8 @@ pub struct SharedCounters {
     pub(super) generation: Cell<u64>,
     /// Calls that were sent.
     pub(super) calls: Cell<u64>,
+    /// The number of charges in the background that were begun.
+    pub(super) charges: Cell<u64>,
     pub(super) last_warning: Cell<Option<Instant>>,
 }
 
@@ -100,6 +102,7 @@ impl SharedCounters {
             reconnected_ms: Cell::new(0),
             generation: Cell::new(0),
             calls: Cell::new(0),
+            charges: Cell::new(0),
             last_warning: Cell::new(None),
         })
     }

@@ -14,7 +14,9 @@ use std::sync::Arc;
 use tokio::time::Instant;
 
 use super::client::StoreError;
-use super::lease_sizing::{InFlightFetch, LeaseRecord, PendingCharge, Refusal, UndepositedTokens, counter_id};
+use super::lease_sizing::{
+    ChargeId, InFlightFetch, LeaseRecord, Refusal, UnansweredCharge, UndepositedTokens, counter_id,
+};
 use super::scripts::{AcquireReply, CounterReply, CounterRequest, RefundTarget};
 use super::shared_counters::SharedCounters;
 use super::shared_decision::{DecisionProgress, NextStep, ROUNDS_MAX, SharedDecision, before_deadline};
@@ -31,6 +33,11 @@ use transom_limiter::window_kind::{Usage, WindowKind};
 
 /// A fetch of tokens for one counter.
 pub struct TokenFetch {
+    pub rule_set: Arc<RuleSet>,
+    /// The position of the rule in the rule set, and that of the layer in the rule.
+    pub rule: usize,
+    pub layer: usize,
+    pub keyed_request: KeyedRequest,
     /// The layer's ordinary counter.
     pub counter: Counter,
     /// The key in the store, and the suffix of the layer.
@@ -175,7 +182,7 @@ impl SharedCounters {
         let known = self.known_usage(fetch.counter, reply.end_ms, request.used_min, fetch.generation);
         let has_lost_counts = reply.used < known;
         let used = reply.used.max(known);
-        self.note_store_usage(fetch.counter, request.window.kind, reply, used, now_ms);
+        let usage = self.note_store_usage(fetch.counter, request.window.kind, reply, used, reply.granted, now_ms);
         let is_full = used.saturating_add(request.need) > request.ceiling;
         if request.need > 0 && reply.granted == 0 && is_full && fetch.shards == 1 {
             in_flight.refused.borrow_mut().push((id, CounterReply { used, ..reply }));
@@ -193,17 +200,39 @@ impl SharedCounters {
         if let Some(former) = former.flatten().filter(|former| former.end_ms < lease_end_ms) {
             self.discard_ended_lease(fetch.counter, &former);
         }
-        let Ok(tokens) = u32::try_from(reply.granted) else { return };
-        if tokens == 0 {
+        let Ok(granted) = u32::try_from(reply.granted) else { return };
+        if granted == 0 {
             return;
         }
         self.metrics.fetched(reply.granted);
+        let excess = self.excess_tokens(fetch, usage).min(granted);
+        if excess > 0 {
+            self.table.subtract_known_usage(fetch.counter, Some(lease_end_ms), excess, now_ms);
+            self.refund_later(vec![refund_target.refund(excess.into())]);
+        }
+        let tokens = granted - excess;
+        if tokens == 0 {
+            return;
+        }
         match self.table.deposit(fetch.counter, lease_end_ms, tokens, now_ms) {
             DepositResult::Stored => {}
             DepositResult::Full | DepositResult::Expired => {
-                in_flight.undeposited.borrow_mut().push(UndepositedTokens { id, tokens: reply.granted, refund_target });
+                in_flight.undeposited.borrow_mut().push(UndepositedTokens { id, tokens: tokens.into(), refund_target });
             }
         }
+    }
+
+    /// The tokens beyond the limit, of those that a fetch was granted. A reply that was late grants tokens that the store had left:
+    /// meanwhile this gateway may have counted requests locally. `usage`: the known usage, with the tokens granted.
+    fn excess_tokens(&self, fetch: &TokenFetch, usage: u64) -> u32 {
+        // The usage of a sharded counter is known only if all its shards are full.
+        if fetch.shards > 1 {
+            return 0;
+        }
+        let local = self.used_locally(&fetch.rule_set, fetch.rule, fetch.layer, fetch.keyed_request).used;
+        let capacity = fetch.rule_set.rules[fetch.rule].layer(fetch.layer).capacity;
+        let excess = usage.saturating_add(local).saturating_sub(capacity.into());
+        u32::try_from(excess).unwrap_or(u32::MAX)
     }
 
     /// Withdraws the tokens that are left of an ended window: those of plain windows have expired, the others are refunded.
@@ -219,7 +248,7 @@ impl SharedCounters {
     /// Fetches more tokens in the background where few are left, before a request has to wait.
     pub(super) fn prefetch(
         self: &Rc<Self>,
-        rule_set: &RuleSet,
+        rule_set: &Arc<RuleSet>,
         charge_plan: &ChargePlan,
         context: &mut DecisionContext,
     ) {
@@ -257,7 +286,7 @@ impl SharedCounters {
     /// or the key may have been reset.
     pub(super) fn recheck(
         self: &Rc<Self>,
-        rule_set: &RuleSet,
+        rule_set: &Arc<RuleSet>,
         charge_plan: &ChargePlan,
         context: &DecisionContext,
         key_text: impl Fn(usize) -> Option<Rc<str>>,
@@ -340,28 +369,39 @@ impl SharedCounters {
             charge.usage.used += if opens_window { leased } else { tokens };
             if leased < tokens {
                 let request = self.counter_request(rule_set, charge_plan, *layer_ref, keyed_request, &key_text, now_ms);
-                let pending = if opens_window { 0 } else { tokens - leased };
-                if pending > 0 {
-                    self.begin_charge(counter, request.window, pending);
-                }
                 let (shared, tokens) = (Rc::clone(self), tokens - leased);
+                let charge = (!opens_window).then(|| self.new_charge());
+                if let Some(id) = charge {
+                    self.begin_charge(id, counter, request.window, tokens);
+                }
                 // Separate calls: each counter is charged, whatever the others have left.
                 tokio::task::spawn_local(async move {
-                    shared.charge_remaining(counter, request, tokens, pending).await;
+                    shared.charge_remaining(counter, request, tokens, charge).await;
                 });
             }
         }
     }
 
-    /// Takes what is left of a counter of the store, up to `tokens`. Does not open a window. `pending`: those of them that
+    /// Takes what is left of a counter of the store, up to `tokens`. Does not open a window. `charge`: the charge that
     /// [`SharedCounters::begin_charge`] has noted.
-    async fn charge_remaining(self: Rc<Self>, counter: Counter, request: CounterRequest, tokens: u64, pending: u64) {
+    async fn charge_remaining(
+        self: Rc<Self>,
+        counter: Counter,
+        request: CounterRequest,
+        tokens: u64,
+        charge: Option<ChargeId>,
+    ) {
+        let end_charge = |has_reply| {
+            if let Some(id) = charge {
+                self.end_charge(id, counter, has_reply);
+            }
+        };
         // A read, where a charge could open a window.
         let mut need = if request.window.kind.is_opened_by_requests() { 0 } else { tokens.min(request.ceiling) };
         for _ in 0..3 {
             let call = CounterRequest { need, ..request.clone() };
-            if need > 0 && pending > 0 {
-                self.send_charge(counter);
+            if let Some(id) = charge.filter(|_| need > 0) {
+                self.send_charge(id, counter);
             }
             let (is_charged, reply) = match self.acquire(std::slice::from_ref(&call)).await {
                 Ok(AcquireReply::Granted { counters, .. }) => (need > 0, counters.first().copied()),
@@ -373,44 +413,55 @@ impl SharedCounters {
             let is_closed = used == 0 && request.window.kind.is_opened_by_requests();
             need = tokens.min(request.ceiling.saturating_sub(used));
             if is_charged || is_closed || need == 0 {
-                self.end_charge(counter, pending, true);
-                let now_ms = self.clock.now().unix_ms;
-                self.note_store_usage(counter, request.window.kind, reply, used, now_ms);
+                end_charge(true);
+                self.note_store_usage(counter, request.window.kind, reply, used, 0, self.clock.now().unix_ms);
                 return;
             }
         }
-        self.end_charge(counter, pending, false);
+        end_charge(false);
+    }
+
+    /// A new charge in the background.
+    pub(super) fn new_charge(&self) -> ChargeId {
+        self.charges.set(self.charges.get() + 1);
+        ChargeId(self.charges.get())
     }
 
     /// Adds tokens to the known usage that a call in the background charges: the next request may come before the reply.
-    pub(super) fn begin_charge(&self, counter: Counter, window: StoreWindow, tokens: u64) {
-        let now = self.clock.instant();
-        let charge = PendingCharge { tokens, sent_after: u64::MAX };
-        self.leases.with_or_insert(counter, self.own_shard, now, |record| record.pending.push(charge));
+    pub(super) fn begin_charge(&self, id: ChargeId, counter: Counter, window: StoreWindow, tokens: u64) {
+        self.add_unanswered(id, counter, tokens);
         let now_ms = self.clock.now().unix_ms;
         if let Some((end_ms, _)) = self.table.known_usage(counter, now_ms) {
             self.add_known_usage(counter, window, end_ms, tokens, now_ms);
         }
     }
 
-    /// Notes that the call of the oldest charge that was not sent yet is sent now.
-    pub(super) fn send_charge(&self, counter: Counter) {
+    /// Notes a charge in the background whose tokens are part of the known usage.
+    pub(super) fn add_unanswered(&self, id: ChargeId, counter: Counter, tokens: u64) {
+        let charge = UnansweredCharge { id, tokens, sent_after: u64::MAX };
+        let now = self.clock.instant();
+        self.leases.with_or_insert(counter, self.own_shard, now, |record| record.unanswered.push(charge));
+    }
+
+    /// Notes that the next call makes this charge.
+    pub(super) fn send_charge(&self, id: ChargeId, counter: Counter) {
         let sent_after = self.calls.get();
         self.leases.with_existing(counter_id(counter), |record| {
-            if let Some(charge) = record.pending.iter_mut().find(|charge| charge.sent_after == u64::MAX) {
-                charge.sent_after = sent_after;
-            }
+            record
+                .unanswered
+                .iter_mut()
+                .filter(|charge| charge.id == id)
+                .for_each(|charge| charge.sent_after = sent_after);
         });
     }
 
     /// Ends what [`SharedCounters::begin_charge`] has begun. `has_reply`: the usage is noted next.
-    pub(super) fn end_charge(&self, counter: Counter, tokens: u64, has_reply: bool) {
-        self.leases.with_existing(counter_id(counter), |record| {
-            if let Some(position) = record.pending.iter().position(|charge| charge.tokens == tokens) {
-                record.pending.remove(position);
-            }
+    pub(super) fn end_charge(&self, id: ChargeId, counter: Counter, has_reply: bool) {
+        let ended = self.leases.with_existing(counter_id(counter), |record| {
+            let position = record.unanswered.iter().position(|charge| charge.id == id)?;
+            Some(record.unanswered.remove(position).tokens)
         });
-        if !has_reply {
+        if let (false, Some(Some(tokens))) = (has_reply, ended) {
             let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
             self.table.subtract_known_usage(counter, None, tokens, self.clock.now().unix_ms);
         }
@@ -451,20 +502,32 @@ impl SharedCounters {
                 && !charge.is_full
                 && may_be_full
                 && let Some(key_text) = key_text(layer_ref.rule)
+                && self.begin_check(charge.counter)
             {
                 // Tokens may have come back: only the store knows.
+                let counter = charge.counter;
                 let request = self.counter_request(rule_set, charge_plan, layer_ref, keyed_request, &key_text, now_ms);
                 let ceiling = request.ceiling.saturating_sub(u64::from(charge.request.cost));
                 let (shared, rule_set, rule) =
                     (Rc::clone(self), Arc::clone(rule_set), charge_plan.rules[layer_ref.rule]);
                 tokio::task::spawn_local(async move {
                     let request = CounterRequest { ceiling, ..request };
-                    if let Ok(AcquireReply::Refused { .. }) = shared.acquire(&[request]).await {
+                    let reply = shared.acquire(&[request]).await;
+                    shared.leases.with_existing(counter_id(counter), |record| record.is_being_checked = false);
+                    if let Ok(AcquireReply::Refused { .. }) = reply {
                         shared.start_store_penalty(&rule_set, rule, keyed_request, &key_text).await;
                     }
                 });
             }
         }
+    }
+
+    /// Whether a check of a sliding window may begin: a flood of refused requests causes one at a time.
+    fn begin_check(&self, counter: Counter) -> bool {
+        let now = self.clock.instant();
+        self.leases.with_or_insert(counter, self.own_shard, now, |record| {
+            !std::mem::replace(&mut record.is_being_checked, true)
+        }) == Some(true)
     }
 
     /// A request to the store for one layer, for 0 tokens.
@@ -571,7 +634,7 @@ impl SharedCounters {
     #[allow(clippy::too_many_arguments, reason = "the parts of a fetch")]
     pub(super) fn token_fetch(
         &self,
-        rule_set: &RuleSet,
+        rule_set: &Arc<RuleSet>,
         charge_plan: &ChargePlan,
         layer_ref: LayerRef,
         keyed_request: KeyedRequest,
@@ -579,11 +642,16 @@ impl SharedCounters {
         need: u64,
         want: u64,
     ) -> TokenFetch {
-        let compiled_rule = &rule_set.rules[charge_plan.rules[layer_ref.rule]];
+        let rule = charge_plan.rules[layer_ref.rule];
+        let compiled_rule = &rule_set.rules[rule];
         let layer = compiled_rule.layer(layer_ref.layer);
         let base_request =
             self.counter_request(rule_set, charge_plan, layer_ref, keyed_request, &key_text, self.clock.now().unix_ms);
         TokenFetch {
+            rule_set: Arc::clone(rule_set),
+            rule,
+            layer: layer_ref.layer,
+            keyed_request,
             counter: layer.counter(keyed_request),
             suffix: compiled_rule.suffix(layer_ref.layer).into(),
             key_text,
@@ -688,7 +756,7 @@ impl SharedDecision {
     /// first.
     fn start_or_join_fetches(
         &self,
-        rule_set: &RuleSet,
+        rule_set: &Arc<RuleSet>,
         charge_plan: &ChargePlan,
         missing: &[usize],
     ) -> (Vec<Rc<InFlightFetch>>, bool) {
@@ -874,6 +942,27 @@ mod tests {
             assert_eq!(worker.leased_tokens("a", 0), leased as u32);
             let BeginResult::Decided(_) = worker.begin("a", 2).0 else { panic!("enough tokens are leased") };
             assert_eq!((worker.store.used(KEY), worker.tokens("fetched")), (3 + leased, 3 + leased));
+        });
+    }
+
+    #[test]
+    fn a_late_reply_grants_nothing_beyond_the_limit() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["3/hour"])]).await;
+            assert_eq!(worker.decide("a", 1).await, Some(true));
+            worker.store.hold();
+            let mut pending = worker.pending("a", 2);
+            pending.deadline = Instant::from_std(worker.clock.instant());
+            let outcome = pending.decide(&worker.charge_plan).await.unwrap();
+            assert!(matches!(outcome.decision, Decision::Admitted), "it is counted locally");
+            // The store has granted the tokens as well.
+            assert_eq!(worker.store.used(KEY), 3);
+            worker.store.release();
+            worker.settled_calls().await;
+            assert_eq!(worker.decide("a", 1).await, Some(false));
+            worker.shared.report_to_reachable().await;
+            worker.settled_calls().await;
+            assert_eq!(worker.store.used(KEY), 3, "what was granted beyond the limit is returned");
         });
     }
 

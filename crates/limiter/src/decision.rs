@@ -244,6 +244,7 @@ impl RuleSet {
         });
         if charge_plan.is_shared {
             self.report_total_usage(charge_plan, table, context.result.decided_ms, context, 0);
+            self.add_local_usage(charge_plan, table, context);
         }
         context.scratch.layer_buffer = layers;
         all_fit

@@ -14,7 +14,7 @@ use crate::sharded_counter::{ShardReceipt, Sharding};
 use crate::sliding_counter::SlidingCounter;
 use crate::table::{Counter, Table};
 use crate::window::Time;
-use crate::window_kind::{Usage, WindowKind, usage};
+use crate::window_kind::{AcquireRequest, Usage, WindowKind, usage};
 
 /// The result of deciding some layers.
 #[derive(Debug)]
@@ -283,6 +283,36 @@ impl RuleSet {
         }
     }
 
+    /// Adds to the usage of shared layers what was counted locally while the store could not be reached, and is not reported yet.
+    pub(super) fn add_local_usage<const W: usize>(
+        &self,
+        charge_plan: &ChargePlan,
+        table: &Table<W>,
+        context: &mut DecisionContext,
+    ) {
+        let now_ms = context.result.decided_ms;
+        let (keyed_requests, counting_modes) = (&context.inputs.keyed_requests, &context.sharing.counting_modes);
+        let DecisionResult { charges, layers, .. } = &mut context.result;
+        for (charge, layer_ref) in charges.iter_mut().zip(layers.iter()) {
+            let layer = self.layer_of(charge_plan, *layer_ref);
+            let (Some(keyed_request), Some(CountingMode::Leased), false) =
+                (keyed_requests[layer_ref.rule], counting_modes.get(layer_ref.rule), layer.is_penalty())
+            else {
+                continue;
+            };
+            let rule = charge_plan.rules[layer_ref.rule];
+            let local = self.local_usage(rule, layer_ref.layer, keyed_request, table, DecisionTime::read(&|| now_ms));
+            if local.used == 0 {
+                continue;
+            }
+            if table.known_usage(layer.counter(keyed_request), now_ms).is_none() {
+                // A lease that is missing says nothing.
+                charge.usage = Usage { used: 0, end_ms: local.end_ms };
+            }
+            charge.usage.used += local.used;
+        }
+    }
+
     /// Adds charges for layers that the store decides, or that are charged later. Returns the position of the first
     /// one.
     pub fn add_prepared_charges<const W: usize>(
@@ -407,10 +437,11 @@ impl RuleSet {
 /// Reduces the ceiling of a local charge by the known usage of other gateways.
 fn subtract_remote_usage<const W: usize>(charge: &mut Charge, table: &Table<W>, now_ms: u64) {
     let used = remote_usage(charge.counter, table, now_ms);
-    match charge.request.ceiling {
-        // A penalty.
-        0 => charge.request.floor = used,
-        ceiling => charge.request.ceiling = ceiling.saturating_sub(used),
+    let AcquireRequest { ceiling, floor, cost, .. } = &mut charge.request;
+    match cost {
+        // A reduced ceiling of 0 would admit a request that takes nothing: one in a penalty, or whose cost is known later.
+        0 if used > *ceiling => *floor = used,
+        _ => *ceiling = ceiling.saturating_sub(used),
     }
 }
 

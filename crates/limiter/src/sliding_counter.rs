@@ -76,7 +76,7 @@ impl SlidingCounter {
             let sum = self.sum(table, current, time);
             // Ordering: read after the counters: if the slot of one of them was reused, the horizon is late.
             let is_late = table.horizon_ms() >= self.segments.end_ms(current);
-            if !is_late && sum.latest == current && sum.used <= self.request.ceiling {
+            if !is_late && sum.latest == current && sum.used.max(self.request.floor) <= self.request.ceiling {
                 shard_receipts.push(ShardReceipt { request, receipt, layer: self.whole.layer });
                 return CounterResult::Acquired(receipt, self.usage(&sum, 0));
             }
@@ -87,7 +87,7 @@ impl SlidingCounter {
             // Ordering: the refund comes before, the sum after: the last thread to withdraw finds the tokens of the others.
             fence(Ordering::SeqCst);
             let sum = self.sum(table, sum.latest, time);
-            if sum.used + u64::from(self.request.cost) > self.request.ceiling {
+            if sum.used.max(self.request.floor) + u64::from(self.request.cost) > self.request.ceiling {
                 return CounterResult::Full(self.usage(&sum, u64::from(self.request.cost)));
             }
             current = sum.latest;
