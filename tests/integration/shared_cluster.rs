@@ -76,27 +76,33 @@ fn a_slot_migration_under_load_grants_no_extra_tokens() {
     }
 }
 
+/// The global rule refuses with 503 what its own node does not count in time. So the test fails if the rule notices the other
+/// node. With `local`, a late reply of its own node would count as an outage, in which each gateway admits what the last usage
+/// that it knows leaves: up to `(n - 1) * (L - C)` beyond the limit, see `docs/explanation/shared-counters.md`.
 #[test]
 fn a_dead_node_affects_only_its_rules() {
     for mode in ["exact", "lease"] {
         let mut cluster = RedisCluster::start();
-        let toml = shared_config(&cluster.urls(), &format!("mode = \"{mode}\"\non_outage = \"local\"\n"), RULES);
-        let gateways = GatewayGroup::start(2, &format!("workers = 1\n{toml}"));
+        // Longer than a connection may be silent; a busy machine does not delay replies as long.
+        let settings = format!("mode = \"{mode}\"\non_outage = \"local\"\ntimeout = \"2s\"\n");
+        let rules = format!("{RULES}on_outage = \"refuse\"\n");
+        let gateways =
+            GatewayGroup::start(2, &format!("workers = 1\n{}", shared_config(&cluster.urls(), &settings, &rules)));
         let mut admitted = gateways.count_admitted("anyone", 1);
         let dead = cluster.owner(cluster.slot(&counter(&cluster, "{all|}"))) + 1;
         let on_dead = |key: &String| cluster.owner(cluster.slot(&format!("transom:{{r|{key}}}:1"))) == dead % 3;
         let keys: Vec<String> = (0..100).map(|key| format!("client-{key}")).filter(on_dead).take(4).collect();
         cluster.nodes[dead % 3].kill();
         for (gateway, key) in gateways.0.iter().zip(&keys) {
+            admitted += count_admitted_by(gateway, key, 1);
+            // The request is counted locally. Each attempt to report it is a failure.
             eventually("the node is known to be unreachable", || {
-                admitted += count_admitted_by(gateway, key, 1);
-                let admin = gateway.admin_get("/metrics").text();
-                !admin.contains("transom_shared_servers_unreachable 0\n")
+                gateway.metrics().sum("transom_shared_servers_unreachable", &[]) > 0
             });
         }
         let key = counter(&cluster, "{all|}");
         let counted = || cluster.cli(&key, &["GET", &key]).parse::<usize>().unwrap();
-        // Unspent tokens are returned, and local usage is reported.
+        // Unspent tokens are returned.
         eventually("the global rule has counted the admitted requests", || counted() == admitted);
         admitted += keys[2..].iter().map(|key| gateways.count_admitted(key, 15)).sum::<usize>();
         assert!((45..=50).contains(&admitted) && counted() <= 50, "{mode}: {admitted} admitted, {} counted", counted());

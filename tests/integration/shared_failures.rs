@@ -15,7 +15,7 @@ use crate::support::process::Process;
 use crate::support::redis::RedisServer;
 use crate::support::redis_client::{expect_granted, plain_request, run_on_worker, single_server};
 use crate::support::upstream::{Connection, Upstream};
-use crate::support::{eventually, within};
+use crate::support::{eventually, eventually_eq, within};
 
 /// The default time for which a request waits for the store.
 const STORE_TIMEOUT: Duration = Duration::from_millis(50);
@@ -73,7 +73,7 @@ fn an_outage_ends_under_load() {
         );
         // All local usage is reported.
         let local = gateway.metrics().sum("transom_shared_outage_decisions_total", &[("policy", "local")]);
-        eventually("all local usage is reported", || reported(&gateway) == local);
+        eventually_eq(|| reported(&gateway), local);
     }
 }
 
