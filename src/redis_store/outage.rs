@@ -176,12 +176,29 @@ impl SharedCounters {
         });
     }
 
-    /// Reports usage to reachable servers: usage that was counted locally while one of their replies was late.
+    /// Reports usage to reachable servers: usage that was counted locally while one of their replies was late. A server that
+    /// hangs is found by a probe first, because a report without a reply is not repeated.
     pub(super) async fn report_to_reachable(self: &Rc<Self>) {
-        let servers = self.unreported.servers(|charge| self.server_of(charge));
-        for server in servers.into_iter().filter(|server| !self.breaker.is_open(*server)) {
+        for server in self.servers_to_report_to() {
+            match self.probe(Some(server)).await {
+                Ok(()) => _ = self.report(server).await,
+                Err(why) => self.record_error(server, &StoreError::Unreachable(why)),
+            }
+        }
+    }
+
+    /// As [`SharedCounters::report_to_reachable`], without a probe, when there is no later report: a server that hangs may still
+    /// execute it.
+    pub(super) async fn report_before_exit(self: &Rc<Self>) {
+        for server in self.servers_to_report_to() {
             self.report(server).await;
         }
+    }
+
+    /// The servers of unreported usage, except for those that are known to be unreachable.
+    fn servers_to_report_to(&self) -> impl Iterator<Item = ServerId> {
+        let servers = self.unreported.servers(|charge| self.server_of(charge));
+        servers.into_iter().filter(|server| !self.breaker.is_open(*server))
     }
 
     fn server_of(&self, charge: &UnreportedCharge) -> ServerId {
@@ -397,5 +414,32 @@ impl SharedCounters {
             }
         }
         all_delivered
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::Instant;
+
+    use super::super::test_worker::{TestWorker, leased, run};
+    use transom_limiter::decision::Decision;
+
+    /// The server hangs; its circuit breaker is not open yet.
+    #[test]
+    fn usage_is_reported_once_the_server_replies() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["9/hour"])]).await;
+            assert_eq!(worker.decide("b", 1).await, Some(true));
+            worker.store.hold();
+            let mut pending = worker.pending("a", 1);
+            pending.deadline = Instant::from_std(worker.clock.instant());
+            let outcome = pending.decide(&worker.charge_plan).await.unwrap();
+            assert!(matches!(outcome.decision, Decision::Admitted));
+            worker.shared.report_to_reachable().await;
+            assert_eq!((worker.decided_in_outage("local"), worker.tokens("reported")), (1, 0));
+            worker.store.release();
+            worker.shared.report_to_reachable().await;
+            assert_eq!(worker.tokens("reported"), 1);
+        });
     }
 }

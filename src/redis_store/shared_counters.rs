@@ -122,7 +122,7 @@ impl SharedCounters {
     /// Reports usage and returns all unused tokens, as far as the store accepts them within `CLOSE_TIMEOUT`.
     pub async fn close(self: &Rc<Self>) {
         let last_calls = async {
-            self.report_to_reachable().await;
+            self.report_before_exit().await;
             self.return_idle(true).await;
         };
         if tokio::time::timeout(CLOSE_TIMEOUT, last_calls).await.is_err() {

@@ -66,12 +66,13 @@ fn an_outage_ends_under_load() {
                 redis.suspend();
                 gateway.wait_for_stderr("shared counters cannot be reached");
                 let before = number.load(Ordering::SeqCst);
-                eventually("requests are counted locally", || number.load(Ordering::SeqCst) > before + 3000);
+                // More counters than all workers report at once.
+                eventually("requests are counted locally", || number.load(Ordering::SeqCst) > before + 1000);
                 redis.resume();
                 gateway.wait_for_stderr(REACHABLE_AGAIN);
             },
         );
-        // All local usage is reported.
+        // All local usage is reported, also of requests that noticed the outage first.
         let local = gateway.metrics().sum("transom_shared_outage_decisions_total", &[("policy", "local")]);
         eventually_eq(|| reported(&gateway), local);
     }
