@@ -149,6 +149,11 @@ impl Load {
         self.results.lock().unwrap().assert_limits(layers).iter().all(|at_limit| *at_limit > 0)
     }
 
+    /// Whether some key has sent twice as many requests in a window as the first layer grants.
+    pub fn has_demand(&self, layers: &[Layer]) -> bool {
+        self.results.lock().unwrap().utilization(layers, 0).0 > 0
+    }
+
     /// Four clients send requests while `during` runs; returns their responses.
     pub fn run_during(self, layers: &[Layer], during: impl FnOnce(&Load)) -> LoadResults {
         thread::scope(|scope| {
