@@ -102,7 +102,7 @@ def first_steps():
         # Without examples, which `make check` compiles, and no test runs.
         Step(
             "tests-build",
-            [*CARGO_TEST, "--workspace", "--lib", "--bins", "--tests", "--no-run", "--message-format=json-render-diagnostics"],
+            [*CARGO_TEST, "--workspace", "--tests", "--no-run", "--message-format=json-render-diagnostics"],
             runs_beside=True,
             next_steps=test_programs,
         ),
