@@ -24,7 +24,7 @@ use crate::http::ratelimit_headers::seconds_until;
 use crate::http::request_validation::Schemes;
 use crate::http::route_actions::TemplateVariables;
 use crate::http::router::RouteQuery;
-use crate::http::{path_normalize, request_validation, responses};
+use crate::http::{path_normalize, request_validation};
 use crate::jwt::published_keys::PublishedKeys;
 use crate::proxy::compiled_config::{CompiledConfig, RouteRules};
 use transom_limiter::key::Seed;
@@ -84,7 +84,7 @@ pub async fn explain(compiled: &CompiledConfig, question: &Question, counting: C
         now_ms: counting.clock.now().unix_ms,
     };
     if let Err(error) = explanation.decide(compiled, question, counting).await {
-        explanation.decision = Decision::Error(responses::error_status(&error).as_u16());
+        explanation.decision = Decision::Error(error.status());
         explanation.reason = match (&error, &explanation.routes) {
             (RequestError::NoRoute, Some(routes)) => routes.reason.clone(),
             // Of the other malformed requests, none can be asked about.

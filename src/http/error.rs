@@ -1,7 +1,7 @@
 //! Errors of single requests: the cause, the side that caused it, and the messages for client and log.
 //!
-//! Every conversion matches exhaustively, so that a new error cannot be forgotten. `responses` sends an error to the
-//! client, `proxy` logs it once. A refusal by a rule is not an error.
+//! A new error needs a row in the table of kinds and a message. `responses` sends an error to the client, `proxy` logs it once. A
+//! refusal by a rule is not an error.
 
 use std::fmt;
 
@@ -122,180 +122,106 @@ impl RequestError {
     pub const WEBSOCKET_NOT_SERVED: RequestError = RequestError::Protocol("this route does not serve WebSocket");
     /// Other servers may not accept a bare line feed as the end of a line.
     pub const BARE_LINE_FEED: RequestError = RequestError::Framing("a line ends in a line feed alone");
+}
 
-    /// Names of errors in metrics, by [`RequestError::kind_index`].
-    pub const KINDS: [&str; 39] = [
-        "target",
-        "host",
-        "path",
-        "query",
-        "framing",
-        "head_too_large",
-        "target_too_long",
-        "malformed",
-        "head_timeout",
-        "method",
-        "expectation",
-        "no_route",
-        "key_missing",
-        "key_ambiguous",
-        "cost",
-        "token",
-        "body",
-        "body_timeout",
-        "body_too_slow",
-        "body_too_large",
-        "stalled",
-        "connect",
-        "connect_timeout",
-        "upstream",
-        "response_timeout",
-        "panic",
-        "cleartext",
-        "too_many_connections",
-        "request_timeout",
-        "overloaded",
-        "protocol",
-        "store_unavailable",
-        "route_field",
-        "key_malformed",
-        "key_unknown",
-        "head_incomplete",
-        "stream_refused",
-        "key_set_unavailable",
-        "original_request",
-    ];
+/// What all errors of one kind have in common.
+struct ErrorKind {
+    /// In metrics and in the log.
+    name: &'static str,
+    side: Side,
+    status: u16,
+    closes_connection: bool,
+}
 
-    /// The position of the name in [`RequestError::KINDS`].
-    pub fn kind_index(&self) -> usize {
-        match self {
-            RequestError::Target(_) => 0,
-            RequestError::Host(_) => 1,
-            RequestError::Path(_) => 2,
-            RequestError::Query(_) => 3,
-            RequestError::Framing(_) => 4,
-            RequestError::HeadTooLarge => 5,
-            RequestError::TargetTooLong => 6,
-            RequestError::Malformed => 7,
-            RequestError::HeadTimeout => 8,
-            RequestError::Method => 9,
-            RequestError::Expectation => 10,
-            RequestError::NoRoute => 11,
-            RequestError::KeyMissing { .. } => 12,
-            RequestError::KeyAmbiguous { .. } => 13,
-            RequestError::Cost { .. } => 14,
-            RequestError::Token(_) => 15,
-            RequestError::Body => 16,
-            RequestError::BodyTimeout => 17,
-            RequestError::BodyTooSlow => 18,
-            RequestError::BodyTooLarge(_) => 19,
-            RequestError::Stalled => 20,
-            RequestError::Connect(_) => 21,
-            RequestError::ConnectTimeout => 22,
-            RequestError::Upstream(_) => 23,
-            RequestError::ResponseTimeout => 24,
-            RequestError::Panic => 25,
-            RequestError::Cleartext => 26,
-            RequestError::TooManyConnections => 27,
-            RequestError::RequestTimeout => 28,
-            RequestError::Overloaded => 29,
-            RequestError::Protocol(_) => 30,
-            RequestError::StoreUnavailable => 31,
-            RequestError::RouteField(_) => 32,
-            RequestError::OriginalRequest(_) => 38,
-            RequestError::KeyMalformed { .. } => 33,
-            RequestError::KeyUnknown { .. } => 34,
-            RequestError::HeadIncomplete => 35,
-            RequestError::StreamRefused => 36,
-            RequestError::KeySetUnavailable => 37,
+/// Declares the kinds of [`RequestError`], a row for each: the variant, its name, the side that caused it, the status of the response,
+/// and whether the connection closes after the response.
+macro_rules! error_kinds {
+    ($($variant:ident $name:literal $side:ident $status:literal $closes_connection:literal,)*) => {
+        const ERROR_KINDS: &[ErrorKind] = &[$(ErrorKind {
+            name: $name,
+            side: Side::$side,
+            status: $status,
+            closes_connection: $closes_connection,
+        }),*];
+
+        /// The positions in [`ERROR_KINDS`].
+        enum Position { $($variant),* }
+
+        impl RequestError {
+            /// The position of the kind among all, for metrics.
+            pub fn kind_index(&self) -> usize {
+                match self {
+                    $(RequestError::$variant { .. } => Position::$variant as usize,)*
+                }
+            }
         }
+    };
+}
+
+error_kinds! {
+    Target             "target"               Client   400 true,
+    Host               "host"                 Client   400 true,
+    Path               "path"                 Client   400 true,
+    Query              "query"                Client   400 true,
+    Framing            "framing"              Client   400 true,
+    HeadTooLarge       "head_too_large"       Client   431 true,
+    TargetTooLong      "target_too_long"      Client   414 true,
+    Malformed          "malformed"            Client   400 true,
+    HeadTimeout        "head_timeout"         Client   408 true,
+    Method             "method"               Client   405 true,
+    Expectation        "expectation"          Client   417 true,
+    NoRoute            "no_route"             Client   404 false,
+    KeyMissing         "key_missing"          Client   400 false,
+    KeyAmbiguous       "key_ambiguous"        Client   400 true,
+    Cost               "cost"                 Client   400 true,
+    Token              "token"                Client   401 false,
+    Body               "body"                 Client   400 true,
+    BodyTimeout        "body_timeout"         Client   408 true,
+    BodyTooSlow        "body_too_slow"        Client   408 true,
+    BodyTooLarge       "body_too_large"       Client   413 true,
+    Stalled            "stalled"              Client   408 true,
+    Connect            "connect"              Upstream 502 false,
+    ConnectTimeout     "connect_timeout"      Upstream 504 false,
+    Upstream           "upstream"             Upstream 502 false,
+    ResponseTimeout    "response_timeout"     Upstream 504 false,
+    Panic              "panic"                Gateway  500 true,
+    Cleartext          "cleartext"            Client   400 true,
+    TooManyConnections "too_many_connections" Client   503 true,
+    RequestTimeout     "request_timeout"      Upstream 504 false,
+    Overloaded         "overloaded"           Upstream 503 false,
+    Protocol           "protocol"             Client   501 false,
+    StoreUnavailable   "store_unavailable"    Gateway  503 false,
+    RouteField         "route_field"          Client   400 true,
+    KeyMalformed       "key_malformed"        Client   400 false,
+    KeyUnknown         "key_unknown"          Client   401 false,
+    HeadIncomplete     "head_incomplete"      Client   499 true,
+    StreamRefused      "stream_refused"       Client   503 false,
+    KeySetUnavailable  "key_set_unavailable"  Gateway  503 false,
+    OriginalRequest    "original_request"     Client   400 true,
+}
+
+impl RequestError {
+    /// The names of all kinds, by [`RequestError::kind_index`].
+    pub fn kind_names() -> impl ExactSizeIterator<Item = &'static str> {
+        ERROR_KINDS.iter().map(|kind| kind.name)
+    }
+
+    fn kind(&self) -> &'static ErrorKind {
+        &ERROR_KINDS[self.kind_index()]
     }
 
     pub fn side(&self) -> Side {
-        match self {
-            RequestError::Target(_)
-            | RequestError::Host(_)
-            | RequestError::Path(_)
-            | RequestError::Query(_)
-            | RequestError::Framing(_)
-            | RequestError::HeadTooLarge
-            | RequestError::TargetTooLong
-            | RequestError::Malformed
-            | RequestError::HeadTimeout
-            | RequestError::HeadIncomplete
-            | RequestError::StreamRefused
-            | RequestError::Cleartext
-            | RequestError::TooManyConnections
-            | RequestError::Method
-            | RequestError::Protocol(_)
-            | RequestError::Expectation
-            | RequestError::NoRoute
-            | RequestError::RouteField(_)
-            | RequestError::OriginalRequest(_)
-            | RequestError::KeyMissing { .. }
-            | RequestError::KeyAmbiguous { .. }
-            | RequestError::KeyMalformed { .. }
-            | RequestError::KeyUnknown { .. }
-            | RequestError::Cost { .. }
-            | RequestError::Token(_)
-            | RequestError::Body
-            | RequestError::BodyTimeout
-            | RequestError::BodyTooSlow
-            | RequestError::BodyTooLarge(_)
-            | RequestError::Stalled => Side::Client,
-            RequestError::Connect(_)
-            | RequestError::ConnectTimeout
-            | RequestError::Upstream(_)
-            | RequestError::ResponseTimeout
-            | RequestError::RequestTimeout
-            | RequestError::Overloaded => Side::Upstream,
-            RequestError::StoreUnavailable | RequestError::KeySetUnavailable | RequestError::Panic => Side::Gateway,
-        }
+        self.kind().side
+    }
+
+    /// The status of the response; 499 (client closed request), which is never sent, if the client has gone.
+    pub fn status(&self) -> u16 {
+        self.kind().status
     }
 
     /// Whether the connection closes after the response, because the bytes that follow could be misread.
     pub fn closes_connection(&self) -> bool {
-        match self {
-            RequestError::Target(_)
-            | RequestError::Host(_)
-            | RequestError::Path(_)
-            | RequestError::Query(_)
-            | RequestError::Framing(_)
-            | RequestError::HeadTooLarge
-            | RequestError::TargetTooLong
-            | RequestError::Malformed
-            | RequestError::HeadTimeout
-            | RequestError::HeadIncomplete
-            | RequestError::Cleartext
-            | RequestError::TooManyConnections
-            | RequestError::Method
-            | RequestError::Expectation
-            | RequestError::RouteField(_)
-            | RequestError::OriginalRequest(_)
-            | RequestError::KeyAmbiguous { .. }
-            | RequestError::Cost { .. }
-            | RequestError::Body
-            | RequestError::BodyTimeout
-            | RequestError::BodyTooSlow
-            | RequestError::BodyTooLarge(_)
-            | RequestError::Stalled
-            | RequestError::Panic => true,
-            RequestError::NoRoute
-            | RequestError::StreamRefused
-            | RequestError::Protocol(_)
-            | RequestError::KeyMissing { .. }
-            | RequestError::KeyMalformed { .. }
-            | RequestError::KeyUnknown { .. }
-            | RequestError::Token(_)
-            | RequestError::Connect(_)
-            | RequestError::ConnectTimeout
-            | RequestError::Upstream(_)
-            | RequestError::ResponseTimeout
-            | RequestError::RequestTimeout
-            | RequestError::Overloaded
-            | RequestError::StoreUnavailable
-            | RequestError::KeySetUnavailable => false,
-        }
+        self.kind().closes_connection
     }
 }
 

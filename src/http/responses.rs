@@ -283,7 +283,8 @@ pub fn refusal_response(
 
 /// The response to a request that failed.
 pub fn error_response(error: &RequestError) -> LocalResponse {
-    let status = error_status(error);
+    // The numbers in the table of errors are all statuses.
+    let status = StatusCode::from_u16(error.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     let mut response = problem_response(status, &error.to_string());
     if error.closes_connection() {
         response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
@@ -350,47 +351,6 @@ pub fn redirect_response(status: u16, location: HeaderValue) -> LocalResponse {
     let mut response = direct_response(status, None);
     response.headers_mut().insert(header::LOCATION, location);
     response
-}
-
-pub fn error_status(error: &RequestError) -> StatusCode {
-    match error {
-        RequestError::Target(_)
-        | RequestError::Host(_)
-        | RequestError::Path(_)
-        | RequestError::Query(_)
-        | RequestError::Framing(_)
-        | RequestError::Malformed
-        | RequestError::Cleartext
-        | RequestError::Body => StatusCode::BAD_REQUEST,
-        RequestError::RouteField(_)
-        | RequestError::OriginalRequest(_)
-        | RequestError::KeyMissing { .. }
-        | RequestError::KeyAmbiguous { .. }
-        | RequestError::KeyMalformed { .. }
-        | RequestError::Cost { .. } => StatusCode::BAD_REQUEST,
-        RequestError::Token(_) | RequestError::KeyUnknown { .. } => StatusCode::UNAUTHORIZED,
-        RequestError::HeadTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
-        RequestError::TargetTooLong => StatusCode::URI_TOO_LONG,
-        // Never sent: the client has closed the connection.
-        RequestError::HeadIncomplete => StatusCode::from_u16(CLIENT_CLOSED_REQUEST).unwrap_or(StatusCode::BAD_REQUEST),
-        RequestError::TooManyConnections | RequestError::StreamRefused => StatusCode::SERVICE_UNAVAILABLE,
-        RequestError::HeadTimeout | RequestError::BodyTimeout | RequestError::BodyTooSlow | RequestError::Stalled => {
-            StatusCode::REQUEST_TIMEOUT
-        }
-        RequestError::BodyTooLarge(_) => StatusCode::PAYLOAD_TOO_LARGE,
-        RequestError::Method => StatusCode::METHOD_NOT_ALLOWED,
-        RequestError::Protocol(_) => StatusCode::NOT_IMPLEMENTED,
-        RequestError::Expectation => StatusCode::EXPECTATION_FAILED,
-        RequestError::NoRoute => StatusCode::NOT_FOUND,
-        RequestError::Connect(_) | RequestError::Upstream(_) => StatusCode::BAD_GATEWAY,
-        RequestError::ConnectTimeout | RequestError::ResponseTimeout | RequestError::RequestTimeout => {
-            StatusCode::GATEWAY_TIMEOUT
-        }
-        RequestError::Overloaded | RequestError::StoreUnavailable | RequestError::KeySetUnavailable => {
-            StatusCode::SERVICE_UNAVAILABLE
-        }
-        RequestError::Panic => StatusCode::INTERNAL_SERVER_ERROR,
-    }
 }
 
 /// How errors and refusals are sent to a client.

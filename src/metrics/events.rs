@@ -510,13 +510,13 @@ pub struct WorkerMetrics {
     truncated: Arc<MetricCell>,
     decision: Arc<Histogram>,
     access_log_lost: Arc<MetricCell>,
-    /// By `RequestError::kind`.
+    /// By `RequestError::kind_index`.
     request_errors: Vec<Arc<MetricCell>>,
 }
 
 impl WorkerMetrics {
     /// `errors` are the values of the label `error`.
-    pub fn new(registry: &Registry, worker: WorkerId, errors: &[&str]) -> WorkerMetrics {
+    pub fn new(registry: &Registry, worker: WorkerId, errors: impl Iterator<Item = &'static str>) -> WorkerMetrics {
         WorkerMetrics {
             http2_abuse: HTTP2_ABUSES.map(|kind| registry.cell(&HTTP2_ABUSE, worker, &[("kind", kind)])),
             tunnels: registry.cell(&TUNNELS, worker, &[]),
@@ -524,10 +524,7 @@ impl WorkerMetrics {
             truncated: registry.cell(&TRUNCATED, worker, &[]),
             decision: registry.histogram(&DECISION_DURATION, worker, &[]),
             access_log_lost: registry.cell(&ACCESS_LOG_LOST, worker, &[]),
-            request_errors: errors
-                .iter()
-                .map(|kind| registry.cell(&REQUEST_ERRORS, worker, &[("error", kind)]))
-                .collect(),
+            request_errors: errors.map(|kind| registry.cell(&REQUEST_ERRORS, worker, &[("error", kind)])).collect(),
         }
     }
 

@@ -23,7 +23,7 @@ use crate::http::forwarded::ClientInfo;
 use crate::http::http1_head::FirstLine;
 use crate::http::key_source::RequestAttributes;
 use crate::http::request_id::{RequestId, X_REQUEST_ID};
-use crate::http::responses::{self, CLIENT_CLOSED_REQUEST};
+use crate::http::responses::CLIENT_CLOSED_REQUEST;
 use crate::http::trace_context::{SpanContext, TraceParent};
 use crate::metrics::events::{RouteMetrics, UpstreamOutcome};
 use crate::metrics::storage::GaugeGuard;
@@ -421,7 +421,7 @@ impl RequestRecord {
     fn record_panic(&mut self) {
         self.record_error(&RequestError::Panic);
         if self.status == CLIENT_CLOSED_REQUEST {
-            self.status = responses::error_status(&RequestError::Panic).as_u16();
+            self.status = RequestError::Panic.status();
         }
     }
 
@@ -573,7 +573,7 @@ pub fn record_rejected_head(
 ) {
     worker.metrics.request_error(error.kind_index());
     let config = worker.config();
-    let status = responses::error_status(error).as_u16();
+    let status = error.status();
     config.unrouted_metrics.request_ended(status, Duration::ZERO);
     if config.logs_requests {
         tracing::debug!(client = %peer, status, error = %error, "request without a valid head");

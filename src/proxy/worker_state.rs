@@ -68,7 +68,7 @@ impl WorkerState {
         let config = WorkerConfig::new(worker_id, &registry, &clock, compiled, outputs, None);
         WorkerState {
             shared,
-            metrics: WorkerMetrics::new(&registry, worker_id, &RequestError::KINDS),
+            metrics: WorkerMetrics::new(&registry, worker_id, RequestError::kind_names()),
             timers: Rc::default(),
             log_throttle: LogThrottle::default(),
             deferred_refunds,
