@@ -133,6 +133,7 @@ impl Direction {
             ready!(self.poll_write_buffered(to, counts, cx)).map_err(|_gone| FailedSide::Writing)?;
             if self.at_end {
                 if !self.is_shut_down {
+                    ready!(self.poll_flush(to, cx)).map_err(|_gone| FailedSide::Writing)?;
                     // A peer that has closed the connection needs no shutdown.
                     let _ = ready!(Pin::new(&mut *to).poll_shutdown(cx));
                     self.is_shut_down = true;
@@ -149,9 +150,8 @@ impl Direction {
                 }
                 Poll::Ready(Err(_gone)) => return Poll::Ready(Err(FailedSide::Reading)),
                 Poll::Pending => {
-                    // TLS may still hold bytes that were written.
-                    if self.needs_flush && Pin::new(&mut *to).poll_flush(cx).is_ready() {
-                        self.needs_flush = false;
+                    if let Poll::Ready(Err(_gone)) = self.poll_flush(to, cx) {
+                        return Poll::Ready(Err(FailedSide::Writing));
                     }
                     return Poll::Pending;
                 }
@@ -178,6 +178,15 @@ impl Direction {
             Poll::Ready(Err(error)) => Err(error),
             Poll::Pending => Ok(0),
         }
+    }
+
+    /// TLS may hold bytes that were written.
+    fn poll_flush(&mut self, to: &mut (impl AsyncWrite + Unpin), cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if self.needs_flush {
+            ready!(Pin::new(to).poll_flush(cx))?;
+            self.needs_flush = false;
+        }
+        Poll::Ready(Ok(()))
     }
 
     fn poll_write_buffered(
@@ -237,5 +246,54 @@ impl AsyncWrite for UpstreamIo {
             UpstreamIo::Http1(stream, _) => Pin::new(stream).poll_shutdown(cx),
             UpstreamIo::Http2(stream, _) => Pin::new(stream).poll_shutdown(cx),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::task::Waker;
+
+    use super::*;
+
+    /// Takes bytes into a buffer, and fails when they are sent.
+    struct FailingFlush;
+
+    impl AsyncWrite for FailingFlush {
+        fn poll_write(self: Pin<&mut Self>, _: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+            Poll::Ready(Ok(bytes.len()))
+        }
+
+        fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()))
+        }
+
+        fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Ready(Ok(()))
+        }
+    }
+
+    /// A source that pauses behind its bytes.
+    struct Pausing(&'static [u8]);
+
+    impl AsyncRead for Pausing {
+        fn poll_read(mut self: Pin<&mut Self>, _: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+            if self.0.is_empty() {
+                return Poll::Pending;
+            }
+            buffer.put_slice(std::mem::take(&mut self.0));
+            Poll::Ready(Ok(()))
+        }
+    }
+
+    #[test]
+    fn bytes_that_cannot_be_flushed_end_the_tunnel() {
+        let cx = &mut Context::from_waker(Waker::noop());
+        let transfer = |from: &mut (dyn AsyncRead + Unpin), cx: &mut Context<'_>| {
+            Direction::default().poll_transfer(&mut Box::new(from), &mut FailingFlush, &Cell::default(), cx)
+        };
+        let is_broken = |end| matches!(end, Poll::Ready(Err(FailedSide::Writing)));
+        assert!(is_broken(transfer(&mut Pausing(b"bytes"), cx)), "the source pauses");
+        assert!(is_broken(transfer(&mut &b"bytes"[..], cx)), "the source has ended");
+        assert!(matches!(transfer(&mut Pausing(b""), cx), Poll::Pending), "nothing was written");
     }
 }
