@@ -4,8 +4,9 @@
 use std::convert::Infallible;
 use std::fs;
 use std::io::{self, Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
 use std::thread;
@@ -196,6 +197,24 @@ fn requests(rng: &mut Rng) -> Vec<u8> {
     bytes
 }
 
+/// A response in what a client has received.
+struct ReceivedResponse {
+    status: u16,
+    /// The response says that the gateway serves no further request on the connection.
+    closes: bool,
+}
+
+fn responses_in(received: &[u8]) -> Vec<ReceivedResponse> {
+    let received = String::from_utf8_lossy(received);
+    let responses = received.split("HTTP/1.").skip(1);
+    // An error that names a version has no status behind it.
+    let read = |response: &str| {
+        let status = response.get(2..5)?.parse().ok()?;
+        Some(ReceivedResponse { status, closes: response.contains("\r\nconnection: close\r\n") })
+    };
+    responses.filter_map(read).collect()
+}
+
 /// Runs a function in several threads, each with a random generator of its own.
 fn in_threads(run: impl Fn(&mut Rng) + Sync) {
     let mut rng = seeded_rng();
@@ -237,10 +256,19 @@ fn forwarded_requests_are_those_that_hyper_and_h11_read() {
             client.set_read_timeout(Some(DEADLINE)).unwrap();
             // The gateway may refuse the request, and end the connection, before all of it is sent.
             let _ = client.write_all(&bytes);
-            let _ = client.read_to_end(&mut Vec::new());
+            let mut received = Vec::new();
+            let _ = client.read_to_end(&mut received);
             let forwarded = std::mem::take(&mut *forwarded.lock().unwrap());
             let bytes = bytes.escape_ascii();
             assert!(expected.starts_with(&forwarded), "{bytes}\nforwarded: {forwarded:?}\nhyper: {expected:?}");
+            // No request is lost: the client is told from which one on there is no response.
+            let responses = responses_in(&received);
+            let answered = responses.iter().take_while(|response| response.status == 200).count();
+            let is_announced = responses.last().is_some_and(|last| last.status >= 400 || last.closes);
+            let (received, count) = (received.escape_ascii(), forwarded.len());
+            assert_eq!(answered, count, "{bytes}\nforwarded: {forwarded:?}\nreceived: {received}");
+            assert!(responses.len() - count <= 1, "{bytes}\nreceived: {received}");
+            assert!(count == expected.len() || is_announced, "{bytes}\nreceived: {received}\nhyper: {expected:?}");
             all_forwarded += forwarded.len();
         }
         assert!(all_forwarded > CASES / THREADS / 2, "only {all_forwarded} requests were forwarded");
@@ -283,17 +311,72 @@ impl ScriptedResponse {
         ScriptedResponse { bytes, is_reset: rng.u8(..3) == 0 }
     }
 
-    /// Sends the response in two pieces, and ends the connection.
+    /// Sends the response in two pieces, and ends the connection. What follows a piece arrives together with it, or later.
     fn send(&self, mut stream: TcpStream, rng: &mut Rng) {
         let (first, second) = self.bytes.split_at(rng.usize(..=self.bytes.len()));
-        // The gateway may refuse the response before all of it is sent.
-        let _ = stream.write_all(first).and_then(|()| {
-            thread::yield_now();
-            stream.write_all(second)
-        });
+        for piece in [first, second] {
+            // The gateway may refuse the response before all of it is sent.
+            let _ = stream.write_all(piece);
+            thread::sleep(Duration::from_millis(rng.u64(..4)));
+        }
         if self.is_reset {
             SockRef::from(&stream).set_linger(Some(Duration::ZERO)).unwrap();
+            return;
         }
+        // Unread bytes of the request would make the end of the connection a reset.
+        let _ = stream.shutdown(Shutdown::Write);
+        thread::spawn(move || io::copy(&mut stream, &mut io::sink()));
+    }
+}
+
+/// The body of a request: none, or one that is sent while the response arrives.
+enum Upload {
+    Empty,
+    Length,
+    Chunked,
+}
+
+impl Upload {
+    const PIECE_BYTES: usize = 64_000;
+    const PIECES: usize = 60;
+
+    fn random(rng: &mut Rng, version: &str) -> Upload {
+        match rng.u8(..4) {
+            0 => Upload::Length,
+            1 if version == "1.1" => Upload::Chunked,
+            _ => Upload::Empty,
+        }
+    }
+
+    fn field(&self) -> String {
+        match self {
+            Upload::Empty => String::new(),
+            Upload::Length => format!("Content-Length: {}\r\n", Self::PIECES * Self::PIECE_BYTES),
+            Upload::Chunked => "Transfer-Encoding: chunked\r\n".to_owned(),
+        }
+    }
+
+    /// Sends the body, which lasts longer than the response, until the connection ends. Returns whether the gateway has reset the
+    /// connection instead of ending it: the failed write consumes that error, and the end of the stream is read behind it.
+    fn send(&self, mut stream: &TcpStream, pause: Duration, is_ended: &AtomicBool) -> bool {
+        let data = [b'x'; Self::PIECE_BYTES];
+        let (piece, end) = match self {
+            Upload::Empty => return false,
+            Upload::Length => (data.to_vec(), &b""[..]),
+            Upload::Chunked => {
+                ([format!("{:x}\r\n", data.len()).as_bytes(), &data, b"\r\n"].concat(), &b"0\r\n\r\n"[..])
+            }
+        };
+        for _ in 0..Self::PIECES {
+            if is_ended.load(Ordering::Relaxed) {
+                return false;
+            }
+            if let Err(error) = stream.write_all(&piece) {
+                return error.kind() == io::ErrorKind::ConnectionReset;
+            }
+            thread::sleep(pause);
+        }
+        stream.write_all(end).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionReset)
     }
 }
 
@@ -406,12 +489,14 @@ fn response_by_strict_client(mut received: &[u8], is_reset: bool) -> Option<(u16
 fn a_response_that_looks_complete_is_that_which_hyper_reads() {
     in_threads(|rng| {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let gateway = Gateway::start(&format!("{}{SHORT_TIMEOUTS}", forward_to(&[listener.local_addr().unwrap()], "")));
+        // The gateway waits to send the rest of an upload when the response ends.
+        SockRef::from(&listener).set_recv_buffer_size(4096).unwrap();
+        let gateway = Gateway::start(&forward_to(&[listener.local_addr().unwrap()], ""));
         let next: Arc<Mutex<Option<ScriptedResponse>>> = Arc::default();
         let (scripts, mut upstream_rng) = (Arc::clone(&next), rng.fork());
         thread::spawn(move || {
             for mut stream in listener.incoming().map_while(Result::ok) {
-                // The head has no body and is short.
+                // The head is short. The body is not read while the response is sent.
                 let _ = stream.read(&mut [0; 2000]);
                 if let Some(script) = scripts.lock().unwrap().take() {
                     script.send(stream, &mut upstream_rng);
@@ -427,17 +512,25 @@ fn a_response_that_looks_complete_is_that_which_hyper_reads() {
             client.set_read_timeout(Some(DEADLINE)).unwrap();
             let version = ["1.0", "1.1"][rng.usize(..2)];
             // Not idempotent, so that it is sent once.
-            let request = format!("POST / HTTP/{version}\r\nHost: a\r\nConnection: close\r\n\r\n");
+            let (upload, pause) = (Upload::random(rng, version), Duration::from_millis(rng.u64(..2)));
+            let field = upload.field();
+            let request = format!("POST / HTTP/{version}\r\nHost: a\r\nConnection: close\r\n{field}\r\n");
             client.write_all(request.as_bytes()).unwrap();
-            let mut received = Vec::new();
-            let is_reset = client.read_to_end(&mut received).is_err();
+            let (mut received, is_ended) = (Vec::new(), AtomicBool::new(false));
+            let uploading = client.try_clone().unwrap();
+            let is_reset = thread::scope(|scope| {
+                let uploading = scope.spawn(|| upload.send(&uploading, pause, &is_ended));
+                let is_reset = client.read_to_end(&mut received).is_err();
+                is_ended.store(true, Ordering::Relaxed);
+                is_reset | uploading.join().unwrap()
+            });
             let Some((status, body)) = response_by_strict_client(&received, is_reset) else { continue };
             // A response of the gateway itself, or one that is complete with its head, whatever follows.
             let is_exempt = matches!(status, 502 | 504) || matches!(status, 204 | 304) && expected.is_none();
             if !is_exempt {
                 complete += 1;
                 let bytes = response.bytes.escape_ascii();
-                assert_eq!(Some((status, body)), expected, "{bytes} reset: {}", response.is_reset);
+                assert_eq!(Some((status, body)), expected, "{request}{bytes} reset: {}", response.is_reset);
             }
         }
         assert!(complete > CASES / THREADS / 8, "only {complete} complete responses were passed on");
