@@ -173,9 +173,14 @@ impl LogEntry {
         let request = self.request.as_ref();
         if let Some(request) = request {
             write_escaped(line, &request.method, QUOTED);
-            line.push(b' ');
-            write_escaped(line, &request.path, QUOTED);
-            write!(line, " {}", request.protocol)?;
+            // A head of which only a part was received ends where that part ends.
+            if !request.path.is_empty() || !request.protocol.is_empty() {
+                line.push(b' ');
+                write_escaped(line, if request.path.is_empty() { "-" } else { &request.path }, QUOTED);
+            }
+            if !request.protocol.is_empty() {
+                write!(line, " {}", request.protocol)?;
+            }
         }
         write!(line, "\" {} {} \"", self.status, self.bytes_sent)?;
         write_escaped(line, request.and_then(|request| request.referrer.as_deref()).unwrap_or("-"), QUOTED);
@@ -280,5 +285,11 @@ mod tests {
         let expected = "192.0.2.7 - acme\\x20inc [09/Oct/2025:08:53:20 +0000] \"GET /a\\x22b\\x5Cc\\xC3\\xA9 HTTP/1.1\" \
                         429 120 \"-\" \"curl\\x0A\"\n";
         assert_eq!(combined(&entry), expected);
+        // A first line of which only a part was received, and one whose path is left out.
+        for (method, protocol, expected) in [("GE", "", "\"GE\""), ("CONNECT", "HTTP/1.1", "\"CONNECT - HTTP/1.1\"")] {
+            let (method, path) = (method.to_owned(), String::new());
+            entry.request = Some(LoggedRequest { method, path, protocol, ..request() });
+            assert!(combined(&entry).contains(&format!("] {expected} 429 ")), "{}", combined(&entry));
+        }
     }
 }

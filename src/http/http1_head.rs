@@ -346,11 +346,13 @@ impl FirstLine<'_> {
         let method = Method::from_bytes(method).ok().and_then(|_valid| str::from_utf8(method).ok())?;
         let path = target.split(|byte| matches!(byte, b'?' | b'#')).next().unwrap_or_default();
         let path = match memmem::find(path, b"://") {
-            Some(at) if !path.starts_with(b"/") => {
+            _ if path.starts_with(b"/") || path == b"*" => path,
+            Some(at) => {
                 let authority = &path[at + 3..];
                 authority.iter().position(|byte| *byte == b'/').map_or(&b""[..], |slash| &authority[slash..])
             }
-            _ => path,
+            // An authority, or the beginning of one.
+            None => b"",
         };
         Some(FirstLine { method, path, protocol })
     }
@@ -548,6 +550,10 @@ mod tests {
             ("GET http://user:secret@host/a?b HTTP/1.1\r\n", ("GET", "/a", "HTTP/1.1")),
             ("GET http://user:secret@host HTTP/1.1\r\n", ("GET", "", "HTTP/1.1")),
             ("GET /a://b HTTP/2.0\r\n", ("GET", "/a://b", "")),
+            ("OPTIONS * HTTP/1.1\r\n", ("OPTIONS", "*", "HTTP/1.1")),
+            ("CONNECT user:secret@host:443 HTTP/1.1\r\n", ("CONNECT", "", "HTTP/1.1")),
+            ("GET user:secret@host/a", ("GET", "", "")),
+            ("GET http:/user:secret@host/a", ("GET", "", "")),
         ] {
             assert_eq!(read(received), Some(expected), "{received:?}");
         }

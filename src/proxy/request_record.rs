@@ -3,6 +3,7 @@
 //! Dropping the record ends it, so a request is counted and logged exactly once, also when the client goes away. The slots
 //! that the request holds are released then.
 
+use std::borrow::Cow;
 use std::net::IpAddr;
 use std::rc::Rc;
 use std::thread;
@@ -576,7 +577,11 @@ pub fn record_rejected_head(
     let status = error.status();
     config.unrouted_metrics.request_ended(status, Duration::ZERO);
     if config.logs_requests {
-        tracing::debug!(client = %peer, status, error = %error, "request without a valid head");
+        // Escaped: they are texts of the client.
+        let method = first_line.map_or("", |line| line.method);
+        let path = first_line.map_or(Cow::Borrowed(""), |line| String::from_utf8_lossy(line.path));
+        let (method, path) = (truncate(method), truncate(&path));
+        tracing::debug!(client = %peer, ?method, ?path, status, error = %error, "request without a valid head");
     }
     if config.access_log.is_some() {
         let mut entry = LogEntry::new(worker.clock.now().unix_ms, peer);
@@ -613,15 +618,15 @@ fn logged_first_line(line: FirstLine<'_>) -> LoggedRequest {
 /// What the access log says of the head. Queries are left out, because they may hold secrets.
 fn logged_request(parts: &Parts, request_id: &RequestId, span: Option<&SpanContext>) -> LoggedRequest {
     let field = |name| parts.headers.get(name).map(readable);
-    let authority = || parts.uri.authority().map(|authority| truncate(authority.as_str()).to_owned());
-    let referrer = field(header::REFERER);
+    let host = parts.headers.get(header::HOST).map(HeaderValue::as_bytes);
+    let host = host.or_else(|| parts.uri.authority().map(|authority| authority.as_str().as_bytes()));
     let received_trace_id = || TraceParent::of(&parts.headers).map(|parent| parent.trace_id);
     let trace_id = span.map(|span| span.trace_id).or_else(received_trace_id);
     LoggedRequest {
         request_id: Some(readable(&request_id.to_value())),
         trace_id: trace_id.map(|id| format!("{id:032x}")),
         method: truncate(parts.method.as_str()).to_owned(),
-        host: field(header::HOST).or_else(authority),
+        host: host.map(logged_host),
         path: truncate(parts.uri.path()).to_owned(),
         protocol: match parts.version {
             Version::HTTP_10 => "HTTP/1.0",
@@ -629,6 +634,25 @@ fn logged_request(parts: &Parts, request_id: &RequestId, span: Option<&SpanConte
             _ => "HTTP/1.1",
         },
         user_agent: field(header::USER_AGENT),
-        referrer: referrer.map(|url| url.split(['?', '#']).next().unwrap_or_default().to_owned()),
+        referrer: parts.headers.get(header::REFERER).map(logged_referrer),
     }
+}
+
+/// An authority without the user name and the password that may stand in it.
+fn without_user_information(authority: &str) -> &str {
+    authority.rsplit_once('@').map_or(authority, |(_, host)| host)
+}
+
+/// Cut after the user information is removed: a part of it would not be recognized.
+fn logged_host(authority: &[u8]) -> String {
+    truncate(without_user_information(&String::from_utf8_lossy(authority))).to_owned()
+}
+
+/// A referrer without its query and without user information.
+fn logged_referrer(url: &HeaderValue) -> String {
+    let url = String::from_utf8_lossy(url.as_bytes());
+    let url = url.split(['?', '#']).next().unwrap_or_default();
+    let Some((scheme, rest)) = url.split_once("//") else { return truncate(url).to_owned() };
+    let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
+    truncate(&format!("{scheme}//{}{path}", without_user_information(authority))).to_owned()
 }

@@ -168,6 +168,7 @@ fn the_first_line_of_a_head_that_cannot_be_parsed_is_logged() {
     let cases = [
         ("PUT /a?secret=1 HTTP/1.0\r\nno field\r\n\r\n", 400, "PUT", "/a", "HTTP/1.0"),
         ("GET http://u:secret@a/b\u{1} HTTP/1.1\r\n\r\n", 400, "GET", "/b\u{1}", "HTTP/1.1"),
+        ("CONNECT u:secret@a:443 HTTP/1.1\r\nno field\r\n\r\n", 400, "CONNECT", "", "HTTP/1.1"),
         (&long, 414, "POST", &format!("/{}", "x".repeat(2047)), ""),
         ("\u{16}\u{3}\u{1} /a", 400, "", "", ""),
     ];
@@ -183,6 +184,30 @@ fn the_first_line_of_a_head_that_cannot_be_parsed_is_logged() {
         assert!(protocol.is_empty() || text("protocol") == protocol, "{line}");
         assert!(!line.to_string().contains("secret"), "{line}");
     }
+}
+
+/// User names and passwords that stand before the host.
+#[test]
+fn user_information_is_not_logged() {
+    let logging = LoggingGateway::start(&one_rule("key = \"ip\"\nwindows = [\"1000/366d\"]"));
+    // Longer than what is logged of a text.
+    let long = format!("u:secret{}", "x".repeat(3000));
+    let (host, referrer) = (format!("Host: {long}@a\r\n"), format!("Host: a\r\nReferer: https://{long}@a/b\r\n"));
+    let cases = [
+        ("CONNECT u:secret@a:443 HTTP/1.1", "Host: a\r\n", 405),
+        ("GET http://u:secret@a/b HTTP/1.0", "", 400),
+        ("GET /b HTTP/1.1", &host, 400),
+        ("GET /b HTTP/1.1", &referrer, 200),
+    ];
+    for (line, fields, status) in cases {
+        logging.gateway.client().send(format!("{line}\r\n{fields}\r\n")).read_response().expect(status);
+    }
+    let lines = logging.lines(cases.len());
+    for (line, (_, _, status)) in lines.iter().zip(cases) {
+        assert_eq!((&line["status"], line["host"].as_str()), (&status.into(), Some("a")), "{line}");
+        assert!(!line.to_string().contains("secret"), "{line}");
+    }
+    assert_eq!(lines[3]["referrer"], "https://a/b");
 }
 
 #[test]
@@ -533,12 +558,17 @@ fn a_level_of_debugging_adds_a_message_for_each_request() {
             process.client().get_with("/a?q=secret", &[("X-Api-Key", "secret-key")]).expect(status);
         }
         process.client().get("/b").expect(200);
+        process.client().send("PUT /c?q=secret HTTP/1.1\r\nno field\r\n\r\n").read_response().expect(400);
         process.signal("TERM");
         assert!(process.wait().success());
         let log = process.stderr();
         assert!(!log.contains("secret"), "{log}");
         let messages = log.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-        let requests: Vec<Value> = messages.filter(|message| message["message"] == "request").collect();
+        let (requests, others): (Vec<Value>, Vec<Value>) =
+            messages.partition(|message| message["message"] == "request");
+        let malformed = others.iter().find(|message| message["message"] == "request without a valid head");
+        let line = malformed.map(|message| (message["method"].as_str(), message["path"].as_str()));
+        assert_eq!(line, logs.then_some((Some("\"PUT\""), Some("\"/c\""))), "{variables:?}: {log}");
         assert_eq!(requests.len(), if logs { 3 } else { 0 }, "{variables:?}: {log}");
         let [admitted, refused, without_key] = requests.as_slice() else { continue };
         let text = |message: &Value, field: &str| message[field].as_str().unwrap().to_owned();
