@@ -19,7 +19,7 @@ use crate::access_log::entry::{FullLimit, KnownClient, LogEntry, LoggedRequest, 
 use crate::clock::Timestamp;
 use crate::config::upstream::{Server, Target as ConfiguredTarget};
 use crate::http::client_plans::ClientId;
-use crate::http::error::RequestError;
+use crate::http::error::{RequestError, Side};
 use crate::http::forwarded::ClientInfo;
 use crate::http::http1_head::FirstLine;
 use crate::http::key_source::RequestAttributes;
@@ -347,16 +347,23 @@ impl RequestRecord {
     pub fn record_error(&mut self, error: &RequestError) {
         self.worker.metrics.request_error(error.kind_index());
         if error.is_logged_as_warning() {
-            self.warn(&error.operator_message());
+            self.warn(error.side(), &error.operator_message());
         }
         self.set_log_error(&error.to_string());
     }
 
-    /// Logs a warning when its cause begins.
-    fn warn(&self, message: &str) {
-        let route = self.route.map_or("", |route| self.config.compiled.route_name(route));
-        if let Some(suppressed) = self.worker.log_throttle.allow(message, self.worker.clock.instant()) {
-            tracing::warn!(route, suppressed, "{message}");
+    /// Logs a warning when its cause begins. Messages seldom name a server, so each upstream has causes of its own.
+    fn warn(&self, side: Side, message: &str) {
+        let compiled = &self.config.compiled;
+        let route = self.route.map_or("", |route| compiled.route_name(route));
+        let upstream = self
+            .route
+            .filter(|_| side == Side::Upstream)
+            .and_then(|route| compiled.config.upstreams.get(compiled.routes[route].upstream_index as usize));
+        let upstream = upstream.map_or("", |upstream| &upstream.name);
+        let cause = format!("{upstream}: {message}");
+        if let Some(suppressed) = self.worker.log_throttle.allow(&cause, self.worker.clock.instant()) {
+            tracing::warn!(route, upstream, suppressed, "{message}");
         }
     }
 
@@ -374,7 +381,7 @@ impl RequestRecord {
         let kind = match error {
             UpstreamBodyError::Upstream(error) if error.is_of_request_body() => RequestError::Body,
             _ => {
-                self.warn(&format!("the upstream server's response was cut off: {error}"));
+                self.warn(Side::Upstream, &format!("the upstream server's response was cut off: {error}"));
                 RequestError::Upstream(String::new())
             }
         };

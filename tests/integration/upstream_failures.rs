@@ -1,12 +1,16 @@
 //! The responses of the gateway when the upstream fails.
 
+use std::process::Command;
 use std::sync::mpsc;
 use std::time::Duration;
 
+use serde_json::Value;
+
 use crate::support::client::{Client, HOST, request};
 use crate::support::gateway::Gateway;
+use crate::support::process::{BINARY, Process};
 use crate::support::upstream::{Upstream, reply};
-use crate::support::{eventually, eventually_eq, forward_all, within};
+use crate::support::{TempDir, eventually, eventually_eq, forward_all, within};
 
 fn outcomes(gateway: &Gateway, outcome: &str) -> u64 {
     gateway.metrics().sum("transom_upstream_requests_total", &[("upstream", "u"), ("outcome", outcome)])
@@ -37,6 +41,36 @@ fn an_unreachable_server_is_502() {
     }
     eventually_eq(|| outcomes(&gateway, "connect_failed"), 3);
     eventually_eq(|| gateway.metrics().sum("transom_requests_total", &[("code", "502")]), 3);
+}
+
+/// The messages for the client are the same, and name no server.
+#[test]
+fn every_upstream_that_fails_is_logged_once() {
+    let silent = Upstream::with_script(|connection| {
+        connection.read_request();
+        connection.wait_for_close();
+    });
+    let broken = Upstream::always(99);
+    let routes = [("a", &silent), ("b", &silent), ("c", &broken), ("d", &broken)].map(|(name, upstream)| {
+        let upstream = upstream.toml(name);
+        format!("{upstream}[[routes]]\nname = \"{name}\"\npath = \"/{name}\"\nupstream = \"{name}\"\n")
+    });
+    let settings = "workers = 1\n[timeouts]\nresponse_head = \"300ms\"\n";
+    let mut command = Command::new(BINARY);
+    command.env("TRANSOM_LOG_FORMAT", "json");
+    let mut process = Process::spawn_command(command, &format!("{settings}{}", routes.concat()), TempDir::new());
+    for _ in 0..2 {
+        for (path, status) in [("/a", 504), ("/b", 504), ("/c", 502), ("/d", 502)] {
+            process.get(path).expect(status);
+        }
+    }
+    process.signal("TERM");
+    assert!(process.wait().success());
+    let log = process.stderr();
+    let messages = log.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let warnings: Vec<Value> = messages.filter(|message| message["level"] == "WARN").collect();
+    let of = |field: &str| warnings.iter().map(|warning| warning[field].clone()).collect::<Vec<_>>();
+    assert_eq!((of("upstream"), of("route")), (["a", "b", "c", "d"].map(Value::from).into(), of("upstream")), "{log}");
 }
 
 #[test]
