@@ -15,7 +15,7 @@ use crate::support::client::{Client, HOST};
 use crate::support::external_servers::program;
 use crate::support::gateway::Gateway;
 use crate::support::http2_client::{
-    CANCEL, CONTINUATION, DATA, GOAWAY, HEADERS, Http2Client, PING, RST_STREAM, RawHttp2, SETTINGS, STATUS_200,
+    ACK, CANCEL, CONTINUATION, DATA, GOAWAY, HEADERS, Http2Client, PING, RST_STREAM, RawHttp2, SETTINGS, STATUS_200,
     STATUS_400,
 };
 use crate::support::http2_client::{END_HEADERS, END_STREAM, NO_ERROR, frame, header_block, request_block};
@@ -611,6 +611,25 @@ fn a_refused_upload_is_not_reset_before_the_client_can_read_the_response() {
     let kinds: Vec<u8> =
         std::iter::from_fn(|| raw.next_frame()).map(|frame| frame.kind).take_while(|kind| *kind != PING).collect();
     assert!(!kinds.contains(&RST_STREAM), "{kinds:?}");
+}
+
+/// Beyond what is read after a response, the client would wait for its window in vain.
+#[test]
+fn a_long_refused_upload_is_ended_without_an_error() {
+    let refuse_all = one_rule("key = \"ip\"\nwindows = [\"1/hour\"]");
+    // The PING of a silent connection is the clock of this test: it follows the promised second by four.
+    let gateway = Gateway::start(&format!("{refuse_all}[http2]\nping = \"5s\"\n"));
+    gateway.get("/a").expect(200);
+    let mut raw = RawHttp2::connect(gateway.http);
+    raw.read_until(SETTINGS);
+    raw.send(frame(SETTINGS, ACK, 0, b"")).send(frame(HEADERS, END_HEADERS, 1, &request_block("POST", "/a")));
+    // As many bytes as the window of the stream allows, and are read after the response.
+    raw.send_if_open(frame(DATA, 0, 1, &[b'x'; 16 * 1024]).repeat(16));
+    let frames: Vec<_> = std::iter::from_fn(|| raw.next_frame()).take_while(|frame| frame.kind != PING).collect();
+    let reset = frames.iter().position(|frame| frame.kind == RST_STREAM).expect("a reset before the first PING");
+    assert_eq!((frames[reset].stream, frames[reset].code()), (1, NO_ERROR));
+    let mut before = frames[..reset].iter();
+    assert!(before.any(|frame| frame.kind == DATA && frame.flags & END_STREAM != 0), "no whole response: {frames:?}");
 }
 
 #[test]

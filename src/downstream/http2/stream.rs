@@ -34,11 +34,13 @@ use crate::proxy::worker_state::WorkerState;
 use crate::ratelimit_service::RatelimitService;
 use crate::upstream::request_body::BodySource;
 
-/// Limits on reading the rest of a request body after the response. Then the client's window stays closed, and the stream is
-/// reset. Some clients drop a response that they read together with the reset; the time helps clients on busy machines, and
-/// occupies only one of the client's own streams.
+/// Limits on reading the rest of a request body after the response. Then the stream is reset. The time helps clients on busy
+/// machines, and occupies only one of the client's own streams.
 const DRAIN_MAX_BYTES: usize = 256 * 1024;
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
+/// From the last of these bytes to the reset: some clients, such as curl 7.88, drop a response that they read together with the
+/// reset. The client's window stays closed meanwhile, so a longer wait would only delay a client that waits for it.
+const RESET_DELAY: Duration = Duration::from_secs(1);
 
 /// Peers that a connection keeps for later streams.
 const FREE_PEERS_MAX: usize = 32;
@@ -337,6 +339,9 @@ fn poll_request_drain(peer: &Peer, read: &mut usize, cx: &mut Context<'_>) -> Po
             Poll::Ready(Some(bytes)) => *read += bytes,
             Poll::Ready(None) => return Poll::Ready(()),
             Poll::Pending => break,
+        }
+        if *read >= DRAIN_MAX_BYTES {
+            peer.timer.arm(RESET_DELAY);
         }
     }
     if peer.timer.poll_expired(cx) { Poll::Ready(()) } else { Poll::Pending }
