@@ -417,6 +417,24 @@ fn the_change_log_is_by_version() {
     assert!(limiter.contains(concat!("\nversion = \"", env!("CARGO_PKG_VERSION"), "\"\n")));
 }
 
+/// A merge can repeat a part of a section, or cut an entry.
+#[test]
+fn the_change_log_repeats_no_entry_and_ends_each() {
+    let text = document("CHANGELOG.md");
+    for version in text.split("\n## ").skip(1) {
+        let (mut section, mut seen) = ("", BTreeSet::new());
+        for block in version.replace("\n- ", "\n\0- ").replace("\n#", "\n\0#").split('\0').skip(1) {
+            let block = block.trim_end();
+            if block.starts_with("### ") {
+                section = ["### Added", "### Changed", "### Fixed"].into_iter().find(|name| *name == block).unwrap();
+            }
+            let place = if block.starts_with("#### ") { section } else { "" };
+            assert!(seen.insert(format!("{place}{block}")), "twice: {block}");
+            assert!(block.starts_with('#') || block.ends_with('.'), "not a sentence: {block}");
+        }
+    }
+}
+
 /// `make docs` sets the variable `TRANSOM_WRITE_DOCS`, and writes the rows instead of comparing them.
 #[test]
 fn the_configuration_reference_equals_the_declarations_of_settings() {
