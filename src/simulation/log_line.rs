@@ -328,29 +328,27 @@ impl LogFormat {
     }
 
     /// `client - user [time] "request" status bytes "referrer" "user agent"`, also with the virtual host in front; anything
-    /// may follow, such as `X-Forwarded-For` in quotes at the end (`main` of nginx). ingress-nginx writes `client - [list] - user`,
-    /// where the list has the client that it found, or `X-Forwarded-For` with its own peer.
+    /// may follow, such as `X-Forwarded-For` in quotes at the end (`main` of nginx). In the place of the client there can be the
+    /// whole `X-Forwarded-For`. ingress-nginx writes `client - [list] - user`, where the list has the client that it found, or
+    /// `X-Forwarded-For` with its own peer.
     fn parse_combined(&self, line: &[u8], headers: &mut Vec<HeaderSpan>) -> Result<LogLine, NoRequest> {
         let first_end = memchr(b' ', line).ok_or(NoRequest::Bad("it is in no known format"))?;
-        let mut host = Span::default();
-        let (client, client_end) = match parse_address(&line[..first_end]) {
-            Some(client) => (client, first_end),
-            None => {
-                let rest = &line[first_end + 1..];
-                let end = memchr(b' ', rest).unwrap_or(rest.len());
-                host = span(0, first_end, false);
-                let client = parse_address(&rest[..end]).ok_or(NoRequest::Bad("the client is not an address"))?;
-                (client, first_end + 1 + end)
-            }
-        };
-        let (mut client, mut forwarded_for, mut before_user) = (client, trailing_list(line), client_end);
+        let (mut host, mut start) = (Span::default(), 0);
+        let mut found = client_or_list(line, start);
+        if found.is_none() {
+            (host, start) = (span(0, first_end, false), first_end + 1);
+            found = client_or_list(line, start);
+        }
+        let (mut client, mut forwarded_for, client_end) =
+            found.ok_or(NoRequest::Bad("the client is not an address"))?;
+        let mut before_user = client_end;
         if let Some(list) = line[client_end..].strip_prefix(b" - [")
             && let Some(length) = memchr(b']', list).filter(|length| is_address_list(&list[..*length]))
         {
             before_user = client_end + 4 + length + 1;
             match memchr(b',', &list[..length]) {
                 Some(_) => forwarded_for = span(client_end + 4, length, false),
-                None => (client, forwarded_for) = (parse_address(&list[..length]).unwrap_or(client), Span::default()),
+                None => client = parse_address(&list[..length]).unwrap_or(client),
             }
         }
         // The name of the user may contain a bracket, but no quote.
@@ -361,19 +359,19 @@ impl LogFormat {
         let (at, time_ms) =
             { starts }.next().ok_or(NoRequest::Bad("it has no time such as [10/Oct/2000:13:55:36 -0700]"))?;
         let request = quoted(line, at + 29).ok_or(NoRequest::Bad("the request has no closing quote"))?;
-        let after = (request.at + request.len) as usize + 1;
+        let after = end_of(request);
         let status = line.get(after + 1..after + 4).and_then(parse_status);
         let status = status.ok_or(NoRequest::Bad("it has no status"))?;
         let (method, target) = split_request(request, line).ok_or(NoRequest::Rejected)?;
         let first_header = headers.len() as u32;
-        if self.user_agent.is_some() || self.referrer.is_some() {
-            let referrer = memchr(b'"', &line[after..]).and_then(|at| quoted(line, after + at));
-            let next = referrer.map_or(line.len(), |span| (span.at + span.len) as usize + 1);
-            let user_agent = line.get(next..).and_then(|rest| quoted(line, next + memchr(b'"', rest)?));
-            for (position, value) in [(self.referrer, referrer), (self.user_agent, user_agent)] {
-                let value = value.filter(|value| !matches!(value.of(line), b"" | b"-"));
-                headers.extend(position.zip(value));
-            }
+        let referrer = next_quoted(line, after);
+        let user_agent = referrer.and_then(|referrer| next_quoted(line, end_of(referrer)));
+        for (position, value) in [(self.referrer, referrer), (self.user_agent, user_agent)] {
+            let value = value.filter(|value| !matches!(value.of(line), b"" | b"-"));
+            headers.extend(position.zip(value));
+        }
+        if forwarded_for.len == 0 && before_user == client_end {
+            forwarded_for = user_agent.map_or(Span::default(), |agent| trailing_list(line, end_of(agent)));
         }
         // This gateway names the client where nginx and Apache name the user.
         let user = line[before_user..at].strip_prefix(b" - ").and_then(|user| user.strip_suffix(b" "));
@@ -494,7 +492,7 @@ struct JsonFields {
     delay_ms: Option<u64>,
     client_name: Span,
     has_decisions: bool,
-    client: Option<(u8, IpAddr)>,
+    client: Option<(u8, IpAddr, Span)>,
     has_client: bool,
     forwarded_for: Span,
     method: (u8, Span),
@@ -580,8 +578,8 @@ impl JsonFields {
             Field::GrpcStatus => self.grpc_status = std::str::from_utf8(bytes).ok().and_then(|code| code.parse().ok()),
             Field::Client => {
                 self.has_client = true;
-                if self.client.is_none_or(|(known, _)| rank < known) {
-                    self.client = parse_address(bytes).map(|address| (rank, address)).or(self.client);
+                if self.client.is_none_or(|(known, ..)| rank < known) {
+                    self.client = parse_client(text, line).map(|(client, list)| (rank, client, list)).or(self.client);
                 }
             }
             Field::ForwardedFor => {
@@ -619,7 +617,7 @@ impl JsonFields {
         let (_, time) = self.time.ok_or(NoRequest::Bad("it has no time"))?;
         let has_request = self.method.1.len > 0 && self.target.1.len > 0;
         let has_no_request = self.request_line.is_some() || self.has_error;
-        let (_, client) = self.client.ok_or(match self.has_client {
+        let (_, client, list) = self.client.ok_or(match self.has_client {
             true => NoRequest::Bad("the client is not an address"),
             false => NoRequest::Bad("it has no client"),
         })?;
@@ -657,7 +655,7 @@ impl JsonFields {
             duration_ms: duration_ms
                 .map(|ms| u32::try_from(ms.saturating_sub(self.delay_ms.unwrap_or(0))).unwrap_or(u32::MAX)),
             client,
-            forwarded_for: self.forwarded_for,
+            forwarded_for: if list.len > 0 { list } else { self.forwarded_for },
             client_name: self.client_name,
             method: self.method.1,
             target: self.target.1,
@@ -692,6 +690,16 @@ fn quoted(line: &[u8], at: usize) -> Option<Span> {
     }
 }
 
+/// The first text in quotes from a position on.
+fn next_quoted(line: &[u8], from: usize) -> Option<Span> {
+    quoted(line, from + memchr(b'"', line.get(from..)?)?)
+}
+
+/// The position behind the closing quote.
+fn end_of(quoted: Span) -> usize {
+    (quoted.at + quoted.len) as usize + 1
+}
+
 /// Method and target of a request line; `None` if it is none.
 fn split_request(request: Span, line: &[u8]) -> Option<(Span, Span)> {
     let text = request.of(line);
@@ -703,11 +711,34 @@ fn split_request(request: Span, line: &[u8]) -> Option<(Span, Span)> {
     (is_method && target_len > 0).then(|| (request.part(0, method_len), request.part(method_len + 1, target_len)))
 }
 
-/// The text in quotes at the end of a line, if it is a list of addresses.
-fn trailing_list(line: &[u8]) -> Span {
-    let start = line.strip_suffix(b"\"").and_then(|rest| memrchr(b'"', rest)).map(|quote| quote + 1);
+/// The text in quotes at the end of a line, if it is a list of addresses. `from` is behind the user agent, which clients choose.
+fn trailing_list(line: &[u8], from: usize) -> Span {
+    let start =
+        line.strip_suffix(b"\"").and_then(|rest| memrchr(b'"', rest.get(from..)?)).map(|quote| from + quote + 1);
     let start = start.filter(|start| is_address_list(&line[*start..line.len() - 1]));
     start.map_or(Span::default(), |start| span(start, line.len() - 1 - start, false))
+}
+
+/// The address at a position, or the last of a list, with the list and their end.
+fn client_or_list(line: &[u8], start: usize) -> Option<(IpAddr, Span, usize)> {
+    let next_blank = |from: usize| memchr(b' ', &line[from..]).map_or(line.len(), |at| from + at);
+    let mut end = next_blank(start);
+    while line[..end].ends_with(b",") && end < line.len() {
+        end = next_blank(end + 1);
+    }
+    let text = span(start, end - start, false);
+    let (client, list) = parse_client(text, line)?;
+    Some((client, list, end))
+}
+
+/// The client in a text, and `X-Forwarded-For` if the text is a list: its last address is then the client, since clients write
+/// the first ones.
+fn parse_client(text: Span, line: &[u8]) -> Option<(IpAddr, Span)> {
+    let bytes = text.of(line);
+    match memrchr(b',', bytes) {
+        None => Some((parse_address(bytes)?, Span::default())),
+        Some(comma) => Some((parse_address(bytes[comma + 1..].trim_ascii())?, text)),
+    }
 }
 
 /// Whether a text is what `X-Forwarded-For` has: addresses, separated by commas.
@@ -718,7 +749,7 @@ fn is_address_list(text: &[u8]) -> bool {
         && text.split(|byte| *byte == b',').all(|element| parse_address(element.trim_ascii()).is_some())
 }
 
-/// An address, also with a port, or the first of a list.
+/// An address, also with a port.
 fn parse_address(text: &[u8]) -> Option<IpAddr> {
     if let Some(address) = parse_ipv4(text) {
         return Some(address.into());
@@ -728,8 +759,7 @@ fn parse_address(text: &[u8]) -> Option<IpAddr> {
         let address = text.parse().ok();
         address.or_else(|| text.parse::<SocketAddr>().ok().map(|address| address.ip()))
     };
-    let unbracketed = || parse(text.strip_prefix('[')?.strip_suffix(']')?);
-    parse(text).or_else(unbracketed).or_else(|| parse(text.split_once(',')?.0.trim()))
+    parse(text).or_else(|| parse(text.strip_prefix('[')?.strip_suffix(']')?))
 }
 
 /// An address of IPv4 alone, the usual case: faster than `str::parse`, which has to know that the text is UTF-8.
@@ -793,6 +823,7 @@ mod tests {
     fn forwarded_addresses_are_read() {
         let format = format("auto", &["user-agent"]);
         let rest = r#"[10/Oct/2000:20:55:36 +0000] "GET / HTTP/1.1" 200 1 "-" "curl/8.5.0""#;
+        let agent = |agent: &str| format!("10.0.0.1 - - {}", rest.replace("curl/8.5.0", agent));
         for (line, client, list, user) in [
             (format!(r#"10.0.0.1 - - {rest} "203.0.113.7""#), "10.0.0.1", "203.0.113.7", ""),
             (format!(r#"10.0.0.1 - ann {rest} "203.0.113.7, 10.0.0.9""#), "10.0.0.1", "203.0.113.7, 10.0.0.9", "ann"),
@@ -801,6 +832,20 @@ mod tests {
             (format!(r#"10.0.0.1 - - {rest} "0.005""#), "10.0.0.1", "", ""),
             (format!(r#"10.0.0.1 - - {rest} "unknown""#), "10.0.0.1", "", ""),
             (format!("10.0.0.1 - - {rest}"), "10.0.0.1", "", ""),
+            // Clients write the user agent and the referrer.
+            (agent("8.8.8.8"), "10.0.0.1", "", ""),
+            (agent("8.8.8.8").replace(r#" "8.8.8.8""#, "").replace(r#""-""#, r#""8.8.8.8""#), "10.0.0.1", "", ""),
+            (agent(r#"\"8.8.8.8"#), "10.0.0.1", "", ""),
+            (agent(r#"\" \"8.8.8.8"#) + r#" "203.0.113.7""#, "10.0.0.1", "203.0.113.7", ""),
+            // `X-Forwarded-For` in the place of the client.
+            (format!("8.8.8.8, 203.0.113.7,10.0.0.1 - ann {rest}"), "10.0.0.1", "8.8.8.8, 203.0.113.7,10.0.0.1", "ann"),
+            (format!("example.com 8.8.8.8, 10.0.0.1 - - {rest}"), "10.0.0.1", "8.8.8.8, 10.0.0.1", ""),
+            (
+                r#"{"time":"2000-10-10T20:55:36Z","remote_addr":"8.8.8.8, 10.0.0.1","request":"GET / HTTP/1.1"}"#.to_owned(),
+                "10.0.0.1",
+                "8.8.8.8, 10.0.0.1",
+                "",
+            ),
             // ingress-nginx, before 0.22 and up to 0.25.
             (format!("10.0.0.1 - [203.0.113.7, 10.0.0.1] - - {rest} 85 0.001 [app] 10.1.0.1:80 1 0.001 200"), "10.0.0.1", "203.0.113.7, 10.0.0.1", ""),
             (format!("10.0.0.1 - [203.0.113.7] - ann {rest} 85 0.001 [app] 10.1.0.1:80 1 0.001 200"), "203.0.113.7", "", "ann"),
