@@ -10,11 +10,13 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use http::Request;
 use http_body_util::Full;
+use rustix::process::Signal;
 use rustix::termios::{LocalModes, OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetattr};
 use serde_json::Value;
 use tokio::runtime::{Builder, LocalOptions};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use unicode_width::UnicodeWidthChar as _;
 
 use super::Exit;
 use super::admin_client::{self, AdminAddress};
@@ -92,16 +94,40 @@ async fn show_once(address: &str, options: &Options) -> Result<(), String> {
     Ok(())
 }
 
-/// Shows the lists until the operator ends it, also while the gateway is restarted.
+/// Shows the lists until the operator ends the command, also while the gateway is restarted.
 async fn show_live(address: &str, options: &Options) -> Result<(), String> {
     let failed = |error: io::Error| error.to_string();
     let clock = Clock::system();
-    let mut stop = [SignalKind::interrupt(), SignalKind::terminate()].map(signal);
-    let [Ok(interrupt), Ok(terminate)] = &mut stop else { return Err(String::from("signals cannot be handled")) };
+    // Ctrl-Z has no effect: a stop would leave the terminal as it is now, and in a container nothing would end the stop.
+    let suspend = SignalKind::from_raw(Signal::TSTP.as_raw());
+    let mut signals = [SignalKind::interrupt(), SignalKind::quit(), SignalKind::terminate(), suspend].map(signal);
+    let [Ok(interrupt), Ok(quit), Ok(terminate), Ok(_)] = &mut signals else {
+        return Err(String::from("signals cannot be handled"));
+    };
     let mut screen = Screen::begin().map_err(failed)?;
     let mut previous: Option<Counts> = None;
+    let (mut text, mut wait) = (String::new(), Duration::ZERO);
     loop {
-        let text = match fetch(address, options).await {
+        // Keys and signals are also handled while the gateway does not answer.
+        let mut update = pin!(async move {
+            tokio::time::sleep(wait).await;
+            fetch(address, options).await
+        });
+        let fetched = loop {
+            tokio::select! {
+                fetched = &mut update => break fetched,
+                Some(key) = screen.keys.recv() => {
+                    if key == Key::Quit {
+                        return Ok(());
+                    }
+                    screen.scroll(key, &text).map_err(failed)?;
+                }
+                _ = interrupt.recv() => return Ok(()),
+                _ = quit.recv() => return Ok(()),
+                _ = terminate.recv() => return Ok(()),
+            }
+        };
+        text = match fetched {
             Ok(lists) => {
                 let counts = Counts::new(&lists, clock.instant());
                 let rates = previous.as_ref().map(|previous| counts.rates_since(previous));
@@ -112,20 +138,7 @@ async fn show_live(address: &str, options: &Options) -> Result<(), String> {
             Err(message) => message,
         };
         screen.draw(&text).map_err(failed)?;
-        let mut next = pin!(tokio::time::sleep(options.interval));
-        loop {
-            tokio::select! {
-                () = &mut next => break,
-                Some(key) = screen.keys.recv() => {
-                    if key == Key::Quit {
-                        return Ok(());
-                    }
-                    screen.scroll(key, &text).map_err(failed)?;
-                }
-                _ = interrupt.recv() => return Ok(()),
-                _ = terminate.recv() => return Ok(()),
-            }
-        }
+        wait = options.interval;
     }
 }
 
@@ -243,8 +256,7 @@ impl Screen {
 
     /// Replaces what the terminal shows by the part of the text that fits, and a line about the keys.
     fn draw(&mut self, text: &str) -> io::Result<()> {
-        let size = terminal_size();
-        write_out(&frame(text, &mut self.top, size))
+        write_out(&frame(text, &mut self.top, terminal_size(), self.before.is_some()))
     }
 }
 
@@ -264,28 +276,39 @@ fn terminal_size() -> (usize, usize) {
 }
 
 /// The lines of a text from `top` on, cut to the size, and what the keys do. Moves `top` so that the screen is full.
-fn frame(text: &str, top: &mut usize, (columns, rows): (usize, usize)) -> String {
+fn frame(text: &str, top: &mut usize, (columns, rows): (usize, usize), has_keyboard: bool) -> String {
     let lines: Vec<&str> = text.trim_end().lines().collect();
     let shown = rows.saturating_sub(1).max(1);
     *top = (*top).min(lines.len().saturating_sub(shown));
     let last = lines.len().min(*top + shown);
-    let position = match lines.len() > shown {
-        true => format!("q ends, arrow keys scroll: lines {} to {last} of {}", *top + 1, lines.len()),
-        false => String::from("q ends"),
-    };
+    let mut help = String::from(if has_keyboard { "q ends" } else { "Ctrl-C ends" });
+    if lines.len() > shown {
+        let scroll = if has_keyboard { ", arrow keys scroll" } else { "" };
+        let _ = write!(help, "{scroll}: lines {} to {last} of {}", *top + 1, lines.len());
+    }
     // Home, then each line cleared to its end, then everything below. The last row has no line end, which would scroll.
     let mut frame = String::from("\x1b[H");
     for line in &lines[*top..last] {
-        frame.extend(line.chars().take(columns));
+        frame.push_str(first_columns(line, columns));
         frame.push_str("\x1b[K\r\n");
     }
     frame.push_str("\x1b[J");
     if rows > 1 {
         frame.push_str(&format!("\x1b[{rows};1H"));
-        frame.extend(position.chars().take(columns.saturating_sub(1)));
+        frame.push_str(first_columns(&help, columns.saturating_sub(1)));
         frame.push_str("\x1b[K");
     }
     frame
+}
+
+/// The beginning of a line that fits into so many columns. A character can take none of them, or two.
+fn first_columns(line: &str, columns: usize) -> &str {
+    let mut used = 0;
+    let end = line.char_indices().find(|(_, sign)| {
+        used += sign.width().unwrap_or(0);
+        used > columns
+    });
+    end.map_or(line, |(end, _)| &line[..end])
 }
 
 fn write_out(text: &str) -> io::Result<()> {
@@ -399,7 +422,7 @@ mod tests {
         for (columns, rows) in [(80, 24), (7, 3), (1, 1), (80, 40), (80, 31)] {
             for start in [0, 5, 29, usize::MAX] {
                 let mut top = start;
-                let frame = frame(&text, &mut top, (columns, rows));
+                let frame = frame(&text, &mut top, (columns, rows), true);
                 let visible = frame.replace("\x1b[H", "").replace("\x1b[K", "").replace("\x1b[J", "");
                 let lines: Vec<&str> = visible.split("\r\n").collect();
                 assert!(top <= 30_usize.saturating_sub(rows.saturating_sub(1).max(1)), "{top}");
@@ -408,8 +431,17 @@ mod tests {
             }
         }
         let mut top = 2;
-        let frame = frame(&text, &mut top, (80, 4));
+        let frame = frame(&text, &mut top, (80, 4), true);
         assert!(frame.contains("line 3") && frame.contains("line 5 ") && !frame.contains("line 6"), "{frame:?}");
         assert!(frame.contains("q ends, arrow keys scroll: lines 3 to 5 of 30"), "{frame:?}");
+    }
+
+    #[test]
+    fn lines_are_cut_by_the_columns_of_their_characters() {
+        // Two columns for each of these, and none for the accent.
+        for (line, shown) in [("漢字漢字", "漢字"), ("e\u{301}bcdefg", "e\u{301}bcde"), ("ab漢字", "ab漢")] {
+            let frame = frame(line, &mut 0, (5, 3), true);
+            assert!(frame.starts_with(&format!("\x1b[H{shown}\x1b[K")), "{frame:?}");
+        }
     }
 }

@@ -1,7 +1,11 @@
 //! `/v1/top` and `transom top`: which keys each rule refuses and admits most often.
 
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{Read as _, Write as _};
+use std::process::{Child, Command, Stdio};
 
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use transom_limiter::secret_digest::Digest;
 
@@ -9,7 +13,7 @@ use crate::support::client::{Client, HOST};
 use crate::support::gateway::{Gateway, START_S};
 use crate::support::gateway_group::{LONG_TIMEOUT, count_admitted_by, query_decision, rule_by_key, shared_config};
 use crate::support::http2_client::Http2Client;
-use crate::support::process::{Process, run};
+use crate::support::process::{BINARY, Process, run};
 use crate::support::redis::RedisServer;
 use crate::support::{eventually, eventually_eq, one_rule, seeded_rng};
 
@@ -420,45 +424,89 @@ fn a_query_that_is_not_understood_is_refused() {
     admin().get_with("/v1/top", &foreign).expect(421);
 }
 
-#[test]
-fn the_live_list_scrolls_and_ends_by_a_key() {
-    use std::io::{Read as _, Write as _};
-    let rules: String = (0..40).map(|n| format!("[rules.r{n}]\nkey = \"ip\"\nwindows = [\"9/hour\"]\n")).collect();
-    let process = Process::spawn(
-        &by_user(&format!("{BY_USER}{rules}"), "")
-            .replace("workers = 2\n", "listen = { http = \"127.0.0.1:0\", admin = \"127.0.0.1:0\" }\nworkers = 2\n"),
-    );
-    let terminal = rustix::pty::openpt(rustix::pty::OpenptFlags::RDWR | rustix::pty::OpenptFlags::NOCTTY).unwrap();
-    rustix::pty::grantpt(&terminal).unwrap();
-    rustix::pty::unlockpt(&terminal).unwrap();
-    let size = rustix::termios::Winsize { ws_row: 10, ws_col: 80, ws_xpixel: 0, ws_ypixel: 0 };
-    rustix::termios::tcsetwinsize(&terminal, size).unwrap();
-    let name = rustix::pty::ptsname(&terminal, Vec::new()).unwrap().into_string().unwrap();
-    let side = || std::fs::OpenOptions::new().read(true).write(true).open(&name).unwrap();
-    let settings_before = rustix::termios::tcgetattr(side()).unwrap().local_modes;
-    let keeps_open = side();
-    let mut command = std::process::Command::new(crate::support::process::BINARY);
-    command.args(["top", "--admin", &process.admin.to_string(), "--interval", "100ms"]);
-    let mut child = command.stdin(side()).stdout(side()).stderr(side()).spawn().unwrap();
-    let mut terminal = std::fs::File::from(terminal);
-    let mut shown = String::new();
-    let mut read_until = |terminal: &mut std::fs::File, text: &str| {
-        let mut bytes = [0; 4096];
+/// A terminal of ten rows and 80 columns.
+struct Terminal {
+    screen: File,
+    name: String,
+}
+
+impl Terminal {
+    fn open() -> Terminal {
+        let screen = rustix::pty::openpt(rustix::pty::OpenptFlags::RDWR | rustix::pty::OpenptFlags::NOCTTY).unwrap();
+        rustix::pty::grantpt(&screen).unwrap();
+        rustix::pty::unlockpt(&screen).unwrap();
+        let size = rustix::termios::Winsize { ws_row: 10, ws_col: 80, ws_xpixel: 0, ws_ypixel: 0 };
+        rustix::termios::tcsetwinsize(&screen, size).unwrap();
+        let name = rustix::pty::ptsname(&screen, Vec::new()).unwrap().into_string().unwrap();
+        Terminal { screen: File::from(screen), name }
+    }
+
+    /// The side of programs.
+    fn side(&self) -> File {
+        File::options().read(true).write(true).open(&self.name).unwrap()
+    }
+
+    /// Starts `transom top`.
+    fn top(&self, process: &Process, stdin: Stdio) -> Child {
+        let mut command = Command::new(BINARY);
+        command.args(["top", "--admin", &process.admin.to_string(), "--interval", "100ms"]);
+        command.stdin(stdin).stdout(self.side()).stderr(self.side()).spawn().unwrap()
+    }
+
+    fn press(&mut self, keys: &str) {
+        self.screen.write_all(keys.as_bytes()).unwrap();
+    }
+
+    /// Reads until the text is shown.
+    fn wait_for(&mut self, text: &str) {
+        let (mut bytes, mut shown) = ([0; 4096], String::new());
         while !shown.contains(text) {
-            let read = terminal.read(&mut bytes).unwrap();
+            let read = self.screen.read(&mut bytes).unwrap();
             shown += &String::from_utf8_lossy(&bytes[..read]);
         }
-        shown.clear();
-    };
-    read_until(&mut terminal, "arrow keys scroll: lines 1 to 9 of ");
-    terminal.write_all(b"\x1b[B").unwrap();
-    read_until(&mut terminal, "lines 2 to 10 of ");
-    terminal.write_all(b"G").unwrap();
-    read_until(&mut terminal, "rule `r39`");
-    terminal.write_all(b"q").unwrap();
-    read_until(&mut terminal, "\x1b[?1049l");
+    }
+}
+
+/// Beside the rule `r`, 40 rules that no request uses.
+fn with_many_rules() -> Process {
+    let rules: String = (0..40).map(|n| format!("[rules.r{n}]\nkey = \"ip\"\nwindows = [\"9/hour\"]\n")).collect();
+    Process::spawn(
+        &by_user(&format!("{BY_USER}{rules}"), "")
+            .replace("workers = 2\n", "listen = { http = \"127.0.0.1:0\", admin = \"127.0.0.1:0\" }\nworkers = 2\n"),
+    )
+}
+
+#[test]
+fn the_live_list_scrolls_and_ends_by_a_key() {
+    let (process, mut terminal) = (with_many_rules(), Terminal::open());
+    let keeps_open = terminal.side();
+    let settings = || rustix::termios::tcgetattr(&keeps_open).unwrap().local_modes;
+    let settings_before = settings();
+    let mut child = terminal.top(&process, terminal.side().into());
+    terminal.wait_for("q ends, arrow keys scroll: lines 1 to 9 of ");
+    terminal.press("\x1b[B");
+    terminal.wait_for("lines 2 to 10 of ");
+    // As Ctrl-Z does.
+    kill_process(Pid::from_child(&child), Signal::TSTP).unwrap();
+    terminal.press("G");
+    terminal.wait_for("rule `r39`");
+    terminal.press("q");
+    terminal.wait_for("\x1b[?1049l");
     assert!(child.wait().unwrap().success());
-    assert_eq!(rustix::termios::tcgetattr(&keeps_open).unwrap().local_modes, settings_before);
+    assert_eq!(settings(), settings_before);
+}
+
+#[test]
+fn the_live_list_without_a_keyboard_ends_by_a_signal() {
+    let (process, mut terminal) = (with_many_rules(), Terminal::open());
+    let _keeps_open = terminal.side();
+    for signal in [Signal::INT, Signal::QUIT, Signal::TERM] {
+        let mut child = terminal.top(&process, Stdio::null());
+        terminal.wait_for("Ctrl-C ends: lines 1 to 9 of ");
+        kill_process(Pid::from_child(&child), signal).unwrap();
+        terminal.wait_for("\x1b[?1049l");
+        assert!(child.wait().unwrap().success());
+    }
 }
 
 #[test]
