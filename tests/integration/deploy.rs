@@ -151,6 +151,21 @@ fn the_dashboard_queries_metrics_that_exist() {
     assert_recorded(&text);
 }
 
+/// A request that exceeds two windows of a rule is one refusal.
+#[test]
+fn the_dashboard_counts_a_refusal_once() {
+    let dashboard: Value = serde_json::from_str(&read("deploy/grafana.json")).unwrap();
+    let panel = dashboard["panels"].as_array().unwrap().iter().find(|panel| panel["title"] == "Refusals").unwrap();
+    let query = panel["targets"][0]["expr"].as_str().unwrap();
+    let metric = query.split(['(', '{']).find(|word| word.starts_with("transom_")).unwrap();
+    let labels: &[_] = if query.contains("outcome=\"refused\"") { &[("outcome", "refused")] } else { &[] };
+    let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"2/minute\", \"2/hour\"]"));
+    for status in [200, 200, 429] {
+        gateway.get("/a").expect(status);
+    }
+    assert_eq!(gateway.metrics().sum(metric, labels), 1, "{query}");
+}
+
 #[test]
 fn prometheus_accepts_the_metrics() {
     let named = "[[routes]]\nname = 'a \\\\\"name\" \\n'\npath = \"/b\"\nrespond = { status = 204 }\n";
