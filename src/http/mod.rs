@@ -3,7 +3,7 @@
 //! Request: `request_validation`, `path_normalize`, `router`, `forwarded`, `request_id`,
 //! `trace_context`, `websocket_handshake`, `headers`.
 //! Keys: `request_values`, `key_source`, `rate_limit_key`, `store_key_text`, `client_plans`, `overrides`.
-//! Response: `error`, `responses` (the file with the status codes), `ratelimit_headers` (`structured_list`), `route_actions`.
+//! Response: `error`, `responses` (the file with the status codes), `ratelimit_headers`, `route_actions`.
 
 pub mod client_plans;
 pub mod error;
@@ -25,6 +25,5 @@ pub mod responses;
 pub mod route_actions;
 pub mod router;
 pub mod store_key_text;
-pub mod structured_list;
 pub mod trace_context;
 pub mod websocket_handshake;

@@ -9,8 +9,8 @@
 use std::ops::Range;
 
 use http::header::{HeaderMap, HeaderName, HeaderValue};
+use sfv::{List, ListEntry, Parser};
 
-use super::structured_list::is_item_list;
 use crate::config::rule::RateLimitStyle;
 use transom_limiter::acquire::Charge;
 use transom_limiter::concurrency::ConcurrencyUsage;
@@ -329,6 +329,12 @@ pub fn seconds_until(then_ms: u64, now_ms: u64) -> u64 {
     then_ms.saturating_sub(now_ms).div_ceil(1000)
 }
 
+/// Whether a field value is a list of items with parameters (RFC 9651, section 4.2), and of no inner list. An empty list is none.
+fn is_item_list(value: &[u8]) -> bool {
+    let list = Parser::new(value).parse::<List>().unwrap_or_default();
+    !list.is_empty() && list.iter().all(|entry| matches!(entry, ListEntry::Item(_)))
+}
+
 /// Sets a list field, or appends to its value from the upstream. A value in another form, such as that of older drafts
 /// (`limit=100, remaining=3`), is replaced: joined, none of the limits could be read.
 fn append_list(headers: &mut HeaderMap, name: HeaderName, value: HeaderValue) {
@@ -359,6 +365,47 @@ mod tests {
     fn numbers_are_formatted_in_decimal() {
         for value in (0..10_100).chain([99_999, 100_000, u64::MAX]) {
             assert_eq!(number(value), value.to_string().as_str());
+        }
+    }
+
+    #[test]
+    fn lists_of_items_are_told_from_other_fields() {
+        for list in [
+            "\"per-client\";r=50;t=30",
+            "\"a\";q=100;w=60 ,\t\"b\"; q=1;qu=\"requests\"",
+            "100;w=60",
+            " 10, 20;w=1 ",
+            "\"a\\\"b\\\\\"",
+            "token;a;b=?1;c=:aGk=:;d=@1700000000;e=-1.5;f=%\"f%c3%bc\";*g=a/b:c",
+        ] {
+            assert!(is_item_list(list.as_bytes()), "{list}");
+        }
+        for other in [
+            "",
+            " ",
+            "limit=100, remaining=3, reset=5",
+            "limit=100",
+            "100, 100;window=60;",
+            "\"a\",",
+            ",\"a\"",
+            "\"a\" \"b\"",
+            "\"a\" ;q=1",
+            "(\"a\" \"b\");r=1",
+            "\"a",
+            "\"a\\b\"",
+            "\"\u{e9}\"",
+            "\"a\";R=1",
+            "\"a\";r=",
+            "1234567890123456",
+            "1.2345",
+            "-",
+            "1.",
+            "?2",
+            ":a",
+            "%\"%C3\"",
+            "50;w=60, limit=1",
+        ] {
+            assert!(!is_item_list(other.as_bytes()), "{other}");
         }
     }
 }
