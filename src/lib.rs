@@ -1,7 +1,7 @@
 //! Transom: a reverse-proxy gateway that holds every client to layered fixed-window limits.
 //!
-//! A module uses only modules of the rows below, and those to its right in its own row; `tests/layering.rs` checks the order. The limits themselves are
-//! decided by the library crate `transom-limiter`.
+//! A module uses only modules of the rows below, and those to its right in its own row; `tests/layering.rs` checks the order. The
+//! limits themselves are decided by the library crate `transom-limiter`.
 //!
 //! | layer | modules |
 //! | --- | --- |

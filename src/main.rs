@@ -254,8 +254,8 @@ fn print(text: &[u8]) -> Exit {
     Exit::Fine
 }
 
-/// Sends messages to standard error, as `TRANSOM_LOG`, or `RUST_LOG`, and `TRANSOM_LOG_FORMAT` say. Messages are written until the result is
-/// dropped.
+/// Sends messages to standard error, as `TRANSOM_LOG`, or `RUST_LOG`, and `TRANSOM_LOG_FORMAT` say. Messages are written until the
+/// result is dropped.
 fn start_log() -> Result<WorkerGuard, String> {
     let variable = |name: &str, default: &str| std::env::var(name).unwrap_or_else(|_unset| default.to_owned());
     // `RUST_LOG` is often set for other programs, also to more than a level.

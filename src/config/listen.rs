@@ -134,8 +134,8 @@ settings! {
     /// Settings of the admin address.
     pub struct Admin {
         /// Names that are accepted in `Host` on the admin address and on those of `metrics`, for scrapers that use a name.
-        /// `*.` at the beginning stands for any labels. IP addresses and `localhost` are always accepted. Other names get 421, so that a web page
-        /// cannot reach the admin address through its own name (DNS rebinding).
+        /// `*.` at the beginning stands for any labels. IP addresses and `localhost` are always accepted. Other names get 421, so
+        /// that a web page cannot reach the admin address through its own name (DNS rebinding).
         hosts: Vec<String> = Custom::or_empty(Shape::one_or_list("name"), |item, report| {
             read_hosts(item, "the admin address then accepts IP addresses and `localhost`", report)
         });

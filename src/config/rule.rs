@@ -105,8 +105,8 @@ settings! {
     /// A cost that a field of the request or of the response states.
     pub struct CostSettings checked by check_cost_table {
         /// Field of the request with the cost: a whole number from 0 to `max`. Another value, or a field given twice, gets
-        /// 400. A cost of 0 takes nothing, and is admitted even if nothing is left or the limit is exceeded, so only let trusted clients set the
-        /// field.
+        /// 400. A cost of 0 takes nothing, and is admitted even if nothing is left or the limit is exceeded, so only let trusted
+        /// clients set the field.
         request_header as "request-header": Option<String> = COST_FIELD;
         /// Field of the response with the cost, up to `max`. The difference from `reserve` is charged or refunded when the
         /// response head arrives, before the `RateLimit` fields are computed. If the window has too few tokens left, later

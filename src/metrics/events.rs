@@ -253,7 +253,7 @@ pub struct DecisionMetrics {
 }
 
 impl DecisionMetrics {
-    /// `route` says who asks; `rules` as for [`WindowMetrics::new`].
+    /// `route`: the name that stands for the source of the queries; `rules` as for [`WindowMetrics::new`].
     pub fn new(registry: &Registry, worker: WorkerId, route: &str, rules: &[(&str, Vec<&str>)]) -> DecisionMetrics {
         let cells = |(rule, _): &(&str, Vec<&str>)| {
             OUTCOMES.map(|outcome| {

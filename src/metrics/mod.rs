@@ -1,8 +1,8 @@
 //! Prometheus metrics.
 //!
 //! `storage` holds the numbers, `events`, `redis` and `upstream` define metrics with one function per event, `process` reads
-//! those of the process, `exposition` sums and renders, `totals` and `reload_log` are for the dashboard. Labels come from the configuration, never from a request, so their number is bounded. No decision of
-//! the gateway depends on a metric.
+//! those of the process, `exposition` sums and renders, `totals` and `reload_log` are for the dashboard. Labels come from the
+//! configuration, never from a request, so their number is bounded. No decision of the gateway depends on a metric.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};

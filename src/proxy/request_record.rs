@@ -433,7 +433,7 @@ impl RequestRecord {
         }
     }
 
-    /// A message about the request, for those who look for the cause of a decision. Texts of clients are escaped.
+    /// Writes a debug message with the route, keys and decisions of the request. Texts of clients are escaped.
     fn log_request(&self, entry: &LogEntry, keys: &[String]) {
         let rules = self.route.map(|route| {
             let compiled = &self.config.compiled;

@@ -22,10 +22,11 @@
 //! is granted. A key without expiry, or with another one, gets the expiry of its window at the next acquire. A value
 //! that is not an integer, or a key of another type, is an error of that counter only.
 //!
-//! **Refunds.** A plain window takes back all tokens, as long as it exists. A counter of accumulating windows takes back the tokens on which
-//! no later request can depend: all of them in the window of the charge, reduced by `limit` for each window that has
-//! begun since, because those would have expired. A window that a first request opened takes back nothing once another
-//! is open. A segment of a sliding window takes back all its tokens. For reservations, `only_if_used` ensures that no later request has reserved.
+//! **Refunds.** A plain window takes back all tokens, as long as it exists. A counter of accumulating windows takes back the
+//! tokens on which no later request can depend: all of them in the window of the charge, reduced by `limit` for each window that
+//! has begun since, because those would have expired. A window that a first request opened takes back nothing once another is
+//! open. A segment of a sliding window takes back all its tokens. For reservations, `only_if_used` ensures that no later request
+//! has reserved.
 
 use std::fmt::Write;
 use std::rc::Rc;

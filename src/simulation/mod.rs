@@ -1,7 +1,7 @@
 //! Plays access logs against a configuration: what its limits would have done with the requests of a log.
 //!
-//! `log_files` reads logs and orders their lines, `log_line` parses them, `request_reader` finds their routes, `replay` plays them, `scenario` decides
-//! with the code that decides live, `statistics` counts in bounded memory, and `report` tells the result.
+//! `log_files` reads logs and orders their lines, `log_line` parses them, `request_reader` finds their routes, `replay` plays
+//! them, `scenario` decides with the code that decides live, `statistics` counts in bounded memory, and `report` prints the result.
 
 pub mod json_scanner;
 pub mod log_files;

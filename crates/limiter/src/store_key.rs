@@ -2,8 +2,8 @@
 //!
 //! A name is `PREFIX:{RULE|KEY}:WINDOW`. In KEY only letters, digits and `.~-` appear literally; all other bytes are
 //! written as `%` and two hex digits. So the separators `|`, and the braces that keep the counters of a key in one slot
-//! of a cluster, never come from a client. A rule with a [`KeyFormat`](crate::rule::KeyFormat) has other names. This module does not access the
-//! store.
+//! of a cluster, never come from a client. A rule with a [`KeyFormat`](crate::rule::KeyFormat) has other names. This module does
+//! not access the store.
 
 use crate::limit::Limit;
 use crate::rule::{Rule, WINDOW_MARK};

@@ -2,8 +2,8 @@
 //! limiter.
 //!
 //! `large_table`: a table with free slots equals the reference limiter. `small_table`: what holds when the table is
-//! full. `leases`: deposited tokens are spent once. `concurrency`: requests under way. Properties have the names of the loom models of the same
-//! invariants.
+//! full. `leases`: deposited tokens are spent once. `concurrency`: requests under way. Properties have the names of the loom models
+//! of the same invariants.
 
 mod concurrency;
 mod large_table;
