@@ -56,7 +56,7 @@ help:
 	@echo "make concurrency ends concurrent requests in random ways, in ROUNDS rounds (1000): all slots come back"
 	@echo "make sliding     compares sliding windows with a log of all requests, in SCHEDULES random schedules (10000), also of 4 threads"
 	@echo "make replay      simulates the access log of REPLAYED_REQUESTS requests (100000): decisions are those of the gateway"
-	@echo "make screenshots the pictures of the dashboard in docs/images; takes minutes"
+	@echo "make screenshots the pictures of the dashboard and of the report in docs/images; takes minutes"
 	@echo "make failover    kills one of two upstream servers repeatedly for FAILOVER_S seconds (600) under load: no request is lost"
 	@echo "make soak        SOAK_S seconds (3600) at half load, with reloads, killed servers, slow clients and new keys: no request is"
 	@echo "                 lost, no limit is exceeded, memory and descriptors do not grow, metrics agree with the clients"
@@ -177,7 +177,8 @@ sliding:
 replay:
 	TRANSOM_REPLAYED_REQUESTS=$(REPLAYED_REQUESTS) cargo test --locked --test integration -- simulated_decisions_are --nocapture
 
-# The pictures of docs/guides/dashboard.md: an hour of a gateway, in about seven minutes. Look at them before you commit them.
+# The pictures of docs/guides/dashboard.md, an hour of a gateway, in about seven minutes, and that of docs/guides/choose-limits.md. Look at
+# them before you commit them.
 screenshots: parts
 	TRANSOM_SCREENSHOTS=$(CURDIR)/docs/images cargo test --locked --test integration -- screenshots_can_be_made --nocapture
 

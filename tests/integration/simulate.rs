@@ -993,6 +993,31 @@ fn the_html_report_is_readable_in_a_browser() {
     assert_eq!(found, nothing);
 }
 
+/// Makes the picture of docs/guides/choose-limits.md: with `TRANSOM_SCREENSHOTS`, the folder to write it to, of a day of many
+/// requests.
+#[test]
+fn report_screenshots_can_be_made() {
+    let directory = Directory::new("");
+    directory.write("gateway.toml", fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("gateway.toml")).unwrap());
+    let folder = std::env::var_os("TRANSOM_SCREENSHOTS").map(PathBuf::from);
+    let (lines, clients) = if folder.is_some() { (200_000, 20_000) } else { (2_000, 200) };
+    let mut log = Vec::new();
+    write_log(&mut log, LogShape { form: LogForm::Combined, lines, clients, seed: 7 }).unwrap();
+    let log = String::from_utf8(log).unwrap().replace("/login", "/api/login").replace("/static", "/api/static");
+    directory.write("access.log", log);
+    let candidates = ["--try", "per-client=60/minute", "--try", "per-client=160/minute,3000/hour"];
+    let (code, _, err) = directory.run(&[&candidates, &["--html", "report.html", "access.log"][..]].concat());
+    assert_eq!(code, 0, "{err}");
+    let mut browser = node("report.cjs");
+    browser.arg(program("chromium")).arg(directory.0.path().join("report.html")).arg(directory.0.path());
+    assert!(browser.stdout(Stdio::null()).status().unwrap().success());
+    let made = fs::read(directory.0.path().join("light.png")).unwrap();
+    assert!(made.starts_with(b"\x89PNG"));
+    if let Some(folder) = folder {
+        fs::write(folder.join("simulate-report.png"), made).unwrap();
+    }
+}
+
 #[test]
 fn the_shipped_configuration_can_be_simulated() {
     let shipped = Path::new(env!("CARGO_MANIFEST_DIR")).join("gateway.toml");
