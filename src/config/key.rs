@@ -221,7 +221,7 @@ fn client_may_omit(part: &KeyPart, certs: ClientCerts) -> bool {
         // `ClientCerts::Never` is reported as a problem of its own.
         KeyPart::ClientCert => certs == ClientCerts::Sometimes,
         KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::Query(_) | KeyPart::Jwt(_) | KeyPart::BasicUser => true,
-        // The route decides: see `check_params` in `routes`.
+        // `config::route` checks that the path of the route has the parameter, unless `on_missing_key` is set.
         KeyPart::Param(_) => false,
         KeyPart::Ip { .. }
         | KeyPart::Host

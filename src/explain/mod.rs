@@ -87,7 +87,7 @@ pub async fn explain(compiled: &CompiledConfig, question: &Question, counting: C
         explanation.decision = Decision::Error(error.status());
         explanation.reason = match (&error, &explanation.routes) {
             (RequestError::NoRoute, Some(routes)) => routes.reason.clone(),
-            // Of the other malformed requests, none can be asked about.
+            // The method is the only part that can be malformed here: a question has no other malformed part.
             (RequestError::Malformed, _) => format!(
                 "the method `{}` is malformed: a method has up to 32 upper-case letters, digits, `-` and `_`",
                 parts.method

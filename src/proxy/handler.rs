@@ -43,9 +43,10 @@ use transom_limiter::decision::Decision;
 
 /// A request in progress. A panic while it is handled becomes a 500 response; the worker goes on.
 pub enum ResponseFuture {
-    /// `None` once the response was taken, and after a panic.
+    /// The response. `None` once it was taken, and after a panic.
     Done(Option<Response<ResponseBody>>),
-    /// The output is the response, or the next thing to wait for.
+    /// The request waits: for a slot, the shared store, a later window, or its upstream. The output is `Done`, or the next
+    /// step to wait for.
     Forward(Pin<Box<dyn Future<Output = ResponseFuture>>>),
 }
 

@@ -294,7 +294,8 @@ impl SharedCounters {
             .joined_penalty(known)
     }
 
-    /// Sets the usage of a charge that the store decides to the known one, and whether the store is known to refuse.
+    /// Fills in a charge that the store decides: its `usage` is the usage that the store last reported, and `is_full` says
+    /// whether the store would refuse by this usage.
     pub(super) fn set_known_usage_of(
         &self,
         rule_set: &RuleSet,

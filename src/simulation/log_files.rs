@@ -233,7 +233,8 @@ impl<'a> Batch<'a> {
 }
 
 impl Source {
-    /// A time before which no line comes any more; `None` at the end of the file.
+    /// The time of the next line, Unix milliseconds; before the first block is received, that of the first line of the file.
+    /// `None` at the end of the file.
     fn next_ms(&self) -> Option<u64> {
         match (self.block.entries.get(self.next), &self.state) {
             (Some(entry), _) => Some(entry.line.time_ms),

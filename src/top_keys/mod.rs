@@ -1,7 +1,7 @@
 //! The busiest keys of each rule: which keys it refused and admitted most often in the last 30 to 60 minutes.
 //!
 //! Every worker counts in sketches of its own, by the hash of the key. The text of a key is made only when the key stands
-//! out, so that a flood of invented keys costs no text. `/v1/top` merges copies of the sketches.
+//! out, so that a flood of invented keys costs few texts. `/v1/top` merges copies of the sketches.
 
 mod sketch;
 

@@ -58,8 +58,11 @@ impl<T: Default> Sketch<T> {
         self.entries.entry(key).or_insert_with(|| Entry { hits: 1, missed, value: T::default() })
     }
 
-    /// Drops the half of the keys with the fewest hits. The sum of what the keys exceed `missed_max` by sinks by at least
-    /// `capacity` for each one that `missed_max` rises by, and each hit adds one to it: hence the bound of `missed_max`.
+    /// Drops the half of the keys with the fewest hits, and raises `missed_max` by the median of what the keys exceed it by.
+    ///
+    /// Let S be the sum of these excesses. A hit adds one to S. When `missed_max` rises by m, at least `capacity` keys have an
+    /// excess of m or more, and each of them loses m; so S falls by at least m times `capacity`. S is never negative. So
+    /// `missed_max` is at most the number of hits divided by `capacity`.
     #[cold]
     fn make_room(&mut self) {
         let excess = |entry: &Entry<T>| entry.hits + entry.missed - self.missed_max;

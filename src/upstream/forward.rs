@@ -64,14 +64,14 @@ struct Forwarding {
     is_exclusive: bool,
 }
 
-/// One attempt. Its drop counts the outcome and reports the result. An attempt that is dropped before its end was
-/// canceled.
+/// One attempt to get a response from a server. Its drop counts the outcome, and reports the result to the health of the
+/// server. The outcome is `Canceled` until another one is set.
 struct Attempt<'a> {
     forwarder: &'a Forwarder,
     choice: Choice,
-    /// `None` once the response body holds it.
+    /// Counts the request in flight at the server. `None` once the response body does so.
     active: Option<ActiveRequest>,
-    /// `None` if nothing was sent.
+    /// What the drop counts in the metrics. `None`: the attempt is not counted.
     outcome: Option<UpstreamOutcome>,
     result: AttemptResult,
     /// `None` for a request that is neither logged nor traced.
@@ -101,7 +101,7 @@ impl Attempt<'_> {
 /// Why a request may be retried.
 #[derive(Clone, Copy)]
 enum RetryCause {
-    /// `is_free`: another server works, and gets the request as if it had been chosen first.
+    /// `is_free`: another server works, so the retry takes nothing from the budget.
     Connect {
         is_free: bool,
     },

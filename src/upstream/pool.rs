@@ -376,22 +376,23 @@ impl ServerPool {
         ConnectionPermit::new(issuer)
     }
 
-    /// Joins the queue of waiters. `accepts_stream`: also for a stream of a shared connection.
-    pub fn enqueue(&self, shares: bool) -> oneshot::Receiver<Offer> {
+    /// Appends a request to the queue of those that wait for a connection. `accepts_stream`: the request can use a stream of
+    /// a shared connection too.
+    pub fn enqueue(&self, accepts_stream: bool) -> oneshot::Receiver<Offer> {
         let (offer, offered) = oneshot::channel();
         let mut waiters = self.waiters.borrow_mut();
-        waiters.retain(|waiters| !waiters.offer.is_closed());
-        waiters.push_back(Waiter { offer, accepts_stream: shares });
+        waiters.retain(|waiter| !waiter.offer.is_closed());
+        waiters.push_back(Waiter { offer, accepts_stream });
         offered
     }
 
     /// Gives waiters the free streams of a shared connection that was just opened.
     pub fn serve_stream_waiters(&self) {
-        let first = || self.waiters.borrow().iter().position(|waiters| waiters.accepts_stream);
+        let first = || self.waiters.borrow().iter().position(|waiter| waiter.accepts_stream);
         while let Some(first) = first() {
             let Some(connection) = self.pool.open_stream(1) else { return };
             let next = self.waiters.borrow_mut().remove(first);
-            // A waiter that has given up drops its stream here.
+            // If the waiting request was canceled, the send fails and drops the stream.
             drop(next.map(|next| next.offer.send(Offer::Connection(connection))));
         }
     }
