@@ -1,12 +1,12 @@
 //! Transom: a reverse-proxy gateway that holds every client to layered fixed-window limits.
 //!
 //! A module uses only modules of the rows below, and those to its right in its own row; `tests/layering.rs` checks the order. The
-//! limits themselves are decided by the library crate `transom-limiter`.
+//! library crate `transom-limiter` decides the limits.
 //!
 //! | layer | modules |
 //! | --- | --- |
 //! | process | [`cli`], [`server`], [`admin`], [`explain`], [`simulation`] |
-//! | requests | [`downstream`], [`ratelimit_service`], [`proxy`], [`decision`], [`upstream`], [`spans`], [`access_log`], [`key_set_fetcher`] |
+//! | requests | [`downstream`], [`ratelimit_service`], [`proxy`], [`decision`], [`spans`], [`access_log`], [`key_set_fetcher`], [`upstream`] |
 //! | counters outside of this process | [`redis_store`], [`persistence`] |
 //! | basics | [`atomic_file`], [`clock`], [`file_watch`], [`http1_stream`], [`informational`], [`io_stream`], [`metrics`], [`timer`] |
 //! | without I/O | [`top_keys`], [`http`], [`config`], [`jwt`] |

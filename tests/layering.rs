@@ -1,5 +1,5 @@
-//! The layering of the source: which module may use which, and which files may read the clock, use atomics, contain
-//! `unsafe` or name status codes.
+//! The layering of the source: which module may use which, in which order the maps of `src/lib.rs` and `ARCHITECTURE.md`
+//! list the modules, and which files may read the clock, use atomics, contain `unsafe` or name status codes.
 //!
 //! The test reads the source as text and looks for `crate::module` paths.
 
@@ -256,16 +256,42 @@ fn main_uses_only_the_commands() {
     assert_eq!(used.collect::<BTreeSet<_>>(), BTreeSet::from(["cli"]));
 }
 
-#[test]
-fn the_map_in_lib_shows_every_module() {
-    let lib = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("src/lib.rs")).unwrap();
-    for (module, _) in MODULES {
-        assert!(lib.contains(&format!("pub mod {module};")), "{module}");
-        assert!(
-            lib.lines().any(|line| line.starts_with("//! | ") && line.contains(&format!("[`{module}`]"))),
-            "{module}"
-        );
+fn document(name: &str) -> String {
+    fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(name)).unwrap()
+}
+
+/// Fails unless a map lists every module once, and above the modules that it may use.
+#[track_caller]
+fn assert_order(map: &str, listed: &[&str]) {
+    let names = |modules: &mut dyn Iterator<Item = &str>| modules.map(str::to_owned).collect::<BTreeSet<_>>();
+    assert_eq!(names(&mut listed.iter().copied()), names(&mut MODULES.iter().map(|(module, _)| *module)), "{map}");
+    assert_eq!(listed.len(), MODULES.len(), "{map}");
+    let place = |module: &str| listed.iter().position(|name| *name == module);
+    for (module, may) in MODULES {
+        for other in may {
+            assert!(place(module) < place(other), "{map}: `{module}` is not above `{other}`");
+        }
     }
+}
+
+#[test]
+fn the_map_in_lib_is_in_order() {
+    let lib = document("src/lib.rs");
+    assert!(MODULES.iter().all(|(module, _)| lib.contains(&format!("pub mod {module};"))));
+    let rows = lib.lines().filter(|line| line.starts_with("//! | "));
+    let names = rows.flat_map(|row| row.split("[`").skip(1)).filter_map(|rest| rest.split('`').next());
+    assert_order("src/lib.rs", &names.collect::<Vec<_>>());
+}
+
+/// In the map of the architecture, a line with a module begins with two spaces and its name.
+#[test]
+fn the_map_in_the_architecture_is_in_order() {
+    let page = document("ARCHITECTURE.md");
+    let (_, map) = page.split_once("\nsrc/\n").unwrap();
+    let (map, _) = map.split_once("\ncrates/").unwrap();
+    let lines = map.lines().filter_map(|line| line.strip_prefix("  ")).filter(|line| !line.starts_with(' '));
+    let names = lines.filter_map(|line| line.split([' ', '/']).next()).filter(|name| *name != "main");
+    assert_order("ARCHITECTURE.md", &names.collect::<Vec<_>>());
 }
 
 #[test]
