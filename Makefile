@@ -7,6 +7,7 @@ KILLS_SHARED_S = 60
 ROUNDS = 1000
 REPLAYED_REQUESTS = 100000
 SCHEDULES = 10000
+CONFIGURATIONS = 200
 FAILOVER_S = 600
 SOAK_S = 3600
 # Python virtual environments, each with the packages that tests/external/NAME.txt lists.
@@ -34,7 +35,7 @@ MUTANT_TESTS = --lib --test rules --test properties --test tower
 # Seconds after which the tests of a change are stopped; the change then counts as noticed.
 MUTANT_TIMEOUT = 60
 
-.PHONY: help test check docs release package package-test dist site cargo-deb mdbook cargo-mutants bench bench-pingora model mutants kills kills-shared concurrency sliding instructions instructions-build replay screenshots failover soak fuzz parts deny advisories
+.PHONY: help test check docs release package package-test dist site cargo-deb mdbook cargo-mutants bench bench-pingora model mutants kills kills-shared concurrency sliding counting instructions instructions-build replay screenshots failover soak fuzz parts deny advisories
 # Targets build, install and measure, and must not run at the same time.
 .NOTPARALLEL:
 
@@ -55,6 +56,8 @@ help:
 	@echo "make kills-shared  kills four gateways on one Redis for KILLS_SHARED_S seconds (60) under load, likewise"
 	@echo "make concurrency ends concurrent requests in random ways, in ROUNDS rounds (1000): all slots come back"
 	@echo "make sliding     compares sliding windows with a log of all requests, in SCHEDULES random schedules (10000), also of 4 threads"
+	@echo "make counting    compares gateways with a model of the documentation, in CONFIGURATIONS random configurations (200) of each"
+	@echo "                 kind: alone, with a store, over its outages, several on one store"
 	@echo "make replay      simulates the access log of REPLAYED_REQUESTS requests (100000): decisions are those of the gateway"
 	@echo "make screenshots the pictures of the dashboard and of the report in docs/images; takes minutes"
 	@echo "make failover    kills one of two upstream servers repeatedly for FAILOVER_S seconds (600) under load: no request is lost"
@@ -172,6 +175,10 @@ concurrency:
 sliding:
 	PROPTEST_CASES=$(SCHEDULES) TRANSOM_SCHEDULES=$(SCHEDULES) \
 		cargo test --locked -p transom-limiter --test rules --test stress -- sliding:: --nocapture
+
+# Every response of the gateways is that of a model that was written from the documentation.
+counting:
+	TRANSOM_CONFIGURATIONS=$(CONFIGURATIONS) cargo test --locked --test integration -- counting_oracle:: --nocapture --test-threads=1
 
 # Requests of all kinds of windows, over most of a year, whose time is that of the test.
 replay:

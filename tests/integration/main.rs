@@ -37,6 +37,7 @@ mod counter_identity;
 mod counters;
 mod counters_file_random_bits;
 mod counters_file_rejected;
+mod counting_oracle;
 mod curl;
 mod dashboard;
 mod decision_api;

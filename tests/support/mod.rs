@@ -15,6 +15,7 @@
 pub mod access_logs;
 pub mod client;
 pub mod compare_direct;
+pub mod counting_model;
 pub mod envoy;
 pub mod external_scripts;
 pub mod external_servers;

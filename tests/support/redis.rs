@@ -9,6 +9,7 @@ use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Mutex;
+use std::time::Duration;
 
 use fastrand::Rng;
 
@@ -67,6 +68,25 @@ impl RedisServer {
             ("FAKETIME_DONT_FAKE_MONOTONIC", "1".to_owned()),
         ];
         RedisServer::start_with(TempDir::new(), lines, "redis", environment)
+    }
+
+    /// With a clock that the test steps, see [`RedisServer::set_clock_offset`].
+    pub fn with_stepped_clock(lines: &str) -> RedisServer {
+        let scratch = TempDir::new();
+        let file = scratch.write("clock", "+0\n");
+        let environment = vec![
+            ("LD_PRELOAD", format!("{}:libc.so.6", external_servers::faketime().display())),
+            ("FAKETIME_TIMESTAMP_FILE", file.display().to_string()),
+            ("FAKETIME_NO_CACHE", "1".to_owned()),
+            ("FAKETIME_DONT_FAKE_MONOTONIC", "1".to_owned()),
+        ];
+        RedisServer::start_with(scratch, lines, "redis", environment)
+    }
+
+    /// Sets the lead of the server's clock over the machine's. The server reads it with each reading of its clock.
+    pub fn set_clock_offset(&self, lead: Duration) {
+        let new = self.scratch.write("clock.new", format!("+{}.{:03}\n", lead.as_secs(), lead.subsec_millis()));
+        fs::rename(new, self.scratch.path().join("clock")).unwrap();
     }
 
     fn start_with(

@@ -1,0 +1,815 @@
+//! Random configurations and requests against a model of the documentation.
+//!
+//! Each configuration has a few rules of all kinds. Requests go through real gateways, at times that the test chooses, and every
+//! response is compared with `counting_model`: status, windows that refuse, `Retry-After`, and what `RateLimit` states. A
+//! failure prints the seed of its configuration, the configuration, and the requests.
+
+use std::fmt::Write;
+use std::thread;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use fastrand::Rng;
+
+use crate::support::client::{Client, HttpResponse};
+use crate::support::counting_model::{
+    Cost, Decision, Key, Kind, Layer, MissingKey, Model, Ms, OnOutage, Period, Request, Route, Rule, Sharing,
+};
+use crate::support::gateway::Gateway;
+use crate::support::process::Process;
+use crate::support::ratelimit_parser::items;
+use crate::support::redis::RedisServer;
+use crate::support::upstream::{Upstream, reply};
+use crate::support::{DEADLINE, eventually, seeded_rng};
+
+/// Keys of requests: values of a field, and addresses.
+const FIELDS: [&str; 4] = ["k0", "k1", "k2", "k3"];
+const ADDRESSES: [&str; 3] = ["198.51.100.1", "198.51.100.2", "203.0.113.3"];
+/// The client on the plan.
+const ON_PLAN: &str = "k1";
+/// Statuses of the upstream.
+const STATUSES: [u16; 4] = [200, 401, 404, 500];
+/// Greatest number of days that one step of the clock skips.
+const LONG_STEP_DAYS: u64 = 70;
+
+const SECOND_MS: Ms = 1000;
+const MINUTE_MS: Ms = 60 * SECOND_MS;
+const HOUR_MS: Ms = 60 * MINUTE_MS;
+const DAY_MS: Ms = 24 * HOUR_MS;
+
+const PERIODS: [(&str, Period); 13] = [
+    ("250ms", Period::Fixed(250)),
+    ("second", Period::Fixed(SECOND_MS)),
+    ("10s", Period::Fixed(10 * SECOND_MS)),
+    ("minute", Period::Fixed(MINUTE_MS)),
+    ("90s", Period::Fixed(90 * SECOND_MS)),
+    ("7m", Period::Fixed(7 * MINUTE_MS)),
+    ("15m", Period::Fixed(15 * MINUTE_MS)),
+    ("hour", Period::Fixed(HOUR_MS)),
+    ("5h", Period::Fixed(5 * HOUR_MS)),
+    ("day", Period::Fixed(DAY_MS)),
+    ("week", Period::Fixed(7 * DAY_MS)),
+    ("20d", Period::Fixed(20 * DAY_MS)),
+    ("month", Period::Month),
+];
+
+/// With a store, whose clock goes on while requests are under way, windows and segments end between the ticks of the test.
+const TICK_MS: Ms = 10 * MINUTE_MS;
+const TICK_PERIODS: [(&str, Period); 7] = [
+    ("10m", Period::Fixed(TICK_MS)),
+    ("20m", Period::Fixed(2 * TICK_MS)),
+    ("30m", Period::Fixed(3 * TICK_MS)),
+    ("hour", Period::Fixed(6 * TICK_MS)),
+    ("80m", Period::Fixed(8 * TICK_MS)),
+    ("160m", Period::Fixed(16 * TICK_MS)),
+    ("day", Period::Fixed(144 * TICK_MS)),
+];
+
+/// What configurations contain.
+#[derive(Clone, Copy)]
+struct Scope {
+    has_store: bool,
+    /// Charges that the response decides, counted refusals and penalties: these reach other gateways a little later.
+    has_late_charges: bool,
+}
+
+struct Configuration {
+    rules: Vec<Rule>,
+    routes: Vec<Route>,
+}
+
+fn pick<T: Copy>(rng: &mut Rng, choices: &[T]) -> T {
+    choices[rng.usize(..choices.len())]
+}
+
+/// True once in `n` times.
+fn one_in(rng: &mut Rng, n: u32) -> bool {
+    rng.u32(..n) == 0
+}
+
+/// Layers, with periods in ascending order: no layer may have a larger limit than one with longer windows.
+fn random_layers(rng: &mut Rng, scope: Scope, smallest: i64, most: usize) -> Vec<Layer> {
+    let periods: &[_] = if scope.has_store { &TICK_PERIODS } else { &PERIODS };
+    let mut chosen = rng.choose_multiple(periods.iter().enumerate(), most.min(periods.len()));
+    chosen.sort_by_key(|(position, _)| *position);
+    let mut limit = smallest;
+    let mut layers = Vec::new();
+    for (_, &(period_text, period)) in chosen {
+        let kind = match (rng.u8(..6), period) {
+            (0 | 1, Period::Fixed(_)) => Kind::FirstRequest,
+            // The segments of a window, too, end at ticks.
+            (2 | 3, Period::Fixed(ms)) if !scope.has_store || ms % (8 * TICK_MS) == 0 => Kind::Sliding,
+            (4, Period::Fixed(_)) => Kind::Aligned((2_000_000 + rng.u64(..1_000_000)) * TICK_MS),
+            _ => Kind::Aligned(0),
+        };
+        let capacity = (kind != Kind::Sliding && one_in(rng, 4)).then(|| limit + rng.i64(0..=limit));
+        layers.push(Layer { period_text, period, kind, limit, capacity, reserve: 0, shards: 1 });
+        limit += rng.i64(0..6);
+    }
+    layers
+}
+
+/// Layers of a plan or an override.
+fn other_layers(rng: &mut Rng, scope: Scope, smallest: i64) -> Vec<Layer> {
+    let number = rng.usize(1..=2);
+    let mut layers = random_layers(rng, scope, smallest, number);
+    layers.iter_mut().for_each(|layer| layer.capacity = None);
+    layers
+}
+
+fn random_cost(rng: &mut Rng, scope: Scope, smallest: i64) -> Cost {
+    match rng.u8(..if scope.has_late_charges { 9 } else { 7 }) {
+        0 | 1 => Cost::Fixed(rng.i64(1..=smallest)),
+        2 | 3 => {
+            // The greatest may be more than a window ever holds.
+            let max = rng.i64(1..=smallest + 4);
+            Cost::RequestField { default: rng.i64(1..=max), max }
+        }
+        7 | 8 => Cost::ResponseField { reserve: rng.i64(0..=smallest.min(3)), max: 2 * smallest + 3 },
+        _ => Cost::Fixed(1),
+    }
+}
+
+fn random_rule(rng: &mut Rng, scope: Scope, number: usize) -> Rule {
+    let key = pick(rng, &[Key::Ip, Key::Field, Key::Field, Key::FieldAndIp, Key::Global]);
+    let (smallest, most_layers) = (rng.i64(1..6), rng.usize(1..=3));
+    let mut layers = random_layers(rng, scope, smallest, most_layers);
+    let cost = random_cost(rng, scope, smallest);
+    let is_fixed_cost = matches!(cost, Cost::Fixed(_));
+    let is_response_cost = matches!(cost, Cost::ResponseField { .. });
+    let count_refused = scope.has_late_charges && one_in(rng, 4);
+    if is_fixed_cost && one_in(rng, 6) {
+        for layer in
+            layers.iter_mut().filter(|layer| matches!(layer.kind, Kind::Aligned(_)) && layer.capacity.is_none())
+        {
+            layer.shards = rng.u32(1..=3);
+        }
+    } else if !layers.iter().any(|layer| layer.kind == Kind::Sliding) && one_in(rng, 6) {
+        // No request reserves tokens, but the windows depend on each other.
+        layers[0].reserve = 2;
+    }
+    let is_plain = layers.iter().all(|layer| layer.capacity.is_none() && layer.shards == 1 && layer.reserve == 0);
+    let of_key = |rng: &mut Rng| pick(rng, &FIELDS).to_owned();
+    let exempt_keys: Vec<_> = (key == Key::Field && one_in(rng, 5)).then(|| of_key(rng)).into_iter().collect();
+    let mut overrides = Vec::new();
+    if key == Key::Field && one_in(rng, 3) {
+        overrides.push((of_key(rng), other_layers(rng, scope, smallest)));
+        overrides.retain(|(key, _)| !exempt_keys.contains(key));
+    }
+    // Other limits of the same windows, which share counters, where each window is counted alone; or other windows.
+    let plan = (is_plain && !is_response_cost && one_in(rng, 3)).then(|| match one_in(rng, 2) {
+        true => vec![Layer { limit: smallest + rng.i64(0..9), ..layers[rng.usize(..layers.len())].clone() }],
+        false => other_layers(rng, scope, smallest),
+    });
+    let penalties_ms = match scope.has_store {
+        true => [TICK_MS, 3 * TICK_MS, 20 * TICK_MS],
+        false => [SECOND_MS, 10 * MINUTE_MS, 3 * DAY_MS],
+    };
+    let counted_statuses = [&[401][..], &[200, 404], &[400, 401, 500]];
+    Rule {
+        name: format!("r{number}"),
+        key,
+        on_missing_key: pick(rng, &[MissingKey::Refuse, MissingKey::Skip, MissingKey::Ip]),
+        layers,
+        overrides,
+        exempt_keys,
+        exempt_addresses: one_in(rng, 8).then(|| pick(rng, &ADDRESSES).to_owned()).into_iter().collect(),
+        plan,
+        cost,
+        count_refused,
+        is_shadow: one_in(rng, 8),
+        // A cost of 0, or one that no window ever holds, is not documented for penalties.
+        penalty_ms: (is_fixed_cost && scope.has_late_charges && one_in(rng, 4)).then(|| pick(rng, &penalties_ms)),
+        counted_statuses: (scope.has_late_charges && one_in(rng, 4)).then(|| pick(rng, &counted_statuses).to_vec()),
+        sharing: if scope.has_store {
+            pick(rng, &[Sharing::Off, Sharing::Lease, Sharing::Exact])
+        } else {
+            Sharing::Off
+        },
+        on_outage: OnOutage::Local,
+    }
+}
+
+impl Configuration {
+    fn random(rng: &mut Rng, scope: Scope) -> Configuration {
+        let number = rng.usize(1..=4);
+        let rules: Vec<Rule> = (0..number).map(|number| random_rule(rng, scope, number)).collect();
+        let mut routes = vec![Route { rules: (0..number).collect(), cost: None }];
+        // A second route with a part of the rules, and perhaps another cost.
+        let part: Vec<usize> = (0..number).filter(|_| rng.bool()).collect();
+        if !part.is_empty() {
+            let of_part = part.iter().map(|position| &rules[*position]);
+            let fixed = of_part.filter(|rule| matches!(rule.cost, Cost::Fixed(_))).map(|rule| rule.layers[0].limit);
+            let cost = fixed.min().filter(|_| one_in(rng, 2)).map(|smallest| rng.i64(1..=smallest));
+            routes.push(Route { rules: part, cost });
+        }
+        Configuration { rules, routes }
+    }
+
+    /// The configuration file, with these settings of the store, if there is one.
+    fn toml(&self, upstream: &Upstream, store: &str) -> String {
+        let mut toml = format!(
+            "[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\ntrusted_proxies = \"127.0.0.0/8\"\n\
+             [clients]\nfile = \"clients.toml\"\nsubject = \"header:x-key\"\n{store}{}",
+            upstream.toml("u")
+        );
+        for rule in &self.rules {
+            toml += &rule_toml(rule, !store.is_empty());
+        }
+        // The plan has to exist.
+        toml +=
+            "[rules.unused]\nkey = \"ip\"\nwindows = [\"9/day\"]\n[rules.unused.plans.gold]\nwindows = [\"9/day\"]\n";
+        for (number, route) in self.routes.iter().enumerate() {
+            let names: Vec<&str> = route.rules.iter().map(|position| self.rules[*position].name.as_str()).collect();
+            let cost = route.cost.map_or_else(String::new, |cost| format!("cost = {cost}\n"));
+            write!(toml, "[[routes]]\npath = \"/{number}\"\nupstream = \"u\"\nrules = {names:?}\n{cost}").unwrap();
+        }
+        toml
+    }
+
+    fn random_request(&self, rng: &mut Rng) -> Request {
+        let field = (!one_in(rng, 12)).then(|| pick(rng, &FIELDS[..]));
+        let max = |route: usize| {
+            let of_rules = self.routes[route].rules.iter().map(|position| match self.rules[*position].cost {
+                Cost::RequestField { max, .. } => max,
+                _ => i64::MAX,
+            });
+            of_rules.min().unwrap()
+        };
+        let route = rng.usize(..self.routes.len());
+        Request {
+            route,
+            address: pick(rng, &ADDRESSES).to_owned(),
+            field: field.map(str::to_owned),
+            is_on_plan: field == Some(ON_PLAN),
+            cost: (max(route) < i64::MAX && !one_in(rng, 4)).then(|| rng.i64(1..=max(route))),
+            status: pick(rng, &STATUSES),
+            response_cost: (!one_in(rng, 4)).then(|| rng.i64(0..9)),
+        }
+    }
+}
+
+fn layers_toml(layers: &[Layer]) -> String {
+    let layer = |layer: &Layer| {
+        let mut text = format!("{{ limit = {}, period = \"{}\"", layer.limit, layer.period_text);
+        match layer.kind {
+            Kind::Aligned(0) => {}
+            Kind::Aligned(start) => write!(text, ", start = {start}").unwrap(),
+            Kind::FirstRequest => text += ", start = \"first-request\"",
+            Kind::Sliding => text += ", sliding = true",
+        }
+        if let Some(capacity) = layer.capacity {
+            write!(text, ", capacity = {capacity}").unwrap();
+        }
+        for (name, value, default) in [("reserve", layer.reserve, 0), ("shards", i64::from(layer.shards), 1)] {
+            if value != default {
+                write!(text, ", {name} = {value}").unwrap();
+            }
+        }
+        text + " }"
+    };
+    format!("windows = [{}]\n", layers.iter().map(layer).collect::<Vec<_>>().join(", "))
+}
+
+fn rule_toml(rule: &Rule, has_store: bool) -> String {
+    let key = match rule.key {
+        Key::Ip => "\"ip\"",
+        Key::Field => "\"header:x-key\"",
+        Key::FieldAndIp => "[\"header:x-key\", \"ip\"]",
+        Key::Global => "\"global\"",
+    };
+    let mut toml = format!("[rules.{}]\nkey = {key}\n{}", rule.name, layers_toml(&rule.layers));
+    if matches!(rule.key, Key::Field | Key::FieldAndIp) {
+        let on_missing_key = match rule.on_missing_key {
+            MissingKey::Refuse => "refuse",
+            MissingKey::Skip => "skip",
+            MissingKey::Ip => "ip",
+        };
+        writeln!(toml, "on_missing_key = \"{on_missing_key}\"").unwrap();
+    }
+    let cost = match rule.cost {
+        Cost::Fixed(cost) => cost.to_string(),
+        Cost::RequestField { default, max } => {
+            format!("{{ request-header = \"x-cost\", default = {default}, max = {max} }}")
+        }
+        Cost::ResponseField { reserve, max } => {
+            format!("{{ response-header = \"x-used\", reserve = {reserve}, max = {max} }}")
+        }
+    };
+    writeln!(toml, "cost = {cost}").unwrap();
+    if rule.count_refused {
+        toml += "count_refused = true\n";
+    }
+    if rule.is_shadow {
+        toml += "on_limit = \"shadow\"\n";
+    }
+    if let Some(penalty_ms) = rule.penalty_ms {
+        writeln!(toml, "penalty = \"{}s\"", penalty_ms / SECOND_MS).unwrap();
+    }
+    if let Some(statuses) = &rule.counted_statuses {
+        writeln!(toml, "count_when = {{ status = {statuses:?} }}").unwrap();
+    }
+    let keys = rule.exempt_keys.iter().map(|key| format!("key:{key}"));
+    let exemptions: Vec<String> = keys.chain(rule.exempt_addresses.iter().cloned()).collect();
+    if !exemptions.is_empty() {
+        writeln!(toml, "exemptions = {exemptions:?}").unwrap();
+    }
+    if has_store {
+        let sharing = match rule.sharing {
+            Sharing::Off => "off",
+            Sharing::Lease => "lease",
+            Sharing::Exact => "exact",
+        };
+        let on_outage = match rule.on_outage {
+            OnOutage::Local => "local",
+            OnOutage::Allow => "allow",
+            OnOutage::Refuse => "refuse",
+        };
+        writeln!(toml, "shared = \"{sharing}\"\non_outage = \"{on_outage}\"").unwrap();
+    }
+    if let Some(layers) = &rule.plan {
+        write!(toml, "[rules.{}.plans.gold]\n{}", rule.name, layers_toml(layers)).unwrap();
+    }
+    for (key, layers) in &rule.overrides {
+        write!(toml, "[[rules.{}.overrides]]\nkey = \"{key}\"\n{}", rule.name, layers_toml(layers)).unwrap();
+    }
+    toml
+}
+
+/// The clients file: the client whose field has this value is on the plan.
+fn clients_file() -> String {
+    format!("[clients.c]\nplan = \"gold\"\nsubjects = [\"{ON_PLAN}\"]\n")
+}
+
+/// Responds with the status and the cost that the request states.
+fn upstream() -> Upstream {
+    Upstream::responding(|received| {
+        let status = received.field("x-status").unwrap().parse().unwrap();
+        match received.field("x-respond") {
+            Some(cost) => reply(status, &[("X-Used", cost)], b""),
+            None => reply(status, &[], b""),
+        }
+    })
+}
+
+fn send(client: &mut Client, request: &Request) -> HttpResponse {
+    let (status, cost) = (request.status.to_string(), request.cost.map(|cost| cost.to_string()));
+    let response_cost = request.response_cost.map(|cost| cost.to_string());
+    let mut fields = vec![("X-Forwarded-For", request.address.as_str()), ("X-Status", &status)];
+    fields.extend(request.field.as_deref().map(|field| ("X-Key", field)));
+    fields.extend(cost.as_deref().map(|cost| ("X-Cost", cost)));
+    fields.extend(response_cost.as_deref().map(|cost| ("X-Respond", cost)));
+    client.get_with(&format!("/{}", request.route), &fields)
+}
+
+/// What happened in one configuration, for the message of a failure.
+struct History {
+    seed: u64,
+    lines: Vec<String>,
+}
+
+impl History {
+    fn new(seed: u64, toml: &str) -> History {
+        History { seed, lines: vec![toml.to_owned()] }
+    }
+
+    fn add(&mut self, line: String) {
+        self.lines.push(line);
+    }
+
+    #[track_caller]
+    fn fail(&self, what: &str) -> ! {
+        let number = self.lines.len() - 1;
+        panic!(
+            "{}\n{what}, with the last of {number} lines; repeat it with TRANSOM_SEED={} TRANSOM_CONFIGURATIONS=1",
+            self.lines.join("\n"),
+            self.seed
+        );
+    }
+}
+
+fn rounded_up_s(ms: Ms) -> u64 {
+    ms.div_ceil(SECOND_MS)
+}
+
+/// Whether seconds in a response are those of the model, give or take the time that requests took.
+fn is_about(got_s: u64, expected_ms: Ms, slack_s: u64) -> bool {
+    got_s.abs_diff(rounded_up_s(expected_ms)) <= slack_s
+}
+
+/// Compares a response with the decision of the model before the request, and the model's state after it.
+fn check(
+    response: &HttpResponse,
+    request: &Request,
+    decision: &Decision,
+    after: &Model,
+    now: Ms,
+    slack_s: u64,
+) -> Result<(), String> {
+    let expected_status = match decision {
+        decision if decision.is_refused() => 429,
+        decision if decision.is_bad => 400,
+        _ => request.status,
+    };
+    if response.status != expected_status {
+        return Err(format!("expected status {expected_status}, {decision:?}"));
+    }
+    let mut expected = after.items(request, now);
+    expected.sort_by(|one, other| one.name.cmp(&other.name));
+    let sorted = |field: &str| {
+        let mut items = items(response, field);
+        items.sort_by(|one, other| one.name.cmp(&other.name));
+        items
+    };
+    let (policies, states) = (sorted("ratelimit-policy"), sorted("ratelimit"));
+    let names = |items: &[crate::support::ratelimit_parser::Item]| {
+        items.iter().map(|item| item.name.clone()).collect::<Vec<_>>()
+    };
+    let expected_names: Vec<String> = expected.iter().map(|item| item.name.clone()).collect();
+    if names(&policies) != expected_names || names(&states) != expected_names {
+        return Err(format!("expected the layers {expected_names:?}"));
+    }
+    for (item, (policy, state)) in expected.iter().zip(policies.iter().zip(&states)) {
+        let is_reset = item.reset_ms.is_none_or(|reset_ms| is_about(state.get("t"), reset_ms, slack_s));
+        if policy.get("q") != item.limit as u64 || state.get("r") != item.remaining as u64 || !is_reset {
+            return Err(format!("expected {item:?}"));
+        }
+    }
+    if decision.is_refused() {
+        let problem = response.problem();
+        let violated: std::collections::BTreeSet<String> = problem["violated-policies"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|name| name.as_str().unwrap().to_owned())
+            .collect();
+        if violated != decision.refusing {
+            return Err(format!("expected refusals by {:?}, got {violated:?}", decision.refusing));
+        }
+    }
+    let retry_after_s: Option<u64> = response.field("retry-after").map(|text| text.parse().unwrap());
+    let expected_ms = decision.is_refused().then(|| after.retry_after_ms(request, now)).flatten();
+    let is_expected = match (retry_after_s, expected_ms) {
+        (Some(got_s), Some(expected_ms)) => is_about(got_s, expected_ms.max(1), slack_s),
+        (None, None) => true,
+        _ => false,
+    };
+    if !is_expected {
+        return Err(format!("expected Retry-After after {expected_ms:?} ms"));
+    }
+    Ok(())
+}
+
+fn describe(now: Ms, request: &Request, response: &HttpResponse) -> String {
+    let field = |name: &str| response.field(name).unwrap_or("-").to_owned();
+    format!(
+        "{now} /{} {} {} cost {:?} respond {} {:?}: {} {} retry {} {}",
+        request.route,
+        request.address,
+        request.field.as_deref().unwrap_or("-"),
+        request.cost,
+        request.status,
+        request.response_cost,
+        response.status,
+        field("ratelimit"),
+        field("retry-after"),
+        if response.status == 429 { response.text() } else { String::new() }
+    )
+}
+
+/// The number of configurations; few by default.
+fn configurations(default: u64) -> u64 {
+    std::env::var("TRANSOM_CONFIGURATIONS").map_or(default, |text| text.parse().expect("a number"))
+}
+
+/// A time to go to: often this moment, the end of a window or just before it, and sometimes much later.
+fn later(rng: &mut Rng, model: &Model, now: Ms) -> Ms {
+    match rng.u8(..10) {
+        0..=4 => now,
+        5 => now + rng.u64(1..2 * MINUTE_MS),
+        6..=8 => {
+            let ends = model.ends(now);
+            let end = if ends.is_empty() { now } else { ends[rng.usize(..ends.len().min(12))] };
+            (end + rng.u64(..3)).saturating_sub(1).max(now)
+        }
+        _ => {
+            let most = pick(rng, &[HOUR_MS, DAY_MS, LONG_STEP_DAYS * DAY_MS]);
+            now + rng.u64(..most)
+        }
+    }
+}
+
+/// One gateway that counts alone, with a clock that only the test moves: every response is exactly that of the model.
+#[test]
+fn a_gateway_alone_decides_as_documented() {
+    const REQUESTS: usize = 150;
+    let scope = Scope { has_store: false, has_late_charges: true };
+    let (first, upstream) = (seeded_rng().get_seed(), upstream());
+    for seed in (0..configurations(60)).map(|number| first.wrapping_add(number)) {
+        let mut rng = Rng::with_seed(seed);
+        let configuration = Configuration::random(&mut rng, scope);
+        let toml = configuration.toml(&upstream, "");
+        let mut history = History::new(seed, &toml);
+        let mut now = 1_700_000_000_000 + rng.u64(..300 * DAY_MS);
+        now -= now % SECOND_MS;
+        let gateway = Gateway::start_with_at(&toml, &clients_file(), now / SECOND_MS);
+        let mut client = gateway.client();
+        let mut model = Model::new(configuration.rules.clone(), configuration.routes.clone());
+        for _ in 0..REQUESTS {
+            let then = later(&mut rng, &model, now);
+            gateway.advance(Duration::from_millis(then - now));
+            now = then;
+            let request = configuration.random_request(&mut rng);
+            let decision = model.decide(&request, now);
+            let response = send(&mut client, &request);
+            history.add(describe(now, &request, &response));
+            model.record(&request, now, !decision.is_refused());
+            if let Err(difference) = check(&response, &request, &decision, &model, now, 0) {
+                history.fail(&difference);
+            }
+        }
+        let metrics = gateway.metrics();
+        for ((rule, outcome), expected) in &model.outcomes {
+            let got = match *outcome {
+                "refunded" => metrics.sum("transom_refunded_total", &[("rule", rule)]),
+                outcome => metrics.sum("transom_decisions_total", &[("rule", rule), ("outcome", outcome)]),
+            };
+            if got != *expected {
+                history.fail(&format!("rule {rule}: {got} requests {outcome}, expected {expected}"));
+            }
+        }
+    }
+}
+
+/// A store whose clock the test steps from tick to tick. Windows and segments end at ticks, and a second more with each step, so
+/// that no request is under way when one ends.
+struct SteppedStore {
+    redis: RedisServer,
+    lead_ms: Ms,
+}
+
+impl SteppedStore {
+    fn start() -> SteppedStore {
+        let mut store = SteppedStore { redis: RedisServer::with_stepped_clock(""), lead_ms: 0 };
+        store.step_to_tick();
+        store
+    }
+
+    fn now(&self) -> Ms {
+        SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_millis() as Ms + self.lead_ms
+    }
+
+    fn step_by(&mut self, ms: Ms) {
+        self.lead_ms += ms;
+        self.redis.set_clock_offset(Duration::from_millis(self.lead_ms));
+    }
+
+    /// To a minute after the beginning of a tick.
+    fn step_to_tick(&mut self) {
+        self.step_by(TICK_MS - self.now() % TICK_MS + MINUTE_MS);
+    }
+
+    fn step_ticks(&mut self, ticks: u64) {
+        self.step_by(ticks * TICK_MS + SECOND_MS);
+    }
+
+    /// The settings of the store, with names of counters of their own for each configuration.
+    fn toml(&self, seed: u64, settings: &str) -> String {
+        format!("[counters.shared]\nredis = \"{}\"\nprefix = \"c{seed}\"\n{settings}\n", self.redis.url())
+    }
+}
+
+/// A rule that asks the store for each request, and so tells the gateway the time of the store.
+const PROBE: &str = "[rules.probe]\nkey = \"global\"\nwindows = [\"1000000/10m\"]\nshared = \"exact\"\non_outage = \"refuse\"\n\
+                     [[routes]]\npath = \"/probe\"\nrespond = { status = 200 }\nrules = [\"probe\"]\n";
+
+/// Gateways on one store, each with a connection of the test.
+struct Gateways {
+    processes: Vec<Process>,
+    clients: Vec<Client>,
+}
+
+impl Gateways {
+    fn start(number: usize, toml: &str) -> Gateways {
+        let toml = format!("workers = 1\n{toml}{PROBE}");
+        let processes: Vec<Process> = (0..number).map(|_| Process::spawn_with(&toml, &clients_file())).collect();
+        let clients = processes.iter().map(Process::client).collect();
+        Gateways { processes, clients }
+    }
+
+    /// Waits until all gateways have the time of the store.
+    fn follow(&mut self, store: &SteppedStore) {
+        for client in &mut self.clients {
+            eventually("the gateway follows the store's clock", || {
+                let response = client.get("/probe");
+                let left_ms = TICK_MS - store.now() % TICK_MS;
+                response.status == 200 && is_about(items(&response, "ratelimit")[0].get("t"), left_ms, 2)
+            });
+        }
+    }
+}
+
+/// One gateway with a store: rules that are counted in different places decide exactly as without one.
+#[test]
+fn a_gateway_with_a_store_decides_as_documented() {
+    const REQUESTS: usize = 120;
+    let scope = Scope { has_store: true, has_late_charges: true };
+    let (first, upstream, mut store) = (seeded_rng().get_seed(), upstream(), SteppedStore::start());
+    for seed in (0..configurations(12)).map(|number| first.wrapping_add(number)) {
+        let mut rng = Rng::with_seed(seed);
+        let configuration = Configuration::random(&mut rng, scope);
+        store.step_to_tick();
+        let toml = configuration.toml(&upstream, &store.toml(seed, "timeout = \"10s\""));
+        let mut history = History::new(seed, &toml);
+        let mut gateways = Gateways::start(1, &toml);
+        gateways.follow(&store);
+        let mut model = Model::new(configuration.rules.clone(), configuration.routes.clone());
+        for _ in 0..REQUESTS {
+            if one_in(&mut rng, 4) {
+                store.step_ticks(pick(&mut rng, &[1, 1, 2, 3, 7, 16, 150]));
+                gateways.follow(&store);
+            }
+            let request = configuration.random_request(&mut rng);
+            let now = store.now();
+            let decision = model.decide(&request, now);
+            let response = send(&mut gateways.clients[0], &request);
+            let took_s = rounded_up_s(store.now() - now);
+            history.add(describe(now, &request, &response));
+            model.record(&request, now, !decision.is_refused());
+            if let Err(difference) = check(&response, &request, &decision, &model, now, 1 + took_s) {
+                history.fail(&difference);
+            }
+        }
+    }
+}
+
+/// An outage of the store, which may be so short that the gateway does not notice.
+struct Outage {
+    gateway_outages: usize,
+}
+
+impl Outage {
+    fn begin(store: &SteppedStore, gateway: &Process) -> Outage {
+        let outage = Outage { gateway_outages: gateway.stderr().matches("are reachable again").count() };
+        store.redis.suspend();
+        outage
+    }
+
+    /// Ends the outage, and waits until the gateway counts in the store again.
+    fn end(self, store: &SteppedStore, gateways: &mut Gateways) {
+        store.redis.resume();
+        let gateway = &gateways.processes[0];
+        eventually("the gateway reaches the store", || {
+            gateway.metrics().sum("transom_shared_servers_unreachable", &[]) == 0
+        });
+        let log = || gateway.stderr();
+        eventually("the end of the outage is logged", || {
+            log().matches("cannot be reached").count() == log().matches("are reachable again").count()
+        });
+        assert!(log().matches("are reachable again").count() <= self.gateway_outages + 1);
+        gateways.follow(store);
+    }
+}
+
+/// One gateway whose store goes away and returns: with `on_outage = "local"` each window admits its limit, not more and not less.
+#[test]
+fn a_gateway_decides_as_documented_over_outages() {
+    const REQUESTS: usize = 120;
+    let scope = Scope { has_store: true, has_late_charges: true };
+    let (first, upstream, mut store) = (seeded_rng().get_seed(), upstream(), SteppedStore::start());
+    for seed in (0..configurations(8)).map(|number| first.wrapping_add(number)) {
+        let mut rng = Rng::with_seed(seed);
+        let configuration = Configuration::random(&mut rng, scope);
+        store.step_to_tick();
+        let toml = configuration.toml(&upstream, &store.toml(seed, "timeout = \"100ms\""));
+        let mut history = History::new(seed, &toml);
+        let mut gateways = Gateways::start(1, &toml);
+        gateways.follow(&store);
+        let mut model = Model::new(configuration.rules.clone(), configuration.routes.clone());
+        let mut outage = None;
+        for _ in 0..REQUESTS {
+            match outage.take() {
+                Some(current) if one_in(&mut rng, 8) => {
+                    Outage::end(current, &store, &mut gateways);
+                    history.add("the store is back".to_owned());
+                }
+                Some(current) => outage = Some(current),
+                None if one_in(&mut rng, 12) => {
+                    outage = Some(Outage::begin(&store, &gateways.processes[0]));
+                    history.add("the store is away".to_owned());
+                }
+                None if one_in(&mut rng, 4) => {
+                    store.step_ticks(pick(&mut rng, &[1, 1, 2, 3, 7, 16, 150]));
+                    gateways.follow(&store);
+                }
+                None => {}
+            }
+            let request = configuration.random_request(&mut rng);
+            let now = store.now();
+            let decision = model.decide(&request, now);
+            let response = send(&mut gateways.clients[0], &request);
+            let took_s = rounded_up_s(store.now() - now);
+            history.add(describe(now, &request, &response));
+            model.record(&request, now, !decision.is_refused());
+            if let Err(difference) = check(&response, &request, &decision, &model, now, 1 + took_s) {
+                history.fail(&difference);
+            }
+        }
+        if let Some(outage) = outage {
+            outage.end(&store, &mut gateways);
+        }
+    }
+}
+
+/// Several gateways that ask the store for each request decide as one gateway.
+#[test]
+fn gateways_in_exact_mode_decide_together_as_documented() {
+    const REQUESTS: usize = 120;
+    let scope = Scope { has_store: true, has_late_charges: false };
+    let (first, upstream, mut store) = (seeded_rng().get_seed(), upstream(), SteppedStore::start());
+    for seed in (0..configurations(6)).map(|number| first.wrapping_add(number)) {
+        let mut rng = Rng::with_seed(seed);
+        let mut configuration = Configuration::random(&mut rng, scope);
+        configuration.rules.iter_mut().for_each(|rule| rule.sharing = Sharing::Exact);
+        store.step_to_tick();
+        let toml = configuration.toml(&upstream, &store.toml(seed, "timeout = \"10s\""));
+        let mut history = History::new(seed, &toml);
+        let mut gateways = Gateways::start(rng.usize(2..=3), &toml);
+        gateways.follow(&store);
+        let mut model = Model::new(configuration.rules.clone(), configuration.routes.clone());
+        for _ in 0..REQUESTS {
+            if one_in(&mut rng, 4) {
+                store.step_ticks(pick(&mut rng, &[1, 1, 2, 3, 7, 16, 150]));
+                gateways.follow(&store);
+            }
+            let request = configuration.random_request(&mut rng);
+            let now = store.now();
+            let decision = model.decide(&request, now);
+            let gateway = rng.usize(..gateways.clients.len());
+            let response = send(&mut gateways.clients[gateway], &request);
+            let took_s = rounded_up_s(store.now() - now);
+            history.add(format!("gateway {gateway}: {}", describe(now, &request, &response)));
+            model.record(&request, now, !decision.is_refused());
+            // A window that is known to be full refuses without asking the store, so the others may be reported as they were.
+            if decision.is_refused() && response.status == 429 {
+                continue;
+            }
+            if let Err(difference) = check(&response, &request, &decision, &model, now, 1 + took_s) {
+                history.fail(&difference);
+            }
+        }
+    }
+}
+
+/// Several gateways with leases never admit more than the limit, and in the end all of it.
+#[test]
+fn gateways_with_leases_admit_all_of_the_limit_and_no_more() {
+    const REQUESTS: usize = 120;
+    let scope = Scope { has_store: true, has_late_charges: false };
+    let (first, upstream, mut store) = (seeded_rng().get_seed(), upstream(), SteppedStore::start());
+    for seed in (0..configurations(4)).map(|number| first.wrapping_add(number)) {
+        let mut rng = Rng::with_seed(seed);
+        let mut configuration = Configuration::random(&mut rng, scope);
+        for rule in &mut configuration.rules {
+            rule.sharing = pick(&mut rng, &[Sharing::Lease, Sharing::Lease, Sharing::Exact]);
+        }
+        store.step_to_tick();
+        let toml = configuration.toml(&upstream, &store.toml(seed, "timeout = \"10s\""));
+        let mut history = History::new(seed, &toml);
+        let mut gateways = Gateways::start(rng.usize(2..=3), &toml);
+        gateways.follow(&store);
+        let mut model = Model::new(configuration.rules.clone(), configuration.routes.clone());
+        let mut send_to = |gateways: &mut Gateways, model: &mut Model, now: Ms, gateway: usize, request: &Request| {
+            let decision = model.decide(request, now);
+            let response = send(&mut gateways.clients[gateway], request);
+            history.add(format!("gateway {gateway}: {}", describe(now, request, &response)));
+            let is_admitted = response.status != 429;
+            if is_admitted && decision.is_refused() {
+                history.fail(&format!("admitted beyond the limit: {decision:?}"));
+            }
+            model.record(request, now, is_admitted);
+            is_admitted
+        };
+        for _ in 0..REQUESTS {
+            if one_in(&mut rng, 8) {
+                store.step_ticks(pick(&mut rng, &[1, 1, 2, 3, 7, 16, 150]));
+                gateways.follow(&store);
+            }
+            let request = configuration.random_request(&mut rng);
+            let gateway = rng.usize(..gateways.clients.len());
+            send_to(&mut gateways, &mut model, store.now(), gateway, &request);
+        }
+        // What is left can be used, through any of the gateways, once the others have returned their leases.
+        let (request, start) = (configuration.random_request(&mut rng), Instant::now());
+        for number in 0.. {
+            let (now, gateway) = (store.now(), number % gateways.clients.len());
+            // A request to which no rule applies is never refused.
+            if model.decide(&request, now).is_refused() || number > 10_000 || model.items(&request, now).is_empty() {
+                break;
+            }
+            if !send_to(&mut gateways, &mut model, now, gateway, &request) {
+                assert!(start.elapsed() < DEADLINE, "seed {seed}: {request:?}: not all of the limit is used");
+                thread::sleep(Duration::from_millis(20));
+            }
+        }
+    }
+}

@@ -1,0 +1,550 @@
+//! A model of counting, written from the documentation alone: docs/reference/configuration.md, docs/explanation/windows.md. The
+//! model shares no code with the gateway and must not use its crates: `counting_oracle` compares both.
+//!
+//! The model keeps plain numbers for each rule, key and layer: tokens by the number of a window or segment, the time at which a
+//! first request opened a window, or a value to which each window adds the limit.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+/// Milliseconds, for times since 1970.
+pub type Ms = u64;
+
+const DAY_MS: Ms = 86_400_000;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Period {
+    Fixed(Ms),
+    /// A calendar month in UTC.
+    Month,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Kind {
+    /// Windows begin at this time, and every period before and after.
+    Aligned(Ms),
+    FirstRequest,
+    Sliding,
+}
+
+#[derive(Clone, Debug)]
+pub struct Layer {
+    /// As written in the configuration.
+    pub period_text: &'static str,
+    pub period: Period,
+    pub kind: Kind,
+    pub limit: i64,
+    pub capacity: Option<i64>,
+    pub reserve: i64,
+    pub shards: u32,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Cost {
+    Fixed(i64),
+    RequestField { default: i64, max: i64 },
+    ResponseField { reserve: i64, max: i64 },
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Key {
+    Ip,
+    Field,
+    FieldAndIp,
+    Global,
+}
+
+/// What happens to a request without the field of the key.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum MissingKey {
+    Refuse,
+    Skip,
+    Ip,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Sharing {
+    Off,
+    Lease,
+    Exact,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum OnOutage {
+    Local,
+    Allow,
+    Refuse,
+}
+
+#[derive(Clone, Debug)]
+pub struct Rule {
+    pub name: String,
+    pub key: Key,
+    pub on_missing_key: MissingKey,
+    pub layers: Vec<Layer>,
+    /// Windows of single keys.
+    pub overrides: Vec<(String, Vec<Layer>)>,
+    pub exempt_keys: Vec<String>,
+    pub exempt_addresses: Vec<String>,
+    /// Windows of the clients on the plan.
+    pub plan: Option<Vec<Layer>>,
+    pub cost: Cost,
+    pub count_refused: bool,
+    pub is_shadow: bool,
+    pub penalty_ms: Option<Ms>,
+    /// Statuses of `count_when`.
+    pub counted_statuses: Option<Vec<u16>>,
+    pub sharing: Sharing,
+    pub on_outage: OnOutage,
+}
+
+#[derive(Clone, Debug)]
+pub struct Route {
+    /// Positions of rules.
+    pub rules: Vec<usize>,
+    /// Replaces fixed costs of rules.
+    pub cost: Option<i64>,
+}
+
+#[derive(Clone, Debug)]
+pub struct Request {
+    pub route: usize,
+    pub address: String,
+    pub field: Option<String>,
+    /// Whether the client is on the plan.
+    pub is_on_plan: bool,
+    pub cost: Option<i64>,
+    /// The response of the upstream.
+    pub status: u16,
+    pub response_cost: Option<i64>,
+}
+
+/// What the gateway must answer.
+#[derive(Clone, Debug, Default)]
+pub struct Decision {
+    /// Names of the windows and penalties that refuse the request.
+    pub refusing: BTreeSet<String>,
+    /// A key is missing that the request needs.
+    pub is_bad: bool,
+}
+
+impl Decision {
+    pub fn is_refused(&self) -> bool {
+        !self.refusing.is_empty()
+    }
+}
+
+/// One item of `RateLimit` and of `RateLimit-Policy`.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Item {
+    pub name: String,
+    pub limit: i64,
+    pub remaining: i64,
+    /// Milliseconds until the window ends, where the documentation states it.
+    pub reset_ms: Option<Ms>,
+}
+
+/// The usage of one key in one layer.
+#[derive(Clone, Default, Debug)]
+struct Counter {
+    /// Tokens taken, by the number of the window or segment.
+    used: BTreeMap<i64, i64>,
+    /// When a first request opened the current window.
+    opened: Option<Ms>,
+    /// Of windows that depend on each other: the window in which the value was computed, and the value.
+    value: Option<(i64, i64)>,
+}
+
+/// A counter belongs to a rule, a key and a window: layers of plans with the same windows have the same counters.
+type CounterKey = (usize, String, &'static str, Kind);
+
+#[derive(Clone, Debug)]
+pub struct Model {
+    rules: Vec<Rule>,
+    routes: Vec<Route>,
+    counters: HashMap<CounterKey, Counter>,
+    /// Ends of penalties, by rule and key.
+    penalties: HashMap<(usize, String), Ms>,
+    /// Rules that count nothing at the moment, because of `on_outage = "allow"`.
+    pub uncounted: BTreeSet<usize>,
+    /// Whether refused requests count where a rule says so. False: a bound from below while such charges are on their way.
+    pub counts_refused: bool,
+    /// Whether tokens come back. False: a bound from above while refunds are on their way.
+    pub refunds: bool,
+    /// Number of decisions by rule and outcome, as `transom_decisions_total`, and refunds.
+    pub outcomes: BTreeMap<(String, &'static str), u64>,
+}
+
+/// A rule that applies to a request.
+struct Applied<'a> {
+    position: usize,
+    rule: &'a Rule,
+    layers: &'a [Layer],
+    key: String,
+    /// Tokens taken before the request is forwarded.
+    cost: i64,
+}
+
+enum Resolution<'a> {
+    Applied(Applied<'a>),
+    Exempt,
+    Skipped,
+    Missing,
+}
+
+impl Layer {
+    pub fn capacity(&self) -> i64 {
+        self.capacity.unwrap_or(self.limit)
+    }
+
+    fn period_ms(&self) -> Ms {
+        match self.period {
+            Period::Fixed(ms) => ms,
+            Period::Month => unreachable!("months have different lengths"),
+        }
+    }
+}
+
+impl Rule {
+    /// The name of a layer: that of the rule, with the period if the rule has several layers.
+    pub fn layer_name(&self, layers: &[Layer], layer: &Layer) -> String {
+        if layers.len() == 1 { self.name.clone() } else { format!("{}-{}", self.name, layer.period_text) }
+    }
+
+    /// Whether windows of this layer depend on each other.
+    fn accumulates(&self, layers: &[Layer], layer: &Layer) -> bool {
+        layer.kind != Kind::Sliding
+            && (layer.capacity.is_some()
+                || matches!(self.cost, Cost::ResponseField { .. })
+                || layers.iter().any(|layer| layer.reserve > 0))
+    }
+
+    fn resolve<'a>(&'a self, position: usize, route: &Route, request: &Request) -> Resolution<'a> {
+        if self.exempt_addresses.contains(&request.address) {
+            return Resolution::Exempt;
+        }
+        let (key, is_fallback) = match (self.key, &request.field) {
+            (Key::Ip, _) => (request.address.clone(), false),
+            (Key::Global, _) => (String::new(), false),
+            (Key::Field, Some(field)) => (field.clone(), false),
+            (Key::FieldAndIp, Some(field)) => (format!("{field}|{}", request.address), false),
+            (Key::Field | Key::FieldAndIp, None) => match self.on_missing_key {
+                // A shadow rule refuses nothing.
+                MissingKey::Refuse if !self.is_shadow => return Resolution::Missing,
+                MissingKey::Refuse => return Resolution::Skipped,
+                MissingKey::Skip => return Resolution::Skipped,
+                MissingKey::Ip => (format!("else={}", request.address), true),
+            },
+        };
+        if self.exempt_keys.contains(&key) {
+            return Resolution::Exempt;
+        }
+        let of_key = self.overrides.iter().find(|(overridden, _)| !is_fallback && *overridden == key);
+        let layers = match (of_key, &self.plan) {
+            (Some((_, layers)), _) => layers,
+            (None, Some(layers)) if request.is_on_plan => layers,
+            _ => &self.layers,
+        };
+        let cost = match self.cost {
+            Cost::Fixed(cost) => route.cost.unwrap_or(cost),
+            Cost::RequestField { default, .. } => request.cost.unwrap_or(default),
+            Cost::ResponseField { reserve, .. } => reserve,
+        };
+        Resolution::Applied(Applied { position, rule: self, layers, key, cost })
+    }
+}
+
+impl Applied<'_> {
+    /// Tokens that must be left. A reserve of 0 needs one that it does not take.
+    fn needed(&self) -> i64 {
+        if matches!(self.rule.cost, Cost::ResponseField { .. }) { self.cost.max(1) } else { self.cost }
+    }
+
+    fn counter_key(&self, layer: &Layer) -> CounterKey {
+        (self.position, self.key.clone(), layer.period_text, layer.kind)
+    }
+}
+
+impl Model {
+    pub fn new(rules: Vec<Rule>, routes: Vec<Route>) -> Model {
+        Model {
+            rules,
+            routes,
+            counters: HashMap::new(),
+            penalties: HashMap::new(),
+            uncounted: BTreeSet::new(),
+            counts_refused: true,
+            refunds: true,
+            outcomes: BTreeMap::new(),
+        }
+    }
+
+    fn resolutions(&self, request: &Request) -> Vec<Resolution<'_>> {
+        let route = &self.routes[request.route];
+        route.rules.iter().map(|position| self.rules[*position].resolve(*position, route, request)).collect()
+    }
+
+    fn applied(&self, request: &Request) -> Vec<Applied<'_>> {
+        let resolutions = self.resolutions(request).into_iter();
+        let applied = resolutions.filter_map(|resolution| match resolution {
+            Resolution::Applied(applied) => Some(applied),
+            _ => None,
+        });
+        applied.filter(|applied| !self.uncounted.contains(&applied.position)).collect()
+    }
+
+    fn counter(&self, applied: &Applied, layer: &Layer) -> Option<&Counter> {
+        self.counters.get(&applied.counter_key(layer))
+    }
+
+    /// Tokens that are left; below zero if more was used than granted.
+    fn left(&self, applied: &Applied, layer: &Layer, now: Ms) -> i64 {
+        let Some(counter) = self.counter(applied, layer) else { return layer.capacity() };
+        counter.left(layer, applied.rule.accumulates(applied.layers, layer), now)
+    }
+
+    /// Windows of the rule that cannot admit the request.
+    fn full_layers<'a>(&self, applied: &'a Applied, now: Ms) -> Vec<&'a Layer> {
+        let is_full = |layer: &&Layer| applied.needed() > 0 && self.left(applied, layer, now) < applied.needed();
+        applied.layers.iter().filter(is_full).collect()
+    }
+
+    fn penalty_end(&self, applied: &Applied, now: Ms) -> Option<Ms> {
+        self.penalties.get(&(applied.position, applied.key.clone())).copied().filter(|end| *end > now)
+    }
+
+    /// Names of the windows and the penalty by which one rule refuses.
+    fn refusing(&self, applied: &Applied, now: Ms) -> Vec<String> {
+        let full = self.full_layers(applied, now).into_iter();
+        let mut names: Vec<String> = full.map(|layer| applied.rule.layer_name(applied.layers, layer)).collect();
+        names.extend(self.penalty_end(applied, now).map(|_| format!("{}-penalty", applied.rule.name)));
+        names
+    }
+
+    pub fn decide(&self, request: &Request, now: Ms) -> Decision {
+        let is_bad = self.resolutions(request).iter().any(|resolution| matches!(resolution, Resolution::Missing));
+        let enforced = self.applied(request).into_iter().filter(|applied| !applied.rule.is_shadow);
+        Decision { refusing: enforced.flat_map(|applied| self.refusing(&applied, now)).collect(), is_bad }
+    }
+
+    /// Counts a request that was admitted or refused, with its response.
+    pub fn record(&mut self, request: &Request, now: Ms, is_admitted: bool) {
+        let mut next = self.clone();
+        let is_bad = self.decide(request, now).is_bad;
+        for applied in self.applied(request) {
+            let rule = applied.rule;
+            let is_full = !self.full_layers(&applied, now).is_empty();
+            let is_refusing = !self.refusing(&applied, now).is_empty();
+            let outcome = match (is_refusing, rule.is_shadow) {
+                (true, true) => Some("shadowed"),
+                (true, false) => Some("refused"),
+                (false, _) => is_admitted.then_some("admitted"),
+            };
+            if let Some(outcome) = outcome {
+                next.count_outcome(rule, outcome);
+            }
+            if is_full
+                && self.penalty_end(&applied, now).is_none()
+                && let Some(penalty_ms) = rule.penalty_ms
+            {
+                next.penalties.insert((applied.position, applied.key.clone()), now + penalty_ms);
+            }
+            if !is_admitted || (rule.is_shadow && is_refusing) {
+                if rule.count_refused && self.counts_refused {
+                    for layer in applied.layers {
+                        let taken = applied.cost.min(self.left(&applied, layer, now)).max(0);
+                        next.take(&applied, layer, now, taken, false);
+                    }
+                }
+                continue;
+            }
+            // The response of the gateway to a bad request has status 400 and states no cost.
+            let status = if is_bad { 400 } else { request.status };
+            let is_counted = rule.counted_statuses.as_ref().is_none_or(|counted| counted.contains(&status));
+            let stated = match (rule.cost, request.response_cost) {
+                (Cost::ResponseField { max, .. }, Some(cost)) if !is_bad => cost.min(max),
+                _ => applied.cost,
+            };
+            let settled = if is_counted { stated } else { 0 };
+            if !is_counted {
+                next.count_outcome(rule, "refunded");
+            }
+            let settled = if self.refunds { settled } else { settled.max(applied.cost) };
+            for layer in applied.layers {
+                next.take(&applied, layer, now, applied.cost, applied.cost > 0);
+                next.take(&applied, layer, now, settled - applied.cost, settled > applied.cost);
+            }
+        }
+        *self = next;
+    }
+
+    fn count_outcome(&mut self, rule: &Rule, outcome: &'static str) {
+        *self.outcomes.entry((rule.name.clone(), outcome)).or_default() += 1;
+    }
+
+    /// Takes tokens, or gives them back if negative. `opens`: whether this opens a window by first request.
+    fn take(&mut self, applied: &Applied, layer: &Layer, now: Ms, tokens: i64, opens: bool) {
+        let accumulates = applied.rule.accumulates(applied.layers, layer);
+        let counter = self.counters.entry(applied.counter_key(layer)).or_default();
+        if layer.kind == Kind::FirstRequest && counter.opened_at(layer, accumulates, now).is_none() {
+            if !opens {
+                return;
+            }
+            *counter = Counter { opened: Some(now), ..Counter::default() };
+        }
+        let number = counter.number(layer, now);
+        if accumulates {
+            let value = counter.left(layer, true, now);
+            counter.value = Some((number, (value - tokens).min(layer.capacity())));
+        } else {
+            *counter.used.entry(number).or_default() += tokens;
+        }
+    }
+
+    /// Seconds until the request would be admitted, rounded up and at least 1. `None`: never.
+    pub fn retry_after_ms(&self, request: &Request, now: Ms) -> Option<Ms> {
+        let mut longest = 0;
+        for applied in self.applied(request).iter().filter(|applied| !applied.rule.is_shadow) {
+            if let Some(end) = self.penalty_end(applied, now) {
+                longest = longest.max(end - now);
+            }
+            for layer in self.full_layers(applied, now) {
+                if applied.needed() > layer.capacity() {
+                    return None;
+                }
+                let accumulates = applied.rule.accumulates(applied.layers, layer);
+                let counter = self.counter(applied, layer).expect("an unused window is not full");
+                longest = longest.max(counter.wait_ms(layer, accumulates, now, applied.needed()));
+            }
+        }
+        Some(longest)
+    }
+
+    /// The items of `RateLimit` after a request.
+    pub fn items(&self, request: &Request, now: Ms) -> Vec<Item> {
+        let mut items = Vec::new();
+        for applied in self.applied(request).iter().filter(|applied| !applied.rule.is_shadow) {
+            let penalty_end = self.penalty_end(applied, now);
+            for layer in applied.layers {
+                let left = self.left(applied, layer, now).max(0);
+                let accumulates = applied.rule.accumulates(applied.layers, layer);
+                let reset_ms =
+                    self.counter(applied, layer).and_then(|counter| counter.reset_ms(layer, accumulates, now));
+                items.push(Item {
+                    name: applied.rule.layer_name(applied.layers, layer),
+                    limit: layer.limit,
+                    remaining: if penalty_end.is_some() { 0 } else { left },
+                    reset_ms: match penalty_end {
+                        // The end of the window instead, if it is used up for longer.
+                        Some(_) if left == 0 => None,
+                        Some(end) => Some(end - now),
+                        None => reset_ms,
+                    },
+                });
+            }
+        }
+        items
+    }
+
+    /// Times after `now` at which windows, segments or penalties end.
+    pub fn ends(&self, now: Ms) -> Vec<Ms> {
+        let mut ends: Vec<Ms> = self.penalties.values().copied().collect();
+        for ((position, _, period_text, kind), counter) in &self.counters {
+            let rule = &self.rules[*position];
+            let plans = rule.overrides.iter().map(|(_, layers)| layers).chain(&rule.plan);
+            let mut layers = plans.chain([&rule.layers]).flatten();
+            let layer = layers.find(|layer| layer.period_text == *period_text && layer.kind == *kind).unwrap();
+            let number = counter.number(layer, now);
+            let further = if layer.kind == Kind::Sliding { 10 } else { 3 };
+            ends.extend((1..further).map(|ahead| counter.begin_ms(layer, number + ahead)));
+        }
+        ends.retain(|end| *end > now);
+        ends.sort_unstable();
+        ends
+    }
+}
+
+impl Counter {
+    /// The number of the window, or of the segment of a sliding window.
+    fn number(&self, layer: &Layer, now: Ms) -> i64 {
+        let now = now as i64;
+        match (layer.kind, layer.period) {
+            (Kind::Sliding, _) => now * 8 / layer.period_ms() as i64,
+            (Kind::FirstRequest, _) => {
+                (now - self.opened.unwrap_or_default() as i64).div_euclid(layer.period_ms() as i64)
+            }
+            (Kind::Aligned(_), Period::Month) => month_number(now as Ms),
+            (Kind::Aligned(start), Period::Fixed(period_ms)) => (now - start as i64).div_euclid(period_ms as i64),
+        }
+    }
+
+    /// When a window or segment begins.
+    fn begin_ms(&self, layer: &Layer, number: i64) -> Ms {
+        match (layer.kind, layer.period) {
+            (Kind::Sliding, _) => (number as u64 * layer.period_ms()).div_ceil(8),
+            (Kind::FirstRequest, _) => self.opened.unwrap_or_default() + number as u64 * layer.period_ms(),
+            (Kind::Aligned(_), Period::Month) => month_begin_ms(number),
+            (Kind::Aligned(start), Period::Fixed(period_ms)) => (start as i64 + number * period_ms as i64) as u64,
+        }
+    }
+
+    /// When the current window was opened by a first request; `None`: the next request opens one. Windows that depend on each
+    /// other follow one another until nothing of them is used or owed.
+    fn opened_at(&self, layer: &Layer, accumulates: bool, now: Ms) -> Option<Ms> {
+        let opened = self.opened?;
+        let is_open = now < opened + layer.period_ms()
+            || (accumulates && self.accumulated(layer, self.number(layer, now)) < layer.capacity());
+        is_open.then_some(opened)
+    }
+
+    /// The value in a window: each window since the last change has added the limit, up to the capacity.
+    fn accumulated(&self, layer: &Layer, number: i64) -> i64 {
+        match self.value {
+            None => layer.capacity(),
+            Some((last, value)) => (value + layer.limit * (number - last)).min(layer.capacity()),
+        }
+    }
+
+    fn left(&self, layer: &Layer, accumulates: bool, now: Ms) -> i64 {
+        let number = self.number(layer, now);
+        if layer.kind == Kind::FirstRequest && self.opened_at(layer, accumulates, now).is_none() {
+            return layer.capacity();
+        }
+        if accumulates {
+            return self.accumulated(layer, number);
+        }
+        // A token counts until the last of its segment is one period old.
+        let oldest = if layer.kind == Kind::Sliding { number - 8 } else { number };
+        layer.limit - self.used.range(oldest..=number).map(|(_, used)| used).sum::<i64>()
+    }
+
+    /// Time until so many tokens are left.
+    fn wait_ms(&self, layer: &Layer, accumulates: bool, now: Ms, needed: i64) -> Ms {
+        let number = self.number(layer, now);
+        let mut ends = (1..).map(|ahead| self.begin_ms(layer, number + ahead));
+        ends.find(|end| self.left(layer, accumulates, *end) >= needed).unwrap() - now
+    }
+
+    fn reset_ms(&self, layer: &Layer, accumulates: bool, now: Ms) -> Option<Ms> {
+        let is_closed = layer.kind == Kind::FirstRequest && self.opened_at(layer, accumulates, now).is_none();
+        if layer.kind == Kind::Sliding || is_closed || self.left(layer, accumulates, now) < 0 {
+            return None;
+        }
+        Some(self.begin_ms(layer, self.number(layer, now) + 1) - now)
+    }
+}
+
+/// Months since January 1970, by counting days.
+fn month_number(now: Ms) -> i64 {
+    let number = (now / DAY_MS / 28) as i64;
+    (0..=number).rev().find(|number| month_begin_ms(*number) <= now).unwrap()
+}
+
+fn month_begin_ms(number: i64) -> Ms {
+    let is_leap = |year: i64| year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
+    let (years, months) = (1970..1970 + number / 12, number % 12);
+    let year = years.end;
+    let of_years: i64 = years.map(|year| if is_leap(year) { 366 } else { 365 }).sum();
+    let lengths = [31, if is_leap(year) { 29 } else { 28 }, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
+    let of_months: i64 = lengths[..months as usize].iter().sum();
+    (of_years + of_months) as Ms * DAY_MS
+}
