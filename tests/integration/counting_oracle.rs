@@ -122,7 +122,7 @@ fn random_cost(rng: &mut Rng, scope: Scope, smallest: i64) -> Cost {
         2 | 3 => {
             // The greatest may be more than a window ever holds.
             let max = rng.i64(1..=smallest + 4);
-            Cost::RequestField { default: rng.i64(1..=max), max }
+            Cost::RequestField { default: rng.i64(1..=max.min(smallest)), max }
         }
         7 | 8 => Cost::ResponseField { reserve: rng.i64(0..=smallest.min(3)), max: 2 * smallest + 3 },
         _ => Cost::Fixed(1),
@@ -141,7 +141,7 @@ fn random_rule(rng: &mut Rng, scope: Scope, number: usize) -> Rule {
         for layer in
             layers.iter_mut().filter(|layer| matches!(layer.kind, Kind::Aligned(_)) && layer.capacity.is_none())
         {
-            layer.shards = rng.u32(1..=3);
+            layer.shards = rng.u32(1..=3).min(layer.limit as u32);
         }
     } else if !layers.iter().any(|layer| layer.kind == Kind::Sliding) && one_in(rng, 6) {
         // No request reserves tokens, but the windows depend on each other.

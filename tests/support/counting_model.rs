@@ -188,7 +188,7 @@ enum Resolution<'a> {
     Applied(Applied<'a>),
     Exempt,
     Skipped,
-    Missing,
+    Missing(&'a Rule),
 }
 
 impl Layer {
@@ -228,9 +228,7 @@ impl Rule {
             (Key::Field, Some(field)) => (field.clone(), false),
             (Key::FieldAndIp, Some(field)) => (format!("{field}|{}", request.address), false),
             (Key::Field | Key::FieldAndIp, None) => match self.on_missing_key {
-                // A shadow rule refuses nothing.
-                MissingKey::Refuse if !self.is_shadow => return Resolution::Missing,
-                MissingKey::Refuse => return Resolution::Skipped,
+                MissingKey::Refuse => return Resolution::Missing(self),
                 MissingKey::Skip => return Resolution::Skipped,
                 MissingKey::Ip => (format!("else={}", request.address), true),
             },
@@ -312,16 +310,20 @@ impl Model {
         self.penalties.get(&(applied.position, applied.key.clone())).copied().filter(|end| *end > now)
     }
 
-    /// Names of the windows and the penalty by which one rule refuses.
+    /// Names of the windows and the penalty by which one rule refuses. A full window starts a penalty, which then refuses too.
     fn refusing(&self, applied: &Applied, now: Ms) -> Vec<String> {
-        let full = self.full_layers(applied, now).into_iter();
-        let mut names: Vec<String> = full.map(|layer| applied.rule.layer_name(applied.layers, layer)).collect();
-        names.extend(self.penalty_end(applied, now).map(|_| format!("{}-penalty", applied.rule.name)));
+        let full = self.full_layers(applied, now);
+        let mut names: Vec<String> = full.iter().map(|layer| applied.rule.layer_name(applied.layers, layer)).collect();
+        if self.penalty_end(applied, now).is_some() || (applied.rule.penalty_ms.is_some() && !full.is_empty()) {
+            names.push(format!("{}-penalty", applied.rule.name));
+        }
         names
     }
 
     pub fn decide(&self, request: &Request, now: Ms) -> Decision {
-        let is_bad = self.resolutions(request).iter().any(|resolution| matches!(resolution, Resolution::Missing));
+        // A shadow rule refuses nothing.
+        let is_bad = |resolution: &Resolution| matches!(resolution, Resolution::Missing(rule) if !rule.is_shadow);
+        let is_bad = self.resolutions(request).iter().any(is_bad);
         let enforced = self.applied(request).into_iter().filter(|applied| !applied.rule.is_shadow);
         Decision { refusing: enforced.flat_map(|applied| self.refusing(&applied, now)).collect(), is_bad }
     }
@@ -334,10 +336,12 @@ impl Model {
             let rule = applied.rule;
             let is_full = !self.full_layers(&applied, now).is_empty();
             let is_refusing = !self.refusing(&applied, now).is_empty();
+            // How a shadow rule counts requests without its key is not documented.
+            let is_documented = !rule.is_shadow || rule.on_missing_key != MissingKey::Refuse;
             let outcome = match (is_refusing, rule.is_shadow) {
-                (true, true) => Some("shadowed"),
+                (true, true) => (is_admitted && is_documented).then_some("shadowed"),
                 (true, false) => Some("refused"),
-                (false, _) => is_admitted.then_some("admitted"),
+                (false, _) => (is_admitted && is_documented).then_some("admitted"),
             };
             if let Some(outcome) = outcome {
                 next.count_outcome(rule, outcome);
@@ -487,12 +491,14 @@ impl Counter {
         }
     }
 
-    /// When the current window was opened by a first request; `None`: the next request opens one. Windows that depend on each
-    /// other follow one another until nothing of them is used or owed.
+    /// When the current window was opened by a first request; `None`: the next request opens one. A window is open while a token
+    /// of it is used; windows that depend on each other follow one another as long.
     fn opened_at(&self, layer: &Layer, accumulates: bool, now: Ms) -> Option<Ms> {
-        let opened = self.opened?;
-        let is_open = now < opened + layer.period_ms()
-            || (accumulates && self.accumulated(layer, self.number(layer, now)) < layer.capacity());
+        let (opened, number) = (self.opened?, self.number(layer, now));
+        let is_open = match accumulates {
+            true => self.accumulated(layer, number) < layer.capacity(),
+            false => self.used.get(&number).is_some_and(|used| *used > 0),
+        };
         is_open.then_some(opened)
     }
 
