@@ -69,6 +69,8 @@ const TICK_PERIODS: [(&str, Period); 7] = [
 #[derive(Clone, Copy)]
 struct Scope {
     has_store: bool,
+    /// Whether windows end.
+    has_steps: bool,
     /// Charges that the response decides, counted refusals and penalties: these reach other gateways a little later.
     has_late_charges: bool,
 }
@@ -196,7 +198,20 @@ fn random_rule(rng: &mut Rng, scope: Scope, number: usize) -> Rule {
 /// - Windows by first request with leases beside other rules: tokens that are fetched for a request open the window, although
 ///   another rule may refuse the request.
 /// - Refused requests that cost more than a window ever holds: with leases they take nothing of a new window.
-fn leave_out_inexact(rule: &mut Rule, number_of_rules: usize) {
+/// - Refused requests that count in a sliding window: the gateway then states the end of all of its tokens as `Retry-After`.
+/// - Leased tokens of windows that depend on each other, and of segments: at the end they are returned a little later.
+fn leave_out_inexact(rule: &mut Rule, number_of_rules: usize, has_steps: bool) {
+    let is_sliding = |layers: &Vec<Layer>| layers.iter().any(|layer| layer.kind == Kind::Sliding);
+    let has_sliding =
+        rule.overrides.iter().map(|(_, layers)| layers).chain(&rule.plan).any(is_sliding) || is_sliding(&rule.layers);
+    let is_dependent = matches!(rule.cost, Cost::ResponseField { .. })
+        || rule.layers.iter().any(|layer| layer.capacity.is_some() || layer.reserve > 0);
+    if has_steps && rule.sharing == Sharing::Lease && (has_sliding || is_dependent) {
+        rule.sharing = Sharing::Exact;
+    }
+    if has_sliding && rule.sharing != Sharing::Off {
+        rule.count_refused = false;
+    }
     let is_settled = rule.counted_statuses.is_some() || matches!(rule.cost, Cost::ResponseField { .. });
     let is_opened_by_fetch = rule.sharing == Sharing::Lease && number_of_rules > 1;
     let count_refused = rule.count_refused;
@@ -220,7 +235,7 @@ impl Configuration {
         let number = rng.usize(1..=4);
         let mut rules: Vec<Rule> = (0..number).map(|number| random_rule(rng, scope, number)).collect();
         if scope.has_store {
-            rules.iter_mut().for_each(|rule| leave_out_inexact(rule, number));
+            rules.iter_mut().for_each(|rule| leave_out_inexact(rule, number, scope.has_steps));
         }
         let mut routes = vec![Route { rules: (0..number).collect(), cost: None }];
         // A second route with a part of the rules, and perhaps another cost.
@@ -546,7 +561,7 @@ fn later(rng: &mut Rng, model: &Model, now: Ms) -> Ms {
 #[test]
 fn a_gateway_alone_decides_as_documented() {
     const REQUESTS: usize = 150;
-    let scope = Scope { has_store: false, has_late_charges: true };
+    let scope = Scope { has_store: false, has_steps: true, has_late_charges: true };
     let (first, upstream) = (seeded_rng().get_seed(), upstream());
     for seed in (0..configurations(60)).map(|number| first.wrapping_add(number)) {
         let mut rng = Rng::with_seed(seed);
@@ -665,10 +680,10 @@ impl Gateways {
 #[test]
 fn a_gateway_with_a_store_decides_as_documented() {
     const REQUESTS: usize = 120;
-    let scope = Scope { has_store: true, has_late_charges: true };
     let (first, upstream, mut store) = (seeded_rng().get_seed(), upstream(), SteppedStore::start());
     for seed in (0..configurations(12)).map(|number| first.wrapping_add(number)) {
         let mut rng = Rng::with_seed(seed);
+        let scope = Scope { has_store: true, has_steps: rng.bool(), has_late_charges: true };
         let configuration = Configuration::random(&mut rng, scope);
         store.step_to_tick();
         let toml = configuration.toml(&upstream, &store.toml(seed, "timeout = \"10s\""));
@@ -677,7 +692,7 @@ fn a_gateway_with_a_store_decides_as_documented() {
         gateways.follow(&store);
         let mut model = Model::new(configuration.rules.clone(), configuration.routes.clone());
         for _ in 0..REQUESTS {
-            if one_in(&mut rng, 4) {
+            if scope.has_steps && one_in(&mut rng, 4) {
                 gateways.step(&mut store, &mut rng);
             }
             let request = configuration.random_request(&mut rng);
@@ -727,10 +742,10 @@ impl Outage {
 #[test]
 fn a_gateway_decides_as_documented_over_outages() {
     const REQUESTS: usize = 120;
-    let scope = Scope { has_store: true, has_late_charges: true };
     let (first, upstream, mut store) = (seeded_rng().get_seed(), upstream(), SteppedStore::start());
     for seed in (0..configurations(8)).map(|number| first.wrapping_add(number)) {
         let mut rng = Rng::with_seed(seed);
+        let scope = Scope { has_store: true, has_steps: rng.bool(), has_late_charges: true };
         let configuration = Configuration::random(&mut rng, scope);
         store.step_to_tick();
         let toml = configuration.toml(&upstream, &store.toml(seed, "timeout = \"100ms\""));
@@ -750,7 +765,7 @@ fn a_gateway_decides_as_documented_over_outages() {
                     outage = Some(Outage::begin(&store, &gateways.processes[0]));
                     history.add("the store is away".to_owned());
                 }
-                None if one_in(&mut rng, 4) => {
+                None if scope.has_steps && one_in(&mut rng, 4) => {
                     gateways.step(&mut store, &mut rng);
                 }
                 None => {}
@@ -777,7 +792,7 @@ fn a_gateway_decides_as_documented_over_outages() {
 #[test]
 fn gateways_in_exact_mode_decide_together_as_documented() {
     const REQUESTS: usize = 120;
-    let scope = Scope { has_store: true, has_late_charges: false };
+    let scope = Scope { has_store: true, has_steps: true, has_late_charges: false };
     let (first, upstream, mut store) = (seeded_rng().get_seed(), upstream(), SteppedStore::start());
     for seed in (0..configurations(6)).map(|number| first.wrapping_add(number)) {
         let mut rng = Rng::with_seed(seed);
@@ -813,7 +828,7 @@ fn gateways_in_exact_mode_decide_together_as_documented() {
 #[test]
 fn gateways_with_leases_admit_all_of_the_limit_and_no_more() {
     const REQUESTS: usize = 120;
-    let scope = Scope { has_store: true, has_late_charges: false };
+    let scope = Scope { has_store: true, has_steps: true, has_late_charges: false };
     let (first, upstream, mut store) = (seeded_rng().get_seed(), upstream(), SteppedStore::start());
     for seed in (0..configurations(4)).map(|number| first.wrapping_add(number)) {
         let mut rng = Rng::with_seed(seed);
