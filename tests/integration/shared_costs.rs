@@ -133,6 +133,33 @@ fn a_refused_request_opens_no_window_in_the_store() {
     }
 }
 
+/// A worker decides requests to routes with shared rules, and to a route without, one after the other.
+#[test]
+fn rules_of_one_gateway_count_refusals_and_start_penalties_after_requests_to_shared_rules() {
+    let (redis, upstream) = (RedisServer::start(), upstream_with_cost());
+    for mode in ["lease", "exact"] {
+        let toml = format!(
+            "workers = 1\n[counters.shared]\nredis = \"{}\"\ntimeout = \"10s\"\n{}\
+             [rules.shared]\nkey = \"ip\"\nshared = \"{mode}\"\nwindows = [\"1000/{WINDOW}\"]\n\
+             [rules.counting]\nkey = \"ip\"\nshared = \"off\"\ncount_refused = true\nwindows = [\"1/20d\", \"5/{WINDOW}\"]\n\
+             [rules.locking]\nkey = \"ip\"\nshared = \"off\"\npenalty = \"8000h\"\nwindows = [\"1/{WINDOW}\"]\n\
+             [[routes]]\npath = \"/shared\"\nupstream = \"u\"\nrules = [\"shared\"]\n\
+             [[routes]]\npath = \"/counting\"\nupstream = \"u\"\nrules = [\"counting\"]\n\
+             [[routes]]\npath = \"/locking\"\nupstream = \"u\"\nrules = [\"locking\"]\n",
+            redis.url(),
+            upstream.toml("u"),
+        );
+        let gateway = Process::spawn(&toml);
+        let mut client = gateway.client();
+        client.get("/counting").expect(200);
+        client.get("/locking").expect(200);
+        client.get("/shared").expect(200);
+        assert_eq!(remaining(&client.get("/counting").expect(429), "counting-30d"), 3, "{mode}");
+        let locked = client.get("/locking").expect(429);
+        assert_eq!(locked.field("retry-after"), Some("28800000"), "{mode}");
+    }
+}
+
 #[test]
 fn a_full_window_starts_its_penalty_whichever_rule_refuses_first() {
     let (redis, upstream) = (RedisServer::start(), upstream_with_cost());

@@ -12,7 +12,7 @@ use crate::decision::{Decision, Waiter};
 use crate::decision_context::DecisionContext;
 use crate::decision_time::DecisionTime;
 use crate::rule::OnLimit;
-use crate::rule_set::{ChargePlan, CompiledRule, CountingMode, KeyedRequest, LayerRef, RuleSet};
+use crate::rule_set::{ChargePlan, CompiledRule, KeyedRequest, LayerRef, RuleSet};
 use crate::sharded_counter::ShardReceipt;
 use crate::sliding_counter::SlidingCounter;
 use crate::table::{CounterResult, Table};
@@ -261,11 +261,8 @@ impl RuleSet {
     ) {
         for (charge, layer_ref) in context.result.charges.iter_mut().zip(&context.result.layers).skip(first) {
             // Shared counters are charged by the store.
-            let is_local = !matches!(
-                context.sharing.counting_modes.get(layer_ref.rule),
-                Some(CountingMode::Leased | CountingMode::Remote)
-            );
-            if is_local && self.rule_of(charge_plan, *layer_ref).rule.count_refused {
+            let is_counted_here = charge_plan.is_counted_here(&context.sharing.counting_modes, *layer_ref);
+            if is_counted_here && self.rule_of(charge_plan, *layer_ref).rule.count_refused {
                 acquire_remaining(charge, table, time);
             }
         }

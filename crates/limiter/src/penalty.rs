@@ -5,7 +5,7 @@
 
 use crate::decision_context::DecisionContext;
 use crate::decision_time::DecisionTime;
-use crate::rule_set::{ChargePlan, CountingMode, KeyedRequest, RuleSet};
+use crate::rule_set::{ChargePlan, KeyedRequest, RuleSet};
 use crate::table::{CounterResult, Table};
 use crate::window_kind::{AcquireRequest, Usage};
 
@@ -45,9 +45,8 @@ impl RuleSet {
     ) {
         for position in self.new_penalties(charge_plan, context, first) {
             let layer_ref = context.result.layers[position];
-            let mode = context.sharing.counting_modes.get(layer_ref.rule);
-            let is_local = !matches!(mode, Some(CountingMode::Leased | CountingMode::Remote));
-            let Some(keyed_request) = context.inputs.keyed_requests[layer_ref.rule].filter(|_| is_local) else {
+            let is_counted_here = charge_plan.is_counted_here(&context.sharing.counting_modes, layer_ref);
+            let Some(keyed_request) = context.inputs.keyed_requests[layer_ref.rule].filter(|_| is_counted_here) else {
                 continue;
             };
             let rule = charge_plan.rules[layer_ref.rule];

@@ -294,6 +294,13 @@ impl ChargePlan {
         &self.enforced
     }
 
+    /// Whether a layer is counted in the table of this process, and not by the store. Without shared rules, no decision sets the
+    /// counting modes, so the context may have those of an earlier request to another route.
+    pub(super) fn is_counted_here(&self, counting_modes: &[CountingMode], layer_ref: LayerRef) -> bool {
+        let mode = counting_modes.get(layer_ref.rule);
+        !self.is_shared || !matches!(mode, Some(CountingMode::Leased | CountingMode::Remote))
+    }
+
     /// As [`ChargePlan::enforced`], with the compiled layers.
     pub(super) fn enforced_layers(&self) -> impl Iterator<Item = (LayerRef, &CompiledLayer)> + Clone {
         self.enforced.iter().copied().zip(&self.enforced_layers)
