@@ -423,6 +423,10 @@ impl Model {
         Some(longest)
     }
 
+    pub fn has_sliding_layers(&self, request: &Request) -> bool {
+        self.applied(request).iter().flat_map(|applied| applied.layers).any(|layer| layer.kind == Kind::Sliding)
+    }
+
     /// The items of `RateLimit` after a request.
     pub fn items(&self, request: &Request, now: Ms) -> Vec<Item> {
         let mut items = Vec::new();
