@@ -364,7 +364,11 @@ impl SharedCounters {
                 record.refund_target.as_ref().map_or(0, |target| target.end_ms)
             });
             let most = u32::try_from(tokens).unwrap_or(u32::MAX);
-            let leased = u64::from(self.table.withdraw(counter, lease_end_ms.unwrap_or(0), most));
+            // Tokens of a lease that has ended are not of this window.
+            let leased = match lease_end_ms {
+                Some(end_ms) if end_ms > now_ms => u64::from(self.table.withdraw(counter, end_ms, most)),
+                _ => 0,
+            };
             let opens_window = charge.usage.used == 0 && layer.request.kind.is_opened_by_requests();
             charge.usage.used += if opens_window { leased } else { tokens };
             if leased < tokens {

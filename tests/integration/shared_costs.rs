@@ -160,6 +160,37 @@ fn rules_of_one_gateway_count_refusals_and_start_penalties_after_requests_to_sha
     }
 }
 
+/// Tokens that were leased in a window which has ended pay for no refused request of the next one.
+#[test]
+fn the_first_request_of_a_window_counts_if_it_is_refused() {
+    const PERIOD: Duration = Duration::from_secs(30 * 24 * 3600);
+    let (redis, upstream) = (RedisServer::with_stepped_clock(""), upstream_with_cost());
+    for kind in ["", ", sliding = true"] {
+        let (c, b) = (format!("c{}", kind.len()), format!("b{}", kind.len()));
+        let toml = format!(
+            "workers = 1\n[counters.shared]\nredis = \"{}\"\ntimeout = \"10s\"\n{}\
+             [rules.{c}]\nkey = \"header:x-key\"\non_missing_key = \"skip\"\nshared = \"lease\"\ncount_refused = true\n\
+             windows = [{{ limit = 1000, period = \"{WINDOW}\"{kind} }}]\n\
+             [rules.{b}]\nkey = \"ip\"\nshared = \"off\"\nwindows = [{{ limit = 1, period = \"366d\", start = \"first-request\" }}]\n\
+             [[routes]]\npath = \"/both\"\nupstream = \"u\"\nrules = [\"{b}\", \"{c}\"]\n\
+             [[routes]]\npath = \"/c\"\nupstream = \"u\"\nrules = [\"{c}\"]\n",
+            redis.url(),
+            upstream.toml("u"),
+        );
+        let gateway = Process::spawn(&toml);
+        let mut client = gateway.client();
+        client.get_with("/both", &[("X-Key", "alice")]).expect(200);
+        for _ in 0..20 {
+            client.get_with("/c", &[("X-Key", "alice")]).expect(200);
+        }
+        // All of a sliding window has ended after two periods. The next request tells the gateway the time of the store.
+        redis.set_clock_offset(if kind.is_empty() { PERIOD } else { 3 * PERIOD });
+        client.get_with("/c", &[("X-Key", "bob")]).expect(200);
+        client.get_with("/both", &[("X-Key", "alice")]).expect(429);
+        assert_eq!(remaining(&client.get_with("/c", &[("X-Key", "alice")]).expect(200), &c), 998, "{kind}");
+    }
+}
+
 #[test]
 fn a_full_window_starts_its_penalty_whichever_rule_refuses_first() {
     let (redis, upstream) = (RedisServer::start(), upstream_with_cost());
