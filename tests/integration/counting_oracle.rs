@@ -13,7 +13,7 @@ use fastrand::Rng;
 
 use crate::support::client::{Client, HttpResponse};
 use crate::support::counting_model::{
-    Cost, Decision, Key, Kind, Layer, MissingKey, Model, Ms, OnOutage, Period, Request, Route, Rule, Sharing,
+    Cost, Decision, Key, Kind, Layer, MissingKey, Model, Ms, Period, Request, Route, Rule, Sharing,
 };
 use crate::support::gateway::Gateway;
 use crate::support::process::Process;
@@ -188,7 +188,6 @@ fn random_rule(rng: &mut Rng, scope: Scope, number: usize) -> Rule {
         } else {
             Sharing::Off
         },
-        on_outage: OnOutage::Local,
     }
 }
 
@@ -363,15 +362,7 @@ fn rule_toml(rule: &Rule, has_store: bool) -> String {
             Sharing::Lease => "lease",
             Sharing::Exact => "exact",
         };
-        let on_outage = match rule.on_outage {
-            OnOutage::Local => "local",
-            OnOutage::Allow => "allow",
-            OnOutage::Refuse => "refuse",
-        };
         writeln!(toml, "shared = \"{sharing}\"").unwrap();
-        if rule.sharing != Sharing::Off {
-            writeln!(toml, "on_outage = \"{on_outage}\"").unwrap();
-        }
     }
     if let Some(layers) = &rule.plan {
         write!(toml, "[rules.{}.plans.gold]\n{}", rule.name, layers_toml(layers)).unwrap();
@@ -449,8 +440,8 @@ enum Precision {
     /// In all numbers.
     Exact,
     /// Requests take up to so many seconds. A gateway refuses by what it knows without asking the store for the rest: windows may
-    /// then be missing, and `Retry-After` too early.
-    Store { slack_s: u64 },
+    /// then be missing, and `Retry-After` too early. While the store is away, what is left is stated as far as the gateway knows.
+    Store { slack_s: u64, is_away: bool },
 }
 
 /// Compares a response with the decision of the model before the request, and the model's state after it.
@@ -464,7 +455,7 @@ fn check(
 ) -> Result<(), String> {
     let (is_exact, slack_s) = match precision {
         Precision::Exact => (true, 0),
-        Precision::Store { slack_s } => (!decision.is_refused(), slack_s),
+        Precision::Store { slack_s, is_away } => (!decision.is_refused() && !is_away, slack_s),
     };
     let expected_status = match decision {
         decision if decision.is_refused() => 429,
@@ -705,7 +696,7 @@ fn a_gateway_with_a_store_decides_as_documented() {
             let took_s = rounded_up_s(store.now() - now);
             history.add(describe(now, &request, &response));
             model.record(&request, now, !decision.is_refused());
-            let precision = Precision::Store { slack_s: 1 + took_s };
+            let precision = Precision::Store { slack_s: 1 + took_s, is_away: false };
             if let Err(difference) = check(&response, &request, &decision, &model, now, precision) {
                 history.fail(&difference);
             }
@@ -780,7 +771,7 @@ fn a_gateway_decides_as_documented_over_outages() {
             let took_s = rounded_up_s(store.now() - now);
             history.add(describe(now, &request, &response));
             model.record(&request, now, !decision.is_refused());
-            let precision = Precision::Store { slack_s: 1 + took_s };
+            let precision = Precision::Store { slack_s: 1 + took_s, is_away: outage.is_some() };
             if let Err(difference) = check(&response, &request, &decision, &model, now, precision) {
                 history.fail(&difference);
             }
@@ -819,7 +810,7 @@ fn gateways_in_exact_mode_decide_together_as_documented() {
             let took_s = rounded_up_s(store.now() - now);
             history.add(format!("gateway {gateway}: {}", describe(now, &request, &response)));
             model.record(&request, now, !decision.is_refused());
-            let precision = Precision::Store { slack_s: 1 + took_s };
+            let precision = Precision::Store { slack_s: 1 + took_s, is_away: false };
             if let Err(difference) = check(&response, &request, &decision, &model, now, precision) {
                 history.fail(&difference);
             }

@@ -68,13 +68,6 @@ pub enum Sharing {
     Exact,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum OnOutage {
-    Local,
-    Allow,
-    Refuse,
-}
-
 #[derive(Clone, Debug)]
 pub struct Rule {
     pub name: String,
@@ -94,7 +87,6 @@ pub struct Rule {
     /// Statuses of `count_when`.
     pub counted_statuses: Option<Vec<u16>>,
     pub sharing: Sharing,
-    pub on_outage: OnOutage,
 }
 
 #[derive(Clone, Debug)]
@@ -164,12 +156,6 @@ pub struct Model {
     counters: HashMap<CounterKey, Counter>,
     /// Ends of penalties, by rule and key.
     penalties: HashMap<(usize, String), Ms>,
-    /// Rules that count nothing at the moment, because of `on_outage = "allow"`.
-    pub uncounted: BTreeSet<usize>,
-    /// Whether refused requests count where a rule says so. False: a bound from below while such charges are on their way.
-    pub counts_refused: bool,
-    /// Whether tokens come back. False: a bound from above while refunds are on their way.
-    pub refunds: bool,
     /// Number of decisions by rule and outcome, as `transom_decisions_total`, and refunds.
     pub outcomes: BTreeMap<(String, &'static str), u64>,
 }
@@ -264,16 +250,7 @@ impl Applied<'_> {
 
 impl Model {
     pub fn new(rules: Vec<Rule>, routes: Vec<Route>) -> Model {
-        Model {
-            rules,
-            routes,
-            counters: HashMap::new(),
-            penalties: HashMap::new(),
-            uncounted: BTreeSet::new(),
-            counts_refused: true,
-            refunds: true,
-            outcomes: BTreeMap::new(),
-        }
+        Model { rules, routes, counters: HashMap::new(), penalties: HashMap::new(), outcomes: BTreeMap::new() }
     }
 
     fn resolutions(&self, request: &Request) -> Vec<Resolution<'_>> {
@@ -282,12 +259,11 @@ impl Model {
     }
 
     fn applied(&self, request: &Request) -> Vec<Applied<'_>> {
-        let resolutions = self.resolutions(request).into_iter();
-        let applied = resolutions.filter_map(|resolution| match resolution {
+        let applied = |resolution| match resolution {
             Resolution::Applied(applied) => Some(applied),
             _ => None,
-        });
-        applied.filter(|applied| !self.uncounted.contains(&applied.position)).collect()
+        };
+        self.resolutions(request).into_iter().filter_map(applied).collect()
     }
 
     fn counter(&self, applied: &Applied, layer: &Layer) -> Option<&Counter> {
@@ -353,7 +329,7 @@ impl Model {
                 next.penalties.insert((applied.position, applied.key.clone()), now + penalty_ms);
             }
             if !is_admitted || (rule.is_shadow && is_refusing) {
-                if rule.count_refused && self.counts_refused {
+                if rule.count_refused {
                     for layer in applied.layers {
                         let taken = applied.cost.min(self.left(&applied, layer, now)).max(0);
                         next.take(&applied, layer, now, taken, false);
@@ -372,7 +348,6 @@ impl Model {
             if !is_counted {
                 next.count_outcome(rule, "refunded");
             }
-            let settled = if self.refunds { settled } else { settled.max(applied.cost) };
             for layer in applied.layers {
                 next.take(&applied, layer, now, applied.cost, applied.cost > 0);
                 next.take(&applied, layer, now, settled - applied.cost, settled > applied.cost);
