@@ -739,7 +739,7 @@ fn a_gateway_decides_as_documented_over_outages() {
     let (first, upstream, mut store) = (seeded_rng().get_seed(), upstream(), SteppedStore::start());
     for seed in (0..configurations(8)).map(|number| first.wrapping_add(number)) {
         let mut rng = Rng::with_seed(seed);
-        let scope = Scope { has_store: true, has_steps: rng.bool(), has_late_charges: true };
+        let scope = Scope { has_store: true, has_steps: rng.bool(), has_late_charges: false };
         let configuration = Configuration::random(&mut rng, scope);
         store.step_to_tick();
         let toml = configuration.toml(&upstream, &store.toml(seed, "timeout = \"100ms\""));
