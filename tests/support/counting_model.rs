@@ -312,12 +312,12 @@ impl Model {
             let rule = applied.rule;
             let is_full = !self.full_layers(&applied, now).is_empty();
             let is_refusing = !self.refusing(&applied, now).is_empty();
-            // How a shadow rule counts requests without its key is not documented.
-            let is_documented = !rule.is_shadow || rule.on_missing_key != MissingKey::Refuse;
+            // Of a shadow rule, metrics of requests without a key, and of those that another rule refuses, are not documented.
             let outcome = match (is_refusing, rule.is_shadow) {
-                (true, true) => (is_admitted && is_documented).then_some("shadowed"),
+                (true, true) => (is_admitted && rule.on_missing_key != MissingKey::Refuse).then_some("shadowed"),
                 (true, false) => Some("refused"),
-                (false, _) => (is_admitted && is_documented).then_some("admitted"),
+                (false, true) => None,
+                (false, false) => is_admitted.then_some("admitted"),
             };
             if let Some(outcome) = outcome {
                 next.count_outcome(rule, outcome);
