@@ -244,7 +244,12 @@ impl Applied<'_> {
     }
 
     fn counter_key(&self, layer: &Layer) -> CounterKey {
-        (self.position, self.key.clone(), layer.period_text, layer.kind)
+        // Windows that begin whole periods apart are the same.
+        let kind = match (layer.kind, layer.period) {
+            (Kind::Aligned(start), Period::Fixed(period_ms)) => Kind::Aligned(start % period_ms),
+            (kind, _) => kind,
+        };
+        (self.position, self.key.clone(), layer.period_text, kind)
     }
 }
 
@@ -312,12 +317,11 @@ impl Model {
             let rule = applied.rule;
             let is_full = !self.full_layers(&applied, now).is_empty();
             let is_refusing = !self.refusing(&applied, now).is_empty();
-            // Of a shadow rule, metrics of requests without a key, and of those that another rule refuses, are not documented.
-            let outcome = match (is_refusing, rule.is_shadow) {
-                (true, true) => (is_admitted && rule.on_missing_key != MissingKey::Refuse).then_some("shadowed"),
-                (true, false) => Some("refused"),
-                (false, true) => None,
-                (false, false) => is_admitted.then_some("admitted"),
+            // How a shadow rule counts in metrics beside another rule that refuses is not documented.
+            let outcome = match (is_refusing, is_admitted) {
+                _ if rule.is_shadow => None,
+                (true, _) => Some("refused"),
+                (false, is_admitted) => is_admitted.then_some("admitted"),
             };
             if let Some(outcome) = outcome {
                 next.count_outcome(rule, outcome);
@@ -345,7 +349,7 @@ impl Model {
                 _ => applied.cost,
             };
             let settled = if is_counted { stated } else { 0 };
-            if !is_counted {
+            if !is_counted && !rule.is_shadow {
                 next.count_outcome(rule, "refunded");
             }
             for layer in applied.layers {
@@ -435,7 +439,10 @@ impl Model {
             let rule = &self.rules[*position];
             let plans = rule.overrides.iter().map(|(_, layers)| layers).chain(&rule.plan);
             let mut layers = plans.chain([&rule.layers]).flatten();
-            let layer = layers.find(|layer| layer.period_text == *period_text && layer.kind == *kind).unwrap();
+            let is_kind = |layer: &Layer| {
+                matches!((layer.kind, kind), (Kind::Aligned(_), Kind::Aligned(_))) || layer.kind == *kind
+            };
+            let layer = layers.find(|layer| layer.period_text == *period_text && is_kind(layer)).unwrap();
             let number = counter.number(layer, now);
             let further = if layer.kind == Kind::Sliding { 10 } else { 3 };
             ends.extend((1..further).map(|ahead| counter.begin_ms(layer, number + ahead)));
