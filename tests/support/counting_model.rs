@@ -463,7 +463,9 @@ impl Counter {
                 (now - self.opened.unwrap_or_default() as i64).div_euclid(layer.period_ms() as i64)
             }
             (Kind::Aligned(_), Period::Month) => month_number(now as Ms),
-            (Kind::Aligned(start), Period::Fixed(period_ms)) => (now - start as i64).div_euclid(period_ms as i64),
+            (Kind::Aligned(start), Period::Fixed(period_ms)) => {
+                (now - (start % period_ms) as i64).div_euclid(period_ms as i64)
+            }
         }
     }
 
@@ -473,7 +475,7 @@ impl Counter {
             (Kind::Sliding, _) => (number as u64 * layer.period_ms()).div_ceil(8),
             (Kind::FirstRequest, _) => self.opened.unwrap_or_default() + number as u64 * layer.period_ms(),
             (Kind::Aligned(_), Period::Month) => month_begin_ms(number),
-            (Kind::Aligned(start), Period::Fixed(period_ms)) => (start as i64 + number * period_ms as i64) as u64,
+            (Kind::Aligned(start), Period::Fixed(period_ms)) => start % period_ms + number as u64 * period_ms,
         }
     }
 
