@@ -236,9 +236,15 @@ impl SharedCounters {
         let now_ms = self.clock.now().unix_ms;
         let left = |counter| self.table.leased_tokens(counter, now_ms);
         // Tokens that cannot be returned now may still be spent.
-        let withdraw = |counter, target: &RefundTarget| match self.is_unreachable(&target.key_base) {
-            true => None,
-            false => Some(self.table.withdraw(counter, target.end_ms, u32::MAX)),
+        let withdraw = |counter, target: &RefundTarget| {
+            if self.is_unreachable(&target.key_base) {
+                return None;
+            }
+            let tokens = self.table.withdraw(counter, target.end_ms, u32::MAX);
+            // Otherwise an outage would count them as used, here and, afterwards, in the store.
+            let end_ms = (target.kind != WindowKind::Sliding).then_some(target.end_ms);
+            self.table.subtract_known_usage(counter, end_ms, tokens, now_ms);
+            Some(tokens)
         };
         let idle = self.leases.take_idle(all, self.clock.instant(), left, withdraw);
         self.metrics.outstanding(self.leases.outstanding(left));
@@ -429,6 +435,19 @@ mod tests {
                 // The next lease begins with its window.
                 worker.clock.advance(Duration::from_millis(u64::from(is_returned)));
             }
+        });
+    }
+
+    #[test]
+    fn returned_tokens_are_not_known_to_be_used() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["1000/hour"])]).await;
+            assert_eq!(worker.decide("a", 3).await, Some(true));
+            worker.settled_calls().await;
+            let known = || worker.shared.table.known_usage(worker.counter("a", 0), START_MS).map(|(_, used)| used);
+            assert_eq!(known(), Some(3 + worker.leased_tokens("a", 0)));
+            worker.shared.return_idle(true).await;
+            assert_eq!((known(), worker.store.used(KEY)), (Some(3), 3));
         });
     }
 
