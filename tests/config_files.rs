@@ -7,9 +7,12 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
 use transom::config::count_when::CountWhen;
 use transom::config::diagnostics::{Inputs, Problem, render};
 use transom::config::key::OnUnknownKey;
@@ -280,6 +283,76 @@ fn every_snippet_of_the_documentation_is_accepted() {
         }
     }
     assert!(count >= 40, "only {count} snippets were found");
+}
+
+/// The positions and the values of all strings.
+fn strings(text: &str) -> Vec<(Range<usize>, String)> {
+    let (document, _) = DeTable::parse_recoverable(text);
+    let mut found = Vec::new();
+    let mut values: Vec<&Spanned<DeValue>> = document.get_ref().values().collect();
+    while let Some(value) = values.pop() {
+        match value.get_ref() {
+            DeValue::String(text) => found.push((value.span(), text.to_string())),
+            DeValue::Array(items) => values.extend(items.iter()),
+            DeValue::Table(table) => values.extend(table.values()),
+            _ => {}
+        }
+    }
+    found
+}
+
+/// What `transom check` says about a text: its problems, or the messages about a valid configuration.
+fn messages(text: &str, inputs: Inputs) -> String {
+    match read_with_inputs(text, inputs) {
+        Ok(config) => lint::messages(&config).iter().map(|message| format!("{message}\n")).collect(),
+        Err(problems) => render(&problems, "gateway.toml"),
+    }
+}
+
+/// All strings of each file are moved to environment variables, and then their last words alone. No word of a value is in a
+/// message then, except words that stand elsewhere in the file, or in the documentation of settings.
+#[test]
+fn no_part_of_a_referenced_value_is_in_a_message() {
+    let is_inside = |c: char| c.is_alphanumeric() || "_-".contains(c);
+    let words = |text: &str| -> BTreeSet<String> {
+        let is_name = |word: &&str| word.len() >= 4 && word.contains(char::is_alphabetic);
+        text.to_lowercase().split(|c| !is_inside(c)).filter(is_name).map(str::to_owned).collect()
+    };
+    let reference = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/reference/configuration.md"));
+    let documented = words(&reference.unwrap());
+    let (mut moved, mut leaks) = (0, String::new());
+    for file in files("good", "toml").into_iter().chain(files("bad", "toml")) {
+        let original = fs::read_to_string(&file).unwrap();
+        for is_whole in [true, false] {
+            let (mut text, mut values) = (original.clone(), Vec::new());
+            // From the end, so that positions stay valid.
+            let mut strings = strings(&text);
+            strings.sort_by_key(|(span, _)| std::cmp::Reverse(span.start));
+            for (span, value) in strings.into_iter().filter(|(_, value)| !value.contains("${")) {
+                let (literal, value) =
+                    value.split_at(if is_whole { 0 } else { value.trim_end_matches(is_inside).len() });
+                let literal =
+                    literal.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n").replace('\t', "\\t");
+                text.replace_range(span, &format!("\"{literal}${{env:V{}}}\"", values.len()));
+                values.push(value.to_owned());
+            }
+            let inputs = Inputs {
+                files: &|other| fs::read(file.with_file_name(other)),
+                folders: &|_| Ok(Vec::new()),
+                variables: &|name| {
+                    Some(values.get(name.strip_prefix('V')?.parse::<usize>().ok()?)?.as_bytes().to_vec())
+                },
+            };
+            let found = messages(&text, inputs);
+            let public: BTreeSet<String> = documented.union(&words(&text)).cloned().collect();
+            for word in words(&values.join(" ")).intersection(&words(&found)).filter(|word| !public.contains(*word)) {
+                leaks += &format!("{}: `{word}` in\n{text}\n{found}\n", file.display());
+            }
+            moved += values.len();
+        }
+    }
+    assert!(moved >= 2500, "only {moved} strings were moved");
+    assert!(leaks.is_empty(), "{leaks}");
 }
 
 #[test]

@@ -51,12 +51,12 @@ pub fn check(path: &Path, options: Options) -> Exit {
     let messages: Vec<LintMessage> =
         lint::messages(&config).into_iter().chain(certificates).chain(start_notes).collect();
     let refused = messages.iter().filter(|message| options.strict && message.kind == Kind::Warning).count();
-    let shared = config.counters.shared.as_ref();
     // Printed before the servers are asked, because they may take seconds.
     if !options.json {
         print_messages(path, &config, &messages, refused);
         if let Some(source) = config.key_set.as_ref().filter(|_| !options.connect) {
-            print_out!("  not checked: the key set at {}; `--connect` fetches it", source.shown());
+            let text = format!("  not checked: the key set at {}; `--connect` fetches it", source.shown());
+            print_out!("{}", config.hidden.removed_from(text));
         }
     }
     let servers = match options.connect.then(|| check_servers(&config)).transpose() {
@@ -68,7 +68,7 @@ pub fn check(path: &Path, options: Options) -> Exit {
     };
     match options.json {
         true => print_out!("{:#}", to_json(path, &config, &messages, servers.as_deref())),
-        false => servers.iter().for_each(|servers| print_servers(shared, servers)),
+        false => servers.iter().for_each(|servers| print_servers(&config, servers)),
     }
     if refused > 0 {
         if !options.json {
@@ -129,7 +129,13 @@ fn check_servers(config: &Config) -> io::Result<Vec<ServerReport>> {
             findings: vec![Finding { severity, text, fix }],
         });
     }
-    Ok(servers)
+    let shown = |text| config.hidden.removed_from(text);
+    let finding = |Finding { severity, text, fix }| Finding { severity, text: shown(text), fix: shown(fix) };
+    let server = |ServerReport { subject, findings }| ServerReport {
+        subject: shown(subject),
+        findings: findings.into_iter().map(finding).collect(),
+    };
+    Ok(servers.into_iter().map(server).collect())
 }
 
 fn diagnose_servers(shared: &StoreConfig, rules: &[Rule]) -> io::Result<Vec<ServerReport>> {
@@ -153,7 +159,7 @@ fn severity_word(severity: Severity) -> &'static str {
     }
 }
 
-fn print_servers(shared: Option<&StoreConfig>, servers: &[ServerReport]) {
+fn print_servers(config: &Config, servers: &[ServerReport]) {
     if servers.is_empty() {
         print_out!("  nothing to connect to: there is neither `[counters.shared]` nor `jwks_url`");
     }
@@ -166,8 +172,9 @@ fn print_servers(shared: Option<&StoreConfig>, servers: &[ServerReport]) {
             }
         }
     }
-    if let (Some(shared), false) = (shared, servers.iter().any(has_problem)) {
-        print_out!("counters can be shared there, under keys that begin with `{}:`", shared.prefix);
+    if let (Some(shared), false) = (&config.counters.shared, servers.iter().any(has_problem)) {
+        let text = format!("counters can be shared there, under keys that begin with `{}:`", shared.prefix);
+        print_out!("{}", config.hidden.removed_from(text));
     }
 }
 
@@ -200,7 +207,8 @@ fn start_failures(path: &Path, config: &Config) -> Vec<String> {
         .filter_map(|address| unusable_address(*address));
     let tls = listen.tls_listeners().filter_map(|https| tls::server_config(https).err());
     let tls = tls.map(|error| format!("TLS cannot be set up: {error}"));
-    files.chain(addresses).chain(tls).map(|text| format!("the gateway would not start here: {text}")).collect()
+    let texts = files.chain(addresses).chain(tls);
+    texts.map(|text| config.hidden.removed_from(format!("the gateway would not start here: {text}"))).collect()
 }
 
 /// Why a file cannot be written, as far as can be found out without writing.

@@ -16,6 +16,7 @@ use super::key_format::check_key_formats;
 use super::limits::{DrainSettings, Http2, Limits, Timeouts};
 use super::listen::{Admin, Listen};
 use super::path::PathReading;
+use super::redaction::HiddenValues;
 use super::redis::{StoreConfig, TABLE_FIX};
 use super::references;
 use super::route::{RouteContext, read_routes};
@@ -35,9 +36,12 @@ pub fn read_config(text: &str, mut report: Report) -> Result<Config, Vec<Problem
     let (mut document, _) = DeTable::parse_recoverable(&valid_text);
     references::resolve(document.get_mut(), &mut report);
     let mut config = read_top_level(Table::new(document.get_ref(), 0..0, "the file"), &mut report);
+    let mut hidden = report.hidden.clone();
     match report.into_problems() {
         problems if problems.is_empty() => {
             calendar::fill_calendars(&mut config.rules);
+            hidden.set_public_text(text);
+            config.hidden = hidden;
             Ok(config)
         }
         problems => Err(problems),
@@ -145,5 +149,6 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
         on_unknown_key,
         descriptors,
         routes,
+        hidden: HiddenValues::default(),
     }
 }

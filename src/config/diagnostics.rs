@@ -8,7 +8,7 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use super::redaction::{Hidden, Secrets};
+use super::redaction::{HiddenValues, Secrets};
 use super::sources::IncludedFile;
 
 /// A parsed value, or the message and the fix of a problem.
@@ -79,8 +79,7 @@ pub struct Report<'t> {
     pub top_level_keys: Vec<&'static str>,
     pub inputs: Inputs<'t>,
     included: &'t [IncludedFile],
-    /// Values of references.
-    hidden: Vec<Hidden>,
+    pub hidden: HiddenValues,
     /// Values that are not known, because of a problem that is reported already.
     unknown: Vec<Span>,
 }
@@ -102,7 +101,7 @@ impl<'t> Report<'t> {
             top_level_keys: Vec::new(),
             inputs,
             included,
-            hidden: Vec::new(),
+            hidden: HiddenValues::default(),
             unknown: Vec::new(),
         }
     }
@@ -166,11 +165,6 @@ impl<'t> Report<'t> {
         .ok()
     }
 
-    /// Makes messages show the reference instead of its value.
-    pub fn hide(&mut self, hidden: Hidden) {
-        self.hidden.push(hidden);
-    }
-
     /// The line of a byte in its file, counted from 1.
     pub fn line(&self, offset: usize) -> usize {
         let first = self.included_file(offset).map_or(1, |file| self.line_of_text(file.start));
@@ -218,13 +212,14 @@ impl<'t> Report<'t> {
             let line = self.line_starts.partition_point(|start| *start <= problem.span.start).max(1);
             problem.line_text = masked.split('\n').nth(line - 1).unwrap_or_default().to_owned();
         }
-        // A name that the file has anyway, such as the key of the setting.
-        let is_name = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "_-".contains(c);
-        let is_public = |word: &str| word.chars().all(is_name) && self.text.contains(word);
-        for Problem { span, message, fix, .. } in &mut self.problems {
-            for text in [message, fix] {
-                secrets.remove_from(text);
-                self.hidden.iter().for_each(|hidden| hidden.remove_from(text, span, is_public));
+        self.hidden.set_public_text(self.text);
+        for Problem { file, span, message, fix, .. } in &mut self.problems {
+            [&mut *message, fix].into_iter().for_each(|text| secrets.remove_from(text));
+            let is_here = |file: &PathBuf| self.included.iter().any(|included| included.path == *file);
+            let span = Some(&*span).filter(|_| file.as_ref().is_none_or(is_here));
+            self.hidden.remove_from_problem(span, message, fix);
+            if let Some(shown) = file.as_ref().and_then(|file| self.hidden.shown_name(file.to_str()?)) {
+                *file = Some(PathBuf::from(shown));
             }
         }
         self.problems

@@ -86,7 +86,8 @@ pub fn messages(config: &Config) -> Vec<LintMessage> {
     messages.extend(warnings.map(LintMessage::warning));
     let notes = rules_of_responses(config).into_iter().chain(paths_with_variants(config));
     messages.extend(notes.map(LintMessage::note));
-    messages
+    let shown = |LintMessage { text, kind }| LintMessage { text: config.hidden.removed_from(text), kind };
+    messages.into_iter().map(shown).collect()
 }
 
 /// One summary for each rule and plan; a note on layers that never refuse, and warnings about rules and plans that are not used.
@@ -226,10 +227,10 @@ fn path_without_subpaths(config: &Config, route: &Route) -> Option<String> {
 pub fn exposed_admin_address(config: &Config) -> Option<String> {
     let address = config.listen.admin.filter(|address| !address.ip().to_canonical().is_loopback())?;
     config.admin.token.is_none().then(|| {
-        format!(
+        config.hidden.removed_from(format!(
             "`admin` listens on `{address}`: anyone who can connect can read the metrics, and use up and reset every limit; set \
              `token_file` in `[admin]`"
-        )
+        ))
     })
 }
 
@@ -379,7 +380,7 @@ pub fn certificate_dates(config: &Config, now_ms: u64) -> Vec<String> {
             date(list.next_update_s)
         )
     });
-    notes.chain(expired).collect()
+    notes.chain(expired).map(|text| config.hidden.removed_from(text)).collect()
 }
 
 pub fn revocation_lists(config: &Config) -> impl Iterator<Item = &RevocationList> {

@@ -60,6 +60,7 @@ use key::OnUnknownKey;
 use limits::{DrainSettings, Http2, Limits, Timeouts};
 use listen::{Admin, Listen};
 use path::{ForwardPath, PathReading};
+use redaction::HiddenValues;
 use route::Route;
 use rule::{RATE_LIMIT_STYLES, RateLimitStyle, RefusalResponse};
 use settings::{
@@ -107,6 +108,8 @@ pub struct Config {
     /// The descriptors that each rule answers to, in the order of `rules`.
     pub descriptors: Vec<Option<Descriptor>>,
     pub routes: Vec<Route>,
+    /// The values of references, for messages.
+    pub hidden: HiddenValues,
 }
 
 settings! {

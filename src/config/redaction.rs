@@ -2,11 +2,17 @@
 //!
 //! Masked are values of keys that resemble `secret`, `password` or `digest_key`, private keys, and passwords in URLs.
 //! They are found by pattern, because the file may not be valid TOML. Values of references are known, and hidden with their
-//! parts: [`Hidden`].
+//! parts: [`HiddenValues`].
 
+use std::collections::HashSet;
+use std::fmt;
 use std::ops::Range;
 
 use memchr::memmem;
+
+use super::diagnostics::quoted_list;
+use super::schema;
+use super::toml_reader::toml_errors;
 
 /// The length of a prefix that reveals a secret when a message contains it.
 const REVEALING_CHARS: usize = 4;
@@ -14,6 +20,8 @@ const REVEALING_CHARS: usize = 4;
 const REVEALING_PART_BYTES: usize = 8;
 /// A longer value has many short parts by chance.
 const LONG_VALUE_BYTES: usize = 256;
+/// The first of the characters that stand for values in a message. Private use, and no part of a word.
+const MARKS: u32 = 0xf0000;
 
 /// The secret values of a text. The spans, in bytes, may include quotes.
 pub struct Secrets<'t> {
@@ -63,105 +71,278 @@ fn replace(message: &mut String, value: &str, replacement: &str) {
     }
 }
 
-/// A value that came from a reference. Messages show the reference instead.
-pub struct Hidden {
-    /// The position of the string with the reference.
-    span: Range<usize>,
-    /// The value as it is, and as messages escape it. Both in lower case, because messages also show normalized values.
-    forms: [String; 2],
-    /// The reference as it is written.
-    shown: String,
-    /// The value is a whole string with references in it, of which other parts are not secret.
-    is_composed: bool,
+/// The values of references. Messages show the references instead, and no part of a value.
+#[derive(Clone, Default)]
+pub struct HiddenValues {
+    strings: Vec<HiddenString>,
+    /// The file outside of its references, and the words of all settings: what messages show anyway. In lower case.
+    public_text: String,
+    public_words: HashSet<String>,
+    /// Words of defaults, which messages about other settings show.
+    default_words: HashSet<String>,
 }
 
-impl Hidden {
-    pub fn value(span: Range<usize>, value: &str, shown: String) -> Hidden {
-        let forms = [value.to_ascii_lowercase(), value.escape_debug().to_string().to_ascii_lowercase()];
-        Hidden { span, forms, shown, is_composed: false }
-    }
+/// A string of the configuration with references in it.
+#[derive(Clone)]
+pub struct HiddenString {
+    pub span: Range<usize>,
+    /// Where the value of the first reference begins in the string.
+    literal_bytes: usize,
+    /// The whole string, then the value of each reference; each with what is shown instead.
+    values: Vec<HiddenValue>,
+}
 
-    pub fn composed(span: Range<usize>, value: &str, shown: String) -> Hidden {
-        Hidden { is_composed: true, ..Hidden::value(span, value, shown) }
-    }
+#[derive(Clone)]
+struct HiddenValue {
+    /// As it is, and as messages escape it. Both in lower case, because messages also show normalized values.
+    forms: [String; 2],
+    shown: String,
+}
 
-    /// Removes the value from a message about the text at `span`. `is_public` recognizes words that do not come from the value.
-    pub fn remove_from(&self, message: &mut String, span: &Range<usize>, is_public: impl Fn(&str) -> bool) {
-        let is_about_value = self.span.start <= span.start && span.end <= self.span.end;
-        if is_about_value {
-            // The quoted values are the odd parts.
-            let parts = message.split('`').enumerate().map(|(i, part)| match i % 2 {
-                1 if self.reveals(part) && !is_public(part) => self.shown.as_str(),
-                _ => part,
-            });
-            *message = parts.collect::<Vec<&str>>().join("`");
-        }
-        if !self.is_composed {
-            // Elsewhere, a common part such as `http://127.0.0.1` is more likely one of the message.
-            let whole = self.forms[0].len();
-            self.remove_parts(message, if is_about_value { whole.min(REVEALING_PART_BYTES) } else { whole });
+impl HiddenValue {
+    fn new(value: &str, shown: String) -> HiddenValue {
+        HiddenValue {
+            forms: [value.to_ascii_lowercase(), value.escape_debug().to_string().to_ascii_lowercase()],
+            shown,
         }
     }
 
-    /// Whether a quoted value is, or contains, a part of the hidden value.
-    fn reveals(&self, quoted: &str) -> bool {
-        let quoted = quoted.trim_matches(['"', '\'', ' ']).trim_end_matches('…').to_ascii_lowercase();
-        if self.forms.contains(&quoted) {
-            return true;
-        }
-        // A fix may show a short value with what is missing around it.
-        let is_apart = |c: Option<char>| c.is_none_or(|c| !c.is_alphanumeric());
-        let contains = |form: &String| {
-            quoted.match_indices(form.as_str()).any(|(at, _)| {
-                let (before, behind) = (&quoted[..at], &quoted[at + form.len()..]);
-                is_apart(before.chars().next_back()) && is_apart(behind.chars().next())
-            })
-        };
-        if !self.is_composed && (2..REVEALING_CHARS).contains(&self.forms[0].chars().count()) {
-            return self.forms.iter().any(contains);
-        }
-        if quoted.chars().count() < REVEALING_CHARS {
-            return false;
-        }
-        if self.is_composed {
-            return self.forms.iter().any(|form| form.starts_with(&quoted));
-        }
-        let least = if self.forms[0].len() > LONG_VALUE_BYTES { REVEALING_PART_BYTES } else { REVEALING_CHARS };
-        quoted.char_indices().any(|(at, _)| self.common_length(&quoted[at..], least) > 0)
+    fn chars(&self) -> usize {
+        self.forms[0].chars().count()
+    }
+}
+
+impl HiddenString {
+    /// `text` has the values, and `written` the references.
+    pub fn new(span: Range<usize>, text: &str, written: &str, literal_bytes: usize) -> HiddenString {
+        HiddenString { span, literal_bytes, values: vec![HiddenValue::new(text, written.to_owned())] }
     }
 
-    /// Replaces parts of the value of at least so many bytes, wherever they are.
-    fn remove_parts(&self, message: &mut String, least: usize) {
-        if least < REVEALING_CHARS {
+    pub fn add_value(&mut self, value: &str, reference: String) {
+        self.values.push(HiddenValue::new(value, reference));
+    }
+
+    /// Stands for a value while a message is searched for others.
+    fn mark(position: usize) -> char {
+        u32::try_from(position).ok().and_then(|position| char::from_u32(MARKS + position)).unwrap_or('\u{fffd}')
+    }
+
+    fn is_mark(c: char) -> bool {
+        u32::from(c) >= MARKS
+    }
+
+    fn fix(&self) -> String {
+        let references: Vec<&str> = self.values[1..].iter().map(|value| value.shown.as_str()).collect();
+        format!(
+            "correct the value of {}; what to write is not shown, because it would contain a part of the value",
+            quoted_list(references, "or")
+        )
+    }
+}
+
+impl HiddenValues {
+    pub fn add(&mut self, string: HiddenString) {
+        self.strings.push(string);
+    }
+
+    /// Makes the words known that may be shown. `file` has the references.
+    pub fn set_public_text(&mut self, file: &str) {
+        if self.strings.is_empty() {
             return;
         }
-        let lower = message.to_ascii_lowercase();
-        let mut out = String::with_capacity(message.len());
-        let mut rest = message.as_str();
-        while let Some(c) = rest.chars().next() {
-            let length = self.common_length(&lower[message.len() - rest.len()..], least);
-            if length > 0 {
-                out += &self.shown;
-            } else {
-                out.push(c);
-            }
-            rest = &rest[length.max(c.len_utf8())..];
+        let (settings, defaults) = &*schema::VOCABULARY;
+        let mut text = settings.clone();
+        for (i, part) in file.split("${").enumerate() {
+            // A part behind a reference begins with the reference.
+            let outside = if i == 0 { part } else { part.find(['}', '\n']).map_or("", |end| &part[end..]) };
+            text.extend(["\n", outside]);
         }
-        *message = out;
+        self.public_text = text.to_ascii_lowercase();
+        self.public_words = words(&self.public_text).map(str::to_owned).collect();
+        self.default_words = words(&defaults.to_ascii_lowercase()).map(str::to_owned).collect();
     }
 
-    /// The length in bytes of the longest beginning of `text` that is a part of the value; 0 if that is less than `least`.
-    fn common_length(&self, text: &str, least: usize) -> usize {
-        if text.len() < least {
-            return 0;
+    /// Removes the values from a problem at `span`; `None`: in another file. A fix that shows a part of a value is replaced.
+    pub fn remove_from_problem(&self, span: Option<&Range<usize>>, message: &mut String, fix: &mut String) {
+        for string in &self.strings {
+            let is_about = span.is_some_and(|span| string.span.start <= span.start && span.end <= string.span.end);
+            *message = self.without(string, message, is_about).0;
+            *fix = match self.without(string, fix, is_about) {
+                (fix, true) => fix,
+                _ => string.fix(),
+            };
         }
-        let beginning = &text[..text.ceil_char_boundary(least)];
-        let length = |form: &String| {
-            let starts = memmem::find_iter(form.as_bytes(), beginning);
-            starts.map(|start| common_prefix(text, &form[start..])).max().unwrap_or(0)
-        };
-        self.forms.iter().map(length).max().unwrap_or(0)
     }
+
+    /// A message about the whole configuration without the values.
+    pub fn removed_from(&self, message: String) -> String {
+        self.strings.iter().fold(message, |message, string| self.without(string, &message, false).0)
+    }
+
+    /// What is shown instead of the name of a file.
+    pub fn shown_name(&self, name: &str) -> Option<&str> {
+        let name = name.to_ascii_lowercase();
+        let whole = self.strings.iter().map(|string| &string.values[0]);
+        whole.filter(|value| value.forms[0] == name).map(|value| value.shown.as_str()).next()
+    }
+
+    /// The message with references instead of the values, and whether it can still be followed as a fix: it may say to write
+    /// a reference within a string, and nothing that derives from a part of a value.
+    fn without(&self, string: &HiddenString, message: &str, is_about: bool) -> (String, bool) {
+        let mut text = message.to_owned();
+        let values = || string.values.iter().enumerate().map(|(i, value)| (HiddenString::mark(i), value));
+        for (mark, value) in values().filter(|(_, value)| value.chars() >= REVEALING_CHARS) {
+            self.replace_whole(&mut text, value, mark, is_about);
+        }
+        let mut is_fix = true;
+        let mut parts: Vec<String> = text.split('`').map(str::to_owned).collect();
+        for (position, part) in parts.iter_mut().enumerate() {
+            if position % 2 == 0 {
+                for (mark, value) in values().skip(1) {
+                    is_fix &= !self.replace_parts(part, value, mark, is_about);
+                }
+                continue;
+            }
+            for (mark, value) in values().filter(|(_, value)| (2..REVEALING_CHARS).contains(&value.chars())) {
+                self.replace_whole(part, value, mark, is_about);
+            }
+            is_fix &= !part.contains(HiddenString::is_mark) || is_within_string(part);
+            if let Some((mark, _)) = values().skip(1).find(|(_, value)| self.reveals(part, value, is_about)) {
+                let beginning = part.trim_end_matches('…').to_ascii_lowercase();
+                let is_beginning = string.values[0].forms.iter().any(|form| form.starts_with(&beginning));
+                let has_more = string.literal_bytes > 0 || part.ends_with('…');
+                let is_whole = is_beginning && has_more && beginning.len() > string.literal_bytes;
+                *part = if is_whole { HiddenString::mark(0) } else { mark }.to_string();
+                is_fix = false;
+            }
+        }
+        let mut text = parts.join("`");
+        for (mark, value) in values() {
+            text = text.replace(mark, &value.shown);
+        }
+        (text, is_fix)
+    }
+
+    /// Replaces a whole value. One that the file has outside of references too is not replaced in messages about that.
+    fn replace_whole(&self, text: &mut String, value: &HiddenValue, mark: char, is_about: bool) {
+        for form in &value.forms {
+            if !is_about && find_word(&self.public_text, form, 0).is_some() {
+                continue;
+            }
+            let mut at = 0;
+            while let Some(found) = find_word(&text.to_ascii_lowercase(), form, at) {
+                text.replace_range(found..found + form.len(), mark.encode_utf8(&mut [0; 4]));
+                at = found + mark.len_utf8();
+            }
+        }
+    }
+
+    /// Replaces long parts of a value. Returns whether there are any.
+    fn replace_parts(&self, text: &mut String, value: &HiddenValue, mark: char, is_about: bool) -> bool {
+        let lower = text.to_ascii_lowercase();
+        let mut out = String::with_capacity(text.len());
+        let mut rest = text.as_str();
+        let mut is_changed = false;
+        while let Some(c) = rest.chars().next() {
+            let at = text.len() - rest.len();
+            let length = common_length(&lower[at..], value, REVEALING_PART_BYTES);
+            let part = &lower[at..at + length];
+            // A plain word is one of the message.
+            let is_part = part.contains(|c: char| !c.is_ascii_lowercase())
+                && !words(part).all(|word| self.is_public(word, is_about));
+            out.push(if is_part { mark } else { c });
+            rest = &rest[if is_part { length } else { c.len_utf8() }..];
+            is_changed |= is_part;
+        }
+        *text = out;
+        is_changed
+    }
+
+    /// Whether a quoted text contains a part of the value that is not public.
+    fn reveals(&self, quoted: &str, value: &HiddenValue, is_about: bool) -> bool {
+        let quoted = quoted.trim_matches(['"', '\'', ' ']).trim_end_matches('…').to_ascii_lowercase();
+        let least_word = if is_about { 2 } else { REVEALING_CHARS };
+        if value.chars() < 2 || quoted.chars().count() < 2 {
+            return false;
+        }
+        let [plain, escaped] = &value.forms;
+        if is_about && [plain, escaped].contains(&&quoted) {
+            return true;
+        }
+        let least_part = if plain.len() > LONG_VALUE_BYTES { REVEALING_PART_BYTES } else { REVEALING_CHARS };
+        let hidden = || words(&quoted).filter(|word| !self.is_public(word, is_about));
+        let is_part = |word: &str| {
+            word.len() >= least_word && words(plain).any(|other| other == word)
+                || word.char_indices().any(|(at, _)| common_length(&word[at..], value, least_part) > 0)
+        };
+        // A value that a fix corrects usually keeps its beginning: `1.0.0.0/8` is derived from `1.2.3.4/8`.
+        let has_beginning = is_about
+            && words(&quoted).next().is_none_or(|first| first.len() < 2 || !self.is_public(first, true))
+            && common_prefix(&quoted, plain) >= 2;
+        has_beginning || hidden().any(is_part)
+    }
+
+    fn is_public(&self, word: &str, is_about: bool) -> bool {
+        self.public_words.contains(word) || !is_about && self.default_words.contains(word)
+    }
+}
+
+impl PartialEq for HiddenValues {
+    /// Always true: other settings have the values.
+    fn eq(&self, _other: &HiddenValues) -> bool {
+        true
+    }
+}
+
+impl fmt::Debug for HiddenValues {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("***")
+    }
+}
+
+/// The words of a text: letters and digits of any alphabet, with `_` and `-` between them.
+fn words(text: &str) -> impl Iterator<Item = &str> {
+    text.split(|c: char| !is_word_char(c)).filter(|word| !word.is_empty())
+}
+
+fn is_word_char(c: char) -> bool {
+    c.is_alphanumeric() || c == '_' || c == '-'
+}
+
+/// The position from `start` on of a part that neither continues a word before it nor is continued by one.
+fn find_word(text: &str, part: &str, start: usize) -> Option<usize> {
+    let is_apart = |inner: Option<char>, outer: Option<char>| {
+        !(inner.is_some_and(char::is_alphanumeric) && outer.is_some_and(char::is_alphanumeric))
+    };
+    text[start..].match_indices(part).map(|(at, _)| start + at).find(|at| {
+        is_apart(part.chars().next(), text[..*at].chars().next_back())
+            && is_apart(part.chars().next_back(), text[at + part.len()..].chars().next())
+    })
+}
+
+/// Whether the marks in the text of a fix stand within strings, where references are possible.
+fn is_within_string(text: &str) -> bool {
+    let mut before = text.split(HiddenString::is_mark);
+    before.next_back();
+    let mut quotes = 0;
+    !toml_errors::is_header(text)
+        && before.all(|piece| {
+            quotes += piece.matches('"').count();
+            quotes % 2 == 1
+        })
+}
+
+/// The length in bytes of the longest beginning of `text` that is a part of the value; 0 if that is less than `least`.
+fn common_length(text: &str, value: &HiddenValue, least: usize) -> usize {
+    if text.len() < least {
+        return 0;
+    }
+    let beginning = &text[..text.ceil_char_boundary(least)];
+    let length = |form: &String| {
+        let starts = memmem::find_iter(form.as_bytes(), beginning);
+        starts.map(|start| common_prefix(text, &form[start..])).max().unwrap_or(0)
+    };
+    value.forms.iter().map(length).max().unwrap_or(0)
 }
 
 /// The length in bytes of the characters with which both texts begin.

@@ -8,7 +8,7 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use super::diagnostics::{Parsed, Report, Span, quoted};
-use super::redaction::Hidden;
+use super::redaction::HiddenString;
 
 /// Replaces the references in all strings of a table.
 pub fn resolve(table: &mut DeTable, report: &mut Report) {
@@ -34,6 +34,8 @@ fn resolve_value(value: &mut Spanned<DeValue>, report: &mut Report) {
 /// The text with the values of its references; `None` after a problem.
 fn resolve_text(text: &str, span: &Span, report: &mut Report) -> Option<String> {
     let mut resolved = String::new();
+    let mut values: Vec<(String, String)> = Vec::new();
+    let mut literal_bytes = 0;
     let mut rest = text;
     while let Some(at) = rest.find("${") {
         let (before, reference) = rest.split_at(at);
@@ -53,11 +55,18 @@ fn resolve_text(text: &str, span: &Span, report: &mut Report) -> Option<String> 
             Kind::File => file(name, span, report),
         }?;
         rest = &rest[kind.prefix().len() + name.len() + 1..];
-        report.hide(Hidden::value(span.clone(), &value, format!("${{{}{name}}}", kind.prefix())));
+        if values.is_empty() {
+            literal_bytes = resolved.len();
+        }
         resolved += &value;
+        values.push((value, format!("${{{}{name}}}", kind.prefix())));
     }
     resolved += rest;
-    report.hide(Hidden::composed(span.clone(), &resolved, text.to_owned()));
+    if !values.is_empty() {
+        let mut hidden = HiddenString::new(span.clone(), &resolved, text, literal_bytes);
+        values.into_iter().for_each(|(value, reference)| hidden.add_value(&value, reference));
+        report.hidden.add(hidden);
+    }
     Some(resolved)
 }
 
@@ -144,7 +153,7 @@ mod tests {
     use std::io::ErrorKind;
 
     use super::super::diagnostics::{Inputs, Problem};
-    use super::super::read_with_inputs;
+    use super::super::{lint, read_with_inputs};
     use super::*;
     use crate::config::Config;
 
@@ -155,6 +164,7 @@ mod tests {
             Some("binary") => Ok(vec![0xff]),
             Some("two") => Ok(b"canary-one\ncanary two, \"canary\"\n".to_vec()),
             Some("short") => Ok(b"x\ty\n".to_vec()),
+            Some("ab") => Ok(b"ab\n".to_vec()),
             _ => Err(ErrorKind::NotFound.into()),
         };
         let variables = |name: &str| match name {
@@ -162,6 +172,9 @@ mod tests {
             "WORKERS" => Some(b"1_0".to_vec()),
             "SECRET" => Some(b"hunter2hunter2".to_vec()),
             "ON" => Some(b"true".to_vec()),
+            "FIELD" => Some(b"X-Canary".to_vec()),
+            "LIMIT" => Some(b"13/minute".to_vec()),
+            "NETWORK" => Some(b"1.2.3.4/8".to_vec()),
             _ => None,
         };
         let inputs = Inputs { files: &files, variables: &variables, ..Inputs::NONE };
@@ -244,11 +257,62 @@ mod tests {
             texts.push(route(&format!("request_headers = {{ set = {{ x-a = '{value}' }} }}")));
         }
         for text in texts {
-            let Err(problems) = read(&text) else { continue };
-            let shown = format!("{problems:?}").to_lowercase();
+            let shown = match read(&text) {
+                Ok(config) => format!("{:?}", lint::messages(&config)),
+                Err(problems) => format!("{problems:?}"),
+            };
             for part in ["canary", "x\\\\ty", "x\\ty"] {
-                assert!(!shown.contains(part), "{text}\n{problems:#?}");
+                assert!(!shown.to_lowercase().contains(part), "{text}\n{shown}");
             }
+        }
+    }
+
+    #[test]
+    fn messages_about_a_valid_file_show_references() {
+        let text = "[listen]\nadmin = \"0.0.0.0:${file:port}\"\n[rules.r]\nkey = \"header:${env:FIELD}\"\n\
+                    on_missing_key = \"skip\"\nwindows = [\"${env:LIMIT}\"]\n\
+                    [[routes]]\npath = \"/${env:SECRET}\"\nupstream = \"u\"\nrules = [\"r\"]\n";
+        let shown = lint::messages(&read(text).unwrap());
+        let shown: Vec<&str> = shown.iter().map(|message| message.text.as_str()).collect();
+        for part in [
+            "r: ${env:LIMIT}: at most 26 requests",
+            "counts by `header:${env:FIELD}`",
+            "add a rule by `ip` to the route `/${env:SECRET}`",
+            "the route `/${env:SECRET}` matches `/${env:SECRET}` only, and `/${env:SECRET}/x` gets 404",
+            "`admin` listens on `0.0.0.0:${file:port}`",
+        ] {
+            assert!(shown.iter().any(|text| text.contains(part)), "{part}\n{shown:#?}");
+        }
+    }
+
+    #[test]
+    fn a_fix_can_be_written_and_shows_no_part_of_a_value() {
+        const NONE: &str = "correct the value of";
+        let route = |setting: &str| format!("[[routes]]\npath = \"/a\"\nupstream = \"u\"\n{setting}");
+        for (text, message, fix) in [
+            (
+                "[upstreams.v]\nservers = \"http://127.0.0.1:1/${env:SECRET}\"",
+                "`http://127.0.0.1:1/${env:SECRET}` has a path",
+                "write `\"http://127.0.0.1:1\"`: the path",
+            ),
+            (
+                "[counters.shared]\nredis = \"${env:HOST}\"",
+                "`${env:HOST}` is not a server URL",
+                "write `\"redis://${env:HOST}\"`",
+            ),
+            (&route("rules = \"${env:SECRET}\""), "rule `${env:SECRET}` is not defined", NONE),
+            ("[listen]\ntrusted_proxies = \"${env:NETWORK}\"", "`${env:NETWORK}` has bits set", NONE),
+            ("[rules.r]\nkey = \"ip\"\nwindows = [\"${file:ab}\"]", "`${file:ab}` is not a limit", "write it as"),
+            ("headers = \"${env:SECRET}\"", "`headers` cannot be `${env:SECRET}`", "write `ietf`, `legacy`"),
+            (
+                "workers = \"${env:SECRET}\"",
+                "`workers`: expected an integer",
+                "write a whole number from `1` to `1024`",
+            ),
+        ] {
+            let problems = read(text).unwrap_err();
+            assert_eq!(problems.len(), 1, "{text}: {problems:?}");
+            assert!(problems[0].0.starts_with(message) && problems[0].1.starts_with(fix), "{text}: {problems:?}");
         }
     }
 

@@ -3,6 +3,8 @@
 //! Editors use it for completion and errors. It describes structure: keys, types and bounds. What depends on several
 //! settings, or on the text of a value, is checked by `transom check` only.
 
+use std::sync::LazyLock;
+
 use serde_json::{Map, Value, json};
 
 use super::clients::ClientsSettings;
@@ -57,6 +59,33 @@ fn top_level() -> Vec<Setting> {
     ]);
     settings
 }
+
+/// The keys and words of all settings, and their defaults, each as one text.
+pub static VOCABULARY: LazyLock<(String, String)> = LazyLock::new(|| {
+    let (mut words, mut defaults) = (String::new(), String::new());
+    let mut shapes = vec![Shape::Table(top_level())];
+    while let Some(shape) = shapes.pop() {
+        match shape {
+            Shape::Words(list) => list.into_iter().for_each(|word| words.extend([word, "\n"])),
+            Shape::Table(settings) => {
+                for Setting { key, default, shape, .. } in settings {
+                    words.extend([key, "\n"]);
+                    defaults.extend(default.iter().flat_map(|default| [default.as_str(), "\n"]));
+                    shapes.push(shape);
+                }
+            }
+            Shape::List(of) | Shape::OneOrList(of) | Shape::Map(of) | Shape::Described(_, of) => shapes.push(*of),
+            Shape::AnyOf(several) => shapes.extend(several),
+            Shape::Boolean
+            | Shape::Integer(_)
+            | Shape::Share
+            | Shape::Duration(_)
+            | Shape::Size(_)
+            | Shape::Text(_) => {}
+        }
+    }
+    (words, defaults)
+});
 
 impl Shape {
     /// The JSON schema of a value.

@@ -123,6 +123,30 @@ fn check_warns_of_a_start_that_would_fail_here() {
     }
 }
 
+/// Files, addresses and the key set that references name, in all output of `check`, also as JSON.
+#[test]
+fn check_shows_references_instead_of_their_values() {
+    let scratch = TempDir::new();
+    let text = "pid_file = \"${file:folder}/pid\"\n[listen]\nhttp = \"192.0.2.${file:host}:8080\"\n\
+                [access_log]\nfile = \"${file:folder}/log\"\n[counters]\nfile = \"${file:folder}\"\n\
+                [jwt]\njwks_url = \"https://canary.example/${file:host}\"\n\
+                [rules.r]\nkey = \"jwt:${file:claim}\"\non_missing_key = \"skip\"\nwindows = [\"5/minute\"]\n\
+                [[routes]]\npath = \"/${file:claim}\"\nrules = [\"r\"]\nrespond = { status = 200 }\n";
+    scratch.write("folder", "/nonexistent/canary\n");
+    scratch.write("host", "217\n");
+    scratch.write("claim", "canary-claim\n");
+    for (text, code) in [(text.to_owned(), Some(0)), (text.replace("5/minute", "/${file:claim}"), Some(2))] {
+        let file = scratch.write("gateway.toml", text.replace("canary.example", "keys.example")).display().to_string();
+        for options in [&[][..], &["--json"]] {
+            let (found, out, err) = run(&[&["check", "--config", &file], options].concat());
+            assert_eq!(found, code, "{out}{err}");
+            let shown = out + &err;
+            assert!(shown.contains("${file:"), "{shown}");
+            assert!(!shown.contains("canary") && !shown.contains("nonexist") && !shown.contains("217"), "{shown}");
+        }
+    }
+}
+
 #[test]
 fn a_warning_is_an_error_only_with_strict() {
     let scratch = TempDir::new();
