@@ -355,6 +355,66 @@ fn no_part_of_a_referenced_value_is_in_a_message() {
     assert!(leaks.is_empty(), "{leaks}");
 }
 
+/// Names in capitals that a fix leaves to the operator.
+const PLACEHOLDERS: [&str; 6] = ["FILE", "NAME", "VALUE", "HOST", "PLAN", "VARIABLE"];
+
+/// The text with each of the values that a fix offers, one at a time, and where the value stands in it.
+fn with_fixes(text: &str, problem: &Problem) -> Vec<(String, Range<usize>)> {
+    let is_value = |value: &str| DeTable::parse(&format!("x = {value}")).is_ok();
+    let offers = |before: &str| ["write ", "did you mean ", ", or "].iter().any(|end| before.ends_with(end));
+    let parts: Vec<&str> = problem.fix.split('`').collect();
+    let written = &text[problem.span.clone()];
+    let before = text[..problem.span.start].trim_end();
+    let key = before.strip_suffix('=').and_then(|before| before.trim_end().rsplit([' ', '\n', '{', ',']).next());
+    let replaced = |value: &str| {
+        let (start, end) = (problem.span.start, problem.span.end);
+        (format!("{}{value}{}", &text[..start], &text[end..]), start..start + value.len())
+    };
+    let mut texts = Vec::new();
+    for pair in parts.windows(2).step_by(2) {
+        let [before, offered] = pair else { continue };
+        if !offers(before) || PLACEHOLDERS.iter().any(|name| offered.contains(name)) {
+            continue;
+        }
+        match offered.split_once(" = ") {
+            Some((offered_key, value)) if key == Some(offered_key) && is_value(value) => texts.push(replaced(value)),
+            _ if is_value(offered) && is_value(written) => texts.push(replaced(offered)),
+            _ => {}
+        }
+    }
+    texts
+}
+
+/// Problems with a value that is right in itself: it needs another setting or a file, or another setting has it.
+const OTHER_PROBLEMS: [&str; 5] =
+    ["has no `on_missing_key`", "there is no `[", "use https only with", "is already in use", "cannot read"];
+
+/// Applies each value that the fix of a problem offers: then nothing is wrong with it.
+#[test]
+fn every_value_that_a_fix_offers_is_accepted() {
+    let (mut applied, mut failures) = (0, String::new());
+    for file in files("bad", "toml") {
+        let (text, read) = read_file(&file);
+        let problems = read.unwrap_err();
+        for problem in problems.iter().filter(|problem| problem.file.is_none()) {
+            for (fixed, range) in with_fixes(&text, problem) {
+                applied += 1;
+                let read = read_with_files(&fixed, &|other| fs::read(file.with_file_name(other)));
+                let is_other = |left: &Problem| OTHER_PROBLEMS.iter().any(|part| left.message.contains(part));
+                let mut left = read.err().unwrap_or_default().into_iter();
+                if let Some(left) = left.find(|left| range.contains(&left.span.start) && !is_other(left)) {
+                    let offered = &fixed[range];
+                    let Problem { line, message, fix, .. } = problem;
+                    failures += &format!("{}:{line}: {message}\n  fix: {fix}\n", file.display());
+                    failures += &format!("  with `{offered}`: {}\n  fix: {}\n", left.message, left.fix);
+                }
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{failures}");
+    assert!(applied >= 150, "only {applied} fixes were applied");
+}
+
 #[test]
 fn every_expected_message_has_its_configuration() {
     for file in files("bad", "txt") {

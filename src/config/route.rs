@@ -11,7 +11,7 @@ use toml::de::DeValue;
 use super::diagnostics::{Report, Span, quoted};
 use super::host::{read_distinct, read_hosts};
 use super::limits::Timeouts;
-use super::path::{PathPattern, PathReading, Segment};
+use super::path::{PathPattern, PathReading, PatternKind, Segment};
 use super::route_actions::{ActionContext, ActionSettings, Actions, CONNECTION_FIELDS, responds_directly};
 use super::rule::{self, GatewayRule, RATE_LIMIT_STYLES};
 use super::settings::{Boolean, Choice, Custom, Integer, Optional, Required, Section, Shape, Text, Texts, Word};
@@ -51,7 +51,7 @@ settings! {
     /// The conditions of a route, as written in the file.
     pub struct RouteConditions {
         /// Path of the request. Segments are literal, `{name}` (one non-empty segment) or `{*name}` (the rest, possibly
-        /// empty; last).
+        /// empty; last). In a literal, `%2A` stands for a `*`, and `%24` for a `$` at the end.
         path: Option<SpannedString> = Required(
             Text("pattern", "\"/{*rest}\""),
             "write `path = \"/{*rest}\"` to match every request, or another path",
@@ -267,7 +267,8 @@ impl RouteContext<'_> {
     fn read_route(&self, mut table: Table, report: &mut Report) -> ParsedRoute {
         let before = report.count();
         let conditions = RouteConditions::read(&mut table, report);
-        let path = conditions.path.as_ref().and_then(|path| PathPattern::read(path, self.reading, report));
+        let path = conditions.path.as_ref();
+        let path = path.and_then(|path| PathPattern::read(path, PatternKind::Route, self.reading, report));
         self.check_scheme(conditions.scheme, &table, report);
         let is_valid = report.count() == before && path.is_some();
         let actions = ActionSettings::read(&mut table, report);

@@ -5,7 +5,7 @@
 
 use super::diagnostics::{Report, quoted, quoted_list};
 use super::limits::{MAX_BODY, MIN_RATE, RouteTimeouts, Timeouts};
-use super::path::{EncodedSlash, PathPattern, PathReading, Segment};
+use super::path::{EncodedSlash, PathPattern, PathReading, PatternKind, Segment};
 use super::response_body::{self, BODY, Body, CONTENT_TYPE};
 use super::settings::{Choice, Custom, Inline, Integer, Kind, Optional, Required, Shape, Text};
 use super::template::{Template, TemplatePart, Variable};
@@ -286,11 +286,13 @@ impl ActionSettings {
         }
         if let Some(PrefixSettings { from, to }) = &self.replace_prefix {
             let from = from.as_ref().and_then(|prefix| read_matched_prefix(prefix, context, report));
-            let to = to.as_ref().and_then(|prefix| read_prefix(prefix, context.encoded_slash, report));
+            let kind = PatternKind::Rewrite(None);
+            let to = to.as_ref().and_then(|prefix| read_prefix(prefix, kind, context.encoded_slash, report));
             return Some(PathChange::Prefix { from: from?, to: to? });
         }
         let written = self.rewrite.as_ref()?;
-        let rewrite = PathPattern::read(written, PathReading::verbatim(context.encoded_slash), report)?;
+        let kind = PatternKind::Rewrite(context.path);
+        let rewrite = PathPattern::read(written, kind, PathReading::verbatim(context.encoded_slash), report)?;
         let path = context.path?;
         let mut params = rewrite.segments.iter().filter(|segment| segment.literal().is_none());
         if let Some(name) = params.find(|param| !path.segments.contains(param)).and_then(Segment::param_name) {
@@ -306,26 +308,33 @@ impl ActionSettings {
 }
 
 /// Reads a path prefix, without a slash at its end; `/` becomes the empty string.
-fn read_prefix(written: &SpannedString, slashes: EncodedSlash, report: &mut Report) -> Option<String> {
-    let pattern = PathPattern::read(written, PathReading::verbatim(slashes), report)?;
+fn read_prefix(
+    written: &SpannedString,
+    kind: PatternKind,
+    slashes: EncodedSlash,
+    report: &mut Report,
+) -> Option<String> {
+    let pattern = PathPattern::read(written, kind, PathReading::verbatim(slashes), report)?;
     if !pattern.param_names().is_empty() {
         let message = format!("{} has a parameter, which a prefix cannot have", quoted(&written.text));
         return report.reject(written.span.clone(), message, "write a prefix without parameters, or use `rewrite`");
     }
-    Some(pattern.text.strip_suffix('/').unwrap_or(&pattern.text).to_owned())
+    let prefix = pattern.literal_prefix();
+    Some(prefix.strip_suffix('/').map(str::to_owned).unwrap_or(prefix))
 }
 
 /// Reads a prefix, which all paths of the route must have.
 fn read_matched_prefix(written: &SpannedString, context: &ActionContext, report: &mut Report) -> Option<String> {
-    let prefix = read_prefix(written, context.encoded_slash, report)?;
-    let literals = context.path?.segments.iter().map_while(Segment::literal);
-    let own: String = literals.flat_map(|text| ["/", text]).collect();
+    let prefix = read_prefix(written, PatternKind::Prefix, context.encoded_slash, report)?;
+    let path = context.path?;
+    let own = path.literal_prefix();
     if !own.strip_prefix(&prefix).is_some_and(|rest| rest.is_empty() || rest.starts_with('/')) {
-        let fix = match own.trim_end_matches('/') {
+        let fix = match path.text.split("/{").next().unwrap_or_default().trim_end_matches('/') {
             "" => String::from("write the path with its prefix, such as `/api/{*rest}`"),
             own => format!("its paths begin with {}", quoted(own)),
         };
-        report.problem(written.span.clone(), format!("no path of this route begins with {}", quoted(&prefix)), fix);
+        let message = format!("no path of this route begins with {}", quoted(&written.text));
+        report.problem(written.span.clone(), message, fix);
     }
     Some(prefix)
 }
