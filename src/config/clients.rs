@@ -15,7 +15,7 @@ use super::listen::ClientCerts;
 use super::rule::GatewayRule;
 use super::settings::{Custom, Required, Section, Shape, Text, Texts, section_table};
 use super::toml_reader::{Item, SpannedString, Table, toml_errors};
-use super::values::{Definitions, check_name, definition_fix, read_digest, read_fingerprint, read_network};
+use super::values::{Definitions, check_name, definition_fix, is_pattern, read_digest, read_fingerprint, read_network};
 use transom_limiter::ip_prefix::Network;
 use transom_limiter::key::KeyPart;
 use transom_limiter::rule::Rule;
@@ -285,6 +285,10 @@ impl ClientsFileReader<'_> {
     fn read_subject(&mut self, text: &SpannedString, client: &str, report: &mut Report) -> Option<String> {
         if text.text.is_empty() {
             return report.reject(text.span.clone(), "a subject is empty", "write the subject, or remove it");
+        }
+        if is_pattern(&text.text) {
+            let message = "a subject is a pattern, and subjects are compared as a whole";
+            return report.reject(text.span.clone(), message, "write each subject");
         }
         let subject = match self.subjects_are_fingerprints {
             true => read_fingerprint(&text.as_str(), report)?,

@@ -7,7 +7,7 @@ use super::diagnostics::{Report, quoted};
 use super::rule::GatewayRule;
 use super::settings::{Custom, Required, Shape, Words};
 use super::toml_reader::{Item, SpannedStr, Table};
-use super::values::{Definitions, PREFIX_NOT_STATED};
+use super::values::{Definitions, PREFIX_NOT_STATED, is_pattern};
 use transom_limiter::key::KeyPart;
 use transom_limiter::rule::Rule;
 
@@ -69,6 +69,11 @@ fn read_entry(word: &SpannedStr, report: &mut Report) -> Option<DescriptorEntry>
     if key.is_empty() {
         let message = format!("{} names no entry", quoted(word.text));
         return report.reject(word.span.clone(), message, "write `KEY`, or `KEY=VALUE`, such as `remote_address`");
+    }
+    if value.as_deref().is_some_and(|value| value == "*" || is_pattern(value)) {
+        let message = format!("{} has a pattern, and values of descriptors are compared as a whole", quoted(word.text));
+        let fix = format!("write {} for any value, or each value in a rule of its own", quoted(key));
+        return report.reject(word.span.clone(), message, fix);
     }
     Some(DescriptorEntry { key: key.to_owned(), value })
 }

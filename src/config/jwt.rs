@@ -20,7 +20,7 @@ use super::settings::{
 };
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use super::upstream::{Scheme, Server};
-use super::values::{strip_line_end, without_byte_order_mark};
+use super::values::{is_pattern, strip_line_end, without_byte_order_mark};
 use crate::jwt::jwks::{self, JwksError, KEYS_MAX, ambiguous_algorithm};
 use crate::jwt::token::{KEYS_TRIED_MAX, TokenVerifier};
 use crate::jwt::verification_key::{Algorithm, VerificationKey};
@@ -111,6 +111,10 @@ fn read_claim(word: &SpannedStr, key: &str, report: &mut Report) -> Option<Strin
     if word.text.is_empty() {
         let fix = format!("write the value, or remove it; without `{key}`, any value is accepted");
         report.problem(word.span.clone(), format!("a value of `{key}` is empty"), fix);
+    }
+    if word.text == "*" || is_pattern(word.text) {
+        let message = format!("{} is a pattern, and values of `{key}` are compared as a whole", quoted(word.text));
+        report.problem(word.span.clone(), message, format!("write each value{ANY_VALUE}"));
     }
     Some(word.text.to_owned())
 }

@@ -354,6 +354,9 @@ fn parse_named_part(kind: &str, name: &str, text: &str) -> Option<Parsed<KeyPart
         }
         // White space around the name is invisible, and hardly intended.
         _ if name.is_empty() || name.contains(char::is_control) => none(&such_as),
+        _ if name.contains('*') || name.starts_with(['~', '^']) => {
+            none(&format!("write the whole name, such as `\"{example}\"`: a key has no patterns"))
+        }
         _ if name != name.trim() => Err((no_part(), format!("write `\"{kind}:{}\"`", name.trim()))),
         "cookie" if name.bytes().all(is_token_byte) => Ok(KeyPart::Cookie(name.to_owned())),
         "cookie" => {

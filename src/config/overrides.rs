@@ -10,7 +10,7 @@ use toml::de::DeValue;
 use super::diagnostics::{Report, Span, quoted, quoted_list};
 use super::settings::{Custom, Required, Section, Shape, Tables, Word};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
-use super::values::{check_name, read_digest, read_fingerprint, read_network};
+use super::values::{check_name, is_pattern, read_digest, read_fingerprint, read_network};
 use super::window::{concurrent, require_limits, windows};
 use transom_limiter::ip_prefix::{Network, canonical_address};
 use transom_limiter::key::KeyPart;
@@ -220,12 +220,6 @@ impl OverrideKeys<'_> {
     }
 }
 
-/// Whether a value is a regular expression or a wildcard of another product.
-fn is_pattern(text: &str) -> bool {
-    let is_wildcard = text.len() > 1 && text != "*/*" && (text.starts_with('*') || text.ends_with('*'));
-    is_wildcard || text.starts_with(['~', '^']) || text.contains(".*")
-}
-
 fn example_value(part: &KeyPart) -> &'static str {
     match part {
         KeyPart::Ip { .. } => "192.0.2.7",
@@ -267,7 +261,8 @@ fn read_value(part: &KeyPart, word: &SpannedStr, report: &mut Report) -> Option<
     }
     if is_pattern(text) {
         let message = format!("{} is a pattern, and values of a key are compared as a whole", quoted(text));
-        let fix = "write each value; a group of clients can share a plan: `[rules.NAME.plans.PLAN]`";
+        let fix = "write each value; a group of clients can share a plan: `[rules.NAME.plans.PLAN]`; for a value with a literal `*`, \
+                   write its digest: `sha256:` and 64 hex digits";
         return report.reject(word.span.clone(), message, fix);
     }
     let fix = match part {

@@ -201,14 +201,16 @@ fn read_headers(item: &Item, report: &mut Report) -> Option<Vec<(String, Option<
     Some(found)
 }
 
-/// Whether the value of a field is a pattern of another product: a regular expression, a negation or a wildcard. Some fields have
-/// values with `*`.
+/// Whether the value of a field is a pattern of another product: a regular expression, a negation or a wildcard. `*/*` and
+/// entity tags are values.
 fn is_foreign_pattern(field: &str, value: &str) -> bool {
     let is_expression = value.starts_with(['~', '^', '!'])
-        || [".*", ".+", "(?", "[^", "\\d", "\\w", "\\."].iter().any(|part| value.contains(part));
-    let is_wildcard = value.starts_with('*') || value.ends_with('*');
-    let has_literal_stars = value.contains('/') || field.starts_with("if-") || field.starts_with("accept");
-    is_expression || is_wildcard && !has_literal_stars
+        || [".*", ".+", "(?", "[^", "\\d", "\\w", "\\.", "|", "/^", "$/"].iter().any(|part| value.contains(part));
+    let without_any_type = value.replace("*/*", "");
+    let is_wildcard =
+        without_any_type.starts_with('*') || without_any_type.ends_with('*') || without_any_type.contains("/*");
+    let is_entity_tag = field.starts_with("if-") && (value == "*" || value.contains('"'));
+    (is_expression || is_wildcard) && !is_entity_tag
 }
 
 fn read_name(word: &SpannedStr, report: &mut Report) -> Option<String> {

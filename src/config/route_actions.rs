@@ -342,6 +342,12 @@ fn read_matched_prefix(written: &SpannedString, context: &ActionContext, report:
 impl RedirectSettings {
     fn resolve(self, path: Option<&PathPattern>, report: &mut Report) -> Option<LocalResponse> {
         let written = self.to?;
+        if written.text.split('$').skip(1).any(|behind| behind.starts_with(|c: char| c.is_ascii_digit())) {
+            let message =
+                format!("{} has a group of a regular expression, which has no meaning here", quoted(&written.text));
+            let fix = "name a parameter of the path: `{param.NAME}`";
+            return report.reject(written.span, message, fix);
+        }
         let to = Template::read(&written, path, report)?;
         if !is_safe_location(&to) {
             let fix =

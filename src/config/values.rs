@@ -15,7 +15,8 @@ use transom_limiter::secret_digest::Digest;
 /// The prefix of an address that a part of a key leaves to the settings of its rule.
 pub const PREFIX_NOT_STATED: u8 = 0;
 
-pub const FIELD_NAME_FIX: &str = "write a name such as `x-api-key`: letters, digits and `-`";
+pub const FIELD_NAME_FIX: &str =
+    "write a name such as `x-api-key`: letters, digits and `-`; each name is listed by itself";
 
 /// A value that `Debug` does not show.
 #[derive(Clone, PartialEq, Eq)]
@@ -114,9 +115,17 @@ fn nearest_name(name: &str) -> String {
     if valid.is_empty() { String::from("NAME") } else { valid }
 }
 
-/// The name of a header field in lower case; `None` if the text is not a field name (RFC 9110, section 5.1).
+/// The name of a header field in lower case; `None` if the text is not a field name (RFC 9110, section 5.1). Names are not
+/// matched to patterns, and no field has a name with the characters of one.
 pub fn parse_field_name(text: &str) -> Option<String> {
-    HeaderName::from_bytes(text.as_bytes()).ok().map(|name| name.as_str().to_owned())
+    let name = HeaderName::from_bytes(text.as_bytes()).ok().filter(|_| !text.contains(['*', '~', '^', '|']));
+    name.map(|name| name.as_str().to_owned())
+}
+
+/// Whether a value is a regular expression or a wildcard of another product. Values are compared as a whole.
+pub fn is_pattern(text: &str) -> bool {
+    let is_wildcard = text.len() > 1 && text != "*/*" && (text.starts_with('*') || text.ends_with('*'));
+    is_wildcard || text.starts_with(['~', '^']) || text.contains(".*")
 }
 
 /// Reads the name of a header field.
