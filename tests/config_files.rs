@@ -361,7 +361,8 @@ const PLACEHOLDERS: [&str; 6] = ["FILE", "NAME", "VALUE", "HOST", "PLAN", "VARIA
 /// The text with each of the values that a fix offers, one at a time, and where the value stands in it.
 fn with_fixes(text: &str, problem: &Problem) -> Vec<(String, Range<usize>)> {
     let is_value = |value: &str| DeTable::parse(&format!("x = {value}")).is_ok();
-    let offers = |before: &str| ["write ", "did you mean ", ", or "].iter().any(|end| before.ends_with(end));
+    let offers =
+        |before: &str| ["write ", "did you mean ", ", or ", "quotes: "].iter().any(|end| before.ends_with(end));
     let parts: Vec<&str> = problem.fix.split('`').collect();
     let written = &text[problem.span.clone()];
     let before = text[..problem.span.start].trim_end();
@@ -378,7 +379,10 @@ fn with_fixes(text: &str, problem: &Problem) -> Vec<(String, Range<usize>)> {
         }
         match offered.split_once(" = ") {
             Some((offered_key, value)) if key == Some(offered_key) && is_value(value) => texts.push(replaced(value)),
-            _ if is_value(offered) && is_value(written) => texts.push(replaced(offered)),
+            // Messages about syntax do not know the types of settings. A reference has any type.
+            _ if is_value(offered) && (is_value(written) || key.is_some() && offered.contains("${")) => {
+                texts.push(replaced(offered));
+            }
             _ => {}
         }
     }
@@ -386,8 +390,14 @@ fn with_fixes(text: &str, problem: &Problem) -> Vec<(String, Range<usize>)> {
 }
 
 /// Problems with a value that is right in itself: it needs another setting or a file, or another setting has it.
-const OTHER_PROBLEMS: [&str; 5] =
-    ["has no `on_missing_key`", "there is no `[", "use https only with", "is already in use", "cannot read"];
+const OTHER_PROBLEMS: [&str; 6] = [
+    "has no `on_missing_key`",
+    "there is no `[",
+    "use https only with",
+    "is already in use",
+    "cannot read",
+    "is not set",
+];
 
 /// Applies each value that the fix of a problem offers: then nothing is wrong with it.
 #[test]

@@ -98,8 +98,8 @@ fn to_json(path: &Path, config: &Config, messages: &[LintMessage], servers: Opti
         };
         json!({ "kind": kind, "text": message.text })
     };
-    let finding = |finding: &Finding| json!({ "severity": severity_word(finding.severity), "text": finding.text, "fix": finding.fix });
-    let server = |server: &ServerReport| json!({ "server": server.subject, "findings": server.findings.iter().map(finding).collect::<Vec<_>>() });
+    let finding = |Finding { severity, text, fix }: &Finding| json!({ "severity": severity_word(*severity), "text": text, "fix": fix });
+    let server = |ServerReport { subject, findings }: &ServerReport| json!({ "server": subject, "findings": findings.iter().map(finding).collect::<Vec<_>>() });
     let mut result = json!({
         "file": path.display().to_string(), "valid": true,
         "routes": config.routes.len(), "rules": config.rules.len(), "upstreams": config.upstreams.len(),

@@ -39,16 +39,30 @@ settings! {
 }
 
 fn check_client_tls(_settings: &mut ClientTlsSettings, table: &mut Table, report: &mut Report) {
-    suggest_ca(table);
+    suggest_ca(table, "ca", "ca = \"FILE\"");
     check_pair(table, report);
 }
 
-/// Explains settings of other products that disable verification.
-pub fn suggest_ca(table: &mut Table) {
-    for key in ["insecure_skip_verify", "skip_verify", "tls_verify"] {
-        let fix =
-            "verification cannot be disabled: write `ca = \"FILE\"` with the server's own certificate or its authority";
-        table.suggest_for(key, "ca", fix);
+/// Settings of other products that disable verification.
+const VERIFICATION: [&str; 9] = [
+    "insecure_skip_verify",
+    "skip_verify",
+    "tls_insecure_skip_verify",
+    "tls_skip_verify",
+    "tls_verify",
+    "ssl_verify",
+    "proxy_ssl_verify",
+    "verify",
+    "insecure",
+];
+
+/// Explains settings of other products that disable verification. `key` is the setting with the authorities here.
+pub fn suggest_ca(table: &mut Table, key: &'static str, written: &str) {
+    for foreign in VERIFICATION {
+        let fix = format!(
+            "verification cannot be disabled: write `{written}` with the server's own certificate or its authority"
+        );
+        table.suggest_for(foreign, key, fix);
     }
 }
 

@@ -5,6 +5,8 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 use super::diagnostics::{Parsed, Report, quoted};
 use super::toml_reader::{Item, SpannedStr};
 
+pub const SERVICE_FIX: &str =
+    "write the hosts and ports that the record lists, each as a server: service records are not looked up";
 /// The longest path of a Unix socket on Linux.
 const SOCKET_PATH_MAX_BYTES: usize = 107;
 
@@ -153,11 +155,7 @@ pub fn parse_authority(url: &str, authority: &str, (scheme, default_port): (&str
             let fix = format!("write four numbers from `0` to `255`, such as `\"{scheme}://127.0.0.1:9001\"`");
             ("has an invalid IPv4 address", fix)
         }
-        _ if is_service_name(host) => {
-            let fix =
-                "write the hosts and ports that the record lists, each as a server: service records are not looked up";
-            ("names a service record (SRV)", fix.to_owned())
-        }
+        _ if is_service_name(host) => ("names a service record (SRV)", SERVICE_FIX.to_owned()),
         _ if is_ipv4_like(host) || is_name(host) => return Ok((host.to_ascii_lowercase(), port)),
         _ => ("has an invalid host name", "write a name of letters, digits, `-` and dots, or an IP address".to_owned()),
     };

@@ -11,7 +11,7 @@ use toml::de::DeValue;
 use http::uri::PathAndQuery;
 
 use super::certificate::PEM_FILE;
-use super::client_tls::{ClientTls, ClientTlsSettings, SystemRoots};
+use super::client_tls::{ClientTls, ClientTlsSettings, SystemRoots, suggest_ca};
 use super::diagnostics::{Parsed, Report, Span, quoted};
 use super::host::parse_authority;
 use super::settings::{
@@ -31,7 +31,8 @@ const ALGORITHMS: [(&str, Algorithm); 4] = [
     ("ES256", Algorithm::Es256),
     ("EdDSA", Algorithm::EdDsa),
 ];
-const NO_KEYS: &str = "write `keys = [{ algorithm = \"RS256\", public_key_file = \"FILE\" }]`, `jwks_file = \"FILE\"`, or `jwks_url = \"URL\"`";
+const NO_KEYS: &str = "write `keys = [{ algorithm = \"RS256\", public_key_file = \"FILE\" }]`, `jwks_file = \"FILE\"`, or \
+                       `jwks_url = \"URL\"`";
 const URL_EXAMPLE: &str = "\"https://issuer.example/.well-known/jwks.json\"";
 const KEY_FIX: &str = "write `{ algorithm = \"RS256\", public_key_file = \"FILE\" }`";
 
@@ -219,7 +220,8 @@ fn parse_key_set_url(url: &str) -> Parsed<(Server, PathAndQuery)> {
 }
 
 /// Checks the keys together: each is listed once, and few enough may match one token.
-fn check_keys(settings: &mut JwtSettings, table: &Table, report: &mut Report) {
+fn check_keys(settings: &mut JwtSettings, table: &mut Table, report: &mut Report) {
+    suggest_ca(table, "jwks_ca", "jwks_ca = \"FILE\"");
     if ["keys", "jwks_file", "jwks_url"].iter().all(|key| table.lacks(key)) {
         report.missing(table.span.clone(), "`[jwt]` has no keys", NO_KEYS);
     }

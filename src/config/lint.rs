@@ -441,7 +441,10 @@ fn layers_that_never_refuse(layers: &[Limit]) -> impl Iterator<Item = String> {
         let other = others.into_iter().find(|other| burst_bound::never_binds(limit, other))?;
         let most = burst_bound::max_in_window(other, limit)?;
         let (limit, other) = [limit, other].map(|one| format!("{}/{}", one.tokens, one.period_text)).into();
-        Some(format!("{limit} cannot be reached, because {other} admits at most {most} in that time; it takes effect once {other} is raised"))
+        Some(format!(
+            "{limit} cannot be reached, because {other} admits at most {most} in that time; it takes effect once {other} is \
+             raised"
+        ))
     })
 }
 
@@ -721,8 +724,8 @@ mod tests {
             "r: warning: no client can have the plan `gold`: there is no `[clients]`"
         );
         let admin = |address: &str| messages_of_rules(&format!("[listen]\nadmin = \"{address}\""), "");
-        let note = "warning: `admin` listens on `0.0.0.0:9900`: anyone who can connect can read the metrics, and use up and reset every limit; \
-                    set `token_file` in `[admin]`";
+        let note = "warning: `admin` listens on `0.0.0.0:9900`: anyone who can connect can read the metrics, and use up and \
+                    reset every limit; set `token_file` in `[admin]`";
         assert_eq!(admin("0.0.0.0:9900"), [note]);
         for address in ["192.0.2.1:9900", "[::]:9900", "[2001:db8::1]:9900"] {
             assert_eq!(admin(address).len(), 1, "{address}");

@@ -145,12 +145,8 @@ fn read_exemptions(item: &Item, report: &mut Report) -> Option<Vec<ExemptionSett
 
 /// Reads a network. A text without `/`, `.` and `:` may be intended as the value of a key.
 fn read_exempt_network(word: &SpannedStr, report: &mut Report) -> Option<Network> {
-    if word.text.contains(['/', '.', ':']) || word.text.is_empty() {
+    if word.text.contains(['/', '.', ':']) || ["", "localhost"].contains(&word.text) {
         return read_network(word, report);
-    }
-    if word.text == "localhost" {
-        let fix = "write `\"127.0.0.0/8\"` and `\"::1\"`: names are not resolved";
-        return report.reject(word.span.clone(), "`localhost` is not a network", fix);
     }
     let fix = format!("write `\"{KEY_PREFIX}{}\"`, if this is the value of a key", word.text);
     report.reject(word.span.clone(), format!("{} is not a network", quoted(word.text)), fix)

@@ -160,13 +160,13 @@ fn check_shared(settings: &mut SharedSettings, table: &mut Table, report: &mut R
     for key in ["url", "host", "servers", "nodes"] {
         table.suggest_for(key, "redis", format!("{REDIS_FIX}, or a list for a cluster"));
     }
-    for key in ["sentinel_password", "sentinel_username"] {
+    for key in ["sentinel_password", "sentinel_username", "sentinel_user"] {
         let fix = "remove it: the gateway logs in to sentinels with `username` and `password_file` or `password_env`, and without a \
                    password where a sentinel has none";
         table.suggest_for(key, "password_file", fix);
     }
     table.suggest_for("tls", "redis", "write `rediss://` in `redis`");
-    suggest_ca(table);
+    suggest_ca(table, "ca", "ca = \"FILE\"");
     table.suggest_for("shared", "mode", "did you mean `mode`? Here, the setting for all rules has this name");
     let fix = "write `key_format` in the rule that shares its counters with another service";
     table.suggest_for("key_format", "prefix", fix);

@@ -1,6 +1,7 @@
 //! `[tracing]`: which requests are traced, and the receiver of their spans.
 
 use super::certificate::{self, PEM_FILE};
+use super::client_tls::suggest_ca;
 use super::diagnostics::{Parsed, Report, quoted};
 use super::host::parse_authority;
 use super::settings::{Custom, Section, Shape, Share, section_table};
@@ -79,6 +80,7 @@ fn check_authorities(settings: &mut TracingSettings, table: &mut Table, report: 
     {
         table.suggest_for(key, meant, format!("write `{meant}`"));
     }
+    suggest_ca(table, "ca", "ca = \"FILE\"");
     if let (Some(item), true) = (table.given("ca"), settings.endpoint.starts_with("http://")) {
         let fix = "remove it, or write `https://` in `endpoint`";
         report.missing(item.key_span, "`ca` has no effect: the receiver does not use TLS", fix);

@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use toml::de::DeValue;
 
-use super::client_tls::{ClientTls, ClientTlsSettings, SystemRoots};
+use super::client_tls::{ClientTls, ClientTlsSettings, SystemRoots, suggest_ca};
 use super::diagnostics::{Parsed, Report, quoted};
-use super::host::{parse_authority, parse_socket_path};
+use super::host::{SERVICE_FIX, parse_authority, parse_socket_path};
 use super::key;
 use super::settings::{
     Choice, Custom, DAY_MS, Inline, InlineOrFalse, Integer, Kind, Optional, Percent, Required, Section, Shape, Text,
@@ -248,6 +248,14 @@ fn parse_server_url(url: &str) -> Parsed<(Scheme, String, u16)> {
         }
         Some((scheme, rest)) => match scheme.to_ascii_lowercase().as_str() {
             scheme @ ("http" | "https") => invalid("is not a server URL", scheme, rest),
+            "srv" | "http+srv" | "dns+srv" | "dnssrv" => {
+                Err((format!("{} names a service record (SRV)", quoted(url)), SERVICE_FIX.to_owned()))
+            }
+            scheme @ ("grpc" | "h2c" | "grpcs" | "h2") => {
+                let http = if scheme.ends_with('c') { "http" } else { "https" };
+                let fix = format!("write `\"{http}://{rest}\"`, and `protocol = \"http2\"`");
+                Err((format!("{} has a scheme that is not supported", quoted(url)), fix))
+            }
             _ => invalid("has a scheme that is not supported", "http", "HOST:PORT"),
         },
         None => invalid("is not a server URL", "http", if url.is_empty() { "HOST:PORT" } else { url }),
@@ -277,7 +285,10 @@ settings! {
         balance: LoadBalancing = Custom {
             default: LoadBalancing::LeastRequests,
             default_text: Some("\"least-requests\""),
-            shape: Shape::AnyOf(vec![Shape::Words(vec!["least-requests", "round-robin"]), Shape::described("`{ hash = … }`", Shape::map_of(Shape::one_or_list("part of a key")))]),
+            shape: Shape::AnyOf(vec![
+                Shape::Words(vec!["least-requests", "round-robin"]),
+                Shape::described("`{ hash = … }`", Shape::map_of(Shape::one_or_list("part of a key"))),
+            ]),
             read: read_balance,
         };
         /// [Active health checks](#health-checks).
@@ -305,8 +316,15 @@ settings! {
 }
 
 fn check_policy(_policy: &mut UpstreamPolicy, table: &mut Table, report: &mut Report) {
-    table.suggest_for("ip_hash", "balance", "write `balance = { hash = \"ip\" }`");
+    for key in ["ip_hash", "hash", "hash_key"] {
+        table.suggest_for(key, "balance", "write `balance = { hash = \"ip\" }`");
+    }
     table.suggest_for("least_conn", "balance", "write `balance = \"least-requests\"`");
+    for key in ["strategy", "policy", "lb_policy", "algorithm", "load_balancing", "lb"] {
+        let fix = "write `balance = \"least-requests\"`, `balance = \"round-robin\"` or `balance = { hash = \"ip\" }`";
+        table.suggest_for(key, "balance", fix);
+    }
+    suggest_ca(table, "tls", "tls = { ca = \"FILE\" }");
     if let (Some(item), None) = (table.given("max_pending"), table.given("max_connections")) {
         let message = "`max_pending` has no effect without `max_connections`";
         report.missing(item.key_span, message, "add `max_connections`, or remove it");

@@ -141,6 +141,14 @@ pub fn read_network(word: &SpannedStr, report: &mut Report) -> Option<Network> {
             let bits = long_prefix(word.text).unwrap_or_default();
             (format!("{} has a prefix longer than the address", quoted(word.text)), format!("write at most `/{bits}`"))
         }
+        NetworkError::Syntax if host_of(word.text) == "localhost" => {
+            let fix = "write `\"127.0.0.0/8\"`, and `\"::1\"` for IPv6: names are not resolved";
+            (format!("{} is not a network", quoted(word.text)), fix.to_owned())
+        }
+        NetworkError::Syntax if host_of(word.text).parse::<IpAddr>().is_ok() => {
+            let fix = format!("write `\"{}\"`: a network has no port", host_of(word.text));
+            (format!("{} is not a network", quoted(word.text)), fix)
+        }
         NetworkError::Syntax => {
             let fix = "write a network such as `\"10.0.0.0/8\"`, or an address";
             (format!("{} is not a network", quoted(word.text)), fix.to_owned())
@@ -152,6 +160,12 @@ pub fn read_network(word: &SpannedStr, report: &mut Report) -> Option<Network> {
         }
     };
     report.accept(word.span.clone(), word.text.parse().map_err(explain))
+}
+
+/// A text without a port and the brackets of an IPv6 address.
+fn host_of(text: &str) -> &str {
+    let host = text.rsplit_once(':').filter(|(_, port)| port.parse::<u16>().is_ok()).map_or(text, |(host, _)| host);
+    host.trim_matches(['[', ']'])
 }
 
 /// The bits of the address, if a text is an address with a prefix of more.

@@ -26,6 +26,13 @@ const TOKENS_MAX: u64 = u32::MAX as u64;
 /// The longest time in which later windows pay off a debt: ten years.
 const DEBT_MAX_MS: u64 = 3653 * DAY_MS;
 
+/// Keys of other products in the table of a window, and what is written here.
+const FOREIGN_KEYS: [(&[&str], &str, &str); 3] = [
+    (&["burst", "nodelay"], "capacity", "write `capacity = 50`: unused tokens roll over, up to `capacity`"),
+    (&["rate", "requests", "max", "tokens", "count"], "limit", "write `limit = 33`"),
+    (&["per", "interval", "window", "unit", "duration", "seconds"], "period", "write `period = \"minute\"`"),
+];
+
 const PERIODS: [&str; 6] = ["second", "minute", "hour", "day", "week", "month"];
 
 settings! {
@@ -262,6 +269,9 @@ pub enum WindowStart {
 fn read_window_table(item: &Item, report: &mut Report) -> Option<Limit> {
     let mut table = item.table("the window", "", report)?;
     let settings = WindowSettings::read(&mut table, report);
+    for (keys, meant, fix) in FOREIGN_KEYS {
+        keys.iter().for_each(|key| table.suggest_for(key, meant, fix));
+    }
     let limit = settings.resolve(&table, report);
     table.finish(report);
     limit

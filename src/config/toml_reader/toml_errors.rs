@@ -104,7 +104,15 @@ impl SyntaxError {
         if NUMBER_ERRORS.iter().any(|part| parser_message.contains(part)) {
             return self.value_span(text);
         }
-        self.foreign_quotes(text).map_or(self.at.clone(), |(span, _)| span)
+        let quotes = self.foreign_quotes(text).map(|(span, _)| span);
+        quotes.or_else(|| self.reference(text)).unwrap_or_else(|| self.at.clone())
+    }
+
+    /// A reference without quotes. The parser stops behind its `$`.
+    fn reference(&self, text: &str) -> Option<Span> {
+        let rest = &text[self.at.start..line_end(text, self.at.start)];
+        let end = rest.find('}').filter(|_| rest.starts_with("${"))?;
+        Some(self.at.start..self.at.start + end + 1)
     }
 
     /// A string in quotes that TOML does not support: its span with the quotes, and its contents.
@@ -146,10 +154,7 @@ impl SyntaxError {
             let fix = format!("write straight quotes: `\"{}\"`", without_quotes(inner));
             (format!("{} has quotes that TOML does not support", quoted(&text[span])), fix)
         } else if is_about("string values must be quoted") || is_about("invalid boolean") {
-            // The parser stops behind the `$` of a reference.
-            let rest = &text[self.at.start..line_end(text, self.at.start)];
-            let reference = rest.find('}').filter(|_| rest.starts_with("${")).map(|end| &rest[..=end]);
-            explain_unquoted_word(reference.unwrap_or(value))
+            explain_unquoted_word(self.reference(text).map_or(value, |span| &text[span]))
         } else if lacks_opening_bracket(line) {
             explain_header(line, "this header does not begin with `[`")
         } else if NOT_A_SETTING.iter().any(|start| is_about(start)) {
@@ -319,20 +324,33 @@ fn explain_unquoted_word(word: &str) -> (String, String) {
         word @ ("true" | "false") => format!("write `{word}`, in lower case"),
         "yes" | "on" => "write `true`".to_owned(),
         "no" => "write `false`".to_owned(),
-        // Some settings accept it as a string.
-        reference if reference.starts_with("${") && !reference.contains(':') => {
-            let name = word.trim_start_matches("${").trim_end_matches('}');
-            format!("write a reference in quotes: `\"${{env:{}}}\"`", without_quotes(name))
+        reference if reference.starts_with('$') => {
+            format!("write a reference in quotes: `\"{}\"`", without_quotes(word))
         }
+        // Some settings accept it as a string.
         "off" => "write `false`, or `\"off\"` for a setting with several choices".to_owned(),
         _ => format!("put it in quotes: `\"{}\"`", without_quotes(word)),
     };
     (format!("{} is not a value", quoted(word)), fix)
 }
 
-/// The value without characters that quotes cannot hold, truncated.
+/// The value without characters that quotes cannot hold, truncated. Variables of a shell become references.
 fn without_quotes(value: &str) -> String {
-    value.trim().chars().filter(|c| *c != '"' && *c != '\\' && !c.is_control()).take(60).collect()
+    let plain: String = value.trim().chars().filter(|c| *c != '"' && *c != '\\' && !c.is_control()).take(60).collect();
+    let is_name = |c: char| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_';
+    let mut parts = plain.split('$');
+    let mut out = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let inner = part.strip_prefix('{').unwrap_or(part);
+        let (name, rest) = inner.split_at(inner.find(|c| !is_name(c)).unwrap_or(inner.len()));
+        // Behind a name in braces may be a default value, which references do not have.
+        let rest = if inner.len() == part.len() { Some(rest) } else { rest.split_once('}').map(|(_, rest)| rest) };
+        match rest.filter(|_| name.starts_with(|c: char| c.is_ascii_uppercase() || c == '_')) {
+            Some(rest) => out.extend(["${env:", name, "}", rest]),
+            None => out.extend(["$", part]),
+        }
+    }
+    out
 }
 
 fn explain_header(line: &str, message: &str) -> (String, String) {
