@@ -374,7 +374,7 @@ impl SharedCounters {
         // The tokens are part of the known usage, and not of replies to calls that were sent before.
         let unanswered = (shards == 1).then(|| self.new_charge());
         if let Some(id) = unanswered {
-            self.add_unanswered(id, counter, tokens.into());
+            self.add_unanswered(id, counter, tokens);
         }
         let mut all_delivered = true;
         let parts = reachable.len() as u32;
