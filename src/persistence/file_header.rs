@@ -49,7 +49,7 @@ pub struct Header {
 pub enum UnusableFile {
     /// It is not a counters file, and may be valuable.
     Foreign,
-    /// Holds its [`VERSION`].
+    /// Holds the two versions, as the file states them.
     Version(u64),
     Damaged,
     /// It was created before the last boot.
@@ -73,7 +73,7 @@ impl fmt::Display for UnusableFile {
     }
 }
 
-/// Why files of another [`VERSION`] are not read.
+/// Why files of other versions are not read.
 pub(super) fn describe_version(version: u64) -> String {
     let (layout, identities) = (version as u32, version >> 32);
     match layout {
