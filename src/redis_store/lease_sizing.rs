@@ -107,7 +107,8 @@ pub struct Refusal {
 }
 
 impl LeaseRecord {
-    /// Notes the reply to a call. Returns whether a later one was noted before, and the tokens of unanswered charges that the reply does not have.
+    /// Notes the reply to a call. Returns whether a later one was noted before, and the tokens of unanswered charges that the reply
+    /// does not have.
     pub fn note_call(&mut self, call: u64) -> (bool, u64) {
         let is_outdated = call < self.latest_call;
         self.latest_call = self.latest_call.max(call);

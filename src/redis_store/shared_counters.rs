@@ -25,7 +25,7 @@ use transom_limiter::deferred_refunds::DeferredRefunds;
 use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::store_key::{StoreWindow, counter_name};
-use transom_limiter::table::Table;
+use transom_limiter::table::{Counter, Table};
 use transom_limiter::window_kind::WindowKind;
 
 /// Larger differences between the gateway's time and the store's are not corrected.
@@ -241,9 +241,7 @@ impl SharedCounters {
                 return None;
             }
             let tokens = self.table.withdraw(counter, target.end_ms, u32::MAX);
-            // Otherwise an outage would count them as used, here and, afterwards, in the store.
-            let end_ms = (target.kind != WindowKind::Sliding).then_some(target.end_ms);
-            self.table.subtract_known_usage(counter, end_ms, tokens, now_ms);
+            self.forget_returned_tokens(counter, target, tokens);
             Some(tokens)
         };
         let idle = self.leases.take_idle(all, self.clock.instant(), left, withdraw);
@@ -253,6 +251,14 @@ impl SharedCounters {
             idle.into_iter().partition(|(target, _)| target.end_ms > now_ms || target.kind.outlasts_window());
         self.metrics.expired(ended.iter().map(|(_, tokens)| u64::from(*tokens)).sum());
         self.refund(live.iter().map(|(target, tokens)| target.refund(u64::from(*tokens))).collect()).await;
+    }
+
+    /// Subtracts leased tokens that go back to the store from the known usage. Otherwise they would count as used during an outage,
+    /// and the report afterwards would make the store count them.
+    pub(super) fn forget_returned_tokens(&self, counter: Counter, target: &RefundTarget, tokens: u32) {
+        // The known usage of a sliding window ends later than a lease.
+        let end_ms = (target.kind != WindowKind::Sliding).then_some(target.end_ms);
+        self.table.subtract_known_usage(counter, end_ms, tokens, self.clock.now().unix_ms);
     }
 
     /// Ensures that leased tokens are returned if they are not spent after the refund of these charges: the lease may have been

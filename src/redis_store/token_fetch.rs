@@ -40,9 +40,8 @@ pub struct TokenFetch {
     pub keyed_request: KeyedRequest,
     /// The layer's ordinary counter.
     pub counter: Counter,
-    /// The key in the store, and the suffix of the layer.
+    /// The key in the store.
     pub key_text: Rc<str>,
-    pub suffix: Rc<str>,
     pub shards: u32,
     /// The generation of connections when `request` was made.
     pub generation: u64,
@@ -124,7 +123,8 @@ impl SharedCounters {
         for i in 0..shards {
             let shard = (first + i) % shards;
             let part = part_of_shard(whole, shards, shard);
-            let base = self.key_base(&fetch.key_text, &fetch.suffix, shard);
+            let suffix = fetch.rule_set.rules[fetch.rule].suffix(fetch.layer);
+            let base = self.key_base(&fetch.key_text, suffix, shard);
             // The next shard may have what one shard lacks.
             let mut need = missing.min(part);
             let (request, replies) = loop {
@@ -207,7 +207,7 @@ impl SharedCounters {
         self.metrics.fetched(reply.granted);
         let excess = self.excess_tokens(fetch, usage).min(granted);
         if excess > 0 {
-            self.table.subtract_known_usage(fetch.counter, Some(lease_end_ms), excess, now_ms);
+            self.forget_returned_tokens(fetch.counter, &refund_target, excess);
             self.refund_later(vec![refund_target.refund(excess.into())]);
         }
         let tokens = granted - excess;
@@ -222,8 +222,8 @@ impl SharedCounters {
         }
     }
 
-    /// The tokens beyond the limit, of those that a fetch was granted. A reply that was late grants tokens that the store had left:
-    /// meanwhile this gateway may have counted requests locally. `usage`: the known usage, with the tokens granted.
+    /// How many of the granted tokens exceed the limit. A late reply grants what the store had left when it executed the call; this
+    /// gateway may have counted requests locally since. `usage`: the known usage, which includes the granted tokens.
     fn excess_tokens(&self, fetch: &TokenFetch, usage: u64) -> u32 {
         // The usage of a sharded counter is known only if all its shards are full.
         if fetch.shards > 1 {
@@ -657,7 +657,6 @@ impl SharedCounters {
             layer: layer_ref.layer,
             keyed_request,
             counter: layer.counter(keyed_request),
-            suffix: compiled_rule.suffix(layer_ref.layer).into(),
             key_text,
             shards: layer.shards,
             generation: self.generation.get(),

@@ -613,7 +613,7 @@ fn a_refused_upload_is_not_reset_before_the_client_can_read_the_response() {
     assert!(!kinds.contains(&RST_STREAM), "{kinds:?}");
 }
 
-/// Beyond what is read after a response, the client would wait for its window in vain.
+/// The gateway reads a limited part of an upload after its response, and then opens the window no more.
 #[test]
 fn a_long_refused_upload_is_ended_without_an_error() {
     let refuse_all = one_rule("key = \"ip\"\nwindows = [\"1/hour\"]");

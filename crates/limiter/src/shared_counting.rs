@@ -306,7 +306,7 @@ impl RuleSet {
                 continue;
             }
             if table.known_usage(layer.counter(keyed_request), now_ms).is_none() {
-                // A lease that is missing says nothing.
+                // Without a lease, the charge states no usage.
                 charge.usage = Usage { used: 0, end_ms: local.end_ms };
             }
             charge.usage.used += local.used;
