@@ -1,9 +1,10 @@
 //! Command line arguments, logging setup, exit codes.
 
 use std::io::{self, Write as _};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use clap::error::{ContextKind, ContextValue};
 use clap::{CommandFactory as _, Parser, Subcommand};
 use clap_mangen::Man;
 use tracing_appender::non_blocking::WorkerGuard;
@@ -70,7 +71,7 @@ struct Explain {
 #[derive(clap::Args)]
 struct Health {
     #[command(flatten)]
-    file: File,
+    file: NamedFile,
     #[command(flatten)]
     options: cli::health::Options,
 }
@@ -78,7 +79,7 @@ struct Health {
 #[derive(clap::Args)]
 struct Top {
     #[command(flatten)]
-    file: File,
+    file: NamedFile,
     #[command(flatten)]
     options: cli::top::Options,
 }
@@ -115,8 +116,59 @@ impl NamedFile {
     }
 }
 
+/// Options and commands of other programs, and the command here.
+const OTHER_COMMANDS: [(&[&str], &str); 5] = [
+    (
+        &[
+            "-t",
+            "-T",
+            "--test",
+            "--validate",
+            "--check",
+            "--mode",
+            "test",
+            "validate",
+            "configtest",
+            "config-test",
+            "lint",
+            "verify",
+        ],
+        "`transom check FILE` checks a configuration file",
+    ),
+    (&["serve", "start", "server", "-f", "--file"], "`transom run FILE` serves a configuration file"),
+    (&["-s", "reload", "restart"], "the gateway reloads a changed file by itself, and at the signal SIGHUP"),
+    (&["stop", "quit"], "the signal SIGTERM stops the gateway when its requests have ended"),
+    (&["-v", "version"], "`transom --version` prints the version"),
+];
+
+/// Reads the command line. A mistake gets the command that is probably meant.
+fn read_arguments() -> Arguments {
+    Arguments::try_parse().unwrap_or_else(|mut error| {
+        let written =
+            [ContextKind::InvalidArg, ContextKind::InvalidSubcommand].into_iter().find_map(|kind| {
+                match error.get(kind) {
+                    Some(ContextValue::String(written)) => Some(written.clone()),
+                    _ => None,
+                }
+            });
+        let hint =
+            written.and_then(|written| match OTHER_COMMANDS.iter().find(|(words, _)| words.contains(&&*written)) {
+                Some((_, hint)) => Some((*hint).to_owned()),
+                None if Path::new(&written).extension().is_some() && !written.starts_with('-') => Some(format!(
+                    "`transom run {written}` serves this configuration file, `transom check {written}` checks it"
+                )),
+                None => None,
+            });
+        if let Some(hint) = hint {
+            error.remove(ContextKind::SuggestedSubcommand);
+            error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![hint.into()]));
+        }
+        error.exit()
+    })
+}
+
 fn main() -> ExitCode {
-    let arguments = Arguments::parse();
+    let arguments = read_arguments();
     let _flushed_at_the_end = match start_log() {
         Ok(writer) => writer,
         Err(message) => {
@@ -129,8 +181,8 @@ fn main() -> ExitCode {
         Command::Run(file) => cli::run::run(&file.path()),
         Command::Check(check) => cli::check::check(&check.file.path(), check.options),
         Command::Explain(explain) => cli::explain::explain(&explain.file.config, &explain.options),
-        Command::Health(health) => cli::health::health(&health.file.config, &health.options),
-        Command::Top(top) => cli::top::top(&top.file.config, &top.options),
+        Command::Health(health) => cli::health::health(&health.file.path(), &health.options),
+        Command::Top(top) => cli::top::top(&top.file.path(), &top.options),
         Command::Simulate(simulate) => cli::simulate::simulate(&simulate.file.config, &simulate.options),
         Command::Schema => cli::print_schema(),
         Command::Completions { shell } => print_completions(shell),

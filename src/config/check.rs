@@ -11,10 +11,11 @@ use super::clients::{DefinedPlans, read_clients, report_unused_on_unknown_key};
 use super::counters::Counters;
 use super::descriptor::report_unused_descriptors;
 use super::diagnostics::{Problem, Report};
+use super::foreign;
 use super::jwt::{read_jwt, report_missing_or_unused_jwt};
 use super::key_format::check_key_formats;
 use super::limits::{DrainSettings, Http2, Limits, Timeouts};
-use super::listen::{Admin, Listen};
+use super::listen::{Admin, read_listen};
 use super::path::PathReading;
 use super::redaction::HiddenValues;
 use super::redis::{StoreConfig, TABLE_FIX};
@@ -32,6 +33,10 @@ use transom_limiter::rule::Rule;
 pub fn read_config(text: &str, mut report: Report) -> Result<Config, Vec<Problem>> {
     let top_level = General::settings().into_iter().chain(PathReading::settings());
     report.top_level_keys = top_level.map(|setting| setting.key).chain(["access_log"]).collect();
+    if let (Some((span, message, fix)), false) = (foreign::configuration(text), is_toml(text)) {
+        report.problem(span, message, fix);
+        return Err(report.into_problems());
+    }
     let valid_text = toml_errors::skip_syntax_errors(text, &mut report);
     let (mut document, _) = DeTable::parse_recoverable(&valid_text);
     references::resolve(document.get_mut(), &mut report);
@@ -48,11 +53,15 @@ pub fn read_config(text: &str, mut report: Report) -> Result<Config, Vec<Problem
     }
 }
 
+fn is_toml(text: &str) -> bool {
+    DeTable::parse_recoverable(text).1.is_empty()
+}
+
 fn read_top_level(mut top: Table, report: &mut Report) -> Config {
     let general = General::read(&mut top, report);
     let path_reading = PathReading::read(&mut top, report);
     let before = report.count();
-    let listen = Listen::read_section(top.get("listen"), report);
+    let listen = read_listen(top.get("listen"), report);
     let listen_is_valid = report.count() == before;
     let admin = Admin::read_section(top.get("admin"), report);
     let certs = listen.client_certs();

@@ -12,7 +12,7 @@ use super::certificate::{self, Certificate, CertificateFiles, RevocationList};
 use super::diagnostics::{Parsed, Report, quoted};
 use super::host::read_hosts;
 use super::settings::{
-    Choice, Custom, Integer, Kind, Optional, Required, Restart, Section, Shape, Tables, Word, Words,
+    Choice, Custom, Integer, Kind, OFF_FIX, Optional, Required, Restart, Section, Shape, Tables, Word, Words,
 };
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use super::values::{Secret, read_network};
@@ -21,6 +21,8 @@ use transom_limiter::ip_prefix::Network;
 const ADDRESS: &str = "`\"ADDRESS:PORT\"`";
 const EXAMPLE: &str = "\"127.0.0.1:8080\"";
 const DEFAULT: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8080);
+const HTTP_OFF_FIX: &str =
+    "remove the line: without it, nothing listens for HTTP where `https`, `ratelimit_service` or `forward_auth` is set";
 const HTTPS_FIX: &str = "write `[listen.https]`, then its `address`, its `certificate` and its `private_key`";
 
 settings! {
@@ -33,7 +35,10 @@ settings! {
             default: vec![DEFAULT],
             default_text: Some(EXAMPLE),
             shape: Shape::one_or_list(ADDRESS),
-            read: |item, report| addresses(EXAMPLE, ", or remove `http`: this is the default").read(item, report),
+            read: |item, report| match item.is_off() {
+                false => addresses(EXAMPLE, ", or remove `http`: this is the default").read(item, report),
+                true => report.reject(item.span.clone(), "`http` cannot be turned off", HTTP_OFF_FIX),
+            },
         });
         /// Addresses for TLS, see [`[listen.https]`](#listenhttps).
         https: Vec<Https> = Custom::or_empty(
@@ -269,7 +274,38 @@ fn uses_default_address(table: &Table) -> bool {
         || ["https", "ratelimit_service", "forward_auth"].iter().all(|key| table.given(key).is_none())
 }
 
-fn check_listen(listen: &mut Listen, table: &Table, report: &mut Report) {
+/// The fix for an address of HTTP that is not written in `http`.
+fn http_fix(item: &Item, report: &Report) -> String {
+    let text = match item.value {
+        DeValue::Integer(_) => format!(":{}", report.source(item.span.clone())),
+        DeValue::String(text) => text.to_string(),
+        _ => String::from("0.0.0.0:8080"),
+    };
+    match parse_address(&text).map_err(|(_, fix)| fix) {
+        Ok(address) => format!("write `http = \"{address}\"`"),
+        Err(fix) if fix.contains("write `\"") => fix.replace("`\"", "`http = \""),
+        Err(_) => format!("write `http = {EXAMPLE}`"),
+    }
+}
+
+/// Reads `[listen]`. A single address is reported with the setting that takes it.
+pub fn read_listen(item: Option<Item>, report: &mut Report) -> Listen {
+    match &item {
+        Some(address) if matches!(address.value, DeValue::String(_) | DeValue::Integer(_)) && !address.is_off() => {
+            let fix = format!("write `[listen]`, then {}", http_fix(address, report).replacen("write ", "", 1));
+            let _: Option<()> = address.wrong_type("a table", &fix, report);
+            Listen::default()
+        }
+        _ => Listen::read_section(item, report),
+    }
+}
+
+fn check_listen(listen: &mut Listen, table: &mut Table, report: &mut Report) {
+    for key in ["address", "addresses", "bind", "listen", "port", "ports", "host"] {
+        if let Some(item) = table.given(key) {
+            table.suggest_for(key, "http", http_fix(&item, report));
+        }
+    }
     if !uses_default_address(table) {
         listen.http.clear();
     }
@@ -427,7 +463,7 @@ fn read_ratelimit_service(item: &Item, report: &mut Report) -> Option<RatelimitS
 }
 
 fn read_https(item: &Item, title: &str, fix: &str, report: &mut Report) -> Option<Https> {
-    let mut table = item.table(title, fix, report)?;
+    let mut table = item.table(title, if item.is_off() { OFF_FIX } else { fix }, report)?;
     let default = CertificateFiles::read(&mut table, report).certificate(report);
     let mut https = Https::read(&mut table, report);
     table.finish(report);

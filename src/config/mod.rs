@@ -25,6 +25,7 @@ pub mod count_when;
 pub mod counters;
 pub mod descriptor;
 pub mod diagnostics;
+mod foreign;
 pub mod host;
 pub mod jwt;
 pub mod key;
@@ -54,7 +55,7 @@ use clients::Clients;
 use count_when::CountWhen;
 use counters::Counters;
 use descriptor::Descriptor;
-use diagnostics::{Inputs, Problem, ReadFile, Report};
+use diagnostics::{Inputs, Problem, ReadFile, Report, quoted};
 use jwt::KeySetSource;
 use key::OnUnknownKey;
 use limits::{DrainSettings, Http2, Limits, Timeouts};
@@ -64,7 +65,8 @@ use redaction::HiddenValues;
 use route::Route;
 use rule::{RATE_LIMIT_STYLES, RateLimitStyle, RefusalResponse};
 use settings::{
-    Boolean, Choice, Custom, DAY_MS, Integer, Kind, Optional, Required, Restart, Section, Shape, Texts, Time, Word,
+    Boolean, Choice, Custom, DAY_MS, Integer, Kind, OFF_FIX, Optional, Required, Restart, Section, Shape, Texts, Time,
+    Word,
 };
 use sources::Sources;
 use span_export::Tracing;
@@ -158,13 +160,21 @@ pub enum LogTarget {
     File(PathBuf),
 }
 
+/// Targets of other products that would be taken for the name of a file.
+const OTHER_LOG_TARGETS: [&str; 5] = ["stderr", "-", "console", "syslog", "journald"];
+
 impl LogTarget {
-    /// The target that a setting names.
-    fn of(text: &str) -> LogTarget {
-        match text {
-            "stdout" => LogTarget::Stdout,
-            path => LogTarget::File(PathBuf::from(path)),
-        }
+    /// Reads the target that the string `item` names; `fix`: what to write instead of an unusable one.
+    fn read(item: &Item, text: &str, fix: &str, report: &mut Report) -> Option<LogTarget> {
+        let problem = match text {
+            "stdout" => return Some(LogTarget::Stdout),
+            "" => format!("`{}` is empty", item.key),
+            _ if OTHER_LOG_TARGETS.contains(&text) || text.starts_with("syslog:") => {
+                format!("`{}` cannot be {}: lines are written to standard output or a file", item.key, quoted(text))
+            }
+            path => return Some(LogTarget::File(PathBuf::from(path))),
+        };
+        report.reject(item.span.clone(), problem, fix)
     }
 }
 
@@ -180,7 +190,10 @@ settings! {
     pub struct AccessLogSettings {
         /// File of the access log. A relative path starts at the working directory of the process.
         file: Option<LogTarget> = Required(
-            Word { shape: "path, `\"stdout\"`", example: "\"stdout\"", read: read_log_target },
+            Custom::or_empty(Shape::Text("path, `\"stdout\"`"), |item, report| {
+                let word = item.string("\"stdout\"", report)?;
+                LogTarget::read(item, word.text, ACCESS_LOG_FIX, report).map(Some)
+            }),
             ACCESS_LOG_FIX,
         );
         /// Form of the lines: JSON objects, or the combined format of Apache and nginx, which says nothing of rules.
@@ -247,18 +260,15 @@ fn read_access_log(item: Item, report: &mut Report) -> Option<AccessLog> {
             let AccessLogSettings { file, format } = AccessLogSettings::read_section(Some(item), report);
             file.map(|target| AccessLog { target, format })
         }
-        DeValue::String(text) if text.is_empty() => {
-            report.reject(item.span, "`access_log` is empty", SHORT_ACCESS_LOG_FIX)
+        _ if item.is_off() => {
+            let written = quoted(report.source(item.span.clone()).trim_matches('"'));
+            report.reject(item.span, format!("`access_log` cannot be {written}"), OFF_FIX)
         }
-        DeValue::String(text) => Some(AccessLog { target: LogTarget::of(text), format: LogFormat::Json }),
+        DeValue::String(text) => {
+            let target = LogTarget::read(&item, text, SHORT_ACCESS_LOG_FIX, report)?;
+            Some(AccessLog { target, format: LogFormat::Json })
+        }
         _ => item.wrong_type("a string or a table", SHORT_ACCESS_LOG_FIX, report),
-    }
-}
-
-fn read_log_target(word: &SpannedStr, report: &mut Report) -> Option<LogTarget> {
-    match word.text {
-        "" => report.reject(word.span.clone(), "`file` is empty", ACCESS_LOG_FIX),
-        text => Some(LogTarget::of(text)),
     }
 }
 

@@ -11,7 +11,7 @@ use super::diagnostics::{Report, Span, quoted, quoted_list};
 use super::settings::{Custom, Required, Section, Shape, Tables, Word};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use super::values::{check_name, is_pattern, read_digest, read_fingerprint, read_network};
-use super::window::{concurrent, require_limits, windows};
+use super::window::{concurrent, require_limits, suggest_windows, windows};
 use transom_limiter::ip_prefix::{Network, canonical_address};
 use transom_limiter::key::KeyPart;
 use transom_limiter::limit::Limit;
@@ -76,10 +76,12 @@ settings! {
 }
 
 fn check_plan(_plan: &mut PlanSettings, table: &mut Table, _report: &mut Report) {
+    suggest_windows(table);
     require_limits(table);
 }
 
 fn check_override(_override: &mut OverrideSettings, table: &mut Table, _report: &mut Report) {
+    suggest_windows(table);
     require_limits(table);
 }
 

@@ -207,6 +207,12 @@ fn check_shared(settings: &mut SharedSettings, table: &mut Table, report: &mut R
     if has_no_password && (settings.username.is_some() || url.username.is_some()) {
         let span = table.given("username").or(table.given("redis")).map_or(table.span.clone(), |item| item.key_span);
         let fix = "add `password_file = \"FILE\"` or `password_env = \"VARIABLE\"`";
+        let fix = match settings.username {
+            Some(_) => fix.to_owned(),
+            None => {
+                format!("write `redis://:PASSWORD@HOST` if this is a password, with `:` before it; otherwise {fix}")
+            }
+        };
         report.missing(span, "a user name is given without a password", fix);
     }
     for item in ["ca", "certificate", "private_key"].iter().filter_map(|key| table.given(key)).filter(|_| !url.secure) {

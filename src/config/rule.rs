@@ -21,7 +21,9 @@ use super::settings::{
 };
 use super::toml_reader::{Item, Table};
 use super::values::{Definitions, parse_field_name, read_field_name};
-use super::window::{concurrent, layers_are_comparable, report_unreachable_layers, require_limits, windows};
+use super::window::{
+    concurrent, layers_are_comparable, report_unreachable_layers, require_limits, suggest_windows, windows,
+};
 use transom_limiter::key::OnMissing;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, KeyFormat, OnLimit, OnOutage, Rule, Sharing};
@@ -209,16 +211,12 @@ fn read_rule(
     let exceptions = ExceptionSettings::read(&mut table, report);
     table.suggest_for("mode", "shared", "did you mean `shared`? In a rule, the setting has this name");
 
-    for key in ["shadow", "dry_run"] {
+    for key in ["shadow", "dry_run", "shadow_mode", "limit_req_dry_run"] {
         table.suggest_for(key, "on_limit", "write `on_limit = \"shadow\"`");
     }
-    for key in ["burst", "nodelay"] {
-        let fix = "write a table in `windows`: `{ limit = 33, period = \"minute\", capacity = 50 }` lets unused tokens roll over, \
-                   up to `capacity`";
-        table.suggest_for(key, "windows", fix);
-    }
-    for key in ["limit", "period", "rate", "requests"] {
-        table.suggest_for(key, "windows", "write `windows = [\"33/minute\"]`");
+    suggest_windows(&mut table);
+    for (key, meant) in [("limit_req_status", "status"), ("rejected_code", "status"), ("status_code", "status")] {
+        table.suggest_for(key, meant, format!("write `{meant} = 429`"));
     }
 
     gateway_rule.on_unknown_key = key.on_unknown_key;

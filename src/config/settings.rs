@@ -11,7 +11,7 @@ use toml::de::DeValue;
 use transom_limiter::window::duration_ms;
 
 use super::diagnostics::{Report, quoted};
-use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
+use super::toml_reader::{Item, SpannedStr, SpannedString, Table, fix_with_written};
 
 pub const DAY_MS: u64 = 24 * HOUR_MS;
 const HOUR_MS: u64 = 60 * 60 * 1000;
@@ -159,7 +159,11 @@ pub trait Section: Sized {
 pub fn section_table<'d>(item: Option<Item<'d>>, report: &mut Report) -> Option<Table<'d>> {
     let item = item?;
     let header = format!("[{}]", item.key);
-    item.table(format!("`{header}`"), &format!("write `{header}`, then its settings, each on a line"), report)
+    let fix = match item.is_off() {
+        true => OFF_FIX.to_owned(),
+        false => format!("write `{header}`, then its settings, each on a line"),
+    };
+    item.table(format!("`{header}`"), &fix, report)
 }
 
 /// Declares a table of settings as a struct, with its `Section` and its `Default`:
@@ -231,9 +235,33 @@ impl Table<'_> {
             Some(fix) => self.require(key, fix),
             None => self.get(key),
         };
+        let item = item.filter(|item| !self.reports_off(item, kind, report));
         item.and_then(|item| kind.read(&item, report)).unwrap_or_else(|| kind.default())
     }
+
+    /// Reports a value such as `"off"`, which would be taken for the name of a file or another place.
+    fn reports_off<K: Kind>(&self, item: &Item, kind: &K, report: &mut Report) -> bool {
+        let shape = kind.shape();
+        let is_number = matches!(shape, Shape::Integer(_) | Shape::Duration(_) | Shape::Size(_));
+        let is_default = matches!(item.value, DeValue::String(text) if ["auto", "default"].contains(&&**text));
+        let fix = match (shape.is_place(), kind.required_fix()) {
+            (false, None) if is_number && is_default => String::from("remove the line: the default applies without it"),
+            _ if !item.is_off() || kind.default_text().is_some() => return false,
+            (true, None) => OFF_FIX.to_owned(),
+            (true, Some(_)) if self.title().starts_with("`[") => {
+                format!("remove {}: an absent section is off", self.title())
+            }
+            (false, None) if is_number => String::from("remove the line"),
+            _ => return false,
+        };
+        let written = quoted(report.source(item.span.clone()).trim_matches('"'));
+        report.problem(item.span.clone(), format!("`{}` cannot be {written}", item.key), fix);
+        true
+    }
 }
+
+/// The fix for a word that turns a setting off in other products.
+pub const OFF_FIX: &str = "remove the line: an absent setting is off";
 
 /// `true` or `false`; the field is the default.
 pub struct Boolean(pub bool);
@@ -325,6 +353,9 @@ impl Kind for Time {
                 (format!("{} is too long", quoted(written.text)), format!("at most `{}`", format_ms(*range.end())))
             }
             Some(0) => (format!("`{}` cannot be {}", item.key, quoted(written.text)), item.fix_with(&example)),
+            None if item.is_off() && range.contains(&0) => {
+                (format!("`{}` cannot be {}", item.key, quoted(written.text)), item.fix_with("\"0s\""))
+            }
             Some(_) => (format!("{} is too short", quoted(written.text)), format!("at least `{}ms`", range.start())),
             None => {
                 let fix = match (written.text.parse::<u32>(), guess_duration(written.text)) {
@@ -448,8 +479,14 @@ impl<T: Copy + TryFrom<u64>> Kind for Size<T> {
                 format!("write a size from `{}` to `{}` bytes", range.start(), range.end()),
             ),
             None => {
-                let fix = "write a whole number of bytes, or one with `KiB`, `MiB` or `GiB`, such as";
-                (format!("{} is not a size", quoted(text)), format!("{fix} `{example}`"))
+                let fix = match guess_size(text) {
+                    _ if item.is_off() && range.contains(&0) => item.fix_with("0"),
+                    Some(meant) => item.fix_with(&format!("\"{meant}\"")),
+                    None => {
+                        format!("write a whole number of bytes, or one with `KiB`, `MiB` or `GiB`, such as `{example}`")
+                    }
+                };
+                (format!("{} is not a size", quoted(text)), fix)
             }
         };
         report.problem(item.span.clone(), message, fix);
@@ -469,6 +506,22 @@ impl<T: Copy + TryFrom<u64>> Kind for Size<T> {
     }
 }
 
+/// The size that is most likely intended by an invalid one: nginx and HAProxy write `20m`, Kubernetes writes `20Mi`. Their
+/// units are powers of 1024.
+fn guess_size(text: &str) -> Option<String> {
+    let plain: String = text.to_lowercase().split_whitespace().collect();
+    let unit_at = plain.find(|c: char| !c.is_ascii_digit()).filter(|at| *at > 0)?;
+    let (number, unit) = plain.split_at(unit_at);
+    let unit = match unit {
+        "k" | "ki" | "kib" | "kb" => "KiB",
+        "m" | "mi" | "mib" | "mb" => "MiB",
+        "g" | "gi" | "gib" | "gb" => "GiB",
+        "b" | "byte" | "bytes" => "B",
+        _ => return None,
+    };
+    Some(format!("{number}{unit}"))
+}
+
 /// A number of bytes, or `"unlimited"`, which is the default. The field is the example in messages.
 pub struct SizeOrUnlimited(pub &'static str);
 
@@ -478,6 +531,10 @@ impl Kind for SizeOrUnlimited {
     fn read(&self, item: &Item, report: &mut Report) -> Option<Option<u64>> {
         match item.value {
             DeValue::String(text) if text == "unlimited" => Some(None),
+            _ if item.is_off() => {
+                let message = format!("`{}` cannot be {}", item.key, quoted(report.source(item.span.clone())));
+                report.reject(item.span.clone(), message, item.fix_with("\"unlimited\""))
+            }
             _ => Size(0_u64, self.0, 0..=u64::MAX / 2).read(item, report).map(Some),
         }
     }
@@ -751,7 +808,12 @@ impl<S: Section + Default> Kind for Inline<S> {
     type Value = S;
 
     fn read(&self, item: &Item, report: &mut Report) -> Option<S> {
-        Some(S::read_all(item.table(format!("`{}`", item.key), self.0, report)?, report))
+        let fix = match item.value {
+            _ if item.is_off() => String::from("remove the line"),
+            DeValue::Integer(_) | DeValue::String(_) => fix_with_written(self.0, report.source(item.span.clone())),
+            _ => self.0.to_owned(),
+        };
+        Some(S::read_all(item.table(format!("`{}`", item.key), &fix, report)?, report))
     }
 
     fn default(&self) -> S {
@@ -772,6 +834,7 @@ impl<S: Section + Default> Kind for InlineOrFalse<S> {
     fn read(&self, item: &Item, report: &mut Report) -> Option<Option<S>> {
         match item.value {
             DeValue::Boolean(_) => item.boolean(report).map(|is_on| is_on.then(S::default)),
+            DeValue::String(_) if item.is_off() => item.wrong_type("a table", &item.fix_with("false"), report),
             _ => self.0.read(item, report).map(Some),
         }
     }
@@ -838,6 +901,16 @@ impl Shape {
     /// A shape that the reference describes in these words.
     pub fn described(text: &'static str, shape: Shape) -> Shape {
         Shape::Described(text, Box::new(shape))
+    }
+
+    /// Whether a text names a file, an address or another place.
+    fn is_place(&self) -> bool {
+        match self {
+            Shape::Text(name) => ["file", "path", "network", "ADDRESS", "URL"].iter().any(|place| name.contains(place)),
+            Shape::List(of) | Shape::OneOrList(of) | Shape::Described(_, of) => of.is_place(),
+            Shape::AnyOf(shapes) => shapes.iter().any(Shape::is_place),
+            _ => false,
+        }
     }
 
     /// The type and the bounds, as the configuration reference prints them.

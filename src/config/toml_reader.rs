@@ -10,9 +10,13 @@ use toml::Spanned;
 use toml::de::{DeInteger, DeTable, DeValue};
 
 use super::diagnostics::{Report, Span, quoted, quoted_list};
+use super::foreign;
 
 pub mod toml_errors;
 mod yaml;
+
+/// What other products take to turn something off.
+const OFF_WORDS: [&str; 5] = ["off", "none", "false", "no", "disabled"];
 
 /// A table that is being read.
 pub struct Table<'d> {
@@ -99,6 +103,11 @@ impl<'d> Table<'d> {
         }
     }
 
+    /// The name of the table in messages.
+    pub fn title(&self) -> &str {
+        &self.title
+    }
+
     /// The value of a key; marks the key as known.
     pub fn get(&mut self, key: &'static str) -> Option<Item<'d>> {
         self.known.push(key);
@@ -112,6 +121,11 @@ impl<'d> Table<'d> {
             self.missing.push((key, fix.into()));
         }
         item
+    }
+
+    /// A required key is not missing: another key states its value.
+    pub fn not_missing(&mut self, key: &str) {
+        self.missing.retain(|(missing, _)| *missing != key);
     }
 
     /// Makes a key required that was read before.
@@ -173,10 +187,18 @@ impl<'d> Table<'d> {
             // A key that is already present is less likely to be meant.
             let candidates = absent.iter().copied().chain(self.common_mistakes.iter().map(|mistake| mistake.key));
             let guess = nearest(item.key, candidates).or(nearest(item.key, self.known.iter().copied()));
-            let mistake = self.common_mistakes.iter().find(|mistake| Some(mistake.key) == guess);
-            let known = mistake.map(|mistake| mistake.meant).or(guess);
+            let mistake = |key: &str| self.common_mistakes.iter().find(|mistake| mistake.key == key);
+            let exact = mistake(item.key).map(|mistake| (mistake.meant, mistake.fix.as_str()));
+            let foreign = exact.or_else(|| foreign::setting(item.key, &self.known));
+            let similar = guess.and_then(mistake).map(|mistake| (mistake.meant, mistake.fix.as_str()));
+            let mistake = foreign.or(similar);
+            let known = mistake.map(|(meant, _)| meant).or(guess);
             let fix = match (mistake, guess) {
-                (Some(mistake), _) => mistake.fix.clone(),
+                (Some((_, fix)), _) => match item.value {
+                    DeValue::Integer(number) => fix_with_written(fix, number.as_str()),
+                    DeValue::String(text) => fix_with_written(fix, &format!("\"{text}\"")),
+                    _ => fix.to_owned(),
+                },
                 (None, Some(guess)) => format!("did you mean {}?", quoted(guess)),
                 (None, None) => {
                     format!("remove it; valid keys: {}", quoted_list(self.known.iter().copied(), "and"))
@@ -319,7 +341,8 @@ impl<'d> Item<'d> {
         };
         let found = choices.iter().find(|(word, _)| word == text).map(|(_, choice)| *choice);
         if found.is_none() {
-            let fix = match nearest(text, words()) {
+            let guess = words().find(|word| *word == "off" && self.is_off()).or_else(|| nearest(text, words()));
+            let fix = match guess {
                 Some(guess) => format!("did you mean `\"{guess}\"`?"),
                 None => format!("write {}", quoted_list(words(), "or")),
             };
@@ -341,6 +364,15 @@ impl<'d> Item<'d> {
         };
         report.problem(self.span.clone(), format!("`{}`: expected {expected}, found {found}", self.key), fix);
         None
+    }
+
+    /// Whether the value turns something off in other products.
+    pub fn is_off(&self) -> bool {
+        match self.value {
+            DeValue::Boolean(flag) => !flag,
+            DeValue::String(text) => OFF_WORDS.contains(&text.trim().to_ascii_lowercase().as_str()),
+            _ => false,
+        }
     }
 
     /// A fix that shows the whole line.
@@ -365,6 +397,24 @@ impl<'d> Item<'d> {
             ..self.clone()
         };
         array.iter().map(item).collect()
+    }
+}
+
+/// A fix with the written number in place of that of its example, `retries = { attempts = 2 }` or `workers = 4`, and with the
+/// written string in place of that of a table, `health = { path = "/healthz" }`.
+pub fn fix_with_written(fix: &str, written: &str) -> String {
+    let bare = written.trim_matches('"');
+    let written = if bare.parse::<u32>().is_ok() { bare } else { written };
+    let in_table = fix.split_once("{ ").and_then(|(_, rest)| Some((rest.split_once(" }")?.0, " }")));
+    let example = in_table.or_else(|| Some((fix.strip_prefix("write `")?.split_once('`')?.0, "`")));
+    let example = example.and_then(|(setting, end)| Some((setting.split_once(" = ")?.1, end)));
+    let is_like = |(example, end): &(&str, &str)| {
+        let is_string = example.starts_with('"');
+        is_string == written.starts_with('"') && (!is_string || *end == " }") && !example.contains(['=', '[', '{'])
+    };
+    match example.filter(is_like) {
+        Some((example, end)) => fix.replacen(&format!("= {example}{end}"), &format!("= {written}{end}"), 1),
+        None => fix.to_owned(),
     }
 }
 
@@ -401,6 +451,23 @@ pub fn nearest<'c>(word: &str, candidates: impl IntoIterator<Item = &'c str>) ->
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_fix_states_the_written_value() {
+        for (fix, written, stated) in [
+            ("write `workers = 4`", "8", "write `workers = 8`"),
+            ("write `workers = 4`", "\"8\"", "write `workers = 8`"),
+            ("write `workers = 4`", "\"a\"", "write `workers = 4`"),
+            ("write `a = { b = 2 }`, or `a = false`", "3", "write `a = { b = 3 }`, or `a = false`"),
+            ("write `a = { b = \"/x\" }`", "\"/up\"", "write `a = { b = \"/up\" }`"),
+            ("write `host = \"x\"`", "\"y\"", "write `host = \"x\"`"),
+            ("write `a = { b = [401] }`", "5", "write `a = { b = [401] }`"),
+            ("write `a = { b = 1, c = 2 }`", "5", "write `a = { b = 1, c = 2 }`"),
+            ("remove it", "5", "remove it"),
+        ] {
+            assert_eq!(fix_with_written(fix, written), stated);
+        }
+    }
 
     #[test]
     fn the_nearest_word_is_found() {

@@ -26,12 +26,25 @@ const TOKENS_MAX: u64 = u32::MAX as u64;
 /// The longest time in which later windows pay off a debt: ten years.
 const DEBT_MAX_MS: u64 = 3653 * DAY_MS;
 
-/// Keys of other products in the table of a window, and what is written here.
-const FOREIGN_KEYS: [(&[&str], &str, &str); 3] = [
-    (&["burst", "nodelay"], "capacity", "write `capacity = 50`: unused tokens roll over, up to `capacity`"),
-    (&["rate", "requests", "max", "tokens", "count"], "limit", "write `limit = 33`"),
-    (&["per", "interval", "window", "unit", "duration", "seconds"], "period", "write `period = \"minute\"`"),
+/// Names of a limit in other products.
+const LIMIT_NAMES: [&str; 11] = [
+    "limit",
+    "rate",
+    "requests",
+    "requests_per_unit",
+    "average",
+    "events",
+    "max",
+    "max_requests",
+    "tokens",
+    "count",
+    "quota",
 ];
+/// Names of a period in other products.
+const PERIOD_NAMES: [&str; 9] =
+    ["period", "per", "interval", "window", "unit", "duration", "time_window", "timeframe", "seconds"];
+const BURST_NAMES: [&str; 3] = ["burst", "burst_size", "bucket_size"];
+const NO_DELAY_FIX: &str = "remove it: requests above the limit are refused at once, unless `on_limit` is `delay`";
 
 const PERIODS: [&str; 6] = ["second", "minute", "hour", "day", "week", "month"];
 
@@ -44,7 +57,7 @@ settings! {
         period: Option<SpannedString> = Required(Custom::or_empty(Shape::Text("PERIOD"), read_period), TABLE_FIX);
         /// `"epoch"`: window number floor(Unix time / period). A time, such as `2024-01-01T09:00:00-08:00` (quotes optional):
         /// a window begins then, and every period before and after; also in milliseconds since the epoch, such as
-        /// `1704128400000`. With `timezone`: a time of day, such as `"09:00"`. `"random"`: each key has an offset, derived from its
+        /// `1704128400000` (from 1973 on: a smaller number is taken for seconds and rejected; `0` is `"epoch"`). With `timezone`: a time of day, such as `"09:00"`. `"random"`: each key has an offset, derived from its
         /// hash and equal on every gateway, so that keys do not all start at once. `"first-request"`: a key's first request
         /// opens a window of one period; the next request after its end opens another.
         start: Option<WindowStart> = Custom {
@@ -54,7 +67,10 @@ settings! {
                 Shape::Words(STARTS.map(|(word, _)| word).to_vec()),
                 Shape::Text("RFC 3339 time"),
                 Shape::Text("`\"HH:MM\"`"),
-                Shape::Integer(0..=END_MAX_MS),
+                Shape::described(
+                    "0, 100,000,000,000 to 4,398,046,511,103",
+                    Shape::AnyOf(vec![Shape::Integer(0..=0), Shape::Integer(START_MIN_MS as u64..=END_MAX_MS)]),
+                ),
             ]),
             read: |item, report| read_start(item, report).map(Some),
         };
@@ -98,7 +114,14 @@ pub fn require_limits(table: &mut Table) {
 
 fn read_layers(item: &Item, report: &mut Report) -> Option<Vec<Limit>> {
     if let DeValue::String(text) = item.value {
-        return item.wrong_type("a list", &item.fix_with(&format!("[\"{}\"]", text.trim())), report);
+        let fix = match guess_limit(text) {
+            _ if item.is_off() => {
+                String::from("remove the rule, or write `on_limit = \"shadow\"` to count without refusals")
+            }
+            None if Limit::parse(text.trim()).is_err() => item.fix_with(EXAMPLE),
+            _ => item.fix_with(&format!("[\"{}\"]", text.trim())),
+        };
+        return item.wrong_type("a list", &fix, report);
     }
     if let DeValue::Integer(_) = item.value {
         let example = format!("[\"{}/minute\"]", report.source(item.span.clone()));
@@ -184,6 +207,16 @@ pub fn report_unreachable_layers(item: &Item, layers: &[Limit], report: &mut Rep
 
 /// The fix for a text that is not a limit.
 fn limit_fix(text: &str, error: LimitError) -> String {
+    match (error, guess_limit(text)) {
+        (LimitError::Syntax | LimitError::Period(PeriodError::Syntax), Some((tokens, period))) => {
+            format!("write `\"{tokens}/{period}\"`")
+        }
+        (error, _) => error.to_string(),
+    }
+}
+
+/// The tokens and the period that are most likely intended by a text; minutes if it states no period.
+fn guess_limit(text: &str) -> Option<(u64, String)> {
     let plain: String = text.split_whitespace().collect();
     // Only ASCII letters change, so byte positions are the same in both.
     let lower = plain.to_ascii_lowercase();
@@ -192,12 +225,102 @@ fn limit_fix(text: &str, error: LimitError) -> String {
         Some(separator) => (&plain[..separator.start], guess_period(&plain[separator.end..])),
         None => (plain.as_str(), Some("minute".to_owned())),
     };
-    let meant = guess_tokens(amount).zip(period).map(|(tokens, period)| format!("{tokens}/{period}"));
-    match (error, meant) {
-        (LimitError::Syntax | LimitError::Period(PeriodError::Syntax), Some(meant)) if Limit::parse(&meant).is_ok() => {
-            format!("write `\"{meant}\"`")
+    guess_tokens(amount).zip(period).filter(|(tokens, period)| Limit::parse(&format!("{tokens}/{period}")).is_ok())
+}
+
+/// A limit in the words of other products.
+struct ForeignLimit {
+    tokens: u64,
+    /// `None`: the table states no period.
+    period: Option<String>,
+    burst: Option<u64>,
+}
+
+impl ForeignLimit {
+    /// Reads the limit that the keys of a table state, those of this product included.
+    fn find(table: &Table) -> Option<ForeignLimit> {
+        let first = |names: &[&str]| names.iter().find_map(|name| table.given(name));
+        let whole = |item: &Item| text_of(item)?.replace('_', "").parse::<u64>().ok();
+        let period = first(&PERIOD_NAMES).and_then(|item| period_of(&item));
+        let amount = match first(&LIMIT_NAMES) {
+            Some(item) => text_of(&item)?,
+            // The limit is in `windows`, which `burst` changes.
+            None => table.given("windows")?.words().first()?.text.to_owned(),
+        };
+        let has_period = amount.contains('/') || amount.contains("per");
+        let (tokens, stated) = guess_limit(&amount)?;
+        let period = if has_period { Some(stated) } else { period };
+        Some(ForeignLimit { tokens, period, burst: first(&BURST_NAMES).and_then(|item| whole(&item)) })
+    }
+
+    /// The limit as an item of `windows`, and a remark.
+    fn layer(&self) -> (String, &'static str) {
+        let (tokens, period) = (self.tokens, self.period.as_deref().unwrap_or("minute"));
+        let remark = if self.period.is_none() { ", if minutes are meant" } else { "" };
+        match self.burst {
+            Some(burst) => {
+                let layer = format!("{{ limit = {tokens}, period = \"{period}\", capacity = {} }}", burst.max(tokens));
+                (layer, ": unused tokens roll over, up to `capacity`")
+            }
+            None => (format!("\"{tokens}/{period}\""), remark),
         }
-        (error, _) => error.to_string(),
+    }
+}
+
+/// The text of a number or a string.
+fn text_of(item: &Item) -> Option<String> {
+    match item.value {
+        DeValue::Integer(number) => Some(number.as_str().to_owned()),
+        DeValue::String(text) => Some(text.to_string()),
+        _ => None,
+    }
+}
+
+/// The period that the value of a key of another product states; a number is in seconds.
+fn period_of(item: &Item) -> Option<String> {
+    let text = text_of(item)?.replace('_', "");
+    guess_period(&text).or_else(|| guess_period(&format!("{}s", text.parse::<u64>().ok()?)))
+}
+
+/// The fixes for limits in the words of other products, in the table of a rule, a plan or an override. Call after all settings
+/// were read.
+pub fn suggest_windows(table: &mut Table) {
+    let limit = ForeignLimit::find(table);
+    let (layer, remark) = limit.map_or_else(|| (String::from("\"33/minute\""), ""), |limit| limit.layer());
+    let fix = format!("write `windows = [{layer}]`{remark}");
+    let names = LIMIT_NAMES.iter().chain(&PERIOD_NAMES).chain(&BURST_NAMES);
+    for key in names {
+        // A list was meant to be `windows` itself.
+        if table.given(key).is_none_or(|item| !matches!(item.value, DeValue::Array(_))) {
+            table.suggest_for(key, "windows", fix.clone());
+        }
+    }
+    table.suggest_for("nodelay", "windows", NO_DELAY_FIX);
+}
+
+/// The fixes for limits in the words of other products, in the table of a window.
+fn suggest_settings(table: &mut Table) {
+    let ForeignLimit { tokens, period, burst } =
+        ForeignLimit::find(table).unwrap_or(ForeignLimit { tokens: 33, period: None, burst: None });
+    let rate = ["rate", "limit"].iter().find_map(|name| table.given(name));
+    let has_period = rate.and_then(|item| text_of(&item)).is_some_and(|text| text.contains('/'));
+    let period_fix = format!("write `period = \"{}\"`", period.as_deref().unwrap_or("minute"));
+    let limit_fix = match (has_period, period) {
+        (true, Some(period)) => format!("write `limit = {tokens}, period = \"{period}\"`"),
+        _ => format!("write `limit = {tokens}`"),
+    };
+    let capacity = burst.map_or(50, |burst| burst.max(tokens));
+    let capacity_fix = format!("write `capacity = {capacity}`: unused tokens roll over, up to `capacity`");
+    for (names, meant, fix) in [
+        (&LIMIT_NAMES[1..], "limit", limit_fix),
+        (&PERIOD_NAMES[1..], "period", period_fix),
+        (&BURST_NAMES[..], "capacity", capacity_fix),
+    ] {
+        names.iter().for_each(|key| table.suggest_for(key, meant, fix.clone()));
+    }
+    table.suggest_for("nodelay", "capacity", NO_DELAY_FIX);
+    if has_period {
+        table.not_missing("period");
     }
 }
 
@@ -228,6 +351,9 @@ fn guess_tokens(text: &str) -> Option<u64> {
 /// The valid period that is most likely intended by an invalid one.
 fn guess_period(text: &str) -> Option<String> {
     let plain: String = text.to_lowercase().split_whitespace().collect();
+    if Period::parse(&plain).is_ok() {
+        return Some(plain);
+    }
     let unit = plain.trim_start_matches(|c: char| c.is_ascii_digit());
     let number = &plain[..plain.len() - unit.len()];
     let word = match unit {
@@ -269,9 +395,7 @@ pub enum WindowStart {
 fn read_window_table(item: &Item, report: &mut Report) -> Option<Limit> {
     let mut table = item.table("the window", "", report)?;
     let settings = WindowSettings::read(&mut table, report);
-    for (keys, meant, fix) in FOREIGN_KEYS {
-        keys.iter().for_each(|key| table.suggest_for(key, meant, fix));
-    }
+    suggest_settings(&mut table);
     let limit = settings.resolve(&table, report);
     table.finish(report);
     limit
@@ -295,8 +419,13 @@ fn read_start(item: &Item, report: &mut Report) -> Option<WindowStart> {
             let ms: Option<i64> = written.replace('_', "").parse().ok();
             // A smaller number is in seconds, or an hour.
             let ms = ms.filter(|ms| *ms == 0 || (START_MIN_MS..=END_MAX_MS as i64).contains(ms));
-            let fix =
-                "write milliseconds since the epoch, such as `1704128400000`, or a time such as `2024-01-01T17:00:00Z`";
+            let seconds = written.replace('_', "").parse().ok().and_then(|seconds: i64| seconds.checked_mul(1000));
+            let fix = match seconds.filter(|ms| (START_MIN_MS..=END_MAX_MS as i64).contains(ms)) {
+                Some(ms) => format!("write `{ms}`, if these are seconds: a number is in milliseconds since the epoch"),
+                None => String::from(
+                    "write milliseconds since the epoch, such as `1704128400000`, or a time such as `2024-01-01T17:00:00Z`",
+                ),
+            };
             match ms {
                 Some(ms) => Some(WindowStart::At(ms)),
                 None => report.reject(item.span.clone(), format!("{} is not a time", quoted(written)), fix),

@@ -1,0 +1,369 @@
+//! Settings and configuration files of other products, and what is written here instead.
+//!
+//! This file holds the names that have no setting of the same meaning beside them. Names whose fix depends on values, or on a
+//! table, stand where that table is read. The lists are not complete: they have what operators are likely to write.
+
+use super::diagnostics::Span;
+
+/// Names of other products (in lower case, with `_` for `-`), the setting that is meant, and the fix. A row applies to tables
+/// that have this setting; one without a setting applies to all others.
+const SETTINGS: [(&[&str], &str, &str); 38] = [
+    (
+        &[
+            "location",
+            "locations",
+            "frontend",
+            "frontends",
+            "router",
+            "routers",
+            "virtual_hosts",
+            "handle",
+            "site",
+            "acl",
+        ],
+        "routes",
+        "write `[[routes]]`, then its `path` and its `upstream`",
+    ),
+    (
+        &[
+            "proxy_pass",
+            "reverse_proxy",
+            "backend",
+            "backends",
+            "cluster",
+            "clusters",
+            "service",
+            "services",
+            "server",
+            "balancer",
+            "static_resources",
+        ],
+        "upstreams",
+        "write `[upstreams.NAME]`, then its `servers`",
+    ),
+    (
+        &[
+            "limit_req",
+            "limit_req_zone",
+            "limit_conn",
+            "limit_conn_zone",
+            "stick_table",
+            "http_request",
+            "rate_limit",
+            "rate_limits",
+            "ratelimit",
+            "descriptors",
+            "middleware",
+            "middlewares",
+            "plugins",
+        ],
+        "rules",
+        "write `[rules.NAME]` with `key` and `windows`, and name it in `rules` of the route",
+    ),
+    (
+        &["http"],
+        "routes",
+        "write addresses in `[listen]`, limits in `[rules.NAME]`, servers in `[upstreams.NAME]`, and routes in `[[routes]]`",
+    ),
+    (
+        &["bind", "address", "port", "entrypoints", "entry_points", "listeners"],
+        "listen",
+        "write `[listen]`, then `http = \"0.0.0.0:8080\"`",
+    ),
+    (
+        &["ssl", "tls", "certificates", "certs"],
+        "listen",
+        "write `[listen.https]`, then its `address`, its `certificate` and its `private_key`",
+    ),
+    (&["worker_processes", "nbthread", "nbproc", "threads", "concurrency"], "workers", "write `workers = 4`"),
+    (&["pid", "pidfile"], "pid_file", "write `pid_file = \"/run/transom/pid\"`"),
+    (&["log", "logs", "log_format", "logging"], "access_log", "write `access_log = \"stdout\"`"),
+    (
+        &["error_log", "log_level", "loglevel"],
+        "",
+        "remove it: messages go to standard error; the environment variable `TRANSOM_LOG` sets their level",
+    ),
+    (&["timeout"], "timeouts", "write `timeouts = { request = \"60s\" }`"),
+    (
+        &["user", "group", "daemon", "chroot"],
+        "pid_file",
+        "remove it: what starts the gateway sets this, such as a unit of systemd",
+    ),
+    (
+        &[
+            "proxy_pass",
+            "grpc_pass",
+            "reverse_proxy",
+            "backend",
+            "default_backend",
+            "use_backend",
+            "cluster",
+            "service",
+        ],
+        "upstream",
+        "write `upstream = \"NAME\"`, and `[upstreams.NAME]` with `servers`",
+    ),
+    (&["location", "uri", "prefix", "match", "path_prefix"], "path", "write `path = \"/api/{*rest}\"`"),
+    (&["server_name", "domains", "domain", "vhost", "hostnames"], "host", "write it as `host`"),
+    (&["server_name"], "", "write it as `host` in the route"),
+    (
+        &["proxy_set_header", "header_up", "set_header"],
+        "request_headers",
+        "write `request_headers = { set = { x-name = \"value\" } }`",
+    ),
+    (
+        &["add_header", "header_down", "more_set_headers"],
+        "response_headers",
+        "write `response_headers = { set = { x-name = \"value\" } }`",
+    ),
+    (&["return", "static_response"], "respond", "write `respond = { status = 404 }`, or `redirect`"),
+    (&["redir", "redirect_scheme"], "redirect", "write `redirect = { to = \"https://{host}{uri}\" }`"),
+    (
+        &["gzip", "compress", "compression", "encode"],
+        "",
+        "remove it: bodies are passed on as they are; compress them in the upstream",
+    ),
+    (&["cors"], "", "write `respond` and `response_headers`, as docs/guides/cors.md shows"),
+    (
+        &["client_max_body_size", "max_body_size", "max_request_body_bytes"],
+        "max_body",
+        "write it as `max_body`, such as `\"10MiB\"`",
+    ),
+    (&["client_max_body_size"], "", "write it as `max_body` in `[limits]`, such as `\"10MiB\"`"),
+    (
+        &["max_header", "max_header_size", "large_client_header_buffers", "client_header_buffer_size"],
+        "request_head",
+        "write it as `request_head`, such as `\"64KiB\"`",
+    ),
+    (
+        &["timeout_connect", "proxy_connect_timeout", "connect_timeout"],
+        "connect",
+        "write it as `connect`, such as `\"5s\"`",
+    ),
+    (
+        &["timeout_server", "proxy_read_timeout", "response_timeout"],
+        "response_head",
+        "write it as `response_head` and `body`, such as `\"60s\"`",
+    ),
+    (
+        &["timeout_client", "timeout_http_request", "client_header_timeout", "read_timeout", "keepalive_timeout"],
+        "request_head",
+        "write it as `request_head`, such as `\"30s\"`",
+    ),
+    (
+        &[
+            "proxy_read_timeout",
+            "proxy_connect_timeout",
+            "proxy_send_timeout",
+            "timeout_client",
+            "timeout_server",
+            "timeout_connect",
+        ],
+        "",
+        "write `[timeouts]`, then `connect`, `response_head`, `body` or `request_head`",
+    ),
+    (&["maxconn", "worker_connections", "max_conns"], "max_connections", "write `max_connections = 10000`"),
+    (
+        &[
+            "set_real_ip_from",
+            "real_ip_header",
+            "trusted_ips",
+            "forwarded_headers",
+            "xff_num_trusted_hops",
+            "accept_proxy",
+        ],
+        "trusted_proxies",
+        "write `trusted_proxies = [\"10.0.0.0/8\"]`, or `proxy_protocol` for the PROXY protocol",
+    ),
+    (
+        &["ssl", "tls", "certificate", "ssl_certificate", "cert", "crt"],
+        "https",
+        "write `[listen.https]`, then its `address`, its `certificate` and its `private_key`",
+    ),
+    (
+        &["health_check", "healthcheck", "health_checks", "option_httpchk", "check", "active_health"],
+        "health",
+        "write `health = { path = \"/healthz\" }`",
+    ),
+    (
+        &["max_fails", "fail_timeout", "outlier_detection", "circuit_breaker", "circuit_breakers", "passive_health"],
+        "ejection",
+        "write `ejection = { failures = 5 }`",
+    ),
+    (
+        &["retry", "num_retries", "max_retries", "retry_policy", "proxy_next_upstream", "lb_retries"],
+        "retries",
+        "write `retries = { attempts = 2 }`",
+    ),
+    (&["keepalive", "pool_max_conn", "max_idle"], "max_idle_connections", "write `max_idle_connections = 100`"),
+    (
+        &["limit_by", "source", "source_criterion", "sourcecriterion", "track", "track_sc0", "zone", "group_by"],
+        "key",
+        "write `key = \"ip\"`, or another part of a key",
+    ),
+    (
+        &["limit_conn", "in_flight", "inflightreq", "amount", "max_concurrent", "concurrency", "conn_cur"],
+        "concurrent",
+        "write `concurrent = 10`",
+    ),
+];
+
+/// The setting that a name of another product stands for in a table with the settings `known`, and the fix.
+pub fn setting(name: &str, known: &[&'static str]) -> Option<(&'static str, &'static str)> {
+    let name = name.to_ascii_lowercase().replace(['-', ' '], "_");
+    let mut rows = SETTINGS
+        .iter()
+        .filter(|(names, meant, _)| names.contains(&name.as_str()) && (meant.is_empty() || known.contains(meant)));
+    rows.next().map(|(_, meant, fix)| (*meant, *fix))
+}
+
+/// A configuration file of another product: its name, the guide for its users, and beginnings of its lines. A text with
+/// `least` of these beginnings is such a file.
+struct OtherFormat {
+    product: &'static str,
+    guide: &'static str,
+    least: usize,
+    lines: &'static [&'static str],
+}
+
+const FORMATS: [OtherFormat; 6] = [
+    OtherFormat {
+        product: "nginx",
+        guide: "from-nginx",
+        least: 2,
+        lines: &[
+            "server {",
+            "http {",
+            "events {",
+            "upstream ",
+            "location ",
+            "listen ",
+            "server_name ",
+            "proxy_pass ",
+            "limit_req ",
+            "limit_req_zone ",
+            "limit_conn_zone ",
+            "worker_processes ",
+        ],
+    },
+    OtherFormat {
+        product: "HAProxy",
+        guide: "from-haproxy",
+        least: 2,
+        lines: &[
+            "global",
+            "defaults",
+            "frontend ",
+            "backend ",
+            "bind ",
+            "mode http",
+            "stick-table ",
+            "http-request ",
+            "default_backend ",
+            "use_backend ",
+            "timeout client ",
+            "timeout server ",
+            "timeout connect ",
+        ],
+    },
+    OtherFormat {
+        product: "Caddy",
+        guide: "reverse-proxy",
+        least: 1,
+        lines: &["reverse_proxy ", "handle_path ", "rate_limit {", "file_server", "forward_auth "],
+    },
+    OtherFormat {
+        product: "Envoy",
+        guide: "from-envoy-ratelimit",
+        least: 1,
+        lines: &["static_resources:", "dynamic_resources:", "descriptors:", "- rate_limit:", "rate_limit:"],
+    },
+    OtherFormat {
+        product: "Traefik",
+        guide: "from-traefik",
+        least: 1,
+        lines: &["entryPoints:", "middlewares:", "routers:", "loadBalancer:", "[entryPoints"],
+    },
+    OtherFormat { product: "Kong", guide: "from-kong", least: 1, lines: &["_format_version:", "plugins:"] },
+];
+
+/// Recognizes the configuration file of another product: where its first known line is, the message and the fix.
+pub fn configuration(text: &str) -> Option<(Span, String, String)> {
+    // A value of TOML may begin like a directive, as in `upstream = "demo"`.
+    let is_directive = |line: &str| {
+        let (_, rest) = line.split_once([' ', ':']).unwrap_or((line, ""));
+        !line.starts_with('#') && !rest.trim_start().starts_with('=')
+    };
+    let found = FORMATS.iter().find_map(|format| {
+        let is_known = |line: &str, known: &str| match known.ends_with(|c: char| c.is_ascii_alphabetic()) {
+            true => line == known,
+            false => line.starts_with(known),
+        };
+        let lines = || text.lines().map(str::trim).filter(|line| is_directive(line));
+        let has = |known: &&&str| lines().any(|line| is_known(line, known));
+        (format.lines.iter().filter(has).count() >= format.least).then_some(format)
+    });
+    let OtherFormat { product, guide, lines, .. } = found?;
+    let first = text
+        .lines()
+        .map(str::trim)
+        .find(|line| is_directive(line) && lines.iter().any(|known| line.starts_with(known)))?;
+    let start = first.as_ptr() as usize - text.as_ptr() as usize;
+    let fix = format!("write it in TOML, as docs/guides/{guide}.md shows");
+    Some((
+        start..start + first.len(),
+        format!("this is a configuration of {product}, which this gateway cannot read"),
+        fix,
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_applies_where_its_setting_is() {
+        let fix = |name, known: &[&'static str]| setting(name, known).map(|(meant, _)| meant);
+        assert_eq!(fix("backend", &["upstream", "path"]), Some("upstream"));
+        assert_eq!(fix("backend", &["upstreams", "routes"]), Some("upstreams"));
+        assert_eq!(fix("Limit-Req-Zone", &["rules"]), Some("rules"));
+        assert_eq!(fix("server_name", &["host"]), Some("host"));
+        assert_eq!(fix("server_name", &["routes"]), Some(""));
+        assert_eq!(fix("backend", &["key"]), None);
+        assert_eq!(fix("unheard", &["key"]), None);
+    }
+
+    #[test]
+    fn configurations_of_other_products_are_recognised() {
+        for (text, product) in [
+            ("events {}\nhttp {\n  server {\n    listen 80;\n  }\n}\n", "nginx"),
+            (
+                "limit_req_zone $a zone=b:10m rate=1r/s;\nserver { listen 80;\n location / { proxy_pass http://a; } }",
+                "nginx",
+            ),
+            ("upstream api {\n  server 127.0.0.1:9001;\n}\nserver {\n}", "nginx"),
+            ("global\n    maxconn 100\ndefaults\n    mode http\n", "HAProxy"),
+            ("frontend web\n  bind :80\n  http-request deny if { sc_http_req_rate(0) gt 10 }\n", "HAProxy"),
+            ("example.com {\n\treverse_proxy localhost:9001\n}\n", "Caddy"),
+            ("static_resources:\n  listeners: []\n", "Envoy"),
+            ("domain: api\ndescriptors:\n  - key: remote_address\n", "Envoy"),
+            ("entryPoints:\n  web:\n    address: :80\n", "Traefik"),
+            ("http:\n  middlewares:\n    a:\n", "Traefik"),
+            ("_format_version: \"3.0\"\n", "Kong"),
+        ] {
+            let (span, message, _) = configuration(text).unwrap_or_else(|| panic!("{text}"));
+            assert!(message.contains(product), "{text}: {message}");
+            assert!(text.get(span).is_some_and(|line| !line.is_empty()));
+        }
+        for text in [
+            "",
+            "upstream = \"demo\"\nlisten = \":80\"\n",
+            "[upstreams.demo]\nservers = [\n",
+            "listen:\n  http: 127.0.0.1:8080\nrules:\n  a:\n    key: ip\n",
+            "# server {\n# location /\nlisten {\n",
+            "backend = \"a\"\nbind = \":80\"\nglobal = 1\n",
+        ] {
+            assert_eq!(configuration(text), None, "{text}");
+        }
+    }
+}
