@@ -2,7 +2,8 @@
 //!
 //! `RateLimit` and `RateLimit-Policy` are lists of Structured Fields (RFC 9651) as in
 //! draft-ietf-httpapi-ratelimit-headers-11: one item per layer, with `q` the limit, `w` the window in seconds, `r` the
-//! remaining tokens, and `t` the seconds until the window ends, rounded up. During a penalty, all layers of its rule have no
+//! remaining tokens, and `t` the seconds until the window ends, rounded up. `w` is a whole number: windows that are not whole
+//! seconds are stated as several windows that are, with as many times the limit. During a penalty, all layers of its rule have no
 //! tokens until the penalty ends. A limit of concurrent requests has `q`, `qu` and `r` only. The older `X-RateLimit-*`
 //! fields report only the layer nearest its limit; their reset is in seconds from now. Names are rendered at load.
 
@@ -68,6 +69,8 @@ struct ReportedLayer {
     /// The name as a structured-field string, after the separator from the previous item.
     name: String,
     limit: u32,
+    /// How many windows are a whole number of seconds together.
+    stated_windows: u64,
     /// Tokens that can accumulate; remaining tokens are the capacity less the usage.
     capacity: u64,
     windows: Windows,
@@ -101,6 +104,7 @@ impl RateLimitTemplate {
                 is_default: rule.variant(0).contains(&layer),
                 name: format!(", \"{}\"", rule.layer_name(layer)),
                 limit: limit.tokens,
+                stated_windows: stated_windows(&limit.windows),
                 capacity: u64::from(limit.capacity()),
                 windows: limit.windows.clone(),
                 is_ietf,
@@ -215,13 +219,12 @@ impl ReportedLayer {
         self.capacity.saturating_sub(usage.used)
     }
 
-    /// A window shorter than a second is reported as one second: `w` is an integer.
     fn write_policy(&self, window_ms: u64, text: &mut Vec<u8>) {
         text.extend_from_slice(self.name.as_bytes());
         text.extend_from_slice(b";q=");
-        push_number(u64::from(self.limit), text);
+        push_number(u64::from(self.limit) * self.stated_windows, text);
         text.extend_from_slice(b";w=");
-        push_number(window_ms.div_ceil(1000), text);
+        push_number(window_ms * self.stated_windows / 1000, text);
     }
 
     fn write_state(&self, usage: Usage, now_ms: u64, text: &mut Vec<u8>) {
@@ -231,6 +234,16 @@ impl ReportedLayer {
         text.extend_from_slice(b";t=");
         push_number(seconds_until(usage.end_ms, now_ms), text);
     }
+}
+
+/// The least number of windows that are a whole number of seconds together: 10 of 100 ms, 2 of 1500 ms. Months are whole
+/// seconds.
+fn stated_windows(windows: &Windows) -> u64 {
+    let (mut divisor, mut rest) = (1000, windows.period_ms().unwrap_or(1000));
+    while rest > 0 {
+        (divisor, rest) = (rest, divisor % rest);
+    }
+    1000 / divisor
 }
 
 impl ReportedConcurrency {
@@ -365,6 +378,16 @@ mod tests {
     fn numbers_are_formatted_in_decimal() {
         for value in (0..10_100).chain([99_999, 100_000, u64::MAX]) {
             assert_eq!(number(value), value.to_string().as_str());
+        }
+    }
+
+    #[test]
+    fn stated_windows_are_whole_seconds() {
+        for (period_ms, number) in
+            [(1, 1000), (7, 1000), (100, 10), (300, 10), (500, 2), (999, 1000), (1000, 1), (1500, 2), (60_000, 1)]
+        {
+            assert_eq!(stated_windows(&Windows::Sliding { period_ms }), number, "{period_ms}");
+            assert_eq!(period_ms * number % 1000, 0);
         }
     }
 

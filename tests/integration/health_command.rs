@@ -29,6 +29,39 @@ fn a_probe_follows_the_gateway_from_start_to_end() {
 }
 
 #[test]
+fn the_configuration_needs_no_option() {
+    let process = Process::spawn(&config(""));
+    let scratch = TempDir::new();
+    let file = scratch.write("named.toml", config(&format!("[listen]\nadmin = \"{}\"\n", process.admin)));
+    let file = file.to_str().unwrap();
+    let ready = format!("the gateway at http://{} is ready\n", process.admin);
+    assert_eq!(health(&[file]), (Some(0), ready.clone()));
+    assert_eq!(health(&["--config", file]), (Some(0), ready));
+    let (code, _) = health(&[file, "--config", file]);
+    assert_eq!(code, Some(2));
+}
+
+/// A mistake on the command line names the command that is probably meant.
+#[test]
+fn options_and_commands_of_other_programs_are_answered_with_those_here() {
+    for (arguments, hint) in [
+        (&["-t"][..], "`transom check FILE` checks a configuration file"),
+        (&["-c", "a.toml", "-t"], "`transom check FILE` checks a configuration file"),
+        (&["test"], "`transom check FILE` checks a configuration file"),
+        (&["configtest"], "`transom check FILE` checks a configuration file"),
+        (&["start"], "`transom run FILE` serves a configuration file"),
+        (&["-s", "reload"], "the gateway reloads a changed file by itself"),
+        (&["stop"], "the signal SIGTERM stops the gateway"),
+        (&["api.toml"], "`transom run api.toml` serves this configuration file, `transom check api.toml` checks it"),
+        (&["simulat"], "a similar subcommand exists: 'simulate'"),
+    ] {
+        let (code, stdout, stderr) = run(arguments);
+        assert_eq!((code, stdout.as_str()), (Some(2), ""), "{arguments:?}");
+        assert!(stderr.contains(hint), "{arguments:?}: {stderr}");
+    }
+}
+
+#[test]
 fn the_configuration_names_the_address() {
     let process = Process::spawn(&config(""));
     let scratch = TempDir::new();

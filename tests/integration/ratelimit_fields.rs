@@ -28,6 +28,18 @@ fn legacy_fields_describe_the_layer_nearest_its_limit() {
 }
 
 #[test]
+fn policies_of_periods_that_are_not_whole_seconds_state_several_windows() {
+    let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"2/100ms\", \"3/1500ms\", \"40/minute\"]"));
+    let response = gateway.get("/a").expect(200);
+    let policies = items(&response, "ratelimit-policy");
+    let stated: Vec<_> = policies.iter().map(|item| (item.get("q"), item.get("w"))).collect();
+    assert_eq!(stated, [(20, 1), (6, 3), (40, 60)]);
+    // What remains of the current window.
+    let left: Vec<_> = items(&response, "ratelimit").iter().map(|item| item.get("r")).collect();
+    assert_eq!(left, [1, 2, 39]);
+}
+
+#[test]
 fn both_and_off_select_the_fields() {
     let rule = |headers: &str| one_rule(&format!("key = \"ip\"\nwindows = [\"1/minute\"]\nheaders = \"{headers}\""));
     let gateway = Gateway::start(&rule("both"));
