@@ -367,7 +367,7 @@ impl DecisionService {
         for rule in rules {
             let Some(keyed_request) = rule.keyed_request else { continue };
             let charge_plan = self.rule_set.query_plan(&[rule.rule], false);
-            let KeyState { mut context, admits } = match (counters.shared, &rule.key_text) {
+            let KeyState { mut context, admits, .. } = match (counters.shared, &rule.key_text) {
                 (Some(shared), Some(key_text)) => {
                     let key_query = KeyQuery {
                         rule_set: &self.rule_set,
@@ -395,7 +395,7 @@ impl DecisionService {
                         let now = DecisionTime::read(counters.clock);
                         admits = self.rule_set.peek(&charge_plan, counters.table, now, &mut context);
                     }
-                    KeyState { context, admits }
+                    KeyState { context, admits, is_from_store: false }
                 }
             };
             outcome.allowed &= admits;

@@ -55,6 +55,15 @@ pub enum Variant {
     Override(usize, Vec<String>),
 }
 
+/// Where the figures of a shared rule are from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Store {
+    /// The store, whose counts may include tokens that gateways have leased and not spent.
+    Reachable { may_include_leased: bool },
+    /// This gateway alone.
+    Unreachable,
+}
+
 /// What happens at the time that a window states as its end.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Renewal {
@@ -83,6 +92,8 @@ pub struct RuleState {
     pub name: String,
     pub is_shadow: bool,
     pub is_shared: bool,
+    /// `None` where the store was not asked.
+    pub store: Option<Store>,
     /// Whether plans have windows of their own.
     pub has_plans: bool,
     pub key: KeyDescription,
@@ -116,6 +127,7 @@ impl RuleState {
             name: rule.rule.name.clone(),
             is_shadow: rule.rule.is_shadow(),
             is_shared: rule.rule.sharing != Sharing::Local,
+            store: None,
             has_plans: !rule.rule.plans.is_empty(),
             counted: keyed_request.map(|keyed_request| (Variant::of(rule, keyed_request.variant), keyed_request.cost)),
             key,
@@ -142,7 +154,7 @@ impl RuleState {
         let charge_plan =
             if self.is_shadow { rule_set.query_plan(&[rule], false) } else { rule_set.charge_plan(&[rule]) };
         let mut table = None;
-        let KeyState { mut context, admits } = match counting.shared.zip(store_key) {
+        let KeyState { mut context, admits, .. } = match counting.shared.zip(store_key) {
             Some((shared, store_key)) => {
                 let query = KeyQuery {
                     rule_set,
@@ -151,7 +163,12 @@ impl RuleState {
                     reserve: false,
                     key_texts: vec![Some(store_key)],
                 };
-                match shared.value(&query).await {
+                let state = shared.value(&query).await;
+                let is_reachable = state.as_ref().is_ok_and(|state| state.is_from_store);
+                let may_include_leased = rule_set.rules[rule].rule.sharing == Sharing::Lease;
+                self.store =
+                    Some(if is_reachable { Store::Reachable { may_include_leased } } else { Store::Unreachable });
+                match state {
                     Ok(state) => state,
                     Err(Unavailable) if self.is_shadow || rule_set.rules[rule].rule.on_outage == OnOutage::Allow => {
                         if self.result != RuleResult::Fails {
@@ -159,7 +176,11 @@ impl RuleState {
                         }
                         return Ok(());
                     }
-                    Err(Unavailable) => return Err(RequestError::StoreUnavailable),
+                    Err(Unavailable) => {
+                        self.result = RuleResult::Fails;
+                        self.reason = String::from("the shared store cannot be reached, and the rule refuses then");
+                        return Err(RequestError::StoreUnavailable);
+                    }
                 }
             }
             None => {
@@ -169,7 +190,7 @@ impl RuleState {
                 let now = DecisionTime::read(&clock);
                 let admits = rule_set.peek(&charge_plan, counting.table, now, &mut context);
                 table = Some(counting.table);
-                KeyState { context, admits }
+                KeyState { context, admits, is_from_store: false }
             }
         };
         let now_ms = counting.clock.now().unix_ms;
@@ -297,6 +318,8 @@ impl RuleState {
             "windows_of": windows_of, "plan": plan, "override": override_of,
             "cost": self.counted.as_ref().map(|(_, cost)| cost),
             "shadow": self.is_shadow, "shared": self.is_shared,
+            "store": self.store.map(|store| if store == Store::Unreachable { "unreachable" } else { "reachable" }),
+            "may_include_leased": self.store == Some(Store::Reachable { may_include_leased: true }),
             "windows": self.windows.iter().map(window).collect::<Vec<_>>(), "concurrent": concurrent,
         })
     }

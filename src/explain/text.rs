@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::route_choice::ExplainedRoute;
-use super::rule_state::{Renewal, RuleResult, RuleState, Variant, seconds_text};
+use super::rule_state::{Renewal, RuleResult, RuleState, Store, Variant, seconds_text};
 use super::{Decision, Explanation};
 use crate::http::ratelimit_headers::seconds_until;
 
@@ -103,7 +103,16 @@ impl Explanation {
             write!(f, "; cost {cost}")?;
         }
         writeln!(f)?;
-        self.write_windows(rule, f)
+        self.write_windows(rule, f)?;
+        let note = match rule.store {
+            _ if rule.windows.is_empty() => return Ok(()),
+            Some(Store::Unreachable) => "the shared store cannot be reached: this gateway's own figures",
+            Some(Store::Reachable { may_include_leased: true }) => {
+                "figures of the shared store; they may include tokens that gateways have leased and not spent"
+            }
+            Some(Store::Reachable { may_include_leased: false }) | None => return Ok(()),
+        };
+        writeln!(f, "  note: {note}")
     }
 
     /// One line for each window and for the requests in flight, with numbers below one another.

@@ -34,6 +34,8 @@ pub struct KeyState {
     pub context: DecisionContext,
     /// Whether a request of the query's cost would be admitted.
     pub admits: bool,
+    /// Whether the store was read. Otherwise the usage is what this gateway knows.
+    pub is_from_store: bool,
 }
 
 impl SharedCounters {
@@ -84,10 +86,10 @@ impl SharedCounters {
             }
             let admits =
                 rule_set.peek_local_fallback(charge_plan, &layers, &self.table, DecisionTime::read(&clock), context);
-            return Ok(KeyState { context: take(&mut pending.context), admits });
+            return Ok(KeyState { context: take(&mut pending.context), admits, is_from_store: false });
         }
         let admits = pending.context.result.charges.iter().all(|charge| charge.usage.admits(charge.request));
-        Ok(KeyState { context: take(&mut pending.context), admits })
+        Ok(KeyState { context: take(&mut pending.context), admits, is_from_store: true })
     }
 
     /// Asks when a full sliding counter has as many tokens as the request needs. A read only tells when the next one returns.

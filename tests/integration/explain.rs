@@ -333,6 +333,7 @@ fn details_are_as_checked_by_hand(explained: &[Value]) {
                 "rule": "per-client", "result": "admits", "reason": "there is room",
                 "key": [{"part": "ip", "value": "203.0.113.1"}], "fallback": false, "windows_of": "rule",
                 "plan": null, "override": null, "cost": 1, "shadow": false, "shared": false,
+                "store": null, "may_include_leased": false,
                 "windows": [window("per-client-hour", 0, 8, 2690), window("per-client-minute", 0, 5, 50)],
                 "concurrent": null,
             },
@@ -340,6 +341,7 @@ fn details_are_as_checked_by_hand(explained: &[Value]) {
                 "rule": "per-key", "result": "admits", "reason": "there is room",
                 "key": [{"part": "ip", "value": "203.0.113.1"}], "fallback": true, "windows_of": "rule",
                 "plan": null, "override": null, "cost": 1, "shadow": false, "shared": false,
+                "store": null, "may_include_leased": false,
                 "windows": [window("per-key", 0, 2, 50)], "concurrent": null,
             },
         ])
@@ -1029,8 +1031,49 @@ fn rules_are_explained_by_their_policy_during_an_outage() {
         assert_eq!(found["status"], json!(status), "{found:#}");
         assert_eq!(u64::from(gateway.get(path).status), status.unwrap_or(200), "{path}");
     }
+    let refuse = ask("/refuse");
+    assert_eq!((&refuse["rules"][0]["result"], &refuse["rules"][0]["store"]), (&json!("error"), &json!("unreachable")));
+    assert_eq!(
+        (&ask("/allow")["rules"][0]["store"], &ask("/local")["rules"][0]["store"]),
+        (&json!("unreachable"), &json!("unreachable"))
+    );
     while gateway.get("/local").status == 200 {}
     assert_eq!((&ask("/local")["decision"], &ask("/local")["status"]), (&json!("refused"), &json!(429)));
+}
+
+#[test]
+fn the_state_of_the_store_and_leased_tokens_are_stated() {
+    let mut redis = RedisServer::start();
+    let rules = "[rules.leased]\nkey = \"ip\"\nwindows = [\"1000/30d\"]\n\
+                 [rules.exact]\nkey = \"ip\"\nwindows = [\"1000/30d\"]\nshared = \"exact\"\n\
+                 [rules.own]\nkey = \"ip\"\nwindows = [\"1000/30d\"]\nshared = \"off\"\n\
+                 [[routes]]\npath = \"/\"\nupstream = \"u\"\nrules = [\"leased\", \"exact\", \"own\"]\n";
+    let gateway = Process::spawn(&format!(
+        "[counters.shared]\nredis = \"{}\"\ntimeout = \"10s\"\n[upstreams.u]\nbuiltin = \"echo\"\n{rules}",
+        redis.url()
+    ));
+    let ask = |accept: &str| {
+        let (body, host) = (json!({"url": "http://a/"}).to_string(), gateway.admin.to_string());
+        let fields = [("Host", host.as_str()), ("Accept", accept)];
+        Client::connect(gateway.admin).request("POST", "/v1/explain", &fields, body.as_bytes()).expect(200)
+    };
+    let stores = || {
+        let rules = ask("application/json").json()["rules"].take();
+        let of = |rule: &Value| (rule["store"].clone(), rule["may_include_leased"].clone());
+        rules.as_array().unwrap().iter().map(of).collect::<Vec<_>>()
+    };
+    let text = || String::from_utf8(ask("text/plain").body).unwrap();
+    let (leased, unreachable) =
+        ("they may include tokens that gateways have leased", "the shared store cannot be reached");
+    gateway.get("/").expect(200);
+    let reachable = json!("reachable");
+    let expected = [(&reachable, true), (&reachable, false), (&Value::Null, false)];
+    assert_eq!(stores(), expected.map(|(store, is_leased)| (store.clone(), json!(is_leased))));
+    assert_eq!((text().matches(leased).count(), text().matches(unreachable).count()), (1, 0), "{}", text());
+    redis.kill();
+    let expected = [json!("unreachable"), json!("unreachable"), Value::Null];
+    assert_eq!(stores(), expected.map(|store| (store, json!(false))));
+    assert_eq!((text().matches(leased).count(), text().matches(unreachable).count()), (0, 2), "{}", text());
 }
 
 #[test]
