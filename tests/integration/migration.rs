@@ -1,6 +1,6 @@
 //! The guides for users of other products: their configurations can be read, and ours limit as the guides say.
 //!
-//! nginx and Envoy check theirs themselves, except for the descriptors of Envoy's rate limit service. Those, and the
+//! nginx, HAProxy and Envoy check theirs themselves, except for the descriptors of Envoy's rate limit service. Those, and the
 //! configurations of Kong, Traefik and Cloudflare, are parsed as YAML or JSON, and state the limits that ours have. The code for
 //! Convex is not checked.
 
@@ -58,6 +58,31 @@ fn nginx_reads_its_configuration() {
     let output =
         Command::new("nginx").env("PATH", "/usr/sbin:/usr/bin:/bin").arg("-t").arg("-c").arg(file).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn haproxy_reads_its_configuration() {
+    let scratch = TempDir::new();
+    let file = scratch.write("haproxy.cfg", guide_blocks("from-haproxy", "haproxy").remove(0));
+    let mut command = Command::new("haproxy");
+    let output = command.env("PATH", "/usr/sbin:/usr/bin:/bin").arg("-c").arg("-f").arg(file).output().unwrap();
+    let messages = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && !messages.contains("[WARNING]"), "{messages}");
+}
+
+#[test]
+fn the_limits_of_haproxy_hold() {
+    let (gateway, _upstream) = gateway("from-haproxy", "");
+    assert_eq!(admitted(&gateway, "/api/a", &[], 30), 20);
+    gateway.advance_s(12);
+    // The users are counted beside the addresses.
+    let by_user = |gateway: &Gateway| admitted(gateway, "/api/a", &[("x-user", "alice")], 30);
+    let mut admitted_in_a_minute = 0;
+    for _ in 0..6 {
+        admitted_in_a_minute += by_user(&gateway);
+        gateway.advance(Duration::from_millis(11_300));
+    }
+    assert_eq!(admitted_in_a_minute, 100);
 }
 
 /// Reads YAML.
