@@ -294,20 +294,17 @@ pub fn configuration(text: &str) -> Option<(Span, String, String)> {
         let (_, rest) = line.split_once([' ', ':']).unwrap_or((line, ""));
         !line.starts_with('#') && !rest.trim_start().starts_with('=')
     };
-    let found = FORMATS.iter().find_map(|format| {
-        let is_known = |line: &str, known: &str| match known.ends_with(|c: char| c.is_ascii_alphabetic()) {
-            true => line == known,
-            false => line.starts_with(known),
-        };
-        let lines = || text.lines().map(str::trim).filter(|line| is_directive(line));
-        let has = |known: &&&str| lines().any(|line| is_known(line, known));
-        (format.lines.iter().filter(has).count() >= format.least).then_some(format)
-    });
-    let OtherFormat { product, guide, lines, .. } = found?;
-    let first = text
-        .lines()
-        .map(str::trim)
-        .find(|line| is_directive(line) && lines.iter().any(|known| line.starts_with(known)))?;
+    let lines = || text.lines().map(str::trim).filter(|line| is_directive(line));
+    let is_known = |line: &str, known: &str| match known.ends_with(|c: char| c.is_ascii_alphabetic()) {
+        true => line == known,
+        false => line.starts_with(known),
+    };
+    let is_of = |format: &&OtherFormat| {
+        let found = format.lines.iter().filter(|known| lines().any(|line| is_known(line, known)));
+        found.count() >= format.least
+    };
+    let OtherFormat { product, guide, lines: known, .. } = FORMATS.iter().find(is_of)?;
+    let first = lines().find(|line| known.iter().any(|known| is_known(line, known)))?;
     let start = first.as_ptr() as usize - text.as_ptr() as usize;
     let fix = format!("write it in TOML, as docs/guides/{guide}.md shows");
     Some((
