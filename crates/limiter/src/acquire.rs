@@ -38,6 +38,12 @@ pub struct Charge {
     tokens: u64,
 }
 
+impl AsMut<Charge> for Charge {
+    fn as_mut(&mut self) -> &mut Charge {
+        self
+    }
+}
+
 impl Charge {
     /// A charge that was not made yet, of a counter without shards.
     pub fn new(counter: Counter, request: AcquireRequest) -> Charge {
@@ -95,7 +101,7 @@ pub enum AcquireResult {
 #[inline(always)]
 pub fn acquire_all<const W: usize, const PLAIN: bool>(
     table: &Table<W>,
-    charges: &mut [Charge],
+    charges: &mut [impl AsMut<Charge>],
     shard_receipts: &mut Vec<ShardReceipt>,
     time: Time<'_, PLAIN>,
 ) -> AcquireResult {
@@ -110,10 +116,10 @@ pub fn acquire_all<const W: usize, const PLAIN: bool>(
 #[inline(always)]
 pub fn peek_all<const W: usize, const PLAIN: bool>(
     table: &Table<W>,
-    charges: &mut [Charge],
+    charges: &mut [impl AsMut<Charge>],
     time: Time<'_, PLAIN>,
 ) -> bool {
-    charges.iter_mut().fold(true, |all_fit, charge| all_fit & peek_charge(table, charge, time))
+    charges.iter_mut().fold(true, |all_fit, charge| all_fit & peek_charge(table, charge.as_mut(), time))
 }
 
 /// As [`peek_all`], for one counter.
@@ -147,13 +153,13 @@ pub fn peek_charge<const W: usize, const PLAIN: bool>(
 #[inline(always)]
 pub fn acquire_peeked<const W: usize, const PLAIN: bool>(
     table: &Table<W>,
-    charges: &mut [Charge],
+    charges: &mut [impl AsMut<Charge>],
     shard_receipts: &mut Vec<ShardReceipt>,
     time: Time<'_, PLAIN>,
 ) -> AcquireResult {
     let first = shard_receipts.len();
     for i in 0..charges.len() {
-        let charge = &mut charges[i];
+        let charge = charges[i].as_mut();
         if charge.request.cost == 0 {
             continue;
         }
@@ -229,8 +235,12 @@ fn acquire_shards<const W: usize, const PLAIN: bool>(
 }
 
 #[cold]
-fn refund_all<const W: usize, const PLAIN: bool>(table: &Table<W>, charges: &mut [Charge], time: Time<'_, PLAIN>) {
-    for charge in charges.iter_mut().rev() {
+fn refund_all<const W: usize, const PLAIN: bool>(
+    table: &Table<W>,
+    charges: &mut [impl AsMut<Charge>],
+    time: Time<'_, PLAIN>,
+) {
+    for charge in charges.iter_mut().rev().map(AsMut::as_mut) {
         if let Some(receipt) = charge.receipt() {
             table.refund(receipt.receipt, receipt.request, time);
             charge.slot = None;

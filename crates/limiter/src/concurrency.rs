@@ -11,6 +11,7 @@ use std::sync::{Arc, PoisonError};
 use std::task::{Context, Poll, Waker};
 
 use crate::atomics::{AtomicU64, Mutex, MutexGuard, Ordering};
+use crate::handles::PlanPosition;
 use crate::key::KeyHash;
 
 const SHARDS: usize = 64;
@@ -277,7 +278,7 @@ impl Drop for QueuedSlot {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ConcurrencyUsage {
     /// The position of the rule in the charge plan.
-    pub rule: usize,
+    pub rule: PlanPosition,
     /// The most requests in flight.
     pub limit: u32,
     /// Requests in flight, with this one if it holds a slot.

@@ -3,9 +3,11 @@
 //! A decision writes into a [`DecisionContext`] that is reused from request to request, so that it does not allocate.
 
 use crate::acquire::{AcquireResult, acquire_all, acquire_peeked, peek_all, peek_charge};
+use crate::charge_plan::{ChargePlan, LayerRef};
 use crate::decision_context::DecisionContext;
 use crate::decision_time::DecisionTime;
-use crate::rule_set::{ChargePlan, CompiledLayer, CountingMode, LayerRef, RuleSet};
+use crate::handles::PlanPosition;
+use crate::rule_set::{CompiledLayer, CountingMode};
 use crate::table::Table;
 use crate::waiter_limit::WaiterSlot;
 use crate::window::Time;
@@ -21,7 +23,7 @@ pub enum Decision {
         until_ms: u64,
         /// The slot in the waiter limit of the rule that delays the request.
         waiter: Option<Waiter>,
-        /// The layers to charge again then: see [`RuleSet::recharge`].
+        /// The layers to charge again then: see [`ChargePlan::recharge`].
         recharge: Vec<LayerRef>,
     },
     /// The request was refused. No layer was charged, except where refusals count.
@@ -32,66 +34,62 @@ pub enum Decision {
 #[derive(Debug)]
 pub struct Waiter {
     /// The position of the rule in the charge plan.
-    pub rule: usize,
+    pub rule: PlanPosition,
     /// The slot; dropped when the wait is over.
     pub slot: WaiterSlot,
 }
 
-impl RuleSet {
+impl ChargePlan {
     /// Decides the request in `context.inputs`, which has an entry for every rule of the charge plan.
     pub fn decide<const W: usize>(
         &self,
-        charge_plan: &ChargePlan,
         table: &Table<W>,
         now: DecisionTime<'_>,
         context: &mut DecisionContext,
     ) -> Decision {
         context.clear();
         let decision = match context.use_default_windows() {
-            true if charge_plan.is_plain() => {
-                self.acquire_plain_layers(charge_plan.enforced_layers(), table, now, context)
-            }
-            true => self.acquire_layers(charge_plan, charge_plan.enforced(), table, now, context, true),
+            true if self.is_plain() => self.acquire_plain_layers(self.enforced_layers(), table, now, context),
+            true => self.acquire_layers(self.enforced(), table, now, context, true),
             false => {
-                let layers = self.layers_of_request(charge_plan, context);
-                let decision = self.acquire_layers(charge_plan, &layers, table, now, context, true);
+                let layers = self.layers_of_request(context);
+                let decision = self.acquire_layers(&layers, table, now, context, true);
                 context.scratch.layer_buffer = layers;
                 decision
             }
         };
         if !matches!(decision, Decision::Refused) {
-            self.decide_shadow_rules(charge_plan, table, now, context);
+            self.decide_shadow_rules(table, now, context);
         }
         decision
     }
 
     /// The layers of a request that has other windows than the default, in the context's buffer.
-    pub(super) fn layers_of_request(&self, charge_plan: &ChargePlan, context: &mut DecisionContext) -> Vec<LayerRef> {
+    pub(super) fn layers_of_request(&self, context: &mut DecisionContext) -> Vec<LayerRef> {
         let mut layers = std::mem::take(&mut context.scratch.layer_buffer);
         layers.clear();
-        for (position, keyed_request) in context.inputs.keyed_requests.iter().enumerate() {
-            if let Some(keyed_request) = keyed_request.filter(|_| !charge_plan.shadow_rules().contains(&position)) {
-                layers.extend(self.layers_of_rule(charge_plan, position, keyed_request.variant));
+        for (position, keyed_request) in context.inputs.keyed_requests.enumerate() {
+            if let Some(keyed_request) = keyed_request.filter(|_| !self.shadow_rules().contains(&position)) {
+                layers.extend(self.layers_of_rule(position, keyed_request.variant));
             }
         }
-        self.sort_layers(charge_plan, &mut layers);
+        self.sort_layers(&mut layers);
         layers
     }
 
     /// Decides the shadow rules as well.
     fn decide_shadow_rules<const W: usize>(
         &self,
-        charge_plan: &ChargePlan,
         table: &Table<W>,
         now: DecisionTime<'_>,
         context: &mut DecisionContext,
     ) {
-        for position in charge_plan.shadow_rules() {
+        for position in self.shadow_rules() {
             let Some(keyed_request) = context.inputs.keyed_requests[*position] else { continue };
             let mut layers = std::mem::take(&mut context.scratch.layer_buffer);
             layers.clear();
-            layers.extend(self.layers_of_rule(charge_plan, *position, keyed_request.variant));
-            if let Decision::Refused = self.acquire_layers(charge_plan, &layers, table, now, context, false) {
+            layers.extend(self.layers_of_rule(*position, keyed_request.variant));
+            if let Decision::Refused = self.acquire_layers(&layers, table, now, context, false) {
                 context.result.shadowed.push(*position);
             }
             context.scratch.layer_buffer = layers;
@@ -102,20 +100,19 @@ impl RuleSet {
     #[inline]
     pub(super) fn acquire_layers<const W: usize>(
         &self,
-        charge_plan: &ChargePlan,
         layers: &[LayerRef],
         table: &Table<W>,
         now: DecisionTime<'_>,
         context: &mut DecisionContext,
         may_wait: bool,
     ) -> Decision {
-        match charge_plan.is_plain() {
-            true => self.acquire_plain_layers(self.compiled_layers(charge_plan, layers), table, now, context),
-            false => self.acquire_layers_of_any_kind(charge_plan, layers, table, now, context, may_wait),
+        match self.is_plain() {
+            true => self.acquire_plain_layers(self.compiled_layers(layers), table, now, context),
+            false => self.acquire_layers_of_any_kind(layers, table, now, context, may_wait),
         }
     }
 
-    /// As [`RuleSet::acquire_layers`], for plain counters.
+    /// As [`ChargePlan::acquire_layers`], for plain counters.
     // Separate, so that the most common decision keeps its state in registers.
     #[inline(never)]
     fn acquire_plain_layers<'a, const W: usize>(
@@ -130,7 +127,7 @@ impl RuleSet {
             let time = Time::all_plain(now.unix_ms);
             context.result.decided_ms = context.result.decided_ms.max(now.unix_ms);
             let mut all_fit = true;
-            context.add_charges(self, layers.clone(), now.unix_ms, first, |charge| {
+            context.add_charges(self.rule_set(), layers.clone(), now.unix_ms, first, |charge| {
                 all_fit &= peek_charge(table, charge, time);
             });
             if !all_fit {
@@ -147,11 +144,10 @@ impl RuleSet {
         }
     }
 
-    /// As [`RuleSet::acquire_layers`], for counters of any kind.
+    /// As [`ChargePlan::acquire_layers`], for counters of any kind.
     #[inline(never)]
     fn acquire_layers_of_any_kind<const W: usize>(
         &self,
-        charge_plan: &ChargePlan,
         layers: &[LayerRef],
         table: &Table<W>,
         mut now: DecisionTime<'_>,
@@ -159,21 +155,20 @@ impl RuleSet {
         may_wait: bool,
     ) -> Decision {
         let first = context.result.charges.len();
-        let may_delay = may_wait && (charge_plan.may_delay || context.inputs.reserve);
+        let may_delay = may_wait && (self.may_delay || context.inputs.reserve);
         loop {
             let now_ms = now.unix_ms;
             context.result.decided_ms = context.result.decided_ms.max(now_ms);
-            match charge_plan.is_shared {
-                true => context.add_shared_charges(self, charge_plan, table, layers, now_ms, first),
+            match self.is_shared {
+                true => self.add_shared_charges(table, layers, now_ms, context, first),
                 false => {
-                    context.add_charges(self, self.compiled_layers(charge_plan, layers), now_ms, first, |_charge| ())
+                    context.add_charges(self.rule_set(), self.compiled_layers(layers), now_ms, first, |_charge| ())
                 }
             }
             let charges = &mut context.result.charges[first..];
             match acquire_all(table, charges, &mut context.result.shard_receipts, self.time(now_ms)) {
                 AcquireResult::Admitted
-                    if charge_plan.is_shared
-                        && self.exceeds_known_usage(charge_plan, table, now_ms, context, first) =>
+                    if self.is_shared && self.exceeds_known_usage(table, now_ms, context, first) =>
                 {
                     for receipt in context.take_receipts(first) {
                         table.refund(receipt.receipt, receipt.request, self.time(now_ms));
@@ -186,18 +181,18 @@ impl RuleSet {
                 AcquireResult::Late => return Decision::Refused,
                 AcquireResult::Refused if context.is_full_by_debt(first) && now.advance() => {}
                 AcquireResult::Refused => {
-                    if may_delay && let Some(delayed) = self.delay(charge_plan, table, self.time(now_ms), context) {
+                    if may_delay && let Some(delayed) = self.delay(table, self.time(now_ms), context) {
                         return delayed;
                     }
                     // The delay peeked at the counters again, and may have found another one full.
                     if may_delay && context.is_full_by_debt(first) && now.advance() {
                         continue;
                     }
-                    if charge_plan.has_penalties() {
-                        self.start_penalties(charge_plan, table, now, context, first);
+                    if self.has_penalties() {
+                        self.start_penalties(table, now, context, first);
                     }
-                    if charge_plan.counts_refused() && !charge_plan.is_shared {
-                        self.charge_refusal(charge_plan, table, self.time(now_ms), context, first);
+                    if self.counts_refused() && !self.is_shared {
+                        self.charge_refusal(table, self.time(now_ms), context, first);
                     }
                     return Decision::Refused;
                 }
@@ -206,45 +201,38 @@ impl RuleSet {
     }
 }
 
-impl RuleSet {
+impl ChargePlan {
     /// Peeks at the counters of the enforced rules; `true` if the request fits. Nothing is charged.
-    pub fn peek<const W: usize>(
-        &self,
-        charge_plan: &ChargePlan,
-        table: &Table<W>,
-        now: DecisionTime<'_>,
-        context: &mut DecisionContext,
-    ) -> bool {
+    pub fn peek<const W: usize>(&self, table: &Table<W>, now: DecisionTime<'_>, context: &mut DecisionContext) -> bool {
         context.clear();
-        if charge_plan.is_plain() && context.use_default_windows() {
+        if self.is_plain() && context.use_default_windows() {
             context.result.decided_ms = now.unix_ms;
             let mut all_fit = true;
-            context.add_charges(self, charge_plan.enforced_layers(), now.unix_ms, 0, |charge| {
+            context.add_charges(self.rule_set(), self.enforced_layers(), now.unix_ms, 0, |charge| {
                 all_fit &= peek_charge(table, charge, Time::all_plain(now.unix_ms));
             });
             return all_fit;
         }
-        self.peek_all_layers(charge_plan, table, now, context)
+        self.peek_all_layers(table, now, context)
     }
 
-    /// As [`RuleSet::peek`], for counters of any kind.
+    /// As [`ChargePlan::peek`], for counters of any kind.
     // Separate, because the plain case is that of clients that are refused again and again.
     #[inline(never)]
     fn peek_all_layers<const W: usize>(
         &self,
-        charge_plan: &ChargePlan,
         table: &Table<W>,
         now: DecisionTime<'_>,
         context: &mut DecisionContext,
     ) -> bool {
-        let layers = self.layers_of_request(charge_plan, context);
-        let all_fit = self.peek_until_current(table, now, context, |context, now_ms| match charge_plan.is_shared {
-            true => self.add_charges_for_peek(charge_plan, &layers, table, now_ms, context),
-            false => context.add_charges(self, self.compiled_layers(charge_plan, &layers), now_ms, 0, |_charge| ()),
+        let layers = self.layers_of_request(context);
+        let all_fit = self.peek_until_current(table, now, context, |context, now_ms| match self.is_shared {
+            true => self.add_charges_for_peek(&layers, table, now_ms, context),
+            false => context.add_charges(self.rule_set(), self.compiled_layers(&layers), now_ms, 0, |_charge| ()),
         });
-        if charge_plan.is_shared {
-            self.report_total_usage(charge_plan, table, context.result.decided_ms, context, 0);
-            self.add_local_usage(charge_plan, table, context);
+        if self.is_shared {
+            self.report_total_usage(table, context.result.decided_ms, context, 0);
+            self.add_local_usage(table, context);
         }
         context.scratch.layer_buffer = layers;
         all_fit
@@ -271,36 +259,33 @@ impl RuleSet {
     /// Adds the charges to peek at. For shared rules, they state the known usage of all gateways.
     fn add_charges_for_peek<const W: usize>(
         &self,
-        charge_plan: &ChargePlan,
         layers: &[LayerRef],
         table: &Table<W>,
         now_ms: u64,
         context: &mut DecisionContext,
     ) {
-        self.set_counting_modes(charge_plan, |_within| false, &mut context.sharing.counting_modes);
+        self.set_counting_modes(|_within| false, &mut context.sharing.counting_modes);
         context
             .sharing
             .counting_modes
             .iter_mut()
             .filter(|counting_mode| **counting_mode == CountingMode::Remote)
             .for_each(|counting_mode| *counting_mode = CountingMode::Leased);
-        context.add_shared_charges(self, charge_plan, table, layers, now_ms, 0);
+        self.add_shared_charges(table, layers, now_ms, context, 0);
     }
 
     /// Peeks at local counters, on top of the known usage of other gateways; `true` if the request fits.
     pub fn peek_local_fallback<const W: usize>(
         &self,
-        charge_plan: &ChargePlan,
         layers: &[LayerRef],
         table: &Table<W>,
         now: DecisionTime<'_>,
         context: &mut DecisionContext,
     ) -> bool {
-        let add_charges = |context: &mut DecisionContext, now_ms| {
-            context.add_shared_charges(self, charge_plan, table, layers, now_ms, 0)
-        };
+        let add_charges =
+            |context: &mut DecisionContext, now_ms| self.add_shared_charges(table, layers, now_ms, context, 0);
         let all_fit = self.peek_until_current(table, now, context, add_charges);
-        self.report_total_usage(charge_plan, table, context.result.decided_ms, context, 0);
+        self.report_total_usage(table, context.result.decided_ms, context, 0);
         all_fit
     }
 }

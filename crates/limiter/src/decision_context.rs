@@ -2,8 +2,10 @@
 //! do not allocate.
 
 use crate::acquire::Charge;
+use crate::charge_plan::{LayerCharge, LayerRef};
 use crate::concurrency::ConcurrencyUsage;
-use crate::rule_set::{CompiledLayer, CountingMode, KeyedRequest, LayerRef, RuleSet};
+use crate::handles::{IdVec, PlanPosition, VariantId};
+use crate::rule_set::{CompiledLayer, CountingMode, KeyedRequest, RuleSet};
 use crate::sharded_counter::ShardReceipt;
 use crate::window::Window;
 
@@ -27,7 +29,7 @@ pub struct DecisionContext {
 #[derive(Clone, Debug, Default)]
 pub struct DecisionInputs {
     /// The request under each rule of the charge plan; `None` where the rule does not apply.
-    pub keyed_requests: Vec<Option<KeyedRequest>>,
+    pub keyed_requests: IdVec<PlanPosition, Option<KeyedRequest>>,
     /// Whether the request may take tokens of later windows, in layers that have a reserve.
     pub reserve: bool,
     /// The shard to charge first where a counter is sharded: the number of the worker.
@@ -38,15 +40,13 @@ pub struct DecisionInputs {
 #[derive(Clone, Debug, Default)]
 pub struct DecisionResult {
     /// The counters in the order in which they were charged: those of the enforced rules, then those of shadow rules.
-    pub charges: Vec<Charge>,
-    /// The layer of each of `charges`.
-    pub layers: Vec<LayerRef>,
+    pub charges: Vec<LayerCharge>,
     /// The time to which `charges` refer, Unix milliseconds.
     pub decided_ms: u64,
     /// Receipts of charges in sharded and sliding counters.
     pub shard_receipts: Vec<ShardReceipt>,
-    /// Positions of the shadow rules that would have refused the request in their windows.
-    pub shadowed: Vec<usize>,
+    /// The shadow rules that would have refused the request in their windows.
+    pub shadowed: Vec<PlanPosition>,
     /// The requests in flight of the rules that limit them. Set by [`RuleSet::acquire_slots`] and
     /// [`RuleSet::peek_slots`] only.
     pub concurrency: Vec<ConcurrencyUsage>,
@@ -56,7 +56,7 @@ pub struct DecisionResult {
 #[derive(Clone, Debug, Default)]
 pub struct SharingState {
     /// How each rule of the charge plan is counted.
-    pub counting_modes: Vec<CountingMode>,
+    pub counting_modes: IdVec<PlanPosition, CountingMode>,
     /// Positions in the charges whose leases hold too few tokens, after a decision that lacked tokens.
     pub missing_tokens: Vec<usize>,
     /// Positions in the charges whose leases run low, after a decision that admitted.
@@ -99,7 +99,6 @@ impl DecisionContext {
         self.result.decided_ms = 0;
         self.result.shadowed.clear();
         self.result.charges.clear();
-        self.result.layers.clear();
         self.result.shard_receipts.clear();
         self.sharing.low_leases.clear();
         self.sharing.prepaid.clear();
@@ -113,28 +112,27 @@ impl DecisionContext {
 
     /// Whether the request has the default windows under all rules.
     pub(super) fn use_default_windows(&self) -> bool {
-        self.inputs.keyed_requests.iter().flatten().all(|keyed_request| keyed_request.variant == 0)
+        self.inputs.keyed_requests.iter().flatten().all(|keyed_request| keyed_request.variant == VariantId::DEFAULT)
     }
 
     /// The charge of one layer; `None` if the layer does not apply to the request.
-    pub fn charge_of(&self, layer_ref: LayerRef) -> Option<&Charge> {
-        self.result.layers.iter().position(|other| *other == layer_ref).map(|i| &self.result.charges[i])
+    pub fn charge_of(&self, layer_ref: LayerRef) -> Option<&LayerCharge> {
+        self.result.charges.iter().find(|charge| charge.layer == layer_ref)
     }
 
     /// The charges in the layers of one rule.
-    pub fn charges_of_rule(&self, position: usize) -> impl Iterator<Item = &Charge> {
-        let charges = self.result.charges.iter().zip(&self.result.layers);
-        charges.filter(move |(_, layer_ref)| layer_ref.rule == position).map(|(charge, _)| charge)
+    pub fn charges_of_rule(&self, position: PlanPosition) -> impl Iterator<Item = &LayerCharge> {
+        self.result.charges.iter().filter(move |charge| charge.layer.position == position)
     }
 
     /// Whether the rule at this position has charged an admitted request: a shadow rule that would have refused the request has
     /// not, nor has a rule that was not examined.
-    pub fn has_charged(&self, position: usize) -> bool {
+    pub fn has_charged(&self, position: PlanPosition) -> bool {
         !self.result.shadowed.contains(&position) && self.charges_of_rule(position).next().is_some()
     }
 
     /// The receipts of all charges in the layers of one rule.
-    pub fn receipts_of_rule(&self, position: usize) -> impl Iterator<Item = ShardReceipt> + '_ {
+    pub fn receipts_of_rule(&self, position: PlanPosition) -> impl Iterator<Item = ShardReceipt> + '_ {
         self.charges_of_rule(position).flat_map(|charge| {
             let parts = self.result.shard_receipts.iter().filter(|part| part.layer == charge.counter.layer);
             charge.receipt().into_iter().chain(parts.copied())
@@ -143,7 +141,8 @@ impl DecisionContext {
 
     /// The receipts of all charges of the request.
     pub fn all_receipts(&self) -> impl Iterator<Item = ShardReceipt> + '_ {
-        self.result.charges.iter().filter_map(Charge::receipt).chain(self.result.shard_receipts.iter().copied())
+        let whole = self.result.charges.iter().filter_map(|charge| charge.receipt());
+        whole.chain(self.result.shard_receipts.iter().copied())
     }
 
     /// Replaces the charges from `first` on by those of the request in `layers`. `peek` is called with each of them.
@@ -157,12 +156,10 @@ impl DecisionContext {
         mut peek: impl FnMut(&mut Charge),
     ) {
         self.result.charges.truncate(first);
-        self.result.layers.truncate(first);
         for (layer_ref, layer) in layers {
-            if let Some(keyed_request) = self.inputs.keyed_requests[layer_ref.rule] {
+            if let Some(keyed_request) = self.inputs.keyed_requests[layer_ref.position] {
                 let charge = self.new_charge(rule_set, layer, keyed_request, now_ms);
-                self.result.charges.push(charge);
-                self.result.layers.push(layer_ref);
+                self.result.charges.push(LayerCharge { layer: layer_ref, mode: CountingMode::Local, charge });
                 // After the push: a search for the counter calls functions, and would keep the charge on the stack.
                 if let Some(charge) = self.result.charges.last_mut() {
                     peek(charge);

@@ -8,11 +8,13 @@
 //! refuse.
 
 use crate::acquire::{AcquireResult, Charge, acquire_peeked, peek_all};
+use crate::charge_plan::{ChargePlan, LayerCharge, LayerRef};
 use crate::decision::{Decision, Waiter};
 use crate::decision_context::DecisionContext;
 use crate::decision_time::DecisionTime;
+use crate::handles::{IdVec, LayerId, PlanPosition, RuleId};
 use crate::rule::OnLimit;
-use crate::rule_set::{ChargePlan, CompiledRule, KeyedRequest, LayerRef, RuleSet};
+use crate::rule_set::{KeyedRequest, RuleSet};
 use crate::sharded_counter::ShardReceipt;
 use crate::sliding_counter::SlidingCounter;
 use crate::table::{CounterResult, Table};
@@ -22,12 +24,11 @@ use crate::window_kind::{AcquireRequest, Usage, WindowKind, tokens_granted};
 /// How often a delayed request tries again after another request took its tokens.
 const TRIES: u32 = 16;
 
-impl RuleSet {
+impl ChargePlan {
     /// Charges a request that does not fit now in later windows, if its rules allow a delay.
     #[cold]
     pub(super) fn delay<const W: usize>(
         &self,
-        charge_plan: &ChargePlan,
         table: &Table<W>,
         time: Time<'_>,
         context: &mut DecisionContext,
@@ -35,30 +36,24 @@ impl RuleSet {
         let requests: Vec<AcquireRequest> = context.result.charges.iter().map(|charge| charge.request).collect();
         let mut waiter = None;
         for _ in 0..TRIES {
-            let Some(admission_times) = self.admission_times(charge_plan, time, context) else { break };
+            let Some(admission_times) = self.admission_times(time, context) else { break };
             if waiter.is_none() {
-                match self.reserve_waiter(charge_plan, context) {
+                match self.reserve_waiter(context) {
                     Some(reserved) => waiter = reserved,
                     None => break,
                 }
             }
             let until_ms = admission_times.iter().copied().max().unwrap_or(time.now_ms);
             let mut recharge = Vec::new();
-            for (charge, layer_ref) in context.result.charges.iter_mut().zip(&context.result.layers) {
-                let end_ms = match admission_times[layer_ref.rule] {
-                    admit_at_ms if admit_at_ms > time.now_ms => self.request_window_at(
-                        charge,
-                        self.rule_of(charge_plan, *layer_ref),
-                        *layer_ref,
-                        admit_at_ms,
-                        time,
-                    ),
+            for charge in &mut context.result.charges {
+                let end_ms = match admission_times[charge.layer.position] {
+                    admit_at_ms if admit_at_ms > time.now_ms => self.request_window_at(charge, admit_at_ms, time),
                     // A token of a sliding window counts in the segment in which the request proceeds.
                     _ if charge.request.kind == WindowKind::Sliding => charge.request.end_ms,
                     _ => charge.usage.end_ms,
                 };
                 if end_ms <= until_ms {
-                    recharge.push(*layer_ref);
+                    recharge.push(charge.layer);
                 }
             }
             if acquire_peeked(table, &mut context.result.charges, &mut context.result.shard_receipts, time)
@@ -80,56 +75,40 @@ impl RuleSet {
 
     /// Reserves a slot in the waiter limit of the first full rule that delays. `Some(None)`: no full rule delays. `None`:
     /// too many requests wait already.
-    pub fn reserve_waiter(&self, charge_plan: &ChargePlan, context: &DecisionContext) -> Option<Option<Waiter>> {
-        let full = context.result.charges.iter().zip(&context.result.layers).filter(|(charge, _)| charge.is_full);
-        let delays =
-            full.map(|(_, layer_ref)| *layer_ref).find(|layer_ref| self.rule_of(charge_plan, *layer_ref).rule.delays());
-        let Some(layer_ref) = delays else { return Some(None) };
-        let slot = self.rule_of(charge_plan, layer_ref).waiters.try_enter()?;
-        Some(Some(Waiter { rule: layer_ref.rule, slot }))
+    pub fn reserve_waiter(&self, context: &DecisionContext) -> Option<Option<Waiter>> {
+        let mut full = context.result.charges.iter().filter(|charge| charge.is_full);
+        let Some(delaying) = full.find(|charge| self.rule_of(charge.layer).rule.delays()) else { return Some(None) };
+        let slot = self.rule_of(delaying.layer).waiters.try_enter()?;
+        Some(Some(Waiter { rule: delaying.layer.position, slot }))
     }
 
     /// The time at which each rule of the charge plan admits the request, Unix milliseconds; `None` if a full rule does
     /// not allow the delay, or has a sliding window: tokens of later segments cannot be taken.
-    pub fn admission_times(
-        &self,
-        charge_plan: &ChargePlan,
-        time: Time<'_>,
-        context: &DecisionContext,
-    ) -> Option<Vec<u64>> {
-        let mut admission_times = vec![time.now_ms; charge_plan.rules.len()];
-        for (charge, layer_ref) in
-            context.result.charges.iter().zip(&context.result.layers).filter(|(charge, _)| charge.is_full)
-        {
-            let compiled = self.rule_of(charge_plan, *layer_ref);
-            let layer = compiled.layer(layer_ref.layer);
-            let opens_ms = self.available_at_ms(charge, compiled, layer_ref.layer, time.now_ms)?;
+    pub fn admission_times(&self, time: Time<'_>, context: &DecisionContext) -> Option<IdVec<PlanPosition, u64>> {
+        let mut admission_times = self.rules().map(|_rule| time.now_ms);
+        for charge in context.result.charges.iter().filter(|charge| charge.is_full) {
+            let layer = self.layer(charge.layer);
+            let opens_ms = self.rule_set().available_at_ms(charge, charge.layer.id, time.now_ms)?;
             // The window of a charge may have ended since.
             let waits_ms = opens_ms.saturating_sub(time.now_ms);
             if charge.request.kind == WindowKind::Sliding {
                 return None;
             }
-            let may_wait = charge_plan.may_delay || layer.reserve > 0;
-            match compiled.rule.on_limit {
+            let may_wait = self.may_delay || layer.reserve > 0;
+            match self.rule_of(charge.layer).rule.on_limit {
                 OnLimit::Delay { max_delay_ms, .. } if may_wait && waits_ms <= max_delay_ms => {}
                 OnLimit::Refuse if context.inputs.reserve && layer.reserve > 0 => {}
                 OnLimit::Delay { .. } | OnLimit::Refuse | OnLimit::Shadow => return None,
             }
-            admission_times[layer_ref.rule] = admission_times[layer_ref.rule].max(opens_ms);
+            let admit_at_ms = &mut admission_times[charge.layer.position];
+            *admit_at_ms = opens_ms.max(*admit_at_ms);
         }
         Some(admission_times)
     }
 
     /// Requests tokens of the window that is open at `until_ms`, and returns the end of that window.
-    pub(super) fn request_window_at(
-        &self,
-        charge: &mut Charge,
-        compiled: &CompiledRule,
-        layer_ref: LayerRef,
-        until_ms: u64,
-        time: Time<'_>,
-    ) -> u64 {
-        let layer = compiled.layer(layer_ref.layer);
+    pub(super) fn request_window_at(&self, charge: &mut LayerCharge, until_ms: u64, time: Time<'_>) -> u64 {
+        let layer = self.layer(charge.layer);
         let all = &time.windows[layer.windows_index];
         let end_ms = all.end_at(charge.usage.end_ms, until_ms);
         let windows = all.windows_between(charge.usage.end_ms, end_ms);
@@ -149,32 +128,88 @@ impl RuleSet {
     #[cold]
     pub fn recharge<const W: usize>(
         &self,
-        charge_plan: &ChargePlan,
         layers: &[LayerRef],
         table: &Table<W>,
         now: DecisionTime<'_>,
         context: &mut DecisionContext,
     ) -> Decision {
         context.clear();
-        self.acquire_layers(charge_plan, layers, table, now, context, true)
+        self.acquire_layers(layers, table, now, context, true)
     }
 
-    /// The longest delay of any rule of a charge plan.
-    pub fn max_delay_ms(&self, charge_plan: &ChargePlan) -> u64 {
-        let delay = |rule: &usize| match self.rules[*rule].rule.on_limit {
+    /// The longest delay of any rule of the plan.
+    pub fn max_delay_ms(&self) -> u64 {
+        let delays = self.compiled_rules().map(|(_, compiled)| match compiled.rule.on_limit {
             OnLimit::Delay { max_delay_ms, .. } => max_delay_ms,
             OnLimit::Refuse | OnLimit::Shadow => 0,
-        };
-        charge_plan.rules.iter().map(delay).max().unwrap_or(0)
+        });
+        delays.max().unwrap_or(0)
     }
 
+    /// The time at which a refused request would be admitted if the key made no other requests, Unix milliseconds;
+    /// `None` if never. All counters matter, not only the full ones: where refusals count, they may have taken the last
+    /// tokens of another.
+    pub fn retry_at_ms(&self, context: &DecisionContext, now_ms: u64) -> Option<u64> {
+        let charges = context.result.charges.iter();
+        let mut opens = charges.map(|charge| self.rule_set().available_at_ms(charge, charge.layer.id, now_ms));
+        opens.try_fold(now_ms, |latest_ms, opens_ms| Some(latest_ms.max(opens_ms?)))
+    }
+
+    /// As [`ChargePlan::retry_at_ms`], for a request that was peeked at only: with the tokens that a refusal would take, and the
+    /// penalties that it would begin. The charges in the context then state this usage; no counter changes. `table`: where sliding
+    /// windows were peeked at; `None`: in a store.
+    #[cold]
+    pub fn retry_at_ms_once_refused<const W: usize>(
+        &self,
+        table: Option<&Table<W>>,
+        context: &mut DecisionContext,
+        now_ms: u64,
+    ) -> Option<u64> {
+        for position in self.new_penalties(context, 0) {
+            let charge = &mut context.result.charges[position];
+            let end_ms = self.rule_set().window_end_ms(self.layer(charge.layer), now_ms, 0);
+            charge.usage = Usage { used: 1, end_ms };
+        }
+        for charge in &mut context.result.charges {
+            if self.rule_of(charge.layer).rule.count_refused {
+                let taken = remaining_cost(charge);
+                charge.usage.used += u64::from(taken);
+                if let (WindowKind::Sliding, Some(table)) = (charge.request.kind, table) {
+                    let cost = charge.request.cost.saturating_add(taken);
+                    let (request, time) = (AcquireRequest { cost, ..charge.request }, self.time(now_ms));
+                    charge.usage.end_ms = SlidingCounter::new(charge.counter, request, time).peek(table, time).0.end_ms;
+                }
+            }
+        }
+        self.retry_at_ms(context, now_ms)
+    }
+
+    /// Lets a refused request consume the remaining tokens, in layers of rules that count refusals.
+    #[cold]
+    pub fn charge_refusal<const W: usize>(
+        &self,
+        table: &Table<W>,
+        time: Time<'_>,
+        context: &mut DecisionContext,
+        first: usize,
+    ) {
+        for charge in context.result.charges.iter_mut().skip(first) {
+            // Shared counters are charged by the store.
+            if charge.mode.is_local() && self.rule_of(charge.layer).rule.count_refused {
+                acquire_remaining(charge, table, time);
+            }
+        }
+    }
+}
+
+impl RuleSet {
     /// The time at which a full counter has tokens again, if the key makes no other requests; `None` if never.
-    pub fn available_at_ms(&self, charge: &Charge, compiled: &CompiledRule, layer: usize, now_ms: u64) -> Option<u64> {
+    pub fn available_at_ms(&self, charge: &Charge, layer: LayerId, now_ms: u64) -> Option<u64> {
         let missing = (charge.usage.used + u64::from(charge.request.cost)).saturating_sub(charge.request.ceiling);
         if u64::from(charge.request.cost) > charge.request.ceiling {
             return None;
         }
-        let layer = compiled.layer(layer);
+        let layer = self.layer(layer);
         // Excess usage of an independent window is not owed by the next: it may have been used under a greater limit.
         let windows = match missing.div_ceil(u64::from(charge.request.limit)) {
             _ if layer.shards > 1 && layer.request.kind.carries_debt() => charge.windows_until_fit.into(),
@@ -185,47 +220,6 @@ impl RuleSet {
             0 => Some(now_ms),
             windows => Some(self.windows[layer.windows_index].end_after(charge.usage.end_ms, windows - 1)),
         }
-    }
-
-    /// The time at which a refused request would be admitted if the key made no other requests, Unix milliseconds;
-    /// `None` if never. All counters matter, not only the full ones: where refusals count, they may have taken the last
-    /// tokens of another.
-    pub fn retry_at_ms(&self, charge_plan: &ChargePlan, context: &DecisionContext, now_ms: u64) -> Option<u64> {
-        let layers = context.result.charges.iter().zip(&context.result.layers);
-        let mut opens = layers.map(|(charge, layer_ref)| {
-            self.available_at_ms(charge, self.rule_of(charge_plan, *layer_ref), layer_ref.layer, now_ms)
-        });
-        opens.try_fold(now_ms, |latest_ms, opens_ms| Some(latest_ms.max(opens_ms?)))
-    }
-
-    /// As [`RuleSet::retry_at_ms`], for a request that was peeked at only: with the tokens that a refusal would take, and the
-    /// penalties that it would begin. The charges in the context then state this usage; no counter changes. `table`: where sliding
-    /// windows were peeked at; `None`: in a store.
-    #[cold]
-    pub fn retry_at_ms_once_refused<const W: usize>(
-        &self,
-        charge_plan: &ChargePlan,
-        table: Option<&Table<W>>,
-        context: &mut DecisionContext,
-        now_ms: u64,
-    ) -> Option<u64> {
-        for position in self.new_penalties(charge_plan, context, 0) {
-            let layer = self.layer_of(charge_plan, context.result.layers[position]);
-            let end_ms = self.windows[layer.windows_index].window_at(now_ms, 0).end_ms;
-            context.result.charges[position].usage = Usage { used: 1, end_ms };
-        }
-        for (charge, layer_ref) in context.result.charges.iter_mut().zip(&context.result.layers) {
-            if self.rule_of(charge_plan, *layer_ref).rule.count_refused {
-                let taken = remaining_cost(charge);
-                charge.usage.used += u64::from(taken);
-                if let (WindowKind::Sliding, Some(table)) = (charge.request.kind, table) {
-                    let cost = charge.request.cost.saturating_add(taken);
-                    let (request, time) = (AcquireRequest { cost, ..charge.request }, self.time(now_ms));
-                    charge.usage.end_ms = SlidingCounter::new(charge.counter, request, time).peek(table, time).0.end_ms;
-                }
-            }
-        }
-        self.retry_at_ms(charge_plan, context, now_ms)
     }
 
     /// Resets the counters of the charges in the context. Overflow counters are not reset.
@@ -245,45 +239,21 @@ impl RuleSet {
         }
     }
 
-    fn rule_of(&self, charge_plan: &ChargePlan, layer_ref: LayerRef) -> &CompiledRule {
-        &self.rules[charge_plan.rules[layer_ref.rule]]
-    }
-
-    /// Lets a refused request consume the remaining tokens, in layers of rules that count refusals.
-    #[cold]
-    pub fn charge_refusal<const W: usize>(
-        &self,
-        charge_plan: &ChargePlan,
-        table: &Table<W>,
-        time: Time<'_>,
-        context: &mut DecisionContext,
-        first: usize,
-    ) {
-        for (charge, layer_ref) in context.result.charges.iter_mut().zip(&context.result.layers).skip(first) {
-            // Shared counters are charged by the store.
-            let is_counted_here = charge_plan.is_counted_here(&context.sharing.counting_modes, *layer_ref);
-            if is_counted_here && self.rule_of(charge_plan, *layer_ref).rule.count_refused {
-                acquire_remaining(charge, table, time);
-            }
-        }
-    }
-
     /// Charges the cost by which a request exceeds its first charge, whatever remains. The excess is owed, and later
     /// windows grant that much less.
     #[cold]
     pub fn charge_excess<const W: usize>(
         &self,
-        position: usize,
+        rule: RuleId,
         keyed_request: KeyedRequest,
         table: &Table<W>,
         mut now_ms: u64,
     ) {
-        let compiled = &self.rules[position];
-        for layer in compiled.variant(keyed_request.variant) {
+        let compiled = &self.rules[rule];
+        for layer in compiled.variant(keyed_request.variant).map(|layer| compiled.layer(layer)) {
             loop {
-                let compiled_layer = compiled.layer(layer);
-                let end_ms = self.windows[compiled_layer.windows_index].window_at(now_ms, keyed_request.offset).end_ms;
-                let mut charge = compiled_layer.new_charge(keyed_request, end_ms, 0);
+                let end_ms = self.window_end_ms(layer, now_ms, keyed_request.offset);
+                let mut charge = layer.new_charge(keyed_request, end_ms, 0);
                 charge.request.ceiling = u64::MAX;
                 let charges = std::slice::from_mut(&mut charge);
                 match acquire_peeked(table, charges, &mut Vec::new(), self.time(now_ms)) {

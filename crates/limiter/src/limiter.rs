@@ -5,15 +5,18 @@
 use std::cell::RefCell;
 use std::fmt;
 use std::hash::{BuildHasher, Hash, Hasher, RandomState};
+use std::sync::Arc;
 use std::time::Duration;
 
+use crate::charge_plan::ChargePlan;
 use crate::decision::Decision;
 use crate::decision_context::DecisionContext;
 use crate::decision_time::DecisionTime;
+use crate::handles::{IdVec, RuleId, VariantId};
 use crate::key::{KeyHasher, KeyPart, OnMissing, Seed};
 use crate::limit::Limit;
 use crate::rule::Rule;
-use crate::rule_set::{ChargePlan, KeyedRequest, RuleSet};
+use crate::rule_set::{CompiledRule, KeyedRequest, RuleSet};
 use crate::table::{Receipt, Table};
 use crate::window::{PERIOD_MAX_MS, PERIOD_MIN_MS, Windows};
 use crate::window_kind::AcquireRequest;
@@ -71,11 +74,11 @@ thread_local! {
 /// # Ok::<(), transom_limiter::BuildError>(())
 /// ```
 pub struct Limiter {
-    rule_set: RuleSet,
     charge_plan: ChargePlan,
     table: Table,
     /// The hash of the rule, before a key.
     hasher: KeyHasher,
+    rule: RuleId,
     periods: [Duration; MAX_LAYERS],
     /// Distinguishes receipts of limiters with other keys, layers or capacities.
     id: u64,
@@ -185,7 +188,7 @@ impl Limiter {
             || now_ms,
             |context, now_ms| {
                 let time = || now_ms;
-                let fits = self.rule_set.peek(&self.charge_plan, &self.table, DecisionTime::read(&time), context);
+                let fits = self.charge_plan.peek(&self.table, DecisionTime::read(&time), context);
                 self.outcome(fits, context, now_ms)
             },
         )
@@ -233,7 +236,7 @@ impl Limiter {
     ) -> LimiterDecision {
         self.with_request(key, cost, clock, |context, now_ms| {
             let time = || now_ms;
-            let decision = self.rule_set.decide(&self.charge_plan, &self.table, DecisionTime::read(&time), context);
+            let decision = self.charge_plan.decide(&self.table, DecisionTime::read(&time), context);
             self.outcome(matches!(decision, Decision::Admitted), context, now_ms)
         })
     }
@@ -264,7 +267,7 @@ impl Limiter {
         for (receipt, state) in admission.receipts.iter().zip(&admission.layers.states) {
             if let Some(receipt) = receipt {
                 let request = AcquireRequest::plain(receipt.end_ms(), state.limit, 0);
-                refunded |= self.table.refund(*receipt, request, self.rule_set.time(now_ms));
+                refunded |= self.table.refund(*receipt, request, self.charge_plan.time(now_ms));
             }
         }
         refunded
@@ -281,7 +284,7 @@ impl Limiter {
     /// # Ok::<(), transom_limiter::BuildError>(())
     /// ```
     pub fn layers(&self) -> impl Iterator<Item = (u32, Duration)> {
-        self.rule_set.rules[0].rule.layers.iter().map(|layer| layer.tokens).zip(self.periods)
+        self.compiled_rule().rule.layers.iter().map(|layer| layer.tokens).zip(self.periods)
     }
 
     /// The number of charges to overflow counters since the limiter was built: the table had no free slot for these keys.
@@ -300,7 +303,7 @@ impl Limiter {
         // The key is hashed and the clock is read before the context is borrowed: both could use another limiter.
         let mut hasher = self.hasher.clone();
         hasher.add(key);
-        let keyed_request = Some(KeyedRequest { key: hasher.finish(), offset: 0, variant: 0, cost });
+        let keyed_request = Some(KeyedRequest { key: hasher.finish(), offset: 0, variant: VariantId::DEFAULT, cost });
         self.charge_plan.prefetch(&self.table, &[keyed_request]);
         let now_ms = clock();
         CONTEXT.with_borrow_mut(|context| {
@@ -310,14 +313,17 @@ impl Limiter {
         })
     }
 
+    fn compiled_rule(&self) -> &CompiledRule {
+        &self.charge_plan.rule_set().rules[self.rule]
+    }
+
     fn outcome(&self, admitted: bool, context: &DecisionContext, now_ms: u64) -> LimiterDecision {
         let now_ms = now_ms.max(context.result.decided_ms);
-        let compiled = &self.rule_set.rules[0];
         let mut layers = LayerStates::default();
         let mut receipts = [None; MAX_LAYERS];
         let mut blocking = (0, Some(now_ms));
-        for (charge, layer_ref) in context.result.charges.iter().zip(&context.result.layers) {
-            let (layer, limit) = (layer_ref.layer, charge.request.limit);
+        for charge in &context.result.charges {
+            let (layer, limit) = (charge.layer.id.position(), charge.request.limit);
             layers.states[layer] = LayerState {
                 limit,
                 period: self.periods[layer],
@@ -327,7 +333,7 @@ impl Limiter {
             layers.count += 1;
             receipts[layer] = charge.receipt().map(|receipt| receipt.receipt);
             if charge.is_full {
-                let at_ms = self.rule_set.available_at_ms(charge, compiled, layer, now_ms);
+                let at_ms = self.charge_plan.rule_set().available_at_ms(charge, charge.layer.id, now_ms);
                 let is_later = at_ms.is_none_or(|at_ms| blocking.1.is_some_and(|other_ms| at_ms >= other_ms));
                 blocking = if is_later { (layer, at_ms) } else { blocking };
             }
@@ -345,7 +351,7 @@ impl Limiter {
 
 impl fmt::Debug for Limiter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Limiter").field("layers", &self.rule_set.rules[0].rule.layers).finish_non_exhaustive()
+        f.debug_struct("Limiter").field("layers", &self.compiled_rule().rule.layers).finish_non_exhaustive()
     }
 }
 
@@ -412,11 +418,11 @@ impl LimiterBuilder {
         let table = Table::with_capacity(self.capacity).ok_or(BuildError::OutOfMemory)?;
         let seed = self.seed.unwrap_or_else(|| Seed(random(), random()));
         let id = seed.hash(&["limiter", &format!("{:?} {}", self.layers, self.capacity)]);
-        let rule_set =
-            RuleSet::new(&[Rule::new("limiter", vec![KeyPart::Global], OnMissing::Never, limits)], seed, None);
-        let charge_plan = rule_set.charge_plan(&[0]);
-        let hasher = KeyHasher::new(seed, rule_set.rules[0].hash_prefix);
-        Ok(Limiter { rule_set, charge_plan, table, hasher, periods, id })
+        let mut rules = IdVec::new();
+        let rule = rules.push(Rule::new("limiter", vec![KeyPart::Global], OnMissing::Never, limits));
+        let rule_set = Arc::new(RuleSet::new(rules.as_slice(), seed, None));
+        let hasher = KeyHasher::new(seed, rule_set.rules[rule].hash_prefix);
+        Ok(Limiter { charge_plan: rule_set.charge_plan([rule]), table, hasher, rule, periods, id })
     }
 }
 

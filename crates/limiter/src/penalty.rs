@@ -3,9 +3,11 @@
 //! A penalty is a window that a refusal opens: a counter of the table with one token, in a layer of its own. Requests take
 //! nothing from the layer, and are refused while the token is used. So penalties are kept wherever counters are.
 
+use crate::charge_plan::{ChargePlan, LayerCharge};
 use crate::decision_context::DecisionContext;
 use crate::decision_time::DecisionTime;
-use crate::rule_set::{ChargePlan, KeyedRequest, RuleSet};
+use crate::handles::RuleId;
+use crate::rule_set::{KeyedRequest, RuleSet};
 use crate::table::{CounterResult, Table};
 use crate::window_kind::{AcquireRequest, Usage};
 
@@ -20,49 +22,47 @@ impl Usage {
     }
 }
 
-impl RuleSet {
+impl ChargePlan {
     /// The positions of charges from `first` on that begin a penalty: those of rules of which a window refused the request,
     /// while the key served no penalty.
-    pub fn new_penalties(&self, charge_plan: &ChargePlan, context: &DecisionContext, first: usize) -> Vec<usize> {
-        let charges = || context.result.charges.iter().zip(&context.result.layers).enumerate().skip(first);
-        let is_new = |position: &usize| {
-            let (charge, layer_ref) = (&context.result.charges[*position], context.result.layers[*position]);
-            let refuses = || charges().any(|(_, (other, of))| of.rule == layer_ref.rule && other.is_full);
-            !charge.is_full && self.layer_of(charge_plan, layer_ref).is_penalty() && refuses()
+    pub fn new_penalties(&self, context: &DecisionContext, first: usize) -> Vec<usize> {
+        let charges = context.result.charges.iter().enumerate().skip(first);
+        let refuses = |rule: RuleId| {
+            context.result.charges[first..].iter().any(|charge| charge.layer.id.rule == rule && charge.is_full)
         };
-        charges().map(|(position, _)| position).filter(is_new).collect()
+        let is_new = |charge: &LayerCharge| {
+            !charge.is_full && self.layer(charge.layer).is_penalty() && refuses(charge.layer.id.rule)
+        };
+        charges.filter(|(_, charge)| is_new(charge)).map(|(position, _)| position).collect()
     }
 
     /// Starts the penalties of a refused request that are counted here.
     #[cold]
     pub(super) fn start_penalties<const W: usize>(
         &self,
-        charge_plan: &ChargePlan,
         table: &Table<W>,
         now: DecisionTime<'_>,
         context: &mut DecisionContext,
         first: usize,
     ) {
-        for position in self.new_penalties(charge_plan, context, first) {
-            let layer_ref = context.result.layers[position];
-            let is_counted_here = charge_plan.is_counted_here(&context.sharing.counting_modes, layer_ref);
-            let Some(keyed_request) = context.inputs.keyed_requests[layer_ref.rule].filter(|_| is_counted_here) else {
-                continue;
-            };
-            let rule = charge_plan.rules[layer_ref.rule];
-            if let Some(usage) = self.start_penalty(rule, keyed_request, table, now) {
-                let charge = &mut context.result.charges[position];
+        for position in self.new_penalties(context, first) {
+            let charge = &mut context.result.charges[position];
+            let keyed_request = context.inputs.keyed_requests[charge.layer.position];
+            let Some(keyed_request) = keyed_request.filter(|_| charge.mode.is_local()) else { continue };
+            if let Some(usage) = self.rule_set().start_penalty(charge.layer.id.rule, keyed_request, table, now) {
                 (charge.usage, charge.is_full) = (usage, true);
             }
         }
     }
+}
 
-    /// Starts the penalty of a key by the rule at a position in [`RuleSet::rules`], unless it serves one; returns the state
+impl RuleSet {
+    /// Starts the penalty of a key by a rule, unless it serves one; returns the state
     /// of the penalty's counter, `None` if the table is full.
     #[cold]
     pub fn start_penalty<const W: usize>(
         &self,
-        rule: usize,
+        rule: RuleId,
         keyed_request: KeyedRequest,
         table: &Table<W>,
         mut now: DecisionTime<'_>,
@@ -70,7 +70,7 @@ impl RuleSet {
         let compiled = &self.rules[rule];
         let layer = compiled.layer(compiled.penalty?);
         loop {
-            let end_ms = self.windows[layer.windows_index].window_at(now.unix_ms, keyed_request.offset).end_ms;
+            let end_ms = self.window_end_ms(layer, now.unix_ms, keyed_request.offset);
             let charge = layer.new_charge(keyed_request, end_ms, 0);
             let request = AcquireRequest { cost: 1, ceiling: 1, ..charge.request };
             // Not in an overflow counter, where the penalty would refuse other keys too, as long as it lasts.

@@ -1,6 +1,7 @@
 //! A rule as configured: the key, the windows, and what happens at the limit. Plain data, compiled by
 //! [`crate::rule_set`].
 
+use crate::handles::{Handle, VariantId};
 use crate::ip_prefix::Network;
 use crate::key::{KeyPart, OnMissing};
 use crate::limit::Limit;
@@ -212,14 +213,26 @@ impl Rule {
     }
 
     /// The plan of a variant; `None` for the default and for an override.
-    pub fn plan_of(&self, variant: usize) -> Option<&Plan> {
-        self.plans.get(variant.checked_sub(1)?)
+    pub fn plan_of(&self, variant: VariantId) -> Option<&Plan> {
+        self.plans.get(variant.index().checked_sub(1)?)
     }
 
     /// The override of a variant, and its position in `overrides`; `None` for the default and for a plan.
-    pub fn override_of(&self, variant: usize) -> Option<(usize, &Override)> {
-        let position = variant.checked_sub(1 + self.plans.len())?;
+    pub fn override_of(&self, variant: VariantId) -> Option<(usize, &Override)> {
+        let position = variant.index().checked_sub(1 + self.plans.len())?;
         Some((position, self.overrides.get(position)?))
+    }
+
+    /// The variant for the clients of a plan; the default if the rule has none.
+    pub fn variant_of_plan(&self, plan: &str) -> VariantId {
+        let position = self.plans.iter().position(|known| known.name == plan);
+        position.map_or(VariantId::DEFAULT, |position| VariantId::at(1 + position))
+    }
+
+    /// The overrides with their variants.
+    pub fn override_variants(&self) -> impl Iterator<Item = (VariantId, &Override)> {
+        let first = 1 + self.plans.len();
+        self.overrides.iter().enumerate().map(move |(position, known)| (VariantId::at(first + position), known))
     }
 
     /// The default layers, then those of each plan, then those of each override.

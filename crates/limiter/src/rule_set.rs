@@ -1,7 +1,6 @@
-//! Compiled rules: which counters a request is charged in, and in which order.
+//! Compiled rules: the layers of each rule, the identity of their counters, and what requests take from them.
 //!
-//! A [`RuleSet`] is compiled from rules as configured, and gives each route a [`ChargePlan`]: the layers of all its
-//! rules, in the order in which they are charged. This module knows neither HTTP nor the clock.
+//! A [`RuleSet`] is compiled from rules as configured. [`crate::charge_plan`] selects the rules of a route.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,13 +8,14 @@ use std::sync::Arc;
 use crate::acquire::Charge;
 use crate::bucket::Key;
 use crate::concurrency::ConcurrencyTable;
+use crate::handles::{Handle, IdVec, LayerId, RuleId, VariantId};
 use crate::identity;
 use crate::key::{KeyHash, KeyPart, Seed};
 use crate::limit::Limit;
-use crate::rule::{OnLimit, Rule, Sharing};
+use crate::rule::{OnLimit, Rule};
 use crate::sharded_counter::Sharding;
 use crate::store_key::WindowSegments;
-use crate::table::{Counter, Table};
+use crate::table::Counter;
 use crate::waiter_limit::WaiterLimit;
 use crate::window::{Time, Windows};
 use crate::window_kind::{AcquireRequest, CEILING_MAX, WindowKind};
@@ -27,8 +27,8 @@ pub struct KeyedRequest {
     pub key: KeyHash,
     /// The offset of the key's windows, for windows with random offsets: a fraction of the period in units of 2^-64.
     pub offset: u64,
-    /// The variant of the rule that applies; 0: the default windows.
-    pub variant: usize,
+    /// The variant of the rule that applies.
+    pub variant: VariantId,
     /// Tokens that the request takes.
     pub cost: u32,
 }
@@ -46,12 +46,19 @@ pub enum CountingMode {
     Remote,
 }
 
+impl CountingMode {
+    /// Whether the counter is one of this process, which the store does not know.
+    pub fn is_local(self) -> bool {
+        matches!(self, CountingMode::Local | CountingMode::LocalFallback)
+    }
+}
+
 /// A compiled layer: the identity of its counters, and what requests take from them.
 #[derive(Clone, Debug)]
 pub struct CompiledLayer {
     pub(super) id: u64,
     /// Moves the counters of the layer away from those of the rule's other layers.
-    bucket_offset: u64,
+    pub(super) bucket_offset: u64,
     /// A request for no tokens of this layer, in no window.
     pub request: AcquireRequest,
     /// The position in [`RuleSet::windows`].
@@ -65,7 +72,7 @@ pub struct CompiledLayer {
     /// Whether the cost is known after the response only, so that a request of cost 0 may still take tokens.
     is_settled_later: bool,
     /// The order of charging: layers with the smallest value first.
-    rank: (bool, u32, u64),
+    pub(super) rank: (bool, u32, u64),
 }
 
 /// A layer that a running gateway cannot change, because the change gives it other counters: those in use would be
@@ -80,78 +87,41 @@ pub struct ChangedCounters {
     pub setting: &'static str,
 }
 
+/// A layer with its names.
+#[derive(Debug)]
+struct NamedLayer {
+    layer: CompiledLayer,
+    /// In responses and metrics.
+    name: String,
+    /// The suffix of the names of its counters in the store.
+    suffix: String,
+}
+
 /// A compiled rule.
 #[derive(Debug)]
 pub struct CompiledRule {
     /// The rule as configured.
     pub rule: Rule,
+    id: RuleId,
     /// The prefix of the hash of every key of this rule.
     pub hash_prefix: u64,
-    /// The default layers, then those of each plan, then those of each override.
-    pub(super) layers: Vec<CompiledLayer>,
-    names: Vec<String>,
-    /// The suffixes of the counters' names in the store, one for each layer.
-    suffixes: Vec<String>,
-    variants: Vec<Range<usize>>,
-    /// The position of the layer that counts penalties: the last one, in no variant.
-    pub penalty: Option<usize>,
-    /// By variant: the most requests of a key in flight.
-    pub(super) concurrent: Vec<Option<u32>>,
+    /// The default layers, then those of each plan, then those of each override, then that of penalties.
+    layers: Vec<NamedLayer>,
+    variants: IdVec<VariantId, Range<usize>>,
+    /// The layer that counts penalties; it belongs to no variant.
+    pub penalty: Option<LayerId>,
+    /// The most requests of a key in flight.
+    pub(super) concurrent: IdVec<VariantId, Option<u32>>,
     concurrent_name: Option<String>,
     /// The requests that this rule delays.
     pub waiters: Arc<WaiterLimit>,
-}
-
-/// A layer of a charge plan.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct LayerRef {
-    /// The position of the rule in [`ChargePlan::rules`].
-    pub rule: usize,
-    /// The position of the layer in the compiled rule.
-    pub layer: usize,
-}
-
-/// The rules of one route, and the order in which their layers are charged.
-#[derive(Debug, Default)]
-pub struct ChargePlan {
-    /// Positions in [`RuleSet::rules`], in the order of the configuration.
-    pub rules: Vec<usize>,
-    /// The default layers of the enforced rules, in the order of charging.
-    enforced: Vec<LayerRef>,
-    /// Copies of these layers: a decision finds them here without their rules.
-    enforced_layers: Vec<CompiledLayer>,
-    /// Positions of the shadow rules.
-    shadow_rules: Vec<usize>,
-    /// Positions of the rules that limit the requests in flight, in the order in which their slots are taken.
-    pub(super) concurrent: Vec<usize>,
-    /// Whether several gateways share counters of any of the rules.
-    pub is_shared: bool,
-    /// How each rule is counted while the store is reachable.
-    pub(super) counting_modes: Vec<CountingMode>,
-    pub(super) may_delay: bool,
-    counts_refused: bool,
-    has_penalties: bool,
-    /// Whether every layer of every variant is plain and not sharded, and a refusal has no side effects. The compiler
-    /// specializes such decisions.
-    is_plain: bool,
-    /// Where the counters of a request are searched first: each bucket once, for all rules.
-    buckets: Vec<KeyBucket>,
-}
-
-/// A bucket of a key under one rule.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct KeyBucket {
-    /// The position of the rule in [`ChargePlan::rules`].
-    rule: usize,
-    /// Added to [`KeyHash::bucket_hash`].
-    offset: u64,
 }
 
 /// All rules, compiled.
 #[derive(Debug, Default)]
 pub struct RuleSet {
     /// The compiled rules, in the order of the configuration.
-    pub rules: Vec<CompiledRule>,
+    pub rules: IdVec<RuleId, CompiledRule>,
     /// The windows of all layers, each kind once.
     pub windows: Vec<Windows>,
     /// The requests in flight. A rule set takes it over from the former one.
@@ -192,19 +162,25 @@ impl CompiledLayer {
 }
 
 impl CompiledRule {
-    /// The layer at this position.
-    pub fn layer(&self, layer: usize) -> &CompiledLayer {
-        &self.layers[layer]
+    /// The layer; it has to be of this rule.
+    pub fn layer(&self, layer: LayerId) -> &CompiledLayer {
+        debug_assert_eq!(layer.rule, self.id, "a layer of another rule");
+        &self.layers[layer.position()].layer
     }
 
     /// The name of a layer in responses and metrics.
-    pub fn layer_name(&self, layer: usize) -> &str {
-        &self.names[layer]
+    pub fn layer_name(&self, layer: LayerId) -> &str {
+        &self.layers[layer.position()].name
     }
 
     /// The suffix of the names of a layer's counters in the store.
-    pub fn suffix(&self, layer: usize) -> &str {
-        &self.suffixes[layer]
+    pub fn suffix(&self, layer: LayerId) -> &str {
+        &self.layers[layer.position()].suffix
+    }
+
+    /// The compiled layers of all variants, and that of penalties.
+    pub(super) fn compiled_layers(&self) -> impl Iterator<Item = &CompiledLayer> {
+        self.layers.iter().map(|named| &named.layer)
     }
 
     /// The name of the limit of requests in flight; `None` if there is none.
@@ -214,27 +190,23 @@ impl CompiledRule {
 
     /// The names of all layers, then that of the limit of requests in flight.
     pub fn limit_names(&self) -> impl Iterator<Item = &str> {
-        self.names.iter().map(String::as_str).chain(self.concurrent_name())
+        self.layers.iter().map(|named| named.name.as_str()).chain(self.concurrent_name())
     }
 
     /// The position of the limit of requests in flight in [`CompiledRule::limit_names`].
     pub fn concurrent_index(&self) -> usize {
-        self.names.len()
+        self.layers.len()
     }
 
-    /// The positions of the layers of a variant.
-    pub fn variant(&self, variant: usize) -> Range<usize> {
-        self.variants[variant].clone()
+    /// The layers of a variant.
+    pub fn variant(&self, variant: VariantId) -> impl Iterator<Item = LayerId> + Clone + use<> {
+        let rule = self.id;
+        self.variants[variant].clone().map(move |position| LayerId::new(rule, position))
     }
 
-    /// The variant for the clients of a plan; 0, the default, if the rule has none.
-    pub fn variant_of_plan(&self, plan: &str) -> usize {
-        self.rule.plans.iter().position(|known| known.name == plan).map_or(0, |position| 1 + position)
-    }
-
-    /// The variant of one of the rule's overrides.
-    pub fn variant_of_override(&self, position: usize) -> usize {
-        1 + self.rule.plans.len() + position
+    /// The layers that a request under a variant is charged in: those of the variant, and that of penalties.
+    pub(super) fn charged_layers(&self, variant: VariantId) -> impl Iterator<Item = LayerId> + use<> {
+        self.variant(variant).chain(self.penalty)
     }
 }
 
@@ -267,7 +239,7 @@ fn changed_setting(rule: &Rule, former: &Rule, layer: &CompiledLayer, other: &Co
 
 /// The layers by which the keys of a variant of `rule` are counted under `other`, an earlier or later state of the rule:
 /// those of the same plan or override, or the default ones.
-fn layers_under<'a>(rule: &Rule, variant: usize, other: &'a Rule) -> &'a [Limit] {
+fn layers_under<'a>(rule: &Rule, variant: VariantId, other: &'a Rule) -> &'a [Limit] {
     let plan = rule.plan_of(variant).and_then(|plan| other.plans.iter().find(|known| known.name == plan.name));
     let own = rule.override_of(variant).and_then(|(_, own)| other.overrides.iter().find(|known| known.key == own.key));
     plan.map(|plan| &plan.layers).or(own.map(|own| &own.layers)).unwrap_or(&other.layers)
@@ -278,7 +250,7 @@ fn toggled_sliding<'a>(rule: &'a Rule, other: &Rule) -> Option<&'a Limit> {
     let has = |layers: &[Limit], limit: &Limit| layers.iter().any(|known| known.windows == limit.windows);
     let is_sliding = |limit: &Limit| matches!(limit.windows, Windows::Sliding { .. });
     rule.variants().enumerate().find_map(|(variant, layers)| {
-        let others = layers_under(rule, variant, other);
+        let others = layers_under(rule, VariantId::at(variant), other);
         let replaces = |limit: &Limit, known: &Limit| {
             is_sliding(limit) != is_sliding(known)
                 && limit.windows.typical_ms() == known.windows.typical_ms()
@@ -288,69 +260,13 @@ fn toggled_sliding<'a>(rule: &'a Rule, other: &Rule) -> Option<&'a Limit> {
     })
 }
 
-impl ChargePlan {
-    /// The default layers of the enforced rules, in the order of charging.
-    pub fn enforced(&self) -> &[LayerRef] {
-        &self.enforced
-    }
-
-    /// Whether a layer is counted in the table of this process, and not by the store. Without shared rules, no decision sets the
-    /// counting modes, so the context may have those of an earlier request to another route.
-    pub(super) fn is_counted_here(&self, counting_modes: &[CountingMode], layer_ref: LayerRef) -> bool {
-        let mode = counting_modes.get(layer_ref.rule);
-        !self.is_shared || !matches!(mode, Some(CountingMode::Leased | CountingMode::Remote))
-    }
-
-    /// As [`ChargePlan::enforced`], with the compiled layers.
-    pub(super) fn enforced_layers(&self) -> impl Iterator<Item = (LayerRef, &CompiledLayer)> + Clone {
-        self.enforced.iter().copied().zip(&self.enforced_layers)
-    }
-
-    /// Prefetches the buckets in which a request's counters are searched first: see [`Table::prefetch`]. To be called as soon as
-    /// the keys are known; for several requests, before the first of them is decided. Expects that the windows of a plan or an
-    /// override are about as long as the default ones: the counters of others may be elsewhere.
-    #[inline]
-    pub fn prefetch<const W: usize>(&self, table: &Table<W>, keyed_requests: &[Option<KeyedRequest>]) {
-        for bucket in &self.buckets {
-            if let Some(Some(keyed_request)) = keyed_requests.get(bucket.rule) {
-                table.prefetch(keyed_request.key.bucket_hash.wrapping_add(bucket.offset));
-            }
-        }
-    }
-
-    /// Whether any of the rules counts refused requests.
-    pub fn counts_refused(&self) -> bool {
-        self.counts_refused
-    }
-
-    /// Whether a refusal by any of the rules starts a penalty.
-    pub fn has_penalties(&self) -> bool {
-        self.has_penalties
-    }
-
-    /// Whether a decision reads plain counters only, and a refusal neither changes a counter nor waits.
-    pub fn is_plain(&self) -> bool {
-        self.is_plain
-    }
-
-    /// Whether any of the rules limits the requests in flight.
-    pub fn limits_concurrency(&self) -> bool {
-        !self.concurrent.is_empty()
-    }
-
-    /// Positions of the shadow rules.
-    pub fn shadow_rules(&self) -> &[usize] {
-        &self.shadow_rules
-    }
-}
-
 impl RuleSet {
     /// Compiles these rules. `former` is the previous rule set, if there is one: its requests may still wait.
     pub fn new(rules: &[Rule], seed: Seed, former: Option<&RuleSet>) -> RuleSet {
         let concurrency = former.map_or_else(Arc::default, |former| Arc::clone(&former.concurrency));
-        let mut rule_set = RuleSet { rules: Vec::new(), windows: Vec::new(), concurrency };
-        for rule in rules {
-            let mut compiled = rule_set.compile_rule(rule, seed);
+        let mut rule_set = RuleSet { rules: IdVec::new(), windows: Vec::new(), concurrency };
+        for (position, rule) in rules.iter().enumerate() {
+            let mut compiled = rule_set.compile_rule(RuleId::at(position), rule, seed);
             let known = former.and_then(|former| former.rules.iter().find(|known| known.rule.name == rule.name));
             if let Some(known) = known.filter(|known| known.rule.on_limit == rule.on_limit) {
                 compiled.waiters = Arc::clone(&known.waiters);
@@ -379,11 +295,11 @@ impl RuleSet {
             if let Some(changed) = known.and_then(toggled) {
                 return Some(changed);
             }
-            for (limit, layer) in compiled.rule.variants().flatten().zip(&compiled.layers) {
+            for (limit, layer) in compiled.rule.variants().flatten().zip(compiled.compiled_layers()) {
                 let same_windows = |other: &&CompiledLayer| {
                     former.windows[other.windows_index] == limit.windows && !other.is_penalty()
                 };
-                let known = known.and_then(|known| Some((known, known.layers.iter().find(same_windows)?)));
+                let known = known.and_then(|known| Some((known, known.compiled_layers().find(same_windows)?)));
                 if let Some((known, other)) = known.filter(|(_, other)| other.id != layer.id) {
                     return Some(change(limit, changed_setting(&compiled.rule, &known.rule, layer, other)));
                 }
@@ -392,35 +308,34 @@ impl RuleSet {
         None
     }
 
-    fn compile_rule(&mut self, rule: &Rule, seed: Seed) -> CompiledRule {
+    fn compile_rule(&mut self, id: RuleId, rule: &Rule, seed: Seed) -> CompiledRule {
         let mut hashes = identity::layers(rule).into_iter().map(|identity| identity.hash(seed));
-        let (mut layers, mut names, mut variants) = (Vec::new(), Vec::new(), Vec::new());
-        for variant in rule.variants() {
+        let segments = WindowSegments::of(rule);
+        let (mut layers, mut variants) = (Vec::new(), IdVec::new());
+        for limits in rule.variants() {
             let first = layers.len();
-            for (i, limit) in variant.iter().enumerate() {
-                names.push(rule.layer_name(variant, i));
-                layers.extend(hashes.next().map(|id| self.compile_layer(rule, limit, id)));
+            for (i, limit) in limits.iter().enumerate() {
+                layers.extend(hashes.next().map(|hash| NamedLayer {
+                    layer: self.compile_layer(rule, limit, hash),
+                    name: rule.layer_name(limits, i),
+                    suffix: segments.segment(&limit.windows).to_owned(),
+                }));
             }
             variants.push(first..layers.len());
         }
+        let penalty = rule.penalty_ms.zip(rule.penalty_name()).zip(hashes.next()).map(|((period_ms, name), hash)| {
+            let layer = self.compile_penalty(rule, period_ms, hash);
+            layers.push(NamedLayer { layer, name, suffix: ":penalty".to_owned() });
+            LayerId::new(id, layers.len() - 1)
+        });
         let max_waiting = match rule.on_limit {
             OnLimit::Delay { max_waiting, .. } => u64::from(max_waiting),
             OnLimit::Refuse | OnLimit::Shadow => 0,
         };
-        let segments = WindowSegments::of(rule);
-        let mut suffixes: Vec<String> =
-            rule.variants().flatten().map(|limit| segments.segment(&limit.windows).to_owned()).collect();
-        let penalty = rule.penalty_ms.map(|period_ms| {
-            layers.extend(hashes.next().map(|id| self.compile_penalty(rule, period_ms, id)));
-            names.extend(rule.penalty_name());
-            suffixes.push(":penalty".to_owned());
-            layers.len() - 1
-        });
         CompiledRule {
+            id,
             hash_prefix: identity::key_prefix(rule, seed),
             layers,
-            names,
-            suffixes,
             variants,
             penalty,
             concurrent: rule.concurrent_variants().collect(),
@@ -493,133 +408,13 @@ impl RuleSet {
         Time { now_ms, windows: &self.windows }
     }
 
-    /// The charge plan of a route with these rules (positions in [`RuleSet::rules`]).
-    pub fn charge_plan(&self, rules: &[usize]) -> ChargePlan {
-        let rule = |position: usize| &self.rules[rules[position]].rule;
-        let mut charge_plan = ChargePlan {
-            rules: rules.to_vec(),
-            enforced: Vec::new(),
-            enforced_layers: Vec::new(),
-            shadow_rules: (0..rules.len()).filter(|position| rule(*position).is_shadow()).collect(),
-            concurrent: self.concurrent_order(rules),
-            may_delay: (0..rules.len()).any(|position| rule(position).delays()),
-            counts_refused: (0..rules.len()).any(|position| rule(position).count_refused),
-            has_penalties: (0..rules.len()).any(|position| rule(position).penalty_ms.is_some()),
-            counting_modes: rules.iter().map(|rule| self.rules[*rule].counting_mode()).collect(),
-            is_shared: (0..rules.len()).any(|position| rule(position).sharing != Sharing::Local),
-            is_plain: false,
-            buckets: Vec::new(),
-        };
-        let enforced = (0..rules.len()).filter(|position| !rule(*position).is_shadow());
-        let layers = enforced.flat_map(|position| self.layers_of_rule(&charge_plan, position, 0)).collect();
-        self.set_enforced(&mut charge_plan, layers);
-        let layers = || rules.iter().flat_map(|rule| &self.rules[*rule].layers);
-        charge_plan.is_plain = !charge_plan.counts_refused
-            && !charge_plan.is_shared
-            && layers().all(|layer| layer.request.kind == WindowKind::Plain && layer.shards == 1);
-        for rule in 0..rules.len() {
-            for layer_ref in self.layers_of_rule(&charge_plan, rule, 0) {
-                let bucket = KeyBucket { rule, offset: self.layer_of(&charge_plan, layer_ref).bucket_offset };
-                if !charge_plan.buckets.contains(&bucket) {
-                    charge_plan.buckets.push(bucket);
-                }
-            }
-        }
-        charge_plan
+    /// The layer.
+    pub fn layer(&self, layer: LayerId) -> &CompiledLayer {
+        self.rules[layer.rule].layer(layer)
     }
 
-    /// The charge plan for decisions that cannot wait, by these rules (positions in [`RuleSet::rules`]). `consumes`: refused
-    /// requests consume tokens where the rules say so.
-    pub fn immediate_plan(&self, rules: &[usize], consumes: bool) -> ChargePlan {
-        let mut charge_plan = self.charge_plan(rules);
-        charge_plan.counts_refused &= consumes;
-        charge_plan.has_penalties &= consumes;
-        charge_plan.may_delay = false;
-        charge_plan
-    }
-
-    /// As [`RuleSet::immediate_plan`], with shadow rules enforced.
-    pub fn query_plan(&self, rules: &[usize], consumes: bool) -> ChargePlan {
-        let mut charge_plan = self.immediate_plan(rules, consumes);
-        charge_plan.shadow_rules.clear();
-        let layers = |position| self.layers_of_rule(&charge_plan, position, 0);
-        let layers = (0..rules.len()).flat_map(layers).collect();
-        self.set_enforced(&mut charge_plan, layers);
-        charge_plan
-    }
-
-    /// Sets the layers that are charged by default.
-    fn set_enforced(&self, charge_plan: &mut ChargePlan, mut layers: Vec<LayerRef>) {
-        self.sort_layers(charge_plan, &mut layers);
-        charge_plan.enforced_layers =
-            self.compiled_layers(charge_plan, &layers).map(|(_, layer)| layer.clone()).collect();
-        charge_plan.enforced = layers;
-    }
-
-    /// These layers, with the compiled ones.
-    pub(super) fn compiled_layers<'a>(
-        &'a self,
-        charge_plan: &'a ChargePlan,
-        layers: &'a [LayerRef],
-    ) -> impl Iterator<Item = (LayerRef, &'a CompiledLayer)> + Clone {
-        layers.iter().map(|layer_ref| (*layer_ref, self.layer_of(charge_plan, *layer_ref)))
-    }
-
-    /// The layers of one variant of a rule, and that of its penalties.
-    pub(super) fn layers_of_rule(
-        &self,
-        charge_plan: &ChargePlan,
-        position: usize,
-        variant: usize,
-    ) -> impl Iterator<Item = LayerRef> + use<> {
-        let compiled = &self.rules[charge_plan.rules[position]];
-        compiled.variant(variant).chain(compiled.penalty).map(move |layer| LayerRef { rule: position, layer })
-    }
-
-    /// Sorts layers in the order of charging. Counters that are likelier to be full come first: those of one client
-    /// before those of all clients, and small limits before large ones. So a charge that must be refunded is in a
-    /// counter that few requests share.
-    pub(super) fn sort_layers(&self, charge_plan: &ChargePlan, layers: &mut [LayerRef]) {
-        layers.sort_by_key(|layer_ref| self.layer_of(charge_plan, *layer_ref).rank);
-    }
-
-    /// The compiled layer.
-    pub fn layer_of(&self, charge_plan: &ChargePlan, layer_ref: LayerRef) -> &CompiledLayer {
-        self.rules[charge_plan.rules[layer_ref.rule]].layer(layer_ref.layer)
-    }
-
-    /// Whether the rule at this position of the charge plan is a shadow rule.
-    pub fn is_shadow(&self, charge_plan: &ChargePlan, position: usize) -> bool {
-        self.rules[charge_plan.rules[position]].rule.is_shadow()
-    }
-}
-
-#[cfg(all(test, not(feature = "loom")))]
-mod tests {
-    use super::*;
-    use crate::key::OnMissing;
-
-    #[test]
-    fn the_buckets_of_a_plan_are_those_of_its_charges_each_once() {
-        let layers = ["9/second", "99/minute", "999/hour", "9999/day"].map(|text| Limit::parse(text).unwrap()).to_vec();
-        let rule = |name: &str| Rule::new(name, vec![KeyPart::Global], OnMissing::Never, layers.clone());
-        let rule_set = RuleSet::new(&[rule("a"), rule("b")], Seed(1, 2), None);
-        let charge_plan = rule_set.charge_plan(&[1, 0]);
-        let key = KeyHash { bucket_hash: u64::MAX - 5, tag: 7 };
-        let keyed_request = KeyedRequest { key, offset: 0, variant: 0, cost: 1 };
-        for rule in 0..2 {
-            let layers = rule_set.layers_of_rule(&charge_plan, rule, 0);
-            let mut charged: Vec<u64> = layers
-                .map(|layer| rule_set.layer_of(&charge_plan, layer).new_charge(keyed_request, 0, 0))
-                .map(|charge| charge.counter.key.bucket_hash)
-                .collect();
-            charged.dedup();
-            let buckets = charge_plan.buckets.iter().filter(|bucket| bucket.rule == rule);
-            let prefetched: Vec<u64> = buckets.map(|bucket| key.bucket_hash.wrapping_add(bucket.offset)).collect();
-            assert_eq!((prefetched.len(), prefetched), (3, charged));
-        }
-        // Also with keys that are missing.
-        charge_plan.prefetch(&Table::with_capacity(1).unwrap(), &[Some(keyed_request), None]);
-        charge_plan.prefetch(&Table::with_capacity(1).unwrap(), &[]);
+    /// The end of the window of this layer that is open at a time, for a key with such an offset, Unix milliseconds.
+    pub(super) fn window_end_ms(&self, layer: &CompiledLayer, now_ms: u64, offset: u64) -> u64 {
+        self.windows[layer.windows_index].window_at(now_ms, offset).end_ms
     }
 }

@@ -5,11 +5,13 @@
 //! caller fetches tokens and decides again.
 
 use crate::acquire::{AcquireResult, Charge, acquire_peeked, peek_all};
+use crate::charge_plan::{ChargePlan, LayerCharge, LayerRef};
 use crate::decision::Decision;
-use crate::decision_context::{DecisionContext, DecisionResult, SharingState};
+use crate::decision_context::{DecisionContext, DecisionResult};
 use crate::decision_time::DecisionTime;
+use crate::handles::{IdVec, LayerId, PlanPosition};
 use crate::rule::{OnLimit, OnOutage, Sharing};
-use crate::rule_set::{ChargePlan, CompiledLayer, CompiledRule, CountingMode, KeyedRequest, LayerRef, RuleSet};
+use crate::rule_set::{CompiledLayer, CompiledRule, CountingMode, KeyedRequest, RuleSet};
 use crate::sharded_counter::{ShardReceipt, Sharding};
 use crate::sliding_counter::SlidingCounter;
 use crate::table::{Counter, Table};
@@ -39,20 +41,19 @@ impl CompiledLayer {
     }
 }
 
-impl RuleSet {
+impl ChargePlan {
     /// Sets the counting mode of each rule of a charge plan. `in_outage` returns whether the outage policy of the rule
     /// at a position applies.
     pub fn set_counting_modes(
         &self,
-        charge_plan: &ChargePlan,
-        in_outage: impl Fn(usize) -> bool,
-        counting_modes: &mut Vec<CountingMode>,
+        in_outage: impl Fn(PlanPosition) -> bool,
+        counting_modes: &mut IdVec<PlanPosition, CountingMode>,
     ) {
         counting_modes.clear();
-        counting_modes.extend_from_slice(&charge_plan.counting_modes);
-        for (position, counting_mode) in counting_modes.iter_mut().enumerate() {
+        counting_modes.extend_from(&self.counting_modes);
+        for (position, counting_mode) in counting_modes.enumerate_mut() {
             if *counting_mode != CountingMode::Local && in_outage(position) {
-                *counting_mode = match self.rules[charge_plan.rules[position]].rule.on_outage {
+                *counting_mode = match self.rule(position).rule.on_outage {
                     OnOutage::Local => CountingMode::LocalFallback,
                     OnOutage::Allow | OnOutage::Refuse => CountingMode::Remote,
                 };
@@ -62,30 +63,19 @@ impl RuleSet {
 
     /// The enforced layers of a request, in the order of charging. They are in the context's buffer, to be returned by
     /// [`DecisionContext::return_layer_buffer`].
-    pub fn enforced_layers(&self, charge_plan: &ChargePlan, context: &mut DecisionContext) -> Vec<LayerRef> {
-        if context.inputs.keyed_requests.iter().flatten().any(|keyed_request| keyed_request.variant != 0) {
-            return self.layers_of_request(charge_plan, context);
+    pub fn enforced_layers_of(&self, context: &mut DecisionContext) -> Vec<LayerRef> {
+        if !context.use_default_windows() {
+            return self.layers_of_request(context);
         }
         let mut layers = std::mem::take(&mut context.scratch.layer_buffer);
         layers.clear();
-        layers.extend_from_slice(charge_plan.enforced());
+        layers.extend_from_slice(self.enforced());
         layers
-    }
-
-    /// The layers of the shadow rule at this position.
-    pub fn shadow_layers(
-        &self,
-        charge_plan: &ChargePlan,
-        position: usize,
-        keyed_request: KeyedRequest,
-    ) -> Vec<LayerRef> {
-        self.layers_of_rule(charge_plan, position, keyed_request.variant).collect()
     }
 
     /// Charges layers by the counting modes in the context, all or none, and appends them to the charges there.
     pub fn decide_locally<const W: usize>(
         &self,
-        charge_plan: &ChargePlan,
         layers: &[LayerRef],
         table: &Table<W>,
         now: DecisionTime<'_>,
@@ -97,38 +87,39 @@ impl RuleSet {
         context.result.decided_ms = 0;
         // Requests that wait for later windows get their position from the store, not from leases.
         let leases = |layer_ref: &LayerRef| {
-            context.sharing.counting_modes[layer_ref.rule] == CountingMode::Leased
-                && context.inputs.keyed_requests[layer_ref.rule].is_some()
+            context.sharing.counting_modes[layer_ref.position] == CountingMode::Leased
+                && context.inputs.keyed_requests[layer_ref.position].is_some()
         };
         let may_wait = may_wait && !layers.iter().any(leases);
-        let decision = self.acquire_layers(charge_plan, layers, table, now, context, may_wait);
+        let decision = self.acquire_layers(layers, table, now, context, may_wait);
         let now_ms = context.result.decided_ms;
         match decision {
             Decision::Refused => {
-                if self.lacks_only_tokens(charge_plan, table, now, context, first) {
+                if self.lacks_only_tokens(table, now, context, first) {
                     return LocalDecision::MissingTokens;
                 }
-                if charge_plan.counts_refused() {
-                    self.charge_refusal(charge_plan, table, self.time(now_ms), context, first);
+                if self.counts_refused() {
+                    self.charge_refusal(table, self.time(now_ms), context, first);
                 }
             }
             Decision::Admitted | Decision::Delayed { .. } => context.find_low_leases(first),
         }
-        self.report_total_usage(charge_plan, table, now_ms, context, first);
+        self.report_total_usage(table, now_ms, context, first);
         LocalDecision::Decided(decision)
     }
+}
 
-    /// The usage of a layer by a key, by local counters; `rule` is a position in [`RuleSet::rules`].
+impl RuleSet {
+    /// The usage of a layer by a key, by local counters.
     pub fn local_usage<const W: usize>(
         &self,
-        rule: usize,
-        layer: usize,
+        layer: LayerId,
         keyed_request: KeyedRequest,
         table: &Table<W>,
         mut now: DecisionTime<'_>,
     ) -> Usage {
         loop {
-            let mut charge = self.local_charge(rule, layer, keyed_request, now.unix_ms);
+            let mut charge = self.local_charge(layer, keyed_request, now.unix_ms);
             peek_all(table, std::slice::from_mut(&mut charge), self.time(now.unix_ms));
             if charge.usage.used == 0 || !charge.request.kind.carries_debt() || !now.advance() {
                 return charge.usage;
@@ -141,14 +132,13 @@ impl RuleSet {
     /// another thread resets the same counter.
     pub fn reset_local<const W: usize>(
         &self,
-        rule: usize,
-        layer: usize,
+        layer: LayerId,
         keyed_request: KeyedRequest,
         table: &Table<W>,
         mut now: DecisionTime<'_>,
         mut announce: impl FnMut(u64),
     ) -> u64 {
-        let charge = self.local_charge(rule, layer, keyed_request, now.unix_ms);
+        let charge = self.local_charge(layer, keyed_request, now.unix_ms);
         let time = self.time(now.unix_ms);
         if charge.request.kind == WindowKind::Sliding {
             return SlidingCounter::new(charge.counter, charge.request, time).reset(table, time, announce);
@@ -163,20 +153,21 @@ impl RuleSet {
             }));
         }
         now.advance();
-        let request = self.local_charge(rule, layer, keyed_request, now.unix_ms).request;
+        let request = self.local_charge(layer, keyed_request, now.unix_ms).request;
         words.into_iter().map(|word| usage(word, request, self.time(now.unix_ms)).used).sum()
     }
 
-    fn local_charge(&self, rule: usize, layer: usize, keyed_request: KeyedRequest, now_ms: u64) -> Charge {
-        let layer = self.rules[rule].layer(layer);
-        let end_ms = self.windows[layer.windows_index].window_at(now_ms, keyed_request.offset).end_ms;
+    fn local_charge(&self, layer: LayerId, keyed_request: KeyedRequest, now_ms: u64) -> Charge {
+        let layer = self.layer(layer);
+        let end_ms = self.window_end_ms(layer, now_ms, keyed_request.offset);
         layer.new_charge(KeyedRequest { cost: 0, ..keyed_request }, end_ms, 0)
     }
+}
 
+impl ChargePlan {
     /// Whether missing leased tokens are the only reason of a refusal.
     fn lacks_only_tokens<const W: usize>(
         &self,
-        charge_plan: &ChargePlan,
         table: &Table<W>,
         now: DecisionTime<'_>,
         context: &mut DecisionContext,
@@ -184,15 +175,15 @@ impl RuleSet {
     ) -> bool {
         let now_ms = context.result.decided_ms;
         let keyed_requests = &context.inputs.keyed_requests;
-        let DecisionResult { charges, layers, .. } = &mut context.result;
-        let SharingState { counting_modes, missing_tokens, .. } = &mut context.sharing;
+        let charges = &mut context.result.charges;
+        let missing_tokens = &mut context.sharing.missing_tokens;
         let mut is_full = false;
-        for (i, (charge, layer_ref)) in charges.iter_mut().zip(layers.iter()).enumerate().skip(first) {
-            let Some(keyed_request) = keyed_requests[layer_ref.rule].filter(|_| charge.is_full) else { continue };
-            let layer = self.layer_of(charge_plan, *layer_ref);
-            let used_locally =
-                || self.local_usage(charge_plan.rules[layer_ref.rule], layer_ref.layer, keyed_request, table, now).used;
-            if counting_modes[layer_ref.rule] != CountingMode::Leased
+        for (i, charge) in charges.iter().enumerate().skip(first) {
+            let keyed_request = keyed_requests[charge.layer.position].filter(|_| charge.is_full);
+            let Some(keyed_request) = keyed_request else { continue };
+            let layer = self.layer(charge.layer);
+            let used_locally = || self.rule_set().local_usage(charge.layer.id, keyed_request, table, now).used;
+            if charge.mode != CountingMode::Leased
                 || layer.is_exhausted(table, keyed_request, charge, used_locally(), now_ms)
             {
                 is_full = true;
@@ -205,9 +196,9 @@ impl RuleSet {
             for i in missing_tokens.drain(..) {
                 charges[i].is_full = false;
                 // A missing lease says nothing about the remaining tokens unless the usage is known.
-                let known = keyed_requests[layers[i].rule].and_then(|keyed_request| {
-                    table.known_usage(self.layer_of(charge_plan, layers[i]).counter(keyed_request), now_ms)
-                });
+                let layer_ref = charges[i].layer;
+                let known = keyed_requests[layer_ref.position]
+                    .and_then(|keyed_request| table.known_usage(self.layer(layer_ref).counter(keyed_request), now_ms));
                 if known.is_none() {
                     charges[i].usage.used = 0;
                 }
@@ -222,39 +213,31 @@ impl RuleSet {
     // swap. A charge of the reset counter has acquired the raised known usage, so it is read here.
     pub(super) fn exceeds_known_usage<const W: usize>(
         &self,
-        charge_plan: &ChargePlan,
         table: &Table<W>,
         now_ms: u64,
         context: &DecisionContext,
         first: usize,
     ) -> bool {
-        context.result.charges.iter().zip(&context.result.layers).skip(first).any(|(charge, layer_ref)| {
-            let is_fallback = context.sharing.counting_modes.get(layer_ref.rule) == Some(&CountingMode::LocalFallback);
+        context.result.charges.iter().skip(first).any(|charge| {
             let remote = || remote_usage(charge.counter, table, now_ms);
-            let capacity = u64::from(self.layer_of(charge_plan, *layer_ref).capacity);
-            is_fallback && charge.usage.used > capacity.saturating_sub(remote())
+            let capacity = u64::from(self.layer(charge.layer).capacity);
+            charge.mode == CountingMode::LocalFallback && charge.usage.used > capacity.saturating_sub(remote())
         })
     }
 
     /// Makes charges state the usage of all gateways together, as far as it is known.
     pub fn report_total_usage<const W: usize>(
         &self,
-        charge_plan: &ChargePlan,
         table: &Table<W>,
         now_ms: u64,
         context: &mut DecisionContext,
         first: usize,
     ) {
-        let (keyed_requests, counting_modes) = (&context.inputs.keyed_requests, &context.sharing.counting_modes);
-        let DecisionResult { charges, layers, .. } = &mut context.result;
-        for (charge, layer_ref) in charges.iter_mut().zip(layers.iter()).skip(first) {
-            let (Some(keyed_request), Some(counting_mode)) =
-                (keyed_requests[layer_ref.rule], counting_modes.get(layer_ref.rule))
-            else {
-                continue;
-            };
-            let layer = self.layer_of(charge_plan, *layer_ref);
-            match counting_mode {
+        let keyed_requests = &context.inputs.keyed_requests;
+        for charge in context.result.charges.iter_mut().skip(first) {
+            let Some(keyed_request) = keyed_requests[charge.layer.position] else { continue };
+            let layer = self.layer(charge.layer);
+            match charge.mode {
                 CountingMode::Local | CountingMode::Remote => {}
                 CountingMode::Leased => {
                     let left = charge.request.ceiling.saturating_sub(charge.usage.used);
@@ -284,24 +267,19 @@ impl RuleSet {
     }
 
     /// Adds to the usage of shared layers what was counted locally while the store could not be reached, and is not reported yet.
-    pub(super) fn add_local_usage<const W: usize>(
-        &self,
-        charge_plan: &ChargePlan,
-        table: &Table<W>,
-        context: &mut DecisionContext,
-    ) {
+    pub(super) fn add_local_usage<const W: usize>(&self, table: &Table<W>, context: &mut DecisionContext) {
         let now_ms = context.result.decided_ms;
-        let (keyed_requests, counting_modes) = (&context.inputs.keyed_requests, &context.sharing.counting_modes);
-        let DecisionResult { charges, layers, .. } = &mut context.result;
-        for (charge, layer_ref) in charges.iter_mut().zip(layers.iter()) {
-            let layer = self.layer_of(charge_plan, *layer_ref);
-            let (Some(keyed_request), Some(CountingMode::Leased), false) =
-                (keyed_requests[layer_ref.rule], counting_modes.get(layer_ref.rule), layer.is_penalty())
+        let keyed_requests = &context.inputs.keyed_requests;
+        for charge in &mut context.result.charges {
+            let layer = self.layer(charge.layer);
+            let (Some(keyed_request), CountingMode::Leased, false) =
+                (keyed_requests[charge.layer.position], charge.mode, layer.is_penalty())
             else {
                 continue;
             };
-            let rule = charge_plan.rules[layer_ref.rule];
-            let local = self.local_usage(rule, layer_ref.layer, keyed_request, table, DecisionTime::read(&|| now_ms));
+            let clock = || now_ms;
+            let now = DecisionTime::read(&clock);
+            let local = self.rule_set().local_usage(charge.layer.id, keyed_request, table, now);
             if local.used == 0 {
                 continue;
             }
@@ -317,7 +295,6 @@ impl RuleSet {
     /// one.
     pub fn add_prepared_charges<const W: usize>(
         &self,
-        charge_plan: &ChargePlan,
         layers: &[LayerRef],
         table: &Table<W>,
         now_ms: u64,
@@ -325,14 +302,14 @@ impl RuleSet {
     ) -> usize {
         let start = context.result.charges.len();
         for layer_ref in layers {
-            if let Some(keyed_request) = context.inputs.keyed_requests[layer_ref.rule] {
-                let layer = self.layer_of(charge_plan, *layer_ref);
-                let mut charge = context.new_charge(self, layer, keyed_request, now_ms);
-                if context.sharing.counting_modes.get(layer_ref.rule) == Some(&CountingMode::LocalFallback) {
+            if let Some(keyed_request) = context.inputs.keyed_requests[layer_ref.position] {
+                let layer = self.layer(*layer_ref);
+                let mode = context.sharing.counting_modes[layer_ref.position];
+                let mut charge = context.new_charge(self.rule_set(), layer, keyed_request, now_ms);
+                if mode == CountingMode::LocalFallback {
                     subtract_remote_usage(&mut charge, table, now_ms);
                 }
-                context.result.charges.push(charge);
-                context.result.layers.push(*layer_ref);
+                context.result.charges.push(LayerCharge { layer: *layer_ref, mode, charge });
             }
         }
         start
@@ -356,23 +333,18 @@ impl RuleSet {
     /// that the store decides.
     pub fn refresh_usage<const W: usize>(
         &self,
-        charge_plan: &ChargePlan,
         table: &Table<W>,
         now_ms: u64,
         context: &mut DecisionContext,
         start: usize,
     ) {
-        let usages: Vec<Usage> = context.result.charges[start..].iter().map(|charge| charge.usage).collect();
-        let layers = context.result.layers[start..].to_vec();
-        context.truncate(start);
-        self.add_prepared_charges(charge_plan, &layers, table, now_ms, context);
-        let (charges, counting_modes) = (&mut context.result.charges, &context.sharing.counting_modes);
-        for ((charge, layer_ref), usage) in charges[start..].iter_mut().zip(&layers).zip(usages) {
-            charge.usage = match counting_modes[layer_ref.rule] {
-                CountingMode::Local | CountingMode::LocalFallback => {
-                    table.peek(charge.counter, charge.request, self.time(now_ms)).0
-                }
-                CountingMode::Leased | CountingMode::Remote => usage,
+        let former: Vec<LayerCharge> = context.result.charges.drain(start..).collect();
+        let layers: Vec<LayerRef> = former.iter().map(|charge| charge.layer).collect();
+        self.add_prepared_charges(&layers, table, now_ms, context);
+        for (charge, former) in context.result.charges[start..].iter_mut().zip(former) {
+            charge.usage = match charge.mode.is_local() {
+                true => table.peek(charge.counter, charge.request, self.time(now_ms)).0,
+                false => former.usage,
             };
             charge.is_full = !charge.usage.admits(charge.request);
         }
@@ -380,11 +352,9 @@ impl RuleSet {
 
     /// Requests tokens of the windows in which rules admit a delayed request; `known` is the usage of each layer.
     /// Returns the layers whose windows will have ended by the time that the last rule admits it.
-    #[allow(clippy::too_many_arguments, reason = "plan, times, usage and positions are unrelated")]
     pub fn request_future_windows(
         &self,
-        charge_plan: &ChargePlan,
-        admission_times: &[u64],
+        admission_times: &IdVec<PlanPosition, u64>,
         known: &[(LayerRef, Usage)],
         time: Time<'_>,
         context: &mut DecisionContext,
@@ -393,44 +363,71 @@ impl RuleSet {
     ) -> Vec<LayerRef> {
         let until_ms = admission_times.iter().copied().max().unwrap_or(time.now_ms);
         let mut recharge = Vec::new();
-        for (charge, layer_ref) in context.result.charges.iter_mut().zip(&context.result.layers).skip(start) {
-            if let Some((_, usage)) = known.iter().find(|(known, _)| known == layer_ref) {
+        for charge in context.result.charges.iter_mut().skip(start) {
+            if let Some((_, usage)) = known.iter().find(|(known, _)| *known == charge.layer) {
                 charge.usage = *usage;
             }
             charge.is_full = !charge.usage.admits(charge.request);
-            let admit_at_ms = admission_times[layer_ref.rule];
+            let admit_at_ms = admission_times[charge.layer.position];
             if admit_at_ms > time.now_ms {
-                let end_ms = self.request_window_at(
-                    charge,
-                    &self.rules[charge_plan.rules[layer_ref.rule]],
-                    *layer_ref,
-                    admit_at_ms,
-                    time,
-                );
-                recharge.extend((end_ms <= until_ms).then_some(*layer_ref));
+                let end_ms = self.request_window_at(charge, admit_at_ms, time);
+                recharge.extend((end_ms <= until_ms).then_some(charge.layer));
             }
         }
-        let earlier = context.result.charges[..start].iter().zip(&context.result.layers).skip(first);
-        recharge.extend(earlier.filter(|(charge, _)| charge.usage.end_ms <= until_ms).map(|(_, layer_ref)| *layer_ref));
+        let earlier = context.result.charges[first..start].iter().filter(|charge| charge.usage.end_ms <= until_ms);
+        recharge.extend(earlier.map(|charge| charge.layer));
         recharge
     }
 
     /// Whether all full rules could admit a refused request in a later window.
-    pub fn may_be_delayed(&self, charge_plan: &ChargePlan, context: &DecisionContext) -> bool {
-        let full = context.result.charges.iter().zip(&context.result.layers).filter(|(charge, _)| charge.is_full);
-        let mut may_delay = full.map(|(_, layer_ref)| {
-            let compiled = &self.rules[charge_plan.rules[layer_ref.rule]];
-            match compiled.rule.on_limit {
-                OnLimit::Delay { .. } => {
-                    charge_plan.may_delay
-                        || (context.inputs.reserve && self.layer_of(charge_plan, *layer_ref).reserve > 0)
-                }
-                OnLimit::Refuse => context.inputs.reserve && self.layer_of(charge_plan, *layer_ref).reserve > 0,
+    pub fn may_be_delayed(&self, context: &DecisionContext) -> bool {
+        let full = context.result.charges.iter().filter(|charge| charge.is_full);
+        let mut may_delay = full.map(|charge| {
+            let may_reserve = context.inputs.reserve && self.layer(charge.layer).reserve > 0;
+            match self.rule_of(charge.layer).rule.on_limit {
+                OnLimit::Delay { .. } => self.may_delay || may_reserve,
+                OnLimit::Refuse => may_reserve,
                 OnLimit::Shadow => false,
             }
         });
         let first = may_delay.next();
         first.is_some_and(|first| first && may_delay.all(|may_delay| may_delay))
+    }
+
+    /// Replaces the charges in the context from `first` on by those of the request in `layers`, by the counting modes.
+    pub(super) fn add_shared_charges<const W: usize>(
+        &self,
+        table: &Table<W>,
+        layers: &[LayerRef],
+        now_ms: u64,
+        context: &mut DecisionContext,
+        first: usize,
+    ) {
+        context.result.charges.truncate(first);
+        for layer_ref in layers {
+            let mode = context.sharing.counting_modes[layer_ref.position];
+            let keyed_request = context.inputs.keyed_requests[layer_ref.position];
+            let Some(keyed_request) = keyed_request.filter(|_| mode != CountingMode::Remote) else { continue };
+            if context.sharing.prepaid.contains(layer_ref) {
+                continue;
+            }
+            let layer = self.layer(*layer_ref);
+            let mut charge = context.new_charge(self.rule_set(), layer, keyed_request, now_ms);
+            match mode {
+                CountingMode::Leased => {
+                    layer.use_lease(&mut charge);
+                    // More tokens were granted than the limit of this request, because other requests have a greater
+                    // limit, or had one.
+                    let granted = table.known_usage(layer.counter(keyed_request), now_ms).map_or(0, |(_, used)| used);
+                    if granted > layer.capacity && layer.is_exhausted(table, keyed_request, &charge, 0, now_ms) {
+                        charge.request.floor = charge.request.ceiling;
+                    }
+                }
+                CountingMode::LocalFallback => subtract_remote_usage(&mut charge, table, now_ms),
+                CountingMode::Local | CountingMode::Remote => {}
+            }
+            context.result.charges.push(LayerCharge { layer: *layer_ref, mode, charge });
+        }
     }
 }
 
@@ -453,7 +450,7 @@ fn remote_usage<const W: usize>(counter: Counter, table: &Table<W>, now_ms: u64)
 impl CompiledRule {
     /// Whether any of its counters is sharded in the store.
     pub fn is_sharded(&self) -> bool {
-        self.layers.iter().any(|layer| layer.shards > 1)
+        self.compiled_layers().any(|layer| layer.shards > 1)
     }
 
     /// How the rule is counted while the store is reachable.
@@ -494,7 +491,7 @@ impl CompiledLayer {
 }
 
 impl DecisionContext {
-    /// Returns the buffer of [`RuleSet::enforced_layers`], so that the next request need not allocate one.
+    /// Returns the buffer of [`ChargePlan::enforced_layers_of`], so that the next request need not allocate one.
     pub fn return_layer_buffer(&mut self, layers: Vec<LayerRef>) {
         self.scratch.layer_buffer = layers;
     }
@@ -502,7 +499,7 @@ impl DecisionContext {
     /// Takes the receipts of all charges from `first` on, for a refund. They cannot be taken again.
     pub fn take_receipts(&mut self, first: usize) -> Vec<ShardReceipt> {
         let split = if first == 0 { 0 } else { self.sharing.first_shard_receipt.min(self.result.shard_receipts.len()) };
-        let whole = self.result.charges.iter_mut().skip(first).filter_map(Charge::take_receipt);
+        let whole = self.result.charges.iter_mut().skip(first).filter_map(|charge| charge.take_receipt());
         whole.chain(self.result.shard_receipts.drain(split..)).collect()
     }
 
@@ -513,53 +510,11 @@ impl DecisionContext {
         }
     }
 
-    /// Replaces the charges from `first` on by those of the request in `layers`, by the counting modes.
-    pub(super) fn add_shared_charges<const W: usize>(
-        &mut self,
-        rule_set: &RuleSet,
-        charge_plan: &ChargePlan,
-        table: &Table<W>,
-        layers: &[LayerRef],
-        now_ms: u64,
-        first: usize,
-    ) {
-        self.result.charges.truncate(first);
-        self.result.layers.truncate(first);
-        for layer_ref in layers {
-            let counting_mode = self.sharing.counting_modes[layer_ref.rule];
-            let Some(keyed_request) =
-                self.inputs.keyed_requests[layer_ref.rule].filter(|_| counting_mode != CountingMode::Remote)
-            else {
-                continue;
-            };
-            if self.sharing.prepaid.contains(layer_ref) {
-                continue;
-            }
-            let layer = rule_set.layer_of(charge_plan, *layer_ref);
-            let mut charge = self.new_charge(rule_set, layer, keyed_request, now_ms);
-            match counting_mode {
-                CountingMode::Leased => {
-                    layer.use_lease(&mut charge);
-                    // More tokens were granted than the limit of this request, because other requests have a greater
-                    // limit, or had one.
-                    let granted = table.known_usage(layer.counter(keyed_request), now_ms).map_or(0, |(_, used)| used);
-                    if granted > layer.capacity && layer.is_exhausted(table, keyed_request, &charge, 0, now_ms) {
-                        charge.request.floor = charge.request.ceiling;
-                    }
-                }
-                CountingMode::LocalFallback => subtract_remote_usage(&mut charge, table, now_ms),
-                CountingMode::Local | CountingMode::Remote => {}
-            }
-            self.result.charges.push(charge);
-            self.result.layers.push(*layer_ref);
-        }
-    }
-
     /// Finds the leases that run low: those whose tokens have halved. Most requests find none.
     fn find_low_leases(&mut self, first: usize) {
         self.sharing.low_leases.clear();
-        for (i, (charge, layer_ref)) in self.result.charges.iter().zip(&self.result.layers).enumerate().skip(first) {
-            if self.sharing.counting_modes[layer_ref.rule] == CountingMode::Leased {
+        for (i, charge) in self.result.charges.iter().enumerate().skip(first) {
+            if charge.mode == CountingMode::Leased {
                 let left = charge.request.ceiling.saturating_sub(charge.usage.used);
                 if left.leading_zeros() != (left + u64::from(charge.request.cost)).leading_zeros() {
                     self.sharing.low_leases.push(i);
@@ -571,6 +526,5 @@ impl DecisionContext {
     /// Removes the charges from `first` on.
     pub fn truncate(&mut self, first: usize) {
         self.result.charges.truncate(first);
-        self.result.layers.truncate(first);
     }
 }

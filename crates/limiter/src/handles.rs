@@ -1,0 +1,234 @@
+//! Handles: what would be an index has a type, so that a layer cannot be looked up among rules, nor a rule of one vector in
+//! another.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::{Index, IndexMut};
+
+/// A position in an [`IdVec`], which is the only place that makes one from a number.
+pub trait Handle: Copy + Eq + fmt::Debug {
+    #[doc(hidden)]
+    fn at(index: usize) -> Self;
+    /// The number behind the handle, for output and for arrays of fixed layout.
+    fn index(self) -> usize;
+}
+
+/// Declares handles, each a number of 32 bits.
+#[macro_export]
+macro_rules! handles {
+    ($($(#[$doc:meta])+ $name:ident,)+) => {$(
+        $(#[$doc])+
+        #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+        pub struct $name(u32);
+
+        impl $crate::handles::Handle for $name {
+            #[inline(always)]
+            fn at(index: usize) -> $name {
+                debug_assert!(u32::try_from(index).is_ok(), "a vector has fewer than 2^32 items");
+                $name(index as u32)
+            }
+
+            #[inline(always)]
+            fn index(self) -> usize {
+                self.0 as usize
+            }
+        }
+    )+};
+}
+
+handles! {
+    /// A rule of a [`RuleSet`](crate::rule_set::RuleSet).
+    RuleId,
+    /// A rule of a [`ChargePlan`](crate::charge_plan::ChargePlan): its position there.
+    PlanPosition,
+    /// The windows of a rule that apply to a key: those of a plan or an override, or the default ones.
+    VariantId,
+}
+
+impl VariantId {
+    /// The default windows of a rule.
+    pub const DEFAULT: VariantId = VariantId(0);
+}
+
+/// A layer of a rule of a [`RuleSet`](crate::rule_set::RuleSet).
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct LayerId {
+    /// The rule.
+    pub rule: RuleId,
+    pub(super) position: u32,
+}
+
+impl LayerId {
+    pub(super) fn new(rule: RuleId, position: usize) -> LayerId {
+        LayerId { rule, position: position as u32 }
+    }
+
+    /// The position of the layer among those of its rule.
+    pub fn position(self) -> usize {
+        self.position as usize
+    }
+}
+
+/// A vector that is indexed by one kind of handle.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct IdVec<I, T> {
+    items: Vec<T>,
+    ids: PhantomData<fn(I) -> I>,
+}
+
+impl<I: Handle, T> IdVec<I, T> {
+    /// A vector without items.
+    pub const fn new() -> IdVec<I, T> {
+        IdVec { items: Vec::new(), ids: PhantomData }
+    }
+
+    /// Appends an item, and returns its handle.
+    #[inline]
+    pub fn push(&mut self, item: T) -> I {
+        self.items.push(item);
+        I::at(self.items.len() - 1)
+    }
+
+    /// Removes all items.
+    #[inline]
+    pub fn clear(&mut self) {
+        self.items.clear();
+    }
+
+    /// The item; `None` if the handle is of a longer vector.
+    #[inline]
+    pub fn get(&self, id: I) -> Option<&T> {
+        self.items.get(id.index())
+    }
+
+    /// As [`IdVec::get`], to change the item.
+    #[inline]
+    pub fn get_mut(&mut self, id: I) -> Option<&mut T> {
+        self.items.get_mut(id.index())
+    }
+
+    /// The number of items.
+    #[inline]
+    pub fn len(&self) -> usize {
+        self.items.len()
+    }
+
+    /// Whether there are no items.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.items.is_empty()
+    }
+
+    /// The items in order.
+    #[inline]
+    pub fn iter(&self) -> std::slice::Iter<'_, T> {
+        self.items.iter()
+    }
+
+    /// As [`IdVec::iter`], to change them.
+    #[inline]
+    pub fn iter_mut(&mut self) -> std::slice::IterMut<'_, T> {
+        self.items.iter_mut()
+    }
+
+    /// The handles of all items, in order.
+    #[inline]
+    pub fn ids(&self) -> impl DoubleEndedIterator<Item = I> + ExactSizeIterator + Clone + use<I, T> {
+        (0..self.items.len()).map(I::at)
+    }
+
+    /// The items with their handles, in order.
+    #[inline]
+    pub fn enumerate(&self) -> impl DoubleEndedIterator<Item = (I, &T)> + ExactSizeIterator + Clone {
+        self.items.iter().enumerate().map(|(index, item)| (I::at(index), item))
+    }
+
+    /// As [`IdVec::enumerate`], to change the items.
+    #[inline]
+    pub fn enumerate_mut(&mut self) -> impl Iterator<Item = (I, &mut T)> {
+        self.items.iter_mut().enumerate().map(|(index, item)| (I::at(index), item))
+    }
+
+    /// The handle of the first item for which `is` holds.
+    pub fn position(&self, is: impl FnMut(&T) -> bool) -> Option<I> {
+        self.items.iter().position(is).map(I::at)
+    }
+
+    /// A vector of the same length, with an item made from each of these.
+    pub fn map<U>(&self, item: impl FnMut(&T) -> U) -> IdVec<I, U> {
+        self.items.iter().map(item).collect()
+    }
+
+    /// Appends copies of the items of another vector.
+    #[inline]
+    pub fn extend_from(&mut self, other: &IdVec<I, T>)
+    where
+        T: Clone,
+    {
+        self.items.extend_from_slice(&other.items);
+    }
+
+    /// The items as a slice.
+    #[inline]
+    pub fn as_slice(&self) -> &[T] {
+        &self.items
+    }
+}
+
+impl<I, T> Default for IdVec<I, T> {
+    fn default() -> IdVec<I, T> {
+        IdVec { items: Vec::new(), ids: PhantomData }
+    }
+}
+
+impl<I: Handle, T> Index<I> for IdVec<I, T> {
+    type Output = T;
+
+    #[inline(always)]
+    fn index(&self, id: I) -> &T {
+        &self.items[id.index()]
+    }
+}
+
+impl<I: Handle, T> IndexMut<I> for IdVec<I, T> {
+    #[inline(always)]
+    fn index_mut(&mut self, id: I) -> &mut T {
+        &mut self.items[id.index()]
+    }
+}
+
+impl<I, T> FromIterator<T> for IdVec<I, T> {
+    fn from_iter<A: IntoIterator<Item = T>>(items: A) -> IdVec<I, T> {
+        IdVec { items: items.into_iter().collect(), ids: PhantomData }
+    }
+}
+
+impl<I, T> From<Vec<T>> for IdVec<I, T> {
+    fn from(items: Vec<T>) -> IdVec<I, T> {
+        IdVec { items, ids: PhantomData }
+    }
+}
+
+impl<I, T> Extend<T> for IdVec<I, T> {
+    fn extend<A: IntoIterator<Item = T>>(&mut self, items: A) {
+        self.items.extend(items);
+    }
+}
+
+impl<I, T> IntoIterator for IdVec<I, T> {
+    type Item = T;
+    type IntoIter = std::vec::IntoIter<T>;
+
+    fn into_iter(self) -> std::vec::IntoIter<T> {
+        self.items.into_iter()
+    }
+}
+
+impl<'a, I, T> IntoIterator for &'a IdVec<I, T> {
+    type Item = &'a T;
+    type IntoIter = std::slice::Iter<'a, T>;
+
+    fn into_iter(self) -> std::slice::Iter<'a, T> {
+        self.items.iter()
+    }
+}
