@@ -47,8 +47,9 @@ pub struct DecisionResult {
     pub shard_receipts: Vec<ShardReceipt>,
     /// The shadow rules that would have refused the request in their windows.
     pub shadowed: Vec<PlanPosition>,
-    /// The requests in flight of the rules that limit them. Set by [`RuleSet::acquire_slots`] and
-    /// [`RuleSet::peek_slots`] only.
+    /// The requests in flight of the rules that limit them. Set by
+    /// [`ChargePlan::acquire_slots`](crate::charge_plan::ChargePlan::acquire_slots) and
+    /// [`ChargePlan::peek_slots`](crate::charge_plan::ChargePlan::peek_slots) only.
     pub concurrency: Vec<ConcurrencyUsage>,
 }
 

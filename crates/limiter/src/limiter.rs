@@ -39,7 +39,7 @@ thread_local! {
 ///
 /// # Sharing
 ///
-/// A `Limiter` is `Send + Sync` and takes no locks. Share it by reference or in an [`Arc`](std::sync::Arc). Decisions use
+/// A `Limiter` is `Send + Sync` and takes no locks. Share it by reference or in an [`Arc`]. Decisions use
 /// a buffer of the calling thread, which allocates only in the first decisions of that thread.
 ///
 /// # Time
