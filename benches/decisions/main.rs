@@ -3,10 +3,12 @@
 //! `decisions CASE COUNT`, where CASE is one of [`CASES`].
 
 use std::process::exit;
+use std::sync::Arc;
 
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{Handle, RuleId, VariantId};
 use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::Rule;
@@ -50,21 +52,21 @@ fn decide((_, limit, keys, slides): &(&str, u32, u32, bool), count: u32) -> u32 
     };
     let layers = vec![layer(limit.saturating_add(1), "1/hour"), layer(*limit, "1/minute")];
     let key = vec![KeyPart::Ip { v4_prefix: 32, v6_prefix: 64 }];
-    let rule_set = RuleSet::new(&[Rule::new("per-client", key, OnMissing::Never, layers)], SEED, None);
-    let plan = rule_set.charge_plan(&[0]);
+    let rule_set = Arc::new(RuleSet::new(&[Rule::new("per-client", key, OnMissing::Never, layers)], SEED, None));
+    let plan = rule_set.charge_plan([RuleId::at(0)]);
     let table = Table::with_capacity(100_000).expect("there is memory");
     let mut context = DecisionContext::default();
-    let rule_hasher = KeyHasher::new(SEED, rule_set.rules[0].hash_prefix);
+    let rule_hasher = KeyHasher::new(SEED, rule_set.rules[RuleId::at(0)].hash_prefix);
     let mut admitted = 0;
     for request in 0..count {
         let mut hasher = rule_hasher.clone();
         // Neighbours in a sequence of keys are not neighbours in memory: keys are hashed.
         hasher.add_part(1, &(request % keys).to_be_bytes());
         context.inputs.keyed_requests.clear();
-        let keyed_request = KeyedRequest { key: hasher.finish(), offset: 0, variant: 0, cost: 1 };
+        let keyed_request = KeyedRequest { key: hasher.finish(), offset: 0, variant: VariantId::DEFAULT, cost: 1 };
         context.inputs.keyed_requests.push(Some(keyed_request));
-        plan.prefetch(&table, &context.inputs.keyed_requests);
-        let decision = rule_set.decide(&plan, &table, DecisionTime::read(&|| NOW_MS), &mut context);
+        plan.prefetch(&table, context.inputs.keyed_requests.as_slice());
+        let decision = plan.decide(&table, DecisionTime::read(&|| NOW_MS), &mut context);
         admitted += u32::from(matches!(decision, Decision::Admitted));
     }
     admitted

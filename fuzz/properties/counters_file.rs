@@ -5,6 +5,7 @@ use std::cell::RefCell;
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use transom::clock::Clock;
@@ -15,6 +16,7 @@ use transom::persistence::open::OpenError;
 use transom::persistence::snapshot;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{Handle, RuleId, VariantId};
 use transom_limiter::key::{KeyHash, Seed};
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::table::Table;
@@ -96,16 +98,17 @@ impl Fixture {
         }
         put(&path, &whole);
         let counters = open(Some(&path), None).expect("the file is used or quarantined");
-        let rule_set = RuleSet::new(&self.config.rules, counters.seed, None);
-        let charge_plan = rule_set.charge_plan(&[0]);
+        let rule_set = Arc::new(RuleSet::new(&self.config.rules, counters.seed, None));
+        let charge_plan = rule_set.charge_plan([RuleId::at(0)]);
         let mut context = DecisionContext::default();
         for cost in [0, 1, 2, u32::MAX] {
             for number in 0..3 {
                 let bits = Seed(1, 2).hash(&[&number.to_string()]);
                 let key = KeyHash { bucket_hash: bits, tag: bits.rotate_left(32) };
-                context.inputs.keyed_requests = vec![Some(KeyedRequest { key, offset: bits, variant: 0, cost })];
+                context.inputs.keyed_requests =
+                    vec![Some(KeyedRequest { key, offset: bits, variant: VariantId::DEFAULT, cost })].into();
                 context.inputs.reserve = number == 1;
-                rule_set.decide(&charge_plan, &counters.table, DecisionTime::read(&|| NOW_MS), &mut context);
+                charge_plan.decide(&counters.table, DecisionTime::read(&|| NOW_MS), &mut context);
             }
         }
         counters.table.stats(NOW_MS);

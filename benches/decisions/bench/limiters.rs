@@ -13,13 +13,15 @@ use governor::middleware::NoOpMiddleware;
 use governor::state::keyed::DashMapStateStore;
 use governor::{Quota, RateLimiter};
 
+use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{Handle, RuleId, VariantId};
 use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::Rule;
-use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
+use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::table::Table;
 use transom_limiter::window::Windows;
 
@@ -29,7 +31,6 @@ pub const NOW_MS: u64 = 1_700_000_000_000;
 
 /// A rule keyed by address, its charge plan, and its table.
 pub struct Transom {
-    pub rule_set: RuleSet,
     pub charge_plan: ChargePlan,
     /// The hash of the rule, before a key.
     hasher: KeyHasher,
@@ -59,14 +60,14 @@ impl Transom {
             let key = vec![KeyPart::Ip { v4_prefix: 32, v6_prefix: 64 }];
             Rule::new("per-client", key, OnMissing::Never, layers)
         };
-        let rule_set = RuleSet::new(&[rule], SEED, None);
-        let charge_plan = rule_set.charge_plan(&[0]);
-        let hasher = KeyHasher::new(SEED, rule_set.rules[0].hash_prefix);
-        Transom { rule_set, charge_plan, hasher, table }
+        let rule_set = Arc::new(RuleSet::new(&[rule], SEED, None));
+        let charge_plan = rule_set.charge_plan([RuleId::at(0)]);
+        let hasher = KeyHasher::new(SEED, rule_set.rules[RuleId::at(0)].hash_prefix);
+        Transom { charge_plan, hasher, table }
     }
 
     pub fn keyed_request(&self, address: &IpAddr) -> KeyedRequest {
-        KeyedRequest { key: self.hash(address), offset: 0, variant: 0, cost: 1 }
+        KeyedRequest { key: self.hash(address), offset: 0, variant: VariantId::DEFAULT, cost: 1 }
     }
 
     pub fn hash(&self, address: &IpAddr) -> KeyHash {
@@ -87,15 +88,12 @@ impl Transom {
     pub fn prepare(&self, address: &IpAddr, context: &mut DecisionContext) {
         context.inputs.keyed_requests.clear();
         context.inputs.keyed_requests.push(Some(self.keyed_request(address)));
-        self.charge_plan.prefetch(&self.table, &context.inputs.keyed_requests);
+        self.charge_plan.prefetch(&self.table, context.inputs.keyed_requests.as_slice());
     }
 
     /// Decides the request that was prepared.
     pub fn decide(&self, now_ms: u64, context: &mut DecisionContext) -> bool {
-        matches!(
-            self.rule_set.decide(&self.charge_plan, &self.table, DecisionTime::read(&|| now_ms), context),
-            Decision::Admitted
-        )
+        matches!(self.charge_plan.decide(&self.table, DecisionTime::read(&|| now_ms), context), Decision::Admitted)
     }
 }
 

@@ -269,7 +269,7 @@ fn counting(side: &Transom, key: &IpAddr) -> f64 {
         for _ in 0..KEYS {
             charges.copy_from_slice(&prepared);
             assert!(
-                acquire_all(&*side.table, black_box(&mut charges), &mut Vec::new(), side.rule_set.time(NOW_MS))
+                acquire_all(&*side.table, black_box(&mut charges), &mut Vec::new(), side.charge_plan.time(NOW_MS))
                     == AcquireResult::Admitted
             );
         }

@@ -4,14 +4,16 @@
 use std::sync::Arc;
 
 use transom_limiter::atomics::{AtomicU64, Ordering};
+use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::concurrency::ConcurrencyTable;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{Handle, RuleId, VariantId};
 use transom_limiter::key::{KeyHash, KeyPart, OnMissing, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::Rule;
-use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
+use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::table::Table;
 
@@ -25,7 +27,6 @@ struct Gateway {
     /// Shared by all threads, and never set back.
     clock: AtomicU64,
     table: Table<2>,
-    rule_set: RuleSet,
     charge_plan: ChargePlan,
 }
 
@@ -50,22 +51,27 @@ impl Gateway {
         rule.penalty_ms = Some(PENALTY_MS);
         // A table of one shard, because loom creates its locks again for each interleaving.
         let former = RuleSet { concurrency: Arc::new(ConcurrencyTable::with_capacity(1, 1)), ..RuleSet::default() };
-        let rule_set = RuleSet::new(&[rule], Seed(1, 2), Some(&former));
-        let charge_plan = rule_set.charge_plan(&[0]);
+        let rule_set = Arc::new(RuleSet::new(&[rule], Seed(1, 2), Some(&former)));
+        let charge_plan = rule_set.charge_plan([RuleId::at(0)]);
         let table = Table::with_buckets(2, 1).expect("there is memory");
-        Arc::new(Gateway { clock: AtomicU64::new(0), table, rule_set, charge_plan })
+        Arc::new(Gateway { clock: AtomicU64::new(0), table, charge_plan })
     }
 
     fn decide(&self, now_ms: u64) -> (Outcome, Vec<ShardReceipt>) {
         let mut context = DecisionContext::default();
-        context.inputs.keyed_requests.push(Some(KeyedRequest { key: KEY, offset: 0, variant: 0, cost: 1 }));
+        context.inputs.keyed_requests.push(Some(KeyedRequest {
+            key: KEY,
+            offset: 0,
+            variant: VariantId::DEFAULT,
+            cost: 1,
+        }));
         self.clock.fetch_max(now_ms, Ordering::SeqCst);
         let clock = || self.clock.load(Ordering::SeqCst);
         let now = DecisionTime::starting_at(now_ms, &clock);
-        let decision = self.rule_set.decide(&self.charge_plan, &self.table, now, &mut context);
+        let decision = self.charge_plan.decide(&self.table, now, &mut context);
         let outcome = match decision {
             Decision::Admitted | Decision::Delayed { .. } => Admitted,
-            Decision::Refused => Refused(self.rule_set.retry_at_ms(&self.charge_plan, &context, now_ms)),
+            Decision::Refused => Refused(self.charge_plan.retry_at_ms(&context, now_ms)),
         };
         (outcome, context.all_receipts().collect())
     }
@@ -129,7 +135,7 @@ fn concurrent_refusals_lock_out_both_clients() {
 fn a_refund_ends_no_penalty() {
     let outcomes = explore(2, || {
         let gateway = Gateway::new();
-        let (table, rule_set) = (&gateway.table, &gateway.rule_set);
+        let (table, rule_set) = (&gateway.table, gateway.charge_plan.rule_set());
         let (first, receipts) = gateway.decide(1050);
         assert_eq!(first, Admitted);
         let shared = Arc::clone(&gateway);

@@ -2,27 +2,28 @@
 
 use std::sync::Arc;
 
+use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::concurrency::ConcurrencyTable;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{Handle, RuleId, VariantId};
 use transom_limiter::key::{KeyHash, KeyPart, OnMissing, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Rule, Sharing};
-use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
+use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::shared_counting::LocalDecision;
 use transom_limiter::table::Table;
 
 use crate::support::{explore, race};
 
 const KEYED_REQUEST: KeyedRequest =
-    KeyedRequest { key: KeyHash { bucket_hash: 0, tag: 1 }, offset: 0, variant: 0, cost: 1 };
+    KeyedRequest { key: KeyHash { bucket_hash: 0, tag: 1 }, offset: 0, variant: VariantId::DEFAULT, cost: 1 };
 const NOW_MS: u64 = 1050;
 
 /// A shared limit of one request in 100 ms.
 struct Gateway {
     table: Table<2>,
-    rule_set: RuleSet,
     charge_plan: ChargePlan,
 }
 
@@ -33,19 +34,18 @@ impl Gateway {
         rule.sharing = Sharing::Lease;
         // A table of one shard, because loom creates its locks again for each interleaving.
         let former = RuleSet { concurrency: Arc::new(ConcurrencyTable::with_capacity(1, 1)), ..RuleSet::default() };
-        let rule_set = RuleSet::new(&[rule], Seed(1, 2), Some(&former));
-        let charge_plan = rule_set.charge_plan(&[0]);
-        Arc::new(Gateway { table: Table::with_buckets(1, 1).expect("there is memory"), rule_set, charge_plan })
+        let rule_set = Arc::new(RuleSet::new(&[rule], Seed(1, 2), Some(&former)));
+        let charge_plan = rule_set.charge_plan([RuleId::at(0)]);
+        Arc::new(Gateway { table: Table::with_buckets(1, 1).expect("there is memory"), charge_plan })
     }
 
     /// Whether a request is admitted while the store is unreachable.
     fn admits(&self) -> bool {
         let mut context = DecisionContext::default();
         context.inputs.keyed_requests.push(Some(KEYED_REQUEST));
-        self.rule_set.set_counting_modes(&self.charge_plan, |_rule| true, &mut context.sharing.counting_modes);
+        self.charge_plan.set_counting_modes(|_rule| true, &mut context.sharing.counting_modes);
         let clock = || NOW_MS;
-        let decision = self.rule_set.decide_locally(
-            &self.charge_plan,
+        let decision = self.charge_plan.decide_locally(
             self.charge_plan.enforced(),
             &self.table,
             DecisionTime::read(&clock),
@@ -57,10 +57,17 @@ impl Gateway {
 
     /// Moves the usage of the local counter to the known usage of the shared one; returns the tokens.
     fn report(&self) -> u64 {
-        let counter = self.rule_set.rules[0].layer(0).counter(KEYED_REQUEST);
+        let layer = self.charge_plan.enforced()[0];
+        let counter = self.charge_plan.layer(layer).counter(KEYED_REQUEST);
         let announce = |tokens: u64| self.table.add_known_usage(counter, 1100, tokens as u32, NOW_MS);
         let clock = || NOW_MS;
-        self.rule_set.reset_local(0, 0, KEYED_REQUEST, &self.table, DecisionTime::read(&clock), announce)
+        self.charge_plan.rule_set().reset_local(
+            layer.id,
+            KEYED_REQUEST,
+            &self.table,
+            DecisionTime::read(&clock),
+            announce,
+        )
     }
 }
 

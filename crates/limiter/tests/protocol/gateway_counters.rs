@@ -3,15 +3,19 @@
 //! One table serves all gateways in all states. Each step loads the state of a gateway into the table and saves it
 //! afterwards, in windows later than all windows used before. This file does not know the store.
 
+use std::sync::Arc;
+
 use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
+use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{Handle, PlanPosition, RuleId, VariantId};
 use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::leased_tokens::DepositResult;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::Rule;
-use transom_limiter::rule_set::{ChargePlan, KeyedRequest, LayerRef, RuleSet};
+use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::shared_counting::LocalDecision;
 use transom_limiter::table::{Counter, Table};
 use transom_limiter::window::{SEGMENTS_PER_PERIOD, Time, Windows};
@@ -24,7 +28,6 @@ const PERIOD_MS: u64 = 1000;
 const SEED: Seed = Seed(3, 4);
 
 pub struct LocalCounters {
-    rule_set: RuleSet,
     charge_plan: ChargePlan,
     table: Table,
     context: DecisionContext,
@@ -56,15 +59,14 @@ impl LocalCounters {
             Rule { sharing: sharing[counter], ..Rule::new(name, key, OnMissing::Refuse, vec![layer]) }
         };
         let narrow = rule("narrow", vec![KeyPart::Header("client".to_owned())], NARROW);
-        let rule_set = RuleSet::new(&[narrow, rule("wide", vec![], WIDE)], SEED, None);
-        let charge_plan = rule_set.charge_plan(&COUNTERS);
+        let rule_set = Arc::new(RuleSet::new(&[narrow, rule("wide", vec![], WIDE)], SEED, None));
+        let charge_plan = rule_set.charge_plan(rule_set.rules.ids());
         let keyed_requests = COUNTERS.map(|counter| {
-            let key = KeyHasher::new(SEED, rule_set.rules[counter].hash_prefix).finish();
-            KeyedRequest { key, offset: 0, variant: 0, cost: 1 }
+            let key = KeyHasher::new(SEED, rule_set.rules[RuleId::at(counter)].hash_prefix).finish();
+            KeyedRequest { key, offset: 0, variant: VariantId::DEFAULT, cost: 1 }
         });
         let table = Table::with_capacity(1024).expect("there is memory");
         LocalCounters {
-            rule_set,
             charge_plan,
             table,
             context: DecisionContext::default(),
@@ -76,10 +78,9 @@ impl LocalCounters {
     }
 
     fn counter(&self, counter: usize) -> Counter {
-        let layer = self.rule_set.rules[counter].variant(0).start;
-        self.rule_set
-            .layer_of(&self.charge_plan, LayerRef { rule: counter, layer })
-            .counter(self.keyed_requests[counter])
+        let mut layers = self.charge_plan.layers_of_rule(PlanPosition::at(counter), VariantId::DEFAULT);
+        let layer = layers.next().expect("each rule has a layer");
+        self.charge_plan.layer(layer).counter(self.keyed_requests[counter])
     }
 
     fn now_ms(&self, window: Window) -> u64 {
@@ -139,27 +140,30 @@ impl LocalCounters {
     pub fn decide(&mut self, gateway: &mut Gateway, counters: Each<bool>, in_hand: Each<bool>) -> LocalOutcome {
         self.load(gateway);
         let now_ms = self.now_ms(gateway.window);
-        let LocalCounters { rule_set, charge_plan, table, context, keyed_requests, .. } = self;
+        let LocalCounters { charge_plan, table, context, keyed_requests, .. } = self;
         context.clear();
         context.inputs.keyed_requests.clear();
         context
             .inputs
             .keyed_requests
             .extend(COUNTERS.map(|counter| counters[counter].then_some(keyed_requests[counter])));
-        let layers = rule_set.enforced_layers(charge_plan, context);
-        context.sharing.prepaid.extend(layers.iter().filter(|layer_ref| in_hand[layer_ref.rule]));
-        rule_set.set_counting_modes(charge_plan, |_beyond| false, &mut context.sharing.counting_modes);
-        let outcome =
-            match rule_set.decide_locally(charge_plan, &layers, table, DecisionTime::read(&|| now_ms), context, true) {
-                LocalDecision::Decided(Decision::Admitted) => LocalOutcome::Charged,
-                LocalDecision::Decided(Decision::Refused | Decision::Delayed { .. }) => LocalOutcome::Refused,
-                LocalDecision::MissingTokens => {
-                    let missing = |counter| {
-                        context.sharing.missing_tokens.iter().any(|i| context.result.layers[*i].rule == counter)
-                    };
-                    LocalOutcome::MissingTokens(COUNTERS.map(missing))
-                }
-            };
+        let layers = charge_plan.enforced_layers_of(context);
+        context.sharing.prepaid.extend(layers.iter().filter(|layer_ref| in_hand[layer_ref.position.index()]));
+        charge_plan.set_counting_modes(|_beyond| false, &mut context.sharing.counting_modes);
+        let outcome = match charge_plan.decide_locally(&layers, table, DecisionTime::read(&|| now_ms), context, true) {
+            LocalDecision::Decided(Decision::Admitted) => LocalOutcome::Charged,
+            LocalDecision::Decided(Decision::Refused | Decision::Delayed { .. }) => LocalOutcome::Refused,
+            LocalDecision::MissingTokens => {
+                let missing = |counter| {
+                    context
+                        .sharing
+                        .missing_tokens
+                        .iter()
+                        .any(|i| context.result.charges[*i].layer.position.index() == counter)
+                };
+                LocalOutcome::MissingTokens(COUNTERS.map(missing))
+            }
+        };
         self.save(gateway);
         outcome
     }

@@ -117,7 +117,7 @@ fn never_over<const W: usize>(table: Table<W>, rules: &[Rule], events: &[Event])
             Action::Refund { back, .. } => {
                 let Some(nth) = past.len().checked_sub(1 + back) else { continue };
                 let PastRequest { receipts, passes } = past.remove(nth);
-                gateway.rule_set.refund(&receipts, u32::MAX, &gateway.table, now_ms);
+                gateway.rule_set().refund(&receipts, u32::MAX, &gateway.table, now_ms);
                 passes.iter().for_each(|(layer_request, end_ms)| {
                     passed.add(layer_request, *end_ms, -i64::from(layer_request.cost))
                 });
@@ -159,7 +159,7 @@ proptest! {
         let mut gateway = Gateway::new(&[simple], Table::<1>::with_buckets(buckets, 1).expect("there is memory"));
         let (mut oracle, mut now_ms) = (Oracle::default(), START_MS);
         let (mut mine, mut plain) = (HashMap::<(String, u64), u32>::new(), HashMap::<(String, u64), u32>::new());
-        let floats = matches!(gateway.rule_set.windows[0], Windows::FirstRequest { .. });
+        let floats = matches!(gateway.rule_set().windows[0], Windows::FirstRequest { .. });
         for (client, advance_ms) in demand {
             now_ms += advance_ms;
             let (_, layer_request) = gateway.layer_requests(client, &[Some(1)], None).remove(0);

@@ -6,6 +6,7 @@
 use std::collections::HashMap;
 
 use proptest::prelude::*;
+use transom_limiter::handles::VariantId;
 use transom_limiter::key::Seed;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, KeyValue, Override, Plan, Rule};
@@ -14,7 +15,7 @@ use transom_limiter::window::Windows;
 
 use crate::oracle::Expected::{Admitted, Refused};
 use crate::oracle::{Expected, LayerRequest};
-use crate::support::{Gateway, START_MS, delay, limit, outcome, plain, rule, windows};
+use crate::support::{Gateway, START_MS, charge_plan, delay, limit, outcome, plain, rule, windows};
 
 /// Tokens used, and the end of their window.
 #[derive(Clone, Copy, Default)]
@@ -138,7 +139,7 @@ fn play(mut rules: Vec<Rule>, events: Vec<(u64, Event)>) -> Result<u32, TestCase
                 let Some((receipts, layer_requests, _)) = last.take().filter(|(.., then_ms)| *then_ms == now_ms) else {
                     continue;
                 };
-                gateway.rule_set.refund(&receipts, u32::MAX, &gateway.table, now_ms);
+                gateway.rule_set().refund(&receipts, u32::MAX, &gateway.table, now_ms);
                 for layer_request in layer_requests {
                     plain.0.entry(layer_request.key).and_modify(|used| used.tokens -= u64::from(layer_request.cost));
                 }
@@ -271,10 +272,10 @@ fn a_variant_with_a_smaller_capacity_grants_no_tokens_to_the_others() {
     // Odd clients have the plan.
     assert_eq!(gateway.request_tokens(1, 500, START_MS), Admitted);
     let mut keyed_request = gateway.keyed_request(0, 1, 1);
-    keyed_request.variant = 0;
-    gateway.context.inputs.keyed_requests = vec![Some(keyed_request)];
+    keyed_request.variant = VariantId::DEFAULT;
+    gateway.context.inputs.keyed_requests = vec![Some(keyed_request)].into();
     let now = transom_limiter::decision_time::DecisionTime::read(&|| START_MS);
-    let decision = gateway.rule_set.decide(&gateway.charge_plan, &gateway.table, now, &mut gateway.context);
+    let decision = gateway.charge_plan.decide(&gateway.table, now, &mut gateway.context);
     assert_eq!(outcome(&decision), Refused);
     assert_eq!(gateway.request_tokens(1, 1, START_MS), Refused);
 }
@@ -298,12 +299,12 @@ fn a_refusal_does_not_reduce_what_is_reserved_far_ahead() {
 fn a_rule_set_with_a_smaller_capacity_does_not_reduce_debt() {
     let rules = |capacity| [rule("r", vec![Limit { capacity: Some(capacity), ..plain(1, 60_000) }])];
     let mut gateway = Gateway::with_large_table(&rules(5));
-    let mut other = RuleSet::new(&rules(100), Seed(3, 4), Some(&gateway.rule_set));
+    let mut other = charge_plan(&rules(100), Some(gateway.rule_set()));
     let mut admitted = 0;
     for _ in 0..10 {
-        std::mem::swap(&mut gateway.rule_set, &mut other);
+        std::mem::swap(&mut gateway.charge_plan, &mut other);
         admitted += u32::from(gateway.request_tokens(0, 95, START_MS) == Admitted) * 95;
-        std::mem::swap(&mut gateway.rule_set, &mut other);
+        std::mem::swap(&mut gateway.charge_plan, &mut other);
         assert_eq!(gateway.request(0, START_MS), if admitted == 0 { Admitted } else { Refused });
     }
     assert_eq!(admitted, 95);
@@ -318,7 +319,7 @@ fn a_smaller_reserve_grants_no_reserved_tokens_again() {
     gateway.context.inputs.reserve = true;
     let reserved = (0..40).filter(|_| gateway.request(0, START_MS) != Refused).count();
     assert_eq!(reserved, 31);
-    gateway.rule_set = RuleSet::new(&rules(1), Seed(3, 4), None);
+    gateway.charge_plan = charge_plan(&rules(1), None);
     gateway.context.inputs.reserve = false;
     let admitted = (0..31).filter(|minute| gateway.request(0, START_MS + minute * MINUTE_MS) == Admitted).count();
     assert_eq!(admitted, 0);

@@ -1,9 +1,13 @@
 //! What a compiled rule set says about its rules and plans.
 
+use std::sync::Arc;
+
+use transom_limiter::charge_plan::ChargePlan;
+use transom_limiter::handles::{Handle, LayerId, PlanPosition, RuleId, VariantId};
 use transom_limiter::key::Seed;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, KeyValue, OnLimit, Override, Plan, Rule};
-use transom_limiter::rule_set::{ChargePlan, RuleSet};
+use transom_limiter::rule_set::RuleSet;
 use transom_limiter::window::Windows;
 
 use crate::support::{limit, plain, rule};
@@ -24,7 +28,7 @@ fn limits_and_variants_have_names_and_positions() {
     };
     let slots_only = Rule { concurrent: Some(3), ..rule("slots", vec![]) };
     let rule_set = RuleSet::new(&[several, slots_only, rule("one", parsed(&["5/minute"]))], Seed(3, 4), None);
-    let names = |rule: usize| rule_set.rules[rule].limit_names().collect::<Vec<_>>();
+    let names = |rule: usize| rule_set.rules[RuleId::at(rule)].limit_names().collect::<Vec<_>>();
     let expected = [
         "several-minute",
         "several-hour",
@@ -36,19 +40,31 @@ fn limits_and_variants_have_names_and_positions() {
         "several-concurrent",
     ];
     assert_eq!((names(0), names(1), names(2)), (expected.to_vec(), vec!["slots"], vec!["one"]));
-    let several = &rule_set.rules[0];
-    assert_eq!((several.layer_name(1), several.suffix(1), several.concurrent_index()), ("several-hour", ":hour", 7));
-    assert_eq!((several.concurrent_name(), rule_set.rules[2].concurrent_name()), (Some("several-concurrent"), None));
-    assert_eq!(["silver", "gold", "other"].map(|name| several.variant_of_plan(name)), [2, 1, 0]);
-    assert_eq!([0, 1].map(|position| several.variant_of_override(position)), [3, 4]);
-    assert_eq!([0, 1, 2, 3, 4].map(|variant| several.variant(variant).start), [0, 2, 3, 4, 5]);
+    let several = &rule_set.rules[RuleId::at(0)];
+    let hour = several.variant(VariantId::DEFAULT).nth(1).expect("there are two layers");
+    assert_eq!(
+        (several.layer_name(hour), several.suffix(hour), several.concurrent_index()),
+        ("several-hour", ":hour", 7)
+    );
+    assert_eq!(
+        (several.concurrent_name(), rule_set.rules[RuleId::at(2)].concurrent_name()),
+        (Some("several-concurrent"), None)
+    );
+    assert_eq!(
+        ["silver", "gold", "other"].map(|name| several.rule.variant_of_plan(name)),
+        [2, 1, 0].map(VariantId::at)
+    );
+    let overrides: Vec<VariantId> = several.rule.override_variants().map(|(variant, _)| variant).collect();
+    assert_eq!(overrides, [3, 4].map(VariantId::at));
+    let first = |variant| several.variant(VariantId::at(variant)).next().map(LayerId::position);
+    assert_eq!([0, 1, 2, 3, 4].map(first), [0, 2, 3, 4, 5].map(Some));
     let rule = &several.rule;
     assert_eq!(
-        [0, 1, 2, 3].map(|variant| rule.plan_of(variant).map(|plan| plan.name.as_str())),
+        [0, 1, 2, 3].map(|variant| rule.plan_of(VariantId::at(variant)).map(|plan| plan.name.as_str())),
         [None, Some("gold"), Some("silver"), None]
     );
     assert_eq!(
-        [2, 3, 4, 5].map(|variant| rule.override_of(variant).map(|(position, _)| position)),
+        [2, 3, 4, 5].map(|variant| rule.override_of(VariantId::at(variant)).map(|(position, _)| position)),
         [None, Some(0), Some(1), None]
     );
 }
@@ -68,7 +84,7 @@ fn rules_and_plans_say_what_they_do() {
         sliding,
     ];
     assert_eq!(rules.each_ref().map(Rule::has_sliding_windows), [false, false, false, false, false, false, true]);
-    let rule_set = RuleSet::new(&rules, Seed(3, 4), None);
+    let rule_set = Arc::new(RuleSet::new(&rules, Seed(3, 4), None));
     let describe = |charge_plan: &ChargePlan| {
         [
             charge_plan.is_plain(),
@@ -77,7 +93,7 @@ fn rules_and_plans_say_what_they_do() {
             charge_plan.limits_concurrency(),
         ]
     };
-    let plans = [0, 1, 2, 3, 4, 5, 6].map(|rule| rule_set.charge_plan(&[rule]));
+    let plans = [0, 1, 2, 3, 4, 5, 6].map(|rule| rule_set.charge_plan([RuleId::at(rule)]));
     let (plain, other) = ([true, false, false, false], [false; 4]);
     assert_eq!(
         plans.each_ref().map(describe),
@@ -91,14 +107,17 @@ fn rules_and_plans_say_what_they_do() {
             other
         ]
     );
-    let consuming = |consumes| describe(&rule_set.immediate_plan(&[1, 2], consumes));
+    let consuming = |consumes| describe(&rule_set.immediate_plan([RuleId::at(1), RuleId::at(2)], consumes));
     assert_eq!([true, false].map(consuming), [[false, true, true, false], other]);
-    assert_eq!(describe(&rule_set.immediate_plan(&[0], true)), plain);
+    assert_eq!(describe(&rule_set.immediate_plan([RuleId::at(0)], true)), plain);
     // A query enforces shadow rules.
     assert_eq!(
-        [&plans[0], &plans[5]].map(|plan| (rule_set.is_shadow(plan, 0), plan.enforced().len())),
+        [&plans[0], &plans[5]].map(|plan| (plan.is_shadow(PlanPosition::at(0)), plan.enforced().len())),
         [(false, 1), (true, 0)]
     );
-    let query = rule_set.query_plan(&[5, 0], true);
-    assert_eq!((query.enforced().len(), query.shadow_rules().len(), query.rules), (2, 0, vec![5, 0]));
+    let query = rule_set.query_plan([RuleId::at(5), RuleId::at(0)], true);
+    assert_eq!(
+        (query.enforced().len(), query.shadow_rules().len(), query.rules().as_slice()),
+        (2, 0, &[5, 0].map(RuleId::at)[..])
+    );
 }

@@ -6,9 +6,9 @@ use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::deferred_refunds::DeferredRefunds;
+use transom_limiter::handles::{Handle, PlanPosition, RuleId};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, OnLimit, Rule};
-use transom_limiter::rule_set::LayerRef;
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::table::Table;
 use transom_limiter::window::Windows;
@@ -24,7 +24,7 @@ fn waiters_pass_in_order() {
     let at = DelayedUntil;
     assert_eq!(results, [Admitted, Admitted, at(100), at(100), at(200), at(200), at(300), at(300), Refused]);
     assert_eq!(gateway.request(0, 120), DelayedUntil(400), "a new request waits behind the others");
-    assert_eq!(gateway.rule_set.max_delay_ms(&gateway.charge_plan), 300);
+    assert_eq!(gateway.charge_plan.max_delay_ms(), 300);
     assert_eq!(gateway.retry_at_ms(120), Some(120));
 }
 
@@ -60,7 +60,7 @@ fn a_refunded_reservation_goes_to_the_next_request() {
     assert_eq!(gateway.request_tokens(0, 7, 50), Admitted);
     assert_eq!(gateway.request_tokens(0, 5, 50), DelayedUntil(100), "three are left");
     let receipts: Vec<_> = gateway.context.all_receipts().collect();
-    gateway.rule_set.refund(&receipts, u32::MAX, &gateway.table, 60);
+    gateway.rule_set().refund(&receipts, u32::MAX, &gateway.table, 60);
     assert_eq!((gateway.request_tokens(0, 3, 60), gateway.remaining().0), (Admitted, 0));
 }
 
@@ -71,7 +71,7 @@ fn an_abandoned_wait_moves_no_other_waiter() {
     assert_eq!([gateway.request(0, 50), gateway.request(0, 50)], [Admitted, DelayedUntil(100)]);
     let receipts: Vec<_> = gateway.context.all_receipts().collect();
     assert_eq!(gateway.request(0, 50), DelayedUntil(200));
-    gateway.rule_set.refund(&receipts, u32::MAX, &gateway.table, 60);
+    gateway.rule_set().refund(&receipts, u32::MAX, &gateway.table, 60);
     assert_eq!(gateway.request(0, 200), DelayedUntil(300), "another request has the window at 200");
 }
 
@@ -89,14 +89,14 @@ fn an_abandoned_wait_retries_refunds_of_its_counter_only() {
         }
     }
     let keyed_requests = [gateway.keyed_request(0, 0, 1), gateway.keyed_request(0, 1, 1)];
-    let rule_set = Arc::new(std::mem::take(&mut gateway.rule_set));
+    let rule_set = Arc::clone(gateway.rule_set());
     let leave =
         |charges: &Vec<ShardReceipt>| abandoned.refund(charges.iter().copied(), 300, &rule_set, &gateway.table, 60);
     let used = || {
         keyed_requests.map(|keyed_request| {
             let mut context = DecisionContext::default();
             context.inputs.keyed_requests.push(Some(keyed_request));
-            rule_set.peek(&gateway.charge_plan, &gateway.table, DecisionTime::read(&|| 60), &mut context);
+            gateway.charge_plan.peek(&gateway.table, DecisionTime::read(&|| 60), &mut context);
             context.result.charges[0].usage.used
         })
     };
@@ -127,11 +127,11 @@ fn all_waits_abandoned_in_any_order_refund_everything() {
             assert_eq!(gateway.request_tokens(0, 50, 50), DelayedUntil(until_ms));
             gateway.context.all_receipts().collect::<Vec<_>>()
         });
-        let (abandoned, rule_set) = (DeferredRefunds::default(), Arc::new(std::mem::take(&mut gateway.rule_set)));
+        let (abandoned, rule_set) = (DeferredRefunds::default(), Arc::clone(gateway.rule_set()));
         for nth in order {
             abandoned.refund(charges[nth].iter().copied(), 300, &rule_set, &gateway.table, 60);
         }
-        rule_set.peek(&gateway.charge_plan, &gateway.table, DecisionTime::read(&|| 60), &mut gateway.context);
+        gateway.charge_plan.peek(&gateway.table, DecisionTime::read(&|| 60), &mut gateway.context);
         assert_eq!(gateway.context.result.charges[0].usage.used, 60, "{order:?}");
     }
 }
@@ -164,7 +164,7 @@ fn a_delayed_request_is_charged_again_where_windows_have_ended() {
     assert_eq!(gateway.request(0, 10), Admitted);
     let decision = gateway.decide(0, &[Some(1); 4], 60);
     let Decision::Delayed { until_ms: 150, recharge, .. } = decision else { panic!("{decision:?}") };
-    let rules: Vec<usize> = recharge.iter().map(|layer_ref| layer_ref.rule).collect();
+    let rules: Vec<usize> = recharge.iter().map(|layer_ref| layer_ref.position.index()).collect();
     assert_eq!(rules, [2, 1], "their windows end at 110 and 100");
 }
 
@@ -174,7 +174,7 @@ fn a_rule_that_delays_may_have_a_reserve() {
     for (reserve, expected) in [(0, Refused), (1, DelayedUntil(100))] {
         let layers = vec![Limit { reserve, ..plain(1, 100) }];
         let mut gateway = Gateway::with_large_table(&[Rule { on_limit: delay(1000), ..rule("only", layers) }]);
-        gateway.charge_plan = gateway.rule_set.immediate_plan(&[0], true);
+        gateway.charge_plan = gateway.rule_set().immediate_plan([RuleId::at(0)], true);
         gateway.context.inputs.reserve = true;
         assert_eq!([gateway.request(0, 50), gateway.request(0, 50)], [Admitted, expected]);
     }
@@ -218,17 +218,17 @@ fn a_counted_refusal_reports_the_layer_it_emptied() {
 #[test]
 fn a_peek_tells_when_a_refused_request_may_be_retried() {
     let layers = vec![plain(1, 100), plain(2, 1000)];
-    let wide = LayerRef { rule: 0, layer: 1 };
     for (penalty_ms, count_refused, retry_ms, used) in
         [(None, false, 100, 1), (None, true, 1000, 2), (Some(500), false, 550, 1), (Some(5000), true, 5050, 2)]
     {
         let mut gateway =
             Gateway::with_large_table(&[Rule { penalty_ms, count_refused, ..rule("only", layers.clone()) }]);
         assert_eq!(gateway.request(0, 50), Admitted);
-        let Gateway { rule_set, charge_plan, table, context } = &mut gateway;
-        assert!(!rule_set.peek(charge_plan, table, DecisionTime::read(&|| 50), context));
-        assert_eq!(rule_set.retry_at_ms(charge_plan, context, 50), Some(100));
-        assert_eq!(rule_set.retry_at_ms_once_refused(charge_plan, Some(table), context, 50), Some(retry_ms));
+        let wide = gateway.layer(0, 1);
+        let Gateway { charge_plan, table, context } = &mut gateway;
+        assert!(!charge_plan.peek(table, DecisionTime::read(&|| 50), context));
+        assert_eq!(charge_plan.retry_at_ms(context, 50), Some(100));
+        assert_eq!(charge_plan.retry_at_ms_once_refused(Some(table), context, 50), Some(retry_ms));
         assert_eq!(context.charge_of(wide).map(|charge| charge.usage.used), Some(used));
     }
 }
@@ -240,10 +240,10 @@ fn a_peek_tells_when_a_refused_request_may_be_retried_in_a_sliding_window() {
         let layers = vec![Limit { windows: Windows::Sliding { period_ms: 800 }, ..plain(4, 800) }];
         let mut gateway = Gateway::with_large_table(&[Rule { count_refused: true, ..rule("only", layers) }]);
         assert_eq!([gateway.request_tokens(0, 2, 100), gateway.request_tokens(0, 1, 250)], [Admitted, Admitted]);
-        let Gateway { rule_set, charge_plan, table, context } = &mut gateway;
-        context.inputs.keyed_requests[0].as_mut().unwrap().cost = cost;
-        assert!(!rule_set.peek(charge_plan, table, DecisionTime::read(&|| now_ms), context), "{cost} at {now_ms}");
-        let told = rule_set.retry_at_ms_once_refused(charge_plan, Some(table), context, now_ms);
+        let Gateway { charge_plan, table, context } = &mut gateway;
+        context.inputs.keyed_requests[PlanPosition::at(0)].as_mut().unwrap().cost = cost;
+        assert!(!charge_plan.peek(table, DecisionTime::read(&|| now_ms), context), "{cost} at {now_ms}");
+        let told = charge_plan.retry_at_ms_once_refused(Some(table), context, now_ms);
         assert_eq!(gateway.request_tokens(0, cost, now_ms), Refused);
         assert_eq!(told, gateway.retry_at_ms(now_ms), "{cost} at {now_ms}");
     }
@@ -255,7 +255,7 @@ fn a_late_response_cost_is_paid() {
     let mut gateway =
         Gateway::new(&[rule("only", vec![plain(1, 10)])], Table::<1>::with_buckets(1, 1).expect("there is memory"));
     assert_eq!([gateway.request(0, 0), gateway.request(2, 100)], [Admitted; 2]);
-    gateway.rule_set.charge_excess(0, gateway.keyed_request(0, 0, 1), &gateway.table, 5);
+    gateway.rule_set().charge_excess(RuleId::at(0), gateway.keyed_request(0, 0, 1), &gateway.table, 5);
     assert_eq!(gateway.request(0, 6), Refused);
 }
 
@@ -269,7 +269,7 @@ fn a_response_cost_is_paid_window_by_window() {
     }]);
     assert_eq!(gateway.request(0, 50), Admitted);
     let keyed_request = gateway.keyed_request(0, 0, 44);
-    gateway.rule_set.charge_excess(0, keyed_request, &gateway.table, 60);
+    gateway.rule_set().charge_excess(RuleId::at(0), keyed_request, &gateway.table, 60);
     for (now_ms, left) in [(60, -30), (100, -20), (299, -10), (300, 0), (400, 10), (500, 15)] {
         gateway.request_tokens(0, 0, now_ms);
         assert_eq!(gateway.remaining().0, left, "at {now_ms}");
@@ -282,6 +282,6 @@ fn a_shadow_rule_counts_and_admits() {
         Gateway::with_large_table(&[Rule { on_limit: OnLimit::Shadow, ..rule("tried", vec![plain(2, 100)]) }]);
     for refused in [false, false, true, true] {
         assert_eq!(gateway.request(0, 50), Admitted);
-        assert_eq!(gateway.context.result.shadowed, if refused { vec![0] } else { vec![] });
+        assert_eq!(gateway.context.result.shadowed, if refused { vec![PlanPosition::at(0)] } else { vec![] });
     }
 }

@@ -4,8 +4,9 @@ use std::collections::{HashMap, HashSet};
 
 use proptest::prelude::*;
 use transom_limiter::acquire::Charge;
+use transom_limiter::charge_plan::LayerRef;
+use transom_limiter::handles::{Handle, PlanPosition, RuleId};
 use transom_limiter::rule::{Cost, Rule};
-use transom_limiter::rule_set::LayerRef;
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::window_kind::AcquireRequest;
 
@@ -35,7 +36,7 @@ impl Comparison {
     }
 
     fn rules(&self) -> usize {
-        self.gateway.rule_set.rules.len()
+        self.gateway.charge_plan.rules().len()
     }
 
     /// Checks that the reported usage of all layers equals that of the reference limiter.
@@ -67,13 +68,13 @@ impl Comparison {
         }
         let mut taken: Vec<_> = all.into_iter().zip(before.iter().map(|account| account.left)).collect();
         for position in 0..costs.len() {
-            if self.gateway.rule_set.is_shadow(&self.gateway.charge_plan, position) && costs[position].is_some() {
+            if self.gateway.charge_plan.is_shadow(PlanPosition::at(position)) && costs[position].is_some() {
                 let all = self.gateway.layer_requests(client, costs, Some(position));
                 let layer_requests: Vec<LayerRequest> =
                     all.iter().map(|(_, layer_request)| layer_request.clone()).collect();
                 taken.extend(all.iter().map(|one| (one.clone(), self.oracle.account(&one.1, self.now_ms).left)));
                 let refused = self.oracle.decide(&layer_requests, false, false, self.now_ms) == Expected::Refused;
-                prop_assert_eq!(self.gateway.context.result.shadowed.contains(&position), refused);
+                prop_assert_eq!(self.gateway.context.result.shadowed.contains(&PlanPosition::at(position)), refused);
                 self.check_usage(&all)?;
                 if refused {
                     // Tokens taken by a counted refusal are not refunded with the request.
@@ -87,7 +88,7 @@ impl Comparison {
                 layer_request,
                 left,
                 account,
-                *self.gateway.context.charge_of(layer_ref)?,
+                self.gateway.context.charge_of(layer_ref)?.charge,
             ))
         };
         let taken = taken.into_iter().filter_map(after).collect();
@@ -121,7 +122,7 @@ impl Comparison {
             comparison.oracle.account(layer_request, comparison.now_ms).left
         };
         let before: Vec<i128> = taken.iter().map(|(layer_request, ..)| left(self, layer_request)).collect();
-        self.gateway.rule_set.refund(&receipts, tokens, &self.gateway.table, self.now_ms);
+        self.gateway.rule_set().refund(&receipts, tokens, &self.gateway.table, self.now_ms);
         for ((layer_request, left_before, after, charge), left_now) in taken.into_iter().zip(before) {
             let returned = i128::from(tokens).min(left_before - after.left);
             let returned = Account { left: after.left + returned, ..after };
@@ -144,7 +145,7 @@ impl Comparison {
     fn table_account(&self, layer_request: &LayerRequest, charge: &Charge) -> Account {
         let ceiling = u64::from(layer_request.limit.capacity());
         let request = AcquireRequest { end_ms: layer_request.end_ms(self.now_ms), ceiling, floor: 0, ..charge.request };
-        let (table, time) = (&self.gateway.table, self.gateway.rule_set.time(self.now_ms));
+        let (table, time) = (&self.gateway.table, self.gateway.rule_set().time(self.now_ms));
         let usage = match charge.sharding.shards {
             1 => table.peek(charge.counter, request, time).0,
             _ => charge.sharding.peek(table, charge.counter, request, time).usage,
@@ -153,11 +154,13 @@ impl Comparison {
     }
 
     fn charge_excess(&mut self, client: u64, rule: usize, cost: u32) {
-        if rule >= self.rules() || !matches!(self.gateway.rule_set.rules[rule].rule.cost, Cost::Response { .. }) {
+        if rule >= self.rules()
+            || !matches!(self.gateway.charge_plan.rule(PlanPosition::at(rule)).rule.cost, Cost::Response { .. })
+        {
             return;
         }
         let keyed_request = self.gateway.keyed_request(rule, client, cost);
-        self.gateway.rule_set.charge_excess(rule, keyed_request, &self.gateway.table, self.now_ms);
+        self.gateway.rule_set().charge_excess(RuleId::at(rule), keyed_request, &self.gateway.table, self.now_ms);
         let costs: Vec<_> = (0..self.rules()).map(|other| (other == rule).then_some(cost)).collect();
         for shadow in [None, Some(rule)] {
             for (_, layer_request) in self.gateway.layer_requests(client, &costs, shadow) {

@@ -1,15 +1,14 @@
 //! The largest and the smallest numbers: nothing overflows or panics, and no full counter admits.
 
 use proptest::prelude::*;
-use transom_limiter::key::Seed;
+use transom_limiter::handles::{Handle, RuleId};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, OnLimit, Rule};
-use transom_limiter::rule_set::RuleSet;
 use transom_limiter::table::Table;
 use transom_limiter::window::{END_MAX_MS, PERIOD_MAX_MS, PERIOD_MIN_MS, Windows};
 
 use crate::oracle::Expected::{Admitted, Refused};
-use crate::support::{Gateway, delay, limit, plain, rule};
+use crate::support::{Gateway, charge_plan, delay, limit, plain, rule};
 
 const MOST: u32 = u32::MAX;
 
@@ -74,23 +73,22 @@ proptest! {
             layer.tokens = tokens;
         }
         let mut gateway = Gateway::with_large_table(&rules);
-        let mut other = RuleSet::new(&changed, Seed(3, 4), None);
+        let mut other = charge_plan(&changed, None);
         let (mut now_ms, mut receipts) = (start, Vec::new());
         for (advance_ms, action, cost, reserve) in events {
             now_ms = (now_ms + advance_ms).min(END_MAX_MS - 1);
             gateway.context.inputs.reserve = reserve;
             match action {
                 0 => {
-                    std::mem::swap(&mut gateway.rule_set, &mut other);
-                    gateway.charge_plan = gateway.rule_set.charge_plan(&[0, 1]);
+                    std::mem::swap(&mut gateway.charge_plan, &mut other);
                     // A context belongs to one rule set.
                     gateway.context = Default::default();
                 }
                 1 => {
                     let keyed_request = gateway.keyed_request(0, 0, cost.max(1));
-                    gateway.rule_set.charge_excess(0, keyed_request, &gateway.table, now_ms);
+                    gateway.rule_set().charge_excess(RuleId::at(0), keyed_request, &gateway.table, now_ms);
                 }
-                2 => gateway.rule_set.refund(&std::mem::take(&mut receipts), cost, &gateway.table, now_ms),
+                2 => gateway.rule_set().refund(&std::mem::take(&mut receipts), cost, &gateway.table, now_ms),
                 _ => {
                     let decision = gateway.request_tokens(0, cost, now_ms);
                     gateway.retry_at_ms(now_ms);
@@ -146,9 +144,9 @@ fn a_long_debt_under_another_limit_does_not_overflow() {
     let mut gateway = Gateway::with_large_table(&[with(1)]);
     for _ in 0..20 {
         let keyed_request = gateway.keyed_request(0, 0, MOST);
-        gateway.rule_set.charge_excess(0, keyed_request, &gateway.table, 0);
+        gateway.rule_set().charge_excess(RuleId::at(0), keyed_request, &gateway.table, 0);
     }
-    gateway.rule_set = RuleSet::new(&[with(MOST)], Seed(3, 4), None);
+    gateway.charge_plan = charge_plan(&[with(MOST)], None);
     assert_eq!(gateway.request_tokens(0, MOST, 0), Refused);
     assert_eq!(gateway.request(0, 0), Refused);
 }

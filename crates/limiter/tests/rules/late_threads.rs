@@ -4,12 +4,13 @@
 use std::cell::{Cell, RefCell};
 
 use proptest::prelude::*;
+use transom_limiter::charge_plan::LayerRef;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::Handle;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Rule, Sharing};
-use transom_limiter::rule_set::LayerRef;
 use transom_limiter::shared_counting::LocalDecision;
 use transom_limiter::window::Windows;
 use transom_limiter::window_kind::Usage;
@@ -37,7 +38,7 @@ fn a_window_opened_by_another_thread_is_not_owed() {
         assert_eq!([0; 2].map(|_| gateway.request(0, opened_ms)), [Admitted; 2]);
         let clock = || opened_ms;
         let now = DecisionTime::starting_at(opened_ms - 1, &clock);
-        assert!(gateway.rule_set.peek(&gateway.charge_plan, &gateway.table, now, &mut gateway.context));
+        assert!(gateway.charge_plan.peek(&gateway.table, now, &mut gateway.context));
         assert_eq!(request_late(&mut gateway, opened_ms - 1, opened_ms), Admitted);
         assert_eq!(gateway.remaining().1, opened_ms + 100, "charged in the open window");
         assert_eq!(gateway.context.result.decided_ms, opened_ms, "the reported time is in that window");
@@ -61,20 +62,20 @@ fn a_window_opened_during_a_reservation_is_not_owed() {
     let mut gateway = Gateway::with_large_table(&[slow, floats]);
     assert_eq!(outcome(&gateway.decide(0, &[Some(1), None], 1000)), Admitted);
     let (keyed_request, mut other) = (gateway.keyed_request(1, 0, 1), DecisionContext::default());
-    other.inputs.keyed_requests = vec![None, Some(keyed_request)];
+    other.inputs.keyed_requests = vec![None, Some(keyed_request)].into();
     let (reads, other) = (Cell::new(0), RefCell::new(other));
     let keyed_requests = vec![Some(gateway.keyed_request(0, 0, 1)), Some(keyed_request)];
-    let Gateway { rule_set, charge_plan, table, context } = &mut gateway;
-    context.inputs.keyed_requests = keyed_requests;
+    let Gateway { charge_plan, table, context } = &mut gateway;
+    context.inputs.keyed_requests = keyed_requests.into();
     let clock = || {
         reads.set(reads.get() + 1);
         if reads.get() == 1 {
-            let opens = rule_set.decide(charge_plan, table, DecisionTime::read(&|| 1001), &mut other.borrow_mut());
+            let opens = charge_plan.decide(table, DecisionTime::read(&|| 1001), &mut other.borrow_mut());
             assert!(matches!(opens, Decision::Admitted));
         }
         if reads.get() < 2 { 1000 } else { 1001 }
     };
-    let decision = rule_set.decide(charge_plan, table, DecisionTime::starting_at(1000, &clock), context);
+    let decision = charge_plan.decide(table, DecisionTime::starting_at(1000, &clock), context);
     assert_eq!(outcome(&decision), DelayedUntil(1100));
 }
 
@@ -84,20 +85,21 @@ fn local_usage_is_not_owed() {
     let layer = limit(3, Windows::FirstRequest { period_ms: 100 });
     let shared = Rule { sharing: Sharing::Lease, ..rule("only", vec![layer]) };
     let mut gateway = Gateway::with_large_table(&[shared]);
-    let keyed_request = gateway.keyed_request(0, 0, 1);
-    let Gateway { rule_set, charge_plan, table, context } = &mut gateway;
+    let (keyed_request, only) = (gateway.keyed_request(0, 0, 1), gateway.layer(0, 0).id);
+    let Gateway { charge_plan, table, context } = &mut gateway;
+    let rule_set = charge_plan.rule_set();
     let mut step = |is_away: bool, now: DecisionTime<'_>| {
         context.clear();
-        context.inputs.keyed_requests = vec![Some(keyed_request)];
-        rule_set.set_counting_modes(charge_plan, |_rule| is_away, &mut context.sharing.counting_modes);
-        rule_set.decide_locally(charge_plan, charge_plan.enforced(), table, now, context, true)
+        context.inputs.keyed_requests = vec![Some(keyed_request)].into();
+        charge_plan.set_counting_modes(|_rule| is_away, &mut context.sharing.counting_modes);
+        charge_plan.decide_locally(charge_plan.enforced(), table, now, context, true)
     };
     assert!(matches!(step(true, DecisionTime::read(&|| 1001)), LocalDecision::Decided(Decision::Admitted)));
-    table.set_known_usage(rule_set.rules[0].layer(0).counter(keyed_request), 1101, 0, 1001);
+    table.set_known_usage(rule_set.layer(only).counter(keyed_request), 1101, 0, 1001);
     assert!(matches!(step(false, DecisionTime::starting_at(1000, &|| 1001)), LocalDecision::MissingTokens));
     // The usage reported to the store is not too high either.
     assert_eq!(
-        rule_set.reset_local(0, 0, keyed_request, table, DecisionTime::starting_at(1000, &|| 1001), |_tokens| ()),
+        rule_set.reset_local(only, keyed_request, table, DecisionTime::starting_at(1000, &|| 1001), |_tokens| ()),
         1
     );
 }
@@ -107,9 +109,9 @@ fn local_usage_is_not_owed() {
 fn a_reservation_that_is_due_passes_now() {
     let mut gateway = Gateway::with_large_table(&[Rule { on_limit: delay(50), ..rule("only", vec![plain(1, 100)]) }]);
     assert_eq!([0; 2].map(|_| gateway.request(0, 1010)), [Admitted, Refused]);
-    let Gateway { rule_set, charge_plan, context, .. } = &gateway;
-    assert_eq!(rule_set.admission_times(charge_plan, rule_set.time(1060), context), Some(vec![1100]));
-    assert_eq!(rule_set.admission_times(charge_plan, rule_set.time(1200), context), Some(vec![1200]));
+    let Gateway { charge_plan, context, .. } = &gateway;
+    assert_eq!(charge_plan.admission_times(charge_plan.time(1060), context), Some(vec![1100].into()));
+    assert_eq!(charge_plan.admission_times(charge_plan.time(1200), context), Some(vec![1200].into()));
 }
 
 /// The store admits the request last, after the window of its local charge has ended.
@@ -119,15 +121,17 @@ fn a_request_that_waits_for_the_store_is_charged_when_it_passes() {
     let shared = Rule { on_limit: delay(1000), sharing: Sharing::Exact, ..rule("shared", vec![plain(1, 300)]) };
     let mut gateway = Gateway::with_large_table(&[own, shared]);
     let keyed_requests = [0, 1].map(|rule| Some(gateway.keyed_request(rule, 0, 1)));
-    let Gateway { rule_set, charge_plan, table, context } = &mut gateway;
-    context.inputs.keyed_requests = keyed_requests.to_vec();
-    rule_set.set_counting_modes(charge_plan, |_rule| false, &mut context.sharing.counting_modes);
+    let Gateway { charge_plan, table, context } = &mut gateway;
+    context.inputs.keyed_requests = keyed_requests.to_vec().into();
+    charge_plan.set_counting_modes(|_rule| false, &mut context.sharing.counting_modes);
     let layers: Vec<LayerRef> = charge_plan.enforced().to_vec();
-    let known: Vec<_> =
-        layers.iter().map(|layer_ref| (*layer_ref, Usage { used: 1, end_ms: [1000, 1200][layer_ref.rule] })).collect();
-    rule_set.add_prepared_charges(charge_plan, &layers, table, 950, context);
-    let time = rule_set.time(950);
-    let recharge = rule_set.request_future_windows(charge_plan, &[1000, 1200], &known, time, context, 0, 0);
+    let known: Vec<_> = layers
+        .iter()
+        .map(|layer_ref| (*layer_ref, Usage { used: 1, end_ms: [1000, 1200][layer_ref.position.index()] }))
+        .collect();
+    charge_plan.add_prepared_charges(&layers, table, 950, context);
+    let time = charge_plan.time(950);
+    let recharge = charge_plan.request_future_windows(&vec![1000, 1200].into(), &known, time, context, 0, 0);
     assert_eq!(recharge, [layers[0]]);
     let charges = |context: &DecisionContext| -> Vec<_> {
         let charges = context.result.charges.iter();
@@ -139,9 +143,9 @@ fn a_request_that_waits_for_the_store_is_charged_when_it_passes() {
     // The first is charged already, until its window ends. The other is admitted at once.
     for (end_ms, recharged) in [(950, true), (951, false)] {
         context.clear();
-        rule_set.add_prepared_charges(charge_plan, &layers, table, 950, context);
+        charge_plan.add_prepared_charges(&layers, table, 950, context);
         context.result.charges[0].usage.end_ms = end_ms;
-        let recharge = rule_set.request_future_windows(charge_plan, &[950, 950], &[], time, context, 0, 1);
+        let recharge = charge_plan.request_future_windows(&vec![950, 950].into(), &[], time, context, 0, 1);
         assert_eq!(recharge, if recharged { vec![layers[0]] } else { vec![] });
         assert_eq!(charges(context)[1].2, 0);
     }
@@ -161,7 +165,7 @@ fn the_clock_is_read_again_only_because_of_debt() {
         let now = DecisionTime::starting_at(1000, &clock);
         assert_eq!(outcome(&gateway.decide_at(0, &costs.map(Some), now)), expected);
         assert_eq!(reads.take(), expected_reads);
-        gateway.rule_set.peek(&gateway.charge_plan, &gateway.table, now, &mut gateway.context);
+        gateway.charge_plan.peek(&gateway.table, now, &mut gateway.context);
         assert_eq!(reads.take(), expected_reads);
     }
 }

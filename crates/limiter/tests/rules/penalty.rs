@@ -2,6 +2,7 @@
 
 use proptest::prelude::*;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{Handle, PlanPosition, RuleId};
 use transom_limiter::rule::{OnLimit, Rule};
 use transom_limiter::table::Table;
 use transom_limiter::window_kind::Usage;
@@ -85,7 +86,7 @@ fn only_the_rule_that_refused_starts_its_penalty() {
     assert_eq!(gateway.retry_at_ms(START_MS), Some(START_MS + 500));
     assert_eq!((gateway.request(0, START_MS + 499), gateway.request(0, START_MS + 500)), (Refused, Admitted));
     // The shadow rule reports its own penalty, from this request on.
-    assert_eq!(gateway.context.result.shadowed, [2]);
+    assert_eq!(gateway.context.result.shadowed, [PlanPosition::at(2)]);
     for (at_ms, is_shadowed) in [(1199, true), (1200, false)] {
         assert_eq!(gateway.request(0, START_MS + at_ms), Admitted);
         assert_eq!(!gateway.context.result.shadowed.is_empty(), is_shadowed);
@@ -99,13 +100,18 @@ fn a_late_thread_starts_a_penalty() {
     let mut gateway = Gateway::with_large_table(&rules);
     let start = |gateway: &Gateway<8>, then_ms, now_ms| {
         let (keyed_request, clock) = (gateway.keyed_request(0, 0, 1), || now_ms);
-        gateway.rule_set.start_penalty(0, keyed_request, &gateway.table, DecisionTime::starting_at(then_ms, &clock))
+        gateway.rule_set().start_penalty(
+            RuleId::at(0),
+            keyed_request,
+            &gateway.table,
+            DecisionTime::starting_at(then_ms, &clock),
+        )
     };
     for now_ms in [1000, 1100] {
         assert_eq!(start(&gateway, now_ms, now_ms), Some(Usage { used: 1, end_ms: 1500 }), "it has begun");
     }
     assert_eq!(gateway.request(0, 1000), Refused);
-    gateway.rule_set.reset(&gateway.table, 1000, &gateway.context);
+    gateway.rule_set().reset(&gateway.table, 1000, &gateway.context);
     assert_eq!(start(&gateway, 900, 1000), Some(Usage { used: 1, end_ms: 1500 }));
     let mut gateway = Gateway::new(&rules, Table::with_buckets(1, 1).expect("there is memory"));
     (0..8).for_each(|client| _ = gateway.request(client, client / 7 * 100));
@@ -130,12 +136,7 @@ fn a_reload_keeps_penalties() {
 fn a_peek_starts_no_penalty() {
     let mut gateway = Gateway::with_large_table(&[Rule { penalty_ms: Some(500), ..rule("only", vec![plain(1, 100)]) }]);
     assert_eq!(gateway.request(0, START_MS), Admitted);
-    assert!(!gateway.rule_set.peek(
-        &gateway.charge_plan,
-        &gateway.table,
-        DecisionTime::read(&|| START_MS),
-        &mut gateway.context
-    ));
+    assert!(!gateway.charge_plan.peek(&gateway.table, DecisionTime::read(&|| START_MS), &mut gateway.context));
     assert_eq!(gateway.request(0, START_MS + 100), Admitted);
 }
 

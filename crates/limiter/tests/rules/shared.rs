@@ -1,11 +1,13 @@
 //! Rules whose counters several gateways share: decisions with leased tokens, on top of known usage, and during an outage.
 
+use transom_limiter::charge_plan::LayerRef;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{Handle, PlanPosition, RuleId, VariantId};
 use transom_limiter::leased_tokens::DepositResult;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{OnLimit, OnOutage, Plan, Rule, Sharing};
-use transom_limiter::rule_set::{CountingMode, KeyedRequest, LayerRef};
+use transom_limiter::rule_set::CountingMode;
 use transom_limiter::shared_counting::LocalDecision;
 use transom_limiter::table::{Counter, Table};
 use transom_limiter::window::Windows;
@@ -23,7 +25,7 @@ fn leased(tokens: u32) -> Rule {
 
 /// The counter of client 0 in the first layer of a rule.
 fn counter(gateway: &Gateway<8>, rule: usize) -> Counter {
-    gateway.rule_set.rules[rule].layer(0).counter(gateway.keyed_request(rule, 0, 1))
+    gateway.charge_plan.layer(gateway.layer(rule, 0)).counter(gateway.keyed_request(rule, 0, 1))
 }
 
 fn deposit(gateway: &Gateway<8>, tokens: u32) {
@@ -35,19 +37,20 @@ fn know(gateway: &Gateway<8>, used: u32) {
 }
 
 fn set_inputs(gateway: &mut Gateway<8>, cost: u32, is_outage: bool) {
-    let requests = (0..gateway.rule_set.rules.len()).map(|rule| Some(gateway.keyed_request(rule, 0, cost))).collect();
+    let requests =
+        (0..gateway.charge_plan.rules().len()).map(|rule| Some(gateway.keyed_request(rule, 0, cost))).collect();
     gateway.context.clear();
     gateway.context.inputs.keyed_requests = requests;
     let modes = &mut gateway.context.sharing.counting_modes;
-    gateway.rule_set.set_counting_modes(&gateway.charge_plan, |_rule| is_outage, modes);
+    gateway.charge_plan.set_counting_modes(|_rule| is_outage, modes);
 }
 
 /// Decides a request of client 0; `None` if leased tokens are missing.
 fn decide(gateway: &mut Gateway<8>, cost: u32, is_outage: bool) -> Option<Expected> {
     set_inputs(gateway, cost, is_outage);
-    let Gateway { rule_set, charge_plan, table, context } = gateway;
-    let (layers, clock) = (rule_set.enforced_layers(charge_plan, context), || NOW_MS);
-    match rule_set.decide_locally(charge_plan, &layers, table, DecisionTime::read(&clock), context, true) {
+    let Gateway { charge_plan, table, context } = gateway;
+    let (layers, clock) = (charge_plan.enforced_layers_of(context), || NOW_MS);
+    match charge_plan.decide_locally(&layers, table, DecisionTime::read(&clock), context, true) {
         LocalDecision::Decided(decision) => Some(outcome(&decision)),
         LocalDecision::MissingTokens => None,
     }
@@ -58,6 +61,11 @@ fn reported(context: &DecisionContext) -> Vec<(u64, u64)> {
     context.result.charges.iter().map(|charge| (charge.usage.used, charge.request.ceiling)).collect()
 }
 
+/// The rule of each layer, and its position among those of all variants of the rule.
+fn positions(layers: impl IntoIterator<Item = LayerRef>) -> Vec<(usize, usize)> {
+    layers.into_iter().map(|layer| (layer.position.index(), layer.id.position())).collect()
+}
+
 #[test]
 fn a_request_has_the_layers_of_its_plan() {
     let plan = Plan { name: "gold".to_owned(), layers: vec![plain(20, END_MS)], concurrent: None };
@@ -65,13 +73,10 @@ fn a_request_has_the_layers_of_its_plan() {
     let mut gateway = Gateway::with_large_table(&[Rule { plans: vec![plan], ..leased(10) }, shadow]);
     for client in [0, 1] {
         let keyed_request = gateway.keyed_request(0, client, 1);
-        gateway.context.inputs.keyed_requests = vec![Some(keyed_request), None];
-        let Gateway { rule_set, charge_plan, context, .. } = &mut gateway;
-        assert_eq!(rule_set.enforced_layers(charge_plan, context), [LayerRef { rule: 0, layer: client as usize }]);
-        assert_eq!(
-            rule_set.shadow_layers(charge_plan, 1, KeyedRequest { variant: 0, ..keyed_request }),
-            [LayerRef { rule: 1, layer: 0 }]
-        );
+        gateway.context.inputs.keyed_requests = vec![Some(keyed_request), None].into();
+        let Gateway { charge_plan, context, .. } = &mut gateway;
+        assert_eq!(positions(charge_plan.enforced_layers_of(context)), [(0, client as usize)]);
+        assert_eq!(positions(charge_plan.layers_of_rule(PlanPosition::at(1), VariantId::DEFAULT)), [(1, 0)]);
     }
 }
 
@@ -123,7 +128,8 @@ fn a_lease_runs_low_when_it_has_halved() {
     for low in [false, true, false, false, false, true, false, true] {
         assert_eq!(decide(&mut gateway, 1, false), Some(Admitted));
         let leases: Vec<usize> = gateway.context.sharing.low_leases.clone();
-        let layers: Vec<usize> = leases.iter().map(|position| gateway.context.result.layers[*position].rule).collect();
+        let layers: Vec<usize> =
+            leases.iter().map(|position| gateway.context.result.charges[*position].layer.position.index()).collect();
         assert_eq!(layers, if low { vec![0] } else { vec![] });
     }
 }
@@ -152,8 +158,9 @@ fn a_refusal_by_another_rule_reports_what_is_known() {
         gateway.decide(0, &[None, Some(3)], NOW_MS);
         assert_eq!(decide(&mut gateway, 1, false), Some(Refused));
         assert!(gateway.context.sharing.missing_tokens.is_empty());
-        let charges = gateway.context.result.charges.iter().zip(&gateway.context.result.layers);
-        let found: Vec<_> = charges.map(|(charge, layer)| (layer.rule, charge.is_full, charge.usage.used)).collect();
+        let charges = gateway.context.result.charges.iter();
+        let found: Vec<_> =
+            charges.map(|charge| (charge.layer.position.index(), charge.is_full, charge.usage.used)).collect();
         assert_eq!(found, [(1, true, 3), (0, false, reported_used)]);
     }
 }
@@ -172,14 +179,14 @@ fn an_outage_counts_on_top_of_known_usage() {
 fn usage_of_an_outage_is_reported_and_reset() {
     let mut gateway = Gateway::with_large_table(&[leased(10)]);
     assert_eq!(decide(&mut gateway, 2, true), Some(Admitted));
-    let Gateway { rule_set, table, .. } = &gateway;
+    let (rule_set, table, only) = (gateway.rule_set(), &gateway.table, gateway.layer(0, 0).id);
     let (keyed_request, clock) = (gateway.keyed_request(0, 0, 1), || panic!("the windows are independent"));
-    let used = |now| rule_set.local_usage(0, 0, keyed_request, table, now);
+    let used = |now| rule_set.local_usage(only, keyed_request, table, now);
     assert_eq!(used(DecisionTime::starting_at(NOW_MS, &clock)), Usage { used: 2, end_ms: END_MS });
     let (now_ms, mut announced) = (|| NOW_MS, Vec::new());
     let now = DecisionTime::read(&now_ms);
     assert_eq!(
-        [0; 2].map(|_| rule_set.reset_local(0, 0, keyed_request, table, now, |tokens| announced.push(tokens))),
+        [0; 2].map(|_| rule_set.reset_local(only, keyed_request, table, now, |tokens| announced.push(tokens))),
         [2, 0]
     );
     assert_eq!((announced, used(now).used), (vec![2], 0));
@@ -209,9 +216,9 @@ fn the_outage_policy_selects_how_a_rule_is_counted() {
         let rules = [rule("local", vec![plain(1, END_MS)]), Rule { on_outage, ..leased(1) }];
         let mut gateway = Gateway::with_large_table(&rules);
         set_inputs(&mut gateway, 1, true);
-        assert_eq!(gateway.context.sharing.counting_modes, [CountingMode::Local, mode]);
+        assert_eq!(gateway.context.sharing.counting_modes.as_slice(), [CountingMode::Local, mode]);
         set_inputs(&mut gateway, 1, false);
-        assert_eq!(gateway.context.sharing.counting_modes, [CountingMode::Local, CountingMode::Leased]);
+        assert_eq!(gateway.context.sharing.counting_modes.as_slice(), [CountingMode::Local, CountingMode::Leased]);
     }
     let sharded = |sharing| {
         let layer = Limit { shards: 2, ..plain(4, END_MS) };
@@ -227,7 +234,7 @@ fn the_outage_policy_selects_how_a_rule_is_counted() {
     ] {
         let mut gateway = Gateway::with_large_table(&[rule]);
         set_inputs(&mut gateway, 1, false);
-        assert_eq!(gateway.context.sharing.counting_modes, [mode]);
+        assert_eq!(gateway.context.sharing.counting_modes.as_slice(), [mode]);
     }
 }
 
@@ -262,16 +269,16 @@ fn a_peek_states_the_usage_of_all_gateways() {
         know(&gateway, 7);
         deposit(&gateway, 2);
         set_inputs(&mut gateway, 2, false);
-        let Gateway { rule_set, charge_plan, table, context } = &mut gateway;
+        let Gateway { charge_plan, table, context } = &mut gateway;
         let now = DecisionTime::read(&|| NOW_MS);
-        assert!(rule_set.peek(charge_plan, table, now, context));
+        assert!(charge_plan.peek(table, now, context));
         assert_eq!(reported(context), [(5, 10)]);
-        context.inputs.keyed_requests[0].as_mut().expect("the rule applies").cost = 3;
-        assert!(!rule_set.peek(charge_plan, table, now, context));
-        rule_set.set_counting_modes(charge_plan, |_rule| true, &mut context.sharing.counting_modes);
+        context.inputs.keyed_requests[PlanPosition::at(0)].as_mut().expect("the rule applies").cost = 3;
+        assert!(!charge_plan.peek(table, now, context));
+        charge_plan.set_counting_modes(|_rule| true, &mut context.sharing.counting_modes);
         for (cost, fits) in [(3, true), (4, false)] {
-            context.inputs.keyed_requests[0].as_mut().expect("the rule applies").cost = cost;
-            assert_eq!(rule_set.peek_local_fallback(charge_plan, charge_plan.enforced(), table, now, context), fits);
+            context.inputs.keyed_requests[PlanPosition::at(0)].as_mut().expect("the rule applies").cost = cost;
+            assert_eq!(charge_plan.peek_local_fallback(charge_plan.enforced(), table, now, context), fits);
             assert_eq!(reported(context), [(7, 10)]);
         }
     }
@@ -282,12 +289,13 @@ fn a_peek_states_the_usage_of_all_gateways() {
 fn a_known_penalty_refuses_during_an_outage() {
     let mut gateway = Gateway::with_large_table(&[Rule { penalty_ms: Some(500), ..leased(10) }]);
     assert_eq!(decide(&mut gateway, 1, true), Some(Admitted));
-    let compiled = &gateway.rule_set.rules[0];
+    let compiled = gateway.charge_plan.rule(PlanPosition::at(0));
     let penalty = compiled.penalty.expect("the rule has one");
     let counter = compiled.layer(penalty).counter(gateway.keyed_request(0, 0, 1));
     gateway.table.set_known_usage(counter, 300, 1, NOW_MS);
     assert_eq!(decide(&mut gateway, 1, true), Some(Refused));
-    let of_penalty = gateway.context.charge_of(LayerRef { rule: 0, layer: penalty }).expect("it was charged");
+    let of_penalty =
+        gateway.context.charge_of(LayerRef { position: PlanPosition::at(0), id: penalty }).expect("it was charged");
     assert_eq!(of_penalty.usage, Usage { used: 1, end_ms: 300 });
 }
 
@@ -298,21 +306,21 @@ fn prepared_charges_are_made_and_read_again() {
     let mut gateway = Gateway::with_large_table(&rules);
     know(&gateway, 7);
     set_inputs(&mut gateway, 2, true);
-    let Gateway { rule_set, charge_plan, table, context } = &mut gateway;
+    let Gateway { charge_plan, table, context } = &mut gateway;
     let layers = charge_plan.enforced();
-    let rules_of: Vec<usize> = layers.iter().map(|layer| layer.rule).collect();
+    let rules_of: Vec<usize> = layers.iter().map(|layer| layer.position.index()).collect();
     assert_eq!(rules_of, [1, 0]);
-    assert_eq!(rule_set.add_prepared_charges(charge_plan, layers, table, NOW_MS, context), 0);
+    assert_eq!(charge_plan.add_prepared_charges(layers, table, NOW_MS, context), 0);
     assert_eq!(reported(context), [(0, 3), (0, 3)], "seven of ten are used elsewhere");
-    assert!(rule_set.acquire_prepared(table, NOW_MS, context, 0, 2));
-    rule_set.refresh_usage(charge_plan, table, NOW_MS, context, 0);
+    assert!(charge_plan.acquire_prepared(table, NOW_MS, context, 0, 2));
+    charge_plan.refresh_usage(table, NOW_MS, context, 0);
     assert_eq!(reported(context), [(2, 3), (2, 3)]);
     assert!(context.result.charges.iter().all(|charge| charge.is_full), "two do not fit again");
-    assert!(!rule_set.acquire_prepared(table, NOW_MS, context, 0, 2));
+    assert!(!charge_plan.acquire_prepared(table, NOW_MS, context, 0, 2));
     context.subtract_costs(0, 1);
-    context.sharing.counting_modes[0] = CountingMode::Remote;
+    context.sharing.counting_modes[PlanPosition::at(0)] = CountingMode::Remote;
     context.result.charges[1].usage = Usage { used: 9, end_ms: END_MS };
-    rule_set.refresh_usage(charge_plan, table, NOW_MS, context, 1);
+    charge_plan.refresh_usage(table, NOW_MS, context, 1);
     assert_eq!(reported(context), [(0, 3), (9, 10)], "the store's usage stays");
 }
 
@@ -339,13 +347,13 @@ fn a_request_may_wait_if_every_full_rule_allows_it() {
         let mut gateway = Gateway::with_large_table(&[rule(0), rule(1)]);
         gateway.context.inputs.reserve = reserve;
         set_inputs(&mut gateway, 1, false);
-        let Gateway { rule_set, charge_plan, table, context } = &mut gateway;
-        let layers = [LayerRef { rule: 0, layer: 0 }, LayerRef { rule: 1, layer: 0 }];
-        rule_set.add_prepared_charges(charge_plan, &layers, table, NOW_MS, context);
-        assert!(!rule_set.may_be_delayed(charge_plan, context), "no rule is full");
+        let layers = [gateway.layer(0, 0), gateway.layer(1, 0)];
+        let Gateway { charge_plan, table, context } = &mut gateway;
+        charge_plan.add_prepared_charges(&layers, table, NOW_MS, context);
+        assert!(!charge_plan.may_be_delayed(context), "no rule is full");
         context.result.charges.iter_mut().for_each(|charge| charge.is_full = true);
-        let found =
-            [charge_plan, &rule_set.immediate_plan(&[0, 1], true)].map(|plan| rule_set.may_be_delayed(plan, context));
+        let found = [charge_plan, &charge_plan.rule_set().immediate_plan([RuleId::at(0), RuleId::at(1)], true)]
+            .map(|plan| plan.may_be_delayed(context));
         assert_eq!(found, [may_wait, in_immediate_plan], "{limits:?}, reserve {layer_reserve}, {reserve}");
     }
 }

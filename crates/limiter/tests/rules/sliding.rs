@@ -11,6 +11,7 @@ use proptest::test_runner::TestRunner;
 use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
 use transom_limiter::bucket::Key;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{Handle, PlanPosition};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{KeyValue, OnLimit, Override, Plan, Rule};
 use transom_limiter::sliding_counter::SlidingCounter;
@@ -116,11 +117,11 @@ fn a_changed_limit_and_a_refund_apply_to_the_usage() {
     assert_eq!((0..9).filter(|_| gateway.request(0, START_MS + 1000) == Admitted).count(), 6);
     let receipts: Vec<_> = gateway.context.all_receipts().collect();
     assert!(receipts.is_empty(), "the last request was refused");
-    gateway.rule_set.reset(&gateway.table, START_MS + 1000, &gateway.context);
+    gateway.rule_set().reset(&gateway.table, START_MS + 1000, &gateway.context);
     assert_eq!(gateway.request_tokens(0, 7, START_MS + 1000), Admitted);
-    let receipts: Vec<_> = gateway.context.receipts_of_rule(0).collect();
+    let receipts: Vec<_> = gateway.context.receipts_of_rule(PlanPosition::at(0)).collect();
     assert_eq!(receipts.len(), 1);
-    gateway.rule_set.refund(&receipts, 4, &gateway.table, START_MS + 1300);
+    gateway.rule_set().refund(&receipts, 4, &gateway.table, START_MS + 1300);
     assert_eq!(
         (gateway.request_tokens(0, 5, START_MS + 1300), gateway.request_tokens(0, 4, START_MS + 1300)),
         (Refused, Admitted)
@@ -176,7 +177,7 @@ fn play<const W: usize>(
             prop_assert!(fits(log.used(now_ms, period_ms)), "{:?} at {}: {:?}", event, now_ms, log.0);
             let receipts: Vec<_> = gateway.context.all_receipts().collect();
             match event.is_refunded {
-                true => gateway.rule_set.refund(&receipts, u32::MAX, &gateway.table, now_ms),
+                true => gateway.rule_set().refund(&receipts, u32::MAX, &gateway.table, now_ms),
                 false => log.0.push((now_ms, event.cost.into())),
             }
         } else if is_exact {
@@ -200,10 +201,10 @@ fn play<const W: usize>(
 }
 
 fn peek<const W: usize>(gateway: &mut Gateway<W>, event: &Event, now_ms: u64) -> bool {
-    gateway.context.inputs.keyed_requests = vec![Some(gateway.keyed_request(0, event.client, event.cost))];
+    gateway.context.inputs.keyed_requests = vec![Some(gateway.keyed_request(0, event.client, event.cost))].into();
     let clock = || now_ms;
     let now = DecisionTime::read(&clock);
-    gateway.rule_set.peek(&gateway.charge_plan, &gateway.table, now, &mut gateway.context)
+    gateway.charge_plan.peek(&gateway.table, now, &mut gateway.context)
 }
 
 /// In whole milliseconds, an eighth of a short period is rounded up: the largest fraction is that of periods of a second or
@@ -326,7 +327,8 @@ proptest! {
             let is_admitted = requests(None);
             prop_assert_eq!(found, if is_admitted { Admitted } else { Refused }, "at {}", now_ms);
             let shadow_rules = (0..rules.len()).filter(|rule| is_admitted && rules[*rule].is_shadow());
-            let shadowed: Vec<usize> = shadow_rules.filter(|rule| !requests(Some(*rule))).collect();
+            let shadowed: Vec<PlanPosition> =
+                shadow_rules.filter(|rule| !requests(Some(*rule))).map(PlanPosition::at).collect();
             prop_assert_eq!(&shadowed, &gateway.context.result.shadowed, "at {}", now_ms);
         }
     }

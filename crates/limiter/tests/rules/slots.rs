@@ -2,6 +2,7 @@
 
 use transom_limiter::concurrency::{ConcurrencyUsage, Slot, SlotState};
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{Handle, PlanPosition};
 use transom_limiter::key::KeyPart;
 use transom_limiter::rule::{OnLimit, Rule};
 use transom_limiter::slot_decision::SlotsResult;
@@ -12,18 +13,19 @@ fn concurrent(name: &str, slots: u32, on_limit: OnLimit) -> Rule {
     Rule { concurrent: Some(slots), on_limit, ..rule(name, vec![]) }
 }
 
-/// Takes slots for client 0 from a position in the order on; the rules whose slots the request then holds.
-fn acquire(gateway: &mut Gateway<8>, first: usize) -> (SlotsResult, Vec<(usize, Slot)>) {
-    let requests = (0..gateway.rule_set.rules.len()).map(|rule| Some(gateway.keyed_request(rule, 0, 1))).collect();
+/// Takes slots for client 0, of all rules or of those after one; the rules whose slots the request then holds.
+fn acquire(gateway: &mut Gateway<8>, after: Option<usize>) -> (SlotsResult, Vec<(usize, Slot)>) {
+    let requests = (0..gateway.charge_plan.rules().len()).map(|rule| Some(gateway.keyed_request(rule, 0, 1))).collect();
     gateway.context.inputs.keyed_requests = requests;
-    let (Gateway { rule_set, charge_plan, context, .. }, mut held) = (gateway, Vec::new());
-    let result = rule_set.acquire_slots(charge_plan, context, first, |rule, slot| held.push((rule, slot)));
+    let (Gateway { charge_plan, context, .. }, mut held) = (gateway, Vec::new());
+    let result =
+        charge_plan.acquire_slots(context, after.map(PlanPosition::at), |rule, slot| held.push((rule.index(), slot)));
     (result, held)
 }
 
 /// Rule, limit, slots in use, and state, as reported.
 fn reported(gateway: &Gateway<8>) -> Vec<(usize, u32, u64, SlotState)> {
-    let usage = |usage: &ConcurrencyUsage| (usage.rule, usage.limit, usage.in_use, usage.state);
+    let usage = |usage: &ConcurrencyUsage| (usage.rule.index(), usage.limit, usage.in_use, usage.state);
     gateway.context.result.concurrency.iter().map(usage).collect()
 }
 
@@ -41,10 +43,10 @@ fn slots_are_taken_in_one_order() {
     ];
     let mut gateway = Gateway::with_large_table(&rules);
     assert!(gateway.charge_plan.limits_concurrency());
-    let (result, held) = acquire(&mut gateway, 0);
+    let (result, held) = acquire(&mut gateway, None);
     assert_eq!(result, SlotsResult::Acquired);
     assert_eq!(held.iter().map(|(rule, _)| *rule).collect::<Vec<_>>(), [5, 4, 2, 1, 0]);
-    let (_, held) = acquire(&mut gateway, 3);
+    let (_, held) = acquire(&mut gateway, Some(2));
     assert_eq!(held.iter().map(|(rule, _)| *rule).collect::<Vec<_>>(), [1, 0]);
     assert_eq!(reported(&gateway).len(), 7, "those taken before are kept");
 }
@@ -53,34 +55,34 @@ fn slots_are_taken_in_one_order() {
 fn a_request_without_a_free_slot_waits_or_is_refused_or_is_shadowed() {
     for (on_limit, expected, state) in [
         (OnLimit::Refuse, SlotsResult::Refused, SlotState::Full),
-        (delay(9), SlotsResult::Full(0), SlotState::Full),
+        (delay(9), SlotsResult::Full(PlanPosition::at(0)), SlotState::Full),
         (OnLimit::Shadow, SlotsResult::Acquired, SlotState::Shadowed),
     ] {
         let mut gateway = Gateway::with_large_table(&[concurrent("r", 2, on_limit)]);
-        let held = [0; 2].map(|_| acquire(&mut gateway, 0));
+        let held = [0; 2].map(|_| acquire(&mut gateway, None));
         assert_eq!(reported(&gateway), [(0, 2, 2, SlotState::Free)]);
         let is_shadow = on_limit == OnLimit::Shadow;
-        gateway.rule_set.peek_slots(&gateway.charge_plan, &mut gateway.context);
+        gateway.charge_plan.peek_slots(&mut gateway.context);
         assert_eq!(reported(&gateway), if is_shadow { vec![] } else { vec![(0, 2, 2, SlotState::Free)] });
-        assert_eq!(acquire(&mut gateway, 0).0, expected);
+        assert_eq!(acquire(&mut gateway, None).0, expected);
         assert_eq!(
             (reported(&gateway), gateway.context.result.concurrency[0].remaining()),
             (vec![(0, 2, 2, state)], 0)
         );
-        assert_eq!(gateway.context.inputs.keyed_requests[0].is_none(), is_shadow);
+        assert_eq!(gateway.context.inputs.keyed_requests[PlanPosition::at(0)].is_none(), is_shadow);
         gateway.context.slots_released();
         assert_eq!(reported(&gateway), [(0, 2, 2, state)], "it held none");
         drop(held);
-        let (result, held) = acquire(&mut gateway, 0);
+        let (result, held) = acquire(&mut gateway, None);
         assert_eq!((result, gateway.context.result.concurrency[0].remaining()), (SlotsResult::Acquired, 1));
         drop(held);
         gateway.context.slots_released();
         assert_eq!(reported(&gateway), [(0, 2, 0, SlotState::Free)]);
-        let (position, queued) =
-            gateway.rule_set.queue_slot(&gateway.charge_plan, &gateway.context, 0).expect("the rule applies");
-        assert_eq!((position, gateway.rule_set.concurrency.in_use(queued_key(&gateway))), (0, 1));
+        let queued = gateway.charge_plan.queue_slot(&gateway.context, PlanPosition::at(0)).expect("the rule applies");
+        assert_eq!(gateway.rule_set().concurrency.in_use(queued_key(&gateway)), 1);
         drop(queued);
-        assert!(gateway.rule_set.queue_slot(&gateway.charge_plan, &gateway.context, 1).is_none());
+        gateway.context.inputs.keyed_requests[PlanPosition::at(0)] = None;
+        assert!(gateway.charge_plan.queue_slot(&gateway.context, PlanPosition::at(0)).is_none());
     }
 }
 
@@ -95,10 +97,10 @@ fn a_refusal_for_lack_of_a_slot_is_counted_where_refusals_count() {
         let layers = vec![plain(5, 100)];
         let mut gateway =
             Gateway::with_large_table(&[Rule { count_refused, layers, ..concurrent("r", 1, OnLimit::Refuse) }]);
-        let _held = acquire(&mut gateway, 0);
-        assert_eq!(acquire(&mut gateway, 0).0, SlotsResult::Refused);
-        let Gateway { rule_set, charge_plan, table, context } = &mut gateway;
-        rule_set.refuse(charge_plan, table, DecisionTime::read(&|| 50), context);
+        let _held = acquire(&mut gateway, None);
+        assert_eq!(acquire(&mut gateway, None).0, SlotsResult::Refused);
+        let Gateway { charge_plan, table, context } = &mut gateway;
+        charge_plan.refuse(table, DecisionTime::read(&|| 50), context);
         assert_eq!(context.result.charges[0].usage.used, used);
     }
 }

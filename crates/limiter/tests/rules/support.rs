@@ -1,13 +1,17 @@
 //! Random rules, a gateway that applies them, and random events, for the properties. It makes no assertions.
 
+use std::sync::Arc;
+
 use proptest::prelude::*;
+use transom_limiter::charge_plan::{ChargePlan, LayerRef};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{Handle, PlanPosition, VariantId};
 use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, KeyValue, OnLimit, Override, Plan, Rule};
-use transom_limiter::rule_set::{ChargePlan, KeyedRequest, LayerRef, RuleSet};
+use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::table::Table;
 use transom_limiter::window::{Calendar, Windows};
 
@@ -36,9 +40,14 @@ pub fn delay(max_delay_ms: u64) -> OnLimit {
     OnLimit::Delay { max_delay_ms, max_waiting: 10_000 }
 }
 
+/// The charge plan of a route that has all rules.
+pub fn charge_plan(rules: &[Rule], former: Option<&RuleSet>) -> ChargePlan {
+    let rule_set = Arc::new(RuleSet::new(rules, SEED, former));
+    rule_set.charge_plan(rule_set.rules.ids())
+}
+
 /// A gateway with one route that has all rules.
 pub struct Gateway<const W: usize> {
-    pub rule_set: RuleSet,
     pub charge_plan: ChargePlan,
     pub table: Table<W>,
     pub context: DecisionContext,
@@ -52,23 +61,28 @@ impl Gateway<8> {
 
 impl<const W: usize> Gateway<W> {
     pub fn new(rules: &[Rule], table: Table<W>) -> Gateway<W> {
-        let all: Vec<usize> = (0..rules.len()).collect();
-        let rule_set = RuleSet::new(rules, SEED, None);
-        let charge_plan = rule_set.charge_plan(&all);
-        Gateway { rule_set, charge_plan, table, context: DecisionContext::default() }
+        Gateway { charge_plan: charge_plan(rules, None), table, context: DecisionContext::default() }
     }
 
     /// Replaces the rules, as a reload does. Counters stay.
     pub fn reload(&mut self, rules: &[Rule]) {
-        let all: Vec<usize> = (0..rules.len()).collect();
-        self.rule_set = RuleSet::new(rules, SEED, Some(&self.rule_set));
-        self.charge_plan = self.rule_set.charge_plan(&all);
+        self.charge_plan = charge_plan(rules, Some(self.rule_set()));
         self.context = DecisionContext::default();
+    }
+
+    pub fn rule_set(&self) -> &Arc<RuleSet> {
+        self.charge_plan.rule_set()
+    }
+
+    /// A default layer of a rule.
+    pub fn layer(&self, rule: usize, layer: usize) -> LayerRef {
+        let mut layers = self.charge_plan.layers_of_rule(PlanPosition::at(rule), VariantId::DEFAULT);
+        layers.nth(layer).expect("the rule has such a layer")
     }
 
     /// A client's request under one rule.
     pub fn keyed_request(&self, rule: usize, client: u64, cost: u32) -> KeyedRequest {
-        let entry = &self.rule_set.rules[rule];
+        let entry = self.charge_plan.rule(PlanPosition::at(rule));
         let mut hasher = KeyHasher::new(SEED, entry.hash_prefix);
         hasher.add_part(1, key_of(&entry.rule, client).as_bytes());
         KeyedRequest {
@@ -90,7 +104,7 @@ impl<const W: usize> Gateway<W> {
             |(rule, cost): (usize, &Option<u32>)| cost.map(|cost| self.keyed_request(rule, client, cost));
         let keyed_requests = costs.iter().enumerate().map(keyed_request).collect();
         self.context.inputs.keyed_requests = keyed_requests;
-        self.rule_set.decide(&self.charge_plan, &self.table, now, &mut self.context)
+        self.charge_plan.decide(&self.table, now, &mut self.context)
     }
 
     /// Requests one token under every rule.
@@ -99,20 +113,20 @@ impl<const W: usize> Gateway<W> {
     }
 
     pub fn request_tokens(&mut self, client: u64, cost: u32, now_ms: u64) -> Expected {
-        let costs = vec![Some(cost); self.rule_set.rules.len()];
+        let costs = vec![Some(cost); self.charge_plan.rules().len()];
         let decision = self.decide(client, &costs, now_ms);
         outcome(&decision)
     }
 
     /// The time at which a request that was just refused may be retried.
     pub fn retry_at_ms(&self, now_ms: u64) -> Option<u64> {
-        self.rule_set.retry_at_ms(&self.charge_plan, &self.context, now_ms)
+        self.charge_plan.retry_at_ms(&self.context, now_ms)
     }
 
     /// The tokens left in the first layer of the only rule, and the end of its window.
     pub fn remaining(&self) -> (i64, u64) {
         let usage = self.context.result.charges[0].usage;
-        let capacity = self.rule_set.rules[0].layer(0).capacity;
+        let capacity = self.charge_plan.layer(self.layer(0, 0)).capacity;
         (i64::from(capacity) - i64::try_from(usage.used).expect("small numbers"), usage.end_ms)
     }
 
@@ -125,12 +139,12 @@ impl<const W: usize> Gateway<W> {
     ) -> Vec<(LayerRef, LayerRequest)> {
         let mut all = Vec::new();
         for (position, cost) in costs.iter().enumerate() {
-            let entry = &self.rule_set.rules[position];
+            let entry = self.charge_plan.rule(PlanPosition::at(position));
             let applies = if entry.rule.is_shadow() { shadow == Some(position) } else { shadow.is_none() };
             let (Some(cost), true) = (*cost, applies) else { continue };
             let variant = variant_of(&entry.rule, client);
-            let layers = entry.rule.variants().nth(variant).expect("there is such a variant");
-            for (layer, limit) in entry.variant(variant).zip(layers) {
+            let layers = entry.rule.variants().nth(variant.index()).expect("there is such a variant");
+            for (id, limit) in entry.variant(variant).zip(layers) {
                 let key = format!("{} {} {:?}", entry.rule.name, key_of(&entry.rule, client), limit.windows);
                 let max_delay_ms = match entry.rule.on_limit {
                     OnLimit::Delay { max_delay_ms, .. } => Some(max_delay_ms),
@@ -149,7 +163,7 @@ impl<const W: usize> Gateway<W> {
                     max_delay_ms,
                     count_refused,
                 };
-                all.push((LayerRef { rule: position, layer }, layer_request));
+                all.push((LayerRef { position: PlanPosition::at(position), id }, layer_request));
             }
         }
         all
@@ -179,13 +193,13 @@ fn offset_of(rule: &Rule, client: u64) -> u64 {
 
 /// Odd clients have the plan, if the rule has one. Client 3 has the override, if there is one. A shared key has the
 /// default windows only.
-fn variant_of(rule: &Rule, client: u64) -> usize {
-    match () {
+fn variant_of(rule: &Rule, client: u64) -> VariantId {
+    VariantId::at(match () {
         () if !matches!(rule.key[0], KeyPart::Header(_)) => 0,
         () if client == 3 && !rule.overrides.is_empty() => 1 + rule.plans.len(),
         () if rule.plans.is_empty() => 0,
         () => (client % 2) as usize,
-    }
+    })
 }
 
 pub fn windows() -> impl Strategy<Value = Windows> {

@@ -20,8 +20,8 @@ fn only(layer: Limit) -> Gateway<8> {
 
 /// The tokens left in the only layer, and the end of its window; nothing is charged.
 fn remaining(gateway: &mut Gateway<8>, client: u64, now_ms: u64) -> (i64, u64) {
-    gateway.context.inputs.keyed_requests = vec![Some(gateway.keyed_request(0, client, 0))];
-    gateway.rule_set.peek(&gateway.charge_plan, &gateway.table, DecisionTime::read(&|| now_ms), &mut gateway.context);
+    gateway.context.inputs.keyed_requests = vec![Some(gateway.keyed_request(0, client, 0))].into();
+    gateway.charge_plan.peek(&gateway.table, DecisionTime::read(&|| now_ms), &mut gateway.context);
     gateway.remaining()
 }
 

@@ -1,13 +1,14 @@
 //! A rule counts locally during an outage, while another thread reports its usage to the store: no token is granted
 //! twice.
 
-use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Barrier};
 use std::thread;
 
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{Handle, RuleId, VariantId};
 use transom_limiter::key::KeyHasher;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{OnLimit, Rule, Sharing};
@@ -28,13 +29,14 @@ const REQUESTS_PER_KEY: u32 = 2 * LIMIT;
 /// Tokens admitted of each key, by all threads together.
 fn admitted(layer: Limit) -> Vec<u32> {
     let rules = [Rule { sharing: Sharing::Lease, ..rule(layer, OnLimit::Refuse) }];
-    let rule_set = RuleSet::new(&rules, SEED, None);
+    let rule_set = Arc::new(RuleSet::new(&rules, SEED, None));
     let (charge_plan, table) =
-        (rule_set.charge_plan(&[0]), Table::<8>::with_capacity(4 * KEYS as usize).expect("there is memory"));
+        (rule_set.charge_plan([RuleId::at(0)]), Table::<8>::with_capacity(4 * KEYS as usize).expect("there is memory"));
+    let layer = charge_plan.enforced()[0].id;
     let keyed_request = |number: u64| {
         let mut hasher = KeyHasher::new(SEED, 0);
         hasher.add_part(0, &number.to_le_bytes());
-        KeyedRequest { key: hasher.finish(), offset: 0, variant: 0, cost: 1 }
+        KeyedRequest { key: hasher.finish(), offset: 0, variant: VariantId::DEFAULT, cost: 1 }
     };
     let admitted: Vec<AtomicU32> = (0..KEYS).map(|_| AtomicU32::new(0)).collect();
     let (current, ends, clock) = (AtomicU64::new(0), AtomicBool::new(false), || START_MS);
@@ -46,10 +48,9 @@ fn admitted(layer: Limit) -> Vec<u32> {
             current.store(key, Ordering::Relaxed);
             for _ in 0..REQUESTS_PER_KEY {
                 context.clear();
-                context.inputs.keyed_requests = vec![Some(keyed_request(key))];
-                rule_set.set_counting_modes(&charge_plan, |_rule| true, &mut context.sharing.counting_modes);
-                let step = rule_set.decide_locally(
-                    &charge_plan,
+                context.inputs.keyed_requests = vec![Some(keyed_request(key))].into();
+                charge_plan.set_counting_modes(|_rule| true, &mut context.sharing.counting_modes);
+                let step = charge_plan.decide_locally(
                     charge_plan.enforced(),
                     &table,
                     DecisionTime::read(&clock),
@@ -66,9 +67,9 @@ fn admitted(layer: Limit) -> Vec<u32> {
     let report = || {
         while !ends.load(Ordering::Relaxed) {
             let keyed_request = keyed_request(current.load(Ordering::Relaxed));
-            let counter = rule_set.rules[0].layer(0).counter(keyed_request);
+            let counter = rule_set.layer(layer).counter(keyed_request);
             let announce = |tokens: u64| table.add_known_usage(counter, end_ms, tokens as u32, START_MS);
-            rule_set.reset_local(0, 0, keyed_request, &table, DecisionTime::read(&clock), announce);
+            rule_set.reset_local(layer, keyed_request, &table, DecisionTime::read(&clock), announce);
         }
     };
     thread::scope(|scope| {

@@ -4,13 +4,14 @@
 //! runs more schedules.
 
 use std::hash::{BuildHasher, RandomState};
-use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Barrier};
 use std::thread;
 
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{Handle, RuleId, VariantId};
 use transom_limiter::key::KeyHasher;
 use transom_limiter::rule::OnLimit;
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
@@ -76,11 +77,11 @@ type Admitted = (u64, u64, u64);
 fn send_requests<const W: usize>(
     schedule: Schedule,
     table: &Table<W>,
-    rule_set: &RuleSet,
+    rule_set: &Arc<RuleSet>,
     clock: &AtomicU64,
     thread: u64,
 ) -> Vec<Admitted> {
-    let (charge_plan, segments) = (rule_set.charge_plan(&[0]), Segments { period_ms: schedule.period_ms });
+    let (charge_plan, segments) = (rule_set.charge_plan([RuleId::at(0)]), Segments { period_ms: schedule.period_ms });
     let (mut context, mut admitted, mut now_ms) = (DecisionContext::for_worker(thread as u32), Vec::new(), START_MS);
     for nth in 0..schedule.requests {
         let random = mix(mix(schedule.seed) ^ (thread << 32 | nth));
@@ -95,11 +96,12 @@ fn send_requests<const W: usize>(
         }
         let (client, cost) =
             ((random >> 16) % schedule.clients, 1 + ((random >> 48 & 0xFF) % schedule.cost_max) as u32);
-        let mut hasher = KeyHasher::new(SEED, rule_set.rules[0].hash_prefix);
+        let mut hasher = KeyHasher::new(SEED, rule_set.rules[RuleId::at(0)].hash_prefix);
         hasher.add_part(1, &client.to_le_bytes());
-        context.inputs.keyed_requests = vec![Some(KeyedRequest { key: hasher.finish(), offset: 0, variant: 0, cost })];
+        context.inputs.keyed_requests =
+            vec![Some(KeyedRequest { key: hasher.finish(), offset: 0, variant: VariantId::DEFAULT, cost })].into();
         let read_ms = || now_ms;
-        let decision = rule_set.decide(&charge_plan, table, DecisionTime::starting_at(now_ms, &read_ms), &mut context);
+        let decision = charge_plan.decide(table, DecisionTime::starting_at(now_ms, &read_ms), &mut context);
         if let Decision::Refused = decision {
             continue;
         }
@@ -120,7 +122,7 @@ fn send_requests<const W: usize>(
 fn never_over<const W: usize>(schedule: Schedule, table: &Table<W>) -> (usize, u64) {
     let (tokens, period_ms) = (schedule.limit, schedule.period_ms);
     let layer = limit(tokens, tokens, Windows::Sliding { period_ms });
-    let rule_set = RuleSet::new(&[rule(layer, OnLimit::Refuse)], SEED, None);
+    let rule_set = Arc::new(RuleSet::new(&[rule(layer, OnLimit::Refuse)], SEED, None));
     let (clock, start) = (AtomicU64::new(START_MS), Barrier::new(schedule.threads as usize));
     let mut admitted: Vec<Admitted> = Vec::new();
     thread::scope(|scope| {

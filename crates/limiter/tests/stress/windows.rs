@@ -2,17 +2,19 @@
 //! most the capacity, and each later one its limit.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Barrier};
 use std::thread;
 
+use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{Handle, PlanPosition, VariantId};
 use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{OnLimit, Rule};
-use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
+use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::table::Table;
 use transom_limiter::window::Windows;
@@ -26,7 +28,6 @@ pub const START_MS: u64 = 1_000_000;
 type AdmittedTokens = HashMap<u64, BTreeMap<u64, i64>>;
 
 struct Load<'a, const W: usize> {
-    rule_set: &'a RuleSet,
     charge_plan: &'a ChargePlan,
     table: &'a Table<W>,
     clock: &'a AtomicU64,
@@ -54,7 +55,8 @@ pub fn limit(tokens: u32, capacity: u32, windows: Windows) -> Limit {
 fn send_requests<const W: usize>(load: &Load<W>, thread: u64) -> AdmittedTokens {
     let (mut admitted_tokens, mut context, mut now_ms) =
         (AdmittedTokens::new(), DecisionContext::for_worker(thread as u32), START_MS);
-    let layer = load.rule_set.rules[0].rule.layers[0].clone();
+    let compiled = load.charge_plan.rule(PlanPosition::at(0));
+    let layer = compiled.rule.layers[0].clone();
     for nth in 0..load.requests {
         let random = mix(thread << 32 | nth);
         if random.is_multiple_of(3) {
@@ -62,26 +64,28 @@ fn send_requests<const W: usize>(load: &Load<W>, thread: u64) -> AdmittedTokens 
             now_ms = load.clock.fetch_add(random >> 8 & 1, Ordering::Relaxed);
         }
         let (client, cost) = ((random >> 16) % load.clients, 1 + (random >> 56 & 1) as u32);
-        let mut hasher = KeyHasher::new(SEED, load.rule_set.rules[0].hash_prefix);
+        let mut hasher = KeyHasher::new(SEED, compiled.hash_prefix);
         hasher.add_part(1, &client.to_le_bytes());
         context.inputs.keyed_requests =
-            vec![Some(KeyedRequest { key: hasher.finish(), offset: mix(client), variant: 0, cost })];
+            vec![Some(KeyedRequest { key: hasher.finish(), offset: mix(client), variant: VariantId::DEFAULT, cost })]
+                .into();
         // A second read of the clock returns the current time, or that of a clock that stays behind.
         let (is_behind, heard_ms) = (random >> 58 & 1 == 1, now_ms);
         let clock = || if is_behind { heard_ms } else { load.clock.load(Ordering::Relaxed).max(heard_ms) };
-        let until_ms = match load.rule_set.decide(
-            load.charge_plan,
-            load.table,
-            DecisionTime::starting_at(now_ms, &clock),
-            &mut context,
-        ) {
-            Decision::Refused => continue,
-            Decision::Admitted => None,
-            Decision::Delayed { until_ms, .. } => Some(until_ms),
-        };
+        let until_ms =
+            match load.charge_plan.decide(load.table, DecisionTime::starting_at(now_ms, &clock), &mut context) {
+                Decision::Refused => continue,
+                Decision::Admitted => None,
+                Decision::Delayed { until_ms, .. } => Some(until_ms),
+            };
         if until_ms.is_some() && random >> 57 & 1 == 1 {
             let receipts: Vec<_> = context.all_receipts().collect();
-            load.rule_set.refund(&receipts, u32::MAX, load.table, load.clock.load(Ordering::Relaxed).max(now_ms));
+            load.charge_plan.rule_set().refund(
+                &receipts,
+                u32::MAX,
+                load.table,
+                load.clock.load(Ordering::Relaxed).max(now_ms),
+            );
             continue;
         }
         let windows = admitted_tokens.entry(client).or_default();
@@ -111,18 +115,10 @@ fn counted_in(receipt: &ShardReceipt, layer: &Limit) -> u64 {
 
 /// Runs all threads, and checks the admitted tokens against the bound. Returns their number.
 fn never_over<const W: usize>(table: Table<W>, layer: Limit, on_limit: OnLimit, clients: u64) -> i64 {
-    let all: &[usize] = &[0];
-    let rule_set = RuleSet::new(&[rule(layer.clone(), on_limit)], SEED, None);
+    let rule_set = Arc::new(RuleSet::new(&[rule(layer.clone(), on_limit)], SEED, None));
     let (charge_plan, clock, start) =
-        (rule_set.charge_plan(all), AtomicU64::new(START_MS), Barrier::new(THREADS as usize));
-    let load = Load {
-        rule_set: &rule_set,
-        charge_plan: &charge_plan,
-        table: &table,
-        clock: &clock,
-        clients,
-        requests: 40_000,
-    };
+        (rule_set.charge_plan(rule_set.rules.ids()), AtomicU64::new(START_MS), Barrier::new(THREADS as usize));
+    let load = Load { charge_plan: &charge_plan, table: &table, clock: &clock, clients, requests: 40_000 };
     let mut admitted_tokens = AdmittedTokens::new();
     thread::scope(|scope| {
         let work = |thread| {
