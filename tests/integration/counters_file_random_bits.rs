@@ -8,13 +8,15 @@ use std::sync::Arc;
 use fastrand::Rng;
 use transom::config::{self, Config};
 use transom::persistence::file_header::Header;
+use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::counter::CounterWord;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{RuleId, VariantId};
 use transom_limiter::key::{KeyHash, Seed};
 use transom_limiter::memory::Memory;
-use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
+use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::table::{Table, Watermarks};
 use transom_limiter::window::END_MAX_MS;
 
@@ -102,28 +104,22 @@ fn key(number: u64) -> KeyHash {
 }
 
 /// Runs a decision and one other operation for one key and one rule.
-fn run_operations(
-    rule_set: &RuleSet,
-    position: usize,
-    charge_plan: &ChargePlan,
-    table: &Table,
-    number: u64,
-    rng: &mut Rng,
-) {
+fn run_operations(rule: RuleId, charge_plan: &ChargePlan, table: &Table, number: u64, rng: &mut Rng) {
+    let rule_set = charge_plan.rule_set();
     let cost = [0, 1, 1, 2, 30, u32::MAX][rng.usize(..6)];
-    let keyed_request = KeyedRequest { key: key(number), offset: rng.u64(..), variant: 0, cost };
+    let keyed_request = KeyedRequest { key: key(number), offset: rng.u64(..), variant: VariantId::DEFAULT, cost };
     let mut context = DecisionContext::for_worker(rng.u32(..9));
-    context.inputs.keyed_requests = vec![Some(keyed_request)];
+    context.inputs.keyed_requests = vec![Some(keyed_request)].into();
     context.inputs.reserve = rng.bool();
     let later_ms = NOW_MS + rng.u64(..5000);
-    match rule_set.decide(charge_plan, table, DecisionTime::read(&|| NOW_MS), &mut context) {
+    match charge_plan.decide(table, DecisionTime::read(&|| NOW_MS), &mut context) {
         Decision::Admitted => {}
         Decision::Delayed { until_ms, recharge: again, .. } => {
             assert!(until_ms >= NOW_MS);
-            rule_set.recharge(charge_plan, &again, table, DecisionTime::read(&|| until_ms), &mut context);
+            charge_plan.recharge(&again, table, DecisionTime::read(&|| until_ms), &mut context);
         }
         Decision::Refused => {
-            assert!(rule_set.retry_at_ms(charge_plan, &context, NOW_MS).is_none_or(|again_ms| again_ms >= NOW_MS))
+            assert!(charge_plan.retry_at_ms(&context, NOW_MS).is_none_or(|again_ms| again_ms >= NOW_MS))
         }
     }
     let receipts: Vec<_> = context.result.charges.iter().filter_map(|charge| charge.receipt()).collect();
@@ -132,9 +128,9 @@ fn run_operations(
         1 => receipts.iter().for_each(|charged| {
             table.refund_with_rest(charged.receipt, rng.bool(), charged.request, rule_set.time(later_ms));
         }),
-        2 => rule_set.charge_excess(position, keyed_request, table, later_ms),
+        2 => rule_set.charge_excess(rule, keyed_request, table, later_ms),
         3 => rule_set.reset(table, later_ms, &context),
-        _ => _ = rule_set.peek(charge_plan, table, DecisionTime::read(&|| later_ms), &mut context),
+        _ => _ = charge_plan.peek(table, DecisionTime::read(&|| later_ms), &mut context),
     }
 }
 
@@ -142,12 +138,13 @@ fn run_operations(
 fn any_table_contents_lead_to_a_decision_for_every_window_kind() {
     let rules = config().rules;
     let mut rng = Rng::with_seed(1711);
-    let rule_set = RuleSet::new(&rules, Seed(1, 2), None);
-    let charge_plans: Vec<ChargePlan> = (0..rules.len()).map(|rule| rule_set.charge_plan(&[rule])).collect();
+    let rule_set = Arc::new(RuleSet::new(&rules, Seed(1, 2), None));
+    let charge_plans = rule_set.rules.ids().map(|rule| (rule, rule_set.charge_plan([rule])));
+    let charge_plans: Vec<(RuleId, ChargePlan)> = charge_plans.collect();
     // More keys than slots, so that some share a counter.
     let all = |table: &Table, rng: &mut Rng| {
-        for (position, charge_plan) in charge_plans.iter().enumerate() {
-            (0..24).for_each(|number| run_operations(&rule_set, position, charge_plan, table, number, rng));
+        for (rule, charge_plan) in &charge_plans {
+            (0..24).for_each(|number| run_operations(*rule, charge_plan, table, number, rng));
         }
     };
     let table = Table::with_capacity(CAPACITY).unwrap();

@@ -6,6 +6,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -15,6 +16,7 @@ use transom::persistence::file_header::Header;
 use transom_limiter::counter::CounterWord;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{Handle, RuleId, VariantId};
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::table::Table;
 
@@ -198,25 +200,18 @@ fn every_record_is_possible(file: &Path, toml: &str) -> usize {
 /// The tags of all counters that clients can have used, each with the position of its layer.
 fn tags(header: &Header, toml: &str) -> Vec<(u64, usize)> {
     let rules = config::read(&with_listen(toml)).unwrap().rules;
-    let rule_set = RuleSet::new(&rules, header.seed, None);
-    let (charge_plan, table) = (rule_set.charge_plan(&[0]), Table::with_capacity(64).unwrap());
+    let rule_set = Arc::new(RuleSet::new(&rules, header.seed, None));
+    let (charge_plan, table) = (rule_set.charge_plan([RuleId::at(0)]), Table::with_capacity(64).unwrap());
     let mut context = DecisionContext::default();
-    let start = KeyHashers::new(&rule_set.rules[0], header.seed, None);
+    let start = KeyHashers::new(&rule_set.rules[RuleId::at(0)], header.seed, None);
     let mut tags = Vec::new();
     for key in 0..KEYS {
         let mut hasher = start.counter.clone();
         hasher.add_part(HEADER_PART, key.to_string().as_bytes());
         context.inputs.keyed_requests =
-            vec![Some(KeyedRequest { key: hasher.finish(), offset: 0, variant: 0, cost: 1 })];
-        rule_set.peek(&charge_plan, &table, DecisionTime::read(&now_ms), &mut context);
-        tags.extend(
-            context
-                .result
-                .charges
-                .iter()
-                .zip(&context.result.layers)
-                .map(|(charge, line)| (charge.counter.key.tag, line.layer)),
-        );
+            vec![Some(KeyedRequest { key: hasher.finish(), offset: 0, variant: VariantId::DEFAULT, cost: 1 })].into();
+        charge_plan.peek(&table, DecisionTime::read(&now_ms), &mut context);
+        tags.extend(context.result.charges.iter().map(|charge| (charge.counter.key.tag, charge.layer.id.position())));
     }
     tags.sort_unstable();
     tags

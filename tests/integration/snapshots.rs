@@ -18,12 +18,14 @@ use transom::persistence::background::BackgroundWriter;
 use transom::persistence::counters::Counters;
 use transom::persistence::file_header::Header;
 use transom::persistence::snapshot::{self, Written};
+use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::counter::CounterWord;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::VariantId;
 use transom_limiter::key::KeyHash;
-use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
+use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::table::{Table, Watermarks};
 
 use crate::support::gateway::{START_S, with_listen};
@@ -156,7 +158,6 @@ fn a_snapshot_for_another_capacity_is_ignored_with_a_warning() {
 
 /// A rule set of several window kinds, and counters that were charged.
 struct ChargedCounters {
-    rule_set: RuleSet,
     charge_plans: Vec<ChargePlan>,
     counters: Counters,
 }
@@ -164,9 +165,9 @@ struct ChargedCounters {
 impl ChargedCounters {
     fn new(counters: Counters) -> ChargedCounters {
         let rules = config::read(&with_listen(RULES)).unwrap().rules;
-        let rule_set = RuleSet::new(&rules, counters.seed, None);
-        let charge_plans = (0..rules.len()).map(|rule| rule_set.charge_plan(&[rule])).collect();
-        ChargedCounters { rule_set, charge_plans, counters }
+        let rule_set = Arc::new(RuleSet::new(&rules, counters.seed, None));
+        let charge_plans = rule_set.rules.ids().map(|rule| rule_set.charge_plan([rule])).collect();
+        ChargedCounters { charge_plans, counters }
     }
 
     /// Whether a key gets one more token under a rule, reserved from a later window if necessary.
@@ -174,13 +175,10 @@ impl ChargedCounters {
         let key = KeyHash { bucket_hash: key << 40, tag: key << 50 | 1 << 20 };
         let mut context = DecisionContext::default();
         context.inputs.reserve = true;
-        context.inputs.keyed_requests = vec![Some(KeyedRequest { key, offset: 0, variant: 0, cost: 1 })];
-        let decision = self.rule_set.decide(
-            &self.charge_plans[rule],
-            &self.counters.table,
-            DecisionTime::read(&|| now_ms),
-            &mut context,
-        );
+        context.inputs.keyed_requests =
+            vec![Some(KeyedRequest { key, offset: 0, variant: VariantId::DEFAULT, cost: 1 })].into();
+        let plan = &self.charge_plans[rule];
+        let decision = plan.decide(&self.counters.table, DecisionTime::read(&|| now_ms), &mut context);
         !matches!(decision, Decision::Refused)
     }
 }
