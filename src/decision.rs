@@ -17,14 +17,15 @@ use crate::redis_store::shared_counters::SharedCounters;
 use crate::redis_store::shared_decision::Unavailable;
 use crate::top_keys::{KeyName, ListedKey, TopKeys};
 use smallvec::SmallVec;
-use transom_limiter::acquire::Charge;
+use transom_limiter::charge_plan::{ChargePlan, LayerCharge};
 use transom_limiter::concurrency::ConcurrencyUsage;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{Handle, IdVec, PlanPosition, RuleId, VariantId};
 use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::rule::Sharing;
-use transom_limiter::rule_set::{ChargePlan, CompiledRule, KeyedRequest, LayerRef, RuleSet};
+use transom_limiter::rule_set::{CompiledRule, KeyedRequest, RuleSet};
 use transom_limiter::table::Table;
 use transom_limiter::window_kind::WindowKind;
 
@@ -137,13 +138,26 @@ pub struct CounterAccess<'a> {
     pub readable_digester: &'a KeyDigester,
 }
 
+/// A decision to be counted.
+#[derive(Clone, Copy)]
+pub struct CountedDecision<'a> {
+    /// The rules of the configuration.
+    pub configured: &'a ChargePlan,
+    /// The rules that decided, at the same positions: some may have had other windows than configured.
+    pub decided: &'a ChargePlan,
+    pub decision: &'a Decision,
+    pub context: &'a DecisionContext,
+    /// Whether the rule at a position was decided by its own windows.
+    pub has_own_windows: &'a dyn Fn(PlanPosition) -> bool,
+}
+
 /// All rules, as queries use them.
 #[derive(Debug)]
 pub struct DecisionService {
     rule_set: Arc<RuleSet>,
     /// Digests secret key parts for the shared store; `None` without one.
     digester: Option<Arc<KeyDigester>>,
-    rules: Vec<ServedRule>,
+    rules: IdVec<RuleId, ServedRule>,
     clients: Option<Arc<ClientPlans>>,
 }
 
@@ -169,8 +183,7 @@ enum KeyTreatment {
 
 /// A rule of a query with its key.
 pub struct KeyedRule {
-    /// Position in the rule set.
-    pub rule: usize,
+    pub rule: RuleId,
     /// `None`: the key is not counted.
     pub keyed_request: Option<KeyedRequest>,
     /// Whether the rule refuses the key.
@@ -181,24 +194,22 @@ pub struct KeyedRule {
 
 impl KeyedRule {
     /// What distinguishes the counters of a rule's keys; `None` if the key is not counted.
-    pub fn identity(&self) -> Option<(usize, KeyHash)> {
+    pub fn identity(&self) -> Option<(RuleId, KeyHash)> {
         Some((self.rule, self.keyed_request?.key))
     }
 }
 
 /// The key of one rule: the values of its parts, and the cost, or `None` for the default cost of the rule.
 pub struct RuleKeyValues<'a, K> {
-    /// Position in the rule set.
-    pub rule: usize,
+    pub rule: RuleId,
     pub key: &'a [K],
     pub cost: Option<u32>,
 }
 
 impl DecisionService {
-    /// `overrides` are by rule of the rule set.
     pub fn new(
         rule_set: &Arc<RuleSet>,
-        overrides: &[Option<Arc<Overrides>>],
+        overrides: &IdVec<RuleId, Option<Arc<Overrides>>>,
         seed: Seed,
         digester: Option<Arc<KeyDigester>>,
     ) -> DecisionService {
@@ -213,11 +224,11 @@ impl DecisionService {
         DecisionService { rules, rule_set: Arc::clone(rule_set), digester, clients: None }
     }
 
-    /// Finds the clients that keys name, and checks that keys name one; `checks` are by rule of the rule set.
+    /// Finds the clients that keys name, and checks that keys name one.
     pub fn with_clients(
         mut self,
         clients: Option<&Arc<ClientPlans>>,
-        checks: Vec<Option<ClientCheck>>,
+        checks: IdVec<RuleId, Option<ClientCheck>>,
     ) -> DecisionService {
         self.clients = clients.cloned();
         for ((served, compiled), check) in self.rules.iter_mut().zip(&self.rule_set.rules).zip(checks) {
@@ -247,7 +258,7 @@ impl DecisionService {
         let rules = self.keyed_rules(&query.rules, counters.shared.is_some())?;
         for (i, rule) in rules.iter().enumerate() {
             let identity = rule.identity();
-            if identity.is_some() && rules[..i].iter().any(|other| other.identity() == identity) {
+            if identity.is_some() && rules.iter().take(i).any(|other| other.identity() == identity) {
                 let name = &self.rule_set.rules[rule.rule].rule.name;
                 return Err(DecisionError::Malformed(format!("rule `{name}` is named twice with the same key")));
             }
@@ -268,7 +279,7 @@ impl DecisionService {
     /// Runs a query on the rules that count its keys.
     async fn run(
         &self,
-        rules: &[KeyedRule],
+        rules: &IdVec<PlanPosition, KeyedRule>,
         query: &DecisionQuery,
         counters: &CounterAccess<'_>,
     ) -> Result<DecisionOutcome, DecisionError> {
@@ -291,17 +302,16 @@ impl DecisionService {
     /// Decides all rules together and charges them. A check is refunded.
     async fn acquire(
         &self,
-        rules: &[KeyedRule],
+        rules: &IdVec<PlanPosition, KeyedRule>,
         query: &DecisionQuery,
         counters: &CounterAccess<'_>,
     ) -> Result<DecisionOutcome, DecisionError> {
         let is_check = query.operation == Operation::Check;
-        let charge_plan = self.rule_set.query_plan(&rules.iter().map(|rule| rule.rule).collect::<Vec<_>>(), !is_check);
+        let charge_plan = self.rule_set.query_plan(rules.iter().map(|rule| rule.rule), !is_check);
         let keyed_requests = || rules.iter().map(|rule| rule.keyed_request);
         let (decision, context) = match counters.shared.filter(|_| rules.iter().any(|rule| rule.key_text.is_some())) {
             Some(shared) => {
                 let query = KeyQuery {
-                    rule_set: &self.rule_set,
                     charge_plan: &charge_plan,
                     keyed_requests: keyed_requests().collect(),
                     reserve: query.reserve,
@@ -314,9 +324,9 @@ impl DecisionService {
                 let mut context = DecisionContext::default();
                 context.inputs.keyed_requests.extend(keyed_requests());
                 context.inputs.reserve = query.reserve;
-                charge_plan.prefetch(counters.table, &context.inputs.keyed_requests);
+                charge_plan.prefetch(counters.table, context.inputs.keyed_requests.as_slice());
                 let now = DecisionTime::read(counters.clock);
-                let decision = self.rule_set.decide(&charge_plan, counters.table, now, &mut context);
+                let decision = charge_plan.decide(counters.table, now, &mut context);
                 if is_check && !matches!(decision, Decision::Refused) {
                     let receipts: Vec<_> = context.all_receipts().collect();
                     self.rule_set.refund(&receipts, u32::MAX, counters.table, context.result.decided_ms);
@@ -328,11 +338,19 @@ impl DecisionService {
         let (allowed, retry_at_ms) = match decision {
             Decision::Admitted => (true, Some(now_ms)),
             Decision::Delayed { until_ms, .. } => (true, Some(until_ms)),
-            Decision::Refused => (false, self.rule_set.retry_at_ms(&charge_plan, &context, now_ms)),
+            Decision::Refused => (false, charge_plan.retry_at_ms(&context, now_ms)),
         };
         if !is_check {
-            let key = |position: usize| query.rules[position].key.values();
-            self.count(rules, key, |_rule| true, &charge_plan, &decision, &context, counters);
+            let key = |position: PlanPosition| query.rules[position.index()].key.values();
+            let has_own_windows = |_rule: PlanPosition| true;
+            let counted = CountedDecision {
+                configured: &charge_plan,
+                decided: &charge_plan,
+                decision: &decision,
+                context: &context,
+                has_own_windows: &has_own_windows,
+            };
+            self.count(&counted, |position| &rules[position], key, counters);
         }
         let windows = self.windows(&charge_plan, &context);
         let is_exempt = keyed_requests().all(|keyed_request| keyed_request.is_none());
@@ -350,7 +368,7 @@ impl DecisionService {
     /// Reads the usage of each rule; removes it before, if the query is a reset.
     async fn read(
         &self,
-        rules: &[KeyedRule],
+        rules: &IdVec<PlanPosition, KeyedRule>,
         query: &DecisionQuery,
         counters: &CounterAccess<'_>,
     ) -> Result<DecisionOutcome, DecisionError> {
@@ -366,15 +384,14 @@ impl DecisionService {
         };
         for rule in rules {
             let Some(keyed_request) = rule.keyed_request else { continue };
-            let charge_plan = self.rule_set.query_plan(&[rule.rule], false);
+            let charge_plan = self.rule_set.query_plan([rule.rule], false);
             let KeyState { mut context, admits, .. } = match (counters.shared, &rule.key_text) {
                 (Some(shared), Some(key_text)) => {
                     let key_query = KeyQuery {
-                        rule_set: &self.rule_set,
                         charge_plan: &charge_plan,
-                        keyed_requests: vec![Some(keyed_request)],
+                        keyed_requests: IdVec::from(vec![Some(keyed_request)]),
                         reserve: query.reserve,
-                        key_texts: vec![Some(Rc::clone(key_text))],
+                        key_texts: IdVec::from(vec![Some(Rc::clone(key_text))]),
                     };
                     let state = match query.operation {
                         Operation::Reset => shared.reset(&key_query).await,
@@ -387,13 +404,13 @@ impl DecisionService {
                     context.inputs.keyed_requests.push(Some(keyed_request));
                     let mut peek = || {
                         let now = DecisionTime::read(counters.clock);
-                        self.rule_set.peek(&charge_plan, counters.table, now, &mut context)
+                        charge_plan.peek(counters.table, now, &mut context)
                     };
                     let mut admits = peek();
                     if query.operation == Operation::Reset {
                         self.rule_set.reset(counters.table, context.result.decided_ms, &context);
                         let now = DecisionTime::read(counters.clock);
-                        admits = self.rule_set.peek(&charge_plan, counters.table, now, &mut context);
+                        admits = charge_plan.peek(counters.table, now, &mut context);
                     }
                     KeyState { context, admits, is_from_store: false }
                 }
@@ -402,12 +419,12 @@ impl DecisionService {
             outcome.now_ms = outcome.now_ms.max((counters.clock)());
             let retry_at_ms = match query.operation {
                 Operation::Reset => Some(outcome.now_ms),
-                _ => self.rule_set.retry_at_ms(&charge_plan, &context, outcome.now_ms),
+                _ => charge_plan.retry_at_ms(&context, outcome.now_ms),
             };
             outcome.retry_at_ms = outcome.retry_at_ms.zip(retry_at_ms).map(|(one, other)| one.max(other));
             outcome.windows.extend(self.windows(&charge_plan, &context));
             if query.operation == Operation::Value {
-                self.rule_set.peek_slots(&charge_plan, &mut context);
+                charge_plan.peek_slots(&mut context);
                 outcome.concurrent.extend(context.result.concurrency.iter().filter_map(|usage| {
                     let compiled_rule = &self.rule_set.rules[rule.rule];
                     let name = compiled_rule.concurrent_name()?.to_owned();
@@ -421,14 +438,14 @@ impl DecisionService {
     /// The windows of a decision, by rule of the charge plan.
     pub fn windows(&self, charge_plan: &ChargePlan, context: &DecisionContext) -> Vec<WindowState> {
         // Charges have another order.
-        let mut layers: Vec<_> = context.result.charges.iter().zip(&context.result.layers).collect();
-        layers.sort_by_key(|(_, layer_ref)| (layer_ref.rule, layer_ref.layer));
-        let window = |(charge, layer_ref): (&Charge, &LayerRef)| {
-            let compiled_rule = &self.rule_set.rules[charge_plan.rules[layer_ref.rule]];
-            let capacity = compiled_rule.layer(layer_ref.layer).capacity;
+        let mut charges: Vec<&LayerCharge> = context.result.charges.iter().collect();
+        charges.sort_by_key(|charge| charge.layer);
+        let window = |charge: &LayerCharge| {
+            let compiled_rule = charge_plan.rule_of(charge.layer);
+            let capacity = compiled_rule.layer(charge.layer.id).capacity;
             WindowState {
                 rule: compiled_rule.rule.name.clone(),
-                name: compiled_rule.layer_name(layer_ref.layer).to_owned(),
+                name: compiled_rule.layer_name(charge.layer.id).to_owned(),
                 used: charge.usage.used,
                 limit: charge.request.limit,
                 capacity,
@@ -439,65 +456,59 @@ impl DecisionService {
             }
         };
         // A penalty is reported while it lasts.
-        let is_shown = |(charge, layer_ref): &(&Charge, &LayerRef)| {
-            !self.rule_set.layer_of(charge_plan, **layer_ref).is_penalty() || charge.usage.used > 0
-        };
-        layers.into_iter().filter(is_shown).map(window).collect()
+        let is_shown = |charge: &&LayerCharge| !charge_plan.layer(charge.layer).is_penalty() || charge.usage.used > 0;
+        charges.into_iter().filter(is_shown).map(window).collect()
     }
 
-    /// Counts a decision for each rule, as the decision on a request of a route.
-    /// `key` returns the values of a rule's key, and `has_own_windows` whether it was decided by its own windows.
-    #[allow(clippy::too_many_arguments, reason = "the rules, their keys, and the result of the decision")]
+    /// Counts a decision for each rule, as the decision on a request of a route. `rule` returns the rule at a position, with its
+    /// key, and `key` the values of that key.
     pub fn count<'k, K: AsRef<str> + 'k>(
         &self,
-        rules: &[KeyedRule],
-        key: impl Fn(usize) -> &'k [K],
-        has_own_windows: impl Fn(usize) -> bool,
-        charge_plan: &ChargePlan,
-        decision: &Decision,
-        context: &DecisionContext,
+        counted: &CountedDecision<'_>,
+        rule: impl Fn(PlanPosition) -> &'k KeyedRule,
+        key: impl Fn(PlanPosition) -> &'k [K],
         counters: &CounterAccess<'_>,
     ) {
+        let CountedDecision { configured, decided, decision, context, has_own_windows } = *counted;
         let CounterAccess { metrics, top_keys, readable_digester, .. } = *counters;
 
-        let charges = || context.result.charges.iter().zip(&context.result.layers);
-        for (position, rule) in rules.iter().enumerate() {
-            let any_charge = |is: &dyn Fn(&Charge, &LayerRef) -> bool| {
-                charges().any(|(charge, layer_ref)| layer_ref.rule == position && is(charge, layer_ref))
-            };
-            let takes_later_tokens = |charge: &Charge, layer_ref: &LayerRef| {
-                charge.usage.used > u64::from(self.rule_set.layer_of(charge_plan, *layer_ref).capacity)
-            };
+        for (position, rule) in decided.rules().ids().map(|position| (position, rule(position))) {
+            let any_charge = |is: &dyn Fn(&LayerCharge) -> bool| context.charges_of_rule(position).any(is);
+            let takes_later_tokens =
+                |charge: &LayerCharge| charge.usage.used > u64::from(decided.layer(charge.layer).capacity);
             match decision {
                 _ if rule.is_refused => metrics.refused(rule.rule),
                 _ if rule.keyed_request.is_none() => metrics.exempt(rule.rule),
                 _ if context.result.shadowed.contains(&position) => metrics.shadowed(rule.rule),
-                Decision::Refused if any_charge(&|charge, _| charge.is_full) => metrics.refused(rule.rule),
+                Decision::Refused if any_charge(&|charge| charge.is_full) => metrics.refused(rule.rule),
                 Decision::Refused => {}
                 Decision::Delayed { .. } if any_charge(&takes_later_tokens) => metrics.delayed(rule.rule),
                 Decision::Delayed { .. } | Decision::Admitted => metrics.admitted(rule.rule),
             }
         }
-        if top_keys.count_decision(charge_plan, context, decision) {
-            let name = |position: usize| KeyName {
-                description: self.describe_key(rules[position].rule, key(position), readable_digester),
-                store_key: rules[position].key_text.clone(),
+        if top_keys.count_decision(configured, context, decision) {
+            let name = |position| KeyName {
+                description: self.describe_key(rule(position).rule, key(position), readable_digester),
+                store_key: rule(position).key_text.clone(),
                 has_own_windows: has_own_windows(position),
             };
-            top_keys.name_keys(charge_plan, context, name);
+            top_keys.name_keys(configured, context, name);
         }
-        let is_enforced = |position: usize| !charge_plan.shadow_rules().contains(&position);
-        let is_counted = |position: usize| is_enforced(position) && has_own_windows(position);
-        for (_, layer_ref) in charges().filter(|(charge, of)| charge.is_full && is_counted(of.rule)) {
-            metrics.refused_by_window(charge_plan.rules[layer_ref.rule], layer_ref.layer);
-        }
+        let is_enforced = |position| !configured.shadow_rules().contains(&position);
+        let is_counted = |position| is_enforced(position) && has_own_windows(position);
+        let full = context.result.charges.iter().filter(|charge| charge.is_full && is_counted(charge.layer.position));
+        full.for_each(|charge| metrics.refused_by_layer(rule(charge.layer.position).rule, charge.layer.id));
     }
 
     /// Finds the rules of a query, and their keys. As a request, a query has one client: where the key of a rule does not name
     /// it, the keys of the other rules do.
-    fn keyed_rules(&self, queries: &[RuleQuery], uses_store: bool) -> Result<Vec<KeyedRule>, DecisionError> {
+    fn keyed_rules(
+        &self,
+        queries: &[RuleQuery],
+        uses_store: bool,
+    ) -> Result<IdVec<PlanPosition, KeyedRule>, DecisionError> {
         if let [RuleQuery { rule, key: QueryKey::Listed(listed), cost }] = queries {
-            return Ok(vec![self.listed_rule(self.rule(rule)?, listed, *cost)]);
+            return Ok(IdVec::from(vec![self.listed_rule(self.rule(rule)?, listed, *cost)]));
         }
         let rules = queries.iter().map(|query| {
             self.rule(&query.rule).map(|rule| RuleKeyValues { rule, key: query.key.values(), cost: query.cost })
@@ -506,14 +517,14 @@ impl DecisionService {
         self.key_rules(&rules, uses_store).collect()
     }
 
-    /// The position of a rule in the rule set.
-    pub fn rule(&self, name: &str) -> Result<usize, DecisionError> {
-        let rule = self.rule_set.rules.iter().position(|compiled| compiled.rule.name == name);
+    /// The rule with this name.
+    pub fn rule(&self, name: &str) -> Result<RuleId, DecisionError> {
+        let rule = self.rule_set.rules.position(|compiled| compiled.rule.name == name);
         rule.ok_or_else(|| DecisionError::UnknownRule(name.chars().take(64).collect()))
     }
 
     /// A rule with one of its busiest keys.
-    fn listed_rule(&self, rule: usize, listed: &ListedKey, cost: Option<u32>) -> KeyedRule {
+    fn listed_rule(&self, rule: RuleId, listed: &ListedKey, cost: Option<u32>) -> KeyedRule {
         let cost = cost.unwrap_or(self.rule_set.rules[rule].rule.cost.default_cost());
         KeyedRule {
             rule,
@@ -545,7 +556,7 @@ impl DecisionService {
         named.fold(CallerIdentity { address, ..CallerIdentity::default() }, CallerIdentity::or)
     }
 
-    /// The rule at a position of the rule set, with the key to charge.
+    /// A rule, with the key to charge.
     fn keyed_rule<K: AsRef<str>>(
         &self,
         values: &RuleKeyValues<'_, K>,
@@ -570,14 +581,12 @@ impl DecisionService {
     /// nothing, if `key` does not fit the rule.
     pub(super) fn write_store_key<K: AsRef<str>>(
         &self,
-        rule: usize,
+        rule: RuleId,
         key: &[K],
         digester: &KeyDigester,
         out: &mut String,
     ) -> bool {
-        let (Some(served), Some(compiled_rule)) = (self.rules.get(rule), self.rule_set.rules.get(rule)) else {
-            return false;
-        };
+        let (served, compiled_rule) = (&self.rules[rule], &self.rule_set.rules[rule]);
         let start = out.len();
         served.key_text.write_prefix(out);
         for (position, part) in compiled_rule.rule.key.iter().enumerate() {
@@ -606,7 +615,7 @@ impl DecisionService {
     }
 
     /// The key of a query, as of a request with that key.
-    fn describe_key<K: AsRef<str>>(&self, rule: usize, key: &[K], digester: &KeyDigester) -> KeyDescription {
+    fn describe_key<K: AsRef<str>>(&self, rule: RuleId, key: &[K], digester: &KeyDigester) -> KeyDescription {
         let (served, parts) = (&self.rules[rule].key_text, &self.rule_set.rules[rule].rule.key);
         let mut client = None;
         let describe = |(position, part): (usize, &KeyPart)| {
@@ -686,7 +695,7 @@ impl DecisionService {
         }
         let variant_of_plan = || {
             let plan = self.clients.as_ref().and_then(|clients| clients.plan_of(caller));
-            served.overrides.as_ref().map_or(0, |overrides| overrides.variant_of(plan))
+            served.overrides.as_ref().map_or(VariantId::DEFAULT, |overrides| overrides.variant_of(plan))
         };
         let variant = variant.unwrap_or_else(variant_of_plan);
         let cost = cost.unwrap_or(rule.cost.default_cost());

@@ -223,7 +223,7 @@ impl Gateway {
         let upstream_health = gateway.update_upstream_health(&config);
         gateway.start_health_checks(&upstream_health)?;
         let published_keys = gateway.fetch_key_set(&config, former.key_set)?;
-        let rule_set = RuleSet::new(&config.rules, counters.seed, None);
+        let rule_set = RuleSet::new(config.limiter_rules(), counters.seed, None);
         let compiled = CompiledConfig::new(config, counters.seed, rule_set, upstream_health, published_keys);
         gateway.rule_set = Some(Arc::clone(&compiled.rule_set));
         gateway.serve_decisions(&compiled);
@@ -371,7 +371,7 @@ impl Gateway {
             return Err(ReloadError::NeedsRestart(setting));
         }
         let former = self.rule_set.as_deref();
-        let rule_set = RuleSet::new(&config.rules, self.counters.seed, former);
+        let rule_set = RuleSet::new(config.limiter_rules(), self.counters.seed, former);
         if let Some(changed) = former.and_then(|former| rule_set.changed_counters(former)) {
             return Err(ReloadError::ChangedCounters(changed));
         }

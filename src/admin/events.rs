@@ -307,16 +307,16 @@ async fn top_keys(state: &AdminState) -> Value {
 /// What changes at a reload only.
 fn configuration(state: &AdminState, decision_api: &DecisionApi) -> Value {
     let config = &decision_api.compiled.config;
-    let routes = config.routes.iter().enumerate().take(DESCRIBED_MAX).map(|(position, route)| {
+    let routes = config.routes.iter().take(DESCRIBED_MAX).map(|route| {
         let rules = route.rules.iter().map(|rule| config.rules[*rule].name.as_str());
         json!({
-            "name": decision_api.compiled.route_name(position), "path": route.path.text,
+            "name": route.name, "path": route.path.text,
             "rules": rules.collect::<Vec<_>>(),
         })
     });
     let reloads = state.registry.reload_log.latest().into_iter();
     json!({
-        "rules": config.rules.iter().take(DESCRIBED_MAX).map(describe_rule).collect::<Vec<_>>(),
+        "rules": config.limiter_rules().take(DESCRIBED_MAX).map(describe_rule).collect::<Vec<_>>(),
         "routes": routes.collect::<Vec<_>>(),
         "top_keys": config.admin.top_keys > 0,
         "token_required": state.settings.borrow().token.is_some(),

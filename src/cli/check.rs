@@ -114,7 +114,8 @@ fn to_json(path: &Path, config: &Config, messages: &[LintMessage], servers: Opti
 /// Checks all servers that the gateway would ask.
 fn check_servers(config: &Config) -> io::Result<Vec<ServerReport>> {
     let shared = config.counters.shared.as_ref();
-    let mut servers = shared.map(|shared| diagnose_servers(shared, &config.rules)).transpose()?.unwrap_or_default();
+    let mut servers =
+        shared.map(|shared| diagnose_servers(shared, config.limiter_rules())).transpose()?.unwrap_or_default();
     if let Some(source) = &config.key_set {
         let (severity, text, fix) = match key_set_fetcher::check(source)? {
             Ok(keys) => (Severity::Note, format!("the key set has {}", counted(keys, "key")), String::new()),
@@ -138,8 +139,8 @@ fn check_servers(config: &Config) -> io::Result<Vec<ServerReport>> {
     Ok(servers.into_iter().map(server).collect())
 }
 
-fn diagnose_servers(shared: &StoreConfig, rules: &[Rule]) -> io::Result<Vec<ServerReport>> {
-    let shared_rules = rules.iter().filter(|rule| rule.sharing != Sharing::Local);
+fn diagnose_servers<'r>(shared: &StoreConfig, rules: impl Iterator<Item = &'r Rule>) -> io::Result<Vec<ServerReport>> {
+    let shared_rules = rules.filter(|rule| rule.sharing != Sharing::Local);
     let formats: Vec<_> =
         shared_rules.filter_map(|rule| Some((rule.name.as_str(), rule.key_format.as_ref()?))).collect();
     let clock = Clock::system();

@@ -70,7 +70,7 @@ fn next_steps(gateway: &Gateway) -> Vec<String> {
 
 /// A `curl` command whose request matches a route, preferably one with rules.
 fn example(config: &Config, http: &[SocketAddr], https: &[SocketAddr]) -> Option<String> {
-    let route = config.routes.iter().find(|route| !route.rules.is_empty()).or(config.routes.first())?;
+    let route = config.routes.iter().find(|route| !route.rules.is_empty()).or(config.routes.iter().next())?;
     let http = http.first().filter(|_| route.secure != Some(true)).map(|address| ("http", address));
     let https = https.first().filter(|_| route.secure != Some(false)).map(|address| ("https", address));
     let (scheme, address) = http.or(https)?;

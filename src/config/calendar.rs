@@ -49,7 +49,7 @@ pub fn windows_in_zone(
 }
 
 /// Computes the lists of all calendars that rules use.
-pub fn fill_calendars(rules: &mut [Rule]) {
+pub fn fill_calendars<'r>(rules: impl Iterator<Item = &'r mut Rule>) {
     let mut computed: BTreeMap<String, Arc<[u64]>> = BTreeMap::new();
     for rule in rules {
         let plans = rule.plans.iter_mut().map(|plan| &mut plan.layers);

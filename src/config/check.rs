@@ -21,13 +21,12 @@ use super::redaction::HiddenValues;
 use super::redis::{StoreConfig, TABLE_FIX};
 use super::references;
 use super::route::{RouteContext, read_routes};
-use super::rule::{GatewayRule, read_rules};
+use super::rule::read_rules;
 use super::settings::Section;
 use super::span_export::read_tracing;
 use super::toml_reader::{Item, Table, toml_errors};
 use super::upstream::read_upstreams;
 use super::{Config, General, MetricsSettings, read_access_log};
-use transom_limiter::rule::Rule;
 
 /// Reads the configuration that a report is on, or returns all problems in it.
 pub fn read_config(text: &str, mut report: Report) -> Result<Config, Vec<Problem>> {
@@ -44,7 +43,7 @@ pub fn read_config(text: &str, mut report: Report) -> Result<Config, Vec<Problem
     let mut hidden = report.hidden.clone();
     match report.into_problems() {
         problems if problems.is_empty() => {
-            calendar::fill_calendars(&mut config.rules);
+            calendar::fill_calendars(config.rules.iter_mut().map(|rule| &mut rule.rule));
             hidden.set_public_text(text);
             config.hidden = hidden;
             Ok(config)
@@ -95,7 +94,7 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
     upstreams.complete &= !misspelled.contains(&"upstreams");
     let mut rules = read_rules(rules, general.headers, certs, sharing, report);
     rules.complete &= !misspelled.contains(&"rules");
-    let formats = rules.entries.iter().map(|entry| (&entry.value.0, entry.value.1.key_format_span.as_ref()));
+    let formats = rules.entries.iter().map(|entry| (&entry.value.rule.rule, entry.value.key_format_span.as_ref()));
     check_key_formats(formats, counters.shared.as_ref(), report);
     if listen.ratelimit_service.is_none() && listen_is_valid && !misspelled.contains(&"listen") {
         report_unused_descriptors(&rules, report);
@@ -113,7 +112,7 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
     };
     let routes = read_routes(routes, &context, report);
 
-    let plans = rules.entries.iter().flat_map(|rule| &rule.value.0.plans).map(|plan| plan.name.as_str()).collect();
+    let plans = rules.entries.iter().flat_map(|rule| &rule.value.rule.plans).map(|plan| plan.name.as_str()).collect();
     let before = report.count();
     let clients = read_clients(clients, &DefinedPlans { names: plans, complete: rules.complete }, certs, report);
     if report.count() == before && !misspelled.contains(&"clients") {
@@ -127,13 +126,6 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
         }
     }
 
-    let (rules, gateway_rules): (Vec<Rule>, Vec<GatewayRule>) = rules.into_values().into_iter().unzip();
-    let count_when = gateway_rules.iter().map(|rule| rule.count_when.clone()).collect();
-    let on_unknown_key = gateway_rules.iter().map(|rule| rule.on_unknown_key).collect();
-    let descriptors =
-        gateway_rules.iter().map(|rule| rule.descriptor.as_ref().map(|(descriptor, _)| descriptor.clone())).collect();
-    let (rate_limit_styles, refusal_responses) =
-        gateway_rules.into_iter().map(|rule| (rule.rate_limit_style, rule.refusal)).unzip();
     Config {
         listen,
         admin,
@@ -151,12 +143,7 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
         key_set: key_set.flatten(),
         path_reading,
         upstreams: upstreams.into_values(),
-        rules,
-        rate_limit_styles,
-        refusal_responses,
-        count_when,
-        on_unknown_key,
-        descriptors,
+        rules: rules.into_values().into_iter().map(|checked| checked.rule).collect(),
         routes,
         hidden: HiddenValues::default(),
     }

@@ -12,13 +12,13 @@ use toml::de::{DeTable, DeValue};
 use super::diagnostics::{Report, quoted, quoted_list};
 use super::key::{self, OnUnknownKey};
 use super::listen::ClientCerts;
-use super::rule::GatewayRule;
+use super::rule::CheckedRule;
 use super::settings::{Custom, Required, Section, Shape, Text, Texts, section_table};
 use super::toml_reader::{Item, SpannedString, Table, toml_errors};
 use super::values::{Definitions, check_name, definition_fix, is_pattern, read_digest, read_fingerprint, read_network};
+use transom_limiter::handles::RuleId;
 use transom_limiter::ip_prefix::Network;
 use transom_limiter::key::KeyPart;
-use transom_limiter::rule::Rule;
 use transom_limiter::secret_digest::Digest;
 
 const CLIENT_FIX: &str = "write `[clients.NAME]`, then its settings, each on a line";
@@ -143,14 +143,14 @@ pub fn read_clients(
 
 /// Reports settings that have no effect because no part of a key names a client.
 pub fn report_unused_on_unknown_key(
-    rules: &Definitions<(Rule, GatewayRule)>,
+    rules: &Definitions<RuleId, CheckedRule>,
     clients: Option<&Clients>,
     report: &mut Report,
 ) {
-    for (rule, gateway_rule) in rules.entries.iter().map(|entry| &entry.value) {
+    for CheckedRule { rule, on_unknown_key_span, .. } in rules.entries.iter().map(|entry| &entry.value) {
         let has_effect = rule.key.is_empty() || clients.is_some_and(|clients| clients.read_part_of(&rule.key));
-        let Some(span) = &gateway_rule.on_unknown_key_span else { continue };
-        if has_effect || gateway_rule.on_unknown_key == OnUnknownKey::Count {
+        let Some(span) = on_unknown_key_span else { continue };
+        if has_effect || rule.on_unknown_key == OnUnknownKey::Count {
             continue;
         }
         let names = |parts: Vec<String>| quoted_list(parts.iter().map(String::as_str), "and");

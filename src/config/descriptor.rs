@@ -4,10 +4,11 @@
 //! others are the key that the rule counts by.
 
 use super::diagnostics::{Report, quoted};
-use super::rule::GatewayRule;
+use super::rule::CheckedRule;
 use super::settings::{Custom, Required, Shape, Words};
 use super::toml_reader::{Item, SpannedStr, Table};
 use super::values::{Definitions, PREFIX_NOT_STATED, is_pattern};
+use transom_limiter::handles::RuleId;
 use transom_limiter::key::KeyPart;
 use transom_limiter::rule::Rule;
 
@@ -98,8 +99,8 @@ pub fn check_descriptor(rule: &Rule, descriptor: Option<&Descriptor>, table: &Ta
 }
 
 /// Reports descriptors that no listener receives.
-pub fn report_unused_descriptors(rules: &Definitions<(Rule, GatewayRule)>, report: &mut Report) {
-    for (_, span) in rules.entries.iter().filter_map(|entry| entry.value.1.descriptor.as_ref()) {
+pub fn report_unused_descriptors(rules: &Definitions<RuleId, CheckedRule>, report: &mut Report) {
+    for span in rules.entries.iter().filter_map(|entry| entry.value.descriptor_span.as_ref()) {
         let message = "`descriptor` has no effect: there is no `ratelimit_service` in `[listen]`";
         report.missing(
             span.clone(),

@@ -14,8 +14,10 @@ use super::key::OnUnknownKey;
 use super::path::{PathParameters, Segment, TrailingSlash};
 use super::redis::is_secret_part;
 use super::route::Route;
+use super::rule::GatewayRule;
 use super::window::layers_are_comparable;
 use transom_limiter::burst_bound;
+use transom_limiter::handles::RuleId;
 use transom_limiter::key::{KeyPart, OnMissing};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, OnLimit, Plan, Rule, Sharing};
@@ -95,11 +97,11 @@ fn rule_messages(config: &Config) -> Vec<LintMessage> {
     let mut messages = Vec::new();
     // The same layers are often those of several rules and plans: one note is enough.
     let mut explained: BTreeSet<String> = BTreeSet::new();
-    for (position, rule) in config.rules.iter().enumerate() {
-        let routes = || config.routes.iter().filter(move |route| route.rules.contains(&position));
+    for (id, rule) in config.rules.enumerate() {
+        let routes = || config.routes.iter().filter(move |route| route.rules.contains(&id));
         let delays = routes().flat_map(|route| &route.rules).any(|other| config.rules[*other].delays());
         let has_cost_1 = rule.cost == Cost::Fixed(1) && routes().all(|route| route.cost.is_none_or(|cost| cost == 1));
-        let counts_all = config.count_when[position].is_none();
+        let counts_all = rule.count_when.is_none();
         // A response or a delayed request may refund the charge that opened a window.
         let opener_stays = !delays && counts_all && !matches!(rule.cost, Cost::Response { .. });
         let unit = if has_cost_1 { "requests" } else { "tokens" };
@@ -118,7 +120,7 @@ fn rule_messages(config: &Config) -> Vec<LintMessage> {
         }
         if routes().next().is_none() {
             messages.push(match config.listen.admin {
-                _ if config.descriptors[position].is_some() => {
+                _ if rule.descriptor.is_some() => {
                     LintMessage::statement(name, "used by no route: it answers to descriptors")
                 }
                 Some(_) => LintMessage::statement(name, "used by no route: only the decision API counts by it"),
@@ -146,9 +148,9 @@ fn invented_keys(config: &Config) -> Vec<LintMessage> {
     };
     let is_read = |part: &KeyPart| config.clients.iter().flat_map(|clients| clients.sources()).any(|read| read == part);
     let mut messages = Vec::new();
-    for (position, rule) in config.rules.iter().enumerate() {
+    for (id, rule) in config.rules.enumerate() {
         // `"missing"` with `on_missing_key = "skip"` leaves keys of no client without a limit.
-        let must_be_known = match config.on_unknown_key[position] {
+        let must_be_known = match rule.on_unknown_key {
             OnUnknownKey::Count => false,
             OnUnknownKey::Missing => !matches!(rule.on_missing, OnMissing::Skip),
             OnUnknownKey::Refuse => true,
@@ -156,7 +158,7 @@ fn invented_keys(config: &Config) -> Vec<LintMessage> {
         let mut invented = rule.key.iter().filter(is_invented).filter(|part| !(must_be_known && is_read(part)));
         let Some(part) = invented.next() else { continue };
         let is_read = is_read(part);
-        let mut routes = config.routes.iter().filter(|route| route.rules.contains(&position));
+        let mut routes = config.routes.iter().filter(|route| route.rules.contains(&id));
         let unprotected = routes.find(|route| !route.rules.iter().any(|other| limits_addresses(&config.rules[*other])));
         let sources = config.clients.iter().flat_map(|clients| clients.sources()).map(KeyPart::to_string);
         let sources: Vec<String> = sources.collect();
@@ -245,14 +247,13 @@ fn exposed_forward_auth(config: &Config) -> Option<String> {
 
 /// Notes rules that depend on the response or its end, of which the gateway sees nothing where a proxy forwards the request.
 fn rules_of_responses(config: &Config) -> Option<String> {
-    let depends = |position: &usize| {
-        let rule = &config.rules[*position];
-        let is_refunded = config.count_when[*position].is_some() || matches!(rule.cost, Cost::Response { .. });
+    let depends = |rule: &&GatewayRule| {
+        let is_refunded = rule.count_when.is_some() || matches!(rule.cost, Cost::Response { .. });
         is_refunded || rule.concurrent_name().is_some()
     };
-    let positions: BTreeSet<usize> = config.routes.iter().flat_map(|route| route.rules.iter().copied()).collect();
-    let names: Vec<&str> =
-        positions.iter().filter(|position| depends(position)).map(|position| &*config.rules[*position].name).collect();
+    let used: BTreeSet<RuleId> = config.routes.iter().flat_map(|route| route.rules.iter().copied()).collect();
+    let rules = used.iter().map(|rule| &config.rules[*rule]);
+    let names: Vec<&str> = rules.filter(depends).map(|rule| rule.name.as_str()).collect();
     (!config.listen.forward_auth.is_empty() && !names.is_empty()).then(|| {
         format!(
             "the gateway does not see the responses to requests about which proxies ask on `forward_auth`: they always count by \

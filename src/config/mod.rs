@@ -11,6 +11,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::jwt::token::TokenVerifier;
+use transom_limiter::handles;
+use transom_limiter::handles::{IdVec, RuleId};
 use transom_limiter::rule::Rule;
 
 #[macro_use]
@@ -52,18 +54,15 @@ pub mod values;
 pub mod window;
 
 use clients::Clients;
-use count_when::CountWhen;
 use counters::Counters;
-use descriptor::Descriptor;
 use diagnostics::{Inputs, Problem, ReadFile, Report, quoted};
 use jwt::KeySetSource;
-use key::OnUnknownKey;
 use limits::{DrainSettings, Http2, Limits, Timeouts};
 use listen::{Admin, Listen};
 use path::{ForwardPath, PathReading};
 use redaction::HiddenValues;
 use route::Route;
-use rule::{RATE_LIMIT_STYLES, RateLimitStyle, RefusalResponse};
+use rule::{GatewayRule, RATE_LIMIT_STYLES, RateLimitStyle};
 use settings::{
     Boolean, Choice, Custom, DAY_MS, Integer, Kind, OFF_FIX, Optional, Required, Restart, Section, Shape, Texts, Time,
     Word,
@@ -73,6 +72,13 @@ use span_export::Tracing;
 use toml::de::DeValue;
 use toml_reader::{Item, SpannedStr, SpannedString};
 use upstream::Upstream;
+
+handles! {
+    /// A route of a [`Config`].
+    RouteId,
+    /// An upstream of a [`Config`].
+    UpstreamId,
+}
 
 /// All settings of `gateway.toml` and of the clients file.
 #[derive(Clone, PartialEq, Debug)]
@@ -97,21 +103,18 @@ pub struct Config {
     pub key_set: Option<KeySetSource>,
     /// How request paths are normalized for routes and rules.
     pub path_reading: PathReading,
-    pub upstreams: Vec<Upstream>,
-    pub rules: Vec<Rule>,
-    /// The rate-limit header fields for each rule, in the order of `rules`.
-    pub rate_limit_styles: Vec<RateLimitStyle>,
-    /// The refusal responses of each rule, in the order of `rules`.
-    pub refusal_responses: Vec<RefusalResponse>,
-    /// The responses whose requests each rule counts, in the order of `rules`; `None`: all.
-    pub count_when: Vec<Option<CountWhen>>,
-    /// What happens to keys that name no client, in the order of `rules`.
-    pub on_unknown_key: Vec<OnUnknownKey>,
-    /// The descriptors that each rule answers to, in the order of `rules`.
-    pub descriptors: Vec<Option<Descriptor>>,
-    pub routes: Vec<Route>,
+    pub upstreams: IdVec<UpstreamId, Upstream>,
+    pub rules: IdVec<RuleId, GatewayRule>,
+    pub routes: IdVec<RouteId, Route>,
     /// The values of references, for messages.
     pub hidden: HiddenValues,
+}
+
+impl Config {
+    /// The rules as the limiter knows them.
+    pub fn limiter_rules(&self) -> impl Iterator<Item = &Rule> {
+        self.rules.iter().map(|rule| &rule.rule)
+    }
 }
 
 settings! {

@@ -13,11 +13,13 @@ use super::host::{read_distinct, read_hosts};
 use super::limits::Timeouts;
 use super::path::{PathPattern, PathReading, PatternKind, Segment};
 use super::route_actions::{ActionContext, ActionSettings, Actions, CONNECTION_FIELDS, responds_directly};
-use super::rule::{self, GatewayRule, RATE_LIMIT_STYLES};
+use super::rule::{self, CheckedRule, RATE_LIMIT_STYLES};
 use super::settings::{Boolean, Choice, Custom, Integer, Optional, Required, Section, Shape, Text, Texts, Word};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use super::upstream::Upstream;
 use super::values::{Definitions, FIELD_NAME_FIX, parse_field_name};
+use super::{RouteId, UpstreamId};
+use transom_limiter::handles::{IdVec, RuleId};
 use transom_limiter::key::{KeyPart, OnMissing};
 use transom_limiter::rule::{Cost, Rule};
 
@@ -37,12 +39,11 @@ pub struct Route {
     pub secure: Option<bool>,
     /// Changes to requests and responses, if any.
     pub actions: Option<Box<Actions>>,
-    /// Position in [`super::Config::upstreams`]; meaningless if `actions` have a response.
-    pub upstream: usize,
+    /// `None` if `actions` have a response.
+    pub upstream: Option<UpstreamId>,
     /// Whether WebSocket upgrades are allowed.
     pub websocket: bool,
-    /// Positions in [`super::Config::rules`].
-    pub rules: Vec<usize>,
+    pub rules: Vec<RuleId>,
     /// Replaces the cost of rules with a fixed cost.
     pub cost: Option<u32>,
 }
@@ -224,16 +225,16 @@ fn read_name(word: &SpannedStr, report: &mut Report) -> Option<String> {
 /// Settings outside of `[[routes]]` that routes depend on.
 pub struct RouteContext<'c> {
     pub reading: PathReading,
-    pub upstreams: &'c Definitions<Upstream>,
-    pub rules: &'c Definitions<(Rule, GatewayRule)>,
+    pub upstreams: &'c Definitions<UpstreamId, Upstream>,
+    pub rules: &'c Definitions<RuleId, CheckedRule>,
     pub timeouts: &'c Timeouts,
     /// Whether requests can have the schemes.
     pub http: bool,
     pub https: bool,
 }
 
-pub fn read_routes(item: Option<Item>, context: &RouteContext, report: &mut Report) -> Vec<Route> {
-    let Some(item) = item else { return Vec::new() };
+pub fn read_routes(item: Option<Item>, context: &RouteContext, report: &mut Report) -> IdVec<RouteId, Route> {
+    let Some(item) = item else { return IdVec::new() };
     if let DeValue::Table(_) = item.value {
         let fix = "write `[[routes]]`, in two brackets, above each route";
         return item.wrong_type("a list of tables", fix, report).unwrap_or_default();
@@ -310,7 +311,7 @@ impl RouteContext<'_> {
                 path,
                 secure: conditions.scheme,
                 actions,
-                upstream: upstream.unwrap_or(0),
+                upstream,
                 websocket: settings.websocket,
                 rules,
                 cost: settings.cost,
@@ -335,14 +336,14 @@ impl RouteContext<'_> {
     }
 
     fn upstream_fix(&self) -> String {
-        match self.upstreams.entries.first() {
+        match self.upstreams.entries.iter().next() {
             Some(first) => format!("write `upstream = \"{}\"`", first.name),
             None => String::from("write `upstream = \"NAME\"`, and define it: `[upstreams.NAME]`"),
         }
     }
 
-    /// The rules that a route names, as indices.
-    fn find_rules(&self, names: &[SpannedString], path: Option<&PathPattern>, report: &mut Report) -> Vec<usize> {
+    /// The rules that a route names.
+    fn find_rules(&self, names: &[SpannedString], path: Option<&PathPattern>, report: &mut Report) -> Vec<RuleId> {
         let mut found = Vec::new();
         for (i, SpannedString { text, span, .. }) in names.iter().enumerate() {
             if names[..i].iter().any(|other| other.text == *text) {
@@ -356,10 +357,10 @@ impl RouteContext<'_> {
                 report.problem(span.clone(), format!("{} is not the name of a rule", quoted(text)), fix);
                 continue;
             }
-            let Some(index) = self.rules.find("rule", text, span.clone(), report) else { continue };
-            found.push(index);
+            let Some(id) = self.rules.find("rule", text, span.clone(), report) else { continue };
+            found.push(id);
             // Without `on_missing_key`, a rule needs all path parameters that it counts by.
-            let (rule, _) = &self.rules.entries[index].value;
+            let rule = &self.rules.entries[id].value.rule;
             if let Some(part) = rule.key.iter().find(|part| matches!(part, KeyPart::Entry(_))) {
                 let message = format!("the rule {} counts by `{part}`, which only a descriptor has", quoted(text));
                 report.problem(span.clone(), message, format!("add a `key` to `[rules.{text}]`, such as `\"ip\"`"));
@@ -379,8 +380,8 @@ impl RouteContext<'_> {
     }
 
     /// Checks the cost of a request on a route. It replaces the cost of those rules of the route that have a fixed cost.
-    fn check_cost(&self, item: &Item, cost: u32, rule_indices: &[usize], report: &mut Report) {
-        let fixed = rule_indices.iter().map(|rule| &self.rules.entries[*rule].value.0);
+    fn check_cost(&self, item: &Item, cost: u32, rules: &[RuleId], report: &mut Report) {
+        let fixed = rules.iter().map(|rule| &self.rules.entries[*rule].value.rule.rule);
         let fixed: Vec<&Rule> = fixed.filter(|rule| matches!(rule.cost, Cost::Fixed(_))).collect();
         if fixed.is_empty() && self.rules.complete {
             let message = "`cost` has no effect: no rule of this route has a fixed cost";

@@ -3,6 +3,7 @@
 //! This file checks each rule by itself. `route` checks that the key of a rule exists on the routes that use the rule.
 
 use std::collections::BTreeSet;
+use std::ops::Deref;
 use std::time::Duration;
 
 use toml::de::DeValue;
@@ -24,6 +25,7 @@ use super::values::{Definitions, parse_field_name, read_field_name};
 use super::window::{
     concurrent, layers_are_comparable, report_unreachable_layers, require_limits, suggest_windows, windows,
 };
+use transom_limiter::handles::RuleId;
 use transom_limiter::key::OnMissing;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, KeyFormat, OnLimit, OnOutage, Rule, Sharing};
@@ -147,19 +149,36 @@ pub struct RefusalResponse {
     pub retry_jitter_s: u64,
 }
 
-/// The settings of a rule that the limiter does not know: how the rule appears in responses, and which keys and responses
-/// it counts.
+/// A rule of the limiter with the settings that only the gateway knows: how the rule appears in responses, and which keys and
+/// responses it counts.
+#[derive(Clone, PartialEq, Debug)]
 pub struct GatewayRule {
+    pub rule: Rule,
+    /// The rate-limit header fields.
     pub rate_limit_style: RateLimitStyle,
     pub refusal: RefusalResponse,
+    /// The responses whose requests it counts; `None`: all.
     pub count_when: Option<CountWhen>,
+    /// What happens to keys that name no client.
     pub on_unknown_key: OnUnknownKey,
-    /// The position of `on_unknown_key`, if it is given.
+    /// The descriptors that it answers to.
+    pub descriptor: Option<Descriptor>,
+}
+
+impl Deref for GatewayRule {
+    type Target = Rule;
+
+    fn deref(&self) -> &Rule {
+        &self.rule
+    }
+}
+
+/// A rule that was checked by itself, and the positions of settings that other sections may make useless; `None`: not given.
+pub struct CheckedRule {
+    pub rule: GatewayRule,
     pub on_unknown_key_span: Option<Span>,
-    /// The position of `key_format`, if it is given.
     pub key_format_span: Option<Span>,
-    /// The descriptors that the rule answers to, and their position.
-    pub descriptor: Option<(Descriptor, Span)>,
+    pub descriptor_span: Option<Span>,
 }
 
 /// The cost of a request as written in the file. The layers of the rule bound it.
@@ -175,32 +194,30 @@ pub fn read_rules(
     certs: ClientCerts,
     default_sharing: DefaultSharing,
     report: &mut Report,
-) -> Definitions<(Rule, GatewayRule)> {
+) -> Definitions<RuleId, CheckedRule> {
     let rules = Definitions::read(item, report, |name, table, report| {
         // The placeholder for an invalid rule. It has no key and no layers, so it causes no further problems.
-        let mut rule = Rule::new(name, Vec::new(), OnMissing::Skip, Vec::new());
-        let mut gateway_rule = GatewayRule {
+        let rule = GatewayRule {
+            rule: Rule::new(name, Vec::new(), OnMissing::Skip, Vec::new()),
             rate_limit_style,
             refusal: RefusalResponse::default(),
             count_when: None,
             on_unknown_key: OnUnknownKey::Count,
-            on_unknown_key_span: None,
-            key_format_span: None,
             descriptor: None,
         };
+        let mut checked = CheckedRule { rule, on_unknown_key_span: None, key_format_span: None, descriptor_span: None };
         if let Some(table) = table {
-            read_rule(&mut rule, &mut gateway_rule, table, certs, default_sharing, report);
+            read_rule(&mut checked, table, certs, default_sharing, report);
         }
-        (rule, gateway_rule)
+        checked
     });
     report_equal_layer_names(&rules, report);
     rules
 }
 
-/// Reads the table of one rule into `rule` and `gateway_rule`.
+/// Reads the table of one rule into `checked`.
 fn read_rule(
-    rule: &mut Rule,
-    gateway_rule: &mut GatewayRule,
+    checked: &mut CheckedRule,
     mut table: Table,
     certs: ClientCerts,
     default_sharing: DefaultSharing,
@@ -219,9 +236,11 @@ fn read_rule(
         table.suggest_for(key, meant, format!("write `{meant} = 429`"));
     }
 
-    gateway_rule.on_unknown_key = key.on_unknown_key;
-    gateway_rule.on_unknown_key_span = table.given("on_unknown_key").map(|item| item.key_span);
-    gateway_rule.key_format_span = table.given("key_format").map(|item| item.span);
+    checked.on_unknown_key_span = table.given("on_unknown_key").map(|item| item.key_span);
+    checked.key_format_span = table.given("key_format").map(|item| item.span);
+    checked.descriptor_span = table.given("descriptor").map(|item| item.key_span);
+    checked.rule.on_unknown_key = key.on_unknown_key;
+    let rule = &mut checked.rule.rule;
     (rule.key, rule.on_missing) = key.finish(settings.descriptor.as_ref(), &mut table, certs, report);
     rule.layers.clone_from(&settings.windows);
     rule.concurrent = settings.concurrent;
@@ -256,9 +275,9 @@ fn read_rule(
     check_penalty(rule, &table, report);
     check_key_format(rule, &table, report);
     check_descriptor(rule, settings.descriptor.as_ref(), &table, report);
-    let descriptor_span = table.given("descriptor").map(|item| item.key_span);
     table.finish(report);
 
+    let gateway_rule = &mut checked.rule;
     gateway_rule.rate_limit_style = settings.headers.unwrap_or(gateway_rule.rate_limit_style);
     gateway_rule.refusal = RefusalResponse {
         status: settings.status,
@@ -266,7 +285,7 @@ fn read_rule(
         retry_jitter_s: settings.retry_jitter.as_millis().div_ceil(1000) as u64,
     };
     gateway_rule.count_when = settings.count_when;
-    gateway_rule.descriptor = settings.descriptor.zip(descriptor_span);
+    gateway_rule.descriptor = settings.descriptor;
 }
 
 /// Reports a penalty without effect, or beside settings that exclude it.
@@ -378,10 +397,10 @@ fn check_layers(rule: &Rule, table: &Table, report: &mut Report) {
 }
 
 /// Reports two layers with the same name: responses and metrics distinguish layers by name only.
-fn report_equal_layer_names(rules: &Definitions<(Rule, GatewayRule)>, report: &mut Report) {
+fn report_equal_layer_names(rules: &Definitions<RuleId, CheckedRule>, report: &mut Report) {
     let mut used: Vec<(String, &str)> = Vec::new();
     for entry in &rules.entries {
-        let rule = &entry.value.0;
+        let rule = &entry.value.rule;
         let layers = rule.variants().flat_map(|layers| (0..layers.len()).map(move |layer| (layers, layer)));
         let names = layers.map(|(layers, layer)| rule.layer_name(layers, layer));
         let names: BTreeSet<String> = names.chain(rule.concurrent_name()).chain(rule.penalty_name()).collect();

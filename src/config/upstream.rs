@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use toml::de::DeValue;
 
+use super::UpstreamId;
 use super::client_tls::{ClientTls, ClientTlsSettings, SystemRoots, suggest_ca};
 use super::diagnostics::{Parsed, Report, quoted};
 use super::host::{SERVICE_FIX, parse_authority, parse_socket_path};
@@ -145,7 +146,7 @@ settings! {
     }
 }
 
-pub fn read_upstreams(item: Option<Item>, report: &mut Report) -> Definitions<Upstream> {
+pub fn read_upstreams(item: Option<Item>, report: &mut Report) -> Definitions<UpstreamId, Upstream> {
     let mut roots = SystemRoots::default();
     Definitions::read(item, report, |name, table, report| {
         let read = table.map(|table| read_upstream(table, &mut roots, report));

@@ -9,6 +9,7 @@ use http::HeaderName;
 
 use super::diagnostics::{Report, Span, quoted, quoted_list};
 use super::toml_reader::{Item, SpannedStr, Table, nearest};
+use transom_limiter::handles::{Handle, IdVec};
 use transom_limiter::ip_prefix::{Network, NetworkError};
 use transom_limiter::secret_digest::Digest;
 
@@ -29,8 +30,8 @@ impl<T> fmt::Debug for Secret<T> {
 }
 
 /// The definitions of a section such as `[rules.NAME]`, in the order of the file.
-pub struct Definitions<T> {
-    pub entries: Vec<Definition<T>>,
+pub struct Definitions<I, T> {
+    pub entries: IdVec<I, Definition<T>>,
     /// False if some definitions may be missing here, because the section or part of the file cannot be read.
     pub complete: bool,
 }
@@ -42,14 +43,14 @@ pub struct Definition<T> {
     pub value: T,
 }
 
-impl<T> Definitions<T> {
+impl<I: Handle, T> Definitions<I, T> {
     /// Reads each table of a section. `read` takes the name, and the table unless the value has another type.
     pub fn read(
         item: Option<Item>,
         report: &mut Report,
         mut read: impl FnMut(&str, Option<Table>, &mut Report) -> T,
-    ) -> Definitions<T> {
-        let mut definitions = Definitions { entries: Vec::new(), complete: !report.has_syntax_errors };
+    ) -> Definitions<I, T> {
+        let mut definitions = Definitions { entries: IdVec::new(), complete: !report.has_syntax_errors };
         let Some(item) = item else { return definitions };
         let header = format!("[{}.NAME]", item.key);
         let fix = format!("write `{header}`, then its settings, each on a line");
@@ -66,9 +67,9 @@ impl<T> Definitions<T> {
         definitions
     }
 
-    /// The index of the definition with this name. Reports a name that is not defined; `kind` is `rule` or `upstream`.
-    pub fn find(&self, kind: &str, name: &str, span: Span, report: &mut Report) -> Option<usize> {
-        let found = self.entries.iter().position(|entry| entry.name == name);
+    /// The definition with this name. Reports a name that is not defined; `kind` is `rule` or `upstream`.
+    pub fn find(&self, kind: &str, name: &str, span: Span, report: &mut Report) -> Option<I> {
+        let found = self.entries.position(|entry| entry.name == name);
         if found.is_none() && self.complete {
             let names: Vec<&str> = self.entries.iter().map(|entry| entry.name.as_str()).collect();
             let fix = definition_fix(name, &format!("{kind}s"), &names);
@@ -77,7 +78,7 @@ impl<T> Definitions<T> {
         found
     }
 
-    pub fn into_values(self) -> Vec<T> {
+    pub fn into_values(self) -> IdVec<I, T> {
         self.entries.into_iter().map(|entry| entry.value).collect()
     }
 }

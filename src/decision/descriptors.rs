@@ -8,6 +8,8 @@ use std::collections::HashMap;
 use foldhash::fast::RandomState;
 
 use crate::config::descriptor::Descriptor;
+use crate::config::rule::GatewayRule;
+use transom_limiter::handles::{IdVec, RuleId};
 
 type Map<T> = HashMap<Box<[u8]>, T, RandomState>;
 
@@ -20,8 +22,8 @@ pub struct DescriptorIndex {
 /// The rules with one pattern.
 #[derive(Debug, Default)]
 pub struct DescriptorMatch {
-    /// Positions in the rule set; at least one.
-    pub rules: Vec<usize>,
+    /// At least one.
+    pub rules: Vec<RuleId>,
     /// The entries with any value, whose values are the key.
     pub open_entries: Vec<usize>,
 }
@@ -42,12 +44,10 @@ struct NextEntry {
 }
 
 impl DescriptorIndex {
-    /// `descriptors` are by rule of the rule set.
-    pub fn new(descriptors: &[Option<Descriptor>]) -> DescriptorIndex {
+    pub fn new(rules: &IdVec<RuleId, GatewayRule>) -> DescriptorIndex {
         let mut index = DescriptorIndex::default();
-        for (rule, Descriptor { domain, entries }) in
-            descriptors.iter().enumerate().filter_map(|(rule, descriptor)| Some((rule, descriptor.as_ref()?)))
-        {
+        let descriptors = rules.enumerate().filter_map(|(id, rule)| Some((id, rule.descriptor.as_ref()?)));
+        for (rule, Descriptor { domain, entries }) in descriptors {
             let mut node = index.domains.entry(domain.as_bytes().into()).or_default();
             for entry in entries {
                 let next = node.next.entry(entry.key.as_bytes().into()).or_default();

@@ -27,6 +27,7 @@ use crate::http::router::RouteQuery;
 use crate::http::{path_normalize, request_validation};
 use crate::jwt::published_keys::PublishedKeys;
 use crate::proxy::compiled_config::{CompiledConfig, RouteRules};
+use transom_limiter::handles::{IdVec, PlanPosition};
 use transom_limiter::key::Seed;
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::table::Table;
@@ -46,7 +47,7 @@ pub struct Explanation {
     client: Option<(String, String)>,
     /// What the routes make of the request; `None` if the request is invalid.
     routes: Option<RouteChoice>,
-    rules: Vec<RuleState>,
+    rules: IdVec<PlanPosition, RuleState>,
     decision: Decision,
     reason: String,
     /// The time of the decision, Unix milliseconds.
@@ -78,7 +79,7 @@ pub async fn explain(compiled: &CompiledConfig, question: &Question, counting: C
         client_address: question.client,
         client: None,
         routes: None,
-        rules: Vec::new(),
+        rules: IdVec::new(),
         decision: Decision::Admitted(None),
         reason: String::new(),
         now_ms: counting.clock.now().unix_ms,
@@ -102,7 +103,7 @@ pub async fn explain(compiled: &CompiledConfig, question: &Question, counting: C
 /// Explains what a request would get from a gateway that starts with this configuration: all windows are empty.
 pub async fn explain_without_gateway(config: Config, question: &Question) -> Option<Explanation> {
     let seed = Seed(fastrand::u64(..), fastrand::u64(..));
-    let rule_set = RuleSet::new(&config.rules, seed, None);
+    let rule_set = RuleSet::new(config.limiter_rules(), seed, None);
     // Nothing is fetched: a token that needs the key set gets what it gets before the first fetch.
     let published_keys = config.key_set.as_ref().map(|_| Arc::new(PublishedKeys::new(|| {})));
     let compiled = CompiledConfig::new(config, seed, rule_set, Vec::new(), published_keys);
@@ -136,8 +137,8 @@ impl Explanation {
         };
         self.routes = Some(RouteChoice::new(compiled, &query));
         let mut params = Vec::new();
-        let route_index = compiled.find_route(&query, &mut params)?;
-        let route = &compiled.routes[route_index];
+        let route_id = compiled.find_route(&query, &mut params)?;
+        let route = &compiled.routes[route_id];
         let rules = compiled.rules_of(route);
         let attributes = RequestAttributes {
             address: client.address,
@@ -148,11 +149,11 @@ impl Explanation {
             params: &params,
             uri: &parts.uri,
             headers: &parts.headers,
-            route: compiled.route_name(route_index),
+            route: compiled.route_name(route_id),
             tokens: &compiled.token_checker(),
             wall_ms: counting.clock.wall_ms(),
         };
-        compiled.check_route(route_index, &validated, body_bytes(&parts.headers))?;
+        compiled.check_route(route_id, &validated, body_bytes(&parts.headers))?;
         let clients = ClientLookup::new(compiled.clients.as_deref());
         if let (Ok(Some(id)), Some(plans)) = (clients.client_of(&attributes), &compiled.clients) {
             let client = &plans.clients[id as usize];
@@ -166,10 +167,10 @@ impl Explanation {
         let variables = TemplateVariables::of(&attributes, client.is_secure);
         let actions = compiled.actions_of(route).filter(|_| error.is_none());
         let actions = actions.map(|actions| actions.evaluate(&variables)).transpose()?;
-        for (position, keyed_request) in keyed_requests.into_iter().enumerate() {
-            if let Some(keyed_request) = keyed_request {
+        for (position, keyed_request) in keyed_requests.enumerate() {
+            if let Some(keyed_request) = *keyed_request {
                 let store_key = compiled.store_key(rules, position, &attributes);
-                let rule = rules.charge_plan.rules[position];
+                let rule = rules.charge_plan.rules()[position];
                 self.rules[position].read_counters(compiled, rule, keyed_request, store_key, counting).await?;
             }
         }
@@ -185,11 +186,11 @@ impl Explanation {
         rules: &RouteRules,
         attributes: &RequestAttributes<'_>,
         clients: &ClientLookup<'_>,
-    ) -> (Option<RequestError>, Vec<Option<KeyedRequest>>) {
+    ) -> (Option<RequestError>, IdVec<PlanPosition, Option<KeyedRequest>>) {
         let mut first_error = None;
-        let mut keyed_requests = Vec::new();
-        for (position, rule_key) in rules.rule_keys.iter().enumerate() {
-            let rule = &compiled.rule_set.rules[rules.charge_plan.rules[position]];
+        let mut keyed_requests = IdVec::new();
+        for (position, rule_key) in rules.rule_keys.enumerate() {
+            let rule = rules.charge_plan.rule(position);
             let found = rule_key.keyed_request(attributes, clients);
             let key = rule_key.describe(attributes, clients, &compiled.readable_digester);
             self.rules.push(RuleState::new(rule, key, &found));
@@ -213,7 +214,7 @@ impl Explanation {
         error: Option<RequestError>,
         direct_response: Option<u16>,
     ) -> Result<(), RequestError> {
-        let enforced = || self.rules.iter().enumerate().filter(|(_, rule)| !rule.is_shadow);
+        let enforced = || self.rules.enumerate().filter(|(_, rule)| !rule.is_shadow);
         let reasons = |is: &dyn Fn(&RuleResult) -> bool| {
             let reasons = enforced().filter(|(_, rule)| is(&rule.result));
             reasons.map(|(_, rule)| format!("rule `{}`: {}", rule.name, rule.reason)).collect::<Vec<_>>().join("; ")
@@ -226,7 +227,7 @@ impl Explanation {
             let blocks_ms = |rule: &RuleState| rule.retry_at_ms.unwrap_or(u64::MAX);
             let longest = refusing.reduce(|one, other| if blocks_ms(other.1) > blocks_ms(one.1) { other } else { one });
             let status = longest
-                .map(|(position, _)| compiled.refusal_templates[rules.charge_plan.rules[position]].status().as_u16());
+                .map(|(position, _)| compiled.refusal_templates[rules.charge_plan.rules()[position]].status().as_u16());
             (self.decision, self.reason) = (Decision::Refused(status.unwrap_or_default(), retry_at_ms), refusals);
             return Ok(());
         }

@@ -34,9 +34,7 @@ pub struct ExplainedRoute {
 
 impl ExplainedRoute {
     fn new(config: &Config, route: &Route, reason: String) -> ExplainedRoute {
-        let responds = route.actions.as_ref().is_some_and(|actions| actions.response.is_some());
-        let upstream = config.upstreams.get(route.upstream).filter(|_| !responds);
-        let upstream = upstream.map(|upstream| upstream.name.clone());
+        let upstream = route.upstream.map(|upstream| config.upstreams[upstream].name.clone());
         ExplainedRoute { name: route.name.clone(), path: route.path.text.clone(), upstream, reason }
     }
 }

@@ -14,11 +14,13 @@ use crate::proxy::compiled_config::CompiledConfig;
 use crate::redis_store::decision_queries::{KeyQuery, KeyState};
 use crate::redis_store::shared_counters::SharedCounters;
 use crate::redis_store::shared_decision::Unavailable;
+use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::concurrency::ConcurrencyUsage;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{IdVec, RuleId, VariantId};
 use transom_limiter::rule::{KeyValue, OnLimit, OnOutage, Sharing};
-use transom_limiter::rule_set::{ChargePlan, CompiledRule, KeyedRequest};
+use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
 use transom_limiter::table::Table;
 use transom_limiter::window_kind::WindowKind;
 
@@ -140,11 +142,11 @@ impl RuleState {
         }
     }
 
-    /// Reads the usage of the key, and decides by it. `rule` is a position in the rule set.
+    /// Reads the usage of the key, and decides by it.
     pub async fn read_counters(
         &mut self,
         compiled: &CompiledConfig,
-        rule: usize,
+        rule: RuleId,
         keyed_request: KeyedRequest,
         store_key: Option<Rc<str>>,
         counting: Counting<'_>,
@@ -152,16 +154,15 @@ impl RuleState {
         let rule_set = &compiled.rule_set;
         // In a plan of a query, a shadow rule decides as others do.
         let charge_plan =
-            if self.is_shadow { rule_set.query_plan(&[rule], false) } else { rule_set.charge_plan(&[rule]) };
+            if self.is_shadow { rule_set.query_plan([rule], false) } else { rule_set.charge_plan([rule]) };
         let mut table = None;
         let KeyState { mut context, admits, .. } = match counting.shared.zip(store_key) {
             Some((shared, store_key)) => {
                 let query = KeyQuery {
-                    rule_set,
                     charge_plan: &charge_plan,
-                    keyed_requests: vec![Some(keyed_request)],
+                    keyed_requests: IdVec::from(vec![Some(keyed_request)]),
                     reserve: false,
-                    key_texts: vec![Some(store_key)],
+                    key_texts: IdVec::from(vec![Some(store_key)]),
                 };
                 let state = shared.value(&query).await;
                 let is_reachable = state.as_ref().is_ok_and(|state| state.is_from_store);
@@ -188,32 +189,31 @@ impl RuleState {
                 context.inputs.keyed_requests.push(Some(keyed_request));
                 let clock = || counting.clock.now().unix_ms;
                 let now = DecisionTime::read(&clock);
-                let admits = rule_set.peek(&charge_plan, counting.table, now, &mut context);
+                let admits = charge_plan.peek(counting.table, now, &mut context);
                 table = Some(counting.table);
                 KeyState { context, admits, is_from_store: false }
             }
         };
         let now_ms = counting.clock.now().unix_ms;
-        rule_set.peek_slots(&charge_plan, &mut context);
+        charge_plan.peek_slots(&mut context);
         let compiled_rule = &rule_set.rules[rule];
         let usage = context.result.concurrency.first().copied();
         self.concurrent = usage.and_then(|usage| Some((compiled_rule.concurrent_name()?.to_owned(), usage)));
         self.windows = compiled.decision_service.windows(&charge_plan, &context);
         // A rule that could not read its key or plan keeps its error, unless its windows refuse.
         let is_failed = self.result == RuleResult::Fails;
-        let result = self.decide(compiled, &charge_plan, compiled_rule, &context, admits, now_ms);
+        let result = self.decide(&charge_plan, compiled_rule, &context, admits, now_ms);
         if !is_failed || result == RuleResult::Refuses {
             self.result = result;
             self.reason = self.reason_of_result(compiled_rule, now_ms);
         }
-        self.retry_at_ms = rule_set.retry_at_ms_once_refused(&charge_plan, table, &mut context, now_ms);
+        self.retry_at_ms = charge_plan.retry_at_ms_once_refused(table, &mut context, now_ms);
         Ok(())
     }
 
     /// What the rule makes of the request, with the usage in `context`.
     fn decide(
         &self,
-        compiled: &CompiledConfig,
         charge_plan: &ChargePlan,
         rule: &CompiledRule,
         context: &DecisionContext,
@@ -221,13 +221,12 @@ impl RuleState {
         now_ms: u64,
     ) -> RuleResult {
         let may_wait = rule.rule.delays() && !rule.waiters.is_full();
-        let admission_times =
-            || compiled.rule_set.admission_times(charge_plan, compiled.rule_set.time(now_ms), context);
+        let admission_times = || charge_plan.admission_times(charge_plan.time(now_ms), context);
         let has_slot = self.concurrent.as_ref().is_none_or(|(_, usage)| usage.remaining() > 0);
         let of_windows = match admits {
             true => RuleResult::Admits,
             false => match admission_times().filter(|_| may_wait) {
-                Some(times) => RuleResult::Delays(times.first().copied()),
+                Some(times) => RuleResult::Delays(times.iter().next().copied()),
                 None => RuleResult::Refuses,
             },
         };
@@ -326,7 +325,7 @@ impl RuleState {
 }
 
 impl Variant {
-    fn of(rule: &CompiledRule, variant: usize) -> Variant {
+    fn of(rule: &CompiledRule, variant: VariantId) -> Variant {
         let value = |value: &KeyValue| match value {
             KeyValue::Clear(text) => text.clone(),
             KeyValue::Digest(digest) => digest.brief(),

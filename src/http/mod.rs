@@ -5,6 +5,8 @@
 //! Keys: `request_values`, `key_source`, `rate_limit_key`, `store_key_text`, `client_plans`, `overrides`.
 //! Response: `error`, `responses` (the file with the status codes), `ratelimit_headers`, `route_actions`.
 
+use transom_limiter::handles;
+
 pub mod client_plans;
 pub mod error;
 pub mod forward_auth;
@@ -27,3 +29,8 @@ pub mod router;
 pub mod store_key_text;
 pub mod trace_context;
 pub mod websocket_handshake;
+
+handles! {
+    /// A list of rules of a configuration; routes with equal lists share one.
+    RouteRulesId,
+}

@@ -10,6 +10,7 @@ use foldhash::fast::RandomState;
 
 use super::client_plans::{ClientPlans, PlanId, SECRET_MAX_BYTES};
 use super::key_source::{feed_address, part_kind};
+use transom_limiter::handles::VariantId;
 use transom_limiter::ip_prefix::Networks;
 use transom_limiter::key::{KeyHash, KeyHasher, KeyPart};
 use transom_limiter::rule::KeyValue;
@@ -25,7 +26,7 @@ pub struct Overrides {
     /// Set if a key is configured as a digest: then all keys are looked up by the digests of their parts.
     pub digest_hasher: Option<KeyHasher>,
     /// The variant of the rule by [`PlanId`]; empty if the rule treats all plans alike.
-    plans: Vec<usize>,
+    plans: Vec<VariantId>,
 }
 
 /// How a rule treats a request.
@@ -33,7 +34,7 @@ pub struct Overrides {
 pub enum RuleTreatment {
     Exempt,
     /// Counted in the windows of this variant.
-    Variant(usize),
+    Variant(VariantId),
 }
 
 impl Overrides {
@@ -41,10 +42,9 @@ impl Overrides {
     pub fn new(compiled: &CompiledRule, hasher: &KeyHasher, clients: Option<&ClientPlans>) -> Option<Overrides> {
         let rule = &compiled.rule;
         let plans = clients.map_or(&[][..], |clients| &clients.plans);
-        let plans: Vec<usize> = plans.iter().map(|plan| compiled.variant_of_plan(plan)).collect();
-        let overridden = rule.overrides.iter().enumerate();
-        let overridden =
-            overridden.map(|(i, other)| (&other.key, RuleTreatment::Variant(compiled.variant_of_override(i))));
+        let plans: Vec<VariantId> = plans.iter().map(|plan| rule.variant_of_plan(plan)).collect();
+        let overridden = rule.override_variants();
+        let overridden = overridden.map(|(variant, other)| (&other.key, RuleTreatment::Variant(variant)));
         let exempt = rule.exemptions.keys.iter().map(|key| (key, RuleTreatment::Exempt));
         let keys: Vec<_> = overridden.chain(exempt).collect();
         let digests = keys.iter().any(|(key, _)| key.iter().any(|value| matches!(value, KeyValue::Digest(_))));
@@ -56,7 +56,7 @@ impl Overrides {
                 .map(|(key, treatment)| (hash_values(hasher, &rule.key, key, digests), *treatment))
                 .collect(),
             digest_hasher: digests.then(|| hasher.clone()),
-            plans: if plans.iter().any(|variant| *variant != 0) { plans } else { Vec::new() },
+            plans: if plans.iter().any(|variant| *variant != VariantId::DEFAULT) { plans } else { Vec::new() },
         };
         let any = overrides.networks.is_some() || !overrides.keys.is_empty() || !overrides.plans.is_empty();
         any.then_some(overrides)
@@ -82,9 +82,9 @@ impl Overrides {
         !self.plans.is_empty()
     }
 
-    /// The variant for a plan; 0 is the default.
-    pub fn variant_of(&self, plan: Option<PlanId>) -> usize {
-        plan.and_then(|plan| self.plans.get(plan as usize)).copied().unwrap_or(0)
+    /// The variant for a plan.
+    pub fn variant_of(&self, plan: Option<PlanId>) -> VariantId {
+        plan.and_then(|plan| self.plans.get(plan as usize)).copied().unwrap_or(VariantId::DEFAULT)
     }
 }
 

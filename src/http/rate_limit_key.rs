@@ -16,6 +16,7 @@ use super::overrides::{self, Overrides, RuleTreatment};
 use super::store_key_text::{DIGEST, KeyDigester, KeyTextFormat};
 use crate::config::route::Route;
 use crate::jwt::token::TokenError;
+use transom_limiter::handles::VariantId;
 use transom_limiter::identity;
 use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::rule::Cost;
@@ -184,12 +185,15 @@ impl RuleKey {
         let keyed_request = |variant, cost| KeyedRequest { key, offset, variant, cost };
         let treatment = self.overrides.as_ref().map(|overrides| self.treatment(overrides, key, request, clients));
         let variant = match treatment {
-            None => 0,
+            None => VariantId::DEFAULT,
             Some(Ok(RuleTreatment::Exempt)) => return Ok(None),
             Some(Ok(RuleTreatment::Variant(variant))) => variant,
             Some(Err(error)) => {
                 let cost = self.cost.of_request(request.headers, &self.rule).ok();
-                return Err(KeyFailure { error, keyed_request: cost.map(|cost| keyed_request(0, cost)) });
+                return Err(KeyFailure {
+                    error,
+                    keyed_request: cost.map(|cost| keyed_request(VariantId::DEFAULT, cost)),
+                });
             }
         };
         Ok(Some(keyed_request(variant, self.cost.of_request(request.headers, &self.rule)?)))

@@ -14,9 +14,11 @@ use sfv::{List, ListEntry, Parser};
 
 use crate::config::rule::RateLimitStyle;
 use transom_limiter::acquire::Charge;
+use transom_limiter::charge_plan::{ChargePlan, LayerRef};
 use transom_limiter::concurrency::ConcurrencyUsage;
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::rule_set::{ChargePlan, LayerRef, RuleSet};
+use transom_limiter::handles::{IdVec, LayerId, PlanPosition, RuleId, VariantId};
+use transom_limiter::limit::Limit;
 use transom_limiter::window::Windows;
 use transom_limiter::window_kind::Usage;
 
@@ -42,8 +44,7 @@ pub struct RateLimitTemplate {
 /// A limit of concurrent requests that responses report.
 #[derive(Debug)]
 struct ReportedConcurrency {
-    /// The position of the rule in the charge plan.
-    position: usize,
+    position: PlanPosition,
     /// As in [`ReportedLayer`].
     name: String,
     /// The limit in the default variant.
@@ -53,10 +54,9 @@ struct ReportedConcurrency {
 /// A rule that responses report. It may have thousands of variants; a request has one.
 #[derive(Debug)]
 struct ReportedRule {
-    /// The position of the rule in the charge plan.
-    position: usize,
+    position: PlanPosition,
     /// The range of [`RateLimitTemplate::layers`] of each variant.
-    variants: Vec<Range<usize>>,
+    variants: IdVec<VariantId, Range<usize>>,
 }
 
 #[derive(Debug)]
@@ -80,36 +80,38 @@ struct ReportedLayer {
 
 impl RateLimitTemplate {
     /// Shadow rules are not reported: clients would slow down for them.
-    pub fn new(rule_set: &RuleSet, charge_plan: &ChargePlan, fields: &[RateLimitStyle]) -> RateLimitTemplate {
+    pub fn new(charge_plan: &ChargePlan, style_of: impl Fn(RuleId) -> RateLimitStyle) -> RateLimitTemplate {
         let (mut rules, mut layers, mut concurrency) = (Vec::new(), Vec::new(), Vec::new());
-        for (position, &index) in charge_plan.rules.iter().enumerate() {
-            let rule = &rule_set.rules[index];
-            let style = fields[index];
+        for (position, rule) in charge_plan.compiled_rules() {
+            let style = style_of(charge_plan.rules()[position]);
             if rule.rule.is_shadow() || style == RateLimitStyle::Off {
                 continue;
             }
-            let first = layers.len();
-            let variants = (0..rule.rule.variants().count()).map(|variant| rule.variant(variant));
-            let variants = variants.map(|range| first + range.start..first + range.end).collect();
-            rules.push(ReportedRule { position, variants });
             let is_ietf = matches!(style, RateLimitStyle::Ietf | RateLimitStyle::Both);
             concurrency.extend(rule.concurrent_name().filter(|_| is_ietf).map(|name| ReportedConcurrency {
                 position,
                 name: format!(", \"{name}\""),
                 default: rule.rule.concurrent,
             }));
-            layers.extend(rule.rule.variants().flatten().enumerate().map(|(layer, limit)| ReportedLayer {
-                layer: LayerRef { rule: position, layer },
-                penalty: rule.penalty.map(|layer| LayerRef { rule: position, layer }),
-                is_default: rule.variant(0).contains(&layer),
-                name: format!(", \"{}\"", rule.layer_name(layer)),
+            let layer = |(variant, id, limit): (VariantId, LayerId, &Limit)| ReportedLayer {
+                layer: LayerRef { position, id },
+                penalty: rule.penalty.map(|id| LayerRef { position, id }),
+                is_default: variant == VariantId::DEFAULT,
+                name: format!(", \"{}\"", rule.layer_name(id)),
                 limit: limit.tokens,
                 stated_windows: stated_windows(&limit.windows),
                 capacity: u64::from(limit.capacity()),
                 windows: limit.windows.clone(),
                 is_ietf,
                 is_legacy: matches!(style, RateLimitStyle::Legacy | RateLimitStyle::Both),
-            }));
+            };
+            let mut variants = IdVec::new();
+            for (variant, limits) in rule.variants() {
+                let first = layers.len();
+                layers.extend(limits.map(|(id, limit)| layer((variant, id, limit))));
+                variants.push(first..layers.len());
+            }
+            rules.push(ReportedRule { position, variants });
         }
         RateLimitTemplate { rules, layers, concurrency }
     }
@@ -131,7 +133,7 @@ impl RateLimitTemplate {
             let keyed_request = context.inputs.keyed_requests.get(rule.position).copied().flatten()?;
             Some(&self.layers[rule.variants[keyed_request.variant].clone()])
         });
-        layers.flatten().filter_map(|layer| context.charge_of(layer.layer).map(|charge| (layer, charge)))
+        layers.flatten().filter_map(|layer| context.charge_of(layer.layer).map(|charge| (layer, &charge.charge)))
     }
 
     /// `RateLimit-Policy` for requests to which all rules apply in their default variant; `None` if it is not constant:
@@ -158,7 +160,13 @@ impl RateLimitTemplate {
     ) -> RateLimitFields {
         let mut fields = RateLimitFields::default();
         let is_default = |rule: &ReportedRule| {
-            context.inputs.keyed_requests.get(rule.position).copied().flatten().is_some_and(|key| key.variant == 0)
+            context
+                .inputs
+                .keyed_requests
+                .get(rule.position)
+                .copied()
+                .flatten()
+                .is_some_and(|key| key.variant == VariantId::DEFAULT)
         };
         let all_default = self.rules.iter().all(is_default);
         text.clear();

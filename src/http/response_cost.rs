@@ -4,6 +4,7 @@ use http::{HeaderMap, HeaderName, StatusCode};
 
 use crate::config::Config;
 use crate::config::count_when::CountWhen;
+use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
 use transom_limiter::rule::Cost;
 
 const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
@@ -13,8 +14,7 @@ pub const GRPC_UNKNOWN: u8 = 2;
 /// A rule of a route whose charge depends on the response.
 #[derive(Debug)]
 pub struct ResponseCostRule {
-    /// Position in the charge plan.
-    pub position: usize,
+    pub position: PlanPosition,
     stated: Option<StatedCost>,
     count_when: Option<CountWhen>,
 }
@@ -41,19 +41,20 @@ pub enum FinalCost {
 
 impl ResponseCostRule {
     /// Those of `rules` whose charge depends on the response.
-    pub fn all_of(config: &Config, rules: &[usize]) -> Vec<ResponseCostRule> {
-        let response_cost = |(position, rule): (usize, &usize)| {
-            let stated = match &config.rules[*rule].cost {
+    pub fn all_of(config: &Config, rules: &IdVec<PlanPosition, RuleId>) -> Vec<ResponseCostRule> {
+        let response_cost = |(position, rule): (PlanPosition, &RuleId)| {
+            let rule = &config.rules[*rule];
+            let stated = match &rule.cost {
                 Cost::Response { header, max, .. } => {
                     HeaderName::from_bytes(header.as_bytes()).ok().map(|field| StatedCost { field, max: *max })
                 }
                 Cost::Fixed(_) | Cost::Request { .. } => None,
             };
-            let count_when = config.count_when[*rule].clone();
+            let count_when = rule.count_when.clone();
             let depends = stated.is_some() || count_when.is_some();
             depends.then_some(ResponseCostRule { position, stated, count_when })
         };
-        rules.iter().enumerate().filter_map(response_cost).collect()
+        rules.enumerate().filter_map(response_cost).collect()
     }
 
     /// The cost by the head of a response. `grpc_status`: the code, if the response does not state it in its trailers.

@@ -11,16 +11,17 @@ use http::{Method, Response, StatusCode, Version};
 use jiff::Timestamp;
 use jiff::fmt::rfc2822::DateTimePrinter;
 
+use super::RouteRulesId;
 use super::error::{DecisionError, RequestError};
 use super::http1_head::{self, Framing};
 use super::ratelimit_headers::{RateLimitFields, number, push_number, seconds_until};
 use super::request_id::{RequestId, X_REQUEST_ID};
 use crate::config;
 use crate::config::response_body::{Body, RefusalVariable, split_refusal_variables};
-use transom_limiter::acquire::Charge;
+use transom_limiter::charge_plan::{ChargePlan, LayerCharge, LayerRef};
 use transom_limiter::concurrency::{ConcurrencyUsage, SlotState};
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::rule_set::{ChargePlan, LayerRef, RuleSet};
+use transom_limiter::handles::{IdVec, RuleId};
 use transom_limiter::window_kind::{AcquireRequest, Usage};
 
 const PROBLEM_JSON: HeaderValue = HeaderValue::from_static("application/problem+json");
@@ -190,38 +191,39 @@ pub struct RefusalResponse {
     pub is_unique: bool,
 }
 
-/// Builds the response of a refusal: which limits are reached, and when to retry. `templates` has one entry for each rule of
-/// the rule set; of several refusing rules, the one that blocks longest decides. Written by hand, since a gateway under
+/// Builds the response of a refusal: which limits are reached, and when to retry. Of several refusing rules, the one that
+/// blocks longest decides. Written by hand, since a gateway under
 /// attack does little else: `text` is scratch memory, `headers` is the map of the request, used again.
 #[allow(clippy::too_many_arguments, reason = "two of them are scratch memory")]
 pub fn refusal_response(
-    rule_set: &RuleSet,
     charge_plan: &ChargePlan,
     context: &DecisionContext,
-    templates: &[RefusalTemplate],
+    templates: &IdVec<RuleId, RefusalTemplate>,
     now_ms: u64,
     fields: RateLimitFields,
     request_id: Option<&RequestId>,
     text: &mut Vec<u8>,
     mut headers: HeaderMap,
 ) -> RefusalResponse {
-    let full = || context.result.charges.iter().zip(&context.result.layers).filter(|(charge, _)| charge.is_full);
-    let rule = |layer_ref: &LayerRef| &rule_set.rules[charge_plan.rules[layer_ref.rule]];
+    let rule_set = charge_plan.rule_set();
+    let full = || context.result.charges.iter().filter(|charge| charge.is_full);
     let without_slot = || {
         let full = context.result.concurrency.iter().filter(|usage| usage.state == SlotState::Full);
-        full.map(|usage| charge_plan.rules[usage.rule])
+        full.map(|usage| charge_plan.rules()[usage.rule])
     };
     // When the layer that blocks longest is available, its rule, and the layer; `None` if never, for a request of this cost. A
     // slot may become free at any time, and is no layer.
-    let mut longest = (Some(0), without_slot().next().unwrap_or(0), None);
-    for (charge, layer_ref) in full() {
-        let available_ms = rule_set.available_at_ms(charge, rule(layer_ref), layer_ref.layer, now_ms);
+    let first_rule = || charge_plan.rules().as_slice()[0];
+    let mut longest = (Some(0), without_slot().next().unwrap_or_else(first_rule), None);
+    for charge in full() {
+        let layer = charge.layer.id;
+        let available_ms = rule_set.available_at_ms(charge, layer, now_ms);
         if longest.0.is_some_and(|longest_ms| available_ms.is_none_or(|available_ms| available_ms > longest_ms)) {
-            longest = (available_ms, charge_plan.rules[layer_ref.rule], Some(layer_ref.layer));
+            longest = (available_ms, layer.rule, Some(layer));
         }
     }
     let template = &templates[longest.1];
-    let retry_ms = rule_set.retry_at_ms(charge_plan, context, now_ms);
+    let retry_ms = charge_plan.retry_at_ms(context, now_ms);
     let jitter_s = if template.retry_jitter_s > 0 { fastrand::u64(..=template.retry_jitter_s) } else { 0 };
     let retry_after_s = retry_ms.map(|retry_ms| seconds_until(retry_ms, now_ms).max(1) + jitter_s);
     let (content_type, body) = match &template.body {
@@ -230,13 +232,14 @@ pub fn refusal_response(
             let full_rule = &rule_set.rules[longest.1];
             let slots = || {
                 let mut usages = context.result.concurrency.iter();
-                usages.find(|usage| charge_plan.rules[usage.rule] == longest.1).map_or(0, |usage| usage.limit)
+                usages.find(|usage| charge_plan.rules()[usage.rule] == longest.1).map_or(0, |usage| usage.limit)
             };
             let values = RefusalValues {
                 retry_after_s,
                 // A lock-out, which is in no variant, admits nothing.
-                limit: longest.2.map_or_else(slots, |layer| {
-                    full_rule.rule.variants().flatten().nth(layer).map_or(0, |limit| limit.tokens)
+                limit: longest.2.map_or_else(slots, |layer| match full_rule.layer(layer) {
+                    layer if layer.is_penalty() => 0,
+                    layer => layer.request.limit,
                 }),
                 window: longest
                     .2
@@ -250,8 +253,8 @@ pub fn refusal_response(
         RefusalBody::Problem { retryable, never } => {
             text.clear();
             text.extend_from_slice(if retry_after_s.is_some() { retryable } else { never });
-            let layers = full().map(|(_, layer_ref)| rule(layer_ref).layer_name(layer_ref.layer));
-            let names = layers.chain(without_slot().filter_map(|index| rule_set.rules[index].concurrent_name()));
+            let layers = full().map(|charge| charge_plan.rule_of(charge.layer).layer_name(charge.layer.id));
+            let names = layers.chain(without_slot().filter_map(|rule| rule_set.rules[rule].concurrent_name()));
             for (i, name) in names.enumerate() {
                 // The configuration check allows no name that needs an escape.
                 text.extend_from_slice(if i == 0 { b"\"" } else { b", \"" });
@@ -582,8 +585,8 @@ fn response(status: StatusCode, content_type: HeaderValue, body: impl Into<Bytes
 /// many requests within a millisecond and gets equal responses.
 #[derive(Debug, Default)]
 pub struct RefusalCache {
-    /// The position of the route's rules in the compiled configuration.
-    rules_index: usize,
+    /// The rules that refused.
+    rules: Option<RouteRulesId>,
     now_ms: u64,
     outcomes: Vec<LayerOutcome>,
     concurrency: Vec<ConcurrencyUsage>,
@@ -601,26 +604,26 @@ struct LayerOutcome {
 }
 
 impl LayerOutcome {
-    fn of((charge, layer): (&Charge, &LayerRef)) -> LayerOutcome {
-        LayerOutcome { layer: *layer, request: charge.request, usage: charge.usage, is_full: charge.is_full }
+    fn of(charge: &LayerCharge) -> LayerOutcome {
+        LayerOutcome { layer: charge.layer, request: charge.request, usage: charge.usage, is_full: charge.is_full }
     }
 }
 
 impl RefusalCache {
-    /// The previous response, or that of `render`. `rules_index` is the position of the rules that decided in `context`.
+    /// The previous response, or that of `render`. `rules` decided in `context`.
     pub fn response(
         &mut self,
-        rules_index: usize,
+        rules: RouteRulesId,
         now_ms: u64,
         context: &DecisionContext,
         render: impl FnOnce() -> RefusalResponse,
     ) -> LocalResponse {
-        let outcomes = || context.result.charges.iter().zip(&context.result.layers).map(LayerOutcome::of);
-        let is_same = (self.rules_index, self.now_ms) == (rules_index, now_ms)
+        let outcomes = || context.result.charges.iter().map(LayerOutcome::of);
+        let is_same = (self.rules, self.now_ms) == (Some(rules), now_ms)
             && self.outcomes.iter().copied().eq(outcomes())
             && self.concurrency == context.result.concurrency;
         if !is_same || self.refused.as_ref().is_none_or(|refused| refused.is_unique) {
-            (self.rules_index, self.now_ms) = (rules_index, now_ms);
+            (self.rules, self.now_ms) = (Some(rules), now_ms);
             self.outcomes.clear();
             self.outcomes.extend(outcomes());
             self.concurrency.clone_from(&context.result.concurrency);

@@ -16,8 +16,10 @@ use foldhash::HashMap;
 use http::header::{HeaderMap, HeaderName};
 use http::{HeaderValue, Method};
 
+use crate::config::RouteId;
 use crate::config::path::{PathPattern, Segment, TrailingSlash};
 use crate::config::route::Route;
+use transom_limiter::handles::IdVec;
 
 /// Segments of a path that are matched one by one; deeper paths match catch-alls only.
 const DEPTH_MAX: usize = 64;
@@ -69,7 +71,7 @@ struct Tree {
 
 #[derive(Clone, Debug)]
 struct Candidate {
-    route: u32,
+    route: RouteId,
     /// `None`: matches every request.
     conditions: Option<Box<Conditions>>,
 }
@@ -98,7 +100,7 @@ pub struct RouteQuery<'a> {
 #[derive(PartialEq, Eq, Debug)]
 pub struct AmbiguousHeader<'r>(pub &'r HeaderName);
 
-type Match<'r> = Result<Option<usize>, AmbiguousHeader<'r>>;
+type Match<'r> = Result<Option<RouteId>, AmbiguousHeader<'r>>;
 
 /// The condition of a route that a request of its host and path does not meet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -113,21 +115,21 @@ trait Accepts: for<'c> FnMut(&'c Candidate, &RouteQuery<'_>) -> Result<bool, Amb
 impl<F: for<'c> FnMut(&'c Candidate, &RouteQuery<'_>) -> Result<bool, AmbiguousHeader<'c>>> Accepts for F {}
 
 impl Router {
-    pub fn new(routes: &[Route], trailing_slash: TrailingSlash) -> Router {
-        let with_scheme = |secure: Option<bool>| move |(_, route): &(usize, &Route)| route.secure == secure;
+    pub fn new(routes: &IdVec<RouteId, Route>, trailing_slash: TrailingSlash) -> Router {
+        let with_scheme = |secure: Option<bool>| move |(_, route): &(RouteId, &Route)| route.secure == secure;
         let by_scheme = [false, true].map(|secure| {
-            let mut routes = routes.iter().enumerate().filter(with_scheme(Some(secure))).peekable();
+            let mut routes = routes.enumerate().filter(with_scheme(Some(secure))).peekable();
             routes.peek().is_some().then_some(())?;
             Some(Box::new(Router::build(routes, trailing_slash)))
         });
-        Router { by_scheme, ..Router::build(routes.iter().enumerate().filter(with_scheme(None)), trailing_slash) }
+        Router { by_scheme, ..Router::build(routes.enumerate().filter(with_scheme(None)), trailing_slash) }
     }
 
-    fn build<'r>(routes: impl Iterator<Item = (usize, &'r Route)>, trailing_slash: TrailingSlash) -> Router {
+    fn build<'r>(routes: impl Iterator<Item = (RouteId, &'r Route)>, trailing_slash: TrailingSlash) -> Router {
         let (mut hosts, mut wildcards) = (BTreeMap::<&str, Tree>::new(), BTreeMap::<&str, Tree>::new());
         let mut any = Tree::default();
-        for (index, route) in routes {
-            let candidate = Candidate::new(index, route);
+        for (id, route) in routes {
+            let candidate = Candidate::new(id, route);
             if route.hosts.is_empty() {
                 any.insert(&route.path, candidate.clone());
             }
@@ -187,7 +189,7 @@ impl Router {
         (start, self.candidates.len() as u32)
     }
 
-    /// The position of the route that matches a request. `params` receives the values of its parameters as ranges of the
+    /// The route that matches a request. `params` receives the values of its parameters as ranges of the
     /// path, in path order.
     pub fn find(&self, query: &RouteQuery<'_>, params: &mut Vec<Range<usize>>) -> Match<'_> {
         self.search(query, params, &mut Candidate::matches)
@@ -195,11 +197,11 @@ impl Router {
 
     /// The routes whose scheme, host and path match a request, the most specific first, each with the condition that the
     /// request does not meet. The first route without such a condition is the one that [`Router::find`] returns.
-    pub fn candidates(&self, query: &RouteQuery<'_>) -> Vec<(usize, Option<UnmetCondition>)> {
-        let mut tried: Vec<(usize, Option<UnmetCondition>)> = Vec::new();
+    pub fn candidates(&self, query: &RouteQuery<'_>) -> Vec<(RouteId, Option<UnmetCondition>)> {
+        let mut tried: Vec<(RouteId, Option<UnmetCondition>)> = Vec::new();
         // Nothing is accepted, so the search tries every candidate, and never fails.
         let _ = self.search(query, &mut Vec::new(), &mut |candidate, query| {
-            let route = candidate.route as usize;
+            let route = candidate.route;
             if tried.iter().all(|(known, _)| *known != route) {
                 tried.push((route, candidate.unmet_condition(query)));
             }
@@ -307,7 +309,7 @@ impl Router {
     fn first_match(&self, (start, end): (u32, u32), query: &RouteQuery<'_>, accepts: &mut impl Accepts) -> Match<'_> {
         for candidate in &self.candidates[start as usize..end as usize] {
             if accepts(candidate, query)? {
-                return Ok(Some(candidate.route as usize));
+                return Ok(Some(candidate.route));
             }
         }
         Ok(None)
@@ -339,7 +341,7 @@ impl Tree {
 }
 
 impl Candidate {
-    fn new(index: usize, route: &Route) -> Candidate {
+    fn new(id: RouteId, route: &Route) -> Candidate {
         // The configuration check rejects invalid names, values and methods.
         let methods: Vec<Method> = route.methods.iter().filter_map(|m| Method::from_bytes(m.as_bytes()).ok()).collect();
         let header = |(name, value): &(String, Option<String>)| {
@@ -349,11 +351,11 @@ impl Candidate {
         let headers: Vec<_> = route.headers.iter().filter_map(header).collect();
         let conditions =
             (!methods.is_empty() || !headers.is_empty()).then(|| Box::new(Conditions { methods, headers }));
-        Candidate { route: index as u32, conditions }
+        Candidate { route: id, conditions }
     }
 
     /// Sort key: the most specific candidate first.
-    fn specificity_order(&self) -> (bool, Reverse<usize>, Reverse<usize>, bool, u32) {
+    fn specificity_order(&self) -> (bool, Reverse<usize>, Reverse<usize>, bool, RouteId) {
         let Some(conditions) = &self.conditions else { return (true, Reverse(0), Reverse(0), false, self.route) };
         let values = conditions.headers.iter().filter(|(_, value)| value.is_some()).count();
         // A route for HEAD precedes one for GET, which also matches HEAD.
@@ -442,7 +444,12 @@ mod tests {
         }
     }
 
-    fn found<'a>(routes: &'a [Route], method: &str, host: &str, path: &str) -> Option<(&'a str, Vec<String>)> {
+    fn found<'a>(
+        routes: &'a IdVec<RouteId, Route>,
+        method: &str,
+        host: &str,
+        path: &str,
+    ) -> Option<(&'a str, Vec<String>)> {
         let mut params = Vec::new();
         let method = Method::from_bytes(method.as_bytes()).unwrap();
         let query = RouteQuery { host, method: &method, headers: &HeaderMap::new(), path, secure: false };
@@ -450,7 +457,7 @@ mod tests {
         Some((routes[route].name.as_str(), params.into_iter().map(|range| path[range].to_owned()).collect()))
     }
 
-    fn name<'a>(routes: &'a [Route], method: &str, host: &str, path: &str) -> Option<&'a str> {
+    fn name<'a>(routes: &'a IdVec<RouteId, Route>, method: &str, host: &str, path: &str) -> Option<&'a str> {
         found(routes, method, host, path).map(|(name, _)| name)
     }
 

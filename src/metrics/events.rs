@@ -8,6 +8,8 @@ use std::rc::Rc;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use transom_limiter::handles::{Handle, IdVec, LayerId, PlanPosition, RuleId};
+
 use super::storage::{GaugeGuard, Histogram, MetricCell, RouteCells};
 use super::{Metric, Registry, WorkerId, counter, gauge, histogram, process, redis, upstream};
 
@@ -204,43 +206,48 @@ impl RouteMetrics {
         self.0.refused.add(1);
     }
 
-    /// `rule` is the position in the route's list.
-    pub fn admitted(&self, rule: usize) {
-        self.0.outcomes[rule][0].add(1);
+    pub fn admitted(&self, rule: PlanPosition) {
+        self.0.outcomes[rule.index()][0].add(1);
     }
 
-    pub fn refused(&self, rule: usize) {
-        self.0.outcomes[rule][1].add(1);
+    pub fn refused(&self, rule: PlanPosition) {
+        self.0.outcomes[rule.index()][1].add(1);
     }
 
-    pub fn delayed(&self, rule: usize) {
-        self.0.outcomes[rule][2].add(1);
+    pub fn delayed(&self, rule: PlanPosition) {
+        self.0.outcomes[rule.index()][2].add(1);
     }
 
-    pub fn shadowed(&self, rule: usize) {
-        self.0.outcomes[rule][3].add(1);
+    pub fn shadowed(&self, rule: PlanPosition) {
+        self.0.outcomes[rule.index()][3].add(1);
     }
 
-    pub fn exempt(&self, rule: usize) {
-        self.0.outcomes[rule][4].add(1);
+    pub fn exempt(&self, rule: PlanPosition) {
+        self.0.outcomes[rule.index()][4].add(1);
     }
 }
 
 /// Refusals by the limits of a list of rules, in one worker.
 #[derive(Debug)]
-pub struct WindowMetrics(Vec<Vec<Arc<MetricCell>>>);
+pub struct WindowMetrics<I>(IdVec<I, Vec<Arc<MetricCell>>>);
 
-impl WindowMetrics {
-    /// `rules` are rule names, each with the names of its limits.
-    pub fn new(registry: &Registry, worker: WorkerId, rules: &[(&str, Vec<&str>)]) -> WindowMetrics {
+impl<I: Handle> WindowMetrics<I> {
+    /// `rules` are rule names, each with the names of its layers, and then that of its limit of requests in flight, if it has one.
+    pub fn new(registry: &Registry, worker: WorkerId, rules: &[(&str, Vec<&str>)]) -> WindowMetrics<I> {
         let rule = |(rule, limits): &(&str, Vec<&str>)| {
             limits.iter().map(|limit| registry.cell(&REFUSED, worker, &[("rule", rule), ("window", limit)])).collect()
         };
         WindowMetrics(rules.iter().map(rule).collect())
     }
 
-    pub fn refused(&self, rule: usize, limit: usize) {
-        self.0[rule][limit].add(1);
+    /// `layer` is one of the rule.
+    pub fn refused_by_layer(&self, rule: I, layer: LayerId) {
+        self.0[rule][layer.position()].add(1);
+    }
+
+    /// By a rule that limits the requests in flight.
+    pub fn refused_by_slots(&self, rule: I) {
+        self.0[rule].iter().last().iter().for_each(|cell| cell.add(1));
     }
 }
 
@@ -248,8 +255,8 @@ impl WindowMetrics {
 #[derive(Debug)]
 pub struct DecisionMetrics {
     /// By rule, in the order of [`OUTCOMES`].
-    outcomes: Vec<[Arc<MetricCell>; OUTCOMES.len()]>,
-    windows: WindowMetrics,
+    outcomes: IdVec<RuleId, [Arc<MetricCell>; OUTCOMES.len()]>,
+    windows: WindowMetrics<RuleId>,
 }
 
 impl DecisionMetrics {
@@ -264,28 +271,28 @@ impl DecisionMetrics {
         DecisionMetrics { outcomes, windows: WindowMetrics::new(registry, worker, rules) }
     }
 
-    pub fn admitted(&self, rule: usize) {
+    pub fn admitted(&self, rule: RuleId) {
         self.outcomes[rule][0].add(1);
     }
 
-    pub fn refused(&self, rule: usize) {
+    pub fn refused(&self, rule: RuleId) {
         self.outcomes[rule][1].add(1);
     }
 
-    pub fn delayed(&self, rule: usize) {
+    pub fn delayed(&self, rule: RuleId) {
         self.outcomes[rule][2].add(1);
     }
 
-    pub fn shadowed(&self, rule: usize) {
+    pub fn shadowed(&self, rule: RuleId) {
         self.outcomes[rule][3].add(1);
     }
 
-    pub fn exempt(&self, rule: usize) {
+    pub fn exempt(&self, rule: RuleId) {
         self.outcomes[rule][4].add(1);
     }
 
-    pub fn refused_by_window(&self, rule: usize, limit: usize) {
-        self.windows.refused(rule, limit);
+    pub fn refused_by_layer(&self, rule: RuleId, layer: LayerId) {
+        self.windows.refused_by_layer(rule, layer);
     }
 }
 

@@ -14,15 +14,19 @@ use super::response::Rejection;
 use super::response_cost::PendingCost;
 use super::worker_config::WorkerConfig;
 use super::worker_state::WorkerState;
+use crate::http::RouteRulesId;
 use crate::http::error::RequestError;
 use crate::http::key_source::RequestAttributes;
 use crate::http::ratelimit_headers::RateLimitFields;
 use crate::metrics::storage::GaugeGuard;
+use crate::redis_store::StoreKeys;
 use crate::redis_store::shared_decision::{BeginResult, SharedDecision, SharedOutcome, Unavailable};
+use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::concurrency::{QueuedSlot, Slot, SlotState};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::PlanPosition;
 use transom_limiter::rule::OnLimit;
 use transom_limiter::slot_decision::SlotsResult;
 use transom_limiter::waiter_limit::WaiterSlot;
@@ -30,8 +34,7 @@ use transom_limiter::waiter_limit::WaiterSlot;
 /// A decision that waits.
 pub struct PendingAdmission {
     step: PendingStep,
-    /// Position in `CompiledConfig::route_rules`.
-    rules_index: usize,
+    rules_id: RouteRulesId,
 }
 
 /// What a decision waits for.
@@ -58,15 +61,15 @@ impl Admission {
         fields: RateLimitFields,
         worker: &Rc<WorkerState>,
         config: &Rc<WorkerConfig>,
-        rules_index: usize,
+        rules_id: RouteRulesId,
         context: &DecisionContext,
-        store_keys: impl FnOnce() -> Vec<Option<Rc<str>>>,
+        store_keys: impl FnOnce() -> StoreKeys,
     ) -> Admission {
         let charges = StoreCharges::default();
         Admission {
             fields: fields.without_indexing(),
-            delay: DelayedRequest::new(decision, worker, config, rules_index, context, charges),
-            pending_cost: PendingCost::new(worker, config, rules_index, context, &[], store_keys),
+            delay: DelayedRequest::new(decision, worker, config, rules_id, context, charges),
+            pending_cost: PendingCost::new(worker, config, rules_id, context, &[], store_keys),
         }
     }
 }
@@ -77,29 +80,29 @@ pub enum Evaluation {
     Pending(Box<PendingAdmission>),
 }
 
-/// Decides a request, with its keys in `context`, by the rules at `rules_index`.
+/// Decides a request, with its keys in `context`, by its rules.
 #[inline(always)]
 pub fn evaluate(
     worker: &WorkerState,
     compiled: &CompiledConfig,
-    rules_index: usize,
+    rules_id: RouteRulesId,
     attributes: &RequestAttributes<'_>,
     context: &mut DecisionContext,
     record: &mut RequestRecord,
     now_ms: u64,
 ) -> Result<Evaluation, RequestError> {
-    let rules = &compiled.route_rules[rules_index];
+    let rules = &compiled.route_rules[rules_id];
     context.result.concurrency.clear();
     if rules.charge_plan.limits_concurrency()
-        && let Some(evaluation) = acquire_slots(worker, compiled, rules_index, attributes, context, record)
+        && let Some(evaluation) = acquire_slots(worker, compiled, rules_id, attributes, context, record)
     {
         return Ok(evaluation);
     }
-    match decide_windows(worker, compiled, rules, context, now_ms, |rule| compiled.store_key(rules, rule, attributes)) {
+    match decide_windows(worker, rules, context, now_ms, |rule| compiled.store_key(rules, rule, attributes)) {
         BeginResult::Decided(decision) => Ok(Evaluation::Decided(decision)),
         BeginResult::Pending(decision) => {
             let step = PendingStep::Store(decision);
-            Ok(Evaluation::Pending(Box::new(PendingAdmission { step, rules_index })))
+            Ok(Evaluation::Pending(Box::new(PendingAdmission { step, rules_id })))
         }
         BeginResult::Unavailable => Err(RequestError::StoreUnavailable),
     }
@@ -110,26 +113,26 @@ pub fn evaluate(
 fn acquire_slots(
     worker: &WorkerState,
     compiled: &CompiledConfig,
-    rules_index: usize,
+    rules_id: RouteRulesId,
     attributes: &RequestAttributes<'_>,
     context: &mut DecisionContext,
     record: &mut RequestRecord,
 ) -> Option<Evaluation> {
-    let (rule_set, rules) = (&compiled.rule_set, &compiled.route_rules[rules_index]);
-    let hold = |position, slot| record.hold_slot(rules_index, position, slot);
-    match rule_set.acquire_slots(&rules.charge_plan, context, 0, hold) {
+    let rules = &compiled.route_rules[rules_id];
+    let hold = |position, slot| record.hold_slot(rules_id, position, slot);
+    match rules.charge_plan.acquire_slots(context, None, hold) {
         SlotsResult::Acquired => return None,
-        SlotsResult::Full(index) => {
-            if let Some((place, waiter)) = QueuePlace::join(compiled, rules_index, context, record, index) {
+        SlotsResult::Full(position) => {
+            if let Some((place, waiter)) = QueuePlace::join(&rules.charge_plan, context, record, position) {
                 let store_keys = compiled.store_keys(rules, attributes);
                 let queued = QueuedRequest { place, waiter, context: context.clone(), store_keys };
                 let step = PendingStep::Slot(Box::new(queued));
-                return Some(Evaluation::Pending(Box::new(PendingAdmission { step, rules_index })));
+                return Some(Evaluation::Pending(Box::new(PendingAdmission { step, rules_id })));
             }
         }
         SlotsResult::Refused => {}
     }
-    refuse(worker, compiled, rules, context, record, |rule| compiled.store_key(rules, rule, attributes));
+    refuse(worker, rules, context, record, |rule| compiled.store_key(rules, rule, attributes));
     Some(Evaluation::Decided(Decision::Refused))
 }
 
@@ -137,37 +140,35 @@ fn acquire_slots(
 #[inline(always)]
 fn decide_windows(
     worker: &WorkerState,
-    compiled: &CompiledConfig,
     rules: &RouteRules,
     context: &mut DecisionContext,
     now_ms: u64,
-    store_key: impl Fn(usize) -> Option<Rc<str>>,
+    store_key: impl Fn(PlanPosition) -> Option<Rc<str>>,
 ) -> BeginResult {
     let charge_plan = &rules.charge_plan;
     match worker.shared.as_ref().filter(|_| charge_plan.is_shared) {
         None => {
             let clock = || worker.clock.now().unix_ms;
             let now = DecisionTime::starting_at(now_ms, &clock);
-            BeginResult::Decided(compiled.rule_set.decide(charge_plan, &worker.table, now, context))
+            BeginResult::Decided(charge_plan.decide(&worker.table, now, context))
         }
-        Some(shared) => shared.begin(&compiled.rule_set, charge_plan, context, store_key),
+        Some(shared) => shared.begin(charge_plan, context, store_key),
     }
 }
 
 /// Releases the slots of a request that found one rule without a free slot, and completes the result of its decision.
 fn refuse(
     worker: &WorkerState,
-    compiled: &CompiledConfig,
     rules: &RouteRules,
     context: &mut DecisionContext,
     record: &mut RequestRecord,
-    store_key: impl Fn(usize) -> Option<Rc<str>>,
+    store_key: impl Fn(PlanPosition) -> Option<Rc<str>>,
 ) {
     record.release_slots(context);
     let clock = || worker.clock.now().unix_ms;
-    compiled.rule_set.refuse(&rules.charge_plan, &worker.table, DecisionTime::read(&clock), context);
+    rules.charge_plan.refuse(&worker.table, DecisionTime::read(&clock), context);
     if let Some(shared) = worker.shared.as_ref().filter(|_| rules.charge_plan.is_shared) {
-        shared.charge_refusal(&compiled.rule_set, &rules.charge_plan, context, store_key);
+        shared.charge_refusal(&rules.charge_plan, context, store_key);
     }
 }
 
@@ -176,16 +177,12 @@ struct QueuedRequest {
     place: QueuePlace,
     waiter: WaiterSlot,
     context: DecisionContext,
-    /// Store keys by rule.
-    store_keys: Vec<Option<Rc<str>>>,
+    store_keys: StoreKeys,
 }
 
 /// A place in the queue of a rule.
 struct QueuePlace {
-    /// Index in the order in which slots are taken.
-    index: usize,
-    /// Position of the rule in the charge plan.
-    position: usize,
+    position: PlanPosition,
     slot: QueuedSlot,
     max_delay_ms: u64,
     _counted: Option<GaugeGuard>,
@@ -194,19 +191,17 @@ struct QueuePlace {
 impl QueuePlace {
     /// `None` if too many requests wait for the rule already.
     fn join(
-        compiled: &CompiledConfig,
-        rules_index: usize,
+        charge_plan: &ChargePlan,
         context: &DecisionContext,
         record: &RequestRecord,
-        index: usize,
+        position: PlanPosition,
     ) -> Option<(QueuePlace, WaiterSlot)> {
-        let (rule_set, charge_plan) = (&compiled.rule_set, &compiled.route_rules[rules_index].charge_plan);
-        let (position, slot) = rule_set.queue_slot(charge_plan, context, index)?;
-        let rule = &rule_set.rules[charge_plan.rules[position]];
+        let slot = charge_plan.queue_slot(context, position)?;
+        let rule = charge_plan.rule(position);
         let OnLimit::Delay { max_delay_ms, .. } = rule.rule.on_limit else { return None };
         let waiter = rule.waiters.try_enter()?;
-        let counted = record.record_slot_wait(position, charge_plan.rules[position]);
-        Some((QueuePlace { index, position, slot, max_delay_ms, _counted: counted }, waiter))
+        let counted = record.record_slot_wait(position, charge_plan.rules()[position]);
+        Some((QueuePlace { position, slot, max_delay_ms, _counted: counted }, waiter))
     }
 
     /// Waits for the slot; `None` after the longest delay that the rule allows.
@@ -230,23 +225,22 @@ impl QueuedRequest {
         mut self: Box<Self>,
         worker: &WorkerState,
         config: &WorkerConfig,
-        rules_index: usize,
+        rules_id: RouteRulesId,
         record: &mut RequestRecord,
     ) -> Result<SharedOutcome, Unavailable> {
-        let compiled = &*config.compiled;
-        let rules = &compiled.route_rules[rules_index];
+        let rules = &config.compiled.route_rules[rules_id];
         record.delay_began();
-        let has_slots = self.wait_for_slots(worker, compiled, rules_index, record).await;
+        let has_slots = self.wait_for_slots(worker, &rules.charge_plan, rules_id, record).await;
         record.delay_ended();
         let QueuedRequest { place, waiter, mut context, store_keys } = *self;
         // The request waits no longer, also while the store decides.
         drop((place, waiter));
-        let store_key = |rule: usize| store_keys.get(rule).cloned().flatten();
+        let store_key = |rule| store_keys.get(rule).cloned().flatten();
         let begun = if has_slots {
             let now_ms = worker.clock.now().unix_ms;
-            decide_windows(worker, compiled, rules, &mut context, now_ms, store_key)
+            decide_windows(worker, rules, &mut context, now_ms, store_key)
         } else {
-            refuse(worker, compiled, rules, &mut context, record, store_key);
+            refuse(worker, rules, &mut context, record, store_key);
             BeginResult::Decided(Decision::Refused)
         };
         match begun {
@@ -262,23 +256,22 @@ impl QueuedRequest {
     async fn wait_for_slots(
         &mut self,
         worker: &WorkerState,
-        compiled: &CompiledConfig,
-        rules_index: usize,
+        charge_plan: &ChargePlan,
+        rules_id: RouteRulesId,
         record: &mut RequestRecord,
     ) -> bool {
-        let (rule_set, charge_plan) = (&compiled.rule_set, &compiled.route_rules[rules_index].charge_plan);
         loop {
             let Some(slot) = self.place.wait(worker).await else { return false };
-            record.hold_slot(rules_index, self.place.position, slot);
+            record.hold_slot(rules_id, self.place.position, slot);
             if let Some(usage) = self.context.result.concurrency.last_mut() {
                 usage.state = SlotState::Waited;
             }
-            let hold = |position, slot| record.hold_slot(rules_index, position, slot);
-            match rule_set.acquire_slots(charge_plan, &mut self.context, self.place.index + 1, hold) {
+            let hold = |position, slot| record.hold_slot(rules_id, position, slot);
+            match charge_plan.acquire_slots(&mut self.context, Some(self.place.position), hold) {
                 SlotsResult::Acquired => return true,
                 SlotsResult::Refused => return false,
-                SlotsResult::Full(index) => {
-                    let joined = QueuePlace::join(compiled, rules_index, &self.context, record, index);
+                SlotsResult::Full(position) => {
+                    let joined = QueuePlace::join(charge_plan, &self.context, record, position);
                     let Some((place, waiter)) = joined else { return false };
                     (self.place, self.waiter) = (place, waiter);
                 }
@@ -295,32 +288,32 @@ impl PendingAdmission {
         config: &Rc<WorkerConfig>,
         record: &mut RequestRecord,
     ) -> Result<Admission, Rejection> {
-        let PendingAdmission { step, rules_index } = *self;
-        let rules = &config.compiled.route_rules[rules_index];
+        let PendingAdmission { step, rules_id } = *self;
+        let rules = &config.compiled.route_rules[rules_id];
         let outcome = match step {
             PendingStep::Store(decision) => decision.decide(&rules.charge_plan).await,
-            PendingStep::Slot(queued) => queued.decide(worker, config, rules_index, record).await,
+            PendingStep::Slot(queued) => queued.decide(worker, config, rules_id, record).await,
         };
         let mut outcome = outcome.map_err(|Unavailable| Rejection::Error(RequestError::StoreUnavailable))?;
         let now_ms = worker.clock.now().unix_ms;
         if let Decision::Refused = outcome.decision {
             record.release_slots(&mut outcome.context);
         }
-        record.record_decision(rules_index, &outcome.context, &outcome.decision);
+        record.record_decision(rules_id, &outcome.context, &outcome.decision);
         config.top_keys.count_decision(&rules.charge_plan, &outcome.context, &outcome.decision);
         let mut text = Vec::new();
         if let Decision::Refused = outcome.decision {
             let headers = HeaderMap::new();
             let (date, id) = (worker.date(), record.request_id());
-            let refused = config.refusal(rules_index, &outcome.context, now_ms, date, id, &mut text, headers);
+            let refused = config.refusal(rules_id, &outcome.context, now_ms, date, id, &mut text, headers);
             return Err(Rejection::Refused(refused.response));
         }
-        let policy = config.policy_fields[rules_index].as_ref();
+        let policy = config.policy_fields[rules_id].as_ref();
         let fields = rules.rate_limit_template.render(&outcome.context, policy, now_ms, &mut text);
         let SharedOutcome { decision, context, refunds, key_texts } = outcome;
-        let pending_cost = PendingCost::new(worker, config, rules_index, &context, &refunds, || key_texts.clone());
+        let pending_cost = PendingCost::new(worker, config, rules_id, &context, &refunds, || key_texts.clone());
         let charges = StoreCharges { refunds, keys: key_texts };
-        let delay = DelayedRequest::new(decision, worker, config, rules_index, &context, charges);
+        let delay = DelayedRequest::new(decision, worker, config, rules_id, &context, charges);
         Ok(Admission { fields: fields.without_indexing(), delay, pending_cost })
     }
 }

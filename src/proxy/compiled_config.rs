@@ -12,12 +12,14 @@ use std::sync::Arc;
 use http::{HeaderMap, HeaderName};
 
 use crate::config::Config;
-use crate::config::key::OnUnknownKey;
 use crate::config::listen::ForwardedField;
 use crate::config::listen::Listen;
 use crate::config::route::Route;
+use crate::config::rule::GatewayRule;
+use crate::config::{RouteId, UpstreamId};
 use crate::decision::DecisionService;
 use crate::decision::descriptors::DescriptorIndex;
+use crate::http::RouteRulesId;
 use crate::http::client_plans::{ClientCheck, ClientLookup, ClientPlans};
 use crate::http::error::RequestError;
 use crate::http::forwarded::{ClientInfo, TrustedProxies};
@@ -34,11 +36,14 @@ use crate::http::store_key_text::KeyDigester;
 use crate::http::websocket_handshake::UpgradeMethod;
 use crate::jwt::cache::TokenCache;
 use crate::jwt::published_keys::PublishedKeys;
+use crate::redis_store::StoreKeys;
 use crate::top_keys::CountedRules;
 use crate::upstream::server_health::UpstreamHealth;
+use transom_limiter::charge_plan::ChargePlan;
+use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
 use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
-use transom_limiter::rule::{Cost, Rule, Sharing};
-use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
+use transom_limiter::rule::{Cost, Sharing};
+use transom_limiter::rule_set::{CompiledRule, KeyedRequest, RuleSet};
 
 #[derive(Debug)]
 pub struct CompiledConfig {
@@ -47,9 +52,9 @@ pub struct CompiledConfig {
     pub config: Config,
     pub router: Router,
     /// The health of each upstream's servers, shared by all workers.
-    pub upstream_health: Vec<Arc<UpstreamHealth>>,
-    /// By upstream: what to hash, for hash load balancing.
-    pub hash_keys: Vec<Option<HashKey>>,
+    pub upstream_health: IdVec<UpstreamId, Arc<UpstreamHealth>>,
+    /// What to hash, for hash load balancing.
+    pub hash_keys: IdVec<UpstreamId, Option<HashKey>>,
     pub rule_set: Arc<RuleSet>,
     /// With which `rule_set` was compiled.
     pub seed: Seed,
@@ -57,14 +62,12 @@ pub struct CompiledConfig {
     pub decision_service: Arc<DecisionService>,
     /// The rules that answer to descriptors.
     pub descriptors: DescriptorIndex,
-    /// Form of refusals, by rule of the rule set.
-    pub refusal_templates: Vec<RefusalTemplate>,
+    /// Form of refusals.
+    pub refusal_templates: IdVec<RuleId, RefusalTemplate>,
     /// Clients of the clients file.
     pub clients: Option<Arc<ClientPlans>>,
-    /// In the order of the configuration.
-    pub routes: Vec<CompiledRoute>,
-    /// Lists of rules; routes with equal lists share one.
-    pub route_rules: Vec<RouteRules>,
+    pub routes: IdVec<RouteId, CompiledRoute>,
+    pub route_rules: IdVec<RouteRulesId, RouteRules>,
     /// Digests secret key parts for the shared store; `None` without one.
     digester: Option<Arc<KeyDigester>>,
     /// Digests secret key parts for people: as in the shared store, if there is one.
@@ -83,13 +86,12 @@ pub struct CompiledConfig {
     pub key_fields: Vec<HeaderName>,
 }
 
-/// A route's positions in other tables. Small, so that thousands of routes stay in the CPU cache.
+/// What belongs to a route in other tables. Small, so that thousands of routes stay in the CPU cache.
 #[derive(Debug)]
 pub struct CompiledRoute {
-    /// Position in `route_rules`.
-    pub rules_index: u32,
-    /// Position in `config.upstreams`.
-    pub upstream_index: u32,
+    pub rules: RouteRulesId,
+    /// `None` if the route responds itself.
+    pub upstream: Option<UpstreamId>,
     /// One more than the position in `actions`; `None` if the route has no actions.
     action: Option<NonZeroU32>,
 }
@@ -98,8 +100,7 @@ pub struct CompiledRoute {
 #[derive(Debug)]
 pub struct RouteRules {
     pub charge_plan: ChargePlan,
-    /// By position in the charge plan.
-    pub rule_keys: Vec<RuleKey>,
+    pub rule_keys: IdVec<PlanPosition, RuleKey>,
     pub rate_limit_template: RateLimitTemplate,
     /// The rules whose charge depends on the response.
     pub response_costs: Vec<ResponseCostRule>,
@@ -124,35 +125,29 @@ impl CompiledConfig {
     ) -> Arc<CompiledConfig> {
         let rule_set = Arc::new(rule_set);
         let clients = config.clients.as_ref().map(ClientPlans::new).map(Arc::new);
-        let overrides_of = |rule| RuleKey::compile_overrides(rule, clients.as_deref(), seed).map(Arc::new);
-        let overrides: Vec<_> = rule_set.rules.iter().map(overrides_of).collect();
-        let client_check =
-            |(rule, on_unknown): (&Rule, &OnUnknownKey)| ClientCheck::new(*on_unknown, &rule.key, clients.as_deref());
-        let client_checks: Vec<_> = config.rules.iter().zip(&config.on_unknown_key).map(client_check).collect();
-        let (mut route_rules, mut actions) = (Vec::new(), Vec::new());
-        let mut indexes: BTreeMap<_, usize> = BTreeMap::new();
-        let mut routes = Vec::with_capacity(config.routes.len());
+        let overrides_of =
+            |rule: &CompiledRule| RuleKey::compile_overrides(rule, clients.as_deref(), seed).map(Arc::new);
+        let overrides: IdVec<RuleId, _> = rule_set.rules.map(overrides_of);
+        let client_check = |rule: &GatewayRule| ClientCheck::new(rule.on_unknown_key, &rule.key, clients.as_deref());
+        let client_checks: IdVec<RuleId, _> = config.rules.map(client_check);
+        let (mut route_rules, mut actions) = (IdVec::new(), Vec::new());
+        let mut known: BTreeMap<_, RouteRulesId> = BTreeMap::new();
+        let mut routes = IdVec::new();
         for route in &config.routes {
             // Keys depend on the positions of path parameters, and a route may set its own cost.
-            let rules_index =
-                *indexes.entry((&route.rules, route.path.param_names(), route.cost)).or_insert_with(|| {
-                    route_rules.push(RouteRules::new(&rule_set, &config, route, &overrides, &client_checks, seed));
-                    route_rules.len() - 1
-                });
+            let rules = *known.entry((&route.rules, route.path.param_names(), route.cost)).or_insert_with(|| {
+                route_rules.push(RouteRules::new(&rule_set, &config, route, &overrides, &client_checks, seed))
+            });
             actions.extend(route.actions.as_ref().map(|own| RouteActions::new(own, route)));
             let action = route.actions.as_ref().and_then(|_| NonZeroU32::new(actions.len() as u32));
-            routes.push(CompiledRoute {
-                rules_index: rules_index as u32,
-                upstream_index: route.upstream as u32,
-                action,
-            });
+            routes.push(CompiledRoute { rules, upstream: route.upstream, action });
         }
-        let hash_keys = config.upstreams.iter().map(|upstream| HashKey::new(&upstream.policy.balance)).collect();
+        let hash_keys = config.upstreams.map(|upstream| HashKey::new(&upstream.policy.balance));
         let key_fields = key_fields(&config);
         let claims = claims(&config);
         let token_hasher = KeyHasher::new(seed, 0);
         let router = Router::new(&config.routes, config.path_reading.trailing_slash);
-        let refusal_templates = config.refusal_responses.iter().map(RefusalTemplate::new).collect();
+        let refusal_templates = config.rules.map(|rule| RefusalTemplate::new(&rule.refusal));
         let api_key = config.clients.as_ref().and_then(|clients| clients.api_key.as_ref());
         let digester = config.counters.shared.as_ref().map(|shared| KeyDigester::new(&shared.digest_key(), api_key));
         let digester = digester.map(Arc::new);
@@ -162,7 +157,7 @@ impl CompiledConfig {
         let trusted_proxies = (!trusted_proxies.is_empty()).then(|| TrustedProxies::new(trusted_proxies, *forwarded));
         let decision_service = DecisionService::new(&rule_set, &overrides, seed, digester.clone());
         let decision_service = Arc::new(decision_service.with_clients(clients.as_ref(), client_checks));
-        let descriptors = DescriptorIndex::new(&config.descriptors);
+        let descriptors = DescriptorIndex::new(&config.rules);
         Arc::new(CompiledConfig {
             number: fastrand::u64(..),
             descriptors,
@@ -171,7 +166,7 @@ impl CompiledConfig {
             trusted_proxies,
             actions,
             router,
-            upstream_health,
+            upstream_health: upstream_health.into(),
             hash_keys,
             refusal_templates,
             routes,
@@ -217,8 +212,8 @@ impl CompiledConfig {
         }
     }
 
-    /// The position of the route of a request. `params` receives the values of its parameters.
-    pub fn find_route(&self, query: &RouteQuery<'_>, params: &mut Vec<Range<usize>>) -> Result<usize, RequestError> {
+    /// The route of a request. `params` receives the values of its parameters.
+    pub fn find_route(&self, query: &RouteQuery<'_>, params: &mut Vec<Range<usize>>) -> Result<RouteId, RequestError> {
         let found = self.router.find(query, params);
         found.map_err(|AmbiguousHeader(field)| RequestError::RouteField(field.clone()))?.ok_or(RequestError::NoRoute)
     }
@@ -227,7 +222,7 @@ impl CompiledConfig {
     #[inline]
     pub fn check_route(
         &self,
-        route: usize,
+        route: RouteId,
         validated: &ValidatedRequest<'_>,
         body_bytes: u64,
     ) -> Result<(), RequestError> {
@@ -247,19 +242,19 @@ impl CompiledConfig {
     }
 
     /// Finds the key of each rule of a list. Returns the first error; rules whose keys were found are charged nevertheless.
-    /// `not_counted` is called with the position of each rule that does not count the request.
+    /// `not_counted` is called with each rule that does not count the request.
     #[inline]
     pub fn find_keys(
         &self,
         rules: &RouteRules,
         attributes: &RequestAttributes<'_>,
         clients: &ClientLookup<'_>,
-        keyed_requests: &mut Vec<Option<KeyedRequest>>,
-        mut not_counted: impl FnMut(usize, NotCounted),
+        keyed_requests: &mut IdVec<PlanPosition, Option<KeyedRequest>>,
+        mut not_counted: impl FnMut(PlanPosition, NotCounted),
     ) -> Option<RequestError> {
         let mut first_error = None;
         keyed_requests.clear();
-        for (position, rule_key) in rules.rule_keys.iter().enumerate() {
+        for (position, rule_key) in rules.rule_keys.enumerate() {
             keyed_requests.push(match rule_key.keyed_request(attributes, clients) {
                 Ok(None) => {
                     if rule_key.is_exempt(attributes, clients) {
@@ -269,7 +264,7 @@ impl CompiledConfig {
                 }
                 Ok(keyed_request) => keyed_request,
                 // A shadow rule never refuses, also not for a missing key.
-                Err(_) if self.rule_set.is_shadow(&rules.charge_plan, position) => {
+                Err(_) if rules.charge_plan.is_shadow(position) => {
                     not_counted(position, NotCounted::Shadowed);
                     None
                 }
@@ -283,7 +278,7 @@ impl CompiledConfig {
     }
 
     pub fn rules_of(&self, route: &CompiledRoute) -> &RouteRules {
-        &self.route_rules[route.rules_index as usize]
+        &self.route_rules[route.rules]
     }
 
     pub fn actions_of(&self, route: &CompiledRoute) -> Option<&RouteActions> {
@@ -304,10 +299,10 @@ impl CompiledConfig {
     pub fn store_key(
         &self,
         rules: &RouteRules,
-        position: usize,
+        position: PlanPosition,
         attributes: &RequestAttributes<'_>,
     ) -> Option<Rc<str>> {
-        let rule = &self.rule_set.rules[rules.charge_plan.rules[position]].rule;
+        let rule = &rules.charge_plan.rule(position).rule;
         let digester = self.digester.as_ref().filter(|_| rule.sharing != Sharing::Local)?;
         let mut text = String::new();
         let clients = ClientLookup::new(self.clients.as_deref());
@@ -315,8 +310,8 @@ impl CompiledConfig {
     }
 
     /// [`CompiledConfig::store_key`] for all rules.
-    pub fn store_keys(&self, rules: &RouteRules, attributes: &RequestAttributes<'_>) -> Vec<Option<Rc<str>>> {
-        (0..rules.charge_plan.rules.len()).map(|position| self.store_key(rules, position, attributes)).collect()
+    pub fn store_keys(&self, rules: &RouteRules, attributes: &RequestAttributes<'_>) -> StoreKeys {
+        rules.charge_plan.rules().ids().map(|position| self.store_key(rules, position, attributes)).collect()
     }
 
     /// The key of a request under the rule at `position` as people read it: the name of the client if the key names one, or
@@ -324,7 +319,7 @@ impl CompiledConfig {
     pub fn key_label(
         &self,
         rules: &RouteRules,
-        position: usize,
+        position: PlanPosition,
         attributes: &RequestAttributes<'_>,
         digester: &KeyDigester,
     ) -> String {
@@ -332,32 +327,30 @@ impl CompiledConfig {
         rules.rule_keys[position].describe(attributes, &clients, digester).label()
     }
 
-    pub fn route_name(&self, route: usize) -> &str {
+    pub fn route_name(&self, route: RouteId) -> &str {
         &self.config.routes[route].name
     }
 }
 
 impl RouteRules {
     fn new(
-        rule_set: &RuleSet,
+        rule_set: &Arc<RuleSet>,
         config: &Config,
         route: &Route,
-        overrides: &[Option<Arc<Overrides>>],
-        client_checks: &[Option<ClientCheck>],
+        overrides: &IdVec<RuleId, Option<Arc<Overrides>>>,
+        client_checks: &IdVec<RuleId, Option<ClientCheck>>,
         seed: Seed,
     ) -> RouteRules {
-        let charge_plan = rule_set.charge_plan(&route.rules);
-        let rule_key = |rule: &usize| {
+        let charge_plan = rule_set.charge_plan(route.rules.iter().copied());
+        let rule_key = |rule: &RuleId| {
             let rule_key = RuleKey::new(&rule_set.rules[*rule], route, seed);
             rule_key.with_overrides(overrides[*rule].clone()).with_client_check(client_checks[*rule].clone())
         };
-        let rule_keys = route.rules.iter().map(rule_key).collect();
-        let response_costs = ResponseCostRule::all_of(config, &route.rules);
         RouteRules {
-            rule_keys,
-            rate_limit_template: RateLimitTemplate::new(rule_set, &charge_plan, &config.rate_limit_styles),
+            rule_keys: charge_plan.rules().map(rule_key),
+            rate_limit_template: RateLimitTemplate::new(&charge_plan, |rule| config.rules[rule].rate_limit_style),
+            response_costs: ResponseCostRule::all_of(config, charge_plan.rules()),
             charge_plan,
-            response_costs,
         }
     }
 }

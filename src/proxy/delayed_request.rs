@@ -14,16 +14,20 @@ use super::response::Rejection;
 use super::response_cost::PendingCost;
 use super::worker_config::WorkerConfig;
 use super::worker_state::WorkerState;
+use crate::http::RouteRulesId;
 use crate::http::error::RequestError;
 use crate::http::ratelimit_headers::RateLimitFields;
 use crate::http::responses;
 use crate::metrics::storage::GaugeGuard;
+use crate::redis_store::StoreKeys;
 use crate::redis_store::scripts::Refund;
 use crate::redis_store::shared_decision::Unavailable;
+use transom_limiter::charge_plan::LayerRef;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
-use transom_limiter::rule_set::{KeyedRequest, LayerRef};
+use transom_limiter::handles::{IdVec, PlanPosition};
+use transom_limiter::rule_set::KeyedRequest;
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::waiter_limit::WaiterSlot;
 
@@ -33,18 +37,16 @@ pub const RECHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// What the shared store has charged for a request.
 #[derive(Default)]
 pub struct StoreCharges {
-    /// Refunds that undo the charges, with the position of the rule.
-    pub refunds: Vec<(usize, Refund)>,
-    /// Store keys by rule.
-    pub keys: Vec<Option<Rc<str>>>,
+    /// Refunds that undo the charges, with the rule.
+    pub refunds: Vec<(PlanPosition, Refund)>,
+    pub keys: StoreKeys,
 }
 
 /// A delayed request. Dropping it before its window opens, as when the client goes away, refunds what was charged.
 pub struct DelayedRequest {
     until_ms: u64,
-    /// Position in `CompiledConfig::route_rules`.
-    rules_index: usize,
-    keyed_requests: Vec<Option<KeyedRequest>>,
+    rules_id: RouteRulesId,
+    keyed_requests: IdVec<PlanPosition, Option<KeyedRequest>>,
     /// Layers to charge again when the window opens.
     to_recharge: Vec<LayerRef>,
     /// What was charged locally; empty once the request passes.
@@ -64,24 +66,24 @@ impl DelayedRequest {
         decision: Decision,
         worker: &Rc<WorkerState>,
         config: &Rc<WorkerConfig>,
-        rules_index: usize,
+        rules_id: RouteRulesId,
         context: &DecisionContext,
         store_charges: StoreCharges,
     ) -> Option<Box<DelayedRequest>> {
         let Decision::Delayed { until_ms, waiter, recharge: to_recharge } = decision else { return None };
         let (compiled, now_ms) = (&config.compiled, worker.clock.now().unix_ms);
-        let rules = &compiled.route_rules[rules_index].charge_plan.rules;
+        let charge_plan = &compiled.route_rules[rules_id].charge_plan;
         Some(Box::new(DelayedRequest {
             until_ms,
-            rules_index,
+            rules_id,
             keyed_requests: context.inputs.keyed_requests.clone(),
             to_recharge,
             receipts: context.all_receipts().collect(),
             store_charges,
             worker: Rc::clone(worker),
             config: Rc::clone(config),
-            _waiter: waiter.map(|waiter| (waiter.slot, config.count_delayed(rules[waiter.rule]))),
-            latest_ms: now_ms + compiled.rule_set.max_delay_ms(&compiled.route_rules[rules_index].charge_plan),
+            _waiter: waiter.map(|waiter| (waiter.slot, config.count_delayed(charge_plan.rules()[waiter.rule]))),
+            latest_ms: now_ms + charge_plan.max_delay_ms(),
         }))
     }
 
@@ -99,7 +101,7 @@ impl DelayedRequest {
                 self.store_charges.refunds.clear();
                 let clock = || self.worker.clock.now().unix_ms;
                 return Ok(self.config.rate_limit_fields(
-                    self.rules_index,
+                    self.rules_id,
                     &self.keyed_requests,
                     &self.worker.table,
                     DecisionTime::read(&clock),
@@ -128,7 +130,8 @@ impl DelayedRequest {
         pending_cost: &mut Option<Box<PendingCost>>,
     ) -> Result<(), Rejection> {
         let compiled = Arc::clone(&self.config.compiled);
-        let (rule_set, rules) = (&compiled.rule_set, &compiled.route_rules[self.rules_index]);
+        let rules = &compiled.route_rules[self.rules_id];
+        let charge_plan = &rules.charge_plan;
         let mut context = self.config.scratch().context.clone();
         context.inputs.keyed_requests.clone_from(&self.keyed_requests);
         let to_recharge = std::mem::take(&mut self.to_recharge);
@@ -136,17 +139,11 @@ impl DelayedRequest {
         let (decision, refunds) = match self.worker.shared.as_ref().filter(|_| rules.charge_plan.is_shared) {
             None => {
                 let now = DecisionTime::read(&clock);
-                (rule_set.recharge(&rules.charge_plan, &to_recharge, &self.worker.table, now, &mut context), Vec::new())
+                (charge_plan.recharge(&to_recharge, &self.worker.table, now, &mut context), Vec::new())
             }
             Some(shared) => {
-                let pending = shared.recharge(
-                    rule_set,
-                    &rules.charge_plan,
-                    to_recharge,
-                    context,
-                    self.store_charges.keys.clone(),
-                );
-                let outcome = pending.decide(&rules.charge_plan).await;
+                let pending = shared.recharge(charge_plan, to_recharge, context, self.store_charges.keys.clone());
+                let outcome = pending.decide(charge_plan).await;
                 let outcome = outcome.map_err(|Unavailable| Rejection::Error(RequestError::StoreUnavailable))?;
                 context = outcome.context;
                 (outcome.decision, outcome.refunds)
@@ -162,24 +159,22 @@ impl DelayedRequest {
             Decision::Delayed { .. } | Decision::Refused => {
                 self.receipts.extend(context.all_receipts());
                 self.track_refunded_leases();
-                rule_set.refund(&self.receipts, u32::MAX, &self.worker.table, now_ms);
+                charge_plan.rule_set().refund(&self.receipts, u32::MAX, &self.worker.table, now_ms);
                 self.receipts.clear();
                 self.store_charges.refunds.extend(refunds);
                 // The response states all layers as they are now.
-                rule_set.peek(&rules.charge_plan, &self.worker.table, now, &mut context);
-                rule_set.peek_slots(&rules.charge_plan, &mut context);
+                charge_plan.peek(&self.worker.table, now, &mut context);
+                charge_plan.peek_slots(&mut context);
                 record.release_slots(&mut context);
-                record.record_decision(self.rules_index, &context, &Decision::Refused);
-                self.config.top_keys.count_decision(&rules.charge_plan, &context, &Decision::Refused);
+                record.record_decision(self.rules_id, &context, &Decision::Refused);
+                self.config.top_keys.count_decision(charge_plan, &context, &Decision::Refused);
                 let mut text = Vec::new();
                 let fields = rules.rate_limit_template.render(&context, None, context.result.decided_ms, &mut text);
-                let (charge_plan, refusal_templates) = (&rules.charge_plan, &compiled.refusal_templates);
                 let headers = HeaderMap::new();
                 let refused = responses::refusal_response(
-                    rule_set,
                     charge_plan,
                     &context,
-                    refusal_templates,
+                    &compiled.refusal_templates,
                     context.result.decided_ms,
                     fields,
                     Some(record.request_id()),
@@ -201,8 +196,8 @@ impl DelayedRequest {
     fn track_refunded_leases(&self) {
         if let Some(shared) = &self.worker.shared {
             let (compiled, keys) = (&self.config.compiled, &self.store_charges.keys);
-            let charge_plan = &compiled.route_rules[self.rules_index].charge_plan;
-            shared.track_refunded_leases(&compiled.rule_set, charge_plan, &self.keyed_requests, keys, &self.receipts);
+            let charge_plan = &compiled.route_rules[self.rules_id].charge_plan;
+            shared.track_refunded_leases(charge_plan, &self.keyed_requests, keys, &self.receipts);
         }
     }
 }

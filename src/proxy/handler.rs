@@ -23,6 +23,7 @@ use super::websocket::{WebSocketHandshake, finish_handshake};
 use super::worker_config::{DecisionBuffers, Target, WorkerConfig};
 use super::worker_state::WorkerState;
 use crate::clock::Timestamp;
+use crate::config::RouteId;
 use crate::config::path::ForwardPath;
 use crate::http::client_plans::ClientLookup;
 use crate::http::error::RequestError;
@@ -95,8 +96,7 @@ enum RequestOutcome {
 
 /// Where a request goes, and how the route changes it.
 struct ForwardPlan {
-    /// Position in `CompiledConfig::routes`.
-    route: usize,
+    route: RouteId,
     websocket: Option<Box<WebSocketHandshake>>,
     /// Hash that selects the server, for upstreams with hash load balancing.
     server_key: Option<NonZeroU64>,
@@ -255,10 +255,10 @@ fn decide(
         path: &path,
         secure: request_context.client.is_secure,
     };
-    let route_index = compiled.find_route(&query, params)?;
-    record.set_route(route_index);
-    let route = &compiled.routes[route_index];
-    let (rules_index, rules) = (route.rules_index as usize, compiled.rules_of(route));
+    let route_id = compiled.find_route(&query, params)?;
+    record.set_route(route_id);
+    let route = &compiled.routes[route_id];
+    let (rules_id, rules) = (route.rules, compiled.rules_of(route));
     let attributes = RequestAttributes {
         address: request_context.client.address,
         client_cert: request_context.peer.connection.client_cert.as_deref(),
@@ -268,14 +268,14 @@ fn decide(
         params,
         uri: &parts.uri,
         headers: &parts.headers,
-        route: compiled.route_name(route_index),
+        route: compiled.route_name(route_id),
         tokens: &config.token_cache,
         wall_ms: compiled.config.jwt.as_ref().map_or(0, |_| worker.clock.wall_ms()),
     };
     let actions = compiled.actions_of(route);
     let variables = TemplateVariables::of(&attributes, request_context.client.is_secure);
     format.changes = actions.and_then(|actions| actions.response_changes(&variables));
-    compiled.check_route(route_index, &validated, request_context.body_bytes)?;
+    compiled.check_route(route_id, &validated, request_context.body_bytes)?;
     let clients = ClientLookup::new(compiled.clients.as_deref());
     if (config.reports_clients() || record.is_logged())
         && let Ok(Some(client)) = clients.client_of(&attributes)
@@ -284,7 +284,7 @@ fn decide(
     }
     let not_counted = |position, why| match why {
         NotCounted::Exempt => record.record_exemption(position),
-        NotCounted::Shadowed => config.route_metrics[route_index].shadowed(position),
+        NotCounted::Shadowed => config.route_metrics[route_id].shadowed(position),
     };
     let error = match compiled.find_keys(rules, &attributes, &clients, &mut context.inputs.keyed_requests, not_counted)
     {
@@ -292,44 +292,43 @@ fn decide(
         Some(error) if context.inputs.keyed_requests.iter().all(Option::is_none) => return Err(error),
         error => error.map(Box::new),
     };
-    rules.charge_plan.prefetch(&worker.table, &context.inputs.keyed_requests);
+    rules.charge_plan.prefetch(&worker.table, context.inputs.keyed_requests.as_slice());
     let actions = actions.filter(|_| error.is_none()).map(|actions| actions.evaluate(&variables)).transpose()?;
-    let (admission, pending) = match evaluate(worker, compiled, rules_index, &attributes, context, record, now.unix_ms)?
-    {
+    let (admission, pending) = match evaluate(worker, compiled, rules_id, &attributes, context, record, now.unix_ms)? {
         Evaluation::Pending(pending) => {
-            record.set_keys(rules_index, &attributes);
+            record.set_keys(rules_id, &attributes);
             // The decision will be counted without the request, which has the text of its keys.
             config.name_keys(rules, context, &attributes, &clients);
             (Admission::default(), Some(pending))
         }
         Evaluation::Decided(decision) => {
             if record.needs_keys(context, &decision) {
-                record.set_keys(rules_index, &attributes);
+                record.set_keys(rules_id, &attributes);
             }
             worker.metrics.decision_took(worker.clock.instant().duration_since(now.instant));
             if let Decision::Refused = decision {
                 record.release_slots(context);
             }
-            record.record_decision(rules_index, context, &decision);
+            record.record_decision(rules_id, context, &decision);
             config.count_keys(rules, context, &decision, &attributes, &clients);
             let decided_ms = context.result.decided_ms;
             if let Decision::Refused = decision {
                 let (id, headers) = (record.request_id(), std::mem::take(&mut parts.headers));
-                let render = || config.refusal(rules_index, context, decided_ms, worker.date(), id, text, headers);
-                return Ok(RequestOutcome::Respond(refusal_cache.response(rules_index, decided_ms, context, render)));
+                let render = || config.refusal(rules_id, context, decided_ms, worker.date(), id, text, headers);
+                return Ok(RequestOutcome::Respond(refusal_cache.response(rules_id, decided_ms, context, render)));
             }
-            let policy = config.policy_fields[rules_index].as_ref();
+            let policy = config.policy_fields[rules_id].as_ref();
             let fields = rules.rate_limit_template.render(context, policy, decided_ms, text);
             let store_keys = || compiled.store_keys(rules, &attributes);
-            let admission = Admission::new(decision, fields, worker, config, rules_index, context, store_keys);
+            let admission = Admission::new(decision, fields, worker, config, rules_id, context, store_keys);
             (admission, None)
         }
     };
-    let plan = ForwardPlan { route: route_index, websocket: None, server_key: None, actions, error };
+    let plan = ForwardPlan { route: route_id, websocket: None, server_key: None, actions, error };
     if plan.error.is_some() || request_context.peer.connection.is_forward_auth {
         return Ok(RequestOutcome::Forward { plan, admission, pending });
     }
-    let hash_key = compiled.hash_keys.get(route.upstream_index as usize).and_then(Option::as_ref);
+    let hash_key = route.upstream.and_then(|upstream| compiled.hash_keys[upstream].as_ref());
     let server_key = hash_key.and_then(|hash_key| hash_key.hash(&attributes));
     let (special_fields, websocket) = (validated.special_fields, validated.websocket);
     let normalized = (compiled.config.general.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
@@ -339,7 +338,7 @@ fn decide(
 }
 
 /// Limits of size and rate for the body of a request while it is forwarded.
-fn upload_limits(worker: &WorkerState, compiled: &CompiledConfig, route: usize) -> UploadLimits {
+fn upload_limits(worker: &WorkerState, compiled: &CompiledConfig, route: RouteId) -> UploadLimits {
     let limits = &compiled.config.limits;
     let actions = compiled.actions_of(&compiled.routes[route]);
     let rate = actions.and_then(|actions| actions.min_request_rate).unwrap_or(limits.min_request_rate);
@@ -358,8 +357,8 @@ impl ForwardPlan {
         path: Option<String>,
     ) -> Result<ForwardPlan, RequestError> {
         let compiled = &*config.compiled;
-        let upstream = compiled.routes[self.route].upstream_index as usize;
-        let supports_upgrade = || config.targets.get(upstream).is_some_and(Target::supports_upgrade);
+        let upstream = compiled.routes[self.route].upstream;
+        let supports_upgrade = || upstream.is_some_and(|upstream| config.targets[upstream].supports_upgrade());
         self.websocket = WebSocketHandshake::new(websocket, &parts.headers, || {
             compiled.config.routes[self.route].websocket && supports_upgrade()
         })?;
@@ -426,7 +425,8 @@ async fn forward(
     if let Some(reply) = plan.actions.as_mut().and_then(|actions| actions.direct_response.take()) {
         return Ok(reply.map(Content::from));
     }
-    let upstream = route.upstream_index as usize;
+    // A route without an upstream has a response.
+    let upstream = route.upstream.ok_or(RequestError::NoRoute)?;
     let attempt_log = record.forwarding_began(upstream);
     match &config.targets[upstream] {
         Target::Echo => Ok(Box::pin(echo::respond(*request, timeouts.body, &peer.timer)).await?.map(Content::from)),

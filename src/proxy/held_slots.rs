@@ -2,21 +2,20 @@
 
 use crate::metrics::events::ConcurrencyGauge;
 use transom_limiter::concurrency::Slot;
+use transom_limiter::handles::PlanPosition;
 
 /// Released when dropped.
 #[derive(Default)]
 pub struct HeldSlots(Vec<HeldSlot>);
 
 struct HeldSlot {
-    /// Position of the rule in the charge plan.
-    rule: usize,
+    rule: PlanPosition,
     gauge: ConcurrencyGauge,
     _slot: Slot,
 }
 
 impl HeldSlots {
-    /// `rule` is the position of the rule in the charge plan.
-    pub fn add(&mut self, rule: usize, slot: Slot, gauge: ConcurrencyGauge) {
+    pub fn add(&mut self, rule: PlanPosition, slot: Slot, gauge: ConcurrencyGauge) {
         gauge.acquired();
         self.0.push(HeldSlot { rule, gauge, _slot: slot });
     }
@@ -26,7 +25,7 @@ impl HeldSlots {
     }
 
     /// Releases the slots of some rules.
-    pub fn release(&mut self, rules: &[usize]) {
+    pub fn release(&mut self, rules: &[PlanPosition]) {
         self.0.retain(|held| !rules.contains(&held.rule));
     }
 

@@ -18,6 +18,8 @@ use super::worker_state::WorkerState;
 use crate::access_log::entry::{FullLimit, KnownClient, LogEntry, LoggedRequest, RuleDecision, UpstreamUse};
 use crate::clock::Timestamp;
 use crate::config::upstream::{Server, Target as ConfiguredTarget};
+use crate::config::{RouteId, UpstreamId};
+use crate::http::RouteRulesId;
 use crate::http::client_plans::ClientId;
 use crate::http::error::{RequestError, Side};
 use crate::http::forwarded::ClientInfo;
@@ -35,6 +37,7 @@ use crate::upstream::response_body::UpstreamBodyError;
 use transom_limiter::concurrency::{ConcurrencyUsage, Slot, SlotState};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
 
 /// Limit for each text of the client's in the access log.
 const LOGGED_MAX_BYTES: usize = 2048;
@@ -42,7 +45,7 @@ const LOGGED_MAX_BYTES: usize = 2048;
 pub struct RequestRecord {
     worker: Rc<WorkerState>,
     config: Rc<WorkerConfig>,
-    route: Option<usize>,
+    route: Option<RouteId>,
     /// The client by the clients file.
     client: Option<ClientId>,
     status: u16,
@@ -64,9 +67,9 @@ struct PendingEntry {
     /// Of the client's request.
     scheme: &'static str,
     /// The key of each rule, where one may be logged.
-    keys: Vec<String>,
+    keys: IdVec<PlanPosition, String>,
     /// Positions of the rules that exempt the request.
-    exempt: Vec<usize>,
+    exempt: Vec<PlanPosition>,
     /// Since when the rules make the request wait.
     delayed_since: Option<Instant>,
     forwarded: Option<Forwarded>,
@@ -75,8 +78,7 @@ struct PendingEntry {
 
 /// A request that was forwarded.
 struct Forwarded {
-    /// Position in the configuration.
-    upstream: usize,
+    upstream: UpstreamId,
     since: Instant,
     /// `None` until the head of a response has arrived.
     time: Option<Duration>,
@@ -101,7 +103,7 @@ impl RequestRecord {
                 entry,
                 span,
                 scheme: if client.is_secure { "https" } else { "http" },
-                keys: Vec::new(),
+                keys: IdVec::new(),
                 exempt: Vec::new(),
                 delayed_since: None,
                 forwarded: None,
@@ -144,7 +146,7 @@ impl RequestRecord {
         self.log.is_some()
     }
 
-    pub fn set_route(&mut self, route: usize) {
+    pub fn set_route(&mut self, route: RouteId) {
         self.route = Some(route);
     }
 
@@ -159,17 +161,17 @@ impl RequestRecord {
     }
 
     /// Notes the keys of all rules, for a decision that may not be a mere admission.
-    pub fn set_keys(&mut self, rules_index: usize, attributes: &RequestAttributes<'_>) {
+    pub fn set_keys(&mut self, rules_id: RouteRulesId, attributes: &RequestAttributes<'_>) {
         let compiled = &self.config.compiled;
         if let Some(log) = &mut self.log {
-            let rules = &compiled.route_rules[rules_index];
+            let rules = &compiled.route_rules[rules_id];
             let label = |position| compiled.key_label(rules, position, attributes, &compiled.readable_digester);
-            log.keys = (0..rules.rule_keys.len()).map(label).collect();
+            log.keys = rules.rule_keys.ids().map(label).collect();
         }
     }
 
     /// Counts a request that the rule at this position exempts.
-    pub fn record_exemption(&mut self, position: usize) {
+    pub fn record_exemption(&mut self, position: PlanPosition) {
         self.route_metrics().exempt(position);
         if let Some(log) = &mut self.log {
             log.exempt.push(position);
@@ -197,8 +199,8 @@ impl RequestRecord {
     }
 
     /// Holds a slot of the rule at a position of the charge plan until the request ends.
-    pub fn hold_slot(&mut self, rules_index: usize, position: usize, slot: Slot) {
-        let rule = self.config.compiled.route_rules[rules_index].charge_plan.rules[position];
+    pub fn hold_slot(&mut self, rules_id: RouteRulesId, position: PlanPosition, slot: Slot) {
+        let rule = self.config.compiled.route_rules[rules_id].charge_plan.rules()[position];
         // Every rule that has slots has a gauge.
         if let Some(gauge) = &self.config.concurrency_gauges[rule] {
             self.slots.add(position, slot, gauge.clone());
@@ -220,13 +222,13 @@ impl RequestRecord {
 
     /// Counts a request that waits for a slot of the rule at this position of the charge plan. It waits until the result is
     /// dropped.
-    pub fn record_slot_wait(&self, position: usize, rule: usize) -> Option<GaugeGuard> {
+    pub fn record_slot_wait(&self, position: PlanPosition, rule: RuleId) -> Option<GaugeGuard> {
         self.route_metrics().delayed(position);
         self.config.count_delayed(rule)
     }
 
     /// Counts the decision on the request's route, and notes refusing and shadow rules for the access log.
-    pub fn record_decision(&mut self, rules_index: usize, context: &DecisionContext, decision: &Decision) {
+    pub fn record_decision(&mut self, rules_id: RouteRulesId, context: &DecisionContext, decision: &Decision) {
         let concurrency = |state: SlotState| {
             let usages = context.result.concurrency.iter();
             usages.filter(move |usage| usage.state == state).map(|usage| usage.rule)
@@ -237,13 +239,8 @@ impl RequestRecord {
         match decision {
             Decision::Admitted | Decision::Delayed { .. } => {
                 let metrics = self.route_metrics();
-                for (position, _) in context
-                    .inputs
-                    .keyed_requests
-                    .iter()
-                    .enumerate()
-                    .filter(|(_, keyed_request)| keyed_request.is_some())
-                {
+                let keyed_requests = context.inputs.keyed_requests.enumerate();
+                for (position, _) in keyed_requests.filter(|(_, keyed_request)| keyed_request.is_some()) {
                     match decision {
                         _ if context.result.shadowed.contains(&position) => metrics.shadowed(position),
                         // Counted when it began to wait.
@@ -256,70 +253,70 @@ impl RequestRecord {
                 }
                 concurrency(SlotState::Shadowed).for_each(|position| metrics.shadowed(position));
             }
-            Decision::Refused => record_refusal(&self.config, self.route, rules_index, context),
+            Decision::Refused => record_refusal(&self.config, self.route, rules_id, context),
         }
-        self.log_decision(rules_index, context, decision);
+        self.log_decision(rules_id, context, decision);
         // The windows of these rules have not admitted the request.
         self.slots.release(&context.result.shadowed);
     }
 
     /// Notes the decision of each rule, and the limits without room, for the access log.
-    fn log_decision(&mut self, rules_index: usize, context: &DecisionContext, decision: &Decision) {
+    fn log_decision(&mut self, rules_id: RouteRulesId, context: &DecisionContext, decision: &Decision) {
         let (Some(log), compiled) = (&mut self.log, &self.config.compiled) else { return };
-        let charge_plan = &compiled.route_rules[rules_index].charge_plan;
-        let rule_at = |position: usize| &compiled.rule_set.rules[charge_plan.rules[position]];
+        let charge_plan = &compiled.route_rules[rules_id].charge_plan;
         let keyed_requests = &context.inputs.keyed_requests;
         let is_refused = matches!(decision, Decision::Refused);
-        let full_limit = |position: usize, limit: usize| {
-            let rule = rule_at(position);
+        let full_limit = |position: PlanPosition, window: Option<&str>| {
+            let rule = charge_plan.rule(position);
             let plan = keyed_requests[position].and_then(|keyed_request| rule.rule.plan_of(keyed_request.variant));
             (
                 position,
                 FullLimit {
                     rule: rule.rule.name.clone(),
-                    window: rule.limit_names().nth(limit).unwrap_or_default().to_owned(),
+                    window: window.unwrap_or_default().to_owned(),
                     key: log.keys.get(position).cloned(),
                     plan: plan.map(|plan| plan.name.clone()),
                 },
             )
         };
-        let windows = context.result.charges.iter().zip(&context.result.layers);
-        let windows =
-            windows.filter(|(charge, _)| charge.is_full).map(|(_, layer)| full_limit(layer.rule, layer.layer));
+        let windows = context.result.charges.iter().filter(|charge| charge.is_full).map(|charge| {
+            let name = charge_plan.rule_of(charge.layer).layer_name(charge.layer.id);
+            full_limit(charge.layer.position, Some(name))
+        });
         let slots = context.result.concurrency.iter();
         let slots = slots.filter(|usage| matches!(usage.state, SlotState::Full | SlotState::Shadowed));
-        let slots = slots.map(|usage| full_limit(usage.rule, rule_at(usage.rule).concurrent_index()));
+        let slots = slots.map(|usage| full_limit(usage.rule, charge_plan.rule(usage.rule).concurrent_name()));
         let (shadowed, full): (Vec<_>, Vec<_>) =
-            windows.chain(slots).partition(|(position, _)| rule_at(*position).rule.is_shadow());
-        let is_in = |limits: &[(usize, FullLimit)], position| limits.iter().any(|(rule, _)| *rule == position);
+            windows.chain(slots).partition(|(position, _)| charge_plan.is_shadow(*position));
+        let is_in = |limits: &[(PlanPosition, FullLimit)], position| limits.iter().any(|(rule, _)| *rule == position);
         let waits = |position| {
             let in_window = matches!(decision, Decision::Delayed { waiter: Some(wait), .. } if wait.rule == position);
             let has_waited = |usage: &ConcurrencyUsage| usage.rule == position && usage.state == SlotState::Waited;
             in_window || context.result.concurrency.iter().any(has_waited)
         };
-        let decision_of = |position: usize| match () {
+        let decision_of = |position| match () {
             () if is_in(&shadowed, position) => RuleDecision::Shadowed,
             () if is_refused && is_in(&full, position) => RuleDecision::Refused,
             () if waits(position) => RuleDecision::Delayed,
             () => RuleDecision::Admitted,
         };
-        let decided = (0..charge_plan.rules.len()).filter_map(|position| {
+        let decided = charge_plan.compiled_rules().filter_map(|(position, rule)| {
             let decision = match keyed_requests[position] {
                 Some(_) => decision_of(position),
                 None if log.exempt.contains(&position) => RuleDecision::Exempt,
                 // The request lacks the key, and the rule skips it.
                 None => return None,
             };
-            Some((rule_at(position).rule.name.clone(), decision))
+            Some((rule.rule.name.clone(), decision))
         });
         log.entry.rules = decided.collect();
-        let limits = |limits: Vec<(usize, FullLimit)>| limits.into_iter().map(|(_, limit)| limit).collect();
+        let limits = |limits: Vec<(PlanPosition, FullLimit)>| limits.into_iter().map(|(_, limit)| limit).collect();
         log.entry.shadowed_by = limits(shadowed);
         log.entry.refused_by = if is_refused { limits(full) } else { Vec::new() };
     }
 
     /// The request is forwarded to an upstream. Returns where its attempts are noted.
-    pub fn forwarding_began(&mut self, upstream: usize) -> Option<Rc<AttemptLog>> {
+    pub fn forwarding_began(&mut self, upstream: UpstreamId) -> Option<Rc<AttemptLog>> {
         let log = self.log.as_mut()?;
         let attempts = Rc::new(AttemptLog::new(log.span.as_ref()));
         let since = self.worker.clock.instant();
@@ -359,7 +356,7 @@ impl RequestRecord {
         let upstream = self
             .route
             .filter(|_| side == Side::Upstream)
-            .and_then(|route| compiled.config.upstreams.get(compiled.routes[route].upstream_index as usize));
+            .and_then(|route| Some(&compiled.config.upstreams[compiled.routes[route].upstream?]));
         let upstream = upstream.map_or("", |upstream| &upstream.name);
         let cause = format!("{upstream}: {message}");
         if let Some(suppressed) = self.worker.log_throttle.allow(&cause, self.worker.clock.instant()) {
@@ -437,8 +434,8 @@ impl RequestRecord {
     fn log_request(&self, entry: &LogEntry, keys: &[String]) {
         let rules = self.route.map(|route| {
             let compiled = &self.config.compiled;
-            let rules = compiled.rules_of(&compiled.routes[route]).charge_plan.rules.iter();
-            rules.map(|rule| compiled.rule_set.rules[*rule].rule.name.as_str()).collect::<Vec<_>>()
+            let rules = compiled.rules_of(&compiled.routes[route]).charge_plan.compiled_rules();
+            rules.map(|(_, rule)| rule.rule.name.as_str()).collect::<Vec<_>>()
         });
         let keys: Vec<String> = rules.iter().flatten().zip(keys).map(|(rule, key)| format!("{rule}={key}")).collect();
         let decisions: Vec<String> =
@@ -478,7 +475,7 @@ impl Drop for RequestRecord {
             entry.route = self.route.map(|route| self.config.compiled.route_name(route).to_owned());
             (entry.status, entry.bytes_sent, entry.duration) = (self.status, self.bytes, took);
             if self.config.logs_requests {
-                self.log_request(&entry, &keys);
+                self.log_request(&entry, keys.as_slice());
             }
             write_entry(&self.worker, &self.config, &entry);
             if let (Some(tracer), Some(span)) = (&self.config.tracer, span) {
@@ -546,26 +543,29 @@ fn write_entry(worker: &WorkerState, config: &WorkerConfig, entry: &LogEntry) {
     }
 }
 
-fn route_metrics(config: &WorkerConfig, route: Option<usize>) -> &RouteMetrics {
+fn route_metrics(config: &WorkerConfig, route: Option<RouteId>) -> &RouteMetrics {
     route.map_or(&config.unrouted_metrics, |route| &config.route_metrics[route])
 }
 
 /// Counts a refusal for each full window and each rule without a free slot, and once for each refusing rule.
-pub fn record_refusal(config: &WorkerConfig, route: Option<usize>, rules_index: usize, context: &DecisionContext) {
+pub fn record_refusal(
+    config: &WorkerConfig,
+    route: Option<RouteId>,
+    rules_id: RouteRulesId,
+    context: &DecisionContext,
+) {
     route_metrics(config, route).request_refused();
-    let full = || context.result.charges.iter().zip(&context.result.layers).filter(|(charge, _)| charge.is_full);
-    for (nth, (_, line)) in full().enumerate() {
-        config.window_metrics[rules_index].refused(line.rule, line.layer);
+    let full = || context.result.charges.iter().filter(|charge| charge.is_full).map(|charge| charge.layer);
+    for (nth, layer) in full().enumerate() {
+        config.window_metrics[rules_id].refused_by_layer(layer.position, layer.id);
         // Layers of one rule need not follow each other.
-        if full().take(nth).all(|(_, earlier)| earlier.rule != line.rule) {
-            route_metrics(config, route).refused(line.rule);
+        if full().take(nth).all(|earlier| earlier.position != layer.position) {
+            route_metrics(config, route).refused(layer.position);
         }
     }
-    let compiled = &config.compiled;
     for usage in context.result.concurrency.iter().filter(|usage| usage.state == SlotState::Full) {
-        let rule = compiled.route_rules[rules_index].charge_plan.rules[usage.rule];
-        config.window_metrics[rules_index].refused(usage.rule, compiled.rule_set.rules[rule].concurrent_index());
-        if full().all(|(_, line)| line.rule != usage.rule) {
+        config.window_metrics[rules_id].refused_by_slots(usage.rule);
+        if full().all(|layer| layer.position != usage.rule) {
             route_metrics(config, route).refused(usage.rule);
         }
     }

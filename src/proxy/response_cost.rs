@@ -12,12 +12,15 @@ use super::compiled_config::RouteRules;
 use super::response::ResponseBody;
 use super::worker_config::WorkerConfig;
 use super::worker_state::WorkerState;
+use crate::http::RouteRulesId;
 use crate::http::ratelimit_headers::RateLimitFields;
 use crate::http::response_cost::{FinalCost, GRPC_UNKNOWN, ResponseCostRule, grpc_status};
+use crate::redis_store::StoreKeys;
 use crate::redis_store::scripts::Refund;
-use transom_limiter::acquire::Charge;
+use transom_limiter::charge_plan::LayerCharge;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{IdVec, PlanPosition};
 use transom_limiter::rule_set::KeyedRequest;
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::table::Counter;
@@ -28,15 +31,13 @@ use transom_limiter::window_kind::WindowKind;
 pub struct PendingCost {
     worker: Rc<WorkerState>,
     config: Rc<WorkerConfig>,
-    /// Position in `CompiledConfig::route_rules`.
-    rules_index: usize,
-    keyed_requests: Vec<Option<KeyedRequest>>,
+    rules_id: RouteRulesId,
+    keyed_requests: IdVec<PlanPosition, Option<KeyedRequest>>,
     /// What was charged, for each of `RouteRules::response_costs`.
     charged: Vec<RuleCharges>,
-    /// Refunds of what the shared store has charged, with the position of the rule.
-    refunds: Vec<(usize, Refund)>,
-    /// Store keys by rule; `None` for rules that are not shared.
-    store_keys: Vec<Option<Rc<str>>>,
+    /// Refunds of what the shared store has charged, with the rule.
+    refunds: Vec<(PlanPosition, Refund)>,
+    store_keys: StoreKeys,
 }
 
 /// What one rule has charged.
@@ -49,10 +50,10 @@ struct RuleCharges {
 }
 
 impl RuleCharges {
-    fn add(&mut self, context: &DecisionContext, position: usize) {
+    fn add(&mut self, context: &DecisionContext, position: PlanPosition) {
         self.receipts.extend(context.receipts_of_rule(position));
         let remote = context.charges_of_rule(position).filter(|charge| charge.receipt().is_none());
-        let end_ms = |charge: &Charge| (charge.request.kind != WindowKind::Sliding).then_some(charge.usage.end_ms);
+        let end_ms = |charge: &LayerCharge| (charge.request.kind != WindowKind::Sliding).then_some(charge.usage.end_ms);
         self.remote.extend(remote.map(|charge| (charge.counter, end_ms(charge))));
     }
 }
@@ -62,12 +63,12 @@ impl PendingCost {
     pub fn new(
         worker: &Rc<WorkerState>,
         config: &Rc<WorkerConfig>,
-        rules_index: usize,
+        rules_id: RouteRulesId,
         context: &DecisionContext,
-        refunds: &[(usize, Refund)],
-        store_keys: impl FnOnce() -> Vec<Option<Rc<str>>>,
+        refunds: &[(PlanPosition, Refund)],
+        store_keys: impl FnOnce() -> StoreKeys,
     ) -> Option<Box<PendingCost>> {
-        let response_costs = &config.compiled.route_rules[rules_index].response_costs;
+        let response_costs = &config.compiled.route_rules[rules_id].response_costs;
         if response_costs.is_empty() {
             return None;
         }
@@ -83,7 +84,7 @@ impl PendingCost {
         Some(Box::new(PendingCost {
             worker: Rc::clone(worker),
             config: Rc::clone(config),
-            rules_index,
+            rules_id,
             keyed_requests: context.inputs.keyed_requests.clone(),
             charged: charged.collect(),
             refunds: refunds.to_vec(),
@@ -93,7 +94,7 @@ impl PendingCost {
 
     /// Notes what a delayed request was charged again in the window in which it passes. Refunds in windows that have ended
     /// have no effect.
-    pub fn add_recharge(&mut self, rules: &RouteRules, context: &DecisionContext, refunds: &[(usize, Refund)]) {
+    pub fn add_recharge(&mut self, rules: &RouteRules, context: &DecisionContext, refunds: &[(PlanPosition, Refund)]) {
         self.refunds.extend_from_slice(refunds);
         for (rule, charges) in
             rules.response_costs.iter().zip(&mut self.charged).filter(|(_, charges)| !charges.is_settled)
@@ -111,7 +112,7 @@ impl PendingCost {
         let fields = is_changed.then(|| {
             let clock = || self.worker.clock.now().unix_ms;
             let (table, now) = (&self.worker.table, DecisionTime::read(&clock));
-            self.config.rate_limit_fields(self.rules_index, &self.keyed_requests, table, now)
+            self.config.rate_limit_fields(self.rules_id, &self.keyed_requests, table, now)
         });
         if self.charged.iter().any(|charges| !charges.is_settled) {
             let (status, headers) = (response.status(), response.headers().clone());
@@ -127,7 +128,7 @@ impl PendingCost {
     fn settle_rules(&mut self, status: StatusCode, headers: &HeaderMap, grpc_status: Option<u8>) -> bool {
         let config = Rc::clone(&self.config);
         let mut is_changed = false;
-        for (nth, rule) in config.compiled.route_rules[self.rules_index].response_costs.iter().enumerate() {
+        for (nth, rule) in config.compiled.route_rules[self.rules_id].response_costs.iter().enumerate() {
             let Some(keyed_request) = self.keyed_requests[rule.position].filter(|_| !self.charged[nth].is_settled)
             else {
                 self.charged[nth].is_settled = true;
@@ -157,18 +158,18 @@ impl PendingCost {
 
     /// Counts a request that a rule does not count.
     fn record_refund(&self, rule: &ResponseCostRule) {
-        let index = self.config.compiled.route_rules[self.rules_index].charge_plan.rules[rule.position];
-        if let Some(counter) = &self.config.refund_counters[index] {
+        let rule = self.config.compiled.route_rules[self.rules_id].charge_plan.rules()[rule.position];
+        if let Some(counter) = &self.config.refund_counters[rule] {
             counter.refunded();
         }
     }
 
     fn charge(&self, rule: &ResponseCostRule, keyed_request: KeyedRequest) {
-        let rule_set = &self.config.compiled.rule_set;
-        let index = self.config.compiled.route_rules[self.rules_index].charge_plan.rules[rule.position];
+        let charge_plan = &self.config.compiled.route_rules[self.rules_id].charge_plan;
+        let (rule_set, id) = (charge_plan.rule_set(), charge_plan.rules()[rule.position]);
         match (&self.worker.shared, self.store_keys.get(rule.position).and_then(Option::as_ref)) {
-            (Some(shared), Some(store_key)) => shared.overdraw(rule_set, index, keyed_request, store_key),
-            _ => rule_set.charge_excess(index, keyed_request, &self.worker.table, self.worker.clock.now().unix_ms),
+            (Some(shared), Some(store_key)) => shared.overdraw(rule_set, id, keyed_request, store_key),
+            _ => rule_set.charge_excess(id, keyed_request, &self.worker.table, self.worker.clock.now().unix_ms),
         }
     }
 
@@ -185,11 +186,13 @@ impl PendingCost {
         }
         rule_set.refund(&parts, tokens, &worker.table, now_ms);
         if let Some(shared) = &worker.shared {
-            let charge_plan = &config.compiled.route_rules[self.rules_index].charge_plan;
-            shared.track_refunded_leases(rule_set, charge_plan, &self.keyed_requests, &self.store_keys, &parts);
+            let charge_plan = &config.compiled.route_rules[self.rules_id].charge_plan;
+            shared.track_refunded_leases(charge_plan, &self.keyed_requests, &self.store_keys, &parts);
         }
-        let limited =
-            |(_, refund): &(usize, Refund)| Refund { tokens: refund.tokens.min(u64::from(tokens)), ..refund.clone() };
+        let limited = |(_, refund): &(PlanPosition, Refund)| Refund {
+            tokens: refund.tokens.min(u64::from(tokens)),
+            ..refund.clone()
+        };
         let refunds: Vec<Refund> =
             self.refunds.iter().filter(|(position, _)| *position == rule.position).map(limited).collect();
         if let Some(shared) = worker.shared.as_ref().filter(|_| !refunds.is_empty()) {

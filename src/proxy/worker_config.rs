@@ -14,8 +14,10 @@ use http::{HeaderMap, HeaderValue};
 use super::compiled_config::{CompiledConfig, CompiledRoute, RouteRules};
 use crate::access_log::LogSender;
 use crate::clock::Clock;
-use crate::config::count_when::CountWhen;
+use crate::config::rule::GatewayRule;
 use crate::config::upstream::{Server, Target as ConfiguredTarget, TransportSettings, Upstream};
+use crate::config::{RouteId, UpstreamId};
+use crate::http::RouteRulesId;
 use crate::http::client_plans::ClientLookup;
 use crate::http::key_source::RequestAttributes;
 use crate::http::ratelimit_headers::RateLimitFields;
@@ -37,31 +39,29 @@ use crate::upstream::server_health::UpstreamHealth;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
-use transom_limiter::rule::{OnLimit, Rule};
+use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
+use transom_limiter::rule::OnLimit;
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
 use transom_limiter::table::Table;
 
 pub struct WorkerConfig {
     pub compiled: Arc<CompiledConfig>,
-    /// By route.
-    pub route_metrics: Vec<RouteMetrics>,
-    /// By route rules.
-    pub window_metrics: Vec<WindowMetrics>,
-    /// By rule of the rule set; `None` for rules without a limit of concurrent requests.
-    pub concurrency_gauges: Vec<Option<ConcurrencyGauge>>,
-    /// By rule of the rule set; `None` for rules that delay no request.
-    pub delay_gauges: Vec<Option<DelayGauge>>,
-    /// By rule of the rule set; `None` for rules without `count_when`.
-    pub refund_counters: Vec<Option<RefundCounter>>,
-    /// `RateLimit-Policy` by route rules. A copy per worker, so that workers do not contend for its reference count.
-    pub policy_fields: Vec<Option<HeaderValue>>,
+    pub route_metrics: IdVec<RouteId, RouteMetrics>,
+    pub window_metrics: IdVec<RouteRulesId, WindowMetrics<PlanPosition>>,
+    /// `None` for rules without a limit of concurrent requests.
+    pub concurrency_gauges: IdVec<RuleId, Option<ConcurrencyGauge>>,
+    /// `None` for rules that delay no request.
+    pub delay_gauges: IdVec<RuleId, Option<DelayGauge>>,
+    /// `None` for rules without `count_when`.
+    pub refund_counters: IdVec<RuleId, Option<RefundCounter>>,
+    /// `RateLimit-Policy`. A copy per worker, so that workers do not contend for its reference count.
+    pub policy_fields: IdVec<RouteRulesId, Option<HeaderValue>>,
     /// With `[metrics] clients = true`.
     pub client_metrics: Option<ClientMetrics>,
     pub top_keys: TopKeys,
     /// For requests that match no route.
     pub unrouted_metrics: RouteMetrics,
-    /// By upstream.
-    pub targets: Vec<Target>,
+    pub targets: IdVec<UpstreamId, Target>,
     pub access_log: Option<LogSender>,
     /// Whether messages at the level of debugging are logged: one for each request.
     pub logs_requests: bool,
@@ -121,18 +121,15 @@ impl WorkerConfig {
         outputs: RecordOutputs,
         previous: Option<&WorkerConfig>,
     ) -> WorkerConfig {
-        let rules_of = |route_rules: &RouteRules| {
-            route_rules.charge_plan.rules.iter().map(|rule| &compiled.rule_set.rules[*rule]).collect::<Vec<_>>()
-        };
-        let route_metrics = |(index, route): (usize, &CompiledRoute)| {
-            let names: Vec<&str> =
-                rules_of(compiled.rules_of(route)).iter().map(|rule| rule.rule.name.as_str()).collect();
-            RouteMetrics::new(registry, worker_id, compiled.route_name(index), &names)
+        let route_metrics = |(id, route): (RouteId, &CompiledRoute)| {
+            let rules = compiled.rules_of(route).charge_plan.compiled_rules();
+            let names: Vec<&str> = rules.map(|(_, rule)| rule.rule.name.as_str()).collect();
+            RouteMetrics::new(registry, worker_id, compiled.route_name(id), &names)
         };
         let window_metrics = |route_rules: &RouteRules| {
-            let rules = rules_of(route_rules);
+            let rules = route_rules.charge_plan.compiled_rules();
             let limits: Vec<_> =
-                rules.iter().map(|rule| (rule.rule.name.as_str(), rule.limit_names().collect())).collect();
+                rules.map(|(_, rule)| (rule.rule.name.as_str(), rule.limit_names().collect())).collect();
             WindowMetrics::new(registry, worker_id, &limits)
         };
         let concurrency_gauge = |rule: &CompiledRule| {
@@ -142,9 +139,8 @@ impl WorkerConfig {
             let may_delay = matches!(rule.rule.on_limit, OnLimit::Delay { .. });
             may_delay.then(|| DelayGauge::new(registry, worker_id, &rule.rule.name))
         };
-        let refund_counter = |(rule, count_when): (&Rule, &Option<CountWhen>)| {
-            count_when.as_ref().map(|_| RefundCounter::new(registry, worker_id, &rule.name))
-        };
+        let refund_counter =
+            |rule: &GatewayRule| rule.count_when.as_ref().map(|_| RefundCounter::new(registry, worker_id, &rule.name));
         let counted_clients = compiled.clients.as_ref().filter(|_| compiled.config.metrics.clients);
         let client_metrics = counted_clients.map(|clients| {
             let named = clients.clients.iter();
@@ -193,11 +189,11 @@ impl WorkerConfig {
         let config = &compiled.config;
         let logs_requests = tracing::enabled!(tracing::Level::DEBUG);
         WorkerConfig {
-            route_metrics: compiled.routes.iter().enumerate().map(route_metrics).collect(),
+            route_metrics: compiled.routes.enumerate().map(route_metrics).collect(),
             window_metrics: compiled.route_rules.iter().map(window_metrics).collect(),
             concurrency_gauges: compiled.rule_set.rules.iter().map(concurrency_gauge).collect(),
             delay_gauges: compiled.rule_set.rules.iter().map(delay_gauge).collect(),
-            refund_counters: config.rules.iter().zip(&config.count_when).map(refund_counter).collect(),
+            refund_counters: config.rules.map(refund_counter),
             policy_fields: compiled
                 .route_rules
                 .iter()
@@ -243,7 +239,7 @@ impl WorkerConfig {
         clients: &ClientLookup<'_>,
     ) {
         let digester = &self.compiled.readable_digester;
-        let name = |position: usize| KeyName {
+        let name = |position| KeyName {
             description: rules.rule_keys[position].describe(attributes, clients, digester),
             store_key: self.compiled.store_key(rules, position, attributes),
             has_own_windows: true,
@@ -257,26 +253,26 @@ impl WorkerConfig {
     }
 
     /// Counts a request that waits because of a rule of the rule set, until the result is dropped.
-    pub fn count_delayed(&self, rule: usize) -> Option<GaugeGuard> {
+    pub fn count_delayed(&self, rule: RuleId) -> Option<GaugeGuard> {
         self.delay_gauges[rule].as_ref().map(DelayGauge::count)
     }
 
     /// The RateLimit fields as of now, for a request that was charged earlier.
     pub fn rate_limit_fields(
         &self,
-        rules_index: usize,
-        keyed_requests: &[Option<KeyedRequest>],
+        rules_id: RouteRulesId,
+        keyed_requests: &IdVec<PlanPosition, Option<KeyedRequest>>,
         table: &Table,
         now: DecisionTime<'_>,
     ) -> RateLimitFields {
-        let RouteRules { charge_plan, rate_limit_template, .. } = &self.compiled.route_rules[rules_index];
+        let RouteRules { charge_plan, rate_limit_template, .. } = &self.compiled.route_rules[rules_id];
         let mut scratch = self.scratch();
         let DecisionBuffers { context, text, .. } = &mut *scratch;
         context.inputs.keyed_requests.clear();
-        context.inputs.keyed_requests.extend_from_slice(keyed_requests);
-        self.compiled.rule_set.peek(charge_plan, table, now, context);
-        self.compiled.rule_set.peek_slots(charge_plan, context);
-        let policy = self.policy_fields[rules_index].as_ref();
+        context.inputs.keyed_requests.extend_from(keyed_requests);
+        charge_plan.peek(table, now, context);
+        charge_plan.peek_slots(context);
+        let policy = self.policy_fields[rules_id].as_ref();
         rate_limit_template.render(context, policy, context.result.decided_ms, text)
     }
 
@@ -285,7 +281,7 @@ impl WorkerConfig {
     #[allow(clippy::too_many_arguments, reason = "two of them are scratch memory")]
     pub fn refusal(
         &self,
-        rules_index: usize,
+        rules_id: RouteRulesId,
         context: &DecisionContext,
         now_ms: u64,
         date: HeaderValue,
@@ -293,11 +289,10 @@ impl WorkerConfig {
         text: &mut Vec<u8>,
         headers: HeaderMap,
     ) -> RefusalResponse {
-        let CompiledConfig { rule_set, refusal_templates, route_rules, .. } = &*self.compiled;
-        let RouteRules { charge_plan, rate_limit_template, .. } = &route_rules[rules_index];
-        let fields = rate_limit_template.render(context, self.policy_fields[rules_index].as_ref(), now_ms, text);
+        let CompiledConfig { refusal_templates, route_rules, .. } = &*self.compiled;
+        let RouteRules { charge_plan, rate_limit_template, .. } = &route_rules[rules_id];
+        let fields = rate_limit_template.render(context, self.policy_fields[rules_id].as_ref(), now_ms, text);
         let mut refused = responses::refusal_response(
-            rule_set,
             charge_plan,
             context,
             refusal_templates,

@@ -22,7 +22,8 @@ use super::messages::envoy::service::ratelimit::v3::rate_limit_response::rate_li
 use super::messages::envoy::service::ratelimit::v3::rate_limit_response::{Code, DescriptorStatus, RateLimit};
 use super::messages::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
 use super::messages::envoy::r#type::v3::RateLimitUnit;
-use crate::decision::{CounterAccess, KeyedRule, RuleKeyValues};
+use crate::config::rule::GatewayRule;
+use crate::decision::{CountedDecision, CounterAccess, KeyedRule, RuleKeyValues};
 use crate::http::ratelimit_headers::RateLimitTemplate;
 use crate::http::responses::{self, RefusalTemplate};
 use crate::metrics::events::{DecisionMetrics, RatelimitServiceMetrics};
@@ -32,12 +33,14 @@ use crate::proxy::worker_config::{DecisionBuffers, WorkerConfig};
 use crate::proxy::worker_state::WorkerState;
 use crate::redis_store::decision_queries::KeyQuery;
 use crate::redis_store::shared_decision::{BeginResult, SharedOutcome, Unavailable};
+use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{IdVec, PlanPosition, RuleId, VariantId};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Plan, Rule};
-use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
+use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::window::Windows;
 
 /// Rules that answer to the descriptors of one request.
@@ -64,8 +67,8 @@ pub struct ServiceConfig {
     plans: RefCell<HashMap<RuleList, Rc<ServicePlan>, RandomState>>,
 }
 
-/// Positions in the rule set of the configuration, with the limits that descriptors state instead of the rules' windows.
-type RuleList = SmallVec<[(usize, Option<StatedLimit>); 4]>;
+/// Rules of the configuration, with the limits that descriptors state instead of the rules' windows.
+type RuleList = SmallVec<[(RuleId, Option<StatedLimit>); 4]>;
 
 /// A limit that a descriptor states.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -78,8 +81,7 @@ struct StatedLimit {
 
 /// A list of rules that are decided together.
 struct ServicePlan {
-    /// That of the configuration, unless a limit is stated.
-    rule_set: Arc<RuleSet>,
+    /// By the rule set of the configuration, unless a limit is stated.
     charge_plan: ChargePlan,
     template: RateLimitTemplate,
     /// `RateLimit-Policy`, where it is constant.
@@ -90,17 +92,17 @@ struct ServicePlan {
 
 /// The difference between the rules of a plan and those of the configuration.
 struct StatedPlan {
-    /// For each rule of the plan: whether its limit is stated.
-    is_stated: SmallVec<[bool; 4]>,
+    /// Whether the limit of a rule is stated.
+    is_stated: IdVec<PlanPosition, bool>,
     /// The same rules in the rule set of the configuration.
     configured: ChargePlan,
-    /// By rule of the plan's rule set.
-    refusal_templates: Vec<RefusalTemplate>,
+    /// For the rules of the plan's own rule set.
+    refusal_templates: IdVec<RuleId, RefusalTemplate>,
 }
 
 /// A rule that answers to a descriptor.
 struct MatchedRule<'r> {
-    rule: usize,
+    rule: RuleId,
     /// Position of the descriptor.
     descriptor: usize,
     key: SmallVec<[Cow<'r, str>; 2]>,
@@ -110,14 +112,19 @@ struct MatchedRule<'r> {
     limit: Option<StatedLimit>,
 }
 
+/// A rule of a request with its key.
+struct CalledRule {
+    keyed: KeyedRule,
+    /// The first of [`Call::matched`] with this key.
+    source: usize,
+}
+
 /// The rules of a request with their keys, each key once.
 struct Call<'r> {
     matched: Vec<MatchedRule<'r>>,
-    /// For each of `matched`: its position in `rules`.
-    positions: SmallVec<[usize; 4]>,
-    rules: SmallVec<[KeyedRule; 4]>,
-    /// For each of `rules`: the first of `matched` with its key.
-    sources: SmallVec<[usize; 4]>,
+    /// For each of `matched`: the rule that decides it.
+    positions: SmallVec<[PlanPosition; 4]>,
+    rules: IdVec<PlanPosition, CalledRule>,
     plan: Rc<ServicePlan>,
 }
 
@@ -155,8 +162,8 @@ impl ServiceConfig {
             return Err(GrpcError::invalid_argument("the request needs a domain and a descriptor"));
         }
         let call = self.prepare(worker, self.find_rules(&request)?);
-        let ServicePlan { rule_set, charge_plan, .. } = &*call.plan;
-        let refused = match call.rules.iter().zip(&call.sources).any(|(_, source)| call.matched[*source].is_check()) {
+        let charge_plan = &call.plan.charge_plan;
+        let refused = match call.rules.iter().any(|rule| call.matched[rule.source].is_check()) {
             true => self.check(worker, &call).await,
             false => Ok(None),
         };
@@ -175,17 +182,18 @@ impl ServiceConfig {
                 let context = own_context.as_mut().unwrap_or(context);
                 context.inputs.reserve = false;
                 context.inputs.keyed_requests.clear();
-                context.inputs.keyed_requests.extend(call.rules.iter().map(|rule| rule.keyed_request));
-                charge_plan.prefetch(&worker.table, &context.inputs.keyed_requests);
+                context.inputs.keyed_requests.extend(call.rules.iter().map(|rule| rule.keyed.keyed_request));
+                charge_plan.prefetch(&worker.table, context.inputs.keyed_requests.as_slice());
                 context.result.concurrency.clear();
                 let begun = match worker.shared.as_ref().filter(|_| charge_plan.is_shared) {
                     None => {
                         let clock = || worker.clock.now().unix_ms;
                         let now = DecisionTime::starting_at(began.unix_ms, &clock);
-                        BeginResult::Decided(rule_set.decide(charge_plan, &worker.table, now, context))
+                        BeginResult::Decided(charge_plan.decide(&worker.table, now, context))
                     }
                     Some(shared) => {
-                        shared.begin(rule_set, charge_plan, context, |position| call.rules[position].key_text.clone())
+                        let key_text = |position| call.rules[position].keyed.key_text.clone();
+                        shared.begin(charge_plan, context, key_text)
                     }
                 };
                 worker.metrics.decision_took(worker.clock.instant().duration_since(began.instant));
@@ -255,8 +263,8 @@ impl ServiceConfig {
             .map(|matched| RuleKeyValues { rule: matched.rule, key: &matched.key, cost: matched.hits })
             .collect();
         let keyed_rules = self.compiled().decision_service.key_rules(&values, worker.shared.is_some());
-        let mut rules = SmallVec::<[KeyedRule; 4]>::new();
-        let (mut positions, mut sources) = (SmallVec::new(), SmallVec::<[usize; 4]>::new());
+        let mut rules = IdVec::<PlanPosition, CalledRule>::new();
+        let mut positions = SmallVec::new();
         for (source, keyed_rule) in keyed_rules.enumerate() {
             // The value comes from a client. An error would let the request pass.
             let refused = |_unusable| KeyedRule {
@@ -267,28 +275,31 @@ impl ServiceConfig {
             };
             let mut rule = keyed_rule.unwrap_or_else(refused);
             // A stated limit precedes plans and overrides.
-            let variant_of = |request: &KeyedRequest| if matched[source].limit.is_some() { 0 } else { request.variant };
+            let variant_of = |request: &KeyedRequest| match matched[source].limit {
+                Some(_) => VariantId::DEFAULT,
+                None => request.variant,
+            };
             rule.keyed_request =
                 rule.keyed_request.map(|request| KeyedRequest { variant: variant_of(&request), ..request });
             let identity = rule.identity();
-            let same =
-                rules.iter_mut().enumerate().find(|(_, other)| identity.is_some() && other.identity() == identity);
-            match (same, rule.keyed_request) {
+            let mut same = rules
+                .enumerate_mut()
+                .filter(|(_, other)| identity.is_some() && other.keyed.identity() == identity)
+                .map(|(position, other)| (position, &mut other.keyed));
+            match (same.next(), rule.keyed_request) {
                 (Some((position, KeyedRule { keyed_request: Some(total), .. })), Some(keyed_request)) => {
                     total.cost = total.cost.saturating_add(keyed_request.cost);
                     positions.push(position);
                 }
                 _ => {
-                    positions.push(rules.len());
-                    sources.push(source);
-                    rules.push(rule);
+                    drop(same);
+                    positions.push(rules.push(CalledRule { keyed: rule, source }));
                 }
             }
         }
         drop(values);
-        let plan =
-            self.plan(rules.iter().zip(&sources).map(|(rule, source)| (rule.rule, matched[*source].limit)).collect());
-        Call { matched, positions, rules, sources, plan }
+        let plan = self.plan(rules.iter().map(|rule| (rule.keyed.rule, matched[rule.source].limit)).collect());
+        Call { matched, positions, rules, plan }
     }
 
     fn plan(&self, rules: RuleList) -> Rc<ServicePlan> {
@@ -305,34 +316,32 @@ impl ServiceConfig {
 
     fn compile_plan(&self, rules: &RuleList) -> ServicePlan {
         let CompiledConfig { rule_set, config, seed, .. } = self.compiled();
-        let positions: SmallVec<[usize; 4]> = rules.iter().map(|(rule, _)| *rule).collect();
-        let configured = rule_set.immediate_plan(&positions, true);
+        let configured = rule_set.immediate_plan(rules.iter().map(|(rule, _)| *rule), true);
         if rules.iter().all(|(_, limit)| limit.is_none()) {
-            let template = RateLimitTemplate::new(rule_set, &configured, &config.rate_limit_styles);
-            let (rule_set, policy) = (Arc::clone(rule_set), template.constant_policy());
-            return ServicePlan { rule_set, charge_plan: configured, template, policy, stated: None };
+            let template = RateLimitTemplate::new(&configured, |rule| config.rules[rule].rate_limit_style);
+            let policy = template.constant_policy();
+            return ServicePlan { charge_plan: configured, template, policy, stated: None };
         }
-        let with_limit =
-            |(rule, limit): &(usize, Option<StatedLimit>)| match limit.as_ref().and_then(StatedLimit::limit) {
-                Some(limit) => with_limit(&config.rules[*rule], limit),
-                None => config.rules[*rule].clone(),
-            };
-        let rule_set = RuleSet::new(&rules.iter().map(with_limit).collect::<Vec<_>>(), *seed, None);
-        let charge_plan = rule_set.immediate_plan(&(0..rules.len()).collect::<Vec<_>>(), true);
-        let styles: Vec<_> = positions.iter().map(|rule| config.rate_limit_styles[*rule]).collect();
-        let template = RateLimitTemplate::new(&rule_set, &charge_plan, &styles);
-        let refusal_template = |rule: &usize| RefusalTemplate::new(&config.refusal_responses[*rule]);
+        // The rules of a rule set of their own.
+        let own: IdVec<RuleId, &GatewayRule> = rules.iter().map(|(rule, _)| &config.rules[*rule]).collect();
+        let limited = rules.iter().map(|(rule, limit)| match limit.as_ref().and_then(StatedLimit::limit) {
+            Some(limit) => with_limit(&config.rules[*rule], limit),
+            None => config.rules[*rule].rule.clone(),
+        });
+        let rule_set = Arc::new(RuleSet::new(&limited.collect::<Vec<Rule>>(), *seed, None));
+        let charge_plan = rule_set.immediate_plan(rule_set.rules.ids(), true);
+        let template = RateLimitTemplate::new(&charge_plan, |rule| own[rule].rate_limit_style);
         let stated = StatedPlan {
             is_stated: rules.iter().map(|(_, limit)| limit.is_some()).collect(),
             configured,
-            refusal_templates: positions.iter().map(refusal_template).collect(),
+            refusal_templates: own.map(|rule| RefusalTemplate::new(&rule.refusal)),
         };
         let policy = template.constant_policy();
-        ServicePlan { rule_set: Arc::new(rule_set), charge_plan, template, policy, stated: Some(stated) }
+        ServicePlan { charge_plan, template, policy, stated: Some(stated) }
     }
 
     /// The limit that a descriptor states, if the rule can have it.
-    fn stated_limit(&self, rule: usize, limit: &RateLimitOverride) -> Option<StatedLimit> {
+    fn stated_limit(&self, rule: RuleId, limit: &RateLimitOverride) -> Option<StatedLimit> {
         let (tokens, unit, multiplier) = (limit.requests_per_unit, limit.unit(), limit.unit_multiplier.unwrap_or(1));
         let stated = StatedLimit { tokens, unit, multiplier };
         // Names by a `key_format` do not tell windows of different periods apart.
@@ -345,20 +354,19 @@ impl ServiceConfig {
 
     /// Checks that the rules without hits have a token left, and that the others admit. Returns the result of a refusal.
     async fn check(&self, worker: &WorkerState, call: &Call<'_>) -> Result<Option<DecisionContext>, Unavailable> {
-        let rule_set = &call.plan.rule_set;
-        let charge_plan = &rule_set.immediate_plan(&call.plan.charge_plan.rules, false);
-        let keyed_requests = call.rules.iter().zip(&call.sources).map(|(rule, source)| {
-            let least = if call.matched[*source].is_check() { 1 } else { 0 };
-            rule.keyed_request.map(|request| KeyedRequest { cost: request.cost.max(least), ..request })
+        let rule_set = call.plan.charge_plan.rule_set();
+        let charge_plan = &rule_set.immediate_plan(call.plan.charge_plan.rules().iter().copied(), false);
+        let keyed_requests = call.rules.iter().map(|rule| {
+            let least = if call.matched[rule.source].is_check() { 1 } else { 0 };
+            rule.keyed.keyed_request.map(|request| KeyedRequest { cost: request.cost.max(least), ..request })
         });
         let (decision, context) = match worker.shared.as_ref().filter(|_| charge_plan.is_shared) {
             Some(shared) => {
                 let query = KeyQuery {
-                    rule_set,
                     charge_plan,
                     keyed_requests: keyed_requests.collect(),
                     reserve: false,
-                    key_texts: call.rules.iter().map(|rule| rule.key_text.clone()).collect(),
+                    key_texts: call.rules.map(|rule| rule.keyed.key_text.clone()),
                 };
                 shared.check(&query).await?
             }
@@ -367,7 +375,7 @@ impl ServiceConfig {
                 context.inputs.keyed_requests.extend(keyed_requests);
                 let clock = || worker.clock.now().unix_ms;
                 let now = DecisionTime::read(&clock);
-                let decision = rule_set.decide(charge_plan, &worker.table, now, &mut context);
+                let decision = charge_plan.decide(&worker.table, now, &mut context);
                 if !matches!(decision, Decision::Refused) {
                     let receipts: Vec<_> = context.all_receipts().collect();
                     rule_set.refund(&receipts, u32::MAX, &worker.table, context.result.decided_ms);
@@ -390,11 +398,11 @@ impl ServiceConfig {
         now_ms: u64,
         text: &mut Vec<u8>,
     ) -> Bytes {
-        let Call { matched, rules, sources, plan, .. } = call;
+        let Call { matched, rules, plan, .. } = call;
         let CompiledConfig { refusal_templates, readable_digester, decision_service, .. } = self.compiled();
-        let ServicePlan { rule_set, stated, .. } = &**plan;
-        let configured = stated.as_ref().map_or(&plan.charge_plan, |stated| &stated.configured);
-        let has_own_windows = |position: usize| stated.as_ref().is_none_or(|stated| !stated.is_stated[position]);
+        let ServicePlan { charge_plan, stated, .. } = &**plan;
+        let configured = stated.as_ref().map_or(charge_plan, |stated| &stated.configured);
+        let has_own_windows = |position: PlanPosition| stated.as_ref().is_none_or(|stated| !stated.is_stated[position]);
         let counters = CounterAccess {
             table: &worker.table,
             clock: &|| worker.clock.now().unix_ms,
@@ -403,26 +411,23 @@ impl ServiceConfig {
             top_keys: &self.config.top_keys,
             readable_digester,
         };
-        let key = |position: usize| matched[sources[position]].key.as_slice();
-        decision_service.count(rules, key, has_own_windows, configured, &decision, context, &counters);
+        let counted = CountedDecision {
+            configured,
+            decided: charge_plan,
+            decision: &decision,
+            context,
+            has_own_windows: &has_own_windows,
+        };
+        let key = |position: PlanPosition| matched[rules[position].source].key.as_slice();
+        decision_service.count(&counted, |position| &rules[position].keyed, key, &counters);
         let fields = plan.template.render(context, plan.policy.as_ref(), now_ms, text);
         let is_refused = matches!(decision, Decision::Refused);
         let (mut headers, raw_body) = match is_refused {
             true => {
                 let headers = HeaderMap::new();
                 let templates = stated.as_ref().map_or(refusal_templates, |stated| &stated.refusal_templates);
-                let charge_plan = &plan.charge_plan;
-                let refused = responses::refusal_response(
-                    rule_set,
-                    charge_plan,
-                    context,
-                    templates,
-                    now_ms,
-                    fields,
-                    None,
-                    text,
-                    headers,
-                );
+                let refused =
+                    responses::refusal_response(charge_plan, context, templates, now_ms, fields, None, text, headers);
                 let (head, body) = refused.response.into_parts();
                 (head.headers, body)
             }
@@ -434,7 +439,7 @@ impl ServiceConfig {
         };
         // Envoy sets the length itself.
         headers.remove(CONTENT_LENGTH);
-        let is_over_limit = is_refused || rules.iter().any(|rule| rule.is_refused);
+        let is_over_limit = is_refused || rules.iter().any(|rule| rule.keyed.is_refused);
         self.calls.answered(is_over_limit);
         encode(&RateLimitResponse {
             overall_code: code(is_over_limit),
@@ -446,45 +451,44 @@ impl ServiceConfig {
 
     /// The status of one descriptor: of the window that is full for the longest time, or has the fewest tokens left.
     fn status(&self, call: &Call<'_>, descriptor: usize, context: &DecisionContext, now_ms: u64) -> DescriptorStatus {
-        let ServicePlan { rule_set, charge_plan, .. } = &*call.plan;
-        let answers = |position: usize| {
+        let charge_plan = &call.plan.charge_plan;
+        let answers = |position: PlanPosition| {
             let mut matched = call.matched.iter().zip(&call.positions);
             matched.any(|(matched, of)| matched.descriptor == descriptor && *of == position)
         };
-        let is_refused_key = (0..call.rules.len()).any(|position| call.rules[position].is_refused && answers(position));
-        let charges = || {
-            let charges = context.result.charges.iter().zip(&context.result.layers);
-            charges.filter(|(_, of)| answers(of.rule) && !rule_set.is_shadow(charge_plan, of.rule))
+        let mut called = call.rules.enumerate();
+        let is_refused_key = called.any(|(position, rule)| rule.keyed.is_refused && answers(position));
+        let is_answer = |position| answers(position) && !charge_plan.is_shadow(position);
+        let charges = || context.result.charges.iter().filter(|charge| is_answer(charge.layer.position));
+        let penalty_end_ms = |rule: PlanPosition| {
+            let full = charges().filter(|charge| charge.layer.position == rule && charge.is_full);
+            let penalties = full.filter(|charge| charge_plan.layer(charge.layer).is_penalty());
+            penalties.map(|charge| charge.usage.end_ms).max()
         };
-        let penalty_end_ms = |rule: usize| {
-            let full = charges().filter(|(charge, of)| of.rule == rule && charge.is_full);
-            let penalties = full.filter(|(_, of)| rule_set.layer_of(charge_plan, **of).is_penalty());
-            penalties.map(|(charge, _)| charge.usage.end_ms).max()
-        };
-        let windows = charges().filter_map(|(charge, of)| {
-            let layer = rule_set.layer_of(charge_plan, *of);
-            let penalty_end_ms = penalty_end_ms(of.rule);
+        let windows = charges().filter_map(|charge| {
+            let layer = charge_plan.layer(charge.layer);
+            let penalty_end_ms = penalty_end_ms(charge.layer.position);
             let remaining = match penalty_end_ms {
                 Some(_) => 0,
                 None => u64::from(layer.capacity).saturating_sub(charge.usage.used),
             };
             let is_full = charge.is_full || penalty_end_ms.is_some();
             let end_ms = charge.usage.end_ms.max(penalty_end_ms.unwrap_or(0));
-            (!layer.is_penalty()).then_some((!is_full, remaining, Reverse(end_ms), charge.request.limit, *of))
+            (!layer.is_penalty()).then_some((!is_full, remaining, Reverse(end_ms), charge.request.limit, charge.layer))
         });
         let Some((is_open, remaining, Reverse(end_ms), limit, of)) =
             windows.min_by_key(|(is_open, remaining, end_ms, ..)| (*is_open, *remaining, *end_ms))
         else {
             return DescriptorStatus { code: code(is_refused_key), ..DescriptorStatus::default() };
         };
-        let (unit, multiplier) = unit(&rule_set.windows[rule_set.layer_of(charge_plan, of).windows_index]);
+        let (unit, multiplier) = unit(&charge_plan.rule_set().windows[charge_plan.layer(of).windows_index]);
         let left_ms = end_ms.saturating_sub(now_ms);
         DescriptorStatus {
             code: code(is_refused_key || !is_open),
             current_limit: Some(RateLimit {
                 requests_per_unit: limit,
                 unit: unit.into(),
-                name: rule_set.rules[charge_plan.rules[of.rule]].layer_name(of.layer).to_owned(),
+                name: charge_plan.rule_of(of).layer_name(of.id).to_owned(),
                 unit_multiplier: (multiplier != 1).then_some(multiplier),
             }),
             limit_remaining: u32::try_from(remaining).unwrap_or(u32::MAX),

@@ -12,12 +12,13 @@ use super::lease_sizing::{LeaseRecord, Refusal};
 use super::scripts::{AcquireReply, CounterReply, CounterRequest, Refund, TOKENS_MAX, refunds_of};
 use super::shared_counters::SharedCounters;
 use super::shared_decision::{NextStep, SendResult, SharedDecision, before_deadline};
-use transom_limiter::acquire::Charge;
+use transom_limiter::charge_plan::{ChargePlan, LayerCharge, LayerRef};
 use transom_limiter::decision::{Decision, Waiter};
-use transom_limiter::decision_context::{DecisionContext, DecisionResult};
+use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
 use transom_limiter::rule::OnOutage;
-use transom_limiter::rule_set::{ChargePlan, CompiledLayer, CountingMode, KeyedRequest, LayerRef, RuleSet};
+use transom_limiter::rule_set::{CompiledLayer, CountingMode, KeyedRequest, RuleSet};
 use transom_limiter::shared_counting::LocalDecision;
 use transom_limiter::table::Counter;
 use transom_limiter::window_kind::{Usage, WindowKind};
@@ -132,7 +133,7 @@ impl SharedCounters {
     pub fn overdraw(
         self: &Rc<Self>,
         rule_set: &Arc<RuleSet>,
-        rule: usize,
+        rule: RuleId,
         keyed_request: KeyedRequest,
         key_text: &Rc<str>,
     ) {
@@ -176,7 +177,7 @@ impl SharedCounters {
     fn note_overdraft(
         self: &Rc<Self>,
         rule_set: &RuleSet,
-        rule: usize,
+        rule: RuleId,
         keyed_request: KeyedRequest,
         requests: &[CounterRequest],
         replies: &[CounterReply],
@@ -211,13 +212,13 @@ impl SharedCounters {
     fn overdraw_requests(
         &self,
         rule_set: &RuleSet,
-        rule: usize,
+        rule: RuleId,
         keyed_request: KeyedRequest,
         key_text: &str,
     ) -> Vec<CounterRequest> {
         let (cost, now_ms) = (u64::from(keyed_request.cost), self.clock.now().unix_ms);
         let request = |layer| {
-            let base_request = self.counter_request_of(rule_set, rule, layer, keyed_request, key_text, now_ms);
+            let base_request = self.counter_request(rule_set, layer, keyed_request, key_text, now_ms);
             CounterRequest { need: cost, ceiling: TOKENS_MAX, ..base_request }
         };
         rule_set.rules[rule].variant(keyed_request.variant).map(request).collect()
@@ -227,46 +228,45 @@ impl SharedCounters {
     /// unreachable.
     pub(super) fn start_penalties(
         self: &Rc<Self>,
-        rule_set: &Arc<RuleSet>,
         charge_plan: &ChargePlan,
         context: &mut DecisionContext,
-        key_text: impl Fn(usize) -> Option<Rc<str>>,
+        key_text: impl Fn(PlanPosition) -> Option<Rc<str>>,
     ) {
         if !charge_plan.has_penalties() {
             return;
         }
         let now_ms = self.clock.now().unix_ms;
-        for position in rule_set.new_penalties(charge_plan, context, 0) {
-            let layer_ref = context.result.layers[position];
+        for position in charge_plan.new_penalties(context, 0) {
+            let charge = &mut context.result.charges[position];
+            let of = charge.layer;
             let (Some(keyed_request), Some(key_text)) =
-                (context.inputs.keyed_requests[layer_ref.rule], key_text(layer_ref.rule))
+                (context.inputs.keyed_requests[of.position], key_text(of.position))
             else {
                 continue;
             };
-            let rule = charge_plan.rules[layer_ref.rule];
-            let layer = rule_set.rules[rule].layer(layer_ref.layer);
-            let charge = &mut context.result.charges[position];
-            charge.usage = Usage { used: 1, end_ms: now_ms + rule_set.windows[layer.windows_index].typical_ms() };
+            let rule_set = charge_plan.rule_set();
+            let windows = &rule_set.windows[charge_plan.layer(of).windows_index];
+            charge.usage = Usage { used: 1, end_ms: now_ms + windows.typical_ms() };
             charge.is_full = true;
             self.table.set_known_usage(charge.counter, charge.usage.end_ms, 1, now_ms);
             let (shared, rule_set) = (Rc::clone(self), Arc::clone(rule_set));
             tokio::task::spawn_local(async move {
-                shared.start_store_penalty(&rule_set, rule, keyed_request, &key_text).await;
+                shared.start_store_penalty(&rule_set, of.id.rule, keyed_request, &key_text).await;
             });
         }
     }
 
-    /// Starts the penalty of a key by the rule at a position in the rule set, in the store; locally, if the store is unreachable.
+    /// Starts the penalty of a key by a rule in the store; locally, if the store is unreachable.
     pub(super) async fn start_store_penalty(
         self: &Rc<Self>,
         rule_set: &RuleSet,
-        rule: usize,
+        rule: RuleId,
         keyed_request: KeyedRequest,
         key_text: &str,
     ) {
         let Some(layer) = rule_set.rules[rule].penalty else { return };
         let now_ms = self.clock.now().unix_ms;
-        let base_request = self.counter_request_of(rule_set, rule, layer, keyed_request, key_text, now_ms);
+        let base_request = self.counter_request(rule_set, layer, keyed_request, key_text, now_ms);
         let request = CounterRequest { need: 1, ceiling: 1, ..base_request };
         match self.acquire(&[request]).await {
             Ok(AcquireReply::Granted { .. } | AcquireReply::Refused { .. }) => {}
@@ -281,31 +281,27 @@ impl SharedCounters {
     /// positive, one that the store may have lost.
     fn known_penalty(
         &self,
-        rule_set: &RuleSet,
         charge_plan: &ChargePlan,
         layer_ref: LayerRef,
         keyed_request: KeyedRequest,
         least: u64,
     ) -> Usage {
-        let counter = rule_set.layer_of(charge_plan, layer_ref).counter(keyed_request);
+        let counter = charge_plan.layer(layer_ref).counter(keyed_request);
         let known = self.table.known_usage(counter, self.clock.now().unix_ms).filter(|_| least > 0);
         let known = known.map_or_else(Usage::default, |(end_ms, used)| Usage { used: u64::from(used), end_ms });
-        self.used_locally(rule_set, charge_plan.rules[layer_ref.rule], layer_ref.layer, keyed_request)
-            .joined_penalty(known)
+        self.used_locally(charge_plan.rule_set(), layer_ref.id, keyed_request).joined_penalty(known)
     }
 
     /// Fills in a charge that the store decides: its `usage` is the usage that the store last reported, and `is_full` says
     /// whether the store would refuse by this usage.
     pub(super) fn set_known_usage_of(
         &self,
-        rule_set: &RuleSet,
         charge_plan: &ChargePlan,
-        charge: &mut Charge,
-        layer_ref: LayerRef,
+        charge: &mut LayerCharge,
         keyed_request: KeyedRequest,
         now_ms: u64,
     ) {
-        let layer = rule_set.layer_of(charge_plan, layer_ref);
+        let layer = charge_plan.layer(charge.layer);
         let counter = layer.counter(keyed_request);
         let known_usage = self.table.known_usage(counter, now_ms);
         let (end_ms, used) = known_usage.unwrap_or((charge.usage.end_ms, 0));
@@ -318,8 +314,7 @@ impl SharedCounters {
             charge.usage = refusal.unwrap_or(charge.usage);
             return;
         }
-        let rule = charge_plan.rules[layer_ref.rule];
-        let local_usage = self.used_locally(rule_set, rule, layer_ref.layer, keyed_request);
+        let local_usage = self.used_locally(charge_plan.rule_set(), charge.layer.id, keyed_request);
         match layer.is_penalty() {
             true => charge.usage = charge.usage.joined_penalty(local_usage),
             false => charge.usage.used = charge.usage.used.saturating_add(local_usage.used),
@@ -328,42 +323,43 @@ impl SharedCounters {
         charge.is_full = used + u64::from(charge.request.cost) > charge.request.ceiling;
     }
 
-    fn overdraw_locally(&self, rule_set: &Arc<RuleSet>, rule: usize, keyed_request: KeyedRequest, key_text: &Rc<str>) {
+    fn overdraw_locally(&self, rule_set: &Arc<RuleSet>, rule: RuleId, keyed_request: KeyedRequest, key_text: &Rc<str>) {
         let compiled_rule = &rule_set.rules[rule];
         if compiled_rule.rule.on_outage == OnOutage::Local {
             rule_set.charge_excess(rule, keyed_request, &self.table, self.clock.now().unix_ms);
             compiled_rule
                 .variant(keyed_request.variant)
-                .for_each(|layer| self.record_unreported_layer(rule_set, rule, layer, keyed_request, key_text));
+                .for_each(|layer| self.record_unreported_layer(rule_set, layer, keyed_request, key_text));
         }
     }
 }
 
 /// The layers of a rule in which a request counts.
-fn layers_of_key(rule_set: &RuleSet, rule: usize, keyed_request: KeyedRequest) -> impl Iterator<Item = &CompiledLayer> {
+fn layers_of_key(
+    rule_set: &RuleSet,
+    rule: RuleId,
+    keyed_request: KeyedRequest,
+) -> impl Iterator<Item = &CompiledLayer> {
     let compiled_rule = &rule_set.rules[rule];
     compiled_rule.variant(keyed_request.variant).map(|layer| compiled_rule.layer(layer))
 }
 
 impl SharedDecision {
     /// Sends the charges from `first` on to the store and records its reply.
-    pub(super) async fn send_layers(
-        &mut self,
-        rule_set: &Arc<RuleSet>,
-        charge_plan: &ChargePlan,
-        first: usize,
-    ) -> SendResult {
+    pub(super) async fn send_layers(&mut self, charge_plan: &ChargePlan, first: usize) -> SendResult {
         let shared = Rc::clone(&self.shared);
-        let rules: Vec<usize> = self.context.result.layers[first..].iter().map(|layer_ref| layer_ref.rule).collect();
+        let charges = self.context.result.charges[first..].iter();
+        let rules: Vec<PlanPosition> = charges.map(|charge| charge.layer.position).collect();
         if self.gives_up(&rules) {
             return SendResult::Failed;
         }
         let now_ms = shared.clock.now().unix_ms;
         let (mut requests, mut known, mut local_usage) = (Vec::new(), Vec::new(), Vec::new());
         let SharedDecision { context, key_texts, .. } = self;
-        for (charge, layer_ref) in context.result.charges.iter_mut().zip(&context.result.layers).skip(first) {
+        for charge in context.result.charges.iter_mut().skip(first) {
+            let layer_ref = charge.layer;
             let (Some(keyed_request), Some(Some(key_text))) =
-                (context.inputs.keyed_requests[layer_ref.rule], key_texts.get(layer_ref.rule))
+                (context.inputs.keyed_requests[layer_ref.position], key_texts.get(layer_ref.position))
             else {
                 continue;
             };
@@ -372,11 +368,11 @@ impl SharedDecision {
                 charge.usage.end_ms = charge.request.end_ms;
             }
             let base_request =
-                shared.counter_request(rule_set, charge_plan, *layer_ref, keyed_request, key_text, now_ms);
+                shared.counter_request(charge_plan.rule_set(), layer_ref.id, keyed_request, key_text, now_ms);
             known.push(base_request.used_min);
-            let layer = rule_set.layer_of(charge_plan, *layer_ref);
+            let layer = charge_plan.layer(layer_ref);
             let local = match layer.is_penalty() {
-                true => shared.known_penalty(rule_set, charge_plan, *layer_ref, keyed_request, base_request.used_min),
+                true => shared.known_penalty(charge_plan, layer_ref, keyed_request, base_request.used_min),
                 false => Usage { used: u64::from(layer.capacity).saturating_sub(base_request.ceiling), end_ms: 0 },
             };
             if layer.is_penalty() {
@@ -391,7 +387,7 @@ impl SharedDecision {
                 ..base_request
             });
         }
-        if !self.progress.ignores_leases && self.is_known_exhausted(rule_set, charge_plan, first, now_ms) {
+        if !self.progress.ignores_leases && self.is_known_exhausted(charge_plan, first, now_ms) {
             return SendResult::Refused;
         }
         let (began, generation) = (Instant::from_std(shared.clock.instant()), shared.generation.get());
@@ -419,9 +415,9 @@ impl SharedDecision {
         for (i, replies) in replies.iter().enumerate() {
             let Some(charge) = self.context.result.charges.get_mut(first + i) else { break };
             let used = if refused { replies.used.saturating_sub(replies.granted) } else { replies.used };
-            let layer_ref = self.context.result.layers[first + i];
-            let layer = rule_set.layer_of(charge_plan, layer_ref);
-            let counter = self.context.inputs.keyed_requests[layer_ref.rule].map(|request| layer.counter(request));
+            let layer_ref = charge.layer;
+            let layer = charge_plan.layer(layer_ref);
+            let counter = self.context.inputs.keyed_requests[layer_ref.position].map(|request| layer.counter(request));
             // If nothing was acquired, the reply is only what the store knows.
             let least = known.get(i).copied().unwrap_or(0);
             let local = local_usage.get(i).copied().unwrap_or_default();
@@ -451,39 +447,36 @@ impl SharedDecision {
             }
         }
         if refused {
-            self.set_usage_of_unasked(rule_set, charge_plan, first + replies.len());
+            self.set_usage_of_unasked(charge_plan, first + replies.len());
             return SendResult::Refused;
         }
         SendResult::Granted(refunds)
     }
 
     /// Sets the usage of the charges from `first` on to the known one: their servers were not asked, because one before has refused.
-    fn set_usage_of_unasked(&mut self, rule_set: &RuleSet, charge_plan: &ChargePlan, first: usize) {
+    fn set_usage_of_unasked(&mut self, charge_plan: &ChargePlan, first: usize) {
         let now_ms = self.shared.clock.now().unix_ms;
-        for position in first..self.context.result.charges.len() {
-            let layer_ref = self.context.result.layers[position];
-            if let Some(keyed_request) = self.context.inputs.keyed_requests[layer_ref.rule] {
-                let charge = &mut self.context.result.charges[position];
-                self.shared.set_known_usage_of(rule_set, charge_plan, charge, layer_ref, keyed_request, now_ms);
+        for charge in &mut self.context.result.charges[first..] {
+            if let Some(keyed_request) = self.context.inputs.keyed_requests[charge.layer.position] {
+                self.shared.set_known_usage_of(charge_plan, charge, keyed_request, now_ms);
             }
         }
     }
 
     /// Whether the store is known to refuse the charges from `first` on; records the refusal then. Periodically returns
     /// `false` nevertheless, because a counter may have been reset, or tokens refunded.
-    fn is_known_exhausted(&mut self, rule_set: &RuleSet, charge_plan: &ChargePlan, first: usize, now_ms: u64) -> bool {
+    fn is_known_exhausted(&mut self, charge_plan: &ChargePlan, first: usize, now_ms: u64) -> bool {
         let shared = Rc::clone(&self.shared);
         let now = shared.clock.instant();
         let mut is_full = false;
         let keyed_requests = &self.context.inputs.keyed_requests;
-        let DecisionResult { charges, layers, .. } = &mut self.context.result;
-        for (charge, layer_ref) in charges.iter_mut().zip(layers.iter()).skip(first) {
-            let Some(keyed_request) = keyed_requests[layer_ref.rule] else { continue };
-            shared.set_known_usage_of(rule_set, charge_plan, charge, *layer_ref, keyed_request, now_ms);
-            let layer = rule_set.layer_of(charge_plan, *layer_ref);
+        for charge in self.context.result.charges.iter_mut().skip(first) {
+            let Some(keyed_request) = keyed_requests[charge.layer.position] else { continue };
+            shared.set_known_usage_of(charge_plan, charge, keyed_request, now_ms);
+            let layer = charge_plan.layer(charge.layer);
             let counter = layer.counter(keyed_request);
             if charge.is_full {
-                let period_ms = rule_set.windows[layer.windows_index].typical_ms();
+                let period_ms = charge_plan.rule_set().windows[layer.windows_index].typical_ms();
                 let due = |record: &mut LeaseRecord| record.is_recheck_due(now, period_ms);
                 if shared.leases.with_or_insert(counter, shared.own_shard, now, due) != Some(false) {
                     return false;
@@ -495,83 +488,63 @@ impl SharedDecision {
     }
 
     /// Reserves in later windows for the full rules that delay requests, and charges all other layers now.
-    pub(super) async fn reserve(
-        &mut self,
-        rule_set: &Arc<RuleSet>,
-        charge_plan: &ChargePlan,
-        first: usize,
-        layers: &[LayerRef],
-    ) -> NextStep {
+    pub(super) async fn reserve(&mut self, charge_plan: &ChargePlan, first: usize, layers: &[LayerRef]) -> NextStep {
         let shared = Rc::clone(&self.shared);
         let mut waiter: Option<Waiter> = None;
-        let SplitLayers { reserved, local: local_count, others } =
-            self.split_layers(rule_set, charge_plan, first, layers);
+        let SplitLayers { reserved, local: local_count, others } = self.split_layers(charge_plan, first, layers);
         let clock = || shared.clock.now().unix_ms;
         // Reservations count from the windows that were open when the rules were found full.
         let mut now = DecisionTime::starting_at(self.context.result.decided_ms, &clock);
         for _ in 0..ATTEMPTS_MAX {
             let now_ms = now.unix_ms;
-            let time = rule_set.time(now_ms);
-            let Some(times) = rule_set.admission_times(charge_plan, time, &self.context) else { break };
+            let time = charge_plan.time(now_ms);
+            let Some(times) = charge_plan.admission_times(time, &self.context) else { break };
             if waiter.is_none() {
-                match rule_set.reserve_waiter(charge_plan, &self.context) {
+                match charge_plan.reserve_waiter(&self.context) {
                     Some(entered) => waiter = entered,
                     None => break,
                 }
             }
-            let usages: Vec<_> = self
-                .context
-                .result
-                .charges
-                .iter()
-                .zip(&self.context.result.layers)
-                .map(|(charge, layer_ref)| (*layer_ref, charge.usage))
-                .collect();
+            let usages: Vec<_> =
+                self.context.result.charges.iter().map(|charge| (charge.layer, charge.usage)).collect();
             self.context.truncate(first);
-            match rule_set.decide_locally(charge_plan, &others, &shared.table, now, &mut self.context, false) {
+            match charge_plan.decide_locally(&others, &shared.table, now, &mut self.context, false) {
                 LocalDecision::Decided(Decision::Admitted) => {}
                 LocalDecision::Decided(Decision::Refused | Decision::Delayed { .. }) => {
                     return NextStep::Done(Decision::Refused);
                 }
                 LocalDecision::MissingTokens => return NextStep::Fetch { first },
             }
-            let first_reserved =
-                rule_set.add_prepared_charges(charge_plan, &reserved, &shared.table, now_ms, &mut self.context);
+            let first_reserved = charge_plan.add_prepared_charges(&reserved, &shared.table, now_ms, &mut self.context);
             let until_ms = times.iter().copied().max().unwrap_or(now_ms);
-            let again = rule_set.request_future_windows(
-                charge_plan,
-                &times,
-                &usages,
-                time,
-                &mut self.context,
-                first,
-                first_reserved,
-            );
+            let again =
+                charge_plan.request_future_windows(&times, &usages, time, &mut self.context, first, first_reserved);
             let mid = first_reserved + local_count;
-            let sent = match rule_set.acquire_prepared(&shared.table, now_ms, &mut self.context, first_reserved, mid) {
+            let sent = match charge_plan.acquire_prepared(&shared.table, now_ms, &mut self.context, first_reserved, mid)
+            {
                 false => SendResult::Refused,
                 true if reserved[local_count..].is_empty() => SendResult::Granted(Vec::new()),
-                true => self.send_layers(rule_set, charge_plan, mid).await,
+                true => self.send_layers(charge_plan, mid).await,
             };
             if !matches!(sent, SendResult::Granted(_)) {
-                shared.undo(rule_set, &mut self.context, first, Vec::new());
+                shared.undo(charge_plan.rule_set(), &mut self.context, first, Vec::new());
             }
             match sent {
                 SendResult::Granted(refunds) => {
-                    shared.record_unreported(rule_set, charge_plan, &self.context, first, &self.key_texts);
+                    shared.record_unreported(charge_plan, &self.context, first, &self.key_texts);
                     self.keep_reservations(refunds, &times, now_ms, mid);
                     self.progress.decision = Some(Decision::Delayed { until_ms, waiter, recharge: again });
-                    self.recharge_ended_windows(mid, |layer_ref| times[layer_ref.rule] <= now_ms);
+                    self.recharge_ended_windows(mid, |layer_ref| times[layer_ref.position] <= now_ms);
                     self.progress.group = 1;
-                    return self.resume(rule_set, charge_plan);
+                    return self.resume(charge_plan);
                 }
                 SendResult::Refused => {
                     now = DecisionTime::read(&clock);
-                    rule_set.refresh_usage(charge_plan, &shared.table, now.unix_ms, &mut self.context, first_reserved);
+                    charge_plan.refresh_usage(&shared.table, now.unix_ms, &mut self.context, first_reserved);
                 }
                 SendResult::OtherWindow | SendResult::Failed => {
                     self.context.truncate(first);
-                    return self.resume(rule_set, charge_plan);
+                    return self.resume(charge_plan);
                 }
             }
         }
@@ -579,30 +552,21 @@ impl SharedDecision {
     }
 
     /// Divides the layers of a request that reserves by what decides them.
-    fn split_layers(
-        &mut self,
-        rule_set: &RuleSet,
-        charge_plan: &ChargePlan,
-        first: usize,
-        layers: &[LayerRef],
-    ) -> SplitLayers {
+    fn split_layers(&mut self, charge_plan: &ChargePlan, first: usize, layers: &[LayerRef]) -> SplitLayers {
         let full = self.full_rules(first);
         let SharedDecision { context, progress, .. } = self;
-        rule_set.set_counting_modes(
-            charge_plan,
-            |position| progress.without_store[position],
-            &mut context.sharing.counting_modes,
-        );
+        charge_plan
+            .set_counting_modes(|position| progress.without_store[position], &mut context.sharing.counting_modes);
         let layers = layers.iter().filter(|layer_ref| {
-            context.inputs.keyed_requests[layer_ref.rule].is_some() && !context.sharing.prepaid.contains(layer_ref)
+            context.inputs.keyed_requests[layer_ref.position].is_some() && !context.sharing.prepaid.contains(layer_ref)
         });
         let (mut reserved, mut remote, mut others) = (Vec::new(), Vec::new(), Vec::new());
         for layer_ref in layers {
-            match (context.sharing.counting_modes[layer_ref.rule], full.contains(&layer_ref.rule)) {
+            match (context.sharing.counting_modes[layer_ref.position], full.contains(&layer_ref.position)) {
                 (CountingMode::Local | CountingMode::LocalFallback, true) => reserved.push(*layer_ref),
                 (CountingMode::Leased, true) => remote.push(*layer_ref),
                 // The same call covers the exact rules.
-                (CountingMode::Remote, _) if !progress.without_store[layer_ref.rule] => remote.push(*layer_ref),
+                (CountingMode::Remote, _) if !progress.without_store[layer_ref.position] => remote.push(*layer_ref),
                 (
                     CountingMode::Local | CountingMode::LocalFallback | CountingMode::Leased | CountingMode::Remote,
                     _,
@@ -615,12 +579,18 @@ impl SharedDecision {
     }
 
     /// Keeps the refunds of what the store has charged from `mid` on.
-    fn keep_reservations(&mut self, refunds: Vec<(usize, Refund)>, times: &[u64], now_ms: u64, mid: usize) {
+    fn keep_reservations(
+        &mut self,
+        refunds: Vec<(PlanPosition, Refund)>,
+        times: &IdVec<PlanPosition, u64>,
+        now_ms: u64,
+        mid: usize,
+    ) {
         self.context.result.charges.iter_mut().for_each(|charge| charge.is_full = false);
         let used = self.context.result.charges[mid..].iter().map(|charge| charge.usage.used);
         let with_usage = refunds.into_iter().zip(used);
         // A refund of a reservation must not move later reservations.
-        let guarded = |((rule, refund), used): ((usize, Refund), u64)| {
+        let guarded = |((rule, refund), used): ((PlanPosition, Refund), u64)| {
             let only_if_used = (times[rule] > now_ms).then_some(used);
             (rule, Refund { only_if_used, ..refund })
         };
@@ -630,26 +600,19 @@ impl SharedDecision {
     /// Records which open windows, of those that the store charged from `mid` on, end before the request is admitted.
     pub(super) fn recharge_ended_windows(&mut self, mid: usize, is_charged_now: impl Fn(&LayerRef) -> bool) {
         let Some(Decision::Delayed { until_ms, recharge: again, .. }) = &mut self.progress.decision else { return };
-        let charged = self.context.result.charges[mid..].iter().zip(&self.context.result.layers[mid..]);
-        let ends = charged.filter(|(charge, layer_ref)| is_charged_now(layer_ref) && charge.usage.end_ms <= *until_ms);
-        again.extend(ends.map(|(_, layer_ref)| *layer_ref));
+        let charged = self.context.result.charges[mid..].iter();
+        let ends = charged.filter(|charge| is_charged_now(&charge.layer) && charge.usage.end_ms <= *until_ms);
+        again.extend(ends.map(|charge| charge.layer));
     }
 
-    fn resume(&mut self, rule_set: &Arc<RuleSet>, charge_plan: &ChargePlan) -> NextStep {
+    fn resume(&mut self, charge_plan: &ChargePlan) -> NextStep {
         let SharedDecision { shared, context, key_texts, progress, .. } = self;
-        Rc::clone(shared).advance(rule_set, charge_plan, context, key_texts, progress)
+        Rc::clone(shared).advance(charge_plan, context, key_texts, progress)
     }
 
-    fn full_rules(&self, first: usize) -> Vec<usize> {
-        let full = self
-            .context
-            .result
-            .charges
-            .iter()
-            .zip(&self.context.result.layers)
-            .skip(first)
-            .filter(|(charge, _)| charge.is_full);
-        let mut rules: Vec<usize> = full.map(|(_, layer_ref)| layer_ref.rule).collect();
+    fn full_rules(&self, first: usize) -> Vec<PlanPosition> {
+        let full = self.context.result.charges.iter().skip(first).filter(|charge| charge.is_full);
+        let mut rules: Vec<PlanPosition> = full.map(|charge| charge.layer.position).collect();
         rules.sort_unstable();
         rules.dedup();
         rules

@@ -10,6 +10,10 @@
 //! - `shared_counters`: the state of one worker, calls with their bookkeeping, periodic tasks.
 //! - `test_worker`: a worker and a store for unit tests.
 
+use std::rc::Rc;
+
+use transom_limiter::handles::{IdVec, PlanPosition};
+
 mod circuit_breaker;
 pub mod client;
 mod cluster;
@@ -31,3 +35,6 @@ pub mod shared_decision;
 mod test_worker;
 mod token_fetch;
 mod unreported_usage;
+
+/// The key of a request under each rule of a charge plan; `None` for rules that are not shared, or do not apply.
+pub type StoreKeys = IdVec<PlanPosition, Option<Rc<str>>>;

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use tokio::task::{JoinHandle, spawn_local};
 
+use super::StoreKeys;
 use super::circuit_breaker::FAILURES_MAX;
 use super::client::StoreError;
 use super::connection::log_excerpt;
@@ -17,9 +18,11 @@ use super::scripts::{AcquireReply, CounterReply, CounterRequest, TOKENS_MAX};
 use super::shared_counters::SharedCounters;
 use super::unreported_usage::UnreportedCharge;
 use crate::metrics::redis::StoreOutcome;
+use transom_limiter::charge_plan::{ChargePlan, LayerRef};
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
-use transom_limiter::rule_set::{ChargePlan, CountingMode, KeyedRequest, RuleSet};
+use transom_limiter::handles::LayerId;
+use transom_limiter::rule_set::{CountingMode, KeyedRequest, RuleSet};
 use transom_limiter::sharded_counter::part_of_shard;
 use transom_limiter::store_key::StoreWindow;
 use transom_limiter::table::Counter;
@@ -134,42 +137,33 @@ impl SharedCounters {
     /// Records charges of this decision that were made locally only.
     pub(super) fn record_unreported(
         &self,
-        rule_set: &Arc<RuleSet>,
         charge_plan: &ChargePlan,
         context: &DecisionContext,
         first: usize,
-        key_texts: &[Option<Rc<str>>],
+        key_texts: &StoreKeys,
     ) {
-        for layer_ref in context.result.layers.iter().skip(first).filter(|layer_ref| {
-            context.sharing.counting_modes.get(layer_ref.rule) == Some(&CountingMode::LocalFallback)
-        }) {
-            let key_text = key_texts.get(layer_ref.rule).and_then(Option::as_ref);
-            let (Some(key_text), Some(keyed_request)) = (key_text, context.inputs.keyed_requests[layer_ref.rule])
-            else {
+        let charges = context.result.charges.iter().skip(first);
+        for LayerRef { position, id } in
+            charges.filter(|charge| charge.mode == CountingMode::LocalFallback).map(|charge| charge.layer)
+        {
+            let key_text = key_texts.get(position).and_then(Option::as_ref);
+            let (Some(key_text), Some(keyed_request)) = (key_text, context.inputs.keyed_requests[position]) else {
                 continue;
             };
-            self.record_unreported_layer(
-                rule_set,
-                charge_plan.rules[layer_ref.rule],
-                layer_ref.layer,
-                keyed_request,
-                key_text,
-            );
+            self.record_unreported_layer(charge_plan.rule_set(), id, keyed_request, key_text);
         }
     }
 
-    /// As [`SharedCounters::record_unreported`], for one layer of the rule at a position in the rule set.
+    /// As [`SharedCounters::record_unreported`], for one layer.
     pub(super) fn record_unreported_layer(
         &self,
         rule_set: &Arc<RuleSet>,
-        rule: usize,
-        layer: usize,
+        layer: LayerId,
         keyed_request: KeyedRequest,
         key_text: &Rc<str>,
     ) {
         self.unreported.add(UnreportedCharge {
             rule_set: Arc::clone(rule_set),
-            rule,
             layer,
             keyed_request,
             key_text: Rc::clone(key_text),
@@ -212,7 +206,7 @@ impl SharedCounters {
     /// Some unreported counters of a server; drops those whose windows have ended.
     fn next_to_report(&self, server: ServerId) -> Vec<CounterId> {
         let has_ended = |charge: &UnreportedCharge| {
-            self.used_locally(&charge.rule_set, charge.rule, charge.layer, charge.keyed_request).used == 0
+            self.used_locally(&charge.rule_set, charge.layer, charge.keyed_request).used == 0
         };
         self.unreported.due(REPORTS_AT_ONCE, |charge| self.server_of(charge) == server, has_ended)
     }
@@ -307,7 +301,7 @@ impl SharedCounters {
     /// The key bases of reachable shards: shards on other unreachable servers are left out, and the remaining shards
     /// take over their part. Empty if `server` itself is unreachable.
     async fn reachable_shards(self: &Rc<Self>, charge: &UnreportedCharge, server: ServerId) -> Vec<Rc<str>> {
-        let (compiled_rule, layer) = (&charge.rule_set.rules[charge.rule], charge.layer);
+        let (compiled_rule, layer) = (&charge.rule_set.rules[charge.layer.rule], charge.layer);
         let (mut reachable, mut unreachable) = (Vec::new(), Vec::new());
         for shard in 0..compiled_rule.layer(layer).shards {
             let base = self.key_base(&charge.key_text, compiled_rule.suffix(layer), shard);
@@ -333,9 +327,9 @@ impl SharedCounters {
     /// Reports one counter to a server and to its other shards; returns `false` if the server is unreachable.
     async fn report_counter(self: &Rc<Self>, id: CounterId, server: ServerId) -> bool {
         let Some(charge) = self.unreported.get(id) else { return true };
-        let UnreportedCharge { rule_set, rule, layer, keyed_request, key_text } = &charge;
-        let (rule, layer, keyed_request) = (*rule, *layer, *keyed_request);
-        let shards = rule_set.rules[rule].layer(layer).shards;
+        let UnreportedCharge { rule_set, layer, keyed_request, key_text } = &charge;
+        let (layer, keyed_request) = (*layer, *keyed_request);
+        let shards = rule_set.layer(layer).shards;
         let began = self.clock.instant();
         // The charge stays unreported until a server is reachable.
         let reachable = self.reachable_shards(&charge, server).await;
@@ -346,13 +340,13 @@ impl SharedCounters {
         self.note_reconnect(began);
         // No await until the counter is emptied: a charge made meanwhile is reported separately.
         self.unreported.remove(id);
-        let local = self.used_locally(rule_set, rule, layer, keyed_request);
+        let local = self.used_locally(rule_set, layer, keyed_request);
         let now_ms = self.clock.now().unix_ms;
         if local.used == 0 {
             return true;
         }
         // The report includes known usage, in case the server has forgotten it and this call recreates the counter.
-        let known = self.counter_request_of(rule_set, rule, layer, keyed_request, key_text, now_ms);
+        let known = self.counter_request(rule_set, layer, keyed_request, key_text, now_ms);
         let CounterRequest { used_min, window, .. } = known;
         let counter = charge.counter();
         // The local counter is emptied before the report, because usage must not be reported twice: whether a report
@@ -361,7 +355,6 @@ impl SharedCounters {
         // not set, because several workers may report one counter at once.
         let add_known = |tokens: u64| self.add_known_usage(counter, window, local.end_ms, tokens, now_ms);
         let tokens = rule_set.reset_local(
-            rule,
             layer,
             keyed_request,
             &self.table,
@@ -383,7 +376,7 @@ impl SharedCounters {
             if part == 0 {
                 break;
             }
-            let base_request = self.counter_request_of(rule_set, rule, layer, keyed_request, key_text, now_ms);
+            let base_request = self.counter_request(rule_set, layer, keyed_request, key_text, now_ms);
             let owner = self.store.server_of(&base);
             let request = CounterRequest {
                 key_base: base,
@@ -404,7 +397,7 @@ impl SharedCounters {
                 Ok(AcquireReply::Granted { counters: replies, .. }) => {
                     self.metrics.reported(part);
                     if let (Some(reply), 1) = (replies.first(), shards) {
-                        self.note_used_tokens(rule_set.rules[rule].layer(layer), counter, &request, *reply);
+                        self.note_used_tokens(rule_set.layer(layer), counter, &request, *reply);
                     }
                 }
                 // The window has ended, or the key holds another type.

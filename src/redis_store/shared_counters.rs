@@ -21,8 +21,11 @@ use super::unreported_usage::UnreportedUsage;
 use crate::clock::Clock;
 use crate::config::redis::StoreConfig;
 use crate::metrics::redis::{StoreMetrics, StoreOutcome};
+use crate::redis_store::StoreKeys;
+use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::deferred_refunds::DeferredRefunds;
-use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
+use transom_limiter::handles::{IdVec, PlanPosition};
+use transom_limiter::rule_set::KeyedRequest;
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::store_key::{StoreWindow, counter_name};
 use transom_limiter::table::{Counter, Table};
@@ -265,18 +268,17 @@ impl SharedCounters {
     /// returned meanwhile, without them.
     pub fn track_refunded_leases(
         &self,
-        rule_set: &RuleSet,
         charge_plan: &ChargePlan,
-        keyed_requests: &[Option<KeyedRequest>],
-        key_texts: &[Option<Rc<str>>],
+        keyed_requests: &IdVec<PlanPosition, Option<KeyedRequest>>,
+        key_texts: &StoreKeys,
         receipts: &[ShardReceipt],
     ) {
         let now = self.clock.instant();
-        for ((rule, keyed_request), key_text) in charge_plan.rules.iter().zip(keyed_requests).zip(key_texts) {
-            let (Some(keyed_request), Some(key_text)) = (keyed_request, key_text) else { continue };
-            let compiled_rule = &rule_set.rules[*rule];
-            for position in compiled_rule.variant(keyed_request.variant) {
-                let layer = compiled_rule.layer(position);
+        for (position, compiled_rule) in charge_plan.compiled_rules() {
+            let key_text = key_texts.get(position).and_then(Option::as_ref);
+            let (Some(keyed_request), Some(key_text)) = (&keyed_requests[position], key_text) else { continue };
+            for id in compiled_rule.variant(keyed_request.variant) {
+                let layer = compiled_rule.layer(id);
                 let (counter, kind) = (layer.counter(*keyed_request), layer.request.kind);
                 let is_lease = |receipt: &&ShardReceipt| {
                     receipt.layer == counter.layer && receipt.request.kind == WindowKind::Leased
@@ -284,12 +286,12 @@ impl SharedCounters {
                 // A request that was charged again has its latest lease last.
                 let Some(lease) = receipts.iter().rev().find(is_lease) else { continue };
                 let end_ms = lease.receipt.end_ms();
-                let windows = &rule_set.windows[layer.windows_index];
+                let windows = &charge_plan.rule_set().windows[layer.windows_index];
                 let window = StoreWindow::at(kind, windows, end_ms.saturating_sub(1), keyed_request.offset);
                 self.leases.with_or_insert(counter, self.own_shard, now, |record| {
                     let shard = record.shard % layer.shards;
                     record.refund_target.get_or_insert_with(|| RefundTarget {
-                        key_base: self.key_base(key_text, compiled_rule.suffix(position), shard),
+                        key_base: self.key_base(key_text, compiled_rule.suffix(id), shard),
                         kind,
                         number: window.number_of_lease(end_ms),
                         limit: layer.request.limit,
@@ -468,7 +470,7 @@ mod tests {
             ];
             for (rules, shard, keys) in cases {
                 let worker = TestWorker::new(&rules).await;
-                let TestWorker { shared, rule_set, charge_plan, .. } = &worker;
+                let TestWorker { shared, charge_plan, .. } = &worker;
                 if let Some(shard) = shard {
                     shared.leases.with_or_insert(worker.counter("a", 0), shard, shared.clock.instant(), |_record| ());
                 }
@@ -481,7 +483,7 @@ mod tests {
                 rule_set.refund(&receipts, u32::MAX, &shared.table, START_MS);
                 let requests = &context.inputs.keyed_requests;
                 let before: Vec<u64> = keys.iter().map(|key| worker.store.used(key)).collect();
-                shared.track_refunded_leases(rule_set, charge_plan, requests, &worker.key_texts("a"), &receipts);
+                shared.track_refunded_leases(charge_plan, requests, &worker.key_texts("a"), &receipts);
                 shared.return_idle(true).await;
                 let after: Vec<u64> = keys.iter().map(|key| worker.store.used(key)).collect();
                 assert_eq!(after, before.iter().map(|used| used - 1).collect::<Vec<_>>(), "{keys:?}");

@@ -5,6 +5,7 @@
 //! the store leaves nothing to undo there. After the timeout, the rules continue as in an outage.
 
 use std::mem::take;
+use std::ops::{Index, IndexMut};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
@@ -13,14 +14,17 @@ use std::time::Duration;
 use smallvec::SmallVec;
 use tokio::time::Instant;
 
+use super::StoreKeys;
 use super::scripts::Refund;
 use super::shared_counters::SharedCounters;
 use crate::metrics::redis::OutageDecision;
+use transom_limiter::charge_plan::{ChargePlan, LayerRef};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{Handle, PlanPosition};
 use transom_limiter::rule::{OnOutage, Sharing};
-use transom_limiter::rule_set::{ChargePlan, CountingMode, LayerRef, RuleSet};
+use transom_limiter::rule_set::{CountingMode, RuleSet};
 use transom_limiter::shared_counting::LocalDecision;
 
 /// Most attempts of one request, for example when other requests take the tokens that it fetches.
@@ -42,7 +46,7 @@ pub struct SharedDecision {
     pub(super) rule_set: Arc<RuleSet>,
     pub(super) context: DecisionContext,
     /// The store keys of the charge plan's rules; `None` for rules that are not shared or do not apply.
-    pub(super) key_texts: Vec<Option<Rc<str>>>,
+    pub(super) key_texts: StoreKeys,
     pub(super) progress: DecisionProgress,
     pub(super) next: Option<NextStep>,
     pub(super) deadline: Instant,
@@ -54,9 +58,9 @@ pub struct SharedOutcome {
     /// The context of the decision, as after any decision.
     pub context: DecisionContext,
     /// Refunds of what the store has charged, each with the position of its rule.
-    pub refunds: Vec<(usize, Refund)>,
+    pub refunds: Vec<(PlanPosition, Refund)>,
     /// The store keys of the shared rules.
-    pub key_texts: Vec<Option<Rc<str>>>,
+    pub key_texts: StoreKeys,
 }
 
 /// A rule with `on_outage = "refuse"` cannot be counted.
@@ -64,7 +68,7 @@ pub struct SharedOutcome {
 pub struct Unavailable;
 
 /// A flag for each rule of a charge plan; seldom more than a few.
-type RuleFlags = SmallVec<[bool; 8]>;
+pub(super) struct RuleFlags(SmallVec<[bool; 8]>);
 
 /// The progress of a decision.
 pub(super) struct DecisionProgress {
@@ -74,7 +78,7 @@ pub(super) struct DecisionProgress {
     /// For each rule, whether it is counted without the store. In decisions, only shared rules that apply to the request are;
     /// queries that read usage set all if the store fails.
     pub(super) without_store: RuleFlags,
-    pub(super) refunds: Vec<(usize, Refund)>,
+    pub(super) refunds: Vec<(PlanPosition, Refund)>,
     pub(super) rounds: u32,
     /// If set, only these layers of a delayed request are charged, again.
     recharged: Option<Vec<LayerRef>>,
@@ -105,7 +109,7 @@ pub(super) enum NextStep {
 /// The store's reply to the layers sent.
 pub(super) enum SendResult {
     /// With the refunds.
-    Granted(Vec<(usize, Refund)>),
+    Granted(Vec<(PlanPosition, Refund)>),
     Refused,
     /// The named windows are not open at the server.
     OtherWindow,
@@ -113,13 +117,36 @@ pub(super) enum SendResult {
     Failed,
 }
 
+impl RuleFlags {
+    pub fn any(&self) -> bool {
+        self.0.contains(&true)
+    }
+
+    pub fn set_all(&mut self) {
+        self.0.fill(true);
+    }
+}
+
+impl Index<PlanPosition> for RuleFlags {
+    type Output = bool;
+
+    fn index(&self, position: PlanPosition) -> &bool {
+        &self.0[position.index()]
+    }
+}
+
+impl IndexMut<PlanPosition> for RuleFlags {
+    fn index_mut(&mut self, position: PlanPosition) -> &mut bool {
+        &mut self.0[position.index()]
+    }
+}
+
 impl DecisionProgress {
-    pub(super) fn new(rules: usize) -> DecisionProgress {
-        let without_store = SmallVec::from_elem(false, rules);
+    pub(super) fn new(charge_plan: &ChargePlan) -> DecisionProgress {
         DecisionProgress {
             group: 0,
             decision: None,
-            without_store,
+            without_store: RuleFlags(SmallVec::from_elem(false, charge_plan.rules().len())),
             refunds: Vec::new(),
             rounds: 0,
             recharged: None,
@@ -128,27 +155,21 @@ impl DecisionProgress {
     }
 
     /// Sets how each rule is counted in the next step.
-    fn set_counting_modes(&self, rule_set: &RuleSet, charge_plan: &ChargePlan, context: &mut DecisionContext) {
-        rule_set.set_counting_modes(
-            charge_plan,
-            |position| self.without_store[position],
-            &mut context.sharing.counting_modes,
-        );
-        for (mode, rule) in
-            context.sharing.counting_modes.iter_mut().zip(&charge_plan.rules).filter(|_| self.ignores_leases)
-        {
-            if *mode == CountingMode::Leased && !rule_set.rules[*rule].is_sharded() {
+    fn set_counting_modes(&self, charge_plan: &ChargePlan, context: &mut DecisionContext) {
+        charge_plan.set_counting_modes(|position| self.without_store[position], &mut context.sharing.counting_modes);
+        for (position, mode) in context.sharing.counting_modes.enumerate_mut().filter(|_| self.ignores_leases) {
+            if *mode == CountingMode::Leased && !charge_plan.rule(position).is_sharded() {
                 *mode = CountingMode::Remote;
             }
         }
     }
 
     /// Whether a rule with `on_outage = "refuse"` cannot be counted.
-    fn is_unavailable(&self, rule_set: &RuleSet, charge_plan: &ChargePlan, layers: &[LayerRef]) -> bool {
+    fn is_unavailable(&self, charge_plan: &ChargePlan, layers: &[LayerRef]) -> bool {
         layers
             .iter()
-            .filter(|layer_ref| self.without_store[layer_ref.rule])
-            .any(|layer_ref| rule_set.rules[charge_plan.rules[layer_ref.rule]].rule.on_outage == OnOutage::Refuse)
+            .filter(|layer_ref| self.without_store[layer_ref.position])
+            .any(|layer_ref| charge_plan.rule_of(*layer_ref).rule.on_outage == OnOutage::Refuse)
     }
 }
 
@@ -156,29 +177,28 @@ impl SharedCounters {
     /// Decides a request by the keys in `context`. `text` returns the store key of a rule.
     pub fn begin(
         self: &Rc<Self>,
-        rule_set: &Arc<RuleSet>,
         charge_plan: &ChargePlan,
         context: &mut DecisionContext,
-        text: impl Fn(usize) -> Option<Rc<str>>,
+        text: impl Fn(PlanPosition) -> Option<Rc<str>>,
     ) -> BeginResult {
         context.clear();
-        let mut progress = DecisionProgress::new(charge_plan.rules.len());
-        match self.advance(rule_set, charge_plan, context, &[], &mut progress) {
+        let mut progress = DecisionProgress::new(charge_plan);
+        match self.advance(charge_plan, context, &StoreKeys::new(), &mut progress) {
             NextStep::Done(decision) => {
-                self.follow_refusals(rule_set, charge_plan, context, &progress, &decision, text);
+                self.follow_refusals(charge_plan, context, &progress, &decision, text);
                 BeginResult::Decided(decision)
             }
             NextStep::Unavailable => BeginResult::Unavailable,
             next => {
-                let is_shared = |position: usize| {
-                    rule_set.rules[charge_plan.rules[position]].rule.sharing != Sharing::Local
+                let is_shared = |position| {
+                    charge_plan.rule(position).rule.sharing != Sharing::Local
                         && context.inputs.keyed_requests[position].is_some()
                 };
                 let text = |position| if is_shared(position) { text(position) } else { None };
                 BeginResult::Pending(Box::new(SharedDecision {
-                    key_texts: (0..charge_plan.rules.len()).map(text).collect(),
+                    key_texts: charge_plan.rules().ids().map(text).collect(),
                     shared: Rc::clone(self),
-                    rule_set: Arc::clone(rule_set),
+                    rule_set: Arc::clone(charge_plan.rule_set()),
                     context: context.clone(),
                     progress,
                     next: Some(next),
@@ -191,20 +211,19 @@ impl SharedCounters {
     /// Does what the rules want after a refusal: of the enforced rules, or of shadow rules, which refuse nothing.
     fn follow_refusals(
         self: &Rc<Self>,
-        rule_set: &Arc<RuleSet>,
         charge_plan: &ChargePlan,
         context: &mut DecisionContext,
         progress: &DecisionProgress,
         decision: &Decision,
-        text: impl Fn(usize) -> Option<Rc<str>>,
+        text: impl Fn(PlanPosition) -> Option<Rc<str>>,
     ) {
         if matches!(decision, Decision::Refused) {
-            self.add_layers_not_sent(rule_set, charge_plan, context, progress, &text);
+            self.add_layers_not_sent(charge_plan, context, progress, &text);
         }
         if matches!(decision, Decision::Refused) || !context.result.shadowed.is_empty() {
-            self.start_penalties(rule_set, charge_plan, context, &text);
-            self.charge_refused_request(rule_set, charge_plan, context, progress, &text);
-            self.recheck(rule_set, charge_plan, context, text);
+            self.start_penalties(charge_plan, context, &text);
+            self.charge_refused_request(charge_plan, context, progress, &text);
+            self.recheck(charge_plan, context, text);
         }
     }
 
@@ -212,69 +231,60 @@ impl SharedCounters {
     /// its counters.
     pub fn charge_refusal(
         self: &Rc<Self>,
-        rule_set: &RuleSet,
         charge_plan: &ChargePlan,
         context: &mut DecisionContext,
-        text: impl Fn(usize) -> Option<Rc<str>>,
+        text: impl Fn(PlanPosition) -> Option<Rc<str>>,
     ) {
-        let progress = DecisionProgress::new(charge_plan.rules.len());
-        self.charge_refused_request(rule_set, charge_plan, context, &progress, text);
+        let progress = DecisionProgress::new(charge_plan);
+        self.charge_refused_request(charge_plan, context, &progress, text);
     }
 
     /// Charges layers of a delayed request again whose windows have ended since.
     pub fn recharge(
         self: &Rc<Self>,
-        rule_set: &Arc<RuleSet>,
         charge_plan: &ChargePlan,
         layers: Vec<LayerRef>,
         mut context: DecisionContext,
-        key_texts: Vec<Option<Rc<str>>>,
+        key_texts: StoreKeys,
     ) -> Box<SharedDecision> {
         context.clear();
-        let progress = DecisionProgress { recharged: Some(layers), ..DecisionProgress::new(charge_plan.rules.len()) };
+        let progress = DecisionProgress { recharged: Some(layers), ..DecisionProgress::new(charge_plan) };
         let deadline = Instant::from_std(self.clock.instant()) + self.timeout;
-        let (shared, rule_set) = (Rc::clone(self), Arc::clone(rule_set));
+        let (shared, rule_set) = (Rc::clone(self), Arc::clone(charge_plan.rule_set()));
         Box::new(SharedDecision { shared, rule_set, context, key_texts, progress, next: None, deadline })
     }
 
     /// Continues until the request is decided or has to wait.
     pub(super) fn advance(
         self: &Rc<Self>,
-        rule_set: &Arc<RuleSet>,
         charge_plan: &ChargePlan,
         context: &mut DecisionContext,
-        key_texts: &[Option<Rc<str>>],
+        key_texts: &StoreKeys,
         progress: &mut DecisionProgress,
     ) -> NextStep {
         loop {
             let shadow = progress.group.checked_sub(1).map(|nth| charge_plan.shadow_rules().get(nth).copied());
             let layers = match shadow {
-                None => progress.recharged.clone().unwrap_or_else(|| rule_set.enforced_layers(charge_plan, context)),
+                None => progress.recharged.clone().unwrap_or_else(|| charge_plan.enforced_layers_of(context)),
                 Some(_) if progress.recharged.is_some() => {
                     return NextStep::Done(progress.decision.take().unwrap_or(Decision::Refused));
                 }
                 Some(None) => return NextStep::Done(progress.decision.take().unwrap_or(Decision::Refused)),
                 Some(Some(position)) => match context.inputs.keyed_requests[position] {
-                    Some(keyed_request) => rule_set.shadow_layers(charge_plan, position, keyed_request),
+                    Some(keyed_request) => charge_plan.layers_of_rule(position, keyed_request.variant).collect(),
                     None => Vec::new(),
                 },
             };
-            progress.set_counting_modes(rule_set, charge_plan, context);
-            if shadow.is_none() && progress.is_unavailable(rule_set, charge_plan, &layers) {
+            progress.set_counting_modes(charge_plan, context);
+            if shadow.is_none() && progress.is_unavailable(charge_plan, &layers) {
                 self.metrics.decided_in_outage(OutageDecision::Refused);
                 return NextStep::Unavailable;
             }
             let first = context.result.charges.len();
             context.sharing.first_shard_receipt = context.result.shard_receipts.len();
             let clock = || self.clock.now().unix_ms;
-            let step = rule_set.decide_locally(
-                charge_plan,
-                &layers,
-                &self.table,
-                DecisionTime::read(&clock),
-                context,
-                shadow.is_none(),
-            );
+            let step =
+                charge_plan.decide_locally(&layers, &self.table, DecisionTime::read(&clock), context, shadow.is_none());
             let decision = match step {
                 LocalDecision::MissingTokens => {
                     context.return_layer_buffer(layers);
@@ -283,13 +293,13 @@ impl SharedCounters {
                 LocalDecision::Decided(decision) => decision,
             };
             if shadow.is_none() {
-                self.count_outage_decisions(rule_set, charge_plan, progress);
+                self.count_outage_decisions(charge_plan, progress);
             }
             match (decision, shadow.flatten()) {
                 (Decision::Refused, Some(position)) => context.result.shadowed.push(position),
                 (Decision::Refused, None)
-                    if rule_set.may_be_delayed(charge_plan, context)
-                        && context.sharing.counting_modes.contains(&CountingMode::Leased) =>
+                    if charge_plan.may_be_delayed(context)
+                        && context.sharing.counting_modes.as_slice().contains(&CountingMode::Leased) =>
                 {
                     return NextStep::Reserve { first, layers };
                 }
@@ -298,8 +308,8 @@ impl SharedCounters {
                     return NextStep::Done(Decision::Refused);
                 }
                 (admitted, shadow) => {
-                    self.prefetch(rule_set, charge_plan, context);
-                    self.record_unreported(rule_set, charge_plan, context, first, key_texts);
+                    self.prefetch(charge_plan, context);
+                    self.record_unreported(charge_plan, context, first, key_texts);
                     if shadow.is_none() {
                         progress.decision = Some(admitted);
                     }
@@ -315,10 +325,9 @@ impl SharedCounters {
     }
 
     /// Counts decisions made without the store in the metrics.
-    fn count_outage_decisions(&self, rule_set: &RuleSet, charge_plan: &ChargePlan, progress: &DecisionProgress) {
-        let with_flags = charge_plan.rules.iter().zip(&progress.without_store);
-        for (rule, _) in with_flags.filter(|(_, without_store)| **without_store) {
-            match rule_set.rules[*rule].rule.on_outage {
+    fn count_outage_decisions(&self, charge_plan: &ChargePlan, progress: &DecisionProgress) {
+        for (_, rule) in charge_plan.compiled_rules().filter(|(position, _)| progress.without_store[*position]) {
+            match rule.rule.on_outage {
                 OnOutage::Local => self.metrics.decided_in_outage(OutageDecision::Local),
                 OnOutage::Allow => self.metrics.decided_in_outage(OutageDecision::Allowed),
                 OnOutage::Refuse => {}
@@ -334,10 +343,10 @@ impl SharedCounters {
         progress: &DecisionProgress,
     ) -> Vec<LayerRef> {
         let is_sent = |layer_ref: &&LayerRef| {
-            let is_remote = context.sharing.counting_modes[layer_ref.rule] == CountingMode::Remote;
+            let is_remote = context.sharing.counting_modes[layer_ref.position] == CountingMode::Remote;
             is_remote
-                && !progress.without_store[layer_ref.rule]
-                && context.inputs.keyed_requests[layer_ref.rule].is_some()
+                && !progress.without_store[layer_ref.position]
+                && context.inputs.keyed_requests[layer_ref.position].is_some()
         };
         layers.iter().filter(is_sent).copied().collect()
     }
@@ -346,20 +355,20 @@ impl SharedCounters {
 impl SharedDecision {
     /// Waits as needed, and decides.
     pub async fn decide(mut self: Box<Self>, charge_plan: &ChargePlan) -> Result<SharedOutcome, Unavailable> {
-        let (shared, rule_set) = (Rc::clone(&self.shared), &Arc::clone(&self.rule_set));
+        let shared = Rc::clone(&self.shared);
         loop {
             let next = match self.next.take() {
                 Some(next) => next,
                 None => {
                     let SharedDecision { context, key_texts, progress, .. } = &mut *self;
-                    shared.advance(rule_set, charge_plan, context, key_texts, progress)
+                    shared.advance(charge_plan, context, key_texts, progress)
                 }
             };
             match next {
                 NextStep::Done(decision) => {
                     let SharedDecision { context, key_texts, progress, .. } = &mut *self;
-                    let key_text = |rule: usize| key_texts.get(rule).cloned().flatten();
-                    shared.follow_refusals(rule_set, charge_plan, context, progress, &decision, key_text);
+                    let key_text = |rule| key_texts.get(rule).cloned().flatten();
+                    shared.follow_refusals(charge_plan, context, progress, &decision, key_text);
                     if let Decision::Refused = decision {
                         shared.refund_later(progress.refunds.drain(..).map(|(_, refund)| refund).collect());
                     }
@@ -368,14 +377,14 @@ impl SharedDecision {
                 }
                 // Dropping the decision refunds what was charged.
                 NextStep::Unavailable => return Err(Unavailable),
-                NextStep::Fetch { first } => self.next = self.fetch_lacking(rule_set, charge_plan, first).await,
+                NextStep::Fetch { first } => self.next = self.fetch_lacking(charge_plan, first).await,
                 NextStep::Send { first, layers } => {
-                    if let Some(refused) = self.charge_in_store(rule_set, charge_plan, first, &layers).await {
+                    if let Some(refused) = self.charge_in_store(charge_plan, first, &layers).await {
                         self.next = refused;
                     }
                 }
                 NextStep::Reserve { first, layers } => {
-                    self.next = Some(self.reserve(rule_set, charge_plan, first, &layers).await)
+                    self.next = Some(self.reserve(charge_plan, first, &layers).await)
                 }
             }
         }
@@ -383,40 +392,40 @@ impl SharedDecision {
 
     /// Refuses the charges from `first` on, which are undone already. `None`: a shadow rule, which only records the
     /// refusal.
-    pub(super) fn refuse(&mut self, rule_set: &RuleSet, charge_plan: &ChargePlan, first: usize) -> Option<NextStep> {
+    pub(super) fn refuse(&mut self, charge_plan: &ChargePlan, first: usize) -> Option<NextStep> {
         let shadow = self.progress.group.checked_sub(1).and_then(|nth| charge_plan.shadow_rules().get(nth).copied());
         if let Some(position) = shadow {
             self.context.result.shadowed.push(position);
             self.progress.group += 1;
-            self.count_refusal_here(rule_set, charge_plan, first);
+            self.count_refusal_here(charge_plan, first);
             return None;
         }
-        if !rule_set.may_be_delayed(charge_plan, &self.context) {
-            self.count_refusal_here(rule_set, charge_plan, first);
+        if !charge_plan.may_be_delayed(&self.context) {
+            self.count_refusal_here(charge_plan, first);
             return Some(NextStep::Done(Decision::Refused));
         }
         let layers =
-            self.progress.recharged.clone().unwrap_or_else(|| rule_set.enforced_layers(charge_plan, &mut self.context));
+            self.progress.recharged.clone().unwrap_or_else(|| charge_plan.enforced_layers_of(&mut self.context));
         self.context.result.decided_ms = self.shared.clock.now().unix_ms;
         Some(NextStep::Reserve { first, layers })
     }
 
     /// Charges a request that the store has refused, in layers that are counted here, of rules with `count_refused`.
-    fn count_refusal_here(&mut self, rule_set: &RuleSet, charge_plan: &ChargePlan, first: usize) {
+    fn count_refusal_here(&mut self, charge_plan: &ChargePlan, first: usize) {
         if charge_plan.counts_refused() {
-            let time = rule_set.time(self.shared.clock.now().unix_ms);
-            rule_set.charge_refusal(charge_plan, &self.shared.table, time, &mut self.context, first);
+            let time = charge_plan.time(self.shared.clock.now().unix_ms);
+            charge_plan.charge_refusal(&self.shared.table, time, &mut self.context, first);
         }
     }
 
     /// The store key of a rule; `None` if the rule is not shared or does not apply.
-    pub(super) fn key_text(&self, rule: usize) -> Option<Rc<str>> {
+    pub(super) fn key_text(&self, rule: PlanPosition) -> Option<Rc<str>> {
         self.key_texts.get(rule).cloned().flatten()
     }
 
     /// Starts another round for these rules. `true`: the rules continue without the store, because there were too many
     /// rounds, or a server is unreachable.
-    pub(super) fn gives_up(&mut self, rules: &[usize]) -> bool {
+    pub(super) fn gives_up(&mut self, rules: &[PlanPosition]) -> bool {
         self.progress.rounds += 1;
         if self.progress.rounds > ROUNDS_MAX || self.is_past_deadline() {
             self.skip_store(rules);
@@ -432,7 +441,7 @@ impl SharedDecision {
     }
 
     /// Lets rules whose server is unreachable continue without the store; `true` if there are some.
-    pub(super) fn skip_unreachable(&mut self, rules: &[usize]) -> bool {
+    pub(super) fn skip_unreachable(&mut self, rules: &[PlanPosition]) -> bool {
         if !self.shared.breaker.is_any_open() {
             return false;
         }
@@ -447,12 +456,12 @@ impl SharedDecision {
         is_skipped
     }
 
-    pub(super) fn skip_store(&mut self, rules: &[usize]) {
+    pub(super) fn skip_store(&mut self, rules: &[PlanPosition]) {
         rules.iter().for_each(|rule| self.progress.without_store[*rule] = true);
     }
 
     /// Lets rules continue without the server that they have waited for since `began`.
-    pub(super) fn time_out(&mut self, rules: &[usize], began: Instant) {
+    pub(super) fn time_out(&mut self, rules: &[PlanPosition], began: Instant) {
         self.skip_store(rules);
         // A server that replied a moment ago is reachable.
         if Instant::from_std(self.shared.clock.instant()) < began + self.shared.timeout / 2 {
@@ -468,15 +477,13 @@ impl SharedDecision {
     /// decision continues with that step, or from the beginning.
     async fn charge_in_store(
         &mut self,
-        rule_set: &Arc<RuleSet>,
         charge_plan: &ChargePlan,
         first: usize,
         layers: &[LayerRef],
     ) -> Option<Option<NextStep>> {
         let now_ms = self.shared.clock.now().unix_ms;
-        let first_remote =
-            rule_set.add_prepared_charges(charge_plan, layers, &self.shared.table, now_ms, &mut self.context);
-        let is_refused = match self.send_layers(rule_set, charge_plan, first_remote).await {
+        let first_remote = charge_plan.add_prepared_charges(layers, &self.shared.table, now_ms, &mut self.context);
+        let is_refused = match self.send_layers(charge_plan, first_remote).await {
             SendResult::Granted(refunds) => {
                 self.progress.refunds.extend(refunds);
                 if self.progress.group == 0 {
@@ -489,13 +496,13 @@ impl SharedDecision {
             SendResult::OtherWindow | SendResult::Failed => false,
         };
         let shared = Rc::clone(&self.shared);
-        shared.undo(rule_set, &mut self.context, first, Vec::new());
+        shared.undo(charge_plan.rule_set(), &mut self.context, first, Vec::new());
         if !is_refused {
             self.context.truncate(first);
             return Some(None);
         }
         self.context.subtract_costs(first, first_remote);
-        Some(self.refuse(rule_set, charge_plan, first))
+        Some(self.refuse(charge_plan, first))
     }
 }
 
@@ -669,7 +676,7 @@ mod tests {
             assert_eq!(worker.decide("a", 1).await, Some(true));
             let (decision, _) = worker.outcome("a", 1).await.unwrap();
             let Decision::Delayed { until_ms, recharge, .. } = decision else { panic!("{decision:?}") };
-            assert_eq!((until_ms, recharge), (START_MS + HOUR_MS, vec![LayerRef { rule: 0, layer: 0 }]));
+            assert_eq!((until_ms, recharge), (START_MS + HOUR_MS, vec![LR00]));
         });
     }
 

@@ -339,7 +339,7 @@ impl TestWorker {
         let shared = SharedCounters::new(&config, shared_by_workers, clock.clone(), metrics);
         let rule_set = Arc::new(RuleSet::new(rules, Seed(1, 2), None));
         let charge_plan = rule_set.charge_plan(&(0..rules.len()).collect::<Vec<_>>());
-        TestWorker { shared, store, clock, rule_set, charge_plan, registry }
+        TestWorker { shared, store, clock, charge_plan, registry }
     }
 
     /// The request of a key under the rule at this position.
@@ -363,9 +363,9 @@ impl TestWorker {
     }
 
     /// The store keys of a key under all rules.
-    pub fn key_texts(&self, key: &str) -> Vec<Option<Rc<str>>> {
+    pub fn key_texts(&self, key: &str) -> StoreKeys {
         let text = |rule: &usize| Some(format!("{}|{key}", self.rule_set.rules[*rule].rule.name).into());
-        self.charge_plan.rules.iter().map(text).collect()
+        self.charge_plan.rules().iter().map(text).collect()
     }
 
     /// The calls that the store has received when the background tasks have ended: they make two calls one after the other at

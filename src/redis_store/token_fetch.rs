@@ -21,11 +21,13 @@ use super::scripts::{AcquireReply, CounterReply, CounterRequest, RefundTarget};
 use super::shared_counters::SharedCounters;
 use super::shared_decision::{DecisionProgress, NextStep, ROUNDS_MAX, SharedDecision, before_deadline};
 use transom_limiter::acquire::Charge;
+use transom_limiter::charge_plan::{ChargePlan, LayerRef};
 use transom_limiter::decision_context::{DecisionContext, DecisionResult};
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{LayerId, PlanPosition};
 use transom_limiter::leased_tokens::DepositResult;
 use transom_limiter::rule::Sharing;
-use transom_limiter::rule_set::{ChargePlan, CountingMode, KeyedRequest, LayerRef, RuleSet};
+use transom_limiter::rule_set::{CountingMode, KeyedRequest, RuleSet};
 use transom_limiter::sharded_counter::part_of_shard;
 use transom_limiter::store_key::StoreWindow;
 use transom_limiter::table::Counter;
@@ -34,9 +36,7 @@ use transom_limiter::window_kind::{Usage, WindowKind};
 /// A fetch of tokens for one counter.
 pub struct TokenFetch {
     pub rule_set: Arc<RuleSet>,
-    /// The position of the rule in the rule set, and that of the layer in the rule.
-    pub rule: usize,
-    pub layer: usize,
+    pub layer: LayerId,
     pub keyed_request: KeyedRequest,
     /// The layer's ordinary counter.
     pub counter: Counter,
@@ -123,7 +123,7 @@ impl SharedCounters {
         for i in 0..shards {
             let shard = (first + i) % shards;
             let part = part_of_shard(whole, shards, shard);
-            let suffix = fetch.rule_set.rules[fetch.rule].suffix(fetch.layer);
+            let suffix = fetch.rule_set.rules[fetch.layer.rule].suffix(fetch.layer);
             let base = self.key_base(&fetch.key_text, suffix, shard);
             // The next shard may have what one shard lacks.
             let mut need = missing.min(part);
@@ -229,8 +229,8 @@ impl SharedCounters {
         if fetch.shards > 1 {
             return 0;
         }
-        let local = self.used_locally(&fetch.rule_set, fetch.rule, fetch.layer, fetch.keyed_request).used;
-        let capacity = fetch.rule_set.rules[fetch.rule].layer(fetch.layer).capacity;
+        let local = self.used_locally(&fetch.rule_set, fetch.layer, fetch.keyed_request).used;
+        let capacity = fetch.rule_set.layer(fetch.layer).capacity;
         let excess = usage.saturating_add(local).saturating_sub(capacity.into());
         u32::try_from(excess).unwrap_or(u32::MAX)
     }
@@ -246,26 +246,22 @@ impl SharedCounters {
     }
 
     /// Fetches more tokens in the background where few are left, before a request has to wait.
-    pub(super) fn prefetch(
-        self: &Rc<Self>,
-        rule_set: &Arc<RuleSet>,
-        charge_plan: &ChargePlan,
-        context: &mut DecisionContext,
-    ) {
+    pub(super) fn prefetch(self: &Rc<Self>, charge_plan: &ChargePlan, context: &mut DecisionContext) {
         if context.sharing.low_leases.is_empty() {
             return;
         }
         let now = self.clock.instant();
         let mut fetches = Vec::new();
         for i in std::mem::take(&mut context.sharing.low_leases) {
-            let (charge, layer_ref) = (&context.result.charges[i], context.result.layers[i]);
+            let charge = &context.result.charges[i];
+            let layer_ref = charge.layer;
             // A reply that arrives after the response has stated a cost would hide that cost.
-            let is_settled_later = rule_set.rules[charge_plan.rules[layer_ref.rule]].rule.has_response_cost();
-            let Some(keyed_request) = context.inputs.keyed_requests[layer_ref.rule].filter(|_| !is_settled_later)
+            let is_settled_later = charge_plan.rule_of(layer_ref).rule.has_response_cost();
+            let Some(keyed_request) = context.inputs.keyed_requests[layer_ref.position].filter(|_| !is_settled_later)
             else {
                 continue;
             };
-            let counter = rule_set.layer_of(charge_plan, layer_ref).counter(keyed_request);
+            let counter = charge_plan.layer(layer_ref).counter(keyed_request);
             let now_ms = self.clock.now().unix_ms;
             let left = u64::from(self.table.leased_tokens(counter, now_ms));
             let cost = u64::from(charge.request.cost);
@@ -274,7 +270,7 @@ impl SharedCounters {
                 Some((key_text, record.next_fetch_size(cost, now)))
             });
             if let Some((key_text, want)) = low.flatten() {
-                fetches.push(self.token_fetch(rule_set, charge_plan, layer_ref, keyed_request, key_text, 0, want));
+                fetches.push(self.token_fetch(charge_plan, layer_ref, keyed_request, key_text, 0, want));
             }
         }
         if !fetches.is_empty() {
@@ -286,37 +282,31 @@ impl SharedCounters {
     /// or the key may have been reset.
     pub(super) fn recheck(
         self: &Rc<Self>,
-        rule_set: &Arc<RuleSet>,
         charge_plan: &ChargePlan,
         context: &DecisionContext,
-        key_text: impl Fn(usize) -> Option<Rc<str>>,
+        key_text: impl Fn(PlanPosition) -> Option<Rc<str>>,
     ) {
         let now = self.clock.instant();
         let mut fetches = Vec::new();
-        for (charge, layer_ref) in
-            context.result.charges.iter().zip(&context.result.layers).filter(|(charge, _)| charge.is_full)
-        {
-            let Some(keyed_request) = context.inputs.keyed_requests[layer_ref.rule]
-                .filter(|_| context.sharing.counting_modes.get(layer_ref.rule) == Some(&CountingMode::Leased))
-            else {
-                continue;
-            };
-            let layer = rule_set.layer_of(charge_plan, *layer_ref);
+        let full = context.result.charges.iter().filter(|charge| charge.is_full);
+        for charge in full.filter(|charge| charge.mode == CountingMode::Leased) {
+            let layer_ref = charge.layer;
+            let Some(keyed_request) = context.inputs.keyed_requests[layer_ref.position] else { continue };
+            let layer = charge_plan.layer(layer_ref);
             if u64::from(charge.request.cost) > u64::from(layer.capacity) {
                 continue;
             }
-            let period_ms = rule_set.windows[layer.windows_index].typical_ms();
+            let period_ms = charge_plan.rule_set().windows[layer.windows_index].typical_ms();
             let due = self.leases.with_or_insert(layer.counter(keyed_request), self.own_shard, now, |record| {
                 record.is_recheck_due(now, period_ms)
             });
             if due == Some(true)
-                && let Some(key_text) = key_text(layer_ref.rule)
+                && let Some(key_text) = key_text(layer_ref.position)
                 && !self.is_unreachable(&self.key_base(&key_text, "", 0))
             {
                 fetches.push(self.token_fetch(
-                    rule_set,
                     charge_plan,
-                    *layer_ref,
+                    layer_ref,
                     keyed_request,
                     key_text,
                     0,
@@ -333,30 +323,32 @@ impl SharedCounters {
     /// the store, in the background. Of an admitted request, only shadow rules have refused, and only they charge.
     pub(super) fn charge_refused_request(
         self: &Rc<Self>,
-        rule_set: &RuleSet,
         charge_plan: &ChargePlan,
         context: &mut DecisionContext,
         progress: &DecisionProgress,
-        key_text: impl Fn(usize) -> Option<Rc<str>>,
+        key_text: impl Fn(PlanPosition) -> Option<Rc<str>>,
     ) {
         if !charge_plan.counts_refused() {
             return;
         }
         let now_ms = self.clock.now().unix_ms;
-        let DecisionResult { charges, layers, shadowed, .. } = &mut context.result;
-        for (charge, layer_ref) in charges.iter_mut().zip(layers.iter()) {
-            let rule = &rule_set.rules[charge_plan.rules[layer_ref.rule]].rule;
-            let has_refused = shadowed.is_empty() || shadowed.contains(&layer_ref.rule);
+        let DecisionResult { charges, shadowed, .. } = &mut context.result;
+        for charge in charges {
+            let layer_ref = charge.layer;
+            let rule = &charge_plan.rule_of(layer_ref).rule;
+            let has_refused = shadowed.is_empty() || shadowed.contains(&layer_ref.position);
             let is_elsewhere = has_refused
                 && rule.count_refused
                 && rule.sharing != Sharing::Local
-                && !progress.without_store[layer_ref.rule];
-            let layer = rule_set.layer_of(charge_plan, *layer_ref);
+                && !progress.without_store[layer_ref.position];
+            let layer = charge_plan.layer(layer_ref);
             let left = u64::from(layer.capacity).saturating_sub(charge.usage.used);
             let tokens = u64::from(charge.request.cost).min(left);
-            let (true, Some(keyed_request), Some(key_text)) =
-                (is_elsewhere && tokens > 0, context.inputs.keyed_requests[layer_ref.rule], key_text(layer_ref.rule))
-            else {
+            let (true, Some(keyed_request), Some(key_text)) = (
+                is_elsewhere && tokens > 0,
+                context.inputs.keyed_requests[layer_ref.position],
+                key_text(layer_ref.position),
+            ) else {
                 continue;
             };
             let counter = layer.counter(keyed_request);
@@ -372,7 +364,8 @@ impl SharedCounters {
             let opens_window = charge.usage.used == 0 && layer.request.kind.is_opened_by_requests();
             charge.usage.used += if opens_window { leased } else { tokens };
             if leased < tokens {
-                let request = self.counter_request(rule_set, charge_plan, *layer_ref, keyed_request, &key_text, now_ms);
+                let request =
+                    self.counter_request(charge_plan.rule_set(), layer_ref.id, keyed_request, &key_text, now_ms);
                 let (shared, tokens) = (Rc::clone(self), tokens - leased);
                 let charge = (!opens_window).then(|| self.new_charge());
                 if let Some(id) = charge {
@@ -475,51 +468,49 @@ impl SharedCounters {
     /// refused before, if their rules count the refusal or start a penalty. Their usage is what is known of it.
     pub(super) fn add_layers_not_sent(
         self: &Rc<Self>,
-        rule_set: &Arc<RuleSet>,
         charge_plan: &ChargePlan,
         context: &mut DecisionContext,
         progress: &DecisionProgress,
-        key_text: impl Fn(usize) -> Option<Rc<str>>,
+        key_text: impl Fn(PlanPosition) -> Option<Rc<str>>,
     ) {
         if !charge_plan.counts_refused() && !charge_plan.has_penalties() {
             return;
         }
-        let layers = rule_set.enforced_layers(charge_plan, context);
+        let layers = charge_plan.enforced_layers_of(context);
         let is_not_sent = |layer_ref: &&LayerRef| {
-            let compiled_rule = &rule_set.rules[charge_plan.rules[layer_ref.rule]];
+            let compiled_rule = charge_plan.rule_of(**layer_ref);
             (compiled_rule.rule.count_refused || compiled_rule.penalty.is_some())
-                && context.sharing.counting_modes.get(layer_ref.rule) == Some(&CountingMode::Remote)
-                && !progress.without_store[layer_ref.rule]
-                && !context.result.layers.contains(layer_ref)
+                && context.sharing.counting_modes.get(layer_ref.position) == Some(&CountingMode::Remote)
+                && !progress.without_store[layer_ref.position]
+                && context.charge_of(**layer_ref).is_none()
         };
         let not_sent: Vec<LayerRef> = layers.iter().filter(is_not_sent).copied().collect();
         context.return_layer_buffer(layers);
         let now_ms = self.clock.now().unix_ms;
-        let first = rule_set.add_prepared_charges(charge_plan, &not_sent, &self.table, now_ms, context);
-        for position in first..context.result.charges.len() {
-            let layer_ref = context.result.layers[position];
-            let Some(keyed_request) = context.inputs.keyed_requests[layer_ref.rule] else { continue };
-            let charge = &mut context.result.charges[position];
-            self.set_known_usage_of(rule_set, charge_plan, charge, layer_ref, keyed_request, now_ms);
+        let first = charge_plan.add_prepared_charges(&not_sent, &self.table, now_ms, context);
+        for charge in &mut context.result.charges[first..] {
+            let layer_ref = charge.layer;
+            let Some(keyed_request) = context.inputs.keyed_requests[layer_ref.position] else { continue };
+            self.set_known_usage_of(charge_plan, charge, keyed_request, now_ms);
             let may_be_full = charge.usage.used + u64::from(charge.request.cost) > charge.request.ceiling;
             if charge.request.kind == WindowKind::Sliding
                 && !charge.is_full
                 && may_be_full
-                && let Some(key_text) = key_text(layer_ref.rule)
+                && let Some(key_text) = key_text(layer_ref.position)
                 && self.begin_check(charge.counter)
             {
                 // Tokens may have come back: only the store knows.
                 let counter = charge.counter;
-                let request = self.counter_request(rule_set, charge_plan, layer_ref, keyed_request, &key_text, now_ms);
+                let request =
+                    self.counter_request(charge_plan.rule_set(), layer_ref.id, keyed_request, &key_text, now_ms);
                 let ceiling = request.ceiling.saturating_sub(u64::from(charge.request.cost));
-                let (shared, rule_set, rule) =
-                    (Rc::clone(self), Arc::clone(rule_set), charge_plan.rules[layer_ref.rule]);
+                let (shared, rule_set) = (Rc::clone(self), Arc::clone(charge_plan.rule_set()));
                 tokio::task::spawn_local(async move {
                     let request = CounterRequest { ceiling, ..request };
                     let reply = shared.acquire(&[request]).await;
                     shared.leases.with_existing(counter_id(counter), |record| record.is_being_checked = false);
                     if let Ok(AcquireReply::Refused { .. }) = reply {
-                        shared.start_store_penalty(&rule_set, rule, keyed_request, &key_text).await;
+                        shared.start_store_penalty(&rule_set, layer_ref.id.rule, keyed_request, &key_text).await;
                     }
                 });
             }
@@ -538,35 +529,14 @@ impl SharedCounters {
     pub(super) fn counter_request(
         &self,
         rule_set: &RuleSet,
-        charge_plan: &ChargePlan,
-        layer_ref: LayerRef,
+        layer: LayerId,
         keyed_request: KeyedRequest,
         key_text: &str,
         now_ms: u64,
     ) -> CounterRequest {
-        self.counter_request_of(
-            rule_set,
-            charge_plan.rules[layer_ref.rule],
-            layer_ref.layer,
-            keyed_request,
-            key_text,
-            now_ms,
-        )
-    }
-
-    /// As [`SharedCounters::counter_request`], for a layer of the rule at a position in the rule set.
-    pub(super) fn counter_request_of(
-        &self,
-        rule_set: &RuleSet,
-        rule: usize,
-        layer: usize,
-        keyed_request: KeyedRequest,
-        key_text: &str,
-        now_ms: u64,
-    ) -> CounterRequest {
-        let compiled_rule = &rule_set.rules[rule];
+        let compiled_rule = &rule_set.rules[layer.rule];
         // Usage that was counted locally and is not reported yet is not granted again.
-        let local_usage = self.used_locally(rule_set, rule, layer, keyed_request).used;
+        let local_usage = self.used_locally(rule_set, layer, keyed_request).used;
         let (suffix, layer) = (compiled_rule.suffix(layer), compiled_rule.layer(layer));
         let windows = &rule_set.windows[layer.windows_index];
         let at = StoreWindow::at(layer.request.kind, windows, now_ms, keyed_request.offset);
@@ -586,14 +556,8 @@ impl SharedCounters {
     }
 
     /// The usage of a layer by the local counters.
-    pub(super) fn used_locally(
-        &self,
-        rule_set: &RuleSet,
-        rule: usize,
-        layer: usize,
-        keyed_request: KeyedRequest,
-    ) -> Usage {
-        rule_set.local_usage(rule, layer, keyed_request, &self.table, DecisionTime::read(&|| self.clock.now().unix_ms))
+    pub(super) fn used_locally(&self, rule_set: &RuleSet, layer: LayerId, keyed_request: KeyedRequest) -> Usage {
+        rule_set.local_usage(layer, keyed_request, &self.table, DecisionTime::read(&|| self.clock.now().unix_ms))
     }
 
     /// Records whether the store refused tokens of a sliding window.
@@ -638,7 +602,6 @@ impl SharedCounters {
     #[allow(clippy::too_many_arguments, reason = "the parts of a fetch")]
     pub(super) fn token_fetch(
         &self,
-        rule_set: &Arc<RuleSet>,
         charge_plan: &ChargePlan,
         layer_ref: LayerRef,
         keyed_request: KeyedRequest,
@@ -646,15 +609,12 @@ impl SharedCounters {
         need: u64,
         want: u64,
     ) -> TokenFetch {
-        let rule = charge_plan.rules[layer_ref.rule];
-        let compiled_rule = &rule_set.rules[rule];
-        let layer = compiled_rule.layer(layer_ref.layer);
-        let base_request =
-            self.counter_request(rule_set, charge_plan, layer_ref, keyed_request, &key_text, self.clock.now().unix_ms);
+        let (rule_set, layer) = (charge_plan.rule_set(), charge_plan.layer(layer_ref));
+        let now_ms = self.clock.now().unix_ms;
+        let base_request = self.counter_request(rule_set, layer_ref.id, keyed_request, &key_text, now_ms);
         TokenFetch {
             rule_set: Arc::clone(rule_set),
-            rule,
-            layer: layer_ref.layer,
+            layer: layer_ref.id,
             keyed_request,
             counter: layer.counter(keyed_request),
             key_text,
@@ -668,12 +628,7 @@ impl SharedCounters {
 impl SharedDecision {
     /// Fetches tokens for the counters that lack some. `Some`: the decision continues with that step; nothing from
     /// `first` on is charged.
-    pub(super) async fn fetch_lacking(
-        &mut self,
-        rule_set: &Arc<RuleSet>,
-        charge_plan: &ChargePlan,
-        first: usize,
-    ) -> Option<NextStep> {
+    pub(super) async fn fetch_lacking(&mut self, charge_plan: &ChargePlan, first: usize) -> Option<NextStep> {
         let missing = std::mem::take(&mut self.context.sharing.missing_tokens);
         self.progress.rounds += 1;
         let rules = self.rules_of(&missing);
@@ -683,65 +638,65 @@ impl SharedDecision {
         }
         // The store replies, but other requests have taken the tokens.
         if self.progress.rounds > ROUNDS_MAX {
-            return self.refuse(rule_set, charge_plan, first);
+            return self.refuse(charge_plan, first);
         }
         if self.is_past_deadline() {
             self.skip_store(&rules);
             self.context.truncate(first);
             return None;
         }
-        if self.is_known_refusal(rule_set, charge_plan, &missing) {
-            return self.refuse(rule_set, charge_plan, first);
+        if self.is_known_refusal(charge_plan, &missing) {
+            return self.refuse(charge_plan, first);
         }
-        let (calls_in_flight, are_own) = self.start_or_join_fetches(rule_set, charge_plan, &missing);
+        let (calls_in_flight, are_own) = self.start_or_join_fetches(charge_plan, &missing);
         let began = Instant::from_std(self.shared.clock.instant());
         // Which of them the store refuses is not known yet.
         missing.iter().for_each(|i| self.context.result.charges[*i].is_full = false);
         let mut is_refused = false;
         for in_flight in &calls_in_flight {
             let is_fetched = |i: &usize| {
-                self.counter_of(rule_set, charge_plan, *i)
-                    .is_some_and(|counter| in_flight.includes(counter_id(counter)))
+                self.counter_of(charge_plan, *i).is_some_and(|counter| in_flight.includes(counter_id(counter)))
             };
             let fetched: Vec<usize> = missing.iter().copied().filter(is_fetched).collect();
             let reply = before_deadline(self.deadline, in_flight.finished()).await;
             if !are_own {
-                self.stop_waiting(rule_set, charge_plan, &fetched, reply.is_some());
+                self.stop_waiting(charge_plan, &fetched, reply.is_some());
             }
             match reply {
                 Some(true) => {
-                    self.take_undeposited(rule_set, charge_plan, &fetched, in_flight);
-                    is_refused |= are_own && self.is_refused(rule_set, charge_plan, &fetched, in_flight);
+                    self.take_undeposited(charge_plan, &fetched, in_flight);
+                    is_refused |= are_own && self.is_refused(charge_plan, &fetched, in_flight);
                 }
                 Some(false) => self.skip_store(&self.rules_of(&fetched)),
                 None => self.time_out(&self.rules_of(&fetched), began),
             }
         }
         if is_refused {
-            return self.refuse(rule_set, charge_plan, first);
+            return self.refuse(charge_plan, first);
         }
         self.context.truncate(first);
         None
     }
 
-    fn rules_of(&self, charges: &[usize]) -> Vec<usize> {
-        let mut rules: Vec<usize> = charges.iter().map(|i| self.context.result.layers[*i].rule).collect();
+    fn rules_of(&self, charges: &[usize]) -> Vec<PlanPosition> {
+        let mut rules: Vec<PlanPosition> =
+            charges.iter().map(|i| self.context.result.charges[*i].layer.position).collect();
         rules.dedup();
         rules
     }
 
     /// The ordinary counter of a charge.
-    fn counter_of(&self, rule_set: &RuleSet, charge_plan: &ChargePlan, charge: usize) -> Option<Counter> {
-        let layer_ref = self.context.result.layers[charge];
-        self.context.inputs.keyed_requests[layer_ref.rule]
-            .map(|keyed_request| rule_set.layer_of(charge_plan, layer_ref).counter(keyed_request))
+    fn counter_of(&self, charge_plan: &ChargePlan, charge: usize) -> Option<Counter> {
+        let layer_ref = self.context.result.charges[charge].layer;
+        self.context.inputs.keyed_requests[layer_ref.position]
+            .map(|keyed_request| charge_plan.layer(layer_ref).counter(keyed_request))
     }
 
     /// Whether the store is known to refuse missing tokens of a sliding window; the refusal is then recorded in the context.
-    fn is_known_refusal(&mut self, rule_set: &RuleSet, charge_plan: &ChargePlan, missing: &[usize]) -> bool {
+    fn is_known_refusal(&mut self, charge_plan: &ChargePlan, missing: &[usize]) -> bool {
         let now_ms = self.shared.clock.now().unix_ms;
         let known = |i: &usize| {
-            let counter = self.counter_of(rule_set, charge_plan, *i)?;
+            let counter = self.counter_of(charge_plan, *i)?;
             let charge = &self.context.result.charges[*i];
             self.shared.known_refusal(counter, missing_tokens(charge), charge.request.limit, now_ms)
         };
@@ -757,18 +712,13 @@ impl SharedDecision {
 
     /// The calls that fetch what is lacking, and whether this request has started them: fetches in flight are joined
     /// first.
-    fn start_or_join_fetches(
-        &self,
-        rule_set: &Arc<RuleSet>,
-        charge_plan: &ChargePlan,
-        missing: &[usize],
-    ) -> (Vec<Rc<InFlightFetch>>, bool) {
+    fn start_or_join_fetches(&self, charge_plan: &ChargePlan, missing: &[usize]) -> (Vec<Rc<InFlightFetch>>, bool) {
         let shared = &self.shared;
         let now = shared.clock.instant();
         let mut joined = Vec::<Rc<InFlightFetch>>::new();
         for i in missing {
-            let key_text = self.key_text(self.context.result.layers[*i].rule);
-            let Some(counter) = self.counter_of(rule_set, charge_plan, *i).filter(|_| key_text.is_some()) else {
+            let key_text = self.key_text(self.context.result.charges[*i].layer.position);
+            let Some(counter) = self.counter_of(charge_plan, *i).filter(|_| key_text.is_some()) else {
                 continue;
             };
             let need = missing_tokens(&self.context.result.charges[*i]);
@@ -789,46 +739,41 @@ impl SharedDecision {
         }
         let mut fetches = Vec::new();
         for i in missing {
-            let (charge, layer_ref) = (&self.context.result.charges[*i], self.context.result.layers[*i]);
+            let charge = &self.context.result.charges[*i];
+            let layer_ref = charge.layer;
             let (Some(keyed_request), Some(key_text)) =
-                (self.context.inputs.keyed_requests[layer_ref.rule], self.key_text(layer_ref.rule))
+                (self.context.inputs.keyed_requests[layer_ref.position], self.key_text(layer_ref.position))
             else {
                 continue;
             };
             let need = missing_tokens(charge);
-            let counter = rule_set.layer_of(charge_plan, layer_ref).counter(keyed_request);
+            let counter = charge_plan.layer(layer_ref).counter(keyed_request);
             let want = shared.leases.with_or_insert(counter, shared.own_shard, now, |record| {
                 record.key_text = Some(Rc::clone(&key_text));
                 record.next_fetch_size(need, now)
             });
             let want = want.unwrap_or(need);
-            fetches.push(shared.token_fetch(rule_set, charge_plan, layer_ref, keyed_request, key_text, need, want));
+            fetches.push(shared.token_fetch(charge_plan, layer_ref, keyed_request, key_text, need, want));
         }
         (shared.start_fetches(fetches), true)
     }
 
     /// Records that this request no longer waits for a joined fetch.
-    fn stop_waiting(&self, rule_set: &RuleSet, charge_plan: &ChargePlan, fetched: &[usize], has_ended: bool) {
+    fn stop_waiting(&self, charge_plan: &ChargePlan, fetched: &[usize], has_ended: bool) {
         for i in fetched {
-            let Some(counter) = self.counter_of(rule_set, charge_plan, *i) else { continue };
+            let Some(counter) = self.counter_of(charge_plan, *i) else { continue };
             let need = missing_tokens(&self.context.result.charges[*i]);
             self.shared.leases.with_existing(counter_id(counter), |record| record.stop_waiting(need, has_ended));
         }
     }
 
     /// Takes tokens that did not fit in the table, as many as this request needs.
-    fn take_undeposited(
-        &mut self,
-        rule_set: &RuleSet,
-        charge_plan: &ChargePlan,
-        fetched: &[usize],
-        in_flight: &InFlightFetch,
-    ) {
+    fn take_undeposited(&mut self, charge_plan: &ChargePlan, fetched: &[usize], in_flight: &InFlightFetch) {
         let mut undeposited = in_flight.undeposited.borrow_mut();
         for i in fetched {
-            let Some(counter) = self.counter_of(rule_set, charge_plan, *i) else { continue };
-            let (layer_ref, cost) =
-                (self.context.result.layers[*i], u64::from(self.context.result.charges[*i].request.cost));
+            let Some(counter) = self.counter_of(charge_plan, *i) else { continue };
+            let charge = &self.context.result.charges[*i];
+            let (layer_ref, cost) = (charge.layer, u64::from(charge.request.cost));
             let found = undeposited
                 .iter_mut()
                 .find(|undeposited| undeposited.id == counter_id(counter) && undeposited.tokens >= cost);
@@ -837,26 +782,20 @@ impl SharedDecision {
             {
                 *tokens -= cost;
                 self.context.sharing.prepaid.push(layer_ref);
-                self.progress.refunds.push((layer_ref.rule, refund_target.refund(cost)));
+                self.progress.refunds.push((layer_ref.position, refund_target.refund(cost)));
             }
         }
     }
 
     /// Whether the store has refused, and the table does not say so: it is too full, or the windows slide. The refusal is
     /// then recorded in the context.
-    fn is_refused(
-        &mut self,
-        rule_set: &RuleSet,
-        charge_plan: &ChargePlan,
-        fetched: &[usize],
-        in_flight: &InFlightFetch,
-    ) -> bool {
+    fn is_refused(&mut self, charge_plan: &ChargePlan, fetched: &[usize], in_flight: &InFlightFetch) -> bool {
         let (refused, now_ms) = (in_flight.refused.borrow(), self.shared.clock.now().unix_ms);
         let mut is_refused = false;
         for i in fetched {
-            let Some(counter) = self.counter_of(rule_set, charge_plan, *i) else { continue };
+            let Some(counter) = self.counter_of(charge_plan, *i) else { continue };
             let reply = refused.iter().find(|(id_, _)| *id_ == counter_id(counter)).map(|(_, reply)| reply);
-            let layer = rule_set.layer_of(charge_plan, self.context.result.layers[*i]);
+            let layer = charge_plan.layer(self.context.result.charges[*i].layer);
             let is_sliding = layer.request.kind == WindowKind::Sliding;
             let charge = &mut self.context.result.charges[*i];
             charge.is_full = reply.is_some();
@@ -908,7 +847,7 @@ mod tests {
 
     impl TestWorker {
         /// A fetch for a layer of the rule at this position.
-        fn fetch(&self, rule: usize, layer: usize, key: &str, need: u64, want: u64) -> TokenFetch {
+        fn fetch(&self, layer: LayerId, key: &str, need: u64, want: u64) -> TokenFetch {
             let (layer_ref, request) = (LayerRef { rule, layer }, self.request(rule, key, 1));
             let text = self.key_texts(key)[rule].clone().unwrap();
             self.shared.token_fetch(&self.rule_set, &self.charge_plan, layer_ref, request, text, need, want)
@@ -1395,7 +1334,7 @@ mod tests {
                     std::mem::take(&mut pending.context.sharing.prepaid),
                 )
             };
-            let layer = LayerRef { rule: 0, layer: 0 };
+            let layer = LR00;
             assert_eq!(taken("a", 7), (4, vec![3], vec![layer]));
             assert_eq!(taken("a", 3), (0, vec![3], vec![layer]));
             assert_eq!(taken("a", 2), (2, vec![], vec![]));

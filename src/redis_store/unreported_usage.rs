@@ -12,6 +12,7 @@ use foldhash::fast::RandomState;
 
 use super::lease_sizing::{CounterId, counter_id};
 use super::scripts::Refund;
+use transom_limiter::handles::LayerId;
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::table::Counter;
 
@@ -33,9 +34,7 @@ pub struct UnreportedUsage {
 #[derive(Clone)]
 pub struct UnreportedCharge {
     pub rule_set: Arc<RuleSet>,
-    /// Position in the rule set.
-    pub rule: usize,
-    pub layer: usize,
+    pub layer: LayerId,
     pub keyed_request: KeyedRequest,
     /// The key in the store.
     pub key_text: Rc<str>,
@@ -43,7 +42,7 @@ pub struct UnreportedCharge {
 
 impl UnreportedCharge {
     pub fn counter(&self) -> Counter {
-        self.rule_set.rules[self.rule].layer(self.layer).counter(self.keyed_request)
+        self.rule_set.layer(self.layer).counter(self.keyed_request)
     }
 }
 

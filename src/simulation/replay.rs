@@ -14,6 +14,7 @@ use crate::http::key_source::{KeySource, RequestAttributes};
 use crate::http::response_cost::{FinalCost, GRPC_UNKNOWN, ResponseCostRule};
 use crate::http::responses::CLIENT_CLOSED_REQUEST;
 use crate::proxy::compiled_config::{CompiledConfig, RouteRules};
+use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
 use transom_limiter::key::{KeyPart, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, Rule, Sharing};
@@ -34,7 +35,7 @@ pub struct Replay {
     /// The first is the configuration itself.
     pub scenarios: Vec<Scenario>,
     /// By rule.
-    pub inputs: Vec<RuleInputs>,
+    pub inputs: IdVec<RuleId, RuleInputs>,
     pub counts: PlayCounts,
     /// Whether a rule limits requests in flight.
     limits_concurrency: bool,
@@ -96,7 +97,7 @@ pub struct KeyInput {
 /// The rules of a configuration as one gateway counts them.
 fn local_rules(config: &mut Config) {
     config.counters.shared = None;
-    for rule in &mut config.rules {
+    for rule in config.rules.iter_mut().map(|rule| &mut rule.rule) {
         (rule.sharing, rule.key_format) = (Sharing::Local, None);
     }
 }
@@ -173,7 +174,7 @@ impl Replay {
     /// A message for the user.
     pub fn new(mut config: Config, candidates: &[String]) -> Result<Replay, String> {
         local_rules(&mut config);
-        let rules = config.rules.clone();
+        let rules: Vec<Rule> = config.limiter_rules().cloned().collect();
         let rule_set = RuleSet::new(&rules, SEED, None);
         let compiled = CompiledConfig::new(config, SEED, rule_set, Vec::new(), None);
         let sampled = SAMPLED_KEYS / (rules.len() * (1 + candidates.len())).max(1);
@@ -219,11 +220,10 @@ impl Replay {
             if self.counts.first_ms == 0 {
                 self.counts.first_ms = self.now_ms;
             }
-            if self.requests.len() == found {
-                self.requests.push(Request::default());
+            if self.read(found, line, text, headers) {
+                self.requests[found].line = number;
+                found += 1;
             }
-            self.requests[found].line = number;
-            found += usize::from(self.read(found, line, text, headers));
         }
         self.counts.last_ms = self.now_ms;
         self.counts.played += found as u64;
@@ -238,7 +238,6 @@ impl Replay {
     /// Reads a request into the position of the batch; `false` if no rule decides it.
     fn read(&mut self, position: usize, line: &LogLine, text: &[u8], headers: &[HeaderSpan]) -> bool {
         let Replay { reader, inputs, counts, buffers, response_headers, requests, now_ms, .. } = self;
-        let request = &mut requests[position];
         let found = match reader.read(line, text, headers, buffers) {
             Ok(found) => found,
             Err(Unplayed::Unrouted { has_host }) => {
@@ -253,7 +252,12 @@ impl Replay {
         };
         counts.without_host += u64::from(found.host.is_empty());
         counts.ignored_forwarded += u64::from(found.ignores_forwarded);
-        let rules = reader.compiled.rules_of(&reader.compiled.routes[found.route]);
+        let rules_id = reader.compiled.routes[found.route].rules;
+        let rules = &reader.compiled.route_rules[rules_id];
+        if requests.len() == position {
+            requests.push(Request::new(rules_id));
+        }
+        let request = &mut requests[position];
         let attributes = found.attributes(reader, *now_ms);
         let keyed_requests = &mut request.keyed_requests;
         let error = reader.compiled.find_keys(rules, &attributes, &found.clients, keyed_requests, |_position, _why| ());
@@ -262,7 +266,7 @@ impl Replay {
             read_headers(response_headers, headers, text, &reader.fields.response, reader.fields.request.len());
             response_costs(rules, line, response_headers, &mut request.costs);
         }
-        for (position, rule) in rules.charge_plan.rules.iter().enumerate() {
+        for (position, rule) in rules.charge_plan.rules().enumerate() {
             inputs[*rule].count(&attributes, line, request.final_cost(position));
         }
         if error.is_some() && request.keyed_requests.iter().all(Option::is_none) {
@@ -270,7 +274,7 @@ impl Replay {
             return false;
         }
         request.now_ms = *now_ms;
-        request.rules_index = reader.compiled.routes[found.route].rules_index as usize;
+        request.rules_id = rules_id;
         request.logged = line.verdict;
         if self.limits_concurrency {
             let end_ms = line.time_ms + u64::from(line.duration_ms.unwrap_or(0));
@@ -329,7 +333,7 @@ fn response_costs(
     rules: &RouteRules,
     line: &LogLine,
     fields: &HeaderMap,
-    costs: &mut SmallVec<[(usize, FinalCost); 2]>,
+    costs: &mut SmallVec<[(PlanPosition, FinalCost); 2]>,
 ) {
     // The log does not know what a refused request would have been answered with. Without a response, nothing is refunded.
     let has_response = |status: &u16| *status != CLIENT_CLOSED_REQUEST && line.verdict != Some(Verdict::Refused);

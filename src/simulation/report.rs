@@ -5,8 +5,10 @@ use serde_json::{Value, json};
 
 use super::log_files::{BadLine, ReadCounts};
 use super::replay::{KeyInput, Replay, RuleInputs, candidate_parts};
+use super::scenario::LimitCounts;
 use super::scenario::{RuleCounts, Scenario};
 use super::statistics::{Minute, TopKey, TopKeys};
+use transom_limiter::handles::VariantId;
 use transom_limiter::key::OnMissing;
 use transom_limiter::rule::{Cost, Rule};
 use transom_limiter::rule_set::CompiledRule;
@@ -194,21 +196,22 @@ impl ScenarioReport {
 impl RuleReport {
     fn new(compiled: &CompiledRule, counts: &RuleCounts) -> RuleReport {
         let rule = &compiled.rule;
-        let plan = |variant: usize| match variant.checked_sub(1 + rule.plans.len()) {
-            _ if variant == 0 => None,
-            None => Some(format!("plan {}", rule.plans[variant - 1].name)),
-            Some(position) => Some(format!("override {}", position + 1)),
+        let plan = |variant: VariantId| match (rule.plan_of(variant), rule.override_of(variant)) {
+            (Some(plan), _) => Some(format!("plan {}", plan.name)),
+            (None, Some((position, _))) => Some(format!("override {}", position + 1)),
+            (None, None) => None,
         };
+        // `position`: of the limit among those of the variant.
         let window =
-            |variant: usize, index: usize, position: usize, name: &str, limit: u32, period: Option<&String>| {
-                let asked = &counts.asked[index];
+            |variant: VariantId, position: usize, of: &LimitCounts, name: &str, limit: u32, period: Option<&String>| {
+                let asked = &of.asked;
                 let maxima = counts.keys.maxima(variant, position);
                 WindowReport {
                     name: name.to_owned(),
                     plan: plan(variant),
                     limit,
                     period: period.cloned(),
-                    refused: counts.full[index],
+                    refused: of.full,
                     p50: asked.quantile(0.5),
                     p90: asked.quantile(0.9),
                     p99: asked.quantile(0.99),
@@ -219,19 +222,20 @@ impl RuleReport {
                 }
             };
         let mut windows = Vec::new();
-        for ((variant, limits), concurrent) in rule.variants().enumerate().zip(rule.concurrent_variants()) {
-            for (position, (limit, layer)) in limits.iter().zip(compiled.variant(variant)).enumerate() {
+        for ((variant, limits), concurrent) in compiled.variants().zip(rule.concurrent_variants()) {
+            let mut count = 0;
+            for (position, (layer, limit)) in limits.enumerate() {
+                count += 1;
+                let of = &counts.layers[layer.position()];
                 // Plans and overrides that no request has are left out.
-                if variant == 0 || counts.asked[layer].total() > 0 {
+                if variant == VariantId::DEFAULT || of.asked.total() > 0 {
                     let name = compiled.layer_name(layer);
-                    windows.push(window(variant, layer, position, name, limit.tokens, Some(&limit.period_text)));
+                    windows.push(window(variant, position, of, name, limit.tokens, Some(&limit.period_text)));
                 }
             }
-            let index = compiled.concurrent_index() + variant;
-            if let (Some(limit), Some(name), 1..) =
-                (concurrent, compiled.concurrent_name(), counts.asked[index].total())
-            {
-                windows.push(window(variant, index, limits.len(), name, limit, None));
+            let of = &counts.slots[variant];
+            if let (Some(limit), Some(name), 1..) = (concurrent, compiled.concurrent_name(), of.asked.total()) {
+                windows.push(window(variant, count, of, name, limit, None));
             }
         }
         let busiest = |top: &TopKeys| Busiest { keys: top.top(TOP), error: top.error() };
@@ -436,9 +440,9 @@ fn notes(read: &ReadCounts, replay: &Replay) -> Vec<String> {
 /// Says if no request had the limits that a candidate changes, because clients have other plans.
 fn unused_candidate(scenario: &Scenario) -> Option<String> {
     let (name, plan, _windows) = candidate_parts(&scenario.name)?;
-    let position = scenario.rule_set.rules.iter().position(|compiled| compiled.rule.name == name)?;
-    let (compiled, counts) = (&scenario.rule_set.rules[position], &scenario.rules[position]);
-    let variant = plan.map_or(0, |plan| compiled.variant_of_plan(plan));
+    let id = scenario.rule_set.rules.position(|compiled| compiled.rule.name == name)?;
+    let (compiled, counts) = (&scenario.rule_set.rules[id], &scenario.rules[id]);
+    let variant = plan.map_or(VariantId::DEFAULT, |plan| compiled.rule.variant_of_plan(plan));
     let is_unused = counts.requests > 0 && counts.by_variant[variant] == 0;
     is_unused.then(|| match plan {
         Some(plan) => {

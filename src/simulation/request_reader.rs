@@ -11,6 +11,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, header};
 use super::json_scanner::{Span, unescape};
 use super::log_line::{HeaderSpan, LogLine, LoggedFields};
 use crate::config::Config;
+use crate::config::RouteId;
 use crate::http::client_plans::{ClientId, ClientLookup};
 use crate::http::error::RequestError;
 use crate::http::key_source::RequestAttributes;
@@ -20,6 +21,7 @@ use crate::http::router::RouteQuery;
 use crate::http::store_key_text::KeyDigester;
 use crate::jwt::cache::TokenCache;
 use crate::proxy::compiled_config::CompiledConfig;
+use transom_limiter::handles::PlanPosition;
 use transom_limiter::key::KeyPart;
 use transom_limiter::rule::Cost;
 
@@ -54,8 +56,7 @@ pub struct Buffers {
 pub struct RoutedRequest<'a> {
     /// Empty if the log has none.
     pub host: Cow<'a, str>,
-    /// Position of the route.
-    pub route: usize,
+    pub route: RouteId,
     pub clients: ClientLookup<'a>,
     /// The client, if the log names it instead of its API key.
     client_name: Option<&'a str>,
@@ -195,11 +196,11 @@ impl RequestReader {
 
     /// The key of the rule at a position as people read it.
     #[cold]
-    pub fn label(&self, (line, text, headers): (&LogLine, &[u8], &[HeaderSpan]), position: usize) -> String {
+    pub fn label(&self, (line, text, headers): (&LogLine, &[u8], &[HeaderSpan]), position: PlanPosition) -> String {
         let mut buffers = Buffers::default();
         let Ok(request) = self.read(line, text, headers, &mut buffers) else { return String::new() };
         let rules = self.compiled.rules_of(&self.compiled.routes[request.route]);
-        let key = &self.compiled.rule_set.rules[rules.charge_plan.rules[position]].rule.key;
+        let key = &rules.charge_plan.rule(position).rule.key;
         match request.client_name.zip(self.compiled.clients.as_ref()) {
             Some((name, plans)) if !plans.client_parts(key).is_empty() => name.to_owned(),
             _ => self.compiled.key_label(rules, position, &request.attributes(self, line.time_ms), &self.digester),

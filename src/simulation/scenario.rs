@@ -14,15 +14,20 @@ use smallvec::SmallVec;
 use super::log_files::BATCH;
 use super::log_line::Verdict;
 use super::statistics::{Histogram, KeySample, Timeline, TopKeys};
+use crate::http::RouteRulesId;
 use crate::http::response_cost::FinalCost;
 use crate::proxy::compiled_config::CompiledConfig;
+use crate::proxy::compiled_config::RouteRules;
+use std::sync::Arc;
+use transom_limiter::charge_plan::{ChargePlan, LayerRef};
 use transom_limiter::concurrency::{QueuedSlot, Slot, SlotState};
 use transom_limiter::decision::{Decision, Waiter};
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{IdVec, PlanPosition, RuleId, VariantId};
 use transom_limiter::key::Seed;
 use transom_limiter::rule::{OnLimit, Rule};
-use transom_limiter::rule_set::{ChargePlan, CompiledRule, KeyedRequest, LayerRef, RuleSet};
+use transom_limiter::rule_set::{CompiledRule, KeyedRequest, RuleSet};
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::slot_decision::SlotsResult;
 use transom_limiter::table::Table;
@@ -35,17 +40,16 @@ const BUSY_KEYS: usize = 1024;
 /// The rules with some windows, and what they decided.
 pub struct Scenario {
     pub name: String,
-    pub rule_set: RuleSet,
+    pub rule_set: Arc<RuleSet>,
     /// By rule.
-    pub rules: Vec<RuleCounts>,
+    pub rules: IdVec<RuleId, RuleCounts>,
     /// Requests that were refused, and all that were decided.
     pub refused: u64,
     pub decided: u64,
     /// Requests of a log of this gateway with the same decision as in the log, and with another one.
     pub same: u64,
     pub different: u64,
-    /// By list of rules.
-    charge_plans: Vec<ChargePlan>,
+    charge_plans: IdVec<RouteRulesId, ChargePlan>,
     pub table: Table,
     context: DecisionContext,
     /// By time, and by number of the request.
@@ -53,6 +57,15 @@ pub struct Scenario {
     /// Requests that wait for a slot, by number.
     queue: BTreeMap<u64, QueuedRequest>,
     next_number: u64,
+}
+
+/// What one limit decided.
+#[derive(Clone, Default, Debug)]
+pub struct LimitCounts {
+    /// Requests for which it was full.
+    pub full: u64,
+    /// Tokens that a key asks for in a window; requests of a key in flight.
+    pub asked: Histogram,
 }
 
 /// What one rule decided.
@@ -68,12 +81,12 @@ pub struct RuleCounts {
     pub delayed: u64,
     /// Requests that the rule did not apply to: exempt, or without a key.
     pub not_counted: u64,
-    /// Requests by variant of the rule.
-    pub by_variant: Vec<u64>,
-    /// By layer of the rule, then by variant for the limit of requests in flight: requests for which it was full.
-    pub full: Vec<u64>,
-    /// Likewise: tokens that a key asks for in a window; requests of a key in flight.
-    pub asked: Vec<Histogram>,
+    /// Requests.
+    pub by_variant: IdVec<VariantId, u64>,
+    /// By position of the layer in the rule.
+    pub layers: Vec<LimitCounts>,
+    /// The limits of requests in flight.
+    pub slots: IdVec<VariantId, LimitCounts>,
     pub keys: KeySample,
     pub busiest: TopKeys,
     pub most_refused: TopKeys,
@@ -95,26 +108,24 @@ struct SampledRequest {
 }
 
 /// A request, as far as its decision depends on it.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub struct Request {
     /// Its position in the batch.
     pub line: usize,
     /// Unix milliseconds.
     pub now_ms: u64,
-    /// Position of its list of rules.
-    pub rules_index: usize,
-    /// By position in the list.
-    pub keyed_requests: Vec<Option<KeyedRequest>>,
-    /// What the response says about the cost, with the position of the rule.
-    pub costs: SmallVec<[(usize, FinalCost); 2]>,
+    pub rules_id: RouteRulesId,
+    pub keyed_requests: IdVec<PlanPosition, Option<KeyedRequest>>,
+    /// What the response says about the cost, with the rule.
+    pub costs: SmallVec<[(PlanPosition, FinalCost); 2]>,
     /// The time from now to the end of the request, if it does not wait.
     pub left_ms: u64,
     /// The decision in the log, if the log is one of this gateway.
     pub logged: Option<Verdict>,
 }
 
-/// Slots of an admitted request, with the position of their rule.
-type Slots = Vec<(usize, Slot)>;
+/// Slots of an admitted request, with their rule.
+type Slots = Vec<(PlanPosition, Slot)>;
 
 /// What happens without a new request.
 enum Event {
@@ -144,7 +155,7 @@ struct DelayedRequest {
 /// A request that waits for a slot.
 struct QueuedRequest {
     request: Request,
-    labels: Vec<String>,
+    labels: IdVec<PlanPosition, String>,
     context: DecisionContext,
     slots: Slots,
     place: QueuePlace,
@@ -152,23 +163,32 @@ struct QueuedRequest {
 
 /// A place in the queue of a rule.
 struct QueuePlace {
-    /// Index in the order in which slots are taken.
-    index: usize,
-    /// Position of the rule.
-    position: usize,
+    position: PlanPosition,
     slot: QueuedSlot,
     latest_ms: u64,
     _waiter: WaiterSlot,
 }
 
 impl Request {
+    pub fn new(rules_id: RouteRulesId) -> Request {
+        Request {
+            line: 0,
+            now_ms: 0,
+            rules_id,
+            keyed_requests: IdVec::new(),
+            costs: SmallVec::new(),
+            left_ms: 0,
+            logged: None,
+        }
+    }
+
     /// The cost by the response for the rule at a position; `None` if the response has no effect on it.
-    pub fn final_cost(&self, position: usize) -> Option<FinalCost> {
+    pub fn final_cost(&self, position: PlanPosition) -> Option<FinalCost> {
         self.costs.iter().find(|(rule, _)| *rule == position).map(|(_, cost)| *cost)
     }
 
     /// Under the rule at a position, with the final cost.
-    fn settled(&self, position: usize) -> Option<KeyedRequest> {
+    fn settled(&self, position: PlanPosition) -> Option<KeyedRequest> {
         let keyed_request = self.keyed_requests[position]?;
         let cost = match self.final_cost(position) {
             Some(FinalCost::Stated(cost)) => cost,
@@ -180,7 +200,7 @@ impl Request {
 }
 
 /// The receipts of a rule whose cost is settled later; `None`: the rule has charged nothing, and nothing is settled.
-fn receipts_of_cost(context: &DecisionContext, position: usize) -> Option<Vec<ShardReceipt>> {
+fn receipts_of_cost(context: &DecisionContext, position: PlanPosition) -> Option<Vec<ShardReceipt>> {
     context.has_charged(position).then(|| context.receipts_of_rule(position).collect())
 }
 
@@ -197,12 +217,12 @@ impl Scenario {
         seed: Seed,
         sampled_keys: usize,
     ) -> Result<Scenario, String> {
-        let rule_set = RuleSet::new(rules, seed, None);
-        let charge_plans = compiled.route_rules.iter().map(|rules| rule_set.charge_plan(&rules.charge_plan.rules));
+        let rule_set = Arc::new(RuleSet::new(rules, seed, None));
+        let charge_plan = |rules: &RouteRules| rule_set.charge_plan(rules.charge_plan.rules().iter().copied());
         Ok(Scenario {
             name: name.to_owned(),
-            rules: rule_set.rules.iter().map(|rule| RuleCounts::new(rule, sampled_keys)).collect(),
-            charge_plans: charge_plans.collect(),
+            rules: rule_set.rules.map(|rule| RuleCounts::new(rule, sampled_keys)),
+            charge_plans: compiled.route_rules.map(charge_plan),
             table: Table::with_capacity(compiled.config.counters.capacity)
                 .ok_or("there is too little memory for `counters.capacity` counters")?,
             context: DecisionContext::default(),
@@ -225,18 +245,18 @@ impl Scenario {
     /// Prefetches the counters of requests that will be decided, so that the processor waits for the memory of all at once.
     pub fn prefetch(&self, requests: &[Request]) {
         for request in requests {
-            self.charge_plans[request.rules_index].prefetch(&self.table, &request.keyed_requests);
+            self.charge_plans[request.rules_id].prefetch(&self.table, request.keyed_requests.as_slice());
         }
     }
 
     /// Decides a request and counts the decision. `label` returns the text of the key of the rule at a position.
-    pub fn decide(&mut self, request: &Request, label: &dyn Fn(usize) -> String) {
+    pub fn decide(&mut self, request: &Request, label: &dyn Fn(PlanPosition) -> String) {
         if !self.events.is_empty() {
             self.advance_to(request.now_ms);
         }
         self.context.inputs.keyed_requests.clone_from(&request.keyed_requests);
         self.context.result.concurrency.clear();
-        self.admit(request.now_ms, request, Vec::new(), 0, label);
+        self.admit(request.now_ms, request, Vec::new(), None, label);
     }
 
     /// Ends all requests and windows.
@@ -244,40 +264,39 @@ impl Scenario {
         self.advance_to(u64::MAX);
         for (counts, rule) in self.rules.iter_mut().zip(&self.rule_set.rules) {
             counts.sample(rule, &self.rule_set.windows);
-            let RuleCounts { keys, asked, .. } = counts;
-            keys.finish(|variant, layer, tokens, weight| {
-                let layers = rule.variant(variant);
-                if layer < layers.len() {
-                    asked[layers.start + layer].add(tokens, weight);
+            let RuleCounts { keys, layers, .. } = counts;
+            keys.finish(|variant, position, tokens, weight| {
+                if let Some(layer) = rule.variant(variant).nth(position) {
+                    layers[layer.position()].asked.add(tokens, weight);
                 }
             });
         }
     }
 
-    /// Takes the slots from an index of their order on, then decides the windows. `context` has the keys, and what the slots
+    /// Takes the slots, after that of a rule if it is given, then decides the windows. `context` has the keys, and what the slots
     /// before have decided.
     fn admit(
         &mut self,
         now_ms: u64,
         request: &Request,
         mut slots: Slots,
-        first: usize,
-        label: &dyn Fn(usize) -> String,
+        after: Option<PlanPosition>,
+        label: &dyn Fn(PlanPosition) -> String,
     ) {
-        let Scenario { rule_set, charge_plans, table, context, .. } = self;
-        let charge_plan = &charge_plans[request.rules_index];
+        let Scenario { charge_plans, table, context, .. } = self;
+        let charge_plan = &charge_plans[request.rules_id];
         let slots_result = match charge_plan.limits_concurrency() {
-            true => rule_set.acquire_slots(charge_plan, context, first, |position, slot| slots.push((position, slot))),
+            true => charge_plan.acquire_slots(context, after, |position, slot| slots.push((position, slot))),
             false => SlotsResult::Acquired,
         };
         let clock = || now_ms;
         let now = DecisionTime::starting_at(now_ms, &clock);
         let decision = match slots_result {
-            SlotsResult::Acquired => rule_set.decide(charge_plan, table, now, context),
-            SlotsResult::Full(index)
-                if let Some(place) = QueuePlace::join(rule_set, charge_plan, context, index, now_ms) =>
+            SlotsResult::Acquired => charge_plan.decide(table, now, context),
+            SlotsResult::Full(position)
+                if let Some(place) = QueuePlace::join(charge_plan, context, position, now_ms) =>
             {
-                let labels = (0..request.keyed_requests.len()).map(label).collect();
+                let labels = request.keyed_requests.ids().map(label).collect();
                 let context = context.clone();
                 let number = self.number();
                 self.events.insert((place.latest_ms, number), Event::GiveUp);
@@ -286,7 +305,7 @@ impl Scenario {
             }
             SlotsResult::Full(_) | SlotsResult::Refused => {
                 slots.clear();
-                rule_set.refuse(charge_plan, table, now, context);
+                charge_plan.refuse(table, now, context);
                 Decision::Refused
             }
         };
@@ -300,7 +319,7 @@ impl Scenario {
         request: &Request,
         mut slots: Slots,
         decision: Decision,
-        label: &dyn Fn(usize) -> String,
+        label: &dyn Fn(PlanPosition) -> String,
     ) {
         let is_refused = matches!(decision, Decision::Refused);
         self.decided += 1;
@@ -317,8 +336,9 @@ impl Scenario {
                 self.hold(slots, now_ms + request.left_ms);
             }
             Decision::Delayed { until_ms, waiter, recharge } => {
-                let max_delay_ms = self.rule_set.max_delay_ms(&self.charge_plans[request.rules_index]);
-                let receipts_of = |(position, _): &(usize, FinalCost)| receipts_of_cost(&self.context, *position);
+                let max_delay_ms = self.charge_plans[request.rules_id].max_delay_ms();
+                let receipts_of =
+                    |(position, _): &(PlanPosition, FinalCost)| receipts_of_cost(&self.context, *position);
                 let delayed = Box::new(DelayedRequest {
                     recharge,
                     receipts: self.context.all_receipts().collect(),
@@ -355,15 +375,12 @@ impl Scenario {
     }
 
     /// Counts a decision for each rule.
-    fn count(&mut self, now_ms: u64, request: &Request, decision: &Decision, label: &dyn Fn(usize) -> String) {
+    fn count(&mut self, now_ms: u64, request: &Request, decision: &Decision, label: &dyn Fn(PlanPosition) -> String) {
         let Scenario { rule_set, rules, context, charge_plans, .. } = self;
         let result = &context.result;
-        let full = |position: usize| {
-            let layers = result.charges.iter().zip(&result.layers);
-            layers.filter(move |(charge, layer)| charge.is_full && layer.rule == position).map(|(_, layer)| layer.layer)
-        };
+        let full = |position| context.charges_of_rule(position).filter(|charge| charge.is_full);
         let is_refused = matches!(decision, Decision::Refused);
-        for (position, rule) in charge_plans[request.rules_index].rules.iter().enumerate() {
+        for (position, rule) in charge_plans[request.rules_id].rules().enumerate() {
             let counts = &mut rules[*rule];
             let Some(keyed_request) = request.settled(position) else {
                 counts.not_counted += 1;
@@ -372,9 +389,9 @@ impl Scenario {
             let rule = &rule_set.rules[*rule];
             let usage = result.concurrency.iter().find(|usage| usage.rule == position);
             let slot = usage.map(|usage| usage.state);
-            full(position).for_each(|layer| counts.full[layer] += 1);
+            full(position).for_each(|charge| counts.layers[charge.layer.id.position()].full += 1);
             if matches!(slot, Some(SlotState::Full | SlotState::Shadowed)) {
-                counts.full[rule.concurrent_index() + keyed_request.variant] += 1;
+                counts.slots[keyed_request.variant].full += 1;
             }
             let is_delayed = slot == Some(SlotState::Waited)
                 || matches!(decision, Decision::Delayed { waiter: Some(waiter), .. } if waiter.rule == position);
@@ -407,7 +424,12 @@ impl Scenario {
 
     /// Charges or refunds the difference to the cost that the response states, as `proxy::response_cost` does. `receipts`: see
     /// [`receipts_of_cost`].
-    fn settle(&self, request: &Request, receipts: impl Fn(usize, usize) -> Option<Vec<ShardReceipt>>, now_ms: u64) {
+    fn settle(
+        &self,
+        request: &Request,
+        receipts: impl Fn(usize, PlanPosition) -> Option<Vec<ShardReceipt>>,
+        now_ms: u64,
+    ) {
         for (nth, (position, _)) in request.costs.iter().enumerate() {
             let (Some(charged), Some(settled), Some(receipts)) =
                 (request.keyed_requests[*position], request.settled(*position), receipts(nth, *position))
@@ -417,7 +439,7 @@ impl Scenario {
             match settled.cost.checked_sub(charged.cost) {
                 Some(0) => {}
                 Some(excess) => {
-                    let rule = self.charge_plans[request.rules_index].rules[*position];
+                    let rule = self.charge_plans[request.rules_id].rules()[*position];
                     let keyed_request = KeyedRequest { cost: excess, ..charged };
                     self.rule_set.charge_excess(rule, keyed_request, &self.table, now_ms);
                 }
@@ -458,7 +480,7 @@ impl Scenario {
         if let Some(usage) = self.context.result.concurrency.last_mut() {
             usage.state = SlotState::Waited;
         }
-        self.admit(now_ms, &request, slots, place.index + 1, &|position| labels[position].clone());
+        self.admit(now_ms, &request, slots, Some(place.position), &|position| labels[position].clone());
         true
     }
 
@@ -469,8 +491,8 @@ impl Scenario {
         self.context = context;
         let clock = || now_ms;
         let now = DecisionTime::starting_at(now_ms, &clock);
-        self.rule_set.refuse(&self.charge_plans[request.rules_index], &self.table, now, &mut self.context);
-        let label = |position: usize| labels[position].clone();
+        self.charge_plans[request.rules_id].refuse(&self.table, now, &mut self.context);
+        let label = |position: PlanPosition| labels[position].clone();
         self.conclude(now_ms, &request, Vec::new(), Decision::Refused, &label);
     }
 
@@ -485,11 +507,11 @@ impl Scenario {
             return;
         }
         self.context.inputs.keyed_requests.clone_from(&delayed.request.keyed_requests);
-        let charge_plan = &self.charge_plans[delayed.request.rules_index];
+        let charge_plan = &self.charge_plans[delayed.request.rules_id];
         let clock = || now_ms;
         let now = DecisionTime::starting_at(now_ms, &clock);
         let recharge = std::mem::take(&mut delayed.recharge);
-        let decision = self.rule_set.recharge(charge_plan, &recharge, &self.table, now, &mut self.context);
+        let decision = charge_plan.recharge(&recharge, &self.table, now, &mut self.context);
         delayed.receipts.retain(|charged| charged.receipt.end_ms() > now_ms);
         delayed.receipts.extend(self.context.all_receipts());
         let until_ms = match decision {
@@ -499,15 +521,14 @@ impl Scenario {
                 until_ms
             }
             Decision::Delayed { .. } | Decision::Refused => {
-                let full = self.context.result.charges.iter().zip(&self.context.result.layers);
                 let mut refusing = None;
-                for (_, layer) in full.filter(|(charge, _)| charge.is_full) {
-                    let counts = &mut self.rules[charge_plan.rules[layer.rule]];
-                    counts.full[layer.layer] += 1;
+                for layer in self.context.result.charges.iter().filter(|charge| charge.is_full).map(|full| full.layer) {
+                    let counts = &mut self.rules[layer.id.rule];
+                    counts.layers[layer.id.position()].full += 1;
                     // The layers of a rule follow each other.
-                    if refusing.replace(layer.rule) != Some(layer.rule) {
+                    if refusing.replace(layer.position) != Some(layer.position) {
                         counts.refused += 1;
-                        let waits = delayed.waiter.as_ref().is_some_and(|waiter| waiter.rule == layer.rule);
+                        let waits = delayed.waiter.as_ref().is_some_and(|waiter| waiter.rule == layer.position);
                         *(if waits { &mut counts.delayed } else { &mut counts.admitted }) -= 1;
                     }
                 }
@@ -530,23 +551,22 @@ impl Scenario {
 impl QueuePlace {
     /// `None` if too many requests wait for the rule already.
     fn join(
-        rule_set: &RuleSet,
         charge_plan: &ChargePlan,
         context: &DecisionContext,
-        index: usize,
+        position: PlanPosition,
         now_ms: u64,
     ) -> Option<QueuePlace> {
-        let (position, slot) = rule_set.queue_slot(charge_plan, context, index)?;
-        let rule = &rule_set.rules[charge_plan.rules[position]];
+        let slot = charge_plan.queue_slot(context, position)?;
+        let rule = charge_plan.rule(position);
         let OnLimit::Delay { max_delay_ms, .. } = rule.rule.on_limit else { return None };
         let waiter = rule.waiters.try_enter()?;
-        Some(QueuePlace { index, position, slot, latest_ms: now_ms + max_delay_ms, _waiter: waiter })
+        Some(QueuePlace { position, slot, latest_ms: now_ms + max_delay_ms, _waiter: waiter })
     }
 }
 
 impl RuleCounts {
     fn new(rule: &CompiledRule, sampled_keys: usize) -> RuleCounts {
-        let limits = rule.concurrent_index() + rule.rule.variants().count();
+        let layers = rule.compiled_layers().count();
         RuleCounts {
             requests: 0,
             admitted: 0,
@@ -555,14 +575,14 @@ impl RuleCounts {
             shadowed: 0,
             delayed: 0,
             not_counted: 0,
-            by_variant: vec![0; rule.rule.variants().count()],
-            full: vec![0; limits],
-            asked: vec![Histogram::default(); limits],
+            by_variant: rule.rule.variants().map(|_| 0).collect(),
+            layers: vec![LimitCounts::default(); layers],
+            slots: rule.rule.variants().map(|_| LimitCounts::default()).collect(),
             keys: KeySample::new(sampled_keys),
             busiest: TopKeys::new(BUSY_KEYS),
             most_refused: TopKeys::new(BUSY_KEYS),
             timeline: Timeline::default(),
-            open_windows: vec![Window::default(); rule.concurrent_index()],
+            open_windows: vec![Window::default(); layers],
             unsampled: Vec::with_capacity(BATCH),
             ends: BinaryHeap::new(),
         }
@@ -570,7 +590,7 @@ impl RuleCounts {
 
     /// Counts the batch of requests in the sample of keys.
     fn sample(&mut self, rule: &CompiledRule, windows: &[Windows]) {
-        let RuleCounts { keys, asked, open_windows, unsampled, ends, .. } = self;
+        let RuleCounts { keys, layers: counted, slots, open_windows, unsampled, ends, .. } = self;
         // Reads the entries of all keys before the first is changed.
         let ids = unsampled.iter().map(|request| request.keyed_request.key.bucket_hash);
         std::hint::black_box(ids.map(|id| keys.peek(id)).fold(0, u32::wrapping_add));
@@ -582,22 +602,23 @@ impl RuleCounts {
             }
             let layers = rule.variant(keyed_request.variant);
             let weight = keys.one_of();
-            let Some(key) = keys.add(keyed_request, is_full, layers.len() + usize::from(is_concurrent)) else {
+            let Some(key) = keys.add(keyed_request, is_full, layers.clone().count() + usize::from(is_concurrent))
+            else {
                 continue;
             };
             for (usage, layer) in key.layers.iter_mut().zip(layers) {
                 let windows = &windows[rule.layer(layer).windows_index];
-                let window = &mut open_windows[layer];
+                let window = &mut open_windows[layer.position()];
                 if !window.contains(now_ms) && windows.are_shared() {
                     *window = windows.window_at(now_ms, 0);
                 }
                 if let Some(ended) = usage.add(windows, *window, keyed_request, now_ms) {
-                    asked[layer].add(ended.into(), weight);
+                    counted[layer.position()].asked.add(ended.into(), weight);
                 }
             }
             if is_concurrent && end_ms > now_ms {
                 let in_flight = key.begin_request();
-                asked[rule.concurrent_index() + keyed_request.variant].add(in_flight.into(), weight);
+                slots[keyed_request.variant].asked.add(in_flight.into(), weight);
                 ends.push(Reverse((end_ms, keyed_request.key.bucket_hash)));
             }
         }

@@ -3,6 +3,7 @@
 use foldhash::{HashMap, HashMapExt as _};
 use smallvec::SmallVec;
 
+use transom_limiter::handles::VariantId;
 use transom_limiter::rule_set::KeyedRequest;
 use transom_limiter::window::{SEGMENTS_PER_PERIOD, Segments, Window, Windows};
 
@@ -204,7 +205,7 @@ pub struct KeySample {
 /// One key.
 #[derive(Clone, Default, Debug)]
 pub struct KeyUse {
-    variant: u32,
+    variant: VariantId,
     refused: u32,
     /// By layer of the variant, then for the requests in flight if the rule limits them.
     pub layers: SmallVec<[LayerUse; 2]>,
@@ -244,8 +245,8 @@ impl KeySample {
         }
         let key = self.keys.entry(id).or_default();
         key.refused += u32::from(is_refused);
-        if key.variant != keyed_request.variant as u32 || key.layers.len() != layers {
-            key.variant = keyed_request.variant as u32;
+        if key.variant != keyed_request.variant || key.layers.len() != layers {
+            key.variant = keyed_request.variant;
             key.layers.clear();
             key.layers.resize(layers, LayerUse::default());
         }
@@ -288,19 +289,19 @@ impl KeySample {
     }
 
     /// The most that each key of a variant asked for in a window of one of its layers, descending.
-    pub fn maxima(&self, variant: usize, layer: usize) -> Vec<u32> {
-        let keys = self.keys.values().filter(|key| key.variant as usize == variant);
+    pub fn maxima(&self, variant: VariantId, layer: usize) -> Vec<u32> {
+        let keys = self.keys.values().filter(|key| key.variant == variant);
         let mut maxima: Vec<u32> = keys.filter_map(|key| Some(key.layers.get(layer)?.max)).collect();
         maxima.sort_unstable_by(|a, b| b.cmp(a));
         maxima
     }
 
-    /// Ends all windows: calls `end` with the variant, the layer, the tokens asked for in the window, and the weight of the key.
-    pub fn finish(&self, mut end: impl FnMut(usize, usize, u64, u64)) {
+    /// Ends all windows: calls `end` with the variant, the position of the layer in it, the tokens asked for in the window, and the weight of the key.
+    pub fn finish(&self, mut end: impl FnMut(VariantId, usize, u64, u64)) {
         let weight = self.one_of();
         for key in self.keys.values() {
             for (position, layer) in key.layers.iter().enumerate() {
-                end(key.variant as usize, position, layer.demand.into(), weight);
+                end(key.variant, position, layer.demand.into(), weight);
             }
         }
     }

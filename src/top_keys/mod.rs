@@ -14,11 +14,13 @@ use serde_json::{Value, json};
 
 use crate::http::rate_limit_key::KeyDescription;
 use sketch::{Entry, Sketch};
+use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::concurrency::SlotState;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
 use transom_limiter::key::{KeyHash, KeyHasher, Seed};
-use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
+use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 
 /// The sketches of the last full period are kept, so that a list is of the last one to two periods.
 const PERIOD_MS: u64 = 30 * 60_000;
@@ -47,7 +49,7 @@ impl KeyOutcome {
 pub struct TopKeys {
     config_number: u64,
     /// By rule of the rule set; empty if keys are not counted.
-    rules: Vec<Rc<RefCell<RuleKeys>>>,
+    rules: IdVec<RuleId, Rc<RefCell<RuleKeys>>>,
 }
 
 /// The rules whose keys are counted.
@@ -138,9 +140,9 @@ impl TopKeys {
     #[inline]
     pub fn count_decision(&self, charge_plan: &ChargePlan, context: &DecisionContext, decision: &Decision) -> bool {
         let mut needs_name = false;
-        for (position, keyed_request) in context.inputs.keyed_requests.iter().enumerate() {
+        for (position, keyed_request) in context.inputs.keyed_requests.enumerate() {
             if let Some(keyed_request) = keyed_request
-                && let Some(rule) = self.rules.get(charge_plan.rules[position])
+                && let Some(rule) = self.rules.get(charge_plan.rules()[position])
                 && let Some(outcome) = outcome_of(position, context, decision)
             {
                 needs_name |= rule.borrow_mut().count(keyed_request.key, outcome, self.config_number);
@@ -149,11 +151,16 @@ impl TopKeys {
         needs_name
     }
 
-    /// Names the keys of a request that need a name; `name` is given the position of the rule in the charge plan.
-    pub fn name_keys(&self, charge_plan: &ChargePlan, context: &DecisionContext, name: impl Fn(usize) -> KeyName) {
-        for (position, keyed_request) in context.inputs.keyed_requests.iter().enumerate() {
+    /// Names the keys of a request that need a name.
+    pub fn name_keys(
+        &self,
+        charge_plan: &ChargePlan,
+        context: &DecisionContext,
+        name: impl Fn(PlanPosition) -> KeyName,
+    ) {
+        for (position, keyed_request) in context.inputs.keyed_requests.enumerate() {
             if let Some(keyed_request) = keyed_request
-                && let Some(rule) = self.rules.get(charge_plan.rules[position])
+                && let Some(rule) = self.rules.get(charge_plan.rules()[position])
             {
                 rule.borrow_mut().name(*keyed_request, self.config_number, || name(position));
             }
@@ -195,7 +202,7 @@ impl TopKeys {
 
 /// What a rule did with a request; `None`: another rule refused the request.
 #[inline]
-fn outcome_of(position: usize, context: &DecisionContext, decision: &Decision) -> Option<KeyOutcome> {
+fn outcome_of(position: PlanPosition, context: &DecisionContext, decision: &Decision) -> Option<KeyOutcome> {
     let result = &context.result;
     let has_slot_state =
         |state: SlotState| result.concurrency.iter().any(|usage| usage.rule == position && usage.state == state);

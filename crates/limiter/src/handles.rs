@@ -50,6 +50,12 @@ impl VariantId {
     pub const DEFAULT: VariantId = VariantId(0);
 }
 
+impl Default for VariantId {
+    fn default() -> VariantId {
+        VariantId::DEFAULT
+    }
+}
+
 /// A layer of a rule of a [`RuleSet`](crate::rule_set::RuleSet).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct LayerId {

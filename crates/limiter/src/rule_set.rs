@@ -179,7 +179,7 @@ impl CompiledRule {
     }
 
     /// The compiled layers of all variants, and that of penalties.
-    pub(super) fn compiled_layers(&self) -> impl Iterator<Item = &CompiledLayer> {
+    pub fn compiled_layers(&self) -> impl Iterator<Item = &CompiledLayer> {
         self.layers.iter().map(|named| &named.layer)
     }
 
@@ -193,9 +193,10 @@ impl CompiledRule {
         self.layers.iter().map(|named| named.name.as_str()).chain(self.concurrent_name())
     }
 
-    /// The position of the limit of requests in flight in [`CompiledRule::limit_names`].
-    pub fn concurrent_index(&self) -> usize {
-        self.layers.len()
+    /// The variants of the rule, each with its layers and their limits as configured.
+    pub fn variants(&self) -> impl Iterator<Item = (VariantId, impl Iterator<Item = (LayerId, &Limit)>)> {
+        let limits = self.rule.variants().zip(self.variants.ids());
+        limits.map(|(limits, variant)| (variant, self.variant(variant).zip(limits)))
     }
 
     /// The layers of a variant.
@@ -262,10 +263,10 @@ fn toggled_sliding<'a>(rule: &'a Rule, other: &Rule) -> Option<&'a Limit> {
 
 impl RuleSet {
     /// Compiles these rules. `former` is the previous rule set, if there is one: its requests may still wait.
-    pub fn new(rules: &[Rule], seed: Seed, former: Option<&RuleSet>) -> RuleSet {
+    pub fn new<'r>(rules: impl IntoIterator<Item = &'r Rule>, seed: Seed, former: Option<&RuleSet>) -> RuleSet {
         let concurrency = former.map_or_else(Arc::default, |former| Arc::clone(&former.concurrency));
         let mut rule_set = RuleSet { rules: IdVec::new(), windows: Vec::new(), concurrency };
-        for (position, rule) in rules.iter().enumerate() {
+        for (position, rule) in rules.into_iter().enumerate() {
             let mut compiled = rule_set.compile_rule(RuleId::at(position), rule, seed);
             let known = former.and_then(|former| former.rules.iter().find(|known| known.rule.name == rule.name));
             if let Some(known) = known.filter(|known| known.rule.on_limit == rule.on_limit) {

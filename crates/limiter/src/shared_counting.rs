@@ -304,7 +304,8 @@ impl ChargePlan {
         for layer_ref in layers {
             if let Some(keyed_request) = context.inputs.keyed_requests[layer_ref.position] {
                 let layer = self.layer(*layer_ref);
-                let mode = context.sharing.counting_modes[layer_ref.position];
+                let mode = context.sharing.counting_modes.get(layer_ref.position);
+                let mode = mode.copied().unwrap_or(CountingMode::Remote);
                 let mut charge = context.new_charge(self.rule_set(), layer, keyed_request, now_ms);
                 if mode == CountingMode::LocalFallback {
                     subtract_remote_usage(&mut charge, table, now_ms);
