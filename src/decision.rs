@@ -27,6 +27,7 @@ use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::rule::Sharing;
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest, RuleSet};
 use transom_limiter::table::Table;
+use transom_limiter::verdict::Verdict;
 use transom_limiter::window_kind::WindowKind;
 
 pub mod descriptors;
@@ -473,17 +474,14 @@ impl DecisionService {
         let CounterAccess { metrics, top_keys, readable_digester, .. } = *counters;
 
         for (position, rule) in decided.rules().ids().map(|position| (position, rule(position))) {
-            let any_charge = |is: &dyn Fn(&LayerCharge) -> bool| context.charges_of_rule(position).any(is);
-            let takes_later_tokens =
-                |charge: &LayerCharge| charge.usage.used > u64::from(decided.layer(charge.layer).capacity);
-            match decision {
-                _ if rule.is_refused => metrics.refused(rule.rule),
-                _ if rule.keyed_request.is_none() => metrics.exempt(rule.rule),
-                _ if context.result.shadowed.contains(&position) => metrics.shadowed(rule.rule),
-                Decision::Refused if any_charge(&|charge| charge.is_full) => metrics.refused(rule.rule),
-                Decision::Refused => {}
-                Decision::Delayed { .. } if any_charge(&takes_later_tokens) => metrics.delayed(rule.rule),
-                Decision::Delayed { .. } | Decision::Admitted => metrics.admitted(rule.rule),
+            match decided.verdict(position, context, decision) {
+                Verdict::NotCounted if rule.is_refused => metrics.refused(rule.rule),
+                Verdict::NotCounted => metrics.exempt(rule.rule),
+                Verdict::Shadowed => metrics.shadowed(rule.rule),
+                Verdict::Refused => metrics.refused(rule.rule),
+                Verdict::RefusedElsewhere => {}
+                Verdict::Delayed | Verdict::Waited => metrics.delayed(rule.rule),
+                Verdict::Admitted => metrics.admitted(rule.rule),
             }
         }
         if top_keys.count_decision(configured, context, decision) {

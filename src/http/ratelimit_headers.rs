@@ -13,8 +13,7 @@ use http::header::{HeaderMap, HeaderName, HeaderValue};
 use sfv::{List, ListEntry, Parser};
 
 use crate::config::rule::RateLimitStyle;
-use transom_limiter::acquire::Charge;
-use transom_limiter::charge_plan::{ChargePlan, LayerRef};
+use transom_limiter::charge_plan::{ChargePlan, LayerCharge, LayerRef};
 use transom_limiter::concurrency::ConcurrencyUsage;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::handles::{IdVec, LayerId, PlanPosition, RuleId, VariantId};
@@ -95,7 +94,7 @@ impl RateLimitTemplate {
             }));
             let layer = |(variant, id, limit): (VariantId, LayerId, &Limit)| ReportedLayer {
                 layer: LayerRef { position, id },
-                penalty: rule.penalty.map(|id| LayerRef { position, id }),
+                penalty: charge_plan.penalty(position),
                 is_default: variant == VariantId::DEFAULT,
                 name: format!(", \"{}\"", rule.layer_name(id)),
                 limit: limit.tokens,
@@ -128,12 +127,15 @@ impl RateLimitTemplate {
     }
 
     /// The layers that a request was counted in, and their charges.
-    fn applicable<'a>(&'a self, context: &'a DecisionContext) -> impl Iterator<Item = (&'a ReportedLayer, &'a Charge)> {
+    fn applicable<'a>(
+        &'a self,
+        context: &'a DecisionContext,
+    ) -> impl Iterator<Item = (&'a ReportedLayer, &'a LayerCharge)> {
         let layers = self.rules.iter().filter_map(|rule| {
             let keyed_request = context.inputs.keyed_requests.get(rule.position).copied().flatten()?;
             Some(&self.layers[rule.variants[keyed_request.variant].clone()])
         });
-        layers.flatten().filter_map(|layer| context.charge_of(layer.layer).map(|charge| (layer, &charge.charge)))
+        layers.flatten().filter_map(|layer| context.charge_of(layer.layer).map(|charge| (layer, charge)))
     }
 
     /// `RateLimit-Policy` for requests to which all rules apply in their default variant; `None` if it is not constant:
@@ -212,15 +214,9 @@ impl RateLimitTemplate {
 }
 
 impl ReportedLayer {
-    /// The usage to report. During a penalty all tokens are used, until it ends.
     #[inline]
-    fn usage(&self, charge: &Charge, context: &DecisionContext) -> Usage {
-        let Some(penalty) = self.penalty.and_then(|penalty| context.charge_of(penalty)) else { return charge.usage };
-        if !penalty.is_full && penalty.usage.used == 0 {
-            return charge.usage;
-        }
-        let window_end_ms = if self.remaining(charge.usage) == 0 { charge.usage.end_ms } else { 0 };
-        Usage { used: self.capacity.max(charge.usage.used), end_ms: window_end_ms.max(penalty.usage.end_ms) }
+    fn usage(&self, charge: &LayerCharge, context: &DecisionContext) -> Usage {
+        context.stated_usage(charge, self.penalty, self.capacity)
     }
 
     fn remaining(&self, usage: Usage) -> u64 {

@@ -34,10 +34,11 @@ use crate::spans::{TracedRequest, UpstreamAttempt};
 use crate::upstream::attempt_log::{AttemptLog, TracedAttempt};
 use crate::upstream::request_body::UploadProgress;
 use crate::upstream::response_body::UpstreamBodyError;
-use transom_limiter::concurrency::{ConcurrencyUsage, Slot, SlotState};
+use transom_limiter::concurrency::{Slot, SlotState};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
+use transom_limiter::verdict::Verdict;
 
 /// Limit for each text of the client's in the access log.
 const LOGGED_MAX_BYTES: usize = 2048;
@@ -229,31 +230,29 @@ impl RequestRecord {
 
     /// Counts the decision on the request's route, and notes refusing and shadow rules for the access log.
     pub fn record_decision(&mut self, rules_id: RouteRulesId, context: &DecisionContext, decision: &Decision) {
-        let concurrency = |state: SlotState| {
-            let usages = context.result.concurrency.iter();
-            usages.filter(move |usage| usage.state == state).map(|usage| usage.rule)
-        };
+        let charge_plan = &self.config.compiled.route_rules[rules_id].charge_plan;
         if let (Some(client), Some(client_metrics)) = (self.client, &self.config.client_metrics) {
             client_metrics.decided(client as usize, matches!(decision, Decision::Refused));
         }
-        match decision {
-            Decision::Admitted | Decision::Delayed { .. } => {
-                let metrics = self.route_metrics();
-                let keyed_requests = context.inputs.keyed_requests.enumerate();
-                for (position, _) in keyed_requests.filter(|(_, keyed_request)| keyed_request.is_some()) {
-                    match decision {
-                        _ if context.result.shadowed.contains(&position) => metrics.shadowed(position),
-                        // Counted when it began to wait.
-                        _ if concurrency(SlotState::Waited).any(|rule| rule == position) => {}
-                        Decision::Delayed { waiter: Some(wait), .. } if wait.rule == position => {
-                            metrics.delayed(position)
-                        }
-                        _ => metrics.admitted(position),
-                    }
-                }
-                concurrency(SlotState::Shadowed).for_each(|position| metrics.shadowed(position));
+        let metrics = self.route_metrics();
+        let is_refused = matches!(decision, Decision::Refused);
+        if is_refused {
+            metrics.request_refused();
+            let windows = &self.config.window_metrics[rules_id];
+            let full = context.result.charges.iter().filter(|charge| charge.is_full);
+            full.for_each(|charge| windows.refused_by_layer(charge.layer.position, charge.layer.id));
+            let slots = context.result.concurrency.iter().filter(|usage| usage.state == SlotState::Full);
+            slots.for_each(|usage| windows.refused_by_slots(usage.rule));
+        }
+        for position in charge_plan.rules().ids() {
+            match charge_plan.verdict(position, context, decision) {
+                Verdict::Admitted => metrics.admitted(position),
+                Verdict::Delayed => metrics.delayed(position),
+                Verdict::Refused => metrics.refused(position),
+                Verdict::Shadowed if !is_refused => metrics.shadowed(position),
+                // Waiting requests are counted when they begin to wait, exempt ones where their key is found.
+                Verdict::Shadowed | Verdict::Waited | Verdict::NotCounted | Verdict::RefusedElsewhere => {}
             }
-            Decision::Refused => record_refusal(&self.config, self.route, rules_id, context),
         }
         self.log_decision(rules_id, context, decision);
         // The windows of these rules have not admitted the request.
@@ -265,7 +264,6 @@ impl RequestRecord {
         let (Some(log), compiled) = (&mut self.log, &self.config.compiled) else { return };
         let charge_plan = &compiled.route_rules[rules_id].charge_plan;
         let keyed_requests = &context.inputs.keyed_requests;
-        let is_refused = matches!(decision, Decision::Refused);
         let full_limit = |position: PlanPosition, window: Option<&str>| {
             let rule = charge_plan.rule(position);
             let plan = keyed_requests[position].and_then(|keyed_request| rule.rule.plan_of(keyed_request.variant));
@@ -288,31 +286,22 @@ impl RequestRecord {
         let slots = slots.map(|usage| full_limit(usage.rule, charge_plan.rule(usage.rule).concurrent_name()));
         let (shadowed, full): (Vec<_>, Vec<_>) =
             windows.chain(slots).partition(|(position, _)| charge_plan.is_shadow(*position));
-        let is_in = |limits: &[(PlanPosition, FullLimit)], position| limits.iter().any(|(rule, _)| *rule == position);
-        let waits = |position| {
-            let in_window = matches!(decision, Decision::Delayed { waiter: Some(wait), .. } if wait.rule == position);
-            let has_waited = |usage: &ConcurrencyUsage| usage.rule == position && usage.state == SlotState::Waited;
-            in_window || context.result.concurrency.iter().any(has_waited)
-        };
-        let decision_of = |position| match () {
-            () if is_in(&shadowed, position) => RuleDecision::Shadowed,
-            () if is_refused && is_in(&full, position) => RuleDecision::Refused,
-            () if waits(position) => RuleDecision::Delayed,
-            () => RuleDecision::Admitted,
-        };
         let decided = charge_plan.compiled_rules().filter_map(|(position, rule)| {
-            let decision = match keyed_requests[position] {
-                Some(_) => decision_of(position),
-                None if log.exempt.contains(&position) => RuleDecision::Exempt,
+            let decision = match charge_plan.verdict(position, context, decision) {
+                Verdict::Admitted | Verdict::RefusedElsewhere => RuleDecision::Admitted,
+                Verdict::Delayed | Verdict::Waited => RuleDecision::Delayed,
+                Verdict::Shadowed => RuleDecision::Shadowed,
+                Verdict::Refused => RuleDecision::Refused,
+                Verdict::NotCounted if log.exempt.contains(&position) => RuleDecision::Exempt,
                 // The request lacks the key, and the rule skips it.
-                None => return None,
+                Verdict::NotCounted => return None,
             };
             Some((rule.rule.name.clone(), decision))
         });
         log.entry.rules = decided.collect();
         let limits = |limits: Vec<(PlanPosition, FullLimit)>| limits.into_iter().map(|(_, limit)| limit).collect();
         log.entry.shadowed_by = limits(shadowed);
-        log.entry.refused_by = if is_refused { limits(full) } else { Vec::new() };
+        log.entry.refused_by = if matches!(decision, Decision::Refused) { limits(full) } else { Vec::new() };
     }
 
     /// The request is forwarded to an upstream. Returns where its attempts are noted.
@@ -545,30 +534,6 @@ fn write_entry(worker: &WorkerState, config: &WorkerConfig, entry: &LogEntry) {
 
 fn route_metrics(config: &WorkerConfig, route: Option<RouteId>) -> &RouteMetrics {
     route.map_or(&config.unrouted_metrics, |route| &config.route_metrics[route])
-}
-
-/// Counts a refusal for each full window and each rule without a free slot, and once for each refusing rule.
-pub fn record_refusal(
-    config: &WorkerConfig,
-    route: Option<RouteId>,
-    rules_id: RouteRulesId,
-    context: &DecisionContext,
-) {
-    route_metrics(config, route).request_refused();
-    let full = || context.result.charges.iter().filter(|charge| charge.is_full).map(|charge| charge.layer);
-    for (nth, layer) in full().enumerate() {
-        config.window_metrics[rules_id].refused_by_layer(layer.position, layer.id);
-        // Layers of one rule need not follow each other.
-        if full().take(nth).all(|earlier| earlier.position != layer.position) {
-            route_metrics(config, route).refused(layer.position);
-        }
-    }
-    for usage in context.result.concurrency.iter().filter(|usage| usage.state == SlotState::Full) {
-        config.window_metrics[rules_id].refused_by_slots(usage.rule);
-        if full().all(|layer| layer.position != usage.rule) {
-            route_metrics(config, route).refused(usage.rule);
-        }
-    }
 }
 
 /// Counts and logs a response without a request: for a malformed, oversized or late head, or for a connection over the limit.

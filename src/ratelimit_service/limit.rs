@@ -460,21 +460,13 @@ impl ServiceConfig {
         let is_refused_key = called.any(|(position, rule)| rule.keyed.is_refused && answers(position));
         let is_answer = |position| answers(position) && !charge_plan.is_shadow(position);
         let charges = || context.result.charges.iter().filter(|charge| is_answer(charge.layer.position));
-        let penalty_end_ms = |rule: PlanPosition| {
-            let full = charges().filter(|charge| charge.layer.position == rule && charge.is_full);
-            let penalties = full.filter(|charge| charge_plan.layer(charge.layer).is_penalty());
-            penalties.map(|charge| charge.usage.end_ms).max()
-        };
-        let windows = charges().filter_map(|charge| {
-            let layer = charge_plan.layer(charge.layer);
-            let penalty_end_ms = penalty_end_ms(charge.layer.position);
-            let remaining = match penalty_end_ms {
-                Some(_) => 0,
-                None => u64::from(layer.capacity).saturating_sub(charge.usage.used),
-            };
-            let is_full = charge.is_full || penalty_end_ms.is_some();
-            let end_ms = charge.usage.end_ms.max(penalty_end_ms.unwrap_or(0));
-            (!layer.is_penalty()).then_some((!is_full, remaining, Reverse(end_ms), charge.request.limit, charge.layer))
+        let windows = charges().filter(|charge| !charge_plan.layer(charge.layer).is_penalty()).map(|charge| {
+            let capacity = u64::from(charge_plan.layer(charge.layer).capacity);
+            let penalty = charge_plan.penalty(charge.layer.position);
+            let usage = context.stated_usage(charge, penalty, capacity);
+            let is_full = charge.is_full || penalty.and_then(|id| context.charge_of(id)).is_some_and(|it| it.is_full);
+            let remaining = capacity.saturating_sub(usage.used);
+            (!is_full, remaining, Reverse(usage.end_ms), charge.request.limit, charge.layer)
         });
         let Some((is_open, remaining, Reverse(end_ms), limit, of)) =
             windows.min_by_key(|(is_open, remaining, end_ms, ..)| (*is_open, *remaining, *end_ms))

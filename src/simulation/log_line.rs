@@ -210,7 +210,7 @@ pub struct LogLine {
     pub status: Option<u16>,
     pub grpc_status: Option<u8>,
     /// What the rules decided, if the log is one of this gateway.
-    pub verdict: Option<Verdict>,
+    pub decision: Option<LoggedDecision>,
     /// Whether the time was given without a zone.
     pub lacks_zone: bool,
     /// Positions in the list of fields.
@@ -219,7 +219,7 @@ pub struct LogLine {
 
 /// What the rules of a route decide together.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Verdict {
+pub enum LoggedDecision {
     Admitted,
     /// Admitted after a wait for a window or a slot.
     Delayed,
@@ -391,7 +391,7 @@ impl LogFormat {
             secure: None,
             status: Some(status),
             grpc_status: None,
-            verdict: None,
+            decision: None,
             lacks_zone: false,
             headers: (first_header, headers.len() as u32),
         })
@@ -638,10 +638,10 @@ impl JsonFields {
         }
         // In lines without the decisions of rules, a 429 without the rule may come from the upstream server.
         let is_known = self.has_route.is_some() && (self.has_decisions || self.has_refused_by || status != Some(429));
-        let verdict = is_known.then_some(match self.delay_ms {
-            _ if self.has_refused_by => Verdict::Refused,
-            Some(_) => Verdict::Delayed,
-            None => Verdict::Admitted,
+        let decision = is_known.then_some(match self.delay_ms {
+            _ if self.has_refused_by => LoggedDecision::Refused,
+            Some(_) => LoggedDecision::Delayed,
+            None => LoggedDecision::Admitted,
         });
         let duration_ms = self.duration.map(|(_, thousandths, unit)| match unit {
             DurationUnit::ByTime if self.time_field == Some(Field::EnvoyTime) => thousandths / 1000,
@@ -664,7 +664,7 @@ impl JsonFields {
             secure: self.secure,
             status,
             grpc_status: self.grpc_status,
-            verdict,
+            decision,
             lacks_zone: !time.has_zone,
             headers: (self.first_header as u32, headers.len() as u32),
         })
@@ -1000,13 +1000,14 @@ mod tests {
     }
 
     #[test]
-    fn verdicts_are_known_for_this_gateway_only() {
+    fn decisions_are_known_for_this_gateway_only() {
         let format = format("auto", &[]);
-        let verdict = |fields: &str| {
+        let decision = |fields: &str| {
             let line = format!(r#"{{"time":"2000-10-10T20:55:36Z","client":"::1","method":"GET","path":"/"{fields}}}"#);
-            format.parse_line(line.as_bytes(), &mut Vec::new()).unwrap().verdict
+            format.parse_line(line.as_bytes(), &mut Vec::new()).unwrap().decision
         };
-        let (admitted, delayed, refused) = (Some(Verdict::Admitted), Some(Verdict::Delayed), Some(Verdict::Refused));
+        let (admitted, delayed, refused) =
+            (Some(LoggedDecision::Admitted), Some(LoggedDecision::Delayed), Some(LoggedDecision::Refused));
         for (fields, expected) in [
             (r#","route":"all","refused_by":["r"]"#, refused),
             (r#","route":"all","refused_by":[]"#, admitted),
@@ -1019,7 +1020,7 @@ mod tests {
             (r#","route":"all","delay_ms":9.5,"rules":{"r":"refused"},"refused_by":[{"rule":"r"}]"#, refused),
             (r#","status":429"#, None),
         ] {
-            assert_eq!(verdict(fields), expected, "{fields}");
+            assert_eq!(decision(fields), expected, "{fields}");
         }
     }
 

@@ -5,7 +5,7 @@ use http::{HeaderMap, HeaderName, header};
 use smallvec::SmallVec;
 
 use super::log_files::Batch;
-use super::log_line::{HeaderSpan, LogLine, LoggedFields, Verdict};
+use super::log_line::{HeaderSpan, LogLine, LoggedDecision, LoggedFields};
 use super::request_reader::{Buffers, RequestReader, Unplayed, read_headers};
 use super::scenario::{Request, Scenario};
 use crate::config::Config;
@@ -275,7 +275,7 @@ impl Replay {
         }
         request.now_ms = *now_ms;
         request.rules_id = rules_id;
-        request.logged = line.verdict;
+        request.logged = line.decision;
         if self.limits_concurrency {
             let end_ms = line.time_ms + u64::from(line.duration_ms.unwrap_or(0));
             request.left_ms = end_ms.saturating_sub(*now_ms);
@@ -336,10 +336,11 @@ fn response_costs(
     costs: &mut SmallVec<[(PlanPosition, FinalCost); 2]>,
 ) {
     // The log does not know what a refused request would have been answered with. Without a response, nothing is refunded.
-    let has_response = |status: &u16| *status != CLIENT_CLOSED_REQUEST && line.verdict != Some(Verdict::Refused);
+    let has_response =
+        |status: &u16| *status != CLIENT_CLOSED_REQUEST && line.decision != Some(LoggedDecision::Refused);
     if let Some(status) = line.status.filter(has_response).and_then(|status| status.try_into().ok()) {
         // This gateway logs each status of gRPC that there is.
-        let grpc_status = line.grpc_status.or(line.verdict.map(|_| GRPC_UNKNOWN));
+        let grpc_status = line.grpc_status.or(line.decision.map(|_| GRPC_UNKNOWN));
         let cost = |rule: &ResponseCostRule| (rule.position, rule.final_cost(status, fields, grpc_status));
         costs.extend(rules.response_costs.iter().map(cost));
     }

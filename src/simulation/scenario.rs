@@ -12,7 +12,7 @@ use std::task::{Context, Poll, Waker};
 use smallvec::SmallVec;
 
 use super::log_files::BATCH;
-use super::log_line::Verdict;
+use super::log_line::LoggedDecision;
 use super::statistics::{Histogram, KeySample, Timeline, TopKeys};
 use crate::http::RouteRulesId;
 use crate::http::response_cost::FinalCost;
@@ -31,6 +31,7 @@ use transom_limiter::rule_set::{CompiledRule, KeyedRequest, RuleSet};
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::slot_decision::SlotsResult;
 use transom_limiter::table::Table;
+use transom_limiter::verdict::Verdict;
 use transom_limiter::waiter_limit::WaiterSlot;
 use transom_limiter::window::{Window, Windows};
 
@@ -121,7 +122,7 @@ pub struct Request {
     /// The time from now to the end of the request, if it does not wait.
     pub left_ms: u64,
     /// The decision in the log, if the log is one of this gateway.
-    pub logged: Option<Verdict>,
+    pub logged: Option<LoggedDecision>,
 }
 
 /// Slots of an admitted request, with their rule.
@@ -328,10 +329,10 @@ impl Scenario {
         // The windows of these rules have not admitted the request.
         slots.retain(|(position, _)| !self.context.result.shadowed.contains(position));
         match decision {
-            Decision::Refused => self.compare(request, Verdict::Refused),
+            Decision::Refused => self.compare(request, LoggedDecision::Refused),
             Decision::Admitted => {
                 let has_waited = self.context.result.concurrency.iter().any(|usage| usage.state == SlotState::Waited);
-                self.compare(request, if has_waited { Verdict::Delayed } else { Verdict::Admitted });
+                self.compare(request, if has_waited { LoggedDecision::Delayed } else { LoggedDecision::Admitted });
                 self.settle(request, |_nth, position| receipts_of_cost(&self.context, position), now_ms);
                 self.hold(slots, now_ms + request.left_ms);
             }
@@ -355,9 +356,9 @@ impl Scenario {
     }
 
     /// Compares the final decision with that of the log.
-    fn compare(&mut self, request: &Request, verdict: Verdict) {
+    fn compare(&mut self, request: &Request, decision: LoggedDecision) {
         if let Some(logged) = request.logged {
-            let counter = if verdict == logged { &mut self.same } else { &mut self.different };
+            let counter = if decision == logged { &mut self.same } else { &mut self.different };
             *counter += 1;
         }
     }
@@ -380,7 +381,8 @@ impl Scenario {
         let result = &context.result;
         let full = |position| context.charges_of_rule(position).filter(|charge| charge.is_full);
         let is_refused = matches!(decision, Decision::Refused);
-        for (position, rule) in charge_plans[request.rules_id].rules().enumerate() {
+        let charge_plan = &charge_plans[request.rules_id];
+        for (position, rule) in charge_plan.rules().enumerate() {
             let counts = &mut rules[*rule];
             let Some(keyed_request) = request.settled(position) else {
                 counts.not_counted += 1;
@@ -393,17 +395,12 @@ impl Scenario {
             if matches!(slot, Some(SlotState::Full | SlotState::Shadowed)) {
                 counts.slots[keyed_request.variant].full += 1;
             }
-            let is_delayed = slot == Some(SlotState::Waited)
-                || matches!(decision, Decision::Delayed { waiter: Some(waiter), .. } if waiter.rule == position);
-            let is_shadowed = !is_refused && (slot == Some(SlotState::Shadowed) || result.shadowed.contains(&position));
-            let is_full =
-                is_shadowed || (is_refused && (slot == Some(SlotState::Full) || full(position).next().is_some()));
-            let counter = match () {
-                () if is_shadowed => &mut counts.shadowed,
-                () if is_full => &mut counts.refused,
-                () if is_refused => &mut counts.refused_elsewhere,
-                () if is_delayed => &mut counts.delayed,
-                () => &mut counts.admitted,
+            let (is_full, counter) = match charge_plan.verdict(position, context, decision) {
+                Verdict::Shadowed if !is_refused => (true, &mut counts.shadowed),
+                Verdict::Refused => (true, &mut counts.refused),
+                Verdict::Shadowed | Verdict::RefusedElsewhere => (false, &mut counts.refused_elsewhere),
+                Verdict::Delayed | Verdict::Waited => (false, &mut counts.delayed),
+                Verdict::Admitted | Verdict::NotCounted => (false, &mut counts.admitted),
             };
             *counter += 1;
             counts.requests += 1;
@@ -502,7 +499,7 @@ impl Scenario {
         if delayed.recharge.is_empty() {
             let DelayedRequest { request, cost_receipts, slots, .. } = *delayed;
             self.settle(&request, |nth, _position| cost_receipts[nth].clone(), now_ms);
-            self.compare(&request, Verdict::Delayed);
+            self.compare(&request, LoggedDecision::Delayed);
             self.hold(slots, now_ms + request.left_ms);
             return;
         }
@@ -534,7 +531,7 @@ impl Scenario {
                 }
                 self.refused += 1;
                 self.rule_set.refund(&delayed.receipts, u32::MAX, &self.table, now_ms);
-                self.compare(&delayed.request, Verdict::Refused);
+                self.compare(&delayed.request, LoggedDecision::Refused);
                 return;
             }
         };

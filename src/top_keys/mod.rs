@@ -15,12 +15,12 @@ use serde_json::{Value, json};
 use crate::http::rate_limit_key::KeyDescription;
 use sketch::{Entry, Sketch};
 use transom_limiter::charge_plan::ChargePlan;
-use transom_limiter::concurrency::SlotState;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
 use transom_limiter::key::{KeyHash, KeyHasher, Seed};
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
+use transom_limiter::verdict::Verdict;
 
 /// The sketches of the last full period are kept, so that a list is of the last one to two periods.
 const PERIOD_MS: u64 = 30 * 60_000;
@@ -143,7 +143,7 @@ impl TopKeys {
         for (position, keyed_request) in context.inputs.keyed_requests.enumerate() {
             if let Some(keyed_request) = keyed_request
                 && let Some(rule) = self.rules.get(charge_plan.rules()[position])
-                && let Some(outcome) = outcome_of(position, context, decision)
+                && let Some(outcome) = outcome_of(charge_plan.verdict(position, context, decision), decision)
             {
                 needs_name |= rule.borrow_mut().count(keyed_request.key, outcome, self.config_number);
             }
@@ -200,20 +200,14 @@ impl TopKeys {
     }
 }
 
-/// What a rule did with a request; `None`: another rule refused the request.
+/// What is counted of a verdict; `None`: another rule refused the request.
 #[inline]
-fn outcome_of(position: PlanPosition, context: &DecisionContext, decision: &Decision) -> Option<KeyOutcome> {
-    let result = &context.result;
-    let has_slot_state =
-        |state: SlotState| result.concurrency.iter().any(|usage| usage.rule == position && usage.state == state);
-    match decision {
-        Decision::Refused => {
-            let is_refused =
-                context.charges_of_rule(position).any(|charge| charge.is_full) || has_slot_state(SlotState::Full);
-            is_refused.then_some(KeyOutcome::Refused)
-        }
-        _ if result.shadowed.contains(&position) || has_slot_state(SlotState::Shadowed) => Some(KeyOutcome::Refused),
-        Decision::Admitted | Decision::Delayed { .. } => Some(KeyOutcome::Admitted),
+fn outcome_of(verdict: Verdict, decision: &Decision) -> Option<KeyOutcome> {
+    match verdict {
+        Verdict::Refused => Some(KeyOutcome::Refused),
+        Verdict::Shadowed if !matches!(decision, Decision::Refused) => Some(KeyOutcome::Refused),
+        Verdict::Admitted | Verdict::Delayed | Verdict::Waited => Some(KeyOutcome::Admitted),
+        Verdict::Shadowed | Verdict::NotCounted | Verdict::RefusedElsewhere => None,
     }
 }
 

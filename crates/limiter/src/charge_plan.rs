@@ -218,6 +218,11 @@ impl ChargePlan {
         layers.iter().map(|layer_ref| (*layer_ref, self.layer(*layer_ref)))
     }
 
+    /// The layer that counts penalties of the rule at a position.
+    pub fn penalty(&self, position: PlanPosition) -> Option<LayerRef> {
+        self.rule(position).penalty.map(|id| LayerRef { position, id })
+    }
+
     /// The layers of one variant of a rule, and that of its penalties.
     pub fn layers_of_rule(&self, position: PlanPosition, variant: VariantId) -> impl Iterator<Item = LayerRef> + use<> {
         self.rule(position).charged_layers(variant).map(move |id| LayerRef { position, id })

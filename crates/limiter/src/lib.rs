@@ -122,6 +122,7 @@ pub mod store_key;
 pub mod table;
 #[cfg(feature = "tower")]
 pub mod tower;
+pub mod verdict;
 pub mod waiter_limit;
 pub mod window;
 pub mod window_kind;
