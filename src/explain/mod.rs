@@ -17,19 +17,16 @@ use self::route_choice::RouteChoice;
 use self::rule_state::{Counting, RuleResult, RuleState, error_text};
 use crate::clock::Clock;
 use crate::config::Config;
-use crate::http::client_plans::ClientLookup;
 use crate::http::error::RequestError;
-use crate::http::key_source::RequestAttributes;
 use crate::http::ratelimit_headers::seconds_until;
 use crate::http::request_validation::Schemes;
-use crate::http::route_actions::TemplateVariables;
-use crate::http::router::RouteQuery;
 use crate::http::{path_normalize, request_validation};
 use crate::jwt::published_keys::PublishedKeys;
 use crate::proxy::compiled_config::{CompiledConfig, RouteRules};
+use crate::proxy::resolved_request::RequestView;
 use transom_limiter::handles::{IdVec, PlanPosition};
 use transom_limiter::key::Seed;
-use transom_limiter::rule_set::{KeyedRequest, RuleSet};
+use transom_limiter::rule_set::RuleSet;
 use transom_limiter::table::Table;
 
 /// The answer to a question.
@@ -128,48 +125,39 @@ impl Explanation {
         self.host = validated.host.clone().into_owned();
         let path = path_normalize::normalize(parts.uri.path(), compiled.config.path_reading)?;
         self.path = path.clone().into_owned();
-        let query = RouteQuery {
-            host: &validated.host,
-            method: &parts.method,
-            headers: &parts.headers,
-            path: &path,
-            secure: client.is_secure,
-        };
-        self.routes = Some(RouteChoice::new(compiled, &query));
-        let mut params = Vec::new();
-        let route_id = compiled.find_route(&query, &mut params)?;
-        let route = &compiled.routes[route_id];
-        let rules = compiled.rules_of(route);
-        let attributes = RequestAttributes {
+        let view = RequestView {
             address: client.address,
             client_cert: None,
+            is_secure: client.is_secure,
             host: &validated.host,
             method: &parts.method,
             path: &path,
-            params: &params,
             uri: &parts.uri,
             headers: &parts.headers,
-            route: compiled.route_name(route_id),
-            tokens: &compiled.token_checker(),
-            wall_ms: counting.clock.wall_ms(),
         };
-        compiled.check_route(route_id, &validated, body_bytes(&parts.headers))?;
-        let clients = ClientLookup::new(compiled.clients.as_deref());
-        if let (Ok(Some(id)), Some(plans)) = (clients.client_of(&attributes), &compiled.clients) {
+        self.routes = Some(RouteChoice::new(compiled, &view.route_query()));
+        let (mut params, tokens) = (Vec::new(), compiled.token_checker());
+        let resolved = compiled.resolve(view, &mut params, &tokens, || counting.clock.wall_ms())?;
+        resolved.check(&validated, body_bytes(&parts.headers))?;
+        if let (Ok(Some(id)), Some(plans)) = (resolved.clients.client_of(&resolved.attributes), &compiled.clients) {
             let client = &plans.clients[id as usize];
             self.client = Some((client.name.clone(), plans.plans[client.plan as usize].clone()));
         }
-        let (error, keyed_requests) = self.find_keys(compiled, rules, &attributes, &clients);
+        let mut keyed_requests = IdVec::new();
+        let error = resolved.find_keys(&mut keyed_requests, |position, found| {
+            let key = resolved.describe_key(position, &compiled.readable_digester);
+            self.rules.push(RuleState::new(resolved.rules.charge_plan.rule(position), key, found));
+        });
         let error = match error {
             Some(error) if keyed_requests.iter().all(Option::is_none) => return Err(error),
             error => error,
         };
-        let variables = TemplateVariables::of(&attributes, client.is_secure);
-        let actions = compiled.actions_of(route).filter(|_| error.is_none());
-        let actions = actions.map(|actions| actions.evaluate(&variables)).transpose()?;
+        let actions = resolved.actions().filter(|_| error.is_none());
+        let actions = actions.map(|actions| actions.evaluate(&resolved.variables())).transpose()?;
+        let rules = resolved.rules;
         for (position, keyed_request) in keyed_requests.enumerate() {
             if let Some(keyed_request) = *keyed_request {
-                let store_key = compiled.store_key(rules, position, &attributes);
+                let store_key = resolved.store_key(position);
                 let rule = rules.charge_plan.rules()[position];
                 self.rules[position].read_counters(compiled, rule, keyed_request, store_key, counting).await?;
             }
@@ -177,33 +165,6 @@ impl Explanation {
         self.now_ms = counting.clock.now().unix_ms;
         let direct_response = actions.and_then(|actions| actions.direct_response).map(|reply| reply.status().as_u16());
         self.conclude(compiled, rules, error, direct_response)
-    }
-
-    /// Finds the key of each rule, as `proxy::handler` does. Returns the first error, and the keys to charge.
-    fn find_keys(
-        &mut self,
-        compiled: &CompiledConfig,
-        rules: &RouteRules,
-        attributes: &RequestAttributes<'_>,
-        clients: &ClientLookup<'_>,
-    ) -> (Option<RequestError>, IdVec<PlanPosition, Option<KeyedRequest>>) {
-        let mut first_error = None;
-        let mut keyed_requests = IdVec::new();
-        for (position, rule_key) in rules.rule_keys.enumerate() {
-            let rule = rules.charge_plan.rule(position);
-            let found = rule_key.keyed_request(attributes, clients);
-            let key = rule_key.describe(attributes, clients, &compiled.readable_digester);
-            self.rules.push(RuleState::new(rule, key, &found));
-            keyed_requests.push(match found {
-                Ok(keyed_request) => keyed_request,
-                Err(_) if rule.rule.is_shadow() => None,
-                Err(failure) => {
-                    first_error.get_or_insert(failure.error);
-                    failure.keyed_request
-                }
-            });
-        }
-        (first_error, keyed_requests)
     }
 
     /// Combines the results of the rules: one refusal refuses the request.

@@ -7,16 +7,16 @@ use std::time::Duration;
 
 use http::HeaderMap;
 
-use super::compiled_config::{CompiledConfig, RouteRules};
+use super::compiled_config::RouteRules;
 use super::delayed_request::{DelayedRequest, RECHECK_INTERVAL, StoreCharges};
 use super::request_record::RequestRecord;
+use super::resolved_request::ResolvedRequest;
 use super::response::Rejection;
 use super::response_cost::PendingCost;
 use super::worker_config::WorkerConfig;
 use super::worker_state::WorkerState;
 use crate::http::RouteRulesId;
 use crate::http::error::RequestError;
-use crate::http::key_source::RequestAttributes;
 use crate::http::ratelimit_headers::RateLimitFields;
 use crate::metrics::storage::GaugeGuard;
 use crate::redis_store::StoreKeys;
@@ -80,25 +80,23 @@ pub enum Evaluation {
     Pending(Box<PendingAdmission>),
 }
 
-/// Decides a request, with its keys in `context`, by its rules.
+/// Decides a request, with its keys in `context`.
 #[inline(always)]
 pub fn evaluate(
     worker: &WorkerState,
-    compiled: &CompiledConfig,
-    rules_id: RouteRulesId,
-    attributes: &RequestAttributes<'_>,
+    resolved: &ResolvedRequest<'_>,
     context: &mut DecisionContext,
     record: &mut RequestRecord,
     now_ms: u64,
 ) -> Result<Evaluation, RequestError> {
-    let rules = &compiled.route_rules[rules_id];
+    let (rules, rules_id) = (resolved.rules, resolved.route.rules);
     context.result.concurrency.clear();
     if rules.charge_plan.limits_concurrency()
-        && let Some(evaluation) = acquire_slots(worker, compiled, rules_id, attributes, context, record)
+        && let Some(evaluation) = acquire_slots(worker, resolved, context, record)
     {
         return Ok(evaluation);
     }
-    match decide_windows(worker, rules, context, now_ms, |rule| compiled.store_key(rules, rule, attributes)) {
+    match decide_windows(worker, rules, context, now_ms, |rule| resolved.store_key(rule)) {
         BeginResult::Decided(decision) => Ok(Evaluation::Decided(decision)),
         BeginResult::Pending(decision) => {
             let step = PendingStep::Store(decision);
@@ -112,19 +110,17 @@ pub fn evaluate(
 #[inline(never)]
 fn acquire_slots(
     worker: &WorkerState,
-    compiled: &CompiledConfig,
-    rules_id: RouteRulesId,
-    attributes: &RequestAttributes<'_>,
+    resolved: &ResolvedRequest<'_>,
     context: &mut DecisionContext,
     record: &mut RequestRecord,
 ) -> Option<Evaluation> {
-    let rules = &compiled.route_rules[rules_id];
+    let (rules, rules_id) = (resolved.rules, resolved.route.rules);
     let hold = |position, slot| record.hold_slot(rules_id, position, slot);
     match rules.charge_plan.acquire_slots(context, None, hold) {
         SlotsResult::Acquired => return None,
         SlotsResult::Full(position) => {
             if let Some((place, waiter)) = QueuePlace::join(&rules.charge_plan, context, record, position) {
-                let store_keys = compiled.store_keys(rules, attributes);
+                let store_keys = resolved.store_keys();
                 let queued = QueuedRequest { place, waiter, context: context.clone(), store_keys };
                 let step = PendingStep::Slot(Box::new(queued));
                 return Some(Evaluation::Pending(Box::new(PendingAdmission { step, rules_id })));
@@ -132,7 +128,7 @@ fn acquire_slots(
         }
         SlotsResult::Refused => {}
     }
-    refuse(worker, rules, context, record, |rule| compiled.store_key(rules, rule, attributes));
+    refuse(worker, rules, context, record, |rule| resolved.store_key(rule));
     Some(Evaluation::Decided(Decision::Refused))
 }
 

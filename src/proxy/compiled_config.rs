@@ -5,8 +5,6 @@
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::net::IpAddr;
 use std::num::NonZeroU32;
-use std::ops::Range;
-use std::rc::Rc;
 use std::sync::Arc;
 
 use http::{HeaderMap, HeaderName};
@@ -20,30 +18,26 @@ use crate::config::{RouteId, UpstreamId};
 use crate::decision::DecisionService;
 use crate::decision::descriptors::DescriptorIndex;
 use crate::http::RouteRulesId;
-use crate::http::client_plans::{ClientCheck, ClientLookup, ClientPlans};
-use crate::http::error::RequestError;
+use crate::http::client_plans::{ClientCheck, ClientPlans};
 use crate::http::forwarded::{ClientInfo, TrustedProxies};
-use crate::http::key_source::{HashKey, RequestAttributes};
+use crate::http::key_source::HashKey;
 use crate::http::overrides::Overrides;
-use crate::http::rate_limit_key::{KeyFailure, RuleKey};
+use crate::http::rate_limit_key::RuleKey;
 use crate::http::ratelimit_headers::RateLimitTemplate;
-use crate::http::request_validation::ValidatedRequest;
 use crate::http::response_cost::ResponseCostRule;
 use crate::http::responses::RefusalTemplate;
 use crate::http::route_actions::RouteActions;
-use crate::http::router::{AmbiguousHeader, RouteQuery, Router};
+use crate::http::router::Router;
 use crate::http::store_key_text::KeyDigester;
-use crate::http::websocket_handshake::UpgradeMethod;
 use crate::jwt::cache::TokenCache;
 use crate::jwt::published_keys::PublishedKeys;
-use crate::redis_store::StoreKeys;
 use crate::top_keys::CountedRules;
 use crate::upstream::server_health::UpstreamHealth;
 use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
 use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
-use transom_limiter::rule::{Cost, Sharing};
-use transom_limiter::rule_set::{CompiledRule, KeyedRequest, RuleSet};
+use transom_limiter::rule::Cost;
+use transom_limiter::rule_set::{CompiledRule, RuleSet};
 
 #[derive(Debug)]
 pub struct CompiledConfig {
@@ -69,7 +63,7 @@ pub struct CompiledConfig {
     pub routes: IdVec<RouteId, CompiledRoute>,
     pub route_rules: IdVec<RouteRulesId, RouteRules>,
     /// Digests secret key parts for the shared store; `None` without one.
-    digester: Option<Arc<KeyDigester>>,
+    pub(super) digester: Option<Arc<KeyDigester>>,
     /// Digests secret key parts for people: as in the shared store, if there is one.
     pub readable_digester: Arc<KeyDigester>,
     /// JWT claims used as keys or to identify clients.
@@ -104,14 +98,6 @@ pub struct RouteRules {
     pub rate_limit_template: RateLimitTemplate,
     /// The rules whose charge depends on the response.
     pub response_costs: Vec<ResponseCostRule>,
-}
-
-/// Why a rule does not count a request.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum NotCounted {
-    Exempt,
-    /// The key cannot be found, and the rule is a shadow rule.
-    Shadowed,
 }
 
 impl CompiledConfig {
@@ -212,69 +198,9 @@ impl CompiledConfig {
         }
     }
 
-    /// The route of a request. `params` receives the values of its parameters.
-    pub fn find_route(&self, query: &RouteQuery<'_>, params: &mut Vec<Range<usize>>) -> Result<RouteId, RequestError> {
-        let found = self.router.find(query, params);
-        found.map_err(|AmbiguousHeader(field)| RequestError::RouteField(field.clone()))?.ok_or(RequestError::NoRoute)
-    }
-
-    /// Checks that a route takes the protocol of a request and the size of its body, which has at least `body_bytes`.
-    #[inline]
-    pub fn check_route(
-        &self,
-        route: RouteId,
-        validated: &ValidatedRequest<'_>,
-        body_bytes: u64,
-    ) -> Result<(), RequestError> {
-        if validated.websocket == Some(UpgradeMethod::ExtendedConnect) && !self.config.routes[route].websocket {
-            return Err(RequestError::WEBSOCKET_NOT_SERVED);
-        }
-        // A body that is known to be too large is refused before anything is charged or read.
-        match self.max_body_bytes(self.actions_of(&self.routes[route])) {
-            Some(max_bytes) if body_bytes > max_bytes => Err(RequestError::BodyTooLarge(max_bytes)),
-            _ => Ok(()),
-        }
-    }
-
     /// The limit of the route with these actions, or else of the configuration.
     pub fn max_body_bytes(&self, actions: Option<&RouteActions>) -> Option<u64> {
         actions.and_then(|actions| actions.max_body).unwrap_or(self.config.limits.max_body)
-    }
-
-    /// Finds the key of each rule of a list. Returns the first error; rules whose keys were found are charged nevertheless.
-    /// `not_counted` is called with each rule that does not count the request.
-    #[inline]
-    pub fn find_keys(
-        &self,
-        rules: &RouteRules,
-        attributes: &RequestAttributes<'_>,
-        clients: &ClientLookup<'_>,
-        keyed_requests: &mut IdVec<PlanPosition, Option<KeyedRequest>>,
-        mut not_counted: impl FnMut(PlanPosition, NotCounted),
-    ) -> Option<RequestError> {
-        let mut first_error = None;
-        keyed_requests.clear();
-        for (position, rule_key) in rules.rule_keys.enumerate() {
-            keyed_requests.push(match rule_key.keyed_request(attributes, clients) {
-                Ok(None) => {
-                    if rule_key.is_exempt(attributes, clients) {
-                        not_counted(position, NotCounted::Exempt);
-                    }
-                    None
-                }
-                Ok(keyed_request) => keyed_request,
-                // A shadow rule never refuses, also not for a missing key.
-                Err(_) if rules.charge_plan.is_shadow(position) => {
-                    not_counted(position, NotCounted::Shadowed);
-                    None
-                }
-                Err(KeyFailure { error, keyed_request }) => {
-                    first_error.get_or_insert(error);
-                    keyed_request
-                }
-            });
-        }
-        first_error
     }
 
     pub fn rules_of(&self, route: &CompiledRoute) -> &RouteRules {
@@ -293,38 +219,6 @@ impl CompiledConfig {
             config_number: self.number,
             capacity: self.config.admin.top_keys,
         }
-    }
-
-    /// The key of a request in the shared store under the rule at `position`; `None` if the rule is not shared or does not apply.
-    pub fn store_key(
-        &self,
-        rules: &RouteRules,
-        position: PlanPosition,
-        attributes: &RequestAttributes<'_>,
-    ) -> Option<Rc<str>> {
-        let rule = &rules.charge_plan.rule(position).rule;
-        let digester = self.digester.as_ref().filter(|_| rule.sharing != Sharing::Local)?;
-        let mut text = String::new();
-        let clients = ClientLookup::new(self.clients.as_deref());
-        rules.rule_keys[position].write_store_key(attributes, &clients, digester, &mut text).then(|| text.into())
-    }
-
-    /// [`CompiledConfig::store_key`] for all rules.
-    pub fn store_keys(&self, rules: &RouteRules, attributes: &RequestAttributes<'_>) -> StoreKeys {
-        rules.charge_plan.rules().ids().map(|position| self.store_key(rules, position, attributes)).collect()
-    }
-
-    /// The key of a request under the rule at `position` as people read it: the name of the client if the key names one, or
-    /// the values of the parts, with short digests of secrets.
-    pub fn key_label(
-        &self,
-        rules: &RouteRules,
-        position: PlanPosition,
-        attributes: &RequestAttributes<'_>,
-        digester: &KeyDigester,
-    ) -> String {
-        let clients = ClientLookup::new(self.clients.as_deref());
-        rules.rule_keys[position].describe(attributes, &clients, digester).label()
     }
 
     pub fn route_name(&self, route: RouteId) -> &str {

@@ -14,9 +14,10 @@ use http::{Request, Response, Version, header};
 use http_body::Body as _;
 
 use super::admission::{Admission, Evaluation, PendingAdmission, evaluate};
-use super::compiled_config::{CompiledConfig, NotCounted};
+use super::compiled_config::CompiledConfig;
 use super::peer::{ConnectionInfo, Peer};
 use super::request_record::RequestRecord;
+use super::resolved_request::{FoundKey, NotCounted, RequestView};
 use super::response::{Content, ResponseBody, ResponseFormat, error_response, forwarded_response, refusal_response};
 use super::response_cost::PendingCost;
 use super::websocket::{WebSocketHandshake, finish_handshake};
@@ -25,16 +26,13 @@ use super::worker_state::WorkerState;
 use crate::clock::Timestamp;
 use crate::config::RouteId;
 use crate::config::path::ForwardPath;
-use crate::http::client_plans::ClientLookup;
 use crate::http::error::RequestError;
 use crate::http::forwarded::ClientInfo;
 use crate::http::headers::SpecialFields;
-use crate::http::key_source::RequestAttributes;
 use crate::http::ratelimit_headers::RateLimitFields;
 use crate::http::request_validation::Schemes;
 use crate::http::responses::LocalResponse;
-use crate::http::route_actions::{AppliedActions, TemplateVariables};
-use crate::http::router::RouteQuery;
+use crate::http::route_actions::AppliedActions;
 use crate::http::websocket_handshake::UpgradeMethod;
 use crate::http::{forward_auth, headers, path_normalize, request_validation, responses};
 use crate::upstream::echo;
@@ -248,69 +246,56 @@ fn decide(
     };
     let mut scratch = config.scratch();
     let DecisionBuffers { context, params, text, refusal_cache } = &mut *scratch;
-    let query = RouteQuery {
-        host: &validated.host,
-        method: &parts.method,
-        headers: &parts.headers,
-        path: &path,
-        secure: request_context.client.is_secure,
-    };
-    let route_id = compiled.find_route(&query, params)?;
-    record.set_route(route_id);
-    let route = &compiled.routes[route_id];
-    let (rules_id, rules) = (route.rules, compiled.rules_of(route));
-    let attributes = RequestAttributes {
+    let view = RequestView {
         address: request_context.client.address,
         client_cert: request_context.peer.connection.client_cert.as_deref(),
+        is_secure: request_context.client.is_secure,
         host: &validated.host,
         method: &parts.method,
         path: &path,
-        params,
         uri: &parts.uri,
         headers: &parts.headers,
-        route: compiled.route_name(route_id),
-        tokens: &config.token_cache,
-        wall_ms: compiled.config.jwt.as_ref().map_or(0, |_| worker.clock.wall_ms()),
     };
-    let actions = compiled.actions_of(route);
-    let variables = TemplateVariables::of(&attributes, request_context.client.is_secure);
+    let resolved = compiled.resolve(view, params, &config.token_cache, || worker.clock.wall_ms())?;
+    let (route_id, rules_id, rules) = (resolved.route_id, resolved.route.rules, resolved.rules);
+    record.set_route(route_id);
+    let (actions, variables) = (resolved.actions(), resolved.variables());
     format.changes = actions.and_then(|actions| actions.response_changes(&variables));
-    compiled.check_route(route_id, &validated, request_context.body_bytes)?;
-    let clients = ClientLookup::new(compiled.clients.as_deref());
+    resolved.check(&validated, request_context.body_bytes)?;
     if (config.reports_clients() || record.is_logged())
-        && let Ok(Some(client)) = clients.client_of(&attributes)
+        && let Ok(Some(client)) = resolved.clients.client_of(&resolved.attributes)
     {
         record.set_client(client);
     }
-    let not_counted = |position, why| match why {
-        NotCounted::Exempt => record.record_exemption(position),
-        NotCounted::Shadowed => config.route_metrics[route_id].shadowed(position),
+    let found = |position, found: &FoundKey| match resolved.why_not_counted(position, found) {
+        Some(NotCounted::Exempt) => record.record_exemption(position),
+        Some(NotCounted::Shadowed) => config.route_metrics[route_id].shadowed(position),
+        Some(NotCounted::Skipped) | None => {}
     };
-    let error = match compiled.find_keys(rules, &attributes, &clients, &mut context.inputs.keyed_requests, not_counted)
-    {
+    let error = match resolved.find_keys(&mut context.inputs.keyed_requests, found) {
         // No rule has a key to charge.
         Some(error) if context.inputs.keyed_requests.iter().all(Option::is_none) => return Err(error),
         error => error.map(Box::new),
     };
     rules.charge_plan.prefetch(&worker.table, context.inputs.keyed_requests.as_slice());
     let actions = actions.filter(|_| error.is_none()).map(|actions| actions.evaluate(&variables)).transpose()?;
-    let (admission, pending) = match evaluate(worker, compiled, rules_id, &attributes, context, record, now.unix_ms)? {
+    let (admission, pending) = match evaluate(worker, &resolved, context, record, now.unix_ms)? {
         Evaluation::Pending(pending) => {
-            record.set_keys(rules_id, &attributes);
+            record.set_keys(&resolved);
             // The decision will be counted without the request, which has the text of its keys.
-            config.name_keys(rules, context, &attributes, &clients);
+            config.name_keys(&resolved, context);
             (Admission::default(), Some(pending))
         }
         Evaluation::Decided(decision) => {
             if record.needs_keys(context, &decision) {
-                record.set_keys(rules_id, &attributes);
+                record.set_keys(&resolved);
             }
             worker.metrics.decision_took(worker.clock.instant().duration_since(now.instant));
             if let Decision::Refused = decision {
                 record.release_slots(context);
             }
             record.record_decision(rules_id, context, &decision);
-            config.count_keys(rules, context, &decision, &attributes, &clients);
+            config.count_keys(&resolved, context, &decision);
             let decided_ms = context.result.decided_ms;
             if let Decision::Refused = decision {
                 let (id, headers) = (record.request_id(), std::mem::take(&mut parts.headers));
@@ -319,7 +304,7 @@ fn decide(
             }
             let policy = config.policy_fields[rules_id].as_ref();
             let fields = rules.rate_limit_template.render(context, policy, decided_ms, text);
-            let store_keys = || compiled.store_keys(rules, &attributes);
+            let store_keys = || resolved.store_keys();
             let admission = Admission::new(decision, fields, worker, config, rules_id, context, store_keys);
             (admission, None)
         }
@@ -328,8 +313,8 @@ fn decide(
     if plan.error.is_some() || request_context.peer.connection.is_forward_auth {
         return Ok(RequestOutcome::Forward { plan, admission, pending });
     }
-    let hash_key = route.upstream.and_then(|upstream| compiled.hash_keys[upstream].as_ref());
-    let server_key = hash_key.and_then(|hash_key| hash_key.hash(&attributes));
+    let hash_key = resolved.route.upstream.and_then(|upstream| compiled.hash_keys[upstream].as_ref());
+    let server_key = hash_key.and_then(|hash_key| hash_key.hash(&resolved.attributes));
     let (special_fields, websocket) = (validated.special_fields, validated.websocket);
     let normalized = (compiled.config.general.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
     let plan = ForwardPlan { server_key, ..plan };

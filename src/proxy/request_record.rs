@@ -13,6 +13,7 @@ use http::request::Parts;
 use http::{HeaderMap, HeaderValue, Version, header};
 
 use super::held_slots::HeldSlots;
+use super::resolved_request::ResolvedRequest;
 use super::worker_config::WorkerConfig;
 use super::worker_state::WorkerState;
 use crate::access_log::entry::{FullLimit, KnownClient, LogEntry, LoggedRequest, RuleDecision, UpstreamUse};
@@ -24,7 +25,6 @@ use crate::http::client_plans::ClientId;
 use crate::http::error::{RequestError, Side};
 use crate::http::forwarded::ClientInfo;
 use crate::http::http1_head::FirstLine;
-use crate::http::key_source::RequestAttributes;
 use crate::http::request_id::{RequestId, X_REQUEST_ID};
 use crate::http::responses::CLIENT_CLOSED_REQUEST;
 use crate::http::trace_context::{SpanContext, TraceParent};
@@ -162,12 +162,11 @@ impl RequestRecord {
     }
 
     /// Notes the keys of all rules, for a decision that may not be a mere admission.
-    pub fn set_keys(&mut self, rules_id: RouteRulesId, attributes: &RequestAttributes<'_>) {
-        let compiled = &self.config.compiled;
+    pub fn set_keys(&mut self, resolved: &ResolvedRequest<'_>) {
+        let digester = &self.config.compiled.readable_digester;
         if let Some(log) = &mut self.log {
-            let rules = &compiled.route_rules[rules_id];
-            let label = |position| compiled.key_label(rules, position, attributes, &compiled.readable_digester);
-            log.keys = rules.rule_keys.ids().map(label).collect();
+            let label = |position| resolved.describe_key(position, digester).label();
+            log.keys = resolved.rules.rule_keys.ids().map(label).collect();
         }
     }
 

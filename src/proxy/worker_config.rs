@@ -12,14 +12,13 @@ use http::header::DATE;
 use http::{HeaderMap, HeaderValue};
 
 use super::compiled_config::{CompiledConfig, CompiledRoute, RouteRules};
+use super::resolved_request::ResolvedRequest;
 use crate::access_log::LogSender;
 use crate::clock::Clock;
 use crate::config::rule::GatewayRule;
 use crate::config::upstream::{Server, Target as ConfiguredTarget, TransportSettings, Upstream};
 use crate::config::{RouteId, UpstreamId};
 use crate::http::RouteRulesId;
-use crate::http::client_plans::ClientLookup;
-use crate::http::key_source::RequestAttributes;
 use crate::http::ratelimit_headers::RateLimitFields;
 use crate::http::request_id::RequestId;
 use crate::http::responses::{self, RefusalCache, RefusalResponse};
@@ -216,35 +215,21 @@ impl WorkerConfig {
 
     /// Counts the keys of a decided request.
     #[inline]
-    pub fn count_keys(
-        &self,
-        rules: &RouteRules,
-        context: &DecisionContext,
-        decision: &Decision,
-        attributes: &RequestAttributes<'_>,
-        clients: &ClientLookup<'_>,
-    ) {
-        if self.top_keys.count_decision(&rules.charge_plan, context, decision) {
-            self.name_keys(rules, context, attributes, clients);
+    pub fn count_keys(&self, resolved: &ResolvedRequest<'_>, context: &DecisionContext, decision: &Decision) {
+        if self.top_keys.count_decision(&resolved.rules.charge_plan, context, decision) {
+            self.name_keys(resolved, context);
         }
     }
 
     /// Names the keys of a request that `top_keys` needs names of.
     #[cold]
-    pub fn name_keys(
-        &self,
-        rules: &RouteRules,
-        context: &DecisionContext,
-        attributes: &RequestAttributes<'_>,
-        clients: &ClientLookup<'_>,
-    ) {
-        let digester = &self.compiled.readable_digester;
+    pub fn name_keys(&self, resolved: &ResolvedRequest<'_>, context: &DecisionContext) {
         let name = |position| KeyName {
-            description: rules.rule_keys[position].describe(attributes, clients, digester),
-            store_key: self.compiled.store_key(rules, position, attributes),
+            description: resolved.describe_key(position, &self.compiled.readable_digester),
+            store_key: resolved.store_key(position),
             has_own_windows: true,
         };
-        self.top_keys.name_keys(&rules.charge_plan, context, name);
+        self.top_keys.name_keys(&resolved.rules.charge_plan, context, name);
     }
 
     /// Whether metrics name the client of a request.

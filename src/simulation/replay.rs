@@ -1,15 +1,18 @@
 //! Plays the requests of a log: finds keys and costs, and lets the scenarios decide, which are the configuration and each
 //! candidate beside it.
 
+use std::ops::Range;
+
 use http::{HeaderMap, HeaderName, header};
 use smallvec::SmallVec;
 
 use super::log_files::Batch;
 use super::log_line::{HeaderSpan, LogLine, LoggedDecision, LoggedFields};
-use super::request_reader::{Buffers, RequestReader, Unplayed, read_headers};
+use super::request_reader::{Buffers, RequestReader, read_headers};
 use super::scenario::{Request, Scenario};
 use crate::config::Config;
 use crate::config::toml_reader::nearest;
+use crate::http::error::RequestError;
 use crate::http::key_source::{KeySource, RequestAttributes};
 use crate::http::response_cost::{FinalCost, GRPC_UNKNOWN, ResponseCostRule};
 use crate::http::responses::CLIENT_CLOSED_REQUEST;
@@ -41,6 +44,7 @@ pub struct Replay {
     limits_concurrency: bool,
     now_ms: u64,
     buffers: Buffers,
+    params: Vec<Range<usize>>,
     response_headers: HeaderMap,
     /// Those of one batch.
     requests: Vec<Request>,
@@ -193,6 +197,7 @@ impl Replay {
             counts: PlayCounts::default(),
             now_ms: 0,
             buffers: Buffers::default(),
+            params: Vec::new(),
             response_headers: HeaderMap::new(),
             requests: Vec::new(),
         })
@@ -237,37 +242,38 @@ impl Replay {
 
     /// Reads a request into the position of the batch; `false` if no rule decides it.
     fn read(&mut self, position: usize, line: &LogLine, text: &[u8], headers: &[HeaderSpan]) -> bool {
-        let Replay { reader, inputs, counts, buffers, response_headers, requests, now_ms, .. } = self;
-        let found = match reader.read(line, text, headers, buffers) {
-            Ok(found) => found,
-            Err(Unplayed::Unrouted { has_host }) => {
-                counts.without_host += u64::from(!has_host);
+        let Replay { reader, inputs, counts, buffers, params, response_headers, requests, now_ms, .. } = self;
+        let Ok(logged) = reader.read(line, text, headers, buffers) else {
+            counts.rejected += 1;
+            return false;
+        };
+        let resolved = match logged.resolve(reader, params, *now_ms) {
+            Ok(resolved) => resolved,
+            Err(RequestError::NoRoute) => {
+                counts.without_host += u64::from(logged.host.is_empty());
                 counts.unrouted += 1;
                 return false;
             }
-            Err(Unplayed::Rejected) => {
+            Err(_) => {
                 counts.rejected += 1;
                 return false;
             }
         };
-        counts.without_host += u64::from(found.host.is_empty());
-        counts.ignored_forwarded += u64::from(found.ignores_forwarded);
-        let rules_id = reader.compiled.routes[found.route].rules;
-        let rules = &reader.compiled.route_rules[rules_id];
+        counts.without_host += u64::from(logged.host.is_empty());
+        counts.ignored_forwarded += u64::from(logged.ignores_forwarded);
+        let (rules_id, rules) = (resolved.route.rules, resolved.rules);
         if requests.len() == position {
             requests.push(Request::new(rules_id));
         }
         let request = &mut requests[position];
-        let attributes = found.attributes(reader, *now_ms);
-        let keyed_requests = &mut request.keyed_requests;
-        let error = reader.compiled.find_keys(rules, &attributes, &found.clients, keyed_requests, |_position, _why| ());
+        let error = resolved.find_keys(&mut request.keyed_requests, |_position, _found| ());
         request.costs.clear();
         if !rules.response_costs.is_empty() {
             read_headers(response_headers, headers, text, &reader.fields.response, reader.fields.request.len());
             response_costs(rules, line, response_headers, &mut request.costs);
         }
         for (position, rule) in rules.charge_plan.rules().enumerate() {
-            inputs[*rule].count(&attributes, line, request.final_cost(position));
+            inputs[*rule].count(&resolved.attributes, line, request.final_cost(position));
         }
         if error.is_some() && request.keyed_requests.iter().all(Option::is_none) {
             counts.without_key += 1;

@@ -11,16 +11,14 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, header};
 use super::json_scanner::{Span, unescape};
 use super::log_line::{HeaderSpan, LogLine, LoggedFields};
 use crate::config::Config;
-use crate::config::RouteId;
-use crate::http::client_plans::{ClientId, ClientLookup};
+use crate::http::client_plans::ClientId;
 use crate::http::error::RequestError;
-use crate::http::key_source::RequestAttributes;
 use crate::http::path_normalize::{self, encode_query};
 use crate::http::request_validation::{is_valid_method, normalized_host};
-use crate::http::router::RouteQuery;
 use crate::http::store_key_text::KeyDigester;
 use crate::jwt::cache::TokenCache;
 use crate::proxy::compiled_config::CompiledConfig;
+use crate::proxy::resolved_request::{RequestView, ResolvedRequest};
 use transom_limiter::handles::PlanPosition;
 use transom_limiter::key::KeyPart;
 use transom_limiter::rule::Cost;
@@ -49,35 +47,27 @@ pub struct Buffers {
     host: Vec<u8>,
     client_name: Vec<u8>,
     headers: HeaderMap,
-    params: Vec<Range<usize>>,
 }
 
-/// A request with a route.
-pub struct RoutedRequest<'a> {
+/// A request as a line of the log describes it.
+pub struct LoggedRequest<'a> {
     /// Empty if the log has none.
     pub host: Cow<'a, str>,
-    pub route: RouteId,
-    pub clients: ClientLookup<'a>,
     /// The client, if the log names it instead of its API key.
-    client_name: Option<&'a str>,
+    client: Option<(&'a str, ClientId)>,
     /// Whether the log has an `X-Forwarded-For` of a peer that is no trusted proxy.
     pub ignores_forwarded: bool,
     address: IpAddr,
     method: Method,
     path: Cow<'a, str>,
     uri: Uri,
+    is_secure: bool,
     headers: &'a HeaderMap,
-    params: &'a [Range<usize>],
 }
 
-/// Why a request is not played.
-pub enum Unplayed {
-    Unrouted {
-        has_host: bool,
-    },
-    /// The gateway would answer with an error.
-    Rejected,
-}
+/// The gateway would answer the request with an error.
+#[derive(Debug)]
+pub struct Rejected;
 
 impl RequestReader {
     /// # Errors
@@ -127,12 +117,12 @@ impl RequestReader {
         text: &'a [u8],
         headers: &[HeaderSpan],
         buffers: &'a mut Buffers,
-    ) -> Result<RoutedRequest<'a>, Unplayed> {
-        let Buffers { method, target, host, client_name, headers: fields, params } = buffers;
+    ) -> Result<LoggedRequest<'a>, Rejected> {
+        let Buffers { method, target, host, client_name, headers: fields } = buffers;
         let method = Method::from_bytes(decoded(line.method, text, method)).ok();
         let method = method.filter(|method| method != Method::TRACE && is_valid_method(method.as_str()));
-        let method = method.ok_or(Unplayed::Rejected)?;
-        let target = std::str::from_utf8(decoded(line.target, text, target)).map_err(|_error| Unplayed::Rejected)?;
+        let method = method.ok_or(Rejected)?;
+        let target = std::str::from_utf8(decoded(line.target, text, target)).map_err(|_error| Rejected)?;
         let (authority, path_and_query) = split_target(target);
         let host = match authority {
             Some(authority) => Some(authority),
@@ -149,30 +139,21 @@ impl RequestReader {
             true if !query.is_empty() => encode_query(path_and_query).parse().ok(),
             _ => Some(Uri::from_static("/")),
         };
-        let (Some(host), Ok(path), Some(uri)) = (host, path, uri) else { return Err(Unplayed::Rejected) };
+        let (Some(host), Ok(path), Some(uri)) = (host, path, uri) else { return Err(Rejected) };
         read_headers(fields, headers, text, &self.fields.request, 0);
-        let plans = self.compiled.clients.as_deref();
         let client = self.named_client(line, text, client_name, fields);
-        let secure = line.secure.unwrap_or(self.is_secure);
-        let query = RouteQuery { host: &host, method: &method, headers: fields, path: &path, secure };
-        let route = self.compiled.find_route(&query, params).map_err(|error| match error {
-            RequestError::NoRoute => Unplayed::Unrouted { has_host: !host.is_empty() },
-            _ => Unplayed::Rejected,
-        })?;
         let proxies = self.compiled.trusted_proxies.as_ref().filter(|_| line.forwarded_for.len > 0);
         let forwarded = proxies.and_then(|proxies| proxies.client_in_list(line.client, line.forwarded_for.of(text)));
-        Ok(RoutedRequest {
+        Ok(LoggedRequest {
             host,
-            route,
-            clients: client.map_or_else(|| ClientLookup::new(plans), |(_, id)| ClientLookup::known(plans, id)),
-            client_name: client.map(|(name, _)| name),
+            client,
             ignores_forwarded: line.forwarded_for.len > 0 && forwarded.is_none(),
             address: forwarded.unwrap_or(line.client),
             method,
             path,
             uri,
+            is_secure: line.secure.unwrap_or(self.is_secure),
             headers: fields,
-            params,
         })
     }
 
@@ -197,32 +178,37 @@ impl RequestReader {
     /// The key of the rule at a position as people read it.
     #[cold]
     pub fn label(&self, (line, text, headers): (&LogLine, &[u8], &[HeaderSpan]), position: PlanPosition) -> String {
-        let mut buffers = Buffers::default();
+        let (mut buffers, mut params) = (Buffers::default(), Vec::new());
         let Ok(request) = self.read(line, text, headers, &mut buffers) else { return String::new() };
-        let rules = self.compiled.rules_of(&self.compiled.routes[request.route]);
-        let key = &rules.charge_plan.rule(position).rule.key;
-        match request.client_name.zip(self.compiled.clients.as_ref()) {
-            Some((name, plans)) if !plans.client_parts(key).is_empty() => name.to_owned(),
-            _ => self.compiled.key_label(rules, position, &request.attributes(self, line.time_ms), &self.digester),
+        let Ok(resolved) = request.resolve(self, &mut params, line.time_ms) else { return String::new() };
+        let key = &resolved.rules.charge_plan.rule(position).rule.key;
+        match request.client.zip(self.compiled.clients.as_ref()) {
+            Some(((name, _), plans)) if !plans.client_parts(key).is_empty() => name.to_owned(),
+            _ => resolved.describe_key(position, &self.digester).label(),
         }
     }
 }
 
-impl RoutedRequest<'_> {
-    pub fn attributes<'a>(&'a self, reader: &'a RequestReader, wall_ms: u64) -> RequestAttributes<'a> {
-        RequestAttributes {
+impl LoggedRequest<'_> {
+    /// Finds the route of the request. `params` is memory for the values of its parameters.
+    pub fn resolve<'a>(
+        &'a self,
+        reader: &'a RequestReader,
+        params: &'a mut Vec<Range<usize>>,
+        wall_ms: u64,
+    ) -> Result<ResolvedRequest<'a>, RequestError> {
+        let view = RequestView {
             address: self.address,
             client_cert: None,
+            is_secure: self.is_secure,
             host: &self.host,
             method: &self.method,
             path: &self.path,
-            params: self.params,
             uri: &self.uri,
             headers: self.headers,
-            route: reader.compiled.route_name(self.route),
-            tokens: &reader.tokens,
-            wall_ms,
-        }
+        };
+        let resolved = reader.compiled.resolve(view, params, &reader.tokens, || wall_ms)?;
+        Ok(resolved.with_client(self.client.map(|(_, id)| id)))
     }
 }
 
