@@ -12,8 +12,8 @@ use crate::http::overrides::{Overrides, RuleTreatment, feed_text};
 use crate::http::rate_limit_key::{KeyDescription, KeyHashers};
 use crate::http::store_key_text::{KeyDigester, KeyTextFormat};
 use crate::metrics::events::DecisionMetrics;
+use crate::redis_store::counter_access::CounterAccess;
 use crate::redis_store::decision_queries::{KeyQuery, KeyState};
-use crate::redis_store::shared_counters::SharedCounters;
 use crate::redis_store::shared_decision::Unavailable;
 use crate::top_keys::{KeyName, ListedKey, TopKeys};
 use smallvec::SmallVec;
@@ -21,12 +21,10 @@ use transom_limiter::charge_plan::{ChargePlan, LayerCharge};
 use transom_limiter::concurrency::ConcurrencyUsage;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::handles::{Handle, IdVec, PlanPosition, RuleId, VariantId};
 use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::rule::Sharing;
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest, RuleSet};
-use transom_limiter::table::Table;
 use transom_limiter::verdict::Verdict;
 use transom_limiter::window_kind::WindowKind;
 
@@ -126,13 +124,9 @@ pub struct WindowState {
     pub is_full: bool,
 }
 
-/// The counters on which queries are decided, and the metrics that count decisions.
-pub struct CounterAccess<'a> {
-    pub table: &'a Table,
-    /// Returns Unix milliseconds.
-    pub clock: &'a dyn Fn() -> u64,
-    /// `None` where counters are not shared between gateways.
-    pub shared: Option<&'a Rc<SharedCounters>>,
+/// What counts the decisions on queries.
+#[derive(Clone, Copy)]
+pub struct DecisionOutputs<'a> {
     pub metrics: &'a DecisionMetrics,
     pub top_keys: &'a TopKeys,
     /// Digests secret parts of the keys that `top_keys` names.
@@ -254,7 +248,8 @@ impl DecisionService {
     pub async fn decide(
         &self,
         query: &DecisionQuery,
-        counters: CounterAccess<'_>,
+        counters: &CounterAccess,
+        outputs: DecisionOutputs<'_>,
     ) -> Result<DecisionOutcome, DecisionError> {
         let rules = self.keyed_rules(&query.rules, counters.shared.is_some())?;
         for (i, rule) in rules.iter().enumerate() {
@@ -264,7 +259,7 @@ impl DecisionService {
                 return Err(DecisionError::Malformed(format!("rule `{name}` is named twice with the same key")));
             }
         }
-        let outcome = self.run(&rules, query, &counters).await?;
+        let outcome = self.run(&rules, query, counters, outputs).await?;
         Ok(match rules.iter().any(|rule| rule.is_refused) {
             true => DecisionOutcome {
                 allowed: false,
@@ -282,13 +277,14 @@ impl DecisionService {
         &self,
         rules: &IdVec<PlanPosition, KeyedRule>,
         query: &DecisionQuery,
-        counters: &CounterAccess<'_>,
+        counters: &CounterAccess,
+        outputs: DecisionOutputs<'_>,
     ) -> Result<DecisionOutcome, DecisionError> {
         match query.operation {
-            Operation::Limit => self.acquire(rules, query, counters).await,
+            Operation::Limit => self.acquire(rules, query, counters, outputs).await,
             // The check acquires the tokens, which may reserve them in a later window, and refunds them.
             Operation::Check if query.reserve => {
-                let acquired = self.acquire(rules, query, counters).await?;
+                let acquired = self.acquire(rules, query, counters, outputs).await?;
                 match acquired.allowed {
                     true => {
                         Ok(DecisionOutcome { windows: self.read(rules, query, counters).await?.windows, ..acquired })
@@ -305,37 +301,21 @@ impl DecisionService {
         &self,
         rules: &IdVec<PlanPosition, KeyedRule>,
         query: &DecisionQuery,
-        counters: &CounterAccess<'_>,
+        counters: &CounterAccess,
+        outputs: DecisionOutputs<'_>,
     ) -> Result<DecisionOutcome, DecisionError> {
         let is_check = query.operation == Operation::Check;
         let charge_plan = self.rule_set.query_plan(rules.iter().map(|rule| rule.rule), !is_check);
         let keyed_requests = || rules.iter().map(|rule| rule.keyed_request);
-        let (decision, context) = match counters.shared.filter(|_| rules.iter().any(|rule| rule.key_text.is_some())) {
-            Some(shared) => {
-                let query = KeyQuery {
-                    charge_plan: &charge_plan,
-                    keyed_requests: keyed_requests().collect(),
-                    reserve: query.reserve,
-                    key_texts: rules.iter().map(|rule| rule.key_text.clone()).collect(),
-                };
-                let decided = if is_check { shared.check(&query).await } else { shared.limit(&query).await };
-                decided.map_err(|Unavailable| DecisionError::StoreUnavailable)?
-            }
-            None => {
-                let mut context = DecisionContext::default();
-                context.inputs.keyed_requests.extend(keyed_requests());
-                context.inputs.reserve = query.reserve;
-                charge_plan.prefetch(counters.table, context.inputs.keyed_requests.as_slice());
-                let now = DecisionTime::read(counters.clock);
-                let decision = charge_plan.decide(counters.table, now, &mut context);
-                if is_check && !matches!(decision, Decision::Refused) {
-                    let receipts: Vec<_> = context.all_receipts().collect();
-                    self.rule_set.refund(&receipts, u32::MAX, counters.table, context.result.decided_ms);
-                }
-                (decision, context)
-            }
+        let key_query = KeyQuery {
+            charge_plan: &charge_plan,
+            keyed_requests: keyed_requests().collect(),
+            reserve: query.reserve,
+            key_texts: rules.map(|rule| rule.key_text.clone()),
         };
-        let now_ms = (counters.clock)();
+        let decided = counters.decide_query(&key_query, is_check).await;
+        let (decision, context) = decided.map_err(|Unavailable| DecisionError::StoreUnavailable)?;
+        let now_ms = counters.clock.now().unix_ms;
         let (allowed, retry_at_ms) = match decision {
             Decision::Admitted => (true, Some(now_ms)),
             Decision::Delayed { until_ms, .. } => (true, Some(until_ms)),
@@ -351,7 +331,7 @@ impl DecisionService {
                 context: &context,
                 has_own_windows: &has_own_windows,
             };
-            self.count(&counted, |position| &rules[position], key, counters);
+            self.count(&counted, |position| &rules[position], key, outputs);
         }
         let windows = self.windows(&charge_plan, &context);
         let is_exempt = keyed_requests().all(|keyed_request| keyed_request.is_none());
@@ -371,9 +351,9 @@ impl DecisionService {
         &self,
         rules: &IdVec<PlanPosition, KeyedRule>,
         query: &DecisionQuery,
-        counters: &CounterAccess<'_>,
+        counters: &CounterAccess,
     ) -> Result<DecisionOutcome, DecisionError> {
-        let now_ms = (counters.clock)();
+        let now_ms = counters.clock.now().unix_ms;
         let mut outcome = DecisionOutcome {
             allowed: true,
             now_ms,
@@ -386,38 +366,19 @@ impl DecisionService {
         for rule in rules {
             let Some(keyed_request) = rule.keyed_request else { continue };
             let charge_plan = self.rule_set.query_plan([rule.rule], false);
-            let KeyState { mut context, admits, .. } = match (counters.shared, &rule.key_text) {
-                (Some(shared), Some(key_text)) => {
-                    let key_query = KeyQuery {
-                        charge_plan: &charge_plan,
-                        keyed_requests: IdVec::from(vec![Some(keyed_request)]),
-                        reserve: query.reserve,
-                        key_texts: IdVec::from(vec![Some(Rc::clone(key_text))]),
-                    };
-                    let state = match query.operation {
-                        Operation::Reset => shared.reset(&key_query).await,
-                        Operation::Limit | Operation::Check | Operation::Value => shared.value(&key_query).await,
-                    };
-                    state.map_err(|Unavailable| DecisionError::StoreUnavailable)?
-                }
-                _ => {
-                    let mut context = DecisionContext::default();
-                    context.inputs.keyed_requests.push(Some(keyed_request));
-                    let mut peek = || {
-                        let now = DecisionTime::read(counters.clock);
-                        charge_plan.peek(counters.table, now, &mut context)
-                    };
-                    let mut admits = peek();
-                    if query.operation == Operation::Reset {
-                        self.rule_set.reset(counters.table, context.result.decided_ms, &context);
-                        let now = DecisionTime::read(counters.clock);
-                        admits = charge_plan.peek(counters.table, now, &mut context);
-                    }
-                    KeyState { context, admits, is_from_store: false }
-                }
+            let key_query = KeyQuery {
+                charge_plan: &charge_plan,
+                keyed_requests: IdVec::from([Some(keyed_request)]),
+                reserve: query.reserve,
+                key_texts: IdVec::from([rule.key_text.clone()]),
             };
+            let state = match query.operation {
+                Operation::Reset => counters.reset(&key_query).await,
+                Operation::Limit | Operation::Check | Operation::Value => counters.value(&key_query).await,
+            };
+            let KeyState { mut context, admits, .. } = state.map_err(|Unavailable| DecisionError::StoreUnavailable)?;
             outcome.allowed &= admits;
-            outcome.now_ms = outcome.now_ms.max((counters.clock)());
+            outcome.now_ms = outcome.now_ms.max(counters.clock.now().unix_ms);
             let retry_at_ms = match query.operation {
                 Operation::Reset => Some(outcome.now_ms),
                 _ => charge_plan.retry_at_ms(&context, outcome.now_ms),
@@ -468,10 +429,10 @@ impl DecisionService {
         counted: &CountedDecision<'_>,
         rule: impl Fn(PlanPosition) -> &'k KeyedRule,
         key: impl Fn(PlanPosition) -> &'k [K],
-        counters: &CounterAccess<'_>,
+        outputs: DecisionOutputs<'_>,
     ) {
         let CountedDecision { configured, decided, decision, context, has_own_windows } = *counted;
-        let CounterAccess { metrics, top_keys, readable_digester, .. } = *counters;
+        let DecisionOutputs { metrics, top_keys, readable_digester } = outputs;
 
         for (position, rule) in decided.rules().ids().map(|position| (position, rule(position))) {
             match decided.verdict(position, context, decision) {

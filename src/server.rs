@@ -43,6 +43,7 @@ use crate::persistence::counters::Counters;
 use crate::proxy::compiled_config::CompiledConfig;
 use crate::proxy::worker_config::RecordOutputs;
 use crate::proxy::worker_state::{TopKeysQuery, WorkerState};
+use crate::redis_store::counter_access::CounterAccess;
 use crate::redis_store::shared_counters::{SharedByWorkers, SharedCounters};
 use crate::spans::SpanSender;
 use crate::upstream::health_check;
@@ -608,10 +609,12 @@ impl Gateway {
         let shared_by_workers = self.shared_by_workers.clone();
         let run = move || async move {
             let meter = || StoreMetrics::new(&registry, owner);
-            let shared = store.map(|store| SharedCounters::new(&store, shared_by_workers, clock.clone(), meter()));
+            let of_workers = shared_by_workers.clone();
+            let shared = store.map(|store| SharedCounters::new(&store, of_workers, clock.clone(), meter()));
             shared.iter().for_each(|shared| drop(spawn_local(Rc::clone(shared).run())));
             let metrics = AdminMetrics::new(&registry, owner);
             let admin_state = AdminState {
+                counter_access: CounterAccess::new(shared_by_workers, clock.clone(), shared),
                 registry,
                 counters,
                 clock,
@@ -620,7 +623,6 @@ impl Gateway {
                 settings,
                 decision_api,
                 upstream_health,
-                shared,
                 workers,
                 top_keys: RefCell::default(),
                 metrics,

@@ -31,10 +31,9 @@ use tokio::time::timeout;
 
 use crate::clock::Clock;
 use crate::config::listen::Admin;
-use crate::decision::{CounterAccess, Operation, QueryKey, RuleQuery};
+use crate::decision::{DecisionOutputs, Operation, QueryKey, RuleQuery};
 use crate::explain;
 use crate::explain::question::Question;
-use crate::explain::rule_state::Counting;
 use crate::http::error::DecisionError;
 use crate::http::error::RequestError;
 use crate::http::responses::{self, LocalResponse};
@@ -43,7 +42,7 @@ use crate::metrics::events::{AdminMetrics, DecisionMetrics};
 use crate::persistence::counters::Counters;
 use crate::proxy::compiled_config::CompiledConfig;
 use crate::proxy::worker_state::TopKeysQuery;
-use crate::redis_store::shared_counters::SharedCounters;
+use crate::redis_store::counter_access::CounterAccess;
 use crate::top_keys::TopKeys;
 use crate::upstream::server_health::UpstreamHealth;
 
@@ -136,8 +135,7 @@ pub struct AdminState {
     /// `None` until the first configuration is applied.
     pub decision_api: watch::Receiver<Option<Arc<DecisionApi>>>,
     pub upstream_health: watch::Receiver<Vec<Arc<UpstreamHealth>>>,
-    /// `None` where counters are not shared between gateways.
-    pub shared: Option<Rc<SharedCounters>>,
+    pub counter_access: CounterAccess,
     pub workers: Vec<UnboundedSender<TopKeysQuery>>,
     /// The keys of the decision API, and the configuration whose rules they are of.
     pub top_keys: RefCell<Option<(Arc<CompiledConfig>, Rc<TopKeys>)>>,
@@ -391,12 +389,10 @@ async fn decide(
     if let (Some(id), [RuleQuery { rule, key, .. }]) = (id, &mut query.rules[..]) {
         *key = QueryKey::Listed(top_query::find(state, &decision_api.compiled, rule, id).await?);
     }
-    let clock = || state.clock.now().unix_ms;
     let DecisionApi { compiled, metrics } = decision_api;
-    let (table, shared) = (&*state.counters.table, state.shared.as_ref());
     let (top_keys, readable_digester) = (&*state.top_keys(compiled), &*compiled.readable_digester);
-    let counters = CounterAccess { table, clock: &clock, shared, metrics, top_keys, readable_digester };
-    let outcome = compiled.decision_service.decide(&query, counters).await?;
+    let outputs = DecisionOutputs { metrics, top_keys, readable_digester };
+    let outcome = compiled.decision_service.decide(&query, &state.counter_access, outputs).await?;
     Ok(responses::json_response(format!("{}\n", decision_json::render(&query, &outcome))))
 }
 
@@ -408,9 +404,7 @@ async fn explain(
     wants_text: bool,
 ) -> Result<LocalResponse, DecisionError> {
     let question = Question::from_json(text).map_err(DecisionError::Malformed)?;
-    let (table, shared) = (&*state.counters.table, state.shared.as_ref());
-    let counting = Counting { table, clock: &state.clock, shared, is_live: true };
-    let explanation = explain::explain(compiled, &question, counting).await;
+    let explanation = explain::explain(compiled, &question, &state.counter_access, true).await;
     Ok(match wants_text {
         true => responses::text_response(explanation.to_string()),
         false => responses::json_response(format!("{}\n", explanation.to_json())),

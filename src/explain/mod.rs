@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use self::question::Question;
 use self::route_choice::RouteChoice;
-use self::rule_state::{Counting, RuleResult, RuleState, error_text};
+use self::rule_state::{RuleResult, RuleState, error_text};
 use crate::clock::Clock;
 use crate::config::Config;
 use crate::http::error::RequestError;
@@ -24,6 +24,8 @@ use crate::http::{path_normalize, request_validation};
 use crate::jwt::published_keys::PublishedKeys;
 use crate::proxy::compiled_config::{CompiledConfig, RouteRules};
 use crate::proxy::resolved_request::RequestView;
+use crate::redis_store::counter_access::CounterAccess;
+use crate::redis_store::shared_counters::SharedByWorkers;
 use transom_limiter::handles::{IdVec, PlanPosition};
 use transom_limiter::key::Seed;
 use transom_limiter::rule_set::RuleSet;
@@ -65,10 +67,16 @@ enum Decision {
 }
 
 /// Explains what a request would get from a running gateway.
-pub async fn explain(compiled: &CompiledConfig, question: &Question, counting: Counting<'_>) -> Explanation {
+/// `is_live`: `counters` are those of the gateway.
+pub async fn explain(
+    compiled: &CompiledConfig,
+    question: &Question,
+    counters: &CounterAccess,
+    is_live: bool,
+) -> Explanation {
     let parts = &question.parts;
     let mut explanation = Explanation {
-        is_live: counting.is_live,
+        is_live,
         method: parts.method.to_string(),
         is_secure: question.is_secure,
         host: question.authority.clone(),
@@ -79,9 +87,9 @@ pub async fn explain(compiled: &CompiledConfig, question: &Question, counting: C
         rules: IdVec::new(),
         decision: Decision::Admitted(None),
         reason: String::new(),
-        now_ms: counting.clock.now().unix_ms,
+        now_ms: counters.clock.now().unix_ms,
     };
-    if let Err(error) = explanation.decide(compiled, question, counting).await {
+    if let Err(error) = explanation.decide(compiled, question, counters).await {
         explanation.decision = Decision::Error(error.status());
         explanation.reason = match (&error, &explanation.routes) {
             (RequestError::NoRoute, Some(routes)) => routes.reason.clone(),
@@ -105,8 +113,8 @@ pub async fn explain_without_gateway(config: Config, question: &Question) -> Opt
     let published_keys = config.key_set.as_ref().map(|_| Arc::new(PublishedKeys::new(|| {})));
     let compiled = CompiledConfig::new(config, seed, rule_set, Vec::new(), published_keys);
     let table = Table::with_capacity(1)?;
-    let counting = Counting { table: &table, clock: &Clock::system(), shared: None, is_live: false };
-    Some(explain(&compiled, question, counting).await)
+    let counters = CounterAccess::new(SharedByWorkers::new(Arc::new(table)), Clock::system(), None);
+    Some(explain(&compiled, question, &counters, false).await)
 }
 
 impl Explanation {
@@ -115,7 +123,7 @@ impl Explanation {
         &mut self,
         compiled: &CompiledConfig,
         question: &Question,
-        counting: Counting<'_>,
+        counters: &CounterAccess,
     ) -> Result<(), RequestError> {
         let parts = &question.parts;
         let client = compiled.identify_client(question.client, question.is_secure, &parts.headers);
@@ -137,7 +145,7 @@ impl Explanation {
         };
         self.routes = Some(RouteChoice::new(compiled, &view.route_query()));
         let (mut params, tokens) = (Vec::new(), compiled.token_checker());
-        let resolved = compiled.resolve(view, &mut params, &tokens, || counting.clock.wall_ms())?;
+        let resolved = compiled.resolve(view, &mut params, &tokens, || counters.clock.wall_ms())?;
         resolved.check(&validated, body_bytes(&parts.headers))?;
         if let (Ok(Some(id)), Some(plans)) = (resolved.clients.client_of(&resolved.attributes), &compiled.clients) {
             let client = &plans.clients[id as usize];
@@ -159,10 +167,10 @@ impl Explanation {
             if let Some(keyed_request) = *keyed_request {
                 let store_key = resolved.store_key(position);
                 let rule = rules.charge_plan.rules()[position];
-                self.rules[position].read_counters(compiled, rule, keyed_request, store_key, counting).await?;
+                self.rules[position].read_counters(compiled, rule, keyed_request, store_key, counters).await?;
             }
         }
-        self.now_ms = counting.clock.now().unix_ms;
+        self.now_ms = counters.clock.now().unix_ms;
         let direct_response = actions.and_then(|actions| actions.direct_response).map(|reply| reply.status().as_u16());
         self.conclude(compiled, rules, error, direct_response)
     }

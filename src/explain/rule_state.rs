@@ -5,35 +5,21 @@ use std::rc::Rc;
 
 use serde_json::{Value, json};
 
-use crate::clock::Clock;
 use crate::decision::WindowState;
 use crate::http::error::RequestError;
 use crate::http::rate_limit_key::{KeyDescription, KeyFailure};
 use crate::http::ratelimit_headers::seconds_until;
 use crate::proxy::compiled_config::CompiledConfig;
+use crate::redis_store::counter_access::CounterAccess;
 use crate::redis_store::decision_queries::{KeyQuery, KeyState};
-use crate::redis_store::shared_counters::SharedCounters;
 use crate::redis_store::shared_decision::Unavailable;
 use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::concurrency::ConcurrencyUsage;
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::handles::{IdVec, RuleId, VariantId};
 use transom_limiter::rule::{KeyValue, OnLimit, OnOutage, Sharing};
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
-use transom_limiter::table::Table;
 use transom_limiter::window_kind::WindowKind;
-
-/// The counters that a question reads.
-#[derive(Clone, Copy)]
-pub struct Counting<'a> {
-    pub table: &'a Table,
-    pub clock: &'a Clock,
-    /// `None` where counters are not shared between gateways.
-    pub shared: Option<&'a Rc<SharedCounters>>,
-    /// Whether these are the counters of a running gateway.
-    pub is_live: bool,
-}
 
 /// What a rule makes of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -149,52 +135,42 @@ impl RuleState {
         rule: RuleId,
         keyed_request: KeyedRequest,
         store_key: Option<Rc<str>>,
-        counting: Counting<'_>,
+        counters: &CounterAccess,
     ) -> Result<(), RequestError> {
         let rule_set = &compiled.rule_set;
         // In a plan of a query, a shadow rule decides as others do.
         let charge_plan =
             if self.is_shadow { rule_set.query_plan([rule], false) } else { rule_set.charge_plan([rule]) };
-        let mut table = None;
-        let KeyState { mut context, admits, .. } = match counting.shared.zip(store_key) {
-            Some((shared, store_key)) => {
-                let query = KeyQuery {
-                    charge_plan: &charge_plan,
-                    keyed_requests: IdVec::from(vec![Some(keyed_request)]),
-                    reserve: false,
-                    key_texts: IdVec::from(vec![Some(store_key)]),
-                };
-                let state = shared.value(&query).await;
-                let is_reachable = state.as_ref().is_ok_and(|state| state.is_from_store);
-                let may_include_leased = rule_set.rules[rule].rule.sharing == Sharing::Lease;
-                self.store =
-                    Some(if is_reachable { Store::Reachable { may_include_leased } } else { Store::Unreachable });
-                match state {
-                    Ok(state) => state,
-                    Err(Unavailable) if self.is_shadow || rule_set.rules[rule].rule.on_outage == OnOutage::Allow => {
-                        if self.result != RuleResult::Fails {
-                            self.reason = String::from("the shared store cannot be reached, and the rule allows that");
-                        }
-                        return Ok(());
-                    }
-                    Err(Unavailable) => {
-                        self.result = RuleResult::Fails;
-                        self.reason = String::from("the shared store cannot be reached, and the rule refuses then");
-                        return Err(RequestError::StoreUnavailable);
-                    }
+        let is_in_store = counters.shared.is_some() && store_key.is_some();
+        let query = KeyQuery {
+            charge_plan: &charge_plan,
+            keyed_requests: IdVec::from([Some(keyed_request)]),
+            reserve: false,
+            key_texts: IdVec::from([store_key]),
+        };
+        let state = counters.value(&query).await;
+        if is_in_store {
+            let may_include_leased = rule_set.rules[rule].rule.sharing == Sharing::Lease;
+            self.store = Some(match &state {
+                Ok(state) if state.is_from_store => Store::Reachable { may_include_leased },
+                _ => Store::Unreachable,
+            });
+        }
+        let KeyState { mut context, admits, .. } = match state {
+            Ok(state) => state,
+            Err(Unavailable) if self.is_shadow || rule_set.rules[rule].rule.on_outage == OnOutage::Allow => {
+                if self.result != RuleResult::Fails {
+                    self.reason = String::from("the shared store cannot be reached, and the rule allows that");
                 }
+                return Ok(());
             }
-            None => {
-                let mut context = DecisionContext::default();
-                context.inputs.keyed_requests.push(Some(keyed_request));
-                let clock = || counting.clock.now().unix_ms;
-                let now = DecisionTime::read(&clock);
-                let admits = charge_plan.peek(counting.table, now, &mut context);
-                table = Some(counting.table);
-                KeyState { context, admits, is_from_store: false }
+            Err(Unavailable) => {
+                self.result = RuleResult::Fails;
+                self.reason = String::from("the shared store cannot be reached, and the rule refuses then");
+                return Err(RequestError::StoreUnavailable);
             }
         };
-        let now_ms = counting.clock.now().unix_ms;
+        let now_ms = counters.clock.now().unix_ms;
         charge_plan.peek_slots(&mut context);
         let compiled_rule = &rule_set.rules[rule];
         let usage = context.result.concurrency.first().copied();
@@ -207,7 +183,8 @@ impl RuleState {
             self.result = result;
             self.reason = self.reason_of_result(compiled_rule, now_ms);
         }
-        self.retry_at_ms = charge_plan.retry_at_ms_once_refused(table, &mut context, now_ms);
+        self.retry_at_ms =
+            charge_plan.retry_at_ms_once_refused((!is_in_store).then_some(&*counters.table), &mut context, now_ms);
         Ok(())
     }
 

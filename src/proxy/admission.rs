@@ -25,7 +25,6 @@ use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::concurrency::{QueuedSlot, Slot, SlotState};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::handles::PlanPosition;
 use transom_limiter::rule::OnLimit;
 use transom_limiter::slot_decision::SlotsResult;
@@ -96,7 +95,7 @@ pub fn evaluate(
     {
         return Ok(evaluation);
     }
-    match decide_windows(worker, rules, context, now_ms, |rule| resolved.store_key(rule)) {
+    match worker.counters.decide(&rules.charge_plan, now_ms, context, |rule| resolved.store_key(rule)) {
         BeginResult::Decided(decision) => Ok(Evaluation::Decided(decision)),
         BeginResult::Pending(decision) => {
             let step = PendingStep::Store(decision);
@@ -132,26 +131,6 @@ fn acquire_slots(
     Some(Evaluation::Decided(Decision::Refused))
 }
 
-/// Decides the windows of a request that holds its slots.
-#[inline(always)]
-fn decide_windows(
-    worker: &WorkerState,
-    rules: &RouteRules,
-    context: &mut DecisionContext,
-    now_ms: u64,
-    store_key: impl Fn(PlanPosition) -> Option<Rc<str>>,
-) -> BeginResult {
-    let charge_plan = &rules.charge_plan;
-    match worker.shared.as_ref().filter(|_| charge_plan.is_shared) {
-        None => {
-            let clock = || worker.clock.now().unix_ms;
-            let now = DecisionTime::starting_at(now_ms, &clock);
-            BeginResult::Decided(charge_plan.decide(&worker.table, now, context))
-        }
-        Some(shared) => shared.begin(charge_plan, context, store_key),
-    }
-}
-
 /// Releases the slots of a request that found one rule without a free slot, and completes the result of its decision.
 fn refuse(
     worker: &WorkerState,
@@ -161,11 +140,7 @@ fn refuse(
     store_key: impl Fn(PlanPosition) -> Option<Rc<str>>,
 ) {
     record.release_slots(context);
-    let clock = || worker.clock.now().unix_ms;
-    rules.charge_plan.refuse(&worker.table, DecisionTime::read(&clock), context);
-    if let Some(shared) = worker.shared.as_ref().filter(|_| rules.charge_plan.is_shared) {
-        shared.charge_refusal(&rules.charge_plan, context, store_key);
-    }
+    worker.counters.refuse(&rules.charge_plan, context, store_key);
 }
 
 /// A request that waits for a slot. Dropped, as when the client goes away, it leaves the queue.
@@ -234,7 +209,7 @@ impl QueuedRequest {
         let store_key = |rule| store_keys.get(rule).cloned().flatten();
         let begun = if has_slots {
             let now_ms = worker.clock.now().unix_ms;
-            decide_windows(worker, rules, &mut context, now_ms, store_key)
+            worker.counters.decide(&rules.charge_plan, now_ms, &mut context, store_key)
         } else {
             refuse(worker, rules, &mut context, record, store_key);
             BeginResult::Decided(Decision::Refused)

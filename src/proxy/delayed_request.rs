@@ -20,12 +20,12 @@ use crate::http::ratelimit_headers::RateLimitFields;
 use crate::http::responses;
 use crate::metrics::storage::GaugeGuard;
 use crate::redis_store::StoreKeys;
+use crate::redis_store::counter_access::RequestKeys;
 use crate::redis_store::scripts::Refund;
-use crate::redis_store::shared_decision::Unavailable;
+use crate::redis_store::shared_decision::{SharedOutcome, Unavailable};
 use transom_limiter::charge_plan::LayerRef;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::handles::{IdVec, PlanPosition};
 use transom_limiter::rule_set::KeyedRequest;
 use transom_limiter::sharded_counter::ShardReceipt;
@@ -99,13 +99,8 @@ impl DelayedRequest {
             if self.to_recharge.is_empty() {
                 self.receipts.clear();
                 self.store_charges.refunds.clear();
-                let clock = || self.worker.clock.now().unix_ms;
-                return Ok(self.config.rate_limit_fields(
-                    self.rules_id,
-                    &self.keyed_requests,
-                    &self.worker.table,
-                    DecisionTime::read(&clock),
-                ));
+                let counters = &self.worker.counters;
+                return Ok(self.config.rate_limit_fields(self.rules_id, &self.keyed_requests, counters));
             }
             self.recharge(record, pending_cost).await?;
         }
@@ -135,22 +130,10 @@ impl DelayedRequest {
         let mut context = self.config.scratch().context.clone();
         context.inputs.keyed_requests.clone_from(&self.keyed_requests);
         let to_recharge = std::mem::take(&mut self.to_recharge);
-        let clock = || self.worker.clock.now().unix_ms;
-        let (decision, refunds) = match self.worker.shared.as_ref().filter(|_| rules.charge_plan.is_shared) {
-            None => {
-                let now = DecisionTime::read(&clock);
-                (charge_plan.recharge(&to_recharge, &self.worker.table, now, &mut context), Vec::new())
-            }
-            Some(shared) => {
-                let pending = shared.recharge(charge_plan, to_recharge, context, self.store_charges.keys.clone());
-                let outcome = pending.decide(charge_plan).await;
-                let outcome = outcome.map_err(|Unavailable| Rejection::Error(RequestError::StoreUnavailable))?;
-                context = outcome.context;
-                (outcome.decision, outcome.refunds)
-            }
-        };
-        let now = DecisionTime::read(&clock);
-        let now_ms = now.unix_ms;
+        let counters = &self.worker.counters;
+        let outcome = counters.recharge(charge_plan, to_recharge, context, &self.store_charges.keys).await;
+        let outcome = outcome.map_err(|Unavailable| Rejection::Error(RequestError::StoreUnavailable))?;
+        let SharedOutcome { decision, mut context, refunds, .. } = outcome;
         match decision {
             Decision::Admitted => {}
             Decision::Delayed { until_ms, recharge, .. } if until_ms <= self.latest_ms => {
@@ -158,13 +141,11 @@ impl DelayedRequest {
             }
             Decision::Delayed { .. } | Decision::Refused => {
                 self.receipts.extend(context.all_receipts());
-                self.track_refunded_leases();
-                charge_plan.rule_set().refund(&self.receipts, u32::MAX, &self.worker.table, now_ms);
-                self.receipts.clear();
+                let receipts = std::mem::take(&mut self.receipts);
+                self.worker.counters.refund(self.keys(), receipts, u32::MAX);
                 self.store_charges.refunds.extend(refunds);
                 // The response states all layers as they are now.
-                charge_plan.peek(&self.worker.table, now, &mut context);
-                charge_plan.peek_slots(&mut context);
+                self.worker.counters.peek(charge_plan, &mut context);
                 record.release_slots(&mut context);
                 record.record_decision(self.rules_id, &context, &Decision::Refused);
                 self.config.top_keys.count_decision(charge_plan, &context, &Decision::Refused);
@@ -184,6 +165,7 @@ impl DelayedRequest {
                 return Err(Rejection::Refused(refused.response));
             }
         }
+        let now_ms = self.worker.clock.now().unix_ms;
         self.receipts.retain(|charged| charged.receipt.end_ms() > now_ms);
         self.receipts.extend(context.all_receipts());
         if let Some(pending_cost) = pending_cost {
@@ -193,11 +175,11 @@ impl DelayedRequest {
         Ok(())
     }
 
-    fn track_refunded_leases(&self) {
-        if let Some(shared) = &self.worker.shared {
-            let (compiled, keys) = (&self.config.compiled, &self.store_charges.keys);
-            let charge_plan = &compiled.route_rules[self.rules_id].charge_plan;
-            shared.track_refunded_leases(charge_plan, &self.keyed_requests, keys, &self.receipts);
+    fn keys(&self) -> RequestKeys<'_> {
+        RequestKeys {
+            charge_plan: &self.config.compiled.route_rules[self.rules_id].charge_plan,
+            keyed_requests: &self.keyed_requests,
+            store_keys: &self.store_charges.keys,
         }
     }
 }
@@ -205,13 +187,10 @@ impl DelayedRequest {
 impl Drop for DelayedRequest {
     fn drop(&mut self) {
         if !self.receipts.is_empty() {
-            let (worker, rule_set) = (&self.worker, &self.config.compiled.rule_set);
-            let now_ms = worker.clock.now().unix_ms;
-            self.track_refunded_leases();
-            worker.deferred_refunds.refund(self.receipts.drain(..), self.until_ms, rule_set, &worker.table, now_ms);
+            let receipts = std::mem::take(&mut self.receipts);
+            self.worker.counters.refund_in_order(self.keys(), receipts, Some(self.until_ms));
         }
-        if let Some(shared) = self.worker.shared.as_ref().filter(|_| !self.store_charges.refunds.is_empty()) {
-            shared.refund_later(self.store_charges.refunds.drain(..).map(|(_, refund)| refund).collect());
-        }
+        let refunds = self.store_charges.refunds.drain(..).map(|(_, refund)| refund).collect();
+        self.worker.counters.refund_in_store(refunds);
     }
 }

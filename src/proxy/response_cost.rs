@@ -16,10 +16,10 @@ use crate::http::RouteRulesId;
 use crate::http::ratelimit_headers::RateLimitFields;
 use crate::http::response_cost::{FinalCost, GRPC_UNKNOWN, ResponseCostRule, grpc_status};
 use crate::redis_store::StoreKeys;
+use crate::redis_store::counter_access::RequestKeys;
 use crate::redis_store::scripts::Refund;
 use transom_limiter::charge_plan::LayerCharge;
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::handles::{IdVec, PlanPosition};
 use transom_limiter::rule_set::KeyedRequest;
 use transom_limiter::sharded_counter::ShardReceipt;
@@ -109,11 +109,8 @@ impl PendingCost {
         let code_at_end = || response.body().is_end_stream().then_some(GRPC_UNKNOWN);
         let code = grpc_status(response.headers()).or_else(code_at_end);
         let is_changed = self.settle_rules(response.status(), response.headers(), code);
-        let fields = is_changed.then(|| {
-            let clock = || self.worker.clock.now().unix_ms;
-            let (table, now) = (&self.worker.table, DecisionTime::read(&clock));
-            self.config.rate_limit_fields(self.rules_id, &self.keyed_requests, table, now)
-        });
+        let fields = is_changed
+            .then(|| self.config.rate_limit_fields(self.rules_id, &self.keyed_requests, &self.worker.counters));
         if self.charged.iter().any(|charges| !charges.is_settled) {
             let (status, headers) = (response.status(), response.headers().clone());
             response.body_mut().at_end(Box::new(move |trailers| {
@@ -147,7 +144,8 @@ impl PendingCost {
             is_changed |= cost.is_some();
             match cost {
                 Some(cost) if cost > keyed_request.cost => {
-                    self.charge(rule, KeyedRequest { cost: cost - keyed_request.cost, ..keyed_request });
+                    let excess = KeyedRequest { cost: cost - keyed_request.cost, ..keyed_request };
+                    self.worker.counters.charge_excess(self.keys(), rule.position, excess);
                 }
                 Some(cost) => self.refund(rule, nth, keyed_request.cost - cost, cost == 0),
                 None => {}
@@ -164,43 +162,29 @@ impl PendingCost {
         }
     }
 
-    fn charge(&self, rule: &ResponseCostRule, keyed_request: KeyedRequest) {
-        let charge_plan = &self.config.compiled.route_rules[self.rules_id].charge_plan;
-        let (rule_set, id) = (charge_plan.rule_set(), charge_plan.rules()[rule.position]);
-        match (&self.worker.shared, self.store_keys.get(rule.position).and_then(Option::as_ref)) {
-            (Some(shared), Some(store_key)) => shared.overdraw(rule_set, id, keyed_request, store_key),
-            _ => rule_set.charge_excess(id, keyed_request, &self.worker.table, self.worker.clock.now().unix_ms),
+    fn keys(&self) -> RequestKeys<'_> {
+        RequestKeys {
+            charge_plan: &self.config.compiled.route_rules[self.rules_id].charge_plan,
+            keyed_requests: &self.keyed_requests,
+            store_keys: &self.store_keys,
         }
     }
 
     /// Refunds the last `tokens` of each charge. `is_all`: nothing stays charged.
     fn refund(&self, rule: &ResponseCostRule, nth: usize, tokens: u32, is_all: bool) {
-        let PendingCost { worker, config, .. } = self;
-        let (rule_set, now_ms) = (&config.compiled.rule_set, worker.clock.now().unix_ms);
+        let (counters, keys) = (&self.worker.counters, self.keys());
         let RuleCharges { receipts, remote, .. } = &self.charged[nth];
         // A whole charge in front of later ones may be refunded when these are.
         let (whole, parts): (Vec<ShardReceipt>, Vec<ShardReceipt>) =
             receipts.iter().partition(|charged| is_all && charged.request.kind.carries_debt());
-        for charged in whole {
-            worker.deferred_refunds.refund([charged], charged.receipt.end_ms(), rule_set, &worker.table, now_ms);
-        }
-        rule_set.refund(&parts, tokens, &worker.table, now_ms);
-        if let Some(shared) = &worker.shared {
-            let charge_plan = &config.compiled.route_rules[self.rules_id].charge_plan;
-            shared.track_refunded_leases(charge_plan, &self.keyed_requests, &self.store_keys, &parts);
-        }
-        let limited = |(_, refund): &(PlanPosition, Refund)| Refund {
-            tokens: refund.tokens.min(u64::from(tokens)),
-            ..refund.clone()
-        };
-        let refunds: Vec<Refund> =
-            self.refunds.iter().filter(|(position, _)| *position == rule.position).map(limited).collect();
-        if let Some(shared) = worker.shared.as_ref().filter(|_| !refunds.is_empty()) {
+        counters.refund_in_order(keys, whole, None);
+        counters.refund(keys, parts, tokens);
+        let of_rule = self.refunds.iter().filter(|(position, _)| *position == rule.position);
+        let refunds: Vec<Refund> = of_rule.map(|(_, refund)| refund.at_most(tokens.into())).collect();
+        if !refunds.is_empty() {
             // Before the store refunds: usage that is reported afterwards is not lowered again.
-            for (counter, end_ms) in remote {
-                worker.table.subtract_known_usage(*counter, *end_ms, tokens, now_ms);
-            }
-            shared.refund_later(refunds);
+            counters.forget_refunded(remote, tokens);
+            counters.refund_in_store(refunds);
         }
     }
 }

@@ -30,6 +30,7 @@ use crate::metrics::events::{
 use crate::metrics::storage::GaugeGuard;
 use crate::metrics::upstream::{ActiveGauge, ConnectionGauge, RetryMetrics};
 use crate::metrics::{Registry, WorkerId};
+use crate::redis_store::counter_access::CounterAccess;
 use crate::spans::{SpanSender, Tracer};
 use crate::top_keys::{KeyName, TopKeys};
 use crate::upstream::forward::Forwarder;
@@ -37,11 +38,9 @@ use crate::upstream::pool::{ConnectionPool, ServerPool};
 use crate::upstream::server_health::UpstreamHealth;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
 use transom_limiter::rule::OnLimit;
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
-use transom_limiter::table::Table;
 
 pub struct WorkerConfig {
     pub compiled: Arc<CompiledConfig>,
@@ -247,16 +246,14 @@ impl WorkerConfig {
         &self,
         rules_id: RouteRulesId,
         keyed_requests: &IdVec<PlanPosition, Option<KeyedRequest>>,
-        table: &Table,
-        now: DecisionTime<'_>,
+        counters: &CounterAccess,
     ) -> RateLimitFields {
         let RouteRules { charge_plan, rate_limit_template, .. } = &self.compiled.route_rules[rules_id];
         let mut scratch = self.scratch();
         let DecisionBuffers { context, text, .. } = &mut *scratch;
         context.inputs.keyed_requests.clear();
         context.inputs.keyed_requests.extend_from(keyed_requests);
-        charge_plan.peek(table, now, context);
-        charge_plan.peek_slots(context);
+        counters.peek(charge_plan, context);
         let policy = self.policy_fields[rules_id].as_ref();
         rate_limit_template.render(context, policy, context.result.decided_ms, text)
     }

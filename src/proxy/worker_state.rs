@@ -17,11 +17,10 @@ use crate::http::responses::Date;
 use crate::metrics::events::WorkerMetrics;
 use crate::metrics::redis::StoreMetrics;
 use crate::metrics::{Registry, WorkerId};
+use crate::redis_store::counter_access::CounterAccess;
 use crate::redis_store::shared_counters::{SharedByWorkers, SharedCounters};
 use crate::timer::Timers;
 use crate::top_keys::{KeyOutcome, ListedKey, Snapshot};
-use transom_limiter::deferred_refunds::DeferredRefunds;
-use transom_limiter::table::Table;
 
 /// Asks a worker for what it counted of keys. Rules are named by their hash prefixes.
 #[derive(Clone)]
@@ -33,16 +32,13 @@ pub enum TopKeysQuery {
 }
 
 pub struct WorkerState {
-    pub table: Arc<Table>,
+    pub counters: CounterAccess,
     pub clock: Clock,
     pub metrics: WorkerMetrics,
     pub timers: Rc<Timers>,
     pub log_throttle: LogThrottle,
-    pub deferred_refunds: Arc<DeferredRefunds>,
     /// End time of the requests that end in one batch, so that the clock is read once for all of them.
     batch_end: Cell<Option<Instant>>,
-    /// `None` where counters are not shared between gateways.
-    pub shared: Option<Rc<SharedCounters>>,
     pub worker_id: WorkerId,
     pub registry: Arc<Registry>,
     /// The `Date` of responses, and the timer tick at which it was last computed.
@@ -64,18 +60,15 @@ impl WorkerState {
             let metrics = StoreMetrics::new(&registry, worker_id);
             SharedCounters::new(settings, shared_by_workers.clone(), clock.clone(), metrics)
         });
-        let SharedByWorkers { table, deferred_refunds, .. } = shared_by_workers;
         let config = WorkerConfig::new(worker_id, &registry, &clock, compiled, outputs, None);
         WorkerState {
-            shared,
+            counters: CounterAccess::new(shared_by_workers, clock.clone(), shared),
             metrics: WorkerMetrics::new(&registry, worker_id, RequestError::kind_names()),
             timers: Rc::default(),
             log_throttle: LogThrottle::default(),
-            deferred_refunds,
             date: RefCell::default(),
             batch_end: Cell::default(),
             config: RefCell::new(Rc::new(config)),
-            table,
             clock,
             worker_id,
             registry,
@@ -149,9 +142,8 @@ impl WorkerState {
     /// Closes idle upstream connections, refunds what requests left charged that were canceled while delayed, and begins new
     /// periods of the counts of keys.
     pub fn sweep(&self) {
-        let now_ms = self.clock.now().unix_ms;
-        self.config().top_keys.begin_period(now_ms);
-        self.deferred_refunds.sweep(&self.table, now_ms);
+        self.config().top_keys.begin_period(self.clock.now().unix_ms);
+        self.counters.sweep_refunds();
         self.config().close_idle_connections();
     }
 }

@@ -23,7 +23,7 @@ use super::messages::envoy::service::ratelimit::v3::rate_limit_response::{Code, 
 use super::messages::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
 use super::messages::envoy::r#type::v3::RateLimitUnit;
 use crate::config::rule::GatewayRule;
-use crate::decision::{CountedDecision, CounterAccess, KeyedRule, RuleKeyValues};
+use crate::decision::{CountedDecision, DecisionOutputs, KeyedRule, RuleKeyValues};
 use crate::http::ratelimit_headers::RateLimitTemplate;
 use crate::http::responses::{self, RefusalTemplate};
 use crate::metrics::events::{DecisionMetrics, RatelimitServiceMetrics};
@@ -36,7 +36,6 @@ use crate::redis_store::shared_decision::{BeginResult, SharedOutcome, Unavailabl
 use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::handles::{IdVec, PlanPosition, RuleId, VariantId};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Plan, Rule};
@@ -170,7 +169,7 @@ impl ServiceConfig {
         let begun = match refused {
             Ok(Some(context)) => {
                 let now_ms = worker.clock.now().unix_ms;
-                return Ok(self.respond(worker, &request, &call, Decision::Refused, &context, now_ms, &mut Vec::new()));
+                return Ok(self.respond(&request, &call, Decision::Refused, &context, now_ms, &mut Vec::new()));
             }
             Err(Unavailable) => BeginResult::Unavailable,
             Ok(None) => {
@@ -183,24 +182,15 @@ impl ServiceConfig {
                 context.inputs.reserve = false;
                 context.inputs.keyed_requests.clear();
                 context.inputs.keyed_requests.extend(call.rules.iter().map(|rule| rule.keyed.keyed_request));
-                charge_plan.prefetch(&worker.table, context.inputs.keyed_requests.as_slice());
+                charge_plan.prefetch(&worker.counters.table, context.inputs.keyed_requests.as_slice());
                 context.result.concurrency.clear();
-                let begun = match worker.shared.as_ref().filter(|_| charge_plan.is_shared) {
-                    None => {
-                        let clock = || worker.clock.now().unix_ms;
-                        let now = DecisionTime::starting_at(began.unix_ms, &clock);
-                        BeginResult::Decided(charge_plan.decide(&worker.table, now, context))
-                    }
-                    Some(shared) => {
-                        let key_text = |position| call.rules[position].keyed.key_text.clone();
-                        shared.begin(charge_plan, context, key_text)
-                    }
-                };
+                let key_text = |position| call.rules[position].keyed.key_text.clone();
+                let begun = worker.counters.decide(charge_plan, began.unix_ms, context, key_text);
                 worker.metrics.decision_took(worker.clock.instant().duration_since(began.instant));
                 match begun {
                     BeginResult::Decided(decision) => {
                         let now_ms = context.result.decided_ms;
-                        return Ok(self.respond(worker, &request, &call, decision, context, now_ms, text));
+                        return Ok(self.respond(&request, &call, decision, context, now_ms, text));
                     }
                     BeginResult::Pending(_) | BeginResult::Unavailable => begun,
                 }
@@ -213,7 +203,7 @@ impl ServiceConfig {
         let now_ms = worker.clock.now().unix_ms;
         Ok(match outcome {
             Ok(SharedOutcome { decision, context, .. }) => {
-                self.respond(worker, &request, &call, decision, &context, now_ms, &mut Vec::new())
+                self.respond(&request, &call, decision, &context, now_ms, &mut Vec::new())
             }
             Err(Unavailable) => self.refuse_in_outage(&request, &call),
         })
@@ -262,7 +252,7 @@ impl ServiceConfig {
             .iter()
             .map(|matched| RuleKeyValues { rule: matched.rule, key: &matched.key, cost: matched.hits })
             .collect();
-        let keyed_rules = self.compiled().decision_service.key_rules(&values, worker.shared.is_some());
+        let keyed_rules = self.compiled().decision_service.key_rules(&values, worker.counters.shared.is_some());
         let mut rules = IdVec::<PlanPosition, CalledRule>::new();
         let mut positions = SmallVec::new();
         for (source, keyed_rule) in keyed_rules.enumerate() {
@@ -360,29 +350,13 @@ impl ServiceConfig {
             let least = if call.matched[rule.source].is_check() { 1 } else { 0 };
             rule.keyed.keyed_request.map(|request| KeyedRequest { cost: request.cost.max(least), ..request })
         });
-        let (decision, context) = match worker.shared.as_ref().filter(|_| charge_plan.is_shared) {
-            Some(shared) => {
-                let query = KeyQuery {
-                    charge_plan,
-                    keyed_requests: keyed_requests.collect(),
-                    reserve: false,
-                    key_texts: call.rules.map(|rule| rule.keyed.key_text.clone()),
-                };
-                shared.check(&query).await?
-            }
-            None => {
-                let mut context = DecisionContext::default();
-                context.inputs.keyed_requests.extend(keyed_requests);
-                let clock = || worker.clock.now().unix_ms;
-                let now = DecisionTime::read(&clock);
-                let decision = charge_plan.decide(&worker.table, now, &mut context);
-                if !matches!(decision, Decision::Refused) {
-                    let receipts: Vec<_> = context.all_receipts().collect();
-                    rule_set.refund(&receipts, u32::MAX, &worker.table, context.result.decided_ms);
-                }
-                (decision, context)
-            }
+        let query = KeyQuery {
+            charge_plan,
+            keyed_requests: keyed_requests.collect(),
+            reserve: false,
+            key_texts: call.rules.map(|rule| rule.keyed.key_text.clone()),
         };
+        let (decision, context) = worker.counters.decide_query(&query, true).await?;
         Ok(matches!(decision, Decision::Refused).then_some(context))
     }
 
@@ -390,7 +364,6 @@ impl ServiceConfig {
     #[allow(clippy::too_many_arguments, reason = "the call, and the parts of its result")]
     fn respond(
         &self,
-        worker: &WorkerState,
         request: &RateLimitRequest,
         call: &Call<'_>,
         decision: Decision,
@@ -403,14 +376,7 @@ impl ServiceConfig {
         let ServicePlan { charge_plan, stated, .. } = &**plan;
         let configured = stated.as_ref().map_or(charge_plan, |stated| &stated.configured);
         let has_own_windows = |position: PlanPosition| stated.as_ref().is_none_or(|stated| !stated.is_stated[position]);
-        let counters = CounterAccess {
-            table: &worker.table,
-            clock: &|| worker.clock.now().unix_ms,
-            shared: worker.shared.as_ref(),
-            metrics: &self.decisions,
-            top_keys: &self.config.top_keys,
-            readable_digester,
-        };
+        let outputs = DecisionOutputs { metrics: &self.decisions, top_keys: &self.config.top_keys, readable_digester };
         let counted = CountedDecision {
             configured,
             decided: charge_plan,
@@ -419,7 +385,7 @@ impl ServiceConfig {
             has_own_windows: &has_own_windows,
         };
         let key = |position: PlanPosition| matched[rules[position].source].key.as_slice();
-        decision_service.count(&counted, |position| &rules[position].keyed, key, &counters);
+        decision_service.count(&counted, |position| &rules[position].keyed, key, outputs);
         let fields = plan.template.render(context, plan.policy.as_ref(), now_ms, text);
         let is_refused = matches!(decision, Decision::Refused);
         let (mut headers, raw_body) = match is_refused {

@@ -30,6 +30,16 @@ pub struct KeyQuery<'a> {
     pub key_texts: StoreKeys,
 }
 
+impl KeyQuery<'_> {
+    /// The context of a decision without the store.
+    pub(super) fn local_context(&self) -> DecisionContext {
+        let mut context = DecisionContext::default();
+        context.inputs.keyed_requests.extend_from(&self.keyed_requests);
+        context.inputs.reserve = self.reserve;
+        context
+    }
+}
+
 /// The usage of a key.
 pub struct KeyState {
     pub context: DecisionContext,

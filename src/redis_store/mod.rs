@@ -19,6 +19,7 @@ pub mod client;
 mod cluster;
 mod connect;
 mod connection;
+pub mod counter_access;
 pub mod decision_queries;
 pub mod diagnose;
 mod exact_mode;

@@ -149,6 +149,13 @@ pub struct Refund {
     pub deletes: bool,
 }
 
+impl Refund {
+    /// The same refund of `tokens` at most.
+    pub fn at_most(&self, tokens: u64) -> Refund {
+        Refund { tokens: self.tokens.min(tokens), ..self.clone() }
+    }
+}
+
 /// Where tokens came from and can be refunded to.
 #[derive(Clone, Debug)]
 pub struct RefundTarget {

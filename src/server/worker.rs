@@ -73,7 +73,7 @@ pub async fn run(
         let worker = Rc::clone(&worker);
         async move { worker.timers.run().await }
     });
-    let shared_task = worker.shared.as_ref().map(|shared| tokio::task::spawn_local(Rc::clone(shared).run()));
+    let shared_task = worker.counters.shared.as_ref().map(|shared| tokio::task::spawn_local(Rc::clone(shared).run()));
     let mut idle = None;
     while let Some(command) = commands.recv().await {
         match command {
@@ -94,7 +94,7 @@ pub async fn run(
         }
     }
     ticker.abort();
-    if let (Some(shared_task), Some(shared)) = (shared_task, &worker.shared) {
+    if let (Some(shared_task), Some(shared)) = (shared_task, &worker.counters.shared) {
         shared_task.abort();
         shared.close().await;
     }

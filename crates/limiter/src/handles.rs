@@ -5,9 +5,9 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ops::{Index, IndexMut};
 
-/// A position in an [`IdVec`], which is the only place that makes one from a number.
+/// A position in an [`IdVec`].
 pub trait Handle: Copy + Eq + fmt::Debug {
-    #[doc(hidden)]
+    /// The handle of the item at this position. For an [`IdVec`], which hands its handles out, and for tests.
     fn at(index: usize) -> Self;
     /// The number behind the handle, for output and for arrays of fixed layout.
     fn index(self) -> usize;
@@ -212,6 +212,18 @@ impl<I, T> FromIterator<T> for IdVec<I, T> {
 impl<I, T> From<Vec<T>> for IdVec<I, T> {
     fn from(items: Vec<T>) -> IdVec<I, T> {
         IdVec { items, ids: PhantomData }
+    }
+}
+
+impl<I, T, const N: usize> From<[T; N]> for IdVec<I, T> {
+    fn from(items: [T; N]) -> IdVec<I, T> {
+        IdVec { items: items.into(), ids: PhantomData }
+    }
+}
+
+impl<I, T: PartialEq<U>, U, const N: usize> PartialEq<[U; N]> for IdVec<I, T> {
+    fn eq(&self, other: &[U; N]) -> bool {
+        self.items == *other
     }
 }
 
