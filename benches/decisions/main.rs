@@ -65,7 +65,7 @@ fn decide((_, limit, keys, slides): &(&str, u32, u32, bool), count: u32) -> u32 
         context.inputs.keyed_requests.clear();
         let keyed_request = KeyedRequest { key: hasher.finish(), offset: 0, variant: VariantId::DEFAULT, cost: 1 };
         context.inputs.keyed_requests.push(Some(keyed_request));
-        plan.prefetch(&table, context.inputs.keyed_requests.as_slice());
+        plan.prefetch(&table, &context.inputs.keyed_requests);
         let decision = plan.decide(&table, DecisionTime::read(&|| NOW_MS), &mut context);
         admitted += u32::from(matches!(decision, Decision::Admitted));
     }

@@ -277,7 +277,7 @@ fn decide(
         Some(error) if context.inputs.keyed_requests.iter().all(Option::is_none) => return Err(error),
         error => error.map(Box::new),
     };
-    rules.charge_plan.prefetch(&worker.counters.table, context.inputs.keyed_requests.as_slice());
+    rules.charge_plan.prefetch(&worker.counters.table, &context.inputs.keyed_requests);
     let actions = actions.filter(|_| error.is_none()).map(|actions| actions.evaluate(&variables)).transpose()?;
     let (admission, pending) = match evaluate(worker, &resolved, context, record, now.unix_ms)? {
         Evaluation::Pending(pending) => {

@@ -182,7 +182,7 @@ impl ServiceConfig {
                 context.inputs.reserve = false;
                 context.inputs.keyed_requests.clear();
                 context.inputs.keyed_requests.extend(call.rules.iter().map(|rule| rule.keyed.keyed_request));
-                charge_plan.prefetch(&worker.counters.table, context.inputs.keyed_requests.as_slice());
+                charge_plan.prefetch(&worker.counters.table, &context.inputs.keyed_requests);
                 context.result.concurrency.clear();
                 let key_text = |position| call.rules[position].keyed.key_text.clone();
                 let begun = worker.counters.decide(charge_plan, began.unix_ms, context, key_text);

@@ -179,7 +179,7 @@ impl CounterAccess {
             Some(shared) => shared.limit(query).await,
             None => {
                 let mut context = query.local_context();
-                query.charge_plan.prefetch(&self.table, query.keyed_requests.as_slice());
+                query.charge_plan.prefetch(&self.table, &query.keyed_requests);
                 let clock = || self.clock.now().unix_ms;
                 let decision = query.charge_plan.decide(&self.table, DecisionTime::read(&clock), &mut context);
                 if is_check && !matches!(decision, Decision::Refused) {

@@ -246,7 +246,7 @@ impl Scenario {
     /// Prefetches the counters of requests that will be decided, so that the processor waits for the memory of all at once.
     pub fn prefetch(&self, requests: &[Request]) {
         for request in requests {
-            self.charge_plans[request.rules_id].prefetch(&self.table, request.keyed_requests.as_slice());
+            self.charge_plans[request.rules_id].prefetch(&self.table, &request.keyed_requests);
         }
     }
 

@@ -88,7 +88,7 @@ impl Transom {
     pub fn prepare(&self, address: &IpAddr, context: &mut DecisionContext) {
         context.inputs.keyed_requests.clear();
         context.inputs.keyed_requests.push(Some(self.keyed_request(address)));
-        self.charge_plan.prefetch(&self.table, context.inputs.keyed_requests.as_slice());
+        self.charge_plan.prefetch(&self.table, &context.inputs.keyed_requests);
     }
 
     /// Decides the request that was prepared.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::acquire::Charge;
-use crate::handles::{Handle, IdVec, LayerId, PlanPosition, RuleId, VariantId};
+use crate::handles::{IdVec, LayerId, PlanPosition, RuleId, VariantId};
 use crate::key::KeyPart;
 use crate::rule::Sharing;
 use crate::rule_set::{CompiledLayer, CompiledRule, CountingMode, KeyedRequest, RuleSet};
@@ -250,9 +250,23 @@ impl ChargePlan {
     /// override are about as long as the default ones: the counters of others may be elsewhere. `keyed_requests`: the request
     /// under each rule of the plan.
     #[inline]
-    pub fn prefetch<const W: usize>(&self, table: &Table<W>, keyed_requests: &[Option<KeyedRequest>]) {
+    pub fn prefetch<const W: usize>(
+        &self,
+        table: &Table<W>,
+        keyed_requests: &IdVec<PlanPosition, Option<KeyedRequest>>,
+    ) {
+        self.prefetch_each(table, |position| keyed_requests.get(position).copied().flatten());
+    }
+
+    /// As [`ChargePlan::prefetch`], with a function that returns the request under each rule.
+    #[inline]
+    pub(super) fn prefetch_each<const W: usize>(
+        &self,
+        table: &Table<W>,
+        keyed_request: impl Fn(PlanPosition) -> Option<KeyedRequest>,
+    ) {
         for bucket in &self.buckets {
-            if let Some(Some(keyed_request)) = keyed_requests.get(bucket.rule.index()) {
+            if let Some(keyed_request) = keyed_request(bucket.rule) {
                 table.prefetch(keyed_request.key.bucket_hash.wrapping_add(bucket.offset));
             }
         }
@@ -316,7 +330,7 @@ mod tests {
             assert_eq!((prefetched.len(), prefetched), (3, charged));
         }
         // Also with keys that are missing.
-        charge_plan.prefetch(&Table::with_capacity(1).unwrap(), &[Some(keyed_request), None]);
-        charge_plan.prefetch(&Table::with_capacity(1).unwrap(), &[]);
+        charge_plan.prefetch(&Table::with_capacity(1).unwrap(), &[Some(keyed_request), None].into());
+        charge_plan.prefetch(&Table::with_capacity(1).unwrap(), &IdVec::new());
     }
 }

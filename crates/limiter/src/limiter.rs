@@ -304,7 +304,7 @@ impl Limiter {
         let mut hasher = self.hasher.clone();
         hasher.add(key);
         let keyed_request = Some(KeyedRequest { key: hasher.finish(), offset: 0, variant: VariantId::DEFAULT, cost });
-        self.charge_plan.prefetch(&self.table, &[keyed_request]);
+        self.charge_plan.prefetch_each(&self.table, |_only_rule| keyed_request);
         let now_ms = clock();
         CONTEXT.with_borrow_mut(|context| {
             context.reset_rule_set();
