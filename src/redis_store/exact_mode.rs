@@ -348,8 +348,7 @@ impl SharedDecision {
     /// Sends the charges from `first` on to the store and records its reply.
     pub(super) async fn send_layers(&mut self, charge_plan: &ChargePlan, first: usize) -> SendResult {
         let shared = Rc::clone(&self.shared);
-        let charges = self.context.result.charges[first..].iter();
-        let rules: Vec<PlanPosition> = charges.map(|charge| charge.layer.position).collect();
+        let rules: Vec<_> = self.context.result.charges[first..].iter().map(|charge| charge.layer.position).collect();
         if self.gives_up(&rules) {
             return SendResult::Failed;
         }
@@ -442,8 +441,7 @@ impl SharedDecision {
                     > charge.request.ceiling;
             if let Some(counter) = counter.filter(|_| kind == WindowKind::Sliding) {
                 let (need, limit, usage) = (u64::from(charge.request.cost), charge.request.limit, charge.usage);
-                let refusal = charge.is_full.then_some(Refusal { need, limit, usage });
-                shared.note_refusal(counter, refusal);
+                shared.note_refusal(counter, charge.is_full.then_some(Refusal { need, limit, usage }));
             }
         }
         if refused {
