@@ -785,11 +785,11 @@ mod tests {
             let configured: Vec<Rule> = rules.iter().enumerate().map(named).collect();
             let rule_set = Arc::new(RuleSet::new(&configured, SEED, None));
             let overrides = rule_set.rules.iter().map(|rule| RuleKey::compile_overrides(rule, Some(&clients), SEED));
-            let overrides: Vec<_> = overrides.map(|overrides| overrides.map(Arc::new)).collect();
+            let overrides: IdVec<RuleId, _> = overrides.map(|overrides| overrides.map(Arc::new)).collect();
             let check = |(rule, on_unknown): &(Rule, OnUnknownKey)| {
                 ClientCheck::new(*on_unknown, &rule.key, Some(&clients))
             };
-            let checks: Vec<_> = rules.iter().map(check).collect();
+            let checks: IdVec<RuleId, _> = rules.iter().map(check).collect();
             let service = DecisionService::new(&rule_set, &overrides, SEED, None);
             let service = service.with_clients(Some(&clients), checks.clone());
 
@@ -811,10 +811,10 @@ mod tests {
             let address = if has_address { address } else { "198.51.100.1" };
             let tokens = TokenCache::new(TokenVerifier::default(), Vec::new(), KeyHasher::new(SEED, 0));
             let lookup = ClientLookup::new(Some(&clients));
-            for (i, keyed) in of_query.iter().enumerate() {
-                let rule_key = RuleKey::new(&rule_set.rules[i], &route(), SEED)
-                    .with_overrides(overrides[i].clone())
-                    .with_client_check(checks[i].clone());
+            for (rule, keyed) in rule_set.rules.ids().zip(&of_query) {
+                let rule_key = RuleKey::new(&rule_set.rules[rule], &route(), SEED)
+                    .with_overrides(overrides[rule].clone())
+                    .with_client_check(checks[rule].clone());
                 let of_request =
                     with_request(address, &headers, &tokens, |request| rule_key.keyed_request(request, &lookup));
                 match of_request {

@@ -21,7 +21,10 @@ use transom::config::path::{EncodedSlash, ForwardPath, PathParameters, PathReadi
 use transom::config::redis::{Node, Nodes};
 use transom::config::rule::{RateLimitStyle, RefusalResponse};
 use transom::config::upstream::{HostField, Scheme, Target, UpstreamProtocol};
-use transom::config::{AccessLog, Config, LogFormat, LogTarget, read, read_with_files, read_with_inputs};
+use transom::config::{
+    AccessLog, Config, LogFormat, LogTarget, RouteId, UpstreamId, read, read_with_files, read_with_inputs,
+};
+use transom_limiter::handles::{Handle, RuleId};
 use transom_limiter::identity;
 use transom_limiter::key::{KeyPart, OnMissing};
 use transom_limiter::rule::{Cost, KeyValue, OnLimit, OnOutage, Sharing};
@@ -450,15 +453,16 @@ fn defaults_are_filled_in() {
     assert_eq!(config.timeouts.connect.as_secs(), 5);
     assert_eq!(config.path_reading, PathReading::verbatim(EncodedSlash::Refuse));
     assert_eq!(config.general.forward_path, ForwardPath::Original);
-    assert_eq!(config.upstreams[0].target, Target::Echo);
+    let upstream = &config.upstreams[UpstreamId::at(0)];
+    assert_eq!(upstream.target, Target::Echo);
     assert_eq!(config.timeouts.tunnel.as_secs(), 3600);
-    let transport = &config.upstreams[0].transport;
+    let transport = &upstream.transport;
     assert_eq!(
         (transport.protocol, &transport.host, &transport.tls),
         (UpstreamProtocol::Auto, &HostField::Keep, &None)
     );
     assert_eq!(transport.resolve.as_secs(), 30);
-    let route = &config.routes[0];
+    let route = &config.routes[RouteId::at(0)];
     assert_eq!((route.name.as_str(), route.rules.len()), ("/", 0));
     assert!(route.websocket);
     assert!(route.hosts.is_empty() && route.methods.is_empty() && route.headers.is_empty());
@@ -467,6 +471,8 @@ fn defaults_are_filled_in() {
 #[test]
 fn everything_is_read_as_written() {
     let config = good("everything.toml");
+    let (upstreams, rules) = (config.upstreams.as_slice(), config.rules.as_slice());
+    let routes = config.routes.as_slice();
     assert_eq!((config.listen.http.len(), config.general.workers), (2, Some(2)));
     assert_eq!(config.admin.hosts, ["transom.internal", "*.monitoring.svc"]);
     assert_eq!(config.admin.token.unwrap().0, "3a7bd3e2360a3d29eea436fcfb7e44c7");
@@ -488,45 +494,45 @@ fn everything_is_read_as_written() {
     assert_eq!((config.path_reading, config.general.forward_path), (reading, ForwardPath::Normalized));
     assert_eq!((config.timeouts.drain.as_millis(), config.timeouts.connect.as_millis()), (0, 250));
     assert_eq!((config.general.pid_file, config.timeouts.upgrade.as_secs()), (Some("run/pid".into()), 120));
-    let Target::Servers(servers) = &config.upstreams[1].target else { panic!() };
+    let Target::Servers(servers) = &upstreams[1].target else { panic!() };
     let servers: Vec<_> = servers.iter().map(|server| (server.host.as_str(), server.port)).collect();
     assert_eq!(servers, [("127.0.0.1", 9001), ("::1", 9002), ("api.internal", 80)]);
-    let transport = &config.upstreams[1].transport;
+    let transport = &upstreams[1].transport;
     assert_eq!(
         (transport.protocol, &transport.host),
         (UpstreamProtocol::Http1, &HostField::Fixed("api.example.com:8443".into()))
     );
     assert_eq!((transport.resolve.as_secs(), config.timeouts.tunnel.as_secs()), (60, 7200));
-    let Target::Servers(servers) = &config.upstreams[2].target else { panic!() };
+    let Target::Servers(servers) = &upstreams[2].target else { panic!() };
     let servers: Vec<_> = servers.iter().map(|server| (server.scheme, server.host.as_str(), server.port)).collect();
     assert_eq!(servers, [(Scheme::Https, "grpc.internal", 443), (Scheme::Unix, "/run/grpc.sock", 0)]);
-    let transport = &config.upstreams[2].transport;
+    let transport = &upstreams[2].transport;
     assert_eq!((transport.protocol, &transport.host), (UpstreamProtocol::Http2, &HostField::Server));
     assert!(transport.tls.as_ref().is_some_and(|tls| tls.server_name.is_some()));
-    assert!(!config.routes[0].websocket && config.routes[1].websocket);
+    assert!(!routes[0].websocket && routes[1].websocket);
 
     let names: Vec<_> = config.rules.iter().map(|rule| rule.name.as_str()).collect();
     assert_eq!(names, ["per-client", "per-key", "per-user", "all"], "in the order of the file");
     assert_eq!(
-        config.rate_limit_styles,
+        config.rules.map(|rule| rule.rate_limit_style),
         [RateLimitStyle::Both, RateLimitStyle::Off, RateLimitStyle::Both, RateLimitStyle::Both]
     );
-    assert_eq!(config.rules[0].key, [KeyPart::Ip { v4_prefix: 24, v6_prefix: 56 }]);
-    assert_eq!(config.rules[1].key, [KeyPart::Header("x-api-key".into()), KeyPart::Host]);
+    assert_eq!(rules[0].key, [KeyPart::Ip { v4_prefix: 24, v6_prefix: 56 }]);
+    assert_eq!(rules[1].key, [KeyPart::Header("x-api-key".into()), KeyPart::Host]);
     let fallback = OnMissing::Fallback(vec![KeyPart::Ip { v4_prefix: 32, v6_prefix: 64 }, KeyPart::Method]);
-    assert_eq!((&config.rules[1].on_missing, &config.rules[2].on_missing), (&fallback, &OnMissing::Never));
-    assert_eq!((&config.rules[3].cost, config.rules[3].on_limit), (&Cost::Fixed(u32::MAX), OnLimit::Shadow));
-    let layers: Vec<_> = (0..2).map(|layer| config.rules[0].layer_name(&config.rules[0].layers, layer)).collect();
+    assert_eq!((&rules[1].on_missing, &rules[2].on_missing), (&fallback, &OnMissing::Never));
+    assert_eq!((&rules[3].cost, rules[3].on_limit), (&Cost::Fixed(u32::MAX), OnLimit::Shadow));
+    let layers: Vec<_> = (0..2).map(|layer| rules[0].layer_name(&rules[0].layers, layer)).collect();
     assert_eq!(layers, ["per-client-hour", "per-client-minute"]);
 
-    let route = &config.routes[0];
+    let route = &routes[0];
     assert_eq!(route.hosts, ["api.example.com", "*.example.org"]);
     assert_eq!(route.headers, [("x-version".to_owned(), Some("2".to_owned())), ("x-beta".to_owned(), None)]);
     assert_eq!(
         route.path.segments,
         [Segment::Literal("users".into()), Segment::Param("id".into()), Segment::Rest("rest".into())]
     );
-    assert_eq!((route.upstream, route.rules.as_slice()), (1, [0, 2].as_slice()));
+    assert_eq!((route.upstream, route.rules.as_slice()), (Some(UpstreamId::at(1)), [0, 2].map(RuleId::at).as_slice()));
 }
 
 #[test]
@@ -555,7 +561,8 @@ fn shared_counters_are_read_as_written() {
     );
     let defaults = (shared.prefix.as_str(), shared.timeout.as_millis(), shared.database, shared.tls.is_some());
     assert_eq!(defaults, ("transom", 50, 0, false));
-    assert_eq!((config.rules[0].sharing, config.rules[0].on_outage), (Sharing::Lease, OnOutage::Local));
+    let rule = &config.rules[RuleId::at(0)];
+    assert_eq!((rule.sharing, rule.on_outage), (Sharing::Lease, OnOutage::Local));
 
     let shared = good("shared-sentinel.toml").counters.shared.unwrap();
     assert_eq!(shared.nodes, Nodes::Sentinel { nodes: vec![tcp("sentinel", 6379)], master: "main-1".to_owned() });
@@ -622,18 +629,16 @@ fn every_setting_of_rules_is_read_as_written() {
     );
     let header = |name: &str| name.to_owned();
     assert_eq!(rule("capacities").cost, Cost::Request { header: header("x-cost"), default: 2, max: 150 });
-    let position = config.rules.iter().position(|rule| rule.name == "failed-logins").unwrap();
     let count_when = CountWhen { status: vec![401..=401, 500..=599], grpc_status: vec![16, 7] };
-    assert_eq!(config.count_when[position], Some(count_when));
+    assert_eq!(rule("failed-logins").count_when, Some(count_when));
     assert_eq!(rule("response-cost").cost, Cost::Response { header: header("x-cost"), reserve: 10, max: 1000 });
     assert_eq!(
-        (rule("sharded").layers[0].shards, &rule("sharded").cost, config.routes[0].cost),
+        (rule("sharded").layers[0].shards, &rule("sharded").cost, config.routes[RouteId::at(0)].cost),
         (10, &Cost::Fixed(3), Some(5))
     );
     assert_eq!(rule("delayed").on_limit, OnLimit::Delay { max_delay_ms: 2000, max_waiting: 50 });
     assert!(rule("delayed").count_refused && !rule("response-cost").count_refused);
-    let refusal =
-        |name: &str| &config.refusal_responses[config.rules.iter().position(|rule| rule.name == name).unwrap()];
+    let refusal = |name: &str| &rule(name).refusal;
     assert_eq!((refusal("response-cost").status, refusal("delayed").status), (Some(503), None));
     assert_eq!(refusal("delayed").body.as_ref().unwrap().content_type, "text/plain; charset=utf-8");
     assert_eq!(refusal("sharded"), &RefusalResponse::default());
@@ -661,13 +666,13 @@ fn default_route_names_are_as_short_as_they_can_be_and_unique() {
 #[test]
 fn the_quick_start_configuration_is_read() {
     let config = good("quick-start.toml");
-    assert_eq!(config.rules[0].layers.iter().map(|limit| limit.tokens).collect::<Vec<_>>(), [2000, 33]);
+    assert_eq!(config.rules[RuleId::at(0)].layers.iter().map(|limit| limit.tokens).collect::<Vec<_>>(), [2000, 33]);
 }
 
 #[test]
 fn plans_overrides_and_exemptions_are_read_as_written() {
     let config = good("plans.toml");
-    let rule = &config.rules[0];
+    let rule = &config.rules[RuleId::at(0)];
     let plans: Vec<_> = rule.plans.iter().map(|plan| (plan.name.as_str(), plan.layers.len())).collect();
     assert_eq!(plans, [("gold", 2), ("silver", 1)]);
     let clear = |text: &str| KeyValue::Clear(text.to_owned());
@@ -678,7 +683,7 @@ fn plans_overrides_and_exemptions_are_read_as_written() {
     assert_eq!(networks, ["10.0.0.0/8", "2001:db8::/32", "192.0.2.1/32"]);
     assert_eq!(rule.exemptions.keys, [[clear("internal-monitor")], [clear("other:monitor")]]);
     // The override holds for the whole network that is counted as one address.
-    assert_eq!(config.rules[1].overrides[0].key, [clear("192.0.2.0"), clear("GET")]);
+    assert_eq!(config.rules[RuleId::at(1)].overrides[0].key, [clear("192.0.2.0"), clear("GET")]);
 
     let clients = config.clients.unwrap();
     assert_eq!(clients.api_key, Some(KeyPart::Header("x-api-key".into())));
@@ -695,10 +700,13 @@ fn plans_overrides_and_exemptions_are_read_as_written() {
 #[test]
 fn the_treatment_of_unknown_keys_is_read_as_written() {
     let config = good("known-keys.toml");
-    assert_eq!(config.on_unknown_key, [OnUnknownKey::Refuse, OnUnknownKey::Missing, OnUnknownKey::Count]);
+    assert_eq!(
+        config.rules.map(|rule| rule.on_unknown_key),
+        [OnUnknownKey::Refuse, OnUnknownKey::Missing, OnUnknownKey::Count]
+    );
     assert!(config.metrics.clients);
     let config = good("plans.toml");
-    assert_eq!(config.on_unknown_key, [OnUnknownKey::Count; 3]);
+    assert_eq!(config.rules.map(|rule| rule.on_unknown_key), [OnUnknownKey::Count; 3]);
     assert!(!config.metrics.clients);
 }
 
@@ -706,13 +714,13 @@ fn the_treatment_of_unknown_keys_is_read_as_written() {
 fn a_plan_or_override_takes_over_what_it_lacks_from_its_rule() {
     let config = good("concurrent.toml");
     let limits = |rule: usize| -> Vec<(Option<u32>, usize)> {
-        let rule = &config.rules[rule];
+        let rule = &config.rules[RuleId::at(rule)];
         rule.concurrent_variants().zip(rule.variants().map(<[_]>::len)).collect()
     };
     assert_eq!(limits(0), [(Some(10), 0), (Some(10), 1)]);
     let all = Some(u32::MAX);
     assert_eq!(limits(1), [(all, 2), (Some(2), 2), (Some(1), 1), (all, 1)]);
-    assert_eq!(config.rules[1].concurrent_name().as_deref(), Some("beside-concurrent"));
+    assert_eq!(config.rules[RuleId::at(1)].concurrent_name().as_deref(), Some("beside-concurrent"));
 }
 
 #[test]

@@ -98,7 +98,7 @@ impl Fixture {
         }
         put(&path, &whole);
         let counters = open(Some(&path), None).expect("the file is used or quarantined");
-        let rule_set = Arc::new(RuleSet::new(&self.config.rules, counters.seed, None));
+        let rule_set = Arc::new(RuleSet::new(self.config.limiter_rules(), counters.seed, None));
         let charge_plan = rule_set.charge_plan([RuleId::at(0)]);
         let mut context = DecisionContext::default();
         for cost in [0, 1, 2, u32::MAX] {

@@ -156,6 +156,7 @@ mod tests {
     use super::super::{lint, read_with_inputs};
     use super::*;
     use crate::config::Config;
+    use transom_limiter::handles::{Handle, RuleId};
 
     fn read(lines: &str) -> Result<Config, Vec<(String, String)>> {
         let text = format!("{lines}\n[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/\"\nupstream = \"u\"\n");
@@ -188,7 +189,7 @@ mod tests {
         assert_eq!(config.general.workers, Some(10));
         assert_eq!(config.listen.http[0].to_string(), "127.0.0.1:8081");
         let rule = "[rules.r]\nkey = \"ip\"\nwindows = [\"2/minute\"]\ncount_refused = \"${env:ON}\"";
-        assert!(read(rule).unwrap().rules[0].count_refused);
+        assert!(read(rule).unwrap().rules[RuleId::at(0)].count_refused);
     }
 
     #[test]

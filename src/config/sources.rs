@@ -140,6 +140,7 @@ mod tests {
     use super::super::diagnostics::render;
     use super::super::read_with_inputs;
     use super::*;
+    use transom_limiter::handles::{Handle, RuleId};
 
     const MAIN: &str = "include = [\"conf.d/*.toml\"]\n[upstreams.u]\nbuiltin = \"echo\"\n";
 
@@ -171,7 +172,7 @@ mod tests {
         let config = read(MAIN, &files).unwrap();
         let names: Vec<&str> = config.routes.iter().map(|route| route.name.as_str()).collect();
         assert_eq!(names, ["/a", "/b"]);
-        assert_eq!(config.rules[0].name, "r");
+        assert_eq!(config.rules[RuleId::at(0)].name, "r");
     }
 
     #[test]

@@ -91,6 +91,11 @@ mod tests {
 
     use super::*;
     use crate::config::descriptor::DescriptorEntry;
+    use crate::config::key::OnUnknownKey;
+    use crate::config::rule::{RateLimitStyle, RefusalResponse};
+    use transom_limiter::handles::Handle;
+    use transom_limiter::key::{KeyPart, OnMissing};
+    use transom_limiter::rule::Rule;
 
     fn any_pattern() -> impl Strategy<Value = Descriptor> {
         let entry = (select(vec!["a", "b"]), select(vec![None, Some("x"), Some("y"), Some("")]));
@@ -100,6 +105,17 @@ mod tests {
         });
         let domain = select(vec!["one", "two"]).prop_map(str::to_owned);
         (domain, proptest::collection::vec(entry, 1..4)).prop_map(|(domain, entries)| Descriptor { domain, entries })
+    }
+
+    fn rule(descriptor: &Option<Descriptor>) -> GatewayRule {
+        GatewayRule {
+            rule: Rule::new("r", vec![KeyPart::Global], OnMissing::Never, Vec::new()),
+            rate_limit_style: RateLimitStyle::Off,
+            refusal: RefusalResponse::default(),
+            count_when: None,
+            on_unknown_key: OnUnknownKey::Count,
+            descriptor: descriptor.clone(),
+        }
     }
 
     proptest! {
@@ -124,10 +140,10 @@ mod tests {
                 pattern.as_ref().filter(|pattern| matches(pattern)).map(|pattern| (rule, openness(pattern)))
             });
             let best = matching().map(|(_, openness)| openness).min();
-            let expected: Vec<usize> =
-                matching().filter(|(_, openness)| Some(openness) == best.as_ref()).map(|(rule, _)| rule).collect();
+            let best_matching = matching().filter(|(_, openness)| Some(openness) == best.as_ref());
+            let expected: Vec<RuleId> = best_matching.map(|(rule, _)| RuleId::at(rule)).collect();
 
-            let index = DescriptorIndex::new(&patterns);
+            let index = DescriptorIndex::new(&patterns.iter().map(rule).collect());
             let entries = entries.iter().map(|(key, value)| (key.as_bytes(), value.as_bytes()));
             let found = index.find(domain, entries);
             prop_assert_eq!(found.map_or(&[][..], |found| &found.rules), expected);

@@ -130,6 +130,7 @@ mod tests {
     use super::*;
     use crate::http::rate_limit_key::RuleKey;
     use crate::http::rate_limit_key::tests::{SEED, resolve, route, rule};
+    use transom_limiter::handles::{Handle, RuleId};
     use transom_limiter::key::OnMissing;
     use transom_limiter::rule::Exemptions;
     use transom_limiter::rule_set::RuleSet;
@@ -154,8 +155,8 @@ mod tests {
         let mut rule = rule(key, OnMissing::Fallback(vec![KeyPart::Global]));
         rule.exemptions = Exemptions { keys, networks: vec!["192.0.2.0/24".parse().unwrap()] };
         let rule_set = RuleSet::new(&[rule], SEED, None);
-        let overrides = RuleKey::compile_overrides(&rule_set.rules[0], None, SEED).map(Arc::new);
-        RuleKey::new(&rule_set.rules[0], &route(), SEED).with_overrides(overrides)
+        let overrides = RuleKey::compile_overrides(&rule_set.rules[RuleId::at(0)], None, SEED).map(Arc::new);
+        RuleKey::new(&rule_set.rules[RuleId::at(0)], &route(), SEED).with_overrides(overrides)
     }
 
     #[test]
@@ -193,6 +194,6 @@ mod tests {
     #[test]
     fn a_rule_without_exemptions_has_no_overrides() {
         let rule_set = RuleSet::new(&[rule(&[KeyPart::Host], OnMissing::Never)], SEED, None);
-        assert!(RuleKey::compile_overrides(&rule_set.rules[0], None, SEED).is_none());
+        assert!(RuleKey::compile_overrides(&rule_set.rules[RuleId::at(0)], None, SEED).is_none());
     }
 }

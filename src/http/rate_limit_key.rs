@@ -517,6 +517,7 @@ pub mod tests {
     use transom_limiter::decision::Decision;
     use transom_limiter::decision_context::DecisionContext;
     use transom_limiter::decision_time::DecisionTime;
+    use transom_limiter::handles::{Handle, RuleId};
     use transom_limiter::limit::Limit;
     use transom_limiter::rule::Rule;
     use transom_limiter::rule_set::RuleSet;
@@ -526,7 +527,7 @@ pub mod tests {
     pub const SEED: Seed = Seed(1, 2);
 
     fn rule_key(key: &[KeyPart], on_missing: OnMissing) -> RuleKey {
-        RuleKey::new(&RuleSet::new(&[rule(key, on_missing)], SEED, None).rules[0], &route(), SEED)
+        RuleKey::new(&RuleSet::new(&[rule(key, on_missing)], SEED, None).rules[RuleId::at(0)], &route(), SEED)
     }
 
     pub fn rule(key: &[KeyPart], on_missing: OnMissing) -> Rule {
@@ -543,8 +544,8 @@ pub mod tests {
             path: PathPattern { text: "/u/{id}".to_owned(), segments },
             secure: None,
             actions: None,
-            upstream: 0,
-            rules: vec![0],
+            upstream: None,
+            rules: vec![RuleId::at(0)],
             cost: None,
             websocket: true,
         }
@@ -665,11 +666,11 @@ pub mod tests {
         ] {
             let mut rule = rule(&[KeyPart::Header("x-api-key".to_owned())], on_missing);
             rule.layers = vec![Limit::parse("10/week").unwrap()];
-            let rule_set = RuleSet::new(&[rule.clone()], SEED, None);
-            let plan = rule_set.charge_plan(&[0]);
+            let rule_set = Arc::new(RuleSet::new(&[rule.clone()], SEED, None));
+            let plan = rule_set.charge_plan([RuleId::at(0)]);
             let table = Table::with_capacity(4096).unwrap();
             let check = ClientCheck::new(on_unknown, &rule.key, Some(&clients));
-            let rule_key = RuleKey::new(&rule_set.rules[0], &route(), SEED).with_client_check(check);
+            let rule_key = RuleKey::new(&rule_set.rules[RuleId::at(0)], &route(), SEED).with_client_check(check);
             let tokens = TokenCache::new(TokenVerifier::default(), Vec::new(), KeyHasher::new(SEED, 0));
             let mut context = DecisionContext::default();
             let mut count = |key: &str| {
@@ -682,7 +683,7 @@ pub mod tests {
                 context.inputs.keyed_requests.clear();
                 context.inputs.keyed_requests.push(Some(keyed));
                 let now = DecisionTime::read(&|| 1_000_000);
-                matches!(rule_set.decide(&plan, &table, now, &mut context), Decision::Admitted)
+                matches!(plan.decide(&table, now, &mut context), Decision::Admitted)
             };
             let mut rng = fastrand::Rng::with_seed(7);
             let found = (0..KEYS).filter(|_| count(&format!("{:032x}", rng.u128(..)))).count();

@@ -407,6 +407,7 @@ fn method_matches(method: &Method, requested: &Method) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use transom_limiter::handles::Handle;
 
     fn pattern(text: &str) -> PathPattern {
         let segment = |segment: &str| match segment.strip_prefix('{').and_then(|s| s.strip_suffix('}')) {
@@ -437,11 +438,15 @@ mod tests {
             path: pattern(words[2]),
             secure: None,
             actions: None,
-            upstream: 0,
+            upstream: None,
             rules: Vec::new(),
             cost: None,
             websocket: true,
         }
+    }
+
+    fn routes<const N: usize>(texts: [&str; N]) -> IdVec<RouteId, Route> {
+        texts.map(route).into()
     }
 
     fn found<'a>(
@@ -463,9 +468,9 @@ mod tests {
 
     #[test]
     fn the_most_specific_path_wins_in_any_order() {
-        let mut routes =
-            ["- - /{*all}", "- - /a/{x}", "- - /a/b", "- - /a/{x}/c", "- - /a/b/{*rest}", "- - /"].map(route);
+        let mut texts = ["- - /{*all}", "- - /a/{x}", "- - /a/b", "- - /a/{x}/c", "- - /a/b/{*rest}", "- - /"];
         for _ in 0..2 {
+            let routes = routes(texts);
             assert_eq!(name(&routes, "GET", "", "/a/b"), Some("- - /a/b"));
             assert_eq!(name(&routes, "GET", "", "/a/z"), Some("- - /a/{x}"));
             assert_eq!(name(&routes, "GET", "", "/a/z/c"), Some("- - /a/{x}/c"));
@@ -473,13 +478,13 @@ mod tests {
             assert_eq!(name(&routes, "GET", "", "/a/z/d"), Some("- - /{*all}"));
             assert_eq!(name(&routes, "GET", "", "/"), Some("- - /"));
             assert_eq!(name(&routes, "GET", "", "/a/"), Some("- - /{*all}"));
-            routes.reverse();
+            texts.reverse();
         }
     }
 
     #[test]
     fn parameters_are_ranges_of_the_path() {
-        let routes = ["- - /u/{id}/p/{post}", "- - /f/{*rest}"].map(route);
+        let routes = routes(["- - /u/{id}/p/{post}", "- - /f/{*rest}"]);
         assert_eq!(found(&routes, "GET", "", "/u/7/p/x").unwrap().1, ["7", "x"]);
         assert_eq!(found(&routes, "GET", "", "/f/a/b").unwrap().1, ["a/b"]);
         assert_eq!(found(&routes, "GET", "", "/f/").unwrap().1, [""]);
@@ -489,21 +494,21 @@ mod tests {
 
     #[test]
     fn a_catch_all_matches_an_empty_rest_if_trailing_slashes_are_ignored() {
-        let routes = ["- - /f/{*rest}", "- - /{*all}", "- - /g", "- - /g/{*rest}"].map(route);
+        let routes = routes(["- - /f/{*rest}", "- - /{*all}", "- - /g", "- - /g/{*rest}"]);
         let router = Router::new(&routes, TrailingSlash::Ignore);
         for (path, index, params) in
             [("/f", 0, Some(2..2)), ("/f/a", 0, Some(3..4)), ("/", 1, Some(1..1)), ("/g", 2, None)]
         {
             let query = RouteQuery { host: "", method: &Method::GET, headers: &HeaderMap::new(), path, secure: false };
             let mut found = Vec::new();
-            assert_eq!(router.find(&query, &mut found), Ok(Some(index)), "{path}");
+            assert_eq!(router.find(&query, &mut found), Ok(Some(RouteId::at(index))), "{path}");
             assert_eq!(found, Vec::from_iter(params), "{path}");
         }
     }
 
     #[test]
     fn a_less_specific_branch_is_tried_if_the_method_does_not_match() {
-        let routes = ["GET - /a/b", "POST - /a/{x}", "- - /{*all}"].map(route);
+        let routes = routes(["GET - /a/b", "POST - /a/{x}", "- - /{*all}"]);
         assert_eq!(found(&routes, "GET", "", "/a/b"), Some(("GET - /a/b", vec![])));
         assert_eq!(found(&routes, "HEAD", "", "/a/b"), Some(("GET - /a/b", vec![])));
         assert_eq!(found(&routes, "POST", "", "/a/b"), Some(("POST - /a/{x}", vec!["b".to_owned()])));
@@ -512,11 +517,12 @@ mod tests {
 
     #[test]
     fn candidates_are_the_routes_of_host_and_path_in_order_of_preference() {
-        let routes = ["GET - /a/b", "POST - /a/{x}", "- - /{*all}", "- - /c", "- a.example.com,*.example.com /{*all}"]
-            .map(route);
+        let routes =
+            routes(["GET - /a/b", "POST - /a/{x}", "- - /{*all}", "- - /c", "- a.example.com,*.example.com /{*all}"]);
         let candidates = |method: Method, host| {
             let query = RouteQuery { host, method: &method, headers: &HeaderMap::new(), path: "/a/b", secure: false };
-            Router::new(&routes, TrailingSlash::Keep).candidates(&query)
+            let found = Router::new(&routes, TrailingSlash::Keep).candidates(&query);
+            found.into_iter().map(|(route, unmet)| (route.index(), unmet)).collect::<Vec<_>>()
         };
         let other_method = Some(UnmetCondition::Method);
         assert_eq!(candidates(Method::POST, "x"), [(0, other_method), (1, None), (2, None)]);
@@ -525,7 +531,7 @@ mod tests {
 
     #[test]
     fn an_exact_host_precedes_a_wildcard_and_a_wildcard_any_host() {
-        let routes = ["- a.example.com /x", "- *.example.com /{*r}", "- *.com /{*r}", "- - /{*r}"].map(route);
+        let routes = routes(["- a.example.com /x", "- *.example.com /{*r}", "- *.com /{*r}", "- - /{*r}"]);
         assert_eq!(name(&routes, "GET", "a.example.com", "/x"), Some("- a.example.com /x"));
         assert_eq!(name(&routes, "GET", "a.example.com", "/y"), Some("- *.example.com /{*r}"));
         assert_eq!(name(&routes, "GET", "b.c.example.com", "/x"), Some("- *.example.com /{*r}"));
@@ -536,9 +542,9 @@ mod tests {
 
     #[test]
     fn a_route_with_a_scheme_comes_first() {
-        let mut routes = ["- - /{*all}", "- a /x/y", "- - /ok"].map(route);
-        routes[0].secure = Some(false);
-        routes[2].secure = Some(true);
+        let mut routes = routes(["- - /{*all}", "- a /x/y", "- - /ok"]);
+        routes[RouteId::at(0)].secure = Some(false);
+        routes[RouteId::at(2)].secure = Some(true);
         let name = |host, path, secure| {
             let query = RouteQuery { host, method: &Method::GET, headers: &HeaderMap::new(), path, secure };
             Router::new(&routes, TrailingSlash::Keep)
@@ -554,30 +560,30 @@ mod tests {
 
     #[test]
     fn a_route_for_head_precedes_one_for_get() {
-        let routes = ["GET - /x", "HEAD - /x"].map(route);
+        let routes = routes(["GET - /x", "HEAD - /x"]);
         assert_eq!(name(&routes, "HEAD", "", "/x"), Some("HEAD - /x"));
         assert_eq!(name(&routes, "GET", "", "/x"), Some("GET - /x"));
     }
 
     #[test]
     fn methods_and_fields_are_more_specific_than_none() {
-        let routes = ["- - /x", "- - /x x-beta", "GET - /x"].map(route);
+        let routes = routes(["- - /x", "- - /x x-beta", "GET - /x"]);
         assert_eq!(name(&routes, "GET", "", "/x"), Some("GET - /x"));
         assert_eq!(name(&routes, "PUT", "", "/x"), Some("- - /x"));
         let mut headers = HeaderMap::new();
         headers.insert("x-beta", HeaderValue::from_static("1"));
         let query = RouteQuery { host: "", method: &Method::PUT, headers: &headers, path: "/x", secure: false };
-        assert_eq!(Router::new(&routes, TrailingSlash::Keep).find(&query, &mut Vec::new()), Ok(Some(1)));
+        assert_eq!(Router::new(&routes, TrailingSlash::Keep).find(&query, &mut Vec::new()), Ok(Some(RouteId::at(1))));
     }
 
     #[test]
     fn a_field_matched_by_value_must_not_repeat() {
-        let mut routes = ["- - /{*rest}", "- - /x", "POST - /x", "- - /y"].map(route);
+        let mut routes = routes(["- - /{*rest}", "- - /x", "POST - /x", "- - /y"]);
         let versions = [None, Some("2"), Some("3"), None];
         for (route, version) in routes.iter_mut().zip(versions) {
             route.headers.extend(version.map(|version| ("x-version".to_owned(), Some(version.to_owned()))));
         }
-        routes[3].headers.push(("x-version".to_owned(), None));
+        routes[RouteId::at(3)].headers.push(("x-version".to_owned(), None));
         let router = Router::new(&routes, TrailingSlash::Keep);
         let name = HeaderName::from_static("x-version");
         let mut twice = HeaderMap::new();
@@ -585,10 +591,10 @@ mod tests {
         let once = twice.clone();
         twice.append(&name, HeaderValue::from_static("2"));
         for (path, headers, found) in [
-            ("/x", &once, Ok(Some(1))),
+            ("/x", &once, Ok(Some(RouteId::at(1)))),
             ("/x", &twice, Err(AmbiguousHeader(&name))),
-            ("/y", &twice, Ok(Some(3))),
-            ("/z", &twice, Ok(Some(0))),
+            ("/y", &twice, Ok(Some(RouteId::at(3)))),
+            ("/z", &twice, Ok(Some(RouteId::at(0)))),
         ] {
             let query = RouteQuery { host: "", method: &Method::GET, headers, path, secure: false };
             assert_eq!(router.find(&query, &mut Vec::new()), found, "{path}");

@@ -183,6 +183,7 @@ mod tests {
     use crate::jwt::cache::TokenCache;
     use crate::jwt::token::TokenVerifier;
     use crate::jwt::verification_key::VerificationKey;
+    use transom_limiter::handles::{Handle, RuleId};
     use transom_limiter::key::{KeyHasher, OnMissing};
     use transom_limiter::rule_set::RuleSet;
 
@@ -221,7 +222,7 @@ mod tests {
         headers: &HeaderMap,
     ) -> String {
         let rule_set = RuleSet::new(&[rule(key, on_missing)], SEED, None);
-        let rule_key = RuleKey::new(&rule_set.rules[0], &route(), SEED);
+        let rule_key = RuleKey::new(&rule_set.rules[RuleId::at(0)], &route(), SEED);
         let mut text = String::from("transom:");
         let clients = ClientLookup::new(None);
         let found = with_request(address, headers, &tokens(), |request| {
@@ -242,10 +243,10 @@ mod tests {
     /// The text of a key in the decision API.
     fn decision_api_text(key: &[KeyPart], values: &[&str]) -> Option<String> {
         let rule_set = Arc::new(RuleSet::new(&[rule(key, OnMissing::Refuse)], SEED, None));
-        let service = DecisionService::new(&rule_set, &[None], SEED, None);
+        let service = DecisionService::new(&rule_set, &[None].into(), SEED, None);
         let values: Vec<String> = values.iter().map(|value| (*value).to_owned()).collect();
         let mut text = String::new();
-        service.write_store_key(0, &values, &digester(), &mut text).then_some(text)
+        service.write_store_key(RuleId::at(0), &values, &digester(), &mut text).then_some(text)
     }
 
     #[test]

@@ -451,6 +451,7 @@ mod tests {
     use crate::redis_store::shared_counters::SharedByWorkers;
     use crate::upstream::server_health::build_upstream_health;
     use transom_limiter::concurrency::ConcurrencyTable;
+    use transom_limiter::handles::{Handle, PlanPosition};
     use transom_limiter::key::{KeyHash, Seed};
     use transom_limiter::rule_set::RuleSet;
     use transom_limiter::table::Table;
@@ -478,7 +479,7 @@ mod tests {
         /// The only slot, as a request holds it.
         fn hold_slot(&self) -> HeldSlots {
             let mut slots = HeldSlots::default();
-            slots.add(0, self.table.try_acquire(KEY, 1).0.unwrap(), self.gauge.clone());
+            slots.add(PlanPosition::at(0), self.table.try_acquire(KEY, 1).0.unwrap(), self.gauge.clone());
             self.assert_in_flight(1);
             slots
         }
@@ -546,7 +547,7 @@ mod tests {
         let (config, clock) = (config::read(text).unwrap(), Clock::manual(1_700_000_000_000));
         let registry = Arc::new(Registry::default());
         let upstream_health = build_upstream_health(&config, &[], &registry, 1, clock.instant());
-        let rule_set = RuleSet::new(&config.rules, Seed(1, 2), None);
+        let rule_set = RuleSet::new(config.limiter_rules(), Seed(1, 2), None);
         let compiled = CompiledConfig::new(config, Seed(1, 2), rule_set, upstream_health, None);
         let shared = SharedByWorkers::new(Arc::new(Table::with_capacity(64).unwrap()));
         let worker = WorkerState::new(0, shared, clock, Arc::clone(&registry), compiled, RecordOutputs::default());

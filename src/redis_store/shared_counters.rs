@@ -470,7 +470,7 @@ mod tests {
             ];
             for (rules, shard, keys) in cases {
                 let worker = TestWorker::new(&rules).await;
-                let TestWorker { shared, charge_plan, .. } = &worker;
+                let TestWorker { shared, rule_set, charge_plan, .. } = &worker;
                 if let Some(shard) = shard {
                     shared.leases.with_or_insert(worker.counter("a", 0), shard, shared.clock.instant(), |_record| ());
                 }

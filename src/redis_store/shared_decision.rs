@@ -542,6 +542,7 @@ mod tests {
         ACCOUNT_KEY, HOUR_KEY, HOUR_MS, KEY, START_MS, TestWorker, acquire, leased, local, named, run, sharded,
     };
     use super::*;
+    use transom_limiter::handles::{Handle, RuleId};
     use transom_limiter::rule::{OnLimit, Rule};
 
     const DELAY: OnLimit = OnLimit::Delay { max_delay_ms: 2 * HOUR_MS, max_waiting: 9 };
@@ -552,9 +553,9 @@ mod tests {
             let rules = [local("9/hour"), leased(&["9/hour"]), named("exempt", leased(&["9/hour"]))];
             let worker = TestWorker::new(&rules).await;
             let mut context = worker.context("a", 1);
-            context.inputs.keyed_requests[2] = None;
+            context.inputs.keyed_requests[PlanPosition::at(2)] = None;
             let texts = worker.key_texts("a");
-            let begun = worker.shared.begin(&worker.rule_set, &worker.charge_plan, &mut context, |i| texts[i].clone());
+            let begun = worker.shared.begin(&worker.charge_plan, &mut context, |i| texts[i].clone());
             let BeginResult::Pending(pending) = begun else { panic!("the store is asked") };
             assert_eq!(pending.key_texts, [None, Some("r|a".into()), None]);
         });
@@ -584,7 +585,6 @@ mod tests {
             for (rule, leases) in [(leased(&["4000/hour"]), false), (sharded("4000/hour"), true)] {
                 let worker = TestWorker::new(&[rule]).await;
                 let query = KeyQuery {
-                    rule_set: &worker.rule_set,
                     charge_plan: &worker.charge_plan,
                     keyed_requests: worker.context("a", 1).inputs.keyed_requests,
                     reserve: false,
@@ -605,9 +605,7 @@ mod tests {
             let (_, mut context) = worker.outcome("a", 2).await.unwrap();
             worker.settled_calls().await;
             let texts = worker.key_texts("a");
-            worker
-                .shared
-                .charge_refusal(&worker.rule_set, &worker.charge_plan, &mut context, |rule| texts[rule].clone());
+            worker.shared.charge_refusal(&worker.charge_plan, &mut context, |rule| texts[rule].clone());
             assert_eq!(worker.settled_calls().await, [acquire(KEY, [2, 2, 0])]);
         });
     }
@@ -618,9 +616,9 @@ mod tests {
             let shadow = named("shadow", Rule { on_limit: OnLimit::Shadow, ..leased(&["9/hour"]) });
             let exact = Rule { sharing: Sharing::Exact, ..leased(&["9/minute", "90/hour"]) };
             let worker = TestWorker::new(&[exact, Rule { sharing: Sharing::Exact, ..shadow }]).await;
-            let layers = vec![LayerRef { rule: 0, layer: 1 }];
+            let layers = vec![worker.layer_ref(0, 1)];
             let (context, texts) = (worker.context("a", 2), worker.key_texts("a"));
-            let pending = worker.shared.recharge(&worker.rule_set, &worker.charge_plan, layers, context, texts);
+            let pending = worker.shared.recharge(&worker.charge_plan, layers, context, texts);
             assert!(pending.deadline > Instant::from_std(worker.clock.instant()));
             let outcome = pending.decide(&worker.charge_plan).await.unwrap();
             assert!(matches!(outcome.decision, Decision::Admitted));
@@ -659,7 +657,7 @@ mod tests {
                 let mut rule = Rule { on_limit: DELAY, sharing, ..leased(&["5/hour"]) };
                 rule.layers[0].reserve = 5;
                 let mut worker = TestWorker::new(&[rule]).await;
-                worker.charge_plan = worker.rule_set.immediate_plan(&[0], true);
+                worker.charge_plan = worker.rule_set.immediate_plan([RuleId::at(0)], true);
                 worker.store.set_used(ACCOUNT_KEY, 5);
                 // The second request knows the usage.
                 assert_eq!([worker.decide("a", 1).await, worker.decide("a", 1).await], [Some(false); 2]);
@@ -676,14 +674,14 @@ mod tests {
             assert_eq!(worker.decide("a", 1).await, Some(true));
             let (decision, _) = worker.outcome("a", 1).await.unwrap();
             let Decision::Delayed { until_ms, recharge, .. } = decision else { panic!("{decision:?}") };
-            assert_eq!((until_ms, recharge), (START_MS + HOUR_MS, vec![LR00]));
+            assert_eq!((until_ms, recharge), (START_MS + HOUR_MS, vec![worker.layer_ref(0, 0)]));
         });
     }
 
     #[test]
     fn a_decision_gives_up_after_its_deadline_or_too_many_rounds() {
         run(async {
-            let worker = TestWorker::new(&[leased(&["9/hour"])]).await;
+            let (worker, rule) = (TestWorker::new(&[leased(&["9/hour"])]).await, PlanPosition::at(0));
             let now = Instant::from_std(worker.clock.instant());
             let later = now + Duration::from_secs(60);
             for (rounds, deadline, gives_up) in [
@@ -696,8 +694,8 @@ mod tests {
             ] {
                 let mut pending = worker.pending("a", 1);
                 (pending.progress.rounds, pending.deadline) = (rounds, deadline);
-                assert_eq!(pending.gives_up(&[0]), gives_up, "{rounds}");
-                assert_eq!((pending.progress.without_store[0], pending.progress.rounds), (gives_up, rounds + 1));
+                assert_eq!(pending.gives_up(&[rule]), gives_up, "{rounds}");
+                assert_eq!((pending.progress.without_store[rule], pending.progress.rounds), (gives_up, rounds + 1));
             }
         });
     }
@@ -705,28 +703,28 @@ mod tests {
     #[test]
     fn a_rule_of_an_unreachable_server_continues_without_it() {
         run(async {
-            let worker = TestWorker::new(&[leased(&["9/hour"])]).await;
+            let (worker, rule) = (TestWorker::new(&[leased(&["9/hour"])]).await, PlanPosition::at(0));
             let mut pending = worker.pending("a", 1);
-            assert!(!pending.skip_unreachable(&[0]) && !pending.gives_up(&[0]));
+            assert!(!pending.skip_unreachable(&[rule]) && !pending.gives_up(&[rule]));
             let now = worker.clock.instant();
             worker.shared.breaker.record_failure(ServerId::ONLY, FAILURES_MAX, now, Duration::ZERO);
-            assert!(!pending.skip_unreachable(&[]) && !pending.progress.without_store[0]);
-            assert!(pending.skip_unreachable(&[0]) && pending.progress.without_store[0]);
-            pending.progress.without_store[0] = false;
-            assert!(pending.gives_up(&[0]) && pending.progress.without_store[0]);
+            assert!(!pending.skip_unreachable(&[]) && !pending.progress.without_store[rule]);
+            assert!(pending.skip_unreachable(&[rule]) && pending.progress.without_store[rule]);
+            pending.progress.without_store[rule] = false;
+            assert!(pending.gives_up(&[rule]) && pending.progress.without_store[rule]);
         });
     }
 
     #[test]
     fn only_a_server_that_was_silent_for_half_of_the_timeout_has_failed() {
         run(async {
-            let worker = TestWorker::new(&[leased(&["9/hour"])]).await;
+            let (worker, rule) = (TestWorker::new(&[leased(&["9/hour"])]).await, PlanPosition::at(0));
             let timeout = worker.shared.timeout;
             let now = Instant::from_std(worker.clock.instant());
             for (waited, failures) in [(Duration::ZERO, 0), (timeout * 4 / 10, 0), (timeout * 6 / 10, 1)] {
                 let mut pending = worker.pending("a", 1);
-                pending.time_out(&[0], now - waited);
-                assert!(pending.progress.without_store[0]);
+                pending.time_out(&[rule], now - waited);
+                assert!(pending.progress.without_store[rule]);
                 assert_eq!(worker.calls("timeout"), failures, "{waited:?}");
             }
         });

@@ -19,12 +19,15 @@ use crate::clock::Clock;
 use crate::config::redis::{Node, Nodes, StoreConfig};
 use crate::metrics::redis::StoreMetrics;
 use crate::metrics::{self, Metric, Registry};
+use crate::redis_store::StoreKeys;
+use transom_limiter::charge_plan::{ChargePlan, LayerRef};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::handles::{Handle, LayerId, PlanPosition, RuleId, VariantId};
 use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Rule, Sharing};
-use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
+use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::table::{Counter, Table};
 
 /// The time at which tests begin: the start of an hour.
@@ -338,20 +341,30 @@ impl TestWorker {
         let shared_by_workers = SharedByWorkers::new(Arc::new(Table::with_capacity(1000).unwrap()));
         let shared = SharedCounters::new(&config, shared_by_workers, clock.clone(), metrics);
         let rule_set = Arc::new(RuleSet::new(rules, Seed(1, 2), None));
-        let charge_plan = rule_set.charge_plan(&(0..rules.len()).collect::<Vec<_>>());
-        TestWorker { shared, store, clock, charge_plan, registry }
+        let charge_plan = rule_set.charge_plan(rule_set.rules.ids());
+        TestWorker { shared, store, clock, rule_set, charge_plan, registry }
     }
 
     /// The request of a key under the rule at this position.
     pub fn request(&self, rule: usize, key: &str, cost: u32) -> KeyedRequest {
-        let mut hasher = KeyHasher::new(Seed(1, 2), self.rule_set.rules[rule].hash_prefix);
+        let mut hasher = KeyHasher::new(Seed(1, 2), self.rule_set.rules[RuleId::at(rule)].hash_prefix);
         hasher.add_part(0, key.as_bytes());
-        KeyedRequest { key: hasher.finish(), offset: 0, variant: 0, cost }
+        KeyedRequest { key: hasher.finish(), offset: 0, variant: VariantId::DEFAULT, cost }
+    }
+
+    /// A default layer of the rule at this position.
+    fn layer(&self, rule: usize, layer: usize) -> LayerId {
+        self.rule_set.rules[RuleId::at(rule)].variant(VariantId::DEFAULT).nth(layer).unwrap()
+    }
+
+    /// As [`TestWorker::layer`], in the charge plan.
+    pub fn layer_ref(&self, rule: usize, layer: usize) -> LayerRef {
+        LayerRef { position: PlanPosition::at(rule), id: self.layer(rule, layer) }
     }
 
     /// The counter of a key in a layer of the first rule.
     pub fn counter(&self, key: &str, layer: usize) -> Counter {
-        self.rule_set.rules[0].layer(layer).counter(self.request(0, key, 1))
+        self.rule_set.layer(self.layer(0, layer)).counter(self.request(0, key, 1))
     }
 
     /// A request with the same key under all rules.
@@ -364,8 +377,8 @@ impl TestWorker {
 
     /// The store keys of a key under all rules.
     pub fn key_texts(&self, key: &str) -> StoreKeys {
-        let text = |rule: &usize| Some(format!("{}|{key}", self.rule_set.rules[*rule].rule.name).into());
-        self.charge_plan.rules().iter().map(text).collect()
+        let text = |rule: &RuleId| Some(format!("{}|{key}", self.rule_set.rules[*rule].rule.name).into());
+        self.charge_plan.rules().map(text)
     }
 
     /// The calls that the store has received when the background tasks have ended: they make two calls one after the other at
@@ -382,7 +395,7 @@ impl TestWorker {
     pub fn begin(&self, key: &str, cost: u32) -> (BeginResult, DecisionContext) {
         let mut context = self.context(key, cost);
         let texts = self.key_texts(key);
-        let begun = self.shared.begin(&self.rule_set, &self.charge_plan, &mut context, |rule| texts[rule].clone());
+        let begun = self.shared.begin(&self.charge_plan, &mut context, |rule| texts[rule].clone());
         (begun, context)
     }
 

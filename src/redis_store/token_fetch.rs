@@ -847,10 +847,10 @@ mod tests {
 
     impl TestWorker {
         /// A fetch for a layer of the rule at this position.
-        fn fetch(&self, layer: LayerId, key: &str, need: u64, want: u64) -> TokenFetch {
-            let (layer_ref, request) = (LayerRef { rule, layer }, self.request(rule, key, 1));
-            let text = self.key_texts(key)[rule].clone().unwrap();
-            self.shared.token_fetch(&self.rule_set, &self.charge_plan, layer_ref, request, text, need, want)
+        fn fetch(&self, rule: usize, layer: usize, key: &str, need: u64, want: u64) -> TokenFetch {
+            let (layer_ref, request) = (self.layer_ref(rule, layer), self.request(rule, key, 1));
+            let text = self.key_texts(key)[layer_ref.position].clone().unwrap();
+            self.shared.token_fetch(&self.charge_plan, layer_ref, request, text, need, want)
         }
 
         /// Deposits what a store replies to a fetch for the first layer. Returns the usage if that is a refusal.
@@ -1324,9 +1324,9 @@ mod tests {
             let taken = |key, tokens| {
                 let mut pending = worker.pending("a", 3);
                 let in_flight = in_flight(key, tokens);
-                pending.take_undeposited(&worker.rule_set, &worker.charge_plan, &[0], &in_flight);
+                pending.take_undeposited(&worker.charge_plan, &[0], &in_flight);
                 // Once for each layer.
-                pending.take_undeposited(&worker.rule_set, &worker.charge_plan, &[0], &in_flight);
+                pending.take_undeposited(&worker.charge_plan, &[0], &in_flight);
                 let refunds = pending.progress.refunds.drain(..).map(|(_, refund)| refund.tokens).collect::<Vec<_>>();
                 (
                     in_flight.undeposited.borrow()[0].tokens,
@@ -1334,7 +1334,7 @@ mod tests {
                     std::mem::take(&mut pending.context.sharing.prepaid),
                 )
             };
-            let layer = LR00;
+            let layer = worker.layer_ref(0, 0);
             assert_eq!(taken("a", 7), (4, vec![3], vec![layer]));
             assert_eq!(taken("a", 3), (0, vec![3], vec![layer]));
             assert_eq!(taken("a", 2), (2, vec![], vec![]));
@@ -1362,11 +1362,11 @@ mod tests {
             let worker = TestWorker::new(&[leased(&["5/hour"])]).await;
             let recheck = |key, cost| {
                 let mut context = worker.context(key, cost);
-                worker.shared.begin(&worker.rule_set, &worker.charge_plan, &mut context, |_| None);
+                worker.shared.begin(&worker.charge_plan, &mut context, |_| None);
                 context.result.charges.iter_mut().for_each(|charge| charge.is_full = true);
                 worker.record(key, |record| record.in_flight = None);
                 let text = worker.key_texts(key);
-                worker.shared.recheck(&worker.rule_set, &worker.charge_plan, &context, |rule| text[rule].clone());
+                worker.shared.recheck(&worker.charge_plan, &context, |rule| text[rule].clone());
                 worker.record(key, |record| record.in_flight.is_some())
             };
             assert!(!recheck("a", 6) && recheck("b", 5));

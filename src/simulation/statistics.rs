@@ -373,7 +373,7 @@ mod tests {
     fn keyed(key: u64) -> KeyedRequest {
         let hash = key.wrapping_mul(0x9E37_79B9_7F4A_7C15);
         let key = KeyHash { bucket_hash: hash ^ (hash >> 31), tag: 1 };
-        KeyedRequest { key, offset: 0, variant: 0, cost: 1 }
+        KeyedRequest { key, offset: 0, variant: VariantId::DEFAULT, cost: 1 }
     }
 
     #[test]
@@ -404,7 +404,7 @@ mod tests {
         assert!(sample.keys.len() <= 1000 && sample.one_of() >= 32);
         assert!((40_000..60_000).contains(&sample.key_count()), "{}", sample.key_count());
         assert!((3000..7000).contains(&sample.refused_count()), "{}", sample.refused_count());
-        assert_eq!(sample.maxima(0, 0).first(), Some(&10));
+        assert_eq!(sample.maxima(VariantId::DEFAULT, 0).first(), Some(&10));
     }
 
     #[test]
@@ -425,7 +425,7 @@ mod tests {
             }
         }
         sample.finish(|_, layer, tokens, weight| histograms[layer].add(tokens, weight));
-        let maxima: Vec<u32> = (0..3).map(|layer| sample.maxima(0, layer)[0]).collect();
+        let maxima: Vec<u32> = (0..3).map(|layer| sample.maxima(VariantId::DEFAULT, layer)[0]).collect();
         // 1000 to 2000; 800 to 1800; 875 to 2000.
         assert_eq!(maxima, [3, 4, 4]);
         assert_eq!(histograms.each_ref().map(Histogram::total), [3, 3, 3]);

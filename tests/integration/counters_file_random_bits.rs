@@ -136,9 +136,9 @@ fn run_operations(rule: RuleId, charge_plan: &ChargePlan, table: &Table, number:
 
 #[test]
 fn any_table_contents_lead_to_a_decision_for_every_window_kind() {
-    let rules = config().rules;
+    let config = config();
     let mut rng = Rng::with_seed(1711);
-    let rule_set = Arc::new(RuleSet::new(&rules, Seed(1, 2), None));
+    let rule_set = Arc::new(RuleSet::new(config.limiter_rules(), Seed(1, 2), None));
     let charge_plans = rule_set.rules.ids().map(|rule| (rule, rule_set.charge_plan([rule])));
     let charge_plans: Vec<(RuleId, ChargePlan)> = charge_plans.collect();
     // More keys than slots, so that some share a counter.

@@ -199,8 +199,8 @@ fn every_record_is_possible(file: &Path, toml: &str) -> usize {
 
 /// The tags of all counters that clients can have used, each with the position of its layer.
 fn tags(header: &Header, toml: &str) -> Vec<(u64, usize)> {
-    let rules = config::read(&with_listen(toml)).unwrap().rules;
-    let rule_set = Arc::new(RuleSet::new(&rules, header.seed, None));
+    let config = config::read(&with_listen(toml)).unwrap();
+    let rule_set = Arc::new(RuleSet::new(config.limiter_rules(), header.seed, None));
     let (charge_plan, table) = (rule_set.charge_plan([RuleId::at(0)]), Table::with_capacity(64).unwrap());
     let mut context = DecisionContext::default();
     let start = KeyHashers::new(&rule_set.rules[RuleId::at(0)], header.seed, None);

@@ -164,8 +164,8 @@ struct ChargedCounters {
 
 impl ChargedCounters {
     fn new(counters: Counters) -> ChargedCounters {
-        let rules = config::read(&with_listen(RULES)).unwrap().rules;
-        let rule_set = Arc::new(RuleSet::new(&rules, counters.seed, None));
+        let config = config::read(&with_listen(RULES)).unwrap();
+        let rule_set = Arc::new(RuleSet::new(config.limiter_rules(), counters.seed, None));
         let charge_plans = rule_set.rules.ids().map(|rule| rule_set.charge_plan([rule])).collect();
         ChargedCounters { charge_plans, counters }
     }

@@ -43,8 +43,12 @@ fn limits_and_variants_have_names_and_positions() {
     let several = &rule_set.rules[RuleId::at(0)];
     let hour = several.variant(VariantId::DEFAULT).nth(1).expect("there are two layers");
     assert_eq!(
-        (several.layer_name(hour), several.suffix(hour), several.concurrent_index()),
-        ("several-hour", ":hour", 7)
+        (
+            several.layer_name(hour),
+            several.suffix(hour),
+            several.limit_names().position(|name| Some(name) == several.concurrent_name())
+        ),
+        ("several-hour", ":hour", Some(7))
     );
     assert_eq!(
         (several.concurrent_name(), rule_set.rules[RuleId::at(2)].concurrent_name()),
