@@ -127,13 +127,15 @@ const STATUS_CODES: [(&str, &str); 3] = [
     ("http/websocket_handshake.rs", "distinguishes a 101 from other responses of the upstream"),
 ];
 /// Files that may use atomics, with the reason.
-const ATOMICS: [(&str, &str); 7] = [
+const ATOMICS: [(&str, &str); 9] = [
     ("clock.rs", "workers share the offset of the clock"),
     ("metrics/storage.rs", "counted by one worker, read by a scrape"),
     (
         "downstream/connection_limit.rs",
         "connections of all workers are counted, once at their start and once at their end",
     ),
+    ("redis_store/reported_usage.rs", "refunds read without a lock whether anything was reported"),
+    ("redis_store/usage_order.rs", "calls of all workers to the store are numbered in one order"),
     ("upstream/request_limit.rs", "requests of all workers are counted where they are limited"),
     ("upstream/server_health.rs", "workers share the health of servers"),
     ("access_log/mod.rs", "whether the file was moved"),

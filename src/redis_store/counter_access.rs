@@ -130,15 +130,15 @@ impl CounterAccess {
     }
 
     /// Refunds the last `tokens` of each charge that was made here.
-    pub fn refund(&self, keys: RequestKeys<'_>, receipts: Vec<ShardReceipt>, tokens: u32) {
-        self.prepare_refund(keys, &receipts);
+    pub fn refund(&self, keys: RequestKeys<'_>, mut receipts: Vec<ShardReceipt>, tokens: u32) {
+        self.prepare_refund(keys, &mut receipts, tokens);
         keys.charge_plan.rule_set().refund(&receipts, tokens, &self.table, self.clock.now().unix_ms);
     }
 
     /// Refunds whole charges that later ones may depend on: now, or when those are refunded. Charges that are not refunded by
     /// `until_ms` stay; `None`: by the end of their window.
-    pub fn refund_in_order(&self, keys: RequestKeys<'_>, receipts: Vec<ShardReceipt>, until_ms: Option<u64>) {
-        self.prepare_refund(keys, &receipts);
+    pub fn refund_in_order(&self, keys: RequestKeys<'_>, mut receipts: Vec<ShardReceipt>, until_ms: Option<u64>) {
+        self.prepare_refund(keys, &mut receipts, u32::MAX);
         let now_ms = self.clock.now().unix_ms;
         for receipt in receipts {
             let until_ms = until_ms.unwrap_or(receipt.receipt.end_ms());
@@ -146,8 +146,11 @@ impl CounterAccess {
         }
     }
 
-    fn prepare_refund(&self, keys: RequestKeys<'_>, receipts: &[ShardReceipt]) {
+    /// Refunds in the store what was reported meanwhile, and removes its receipts. Ensures that leased tokens are returned if they
+    /// are not spent after the refund of the others.
+    fn prepare_refund(&self, keys: RequestKeys<'_>, receipts: &mut Vec<ShardReceipt>, tokens: u32) {
         if let Some(shared) = &self.shared {
+            shared.refund_reported(keys.charge_plan, keys.keyed_requests, receipts, tokens);
             shared.track_refunded_leases(keys.charge_plan, keys.keyed_requests, keys.store_keys, receipts);
         }
     }

@@ -51,6 +51,20 @@ struct SplitLayers {
     others: Vec<LayerRef>,
 }
 
+/// A layer that the store is asked to decide.
+struct SentLayer {
+    /// The position of its charge in the result.
+    charge: usize,
+    layer: LayerRef,
+    keyed_request: KeyedRequest,
+    counter: Counter,
+    request: CounterRequest,
+    /// A lower bound of its usage, if the store may have lost counts; otherwise 0.
+    least: u64,
+    /// Usage that the store does not know yet; of a layer of penalties, a penalty that it may not know.
+    local: Usage,
+}
+
 impl SharedCounters {
     /// Charges all or nothing. Counters on different servers are charged in turn, server by server, and refunded if one
     /// refuses. If the caller is dropped, the charges are refunded.
@@ -164,12 +178,14 @@ impl SharedCounters {
                 }
                 break;
             }
-            let layers = layers_of_key(&rule_set, rule, keyed_request);
-            layers.for_each(|layer| shared.end_charge(charge, layer.counter(keyed_request), charged.is_some()));
+            let is_charged = charged.is_some();
             match charged {
                 Some(replies) => shared.note_overdraft(&rule_set, rule, keyed_request, &requests, &replies),
+                // Before the known usage loses the tokens.
                 None => shared.overdraw_locally(&rule_set, rule, keyed_request, &key_text),
             }
+            let layers = layers_of_key(&rule_set, rule, keyed_request);
+            layers.for_each(|layer| shared.end_charge(charge, layer.counter(keyed_request), is_charged));
         });
     }
 
@@ -248,7 +264,7 @@ impl SharedCounters {
             let windows = &rule_set.windows[charge_plan.layer(of).windows_index];
             charge.usage = Usage { used: 1, end_ms: now_ms + windows.typical_ms() };
             charge.is_full = true;
-            self.table.set_known_usage(charge.counter, charge.usage.end_ms, 1, now_ms);
+            self.raise_known_usage(charge.counter, charge.usage.end_ms, 1, now_ms);
             let (shared, rule_set) = (Rc::clone(self), Arc::clone(rule_set));
             tokio::task::spawn_local(async move {
                 shared.start_store_penalty(&rule_set, of.id.rule, keyed_request, &key_text).await;
@@ -290,6 +306,14 @@ impl SharedCounters {
         let known = self.table.known_usage(counter, self.clock.now().unix_ms).filter(|_| least > 0);
         let known = known.map_or_else(Usage::default, |(end_ms, used)| Usage { used: u64::from(used), end_ms });
         self.used_locally(charge_plan.rule_set(), layer_ref.id, keyed_request).joined_penalty(known)
+    }
+
+    /// What local counters have counted of a layer whose rule counts locally during an outage; otherwise 0.
+    fn used_in_outage(&self, charge_plan: &ChargePlan, layer_ref: LayerRef, keyed_request: KeyedRequest) -> u64 {
+        match charge_plan.rule_of(layer_ref).rule.on_outage {
+            OnOutage::Local => self.used_locally(charge_plan.rule_set(), layer_ref.id, keyed_request).used,
+            OnOutage::Allow | OnOutage::Refuse => 0,
+        }
     }
 
     /// Fills in a charge that the store decides: its `usage` is the usage that the store last reported, and `is_full` says
@@ -348,14 +372,62 @@ impl SharedDecision {
     /// Sends the charges from `first` on to the store and records its reply.
     pub(super) async fn send_layers(&mut self, charge_plan: &ChargePlan, first: usize) -> SendResult {
         let shared = Rc::clone(&self.shared);
-        let rules: Vec<_> = self.context.result.charges[first..].iter().map(|charge| charge.layer.position).collect();
-        if self.gives_up(&rules) {
+        let charges = self.context.result.charges[first..].iter();
+        if self.gives_up(&charges.map(|charge| charge.layer.position).collect::<Vec<_>>()) {
             return SendResult::Failed;
         }
         let now_ms = shared.clock.now().unix_ms;
-        let (mut requests, mut known, mut local_usage) = (Vec::new(), Vec::new(), Vec::new());
-        let SharedDecision { context, key_texts, .. } = self;
-        for charge in context.result.charges.iter_mut().skip(first) {
+        let sent = self.layers_to_send_from(charge_plan, first, now_ms);
+        if !self.progress.ignores_leases && self.is_known_exhausted(charge_plan, first, now_ms) {
+            return SendResult::Refused;
+        }
+        let (began, generation) = (Instant::from_std(shared.clock.instant()), shared.generation.get());
+        let requests: Vec<CounterRequest> = sent.iter().map(|sent| sent.request.clone()).collect();
+        let PendingCharge { outcome: receiver, granted } = shared.start_charge(requests.clone());
+        let outcome = before_deadline(self.deadline, receiver).await;
+        // Only rules whose server has not replied continue without the store.
+        let failed_rules = || {
+            let granted = granted.get();
+            let failed = &sent[granted..granted + shared.first_call_len(&requests[granted..])];
+            failed.iter().map(|sent| sent.layer.position).collect::<Vec<_>>()
+        };
+        let (refused, replies) = match outcome {
+            Some(Ok(ChargeOutcome::Granted(replies))) => (false, replies),
+            Some(Ok(ChargeOutcome::Refused(replies))) => (true, replies),
+            Some(Ok(ChargeOutcome::OtherWindow)) => return SendResult::OtherWindow,
+            Some(Ok(ChargeOutcome::Failed) | Err(_)) => {
+                self.skip_store(&failed_rules());
+                return SendResult::Failed;
+            }
+            None => {
+                self.time_out(&failed_rules(), began);
+                return SendResult::Failed;
+            }
+        };
+        let mut is_late = false;
+        for (sent, reply) in sent.iter().zip(&replies) {
+            is_late |= self.note_reply(charge_plan, sent, *reply, refused, generation);
+        }
+        let refunds = refunds_of(&requests, &replies).into_iter().zip(&sent);
+        let refunds: Vec<_> = refunds.map(|(refund, sent)| (sent.layer.position, refund)).collect();
+        if is_late {
+            self.return_grants(&sent, &replies, refunds);
+            return SendResult::Refused;
+        }
+        if refused {
+            let unasked = sent.get(replies.len()).map_or(self.context.result.charges.len(), |sent| sent.charge);
+            self.set_usage_of_unasked(charge_plan, unasked);
+            return SendResult::Refused;
+        }
+        SendResult::Granted(refunds)
+    }
+
+    /// What the store is asked about the charges from `first` on.
+    fn layers_to_send_from(&mut self, charge_plan: &ChargePlan, first: usize, now_ms: u64) -> Vec<SentLayer> {
+        let SharedDecision { shared, context, key_texts, .. } = self;
+        let rule_set = charge_plan.rule_set();
+        let mut sent = Vec::new();
+        for (position, charge) in context.result.charges.iter_mut().enumerate().skip(first) {
             let layer_ref = charge.layer;
             let (Some(keyed_request), Some(Some(key_text))) =
                 (context.inputs.keyed_requests[layer_ref.position], key_texts.get(layer_ref.position))
@@ -366,89 +438,80 @@ impl SharedDecision {
                 // Until the store replies, a window without usage is assumed.
                 charge.usage.end_ms = charge.request.end_ms;
             }
-            let base_request =
-                shared.counter_request(charge_plan.rule_set(), layer_ref.id, keyed_request, key_text, now_ms);
-            known.push(base_request.used_min);
-            let layer = charge_plan.layer(layer_ref);
+            let base_request = shared.counter_request(rule_set, layer_ref.id, keyed_request, key_text, now_ms);
+            shared.record_found(rule_set, layer_ref.id, keyed_request, key_text, base_request.ceiling);
+            let (layer, least) = (charge_plan.layer(layer_ref), base_request.used_min);
             let local = match layer.is_penalty() {
-                true => shared.known_penalty(charge_plan, layer_ref, keyed_request, base_request.used_min),
+                true => shared.known_penalty(charge_plan, layer_ref, keyed_request, least),
                 false => Usage { used: u64::from(layer.capacity).saturating_sub(base_request.ceiling), end_ms: 0 },
             };
             if layer.is_penalty() {
                 charge.request.floor = local.used;
             }
-            local_usage.push(local);
-            let (cost, ceiling) = (u64::from(charge.request.cost), charge.request.ceiling.saturating_sub(local.used));
-            requests.push(CounterRequest {
-                need: cost,
-                ceiling,
-                used_min: base_request.used_min.max(charge.request.floor),
+            let request = CounterRequest {
+                need: u64::from(charge.request.cost),
+                ceiling: charge.request.ceiling.saturating_sub(local.used),
+                used_min: least.max(charge.request.floor),
                 ..base_request
-            });
+            };
+            let counter = layer.counter(keyed_request);
+            sent.push(SentLayer { charge: position, layer: layer_ref, keyed_request, counter, request, least, local });
         }
-        if !self.progress.ignores_leases && self.is_known_exhausted(charge_plan, first, now_ms) {
-            return SendResult::Refused;
+        sent
+    }
+
+    /// Records the reply of the store to one layer. `true`: the reply is late, and grants what was counted here since.
+    fn note_reply(
+        &mut self,
+        charge_plan: &ChargePlan,
+        sent: &SentLayer,
+        reply: CounterReply,
+        refused: bool,
+        generation: u64,
+    ) -> bool {
+        let (shared, charge) = (&self.shared, &mut self.context.result.charges[sent.charge]);
+        let SentLayer { counter, least, local, .. } = *sent;
+        let used = if refused { reply.used.saturating_sub(reply.granted) } else { reply.used };
+        let (layer, now_ms) = (charge_plan.layer(sent.layer), shared.clock.now().unix_ms);
+        let kind = layer.request.kind;
+        if layer.is_penalty() {
+            charge.usage = Usage { used: used.min(1), end_ms: reply.available_ms }.joined_penalty(local);
+            charge.is_full = refused && charge.usage.used > 0;
+            // A penalty that the store does not know keeps its end.
+            if used > 0 || local.used == 0 {
+                shared.note_store_usage(counter, kind, reply, used, 0, now_ms);
+            }
+            return false;
         }
-        let (began, generation) = (Instant::from_std(shared.clock.instant()), shared.generation.get());
-        let PendingCharge { outcome: receiver, granted } = shared.start_charge(requests.clone());
-        let outcome = before_deadline(self.deadline, receiver).await;
-        // Only rules whose server has not replied continue without the store.
-        let failed_rules = || {
-            let granted = granted.get();
-            &rules[granted..granted + shared.first_call_len(&requests[granted..])]
-        };
-        let (refused, replies) = match outcome {
-            Some(Ok(ChargeOutcome::Granted(replies))) => (false, replies),
-            Some(Ok(ChargeOutcome::Refused(replies))) => (true, replies),
-            Some(Ok(ChargeOutcome::OtherWindow)) => return SendResult::OtherWindow,
-            Some(Ok(ChargeOutcome::Failed) | Err(_)) => {
-                self.skip_store(failed_rules());
-                return SendResult::Failed;
-            }
-            None => {
-                self.time_out(failed_rules(), began);
-                return SendResult::Failed;
-            }
-        };
-        let refunds = rules.iter().copied().zip(refunds_of(&requests, &replies)).collect();
-        for (i, replies) in replies.iter().enumerate() {
-            let Some(charge) = self.context.result.charges.get_mut(first + i) else { break };
-            let used = if refused { replies.used.saturating_sub(replies.granted) } else { replies.used };
-            let layer_ref = charge.layer;
-            let layer = charge_plan.layer(layer_ref);
-            let counter = self.context.inputs.keyed_requests[layer_ref.position].map(|request| layer.counter(request));
-            // If nothing was acquired, the reply is only what the store knows.
-            let least = known.get(i).copied().unwrap_or(0);
-            let local = local_usage.get(i).copied().unwrap_or_default();
-            let kind = layer.request.kind;
-            if layer.is_penalty() {
-                charge.usage = Usage { used: used.min(1), end_ms: replies.available_ms }.joined_penalty(local);
-                charge.is_full = refused && charge.usage.used > 0;
-                // A penalty that the store does not know keeps its end.
-                if let Some(counter) = counter.filter(|_| used > 0 || local.used == 0) {
-                    shared.note_store_usage(counter, kind, *replies, used, 0, now_ms);
-                }
-                continue;
-            }
-            let known = counter.map_or(least, |counter| shared.known_usage(counter, replies.end_ms, least, generation));
-            let mut used = used.max(known);
-            if let Some(counter) = counter {
-                used = shared.note_store_usage(counter, kind, *replies, used, 0, now_ms);
-            }
-            charge.usage = Usage { used: used.saturating_add(local.used), end_ms: replies.available_ms };
-            charge.is_full = refused
-                && charge.usage.used.max(charge.request.floor) + u64::from(charge.request.cost)
-                    > charge.request.ceiling;
-            if let Some(counter) = counter.filter(|_| kind == WindowKind::Sliding) {
-                let (need, limit, usage) = (u64::from(charge.request.cost), charge.request.limit, charge.usage);
-                shared.note_refusal(counter, charge.is_full.then_some(Refusal { need, limit, usage }));
-            }
+        // If nothing was acquired, the reply is only what the store knows.
+        let used = used.max(shared.known_usage(counter, reply.end_ms, least, generation));
+        let used = shared.note_store_usage(counter, kind, reply, used, 0, now_ms);
+        let local_now = if refused { 0 } else { shared.used_in_outage(charge_plan, sent.layer, sent.keyed_request) };
+        let used = used.saturating_add(local_now.max(local.used));
+        charge.usage = Usage { used, end_ms: reply.available_ms };
+        // A late reply grants what the store had left when it executed the call; this gateway may have counted requests
+        // locally since.
+        let is_late = local_now > local.used && used > charge.request.ceiling;
+        let needed = used.max(charge.request.floor).saturating_add(charge.request.cost.into());
+        charge.is_full = is_late || refused && needed > charge.request.ceiling;
+        if kind == WindowKind::Sliding {
+            let (need, limit, usage) = (u64::from(charge.request.cost), charge.request.limit, charge.usage);
+            shared.note_refusal(counter, charge.is_full.then_some(Refusal { need, limit, usage }));
         }
-        if refused {
-            self.set_usage_of_unasked(charge_plan, first + replies.len());
-            return SendResult::Refused;
+        is_late
+    }
+
+    /// Refunds what the store has granted for layers, and takes it out of their usage.
+    fn return_grants(&mut self, sent: &[SentLayer], replies: &[CounterReply], refunds: Vec<(PlanPosition, Refund)>) {
+        let (shared, result) = (&self.shared, &mut self.context.result);
+        for (sent, reply) in sent.iter().zip(replies) {
+            let charge = &mut result.charges[sent.charge];
+            charge.usage.used = charge.usage.used.saturating_sub(reply.granted);
+            let end_ms = (sent.request.window.kind != WindowKind::Sliding).then_some(reply.end_ms);
+            let tokens = u32::try_from(reply.granted).unwrap_or(u32::MAX);
+            shared.table.subtract_known_usage(sent.counter, end_ms, tokens, shared.clock.now().unix_ms);
         }
-        SendResult::Granted(refunds)
+        shared.refund_later(refunds.into_iter().map(|(_, refund)| refund).collect());
     }
 
     /// Sets the usage of the charges from `first` on to the known one: their servers were not asked, because one before has refused.

@@ -87,8 +87,9 @@ pub struct LeaseRecord {
 #[derive(Clone, Copy)]
 pub struct UnansweredCharge {
     pub id: ChargeId,
+    /// 0 once a reply has them.
     pub tokens: u64,
-    /// The last call that was sent before: its reply does not have these tokens. `u64::MAX`: the charge was not sent yet.
+    /// No call of this worker up to this number has these tokens. `u64::MAX`: the charge was not sent yet.
     pub sent_after: u64,
 }
 
@@ -107,13 +108,13 @@ pub struct Refusal {
 }
 
 impl LeaseRecord {
-    /// Notes the reply to a call. Returns whether a later one was noted before, and the tokens of unanswered charges that the reply
-    /// does not have.
+    /// Notes the reply to a call. Returns whether a later one was noted before, and the tokens of charges that the reply has: they
+    /// are unanswered no longer.
     pub fn note_call(&mut self, call: u64) -> (bool, u64) {
         let is_outdated = call < self.latest_call;
         self.latest_call = self.latest_call.max(call);
-        let later = self.unanswered.iter().filter(|charge| call <= charge.sent_after);
-        (is_outdated, later.map(|charge| charge.tokens).sum())
+        let answered = self.unanswered.iter_mut().filter(|charge| charge.sent_after < call);
+        (is_outdated, answered.map(|charge| std::mem::take(&mut charge.tokens)).sum())
     }
 
     fn new(counter: Counter, shard: u32, now: Instant) -> LeaseRecord {

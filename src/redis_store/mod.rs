@@ -5,7 +5,8 @@
 //! - Protocol: `scripts` (commands and replies, pure).
 //! - Decisions: `shared_decision` (one request), `exact_mode` (what the store decides itself), `token_fetch` and
 //!   `lease_sizing` (leases), `decision_queries` (decision API).
-//! - Outages: `circuit_breaker`, `unreported_usage`, `outage`, `outage_log`.
+//! - Outages: `circuit_breaker`, `unreported_usage`, `reported_usage`, `outage`, `outage_log`.
+//! - `usage_order`: which replies may lower the known usage that all workers share.
 //! - Diagnosis: `diagnose`.
 //! - `shared_counters`: the state of one worker, calls with their bookkeeping, periodic tasks.
 //! - `test_worker`: a worker and a store for unit tests.
@@ -28,6 +29,7 @@ pub mod lease_sizing;
 mod outage;
 mod outage_log;
 mod reconnecting;
+mod reported_usage;
 pub mod scripts;
 mod sentinel;
 pub mod shared_counters;
@@ -36,6 +38,7 @@ pub mod shared_decision;
 mod test_worker;
 mod token_fetch;
 mod unreported_usage;
+mod usage_order;
 
 /// The key of a request under each rule of a charge plan; `None` for rules that are not shared, or do not apply.
 pub type StoreKeys = IdVec<PlanPosition, Option<Rc<str>>>;

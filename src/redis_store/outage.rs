@@ -14,14 +14,17 @@ use super::connection::log_excerpt;
 use super::lease_sizing::{CounterId, counter_id};
 use super::outage_log::WorkerOutage;
 use super::reconnecting::ServerId;
-use super::scripts::{AcquireReply, CounterReply, CounterRequest, TOKENS_MAX};
+use super::reported_usage::SendingRefunds;
+use super::scripts::{AcquireReply, CounterReply, CounterRequest, Refund, RefundTarget, TOKENS_MAX};
 use super::shared_counters::SharedCounters;
 use super::unreported_usage::UnreportedCharge;
+use super::usage_order::CounterOrder;
 use crate::metrics::redis::StoreOutcome;
 use transom_limiter::charge_plan::{ChargePlan, LayerRef};
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::handles::LayerId;
+use transom_limiter::rule::OnOutage;
 use transom_limiter::rule_set::{CountingMode, KeyedRequest, RuleSet};
 use transom_limiter::sharded_counter::part_of_shard;
 use transom_limiter::store_key::StoreWindow;
@@ -117,7 +120,11 @@ impl SharedCounters {
     async fn recover(self: Rc<Self>, server: ServerId, outage: WorkerOutage) {
         loop {
             tokio::time::sleep(PROBE_PERIOD).await;
-            if self.probe(Some(server)).await.is_ok() && self.report(server).await {
+            // Refunds go first: a server that has lost its data gets the usage without them from the next calls.
+            if self.probe(Some(server)).await.is_ok()
+                && self.send_kept_refunds(server).await
+                && self.report(server).await
+            {
                 break;
             }
         }
@@ -126,12 +133,19 @@ impl SharedCounters {
         outage.end(&self.store.name_of(server), self.metrics.outage_decisions());
         // In a cluster, its hash slots may have moved to other servers meanwhile.
         self.report_to_reachable().await;
-        self.send_kept_refunds().await;
+        if let Some(mut sending) = self.kept_refunds.take(|_| true) {
+            self.refund(refunds_of_worker(&mut sending)).await;
+        }
     }
 
-    /// Sends the refunds that could not be sent during the outage.
-    async fn send_kept_refunds(self: &Rc<Self>) {
-        self.refund(self.unreported.take_refunds()).await;
+    /// Sends the refunds to a server that could not be sent during the outage. Returns `false` if the server is unreachable again,
+    /// or another worker is sending refunds.
+    pub(super) async fn send_kept_refunds(self: &Rc<Self>, server: ServerId) -> bool {
+        let Some(mut sending) = self.kept_refunds.take(|refund| self.store.server_of(&refund.key_base) == server)
+        else {
+            return false;
+        };
+        self.send_refunds(refunds_of_worker(&mut sending), true).await
     }
 
     /// Records charges of this decision that were made locally only.
@@ -168,6 +182,24 @@ impl SharedCounters {
             keyed_request,
             key_text: Rc::clone(key_text),
         });
+    }
+
+    /// Records charges that this worker finds in the local counters: of another process, which ended before it could report them.
+    /// `ceiling`: what they leave of the layer's capacity.
+    pub(super) fn record_found(
+        &self,
+        rule_set: &Arc<RuleSet>,
+        layer: LayerId,
+        keyed_request: KeyedRequest,
+        key_text: &Rc<str>,
+        ceiling: u64,
+    ) {
+        let compiled_rule = &rule_set.rules[layer.rule];
+        let compiled_layer = compiled_rule.layer(layer);
+        let is_used_locally = ceiling < u64::from(compiled_layer.capacity);
+        if is_used_locally && compiled_rule.rule.on_outage == OnOutage::Local && !compiled_layer.is_penalty() {
+            self.record_unreported_layer(rule_set, layer, keyed_request, key_text);
+        }
     }
 
     /// Reports usage to reachable servers: usage that was counted locally while one of their replies was late. A server that
@@ -237,9 +269,17 @@ impl SharedCounters {
         }
     }
 
-    /// Records the usage `used` that a reply of the store reports, and returns what is known now: with unanswered charges that the
-    /// reply does not have, and around an outage, when workers learn at different times what others counted locally, not less
-    /// than before with the `leased` tokens of the reply. A reply to an earlier call than the last one is outdated.
+    /// Records the usage `used` that a reply of the store reports, and returns what is known now.
+    ///
+    /// The known usage is what replies have reported, and the tokens of unanswered charges of all workers. Workers get replies in
+    /// another order than that in which the store executed their calls. A reply lowers what replies have reported only if its call
+    /// was sent after the last raise: then the store executed the call after everything that is known. An earlier call raises
+    /// only. So the known usage is never less than what this process was granted, and yet follows a refund or a reset within one
+    /// round trip: without a raise, the next call is sent after the last one. A charge of another worker that is unanswered and that
+    /// the reply has already counts twice until it is answered, which refuses early and never admits too much.
+    ///
+    /// Around an outage the known usage is not less than before with the `leased` tokens of the reply, because of sharded counters,
+    /// whose reports are no unanswered charges.
     pub(super) fn note_store_usage(
         &self,
         counter: Counter,
@@ -249,22 +289,51 @@ impl SharedCounters {
         leased: u64,
         now_ms: u64,
     ) -> u64 {
-        let end_ms = reply.end_ms;
-        let (is_outdated, unanswered) =
+        let mut order = self.usage_order.lock(counter_id(counter));
+        let (is_outdated, answered) =
             self.leases.with_existing(counter_id(counter), |record| record.note_call(reply.call)).unwrap_or_default();
-        if is_outdated && let Some((_, known)) = self.table.known_usage(counter, now_ms) {
+        let CounterOrder { raised, unanswered } = order.get();
+        order.remove_unanswered(answered);
+        let known = self.table.known_usage(counter, now_ms);
+        if is_outdated && let Some((_, known)) = known {
             return known.into();
         }
         let is_settled = self.breaker.is_settled(self.clock.instant());
-        let before = self.table.known_usage(counter, now_ms).filter(|(end, _)| *end == end_ms && !is_settled);
-        let least = before.map_or(0, |(_, before)| u64::from(before).saturating_add(leased));
-        let used = used.saturating_add(unanswered).max(least);
+        let is_same_window = |(end_ms, _): &(u64, u32)| match kind {
+            WindowKind::Sliding => true,
+            // A later end was assumed by this gateway.
+            kind if kind.is_opened_by_requests() => *end_ms >= reply.end_ms,
+            _ => *end_ms == reply.end_ms,
+        };
+        let before = known.filter(is_same_window).map(|(end_ms, known)| (end_ms, u64::from(known)));
+        let least = before.filter(|(end_ms, _)| *end_ms == reply.end_ms && !is_settled);
+        let least = least.map_or(0, |(_, known)| known.saturating_add(leased));
+        let reported_before = before.map_or(0, |(_, known)| known.saturating_sub(unanswered));
+        let unanswered = unanswered.saturating_sub(answered);
+        let reported = if reply.call > raised { used } else { used.max(reported_before) };
+        let used = reported.saturating_add(unanswered).max(least);
+        if before.is_none() || used.saturating_sub(unanswered) > reported_before {
+            order.note_raise();
+        }
         let known = u32::try_from(used).unwrap_or(u32::MAX);
-        match kind.is_opened_by_requests() {
-            true => self.table.correct_known_usage(counter, end_ms, known, now_ms),
-            false => self.table.set_known_usage(counter, end_ms, known, now_ms),
+        match kind {
+            WindowKind::Sliding => {
+                let end_ms = before.map_or(reply.end_ms, |(end_ms, _)| end_ms.max(reply.end_ms));
+                self.table.set_known_usage(counter, end_ms, known, now_ms);
+            }
+            kind if kind.is_opened_by_requests() => {
+                self.table.correct_known_usage(counter, reply.end_ms, known, now_ms)
+            }
+            _ => self.table.set_known_usage(counter, reply.end_ms, known, now_ms),
         }
         used
+    }
+
+    /// Sets the known usage to more than replies have reported.
+    pub(super) fn raise_known_usage(&self, counter: Counter, end_ms: u64, used: u32, now_ms: u64) {
+        let mut order = self.usage_order.lock(counter_id(counter));
+        self.table.set_known_usage(counter, end_ms, used, now_ms);
+        order.note_raise();
     }
 
     /// Adds tokens to the known usage that are used and not reported by the store yet. `end_ms`: the end of their window, as far
@@ -354,6 +423,8 @@ impl SharedCounters {
         // for a while; the tokens are therefore first added to the usage known to be used elsewhere. They are added,
         // not set, because several workers may report one counter at once.
         let add_known = |tokens: u64| self.add_known_usage(counter, window, local.end_ms, tokens, now_ms);
+        let mut order = self.usage_order.lock(id);
+        let reported = self.reported.begin(id);
         let tokens = rule_set.reset_local(
             layer,
             keyed_request,
@@ -364,11 +435,14 @@ impl SharedCounters {
         if tokens == 0 {
             return true;
         }
+        reported.send(tokens, now_ms);
         // The tokens are part of the known usage, and not of replies to calls that were sent before.
         let unanswered = (shards == 1).then(|| self.new_charge());
-        if let Some(id) = unanswered {
-            self.add_unanswered(id, counter, tokens);
+        match unanswered {
+            Some(id) => self.add_unanswered(&mut order, id, counter, tokens),
+            None => order.note_raise(),
         }
+        drop(order);
         let mut all_delivered = true;
         let parts = reachable.len() as u32;
         for (base, shard) in reachable.into_iter().zip(0..) {
@@ -389,13 +463,15 @@ impl SharedCounters {
                 self.send_charge(id, counter);
             }
             let reply = self.acquire_unchecked(std::slice::from_ref(&request)).await;
-            // Without a reply, the tokens stay part of the known usage: the store may have them.
-            if let Some(id) = unanswered {
-                self.end_charge(id, counter, true);
-            }
+            let mut early = None;
             match reply {
                 Ok(AcquireReply::Granted { counters: replies, .. }) => {
                     self.metrics.reported(part);
+                    if let Some(reply) = replies.first() {
+                        let target = request.refund_target(*reply);
+                        let target = RefundTarget { end_ms: reply.end_ms, ..target };
+                        early = Some(target.refund(self.reported.end(id, &target, part, now_ms)));
+                    }
                     if let (Some(reply), 1) = (replies.first(), shards) {
                         self.note_used_tokens(rule_set.layer(layer), counter, &request, *reply);
                     }
@@ -405,17 +481,135 @@ impl SharedCounters {
                 // Other servers have their own breakers.
                 Err(StoreError::Unreachable(_)) => all_delivered &= owner != server,
             }
+            // Without a reply, the tokens stay part of the known usage: the store may have them.
+            if let Some(id) = unanswered {
+                self.end_charge(id, counter, true);
+            }
+            match early {
+                Some(refund) if refund.tokens > 0 => {
+                    self.forget_refunded_tokens(counter, refund.tokens);
+                    self.refund_later(vec![refund]);
+                }
+                Some(_) => {}
+                None => self.reported.fail(counter_id(counter), part),
+            }
         }
         all_delivered
     }
 }
 
+/// The refunds to send, in the form that a worker uses.
+fn refunds_of_worker(sending: &mut SendingRefunds<'_>) -> Vec<Refund> {
+    let refunds = std::mem::take(&mut sending.refunds);
+    refunds.into_iter().map(|refund| refund.with_key(|key| Rc::from(&**key))).collect()
+}
+
 #[cfg(test)]
 mod tests {
+    use tokio::sync::Notify;
     use tokio::time::Instant;
 
-    use super::super::test_worker::{TestWorker, leased, run};
+    use super::super::test_worker::{KEY, TestWorker, leased, run};
+    use super::*;
     use transom_limiter::decision::Decision;
+    use transom_limiter::rule::{Rule, Sharing};
+
+    fn exact(limit: &str) -> Rule {
+        Rule { sharing: Sharing::Exact, ..leased(&[limit]) }
+    }
+
+    /// A request of another worker whose reply is held back until the result is notified.
+    async fn held_request(worker: &TestWorker) -> (Rc<Notify>, JoinHandle<bool>) {
+        worker.store.take_calls();
+        worker.store.hold();
+        let (pending, charge_plan) =
+            (worker.pending("a", 1), worker.rule_set.charge_plan(worker.rule_set.rules.ids().take(1)));
+        let decision =
+            spawn_local(
+                async move { matches!(pending.decide(&charge_plan).await.unwrap().decision, Decision::Admitted) },
+            );
+        worker.store.next_calls().await;
+        (worker.store.stop_holding(), decision)
+    }
+
+    #[test]
+    fn a_late_reply_to_another_worker_does_not_lower_the_known_usage() {
+        run(async {
+            for rule in [exact("99/hour"), leased(&["99/hour"])] {
+                let worker = TestWorker::new(&[rule]).await;
+                let other = worker.beside();
+                let (held, decision) = held_request(&other).await;
+                for _ in 0..30 {
+                    assert_eq!(worker.decide("a", 1).await, Some(true));
+                }
+                worker.settled_calls().await;
+                let known = worker.known_usage("a");
+                assert!(known >= Some(31), "{known:?}");
+                held.notify_waiters();
+                assert!(decision.await.unwrap());
+                assert_eq!(worker.known_usage("a"), known);
+            }
+        });
+    }
+
+    #[test]
+    fn a_reset_lowers_the_known_usage_with_the_next_call() {
+        run(async {
+            let worker = TestWorker::new(&[exact("99/hour")]).await;
+            let other = worker.beside();
+            for _ in 0..5 {
+                assert_eq!([worker.decide("a", 1).await, other.decide("a", 1).await], [Some(true); 2]);
+            }
+            worker.store.set_used(KEY, 0);
+            assert_eq!(other.decide("a", 1).await, Some(true));
+            assert_eq!(worker.known_usage("a"), Some(1));
+        });
+    }
+
+    #[test]
+    fn the_known_usage_has_unanswered_charges_of_all_workers() {
+        run(async {
+            let worker = TestWorker::new(&[exact("99/hour")]).await;
+            let other = worker.beside();
+            assert_eq!([worker.decide("a", 1).await, other.decide("a", 1).await], [Some(true); 2]);
+            worker.store.take_calls();
+            worker.store.hold();
+            worker.shared.overdraw(
+                &worker.rule_set,
+                worker.charge_plan.rules().as_slice()[0],
+                worker.request(0, "a", 40),
+                &"r|a".into(),
+            );
+            worker.store.next_calls().await;
+            let held = worker.store.stop_holding();
+            assert_eq!(worker.known_usage("a"), Some(42));
+            assert_eq!(other.decide("a", 1).await, Some(true));
+            assert!(worker.known_usage("a") >= Some(43), "the charge may count twice until it is answered");
+            held.notify_waiters();
+            worker.settled_calls().await;
+            assert_eq!(worker.known_usage("a"), Some(43));
+        });
+    }
+
+    #[test]
+    fn a_late_grant_in_exact_mode_admits_nothing_beyond_the_limit() {
+        run(async {
+            let worker = TestWorker::new(&[exact("3/hour")]).await;
+            let other = worker.beside();
+            assert_eq!(worker.decide("a", 1).await, Some(true));
+            let (held, decision) = held_request(&other).await;
+            for _ in 0..2 {
+                worker.store.hold();
+                let mut pending = worker.pending("a", 1);
+                pending.deadline = Instant::from_std(worker.clock.instant());
+                let outcome = pending.decide(&worker.charge_plan).await.unwrap();
+                assert!(matches!(outcome.decision, Decision::Admitted), "it is counted locally");
+                worker.store.release();
+            }
+            held.notify_waiters();
+            assert!(!decision.await.unwrap(), "three requests are admitted already");
+        });
+    }
 
     /// The server hangs; its circuit breaker is not open yet.
     #[test]

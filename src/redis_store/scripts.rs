@@ -136,8 +136,8 @@ pub enum AcquireReply {
 
 /// Tokens to refund.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Refund {
-    pub key_base: Rc<str>,
+pub struct Refund<K = Rc<str>> {
+    pub key_base: K,
     pub kind: WindowKind,
     /// [`CounterReply::number`].
     pub number: u64,
@@ -165,6 +165,14 @@ pub struct RefundTarget {
     pub limit: u32,
     /// The end of a lease on the tokens.
     pub end_ms: u64,
+}
+
+impl<K> Refund<K> {
+    /// The same refund with another form of the key.
+    pub fn with_key<L>(self, convert: impl FnOnce(&K) -> L) -> Refund<L> {
+        let Refund { key_base, kind, number, limit, tokens, only_if_used, deletes } = self;
+        Refund { key_base: convert(&key_base), kind, number, limit, tokens, only_if_used, deletes }
+    }
 }
 
 impl RefundTarget {

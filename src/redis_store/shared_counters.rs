@@ -12,12 +12,14 @@ use super::circuit_breaker::CircuitBreakers;
 use super::client::{RedisClient, StoreError};
 use super::connection::{Connection, log_excerpt};
 use super::diagnose::{EVICTION, Info};
-use super::lease_sizing::Leases;
+use super::lease_sizing::{Leases, counter_id};
 use super::outage_log::OutageLog;
 use super::reconnecting::ServerId;
+use super::reported_usage::{KeptRefunds, ReportedUsage};
 use super::scripts::{AcquireReply, CounterRequest, LEAD_MAX_MS, Refund, RefundTarget};
 use super::sentinel::reply_text;
 use super::unreported_usage::UnreportedUsage;
+use super::usage_order::UsageOrder;
 use crate::clock::Clock;
 use crate::config::redis::StoreConfig;
 use crate::metrics::redis::{StoreMetrics, StoreOutcome};
@@ -25,6 +27,7 @@ use crate::redis_store::StoreKeys;
 use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::deferred_refunds::DeferredRefunds;
 use transom_limiter::handles::{IdVec, PlanPosition};
+use transom_limiter::rule::Sharing;
 use transom_limiter::rule_set::KeyedRequest;
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::store_key::{StoreWindow, counter_name};
@@ -47,11 +50,21 @@ pub struct SharedByWorkers {
     pub table: Arc<Table>,
     pub deferred_refunds: Arc<DeferredRefunds>,
     pub outages: Arc<OutageLog>,
+    pub usage_order: Arc<UsageOrder>,
+    pub reported: Arc<ReportedUsage>,
+    pub kept_refunds: Arc<KeptRefunds>,
 }
 
 impl SharedByWorkers {
     pub fn new(table: Arc<Table>) -> SharedByWorkers {
-        SharedByWorkers { table, deferred_refunds: Arc::default(), outages: Arc::default() }
+        SharedByWorkers {
+            table,
+            deferred_refunds: Arc::default(),
+            outages: Arc::default(),
+            usage_order: Arc::default(),
+            reported: Arc::default(),
+            kept_refunds: Arc::default(),
+        }
     }
 }
 
@@ -67,6 +80,9 @@ pub struct SharedCounters {
     pub(super) unreported: UnreportedUsage,
     pub(super) deferred_refunds: Arc<DeferredRefunds>,
     pub(super) outages: Arc<OutageLog>,
+    pub(super) usage_order: Arc<UsageOrder>,
+    pub(super) reported: Arc<ReportedUsage>,
+    pub(super) kept_refunds: Arc<KeptRefunds>,
     pub(super) metrics: StoreMetrics,
     /// The shard of a sharded counter from which this worker fetches first.
     pub(super) own_shard: u32,
@@ -75,8 +91,6 @@ pub struct SharedCounters {
     pub(super) reconnected_ms: Cell<u64>,
     /// The generation of the store's connections that was seen last; it changes with every reconnect.
     pub(super) generation: Cell<u64>,
-    /// Calls that were sent.
-    pub(super) calls: Cell<u64>,
     /// The number of charges in the background that were begun.
     pub(super) charges: Cell<u64>,
     pub(super) last_warning: Cell<Option<Instant>>,
@@ -85,7 +99,7 @@ pub struct SharedCounters {
 impl SharedCounters {
     pub fn new(
         config: &StoreConfig,
-        SharedByWorkers { table, deferred_refunds, outages }: SharedByWorkers,
+        SharedByWorkers { table, deferred_refunds, outages, usage_order, reported, kept_refunds }: SharedByWorkers,
         clock: Clock,
         metrics: StoreMetrics,
     ) -> Rc<SharedCounters> {
@@ -100,11 +114,13 @@ impl SharedCounters {
             unreported: UnreportedUsage::default(),
             deferred_refunds,
             outages,
+            usage_order,
+            reported,
+            kept_refunds,
             metrics,
             own_shard: fastrand::u32(..),
             reconnected_ms: Cell::new(0),
             generation: Cell::new(0),
-            calls: Cell::new(0),
             charges: Cell::new(0),
             last_warning: Cell::new(None),
         })
@@ -156,9 +172,15 @@ impl SharedCounters {
         }
         if generation != 0 && self.store.generation() != generation {
             self.note_reconnect(began);
-            // Local usage is reported first, so that the tokens are not granted again.
-            let shared = Rc::clone(self);
-            let report: Pin<Box<dyn Future<Output = ()>>> = Box::pin(async move { shared.report_to_reachable().await });
+            // Local usage is reported first, so that the tokens are not granted again, and kept refunds before that.
+            let (shared, server) =
+                (Rc::clone(self), requests.first().map(|request| self.store.server_of(&request.key_base)));
+            let report: Pin<Box<dyn Future<Output = ()>>> = Box::pin(async move {
+                if let Some(server) = server {
+                    shared.send_kept_refunds(server).await;
+                }
+                shared.report_to_reachable().await;
+            });
             report.await;
             return Ok(AcquireReply::OtherWindow { time_ms: self.clock.now().unix_ms });
         }
@@ -172,8 +194,7 @@ impl SharedCounters {
     ) -> Result<AcquireReply, StoreError> {
         let (began, now_ms) = (self.clock.instant(), self.clock.now().unix_ms);
         let server = requests.first().map_or(ServerId::ONLY, |request| self.store.server_of(&request.key_base));
-        let call = self.calls.get() + 1;
-        self.calls.set(call);
+        let call = self.usage_order.next_number();
         let mut reply = self.store.acquire(requests, now_ms).await;
         if let Ok(AcquireReply::Granted { counters, .. } | AcquireReply::Refused { counters, .. }) = &mut reply {
             counters.iter_mut().for_each(|counter| counter.call = call);
@@ -196,6 +217,13 @@ impl SharedCounters {
 
     /// Refunds tokens, as far as the store can be reached; the others stay used until their window ends.
     pub(super) async fn refund(self: &Rc<Self>, refunds: Vec<Refund>) {
+        self.send_refunds(refunds, false).await;
+    }
+
+    /// As [`SharedCounters::refund`]. `is_probed`: the server is reachable, although its circuit breaker may be open. Returns
+    /// `false` if a call failed.
+    pub(super) async fn send_refunds(self: &Rc<Self>, refunds: Vec<Refund>, is_probed: bool) -> bool {
+        let mut all_sent = true;
         let mut calls: Vec<Vec<Refund>> = Vec::new();
         for refund in refunds {
             let joins = |call: &&mut Vec<Refund>| {
@@ -209,28 +237,33 @@ impl SharedCounters {
         }
         while !calls.is_empty() {
             let others = calls.split_off(calls.len().min(REFUND_CALLS_MAX));
-            let send = |call| spawn_local(Rc::clone(self).refund_in_one_call(call));
+            let send = |call| spawn_local(Rc::clone(self).refund_in_one_call(call, is_probed));
             let sent: Vec<_> = std::mem::replace(&mut calls, others).into_iter().map(send).collect();
             for sent in sent {
                 // A failed call has logged its error.
-                drop(sent.await);
+                all_sent &= sent.await.unwrap_or(false);
             }
         }
+        all_sent
     }
 
-    async fn refund_in_one_call(self: Rc<Self>, refunds: Vec<Refund>) {
-        let Some(first) = refunds.first() else { return };
-        if self.is_unreachable(&first.key_base) {
-            self.unreported.keep_refunds(refunds);
-            return;
+    async fn refund_in_one_call(self: Rc<Self>, refunds: Vec<Refund>, is_probed: bool) -> bool {
+        let Some(first) = refunds.first() else { return true };
+        if !is_probed && self.is_unreachable(&first.key_base) {
+            self.kept_refunds.keep(refunds);
+            return true;
         }
         let began = self.clock.instant();
         match self.store.refund(&refunds).await {
             Ok(returned) => {
                 self.metrics.returned(returned);
                 self.metrics.call_completed(StoreOutcome::Refunded, self.clock.instant().duration_since(began));
+                true
             }
-            Err(error) => self.record_error(self.store.server_of(&first.key_base), &error),
+            Err(error) => {
+                self.record_error(self.store.server_of(&first.key_base), &error);
+                false
+            }
         }
     }
 
@@ -262,6 +295,54 @@ impl SharedCounters {
         // The known usage of a sliding window ends later than a lease.
         let end_ms = (target.kind != WindowKind::Sliding).then_some(target.end_ms);
         self.table.subtract_known_usage(counter, end_ms, tokens, self.clock.now().unix_ms);
+    }
+
+    /// Refunds up to `tokens` of each charge that was counted locally and reported since: the store has these tokens. Leaves in
+    /// `receipts` what is to be refunded locally.
+    pub fn refund_reported(
+        self: &Rc<Self>,
+        charge_plan: &ChargePlan,
+        keyed_requests: &IdVec<PlanPosition, Option<KeyedRequest>>,
+        receipts: &mut Vec<ShardReceipt>,
+        tokens: u32,
+    ) {
+        if !self.reported.is_used() {
+            return;
+        }
+        let now_ms = self.clock.now().unix_ms;
+        let mut refunds = Vec::new();
+        for (position, compiled_rule) in charge_plan.compiled_rules() {
+            let Some(keyed_request) = keyed_requests[position].filter(|_| compiled_rule.rule.sharing != Sharing::Local)
+            else {
+                continue;
+            };
+            for layer in compiled_rule.variant(keyed_request.variant) {
+                let counter = compiled_rule.layer(layer).counter(keyed_request);
+                receipts.retain_mut(|charged| {
+                    let charge = charged.receipt.last_tokens(tokens);
+                    if charged.layer != counter.layer
+                        || charged.request.kind == WindowKind::Leased
+                        || charge.end_ms() <= now_ms
+                    {
+                        return true;
+                    }
+                    let (more, taken) = self.reported.take(counter_id(counter), charge.tokens(), now_ms);
+                    let sent: u64 = more.iter().map(|refund| refund.tokens).sum();
+                    self.forget_refunded_tokens(counter, sent);
+                    refunds.extend(more.into_iter().map(|refund| refund.with_key(|key| Rc::from(&**key))));
+                    let rest = charge.tokens().saturating_sub(taken);
+                    charged.receipt = charge.last_tokens(u32::try_from(rest).unwrap_or(u32::MAX));
+                    rest > 0
+                });
+            }
+        }
+        self.refund_later(refunds);
+    }
+
+    /// Subtracts tokens that are refunded to the store from the known usage.
+    pub(super) fn forget_refunded_tokens(&self, counter: Counter, tokens: u64) {
+        let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
+        self.table.subtract_known_usage(counter, None, tokens, self.clock.now().unix_ms);
     }
 
     /// Ensures that leased tokens are returned if they are not spent after the refund of these charges: the lease may have been

@@ -191,9 +191,14 @@ impl TestStore {
         self.0.held.replace(Some(Rc::default()));
     }
 
+    /// Holds no further replies back. The result sends those that are held back when it is notified.
+    pub fn stop_holding(&self) -> Rc<Notify> {
+        self.0.held.take().expect("replies are held back")
+    }
+
     /// Sends the replies that were held back.
     pub fn release(&self) {
-        self.0.held.take().expect("replies are held back").notify_waiters();
+        self.stop_holding().notify_waiters();
     }
 
     async fn serve(self, stream: TcpStream) -> Option<()> {
@@ -326,6 +331,8 @@ pub struct TestWorker {
     pub rule_set: Arc<RuleSet>,
     pub charge_plan: ChargePlan,
     registry: Registry,
+    rules: Vec<Rule>,
+    shared_by_workers: SharedByWorkers,
 }
 
 impl TestWorker {
@@ -334,15 +341,25 @@ impl TestWorker {
         fastrand::seed(SEED);
         let clock = Clock::manual(START_MS);
         let store = TestStore::start(clock.clone()).await;
+        let shared_by_workers = SharedByWorkers::new(Arc::new(Table::with_capacity(1000).unwrap()));
+        TestWorker::with(rules, store, clock, shared_by_workers)
+    }
+
+    /// Another worker of the same process.
+    pub fn beside(&self) -> TestWorker {
+        TestWorker::with(&self.rules, self.store.clone(), self.clock.clone(), self.shared_by_workers.clone())
+    }
+
+    fn with(rules: &[Rule], store: TestStore, clock: Clock, shared_by_workers: SharedByWorkers) -> TestWorker {
         let node = Node::Tcp { host: "127.0.0.1".to_owned(), port: store.0.port };
         let config = StoreConfig { timeout: DEADLINE, ..StoreConfig::with_defaults(Nodes::Single(node)) };
         let registry = Registry::default();
         let metrics = StoreMetrics::new(&registry, 0);
-        let shared_by_workers = SharedByWorkers::new(Arc::new(Table::with_capacity(1000).unwrap()));
-        let shared = SharedCounters::new(&config, shared_by_workers, clock.clone(), metrics);
+        let shared = SharedCounters::new(&config, shared_by_workers.clone(), clock.clone(), metrics);
         let rule_set = Arc::new(RuleSet::new(rules, Seed(1, 2), None));
         let charge_plan = rule_set.charge_plan(rule_set.rules.ids());
-        TestWorker { shared, store, clock, rule_set, charge_plan, registry }
+        let rules = rules.to_vec();
+        TestWorker { shared, store, clock, rule_set, charge_plan, registry, rules, shared_by_workers }
     }
 
     /// The request of a key under the rule at this position.
@@ -379,6 +396,11 @@ impl TestWorker {
     pub fn key_texts(&self, key: &str) -> StoreKeys {
         let text = |rule: &RuleId| Some(format!("{}|{key}", self.rule_set.rules[*rule].rule.name).into());
         self.charge_plan.rules().map(text)
+    }
+
+    /// The known usage of a key in the first layer.
+    pub fn known_usage(&self, key: &str) -> Option<u32> {
+        self.shared.table.known_usage(self.counter(key, 0), self.clock.now().unix_ms).map(|(_, used)| used)
     }
 
     /// The calls that the store has received when the background tasks have ended: they make two calls one after the other at

@@ -20,6 +20,7 @@ use super::lease_sizing::{
 use super::scripts::{AcquireReply, CounterReply, CounterRequest, RefundTarget};
 use super::shared_counters::SharedCounters;
 use super::shared_decision::{DecisionProgress, NextStep, ROUNDS_MAX, SharedDecision, before_deadline};
+use super::usage_order::LockedOrder;
 use transom_limiter::acquire::Charge;
 use transom_limiter::charge_plan::{ChargePlan, LayerRef};
 use transom_limiter::decision_context::{DecisionContext, DecisionResult};
@@ -161,7 +162,7 @@ impl SharedCounters {
                 return true;
             }
             if i + 1 == shards {
-                self.table.set_known_usage(fetch.counter, reply.end_ms, fetch.request.limit, self.clock.now().unix_ms);
+                self.raise_known_usage(fetch.counter, reply.end_ms, fetch.request.limit, self.clock.now().unix_ms);
                 let all = CounterReply { used: whole, ..reply };
                 in_flight.refused.borrow_mut().push((counter_id(fetch.counter), all));
             }
@@ -410,8 +411,8 @@ impl SharedCounters {
             let is_closed = used == 0 && request.window.kind.is_opened_by_requests();
             need = tokens.min(request.ceiling.saturating_sub(used));
             if is_charged || is_closed || need == 0 {
-                end_charge(true);
                 self.note_store_usage(counter, request.window.kind, reply, used, 0, self.clock.now().unix_ms);
+                end_charge(is_charged);
                 return;
             }
         }
@@ -426,23 +427,28 @@ impl SharedCounters {
 
     /// Adds tokens to the known usage that a call in the background charges: the next request may come before the reply.
     pub(super) fn begin_charge(&self, id: ChargeId, counter: Counter, window: StoreWindow, tokens: u64) {
-        self.add_unanswered(id, counter, tokens);
+        let mut order = self.usage_order.lock(counter_id(counter));
+        self.add_unanswered(&mut order, id, counter, tokens);
         let now_ms = self.clock.now().unix_ms;
         if let Some((end_ms, _)) = self.table.known_usage(counter, now_ms) {
             self.add_known_usage(counter, window, end_ms, tokens, now_ms);
         }
     }
 
-    /// Notes a charge in the background whose tokens are part of the known usage.
-    pub(super) fn add_unanswered(&self, id: ChargeId, counter: Counter, tokens: u64) {
+    /// Notes a charge in the background whose tokens are part of the known usage. `order`: of the counter.
+    pub(super) fn add_unanswered(&self, order: &mut LockedOrder<'_>, id: ChargeId, counter: Counter, tokens: u64) {
         let charge = UnansweredCharge { id, tokens, sent_after: u64::MAX };
         let now = self.clock.instant();
-        self.leases.with_or_insert(counter, self.own_shard, now, |record| record.unanswered.push(charge));
+        let added = self.leases.with_or_insert(counter, self.own_shard, now, |record| record.unanswered.push(charge));
+        match added {
+            Some(()) => order.add_unanswered(tokens),
+            None => order.note_raise(),
+        }
     }
 
     /// Notes that the next call makes this charge.
     pub(super) fn send_charge(&self, id: ChargeId, counter: Counter) {
-        let sent_after = self.calls.get();
+        let sent_after = self.usage_order.next_number();
         self.leases.with_existing(counter_id(counter), |record| {
             record
                 .unanswered
@@ -452,15 +458,22 @@ impl SharedCounters {
         });
     }
 
-    /// Ends what [`SharedCounters::begin_charge`] has begun. `has_reply`: the usage is noted next.
-    pub(super) fn end_charge(&self, id: ChargeId, counter: Counter, has_reply: bool) {
+    /// Ends what [`SharedCounters::begin_charge`] has begun, after its reply was noted. `stays_known`: tokens that no reply has stay
+    /// part of the known usage.
+    pub(super) fn end_charge(&self, id: ChargeId, counter: Counter, stays_known: bool) {
+        let mut order = self.usage_order.lock(counter_id(counter));
         let ended = self.leases.with_existing(counter_id(counter), |record| {
             let position = record.unanswered.iter().position(|charge| charge.id == id)?;
             Some(record.unanswered.remove(position).tokens)
         });
-        if let (false, Some(Some(tokens))) = (has_reply, ended) {
-            let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
-            self.table.subtract_known_usage(counter, None, tokens, self.clock.now().unix_ms);
+        let Some(tokens) = ended.flatten().filter(|tokens| *tokens > 0) else { return };
+        order.remove_unanswered(tokens);
+        match stays_known {
+            true => order.note_raise(),
+            false => {
+                let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
+                self.table.subtract_known_usage(counter, None, tokens, self.clock.now().unix_ms);
+            }
         }
     }
 
@@ -612,6 +625,7 @@ impl SharedCounters {
         let (rule_set, layer) = (charge_plan.rule_set(), charge_plan.layer(layer_ref));
         let now_ms = self.clock.now().unix_ms;
         let base_request = self.counter_request(rule_set, layer_ref.id, keyed_request, &key_text, now_ms);
+        self.record_found(rule_set, layer_ref.id, keyed_request, &key_text, base_request.ceiling);
         TokenFetch {
             rule_set: Arc::clone(rule_set),
             layer: layer_ref.id,

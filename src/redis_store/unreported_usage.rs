@@ -1,5 +1,4 @@
-//! Usage that this worker counted locally while the store was unreachable, and refunds that it could not send. `outage`
-//! reports both.
+//! Usage that this worker counted locally while the store was unreachable. `outage` reports it.
 
 use std::cell::RefCell;
 use std::collections::hash_map::Entry;
@@ -11,12 +10,11 @@ use std::sync::Arc;
 use foldhash::fast::RandomState;
 
 use super::lease_sizing::{CounterId, counter_id};
-use super::scripts::Refund;
 use transom_limiter::handles::LayerId;
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::table::Counter;
 
-/// Maximum number of counters, and of refunds, that wait for a report. Further usage is never reported.
+/// Maximum number of counters that wait for a report. Further usage is never reported.
 const UNREPORTED_MAX: usize = 65_536;
 
 /// What the store does not know because it could not be reached.
@@ -26,8 +24,6 @@ pub struct UnreportedUsage {
     charges: RefCell<HashMap<CounterId, UnreportedCharge, RandomState>>,
     /// Those that are being reported.
     reporting: RefCell<HashSet<CounterId, RandomState>>,
-    /// Refunds to send later.
-    refunds: RefCell<Vec<Refund>>,
 }
 
 /// A counter that was charged locally only.
@@ -55,18 +51,6 @@ impl UnreportedUsage {
         {
             entry.insert(charge);
         }
-    }
-
-    /// Keeps refunds for later, as far as there is space.
-    pub fn keep_refunds(&self, refunds: Vec<Refund>) {
-        let mut refunds_kept = self.refunds.borrow_mut();
-        let space = UNREPORTED_MAX.saturating_sub(refunds_kept.len());
-        refunds_kept.extend(refunds.into_iter().take(space));
-    }
-
-    /// Removes the kept refunds.
-    pub fn take_refunds(&self) -> Vec<Refund> {
-        self.refunds.take()
     }
 
     pub fn get(&self, id: CounterId) -> Option<UnreportedCharge> {

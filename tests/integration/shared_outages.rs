@@ -2,7 +2,7 @@
 //! counting resumes.
 
 use std::sync::Mutex;
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use crate::support::process::Process;
 use crate::support::ratelimit_parser::items;
 use crate::support::redis::{RedisServer, free_port};
 use crate::support::upstream::{Connection, Upstream, reply};
-use crate::support::{eventually, eventually_eq, forward_all, within};
+use crate::support::{TempDir, eventually, eventually_eq, forward_all, within};
 
 /// The default time for which a request waits for the store.
 const STORE_TIMEOUT: Duration = Duration::from_millis(50);
@@ -191,6 +191,116 @@ fn a_response_cost_during_an_outage_is_not_lost() {
         let used = |name: &String| redis.cli(&["HGET", name, "used"]);
         eventually("the whole cost is counted", || redis.keys().iter().map(used).collect::<Vec<_>>() == ["5"]);
         assert_no_panic(&gateway);
+    }
+}
+
+/// An upstream that responds to requests to `/held` when it is told to, and a configuration in which only responses with status 404
+/// count.
+fn upstream_with_held_responses(redis: &RedisServer, mode: &str) -> (Upstream, Sender<()>, String) {
+    let (response, released) = channel::<()>();
+    let released = Mutex::new(released);
+    let upstream = Upstream::responding(move |request| match request.target.as_str() {
+        "/held" => {
+            let _ = released.lock().unwrap().recv();
+            reply(200, &[], b"")
+        }
+        _ => reply(404, &[], b""),
+    });
+    let rule = "[rules.r]\nkey = \"global\"\nwindows = [\"20/30d\"]\ncount_when = { status = [404] }\n";
+    let toml = format!(
+        "workers = 1\n[counters.shared]\nredis = \"{}\"\nmode = \"{mode}\"\n{}rules = [\"r\"]\n{rule}",
+        redis.url(),
+        forward_all(&upstream)
+    );
+    (upstream, response, toml)
+}
+
+/// What the store has counted under the only rule.
+fn counted(redis: &RedisServer) -> i64 {
+    let keys = redis.keys();
+    keys.iter().filter(|name| name.starts_with("transom:{r|")).map(|name| redis.integer(&["GET", name])).sum()
+}
+
+/// Requests are counted locally, the usage is reported, and then the responses say that the requests do not count.
+#[test]
+fn what_was_reported_is_refunded_in_the_store() {
+    const HELD: usize = 3;
+    for mode in ["lease", "exact"] {
+        let redis = RedisServer::start();
+        let (upstream, response, toml) = upstream_with_held_responses(&redis, mode);
+        let gateway = Process::spawn(&toml);
+        thread::scope(|scope| {
+            redis.suspend();
+            let clients: Vec<_> = (0..HELD).map(|_| scope.spawn(|| gateway.get("/held").expect(200))).collect();
+            eventually("the requests are forwarded", || upstream.received().len() == HELD);
+            redis.resume();
+            let reported = || gateway.metrics().sum("transom_shared_tokens_total", &[("outcome", "reported")]);
+            eventually_eq(reported, HELD as u64);
+            (0..HELD).for_each(|_| response.send(()).unwrap());
+            clients.into_iter().for_each(|client| drop(client.join().unwrap()));
+        });
+        gateway.get("/counts").expect(404);
+        eventually("the refunds are in the store", || counted(&redis) == 1);
+        assert_no_panic(&gateway);
+    }
+}
+
+/// Refunds wait until the server is back, which has lost its data meanwhile: it gets the usage without them.
+#[test]
+fn kept_refunds_do_not_lower_restored_usage() {
+    const HELD: usize = 3;
+    for mode in ["lease", "exact"] {
+        let mut redis = RedisServer::start();
+        let (upstream, response, toml) = upstream_with_held_responses(&redis, mode);
+        let gateway = Process::spawn(&toml);
+        (0..5).for_each(|_| drop(gateway.get("/counts").expect(404)));
+        thread::scope(|scope| {
+            let clients: Vec<_> = (0..HELD).map(|_| scope.spawn(|| gateway.get("/held").expect(200))).collect();
+            eventually("the requests are forwarded", || upstream.received().len() == 5 + HELD);
+            // Idle leases are returned.
+            eventually("the store has all charges", || counted(&redis) == (5 + HELD) as i64);
+            redis.kill();
+            let mut admitted = 5;
+            eventually("the outage is noticed", || {
+                gateway.get("/counts").expect(404);
+                admitted += 1;
+                gateway.stderr().contains("cannot be reached")
+            });
+            (0..HELD).for_each(|_| response.send(()).unwrap());
+            clients.into_iter().for_each(|client| drop(client.join().unwrap()));
+            redis.restart();
+            gateway.wait_for_stderr("are reachable again");
+            gateway.get("/counts").expect(404);
+            eventually_eq(|| counted(&redis), admitted + 1);
+        });
+        assert_no_panic(&gateway);
+    }
+}
+
+/// A gateway is killed in an outage. Its successor finds what was counted locally in the counters file.
+#[test]
+fn usage_of_a_killed_gateway_is_reported_by_its_successor() {
+    const COUNTED: usize = 9;
+    for mode in ["lease", "exact"] {
+        let (redis, scratch) = (RedisServer::start(), TempDir::new());
+        let (_upstream, _response, toml) = upstream_with_held_responses(&redis, mode);
+        let toml = toml.replacen(
+            "[counters",
+            &format!("[counters]\nfile = \"{}/counters\"\n[counters", scratch.path().display()),
+            1,
+        );
+        let gateway = Process::spawn(&toml);
+        redis.suspend();
+        (0..COUNTED).for_each(|_| drop(gateway.get("/counts").expect(404)));
+        // The store may execute the first calls, before the outage was noticed, when it continues.
+        drop(gateway);
+        let successor = Process::spawn(&toml);
+        redis.resume();
+        eventually("the successor reaches the store", || {
+            !successor.stderr().contains("cannot be reached") || successor.stderr().contains("are reachable again")
+        });
+        successor.get("/counts").expect(404);
+        eventually("the usage is reported with a request of the key", || counted(&redis) > COUNTED as i64);
     }
 }
 

@@ -1,0 +1,228 @@
+//! Usage that this process counted locally and has reported to the store since, and refunds that wait until a server is reachable.
+//! All workers share both: one worker may report, or send, what another one has counted.
+//!
+//! A charge that is refunded after a report is not in the local counter any more. Local charges of a counter are alike, so its
+//! refunds go to the store until as many tokens are refunded as were reported, and to the local counter from then on.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use foldhash::fast::RandomState;
+use smallvec::SmallVec;
+
+use super::lease_sizing::CounterId;
+use super::scripts::{Refund, RefundTarget};
+
+/// Counters with reported usage that are remembered. Refunds of others are lost.
+const REPORTED_MAX: usize = 16_384;
+/// Refunds that are kept. Others are lost.
+const KEPT_MAX: usize = 65_536;
+
+/// A refund that any worker can send.
+pub type SharedRefund = Refund<Box<str>>;
+
+/// Reported usage by counter.
+#[derive(Default)]
+pub struct ReportedUsage {
+    /// Whether anything was reported since the start.
+    is_used: AtomicBool,
+    counters: Mutex<HashMap<CounterId, CounterReports, RandomState>>,
+}
+
+#[derive(Default)]
+struct CounterReports {
+    /// Tokens in reports without a reply.
+    in_flight: u64,
+    /// As many of them as are refunded when the reply comes.
+    early: u64,
+    /// Where reported tokens are counted, with the end of their window.
+    reported: SmallVec<[(SharedRefund, u64); 1]>,
+}
+
+/// A report that begins: no refund takes place meanwhile.
+pub struct BeginningReport<'a> {
+    counters: MutexGuard<'a, HashMap<CounterId, CounterReports, RandomState>>,
+    id: CounterId,
+}
+
+impl ReportedUsage {
+    /// A report of a counter begins, which is emptied while the result exists.
+    // Ordering: a refund that reads the flag before it is set finds the counter as it was before.
+    pub fn begin(&self, id: CounterId) -> BeginningReport<'_> {
+        self.is_used.store(true, Ordering::SeqCst);
+        BeginningReport { counters: self.lock(), id }
+    }
+
+    /// Records a reported part. Returns how many of its tokens are to be refunded now.
+    pub fn end(&self, id: CounterId, target: &RefundTarget, tokens: u64, now_ms: u64) -> u64 {
+        let mut counters = self.lock();
+        let Some(reports) = counters.get_mut(&id) else { return 0 };
+        reports.in_flight = reports.in_flight.saturating_sub(tokens);
+        let early = reports.early.min(tokens);
+        reports.early -= early;
+        reports.reported.retain(|(refund, end_ms)| refund.tokens > 0 && *end_ms > now_ms);
+        match reports.reported.iter_mut().find(|(refund, _)| {
+            *refund.key_base == *target.key_base && refund.number == target.number && refund.limit == target.limit
+        }) {
+            Some((refund, _)) => refund.tokens += tokens - early,
+            None => {
+                let refund = target.refund(tokens - early).with_key(|key| Box::from(&**key));
+                reports.reported.push((refund, target.end_ms));
+            }
+        }
+        early
+    }
+
+    /// A part was not reported, or may not have been.
+    pub fn fail(&self, id: CounterId, tokens: u64) {
+        if let Some(reports) = self.lock().get_mut(&id) {
+            reports.in_flight = reports.in_flight.saturating_sub(tokens);
+            reports.early = reports.early.min(reports.in_flight);
+        }
+    }
+
+    /// Whether there may be reported usage.
+    // Ordering: see `begin`.
+    pub fn is_used(&self) -> bool {
+        self.is_used.load(Ordering::SeqCst)
+    }
+
+    /// Takes the refunds of up to `tokens` reported tokens of open windows, the latest first. Returns how many tokens the
+    /// refunds, and those of reports in flight, amount to.
+    pub fn take(&self, id: CounterId, tokens: u64, now_ms: u64) -> (Vec<SharedRefund>, u64) {
+        let (mut refunds, mut missing) = (Vec::new(), tokens);
+        let mut counters = self.lock();
+        let Some(reports) = counters.get_mut(&id) else { return (refunds, 0) };
+        for (refund, _) in reports.reported.iter_mut().rev().filter(|(_, end_ms)| *end_ms > now_ms) {
+            let part = refund.tokens.min(missing);
+            if part > 0 {
+                refund.tokens -= part;
+                missing -= part;
+                refunds.push(Refund { tokens: part, ..refund.clone() });
+            }
+        }
+        let early = missing.min(reports.in_flight - reports.early);
+        reports.early += early;
+        (refunds, tokens - missing + early)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<CounterId, CounterReports, RandomState>> {
+        self.counters.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl BeginningReport<'_> {
+    /// The tokens by which the counter was reduced.
+    pub fn send(mut self, tokens: u64, now_ms: u64) {
+        if self.counters.len() >= REPORTED_MAX {
+            let is_open = |(refund, end_ms): &(SharedRefund, u64)| refund.tokens > 0 && *end_ms > now_ms;
+            self.counters.retain(|_, reports| reports.in_flight > 0 || reports.reported.iter().any(is_open));
+        }
+        if self.counters.len() < REPORTED_MAX || self.counters.contains_key(&self.id) {
+            self.counters.entry(self.id).or_default().in_flight += tokens;
+        }
+    }
+}
+
+/// Refunds that could not be sent.
+#[derive(Default)]
+pub struct KeptRefunds(Mutex<Kept>);
+
+#[derive(Default)]
+struct Kept {
+    refunds: Vec<SharedRefund>,
+    /// Workers that are sending some.
+    sending: usize,
+}
+
+/// Kept refunds that are being sent.
+pub struct SendingRefunds<'a> {
+    kept: &'a KeptRefunds,
+    pub refunds: Vec<SharedRefund>,
+}
+
+impl KeptRefunds {
+    /// Keeps refunds for later, as far as there is space.
+    pub fn keep(&self, refunds: Vec<Refund>) {
+        let mut kept = self.lock();
+        let space = KEPT_MAX.saturating_sub(kept.refunds.len());
+        kept.refunds.extend(refunds.into_iter().take(space).map(|refund| refund.with_key(|key| Box::from(&**key))));
+    }
+
+    /// Takes the kept refunds that match. `None` while another worker is sending some.
+    pub fn take(&self, mut matches: impl FnMut(&SharedRefund) -> bool) -> Option<SendingRefunds<'_>> {
+        let mut kept = self.lock();
+        if kept.sending > 0 {
+            return None;
+        }
+        kept.sending += 1;
+        let refunds = kept.refunds.extract_if(.., |refund| matches(refund)).collect();
+        Some(SendingRefunds { kept: self, refunds })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Kept> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for SendingRefunds<'_> {
+    fn drop(&mut self) {
+        self.kept.lock().sending -= 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use transom_limiter::window_kind::WindowKind;
+
+    const ID: CounterId = (1, 2);
+
+    fn target(number: u64, end_ms: u64) -> RefundTarget {
+        RefundTarget { key_base: "k".into(), kind: WindowKind::Sliding, number, limit: 9, end_ms }
+    }
+
+    fn taken(usage: &ReportedUsage, tokens: u64, now_ms: u64) -> (Vec<(u64, u64)>, u64) {
+        let (refunds, sum) = usage.take(ID, tokens, now_ms);
+        (refunds.iter().map(|refund| (refund.number, refund.tokens)).collect(), sum)
+    }
+
+    #[test]
+    fn reported_tokens_are_refunded_once() {
+        let usage = ReportedUsage::default();
+        assert!(!usage.is_used());
+        for (number, tokens) in [(7, 5), (8, 2)] {
+            usage.begin(ID).send(tokens, 50);
+            assert_eq!(usage.end(ID, &target(number, 100 + number), tokens, 50), 0);
+        }
+        assert!(usage.is_used());
+        assert_eq!(taken(&usage, 3, 50), (vec![(8, 2), (7, 1)], 3));
+        assert_eq!(taken(&usage, 3, 107), (vec![], 0));
+        assert_eq!(taken(&usage, 9, 50), (vec![(7, 4)], 4));
+        assert_eq!(taken(&usage, 9, 50), (vec![], 0));
+    }
+
+    #[test]
+    fn a_refund_during_a_report_waits_for_the_reply() {
+        let usage = ReportedUsage::default();
+        usage.begin(ID).send(5, 50);
+        assert_eq!((taken(&usage, 2, 50), taken(&usage, 9, 50)), ((vec![], 2), (vec![], 3)));
+        assert_eq!(usage.end(ID, &target(1, 100), 4, 50), 4);
+        usage.fail(ID, 1);
+        assert_eq!(taken(&usage, 9, 50), (vec![], 0));
+        usage.begin(ID).send(5, 50);
+        assert_eq!(usage.end(ID, &target(1, 100), 5, 50), 0);
+    }
+
+    #[test]
+    fn one_worker_at_a_time_sends_kept_refunds() {
+        let kept = KeptRefunds::default();
+        kept.keep(vec![target(1, 100).refund(3), target(2, 100).refund(4)]);
+        let sending = kept.take(|refund| refund.number == 2).expect("nobody is sending");
+        assert_eq!(sending.refunds.iter().map(|refund| refund.tokens).collect::<Vec<_>>(), [4]);
+        assert!(kept.take(|_| true).is_none());
+        drop(sending);
+        assert_eq!(kept.take(|_| true).map(|sending| sending.refunds.len()), Some(1));
+    }
+}

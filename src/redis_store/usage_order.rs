@@ -1,0 +1,133 @@
+//! The order of calls to the store among all workers of a process, and of the changes of known usage: which replies may lower the
+//! known usage, which all workers share.
+//!
+//! Each worker has a connection of its own, so replies to different workers arrive in any order. A reply is known to be newer
+//! than what is known only if its call was sent after the last raise of the known usage. One count numbers calls and raises.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use foldhash::fast::RandomState;
+
+use super::lease_sizing::CounterId;
+
+/// Number of locks; workers that note replies about different counters seldom wait for each other.
+const PARTS: usize = 64;
+/// Counters of one part that are remembered.
+const COUNTERS_MAX: usize = 1024;
+
+/// The order of calls and raises. All workers of a process share it.
+pub struct UsageOrder {
+    /// Number of the last call or raise.
+    last: AtomicU64,
+    parts: [Mutex<Part>; PARTS],
+}
+
+#[derive(Default)]
+struct Part {
+    counters: HashMap<CounterId, CounterOrder, RandomState>,
+    /// No forgotten counter was raised after this number.
+    forgotten: u64,
+}
+
+/// What is remembered of a counter.
+#[derive(Clone, Copy)]
+pub struct CounterOrder {
+    /// Number of the last raise of the usage that replies have reported.
+    pub raised: u64,
+    /// Tokens of charges in the background of all workers that are part of the known usage and of no reply yet.
+    pub unanswered: u64,
+}
+
+/// A counter whose known usage no other worker changes at the same time.
+pub struct LockedOrder<'a> {
+    order: &'a UsageOrder,
+    part: MutexGuard<'a, Part>,
+    id: CounterId,
+}
+
+impl Default for UsageOrder {
+    fn default() -> UsageOrder {
+        UsageOrder { last: AtomicU64::new(0), parts: std::array::from_fn(|_| Mutex::default()) }
+    }
+}
+
+impl UsageOrder {
+    /// The number of a call that is sent next, or of a raise.
+    // Ordering: a call with a greater number than a raise was sent after what the raise was learned from. The calls and raises
+    // of one worker are in its own order; those of two workers are ordered by this acquiring and releasing increment.
+    pub fn next_number(&self) -> u64 {
+        self.last.fetch_add(1, Ordering::AcqRel) + 1
+    }
+
+    pub fn lock(&self, id: CounterId) -> LockedOrder<'_> {
+        let part = self.parts[id.0 as usize % PARTS].lock().unwrap_or_else(PoisonError::into_inner);
+        LockedOrder { order: self, part, id }
+    }
+}
+
+impl LockedOrder<'_> {
+    pub fn get(&self) -> CounterOrder {
+        let forgotten = CounterOrder { raised: self.part.forgotten, unanswered: 0 };
+        self.part.counters.get(&self.id).copied().unwrap_or(forgotten)
+    }
+
+    /// Notes a raise: replies to calls that were sent before do not lower the known usage.
+    pub fn note_raise(&mut self) {
+        let raised = self.order.next_number();
+        self.change(|counter| counter.raised = raised);
+    }
+
+    pub fn add_unanswered(&mut self, tokens: u64) {
+        self.change(|counter| counter.unanswered = counter.unanswered.saturating_add(tokens));
+    }
+
+    pub fn remove_unanswered(&mut self, tokens: u64) {
+        if tokens > 0 {
+            self.change(|counter| counter.unanswered = counter.unanswered.saturating_sub(tokens));
+        }
+    }
+
+    fn change(&mut self, change: impl FnOnce(&mut CounterOrder)) {
+        let mut counter = self.get();
+        change(&mut counter);
+        if self.part.counters.len() >= COUNTERS_MAX && !self.part.counters.contains_key(&self.id) {
+            self.part.forgotten = self.order.next_number();
+            self.part.counters.retain(|_, counter| counter.unanswered > 0);
+        }
+        self.part.counters.insert(self.id, counter);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_and_raises_are_numbered_together() {
+        let order = UsageOrder::default();
+        let before = order.next_number();
+        order.lock((7, 1)).note_raise();
+        let raised = order.lock((7, 1)).get().raised;
+        assert!(before < raised && raised < order.next_number());
+        assert_eq!(order.lock((7, 2)).get().raised, 0);
+    }
+
+    #[test]
+    fn a_forgotten_counter_counts_as_raised() {
+        let order = UsageOrder::default();
+        order.lock((0, 0)).add_unanswered(5);
+        for tag in 1..COUNTERS_MAX as u64 {
+            order.lock((0, tag)).note_raise();
+        }
+        let before = order.next_number();
+        let raised = |tag| order.lock((0, tag)).get().raised;
+        assert!(raised(1) < before && raised(9999) < before);
+        order.lock((0, 9998)).note_raise();
+        assert!(raised(1) > before && raised(9999) > before);
+        let unanswered = |tag| order.lock((0, tag)).get().unanswered;
+        assert_eq!((unanswered(0), unanswered(1)), (5, 0));
+        assert!(raised(1) < order.next_number());
+    }
+}
