@@ -18,6 +18,16 @@ pub enum Period {
     Month,
 }
 
+impl Period {
+    /// The fewest windows that are whole seconds together.
+    fn stated_windows(self) -> i64 {
+        match self {
+            Period::Fixed(ms) => (1..).find(|windows| ms * windows % 1000 == 0).map_or(1, u64::cast_signed),
+            Period::Month => 1,
+        }
+    }
+}
+
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Kind {
     /// Windows begin at this time, and every period before and after.
@@ -129,6 +139,7 @@ impl Decision {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Item {
     pub name: String,
+    /// `q`: of the fewest windows that are whole seconds together.
     pub limit: i64,
     pub remaining: i64,
     /// Milliseconds until the window ends, where the documentation states it.
@@ -418,7 +429,7 @@ impl Model {
                     self.counter(applied, layer).and_then(|counter| counter.reset_ms(layer, accumulates, now));
                 items.push(Item {
                     name: applied.rule.layer_name(applied.layers, layer),
-                    limit: layer.limit,
+                    limit: layer.limit * layer.period.stated_windows(),
                     remaining: if penalty_end.is_some() { 0 } else { left },
                     reset_ms: match penalty_end {
                         // The end of the window instead, if it is used up for longer.
