@@ -538,6 +538,8 @@ mod tests {
             for rule in [exact("99/hour"), leased(&["99/hour"])] {
                 let worker = TestWorker::new(&[rule]).await;
                 let other = worker.beside();
+                assert_eq!(other.decide("b", 1).await, Some(true));
+                other.settled_calls().await;
                 let (held, decision) = held_request(&other).await;
                 for _ in 0..30 {
                     assert_eq!(worker.decide("a", 1).await, Some(true));

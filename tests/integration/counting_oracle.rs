@@ -676,7 +676,11 @@ struct Gateways {
 
 impl Gateways {
     fn start(number: usize, toml: &str) -> Gateways {
-        let toml = format!("workers = 1\n{toml}{PROBE}");
+        Gateways::with_workers(number, 1, toml)
+    }
+
+    fn with_workers(number: usize, workers: usize, toml: &str) -> Gateways {
+        let toml = format!("workers = {workers}\n{toml}{PROBE}");
         let processes: Vec<Process> = (0..number).map(|_| Process::spawn_with(&toml, &clients_file())).collect();
         let clients = processes.iter().map(Process::client).collect();
         Gateways { processes, clients }
@@ -766,7 +770,8 @@ fn a_gateway_decides_as_documented_over_outages() {
         store.step_to_tick();
         let toml = configuration.toml(&upstream, &store.toml(seed, "timeout = \"100ms\""));
         let mut history = History::new(seed, &toml);
-        let mut gateways = Gateways::start(1, &toml);
+        let mut gateways = Gateways::with_workers(1, 2, &toml);
+        let mut clients: Vec<Client> = (0..4).map(|_| gateways.processes[0].client()).collect();
         gateways.follow(&store);
         let mut model = Model::new(configuration.rules.clone(), configuration.routes.clone());
         let mut is_away = false;
@@ -779,7 +784,8 @@ fn a_gateway_decides_as_documented_over_outages() {
             let request = configuration.random_request(&mut rng);
             let now = store.now();
             let decision = model.decide(&request, now);
-            let response = send(&mut gateways.clients[0], &request);
+            let client = rng.usize(..clients.len());
+            let response = send(&mut clients[client], &request);
             let took_s = rounded_up_s(store.now() - now);
             history.add(describe(now, &request, &response));
             model.record(&request, now, !decision.is_refused());

@@ -232,7 +232,7 @@ impl ChargePlan {
         });
         if self.is_shared {
             self.report_total_usage(table, context.result.decided_ms, context, 0);
-            self.add_local_usage(table, context);
+            self.add_local_usage(table, context, 0);
         }
         context.scratch.layer_buffer = layers;
         all_fit

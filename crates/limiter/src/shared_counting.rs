@@ -105,6 +105,9 @@ impl ChargePlan {
             Decision::Admitted | Decision::Delayed { .. } => context.find_low_leases(first),
         }
         self.report_total_usage(table, now_ms, context, first);
+        if let Decision::Refused = decision {
+            self.add_local_usage(table, context, first);
+        }
         LocalDecision::Decided(decision)
     }
 }
@@ -267,10 +270,10 @@ impl ChargePlan {
     }
 
     /// Adds to the usage of shared layers what was counted locally while the store could not be reached, and is not reported yet.
-    pub(super) fn add_local_usage<const W: usize>(&self, table: &Table<W>, context: &mut DecisionContext) {
+    pub(super) fn add_local_usage<const W: usize>(&self, table: &Table<W>, context: &mut DecisionContext, first: usize) {
         let now_ms = context.result.decided_ms;
         let keyed_requests = &context.inputs.keyed_requests;
-        for charge in &mut context.result.charges {
+        for charge in &mut context.result.charges[first..] {
             let layer = self.layer(charge.layer);
             let (Some(keyed_request), CountingMode::Leased, false) =
                 (keyed_requests[charge.layer.position], charge.mode, layer.is_penalty())
