@@ -22,7 +22,6 @@ use super::messages::envoy::service::ratelimit::v3::rate_limit_response::rate_li
 use super::messages::envoy::service::ratelimit::v3::rate_limit_response::{Code, DescriptorStatus, RateLimit};
 use super::messages::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
 use super::messages::envoy::r#type::v3::RateLimitUnit;
-use crate::config::rule::GatewayRule;
 use crate::decision::{CountedDecision, DecisionOutputs, KeyedRule, RuleKeyValues};
 use crate::http::ratelimit_headers::RateLimitTemplate;
 use crate::http::responses::{self, RefusalTemplate};
@@ -313,7 +312,7 @@ impl ServiceConfig {
             return ServicePlan { charge_plan: configured, template, policy, stated: None };
         }
         // The rules of a rule set of their own.
-        let own: IdVec<RuleId, &GatewayRule> = rules.iter().map(|(rule, _)| &config.rules[*rule]).collect();
+        let own: IdVec<RuleId, _> = rules.iter().map(|(rule, _)| &config.rules[*rule]).collect();
         let limited = rules.iter().map(|(rule, limit)| match limit.as_ref().and_then(StatedLimit::limit) {
             Some(limit) => with_limit(&config.rules[*rule], limit),
             None => config.rules[*rule].rule.clone(),
