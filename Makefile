@@ -25,11 +25,13 @@ ADVISORY_DATABASE = timeout 30 git ls-remote https://github.com/RustSec/advisory
 # What `make package` packages. Another binary can be named, and is not built: make package BINARY=target/release/transom
 BINARY = target/dist/transom
 
-# What `make mutants` mutates, of which package, and the arguments of `cargo test` that choose its tests. Code of the gateway has its
-# tests beside it: make mutants PACKAGE=transom FILES=src/http/path_normalize.rs MUTANT_TESTS='--lib http::path_normalize'
+# What `make mutants` mutates, of which package, and the arguments of `cargo test` that choose its tests. The other crates have their
+# tests beside the code: make mutants PACKAGE=transom-http FILES=crates/http/src/path_normalize.rs MUTANT_TESTS='--lib path_normalize'
 # Leases also have tests with Redis, which take minutes for each change (`make parts` installs Redis):
-# make mutants PACKAGE=transom FILES=src/redis_store/token_fetch.rs MUTANT_TIMEOUT=600 MUTANT_TESTS='--lib --test integration -- redis_store shared_'
+# make mutants PACKAGE=transom-store TESTED='transom-store transom' FILES=crates/store/src/token_fetch.rs MUTANT_TIMEOUT=600 MUTANT_TESTS='--lib --test integration -- token_fetch:: exact_mode:: shared_'
 PACKAGE = transom-limiter
+# The packages whose tests run.
+TESTED = $(PACKAGE)
 FILES = crates/limiter/src/*.rs
 MUTANT_TESTS = --lib --test rules --test properties --test tower
 # Seconds after which the tests of a change are stopped; the change then counts as noticed.
@@ -149,7 +151,7 @@ model:
 # next run tries only these again. A change without an end fails its tests by the timeout.
 mutants: cargo-mutants
 	mkdir -p target
-	PROPTEST_CASES=32 CARGO_TARGET_DIR=$(CURDIR)/target/mutants cargo mutants --package $(PACKAGE) $(patsubst %,--file '%',$(FILES)) --output target --iterate \
+	PROPTEST_CASES=32 CARGO_TARGET_DIR=$(CURDIR)/target/mutants cargo mutants --package $(PACKAGE) $(patsubst %,--test-package %,$(TESTED)) $(patsubst %,--file '%',$(FILES)) --output target --iterate \
 		--baseline=skip --timeout $(MUTANT_TIMEOUT) -- $(MUTANT_TESTS)
 
 # Fails if a request or a decision takes 2 % more instructions than committed in benches/instructions.json.

@@ -16,10 +16,10 @@ use std::time::Instant;
 
 use access_logs::{LogForm, LogShape, write_log};
 use indicatif::ProgressBar;
-use transom::config;
-use transom::simulation::log_files::LogFiles;
-use transom::simulation::log_line::LogFormat;
-use transom::simulation::replay::Replay;
+
+use transom_simulate::log_files::LogFiles;
+use transom_simulate::log_line::LogFormat;
+use transom_simulate::replay::Replay;
 
 const LINES: u64 = 5_000_000;
 const FORMS: [LogForm; 2] = [LogForm::Combined, LogForm::Transom];
@@ -82,7 +82,7 @@ fn write_log_of(form: LogForm, folder: &Path) -> PathBuf {
 /// Plays a log; returns the seconds that it took.
 fn play(file: &Path) -> f64 {
     let started = Instant::now();
-    let mut replay = Replay::new(config::read(CONFIGURATION).unwrap(), &[]).unwrap();
+    let mut replay = Replay::new(transom_config::read(CONFIGURATION).unwrap(), &[]).unwrap();
     let format = LogFormat::parse("auto", replay.fields().clone()).unwrap();
     let mut files = LogFiles::open(&[file.to_owned()], format, ProgressBar::hidden()).unwrap();
     files.for_each(|batch| replay.play(batch)).unwrap();

@@ -13,14 +13,12 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use tokio::runtime::{Builder, LocalOptions};
-use transom::clock::Clock;
-use transom::config::redis::{Node, Nodes, StoreConfig};
-use transom::redis_store::client::RedisClient;
-use transom::redis_store::scripts::{
-    self, AcquireCall, AcquireReply, AcquireResult, CounterRequest, ScriptRef, Scripts,
-};
+use transom_config::redis::{Node, Nodes, StoreConfig};
 use transom_limiter::store_key::StoreWindow;
 use transom_limiter::window_kind::WindowKind;
+use transom_runtime::clock::Clock;
+use transom_store::client::RedisClient;
+use transom_store::scripts::{self, AcquireCall, AcquireReply, AcquireResult, CounterRequest, ScriptRef, Scripts};
 
 /// The gateway's allocator, for both sides.
 #[global_allocator]

@@ -9,8 +9,8 @@ use std::collections::{BinaryHeap, HashMap};
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use transom::redis_store::lease_sizing;
-use transom::redis_store::shared_counters::SWEEP_PERIOD;
+use transom_store::lease_sizing;
+use transom_store::shared_counters::SWEEP_PERIOD;
 
 const PERIOD_US: u64 = 10_000_000;
 const WINDOWS: u64 = 2;
@@ -38,7 +38,7 @@ const fn us(duration: Duration) -> u64 {
 
 /// The divisor in acquire.lua: of the tokens left beyond the need, this part is granted.
 fn part() -> u64 {
-    let script = include_str!("../src/redis_store/acquire.lua");
+    let script = include_str!("../crates/store/src/acquire.lua");
     let divisor = script.split_once("math.floor(spare / ").and_then(|(_, rest)| rest.split_once(')'));
     divisor.and_then(|(part, _)| part.parse().ok()).expect("acquire.lua divides the spare tokens by a number")
 }

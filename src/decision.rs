@@ -5,18 +5,8 @@
 use std::rc::Rc;
 use std::sync::Arc;
 
-use crate::http::client_plans::{CallerIdentity, ClientCheck, ClientPart, ClientPlans};
-use crate::http::error::DecisionError;
-use crate::http::key_source::{feed_address, is_usable_key, part_kind};
-use crate::http::overrides::{Overrides, RuleTreatment, feed_text};
-use crate::http::rate_limit_key::{KeyDescription, KeyHashers};
-use crate::http::store_key_text::{KeyDigester, KeyTextFormat};
-use crate::metrics::events::DecisionMetrics;
-use crate::redis_store::counter_access::CounterAccess;
-use crate::redis_store::decision_queries::{KeyQuery, KeyState};
-use crate::redis_store::shared_decision::Unavailable;
-use crate::top_keys::{KeyName, ListedKey, TopKeys};
 use smallvec::SmallVec;
+use transom_http::error::DecisionError;
 use transom_limiter::charge_plan::{ChargePlan, LayerCharge};
 use transom_limiter::concurrency::ConcurrencyUsage;
 use transom_limiter::decision::Decision;
@@ -27,8 +17,16 @@ use transom_limiter::rule::Sharing;
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest, RuleSet};
 use transom_limiter::verdict::Verdict;
 use transom_limiter::window_kind::WindowKind;
-
-pub mod descriptors;
+use transom_rules::client_plans::{CallerIdentity, ClientCheck, ClientPart, ClientPlans};
+use transom_rules::key_source::{feed_address, is_usable_key, part_kind};
+use transom_rules::overrides::{Overrides, RuleTreatment, feed_text};
+use transom_rules::rate_limit_key::{KeyDescription, KeyHashers};
+use transom_rules::store_key_text::{KeyDigester, KeyTextFormat};
+use transom_rules::top_keys::{KeyName, ListedKey, TopKeys};
+use transom_runtime::metrics::events::DecisionMetrics;
+use transom_store::counter_access::CounterAccess;
+use transom_store::decision_queries::{KeyQuery, KeyState};
+use transom_store::shared_decision::Unavailable;
 
 /// The operation of a query.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -531,46 +529,10 @@ impl DecisionService {
         let is_shared = uses_store && self.rule_set.rules[rule].rule.sharing != Sharing::Local;
         let key_text = self.digester.as_ref().filter(|_| is_shared).and_then(|digester| {
             let mut text = String::new();
-            self.write_store_key(rule, values.key, digester, &mut text).then(|| text.into())
+            let written = self.rules[rule].key_text.write_values(values.key, digester, &mut text);
+            written.then(|| text.into())
         });
         Ok(KeyedRule { rule, keyed_request, is_refused, key_text })
-    }
-
-    /// Appends a key's text in the shared store, equal to the text for requests with that key. Returns `false`, and appends
-    /// nothing, if `key` does not fit the rule.
-    pub(super) fn write_store_key<K: AsRef<str>>(
-        &self,
-        rule: RuleId,
-        key: &[K],
-        digester: &KeyDigester,
-        out: &mut String,
-    ) -> bool {
-        let (served, compiled_rule) = (&self.rules[rule], &self.rule_set.rules[rule]);
-        let start = out.len();
-        served.key_text.write_prefix(out);
-        for (position, part) in compiled_rule.rule.key.iter().enumerate() {
-            let value = match (part, key.get(position)) {
-                (_, Some(value)) => value.as_ref(),
-                (KeyPart::Global, None) => "",
-                (_, None) => {
-                    out.truncate(start);
-                    return false;
-                }
-            };
-            let mut take = |kind: u8, bytes: &[u8]| served.key_text.write_part(position, kind, bytes, digester, out);
-            match (part, value.parse()) {
-                (KeyPart::Ip { v4_prefix, v6_prefix }, Ok(parsed)) => {
-                    feed_address(parsed, *v4_prefix, *v6_prefix, &mut take);
-                }
-                (KeyPart::Ip { .. }, Err(_)) => {
-                    out.truncate(start);
-                    return false;
-                }
-                _ => take(part_kind(part), value.as_bytes()),
-            }
-        }
-        served.key_text.write_suffix(out);
-        true
     }
 
     /// The key of a query, as of a request with that key.
@@ -684,21 +646,66 @@ mod tests {
     use proptest::sample::{select, subsequence};
 
     use super::*;
-    use crate::config::clients::{Client, Clients};
-    use crate::config::key::OnUnknownKey;
-    use crate::http::client_plans::ClientLookup;
-    use crate::http::error::RequestError;
-    use crate::http::rate_limit_key::RuleKey;
-    use crate::http::rate_limit_key::tests::{SEED, route, with_request};
-    use crate::jwt::cache::TokenCache;
-    use crate::jwt::token::TokenVerifier;
+    use http::Method;
+    use http::Uri;
+    use transom_config::clients::{Client, Clients};
+    use transom_config::key::OnUnknownKey;
+    use transom_config::path::PathPattern;
+    use transom_config::path::Segment;
+    use transom_config::route::Route;
+    use transom_http::error::RequestError;
+    use transom_jwt::cache::TokenCache;
+    use transom_jwt::token::TokenVerifier;
     use transom_limiter::limit::Limit;
     use transom_limiter::rule::{Exemptions, KeyValue, Override, Plan, Rule};
     use transom_limiter::secret_digest::Digest;
+    use transom_rules::client_plans::ClientLookup;
+    use transom_rules::key_source::RequestAttributes;
+    use transom_rules::rate_limit_key::RuleKey;
 
+    const SEED: Seed = Seed(1, 2);
     const ADDRESSES: [&str; 5] = ["10.1.2.3", "10.1.9.9", "::ffff:10.1.2.4", "203.0.113.9", "2001:db8::1"];
     const API_KEYS: [&str; 4] = ["key-of-acme", "key-of-beta", "monitor", "guess"];
     const USERS: [&str; 4] = ["user-of-acme", "user-of-gamma", "monitor", "guess"];
+
+    fn route() -> Route {
+        let segments = vec![Segment::Literal("u".to_owned()), Segment::Param("id".to_owned())];
+        Route {
+            name: "route".to_owned(),
+            hosts: vec![],
+            methods: vec![],
+            headers: vec![],
+            path: PathPattern { text: "/u/{id}".to_owned(), segments },
+            secure: None,
+            actions: None,
+            upstream: None,
+            rules: vec![RuleId::at(0)],
+            cost: None,
+            websocket: true,
+        }
+    }
+
+    fn with_request<T>(
+        address: &str,
+        headers: &HeaderMap,
+        tokens: &TokenCache,
+        call: impl FnOnce(&RequestAttributes<'_>) -> T,
+    ) -> T {
+        let id = 3..5;
+        call(&RequestAttributes {
+            address: address.parse().unwrap(),
+            client_cert: Some("f00d"),
+            host: "example.com",
+            method: &Method::GET,
+            path: "/u/77",
+            params: std::slice::from_ref(&id),
+            uri: &Uri::from_static("/u/77?token=a%20b"),
+            headers,
+            route: "route",
+            tokens,
+            wall_ms: 0,
+        })
+    }
 
     fn api_key() -> KeyPart {
         KeyPart::Header("x-api-key".to_owned())

@@ -13,9 +13,9 @@ use http::HeaderMap;
 use http_body::Frame;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
 
-use crate::http::http1_body;
-use crate::http::http1_head::{Framing, SMALL_BODY_MAX_BYTES};
 use crate::io_stream::IoStream;
+use transom_http::http1_body;
+use transom_http::http1_head::{Framing, SMALL_BODY_MAX_BYTES};
 
 /// The capacity of a read of a head. Such reads go through the stack, and their bytes are copied into memory of their size.
 pub const READ_HEAD_BYTES: usize = 4 * 1024;

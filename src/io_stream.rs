@@ -16,7 +16,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 use tokio_rustls::TlsStream;
 
-use crate::metrics::events::ByteCounters;
+use transom_runtime::metrics::events::ByteCounters;
 
 /// Slices of up to this many bytes together are copied into one.
 const COPY_MAX_BYTES: usize = 2048;

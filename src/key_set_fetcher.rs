@@ -17,15 +17,15 @@ use tokio::runtime::{Builder, LocalOptions};
 use tokio::sync::{Notify, oneshot};
 use tokio::time::{sleep, timeout};
 
-use crate::clock::Clock;
-use crate::config::jwt::KeySetSource;
-use crate::config::upstream::{HostField, TransportSettings, UpstreamProtocol};
-use crate::jwt::jwks;
-use crate::jwt::published_keys::{KeySet, PublishedKeys};
-use crate::jwt::verification_key::VerificationKey;
-use crate::metrics::events::KeySetMetrics;
 use crate::upstream::pool::ConnectionPool;
 use crate::upstream::request_body::RequestBody;
+use transom_config::jwt::KeySetSource;
+use transom_config::upstream::{HostField, TransportSettings, UpstreamProtocol};
+use transom_jwt::jwks;
+use transom_jwt::published_keys::{KeySet, PublishedKeys};
+use transom_jwt::verification_key::VerificationKey;
+use transom_runtime::clock::Clock;
+use transom_runtime::metrics::events::KeySetMetrics;
 
 const USER_AGENT_VALUE: HeaderValue = HeaderValue::from_static("transom");
 const ACCEPT_KEYS: HeaderValue = HeaderValue::from_static("application/jwk-set+json, application/json");

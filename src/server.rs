@@ -21,36 +21,36 @@ use crate::access_log::{LogSender, WriterThread};
 use crate::admin::events::Events;
 use crate::admin::history::{self, History};
 use crate::admin::{self, AcceptState, AdminScope, AdminState, DecisionApi};
-use crate::clock::Clock;
-use crate::config::jwt::KeySetSource;
-use crate::config::listen::Admin;
-use crate::config::span_export::Tracing;
-use crate::config::{Config, REQUEST_BUCKETS_MAX, lint};
 use crate::downstream::connection_limit::{ConnectionLimit, raise_descriptor_limit};
 use crate::downstream::listener::{InheritedSockets, Listeners, WorkerListener, set_backlog};
 use crate::downstream::listener_context::{Listener, ListenerConfig, ListenerContext};
-use crate::jwt::published_keys::{KeySet, PublishedKeys};
 use crate::key_set_fetcher::KeySetFetcher;
-use crate::metrics::Registry;
-use crate::metrics::events::{
-    AccessLogMetrics, AdminMetrics, DecisionMetrics, ExpiryGauges, KeySetMetrics, ListenerMetrics, SnapshotMetrics,
-    SpanMetrics,
-};
-use crate::metrics::redis::StoreMetrics;
-use crate::metrics::storage::REQUEST_BOUNDS_MAX;
 use crate::persistence::background::BackgroundWriter;
 use crate::persistence::counters::Counters;
-use crate::proxy::compiled_config::CompiledConfig;
+use crate::proxy::served_config::ServedConfig;
 use crate::proxy::worker_config::RecordOutputs;
 use crate::proxy::worker_state::{TopKeysQuery, WorkerState};
-use crate::redis_store::counter_access::CounterAccess;
-use crate::redis_store::shared_counters::{SharedByWorkers, SharedCounters};
 use crate::spans::SpanSender;
 use crate::upstream::health_check;
 use crate::upstream::server_health::{self, UpstreamHealth};
 use error::{ReloadError, StartError};
+use transom_config::jwt::KeySetSource;
+use transom_config::listen::Admin;
+use transom_config::span_export::Tracing;
+use transom_config::{Config, REQUEST_BUCKETS_MAX, lint};
+use transom_jwt::published_keys::{KeySet, PublishedKeys};
 use transom_limiter::rule_set::RuleSet;
 use transom_limiter::window::{END_MAX_MS, PERIOD_MAX_MS};
+use transom_runtime::clock::Clock;
+use transom_runtime::metrics::Registry;
+use transom_runtime::metrics::events::{
+    AccessLogMetrics, AdminMetrics, DecisionMetrics, ExpiryGauges, KeySetMetrics, ListenerMetrics, SnapshotMetrics,
+    SpanMetrics,
+};
+use transom_runtime::metrics::redis::StoreMetrics;
+use transom_runtime::metrics::storage::REQUEST_BOUNDS_MAX;
+use transom_store::counter_access::CounterAccess;
+use transom_store::shared_counters::{SharedByWorkers, SharedCounters};
 use worker::{DrainTimes, WorkerCommand};
 
 pub mod error;
@@ -225,7 +225,7 @@ impl Gateway {
         gateway.start_health_checks(&upstream_health)?;
         let published_keys = gateway.fetch_key_set(&config, former.key_set)?;
         let rule_set = RuleSet::new(config.limiter_rules(), counters.seed, None);
-        let compiled = CompiledConfig::new(config, counters.seed, rule_set, upstream_health, published_keys);
+        let compiled = ServedConfig::new(config, counters.seed, rule_set, upstream_health, published_keys);
         gateway.rule_set = Some(Arc::clone(&compiled.rule_set));
         gateway.serve_decisions(&compiled);
         let (queries, query_inboxes) = (0..workers).map(|_| unbounded_channel()).unzip();
@@ -247,7 +247,7 @@ impl Gateway {
         &mut self,
         by_worker: Vec<Vec<WorkerListener>>,
         query_inboxes: Vec<UnboundedReceiver<TopKeysQuery>>,
-        compiled: &Arc<CompiledConfig>,
+        compiled: &Arc<ServedConfig>,
     ) -> Result<(), StartError> {
         for (id, (worker_listeners, queries)) in by_worker.into_iter().zip(query_inboxes).enumerate() {
             let (commands, inbox) = unbounded_channel();
@@ -403,7 +403,7 @@ impl Gateway {
         if let Err(error) = self.start_health_checks(&upstream_health) {
             tracing::error!(%error, "upstream servers are not checked");
         }
-        let compiled = CompiledConfig::new(config, self.counters.seed, rule_set, upstream_health, published_keys);
+        let compiled = ServedConfig::new(config, self.counters.seed, rule_set, upstream_health, published_keys);
         self.rule_set = Some(Arc::clone(&compiled.rule_set));
         self.serve_decisions(&compiled);
         self.send_to_workers(|| {
@@ -558,7 +558,7 @@ impl Gateway {
     }
 
     /// Lets the decision API use a configuration.
-    fn serve_decisions(&self, compiled: &Arc<CompiledConfig>) {
+    fn serve_decisions(&self, compiled: &Arc<ServedConfig>) {
         let metrics =
             DecisionMetrics::new(&self.registry, self.workers, "api", &compiled.decision_service.limit_names());
         self.decision_api.send_replace(Some(Arc::new(DecisionApi { compiled: Arc::clone(compiled), metrics })));

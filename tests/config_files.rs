@@ -13,17 +13,18 @@ use std::path::{Path, PathBuf};
 use proptest::prelude::*;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
-use transom::config::count_when::CountWhen;
-use transom::config::diagnostics::{Inputs, Problem, render};
-use transom::config::key::OnUnknownKey;
-use transom::config::lint::{self, Kind};
-use transom::config::path::{EncodedSlash, ForwardPath, PathParameters, PathReading, Segment, TrailingSlash};
-use transom::config::redis::{Node, Nodes};
-use transom::config::rule::{RateLimitStyle, RefusalResponse};
-use transom::config::upstream::{HostField, Scheme, Target, UpstreamProtocol};
-use transom::config::{
+use transom_config::count_when::CountWhen;
+use transom_config::diagnostics::{Inputs, Problem, render};
+use transom_config::key::OnUnknownKey;
+use transom_config::lint::{self, Kind};
+use transom_config::path::{ForwardPath, Segment};
+use transom_config::redis::{Node, Nodes};
+use transom_config::rule::{RateLimitStyle, RefusalResponse};
+use transom_config::upstream::{HostField, Scheme, Target, UpstreamProtocol};
+use transom_config::{
     AccessLog, Config, LogFormat, LogTarget, RouteId, UpstreamId, read, read_with_files, read_with_inputs,
 };
+use transom_http::path_normalize::{EncodedSlash, PathParameters, PathReading, TrailingSlash};
 use transom_limiter::handles::{Handle, RuleId};
 use transom_limiter::identity;
 use transom_limiter::key::{KeyPart, OnMissing};

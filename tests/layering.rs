@@ -1,149 +1,202 @@
-//! The layering of the source: which module may use which, in which order the maps of `src/lib.rs` and `ARCHITECTURE.md`
-//! list the modules, and which files may read the clock, use atomics, contain `unsafe` or name status codes.
+//! The layering of the source, as far as Cargo does not enforce it: which module of a crate may use which, in which order the maps
+//! of `src/lib.rs` and `ARCHITECTURE.md` list them, and which files may read the clock, use atomics, contain `unsafe` or name
+//! status codes.
 //!
-//! The test reads the source as text and looks for `crate::module` paths.
+//! The test reads the source as text and looks for `crate::module` and `super::module`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Every module of the gateway, from the top layer to the bottom, with the modules it may use. A module uses only modules
-/// below it in this list, so there are no cycles.
-const MODULES: [(&str, &[&str]); 27] = [
-    (
-        "cli",
-        &[
-            "atomic_file",
-            "clock",
-            "config",
-            "downstream",
-            "explain",
-            "file_watch",
-            "key_set_fetcher",
-            "metrics",
-            "redis_store",
-            "server",
-            "simulation",
-        ],
-    ),
+/// Every module of the gateway, from the top layer to the bottom, with the modules of the gateway that it may use. A module uses only
+/// modules below it in this list, so there are no cycles.
+const MODULES: [(&str, &[&str]); 19] = [
+    ("cli", &["atomic_file", "downstream", "explain", "file_watch", "key_set_fetcher", "server"]),
     ("atomic_file", &[]),
     ("file_watch", &[]),
-    (
-        "server",
-        &[
-            "access_log",
-            "admin",
-            "clock",
-            "config",
-            "downstream",
-            "jwt",
-            "key_set_fetcher",
-            "metrics",
-            "persistence",
-            "proxy",
-            "redis_store",
-            "spans",
-            "upstream",
-        ],
-    ),
-    (
-        "admin",
-        &[
-            "clock",
-            "config",
-            "decision",
-            "explain",
-            "http",
-            "metrics",
-            "persistence",
-            "proxy",
-            "redis_store",
-            "top_keys",
-            "upstream",
-        ],
-    ),
-    ("explain", &["clock", "config", "decision", "http", "jwt", "proxy", "redis_store"]),
-    ("simulation", &["config", "http", "jwt", "proxy"]),
-    (
-        "downstream",
-        &[
-            "config",
-            "http",
-            "http1_stream",
-            "informational",
-            "io_stream",
-            "metrics",
-            "proxy",
-            "ratelimit_service",
-            "timer",
-            "upstream",
-        ],
-    ),
-    ("ratelimit_service", &["decision", "http", "metrics", "proxy", "redis_store", "upstream"]),
-    ("persistence", &["clock", "config", "metrics"]),
-    (
-        "proxy",
-        &[
-            "access_log",
-            "clock",
-            "config",
-            "decision",
-            "http",
-            "informational",
-            "jwt",
-            "metrics",
-            "redis_store",
-            "spans",
-            "timer",
-            "top_keys",
-            "upstream",
-        ],
-    ),
-    ("spans", &["access_log", "config", "http", "metrics"]),
-    ("access_log", &["config", "metrics"]),
-    ("decision", &["config", "http", "metrics", "redis_store", "top_keys"]),
-    ("redis_store", &["clock", "config", "metrics"]),
-    ("key_set_fetcher", &["clock", "config", "jwt", "metrics", "upstream"]),
-    ("upstream", &["clock", "config", "http", "http1_stream", "informational", "io_stream", "metrics", "timer"]),
-    ("clock", &[]),
-    ("top_keys", &["http"]),
-    ("http1_stream", &["http", "io_stream"]),
-    ("http", &["config", "jwt"]),
+    ("server", &["access_log", "admin", "downstream", "key_set_fetcher", "persistence", "proxy", "spans", "upstream"]),
+    ("admin", &["decision", "explain", "persistence", "proxy", "upstream"]),
+    ("explain", &["decision", "proxy"]),
+    ("downstream", &["http1_stream", "informational", "io_stream", "proxy", "ratelimit_service", "timer", "upstream"]),
+    ("ratelimit_service", &["decision", "proxy", "upstream"]),
+    ("persistence", &[]),
+    ("proxy", &["access_log", "decision", "informational", "spans", "timer", "upstream"]),
+    ("spans", &["access_log"]),
+    ("access_log", &[]),
+    ("decision", &[]),
+    ("key_set_fetcher", &["upstream"]),
+    ("upstream", &["http1_stream", "informational", "io_stream", "timer"]),
+    ("http1_stream", &["io_stream"]),
     ("informational", &[]),
-    ("io_stream", &["metrics"]),
-    ("metrics", &[]),
+    ("io_stream", &[]),
     ("timer", &[]),
-    ("config", &["jwt"]),
-    ("jwt", &[]),
 ];
 
-/// Modules without I/O and waiting.
-const PURE: [&str; 4] = ["top_keys", "http", "config", "jwt"];
+/// The modules of the other crates: a module uses only modules behind it in its list. The sections of the configuration use one
+/// another, so `config` has no list.
+const ORDERS: [(&str, &[&str]); 7] = [
+    (
+        "http",
+        &[
+            "forward_auth",
+            "request_id",
+            "request_validation",
+            "headers",
+            "forwarded",
+            "http1_head",
+            "http1_body",
+            "path_normalize",
+            "percent_encoding",
+            "request_values",
+            "trace_context",
+            "websocket_handshake",
+            "error",
+        ],
+    ),
+    ("jwt", &["cache", "jwks", "published_keys", "token", "verification_key"]),
+    (
+        "limiter",
+        &[
+            "atomics_loom",
+            "burst_bound",
+            "deferred_refunds",
+            "delay",
+            "leased_tokens",
+            "memory_loom",
+            "penalty",
+            "shared_counting",
+            "slot_decision",
+            "tower",
+            "limiter",
+            "verdict",
+            "decision",
+            "decision_context",
+            "charge_plan",
+            "decision_time",
+            "rule_set",
+            "acquire",
+            "concurrency",
+            "identity",
+            "sliding_counter",
+            "sharded_counter",
+            "store_key",
+            "rule",
+            "handles",
+            "ip_prefix",
+            "key",
+            "limit",
+            "secret_digest",
+            "table",
+            "bucket",
+            "memory",
+            "waiter_limit",
+            "atomics",
+            "window_kind",
+            "counter",
+            "window",
+        ],
+    ),
+    (
+        "rules",
+        &[
+            "resolved_request",
+            "compiled_config",
+            "descriptors",
+            "response_cost",
+            "route_actions",
+            "responses",
+            "ratelimit_headers",
+            "router",
+            "top_keys",
+            "rate_limit_key",
+            "overrides",
+            "store_key_text",
+            "client_plans",
+            "key_source",
+        ],
+    ),
+    ("runtime", &["clock", "metrics"]),
+    (
+        "simulate",
+        &[
+            "report_html",
+            "report_text",
+            "report",
+            "replay",
+            "request_reader",
+            "scenario",
+            "log_files",
+            "log_line",
+            "json_scanner",
+            "statistics",
+            "timestamp",
+        ],
+    ),
+    (
+        "store",
+        &[
+            "counter_access",
+            "decision_queries",
+            "exact_mode",
+            "outage",
+            "test_worker",
+            "token_fetch",
+            "shared_decision",
+            "shared_counters",
+            "circuit_breaker",
+            "diagnose",
+            "client",
+            "cluster",
+            "hash_slot",
+            "outage_log",
+            "reconnecting",
+            "reported_usage",
+            "sentinel",
+            "connect",
+            "connection",
+            "unreported_usage",
+            "usage_order",
+            "lease_sizing",
+            "scripts",
+        ],
+    ),
+];
+
+/// Crates without I/O and waiting.
+const PURE: [&str; 4] = ["http", "jwt", "config", "rules"];
 
 /// Files that may name status codes, with the reason.
-const STATUS_CODES: [(&str, &str); 3] = [
-    ("http/responses.rs", "builds every response of the gateway"),
-    ("http/http1_head.rs", "the status of a response says whether it has a body"),
-    ("http/websocket_handshake.rs", "distinguishes a 101 from other responses of the upstream"),
+const STATUS_CODES: [(&str, &str); 4] = [
+    ("crates/rules/src/responses.rs", "builds every response of the gateway"),
+    ("crates/http/src/http1_head.rs", "the status of a response says whether it has a body"),
+    ("crates/http/src/websocket_handshake.rs", "distinguishes a 101 from other responses of the upstream"),
+    ("crates/limiter/src/tower.rs", "the middleware refuses with 429"),
 ];
 /// Files that may use atomics, with the reason.
-const ATOMICS: [(&str, &str); 9] = [
-    ("clock.rs", "workers share the offset of the clock"),
-    ("metrics/storage.rs", "counted by one worker, read by a scrape"),
+const ATOMICS: [(&str, &str); 12] = [
+    ("crates/runtime/src/clock.rs", "workers share the offset of the clock"),
+    ("crates/runtime/src/metrics/storage.rs", "counted by one worker, read by a scrape"),
     (
-        "downstream/connection_limit.rs",
+        "src/downstream/connection_limit.rs",
         "connections of all workers are counted, once at their start and once at their end",
     ),
-    ("redis_store/reported_usage.rs", "refunds read without a lock whether anything was reported"),
-    ("redis_store/usage_order.rs", "calls of all workers to the store are numbered in one order"),
-    ("upstream/request_limit.rs", "requests of all workers are counted where they are limited"),
-    ("upstream/server_health.rs", "workers share the health of servers"),
-    ("access_log/mod.rs", "whether the file was moved"),
-    ("jwt/published_keys.rs", "workers notice changed keys without a lock"),
+    ("crates/store/src/reported_usage.rs", "refunds read without a lock whether anything was reported"),
+    ("crates/store/src/usage_order.rs", "calls of all workers to the store are numbered in one order"),
+    ("src/upstream/request_limit.rs", "requests of all workers are counted where they are limited"),
+    ("src/upstream/server_health.rs", "workers share the health of servers"),
+    ("src/access_log/mod.rs", "whether the file was moved"),
+    ("crates/jwt/src/published_keys.rs", "workers notice changed keys without a lock"),
+    ("crates/limiter/src/atomics.rs", "the only access of the counter table to atomics"),
+    ("crates/limiter/src/atomics_loom.rs", "the same for the loom models"),
+    ("crates/limiter/src/tower.rs", "its tests count requests"),
 ];
 /// The only file of the workspace with `unsafe`.
 const UNSAFE: &str = "crates/limiter/src/memory.rs";
-const CLOCKS: [(&str, &str); 1] = [("clock.rs", "the only module of the gateway that reads time")];
+/// Files that may read time, with the reason.
+const CLOCKS: [(&str, &str); 2] = [
+    ("crates/runtime/src/clock.rs", "the only module of the gateway that reads time"),
+    ("crates/limiter/src/tower.rs", "the middleware"),
+];
 
 /// Names of files that do not say what the file holds.
 const GENERIC_NAMES: [&str; 7] = ["utils", "util", "common", "helpers", "helper", "manager", "types"];
@@ -191,6 +244,12 @@ fn sources(folder: &str) -> Vec<Source> {
     found
 }
 
+/// The sources of all crates, by their paths in the repository.
+fn code() -> Vec<Source> {
+    let is_code = |source: &Source| source.name.starts_with("src/") || source.name.split('/').nth(2) == Some("src");
+    everything().into_iter().filter(|source| !source.name.starts_with("benches/") && is_code(source)).collect()
+}
+
 /// All Rust files of the workspace.
 fn everything() -> Vec<Source> {
     let mut all = Vec::new();
@@ -210,7 +269,7 @@ fn none(what: &str, found: Vec<String>) {
 
 /// Fails for a file that contains one of the words and is not listed, and for a listed file that contains none.
 fn only_in(words: &[&str], files: &[(&str, &str)]) {
-    let sources = sources("src");
+    let sources = code();
     let listed = |name: &str| files.iter().any(|(file, _)| *file == name);
     let found = |source: &Source| words.iter().flat_map(|word| source.lines_with(word)).collect::<Vec<_>>();
     none("elsewhere", sources.iter().filter(|source| !listed(&source.name)).flat_map(found).collect());
@@ -220,18 +279,27 @@ fn only_in(words: &[&str], files: &[(&str, &str)]) {
     }
 }
 
-/// The modules that a file names as `crate::module`, outside of its unit tests.
+/// The modules of its crate that a file names, as `crate::module` or with as many `super` as lead to the root of the crate, outside of
+/// its unit tests.
 fn used(source: &Source) -> BTreeSet<String> {
-    let paths = source.code().take_while(|(_, line)| *line != "mod tests {");
-    let paths = paths.flat_map(|(_, line)| line.split("crate::").skip(1));
+    let depth = source.name.matches('/').count() + usize::from(!source.name.ends_with("/mod.rs"));
+    let to_root = "super::".repeat(depth);
+    let code = source.code().map(|(_, line)| line).take_while(|line| !line.ends_with("mod tests {"));
+    let paths = code.flat_map(|line| line.split("crate::").skip(1).chain(line.split(to_root.as_str()).skip(1)));
     let names = paths.map(|rest| rest.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').next().unwrap_or(""));
     names.filter(|name| *name != source.module()).map(str::to_owned).collect()
+}
+
+/// The sources of a crate besides its root.
+fn modules(folder: &str) -> Vec<Source> {
+    let is_module = |source: &Source| !["lib.rs", "main.rs"].contains(&source.name.as_str());
+    sources(folder).into_iter().filter(is_module).collect()
 }
 
 #[test]
 fn a_module_uses_only_the_modules_it_may() {
     let mut uses: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
-    for source in sources("src").iter().filter(|source| !["lib.rs", "main.rs"].contains(&source.name.as_str())) {
+    for source in &modules("src") {
         assert!(MODULES.iter().any(|(name, _)| *name == source.module()), "{} is in no listed module", source.name);
         uses.entry(source.module().to_owned()).or_default().extend(used(source));
     }
@@ -246,6 +314,23 @@ fn a_module_uses_only_the_modules_it_may() {
             if MODULES.iter().position(|(name, _)| *name == other).is_none_or(|below| below <= layer) {
                 wrong.push(format!("`{module}` is not above `{other}`"));
             }
+        }
+    }
+    none("layering", wrong);
+}
+
+#[test]
+fn a_module_of_a_crate_uses_only_the_modules_behind_it() {
+    let mut wrong = Vec::new();
+    for (name, order) in ORDERS {
+        let sources = modules(&format!("crates/{name}/src"));
+        let found: BTreeSet<&str> = sources.iter().map(Source::module).collect();
+        assert_eq!(found, order.iter().copied().collect(), "modules of `{name}`");
+        let place = |module: &str| order.iter().position(|listed| *listed == module);
+        for source in &sources {
+            let above = |other: &String| place(other).is_some_and(|at| Some(at) < place(source.module()));
+            let above = used(source).into_iter().filter(above);
+            wrong.extend(above.map(|other| format!("{name}: `{}` uses `{other}`", source.module())));
         }
     }
     none("layering", wrong);
@@ -285,6 +370,22 @@ fn the_map_in_lib_is_in_order() {
     assert_order("src/lib.rs", &names.collect::<Vec<_>>());
 }
 
+/// The map lists each crate once, and above the crates on which it depends.
+#[test]
+fn the_crates_in_the_architecture_are_in_order() {
+    let page = document("ARCHITECTURE.md");
+    let names = page.lines().filter_map(|line| line.strip_prefix("crates/")?.split_once("/src/"));
+    let listed: Vec<&str> = names.map(|(name, _)| name).collect();
+    let folders = fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("crates")).unwrap();
+    let folders: BTreeSet<String> = folders.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    assert_eq!(listed.iter().map(|name| (*name).to_owned()).collect::<BTreeSet<_>>(), folders);
+    for (place, name) in listed.iter().enumerate() {
+        let manifest = document(&format!("crates/{name}/Cargo.toml"));
+        let uses = |other: &&&str| manifest.lines().any(|line| line == format!("transom-{other}.workspace = true"));
+        assert_eq!(listed[..=place].iter().find(uses), None, "`{name}` uses a crate above it");
+    }
+}
+
 /// In the map of the architecture, a line with a module begins with two spaces and its name.
 #[test]
 fn the_map_in_the_architecture_is_in_order() {
@@ -297,7 +398,7 @@ fn the_map_in_the_architecture_is_in_order() {
 }
 
 #[test]
-fn pure_modules_and_the_limiter_do_no_io() {
+fn pure_crates_and_the_limiter_do_no_io() {
     let forbidden = [
         "tokio",
         "hyper",
@@ -314,7 +415,7 @@ fn pure_modules_and_the_limiter_do_no_io() {
         "println!",
     ];
     let mut found = Vec::new();
-    for source in sources("src").iter().filter(|source| PURE.contains(&source.module())) {
+    for source in PURE.iter().flat_map(|name| sources(&format!("crates/{name}/src"))) {
         found.extend(forbidden.iter().flat_map(|word| source.lines_with(word)));
     }
     // The middleware is the only part of the limiter that knows HTTP and has a clock.
@@ -322,7 +423,7 @@ fn pure_modules_and_the_limiter_do_no_io() {
         let more = ["use http", "http::", "toml", "serde", "redis"];
         found.extend(forbidden.iter().chain(&more).flat_map(|word| source.lines_with(word)));
     }
-    none("in a module without I/O", found);
+    none("in a crate without I/O", found);
 }
 
 #[test]
@@ -392,5 +493,8 @@ fn file_names_are_not_generic() {
 
 #[test]
 fn no_module_reexports_another() {
-    only_in(&["pub use ", "pub(crate) use "], &[]);
+    // The limiter has a public interface for other programs.
+    let sources = code().into_iter().filter(|source| !source.name.starts_with("crates/limiter/"));
+    let found = |source: Source| ["pub use ", "pub(crate) use "].map(|word| source.lines_with(word)).concat();
+    none("reexports", sources.flat_map(found).collect());
 }

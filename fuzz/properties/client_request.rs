@@ -5,8 +5,8 @@
 use bytes::Bytes;
 use http::request::Parts;
 use http::{Method, Request, Version};
-use transom::http::http1_head::{Framing, HeadLimits, parse_request_head, parse_sent_request_head, write_request_head};
-use transom::http::request_validation::{self, Schemes};
+use transom_http::http1_head::{Framing, HeadLimits, parse_request_head, parse_sent_request_head, write_request_head};
+use transom_http::request_validation::{self, Schemes};
 
 const LIMITS: HeadLimits = HeadLimits { fields: 20, bytes: 500 };
 

@@ -1,7 +1,7 @@
 //! For any text: reading it returns a configuration, or problems that each have a position in the text and a fix.
 
-use transom::config::diagnostics::render;
-use transom::config::read;
+use transom_config::diagnostics::render;
+use transom_config::read;
 
 pub fn holds(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else { return };

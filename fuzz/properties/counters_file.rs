@@ -8,18 +8,18 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use transom::clock::Clock;
-use transom::config::{self, Config};
 use transom::persistence::counters::Counters;
 use transom::persistence::file_header::Header;
 use transom::persistence::open::OpenError;
 use transom::persistence::snapshot;
+use transom_config::Config;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::handles::{Handle, RuleId, VariantId};
 use transom_limiter::key::{KeyHash, Seed};
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::table::Table;
+use transom_runtime::clock::Clock;
 
 const NOW_MS: u64 = 1_700_000_100_000;
 const CAPACITY: usize = 64;
@@ -69,7 +69,7 @@ impl Fixture {
         let number: String = thread.chars().filter(char::is_ascii_digit).collect();
         let folder = folder.join(format!("transom-fuzz-{}-{number}", std::process::id()));
         fs::create_dir_all(&folder).expect("the folder can be created");
-        let config = config::read(RULES).expect("the rules are valid");
+        let config = transom_config::read(RULES).expect("the rules are valid");
         let file = folder.join("first");
         drop(open(Some(&file), None).expect("the file can be created"));
         let bytes = fs::read(&file).expect("the file was created");
@@ -148,7 +148,7 @@ fn put(path: &Path, bytes: &[u8]) {
 }
 
 fn open(file: Option<&Path>, snapshot: Option<&Path>) -> Result<Counters, OpenError> {
-    let config = config::counters::Counters {
+    let config = transom_config::counters::Counters {
         shared: None,
         capacity: CAPACITY,
         file: file.map(Path::to_owned),

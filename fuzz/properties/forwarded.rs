@@ -4,8 +4,8 @@
 use std::net::IpAddr;
 
 use http::header::{HeaderMap, HeaderName, HeaderValue};
-use transom::config::listen::ForwardedField;
-use transom::http::forwarded::TrustedProxies;
+use transom_http::forwarded::ForwardedField;
+use transom_http::forwarded::TrustedProxies;
 
 const PROXY: &str = "10.0.0.1";
 const CLIENT: &str = "192.0.2.7";

@@ -2,8 +2,8 @@
 //! a simple reader finds their end.
 
 use bytes::Bytes;
-use transom::http::http1_body::{BodyDecoder, MalformedMessage};
-use transom::http::http1_head::parse_response_head;
+use transom_http::http1_body::{BodyDecoder, MalformedMessage};
+use transom_http::http1_head::parse_response_head;
 
 /// A response as far as it was decoded: its status, its data, whether it has ended, and the number of bytes behind it.
 #[derive(PartialEq, Debug)]

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::{Serialize, Serializer};
 
-use crate::config::LogFormat;
+use transom_config::LogFormat;
 
 /// One request. `None` and empty lists are left out of the JSON object.
 #[derive(Serialize, Debug)]

@@ -14,8 +14,8 @@ use std::time::Duration;
 
 use entry::LogEntry;
 
-use crate::config::{AccessLog, LogFormat, LogTarget};
-use crate::metrics::events::AccessLogMetrics;
+use transom_config::{AccessLog, LogFormat, LogTarget};
+use transom_runtime::metrics::events::AccessLogMetrics;
 
 /// Capacity of the queue.
 const QUEUE_LINES: usize = 16 * 1024;

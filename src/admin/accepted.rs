@@ -3,7 +3,7 @@
 use http::HeaderMap;
 use http::header::{ACCEPT, ACCEPT_ENCODING, HeaderName};
 
-use crate::metrics::exposition::Format;
+use transom_runtime::metrics::exposition::Format;
 
 /// How precisely an element of `Accept` names a media type; the most precise element applies.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]

@@ -10,7 +10,7 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use sha2::{Digest, Sha256};
 
-use crate::http::responses::{self, LocalResponse};
+use transom_rules::responses::{self, LocalResponse};
 
 const PAGE: &str = include_str!("dashboard.html");
 

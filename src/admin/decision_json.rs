@@ -3,8 +3,8 @@
 use serde_json::{Map, Value, json};
 
 use crate::decision::{ConcurrencyState, DecisionOutcome, DecisionQuery, Operation, QueryKey, RuleQuery, WindowState};
-use crate::http::error::DecisionError;
-use crate::http::ratelimit_headers::seconds_until;
+use transom_http::error::DecisionError;
+use transom_rules::ratelimit_headers::seconds_until;
 
 /// Rules of a query with several.
 const RULES_MAX: usize = 64;

@@ -21,14 +21,14 @@ use tokio::time::{MissedTickBehavior, interval, timeout};
 use super::history::{Down, History, Sample};
 use super::top_query::TopQuery;
 use super::{AdminState, DecisionApi, upstreams};
-use crate::http::error::DecisionError;
-use crate::metrics::events::{CONNECTIONS, DELAYED_REQUESTS, REQUESTS_ACTIVE, UPSTREAM_REQUESTS};
-use crate::metrics::totals::{Totals, value};
-use crate::metrics::{redis, upstream};
-use crate::top_keys::KeyOutcome;
+use transom_http::error::DecisionError;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{OnLimit, Rule, Sharing};
 use transom_limiter::window::Windows;
+use transom_rules::top_keys::KeyOutcome;
+use transom_runtime::metrics::events::{CONNECTIONS, DELAYED_REQUESTS, REQUESTS_ACTIVE, UPSTREAM_REQUESTS};
+use transom_runtime::metrics::totals::{Totals, value};
+use transom_runtime::metrics::{redis, upstream};
 
 const PERIOD: Duration = Duration::from_secs(1);
 /// Streams at a time.

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
-use crate::metrics::storage::HistogramSum;
-use crate::metrics::totals::Totals;
+use transom_runtime::metrics::storage::HistogramSum;
+use transom_runtime::metrics::totals::Totals;
 
 /// Length of a sample.
 pub const SAMPLE_MS: u64 = 10_000;
@@ -223,7 +223,7 @@ fn keep_largest<T>(items: &mut Vec<T>, max: usize, size: impl Fn(&T) -> u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::metrics::totals::RouteTotals;
+    use transom_runtime::metrics::totals::RouteTotals;
 
     fn totals(routes: usize, requests: u64) -> Totals {
         let mut totals = Totals::default();

@@ -8,12 +8,14 @@ use http::header::{CONTENT_ENCODING, VARY};
 use http::{HeaderMap, HeaderValue};
 
 use super::{AcceptState, AdminState, accepted};
-use crate::http::responses::{self, LocalResponse};
-use crate::metrics::events::{BUILD_INFO, CLOCK_OFFSET, COUNTERS, DRAINING, NAMES, OVERFLOW, RULE_LIMIT, RULE_WINDOW};
-use crate::metrics::exposition::{Reading, render};
-use crate::metrics::process;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::Rule;
+use transom_rules::responses::{self, LocalResponse};
+use transom_runtime::metrics::events::{
+    BUILD_INFO, CLOCK_OFFSET, COUNTERS, DRAINING, NAMES, OVERFLOW, RULE_LIMIT, RULE_WINDOW,
+};
+use transom_runtime::metrics::exposition::{Reading, render};
+use transom_runtime::metrics::process;
 
 /// `fields`: those of the request.
 pub fn response(state: &AdminState, fields: &HeaderMap) -> LocalResponse {

@@ -29,22 +29,22 @@ use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use crate::clock::Clock;
-use crate::config::listen::Admin;
 use crate::decision::{DecisionOutputs, Operation, QueryKey, RuleQuery};
 use crate::explain;
 use crate::explain::question::Question;
-use crate::http::error::DecisionError;
-use crate::http::error::RequestError;
-use crate::http::responses::{self, LocalResponse};
-use crate::metrics::Registry;
-use crate::metrics::events::{AdminMetrics, DecisionMetrics};
 use crate::persistence::counters::Counters;
-use crate::proxy::compiled_config::CompiledConfig;
+use crate::proxy::served_config::ServedConfig;
 use crate::proxy::worker_state::TopKeysQuery;
-use crate::redis_store::counter_access::CounterAccess;
-use crate::top_keys::TopKeys;
 use crate::upstream::server_health::UpstreamHealth;
+use transom_config::listen::Admin;
+use transom_http::error::DecisionError;
+use transom_http::error::RequestError;
+use transom_rules::responses::{self, LocalResponse};
+use transom_rules::top_keys::TopKeys;
+use transom_runtime::clock::Clock;
+use transom_runtime::metrics::Registry;
+use transom_runtime::metrics::events::{AdminMetrics, DecisionMetrics};
+use transom_store::counter_access::CounterAccess;
 
 mod accepted;
 mod dashboard;
@@ -119,7 +119,7 @@ pub enum AdminScope {
 
 /// What the decision API uses under one configuration.
 pub struct DecisionApi {
-    pub compiled: Arc<CompiledConfig>,
+    pub compiled: Arc<ServedConfig>,
     pub metrics: DecisionMetrics,
 }
 
@@ -138,7 +138,7 @@ pub struct AdminState {
     pub counter_access: CounterAccess,
     pub workers: Vec<UnboundedSender<TopKeysQuery>>,
     /// The keys of the decision API, and the configuration whose rules they are of.
-    pub top_keys: RefCell<Option<(Arc<CompiledConfig>, Rc<TopKeys>)>>,
+    pub top_keys: RefCell<Option<(Arc<ServedConfig>, Rc<TopKeys>)>>,
     pub metrics: AdminMetrics,
     pub events: Events,
 }
@@ -148,7 +148,7 @@ type AdminBody = Either<Full<Bytes>, EventBody>;
 
 impl AdminState {
     /// The keys of the decision API, by the rules of a configuration.
-    fn top_keys(&self, compiled: &Arc<CompiledConfig>) -> Rc<TopKeys> {
+    fn top_keys(&self, compiled: &Arc<ServedConfig>) -> Rc<TopKeys> {
         let mut current = self.top_keys.borrow_mut();
         match &*current {
             Some((known, top_keys)) if Arc::ptr_eq(known, compiled) => Rc::clone(top_keys),
@@ -399,7 +399,7 @@ async fn decide(
 /// `POST /v1/explain`: JSON, or the text that `transom explain` prints.
 async fn explain(
     state: &AdminState,
-    compiled: &CompiledConfig,
+    compiled: &ServedConfig,
     text: &[u8],
     wants_text: bool,
 ) -> Result<LocalResponse, DecisionError> {

@@ -9,12 +9,12 @@ use tokio::sync::mpsc::unbounded_channel;
 use tokio::time::timeout;
 
 use super::AdminState;
-use crate::http::error::DecisionError;
-use crate::http::request_values::{Occurrence, query_parameter};
-use crate::proxy::compiled_config::CompiledConfig;
+use crate::proxy::served_config::ServedConfig;
 use crate::proxy::worker_state::TopKeysQuery;
-use crate::top_keys::{KeyOutcome, ListedKey, Snapshot, TopKey, TopList};
+use transom_http::error::DecisionError;
+use transom_http::request_values::{Occurrence, query_parameter};
 use transom_limiter::rule_set::CompiledRule;
+use transom_rules::top_keys::{KeyOutcome, ListedKey, Snapshot, TopKey, TopList};
 
 /// Keys of each rule that are listed by default.
 const LIMIT: usize = 100;
@@ -58,7 +58,7 @@ impl TopQuery {
     }
 
     /// The lists of all workers and of the decision API, merged, as JSON.
-    pub async fn list(&self, state: &AdminState, compiled: &Arc<CompiledConfig>) -> Result<Value, DecisionError> {
+    pub async fn list(&self, state: &AdminState, compiled: &Arc<ServedConfig>) -> Result<Value, DecisionError> {
         if compiled.config.admin.top_keys == 0 {
             return Err(DecisionError::TopKeysOff);
         }
@@ -85,7 +85,7 @@ impl TopQuery {
 /// same each time.
 pub async fn find(
     state: &AdminState,
-    compiled: &Arc<CompiledConfig>,
+    compiled: &Arc<ServedConfig>,
     rule: &str,
     id: u64,
 ) -> Result<Arc<ListedKey>, DecisionError> {
@@ -113,7 +113,7 @@ pub async fn find(
 async fn snapshots(
     outcome: KeyOutcome,
     state: &AdminState,
-    compiled: &Arc<CompiledConfig>,
+    compiled: &Arc<ServedConfig>,
     rules: &[&CompiledRule],
 ) -> Vec<Vec<Snapshot>> {
     let (reply, mut replies) = unbounded_channel();

@@ -14,8 +14,8 @@ use serde_json::Value;
 use tokio::net::TcpStream;
 
 use super::read_config;
-use crate::config::Config;
 use crate::file_watch::FileWatch;
+use transom_config::Config;
 
 /// For the whole exchange with the gateway.
 const TIMEOUT: Duration = Duration::from_secs(10);

@@ -10,15 +10,15 @@ use serde_json::{Value, json};
 use tokio::runtime::{Builder, LocalOptions};
 
 use super::{Exit, read_config, resolve_path};
-use crate::clock::Clock;
-use crate::config::lint::{self, Kind, LintMessage};
-use crate::config::redis::StoreConfig;
-use crate::config::{Config, LogTarget};
 use crate::downstream::tls;
 use crate::file_watch::FileWatch;
 use crate::key_set_fetcher;
-use crate::redis_store::diagnose::{Finding, ServerReport, Severity, diagnose};
+use transom_config::lint::{self, Kind, LintMessage};
+use transom_config::redis::StoreConfig;
+use transom_config::{Config, LogTarget};
 use transom_limiter::rule::{Rule, Sharing};
+use transom_runtime::clock::Clock;
+use transom_store::diagnose::{Finding, ServerReport, Severity, diagnose};
 
 /// Options of `transom check`.
 #[derive(Clone, Copy, clap::Args)]

@@ -14,11 +14,11 @@ use serde_json::{Value, json};
 use self::clients_toml::{ClientsDocument, Identifiers};
 use super::{Exit, list_folder, read_config, read_config_with, read_file, resolve_path};
 use crate::atomic_file::Draft;
-use crate::config::Config;
-use crate::config::clients::{Client, Clients};
-use crate::config::diagnostics::{quoted, quoted_list};
-use crate::config::toml_reader::nearest;
 use crate::file_watch::FileWatch;
+use transom_config::Config;
+use transom_config::clients::{Client, Clients};
+use transom_config::diagnostics::{quoted, quoted_list};
+use transom_config::toml_reader::nearest;
 use transom_limiter::ip_prefix::{Network, NetworkError};
 use transom_limiter::secret_digest::Digest;
 

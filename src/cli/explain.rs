@@ -12,10 +12,10 @@ use serde_json::Value;
 use tokio::runtime::{Builder, LocalOptions};
 
 use super::{Exit, admin_client, read_config};
-use crate::config::Config;
 use crate::explain::explain_without_gateway;
 use crate::explain::question::Question;
 use crate::file_watch::FileWatch;
+use transom_config::Config;
 
 /// Options of `transom explain`.
 #[derive(clap::Args)]

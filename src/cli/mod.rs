@@ -39,9 +39,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::OFlags;
 use serde_json::{Value, json};
 
-use crate::config::diagnostics::{self, Inputs, ListFolder, Problem, ReadFile};
-use crate::config::{self, Config, schema};
 use crate::file_watch::FileWatch;
+use transom_config::diagnostics::{self, Inputs, ListFolder, Problem, ReadFile};
+use transom_config::{Config, schema};
 
 /// The result of a command.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -132,7 +132,7 @@ fn read_config_with(path: &Path, files: ReadFile, folders: ListFolder) -> Result
     let files = |file: &Path| files(&resolve_path(path, file));
     let folders = |folder: &Path| folders(&resolve_path(path, folder));
     let inputs = Inputs { files: &files, folders: &folders, variables: &variables };
-    config::read_with_inputs(&text, inputs).map_err(|problems| InvalidConfig { name, problems })
+    transom_config::read_with_inputs(&text, inputs).map_err(|problems| InvalidConfig { name, problems })
 }
 
 /// Resolves a path in a configuration relative to the configuration file.

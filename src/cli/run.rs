@@ -17,12 +17,12 @@ use crate::cli::upgrade::child::Program;
 use crate::cli::upgrade::protocol::{Handover, SuccessorChannel};
 use crate::cli::upgrade::state;
 use crate::cli::upgrade::state::Upgrade;
-use crate::clock::Clock;
-use crate::config::{Config, lint};
 use crate::file_watch::FileWatch;
-use crate::metrics::events::ReloadMetrics;
 use crate::server::error::StartError;
 use crate::server::{Former, Gateway};
+use transom_config::{Config, lint};
+use transom_runtime::clock::Clock;
+use transom_runtime::metrics::events::ReloadMetrics;
 
 /// How often the configuration files are checked for changes.
 const WATCH_PERIOD: Duration = Duration::from_secs(1);

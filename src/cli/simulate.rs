@@ -9,11 +9,11 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use super::{Exit, read_config};
 use crate::file_watch::FileWatch;
-use crate::simulation::log_files::LogFiles;
-use crate::simulation::log_line::LogFormat;
-use crate::simulation::replay::Replay;
-use crate::simulation::report::Report;
-use crate::simulation::report_html::HtmlReport;
+use transom_simulate::log_files::LogFiles;
+use transom_simulate::log_line::LogFormat;
+use transom_simulate::replay::Replay;
+use transom_simulate::report::Report;
+use transom_simulate::report_html::HtmlReport;
 
 const PROGRESS: &str = "{elapsed} {wide_bar} {bytes}/{total_bytes} {binary_bytes_per_sec} {eta}";
 const PROGRESS_WITHOUT_LENGTH: &str = "{elapsed} {spinner} {bytes} {binary_bytes_per_sec}";

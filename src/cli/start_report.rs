@@ -5,9 +5,9 @@ use std::io::{self, IsTerminal as _};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::Path;
 
-use crate::config::route::Route;
-use crate::config::{Config, LogTarget};
 use crate::server::Gateway;
+use transom_config::route::Route;
+use transom_config::{Config, LogTarget};
 
 /// Stands for a path parameter in the example of a request.
 const EXAMPLE_SEGMENT: &str = "hello";
@@ -106,13 +106,12 @@ fn quoted(word: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config;
 
     fn example_of(routes: &str) -> Option<String> {
         let toml =
             format!("[upstreams.a]\nbuiltin = \"echo\"\n[rules.r]\nkey = \"ip\"\nwindows = [\"1/second\"]\n{routes}");
         let http: SocketAddr = "0.0.0.0:8080".parse().unwrap();
-        example(&config::read(&toml).unwrap(), &[http], &[])
+        example(&transom_config::read(&toml).unwrap(), &[http], &[])
     }
 
     #[test]

@@ -20,10 +20,10 @@ use unicode_width::UnicodeWidthChar as _;
 
 use super::Exit;
 use super::admin_client::{self, AdminAddress};
-use crate::clock::Clock;
-use crate::simulation::report_text::{grouped, percent};
 use transom_limiter::store_key::percent_encode;
 use transom_limiter::window::duration_ms;
+use transom_runtime::clock::Clock;
+use transom_simulate::report_text::{grouped, percent};
 
 /// Columns and rows of a terminal that does not tell its size.
 const TERMINAL_SIZE: (usize, usize) = (80, 24);

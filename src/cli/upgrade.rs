@@ -25,8 +25,8 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg,
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 
 use super::{Exit, pid_file, read_config, resolve_path};
-use crate::clock::Clock;
 use crate::file_watch::FileWatch;
+use transom_runtime::clock::Clock;
 
 /// How much longer than the gateway's own limits the command waits.
 const EXTRA_WAIT: Duration = Duration::from_secs(10);

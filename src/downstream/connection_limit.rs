@@ -12,8 +12,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use crate::config::listen::Listen;
 use crate::io_stream::descriptor_limit;
+use transom_config::listen::Listen;
 use transom_limiter::ip_prefix::Network;
 
 /// The default of `max_connections`, if the process may open enough descriptors.
@@ -134,7 +134,7 @@ pub fn raise_descriptor_limit() {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::read;
+    use transom_config::read;
 
     fn limit(listen: &str) -> Arc<ConnectionLimit> {
         let text = format!(

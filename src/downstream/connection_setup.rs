@@ -27,13 +27,13 @@ use super::proxy_protocol::{HeaderProgress, MAX_BYTES, ProxiedAddress, parse};
 use super::tls::{HTTP2, fingerprint};
 use crate::downstream::linger::{LINGER, linger};
 use crate::downstream::{http1, http2};
-use crate::http::error::RequestError;
-use crate::http::responses;
 use crate::io_stream::IoStream;
-use crate::metrics::events::ConnectionRefusal;
 use crate::proxy::peer::ConnectionInfo;
 use crate::proxy::request_record;
 use crate::timer::Timer;
+use transom_http::error::RequestError;
+use transom_rules::responses;
+use transom_runtime::metrics::events::ConnectionRefusal;
 
 /// The first byte of a TLS handshake (RFC 8446, section 5.1).
 const TLS_HANDSHAKE_RECORD: u8 = 22;

@@ -13,7 +13,7 @@ use tokio::net::TcpListener;
 
 use super::connection_setup::{refuse, serve_connection};
 use super::listener_context::{Listener, ListenerProtocol};
-use crate::config::listen::Listen;
+use transom_config::listen::Listen;
 
 /// Bytes that wait unsent in the kernel for one client, beside those in flight. Without it a client that reads slowly
 /// occupies megabytes of the memory that all connections of the machine share.

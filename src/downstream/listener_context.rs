@@ -12,11 +12,11 @@ use tokio::sync::watch;
 use super::connection_limit::ConnectionLimit;
 use super::drain::Drain;
 use super::tls;
-use crate::config::listen::Listen;
-use crate::metrics::events::ListenerMetrics;
 use crate::proxy::worker_state::WorkerState;
 use crate::ratelimit_service::RatelimitService;
+use transom_config::listen::Listen;
 use transom_limiter::ip_prefix::Networks;
+use transom_runtime::metrics::events::ListenerMetrics;
 
 /// The compiled configuration of listeners; shared by all workers.
 #[derive(Debug)]

@@ -13,8 +13,8 @@ use rustls::{Error, RootCertStore, ServerConfig};
 use rustls_pki_types::CertificateDer;
 use sha2::{Digest as _, Sha256};
 
-use crate::config::certificate::Certificate;
-use crate::config::listen::{ClientAuth, Https, TlsVersion};
+use transom_config::certificate::Certificate;
+use transom_config::listen::{ClientAuth, Https, TlsVersion};
 
 /// ALPN name of HTTP/2 (RFC 9113, section 3.2).
 pub const HTTP2: &[u8] = b"h2";

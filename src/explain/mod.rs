@@ -15,21 +15,22 @@ use serde_json::{Value, json};
 use self::question::Question;
 use self::route_choice::RouteChoice;
 use self::rule_state::{RuleResult, RuleState, error_text};
-use crate::clock::Clock;
-use crate::config::Config;
-use crate::http::error::RequestError;
-use crate::http::ratelimit_headers::seconds_until;
-use crate::http::request_validation::Schemes;
-use crate::http::{path_normalize, request_validation};
-use crate::jwt::published_keys::PublishedKeys;
-use crate::proxy::compiled_config::{CompiledConfig, RouteRules};
-use crate::proxy::resolved_request::RequestView;
-use crate::redis_store::counter_access::CounterAccess;
-use crate::redis_store::shared_counters::SharedByWorkers;
+use crate::proxy::served_config::ServedConfig;
+use transom_config::Config;
+use transom_http::error::RequestError;
+use transom_http::request_validation::Schemes;
+use transom_http::{path_normalize, request_validation};
+use transom_jwt::published_keys::PublishedKeys;
 use transom_limiter::handles::{IdVec, PlanPosition};
 use transom_limiter::key::Seed;
 use transom_limiter::rule_set::RuleSet;
 use transom_limiter::table::Table;
+use transom_rules::compiled_config::RouteRules;
+use transom_rules::ratelimit_headers::seconds_until;
+use transom_rules::resolved_request::RequestView;
+use transom_runtime::clock::Clock;
+use transom_store::counter_access::CounterAccess;
+use transom_store::shared_counters::SharedByWorkers;
 
 /// The answer to a question.
 #[derive(Debug)]
@@ -69,7 +70,7 @@ enum Decision {
 /// Explains what a request would get from a running gateway.
 /// `is_live`: `counters` are those of the gateway.
 pub async fn explain(
-    compiled: &CompiledConfig,
+    compiled: &ServedConfig,
     question: &Question,
     counters: &CounterAccess,
     is_live: bool,
@@ -111,7 +112,7 @@ pub async fn explain_without_gateway(config: Config, question: &Question) -> Opt
     let rule_set = RuleSet::new(config.limiter_rules(), seed, None);
     // Nothing is fetched: a token that needs the key set gets what it gets before the first fetch.
     let published_keys = config.key_set.as_ref().map(|_| Arc::new(PublishedKeys::new(|| {})));
-    let compiled = CompiledConfig::new(config, seed, rule_set, Vec::new(), published_keys);
+    let compiled = ServedConfig::new(config, seed, rule_set, Vec::new(), published_keys);
     let table = Table::with_capacity(1)?;
     let counters = CounterAccess::new(SharedByWorkers::new(Arc::new(table)), Clock::system(), None);
     Some(explain(&compiled, question, &counters, false).await)
@@ -121,7 +122,7 @@ impl Explanation {
     /// Takes the steps of a request until it is decided, in the same order.
     async fn decide(
         &mut self,
-        compiled: &CompiledConfig,
+        compiled: &ServedConfig,
         question: &Question,
         counters: &CounterAccess,
     ) -> Result<(), RequestError> {
@@ -178,7 +179,7 @@ impl Explanation {
     /// Combines the results of the rules: one refusal refuses the request.
     fn conclude(
         &mut self,
-        compiled: &CompiledConfig,
+        compiled: &ServedConfig,
         rules: &RouteRules,
         error: Option<RequestError>,
         direct_response: Option<u16>,

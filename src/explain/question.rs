@@ -8,7 +8,7 @@ use http::uri::PathAndQuery;
 use http::{Method, Request, Uri};
 use serde_json::{Map, Value, json};
 
-use crate::http::path_normalize::encode_query;
+use transom_http::path_normalize::encode_query;
 
 /// The fields of a question in JSON.
 const FIELDS: [&str; 4] = ["method", "url", "headers", "client"];

@@ -4,11 +4,11 @@ use std::cmp::Ordering;
 
 use serde_json::{Value, json};
 
-use crate::config::Config;
-use crate::config::path::Segment;
-use crate::config::route::Route;
-use crate::http::router::{RouteQuery, UnmetCondition};
-use crate::proxy::compiled_config::CompiledConfig;
+use crate::proxy::served_config::ServedConfig;
+use transom_config::Config;
+use transom_config::path::Segment;
+use transom_config::route::Route;
+use transom_rules::router::{RouteQuery, UnmetCondition};
 
 /// Most other candidates that are explained.
 const OTHERS_MAX: usize = 10;
@@ -40,7 +40,7 @@ impl ExplainedRoute {
 }
 
 impl RouteChoice {
-    pub fn new(compiled: &CompiledConfig, query: &RouteQuery<'_>) -> RouteChoice {
+    pub fn new(compiled: &ServedConfig, query: &RouteQuery<'_>) -> RouteChoice {
         let config = &compiled.config;
         let candidates = compiled.router.candidates(query);
         let chosen = candidates.iter().find(|(_, unmet)| unmet.is_none()).map(|(route, _)| &config.routes[*route]);

@@ -6,13 +6,8 @@ use std::rc::Rc;
 use serde_json::{Value, json};
 
 use crate::decision::WindowState;
-use crate::http::error::RequestError;
-use crate::http::rate_limit_key::{KeyDescription, KeyFailure};
-use crate::http::ratelimit_headers::seconds_until;
-use crate::proxy::compiled_config::CompiledConfig;
-use crate::redis_store::counter_access::CounterAccess;
-use crate::redis_store::decision_queries::{KeyQuery, KeyState};
-use crate::redis_store::shared_decision::Unavailable;
+use crate::proxy::served_config::ServedConfig;
+use transom_http::error::RequestError;
 use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::concurrency::ConcurrencyUsage;
 use transom_limiter::decision_context::DecisionContext;
@@ -20,6 +15,11 @@ use transom_limiter::handles::{IdVec, RuleId, VariantId};
 use transom_limiter::rule::{KeyValue, OnLimit, OnOutage, Sharing};
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
 use transom_limiter::window_kind::WindowKind;
+use transom_rules::rate_limit_key::{KeyDescription, KeyFailure};
+use transom_rules::ratelimit_headers::seconds_until;
+use transom_store::counter_access::CounterAccess;
+use transom_store::decision_queries::{KeyQuery, KeyState};
+use transom_store::shared_decision::Unavailable;
 
 /// What a rule makes of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -131,7 +131,7 @@ impl RuleState {
     /// Reads the usage of the key, and decides by it.
     pub async fn read_counters(
         &mut self,
-        compiled: &CompiledConfig,
+        compiled: &ServedConfig,
         rule: RuleId,
         keyed_request: KeyedRequest,
         store_key: Option<Rc<str>>,

@@ -5,7 +5,7 @@ use std::fmt;
 use super::route_choice::ExplainedRoute;
 use super::rule_state::{Renewal, RuleResult, RuleState, Store, Variant, seconds_text};
 use super::{Decision, Explanation};
-use crate::http::ratelimit_headers::seconds_until;
+use transom_rules::ratelimit_headers::seconds_until;
 
 impl fmt::Display for Explanation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -13,9 +13,9 @@ use std::time::Duration;
 
 use super::counters::Counters;
 use super::snapshot::{self, Written};
-use crate::clock::Clock;
-use crate::config;
-use crate::metrics::events::SnapshotMetrics;
+use transom_runtime::clock::Clock;
+
+use transom_runtime::metrics::events::SnapshotMetrics;
 
 /// Interval of time synchronization.
 const TICK: Duration = Duration::from_secs(1);
@@ -48,7 +48,7 @@ impl BackgroundWriter {
     pub fn start(
         counters: Arc<Counters>,
         clock: Clock,
-        config: &config::counters::Counters,
+        config: &transom_config::counters::Counters,
         meter: SnapshotMetrics,
     ) -> io::Result<BackgroundWriter> {
         let snapshot = config.snapshot.clone().map(|path| (path, config.snapshot_every));

@@ -13,12 +13,12 @@ use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
 use super::file_header::{Header, UnusableFile};
-use crate::clock::Clock;
 use transom_limiter::atomics::{AtomicU128, Ordering};
 use transom_limiter::key::Seed;
 use transom_limiter::memory::{AtomicSlice, Memory};
 use transom_limiter::table::{Table, TableStats};
 use transom_limiter::window::END_MAX_MS;
+use transom_runtime::clock::Clock;
 
 /// How far times in a file may be ahead of this process's clock: threads and processes do not read the clock at the
 /// same moment.

@@ -13,8 +13,8 @@ use super::counters::Counters;
 use super::file::{self, Existing, FileLock};
 use super::file_header::{BootId, Header, UnusableFile};
 use super::snapshot::{self, SavedSnapshot};
-use crate::clock::Clock;
-use crate::config;
+use transom_runtime::clock::Clock;
+
 use transom_limiter::atomics::AtomicU128;
 use transom_limiter::key::Seed;
 use transom_limiter::table::Table;
@@ -119,7 +119,7 @@ impl Counters {
     /// Opens the counters as configured. `inherited`: the counters of the process that this one replaces. The clock
     /// continues from the latest time that the file or snapshot has.
     pub fn open(
-        config: &config::counters::Counters,
+        config: &transom_config::counters::Counters,
         inherited: Option<OwnedFd>,
         clock: &Clock,
     ) -> Result<Counters, OpenError> {
@@ -172,7 +172,7 @@ impl Counters {
 /// Opens the file of a configuration.
 struct FileOpener<'o> {
     path: &'o Path,
-    config: &'o config::counters::Counters,
+    config: &'o transom_config::counters::Counters,
     /// The header of a new file.
     fresh: Header,
     clock: &'o Clock,

@@ -29,11 +29,11 @@ use sha2::{Digest, Sha256};
 use super::counters::{AHEAD_MAX_MS, Counters};
 use super::file::MODE;
 use super::file_header::{VERSION, describe_version};
-use crate::clock::Clock;
 use transom_limiter::counter::CounterWord;
 use transom_limiter::key::Seed;
 use transom_limiter::table::{TableLayout, Watermarks};
 use transom_limiter::window::END_MAX_MS;
+use transom_runtime::clock::Clock;
 
 const MAGIC: [u8; 16] = *b"transom\0snapshot";
 const HEAD_NUMBERS: usize = 11;

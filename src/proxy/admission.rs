@@ -7,20 +7,13 @@ use std::time::Duration;
 
 use http::HeaderMap;
 
-use super::compiled_config::RouteRules;
 use super::delayed_request::{DelayedRequest, RECHECK_INTERVAL, StoreCharges};
 use super::request_record::RequestRecord;
-use super::resolved_request::ResolvedRequest;
 use super::response::Rejection;
 use super::response_cost::PendingCost;
 use super::worker_config::WorkerConfig;
 use super::worker_state::WorkerState;
-use crate::http::RouteRulesId;
-use crate::http::error::RequestError;
-use crate::http::ratelimit_headers::RateLimitFields;
-use crate::metrics::storage::GaugeGuard;
-use crate::redis_store::StoreKeys;
-use crate::redis_store::shared_decision::{BeginResult, SharedDecision, SharedOutcome, Unavailable};
+use transom_http::error::RequestError;
 use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::concurrency::{QueuedSlot, Slot, SlotState};
 use transom_limiter::decision::Decision;
@@ -28,7 +21,14 @@ use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::handles::PlanPosition;
 use transom_limiter::rule::OnLimit;
 use transom_limiter::slot_decision::SlotsResult;
+use transom_limiter::store_key::StoreKeys;
 use transom_limiter::waiter_limit::WaiterSlot;
+use transom_rules::RouteRulesId;
+use transom_rules::compiled_config::RouteRules;
+use transom_rules::ratelimit_headers::RateLimitFields;
+use transom_rules::resolved_request::ResolvedRequest;
+use transom_runtime::metrics::storage::GaugeGuard;
+use transom_store::shared_decision::{BeginResult, SharedDecision, SharedOutcome, Unavailable};
 
 /// A decision that waits.
 pub struct PendingAdmission {

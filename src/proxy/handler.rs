@@ -14,31 +14,32 @@ use http::{Request, Response, Version, header};
 use http_body::Body as _;
 
 use super::admission::{Admission, Evaluation, PendingAdmission, evaluate};
-use super::compiled_config::CompiledConfig;
 use super::peer::{ConnectionInfo, Peer};
 use super::request_record::RequestRecord;
-use super::resolved_request::{FoundKey, NotCounted, RequestView};
 use super::response::{Content, ResponseBody, ResponseFormat, error_response, forwarded_response, refusal_response};
 use super::response_cost::PendingCost;
 use super::websocket::{WebSocketHandshake, finish_handshake};
 use super::worker_config::{DecisionBuffers, Target, WorkerConfig};
 use super::worker_state::WorkerState;
-use crate::clock::Timestamp;
-use crate::config::RouteId;
-use crate::config::path::ForwardPath;
-use crate::http::error::RequestError;
-use crate::http::forwarded::ClientInfo;
-use crate::http::headers::SpecialFields;
-use crate::http::ratelimit_headers::RateLimitFields;
-use crate::http::request_validation::Schemes;
-use crate::http::responses::LocalResponse;
-use crate::http::route_actions::AppliedActions;
-use crate::http::websocket_handshake::UpgradeMethod;
-use crate::http::{forward_auth, headers, path_normalize, request_validation, responses};
+use crate::proxy::served_config::ServedConfig;
 use crate::upstream::echo;
 use crate::upstream::load_balancer::RequestTraits;
 use crate::upstream::request_body::{BodySource, ClientBody, MinUploadRate, RequestBody, UploadLimits};
+use transom_config::RouteId;
+use transom_config::path::ForwardPath;
+use transom_http::error::RequestError;
+use transom_http::forwarded::ClientInfo;
+use transom_http::headers::SpecialFields;
+use transom_http::request_validation::Schemes;
+use transom_http::websocket_handshake::UpgradeMethod;
+use transom_http::{forward_auth, headers, path_normalize, request_validation};
 use transom_limiter::decision::Decision;
+use transom_rules::ratelimit_headers::RateLimitFields;
+use transom_rules::resolved_request::{FoundKey, NotCounted, RequestView};
+use transom_rules::responses;
+use transom_rules::responses::LocalResponse;
+use transom_rules::route_actions::AppliedActions;
+use transom_runtime::clock::Timestamp;
 
 /// A request in progress. A panic while it is handled becomes a 500 response; the worker goes on.
 pub enum ResponseFuture {
@@ -323,7 +324,7 @@ fn decide(
 }
 
 /// Limits of size and rate for the body of a request while it is forwarded.
-fn upload_limits(worker: &WorkerState, compiled: &CompiledConfig, route: RouteId) -> UploadLimits {
+fn upload_limits(worker: &WorkerState, compiled: &ServedConfig, route: RouteId) -> UploadLimits {
     let limits = &compiled.config.limits;
     let actions = compiled.actions_of(&compiled.routes[route]);
     let rate = actions.and_then(|actions| actions.min_request_rate).unwrap_or(limits.min_request_rate);
@@ -441,20 +442,20 @@ mod tests {
     use std::task::Waker;
 
     use super::*;
-    use crate::clock::Clock;
-    use crate::config;
-    use crate::metrics::Registry;
-    use crate::metrics::events::{ConcurrencyGauge, NAMES};
-    use crate::metrics::exposition::{Format, render};
+    use transom_runtime::clock::Clock;
+
     use crate::proxy::held_slots::HeldSlots;
     use crate::proxy::worker_config::RecordOutputs;
-    use crate::redis_store::shared_counters::SharedByWorkers;
     use crate::upstream::server_health::build_upstream_health;
     use transom_limiter::concurrency::ConcurrencyTable;
     use transom_limiter::handles::{Handle, PlanPosition};
     use transom_limiter::key::{KeyHash, Seed};
     use transom_limiter::rule_set::RuleSet;
     use transom_limiter::table::Table;
+    use transom_runtime::metrics::Registry;
+    use transom_runtime::metrics::events::{ConcurrencyGauge, NAMES};
+    use transom_runtime::metrics::exposition::{Format, render};
+    use transom_store::shared_counters::SharedByWorkers;
 
     const KEY: KeyHash = KeyHash { bucket_hash: 1, tag: 1 };
 
@@ -544,11 +545,11 @@ mod tests {
     #[test]
     fn a_panic_is_counted_as_the_response_that_it_causes() {
         let text = "[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/\"\nupstream = \"u\"\n";
-        let (config, clock) = (config::read(text).unwrap(), Clock::manual(1_700_000_000_000));
+        let (config, clock) = (transom_config::read(text).unwrap(), Clock::manual(1_700_000_000_000));
         let registry = Arc::new(Registry::default());
         let upstream_health = build_upstream_health(&config, &[], &registry, 1, clock.instant());
         let rule_set = RuleSet::new(config.limiter_rules(), Seed(1, 2), None);
-        let compiled = CompiledConfig::new(config, Seed(1, 2), rule_set, upstream_health, None);
+        let compiled = ServedConfig::new(config, Seed(1, 2), rule_set, upstream_health, None);
         let shared = SharedByWorkers::new(Arc::new(Table::with_capacity(64).unwrap()));
         let worker = WorkerState::new(0, shared, clock, Arc::clone(&registry), compiled, RecordOutputs::default());
         let worker = Rc::new(worker);

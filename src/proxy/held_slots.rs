@@ -1,8 +1,8 @@
 //! The slots that a request holds in rules which limit the requests in flight.
 
-use crate::metrics::events::ConcurrencyGauge;
 use transom_limiter::concurrency::Slot;
 use transom_limiter::handles::PlanPosition;
+use transom_runtime::metrics::events::ConcurrencyGauge;
 
 /// Released when dropped.
 #[derive(Default)]

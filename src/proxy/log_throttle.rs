@@ -49,7 +49,7 @@ impl LogThrottle {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::clock::Clock;
+    use transom_runtime::clock::Clock;
 
     #[test]
     fn a_cause_is_logged_when_it_begins_and_seldom_while_it_lasts() {

@@ -7,20 +7,19 @@
 //!
 //! `resolved_request` finds the route of a request and its key under each rule.
 //!
-//! State: `compiled_config` is the configuration prepared at load, `worker_config` one worker's view of it,
+//! State: `served_config` is the configuration prepared at load, `worker_config` one worker's view of it,
 //! `worker_state` what a worker keeps between requests, `peer` what requests know of their connection.
 
 mod admission;
-pub mod compiled_config;
 mod delayed_request;
 pub mod handler;
 mod held_slots;
 pub mod log_throttle;
 pub mod peer;
 pub mod request_record;
-pub mod resolved_request;
 pub mod response;
 mod response_cost;
+pub mod served_config;
 pub mod websocket;
 pub mod worker_config;
 pub mod worker_state;

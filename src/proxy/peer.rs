@@ -8,10 +8,10 @@ use std::time::Duration;
 use http::HeaderValue;
 
 use super::websocket::TunnelSession;
-use crate::http::headers;
 use crate::informational::InformationalQueue;
 use crate::timer::Timer;
 use crate::upstream::request_body::BodyDrain;
+use transom_http::headers;
 
 /// Where a connection comes from; shared by all its requests.
 #[derive(Debug)]

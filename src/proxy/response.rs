@@ -10,11 +10,11 @@ use http::{HeaderMap, Response};
 use http_body::{Body as HttpBody, Frame, SizeHint};
 
 use super::request_record::RequestRecord;
-use crate::http::error::RequestError;
-use crate::http::headers;
-use crate::http::responses::{ErrorFormat, LocalResponse};
-use crate::http::route_actions::ResponseChanges;
 use crate::upstream::response_body::{UpstreamBody, UpstreamBodyError};
+use transom_http::error::RequestError;
+use transom_http::headers;
+use transom_rules::responses::{ErrorFormat, LocalResponse};
+use transom_rules::route_actions::ResponseChanges;
 
 /// Why a request is not forwarded.
 pub enum Rejection {

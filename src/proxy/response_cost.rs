@@ -8,23 +8,23 @@ use std::rc::Rc;
 use http::{HeaderMap, Response, StatusCode};
 use http_body::Body as _;
 
-use super::compiled_config::RouteRules;
 use super::response::ResponseBody;
 use super::worker_config::WorkerConfig;
 use super::worker_state::WorkerState;
-use crate::http::RouteRulesId;
-use crate::http::ratelimit_headers::RateLimitFields;
-use crate::http::response_cost::{FinalCost, GRPC_UNKNOWN, ResponseCostRule, grpc_status};
-use crate::redis_store::StoreKeys;
-use crate::redis_store::counter_access::RequestKeys;
-use crate::redis_store::scripts::Refund;
 use transom_limiter::charge_plan::LayerCharge;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::handles::{IdVec, PlanPosition};
 use transom_limiter::rule_set::KeyedRequest;
 use transom_limiter::sharded_counter::ShardReceipt;
+use transom_limiter::store_key::StoreKeys;
 use transom_limiter::table::Counter;
 use transom_limiter::window_kind::WindowKind;
+use transom_rules::RouteRulesId;
+use transom_rules::compiled_config::RouteRules;
+use transom_rules::ratelimit_headers::RateLimitFields;
+use transom_rules::response_cost::{FinalCost, GRPC_UNKNOWN, ResponseCostRule, grpc_status};
+use transom_store::counter_access::RequestKeys;
+use transom_store::scripts::Refund;
 
 /// An admitted request whose cost is not known yet. Dropped without a response, as when the client goes away, it keeps its
 /// charges.

@@ -12,10 +12,10 @@ use tokio::io::{AsyncRead, AsyncWrite};
 
 use super::request_record::RequestRecord;
 use super::response::{Content, ResponseBody, ResponseFormat, error_response, forwarded_response};
-use crate::http::error::RequestError;
-use crate::http::websocket_handshake::{self, HandshakeKey, UpgradeMethod};
 use crate::timer::Timer;
 use crate::upstream::tunnel::{ByteCounts, Tunnel, TunnelEnd};
+use transom_http::error::RequestError;
+use transom_http::websocket_handshake::{self, HandshakeKey, UpgradeMethod};
 
 /// How a client requested a WebSocket, and the key of the handshake with the upstream.
 pub struct WebSocketHandshake {

@@ -11,39 +11,41 @@ use std::sync::Arc;
 use http::header::DATE;
 use http::{HeaderMap, HeaderValue};
 
-use super::compiled_config::{CompiledConfig, CompiledRoute, RouteRules};
-use super::resolved_request::ResolvedRequest;
 use crate::access_log::LogSender;
-use crate::clock::Clock;
-use crate::config::rule::GatewayRule;
-use crate::config::upstream::{Server, Target as ConfiguredTarget, TransportSettings, Upstream};
-use crate::config::{RouteId, UpstreamId};
-use crate::http::RouteRulesId;
-use crate::http::ratelimit_headers::RateLimitFields;
-use crate::http::request_id::RequestId;
-use crate::http::responses::{self, RefusalCache, RefusalResponse};
-use crate::jwt::cache::TokenCache;
-use crate::metrics::events::{
-    ClientMetrics, ConcurrencyGauge, DelayGauge, DroppedSpans, RefundCounter, RouteMetrics, UpstreamMetrics,
-    WindowMetrics,
-};
-use crate::metrics::storage::GaugeGuard;
-use crate::metrics::upstream::{ActiveGauge, ConnectionGauge, RetryMetrics};
-use crate::metrics::{Registry, WorkerId};
-use crate::redis_store::counter_access::CounterAccess;
+use crate::proxy::served_config::ServedConfig;
 use crate::spans::{SpanSender, Tracer};
-use crate::top_keys::{KeyName, TopKeys};
 use crate::upstream::forward::Forwarder;
 use crate::upstream::pool::{ConnectionPool, ServerPool};
 use crate::upstream::server_health::UpstreamHealth;
+use transom_config::rule::GatewayRule;
+use transom_config::upstream::{Server, Target as ConfiguredTarget, TransportSettings, Upstream};
+use transom_config::{RouteId, UpstreamId};
+use transom_http::request_id::RequestId;
+use transom_jwt::cache::TokenCache;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
 use transom_limiter::rule::OnLimit;
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
+use transom_rules::RouteRulesId;
+use transom_rules::compiled_config::CompiledConfig;
+use transom_rules::compiled_config::{CompiledRoute, RouteRules};
+use transom_rules::ratelimit_headers::RateLimitFields;
+use transom_rules::resolved_request::ResolvedRequest;
+use transom_rules::responses::{self, RefusalCache, RefusalResponse};
+use transom_rules::top_keys::{KeyName, TopKeys};
+use transom_runtime::clock::Clock;
+use transom_runtime::metrics::events::{
+    ClientMetrics, ConcurrencyGauge, DelayGauge, DroppedSpans, RefundCounter, RouteMetrics, UpstreamMetrics,
+    WindowMetrics,
+};
+use transom_runtime::metrics::storage::GaugeGuard;
+use transom_runtime::metrics::upstream::{ActiveGauge, ConnectionGauge, RetryMetrics};
+use transom_runtime::metrics::{Registry, WorkerId};
+use transom_store::counter_access::CounterAccess;
 
 pub struct WorkerConfig {
-    pub compiled: Arc<CompiledConfig>,
+    pub compiled: Arc<ServedConfig>,
     pub route_metrics: IdVec<RouteId, RouteMetrics>,
     pub window_metrics: IdVec<RouteRulesId, WindowMetrics<PlanPosition>>,
     /// `None` for rules without a limit of concurrent requests.
@@ -115,7 +117,7 @@ impl WorkerConfig {
         worker_id: WorkerId,
         registry: &Arc<Registry>,
         clock: &Clock,
-        compiled: Arc<CompiledConfig>,
+        compiled: Arc<ServedConfig>,
         outputs: RecordOutputs,
         previous: Option<&WorkerConfig>,
     ) -> WorkerConfig {
@@ -271,7 +273,7 @@ impl WorkerConfig {
         text: &mut Vec<u8>,
         headers: HeaderMap,
     ) -> RefusalResponse {
-        let CompiledConfig { refusal_templates, route_rules, .. } = &*self.compiled;
+        let CompiledConfig { refusal_templates, route_rules, .. } = &**self.compiled;
         let RouteRules { charge_plan, rate_limit_template, .. } = &route_rules[rules_id];
         let fields = rate_limit_template.render(context, self.policy_fields[rules_id].as_ref(), now_ms, text);
         let mut refused = responses::refusal_response(

@@ -8,26 +8,26 @@ use std::time::Instant;
 use http::HeaderValue;
 use tokio::sync::mpsc::UnboundedSender;
 
-use super::compiled_config::CompiledConfig;
 use super::log_throttle::LogThrottle;
 use super::worker_config::{RecordOutputs, WorkerConfig};
-use crate::clock::Clock;
-use crate::http::error::RequestError;
-use crate::http::responses::Date;
-use crate::metrics::events::WorkerMetrics;
-use crate::metrics::redis::StoreMetrics;
-use crate::metrics::{Registry, WorkerId};
-use crate::redis_store::counter_access::CounterAccess;
-use crate::redis_store::shared_counters::{SharedByWorkers, SharedCounters};
+use crate::proxy::served_config::ServedConfig;
 use crate::timer::Timers;
-use crate::top_keys::{KeyOutcome, ListedKey, Snapshot};
+use transom_http::error::RequestError;
+use transom_rules::responses::Date;
+use transom_rules::top_keys::{KeyOutcome, ListedKey, Snapshot};
+use transom_runtime::clock::Clock;
+use transom_runtime::metrics::events::WorkerMetrics;
+use transom_runtime::metrics::redis::StoreMetrics;
+use transom_runtime::metrics::{Registry, WorkerId};
+use transom_store::counter_access::CounterAccess;
+use transom_store::shared_counters::{SharedByWorkers, SharedCounters};
 
 /// Asks a worker for what it counted of keys. Rules are named by their hash prefixes.
 #[derive(Clone)]
 pub enum TopKeysQuery {
     /// Copies of the counts. The worker sends the position in `rules` with each copy.
     List { outcome: KeyOutcome, rules: Arc<[u64]>, reply: UnboundedSender<(usize, Snapshot)> },
-    /// The key with an id: see [`TopKeys::find`](crate::top_keys::TopKeys::find).
+    /// The key with an id: see [`TopKeys::find`](transom_rules::top_keys::TopKeys::find).
     Find { rule: u64, id: u64, config_number: u64, reply: UnboundedSender<Arc<ListedKey>> },
 }
 
@@ -52,7 +52,7 @@ impl WorkerState {
         shared_by_workers: SharedByWorkers,
         clock: Clock,
         registry: Arc<Registry>,
-        compiled: Arc<CompiledConfig>,
+        compiled: Arc<ServedConfig>,
         outputs: RecordOutputs,
     ) -> WorkerState {
         let settings = compiled.config.counters.shared.as_ref();
@@ -110,7 +110,7 @@ impl WorkerState {
     }
 
     /// Switches new requests to a configuration. Connections to unchanged servers stay open.
-    pub fn apply_config(&self, compiled: Arc<CompiledConfig>, outputs: RecordOutputs) {
+    pub fn apply_config(&self, compiled: Arc<ServedConfig>, outputs: RecordOutputs) {
         let previous = self.config();
         let (id, registry, clock) = (self.worker_id, &self.registry, &self.clock);
         let config = WorkerConfig::new(id, registry, clock, compiled, outputs, Some(&previous));

@@ -23,15 +23,10 @@ use super::messages::envoy::service::ratelimit::v3::rate_limit_response::{Code, 
 use super::messages::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
 use super::messages::envoy::r#type::v3::RateLimitUnit;
 use crate::decision::{CountedDecision, DecisionOutputs, KeyedRule, RuleKeyValues};
-use crate::http::ratelimit_headers::RateLimitTemplate;
-use crate::http::responses::{self, RefusalTemplate};
-use crate::metrics::events::{DecisionMetrics, RatelimitServiceMetrics};
-use crate::proxy::compiled_config::CompiledConfig;
 use crate::proxy::response::ResponseBody;
+use crate::proxy::served_config::ServedConfig;
 use crate::proxy::worker_config::{DecisionBuffers, WorkerConfig};
 use crate::proxy::worker_state::WorkerState;
-use crate::redis_store::decision_queries::KeyQuery;
-use crate::redis_store::shared_decision::{BeginResult, SharedOutcome, Unavailable};
 use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
@@ -40,6 +35,12 @@ use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Plan, Rule};
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::window::Windows;
+use transom_rules::compiled_config::CompiledConfig;
+use transom_rules::ratelimit_headers::RateLimitTemplate;
+use transom_rules::responses::{self, RefusalTemplate};
+use transom_runtime::metrics::events::{DecisionMetrics, RatelimitServiceMetrics};
+use transom_store::decision_queries::KeyQuery;
+use transom_store::shared_decision::{BeginResult, SharedOutcome, Unavailable};
 
 /// Rules that answer to the descriptors of one request.
 const RULES_MAX: usize = 256;
@@ -138,7 +139,7 @@ impl ServiceConfig {
         }
     }
 
-    fn compiled(&self) -> &CompiledConfig {
+    fn compiled(&self) -> &ServedConfig {
         &self.config.compiled
     }
 
@@ -304,7 +305,7 @@ impl ServiceConfig {
     }
 
     fn compile_plan(&self, rules: &RuleList) -> ServicePlan {
-        let CompiledConfig { rule_set, config, seed, .. } = self.compiled();
+        let CompiledConfig { rule_set, config, seed, .. } = &**self.compiled();
         let configured = rule_set.immediate_plan(rules.iter().map(|(rule, _)| *rule), true);
         if rules.iter().all(|(_, limit)| limit.is_none()) {
             let template = RateLimitTemplate::new(&configured, |rule| config.rules[rule].rate_limit_style);
@@ -371,7 +372,8 @@ impl ServiceConfig {
         text: &mut Vec<u8>,
     ) -> Bytes {
         let Call { matched, rules, plan, .. } = call;
-        let CompiledConfig { refusal_templates, readable_digester, decision_service, .. } = self.compiled();
+        let decision_service = &self.compiled().decision_service;
+        let CompiledConfig { refusal_templates, readable_digester, .. } = &**self.compiled();
         let ServicePlan { charge_plan, stated, .. } = &**plan;
         let configured = stated.as_ref().map_or(charge_plan, |stated| &stated.configured);
         let has_own_windows = |position: PlanPosition| stated.as_ref().is_none_or(|stated| !stated.is_stated[position]);

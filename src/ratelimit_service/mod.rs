@@ -11,8 +11,6 @@ use http::Response;
 use http::request::Parts;
 use tokio::sync::watch;
 
-use crate::http::error::RequestError;
-use crate::http::responses::{self, ErrorFormat};
 use crate::proxy::handler::ResponseFuture;
 use crate::proxy::peer::Peer;
 use crate::proxy::request_record::record_rejected_head;
@@ -23,6 +21,8 @@ use grpc::{Following, GrpcError, MessageReader, decode, encode};
 use limit::ServiceConfig;
 use messages::grpc::health::v1::health_check_response::ServingStatus;
 use messages::grpc::health::v1::{HealthCheckRequest, HealthCheckResponse};
+use transom_http::error::RequestError;
+use transom_rules::responses::{self, ErrorFormat};
 
 mod grpc;
 mod limit;

@@ -11,7 +11,7 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use crate::downstream::drain::Drain;
 use crate::downstream::listener;
 use crate::downstream::listener_context::{Listener, ListenerConfig, ListenerContext};
-use crate::proxy::compiled_config::CompiledConfig;
+use crate::proxy::served_config::ServedConfig;
 use crate::proxy::worker_config::RecordOutputs;
 use crate::proxy::worker_state::TopKeysQuery;
 
@@ -22,7 +22,7 @@ const SWEEP: Duration = Duration::from_secs(5);
 pub enum WorkerCommand {
     /// Accept connections.
     Accept,
-    Reload(Arc<CompiledConfig>, Arc<ListenerConfig>, RecordOutputs),
+    Reload(Arc<ServedConfig>, Arc<ListenerConfig>, RecordOutputs),
     Drain(DrainTimes),
     /// Close idle connections without further delay.
     CloseIdle,

@@ -17,8 +17,8 @@ use tokio::sync::mpsc::{Receiver, channel};
 use super::otlp_span::{Scope, push_spans};
 use super::{SpanSender, TracedRequest};
 use crate::access_log::WriterThread;
-use crate::config::span_export::SpanReceiver;
-use crate::metrics::events::SpanMetrics;
+use transom_config::span_export::SpanReceiver;
+use transom_runtime::metrics::events::SpanMetrics;
 
 /// Capacity of the queue, in requests.
 const QUEUE_REQUESTS: usize = 4096;

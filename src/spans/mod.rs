@@ -9,9 +9,9 @@ use http::HeaderMap;
 use tokio::sync::mpsc::Sender;
 
 use crate::access_log::entry::LogEntry;
-use crate::config::span_export::Tracing;
-use crate::http::trace_context::SpanContext;
-use crate::metrics::events::DroppedSpans;
+use transom_config::span_export::Tracing;
+use transom_http::trace_context::SpanContext;
+use transom_runtime::metrics::events::DroppedSpans;
 
 #[cfg(feature = "otlp")]
 mod exporter;
@@ -92,8 +92,8 @@ impl Tracer {
 #[cfg(not(feature = "otlp"))]
 impl SpanSender {
     pub fn start(
-        _receiver: crate::config::span_export::SpanReceiver,
-        _metrics: crate::metrics::events::SpanMetrics,
+        _receiver: transom_config::span_export::SpanReceiver,
+        _metrics: transom_runtime::metrics::events::SpanMetrics,
     ) -> std::io::Result<(SpanSender, crate::access_log::WriterThread)> {
         Err(std::io::ErrorKind::Unsupported.into())
     }

@@ -214,7 +214,7 @@ fn limit_events(entry: &LogEntry, time: SystemTime) -> Vec<Event> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::http::trace_context;
+    use transom_http::trace_context;
 
     fn request(method: &str, host: &str, protocol: &'static str) -> LoggedRequest {
         LoggedRequest {

@@ -5,9 +5,9 @@ use std::time::Instant;
 
 use http::{HeaderMap, StatusCode};
 
-use crate::clock::Clock;
-use crate::http::trace_context::{SpanContext, TRACEPARENT, TRACESTATE, TraceParent, new_span_id};
-use crate::metrics::events::UpstreamOutcome;
+use transom_http::trace_context::{SpanContext, TRACEPARENT, TRACESTATE, TraceParent, new_span_id};
+use transom_runtime::clock::Clock;
+use transom_runtime::metrics::events::UpstreamOutcome;
 
 #[derive(Debug)]
 pub struct AttemptLog {

@@ -19,9 +19,9 @@ use tokio::time::{sleep, timeout};
 use tokio_rustls::{TlsConnector, TlsStream};
 
 use super::dns::Resolver;
-use crate::clock::Clock;
-use crate::config::upstream::{Scheme, Server, TransportSettings, UpstreamProtocol};
 use crate::io_stream::IoStream;
+use transom_config::upstream::{Scheme, Server, TransportSettings, UpstreamProtocol};
+use transom_runtime::clock::Clock;
 
 /// How long an address may be silent before the next one is tried in parallel.
 const NEXT_ADDRESS_DELAY: Duration = Duration::from_millis(250);

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use tokio::net::lookup_host;
 use tokio::sync::Semaphore;
 
-use crate::clock::Clock;
+use transom_runtime::clock::Clock;
 
 pub struct Resolver {
     host: String,

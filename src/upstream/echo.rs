@@ -11,9 +11,9 @@ use http_body::Body;
 use serde_json::{Map, Value, json};
 
 use super::request_body::RequestBody;
-use crate::http::error::RequestError;
-use crate::http::responses::{self, LocalResponse};
 use crate::timer::Timer;
+use transom_http::error::RequestError;
+use transom_rules::responses::{self, LocalResponse};
 
 /// Responds with the request's method, path, query, fields, and the length of its body. The body is read to its end and
 /// discarded.

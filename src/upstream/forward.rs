@@ -25,15 +25,15 @@ use super::request_limit::RequestPermit;
 use super::response_body::{ResponseSource, UpstreamBody};
 use super::retry_budget::RetryBudget;
 use super::server_health::{AttemptResult, UpstreamHealth};
-use crate::clock::Clock;
-use crate::config::limits::Timeouts;
-use crate::config::upstream::Retries;
-use crate::http::error::RequestError;
-use crate::http::{headers, websocket_handshake};
 use crate::informational::InformationalQueue;
-use crate::metrics::events::{UpstreamMetrics, UpstreamOutcome};
-use crate::metrics::upstream::{RetryMetrics, UpstreamLimit};
 use crate::timer::Timer;
+use transom_config::limits::Timeouts;
+use transom_config::upstream::Retries;
+use transom_http::error::RequestError;
+use transom_http::{headers, websocket_handshake};
+use transom_runtime::clock::Clock;
+use transom_runtime::metrics::events::{UpstreamMetrics, UpstreamOutcome};
+use transom_runtime::metrics::upstream::{RetryMetrics, UpstreamLimit};
 
 /// Default number of retries: one for each other server, up to this maximum.
 const DEFAULT_RETRIES_MAX: usize = 2;

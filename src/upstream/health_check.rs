@@ -19,8 +19,8 @@ use tokio::time::{sleep, timeout};
 use super::pool::ConnectionPool;
 use super::request_body::RequestBody;
 use super::server_health::UpstreamHealth;
-use crate::clock::Clock;
-use crate::config::upstream::{HealthChecks, Server, TransportSettings};
+use transom_config::upstream::{HealthChecks, Server, TransportSettings};
+use transom_runtime::clock::Clock;
 
 const USER_AGENT_VALUE: HeaderValue = HeaderValue::from_static("transom-health-check");
 const ACCEPT_ANY: HeaderValue = HeaderValue::from_static("*/*");

@@ -19,12 +19,12 @@ use tokio::task::unconstrained;
 use super::connect::ResolvedTarget;
 use super::request_body::{BodyError, RequestBody};
 use super::request_limit::ConnectionPermit;
-use crate::http::http1_body::{BodyDecoder, MalformedMessage};
-use crate::http::http1_head::{self, Framing, RESPONSE_HEAD_MAX_BYTES, ResponseHead};
 use crate::http1_stream::{Http1Stream, READ_HEAD_BYTES, WrongLength};
 use crate::informational::InformationalQueue;
 use crate::io_stream::IoStream;
-use crate::metrics::upstream::CountedConnection;
+use transom_http::http1_body::{BodyDecoder, MalformedMessage};
+use transom_http::http1_head::{self, Framing, RESPONSE_HEAD_MAX_BYTES, ResponseHead};
+use transom_runtime::metrics::upstream::CountedConnection;
 
 /// A connection with one request at a time.
 pub struct Http1Connection {

@@ -31,9 +31,9 @@ use tokio::sync::futures::Notified;
 
 use super::request_body::{ReplayBody, RequestBody};
 use super::request_limit::ConnectionPermit;
-use crate::http::websocket_handshake::{self, HandshakeKey};
 use crate::io_stream::IoStream;
-use crate::metrics::upstream::CountedConnection;
+use transom_http::websocket_handshake::{self, HandshakeKey};
+use transom_runtime::metrics::upstream::CountedConnection;
 
 /// Concurrent streams of one connection; servers may allow fewer.
 const STREAMS_MAX: usize = 100;

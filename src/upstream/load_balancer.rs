@@ -18,9 +18,9 @@ use smallvec::SmallVec;
 use super::pool::ServerPool;
 use super::request_body::RequestBody;
 use super::server_health::{ChoiceReason, ServerStatus, UpstreamHealth};
-use crate::clock::Clock;
-use crate::config::upstream::LoadBalancing;
+use transom_config::upstream::LoadBalancing;
 use transom_limiter::key::Seed;
+use transom_runtime::clock::Clock;
 
 /// Chooses servers of one upstream, for one worker.
 pub struct LoadBalancer {

@@ -22,11 +22,11 @@ use super::http1::Http1Connection;
 use super::http2::{self, Http2Connection, Http2Stream, StreamCapacity};
 use super::request_body::RequestBody;
 use super::request_limit::{ConnectionPermit, PermitIssuer};
-use crate::clock::Clock;
-use crate::config::upstream::{HostField, Scheme, Server, TransportSettings, UpstreamPolicy};
-use crate::http::error::RequestError;
 use crate::io_stream::descriptor_limit;
-use crate::metrics::upstream::{ActiveGauge, ConnectionGauge, CountedConnection};
+use transom_config::upstream::{HostField, Scheme, Server, TransportSettings, UpstreamPolicy};
+use transom_http::error::RequestError;
+use transom_runtime::clock::Clock;
+use transom_runtime::metrics::upstream::{ActiveGauge, ConnectionGauge, CountedConnection};
 
 /// HTTP/2 connections to one server. Beyond this number, requests wait for a stream.
 const HTTP2_CONNECTIONS_MAX: usize = 64;

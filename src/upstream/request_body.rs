@@ -16,9 +16,9 @@ use h2::RecvStream;
 use http::header::{self, HeaderMap};
 use http_body::{Body, Frame, SizeHint};
 
-use crate::http::error::RequestError;
-use crate::http::headers;
 use crate::timer::{Timer, Timers};
+use transom_http::error::RequestError;
+use transom_http::headers;
 
 /// Where a body comes from.
 pub enum BodySource {

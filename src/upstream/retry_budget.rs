@@ -79,7 +79,7 @@ impl RetryBudget {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::clock::Clock;
+    use transom_runtime::clock::Clock;
 
     fn start() -> Instant {
         Clock::manual(0).instant()

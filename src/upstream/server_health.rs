@@ -13,10 +13,10 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::request_limit::RequestLimit;
-use crate::config::Config;
-use crate::config::upstream::{Ejection, Server, Target, TransportSettings, Upstream, UpstreamPolicy};
-use crate::metrics::Registry;
-use crate::metrics::upstream::ServerMetrics;
+use transom_config::Config;
+use transom_config::upstream::{Ejection, Server, Target, TransportSettings, Upstream, UpstreamPolicy};
+use transom_runtime::metrics::Registry;
+use transom_runtime::metrics::upstream::ServerMetrics;
 
 /// Slow start begins with this fraction of the full weight.
 const SLOW_START_FROM: f64 = 0.1;
@@ -97,7 +97,7 @@ pub fn build_upstream_health(
     workers: usize,
     now: Instant,
 ) -> Vec<Arc<UpstreamHealth>> {
-    let health_of = |upstream: &crate::config::upstream::Upstream| {
+    let health_of = |upstream: &transom_config::upstream::Upstream| {
         let servers = match &upstream.target {
             Target::Servers(servers) => servers.clone(),
             Target::Echo => Vec::new(),
@@ -434,8 +434,8 @@ impl Drop for ServerState {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::clock::Clock;
-    use crate::config::upstream::{HostField, Scheme, UpstreamProtocol};
+    use transom_config::upstream::{HostField, Scheme, UpstreamProtocol};
+    use transom_runtime::clock::Clock;
 
     const MS: Duration = Duration::from_millis(1);
 

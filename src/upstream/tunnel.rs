@@ -20,8 +20,8 @@ use super::http2::Http2Stream;
 use super::pool::ActiveRequest;
 use super::request_limit::{ConnectionPermit, RequestPermit};
 use crate::io_stream::IoStream;
-use crate::metrics::upstream::CountedConnection;
 use crate::timer::Timer;
+use transom_runtime::metrics::upstream::CountedConnection;
 
 /// The most bytes of one read.
 const READ_BYTES: usize = 16 * 1024;

@@ -173,10 +173,10 @@ fn a_certificate_selects_the_plan_of_a_client() {
 fn on_missing_key_is_optional_where_certificates_are_required() {
     let certificates = Certificates::new();
     let toml = certificates.toml("", PER_CERT);
-    let problem = transom::config::read_with_files(&toml, &|path| std::fs::read(path)).unwrap_err();
+    let problem = transom_config::read_with_files(&toml, &|path| std::fs::read(path)).unwrap_err();
     assert!(problem[0].message.contains("a request may lack `client-cert`"), "{problem:?}");
     let only_tls = toml.replace("http = \"127.0.0.1:0\"\n", "");
-    transom::config::read_with_files(&only_tls, &|path| std::fs::read(path)).unwrap();
+    transom_config::read_with_files(&only_tls, &|path| std::fs::read(path)).unwrap();
 }
 
 #[test]

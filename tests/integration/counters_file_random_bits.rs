@@ -6,8 +6,8 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use fastrand::Rng;
-use transom::config::{self, Config};
 use transom::persistence::file_header::Header;
+use transom_config::Config;
 use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::counter::CounterWord;
 use transom_limiter::decision::Decision;
@@ -58,7 +58,7 @@ fn toml() -> String {
 }
 
 fn config() -> Config {
-    config::read(&with_listen(&toml())).unwrap_or_else(|problems| panic!("{problems:?}"))
+    transom_config::read(&with_listen(&toml())).unwrap_or_else(|problems| panic!("{problems:?}"))
 }
 
 /// A number that is likely to expose an overflow.

@@ -8,8 +8,8 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use fastrand::Rng;
-use transom::clock::Clock;
-use transom::config;
+use transom_runtime::clock::Clock;
+
 use transom::persistence::counters::Counters;
 use transom::persistence::file_header::{BootId, Header};
 use transom::persistence::open::OpenError;
@@ -273,7 +273,7 @@ fn a_sparse_file_is_allocated_at_start() {
 
 fn open(file: &Path) -> Result<Counters, OpenError> {
     let every = Duration::from_secs(5);
-    let config = config::counters::Counters {
+    let config = transom_config::counters::Counters {
         capacity: CAPACITY,
         file: Some(file.to_owned()),
         snapshot: None,

@@ -8,9 +8,9 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
-use transom::metrics::exposition::{Format, render};
-use transom::metrics::{Metric, Registry, counter};
 use transom_limiter::secret_digest::Digest;
+use transom_runtime::metrics::exposition::{Format, render};
+use transom_runtime::metrics::{Metric, Registry, counter};
 
 use crate::support::client::Client;
 use crate::support::external_scripts::run_checks;

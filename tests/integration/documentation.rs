@@ -6,28 +6,28 @@ use std::path::Path;
 use std::process::Command;
 
 use serde_json::json;
-use transom::config::certificate::CertificateFiles;
-use transom::config::client_tls::ClientTlsSettings;
-use transom::config::clients::{ClientSettings, ClientsSettings};
-use transom::config::count_when::CountWhen;
-use transom::config::counters::Counters;
-use transom::config::descriptor::Descriptor;
-use transom::config::jwt::{JwtKeySettings, JwtSettings};
-use transom::config::key::KeySettings;
-use transom::config::limits::{DrainSettings, Http2, Limits, Timeouts};
-use transom::config::listen::{Admin, Https, Listen};
-use transom::config::overrides::ExceptionSettings;
-use transom::config::path::PathReading;
-use transom::config::redis::SharedSettings;
-use transom::config::route::{RouteConditions, RouteSettings};
-use transom::config::route_actions::ActionSettings;
-use transom::config::rule::{CostSettings, RuleSettings};
-use transom::config::settings::{Section, reference_rows};
-use transom::config::span_export::TracingSettings;
-use transom::config::upstream::{Ejection, HealthChecks, Retries, ServerSettings, UpstreamPolicy};
-use transom::config::window::WindowSettings;
-use transom::config::{AccessLogSettings, General, MetricsSettings};
-use transom::http::error::RequestError;
+use transom_config::certificate::CertificateFiles;
+use transom_config::client_tls::ClientTlsSettings;
+use transom_config::clients::{ClientSettings, ClientsSettings};
+use transom_config::count_when::CountWhen;
+use transom_config::counters::Counters;
+use transom_config::descriptor::Descriptor;
+use transom_config::jwt::{JwtKeySettings, JwtSettings};
+use transom_config::key::KeySettings;
+use transom_config::limits::{DrainSettings, Http2, Limits, Timeouts};
+use transom_config::listen::{Admin, Https, Listen};
+use transom_config::overrides::ExceptionSettings;
+use transom_config::path::PathSettings;
+use transom_config::redis::SharedSettings;
+use transom_config::route::{RouteConditions, RouteSettings};
+use transom_config::route_actions::ActionSettings;
+use transom_config::rule::{CostSettings, RuleSettings};
+use transom_config::settings::{Section, reference_rows};
+use transom_config::span_export::TracingSettings;
+use transom_config::upstream::{Ejection, HealthChecks, Retries, ServerSettings, UpstreamPolicy};
+use transom_config::window::WindowSettings;
+use transom_config::{AccessLogSettings, General, MetricsSettings};
+use transom_http::error::RequestError;
 use transom_limiter::secret_digest::Digest;
 
 use crate::support::client::Client;
@@ -388,7 +388,7 @@ fn metric_names(text: &str, quote: &str) -> BTreeSet<String> {
 #[test]
 fn every_metric_is_in_the_reference() {
     let mut names = BTreeSet::new();
-    for file in fs::read_dir(format!("{}/src/metrics", env!("CARGO_MANIFEST_DIR"))).unwrap() {
+    for file in fs::read_dir(format!("{}/crates/runtime/src/metrics", env!("CARGO_MANIFEST_DIR"))).unwrap() {
         names.extend(metric_names(&fs::read_to_string(file.unwrap().path()).unwrap(), "\""));
     }
     assert!(names.len() >= 38, "only {} metrics were found", names.len());
@@ -413,8 +413,11 @@ fn the_change_log_is_by_version() {
         let is_date = jiff::civil::Date::strptime("%Y-%m-%d", state).is_ok();
         assert!(version.len() == 3 && (is_date || position == 0 && *state == "not released yet"), "{headings:?}");
     }
-    let limiter = document("crates/limiter/Cargo.toml");
-    assert!(limiter.contains(concat!("\nversion = \"", env!("CARGO_PKG_VERSION"), "\"\n")));
+    let manifest = document("Cargo.toml");
+    let members: Vec<&str> =
+        manifest.lines().filter(|line| line.starts_with("transom-") && line.contains("path = ")).collect();
+    let version = concat!(" = { version = \"", env!("CARGO_PKG_VERSION"), "\", ");
+    assert!(members.len() >= 8 && members.iter().all(|line| line.contains(version)), "{members:?}");
 }
 
 /// A merge can repeat a part of a section, or cut an entry.
@@ -442,7 +445,7 @@ fn the_configuration_reference_equals_the_declarations_of_settings() {
     let text = document(page);
     let mut lines: Vec<String> = text.lines().map(str::to_owned).collect();
     for (heading, settings) in [
-        ("## Top level", [General::settings(), PathReading::settings()].concat()),
+        ("## Top level", [General::settings(), PathSettings::settings()].concat()),
         ("## `[listen]`", Listen::settings()),
         ("## `[listen.https]`", [CertificateFiles::settings(), Https::settings()].concat()),
         ("## `[admin]`", Admin::settings()),

@@ -155,7 +155,7 @@ fn global_counts_all_requests_together() {
 
 #[test]
 fn ipv6_clients_are_counted_by_their_network() {
-    // Other IPv6 addresses of this machine would need configuration. `http::rate_limit_key` tests that two addresses of a /64
+    // Other IPv6 addresses of this machine would need configuration. `rules::rate_limit_key` tests that two addresses of a /64
     // share a key; this test covers that IPv6 clients are served and counted.
     let toml = format!(
         "listen = {{ http = [\"127.0.0.1:0\", \"[::1]:0\"], admin = \"127.0.0.1:0\" }}\n{}",

@@ -10,8 +10,6 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use transom::config;
-use transom::http::rate_limit_key::KeyHashers;
 use transom::persistence::file_header::Header;
 use transom_limiter::counter::CounterWord;
 use transom_limiter::decision_context::DecisionContext;
@@ -19,6 +17,7 @@ use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::handles::{Handle, RuleId, VariantId};
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::table::Table;
+use transom_rules::rate_limit_key::KeyHashers;
 
 use crate::support::gateway::with_listen;
 use crate::support::load_checker::{KEYS, Layer, Load, LoadResults, now_ms};
@@ -199,7 +198,7 @@ fn every_record_is_possible(file: &Path, toml: &str) -> usize {
 
 /// The tags of all counters that clients can have used, each with the position of its layer.
 fn tags(header: &Header, toml: &str) -> Vec<(u64, usize)> {
-    let config = config::read(&with_listen(toml)).unwrap();
+    let config = transom_config::read(&with_listen(toml)).unwrap();
     let rule_set = Arc::new(RuleSet::new(config.limiter_rules(), header.seed, None));
     let (charge_plan, table) = (rule_set.charge_plan([RuleId::at(0)]), Table::with_capacity(64).unwrap());
     let mut context = DecisionContext::default();

@@ -11,11 +11,11 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{ClientConfig, RootCertStore};
 use tokio::task::spawn_local;
 use tokio::time::sleep;
-use transom::config::client_tls::ClientTls;
-use transom::config::redis::{Nodes, StoreConfig};
-use transom::redis_store::client::{RedisClient, StoreError};
-use transom::redis_store::scripts::{CounterRequest, Refund};
+use transom_config::client_tls::ClientTls;
+use transom_config::redis::{Nodes, StoreConfig};
 use transom_limiter::window_kind::WindowKind;
+use transom_store::client::{RedisClient, StoreError};
+use transom_store::scripts::{CounterRequest, Refund};
 
 use crate::support::redis::RedisServer;
 use crate::support::redis_client::{
@@ -239,7 +239,7 @@ fn a_tls_server_is_used_if_its_certificate_verifies() {
     let redis = RedisServer::with_tls(&authority, "tls-auth-clients yes\nrequirepass sesame");
     let issued = authority.issue(&["gateway"]);
     let with_password = |mut settings: StoreConfig| {
-        settings.password = Some(transom::config::values::Secret("sesame".to_owned()));
+        settings.password = Some(transom_config::values::Secret("sesame".to_owned()));
         RedisClient::new(&settings)
     };
     run_on_worker(async {

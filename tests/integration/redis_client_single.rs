@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 
 use tokio::task::spawn_local;
 use tokio::time::{sleep, timeout};
-use transom::config::redis::{Node, Nodes, StoreConfig};
-use transom::config::values::Secret;
-use transom::redis_store::client::{RedisClient, StoreError};
-use transom::redis_store::scripts::{AcquireReply, CounterRequest, Refund};
+use transom_config::redis::{Node, Nodes, StoreConfig};
+use transom_config::values::Secret;
 use transom_limiter::store_key::StoreWindow;
 use transom_limiter::window_kind::WindowKind;
+use transom_store::client::{RedisClient, StoreError};
+use transom_store::scripts::{AcquireReply, CounterRequest, Refund};
 
 use crate::support::DEADLINE;
 use crate::support::load_checker::now_ms;

@@ -1,7 +1,7 @@
 //! A Redis that evicts keys when its memory is full: the gateway warns while it runs, also without the right to read the
 //! configuration of the server.
 
-use transom::redis_store::diagnose::COMMANDS;
+use transom_store::diagnose::COMMANDS;
 
 use crate::support::eventually;
 use crate::support::gateway_group::{LONG_TIMEOUT, rule_by_key, shared_config};

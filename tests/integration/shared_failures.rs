@@ -6,8 +6,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use tokio::task::spawn_local;
-use transom::redis_store::client::RedisClient;
-use transom::redis_store::scripts::CounterRequest;
+use transom_store::client::RedisClient;
+use transom_store::scripts::CounterRequest;
 
 use crate::support::gateway_group::{rule_by_key, shared_config};
 use crate::support::load_checker::now_ms;

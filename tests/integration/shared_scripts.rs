@@ -6,9 +6,9 @@ use std::rc::Rc;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use redis::Commands;
-use transom::redis_store::client::RedisClient;
-use transom::redis_store::scripts::{AcquireReply, CounterReply, CounterRequest, Refund};
 use transom_limiter::window_kind::WindowKind;
+use transom_store::client::RedisClient;
+use transom_store::scripts::{AcquireReply, CounterReply, CounterRequest, Refund};
 
 use crate::support::redis::RedisServer;
 use crate::support::redis_client::{floating_request, grid_request, plain_request, run_on_worker, single_server};

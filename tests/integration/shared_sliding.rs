@@ -9,11 +9,11 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use redis::Commands;
 use serde_json::json;
-use transom::redis_store::client::RedisClient;
-use transom::redis_store::scripts::{AcquireReply, CounterReply, CounterRequest, effective_ms};
 use transom_limiter::store_key::StoreWindow;
 use transom_limiter::window::Segments;
 use transom_limiter::window_kind::WindowKind;
+use transom_store::client::RedisClient;
+use transom_store::scripts::{AcquireReply, CounterReply, CounterRequest, effective_ms};
 
 use crate::support::eventually;
 use crate::support::gateway_group::{

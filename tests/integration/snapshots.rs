@@ -10,10 +10,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use transom::clock::Clock;
-use transom::config;
-use transom::metrics::Registry;
-use transom::metrics::events::SnapshotMetrics;
+use transom_runtime::clock::Clock;
+
 use transom::persistence::background::BackgroundWriter;
 use transom::persistence::counters::Counters;
 use transom::persistence::file_header::Header;
@@ -27,6 +25,8 @@ use transom_limiter::handles::VariantId;
 use transom_limiter::key::KeyHash;
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::table::{Table, Watermarks};
+use transom_runtime::metrics::Registry;
+use transom_runtime::metrics::events::SnapshotMetrics;
 
 use crate::support::gateway::{START_S, with_listen};
 use crate::support::process::{BINARY, Process, run};
@@ -88,9 +88,9 @@ fn in_memory(capacity: usize, snapshot: Option<&Path>, clock: &Clock) -> Counter
     Counters::open(&settings(capacity, snapshot), None, clock).unwrap()
 }
 
-fn settings(capacity: usize, snapshot: Option<&Path>) -> config::counters::Counters {
+fn settings(capacity: usize, snapshot: Option<&Path>) -> transom_config::counters::Counters {
     let every = Duration::from_secs(5);
-    config::counters::Counters {
+    transom_config::counters::Counters {
         capacity,
         file: None,
         snapshot: snapshot.map(Path::to_owned),
@@ -164,7 +164,7 @@ struct ChargedCounters {
 
 impl ChargedCounters {
     fn new(counters: Counters) -> ChargedCounters {
-        let config = config::read(&with_listen(RULES)).unwrap();
+        let config = transom_config::read(&with_listen(RULES)).unwrap();
         let rule_set = Arc::new(RuleSet::new(config.limiter_rules(), counters.seed, None));
         let charge_plans = rule_set.rules.ids().map(|rule| rule_set.charge_plan([rule])).collect();
         ChargedCounters { charge_plans, counters }

@@ -308,6 +308,6 @@ fn a_disconnect_at_any_step_of_the_handshake_is_harmless() {
 fn no_plain_listener_is_opened_without_an_address() {
     let (scratch, authority) = (TempDir::new(), TestCa::new());
     let toml = listen(&scratch, &authority.issue(&["a.test"]), "").replace("http = \"127.0.0.1:0\"\n", "");
-    let config = transom::config::read_with_files(&(toml + ECHO), &|path| std::fs::read(path)).unwrap();
+    let config = transom_config::read_with_files(&(toml + ECHO), &|path| std::fs::read(path)).unwrap();
     assert!(config.listen.http.is_empty());
 }

@@ -119,7 +119,7 @@ fn every_key_is_counted_by_default() {
     }
 }
 
-/// `http::rate_limit_key` tests 100,000 keys without sockets.
+/// `rules::rate_limit_key` tests 100,000 keys without sockets.
 #[test]
 fn invented_keys_get_no_quota_and_no_counter() {
     const KEYS: u32 = 2000;

@@ -5,9 +5,9 @@ use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use transom::clock::Clock;
-use transom::config::{self, Config};
 use transom::server;
+use transom_config::Config;
+use transom_runtime::clock::Clock;
 
 use super::client::{Client, HOST, HttpResponse};
 use super::metrics_parser::Exposition;
@@ -148,7 +148,7 @@ fn parse_config(toml: &str, clients: &str) -> Config {
         Some("clients.toml") => Ok(clients.as_bytes().to_vec()),
         _ => std::fs::read(path),
     };
-    config::read_with_files(&toml, &files).unwrap_or_else(|problems| panic!("{problems:?}\n{toml}"))
+    transom_config::read_with_files(&toml, &files).unwrap_or_else(|problems| panic!("{problems:?}\n{toml}"))
 }
 
 pub fn with_listen(toml: &str) -> String {

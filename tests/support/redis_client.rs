@@ -4,11 +4,11 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use tokio::runtime::{Builder, LocalOptions};
-use transom::config::redis::{Node, Nodes, StoreConfig};
-use transom::redis_store::client::{RedisClient, StoreError};
-use transom::redis_store::scripts::{AcquireReply, CounterReply, CounterRequest};
+use transom_config::redis::{Node, Nodes, StoreConfig};
 use transom_limiter::store_key::StoreWindow;
 use transom_limiter::window_kind::WindowKind;
+use transom_store::client::{RedisClient, StoreError};
+use transom_store::scripts::{AcquireReply, CounterReply, CounterRequest};
 
 use super::DEADLINE;
 use super::load_checker::now_ms;

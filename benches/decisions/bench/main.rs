@@ -15,10 +15,10 @@ use std::hint::black_box;
 use std::net::{IpAddr, Ipv4Addr};
 
 use governor::clock::{FakeRelativeClock, QuantaClock};
-use transom::clock::Clock;
 use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::window::SEGMENTS_PER_PERIOD;
+use transom_runtime::clock::Clock;
 
 use limiters::{Governor, NOW_MS, Transom};
 use timing::{Runner, Samples, in_turn, on_threads};

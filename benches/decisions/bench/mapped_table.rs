@@ -8,8 +8,8 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use transom::clock::Clock;
-use transom::config;
+use transom_runtime::clock::Clock;
+
 use transom::persistence::counters::Counters;
 
 use crate::limiters::{NOW_MS, Transom};
@@ -52,7 +52,7 @@ impl Drop for TemporaryFile {
 }
 
 fn open(file: Option<PathBuf>, capacity: usize) -> Counters {
-    let config = config::counters::Counters {
+    let config = transom_config::counters::Counters {
         capacity,
         file,
         snapshot: None,

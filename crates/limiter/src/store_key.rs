@@ -5,10 +5,16 @@
 //! of a cluster, never come from a client. A rule with a [`KeyFormat`](crate::rule::KeyFormat) has other names. This module does
 //! not access the store.
 
+use crate::handles::IdVec;
+use crate::handles::PlanPosition;
 use crate::limit::Limit;
 use crate::rule::{Rule, WINDOW_MARK};
 use crate::window::{Segments, Windows};
 use crate::window_kind::WindowKind;
+use std::rc::Rc;
+
+/// The key of a request under each rule of a charge plan; `None` for rules that are not shared, or do not apply.
+pub type StoreKeys = IdVec<PlanPosition, Option<Rc<str>>>;
 
 /// The window of a shared counter that is open by the gateway's time, and the next one. The store's clock decides which
 /// of the two counts.

@@ -6,8 +6,8 @@ use std::process;
 use crate::cli::upgrade::child::{Program, Successor};
 use crate::cli::upgrade::protocol::HandoverSet;
 use crate::cli::upgrade::{UpgradeOutcome, send_outcome};
-use crate::metrics::events::UpgradeMetrics;
 use crate::server::Gateway;
+use transom_runtime::metrics::events::UpgradeMetrics;
 
 /// PID of the first process of a container, which ends with it.
 const INIT: u32 = 1;

@@ -16,13 +16,13 @@ use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use tokio::task::unconstrained;
 
-use crate::http::error::RequestError;
-use crate::http::http1_body::BodyDecoder;
-use crate::http::http1_head::{FirstLine, HeadLimits, RequestHead, may_complete_head, parse_request_head};
 use crate::http1_stream::{Http1Stream, Outgoing, READ_HEAD_BYTES};
 use crate::io_stream::IoStream;
 use crate::timer::{Timer, Timers};
 use crate::upstream::request_body::{BodyError, BodySource};
+use transom_http::error::RequestError;
+use transom_http::http1_body::BodyDecoder;
+use transom_http::http1_head::{FirstLine, HeadLimits, RequestHead, may_complete_head, parse_request_head};
 
 /// The most bytes of a body that nothing takes, so that the next request on the connection can be served.
 const DISCARD_MAX_BYTES: usize = 64 * 1024;

@@ -14,9 +14,6 @@ use crate::downstream::drain::DrainGuard;
 use crate::downstream::http1::client_stream::{ClientStream, HeadFailure};
 use crate::downstream::http1::response_sender::{ResponseSender, SendFailure};
 use crate::downstream::linger::linger;
-use crate::http::error::RequestError;
-use crate::http::http1_head::{self, Framing, HeadLimits, RequestHead};
-use crate::http::responses;
 use crate::io_stream::IoStream;
 use crate::proxy::handler::{ResponseFuture, handle};
 use crate::proxy::peer::{ConnectionInfo, Peer};
@@ -25,6 +22,9 @@ use crate::proxy::response::{self, ResponseBody};
 use crate::proxy::websocket::TunnelSession;
 use crate::proxy::worker_state::WorkerState;
 use crate::timer::Timer;
+use transom_http::error::RequestError;
+use transom_http::http1_head::{self, Framing, HeadLimits, RequestHead};
+use transom_rules::responses;
 
 const CONTINUE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 

@@ -7,12 +7,12 @@ use http::HeaderMap;
 use http_body::Body as _;
 
 use crate::downstream::http1::client_stream::ClientStream;
-use crate::http::error::RequestError;
-use crate::http::http1_head::Framing;
 use crate::http1_stream::WrongLength;
 use crate::proxy::peer::Peer;
 use crate::proxy::response::ResponseBody;
 use crate::timer::Timer;
+use transom_http::error::RequestError;
+use transom_http::http1_head::Framing;
 
 /// A response of which the head waits to be sent.
 pub struct ResponseSender {

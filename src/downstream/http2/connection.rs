@@ -11,19 +11,19 @@ use bytes::Bytes;
 use h2::server::{Builder, Connection, Handshake};
 use h2::{Ping, PingPong, Reason};
 
-use crate::config::Config;
 use crate::downstream::drain::DrainGuard;
 use crate::downstream::http2::flood_guard::Budget;
 use crate::downstream::http2::hpack;
 use crate::downstream::http2::monitor::{ConnectionLimits, Monitor, MonitoredIo, TimeoutAction, Unfinished};
 use crate::downstream::http2::stream::Streams;
-use crate::http::error::RequestError;
 use crate::io_stream::IoStream;
 use crate::proxy::peer::ConnectionInfo;
 use crate::proxy::request_record;
 use crate::proxy::worker_state::WorkerState;
 use crate::ratelimit_service::RatelimitService;
 use crate::timer::Timer;
+use transom_config::Config;
+use transom_http::error::RequestError;
 
 /// Receive windows: bytes of request bodies that may wait to be read, per stream and per connection.
 const STREAM_WINDOW_BYTES: u32 = 256 * 1024;

@@ -10,8 +10,8 @@ use std::collections::VecDeque;
 
 use http::Method;
 
-use crate::config::path::byte_set;
 use crate::downstream::http2::huffman;
+use transom_http::percent_encoding::byte_set;
 
 /// SETTINGS_HEADER_TABLE_SIZE, at its default.
 const TABLE_MAX_BYTES: usize = 4096;

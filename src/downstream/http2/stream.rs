@@ -23,8 +23,6 @@ use crate::downstream::http2::flood_guard::{self, HeadRejection};
 use crate::downstream::http2::monitor::Monitor;
 use crate::downstream::http2::tunnel;
 use crate::downstream::http2::tunnel::StreamTunnel;
-use crate::http::error::RequestError;
-use crate::http::headers;
 use crate::informational;
 use crate::proxy::handler::{ResponseFuture, handle};
 use crate::proxy::peer::{ConnectionInfo, Peer};
@@ -33,6 +31,8 @@ use crate::proxy::response::{self, ResponseBody};
 use crate::proxy::worker_state::WorkerState;
 use crate::ratelimit_service::RatelimitService;
 use crate::upstream::request_body::BodySource;
+use transom_http::error::RequestError;
+use transom_http::headers;
 
 /// Limits on reading the rest of a request body after the response. Then the stream is reset. The time helps clients on busy
 /// machines, and occupies only one of the client's own streams.

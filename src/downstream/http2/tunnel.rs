@@ -15,9 +15,9 @@ use h2::{Reason, RecvStream, SendStream};
 use http::{Request, header};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use crate::http::websocket_handshake;
 use crate::proxy::peer::Peer;
 use crate::proxy::websocket::TunnelSession;
+use transom_http::websocket_handshake;
 
 /// Prepares an extended CONNECT as a WebSocket handshake; `false`: it announces a body, which a CONNECT cannot have.
 pub fn prepare_connect(request: &mut Request<RecvStream>) -> bool {

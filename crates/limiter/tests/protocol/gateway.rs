@@ -1,4 +1,4 @@
-//! What a gateway does with a request and with a reply: the logic of `src/redis_store` (decisions, token fetches, exact
+//! What a gateway does with a request and with a reply: the logic of `crates/store` (decisions, token fetches, exact
 //! mode), without waiting.
 
 use transom_limiter::rule::Sharing;

@@ -1,0 +1,506 @@
+//! `[listen]` and `[admin]`: addresses, TLS for clients, limits on connections, PROXY protocol and trusted proxies.
+//!
+//! Addresses are IP addresses: host names are not resolved, because a name may resolve to another address at the next
+//! start. This file binds no socket.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+use rustls_pki_types::CertificateDer;
+use toml::de::DeValue;
+
+use super::certificate::{self, Certificate, CertificateFiles, RevocationList};
+use super::diagnostics::{Parsed, Report, quoted};
+use super::host::read_hosts;
+use super::settings::{
+    Choice, Custom, Integer, Kind, OFF_FIX, Optional, Required, Restart, Section, Shape, Tables, Word, Words,
+};
+use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
+use super::values::{Secret, read_network};
+use transom_http::forwarded::ForwardedField;
+use transom_limiter::ip_prefix::Network;
+
+const ADDRESS: &str = "`\"ADDRESS:PORT\"`";
+const EXAMPLE: &str = "\"127.0.0.1:8080\"";
+const DEFAULT: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8080);
+const HTTP_OFF_FIX: &str =
+    "remove the line: without it, nothing listens for HTTP where `https`, `ratelimit_service` or `forward_auth` is set";
+const HTTPS_FIX: &str = "write `[listen.https]`, then its `address`, its `certificate` and its `private_key`";
+
+settings! {
+    /// Addresses, limits on connections, and proxies in front of the gateway.
+    pub struct Listen checked by check_listen {
+        /// Addresses for HTTP without TLS. The default applies unless `https`, `ratelimit_service` or `forward_auth` is set.
+        /// Port 0 chooses a free port.
+        /// Addresses of one port must not overlap, as `0.0.0.0:80` and `127.0.0.1:80` do.
+        http: Vec<SocketAddr> = Restart(Custom {
+            default: vec![DEFAULT],
+            default_text: Some(EXAMPLE),
+            shape: Shape::one_or_list(ADDRESS),
+            read: |item, report| match item.is_off() {
+                false => addresses(EXAMPLE, ", or remove `http`: this is the default").read(item, report),
+                true => report.reject(item.span.clone(), "`http` cannot be turned off", HTTP_OFF_FIX),
+            },
+        });
+        /// Addresses for TLS, see [`[listen.https]`](#listenhttps).
+        https: Vec<Https> = Custom::or_empty(
+            Shape::OneOrList(Box::new(Shape::Table([CertificateFiles::settings(), Https::settings()].concat()))),
+            read_https_listeners,
+        );
+        /// Addresses of the [rate limit service](../guides/envoy.md) that Envoy asks: gRPC over HTTP/2 without TLS. With
+        /// TLS: a table as `[listen.https]`. A change of the addresses needs a restart.
+        ratelimit_service: Option<RatelimitService> = Custom::or_empty(
+            Shape::AnyOf(vec![
+                Shape::one_or_list(ADDRESS),
+                Shape::Table([CertificateFiles::settings(), Https::settings()].concat()),
+            ]),
+            |item, report| read_ratelimit_service(item, report).map(Some),
+        );
+        /// Addresses on which [nginx](../guides/nginx.md), [Caddy](../guides/caddy.md) and [Traefik](../guides/traefik.md) ask
+        /// about requests that they forward themselves. The request is taken from `X-Forwarded-Method`, `-Uri`, `-Host`,
+        /// `-Proto` and `-For`, which are trusted, so let only these proxies connect. Without `X-Forwarded-For`, the
+        /// client is the proxy. The request is matched to the routes, and gets 200 instead of being forwarded. A `respond` that
+        /// is no success and a `redirect` are sent as they are.
+        forward_auth: Vec<SocketAddr> = Restart(Custom::or_empty(Shape::one_or_list(ADDRESS), |item, report| {
+            addresses("\"127.0.0.1:8082\"", ", or remove `forward_auth`").read(item, report)
+        }));
+        /// Address of the [dashboard](../guides/dashboard.md), `/metrics`, `/upstreams`, `/healthz`, `/readyz`, `/v1/top` and the
+        /// [decision API](../guides/decision-api.md).
+        admin: Option<SocketAddr> = Restart(Word { shape: ADDRESS, example: "\"127.0.0.1:9900\"", read: read_address });
+        /// Addresses that serve only `/metrics`, `/healthz` and `/readyz`: who can connect can read the metrics, and can neither
+        /// change counters nor see keys. See [Monitor with Prometheus](../guides/monitoring.md).
+        metrics: Vec<SocketAddr> = Restart(Custom::or_empty(Shape::one_or_list(ADDRESS), |item, report| {
+            addresses("\"127.0.0.1:9901\"", ", or remove `metrics`").read(item, report)
+        }));
+        /// Balancers whose connections must begin with a PROXY header (version 1 or 2), see [Trusted
+        /// proxies](#trusted-proxies).
+        proxy_protocol: Vec<Network> = Words {
+            shape: "network",
+            example: "[\"10.0.0.0/8\"]",
+            or: ", or remove it: no PROXY header is then accepted",
+            read: read_network,
+        };
+        /// Connections that may wait in the kernel to be accepted, on each socket. A worker has one per address. The kernel
+        /// reduces it to `net.core.somaxconn`.
+        backlog: i32 = Integer(4096, 1..=65_535);
+        /// Client connections on all addresses together. Without it: half of the process's file descriptors minus 128, at
+        /// most 65536. A further connection is closed at once; without TLS it first gets a 503. The default reserves one
+        /// file descriptor per client for its upstream connection, and 128 for files and listeners.
+        max_connections: Option<usize> = Optional(Integer(0, 1..=10_000_000));
+        /// Connections of one IPv4 address or one IPv6 /64 network. Without it: no limit. With `proxy_protocol`, the
+        /// address of the PROXY header counts. Clients behind a balancer that sends no PROXY headers share one limit.
+        max_connections_per_client: Option<u32> = Optional(Integer(0, 1..=1_000_000));
+        /// Proxies whose `X-Forwarded-For` (or `Forwarded`) is trusted, see [Trusted proxies](#trusted-proxies). Without
+        /// it, the client is the peer of the connection.
+        trusted_proxies: Vec<Network> = Words {
+            shape: "network",
+            example: "[\"10.0.0.0/8\", \"fd00::/8\"]",
+            or: ", or remove it: no proxy is then trusted",
+            read: read_network,
+        };
+        /// The field that trusted proxies set. The gateway neither reads nor passes on the other field.
+        forwarded: ForwardedField = Choice(
+            ForwardedField::XForwardedFor,
+            &[("x-forwarded-for", ForwardedField::XForwardedFor), ("forwarded", ForwardedField::Forwarded)],
+        );
+    }
+}
+
+/// The listener of Envoy's rate limit service.
+#[derive(Clone, PartialEq, Debug)]
+pub enum RatelimitService {
+    Cleartext(Vec<SocketAddr>),
+    Tls(Https),
+}
+
+impl RatelimitService {
+    pub fn addresses(&self) -> &[SocketAddr] {
+        match self {
+            RatelimitService::Cleartext(addresses) => addresses,
+            RatelimitService::Tls(https) => &https.address,
+        }
+    }
+
+    pub fn tls(&self) -> Option<&Https> {
+        match self {
+            RatelimitService::Cleartext(_) => None,
+            RatelimitService::Tls(https) => Some(https),
+        }
+    }
+}
+
+settings! {
+    /// Settings of the admin address.
+    pub struct Admin {
+        /// Names that are accepted in `Host` on the admin address and on those of `metrics`, for scrapers that use a name.
+        /// `*.` at the beginning stands for any labels. IP addresses and `localhost` are always accepted. Other names get 421, so
+        /// that a web page cannot reach the admin address through its own name (DNS rebinding).
+        hosts: Vec<String> = Custom::or_empty(Shape::one_or_list("name"), |item, report| {
+            read_hosts(item, "the admin address then accepts IP addresses and `localhost`", report)
+        });
+        /// File with a token. With it, each `POST` to the admin address needs the field `Authorization: Bearer TOKEN`, and
+        /// gets 401 without it. Spaces and line ends around the token are ignored. `transom explain` sends the token. Without
+        /// it, anyone who can connect to the admin address can use up and reset every limit.
+        token as "token_file": Option<Secret<String>> =
+            Word { shape: "file", example: "\"admin.token\"", read: read_token };
+        /// How finely [`/v1/top`](../guides/decision-api.md#busiest-keys) counts the busiest keys of each rule: a count is at
+        /// most one in `top_keys` of the rule's requests too high. Each worker follows up to twice as many keys, once by
+        /// refused and once by admitted requests. `0`: keys are not counted.
+        top_keys: usize = Integer(250, 0..=10_000);
+    }
+}
+
+/// Reads the file with the token of the admin address.
+fn read_token(word: &SpannedStr, report: &mut Report) -> Option<Secret<String>> {
+    let file = SpannedString::new("token_file", word);
+    let content = file.read_file(report)?;
+    let token = content.trim_ascii();
+    let problem = if token.is_empty() {
+        "contains no token"
+    } else if !token.iter().all(u8::is_ascii_graphic) {
+        "contains a token that no header field can carry: printable ASCII without spaces is possible"
+    } else {
+        return Some(Secret(String::from_utf8_lossy(token).into_owned()));
+    };
+    let fix = "create a random token: `openssl rand -hex 32`";
+    report.reject(word.span.clone(), format!("{} {problem}", quoted(word.text)), fix)
+}
+
+settings! {
+    /// Addresses for HTTP over TLS, and their certificates. The default certificate has settings of its own,
+    /// `CertificateFiles`.
+    pub struct Https checked by check_https {
+        /// Addresses for TLS; HTTP/2 and HTTP/1.1 by ALPN.
+        address: Vec<SocketAddr> =
+            Restart(Required(addresses("\"0.0.0.0:443\"", ""), "write `address = \"0.0.0.0:443\"`"));
+        /// Further certificates, each with `certificate` and `private_key`. They are chosen by the client's server name
+        /// (SNI) among the DNS names in subjectAltName: exact names first, then `*.` in place of one label. An RSA and an
+        /// ECDSA certificate may have the same name: the first one that the client's algorithms permit is used.
+        certificates: Vec<Certificate> = Custom::or_empty(
+            Shape::List(Box::new(Shape::Table(CertificateFiles::settings()))),
+            read_certificates,
+        );
+        /// Authorities that issue client certificates. Without it: clients are not asked for a certificate.
+        client_ca: Option<Vec<CertificateDer<'static>>> = Word {
+            shape: "PEM file",
+            example: "\"FILE\"",
+            read: |word, report| {
+                let read = certificate::read_authorities(&SpannedString::new("client_ca", word), report);
+                Some(read.unwrap_or_default())
+            },
+        };
+        /// With `client_ca`. `"required"`: connections without a certificate are rejected. `"optional"`: they are accepted.
+        /// A certificate that cannot be verified is always rejected.
+        client_auth: ClientAuth = Choice(
+            ClientAuth::Required,
+            &[("required", ClientAuth::Required), ("optional", ClientAuth::Optional)],
+        );
+        /// Certificate revocation lists, one or more in each file. Without it: no revocation check. Revoked certificates
+        /// are rejected. Every certificate up to those of `client_ca` then needs a valid list of its issuer, as with nginx
+        /// and HAProxy; a client without such a list is rejected.
+        client_crl: Vec<Vec<RevocationList>> = Words {
+            shape: "PEM file",
+            example: "\"FILE\"",
+            or: ", or remove it: no certificate is then treated as revoked",
+            read: |word, report| RevocationList::read(&SpannedString::new("client_crl", word), report),
+        };
+        /// Lowest TLS version.
+        min_version: TlsVersion = Choice(TlsVersion::V1_2, &[("1.2", TlsVersion::V1_2), ("1.3", TlsVersion::V1_3)]);
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ClientAuth {
+    Required,
+    Optional,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum TlsVersion {
+    V1_2,
+    V1_3,
+}
+
+/// Whether requests have a verified client certificate.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ClientCerts {
+    Never,
+    Sometimes,
+    Always,
+}
+
+impl Listen {
+    /// The first setting with other addresses, or with the same in another order.
+    pub fn changed_address(&self, other: &Listen) -> Option<&'static str> {
+        let https = |listen: &Listen| listen.https.iter().map(|https| https.address.clone()).collect::<Vec<_>>();
+        let service = |listen: &Listen| listen.ratelimit_service.as_ref().map(|service| service.addresses().to_vec());
+        let settings = [
+            ("listen.http", self.http == other.http),
+            ("listen.https.address", https(self) == https(other)),
+            ("listen.admin", self.admin == other.admin),
+            ("listen.metrics", self.metrics == other.metrics),
+            ("listen.ratelimit_service", service(self) == service(other)),
+            ("listen.forward_auth", self.forward_auth == other.forward_auth),
+        ];
+        settings.into_iter().find(|(_, is_same)| !is_same).map(|(name, _)| name)
+    }
+
+    /// All listeners with TLS: those of `https`, then that of the rate limit service.
+    pub fn tls_listeners(&self) -> impl Iterator<Item = &Https> {
+        self.https.iter().chain(self.ratelimit_service.as_ref().and_then(RatelimitService::tls))
+    }
+
+    pub fn client_certs(&self) -> ClientCerts {
+        let is_required = |https: &Https| https.client_ca.is_some() && https.client_auth == ClientAuth::Required;
+        if !self.https.iter().any(|https| https.client_ca.is_some()) {
+            ClientCerts::Never
+        } else if self.http.is_empty() && self.forward_auth.is_empty() && self.https.iter().all(is_required) {
+            ClientCerts::Always
+        } else {
+            ClientCerts::Sometimes
+        }
+    }
+}
+
+/// Whether the default address for plain HTTP applies, or `http` is given.
+fn uses_default_address(table: &Table) -> bool {
+    table.given("http").is_some()
+        || ["https", "ratelimit_service", "forward_auth"].iter().all(|key| table.given(key).is_none())
+}
+
+/// The fix for an address of HTTP that is not written in `http`.
+fn http_fix(item: &Item, report: &Report) -> String {
+    let text = match item.value {
+        DeValue::Integer(_) => format!(":{}", report.source(item.span.clone())),
+        DeValue::String(text) => text.to_string(),
+        _ => String::from("0.0.0.0:8080"),
+    };
+    match parse_address(&text).map_err(|(_, fix)| fix) {
+        Ok(address) => format!("write `http = \"{address}\"`"),
+        Err(fix) if fix.contains("write `\"") => fix.replace("`\"", "`http = \""),
+        Err(_) => format!("write `http = {EXAMPLE}`"),
+    }
+}
+
+/// Reads `[listen]`. A single address is reported with the setting that takes it.
+pub fn read_listen(item: Option<Item>, report: &mut Report) -> Listen {
+    match &item {
+        Some(address) if matches!(address.value, DeValue::String(_) | DeValue::Integer(_)) && !address.is_off() => {
+            let fix = format!("write `[listen]`, then {}", http_fix(address, report).replacen("write ", "", 1));
+            let _: Option<()> = address.wrong_type("a table", &fix, report);
+            Listen::default()
+        }
+        _ => Listen::read_section(item, report),
+    }
+}
+
+fn check_listen(listen: &mut Listen, table: &mut Table, report: &mut Report) {
+    for key in ["address", "addresses", "bind", "listen", "port", "ports", "host"] {
+        if let Some(item) = table.given(key) {
+            table.suggest_for(key, "http", http_fix(&item, report));
+        }
+    }
+    if !uses_default_address(table) {
+        listen.http.clear();
+    }
+    check_overlaps(table, report);
+    let mut networks: Vec<Network> = Vec::new();
+    for word in table.given("trusted_proxies").iter().flat_map(Item::words) {
+        let Ok(network) = word.text.parse::<Network>() else { continue };
+        if networks.contains(&network) {
+            report.problem(word.span, format!("{} is listed twice", quoted(word.text)), "remove it");
+        } else if network.prefix == 0 {
+            let message = format!("{} contains every address: any client could forge its address", quoted(word.text));
+            report.problem(word.span, message, "write the networks of your proxies");
+        }
+        networks.push(network);
+    }
+    if let (Some(item), true) = (table.given("forwarded"), table.lacks("trusted_proxies")) {
+        let message = "`forwarded` has no effect without `trusted_proxies`";
+        report.missing(item.key_span, message, "add `trusted_proxies`, or remove `forwarded`");
+    }
+}
+
+/// A socket that the gateway opens when it starts.
+struct ListenSocket {
+    address: SocketAddr,
+    /// Whether `[::]` accepts IPv4 connections too. It does for `admin` and `metrics`, and not for the others.
+    accepts_ipv4: bool,
+    /// Where the file has the address, for messages.
+    position: Option<usize>,
+}
+
+impl ListenSocket {
+    /// Whether the kernel refuses to open both sockets. Port 0 selects a free port each time, so it never overlaps.
+    fn overlaps(&self, other: &ListenSocket) -> bool {
+        let port = self.address.port();
+        let is_same = self.address.ip() == other.address.ip();
+        port != 0 && port == other.address.port() && (is_same || self.covers(other) || other.covers(self))
+    }
+
+    /// Whether this is a wildcard address that includes the other.
+    fn covers(&self, other: &ListenSocket) -> bool {
+        let is_family = self.address.is_ipv4() == other.address.is_ipv4();
+        self.address.ip().is_unspecified() && (is_family || (self.accepts_ipv4 && self.address.is_ipv6()))
+    }
+}
+
+/// Reports addresses that cannot be used at the same time.
+fn check_overlaps(table: &Table, report: &mut Report) {
+    let mut sockets = Vec::new();
+    if table.given("http").is_none() && uses_default_address(table) {
+        sockets.push(ListenSocket { address: DEFAULT, accepts_ipv4: false, position: None });
+    }
+    // Listeners with TLS are tables.
+    let items = ["http", "https", "ratelimit_service", "forward_auth", "admin", "metrics"]
+        .into_iter()
+        .filter_map(|key| table.given(key));
+    let items = items.flat_map(|item| {
+        let with_tls: Vec<Item> = item.tables().iter().filter_map(|table| table.given("address")).collect();
+        with_tls.into_iter().chain([item])
+    });
+    let words = items.flat_map(|item| item.words().into_iter().map(move |word| (item.key, word)));
+    for (key, word) in words {
+        let Ok(address) = parse_address(word.text) else { continue };
+        let position = Some(word.span.start);
+        let socket = ListenSocket { address, accepts_ipv4: ["admin", "metrics"].contains(&key), position };
+        if let Some(other) = sockets.iter().find(|other| socket.overlaps(other)) {
+            let (text, other_text) = (quoted(word.text), quoted(&other.address.to_string()));
+            let message = match other.address.ip() == address.ip() {
+                true => format!("{text} is already in use"),
+                false if socket.covers(other) => format!("{text} includes {other_text}, which is already in use"),
+                false => format!("{text} is already in use by {other_text}"),
+            };
+            let position = other.position.map_or(": `http` uses it by default".to_owned(), |other| {
+                format!(", on line {}", report.line_seen_from(other, word.span.start))
+            });
+            report.problem(word.span, message + &position, "remove it, or give it another port");
+        }
+        sockets.push(socket);
+    }
+}
+
+/// Addresses to listen on.
+fn addresses(example: &'static str, or: &'static str) -> Words<SocketAddr> {
+    Words { shape: ADDRESS, example, or, read: read_address }
+}
+
+fn read_address(word: &SpannedStr, report: &mut Report) -> Option<SocketAddr> {
+    report.accept(word.span.clone(), parse_address(word.text))
+}
+
+fn parse_address(text: &str) -> Parsed<SocketAddr> {
+    let is = |what: &str| format!("{} {what}", quoted(text));
+    let parsed = text.parse::<SocketAddr>();
+    let address = parsed.map_err(|_error| (is("is not an address to listen on"), address_fix(text)))?;
+    if let IpAddr::V6(ip) = address.ip()
+        && let Some(mapped) = ip.to_ipv4_mapped()
+    {
+        let fix = format!("write `\"{mapped}:{}\"`", address.port());
+        return Err((is("is an IPv4 address in IPv6 notation"), fix));
+    }
+    Ok(address)
+}
+
+/// The fix for a text that is not an address: the most likely intended address.
+fn address_fix(text: &str) -> String {
+    let text = text.trim();
+    let bare = text.split_once("://").map_or(text, |(_, rest)| rest);
+    let bare = bare.split('/').next().unwrap_or(bare);
+    let (host, port) = bare.rsplit_once(':').unwrap_or(("", bare));
+    // `::1:8080` parses as an IPv6 address, but most likely a port was intended.
+    if let (Ok(ip), 2.., Ok(port)) = (host.parse::<Ipv6Addr>(), port.len(), port.parse::<u16>()) {
+        return format!("put an IPv6 address in brackets: write `\"[{ip}]:{port}\"`");
+    }
+    if let Ok(ip) = bare.trim_matches(['[', ']']).parse::<IpAddr>() {
+        return format!("add a port: write `\"{}\"`", SocketAddr::new(ip, 8080));
+    }
+    if port.is_empty() || !port.bytes().all(|b| b.is_ascii_digit()) {
+        return format!("write an IP address and a port, such as `{EXAMPLE}`");
+    }
+    let Ok(port) = port.parse::<u16>() else {
+        return String::from("a port is at most `65535`");
+    };
+    match host {
+        "" | "*" => format!("write `\"0.0.0.0:{port}\"` for all addresses, or `\"127.0.0.1:{port}\"` for this machine"),
+        "localhost" => format!("write `\"127.0.0.1:{port}\"`; names are not resolved"),
+        _ => match host.trim_matches(['[', ']']).parse::<IpAddr>() {
+            Ok(ip) => format!("write `\"{}\"`", SocketAddr::new(ip, port)),
+            Err(_) => {
+                format!("write the IP address of a network interface, such as `\"0.0.0.0:{port}\"` for all of them")
+            }
+        },
+    }
+}
+
+/// Reads `[listen.https]`, or several `[[listen.https]]` tables, each with its own certificates.
+fn read_https_listeners(item: &Item, report: &mut Report) -> Option<Vec<Https>> {
+    let items = item.one_or_all();
+    if items.is_empty() {
+        report.problem(item.span.clone(), "`https` is an empty list", HTTPS_FIX);
+    }
+    Some(items.iter().filter_map(|item| read_https(item, "`[listen.https]`", HTTPS_FIX, report)).collect())
+}
+
+/// Reads the addresses of the rate limit service, or a table with TLS.
+fn read_ratelimit_service(item: &Item, report: &mut Report) -> Option<RatelimitService> {
+    match item.value {
+        DeValue::Table(_) => {
+            let fix = "write `[listen.ratelimit_service]`, then its `address`, its `certificate` and its `private_key`";
+            read_https(item, "`[listen.ratelimit_service]`", fix, report).map(RatelimitService::Tls)
+        }
+        _ => {
+            let or = ", or remove `ratelimit_service`";
+            addresses("\"127.0.0.1:8081\"", or).read(item, report).map(RatelimitService::Cleartext)
+        }
+    }
+}
+
+fn read_https(item: &Item, title: &str, fix: &str, report: &mut Report) -> Option<Https> {
+    let mut table = item.table(title, if item.is_off() { OFF_FIX } else { fix }, report)?;
+    let default = CertificateFiles::read(&mut table, report).certificate(report);
+    let mut https = Https::read(&mut table, report);
+    table.finish(report);
+    for (position, certificate) in https.certificates.iter().enumerate() {
+        let others = default.iter().chain(&https.certificates[..position]);
+        check_selectable(certificate, others, report);
+    }
+    https.certificates.splice(..0, default);
+    Some(https)
+}
+
+fn read_certificates(item: &Item, report: &mut Report) -> Option<Vec<Certificate>> {
+    let fix = "write `[[listen.https.certificates]]`, then its `certificate` and its `private_key`";
+    let files = Tables::<CertificateFiles>::or("the certificate", fix).read(item, report)?;
+    Some(files.iter().filter_map(|files| files.certificate(report)).collect())
+}
+
+/// Reports a certificate that is never used: each but the default is selected by its DNS names (SNI), which no other
+/// certificate of the same key type may have.
+fn check_selectable<'c>(certificate: &Certificate, others: impl Iterator<Item = &'c Certificate>, report: &mut Report) {
+    let file = quoted(&certificate.file);
+    let names = &certificate.dns_names;
+    let mut others = others.filter(|other| other.algorithm() == certificate.algorithm());
+    let shared_name = |other: &Certificate| {
+        let name = names.iter().find(|name| other.dns_names.contains(name))?;
+        Some((quoted(&other.file), quoted(name)))
+    };
+    if names.is_empty() {
+        let message = format!("{file} can never be selected: it contains no DNS name");
+        let fix = "have it issued with DNS names (subjectAltName), or make it the default `certificate`";
+        report.problem(certificate.span.clone(), message, fix);
+    } else if let Some((other, name)) = others.find_map(shared_name) {
+        let message = format!("{file} and {other} are both for {name}");
+        let fix = "keep one of the two; two certificates for a name must have different key types, RSA and ECDSA";
+        report.problem(certificate.span.clone(), message, fix);
+    }
+}
+
+fn check_https(_https: &mut Https, table: &Table, report: &mut Report) {
+    for item in ["client_auth", "client_crl"].iter().filter_map(|key| table.given(key)) {
+        if table.lacks("client_ca") {
+            let message = format!("`{}` has no effect without `client_ca`", item.key);
+            let fix = "add `client_ca = \"FILE\"` with the certificates of the issuers, or remove it";
+            report.missing(item.key_span, message, fix);
+        }
+    }
+}

@@ -1,0 +1,344 @@
+//! Errors of single requests: the cause, the side that caused it, and the messages for client and log.
+//!
+//! A new error needs a row in the table of kinds and a message. `responses` sends an error to the client, `proxy` logs it once. A
+//! refusal by a rule is not an error.
+
+use std::fmt;
+
+use http::HeaderName;
+
+use transom_jwt::token::TokenError;
+
+/// The side that caused an error.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Side {
+    Client,
+    Upstream,
+    Gateway,
+}
+
+/// Why a request failed.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum RequestError {
+    /// The form of the request target is not supported.
+    Target(&'static str),
+    /// Host is missing, repeated, malformed, or differs from the request target.
+    Host(&'static str),
+    /// The path is ambiguous.
+    Path(&'static str),
+    /// A query parameter that a key consists of cannot be decoded.
+    Query(&'static str),
+    /// Transfer-Encoding and Content-Length do not determine the end of the body.
+    Framing(&'static str),
+    /// The head exceeds the limit.
+    HeadTooLarge,
+    /// The request target exceeds the limit.
+    TargetTooLong,
+    /// The head is not HTTP.
+    Malformed,
+    /// The head took too long to arrive.
+    HeadTimeout,
+    /// The client closed the connection before its head was complete. This error is never sent.
+    HeadIncomplete,
+    /// A stream beyond the limits of its HTTP/2 connection. Sent as REFUSED_STREAM.
+    StreamRefused,
+    /// Plain HTTP on a TLS port.
+    Cleartext,
+    /// The connection limit is reached.
+    TooManyConnections,
+    /// CONNECT and TRACE.
+    Method,
+    /// CONNECT for a protocol that the gateway or the route does not serve.
+    Protocol(&'static str),
+    Expectation,
+    NoRoute,
+    /// A field that routes match by value is given more than once.
+    RouteField(HeaderName),
+    /// A proxy asks about a request whose method, target or host it does not name, or names twice.
+    OriginalRequest(&'static str),
+    /// The request lacks a part of a rule's key.
+    KeyMissing {
+        rule: String,
+        part: String,
+    },
+    /// The request gives a part of a rule's key more than once, or so that servers differ about it.
+    KeyAmbiguous {
+        rule: String,
+        part: String,
+    },
+    /// A part of a rule's key has bytes outside of printable ASCII, or is in credentials that are not Base64.
+    KeyMalformed {
+        rule: String,
+        part: String,
+    },
+    /// A part of a rule's key names no client, and the rule has `on_unknown_key = "refuse"`.
+    KeyUnknown {
+        rule: String,
+        part: String,
+    },
+    /// The field with the cost of the request is malformed or exceeds the maximum.
+    Cost {
+        rule: String,
+        field: String,
+        max: u32,
+    },
+    /// The token is invalid, and a key consists of one of its claims.
+    Token(TokenError),
+    /// The request body is incomplete or malformed.
+    Body,
+    /// The client stopped sending the body.
+    BodyTimeout,
+    /// The client sends the body below the minimum rate.
+    BodyTooSlow,
+    /// The body exceeds this number of bytes.
+    BodyTooLarge(u64),
+    /// The client does not read the response, or too slowly. This error is never sent.
+    Stalled,
+    /// No connection to a server could be opened.
+    Connect(String),
+    ConnectTimeout,
+    /// The upstream closed the connection or sent malformed HTTP.
+    Upstream(String),
+    ResponseTimeout,
+    /// The whole request took too long.
+    RequestTimeout,
+    /// The request limit of the upstream is reached.
+    Overloaded,
+    /// The shared store is unreachable, and the rule refuses requests that it cannot count.
+    StoreUnavailable,
+    /// The key set that verifies tokens was not fetched yet, or too long ago.
+    KeySetUnavailable,
+    /// A defect of the gateway.
+    Panic,
+}
+
+impl RequestError {
+    /// The two fields may give different ends of the body.
+    pub const CONFLICTING_LENGTHS: RequestError =
+        RequestError::Framing("both Transfer-Encoding and Content-Length are given");
+    pub const REPEATED_LENGTH: RequestError = RequestError::Framing("Content-Length is given more than once");
+    pub const UNKNOWN_PROTOCOL: RequestError =
+        RequestError::Protocol("the only protocol supported for CONNECT is `websocket`");
+    pub const WEBSOCKET_NOT_SERVED: RequestError = RequestError::Protocol("this route does not serve WebSocket");
+    /// Other servers may not accept a bare line feed as the end of a line.
+    pub const BARE_LINE_FEED: RequestError = RequestError::Framing("a line ends in a line feed alone");
+}
+
+/// What all errors of one kind have in common.
+struct ErrorKind {
+    /// In metrics and in the log.
+    name: &'static str,
+    side: Side,
+    status: u16,
+    closes_connection: bool,
+}
+
+/// Declares the kinds of [`RequestError`], a row for each: the variant, its name, the side that caused it, the status of the response,
+/// and whether the connection closes after the response.
+macro_rules! error_kinds {
+    ($($variant:ident $name:literal $side:ident $status:literal $closes_connection:literal,)*) => {
+        const ERROR_KINDS: &[ErrorKind] = &[$(ErrorKind {
+            name: $name,
+            side: Side::$side,
+            status: $status,
+            closes_connection: $closes_connection,
+        }),*];
+
+        /// The positions in [`ERROR_KINDS`].
+        enum Position { $($variant),* }
+
+        impl RequestError {
+            /// The position of the kind among all, for metrics.
+            pub fn kind_index(&self) -> usize {
+                match self {
+                    $(RequestError::$variant { .. } => Position::$variant as usize,)*
+                }
+            }
+        }
+    };
+}
+
+error_kinds! {
+    Target             "target"               Client   400 true,
+    Host               "host"                 Client   400 true,
+    Path               "path"                 Client   400 true,
+    Query              "query"                Client   400 true,
+    Framing            "framing"              Client   400 true,
+    HeadTooLarge       "head_too_large"       Client   431 true,
+    TargetTooLong      "target_too_long"      Client   414 true,
+    Malformed          "malformed"            Client   400 true,
+    HeadTimeout        "head_timeout"         Client   408 true,
+    Method             "method"               Client   405 true,
+    Expectation        "expectation"          Client   417 true,
+    NoRoute            "no_route"             Client   404 false,
+    KeyMissing         "key_missing"          Client   400 false,
+    KeyAmbiguous       "key_ambiguous"        Client   400 true,
+    Cost               "cost"                 Client   400 true,
+    Token              "token"                Client   401 false,
+    Body               "body"                 Client   400 true,
+    BodyTimeout        "body_timeout"         Client   408 true,
+    BodyTooSlow        "body_too_slow"        Client   408 true,
+    BodyTooLarge       "body_too_large"       Client   413 true,
+    Stalled            "stalled"              Client   408 true,
+    Connect            "connect"              Upstream 502 false,
+    ConnectTimeout     "connect_timeout"      Upstream 504 false,
+    Upstream           "upstream"             Upstream 502 false,
+    ResponseTimeout    "response_timeout"     Upstream 504 false,
+    Panic              "panic"                Gateway  500 true,
+    Cleartext          "cleartext"            Client   400 true,
+    TooManyConnections "too_many_connections" Client   503 true,
+    RequestTimeout     "request_timeout"      Upstream 504 false,
+    Overloaded         "overloaded"           Upstream 503 false,
+    Protocol           "protocol"             Client   501 false,
+    StoreUnavailable   "store_unavailable"    Gateway  503 false,
+    RouteField         "route_field"          Client   400 true,
+    KeyMalformed       "key_malformed"        Client   400 false,
+    KeyUnknown         "key_unknown"          Client   401 false,
+    HeadIncomplete     "head_incomplete"      Client   499 true,
+    StreamRefused      "stream_refused"       Client   503 false,
+    KeySetUnavailable  "key_set_unavailable"  Gateway  503 false,
+    OriginalRequest    "original_request"     Client   400 true,
+}
+
+impl RequestError {
+    /// The names of all kinds, by [`RequestError::kind_index`].
+    pub fn kind_names() -> impl ExactSizeIterator<Item = &'static str> {
+        ERROR_KINDS.iter().map(|kind| kind.name)
+    }
+
+    fn kind(&self) -> &'static ErrorKind {
+        &ERROR_KINDS[self.kind_index()]
+    }
+
+    pub fn side(&self) -> Side {
+        self.kind().side
+    }
+
+    /// The status of the response; 499 (client closed request), which is never sent, if the client has gone.
+    pub fn status(&self) -> u16 {
+        self.kind().status
+    }
+
+    /// Whether the connection closes after the response, because the bytes that follow could be misread.
+    pub fn closes_connection(&self) -> bool {
+        self.kind().closes_connection
+    }
+}
+
+impl RequestError {
+    /// Whether the client broke off its body or sent a wrong one, after the request was forwarded.
+    pub fn is_of_request_body(&self) -> bool {
+        matches!(
+            self,
+            RequestError::Body | RequestError::BodyTimeout | RequestError::BodyTooSlow | RequestError::BodyTooLarge(_)
+        )
+    }
+
+    /// Whether the error is logged even if requests are not.
+    pub fn is_logged_as_warning(&self) -> bool {
+        self.side() != Side::Client
+    }
+
+    /// The message for the log, with details that the client does not get.
+    pub fn operator_message(&self) -> String {
+        match self {
+            RequestError::Connect(cause) | RequestError::Upstream(cause) => format!("{self}: {cause}"),
+            RequestError::KeyMissing { rule, .. }
+            | RequestError::KeyAmbiguous { rule, .. }
+            | RequestError::KeyMalformed { rule, .. }
+            | RequestError::KeyUnknown { rule, .. }
+            | RequestError::Cost { rule, .. } => {
+                format!("{self} (rule `{rule}`)")
+            }
+            other => other.to_string(),
+        }
+    }
+}
+
+impl fmt::Display for RequestError {
+    /// The message for the client, without internals such as addresses of servers.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            RequestError::Target(message)
+            | RequestError::Host(message)
+            | RequestError::Path(message)
+            | RequestError::Query(message)
+            | RequestError::Framing(message)
+            | RequestError::Protocol(message) => f.write_str(message),
+            RequestError::HeadTooLarge => f.write_str("the head of the request is too large"),
+            RequestError::TargetTooLong => f.write_str("the request target is too long"),
+            RequestError::Malformed => f.write_str("the request is not well-formed HTTP"),
+            RequestError::HeadTimeout => f.write_str("the head of the request took too long"),
+            RequestError::HeadIncomplete => f.write_str("the head of the request is incomplete"),
+            RequestError::StreamRefused => f.write_str("the connection has too many requests"),
+            RequestError::Cleartext => f.write_str("this port speaks TLS: use https"),
+            RequestError::TooManyConnections => f.write_str("there are too many connections"),
+            RequestError::Method => f.write_str("the method is not allowed here"),
+            RequestError::Expectation => f.write_str("the only expectation understood is `100-continue`"),
+            RequestError::NoRoute => f.write_str("no route matches this request"),
+            RequestError::OriginalRequest(problem) => {
+                write!(f, "the request that the proxy asks about is not clear: {problem}")
+            }
+            RequestError::RouteField(field) => write!(f, "the request gives `{field}` more than once"),
+            RequestError::KeyMissing { part, .. } => write!(f, "the request lacks `{part}`"),
+            RequestError::KeyAmbiguous { part, .. } => {
+                write!(f, "the request gives `{part}` more than once, or in a form that servers read differently")
+            }
+            RequestError::KeyMalformed { part, .. } if part == "basic-user" => {
+                f.write_str("the credentials in `authorization` are not Base64")
+            }
+            RequestError::KeyMalformed { part, .. } => {
+                write!(f, "`{part}` contains bytes other than printable ASCII")
+            }
+            RequestError::KeyUnknown { part, .. } => write!(f, "the value of `{part}` is not known here"),
+            RequestError::Cost { field, max, .. } => write!(f, "`{field}` is not one whole number from 0 to {max}"),
+            RequestError::Token(error) => write!(f, "{error}"),
+            RequestError::Body => f.write_str("the body of the request is incomplete or malformed"),
+            RequestError::BodyTimeout => f.write_str("the body of the request took too long"),
+            RequestError::BodyTooSlow => f.write_str("the body of the request arrives too slowly"),
+            RequestError::BodyTooLarge(max_bytes) => {
+                write!(f, "the body of the request has more than {max_bytes} bytes")
+            }
+            RequestError::Stalled => f.write_str("the client did not read the response"),
+            RequestError::Connect(_) => f.write_str("no upstream server could be reached"),
+            RequestError::ConnectTimeout => f.write_str("connecting to the upstream server took too long"),
+            RequestError::Upstream(_) => f.write_str("the response of the upstream server is incomplete or malformed"),
+            RequestError::ResponseTimeout => f.write_str("the upstream server took too long to respond"),
+            RequestError::RequestTimeout => f.write_str("the request took too long"),
+            RequestError::Overloaded => f.write_str("the upstream has too many requests at the moment"),
+            RequestError::StoreUnavailable => f.write_str("the limits cannot be checked at the moment"),
+            RequestError::KeySetUnavailable => write!(f, "{}", TokenError::KeysUnavailable),
+            RequestError::Panic => f.write_str("the gateway failed on this request"),
+        }
+    }
+}
+
+/// Why a query of the decision API failed.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum DecisionError {
+    /// No rule has this name.
+    UnknownRule(String),
+    /// The rule lists no key with this id.
+    UnlistedKey {
+        rule: String,
+        id: u64,
+    },
+    /// The busiest keys are not counted.
+    TopKeysOff,
+    /// The query is malformed, with the reason.
+    Malformed(String),
+    TooLarge,
+    Timeout,
+    /// The shared store is unreachable, and the rule refuses requests that it cannot count.
+    StoreUnavailable,
+    /// The Host field names a host that `[admin] hosts` does not list.
+    UnknownHost,
+    /// The request comes from a page of another origin, in a browser that can reach the admin address.
+    CrossOrigin,
+    /// A `POST` without the token of `[admin] token_file`, or with another one.
+    Unauthorized,
+    /// As many streams of events are open as are possible.
+    TooManyStreams,
+    /// Another process has taken over, and has the events.
+    HandedOver,
+}

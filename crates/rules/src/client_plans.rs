@@ -1,0 +1,286 @@
+//! Finds the client of a request, and its plan: the clients file compiled into maps.
+//!
+//! A request is looked up by its API key, then by its subject, then by the most specific network that contains its
+//! address; the first match decides. A lookup allocates nothing and takes the same time for any number of clients. API
+//! keys are stored as digests only (`transom_limiter::secret_digest`).
+
+use std::cell::OnceCell;
+use std::collections::{BTreeSet, HashMap};
+use std::net::IpAddr;
+
+use super::key_source::{KeyError, KeySource, RequestAttributes};
+use transom_config::clients::Clients;
+use transom_config::key::OnUnknownKey;
+use transom_limiter::ip_prefix::Networks;
+use transom_limiter::key::KeyPart;
+use transom_limiter::secret_digest::Digest;
+
+/// Upper bound of API keys. A longer value is unknown, and is not digested.
+pub const SECRET_MAX_BYTES: usize = 4096;
+
+/// Position in [`ClientPlans::plans`].
+pub type PlanId = u32;
+
+/// Position in [`ClientPlans::clients`].
+pub type ClientId = u32;
+
+/// The compiled clients file.
+#[derive(Debug)]
+pub struct ClientPlans {
+    /// Names of the plans that have a client, sorted.
+    pub plans: Vec<String>,
+    /// In the order of the file.
+    pub clients: Vec<KnownClient>,
+    api_key: Option<ClientSource>,
+    by_api_key: HashMap<Digest, ClientId>,
+    subject: Option<ClientSource>,
+    by_subject: HashMap<Box<[u8]>, ClientId>,
+    by_network: Networks<ClientId>,
+}
+
+/// A client of the clients file.
+#[derive(Debug)]
+pub struct KnownClient {
+    pub name: String,
+    pub plan: PlanId,
+}
+
+/// Where requests name their client.
+#[derive(Debug)]
+struct ClientSource {
+    part: KeyPart,
+    source: KeySource,
+    /// For error messages.
+    name: String,
+}
+
+impl ClientPlans {
+    pub fn new(configured: &Clients) -> ClientPlans {
+        let plans: BTreeSet<&str> = configured.list.iter().map(|client| client.plan.as_str()).collect();
+        let plans: Vec<String> = plans.into_iter().map(str::to_owned).collect();
+        // The search always succeeds: `plans` was collected from these clients.
+        let plan = |plan: &String| plans.binary_search(plan).unwrap_or_default() as PlanId;
+        let clients = configured.list.iter();
+        let clients =
+            clients.map(|client| KnownClient { name: client.name.clone(), plan: plan(&client.plan) }).collect();
+        let all = || configured.list.iter().zip(0..);
+        // Path parameters belong to one route and cannot name a client.
+        let source = |part: &Option<KeyPart>| {
+            let part = part.as_ref()?;
+            Some(ClientSource { part: part.clone(), source: KeySource::new(part, &[]), name: part.to_string() })
+        };
+        ClientPlans {
+            clients,
+            api_key: source(&configured.api_key),
+            by_api_key: all().flat_map(|(client, id)| client.api_keys.iter().map(move |key| (*key, id))).collect(),
+            subject: source(&configured.subject),
+            by_subject: all()
+                .flat_map(|(client, id)| client.subjects.iter().map(move |subject| (subject.as_bytes().into(), id)))
+                .collect(),
+            by_network: Networks::new(
+                all().flat_map(|(client, id)| client.networks.iter().map(move |network| (*network, id))),
+            ),
+            plans,
+        }
+    }
+
+    fn by_api_key(&self, key: &[u8]) -> Option<ClientId> {
+        match key.len() {
+            0..=SECRET_MAX_BYTES => self.by_api_key.get(&Digest::of(key)).copied(),
+            _ => None,
+        }
+    }
+
+    fn by_subject(&self, subject: &[u8]) -> Option<ClientId> {
+        self.by_subject.get(subject).copied()
+    }
+
+    /// The parts of a rule's key that name clients.
+    pub fn client_parts(&self, key: &[KeyPart]) -> Vec<ClientPart> {
+        let is_read =
+            |source: &Option<ClientSource>, part: &KeyPart| source.as_ref().is_some_and(|source| source.part == *part);
+        let client_part = |(position, part)| {
+            let (is_api_key, is_subject) = (is_read(&self.api_key, part), is_read(&self.subject, part));
+            (is_api_key || is_subject).then_some(ClientPart { position, is_api_key, is_subject })
+        };
+        key.iter().enumerate().filter_map(client_part).collect()
+    }
+
+    /// The client that the value of a part of a rule's key names.
+    pub fn named_by(&self, part: &ClientPart, value: &[u8]) -> CallerIdentity {
+        CallerIdentity {
+            by_api_key: part.is_api_key.then(|| self.by_api_key(value)).flatten(),
+            by_subject: part.is_subject.then(|| self.by_subject(value)).flatten(),
+            address: None,
+        }
+    }
+
+    /// The name of the client that the value of one part of a key names.
+    pub fn client_of_part(&self, part: &KeyPart, value: &[u8]) -> Option<&str> {
+        let part = *self.client_parts(std::slice::from_ref(part)).first()?;
+        let named = self.named_by(&part, value);
+        named.by_api_key.or(named.by_subject).map(|client| self.clients[client as usize].name.as_str())
+    }
+
+    /// The plan of a caller, as of a request with the same values.
+    pub fn plan_of(&self, caller: &CallerIdentity) -> Option<PlanId> {
+        let by_network = || self.by_network.most_specific(caller.address?);
+        let client = caller.by_api_key.or(caller.by_subject).or_else(by_network)?;
+        Some(self.clients[client as usize].plan)
+    }
+}
+
+/// Who calls the decision API, as far as the values of keys tell.
+#[derive(Clone, Copy, Default, Debug)]
+pub struct CallerIdentity {
+    pub by_api_key: Option<ClientId>,
+    pub by_subject: Option<ClientId>,
+    pub address: Option<IpAddr>,
+}
+
+impl CallerIdentity {
+    /// Takes what is unknown from `other`.
+    pub fn or(self, other: CallerIdentity) -> CallerIdentity {
+        CallerIdentity {
+            by_api_key: self.by_api_key.or(other.by_api_key),
+            by_subject: self.by_subject.or(other.by_subject),
+            address: self.address.or(other.address),
+        }
+    }
+
+    /// Whether a value names a client. An address does not.
+    pub fn is_named(&self) -> bool {
+        self.by_api_key.is_some() || self.by_subject.is_some()
+    }
+}
+
+/// Looks up the value that a request has at a source. A request without a value has no client by this source. An error
+/// comes with the name of the part that caused it.
+fn lookup<'s>(
+    source: Option<&'s ClientSource>,
+    request: &RequestAttributes<'_>,
+    find: impl Fn(&[u8]) -> Option<ClientId>,
+) -> Result<Option<ClientId>, (&'s str, KeyError)> {
+    let Some(source) = source else { return Ok(None) };
+    let mut client = None;
+    match source.source.feed_key(request, &mut |_kind, value| client = find(value)) {
+        Ok(()) | Err(KeyError::Missing) => Ok(client),
+        Err(error) => Err((&source.name, error)),
+    }
+}
+
+/// The client of one request. It is looked up when first asked for, and once for all rules. Errors are not remembered.
+pub struct ClientLookup<'a> {
+    pub plans: Option<&'a ClientPlans>,
+    by_api_key: OnceCell<Option<ClientId>>,
+    by_subject: OnceCell<Option<ClientId>>,
+    client: OnceCell<Option<ClientId>>,
+}
+
+impl<'a> ClientLookup<'a> {
+    /// `None` without a clients file.
+    pub fn new(plans: Option<&'a ClientPlans>) -> ClientLookup<'a> {
+        ClientLookup { plans, by_api_key: OnceCell::new(), by_subject: OnceCell::new(), client: OnceCell::new() }
+    }
+
+    /// A request whose client is known already.
+    pub fn known(plans: Option<&'a ClientPlans>, client: ClientId) -> ClientLookup<'a> {
+        let cell = || OnceCell::from(Some(client));
+        ClientLookup { plans, by_api_key: cell(), by_subject: OnceCell::new(), client: cell() }
+    }
+
+    /// The client of the request; `None` for an unknown one. An error comes with the name of the part that caused it.
+    pub fn client_of(&self, request: &RequestAttributes<'_>) -> Result<Option<ClientId>, (&'a str, KeyError)> {
+        let Some(plans) = self.plans else { return Ok(None) };
+        remember(&self.client, || {
+            let named = match self.by_api_key(plans, request)? {
+                None => self.by_subject(plans, request)?,
+                client => client,
+            };
+            Ok(named.or_else(|| plans.by_network.most_specific(request.address)))
+        })
+    }
+
+    /// The plan of the client of the request.
+    pub fn plan_of(&self, request: &RequestAttributes<'_>) -> Result<Option<PlanId>, (&'a str, KeyError)> {
+        let client = self.client_of(request)?;
+        Ok(client.zip(self.plans).map(|(client, plans)| plans.clients[client as usize].plan))
+    }
+
+    /// Whether the value that the request has for a part of a rule's key names a client.
+    fn names_client(&self, part: &ClientPart, request: &RequestAttributes<'_>) -> Result<bool, KeyError> {
+        let Some(plans) = self.plans else { return Ok(false) };
+        let drop_name = |(_, error): (&str, KeyError)| error;
+        Ok((part.is_api_key && self.by_api_key(plans, request).map_err(drop_name)?.is_some())
+            || (part.is_subject && self.by_subject(plans, request).map_err(drop_name)?.is_some()))
+    }
+
+    fn by_api_key(
+        &self,
+        plans: &'a ClientPlans,
+        request: &RequestAttributes<'_>,
+    ) -> Result<Option<ClientId>, (&'a str, KeyError)> {
+        remember(&self.by_api_key, || lookup(plans.api_key.as_ref(), request, |key| plans.by_api_key(key)))
+    }
+
+    fn by_subject(
+        &self,
+        plans: &'a ClientPlans,
+        request: &RequestAttributes<'_>,
+    ) -> Result<Option<ClientId>, (&'a str, KeyError)> {
+        remember(&self.by_subject, || lookup(plans.subject.as_ref(), request, |subject| plans.by_subject(subject)))
+    }
+}
+
+fn remember<T: Copy, E>(cell: &OnceCell<T>, find: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
+    match cell.get() {
+        Some(found) => Ok(*found),
+        None => find().map(|found| *cell.get_or_init(|| found)),
+    }
+}
+
+/// The parts of a rule's key that have to name clients, and what happens to a key with a part that names none.
+#[derive(Clone, Debug)]
+pub struct ClientCheck {
+    parts: Vec<ClientPart>,
+    /// Whether such a key counts as missing. Otherwise it is refused.
+    pub is_missing: bool,
+}
+
+/// A part of a rule's key that `[clients]` reads as well.
+#[derive(Clone, Copy, Debug)]
+pub struct ClientPart {
+    /// The position in the key.
+    pub position: usize,
+    is_api_key: bool,
+    is_subject: bool,
+}
+
+impl ClientCheck {
+    /// `None` if the rule counts all keys.
+    pub fn new(on_unknown: OnUnknownKey, key: &[KeyPart], plans: Option<&ClientPlans>) -> Option<ClientCheck> {
+        let plans = plans.filter(|_| on_unknown != OnUnknownKey::Count)?;
+        let parts = plans.client_parts(key);
+        let is_missing = on_unknown == OnUnknownKey::Missing;
+        (!parts.is_empty()).then_some(ClientCheck { parts, is_missing })
+    }
+
+    /// Whether all parts name clients.
+    pub fn is_known(&self, names_client: impl Fn(&ClientPart) -> bool) -> bool {
+        self.parts.iter().all(names_client)
+    }
+
+    /// The position of the first part that names no client in a request. An error comes with the position of its part.
+    pub fn unknown_part(
+        &self,
+        request: &RequestAttributes<'_>,
+        clients: &ClientLookup<'_>,
+    ) -> Result<Option<usize>, (usize, KeyError)> {
+        for part in &self.parts {
+            if !clients.names_client(part, request).map_err(|error| (part.position, error))? {
+                return Ok(Some(part.position));
+            }
+        }
+        Ok(None)
+    }
+}

@@ -1,0 +1,274 @@
+//! The configuration prepared for requests: everything that can be computed at load.
+//!
+//! A compiled configuration is immutable and shared by all workers. A reload makes a new one; requests in flight keep theirs.
+
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::net::IpAddr;
+use std::num::NonZeroU32;
+use std::sync::Arc;
+
+use http::{HeaderMap, HeaderName};
+
+use crate::RouteRulesId;
+use crate::client_plans::{ClientCheck, ClientPlans};
+use crate::descriptors::DescriptorIndex;
+use crate::key_source::HashKey;
+use crate::overrides::Overrides;
+use crate::rate_limit_key::RuleKey;
+use crate::ratelimit_headers::RateLimitTemplate;
+use crate::response_cost::ResponseCostRule;
+use crate::responses::RefusalTemplate;
+use crate::route_actions::RouteActions;
+use crate::router::Router;
+use crate::store_key_text::KeyDigester;
+use crate::top_keys::CountedRules;
+use transom_config::Config;
+use transom_config::listen::Listen;
+use transom_config::route::Route;
+use transom_config::rule::GatewayRule;
+use transom_config::{RouteId, UpstreamId};
+use transom_http::forwarded::ForwardedField;
+use transom_http::forwarded::{ClientInfo, TrustedProxies};
+use transom_jwt::cache::TokenCache;
+use transom_jwt::published_keys::PublishedKeys;
+use transom_limiter::charge_plan::ChargePlan;
+use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
+use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
+use transom_limiter::rule::Cost;
+use transom_limiter::rule_set::{CompiledRule, RuleSet};
+
+#[derive(Debug)]
+pub struct CompiledConfig {
+    /// A random number, which distinguishes the configurations of the process.
+    pub number: u64,
+    pub config: Config,
+    pub router: Router,
+    /// What to hash, for hash load balancing.
+    pub hash_keys: IdVec<UpstreamId, Option<HashKey>>,
+    pub rule_set: Arc<RuleSet>,
+    /// With which `rule_set` was compiled.
+    pub seed: Seed,
+    /// Exemptions and overrides, by rule of the rule set.
+    pub overrides: IdVec<RuleId, Option<Arc<Overrides>>>,
+    /// Whether keys must name a client, by rule of the rule set.
+    pub client_checks: IdVec<RuleId, Option<ClientCheck>>,
+    /// The rules that answer to descriptors.
+    pub descriptors: DescriptorIndex,
+    /// Form of refusals.
+    pub refusal_templates: IdVec<RuleId, RefusalTemplate>,
+    /// Clients of the clients file.
+    pub clients: Option<Arc<ClientPlans>>,
+    pub routes: IdVec<RouteId, CompiledRoute>,
+    pub route_rules: IdVec<RouteRulesId, RouteRules>,
+    /// Digests secret key parts for the shared store; `None` without one.
+    pub digester: Option<Arc<KeyDigester>>,
+    /// Digests secret key parts for people: as in the shared store, if there is one.
+    pub readable_digester: Arc<KeyDigester>,
+    /// JWT claims used as keys or to identify clients.
+    claims: Vec<String>,
+    /// Seeded hasher for the token cache.
+    token_hasher: KeyHasher,
+    /// The fetched keys for tokens.
+    published_keys: Option<Arc<PublishedKeys>>,
+    /// Proxies whose forwarding fields are trusted.
+    pub trusted_proxies: Option<TrustedProxies>,
+    /// Actions of those routes that have any.
+    actions: Vec<RouteActions>,
+    /// Fields that a key, a cost, a client or a route depends on. A client cannot remove them by listing them in Connection.
+    pub key_fields: Vec<HeaderName>,
+}
+
+/// What belongs to a route in other tables. Small, so that thousands of routes stay in the CPU cache.
+#[derive(Debug)]
+pub struct CompiledRoute {
+    pub rules: RouteRulesId,
+    /// `None` if the route responds itself.
+    pub upstream: Option<UpstreamId>,
+    /// One more than the position in `actions`; `None` if the route has no actions.
+    action: Option<NonZeroU32>,
+}
+
+/// A list of rules. Many routes share few lists, so the lists stay in the CPU cache.
+#[derive(Debug)]
+pub struct RouteRules {
+    pub charge_plan: ChargePlan,
+    pub rule_keys: IdVec<PlanPosition, RuleKey>,
+    pub rate_limit_template: RateLimitTemplate,
+    /// The rules whose charge depends on the response.
+    pub response_costs: Vec<ResponseCostRule>,
+}
+
+impl CompiledConfig {
+    /// `rule_set` is compiled from the rules of `config`.
+    pub fn new(
+        config: Config,
+        seed: Seed,
+        rule_set: RuleSet,
+        published_keys: Option<Arc<PublishedKeys>>,
+    ) -> CompiledConfig {
+        let rule_set = Arc::new(rule_set);
+        let clients = config.clients.as_ref().map(ClientPlans::new).map(Arc::new);
+        let overrides_of =
+            |rule: &CompiledRule| RuleKey::compile_overrides(rule, clients.as_deref(), seed).map(Arc::new);
+        let overrides: IdVec<RuleId, _> = rule_set.rules.map(overrides_of);
+        let client_check = |rule: &GatewayRule| ClientCheck::new(rule.on_unknown_key, &rule.key, clients.as_deref());
+        let client_checks: IdVec<RuleId, _> = config.rules.map(client_check);
+        let (mut route_rules, mut actions) = (IdVec::new(), Vec::new());
+        let mut known: BTreeMap<_, RouteRulesId> = BTreeMap::new();
+        let mut routes = IdVec::new();
+        for route in &config.routes {
+            // Keys depend on the positions of path parameters, and a route may set its own cost.
+            let rules = *known.entry((&route.rules, route.path.param_names(), route.cost)).or_insert_with(|| {
+                route_rules.push(RouteRules::new(&rule_set, &config, route, &overrides, &client_checks, seed))
+            });
+            actions.extend(route.actions.as_ref().map(|own| RouteActions::new(own, route)));
+            let action = route.actions.as_ref().and_then(|_| NonZeroU32::new(actions.len() as u32));
+            routes.push(CompiledRoute { rules, upstream: route.upstream, action });
+        }
+        let hash_keys = config.upstreams.map(|upstream| HashKey::new(&upstream.policy.balance));
+        let key_fields = key_fields(&config);
+        let claims = claims(&config);
+        let token_hasher = KeyHasher::new(seed, 0);
+        let router = Router::new(&config.routes, config.path_reading.trailing_slash);
+        let refusal_templates = config.rules.map(|rule| RefusalTemplate::new(&rule.refusal));
+        let api_key = config.clients.as_ref().and_then(|clients| clients.api_key.as_ref());
+        let digester = config.counters.shared.as_ref().map(|shared| KeyDigester::new(&shared.digest_key(), api_key));
+        let digester = digester.map(Arc::new);
+        let local_key = [seed.0.to_be_bytes(), seed.1.to_be_bytes()].concat();
+        let readable_digester = digester.clone().unwrap_or_else(|| Arc::new(KeyDigester::new(&local_key, api_key)));
+        let Listen { trusted_proxies, forwarded, .. } = &config.listen;
+        let trusted_proxies = (!trusted_proxies.is_empty()).then(|| TrustedProxies::new(trusted_proxies, *forwarded));
+        let descriptors = DescriptorIndex::new(&config.rules);
+        CompiledConfig {
+            number: fastrand::u64(..),
+            descriptors,
+            digester,
+            readable_digester,
+            trusted_proxies,
+            actions,
+            router,
+            hash_keys,
+            refusal_templates,
+            routes,
+            route_rules,
+            claims,
+            token_hasher,
+            published_keys,
+            key_fields,
+            clients,
+            overrides,
+            client_checks,
+            rule_set,
+            seed,
+            config,
+        }
+    }
+}
+
+impl CompiledConfig {
+    /// A token verifier with an empty cache; one per worker. Without configured keys every token is invalid.
+    pub fn token_checker(&self) -> TokenCache {
+        TokenCache::new(self.config.jwt.clone().unwrap_or_default(), self.claims.clone(), self.token_hasher.clone())
+            .with_published(self.published_keys.clone())
+    }
+
+    /// Whether the first fetch of the key set, if one is configured, has ended.
+    pub fn was_key_set_tried(&self) -> bool {
+        self.published_keys.as_ref().is_none_or(|published| published.was_tried())
+    }
+
+    /// The client of a request that arrived from `peer`: the peer, or the client that a trusted proxy names.
+    pub fn identify_client(&self, peer: IpAddr, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
+        match &self.trusted_proxies {
+            None => ClientInfo { address: peer, is_secure, hops: 0, trusted_header: None },
+            Some(trusted_proxies) => trusted_proxies.client(peer, is_secure, headers),
+        }
+    }
+
+    /// The client of a request about which the proxy `peer` asks.
+    pub fn identify_client_of_proxy(&self, peer: IpAddr, headers: &HeaderMap) -> ClientInfo {
+        match &self.trusted_proxies {
+            None => TrustedProxies::new(&[], ForwardedField::XForwardedFor).client_of_proxy(peer, headers),
+            Some(trusted_proxies) => trusted_proxies.client_of_proxy(peer, headers),
+        }
+    }
+
+    /// The limit of the route with these actions, or else of the configuration.
+    pub fn max_body_bytes(&self, actions: Option<&RouteActions>) -> Option<u64> {
+        actions.and_then(|actions| actions.max_body).unwrap_or(self.config.limits.max_body)
+    }
+
+    pub fn rules_of(&self, route: &CompiledRoute) -> &RouteRules {
+        &self.route_rules[route.rules]
+    }
+
+    pub fn actions_of(&self, route: &CompiledRoute) -> Option<&RouteActions> {
+        route.action.map(|number| &self.actions[number.get() as usize - 1])
+    }
+
+    /// The rules, to count their keys.
+    pub fn counted_rules(&self) -> CountedRules<'_> {
+        CountedRules {
+            rule_set: &self.rule_set,
+            seed: self.seed,
+            config_number: self.number,
+            capacity: self.config.admin.top_keys,
+        }
+    }
+
+    pub fn route_name(&self, route: RouteId) -> &str {
+        &self.config.routes[route].name
+    }
+}
+
+impl RouteRules {
+    fn new(
+        rule_set: &Arc<RuleSet>,
+        config: &Config,
+        route: &Route,
+        overrides: &IdVec<RuleId, Option<Arc<Overrides>>>,
+        client_checks: &IdVec<RuleId, Option<ClientCheck>>,
+        seed: Seed,
+    ) -> RouteRules {
+        let charge_plan = rule_set.charge_plan(route.rules.iter().copied());
+        let rule_key = |rule: &RuleId| {
+            let rule_key = RuleKey::new(&rule_set.rules[*rule], route, seed);
+            rule_key.with_overrides(overrides[*rule].clone()).with_client_check(client_checks[*rule].clone())
+        };
+        RouteRules {
+            rule_keys: charge_plan.rules().map(rule_key),
+            rate_limit_template: RateLimitTemplate::new(&charge_plan, |rule| config.rules[rule].rate_limit_style),
+            response_costs: ResponseCostRule::all_of(config, charge_plan.rules()),
+            charge_plan,
+        }
+    }
+}
+
+fn key_fields(config: &Config) -> Vec<HeaderName> {
+    let keys = parts(config).filter_map(|part| if let KeyPart::Header(name) = part { Some(name) } else { None });
+    let costs = config.rules.iter().filter_map(|rule| match &rule.cost {
+        Cost::Request { header, .. } => Some(header),
+        Cost::Fixed(_) | Cost::Response { .. } => None,
+    });
+    let routes = config.routes.iter().flat_map(|route| &route.headers).map(|(name, _)| name);
+    let names = keys.chain(costs).chain(routes).filter_map(|name| HeaderName::from_bytes(name.as_bytes()).ok());
+    names.collect::<HashSet<_>>().into_iter().collect()
+}
+
+fn claims(config: &Config) -> Vec<String> {
+    let names = parts(config).filter_map(|part| match part {
+        KeyPart::Jwt(claim) => Some(claim.clone()),
+        _ => None,
+    });
+    names.collect::<BTreeSet<_>>().into_iter().collect()
+}
+
+/// Key parts of all rules and of client identification.
+fn parts(config: &Config) -> impl Iterator<Item = &KeyPart> {
+    let clients = config.clients.iter().flat_map(|clients| clients.sources());
+    let keys = config.rules.iter().flat_map(|rule| {
+        let fallback: &[KeyPart] = if let OnMissing::Fallback(parts) = &rule.on_missing { parts } else { &[] };
+        rule.key.iter().chain(fallback)
+    });
+    keys.chain(clients)
+}

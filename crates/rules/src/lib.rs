@@ -1,0 +1,33 @@
+//! From a request to the counters that it uses: the compiled configuration, with the router, the keys of rules, clients and their
+//! plans, and the actions of routes; and the responses that state limits.
+//!
+//! The gateway uses this crate for every request, and simulations use it for the lines of access logs. Nothing here does I/O, waits or
+//! reads a clock, and the limiter decides.
+//!
+//! `compiled_config` is the entry point, and `resolved_request` finds the route and the keys of a request. Routes: `router`, `route_actions`, `descriptors`. Keys: `key_source`, `rate_limit_key`,
+//! `store_key_text`, `client_plans`, `overrides`, `top_keys`. Responses: `responses` (with status codes), `ratelimit_headers`,
+//! `response_cost`.
+
+#![warn(clippy::too_many_lines)]
+
+use transom_limiter::handles;
+
+pub mod client_plans;
+pub mod compiled_config;
+pub mod descriptors;
+pub mod key_source;
+pub mod overrides;
+pub mod rate_limit_key;
+pub mod ratelimit_headers;
+pub mod resolved_request;
+pub mod response_cost;
+pub mod responses;
+pub mod route_actions;
+pub mod router;
+pub mod store_key_text;
+pub mod top_keys;
+
+handles! {
+    /// A list of rules of a configuration; routes with equal lists share one.
+    RouteRulesId,
+}

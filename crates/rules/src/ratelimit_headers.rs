@@ -1,0 +1,438 @@
+//! Reports the limits to the client in header fields.
+//!
+//! `RateLimit` and `RateLimit-Policy` are lists of Structured Fields (RFC 9651) as in
+//! draft-ietf-httpapi-ratelimit-headers-11: one item per layer, with `q` the limit, `w` the window in seconds, `r` the
+//! remaining tokens, and `t` the seconds until the window ends, rounded up. `w` is a whole number: windows that are not whole
+//! seconds are stated as several windows that are, with as many times the limit. During a penalty, all layers of its rule have no
+//! tokens until the penalty ends. A limit of concurrent requests has `q`, `qu` and `r` only. The older `X-RateLimit-*`
+//! fields report only the layer nearest its limit; their reset is in seconds from now. Names are rendered at load.
+
+use std::ops::Range;
+
+use http::header::{HeaderMap, HeaderName, HeaderValue};
+use sfv::{List, ListEntry, Parser};
+
+use transom_config::rule::RateLimitStyle;
+use transom_limiter::charge_plan::{ChargePlan, LayerCharge, LayerRef};
+use transom_limiter::concurrency::ConcurrencyUsage;
+use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::handles::{IdVec, LayerId, PlanPosition, RuleId, VariantId};
+use transom_limiter::limit::Limit;
+use transom_limiter::window::Windows;
+use transom_limiter::window_kind::Usage;
+
+const RATELIMIT: HeaderName = HeaderName::from_static("ratelimit");
+const RATELIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
+const LEGACY_LIMIT: HeaderName = HeaderName::from_static("x-ratelimit-limit");
+const LEGACY_REMAINING: HeaderName = HeaderName::from_static("x-ratelimit-remaining");
+const LEGACY_RESET: HeaderName = HeaderName::from_static("x-ratelimit-reset");
+
+/// Whether the gateway adds fields of this name to responses.
+pub fn is_rate_limit_field(name: &HeaderName) -> bool {
+    [RATELIMIT, RATELIMIT_POLICY, LEGACY_LIMIT, LEGACY_REMAINING, LEGACY_RESET].contains(name)
+}
+
+/// The layers that the responses of one route report, in the order of the configuration.
+#[derive(Debug, Default)]
+pub struct RateLimitTemplate {
+    rules: Vec<ReportedRule>,
+    layers: Vec<ReportedLayer>,
+    concurrency: Vec<ReportedConcurrency>,
+}
+
+/// A limit of concurrent requests that responses report.
+#[derive(Debug)]
+struct ReportedConcurrency {
+    position: PlanPosition,
+    /// As in [`ReportedLayer`].
+    name: String,
+    /// The limit in the default variant.
+    default: Option<u32>,
+}
+
+/// A rule that responses report. It may have thousands of variants; a request has one.
+#[derive(Debug)]
+struct ReportedRule {
+    position: PlanPosition,
+    /// The range of [`RateLimitTemplate::layers`] of each variant.
+    variants: IdVec<VariantId, Range<usize>>,
+}
+
+#[derive(Debug)]
+struct ReportedLayer {
+    layer: LayerRef,
+    /// The layer that counts penalties of the rule.
+    penalty: Option<LayerRef>,
+    /// Whether the layer belongs to the default variant.
+    is_default: bool,
+    /// The name as a structured-field string, after the separator from the previous item.
+    name: String,
+    limit: u32,
+    /// How many windows are a whole number of seconds together.
+    stated_windows: u64,
+    /// Tokens that can accumulate; remaining tokens are the capacity less the usage.
+    capacity: u64,
+    windows: Windows,
+    is_ietf: bool,
+    is_legacy: bool,
+}
+
+impl RateLimitTemplate {
+    /// Shadow rules are not reported: clients would slow down for them.
+    pub fn new(charge_plan: &ChargePlan, style_of: impl Fn(RuleId) -> RateLimitStyle) -> RateLimitTemplate {
+        let (mut rules, mut layers, mut concurrency) = (Vec::new(), Vec::new(), Vec::new());
+        for (position, rule) in charge_plan.compiled_rules() {
+            let style = style_of(charge_plan.rules()[position]);
+            if rule.rule.is_shadow() || style == RateLimitStyle::Off {
+                continue;
+            }
+            let is_ietf = matches!(style, RateLimitStyle::Ietf | RateLimitStyle::Both);
+            concurrency.extend(rule.concurrent_name().filter(|_| is_ietf).map(|name| ReportedConcurrency {
+                position,
+                name: format!(", \"{name}\""),
+                default: rule.rule.concurrent,
+            }));
+            let layer = |(variant, id, limit): (VariantId, LayerId, &Limit)| ReportedLayer {
+                layer: LayerRef { position, id },
+                penalty: charge_plan.penalty(position),
+                is_default: variant == VariantId::DEFAULT,
+                name: format!(", \"{}\"", rule.layer_name(id)),
+                limit: limit.tokens,
+                stated_windows: stated_windows(&limit.windows),
+                capacity: u64::from(limit.capacity()),
+                windows: limit.windows.clone(),
+                is_ietf,
+                is_legacy: matches!(style, RateLimitStyle::Legacy | RateLimitStyle::Both),
+            };
+            let mut variants = IdVec::new();
+            for (variant, limits) in rule.variants() {
+                let first = layers.len();
+                layers.extend(limits.map(|(id, limit)| layer((variant, id, limit))));
+                variants.push(first..layers.len());
+            }
+            rules.push(ReportedRule { position, variants });
+        }
+        RateLimitTemplate { rules, layers, concurrency }
+    }
+
+    /// The limits of concurrent requests that apply to a request.
+    fn concurrency<'a>(
+        &'a self,
+        context: &'a DecisionContext,
+    ) -> impl Iterator<Item = (&'a ReportedConcurrency, &'a ConcurrencyUsage)> {
+        self.concurrency.iter().filter_map(|reported| {
+            let mut usages = context.result.concurrency.iter();
+            Some((reported, usages.find(|usage| usage.rule == reported.position)?))
+        })
+    }
+
+    /// The layers that a request was counted in, and their charges.
+    fn applicable<'a>(
+        &'a self,
+        context: &'a DecisionContext,
+    ) -> impl Iterator<Item = (&'a ReportedLayer, &'a LayerCharge)> {
+        let layers = self.rules.iter().filter_map(|rule| {
+            let keyed_request = context.inputs.keyed_requests.get(rule.position).copied().flatten()?;
+            Some(&self.layers[rule.variants[keyed_request.variant].clone()])
+        });
+        layers.flatten().filter_map(|layer| context.charge_of(layer.layer).map(|charge| (layer, charge)))
+    }
+
+    /// `RateLimit-Policy` for requests to which all rules apply in their default variant; `None` if it is not constant:
+    /// months differ in length.
+    pub fn constant_policy(&self) -> Option<HeaderValue> {
+        let mut text = Vec::new();
+        for layer in self.layers.iter().filter(|layer| layer.is_ietf && layer.is_default) {
+            layer.write_policy(layer.windows.period_ms()?, &mut text);
+        }
+        for reported in &self.concurrency {
+            reported.default.iter().for_each(|limit| reported.write_policy(*limit, &mut text));
+        }
+        list(&text)
+    }
+
+    /// Renders the fields for one decision. `policy` is the result of [`RateLimitTemplate::constant_policy`]; `text` is
+    /// scratch memory.
+    pub fn render(
+        &self,
+        context: &DecisionContext,
+        policy: Option<&HeaderValue>,
+        now_ms: u64,
+        text: &mut Vec<u8>,
+    ) -> RateLimitFields {
+        let mut fields = RateLimitFields::default();
+        let is_default = |rule: &ReportedRule| {
+            context
+                .inputs
+                .keyed_requests
+                .get(rule.position)
+                .copied()
+                .flatten()
+                .is_some_and(|key| key.variant == VariantId::DEFAULT)
+        };
+        let all_default = self.rules.iter().all(is_default);
+        text.clear();
+        for (layer, charge) in self.applicable(context).filter(|(layer, _)| layer.is_ietf) {
+            layer.write_state(layer.usage(charge, context), now_ms, text);
+        }
+        for (reported, usage) in self.concurrency(context) {
+            reported.write_state(usage, text);
+        }
+        fields.state = list(text);
+        fields.policy = match policy {
+            Some(policy) if all_default => Some(policy.clone()),
+            _ => self.policy_of(context, text),
+        };
+        fields.legacy = self.nearest(context, now_ms).map(Box::new);
+        fields
+    }
+
+    /// `RateLimit-Policy` of the layers that apply to a request.
+    fn policy_of(&self, context: &DecisionContext, text: &mut Vec<u8>) -> Option<HeaderValue> {
+        text.clear();
+        for (layer, charge) in self.applicable(context).filter(|(layer, _)| layer.is_ietf) {
+            layer.write_policy(layer.windows.length_ms(charge.usage.end_ms), text);
+        }
+        for (reported, usage) in self.concurrency(context) {
+            reported.write_policy(usage.limit, text);
+        }
+        list(text)
+    }
+
+    /// The layer with the fewest remaining tokens; of several, the one whose window ends last.
+    fn nearest(&self, context: &DecisionContext, now_ms: u64) -> Option<LegacyFields> {
+        let reported = self.applicable(context).filter(|(layer, _)| layer.is_legacy);
+        let reported = reported.map(|(layer, charge)| (layer, layer.usage(charge, context)));
+        let nearness =
+            |(layer, usage): &(&ReportedLayer, Usage)| (layer.remaining(*usage), std::cmp::Reverse(usage.end_ms));
+        reported.min_by_key(nearness).map(|(layer, usage)| LegacyFields {
+            limit: layer.limit,
+            remaining: layer.remaining(usage),
+            reset_s: seconds_until(usage.end_ms, now_ms),
+        })
+    }
+}
+
+impl ReportedLayer {
+    #[inline]
+    fn usage(&self, charge: &LayerCharge, context: &DecisionContext) -> Usage {
+        context.stated_usage(charge, self.penalty, self.capacity)
+    }
+
+    fn remaining(&self, usage: Usage) -> u64 {
+        self.capacity.saturating_sub(usage.used)
+    }
+
+    fn write_policy(&self, window_ms: u64, text: &mut Vec<u8>) {
+        text.extend_from_slice(self.name.as_bytes());
+        text.extend_from_slice(b";q=");
+        push_number(u64::from(self.limit) * self.stated_windows, text);
+        text.extend_from_slice(b";w=");
+        push_number(window_ms * self.stated_windows / 1000, text);
+    }
+
+    fn write_state(&self, usage: Usage, now_ms: u64, text: &mut Vec<u8>) {
+        text.extend_from_slice(self.name.as_bytes());
+        text.extend_from_slice(b";r=");
+        push_number(self.remaining(usage), text);
+        text.extend_from_slice(b";t=");
+        push_number(seconds_until(usage.end_ms, now_ms), text);
+    }
+}
+
+/// The least number of windows that are a whole number of seconds together: 10 of 100 ms, 2 of 1500 ms. Months are whole
+/// seconds.
+fn stated_windows(windows: &Windows) -> u64 {
+    let (mut divisor, mut rest) = (1000, windows.period_ms().unwrap_or(1000));
+    while rest > 0 {
+        (divisor, rest) = (rest, divisor % rest);
+    }
+    1000 / divisor
+}
+
+impl ReportedConcurrency {
+    fn write_policy(&self, limit: u32, text: &mut Vec<u8>) {
+        text.extend_from_slice(self.name.as_bytes());
+        text.extend_from_slice(b";q=");
+        push_number(u64::from(limit), text);
+        text.extend_from_slice(b";qu=\"concurrent-requests\"");
+    }
+
+    fn write_state(&self, usage: &ConcurrencyUsage, text: &mut Vec<u8>) {
+        text.extend_from_slice(self.name.as_bytes());
+        text.extend_from_slice(b";r=");
+        push_number(usage.remaining(), text);
+    }
+}
+
+/// The rate limit fields of one response: rendered at the decision, added to the response later.
+#[derive(Clone, Debug, Default)]
+pub struct RateLimitFields {
+    policy: Option<HeaderValue>,
+    state: Option<HeaderValue>,
+    /// Boxed, since few configurations use the legacy fields.
+    legacy: Option<Box<LegacyFields>>,
+}
+
+#[derive(Clone, Debug)]
+struct LegacyFields {
+    limit: u32,
+    remaining: u64,
+    reset_s: u64,
+}
+
+impl RateLimitFields {
+    /// Marks the value of `RateLimit` as unlikely to repeat. HTTP/2 then does not add the value to the dynamic table, which
+    /// such values would fill (RFC 7541, section 6.2.3).
+    pub fn without_indexing(mut self) -> RateLimitFields {
+        if let Some(state) = &mut self.state {
+            state.set_sensitive(true);
+        }
+        self
+    }
+
+    /// Adds the fields to a response. Lists of items from the upstream are kept and extended.
+    pub fn add_to(self, headers: &mut HeaderMap) {
+        for (name, value) in [(RATELIMIT_POLICY, self.policy), (RATELIMIT, self.state)] {
+            if let Some(value) = value {
+                append_list(headers, name, value);
+            }
+        }
+        if let Some(legacy) = self.legacy {
+            headers.insert(LEGACY_LIMIT, number(u64::from(legacy.limit)));
+            headers.insert(LEGACY_REMAINING, number(legacy.remaining));
+            headers.insert(LEGACY_RESET, number(legacy.reset_s));
+        }
+    }
+}
+
+/// A list field of items, each written with a separator before it.
+fn list(items: &[u8]) -> Option<HeaderValue> {
+    // Rule names are plain ASCII by the configuration check, so the conversion succeeds.
+    items.strip_prefix(b", ").and_then(|text| HeaderValue::from_bytes(text).ok())
+}
+
+/// Numbers below 10,000, four digits each.
+static DIGITS: [u8; 40_000] = {
+    let (mut digits, mut at) = ([0; 40_000], 0);
+    while at < 40_000 {
+        let of_ten = [1000, 100, 10, 1];
+        digits[at] = b'0' + (at / 4 / of_ten[at % 4] % 10) as u8;
+        at += 1;
+    }
+    digits
+};
+
+/// A number as a field value. `From` would allocate twice; values below 10,000 are static and need not even a reference
+/// count.
+pub fn number(number: u64) -> HeaderValue {
+    if number < 10_000 {
+        let end = number as usize * 4 + 4;
+        let start = end - 1 - number.checked_ilog10().unwrap_or(0) as usize;
+        if let Ok(digits) = std::str::from_utf8(&DIGITS[start..end]) {
+            return HeaderValue::from_static(digits);
+        }
+    }
+    HeaderValue::from_str(itoa::Buffer::new().format(number)).unwrap_or(const { HeaderValue::from_static("0") })
+}
+
+/// Writes a number in decimal digits.
+pub fn push_number(number: u64, text: &mut Vec<u8>) {
+    text.extend_from_slice(itoa::Buffer::new().format(number).as_bytes());
+}
+
+/// Seconds from `now_ms` until `then_ms`, rounded up.
+pub fn seconds_until(then_ms: u64, now_ms: u64) -> u64 {
+    then_ms.saturating_sub(now_ms).div_ceil(1000)
+}
+
+/// Whether a field value is a list of items with parameters (RFC 9651, section 4.2), and of no inner list. An empty list is none.
+fn is_item_list(value: &[u8]) -> bool {
+    let list = Parser::new(value).parse::<List>().unwrap_or_default();
+    !list.is_empty() && list.iter().all(|entry| matches!(entry, ListEntry::Item(_)))
+}
+
+/// Sets a list field, or appends to its value from the upstream. A value in another form, such as that of older drafts
+/// (`limit=100, remaining=3`), is replaced: joined, none of the limits could be read.
+fn append_list(headers: &mut HeaderMap, name: HeaderName, value: HeaderValue) {
+    // The field is rarely present, and comparing the names costs less than hashing one.
+    if !headers.keys().any(|known| *known == name) {
+        headers.insert(name, value);
+        return;
+    }
+    let lines = headers.get_all(&name).iter().map(HeaderValue::as_bytes).filter(|line| !line.is_empty());
+    let mut joined = lines.collect::<Vec<_>>().join(&b", "[..]);
+    if is_item_list(&joined) {
+        joined.extend_from_slice(b", ");
+    } else {
+        joined.clear();
+    }
+    joined.extend_from_slice(value.as_bytes());
+    // Both parts are valid field values, so the conversion succeeds.
+    if let Ok(joined) = HeaderValue::from_bytes(&joined) {
+        headers.insert(name, joined);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_formatted_in_decimal() {
+        for value in (0..10_100).chain([99_999, 100_000, u64::MAX]) {
+            assert_eq!(number(value), value.to_string().as_str());
+        }
+    }
+
+    #[test]
+    fn stated_windows_are_whole_seconds() {
+        for (period_ms, number) in
+            [(1, 1000), (7, 1000), (100, 10), (300, 10), (500, 2), (999, 1000), (1000, 1), (1500, 2), (60_000, 1)]
+        {
+            assert_eq!(stated_windows(&Windows::Sliding { period_ms }), number, "{period_ms}");
+            assert_eq!(period_ms * number % 1000, 0);
+        }
+    }
+
+    #[test]
+    fn lists_of_items_are_told_from_other_fields() {
+        for list in [
+            "\"per-client\";r=50;t=30",
+            "\"a\";q=100;w=60 ,\t\"b\"; q=1;qu=\"requests\"",
+            "100;w=60",
+            " 10, 20;w=1 ",
+            "\"a\\\"b\\\\\"",
+            "token;a;b=?1;c=:aGk=:;d=@1700000000;e=-1.5;f=%\"f%c3%bc\";*g=a/b:c",
+        ] {
+            assert!(is_item_list(list.as_bytes()), "{list}");
+        }
+        for other in [
+            "",
+            " ",
+            "limit=100, remaining=3, reset=5",
+            "limit=100",
+            "100, 100;window=60;",
+            "\"a\",",
+            ",\"a\"",
+            "\"a\" \"b\"",
+            "\"a\" ;q=1",
+            "(\"a\" \"b\");r=1",
+            "\"a",
+            "\"a\\b\"",
+            "\"\u{e9}\"",
+            "\"a\";R=1",
+            "\"a\";r=",
+            "1234567890123456",
+            "1.2345",
+            "-",
+            "1.",
+            "?2",
+            ":a",
+            "%\"%C3\"",
+            "50;w=60, limit=1",
+        ] {
+            assert!(!is_item_list(other.as_bytes()), "{other}");
+        }
+    }
+}

@@ -1,0 +1,206 @@
+//! Resolves a request: its route, its rules, and the key of each rule. The handler, `explain` and `simulate` resolve requests
+//! here alone, so that all of them agree.
+
+use std::net::IpAddr;
+use std::ops::Range;
+use std::rc::Rc;
+
+use http::{HeaderMap, Method, Uri};
+
+use super::compiled_config::{CompiledConfig, CompiledRoute, RouteRules};
+use crate::client_plans::{ClientId, ClientLookup};
+use crate::key_source::RequestAttributes;
+use crate::rate_limit_key::{KeyDescription, KeyFailure};
+use crate::route_actions::{RouteActions, TemplateVariables};
+use crate::router::{AmbiguousHeader, RouteQuery};
+use crate::store_key_text::KeyDigester;
+use transom_config::RouteId;
+use transom_http::error::RequestError;
+use transom_http::request_validation::ValidatedRequest;
+use transom_http::websocket_handshake::UpgradeMethod;
+use transom_jwt::cache::TokenCache;
+use transom_limiter::handles::{IdVec, PlanPosition};
+use transom_limiter::rule::Sharing;
+use transom_limiter::rule_set::KeyedRequest;
+use transom_limiter::store_key::StoreKeys;
+
+/// What routes and rules read of a valid request, before any field is added or removed.
+#[derive(Clone, Copy)]
+pub struct RequestView<'a> {
+    /// The address of the client.
+    pub address: IpAddr,
+    /// The fingerprint of the client's verified certificate.
+    pub client_cert: Option<&'a str>,
+    /// Whether the client uses TLS: by its connection, or by what a trusted proxy says.
+    pub is_secure: bool,
+    pub host: &'a str,
+    pub method: &'a Method,
+    /// Normalized.
+    pub path: &'a str,
+    /// The target as received.
+    pub uri: &'a Uri,
+    pub headers: &'a HeaderMap,
+}
+
+/// A request with its route and rules.
+pub struct ResolvedRequest<'a> {
+    compiled: &'a CompiledConfig,
+    pub route_id: RouteId,
+    pub route: &'a CompiledRoute,
+    pub rules: &'a RouteRules,
+    pub attributes: RequestAttributes<'a>,
+    pub clients: ClientLookup<'a>,
+    is_secure: bool,
+}
+
+/// What a rule makes of the key of a request; see [`RuleKey::keyed_request`](crate::rate_limit_key::RuleKey::keyed_request).
+pub type FoundKey = Result<Option<KeyedRequest>, KeyFailure>;
+
+/// Why a rule does not count a request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum NotCounted {
+    Exempt,
+    /// The request lacks the key, and the rule skips it.
+    Skipped,
+    /// The key cannot be found, and the rule is a shadow rule.
+    Shadowed,
+}
+
+impl<'a> RequestView<'a> {
+    /// The request as the router sees it.
+    pub fn route_query(&self) -> RouteQuery<'a> {
+        let RequestView { host, method, headers, path, is_secure, .. } = *self;
+        RouteQuery { host, method, headers, path, secure: is_secure }
+    }
+}
+
+impl CompiledConfig {
+    /// Finds the route of a request. `params` is memory for the values of its parameters; `wall_ms` returns the time at which
+    /// tokens are verified, Unix milliseconds.
+    #[inline]
+    pub fn resolve<'a>(
+        &'a self,
+        view: RequestView<'a>,
+        params: &'a mut Vec<Range<usize>>,
+        tokens: &'a TokenCache,
+        wall_ms: impl FnOnce() -> u64,
+    ) -> Result<ResolvedRequest<'a>, RequestError> {
+        let found = self.router.find(&view.route_query(), params);
+        let found = found.map_err(|AmbiguousHeader(field)| RequestError::RouteField(field.clone()))?;
+        let route_id = found.ok_or(RequestError::NoRoute)?;
+        let route = &self.routes[route_id];
+        Ok(ResolvedRequest {
+            compiled: self,
+            route_id,
+            route,
+            rules: self.rules_of(route),
+            attributes: RequestAttributes {
+                address: view.address,
+                client_cert: view.client_cert,
+                host: view.host,
+                method: view.method,
+                path: view.path,
+                params,
+                uri: view.uri,
+                headers: view.headers,
+                route: self.route_name(route_id),
+                tokens,
+                wall_ms: self.config.jwt.as_ref().map_or(0, |_| wall_ms()),
+            },
+            clients: ClientLookup::new(self.clients.as_deref()),
+            is_secure: view.is_secure,
+        })
+    }
+}
+
+impl<'a> ResolvedRequest<'a> {
+    /// For a request whose client is known from elsewhere.
+    pub fn with_client(self, client: Option<ClientId>) -> ResolvedRequest<'a> {
+        let plans = self.compiled.clients.as_deref();
+        let clients = client.map_or_else(|| ClientLookup::new(plans), |client| ClientLookup::known(plans, client));
+        ResolvedRequest { clients, ..self }
+    }
+
+    /// The actions of the route.
+    pub fn actions(&self) -> Option<&'a RouteActions> {
+        self.compiled.actions_of(self.route)
+    }
+
+    /// The variables of the route's templates.
+    pub fn variables(&self) -> TemplateVariables<'_> {
+        TemplateVariables::of(&self.attributes, self.is_secure)
+    }
+
+    /// Checks that the route takes the protocol of the request and the size of its body, which has at least `body_bytes`.
+    #[inline]
+    pub fn check(&self, validated: &ValidatedRequest<'_>, body_bytes: u64) -> Result<(), RequestError> {
+        let config = &self.compiled.config;
+        if validated.websocket == Some(UpgradeMethod::ExtendedConnect) && !config.routes[self.route_id].websocket {
+            return Err(RequestError::WEBSOCKET_NOT_SERVED);
+        }
+        // A body that is known to be too large is refused before anything is charged or read.
+        match self.compiled.max_body_bytes(self.actions()) {
+            Some(max_bytes) if body_bytes > max_bytes => Err(RequestError::BodyTooLarge(max_bytes)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Finds the key of each rule, and calls `found` with it. Returns the first error; rules whose keys were found are charged
+    /// nevertheless.
+    #[inline]
+    pub fn find_keys(
+        &self,
+        keyed_requests: &mut IdVec<PlanPosition, Option<KeyedRequest>>,
+        mut found: impl FnMut(PlanPosition, &FoundKey),
+    ) -> Option<RequestError> {
+        let mut first_error = None;
+        keyed_requests.clear();
+        for (position, rule_key) in self.rules.rule_keys.enumerate() {
+            let key = rule_key.keyed_request(&self.attributes, &self.clients);
+            found(position, &key);
+            keyed_requests.push(match key {
+                Ok(keyed_request) => keyed_request,
+                // A shadow rule never refuses, also not for a missing key.
+                Err(_) if self.rules.charge_plan.is_shadow(position) => None,
+                Err(KeyFailure { error, keyed_request }) => {
+                    first_error.get_or_insert(error);
+                    keyed_request
+                }
+            });
+        }
+        first_error
+    }
+
+    /// Why the rule at a position does not count the request; `None` if it does, or if the request fails.
+    #[inline]
+    pub fn why_not_counted(&self, position: PlanPosition, found: &FoundKey) -> Option<NotCounted> {
+        match found {
+            Ok(Some(_)) => None,
+            Ok(None) => Some(match self.rules.rule_keys[position].is_exempt(&self.attributes, &self.clients) {
+                true => NotCounted::Exempt,
+                false => NotCounted::Skipped,
+            }),
+            Err(_) => self.rules.charge_plan.is_shadow(position).then_some(NotCounted::Shadowed),
+        }
+    }
+
+    /// The key of the request in the shared store under the rule at a position; `None` if the rule is not shared or does not
+    /// apply.
+    pub fn store_key(&self, position: PlanPosition) -> Option<Rc<str>> {
+        let rule = &self.rules.charge_plan.rule(position).rule;
+        let digester = self.compiled.digester.as_ref().filter(|_| rule.sharing != Sharing::Local)?;
+        let mut text = String::new();
+        let rule_key = &self.rules.rule_keys[position];
+        rule_key.write_store_key(&self.attributes, &self.clients, digester, &mut text).then(|| text.into())
+    }
+
+    /// [`ResolvedRequest::store_key`] for all rules.
+    pub fn store_keys(&self) -> StoreKeys {
+        self.rules.charge_plan.rules().ids().map(|position| self.store_key(position)).collect()
+    }
+
+    /// The key under the rule at a position, with digests of its secrets.
+    pub fn describe_key(&self, position: PlanPosition, digester: &KeyDigester) -> KeyDescription {
+        self.rules.rule_keys[position].describe(&self.attributes, &self.clients, digester)
+    }
+}

@@ -1,0 +1,719 @@
+//! Every response that the gateway makes itself. Beside this file, only `http1_head` and `websocket_handshake` of `transom-http` name
+//! status codes.
+//!
+//! Errors are `application/problem+json` (RFC 9457). A refusal has the problem type that the IANA registry lists for an
+//! exceeded quota. [`RefusalCache`] repeats the refusal before where all that it depends on is unchanged; [`Date`] is the
+//! `Date` field.
+
+use bytes::Bytes;
+use http::header::{self, HeaderMap, HeaderName, HeaderValue};
+use http::request::Parts;
+use http::{Method, Response, StatusCode, Version};
+use jiff::Timestamp;
+use jiff::fmt::rfc2822::DateTimePrinter;
+
+use super::RouteRulesId;
+use super::ratelimit_headers::{RateLimitFields, number, push_number, seconds_until};
+use transom_http::error::{DecisionError, RequestError};
+use transom_http::http1_head::{self, Framing};
+use transom_http::request_id::{RequestId, X_REQUEST_ID};
+
+use transom_config::response_body::{Body, RefusalVariable, split_refusal_variables};
+use transom_limiter::charge_plan::{ChargePlan, LayerCharge, LayerRef};
+use transom_limiter::concurrency::{ConcurrencyUsage, SlotState};
+use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::handles::{IdVec, RuleId};
+use transom_limiter::window_kind::{AcquireRequest, Usage};
+
+const PROBLEM_JSON: HeaderValue = HeaderValue::from_static("application/problem+json");
+const JSON: HeaderValue = HeaderValue::from_static("application/json");
+const TEXT: HeaderValue = HeaderValue::from_static("text/plain; charset=utf-8");
+const HTML: HeaderValue = HeaderValue::from_static("text/html; charset=utf-8");
+const EVENT_STREAM: HeaderValue = HeaderValue::from_static("text/event-stream");
+const OPENER_POLICY: HeaderName = HeaderName::from_static("cross-origin-opener-policy");
+const RESOURCE_POLICY: HeaderName = HeaderName::from_static("cross-origin-resource-policy");
+/// The usual methods. Routes accept every method other than CONNECT and TRACE.
+const ALLOW: HeaderValue = HeaderValue::from_static("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS");
+const INVALID_TOKEN: &str = "Bearer error=\"invalid_token\"";
+const QUOTA_EXCEEDED: &str = "Request cannot be satisfied as assigned quota has been exceeded";
+const QUOTA_TOO_SMALL: &str = "Request can never be satisfied as it costs more than the assigned quota";
+
+/// The status recorded for a request whose client closed the connection before the response. It is never sent.
+pub const CLIENT_CLOSED_REQUEST: u16 = 499;
+
+/// A response with a complete body.
+pub type LocalResponse = Response<Bytes>;
+
+/// The constant part of the refusals by one rule.
+#[derive(Debug)]
+pub struct RefusalTemplate {
+    status: StatusCode,
+    /// Upper bound of random seconds added to `Retry-After`, so that clients do not all retry at once.
+    retry_jitter_s: u64,
+    body: RefusalBody,
+}
+
+#[derive(Debug)]
+enum RefusalBody {
+    /// The start of a problem document, up to the names of the layers: for a request that may be retried, and for one
+    /// that costs more than the limit.
+    Problem {
+        retryable: Vec<u8>,
+        never: Vec<u8>,
+    },
+    Custom {
+        content_type: HeaderValue,
+        body: Bytes,
+    },
+    Template(BodyTemplate),
+}
+
+/// A configured body with variables.
+#[derive(Debug)]
+struct BodyTemplate {
+    content_type: HeaderValue,
+    syntax: Syntax,
+    /// Literals, each with the variable that follows it.
+    pieces: Vec<(String, Option<RefusalVariable>)>,
+}
+
+/// How the values of variables are written in a body.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Syntax {
+    Json,
+    /// HTML or XML.
+    Markup,
+    Text,
+}
+
+impl Syntax {
+    fn of(media_type: &str) -> Syntax {
+        let name = media_type.split(';').next().unwrap_or_default().trim_end().to_ascii_lowercase();
+        match name.rsplit(['/', '+']).next() {
+            Some("json") => Syntax::Json,
+            Some("html" | "xml") => Syntax::Markup,
+            _ => Syntax::Text,
+        }
+    }
+
+    fn write(self, value: &str, text: &mut Vec<u8>) {
+        match self {
+            Syntax::Json => {
+                let json = serde_json::Value::from(value).to_string();
+                // Without the quotes, which the configured text has.
+                text.extend_from_slice(&json.as_bytes()[1..json.len() - 1]);
+            }
+            Syntax::Markup => value.bytes().for_each(|byte| match byte {
+                b'<' | b'>' | b'&' | b'"' | b'\'' => text.extend_from_slice(format!("&#{byte};").as_bytes()),
+                _ => text.push(byte),
+            }),
+            Syntax::Text => text.extend_from_slice(value.as_bytes()),
+        }
+    }
+}
+
+/// The values of the variables in the body of a refusal.
+struct RefusalValues<'v> {
+    /// `None`: waiting does not help.
+    retry_after_s: Option<u64>,
+    limit: u32,
+    window: &'v str,
+    rule: &'v str,
+    request_id: Option<HeaderValue>,
+}
+
+impl BodyTemplate {
+    fn write(&self, values: &RefusalValues, text: &mut Vec<u8>) {
+        text.clear();
+        for (literal, variable) in &self.pieces {
+            text.extend_from_slice(literal.as_bytes());
+            match variable {
+                Some(RefusalVariable::RetryAfter) => match values.retry_after_s {
+                    Some(seconds) => push_number(seconds, text),
+                    None if self.syntax == Syntax::Json => text.extend_from_slice(b"null"),
+                    None => {}
+                },
+                Some(RefusalVariable::Limit) => push_number(u64::from(values.limit), text),
+                Some(RefusalVariable::Window) => self.syntax.write(values.window, text),
+                Some(RefusalVariable::Rule) => self.syntax.write(values.rule, text),
+                Some(RefusalVariable::RequestId) => {
+                    let id = values.request_id.as_ref().and_then(|id| id.to_str().ok());
+                    self.syntax.write(id.unwrap_or_default(), text);
+                }
+                None => {}
+            }
+        }
+    }
+
+    fn names_request(&self) -> bool {
+        self.pieces.iter().any(|(_, variable)| *variable == Some(RefusalVariable::RequestId))
+    }
+}
+
+impl RefusalTemplate {
+    pub fn new(refusal: &transom_config::rule::RefusalResponse) -> RefusalTemplate {
+        // The configuration check rejects numbers that are no status.
+        let status = refusal.status.and_then(|status| StatusCode::from_u16(status).ok());
+        let status = status.unwrap_or(StatusCode::TOO_MANY_REQUESTS);
+        let custom = refusal.body.as_ref().and_then(|body| {
+            let content_type = HeaderValue::from_str(&body.content_type).ok()?;
+            let pieces = split_refusal_variables(&body.text);
+            if pieces.len() == 1 {
+                return Some(RefusalBody::Custom { content_type, body: Bytes::from(body.text.clone()) });
+            }
+            let pieces = pieces.into_iter().map(|(literal, variable)| (literal.to_owned(), variable)).collect();
+            let syntax = Syntax::of(&body.content_type);
+            Some(RefusalBody::Template(BodyTemplate { content_type, syntax, pieces }))
+        });
+        let problem = |title: &str, detail: &str| {
+            let problem_type = "https://iana.org/assignments/http-problem-types#quota-exceeded";
+            let status = status.as_u16();
+            format!(
+                "{{\"type\": \"{problem_type}\", \"title\": \"{title}\", \"status\": {status}, {detail}\"violated-policies\": ["
+            )
+            .into_bytes()
+        };
+        let detail = "\"detail\": \"waiting does not help: the request costs more than the limit of a window\", ";
+        let problems =
+            || RefusalBody::Problem { retryable: problem(QUOTA_EXCEEDED, ""), never: problem(QUOTA_TOO_SMALL, detail) };
+        RefusalTemplate { status, retry_jitter_s: refusal.retry_jitter_s, body: custom.unwrap_or_else(problems) }
+    }
+
+    pub fn status(&self) -> StatusCode {
+        self.status
+    }
+}
+
+/// The response to a request that the rules refuse.
+#[derive(Debug)]
+pub struct RefusalResponse {
+    pub response: LocalResponse,
+    /// The response has a random part or the id of its request, so it must not be repeated.
+    pub is_unique: bool,
+}
+
+/// Builds the response of a refusal: which limits are reached, and when to retry. Of several refusing rules, the one that
+/// blocks longest decides. Written by hand, since a gateway under
+/// attack does little else: `text` is scratch memory, `headers` is the map of the request, used again.
+#[allow(clippy::too_many_arguments, reason = "two of them are scratch memory")]
+pub fn refusal_response(
+    charge_plan: &ChargePlan,
+    context: &DecisionContext,
+    templates: &IdVec<RuleId, RefusalTemplate>,
+    now_ms: u64,
+    fields: RateLimitFields,
+    request_id: Option<&RequestId>,
+    text: &mut Vec<u8>,
+    mut headers: HeaderMap,
+) -> RefusalResponse {
+    let rule_set = charge_plan.rule_set();
+    let full = || context.result.charges.iter().filter(|charge| charge.is_full);
+    let without_slot = || {
+        let full = context.result.concurrency.iter().filter(|usage| usage.state == SlotState::Full);
+        full.map(|usage| charge_plan.rules()[usage.rule])
+    };
+    // When the layer that blocks longest is available, its rule, and the layer; `None` if never, for a request of this cost. A
+    // slot may become free at any time, and is no layer.
+    let first_rule = || charge_plan.rules().as_slice()[0];
+    let mut longest = (Some(0), without_slot().next().unwrap_or_else(first_rule), None);
+    for charge in full() {
+        let layer = charge.layer.id;
+        let available_ms = rule_set.available_at_ms(charge, layer, now_ms);
+        if longest.0.is_some_and(|longest_ms| available_ms.is_none_or(|available_ms| available_ms > longest_ms)) {
+            longest = (available_ms, layer.rule, Some(layer));
+        }
+    }
+    let template = &templates[longest.1];
+    let retry_ms = charge_plan.retry_at_ms(context, now_ms);
+    let jitter_s = if template.retry_jitter_s > 0 { fastrand::u64(..=template.retry_jitter_s) } else { 0 };
+    let retry_after_s = retry_ms.map(|retry_ms| seconds_until(retry_ms, now_ms).max(1) + jitter_s);
+    let (content_type, body) = match &template.body {
+        RefusalBody::Custom { content_type, body } => (content_type.clone(), body.clone()),
+        RefusalBody::Template(body) => {
+            let full_rule = &rule_set.rules[longest.1];
+            let slots = || {
+                let mut usages = context.result.concurrency.iter();
+                usages.find(|usage| charge_plan.rules()[usage.rule] == longest.1).map_or(0, |usage| usage.limit)
+            };
+            let values = RefusalValues {
+                retry_after_s,
+                // A lock-out, which is in no variant, admits nothing.
+                limit: longest.2.map_or_else(slots, |layer| match full_rule.layer(layer) {
+                    layer if layer.is_penalty() => 0,
+                    layer => layer.request.limit,
+                }),
+                window: longest
+                    .2
+                    .map_or(full_rule.concurrent_name().unwrap_or_default(), |layer| full_rule.layer_name(layer)),
+                rule: &full_rule.rule.name,
+                request_id: request_id.map(RequestId::to_value),
+            };
+            body.write(&values, text);
+            (body.content_type.clone(), Bytes::copy_from_slice(text))
+        }
+        RefusalBody::Problem { retryable, never } => {
+            text.clear();
+            text.extend_from_slice(if retry_after_s.is_some() { retryable } else { never });
+            let layers = full().map(|charge| charge_plan.rule_of(charge.layer).layer_name(charge.layer.id));
+            let names = layers.chain(without_slot().filter_map(|rule| rule_set.rules[rule].concurrent_name()));
+            for (i, name) in names.enumerate() {
+                // The configuration check allows no name that needs an escape.
+                text.extend_from_slice(if i == 0 { b"\"" } else { b", \"" });
+                text.extend_from_slice(name.as_bytes());
+                text.push(b'"');
+            }
+            text.push(b']');
+            if let Some(retry_after_s) = retry_after_s {
+                text.extend_from_slice(b", \"retry-after\": ");
+                push_number(retry_after_s, text);
+            }
+            text.extend_from_slice(b"}\n");
+            (PROBLEM_JSON, Bytes::copy_from_slice(text))
+        }
+    };
+    headers.clear();
+    headers.insert(header::CONTENT_TYPE, content_type);
+    headers.insert(header::CONTENT_LENGTH, number(body.len() as u64));
+    if let Some(retry_after_s) = retry_after_s {
+        headers.insert(header::RETRY_AFTER, number(retry_after_s));
+    }
+    fields.add_to(&mut headers);
+    let mut response = Response::new(body);
+    *response.status_mut() = template.status;
+    *response.headers_mut() = headers;
+    let names_request = matches!(&template.body, RefusalBody::Template(body) if body.names_request());
+    RefusalResponse { response, is_unique: template.retry_jitter_s > 0 || names_request }
+}
+
+/// The response to a request that failed.
+pub fn error_response(error: &RequestError) -> LocalResponse {
+    // The numbers in the table of errors are all statuses.
+    let status = StatusCode::from_u16(error.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    let mut response = problem_response(status, &error.to_string());
+    if error.closes_connection() {
+        response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+    }
+    if *error == RequestError::Method {
+        response.headers_mut().insert(header::ALLOW, ALLOW);
+    }
+    if [RequestError::StoreUnavailable, RequestError::KeySetUnavailable].contains(error) {
+        response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+    }
+    if let Some(challenge) = challenge(error) {
+        response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static(challenge));
+    }
+    response
+}
+
+/// The challenge that a 401 must have (RFC 9110, section 15.5.2).
+fn challenge(error: &RequestError) -> Option<&'static str> {
+    match error {
+        // RFC 6750, section 3.
+        RequestError::Token(_) => Some(INVALID_TOKEN),
+        RequestError::KeyUnknown { part, .. } if part.starts_with("jwt:") => Some(INVALID_TOKEN),
+        RequestError::KeyUnknown { part, .. } if part == "basic-user" => Some("Basic realm=\"gateway\""),
+        // No scheme is registered for API keys. With `Basic`, a browser would ask for a password.
+        RequestError::KeyUnknown { .. } => Some("Key"),
+        _ => None,
+    }
+}
+
+/// The response to `OPTIONS *`, which asks about the server as a whole (RFC 9110, section 9.3.7).
+pub fn options_response() -> LocalResponse {
+    let mut response = direct_response(StatusCode::OK.as_u16(), None);
+    response.headers_mut().insert(header::ALLOW, ALLOW);
+    response
+}
+
+/// The response to a proxy that may forward the request about which it asks.
+pub fn authorized_response() -> LocalResponse {
+    direct_response(StatusCode::OK.as_u16(), None)
+}
+
+/// The response that a route is configured to send itself.
+pub fn direct_response(status: u16, body: Option<&Body>) -> LocalResponse {
+    // The configuration check rejects numbers that are no status.
+    let status = StatusCode::from_u16(status).unwrap_or_default();
+    let mut response = match body {
+        Some(body) => {
+            let content_type = HeaderValue::from_str(&body.content_type).unwrap_or(TEXT);
+            response(status, content_type, body.text.clone())
+        }
+        None => response(status, TEXT, Bytes::new()),
+    };
+    if body.is_none() {
+        response.headers_mut().remove(header::CONTENT_TYPE);
+        if [StatusCode::NO_CONTENT, StatusCode::NOT_MODIFIED].contains(&status) {
+            response.headers_mut().remove(header::CONTENT_LENGTH);
+        }
+    }
+    response
+}
+
+/// A redirect to `location`.
+pub fn redirect_response(status: u16, location: HeaderValue) -> LocalResponse {
+    let mut response = direct_response(status, None);
+    response.headers_mut().insert(header::LOCATION, location);
+    response
+}
+
+/// How errors and refusals are sent to a client.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ErrorFormat {
+    Http,
+    /// A gRPC client reads `grpc-status`, and takes any HTTP status other than 200 for a broken proxy.
+    Grpc,
+}
+
+impl ErrorFormat {
+    pub fn of(parts: &Parts) -> ErrorFormat {
+        // gRPC uses HTTP/2 and POST only. A client of CONNECT would take the status 200 for an open tunnel.
+        let content_type = (parts.version == Version::HTTP_2 && parts.method == Method::POST)
+            .then(|| parts.headers.get(header::CONTENT_TYPE))
+            .flatten();
+        let is_grpc = content_type.is_some_and(|value| {
+            let rest = value.as_bytes().strip_prefix(b"application/grpc");
+            rest.is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
+        });
+        if is_grpc { ErrorFormat::Grpc } else { ErrorFormat::Http }
+    }
+
+    /// The response to a refused request.
+    pub fn refusal(self, response: LocalResponse) -> LocalResponse {
+        match self {
+            ErrorFormat::Http => response,
+            ErrorFormat::Grpc => {
+                let is_retryable = response.headers().contains_key(header::RETRY_AFTER);
+                to_grpc(
+                    response,
+                    StatusCode::TOO_MANY_REQUESTS,
+                    if is_retryable { QUOTA_EXCEEDED } else { QUOTA_TOO_SMALL },
+                )
+            }
+        }
+    }
+
+    /// The response to a request that failed.
+    pub fn error(self, error: &RequestError) -> LocalResponse {
+        let response = error_response(error);
+        match self {
+            ErrorFormat::Http => response,
+            ErrorFormat::Grpc => {
+                let status = response.status();
+                to_grpc(response, status, &error.to_string())
+            }
+        }
+    }
+}
+
+/// Converts a response to the form that gRPC calls `Trailers-Only`: a head that ends the stream.
+fn to_grpc(mut response: LocalResponse, status: StatusCode, message: &str) -> LocalResponse {
+    let (code, message) = (grpc_status(status), encode_grpc_message(message));
+    *response.body_mut() = Bytes::new();
+    *response.status_mut() = StatusCode::OK;
+    let headers = response.headers_mut();
+    headers.remove(header::CONTENT_LENGTH);
+    headers.remove(header::CONNECTION);
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    headers.insert(HeaderName::from_static("grpc-status"), number(code));
+    if let Ok(message) = HeaderValue::from_str(&message) {
+        headers.insert(HeaderName::from_static("grpc-message"), message);
+    }
+    response
+}
+
+/// The gRPC status of an HTTP status: the table of gRPC (`http-grpc-status-mapping.md`), but with the more specific codes
+/// for an exceeded limit and for timeouts.
+fn grpc_status(status: StatusCode) -> u64 {
+    match status {
+        // RESOURCE_EXHAUSTED
+        StatusCode::TOO_MANY_REQUESTS | StatusCode::PAYLOAD_TOO_LARGE => 8,
+        // DEADLINE_EXCEEDED
+        StatusCode::GATEWAY_TIMEOUT | StatusCode::REQUEST_TIMEOUT => 4,
+        // UNAVAILABLE
+        StatusCode::BAD_GATEWAY | StatusCode::SERVICE_UNAVAILABLE => 14,
+        // UNAUTHENTICATED, PERMISSION_DENIED, UNIMPLEMENTED
+        StatusCode::UNAUTHORIZED => 16,
+        StatusCode::FORBIDDEN => 7,
+        StatusCode::NOT_FOUND => 12,
+        // INTERNAL
+        StatusCode::BAD_REQUEST | StatusCode::INTERNAL_SERVER_ERROR => 13,
+        // UNKNOWN
+        _ => 2,
+    }
+}
+
+/// Percent-encodes everything other than spaces and visible ASCII, and the percent sign.
+fn encode_grpc_message(message: &str) -> String {
+    let mut encoded = String::with_capacity(message.len());
+    for byte in message.bytes() {
+        match byte {
+            b' '..=b'~' if byte != b'%' => encoded.push(char::from(byte)),
+            _ => encoded.push_str(&format!("%{byte:02X}")),
+        }
+    }
+    encoded
+}
+
+/// The response to a query of the decision API that failed.
+pub fn decision_error_response(error: &DecisionError) -> LocalResponse {
+    let (status, detail) = match error {
+        DecisionError::UnknownRule(name) => (StatusCode::NOT_FOUND, format!("unknown rule `{name}`")),
+        DecisionError::UnlistedKey { rule, id } => (
+            StatusCode::NOT_FOUND,
+            format!(
+                "rule `{rule}` lists no key with the id `{id:016x}`; after a reload, keys that are counted again have ids"
+            ),
+        ),
+        DecisionError::TopKeysOff => {
+            (StatusCode::NOT_FOUND, String::from("keys are not counted: `[admin] top_keys` is 0"))
+        }
+        DecisionError::Malformed(detail) => (StatusCode::BAD_REQUEST, detail.clone()),
+        DecisionError::TooLarge => (StatusCode::PAYLOAD_TOO_LARGE, String::from("the request body is too large")),
+        DecisionError::CrossOrigin => (StatusCode::FORBIDDEN, String::from("cross-origin requests are not allowed")),
+        DecisionError::UnknownHost => (
+            StatusCode::MISDIRECTED_REQUEST,
+            String::from(
+                "unknown host name: use the IP address of the admin listener, or list the name in `[admin] hosts`",
+            ),
+        ),
+        DecisionError::StoreUnavailable => {
+            (StatusCode::SERVICE_UNAVAILABLE, RequestError::StoreUnavailable.to_string())
+        }
+        DecisionError::Timeout => (StatusCode::REQUEST_TIMEOUT, String::from("the request took too long to arrive")),
+        DecisionError::TooManyStreams => (
+            StatusCode::SERVICE_UNAVAILABLE,
+            String::from("too many streams of events are open: close other dashboards"),
+        ),
+        DecisionError::HandedOver => {
+            (StatusCode::SERVICE_UNAVAILABLE, String::from("another process has taken over: connect again"))
+        }
+        DecisionError::Unauthorized => (
+            StatusCode::UNAUTHORIZED,
+            String::from("the token of `[admin] token_file` is required: `Authorization: Bearer TOKEN`"),
+        ),
+    };
+    let mut response = problem_response(status, &detail);
+    if status == StatusCode::UNAUTHORIZED {
+        response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+    }
+    response
+}
+
+fn problem_response(status: StatusCode, detail: &str) -> LocalResponse {
+    let body = serde_json::json!({
+        "type": "about:blank",
+        "title": status.canonical_reason().unwrap_or("Error"),
+        "status": status.as_u16(),
+        "detail": detail,
+    });
+    response(status, PROBLEM_JSON, body.to_string())
+}
+
+pub fn json_response(body: String) -> LocalResponse {
+    response(StatusCode::OK, JSON, body)
+}
+
+pub fn text_response(body: String) -> LocalResponse {
+    response(StatusCode::OK, TEXT, body)
+}
+
+/// A page in the text format of Prometheus, version 0.0.4.
+pub fn metrics_response(page: Vec<u8>, media_type: &'static str) -> LocalResponse {
+    response(StatusCode::OK, HeaderValue::from_static(media_type), page)
+}
+
+/// An HTML page that browsers restrict by a content security policy.
+pub fn page_response(page: &'static str, policy: &str) -> LocalResponse {
+    let mut response = response(StatusCode::OK, HTML, page);
+    let headers = response.headers_mut();
+    // A policy without control characters.
+    if let Ok(policy) = HeaderValue::from_str(policy) {
+        headers.insert(header::CONTENT_SECURITY_POLICY, policy);
+    }
+    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    headers.insert(header::X_FRAME_OPTIONS, HeaderValue::from_static("DENY"));
+    headers.insert(header::REFERRER_POLICY, HeaderValue::from_static("no-referrer"));
+    headers.insert(OPENER_POLICY, HeaderValue::from_static("same-origin"));
+    headers.insert(RESOURCE_POLICY, HeaderValue::from_static("same-origin"));
+    // After an upgrade of the gateway, the page is that of the new version.
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    response
+}
+
+/// The head of a stream of server-sent events.
+pub fn event_stream_head() -> LocalResponse {
+    let mut response = response(StatusCode::OK, EVENT_STREAM, Bytes::new());
+    let headers = response.headers_mut();
+    headers.remove(header::CONTENT_LENGTH);
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    response
+}
+
+/// The response to a request that is no gRPC call.
+pub fn no_grpc_response() -> LocalResponse {
+    problem_response(StatusCode::UNSUPPORTED_MEDIA_TYPE, "this address serves gRPC only: POST with `application/grpc`")
+}
+
+/// The response of `/readyz` while the gateway drains.
+pub fn not_ready_response(body: String) -> LocalResponse {
+    response(StatusCode::SERVICE_UNAVAILABLE, TEXT, body)
+}
+
+/// A response in HTTP/1.1 syntax, after which the connection is closed. `is_head`: to a HEAD request.
+pub fn http1_bytes(response: &LocalResponse, is_head: bool, date: &HeaderValue) -> Bytes {
+    let (mut out, framing) = (Vec::new(), Framing::Length(response.body().len() as u64));
+    http1_head::write_response_head(response, framing, Version::HTTP_11, false, date, &mut out);
+    if !is_head {
+        out.extend_from_slice(response.body());
+    }
+    Bytes::from(out)
+}
+
+fn response(status: StatusCode, content_type: HeaderValue, body: impl Into<Bytes>) -> LocalResponse {
+    let body = body.into();
+    let mut headers = HeaderMap::with_capacity(8);
+    headers.insert(header::CONTENT_TYPE, content_type);
+    headers.insert(header::CONTENT_LENGTH, number(body.len() as u64));
+    let mut response = Response::new(body);
+    *response.status_mut() = status;
+    *response.headers_mut() = headers;
+    response
+}
+
+/// The previous refusal, repeated as long as everything it depends on is unchanged. A client over its limits often sends
+/// many requests within a millisecond and gets equal responses.
+#[derive(Debug, Default)]
+pub struct RefusalCache {
+    /// The rules that refused.
+    rules: Option<RouteRulesId>,
+    now_ms: u64,
+    outcomes: Vec<LayerOutcome>,
+    concurrency: Vec<ConcurrencyUsage>,
+    /// `None` before the first refusal.
+    refused: Option<RefusalResponse>,
+}
+
+/// What a refusal depends on in one layer. It does not identify the client.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct LayerOutcome {
+    layer: LayerRef,
+    request: AcquireRequest,
+    usage: Usage,
+    is_full: bool,
+}
+
+impl LayerOutcome {
+    fn of(charge: &LayerCharge) -> LayerOutcome {
+        LayerOutcome { layer: charge.layer, request: charge.request, usage: charge.usage, is_full: charge.is_full }
+    }
+}
+
+impl RefusalCache {
+    /// The previous response, or that of `render`. `rules` decided in `context`.
+    pub fn response(
+        &mut self,
+        rules: RouteRulesId,
+        now_ms: u64,
+        context: &DecisionContext,
+        render: impl FnOnce() -> RefusalResponse,
+    ) -> LocalResponse {
+        let outcomes = || context.result.charges.iter().map(LayerOutcome::of);
+        let is_same = (self.rules, self.now_ms) == (Some(rules), now_ms)
+            && self.outcomes.iter().copied().eq(outcomes())
+            && self.concurrency == context.result.concurrency;
+        if !is_same || self.refused.as_ref().is_none_or(|refused| refused.is_unique) {
+            (self.rules, self.now_ms) = (Some(rules), now_ms);
+            self.outcomes.clear();
+            self.outcomes.extend(outcomes());
+            self.concurrency.clone_from(&context.result.concurrency);
+            self.refused = None;
+        }
+        let refused = self.refused.get_or_insert_with(|| {
+            let mut refused = render();
+            // Replaced in each copy: another field would make the map of every copy grow.
+            refused.response.headers_mut().insert(X_REQUEST_ID, HeaderValue::from_static(""));
+            refused
+        });
+        refused.response.clone()
+    }
+}
+
+/// The `Date` field of responses (RFC 9110, section 6.6.1), formatted once a second.
+#[derive(Debug)]
+pub struct Date {
+    second: u64,
+    value: HeaderValue,
+}
+
+impl Default for Date {
+    fn default() -> Date {
+        Date { second: 0, value: HeaderValue::from_static("Thu, 01 Jan 1970 00:00:00 GMT") }
+    }
+}
+
+impl Date {
+    /// Sets the time, in Unix milliseconds.
+    pub fn update(&mut self, unix_ms: u64) {
+        let second = unix_ms / 1000;
+        if second == self.second {
+            return;
+        }
+        let text = i64::try_from(second).ok().and_then(|second| {
+            let moment = Timestamp::from_second(second).ok()?;
+            DateTimePrinter::new().timestamp_to_rfc9110_string(&moment).ok()
+        });
+        // A time outside of the calendar leaves the value unchanged; no clock shows one.
+        if let Some(value) = text.and_then(|text| HeaderValue::try_from(text).ok()) {
+            *self = Date { second, value };
+        }
+    }
+
+    pub fn value(&self) -> HeaderValue {
+        self.value.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_not_allowed_in_a_grpc_message_are_encoded() {
+        assert_eq!(encode_grpc_message("100% of `a`\n\u{e9}"), "100%25 of `a`%0A%C3%A9");
+    }
+
+    #[test]
+    fn an_error_has_its_grpc_status() {
+        let grpc_status_of =
+            |error: &RequestError| ErrorFormat::Grpc.error(error).headers()["grpc-status"].to_str().unwrap().to_owned();
+        for (error, code) in [
+            (RequestError::NoRoute, "12"),
+            (RequestError::Malformed, "13"),
+            (RequestError::Panic, "13"),
+            (RequestError::BodyTimeout, "4"),
+            (RequestError::ResponseTimeout, "4"),
+            (RequestError::Connect(String::new()), "14"),
+            (RequestError::Expectation, "2"),
+        ] {
+            assert_eq!(grpc_status_of(&error), code, "{error}");
+        }
+        assert!(!ErrorFormat::Grpc.error(&RequestError::Malformed).headers().contains_key("connection"));
+    }
+
+    #[test]
+    fn a_date_is_formatted_as_http_requires() {
+        let mut date = Date::default();
+        for (unix_ms, text) in [
+            (999, "Thu, 01 Jan 1970 00:00:00 GMT"),
+            (784_111_777_999, "Sun, 06 Nov 1994 08:49:37 GMT"),
+            (784_111_778_000, "Sun, 06 Nov 1994 08:49:38 GMT"),
+            (784_111_777_000, "Sun, 06 Nov 1994 08:49:37 GMT"),
+            (u64::MAX, "Sun, 06 Nov 1994 08:49:37 GMT"),
+        ] {
+            date.update(unix_ms);
+            assert_eq!(date.value(), text);
+        }
+    }
+}

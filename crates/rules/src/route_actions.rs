@@ -1,0 +1,312 @@
+//! Actions of a route, compiled at load: changes of path and fields, or a response instead of the upstream's.
+//!
+//! The actions are evaluated while the request head is unchanged, and applied after the rules have admitted the request.
+//! Values of variables are normalized or validated, so that a value cannot end a line, a path or a host.
+
+use std::net::IpAddr;
+use std::ops::Range;
+
+use http::header::{HeaderMap, HeaderName, HeaderValue};
+use http::{Method, Uri};
+
+use super::key_source::RequestAttributes;
+use super::ratelimit_headers::is_rate_limit_field;
+use super::responses::{self, LocalResponse};
+use transom_config::limits::Timeouts;
+use transom_config::path::{PathPattern, Segment};
+use transom_config::route::Route;
+use transom_config::route_actions::{self, Actions, ChangedResponses, FieldChanges, PathChange};
+use transom_config::template::{Template, TemplatePart, Variable};
+use transom_http::error::RequestError;
+use transom_http::request_validation::host_port;
+
+/// The compiled actions of one route.
+#[derive(Debug)]
+pub struct RouteActions {
+    direct_response: Option<DirectResponse>,
+    path: Option<PathRewrite>,
+    request_changes: Vec<HeaderChange>,
+    response_changes: Vec<HeaderChange>,
+    changed_responses: ChangedResponses,
+    /// Replaces the timeouts for all routes.
+    pub timeouts: Option<Timeouts>,
+    pub max_body: Option<Option<u64>>,
+    pub min_request_rate: Option<u64>,
+}
+
+#[derive(Debug)]
+enum DirectResponse {
+    Redirect { to: Template, status: u16 },
+    Respond(LocalResponse),
+}
+
+#[derive(Debug)]
+enum PathRewrite {
+    Prefix {
+        from: String,
+        to: String,
+    },
+    /// Literals and path parameters.
+    Template(Vec<PathPiece>),
+}
+
+#[derive(Debug)]
+enum PathPiece {
+    Literal(String),
+    /// The position of a parameter in the path of the route.
+    Param(usize),
+}
+
+#[derive(Debug)]
+enum HeaderChange {
+    Remove(HeaderName),
+    Set(HeaderName, Template),
+    Add(HeaderName, Template),
+}
+
+/// The values of template variables.
+pub struct TemplateVariables<'a> {
+    pub client: IpAddr,
+    pub is_secure: bool,
+    /// Lower case, without port; empty if an HTTP/1.0 request names no host.
+    pub host: &'a str,
+    /// The fields of the request.
+    pub headers: &'a HeaderMap,
+    pub method: &'a Method,
+    /// Normalized.
+    pub path: &'a str,
+    /// The target as received, for its query.
+    pub uri: &'a Uri,
+    pub route: &'a str,
+    /// The values of the route's path parameters, as ranges of `path`.
+    pub params: &'a [Range<usize>],
+}
+
+/// The actions evaluated for one request.
+#[derive(Debug, Default)]
+pub struct AppliedActions {
+    /// Sent instead of forwarding the request.
+    pub direct_response: Option<LocalResponse>,
+    /// Replaces the path of the forwarded request.
+    pub path: Option<String>,
+    request_changes: RenderedChanges,
+}
+
+/// The changes to the fields of the response to one request.
+#[derive(Debug)]
+pub struct ResponseChanges {
+    changes: RenderedChanges,
+    changed_responses: ChangedResponses,
+}
+
+type RenderedChanges = Vec<(HeaderName, RenderedChange)>;
+
+#[derive(Debug)]
+enum RenderedChange {
+    Remove,
+    Set(HeaderValue),
+    Add(HeaderValue),
+}
+
+impl RouteActions {
+    pub fn new(actions: &Actions, route: &Route) -> RouteActions {
+        RouteActions {
+            direct_response: actions.response.as_ref().map(|response| match response {
+                route_actions::LocalResponse::Redirect { to, status } => {
+                    DirectResponse::Redirect { to: to.clone(), status: *status }
+                }
+                route_actions::LocalResponse::Respond { status, body } => {
+                    DirectResponse::Respond(responses::direct_response(*status, body.as_ref()))
+                }
+            }),
+            path: actions.path.as_ref().map(|change| match change {
+                PathChange::Prefix { from, to } => PathRewrite::Prefix { from: from.clone(), to: to.clone() },
+                PathChange::Rewrite(pattern) => PathRewrite::Template(path_pieces(pattern, &route.path.param_names())),
+            }),
+            request_changes: header_changes(&actions.request_fields),
+            response_changes: header_changes(&actions.response_fields),
+            changed_responses: actions.changed_responses,
+            timeouts: actions.timeouts.clone(),
+            max_body: actions.max_body,
+            min_request_rate: actions.min_request_rate,
+        }
+    }
+
+    /// The changes to the response to a request; `None` without changes.
+    pub fn response_changes(&self, variables: &TemplateVariables<'_>) -> Option<Box<ResponseChanges>> {
+        let changes = || render_changes(&self.response_changes, variables);
+        let changed_responses = self.changed_responses;
+        (!self.response_changes.is_empty()).then(|| Box::new(ResponseChanges { changes: changes(), changed_responses }))
+    }
+
+    /// Evaluates the other actions for a request.
+    pub fn evaluate(&self, variables: &TemplateVariables<'_>) -> Result<Box<AppliedActions>, RequestError> {
+        let direct_response = match &self.direct_response {
+            None => None,
+            Some(DirectResponse::Respond(response)) => Some(response.clone()),
+            Some(DirectResponse::Redirect { to, status }) => {
+                if variables.host.is_empty() && names_host(to) {
+                    return Err(RequestError::Host("the Host field is missing"));
+                }
+                let location = variables.render(to).ok_or(RequestError::Target("the request target is malformed"))?;
+                Some(responses::redirect_response(*status, location))
+            }
+        };
+        let path = self.path.as_ref().map(|path| path.render(variables));
+        Ok(Box::new(AppliedActions {
+            direct_response,
+            path,
+            request_changes: render_changes(&self.request_changes, variables),
+        }))
+    }
+}
+
+impl AppliedActions {
+    /// Changes the fields of a request, after the changes made to every request.
+    pub fn apply_to_request(&mut self, headers: &mut HeaderMap) {
+        apply(std::mem::take(&mut self.request_changes), headers);
+    }
+}
+
+impl ResponseChanges {
+    /// Changes the response of the upstream, or of the route's redirect or fixed response.
+    pub fn apply(self, headers: &mut HeaderMap) {
+        apply(self.changes, headers);
+    }
+
+    /// Changes a refusal or an error, if the route does. The fields of a refusal already include the gateway's
+    /// RateLimit fields, to which changes never apply.
+    pub fn apply_to_local_response(self, headers: &mut HeaderMap) {
+        if self.changed_responses == ChangedResponses::All {
+            apply(self.changes.into_iter().filter(|(name, _)| !is_rate_limit_field(name)), headers);
+        }
+    }
+}
+
+fn apply(changes: impl IntoIterator<Item = (HeaderName, RenderedChange)>, headers: &mut HeaderMap) {
+    for (name, change) in changes {
+        match change {
+            RenderedChange::Remove => {
+                headers.remove(name);
+            }
+            RenderedChange::Set(value) => {
+                headers.insert(name, value);
+            }
+            RenderedChange::Add(value) => {
+                headers.append(name, value);
+            }
+        }
+    }
+}
+
+fn render_changes(changes: &[HeaderChange], variables: &TemplateVariables<'_>) -> RenderedChanges {
+    changes.iter().filter_map(|change| render_change(change, variables)).collect()
+}
+
+fn render_change(change: &HeaderChange, variables: &TemplateVariables<'_>) -> Option<(HeaderName, RenderedChange)> {
+    match change {
+        HeaderChange::Remove(name) => Some((name.clone(), RenderedChange::Remove)),
+        HeaderChange::Set(name, text) => Some((name.clone(), RenderedChange::Set(variables.render(text)?))),
+        HeaderChange::Add(name, text) => Some((name.clone(), RenderedChange::Add(variables.render(text)?))),
+    }
+}
+
+fn header_changes(fields: &FieldChanges) -> Vec<HeaderChange> {
+    // The configuration check rejects invalid names.
+    let named = |name: &String| HeaderName::from_bytes(name.as_bytes()).ok();
+    let remove = fields.remove.iter().filter_map(named).map(HeaderChange::Remove);
+    let set = fields.set.iter().filter_map(|(name, text)| Some(HeaderChange::Set(named(name)?, text.clone())));
+    let add = fields.add.iter().filter_map(|(name, text)| Some(HeaderChange::Add(named(name)?, text.clone())));
+    remove.chain(set).chain(add).collect()
+}
+
+fn path_pieces(pattern: &PathPattern, params: &[&str]) -> Vec<PathPiece> {
+    let mut pieces = Vec::new();
+    for segment in &pattern.segments {
+        pieces.push(PathPiece::Literal(String::from("/")));
+        pieces.push(match segment {
+            Segment::Literal(text) => PathPiece::Literal(text.clone()),
+            Segment::Param(name) | Segment::Rest(name) => {
+                // The configuration check rejects unknown parameters.
+                let position = params.iter().position(|known| known == name);
+                position.map_or(PathPiece::Literal(String::new()), PathPiece::Param)
+            }
+        });
+    }
+    pieces
+}
+
+impl PathRewrite {
+    /// The new path. Normalized pieces make a normalized path.
+    fn render(&self, variables: &TemplateVariables<'_>) -> String {
+        let path = match self {
+            PathRewrite::Prefix { from, to } => {
+                let rest = variables.path.strip_prefix(from.as_str()).unwrap_or(variables.path);
+                format!("{to}{rest}")
+            }
+            PathRewrite::Template(pieces) => {
+                let text = |piece: &'_ PathPiece| match piece {
+                    PathPiece::Literal(text) => text.clone(),
+                    PathPiece::Param(position) => variables.param(*position).to_owned(),
+                };
+                pieces.iter().map(text).collect()
+            }
+        };
+        if path.is_empty() { String::from("/") } else { path }
+    }
+}
+
+/// Whether a template has the host of the request.
+fn names_host(Template(parts): &Template) -> bool {
+    parts.iter().any(|part| matches!(part, TemplatePart::Variable(Variable::Host | Variable::Authority)))
+}
+
+impl<'a> TemplateVariables<'a> {
+    pub fn of(request: &RequestAttributes<'a>, is_secure: bool) -> TemplateVariables<'a> {
+        let RequestAttributes { address: client, host, headers, method, path, params, uri, route, .. } = *request;
+        TemplateVariables { client, is_secure, host, headers, method, path, uri, route, params }
+    }
+
+    fn param(&self, position: usize) -> &str {
+        self.params.get(position).and_then(|range| self.path.get(range.clone())).unwrap_or_default()
+    }
+
+    /// The text of a template; `None` if it is no valid field value.
+    fn render(&self, text: &Template) -> Option<HeaderValue> {
+        let mut out = String::new();
+        for piece in &text.0 {
+            let variable = match piece {
+                TemplatePart::Literal(text) => {
+                    out.push_str(text);
+                    continue;
+                }
+                TemplatePart::Variable(variable) => variable,
+            };
+            match variable {
+                Variable::ClientIp => out.push_str(&self.client.to_canonical().to_string()),
+                Variable::Scheme => out.push_str(if self.is_secure { "https" } else { "http" }),
+                Variable::Host => out.push_str(self.host),
+                Variable::Authority => {
+                    out.push_str(self.host);
+                    if let Some(port) = host_port(self.headers) {
+                        out.push(':');
+                        out.push_str(port);
+                    }
+                }
+                Variable::Method => out.push_str(self.method.as_str()),
+                Variable::Path => out.push_str(self.path),
+                Variable::Query => out.push_str(self.uri.query().unwrap_or_default()),
+                Variable::Uri => {
+                    out.push_str(self.path);
+                    if let Some(query) = self.uri.query() {
+                        out.push('?');
+                        out.push_str(query);
+                    }
+                }
+                Variable::Route => out.push_str(self.route),
+                Variable::Param(position) => out.push_str(self.param(*position)),
+            }
+        }
+        HeaderValue::try_from(out).ok()
+    }
+}

@@ -1,0 +1,604 @@
+//! Matches requests to routes: a tree of path segments for each host, built at load.
+//!
+//! Routes that name a scheme are a router of their own, which comes first. The most specific match wins: an exact host
+//! over a wildcard over any host; segment by segment, a literal over a parameter over a catch-all; a route with methods
+//! over one without; more required fields over fewer; at last, the order of the file. If no route of a branch matches
+//! method and fields, the search continues in less specific branches. The time grows with the segments of the path, not
+//! with the number of routes.
+
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::num::NonZeroU32;
+use std::ops::Range;
+
+use compact_str::CompactString;
+use foldhash::HashMap;
+use http::header::{HeaderMap, HeaderName};
+use http::{HeaderValue, Method};
+
+use transom_config::RouteId;
+use transom_config::path::{PathPattern, Segment};
+use transom_config::route::Route;
+use transom_http::path_normalize::TrailingSlash;
+use transom_limiter::handles::IdVec;
+
+/// Segments of a path that are matched one by one; deeper paths match catch-alls only.
+const DEPTH_MAX: usize = 64;
+
+/// All routes of a configuration. Trees are flattened, a node before its children and texts inside the nodes, so that a
+/// lookup touches few cache lines.
+#[derive(Debug)]
+pub struct Router {
+    /// The routes that name a scheme: `http`, `https`.
+    by_scheme: [Option<Box<Router>>; 2],
+    hosts: HashMap<String, usize>,
+    /// By the part after the `*`, with the dot.
+    wildcards: HashMap<String, usize>,
+    any_host: usize,
+    nodes: Vec<Node>,
+    candidates: Vec<Candidate>,
+    /// If ignored, a catch-all also matches the path before its slash.
+    trailing_slash: TrailingSlash,
+}
+
+#[derive(Debug, Default)]
+#[repr(align(64))]
+struct Node {
+    literals: Literals,
+    param: Option<NonZeroU32>,
+    /// Candidates whose path ends here, the most specific first.
+    exact: (u32, u32),
+    /// Candidates with a catch-all here, the most specific first.
+    catch_alls: (u32, u32),
+}
+
+/// The children of a node by their text.
+#[derive(Debug, Default)]
+enum Literals {
+    #[default]
+    None,
+    One(CompactString, u32),
+    Many(Box<HashMap<CompactString, u32>>),
+}
+
+/// A tree under construction.
+#[derive(Debug, Default)]
+struct Tree {
+    literals: BTreeMap<String, Tree>,
+    param: Option<Box<Tree>>,
+    exact: Vec<Candidate>,
+    catch_alls: Vec<Candidate>,
+}
+
+#[derive(Clone, Debug)]
+struct Candidate {
+    route: RouteId,
+    /// `None`: matches every request.
+    conditions: Option<Box<Conditions>>,
+}
+
+/// What a route requires of method and fields.
+#[derive(Clone, Debug)]
+struct Conditions {
+    methods: Vec<Method>,
+    /// A field has to be present, with the value if there is one.
+    headers: Vec<(HeaderName, Option<HeaderValue>)>,
+}
+
+/// The attributes of a request that routes match.
+pub struct RouteQuery<'a> {
+    /// Lower case, without port.
+    pub host: &'a str,
+    pub method: &'a Method,
+    pub headers: &'a HeaderMap,
+    /// Normalized.
+    pub path: &'a str,
+    /// Whether the client used https.
+    pub secure: bool,
+}
+
+/// A field that routes match by value is given more than once; the upstream might use another value.
+#[derive(PartialEq, Eq, Debug)]
+pub struct AmbiguousHeader<'r>(pub &'r HeaderName);
+
+type Match<'r> = Result<Option<RouteId>, AmbiguousHeader<'r>>;
+
+/// The condition of a route that a request of its host and path does not meet.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum UnmetCondition {
+    Method,
+    Header,
+}
+
+/// Whether a request meets the conditions of a candidate.
+trait Accepts: for<'c> FnMut(&'c Candidate, &RouteQuery<'_>) -> Result<bool, AmbiguousHeader<'c>> {}
+
+impl<F: for<'c> FnMut(&'c Candidate, &RouteQuery<'_>) -> Result<bool, AmbiguousHeader<'c>>> Accepts for F {}
+
+impl Router {
+    pub fn new(routes: &IdVec<RouteId, Route>, trailing_slash: TrailingSlash) -> Router {
+        let with_scheme = |secure: Option<bool>| move |(_, route): &(RouteId, &Route)| route.secure == secure;
+        let by_scheme = [false, true].map(|secure| {
+            let mut routes = routes.enumerate().filter(with_scheme(Some(secure))).peekable();
+            routes.peek().is_some().then_some(())?;
+            Some(Box::new(Router::build(routes, trailing_slash)))
+        });
+        Router { by_scheme, ..Router::build(routes.enumerate().filter(with_scheme(None)), trailing_slash) }
+    }
+
+    fn build<'r>(routes: impl Iterator<Item = (RouteId, &'r Route)>, trailing_slash: TrailingSlash) -> Router {
+        let (mut hosts, mut wildcards) = (BTreeMap::<&str, Tree>::new(), BTreeMap::<&str, Tree>::new());
+        let mut any = Tree::default();
+        for (id, route) in routes {
+            let candidate = Candidate::new(id, route);
+            if route.hosts.is_empty() {
+                any.insert(&route.path, candidate.clone());
+            }
+            for host in &route.hosts {
+                let tree = match host.strip_prefix('*') {
+                    Some(suffix) => wildcards.entry(suffix).or_default(),
+                    None => hosts.entry(host).or_default(),
+                };
+                tree.insert(&route.path, candidate.clone());
+            }
+        }
+        let mut router = Router {
+            by_scheme: [None, None],
+            hosts: HashMap::default(),
+            wildcards: HashMap::default(),
+            any_host: 0,
+            nodes: Vec::new(),
+            candidates: Vec::new(),
+            trailing_slash,
+        };
+        router.any_host = router.flatten(any);
+        for (host, tree) in hosts {
+            let root = router.flatten(tree);
+            router.hosts.insert(host.to_owned(), root);
+        }
+        for (suffix, tree) in wildcards {
+            let root = router.flatten(tree);
+            router.wildcards.insert(suffix.to_owned(), root);
+        }
+        router
+    }
+
+    /// Appends a tree, and returns the position of its root.
+    fn flatten(&mut self, tree: Tree) -> usize {
+        let at = self.nodes.len();
+        self.nodes.push(Node::default());
+        let exact = self.append_candidates(tree.exact);
+        let catch_alls = self.append_candidates(tree.catch_alls);
+        // A child follows its parent, so its position is never 0.
+        let param = tree.param.and_then(|child| NonZeroU32::new(self.flatten(*child) as u32));
+        let several = tree.literals.len() > 1;
+        let children = tree.literals.into_iter();
+        let mut children = children.map(|(text, child)| (CompactString::from(text), self.flatten(child) as u32));
+        let literals = if several {
+            Literals::Many(Box::new(children.collect()))
+        } else {
+            children.next().map_or(Literals::None, |(text, child)| Literals::One(text, child))
+        };
+        self.nodes[at] = Node { literals, param, exact, catch_alls };
+        at
+    }
+
+    fn append_candidates(&mut self, mut candidates: Vec<Candidate>) -> (u32, u32) {
+        let start = self.candidates.len() as u32;
+        candidates.sort_by_key(Candidate::specificity_order);
+        self.candidates.append(&mut candidates);
+        (start, self.candidates.len() as u32)
+    }
+
+    /// The route that matches a request. `params` receives the values of its parameters as ranges of the
+    /// path, in path order.
+    pub fn find(&self, query: &RouteQuery<'_>, params: &mut Vec<Range<usize>>) -> Match<'_> {
+        self.search(query, params, &mut Candidate::matches)
+    }
+
+    /// The routes whose scheme, host and path match a request, the most specific first, each with the condition that the
+    /// request does not meet. The first route without such a condition is the one that [`Router::find`] returns.
+    pub fn candidates(&self, query: &RouteQuery<'_>) -> Vec<(RouteId, Option<UnmetCondition>)> {
+        let mut tried: Vec<(RouteId, Option<UnmetCondition>)> = Vec::new();
+        // Nothing is accepted, so the search tries every candidate, and never fails.
+        let _ = self.search(query, &mut Vec::new(), &mut |candidate, query| {
+            let route = candidate.route;
+            if tried.iter().all(|(known, _)| *known != route) {
+                tried.push((route, candidate.unmet_condition(query)));
+            }
+            Ok(false)
+        });
+        tried
+    }
+
+    /// Searches for the most specific route that `accepts` accepts among those whose scheme, host and path match.
+    fn search(&self, query: &RouteQuery<'_>, params: &mut Vec<Range<usize>>, accepts: &mut impl Accepts) -> Match<'_> {
+        if let Some(router) = &self.by_scheme[usize::from(query.secure)]
+            && let Some(route) = router.search(query, params, accepts)?
+        {
+            return Ok(Some(route));
+        }
+        params.clear();
+        if !self.hosts.is_empty()
+            && let Some(root) = self.hosts.get(query.host)
+            && let Some(route) = self.find_in_tree(*root, query, params, accepts)?
+        {
+            return Ok(Some(route));
+        }
+        if !self.wildcards.is_empty() {
+            // The longest suffix is the most specific; `*` matches at least one character.
+            for (dot, _) in query.host.match_indices('.').filter(|(dot, _)| *dot > 0) {
+                if let Some(root) = self.wildcards.get(&query.host[dot..])
+                    && let Some(route) = self.find_in_tree(*root, query, params, accepts)?
+                {
+                    return Ok(Some(route));
+                }
+            }
+        }
+        self.find_in_tree(self.any_host, query, params, accepts)
+    }
+
+    fn find_in_tree(
+        &self,
+        root: usize,
+        query: &RouteQuery<'_>,
+        params: &mut Vec<Range<usize>>,
+        accepts: &mut impl Accepts,
+    ) -> Match<'_> {
+        let start = query.path.starts_with('/').then_some(1);
+        self.match_segments(root, query, start, DEPTH_MAX, params, accepts)
+    }
+
+    /// `start` is the start of the next segment; `None` at the end of the path.
+    fn match_segments(
+        &self,
+        node: usize,
+        query: &RouteQuery<'_>,
+        start: Option<usize>,
+        depth: usize,
+        params: &mut Vec<Range<usize>>,
+        accepts: &mut impl Accepts,
+    ) -> Match<'_> {
+        let node = &self.nodes[node];
+        let Some(start) = start else {
+            return match self.first_match(node.exact, query, accepts)? {
+                // The path may have had a trailing slash, after which the catch-all matches the empty rest.
+                None if self.trailing_slash == TrailingSlash::Ignore => {
+                    self.match_catch_all(node, query, query.path.len(), params, accepts)
+                }
+                found => Ok(found),
+            };
+        };
+        if depth > 0 {
+            let slash = query.path.as_bytes()[start..].iter().position(|byte| *byte == b'/');
+            let end = slash.map_or(query.path.len(), |at| start + at);
+            let next = (end < query.path.len()).then_some(end + 1);
+            if let Some(child) = node.literals.get(&query.path[start..end])
+                && let Some(route) = self.match_segments(child, query, next, depth - 1, params, accepts)?
+            {
+                return Ok(Some(route));
+            }
+            if let Some(child) = node.param.filter(|_| end > start) {
+                let params_before = params.len();
+                params.push(start..end);
+                let child = child.get() as usize;
+                if let Some(route) = self.match_segments(child, query, next, depth - 1, params, accepts)? {
+                    return Ok(Some(route));
+                }
+                params.truncate(params_before);
+            }
+        }
+        self.match_catch_all(node, query, start, params, accepts)
+    }
+
+    /// A catch-all that matches the rest of the path.
+    fn match_catch_all(
+        &self,
+        node: &Node,
+        query: &RouteQuery<'_>,
+        start: usize,
+        params: &mut Vec<Range<usize>>,
+        accepts: &mut impl Accepts,
+    ) -> Match<'_> {
+        let route = self.first_match(node.catch_alls, query, accepts)?;
+        if route.is_some() {
+            params.push(start..query.path.len());
+        }
+        Ok(route)
+    }
+
+    fn first_match(&self, (start, end): (u32, u32), query: &RouteQuery<'_>, accepts: &mut impl Accepts) -> Match<'_> {
+        for candidate in &self.candidates[start as usize..end as usize] {
+            if accepts(candidate, query)? {
+                return Ok(Some(candidate.route));
+            }
+        }
+        Ok(None)
+    }
+}
+
+impl Literals {
+    fn get(&self, text: &str) -> Option<usize> {
+        match self {
+            Literals::None => None,
+            Literals::One(known, child) => (known == text).then_some(*child as usize),
+            Literals::Many(children) => children.get(text).map(|child| *child as usize),
+        }
+    }
+}
+
+impl Tree {
+    fn insert(&mut self, path: &PathPattern, candidate: Candidate) {
+        let mut tree = self;
+        for segment in &path.segments {
+            tree = match segment {
+                Segment::Literal(text) => tree.literals.entry(text.clone()).or_default(),
+                Segment::Param(_) => tree.param.get_or_insert_default(),
+                Segment::Rest(_) => return tree.catch_alls.push(candidate),
+            };
+        }
+        tree.exact.push(candidate);
+    }
+}
+
+impl Candidate {
+    fn new(id: RouteId, route: &Route) -> Candidate {
+        // The configuration check rejects invalid names, values and methods.
+        let methods: Vec<Method> = route.methods.iter().filter_map(|m| Method::from_bytes(m.as_bytes()).ok()).collect();
+        let header = |(name, value): &(String, Option<String>)| {
+            let value = value.as_ref().and_then(|value| HeaderValue::from_str(value).ok());
+            HeaderName::from_bytes(name.as_bytes()).ok().map(|name| (name, value))
+        };
+        let headers: Vec<_> = route.headers.iter().filter_map(header).collect();
+        let conditions =
+            (!methods.is_empty() || !headers.is_empty()).then(|| Box::new(Conditions { methods, headers }));
+        Candidate { route: id, conditions }
+    }
+
+    /// Sort key: the most specific candidate first.
+    fn specificity_order(&self) -> (bool, Reverse<usize>, Reverse<usize>, bool, RouteId) {
+        let Some(conditions) = &self.conditions else { return (true, Reverse(0), Reverse(0), false, self.route) };
+        let values = conditions.headers.iter().filter(|(_, value)| value.is_some()).count();
+        // A route for HEAD precedes one for GET, which also matches HEAD.
+        let by_get = conditions.methods.contains(&Method::GET) && !conditions.methods.contains(&Method::HEAD);
+        (conditions.methods.is_empty(), Reverse(conditions.headers.len()), Reverse(values), by_get, self.route)
+    }
+
+    fn matches(&self, query: &RouteQuery<'_>) -> Result<bool, AmbiguousHeader<'_>> {
+        self.conditions.as_ref().map_or(Ok(true), |conditions| conditions.are_met_by(query))
+    }
+
+    fn unmet_condition(&self, query: &RouteQuery<'_>) -> Option<UnmetCondition> {
+        let conditions = self.conditions.as_ref()?;
+        if !conditions.include_method(query.method) {
+            return Some(UnmetCondition::Method);
+        }
+        (conditions.are_met_by(query) != Ok(true)).then_some(UnmetCondition::Header)
+    }
+}
+
+impl Conditions {
+    fn are_met_by(&self, query: &RouteQuery<'_>) -> Result<bool, AmbiguousHeader<'_>> {
+        if !self.include_method(query.method) {
+            return Ok(false);
+        }
+        let mut are_met = true;
+        for (name, value) in &self.headers {
+            let mut values = query.headers.get_all(name).iter();
+            are_met &= match (value, values.next(), values.next()) {
+                (Some(_), _, Some(_)) => return Err(AmbiguousHeader(name)),
+                (Some(value), first, None) => first == Some(value),
+                (None, first, _) => first.is_some(),
+            };
+        }
+        Ok(are_met)
+    }
+
+    fn include_method(&self, requested: &Method) -> bool {
+        self.methods.is_empty() || self.methods.iter().any(|method| method_matches(method, requested))
+    }
+}
+
+/// A route for GET also matches HEAD: both request the same resource (RFC 9110, section 9.3.2), and HEAD must not bypass
+/// the rules of the route.
+fn method_matches(method: &Method, requested: &Method) -> bool {
+    method == requested || (method == Method::GET && requested == Method::HEAD)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use transom_limiter::handles::Handle;
+
+    fn pattern(text: &str) -> PathPattern {
+        let segment = |segment: &str| match segment.strip_prefix('{').and_then(|s| s.strip_suffix('}')) {
+            Some(name) => match name.strip_prefix('*') {
+                Some(rest) => Segment::Rest(rest.to_owned()),
+                None => Segment::Param(name.to_owned()),
+            },
+            None => Segment::Literal(segment.to_owned()),
+        };
+        PathPattern { text: text.to_owned(), segments: text[1..].split('/').map(segment).collect() }
+    }
+
+    /// A route from `METHODS HOSTS PATH [FIELDS]`, where `-` means any.
+    fn route(text: &str) -> Route {
+        let words: Vec<&str> = text.split(' ').collect();
+        let list = |word: &str| if word == "-" { Vec::new() } else { word.split(',').map(str::to_owned).collect() };
+        Route {
+            name: text.to_owned(),
+            hosts: list(words[1]),
+            methods: list(words[0]),
+            headers: words
+                .get(3)
+                .map(|word| list(word))
+                .unwrap_or_default()
+                .into_iter()
+                .map(|name| (name, None))
+                .collect(),
+            path: pattern(words[2]),
+            secure: None,
+            actions: None,
+            upstream: None,
+            rules: Vec::new(),
+            cost: None,
+            websocket: true,
+        }
+    }
+
+    fn routes<const N: usize>(texts: [&str; N]) -> IdVec<RouteId, Route> {
+        texts.map(route).into()
+    }
+
+    fn found<'a>(
+        routes: &'a IdVec<RouteId, Route>,
+        method: &str,
+        host: &str,
+        path: &str,
+    ) -> Option<(&'a str, Vec<String>)> {
+        let mut params = Vec::new();
+        let method = Method::from_bytes(method.as_bytes()).unwrap();
+        let query = RouteQuery { host, method: &method, headers: &HeaderMap::new(), path, secure: false };
+        let route = Router::new(routes, TrailingSlash::Keep).find(&query, &mut params).unwrap()?;
+        Some((routes[route].name.as_str(), params.into_iter().map(|range| path[range].to_owned()).collect()))
+    }
+
+    fn name<'a>(routes: &'a IdVec<RouteId, Route>, method: &str, host: &str, path: &str) -> Option<&'a str> {
+        found(routes, method, host, path).map(|(name, _)| name)
+    }
+
+    #[test]
+    fn the_most_specific_path_wins_in_any_order() {
+        let mut texts = ["- - /{*all}", "- - /a/{x}", "- - /a/b", "- - /a/{x}/c", "- - /a/b/{*rest}", "- - /"];
+        for _ in 0..2 {
+            let routes = routes(texts);
+            assert_eq!(name(&routes, "GET", "", "/a/b"), Some("- - /a/b"));
+            assert_eq!(name(&routes, "GET", "", "/a/z"), Some("- - /a/{x}"));
+            assert_eq!(name(&routes, "GET", "", "/a/z/c"), Some("- - /a/{x}/c"));
+            assert_eq!(name(&routes, "GET", "", "/a/b/c"), Some("- - /a/b/{*rest}"));
+            assert_eq!(name(&routes, "GET", "", "/a/z/d"), Some("- - /{*all}"));
+            assert_eq!(name(&routes, "GET", "", "/"), Some("- - /"));
+            assert_eq!(name(&routes, "GET", "", "/a/"), Some("- - /{*all}"));
+            texts.reverse();
+        }
+    }
+
+    #[test]
+    fn parameters_are_ranges_of_the_path() {
+        let routes = routes(["- - /u/{id}/p/{post}", "- - /f/{*rest}"]);
+        assert_eq!(found(&routes, "GET", "", "/u/7/p/x").unwrap().1, ["7", "x"]);
+        assert_eq!(found(&routes, "GET", "", "/f/a/b").unwrap().1, ["a/b"]);
+        assert_eq!(found(&routes, "GET", "", "/f/").unwrap().1, [""]);
+        assert_eq!(found(&routes, "GET", "", "/f"), None);
+        assert_eq!(found(&routes, "GET", "", "/u//p/x"), None);
+    }
+
+    #[test]
+    fn a_catch_all_matches_an_empty_rest_if_trailing_slashes_are_ignored() {
+        let routes = routes(["- - /f/{*rest}", "- - /{*all}", "- - /g", "- - /g/{*rest}"]);
+        let router = Router::new(&routes, TrailingSlash::Ignore);
+        for (path, index, params) in
+            [("/f", 0, Some(2..2)), ("/f/a", 0, Some(3..4)), ("/", 1, Some(1..1)), ("/g", 2, None)]
+        {
+            let query = RouteQuery { host: "", method: &Method::GET, headers: &HeaderMap::new(), path, secure: false };
+            let mut found = Vec::new();
+            assert_eq!(router.find(&query, &mut found), Ok(Some(RouteId::at(index))), "{path}");
+            assert_eq!(found, Vec::from_iter(params), "{path}");
+        }
+    }
+
+    #[test]
+    fn a_less_specific_branch_is_tried_if_the_method_does_not_match() {
+        let routes = routes(["GET - /a/b", "POST - /a/{x}", "- - /{*all}"]);
+        assert_eq!(found(&routes, "GET", "", "/a/b"), Some(("GET - /a/b", vec![])));
+        assert_eq!(found(&routes, "HEAD", "", "/a/b"), Some(("GET - /a/b", vec![])));
+        assert_eq!(found(&routes, "POST", "", "/a/b"), Some(("POST - /a/{x}", vec!["b".to_owned()])));
+        assert_eq!(found(&routes, "PUT", "", "/a/b"), Some(("- - /{*all}", vec!["a/b".to_owned()])));
+    }
+
+    #[test]
+    fn candidates_are_the_routes_of_host_and_path_in_order_of_preference() {
+        let routes =
+            routes(["GET - /a/b", "POST - /a/{x}", "- - /{*all}", "- - /c", "- a.example.com,*.example.com /{*all}"]);
+        let candidates = |method: Method, host| {
+            let query = RouteQuery { host, method: &method, headers: &HeaderMap::new(), path: "/a/b", secure: false };
+            let found = Router::new(&routes, TrailingSlash::Keep).candidates(&query);
+            found.into_iter().map(|(route, unmet)| (route.index(), unmet)).collect::<Vec<_>>()
+        };
+        let other_method = Some(UnmetCondition::Method);
+        assert_eq!(candidates(Method::POST, "x"), [(0, other_method), (1, None), (2, None)]);
+        assert_eq!(candidates(Method::HEAD, "a.example.com"), [(4, None), (0, None), (1, other_method), (2, None)]);
+    }
+
+    #[test]
+    fn an_exact_host_precedes_a_wildcard_and_a_wildcard_any_host() {
+        let routes = routes(["- a.example.com /x", "- *.example.com /{*r}", "- *.com /{*r}", "- - /{*r}"]);
+        assert_eq!(name(&routes, "GET", "a.example.com", "/x"), Some("- a.example.com /x"));
+        assert_eq!(name(&routes, "GET", "a.example.com", "/y"), Some("- *.example.com /{*r}"));
+        assert_eq!(name(&routes, "GET", "b.c.example.com", "/x"), Some("- *.example.com /{*r}"));
+        assert_eq!(name(&routes, "GET", "example.com", "/x"), Some("- *.com /{*r}"));
+        assert_eq!(name(&routes, "GET", ".example.com", "/x"), Some("- *.com /{*r}"));
+        assert_eq!(name(&routes, "GET", "localhost", "/x"), Some("- - /{*r}"));
+    }
+
+    #[test]
+    fn a_route_with_a_scheme_comes_first() {
+        let mut routes = routes(["- - /{*all}", "- a /x/y", "- - /ok"]);
+        routes[RouteId::at(0)].secure = Some(false);
+        routes[RouteId::at(2)].secure = Some(true);
+        let name = |host, path, secure| {
+            let query = RouteQuery { host, method: &Method::GET, headers: &HeaderMap::new(), path, secure };
+            Router::new(&routes, TrailingSlash::Keep)
+                .find(&query, &mut Vec::new())
+                .unwrap()
+                .map(|route| routes[route].name.as_str())
+        };
+        assert_eq!(name("a", "/x/y", false), Some("- - /{*all}"));
+        assert_eq!(name("a", "/x/y", true), Some("- a /x/y"));
+        assert_eq!(name("a", "/ok", true), Some("- - /ok"));
+        assert_eq!(name("a", "/other", true), None);
+    }
+
+    #[test]
+    fn a_route_for_head_precedes_one_for_get() {
+        let routes = routes(["GET - /x", "HEAD - /x"]);
+        assert_eq!(name(&routes, "HEAD", "", "/x"), Some("HEAD - /x"));
+        assert_eq!(name(&routes, "GET", "", "/x"), Some("GET - /x"));
+    }
+
+    #[test]
+    fn methods_and_fields_are_more_specific_than_none() {
+        let routes = routes(["- - /x", "- - /x x-beta", "GET - /x"]);
+        assert_eq!(name(&routes, "GET", "", "/x"), Some("GET - /x"));
+        assert_eq!(name(&routes, "PUT", "", "/x"), Some("- - /x"));
+        let mut headers = HeaderMap::new();
+        headers.insert("x-beta", HeaderValue::from_static("1"));
+        let query = RouteQuery { host: "", method: &Method::PUT, headers: &headers, path: "/x", secure: false };
+        assert_eq!(Router::new(&routes, TrailingSlash::Keep).find(&query, &mut Vec::new()), Ok(Some(RouteId::at(1))));
+    }
+
+    #[test]
+    fn a_field_matched_by_value_must_not_repeat() {
+        let mut routes = routes(["- - /{*rest}", "- - /x", "POST - /x", "- - /y"]);
+        let versions = [None, Some("2"), Some("3"), None];
+        for (route, version) in routes.iter_mut().zip(versions) {
+            route.headers.extend(version.map(|version| ("x-version".to_owned(), Some(version.to_owned()))));
+        }
+        routes[RouteId::at(3)].headers.push(("x-version".to_owned(), None));
+        let router = Router::new(&routes, TrailingSlash::Keep);
+        let name = HeaderName::from_static("x-version");
+        let mut twice = HeaderMap::new();
+        twice.append(&name, HeaderValue::from_static("2"));
+        let once = twice.clone();
+        twice.append(&name, HeaderValue::from_static("2"));
+        for (path, headers, found) in [
+            ("/x", &once, Ok(Some(RouteId::at(1)))),
+            ("/x", &twice, Err(AmbiguousHeader(&name))),
+            ("/y", &twice, Ok(Some(RouteId::at(3)))),
+            ("/z", &twice, Ok(Some(RouteId::at(0)))),
+        ] {
+            let query = RouteQuery { host: "", method: &Method::GET, headers, path, secure: false };
+            assert_eq!(router.find(&query, &mut Vec::new()), found, "{path}");
+        }
+    }
+}

@@ -1,0 +1,355 @@
+//! Plays the requests of a log: finds keys and costs, and lets the scenarios decide, which are the configuration and each
+//! candidate beside it.
+
+use std::sync::Arc;
+
+use std::ops::Range;
+
+use http::{HeaderMap, HeaderName, header};
+use smallvec::SmallVec;
+
+use super::log_files::Batch;
+use super::log_line::{HeaderSpan, LogLine, LoggedDecision, LoggedFields};
+use super::request_reader::{Buffers, RequestReader, read_headers};
+use super::scenario::{Request, Scenario};
+use transom_config::Config;
+use transom_config::toml_reader::nearest;
+use transom_http::error::RequestError;
+use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
+use transom_limiter::key::{KeyPart, Seed};
+use transom_limiter::limit::Limit;
+use transom_limiter::rule::{Cost, Rule, Sharing};
+use transom_limiter::rule_set::RuleSet;
+use transom_rules::compiled_config::{CompiledConfig, RouteRules};
+use transom_rules::key_source::{KeySource, RequestAttributes};
+use transom_rules::response_cost::{FinalCost, GRPC_UNKNOWN, ResponseCostRule};
+use transom_rules::responses::CLIENT_CLOSED_REQUEST;
+
+/// Equal simulations have equal results.
+const SEED: Seed = Seed(0x7472_616e_736f_6d00, 0x7369_6d75_6c61_7465);
+/// Keys in the samples of all rules together, and of one rule.
+const SAMPLED_KEYS: usize = 1 << 19;
+const SAMPLED_KEYS_OF_RULE: usize = 1 << 18;
+
+/// The name of the scenario without other windows.
+pub const CONFIGURED: &str = "as configured";
+
+/// Plays requests.
+pub struct Replay {
+    reader: RequestReader,
+    /// The first is the configuration itself.
+    pub scenarios: Vec<Scenario>,
+    /// By rule.
+    pub inputs: IdVec<RuleId, RuleInputs>,
+    pub counts: PlayCounts,
+    /// Whether a rule limits requests in flight.
+    limits_concurrency: bool,
+    now_ms: u64,
+    buffers: Buffers,
+    params: Vec<Range<usize>>,
+    response_headers: HeaderMap,
+    /// Those of one batch.
+    requests: Vec<Request>,
+}
+
+/// What was played.
+#[derive(Default, Debug)]
+pub struct PlayCounts {
+    /// Requests that the rules of a route decided, or that have a route without rules.
+    pub played: u64,
+    pub unrouted: u64,
+    /// Requests that the gateway would answer with an error.
+    pub rejected: u64,
+    /// Requests that no rule could decide, because the log lacks the keys.
+    pub without_key: u64,
+    /// Requests whose time is before that of a request already decided. They were decided at the later time.
+    pub late: u64,
+    /// Requests without a host.
+    pub without_host: u64,
+    /// Requests with an `X-Forwarded-For` of a peer that is no trusted proxy.
+    pub ignored_forwarded: u64,
+    /// Unix milliseconds.
+    pub first_ms: u64,
+    pub last_ms: u64,
+    /// Whether a time has a fraction of a second. Looked at only if a rule limits requests in flight.
+    pub has_fractions: bool,
+}
+
+/// What a rule needs of a request and logs often lack.
+#[derive(Debug)]
+pub struct RuleInputs {
+    /// Requests of routes with the rule.
+    pub requests: u64,
+    /// Of these, those with a duration.
+    pub with_duration: u64,
+    /// Of these, those with a response that states no cost.
+    pub without_response_cost: u64,
+    /// Of these, those that `count_when` cannot decide, because the log lacks the status of gRPC.
+    pub without_grpc_status: u64,
+    pub parts: Vec<KeyInput>,
+    /// The request field that states the cost.
+    pub cost: Option<KeyInput>,
+}
+
+/// A value that rules take from requests.
+#[derive(Debug)]
+pub struct KeyInput {
+    pub name: String,
+    /// Requests that have the value.
+    pub present: u64,
+    source: KeySource,
+}
+
+/// The rules of a configuration as one gateway counts them.
+fn local_rules(config: &mut Config) {
+    config.counters.shared = None;
+    for rule in config.rules.iter_mut().map(|rule| &mut rule.rule) {
+        (rule.sharing, rule.key_format) = (Sharing::Local, None);
+    }
+}
+
+/// The rules with other windows for one of them, by a text `RULE=WINDOW,WINDOW`, or `RULE:PLAN=WINDOW,WINDOW` for those of a
+/// plan. `concurrent:N` instead of a window sets the limit of requests in flight.
+///
+/// # Errors
+///
+/// A message for the user.
+fn with_windows(rules: &[Rule], text: &str) -> Result<Vec<Rule>, String> {
+    let malformed = || format!("`--try {text}` is not `RULE=WINDOW,WINDOW`, such as `per-client=50/minute,3000/hour`");
+    let (name, plan, windows) = candidate_parts(text).ok_or_else(malformed)?;
+    let mut rules = rules.to_vec();
+    let names: Vec<&str> = rules.iter().map(|rule| rule.name.as_str()).collect();
+    let position = position_of("rule", name, &names)?;
+    let rule = &mut rules[position];
+    let (layers, concurrent_limit) = match plan {
+        None => (&mut rule.layers, &mut rule.concurrent),
+        Some(plan) => {
+            let names: Vec<&str> = rule.plans.iter().map(|plan| plan.name.as_str()).collect();
+            let position = position_of(&format!("plan of rule `{name}`:"), plan, &names)?;
+            let plan = &mut rule.plans[position];
+            (&mut plan.layers, &mut plan.concurrent)
+        }
+    };
+    let (concurrent, windows): (Vec<&str>, Vec<&str>) =
+        windows.split(',').map(str::trim).partition(|text| text.starts_with("concurrent:"));
+    if let [text] = *concurrent {
+        let limit = text.strip_prefix("concurrent:").and_then(|limit| limit.parse().ok()).filter(|limit| *limit > 0);
+        *concurrent_limit =
+            Some(limit.ok_or_else(|| format!("`{text}` is not `concurrent:N`, such as `concurrent:10`"))?);
+    }
+    let mut new_layers: Vec<Limit> = Vec::new();
+    for window in windows {
+        let new = Limit::parse(window).map_err(|error| format!("`{window}` is not a limit: {error}"))?;
+        // A known layer keeps its other settings, such as `sliding`.
+        let known = layers.iter().find(|layer| layer.period_text == new.period_text);
+        let limit = match known {
+            Some(known) => Limit { tokens: new.tokens, ..known.clone() },
+            None => new,
+        };
+        if new_layers.iter().any(|other| other.windows == limit.windows) {
+            return Err(format!("`--try {text}` has two limits with the same windows"));
+        }
+        new_layers.push(limit);
+    }
+    if !new_layers.is_empty() {
+        *layers = new_layers;
+    }
+    Ok(rules)
+}
+
+/// The rule, the plan and the windows of a text `RULE=WINDOW,WINDOW` or `RULE:PLAN=WINDOW,WINDOW`.
+pub fn candidate_parts(text: &str) -> Option<(&str, Option<&str>, &str)> {
+    let (name, windows) = text.split_once('=')?;
+    let (name, plan) = name.split_once(':').map_or((name, None), |(name, plan)| (name, Some(plan.trim())));
+    Some((name.trim(), plan, windows))
+}
+
+/// The position of a name among those that are known, or a message for the user.
+fn position_of(kind: &str, name: &str, known: &[&str]) -> Result<usize, String> {
+    known.iter().position(|known| *known == name).ok_or_else(|| {
+        let meant = nearest(name, known.iter().copied()).map(|name| format!("; did you mean `{name}`?"));
+        format!("unknown {kind} `{name}`{}", meant.unwrap_or_default())
+    })
+}
+
+impl Replay {
+    /// `candidates` are texts `RULE=WINDOW,WINDOW` or `RULE:PLAN=WINDOW,WINDOW`.
+    ///
+    /// # Errors
+    ///
+    /// A message for the user.
+    pub fn new(mut config: Config, candidates: &[String]) -> Result<Replay, String> {
+        local_rules(&mut config);
+        let rules: Vec<Rule> = config.limiter_rules().cloned().collect();
+        let rule_set = RuleSet::new(&rules, SEED, None);
+        let compiled = Arc::new(CompiledConfig::new(config, SEED, rule_set, None));
+        let sampled = SAMPLED_KEYS / (rules.len() * (1 + candidates.len())).max(1);
+        // Just below a power of two, so that the memory of the map does not double for the last keys.
+        let sampled = sampled.min(SAMPLED_KEYS_OF_RULE).next_power_of_two() / 8 * 7;
+        let mut scenarios = vec![Scenario::new(CONFIGURED, &rules, &compiled, SEED, sampled)?];
+        for candidate in candidates {
+            let rules = with_windows(&rules, candidate)?;
+            scenarios.push(Scenario::new(candidate, &rules, &compiled, SEED, sampled)?);
+        }
+        Ok(Replay {
+            reader: RequestReader::new(compiled)?,
+            inputs: rules.iter().map(RuleInputs::new).collect(),
+            limits_concurrency: scenarios.iter().any(Scenario::limits_concurrency),
+            scenarios,
+            counts: PlayCounts::default(),
+            now_ms: 0,
+            buffers: Buffers::default(),
+            params: Vec::new(),
+            response_headers: HeaderMap::new(),
+            requests: Vec::new(),
+        })
+    }
+
+    pub fn config(&self) -> &Config {
+        &self.reader.compiled.config
+    }
+
+    /// The fields that routes and rules read.
+    pub fn fields(&self) -> &LoggedFields {
+        &self.reader.fields
+    }
+
+    /// Decides requests in all scenarios.
+    pub fn play(&mut self, batch: &Batch<'_>) {
+        // Reads the text of all lines before the first is decided, so that the processor waits for the memory of all at once.
+        let texts = batch.numbers().map(|number| batch.get(number)).map(|(line, text, _)| line.target.of(text).first());
+        std::hint::black_box(texts.flatten().fold(0, |sum: u8, byte| sum.wrapping_add(*byte)));
+        let mut found = 0;
+        for number in batch.numbers() {
+            let (line, text, headers) = batch.get(number);
+            self.counts.late += u64::from(line.time_ms < self.now_ms);
+            self.now_ms = self.now_ms.max(line.time_ms);
+            if self.counts.first_ms == 0 {
+                self.counts.first_ms = self.now_ms;
+            }
+            if self.read(found, line, text, headers) {
+                self.requests[found].line = number;
+                found += 1;
+            }
+        }
+        self.counts.last_ms = self.now_ms;
+        self.counts.played += found as u64;
+        for scenario in &mut self.scenarios {
+            scenario.prefetch(&self.requests[..found]);
+            for request in &self.requests[..found] {
+                scenario.decide(request, &|position| self.reader.label(batch.get(request.line), position));
+            }
+        }
+    }
+
+    /// Reads a request into the position of the batch; `false` if no rule decides it.
+    fn read(&mut self, position: usize, line: &LogLine, text: &[u8], headers: &[HeaderSpan]) -> bool {
+        let Replay { reader, inputs, counts, buffers, params, response_headers, requests, now_ms, .. } = self;
+        let Ok(logged) = reader.read(line, text, headers, buffers) else {
+            counts.rejected += 1;
+            return false;
+        };
+        let resolved = match logged.resolve(reader, params, *now_ms) {
+            Ok(resolved) => resolved,
+            Err(RequestError::NoRoute) => {
+                counts.without_host += u64::from(logged.host.is_empty());
+                counts.unrouted += 1;
+                return false;
+            }
+            Err(_) => {
+                counts.rejected += 1;
+                return false;
+            }
+        };
+        counts.without_host += u64::from(logged.host.is_empty());
+        counts.ignored_forwarded += u64::from(logged.ignores_forwarded);
+        let (rules_id, rules) = (resolved.route.rules, resolved.rules);
+        if requests.len() == position {
+            requests.push(Request::new(rules_id));
+        }
+        let request = &mut requests[position];
+        let error = resolved.find_keys(&mut request.keyed_requests, |_position, _found| ());
+        request.costs.clear();
+        if !rules.response_costs.is_empty() {
+            read_headers(response_headers, headers, text, &reader.fields.response, reader.fields.request.len());
+            response_costs(rules, line, response_headers, &mut request.costs);
+        }
+        for (position, rule) in rules.charge_plan.rules().enumerate() {
+            inputs[*rule].count(&resolved.attributes, line, request.final_cost(position));
+        }
+        if error.is_some() && request.keyed_requests.iter().all(Option::is_none) {
+            counts.without_key += 1;
+            return false;
+        }
+        request.now_ms = *now_ms;
+        request.rules_id = rules_id;
+        request.logged = line.decision;
+        if self.limits_concurrency {
+            let end_ms = line.time_ms + u64::from(line.duration_ms.unwrap_or(0));
+            request.left_ms = end_ms.saturating_sub(*now_ms);
+            counts.has_fractions |= !line.time_ms.is_multiple_of(1000) && !end_ms.is_multiple_of(1000);
+        }
+        true
+    }
+
+    /// Ends all requests and windows. To be called after the last request.
+    pub fn finish(&mut self) {
+        self.scenarios.iter_mut().for_each(Scenario::finish);
+    }
+}
+
+impl RuleInputs {
+    fn new(rule: &Rule) -> RuleInputs {
+        let field = |name: &HeaderName| KeySource::Header(name.clone());
+        let input = |part: &KeyPart| {
+            let source = match part {
+                KeyPart::Jwt(_) | KeyPart::BasicUser => field(&header::AUTHORIZATION),
+                KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::Query(_) | KeyPart::ClientCert => {
+                    KeySource::new(part, &[])
+                }
+                _ => return None,
+            };
+            Some(KeyInput { name: part.to_string(), present: 0, source })
+        };
+        let cost = match &rule.cost {
+            Cost::Request { header, .. } => Some(KeyPart::Header(header.clone())),
+            Cost::Fixed(_) | Cost::Response { .. } => None,
+        };
+        RuleInputs {
+            requests: 0,
+            with_duration: 0,
+            without_response_cost: 0,
+            without_grpc_status: 0,
+            parts: rule.key.iter().filter_map(input).collect(),
+            cost: cost.as_ref().and_then(input),
+        }
+    }
+
+    fn count(&mut self, attributes: &RequestAttributes<'_>, line: &LogLine, final_cost: Option<FinalCost>) {
+        self.requests += 1;
+        self.with_duration += u64::from(line.duration_ms.is_some());
+        self.without_response_cost += u64::from(final_cost == Some(FinalCost::AsCharged));
+        self.without_grpc_status += u64::from(final_cost == Some(FinalCost::KnownAtEnd));
+        for input in self.parts.iter_mut().chain(&mut self.cost) {
+            input.present += u64::from(input.source.feed(attributes, &mut |_kind, _value| ()).is_ok());
+        }
+    }
+}
+
+/// What the response of a line says about the cost under each rule of `response_costs`.
+fn response_costs(
+    rules: &RouteRules,
+    line: &LogLine,
+    fields: &HeaderMap,
+    costs: &mut SmallVec<[(PlanPosition, FinalCost); 2]>,
+) {
+    // The log does not know what a refused request would have been answered with. Without a response, nothing is refunded.
+    let has_response =
+        |status: &u16| *status != CLIENT_CLOSED_REQUEST && line.decision != Some(LoggedDecision::Refused);
+    if let Some(status) = line.status.filter(has_response).and_then(|status| status.try_into().ok()) {
+        // This gateway logs each status of gRPC that there is.
+        let grpc_status = line.grpc_status.or(line.decision.map(|_| GRPC_UNKNOWN));
+        let cost = |rule: &ResponseCostRule| (rule.position, rule.final_cost(status, fields, grpc_status));
+        costs.extend(rules.response_costs.iter().map(cost));
+    }
+}

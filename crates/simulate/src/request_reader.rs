@@ -1,0 +1,252 @@
+//! Reads the request of a log line as the gateway would receive it, and finds its route.
+
+use std::borrow::Cow;
+use std::net::IpAddr;
+use std::ops::Range;
+use std::sync::Arc;
+
+use foldhash::HashMap;
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, header};
+
+use super::json_scanner::{Span, unescape};
+use super::log_line::{HeaderSpan, LogLine, LoggedFields};
+use transom_config::Config;
+use transom_http::error::RequestError;
+use transom_http::path_normalize::{self, encode_query};
+use transom_http::request_validation::{is_valid_method, normalized_host};
+use transom_jwt::cache::TokenCache;
+use transom_limiter::handles::PlanPosition;
+use transom_limiter::key::KeyPart;
+use transom_limiter::rule::Cost;
+use transom_rules::client_plans::ClientId;
+use transom_rules::compiled_config::CompiledConfig;
+use transom_rules::resolved_request::{RequestView, ResolvedRequest};
+use transom_rules::store_key_text::KeyDigester;
+
+/// Reads requests.
+pub struct RequestReader {
+    pub compiled: Arc<CompiledConfig>,
+    pub fields: LoggedFields,
+    tokens: TokenCache,
+    digester: KeyDigester,
+    /// Whether a key reads the query.
+    reads_query: bool,
+    /// The request field with the API key. A log of this gateway names the client instead.
+    api_key_field: Option<HeaderName>,
+    /// By name.
+    clients: HashMap<String, ClientId>,
+    /// Whether requests came by https, where the log does not say.
+    is_secure: bool,
+}
+
+/// Memory that requests reuse.
+#[derive(Default)]
+pub struct Buffers {
+    method: Vec<u8>,
+    target: Vec<u8>,
+    host: Vec<u8>,
+    client_name: Vec<u8>,
+    headers: HeaderMap,
+}
+
+/// A request as a line of the log describes it.
+pub struct LoggedRequest<'a> {
+    /// Empty if the log has none.
+    pub host: Cow<'a, str>,
+    /// The client, if the log names it instead of its API key.
+    client: Option<(&'a str, ClientId)>,
+    /// Whether the log has an `X-Forwarded-For` of a peer that is no trusted proxy.
+    pub ignores_forwarded: bool,
+    address: IpAddr,
+    method: Method,
+    path: Cow<'a, str>,
+    uri: Uri,
+    is_secure: bool,
+    headers: &'a HeaderMap,
+}
+
+/// The gateway would answer the request with an error.
+#[derive(Debug)]
+pub struct Rejected;
+
+impl RequestReader {
+    /// # Errors
+    ///
+    /// A message for the user.
+    pub fn new(compiled: Arc<CompiledConfig>) -> Result<RequestReader, String> {
+        let config = &compiled.config;
+        let parts = || key_parts(config);
+        let mut request = compiled.key_fields.clone();
+        if parts().any(|part| matches!(part, KeyPart::Jwt(_) | KeyPart::BasicUser)) {
+            request.push(header::AUTHORIZATION);
+        }
+        if parts().any(|part| matches!(part, KeyPart::Cookie(_))) {
+            request.push(header::COOKIE);
+        }
+        let reads_query = parts().any(|part| matches!(part, KeyPart::Query(_)));
+        request.sort_by(|a, b| a.as_str().cmp(b.as_str()));
+        request.dedup();
+        let response = config.rules.iter().filter_map(|rule| match &rule.cost {
+            Cost::Response { header, .. } => HeaderName::from_bytes(header.as_bytes()).ok(),
+            Cost::Fixed(_) | Cost::Request { .. } => None,
+        });
+        let response = response.collect();
+        let api_key = config.clients.as_ref().and_then(|clients| clients.api_key.as_ref());
+        let api_key_field = match api_key {
+            Some(KeyPart::Header(name)) => HeaderName::from_bytes(name.as_bytes()).ok(),
+            _ => None,
+        };
+        let known_clients = compiled.clients.iter().flat_map(|plans| &plans.clients).zip(0..);
+        let mut secret = [0; 32];
+        getrandom::fill(&mut secret).map_err(|error| format!("no random numbers: {error}"))?;
+        Ok(RequestReader {
+            digester: KeyDigester::new(&secret, api_key),
+            tokens: compiled.token_checker(),
+            reads_query,
+            clients: known_clients.map(|(client, id)| (client.name.clone(), id)).collect(),
+            is_secure: !config.listen.https.is_empty(),
+            fields: LoggedFields { request, response },
+            api_key_field,
+            compiled,
+        })
+    }
+
+    pub fn read<'a>(
+        &'a self,
+        line: &LogLine,
+        text: &'a [u8],
+        headers: &[HeaderSpan],
+        buffers: &'a mut Buffers,
+    ) -> Result<LoggedRequest<'a>, Rejected> {
+        let Buffers { method, target, host, client_name, headers: fields } = buffers;
+        let method = Method::from_bytes(decoded(line.method, text, method)).ok();
+        let method = method.filter(|method| method != Method::TRACE && is_valid_method(method.as_str()));
+        let method = method.ok_or(Rejected)?;
+        let target = std::str::from_utf8(decoded(line.target, text, target)).map_err(|_error| Rejected)?;
+        let (authority, path_and_query) = split_target(target);
+        let host = match authority {
+            Some(authority) => Some(authority),
+            None => std::str::from_utf8(decoded(line.host, text, host)).ok(),
+        };
+        let host = host.and_then(|host| if matches!(host, "" | "-") { Some("".into()) } else { normalized_host(host) });
+        let (path, query) = path_and_query.split_once('?').unwrap_or((path_and_query, ""));
+        let path = path_normalize::normalize(path, self.compiled.config.path_reading);
+        let uri = match self.reads_query {
+            true if line.query.len > 0 => {
+                let query = std::str::from_utf8(line.query.of(text)).ok();
+                query.and_then(|query| encode_query(&format!("{path_and_query}?{query}")).parse().ok())
+            }
+            true if !query.is_empty() => encode_query(path_and_query).parse().ok(),
+            _ => Some(Uri::from_static("/")),
+        };
+        let (Some(host), Ok(path), Some(uri)) = (host, path, uri) else { return Err(Rejected) };
+        read_headers(fields, headers, text, &self.fields.request, 0);
+        let client = self.named_client(line, text, client_name, fields);
+        let proxies = self.compiled.trusted_proxies.as_ref().filter(|_| line.forwarded_for.len > 0);
+        let forwarded = proxies.and_then(|proxies| proxies.client_in_list(line.client, line.forwarded_for.of(text)));
+        Ok(LoggedRequest {
+            host,
+            client,
+            ignores_forwarded: line.forwarded_for.len > 0 && forwarded.is_none(),
+            address: forwarded.unwrap_or(line.client),
+            method,
+            path,
+            uri,
+            is_secure: line.secure.unwrap_or(self.is_secure),
+            headers: fields,
+        })
+    }
+
+    /// The client that a line names. The name stands for the API key, of which the clients file has the digest alone.
+    fn named_client<'a>(
+        &self,
+        line: &LogLine,
+        text: &'a [u8],
+        buffer: &'a mut Vec<u8>,
+        fields: &mut HeaderMap,
+    ) -> Option<(&'a str, ClientId)> {
+        if line.client_name.len == 0 {
+            return None;
+        }
+        let field = self.api_key_field.as_ref().filter(|field| !fields.contains_key(*field))?;
+        let name = std::str::from_utf8(decoded(line.client_name, text, buffer)).ok()?;
+        let client = *self.clients.get(name)?;
+        fields.insert(field.clone(), HeaderValue::from_str(name).ok()?);
+        Some((name, client))
+    }
+
+    /// The key of the rule at a position as people read it.
+    #[cold]
+    pub fn label(&self, (line, text, headers): (&LogLine, &[u8], &[HeaderSpan]), position: PlanPosition) -> String {
+        let (mut buffers, mut params) = (Buffers::default(), Vec::new());
+        let Ok(request) = self.read(line, text, headers, &mut buffers) else { return String::new() };
+        let Ok(resolved) = request.resolve(self, &mut params, line.time_ms) else { return String::new() };
+        let key = &resolved.rules.charge_plan.rule(position).rule.key;
+        match request.client.zip(self.compiled.clients.as_ref()) {
+            Some(((name, _), plans)) if !plans.client_parts(key).is_empty() => name.to_owned(),
+            _ => resolved.describe_key(position, &self.digester).label(),
+        }
+    }
+}
+
+impl LoggedRequest<'_> {
+    /// Finds the route of the request. `params` is memory for the values of its parameters.
+    pub fn resolve<'a>(
+        &'a self,
+        reader: &'a RequestReader,
+        params: &'a mut Vec<Range<usize>>,
+        wall_ms: u64,
+    ) -> Result<ResolvedRequest<'a>, RequestError> {
+        let view = RequestView {
+            address: self.address,
+            client_cert: None,
+            is_secure: self.is_secure,
+            host: &self.host,
+            method: &self.method,
+            path: &self.path,
+            uri: &self.uri,
+            headers: self.headers,
+        };
+        let resolved = reader.compiled.resolve(view, params, &reader.tokens, || wall_ms)?;
+        Ok(resolved.with_client(self.client.map(|(_, id)| id)))
+    }
+}
+
+/// The key parts of all rules and of client identification.
+fn key_parts(config: &Config) -> impl Iterator<Item = &KeyPart> {
+    let clients = config.clients.iter().flat_map(|clients| clients.sources());
+    config.rules.iter().flat_map(|rule| &rule.key).chain(clients)
+}
+
+/// The text of a span without escapes.
+fn decoded<'b>(span: Span, line: &'b [u8], buffer: &'b mut Vec<u8>) -> &'b [u8] {
+    if span.is_escaped { unescape(span.of(line), buffer) } else { span.of(line) }
+}
+
+/// The authority of an absolute target, and the path with its query.
+fn split_target(target: &str) -> (Option<&str>, &str) {
+    if target.starts_with('/') {
+        return (None, target);
+    }
+    let rest = target.strip_prefix("http://").or_else(|| target.strip_prefix("https://"));
+    rest.map_or((None, target), |rest| {
+        let end = rest.find(['/', '?']).unwrap_or(rest.len());
+        (Some(&rest[..end]), if end == rest.len() { "/" } else { &rest[end..] })
+    })
+}
+
+/// Replaces the fields by those of a line that `names` has, whose positions in the log's fields begin with `first`.
+pub fn read_headers(fields: &mut HeaderMap, headers: &[HeaderSpan], text: &[u8], names: &[HeaderName], first: usize) {
+    if !fields.is_empty() {
+        fields.clear();
+    }
+    for (position, value) in headers {
+        let Some(name) = usize::from(*position).checked_sub(first).and_then(|position| names.get(position)) else {
+            continue;
+        };
+        let mut buffer = Vec::new();
+        if let Ok(value) = HeaderValue::from_bytes(decoded(*value, text, &mut buffer)) {
+            fields.append(name.clone(), value);
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! The counters of a worker: in the table of this process, or shared with other gateways. Which of the two counts a rule is
+//! asked here alone.
+
+use std::rc::Rc;
+use std::sync::Arc;
+
+use super::decision_queries::{KeyQuery, KeyState};
+use super::scripts::Refund;
+use super::shared_counters::{SharedByWorkers, SharedCounters};
+use super::shared_decision::{BeginResult, SharedOutcome, Unavailable};
+use transom_limiter::charge_plan::{ChargePlan, LayerRef};
+use transom_limiter::decision::Decision;
+use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::deferred_refunds::DeferredRefunds;
+use transom_limiter::handles::{IdVec, PlanPosition};
+use transom_limiter::rule_set::KeyedRequest;
+use transom_limiter::sharded_counter::ShardReceipt;
+use transom_limiter::store_key::StoreKeys;
+use transom_limiter::table::{Counter, Table};
+use transom_runtime::clock::Clock;
+
+pub struct CounterAccess {
+    pub table: Arc<Table>,
+    pub clock: Clock,
+    deferred_refunds: Arc<DeferredRefunds>,
+    /// `None` where counters are not shared between gateways.
+    pub shared: Option<Rc<SharedCounters>>,
+}
+
+/// What identifies the counters of a request.
+#[derive(Clone, Copy)]
+pub struct RequestKeys<'a> {
+    pub charge_plan: &'a ChargePlan,
+    pub keyed_requests: &'a IdVec<PlanPosition, Option<KeyedRequest>>,
+    pub store_keys: &'a StoreKeys,
+}
+
+impl RequestKeys<'_> {
+    fn store_key(&self, position: PlanPosition) -> Option<&Rc<str>> {
+        self.store_keys.get(position).and_then(Option::as_ref)
+    }
+}
+
+impl CounterAccess {
+    /// `shared`: of the same worker.
+    pub fn new(of_workers: SharedByWorkers, clock: Clock, shared: Option<Rc<SharedCounters>>) -> CounterAccess {
+        let SharedByWorkers { table, deferred_refunds, .. } = of_workers;
+        CounterAccess { table, clock, deferred_refunds, shared }
+    }
+
+    /// The shared counters, if the plan has rules that are counted there.
+    fn shared_by(&self, charge_plan: &ChargePlan) -> Option<&Rc<SharedCounters>> {
+        self.shared.as_ref().filter(|_| charge_plan.is_shared)
+    }
+
+    /// The shared counters, if the query has keys that are counted there.
+    fn shared_by_keys(&self, query: &KeyQuery<'_>) -> Option<&Rc<SharedCounters>> {
+        self.shared.as_ref().filter(|_| query.key_texts.iter().any(Option::is_some))
+    }
+
+    /// Decides a request by the keys in `context`. `now_ms`: a time of the clock that is not older than the request. `store_key`
+    /// returns the key of a rule in the store.
+    #[inline(always)]
+    pub fn decide(
+        &self,
+        charge_plan: &ChargePlan,
+        now_ms: u64,
+        context: &mut DecisionContext,
+        store_key: impl Fn(PlanPosition) -> Option<Rc<str>>,
+    ) -> BeginResult {
+        match self.shared_by(charge_plan) {
+            None => {
+                let clock = || self.clock.now().unix_ms;
+                let now = DecisionTime::starting_at(now_ms, &clock);
+                BeginResult::Decided(charge_plan.decide(&self.table, now, context))
+            }
+            Some(shared) => shared.begin(charge_plan, context, store_key),
+        }
+    }
+
+    /// Completes the result of a request that found no free slot.
+    pub fn refuse(
+        &self,
+        charge_plan: &ChargePlan,
+        context: &mut DecisionContext,
+        store_key: impl Fn(PlanPosition) -> Option<Rc<str>>,
+    ) {
+        let clock = || self.clock.now().unix_ms;
+        charge_plan.refuse(&self.table, DecisionTime::read(&clock), context);
+        if let Some(shared) = self.shared_by(charge_plan) {
+            shared.charge_refusal(charge_plan, context, store_key);
+        }
+    }
+
+    /// Charges layers of a delayed request again whose windows have ended since.
+    pub async fn recharge(
+        &self,
+        charge_plan: &ChargePlan,
+        layers: Vec<LayerRef>,
+        mut context: DecisionContext,
+        store_keys: &StoreKeys,
+    ) -> Result<SharedOutcome, Unavailable> {
+        match self.shared_by(charge_plan) {
+            None => {
+                let clock = || self.clock.now().unix_ms;
+                let now = DecisionTime::read(&clock);
+                let decision = charge_plan.recharge(&layers, &self.table, now, &mut context);
+                Ok(SharedOutcome { decision, context, refunds: Vec::new(), key_texts: StoreKeys::new() })
+            }
+            Some(shared) => shared.recharge(charge_plan, layers, context, store_keys.clone()).decide(charge_plan).await,
+        }
+    }
+
+    /// Reads the usage of all layers, and the requests in flight, by the keys in `context`.
+    pub fn peek(&self, charge_plan: &ChargePlan, context: &mut DecisionContext) -> bool {
+        let clock = || self.clock.now().unix_ms;
+        let admits = charge_plan.peek(&self.table, DecisionTime::read(&clock), context);
+        charge_plan.peek_slots(context);
+        admits
+    }
+
+    /// Charges what a request cost beyond its first charge, whatever remains.
+    pub fn charge_excess(&self, keys: RequestKeys<'_>, position: PlanPosition, keyed_request: KeyedRequest) {
+        let (rule_set, rule) = (keys.charge_plan.rule_set(), keys.charge_plan.rules()[position]);
+        match (&self.shared, keys.store_key(position)) {
+            (Some(shared), Some(store_key)) => shared.overdraw(rule_set, rule, keyed_request, store_key),
+            _ => rule_set.charge_excess(rule, keyed_request, &self.table, self.clock.now().unix_ms),
+        }
+    }
+
+    /// Refunds the last `tokens` of each charge that was made here.
+    pub fn refund(&self, keys: RequestKeys<'_>, mut receipts: Vec<ShardReceipt>, tokens: u32) {
+        self.prepare_refund(keys, &mut receipts, tokens);
+        keys.charge_plan.rule_set().refund(&receipts, tokens, &self.table, self.clock.now().unix_ms);
+    }
+
+    /// Refunds whole charges that later ones may depend on: now, or when those are refunded. Charges that are not refunded by
+    /// `until_ms` stay; `None`: by the end of their window.
+    pub fn refund_in_order(&self, keys: RequestKeys<'_>, mut receipts: Vec<ShardReceipt>, until_ms: Option<u64>) {
+        self.prepare_refund(keys, &mut receipts, u32::MAX);
+        let now_ms = self.clock.now().unix_ms;
+        for receipt in receipts {
+            let until_ms = until_ms.unwrap_or(receipt.receipt.end_ms());
+            self.deferred_refunds.refund([receipt], until_ms, keys.charge_plan.rule_set(), &self.table, now_ms);
+        }
+    }
+
+    /// Refunds in the store what was reported meanwhile, and removes its receipts. Ensures that leased tokens are returned if they
+    /// are not spent after the refund of the others.
+    fn prepare_refund(&self, keys: RequestKeys<'_>, receipts: &mut Vec<ShardReceipt>, tokens: u32) {
+        if let Some(shared) = &self.shared {
+            shared.refund_reported(keys.charge_plan, keys.keyed_requests, receipts, tokens);
+            shared.track_refunded_leases(keys.charge_plan, keys.keyed_requests, keys.store_keys, receipts);
+        }
+    }
+
+    /// Subtracts refunded tokens from the known usage of counters that the store has charged. `end_ms`: the end of their windows;
+    /// `None` for sliding windows.
+    pub fn forget_refunded(&self, counters: &[(Counter, Option<u64>)], tokens: u32) {
+        let now_ms = self.clock.now().unix_ms;
+        for (counter, end_ms) in counters {
+            self.table.subtract_known_usage(*counter, *end_ms, tokens, now_ms);
+        }
+    }
+
+    /// Refunds what the store has charged, in the background.
+    pub fn refund_in_store(&self, refunds: Vec<Refund>) {
+        if let Some(shared) = self.shared.as_ref().filter(|_| !refunds.is_empty()) {
+            shared.refund_later(refunds);
+        }
+    }
+
+    /// Decides a query. `is_check`: what is charged is refunded at once.
+    pub async fn decide_query(
+        &self,
+        query: &KeyQuery<'_>,
+        is_check: bool,
+    ) -> Result<(Decision, DecisionContext), Unavailable> {
+        match self.shared_by_keys(query) {
+            Some(shared) if is_check => shared.check(query).await,
+            Some(shared) => shared.limit(query).await,
+            None => {
+                let mut context = query.local_context();
+                query.charge_plan.prefetch(&self.table, &query.keyed_requests);
+                let clock = || self.clock.now().unix_ms;
+                let decision = query.charge_plan.decide(&self.table, DecisionTime::read(&clock), &mut context);
+                if is_check && !matches!(decision, Decision::Refused) {
+                    let receipts: Vec<ShardReceipt> = context.all_receipts().collect();
+                    let now_ms = context.result.decided_ms;
+                    query.charge_plan.rule_set().refund(&receipts, u32::MAX, &self.table, now_ms);
+                }
+                Ok((decision, context))
+            }
+        }
+    }
+
+    /// Reads the usage of the keys of a query.
+    pub async fn value(&self, query: &KeyQuery<'_>) -> Result<KeyState, Unavailable> {
+        match self.shared_by_keys(query) {
+            Some(shared) => shared.value(query).await,
+            None => Ok(self.local_value(query)),
+        }
+    }
+
+    /// Removes the counters of the keys of a query.
+    pub async fn reset(&self, query: &KeyQuery<'_>) -> Result<KeyState, Unavailable> {
+        if let Some(shared) = self.shared_by_keys(query) {
+            return shared.reset(query).await;
+        }
+        let KeyState { context, .. } = self.local_value(query);
+        query.charge_plan.rule_set().reset(&self.table, context.result.decided_ms, &context);
+        Ok(self.local_value(query))
+    }
+
+    fn local_value(&self, query: &KeyQuery<'_>) -> KeyState {
+        let mut context = query.local_context();
+        let clock = || self.clock.now().unix_ms;
+        let admits = query.charge_plan.peek(&self.table, DecisionTime::read(&clock), &mut context);
+        KeyState { context, admits, is_from_store: false }
+    }
+
+    /// Refunds charges that can be refunded by now.
+    pub fn sweep_refunds(&self) {
+        self.deferred_refunds.sweep(&self.table, self.clock.now().unix_ms);
+    }
+}

@@ -1,0 +1,228 @@
+//! Decisions of the decision API (`POST /v1/limit`, `/v1/check`, `/v1/value`, `/v1/reset`). They are few and need the
+//! usage of all gateways, so that every query is a call of the store and nothing is leased.
+
+use std::mem::take;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use tokio::time::Instant;
+
+use super::scripts::{AcquireReply, CounterRequest, Refund, TOKENS_MAX};
+use super::shared_counters::SharedCounters;
+use super::shared_decision::{DecisionProgress, SendResult, SharedDecision, SharedOutcome, Unavailable};
+use transom_limiter::charge_plan::{ChargePlan, LayerCharge, LayerRef};
+use transom_limiter::decision::Decision;
+use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{IdVec, PlanPosition};
+use transom_limiter::rule_set::{CountingMode, KeyedRequest};
+use transom_limiter::store_key::StoreKeys;
+use transom_limiter::window_kind::{AcquireRequest, WindowKind};
+
+/// A query about keys, one for each rule of its charge plan.
+pub struct KeyQuery<'a> {
+    pub charge_plan: &'a ChargePlan,
+    /// `None` for exempt keys.
+    pub keyed_requests: IdVec<PlanPosition, Option<KeyedRequest>>,
+    /// Whether tokens may be reserved in later windows.
+    pub reserve: bool,
+    /// The keys in the store; `None` for rules that are not shared.
+    pub key_texts: StoreKeys,
+}
+
+impl KeyQuery<'_> {
+    /// The context of a decision without the store.
+    pub(super) fn local_context(&self) -> DecisionContext {
+        let mut context = DecisionContext::default();
+        context.inputs.keyed_requests.extend_from(&self.keyed_requests);
+        context.inputs.reserve = self.reserve;
+        context
+    }
+}
+
+/// The usage of a key.
+pub struct KeyState {
+    pub context: DecisionContext,
+    /// Whether a request of the query's cost would be admitted.
+    pub admits: bool,
+    /// Whether the store was read. Otherwise the usage is what this gateway knows.
+    pub is_from_store: bool,
+}
+
+impl SharedCounters {
+    fn new_decision(self: &Rc<Self>, query: &KeyQuery<'_>) -> Box<SharedDecision> {
+        let mut context = DecisionContext::for_worker(self.own_shard);
+        context.inputs.reserve = query.reserve;
+        context.inputs.keyed_requests.extend_from(&query.keyed_requests);
+        let mut progress = DecisionProgress::new(query.charge_plan);
+        progress.ignores_leases = true;
+        let deadline = Instant::from_std(self.clock.instant()) + self.timeout;
+        let key_texts = query.key_texts.clone();
+        let (shared, rule_set) = (Rc::clone(self), Arc::clone(query.charge_plan.rule_set()));
+        Box::new(SharedDecision { shared, rule_set, context, key_texts, progress, next: None, deadline })
+    }
+
+    /// Decides and charges.
+    pub async fn limit(self: &Rc<Self>, query: &KeyQuery<'_>) -> Result<(Decision, DecisionContext), Unavailable> {
+        let SharedOutcome { decision, context, .. } = self.new_decision(query).decide(query.charge_plan).await?;
+        Ok((decision, context))
+    }
+
+    /// Decides without charging: whether a request is admitted now or in a later window, and when.
+    pub async fn check(self: &Rc<Self>, query: &KeyQuery<'_>) -> Result<(Decision, DecisionContext), Unavailable> {
+        let outcome = self.new_decision(query).decide(query.charge_plan).await?;
+        let SharedOutcome { decision, context, refunds, .. } = outcome;
+        if !matches!(decision, Decision::Refused) {
+            let receipts: Vec<_> = context.all_receipts().collect();
+            query.charge_plan.rule_set().refund(&receipts, u32::MAX, &self.table, self.clock.now().unix_ms);
+            self.refund(refunds.into_iter().map(|(_, refund)| refund).collect()).await;
+        }
+        Ok((decision, context))
+    }
+
+    /// Reads the usage of keys that are all shared.
+    pub async fn value(self: &Rc<Self>, query: &KeyQuery<'_>) -> Result<KeyState, Unavailable> {
+        let (mut pending, _) = self.read_usage(query).await;
+        self.find_return_times(query, &mut pending.context).await;
+        if pending.progress.without_store.any() {
+            let KeyQuery { charge_plan, .. } = query;
+            let context = &mut pending.context;
+            let clock = || self.clock.now().unix_ms;
+            charge_plan.peek(&self.table, DecisionTime::read(&clock), context);
+            // What is known of other gateways, plus what was counted here.
+            let layers: Vec<LayerRef> = context.result.charges.iter().map(|charge| charge.layer).collect();
+            charge_plan.set_counting_modes(|_rule| true, &mut context.sharing.counting_modes);
+            if context.sharing.counting_modes.as_slice().contains(&CountingMode::Remote) {
+                return Err(Unavailable);
+            }
+            let admits = charge_plan.peek_local_fallback(&layers, &self.table, DecisionTime::read(&clock), context);
+            return Ok(KeyState { context: take(&mut pending.context), admits, is_from_store: false });
+        }
+        let admits = pending.context.result.charges.iter().all(|charge| charge.usage.admits(charge.request));
+        Ok(KeyState { context: take(&mut pending.context), admits, is_from_store: true })
+    }
+
+    /// Asks when a full sliding counter has as many tokens as the request needs. A read only tells when the next one returns.
+    async fn find_return_times(self: &Rc<Self>, query: &KeyQuery<'_>, context: &mut DecisionContext) {
+        let KeyQuery { charge_plan, keyed_requests, key_texts, .. } = query;
+        let now_ms = self.clock.now().unix_ms;
+        for charge in context.result.charges.iter_mut() {
+            let layer_ref = charge.layer;
+            let (Some(keyed_request), Some(key_text)) =
+                (keyed_requests[layer_ref.position], &key_texts[layer_ref.position])
+            else {
+                continue;
+            };
+            if !charge.is_full || charge.request.kind != WindowKind::Sliding {
+                continue;
+            }
+            let base_request =
+                self.counter_request(charge_plan.rule_set(), layer_ref.id, keyed_request, key_text, now_ms);
+            // Nothing is taken under a limit that is lower by the cost, and the reply is the same.
+            let Some(ceiling) = base_request.ceiling.checked_sub(u64::from(charge.request.cost)) else { continue };
+            let request = CounterRequest { ceiling, ..base_request };
+            if let Ok(AcquireReply::Refused { counters, .. }) = self.acquire(std::slice::from_ref(&request)).await
+                && let Some(reply) = counters.first()
+            {
+                charge.usage.end_ms = reply.available_ms;
+            }
+        }
+    }
+
+    /// Resets keys that are all shared, in the store and here. Tokens that other gateways have leased can still be spent.
+    pub async fn reset(self: &Rc<Self>, query: &KeyQuery<'_>) -> Result<KeyState, Unavailable> {
+        let KeyQuery { charge_plan, .. } = query;
+        let (pending, mut refunds) = self.read_usage(query).await;
+        // A reset made only here would be undone when the store returns.
+        if pending.progress.without_store.any() {
+            return Err(Unavailable);
+        }
+        refunds.iter_mut().for_each(|refund| refund.deletes = true);
+        self.refund(refunds).await;
+        let now_ms = self.clock.now().unix_ms;
+        let rule_set = charge_plan.rule_set();
+        rule_set.reset(&self.table, now_ms, &pending.context);
+        for (charge, layer_ref) in pending.context.result.charges.iter().map(|charge| (charge, charge.layer)) {
+            let Some(keyed_request) = query.keyed_requests[layer_ref.position] else { continue };
+            let counter = charge_plan.layer(layer_ref).counter(keyed_request);
+            self.table.reset(counter.lease(), charge.request.leased(), rule_set.time(now_ms));
+            if let Some((end_ms, _)) = self.table.known_usage(counter, now_ms) {
+                self.table.set_known_usage(counter, end_ms, 0, now_ms);
+            }
+        }
+        self.value(query).await
+    }
+
+    /// Adds the usage of all shards but the first of a sharded counter, and subtracts tokens leased here and not spent.
+    async fn add_shards(
+        self: &Rc<Self>,
+        query: &KeyQuery<'_>,
+        pending: &mut SharedDecision,
+        refunds: &mut Vec<Refund>,
+    ) {
+        let KeyQuery { charge_plan, keyed_requests, key_texts, .. } = query;
+        let now_ms = self.clock.now().unix_ms;
+        for charge in pending.context.result.charges.iter_mut() {
+            let layer_ref = charge.layer;
+            let layer = charge_plan.layer(layer_ref);
+            let suffix = charge_plan.rule_of(layer_ref).suffix(layer_ref.id);
+            if layer.shards == 1 || pending.progress.without_store.any() {
+                continue;
+            }
+            let (Some(keyed_request), Some(key_text)) =
+                (keyed_requests[layer_ref.position], &key_texts[layer_ref.position])
+            else {
+                continue;
+            };
+            for shard in 1..layer.shards {
+                let base_request =
+                    self.counter_request(charge_plan.rule_set(), layer_ref.id, keyed_request, key_text, now_ms);
+                let request =
+                    CounterRequest { key_base: self.key_base(key_text, suffix, shard), used_min: 0, ..base_request };
+                match self.acquire(std::slice::from_ref(&request)).await {
+                    Ok(AcquireReply::Granted { counters: replies, .. }) => {
+                        let used = replies.iter().fold(0, |sum: u64, reply| sum.saturating_add(reply.used));
+                        charge.usage.used = charge.usage.used.saturating_add(used);
+                        refunds.extend(replies.iter().map(|reply| request.refund_target(*reply).refund(TOKENS_MAX)));
+                    }
+                    Ok(AcquireReply::Refused { .. } | AcquireReply::OtherWindow { .. }) | Err(_) => {
+                        pending.progress.without_store.set_all()
+                    }
+                }
+            }
+            let fetched = u64::from(self.table.leased_tokens(layer.counter(keyed_request), now_ms));
+            charge.usage.used = charge.usage.used.saturating_sub(fetched);
+        }
+    }
+
+    /// Reads the usage of each layer; also returns the refunds that would give back all of it.
+    async fn read_usage(self: &Rc<Self>, query: &KeyQuery<'_>) -> (Box<SharedDecision>, Vec<Refund>) {
+        let KeyQuery { charge_plan, .. } = query;
+        let mut pending = self.new_decision(query);
+        let layers: Vec<LayerRef> = charge_plan.enforced_layers_of(&mut pending.context);
+        charge_plan.add_prepared_charges(&layers, &self.table, self.clock.now().unix_ms, &mut pending.context);
+        let charges = pending.context.result.charges.iter_mut();
+        // Nothing is requested, so nothing is refused: neither during a penalty, nor where a limit was lowered.
+        let read_only = |charge: &mut LayerCharge| {
+            let unchanged = charge.request;
+            (charge.request.cost, charge.request.ceiling) = (0, TOKENS_MAX);
+            unchanged
+        };
+        let unchanged: Vec<AcquireRequest> = charges.map(read_only).collect();
+        let mut refunds: Vec<Refund> = match pending.send_layers(charge_plan, 0).await {
+            SendResult::Granted(refunds) => {
+                refunds.into_iter().map(|(_, refund)| Refund { tokens: TOKENS_MAX, ..refund }).collect()
+            }
+            SendResult::Refused | SendResult::OtherWindow | SendResult::Failed => {
+                pending.progress.without_store.set_all();
+                Vec::new()
+            }
+        };
+        for (charge, request) in pending.context.result.charges.iter_mut().zip(unchanged) {
+            (charge.request.cost, charge.request.ceiling) = (request.cost, request.ceiling);
+            charge.is_full = !charge.usage.admits(charge.request);
+        }
+        self.add_shards(query, &mut pending, &mut refunds).await;
+        (pending, refunds)
+    }
+}

@@ -1,0 +1,39 @@
+//! Counters that several gateways share through Redis or Valkey. Each worker has its own connections; leased tokens are
+//! in the table that all workers share. This crate knows neither HTTP nor routes.
+//!
+//! - Servers: `client` (entry point), `connect`, `connection`, `reconnecting`, `cluster`, `sentinel`, `hash_slot`.
+//! - Protocol: `scripts` (commands and replies, pure).
+//! - Decisions: `shared_decision` (one request), `exact_mode` (what the store decides itself), `token_fetch` and
+//!   `lease_sizing` (leases), `decision_queries` (decision API).
+//! - Outages: `circuit_breaker`, `unreported_usage`, `reported_usage`, `outage`, `outage_log`.
+//! - `usage_order`: which replies may lower the known usage that all workers share.
+//! - Diagnosis: `diagnose`.
+//! - `shared_counters`: the state of one worker, calls with their bookkeeping, periodic tasks.
+//! - `test_worker`: a worker and a store for unit tests.
+
+#![warn(clippy::too_many_lines)]
+
+mod circuit_breaker;
+pub mod client;
+mod cluster;
+mod connect;
+mod connection;
+pub mod counter_access;
+pub mod decision_queries;
+pub mod diagnose;
+mod exact_mode;
+mod hash_slot;
+pub mod lease_sizing;
+mod outage;
+mod outage_log;
+mod reconnecting;
+mod reported_usage;
+pub mod scripts;
+mod sentinel;
+pub mod shared_counters;
+pub mod shared_decision;
+#[cfg(test)]
+mod test_worker;
+mod token_fetch;
+mod unreported_usage;
+mod usage_order;

@@ -1,0 +1,634 @@
+//! What happens when a server cannot be reached and when it is reachable again: the circuit breaker opens, rules continue
+//! without the server, the server is probed, gets a report of the usage counted meanwhile, and its breaker closes.
+
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::task::{JoinHandle, spawn_local};
+
+use super::circuit_breaker::FAILURES_MAX;
+use super::client::StoreError;
+use super::connection::log_excerpt;
+use super::lease_sizing::{CounterId, counter_id};
+use super::outage_log::WorkerOutage;
+use super::reconnecting::ServerId;
+use super::reported_usage::SendingRefunds;
+use super::scripts::{AcquireReply, CounterReply, CounterRequest, Refund, RefundTarget, TOKENS_MAX};
+use super::shared_counters::SharedCounters;
+use super::unreported_usage::UnreportedCharge;
+use super::usage_order::CounterOrder;
+use transom_limiter::charge_plan::{ChargePlan, LayerRef};
+use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::LayerId;
+use transom_limiter::rule::OnOutage;
+use transom_limiter::rule_set::{CountingMode, KeyedRequest, RuleSet};
+use transom_limiter::sharded_counter::part_of_shard;
+use transom_limiter::store_key::StoreKeys;
+use transom_limiter::store_key::StoreWindow;
+use transom_limiter::table::Counter;
+use transom_limiter::window_kind::WindowKind;
+use transom_runtime::metrics::redis::StoreOutcome;
+
+/// How often an unreachable server is probed, and the limit for each probe.
+const PROBE_PERIOD: Duration = Duration::from_millis(250);
+const PROBE_TIMEOUT: Duration = Duration::from_millis(500);
+/// Limit for reporting to a server before its circuit breaker closes. Requests continue meanwhile and could add usage
+/// without end.
+const REPORT_LIMIT: Duration = Duration::from_secs(1);
+/// Counters reported at once.
+const REPORTS_AT_ONCE: usize = 256;
+/// Minimum time between two warnings of unusable counters.
+const WARNING_PERIOD: Duration = Duration::from_secs(10);
+
+impl SharedCounters {
+    /// Whether the server of a key is known to be unreachable.
+    pub(super) fn is_unreachable(&self, base: &str) -> bool {
+        self.breaker.is_any_open() && self.breaker.is_open(self.store.server_of(base))
+    }
+
+    /// Records a failed call.
+    pub(super) fn record_error(self: &Rc<Self>, server: ServerId, error: &StoreError) {
+        match error {
+            StoreError::Key(what) => {
+                self.metrics.call_failed(StoreOutcome::Error);
+                self.warn_of_counter(what);
+            }
+            StoreError::Unreachable(why) => {
+                self.metrics.call_failed(StoreOutcome::Unreachable);
+                self.record_failures(server, 1, why);
+            }
+        }
+    }
+
+    /// Records that a request waited for the whole timeout.
+    pub(super) fn record_timeout(self: &Rc<Self>, server: ServerId) {
+        self.metrics.call_failed(StoreOutcome::Timeout);
+        self.record_failures(server, 1, &format!("{}: no reply in time", self.store.name_of(server)));
+    }
+
+    /// Warns of an unusable counter, at most once per `WARNING_PERIOD`.
+    fn warn_of_counter(&self, what: &str) {
+        let now = self.clock.instant();
+        if self.last_warning.get().is_none_or(|last| now.saturating_duration_since(last) >= WARNING_PERIOD) {
+            self.last_warning.set(Some(now));
+            tracing::warn!("a shared counter cannot be used: {}", log_excerpt(what));
+        }
+    }
+
+    fn record_failures(self: &Rc<Self>, server: ServerId, times: u32, why: &str) {
+        if self.breaker.record_failure(server, times, self.clock.instant(), self.timeout) {
+            let outage = self.outages.begin(server, why, self.metrics.outage_decisions());
+            self.metrics.server_lost(outage.is_first);
+            spawn_local(Rc::clone(self).recover(server, outage));
+        }
+    }
+
+    /// Probes the store before the first request.
+    pub(super) fn probe_at_start(self: &Rc<Self>) {
+        let shared = Rc::clone(self);
+        spawn_local(async move {
+            let why = match shared.probe(None).await {
+                Ok(()) => return,
+                Err(why) => why,
+            };
+            shared.record_failures(ServerId::ONLY, FAILURES_MAX, &why);
+        });
+    }
+
+    async fn probe(&self, server: Option<ServerId>) -> Result<(), String> {
+        let probe = async {
+            match server {
+                Some(server) => self.store.probe_server(server).await,
+                None => self.store.probe().await,
+            }
+        };
+        let began = self.clock.instant();
+        match tokio::time::timeout(PROBE_TIMEOUT.max(self.timeout), probe).await {
+            Ok(Ok(time_ms)) => {
+                self.note_reconnect(began);
+                self.clock.follow(time_ms);
+                Ok(())
+            }
+            Ok(Err(error)) => Err(error.into()),
+            Err(_elapsed) => Err(format!("{}: no reply", self.store.name_of(server.unwrap_or(ServerId::ONLY)))),
+        }
+    }
+
+    /// Waits until a server is reachable, reports the usage counted meanwhile, and closes its breaker.
+    async fn recover(self: Rc<Self>, server: ServerId, outage: WorkerOutage) {
+        loop {
+            tokio::time::sleep(PROBE_PERIOD).await;
+            // Refunds go first: a server that has lost its data gets the usage without them from the next calls.
+            if self.probe(Some(server)).await.is_ok()
+                && self.send_kept_refunds(server).await
+                && self.report(server).await
+            {
+                break;
+            }
+        }
+        self.breaker.close(server, self.clock.instant());
+        self.metrics.server_recovered();
+        outage.end(&self.store.name_of(server), self.metrics.outage_decisions());
+        // In a cluster, its hash slots may have moved to other servers meanwhile.
+        self.report_to_reachable().await;
+        if let Some(mut sending) = self.kept_refunds.take(|_| true) {
+            self.refund(refunds_of_worker(&mut sending)).await;
+        }
+    }
+
+    /// Sends the refunds to a server that could not be sent during the outage. Returns `false` if the server is unreachable again,
+    /// or another worker is sending refunds.
+    pub(super) async fn send_kept_refunds(self: &Rc<Self>, server: ServerId) -> bool {
+        let Some(mut sending) = self.kept_refunds.take(|refund| self.store.server_of(&refund.key_base) == server)
+        else {
+            return false;
+        };
+        self.send_refunds(refunds_of_worker(&mut sending), true).await
+    }
+
+    /// Records charges of this decision that were made locally only.
+    pub(super) fn record_unreported(
+        &self,
+        charge_plan: &ChargePlan,
+        context: &DecisionContext,
+        first: usize,
+        key_texts: &StoreKeys,
+    ) {
+        let charges = context.result.charges.iter().skip(first);
+        for LayerRef { position, id } in
+            charges.filter(|charge| charge.mode == CountingMode::LocalFallback).map(|charge| charge.layer)
+        {
+            let key_text = key_texts.get(position).and_then(Option::as_ref);
+            let (Some(key_text), Some(keyed_request)) = (key_text, context.inputs.keyed_requests[position]) else {
+                continue;
+            };
+            self.record_unreported_layer(charge_plan.rule_set(), id, keyed_request, key_text);
+        }
+    }
+
+    /// As [`SharedCounters::record_unreported`], for one layer.
+    pub(super) fn record_unreported_layer(
+        &self,
+        rule_set: &Arc<RuleSet>,
+        layer: LayerId,
+        keyed_request: KeyedRequest,
+        key_text: &Rc<str>,
+    ) {
+        self.unreported.add(UnreportedCharge {
+            rule_set: Arc::clone(rule_set),
+            layer,
+            keyed_request,
+            key_text: Rc::clone(key_text),
+        });
+    }
+
+    /// Records charges that this worker finds in the local counters: of another process, which ended before it could report them.
+    /// `ceiling`: what they leave of the layer's capacity.
+    pub(super) fn record_found(
+        &self,
+        rule_set: &Arc<RuleSet>,
+        layer: LayerId,
+        keyed_request: KeyedRequest,
+        key_text: &Rc<str>,
+        ceiling: u64,
+    ) {
+        let compiled_rule = &rule_set.rules[layer.rule];
+        let compiled_layer = compiled_rule.layer(layer);
+        let is_used_locally = ceiling < u64::from(compiled_layer.capacity);
+        if is_used_locally && compiled_rule.rule.on_outage == OnOutage::Local && !compiled_layer.is_penalty() {
+            self.record_unreported_layer(rule_set, layer, keyed_request, key_text);
+        }
+    }
+
+    /// Reports usage to reachable servers: usage that was counted locally while one of their replies was late. A server that
+    /// hangs is found by a probe first, because a report without a reply is not repeated.
+    pub(super) async fn report_to_reachable(self: &Rc<Self>) {
+        for server in self.servers_to_report_to() {
+            match self.probe(Some(server)).await {
+                Ok(()) => _ = self.report(server).await,
+                Err(why) => self.record_error(server, &StoreError::Unreachable(why)),
+            }
+        }
+    }
+
+    /// As [`SharedCounters::report_to_reachable`], without a probe, when there is no later report: a server that hangs may still
+    /// execute it.
+    pub(super) async fn report_before_exit(self: &Rc<Self>) {
+        for server in self.servers_to_report_to() {
+            self.report(server).await;
+        }
+    }
+
+    /// The servers of unreported usage, except for those that are known to be unreachable.
+    fn servers_to_report_to(&self) -> impl Iterator<Item = ServerId> {
+        let servers = self.unreported.servers(|charge| self.server_of(charge));
+        servers.into_iter().filter(|server| !self.breaker.is_open(*server))
+    }
+
+    fn server_of(&self, charge: &UnreportedCharge) -> ServerId {
+        self.store.server_of(&self.key_base(&charge.key_text, "", 0))
+    }
+
+    fn key_base_of(&self, id: CounterId) -> Option<Rc<str>> {
+        self.unreported.get(id).map(|charge| self.key_base(&charge.key_text, "", 0))
+    }
+
+    /// Some unreported counters of a server; drops those whose windows have ended.
+    fn next_to_report(&self, server: ServerId) -> Vec<CounterId> {
+        let has_ended = |charge: &UnreportedCharge| {
+            self.used_locally(&charge.rule_set, charge.layer, charge.keyed_request).used == 0
+        };
+        self.unreported.due(REPORTS_AT_ONCE, |charge| self.server_of(charge) == server, has_ended)
+    }
+
+    /// Reports to a server what was counted without it; returns `false` if the server is unreachable again.
+    async fn report(self: &Rc<Self>, server: ServerId) -> bool {
+        let until = self.clock.instant() + REPORT_LIMIT;
+        loop {
+            let due = self.next_to_report(server);
+            let Some(base) = due.first().and_then(|id| self.key_base_of(*id)) else { return true };
+            if self.clock.instant() >= until {
+                return true;
+            }
+            // One call finds out whether the server is reachable; the reports then go out together.
+            if let Err(error) = self.store.ensure_connected(&base).await {
+                self.record_error(self.store.server_of(&base), &error);
+                return false;
+            }
+            let reports: Vec<JoinHandle<bool>> =
+                due.into_iter().filter_map(|id| Rc::clone(self).start_report(id, server)).collect();
+            let mut all_delivered = true;
+            for report in reports {
+                all_delivered &= report.await.unwrap_or(false);
+            }
+            if !all_delivered {
+                return false;
+            }
+        }
+    }
+
+    /// Records the usage `used` that a reply of the store reports, and returns what is known now.
+    ///
+    /// The known usage is what replies have reported, and the tokens of unanswered charges of all workers. Workers get replies in
+    /// another order than that in which the store executed their calls. A reply lowers what replies have reported only if its call
+    /// was sent after the last raise: then the store executed the call after everything that is known. An earlier call raises
+    /// only. So the known usage is never less than what this process was granted, and yet follows a refund or a reset within one
+    /// round trip: without a raise, the next call is sent after the last one. A charge of another worker that is unanswered and that
+    /// the reply has already counts twice until it is answered, which refuses early and never admits too much.
+    ///
+    /// Around an outage the known usage is not less than before with the `leased` tokens of the reply, because of sharded counters,
+    /// whose reports are no unanswered charges.
+    pub(super) fn note_store_usage(
+        &self,
+        counter: Counter,
+        kind: WindowKind,
+        reply: CounterReply,
+        used: u64,
+        leased: u64,
+        now_ms: u64,
+    ) -> u64 {
+        let mut order = self.usage_order.lock(counter_id(counter));
+        let (is_outdated, answered) =
+            self.leases.with_existing(counter_id(counter), |record| record.note_call(reply.call)).unwrap_or_default();
+        let CounterOrder { raised, unanswered } = order.get();
+        order.remove_unanswered(answered);
+        let known = self.table.known_usage(counter, now_ms);
+        if is_outdated && let Some((_, known)) = known {
+            return known.into();
+        }
+        let is_settled = self.breaker.is_settled(self.clock.instant());
+        let is_same_window = |(end_ms, _): &(u64, u32)| match kind {
+            WindowKind::Sliding => true,
+            // A later end was assumed by this gateway.
+            kind if kind.is_opened_by_requests() => *end_ms >= reply.end_ms,
+            _ => *end_ms == reply.end_ms,
+        };
+        let before = known.filter(is_same_window).map(|(end_ms, known)| (end_ms, u64::from(known)));
+        let least = before.filter(|(end_ms, _)| *end_ms == reply.end_ms && !is_settled);
+        let least = least.map_or(0, |(_, known)| known.saturating_add(leased));
+        let reported_before = before.map_or(0, |(_, known)| known.saturating_sub(unanswered));
+        let unanswered = unanswered.saturating_sub(answered);
+        let reported = if reply.call > raised { used } else { used.max(reported_before) };
+        let used = reported.saturating_add(unanswered).max(least);
+        if before.is_none() || used.saturating_sub(unanswered) > reported_before {
+            order.note_raise();
+        }
+        let known = u32::try_from(used).unwrap_or(u32::MAX);
+        match kind {
+            WindowKind::Sliding => {
+                let end_ms = before.map_or(reply.end_ms, |(end_ms, _)| end_ms.max(reply.end_ms));
+                self.table.set_known_usage(counter, end_ms, known, now_ms);
+            }
+            kind if kind.is_opened_by_requests() => {
+                self.table.correct_known_usage(counter, reply.end_ms, known, now_ms)
+            }
+            _ => self.table.set_known_usage(counter, reply.end_ms, known, now_ms),
+        }
+        used
+    }
+
+    /// Sets the known usage to more than replies have reported.
+    pub(super) fn raise_known_usage(&self, counter: Counter, end_ms: u64, used: u32, now_ms: u64) {
+        let mut order = self.usage_order.lock(counter_id(counter));
+        self.table.set_known_usage(counter, end_ms, used, now_ms);
+        order.note_raise();
+    }
+
+    /// Adds tokens to the known usage that are used and not reported by the store yet. `end_ms`: the end of their window, as far
+    /// as this gateway knows; a window that a request has opened in the store ends as the store has reported.
+    pub(super) fn add_known_usage(&self, counter: Counter, window: StoreWindow, end_ms: u64, tokens: u64, now_ms: u64) {
+        let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
+        match window.kind {
+            // Until a token that is used now has come back.
+            WindowKind::Sliding => {
+                let segments = window.segments();
+                let expires_ms = segments.expires_ms(segments.number_at(now_ms));
+                self.table.add_sliding_usage(counter, expires_ms, tokens, now_ms);
+            }
+            kind => {
+                let known = self.table.known_usage(counter, now_ms).filter(|_| kind.is_opened_by_requests());
+                let end_ms = known.map_or(end_ms, |(end_ms, _)| end_ms);
+                self.table.add_known_usage(counter, end_ms, tokens, now_ms);
+            }
+        }
+    }
+
+    /// Starts a report, unless one of this counter is running: many calls may detect a reconnect at once.
+    fn start_report(self: Rc<Self>, id: CounterId, server: ServerId) -> Option<JoinHandle<bool>> {
+        let is_first = self.unreported.begin_report(id);
+        is_first.then(|| {
+            spawn_local(async move {
+                let all_delivered = self.report_counter(id, server).await;
+                self.unreported.end_report(id);
+                all_delivered
+            })
+        })
+    }
+
+    /// The key bases of reachable shards: shards on other unreachable servers are left out, and the remaining shards
+    /// take over their part. Empty if `server` itself is unreachable.
+    async fn reachable_shards(self: &Rc<Self>, charge: &UnreportedCharge, server: ServerId) -> Vec<Rc<str>> {
+        let (compiled_rule, layer) = (&charge.rule_set.rules[charge.layer.rule], charge.layer);
+        let (mut reachable, mut unreachable) = (Vec::new(), Vec::new());
+        for shard in 0..compiled_rule.layer(layer).shards {
+            let base = self.key_base(&charge.key_text, compiled_rule.suffix(layer), shard);
+            let owner = self.store.server_of(&base);
+            if owner != server && (self.breaker.is_open(owner) || unreachable.contains(&owner)) {
+                continue;
+            }
+            match self.store.ensure_connected(&base).await {
+                Ok(()) => reachable.push(base),
+                Err(error) => {
+                    let owner = self.store.server_of(&base);
+                    self.record_error(owner, &error);
+                    if owner == server {
+                        return Vec::new();
+                    }
+                    unreachable.push(owner);
+                }
+            }
+        }
+        reachable
+    }
+
+    /// Reports one counter to a server and to its other shards; returns `false` if the server is unreachable.
+    async fn report_counter(self: &Rc<Self>, id: CounterId, server: ServerId) -> bool {
+        let Some(charge) = self.unreported.get(id) else { return true };
+        let UnreportedCharge { rule_set, layer, keyed_request, key_text } = &charge;
+        let (layer, keyed_request) = (*layer, *keyed_request);
+        let shards = rule_set.layer(layer).shards;
+        let began = self.clock.instant();
+        // The charge stays unreported until a server is reachable.
+        let reachable = self.reachable_shards(&charge, server).await;
+        if reachable.is_empty() {
+            return false;
+        }
+        // After a reconnect, the server may have forgotten more than this charge, which the report has to include.
+        self.note_reconnect(began);
+        // No await until the counter is emptied: a charge made meanwhile is reported separately.
+        self.unreported.remove(id);
+        let local = self.used_locally(rule_set, layer, keyed_request);
+        let now_ms = self.clock.now().unix_ms;
+        if local.used == 0 {
+            return true;
+        }
+        // The report includes known usage, in case the server has forgotten it and this call recreates the counter.
+        let known = self.counter_request(rule_set, layer, keyed_request, key_text, now_ms);
+        let CounterRequest { used_min, window, .. } = known;
+        let counter = charge.counter();
+        // The local counter is emptied before the report, because usage must not be reported twice: whether a report
+        // arrived is not always known, and other workers report the same counter. Those workers may still count locally
+        // for a while; the tokens are therefore first added to the usage known to be used elsewhere. They are added,
+        // not set, because several workers may report one counter at once.
+        let add_known = |tokens: u64| self.add_known_usage(counter, window, local.end_ms, tokens, now_ms);
+        let mut order = self.usage_order.lock(id);
+        let reported = self.reported.begin(id);
+        let tokens = rule_set.reset_local(
+            layer,
+            keyed_request,
+            &self.table,
+            DecisionTime::read(&|| self.clock.now().unix_ms),
+            add_known,
+        );
+        if tokens == 0 {
+            return true;
+        }
+        reported.send(tokens, now_ms);
+        // The tokens are part of the known usage, and not of replies to calls that were sent before.
+        let unanswered = (shards == 1).then(|| self.new_charge());
+        match unanswered {
+            Some(id) => self.add_unanswered(&mut order, id, counter, tokens),
+            None => order.note_raise(),
+        }
+        drop(order);
+        let mut all_delivered = true;
+        let parts = reachable.len() as u32;
+        for (base, shard) in reachable.into_iter().zip(0..) {
+            let part = part_of_shard(tokens, parts, shard);
+            if part == 0 {
+                break;
+            }
+            let base_request = self.counter_request(rule_set, layer, keyed_request, key_text, now_ms);
+            let owner = self.store.server_of(&base);
+            let request = CounterRequest {
+                key_base: base,
+                need: part,
+                ceiling: TOKENS_MAX,
+                used_min: if shards == 1 { used_min } else { 0 },
+                ..base_request
+            };
+            if let Some(id) = unanswered {
+                self.send_charge(id, counter);
+            }
+            let reply = self.acquire_unchecked(std::slice::from_ref(&request)).await;
+            let mut early = None;
+            match reply {
+                Ok(AcquireReply::Granted { counters: replies, .. }) => {
+                    self.metrics.reported(part);
+                    if let Some(reply) = replies.first() {
+                        let target = request.refund_target(*reply);
+                        let target = RefundTarget { end_ms: reply.end_ms, ..target };
+                        early = Some(target.refund(self.reported.end(id, &target, part, now_ms)));
+                    }
+                    if let (Some(reply), 1) = (replies.first(), shards) {
+                        self.note_used_tokens(rule_set.layer(layer), counter, &request, *reply);
+                    }
+                }
+                // The window has ended, or the key holds another type.
+                Ok(AcquireReply::Refused { .. } | AcquireReply::OtherWindow { .. }) | Err(StoreError::Key(_)) => {}
+                // Other servers have their own breakers.
+                Err(StoreError::Unreachable(_)) => all_delivered &= owner != server,
+            }
+            // Without a reply, the tokens stay part of the known usage: the store may have them.
+            if let Some(id) = unanswered {
+                self.end_charge(id, counter, true);
+            }
+            match early {
+                Some(refund) if refund.tokens > 0 => {
+                    self.forget_refunded_tokens(counter, refund.tokens);
+                    self.refund_later(vec![refund]);
+                }
+                Some(_) => {}
+                None => self.reported.fail(counter_id(counter), part),
+            }
+        }
+        all_delivered
+    }
+}
+
+/// The refunds to send, in the form that a worker uses.
+fn refunds_of_worker(sending: &mut SendingRefunds<'_>) -> Vec<Refund> {
+    let refunds = std::mem::take(&mut sending.refunds);
+    refunds.into_iter().map(|refund| refund.with_key(|key| Rc::from(&**key))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::sync::Notify;
+    use tokio::time::Instant;
+
+    use super::super::test_worker::{KEY, TestWorker, leased, run};
+    use super::*;
+    use transom_limiter::decision::Decision;
+    use transom_limiter::rule::{Rule, Sharing};
+
+    fn exact(limit: &str) -> Rule {
+        Rule { sharing: Sharing::Exact, ..leased(&[limit]) }
+    }
+
+    /// A request of another worker whose reply is held back until the result is notified.
+    async fn held_request(worker: &TestWorker) -> (Rc<Notify>, JoinHandle<bool>) {
+        worker.store.take_calls();
+        worker.store.hold();
+        let (pending, charge_plan) =
+            (worker.pending("a", 1), worker.rule_set.charge_plan(worker.rule_set.rules.ids().take(1)));
+        let decision =
+            spawn_local(
+                async move { matches!(pending.decide(&charge_plan).await.unwrap().decision, Decision::Admitted) },
+            );
+        worker.store.next_calls().await;
+        (worker.store.stop_holding(), decision)
+    }
+
+    #[test]
+    fn a_late_reply_to_another_worker_does_not_lower_the_known_usage() {
+        run(async {
+            for rule in [exact("99/hour"), leased(&["99/hour"])] {
+                let worker = TestWorker::new(&[rule]).await;
+                let other = worker.beside();
+                assert_eq!(other.decide("b", 1).await, Some(true));
+                other.settled_calls().await;
+                let (held, decision) = held_request(&other).await;
+                for _ in 0..30 {
+                    assert_eq!(worker.decide("a", 1).await, Some(true));
+                }
+                worker.settled_calls().await;
+                let known = worker.known_usage("a");
+                assert!(known >= Some(31), "{known:?}");
+                held.notify_waiters();
+                assert!(decision.await.unwrap());
+                assert_eq!(worker.known_usage("a"), known);
+            }
+        });
+    }
+
+    #[test]
+    fn a_reset_lowers_the_known_usage_with_the_next_call() {
+        run(async {
+            let worker = TestWorker::new(&[exact("99/hour")]).await;
+            let other = worker.beside();
+            for _ in 0..5 {
+                assert_eq!([worker.decide("a", 1).await, other.decide("a", 1).await], [Some(true); 2]);
+            }
+            worker.store.set_used(KEY, 0);
+            assert_eq!(other.decide("a", 1).await, Some(true));
+            assert_eq!(worker.known_usage("a"), Some(1));
+        });
+    }
+
+    #[test]
+    fn the_known_usage_has_unanswered_charges_of_all_workers() {
+        run(async {
+            let worker = TestWorker::new(&[exact("99/hour")]).await;
+            let other = worker.beside();
+            assert_eq!([worker.decide("a", 1).await, other.decide("a", 1).await], [Some(true); 2]);
+            worker.store.take_calls();
+            worker.store.hold();
+            worker.shared.overdraw(
+                &worker.rule_set,
+                worker.charge_plan.rules().as_slice()[0],
+                worker.request(0, "a", 40),
+                &"r|a".into(),
+            );
+            worker.store.next_calls().await;
+            let held = worker.store.stop_holding();
+            assert_eq!(worker.known_usage("a"), Some(42));
+            assert_eq!(other.decide("a", 1).await, Some(true));
+            assert!(worker.known_usage("a") >= Some(43), "the charge may count twice until it is answered");
+            held.notify_waiters();
+            worker.settled_calls().await;
+            assert_eq!(worker.known_usage("a"), Some(43));
+        });
+    }
+
+    #[test]
+    fn a_late_grant_in_exact_mode_admits_nothing_beyond_the_limit() {
+        run(async {
+            let worker = TestWorker::new(&[exact("3/hour")]).await;
+            let other = worker.beside();
+            assert_eq!(worker.decide("a", 1).await, Some(true));
+            let (held, decision) = held_request(&other).await;
+            for _ in 0..2 {
+                worker.store.hold();
+                let mut pending = worker.pending("a", 1);
+                pending.deadline = Instant::from_std(worker.clock.instant());
+                let outcome = pending.decide(&worker.charge_plan).await.unwrap();
+                assert!(matches!(outcome.decision, Decision::Admitted), "it is counted locally");
+                worker.store.release();
+            }
+            held.notify_waiters();
+            assert!(!decision.await.unwrap(), "three requests are admitted already");
+        });
+    }
+
+    /// The server hangs; its circuit breaker is not open yet.
+    #[test]
+    fn usage_is_reported_once_the_server_replies() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["9/hour"])]).await;
+            assert_eq!(worker.decide("b", 1).await, Some(true));
+            worker.store.hold();
+            let mut pending = worker.pending("a", 1);
+            pending.deadline = Instant::from_std(worker.clock.instant());
+            let outcome = pending.decide(&worker.charge_plan).await.unwrap();
+            assert!(matches!(outcome.decision, Decision::Admitted));
+            worker.shared.report_to_reachable().await;
+            assert_eq!((worker.decided_in_outage("local"), worker.tokens("reported")), (1, 0));
+            worker.store.release();
+            worker.shared.report_to_reachable().await;
+            assert_eq!(worker.tokens("reported"), 1);
+        });
+    }
+}

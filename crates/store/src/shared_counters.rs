@@ -1,0 +1,601 @@
+//! The shared counters as one worker sees them: calls to the store with their bookkeeping, and the periodic tasks.
+
+use std::cell::Cell;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::task::spawn_local;
+
+use super::circuit_breaker::CircuitBreakers;
+use super::client::{RedisClient, StoreError};
+use super::connection::{Connection, log_excerpt};
+use super::diagnose::{EVICTION, Info};
+use super::lease_sizing::{Leases, counter_id};
+use super::outage_log::OutageLog;
+use super::reconnecting::ServerId;
+use super::reported_usage::{KeptRefunds, ReportedUsage};
+use super::scripts::{AcquireReply, CounterRequest, LEAD_MAX_MS, Refund, RefundTarget};
+use super::sentinel::reply_text;
+use super::unreported_usage::UnreportedUsage;
+use super::usage_order::UsageOrder;
+use transom_config::redis::StoreConfig;
+use transom_limiter::charge_plan::ChargePlan;
+use transom_limiter::deferred_refunds::DeferredRefunds;
+use transom_limiter::handles::{IdVec, PlanPosition};
+use transom_limiter::rule::Sharing;
+use transom_limiter::rule_set::KeyedRequest;
+use transom_limiter::sharded_counter::ShardReceipt;
+use transom_limiter::store_key::StoreKeys;
+use transom_limiter::store_key::{StoreWindow, counter_name};
+use transom_limiter::table::{Counter, Table};
+use transom_limiter::window_kind::WindowKind;
+use transom_runtime::clock::Clock;
+use transom_runtime::metrics::redis::{StoreMetrics, StoreOutcome};
+
+/// Larger differences between the gateway's time and the store's are not corrected.
+const CLOCK_DIFFERENCE_MAX_MS: u64 = 5000;
+/// Refunds in one call, and refund calls in flight.
+const REFUNDS_PER_CALL: usize = 256;
+const REFUND_CALLS_MAX: usize = 32;
+/// Period of the tasks in [`SharedCounters::run`].
+pub const SWEEP_PERIOD: Duration = Duration::from_secs(1);
+/// Limit for returning leased tokens when a worker ends.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// What the workers of a gateway share.
+#[derive(Clone)]
+pub struct SharedByWorkers {
+    pub table: Arc<Table>,
+    pub deferred_refunds: Arc<DeferredRefunds>,
+    pub outages: Arc<OutageLog>,
+    pub usage_order: Arc<UsageOrder>,
+    pub reported: Arc<ReportedUsage>,
+    pub kept_refunds: Arc<KeptRefunds>,
+}
+
+impl SharedByWorkers {
+    pub fn new(table: Arc<Table>) -> SharedByWorkers {
+        SharedByWorkers {
+            table,
+            deferred_refunds: Arc::default(),
+            outages: Arc::default(),
+            usage_order: Arc::default(),
+            reported: Arc::default(),
+            kept_refunds: Arc::default(),
+        }
+    }
+}
+
+/// The shared counters as one worker sees them.
+pub struct SharedCounters {
+    pub(crate) store: RedisClient,
+    pub(super) table: Arc<Table>,
+    pub(super) clock: Clock,
+    pub(super) timeout: Duration,
+    pub(super) prefix: String,
+    pub(super) leases: Leases,
+    pub(super) breaker: CircuitBreakers,
+    pub(super) unreported: UnreportedUsage,
+    pub(super) deferred_refunds: Arc<DeferredRefunds>,
+    pub(super) outages: Arc<OutageLog>,
+    pub(super) usage_order: Arc<UsageOrder>,
+    pub(super) reported: Arc<ReportedUsage>,
+    pub(super) kept_refunds: Arc<KeptRefunds>,
+    pub(super) metrics: StoreMetrics,
+    /// The shard of a sharded counter from which this worker fetches first.
+    pub(super) own_shard: u32,
+    /// When a connection was last opened anew, Unix milliseconds. The server may have lost what was counted before: it
+    /// may be another one, or restarted.
+    pub(super) reconnected_ms: Cell<u64>,
+    /// The generation of the store's connections that was seen last; it changes with every reconnect.
+    pub(super) generation: Cell<u64>,
+    /// The number of charges in the background that were begun.
+    pub(super) charges: Cell<u64>,
+    pub(super) last_warning: Cell<Option<Instant>>,
+}
+
+impl SharedCounters {
+    pub fn new(
+        config: &StoreConfig,
+        SharedByWorkers { table, deferred_refunds, outages, usage_order, reported, kept_refunds }: SharedByWorkers,
+        clock: Clock,
+        metrics: StoreMetrics,
+    ) -> Rc<SharedCounters> {
+        Rc::new(SharedCounters {
+            store: RedisClient::new(config),
+            table,
+            clock,
+            timeout: config.timeout,
+            prefix: config.prefix.clone(),
+            leases: Leases::default(),
+            breaker: CircuitBreakers::default(),
+            unreported: UnreportedUsage::default(),
+            deferred_refunds,
+            outages,
+            usage_order,
+            reported,
+            kept_refunds,
+            metrics,
+            own_shard: fastrand::u32(..),
+            reconnected_ms: Cell::new(0),
+            generation: Cell::new(0),
+            charges: Cell::new(0),
+            last_warning: Cell::new(None),
+        })
+    }
+
+    /// Runs until the task is dropped: probes the store before the first request, then periodically returns idle
+    /// leases, reports usage that the store does not know, and checks servers for eviction.
+    pub async fn run(self: Rc<Self>) {
+        self.probe_at_start();
+        loop {
+            tokio::time::sleep(SWEEP_PERIOD).await;
+            self.return_idle(false).await;
+            self.report_to_reachable().await;
+            self.watch_eviction();
+        }
+    }
+
+    /// Reports usage and returns all unused tokens, as far as the store accepts them within `CLOSE_TIMEOUT`.
+    pub async fn close(self: &Rc<Self>) {
+        let last_calls = async {
+            self.report_before_exit().await;
+            self.return_idle(true).await;
+        };
+        if tokio::time::timeout(CLOSE_TIMEOUT, last_calls).await.is_err() {
+            tracing::warn!("leased tokens were not returned: shared counters cannot be reached");
+        }
+    }
+
+    /// The beginning of the keys of one shard of a counter: see `store_key::counter_name`.
+    pub(super) fn key_base(&self, text: &str, suffix: &str, shard: u32) -> Rc<str> {
+        counter_name(&self.prefix, text, shard, suffix).into()
+    }
+
+    /// One acquire call, with bookkeeping: time, circuit breaker, metrics, reconnects.
+    pub(super) async fn acquire(self: &Rc<Self>, requests: &[CounterRequest]) -> Result<AcquireReply, StoreError> {
+        let began = self.clock.instant();
+        let now_ms = self.clock.now().unix_ms;
+        // The time may have been corrected since the requests were made.
+        if requests.iter().any(|request| request.window.begins_after(now_ms + LEAD_MAX_MS)) {
+            return Ok(AcquireReply::OtherWindow { time_ms: now_ms });
+        }
+        // A server behind a new connection may have forgotten usage that the requests relied on.
+        let generation = self.generation.get();
+        if let Some(request) = requests.first()
+            && let Err(error) = self.store.ensure_connected(&request.key_base).await
+        {
+            self.record_error(self.store.server_of(&request.key_base), &error);
+            return Err(error);
+        }
+        if generation != 0 && self.store.generation() != generation {
+            self.note_reconnect(began);
+            // Local usage is reported first, so that the tokens are not granted again, and kept refunds before that.
+            let (shared, server) =
+                (Rc::clone(self), requests.first().map(|request| self.store.server_of(&request.key_base)));
+            let report: Pin<Box<dyn Future<Output = ()>>> = Box::pin(async move {
+                if let Some(server) = server {
+                    shared.send_kept_refunds(server).await;
+                }
+                shared.report_to_reachable().await;
+            });
+            report.await;
+            return Ok(AcquireReply::OtherWindow { time_ms: self.clock.now().unix_ms });
+        }
+        self.acquire_unchecked(requests).await
+    }
+
+    /// As [`SharedCounters::acquire`], without checking for a reconnect first.
+    pub(super) async fn acquire_unchecked(
+        self: &Rc<Self>,
+        requests: &[CounterRequest],
+    ) -> Result<AcquireReply, StoreError> {
+        let (began, now_ms) = (self.clock.instant(), self.clock.now().unix_ms);
+        let server = requests.first().map_or(ServerId::ONLY, |request| self.store.server_of(&request.key_base));
+        let call = self.usage_order.next_number();
+        let mut reply = self.store.acquire(requests, now_ms).await;
+        if let Ok(AcquireReply::Granted { counters, .. } | AcquireReply::Refused { counters, .. }) = &mut reply {
+            counters.iter_mut().for_each(|counter| counter.call = call);
+        }
+        self.note_reconnect(began);
+        match &reply {
+            Ok(AcquireReply::Granted { time_ms, .. }) => {
+                self.record_reply(server, StoreOutcome::Granted, *time_ms, began)
+            }
+            Ok(AcquireReply::Refused { time_ms, .. }) => {
+                self.record_reply(server, StoreOutcome::Refused, *time_ms, began)
+            }
+            Ok(AcquireReply::OtherWindow { time_ms }) => {
+                self.record_reply(server, StoreOutcome::OtherWindow, *time_ms, began)
+            }
+            Err(error) => self.record_error(server, error),
+        }
+        reply
+    }
+
+    /// Refunds tokens, as far as the store can be reached; the others stay used until their window ends.
+    pub(super) async fn refund(self: &Rc<Self>, refunds: Vec<Refund>) {
+        self.send_refunds(refunds, false).await;
+    }
+
+    /// As [`SharedCounters::refund`]. `is_probed`: the server is reachable, although its circuit breaker may be open. Returns
+    /// `false` if a call failed.
+    pub(super) async fn send_refunds(self: &Rc<Self>, refunds: Vec<Refund>, is_probed: bool) -> bool {
+        let mut all_sent = true;
+        let mut calls: Vec<Vec<Refund>> = Vec::new();
+        for refund in refunds {
+            let joins = |call: &&mut Vec<Refund>| {
+                let is_near = |first: &Refund| self.store.can_share_a_call(&first.key_base, &refund.key_base);
+                call.len() < REFUNDS_PER_CALL && call.first().is_some_and(is_near)
+            };
+            match calls.last_mut().filter(joins) {
+                Some(call) => call.push(refund),
+                None => calls.push(vec![refund]),
+            }
+        }
+        while !calls.is_empty() {
+            let others = calls.split_off(calls.len().min(REFUND_CALLS_MAX));
+            let send = |call| spawn_local(Rc::clone(self).refund_in_one_call(call, is_probed));
+            let sent: Vec<_> = std::mem::replace(&mut calls, others).into_iter().map(send).collect();
+            for sent in sent {
+                // A failed call has logged its error.
+                all_sent &= sent.await.unwrap_or(false);
+            }
+        }
+        all_sent
+    }
+
+    async fn refund_in_one_call(self: Rc<Self>, refunds: Vec<Refund>, is_probed: bool) -> bool {
+        let Some(first) = refunds.first() else { return true };
+        if !is_probed && self.is_unreachable(&first.key_base) {
+            self.kept_refunds.keep(refunds);
+            return true;
+        }
+        let began = self.clock.instant();
+        match self.store.refund(&refunds).await {
+            Ok(returned) => {
+                self.metrics.returned(returned);
+                self.metrics.call_completed(StoreOutcome::Refunded, self.clock.instant().duration_since(began));
+                true
+            }
+            Err(error) => {
+                self.record_error(self.store.server_of(&first.key_base), &error);
+                false
+            }
+        }
+    }
+
+    /// Returns idle leases, or all.
+    pub(super) async fn return_idle(self: &Rc<Self>, all: bool) {
+        let now_ms = self.clock.now().unix_ms;
+        let left = |counter| self.table.leased_tokens(counter, now_ms);
+        // Tokens that cannot be returned now may still be spent.
+        let withdraw = |counter, target: &RefundTarget| {
+            if self.is_unreachable(&target.key_base) {
+                return None;
+            }
+            let tokens = self.table.withdraw(counter, target.end_ms, u32::MAX);
+            self.forget_returned_tokens(counter, target, tokens);
+            Some(tokens)
+        };
+        let idle = self.leases.take_idle(all, self.clock.instant(), left, withdraw);
+        self.metrics.outstanding(self.leases.outstanding(left));
+        // An ended plain window takes nothing back.
+        let (live, ended): (Vec<_>, Vec<_>) =
+            idle.into_iter().partition(|(target, _)| target.end_ms > now_ms || target.kind.outlasts_window());
+        self.metrics.expired(ended.iter().map(|(_, tokens)| u64::from(*tokens)).sum());
+        self.refund(live.iter().map(|(target, tokens)| target.refund(u64::from(*tokens))).collect()).await;
+    }
+
+    /// Subtracts leased tokens that go back to the store from the known usage. Otherwise they would count as used during an outage,
+    /// and the report afterwards would make the store count them.
+    pub(super) fn forget_returned_tokens(&self, counter: Counter, target: &RefundTarget, tokens: u32) {
+        // The known usage of a sliding window ends later than a lease.
+        let end_ms = (target.kind != WindowKind::Sliding).then_some(target.end_ms);
+        self.table.subtract_known_usage(counter, end_ms, tokens, self.clock.now().unix_ms);
+    }
+
+    /// Refunds up to `tokens` of each charge that was counted locally and reported since: the store has these tokens. Leaves in
+    /// `receipts` what is to be refunded locally.
+    pub fn refund_reported(
+        self: &Rc<Self>,
+        charge_plan: &ChargePlan,
+        keyed_requests: &IdVec<PlanPosition, Option<KeyedRequest>>,
+        receipts: &mut Vec<ShardReceipt>,
+        tokens: u32,
+    ) {
+        if !self.reported.is_used() {
+            return;
+        }
+        let now_ms = self.clock.now().unix_ms;
+        let mut refunds = Vec::new();
+        for (position, compiled_rule) in charge_plan.compiled_rules() {
+            let Some(keyed_request) = keyed_requests[position].filter(|_| compiled_rule.rule.sharing != Sharing::Local)
+            else {
+                continue;
+            };
+            for layer in compiled_rule.variant(keyed_request.variant) {
+                let counter = compiled_rule.layer(layer).counter(keyed_request);
+                receipts.retain_mut(|charged| {
+                    let charge = charged.receipt.last_tokens(tokens);
+                    if charged.layer != counter.layer
+                        || charged.request.kind == WindowKind::Leased
+                        || charge.end_ms() <= now_ms
+                    {
+                        return true;
+                    }
+                    let (more, taken) = self.reported.take(counter_id(counter), charge.tokens(), now_ms);
+                    let sent: u64 = more.iter().map(|refund| refund.tokens).sum();
+                    self.forget_refunded_tokens(counter, sent);
+                    refunds.extend(more.into_iter().map(|refund| refund.with_key(|key| Rc::from(&**key))));
+                    let rest = charge.tokens().saturating_sub(taken);
+                    charged.receipt = charge.last_tokens(u32::try_from(rest).unwrap_or(u32::MAX));
+                    rest > 0
+                });
+            }
+        }
+        self.refund_later(refunds);
+    }
+
+    /// Subtracts tokens that are refunded to the store from the known usage.
+    pub(super) fn forget_refunded_tokens(&self, counter: Counter, tokens: u64) {
+        let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
+        self.table.subtract_known_usage(counter, None, tokens, self.clock.now().unix_ms);
+    }
+
+    /// Ensures that leased tokens are returned if they are not spent after the refund of these charges: the lease may have been
+    /// returned meanwhile, without them.
+    pub fn track_refunded_leases(
+        &self,
+        charge_plan: &ChargePlan,
+        keyed_requests: &IdVec<PlanPosition, Option<KeyedRequest>>,
+        key_texts: &StoreKeys,
+        receipts: &[ShardReceipt],
+    ) {
+        let now = self.clock.instant();
+        for (position, compiled_rule) in charge_plan.compiled_rules() {
+            let key_text = key_texts.get(position).and_then(Option::as_ref);
+            let (Some(keyed_request), Some(key_text)) = (&keyed_requests[position], key_text) else { continue };
+            for id in compiled_rule.variant(keyed_request.variant) {
+                let layer = compiled_rule.layer(id);
+                let (counter, kind) = (layer.counter(*keyed_request), layer.request.kind);
+                let is_lease = |receipt: &&ShardReceipt| {
+                    receipt.layer == counter.layer && receipt.request.kind == WindowKind::Leased
+                };
+                // A request that was charged again has its latest lease last.
+                let Some(lease) = receipts.iter().rev().find(is_lease) else { continue };
+                let end_ms = lease.receipt.end_ms();
+                let windows = &charge_plan.rule_set().windows[layer.windows_index];
+                let window = StoreWindow::at(kind, windows, end_ms.saturating_sub(1), keyed_request.offset);
+                self.leases.with_or_insert(counter, self.own_shard, now, |record| {
+                    let shard = record.shard % layer.shards;
+                    record.refund_target.get_or_insert_with(|| RefundTarget {
+                        key_base: self.key_base(key_text, compiled_rule.suffix(id), shard),
+                        kind,
+                        number: window.number_of_lease(end_ms),
+                        limit: layer.request.limit,
+                        end_ms,
+                    });
+                });
+            }
+        }
+    }
+
+    /// Whether the gateway's time agrees with the store's.
+    pub(super) fn agrees_on_time(&self, time_ms: u64) -> bool {
+        self.clock.now().unix_ms.abs_diff(time_ms) < CLOCK_DIFFERENCE_MAX_MS
+    }
+
+    /// Sets `reconnected_ms` if a connection was opened anew since `began`.
+    pub(super) fn note_reconnect(&self, began: Instant) {
+        let generation = self.store.generation();
+        if generation != self.generation.get() {
+            let is_first = self.generation.replace(generation) == 0;
+            if is_first {
+                return;
+            }
+            let elapsed = self.clock.instant().duration_since(began);
+            self.reconnected_ms.set(self.clock.now().unix_ms.saturating_sub(elapsed.as_millis() as u64));
+        }
+    }
+
+    fn record_reply(&self, server: ServerId, outcome: StoreOutcome, time_ms: u64, began: Instant) {
+        self.clock.follow(time_ms);
+        self.breaker.record_success(server);
+        self.metrics.call_completed(outcome, self.clock.instant().duration_since(began));
+    }
+
+    /// Checks each new connection once, in the background, with `INFO memory`: users without the right to `CONFIG GET`
+    /// usually may run `INFO`. Sets the gauge to the number of connections whose servers evict.
+    pub(super) fn watch_eviction(&self) {
+        let connections = self.store.connections();
+        for connection in connections.iter().filter(|connection| !connection.eviction.is_checked.replace(true)) {
+            spawn_local(check_eviction(Rc::clone(connection)));
+        }
+        self.metrics
+            .evicting(connections.iter().filter(|connection| connection.eviction.is_evicting.get()).count() as u64);
+    }
+}
+
+/// Warns if the server of a connection evicts counters.
+async fn check_eviction(connection: Rc<Connection>) {
+    let mut command = redis::cmd("INFO");
+    command.arg("memory");
+    match connection.call(command).await {
+        Ok(reply) => {
+            if let Some(eviction) = Info(reply_text(&reply).unwrap_or_default()).run(&EVICTION) {
+                connection.eviction.is_evicting.set(true);
+                tracing::warn!("{}: {}; write {}", connection.node, eviction.text, eviction.fix);
+            }
+        }
+        Err(failure) => {
+            tracing::info!(
+                "the eviction policy of shared counters is unknown: {}",
+                log_excerpt(&connection.describe(&failure))
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::test_worker::{
+        Call, HOUR_KEY, HOUR_MS, KEY, MINUTE_KEY, START_MS, TestWorker, acquire, leased, local, run, shard_key, sharded,
+    };
+    use super::*;
+    use transom_limiter::decision::Decision;
+    use transom_limiter::rule::Rule;
+
+    #[test]
+    fn a_window_that_the_store_cannot_know_yet_is_not_asked_for() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
+            let acquire_at = async |begins_ms: u64| {
+                let end_ms = begins_ms + 8000;
+                let window = StoreWindow { kind: WindowKind::Plain, number: 1, end_ms, next_end_ms: end_ms + 8000 };
+                let request = CounterRequest {
+                    key_base: "k".into(),
+                    window,
+                    limit: 9,
+                    ceiling: 9,
+                    need: 1,
+                    want: 1,
+                    used_min: 0,
+                    computed_ms: 0,
+                };
+                worker.shared.acquire(&[request]).await.unwrap()
+            };
+            // An eighth of the length, because of calendar windows, and the lead of a clock.
+            let latest_ms = START_MS + LEAD_MAX_MS + 1000;
+            assert!(matches!(acquire_at(latest_ms).await, AcquireReply::Granted { time_ms: START_MS, .. }));
+            assert_eq!(acquire_at(latest_ms + 1).await, AcquireReply::OtherWindow { time_ms: START_MS });
+            assert_eq!(worker.settled_calls().await, [acquire("k:1", [1, 1, 0])]);
+            assert_eq!(["granted", "refused", "other_window"].map(|outcome| worker.calls(outcome)), [1, 0, 0]);
+        });
+    }
+
+    #[test]
+    fn refunds_go_out_in_calls_of_limited_size() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
+            for (refunds, calls) in [(1, vec![1]), (256, vec![256]), (257, vec![256, 1]), (33 * 256, vec![256; 33])] {
+                worker.store.set_used("k:1", 10_000);
+                let refund = Refund {
+                    key_base: "k".into(),
+                    kind: WindowKind::Plain,
+                    number: 1,
+                    limit: 9,
+                    tokens: 1,
+                    only_if_used: None,
+                    deletes: false,
+                };
+                worker.shared.refund(vec![refund; refunds]).await;
+                let sizes = worker.store.take_calls().into_iter().map(|call| match call {
+                    Call::Refund(refunds) => refunds.len(),
+                    call => panic!("{call:?}"),
+                });
+                assert_eq!(sizes.collect::<Vec<_>>(), calls);
+                assert_eq!(worker.store.used("k:1"), 10_000 - refunds as u64);
+            }
+            assert_eq!(
+                (worker.tokens("returned"), worker.calls("refunded")),
+                (1 + 256 + 257 + 33 * 256, 1 + 1 + 2 + 33)
+            );
+        });
+    }
+
+    #[test]
+    fn tokens_of_an_ended_window_are_not_returned() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["1000/hour"])]).await;
+            for (elapsed_ms, is_returned) in [(HOUR_MS - 1, true), (HOUR_MS, false)] {
+                assert_eq!(worker.decide("a", 3).await, Some(true));
+                worker.settled_calls().await;
+                let left = u64::from(worker.leased_tokens("a", 0));
+                assert!(left > 0);
+                let before = (worker.tokens("returned"), worker.tokens("expired"));
+                worker.clock.advance(Duration::from_millis(elapsed_ms));
+                worker.shared.return_idle(true).await;
+                let after = (worker.tokens("returned") - before.0, worker.tokens("expired") - before.1);
+                assert_eq!(after, if is_returned { (left, 0) } else { (0, left) });
+                assert_eq!(worker.settled_calls().await.len(), usize::from(is_returned));
+                // The next lease begins with its window.
+                worker.clock.advance(Duration::from_millis(u64::from(is_returned)));
+            }
+        });
+    }
+
+    #[test]
+    fn returned_tokens_are_not_known_to_be_used() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["1000/hour"])]).await;
+            assert_eq!(worker.decide("a", 3).await, Some(true));
+            worker.settled_calls().await;
+            let known = || worker.shared.table.known_usage(worker.counter("a", 0), START_MS).map(|(_, used)| used);
+            assert_eq!(known(), Some(3 + worker.leased_tokens("a", 0)));
+            worker.shared.return_idle(true).await;
+            assert_eq!((known(), worker.store.used(KEY)), (Some(3), 3));
+        });
+    }
+
+    #[test]
+    fn a_token_that_is_refunded_to_a_returned_lease_is_returned_too() {
+        run(async {
+            let shard = shard_key(3);
+            let cases: [(Vec<Rule>, Option<u32>, Vec<&str>); 3] = [
+                (vec![local("9/hour"), leased(&["100/minute", "100/hour"])], None, vec![MINUTE_KEY, HOUR_KEY]),
+                (vec![leased(&["100/hour"]), local("9/hour")], None, vec![KEY]),
+                (vec![sharded("400/hour")], Some(3), vec![&shard]),
+            ];
+            for (rules, shard, keys) in cases {
+                let worker = TestWorker::new(&rules).await;
+                let TestWorker { shared, rule_set, charge_plan, .. } = &worker;
+                if let Some(shard) = shard {
+                    shared.leases.with_or_insert(worker.counter("a", 0), shard, shared.clock.instant(), |_record| ());
+                }
+                let (decision, context) = worker.outcome("a", 1).await.unwrap();
+                assert!(matches!(decision, Decision::Admitted));
+                shared.return_idle(true).await;
+                worker.settled_calls().await;
+                // Each shared layer has its token back, and no record of where to return it.
+                let receipts: Vec<_> = context.all_receipts().collect();
+                rule_set.refund(&receipts, u32::MAX, &shared.table, START_MS);
+                let requests = &context.inputs.keyed_requests;
+                let before: Vec<u64> = keys.iter().map(|key| worker.store.used(key)).collect();
+                shared.track_refunded_leases(charge_plan, requests, &worker.key_texts("a"), &receipts);
+                shared.return_idle(true).await;
+                let after: Vec<u64> = keys.iter().map(|key| worker.store.used(key)).collect();
+                assert_eq!(after, before.iter().map(|used| used - 1).collect::<Vec<_>>(), "{keys:?}");
+            }
+        });
+    }
+
+    #[test]
+    fn clocks_that_differ_by_less_than_five_seconds_agree() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
+            let agrees = |lead_ms: i64| worker.shared.agrees_on_time(START_MS.saturating_add_signed(lead_ms));
+            assert_eq!([-5000, -4999, 0, 4999, 5000].map(agrees), [false, true, true, true, false]);
+        });
+    }
+
+    #[test]
+    fn each_connection_is_checked_for_eviction_once() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
+            let evicting = || worker.metric(&transom_runtime::metrics::redis::EVICTING, None);
+            worker.store.set_info("maxmemory:100\r\nmaxmemory_policy:allkeys-lru");
+            worker.decide("a", 1).await;
+            worker.settled_calls().await;
+            for checks in [1, 0] {
+                worker.shared.watch_eviction();
+                let calls = worker.settled_calls().await;
+                assert_eq!(calls.iter().filter(|call| **call == Call::Info).count(), checks);
+                worker.shared.watch_eviction();
+                assert_eq!(evicting(), 1);
+            }
+        });
+    }
+}

@@ -1,0 +1,50 @@
+//! A compiled configuration as this process serves it: with the health of its upstream servers, and with the decision service.
+//!
+//! It is immutable and shared by all workers. A reload makes a new one; requests in flight keep theirs.
+
+use std::ops::Deref;
+use std::sync::Arc;
+
+use crate::decision::DecisionService;
+use crate::upstream::server_health::UpstreamHealth;
+use transom_config::Config;
+use transom_config::UpstreamId;
+use transom_jwt::published_keys::PublishedKeys;
+use transom_limiter::handles::IdVec;
+use transom_limiter::key::Seed;
+use transom_limiter::rule_set::RuleSet;
+use transom_rules::compiled_config::CompiledConfig;
+
+#[derive(Debug)]
+pub struct ServedConfig {
+    compiled: CompiledConfig,
+    /// The health of each upstream's servers, shared by all workers.
+    pub upstream_health: IdVec<UpstreamId, Arc<UpstreamHealth>>,
+    /// Serves the decision API.
+    pub decision_service: DecisionService,
+}
+
+impl ServedConfig {
+    /// `rule_set` is compiled from the rules of `config`.
+    pub fn new(
+        config: Config,
+        seed: Seed,
+        rule_set: RuleSet,
+        upstream_health: Vec<Arc<UpstreamHealth>>,
+        published_keys: Option<Arc<PublishedKeys>>,
+    ) -> Arc<ServedConfig> {
+        let compiled = CompiledConfig::new(config, seed, rule_set, published_keys);
+        let CompiledConfig { rule_set, overrides, digester, clients, client_checks, .. } = &compiled;
+        let decision_service = DecisionService::new(rule_set, overrides, seed, digester.clone());
+        let decision_service = decision_service.with_clients(clients.as_ref(), client_checks.clone());
+        Arc::new(ServedConfig { compiled, upstream_health: upstream_health.into(), decision_service })
+    }
+}
+
+impl Deref for ServedConfig {
+    type Target = CompiledConfig;
+
+    fn deref(&self) -> &CompiledConfig {
+        &self.compiled
+    }
+}
