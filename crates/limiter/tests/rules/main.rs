@@ -24,6 +24,7 @@ mod sliding;
 mod slots;
 mod support;
 mod timelines;
+mod verdicts;
 
 /// The number of cases of each property. `PROPTEST_CASES` overrides it.
 fn config() -> proptest::test_runner::Config {
