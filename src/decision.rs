@@ -443,13 +443,13 @@ impl DecisionService {
                 Verdict::Admitted => metrics.admitted(rule.rule),
             }
         }
-        if top_keys.count_decision(configured, context, decision) {
+        if top_keys.count_decision(configured.rules(), decided, context, decision) {
             let name = |position| KeyName {
                 description: self.describe_key(rule(position).rule, key(position), readable_digester),
                 store_key: rule(position).key_text.clone(),
                 has_own_windows: has_own_windows(position),
             };
-            top_keys.name_keys(configured, context, name);
+            top_keys.name_keys(configured.rules(), context, name);
         }
         let is_enforced = |position| !configured.shadow_rules().contains(&position);
         let is_counted = |position| is_enforced(position) && has_own_windows(position);

@@ -15,8 +15,6 @@
 //!
 //! A request passes `downstream::http1` or `downstream::http2`, then `proxy`, then `upstream`.
 
-#![warn(clippy::too_many_lines)]
-
 pub mod access_log;
 pub mod admin;
 pub mod atomic_file;

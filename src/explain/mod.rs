@@ -149,8 +149,8 @@ impl Explanation {
         let resolved = compiled.resolve(view, &mut params, &tokens, || counters.clock.wall_ms())?;
         resolved.check(&validated, body_bytes(&parts.headers))?;
         if let (Ok(Some(id)), Some(plans)) = (resolved.clients.client_of(&resolved.attributes), &compiled.clients) {
-            let client = &plans.clients[id as usize];
-            self.client = Some((client.name.clone(), plans.plans[client.plan as usize].clone()));
+            let client = &plans.clients[id];
+            self.client = Some((client.name.clone(), plans.plans[client.plan].clone()));
         }
         let mut keyed_requests = IdVec::new();
         let error = resolved.find_keys(&mut keyed_requests, |position, found| {

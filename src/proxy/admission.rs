@@ -271,7 +271,8 @@ impl PendingAdmission {
             record.release_slots(&mut outcome.context);
         }
         record.record_decision(rules_id, &outcome.context, &outcome.decision);
-        config.top_keys.count_decision(&rules.charge_plan, &outcome.context, &outcome.decision);
+        let charge_plan = &rules.charge_plan;
+        config.top_keys.count_decision(charge_plan.rules(), charge_plan, &outcome.context, &outcome.decision);
         let mut text = Vec::new();
         if let Decision::Refused = outcome.decision {
             let headers = HeaderMap::new();

@@ -148,7 +148,7 @@ impl DelayedRequest {
                 self.worker.counters.peek(charge_plan, &mut context);
                 record.release_slots(&mut context);
                 record.record_decision(self.rules_id, &context, &Decision::Refused);
-                self.config.top_keys.count_decision(charge_plan, &context, &Decision::Refused);
+                self.config.top_keys.count_decision(charge_plan.rules(), charge_plan, &context, &Decision::Refused);
                 let mut text = Vec::new();
                 let fields = rules.rate_limit_template.render(&context, None, context.result.decided_ms, &mut text);
                 let headers = HeaderMap::new();

@@ -30,10 +30,10 @@ use transom_http::trace_context::{SpanContext, TraceParent};
 use transom_limiter::concurrency::{Slot, SlotState};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
+use transom_limiter::handles::{Handle as _, IdVec, PlanPosition, RuleId};
 use transom_limiter::verdict::Verdict;
+use transom_rules::ClientId;
 use transom_rules::RouteRulesId;
-use transom_rules::client_plans::ClientId;
 use transom_rules::resolved_request::ResolvedRequest;
 use transom_rules::responses::CLIENT_CLOSED_REQUEST;
 use transom_runtime::clock::Timestamp;
@@ -155,8 +155,8 @@ impl RequestRecord {
     pub fn set_client(&mut self, client: ClientId) {
         self.client = Some(client);
         if let (Some(log), Some(clients)) = (&mut self.log, &self.config.compiled.clients) {
-            let known = &clients.clients[client as usize];
-            let (name, plan) = (known.name.clone(), clients.plans[known.plan as usize].clone());
+            let known = &clients.clients[client];
+            let (name, plan) = (known.name.clone(), clients.plans[known.plan].clone());
             log.entry.known_client = Some(KnownClient { name, plan });
         }
     }
@@ -231,7 +231,7 @@ impl RequestRecord {
     pub fn record_decision(&mut self, rules_id: RouteRulesId, context: &DecisionContext, decision: &Decision) {
         let charge_plan = &self.config.compiled.route_rules[rules_id].charge_plan;
         if let (Some(client), Some(client_metrics)) = (self.client, &self.config.client_metrics) {
-            client_metrics.decided(client as usize, matches!(decision, Decision::Refused));
+            client_metrics.decided(client.index(), matches!(decision, Decision::Refused));
         }
         let metrics = self.route_metrics();
         let is_refused = matches!(decision, Decision::Refused);

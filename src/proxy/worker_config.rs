@@ -144,7 +144,7 @@ impl WorkerConfig {
         let counted_clients = compiled.clients.as_ref().filter(|_| compiled.config.metrics.clients);
         let client_metrics = counted_clients.map(|clients| {
             let named = clients.clients.iter();
-            let named = named.map(|client| (client.name.as_str(), clients.plans[client.plan as usize].as_str()));
+            let named = named.map(|client| (client.name.as_str(), clients.plans[client.plan].as_str()));
             ClientMetrics::new(registry, worker_id, named)
         });
         let mut server_pools = ServerPools::new();
@@ -217,7 +217,8 @@ impl WorkerConfig {
     /// Counts the keys of a decided request.
     #[inline]
     pub fn count_keys(&self, resolved: &ResolvedRequest<'_>, context: &DecisionContext, decision: &Decision) {
-        if self.top_keys.count_decision(&resolved.rules.charge_plan, context, decision) {
+        let charge_plan = &resolved.rules.charge_plan;
+        if self.top_keys.count_decision(charge_plan.rules(), charge_plan, context, decision) {
             self.name_keys(resolved, context);
         }
     }
@@ -230,7 +231,7 @@ impl WorkerConfig {
             store_key: resolved.store_key(position),
             has_own_windows: true,
         };
-        self.top_keys.name_keys(&resolved.rules.charge_plan, context, name);
+        self.top_keys.name_keys(resolved.rules.charge_plan.rules(), context, name);
     }
 
     /// Whether metrics name the client of a request.

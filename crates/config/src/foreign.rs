@@ -287,8 +287,14 @@ const FORMATS: [OtherFormat; 6] = [
     OtherFormat { product: "Kong", guide: "from-kong", least: 1, lines: &["_format_version:", "plugins:"] },
 ];
 
+/// Headers that only a configuration of this gateway has. It may have a line of another product nevertheless.
+const OWN_HEADERS: [&str; 4] = ["[listen]", "[rules.", "[upstreams.", "[[routes]]"];
+
 /// Recognizes the configuration file of another product: where its first known line is, the message and the fix.
 pub fn configuration(text: &str) -> Option<(Span, String, String)> {
+    if text.lines().any(|line| OWN_HEADERS.iter().any(|header| line.trim_start().starts_with(header))) {
+        return None;
+    }
     // A value of TOML may begin like a directive, as in `upstream = "demo"`.
     let is_directive = |line: &str| {
         let (_, rest) = line.split_once([' ', ':']).unwrap_or((line, ""));
@@ -359,6 +365,7 @@ mod tests {
             "listen:\n  http: 127.0.0.1:8080\nrules:\n  a:\n    key: ip\n",
             "# server {\n# location /\nlisten {\n",
             "backend = \"a\"\nbind = \":80\"\nglobal = 1\n",
+            "[[routes]]\npath = \"/\"\nserver {\nlocation / {\n",
         ] {
             assert_eq!(configuration(text), None, "{text}");
         }

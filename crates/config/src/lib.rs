@@ -6,8 +6,6 @@
 //! valid settings that are probably mistakes, and `schema` prints the JSON schema. The crate opens no files except the
 //! system's time-zone database and root certificates: callers pass in the contents of all others.
 
-#![warn(clippy::too_many_lines)]
-
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::Duration;

@@ -55,11 +55,12 @@ settings! {
         limit: Option<u32> = Required(Optional(Integer(33, 1..=TOKENS_MAX)), TABLE_FIX);
         /// Length of a window.
         period: Option<SpannedString> = Required(Custom::or_empty(Shape::Text("PERIOD"), read_period), TABLE_FIX);
-        /// `"epoch"`: window number floor(Unix time / period). A time, such as `2024-01-01T09:00:00-08:00` (quotes optional):
-        /// a window begins then, and every period before and after; also in milliseconds since the epoch, such as
-        /// `1704128400000` (from 1973 on: a smaller number is taken for seconds and rejected; `0` is `"epoch"`). With `timezone`: a time of day, such as `"09:00"`. `"random"`: each key has an offset, derived from its
-        /// hash and equal on every gateway, so that keys do not all start at once. `"first-request"`: a key's first request
-        /// opens a window of one period; the next request after its end opens another.
+        /// `"epoch"`: window number floor(Unix time / period). A time, such as `2024-01-01T09:00:00-08:00` (quotes
+        /// optional): a window begins then, and every period before and after; also in milliseconds since the epoch, such as
+        /// `1704128400000` (from 1973 on: a smaller number is taken for seconds and rejected; `0` is `"epoch"`). With
+        /// `timezone`: a time of day, such as `"09:00"`. `"random"`: each key has an offset, derived from its hash and equal
+        /// on every gateway, so that keys do not all start at once. `"first-request"`: a key's first request opens a window
+        /// of one period; the next request after its end opens another.
         start: Option<WindowStart> = Custom {
             default: None,
             default_text: Some("\"epoch\""),

@@ -8,8 +8,6 @@
 //! Messages: `http1_head`, `http1_body`. Requests: `request_validation`, `path_normalize`, `percent_encoding`, `request_values`,
 //! `forwarded`, `forward_auth`, `request_id`, `trace_context`, `websocket_handshake`, `headers`. Errors: `error`.
 
-#![warn(clippy::too_many_lines)]
-
 pub mod error;
 pub mod forward_auth;
 pub mod forwarded;

@@ -87,7 +87,6 @@
 //! - `tower`: the module `tower`, a middleware for axum, hyper and other services of tower.
 //! - `loom`: replaces atomics by those of loom, for the crate's own models. Not for other use.
 #![deny(missing_docs)]
-#![warn(clippy::too_many_lines)]
 
 pub mod acquire;
 pub mod atomics;

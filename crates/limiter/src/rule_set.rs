@@ -162,20 +162,24 @@ impl CompiledLayer {
 }
 
 impl CompiledRule {
+    fn named_layer(&self, layer: LayerId) -> &NamedLayer {
+        debug_assert_eq!(layer.rule, self.id, "a layer of another rule");
+        &self.layers[layer.position()]
+    }
+
     /// The layer; it has to be of this rule.
     pub fn layer(&self, layer: LayerId) -> &CompiledLayer {
-        debug_assert_eq!(layer.rule, self.id, "a layer of another rule");
-        &self.layers[layer.position()].layer
+        &self.named_layer(layer).layer
     }
 
     /// The name of a layer in responses and metrics.
     pub fn layer_name(&self, layer: LayerId) -> &str {
-        &self.layers[layer.position()].name
+        &self.named_layer(layer).name
     }
 
     /// The suffix of the names of a layer's counters in the store.
     pub fn suffix(&self, layer: LayerId) -> &str {
-        &self.layers[layer.position()].suffix
+        &self.named_layer(layer).suffix
     }
 
     /// The compiled layers of all variants, and that of penalties.

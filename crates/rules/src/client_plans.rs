@@ -9,8 +9,10 @@ use std::collections::{BTreeSet, HashMap};
 use std::net::IpAddr;
 
 use super::key_source::{KeyError, KeySource, RequestAttributes};
-use transom_config::clients::Clients;
+use super::{ClientId, PlanId};
+use transom_config::clients::{Client, Clients};
 use transom_config::key::OnUnknownKey;
+use transom_limiter::handles::{Handle as _, IdVec};
 use transom_limiter::ip_prefix::Networks;
 use transom_limiter::key::KeyPart;
 use transom_limiter::secret_digest::Digest;
@@ -18,19 +20,13 @@ use transom_limiter::secret_digest::Digest;
 /// Upper bound of API keys. A longer value is unknown, and is not digested.
 pub const SECRET_MAX_BYTES: usize = 4096;
 
-/// Position in [`ClientPlans::plans`].
-pub type PlanId = u32;
-
-/// Position in [`ClientPlans::clients`].
-pub type ClientId = u32;
-
 /// The compiled clients file.
 #[derive(Debug)]
 pub struct ClientPlans {
     /// Names of the plans that have a client, sorted.
-    pub plans: Vec<String>,
+    pub plans: IdVec<PlanId, String>,
     /// In the order of the file.
-    pub clients: Vec<KnownClient>,
+    pub clients: IdVec<ClientId, KnownClient>,
     api_key: Option<ClientSource>,
     by_api_key: HashMap<Digest, ClientId>,
     subject: Option<ClientSource>,
@@ -57,20 +53,18 @@ struct ClientSource {
 impl ClientPlans {
     pub fn new(configured: &Clients) -> ClientPlans {
         let plans: BTreeSet<&str> = configured.list.iter().map(|client| client.plan.as_str()).collect();
-        let plans: Vec<String> = plans.into_iter().map(str::to_owned).collect();
+        let plans: IdVec<PlanId, String> = plans.into_iter().map(str::to_owned).collect();
         // The search always succeeds: `plans` was collected from these clients.
-        let plan = |plan: &String| plans.binary_search(plan).unwrap_or_default() as PlanId;
-        let clients = configured.list.iter();
-        let clients =
-            clients.map(|client| KnownClient { name: client.name.clone(), plan: plan(&client.plan) }).collect();
-        let all = || configured.list.iter().zip(0..);
+        let plan = |plan: &String| PlanId::at(plans.as_slice().binary_search(plan).unwrap_or_default());
+        let known = |client: &Client| KnownClient { name: client.name.clone(), plan: plan(&client.plan) };
+        let clients: IdVec<ClientId, KnownClient> = configured.list.iter().map(known).collect();
+        let all = || configured.list.iter().zip(clients.ids());
         // Path parameters belong to one route and cannot name a client.
         let source = |part: &Option<KeyPart>| {
             let part = part.as_ref()?;
             Some(ClientSource { part: part.clone(), source: KeySource::new(part, &[]), name: part.to_string() })
         };
         ClientPlans {
-            clients,
             api_key: source(&configured.api_key),
             by_api_key: all().flat_map(|(client, id)| client.api_keys.iter().map(move |key| (*key, id))).collect(),
             subject: source(&configured.subject),
@@ -81,6 +75,7 @@ impl ClientPlans {
                 all().flat_map(|(client, id)| client.networks.iter().map(move |network| (*network, id))),
             ),
             plans,
+            clients,
         }
     }
 
@@ -119,14 +114,14 @@ impl ClientPlans {
     pub fn client_of_part(&self, part: &KeyPart, value: &[u8]) -> Option<&str> {
         let part = *self.client_parts(std::slice::from_ref(part)).first()?;
         let named = self.named_by(&part, value);
-        named.by_api_key.or(named.by_subject).map(|client| self.clients[client as usize].name.as_str())
+        named.by_api_key.or(named.by_subject).map(|client| self.clients[client].name.as_str())
     }
 
     /// The plan of a caller, as of a request with the same values.
     pub fn plan_of(&self, caller: &CallerIdentity) -> Option<PlanId> {
         let by_network = || self.by_network.most_specific(caller.address?);
         let client = caller.by_api_key.or(caller.by_subject).or_else(by_network)?;
-        Some(self.clients[client as usize].plan)
+        Some(self.clients[client].plan)
     }
 }
 
@@ -204,7 +199,7 @@ impl<'a> ClientLookup<'a> {
     /// The plan of the client of the request.
     pub fn plan_of(&self, request: &RequestAttributes<'_>) -> Result<Option<PlanId>, (&'a str, KeyError)> {
         let client = self.client_of(request)?;
-        Ok(client.zip(self.plans).map(|(client, plans)| plans.clients[client as usize].plan))
+        Ok(client.zip(self.plans).map(|(client, plans)| plans.clients[client].plan))
     }
 
     /// Whether the value that the request has for a part of a rule's key names a client.

@@ -1,14 +1,12 @@
-//! From a request to the counters that it uses: the compiled configuration, with the router, the keys of rules, clients and their
-//! plans, and the actions of routes; and the responses that state limits.
+//! From a request to the counters that it uses: the compiled configuration, with the router, the keys of rules, clients and
+//! their plans, and the actions of routes; and the responses that state limits.
 //!
 //! The gateway uses this crate for every request, and simulations use it for the lines of access logs. Nothing here does I/O, waits or
 //! reads a clock, and the limiter decides.
 //!
-//! `compiled_config` is the entry point, and `resolved_request` finds the route and the keys of a request. Routes: `router`, `route_actions`, `descriptors`. Keys: `key_source`, `rate_limit_key`,
-//! `store_key_text`, `client_plans`, `overrides`, `top_keys`. Responses: `responses` (with status codes), `ratelimit_headers`,
-//! `response_cost`.
-
-#![warn(clippy::too_many_lines)]
+//! `compiled_config` is the entry point, and `resolved_request` finds the route and the keys of a request. Routes: `router`,
+//! `route_actions`, `descriptors`. Keys: `key_source`, `rate_limit_key`, `store_key_text`, `client_plans`, `overrides`,
+//! `top_keys`. Responses: `responses` (with status codes), `ratelimit_headers`, `response_cost`.
 
 use transom_limiter::handles;
 
@@ -30,4 +28,8 @@ pub mod top_keys;
 handles! {
     /// A list of rules of a configuration; routes with equal lists share one.
     RouteRulesId,
+    /// A client of the clients file.
+    ClientId,
+    /// A plan that has a client.
+    PlanId,
 }

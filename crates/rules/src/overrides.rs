@@ -8,9 +8,10 @@ use std::net::IpAddr;
 
 use foldhash::fast::RandomState;
 
-use super::client_plans::{ClientPlans, PlanId, SECRET_MAX_BYTES};
+use super::PlanId;
+use super::client_plans::{ClientPlans, SECRET_MAX_BYTES};
 use super::key_source::{feed_address, part_kind};
-use transom_limiter::handles::VariantId;
+use transom_limiter::handles::{IdVec, VariantId};
 use transom_limiter::ip_prefix::Networks;
 use transom_limiter::key::{KeyHash, KeyHasher, KeyPart};
 use transom_limiter::rule::KeyValue;
@@ -25,8 +26,8 @@ pub struct Overrides {
     keys: HashMap<KeyHash, RuleTreatment, RandomState>,
     /// Set if a key is configured as a digest: then all keys are looked up by the digests of their parts.
     pub digest_hasher: Option<KeyHasher>,
-    /// The variant of the rule by [`PlanId`]; empty if the rule treats all plans alike.
-    plans: Vec<VariantId>,
+    /// The variant of the rule for each plan; empty if the rule treats all plans alike.
+    plans: IdVec<PlanId, VariantId>,
 }
 
 /// How a rule treats a request.
@@ -41,8 +42,7 @@ impl Overrides {
     /// `None` if the rule has neither exemptions nor overrides. `hasher` is that of the rule's keys, before the parts.
     pub fn new(compiled: &CompiledRule, hasher: &KeyHasher, clients: Option<&ClientPlans>) -> Option<Overrides> {
         let rule = &compiled.rule;
-        let plans = clients.map_or(&[][..], |clients| &clients.plans);
-        let plans: Vec<VariantId> = plans.iter().map(|plan| rule.variant_of_plan(plan)).collect();
+        let plans = clients.map(|clients| clients.plans.map(|plan| rule.variant_of_plan(plan))).unwrap_or_default();
         let overridden = rule.override_variants();
         let overridden = overridden.map(|(variant, other)| (&other.key, RuleTreatment::Variant(variant)));
         let exempt = rule.exemptions.keys.iter().map(|key| (key, RuleTreatment::Exempt));
@@ -56,7 +56,7 @@ impl Overrides {
                 .map(|(key, treatment)| (hash_values(hasher, &rule.key, key, digests), *treatment))
                 .collect(),
             digest_hasher: digests.then(|| hasher.clone()),
-            plans: if plans.iter().any(|variant| *variant != VariantId::DEFAULT) { plans } else { Vec::new() },
+            plans: if plans.iter().any(|variant| *variant != VariantId::DEFAULT) { plans } else { IdVec::new() },
         };
         let any = overrides.networks.is_some() || !overrides.keys.is_empty() || !overrides.plans.is_empty();
         any.then_some(overrides)
@@ -84,7 +84,7 @@ impl Overrides {
 
     /// The variant for a plan.
     pub fn variant_of(&self, plan: Option<PlanId>) -> VariantId {
-        plan.and_then(|plan| self.plans.get(plan as usize)).copied().unwrap_or(VariantId::DEFAULT)
+        plan.and_then(|plan| self.plans.get(plan)).copied().unwrap_or(VariantId::DEFAULT)
     }
 }
 

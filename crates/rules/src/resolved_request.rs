@@ -8,7 +8,8 @@ use std::rc::Rc;
 use http::{HeaderMap, Method, Uri};
 
 use super::compiled_config::{CompiledConfig, CompiledRoute, RouteRules};
-use crate::client_plans::{ClientId, ClientLookup};
+use crate::ClientId;
+use crate::client_plans::ClientLookup;
 use crate::key_source::RequestAttributes;
 use crate::rate_limit_key::{KeyDescription, KeyFailure};
 use crate::route_actions::{RouteActions, TemplateVariables};

@@ -4,8 +4,6 @@
 //! them, `scenario` decides with the code that decides live, `statistics` counts in bounded memory, and `report` prints the result.
 //! The crate opens only the logs, and knows nothing of connections, workers or a shared store.
 
-#![warn(clippy::too_many_lines)]
-
 pub mod json_scanner;
 pub mod log_files;
 pub mod log_line;

@@ -18,7 +18,7 @@ use transom_jwt::cache::TokenCache;
 use transom_limiter::handles::PlanPosition;
 use transom_limiter::key::KeyPart;
 use transom_limiter::rule::Cost;
-use transom_rules::client_plans::ClientId;
+use transom_rules::ClientId;
 use transom_rules::compiled_config::CompiledConfig;
 use transom_rules::resolved_request::{RequestView, ResolvedRequest};
 use transom_rules::store_key_text::KeyDigester;
@@ -96,14 +96,14 @@ impl RequestReader {
             Some(KeyPart::Header(name)) => HeaderName::from_bytes(name.as_bytes()).ok(),
             _ => None,
         };
-        let known_clients = compiled.clients.iter().flat_map(|plans| &plans.clients).zip(0..);
+        let known_clients = compiled.clients.iter().flat_map(|plans| plans.clients.enumerate());
         let mut secret = [0; 32];
         getrandom::fill(&mut secret).map_err(|error| format!("no random numbers: {error}"))?;
         Ok(RequestReader {
             digester: KeyDigester::new(&secret, api_key),
             tokens: compiled.token_checker(),
             reads_query,
-            clients: known_clients.map(|(client, id)| (client.name.clone(), id)).collect(),
+            clients: known_clients.map(|(id, client)| (client.name.clone(), id)).collect(),
             is_secure: !config.listen.https.is_empty(),
             fields: LoggedFields { request, response },
             api_key_field,

@@ -1,5 +1,5 @@
-//! The counters of a worker: in the table of this process, or shared with other gateways. Which of the two counts a rule is
-//! asked here alone.
+//! The counters of a worker: in the table of this process, or shared with other gateways. Callers do not ask which of the two
+//! counts a rule.
 
 use std::rc::Rc;
 use std::sync::Arc;

@@ -11,8 +11,6 @@
 //! - `shared_counters`: the state of one worker, calls with their bookkeeping, periodic tasks.
 //! - `test_worker`: a worker and a store for unit tests.
 
-#![warn(clippy::too_many_lines)]
-
 mod circuit_breaker;
 pub mod client;
 mod cluster;

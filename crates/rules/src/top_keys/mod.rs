@@ -136,14 +136,21 @@ impl TopKeys {
         TopKeys { config_number, rules: rules.map(|rule| keys_of(rule.hash_prefix)).collect() }
     }
 
-    /// Counts the decision on a request, with its result in `context`. Returns whether one of its keys needs a name.
+    /// Counts the decision on a request by these rules, with its result in `context`. `decided` is the plan that decided, which
+    /// may have other windows than the rules. Returns whether a key needs a name.
     #[inline]
-    pub fn count_decision(&self, charge_plan: &ChargePlan, context: &DecisionContext, decision: &Decision) -> bool {
+    pub fn count_decision(
+        &self,
+        rules: &IdVec<PlanPosition, RuleId>,
+        decided: &ChargePlan,
+        context: &DecisionContext,
+        decision: &Decision,
+    ) -> bool {
         let mut needs_name = false;
         for (position, keyed_request) in context.inputs.keyed_requests.enumerate() {
             if let Some(keyed_request) = keyed_request
-                && let Some(rule) = self.rules.get(charge_plan.rules()[position])
-                && let Some(outcome) = outcome_of(charge_plan.verdict(position, context, decision), decision)
+                && let Some(rule) = self.rules.get(rules[position])
+                && let Some(outcome) = outcome_of(decided.verdict(position, context, decision), decision)
             {
                 needs_name |= rule.borrow_mut().count(keyed_request.key, outcome, self.config_number);
             }
@@ -154,13 +161,13 @@ impl TopKeys {
     /// Names the keys of a request that need a name.
     pub fn name_keys(
         &self,
-        charge_plan: &ChargePlan,
+        rules: &IdVec<PlanPosition, RuleId>,
         context: &DecisionContext,
         name: impl Fn(PlanPosition) -> KeyName,
     ) {
         for (position, keyed_request) in context.inputs.keyed_requests.enumerate() {
             if let Some(keyed_request) = keyed_request
-                && let Some(rule) = self.rules.get(charge_plan.rules()[position])
+                && let Some(rule) = self.rules.get(rules[position])
             {
                 rule.borrow_mut().name(*keyed_request, self.config_number, || name(position));
             }
