@@ -18,7 +18,7 @@ use transom_limiter::rule_set::{CompiledRule, KeyedRequest, RuleSet};
 use transom_limiter::verdict::Verdict;
 use transom_limiter::window_kind::WindowKind;
 use transom_rules::client_plans::{CallerIdentity, ClientCheck, ClientPart, ClientPlans};
-use transom_rules::key_source::{feed_address, is_usable_key, part_kind};
+use transom_rules::key_source::{feed_address, is_usable_key};
 use transom_rules::overrides::{Overrides, RuleTreatment, feed_text};
 use transom_rules::rate_limit_key::{KeyDescription, KeyHashers};
 use transom_rules::store_key_text::{KeyDigester, KeyTextFormat};
@@ -504,7 +504,7 @@ impl DecisionService {
 
     /// Who the caller is by the key of one rule.
     fn caller<K: AsRef<str>>(&self, RuleKeyValues { rule, key, .. }: &RuleKeyValues<'_, K>) -> CallerIdentity {
-        let is_ip = |(part, _): &(&KeyPart, &K)| matches!(part, KeyPart::Ip { .. });
+        let is_ip = |(part, _): &(&KeyPart, &K)| part.prefixes().is_some();
         let address = self.rule_set.rules[*rule].rule.key.iter().zip(*key).find(is_ip);
         let address = address.and_then(|(_, value)| value.as_ref().parse().ok());
         let named = self.rules[*rule].client_parts.iter().filter_map(|part| {
@@ -543,11 +543,9 @@ impl DecisionService {
             let value = key.get(position).map_or("", K::as_ref);
             let mut readable = None;
             let mut take = |kind, bytes: &[u8]| readable = Some(served.readable_part(position, kind, bytes, digester));
-            match (part, value.parse()) {
-                (KeyPart::Ip { v4_prefix, v6_prefix }, Ok(address)) => {
-                    feed_address(address, *v4_prefix, *v6_prefix, &mut take);
-                }
-                _ => take(part_kind(part), value.as_bytes()),
+            match (part.prefixes(), value.parse()) {
+                (Some(prefixes), Ok(address)) => feed_address(address, prefixes, &mut take),
+                _ => take(part.kind.number, value.as_bytes()),
             }
             client =
                 client.take().or_else(|| served.client_of_part(position, value.as_bytes(), self.clients.as_deref()));
@@ -565,13 +563,13 @@ impl DecisionService {
     ) -> Result<KeyTreatment, DecisionError> {
         let (served, rule) = (&self.rules[*rule], &self.rule_set.rules[*rule].rule);
         // A global rule takes no key, and ignores a given one.
-        let parts: &[KeyPart] = if rule.key == [KeyPart::Global] { &[] } else { &rule.key };
+        let parts: &[KeyPart] = if rule.key == [KeyPart::GLOBAL] { &[] } else { &rule.key };
         if parts.len() != values.len() && !parts.is_empty() {
             let names: Vec<String> = parts.iter().map(KeyPart::to_string).collect();
             return Err(DecisionError::Malformed(format!("the key of this rule consists of `{}`", names.join("`, `"))));
         }
         let unusable =
-            parts.iter().zip(*values).find(|(part, value)| !is_usable_key(part_kind(part), value.as_ref().as_bytes()));
+            parts.iter().zip(*values).find(|(part, value)| !is_usable_key(part.kind.number, value.as_ref().as_bytes()));
         if let Some((part, _)) = unusable {
             let reason = format!("`{part}` contains bytes other than printable ASCII");
             return Err(DecisionError::Malformed(reason));
@@ -650,6 +648,7 @@ mod tests {
     use http::Uri;
     use transom_config::clients::{Client, Clients};
     use transom_config::key::OnUnknownKey;
+    use transom_config::key_kind::{HEADER, IP, METHOD};
     use transom_config::path::PathPattern;
     use transom_config::path::Segment;
     use transom_config::route::Route;
@@ -660,7 +659,7 @@ mod tests {
     use transom_limiter::rule::{Exemptions, KeyValue, Override, Plan, Rule};
     use transom_limiter::secret_digest::Digest;
     use transom_rules::client_plans::ClientLookup;
-    use transom_rules::key_source::RequestAttributes;
+    use transom_rules::key_source::{ConnectionValues, RequestAttributes};
     use transom_rules::rate_limit_key::RuleKey;
 
     const SEED: Seed = Seed(1, 2);
@@ -694,7 +693,7 @@ mod tests {
         let id = 3..5;
         call(&RequestAttributes {
             address: address.parse().unwrap(),
-            client_cert: Some("f00d"),
+            connection: ConnectionValues::default(),
             host: "example.com",
             method: &Method::GET,
             path: "/u/77",
@@ -708,11 +707,11 @@ mod tests {
     }
 
     fn api_key() -> KeyPart {
-        KeyPart::Header("x-api-key".to_owned())
+        HEADER.of_name("x-api-key")
     }
 
     fn user() -> KeyPart {
-        KeyPart::Header("x-user".to_owned())
+        HEADER.of_name("x-user")
     }
 
     fn client(name: &str, plan: &str, api_keys: &[&str], subjects: &[&str], networks: &[&str]) -> Client {
@@ -736,18 +735,18 @@ mod tests {
     }
 
     fn value(part: &KeyPart, [address, api_key, user]: [&str; 3]) -> String {
-        let value = match part {
-            KeyPart::Ip { .. } => address,
-            KeyPart::Header(name) if name == "x-api-key" => api_key,
-            KeyPart::Header(_) => user,
-            _ => "GET",
+        let value = match part.name() {
+            None if part.prefixes().is_some() => address,
+            None => "GET",
+            Some("x-api-key") => api_key,
+            Some(_) => user,
         };
         value.to_owned()
     }
 
     /// A rule, and what it does with unknown keys.
     fn any_rule() -> impl Strategy<Value = (Rule, OnUnknownKey)> {
-        let parts = vec![KeyPart::Ip { v4_prefix: 24, v6_prefix: 64 }, api_key(), user(), KeyPart::Method];
+        let parts = vec![IP.of_prefixes(24, 64), api_key(), user(), METHOD.part()];
         let on_missing = select(vec![OnMissing::Skip, OnMissing::Refuse]);
         let on_unknown = select(vec![OnUnknownKey::Count, OnUnknownKey::Missing, OnUnknownKey::Refuse]);
         let known = (select(ADDRESSES.to_vec()), select(API_KEYS.to_vec()), select(USERS.to_vec()));
@@ -760,7 +759,7 @@ mod tests {
                 rule.plans = plans.into_iter().map(plan).collect();
                 let configured = |values: [&str; 3]| -> Vec<KeyValue> {
                     let clear = |part: &KeyPart| (part.clone(), value(part, values));
-                    let of = |(part, text): (KeyPart, String)| match digests && !matches!(part, KeyPart::Ip { .. }) {
+                    let of = |(part, text): (KeyPart, String)| match digests && part.prefixes().is_none() {
                         true => KeyValue::Digest(Digest::of(text.as_bytes())),
                         false => KeyValue::Clear(text),
                     };
@@ -814,7 +813,7 @@ mod tests {
             for (part, name, value) in [(api_key(), "x-api-key", key), (user(), "x-user", name)] {
                 names(&part).then(|| headers.insert(name, HeaderValue::from_static(value)));
             }
-            let has_address = names(&KeyPart::Ip { v4_prefix: 24, v6_prefix: 64 });
+            let has_address = names(&IP.of_prefixes(24, 64));
             let address = if has_address { address } else { "198.51.100.1" };
             let tokens = TokenCache::new(TokenVerifier::default(), Vec::new(), KeyHasher::new(SEED, 0));
             let lookup = ClientLookup::new(Some(&clients));

@@ -16,6 +16,7 @@ use toml::de::{DeTable, DeValue};
 use transom_config::count_when::CountWhen;
 use transom_config::diagnostics::{Inputs, Problem, render};
 use transom_config::key::OnUnknownKey;
+use transom_config::key_kind::{HEADER, HOST, IP, METHOD};
 use transom_config::lint::{self, Kind};
 use transom_config::path::{ForwardPath, Segment};
 use transom_config::redis::{Node, Nodes};
@@ -27,7 +28,7 @@ use transom_config::{
 use transom_http::path_normalize::{EncodedSlash, PathParameters, PathReading, TrailingSlash};
 use transom_limiter::handles::{Handle, RuleId};
 use transom_limiter::identity;
-use transom_limiter::key::{KeyPart, OnMissing};
+use transom_limiter::key::OnMissing;
 use transom_limiter::rule::{Cost, KeyValue, OnLimit, OnOutage, Sharing};
 use transom_limiter::secret_digest::Digest;
 use transom_limiter::window::Windows;
@@ -518,9 +519,9 @@ fn everything_is_read_as_written() {
         config.rules.map(|rule| rule.rate_limit_style),
         [RateLimitStyle::Both, RateLimitStyle::Off, RateLimitStyle::Both, RateLimitStyle::Both]
     );
-    assert_eq!(rules[0].key, [KeyPart::Ip { v4_prefix: 24, v6_prefix: 56 }]);
-    assert_eq!(rules[1].key, [KeyPart::Header("x-api-key".into()), KeyPart::Host]);
-    let fallback = OnMissing::Fallback(vec![KeyPart::Ip { v4_prefix: 32, v6_prefix: 64 }, KeyPart::Method]);
+    assert_eq!(rules[0].key, [IP.of_prefixes(24, 56)]);
+    assert_eq!(rules[1].key, [HEADER.of_name("x-api-key"), HOST.part()]);
+    let fallback = OnMissing::Fallback(vec![IP.of_prefixes(32, 64), METHOD.part()]);
     assert_eq!((&rules[1].on_missing, &rules[2].on_missing), (&fallback, &OnMissing::Never));
     assert_eq!((&rules[3].cost, rules[3].on_limit), (&Cost::Fixed(u32::MAX), OnLimit::Shadow));
     let layers: Vec<_> = (0..2).map(|layer| rules[0].layer_name(&rules[0].layers, layer)).collect();
@@ -687,7 +688,7 @@ fn plans_overrides_and_exemptions_are_read_as_written() {
     assert_eq!(config.rules[RuleId::at(1)].overrides[0].key, [clear("192.0.2.0"), clear("GET")]);
 
     let clients = config.clients.unwrap();
-    assert_eq!(clients.api_key, Some(KeyPart::Header("x-api-key".into())));
+    assert_eq!(clients.api_key, Some(HEADER.of_name("x-api-key")));
     let names: Vec<_> = clients.list.iter().map(|client| (client.name.as_str(), client.plan.as_str())).collect();
     assert_eq!(names, [("acme", "gold"), ("beta", "silver"), ("gamma.example", "gold")]);
     let acme = &clients.list[0];

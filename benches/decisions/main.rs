@@ -9,7 +9,7 @@ use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::handles::{Handle, RuleId, VariantId};
-use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
+use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, PartArgument, PartKind, Prefixes, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::Rule;
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
@@ -26,6 +26,11 @@ const CASES: [(&str, u32, u32, bool); 5] = [
 ];
 const SEED: Seed = Seed(1, 2);
 const NOW_MS: u64 = 1_700_000_000_000;
+/// As in the gateway.
+const IP: KeyPart = KeyPart {
+    kind: &PartKind { name: "ip", identity: "Ip", number: 1 },
+    argument: PartArgument::Prefixes(Prefixes { v4: 32, v6: 64 }),
+};
 
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -51,8 +56,7 @@ fn decide((_, limit, keys, slides): &(&str, u32, u32, bool), count: u32) -> u32 
         }
     };
     let layers = vec![layer(limit.saturating_add(1), "1/hour"), layer(*limit, "1/minute")];
-    let key = vec![KeyPart::Ip { v4_prefix: 32, v6_prefix: 64 }];
-    let rule_set = Arc::new(RuleSet::new(&[Rule::new("per-client", key, OnMissing::Never, layers)], SEED, None));
+    let rule_set = Arc::new(RuleSet::new(&[Rule::new("per-client", vec![IP], OnMissing::Never, layers)], SEED, None));
     let plan = rule_set.charge_plan([RuleId::at(0)]);
     let table = Table::with_capacity(100_000).expect("there is memory");
     let mut context = DecisionContext::default();

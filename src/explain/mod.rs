@@ -26,6 +26,7 @@ use transom_limiter::key::Seed;
 use transom_limiter::rule_set::RuleSet;
 use transom_limiter::table::Table;
 use transom_rules::compiled_config::RouteRules;
+use transom_rules::key_source::ConnectionValues;
 use transom_rules::ratelimit_headers::seconds_until;
 use transom_rules::resolved_request::RequestView;
 use transom_runtime::clock::Clock;
@@ -136,7 +137,7 @@ impl Explanation {
         self.path = path.clone().into_owned();
         let view = RequestView {
             address: client.address,
-            client_cert: None,
+            connection: ConnectionValues::default(),
             is_secure: client.is_secure,
             host: &validated.host,
             method: &parts.method,

@@ -249,7 +249,7 @@ fn decide(
     let DecisionBuffers { context, params, text, refusal_cache } = &mut *scratch;
     let view = RequestView {
         address: request_context.client.address,
-        client_cert: request_context.peer.connection.client_cert.as_deref(),
+        connection: request_context.peer.connection.key_values(),
         is_secure: request_context.client.is_secure,
         host: &validated.host,
         method: &parts.method,

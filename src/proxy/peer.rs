@@ -12,6 +12,7 @@ use crate::informational::InformationalQueue;
 use crate::timer::Timer;
 use crate::upstream::request_body::BodyDrain;
 use transom_http::headers;
+use transom_rules::key_source::ConnectionValues;
 
 /// Where a connection comes from; shared by all its requests.
 #[derive(Debug)]
@@ -41,6 +42,11 @@ impl ConnectionInfo {
 
     pub fn with_certificate(self, client_cert: Option<Box<str>>) -> ConnectionInfo {
         ConnectionInfo { client_cert, ..self }
+    }
+
+    /// What keys can be made of.
+    pub fn key_values(&self) -> ConnectionValues<'_> {
+        ConnectionValues { client_cert: self.client_cert.as_deref() }
     }
 
     pub fn with_forward_auth(self, is_forward_auth: bool) -> ConnectionInfo {

@@ -14,6 +14,7 @@ use transom_config::counters::Counters;
 use transom_config::descriptor::Descriptor;
 use transom_config::jwt::{JwtKeySettings, JwtSettings};
 use transom_config::key::KeySettings;
+use transom_config::key_kind::KINDS;
 use transom_config::limits::{DrainSettings, Http2, Limits, Timeouts};
 use transom_config::listen::{Admin, Https, Listen};
 use transom_config::overrides::ExceptionSettings;
@@ -440,7 +441,7 @@ fn the_change_log_repeats_no_entry_and_ends_each() {
 
 /// `make docs` sets the variable `TRANSOM_WRITE_DOCS`, and writes the rows instead of comparing them.
 #[test]
-fn the_configuration_reference_equals_the_declarations_of_settings() {
+fn the_configuration_reference_equals_the_declarations_of_settings_and_key_parts() {
     let page = "docs/reference/configuration.md";
     let text = document(page);
     let mut lines: Vec<String> = text.lines().map(str::to_owned).collect();
@@ -494,6 +495,10 @@ fn the_configuration_reference_equals_the_declarations_of_settings() {
             }
         }
     }
+    let start = lines.iter().position(|line| line == "| part | value |").unwrap() + 2;
+    let rows = lines[start..].iter().take_while(|line| line.starts_with('|')).count();
+    let forms = KINDS.into_iter().flat_map(|kind| kind.forms);
+    lines.splice(start..start + rows, forms.map(|(form, value)| format!("| `\"{form}\"` | {value} |")));
     let generated = lines.join("\n") + "\n";
     if std::env::var_os("TRANSOM_WRITE_DOCS").is_some() {
         fs::write(Path::new(env!("CARGO_MANIFEST_DIR")).join(page), generated).unwrap();

@@ -13,12 +13,13 @@ use governor::middleware::NoOpMiddleware;
 use governor::state::keyed::DashMapStateStore;
 use governor::{Quota, RateLimiter};
 
+use transom_config::key_kind::IP;
 use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::handles::{Handle, RuleId, VariantId};
-use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, OnMissing, Seed};
+use transom_limiter::key::{KeyHash, KeyHasher, OnMissing, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::Rule;
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
@@ -57,7 +58,7 @@ impl Transom {
 
     fn with_layers(layers: Vec<Limit>, table: Arc<Table>) -> Transom {
         let rule = {
-            let key = vec![KeyPart::Ip { v4_prefix: 32, v6_prefix: 64 }];
+            let key = vec![IP.of_prefixes(32, 64)];
             Rule::new("per-client", key, OnMissing::Never, layers)
         };
         let rule_set = Arc::new(RuleSet::new(&[rule], SEED, None));

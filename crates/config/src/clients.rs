@@ -11,6 +11,7 @@ use toml::de::{DeTable, DeValue};
 
 use super::diagnostics::{Report, quoted, quoted_list};
 use super::key::{self, OnUnknownKey};
+use super::key_kind::{CLIENT_CERT, Identifies, KeyKind};
 use super::listen::ClientCerts;
 use super::rule::CheckedRule;
 use super::settings::{Custom, Required, Section, Shape, Text, Texts, section_table};
@@ -116,7 +117,8 @@ pub fn read_clients(
     let ClientsSettings { file, api_key, subject } = ClientsSettings::read(&mut table, report);
     let (api_key_item, subject_item) = (table.given("api_key"), table.given("subject"));
     table.finish(report);
-    if let (Some(KeyPart::ClientCert), ClientCerts::Never, Some(item)) = (&subject, certs, &subject_item) {
+    let is_cert = subject.as_ref().is_some_and(|part| CLIENT_CERT.has(part));
+    if let (true, ClientCerts::Never, Some(item)) = (is_cert, certs, &subject_item) {
         let fix = "add `client_ca = \"FILE\"` to `[listen.https]`, with the certificates of the issuers";
         report.missing(item.span.clone(), "the gateway does not request client certificates", fix);
     }
@@ -133,7 +135,7 @@ pub fn read_clients(
         plans,
         has_api_key: api_key_item.is_some(),
         has_subject: subject_item.is_some(),
-        subjects_are_fingerprints: certs != ClientCerts::Never && subject == Some(KeyPart::ClientCert),
+        subjects_are_fingerprints: certs != ClientCerts::Never && is_cert,
         owners: HashMap::new(),
     };
     let list = reader.read_file(&text, &mut file_report);
@@ -180,19 +182,10 @@ pub fn report_unused_on_unknown_key(
 fn read_key_source(item: &Item, example: &str, is_subject: bool, report: &mut Report) -> Option<Option<KeyPart>> {
     let word = item.string(example, report)?;
     let part = key::read_part(&word, report)?;
-    match part {
-        KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::Query(_) | KeyPart::Jwt(_) => return Some(Some(part)),
-        KeyPart::ClientCert | KeyPart::BasicUser if is_subject => return Some(Some(part)),
-        KeyPart::Ip { .. }
-        | KeyPart::Param(_)
-        | KeyPart::BasicUser
-        | KeyPart::ClientCert
-        | KeyPart::Host
-        | KeyPart::Method
-        | KeyPart::Path
-        | KeyPart::Route
-        | KeyPart::Entry(_)
-        | KeyPart::Global => {}
+    match KeyKind::of(&part).identifies {
+        Identifies::Client => return Some(Some(part)),
+        Identifies::Subject if is_subject => return Some(Some(part)),
+        Identifies::Subject | Identifies::Nobody => {}
     }
     let message = format!("`{}` cannot be {}: it does not identify a client", item.key, quoted(word.text));
     report.reject(word.span, message, item.fix_with(example))

@@ -4,6 +4,7 @@
 //! others are the key that the rule counts by.
 
 use super::diagnostics::{Report, quoted};
+use super::key_kind::{ENTRY, IP};
 use super::rule::CheckedRule;
 use super::settings::{Custom, Required, Shape, Words};
 use super::toml_reader::{Item, SpannedStr, Table};
@@ -46,11 +47,11 @@ impl Descriptor {
     /// The key of a rule that does not state one. The settings of the rule state the prefixes of addresses.
     pub fn key(&self) -> Vec<KeyPart> {
         let part = |key: &str| match key {
-            "remote_address" => KeyPart::Ip { v4_prefix: PREFIX_NOT_STATED, v6_prefix: PREFIX_NOT_STATED },
-            key => KeyPart::Entry(key.to_owned()),
+            "remote_address" => IP.of_prefixes(PREFIX_NOT_STATED, PREFIX_NOT_STATED),
+            key => ENTRY.of_name(key),
         };
         let parts: Vec<KeyPart> = self.open_entries().map(part).collect();
-        if parts.is_empty() { vec![KeyPart::Global] } else { parts }
+        if parts.is_empty() { vec![KeyPart::GLOBAL] } else { parts }
     }
 }
 
@@ -86,7 +87,7 @@ pub fn check_descriptor(rule: &Rule, descriptor: Option<&Descriptor>, table: &Ta
         let message = "`descriptor` has no effect: the rule has no `windows`";
         report.missing(item.key_span.clone(), message, "add `windows`: `concurrent` does not apply to descriptors");
     }
-    let parts = if rule.key == [KeyPart::Global] { 0 } else { rule.key.len() };
+    let parts = if rule.key == [KeyPart::GLOBAL] { 0 } else { rule.key.len() };
     let open = descriptor.open_entries().count();
     // Without parts, the key is invalid, which is already reported.
     if parts != open && !rule.key.is_empty() && !descriptor.entries.is_empty() {

@@ -5,45 +5,16 @@
 
 use super::descriptor::Descriptor;
 use super::diagnostics::{Parsed, Report, quoted, quoted_list};
+use super::key_kind::{Argument, CLIENT_CERT, IP, KINDS, KeyKind, NamedPart, PARAM, Presence, forms};
 use super::listen::ClientCerts;
-use super::path::is_param_name;
 use super::settings::{Choice, Custom, Integer, Shape};
 use super::toml_reader::{Item, SpannedStr, Table, nearest};
-use super::values::{FIELD_NAME_FIX, PREFIX_NOT_STATED, parse_field_name};
-use transom_limiter::key::{KeyPart, OnMissing};
-
-const KINDS: [&str; 15] = [
-    "ip",
-    "ip-prefix:BITS",
-    "ip-prefix6:BITS",
-    "header:NAME",
-    "cookie:NAME",
-    "query:NAME",
-    "param:NAME",
-    "jwt:CLAIM",
-    "basic-user",
-    "client-cert",
-    "host",
-    "method",
-    "path",
-    "route",
-    "global",
-];
-
-/// Kinds of parts that take a name: the kind, its description, an example.
-const NAMED: [(&str, &str, &str); 5] = [
-    ("header", "header field", "header:x-api-key"),
-    ("cookie", "cookie", "cookie:session"),
-    ("query", "parameter of the query", "query:api_key"),
-    ("param", "parameter", "param:id"),
-    ("jwt", "claim", "jwt:sub"),
-];
+use super::values::{PREFIX_NOT_STATED, parse_field_name};
+use transom_limiter::key::{KeyPart, OnMissing, PartArgument, Prefixes};
 
 /// Prefixes of addresses: the kind of the part, the version of IP, the number of bits of an address, an example.
 const PREFIXES: [(&str, &str, u8, &str); 2] =
     [("ip-prefix", "IPv4", 32, "ip-prefix:24"), ("ip-prefix6", "IPv6", 128, "ip-prefix6:56")];
-
-const ALWAYS_PRESENT: &str = "`ip`, `host`, `method`, `path`, `route` or `global`";
 
 /// What happens to a key that names no client of `[clients]`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -125,9 +96,14 @@ impl KeySettings {
     fn check_fallback(&self, table: &Table, certs: ClientCerts, report: &mut Report) {
         let words = table.given("on_missing_key").map(|item| item.words()).unwrap_or_default();
         for (word, part) in words.into_iter().zip(self.fallback()) {
-            let lacks_cert = *part == KeyPart::ClientCert && certs != ClientCerts::Always;
-            if lacks_cert || client_may_omit(part, certs) || matches!(part, KeyPart::Param(_)) {
-                let fix = format!("use a part that is always present: {ALWAYS_PRESENT}");
+            let may_lack = match KeyKind::of(part).presence {
+                Presence::All => false,
+                Presence::WithCertificate => certs != ClientCerts::Always,
+                Presence::OnRoutes | Presence::Some => true,
+            };
+            if may_lack {
+                let always = KINDS.into_iter().filter(|kind| kind.presence == Presence::All).filter_map(KeyKind::form);
+                let fix = format!("use a part that is always present: {}", quoted_list(always, "or"));
                 report.problem(word.span, format!("{} may be missing too", quoted(word.text)), fix);
             }
         }
@@ -136,13 +112,13 @@ impl KeySettings {
     /// Reports settings that have no effect, and a missing `on_missing_key`.
     fn check_effect(&self, table: &Table, certs: ClientCerts, report: &mut Report) {
         let key_span = table.given("key").map_or(table.span.clone(), |item| item.span);
-        if self.key.contains(&KeyPart::ClientCert) && certs == ClientCerts::Never {
+        if self.key.iter().any(|part| CLIENT_CERT.has(part)) && certs == ClientCerts::Never {
             let message = "`client-cert` is never present: the gateway does not request client certificates";
             let fix = "add `client_ca = \"FILE\"` to `[listen.https]`, with the certificates of the issuers";
             report.missing(key_span.clone(), message, fix);
         }
         let counts_as_missing = self.on_unknown_key == OnUnknownKey::Missing;
-        let has_param = self.key.iter().any(|part| matches!(part, KeyPart::Param(_)));
+        let has_param = self.key.iter().any(|part| PARAM.has(part));
         match (table.given("on_missing_key"), self.key.iter().find(|part| client_may_omit(part, certs))) {
             (None, Some(part)) if table.lacks("on_missing_key") => {
                 let message = format!("a request may lack `{part}`, and the rule has no `on_missing_key`");
@@ -171,11 +147,8 @@ impl KeySettings {
         if self.key.is_empty() || !is_known {
             return;
         }
-        let prefixes = self.key.iter().chain(self.fallback()).filter_map(|part| match part {
-            KeyPart::Ip { v4_prefix, v6_prefix } => Some([*v4_prefix, *v6_prefix]),
-            _ => None,
-        });
-        let prefixes: Vec<[u8; 2]> = prefixes.collect();
+        let prefixes = self.key.iter().chain(self.fallback()).filter_map(KeyPart::prefixes);
+        let prefixes: Vec<[u8; 2]> = prefixes.map(|Prefixes { v4, v6 }| [v4, v6]).collect();
         for (version, setting) in ["ipv4_prefix", "ipv6_prefix"].into_iter().enumerate() {
             let Some(item) = table.given(setting) else { continue };
             let reason = match prefixes.is_empty() {
@@ -194,22 +167,22 @@ impl KeySettings {
 /// Sets the prefixes of addresses that the parts of a key do not state.
 fn set_prefixes(parts: &mut [KeyPart], ipv4_prefix: u8, ipv6_prefix: u8) {
     for part in parts {
-        if let KeyPart::Ip { v4_prefix, v6_prefix } = part {
+        if let PartArgument::Prefixes(Prefixes { v4, v6 }) = &mut part.argument {
             let or = |stated: u8, other: u8| if stated == PREFIX_NOT_STATED { other } else { stated };
-            (*v4_prefix, *v6_prefix) = (or(*v4_prefix, ipv4_prefix), or(*v6_prefix, ipv6_prefix));
+            (*v4, *v6) = (or(*v4, ipv4_prefix), or(*v6, ipv6_prefix));
         }
     }
 }
 
 /// Adds the prefix for one version of IP to a part that states only the other one: both are one part of the key.
 fn join_prefixes(parts: &mut [KeyPart], part: &KeyPart) -> bool {
-    let KeyPart::Ip { v4_prefix: added_v4, v6_prefix: added_v6 } = part else { return false };
+    let Some(added) = part.prefixes() else { return false };
     parts.iter_mut().any(|known| {
-        let KeyPart::Ip { v4_prefix, v6_prefix } = known else { return false };
+        let PartArgument::Prefixes(Prefixes { v4, v6 }) = &mut known.argument else { return false };
         let states_one = |one: u8, other: u8| (one == PREFIX_NOT_STATED) != (other == PREFIX_NOT_STATED);
-        let complements = states_one(*v4_prefix, *added_v4) && states_one(*v6_prefix, *added_v6);
+        let complements = states_one(*v4, added.v4) && states_one(*v6, added.v6);
         if complements {
-            (*v4_prefix, *v6_prefix) = ((*v4_prefix).max(*added_v4), (*v6_prefix).max(*added_v6));
+            (*v4, *v6) = ((*v4).max(added.v4), (*v6).max(added.v6));
         }
         complements
     })
@@ -217,19 +190,12 @@ fn join_prefixes(parts: &mut [KeyPart], part: &KeyPart) -> bool {
 
 /// Whether a client can send a request without this part.
 fn client_may_omit(part: &KeyPart, certs: ClientCerts) -> bool {
-    match part {
+    match KeyKind::of(part).presence {
         // `ClientCerts::Never` is reported as a problem of its own.
-        KeyPart::ClientCert => certs == ClientCerts::Sometimes,
-        KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::Query(_) | KeyPart::Jwt(_) | KeyPart::BasicUser => true,
+        Presence::WithCertificate => certs == ClientCerts::Sometimes,
+        Presence::Some => true,
         // `config::route` checks that the path of the route has the parameter, unless `on_missing_key` is set.
-        KeyPart::Param(_) => false,
-        KeyPart::Ip { .. }
-        | KeyPart::Host
-        | KeyPart::Method
-        | KeyPart::Path
-        | KeyPart::Route
-        | KeyPart::Entry(_)
-        | KeyPart::Global => false,
+        Presence::All | Presence::OnRoutes => false,
     }
 }
 
@@ -253,7 +219,7 @@ fn read_parts(item: &Item, report: &mut Report) -> Option<Vec<KeyPart>> {
     let mut parts: Vec<KeyPart> = Vec::new();
     let mut is_valid = true;
     for word in &words {
-        let is_address = |part: &KeyPart| matches!(part, KeyPart::Ip { .. });
+        let is_address = |part: &KeyPart| part.prefixes().is_some();
         let problem = match parse_part(word.text) {
             Ok(part) if join_prefixes(&mut parts, &part) => continue,
             Ok(part) if parts.contains(&part) => {
@@ -271,7 +237,7 @@ fn read_parts(item: &Item, report: &mut Report) -> Option<Vec<KeyPart>> {
         is_valid = false;
         report.problem(word.span.clone(), problem.0, problem.1);
     }
-    if parts.len() > 1 && parts.contains(&KeyPart::Global) {
+    if parts.len() > 1 && parts.contains(&KeyPart::GLOBAL) {
         let global = words.iter().find(|word| word.text == "global").unwrap_or(&words[0]);
         let message = "`global` cannot be combined with other parts: it counts all requests as one";
         return report.reject(global.span.clone(), message, "remove it, or remove all other parts");
@@ -284,93 +250,53 @@ pub fn read_part(word: &SpannedStr, report: &mut Report) -> Option<KeyPart> {
     report.accept(word.span.clone(), parse_part(word.text))
 }
 
-/// Parses one part.
-fn parse_part(text: &str) -> Parsed<KeyPart> {
+/// Parses one part. Prefixes of addresses may be [`PREFIX_NOT_STATED`].
+pub fn parse_part(text: &str) -> Parsed<KeyPart> {
     let no_part = || format!("{} is not a key part", quoted(text));
     if let Some((kind, name)) = text.split_once(':')
         && let Some(part) = parse_named_part(kind, name, text)
     {
         return part;
     }
-    match text {
-        "ip" => Ok(KeyPart::Ip { v4_prefix: PREFIX_NOT_STATED, v6_prefix: PREFIX_NOT_STATED }),
-        "host" => Ok(KeyPart::Host),
-        "method" => Ok(KeyPart::Method),
-        "path" => Ok(KeyPart::Path),
-        "route" => Ok(KeyPart::Route),
-        "global" => Ok(KeyPart::Global),
-        "basic-user" => Ok(KeyPart::BasicUser),
-        "client-cert" => Ok(KeyPart::ClientCert),
-        _ => {
-            if let Some((_, what, example)) = NAMED.iter().find(|(kind, ..)| *kind == text) {
-                return Err((no_part(), format!("name the {what}, such as `\"{example}\"`")));
-            }
-            if let Some((.., example)) = PREFIXES.iter().find(|(kind, ..)| *kind == text) {
-                return Err((no_part(), format!("add the number of bits, such as `\"{example}\"`")));
-            }
-            let fix = match nearest(text, KINDS.into_iter().filter(|kind| !kind.contains(':'))) {
-                None if ["remote_addr", "client_ip", "address", "client"].contains(&text) => {
-                    "did you mean `\"ip\"`?".to_owned()
-                }
-                None if text.contains('-') && parse_field_name(text).is_some() => {
-                    format!("did you mean `\"header:{text}\"`?")
-                }
-                Some(guess) => format!("did you mean `\"{guess}\"`?"),
-                None => format!("write {}", quoted_list(KINDS, "or")),
-            };
-            Err((no_part(), fix))
+    match KeyKind::named(text).map(|kind| (kind, &kind.argument)) {
+        Some((kind, Argument::None | Argument::Unwritten)) => return Ok(kind.part()),
+        Some((kind, Argument::Prefixes)) => return Ok(kind.of_prefixes(PREFIX_NOT_STATED, PREFIX_NOT_STATED)),
+        Some((_, Argument::Name(form))) => {
+            return Err((no_part(), format!("name the {}, such as `\"{}\"`", form.what, form.example)));
         }
+        None => {}
     }
+    if let Some((.., example)) = PREFIXES.iter().find(|(kind, ..)| *kind == text) {
+        return Err((no_part(), format!("add the number of bits, such as `\"{example}\"`")));
+    }
+    let fix = match nearest(text, forms().filter(|form| !form.contains(':'))) {
+        None if ["remote_addr", "client_ip", "address", "client"].contains(&text) => {
+            "did you mean `\"ip\"`?".to_owned()
+        }
+        None if text.contains('-') && parse_field_name(text).is_some() => format!("did you mean `\"header:{text}\"`?"),
+        Some(guess) => format!("did you mean `\"{guess}\"`?"),
+        None => format!("write {}", quoted_list(forms(), "or")),
+    };
+    Err((no_part(), fix))
 }
 
 /// Parses a part of the form `KIND:NAME`; `None` if the kind is unknown.
 fn parse_named_part(kind: &str, name: &str, text: &str) -> Option<Parsed<KeyPart>> {
-    let no_part = || format!("{} is not a key part", quoted(text));
     if let Some((kind, version, bits, _)) = PREFIXES.iter().find(|(known, ..)| *known == kind) {
         let prefix = name.parse().ok().filter(|prefix| (1..=*bits).contains(prefix));
         return Some(match (prefix, *kind) {
-            (Some(v4_prefix), "ip-prefix") => Ok(KeyPart::Ip { v4_prefix, v6_prefix: PREFIX_NOT_STATED }),
-            (Some(v6_prefix), _) => Ok(KeyPart::Ip { v4_prefix: PREFIX_NOT_STATED, v6_prefix }),
+            (Some(v4), "ip-prefix") => Ok(IP.of_prefixes(v4, PREFIX_NOT_STATED)),
+            (Some(v6), _) => Ok(IP.of_prefixes(PREFIX_NOT_STATED, v6)),
             (None, _) => Err((
                 format!("{} is no prefix of an {version} address", quoted(text)),
                 format!("write a number of bits from 1 to {bits}, such as `\"{kind}:{}\"`", bits / 4 * 3),
             )),
         });
     }
-    let (_, what, example) = NAMED.iter().find(|(known, ..)| *known == kind)?;
-    let none = |fix: &str| Err((format!("{} names no {what}", quoted(text)), fix.to_owned()));
-    let such_as = format!("write, for example, `\"{example}\"`");
-    Some(match kind {
-        "header" => match (parse_field_name(name), parse_field_name(name.trim())) {
-            (Some(name), _) => Ok(KeyPart::Header(name)),
-            (None, Some(name)) => Err((no_part(), format!("write `\"header:{name}\"`"))),
-            (None, None) => none(if name.is_empty() { &such_as } else { FIELD_NAME_FIX }),
-        },
-        "param" if is_param_name(name) => Ok(KeyPart::Param(name.to_owned())),
-        "param" => {
-            let bare = name.trim_matches(['{', '}', '*', ' ']).replace('-', "_");
-            let bare = if is_param_name(&bare) { bare } else { String::from("id") };
-            Err((format!("{} names no parameter of a path", quoted(text)), format!("write `\"param:{bare}\"`")))
-        }
-        // White space around the name is invisible, and hardly intended.
-        _ if name.is_empty() || name.contains(char::is_control) => none(&such_as),
-        _ if name.contains('*') || name.starts_with(['~', '^']) => {
-            none(&format!("write the whole name, such as `\"{example}\"`: a key has no patterns"))
-        }
-        _ if name != name.trim() => Err((no_part(), format!("write `\"{kind}:{}\"`", name.trim()))),
-        "cookie" if name.bytes().all(is_token_byte) => Ok(KeyPart::Cookie(name.to_owned())),
-        "cookie" => {
-            none("write the name of the cookie, the part before `=`: letters, digits, `_`, `-` and similar characters")
-        }
-        "query" if !name.contains(['%', '&', '=']) => Ok(KeyPart::Query(name.to_owned())),
-        "query" => none("write the decoded name alone, such as `\"query:filter[user]\"`"),
-        _ => Ok(KeyPart::Jwt(name.to_owned())),
-    })
-}
-
-/// Whether a byte can be in a token (RFC 9110, section 5.6.2), the form of cookie names in RFC 6265.
-fn is_token_byte(byte: u8) -> bool {
-    byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte)
+    let kind = KeyKind::named(kind)?;
+    let Argument::Name(form) = &kind.argument else { return None };
+    let name = (form.parse)(&NamedPart { text, kind: kind.part.name, name, form });
+    Some(name.map(|name| kind.of_name(&name)))
 }
 
 fn read_on_missing(item: &Item, report: &mut Report) -> Option<OnMissing> {

@@ -126,7 +126,7 @@ fn may_be_equal(a: &str, b: &str) -> bool {
 
 /// In a cluster, the slot of a counter must not depend on its window, which the store's clock decides.
 fn check_hash_tag(rule: &Rule, format: &KeyFormat, span: &Span, report: &mut Report) {
-    let name = format.name(if rule.key == [KeyPart::Global] { "" } else { "k" });
+    let name = format.name(if rule.key == [KeyPart::GLOBAL] { "" } else { "k" });
     let tag = name.split_once('{').and_then(|(_, rest)| rest.split_once('}')).map_or("", |(tag, _)| tag);
     if tag.is_empty() || tag.contains(WINDOW_MARK) {
         let message = "in a Redis Cluster, names need a hash tag that does not contain `{window}`";

@@ -32,6 +32,7 @@ pub mod host;
 pub mod jwt;
 pub mod key;
 pub mod key_format;
+pub mod key_kind;
 pub mod limits;
 pub mod lint;
 pub mod listen;

@@ -11,8 +11,8 @@ use super::Config;
 use super::certificate::RevocationList;
 use super::diagnostics::{quoted, quoted_list};
 use super::key::OnUnknownKey;
+use super::key_kind::{KeyKind, Variety, is_secret_part};
 use super::path::Segment;
-use super::redis::is_secret_part;
 use super::route::Route;
 use super::rule::GatewayRule;
 use super::window::layers_are_comparable;
@@ -140,11 +140,11 @@ fn rule_messages(config: &Config) -> Vec<LintMessage> {
 /// Warns of rules that count by a value that any client can invent. With a new value in each request, such a rule limits
 /// nothing; a rule by address on the same route limits how many values a client can try.
 fn invented_keys(config: &Config) -> Vec<LintMessage> {
-    let is_invented = |part: &&KeyPart| matches!(part, KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::Query(_));
+    let is_invented = |part: &&KeyPart| KeyKind::of(part).variety == Variety::Any;
     // A path can be invented too, where a route matches many.
-    let is_fixed = |part: &KeyPart| matches!(part, KeyPart::Ip { .. } | KeyPart::Route);
+    let is_fixed = |part: &KeyPart| KeyKind::of(part).variety == Variety::Few;
     let limits_addresses = |rule: &Rule| {
-        let has_address = rule.key.iter().any(|part| matches!(part, KeyPart::Ip { .. }));
+        let has_address = rule.key.iter().any(|part| part.prefixes().is_some());
         has_address && rule.key.iter().all(is_fixed) && !rule.layers.is_empty() && !rule.is_shadow()
     };
     let is_read = |part: &KeyPart| config.clients.iter().flat_map(|clients| clients.sources()).any(|read| read == part);

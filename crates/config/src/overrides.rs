@@ -8,6 +8,7 @@ use std::collections::HashSet;
 use toml::de::DeValue;
 
 use super::diagnostics::{Report, Span, quoted, quoted_list};
+use super::key_kind::{KeyKind, ValueForm};
 use super::settings::{Custom, Required, Section, Shape, Tables, Word};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use super::values::{check_name, is_pattern, read_digest, read_fingerprint, read_network};
@@ -187,7 +188,7 @@ impl OverrideKeys<'_> {
             // The key of the rule is invalid, which is already reported.
             return None;
         }
-        if self.parts.contains(&KeyPart::Global) {
+        if self.parts.contains(&KeyPart::GLOBAL) {
             let message = "the rule has the key `global`, which has no values";
             return report.reject(span.clone(), message, "remove it, or change the rule's windows");
         }
@@ -199,7 +200,8 @@ impl OverrideKeys<'_> {
                 count => format!("{count} values are"),
             };
             let message = format!("the rule's key has the parts {parts}, but {count} given");
-            let example: Vec<String> = self.parts.iter().map(|part| format!("\"{}\"", example_value(part))).collect();
+            let example: Vec<String> =
+                self.parts.iter().map(|part| format!("\"{}\"", KeyKind::of(part).example_value)).collect();
             let fix = match example.as_slice() {
                 [one] => format!("give one value: `key = {one}`"),
                 several => format!("give a value for each part, in this order: `{{ key = [{}] }}`", several.join(", ")),
@@ -218,41 +220,14 @@ impl OverrideKeys<'_> {
     }
 }
 
-fn example_value(part: &KeyPart) -> &'static str {
-    match part {
-        KeyPart::Ip { .. } => "192.0.2.7",
-        KeyPart::Host => "api.example.com",
-        KeyPart::Method => "GET",
-        KeyPart::Path => "/login",
-        KeyPart::ClientCert => "9f86d081…",
-        KeyPart::Header(_)
-        | KeyPart::Cookie(_)
-        | KeyPart::Query(_)
-        | KeyPart::Jwt(_)
-        | KeyPart::Param(_)
-        | KeyPart::BasicUser
-        | KeyPart::Route
-        | KeyPart::Entry(_)
-        | KeyPart::Global => "VALUE",
-    }
-}
-
 /// Reads the value of one part, in the form in which requests are compared.
 fn read_value(part: &KeyPart, word: &SpannedStr, report: &mut Report) -> Option<KeyValue> {
     let text = word.text;
-    if let KeyPart::Ip { v4_prefix, v6_prefix } = part {
-        let Ok(address) = text.parse().map(canonical_address) else {
-            let fix =
-                "write an address such as `192.0.2.7`; a network can be exempt, but cannot have windows of its own";
-            return report.reject(word.span.clone(), format!("{} is not an IP address", quoted(text)), fix);
-        };
-        // The rule counts addresses with this prefix as one client, so the override applies to all of them.
-        let prefix = if address.is_ipv4() { *v4_prefix } else { *v6_prefix };
-        return Some(KeyValue::Clear(Network::containing(address, prefix).address.to_string()));
-    }
-    if *part == KeyPart::ClientCert {
-        return read_fingerprint(word, report).map(KeyValue::Clear);
-    }
+    let find_fix = match &KeyKind::of(part).value {
+        ValueForm::Address => return read_address(part, word, report),
+        ValueForm::Fingerprint => return read_fingerprint(word, report).map(KeyValue::Clear),
+        ValueForm::Text(find_fix) => find_fix,
+    };
     if text.starts_with(Digest::PREFIX) {
         let digest = read_digest(word, report)?;
         return Some(KeyValue::Digest(digest));
@@ -263,35 +238,17 @@ fn read_value(part: &KeyPart, word: &SpannedStr, report: &mut Report) -> Option<
                    write its digest: `sha256:` and 64 hex digits";
         return report.reject(word.span.clone(), message, fix);
     }
-    let fix = match part {
-        KeyPart::Header(_) if text.is_empty() || text.trim() != text => {
-            "write the value of the field, without spaces around it"
-        }
-        KeyPart::Header(_) if text.contains(|c: char| c.is_control() && c != '\t') => "remove control characters",
-        KeyPart::Cookie(_) | KeyPart::Query(_) | KeyPart::Jwt(_) | KeyPart::BasicUser if text.is_empty() => {
-            "write a value; an empty value counts as missing"
-        }
-        KeyPart::Host if text.is_empty() || text.contains(|c: char| c.is_uppercase() || "/: ".contains(c)) => {
-            "write the host name alone, in lower case"
-        }
-        KeyPart::Method if text.is_empty() || text.contains(|c: char| c.is_lowercase() || c == ' ') => {
-            "write a method in upper case, such as `GET`"
-        }
-        KeyPart::Path if !text.starts_with('/') => "write the path as it is matched, such as `/login`",
-        KeyPart::Ip { .. }
-        | KeyPart::Header(_)
-        | KeyPart::Cookie(_)
-        | KeyPart::Query(_)
-        | KeyPart::Jwt(_)
-        | KeyPart::Param(_)
-        | KeyPart::BasicUser
-        | KeyPart::ClientCert
-        | KeyPart::Host
-        | KeyPart::Method
-        | KeyPart::Path
-        | KeyPart::Route
-        | KeyPart::Entry(_)
-        | KeyPart::Global => return Some(KeyValue::Clear(text.to_owned())),
-    };
+    let Some(fix) = find_fix(text) else { return Some(KeyValue::Clear(text.to_owned())) };
     report.reject(word.span.clone(), format!("a request never has {} as its `{part}`", quoted(text)), fix)
+}
+
+fn read_address(part: &KeyPart, word: &SpannedStr, report: &mut Report) -> Option<KeyValue> {
+    let Ok(address) = word.text.parse().map(canonical_address) else {
+        let fix = "write an address such as `192.0.2.7`; a network can be exempt, but cannot have windows of its own";
+        return report.reject(word.span.clone(), format!("{} is not an IP address", quoted(word.text)), fix);
+    };
+    // The rule counts addresses with these prefixes as one client, so the override applies to all of them.
+    let prefixes = part.prefixes()?;
+    let prefix = if address.is_ipv4() { prefixes.v4 } else { prefixes.v6 };
+    Some(KeyValue::Clear(Network::containing(address, prefix).address.to_string()))
 }

@@ -17,7 +17,6 @@ use super::host::{parse_authority, parse_socket_path};
 use super::settings::{Choice, Custom, Integer, Optional, Required, Restart, Section, Shape, Text, Time, Word};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use super::values::{Secret, strip_line_end};
-use transom_limiter::key::KeyPart;
 use transom_limiter::rule::{OnOutage, Sharing};
 
 const EXAMPLE: &str = "\"redis://127.0.0.1:6379\"";
@@ -36,10 +35,6 @@ const DATABASE_MAX: u64 = 65_535;
 const PREFIX_MAX_BYTES: usize = 64;
 /// A shorter key could be found by brute force.
 const DIGEST_KEY_MIN_BYTES: usize = 16;
-/// Header fields with credentials.
-const SECRET_FIELDS: [&str; 4] = ["authorization", "proxy-authorization", "cookie", "x-api-key"];
-/// Words that mark the name of a header field or query parameter as secret.
-const SECRET_WORDS: [&str; 8] = ["api-key", "api_key", "apikey", "password", "secret", "session", "signature", "token"];
 
 settings! {
     /// Counters that gateways share in Redis or Valkey.
@@ -457,30 +452,6 @@ fn percent_decode(text: &str) -> Option<String> {
         bytes.extend_from_slice(&piece.as_bytes()[2..]);
     }
     String::from_utf8(bytes).ok()
-}
-
-/// Whether the store holds only a digest of this key part, judged by its name. Claims of tokens and fingerprints of
-/// certificates are not secret.
-pub fn is_secret_part(part: &KeyPart) -> bool {
-    let is_secret_name = |name: &str| {
-        let name = name.to_ascii_lowercase();
-        SECRET_WORDS.iter().any(|word| name.contains(word))
-    };
-    match part {
-        KeyPart::Cookie(_) => true,
-        KeyPart::Header(name) => SECRET_FIELDS.contains(&name.as_str()) || is_secret_name(name),
-        KeyPart::Query(name) | KeyPart::Entry(name) => is_secret_name(name),
-        KeyPart::Ip { .. }
-        | KeyPart::Jwt(_)
-        | KeyPart::Param(_)
-        | KeyPart::BasicUser
-        | KeyPart::ClientCert
-        | KeyPart::Host
-        | KeyPart::Method
-        | KeyPart::Path
-        | KeyPart::Route
-        | KeyPart::Global => false,
-    }
 }
 
 /// The topology of the servers.

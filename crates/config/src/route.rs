@@ -10,6 +10,7 @@ use toml::de::DeValue;
 
 use super::diagnostics::{Report, Span, quoted};
 use super::host::{read_distinct, read_hosts};
+use super::key_kind::{ENTRY, PARAM};
 use super::limits::Timeouts;
 use super::path::{PathPattern, PatternKind, Segment};
 use super::route_actions::{ActionContext, ActionSettings, Actions, CONNECTION_FIELDS, responds_directly};
@@ -362,14 +363,13 @@ impl RouteContext<'_> {
             found.push(id);
             // Without `on_missing_key`, a rule needs all path parameters that it counts by.
             let rule = &self.rules.entries[id].value.rule;
-            if let Some(part) = rule.key.iter().find(|part| matches!(part, KeyPart::Entry(_))) {
+            if let Some(part) = rule.key.iter().find(|part| ENTRY.has(part)) {
                 let message = format!("the rule {} counts by `{part}`, which only a descriptor has", quoted(text));
                 report.problem(span.clone(), message, format!("add a `key` to `[rules.{text}]`, such as `\"ip\"`"));
             }
             let Some(path) = path.filter(|_| rule.on_missing == OnMissing::Never) else { continue };
-            let is_param =
-                |part: &KeyPart| matches!(part, KeyPart::Param(name) if !path.param_names().contains(&&**name));
-            if let Some(KeyPart::Param(name)) = rule.key.iter().find(|part| is_param(part)) {
+            let mut params = rule.key.iter().filter(|part| PARAM.has(part)).filter_map(KeyPart::name);
+            if let Some(name) = params.find(|name| !path.param_names().contains(name)) {
                 let (rule, path) = (quoted(text), quoted(&path.text));
                 let message =
                     format!("the rule {rule} counts by `param:{name}`, but the path {path} has no `{{{name}}}`");

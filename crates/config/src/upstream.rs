@@ -10,9 +10,10 @@ use toml::de::DeValue;
 
 use super::UpstreamId;
 use super::client_tls::{ClientTls, ClientTlsSettings, SystemRoots, suggest_ca};
-use super::diagnostics::{Parsed, Report, quoted};
+use super::diagnostics::{Parsed, Report, quoted, quoted_list};
 use super::host::{SERVICE_FIX, parse_authority, parse_socket_path};
 use super::key;
+use super::key_kind::{KINDS, KeyKind};
 use super::settings::{
     Choice, Custom, DAY_MS, Inline, InlineOrFalse, Integer, Kind, Optional, Percent, Required, Section, Shape, Text,
     Time, TimeOrZero, Word,
@@ -374,23 +375,9 @@ fn read_balance(item: &Item, report: &mut Report) -> Option<LoadBalancing> {
 fn read_hash_parts(item: &Item, report: &mut Report) -> Option<Vec<KeyPart>> {
     let parts = key::read_whole_parts(item, report)?;
     for part in &parts {
-        let why = match part {
-            KeyPart::Param(_) => "`param` cannot be hashed: it belongs to one route, and an upstream can have several",
-            KeyPart::Jwt(_) => "a claim cannot be hashed: tokens are verified only for rules that count by a claim",
-            KeyPart::Global => "`global` cannot be hashed: one server would receive all requests",
-            KeyPart::Ip { .. }
-            | KeyPart::Header(_)
-            | KeyPart::Cookie(_)
-            | KeyPart::Query(_)
-            | KeyPart::BasicUser
-            | KeyPart::ClientCert
-            | KeyPart::Host
-            | KeyPart::Method
-            | KeyPart::Path
-            | KeyPart::Route
-            | KeyPart::Entry(_) => continue,
-        };
-        let fix = "hash `ip`, `header:NAME`, `cookie:NAME`, `query:NAME`, `basic-user`, `client-cert`, `host`, `method`, `path` or `route`";
+        let Some(why) = KeyKind::of(part).not_hashed else { continue };
+        let hashed = KINDS.into_iter().filter(|kind| kind.not_hashed.is_none()).filter_map(KeyKind::form);
+        let fix = format!("hash {}", quoted_list(hashed, "or"));
         return report.reject(item.span.clone(), why, fix);
     }
     Some(parts)

@@ -44,7 +44,7 @@ impl Gateway {
     fn new() -> Arc<Gateway> {
         let mut rule = Rule::new(
             "r",
-            vec![KeyPart::Global],
+            vec![KeyPart::GLOBAL],
             OnMissing::Never,
             vec![Limit::parse("1/100ms").expect("it is a limit")],
         );

@@ -30,7 +30,7 @@ struct Gateway {
 impl Gateway {
     fn new() -> Arc<Gateway> {
         let limit = Limit::parse("1/100ms").expect("it is a limit");
-        let mut rule = Rule::new("r", vec![KeyPart::Global], OnMissing::Never, vec![limit]);
+        let mut rule = Rule::new("r", vec![KeyPart::GLOBAL], OnMissing::Never, vec![limit]);
         rule.sharing = Sharing::Lease;
         // A table of one shard, because loom creates its locks again for each interleaving.
         let former = RuleSet { concurrency: Arc::new(ConcurrencyTable::with_capacity(1, 1)), ..RuleSet::default() };

@@ -152,7 +152,7 @@ impl RuleSet {
         positions.retain(|position| compiled(position).concurrent_name().is_some());
         positions.sort_by_key(|position| {
             let rule = &compiled(position).rule;
-            (rule.is_shadow(), rule.key.contains(&KeyPart::Global), rule.delays(), rules[*position])
+            (rule.is_shadow(), rule.key.contains(&KeyPart::GLOBAL), rule.delays(), rules[*position])
         });
         positions
     }
@@ -313,7 +313,7 @@ mod tests {
     #[test]
     fn the_buckets_of_a_plan_are_those_of_its_charges_each_once() {
         let layers = ["9/second", "99/minute", "999/hour", "9999/day"].map(|text| Limit::parse(text).unwrap()).to_vec();
-        let rule = |name: &str| Rule::new(name, vec![KeyPart::Global], OnMissing::Never, layers.clone());
+        let rule = |name: &str| Rule::new(name, vec![KeyPart::GLOBAL], OnMissing::Never, layers.clone());
         let rule_set = Arc::new(RuleSet::new(&[rule("a"), rule("b")], Seed(1, 2), None));
         let charge_plan = rule_set.charge_plan(rule_set.rules.ids().rev());
         let key = KeyHash { bucket_hash: u64::MAX - 5, tag: 7 };

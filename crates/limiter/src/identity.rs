@@ -1,10 +1,10 @@
 //! Identities of counters: the texts whose hashes distinguish the counters of one layer from those of all others.
 //!
 //! Counters in files and those of running processes are found by these texts. A changed text gives every key unused counters, so
-//! the texts are written here, and nothing is derived from names in the code. Their forms are documented in
-//! docs/explanation/persistence.md; a test has those of many rules as literals.
+//! the texts are written here, except for the names of the kinds of key parts, and nothing is derived from names in the code. Their
+//! forms are documented in docs/explanation/persistence.md; a test has those of many rules as literals.
 
-use crate::key::{KeyPart, Seed};
+use crate::key::{KeyPart, PartArgument, Prefixes, Seed};
 use crate::rule::Rule;
 use crate::window::Windows;
 use crate::window_kind::WindowKind;
@@ -20,22 +20,11 @@ pub fn key_text(parts: &[KeyPart]) -> String {
 }
 
 fn part_text(part: &KeyPart) -> String {
-    let named = |kind: &str, name: &str| format!("{kind}(\"{}\")", escape(name));
-    match part {
-        KeyPart::Ip { v4_prefix, v6_prefix } => format!("Ip {{ v4_prefix: {v4_prefix}, v6_prefix: {v6_prefix} }}"),
-        KeyPart::Header(name) => named("Header", name),
-        KeyPart::Cookie(name) => named("Cookie", name),
-        KeyPart::Query(name) => named("Query", name),
-        KeyPart::Jwt(claim) => named("Jwt", claim),
-        KeyPart::Param(name) => named("Param", name),
-        KeyPart::Entry(name) => named("Entry", name),
-        KeyPart::BasicUser => "BasicUser".to_owned(),
-        KeyPart::ClientCert => "ClientCert".to_owned(),
-        KeyPart::Host => "Host".to_owned(),
-        KeyPart::Method => "Method".to_owned(),
-        KeyPart::Path => "Path".to_owned(),
-        KeyPart::Route => "Route".to_owned(),
-        KeyPart::Global => "Global".to_owned(),
+    let kind = part.kind.identity;
+    match &part.argument {
+        PartArgument::None => kind.to_owned(),
+        PartArgument::Name(name) => format!("{kind}(\"{}\")", escape(name)),
+        PartArgument::Prefixes(Prefixes { v4, v6 }) => format!("{kind} {{ v4_prefix: {v4}, v6_prefix: {v6} }}"),
     }
 }
 

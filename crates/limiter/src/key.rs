@@ -9,61 +9,79 @@ use std::hash::{Hash, Hasher};
 
 use siphasher::sip128::{Hasher128, SipHasher13};
 
-/// One part of a key, as configured.
+/// A kind of key parts, such as the fields of requests. The user of this crate defines the kinds and reads their values; here,
+/// they are only told apart.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
-pub enum KeyPart {
-    /// The client's address, grouped by prefix.
-    Ip {
-        /// Prefix length of IPv4 addresses, at most 32.
-        v4_prefix: u8,
-        /// Prefix length of IPv6 addresses, at most 128.
-        v6_prefix: u8,
-    },
-    /// A request field, by its lower-case name.
-    Header(String),
-    /// A cookie, by its name.
-    Cookie(String),
-    /// A parameter of the query, by its name when decoded.
-    Query(String),
-    /// A claim of the request's bearer token.
-    Jwt(String),
-    /// A parameter of the route's path.
-    Param(String),
-    /// The user name of Basic authentication. The password is not verified.
-    BasicUser,
-    /// The SHA-256 of the client's verified certificate.
-    ClientCert,
-    /// The host of the request.
-    Host,
-    /// The method of the request.
-    Method,
-    /// The normalized path.
-    Path,
-    /// The name of the route.
-    Route,
-    /// An entry of a descriptor, by its key. HTTP requests have none.
-    Entry(String),
-    /// One counter for all requests.
-    Global,
+pub struct PartKind {
+    /// The name in texts for people: `header` in `header:x-user`.
+    pub name: &'static str,
+    /// The name in identities of counters, see [`crate::identity`]. A changed name gives every key unused counters.
+    pub identity: &'static str,
+    /// The number in hashes of keys, see [`KeyHasher::add_part`]. A changed number gives every key unused counters.
+    pub number: u8,
 }
 
+impl PartKind {
+    /// The kind of [`KeyPart::GLOBAL`].
+    pub const GLOBAL: PartKind = PartKind { name: "global", identity: "Global", number: 9 };
+}
+
+/// One part of a key, as configured.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct KeyPart {
+    /// The kind of the part.
+    pub kind: &'static PartKind,
+    /// What the configuration adds to the kind.
+    pub argument: PartArgument,
+}
+
+/// What the configuration adds to the kind of a part.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub enum PartArgument {
+    /// There is one part of the kind.
+    None,
+    /// The name of what is read, such as that of a field.
+    Name(String),
+    /// How addresses are grouped.
+    Prefixes(Prefixes),
+}
+
+/// How many leading bits of an address are counted: addresses with the same leading bits are one client.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Prefixes {
+    /// Prefix length of IPv4 addresses, at most 32.
+    pub v4: u8,
+    /// Prefix length of IPv6 addresses, at most 128.
+    pub v6: u8,
+}
+
+impl KeyPart {
+    /// One counter for all requests.
+    pub const GLOBAL: KeyPart = KeyPart { kind: &PartKind::GLOBAL, argument: PartArgument::None };
+
+    /// The name of what is read, if the kind has names.
+    pub fn name(&self) -> Option<&str> {
+        match &self.argument {
+            PartArgument::Name(name) => Some(name),
+            PartArgument::None | PartArgument::Prefixes(_) => None,
+        }
+    }
+
+    /// How addresses are grouped, if the part is an address.
+    pub fn prefixes(&self) -> Option<Prefixes> {
+        match self.argument {
+            PartArgument::Prefixes(prefixes) => Some(prefixes),
+            PartArgument::None | PartArgument::Name(_) => None,
+        }
+    }
+}
+
+/// As in the configuration, without prefixes.
 impl fmt::Display for KeyPart {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            KeyPart::Ip { .. } => f.write_str("ip"),
-            KeyPart::Header(name) => write!(f, "header:{name}"),
-            KeyPart::Cookie(name) => write!(f, "cookie:{name}"),
-            KeyPart::Query(name) => write!(f, "query:{name}"),
-            KeyPart::Jwt(claim) => write!(f, "jwt:{claim}"),
-            KeyPart::Param(name) => write!(f, "param:{name}"),
-            KeyPart::BasicUser => f.write_str("basic-user"),
-            KeyPart::ClientCert => f.write_str("client-cert"),
-            KeyPart::Host => f.write_str("host"),
-            KeyPart::Method => f.write_str("method"),
-            KeyPart::Path => f.write_str("path"),
-            KeyPart::Route => f.write_str("route"),
-            KeyPart::Entry(name) => write!(f, "entry:{name}"),
-            KeyPart::Global => f.write_str("global"),
+        match self.name() {
+            Some(name) => write!(f, "{}:{name}", self.kind.name),
+            None => f.write_str(self.kind.name),
         }
     }
 }

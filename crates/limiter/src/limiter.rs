@@ -419,7 +419,7 @@ impl LimiterBuilder {
         let seed = self.seed.unwrap_or_else(|| Seed(random(), random()));
         let id = seed.hash(&["limiter", &format!("{:?} {}", self.layers, self.capacity)]);
         let mut rules = IdVec::new();
-        let rule = rules.push(Rule::new("limiter", vec![KeyPart::Global], OnMissing::Never, limits));
+        let rule = rules.push(Rule::new("limiter", vec![KeyPart::GLOBAL], OnMissing::Never, limits));
         let rule_set = Arc::new(RuleSet::new(rules.as_slice(), seed, None));
         let hasher = KeyHasher::new(seed, rule_set.rules[rule].hash_prefix);
         Ok(Limiter { charge_plan: rule_set.charge_plan([rule]), table, hasher, rule, periods, id })

@@ -370,7 +370,7 @@ impl RuleSet {
             capacity: 0,
             reserve: 0,
             is_settled_later: false,
-            rank: (rule.key.contains(&KeyPart::Global), 0, period_ms),
+            rank: (rule.key.contains(&KeyPart::GLOBAL), 0, period_ms),
         }
     }
 
@@ -404,7 +404,7 @@ impl RuleSet {
             capacity,
             reserve: limit.reserve,
             is_settled_later: rule.has_response_cost(),
-            rank: (rule.key.contains(&KeyPart::Global), limit.tokens, typical_ms),
+            rank: (rule.key.contains(&KeyPart::GLOBAL), limit.tokens, typical_ms),
         }
     }
 

@@ -245,7 +245,7 @@ mod tests {
     const DAY_MS: u64 = 1440 * MINUTE_MS;
 
     fn rule(layers: Vec<Limit>) -> Rule {
-        Rule::new("r", vec![KeyPart::Global], OnMissing::Never, layers)
+        Rule::new("r", vec![KeyPart::GLOBAL], OnMissing::Never, layers)
     }
 
     fn limit(text: &str) -> Limit {

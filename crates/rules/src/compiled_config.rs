@@ -23,6 +23,7 @@ use crate::router::Router;
 use crate::store_key_text::KeyDigester;
 use crate::top_keys::CountedRules;
 use transom_config::Config;
+use transom_config::key_kind::{HEADER, JWT};
 use transom_config::listen::Listen;
 use transom_config::route::Route;
 use transom_config::rule::GatewayRule;
@@ -245,22 +246,19 @@ impl RouteRules {
 }
 
 fn key_fields(config: &Config) -> Vec<HeaderName> {
-    let keys = parts(config).filter_map(|part| if let KeyPart::Header(name) = part { Some(name) } else { None });
+    let keys = parts(config).filter(|part| HEADER.has(part)).filter_map(KeyPart::name);
     let costs = config.rules.iter().filter_map(|rule| match &rule.cost {
-        Cost::Request { header, .. } => Some(header),
+        Cost::Request { header, .. } => Some(header.as_str()),
         Cost::Fixed(_) | Cost::Response { .. } => None,
     });
-    let routes = config.routes.iter().flat_map(|route| &route.headers).map(|(name, _)| name);
+    let routes = config.routes.iter().flat_map(|route| &route.headers).map(|(name, _)| name.as_str());
     let names = keys.chain(costs).chain(routes).filter_map(|name| HeaderName::from_bytes(name.as_bytes()).ok());
     names.collect::<HashSet<_>>().into_iter().collect()
 }
 
 fn claims(config: &Config) -> Vec<String> {
-    let names = parts(config).filter_map(|part| match part {
-        KeyPart::Jwt(claim) => Some(claim.clone()),
-        _ => None,
-    });
-    names.collect::<BTreeSet<_>>().into_iter().collect()
+    let names = parts(config).filter(|part| JWT.has(part)).filter_map(KeyPart::name);
+    names.collect::<BTreeSet<_>>().into_iter().map(str::to_owned).collect()
 }
 
 /// Key parts of all rules and of client identification.

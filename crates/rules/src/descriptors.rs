@@ -109,7 +109,7 @@ mod tests {
 
     fn rule(descriptor: &Option<Descriptor>) -> GatewayRule {
         GatewayRule {
-            rule: Rule::new("r", vec![KeyPart::Global], OnMissing::Never, Vec::new()),
+            rule: Rule::new("r", vec![KeyPart::GLOBAL], OnMissing::Never, Vec::new()),
             rate_limit_style: RateLimitStyle::Off,
             refusal: RefusalResponse::default(),
             count_when: None,

@@ -1,7 +1,8 @@
 //! Finds the parts of a rate-limit key, or of a load balancing hash, in a request.
 //!
 //! A part is fed to a closure as borrowed bytes, to be hashed or looked up; only values that have to be decoded are
-//! copied. [`KeySource`] is compiled once from the [`KeyPart`] of the configuration.
+//! copied. [`KeySource`] is compiled once from the [`KeyPart`] of the configuration. All else that is known of the kinds of
+//! parts is in the table [`transom_config::key_kind`].
 
 use std::borrow::Cow;
 use std::net::IpAddr;
@@ -11,20 +12,20 @@ use std::ops::Range;
 use http::header::{HeaderMap, HeaderName};
 use http::{Method, Uri};
 
+use transom_config::key_kind::number as kind;
 use transom_config::upstream::LoadBalancing;
 use transom_http::request_values::{CredentialsError, DuplicateAuthorization, InvalidEscape, Occurrence};
 use transom_http::request_values::{basic_user, bearer_token, cookie, query_parameter};
 use transom_jwt::cache::TokenCache;
 use transom_jwt::token::TokenError;
 use transom_limiter::ip_prefix::canonical_address;
-use transom_limiter::key::{KeyHasher, KeyPart, Seed};
+use transom_limiter::key::{KeyHasher, KeyPart, Prefixes, Seed};
 
 /// What keys can be made of in a request, before any header field is added or removed.
 pub struct RequestAttributes<'a> {
     /// The address of the client.
     pub address: IpAddr,
-    /// The fingerprint of the client's verified certificate: SHA-256, in lower-case hex.
-    pub client_cert: Option<&'a str>,
+    pub connection: ConnectionValues<'a>,
     pub host: &'a str,
     pub method: &'a Method,
     /// Normalized.
@@ -42,13 +43,17 @@ pub struct RequestAttributes<'a> {
     pub wall_ms: u64,
 }
 
+/// What keys can be made of in the connection of a request. Where the connection is not known, all of it is missing.
+#[derive(Clone, Copy, Default)]
+pub struct ConnectionValues<'a> {
+    /// The fingerprint of the client's verified certificate: SHA-256, in lower-case hex.
+    pub client_cert: Option<&'a str>,
+}
+
 /// Where one part of a key is found.
 #[derive(Debug)]
 pub enum KeySource {
-    Ip {
-        v4_prefix: u8,
-        v6_prefix: u8,
-    },
+    Ip(Prefixes),
     Header(HeaderName),
     Cookie(String),
     Query(String),
@@ -65,25 +70,6 @@ pub enum KeySource {
     Path,
     Route,
     Global,
-}
-
-/// The kind of a part in the hash of a key. The numbers must not change, because stored counters depend on them.
-pub mod kind {
-    pub const IPV4: u8 = 1;
-    pub const IPV6: u8 = 2;
-    pub const HEADER: u8 = 3;
-    pub const PARAM: u8 = 4;
-    pub const HOST: u8 = 5;
-    pub const METHOD: u8 = 6;
-    pub const PATH: u8 = 7;
-    pub const ROUTE: u8 = 8;
-    pub const GLOBAL: u8 = 9;
-    pub const COOKIE: u8 = 10;
-    pub const QUERY: u8 = 11;
-    pub const JWT: u8 = 12;
-    pub const CLIENT_CERT: u8 = 13;
-    pub const BASIC_USER: u8 = 14;
-    pub const ENTRY: u8 = 15;
 }
 
 /// Why a request has no usable value for a part.
@@ -107,36 +93,35 @@ pub enum KeyError {
 impl KeySource {
     /// `params` are the names of the route's path parameters, in path order.
     pub fn new(part: &KeyPart, params: &[&str]) -> KeySource {
-        match part {
-            KeyPart::Ip { v4_prefix, v6_prefix } => KeySource::Ip { v4_prefix: *v4_prefix, v6_prefix: *v6_prefix },
+        let name = part.name().unwrap_or_default();
+        match part.kind.number {
+            kind::IPV4 => part.prefixes().map_or(KeySource::Unavailable, KeySource::Ip),
             // The configuration check rejects invalid names; no request has a field of such a name.
-            KeyPart::Header(name) => {
-                HeaderName::from_bytes(name.as_bytes()).map_or(KeySource::Unavailable, KeySource::Header)
-            }
-            KeyPart::Cookie(name) => KeySource::Cookie(name.clone()),
-            KeyPart::Query(name) => KeySource::Query(name.clone()),
-            KeyPart::Jwt(claim) => KeySource::Jwt(claim.clone()),
-            KeyPart::Param(name) => {
-                let position = params.iter().position(|known| known == name);
+            kind::HEADER => HeaderName::from_bytes(name.as_bytes()).map_or(KeySource::Unavailable, KeySource::Header),
+            kind::COOKIE => KeySource::Cookie(name.to_owned()),
+            kind::QUERY => KeySource::Query(name.to_owned()),
+            kind::JWT => KeySource::Jwt(name.to_owned()),
+            kind::PARAM => {
+                let position = params.iter().position(|known| *known == name);
                 position.map_or(KeySource::Unavailable, KeySource::Param)
             }
-            KeyPart::BasicUser => KeySource::BasicUser,
-            KeyPart::ClientCert => KeySource::ClientCert,
-            KeyPart::Host => KeySource::Host,
-            KeyPart::Method => KeySource::Method,
-            KeyPart::Path => KeySource::Path,
-            KeyPart::Route => KeySource::Route,
-            // The configuration check rejects such rules on routes.
-            KeyPart::Entry(_) => KeySource::Unavailable,
-            KeyPart::Global => KeySource::Global,
+            kind::BASIC_USER => KeySource::BasicUser,
+            kind::CLIENT_CERT => KeySource::ClientCert,
+            kind::HOST => KeySource::Host,
+            kind::METHOD => KeySource::Method,
+            kind::PATH => KeySource::Path,
+            kind::ROUTE => KeySource::Route,
+            kind::GLOBAL => KeySource::Global,
+            // An entry of a descriptor. The configuration check rejects such rules on routes.
+            _ => KeySource::Unavailable,
         }
     }
 
-    /// Calls `take` once with the kind of the part (see [`part_kind`]) and its value.
+    /// Calls `take` once with the number of the kind of the part and its value.
     #[inline]
     pub fn feed(&self, request: &RequestAttributes<'_>, take: &mut impl FnMut(u8, &[u8])) -> Result<(), KeyError> {
         match self {
-            KeySource::Ip { v4_prefix, v6_prefix } => feed_address(request.address, *v4_prefix, *v6_prefix, take),
+            KeySource::Ip(prefixes) => feed_address(request.address, *prefixes, take),
             KeySource::Header(name) => {
                 let mut values = request.headers.get_all(name).iter();
                 match (values.next(), values.next()) {
@@ -150,7 +135,9 @@ impl KeySource {
                 take(kind::PARAM, request.path[range.clone()].as_bytes());
             }
             KeySource::Unavailable => return Err(KeyError::Missing),
-            KeySource::ClientCert => take(kind::CLIENT_CERT, request.client_cert.ok_or(KeyError::Missing)?.as_bytes()),
+            KeySource::ClientCert => {
+                take(kind::CLIENT_CERT, request.connection.client_cert.ok_or(KeyError::Missing)?.as_bytes())
+            }
             KeySource::Host => take(kind::HOST, request.host.as_bytes()),
             KeySource::Method => take(kind::METHOD, request.method.as_str().as_bytes()),
             KeySource::Path => take(kind::PATH, request.path.as_bytes()),
@@ -212,30 +199,10 @@ fn single(occurrence: Occurrence<'_>) -> Result<Cow<'_, [u8]>, KeyError> {
 
 /// Feeds the network part of an address.
 #[inline]
-pub fn feed_address(address: IpAddr, v4_prefix: u8, v6_prefix: u8, take: &mut impl FnMut(u8, &[u8])) {
+pub fn feed_address(address: IpAddr, prefixes: Prefixes, take: &mut impl FnMut(u8, &[u8])) {
     match canonical_address(address) {
-        IpAddr::V4(v4) => take(kind::IPV4, &mask_host_bits(v4.to_bits(), 32 - v4_prefix).to_be_bytes()),
-        IpAddr::V6(v6) => take(kind::IPV6, &mask_host_bits(v6.to_bits(), 128 - v6_prefix).to_be_bytes()),
-    }
-}
-
-/// The kind that [`KeySource::feed`] reports for a part; of an address, the kind of IPv4.
-pub fn part_kind(part: &KeyPart) -> u8 {
-    match part {
-        KeyPart::Ip { .. } => kind::IPV4,
-        KeyPart::Header(_) => kind::HEADER,
-        KeyPart::Param(_) => kind::PARAM,
-        KeyPart::Host => kind::HOST,
-        KeyPart::Method => kind::METHOD,
-        KeyPart::Path => kind::PATH,
-        KeyPart::Route => kind::ROUTE,
-        KeyPart::Entry(_) => kind::ENTRY,
-        KeyPart::Global => kind::GLOBAL,
-        KeyPart::Cookie(_) => kind::COOKIE,
-        KeyPart::Query(_) => kind::QUERY,
-        KeyPart::Jwt(_) => kind::JWT,
-        KeyPart::BasicUser => kind::BASIC_USER,
-        KeyPart::ClientCert => kind::CLIENT_CERT,
+        IpAddr::V4(v4) => take(kind::IPV4, &mask_host_bits(v4.to_bits(), 32 - prefixes.v4).to_be_bytes()),
+        IpAddr::V6(v6) => take(kind::IPV6, &mask_host_bits(v6.to_bits(), 128 - prefixes.v6).to_be_bytes()),
     }
 }
 
@@ -270,5 +237,73 @@ impl HashKey {
         }
         // Never zero, so that an `Option` of the hash takes no extra byte in the future of each request.
         NonZeroU64::new(hasher.finish().bucket_hash | 1)
+    }
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+    use crate::overrides::{feed_part, feed_text};
+    use crate::rate_limit_key::tests::{SEED, with_request};
+    use crate::store_key_text::tests::{headers, token, tokens};
+    use transom_config::key::parse_part;
+    use transom_config::key_kind::{Argument, ENTRY, JWT, KINDS, KeyKind, ValueForm};
+
+    /// The connection of the requests in tests. It has everything.
+    pub const CONNECTION: ConnectionValues<'_> = ConnectionValues { client_cert: Some("f00d") };
+
+    /// What a part is in a request that has all parts.
+    fn fed(kind: &KeyKind, part: &KeyPart) -> Vec<(u8, Vec<u8>)> {
+        let bearer = format!("Bearer {}", token(r#"{"sub":"alice"}"#));
+        // Of `bob:secret`.
+        let authorization = if JWT.has(part) { &bearer } else { "Basic Ym9iOnNlY3JldA==" };
+        let headers = headers(&[
+            ("x-api-key", b"key"),
+            ("cookie", b"session=opened"),
+            ("authorization", authorization.as_bytes()),
+        ]);
+        let uri = Uri::from_static("/u/77?api_key=key");
+        with_request("10.0.0.7", &headers, &tokens(), |request| {
+            let request = RequestAttributes { uri: &uri, ..*request };
+            let mut fed = Vec::new();
+            let found =
+                KeySource::new(part, &["id"]).feed(&request, &mut |kind, value| fed.push((kind, value.to_vec())));
+            assert!(found.is_ok(), "a request has no `{}`", kind.part.name);
+            fed
+        })
+    }
+
+    #[test]
+    fn every_kind_is_read_from_its_name_from_a_request_and_from_the_decision_api() {
+        for kind in KINDS.into_iter().filter(|kind| !std::ptr::eq(*kind, &ENTRY)) {
+            let text = match &kind.argument {
+                Argument::None | Argument::Prefixes | Argument::Unwritten => kind.part.name,
+                Argument::Name(form) => form.example,
+            };
+            let part = parse_part(text).unwrap();
+            assert_eq!(part.to_string(), text);
+            assert!(std::ptr::eq(KeyKind::of(&part), kind), "{text}");
+            // Those that the rule does not state are set later.
+            let part = if part.prefixes().is_some() { kind.of_prefixes(24, 64) } else { part };
+            let of_request = fed(kind, &part);
+            let [(number, value)] = of_request.as_slice() else { panic!("{text}: {of_request:?}") };
+            assert_eq!(*number, kind.part.number, "{text}");
+            assert_eq!(value.is_empty(), part == KeyPart::GLOBAL, "{text}");
+            let query = match kind.value {
+                ValueForm::Address => "10.0.0.7",
+                ValueForm::Fingerprint | ValueForm::Text(_) => std::str::from_utf8(value).unwrap(),
+            };
+            for digest in [false, true] {
+                let [mut request_hash, mut query_hash] = [KeyHasher::new(SEED, 0), KeyHasher::new(SEED, 0)];
+                feed_part(&mut request_hash, *number, value, digest);
+                assert_eq!(feed_text(&mut query_hash, &part, query, digest), Some(()), "{text}");
+                assert_eq!(request_hash.finish(), query_hash.finish(), "{text}");
+            }
+        }
+    }
+
+    #[test]
+    fn no_request_has_an_entry_of_a_descriptor() {
+        assert!(matches!(KeySource::new(&ENTRY.of_name("user"), &["user"]), KeySource::Unavailable));
     }
 }

@@ -10,7 +10,7 @@ use foldhash::fast::RandomState;
 
 use super::PlanId;
 use super::client_plans::{ClientPlans, SECRET_MAX_BYTES};
-use super::key_source::{feed_address, part_kind};
+use super::key_source::feed_address;
 use transom_limiter::handles::{IdVec, VariantId};
 use transom_limiter::ip_prefix::Networks;
 use transom_limiter::key::{KeyHash, KeyHasher, KeyPart};
@@ -95,7 +95,7 @@ fn hash_values(hasher: &KeyHasher, parts: &[KeyPart], values: &[KeyValue], diges
         match value {
             // The configuration check rejects values that are no address.
             KeyValue::Clear(text) => feed_text(&mut hasher, part, text, digests).unwrap_or_default(),
-            KeyValue::Digest(digest) => hasher.add_part(part_kind(part), digest.bytes()),
+            KeyValue::Digest(digest) => hasher.add_part(part.kind.number, digest.bytes()),
         }
     }
     hasher.finish()
@@ -103,12 +103,12 @@ fn hash_values(hasher: &KeyHasher, parts: &[KeyPart], values: &[KeyValue], diges
 
 /// Adds a part of a key from its text; `None` if the part is an address and the text is none.
 pub fn feed_text(hasher: &mut KeyHasher, part: &KeyPart, text: &str, digest: bool) -> Option<()> {
-    match part {
-        KeyPart::Ip { v4_prefix, v6_prefix } => {
+    match part.prefixes() {
+        Some(prefixes) => {
             let parsed = text.parse().ok()?;
-            feed_address(parsed, *v4_prefix, *v6_prefix, &mut |kind, bytes| feed_part(hasher, kind, bytes, digest));
+            feed_address(parsed, prefixes, &mut |kind, bytes| feed_part(hasher, kind, bytes, digest));
         }
-        _ => feed_part(hasher, part_kind(part), text.as_bytes(), digest),
+        None => feed_part(hasher, part.kind.number, text.as_bytes(), digest),
     }
     Some(())
 }
@@ -130,6 +130,7 @@ mod tests {
     use super::*;
     use crate::rate_limit_key::RuleKey;
     use crate::rate_limit_key::tests::{SEED, resolve, route, rule};
+    use transom_config::key_kind::{HEADER, HOST, IP, METHOD, PARAM, PATH, ROUTE};
     use transom_limiter::handles::{Handle, RuleId};
     use transom_limiter::key::OnMissing;
     use transom_limiter::rule::Exemptions;
@@ -138,13 +139,13 @@ mod tests {
     /// Key parts, the fields of a request that has all of them, and their values.
     fn parts() -> (Vec<KeyPart>, HeaderMap, [&'static str; 7]) {
         let parts = [
-            KeyPart::Ip { v4_prefix: 24, v6_prefix: 64 },
-            KeyPart::Header("x-user".to_owned()),
-            KeyPart::Param("id".to_owned()),
-            KeyPart::Host,
-            KeyPart::Method,
-            KeyPart::Path,
-            KeyPart::Route,
+            IP.of_prefixes(24, 64),
+            HEADER.of_name("x-user"),
+            PARAM.of_name("id"),
+            HOST.part(),
+            METHOD.part(),
+            PATH.part(),
+            ROUTE.part(),
         ];
         let mut headers = HeaderMap::new();
         headers.insert("x-user", "bob".parse().unwrap());
@@ -152,7 +153,7 @@ mod tests {
     }
 
     fn exempting(key: &[KeyPart], keys: Vec<Vec<KeyValue>>) -> RuleKey {
-        let mut rule = rule(key, OnMissing::Fallback(vec![KeyPart::Global]));
+        let mut rule = rule(key, OnMissing::Fallback(vec![KeyPart::GLOBAL]));
         rule.exemptions = Exemptions { keys, networks: vec!["192.0.2.0/24".parse().unwrap()] };
         let rule_set = RuleSet::new(&[rule], SEED, None);
         let overrides = RuleKey::compile_overrides(&rule_set.rules[RuleId::at(0)], None, SEED).map(Arc::new);
@@ -185,7 +186,7 @@ mod tests {
 
     #[test]
     fn a_network_is_exempt_with_any_key() {
-        let rule = exempting(&[KeyPart::Header("x-user".to_owned())], vec![]);
+        let rule = exempting(&[HEADER.of_name("x-user")], vec![]);
         assert_eq!(resolve(&rule, "192.0.2.255", &HeaderMap::new()), Ok(None));
         assert_eq!(resolve(&rule, "::ffff:192.0.2.1", &HeaderMap::new()), Ok(None));
         assert!(resolve(&rule, "192.0.3.0", &HeaderMap::new()).unwrap().is_some());
@@ -193,7 +194,7 @@ mod tests {
 
     #[test]
     fn a_rule_without_exemptions_has_no_overrides() {
-        let rule_set = RuleSet::new(&[rule(&[KeyPart::Host], OnMissing::Never)], SEED, None);
+        let rule_set = RuleSet::new(&[rule(&[HOST.part()], OnMissing::Never)], SEED, None);
         assert!(RuleKey::compile_overrides(&rule_set.rules[RuleId::at(0)], None, SEED).is_none());
     }
 }

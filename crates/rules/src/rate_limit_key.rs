@@ -509,8 +509,10 @@ pub mod tests {
     use super::*;
     use http::{Method, Uri};
 
+    use crate::key_source::tests::CONNECTION;
     use transom_config::clients::{Client, Clients};
     use transom_config::key::OnUnknownKey;
+    use transom_config::key_kind::{HEADER, HOST, IP, METHOD, PARAM, PATH, ROUTE};
     use transom_config::path::{PathPattern, Segment};
     use transom_jwt::cache::TokenCache;
     use transom_jwt::token::TokenVerifier;
@@ -568,7 +570,7 @@ pub mod tests {
         let id = 3..5;
         call(&RequestAttributes {
             address: address.parse().unwrap(),
-            client_cert: Some("f00d"),
+            connection: CONNECTION,
             host: "example.com",
             method: &Method::GET,
             path: "/u/77",
@@ -584,13 +586,13 @@ pub mod tests {
     #[test]
     fn addresses_are_grouped_by_prefix_and_mapped_ones_are_ipv4() {
         let none = HeaderMap::new();
-        let ip = rule_key(&[KeyPart::Ip { v4_prefix: 32, v6_prefix: 64 }], OnMissing::Never);
+        let ip = rule_key(&[IP.of_prefixes(32, 64)], OnMissing::Never);
         let key = |address| resolve(&ip, address, &none).unwrap();
         assert_eq!(key("2001:db8::1"), key("2001:db8::ffff:ffff:ffff:ffff"));
         assert_ne!(key("2001:db8::1"), key("2001:db8:0:1::1"));
         assert_eq!(key("::ffff:10.0.0.1"), key("10.0.0.1"));
         assert_ne!(key("10.0.0.1"), key("10.0.0.2"));
-        let wide = rule_key(&[KeyPart::Ip { v4_prefix: 24, v6_prefix: 128 }], OnMissing::Never);
+        let wide = rule_key(&[IP.of_prefixes(24, 128)], OnMissing::Never);
         assert_eq!(resolve(&wide, "10.0.0.1", &none), resolve(&wide, "10.0.0.99", &none));
         assert_ne!(resolve(&wide, "2001:db8::1", &none), resolve(&wide, "2001:db8::2", &none));
     }
@@ -598,11 +600,11 @@ pub mod tests {
     #[test]
     fn a_missing_part_is_handled_as_the_rule_says() {
         let none = HeaderMap::new();
-        let user = || [KeyPart::Header("x-user".to_owned())];
+        let user = || [HEADER.of_name("x-user")];
         let missing = RequestError::KeyMissing { rule: "r".to_owned(), part: "header:x-user".to_owned() };
         assert_eq!(resolve(&rule_key(&user(), OnMissing::Refuse), "10.0.0.1", &none), Err(missing));
         assert_eq!(resolve(&rule_key(&user(), OnMissing::Skip), "10.0.0.1", &none), Ok(None));
-        let fallback = rule_key(&user(), OnMissing::Fallback(vec![KeyPart::Ip { v4_prefix: 32, v6_prefix: 64 }]));
+        let fallback = rule_key(&user(), OnMissing::Fallback(vec![IP.of_prefixes(32, 64)]));
         assert_ne!(resolve(&fallback, "10.0.0.1", &none), resolve(&fallback, "10.0.0.2", &none));
         let mut named = HeaderMap::new();
         named.insert("x-user", "bob".parse().unwrap());
@@ -616,7 +618,7 @@ pub mod tests {
         let mut twice = HeaderMap::new();
         twice.append("x-user", "bob".parse().unwrap());
         twice.append("x-user", "eve".parse().unwrap());
-        let skip = rule_key(&[KeyPart::Header("x-user".to_owned())], OnMissing::Skip);
+        let skip = rule_key(&[HEADER.of_name("x-user")], OnMissing::Skip);
         assert!(matches!(resolve(&skip, "10.0.0.1", &twice), Err(RequestError::KeyAmbiguous { .. })));
     }
 
@@ -624,14 +626,8 @@ pub mod tests {
     fn every_part_of_a_composite_key_counts() {
         let mut headers = HeaderMap::new();
         headers.insert("x-user", "bob".parse().unwrap());
-        let parts = [
-            KeyPart::Header("x-user".to_owned()),
-            KeyPart::Param("id".to_owned()),
-            KeyPart::Method,
-            KeyPart::Host,
-            KeyPart::Path,
-            KeyPart::Route,
-        ];
+        let parts =
+            [HEADER.of_name("x-user"), PARAM.of_name("id"), METHOD.part(), HOST.part(), PATH.part(), ROUTE.part()];
         let all = rule_key(&parts, OnMissing::Refuse);
         let fewer = rule_key(&parts[..5], OnMissing::Refuse);
         assert!(resolve(&all, "10.0.0.1", &headers).unwrap().is_some());
@@ -645,7 +641,7 @@ pub mod tests {
         const LIMIT: usize = 10;
         let clients = ClientPlans::new(&Clients {
             file: "clients.toml".into(),
-            api_key: Some(KeyPart::Header("x-api-key".to_owned())),
+            api_key: Some(HEADER.of_name("x-api-key")),
             subject: None,
             list: vec![Client {
                 name: "acme".to_owned(),
@@ -655,7 +651,7 @@ pub mod tests {
                 networks: Vec::new(),
             }],
         });
-        let ip = || OnMissing::Fallback(vec![KeyPart::Ip { v4_prefix: 32, v6_prefix: 64 }]);
+        let ip = || OnMissing::Fallback(vec![IP.of_prefixes(32, 64)]);
         for (on_unknown, on_missing, admitted, live) in [
             (OnUnknownKey::Refuse, OnMissing::Skip, 0, 0),
             (OnUnknownKey::Refuse, ip(), 0, 0),
@@ -664,7 +660,7 @@ pub mod tests {
             (OnUnknownKey::Missing, OnMissing::Skip, 0, 0),
             (OnUnknownKey::Missing, ip(), LIMIT, 1),
         ] {
-            let mut rule = rule(&[KeyPart::Header("x-api-key".to_owned())], on_missing);
+            let mut rule = rule(&[HEADER.of_name("x-api-key")], on_missing);
             rule.layers = vec![Limit::parse("10/week").unwrap()];
             let rule_set = Arc::new(RuleSet::new(&[rule.clone()], SEED, None));
             let plan = rule_set.charge_plan([RuleId::at(0)]);

@@ -10,7 +10,7 @@ use http::{HeaderMap, Method, Uri};
 use super::compiled_config::{CompiledConfig, CompiledRoute, RouteRules};
 use crate::ClientId;
 use crate::client_plans::ClientLookup;
-use crate::key_source::RequestAttributes;
+use crate::key_source::{ConnectionValues, RequestAttributes};
 use crate::rate_limit_key::{KeyDescription, KeyFailure};
 use crate::route_actions::{RouteActions, TemplateVariables};
 use crate::router::{AmbiguousHeader, RouteQuery};
@@ -30,8 +30,7 @@ use transom_limiter::store_key::StoreKeys;
 pub struct RequestView<'a> {
     /// The address of the client.
     pub address: IpAddr,
-    /// The fingerprint of the client's verified certificate.
-    pub client_cert: Option<&'a str>,
+    pub connection: ConnectionValues<'a>,
     /// Whether the client uses TLS: by its connection, or by what a trusted proxy says.
     pub is_secure: bool,
     pub host: &'a str,
@@ -97,7 +96,7 @@ impl CompiledConfig {
             rules: self.rules_of(route),
             attributes: RequestAttributes {
                 address: view.address,
-                client_cert: view.client_cert,
+                connection: view.connection,
                 host: view.host,
                 method: view.method,
                 path: view.path,

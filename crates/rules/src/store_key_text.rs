@@ -10,8 +10,8 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 use aws_lc_rs::hmac;
 
 use super::client_plans::ClientPlans;
-use super::key_source::{feed_address, kind, part_kind};
-use transom_config::redis::is_secret_part;
+use super::key_source::feed_address;
+use transom_config::key_kind::{is_secret_part, number as kind};
 use transom_limiter::key::KeyPart;
 use transom_limiter::rule::Rule;
 use transom_limiter::store_key::{encode_formatted_key, percent_encode};
@@ -84,10 +84,10 @@ impl KeyTextFormat {
             return digester.write_digest(bytes, out);
         }
         let start = out.len();
-        match (part, part_kind, <[u8; 4]>::try_from(bytes), <[u8; 16]>::try_from(bytes)) {
-            (KeyPart::Global, ..) => {}
-            (KeyPart::Ip { .. }, kind::IPV4, Ok(v4), _) => encode(Ipv4Addr::from(v4).to_string().as_bytes(), out),
-            (KeyPart::Ip { .. }, kind::IPV6, _, Ok(v6)) => encode(Ipv6Addr::from(v6).to_string().as_bytes(), out),
+        match (part_kind, <[u8; 4]>::try_from(bytes), <[u8; 16]>::try_from(bytes)) {
+            (kind::GLOBAL, ..) => {}
+            (kind::IPV4, Ok(v4), _) => encode(Ipv4Addr::from(v4).to_string().as_bytes(), out),
+            (kind::IPV6, _, Ok(v6)) => encode(Ipv6Addr::from(v6).to_string().as_bytes(), out),
             // Escaped, so that a value from a client never equals a digest.
             _ if bytes.starts_with(DIGEST.as_bytes()) => {
                 out.push_str("%68");
@@ -109,22 +109,20 @@ impl KeyTextFormat {
         for (position, part) in self.parts.iter().enumerate() {
             let value = match (part, key.get(position)) {
                 (_, Some(value)) => value.as_ref(),
-                (KeyPart::Global, None) => "",
+                (part, None) if *part == KeyPart::GLOBAL => "",
                 (_, None) => {
                     out.truncate(start);
                     return false;
                 }
             };
             let mut take = |kind: u8, bytes: &[u8]| self.write_part(position, kind, bytes, digester, out);
-            match (part, value.parse()) {
-                (KeyPart::Ip { v4_prefix, v6_prefix }, Ok(parsed)) => {
-                    feed_address(parsed, *v4_prefix, *v6_prefix, &mut take);
-                }
-                (KeyPart::Ip { .. }, Err(_)) => {
+            match part.prefixes().map(|prefixes| (prefixes, value.parse())) {
+                Some((prefixes, Ok(parsed))) => feed_address(parsed, prefixes, &mut take),
+                Some((_, Err(_))) => {
                     out.truncate(start);
                     return false;
                 }
-                _ => take(part_kind(part), value.as_bytes()),
+                None => take(part.kind.number, value.as_bytes()),
             }
         }
         self.write_suffix(out);
@@ -141,12 +139,12 @@ impl KeyTextFormat {
             true => format!("{address}/{prefix}"),
             false => address,
         };
-        match (part, part_kind, <[u8; 4]>::try_from(bytes), <[u8; 16]>::try_from(bytes)) {
-            (KeyPart::Ip { v4_prefix, .. }, kind::IPV4, Ok(v4), _) => {
-                network(Ipv4Addr::from(v4).to_string(), *v4_prefix, 32)
+        match (part.prefixes(), <[u8; 4]>::try_from(bytes), <[u8; 16]>::try_from(bytes)) {
+            (Some(prefixes), Ok(v4), _) if part_kind == kind::IPV4 => {
+                network(Ipv4Addr::from(v4).to_string(), prefixes.v4, 32)
             }
-            (KeyPart::Ip { v6_prefix, .. }, kind::IPV6, _, Ok(v6)) => {
-                network(Ipv6Addr::from(v6).to_string(), *v6_prefix, 128)
+            (Some(prefixes), _, Ok(v6)) if part_kind == kind::IPV6 => {
+                network(Ipv6Addr::from(v6).to_string(), prefixes.v6, 128)
             }
             _ if *is_secret || digester.is_api_key(part) || bytes.len() > PART_MAX_BYTES => {
                 let mut out = String::new();
@@ -197,7 +195,7 @@ impl fmt::Debug for KeyDigester {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use base64::Engine;
     use base64::engine::general_purpose::URL_SAFE_NO_PAD;
     use http::{HeaderMap, HeaderValue};
@@ -207,6 +205,7 @@ mod tests {
     use crate::client_plans::ClientLookup;
     use crate::rate_limit_key::RuleKey;
     use crate::rate_limit_key::tests::{SEED, route, rule, with_request};
+    use transom_config::key_kind::{CLIENT_CERT, COOKIE, HEADER, HOST, IP, JWT, METHOD, PARAM, PATH, QUERY, ROUTE};
     use transom_jwt::cache::TokenCache;
     use transom_jwt::token::TokenVerifier;
     use transom_jwt::verification_key::VerificationKey;
@@ -215,13 +214,13 @@ mod tests {
     use transom_limiter::rule_set::RuleSet;
 
     const SECRET: &[u8] = b"an example of a secret, long enough";
-    const V4: KeyPart = KeyPart::Ip { v4_prefix: 32, v6_prefix: 64 };
+    const V4: KeyPart = IP.of_prefixes(32, 64);
 
     fn digester() -> KeyDigester {
         KeyDigester::new(b"a key", None)
     }
 
-    fn tokens() -> TokenCache {
+    pub fn tokens() -> TokenCache {
         let verifier = TokenVerifier {
             keys: vec![VerificationKey::from_secret(SECRET, None).unwrap()],
             ..TokenVerifier::default()
@@ -229,14 +228,14 @@ mod tests {
         TokenCache::new(verifier, vec!["sub".to_owned()], KeyHasher::new(SEED, 0))
     }
 
-    fn token(claims: &str) -> String {
+    pub fn token(claims: &str) -> String {
         let encode = |text: &str| URL_SAFE_NO_PAD.encode(text);
         let signed = format!("{}.{}", encode(r#"{"alg":"HS256"}"#), encode(claims));
         let signature = hmac::sign(&hmac::Key::new(hmac::HMAC_SHA256, SECRET), signed.as_bytes());
         format!("{signed}.{}", URL_SAFE_NO_PAD.encode(signature))
     }
 
-    fn headers(fields: &[(&'static str, &[u8])]) -> HeaderMap {
+    pub fn headers(fields: &[(&'static str, &[u8])]) -> HeaderMap {
         fields.iter().map(|(name, value)| (name.parse().unwrap(), HeaderValue::from_bytes(value).unwrap())).collect()
     }
 
@@ -279,20 +278,19 @@ mod tests {
         let bearer = format!("Bearer {}", token(r#"{"sub":"al ice"}"#));
         let headers =
             headers(&[("x-user", b"bob|{1}"), ("cookie", b"id=c00kie"), ("authorization", bearer.as_bytes())]);
-        let named = |name: &str| name.to_owned();
         let all = [
-            (KeyPart::Ip { v4_prefix: 24, v6_prefix: 64 }, "10.0.0.7", "10.0.0.0"),
-            (KeyPart::Header(named("x-user")), "bob|{1}", "bob%7C%7B1%7D"),
-            (KeyPart::Cookie(named("id")), "c00kie", "hmac-f7e5ea46dcf22b0c2e8dd9bb4bf7dc5a"),
-            (KeyPart::Query(named("token")), "a b", "hmac-"),
-            (KeyPart::Jwt(named("sub")), "al ice", "al%20ice"),
-            (KeyPart::Param(named("id")), "77", "77"),
-            (KeyPart::ClientCert, "f00d", "f00d"),
-            (KeyPart::Host, "example.com", "example.com"),
-            (KeyPart::Method, "GET", "GET"),
-            (KeyPart::Path, "/u/77", "%2Fu%2F77"),
-            (KeyPart::Route, "route", "route"),
-            (KeyPart::Global, "", ""),
+            (IP.of_prefixes(24, 64), "10.0.0.7", "10.0.0.0"),
+            (HEADER.of_name("x-user"), "bob|{1}", "bob%7C%7B1%7D"),
+            (COOKIE.of_name("id"), "c00kie", "hmac-f7e5ea46dcf22b0c2e8dd9bb4bf7dc5a"),
+            (QUERY.of_name("token"), "a b", "hmac-"),
+            (JWT.of_name("sub"), "al ice", "al%20ice"),
+            (PARAM.of_name("id"), "77", "77"),
+            (CLIENT_CERT.part(), "f00d", "f00d"),
+            (HOST.part(), "example.com", "example.com"),
+            (METHOD.part(), "GET", "GET"),
+            (PATH.part(), "/u/77", "%2Fu%2F77"),
+            (ROUTE.part(), "route", "route"),
+            (KeyPart::GLOBAL, "", ""),
         ];
         for (part, value, written) in &all {
             let of_request = text(std::slice::from_ref(part), "10.0.0.7", &headers);
@@ -305,10 +303,10 @@ mod tests {
         let parts: Vec<KeyPart> = all.iter().map(|(part, ..)| part.clone()).collect();
         let values: Vec<&str> = all.iter().map(|(_, value, _)| *value).collect();
         assert_eq!(decision_api_text(&parts, &values), Some(text(&parts, "10.0.0.7", &headers)));
-        assert_eq!(decision_api_text(&[KeyPart::Global], &[]), Some("r|".to_owned()));
-        assert_eq!(decision_api_text(&[KeyPart::Global], &["any"]), Some("r|".to_owned()));
+        assert_eq!(decision_api_text(&[KeyPart::GLOBAL], &[]), Some("r|".to_owned()));
+        assert_eq!(decision_api_text(&[KeyPart::GLOBAL], &["any"]), Some("r|".to_owned()));
         assert_eq!(decision_api_text(&[V4], &["10.0.0"]), None);
-        assert_eq!(decision_api_text(&[V4, KeyPart::Host], &["10.0.0.1"]), None);
+        assert_eq!(decision_api_text(&[V4, HOST.part()], &["10.0.0.1"]), None);
     }
 
     #[test]
@@ -334,15 +332,12 @@ mod tests {
 
     #[test]
     fn credentials_are_replaced_by_digests() {
-        let header = |name: &str| KeyPart::Header(name.to_owned());
+        let header = |name: &str| HEADER.of_name(name);
         for name in ["authorization", "proxy-authorization", "x-api-key", "x-auth-token", "my-session-id"] {
             assert!(is_secret_part(&header(name)), "{name}");
         }
-        assert!(
-            is_secret_part(&KeyPart::Query("API_KEY".to_owned()))
-                && is_secret_part(&KeyPart::Cookie("theme".to_owned()))
-        );
-        assert!(!is_secret_part(&header("x-user")) && !is_secret_part(&KeyPart::Jwt("sub".to_owned())));
+        assert!(is_secret_part(&QUERY.of_name("API_KEY")) && is_secret_part(&COOKIE.of_name("theme")));
+        assert!(!is_secret_part(&header("x-user")) && !is_secret_part(&JWT.of_name("sub")));
         let user = headers(&[("x-user", b"bob")]);
         let configured = KeyDigester::new(b"a key", Some(&header("x-user")));
         let known =
@@ -355,8 +350,7 @@ mod tests {
 
     #[test]
     fn keys_are_bounded_and_no_value_equals_a_digest() {
-        let user =
-            |value: &[u8]| text(&[KeyPart::Header("x-user".to_owned())], "10.0.0.1", &headers(&[("x-user", value)]));
+        let user = |value: &[u8]| text(&[HEADER.of_name("x-user")], "10.0.0.1", &headers(&[("x-user", value)]));
         assert_eq!(user(&[b'a'; 256]).len(), 2 + 256);
         let long = user(&[b'a'; 257]);
         assert!(long.starts_with("r|hmac-") && long.len() == 39);
@@ -367,14 +361,14 @@ mod tests {
 
     #[test]
     fn keys_of_a_fallback_differ_from_other_keys() {
-        let key = [KeyPart::Header("x-user".to_owned()), KeyPart::Method];
+        let key = [HEADER.of_name("x-user"), METHOD.part()];
         let fallback = |parts: &[KeyPart]| OnMissing::Fallback(parts.to_vec());
         let written =
             |parts: &[KeyPart], headers: &HeaderMap| text_by(&digester(), &key, fallback(parts), "10.0.0.1", headers);
         let none = HeaderMap::new();
         assert_eq!(written(&[V4], &none), "r|else=ip|10.0.0.1");
-        assert_eq!(written(&[V4, KeyPart::Host], &none), "r|else=ip%2Chost|10.0.0.1|example.com");
-        assert_eq!(written(&[KeyPart::Global], &none), "r|else=global|");
+        assert_eq!(written(&[V4, HOST.part()], &none), "r|else=ip%2Chost|10.0.0.1|example.com");
+        assert_eq!(written(&[KeyPart::GLOBAL], &none), "r|else=global|");
         assert_eq!(written(&[V4], &headers(&[("x-user", b"else=ip")])), "r|else%3Dip|GET");
         assert_eq!(text_by(&digester(), &key, OnMissing::Skip, "10.0.0.1", &none), "");
     }
@@ -385,7 +379,7 @@ mod tests {
             a in proptest::collection::vec(any::<u8>(), 0..40), b in proptest::collection::vec(any::<u8>(), 0..40),
             at in 0..40_usize,
         ) {
-            let key = [KeyPart::Path, KeyPart::Path];
+            let key = [PATH.part(), PATH.part()];
             let format = KeyTextFormat::new(&rule(&key, OnMissing::Refuse), &key, false);
             let written = |key: [&[u8]; 2]| {
                 let mut text = String::new();

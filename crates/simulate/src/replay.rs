@@ -13,6 +13,7 @@ use super::log_line::{HeaderSpan, LogLine, LoggedDecision, LoggedFields};
 use super::request_reader::{Buffers, RequestReader, read_headers};
 use super::scenario::{Request, Scenario};
 use transom_config::Config;
+use transom_config::key_kind::{HEADER, KeyKind, Logged};
 use transom_config::toml_reader::nearest;
 use transom_http::error::RequestError;
 use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
@@ -302,17 +303,15 @@ impl RuleInputs {
     fn new(rule: &Rule) -> RuleInputs {
         let field = |name: &HeaderName| KeySource::Header(name.clone());
         let input = |part: &KeyPart| {
-            let source = match part {
-                KeyPart::Jwt(_) | KeyPart::BasicUser => field(&header::AUTHORIZATION),
-                KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::Query(_) | KeyPart::ClientCert => {
-                    KeySource::new(part, &[])
-                }
-                _ => return None,
+            let source = match KeyKind::of(part).logged {
+                Logged::Authorization => field(&header::AUTHORIZATION),
+                Logged::Field | Logged::Cookie | Logged::Query | Logged::Never => KeySource::new(part, &[]),
+                Logged::Always => return None,
             };
             Some(KeyInput { name: part.to_string(), present: 0, source })
         };
         let cost = match &rule.cost {
-            Cost::Request { header, .. } => Some(KeyPart::Header(header.clone())),
+            Cost::Request { header, .. } => Some(HEADER.of_name(header)),
             Cost::Fixed(_) | Cost::Response { .. } => None,
         };
         RuleInputs {

@@ -11,6 +11,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, header};
 use super::json_scanner::{Span, unescape};
 use super::log_line::{HeaderSpan, LogLine, LoggedFields};
 use transom_config::Config;
+use transom_config::key_kind::{HEADER, KeyKind, Logged};
 use transom_http::error::RequestError;
 use transom_http::path_normalize::{self, encode_query};
 use transom_http::request_validation::{is_valid_method, normalized_host};
@@ -20,6 +21,7 @@ use transom_limiter::key::KeyPart;
 use transom_limiter::rule::Cost;
 use transom_rules::ClientId;
 use transom_rules::compiled_config::CompiledConfig;
+use transom_rules::key_source::ConnectionValues;
 use transom_rules::resolved_request::{RequestView, ResolvedRequest};
 use transom_rules::store_key_text::KeyDigester;
 
@@ -77,13 +79,14 @@ impl RequestReader {
         let config = &compiled.config;
         let parts = || key_parts(config);
         let mut request = compiled.key_fields.clone();
-        if parts().any(|part| matches!(part, KeyPart::Jwt(_) | KeyPart::BasicUser)) {
+        let reads = |logged: Logged| parts().any(|part| KeyKind::of(part).logged == logged);
+        if reads(Logged::Authorization) {
             request.push(header::AUTHORIZATION);
         }
-        if parts().any(|part| matches!(part, KeyPart::Cookie(_))) {
+        if reads(Logged::Cookie) {
             request.push(header::COOKIE);
         }
-        let reads_query = parts().any(|part| matches!(part, KeyPart::Query(_)));
+        let reads_query = reads(Logged::Query);
         request.sort_by(|a, b| a.as_str().cmp(b.as_str()));
         request.dedup();
         let response = config.rules.iter().filter_map(|rule| match &rule.cost {
@@ -92,10 +95,8 @@ impl RequestReader {
         });
         let response = response.collect();
         let api_key = config.clients.as_ref().and_then(|clients| clients.api_key.as_ref());
-        let api_key_field = match api_key {
-            Some(KeyPart::Header(name)) => HeaderName::from_bytes(name.as_bytes()).ok(),
-            _ => None,
-        };
+        let api_key_field = api_key.filter(|part| HEADER.has(part)).and_then(KeyPart::name);
+        let api_key_field = api_key_field.and_then(|name| HeaderName::from_bytes(name.as_bytes()).ok());
         let known_clients = compiled.clients.iter().flat_map(|plans| plans.clients.enumerate());
         let mut secret = [0; 32];
         getrandom::fill(&mut secret).map_err(|error| format!("no random numbers: {error}"))?;
@@ -199,7 +200,7 @@ impl LoggedRequest<'_> {
     ) -> Result<ResolvedRequest<'a>, RequestError> {
         let view = RequestView {
             address: self.address,
-            client_cert: None,
+            connection: ConnectionValues::default(),
             is_secure: self.is_secure,
             host: &self.host,
             method: &self.method,

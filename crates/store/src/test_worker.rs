@@ -15,12 +15,13 @@ use tokio::task::spawn_local;
 
 use super::shared_counters::{SharedByWorkers, SharedCounters};
 use super::shared_decision::{BeginResult, SharedDecision, SharedOutcome};
+use transom_config::key_kind::HOST;
 use transom_config::redis::{Node, Nodes, StoreConfig};
 use transom_limiter::charge_plan::{ChargePlan, LayerRef};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::handles::{Handle, LayerId, PlanPosition, RuleId, VariantId};
-use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
+use transom_limiter::key::{KeyHasher, OnMissing, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Rule, Sharing};
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
@@ -55,7 +56,7 @@ pub fn run<T>(test: impl Future<Output = T>) -> T {
 /// A rule `r` with leased tokens.
 pub fn leased(limits: &[&str]) -> Rule {
     let layers = limits.iter().map(|limit| Limit::parse(limit).unwrap()).collect();
-    Rule { sharing: Sharing::Lease, ..Rule::new("r", vec![KeyPart::Host], OnMissing::Never, layers) }
+    Rule { sharing: Sharing::Lease, ..Rule::new("r", vec![HOST.part()], OnMissing::Never, layers) }
 }
 
 /// A rule `r` with leased tokens, and 4 shards.

@@ -11,7 +11,7 @@ use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::handles::{Handle, PlanPosition, RuleId, VariantId};
-use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
+use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, PartArgument, PartKind, Seed};
 use transom_limiter::leased_tokens::DepositResult;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::Rule;
@@ -26,6 +26,8 @@ use crate::state::{COUNTERS, Each, Gateway, NARROW, WIDE, Window};
 
 const PERIOD_MS: u64 = 1000;
 const SEED: Seed = Seed(3, 4);
+const CLIENT: KeyPart =
+    KeyPart { kind: &PartKind { name: "client", identity: "Client", number: 1 }, argument: PartArgument::None };
 
 pub struct LocalCounters {
     charge_plan: ChargePlan,
@@ -58,7 +60,7 @@ impl LocalCounters {
             let layer = Limit { tokens, windows, period_text: String::new(), capacity: None, reserve: 0, shards: 1 };
             Rule { sharing: sharing[counter], ..Rule::new(name, key, OnMissing::Refuse, vec![layer]) }
         };
-        let narrow = rule("narrow", vec![KeyPart::Header("client".to_owned())], NARROW);
+        let narrow = rule("narrow", vec![CLIENT], NARROW);
         let rule_set = Arc::new(RuleSet::new(&[narrow, rule("wide", vec![], WIDE)], SEED, None));
         let charge_plan = rule_set.charge_plan(rule_set.rules.ids());
         let keyed_requests = COUNTERS.map(|counter| {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use transom_limiter::identity;
-use transom_limiter::key::{KeyPart, OnMissing, Seed};
+use transom_limiter::key::{KeyPart, OnMissing, PartArgument, PartKind, Prefixes, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, KeyValue, OnLimit, Override, Plan, Rule, Sharing};
 use transom_limiter::window::{Calendar, Windows};
@@ -13,33 +13,60 @@ use crate::support::{delay, limit, plain};
 const SEED: Seed = Seed(1, 2);
 const HOUR_MS: u64 = 3_600_000;
 
+/// The kinds of the gateway. A test of its table compares their names in identities with the texts below.
+const IP: PartKind = PartKind { name: "ip", identity: "Ip", number: 1 };
+const HEADER: PartKind = PartKind { name: "header", identity: "Header", number: 3 };
+const COOKIE: PartKind = PartKind { name: "cookie", identity: "Cookie", number: 10 };
+const QUERY: PartKind = PartKind { name: "query", identity: "Query", number: 11 };
+const JWT: PartKind = PartKind { name: "jwt", identity: "Jwt", number: 12 };
+const PARAM: PartKind = PartKind { name: "param", identity: "Param", number: 4 };
+const BASIC_USER: PartKind = PartKind { name: "basic-user", identity: "BasicUser", number: 14 };
+const CLIENT_CERT: PartKind = PartKind { name: "client-cert", identity: "ClientCert", number: 13 };
+const HOST: PartKind = PartKind { name: "host", identity: "Host", number: 5 };
+const METHOD: PartKind = PartKind { name: "method", identity: "Method", number: 6 };
+const PATH: PartKind = PartKind { name: "path", identity: "Path", number: 7 };
+const ROUTE: PartKind = PartKind { name: "route", identity: "Route", number: 8 };
+const ENTRY: PartKind = PartKind { name: "entry", identity: "Entry", number: 15 };
+
+fn one(kind: &'static PartKind) -> KeyPart {
+    KeyPart { kind, argument: PartArgument::None }
+}
+
+fn named(kind: &'static PartKind, name: &str) -> KeyPart {
+    KeyPart { kind, argument: PartArgument::Name(name.to_owned()) }
+}
+
+fn address(v4: u8, v6: u8) -> KeyPart {
+    KeyPart { kind: &IP, argument: PartArgument::Prefixes(Prefixes { v4, v6 }) }
+}
+
 /// Rules with every part of a key, then lists of parts, kinds of windows, variants and penalties.
 fn rules() -> Vec<Rule> {
     let text = |text: &str| text.to_owned();
     let hourly = || vec![plain(5, HOUR_MS)];
     let keys = [
-        vec![KeyPart::Ip { v4_prefix: 32, v6_prefix: 64 }],
-        vec![KeyPart::Ip { v4_prefix: 24, v6_prefix: 128 }],
-        vec![KeyPart::Header(text("x-api-key"))],
-        vec![KeyPart::Cookie(text("session"))],
-        vec![KeyPart::Query(text("api_key"))],
-        vec![KeyPart::Query(text("a\"b\\c\td\ne\rf\0g\u{7f}h é 鍵 'i'"))],
-        vec![KeyPart::Jwt(text("sub"))],
-        vec![KeyPart::Jwt(text("https://example.com/plan"))],
-        vec![KeyPart::Param(text("id"))],
-        vec![KeyPart::BasicUser],
-        vec![KeyPart::ClientCert],
-        vec![KeyPart::Host],
-        vec![KeyPart::Method],
-        vec![KeyPart::Path],
-        vec![KeyPart::Route],
-        vec![KeyPart::Entry(text("remote_address"))],
-        vec![KeyPart::Global],
+        vec![address(32, 64)],
+        vec![address(24, 128)],
+        vec![named(&HEADER, "x-api-key")],
+        vec![named(&COOKIE, "session")],
+        vec![named(&QUERY, "api_key")],
+        vec![named(&QUERY, "a\"b\\c\td\ne\rf\0g\u{7f}h é 鍵 'i'")],
+        vec![named(&JWT, "sub")],
+        vec![named(&JWT, "https://example.com/plan")],
+        vec![named(&PARAM, "id")],
+        vec![one(&BASIC_USER)],
+        vec![one(&CLIENT_CERT)],
+        vec![one(&HOST)],
+        vec![one(&METHOD)],
+        vec![one(&PATH)],
+        vec![one(&ROUTE)],
+        vec![named(&ENTRY, "remote_address")],
+        vec![KeyPart::GLOBAL],
         vec![],
-        vec![KeyPart::Ip { v4_prefix: 32, v6_prefix: 56 }, KeyPart::Header(text("x-user")), KeyPart::Path],
-        vec![KeyPart::Path, KeyPart::Header(text("x-user"))],
+        vec![address(32, 56), named(&HEADER, "x-user"), one(&PATH)],
+        vec![one(&PATH), named(&HEADER, "x-user")],
     ];
-    let header = || vec![KeyPart::Header(text("x-user"))];
+    let header = || vec![named(&HEADER, "x-user")];
     let rule = |name: &str, layers| Rule::new(name, header(), OnMissing::Skip, layers);
     let even = |offset_ms| limit(5, Windows::Even { period_ms: HOUR_MS, offset_ms });
     let of = |windows| vec![limit(5, windows)];
@@ -54,7 +81,7 @@ fn rules() -> Vec<Rule> {
     rules.extend([
         // The name of the rule belongs to the identity; what is done without a key does not.
         rule("per-user", hourly()),
-        Rule { on_missing: OnMissing::Fallback(vec![KeyPart::Host]), ..rule("r", hourly()) },
+        Rule { on_missing: OnMissing::Fallback(vec![one(&HOST)]), ..rule("r", hourly()) },
         rule("r", vec![]),
         rule("r", vec![plain(9, HOUR_MS), plain(2, 60_000), plain(1, 10)]),
         rule("r", vec![even(1)]),

@@ -32,7 +32,7 @@ fn reported(gateway: &Gateway<8>) -> Vec<(usize, u32, u64, SlotState)> {
 /// Rules of one client before those of all, those that refuse before those that wait, and shadow rules last.
 #[test]
 fn slots_are_taken_in_one_order() {
-    let global = |name, on_limit| Rule { key: vec![KeyPart::Global], ..concurrent(name, 9, on_limit) };
+    let global = |name, on_limit| Rule { key: vec![KeyPart::GLOBAL], ..concurrent(name, 9, on_limit) };
     let rules = [
         concurrent("shadow", 9, OnLimit::Shadow),
         global("all wait", delay(9)),

@@ -8,7 +8,7 @@ use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::handles::{Handle, PlanPosition, VariantId};
-use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
+use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, PartArgument, PartKind, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, KeyValue, OnLimit, Override, Plan, Rule};
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
@@ -21,6 +21,10 @@ use crate::oracle::{Expected, LayerRequest};
 pub const START_MS: u64 = 1_700_000_000_000;
 
 const SEED: Seed = Seed(3, 4);
+const CLIENT: KeyPart =
+    KeyPart { kind: &PartKind { name: "client", identity: "Client", number: 1 }, argument: PartArgument::None };
+const PATH: KeyPart =
+    KeyPart { kind: &PartKind { name: "path", identity: "Path", number: 2 }, argument: PartArgument::None };
 
 /// A limit with default settings.
 pub fn plain(tokens: u32, period_ms: u64) -> Limit {
@@ -33,7 +37,7 @@ pub fn limit(tokens: u32, windows: Windows) -> Limit {
 
 /// A rule that counts each client and refuses at the limit.
 pub fn rule(name: &str, layers: Vec<Limit>) -> Rule {
-    Rule::new(name, vec![KeyPart::Header("client".to_owned())], OnMissing::Refuse, layers)
+    Rule::new(name, vec![CLIENT], OnMissing::Refuse, layers)
 }
 
 pub fn delay(max_delay_ms: u64) -> OnLimit {
@@ -180,9 +184,9 @@ pub fn outcome(decision: &Decision) -> Expected {
 
 /// Two clients share each path; all clients share the global key.
 fn key_of(rule: &Rule, client: u64) -> String {
-    match rule.key[0] {
-        KeyPart::Global => String::new(),
-        KeyPart::Path => format!("{}", client / 2),
+    match &rule.key[0] {
+        key if *key == KeyPart::GLOBAL => String::new(),
+        key if *key == PATH => format!("{}", client / 2),
         _ => format!("{client}"),
     }
 }
@@ -195,7 +199,7 @@ fn offset_of(rule: &Rule, client: u64) -> u64 {
 /// default windows only.
 fn variant_of(rule: &Rule, client: u64) -> VariantId {
     VariantId::at(match () {
-        () if !matches!(rule.key[0], KeyPart::Header(_)) => 0,
+        () if rule.key[0] != CLIENT => 0,
         () if client == 3 && !rule.overrides.is_empty() => 1 + rule.plans.len(),
         () if rule.plans.is_empty() => 0,
         () => (client % 2) as usize,
@@ -243,7 +247,7 @@ fn layers() -> impl Strategy<Value = Vec<Limit>> {
 
 /// One to three rules with random values in all fields.
 pub fn rules() -> impl Strategy<Value = Vec<Rule>> {
-    let key = prop_oneof![3 => Just(KeyPart::Header("client".to_owned())), 1 => Just(KeyPart::Path), 1 => Just(KeyPart::Global)];
+    let key = prop_oneof![3 => Just(CLIENT), 1 => Just(PATH), 1 => Just(KeyPart::GLOBAL)];
     let cost =
         prop_oneof![3 => Just(Cost::Fixed(1)), 1 => Just(Cost::Response { header: String::new(), reserve: 1, max: 9 })];
     let on_limit = prop_oneof![

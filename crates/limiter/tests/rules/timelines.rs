@@ -239,7 +239,7 @@ fn ten_shards_grant_as_much_as_one_counter() {
 #[test]
 fn a_global_counter_is_shared_by_all_keys() {
     let mut gateway = Gateway::with_large_table(&[Rule {
-        key: vec![KeyPart::Global],
+        key: vec![KeyPart::GLOBAL],
         ..rule("sign-ups", vec![plain(100, HOUR_MS)])
     }]);
     let all: Vec<Expected> = (0..100).map(|client| gateway.request(client, client)).collect();

@@ -11,7 +11,7 @@ use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::handles::{Handle, PlanPosition, VariantId};
-use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
+use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, PartArgument, PartKind, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{OnLimit, Rule};
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
@@ -22,6 +22,8 @@ use transom_limiter::window::Windows;
 use crate::{THREADS, mix};
 
 pub const SEED: Seed = Seed(5, 6);
+const CLIENT: KeyPart =
+    KeyPart { kind: &PartKind { name: "client", identity: "Client", number: 1 }, argument: PartArgument::None };
 pub const START_MS: u64 = 1_000_000;
 
 /// Tokens admitted or to be admitted, by client and end of that window. Refunded tokens are not included.
@@ -36,8 +38,7 @@ struct Load<'a, const W: usize> {
 }
 
 pub fn rule(layer: Limit, on_limit: OnLimit) -> Rule {
-    let key = vec![KeyPart::Header("client".to_owned())];
-    Rule { on_limit, ..Rule::new("only", key, OnMissing::Refuse, vec![layer]) }
+    Rule { on_limit, ..Rule::new("only", vec![CLIENT], OnMissing::Refuse, vec![layer]) }
 }
 
 pub fn limit(tokens: u32, capacity: u32, windows: Windows) -> Limit {

@@ -156,7 +156,7 @@ mod tests {
         let idle = RouteMetrics::new(&registry, 0, "idle", &["r"]);
         idle.request_ended(200, Duration::from_millis(3));
         let api = DecisionMetrics::new(&registry, 2, "api", &[("r", vec!["r-minute"])]);
-        let rule = Rule::new("r", vec![KeyPart::Global], OnMissing::Never, vec![Limit::parse("1/minute").unwrap()]);
+        let rule = Rule::new("r", vec![KeyPart::GLOBAL], OnMissing::Never, vec![Limit::parse("1/minute").unwrap()]);
         let rule_set = RuleSet::new(&[rule], Seed(1, 2), None);
         let layer = rule_set.rules[RuleId::at(0)].variant(VariantId::DEFAULT).next().unwrap();
         workers[0].admitted(PlanPosition::at(0));
