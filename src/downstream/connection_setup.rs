@@ -24,7 +24,7 @@ use super::drain::{Drain, DrainGuard};
 use super::listener_context::Listener;
 use super::protocol_detect::{Protocol, detect_protocol};
 use super::proxy_protocol::{HeaderProgress, MAX_BYTES, ProxiedAddress, parse};
-use super::tls::{HTTP2, fingerprint};
+use super::tls::HTTP2;
 use crate::downstream::linger::{LINGER, linger};
 use crate::downstream::{http1, http2};
 use crate::io_stream::IoStream;
@@ -175,7 +175,7 @@ async fn set_up(
     Ok((io, connection, protocol))
 }
 
-/// Performs the TLS handshake, and records the fingerprint of the client's certificate.
+/// Performs the TLS handshake.
 async fn accept_tls(
     stream: TcpStream,
     tls: Arc<ServerConfig>,
@@ -192,8 +192,7 @@ async fn accept_tls(
     let stream = stream.ok_or(ConnectionRefusal::HandshakeTimeout)??;
     let (_, session) = stream.get_ref();
     listener.metrics.handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
-    let certificate = session.peer_certificates().and_then(<[_]>::first).map(fingerprint);
-    let connection = ConnectionInfo::new(address, true).with_certificate(certificate);
+    let connection = ConnectionInfo::of_tls(address, session);
     Ok((IoStream::tls(EitherSide::from(stream)), connection))
 }
 

@@ -2,7 +2,6 @@
 //! the handshake.
 
 use std::collections::HashMap;
-use std::fmt::Write as _;
 use std::sync::Arc;
 
 use rustls::crypto::aws_lc_rs::{Ticketer, default_provider};
@@ -10,8 +9,6 @@ use rustls::server::{ClientHello, NoServerSessionStorage, ResolvesServerCert, We
 use rustls::sign::CertifiedKey;
 use rustls::version::{TLS12, TLS13};
 use rustls::{Error, RootCertStore, ServerConfig};
-use rustls_pki_types::CertificateDer;
-use sha2::{Digest as _, Sha256};
 
 use transom_config::certificate::Certificate;
 use transom_config::listen::{ClientAuth, Https, TlsVersion};
@@ -61,16 +58,6 @@ pub fn server_config(https: &Https) -> Result<Arc<ServerConfig>, Error> {
     server_config.send_tls13_tickets = TICKETS;
     server_config.session_storage = Arc::new(NoServerSessionStorage {});
     Ok(Arc::new(server_config))
-}
-
-/// SHA-256 fingerprint of a certificate, in lower-case hex.
-pub fn fingerprint(certificate: &CertificateDer) -> Box<str> {
-    let mut text = String::with_capacity(64);
-    for byte in Sha256::digest(certificate) {
-        // Writing to a string cannot fail.
-        let _ = write!(text, "{byte:02x}");
-    }
-    text.into_boxed_str()
 }
 
 /// Certificates of a listener, by the server name (SNI) that clients send.

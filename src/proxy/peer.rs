@@ -1,11 +1,15 @@
 //! The client's side of a request: its connection, and what the handler exchanges with the code that owns the connection.
 
 use std::cell::{Cell, RefCell};
+use std::fmt::Write;
 use std::net::IpAddr;
 use std::rc::Rc;
 use std::time::Duration;
 
 use http::HeaderValue;
+use rustls::ServerConnection;
+use rustls_pki_types::CertificateDer;
+use sha2::{Digest, Sha256};
 
 use super::websocket::TunnelSession;
 use crate::informational::InformationalQueue;
@@ -40,8 +44,10 @@ impl ConnectionInfo {
         }
     }
 
-    pub fn with_certificate(self, client_cert: Option<Box<str>>) -> ConnectionInfo {
-        ConnectionInfo { client_cert, ..self }
+    /// After the handshake.
+    pub fn of_tls(address: IpAddr, session: &ServerConnection) -> ConnectionInfo {
+        let certificate = session.peer_certificates().and_then(<[_]>::first);
+        ConnectionInfo { client_cert: certificate.map(fingerprint), ..ConnectionInfo::new(address, true) }
     }
 
     /// What keys can be made of.
@@ -52,6 +58,16 @@ impl ConnectionInfo {
     pub fn with_forward_auth(self, is_forward_auth: bool) -> ConnectionInfo {
         ConnectionInfo { is_forward_auth, ..self }
     }
+}
+
+/// SHA-256 fingerprint of a certificate, in lower-case hex.
+fn fingerprint(certificate: &CertificateDer) -> Box<str> {
+    let mut text = String::with_capacity(64);
+    for byte in Sha256::digest(certificate) {
+        // Writing to a string cannot fail.
+        let _ = write!(text, "{byte:02x}");
+    }
+    text.into_boxed_str()
 }
 
 /// The other end of a connection or of an HTTP/2 stream; serves one request at a time.
