@@ -273,9 +273,10 @@ impl SharedCounters {
     ///
     /// The known usage is what replies have reported, and the tokens of unanswered charges of all workers. Workers get replies in
     /// another order than that in which the store executed their calls. A reply lowers what replies have reported only if its call
-    /// was sent after the last raise: then the store executed the call after everything that is known. An earlier call raises
+    /// was sent after the last change: then the store executed the call after everything that is known. An earlier call raises
     /// only. So the known usage is never less than what this process was granted, and yet follows a refund or a reset within one
-    /// round trip: without a raise, the next call is sent after the last one. A charge of another worker that is unanswered and that
+    /// round trip: the next call is sent after the last change. A grant that leaves the usage as it was, because something was
+    /// refunded, is a change as well: of two such calls, the reply to the other one may lack it. A charge of another worker that is unanswered and that
     /// the reply has already counts twice until it is answered, which refuses early and never admits too much.
     ///
     /// Around an outage the known usage is not less than before with the `leased` tokens of the reply, because of sharded counters,
@@ -292,7 +293,7 @@ impl SharedCounters {
         let mut order = self.usage_order.lock(counter_id(counter));
         let (is_outdated, answered) =
             self.leases.with_existing(counter_id(counter), |record| record.note_call(reply.call)).unwrap_or_default();
-        let CounterOrder { raised, unanswered } = order.get();
+        let CounterOrder { changed, unanswered } = order.get();
         order.remove_unanswered(answered);
         let known = self.table.known_usage(counter, now_ms);
         if is_outdated && let Some((_, known)) = known {
@@ -310,10 +311,12 @@ impl SharedCounters {
         let least = least.map_or(0, |(_, known)| known.saturating_add(leased));
         let reported_before = before.map_or(0, |(_, known)| known.saturating_sub(unanswered));
         let unanswered = unanswered.saturating_sub(answered);
-        let reported = if reply.call > raised { used } else { used.max(reported_before) };
+        let is_newest = reply.call > changed;
+        let reported = if is_newest { used } else { used.max(reported_before) };
         let used = reported.saturating_add(unanswered).max(least);
-        if before.is_none() || used.saturating_sub(unanswered) > reported_before {
-            order.note_raise();
+        let is_changed = used.saturating_sub(unanswered) != reported_before || is_newest && reply.granted > 0;
+        if before.is_none() || is_changed {
+            order.note_change();
         }
         let known = u32::try_from(used).unwrap_or(u32::MAX);
         match kind {
@@ -333,7 +336,7 @@ impl SharedCounters {
     pub(super) fn raise_known_usage(&self, counter: Counter, end_ms: u64, used: u32, now_ms: u64) {
         let mut order = self.usage_order.lock(counter_id(counter));
         self.table.set_known_usage(counter, end_ms, used, now_ms);
-        order.note_raise();
+        order.note_change();
     }
 
     /// Adds tokens to the known usage that are used and not reported by the store yet. `end_ms`: the end of their window, as far
@@ -440,7 +443,7 @@ impl SharedCounters {
         let unanswered = (shards == 1).then(|| self.new_charge());
         match unanswered {
             Some(id) => self.add_unanswered(&mut order, id, counter, tokens),
-            None => order.note_raise(),
+            None => order.note_change(),
         }
         drop(order);
         let mut all_delivered = true;
@@ -550,6 +553,31 @@ mod tests {
                 held.notify_waiters();
                 assert!(decision.await.unwrap());
                 assert_eq!(worker.known_usage("a"), known);
+            }
+        });
+    }
+
+    /// Two replies to workers beside the first one, whose calls were sent after the last change, arrive in reverse order.
+    #[test]
+    fn replies_in_reverse_order_leave_the_usage_that_the_last_call_found() {
+        run(async {
+            // After a reset, or a refund of one token by another gateway.
+            for (used, refunded_to) in [(9, 0), (9, 8), (2, 1)] {
+                let worker = TestWorker::new(&[exact("99/hour")]).await;
+                let others = [worker.beside(), worker.beside()];
+                for other in &others {
+                    assert_eq!(other.decide("b", 1).await, Some(true));
+                }
+                worker.store.set_used(KEY, used - 1);
+                assert_eq!(worker.decide("a", 1).await, Some(true));
+                worker.store.set_used(KEY, refunded_to);
+                let (first_held, first) = held_request(&others[0]).await;
+                let (last_held, last) = held_request(&others[1]).await;
+                last_held.notify_waiters();
+                assert!(last.await.unwrap());
+                first_held.notify_waiters();
+                assert!(first.await.unwrap());
+                assert_eq!(worker.known_usage("a"), Some(refunded_to as u32 + 2));
             }
         });
     }

@@ -442,7 +442,7 @@ impl SharedCounters {
         let added = self.leases.with_or_insert(counter, self.own_shard, now, |record| record.unanswered.push(charge));
         match added {
             Some(()) => order.add_unanswered(tokens),
-            None => order.note_raise(),
+            None => order.note_change(),
         }
     }
 
@@ -469,7 +469,7 @@ impl SharedCounters {
         let Some(tokens) = ended.flatten().filter(|tokens| *tokens > 0) else { return };
         order.remove_unanswered(tokens);
         match stays_known {
-            true => order.note_raise(),
+            true => order.note_change(),
             false => {
                 let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
                 self.table.subtract_known_usage(counter, None, tokens, self.clock.now().unix_ms);

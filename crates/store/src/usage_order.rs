@@ -2,7 +2,7 @@
 //! known usage, which all workers share.
 //!
 //! Each worker has a connection of its own, so replies to different workers arrive in any order. A reply is known to be newer
-//! than what is known only if its call was sent after the last raise of the known usage. One count numbers calls and raises.
+//! than what X
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,9 +17,9 @@ const PARTS: usize = 64;
 /// Counters of one part that are remembered.
 const COUNTERS_MAX: usize = 1024;
 
-/// The order of calls and raises. All workers of a process share it.
+/// The order of calls and changes. All workers of a process share it.
 pub struct UsageOrder {
-    /// Number of the last call or raise.
+    /// Number of the last call or change.
     last: AtomicU64,
     parts: [Mutex<Part>; PARTS],
 }
@@ -27,15 +27,15 @@ pub struct UsageOrder {
 #[derive(Default)]
 struct Part {
     counters: HashMap<CounterId, CounterOrder, RandomState>,
-    /// No forgotten counter was raised after this number.
+    /// No forgotten counter was changed after this number.
     forgotten: u64,
 }
 
 /// What is remembered of a counter.
 #[derive(Clone, Copy)]
 pub struct CounterOrder {
-    /// Number of the last raise of the usage that replies have reported.
-    pub raised: u64,
+    /// Number of the last change of the usage that replies have reported.
+    pub changed: u64,
     /// Tokens of charges in the background of all workers that are part of the known usage and of no reply yet.
     pub unanswered: u64,
 }
@@ -54,8 +54,8 @@ impl Default for UsageOrder {
 }
 
 impl UsageOrder {
-    /// The number of a call that is sent next, or of a raise.
-    // Ordering: a call with a greater number than a raise was sent after what the raise was learned from. The calls and raises
+    /// The number of a call that is sent next, or of a change.
+    // Ordering: a call with a greater number than a change was sent after what the change was learned from. The calls and changes
     // of one worker are in its own order; those of two workers are ordered by this acquiring and releasing increment.
     pub fn next_number(&self) -> u64 {
         self.last.fetch_add(1, Ordering::AcqRel) + 1
@@ -69,14 +69,14 @@ impl UsageOrder {
 
 impl LockedOrder<'_> {
     pub fn get(&self) -> CounterOrder {
-        let forgotten = CounterOrder { raised: self.part.forgotten, unanswered: 0 };
+        let forgotten = CounterOrder { changed: self.part.forgotten, unanswered: 0 };
         self.part.counters.get(&self.id).copied().unwrap_or(forgotten)
     }
 
-    /// Notes a raise: replies to calls that were sent before do not lower the known usage.
-    pub fn note_raise(&mut self) {
-        let raised = self.order.next_number();
-        self.change(|counter| counter.raised = raised);
+    /// Notes a change: replies to calls that were sent before do not lower the known usage.
+    pub fn note_change(&mut self) {
+        let changed = self.order.next_number();
+        self.change(|counter| counter.changed = changed);
     }
 
     pub fn add_unanswered(&mut self, tokens: u64) {
@@ -105,29 +105,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn calls_and_raises_are_numbered_together() {
+    fn calls_and_changes_are_numbered_together() {
         let order = UsageOrder::default();
         let before = order.next_number();
-        order.lock((7, 1)).note_raise();
-        let raised = order.lock((7, 1)).get().raised;
-        assert!(before < raised && raised < order.next_number());
-        assert_eq!(order.lock((7, 2)).get().raised, 0);
+        order.lock((7, 1)).note_change();
+        let changed = order.lock((7, 1)).get().changed;
+        assert!(before < changed && changed < order.next_number());
+        assert_eq!(order.lock((7, 2)).get().changed, 0);
     }
 
     #[test]
-    fn a_forgotten_counter_counts_as_raised() {
+    fn a_forgotten_counter_counts_as_changed() {
         let order = UsageOrder::default();
         order.lock((0, 0)).add_unanswered(5);
         for tag in 1..COUNTERS_MAX as u64 {
-            order.lock((0, tag)).note_raise();
+            order.lock((0, tag)).note_change();
         }
         let before = order.next_number();
-        let raised = |tag| order.lock((0, tag)).get().raised;
-        assert!(raised(1) < before && raised(9999) < before);
-        order.lock((0, 9998)).note_raise();
-        assert!(raised(1) > before && raised(9999) > before);
+        let changed = |tag| order.lock((0, tag)).get().changed;
+        assert!(changed(1) < before && changed(9999) < before);
+        order.lock((0, 9998)).note_change();
+        assert!(changed(1) > before && changed(9999) > before);
         let unanswered = |tag| order.lock((0, tag)).get().unanswered;
         assert_eq!((unanswered(0), unanswered(1)), (5, 0));
-        assert!(raised(1) < order.next_number());
+        assert!(changed(1) < order.next_number());
     }
 }
