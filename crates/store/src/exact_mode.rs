@@ -63,6 +63,8 @@ struct SentLayer {
     least: u64,
     /// Usage that the store does not know yet; of a layer of penalties, a penalty that it may not know.
     local: Usage,
+    /// The known usage when it was sent.
+    known: u64,
 }
 
 impl SharedCounters {
@@ -308,14 +310,6 @@ impl SharedCounters {
         self.used_locally(charge_plan.rule_set(), layer_ref.id, keyed_request).joined_penalty(known)
     }
 
-    /// What local counters have counted of a layer whose rule counts locally during an outage; otherwise 0.
-    fn used_in_outage(&self, charge_plan: &ChargePlan, layer_ref: LayerRef, keyed_request: KeyedRequest) -> u64 {
-        match charge_plan.rule_of(layer_ref).rule.on_outage {
-            OnOutage::Local => self.used_locally(charge_plan.rule_set(), layer_ref.id, keyed_request).used,
-            OnOutage::Allow | OnOutage::Refuse => 0,
-        }
-    }
-
     /// Fills in a charge that the store decides: its `usage` is the usage that the store last reported, and `is_full` says
     /// whether the store would refuse by this usage.
     pub(super) fn set_known_usage_of(
@@ -455,7 +449,17 @@ impl SharedDecision {
                 ..base_request
             };
             let counter = layer.counter(keyed_request);
-            sent.push(SentLayer { charge: position, layer: layer_ref, keyed_request, counter, request, least, local });
+            let known = shared.table.known_usage(counter, now_ms).map_or(0, |(_, known)| known.into());
+            sent.push(SentLayer {
+                charge: position,
+                layer: layer_ref,
+                keyed_request,
+                counter,
+                request,
+                least,
+                local,
+                known,
+            });
         }
         sent
     }
@@ -470,7 +474,7 @@ impl SharedDecision {
         generation: u64,
     ) -> bool {
         let (shared, charge) = (&self.shared, &mut self.context.result.charges[sent.charge]);
-        let SentLayer { counter, least, local, .. } = *sent;
+        let SentLayer { counter, least, local, known, .. } = *sent;
         let used = if refused { reply.used.saturating_sub(reply.granted) } else { reply.used };
         let (layer, now_ms) = (charge_plan.layer(sent.layer), shared.clock.now().unix_ms);
         let kind = layer.request.kind;
@@ -485,13 +489,19 @@ impl SharedDecision {
         }
         // If nothing was acquired, the reply is only what the store knows.
         let used = used.max(shared.known_usage(counter, reply.end_ms, least, generation));
+        let known_now: u64 = shared.table.known_usage(counter, now_ms).map_or(0, |(_, known)| known.into());
         let used = shared.note_store_usage(counter, kind, reply, used, 0, now_ms);
-        let local_now = if refused { 0 } else { shared.used_in_outage(charge_plan, sent.layer, sent.keyed_request) };
-        let used = used.saturating_add(local_now.max(local.used));
+        let is_counted_here = !refused && charge_plan.rule_of(sent.layer).rule.on_outage == OnOutage::Local;
+        let local_now = match is_counted_here {
+            true => shared.used_locally(charge_plan.rule_set(), sent.layer.id, sent.keyed_request).used,
+            false => local.used,
+        };
+        let used = used.saturating_add(local_now);
         charge.usage = Usage { used, end_ms: reply.available_ms };
         // A late reply grants what the store had left when it executed the call; this gateway may have counted requests
-        // locally since.
-        let is_late = local_now > local.used && used > charge.request.ceiling;
+        // locally since, and may have reported them: then they are part of the known usage.
+        let is_more_known = known_now.saturating_add(local_now) > known.saturating_add(local.used);
+        let is_late = is_counted_here && is_more_known && used > charge.request.ceiling;
         let needed = used.max(charge.request.floor).saturating_add(charge.request.cost.into());
         charge.is_full = is_late || refused && needed > charge.request.ceiling;
         if kind == WindowKind::Sliding {

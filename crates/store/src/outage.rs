@@ -624,20 +624,28 @@ mod tests {
     #[test]
     fn a_late_grant_in_exact_mode_admits_nothing_beyond_the_limit() {
         run(async {
-            let worker = TestWorker::new(&[exact("3/hour")]).await;
-            let other = worker.beside();
-            assert_eq!(worker.decide("a", 1).await, Some(true));
-            let (held, decision) = held_request(&other).await;
-            for _ in 0..2 {
-                worker.store.hold();
-                let mut pending = worker.pending("a", 1);
-                pending.deadline = Instant::from_std(worker.clock.instant());
-                let outcome = pending.decide(&worker.charge_plan).await.unwrap();
-                assert!(matches!(outcome.decision, Decision::Admitted), "it is counted locally");
-                worker.store.release();
+            // The requests that are counted locally meanwhile may be reported before the late reply.
+            for (limit, is_reported) in [(3, false), (3, true), (4, false), (4, true)] {
+                let worker = TestWorker::new(&[exact(&format!("{limit}/hour"))]).await;
+                let other = worker.beside();
+                assert_eq!(worker.decide("a", 1).await, Some(true));
+                let (held, decision) = held_request(&other).await;
+                for _ in 0..2 {
+                    worker.store.hold();
+                    let mut pending = worker.pending("a", 1);
+                    pending.deadline = Instant::from_std(worker.clock.instant());
+                    let outcome = pending.decide(&worker.charge_plan).await.unwrap();
+                    assert!(matches!(outcome.decision, Decision::Admitted), "it is counted locally");
+                    worker.store.release();
+                }
+                worker.settled_calls().await;
+                if is_reported {
+                    worker.shared.report_to_reachable().await;
+                }
+                held.notify_waiters();
+                let is_admitted = decision.await.unwrap();
+                assert_eq!(is_admitted, limit == 4, "three requests are admitted already; {limit}, {is_reported}");
             }
-            held.notify_waiters();
-            assert!(!decision.await.unwrap(), "three requests are admitted already");
         });
     }
 
