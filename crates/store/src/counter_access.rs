@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::decision_queries::{KeyQuery, KeyState};
 use super::scripts::Refund;
-use super::shared_counters::{SharedByWorkers, SharedCounters};
+use super::shared_counters::{SharedByWorkers, SharedCounters, counter_of_receipt, keyed_layers};
 use super::shared_decision::{BeginResult, SharedOutcome, Unavailable};
 use transom_limiter::charge_plan::{ChargePlan, LayerRef};
 use transom_limiter::decision::Decision;
@@ -130,29 +130,46 @@ impl CounterAccess {
     }
 
     /// Refunds the last `tokens` of each charge that was made here.
-    pub fn refund(&self, keys: RequestKeys<'_>, mut receipts: Vec<ShardReceipt>, tokens: u32) {
-        self.prepare_refund(keys, &mut receipts, tokens);
-        keys.charge_plan.rule_set().refund(&receipts, tokens, &self.table, self.clock.now().unix_ms);
+    pub fn refund(&self, keys: RequestKeys<'_>, receipts: Vec<ShardReceipt>, tokens: u32) {
+        let (rule_set, now_ms) = (keys.charge_plan.rule_set(), self.clock.now().unix_ms);
+        self.track_refunded_leases(keys, &receipts);
+        self.refund_receipts(keys, receipts.into_iter().rev(), tokens, |charged| {
+            rule_set.refund(&[charged], tokens, &self.table, now_ms);
+        });
     }
 
     /// Refunds whole charges that later ones may depend on: now, or when those are refunded. Charges that are not refunded by
     /// `until_ms` stay; `None`: by the end of their window.
-    pub fn refund_in_order(&self, keys: RequestKeys<'_>, mut receipts: Vec<ShardReceipt>, until_ms: Option<u64>) {
-        self.prepare_refund(keys, &mut receipts, u32::MAX);
-        let now_ms = self.clock.now().unix_ms;
-        for receipt in receipts {
-            let until_ms = until_ms.unwrap_or(receipt.receipt.end_ms());
-            self.deferred_refunds.refund([receipt], until_ms, keys.charge_plan.rule_set(), &self.table, now_ms);
+    pub fn refund_in_order(&self, keys: RequestKeys<'_>, receipts: Vec<ShardReceipt>, until_ms: Option<u64>) {
+        let (rule_set, now_ms) = (keys.charge_plan.rule_set(), self.clock.now().unix_ms);
+        self.track_refunded_leases(keys, &receipts);
+        self.refund_receipts(keys, receipts.into_iter(), u32::MAX, |charged| {
+            let until_ms = until_ms.unwrap_or(charged.receipt.end_ms());
+            self.deferred_refunds.refund([charged], until_ms, rule_set, &self.table, now_ms);
+        });
+    }
+
+    /// Ensures that leased tokens are returned if they are not spent after the refund of these charges.
+    fn track_refunded_leases(&self, keys: RequestKeys<'_>, receipts: &[ShardReceipt]) {
+        if let Some(shared) = &self.shared {
+            shared.track_refunded_leases(keys.charge_plan, keys.keyed_requests, keys.store_keys, receipts);
         }
     }
 
-    /// Refunds in the store what was reported meanwhile, and removes its receipts. Ensures that leased tokens are returned if they
-    /// are not spent after the refund of the others.
-    fn prepare_refund(&self, keys: RequestKeys<'_>, receipts: &mut Vec<ShardReceipt>, tokens: u32) {
-        if let Some(shared) = &self.shared {
-            shared.refund_reported(keys.charge_plan, keys.keyed_requests, receipts, tokens);
-            shared.track_refunded_leases(keys.charge_plan, keys.keyed_requests, keys.store_keys, receipts);
-        }
+    /// Refunds in the store what was reported meanwhile, and the others with `refund_locally`.
+    fn refund_receipts(
+        &self,
+        keys: RequestKeys<'_>,
+        receipts: impl Iterator<Item = ShardReceipt>,
+        tokens: u32,
+        refund_locally: impl FnMut(ShardReceipt),
+    ) {
+        let Some(shared) = &self.shared else { return receipts.for_each(refund_locally) };
+        let RequestKeys { charge_plan, keyed_requests, .. } = keys;
+        let counter_of = |charged: &ShardReceipt| {
+            counter_of_receipt(charge_plan.rule_set(), keyed_layers(charge_plan, keyed_requests), charged)
+        };
+        shared.refund_receipts(receipts, tokens, counter_of, refund_locally);
     }
 
     /// Subtracts refunded tokens from the known usage of counters that the store has charged. `end_ms`: the end of their windows;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use tokio::time::Instant;
 
 use super::scripts::{AcquireReply, CounterRequest, Refund, TOKENS_MAX};
-use super::shared_counters::SharedCounters;
+use super::shared_counters::{SharedCounters, counter_of_receipt, keyed_layers};
 use super::shared_decision::{DecisionProgress, SendResult, SharedDecision, SharedOutcome, Unavailable};
 use transom_limiter::charge_plan::{ChargePlan, LayerCharge, LayerRef};
 use transom_limiter::decision::Decision;
@@ -74,7 +74,14 @@ impl SharedCounters {
         let SharedOutcome { decision, context, refunds, .. } = outcome;
         if !matches!(decision, Decision::Refused) {
             let receipts: Vec<_> = context.all_receipts().collect();
-            query.charge_plan.rule_set().refund(&receipts, u32::MAX, &self.table, self.clock.now().unix_ms);
+            let (rule_set, now_ms) = (query.charge_plan.rule_set(), self.clock.now().unix_ms);
+            let layers = || keyed_layers(query.charge_plan, &query.keyed_requests);
+            self.refund_receipts(
+                receipts.into_iter().rev(),
+                u32::MAX,
+                |charged| counter_of_receipt(rule_set, layers(), charged),
+                |charged| rule_set.refund(&[charged], u32::MAX, &self.table, now_ms),
+            );
             self.refund(refunds.into_iter().map(|(_, refund)| refund).collect()).await;
         }
         Ok((decision, context))

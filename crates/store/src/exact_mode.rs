@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use super::client::StoreError;
 use super::lease_sizing::{LeaseRecord, Refusal};
 use super::scripts::{AcquireReply, CounterReply, CounterRequest, Refund, TOKENS_MAX, refunds_of};
-use super::shared_counters::SharedCounters;
+use super::shared_counters::{SharedCounters, counter_of_receipt};
 use super::shared_decision::{NextStep, SendResult, SharedDecision, before_deadline};
 use transom_limiter::charge_plan::{ChargePlan, LayerCharge, LayerRef};
 use transom_limiter::decision::{Decision, Waiter};
@@ -19,6 +19,7 @@ use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
 use transom_limiter::rule::OnOutage;
 use transom_limiter::rule_set::{CompiledLayer, CountingMode, KeyedRequest, RuleSet};
+use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::shared_counting::LocalDecision;
 use transom_limiter::table::Counter;
 use transom_limiter::window_kind::{Usage, WindowKind};
@@ -130,9 +131,18 @@ impl SharedCounters {
         refunds: Vec<Refund>,
     ) {
         let now_ms = self.clock.now().unix_ms;
-        for charged in context.take_receipts(first).into_iter().rev() {
+        let receipts = context.take_receipts(first).into_iter().rev();
+        let DecisionContext { result, inputs, .. } = context;
+        let counter_of = |charged: &ShardReceipt| {
+            let layers = result.charges.iter().filter_map(|charge| {
+                let LayerRef { position, id } = charge.layer;
+                inputs.keyed_requests[position].map(|keyed_request| (id, keyed_request))
+            });
+            counter_of_receipt(rule_set, layers, charged)
+        };
+        self.refund_receipts(receipts, u32::MAX, counter_of, |charged| {
             self.deferred_refunds.refund([charged], charged.receipt.end_ms(), rule_set, &self.table, now_ms);
-        }
+        });
         self.refund_later(refunds);
     }
 

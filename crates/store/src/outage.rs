@@ -427,7 +427,7 @@ impl SharedCounters {
         // not set, because several workers may report one counter at once.
         let add_known = |tokens: u64| self.add_known_usage(counter, window, local.end_ms, tokens, now_ms);
         let mut order = self.usage_order.lock(id);
-        let reported = self.reported.begin(id);
+        let reported = self.reported.lock(id);
         let tokens = rule_set.reset_local(
             layer,
             keyed_request,
@@ -512,6 +512,7 @@ mod tests {
     use tokio::sync::Notify;
     use tokio::time::Instant;
 
+    use super::super::shared_decision::SharedOutcome;
     use super::super::test_worker::{KEY, TestWorker, leased, run};
     use super::*;
     use transom_limiter::decision::Decision;
@@ -646,6 +647,41 @@ mod tests {
                 let is_admitted = decision.await.unwrap();
                 assert_eq!(is_admitted, limit == 4, "three requests are admitted already; {limit}, {is_reported}");
             }
+        });
+    }
+
+    /// A decision that counts one token locally and has not ended.
+    async fn counted_locally(worker: &TestWorker) -> SharedOutcome {
+        worker.store.hold();
+        let mut pending = worker.pending("a", 1);
+        pending.deadline = Instant::from_std(worker.clock.instant());
+        let outcome = pending.decide(&worker.charge_plan).await.unwrap();
+        assert!(matches!(outcome.decision, Decision::Admitted));
+        worker.store.release();
+        worker.settled_calls().await;
+        outcome
+    }
+
+    #[test]
+    fn a_charge_that_is_undone_after_its_report_is_refunded_in_the_store() {
+        run(async {
+            let worker = TestWorker::new(&[exact("9/hour")]).await;
+            assert_eq!(worker.decide("a", 1).await, Some(true));
+            for _ in 0..2 {
+                let mut outcome = counted_locally(&worker).await;
+                worker.shared.report_to_reachable().await;
+                let used = worker.store.used(KEY);
+                worker.shared.undo(&worker.rule_set, &mut outcome.context, 0, Vec::new());
+                worker.settled_calls().await;
+                assert_eq!(worker.store.used(KEY), used - 1);
+            }
+            // Without a report, it is refunded locally.
+            let mut outcome = counted_locally(&worker).await;
+            let used = worker.store.used(KEY);
+            worker.shared.undo(&worker.rule_set, &mut outcome.context, 0, Vec::new());
+            worker.shared.report_to_reachable().await;
+            worker.settled_calls().await;
+            assert_eq!(worker.store.used(KEY), used);
         });
     }
 

@@ -3,9 +3,12 @@
 //!
 //! A charge that is refunded after a report is not in the local counter any more. Local charges of a counter are alike, so its
 //! refunds go to the store until as many tokens are refunded as were reported, and to the local counter from then on.
+//!
+//! A report empties the local counter under the lock of `ReportedUsage`, and notes its tokens there before it releases the lock. A
+//! refund takes reported tokens, and refunds the others locally, under the same lock. So it finds its tokens either noted, or
+//! still in the local counter.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use foldhash::fast::RandomState;
@@ -25,8 +28,6 @@ pub type SharedRefund = Refund<Box<str>>;
 /// Reported usage by counter.
 #[derive(Default)]
 pub struct ReportedUsage {
-    /// Whether anything was reported since the start.
-    is_used: AtomicBool,
     counters: Mutex<HashMap<CounterId, CounterReports, RandomState>>,
 }
 
@@ -40,23 +41,21 @@ struct CounterReports {
     reported: SmallVec<[(SharedRefund, u64); 1]>,
 }
 
-/// A report that begins: no refund takes place meanwhile.
-pub struct BeginningReport<'a> {
+/// The reports of a counter, for a report that begins, or a refund: none of the other takes place meanwhile.
+pub struct LockedReports<'a> {
     counters: MutexGuard<'a, HashMap<CounterId, CounterReports, RandomState>>,
     id: CounterId,
 }
 
 impl ReportedUsage {
-    /// A report of a counter begins, which is emptied while the result exists.
-    // Ordering: a refund that reads the flag before it is set finds the counter as it was before.
-    pub fn begin(&self, id: CounterId) -> BeginningReport<'_> {
-        self.is_used.store(true, Ordering::SeqCst);
-        BeginningReport { counters: self.lock(), id }
+    /// The local counter is emptied, or local charges are refunded, while the result exists.
+    pub fn lock(&self, id: CounterId) -> LockedReports<'_> {
+        LockedReports { counters: self.lock_counters(), id }
     }
 
     /// Records a reported part. Returns how many of its tokens are to be refunded now.
     pub fn end(&self, id: CounterId, target: &RefundTarget, tokens: u64, now_ms: u64) -> u64 {
-        let mut counters = self.lock();
+        let mut counters = self.lock_counters();
         let Some(reports) = counters.get_mut(&id) else { return 0 };
         reports.in_flight = reports.in_flight.saturating_sub(tokens);
         let early = reports.early.min(tokens);
@@ -76,24 +75,23 @@ impl ReportedUsage {
 
     /// A part was not reported, or may not have been.
     pub fn fail(&self, id: CounterId, tokens: u64) {
-        if let Some(reports) = self.lock().get_mut(&id) {
+        if let Some(reports) = self.lock_counters().get_mut(&id) {
             reports.in_flight = reports.in_flight.saturating_sub(tokens);
             reports.early = reports.early.min(reports.in_flight);
         }
     }
 
-    /// Whether there may be reported usage.
-    // Ordering: see `begin`.
-    pub fn is_used(&self) -> bool {
-        self.is_used.load(Ordering::SeqCst)
+    fn lock_counters(&self) -> MutexGuard<'_, HashMap<CounterId, CounterReports, RandomState>> {
+        self.counters.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
 
+impl LockedReports<'_> {
     /// Takes the refunds of up to `tokens` reported tokens of open windows, the latest first. Returns how many tokens the
     /// refunds, and those of reports in flight, amount to.
-    pub fn take(&self, id: CounterId, tokens: u64, now_ms: u64) -> (Vec<SharedRefund>, u64) {
+    pub fn take(&mut self, tokens: u64, now_ms: u64) -> (Vec<SharedRefund>, u64) {
         let (mut refunds, mut missing) = (Vec::new(), tokens);
-        let mut counters = self.lock();
-        let Some(reports) = counters.get_mut(&id) else { return (refunds, 0) };
+        let Some(reports) = self.counters.get_mut(&self.id) else { return (refunds, 0) };
         for (refund, _) in reports.reported.iter_mut().rev().filter(|(_, end_ms)| *end_ms > now_ms) {
             let part = refund.tokens.min(missing);
             if part > 0 {
@@ -107,13 +105,7 @@ impl ReportedUsage {
         (refunds, tokens - missing + early)
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<CounterId, CounterReports, RandomState>> {
-        self.counters.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl BeginningReport<'_> {
-    /// The tokens by which the counter was reduced.
+    /// Notes a report of the tokens by which the counter was reduced.
     pub fn send(mut self, tokens: u64, now_ms: u64) {
         if self.counters.len() >= REPORTED_MAX {
             let is_open = |(refund, end_ms): &(SharedRefund, u64)| refund.tokens > 0 && *end_ms > now_ms;
@@ -184,19 +176,17 @@ mod tests {
     }
 
     fn taken(usage: &ReportedUsage, tokens: u64, now_ms: u64) -> (Vec<(u64, u64)>, u64) {
-        let (refunds, sum) = usage.take(ID, tokens, now_ms);
+        let (refunds, sum) = usage.lock(ID).take(tokens, now_ms);
         (refunds.iter().map(|refund| (refund.number, refund.tokens)).collect(), sum)
     }
 
     #[test]
     fn reported_tokens_are_refunded_once() {
         let usage = ReportedUsage::default();
-        assert!(!usage.is_used());
         for (number, tokens) in [(7, 5), (8, 2)] {
-            usage.begin(ID).send(tokens, 50);
+            usage.lock(ID).send(tokens, 50);
             assert_eq!(usage.end(ID, &target(number, 100 + number), tokens, 50), 0);
         }
-        assert!(usage.is_used());
         assert_eq!(taken(&usage, 3, 50), (vec![(8, 2), (7, 1)], 3));
         assert_eq!(taken(&usage, 3, 107), (vec![], 0));
         assert_eq!(taken(&usage, 9, 50), (vec![(7, 4)], 4));
@@ -206,12 +196,12 @@ mod tests {
     #[test]
     fn a_refund_during_a_report_waits_for_the_reply() {
         let usage = ReportedUsage::default();
-        usage.begin(ID).send(5, 50);
+        usage.lock(ID).send(5, 50);
         assert_eq!((taken(&usage, 2, 50), taken(&usage, 9, 50)), ((vec![], 2), (vec![], 3)));
         assert_eq!(usage.end(ID, &target(1, 100), 4, 50), 4);
         usage.fail(ID, 1);
         assert_eq!(taken(&usage, 9, 50), (vec![], 0));
-        usage.begin(ID).send(5, 50);
+        usage.lock(ID).send(5, 50);
         assert_eq!(usage.end(ID, &target(1, 100), 5, 50), 0);
     }
 

@@ -23,9 +23,9 @@ use super::usage_order::UsageOrder;
 use transom_config::redis::StoreConfig;
 use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::deferred_refunds::DeferredRefunds;
-use transom_limiter::handles::{IdVec, PlanPosition};
+use transom_limiter::handles::{IdVec, LayerId, PlanPosition};
 use transom_limiter::rule::Sharing;
-use transom_limiter::rule_set::KeyedRequest;
+use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::store_key::StoreKeys;
 use transom_limiter::store_key::{StoreWindow, counter_name};
@@ -297,44 +297,35 @@ impl SharedCounters {
         self.table.subtract_known_usage(counter, end_ms, tokens, self.clock.now().unix_ms);
     }
 
-    /// Refunds up to `tokens` of each charge that was counted locally and reported since: the store has these tokens. Leaves in
-    /// `receipts` what is to be refunded locally.
-    pub fn refund_reported(
+    /// Refunds up to `tokens` of each local charge: in the store, if it was reported since; otherwise with `refund_locally`.
+    /// `counter_of` returns the ordinary counter of a charge, if that may have been reported: see [`counter_of_receipt`].
+    pub fn refund_receipts(
         self: &Rc<Self>,
-        charge_plan: &ChargePlan,
-        keyed_requests: &IdVec<PlanPosition, Option<KeyedRequest>>,
-        receipts: &mut Vec<ShardReceipt>,
+        receipts: impl IntoIterator<Item = ShardReceipt>,
         tokens: u32,
+        counter_of: impl Fn(&ShardReceipt) -> Option<Counter>,
+        mut refund_locally: impl FnMut(ShardReceipt),
     ) {
-        if !self.reported.is_used() {
-            return;
-        }
         let now_ms = self.clock.now().unix_ms;
         let mut refunds = Vec::new();
-        for (position, compiled_rule) in charge_plan.compiled_rules() {
-            let Some(keyed_request) = keyed_requests[position].filter(|_| compiled_rule.rule.sharing != Sharing::Local)
-            else {
+        for charged in receipts {
+            let charge = charged.receipt.last_tokens(tokens);
+            let with_receipt = |receipt| ShardReceipt { receipt, ..charged };
+            let may_be_reported = charged.request.kind != WindowKind::Leased && charge.end_ms() > now_ms;
+            let Some(counter) = Some(&charged).filter(|_| may_be_reported).and_then(&counter_of) else {
+                refund_locally(with_receipt(charge));
                 continue;
             };
-            for layer in compiled_rule.variant(keyed_request.variant) {
-                let counter = compiled_rule.layer(layer).counter(keyed_request);
-                receipts.retain_mut(|charged| {
-                    let charge = charged.receipt.last_tokens(tokens);
-                    if charged.layer != counter.layer
-                        || charged.request.kind == WindowKind::Leased
-                        || charge.end_ms() <= now_ms
-                    {
-                        return true;
-                    }
-                    let (more, taken) = self.reported.take(counter_id(counter), charge.tokens(), now_ms);
-                    let sent: u64 = more.iter().map(|refund| refund.tokens).sum();
-                    self.forget_refunded_tokens(counter, sent);
-                    refunds.extend(more.into_iter().map(|refund| refund.with_key(|key| Rc::from(&**key))));
-                    let rest = charge.tokens().saturating_sub(taken);
-                    charged.receipt = charge.last_tokens(u32::try_from(rest).unwrap_or(u32::MAX));
-                    rest > 0
-                });
+            // Locked until the rest is refunded: no report empties the local counter in between.
+            let mut reports = self.reported.lock(counter_id(counter));
+            let (more, taken) = reports.take(charge.tokens(), now_ms);
+            let rest = charge.tokens().saturating_sub(taken);
+            if taken == 0 || rest > 0 {
+                refund_locally(with_receipt(charge.last_tokens(u32::try_from(rest).unwrap_or(u32::MAX))));
             }
+            drop(reports);
+            self.forget_refunded_tokens(counter, more.iter().map(|refund| refund.tokens).sum());
+            refunds.extend(more.into_iter().map(|refund| refund.with_key(|key| Rc::from(&**key))));
         }
         self.refund_later(refunds);
     }
@@ -417,6 +408,32 @@ impl SharedCounters {
         self.metrics
             .evicting(connections.iter().filter(|connection| connection.eviction.is_evicting.get()).count() as u64);
     }
+}
+
+/// The ordinary counter that a charge of one of these layers was made in, if other gateways share it.
+pub fn counter_of_receipt(
+    rule_set: &RuleSet,
+    mut layers: impl Iterator<Item = (LayerId, KeyedRequest)>,
+    receipt: &ShardReceipt,
+) -> Option<Counter> {
+    layers.find_map(|(layer, keyed_request)| {
+        let compiled_rule = &rule_set.rules[layer.rule];
+        let counter = compiled_rule.layer(layer).counter(keyed_request);
+        (counter.layer == receipt.layer && compiled_rule.rule.sharing != Sharing::Local).then_some(counter)
+    })
+}
+
+/// The layers in which requests with these keys count.
+pub fn keyed_layers<'a>(
+    charge_plan: &'a ChargePlan,
+    keyed_requests: &'a IdVec<PlanPosition, Option<KeyedRequest>>,
+) -> impl Iterator<Item = (LayerId, KeyedRequest)> + 'a {
+    charge_plan.compiled_rules().flat_map(|(position, compiled_rule)| {
+        let layers = |keyed_request: KeyedRequest| {
+            compiled_rule.variant(keyed_request.variant).map(move |layer| (layer, keyed_request))
+        };
+        keyed_requests[position].map(layers).into_iter().flatten()
+    })
 }
 
 /// Warns if the server of a connection evicts counters.
