@@ -17,8 +17,10 @@ use smallvec::SmallVec;
 use super::lease_sizing::CounterId;
 use super::scripts::{Refund, RefundTarget};
 
-/// Counters with reported usage that are remembered. Refunds of others are lost.
-const REPORTED_MAX: usize = 16_384;
+/// Number of locks. Few entries share one, so that a look at all of them takes no time that matters.
+const PARTS: usize = 64;
+/// Counters of one part with reported usage that are remembered. Refunds of others are lost.
+const REPORTED_MAX: usize = 256;
 /// Refunds that are kept. Others are lost.
 const KEPT_MAX: usize = 65_536;
 
@@ -26,9 +28,13 @@ const KEPT_MAX: usize = 65_536;
 pub type SharedRefund = Refund<Box<str>>;
 
 /// Reported usage by counter.
-#[derive(Default)]
 pub struct ReportedUsage {
-    counters: Mutex<HashMap<CounterId, CounterReports, RandomState>>,
+    parts: [Mutex<Part>; PARTS],
+}
+
+#[derive(Default)]
+struct Part {
+    counters: HashMap<CounterId, CounterReports, RandomState>,
 }
 
 #[derive(Default)]
@@ -43,20 +49,26 @@ struct CounterReports {
 
 /// The reports of a counter, for a report that begins, or a refund: none of the other takes place meanwhile.
 pub struct LockedReports<'a> {
-    counters: MutexGuard<'a, HashMap<CounterId, CounterReports, RandomState>>,
+    part: MutexGuard<'a, Part>,
     id: CounterId,
+}
+
+impl Default for ReportedUsage {
+    fn default() -> ReportedUsage {
+        ReportedUsage { parts: std::array::from_fn(|_| Mutex::default()) }
+    }
 }
 
 impl ReportedUsage {
     /// The local counter is emptied, or local charges are refunded, while the result exists.
     pub fn lock(&self, id: CounterId) -> LockedReports<'_> {
-        LockedReports { counters: self.lock_counters(), id }
+        LockedReports { part: self.lock_part(id), id }
     }
 
     /// Records a reported part. Returns how many of its tokens are to be refunded now.
     pub fn end(&self, id: CounterId, target: &RefundTarget, tokens: u64, now_ms: u64) -> u64 {
-        let mut counters = self.lock_counters();
-        let Some(reports) = counters.get_mut(&id) else { return 0 };
+        let mut part = self.lock_part(id);
+        let Some(reports) = part.counters.get_mut(&id) else { return 0 };
         reports.in_flight = reports.in_flight.saturating_sub(tokens);
         let early = reports.early.min(tokens);
         reports.early -= early;
@@ -75,14 +87,14 @@ impl ReportedUsage {
 
     /// A part was not reported, or may not have been.
     pub fn fail(&self, id: CounterId, tokens: u64) {
-        if let Some(reports) = self.lock_counters().get_mut(&id) {
+        if let Some(reports) = self.lock_part(id).counters.get_mut(&id) {
             reports.in_flight = reports.in_flight.saturating_sub(tokens);
             reports.early = reports.early.min(reports.in_flight);
         }
     }
 
-    fn lock_counters(&self) -> MutexGuard<'_, HashMap<CounterId, CounterReports, RandomState>> {
-        self.counters.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_part(&self, id: CounterId) -> MutexGuard<'_, Part> {
+        self.parts[id.0 as usize % PARTS].lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -91,7 +103,7 @@ impl LockedReports<'_> {
     /// refunds, and those of reports in flight, amount to.
     pub fn take(&mut self, tokens: u64, now_ms: u64) -> (Vec<SharedRefund>, u64) {
         let (mut refunds, mut missing) = (Vec::new(), tokens);
-        let Some(reports) = self.counters.get_mut(&self.id) else { return (refunds, 0) };
+        let Some(reports) = self.part.counters.get_mut(&self.id) else { return (refunds, 0) };
         for (refund, _) in reports.reported.iter_mut().rev().filter(|(_, end_ms)| *end_ms > now_ms) {
             let part = refund.tokens.min(missing);
             if part > 0 {
@@ -107,12 +119,13 @@ impl LockedReports<'_> {
 
     /// Notes a report of the tokens by which the counter was reduced.
     pub fn send(mut self, tokens: u64, now_ms: u64) {
-        if self.counters.len() >= REPORTED_MAX {
+        let counters = &mut self.part.counters;
+        if counters.len() >= REPORTED_MAX {
             let is_open = |(refund, end_ms): &(SharedRefund, u64)| refund.tokens > 0 && *end_ms > now_ms;
-            self.counters.retain(|_, reports| reports.in_flight > 0 || reports.reported.iter().any(is_open));
+            counters.retain(|_, reports| reports.in_flight > 0 || reports.reported.iter().any(is_open));
         }
-        if self.counters.len() < REPORTED_MAX || self.counters.contains_key(&self.id) {
-            self.counters.entry(self.id).or_default().in_flight += tokens;
+        if counters.len() < REPORTED_MAX || counters.contains_key(&self.id) {
+            counters.entry(self.id).or_default().in_flight += tokens;
         }
     }
 }
@@ -203,6 +216,22 @@ mod tests {
         assert_eq!(taken(&usage, 9, 50), (vec![], 0));
         usage.lock(ID).send(5, 50);
         assert_eq!(usage.end(ID, &target(1, 100), 5, 50), 0);
+    }
+
+    #[test]
+    fn a_bounded_number_of_counters_is_remembered_until_their_windows_end() {
+        let usage = ReportedUsage::default();
+        let report = |id: CounterId, now_ms: u64| {
+            usage.lock(id).send(1, now_ms);
+            usage.end(id, &target(1, 100), 1, now_ms);
+            usage.lock(id).take(1, now_ms).1
+        };
+        for tag in 0..REPORTED_MAX as u64 {
+            usage.lock((1, tag)).send(1, 50);
+            assert_eq!(usage.end((1, tag), &target(1, 60), 1, 50), 0);
+        }
+        assert_eq!((report((1, 9999), 59), report((2, 9999), 59)), (0, 1));
+        assert_eq!(report((1, 9999), 60), 1);
     }
 
     #[test]
