@@ -13,8 +13,7 @@ use super::connection::log_excerpt;
 use super::lease_sizing::{CounterId, counter_id};
 use super::outage_log::WorkerOutage;
 use super::reconnecting::ServerId;
-use super::reported_usage::SendingRefunds;
-use super::scripts::{AcquireReply, CounterReply, CounterRequest, Refund, RefundTarget, TOKENS_MAX};
+use super::scripts::{AcquireReply, CounterReply, CounterRequest, RefundTarget, TOKENS_MAX};
 use super::shared_counters::SharedCounters;
 use super::unreported_usage::UnreportedCharge;
 use super::usage_order::CounterOrder;
@@ -133,19 +132,11 @@ impl SharedCounters {
         outage.end(&self.store.name_of(server), self.metrics.outage_decisions());
         // In a cluster, its hash slots may have moved to other servers meanwhile.
         self.report_to_reachable().await;
-        if let Some(mut sending) = self.kept_refunds.take(|_| true) {
-            self.refund(refunds_of_worker(&mut sending)).await;
+        for server in self.kept_refunds.servers(|base| self.store.server_of(base)) {
+            if !self.breaker.is_open(server) {
+                self.send_kept_refunds(server).await;
+            }
         }
-    }
-
-    /// Sends the refunds to a server that could not be sent during the outage. Returns `false` if the server is unreachable again,
-    /// or another worker is sending refunds.
-    pub(super) async fn send_kept_refunds(self: &Rc<Self>, server: ServerId) -> bool {
-        let Some(mut sending) = self.kept_refunds.take(|refund| self.store.server_of(&refund.key_base) == server)
-        else {
-            return false;
-        };
-        self.send_refunds(refunds_of_worker(&mut sending), true).await
     }
 
     /// Records charges of this decision that were made locally only.
@@ -499,12 +490,6 @@ impl SharedCounters {
         }
         all_delivered
     }
-}
-
-/// The refunds to send, in the form that a worker uses.
-fn refunds_of_worker(sending: &mut SendingRefunds<'_>) -> Vec<Refund> {
-    let refunds = std::mem::take(&mut sending.refunds);
-    refunds.into_iter().map(|refund| refund.with_key(|key| Rc::from(&**key))).collect()
 }
 
 #[cfg(test)]

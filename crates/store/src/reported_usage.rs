@@ -8,13 +8,15 @@
 //! refund takes reported tokens, and refunds the others locally, under the same lock. So it finds its tokens either noted, or
 //! still in the local counter.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::rc::Rc;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use foldhash::fast::RandomState;
 use smallvec::SmallVec;
 
 use super::lease_sizing::CounterId;
+use super::reconnecting::ServerId;
 use super::scripts::{Refund, RefundTarget};
 
 /// Number of locks. Few entries share one, so that a look at all of them takes no time that matters.
@@ -137,33 +139,43 @@ pub struct KeptRefunds(Mutex<Kept>);
 #[derive(Default)]
 struct Kept {
     refunds: Vec<SharedRefund>,
-    /// Workers that are sending some.
-    sending: usize,
+    /// Servers to which workers are sending some.
+    sending: Vec<ServerId>,
+    /// Refunds that these workers have taken.
+    taken: usize,
 }
 
-/// Kept refunds that are being sent.
+/// Kept refunds that one worker sends to a server. Those that are left are kept again when it is dropped.
 pub struct SendingRefunds<'a> {
     kept: &'a KeptRefunds,
-    pub refunds: Vec<SharedRefund>,
+    server: ServerId,
+    taken: usize,
+    refunds: Vec<SharedRefund>,
 }
 
 impl KeptRefunds {
     /// Keeps refunds for later, as far as there is space.
     pub fn keep(&self, refunds: Vec<Refund>) {
         let mut kept = self.lock();
-        let space = KEPT_MAX.saturating_sub(kept.refunds.len());
+        let space = KEPT_MAX.saturating_sub(kept.refunds.len() + kept.taken);
         kept.refunds.extend(refunds.into_iter().take(space).map(|refund| refund.with_key(|key| Box::from(&**key))));
     }
 
-    /// Takes the kept refunds that match. `None` while another worker is sending some.
-    pub fn take(&self, mut matches: impl FnMut(&SharedRefund) -> bool) -> Option<SendingRefunds<'_>> {
+    /// The distinct values of `server_of` over all key bases.
+    pub fn servers(&self, server_of: impl Fn(&str) -> ServerId) -> HashSet<ServerId> {
+        self.lock().refunds.iter().map(|refund| server_of(&refund.key_base)).collect()
+    }
+
+    /// Takes the kept refunds of a server. `None` while another worker is sending some of them.
+    pub fn take(&self, server: ServerId, server_of: impl Fn(&str) -> ServerId) -> Option<SendingRefunds<'_>> {
         let mut kept = self.lock();
-        if kept.sending > 0 {
+        if kept.sending.contains(&server) {
             return None;
         }
-        kept.sending += 1;
-        let refunds = kept.refunds.extract_if(.., |refund| matches(refund)).collect();
-        Some(SendingRefunds { kept: self, refunds })
+        let refunds: Vec<_> = kept.refunds.extract_if(.., |refund| server_of(&refund.key_base) == server).collect();
+        kept.sending.push(server);
+        kept.taken += refunds.len();
+        Some(SendingRefunds { kept: self, server, taken: refunds.len(), refunds })
     }
 
     fn lock(&self) -> MutexGuard<'_, Kept> {
@@ -171,15 +183,35 @@ impl KeptRefunds {
     }
 }
 
+impl SendingRefunds<'_> {
+    /// The key of a refund of the next call.
+    pub fn next_key(&self) -> Option<Rc<str>> {
+        self.refunds.last().map(|refund| Rc::from(&*refund.key_base))
+    }
+
+    /// Removes the refunds of the next call. They are not kept again: whether a call is executed is not always known.
+    pub fn next_call(&mut self, max: usize, can_share_a_call: impl Fn(&str, &str) -> bool) -> Vec<Refund> {
+        let Some(last) = self.refunds.last() else { return Vec::new() };
+        let joins = |refund: &&SharedRefund| can_share_a_call(&last.key_base, &refund.key_base);
+        let count = self.refunds.iter().rev().take(max).take_while(joins).count();
+        let call = self.refunds.split_off(self.refunds.len() - count);
+        call.into_iter().map(|refund| refund.with_key(|key| Rc::from(&**key))).collect()
+    }
+}
+
 impl Drop for SendingRefunds<'_> {
     fn drop(&mut self) {
-        self.kept.lock().sending -= 1;
+        let mut kept = self.kept.lock();
+        kept.sending.retain(|server| *server != self.server);
+        kept.taken -= self.taken;
+        kept.refunds.append(&mut self.refunds);
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use transom_config::redis::Node;
     use transom_limiter::window_kind::WindowKind;
 
     const ID: CounterId = (1, 2);
@@ -235,13 +267,22 @@ mod tests {
     }
 
     #[test]
-    fn one_worker_at_a_time_sends_kept_refunds() {
+    fn one_worker_at_a_time_sends_kept_refunds_of_a_server() {
+        let (one, other) = (ServerId::ONLY, ServerId::of(&Node::Tcp { host: "other".to_owned(), port: 1 }));
+        let server_of = |key: &str| if key == "k" { one } else { other };
         let kept = KeptRefunds::default();
-        kept.keep(vec![target(1, 100).refund(3), target(2, 100).refund(4)]);
-        let sending = kept.take(|refund| refund.number == 2).expect("nobody is sending");
-        assert_eq!(sending.refunds.iter().map(|refund| refund.tokens).collect::<Vec<_>>(), [4]);
-        assert!(kept.take(|_| true).is_none());
+        let elsewhere = RefundTarget { key_base: "elsewhere".into(), ..target(3, 100) };
+        kept.keep(vec![target(1, 100).refund(3), elsewhere.refund(5), target(2, 100).refund(4)]);
+        assert_eq!(kept.servers(server_of), HashSet::from([one, other]));
+        let mut sending = kept.take(one, server_of).expect("nobody is sending");
+        assert!(kept.take(one, server_of).is_none());
+        assert_eq!(kept.take(other, server_of).map(|sending| sending.refunds.len()), Some(1));
+        // What was not sent is kept again.
+        let call = sending.next_call(1, |_, _| true);
+        assert_eq!(call.iter().map(|refund| refund.tokens).collect::<Vec<_>>(), [4]);
         drop(sending);
-        assert_eq!(kept.take(|_| true).map(|sending| sending.refunds.len()), Some(1));
+        let mut sending = kept.take(one, server_of).expect("nobody is sending");
+        assert_eq!(sending.next_call(9, |_, _| true).iter().map(|refund| refund.tokens).collect::<Vec<_>>(), [3]);
+        assert_eq!((sending.next_key(), kept.servers(server_of)), (None, HashSet::from([other])));
     }
 }

@@ -215,15 +215,9 @@ impl SharedCounters {
         reply
     }
 
-    /// Refunds tokens, as far as the store can be reached; the others stay used until their window ends.
+    /// Refunds tokens. Those of servers that are known to be unreachable are kept. The tokens of a call that fails stay used until
+    /// their window ends.
     pub(super) async fn refund(self: &Rc<Self>, refunds: Vec<Refund>) {
-        self.send_refunds(refunds, false).await;
-    }
-
-    /// As [`SharedCounters::refund`]. `is_probed`: the server is reachable, although its circuit breaker may be open. Returns
-    /// `false` if a call failed.
-    pub(super) async fn send_refunds(self: &Rc<Self>, refunds: Vec<Refund>, is_probed: bool) -> bool {
-        let mut all_sent = true;
         let mut calls: Vec<Vec<Refund>> = Vec::new();
         for refund in refunds {
             let joins = |call: &&mut Vec<Refund>| {
@@ -237,34 +231,55 @@ impl SharedCounters {
         }
         while !calls.is_empty() {
             let others = calls.split_off(calls.len().min(REFUND_CALLS_MAX));
-            let send = |call| spawn_local(Rc::clone(self).refund_in_one_call(call, is_probed));
+            let send = |call| spawn_local(Rc::clone(self).refund_or_keep(call));
             let sent: Vec<_> = std::mem::replace(&mut calls, others).into_iter().map(send).collect();
             for sent in sent {
                 // A failed call has logged its error.
-                all_sent &= sent.await.unwrap_or(false);
+                let _ = sent.await;
             }
         }
-        all_sent
     }
 
-    async fn refund_in_one_call(self: Rc<Self>, refunds: Vec<Refund>, is_probed: bool) -> bool {
-        let Some(first) = refunds.first() else { return true };
-        if !is_probed && self.is_unreachable(&first.key_base) {
-            self.kept_refunds.keep(refunds);
-            return true;
+    async fn refund_or_keep(self: Rc<Self>, refunds: Vec<Refund>) {
+        match refunds.first() {
+            Some(first) if self.is_unreachable(&first.key_base) => self.kept_refunds.keep(refunds),
+            _ => _ = self.refund_in_one_call(&refunds).await,
         }
+    }
+
+    /// One refund call, with bookkeeping.
+    async fn refund_in_one_call(self: &Rc<Self>, refunds: &[Refund]) -> Result<(), StoreError> {
+        let Some(first) = refunds.first() else { return Ok(()) };
         let began = self.clock.instant();
-        match self.store.refund(&refunds).await {
+        match self.store.refund(refunds).await {
             Ok(returned) => {
                 self.metrics.returned(returned);
                 self.metrics.call_completed(StoreOutcome::Refunded, self.clock.instant().duration_since(began));
-                true
+                Ok(())
             }
             Err(error) => {
                 self.record_error(self.store.server_of(&first.key_base), &error);
-                false
+                Err(error)
             }
         }
+    }
+
+    /// Sends the refunds to a server that were kept while it could not be reached, until a call fails; the circuit breaker may still
+    /// be open. Returns `false` if the server is unreachable, or another worker is sending refunds to it.
+    pub(super) async fn send_kept_refunds(self: &Rc<Self>, server: ServerId) -> bool {
+        let server_of = |base: &str| self.store.server_of(base);
+        let Some(mut sending) = self.kept_refunds.take(server, server_of) else { return false };
+        while let Some(base) = sending.next_key() {
+            if let Err(error) = self.store.ensure_connected(&base).await {
+                self.record_error(server, &error);
+                return false;
+            }
+            let call = sending.next_call(REFUNDS_PER_CALL, |a, b| self.store.can_share_a_call(a, b));
+            if let Err(StoreError::Unreachable(_)) = self.refund_in_one_call(&call).await {
+                return false;
+            }
+        }
+        true
     }
 
     /// Returns idle leases, or all.
@@ -520,6 +535,41 @@ mod tests {
                 (worker.tokens("returned"), worker.calls("refunded")),
                 (1 + 256 + 257 + 33 * 256, 1 + 1 + 2 + 33)
             );
+        });
+    }
+
+    #[test]
+    fn kept_refunds_that_were_not_sent_stay_kept() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
+            worker.store.set_used("k:1", 10_000);
+            let target =
+                RefundTarget { key_base: "k".into(), kind: WindowKind::Plain, number: 1, limit: 9, end_ms: u64::MAX };
+            worker.shared.kept_refunds.keep(vec![target.refund(1); 3 * REFUNDS_PER_CALL]);
+            worker.settled_calls().await;
+            let sizes = || {
+                let size = |call| match call {
+                    Call::Refund(refunds) => refunds.len(),
+                    call => panic!("{call:?}"),
+                };
+                worker.store.take_calls().into_iter().map(size).collect::<Vec<_>>()
+            };
+            // The outcome of a call without a reply is unknown, so that it is not repeated.
+            worker.store.set_down(true);
+            assert!(!worker.shared.send_kept_refunds(ServerId::ONLY).await);
+            assert_eq!(sizes(), [REFUNDS_PER_CALL]);
+            worker.store.set_down(false);
+            // A call that is cancelled is not repeated either.
+            worker.store.hold();
+            let cancelled = tokio::time::timeout(Duration::from_millis(50), async {
+                worker.shared.send_kept_refunds(ServerId::ONLY).await
+            });
+            assert!(cancelled.await.is_err());
+            worker.store.release();
+            assert_eq!(sizes(), [REFUNDS_PER_CALL]);
+            assert!(worker.shared.send_kept_refunds(ServerId::ONLY).await);
+            assert_eq!(sizes(), [REFUNDS_PER_CALL]);
+            assert_eq!(worker.store.used("k:1"), 10_000 - 3 * REFUNDS_PER_CALL as u64);
         });
     }
 
