@@ -119,11 +119,7 @@ impl SharedCounters {
     async fn recover(self: Rc<Self>, server: ServerId, outage: WorkerOutage) {
         loop {
             tokio::time::sleep(PROBE_PERIOD).await;
-            // Refunds go first: a server that has lost its data gets the usage without them from the next calls.
-            if self.probe(Some(server)).await.is_ok()
-                && self.send_kept_refunds(server).await
-                && self.report(server).await
-            {
+            if self.probe(Some(server)).await.is_ok() && self.catch_up(server).await {
                 break;
             }
         }
@@ -132,11 +128,13 @@ impl SharedCounters {
         outage.end(&self.store.name_of(server), self.metrics.outage_decisions());
         // In a cluster, its hash slots may have moved to other servers meanwhile.
         self.report_to_reachable().await;
-        for server in self.kept_refunds.servers(|base| self.store.server_of(base)) {
-            if !self.breaker.is_open(server) {
-                self.send_kept_refunds(server).await;
-            }
-        }
+    }
+
+    /// Sends a server what it could not be sent before: kept refunds, then usage. Refunds go first: a server that has lost its data
+    /// gets the usage without them from the next calls. Returns `false` if the server is unreachable, or another worker is sending
+    /// refunds to it.
+    async fn catch_up(self: &Rc<Self>, server: ServerId) -> bool {
+        self.send_kept_refunds(server).await && self.report(server).await
     }
 
     /// Records charges of this decision that were made locally only.
@@ -193,28 +191,30 @@ impl SharedCounters {
         }
     }
 
-    /// Reports usage to reachable servers: usage that was counted locally while one of their replies was late. A server that
-    /// hangs is found by a probe first, because a report without a reply is not repeated.
+    /// Sends reachable servers what they could not be sent before: refunds that were kept, also by workers that could not reach them,
+    /// and usage that was counted locally, also because a reply was late. A server that hangs is found by a probe first, because
+    /// a call without a reply is not repeated.
     pub(super) async fn report_to_reachable(self: &Rc<Self>) {
         for server in self.servers_to_report_to() {
             match self.probe(Some(server)).await {
-                Ok(()) => _ = self.report(server).await,
+                Ok(()) => _ = self.catch_up(server).await,
                 Err(why) => self.record_error(server, &StoreError::Unreachable(why)),
             }
         }
     }
 
-    /// As [`SharedCounters::report_to_reachable`], without a probe, when there is no later report: a server that hangs may still
+    /// As [`SharedCounters::report_to_reachable`], without a probe, when there is no later call: a server that hangs may still
     /// execute it.
     pub(super) async fn report_before_exit(self: &Rc<Self>) {
         for server in self.servers_to_report_to() {
-            self.report(server).await;
+            self.catch_up(server).await;
         }
     }
 
-    /// The servers of unreported usage, except for those that are known to be unreachable.
+    /// The servers of unreported usage and kept refunds, except for those that are known to be unreachable.
     fn servers_to_report_to(&self) -> impl Iterator<Item = ServerId> {
-        let servers = self.unreported.servers(|charge| self.server_of(charge));
+        let mut servers = self.kept_refunds.servers(|base| self.store.server_of(base));
+        servers.extend(self.unreported.servers(|charge| self.server_of(charge)));
         servers.into_iter().filter(|server| !self.breaker.is_open(*server))
     }
 
@@ -498,7 +498,7 @@ mod tests {
     use tokio::time::Instant;
 
     use super::super::shared_decision::SharedOutcome;
-    use super::super::test_worker::{KEY, TestWorker, leased, run};
+    use super::super::test_worker::{Call, KEY, TestWorker, leased, run};
     use super::*;
     use transom_limiter::decision::Decision;
     use transom_limiter::rule::{Rule, Sharing};
@@ -667,6 +667,52 @@ mod tests {
             worker.shared.report_to_reachable().await;
             worker.settled_calls().await;
             assert_eq!(worker.store.used(KEY), used);
+        });
+    }
+
+    #[test]
+    fn kept_refunds_are_sent_to_reachable_servers_before_reports() {
+        run(async {
+            let worker = TestWorker::new(&[exact("9/hour")]).await;
+            assert_eq!(worker.decide("a", 3).await, Some(true));
+            let keep = || {
+                let target = RefundTarget {
+                    key_base: "transom:{r|a}".into(),
+                    kind: WindowKind::Plain,
+                    number: 500_000,
+                    limit: 9,
+                    end_ms: u64::MAX,
+                };
+                worker.shared.kept_refunds.keep(vec![target.refund(1)]);
+            };
+            // Whether each call about the key is a refund.
+            let calls = async || {
+                let is_refund = |call| match call {
+                    Call::Refund(_) => Some(true),
+                    Call::Acquire(keys) => (keys[0].0 == KEY).then_some(false),
+                    Call::Info => None,
+                };
+                worker.settled_calls().await.into_iter().filter_map(is_refund).collect::<Vec<_>>()
+            };
+            worker.store.take_calls();
+            keep();
+            worker.shared.report_to_reachable().await;
+            assert_eq!(calls().await, [true]);
+            keep();
+            counted_locally(&worker).await;
+            worker.store.take_calls();
+            worker.shared.close().await;
+            assert_eq!(calls().await, [true, false]);
+            // Another worker is sending refunds: the report waits.
+            counted_locally(&worker).await;
+            worker.store.take_calls();
+            keep();
+            let sending = worker.shared.kept_refunds.take(ServerId::ONLY, |_base| ServerId::ONLY);
+            worker.shared.report_to_reachable().await;
+            assert!(calls().await.is_empty());
+            drop(sending);
+            worker.shared.report_to_reachable().await;
+            assert_eq!(calls().await, [true, false]);
         });
     }
 

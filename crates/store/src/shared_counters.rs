@@ -127,7 +127,7 @@ impl SharedCounters {
     }
 
     /// Runs until the task is dropped: probes the store before the first request, then periodically returns idle
-    /// leases, reports usage that the store does not know, and checks servers for eviction.
+    /// leases, sends kept refunds, reports usage that the store does not know, and checks servers for eviction.
     pub async fn run(self: Rc<Self>) {
         self.probe_at_start();
         loop {
@@ -138,7 +138,7 @@ impl SharedCounters {
         }
     }
 
-    /// Reports usage and returns all unused tokens, as far as the store accepts them within `CLOSE_TIMEOUT`.
+    /// Sends kept refunds, reports usage and returns all unused tokens, as far as the store accepts them within `CLOSE_TIMEOUT`.
     pub async fn close(self: &Rc<Self>) {
         let last_calls = async {
             self.report_before_exit().await;
@@ -172,15 +172,9 @@ impl SharedCounters {
         }
         if generation != 0 && self.store.generation() != generation {
             self.note_reconnect(began);
-            // Local usage is reported first, so that the tokens are not granted again, and kept refunds before that.
-            let (shared, server) =
-                (Rc::clone(self), requests.first().map(|request| self.store.server_of(&request.key_base)));
-            let report: Pin<Box<dyn Future<Output = ()>>> = Box::pin(async move {
-                if let Some(server) = server {
-                    shared.send_kept_refunds(server).await;
-                }
-                shared.report_to_reachable().await;
-            });
+            // Local usage is reported first, so that the tokens are not granted again.
+            let shared = Rc::clone(self);
+            let report: Pin<Box<dyn Future<Output = ()>>> = Box::pin(async move { shared.report_to_reachable().await });
             report.await;
             return Ok(AcquireReply::OtherWindow { time_ms: self.clock.now().unix_ms });
         }
