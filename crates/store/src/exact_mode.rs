@@ -8,7 +8,7 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::client::StoreError;
-use super::lease_sizing::{LeaseRecord, Refusal};
+use super::lease_sizing::{ChargeId, LeaseRecord, Refusal};
 use super::scripts::{AcquireReply, CounterReply, CounterRequest, Refund, TOKENS_MAX, refunds_of};
 use super::shared_counters::{SharedCounters, counter_of_receipt};
 use super::shared_decision::{NextStep, SendResult, SharedDecision, before_deadline};
@@ -76,7 +76,7 @@ impl SharedCounters {
         let (shared, granted) = (Rc::clone(self), Rc::new(Cell::new(0)));
         let progress = Rc::clone(&granted);
         tokio::task::spawn_local(async move {
-            let outcome = shared.charge_calls(&requests, &progress).await;
+            let outcome = shared.charge_calls(&requests, &[], &progress).await;
             if let Err(ChargeOutcome::Granted(replies)) = sender.send(outcome) {
                 shared.refund(refunds_of(&requests, &replies)).await;
             }
@@ -84,15 +84,21 @@ impl SharedCounters {
         PendingCharge { outcome: receiver, granted }
     }
 
-    /// `granted` follows the number of granted requests.
-    async fn charge_calls(self: &Rc<Self>, requests: &[CounterRequest], granted: &Cell<usize>) -> ChargeOutcome {
+    /// `charges`: the charges in the background of the requests, if they are. `granted` follows the number of granted requests.
+    async fn charge_calls(
+        self: &Rc<Self>,
+        requests: &[CounterRequest],
+        charges: &[(ChargeId, Counter)],
+        granted: &Cell<usize>,
+    ) -> ChargeOutcome {
         let (mut replies, mut rest) = (Vec::new(), requests);
         let outcome = loop {
             let (call, others) = rest.split_at(self.first_call_len(rest));
             if call.is_empty() {
                 return ChargeOutcome::Granted(replies);
             }
-            match self.acquire(call).await {
+            let of_call = charges.get(replies.len()..replies.len() + call.len()).unwrap_or_default();
+            match self.acquire_charges(call, of_call).await {
                 Ok(AcquireReply::Granted { counters: more, .. }) => {
                     replies.extend(more);
                     granted.set(replies.len());
@@ -175,10 +181,10 @@ impl SharedCounters {
         tokio::task::spawn_local(async move {
             let mut requests = requests;
             let mut charged = None;
+            let layers = layers_of_key(&rule_set, rule, keyed_request);
+            let charges: Vec<_> = layers.map(|layer| (charge, layer.counter(keyed_request))).collect();
             for _ in 0..ATTEMPTS_MAX {
-                let layers = layers_of_key(&rule_set, rule, keyed_request);
-                layers.for_each(|layer| shared.send_charge(charge, layer.counter(keyed_request)));
-                match shared.charge_calls(&requests, &Cell::new(0)).await {
+                match shared.charge_calls(&requests, &charges, &Cell::new(0)).await {
                     ChargeOutcome::Granted(replies) => charged = Some(replies),
                     // The script refuses no request without a ceiling.
                     ChargeOutcome::Refused(_) => charged = Some(Vec::new()),

@@ -433,7 +433,7 @@ impl SharedCounters {
         // The tokens are part of the known usage, and not of replies to calls that were sent before.
         let unanswered = (shards == 1).then(|| self.new_charge());
         match unanswered {
-            Some(id) => self.add_unanswered(&mut order, id, counter, tokens),
+            Some(charge_id) => self.add_unanswered(&mut order, charge_id, counter, tokens),
             None => order.note_change(),
         }
         drop(order);
@@ -453,10 +453,8 @@ impl SharedCounters {
                 used_min: if shards == 1 { used_min } else { 0 },
                 ..base_request
             };
-            if let Some(id) = unanswered {
-                self.send_charge(id, counter);
-            }
-            let reply = self.acquire_unchecked(std::slice::from_ref(&request)).await;
+            let charges = unanswered.map(|charge_id| (charge_id, counter));
+            let reply = self.acquire_unchecked(std::slice::from_ref(&request), charges.as_slice()).await;
             let mut early = None;
             match reply {
                 Ok(AcquireReply::Granted { counters: replies, .. }) => {
@@ -476,8 +474,8 @@ impl SharedCounters {
                 Err(StoreError::Unreachable(_)) => all_delivered &= owner != server,
             }
             // Without a reply, the tokens stay part of the known usage: the store may have them.
-            if let Some(id) = unanswered {
-                self.end_charge(id, counter, true);
+            if let Some(charge_id) = unanswered {
+                self.end_charge(charge_id, counter, true);
             }
             match early {
                 Some(refund) if refund.tokens > 0 => {

@@ -12,7 +12,7 @@ use super::circuit_breaker::CircuitBreakers;
 use super::client::{RedisClient, StoreError};
 use super::connection::{Connection, log_excerpt};
 use super::diagnose::{EVICTION, Info};
-use super::lease_sizing::{Leases, counter_id};
+use super::lease_sizing::{ChargeId, Leases, counter_id};
 use super::outage_log::OutageLog;
 use super::reconnecting::ServerId;
 use super::reported_usage::{KeptRefunds, ReportedUsage};
@@ -156,6 +156,15 @@ impl SharedCounters {
 
     /// One acquire call, with bookkeeping: time, circuit breaker, metrics, reconnects.
     pub(super) async fn acquire(self: &Rc<Self>, requests: &[CounterRequest]) -> Result<AcquireReply, StoreError> {
+        self.acquire_charges(requests, &[]).await
+    }
+
+    /// As [`SharedCounters::acquire`]. `charges`: those in the background that the call makes.
+    pub(super) async fn acquire_charges(
+        self: &Rc<Self>,
+        requests: &[CounterRequest],
+        charges: &[(ChargeId, Counter)],
+    ) -> Result<AcquireReply, StoreError> {
         let began = self.clock.instant();
         let now_ms = self.clock.now().unix_ms;
         // The time may have been corrected since the requests were made.
@@ -178,20 +187,26 @@ impl SharedCounters {
             report.await;
             return Ok(AcquireReply::OtherWindow { time_ms: self.clock.now().unix_ms });
         }
-        self.acquire_unchecked(requests).await
+        self.acquire_unchecked(requests, charges).await
     }
 
-    /// As [`SharedCounters::acquire`], without checking for a reconnect first.
+    /// As [`SharedCounters::acquire_charges`], without checking for a reconnect first.
     pub(super) async fn acquire_unchecked(
         self: &Rc<Self>,
         requests: &[CounterRequest],
+        charges: &[(ChargeId, Counter)],
     ) -> Result<AcquireReply, StoreError> {
         let (began, now_ms) = (self.clock.instant(), self.clock.now().unix_ms);
         let server = requests.first().map_or(ServerId::ONLY, |request| self.store.server_of(&request.key_base));
+        // No await until the call is made: it has the charges, and those of this worker that are numbered before do not.
         let call = self.usage_order.next_number();
+        self.set_sent_after(charges, call - 1);
         let mut reply = self.store.acquire(requests, now_ms).await;
         if let Ok(AcquireReply::Granted { counters, .. } | AcquireReply::Refused { counters, .. }) = &mut reply {
             counters.iter_mut().for_each(|counter| counter.call = call);
+        }
+        if let Ok(AcquireReply::Refused { .. } | AcquireReply::OtherWindow { .. }) | Err(StoreError::Key(_)) = &reply {
+            self.set_sent_after(charges, u64::MAX);
         }
         self.note_reconnect(began);
         match &reply {

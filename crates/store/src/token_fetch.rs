@@ -398,10 +398,9 @@ impl SharedCounters {
         let mut need = if request.window.kind.is_opened_by_requests() { 0 } else { tokens.min(request.ceiling) };
         for _ in 0..3 {
             let call = CounterRequest { need, ..request.clone() };
-            if let Some(id) = charge.filter(|_| need > 0) {
-                self.send_charge(id, counter);
-            }
-            let (is_charged, reply) = match self.acquire(std::slice::from_ref(&call)).await {
+            let charges = charge.filter(|_| need > 0).map(|id| (id, counter));
+            let reply = self.acquire_charges(std::slice::from_ref(&call), charges.as_slice()).await;
+            let (is_charged, reply) = match reply {
                 Ok(AcquireReply::Granted { counters, .. }) => (need > 0, counters.first().copied()),
                 Ok(AcquireReply::Refused { counters, .. }) => (false, counters.first().copied()),
                 Ok(AcquireReply::OtherWindow { .. }) | Err(_) => break,
@@ -446,16 +445,14 @@ impl SharedCounters {
         }
     }
 
-    /// Notes that the next call makes this charge.
-    pub(super) fn send_charge(&self, id: ChargeId, counter: Counter) {
-        let sent_after = self.usage_order.next_number();
-        self.leases.with_existing(counter_id(counter), |record| {
-            record
-                .unanswered
-                .iter_mut()
-                .filter(|charge| charge.id == id)
-                .for_each(|charge| charge.sent_after = sent_after);
-        });
+    /// Sets the number of the last call that does not have these charges; `u64::MAX`: no call has them.
+    pub(super) fn set_sent_after(&self, charges: &[(ChargeId, Counter)], sent_after: u64) {
+        for (id, counter) in charges {
+            self.leases.with_existing(counter_id(*counter), |record| {
+                let charges = record.unanswered.iter_mut().filter(|charge| charge.id == *id);
+                charges.for_each(|charge| charge.sent_after = sent_after);
+            });
+        }
     }
 
     /// Ends what [`SharedCounters::begin_charge`] has begun, after its reply was noted. `stays_known`: tokens that no reply has stay
