@@ -175,9 +175,8 @@ impl CounterAccess {
     /// Subtracts refunded tokens from the known usage of counters that the store has charged. `end_ms`: the end of their windows;
     /// `None` for sliding windows.
     pub fn forget_refunded(&self, counters: &[(Counter, Option<u64>)], tokens: u32) {
-        let now_ms = self.clock.now().unix_ms;
-        for (counter, end_ms) in counters {
-            self.table.subtract_known_usage(*counter, *end_ms, tokens, now_ms);
+        if let Some(shared) = &self.shared {
+            counters.iter().for_each(|(counter, end_ms)| shared.lower_known_usage(*counter, *end_ms, tokens));
         }
     }
 

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 
+use super::lease_sizing::counter_id;
 use super::scripts::{AcquireReply, CounterRequest, Refund, TOKENS_MAX};
 use super::shared_counters::{SharedCounters, counter_of_receipt, keyed_layers};
 use super::shared_decision::{DecisionProgress, SendResult, SharedDecision, SharedOutcome, Unavailable};
@@ -153,6 +154,7 @@ impl SharedCounters {
             let Some(keyed_request) = query.keyed_requests[layer_ref.position] else { continue };
             let counter = charge_plan.layer(layer_ref).counter(keyed_request);
             self.table.reset(counter.lease(), charge.request.leased(), rule_set.time(now_ms));
+            let _order = self.usage_order.lock(counter_id(counter));
             if let Some((end_ms, _)) = self.table.known_usage(counter, now_ms) {
                 self.table.set_known_usage(counter, end_ms, 0, now_ms);
             }

@@ -449,7 +449,7 @@ impl SharedDecision {
                 charge.usage.end_ms = charge.request.end_ms;
             }
             let base_request = shared.counter_request(rule_set, layer_ref.id, keyed_request, key_text, now_ms);
-            shared.record_found(rule_set, layer_ref.id, keyed_request, key_text, base_request.ceiling);
+            shared.record_local_usage(rule_set, layer_ref.id, keyed_request, key_text, base_request.ceiling);
             let (layer, least) = (charge_plan.layer(layer_ref), base_request.used_min);
             let local = match layer.is_penalty() {
                 true => shared.known_penalty(charge_plan, layer_ref, keyed_request, least),
@@ -535,7 +535,7 @@ impl SharedDecision {
             charge.usage.used = charge.usage.used.saturating_sub(reply.granted);
             let end_ms = (sent.request.window.kind != WindowKind::Sliding).then_some(reply.end_ms);
             let tokens = u32::try_from(reply.granted).unwrap_or(u32::MAX);
-            shared.table.subtract_known_usage(sent.counter, end_ms, tokens, shared.clock.now().unix_ms);
+            shared.lower_known_usage(sent.counter, end_ms, tokens);
         }
         shared.refund_later(refunds.into_iter().map(|(_, refund)| refund).collect());
     }

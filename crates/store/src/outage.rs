@@ -173,9 +173,10 @@ impl SharedCounters {
         });
     }
 
-    /// Records charges that this worker finds in the local counters: of another process, which ended before it could report them.
+    /// Records usage that this worker finds in the local counters: of another process, which ended before it could report it; of
+    /// another worker of this process, which reports it too, so that the first report has it; or its own.
     /// `ceiling`: what they leave of the layer's capacity.
-    pub(super) fn record_found(
+    pub(super) fn record_local_usage(
         &self,
         rule_set: &Arc<RuleSet>,
         layer: LayerId,
@@ -328,6 +329,13 @@ impl SharedCounters {
         let mut order = self.usage_order.lock(counter_id(counter));
         self.table.set_known_usage(counter, end_ms, used, now_ms);
         order.note_change();
+    }
+
+    /// Subtracts tokens that are refunded from the known usage, if its window ends at `end_ms`. The refund is sent afterwards, so a
+    /// reply that lacks it raises the known usage again, and none lowers it twice.
+    pub(super) fn lower_known_usage(&self, counter: Counter, end_ms: Option<u64>, tokens: u32) {
+        let _order = self.usage_order.lock(counter_id(counter));
+        self.table.subtract_known_usage(counter, end_ms, tokens, self.clock.now().unix_ms);
     }
 
     /// Adds tokens to the known usage that are used and not reported by the store yet. `end_ms`: the end of their window, as far

@@ -318,7 +318,7 @@ impl SharedCounters {
     pub(super) fn forget_returned_tokens(&self, counter: Counter, target: &RefundTarget, tokens: u32) {
         // The known usage of a sliding window ends later than a lease.
         let end_ms = (target.kind != WindowKind::Sliding).then_some(target.end_ms);
-        self.table.subtract_known_usage(counter, end_ms, tokens, self.clock.now().unix_ms);
+        self.lower_known_usage(counter, end_ms, tokens);
     }
 
     /// Refunds up to `tokens` of each local charge: in the store, if it was reported since; otherwise with `refund_locally`.
@@ -357,7 +357,7 @@ impl SharedCounters {
     /// Subtracts tokens that are refunded to the store from the known usage.
     pub(super) fn forget_refunded_tokens(&self, counter: Counter, tokens: u64) {
         let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
-        self.table.subtract_known_usage(counter, None, tokens, self.clock.now().unix_ms);
+        self.lower_known_usage(counter, None, tokens);
     }
 
     /// Ensures that leased tokens are returned if they are not spent after the refund of these charges: the lease may have been

@@ -622,7 +622,7 @@ impl SharedCounters {
         let (rule_set, layer) = (charge_plan.rule_set(), charge_plan.layer(layer_ref));
         let now_ms = self.clock.now().unix_ms;
         let base_request = self.counter_request(rule_set, layer_ref.id, keyed_request, &key_text, now_ms);
-        self.record_found(rule_set, layer_ref.id, keyed_request, &key_text, base_request.ceiling);
+        self.record_local_usage(rule_set, layer_ref.id, keyed_request, &key_text, base_request.ceiling);
         TokenFetch {
             rule_set: Arc::clone(rule_set),
             layer: layer_ref.id,

@@ -40,7 +40,7 @@ pub struct CounterOrder {
     pub unanswered: u64,
 }
 
-/// A counter whose known usage no other worker changes at the same time.
+/// A counter whose known usage no other worker changes at the same time: all changes hold this lock.
 pub struct LockedOrder<'a> {
     order: &'a UsageOrder,
     part: MutexGuard<'a, Part>,
