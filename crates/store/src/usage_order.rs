@@ -1,8 +1,9 @@
 //! The order of calls to the store among all workers of a process, and of the changes of known usage: which replies may lower the
 //! known usage, which all workers share.
 //!
-//! Each worker has a connection of its own, so replies to different workers arrive in any order. A reply is known to be newer
-//! than what X
+//! Each worker has a connection of its own, so replies to different workers arrive in any order. Calls and changes have numbers of
+//! one sequence. A reply lowers the known usage only if its call was sent after the last change; otherwise the store may have
+//! answered before it counted what the change was learned from.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
