@@ -145,12 +145,12 @@ const ORDERS: [(&str, &[&str]); 7] = [
             "shared_counters",
             "circuit_breaker",
             "diagnose",
+            "reported_usage",
             "client",
             "cluster",
             "hash_slot",
             "outage_log",
             "reconnecting",
-            "reported_usage",
             "sentinel",
             "connect",
             "connection",
@@ -173,14 +173,13 @@ const STATUS_CODES: [(&str, &str); 4] = [
     ("crates/limiter/src/tower.rs", "the middleware refuses with 429"),
 ];
 /// Files that may use atomics, with the reason.
-const ATOMICS: [(&str, &str); 12] = [
+const ATOMICS: [(&str, &str); 11] = [
     ("crates/runtime/src/clock.rs", "workers share the offset of the clock"),
     ("crates/runtime/src/metrics/storage.rs", "counted by one worker, read by a scrape"),
     (
         "src/downstream/connection_limit.rs",
         "connections of all workers are counted, once at their start and once at their end",
     ),
-    ("crates/store/src/reported_usage.rs", "refunds read without a lock whether anything was reported"),
     ("crates/store/src/usage_order.rs", "calls of all workers to the store are numbered in one order"),
     ("src/upstream/request_limit.rs", "requests of all workers are counted where they are limited"),
     ("src/upstream/server_health.rs", "workers share the health of servers"),
