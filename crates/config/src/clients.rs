@@ -183,9 +183,9 @@ fn read_key_source(item: &Item, example: &str, is_subject: bool, report: &mut Re
     let word = item.string(example, report)?;
     let part = key::read_part(&word, report)?;
     match KeyKind::of(&part).identifies {
-        Identifies::Client => return Some(Some(part)),
+        Identifies::ApiKeyOrSubject => return Some(Some(part)),
         Identifies::Subject if is_subject => return Some(Some(part)),
-        Identifies::Subject | Identifies::Nobody => {}
+        Identifies::Subject | Identifies::Nothing => {}
     }
     let message = format!("`{}` cannot be {}: it does not identify a client", item.key, quoted(word.text));
     report.reject(word.span, message, item.fix_with(example))

@@ -99,7 +99,7 @@ impl KeySettings {
             let may_lack = match KeyKind::of(part).presence {
                 Presence::All => false,
                 Presence::WithCertificate => certs != ClientCerts::Always,
-                Presence::OnRoutes | Presence::Some => true,
+                Presence::OnRoutes | Presence::Optional => true,
             };
             if may_lack {
                 let always = KINDS.into_iter().filter(|kind| kind.presence == Presence::All).filter_map(KeyKind::form);
@@ -193,7 +193,7 @@ fn client_may_omit(part: &KeyPart, certs: ClientCerts) -> bool {
     match KeyKind::of(part).presence {
         // `ClientCerts::Never` is reported as a problem of its own.
         Presence::WithCertificate => certs == ClientCerts::Sometimes,
-        Presence::Some => true,
+        Presence::Optional => true,
         // `config::route` checks that the path of the route has the parameter, unless `on_missing_key` is set.
         Presence::All | Presence::OnRoutes => false,
     }

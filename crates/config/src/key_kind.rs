@@ -96,8 +96,8 @@ pub enum Presence {
     OnRoutes,
     /// Those whose client has a certificate.
     WithCertificate,
-    /// A client may omit it.
-    Some,
+    /// Those whose client sends it.
+    Optional,
 }
 
 /// How many values a client can choose from.
@@ -114,10 +114,9 @@ pub enum Variety {
 /// What the part can be in `[clients]`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Identifies {
-    Nobody,
+    Nothing,
     Subject,
-    /// `api_key` or `subject`.
-    Client,
+    ApiKeyOrSubject,
 }
 
 /// How a value is written.
@@ -179,7 +178,7 @@ pub static IP: KeyKind = KeyKind {
     presence: Presence::All,
     is_secret: |_| false,
     variety: Variety::Few,
-    identifies: Identifies::Nobody,
+    identifies: Identifies::Nothing,
     not_hashed: None,
     value: ValueForm::Address,
     example_value: "192.0.2.7",
@@ -191,10 +190,10 @@ pub static HEADER: KeyKind = KeyKind {
     part: PartKind { name: "header", identity: "Header", number: number::HEADER },
     forms: &[("header:NAME", "a field of the request")],
     argument: Argument::Name(NameForm { what: "header field", example: "header:x-api-key", parse: parse_field }),
-    presence: Presence::Some,
+    presence: Presence::Optional,
     is_secret: |name| SECRET_FIELDS.contains(&name) || is_secret_name(name),
     variety: Variety::Any,
-    identifies: Identifies::Client,
+    identifies: Identifies::ApiKeyOrSubject,
     not_hashed: None,
     value: ValueForm::Text(|text| match () {
         () if text.is_empty() || text.trim() != text => Some("write the value of the field, without spaces around it"),
@@ -210,10 +209,10 @@ pub static COOKIE: KeyKind = KeyKind {
     part: PartKind { name: "cookie", identity: "Cookie", number: number::COOKIE },
     forms: &[("cookie:NAME", "a cookie")],
     argument: Argument::Name(NameForm { what: "cookie", example: "cookie:session", parse: parse_cookie }),
-    presence: Presence::Some,
+    presence: Presence::Optional,
     is_secret: |_| true,
     variety: Variety::Any,
-    identifies: Identifies::Client,
+    identifies: Identifies::ApiKeyOrSubject,
     not_hashed: None,
     value: ValueForm::Text(reject_empty),
     example_value: "VALUE",
@@ -225,10 +224,10 @@ pub static QUERY: KeyKind = KeyKind {
     part: PartKind { name: "query", identity: "Query", number: number::QUERY },
     forms: &[("query:NAME", "a parameter of the query")],
     argument: Argument::Name(NameForm { what: "parameter of the query", example: "query:api_key", parse: parse_query }),
-    presence: Presence::Some,
+    presence: Presence::Optional,
     is_secret: is_secret_name,
     variety: Variety::Any,
-    identifies: Identifies::Client,
+    identifies: Identifies::ApiKeyOrSubject,
     not_hashed: None,
     value: ValueForm::Text(reject_empty),
     example_value: "VALUE",
@@ -243,7 +242,7 @@ pub static PARAM: KeyKind = KeyKind {
     presence: Presence::OnRoutes,
     is_secret: |_| false,
     variety: Variety::Many,
-    identifies: Identifies::Nobody,
+    identifies: Identifies::Nothing,
     not_hashed: Some("`param` cannot be hashed: it belongs to one route, and an upstream can have several"),
     value: ValueForm::Text(accept_any),
     example_value: "VALUE",
@@ -255,10 +254,10 @@ pub static JWT: KeyKind = KeyKind {
     part: PartKind { name: "jwt", identity: "Jwt", number: number::JWT },
     forms: &[("jwt:CLAIM", "a claim of a verified token, see [`[jwt]`](#jwt)")],
     argument: Argument::Name(NameForm { what: "claim", example: "jwt:sub", parse: parse_claim }),
-    presence: Presence::Some,
+    presence: Presence::Optional,
     is_secret: |_| false,
     variety: Variety::Many,
-    identifies: Identifies::Client,
+    identifies: Identifies::ApiKeyOrSubject,
     not_hashed: Some("a claim cannot be hashed: tokens are verified only for rules that count by a claim"),
     value: ValueForm::Text(reject_empty),
     example_value: "VALUE",
@@ -274,7 +273,7 @@ pub static BASIC_USER: KeyKind = KeyKind {
          name. Credentials that are not Base64 get 400; those without a user name count as missing",
     )],
     argument: Argument::None,
-    presence: Presence::Some,
+    presence: Presence::Optional,
     is_secret: |_| false,
     variety: Variety::Many,
     identifies: Identifies::Subject,
@@ -307,7 +306,7 @@ pub static HOST: KeyKind = KeyKind {
     presence: Presence::All,
     is_secret: |_| false,
     variety: Variety::Many,
-    identifies: Identifies::Nobody,
+    identifies: Identifies::Nothing,
     not_hashed: None,
     value: ValueForm::Text(|text| {
         let is_wrong = text.is_empty() || text.contains(|c: char| c.is_uppercase() || "/: ".contains(c));
@@ -325,7 +324,7 @@ pub static METHOD: KeyKind = KeyKind {
     presence: Presence::All,
     is_secret: |_| false,
     variety: Variety::Many,
-    identifies: Identifies::Nobody,
+    identifies: Identifies::Nothing,
     not_hashed: None,
     value: ValueForm::Text(|text| {
         let is_wrong = text.is_empty() || text.contains(|c: char| c.is_lowercase() || c == ' ');
@@ -343,7 +342,7 @@ pub static PATH: KeyKind = KeyKind {
     presence: Presence::All,
     is_secret: |_| false,
     variety: Variety::Many,
-    identifies: Identifies::Nobody,
+    identifies: Identifies::Nothing,
     not_hashed: None,
     value: ValueForm::Text(|text| {
         (!text.starts_with('/')).then_some("write the path as it is matched, such as `/login`")
@@ -360,7 +359,7 @@ pub static ROUTE: KeyKind = KeyKind {
     presence: Presence::All,
     is_secret: |_| false,
     variety: Variety::Few,
-    identifies: Identifies::Nobody,
+    identifies: Identifies::Nothing,
     not_hashed: None,
     value: ValueForm::Text(accept_any),
     example_value: "VALUE",
@@ -375,7 +374,7 @@ pub static GLOBAL: KeyKind = KeyKind {
     presence: Presence::All,
     is_secret: |_| false,
     variety: Variety::Many,
-    identifies: Identifies::Nobody,
+    identifies: Identifies::Nothing,
     not_hashed: Some("`global` cannot be hashed: one server would receive all requests"),
     value: ValueForm::Text(accept_any),
     example_value: "VALUE",
@@ -390,7 +389,7 @@ pub static ENTRY: KeyKind = KeyKind {
     presence: Presence::All,
     is_secret: is_secret_name,
     variety: Variety::Many,
-    identifies: Identifies::Nobody,
+    identifies: Identifies::Nothing,
     not_hashed: None,
     value: ValueForm::Text(accept_any),
     example_value: "VALUE",

@@ -1,4 +1,4 @@
-//! What each rule made of a request: read once from the result of a decision, by metrics, logs, reports and responses alike.
+//! What each rule decided about a request, derived from the result of a decision for metrics, logs, reports and responses.
 
 use crate::charge_plan::{ChargePlan, LayerCharge, LayerRef};
 use crate::concurrency::SlotState;
@@ -7,12 +7,12 @@ use crate::decision_context::DecisionContext;
 use crate::handles::PlanPosition;
 use crate::window_kind::Usage;
 
-/// What one rule made of a decided request.
+/// What one rule decided about a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Verdict {
     /// The rule does not count the request: it is exempt, or its key was not found.
     NotCounted,
-    /// There was room.
+    /// The windows of the rule had enough tokens.
     Admitted,
     /// A window of the rule lets the request wait: of several such rules, the first.
     Delayed,
@@ -22,12 +22,12 @@ pub enum Verdict {
     Shadowed,
     /// The rule refused the request: a window is full, or no slot is free.
     Refused,
-    /// Other rules refused the request; this one had room.
+    /// Other rules refused the request. The windows of this rule had enough tokens.
     RefusedElsewhere,
 }
 
 impl ChargePlan {
-    /// What the rule at a position made of the request, with the result of the decision in `context`.
+    /// What the rule at a position decided about the request, with the result of the decision in `context`.
     #[inline]
     pub fn verdict(&self, position: PlanPosition, context: &DecisionContext, decision: &Decision) -> Verdict {
         let has_slot_state = |state: SlotState| {

@@ -267,9 +267,10 @@ impl SharedCounters {
     /// another order than that in which the store executed their calls. A reply lowers what replies have reported only if its call
     /// was sent after the last change: then the store executed the call after everything that is known. An earlier call raises
     /// only. So the known usage is never less than what this process was granted, and yet follows a refund or a reset within one
-    /// round trip: the next call is sent after the last change. A grant that leaves the usage as it was, because something was
-    /// refunded, is a change as well: of two such calls, the reply to the other one may lack it. A charge of another worker that is unanswered and that
-    /// the reply has already counts twice until it is answered, which refuses early and never admits too much.
+    /// round trip: the next call is sent after the last change. A grant that leaves the usage as it was, because something
+    /// was refunded, is a change as well: of two such calls, the reply to the other one may lack it. A charge of another
+    /// worker that is unanswered and that the reply has already counts twice until it is answered, which refuses early and
+    /// never admits too much.
     ///
     /// Around an outage the known usage is not less than before with the `leased` tokens of the reply, because of sharded counters,
     /// whose reports are no unanswered charges.

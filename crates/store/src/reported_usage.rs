@@ -274,14 +274,14 @@ mod tests {
         let elsewhere = RefundTarget { key_base: "elsewhere".into(), ..target(3, 100) };
         kept.keep(vec![target(1, 100).refund(3), elsewhere.refund(5), target(2, 100).refund(4)]);
         assert_eq!(kept.servers(server_of), HashSet::from([one, other]));
-        let mut sending = kept.take(one, server_of).expect("nobody is sending");
+        let mut sending = kept.take(one, server_of).expect("no worker is sending");
         assert!(kept.take(one, server_of).is_none());
         assert_eq!(kept.take(other, server_of).map(|sending| sending.refunds.len()), Some(1));
         // What was not sent is kept again.
         let call = sending.next_call(1, |_, _| true);
         assert_eq!(call.iter().map(|refund| refund.tokens).collect::<Vec<_>>(), [4]);
         drop(sending);
-        let mut sending = kept.take(one, server_of).expect("nobody is sending");
+        let mut sending = kept.take(one, server_of).expect("no worker is sending");
         assert_eq!(sending.next_call(9, |_, _| true).iter().map(|refund| refund.tokens).collect::<Vec<_>>(), [3]);
         assert_eq!((sending.next_key(), kept.servers(server_of)), (None, HashSet::from([other])));
     }

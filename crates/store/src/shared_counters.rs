@@ -356,8 +356,9 @@ impl SharedCounters {
 
     /// Subtracts tokens that are refunded to the store from the known usage.
     pub(super) fn forget_refunded_tokens(&self, counter: Counter, tokens: u64) {
-        let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
-        self.lower_known_usage(counter, None, tokens);
+        if tokens > 0 {
+            self.lower_known_usage(counter, None, u32::try_from(tokens).unwrap_or(u32::MAX));
+        }
     }
 
     /// Ensures that leased tokens are returned if they are not spent after the refund of these charges: the lease may have been
