@@ -428,7 +428,7 @@ impl ChargePlan {
                     // More tokens were granted than the limit of this request, because other requests have a greater
                     // limit, or had one.
                     let granted = table.known_usage(layer.counter(keyed_request), now_ms).map_or(0, |(_, used)| used);
-                    if granted > layer.capacity && layer.is_exhausted(table, keyed_request, &charge, 0, now_ms) {
+                    if granted > layer.capacity && layer.is_known_full(table, keyed_request, &charge, 0, now_ms) {
                         charge.request.floor = charge.request.ceiling;
                     }
                 }
@@ -487,15 +487,26 @@ impl CompiledLayer {
         used_locally: u64,
         now_ms: u64,
     ) -> bool {
+        // Tokens of a sliding window come back before the known usage ends: the store has to be asked.
+        let is_known = self.request.kind != WindowKind::Sliding;
+        charge.request.cost > self.capacity
+            || is_known && self.is_known_full(table, keyed_request, charge, used_locally, now_ms)
+    }
+
+    /// As [`CompiledLayer::is_exhausted`], as long as nothing has come back since the usage became known.
+    fn is_known_full<const W: usize>(
+        &self,
+        table: &Table<W>,
+        keyed_request: KeyedRequest,
+        charge: &Charge,
+        used_locally: u64,
+        now_ms: u64,
+    ) -> bool {
         let (cost, capacity) = (u64::from(charge.request.cost), u64::from(self.capacity));
         let counter = self.counter(keyed_request);
         // Leased tokens that are not spent are not used.
         let spent = |(_, used): (u64, u32)| u64::from(used.saturating_sub(table.leased_tokens(counter, now_ms)));
-        // Tokens of a sliding window come back before the known usage ends: the store has to be asked.
-        let is_known = self.request.kind != WindowKind::Sliding;
-        cost > capacity
-            || is_known
-                && table.known_usage(counter, now_ms).is_some_and(|known| spent(known) + used_locally + cost > capacity)
+        table.known_usage(counter, now_ms).is_some_and(|known| spent(known) + used_locally + cost > capacity)
     }
 }
 

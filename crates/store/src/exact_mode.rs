@@ -342,7 +342,7 @@ impl SharedCounters {
         charge.usage = Usage { used: u64::from(used), end_ms };
         if layer.request.kind == WindowKind::Sliding {
             // Tokens come back before the known usage ends.
-            let (cost, limit) = (u64::from(charge.request.cost), charge.request.limit);
+            let (cost, limit) = (i64::from(charge.request.cost), charge.request.limit);
             let refusal = self.known_refusal(counter, cost, limit, now_ms);
             charge.is_full = refusal.is_some();
             charge.usage = refusal.unwrap_or(charge.usage);
@@ -521,7 +521,7 @@ impl SharedDecision {
         let needed = used.max(charge.request.floor).saturating_add(charge.request.cost.into());
         charge.is_full = is_late || refused && needed > charge.request.ceiling;
         if kind == WindowKind::Sliding {
-            let (need, limit, usage) = (u64::from(charge.request.cost), charge.request.limit, charge.usage);
+            let (need, limit, usage) = (i64::from(charge.request.cost), charge.request.limit, charge.usage);
             shared.note_refusal(counter, charge.is_full.then_some(Refusal { need, limit, usage }));
         }
         is_late

@@ -100,8 +100,8 @@ pub struct ChargeId(pub u64);
 /// A refusal of tokens of a sliding window.
 #[derive(Clone, Copy)]
 pub struct Refusal {
-    /// The tokens that were needed, and the limit.
-    pub need: u64,
+    /// The tokens that were needed, below zero if more were leased, and the limit.
+    pub need: i64,
     pub limit: u32,
     /// The usage then, and the time until which as many tokens are refused.
     pub usage: Usage,
@@ -282,6 +282,8 @@ pub struct InFlightFetch {
 pub struct UndepositedTokens {
     pub id: CounterId,
     pub tokens: u64,
+    /// Of the layer that they were granted for: they may exceed a smaller one.
+    pub capacity: u32,
     pub refund_target: RefundTarget,
 }
 

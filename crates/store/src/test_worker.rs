@@ -416,7 +416,13 @@ impl TestWorker {
 
     /// Begins the decision about a request.
     pub fn begin(&self, key: &str, cost: u32) -> (BeginResult, DecisionContext) {
+        self.begin_of(VariantId::DEFAULT, key, cost)
+    }
+
+    /// As [`TestWorker::begin`], by a variant of the first rule.
+    fn begin_of(&self, variant: VariantId, key: &str, cost: u32) -> (BeginResult, DecisionContext) {
         let mut context = self.context(key, cost);
+        context.inputs.keyed_requests[PlanPosition::at(0)].as_mut().expect("the rule applies").variant = variant;
         let texts = self.key_texts(key);
         let begun = self.shared.begin(&self.charge_plan, &mut context, |rule| texts[rule].clone());
         (begun, context)
@@ -440,7 +446,12 @@ impl TestWorker {
 
     /// Decides a request; returns the context too.
     pub async fn outcome(&self, key: &str, cost: u32) -> Option<(Decision, DecisionContext)> {
-        match self.begin(key, cost) {
+        self.outcome_of(VariantId::DEFAULT, key, cost).await
+    }
+
+    /// As [`TestWorker::outcome`], by a variant of the first rule.
+    pub async fn outcome_of(&self, variant: VariantId, key: &str, cost: u32) -> Option<(Decision, DecisionContext)> {
+        match self.begin_of(variant, key, cost) {
             (BeginResult::Decided(decision), context) => Some((decision, context)),
             (BeginResult::Pending(pending), _) => {
                 let SharedOutcome { decision, context, .. } = pending.decide(&self.charge_plan).await.ok()?;

@@ -185,7 +185,8 @@ impl SharedCounters {
         let used = reply.used.max(known);
         let usage = self.note_store_usage(fetch.counter, request.window.kind, reply, used, reply.granted, now_ms);
         let is_full = used.saturating_add(request.need) > request.ceiling;
-        if request.need > 0 && reply.granted == 0 && is_full && fetch.shards == 1 {
+        let is_question = request.need > 0 || request.want == 0;
+        if is_question && reply.granted == 0 && is_full && fetch.shards == 1 {
             in_flight.refused.borrow_mut().push((id, CounterReply { used, ..reply }));
         }
         let refund_target = request.refund_target(reply);
@@ -218,7 +219,9 @@ impl SharedCounters {
         match self.table.deposit(fetch.counter, lease_end_ms, tokens, now_ms) {
             DepositResult::Stored => {}
             DepositResult::Full | DepositResult::Expired => {
-                in_flight.undeposited.borrow_mut().push(UndepositedTokens { id, tokens: tokens.into(), refund_target });
+                let capacity = fetch.rule_set.layer(fetch.layer).capacity;
+                let rest = UndepositedTokens { id, tokens: tokens.into(), capacity, refund_target };
+                in_flight.undeposited.borrow_mut().push(rest);
             }
         }
     }
@@ -581,7 +584,7 @@ impl SharedCounters {
 
     /// The usage of a sliding window of which the store is known to refuse `need` tokens. A refusal says nothing once the
     /// usage has decreased, because tokens were refunded or the key was reset, or under another limit.
-    pub(super) fn known_refusal(&self, counter: Counter, need: u64, limit: u32, now_ms: u64) -> Option<Usage> {
+    pub(super) fn known_refusal(&self, counter: Counter, need: i64, limit: u32, now_ms: u64) -> Option<Usage> {
         let refusal = self.leases.with_existing(counter_id(counter), |record| record.refusal)??;
         let (_, used) = self.table.known_usage(counter, now_ms)?;
         let is_same = (refusal.need, refusal.limit) == (need, limit);
@@ -709,7 +712,7 @@ impl SharedDecision {
         let known = |i: &usize| {
             let counter = self.counter_of(charge_plan, *i)?;
             let charge = &self.context.result.charges[*i];
-            self.shared.known_refusal(counter, missing_tokens(charge), charge.request.limit, now_ms)
+            self.shared.known_refusal(counter, lacking_tokens(charge), charge.request.limit, now_ms)
         };
         let known: Vec<Option<Usage>> = missing.iter().map(known).collect();
         let is_known = known.iter().any(Option::is_some);
@@ -757,14 +760,18 @@ impl SharedDecision {
             else {
                 continue;
             };
-            let need = missing_tokens(charge);
+            let (need, lacking) = (missing_tokens(charge), lacking_tokens(charge));
             let counter = charge_plan.layer(layer_ref).counter(keyed_request);
             let want = shared.leases.with_or_insert(counter, shared.own_shard, now, |record| {
                 record.key_text = Some(Rc::clone(&key_text));
-                record.next_fetch_size(need, now)
+                if need > 0 { record.next_fetch_size(need, now) } else { 0 }
             });
             let want = want.unwrap_or(need);
-            fetches.push(shared.token_fetch(charge_plan, layer_ref, keyed_request, key_text, need, want));
+            let mut fetch = shared.token_fetch(charge_plan, layer_ref, keyed_request, key_text, need, want);
+            // Enough is leased, of which this request may perhaps not spend any more. Tokens that stay leased are not used.
+            let unspent = need.cast_signed() - lacking;
+            fetch.request.ceiling += unspent.cast_unsigned();
+            fetches.push(fetch);
         }
         (shared.start_fetches(fetches), true)
     }
@@ -785,9 +792,10 @@ impl SharedDecision {
             let Some(counter) = self.counter_of(charge_plan, *i) else { continue };
             let charge = &self.context.result.charges[*i];
             let (layer_ref, cost) = (charge.layer, u64::from(charge.request.cost));
-            let found = undeposited
-                .iter_mut()
-                .find(|undeposited| undeposited.id == counter_id(counter) && undeposited.tokens >= cost);
+            let capacity = charge_plan.layer(layer_ref).capacity;
+            let found = undeposited.iter_mut().find(|undeposited| {
+                undeposited.id == counter_id(counter) && undeposited.tokens >= cost && undeposited.capacity <= capacity
+            });
             if let Some(UndepositedTokens { tokens, refund_target, .. }) = found
                 && !self.context.sharing.prepaid.contains(&layer_ref)
             {
@@ -812,7 +820,7 @@ impl SharedDecision {
             charge.is_full = reply.is_some();
             let is_unknown = |_: &&CounterReply| is_sliding || self.shared.table.known_usage(counter, now_ms).is_none();
             if let Some(reply) = reply.filter(is_unknown) {
-                let need = missing_tokens(charge);
+                let need = lacking_tokens(charge);
                 charge.usage = Usage { used: reply.used, end_ms: reply.available_ms };
                 if is_sliding {
                     let (limit, usage) = (charge.request.limit, charge.usage);
@@ -827,8 +835,14 @@ impl SharedDecision {
 
 /// The tokens that a charge of a lease lacks.
 fn missing_tokens(charge: &Charge) -> u64 {
+    u64::try_from(lacking_tokens(charge)).unwrap_or(0)
+}
+
+/// As [`missing_tokens`]; below zero, if more are leased. The request lacks none of these, but others with a greater limit have used
+/// up its own.
+fn lacking_tokens(charge: &Charge) -> i64 {
     let left = charge.request.ceiling.saturating_sub(charge.usage.used);
-    u64::from(charge.request.cost).saturating_sub(left)
+    i64::from(charge.request.cost).saturating_sub_unsigned(left)
 }
 
 #[cfg(test)]
@@ -846,7 +860,8 @@ mod tests {
     };
     use super::*;
     use transom_limiter::decision::Decision;
-    use transom_limiter::rule::Rule;
+    use transom_limiter::handles::{Handle, VariantId};
+    use transom_limiter::rule::{Plan, Rule};
     use transom_limiter::window::Windows;
 
     /// A rule `r` with a sliding window.
@@ -1233,6 +1248,44 @@ mod tests {
         });
     }
 
+    /// Tokens that a client on a plan has leased and not used are spent by others as far as their own limit allows.
+    #[test]
+    fn a_lease_of_a_greater_limit_is_spent_up_to_the_own_one() {
+        run(async {
+            let mut rule = sliding("4/hour");
+            let layers = sliding("7/hour").layers;
+            rule.plans = vec![Plan { name: "gold".to_owned(), layers, concurrent: None }];
+            let worker = TestWorker::new(&[rule]).await;
+            let gold = VariantId::at(1);
+            let decide = async |variant, cost| {
+                let (decision, context) = worker.outcome_of(variant, "a", cost).await.unwrap();
+                (matches!(decision, Decision::Admitted), context)
+            };
+            assert!(decide(gold, 4).await.0);
+            let (is_admitted, context) = decide(gold, 2).await;
+            let receipts: Vec<_> = context.all_receipts().collect();
+            worker.rule_set.refund(&receipts, u32::MAX, &worker.shared.table, START_MS);
+            assert_eq!((is_admitted, worker.leased_tokens("a", 0), worker.store.used(SLIDING_KEY)), (true, 2, 6));
+            worker.settled_calls().await;
+            let default = VariantId::DEFAULT;
+            let (is_admitted, context) = decide(default, 1).await;
+            let full: Vec<_> = context.result.charges.iter().map(|charge| charge.is_full).collect();
+            assert_eq!((is_admitted, full), (false, vec![true]), "four of four are used");
+            assert_eq!(worker.settled_calls().await[0], acquire(SLIDING_KEY, [0, 0, 0]), "tokens may have come back");
+            assert!(!decide(default, 1).await.0);
+            assert_eq!(worker.settled_calls().await, [], "none has come back since");
+            assert!(decide(gold, 1).await.0);
+            assert_eq!((worker.leased_tokens("a", 0), worker.settled_calls().await), (1, vec![]));
+            assert!(!decide(default, 1).await.0);
+            worker.settled_calls().await;
+            // Tokens have come back, and the gateway does not know.
+            worker.store.set_used(SLIDING_KEY, 3);
+            worker.record("a", |record| record.refusal = None);
+            assert!(decide(default, 1).await.0, "two of four are used");
+            assert_eq!((worker.leased_tokens("a", 0), worker.store.used(SLIDING_KEY)), (0, 3));
+        });
+    }
+
     #[test]
     fn unspent_tokens_of_an_ended_window_expire() {
         run(async {
@@ -1322,19 +1375,20 @@ mod tests {
                 number: 500_000,
                 call: 0,
             });
-            let in_flight = |key, tokens| {
+            let in_flight = |key, tokens, capacity| {
                 let id = counter_id(worker.counter(key, 0));
                 let in_flight = InFlightFetch::new(vec![id]);
                 in_flight.undeposited.borrow_mut().push(UndepositedTokens {
                     id,
                     tokens,
+                    capacity,
                     refund_target: target.clone(),
                 });
                 in_flight
             };
-            let taken = |key, tokens| {
+            let taken = |key, tokens, capacity| {
                 let mut pending = worker.pending("a", 3);
-                let in_flight = in_flight(key, tokens);
+                let in_flight = in_flight(key, tokens, capacity);
                 pending.take_undeposited(&worker.charge_plan, &[0], &in_flight);
                 // Once for each layer.
                 pending.take_undeposited(&worker.charge_plan, &[0], &in_flight);
@@ -1346,10 +1400,11 @@ mod tests {
                 )
             };
             let layer = worker.layer_ref(0, 0);
-            assert_eq!(taken("a", 7), (4, vec![3], vec![layer]));
-            assert_eq!(taken("a", 3), (0, vec![3], vec![layer]));
-            assert_eq!(taken("a", 2), (2, vec![], vec![]));
-            assert_eq!(taken("b", 7), (7, vec![], vec![]));
+            assert_eq!(taken("a", 7, 99), (4, vec![3], vec![layer]));
+            assert_eq!(taken("a", 3, 100), (0, vec![3], vec![layer]));
+            assert_eq!(taken("a", 2, 100), (2, vec![], vec![]));
+            assert_eq!(taken("a", 7, 101), (7, vec![], vec![]), "they were granted up to a greater limit");
+            assert_eq!(taken("b", 7, 100), (7, vec![], vec![]));
         });
     }
 

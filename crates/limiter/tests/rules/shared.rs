@@ -103,6 +103,12 @@ fn the_store_is_asked_about_a_sliding_window() {
     let mut gateway = Gateway::with_large_table(&[sliding]);
     know(&gateway, 10);
     assert_eq!((decide(&mut gateway, 1, false), decide(&mut gateway, 11, false)), (None, Some(Refused)));
+    // Tokens that were leased under a greater limit.
+    deposit(&gateway, 2);
+    know(&gateway, 12);
+    assert_eq!(decide(&mut gateway, 1, false), None, "ten of ten are used, as far as is known");
+    know(&gateway, 11);
+    assert_eq!(decide(&mut gateway, 1, false), Some(Admitted), "nine are used");
 }
 
 /// A refusal ends when the store said, and usage of a lease that is not spent when the lease ends.
