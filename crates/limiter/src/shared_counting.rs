@@ -270,12 +270,7 @@ impl ChargePlan {
     }
 
     /// Adds to the usage of shared layers what was counted locally while the store could not be reached, and is not reported yet.
-    pub(super) fn add_local_usage<const W: usize>(
-        &self,
-        table: &Table<W>,
-        context: &mut DecisionContext,
-        first: usize,
-    ) {
+    pub fn add_local_usage<const W: usize>(&self, table: &Table<W>, context: &mut DecisionContext, first: usize) {
         let now_ms = context.result.decided_ms;
         let keyed_requests = &context.inputs.keyed_requests;
         for charge in &mut context.result.charges[first..] {

@@ -309,6 +309,9 @@ impl SharedCounters {
                 }
                 (admitted, shadow) => {
                     self.prefetch(charge_plan, context);
+                    if !self.unreported.is_empty() {
+                        charge_plan.add_local_usage(&self.table, context, first);
+                    }
                     self.record_unreported(charge_plan, context, first, key_texts);
                     if shadow.is_none() {
                         progress.decision = Some(admitted);

@@ -432,7 +432,10 @@ impl SharedCounters {
         let mut order = self.usage_order.lock(counter_id(counter));
         self.add_unanswered(&mut order, id, counter, tokens);
         let now_ms = self.clock.now().unix_ms;
-        if let Some((end_ms, _)) = self.table.known_usage(counter, now_ms) {
+        let known_end_ms = self.table.known_usage(counter, now_ms).map(|(end_ms, _)| end_ms);
+        // Only the store knows when a window ends that a request has opened.
+        let end_ms = known_end_ms.or_else(|| (!window.kind.is_opened_by_requests()).then_some(window.end_ms));
+        if let Some(end_ms) = end_ms {
             self.add_known_usage(counter, window, end_ms, tokens, now_ms);
         }
     }
@@ -855,8 +858,8 @@ mod tests {
     use super::super::reconnecting::ServerId;
     use super::super::shared_decision::BeginResult;
     use super::super::test_worker::{
-        Call, HOUR_KEY, HOUR_MS, KEY, MINUTE_KEY, SLIDING_KEY, START_MS, TestWorker, acquire, leased, named, refund,
-        run, shard_key, sharded,
+        Call, HOUR_KEY, HOUR_MS, KEY, MINUTE_KEY, SLIDING_KEY, START_MS, TestWorker, acquire, leased, local, named,
+        refund, run, shard_key, sharded,
     };
     use super::*;
     use transom_limiter::decision::Decision;
@@ -931,6 +934,28 @@ mod tests {
             worker.shared.report_to_reachable().await;
             worker.settled_calls().await;
             assert_eq!(worker.store.used(KEY), 3, "what was granted beyond the limit is returned");
+        });
+    }
+
+    #[test]
+    fn an_admitted_request_states_what_was_counted_locally() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["9/hour"])]).await;
+            assert_eq!(worker.decide("a", 1).await, Some(true));
+            worker.store.hold();
+            let mut pending = worker.pending("a", 2);
+            pending.deadline = Instant::from_std(worker.clock.instant());
+            assert!(matches!(pending.decide(&worker.charge_plan).await.unwrap().decision, Decision::Admitted));
+            worker.store.release();
+            worker.settled_calls().await;
+            for (used, is_reported) in [(4, false), (5, true)] {
+                if is_reported {
+                    worker.shared.report_to_reachable().await;
+                }
+                let (decision, context) = worker.outcome("a", 1).await.unwrap();
+                assert!(matches!(decision, Decision::Admitted));
+                assert_eq!(context.result.charges[0].usage.used, used);
+            }
         });
     }
 
@@ -1454,6 +1479,22 @@ mod tests {
             // Nothing is left.
             assert_eq!(worker.decide("a", 4).await, Some(false));
             assert_eq!(worker.settled_calls().await, []);
+        });
+    }
+
+    #[test]
+    fn refused_requests_before_the_first_reply_are_charged_what_is_left() {
+        run(async {
+            let rule = Rule { count_refused: true, ..leased(&["5/hour"]) };
+            let worker = TestWorker::new(&[rule, local("2/hour")]).await;
+            worker.store.hold();
+            for (cost, known) in [(3, 3), (4, 5), (3, 5)] {
+                assert_eq!(worker.decide("a", cost).await, Some(false));
+                assert_eq!(worker.known_usage("a"), Some(known));
+            }
+            worker.store.release();
+            assert_eq!(worker.settled_calls().await[..2], [acquire(KEY, [3, 3, 0]), acquire(KEY, [2, 2, 0])]);
+            assert_eq!((worker.store.used(KEY), worker.known_usage("a")), (5, Some(5)));
         });
     }
 

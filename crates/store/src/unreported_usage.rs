@@ -53,6 +53,10 @@ impl UnreportedUsage {
         }
     }
 
+    pub fn is_empty(&self) -> bool {
+        self.charges.borrow().is_empty()
+    }
+
     pub fn get(&self, id: CounterId) -> Option<UnreportedCharge> {
         self.charges.borrow().get(&id).cloned()
     }
