@@ -203,8 +203,8 @@ fn random_rule(rng: &mut Rng, scope: Scope, number: usize) -> Rule {
 /// Leaves out what is not exact with a store:
 /// - Shards: what is left is known only in part.
 /// - Windows by first request, where a response gives all tokens back: they stay open in the store, but not in a gateway.
-/// - Windows by first request with leases beside other rules: tokens that are fetched for a request open the window, although
-///   another rule may refuse the request.
+/// - Windows by first request with leases in rules of several windows beside other rules: tokens that are fetched for a request open
+///   the window, although another rule may refuse the request, if the gateway has unused tokens of the other windows.
 /// - Refused requests that cost more than a window ever holds: with leases they take nothing of a new window.
 /// - Refused requests that count in a sliding window: the gateway then states the end of all of its tokens as `Retry-After`.
 /// - Refused requests that count in a window by first request: one token too many may count in the next window.
@@ -215,9 +215,7 @@ fn leave_out_inexact(rule: &mut Rule, number_of_rules: usize, has_steps: bool) {
     let is_sliding = |layers: &Vec<Layer>| layers.iter().any(|layer| layer.kind == Kind::Sliding);
     let has_sliding =
         rule.overrides.iter().map(|(_, layers)| layers).chain(&rule.plan).any(is_sliding) || is_sliding(&rule.layers);
-    let is_dependent = matches!(rule.cost, Cost::ResponseField { .. })
-        || rule.layers.iter().any(|layer| layer.capacity.is_some() || layer.reserve > 0);
-    if has_steps && rule.sharing == Sharing::Lease && (has_sliding || is_dependent) {
+    if has_steps && rule.sharing == Sharing::Lease && (has_sliding || is_dependent(rule)) {
         rule.sharing = Sharing::Exact;
     }
     let has_first_request = rule.layers.iter().any(|layer| layer.kind == Kind::FirstRequest);
@@ -228,7 +226,10 @@ fn leave_out_inexact(rule: &mut Rule, number_of_rules: usize, has_steps: bool) {
         rule.penalty_ms = None;
     }
     let is_settled = rule.counted_statuses.is_some() || matches!(rule.cost, Cost::ResponseField { .. });
-    let is_opened_by_fetch = rule.sharing == Sharing::Lease && number_of_rules > 1;
+    let has_several = |layers: &Vec<Layer>| layers.len() > 1;
+    let is_opened_by_fetch = rule.sharing == Sharing::Lease
+        && number_of_rules > 1
+        && rule.overrides.iter().map(|(_, layers)| layers).chain(&rule.plan).chain([&rule.layers]).any(has_several);
     let count_refused = rule.count_refused;
     if let Cost::RequestField { default, max } = &mut rule.cost
         && count_refused
@@ -243,6 +244,12 @@ fn leave_out_inexact(rule: &mut Rule, number_of_rules: usize, has_steps: bool) {
             layer.kind = Kind::Aligned(0);
         }
     }
+}
+
+/// Whether the windows of a rule depend on each other.
+fn is_dependent(rule: &Rule) -> bool {
+    matches!(rule.cost, Cost::ResponseField { .. })
+        || rule.layers.iter().any(|layer| layer.capacity.is_some() || layer.reserve > 0)
 }
 
 impl Configuration {
@@ -852,6 +859,8 @@ fn gateways_with_leases_admit_all_of_the_limit_and_no_more() {
         }
         let number = configuration.rules.len();
         configuration.rules.iter_mut().for_each(|rule| leave_out_inexact(rule, number, false));
+        // Tokens that stay leased when a window ends are lost, where windows depend on each other.
+        let may_lose = configuration.rules.iter().any(|rule| rule.sharing == Sharing::Lease && is_dependent(rule));
         store.step_to_tick();
         let toml = configuration.toml(&upstream, &store.toml(seed, "timeout = \"10s\""));
         let mut history = History::new(seed, &toml);
@@ -878,7 +887,7 @@ fn gateways_with_leases_admit_all_of_the_limit_and_no_more() {
             send_to(&mut gateways, &mut model, store.now(), gateway, &request);
         }
         // What is left can be used, through any of the gateways, once the others have returned their leases.
-        let (request, start) = (configuration.random_request(&mut rng), Instant::now());
+        let (request, start, mut is_late) = (configuration.random_request(&mut rng), Instant::now(), false);
         for number in 0.. {
             let (now, gateway) = (store.now(), number % gateways.clients.len());
             // A request to which no rule applies is never refused.
@@ -886,9 +895,15 @@ fn gateways_with_leases_admit_all_of_the_limit_and_no_more() {
                 break;
             }
             if !send_to(&mut gateways, &mut model, now, gateway, &request) {
-                assert!(start.elapsed() < DEADLINE, "seed {seed}: {request:?}: not all of the limit is used");
+                is_late = start.elapsed() > DEADLINE;
+                if is_late || may_lose {
+                    break;
+                }
                 thread::sleep(Duration::from_millis(20));
             }
+        }
+        if is_late {
+            history.fail("not all of the limit is used");
         }
     }
 }

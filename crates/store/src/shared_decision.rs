@@ -84,6 +84,8 @@ pub(super) struct DecisionProgress {
     recharged: Option<Vec<LayerRef>>,
     /// Whether the store also decides layers for which tokens could be leased.
     pub(super) ignores_leases: bool,
+    /// As `ignores_leases`, for each rule: fetched tokens would open a window, even if another rule refuses the request.
+    pub(super) opens_window: RuleFlags,
 }
 
 /// What a decision needs next.
@@ -151,14 +153,16 @@ impl DecisionProgress {
             rounds: 0,
             recharged: None,
             ignores_leases: false,
+            opens_window: RuleFlags(SmallVec::from_elem(false, charge_plan.rules().len())),
         }
     }
 
     /// Sets how each rule is counted in the next step.
     fn set_counting_modes(&self, charge_plan: &ChargePlan, context: &mut DecisionContext) {
         charge_plan.set_counting_modes(|position| self.without_store[position], &mut context.sharing.counting_modes);
-        for (position, mode) in context.sharing.counting_modes.enumerate_mut().filter(|_| self.ignores_leases) {
-            if *mode == CountingMode::Leased && !charge_plan.rule(position).is_sharded() {
+        for (position, mode) in context.sharing.counting_modes.enumerate_mut() {
+            let ignores_lease = self.ignores_leases || self.opens_window[position];
+            if ignores_lease && *mode == CountingMode::Leased && !charge_plan.rule(position).is_sharded() {
                 *mode = CountingMode::Remote;
             }
         }

@@ -259,6 +259,7 @@ impl TestStore {
                 let mark = match kind.as_str() {
                     "s" => now_ms * 8 / end_ms,
                     "g" => fields[6],
+                    "f" => now_ms,
                     _ => 0,
                 };
                 if !["f", "s"].contains(&kind.as_str()) && (is_far_ahead || now_ms >= end_ms) {

@@ -665,6 +665,10 @@ impl SharedDecision {
         if self.is_known_refusal(charge_plan, &missing) {
             return self.refuse(charge_plan, first);
         }
+        if self.opens_windows(charge_plan, &missing) {
+            self.context.truncate(first);
+            return None;
+        }
         let (calls_in_flight, are_own) = self.start_or_join_fetches(charge_plan, &missing);
         let began = Instant::from_std(self.shared.clock.instant());
         // Which of them the store refuses is not known yet.
@@ -725,6 +729,49 @@ impl SharedDecision {
             charge.usage = usage.unwrap_or(charge.usage);
         }
         is_known
+    }
+
+    /// Whether fetched tokens would open windows although the store may refuse the request in another call. It then decides the
+    /// rules of these windows in its last calls instead, unless it would have to grant them tokens of other windows that are leased.
+    fn opens_windows(&mut self, charge_plan: &ChargePlan, missing: &[usize]) -> bool {
+        let (table, now_ms) = (&self.shared.table, self.shared.clock.now().unix_ms);
+        let is_opened = |i: &usize| {
+            let layer_ref = self.context.result.charges[*i].layer;
+            let kind = charge_plan.layer(layer_ref).request.kind;
+            let keyed_request = self.context.inputs.keyed_requests[layer_ref.position];
+            // Sharded counters are always leased.
+            let is_rule = kind.is_opened_by_requests() && !charge_plan.rule_of(layer_ref).is_sharded();
+            let Some(keyed_request) = keyed_request.filter(|_| is_rule) else { return false };
+            let counter = |layer_ref| charge_plan.layer(layer_ref).counter(keyed_request);
+            table.known_usage(counter(layer_ref), now_ms).is_none()
+                && charge_plan
+                    .layers_of_rule(layer_ref.position, keyed_request.variant)
+                    .all(|layer_ref| table.leased_tokens(counter(layer_ref), now_ms) == 0)
+        };
+        let opened: Vec<usize> = missing.iter().copied().filter(is_opened).collect();
+        if opened.is_empty() || self.is_one_call(charge_plan, missing) {
+            return false;
+        }
+        for position in self.rules_of(&opened) {
+            self.progress.opens_window[position] = true;
+        }
+        true
+    }
+
+    /// Whether one call fetches everything, and the store decides no layers afterwards.
+    fn is_one_call(&self, charge_plan: &ChargePlan, missing: &[usize]) -> bool {
+        let (sharing, keyed_requests) = (&self.context.sharing, &self.context.inputs.keyed_requests);
+        let is_sent = |position| {
+            sharing.counting_modes[position] == CountingMode::Remote
+                && !self.progress.without_store[position]
+                && keyed_requests[position].is_some()
+        };
+        let bases = missing.iter().filter_map(|i| self.key_text(self.context.result.charges[*i].layer.position));
+        let bases: Vec<Rc<str>> = bases.map(|text| self.shared.key_base(&text, "", 0)).collect();
+        let is_sharded = |i: &usize| charge_plan.layer(self.context.result.charges[*i].layer).shards > 1;
+        !charge_plan.rules().ids().any(is_sent)
+            && !missing.iter().any(is_sharded)
+            && bases.iter().all(|base| self.shared.store.can_share_a_call(&bases[0], base))
     }
 
     /// The calls that fetch what is lacking, and whether this request has started them: fetches in flight are joined
@@ -983,6 +1030,26 @@ mod tests {
             }
             let started = worker.shared.start_fetches(vec![wide(), wide()]);
             assert_eq!(started.len(), 2, "each sharded counter has a call of its own");
+        });
+    }
+
+    #[test]
+    fn a_request_that_another_rule_refuses_opens_no_window() {
+        run(async {
+            let mut rule = leased(&["9/hour"]);
+            rule.layers[0].windows = Windows::FirstRequest { period_ms: HOUR_MS };
+            let exact = Rule { sharing: Sharing::Exact, ..named("wide", leased(&["5/hour"])) };
+            let worker = TestWorker::new(&[rule, exact]).await;
+            let (opened, wide) = (|key| format!("transom:{{r|{key}}}:first-request"), "transom:{wide|a}:500000");
+            worker.store.set_used(wide, 5);
+            assert_eq!(worker.decide("a", 1).await, Some(false));
+            worker.settled_calls().await;
+            assert_eq!(worker.store.used(&opened("a")), 0);
+            assert_eq!(worker.decide("b", 1).await, Some(true));
+            assert_eq!((worker.store.take_calls().len(), worker.store.used(&opened("b"))), (1, 1));
+            // Tokens of an open window are leased.
+            assert_eq!(worker.decide("b", 2).await, Some(true));
+            assert!(worker.record("b", |record| record.refund_target.is_some()));
         });
     }
 
