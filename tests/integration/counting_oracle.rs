@@ -34,6 +34,8 @@ const ADDRESSES: [&str; 3] = ["198.51.100.1", "198.51.100.2", "203.0.113.3"];
 const ON_PLAN: &str = "k1";
 /// Statuses of the upstream.
 const STATUSES: [u16; 4] = [200, 401, 404, 500];
+/// Within this time after an outage each worker has reported what it has counted.
+const REPORT_TIME: Duration = Duration::from_secs(3);
 /// Greatest number of days that one step of the clock skips.
 const LONG_STEP_DAYS: u64 = 70;
 
@@ -476,7 +478,7 @@ enum Precision {
     /// then be missing, and `Retry-After` too early.
     Store { slack_s: u64 },
     /// As `Store`, with outages. Windows by first request may end when the store has learned of them, after the outage.
-    Outages { slack_s: u64, is_away: bool },
+    Outages { slack_s: u64, may_be_unknown: bool },
 }
 
 /// Compares a response with the decision of the model before the request, and the model's state after it.
@@ -491,8 +493,8 @@ fn check(
     let (is_exact, slack_s) = match precision {
         Precision::Exact => (true, 0),
         Precision::Store { slack_s } => (!decision.is_refused(), slack_s),
-        // While the store is away, what is left is stated as far as the gateway knows.
-        Precision::Outages { slack_s, is_away } => (!decision.is_refused() && !is_away, slack_s),
+        // What is left is stated as far as the worker knows, until what others have counted is reported.
+        Precision::Outages { slack_s, may_be_unknown } => (!decision.is_refused() && !may_be_unknown, slack_s),
     };
     let expected_status = match decision {
         decision if decision.is_refused() => 429,
@@ -781,12 +783,17 @@ fn a_gateway_decides_as_documented_over_outages() {
         let mut clients: Vec<Client> = (0..4).map(|_| gateways.processes[0].client()).collect();
         gateways.follow(&store);
         let mut model = Model::new(configuration.rules.clone(), configuration.routes.clone());
-        let mut is_away = false;
+        let (mut is_away, mut unknown_until) = (false, Instant::now());
         for _ in 0..REQUESTS {
             if one_in(&mut rng, 10) {
                 is_away = !is_away;
                 history.add(format!("the store is away: {is_away}"));
-                if is_away { begin_outage(&store, &mut gateways) } else { end_outage(&store, &mut gateways) }
+                if is_away {
+                    begin_outage(&store, &mut gateways)
+                } else {
+                    end_outage(&store, &mut gateways)
+                }
+                unknown_until = Instant::now() + REPORT_TIME;
             }
             let request = configuration.random_request(&mut rng);
             let now = store.now();
@@ -796,7 +803,8 @@ fn a_gateway_decides_as_documented_over_outages() {
             let took_s = rounded_up_s(store.now() - now);
             history.add(describe(now, &request, &response));
             model.record(&request, now, !decision.is_refused());
-            let precision = Precision::Outages { slack_s: 10 + took_s, is_away };
+            let may_be_unknown = is_away || Instant::now() < unknown_until;
+            let precision = Precision::Outages { slack_s: 10 + took_s, may_be_unknown };
             if let Err(difference) = check(&response, &request, &decision, &model, now, precision) {
                 history.fail(&difference);
             }
