@@ -3,6 +3,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
+use std::time::Duration;
 
 use crate::support::eventually;
 use crate::support::gateway_group::{GatewayGroup, LONG_TIMEOUT, count_admitted_by, rule_by_key, shared_config};
@@ -62,6 +63,8 @@ fn a_slot_migration_under_load_grants_no_extra_tokens() {
             let from = cluster.owner(slot);
             for step in 1..4 {
                 cluster.move_slot(slot, (from + step) % 3);
+                // Requests before and after each move.
+                thread::sleep(Duration::from_millis(200));
             }
             moved.store(true, Ordering::Relaxed);
             clients.into_iter().map(|client| client.join().unwrap()).sum::<usize>()

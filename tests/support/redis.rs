@@ -12,6 +12,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use fastrand::Rng;
+use redis::{Cmd, ConnectionAddr, ConnectionLike, IntoConnectionInfo, RedisConnectionInfo, Value};
 
 use super::process::signal;
 use super::test_ca::TestCa;
@@ -155,15 +156,9 @@ impl RedisServer {
         self.scratch.path()
     }
 
-    /// The output of redis-cli for a command, without the last line end. Errors are returned as output.
+    /// The reply to a command, an array as lines. Errors are returned as text; empty without a reply.
     pub fn cli(&self, command: &[&str]) -> String {
-        let mut cli = Command::new("timeout");
-        cli.arg("30").arg(external_servers::program("redis-cli")).arg("-s").arg(self.socket());
-        if let Some(password) = &self.password {
-            cli.env("REDISCLI_AUTH", password);
-        }
-        let output = cli.args(command).stdin(Stdio::null()).output().unwrap();
-        String::from_utf8(output.stdout).unwrap().trim_end().to_owned()
+        reply_text(ConnectionAddr::Unix(self.socket()), self.password.as_deref(), command)
     }
 
     /// The number that a command returns; 0 for nil.
@@ -229,6 +224,41 @@ impl Drop for RedisServer {
         if std::thread::panicking() {
             eprintln!("log of redis-server at port {}:\n{}", self.port, self.log());
         }
+    }
+}
+
+/// The reply to a command on a connection of its own, as redis-cli prints it.
+pub fn reply_text(address: ConnectionAddr, password: Option<&str>, command: &[&str]) -> String {
+    const TIMEOUT: Duration = Duration::from_secs(30);
+    let login = RedisConnectionInfo::default().set_skip_set_lib_name();
+    let info = address.into_connection_info().unwrap().set_redis_settings(login);
+    let reply = || {
+        let mut connection = redis::Client::open(info)?.get_connection_with_timeout(TIMEOUT)?;
+        connection.set_read_timeout(Some(TIMEOUT))?;
+        if let Some(password) = password {
+            // A test may have removed the password from the server.
+            let _ = connection.req_command(redis::cmd("AUTH").arg(password));
+        }
+        connection.req_command(Cmd::new().arg(command))
+    };
+    match reply() {
+        Ok(value) => text_of(&value),
+        Err(error) => match (error.code(), error.detail()) {
+            (Some(code), detail) => format!("{code} {}", detail.unwrap_or_default()),
+            (None, _) => String::new(),
+        },
+    }
+}
+
+fn text_of(value: &Value) -> String {
+    match value {
+        Value::Nil => String::new(),
+        Value::Int(number) => number.to_string(),
+        Value::BulkString(bytes) => String::from_utf8_lossy(bytes).trim_end().to_owned(),
+        Value::SimpleString(text) => text.clone(),
+        Value::Okay => "OK".to_owned(),
+        Value::Array(items) => items.iter().map(text_of).collect::<Vec<_>>().join("\n"),
+        other => panic!("no text of RESP 2: {other:?}"),
     }
 }
 

@@ -4,7 +4,9 @@
 use std::fs;
 use std::process::{Child, Command, Stdio};
 
-use super::redis::{RedisServer, free_port};
+use redis::ConnectionAddr;
+
+use super::redis::{RedisServer, free_port, reply_text};
 use super::{TempDir, eventually, external_servers};
 
 /// The name of the master for the sentinels and in the gateway's configuration.
@@ -94,10 +96,8 @@ impl Sentinel {
     }
 
     fn cli(&self, command: &[&str]) -> String {
-        let mut cli = Command::new("timeout");
-        cli.arg("30").arg(external_servers::program("redis-cli")).args(["-p", &self.port.to_string()]);
-        let output = cli.args(command).stdin(Stdio::null()).output().unwrap();
-        String::from_utf8_lossy(&output.stdout).trim_end().to_owned()
+        let address = ConnectionAddr::Tcp("127.0.0.1".to_owned(), self.port);
+        reply_text(address, None, command)
     }
 
     fn knows_all(&self) -> bool {
